@@ -1,0 +1,3 @@
+module github.com/verbena-rdma/verbena
+
+go 1.26

@@ -1,0 +1,54 @@
+package ib
+
+import "strings"
+
+// Access is the set of rights of a memory region, as IBV_ACCESS_*.
+// Local read is always granted.
+type Access uint32
+
+const (
+	AccessLocalWrite   Access = 1 << 0 // the device may write on behalf of local work requests
+	AccessRemoteWrite  Access = 1 << 1 // peers may RDMA WRITE; needs AccessLocalWrite
+	AccessRemoteRead   Access = 1 << 2 // peers may RDMA READ
+	AccessRemoteAtomic Access = 1 << 3 // peers may do atomics; needs AccessLocalWrite
+	AccessMWBind       Access = 1 << 4 // memory windows may be bound to the region
+	AccessZeroBased    Access = 1 << 5 // addresses in requests are offsets from the region's start
+	AccessOnDemand     Access = 1 << 6 // pages are not pinned but faulted in when accessed
+	// AccessRelaxedOrdering is a hint; a software device keeps the order anyway.
+	AccessRelaxedOrdering Access = 1 << 20
+)
+
+// AccessRemote is the set of rights that let a peer touch the region.
+const AccessRemote = AccessRemoteWrite | AccessRemoteRead | AccessRemoteAtomic
+
+var accessNames = []struct {
+	bit  Access
+	name string
+}{
+	{AccessLocalWrite, "local-write"},
+	{AccessRemoteWrite, "remote-write"},
+	{AccessRemoteRead, "remote-read"},
+	{AccessRemoteAtomic, "remote-atomic"},
+	{AccessMWBind, "mw-bind"},
+	{AccessZeroBased, "zero-based"},
+	{AccessOnDemand, "on-demand"},
+	{AccessRelaxedOrdering, "relaxed-ordering"},
+}
+
+// String names the rights, joined by "|"; no rights are "local-read".
+func (a Access) String() string {
+	if a == 0 {
+		return "local-read"
+	}
+	var names []string
+	for _, n := range accessNames {
+		if a&n.bit != 0 {
+			names = append(names, n.name)
+			a &^= n.bit
+		}
+	}
+	if a != 0 {
+		names = append(names, "unknown")
+	}
+	return strings.Join(names, "|")
+}

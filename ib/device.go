@@ -1,0 +1,159 @@
+package ib
+
+import "net/netip"
+
+// DeviceInfo names a device that can be opened.
+type DeviceInfo struct {
+	Name      string       // what Open takes, as "verbena0"
+	Interface string       // the network interface it stands on
+	Addrs     []netip.Addr // one GID each
+}
+
+// AtomicCap says how far the atomicity of remote atomics reaches.
+type AtomicCap uint8
+
+const (
+	AtomicNone AtomicCap = iota + 1
+	AtomicHCA            // among requests through this device
+	AtomicGlob           // also with the CPU's own atomic instructions
+)
+
+var atomicCapNames = [...]string{AtomicNone: "ATOMIC_NONE", AtomicHCA: "ATOMIC_HCA", AtomicGlob: "ATOMIC_GLOB"}
+
+func (c AtomicCap) String() string { return nameOf(atomicCapNames[:], int(c), "AtomicCap") }
+
+// DeviceCap are the capability bits of a device.
+type DeviceCap uint32
+
+const (
+	CapSRQResize        DeviceCap = 1 << iota // a shared receive queue can be resized
+	CapRCRNRNak                               // RNR NAKs are generated
+	CapBadPKeyCntr                            // packets with a wrong P_Key are counted
+	CapBadQKeyCntr                            // packets with a wrong Q_Key are counted
+	CapCurrQPState                            // Modify honours CurState
+	CapPortActiveEvent                        // port events are raised
+	CapSysImageGUID                           // SysImageGUID is supported
+	CapUDIPCsum                               // unused by this device
+	CapMemMgtExtensions                       // SEND with invalidate
+)
+
+// DeviceAttr are a device's identity, capabilities and limits.
+type DeviceAttr struct {
+	Name         string
+	FWVersion    string
+	NodeGUID     uint64
+	SysImageGUID uint64
+	VendorID     uint32
+	VendorPartID uint32
+	HWVersion    uint32
+	PhysPortCnt  int
+	Caps         DeviceCap
+	AtomicCap    AtomicCap
+	PageSizeCap  uint64
+
+	MaxMRSize        uint64
+	MaxQP            int
+	MaxQPWR          int
+	MaxSGE           int
+	MaxSGERd         int
+	MaxInlineData    int
+	MaxCQ            int
+	MaxCQE           int
+	MaxMR            int
+	MaxPD            int
+	MaxAH            int
+	MaxSRQ           int
+	MaxSRQWR         int
+	MaxSRQSGE        int
+	MaxQPRDAtom      int // as responder, for each queue pair
+	MaxQPInitRDAtom  int // as initiator, for each queue pair
+	MaxResRDAtom     int
+	MaxPKeys         int
+	LocalCAAckDelay  int
+	MemoryLock       LockMode // what the device does about locking pinned memory
+	Links            []string // the links it runs on, as "loop", "udp"
+	Offloads         []string // what the links found at open, as "gso", "gro"
+	StalePinnedRange string   // how a pinned range that was unmapped is noticed
+}
+
+// LockMode says what registration of pinned memory does about mlock(2).
+type LockMode uint8
+
+const (
+	// LockAuto locks memory outside the Go heap where the limit allows it; a
+	// region that could not be locked works all the same and says so.
+	LockAuto LockMode = iota
+	// LockOff never locks.
+	LockOff
+	// LockStrict refuses a region that cannot be locked, as hardware drivers do.
+	LockStrict
+)
+
+var lockModeNames = [...]string{LockAuto: "auto", LockOff: "off", LockStrict: "strict"}
+
+func (m LockMode) String() string { return nameOf(lockModeNames[:], int(m), "LockMode") }
+
+// PortState is the state of a port's link.
+type PortState uint8
+
+const (
+	PortDown PortState = iota + 1
+	PortInit
+	PortArmed
+	PortActive
+)
+
+var portStateNames = [...]string{PortDown: "PORT_DOWN", PortInit: "PORT_INIT", PortArmed: "PORT_ARMED", PortActive: "PORT_ACTIVE"}
+
+func (s PortState) String() string { return nameOf(portStateNames[:], int(s), "PortState") }
+
+// PortAttr are the attributes of a port.
+type PortAttr struct {
+	State        PortState
+	MaxMTU       MTU
+	ActiveMTU    MTU // the largest that fits the network interface
+	GIDTableLen  int
+	PKeyTableLen int
+	MaxMsgSize   uint32
+	LinkLayer    string // "Ethernet"
+	Interface    string // the network interface
+	BadPKeyCntr  uint32
+	QKeyViolCntr uint32
+}
+
+// EventType is the kind of an asynchronous event.
+type EventType uint8
+
+const (
+	EventCQErr            EventType = iota + 1 // a completion queue overflowed
+	EventQPFatal                               // a queue pair failed and its requests may not all be flushed
+	EventQPReqErr                              // the responder side refused a malformed request
+	EventQPAccessErr                           // the responder side refused access
+	EventCommEst                               // a packet arrived before the queue pair was in RTS
+	EventSQDrained                             // the send queue is drained
+	EventQPLastWQEReached                      // a queue pair with SRQ in error took its last receive
+	EventSRQErr                                // a shared receive queue failed
+	EventSRQLimitReached                       // a shared receive queue fell below its limit
+	EventPortActive
+	EventPortErr
+	EventDeviceFatal
+)
+
+var eventNames = [...]string{EventCQErr: "CQ error", EventQPFatal: "local work queue catastrophic error",
+	EventQPReqErr: "invalid request local work queue error", EventQPAccessErr: "local access violation work queue error",
+	EventCommEst: "communication established", EventSQDrained: "send queue drained",
+	EventQPLastWQEReached: "last WQE reached", EventSRQErr: "SRQ catastrophic error",
+	EventSRQLimitReached: "SRQ limit reached", EventPortActive: "port active", EventPortErr: "port error",
+	EventDeviceFatal: "local catastrophic error"}
+
+// String returns the words of ibv_event_type_str.
+func (t EventType) String() string { return nameOf(eventNames[:], int(t), "EventType") }
+
+// AsyncEvent is something that happened outside any work request.
+type AsyncEvent struct {
+	Type EventType
+	QPN  uint32 // queue pair events
+	CQ   uint32 // completion queue events: the queue's number
+	SRQ  uint32 // shared receive queue events: the queue's number
+	Port uint8  // port events
+}

@@ -1,0 +1,110 @@
+package ib
+
+import "fmt"
+
+// WCStatus tells how a work request ended. The numbers are those of
+// ibv_wc_status.
+type WCStatus uint8
+
+const (
+	WCSuccess        WCStatus = 0
+	WCLocLenErr      WCStatus = 1  // message too long for the receive, or for the path
+	WCLocQPOpErr     WCStatus = 2  // the request does not fit the queue pair's state or type
+	WCLocEECOpErr    WCStatus = 3  // reliable datagram only: never from this device
+	WCLocProtErr     WCStatus = 4  // a local SGE failed: key, bounds, rights or domain
+	WCWRFlushErr     WCStatus = 5  // the queue pair was in, or went to, the error state
+	WCMWBindErr      WCStatus = 6  // a memory window could not be bound
+	WCBadRespErr     WCStatus = 7  // the peer's answer makes no sense
+	WCLocAccessErr   WCStatus = 8  // local protection while executing a peer's request
+	WCRemInvReqErr   WCStatus = 9  // the peer calls the request invalid
+	WCRemAccessErr   WCStatus = 10 // the peer refuses access to its memory
+	WCRemOpErr       WCStatus = 11 // the peer could not complete the request
+	WCRetryExcErr    WCStatus = 12 // no answer, after all retries
+	WCRNRRetryExcErr WCStatus = 13 // the peer had no receive posted, after all retries
+	WCLocRDDViolErr  WCStatus = 14 // reliable datagram only: never from this device
+	WCRemInvRDReqErr WCStatus = 15 // reliable datagram only: never from this device
+	WCRemAbortErr    WCStatus = 16 // reliable datagram only: never from this device
+	WCInvEECNErr     WCStatus = 17 // reliable datagram only: never from this device
+	WCInvEECStateErr WCStatus = 18 // reliable datagram only: never from this device
+	WCFatalErr       WCStatus = 19 // the device failed
+	WCRespTimeoutErr WCStatus = 20 // no answer to a management request
+	WCGeneralErr     WCStatus = 21 // none of the others
+)
+
+var wcStatusNames = [...]string{
+	"success", "local length error", "local QP operation error", "local EE context operation error",
+	"local protection error", "Work Request Flushed Error", "memory management operation error",
+	"bad response error", "local access error", "remote invalid request error", "remote access error",
+	"remote operation error", "transport retry counter exceeded", "RNR retry counter exceeded",
+	"local RDD violation error", "remote invalid RD request", "aborted error",
+	"invalid EE context number", "invalid EE context state", "fatal error", "response timeout error",
+	"general error",
+}
+
+// String returns the words of ibv_wc_status_str.
+func (s WCStatus) String() string { return nameOf(wcStatusNames[:], int(s), "WCStatus") }
+
+// WCOpcode says what completed.
+type WCOpcode uint8
+
+const (
+	WCSend WCOpcode = iota + 1
+	WCRDMAWrite
+	WCRDMARead
+	WCCompSwap
+	WCFetchAdd
+	WCRecv
+	WCRecvRDMAWithImm
+)
+
+var wcOpcodeNames = [...]string{
+	WCSend: "SEND", WCRDMAWrite: "RDMA_WRITE", WCRDMARead: "RDMA_READ", WCCompSwap: "COMP_SWAP",
+	WCFetchAdd: "FETCH_ADD", WCRecv: "RECV", WCRecvRDMAWithImm: "RECV_RDMA_WITH_IMM",
+}
+
+func (o WCOpcode) String() string { return nameOf(wcOpcodeNames[:], int(o), "WCOpcode") }
+
+// WCFlags say which optional fields of a completion are valid.
+type WCFlags uint8
+
+const (
+	WCGRH     WCFlags = 1 << iota // UD: the first 40 bytes of the buffer hold the routing header
+	WCWithImm                     // Imm is valid
+	WCWithInv                     // InvalidatedKey is valid
+)
+
+// WC is a work completion. If Status is not WCSuccess only ID, Status, QPN and
+// VendorErr are meaningful.
+type WC struct {
+	ID             uint64
+	Status         WCStatus
+	Op             WCOpcode
+	Flags          WCFlags
+	SL             uint8
+	PKeyIndex      uint16
+	VendorErr      uint16 // which check failed, for people; see docs/errors.md
+	ByteLen        uint32 // received or read bytes; for UD with the 40 of the header
+	Imm            uint32
+	InvalidatedKey uint32
+	QPN            uint32 // the local queue pair
+	SrcQP          uint32 // UD: the sender's queue pair
+}
+
+// Err returns nil for a success and a *[StatusError] otherwise.
+func (w *WC) Err() error {
+	if w.Status == WCSuccess {
+		return nil
+	}
+	return &StatusError{ID: w.ID, QPN: w.QPN, Status: w.Status}
+}
+
+// StatusError is a failed completion as an error.
+type StatusError struct {
+	ID     uint64
+	QPN    uint32
+	Status WCStatus
+}
+
+func (e *StatusError) Error() string {
+	return fmt.Sprintf("work request %#x on QP %#06x: %v", e.ID, e.QPN, e.Status)
+}

@@ -1,0 +1,77 @@
+package ib
+
+// SGE is one piece of a scatter/gather list.
+type SGE struct {
+	Addr   uint64 // address of the first byte, or an offset in a zero-based region
+	Length uint32
+	LKey   uint32 // local key of the region that the piece lies in
+}
+
+// Opcode says what a send work request does.
+type Opcode uint8
+
+const (
+	OpSend           Opcode = iota + 1 // SEND to the peer's receive queue
+	OpSendImm                          // SEND with 4 bytes of immediate data
+	OpSendInv                          // SEND that invalidates a key of the peer
+	OpRDMAWrite                        // WRITE to the peer's memory
+	OpRDMAWriteImm                     // WRITE that also consumes a receive there
+	OpRDMARead                         // READ of the peer's memory
+	OpAtomicCmpSwap                    // compare 8 bytes with CompareAdd and, if equal, store Swap
+	OpAtomicFetchAdd                   // add CompareAdd to 8 bytes
+	numOpcodes
+)
+
+// NumOpcodes is one more than the largest opcode: the size of a table by opcode.
+const NumOpcodes = int(numOpcodes)
+
+var opcodeNames = [NumOpcodes]string{
+	OpSend: "SEND", OpSendImm: "SEND_WITH_IMM", OpSendInv: "SEND_WITH_INV",
+	OpRDMAWrite: "RDMA_WRITE", OpRDMAWriteImm: "RDMA_WRITE_WITH_IMM", OpRDMARead: "RDMA_READ",
+	OpAtomicCmpSwap: "ATOMIC_CMP_AND_SWP", OpAtomicFetchAdd: "ATOMIC_FETCH_AND_ADD",
+}
+
+func (o Opcode) String() string { return nameOf(opcodeNames[:], int(o), "Opcode") }
+
+// SendFlags modify a send work request.
+type SendFlags uint8
+
+const (
+	SendSignaled  SendFlags = 1 << iota // make a completion when done (failures always make one)
+	SendSolicited                       // raise the peer's solicited completion event
+	SendFence                           // wait for earlier READs and atomics of this queue
+)
+
+// SendWR is a work request for a send queue. The queue copies it: slices may be
+// reused once PostSend returns. The memory that SGL names must stay as it is
+// until the request completes.
+type SendWR struct {
+	ID     uint64 // comes back in the completion
+	Op     Opcode
+	Flags  SendFlags
+	SGL    []SGE  // what to send, or where READ and atomic results go
+	Inline []byte // instead of SGL for SEND and WRITE: copied when posted, needs no region
+
+	Imm           uint32 // OpSendImm, OpRDMAWriteImm
+	InvalidateKey uint32 // OpSendInv: the peer's rkey
+
+	RemoteAddr uint64 // WRITE, READ and atomics
+	RKey       uint32 // WRITE, READ and atomics
+
+	CompareAdd uint64 // atomics: value to compare with, or to add
+	Swap       uint64 // compare-and-swap: value to store
+
+	AH         *AH    // UD: whom to send to
+	RemoteQPN  uint32 // UD
+	RemoteQKey uint32 // UD: with the top bit set, the queue pair's own Q_Key is sent instead
+}
+
+// RecvWR is a work request for a receive queue or a shared receive queue.
+type RecvWR struct {
+	ID  uint64 // comes back in the completion
+	SGL []SGE  // where the message goes; UD messages need 40 bytes more in front
+}
+
+// GRHLength is the number of bytes in front of every UD message: the routing
+// header, or for IPv4 peers 20 undefined bytes and the IPv4 header.
+const GRHLength = 40

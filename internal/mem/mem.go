@@ -1,0 +1,95 @@
+// Package mem turns keys into bytes: key table → rights → backing → bytes.
+//
+// The way of an address, top-down:
+//
+//  1. table.go: a key's index is unpermuted to a slot; the slot holds a Region
+//     or nothing. No lock, no hash.
+//  2. region.go: a read section on the region is opened (Resolve) and closed
+//     (Release); the state, the domain, the rights and the bounds are checked,
+//     once. Whoever kills a region marks it dead, then waits for the sections
+//     that are open.
+//  3. a Backing finds the bytes. One file for each kind of memory.
+//  4. copy.go: one loop moves bytes between any two lists of any two kinds.
+//
+// The package knows neither queue pairs nor packets.
+package mem
+
+import "github.com/verbena-rdma/verbena/ib"
+
+// Actor is on whose behalf memory is accessed.
+type Actor struct {
+	PD  uint32 // the protection domain of the queue pair
+	QPN uint32 // the queue pair: some keys answer to one alone
+}
+
+// Kind is a kind of memory, for counters and for people.
+type Kind uint8
+
+const (
+	KindRaw    Kind = iota // bytes that the engine owns: packets, inline data
+	KindPinned             // host memory as it was when registered
+	NumKinds
+)
+
+// Backing is what a region's bytes are made of. A new kind of memory is one
+// file that implements it and passes the conformance suite.
+//
+// Its methods are called inside a read section: concurrently with each other,
+// never after Close.
+type Backing interface {
+	Kind() Kind
+	// Run returns the bytes at off: at least one and at most n of them,
+	// contiguous in this process and good for acc until the section closes;
+	// or why not. The caller has checked off+n against the region's length.
+	Run(off, n uint64, acc ib.Access) ([]byte, Fault)
+	// Close gives up what the backing holds. It is called once, when no
+	// section is open and none will be.
+	Close() error
+}
+
+// FaultKind says why memory could not be accessed. The zero value means that
+// it could.
+type FaultKind uint8
+
+const (
+	FaultNone    FaultKind = iota
+	FaultKey               // no region has this key
+	FaultDead              // the region is being closed or was invalidated
+	FaultDomain            // the region belongs to another protection domain, or queue pair
+	FaultAccess            // the region does not grant the right
+	FaultBounds            // the range is not inside the region
+	FaultAlign             // an atomic that is not 8-byte aligned
+	FaultStale             // what was registered is not there any more
+	FaultNotInvalidatable  // the key's kind cannot be invalidated by a peer
+	numFaultKinds
+)
+
+// Fault is why an access failed. It is a value: compare with Fault{} or call OK.
+type Fault struct {
+	Kind FaultKind
+	Key  uint32
+	Addr uint64
+	Len  uint64
+}
+
+// OK reports that there is no fault.
+func (f Fault) OK() bool { return f.Kind == FaultNone }
+
+// List is memory by reference: the bytes of a message, in order. Either SGEs
+// in a Table, checked for an Actor and an Access, or Raw bytes.
+type List struct {
+	Table  *Table
+	Actor  Actor
+	Access ib.Access // what every piece must grant; 0 is local read
+	SGEs   []ib.SGE
+	Raw    [][]byte // used when Table is nil
+	Off    uint64   // bytes of the pieces to skip first
+}
+
+// Side names the list of a Copy that failed.
+type Side uint8
+
+const (
+	Dst Side = iota + 1
+	Src
+)

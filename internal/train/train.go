@@ -1,0 +1,133 @@
+// Package train defines the unit that travels between queue pairs and links: a
+// run of consecutive packets of one message, with one set of headers, a range
+// of PSNs and a payload by reference.
+//
+// A single packet is a train of one. The loop link carries trains as they are;
+// the udp link cuts them into packets and couples received packets into trains
+// again. Queue pairs never see packets, links never see queue pairs.
+package train
+
+import (
+	"net/netip"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// MaxBytes is the most payload that one train carries: the quantum of copying.
+// It bounds how long a queue pair's lock and a region's read section are held.
+const MaxBytes = 256 << 10
+
+// MaxSGE is the longest scatter/gather list of a request.
+const MaxSGE = 32
+
+// MaxInline is the most inline data of a request.
+const MaxInline = 512
+
+// Train is a run of consecutive packets of one message.
+type Train struct {
+	Flow *Flow      // outgoing: the way to the peer
+	From netip.Addr // incoming: who sent it
+	To   netip.Addr // incoming: at which of our addresses it arrived
+
+	Transport wire.Transport
+	Kind      wire.Kind
+	Extra     wire.Extra // on the packet that ends the message
+	Start     bool       // the first packet is the message's first
+	End       bool       // the last packet is the message's last
+
+	DestQP uint32
+	PSN    wire.PSN // of the first packet
+	N      int      // packets, at least 1
+	MTU    int      // payload bytes of every packet but the message's last
+
+	AckReq    bool // outgoing: on the last packet; incoming: on any
+	Solicited bool // on the packet that ends the message
+
+	// Headers, valid as Kind, Transport, Start and End say. The READ response's
+	// AETH stands on its message's first and last packet.
+	RETH   wire.RETH
+	Atomic wire.AtomicETH
+	AETH   wire.AETH
+	Orig   uint64 // atomic acknowledge: the value before
+	Imm    uint32 // immediate data, or the key to invalidate
+	DETH   wire.DETH
+
+	Len     int      // payload bytes of the whole train, without padding
+	Payload mem.List // outgoing: what to send; incoming: what came
+
+	// Bounce asks the link to copy the payload before checksumming it, because
+	// the CPU may write it meanwhile and that is legal or has happened before:
+	// READ responses and retransmissions.
+	Bounce bool
+
+	// Cookie is the sending queue pair's own; it comes back in Sent.
+	Cookie uint64
+
+	// storage for Payload of outgoing trains: a train outlives the queue slot
+	// it was made from
+	sges   [MaxSGE]ib.SGE
+	raw    [1][]byte
+	inline [MaxInline]byte
+}
+
+// Flow is the way from one of our addresses to a peer's: made once for each
+// connection or address handle, immutable, shared.
+type Flow struct {
+	Src, Dst netip.Addr
+	SrcPort  uint16 // a hint: 0xC000 and up, for equal-cost paths
+	TClass   uint8
+	HopLimit uint8
+	Label    uint32
+
+	// Link is the link's own preparation (socket address, checksum prefix).
+	Link any
+}
+
+// SetSGEs makes the payload n bytes of a list, from off on, copying those SGEs
+// that they lie in.
+func (t *Train) SetSGEs(table *mem.Table, actor mem.Actor, access ib.Access, sges []ib.SGE, off uint64, n int) {
+	for len(sges) > 0 && off >= uint64(sges[0].Length) {
+		off -= uint64(sges[0].Length)
+		sges = sges[1:]
+	}
+	end, k := off+uint64(n), 0
+	for k < len(sges) && end > 0 {
+		end -= min(end, uint64(sges[k].Length))
+		k++
+	}
+	k = copy(t.sges[:], sges[:k])
+	t.Len = n
+	t.Payload = mem.List{Table: table, Actor: actor, Access: access, SGEs: t.sges[:k], Off: off}
+}
+
+// SetInline makes the payload a copy of b, which is at most MaxInline long.
+func (t *Train) SetInline(b []byte) {
+	t.raw[0] = t.inline[:copy(t.inline[:], b)]
+	t.Len = len(t.raw[0])
+	t.Payload = mem.List{Raw: t.raw[:]}
+}
+
+// SetRange makes the payload a range of one region.
+func (t *Train) SetRange(table *mem.Table, actor mem.Actor, access ib.Access, key uint32, addr uint64, n int) {
+	t.sges[0] = ib.SGE{Addr: addr, Length: uint32(n), LKey: key}
+	t.Len = n
+	t.Payload = mem.List{Table: table, Actor: actor, Access: access, SGEs: t.sges[:1]}
+}
+
+// SetNone makes the payload empty.
+func (t *Train) SetNone() {
+	t.Len = 0
+	t.Payload = mem.List{}
+}
+
+// Reset clears everything but the storage, which needs no clearing.
+func (t *Train) Reset() {
+	t.Flow, t.From, t.To = nil, netip.Addr{}, netip.Addr{}
+	t.Transport, t.Kind, t.Extra, t.Start, t.End = 0, 0, 0, false, false
+	t.DestQP, t.PSN, t.N, t.MTU = 0, 0, 0, 0
+	t.AckReq, t.Solicited = false, false
+	t.RETH, t.Atomic, t.AETH, t.Orig, t.Imm, t.DETH = wire.RETH{}, wire.AtomicETH{}, wire.AETH{}, 0, 0, wire.DETH{}
+	t.Len, t.Payload, t.Bounce, t.Cookie = 0, mem.List{}, false, 0
+}

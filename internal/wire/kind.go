@@ -1,0 +1,113 @@
+package wire
+
+// Transport is the service that the top three bits of a BTH opcode name.
+type Transport uint8
+
+const (
+	RC  Transport = 0
+	UC  Transport = 1
+	RD  Transport = 2 // not implemented by anyone; recognised to be counted
+	UD  Transport = 3
+	CNP Transport = 4 // congestion notification
+	XRC Transport = 5
+)
+
+// Kind is what a message is for. Together with a position and an extra it
+// names an opcode; nobody above the opcode table deals in opcodes.
+type Kind uint8
+
+const (
+	KindSend Kind = iota + 1
+	KindWrite
+	KindReadRequest
+	KindReadResponse
+	KindAck // also NAK and RNR NAK
+	KindAtomicAck
+	KindCmpSwap
+	KindFetchAdd
+	NumKinds
+)
+
+// Pos is a packet's place in its message.
+type Pos uint8
+
+const (
+	First Pos = iota
+	Middle
+	Last
+	Only
+)
+
+// Starts and Ends tell whether the packet is its message's first or last one.
+func (p Pos) Starts() bool { return p == First || p == Only }
+
+// Ends reports whether the packet is its message's last.
+func (p Pos) Ends() bool { return p == Last || p == Only }
+
+// Extra is the header that the last packet of a SEND or WRITE may carry.
+type Extra uint8
+
+const (
+	NoExtra Extra = iota
+	WithImm
+	WithInv
+)
+
+// RETH is the RDMA extended transport header.
+type RETH struct {
+	VA   uint64
+	RKey uint32
+	Len  uint32
+}
+
+// AtomicETH is the header of an atomic request.
+type AtomicETH struct {
+	VA      uint64
+	RKey    uint32
+	SwapAdd uint64
+	Compare uint64
+}
+
+// AETH is the acknowledgement header: what happened, and how many messages
+// have been completed (24 bits).
+type AETH struct {
+	Syndrome Syndrome
+	MSN      uint32
+}
+
+// DETH is the datagram header.
+type DETH struct {
+	QKey  uint32
+	SrcQP uint32 // 24 bits
+}
+
+// Syndrome is the first byte of an AETH (IBA table 43): three bits of type and
+// five of value.
+type Syndrome uint8
+
+const (
+	// AckNoCredits is a plain acknowledgement that says nothing about
+	// credits (credit count 31, "invalid": end-to-end flow control unused).
+	AckNoCredits Syndrome = 0x1f
+
+	NakPSNSequence   Syndrome = 0x60
+	NakInvalidReq    Syndrome = 0x61
+	NakRemoteAccess  Syndrome = 0x62
+	NakRemoteOpError Syndrome = 0x63
+	NakInvalidRD     Syndrome = 0x64
+)
+
+// RNRNak makes the syndrome of an RNR NAK with a timer code of IBA table 45.
+func RNRNak(timer uint8) Syndrome { return 0x20 | Syndrome(timer&0x1f) }
+
+// IsAck, IsRNR and IsNak tell the three types apart; the fourth is reserved.
+func (s Syndrome) IsAck() bool { return s>>5 == 0 }
+
+// IsRNR reports a receiver-not-ready NAK.
+func (s Syndrome) IsRNR() bool { return s>>5 == 1 }
+
+// IsNak reports a NAK.
+func (s Syndrome) IsNak() bool { return s>>5 == 3 }
+
+// Value returns the five low bits: credits, RNR timer code or NAK code.
+func (s Syndrome) Value() uint8 { return uint8(s & 0x1f) }
