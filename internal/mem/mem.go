@@ -52,15 +52,15 @@ type Backing interface {
 type FaultKind uint8
 
 const (
-	FaultNone    FaultKind = iota
-	FaultKey               // no region has this key
-	FaultDead              // the region is being closed or was invalidated
-	FaultDomain            // the region belongs to another protection domain, or queue pair
-	FaultAccess            // the region does not grant the right
-	FaultBounds            // the range is not inside the region
-	FaultAlign             // an atomic that is not 8-byte aligned
-	FaultStale             // what was registered is not there any more
-	FaultNotInvalidatable  // the key's kind cannot be invalidated by a peer
+	FaultNone             FaultKind = iota
+	FaultKey                        // no region has this key
+	FaultDead                       // the region is being closed or was invalidated
+	FaultDomain                     // the region belongs to another protection domain, or queue pair
+	FaultAccess                     // the region does not grant the right
+	FaultBounds                     // the range is not inside the region
+	FaultAlign                      // an atomic that is not 8-byte aligned
+	FaultStale                      // what was registered is not there any more
+	FaultNotInvalidatable           // the key's kind cannot be invalidated by a peer
 	numFaultKinds
 )
 

@@ -1,0 +1,129 @@
+// Package provider is the interface between the public verbs API and whatever
+// does the work: the software device is one provider, a kernel device can be
+// another.
+//
+// It is small and batch-first: queues take and give slices. Objects check their
+// own arguments and return *ib.OpError; package verbs adds types, lifetimes and
+// documentation, not behaviour. All methods are safe for concurrent use, Close
+// is idempotent, and Close of an object that others still use fails with EBUSY.
+package provider
+
+import (
+	"context"
+	"net/netip"
+
+	"github.com/verbena-rdma/verbena/ib"
+)
+
+// Config is how a software device is opened; verbs.Config documents the fields.
+type Config struct {
+	Addrs  []netip.Addr
+	Link   string // "", "loop" or "udp": which links may carry traffic
+	Lock   ib.LockMode
+	Limits Limits
+	PCAP   string
+	Window int
+	NoGSO  bool
+	NoGRO  bool
+}
+
+// Limits lower a device's limits; zero fields keep the default.
+type Limits struct {
+	QPs, CQs, MRs, PDs, AHs, SRQs int
+	QPWR, CQE, SRQWR              int
+}
+
+// Device is an open device.
+type Device interface {
+	Attr() ib.DeviceAttr
+	Port(port int) (ib.PortAttr, error)
+	GIDs() []ib.GID
+	Counters() []Counter
+	NextEvent(ctx context.Context) (ib.AsyncEvent, error)
+	AllocPD() (PD, error)
+	CreateChannel() (Channel, error)
+	CreateCQ(entries int, ch Channel) (CQ, error)
+	Close() error
+}
+
+// Counter is one named number of a device.
+type Counter struct {
+	Name  string
+	Value uint64
+}
+
+// PD is a protection domain.
+type PD interface {
+	RegMR(buf []byte, access ib.Access) (MR, error)
+	RegMRAddr(addr uintptr, length uint64, iova uint64, access ib.Access) (MR, error)
+	CreateQP(QPConfig) (QP, error)
+	CreateSRQ(SRQConfig) (SRQ, error)
+	CreateAH(ib.AHAttr) (*ib.AH, error)
+	Close() error
+}
+
+// MR is a memory region.
+type MR interface {
+	LKey() uint32
+	RKey() uint32
+	Addr() uint64 // the address that requests use: 0 if zero-based
+	Length() uint64
+	Access() ib.Access
+	Locked() (bool, string) // whether its pages are locked, and if not, why
+	Close() error
+}
+
+// Channel delivers completion events.
+type Channel interface {
+	// Next waits for an event and returns the completion queue it is for.
+	Next(ctx context.Context) (CQ, error)
+	Close() error
+}
+
+// CQ is a completion queue.
+type CQ interface {
+	Number() uint32
+	Cap() int
+	Poll([]ib.WC) (int, error)
+	// RequestNotify arms the queue: the next completion, or the next solicited
+	// or failed one, raises an event.
+	RequestNotify(solicitedOnly bool) error
+	Ack(events int)
+	Resize(entries int) error
+	Close() error
+}
+
+// QPConfig is what a queue pair is made of.
+type QPConfig struct {
+	Type           ib.QPType
+	SendCQ, RecvCQ CQ
+	SRQ            SRQ
+	Cap            ib.QPCap
+	SignalAll      bool
+}
+
+// QP is a queue pair.
+type QP interface {
+	Number() uint32
+	Type() ib.QPType
+	PostSend([]ib.SendWR) (int, error)
+	PostRecv([]ib.RecvWR) (int, error)
+	Modify(*ib.QPAttr, ib.QPAttrMask) error
+	Query() (ib.QPAttr, error)
+	Close() error
+}
+
+// SRQConfig is what a shared receive queue is made of.
+type SRQConfig struct {
+	MaxWR, MaxSGE int
+	Limit         int
+}
+
+// SRQ is a shared receive queue.
+type SRQ interface {
+	Number() uint32
+	PostRecv([]ib.RecvWR) (int, error)
+	Modify(maxWR, limit int) error // negative: keep
+	Query() (maxWR, maxSGE, limit int, err error)
+	Close() error
+}
