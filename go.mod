@@ -1,3 +1,12 @@
 module github.com/verbena-rdma/verbena
 
-go 1.26
+go 1.26.0
+
+require (
+	github.com/alecthomas/kong v1.16.1 // indirect
+	github.com/gopacket/gopacket v1.7.4 // indirect
+	go.uber.org/goleak v1.3.0 // indirect
+	golang.org/x/net v0.55.0 // indirect
+	golang.org/x/sys v0.49.0 // indirect
+	golang.org/x/term v0.47.0 // indirect
+)

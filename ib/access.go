@@ -2,8 +2,9 @@ package ib
 
 import "strings"
 
-// Access is the set of rights of a memory region, as IBV_ACCESS_*.
-// Local read is always granted.
+// Access is the set of rights of a memory region, with the bits of
+// IBV_ACCESS_*. Local read is always granted. As an attribute of a queue pair
+// it bounds what the peer may do: both must grant it.
 type Access uint32
 
 const (
@@ -16,6 +17,10 @@ const (
 	AccessOnDemand     Access = 1 << 6 // pages are not pinned but faulted in when accessed
 	// AccessRelaxedOrdering is a hint; a software device keeps the order anyway.
 	AccessRelaxedOrdering Access = 1 << 20
+	// AccessRemoteInvalidate is Verbena's own: peers may kill the region's key
+	// by SEND with invalidate. Fast-registration keys and type 2 windows have
+	// this by nature; an ordinary region has it only when asked.
+	AccessRemoteInvalidate Access = 1 << 30
 )
 
 // AccessRemote is the set of rights that let a peer touch the region.
@@ -33,6 +38,7 @@ var accessNames = []struct {
 	{AccessZeroBased, "zero-based"},
 	{AccessOnDemand, "on-demand"},
 	{AccessRelaxedOrdering, "relaxed-ordering"},
+	{AccessRemoteInvalidate, "remote-invalidate"},
 }
 
 // String names the rights, joined by "|"; no rights are "local-read".

@@ -13,13 +13,14 @@ type DeviceInfo struct {
 type AtomicCap uint8
 
 const (
-	AtomicNone AtomicCap = iota + 1
-	AtomicHCA            // among requests through this device
-	AtomicGlob           // also with the CPU's own atomic instructions
+	AtomicNone AtomicCap = iota + 1 // there are no atomics
+	AtomicHCA                       // among requests through this device
+	AtomicGlob                      // also with the CPU's own atomic instructions
 )
 
 var atomicCapNames = [...]string{AtomicNone: "ATOMIC_NONE", AtomicHCA: "ATOMIC_HCA", AtomicGlob: "ATOMIC_GLOB"}
 
+// String returns the name without the prefix IBV_.
 func (c AtomicCap) String() string { return nameOf(atomicCapNames[:], int(c), "AtomicCap") }
 
 // DeviceCap are the capability bits of a device.
@@ -91,20 +92,22 @@ const (
 
 var lockModeNames = [...]string{LockAuto: "auto", LockOff: "off", LockStrict: "strict"}
 
+// String returns the mode's name, "auto".
 func (m LockMode) String() string { return nameOf(lockModeNames[:], int(m), "LockMode") }
 
 // PortState is the state of a port's link.
 type PortState uint8
 
 const (
-	PortDown PortState = iota + 1
-	PortInit
-	PortArmed
-	PortActive
+	PortDown   PortState = iota + 1 // the interface is down
+	PortInit                        // InfiniBand only: never from this device
+	PortArmed                       // InfiniBand only: never from this device
+	PortActive                      // traffic flows
 )
 
 var portStateNames = [...]string{PortDown: "PORT_DOWN", PortInit: "PORT_INIT", PortArmed: "PORT_ARMED", PortActive: "PORT_ACTIVE"}
 
+// String returns the name as ibv_devinfo prints it, "PORT_ACTIVE".
 func (s PortState) String() string { return nameOf(portStateNames[:], int(s), "PortState") }
 
 // PortAttr are the attributes of a port.
@@ -134,9 +137,9 @@ const (
 	EventQPLastWQEReached                      // a queue pair with SRQ in error took its last receive
 	EventSRQErr                                // a shared receive queue failed
 	EventSRQLimitReached                       // a shared receive queue fell below its limit
-	EventPortActive
-	EventPortErr
-	EventDeviceFatal
+	EventPortActive                            // the port came up
+	EventPortErr                               // the port went down
+	EventDeviceFatal                           // the device failed
 )
 
 var eventNames = [...]string{EventCQErr: "CQ error", EventQPFatal: "local work queue catastrophic error",

@@ -7,6 +7,8 @@
 // validation, starts nothing and imports nothing of Verbena.
 //
 // Enumerations start at 1, so that a field somebody forgot to set is refused
-// rather than taken for the first value; [WCStatus] is the exception, it keeps
-// the numbers of ibv_wc_status because people read them in logs.
+// rather than taken for the first value. There are two exceptions: [WCStatus]
+// keeps the numbers of ibv_wc_status, because people read them in logs, and the
+// zero [LockMode] is the default. Of the bit sets only [Access] has the numbers
+// of its C counterpart; the others share the names alone.
 package ib

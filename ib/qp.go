@@ -20,27 +20,29 @@ const (
 
 var qpTypeNames = [...]string{RC: "RC", UC: "UC", UD: "UD"}
 
+// String returns the type's two letters.
 func (t QPType) String() string { return nameOf(qpTypeNames[:], int(t), "QPType") }
 
 // QPState is a state of IBA 10.3.1's queue pair state machine.
 type QPState uint8
 
 const (
-	QPReset QPState = iota + 1
-	QPInit
-	QPRTR // ready to receive
-	QPRTS // ready to send
-	QPSQD // send queue drained
-	QPSQE // send queue error: UC and UD after a failed send
-	QPErr
+	QPReset QPState = iota + 1 // new: nothing can be posted
+	QPInit                     // receives can be posted
+	QPRTR                      // ready to receive
+	QPRTS                      // ready to send
+	QPSQD                      // send queue drained: what is posted waits
+	QPSQE                      // send queue error: UC and UD after a failed send
+	QPErr                      // error: all requests are flushed
 )
 
 var qpStateNames = [...]string{QPReset: "RESET", QPInit: "INIT", QPRTR: "RTR", QPRTS: "RTS",
 	QPSQD: "SQD", QPSQE: "SQE", QPErr: "ERR"}
 
+// String returns the state's name as IBA writes it, "RTS".
 func (s QPState) String() string { return nameOf(qpStateNames[:], int(s), "QPState") }
 
-// MTU is a path MTU: the payload of a full packet.
+// MTU is a path MTU, the payload of a full packet, as the code of ibv_mtu.
 type MTU uint8
 
 const (
@@ -59,19 +61,21 @@ func (m MTU) Bytes() int {
 	return 128 << m
 }
 
+// String returns the number of bytes.
 func (m MTU) String() string { return fmt.Sprint(m.Bytes()) }
 
 // QPCap are the sizes of a queue pair's queues. What a new queue pair was given
-// is at least what was asked for.
+// is at least what was asked for; its Query tells.
 type QPCap struct {
 	MaxSendWR     int // outstanding send requests
 	MaxRecvWR     int // outstanding receives; ignored with an SRQ
-	MaxSendSGE    int
-	MaxRecvSGE    int
-	MaxInlineData int // bytes
+	MaxSendSGE    int // pieces of a send request
+	MaxRecvSGE    int // pieces of a receive; ignored with an SRQ
+	MaxInlineData int // bytes of a send request's Inline
 }
 
-// QPAttrMask says which fields of a QPAttr count, as IBV_QP_*.
+// QPAttrMask says which fields of a [QPAttr] count. The names are those of
+// IBV_QP_*, the bits are not.
 type QPAttrMask uint32
 
 const (
@@ -94,9 +98,9 @@ const (
 	QPMaskCap
 	QPMaskDestQPN
 	QPMaskSQDAsyncNotify
-	QPMaskAltPath
-	QPMaskPathMigState
-	numQPMask = iota
+	QPMaskAltPath      // has no field: there are no alternate paths
+	QPMaskPathMigState // has no field: there are no alternate paths
+	numQPMask          = iota
 )
 
 var qpMaskNames = [numQPMask]string{"state", "cur_state", "access_flags", "pkey_index", "port", "qkey", "av",
@@ -126,25 +130,25 @@ func (m QPAttrMask) String() string {
 }
 
 // QPAttr are the attributes of a queue pair that Modify sets and Query returns.
-// The names in [QPAttrMask] correspond one to one.
+// Each has a bit in [QPAttrMask].
 type QPAttr struct {
-	State           QPState
-	CurState        QPState
-	Access          Access // what peers may do: the remote rights
-	PKeyIndex       uint16
-	Port            uint8
-	QKey            uint32
-	AV              AHAttr
-	PathMTU         MTU
-	Timeout         uint8 // acknowledgement timeout, 4.096 µs × 2^Timeout; 0 waits for ever
-	RetryCnt        uint8 // 0 to 7
-	RNRRetry        uint8 // 0 to 7; 7 retries for ever
-	RQPSN           uint32
-	MaxRDAtomic     uint8 // READs and atomics outstanding as initiator
-	MinRNRTimer     uint8 // code of IBA table 45; 12 is 0.64 ms
-	SQPSN           uint32
-	MaxDestRDAtomic uint8 // READs and atomics outstanding as responder
-	Cap             QPCap
-	DestQPN         uint32
-	SQDAsyncNotify  bool
+	State           QPState // the state to go to, or that it is in
+	CurState        QPState // the state that the caller takes it to be in
+	Access          Access  // what peers may do: the remote rights
+	PKeyIndex       uint16  // there is one key, at 0
+	Port            uint8   // there is one port, 1
+	QKey            uint32  // UD: what requests to this queue pair must carry
+	AV              AHAttr  // the peer's address
+	PathMTU         MTU     // the same on both sides
+	Timeout         uint8   // acknowledgement timeout, 4.096 µs × 2^Timeout; 0 waits for ever
+	RetryCnt        uint8   // 0 to 7
+	RNRRetry        uint8   // 0 to 7; 7 retries for ever
+	RQPSN           uint32  // the first PSN expected: the peer's SQPSN
+	MaxRDAtomic     uint8   // READs and atomics outstanding as initiator
+	MinRNRTimer     uint8   // code of IBA table 45; 12 is 0.64 ms
+	SQPSN           uint32  // the first PSN sent
+	MaxDestRDAtomic uint8   // READs and atomics outstanding as responder
+	Cap             QPCap   // the sizes of the queues
+	DestQPN         uint32  // the peer's queue pair
+	SQDAsyncNotify  bool    // raise EventSQDrained when SQD is reached
 }

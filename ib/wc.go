@@ -7,7 +7,7 @@ import "fmt"
 type WCStatus uint8
 
 const (
-	WCSuccess        WCStatus = 0
+	WCSuccess        WCStatus = 0  // done
 	WCLocLenErr      WCStatus = 1  // message too long for the receive, or for the path
 	WCLocQPOpErr     WCStatus = 2  // the request does not fit the queue pair's state or type
 	WCLocEECOpErr    WCStatus = 3  // reliable datagram only: never from this device
@@ -48,13 +48,13 @@ func (s WCStatus) String() string { return nameOf(wcStatusNames[:], int(s), "WCS
 type WCOpcode uint8
 
 const (
-	WCSend WCOpcode = iota + 1
-	WCRDMAWrite
-	WCRDMARead
-	WCCompSwap
-	WCFetchAdd
-	WCRecv
-	WCRecvRDMAWithImm
+	WCSend            WCOpcode = iota + 1 // a SEND of any kind was sent
+	WCRDMAWrite                           // a WRITE of any kind was done
+	WCRDMARead                            // a READ was done
+	WCCompSwap                            // a compare-and-swap was done
+	WCFetchAdd                            // a fetch-and-add was done
+	WCRecv                                // a SEND was received
+	WCRecvRDMAWithImm                     // a WRITE with immediate data consumed the receive
 )
 
 var wcOpcodeNames = [...]string{
@@ -62,6 +62,7 @@ var wcOpcodeNames = [...]string{
 	WCFetchAdd: "FETCH_ADD", WCRecv: "RECV", WCRecvRDMAWithImm: "RECV_RDMA_WITH_IMM",
 }
 
+// String returns the name without the prefix IBV_WC_.
 func (o WCOpcode) String() string { return nameOf(wcOpcodeNames[:], int(o), "WCOpcode") }
 
 // WCFlags say which optional fields of a completion are valid.
@@ -76,16 +77,16 @@ const (
 // WC is a work completion. If Status is not WCSuccess only ID, Status, QPN and
 // VendorErr are meaningful.
 type WC struct {
-	ID             uint64
-	Status         WCStatus
+	ID             uint64   // the request's
+	Status         WCStatus // look at this first
 	Op             WCOpcode
 	Flags          WCFlags
-	SL             uint8
-	PKeyIndex      uint16
+	SL             uint8  // UD: the sender's service level
+	PKeyIndex      uint16 // always 0
 	VendorErr      uint16 // which check failed, for people; see docs/errors.md
 	ByteLen        uint32 // received or read bytes; for UD with the 40 of the header
-	Imm            uint32
-	InvalidatedKey uint32
+	Imm            uint32 // with WCWithImm: as the sender wrote it, in host order
+	InvalidatedKey uint32 // with WCWithInv: the key that died
 	QPN            uint32 // the local queue pair
 	SrcQP          uint32 // UD: the sender's queue pair
 }
@@ -98,11 +99,14 @@ func (w *WC) Err() error {
 	return &StatusError{ID: w.ID, QPN: w.QPN, Status: w.Status}
 }
 
-// StatusError is a failed completion as an error.
+// StatusError is a failed completion as an error. errors.As finds it:
+//
+//	var failed *ib.StatusError
+//	if errors.As(err, &failed) && failed.Status == ib.WCRetryExcErr { … }
 type StatusError struct {
-	ID     uint64
-	QPN    uint32
-	Status WCStatus
+	ID     uint64   // the request's
+	QPN    uint32   // the local queue pair
+	Status WCStatus // how it ended
 }
 
 func (e *StatusError) Error() string {

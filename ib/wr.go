@@ -3,7 +3,7 @@ package ib
 // SGE is one piece of a scatter/gather list.
 type SGE struct {
 	Addr   uint64 // address of the first byte, or an offset in a zero-based region
-	Length uint32
+	Length uint32 // bytes
 	LKey   uint32 // local key of the region that the piece lies in
 }
 
@@ -31,6 +31,7 @@ var opcodeNames = [NumOpcodes]string{
 	OpAtomicCmpSwap: "ATOMIC_CMP_AND_SWP", OpAtomicFetchAdd: "ATOMIC_FETCH_AND_ADD",
 }
 
+// String returns the name without the prefix IBV_WR_.
 func (o Opcode) String() string { return nameOf(opcodeNames[:], int(o), "Opcode") }
 
 // SendFlags modify a send work request.
@@ -55,14 +56,14 @@ type SendWR struct {
 	Imm           uint32 // OpSendImm, OpRDMAWriteImm
 	InvalidateKey uint32 // OpSendInv: the peer's rkey
 
-	RemoteAddr uint64 // WRITE, READ and atomics
-	RKey       uint32 // WRITE, READ and atomics
+	RemoteAddr uint64 // WRITE, READ and atomics: where in the peer's region
+	RKey       uint32 // WRITE, READ and atomics: the peer's region
 
 	CompareAdd uint64 // atomics: value to compare with, or to add
 	Swap       uint64 // compare-and-swap: value to store
 
 	AH         *AH    // UD: whom to send to
-	RemoteQPN  uint32 // UD
+	RemoteQPN  uint32 // UD: which queue pair there
 	RemoteQKey uint32 // UD: with the top bit set, the queue pair's own Q_Key is sent instead
 }
 

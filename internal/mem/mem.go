@@ -38,6 +38,8 @@ const (
 // never after Close.
 type Backing interface {
 	Kind() Kind
+	// Len returns the number of bytes; no region on it is longer.
+	Len() uint64
 	// Run returns the bytes at off: at least one and at most n of them,
 	// contiguous in this process and good for acc until the section closes;
 	// or why not. The caller has checked off+n against the region's length.

@@ -31,6 +31,11 @@ type Train struct {
 	From netip.Addr // incoming: who sent it
 	To   netip.Addr // incoming: at which of our addresses it arrived
 
+	// incoming: from the IP header of the first packet, for the routing header
+	// in front of a UD message
+	TClass   uint8
+	HopLimit uint8
+
 	Transport wire.Transport
 	Kind      wire.Kind
 	Extra     wire.Extra // on the packet that ends the message
@@ -40,7 +45,9 @@ type Train struct {
 	DestQP uint32
 	PSN    wire.PSN // of the first packet
 	N      int      // packets, at least 1
-	MTU    int      // payload bytes of every packet but the message's last
+	// MTU is the payload of every packet but the message's last. In a train
+	// that came and is a message's last packet alone, nobody knows: it is Len.
+	MTU int
 
 	AckReq    bool // outgoing: on the last packet; incoming: on any
 	Solicited bool // on the packet that ends the message
@@ -125,9 +132,27 @@ func (t *Train) SetNone() {
 // Reset clears everything but the storage, which needs no clearing.
 func (t *Train) Reset() {
 	t.Flow, t.From, t.To = nil, netip.Addr{}, netip.Addr{}
+	t.TClass, t.HopLimit = 0, 0
 	t.Transport, t.Kind, t.Extra, t.Start, t.End = 0, 0, 0, false, false
 	t.DestQP, t.PSN, t.N, t.MTU = 0, 0, 0, 0
 	t.AckReq, t.Solicited = false, false
 	t.RETH, t.Atomic, t.AETH, t.Orig, t.Imm, t.DETH = wire.RETH{}, wire.AtomicETH{}, wire.AETH{}, 0, 0, wire.DETH{}
 	t.Len, t.Payload, t.Bounce, t.Cookie = 0, mem.List{}, false, 0
+}
+
+// TrimFront drops the first k packets, which are full, of a train that has more.
+func (t *Train) TrimFront(k int) {
+	t.PSN = t.PSN.Add(k)
+	t.N -= k
+	t.Start = false
+	t.Len -= k * t.MTU
+	t.Payload.Off += uint64(k) * uint64(t.MTU)
+}
+
+// TrimLast drops the last packet of a train that has more.
+func (t *Train) TrimLast() {
+	t.N--
+	t.End = false
+	t.Extra, t.Solicited = wire.NoExtra, false
+	t.Len = t.N * t.MTU
 }

@@ -25,8 +25,18 @@ const (
 	KindAtomicAck
 	KindCmpSwap
 	KindFetchAdd
+	KindCNP // congestion notification: no queue pair's message
 	NumKinds
 )
+
+// isRequest reports whether the requester sends it; the others answer.
+func (k Kind) isRequest() bool {
+	switch k {
+	case KindSend, KindWrite, KindReadRequest, KindCmpSwap, KindFetchAdd:
+		return true
+	}
+	return false
+}
 
 // Pos is a packet's place in its message.
 type Pos uint8
@@ -100,7 +110,7 @@ const (
 // RNRNak makes the syndrome of an RNR NAK with a timer code of IBA table 45.
 func RNRNak(timer uint8) Syndrome { return 0x20 | Syndrome(timer&0x1f) }
 
-// IsAck, IsRNR and IsNak tell the three types apart; the fourth is reserved.
+// IsAck reports an acknowledgement; the other types are RNR, NAK and a reserved one.
 func (s Syndrome) IsAck() bool { return s>>5 == 0 }
 
 // IsRNR reports a receiver-not-ready NAK.

@@ -1,0 +1,56 @@
+# Verbena. `make` lists what can be made; `make demo` and `make test` are the two
+# that a fresh machine needs. The work is done by scripts/, so that each step can
+# also be run and read by itself.
+
+SHELL     := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+PREFIX    ?= /usr/local
+FUZZTIME  ?= 30s
+FUZZ      ?=
+SOAKTIME  ?= 10m
+BENCHARGS ?=
+
+# See scripts/lib.sh: stamp version information only where git can read it.
+ifneq ($(shell git rev-parse --is-inside-work-tree 2>/dev/null),true)
+export GOFLAGS := $(GOFLAGS) -buildvcs=false
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test lint fuzz bench check-full soak clean install
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## install what building and testing need, where something is missing
+	@scripts/setup.sh
+
+build: ## build bin/verbena
+	@go build -o bin/verbena ./cmd/verbena
+
+demo: ## show the device at work; needs nothing but Go
+	@go run ./cmd/verbena demo
+
+test: setup ## set up, lint, build and test everything
+	@scripts/test.sh
+
+lint: setup ## lint only: formatting, errors, who may import whom
+	@scripts/lint.sh
+
+fuzz: ## run each fuzz target for FUZZTIME (30s); FUZZ=word picks by name
+	@FUZZTIME=$(FUZZTIME) scripts/fuzz.sh $(FUZZ)
+
+bench: setup build ## measure speed, beside other software on this machine; BENCHARGS are passed on
+	@go run ./internal/benchsuite $(BENCHARGS)
+
+check-full: setup ## like test, with the long matrices (up to an hour)
+	@scripts/test.sh full
+
+soak: ## run the soak tests for SOAKTIME (10m) under the race detector
+	@grep -rqE --include='*_test.go' '^func TestSoak' . || { echo 'soak: no soak tests in the tree' >&2; exit 1; }
+	@VERBENA_SOAK=$(SOAKTIME) go test -race -count=1 -run '^TestSoak' -timeout 0 ./...
+
+clean: ## remove what was built here; the linter in .bin stays
+	@rm -rf bin .logs .bin/testsum .bin/tmp.*
+
+install: build ## install the command under PREFIX (/usr/local); DESTDIR is honoured
+	@install -D -m 755 bin/verbena $(DESTDIR)$(PREFIX)/bin/verbena

@@ -1,0 +1,268 @@
+package perf
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/verbena-rdma/verbena/cmd/verbena/internal/sys"
+	"github.com/verbena-rdma/verbena/verbs"
+)
+
+// Serve is the target of one measurement, whatever the initiator at the other
+// end of the side channel asks for. It returns the initiator's result.
+func Serve(dev *verbs.Device, side *SideChannel) (*Result, error) {
+	res, err := serve(dev, side)
+	if err != nil {
+		side.giveUp(err)
+		return nil, err
+	}
+	return res, nil
+}
+
+func serve(dev *verbs.Device, side *SideChannel) (res *Result, err error) {
+	p, err := side.receiveHello()
+	if err != nil {
+		return nil, err
+	}
+	r, err := newRig(dev, side, p)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, r.close()) }()
+	r.fillTx(phaseWarmUp)
+	if err := r.meetInitiator(dev); err != nil {
+		return nil, err
+	}
+
+	t := &target{rig: r}
+	var cpu float64
+	for {
+		if err := t.run(); err != nil {
+			return nil, err
+		}
+		m, err := side.receive(0, kindStart, kindStop, kindResult)
+		if err != nil {
+			return nil, err
+		}
+		if m.Kind == kindResult {
+			if m.Result == nil {
+				return nil, errors.New("side channel: a result without content")
+			}
+			return m.Result, nil
+		}
+		if len(m.Sent) != len(r.flows) {
+			return nil, fmt.Errorf("side channel: %d counts for %d queue pairs", len(m.Sent), len(r.flows))
+		}
+		// Either way nothing is under way any more; what has arrived is
+		// counted before the buffers change or are compared.
+		if err := t.drain(m.Sent); err != nil {
+			return nil, err
+		}
+		answer := message{Kind: kindStarted}
+		if m.Kind == kindStop {
+			answer = message{Kind: kindReport, Report: &report{CPUSeconds: sys.CPUSeconds() - cpu}}
+			if p.Check {
+				if err := r.checkTarget(m.Sent); err != nil {
+					answer.Report.Check = err.Error()
+				}
+			}
+			t.over = true
+		} else {
+			for i, f := range r.flows {
+				f.base = m.Sent[i]
+			}
+			r.begin()
+			cpu = sys.CPUSeconds()
+		}
+		if err := side.send(answer); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// receiveHello waits for an initiator's wish and checks it as if it came from
+// the command line: it may come from anyone.
+func (s *SideChannel) receiveHello() (Params, error) {
+	m, err := s.receive(answerLimit, kindHello)
+	switch {
+	case err != nil:
+		return Params{}, err
+	case m.Magic != magic:
+		return Params{}, errors.New("side channel: not a peer of verbena perf")
+	case m.Version != Version:
+		return Params{}, fmt.Errorf("side channel: the initiator speaks version %d, this is version %d; use the same verbena on both sides", m.Version, Version)
+	case m.Params == nil:
+		return Params{}, errors.New("side channel: a hello without content")
+	}
+	p := *m.Params
+	return p, p.Complete()
+}
+
+// meetInitiator connects the two sides.
+func (r *rig) meetInitiator(dev *verbs.Device) error {
+	mine, err := r.offer(dev)
+	if err != nil {
+		return err
+	}
+	if err := r.side.send(message{Kind: kindOffer, Offer: mine}); err != nil {
+		return err
+	}
+	answer, err := r.side.receive(answerLimit, kindAccept)
+	if err != nil {
+		return err
+	}
+	if answer.Offer == nil || mtuOf(answer.Offer.MTU) == 0 {
+		return errors.New("side channel: the initiator accepts without a valid MTU")
+	}
+	if err := r.connect(answer.Offer, answer.Offer.MTU); err != nil {
+		return err
+	}
+	return r.side.send(message{Kind: kindReady})
+}
+
+// target runs the loops of the passive side. Each ends when the initiator says
+// something.
+type target struct {
+	*rig
+	seq  byte // ping-pong in memory: the number of the next message
+	over bool // the measurement is: only the result is to come
+}
+
+func (t *target) run() error {
+	t.idle.reset()
+	switch {
+	case t.over:
+		return nil
+	case t.p.pingPong() && t.p.Poll == PollMemory:
+		return t.echoMemory()
+	case t.p.pingPong():
+		return t.echoCQ()
+	case t.op.receives:
+		return t.consume()
+	case t.p.BusyTarget || t.p.Lat:
+		return t.attend()
+	default:
+		return nil // one-sided: the device does it all
+	}
+}
+
+// consume takes receives off and posts them again.
+func (t *target) consume() error {
+	for {
+		n, err := t.consumeOnce()
+		if err != nil {
+			return err
+		}
+		if n > 0 {
+			t.idle.reset()
+			continue
+		}
+		if t.side.pending() {
+			return nil
+		}
+		t.idle.since = time.Time{} // the initiator may take its time
+		if err := t.idle.wait(); err != nil {
+			return err
+		}
+	}
+}
+
+// consumeOnce polls once, and posts as many receives as were used.
+func (t *target) consumeOnce() (int, error) {
+	wcs, err := t.poll()
+	if err != nil {
+		return 0, err
+	}
+	for i := 0; i < len(wcs); {
+		f, k := t.flows[wcs[i].ID], i
+		for i < len(wcs) && wcs[i].ID == wcs[k].ID {
+			i++
+		}
+		f.received += uint64(i - k)
+		if err := f.postRecvs(i - k); err != nil {
+			return 0, err
+		}
+	}
+	return len(wcs), nil
+}
+
+// drain makes sure that everything the initiator has sent was received.
+func (t *target) drain(sent []uint64) error {
+	if !t.op.receives || t.p.pingPong() {
+		return nil
+	}
+	t.idle.reset()
+	for i := 0; i < len(sent); {
+		f := t.flows[i]
+		if f.received > sent[i] {
+			return fmt.Errorf("queue pair %d: received %d messages of %d", i, f.received, sent[i])
+		}
+		if f.received == sent[i] {
+			i++
+			continue
+		}
+		n, err := t.consumeOnce()
+		if err != nil {
+			return err
+		}
+		if n > 0 {
+			t.idle.reset()
+		} else if err := t.idle.wait(); err != nil {
+			return fmt.Errorf("queue pair %d: received %d messages of %d: %w", i, f.received, sent[i], err)
+		}
+	}
+	return nil
+}
+
+// attend polls though nothing completes here, so that the device makes progress
+// in this thread at once.
+func (t *target) attend() error {
+	for !t.side.pending() {
+		if _, err := t.poll(); err != nil {
+			return err
+		}
+		t.idle.since = time.Time{}
+		if err := t.idle.wait(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// echoCQ answers every message with one.
+func (t *target) echoCQ() error {
+	f := t.flows[0]
+	for {
+		before := f.received
+		if err := t.awaitReceive(f, t.side); err != nil {
+			return err
+		}
+		if f.received == before {
+			return nil
+		}
+		if err := f.postPingPong(); err != nil {
+			return err
+		}
+	}
+}
+
+// echoMemory answers every message that shows up in the buffer with one.
+func (t *target) echoMemory() error {
+	f := t.flows[0]
+	for {
+		for loadByte(t.rx, t.p.Size-1) != t.seq+1 {
+			if t.side.pending() {
+				return nil
+			}
+			t.idle.since = time.Time{}
+			if err := t.idle.wait(); err != nil {
+				return err
+			}
+		}
+		t.seq++
+		if err := t.writeNumbered(f, t.seq); err != nil {
+			return err
+		}
+	}
+}

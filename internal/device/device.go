@@ -1,0 +1,309 @@
+// Package device is the engine: it owns what the protocol core does not want
+// to know of: tables, locks, links, time and the one goroutine.
+//
+// The way of a work request, top-down:
+//
+//  1. qp.go: PostSend appends to the send queue under the queue pair's lock.
+//  2. transmit.go: whoever gets the queue pair's transmit token pulls trains
+//     and hands them to a link, without holding the lock.
+//  3. loop.go, or package link: the train reaches the peer's queue pair.
+//  4. receive.go: the peer's lock is taken, the train is executed, the answer is
+//     pulled and sent in the same way.
+//  5. cq.go: the completion waits in the completion queue.
+//
+// Never are two queue pairs' locks held. A lock is held only for steps that
+// never wait; the token is only ever tried. progress.go says who runs all this
+// when: the poster, the poller, or the background goroutine. The other files
+// are the objects of the provider interface, their limits and lifetimes.
+package device
+
+import (
+	"context"
+	"hash/fnv"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/link"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/pcap"
+	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/qp"
+)
+
+// Device is an open software device.
+type Device struct {
+	cfg    provider.Config
+	name   string
+	base   time.Time // the zero of qp.Time
+	addrs  []netip.Addr
+	limits provider.Limits
+	mtu    int
+
+	link     link.Link
+	loopback bool         // queue pairs of this process are reached directly
+	capture  *pcap.Writer // nil: no capture
+
+	table    *mem.Table
+	qps      *mem.Slots[QP]
+	counters qp.Counters
+	drops    [link.NumReasons]atomic.Uint64
+	noQP     atomic.Uint64 // packets for a queue pair that does not exist
+
+	progress
+	timers timerHeap
+	events eventQueue
+	peers  peerTable
+
+	mu      sync.Mutex // guards object counts, reference counts and closed
+	counts  objectCounts
+	nextPD  uint32
+	nextCQ  uint32
+	nextSRQ uint32
+	closed  bool
+}
+
+type objectCounts struct{ qps, cqs, mrs, pds, ahs, srqs, channels int }
+
+// defaultLimits are what an unconfigured device has.
+var defaultLimits = provider.Limits{
+	QPs: 1 << 16, CQs: 1 << 16, MRs: 1 << 20, PDs: 1 << 16, AHs: 1 << 20, SRQs: 1 << 16,
+	QPWR: 1 << 15, CQE: 1 << 22, SRQWR: 1 << 16,
+}
+
+func withDefaults(l provider.Limits) provider.Limits {
+	d := defaultLimits
+	for _, f := range []struct{ to, from *int }{
+		{&d.QPs, &l.QPs}, {&d.CQs, &l.CQs}, {&d.MRs, &l.MRs}, {&d.PDs, &l.PDs}, {&d.AHs, &l.AHs},
+		{&d.SRQs, &l.SRQs}, {&d.QPWR, &l.QPWR}, {&d.CQE, &l.CQE}, {&d.SRQWR, &l.SRQWR},
+	} {
+		if *f.from > 0 {
+			*f.to = min(*f.to, *f.from)
+		}
+	}
+	return d
+}
+
+// Open opens a device by name: see resolve. A nil config means defaults.
+func Open(name string, cfg *provider.Config) (*Device, error) {
+	if cfg == nil {
+		cfg = &provider.Config{}
+	}
+	switch cfg.Link {
+	case "", linkLoop, linkUDP:
+	default:
+		return nil, ib.Errorf("open_device", syscall.EINVAL, "link %q is neither %q nor %q", cfg.Link, linkLoop, linkUDP)
+	}
+	devName, candidates, err := resolve(name, cfg.Addrs)
+	if err != nil {
+		return nil, err
+	}
+	for i, addrs := range candidates {
+		d, err := openAt(devName, addrs, cfg)
+		if err == nil {
+			return d, nil
+		}
+		if !isInUse(err) || i == len(candidates)-1 {
+			return nil, err
+		}
+	}
+	return nil, ib.Errorf("open_device", syscall.EADDRNOTAVAIL, "%q has no address", name)
+}
+
+const (
+	linkLoop = "loop"
+	linkUDP  = "udp"
+)
+
+// openAt opens a device at addresses.
+func openAt(name string, addrs []netip.Addr, cfg *provider.Config) (*Device, error) {
+	var tap *pcap.Writer
+	if cfg.PCAP != "" {
+		w, err := pcap.Create(cfg.PCAP)
+		if err != nil {
+			return nil, ib.Errorf("open_device", syscall.EIO, "packet capture: %v", err)
+		}
+		tap = w
+	}
+	l, err := openLink(addrs, cfg, tap)
+	if err == nil {
+		d := newDevice(name, l, cfg, tap)
+		d.loopback = cfg.Link != linkUDP
+		if err = register(d); err == nil {
+			d.start()
+			return d, nil
+		}
+		_ = l.Close()
+	}
+	if tap != nil {
+		_ = tap.Close()
+	}
+	return nil, err
+}
+
+func openLink(addrs []netip.Addr, cfg *provider.Config, tap *pcap.Writer) (link.Link, error) {
+	if cfg.Link == linkLoop {
+		return newNoLink(addrs), nil
+	}
+	udp := &link.UDPConfig{Addrs: addrs, NoGSO: cfg.NoGSO, NoGRO: cfg.NoGRO}
+	if tap != nil {
+		udp.Tap = tap
+	}
+	return link.OpenUDP(udp)
+}
+
+// OpenOn opens a device on a link that the caller made, for tests on simulated
+// networks: it reaches its peers by that link alone.
+func OpenOn(name string, l link.Link, cfg *provider.Config) *Device {
+	if cfg == nil {
+		cfg = &provider.Config{}
+	}
+	d := newDevice(name, l, cfg, nil)
+	d.start()
+	return d
+}
+
+func newDevice(name string, l link.Link, cfg *provider.Config, tap *pcap.Writer) *Device {
+	d := &Device{
+		cfg:     *cfg,
+		name:    name,
+		base:    time.Now().Add(-time.Second), // 0 means "never" to the protocol core
+		addrs:   l.Addrs(),
+		limits:  withDefaults(cfg.Limits),
+		mtu:     l.MTU(),
+		link:    l,
+		capture: tap,
+	}
+	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs})
+	reserved := func(i uint32) bool { return i <= 1 || i == 0xffffff } // management and multicast
+	d.qps = mem.NewSlots[QP](d.limits.QPs, reserved, mem.RandomPermKey())
+	d.events.init()
+	return d
+}
+
+func (d *Device) now() qp.Time { return time.Since(d.base) }
+
+// Close closes the device. It fails with EBUSY while objects are left.
+func (d *Device) Close() error {
+	d.mu.Lock()
+	if d.closed {
+		d.mu.Unlock()
+		return nil
+	}
+	if d.counts != (objectCounts{}) {
+		c := d.counts
+		d.mu.Unlock()
+		return ib.Errorf("close_device", syscall.EBUSY, "still open: %d QPs, %d CQs, %d MRs, %d PDs, %d AHs, %d SRQs, %d channels",
+			c.qps, c.cqs, c.mrs, c.pds, c.ahs, c.srqs, c.channels)
+	}
+	d.closed = true
+	d.mu.Unlock()
+	unregister(d)
+	d.stop()
+	err := d.link.Close()
+	d.events.close()
+	if d.capture != nil {
+		if e := d.capture.Close(); err == nil {
+			err = e
+		}
+	}
+	return err
+}
+
+// count changes a number of objects by one, up to its limit.
+func (d *Device) countLocked(op string, n *int, limit int) error {
+	if d.closed {
+		return ib.Errorf(op, syscall.ENODEV, "the device is closed")
+	}
+	if *n >= limit {
+		return ib.Errorf(op, syscall.ENOMEM, "the device's limit of %d is reached", limit)
+	}
+	*n++
+	return nil
+}
+
+// Attr describes the device.
+func (d *Device) Attr() ib.DeviceAttr {
+	links := []string{}
+	if d.loopback {
+		links = append(links, linkLoop)
+	}
+	if _, none := d.link.(*noLink); !none {
+		links = append(links, linkUDP)
+	}
+	guid := d.guid()
+	return ib.DeviceAttr{
+		Name: d.name, FWVersion: Version, NodeGUID: guid, SysImageGUID: guid,
+		VendorID: 0, VendorPartID: 0, HWVersion: 1, PhysPortCnt: 1,
+		Caps: ib.CapSRQResize | ib.CapRCRNRNak | ib.CapBadPKeyCntr | ib.CapBadQKeyCntr | ib.CapCurrQPState |
+			ib.CapSysImageGUID | ib.CapMemMgtExtensions,
+		AtomicCap: ib.AtomicGlob, PageSizeCap: ^uint64(4095),
+		MaxMRSize: 1 << 47, MaxQP: d.limits.QPs, MaxQPWR: d.limits.QPWR, MaxSGE: maxSGE, MaxSGERd: maxSGE,
+		MaxInlineData: maxInline, MaxCQ: d.limits.CQs, MaxCQE: d.limits.CQE, MaxMR: d.limits.MRs, MaxPD: d.limits.PDs,
+		MaxAH: d.limits.AHs, MaxSRQ: d.limits.SRQs, MaxSRQWR: d.limits.SRQWR, MaxSRQSGE: maxSGE,
+		MaxQPRDAtom: qp.MaxRDAtomic, MaxQPInitRDAtom: qp.MaxRDAtomic, MaxResRDAtom: qp.MaxRDAtomic * d.limits.QPs,
+		MaxPKeys: 1, LocalCAAckDelay: 15, MemoryLock: d.cfg.Lock, Links: links, Offloads: d.link.Offloads(),
+		StalePinnedRange: "at access: unmapped or truncated memory fails; memory mapped anew at the same address is not noticed",
+	}
+}
+
+// Version is what devinfo shows as firmware version.
+const Version = "0.1.0"
+
+// guid makes a stable node GUID of the first address: locally administered,
+// unicast (EUI-64).
+func (d *Device) guid() uint64 {
+	h := fnv.New64a()
+	b := d.addrs[0].As16()
+	_, _ = h.Write(b[:])
+	return h.Sum64()&^(3<<56) | 2<<56
+}
+
+// Port describes port 1.
+func (d *Device) Port(port int) (ib.PortAttr, error) {
+	if port != 1 {
+		return ib.PortAttr{}, ib.Errorf("query_port", syscall.EINVAL, "port %d: the device has port 1 alone", port)
+	}
+	return ib.PortAttr{State: ib.PortActive, MaxMTU: ib.MTU4096, ActiveMTU: mtuOf(d.mtu), GIDTableLen: len(d.addrs),
+		PKeyTableLen: 1, MaxMsgSize: qp.MaxMsgSize, LinkLayer: "Ethernet", Interface: interfaceOf(d.addrs[0]),
+		BadPKeyCntr:  uint32(d.drops[link.DropPKey].Load()),
+		QKeyViolCntr: uint32(d.counters[qp.CntDropQKey].Load())}, nil
+}
+
+// mtuOf returns the largest MTU of at most n bytes.
+func mtuOf(n int) ib.MTU {
+	m := ib.MTU4096
+	for m > ib.MTU256 && m.Bytes() > n {
+		m--
+	}
+	return m
+}
+
+// GIDs returns one GID for each address.
+func (d *Device) GIDs() []ib.GID {
+	g := make([]ib.GID, len(d.addrs))
+	for i, a := range d.addrs {
+		g[i] = ib.GIDFromAddr(a)
+	}
+	return g
+}
+
+// NextEvent waits for an asynchronous event.
+func (d *Device) NextEvent(ctx context.Context) (ib.AsyncEvent, error) { return d.events.next(ctx) }
+
+// Counters returns what the device has counted, by name.
+func (d *Device) Counters() []provider.Counter {
+	var all []provider.Counter
+	for i := range d.counters {
+		all = append(all, provider.Counter{Name: qp.Counter(i).String(), Value: d.counters[i].Load()})
+	}
+	for i := range d.drops {
+		all = append(all, provider.Counter{Name: link.Reason(i).String(), Value: d.drops[i].Load()})
+	}
+	return append(all,
+		provider.Counter{Name: "drop_no_qp", Value: d.noQP.Load()},
+		provider.Counter{Name: "stale_faults", Value: d.table.StaleFaults()})
+}

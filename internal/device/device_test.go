@@ -1,0 +1,188 @@
+package device
+
+import (
+	"bytes"
+	"fmt"
+	"net/netip"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// end is one side of a connection, with everything it needs.
+type end struct {
+	t    testing.TB
+	dev  *Device
+	pd   provider.PD
+	cq   provider.CQ
+	qp   provider.QP
+	buf  []byte
+	mr   provider.MR
+	psn  uint32
+	mtu  ib.MTU
+}
+
+const allRemote = ib.AccessLocalWrite | ib.AccessRemote
+
+func must[T any](t testing.TB) func(v T, err error) T {
+	return func(v T, err error) T {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return v
+	}
+}
+
+func newEnd(t testing.TB, dev *Device, typ ib.QPType, size int) *end {
+	t.Helper()
+	e := &end{t: t, dev: dev, buf: make([]byte, size), psn: 0xfffff0, mtu: ib.MTU1024}
+	e.pd = must[provider.PD](t)(dev.AllocPD())
+	e.cq = must[provider.CQ](t)(dev.CreateCQ(1024, nil))
+	e.mr = must[provider.MR](t)(e.pd.RegMR(e.buf, allRemote))
+	e.qp = must[provider.QP](t)(e.pd.CreateQP(provider.QPConfig{Type: typ, SendCQ: e.cq, RecvCQ: e.cq,
+		Cap: ib.QPCap{MaxSendWR: 128, MaxRecvWR: 128, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInlineData: 128}}))
+	return e
+}
+
+func (e *end) close() {
+	for _, c := range []interface{ Close() error }{e.qp, e.mr, e.cq, e.pd} {
+		if err := c.Close(); err != nil {
+			e.t.Error(err)
+		}
+	}
+}
+
+func (e *end) modify(a ib.QPAttr, mask ib.QPAttrMask) {
+	e.t.Helper()
+	if err := e.qp.Modify(&a, mask|ib.QPMaskState); err != nil {
+		e.t.Fatal(err)
+	}
+}
+
+func (e *end) connect(o *end) {
+	e.t.Helper()
+	e.modify(ib.QPAttr{State: ib.QPInit, Port: 1, Access: ib.AccessRemote}, ib.QPMaskPort|ib.QPMaskPKeyIndex|ib.QPMaskAccess)
+	rc := e.qp.Type() == ib.RC
+	rtr := ib.QPMaskAV | ib.QPMaskPathMTU | ib.QPMaskDestQPN | ib.QPMaskRQPSN
+	rts := ib.QPMaskSQPSN
+	if rc {
+		rtr |= ib.QPMaskMaxDestRDAtomic | ib.QPMaskMinRNRTimer
+		rts |= ib.QPMaskTimeout | ib.QPMaskRetryCnt | ib.QPMaskRNRRetry | ib.QPMaskMaxRDAtomic
+	}
+	e.modify(ib.QPAttr{State: ib.QPRTR, AV: ib.AHAttr{DGID: o.dev.GIDs()[0]}, PathMTU: e.mtu, DestQPN: o.qp.Number(),
+		RQPSN: o.psn, MaxDestRDAtomic: 4, MinRNRTimer: 12}, rtr)
+	e.modify(ib.QPAttr{State: ib.QPRTS, SQPSN: e.psn, Timeout: 14, RetryCnt: 7, RNRRetry: 7, MaxRDAtomic: 4}, rts)
+}
+
+func (e *end) wait() ib.WC {
+	e.t.Helper()
+	var wc [1]ib.WC
+	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); {
+		n, err := e.cq.Poll(wc[:])
+		if err != nil {
+			e.t.Fatal(err)
+		}
+		if n == 1 {
+			return wc[0]
+		}
+	}
+	e.t.Fatal("no completion")
+	return ib.WC{}
+}
+
+func (e *end) ok() ib.WC {
+	e.t.Helper()
+	wc := e.wait()
+	if err := wc.Err(); err != nil {
+		e.t.Fatalf("%v (vendor %#x)", err, wc.VendorErr)
+	}
+	return wc
+}
+
+func (e *end) sge(off, n int) []ib.SGE {
+	return []ib.SGE{{Addr: e.mr.Addr() + uint64(off), Length: uint32(n), LKey: e.mr.LKey()}}
+}
+
+func (e *end) post(wr ib.SendWR) {
+	e.t.Helper()
+	wr.Flags |= ib.SendSignaled
+	if _, err := e.qp.PostSend([]ib.SendWR{wr}); err != nil {
+		e.t.Fatal(err)
+	}
+}
+
+func (e *end) recv(wr ib.RecvWR) {
+	e.t.Helper()
+	if _, err := e.qp.PostRecv([]ib.RecvWR{wr}); err != nil {
+		e.t.Fatal(err)
+	}
+}
+
+func fill(b []byte, seed byte) {
+	for i := range b {
+		b[i] = byte(i*7) + seed + byte(i>>8)
+	}
+}
+
+func pair(t testing.TB, mode string, typ ib.QPType, size int) (a, b *end) {
+	t.Helper()
+	open := func(i byte) *Device {
+		d, err := Open("", &provider.Config{Link: mode, Addrs: []netip.Addr{netip.AddrFrom4([4]byte{127, 77, 9, i})}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := d.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+		return d
+	}
+	a, b = newEnd(t, open(1), typ, size), newEnd(t, open(2), typ, size)
+	t.Cleanup(a.close)
+	t.Cleanup(b.close)
+	a.connect(b)
+	b.connect(a)
+	return a, b
+}
+
+func TestOperations(t *testing.T) {
+	for _, mode := range []string{"loop", "udp"} {
+		for _, size := range []int{0, 1, 8, 1023, 1024, 1025, 65536, 3<<20 + 5} {
+			t.Run(fmt.Sprint(mode, size), func(t *testing.T) {
+				a, b := pair(t, mode, ib.RC, 4<<20)
+				fill(a.buf, 1)
+				b.recv(ib.RecvWR{ID: 7, SGL: b.sge(0, size)})
+				a.post(ib.SendWR{ID: 1, Op: ib.OpSend, SGL: a.sge(0, size)})
+				a.ok()
+				if wc := b.ok(); wc.ID != 7 || wc.Op != ib.WCRecv || int(wc.ByteLen) != size || !bytes.Equal(a.buf[:size], b.buf[:size]) {
+					t.Fatalf("send: %+v", wc)
+				}
+				fill(a.buf, 2)
+				a.post(ib.SendWR{ID: 2, Op: ib.OpRDMAWrite, SGL: a.sge(0, size), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()})
+				a.ok()
+				if !bytes.Equal(a.buf[:size], b.buf[:size]) {
+					t.Fatal("write")
+				}
+				fill(b.buf, 3)
+				a.post(ib.SendWR{ID: 3, Op: ib.OpRDMARead, SGL: a.sge(0, size), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()})
+				if wc := a.ok(); int(wc.ByteLen) != size || !bytes.Equal(a.buf[:size], b.buf[:size]) {
+					t.Fatalf("read: %+v", wc)
+				}
+				b.recv(ib.RecvWR{ID: 8})
+				a.post(ib.SendWR{ID: 4, Op: ib.OpRDMAWriteImm, SGL: a.sge(0, size), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey(), Imm: 0x1234})
+				a.ok()
+				if wc := b.ok(); wc.ID != 8 || wc.Op != ib.WCRecvRDMAWithImm || wc.Imm != 0x1234 || int(wc.ByteLen) != size {
+					t.Fatalf("write imm: %+v", wc)
+				}
+			})
+		}
+	}
+}

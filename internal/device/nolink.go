@@ -1,0 +1,56 @@
+package device
+
+import (
+	"net/netip"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/link"
+	"github.com/verbena-rdma/verbena/internal/train"
+)
+
+// noLink is the link of a device that talks within its process only: it has
+// addresses, and somebody can wait on it.
+type noLink struct {
+	addrs []netip.Addr
+	wake  chan struct{}
+	once  sync.Once
+}
+
+func newNoLink(addrs []netip.Addr) *noLink {
+	return &noLink{addrs: addrs, wake: make(chan struct{}, 1)}
+}
+
+func (l *noLink) Prepare(f *train.Flow) error {
+	return ib.Errorf("modify_qp", syscall.EHOSTUNREACH, "%v is not a device of this process, and the device has no network link", f.Dst)
+}
+func (l *noLink) Send(ts []*train.Train) (int, error) { return len(ts), nil }
+func (l *noLink) Poll(link.Sink, int) int             { return 0 }
+
+func (l *noLink) Wait(d time.Duration) {
+	if d < 0 {
+		<-l.wake
+		return
+	}
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-l.wake:
+	case <-t.C:
+	}
+}
+
+func (l *noLink) Wake() {
+	select {
+	case l.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (l *noLink) MTU() int            { return ib.MTU4096.Bytes() }
+func (l *noLink) Window(int) int      { return loopWindow }
+func (l *noLink) Addrs() []netip.Addr { return l.addrs }
+func (l *noLink) Offloads() []string  { return nil }
+func (l *noLink) Close() error        { l.Wake(); return nil }

@@ -1,0 +1,221 @@
+package device
+
+import (
+	"sync"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/qp"
+	"github.com/verbena-rdma/verbena/internal/train"
+)
+
+const (
+	maxSGE    = train.MaxSGE
+	maxInline = train.MaxInline
+)
+
+// PD is a protection domain.
+type PD struct {
+	dev    *Device
+	id     uint32
+	refs   int  // guarded by dev.mu: objects in the domain
+	closed bool // guarded by dev.mu
+}
+
+// AllocPD makes a protection domain.
+func (d *Device) AllocPD() (provider.PD, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if err := d.countLocked("alloc_pd", &d.counts.pds, d.limits.PDs); err != nil {
+		return nil, err
+	}
+	d.nextPD++
+	return &PD{dev: d, id: d.nextPD}, nil
+}
+
+// use adds an object to the domain, of which the device counts n.
+func (p *PD) use(op string, n *int, limit int) error {
+	p.dev.mu.Lock()
+	defer p.dev.mu.Unlock()
+	if p.closed {
+		return ib.Errorf(op, syscall.EINVAL, "the protection domain is closed")
+	}
+	if err := p.dev.countLocked(op, n, limit); err != nil {
+		return err
+	}
+	p.refs++
+	return nil
+}
+
+func (p *PD) unuse(n *int) {
+	p.dev.mu.Lock()
+	p.refs--
+	*n--
+	p.dev.mu.Unlock()
+}
+
+// Close frees the domain, unless something is left in it.
+func (p *PD) Close() error {
+	p.dev.mu.Lock()
+	defer p.dev.mu.Unlock()
+	if p.closed {
+		return nil
+	}
+	if p.refs > 0 {
+		return ib.Errorf("dealloc_pd", syscall.EBUSY, "%d objects are left in the domain", p.refs)
+	}
+	p.closed = true
+	p.dev.counts.pds--
+	return nil
+}
+
+// MR is a memory region.
+type MR struct {
+	pd     *PD
+	region *mem.Region
+	host   *mem.Host
+	once   sync.Once
+	err    error
+}
+
+// RegMR registers a slice.
+func (p *PD) RegMR(buf []byte, access ib.Access) (provider.MR, error) {
+	return p.register(access, func() (*mem.Host, error) { return mem.NewHostBytes(buf, access, p.dev.cfg.Lock) }, nil)
+}
+
+// RegMRAddr registers memory outside the Go heap, whose owner keeps it mapped.
+func (p *PD) RegMRAddr(addr uintptr, length uint64, iova uint64, access ib.Access) (provider.MR, error) {
+	return p.register(access, func() (*mem.Host, error) { return mem.NewHost(addr, length, access, p.dev.cfg.Lock, nil) }, &iova)
+}
+
+func (p *PD) register(access ib.Access, open func() (*mem.Host, error), iova *uint64) (provider.MR, error) {
+	if access&ib.AccessOnDemand != 0 {
+		return nil, ib.Errorf("reg_mr", syscall.EOPNOTSUPP, "the device does not do on-demand paging")
+	}
+	if err := p.use("reg_mr", &p.dev.counts.mrs, p.dev.limits.MRs); err != nil {
+		return nil, err
+	}
+	host, err := open()
+	if err != nil {
+		p.unuse(&p.dev.counts.mrs)
+		return nil, err
+	}
+	at := uint64(host.Addr())
+	if iova != nil {
+		at = *iova
+	}
+	region, err := p.dev.table.Register(mem.RegionConfig{PD: p.id, Access: access, IOVA: at, Length: host.Len(), Backing: host})
+	if err != nil {
+		_ = host.Close()
+		p.unuse(&p.dev.counts.mrs)
+		return nil, err
+	}
+	return &MR{pd: p, region: region, host: host}, nil
+}
+
+func (m *MR) LKey() uint32      { return m.region.Key() }
+func (m *MR) RKey() uint32      { return m.region.Key() }
+func (m *MR) Addr() uint64      { return m.region.IOVA() }
+func (m *MR) Length() uint64    { return m.region.Length() }
+func (m *MR) Access() ib.Access { return m.region.Access() }
+
+// Locked reports whether the pages are locked, and if not, why.
+func (m *MR) Locked() (bool, string) { return m.host.Locked(), m.host.LockNote() }
+
+// Close deregisters: when it returns, the device touches the memory no more.
+func (m *MR) Close() error {
+	m.once.Do(func() {
+		m.err = m.region.Close()
+		m.pd.unuse(&m.pd.dev.counts.mrs)
+	})
+	return m.err
+}
+
+// CreateAH makes an address handle.
+func (p *PD) CreateAH(a ib.AHAttr) (*ib.AH, error) {
+	if err := p.use("create_ah", &p.dev.counts.ahs, p.dev.limits.AHs); err != nil {
+		return nil, err
+	}
+	flow, err := p.dev.makeFlow("create_ah", &a)
+	if err != nil {
+		p.unuse(&p.dev.counts.ahs)
+		return nil, err
+	}
+	var once sync.Once
+	return ib.NewAH(a, &qp.Address{PD: p.id, Flow: flow}, func() error {
+		once.Do(func() { p.unuse(&p.dev.counts.ahs) })
+		return nil
+	}), nil
+}
+
+// SRQ is a shared receive queue.
+type SRQ struct {
+	*recvQueue
+	pd     *PD
+	number uint32
+	refs   int  // guarded by dev.mu: queue pairs on it
+	closed bool // guarded by dev.mu
+}
+
+// CreateSRQ makes a shared receive queue.
+func (p *PD) CreateSRQ(cfg provider.SRQConfig) (provider.SRQ, error) {
+	d := p.dev
+	if cfg.MaxWR < 1 || cfg.MaxWR > d.limits.SRQWR || cfg.MaxSGE < 0 || cfg.MaxSGE > maxSGE || cfg.Limit < 0 || cfg.Limit > cfg.MaxWR {
+		return nil, ib.Errorf("create_srq", syscall.EINVAL, "max_wr %d (1 to %d), max_sge %d (to %d), limit %d (to max_wr)",
+			cfg.MaxWR, d.limits.SRQWR, cfg.MaxSGE, maxSGE, cfg.Limit)
+	}
+	if err := p.use("create_srq", &d.counts.srqs, d.limits.SRQs); err != nil {
+		return nil, err
+	}
+	d.mu.Lock()
+	d.nextSRQ++
+	s := &SRQ{pd: p, number: d.nextSRQ, recvQueue: newRecvQueue("post_srq_recv", cfg.MaxWR, cfg.MaxSGE)}
+	d.mu.Unlock()
+	s.Recv.OnLimit = func() { d.events.push(ib.AsyncEvent{Type: ib.EventSRQLimitReached, SRQ: s.number}) }
+	s.Recv.SetLimit(cfg.Limit)
+	return s, nil
+}
+
+func (s *SRQ) Number() uint32 { return s.number }
+
+// Modify changes the size and the limit; negative values keep them.
+func (s *SRQ) Modify(maxWR, limit int) error {
+	size := s.Recv.Size()
+	if maxWR >= 0 {
+		size = maxWR
+	}
+	if maxWR == 0 || size > s.pd.dev.limits.SRQWR || limit > size {
+		return ib.Errorf("modify_srq", syscall.EINVAL, "max_wr %d (1 to %d), limit %d (to max_wr)", maxWR, s.pd.dev.limits.SRQWR, limit)
+	}
+	if maxWR > 0 && !s.Recv.Resize(maxWR) {
+		return ib.Errorf("modify_srq", syscall.EINVAL, "max_wr %d: more receives are posted, or the limit is higher", maxWR)
+	}
+	if limit >= 0 {
+		s.Recv.SetLimit(limit)
+	}
+	return nil
+}
+
+// Query returns the size, the longest list and the armed limit.
+func (s *SRQ) Query() (maxWR, maxSGE, limit int, err error) {
+	return s.Recv.Size(), s.Recv.MaxSGE(), s.Recv.Limit(), nil
+}
+
+// Close destroys the queue, unless queue pairs use it.
+func (s *SRQ) Close() error {
+	d := s.pd.dev
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if s.closed {
+		return nil
+	}
+	if s.refs > 0 {
+		return ib.Errorf("destroy_srq", syscall.EBUSY, "%d queue pairs use it", s.refs)
+	}
+	s.closed = true
+	s.pd.refs--
+	d.counts.srqs--
+	return nil
+}

@@ -1,0 +1,155 @@
+package device
+
+// Who does the work when. Posting sends in the caller. Receiving is done by
+// whoever is there: a poller that finds its completion queue empty reads the
+// link itself; one background goroutine watches whether anybody polls, and
+// blocks in the kernel for packets and timers when nobody does. So there is no
+// hand-off while somebody polls, and a passive target makes progress all the
+// same.
+
+import (
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/qp"
+)
+
+const (
+	// watchInterval is how often the background goroutine looks whether
+	// somebody still polls.
+	watchInterval = 200 * time.Microsecond
+	// rxBudget is how many packets are read before they are answered.
+	rxBudget = 128
+)
+
+type progress struct {
+	polls      atomic.Uint64 // polls that read the link
+	stopped    atomic.Bool
+	done       chan struct{} // closed when the background goroutine has ended
+	sleepUntil atomic.Int64  // qp.Time until which it sleeps, when it blocks
+
+	rx struct {
+		sync.Mutex // guards the receiver; only ever tried by pollers
+		receiver
+	}
+
+	ready struct {
+		sync.Mutex       // guards list
+		list       []*QP // have more to send
+		some       atomic.Bool
+	}
+}
+
+func (d *Device) start() {
+	d.rx.receiver.dev = d
+	d.done = make(chan struct{})
+	go d.background()
+}
+
+func (d *Device) stop() {
+	d.stopped.Store(true)
+	d.link.Wake()
+	<-d.done
+}
+
+// poll makes progress for somebody who polls.
+func (d *Device) poll() {
+	d.polls.Add(1)
+	d.receive()
+	if d.ready.some.Load() {
+		d.runReady(1)
+	}
+}
+
+// receive reads the link, if nobody else does, and reports whether anything
+// came.
+func (d *Device) receive() bool {
+	if !d.rx.TryLock() {
+		return false
+	}
+	d.rx.now = d.now()
+	n := d.link.Poll(&d.rx.receiver, rxBudget)
+	if n > 0 {
+		d.rx.flush()
+	}
+	d.rx.Unlock()
+	return n > 0
+}
+
+// later leaves the rest of a queue pair's work to whoever makes progress next.
+func (d *Device) later(q *QP) {
+	if !q.queued.CompareAndSwap(false, true) {
+		return
+	}
+	d.ready.Lock()
+	d.ready.list = append(d.ready.list, q)
+	d.ready.some.Store(true)
+	d.ready.Unlock()
+	d.wakeBefore(0)
+}
+
+// runReady goes on with up to n queue pairs that have more to send.
+func (d *Device) runReady(n int) {
+	for range n {
+		d.ready.Lock()
+		if len(d.ready.list) == 0 {
+			d.ready.Unlock()
+			return
+		}
+		q := d.ready.list[0]
+		d.ready.list[0] = nil
+		if d.ready.list = d.ready.list[1:]; len(d.ready.list) == 0 {
+			d.ready.list = nil
+			d.ready.some.Store(false)
+		}
+		d.ready.Unlock()
+		q.queued.Store(false)
+		d.transmit(q, d.now())
+	}
+}
+
+// background is the goroutine that makes progress when nobody polls.
+func (d *Device) background() {
+	defer close(d.done)
+	var seen uint64
+	for !d.stopped.Load() {
+		next := d.fireTimers()
+		if n := d.polls.Load(); n != seen {
+			seen = n
+			time.Sleep(min(watchInterval, next))
+			continue
+		}
+		d.runReady(1)
+		if d.receive() {
+			continue
+		}
+		d.block()
+	}
+}
+
+// block waits for packets, timers or work. It announces until when it sleeps
+// before it looks for work a last time, so that whoever brings some either is
+// seen or sees that it must wake.
+func (d *Device) block() {
+	d.sleepUntil.Store(int64(forever))
+	wait := time.Duration(-1)
+	if t := d.timers.first(); t != 0 {
+		d.sleepUntil.Store(int64(t))
+		wait = max(0, t-d.now())
+	}
+	if !d.ready.some.Load() && !d.stopped.Load() {
+		d.link.Wait(wait)
+	}
+	d.sleepUntil.Store(0)
+}
+
+const forever = qp.Time(1<<63 - 1)
+
+// wakeBefore wakes the background goroutine if it would sleep longer than
+// until t.
+func (d *Device) wakeBefore(t qp.Time) {
+	if d.sleepUntil.Load() > int64(t) {
+		d.link.Wake()
+	}
+}

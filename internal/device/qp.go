@@ -1,0 +1,264 @@
+package device
+
+import (
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/qp"
+	"github.com/verbena-rdma/verbena/internal/queue"
+)
+
+// QP is a queue pair: the protocol core with its lock, its transmit token and
+// its place in the device's timers.
+type QP struct {
+	dev    *Device
+	pd     *PD
+	sendCQ *CQ
+	recvCQ *CQ
+	srq    *SRQ
+	recv   *recvQueue
+	number uint32
+
+	tx      atomic.Int32 // the transmit token, see transmit.go
+	queued  atomic.Bool  // waits in the device's list of ready queue pairs
+	peer    atomic.Pointer[peer]
+	waiting atomic.Bool // waits for its peer's credits
+
+	mu     sync.Mutex // guards core; held only for steps that never wait
+	core   *qp.QP
+	armed  qp.Time // when the timer heap will look at it, 0: never
+	closed bool
+
+	timerIndex int // place in the heap, guarded by the heap's lock
+
+	closeOnce sync.Once
+}
+
+// recvQueue checks receives before it queues them.
+type recvQueue struct {
+	*queue.Recv
+	op string
+}
+
+func newRecvQueue(op string, size, sges int) *recvQueue {
+	return &recvQueue{queue.NewRecv(size, sges), op}
+}
+
+// PostRecv appends receives and returns how many; the first one that is
+// refused ends it.
+func (r *recvQueue) PostRecv(wrs []ib.RecvWR) (int, error) {
+	for i := range wrs {
+		if len(wrs[i].SGL) > r.MaxSGE() {
+			return r.Post(wrs[:i]), ib.Errorf(r.op, syscall.EINVAL, "%d SGEs, the queue takes %d", len(wrs[i].SGL), r.MaxSGE())
+		}
+	}
+	n := r.Post(wrs)
+	if n < len(wrs) {
+		return n, ib.Errorf(r.op, syscall.ENOMEM, "the receive queue is full (%d receives)", r.Size())
+	}
+	return n, nil
+}
+
+// CreateQP makes a queue pair.
+func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
+	d := p.dev
+	q := &QP{dev: d, pd: p, timerIndex: -1}
+	if err := q.attach(&cfg); err != nil {
+		return nil, err
+	}
+	if err := p.use("create_qp", &d.counts.qps, d.limits.QPs); err != nil {
+		return nil, err
+	}
+	if err := q.claim(); err != nil {
+		p.unuse(&d.counts.qps)
+		return nil, err
+	}
+	c := qp.Config{Type: cfg.Type, PD: p.id, Cap: cfg.Cap, SignalAll: cfg.SignalAll, SendCQ: q.sendCQ.CQ,
+		RecvCQ: q.recvCQ.CQ, RecvPD: p.id, Table: d.table, Counters: &d.counters, Event: q.event}
+	if q.srq != nil {
+		c.Recv, c.Shared, c.RecvPD = q.srq.Recv, true, q.srq.pd.id
+	} else {
+		q.recv = newRecvQueue("post_recv", cfg.Cap.MaxRecvWR, cfg.Cap.MaxRecvSGE)
+		c.Recv = q.recv.Recv
+	}
+	_, ok := d.qps.AddFunc(func(n uint32) *QP {
+		q.number, c.Number = n, n
+		q.core = qp.New(c)
+		if cfg.Type == ib.UD {
+			q.core.SetDatagramMTU(d.mtu)
+		}
+		return q
+	})
+	if !ok {
+		q.release()
+		p.unuse(&d.counts.qps)
+		return nil, ib.Errorf("create_qp", syscall.ENOMEM, "no queue pair number is free")
+	}
+	return q, nil
+}
+
+// attach checks a configuration and finds its objects.
+func (q *QP) attach(cfg *provider.QPConfig) error {
+	bad := func(format string, args ...any) error { return ib.Errorf("create_qp", syscall.EINVAL, format, args...) }
+	if cfg.Type < ib.RC || cfg.Type > ib.UD {
+		return bad("queue pair type %v is unknown", cfg.Type)
+	}
+	var ok [3]bool
+	q.sendCQ, ok[0] = cfg.SendCQ.(*CQ)
+	q.recvCQ, ok[1] = cfg.RecvCQ.(*CQ)
+	ok[2] = cfg.SRQ == nil
+	if cfg.SRQ != nil {
+		q.srq, ok[2] = cfg.SRQ.(*SRQ)
+	}
+	if !ok[0] || !ok[1] || !ok[2] || q.sendCQ.dev != q.dev || q.recvCQ.dev != q.dev || q.srq != nil && q.srq.pd.dev != q.dev {
+		return bad("it needs a send and a receive completion queue, and these and the shared receive queue of the same device")
+	}
+	l, c := q.dev.limits, cfg.Cap
+	for _, f := range []struct {
+		name       string
+		value, top int
+	}{
+		{"max_send_wr", c.MaxSendWR, l.QPWR}, {"max_recv_wr", c.MaxRecvWR, l.QPWR},
+		{"max_send_sge", c.MaxSendSGE, maxSGE}, {"max_recv_sge", c.MaxRecvSGE, maxSGE},
+		{"max_inline_data", c.MaxInlineData, maxInline},
+	} {
+		if f.value < 0 || f.value > f.top {
+			return bad("%s %d: 0 to %d are possible", f.name, f.value, f.top)
+		}
+	}
+	return nil
+}
+
+// claim makes the queue pair a user of its queues.
+func (q *QP) claim() error {
+	d := q.dev
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if q.sendCQ.closed || q.recvCQ.closed || q.srq != nil && q.srq.closed {
+		return ib.Errorf("create_qp", syscall.EINVAL, "one of its queues is closed")
+	}
+	q.sendCQ.refs++
+	q.recvCQ.refs++
+	if q.srq != nil {
+		q.srq.refs++
+	}
+	return nil
+}
+
+func (q *QP) release() {
+	q.dev.mu.Lock()
+	q.sendCQ.refs--
+	q.recvCQ.refs--
+	if q.srq != nil {
+		q.srq.refs--
+	}
+	q.dev.mu.Unlock()
+}
+
+func (q *QP) event(t ib.EventType) {
+	ev := ib.AsyncEvent{Type: t, QPN: q.number}
+	q.dev.events.push(ev)
+}
+
+func (q *QP) Number() uint32  { return q.number }
+func (q *QP) Type() ib.QPType { return q.core.Type }
+
+// PostSend appends requests and sends what can be sent now, in the caller.
+func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
+	q.mu.Lock()
+	if q.closed {
+		q.mu.Unlock()
+		return 0, ib.Errorf("post_send", syscall.EINVAL, "the queue pair is closed")
+	}
+	n, err := q.core.PostSend(wrs)
+	q.mu.Unlock()
+	if n > 0 {
+		q.dev.transmit(q, q.dev.now())
+	}
+	return n, err
+}
+
+// PostRecv appends receives.
+func (q *QP) PostRecv(wrs []ib.RecvWR) (int, error) {
+	if q.srq != nil {
+		return 0, ib.Errorf("post_recv", syscall.EINVAL, "the queue pair receives from a shared receive queue")
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.closed || q.core.State() == ib.QPReset {
+		return 0, ib.Errorf("post_recv", syscall.EINVAL, "the queue pair is in state RESET, it must be in INIT or later")
+	}
+	n, err := q.recv.PostRecv(wrs)
+	q.core.FlushReceive()
+	return n, err
+}
+
+// Modify changes attributes and state.
+func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
+	d := q.dev
+	var path *qp.Path
+	if mask&ib.QPMaskAV != 0 {
+		// Preparing a path may open a socket: not under the lock.
+		q.mu.Lock()
+		_, err := q.core.CheckModify(a, mask)
+		q.mu.Unlock()
+		if err != nil {
+			return err
+		}
+		if path, err = d.makePath(q, a, mask); err != nil {
+			return err
+		}
+	}
+	q.mu.Lock()
+	if q.closed {
+		q.mu.Unlock()
+		return ib.Errorf("modify_qp", syscall.EINVAL, "the queue pair is closed")
+	}
+	err := q.core.Modify(a, mask, path, d.now())
+	if err == nil && q.core.State() == ib.QPReset {
+		q.sendCQ.Remove(q.number)
+		q.recvCQ.Remove(q.number)
+	}
+	q.mu.Unlock()
+	if err == nil {
+		d.transmit(q, d.now())
+		d.runWaiting(q.peer.Load(), d.now())
+	}
+	return err
+}
+
+// Query returns the attributes.
+func (q *QP) Query() (ib.QPAttr, error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.closed {
+		return ib.QPAttr{}, ib.Errorf("query_qp", syscall.EINVAL, "the queue pair is closed")
+	}
+	return q.core.Query(), nil
+}
+
+// Close destroys the queue pair: its requests and completions are gone.
+func (q *QP) Close() error {
+	q.closeOnce.Do(func() {
+		d := q.dev
+		d.qps.Remove(q.number)
+		q.mu.Lock()
+		q.closed = true
+		_ = q.core.Modify(&ib.QPAttr{State: ib.QPReset}, ib.QPMaskState, nil, d.now())
+		q.mu.Unlock()
+		for q.tx.Load() != txIdle { // somebody is handing its last trains to a link
+			runtime.Gosched()
+		}
+		d.timers.remove(q)
+		d.runWaiting(q.peer.Load(), d.now())
+		q.sendCQ.Remove(q.number)
+		q.recvCQ.Remove(q.number)
+		q.release()
+		q.pd.unuse(&d.counts.qps)
+	})
+	return nil
+}

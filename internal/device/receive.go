@@ -1,0 +1,60 @@
+package device
+
+import (
+	"github.com/verbena-rdma/verbena/internal/link"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/qp"
+	"github.com/verbena-rdma/verbena/internal/train"
+)
+
+// receiver is the sink of the device's link. It executes trains as they come
+// and remembers which queue pairs have something to answer, so that one
+// acknowledgement covers a whole batch. Whoever holds the progress lock owns it.
+type receiver struct {
+	dev     *Device
+	now     qp.Time
+	touched []*QP
+}
+
+// Deliver executes a train.
+func (r *receiver) Deliver(t *train.Train) {
+	q := r.dev.qps.Get(t.DestQP)
+	if q == nil {
+		r.dev.noQP.Add(uint64(t.N))
+		return
+	}
+	q.receive(t, r.now) // no fault: the payload is the link's own
+	if n := len(r.touched); n == 0 || r.touched[n-1] != q {
+		r.touched = append(r.touched, q)
+	}
+}
+
+// Drop counts a packet that the link refused.
+func (r *receiver) Drop(why link.Reason) { r.dev.drops[why].Add(1) }
+
+// flush lets the queue pairs answer.
+func (r *receiver) flush() {
+	for i, q := range r.touched {
+		r.dev.answer(q, r.now)
+		r.touched[i] = nil
+	}
+	r.touched = r.touched[:0]
+}
+
+// receive executes a train on a queue pair.
+func (q *QP) receive(t *train.Train, now qp.Time) mem.Fault {
+	q.mu.Lock()
+	f := q.core.Receive(t, now)
+	q.dev.rearmLocked(q)
+	q.mu.Unlock()
+	return f
+}
+
+// answer sends what a queue pair has to send after it received something, and
+// lets others go on that waited for its credits.
+func (d *Device) answer(q *QP, now qp.Time) {
+	d.transmit(q, now)
+	if p := q.peer.Load(); p != nil {
+		d.runWaiting(p, now)
+	}
+}

@@ -1,0 +1,123 @@
+package device
+
+// Timers of queue pairs. A queue pair's deadline moves with every
+// acknowledgement, so the heap is not told each time: it holds the time at
+// which to look at the queue pair next, never later than its deadline, and
+// looks again later if it was too early.
+
+import (
+	"container/heap"
+	"sync"
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/qp"
+)
+
+type timerHeap struct {
+	mu   sync.Mutex // guards heap
+	heap entries
+}
+
+type entry struct {
+	at qp.Time
+	q  *QP
+}
+
+type entries []entry
+
+func (h entries) Len() int           { return len(h) }
+func (h entries) Less(i, j int) bool { return h[i].at < h[j].at }
+func (h entries) Swap(i, j int) {
+	h[i], h[j] = h[j], h[i]
+	h[i].q.timerIndex, h[j].q.timerIndex = i, j
+}
+func (h *entries) Push(x any) {
+	e := x.(entry)
+	e.q.timerIndex = len(*h)
+	*h = append(*h, e)
+}
+func (h *entries) Pop() any {
+	old := *h
+	e := old[len(old)-1]
+	old[len(old)-1] = entry{}
+	*h = old[:len(old)-1]
+	e.q.timerIndex = -1
+	return e
+}
+
+// set makes the heap look at q at a time, and reports whether that is the
+// earliest of all.
+func (t *timerHeap) set(q *QP, at qp.Time) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if q.timerIndex >= 0 {
+		t.heap[q.timerIndex].at = at
+		heap.Fix(&t.heap, q.timerIndex)
+	} else {
+		heap.Push(&t.heap, entry{at, q})
+	}
+	return t.heap[0].q == q
+}
+
+func (t *timerHeap) remove(q *QP) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if q.timerIndex >= 0 {
+		heap.Remove(&t.heap, q.timerIndex)
+	}
+}
+
+// first returns the earliest time, 0 if there is none.
+func (t *timerHeap) first() qp.Time {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.heap) == 0 {
+		return 0
+	}
+	return t.heap[0].at
+}
+
+// due takes a queue pair whose time has come.
+func (t *timerHeap) due(now qp.Time) *QP {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.heap) == 0 || t.heap[0].at > now {
+		return nil
+	}
+	return heap.Pop(&t.heap).(entry).q
+}
+
+// rearmLocked tells the heap if the queue pair's deadline is earlier than the
+// heap knows. The queue pair's lock is held.
+func (d *Device) rearmLocked(q *QP) {
+	at := q.core.Deadline()
+	if at == 0 || q.armed != 0 && q.armed <= at || q.closed {
+		return
+	}
+	q.armed = at
+	if d.timers.set(q, at) {
+		d.wakeBefore(at)
+	}
+}
+
+// fireTimers lets time act on the queue pairs that are due, and returns how
+// long nothing will be.
+func (d *Device) fireTimers() time.Duration {
+	for {
+		now := d.now()
+		q := d.timers.due(now)
+		if q == nil {
+			break
+		}
+		q.mu.Lock()
+		q.armed = 0
+		q.core.Tick(now)
+		d.rearmLocked(q)
+		q.mu.Unlock()
+		d.transmit(q, now)
+	}
+	if t := d.timers.first(); t != 0 {
+		return max(0, t-d.now())
+	}
+	return time.Duration(forever)
+}

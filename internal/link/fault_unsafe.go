@@ -1,0 +1,16 @@
+package link
+
+import (
+	"runtime"
+	"unsafe"
+)
+
+// faultIn reports whether a panic is that of an access to memory in b. The
+// address is compared and never used.
+func faultIn(b []byte, e any) bool {
+	f, ok := e.(interface {
+		runtime.Error
+		Addr() uintptr
+	})
+	return ok && f.Addr()-uintptr(unsafe.Pointer(unsafe.SliceData(b))) < uintptr(len(b))
+}

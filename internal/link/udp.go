@@ -1,0 +1,443 @@
+package link
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/sys"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// The udp link: RoCE v2 to any peer, from ordinary sockets.
+//
+//  1. OpenUDP binds one receiving socket for each local address to port 4791,
+//     the only port that RoCE v2 fixes.
+//  2. Prepare gives a flow one of a few sending sockets of its address, on random
+//     ports: routers spread flows by the source port.
+//  3. Send (udp_send.go) and Poll (udp_recv.go) move the packets.
+//  4. Close wakes who waits, waits for who is inside, and closes the sockets.
+
+// UDPConfig says what to open.
+type UDPConfig struct {
+	// Addrs are the local addresses to be reached at: at least one.
+	Addrs []netip.Addr
+	// Tap sees every packet; nil: nobody does.
+	Tap Tap
+	// NoGSO and NoGRO do without the kernel's help with long trains.
+	NoGSO, NoGRO bool
+	// RecvBuffers is how many datagrams, of up to 64 KiB each, one system call
+	// takes; 0 means 8.
+	RecvBuffers int
+	// SocketBuffer is how large a socket's buffers should be, in bytes; 0 means
+	// 4 MiB. The kernel grants at most net.core.rmem_max and wmem_max.
+	SocketBuffer int
+}
+
+// Tap sees packets: those sent, and those received whose ICRC was right.
+type Tap interface {
+	// Packet takes a packet's UDP payload, from the BTH through the ICRC, which
+	// is valid during the call, and what the headers around it held. It may be
+	// called by several goroutines at once.
+	Packet(ts time.Time, src, dst netip.AddrPort, tclass, hopLimit uint8, id uint16, udpPayload []byte)
+}
+
+// ErrClosed is returned by a link that was closed.
+var ErrClosed = fmt.Errorf("link: %w", net.ErrClosed)
+
+const (
+	defaultRecvBuffers  = 8
+	defaultSocketBuffer = 4 << 20
+
+	// txSockets is how many source ports the flows of one address spread over.
+	txSockets = 4
+	// Source ports: the dynamic range, as IBA A17.3.2 and RFC 6335 advise.
+	firstSrcPort = 0xc000
+	lastSrcPort  = 0xffff
+)
+
+// UDP is a link over UDP sockets.
+type UDP struct {
+	cfg    UDPConfig
+	ends   []*udpEnd // one for each address
+	poller *sys.Poller
+	mtu    int
+	rcvBuf int // the smallest receive buffer, as the kernel counts
+
+	gso atomic.Bool // off for good when the kernel has refused it once
+	gro bool
+
+	txPackets atomic.Uint64
+	txLost    atomic.Uint64
+	txErrno   atomic.Uint32
+
+	recv receiver
+
+	waiting sync.Mutex // held in Wait: Close must not pull the poller away
+
+	mu      sync.Mutex // guards the fields below and the ends' sending sockets
+	idle    []*sender
+	busy    int        // senders at work
+	allIdle *sync.Cond // busy has become 0
+	closed  bool
+}
+
+// udpEnd is one local address.
+type udpEnd struct {
+	addr netip.Addr
+	rx   *sys.UDPSocket
+	tx   [txSockets]*sys.UDPSocket // opened when first needed; guarded by UDP.mu
+}
+
+// OpenUDP opens the link.
+func OpenUDP(cfg *UDPConfig) (*UDP, error) {
+	u := &UDP{cfg: *cfg}
+	u.cfg.Addrs = slices.Clone(cfg.Addrs)
+	u.allIdle = sync.NewCond(&u.mu)
+	if u.cfg.RecvBuffers <= 0 {
+		u.cfg.RecvBuffers = defaultRecvBuffers
+	}
+	if u.cfg.SocketBuffer <= 0 {
+		u.cfg.SocketBuffer = defaultSocketBuffer
+	}
+	if err := u.open(); err != nil {
+		u.closeSockets()
+		return nil, err
+	}
+	u.recv.init(u)
+	return u, nil
+}
+
+func (u *UDP) open() error {
+	if len(u.cfg.Addrs) == 0 {
+		return ib.Errorf("open_device", syscall.EINVAL, "no local address given")
+	}
+	gso, gro := true, true
+	var socks []*sys.UDPSocket
+	for i, a := range u.cfg.Addrs {
+		a = a.Unmap()
+		u.cfg.Addrs[i] = a
+		if slices.Contains(u.cfg.Addrs[:i], a) {
+			return ib.Errorf("open_device", syscall.EINVAL, "local address %v given twice", a)
+		}
+		e, mtu, err := u.openEnd(a)
+		if err != nil {
+			return err
+		}
+		gso, gro = gso && e.rx.GSO(), gro && e.rx.GRO()
+		if i == 0 || mtu < u.mtu {
+			u.mtu = mtu
+		}
+		if i == 0 || e.rx.RcvBuf() < u.rcvBuf {
+			u.rcvBuf = e.rx.RcvBuf()
+		}
+		socks = append(socks, e.rx)
+	}
+	u.gso.Store(gso && !u.cfg.NoGSO)
+	u.gro = gro && !u.cfg.NoGRO
+	var err error
+	u.poller, err = sys.NewPoller(socks)
+	return err
+}
+
+// openEnd opens the receiving socket of an address and adds it to the ends.
+func (u *UDP) openEnd(a netip.Addr) (*udpEnd, int, error) {
+	if err := checkAddr(a); err != nil {
+		return nil, 0, ib.Errorf("open_device", syscall.EINVAL, "local address: %v", err)
+	}
+	name, netMTU, err := sys.Interface(a)
+	if err != nil {
+		return nil, 0, ib.Errorf("open_device", syscall.EADDRNOTAVAIL, "no network interface has the address %v", a)
+	}
+	mtu := PathMTU(netMTU, a.Is6())
+	if mtu == 0 {
+		return nil, 0, ib.Errorf("open_device", syscall.EMSGSIZE,
+			"interface %s of address %v has an MTU of %d bytes, too small for a packet of 256", name, a, netMTU)
+	}
+	rx, err := sys.OpenUDP(netip.AddrPortFrom(a, wire.RoCEPort), sys.UDPOptions{
+		RcvBuf: u.cfg.SocketBuffer,
+		SndBuf: u.cfg.SocketBuffer,
+		GRO:    !u.cfg.NoGRO,
+		Header: true,
+	})
+	switch {
+	case errors.Is(err, syscall.EADDRINUSE):
+		return nil, 0, ib.Errorf("open_device", syscall.EADDRINUSE,
+			"UDP port %d of address %v is taken: another process, or the kernel's own soft-RoCE driver, "+
+				"receives RoCE there; stop it or choose another address (on one host, any of 127.0.0.0/8 will do)",
+			wire.RoCEPort, a)
+	case err != nil:
+		return nil, 0, fmt.Errorf("open_device: UDP socket on %v port %d: %w", a, wire.RoCEPort, err)
+	}
+	e := &udpEnd{addr: a, rx: rx}
+	u.ends = append(u.ends, e)
+	return e, mtu, nil
+}
+
+// checkAddr refuses what is no address of one host that RoCE can reach.
+func checkAddr(a netip.Addr) error {
+	switch {
+	case !a.IsValid():
+		return errors.New("is missing")
+	case a.IsUnspecified():
+		return fmt.Errorf("%v is not the address of one interface", a)
+	case a.IsMulticast():
+		return fmt.Errorf("%v is a multicast address", a)
+	case a.Zone() != "" || a.Is6() && a.IsLinkLocalUnicast():
+		return fmt.Errorf("%v is a link-local address, which needs a zone, and a GID has no room for one", a)
+	}
+	return nil
+}
+
+// PathMTU returns the largest payload, of 256 to 4096, that fits an interface
+// with its longest headers around it, or 0 if none does.
+func PathMTU(netMTU int, v6 bool) int {
+	overhead := wire.IPv4Len + wire.UDPLen + wire.MaxPacket - wire.MaxPayload
+	if v6 {
+		overhead += wire.IPv6Len - wire.IPv4Len
+	}
+	for mtu := wire.MaxPayload; mtu >= 256; mtu /= 2 {
+		if mtu <= netMTU-overhead {
+			return mtu
+		}
+	}
+	return 0
+}
+
+// udpFlow is a flow prepared for this link.
+type udpFlow struct {
+	link     *UDP
+	sock     *sys.UDPSocket
+	dst      netip.Addr
+	to       sys.Sockaddr
+	tclass   uint8
+	hopLimit uint8
+	pseudo   wire.Pseudo
+}
+
+// sameWay reports whether packets of both flows may share a send.
+func (f *udpFlow) sameWay(g *udpFlow) bool {
+	return f == g || f.sock == g.sock && f.dst == g.dst && f.tclass == g.tclass && f.hopLimit == g.hopLimit
+}
+
+// Prepare gives the flow a sending socket, and its port to f.SrcPort.
+//
+// An IPv6 flow label is not sent: the kernel makes its own of addresses and
+// ports. It only helps to choose the port.
+func (u *UDP) Prepare(f *train.Flow) error {
+	src, dst := f.Src.Unmap(), f.Dst.Unmap()
+	if err := checkAddr(dst); err != nil {
+		return ib.Errorf("prepare_flow", syscall.EINVAL, "peer address: %v", err)
+	}
+	if src.Is4() != dst.Is4() {
+		return ib.Errorf("prepare_flow", syscall.EINVAL, "from %v to %v: not the same address family", src, dst)
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.closed {
+		return ErrClosed
+	}
+	var end *udpEnd
+	for _, e := range u.ends {
+		if e.addr == src {
+			end = e
+		}
+	}
+	if end == nil {
+		return ib.Errorf("prepare_flow", syscall.EADDRNOTAVAIL, "%v is not an address of this device", src)
+	}
+	sock, err := u.txSocketLocked(end, flowHash(dst, f.SrcPort, f.Label)%txSockets)
+	if err != nil {
+		return err
+	}
+	hop := f.HopLimit
+	if hop == 0 {
+		hop = sys.DefaultHopLimit
+	}
+	f.SrcPort = sock.Local().Port()
+	f.Link = &udpFlow{
+		link:     u,
+		sock:     sock,
+		dst:      dst,
+		to:       sys.MakeSockaddr(netip.AddrPortFrom(dst, wire.RoCEPort)),
+		tclass:   f.TClass,
+		hopLimit: hop,
+		pseudo:   wire.NewPseudo(src, dst, f.SrcPort, wire.RoCEPort),
+	}
+	return nil
+}
+
+func flowHash(dst netip.Addr, port uint16, label uint32) uint32 {
+	const prime = 16777619 // FNV-1a
+	h := uint32(2166136261)
+	b := dst.As16()
+	for _, v := range b {
+		h = (h ^ uint32(v)) * prime
+	}
+	for _, v := range [...]uint32{uint32(port), label} {
+		h = (h ^ v) * prime
+	}
+	return h ^ h>>16
+}
+
+// txSocketLocked returns a sending socket of an address, opened if need be on a
+// random port.
+func (u *UDP) txSocketLocked(e *udpEnd, slot uint32) (*sys.UDPSocket, error) {
+	if e.tx[slot] != nil {
+		return e.tx[slot], nil
+	}
+	const tries = 100
+	var err error
+	for range tries {
+		port := firstSrcPort + uint16(rand.N(lastSrcPort-firstSrcPort+1))
+		e.tx[slot], err = sys.OpenUDP(netip.AddrPortFrom(e.addr, port), sys.UDPOptions{
+			RcvBuf: 1, // nothing is read here: the kernel's least
+			SndBuf: u.cfg.SocketBuffer,
+		})
+		if err == nil {
+			return e.tx[slot], nil
+		}
+		if !errors.Is(err, syscall.EADDRINUSE) {
+			break
+		}
+	}
+	return nil, fmt.Errorf("prepare_flow: UDP socket to send from %v: %w", e.addr, err)
+}
+
+// Wait blocks until something may have arrived.
+func (u *UDP) Wait(d time.Duration) {
+	u.waiting.Lock()
+	defer u.waiting.Unlock()
+	if u.isClosed() {
+		return
+	}
+	u.poller.Wait(d)
+}
+
+// Wake makes Wait return.
+func (u *UDP) Wake() { u.poller.Wake() }
+
+func (u *UDP) isClosed() bool {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.closed
+}
+
+// MTU returns the largest payload that fits the interfaces of all addresses.
+func (u *UDP) MTU() int { return u.mtu }
+
+// fullWindow is how many bytes under way to one queue pair reach full speed:
+// 128 packets of 4 KiB, measured.
+const fullWindow = 128 * 4096
+
+// Window returns how many packets may be under way to one queue pair: what
+// reaches full speed, but not more than half of what a receive buffer holds that
+// nobody reads. The peer's is taken to be as large as ours.
+func (u *UDP) Window(mtu int) int {
+	mtu = max(mtu, 1)
+	// The kernel charges a packet about twice its size and 3/4 KiB: 990 packets
+	// of 4 KiB fit a buffer of 8 MiB in its count, measured.
+	held := u.rcvBuf / (2*mtu + 768)
+	return max(min(fullWindow/mtu, held/2), 4)
+}
+
+// Addrs are the local addresses.
+func (u *UDP) Addrs() []netip.Addr {
+	out := make([]netip.Addr, len(u.ends))
+	for i, e := range u.ends {
+		out[i] = e.addr
+	}
+	return out
+}
+
+// Offloads names what is in use of "gso" and "gro".
+func (u *UDP) Offloads() []string {
+	var out []string
+	if u.gso.Load() {
+		out = append(out, "gso")
+	}
+	if u.gro {
+		out = append(out, "gro")
+	}
+	return out
+}
+
+// UDPStats are counters since the link was opened.
+type UDPStats struct {
+	TxPackets uint64        // handed to the kernel
+	TxLost    uint64        // refused by the kernel: buffer full, no route, …
+	TxErrno   syscall.Errno // why the last one was
+	Overflows uint64        // datagrams the kernel dropped because nobody read them in time
+	RcvBuf    int           // the smallest receive buffer, as the kernel counts
+}
+
+// Stats returns the counters.
+func (u *UDP) Stats() UDPStats {
+	s := UDPStats{
+		TxPackets: u.txPackets.Load(),
+		TxLost:    u.txLost.Load(),
+		TxErrno:   syscall.Errno(u.txErrno.Load()),
+		RcvBuf:    u.rcvBuf,
+	}
+	u.recv.mu.Lock()
+	defer u.recv.mu.Unlock()
+	if u.recv.closed {
+		return s
+	}
+	for _, e := range u.ends {
+		n, err := e.rx.Overflows()
+		if err == nil {
+			s.Overflows += uint64(n)
+		}
+	}
+	return s
+}
+
+// Close closes the link: who waits returns, who sends or polls is waited for. It
+// is idempotent.
+func (u *UDP) Close() error {
+	u.mu.Lock()
+	if u.closed {
+		u.mu.Unlock()
+		return nil
+	}
+	u.closed = true
+	for u.busy > 0 {
+		u.allIdle.Wait()
+	}
+	u.mu.Unlock()
+
+	u.recv.mu.Lock()
+	u.recv.closed = true
+	u.recv.mu.Unlock()
+
+	u.poller.Wake()
+	u.waiting.Lock()
+	defer u.waiting.Unlock()
+	return u.closeSockets()
+}
+
+func (u *UDP) closeSockets() error {
+	var errs []error
+	if u.poller != nil {
+		errs = append(errs, u.poller.Close())
+	}
+	for _, e := range u.ends {
+		errs = append(errs, e.rx.Close())
+		for _, s := range e.tx {
+			if s != nil {
+				errs = append(errs, s.Close())
+			}
+		}
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,144 @@
+package link
+
+import (
+	"net/netip"
+	"sync"
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// What arrives, top-down:
+//
+//  1. Poll takes datagrams from every address's socket, each up to 64 KiB that
+//     the kernel may have put together of many packets;
+//  2. datagram cuts them into packets again;
+//  3. the coupler (couple.go) checks the packets and makes trains of them.
+
+// datagramSize is the longest datagram there is, rounded up.
+const datagramSize = 64 << 10
+
+// receiver is the state of Poll.
+type receiver struct {
+	u *UDP
+
+	mu      sync.Mutex // guards everything below; held by Poll, the sink's code included
+	batch   *sys.RecvBatch
+	want    []int // by end: how many datagrams to ask for next
+	next    int   // the end to begin with
+	coupler coupler
+	d       sys.Datagram
+	a       arrival
+	peers   [peerSlots]peer
+	closed  bool
+}
+
+// peer is the checksum prefix of one sender's packets to one of our addresses:
+// a cache, by hash.
+type peer struct {
+	from   netip.AddrPort
+	to     netip.Addr
+	pseudo wire.Pseudo
+}
+
+const peerSlots = 64
+
+func (r *receiver) init(u *UDP) {
+	r.u = u
+	r.batch = sys.NewRecvBatch(u.cfg.RecvBuffers, datagramSize)
+	r.want = make([]int, len(u.ends))
+	for i := range r.want {
+		r.want[i] = 1
+	}
+}
+
+// Poll hands what has arrived to the sink: from every socket what one system
+// call yields. How much that may be adapts: after a full batch twice as much,
+// else what came. A lone packet so costs one call for one datagram and is
+// delivered at once; under load a call takes many.
+func (u *UDP) Poll(sink Sink, budget int) int {
+	r := &u.recv
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return 0
+	}
+	packets := 0
+	for range u.ends {
+		if packets >= budget {
+			break
+		}
+		i := r.next
+		r.next = (i + 1) % len(u.ends)
+		packets += r.pollEnd(i, sink)
+	}
+	return packets
+}
+
+func (r *receiver) pollEnd(i int, sink Sink) int {
+	end := r.u.ends[i]
+	n, err := end.rx.Recv(r.batch, r.want[i])
+	if err != nil || n == 0 {
+		// Nothing, or an error that an earlier packet of ours met on its way:
+		// a loss, which the queue pair notices by itself.
+		r.want[i] = 1
+		return 0
+	}
+	if n == r.want[i] {
+		r.want[i] = min(2*n, r.batch.Cap())
+	} else {
+		r.want[i] = n
+	}
+	packets := 0
+	for k := range n {
+		r.batch.Get(k, &r.d)
+		packets += r.datagram(sink, end.addr, &r.d)
+	}
+	r.coupler.flush(sink)
+	return packets
+}
+
+// datagram takes what the kernel delivered as one, and returns the number of
+// packets that it was.
+func (r *receiver) datagram(sink Sink, to netip.Addr, d *sys.Datagram) int {
+	if d.Truncated {
+		sink.Drop(DropTruncated)
+		return 1
+	}
+	ps := r.peer(d.From, to)
+	a := &r.a
+	a.from, a.to, a.tclass, a.hopLimit = d.From, to, d.TClass, d.HopLimit
+	size := d.Segment
+	if size <= 0 {
+		size = len(d.Bytes)
+	}
+	rest, n := d.Bytes, 0
+	for {
+		a.b = rest[:min(size, len(rest))]
+		// A segmented send counts its identifications from 0, and usually
+		// arrives whole.
+		a.id = uint16(n)
+		if r.coupler.packet(sink, ps, a) && r.u.cfg.Tap != nil {
+			r.u.cfg.Tap.Packet(time.Now(), a.from, netip.AddrPortFrom(a.to, wire.RoCEPort),
+				a.tclass, a.hopLimit, a.id, a.b)
+		}
+		n++
+		rest = rest[len(a.b):]
+		if len(rest) == 0 {
+			return n
+		}
+	}
+}
+
+// peer returns the checksum prefix for a sender.
+func (r *receiver) peer(from netip.AddrPort, to netip.Addr) *wire.Pseudo {
+	b := from.Addr().As16()
+	h := uint32(from.Port()) ^ uint32(b[13])<<8 ^ uint32(b[14])<<4 ^ uint32(b[15])
+	p := &r.peers[(h^h>>6)%peerSlots]
+	if p.from != from || p.to != to {
+		p.from, p.to = from, to
+		p.pseudo = wire.NewPseudo(from.Addr(), to, from.Port(), wire.RoCEPort)
+	}
+	return &p.pseudo
+}

@@ -1,0 +1,412 @@
+package link
+
+import (
+	"net/netip"
+	"runtime/debug"
+	"syscall"
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/sys"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// What is sent, top-down:
+//
+//  1. Send takes an idle sender, which nobody else uses meanwhile: no lock is
+//     held while memory is read, which may take its time.
+//  2. send makes packets of train after train. A packet's bytes are either all
+//     in the sender's arena (copyPackets: short messages, and trains that ask for
+//     a private copy) or only its header and checksum are, and the payload stays
+//     in the region for the kernel to fetch (referPackets).
+//  3. room gives each packet a place in a message: packets of one size to one
+//     destination, and one shorter one behind them, go as one segmented send.
+//  4. push hands the messages to the kernel. What it refuses is lost, except that
+//     a refusal of segmentation or a fault on memory sends again what was not
+//     sent, without segmentation or out of private copies.
+//
+// A fault on memory is met in three places. A copy reports it. A checksum over
+// memory that was unmapped meanwhile panics, and the kernel answers EFAULT; both
+// lead to a private copy, which then either succeeds or reports the fault.
+
+const (
+	// maxMessages and maxPieces are how much one system call takes.
+	maxMessages = 64
+	maxPieces   = 2048
+	// arenaSize is the room for headers, checksums and copied payload: two
+	// messages of 64 KiB, which still stay in a core's own cache.
+	arenaSize = 128 << 10
+	// maxSegments is the most that every kernel segments one send into.
+	maxSegments = 64
+	// maxMessage is the longest UDP payload over IPv4; IPv6 has a few more.
+	maxMessage = 65507
+	// maxRuns is how many pieces of memory a train may be made of and still be
+	// sent from where it lies.
+	maxRuns = 128
+	// copyMax is up to which length copying a train is cheaper than handing
+	// the kernel one more piece for every packet.
+	copyMax = 1024
+)
+
+// sender makes and sends packets: storage for one Send.
+type sender struct {
+	u    *UDP
+	sock *sys.UDPSocket
+	gso  bool
+	copy bool // of all trains
+
+	batch *sys.SendBatch
+	from  [maxMessages]cursor // by message: its first packet
+	info  [maxMessages]message
+	open  message // the message that room is adding to
+
+	arena []byte
+	added int // how much of the arena the batch has as pieces
+
+	at      cursor // the packet to make next
+	cut     cutter
+	runs    [][]byte // a train's payload where it lies
+	reading []byte   // the piece of it that is being checksummed
+	pins    mem.Pins // keeps the runs of all trains in the batch accessible
+	pinned  int      // their bytes
+}
+
+// cursor is a packet of the trains at hand.
+type cursor struct{ train, packet int }
+
+// message is what one send carries.
+type message struct {
+	flow   *udpFlow
+	size   int // of the packets, but for a shorter last one
+	n      int // packets
+	bytes  int
+	pieces int
+	closed bool // by a shorter packet
+}
+
+// Send sends trains in order.
+func (u *UDP) Send(ts []*train.Train) (int, error) {
+	if len(ts) == 0 {
+		return 0, nil
+	}
+	s, err := u.acquire()
+	if err != nil {
+		return 0, err
+	}
+	defer u.release(s)
+	done := 0
+	for done < len(ts) {
+		f, err := u.flowOf(ts[done])
+		if err != nil {
+			return done, err
+		}
+		n := 1
+		for done+n < len(ts) {
+			if g, err := u.flowOf(ts[done+n]); err != nil || g.sock != f.sock {
+				break
+			}
+			n++
+		}
+		s.sock = f.sock
+		sent, err := s.send(ts[done : done+n])
+		done += sent
+		if err != nil {
+			return done, err
+		}
+	}
+	return done, nil
+}
+
+func (u *UDP) flowOf(t *train.Train) (*udpFlow, error) {
+	if t.Flow != nil {
+		if f, ok := t.Flow.Link.(*udpFlow); ok && f.link == u {
+			return f, nil
+		}
+	}
+	return nil, ErrTrain
+}
+
+func (u *UDP) acquire() (*sender, error) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.closed {
+		return nil, ErrClosed
+	}
+	u.busy++
+	if n := len(u.idle); n > 0 {
+		s := u.idle[n-1]
+		u.idle = u.idle[:n-1]
+		return s, nil
+	}
+	return &sender{
+		u:     u,
+		batch: sys.NewSendBatch(maxMessages, maxPieces),
+		arena: make([]byte, 0, arenaSize),
+		runs:  make([][]byte, 0, maxRuns),
+	}, nil
+}
+
+func (u *UDP) release(s *sender) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.idle = append(u.idle, s)
+	u.busy--
+	if u.busy == 0 && u.closed {
+		u.allIdle.Broadcast()
+	}
+}
+
+// send sends trains that share a socket. It returns how many it took: all, or
+// those before the one it says something about.
+func (s *sender) send(ts []*train.Train) (int, error) {
+	s.gso = s.u.gso.Load()
+	s.copy = s.u.cfg.Tap != nil // a tap must see the very bytes that are sent
+	s.at = cursor{}
+	for {
+		var err error
+		if s.at.train < len(ts) {
+			err = s.train(ts[s.at.train])
+			if err == nil {
+				continue // with what s.at names: the next, or again an earlier one
+			}
+		}
+		n := s.at.train
+		if s.push() {
+			s.unpin()
+			return n, err
+		}
+		// push has set s.at back, and what it met will not be met again
+	}
+}
+
+// train makes the packets of a train, from s.at on. It returns early, without an
+// error, if push has set s.at back.
+func (s *sender) train(t *train.Train) error {
+	if err := s.cut.start(t); err != nil {
+		return err
+	}
+	f := t.Flow.Link.(*udpFlow) // Send has checked
+	if s.copy || t.Bounce || t.Len <= copyMax {
+		return s.copyPackets(t, f)
+	}
+	return s.referPackets(t, f)
+}
+
+// copyPackets makes packets wholly in the arena.
+func (s *sender) copyPackets(t *train.Train, f *udpFlow) error {
+	for s.at.packet < t.N {
+		i := s.at.packet
+		h, n, err := s.cut.header(i)
+		if err != nil {
+			return err
+		}
+		size := packetSize(h, n)
+		id, ok := s.room(f, size, size, 1)
+		if !ok {
+			return nil
+		}
+		start := len(s.arena)
+		b, fault := s.cut.appendPacket(s.arena, h, i, n)
+		if !fault.OK() {
+			return &PayloadError{Fault: fault}
+		}
+		s.arena = seal(b, start, &f.pseudo, id)
+		s.commit(f, size)
+	}
+	s.at = cursor{train: s.at.train + 1}
+	return nil
+}
+
+// referPackets makes packets whose payload stays where it is.
+func (s *sender) referPackets(t *train.Train, f *udpFlow) (err error) {
+	if s.pinned > 0 && t.Len > train.MaxBytes-s.pinned {
+		if !s.push() {
+			return nil
+		}
+		s.unpin()
+	}
+	s.pinned += t.Len
+	src := &s.cut.src
+	skip := s.at.packet * t.MTU
+	src.Off = t.Payload.Off + uint64(skip)
+	runs, fault := mem.Gather(src, uint64(t.Len-skip), s.runs[:0], &s.pins)
+	if !fault.OK() {
+		return &PayloadError{Fault: fault}
+	}
+	if len(runs) > maxRuns {
+		return s.copyPackets(t, f)
+	}
+
+	// A panic on a fault leaves the packet at hand half made: forget its part.
+	pieces, arena, added := s.batch.Pieces(), len(s.arena), s.added
+	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
+	defer func() {
+		if e := recover(); e != nil {
+			if !faultIn(s.reading, e) {
+				panic(e)
+			}
+			s.batch.Truncate(pieces)
+			s.arena, s.added = s.arena[:arena], added
+			s.copy = true
+		}
+	}()
+
+	for s.at.packet < t.N {
+		h, n, err := s.cut.header(s.at.packet)
+		if err != nil {
+			return err
+		}
+		size := packetSize(h, n)
+		id, ok := s.room(f, size, size-n, len(runs)+2)
+		if !ok {
+			return nil
+		}
+		pieces, arena, added = s.batch.Pieces(), len(s.arena), s.added
+
+		s.arena = h.Append(s.arena)
+		crc := f.pseudo.Start(id, size).Header(s.arena[arena:])
+		s.addArena()
+		for n > 0 {
+			p := runs[0]
+			if len(p) > n {
+				p, runs[0] = p[:n], p[n:]
+			} else {
+				runs = runs[1:]
+			}
+			n -= len(p)
+			s.reading = p
+			crc = crc.Add(p)
+			s.batch.Add(p)
+		}
+		crc = crc.AddPad(h.Pad)
+		s.arena = crc.Append(append(s.arena, zeros[:h.Pad]...))
+		s.commit(f, size)
+	}
+	s.at = cursor{train: s.at.train + 1}
+	return nil
+}
+
+// unpin lets go of memory that has been sent.
+func (s *sender) unpin() {
+	if s.pinned == 0 {
+		return
+	}
+	s.pins.Release()
+	s.pinned = 0
+	s.reading = nil
+	clear(s.runs[:cap(s.runs)])
+}
+
+// room makes sure that a packet of size bytes fits: so many of them in the
+// arena, in so many pieces. It returns the place in its message, which is its
+// identification, or false if it had to push and something was set back.
+func (s *sender) room(f *udpFlow, size, arena, pieces int) (id uint16, ok bool) {
+	m := &s.open
+	if m.n > 0 && (!s.gso || m.closed || size > m.size || m.n == maxSegments ||
+		size > maxMessage-m.bytes || pieces > sys.MaxPieces-m.pieces || !m.flow.sameWay(f)) {
+		s.end()
+	}
+	freeMessages, freePieces := s.batch.Room()
+	if arena > cap(s.arena)-len(s.arena) || freeMessages == 0 || pieces > freePieces {
+		if !s.push() {
+			return 0, false
+		}
+	}
+	return uint16(m.n), true
+}
+
+// commit counts the packet that was made into the open message.
+func (s *sender) commit(f *udpFlow, size int) {
+	m := &s.open
+	if m.n == 0 {
+		m.flow, m.size = f, size
+		s.from[s.batch.Len()] = s.at
+	}
+	m.closed = size < m.size
+	m.n++
+	m.bytes += size
+	m.pieces = s.batch.OpenPieces() + 1 // and what the arena has not added yet
+	s.at.packet++
+}
+
+// addArena makes a piece of what was appended to the arena since the last.
+func (s *sender) addArena() {
+	s.batch.Add(s.arena[s.added:])
+	s.added = len(s.arena)
+}
+
+// end ends the open message.
+func (s *sender) end() {
+	m := &s.open
+	if m.n == 0 {
+		return
+	}
+	s.addArena()
+	segment := 0
+	if m.n > 1 {
+		segment = m.size
+	}
+	s.info[s.batch.Len()] = *m
+	s.batch.End(&m.flow.to, segment, m.flow.tclass, m.flow.hopLimit)
+	*m = message{}
+}
+
+// push sends all that was made. If the kernel refuses a segmented send, or faults
+// on memory that is not the sender's own, it sets s.at back to the first packet
+// not sent, sees to it that this will not happen again, and returns false.
+func (s *sender) push() bool {
+	s.end()
+	defer s.reset()
+	for i := 0; i < s.batch.Len(); {
+		n, err := s.sock.Send(s.batch, i)
+		for range n {
+			s.count(i)
+			i++
+		}
+		if err == nil {
+			continue
+		}
+		switch errno, _ := err.(syscall.Errno); {
+		case errno == syscall.EFAULT && !s.copy:
+			s.copy = true
+			s.at = s.from[i]
+			return false
+		case (errno == syscall.EIO || errno == syscall.EINVAL) && s.info[i].n > 1:
+			s.u.gso.Store(false)
+			s.gso = false
+			s.at = s.from[i]
+			return false
+		default:
+			s.u.txLost.Add(uint64(s.info[i].n))
+			s.u.txErrno.Store(uint32(errno))
+			i++
+		}
+	}
+	return true
+}
+
+// reset forgets what was made.
+func (s *sender) reset() {
+	s.batch.Reset()
+	s.arena, s.added = s.arena[:0], 0
+	s.open = message{}
+}
+
+// count counts message i as sent, and shows it to the tap.
+func (s *sender) count(i int) {
+	m := &s.info[i]
+	s.u.txPackets.Add(uint64(m.n))
+	if s.u.cfg.Tap == nil {
+		return
+	}
+	now := time.Now()
+	var all []byte
+	s.batch.EachPiece(i, func(p []byte) { all = append(all, p...) })
+	for id := uint16(0); len(all) > 0; id++ {
+		p := all[:min(m.size, len(all))]
+		all = all[len(p):]
+		s.u.cfg.Tap.Packet(now, s.sock.Local(), netip.AddrPortFrom(m.flow.dst, wire.RoCEPort),
+			m.flow.tclass, m.flow.hopLimit, id, p)
+	}
+}

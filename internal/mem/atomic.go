@@ -1,0 +1,40 @@
+package mem
+
+import "github.com/verbena-rdma/verbena/ib"
+
+// AtomicOp is what an atomic request does to 8 bytes.
+type AtomicOp uint8
+
+const (
+	CmpSwap  AtomicOp = iota + 1 // store swapAdd if the value equals compare
+	FetchAdd                     // add swapAdd
+)
+
+// Atomic changes 8 bytes in one step and returns what they were before, as a
+// number in the byte order of this machine. It uses the CPU's own atomic
+// instructions, so it is atomic towards programs that do the same
+// (ATOMIC_GLOB).
+//
+// The bytes must be aligned both by the address in the request (IBA 9.4.5) and
+// where they really lie, because an atomic instruction across two cache lines
+// would stop all cores, or kill the program where the kernel forbids it.
+func Atomic(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, swapAdd uint64) (orig uint64, f Fault) {
+	span, f := t.Resolve(key, addr, 8, ib.AccessRemoteAtomic, who)
+	if !f.OK() {
+		return 0, f
+	}
+	defer span.Release()
+	r, off := span.region, span.off
+	b, f := span.Next()
+	switch {
+	case !f.OK():
+		return 0, f
+	case addr%8 != 0 || len(b) < 8 || !aligned(b):
+		return 0, r.fault(FaultAlign, off, 8)
+	}
+	orig, ok := swapOrAdd(b, op, compare, swapAdd)
+	if !ok {
+		return 0, r.fault(FaultStale, off, 8)
+	}
+	return orig, Fault{}
+}

@@ -1,0 +1,201 @@
+package mem
+
+// The way of bytes, top-down:
+//
+//  1. Copy walks two lists at once, each with a cursor.
+//  2. A cursor opens a read section on the next piece of its list, for a
+//     quantum at most, and offers the bytes.
+//  3. move, in move_unsafe.go, copies what both cursors offer.
+//  4. Sections close as soon as their bytes are used up, and bytes are counted
+//     by the kinds of memory they went between.
+//
+// Check walks a list with the same cursor, and so does Gather, in gather.go.
+
+// Quantum is the most bytes that are moved in one read section: it bounds how
+// long the closing of a region waits.
+const Quantum = 256 << 10
+
+// Copy copies n bytes from one list to another. On a fault it says on which
+// side, and bytes before it may have been copied already, as on hardware.
+//
+// last says that a message ends with these bytes: then their last aligned word
+// is stored after everything else, in one piece and with release order. A
+// receiver that spins on the end of a buffer, and never asks the device, sees
+// the message whole once it sees the end.
+//
+// What lists that overlap in memory contain afterwards is undefined, as on
+// hardware.
+func Copy(dst, src *List, n uint64, last bool) (f Fault, side Side) {
+	var d, s cursor
+	d.list, d.skip = dst, dst.Off
+	s.list, s.skip = src, src.Off
+	for n > 0 {
+		if len(d.b) == 0 {
+			if f = d.fill(n); !f.OK() {
+				side = Dst
+				break
+			}
+		}
+		if len(s.b) == 0 {
+			if f = s.fill(n); !f.OK() {
+				side = Src
+				break
+			}
+		}
+		k := min(len(d.b), len(s.b))
+		end := last && uint64(k) == n
+		if d.solid() && s.solid() {
+			move(d.b[:k], s.b[:k], end)
+		} else if bad := moveGuarded(d.b[:k], s.b[:k], end); bad != 0 {
+			f, side = stale(&d, &s, bad)
+			break
+		}
+		count(&d, &s, k)
+		d.b, s.b = d.b[k:], s.b[k:]
+		n -= uint64(k)
+	}
+	d.close()
+	s.close()
+	return f, side
+}
+
+// stale makes a fault of an address that could not be accessed, on the side
+// that it belongs to.
+func stale(d, s *cursor, bad uintptr) (Fault, Side) {
+	if within(bad, d.b) {
+		return d.stale(), Dst
+	}
+	return s.stale(), Src
+}
+
+// count adds k bytes to the counters of the target's table, or of the source's
+// where the target is raw.
+func count(d, s *cursor, k int) {
+	r := d.region
+	if r == nil {
+		r = s.region
+	}
+	if r != nil {
+		r.table.moved[r.key>>tagBits%counterShards].bytes[s.kind()][d.kind()].Add(uint64(k))
+	}
+}
+
+// cursor is a place in a list, with the section that is open there.
+type cursor struct {
+	list   *List
+	next   int     // the piece that is used next
+	skip   uint64  // bytes to skip from its start
+	region *Region // where the bytes in use lie, if in a region: the open section
+	off    uint64  // how far its bytes have been offered in b
+	left   uint64  // bytes of the section that have not
+	b      []byte  // bytes that are offered and not used yet
+}
+
+// close closes the section that is open, if any.
+func (c *cursor) close() {
+	if c.region != nil {
+		c.region.exit()
+		c.region = nil
+	}
+}
+
+// fill makes b the next bytes of the list: between 1 and n of them.
+func (c *cursor) fill(n uint64) (f Fault) {
+	if c.left == 0 {
+		c.close()
+		if c.list.Table == nil {
+			return c.fillRaw(n)
+		}
+		if f = c.open(min(n, Quantum)); !f.OK() {
+			return f
+		}
+	}
+	if c.b, f = c.region.backing.Run(c.off, c.left, c.list.Access); !f.OK() {
+		return c.region.fault(f.Kind, c.off, c.left)
+	}
+	c.off += uint64(len(c.b))
+	c.left -= uint64(len(c.b))
+	return f
+}
+
+// open opens a section on at most n bytes of the next piece.
+func (c *cursor) open(n uint64) Fault {
+	l := c.list
+	for c.next < len(l.SGEs) {
+		e := &l.SGEs[c.next]
+		size := uint64(e.Length)
+		if c.skip >= size {
+			c.skip -= size
+			c.next++
+			continue
+		}
+		n = min(n, size-c.skip)
+		addr := e.Addr + c.skip
+		if addr < e.Addr { // the piece passes the end of the address space
+			return Fault{FaultBounds, e.LKey, e.Addr, size}
+		}
+		r, off, kind := l.Table.open(e.LKey, addr, n, l.Access, l.Actor)
+		if kind != FaultNone {
+			return Fault{kind, e.LKey, addr, n}
+		}
+		c.region, c.off, c.left = r, off, n
+		c.skip += n
+		return Fault{}
+	}
+	return Fault{Kind: FaultBounds, Len: n} // the list is too short
+}
+
+// fillRaw is fill for a list of raw bytes, which needs no section.
+func (c *cursor) fillRaw(n uint64) Fault {
+	for c.next < len(c.list.Raw) {
+		b := c.list.Raw[c.next]
+		if c.skip >= uint64(len(b)) {
+			c.skip -= uint64(len(b))
+			c.next++
+			continue
+		}
+		n = min(n, uint64(len(b))-c.skip)
+		c.b = b[c.skip:][:n]
+		c.skip += n
+		return Fault{}
+	}
+	return Fault{Kind: FaultBounds, Len: n}
+}
+
+// stale is the fault of the bytes in use, which are not there any more.
+func (c *cursor) stale() Fault {
+	return c.region.fault(FaultStale, c.off-uint64(len(c.b)), uint64(len(c.b)))
+}
+
+// solid reports whether the bytes in use cannot fault.
+func (c *cursor) solid() bool { return c.region == nil || c.region.solid }
+
+// kind returns the kind of the bytes in use.
+func (c *cursor) kind() Kind {
+	if c.region == nil {
+		return KindRaw
+	}
+	return c.region.kind
+}
+
+// Check tells whether n bytes of a list could be accessed: keys, rights and
+// bounds. It touches no bytes, and what it found may change at any time.
+func Check(l *List, n uint64) Fault {
+	c := cursor{list: l, skip: l.Off}
+	for n > 0 {
+		if l.Table == nil {
+			f := c.fillRaw(n)
+			if !f.OK() {
+				return f
+			}
+			n -= uint64(len(c.b))
+			continue
+		}
+		if f := c.open(n); !f.OK() {
+			return f
+		}
+		c.close()
+		n -= c.left
+	}
+	return Fault{}
+}

@@ -1,0 +1,60 @@
+package mem
+
+import "fmt"
+
+var faultNames = [numFaultKinds]string{
+	FaultNone:             "no fault",
+	FaultKey:              "no such key",
+	FaultDead:             "region closed or invalidated",
+	FaultDomain:           "region of another protection domain or queue pair",
+	FaultAccess:           "right not granted",
+	FaultBounds:           "out of bounds",
+	FaultAlign:            "atomic not aligned",
+	FaultStale:            "registered memory is gone",
+	FaultNotInvalidatable: "key cannot be invalidated by a peer",
+}
+
+// String describes the kind.
+func (k FaultKind) String() string {
+	if int(k) < len(faultNames) {
+		return faultNames[k]
+	}
+	return fmt.Sprintf("FaultKind(%d)", k)
+}
+
+// String describes the fault.
+func (f Fault) String() string {
+	if f.OK() {
+		return f.Kind.String()
+	}
+	return fmt.Sprintf("%v: key %#08x, %d bytes at %#x", f.Kind, f.Key, f.Len, f.Addr)
+}
+
+// orNone turns a fault whose kind is none into the zero value, which faults
+// are compared with.
+func (f Fault) orNone() Fault {
+	if f.OK() {
+		return Fault{}
+	}
+	return f
+}
+
+var kindNames = [NumKinds]string{KindRaw: "raw", KindPinned: "pinned"}
+
+// String names the kind as counters do.
+func (k Kind) String() string {
+	if int(k) < len(kindNames) {
+		return kindNames[k]
+	}
+	return fmt.Sprintf("Kind(%d)", k)
+}
+
+var sideNames = [...]string{"neither", Dst: "target", Src: "source"}
+
+// String names the side.
+func (s Side) String() string {
+	if int(s) < len(sideNames) {
+		return sideNames[s]
+	}
+	return fmt.Sprintf("Side(%d)", s)
+}

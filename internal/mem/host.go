@@ -1,0 +1,188 @@
+package mem
+
+// Host memory, the kind that most programs register. The stages of making it:
+//
+//  1. NewHostBytes takes a slice, NewHost a raw address.
+//  2. A raw address must not lie in the Go heap.
+//  3. Memory outside the Go heap is made present, which proves that it is
+//     there and that the rights fit, as ibv_reg_mr does.
+//  4. The pages are locked, unless they are the Go heap's or locking is off.
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem/goheap"
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// Host is a Backing of memory in this process: a slice of the Go heap, or
+// memory that was mapped or came from C.
+type Host struct {
+	addr   uintptr
+	length uint64
+	owner  any    // what keeps the memory alive
+	inHeap bool   // it is the Go heap's
+	note   string // why the pages are not locked; empty if they are
+}
+
+const (
+	noteOff  = "off"
+	noteHeap = "Go heap"
+)
+
+// NewHostBytes makes a backing of a slice, which it keeps alive. Slices of the
+// Go heap are not made present first, which would take long for large ones:
+// they are always there, and always writable.
+func NewHostBytes(b []byte, access ib.Access, lock ib.LockMode) (*Host, error) {
+	return newHost(addrOf(b), uint64(len(b)), access, lock, b, false)
+}
+
+// NewHost makes a backing of memory at an address outside the Go heap. It keeps
+// owner, which may be nil, alive; the caller answers for the memory otherwise.
+//
+// All pages are made present, writable ones if access has AccessLocalWrite.
+// That takes about 0.3 s for a GiB that was not touched before, and it takes
+// the memory; registration with hardware does the same.
+//
+// The errors are those of reg_mr: EINVAL, for no bytes or for the Go heap;
+// EFAULT, if not all of it is mapped or the rights do not fit; and with
+// LockStrict ENOMEM or EPERM, if it cannot be locked.
+func NewHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, owner any) (*Host, error) {
+	return newHost(addr, length, access, lock, owner, true)
+}
+
+func newHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, owner any, raw bool) (*Host, error) {
+	const op = "reg_mr"
+	if length == 0 {
+		return nil, ib.Errorf(op, syscall.EINVAL, "no bytes")
+	}
+	if lock > ib.LockStrict {
+		return nil, ib.Errorf(op, syscall.EINVAL, "%v", lock)
+	}
+	if length > math.MaxInt || uintptr(length) > math.MaxInt-min(addr, math.MaxInt) { // nor does user space reach that far
+		return nil, ib.Errorf(op, syscall.EFAULT, "%d bytes at %#x are not memory of this process", length, addr)
+	}
+	h := &Host{addr: addr, length: length, owner: owner}
+	if raw {
+		if goheap.Overlaps(addr, uintptr(length)) {
+			return nil, ib.Errorf(op, syscall.EINVAL,
+				"%d bytes at %#x lie in the Go heap, where stacks move and objects are collected: register a []byte instead", length, addr)
+		}
+	} else {
+		h.inHeap = goheap.Contains(addr)
+	}
+	if !h.inHeap {
+		if err := h.present(access&ib.AccessLocalWrite != 0); err != nil {
+			return nil, err
+		}
+	}
+	if err := h.lock(lock); err != nil {
+		return nil, err
+	}
+	return h, nil
+}
+
+// present makes sure that all of the memory is mapped as it must be. The kernel
+// answers a registration of memory that is not mapped, and one that asks for
+// more than the mapping grants, with EFAULT both.
+func (h *Host) present(write bool) error {
+	err := sys.Populate(h.addr, uintptr(h.length), write)
+	if err == nil {
+		return nil
+	}
+	errno := syscall.EFAULT
+	if err == syscall.ENOMEM || err == syscall.EINVAL {
+		// Out of memory, a mapping that cannot be populated (a device's), an
+		// old kernel: or it is not mapped so after all.
+		mapped, lookErr := sys.Mapped(h.addr, uintptr(h.length), write)
+		switch {
+		case lookErr != nil:
+			return nil // cannot tell; the safety net of each access remains
+		case mapped && err == syscall.EINVAL:
+			return nil
+		case mapped:
+			errno = syscall.ENOMEM
+		}
+	}
+	rights := "readable"
+	if write {
+		rights = "writable"
+	}
+	return ib.Errorf("reg_mr", errno, "not all of %d bytes at %#x are %s memory", h.length, h.addr, rights)
+}
+
+// lock locks the pages, or notes why not.
+func (h *Host) lock(mode ib.LockMode) error {
+	if mode == ib.LockOff {
+		h.note = noteOff
+		return nil
+	}
+	errno := syscall.EPERM
+	if h.inHeap {
+		h.note = noteHeap
+	} else {
+		err := sys.LockPages(h.addr, uintptr(h.length))
+		if err == nil {
+			return nil
+		}
+		errors.As(err, &errno)
+		h.note = lockNote(errno, sys.MemlockLimit())
+	}
+	if mode == ib.LockStrict {
+		return ib.Errorf("reg_mr", errno, "%d bytes at %#x cannot be locked: %s", h.length, h.addr, h.note)
+	}
+	return nil
+}
+
+// lockNote says why mlock failed. Of its errors these two mean the limit, if
+// there is one: ENOMEM that it is exceeded, EPERM that it is zero.
+func lockNote(errno syscall.Errno, limit uint64) string {
+	if limit == math.MaxUint64 || errno != syscall.ENOMEM && errno != syscall.EPERM {
+		return "mlock: " + errno.Error()
+	}
+	if limit%1024 != 0 {
+		return fmt.Sprintf("RLIMIT_MEMLOCK (%d bytes)", limit)
+	}
+	return fmt.Sprintf("RLIMIT_MEMLOCK (%d KiB)", limit/1024)
+}
+
+// Kind returns KindPinned.
+func (h *Host) Kind() Kind { return KindPinned }
+
+// Addr returns the address of the first byte.
+func (h *Host) Addr() uintptr { return h.addr }
+
+// Len returns the number of bytes.
+func (h *Host) Len() uint64 { return h.length }
+
+// Solid reports whether accesses can never fault: the Go heap does not go away
+// while something refers to it, other memory may be unmapped at any time.
+func (h *Host) Solid() bool { return h.inHeap }
+
+// Locked reports whether the pages are locked in memory.
+func (h *Host) Locked() bool { return h.note == "" }
+
+// LockNote says why the pages are not locked: "off", "Go heap", or the limit
+// that was in the way. It is empty if they are.
+func (h *Host) LockNote() string { return h.note }
+
+// Run returns the bytes at off: always all of them.
+func (h *Host) Run(off, n uint64, _ ib.Access) ([]byte, Fault) {
+	if off >= h.length || n > h.length-off {
+		return nil, Fault{Kind: FaultBounds}
+	}
+	return bytesAt(h.addr+uintptr(off), int(n)), Fault{}
+}
+
+// Close unlocks the pages that no other region keeps locked.
+func (h *Host) Close() error {
+	if h.Locked() {
+		sys.UnlockPages(h.addr, uintptr(h.length))
+	}
+	h.owner = nil
+	return nil
+}

@@ -1,0 +1,127 @@
+package mem
+
+// The innermost functions, which touch the application's memory.
+//
+// They are unsafe in three ways, all of them on purpose:
+//
+//   - The application may write the same bytes meanwhile. A device's access is
+//     outside the memory model of the language, as it is for hardware: which
+//     bytes a racing access sees is undefined, and nothing else depends on
+//     them. So the race detector is told to look away (go:norace).
+//   - The memory may be gone: unmapped, protected, or the file behind it cut
+//     short. The runtime is asked to turn the fault into a panic, which is
+//     caught here and nowhere else.
+//   - The last word of a message is stored as a whole. Where the message ends
+//     within a word, the bytes behind it are written back as they were; with a
+//     compare-and-swap, so that no update of theirs is lost. An aligned word
+//     never reaches into another page or another Go object's pointers.
+
+import (
+	"encoding/binary"
+	"runtime/debug"
+	"sync/atomic"
+	"unsafe"
+)
+
+const wordSize = 8
+
+// move copies s to d, which have the same length, not zero; last stores the end
+// last. Memory that may be gone needs the safety net.
+func move(d, s []byte, last bool) {
+	if last {
+		store(d, s)
+	} else {
+		copyBytes(d, s)
+	}
+}
+
+// moveGuarded is move over a safety net: if memory is gone it returns the
+// address that is, and d is undefined.
+func moveGuarded(d, s []byte, last bool) (bad uintptr) {
+	old := debug.SetPanicOnFault(true)
+	defer func() {
+		debug.SetPanicOnFault(old)
+		if e := recover(); e != nil {
+			bad = faultAddr(e, d, s)
+		}
+	}()
+	move(d, s, last)
+	return 0
+}
+
+//go:norace
+func copyBytes(d, s []byte) { copy(d, s) }
+
+// store copies s to d and stores the last aligned word after all others.
+//
+//go:norace
+//go:nocheckptr
+func store(d, s []byte) {
+	last := unsafe.Pointer(&d[len(d)-1])
+	place := uintptr(last) % wordSize // of the last byte in its word
+	tail := min(int(place)+1, len(d))
+	head := len(d) - tail
+	copy(d[:head], s)
+	word := (*uint64)(unsafe.Add(last, -int(place)))
+	if tail == wordSize {
+		storeRelease(word, binary.NativeEndian.Uint64(s[head:]))
+		return
+	}
+	for {
+		before := atomic.LoadUint64(word)
+		after := before
+		copy((*[wordSize]byte)(unsafe.Pointer(&after))[int(place)+1-tail:], s[head:])
+		if atomic.CompareAndSwapUint64(word, before, after) {
+			return
+		}
+	}
+}
+
+// swapOrAdd does an atomic operation on the first 8 bytes of b, which are
+// aligned. It returns false if they are gone.
+func swapOrAdd(b []byte, op AtomicOp, compare, swapAdd uint64) (orig uint64, ok bool) {
+	old := debug.SetPanicOnFault(true)
+	defer func() {
+		debug.SetPanicOnFault(old)
+		if e := recover(); e != nil {
+			faultAddr(e, b, nil)
+		}
+	}()
+	return change((*uint64)(unsafe.Pointer(unsafe.SliceData(b))), op, compare, swapAdd), true
+}
+
+//go:norace
+func change(p *uint64, op AtomicOp, compare, swapAdd uint64) (orig uint64) {
+	if op == FetchAdd {
+		return atomic.AddUint64(p, swapAdd) - swapAdd
+	}
+	for {
+		orig = atomic.LoadUint64(p)
+		if orig != compare || atomic.CompareAndSwapUint64(p, compare, swapAdd) {
+			return orig
+		}
+	}
+}
+
+// faultAddr returns the address of a fault in one of two ranges. Any other
+// panic goes on.
+func faultAddr(e any, d, s []byte) uintptr {
+	if f, ok := e.(interface{ Addr() uintptr }); ok {
+		if a := f.Addr(); within(a, d) || within(a, s) {
+			return a
+		}
+	}
+	panic(e)
+}
+
+// within reports whether an address belongs to the words that b lies in.
+func within(a uintptr, b []byte) bool {
+	start := uintptr(unsafe.Pointer(unsafe.SliceData(b)))
+	first := start &^ (wordSize - 1)
+	return a-first < uintptr(len(b))+(start-first)
+}
+
+// aligned reports whether b starts at a word.
+func aligned(b []byte) bool {
+	return uintptr(unsafe.Pointer(unsafe.SliceData(b)))%wordSize == 0
+}

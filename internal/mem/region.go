@@ -1,0 +1,260 @@
+package mem
+
+// A region's life, top-down:
+//
+//  1. Register checks what was asked, gives out a key and makes it findable.
+//  2. open and exit bracket every access: a read section is one atomic add
+//     at each end of it.
+//  3. Invalidate and Close set a bit that keeps new sections out, then wait for
+//     the open ones. When they return, nobody reads or writes through the
+//     region any more, and nobody ever will.
+
+import (
+	"math"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+)
+
+// accessKnown are the access bits that mean something.
+const accessKnown = ib.AccessLocalWrite | ib.AccessRemote | ib.AccessMWBind | ib.AccessZeroBased |
+	ib.AccessOnDemand | ib.AccessRelaxedOrdering | ib.AccessRemoteInvalidate
+
+// RegionConfig says what a new region is made of.
+type RegionConfig struct {
+	PD            uint32    // the protection domain it belongs to
+	Access        ib.Access // the rights it grants
+	IOVA          uint64    // the address of its first byte in requests; with AccessZeroBased it is 0 whatever stands here
+	Length        uint64    // bytes; at most Backing.Len()
+	Backing       Backing   // its bytes; the region closes it
+	Invalidatable bool      // peers may invalidate it, as with AccessRemoteInvalidate
+}
+
+// Region is registered memory: rights, bounds, a key and a state, on a Backing.
+type Region struct {
+	// state counts the open sections in its low bits; stateInvalidated and
+	// stateDead keep new ones out.
+	state atomic.Uint64
+
+	key           uint32
+	pd            uint32
+	access        ib.Access
+	kind          Kind
+	solid         bool // the bytes cannot fault: they need no safety net
+	invalidatable bool
+	iova          uint64
+	length        uint64
+	backing       Backing
+	table         *Table
+
+	mu   sync.Mutex                    // serialises those who kill the region
+	wake atomic.Pointer[chan struct{}] // set while somebody sleeps until the count is zero
+}
+
+const (
+	stateDead        = 1 << 63 // closed, or about to be
+	stateInvalidated = 1 << 62
+	stateCount       = stateInvalidated - 1
+)
+
+// Register makes a region and gives it a key. On failure the backing is still
+// the caller's.
+func (t *Table) Register(cfg RegionConfig) (*Region, error) {
+	const op = "reg_mr"
+	if unknown := cfg.Access &^ accessKnown; unknown != 0 {
+		return nil, ib.Errorf(op, syscall.EINVAL, "unknown access bits %#x", uint32(unknown))
+	}
+	// IBA 10.6.3.1: a peer's right to change memory needs the local right.
+	if cfg.Access&(ib.AccessRemoteWrite|ib.AccessRemoteAtomic) != 0 && cfg.Access&ib.AccessLocalWrite == 0 {
+		return nil, ib.Errorf(op, syscall.EINVAL, "remote write and remote atomic access need local write access")
+	}
+	if cfg.Access&ib.AccessOnDemand != 0 && cfg.Backing.Kind() == KindPinned {
+		return nil, ib.Errorf(op, syscall.EOPNOTSUPP, "on-demand access to pinned memory")
+	}
+	if cfg.Access&ib.AccessZeroBased != 0 {
+		cfg.IOVA = 0
+	}
+	if cfg.Length > math.MaxUint64-cfg.IOVA {
+		return nil, ib.Errorf(op, syscall.EINVAL, "%d bytes at %#x pass the end of the address space", cfg.Length, cfg.IOVA)
+	}
+	if cfg.Length > cfg.Backing.Len() {
+		return nil, ib.Errorf(op, syscall.EINVAL, "%d bytes on a backing of %d", cfg.Length, cfg.Backing.Len())
+	}
+	r := &Region{
+		pd:            cfg.PD,
+		access:        cfg.Access,
+		kind:          cfg.Backing.Kind(),
+		solid:         isSolid(cfg.Backing),
+		invalidatable: cfg.Invalidatable || cfg.Access&ib.AccessRemoteInvalidate != 0,
+		iova:          cfg.IOVA,
+		length:        cfg.Length,
+		backing:       cfg.Backing,
+		table:         t,
+	}
+	_, ok := t.slots.AddFunc(func(index uint32) *Region {
+		r.key = index<<tagBits | t.random()&(1<<tagBits-1)
+		return r
+	})
+	if !ok {
+		return nil, ib.Errorf(op, syscall.ENOMEM, "the device has its %d regions already", t.slots.max)
+	}
+	return r, nil
+}
+
+// isSolid asks a backing whether its bytes are always there, whatever the
+// application does: only the Go heap is.
+func isSolid(b Backing) bool {
+	s, ok := b.(interface{ Solid() bool })
+	return ok && s.Solid()
+}
+
+// Key returns the region's local and remote key.
+func (r *Region) Key() uint32 { return r.key }
+
+// PD returns the protection domain.
+func (r *Region) PD() uint32 { return r.pd }
+
+// Access returns the rights.
+func (r *Region) Access() ib.Access { return r.access }
+
+// IOVA returns the address of the first byte in requests.
+func (r *Region) IOVA() uint64 { return r.iova }
+
+// Length returns the number of bytes.
+func (r *Region) Length() uint64 { return r.length }
+
+// Backing returns what the region's bytes are made of.
+func (r *Region) Backing() Backing { return r.backing }
+
+// Alive reports whether the key is good: neither invalidated nor closed.
+func (r *Region) Alive() bool { return r.state.Load()&^stateCount == 0 }
+
+// exit closes a read section. The last one out of a region that is being
+// killed wakes the killer.
+func (r *Region) exit() {
+	if s := r.state.Add(^uint64(0)); s >= stateInvalidated && s&stateCount == 0 {
+		r.wakeKiller()
+	}
+}
+
+func (r *Region) wakeKiller() {
+	if wake := r.wake.Load(); wake != nil {
+		select {
+		case *wake <- struct{}{}:
+		default: // it has been told already and will look at the count
+		}
+	}
+}
+
+// spinsBeforeSleep is how often a killer gives way before it sleeps: sections
+// last no longer than a copy of Quantum bytes.
+const spinsBeforeSleep = 32
+
+// killLocked keeps new sections out, for the reason bit, and waits for the open
+// ones.
+//
+// No wake-up is lost: either the killer, having published its channel, sees the
+// count at zero, or the section that takes it to zero comes after that and sees
+// the channel (and the bit, which was set before).
+func (r *Region) killLocked(bit uint64) {
+	if r.state.Or(bit)&stateCount == 0 {
+		return
+	}
+	for range spinsBeforeSleep {
+		if r.state.Load()&stateCount == 0 {
+			return
+		}
+		runtime.Gosched()
+	}
+	wake := make(chan struct{}, 1)
+	r.wake.Store(&wake)
+	for r.state.Load()&stateCount != 0 {
+		<-wake
+	}
+	r.wake.Store(nil)
+}
+
+// invalidate kills the key on behalf of a peer.
+func (r *Region) invalidate(who Actor) FaultKind {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch {
+	case r.state.Load()&stateDead != 0:
+		return FaultDead
+	case r.pd != who.PD:
+		return FaultDomain
+	case !r.invalidatable:
+		return FaultNotInvalidatable
+	}
+	r.killLocked(stateInvalidated)
+	return FaultNone
+}
+
+// Close ends the region: its key becomes useless at once, and when Close
+// returns nobody accesses the memory through it any more. It then closes the
+// backing and frees the key. Closing again does nothing.
+func (r *Region) Close() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.state.Load()&stateDead != 0 {
+		return nil
+	}
+	r.killLocked(stateDead)
+	err := r.backing.Close()
+	r.table.slots.Remove(r.key >> tagBits)
+	return err
+}
+
+// Span is a range of a region with an open read section: what Resolve returns.
+// The zero Span is empty and has no section.
+type Span struct {
+	region *Region
+	off    uint64 // of the next byte in the region
+	left   uint64 // bytes that Next has not returned
+	acc    ib.Access
+}
+
+// Next returns the next contiguous bytes of the range, nil at its end.
+func (s *Span) Next() ([]byte, Fault) {
+	if s.left == 0 {
+		return nil, Fault{}
+	}
+	b, f := s.region.backing.Run(s.off, s.left, s.acc)
+	if !f.OK() {
+		return nil, s.region.fault(f.Kind, s.off, s.left)
+	}
+	s.off += uint64(len(b))
+	s.left -= uint64(len(b))
+	return b, Fault{}
+}
+
+// Left returns how many bytes Next has not returned.
+func (s *Span) Left() uint64 { return s.left }
+
+// Kind returns the kind of memory.
+func (s *Span) Kind() Kind {
+	if s.region == nil {
+		return KindRaw
+	}
+	return s.region.kind
+}
+
+// Release closes the read section; it may be called again.
+func (s *Span) Release() {
+	if r := s.region; r != nil {
+		s.region, s.left = nil, 0
+		r.exit()
+	}
+}
+
+// fault completes a fault that a backing, which knows neither its key nor its
+// address, has found at off, and counts it if it means that memory is gone.
+func (r *Region) fault(kind FaultKind, off, n uint64) Fault {
+	if kind == FaultStale {
+		r.table.stale.Add(1)
+	}
+	return Fault{kind, r.key, r.iova + off, n}
+}

@@ -1,0 +1,155 @@
+package mem
+
+import (
+	"crypto/rand"
+	mathrand "math/rand/v2"
+	"sync/atomic"
+
+	"github.com/verbena-rdma/verbena/ib"
+)
+
+// A key is 32 bits: a 24-bit index, which is the permuted number of a slot,
+// and an 8-bit tag, random at each allocation. (The owners of fast-registration
+// keys and of type 2 windows may choose the tag: IBA 10.6.3.4.)
+const tagBits = 8
+
+// DefaultMaxRegions is the limit of a table that was not told one.
+const DefaultMaxRegions = 1 << 20
+
+// TableConfig configures a key table; the zero value is good.
+type TableConfig struct {
+	MaxRegions int    // regions at the same time; 0 means DefaultMaxRegions, and there can be no more than MaxSlots
+	Seed       uint64 // tests: makes the keys repeatable; 0 means unpredictable ones
+}
+
+// Table is the key table of a device: it gives out keys for regions and finds
+// the regions again.
+type Table struct {
+	slots  *Slots[Region]
+	random func() uint32 // tags; called under the table's lock
+
+	stale atomic.Uint64
+	moved [counterShards]movedBytes
+}
+
+// counterShards is how many copies of the byte counters there are: threads
+// that work on different regions then seldom share a cache line.
+const counterShards = 16
+
+// movedBytes counts bytes by kind of source and of target.
+type movedBytes struct {
+	bytes [NumKinds][NumKinds]atomic.Uint64
+	_     [64]byte // keeps neighbours off the cache line
+}
+
+// NewTable returns an empty table.
+func NewTable(cfg TableConfig) *Table {
+	if cfg.MaxRegions <= 0 {
+		cfg.MaxRegions = DefaultMaxRegions
+	}
+	key, random := RandomPermKey(), randomTag
+	if cfg.Seed != 0 {
+		key = SeededPermKey(cfg.Seed)
+		random = mathrand.New(mathrand.NewPCG(cfg.Seed, 0)).Uint32
+	}
+	// The index 0 stays unused, so that no key is 0: programs take a zero key
+	// for "none".
+	zero := func(index uint32) bool { return index == 0 }
+	return &Table{slots: NewSlots[Region](cfg.MaxRegions, zero, key), random: random}
+}
+
+func randomTag() uint32 {
+	var b [1]byte
+	rand.Read(b[:]) // never fails: it ends the program instead
+	return uint32(b[0])
+}
+
+// Len returns the number of regions that hold a key, dead or alive.
+func (t *Table) Len() int { return t.slots.Len() }
+
+// Lookup returns the region with a key, or nil. It may be dead by the time the
+// caller looks at it.
+func (t *Table) Lookup(key uint32) *Region {
+	r := t.slots.Get(key >> tagBits)
+	if r == nil || r.key != key {
+		return nil
+	}
+	return r
+}
+
+// Resolve opens a read section on n bytes of the region with a key: the bytes
+// of the Span may be accessed as acc says until the caller calls Release, and
+// whoever closes or invalidates the region waits for that. No section may
+// span a blocking call or the killing of a region by the same goroutine.
+//
+// All checks of an access are made here, in the order key, state, domain,
+// rights, bounds. Operations of no bytes at all do not check their key (IBA
+// 9.7.4.1.3 for requests): their callers do not come here.
+func (t *Table) Resolve(key uint32, addr, n uint64, acc ib.Access, who Actor) (Span, Fault) {
+	r, off, kind := t.open(key, addr, n, acc, who)
+	if kind != FaultNone {
+		return Span{}, Fault{kind, key, addr, n}
+	}
+	return Span{region: r, off: off, left: n, acc: acc}, Fault{}
+}
+
+// open is what Resolve does: it finds the region, opens a section on it and
+// returns the place of the range in there.
+func (t *Table) open(key uint32, addr, n uint64, acc ib.Access, who Actor) (r *Region, off uint64, kind FaultKind) {
+	r = t.slots.Get(key >> tagBits)
+	if r == nil || r.key != key {
+		return nil, 0, FaultKey
+	}
+	// The first look keeps a peer that hammers a dead key from moving the
+	// count, which somebody may be waiting on; the second decides.
+	if r.state.Load() >= stateInvalidated {
+		return nil, 0, FaultDead
+	}
+	if r.state.Add(1) >= stateInvalidated {
+		r.exit()
+		return nil, 0, FaultDead
+	}
+	// What follows stands inside the section, because a region's bounds and
+	// rights may change while it is out of use.
+	off = addr - r.iova
+	switch {
+	case r.pd != who.PD:
+		kind = FaultDomain
+	case acc&^r.access != 0:
+		kind = FaultAccess
+	case off > r.length || n > r.length-off: // addr below iova: off is larger than any length (Register)
+		kind = FaultBounds
+	default:
+		return r, off, FaultNone
+	}
+	r.exit()
+	return nil, 0, kind
+}
+
+// Invalidate makes a key useless on behalf of a peer, that is, of SEND with
+// invalidate; it returns when nobody accesses the region any more. From then
+// on the key faults with FaultDead until the region is closed. Only regions
+// that allow it can be invalidated, and doing it again is no fault (IBA
+// 10.6.5).
+func (t *Table) Invalidate(key uint32, who Actor) Fault {
+	r := t.Lookup(key)
+	if r == nil {
+		return Fault{Kind: FaultKey, Key: key}
+	}
+	return Fault{Kind: r.invalidate(who), Key: key}.orNone()
+}
+
+// Moved returns how many bytes have been copied from memory of one kind to
+// memory of another, where this table's regions were the target, or the source
+// of a copy to raw bytes.
+func (t *Table) Moved(from, to Kind) uint64 {
+	var sum uint64
+	for i := range t.moved {
+		sum += t.moved[i].bytes[from][to].Load()
+	}
+	return sum
+}
+
+// StaleFaults returns how often memory turned out to be gone when it was
+// accessed.
+func (t *Table) StaleFaults() uint64 { return t.stale.Load() }

@@ -1,0 +1,338 @@
+package qp
+
+// The completer: answers, and silence → completions.
+//
+//  1. receiveResponse: acknowledgements, NAKs, READ and atomic responses.
+//  2. advance: everything before a PSN is acknowledged; requests complete in
+//     order. A READ or atomic is never passed without its response.
+//  3. lost, rnr, retry: go back and send again, or give up.
+//  4. fail: the oldest request failed; the queue goes to error.
+
+import (
+	"encoding/binary"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// receiveResponse takes an answer of the peer's responder (IBA 9.7.5).
+func (q *QP) receiveResponse(t *train.Train, now Time) mem.Fault {
+	r := &q.req
+	if q.Type != ib.RC || q.state != ib.QPRTS && q.state != ib.QPSQD {
+		q.Counters.add(CntDropState, t.N)
+		return mem.Fault{}
+	}
+	if !t.PSN.Less(r.max) {
+		q.Counters.add(CntGhostAcks, t.N)
+		return mem.Fault{}
+	}
+	if t.Kind != wire.KindAck {
+		return q.receiveData(t, now)
+	}
+	switch s := t.AETH.Syndrome; {
+	case s.IsAck():
+		q.receiveAck(t.PSN, now)
+	case s.IsRNR():
+		q.Counters.add(CntRNRNaksReceived, 1)
+		q.receiveRNR(t.PSN, s.Value(), now)
+	case s.IsNak():
+		q.Counters.add(CntNaksReceived, 1)
+		q.receiveNak(t.PSN, s, now)
+	default:
+		q.Counters.add(CntGhostAcks, 1) // the reserved type
+	}
+	return mem.Fault{}
+}
+
+// receiveAck: all requests up to psn are done (acknowledgements are coalesced,
+// IBA 9.7.5.1.2).
+func (q *QP) receiveAck(psn wire.PSN, now Time) {
+	if psn.Less(q.req.una) {
+		q.Counters.add(CntGhostAcks, 1)
+		return
+	}
+	if !q.advance(psn.Add(1), now) {
+		q.lost(now)
+	}
+}
+
+// receiveNak (IBA 9.7.5.2): everything before psn is done, psn itself is not.
+func (q *QP) receiveNak(psn wire.PSN, s wire.Syndrome, now Time) {
+	r := &q.req
+	if psn.Less(r.una) {
+		q.Counters.add(CntGhostAcks, 1)
+		return
+	}
+	if !q.advance(psn, now) {
+		q.lost(now) // the answer to a READ before it is missing: ask for that first
+		return
+	}
+	if s == wire.NakPSNSequence {
+		if r.nxt != psn {
+			q.retry(now)
+		}
+		return
+	}
+	status, ok := nakStatus[s]
+	if !ok {
+		status = ib.WCBadRespErr
+	}
+	q.fail(status, uint16(s), now)
+}
+
+// receiveRNR (IBA 9.7.5.2.8): the peer has no receive for request psn; wait as
+// long as it asks for, then send it again.
+func (q *QP) receiveRNR(psn wire.PSN, code uint8, now Time) {
+	r := &q.req
+	if psn.Less(r.una) {
+		q.Counters.add(CntGhostAcks, 1)
+		return
+	}
+	if !q.advance(psn, now) {
+		q.lost(now)
+		return
+	}
+	if q.sq.head == q.sq.tail || q.state == ib.QPErr {
+		return
+	}
+	if q.attr.RNRRetry != 7 {
+		if r.rnrTries >= int(q.attr.RNRRetry) {
+			q.fail(ib.WCRNRRetryExcErr, vendorRNR, now)
+			return
+		}
+		r.rnrTries++
+	}
+	q.rewind(psn)
+	r.waitRNR(wire.RNRDelay(code), now)
+}
+
+// receiveData takes a READ response or an atomic acknowledge. The payload goes
+// where the request says; the response also acknowledges all that came before.
+func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
+	r := &q.req
+	if d := r.una.Sub(t.PSN); d > 0 {
+		if d >= t.N {
+			q.Counters.add(CntGhostAcks, t.N)
+			return mem.Fault{}
+		}
+		t.TrimFront(d) // the front of the train has been taken before
+	}
+	q.advance(t.PSN, now)
+	if r.una != t.PSN {
+		q.lost(now)
+		return mem.Fault{}
+	}
+	if q.sq.head == q.sq.tail || q.state == ib.QPErr {
+		return mem.Fault{}
+	}
+	w := q.sq.at(q.sq.head)
+	f := w.facts()
+	done := t.PSN.Sub(w.first)
+	if !w.started || !f.rd || f.atomic != (t.Kind == wire.KindAtomicAck) || t.N > int(w.n)-done || !t.AETH.Syndrome.IsAck() {
+		q.fail(ib.WCBadRespErr, vendorResponseKind, now)
+		return mem.Fault{}
+	}
+	list := q.localList(q.sq.head)
+	if f.atomic {
+		setOrig(t)
+	} else if want := min(t.N*q.mtu, int(w.len)-done*q.mtu); t.Len != want || t.N > 1 && t.MTU != q.mtu {
+		q.fail(ib.WCBadRespErr, vendorResponseSize, now)
+		return mem.Fault{}
+	}
+	list.Off = uint64(done) * uint64(q.mtu)
+	if fault, side := mem.Copy(&list, &t.Payload, uint64(t.Len), done+t.N == int(w.n)); !fault.OK() {
+		if side == mem.Src {
+			return fault
+		}
+		q.fail(ib.WCLocProtErr, vendorFault(fault), now)
+		return mem.Fault{}
+	}
+	r.una = r.una.Add(t.N)
+	q.progressed(t.N, now)
+	q.advance(r.una, now)
+	return mem.Fault{}
+}
+
+// setOrig makes the value that an atomic returns the train's payload, in the
+// byte order of the host.
+func setOrig(t *train.Train) {
+	var b [8]byte
+	binary.NativeEndian.PutUint64(b[:], t.Orig)
+	t.SetInline(b[:])
+}
+
+// advance moves una to target, completing requests on the way. It returns false
+// if a READ or atomic stands in between whose response has not come.
+func (q *QP) advance(target wire.PSN, now Time) bool {
+	r := &q.req
+	start := r.una
+	ok := true
+	for q.sq.head != q.sq.tail && q.state != ib.QPErr {
+		w := q.sq.at(q.sq.head)
+		if !w.started || target.Less(w.first) {
+			break
+		}
+		if w.facts().rd && r.una.Less(w.end()) {
+			if r.una.Less(w.first) {
+				r.una = w.first
+			}
+			ok = !r.una.Less(target)
+			break
+		}
+		if target.Less(w.end()) {
+			if r.una.Less(target) {
+				r.una = target
+			}
+			break
+		}
+		if r.una.Less(w.end()) {
+			r.una = w.end()
+		}
+		q.sq.head++
+		q.completeSend(w, ib.WCSuccess)
+	}
+	if n := r.una.Sub(start); n > 0 {
+		q.progressed(n, now)
+	}
+	if r.nxt.Less(r.una) { // answered before it was sent again
+		r.nxt, r.cur = r.una, q.sq.head
+	}
+	q.settle(now)
+	return ok
+}
+
+// settle does what waits for earlier requests to be done: a local failure, and
+// the end of draining.
+func (q *QP) settle(now Time) {
+	r := &q.req
+	if r.failing != 0 && q.sq.head == r.cur {
+		q.fail(r.failing, r.vendor, now)
+	}
+	if r.draining && (q.sq.head == q.sq.tail || !q.sq.at(q.sq.head).started) {
+		r.draining = false
+		if q.attr.SQDAsyncNotify {
+			q.Event(ib.EventSQDrained)
+		}
+	}
+}
+
+// progressed notes that n packets were acknowledged: retries start anew, the
+// window opens.
+func (q *QP) progressed(n int, now Time) {
+	r := &q.req
+	q.giveBack(n)
+	r.rd.popBefore(r.una)
+	r.progress(r.una, now)
+	if r.cwnd < q.path.Window {
+		r.cwnd = min(q.path.Window, r.cwnd+max(1, n/8))
+	}
+}
+
+// lost: an answer shows that the response to the oldest READ or atomic is
+// missing (IBA 9.7.5.1.3, implied NAK). One such finding makes many: what is
+// under way behind it says the same.
+func (q *QP) lost(now Time) {
+	r := &q.req
+	if q.state == ib.QPErr || r.lostAt == r.una && r.lostValid {
+		return
+	}
+	r.lostAt, r.lostValid = r.una, true
+	q.Counters.add(CntResponseLost, 1)
+	q.retry(now)
+}
+
+// retry goes back to the oldest unacknowledged packet, or gives up.
+func (q *QP) retry(now Time) {
+	r := &q.req
+	if r.tries >= int(q.attr.RetryCnt) {
+		q.fail(ib.WCRetryExcErr, vendorRetry, now)
+		return
+	}
+	r.tries++
+	q.goBack(now)
+}
+
+func (q *QP) goBack(now Time) {
+	q.req.cwnd = max(minWindow, q.req.cwnd/2)
+	q.rewind(q.req.una)
+	q.req.restart(now)
+}
+
+// minWindow is what the window shrinks to under loss.
+const minWindow = 4
+
+// Tick lets time act: call it at Deadline.
+func (q *QP) Tick(now Time) {
+	r := &q.req
+	if q.state != ib.QPRTS && q.state != ib.QPSQD || r.rnrWait(now) {
+		return
+	}
+	if d := r.deadline(); d == 0 || now < d {
+		return
+	}
+	q.Counters.add(CntTimeouts, 1)
+	if r.expired(now) && r.tries > int(q.attr.RetryCnt) {
+		q.fail(ib.WCRetryExcErr, vendorRetry, now)
+		return
+	}
+	q.goBack(now)
+}
+
+// Deadline returns when Tick should be called next, 0 for never.
+func (q *QP) Deadline() Time { return q.req.deadline() }
+
+// fail ends the oldest request with an error. RC and UC queue pairs with a
+// responder half go to the error state as a whole; UC and UD only stop sending
+// (IBA 10.3.1.7 and 10.3.1.6).
+func (q *QP) fail(status ib.WCStatus, vendor uint16, _ Time) {
+	r := &q.req
+	r.failing = 0
+	if q.sq.head != q.sq.tail {
+		w := q.sq.at(q.sq.head)
+		q.sq.head++
+		q.completeFailed(w, status, vendor)
+	}
+	if q.state == ib.QPErr { // the completion itself did not fit
+		return
+	}
+	if q.Type == ib.RC {
+		q.enterError()
+		return
+	}
+	q.state = ib.QPSQE
+	q.flushSend()
+}
+
+// completeSend completes a request that succeeded, if it asked for it.
+func (q *QP) completeSend(w *wqe, status ib.WCStatus) {
+	if w.flags&ib.SendSignaled == 0 {
+		return
+	}
+	f := w.facts()
+	wc := ib.WC{ID: w.id, Status: status, Op: f.wc}
+	if f.rd {
+		wc.ByteLen = w.len
+	}
+	q.complete(q.SendCQ, &wc, false)
+}
+
+// completeFailed completes a request that failed, asked for or not.
+func (q *QP) completeFailed(w *wqe, status ib.WCStatus, vendor uint16) {
+	q.complete(q.SendCQ, &ib.WC{ID: w.id, Status: status, Op: w.facts().wc, VendorErr: vendor}, false)
+}
+
+// flushSend completes all requests as flushed.
+func (q *QP) flushSend() {
+	q.giveBack(q.req.held)
+	q.req.timers.stop()
+	q.req.rd = rdRing{}
+	q.req.failing, q.req.stalled = 0, false
+	for q.sq.head != q.sq.tail {
+		w := q.sq.at(q.sq.head)
+		q.sq.head++
+		q.completeFailed(w, ib.WCWRFlushErr, 0)
+	}
+	q.req.cur = q.sq.tail
+}

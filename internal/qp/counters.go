@@ -1,0 +1,52 @@
+package qp
+
+import "sync/atomic"
+
+// Counter names something that queue pairs count, for a whole device. Counters
+// are incremented where the thing happens, once.
+type Counter uint8
+
+const (
+	CntTxPackets       Counter = iota // packets handed to a link
+	CntTxBytes                        // payload bytes in them
+	CntRxPackets                      // packets that reached a queue pair
+	CntRxBytes                        // payload bytes in them
+	CntRetransmits                    // packets sent again
+	CntTimeouts                       // acknowledgement timeouts
+	CntAcksSent                       // acknowledgements sent
+	CntNaksSent                       // NAKs of any kind but RNR sent
+	CntRNRNaksSent                    // RNR NAKs sent
+	CntNaksReceived                   // NAKs of any kind but RNR received
+	CntRNRNaksReceived                // RNR NAKs received
+	CntDuplicates                     // duplicate requests
+	CntOutOfSequence                  // requests with a PSN after the expected one
+	CntResponseLost                   // READ or atomic responses found missing
+	CntGhostAcks                      // responses to nothing that was sent, or to what is long done
+	CntDropState                      // packets for a queue pair in a state that does not take them
+	CntDropTransport                  // packets of another transport than the queue pair's
+	CntDropSource                     // packets from another address than the peer's
+	CntDropQKey                       // datagrams with a wrong Q_Key
+	CntDropNoReceive                  // UC and UD messages for which no receive was posted
+	CntDropBroken                     // UC messages with packets missing
+	CntDropMalformed                  // requests that no peer may send, on UC and UD
+	CntReqErr                         // requests refused as invalid (NAK)
+	CntAccessErr                      // requests refused for memory rights (NAK)
+	CntOpErr                          // requests that failed at this side (NAK)
+	NumCounters
+)
+
+var counterNames = [NumCounters]string{
+	"tx_packets", "tx_bytes", "rx_packets", "rx_bytes", "retransmitted_packets", "local_ack_timeouts",
+	"acks_sent", "naks_sent", "rnr_naks_sent", "naks_received", "rnr_naks_received",
+	"duplicate_requests", "out_of_sequence", "implied_nak_seq_err", "ghost_acks",
+	"drop_qp_state", "drop_transport", "drop_source_address", "drop_bad_qkey", "drop_no_receive",
+	"drop_broken_message", "drop_malformed", "resp_invalid_request", "resp_remote_access_errors",
+	"resp_remote_operation_errors",
+}
+
+func (c Counter) String() string { return counterNames[c] }
+
+// Counters are one device's.
+type Counters [NumCounters]atomic.Uint64
+
+func (c *Counters) add(i Counter, n int) { c[i].Add(uint64(n)) }

@@ -1,0 +1,83 @@
+package qp
+
+// UD: one packet a message, no memory of peers, nothing acknowledged.
+
+import (
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+func (q *QP) pullDatagram(t *train.Train, w *wqe) int {
+	cur := q.req.cur
+	t.N, t.Start, t.End = 1, true, true
+	t.Flow, t.DestQP = q.sq.flows[q.sq.slot(cur)], w.qpn
+	t.DETH = wire.DETH{QKey: w.qkey, SrcQP: q.Number}
+	if w.qkey&WellKnownQKey != 0 { // IBA 10.2.5
+		t.DETH.QKey = q.attr.QKey
+	}
+	t.Imm = w.imm
+	t.Solicited = w.flags&ib.SendSolicited != 0
+	q.setPayload(t, cur, 0, int(w.len))
+	t.Cookie = uint64(cur) + 1
+	return 1
+}
+
+// receiveDatagram takes a message, with the routing header in front
+// (IBA 9.8.3.2; annex A17: 40 bytes, whatever the IP version).
+func (q *QP) receiveDatagram(t *train.Train) mem.Fault {
+	r := &q.resp
+	if t.Kind != wire.KindSend || t.N != 1 || !t.Start || !t.End || t.Len > q.mtu {
+		q.Counters.add(CntDropMalformed, t.N)
+		return mem.Fault{}
+	}
+	if t.DETH.QKey != q.attr.QKey {
+		q.Counters.add(CntDropQKey, 1)
+		return mem.Fault{}
+	}
+	if !r.have && !q.Recv.Take(&r.taken) {
+		q.Counters.add(CntDropNoReceive, 1)
+		return mem.Fault{}
+	}
+	r.have, r.off = true, 0
+	if uint64(t.Len)+ib.GRHLength > r.taken.Len {
+		return q.refuseDatagram(ib.WCLocLenErr, vendorTooLong)
+	}
+	r.grh = wire.AppendGRH(r.grh[:0], t.From, t.To, t.TClass, t.HopLimit, datagramLen(t))
+	r.raw[0] = r.grh
+	if f, _ := mem.Copy(q.receiveList(0), &mem.List{Raw: r.raw[:]}, ib.GRHLength, false); !f.OK() {
+		return q.refuseDatagram(ib.WCLocProtErr, vendorFault(f))
+	}
+	if f, side := mem.Copy(q.receiveList(ib.GRHLength), &t.Payload, uint64(t.Len), true); !f.OK() {
+		if side == mem.Src {
+			return f // the receive stays for the next message
+		}
+		return q.refuseDatagram(ib.WCLocProtErr, vendorFault(f))
+	}
+	wc := ib.WC{ID: r.taken.ID, Op: ib.WCRecv, ByteLen: uint32(t.Len) + ib.GRHLength, SrcQP: t.DETH.SrcQP, Flags: ib.WCGRH}
+	if t.Extra == wire.WithImm {
+		wc.Imm = t.Imm
+		wc.Flags |= ib.WCWithImm
+	}
+	q.completeReceive(&wc, t.Solicited)
+	return mem.Fault{}
+}
+
+// refuseDatagram: the receive cannot hold the message; it completes with an
+// error and the queue pair with it (IBA 9.9.3, class A).
+func (q *QP) refuseDatagram(status ib.WCStatus, vendor uint16) mem.Fault {
+	q.resp.have = false
+	q.complete(q.RecvCQ, &ib.WC{ID: q.resp.taken.ID, Status: status, Op: ib.WCRecv, VendorErr: vendor}, false)
+	q.enterError()
+	return mem.Fault{}
+}
+
+// datagramLen is the UDP payload of the packet that carried a datagram.
+func datagramLen(t *train.Train) int {
+	n := wire.BTHLen + wire.HasDETH.Len() + t.Len + int(wire.PadFor(t.Len)) + wire.ICRCLen
+	if t.Extra == wire.WithImm {
+		n += wire.HasImm.Len()
+	}
+	return n
+}

@@ -1,0 +1,198 @@
+// Package qp is the protocol: what a queue pair does with work requests,
+// packets and time. It does no I/O, starts nothing, takes no lock and never
+// asks for the time.
+//
+// A queue pair is three machines, in the field's own words:
+//
+//   - requester.go makes request trains of the send queue (Pull),
+//   - responder.go executes a peer's requests (Receive), and responses.go makes
+//     the trains that answer them (Pull),
+//   - completer.go turns the peer's answers, and silence, into completions
+//     (Receive, Tick).
+//
+// datagram.go is all of that for UD, where there is nothing to remember.
+// state.go has the state transitions, send_queue.go the checks at posting,
+// faults.go the one place where faults become NAKs and statuses.
+//
+// The owner calls one method at a time. After any of them it should Pull until
+// there is nothing more, and call Tick at Deadline.
+package qp
+
+import (
+	"net/netip"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/queue"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// Limits of the protocol core.
+const (
+	MaxRDAtomic   = 16      // READs and atomics outstanding, as initiator and as responder
+	MaxMsgSize    = 1 << 30 // bytes; the PSN space bounds it at the smallest MTU
+	WellKnownQKey = 1 << 31 // a Q_Key with this bit asks for the queue pair's own
+)
+
+// Time is monotonic time since some start that the owner chose.
+type Time = time.Duration
+
+// Config is what a queue pair is made of.
+type Config struct {
+	Type      ib.QPType
+	Number    uint32
+	PD        uint32
+	Cap       ib.QPCap
+	SignalAll bool
+	SendCQ    *queue.CQ
+	RecvCQ    *queue.CQ
+	Recv      *queue.Recv // its own, or the shared one
+	Shared    bool        // Recv is shared with others
+	RecvPD    uint32      // the domain of receives: the SRQ's, or PD
+	Table     *mem.Table
+	Counters  *Counters
+	Event     func(ib.EventType) // raises an asynchronous event; must not call back
+}
+
+// Path is how a queue pair's packets travel.
+type Path struct {
+	Flow    *train.Flow
+	Window  int      // packets that may be under way
+	Credits *Credits // shared with other queue pairs to the same peer; nil: unlimited
+}
+
+// Address is what an address handle of the software device is made of.
+type Address struct {
+	PD   uint32
+	Flow *train.Flow
+}
+
+// QP is a queue pair.
+type QP struct {
+	Config
+	attr  ib.QPAttr
+	state ib.QPState
+	mtu   int
+	peer  netip.Addr
+	path  Path
+
+	sq   sendQueue
+	req  requester
+	resp responder
+
+	established bool // a packet has come since RTR
+}
+
+// New makes a queue pair in the RESET state.
+func New(cfg Config) *QP {
+	q := &QP{Config: cfg, state: ib.QPReset}
+	q.sq.init(cfg.Cap, cfg.Type == ib.UD)
+	q.attr.Cap = cfg.Cap
+	return q
+}
+
+// State returns the current state.
+func (q *QP) State() ib.QPState { return q.state }
+
+// Receive takes a train from the peer. If the train's own payload cannot be
+// read, which happens only when it still lies in the sender's memory, nothing
+// was done and the fault is returned for the sender.
+func (q *QP) Receive(t *train.Train, now Time) mem.Fault {
+	if !q.accepts(t) {
+		return mem.Fault{}
+	}
+	q.Counters.add(CntRxPackets, t.N)
+	q.Counters.add(CntRxBytes, t.Len)
+	switch {
+	case q.Type == ib.UD:
+		return q.receiveDatagram(t)
+	case t.Kind == wire.KindAck, t.Kind == wire.KindReadResponse, t.Kind == wire.KindAtomicAck:
+		return q.receiveResponse(t, now)
+	default:
+		return q.receiveRequest(t)
+	}
+}
+
+var transports = [...]wire.Transport{ib.RC: wire.RC, ib.UC: wire.UC, ib.UD: wire.UD}
+
+// accepts makes the checks that come before any other (IBA 9.6): the state, the
+// transport, the sender.
+func (q *QP) accepts(t *train.Train) bool {
+	switch q.state {
+	case ib.QPRTR, ib.QPRTS, ib.QPSQD, ib.QPSQE:
+	default:
+		q.Counters.add(CntDropState, t.N)
+		return false
+	}
+	if t.Transport != transports[q.Type] {
+		q.Counters.add(CntDropTransport, t.N)
+		return false
+	}
+	if q.Type != ib.UD && t.From != q.peer {
+		q.Counters.add(CntDropSource, t.N)
+		return false
+	}
+	if !q.established {
+		q.established = true
+		if q.state == ib.QPRTR {
+			q.Event(ib.EventCommEst)
+		}
+	}
+	return true
+}
+
+// Pull makes the next train to send, if there is one: answers before requests,
+// since the peer's window waits for them.
+func (q *QP) Pull(t *train.Train, now Time) bool {
+	t.Reset()
+	if !q.pullResponse(t) && !q.pullRequest(t, now) {
+		return false
+	}
+	t.Flow = cmpOr(t.Flow, q.path.Flow)
+	t.Transport = transports[q.Type]
+	q.Counters.add(CntTxPackets, t.N)
+	q.Counters.add(CntTxBytes, t.Len)
+	return true
+}
+
+func cmpOr(a, b *train.Flow) *train.Flow {
+	if a != nil {
+		return a
+	}
+	return b
+}
+
+// Sent tells that a link has taken a train: unacknowledged requests complete.
+func (q *QP) Sent(t *train.Train, now Time) {
+	if t.Cookie == 0 || q.state != ib.QPRTS && q.state != ib.QPSQD {
+		return
+	}
+	q.sentUnreliable(uint32(t.Cookie-1), now)
+}
+
+// SendFailed tells that a train's payload could not be read: a request fails
+// here, a READ response becomes a NAK.
+func (q *QP) SendFailed(t *train.Train, f mem.Fault, now Time) {
+	if t.Kind == wire.KindReadResponse {
+		q.readFailed(t, f)
+		return
+	}
+	q.requestFailed(t, f, now)
+}
+
+// complete puts a completion into a queue. A completion that does not fit is
+// lost, and its queue pair with it (IBA 10.10.2.3).
+func (q *QP) complete(cq *queue.CQ, wc *ib.WC, solicited bool) {
+	wc.QPN = q.Number
+	if cq.Push(wc, solicited) || q.state == ib.QPErr || q.state == ib.QPReset {
+		return
+	}
+	q.Event(ib.EventQPFatal)
+	q.enterError()
+}
+
+// local returns the actor of the queue pair's own requests, remote that of the
+// peer's: the same domain, since a peer acts with the queue pair's rights.
+func (q *QP) actor() mem.Actor { return mem.Actor{PD: q.PD, QPN: q.Number} }

@@ -1,0 +1,303 @@
+package qp
+
+// The requester: send queue → request trains.
+//
+//  1. begin: a request that comes to the front is checked and gets its PSNs.
+//  2. room: how many packets may go now (window, credits).
+//  3. pullMessage, pullRead, pullAtomic: the train.
+//
+// PSNs, oldest first:  una ≤ nxt ≤ max. Everything before una is acknowledged;
+// nxt is sent next; nxt < max while sending again (go-back-N).
+
+import (
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+type requester struct {
+	cur uint32 // number of the request that nxt belongs to
+
+	una, nxt, max wire.PSN
+
+	rd       rdRing // READs and atomics under way
+	unacked  int    // packets since the last one that asked for an acknowledgement
+	cwnd     int    // window after losses, at most the path's
+	held     int    // credits held
+	stalled  bool   // waits for credits
+	draining bool   // SQD: tell when everything is done
+
+	// failing is the status of request cur, which failed locally: it is
+	// completed when the ones before it are (IBA 10.8.5: completions keep the
+	// order of posting).
+	failing ib.WCStatus
+	vendor  uint16
+
+	timers
+}
+
+// rdRing holds the outstanding READs and atomics, oldest first, as the PSN
+// ranges of their responses.
+type rdRing struct {
+	e       [MaxRDAtomic]rdRange
+	head, n uint8
+}
+
+type rdRange struct {
+	first wire.PSN
+	n     uint32
+}
+
+func (r *rdRing) len() int            { return int(r.n) }
+func (r *rdRing) at(i uint8) *rdRange { return &r.e[(r.head+i)%MaxRDAtomic] }
+func (r *rdRing) push(first wire.PSN, n int) {
+	*r.at(r.n) = rdRange{first, uint32(n)}
+	r.n++
+}
+
+// popBefore forgets ranges that end at or before psn, truncate those that reach
+// to psn or beyond.
+func (r *rdRing) popBefore(psn wire.PSN) {
+	for r.n > 0 && !psn.Less(r.at(0).first.Add(int(r.at(0).n))) {
+		r.head = (r.head + 1) % MaxRDAtomic
+		r.n--
+	}
+}
+
+func (r *rdRing) truncate(psn wire.PSN) {
+	for r.n > 0 && psn.Less(r.at(r.n-1).first.Add(int(r.at(r.n-1).n))) {
+		r.n--
+	}
+}
+
+// pullRequest makes the next request train.
+func (q *QP) pullRequest(t *train.Train, now Time) bool {
+	r := &q.req
+	if q.state != ib.QPRTS && q.state != ib.QPSQD || r.failing != 0 || r.rnrWait(now) || r.cur == q.sq.tail {
+		return false
+	}
+	w := q.sq.at(r.cur)
+	if !w.started && !q.begin(w, now) {
+		return false
+	}
+	f := w.facts()
+	t.Kind, t.Extra, t.PSN, t.MTU, t.DestQP = f.kind, f.extra, r.nxt, q.mtu, q.attr.DestQPN
+	again := r.nxt != r.max
+	var n int // PSNs taken
+	switch {
+	case q.Type == ib.UD:
+		n = q.pullDatagram(t, w)
+	case f.atomic:
+		n = q.pullAtomic(t, w)
+	case f.rd:
+		n = q.pullRead(t, w)
+	default:
+		n = q.pullMessage(t, w)
+	}
+	if n == 0 {
+		return false
+	}
+	if again {
+		t.Bounce = true // its checksum may have failed for a change of the source
+		q.Counters.add(CntRetransmits, t.N)
+	}
+	r.nxt = r.nxt.Add(n)
+	if r.max.Less(r.nxt) {
+		r.max = r.nxt
+	}
+	if r.nxt == w.end() {
+		r.cur++
+	}
+	if q.Type == ib.RC {
+		r.sent(t, now)
+	}
+	return true
+}
+
+// begin starts a request, or returns false if it must wait or has failed.
+func (q *QP) begin(w *wqe, now Time) bool {
+	r, f := &q.req, w.facts()
+	if q.state == ib.QPSQD {
+		return false // IBA 10.3.1.5: nothing new is started while draining
+	}
+	if w.flags&ib.SendFence != 0 && r.rd.len() > 0 {
+		return false
+	}
+	if f.rd && q.attr.MaxRDAtomic == 0 {
+		q.failLocal(ib.WCLocQPOpErr, vendorNoRDAtomic, now)
+		return false
+	}
+	if q.Type == ib.UD && int(w.len) > q.mtu {
+		q.failLocal(ib.WCLocLenErr, vendorDatagramSize, now)
+		return false
+	}
+	if q.Type == ib.UD && q.sq.addrPD[q.sq.slot(r.cur)] != q.PD {
+		q.failLocal(ib.WCLocQPOpErr, vendorAddressPD, now)
+		return false
+	}
+	if fault := q.checkLocal(r.cur); !fault.OK() {
+		q.failLocal(ib.WCLocProtErr, vendorFault(fault), now)
+		return false
+	}
+	w.started, w.first, w.n = true, r.max, uint32(q.packets(int(w.len)))
+	return true
+}
+
+// packets returns how many packets n bytes take: an empty message takes one.
+func (q *QP) packets(n int) int { return max(1, (n+q.mtu-1)/q.mtu) }
+
+// room returns how many PSNs may be taken now, at most want: bounded by the
+// window and, with credits, by what the peer's other queue pairs leave. What it
+// returns is held until acknowledged.
+func (q *QP) room(want int) int {
+	r := &q.req
+	if q.Type != ib.RC {
+		return want
+	}
+	r.stalled = false
+	n := min(want, min(r.cwnd, q.path.Window)-r.nxt.Sub(r.una))
+	if n <= 0 || q.path.Credits == nil {
+		return max(n, 0)
+	}
+	n = q.path.Credits.acquire(n)
+	r.held += n
+	r.stalled = n == 0
+	return n
+}
+
+// pullMessage makes a train of a SEND or WRITE.
+func (q *QP) pullMessage(t *train.Train, w *wqe) int {
+	done := q.req.nxt.Sub(w.first)
+	n := q.room(min(int(w.n)-done, train.MaxBytes/q.mtu))
+	if n == 0 {
+		return 0
+	}
+	t.N, t.Start, t.End = n, done == 0, done+n == int(w.n)
+	off := done * q.mtu
+	q.setPayload(t, q.req.cur, uint64(off), min(n*q.mtu, int(w.len)-off))
+	if t.Kind == wire.KindWrite {
+		t.RETH = wire.RETH{VA: w.remote, RKey: w.rkey, Len: w.len}
+	}
+	if t.End {
+		t.Imm = w.imm
+		t.Solicited = w.flags&ib.SendSolicited != 0
+	}
+	if q.Type == ib.RC {
+		q.askAck(t, w)
+	} else if t.End {
+		t.Cookie = uint64(q.req.cur) + 1
+	}
+	return n
+}
+
+// askAck decides whether a train asks for an acknowledgement: when somebody
+// waits for it, when nothing follows, and often enough to keep the window open.
+func (q *QP) askAck(t *train.Train, w *wqe) {
+	r := &q.req
+	r.unacked += t.N
+	if t.End && (w.flags&ib.SendSignaled != 0 || r.cur+1 == q.sq.tail) || r.unacked >= min(r.cwnd, q.path.Window)/4 {
+		t.AckReq, r.unacked = true, 0
+	}
+}
+
+// pullRead asks for as much of a READ as the window has room for. A peer cannot
+// tell such a piece from a READ of its own; its responses take the PSNs that the
+// whole READ's would (IBA 9.7.4.1.4: a READ takes as many PSNs as it has
+// response packets).
+func (q *QP) pullRead(t *train.Train, w *wqe) int {
+	r := &q.req
+	if r.rd.len() >= int(q.attr.MaxRDAtomic) {
+		return 0
+	}
+	done := r.nxt.Sub(w.first)
+	left := int(w.n) - done
+	// Not in small pieces, while others are under way: each costs a request.
+	if open := min(r.cwnd, q.path.Window) - r.nxt.Sub(r.una); open < min(left, q.path.Window/2) && r.nxt != r.una {
+		return 0
+	}
+	n := q.room(left)
+	if n == 0 {
+		return 0
+	}
+	off := done * q.mtu
+	t.N, t.Start, t.End = 1, true, true
+	t.RETH = wire.RETH{VA: w.remote + uint64(off), RKey: w.rkey, Len: uint32(min(n*q.mtu, int(w.len)-off))}
+	t.AckReq, r.unacked = true, 0
+	r.rd.push(r.nxt, n)
+	return n
+}
+
+func (q *QP) pullAtomic(t *train.Train, w *wqe) int {
+	r := &q.req
+	if r.rd.len() >= int(q.attr.MaxRDAtomic) || q.room(1) == 0 {
+		return 0
+	}
+	t.N, t.Start, t.End, t.AckReq, r.unacked = 1, true, true, true, 0
+	t.Atomic = wire.AtomicETH{VA: w.remote, RKey: w.rkey, SwapAdd: w.compareAdd}
+	if t.Kind == wire.KindCmpSwap {
+		t.Atomic.SwapAdd, t.Atomic.Compare = w.swap, w.compareAdd
+	}
+	r.rd.push(r.nxt, 1)
+	return 1
+}
+
+// requestFailed deals with a request whose memory went away between the check
+// and the sending: it fails as if the check had found it.
+func (q *QP) requestFailed(t *train.Train, f mem.Fault, now Time) {
+	r := &q.req
+	if q.state != ib.QPRTS && q.state != ib.QPSQD || r.failing != 0 {
+		return
+	}
+	if q.Type == ib.RC {
+		if t.PSN.Less(r.una) || !t.PSN.Less(r.max) {
+			return // answered meanwhile: it was a repetition
+		}
+		q.rewind(t.PSN)
+	} else {
+		r.cur = q.sq.head
+	}
+	q.failLocal(ib.WCLocProtErr, vendorFault(f), now)
+}
+
+// failLocal fails request cur, when those before it are done.
+func (q *QP) failLocal(status ib.WCStatus, vendor uint16, now Time) {
+	q.req.failing, q.req.vendor = status, vendor
+	q.advance(q.req.una, now)
+}
+
+// rewind makes psn the next to send: go-back-N.
+func (q *QP) rewind(psn wire.PSN) {
+	r := &q.req
+	q.giveBack(r.nxt.Sub(psn))
+	r.nxt, r.unacked = psn, 0
+	r.rd.truncate(psn)
+	for r.cur = q.sq.head; r.cur != q.sq.tail; r.cur++ {
+		w := q.sq.at(r.cur)
+		if !w.started || psn.Less(w.end()) {
+			return
+		}
+	}
+}
+
+// giveBack returns n credits.
+func (q *QP) giveBack(n int) {
+	r := &q.req
+	n = min(n, r.held)
+	if n > 0 && q.path.Credits != nil {
+		r.held -= n
+		q.path.Credits.release(n)
+	}
+}
+
+// sentUnreliable completes request i of a UC or UD queue: it has left.
+func (q *QP) sentUnreliable(i uint32, now Time) {
+	r := &q.req
+	for q.sq.head != i+1 && q.sq.head != r.cur {
+		w := q.sq.at(q.sq.head)
+		r.una = w.end()
+		q.sq.head++
+		q.completeSend(w, ib.WCSuccess)
+	}
+	q.settle(now)
+}

@@ -1,0 +1,343 @@
+package qp
+
+// The responder: requests of the peer → memory, receives, answers.
+//
+//  1. receiveRequest: is it the expected PSN, a repetition, a gap?
+//  2. sequence: does the packet fit the message that is under way?
+//  3. executeSend, executeWrite, executeRead, executeAtomic.
+//  4. accept: PSN and message numbers move on, the answer is noted.
+//     Or refuse, drop, notReady.
+//
+// What is answered, and when, is in responses.go.
+
+import (
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/queue"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+type responder struct {
+	epsn  wire.PSN // the next request
+	msn   uint32   // messages completed, 24 bits
+	quiet bool     // a NAK is out: say nothing until the expected request comes
+
+	// The message under way: 0 if none.
+	kind wire.Kind
+	off  uint64 // bytes received of it
+	reth wire.RETH
+
+	// The receive that the message under way has taken, or that a broken UC
+	// message has left for the next.
+	taken queue.Taken
+	have  bool
+
+	answers
+}
+
+// receiveRequest checks the PSN of a request (IBA 9.7.4.1.2) and executes it.
+func (q *QP) receiveRequest(t *train.Train) mem.Fault {
+	r := &q.resp
+	d := t.PSN.Sub(r.epsn)
+	switch {
+	case q.Type == ib.UC:
+		if d != 0 && !q.resync(t) {
+			return mem.Fault{}
+		}
+	case d > 0:
+		q.Counters.add(CntOutOfSequence, t.N)
+		if !r.quiet {
+			q.nak(wire.NakPSNSequence, r.epsn)
+		}
+		return mem.Fault{}
+	case d < 0 && d+t.N <= 0:
+		q.Counters.add(CntDuplicates, t.N)
+		q.repeat(t)
+		return mem.Fault{}
+	case d < 0:
+		q.Counters.add(CntDuplicates, -d)
+		t.TrimFront(-d)
+	}
+	r.quiet = false
+	if !q.sequence(t) {
+		return q.refuse(invalidRequest, 0)
+	}
+	switch t.Kind {
+	case wire.KindSend:
+		return q.executeSend(t)
+	case wire.KindWrite:
+		return q.executeWrite(t)
+	case wire.KindReadRequest:
+		return q.executeRead(t)
+	case wire.KindCmpSwap, wire.KindFetchAdd:
+		return q.executeAtomic(t)
+	}
+	return q.refuse(invalidRequest, 0)
+}
+
+// resync takes up a UC stream after a gap: at the start of a message, which
+// becomes the expected one; the message that was under way is dropped whole
+// (IBA 9.8.2.2).
+func (q *QP) resync(t *train.Train) bool {
+	r := &q.resp
+	if r.kind != 0 {
+		r.kind = 0
+		q.Counters.add(CntDropBroken, 1)
+	}
+	if !t.Start {
+		q.Counters.add(CntDropBroken, t.N)
+		r.epsn = t.PSN.Add(t.N)
+		return false
+	}
+	r.epsn = t.PSN
+	return true
+}
+
+// sequence checks that a packet fits what came before it and that its size is
+// that of its place (IBA 9.7.4.1.1 and 9.7.4.1.6).
+func (q *QP) sequence(t *train.Train) bool {
+	r := &q.resp
+	if q.Type == ib.UC && t.Start && r.kind != 0 {
+		r.kind = 0 // IBA 9.8.2.2.3: the new message wins
+		q.Counters.add(CntDropBroken, 1)
+	}
+	if t.Start == (r.kind != 0) || !t.Start && t.Kind != r.kind {
+		return false
+	}
+	if t.Kind != wire.KindSend && t.Kind != wire.KindWrite {
+		return t.N == 1 && t.Len == 0
+	}
+	if t.N > 1 && t.MTU != q.mtu {
+		return false
+	}
+	last := t.Len - (t.N-1)*q.mtu
+	if !t.End {
+		return last == q.mtu
+	}
+	return last <= q.mtu && (last > 0 || last == 0 && t.Start && t.N == 1)
+}
+
+// executeSend puts a SEND into the receive that it takes at its start.
+func (q *QP) executeSend(t *train.Train) mem.Fault {
+	r := &q.resp
+	if t.Start {
+		if !r.have && !q.Recv.Take(&r.taken) {
+			return q.notReady(t)
+		}
+		r.have, r.off = true, 0
+	}
+	if uint64(t.Len) > r.taken.Len-r.off {
+		return q.refuse(tooLong, vendorTooLong)
+	}
+	if f, side := mem.Copy(q.receiveList(r.off), &t.Payload, uint64(t.Len), t.End); !f.OK() {
+		if side == mem.Src {
+			return f
+		}
+		return q.refuse(receiveError, vendorFault(f))
+	}
+	r.kind = wire.KindSend
+	r.off += uint64(t.Len)
+	if !t.End {
+		return q.accept(t, 1*t.N)
+	}
+	wc := ib.WC{ID: r.taken.ID, Op: ib.WCRecv, ByteLen: uint32(r.off)}
+	switch t.Extra {
+	case wire.WithImm:
+		wc.Imm, wc.Flags = t.Imm, ib.WCWithImm
+	case wire.WithInv:
+		if f := q.Table.Invalidate(t.Imm, q.actor()); !f.OK() {
+			return q.refuse(accessError, vendorFault(f))
+		}
+		wc.InvalidatedKey, wc.Flags = t.Imm, ib.WCWithInv
+	}
+	q.accept(t, t.N)
+	q.completeReceive(&wc, t.Solicited)
+	return mem.Fault{}
+}
+
+// executeWrite puts a WRITE into memory. The whole range is checked at the
+// message's start, so that a refused WRITE has not begun.
+func (q *QP) executeWrite(t *train.Train) mem.Fault {
+	r := &q.resp
+	if t.Start {
+		if q.attr.Access&ib.AccessRemoteWrite == 0 || t.RETH.Len > MaxMsgSize {
+			return q.refuse(invalidRequest, 0)
+		}
+		r.reth, r.off = t.RETH, 0
+		if f := q.checkRemote(ib.AccessRemoteWrite, t.RETH); !f.OK() {
+			return q.refuseWrite(t, f)
+		}
+	}
+	left := uint64(r.reth.Len) - r.off
+	if uint64(t.Len) > left || t.End && uint64(t.Len) != left {
+		return q.refuse(invalidRequest, 0) // IBA 9.7.4.1.6: the length in the RETH binds
+	}
+	notReady := false
+	if t.End && t.Extra == wire.WithImm && !r.have {
+		if r.have = q.Recv.Take(&r.taken); !r.have {
+			if q.Type == ib.UC || t.N == 1 {
+				return q.notReady(t)
+			}
+			t.TrimLast() // what comes before the last packet needs no receive
+			notReady = true
+		}
+	}
+	dst := q.remoteList(ib.AccessRemoteWrite, r.reth.RKey, r.reth.VA+r.off, t.Len)
+	if f, side := mem.Copy(dst, &t.Payload, uint64(t.Len), t.End); !f.OK() {
+		if side == mem.Src {
+			return f
+		}
+		return q.refuseWrite(t, f)
+	}
+	r.kind = wire.KindWrite
+	r.off += uint64(t.Len)
+	q.accept(t, t.N)
+	if notReady {
+		q.rnr()
+	}
+	if t.End && t.Extra == wire.WithImm {
+		q.completeReceive(&ib.WC{ID: r.taken.ID, Op: ib.WCRecvRDMAWithImm, ByteLen: r.reth.Len,
+			Imm: t.Imm, Flags: ib.WCWithImm}, t.Solicited)
+	}
+	return mem.Fault{}
+}
+
+// refuseWrite refuses a WRITE for its memory. With immediate data it would have
+// taken a receive, which then tells of it.
+func (q *QP) refuseWrite(t *train.Train, f mem.Fault) mem.Fault {
+	r := &q.resp
+	if t.End && t.Extra == wire.WithImm && !r.have {
+		r.have = q.Recv.Take(&r.taken)
+	}
+	return q.refuse(accessError, vendorFault(f))
+}
+
+// executeRead checks a READ and leaves the work to the answering side.
+func (q *QP) executeRead(t *train.Train) mem.Fault {
+	if q.Type != ib.RC || q.attr.Access&ib.AccessRemoteRead == 0 || t.RETH.Len > MaxMsgSize ||
+		q.resp.full(int(q.attr.MaxDestRDAtomic)) {
+		return q.refuse(invalidRequest, 0)
+	}
+	if f := q.checkRemote(ib.AccessRemoteRead, t.RETH); !f.OK() {
+		return q.refuse(accessError, vendorFault(f))
+	}
+	psn := t.PSN
+	n := q.packets(int(t.RETH.Len))
+	q.accept(t, n)
+	q.resp.answerRead(psn, n, t.RETH, q.resp.msn)
+	return mem.Fault{}
+}
+
+// executeAtomic does an atomic and saves its result, in case the answer is lost
+// (IBA 9.7.5.1.5).
+func (q *QP) executeAtomic(t *train.Train) mem.Fault {
+	r := &q.resp
+	if q.Type != ib.RC || q.attr.Access&ib.AccessRemoteAtomic == 0 || r.full(int(q.attr.MaxDestRDAtomic)) {
+		return q.refuse(invalidRequest, 0)
+	}
+	if t.Atomic.VA%8 != 0 {
+		return q.refuse(invalidRequest, vendorFault(mem.Fault{Kind: mem.FaultAlign})) // IBA 9.4.5
+	}
+	op := mem.FetchAdd
+	if t.Kind == wire.KindCmpSwap {
+		op = mem.CmpSwap
+	}
+	orig, f := mem.Atomic(q.Table, q.actor(), t.Atomic.RKey, t.Atomic.VA, op, t.Atomic.Compare, t.Atomic.SwapAdd)
+	if !f.OK() {
+		return q.refuse(accessError, vendorFault(f))
+	}
+	psn := t.PSN
+	q.accept(t, 1)
+	r.answerAtomic(psn, orig, r.msn)
+	return mem.Fault{}
+}
+
+// accept moves on past a request that was executed, which took n PSNs.
+func (q *QP) accept(t *train.Train, n int) mem.Fault {
+	r := &q.resp
+	r.epsn = r.epsn.Add(n)
+	if t.End {
+		r.kind = 0
+		r.msn = (r.msn + 1) & (1<<24 - 1)
+	}
+	if t.AckReq && q.Type == ib.RC {
+		r.acknowledge(r.epsn.Add(-1))
+	}
+	return mem.Fault{}
+}
+
+// completeReceive completes the receive that a message has taken.
+func (q *QP) completeReceive(wc *ib.WC, solicited bool) {
+	q.resp.have = false
+	q.complete(q.RecvCQ, wc, solicited)
+}
+
+// notReady: no receive is posted. RC tells the peer to try again later
+// (IBA 9.7.5.2.8), UC loses the message.
+func (q *QP) notReady(t *train.Train) mem.Fault {
+	if q.Type == ib.RC {
+		q.rnr()
+		return mem.Fault{}
+	}
+	q.Counters.add(CntDropNoReceive, 1)
+	q.drop(t)
+	return mem.Fault{}
+}
+
+// drop forgets a UC message: what follows of it will not fit either.
+func (q *QP) drop(t *train.Train) {
+	q.resp.kind = 0
+	q.resp.epsn = t.PSN.Add(t.N)
+}
+
+// refuse ends a request with an error. The receive that it had taken completes
+// with it; without one, an event tells the application. An RC queue pair
+// answers with a NAK and goes to the error state; a UC one drops the message
+// and goes on, unless its own memory failed (IBA 9.9.3, classes C to E).
+func (q *QP) refuse(why refusal, vendor uint16) mem.Fault {
+	r := &q.resp
+	q.Counters.add(why.count, 1)
+	if q.Type == ib.UC && why.nak != wire.NakRemoteOpError {
+		q.Counters.add(CntDropMalformed, 1)
+		r.kind = 0
+		r.epsn = r.epsn.Add(1) // the rest of the message arrives as a gap
+		return mem.Fault{}
+	}
+	if q.Type == ib.RC {
+		q.nak(why.nak, r.epsn)
+	}
+	if r.have {
+		r.have = false
+		q.complete(q.RecvCQ, &ib.WC{ID: r.taken.ID, Status: why.status, Op: ib.WCRecv, VendorErr: vendor}, false)
+	} else {
+		q.Event(why.event)
+	}
+	q.enterErrorAnswering()
+	return mem.Fault{}
+}
+
+// receiveList is the current receive's memory from off on.
+func (q *QP) receiveList(off uint64) *mem.List {
+	r := &q.resp
+	r.list = mem.List{Table: q.Table, Actor: mem.Actor{PD: q.RecvPD, QPN: q.Number},
+		Access: ib.AccessLocalWrite, SGEs: r.taken.SGEs, Off: off}
+	return &r.list
+}
+
+// remoteList is a range that the peer named.
+func (q *QP) remoteList(acc ib.Access, key uint32, va uint64, n int) *mem.List {
+	r := &q.resp
+	r.sge[0] = ib.SGE{Addr: va, Length: uint32(n), LKey: key}
+	r.list = mem.List{Table: q.Table, Actor: q.actor(), Access: acc, SGEs: r.sge[:]}
+	return &r.list
+}
+
+// checkRemote checks a range that the peer named. An empty one names nothing
+// (IBA 9.7.4.1.5: the R_Key of a zero-length request is not checked).
+func (q *QP) checkRemote(acc ib.Access, h wire.RETH) mem.Fault {
+	if h.Len == 0 {
+		return mem.Fault{}
+	}
+	return mem.Check(q.remoteList(acc, h.RKey, h.VA, int(h.Len)), uint64(h.Len))
+}

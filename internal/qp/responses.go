@@ -1,0 +1,202 @@
+package qp
+
+// Answers to the peer, in the order of PSNs (IBA 9.7.5.1.1): READ responses and
+// atomic results first in, first out, then one acknowledgement or NAK for
+// everything since. A READ response acknowledges what came before it, so an
+// acknowledgement is only kept while nothing later is answered.
+
+import (
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+type answers struct {
+	jobs    [MaxRDAtomic]job
+	head, n uint8
+
+	ack struct {
+		pending  bool
+		psn      wire.PSN
+		syndrome wire.Syndrome
+	}
+
+	// saved are the results of the last atomics, for repetitions.
+	saved     [MaxRDAtomic]savedAtomic
+	nextSaved uint8
+
+	// scratch for building lists without allocating
+	list mem.List
+	sge  [1]ib.SGE
+	raw  [1][]byte
+	grh  []byte
+}
+
+// job is a READ or atomic to answer.
+type job struct {
+	atomic bool
+	psn    wire.PSN // of the first response
+	n      int      // response packets
+	done   int      // packets already made
+	msn    uint32
+	reth   wire.RETH
+	orig   uint64
+}
+
+type savedAtomic struct {
+	valid bool
+	psn   wire.PSN
+	orig  uint64
+}
+
+func (a *answers) at(i uint8) *job { return &a.jobs[(a.head+i)%MaxRDAtomic] }
+
+// full reports whether the peer has more READs and atomics outstanding than the
+// queue pair was told to expect.
+func (a *answers) full(limit int) bool { return int(a.n) >= min(limit, MaxRDAtomic) }
+
+func (a *answers) push(j job) {
+	*a.at(a.n) = j
+	a.n++
+	a.ack.pending = false
+}
+
+func (a *answers) answerRead(psn wire.PSN, n int, h wire.RETH, msn uint32) {
+	a.push(job{psn: psn, n: n, reth: h, msn: msn})
+}
+
+func (a *answers) answerAtomic(psn wire.PSN, orig uint64, msn uint32) {
+	a.saved[a.nextSaved] = savedAtomic{true, psn, orig}
+	a.nextSaved = (a.nextSaved + 1) % MaxRDAtomic
+	a.push(job{atomic: true, psn: psn, n: 1, orig: orig, msn: msn})
+}
+
+// acknowledge notes that everything up to psn is done.
+func (a *answers) acknowledge(psn wire.PSN) {
+	a.ack.pending, a.ack.psn, a.ack.syndrome = true, psn, wire.AckNoCredits
+}
+
+// nak notes a NAK for request psn, which is the expected one.
+func (q *QP) nak(s wire.Syndrome, psn wire.PSN) {
+	r := &q.resp
+	r.quiet = true
+	r.ack.pending, r.ack.psn, r.ack.syndrome = true, psn, s
+}
+
+// rnr notes an RNR NAK for the expected request.
+func (q *QP) rnr() { q.nak(wire.RNRNak(q.attr.MinRNRTimer), q.resp.epsn) }
+
+// repeat answers a request that was executed before (IBA 9.7.4.3): a READ is
+// executed again, rights and all; an atomic's result is replayed; the others
+// are acknowledged again, up to the newest.
+func (q *QP) repeat(t *train.Train) {
+	r := &q.resp
+	switch t.Kind {
+	case wire.KindReadRequest:
+		if q.attr.Access&ib.AccessRemoteRead == 0 || t.RETH.Len > MaxMsgSize {
+			return
+		}
+		n := q.packets(int(t.RETH.Len))
+		if !q.checkRemote(ib.AccessRemoteRead, t.RETH).OK() || t.PSN.Add(n).Sub(r.epsn) > 0 {
+			q.nakRepeat(t.PSN)
+			return
+		}
+		r.forget(t.PSN)
+		r.answerRead(t.PSN, n, t.RETH, r.msn)
+	case wire.KindCmpSwap, wire.KindFetchAdd:
+		for i := range r.saved {
+			if s := &r.saved[i]; s.valid && s.psn == t.PSN {
+				r.forget(t.PSN)
+				r.push(job{atomic: true, psn: s.psn, n: 1, orig: s.orig, msn: r.msn})
+				return
+			}
+		}
+		// Older than what is kept: the peer has had its answer.
+	default:
+		if t.AckReq && r.n == 0 && !r.ack.pending {
+			r.acknowledge(r.epsn.Add(-1))
+		}
+	}
+}
+
+// nakRepeat refuses a READ that was executed before but is not permitted any
+// more, or is not the one that was.
+func (q *QP) nakRepeat(psn wire.PSN) {
+	r := &q.resp
+	r.forget(psn)
+	q.Counters.add(accessError.count, 1)
+	q.nak(accessError.nak, psn)
+	q.Event(accessError.event)
+	q.enterErrorAnswering()
+}
+
+// forget drops the answers from psn on: the peer has gone back and asks again.
+func (a *answers) forget(psn wire.PSN) {
+	for a.n > 0 {
+		j := a.at(a.n - 1)
+		if !psn.Less(j.psn.Add(j.n)) {
+			return
+		}
+		a.n--
+	}
+}
+
+// pullResponse makes the next answer.
+func (q *QP) pullResponse(t *train.Train) bool {
+	r := &q.resp
+	if r.n == 0 && !r.ack.pending {
+		return false
+	}
+	t.DestQP, t.MTU = q.attr.DestQPN, q.mtu
+	if r.n > 0 {
+		q.pullJob(t, r.at(0))
+		return true
+	}
+	s := r.ack.syndrome
+	r.ack.pending = false
+	t.Kind, t.PSN, t.N, t.Start, t.End = wire.KindAck, r.ack.psn, 1, true, true
+	t.AETH = wire.AETH{Syndrome: s, MSN: r.msn}
+	switch {
+	case s.IsAck():
+		q.Counters.add(CntAcksSent, 1)
+	case s.IsRNR():
+		q.Counters.add(CntRNRNaksSent, 1)
+	default:
+		q.Counters.add(CntNaksSent, 1)
+	}
+	return true
+}
+
+// pullJob makes the next train of a READ's or atomic's answer.
+func (q *QP) pullJob(t *train.Train, j *job) {
+	r := &q.resp
+	t.AETH = wire.AETH{Syndrome: wire.AckNoCredits, MSN: j.msn}
+	t.PSN = j.psn.Add(j.done)
+	if j.atomic {
+		t.Kind, t.N, t.Start, t.End, t.Orig = wire.KindAtomicAck, 1, true, true, j.orig
+	} else {
+		t.Kind = wire.KindReadResponse
+		t.N = min(j.n-j.done, train.MaxBytes/q.mtu)
+		t.Start, t.End = j.done == 0, j.done+t.N == j.n
+		off := j.done * q.mtu
+		t.SetNone()
+		if n := min(t.N*q.mtu, int(j.reth.Len)-off); n > 0 {
+			t.SetRange(q.Table, q.actor(), ib.AccessRemoteRead, j.reth.RKey, j.reth.VA+uint64(off), n)
+		}
+		t.Bounce = true // the CPU may write what is being read
+	}
+	j.done += t.N
+	if j.done == j.n {
+		r.head = (r.head + 1) % MaxRDAtomic
+		r.n--
+	}
+}
+
+// readFailed: the memory of a READ response went away after it was checked.
+func (q *QP) readFailed(t *train.Train, _ mem.Fault) {
+	switch q.state {
+	case ib.QPRTR, ib.QPRTS, ib.QPSQD:
+		q.nakRepeat(t.PSN)
+	}
+}

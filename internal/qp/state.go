@@ -1,0 +1,329 @@
+package qp
+
+// State transitions (IBA 10.3.1 and 11.2.5.2): which attributes each needs,
+// which it may have, by type of queue pair. Modify checks everything before it
+// changes anything.
+
+import (
+	"fmt"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+type edge struct{ from, to ib.QPState }
+
+// rule is the attributes of one transition, besides the state itself.
+type rule struct{ need, may ib.QPAttrMask }
+
+const (
+	mInit   = ib.QPMaskPKeyIndex | ib.QPMaskPort
+	mPath   = ib.QPMaskAV | ib.QPMaskPathMTU | ib.QPMaskDestQPN | ib.QPMaskRQPSN
+	mMayRTR = ib.QPMaskAccess | ib.QPMaskPKeyIndex
+	mMayRTS = ib.QPMaskCurState | ib.QPMaskAccess
+)
+
+// transitions lists all that are legal. Every state may also go to RESET and to
+// ERR, with no attributes.
+var transitions = map[edge][ib.UD + 1]rule{
+	{ib.QPReset, ib.QPInit}: {
+		ib.RC: {need: mInit | ib.QPMaskAccess},
+		ib.UC: {need: mInit | ib.QPMaskAccess},
+		ib.UD: {need: mInit | ib.QPMaskQKey},
+	},
+	{ib.QPInit, ib.QPInit}: {
+		ib.RC: {may: mInit | ib.QPMaskAccess},
+		ib.UC: {may: mInit | ib.QPMaskAccess},
+		ib.UD: {may: mInit | ib.QPMaskQKey},
+	},
+	{ib.QPInit, ib.QPRTR}: {
+		ib.RC: {need: mPath | ib.QPMaskMaxDestRDAtomic | ib.QPMaskMinRNRTimer, may: mMayRTR},
+		ib.UC: {need: mPath, may: mMayRTR},
+		ib.UD: {may: ib.QPMaskPKeyIndex | ib.QPMaskQKey},
+	},
+	{ib.QPRTR, ib.QPRTS}: {
+		ib.RC: {need: ib.QPMaskSQPSN | ib.QPMaskTimeout | ib.QPMaskRetryCnt | ib.QPMaskRNRRetry | ib.QPMaskMaxRDAtomic,
+			may: mMayRTS | ib.QPMaskMinRNRTimer},
+		ib.UC: {need: ib.QPMaskSQPSN, may: mMayRTS},
+		ib.UD: {need: ib.QPMaskSQPSN, may: ib.QPMaskCurState | ib.QPMaskQKey},
+	},
+	{ib.QPRTS, ib.QPRTS}: {
+		ib.RC: {may: mMayRTS | ib.QPMaskMinRNRTimer},
+		ib.UC: {may: mMayRTS},
+		ib.UD: {may: ib.QPMaskCurState | ib.QPMaskQKey},
+	},
+	{ib.QPRTS, ib.QPSQD}: {
+		ib.RC: {may: ib.QPMaskSQDAsyncNotify},
+		ib.UC: {may: ib.QPMaskSQDAsyncNotify},
+		ib.UD: {may: ib.QPMaskSQDAsyncNotify},
+	},
+	{ib.QPSQD, ib.QPRTS}: {
+		ib.RC: {may: mMayRTS | ib.QPMaskMinRNRTimer},
+		ib.UC: {may: mMayRTS},
+		ib.UD: {may: ib.QPMaskCurState | ib.QPMaskQKey},
+	},
+	{ib.QPSQD, ib.QPSQD}: {
+		ib.RC: {may: ib.QPMaskAccess | ib.QPMaskPKeyIndex | ib.QPMaskTimeout | ib.QPMaskRetryCnt | ib.QPMaskRNRRetry |
+			ib.QPMaskMinRNRTimer | ib.QPMaskMaxRDAtomic | ib.QPMaskMaxDestRDAtomic | ib.QPMaskAV | ib.QPMaskPort},
+		ib.UC: {may: ib.QPMaskAccess | ib.QPMaskPKeyIndex | ib.QPMaskAV},
+		ib.UD: {may: ib.QPMaskPKeyIndex | ib.QPMaskQKey},
+	},
+	{ib.QPSQE, ib.QPRTS}: {
+		ib.UC: {may: ib.QPMaskCurState | ib.QPMaskAccess},
+		ib.UD: {may: ib.QPMaskCurState | ib.QPMaskQKey},
+	},
+}
+
+func invalid(format string, args ...any) error {
+	return ib.Errorf("modify_qp", syscall.EINVAL, format, args...)
+}
+
+// findRule returns the rule for a transition, or why there is none.
+func (q *QP) findRule(to ib.QPState) (rule, error) {
+	if to == ib.QPReset || to == ib.QPErr {
+		return rule{}, nil
+	}
+	rules, ok := transitions[edge{q.state, to}]
+	if !ok || q.state == ib.QPSQE && q.Type == ib.RC {
+		return rule{}, invalid("a %v queue pair cannot go from %v to %v", q.Type, q.state, to)
+	}
+	return rules[q.Type], nil
+}
+
+// CheckModify tells whether Modify would be accepted, and what the state would
+// be. The owner calls it before it prepares a path.
+func (q *QP) CheckModify(a *ib.QPAttr, mask ib.QPAttrMask) (ib.QPState, error) {
+	if mask&ib.QPMaskCurState != 0 && a.CurState != q.state {
+		return 0, invalid("the queue pair is in state %v, not %v", q.state, a.CurState)
+	}
+	to := q.state
+	if mask&ib.QPMaskState != 0 {
+		to = a.State
+	}
+	if to < ib.QPReset || to > ib.QPErr || to == ib.QPSQE {
+		return 0, invalid("a queue pair cannot be moved to state %v", to)
+	}
+	r, err := q.findRule(to)
+	if err != nil {
+		return 0, err
+	}
+	given := mask &^ ib.QPMaskState
+	if missing := r.need &^ given; missing != 0 {
+		return 0, invalid("%v → %v of a %v queue pair needs %v", q.state, to, q.Type, missing)
+	}
+	if extra := given &^ (r.need | r.may); extra != 0 {
+		return 0, invalid("%v → %v of a %v queue pair does not take %v", q.state, to, q.Type, extra)
+	}
+	return to, q.checkValues(a, mask)
+}
+
+// checkValues checks the attributes themselves.
+func (q *QP) checkValues(a *ib.QPAttr, mask ib.QPAttrMask) error {
+	const rights = ib.AccessLocalWrite | ib.AccessRemote | ib.AccessMWBind
+	for _, c := range []struct {
+		bit ib.QPAttrMask
+		bad bool
+		why string
+	}{
+		{ib.QPMaskPort, a.Port != 1, fmt.Sprintf("port %d: the device has port 1 alone", a.Port)},
+		{ib.QPMaskPKeyIndex, a.PKeyIndex != 0, fmt.Sprintf("pkey_index %d: the table has one entry", a.PKeyIndex)},
+		{ib.QPMaskAccess, a.Access&^rights != 0, fmt.Sprintf("access_flags %v are not rights of a queue pair", a.Access&^rights)},
+		{ib.QPMaskPathMTU, a.PathMTU.Bytes() == 0, "path_mtu is none of 256 to 4096"},
+		{ib.QPMaskDestQPN, a.DestQPN >= 1<<24, "dest_qpn is longer than 24 bits"},
+		{ib.QPMaskRQPSN, a.RQPSN >= 1<<24, "rq_psn is longer than 24 bits"},
+		{ib.QPMaskSQPSN, a.SQPSN >= 1<<24, "sq_psn is longer than 24 bits"},
+		{ib.QPMaskTimeout, a.Timeout > 31, "timeout is longer than 5 bits"},
+		{ib.QPMaskRetryCnt, a.RetryCnt > 7, "retry_cnt is above 7"},
+		{ib.QPMaskRNRRetry, a.RNRRetry > 7, "rnr_retry is above 7"},
+		{ib.QPMaskMinRNRTimer, a.MinRNRTimer > 31, "min_rnr_timer is longer than 5 bits"},
+		{ib.QPMaskMaxRDAtomic, a.MaxRDAtomic > MaxRDAtomic, fmt.Sprintf("max_rd_atomic is above %d", MaxRDAtomic)},
+		{ib.QPMaskMaxDestRDAtomic, a.MaxDestRDAtomic > MaxRDAtomic, fmt.Sprintf("max_dest_rd_atomic is above %d", MaxRDAtomic)},
+	} {
+		if mask&c.bit != 0 && c.bad {
+			return invalid("%s", c.why)
+		}
+	}
+	return nil
+}
+
+// Modify changes attributes and state. For a transition that sets the address
+// vector the owner passes the path that it prepared.
+func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask, path *Path, now Time) error {
+	to, err := q.CheckModify(a, mask)
+	if err != nil {
+		return err
+	}
+	q.set(a, mask, path)
+	switch {
+	case to == ib.QPReset:
+		q.reset()
+	case to == ib.QPErr:
+		q.enterError()
+	case to == ib.QPRTR && q.state == ib.QPInit:
+		q.startReceiving()
+	case to == ib.QPRTS && q.state == ib.QPRTR:
+		q.startSending()
+	case to == ib.QPSQD && q.state == ib.QPRTS:
+		q.state = to
+		q.req.draining = true
+		q.settle(now)
+	}
+	q.state = to
+	return nil
+}
+
+// set copies the attributes of the mask.
+func (q *QP) set(a *ib.QPAttr, mask ib.QPAttrMask, path *Path) {
+	has := func(m ib.QPAttrMask) bool { return mask&m != 0 }
+	b := &q.attr
+	if has(ib.QPMaskAccess) {
+		b.Access = a.Access
+	}
+	if has(ib.QPMaskPKeyIndex) {
+		b.PKeyIndex = a.PKeyIndex
+	}
+	if has(ib.QPMaskPort) {
+		b.Port = a.Port
+	}
+	if has(ib.QPMaskQKey) {
+		b.QKey = a.QKey
+	}
+	if has(ib.QPMaskAV) {
+		b.AV = a.AV
+		q.path = *path
+		q.peer = path.Flow.Dst
+		q.req.cwnd = path.Window
+	}
+	if has(ib.QPMaskPathMTU) {
+		b.PathMTU = a.PathMTU
+	}
+	if has(ib.QPMaskTimeout) {
+		b.Timeout = a.Timeout
+		q.req.timeout = wire.AckTimeout(a.Timeout)
+	}
+	if has(ib.QPMaskRetryCnt) {
+		b.RetryCnt = a.RetryCnt
+	}
+	if has(ib.QPMaskRNRRetry) {
+		b.RNRRetry = a.RNRRetry
+	}
+	if has(ib.QPMaskRQPSN) {
+		b.RQPSN = a.RQPSN
+	}
+	if has(ib.QPMaskMaxRDAtomic) {
+		b.MaxRDAtomic = a.MaxRDAtomic
+	}
+	if has(ib.QPMaskMinRNRTimer) {
+		b.MinRNRTimer = a.MinRNRTimer
+	}
+	if has(ib.QPMaskSQPSN) {
+		b.SQPSN = a.SQPSN
+	}
+	if has(ib.QPMaskMaxDestRDAtomic) {
+		b.MaxDestRDAtomic = a.MaxDestRDAtomic
+	}
+	if has(ib.QPMaskDestQPN) {
+		b.DestQPN = a.DestQPN
+	}
+	if has(ib.QPMaskSQDAsyncNotify) {
+		b.SQDAsyncNotify = a.SQDAsyncNotify
+	}
+}
+
+// SetDatagramMTU sets the largest datagram of a UD queue pair: the port's MTU,
+// since UD has no path.
+func (q *QP) SetDatagramMTU(n int) { q.mtu = n }
+
+func (q *QP) startReceiving() {
+	if q.Type != ib.UD {
+		q.mtu = q.attr.PathMTU.Bytes()
+	}
+	q.resp.epsn = wire.MakePSN(q.attr.RQPSN)
+	q.established = false
+}
+
+func (q *QP) startSending() {
+	r := &q.req
+	r.una = wire.MakePSN(q.attr.SQPSN)
+	r.nxt, r.max = r.una, r.una
+	r.cur = q.sq.head
+}
+
+// enterError is the transition to ERR: everything that waits is flushed, in
+// order, the send queue first (IBA 10.3.1.7). Nothing is answered any more.
+func (q *QP) enterError() {
+	q.resp.answers.n = 0
+	q.resp.ack.pending = false
+	q.enterErrorAnswering()
+}
+
+// enterErrorAnswering goes to ERR but lets the answers out that are due, the
+// last of which says why.
+func (q *QP) enterErrorAnswering() {
+	if q.state == ib.QPErr || q.state == ib.QPReset {
+		return
+	}
+	q.state = ib.QPErr
+	q.flushSend()
+	q.flushReceive()
+}
+
+// FlushReceive flushes what was posted to the receive queue in the error state.
+func (q *QP) FlushReceive() {
+	if q.state == ib.QPErr {
+		q.flushReceive()
+	}
+}
+
+// flushReceive completes the queue pair's own receives as flushed. Those of a
+// shared queue stay for others (IBA 10.2.9.2).
+func (q *QP) flushReceive() {
+	r := &q.resp
+	flush := func() {
+		q.complete(q.RecvCQ, &ib.WC{ID: r.taken.ID, Status: ib.WCWRFlushErr, Op: ib.WCRecv}, false)
+	}
+	if r.have {
+		r.have = false
+		flush()
+	}
+	if q.Shared {
+		q.Event(ib.EventQPLastWQEReached)
+		return
+	}
+	for q.Recv.Take(&r.taken) {
+		flush()
+	}
+}
+
+// reset is the transition to RESET: everything is forgotten, nothing completes
+// (IBA 10.3.1.1).
+func (q *QP) reset() {
+	q.giveBack(q.req.held)
+	q.sq.head, q.sq.tail = 0, 0
+	for i := range q.sq.flows {
+		q.sq.flows[i] = nil
+	}
+	if !q.Shared {
+		q.Recv.Clear()
+	}
+	sges := q.resp.taken.SGEs
+	q.req, q.resp = requester{}, responder{}
+	q.resp.taken.SGEs = sges
+	q.path, q.established = Path{}, false
+	capacity := q.attr.Cap
+	q.attr = ib.QPAttr{Cap: capacity}
+}
+
+// Query returns the attributes.
+func (q *QP) Query() ib.QPAttr {
+	a := q.attr
+	a.State, a.CurState = q.state, q.state
+	if q.state == ib.QPRTS || q.state == ib.QPSQD {
+		a.SQPSN = uint32(q.req.max)
+	}
+	if q.state >= ib.QPRTR && q.state <= ib.QPSQE {
+		a.RQPSN = uint32(q.resp.epsn)
+	}
+	return a
+}

@@ -1,0 +1,110 @@
+package qp
+
+// Time on the requester's side. The acknowledgement timeout is the one that the
+// queue pair was given, T = 4.096 µs × 2^timeout (IBA 9.7.6.1.3), and the
+// request fails when RetryCnt+1 times T has passed without progress. Within
+// that, packets are sent again earlier, when an answer is overdue by what round
+// trips have taken lately: T is often 67 ms, a round trip 10 µs.
+
+import (
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// minRTO is the shortest time after which a packet counts as overdue: less than
+// a scheduler's slice would only send twice what a busy peer has not yet read.
+const minRTO = 8 * time.Millisecond
+
+type timers struct {
+	timeout  Time // T; 0: never
+	started  Time // when the current wait began, 0: no wait
+	progAt   Time // the last progress
+	rto      Time
+	srtt     Time
+	sampleAt Time // when sample was sent, 0: none
+	sample   wire.PSN
+	rnrUntil Time
+
+	tries     int // retries since the last progress
+	rnrTries  int
+	lostAt    wire.PSN
+	lostValid bool
+}
+
+func (r *timers) stop() { r.started, r.rnrUntil, r.sampleAt = 0, 0, 0 }
+
+// sent notes that a request has left.
+func (r *requester) sent(t *train.Train, now Time) {
+	if r.started == 0 {
+		r.started, r.progAt = now, now
+	}
+	if t.AckReq && r.sampleAt == 0 && !t.Bounce {
+		r.sampleAt, r.sample = now, t.PSN.Add(t.N-1)
+	}
+}
+
+// progress notes that everything before una is acknowledged.
+func (r *requester) progress(una wire.PSN, now Time) {
+	if r.sampleAt != 0 && r.sample.Less(una) {
+		rtt := now - r.sampleAt
+		if r.srtt == 0 {
+			r.srtt = rtt
+		}
+		r.srtt += (rtt - r.srtt) / 8
+		r.sampleAt = 0
+	}
+	r.tries, r.rnrTries, r.lostValid = 0, 0, false
+	r.rto = max(minRTO, 8*r.srtt)
+	r.progAt, r.started = now, now
+	if una == r.max {
+		r.started = 0
+	}
+}
+
+// restart begins a new wait after going back.
+func (r *requester) restart(now Time) {
+	r.started, r.sampleAt = now, 0
+}
+
+// deadline returns when something is due, 0 for never.
+func (r *requester) deadline() Time {
+	switch {
+	case r.rnrUntil != 0:
+		return r.rnrUntil
+	case r.started == 0 || r.timeout == 0 || r.una == r.nxt:
+		return 0
+	}
+	return r.started + min(r.timeout, max(r.rto, minRTO))
+}
+
+// expired notes a timeout: the next wait is longer, and every T without
+// progress is one of the retries that were granted. It reports whether this was
+// such a one.
+func (r *requester) expired(now Time) bool {
+	r.rto = min(r.timeout, 2*max(r.rto, minRTO))
+	if now-r.progAt < r.timeout*Time(r.tries+1) {
+		return false
+	}
+	r.tries++
+	return true
+}
+
+// rnrWait reports whether the requester is still waiting after an RNR NAK.
+func (r *requester) rnrWait(now Time) bool {
+	if r.rnrUntil == 0 {
+		return false
+	}
+	if now < r.rnrUntil {
+		return true
+	}
+	r.rnrUntil = 0
+	r.restart(now)
+	r.progAt = now
+	return false
+}
+
+func (r *requester) waitRNR(d time.Duration, now Time) {
+	r.rnrUntil, r.sampleAt = now+d, 0
+}

@@ -1,0 +1,149 @@
+// Package queue holds the rings that work requests and completions wait in.
+// Rings are sized once and never allocate afterwards; only Resize replaces one.
+package queue
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"github.com/verbena-rdma/verbena/ib"
+)
+
+// CQ is a ring of completions and its notification.
+type CQ struct {
+	// OnEvent is called, without any lock, when an armed queue gets a
+	// completion that it was armed for. OnOverflow is called once, when a
+	// completion did not fit. Both are set before the queue is used.
+	OnEvent    func()
+	OnOverflow func()
+
+	count    atomic.Int64 // entries in the ring; lets an empty poll go without the lock
+	overflow atomic.Bool
+
+	mu    sync.Mutex // guards what follows, and changes of the above
+	ring  []ib.WC
+	head  int // the oldest entry
+	armed arming
+}
+
+type arming uint8
+
+const (
+	notArmed arming = iota
+	armedSolicited
+	armedNext
+)
+
+// NewCQ makes a ring of the given number of entries, at least 1.
+func NewCQ(entries int) *CQ { return &CQ{ring: make([]ib.WC, entries)} }
+
+// Cap returns the number of entries.
+func (c *CQ) Cap() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return len(c.ring)
+}
+
+// Push appends a completion. It returns false if the queue has overflowed, now
+// or before: the completion is lost then, as it would be in hardware.
+// Solicited completions, and failed ones, raise the event of a queue that is
+// armed for solicited completions (IBA 11.4.2.2).
+func (c *CQ) Push(wc *ib.WC, solicited bool) bool {
+	c.mu.Lock()
+	n := int(c.count.Load())
+	if c.overflow.Load() || n == len(c.ring) {
+		first := c.overflow.CompareAndSwap(false, true)
+		c.mu.Unlock()
+		if first && c.OnOverflow != nil {
+			c.OnOverflow()
+		}
+		return false
+	}
+	c.ring[wrap(c.head+n, len(c.ring))] = *wc
+	c.count.Store(int64(n + 1))
+	fire := c.armed == armedNext || c.armed == armedSolicited && (solicited || wc.Status != ib.WCSuccess)
+	if fire {
+		c.armed = notArmed
+	}
+	c.mu.Unlock()
+	if fire && c.OnEvent != nil {
+		c.OnEvent()
+	}
+	return true
+}
+
+// Poll takes up to len(out) completions.
+func (c *CQ) Poll(out []ib.WC) int {
+	if c.count.Load() == 0 || len(out) == 0 {
+		return 0
+	}
+	c.mu.Lock()
+	count := int(c.count.Load())
+	n := min(len(out), count)
+	k := copy(out[:n], c.ring[c.head:])
+	copy(out[k:n], c.ring)
+	c.head = wrap(c.head+n, len(c.ring))
+	c.count.Store(int64(count - n))
+	c.mu.Unlock()
+	return n
+}
+
+// Empty reports whether there is nothing to poll.
+func (c *CQ) Empty() bool { return c.count.Load() == 0 }
+
+// Overflowed reports whether a completion was lost. Nothing mends the queue.
+func (c *CQ) Overflowed() bool { return c.overflow.Load() }
+
+// Arm asks for one event at the next completion, or at the next solicited or
+// failed one. An arming for any completion is not weakened by a later one for
+// solicited ones (IBA 11.4.2.2).
+func (c *CQ) Arm(solicitedOnly bool) {
+	c.mu.Lock()
+	if !solicitedOnly {
+		c.armed = armedNext
+	} else if c.armed == notArmed {
+		c.armed = armedSolicited
+	}
+	c.mu.Unlock()
+}
+
+// Resize replaces the ring by one of n entries. It returns false, and changes
+// nothing, if more than n completions wait.
+func (c *CQ) Resize(n int) bool {
+	ring := make([]ib.WC, n)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	count := int(c.count.Load())
+	if count > n {
+		return false
+	}
+	k := copy(ring[:count], c.ring[c.head:])
+	copy(ring[k:count], c.ring)
+	c.ring, c.head = ring, 0
+	return true
+}
+
+// Remove drops the completions of a queue pair that is reset or destroyed
+// (IBA 10.2.4.4 lets the provider do so; a number that is reused must not
+// find old completions).
+func (c *CQ) Remove(qpn uint32) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	count, kept := int(c.count.Load()), 0
+	for i := range count {
+		wc := c.ring[wrap(c.head+i, len(c.ring))]
+		if wc.QPN != qpn {
+			c.ring[wrap(c.head+kept, len(c.ring))] = wc
+			kept++
+		}
+	}
+	c.count.Store(int64(kept))
+}
+
+// wrap reduces an index below twice the size of a ring.
+func wrap(i, size int) int {
+	if i >= size {
+		i -= size
+	}
+	return i
+}

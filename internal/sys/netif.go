@@ -1,0 +1,39 @@
+package sys
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"syscall"
+)
+
+// Interface returns the network interface that has a local address, and its
+// MTU. All of the loopback network counts as the loopback interface's, as it
+// does to the kernel.
+func Interface(addr netip.Addr) (name string, mtu int, err error) {
+	ifs, err := net.Interfaces()
+	if err != nil {
+		return "", 0, err
+	}
+	for _, i := range ifs {
+		addrs, err := i.Addrs()
+		if err != nil {
+			continue // it went away
+		}
+		for _, a := range addrs {
+			n, ok := a.(*net.IPNet)
+			if !ok {
+				continue
+			}
+			own, ok := netip.AddrFromSlice(n.IP)
+			if !ok {
+				continue
+			}
+			if own.Unmap() == addr.Unmap().WithZone("") ||
+				i.Flags&net.FlagLoopback != 0 && n.Contains(addr.AsSlice()) {
+				return i.Name, i.MTU, nil
+			}
+		}
+	}
+	return "", 0, fmt.Errorf("no network interface has the address %v: %w", addr, syscall.EADDRNOTAVAIL)
+}

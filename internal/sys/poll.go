@@ -1,0 +1,87 @@
+package sys
+
+import (
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Poller blocks one thread until a socket has something to read or somebody
+// calls Wake. A Wake that finds nobody waiting is kept for the next Wait.
+type Poller struct {
+	fds   []unix.PollFd // sockets, then the event descriptor; Wait's own
+	event int
+	state atomic.Uint32
+
+	mu     sync.Mutex // guards closed, and event against use after close
+	closed bool
+}
+
+// What a Poller is doing.
+const (
+	pollIdle    = iota // nobody waits
+	pollWaiting        // somebody is in the kernel, or on the way there
+	pollWoken          // Wake was called, and Wait has not seen it yet
+)
+
+// NewPoller makes a poller of the sockets, which must outlive it.
+func NewPoller(socks []*UDPSocket) (*Poller, error) {
+	event, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+	if err != nil {
+		return nil, err
+	}
+	p := &Poller{event: event}
+	for _, s := range socks {
+		p.fds = append(p.fds, unix.PollFd{Fd: int32(s.fd), Events: unix.POLLIN})
+	}
+	p.fds = append(p.fds, unix.PollFd{Fd: int32(event), Events: unix.POLLIN})
+	return p, nil
+}
+
+// Wait blocks until there is something to read, d has passed (negative: for
+// ever) or Wake was called; it may return early for no reason. One at a time.
+func (p *Poller) Wait(d time.Duration) {
+	if !p.state.CompareAndSwap(pollIdle, pollWaiting) {
+		p.state.Store(pollIdle) // woken before
+		return
+	}
+	var timeout *unix.Timespec
+	if d >= 0 {
+		ts := unix.NsecToTimespec(int64(d))
+		timeout = &ts
+	}
+	_, err := unix.Ppoll(p.fds, timeout, nil) // an error, EINTR, is an early return
+	p.state.Store(pollIdle)
+	// A waker that has not written yet makes the next Wait return early.
+	if err == nil && p.fds[len(p.fds)-1].Revents != 0 {
+		var count [8]byte
+		unix.Read(p.event, count[:])
+	}
+}
+
+// Wake makes Wait return: the one that is under way, or else the next.
+func (p *Poller) Wake() {
+	if p.state.Swap(pollWoken) != pollWaiting {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.closed {
+		one := [8]byte{0: 1, 7: 1} // not zero, and not the maximum, in any byte order
+		unix.Write(p.event, one[:])
+	}
+}
+
+// Close gives up the event descriptor. Nobody may be in Wait; Wake is harmless
+// after it. It is idempotent.
+func (p *Poller) Close() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed {
+		return nil
+	}
+	p.closed = true
+	return unix.Close(p.event)
+}

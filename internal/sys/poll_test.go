@@ -1,0 +1,102 @@
+package sys
+
+import (
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+// waitTime waits and says how long that took.
+func waitTime(p *Poller, d time.Duration) time.Duration {
+	start := time.Now()
+	p.Wait(d)
+	return time.Since(start)
+}
+
+func TestPoller(t *testing.T) {
+	tx, rx := openPair(t, "127.77.3.1", UDPOptions{RcvBuf: 1 << 20, SndBuf: 1 << 20})
+	p, err := NewPoller([]*UDPSocket{rx})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	const long = 5 * time.Second
+
+	if d := waitTime(p, 0); d > long/2 {
+		t.Errorf("a wait of nothing took %v", d)
+	}
+	// A signal may end a wait early; hardly ten times.
+	short, ok := 20*time.Millisecond, false
+	for range 10 {
+		d := waitTime(p, short)
+		ok = ok || d >= short && d < long/2
+	}
+	if !ok {
+		t.Error("no wait lasted until its timeout")
+	}
+
+	p.Wake() // kept
+	p.Wake()
+	if d := waitTime(p, long); d > long/2 {
+		t.Errorf("a wake before the wait was lost: %v", d)
+	}
+
+	// A wake during the wait, often enough to meet every interleaving.
+	for i := range 200 {
+		var called atomic.Bool
+		var wg sync.WaitGroup
+		wg.Go(func() {
+			time.Sleep(time.Duration(i%20) * 10 * time.Microsecond)
+			called.Store(true)
+			p.Wake()
+		})
+		for !called.Load() { // again after an early return
+			if d := waitTime(p, long); d > long/2 {
+				t.Fatalf("a wake during the wait was lost: %v", d)
+			}
+		}
+		wg.Wait()
+	}
+	// Whatever is left over of those wakes is used up by a few waits.
+	ok = false
+	for range 10 {
+		ok = ok || waitTime(p, short) >= short
+	}
+	if !ok {
+		t.Error("wakes never end")
+	}
+
+	to := MakeSockaddr(rx.Local())
+	b := NewSendBatch(1, 1)
+	b.Add([]byte("x"))
+	b.End(&to, 0, 0, DefaultHopLimit)
+	if _, err := tx.Send(b, 0); err != nil {
+		t.Fatal(err)
+	}
+	if d := waitTime(p, long); d > long/2 {
+		t.Errorf("data did not end the wait: %v", d)
+	}
+}
+
+func TestPollerWakeAfterClose(t *testing.T) {
+	p, err := NewPoller(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	for range 4 {
+		wg.Go(func() {
+			for range 100 {
+				p.Wake()
+			}
+		})
+	}
+	if err := p.Close(); err != nil {
+		t.Error(err)
+	}
+	wg.Wait()
+	if err := p.Close(); err != nil {
+		t.Errorf("again: %v", err)
+	}
+}

@@ -1,0 +1,135 @@
+package sys
+
+import (
+	"net/netip"
+
+	"golang.org/x/sys/unix"
+)
+
+// UDPSocket is a UDP socket bound to one address, unconnected and never
+// blocking.
+//
+// Unconnected is not a matter of taste: with path MTU discovery on, such a
+// socket sends IPv4 packets with identification 0 (counted up by one for each
+// segment of a segmented send), where a connected one counts from a random
+// number; and the RoCE checksum covers the identification.
+type UDPSocket struct {
+	fd    int
+	local netip.AddrPort
+	gso   bool
+	gro   bool
+	rcv   int
+	snd   int
+}
+
+// UDPOptions are what OpenUDP asks the kernel for.
+type UDPOptions struct {
+	RcvBuf int // bytes; the kernel grants at most net.core.rmem_max
+	SndBuf int // bytes; the kernel grants at most net.core.wmem_max
+	// GRO asks for datagrams of one size from one sender to arrive as one.
+	GRO bool
+	// Header asks for the traffic class and the hop limit of what arrives.
+	Header bool
+}
+
+// DefaultHopLimit is the hop limit, or time to live, of what a socket sends
+// unless a message says otherwise.
+const DefaultHopLimit = 64
+
+// OpenUDP opens a socket and binds it. An address of ours that another socket
+// has gives EADDRINUSE, one that is not ours EADDRNOTAVAIL.
+func OpenUDP(local netip.AddrPort, o UDPOptions) (*UDPSocket, error) {
+	family := unix.AF_INET6
+	if local.Addr().Is4() {
+		family = unix.AF_INET
+	}
+	fd, err := unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.IPPROTO_UDP)
+	if err != nil {
+		return nil, err
+	}
+	s := &UDPSocket{fd: fd, local: local}
+	if err := s.setup(o); err != nil {
+		unix.Close(fd)
+		return nil, err
+	}
+	return s, nil
+}
+
+func (s *UDPSocket) setup(o UDPOptions) error {
+	var must []option
+	if s.local.Addr().Is4() {
+		must = []option{
+			{unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_DO},
+			{unix.IPPROTO_IP, unix.IP_TTL, DefaultHopLimit},
+			{unix.IPPROTO_IP, unix.IP_RECVTOS, toInt(o.Header)},
+			{unix.IPPROTO_IP, unix.IP_RECVTTL, toInt(o.Header)},
+		}
+	} else {
+		must = []option{
+			{unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, 1},
+			{unix.IPPROTO_IPV6, unix.IPV6_MTU_DISCOVER, unix.IPV6_PMTUDISC_DO},
+			{unix.IPPROTO_IPV6, unix.IPV6_UNICAST_HOPS, DefaultHopLimit},
+			{unix.IPPROTO_IPV6, unix.IPV6_RECVTCLASS, toInt(o.Header)},
+			{unix.IPPROTO_IPV6, unix.IPV6_RECVHOPLIMIT, toInt(o.Header)},
+			// Linux's own RoCE driver sends no UDP checksum over IPv6
+			// either; without this its packets are dropped unseen.
+			{unix.IPPROTO_UDP, unix.UDP_NO_CHECK6_RX, 1},
+		}
+	}
+	for _, m := range must {
+		if err := m.set(s.fd); err != nil {
+			return err
+		}
+	}
+
+	// The kernel takes any size for a buffer and grants what it may.
+	option{unix.SOL_SOCKET, unix.SO_RCVBUF, o.RcvBuf}.set(s.fd)
+	option{unix.SOL_SOCKET, unix.SO_SNDBUF, o.SndBuf}.set(s.fd)
+	s.rcv, _ = unix.GetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_RCVBUF)
+	s.snd, _ = unix.GetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_SNDBUF)
+
+	_, err := unix.GetsockoptInt(s.fd, unix.IPPROTO_UDP, unix.UDP_SEGMENT)
+	s.gso = err == nil
+	if o.GRO {
+		s.gro = option{unix.IPPROTO_UDP, unix.UDP_GRO, 1}.set(s.fd) == nil
+	}
+
+	return unix.Bind(s.fd, sockaddr(s.local))
+}
+
+type option struct{ level, name, value int }
+
+func (o option) set(fd int) error { return unix.SetsockoptInt(fd, o.level, o.name, o.value) }
+
+func toInt(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+func sockaddr(a netip.AddrPort) unix.Sockaddr {
+	if a.Addr().Is4() {
+		return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
+	}
+	return &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
+}
+
+// Local returns the address that the socket is bound to.
+func (s *UDPSocket) Local() netip.AddrPort { return s.local }
+
+// GSO reports whether a send can carry several datagrams of one size.
+func (s *UDPSocket) GSO() bool { return s.gso }
+
+// GRO reports whether several datagrams may arrive as one.
+func (s *UDPSocket) GRO() bool { return s.gro }
+
+// RcvBuf returns the size of the receive buffer as the kernel counts: with what
+// it needs around every datagram, about as much again.
+func (s *UDPSocket) RcvBuf() int { return s.rcv }
+
+// SndBuf returns the size of the send buffer, counted likewise.
+func (s *UDPSocket) SndBuf() int { return s.snd }
+
+// Close closes the socket. Nobody may be using it.
+func (s *UDPSocket) Close() error { return unix.Close(s.fd) }

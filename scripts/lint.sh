@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Everything that can be said about the code without running it.
+#
+#   1. go.mod and go.sum are what the imports need.
+#   2. golangci-lint: formatting, errors, comments, and which package may import
+#      which (.golangci.yml).
+#   3. Long files are named; nobody fails for them.
+#
+# What golangci-lint cannot express (unsafe, cgo and system calls in their places)
+# is a Go test, internal/archtest.
+set -euo pipefail
+. "$(dirname "$0")/lib.sh"
+cd "$ROOT"
+
+rc=0
+if ! go mod tidy -diff; then
+  warn "lint: run go mod tidy"
+  rc=1
+fi
+
+if [ -x "$LINT" ]; then
+  "$LINT" run ./... || rc=1
+elif in_ci; then
+  warn "lint: golangci-lint is not there; run make setup"
+  rc=1
+else
+  warn "lint: golangci-lint is not there, only gofmt is checked; run make setup"
+  unformatted=$(gofmt -l .)
+  if [ -n "$unformatted" ]; then
+    warn "lint: not formatted:" "$unformatted"
+    rc=1
+  fi
+fi
+
+find . -name '*.go' -not -path './.*' -print0 | xargs -0 wc -l | sort -rn |
+  awk '$2 != "total" && $1 > 800 {printf "lint: note: %s has %d lines; does a second thing live there?\n", $2, $1}'
+exit $rc

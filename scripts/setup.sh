@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# Brings a machine to the point where everything in the Makefile runs.
+#
+#   1. Go and a C compiler are checked: without them nothing can be done here.
+#   2. Missing commands become a list of Debian packages. Root installs them;
+#      anybody else is told the one line to run, and tests go on without.
+#   3. The linter is built once for each version, into .bin.
+#
+# Steps 2 and 3 run side by side. Nothing is done twice: a second run takes no
+# time. With CI=true whatever is still missing at the end is a failure.
+set -euo pipefail
+. "$(dirname "$0")/lib.sh"
+cd "$ROOT"
+
+# command → Debian package, and what is lost without it
+NEEDS='
+ip       iproute2       tests in two network namespaces
+tc       iproute2       tests over a shaped path
+nft      nftables       tests over a path that drops packets
+tshark   tshark         the check of our packets by a decoder nobody here wrote
+iperf3   iperf3         the comparison with TCP in make bench
+ps       procps         tests with several processes
+'
+
+check_toolchain() {
+  if ! have go; then
+    warn "setup: Go is missing: install the version that go.mod names, or a later one"
+    exit 1
+  fi
+  # An older Go either fetches the right one or says which one it wants.
+  if ! go list -m >/dev/null; then
+    warn "setup: $(go version) cannot build this module"
+    exit 1
+  fi
+  if ! have "$(go env CC)"; then
+    warn "setup: a C compiler is missing (the race detector needs one): apt-get install gcc libc6-dev"
+    exit 1
+  fi
+}
+
+# missing_lines prints the lines of NEEDS whose command is not there.
+missing_lines() {
+  local cmd pkg why
+  while read -r cmd pkg why; do
+    if [ -n "$cmd" ] && ! have "$cmd"; then printf '%-8s %-12s %s\n' "$cmd" "$pkg" "$why"; fi
+  done <<<"$NEEDS"
+}
+
+install_packages() {
+  local lines pkgs log=$LOGS/apt.log
+  lines=$(missing_lines)
+  [ -n "$lines" ] || return 0
+  pkgs=$(awk '{print $2}' <<<"$lines" | sort -u | tr '\n' ' ')
+  if [ "$(id -u)" = 0 ] && have apt-get; then
+    say "setup: installing $pkgs(log: ${log#"$ROOT"/})"
+    # tshark asks whether ordinary users may capture; they need not, here.
+    export DEBIAN_FRONTEND=noninteractive
+    if have debconf-set-selections; then
+      echo 'wireshark-common wireshark-common/install-setuid boolean false' | debconf-set-selections
+    fi
+    # shellcheck disable=SC2086  # a list of package names
+    if ! { apt-get update -qq && apt-get install -y -qq --no-install-recommends $pkgs; } >"$log" 2>&1 </dev/null; then
+      warn "setup: apt-get failed:"
+      tail -n 5 "$log" >&2
+    fi
+    hash -r
+    lines=$(missing_lines)
+    [ -n "$lines" ] || return 0
+  fi
+  warn "setup: missing, and what is left out without it:"
+  awk '{cmd=$1; $1=$2=""; printf "  %-8s%s\n", cmd, $0}' <<<"$lines" >&2
+  warn "  to install, as root:  apt-get install --no-install-recommends $(awk '{print $2}' <<<"$lines" | sort -u | tr '\n' ' ')"
+  ! in_ci
+}
+
+install_linter() {
+  [ -x "$LINT" ] && return 0
+  local log=$LOGS/golangci-lint.log tmp
+  say "setup: building golangci-lint $LINT_VERSION, once (two to three minutes)"
+  tmp=$(mktemp -d "$BIN/tmp.XXXXXX")
+  # The module's checksum is verified against Go's checksum database.
+  if GOBIN=$tmp GOFLAGS='' go install -ldflags='-s -w' "$LINT_MODULE@$LINT_VERSION" >"$log" 2>&1; then
+    mv "$tmp/golangci-lint" "$LINT"
+    rm -rf "$tmp"
+    return 0
+  fi
+  rm -rf "$tmp"
+  warn "setup: golangci-lint $LINT_VERSION could not be built:"
+  grep -v '^go: downloading' "$log" | tail -n 5 >&2
+  warn "  linting is left out until it can be"
+  ! in_ci
+}
+
+check_toolchain
+mkdir -p "$BIN" "$LOGS"
+rc=0
+install_linter &
+linter=$!
+install_packages || rc=1
+wait "$linter" || rc=1
+if [ $rc != 0 ]; then warn "setup: something is missing, and CI=true makes that a failure"; fi
+exit $rc

@@ -1,0 +1,89 @@
+package verbs
+
+import (
+	"net/netip"
+
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// Config is how a device is opened. A nil *Config, and the zero value of each
+// field, mean the default.
+type Config struct {
+	// Addrs are the addresses that the device stands on, one GID each, in this
+	// order. They must be addresses of this host. Empty: the address, or all
+	// addresses of the device or interface, that was named in Open.
+	Addrs []netip.Addr
+
+	// Link restricts how requests may travel. Zero (LinkAny): directly if the
+	// peer lives in this process, by RoCE v2 packets if not.
+	Link LinkMode
+
+	// Lock says what registration does about mlock(2). Zero (LockAuto): memory
+	// outside the Go heap is locked where the limit allows it.
+	Lock LockMode
+
+	// Limits lower what the device offers. Zero fields: the device's own.
+	Limits Limits
+
+	// PCAP names a file to which all packets are written, for tshark and
+	// Wireshark; an existing file is overwritten. Requests between two queue
+	// pairs of one process make no packets unless Link is LinkUDP. Empty: no
+	// capture.
+	PCAP string
+
+	// Window is the largest number of packets that one queue pair has under way
+	// to a peer. Zero: what the peer's socket buffer is expected to hold.
+	Window int
+
+	// NoGSO and NoGRO switch the kernel's segmentation and coalescing of
+	// datagrams off. False: they are used where the kernel has them. They exist
+	// for tests and for measuring.
+	NoGSO bool
+	NoGRO bool
+}
+
+// LinkMode says which links a device may use.
+type LinkMode string
+
+const (
+	LinkAny  LinkMode = ""     // the best that reaches the peer
+	LinkLoop LinkMode = "loop" // only peers in this process; opens no socket
+	LinkUDP  LinkMode = "udp"  // RoCE v2 packets, even to oneself
+)
+
+// Limits are upper bounds on what a device offers; a zero field keeps the
+// device's own. They appear in [DeviceAttr].
+type Limits struct {
+	QPs  int // queue pairs
+	CQs  int // completion queues
+	MRs  int // memory regions
+	PDs  int // protection domains
+	AHs  int // address handles
+	SRQs int // shared receive queues
+
+	QPWR  int // outstanding requests in each queue of a queue pair
+	CQE   int // entries of a completion queue
+	SRQWR int // outstanding receives in a shared receive queue
+}
+
+// provider returns the configuration as the provider takes it. Slices are
+// copied: the caller may reuse its own.
+func (c *Config) provider() *provider.Config {
+	if c == nil {
+		return &provider.Config{}
+	}
+	return &provider.Config{
+		Addrs: append([]netip.Addr(nil), c.Addrs...),
+		Link:  string(c.Link),
+		Lock:  c.Lock,
+		Limits: provider.Limits{
+			QPs: c.Limits.QPs, CQs: c.Limits.CQs, MRs: c.Limits.MRs,
+			PDs: c.Limits.PDs, AHs: c.Limits.AHs, SRQs: c.Limits.SRQs,
+			QPWR: c.Limits.QPWR, CQE: c.Limits.CQE, SRQWR: c.Limits.SRQWR,
+		},
+		PCAP:   c.PCAP,
+		Window: c.Window,
+		NoGSO:  c.NoGSO,
+		NoGRO:  c.NoGRO,
+	}
+}

@@ -1,0 +1,232 @@
+package verbs
+
+import (
+	"context"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// The fake provider does no RDMA. It writes down what it is asked, so that the
+// tests see what package verbs passes on, and returns what it is told to, so
+// that they see what comes back.
+
+type fakeDevice struct {
+	attr  ib.DeviceAttr
+	port  ib.PortAttr
+	gids  []ib.GID
+	err   error // what every call returns, if set
+	event ib.AsyncEvent
+
+	entries int // what CreateCQ was asked for
+	channel provider.Channel
+	closed  int
+}
+
+func (d *fakeDevice) Attr() ib.DeviceAttr { return d.attr }
+func (d *fakeDevice) Port(port int) (ib.PortAttr, error) {
+	if port != 1 {
+		return ib.PortAttr{}, ib.Errorf("query_port", syscall.EINVAL, "port %d", port)
+	}
+	return d.port, d.err
+}
+func (d *fakeDevice) GIDs() []ib.GID { return d.gids }
+func (d *fakeDevice) Counters() []provider.Counter {
+	return []provider.Counter{{Name: "tx_packets", Value: 3}, {Name: "rx_packets", Value: 5}}
+}
+func (d *fakeDevice) NextEvent(ctx context.Context) (ib.AsyncEvent, error) {
+	if err := ctx.Err(); err != nil {
+		return ib.AsyncEvent{}, err
+	}
+	return d.event, d.err
+}
+func (d *fakeDevice) AllocPD() (provider.PD, error) {
+	if d.err != nil {
+		return nil, d.err
+	}
+	return &fakePD{dev: d}, nil
+}
+func (d *fakeDevice) CreateChannel() (provider.Channel, error) {
+	if d.err != nil {
+		return nil, d.err
+	}
+	return &fakeChannel{events: make(chan provider.CQ, 16)}, nil
+}
+func (d *fakeDevice) CreateCQ(entries int, ch provider.Channel) (provider.CQ, error) {
+	d.entries, d.channel = entries, ch
+	if d.err != nil {
+		return nil, d.err
+	}
+	return &fakeCQ{number: uint32(entries), wcs: make([]ib.WC, 0, entries)}, nil
+}
+func (d *fakeDevice) Close() error { d.closed++; return d.err }
+
+type fakePD struct {
+	dev *fakeDevice
+
+	buf          []byte // of the last RegMR
+	addr         uintptr
+	length, iova uint64
+	access       ib.Access
+	qpConfig     provider.QPConfig
+	srqConfig    provider.SRQConfig
+	ahAttr       ib.AHAttr
+	closed       int
+}
+
+func (p *fakePD) RegMR(buf []byte, access ib.Access) (provider.MR, error) {
+	p.buf, p.access = buf, access
+	if p.dev.err != nil {
+		return nil, p.dev.err
+	}
+	return &fakeMR{addr: 0x1000, length: uint64(len(buf)), access: access}, nil
+}
+func (p *fakePD) RegMRAddr(addr uintptr, length, iova uint64, access ib.Access) (provider.MR, error) {
+	p.addr, p.length, p.iova, p.access = addr, length, iova, access
+	if p.dev.err != nil {
+		return nil, p.dev.err
+	}
+	return &fakeMR{addr: iova, length: length, access: access}, nil
+}
+func (p *fakePD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
+	p.qpConfig = cfg
+	if p.dev.err != nil {
+		return nil, p.dev.err
+	}
+	return &fakeQP{typ: cfg.Type, number: 0x123}, nil
+}
+func (p *fakePD) CreateSRQ(cfg provider.SRQConfig) (provider.SRQ, error) {
+	p.srqConfig = cfg
+	if p.dev.err != nil {
+		return nil, p.dev.err
+	}
+	return &fakeSRQ{}, nil
+}
+func (p *fakePD) CreateAH(attr ib.AHAttr) (*ib.AH, error) {
+	p.ahAttr = attr
+	if p.dev.err != nil {
+		return nil, p.dev.err
+	}
+	return ib.NewAH(attr, nil, func() error { return nil }), nil
+}
+func (p *fakePD) Close() error { p.closed++; return p.dev.err }
+
+type fakeMR struct {
+	addr, length uint64
+	access       ib.Access
+	err          error
+	closed       int
+}
+
+func (m *fakeMR) LKey() uint32           { return 0xaa }
+func (m *fakeMR) RKey() uint32           { return 0xbb }
+func (m *fakeMR) Addr() uint64           { return m.addr }
+func (m *fakeMR) Length() uint64         { return m.length }
+func (m *fakeMR) Access() ib.Access      { return m.access }
+func (m *fakeMR) Locked() (bool, string) { return false, "Go heap" }
+func (m *fakeMR) Close() error           { m.closed++; return m.err }
+
+type fakeChannel struct {
+	events chan provider.CQ
+	err    error
+	closed int
+}
+
+func (c *fakeChannel) Next(ctx context.Context) (provider.CQ, error) {
+	select {
+	case cq := <-c.events:
+		return cq, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+func (c *fakeChannel) Close() error { c.closed++; return c.err }
+
+type fakeCQ struct {
+	number uint32
+	acked  atomic.Int32
+	mu     sync.Mutex // guards wcs
+	wcs    []ib.WC
+	err    error
+	asked  []bool // RequestNotify's arguments
+	size   int
+	closed int
+}
+
+func (c *fakeCQ) Number() uint32 { return c.number }
+func (c *fakeCQ) Cap() int       { return cap(c.wcs) }
+func (c *fakeCQ) Poll(wcs []ib.WC) (int, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	n := copy(wcs, c.wcs)
+	return n, c.err
+}
+func (c *fakeCQ) RequestNotify(solicitedOnly bool) error {
+	c.asked = append(c.asked, solicitedOnly)
+	return c.err
+}
+func (c *fakeCQ) Ack(events int)     { c.acked.Add(int32(events)) }
+func (c *fakeCQ) Resize(n int) error { c.size = n; return c.err }
+func (c *fakeCQ) Close() error       { c.closed++; return c.err }
+
+type modify struct {
+	attr ib.QPAttr
+	mask ib.QPAttrMask
+}
+
+type fakeQP struct {
+	typ     ib.QPType
+	number  uint32
+	sent    []ib.SendWR // of the last PostSend
+	recvd   []ib.RecvWR
+	accept  int // how many a Post takes
+	err     error
+	modifys []modify
+	failAt  ib.QPState // Modify to this state fails with err
+	closed  int
+}
+
+func (q *fakeQP) Number() uint32  { return q.number }
+func (q *fakeQP) Type() ib.QPType { return q.typ }
+func (q *fakeQP) PostSend(wrs []ib.SendWR) (int, error) {
+	q.sent = wrs
+	return q.accept, q.err
+}
+func (q *fakeQP) PostRecv(wrs []ib.RecvWR) (int, error) {
+	q.recvd = wrs
+	return q.accept, q.err
+}
+func (q *fakeQP) Modify(attr *ib.QPAttr, mask ib.QPAttrMask) error {
+	q.modifys = append(q.modifys, modify{*attr, mask})
+	if attr.State == q.failAt {
+		return q.err
+	}
+	return nil
+}
+func (q *fakeQP) Query() (ib.QPAttr, error) { return ib.QPAttr{State: ib.QPRTS}, q.err }
+func (q *fakeQP) Close() error              { q.closed++; return q.err }
+
+type fakeSRQ struct {
+	maxWR, limit int // Modify's arguments
+	modified     int
+	recvd        []ib.RecvWR
+	accept       int
+	err          error
+	closed       int
+}
+
+func (s *fakeSRQ) Number() uint32 { return 9 }
+func (s *fakeSRQ) PostRecv(wrs []ib.RecvWR) (int, error) {
+	s.recvd = wrs
+	return s.accept, s.err
+}
+func (s *fakeSRQ) Modify(maxWR, limit int) error {
+	s.maxWR, s.limit = maxWR, limit
+	s.modified++
+	return s.err
+}
+func (s *fakeSRQ) Query() (maxWR, maxSGE, limit int, err error) { return 64, 4, 8, s.err }
+func (s *fakeSRQ) Close() error                                 { s.closed++; return s.err }

@@ -1,0 +1,229 @@
+package verbs
+
+import (
+	"net/netip"
+
+	"github.com/verbena-rdma/verbena/ib"
+)
+
+// The nouns of package ib, where they are documented field by field.
+type (
+	Access      = ib.Access      // rights of a memory region, and of a connected peer
+	AH          = ib.AH          // address handle: a peer that UD requests can be sent to
+	AHAttr      = ib.AHAttr      // address of a peer
+	AsyncEvent  = ib.AsyncEvent  // something that happened outside any work request
+	AtomicCap   = ib.AtomicCap   // how far the atomicity of remote atomics reaches
+	DeviceAttr  = ib.DeviceAttr  // a device's identity, capabilities and limits
+	DeviceCap   = ib.DeviceCap   // capability bits of a device
+	DeviceInfo  = ib.DeviceInfo  // a device that can be opened
+	EventType   = ib.EventType   // kind of an asynchronous event
+	GID         = ib.GID         // global identifier: an IP address
+	LockMode    = ib.LockMode    // what registration does about mlock(2)
+	MTU         = ib.MTU         // path MTU
+	Opcode      = ib.Opcode      // what a send request does
+	OpError     = ib.OpError     // what every call that fails returns; wraps an errno
+	PortAttr    = ib.PortAttr    // attributes of a port
+	PortState   = ib.PortState   // state of a port's link
+	QPAttr      = ib.QPAttr      // attributes of a queue pair
+	QPAttrMask  = ib.QPAttrMask  // which attributes count
+	QPCap       = ib.QPCap       // sizes of a queue pair's queues
+	QPState     = ib.QPState     // state of a queue pair
+	QPType      = ib.QPType      // transport service of a queue pair
+	RecvWR      = ib.RecvWR      // work request for a receive queue
+	SendFlags   = ib.SendFlags   // modifiers of a send request
+	SendWR      = ib.SendWR      // work request for a send queue
+	SGE         = ib.SGE         // one piece of a scatter/gather list
+	StatusError = ib.StatusError // a failed completion as an error
+	WC          = ib.WC          // work completion
+	WCFlags     = ib.WCFlags     // which optional fields of a completion are valid
+	WCOpcode    = ib.WCOpcode    // what completed
+	WCStatus    = ib.WCStatus    // how a request ended
+)
+
+// GIDFromAddr returns the GID of an IP address. The zone, if any, is dropped.
+func GIDFromAddr(a netip.Addr) GID { return ib.GIDFromAddr(a) }
+
+// Rights of a memory region. Local reading is always allowed.
+const (
+	AccessLocalWrite       = ib.AccessLocalWrite       // the device may write on behalf of local work requests
+	AccessRemoteWrite      = ib.AccessRemoteWrite      // peers may RDMA WRITE; needs AccessLocalWrite
+	AccessRemoteRead       = ib.AccessRemoteRead       // peers may RDMA READ
+	AccessRemoteAtomic     = ib.AccessRemoteAtomic     // peers may do atomics; needs AccessLocalWrite
+	AccessMWBind           = ib.AccessMWBind           // memory windows may be bound to the region
+	AccessZeroBased        = ib.AccessZeroBased        // addresses in requests are offsets from the region's start
+	AccessOnDemand         = ib.AccessOnDemand         // pages are not pinned but faulted in when accessed
+	AccessRelaxedOrdering  = ib.AccessRelaxedOrdering  // a hint without effect on this device
+	AccessRemoteInvalidate = ib.AccessRemoteInvalidate // peers may kill the region's key by SEND with invalidate
+	AccessRemote           = ib.AccessRemote           // READ, WRITE and atomics
+)
+
+// Transport services.
+const (
+	RC = ib.RC // reliable connection
+	UC = ib.UC // unreliable connection
+	UD = ib.UD // unreliable datagram
+)
+
+// States of a queue pair.
+const (
+	QPReset = ib.QPReset // new: nothing can be posted
+	QPInit  = ib.QPInit  // receives can be posted
+	QPRTR   = ib.QPRTR   // ready to receive
+	QPRTS   = ib.QPRTS   // ready to send
+	QPSQD   = ib.QPSQD   // send queue drained: what is posted waits
+	QPSQE   = ib.QPSQE   // send queue error: UC and UD after a failed send
+	QPErr   = ib.QPErr   // error: all requests are flushed
+)
+
+// Attributes of a queue pair that [QP.Modify] is to set.
+const (
+	QPMaskState           = ib.QPMaskState
+	QPMaskCurState        = ib.QPMaskCurState
+	QPMaskAccess          = ib.QPMaskAccess
+	QPMaskPKeyIndex       = ib.QPMaskPKeyIndex
+	QPMaskPort            = ib.QPMaskPort
+	QPMaskQKey            = ib.QPMaskQKey
+	QPMaskAV              = ib.QPMaskAV
+	QPMaskPathMTU         = ib.QPMaskPathMTU
+	QPMaskTimeout         = ib.QPMaskTimeout
+	QPMaskRetryCnt        = ib.QPMaskRetryCnt
+	QPMaskRNRRetry        = ib.QPMaskRNRRetry
+	QPMaskRQPSN           = ib.QPMaskRQPSN
+	QPMaskMaxRDAtomic     = ib.QPMaskMaxRDAtomic
+	QPMaskMinRNRTimer     = ib.QPMaskMinRNRTimer
+	QPMaskSQPSN           = ib.QPMaskSQPSN
+	QPMaskMaxDestRDAtomic = ib.QPMaskMaxDestRDAtomic
+	QPMaskCap             = ib.QPMaskCap
+	QPMaskDestQPN         = ib.QPMaskDestQPN
+	QPMaskSQDAsyncNotify  = ib.QPMaskSQDAsyncNotify
+	QPMaskAltPath         = ib.QPMaskAltPath      // has no field: there are no alternate paths
+	QPMaskPathMigState    = ib.QPMaskPathMigState // has no field: there are no alternate paths
+)
+
+// Path MTUs.
+const (
+	MTU256  = ib.MTU256
+	MTU512  = ib.MTU512
+	MTU1024 = ib.MTU1024
+	MTU2048 = ib.MTU2048
+	MTU4096 = ib.MTU4096
+)
+
+// Operations of send requests.
+const (
+	OpSend           = ib.OpSend           // SEND to the peer's receive queue
+	OpSendImm        = ib.OpSendImm        // SEND with 4 bytes of immediate data
+	OpSendInv        = ib.OpSendInv        // SEND that invalidates a key of the peer
+	OpRDMAWrite      = ib.OpRDMAWrite      // WRITE to the peer's memory
+	OpRDMAWriteImm   = ib.OpRDMAWriteImm   // WRITE that also consumes a receive there
+	OpRDMARead       = ib.OpRDMARead       // READ of the peer's memory
+	OpAtomicCmpSwap  = ib.OpAtomicCmpSwap  // compare 8 bytes with CompareAdd and, if equal, store Swap
+	OpAtomicFetchAdd = ib.OpAtomicFetchAdd // add CompareAdd to 8 bytes
+
+	NumOpcodes = ib.NumOpcodes // the size of a table by operation
+)
+
+// Flags of send requests.
+const (
+	SendSignaled  = ib.SendSignaled  // make a completion when done (failures always make one)
+	SendSolicited = ib.SendSolicited // raise the peer's solicited completion event
+	SendFence     = ib.SendFence     // wait for earlier READs and atomics of this queue
+)
+
+// GRHLength is the number of bytes in front of every UD message.
+const GRHLength = ib.GRHLength
+
+// How a request ended. The numbers are those of ibv_wc_status.
+const (
+	WCSuccess        = ib.WCSuccess        // done
+	WCLocLenErr      = ib.WCLocLenErr      // message too long for the receive, or for the path
+	WCLocQPOpErr     = ib.WCLocQPOpErr     // the request does not fit the queue pair's state or type
+	WCLocEECOpErr    = ib.WCLocEECOpErr    // reliable datagram only: never from this device
+	WCLocProtErr     = ib.WCLocProtErr     // a local SGE failed: key, bounds, rights or domain
+	WCWRFlushErr     = ib.WCWRFlushErr     // the queue pair was in, or went to, the error state
+	WCMWBindErr      = ib.WCMWBindErr      // a memory window could not be bound
+	WCBadRespErr     = ib.WCBadRespErr     // the peer's answer makes no sense
+	WCLocAccessErr   = ib.WCLocAccessErr   // local protection while executing a peer's request
+	WCRemInvReqErr   = ib.WCRemInvReqErr   // the peer calls the request invalid
+	WCRemAccessErr   = ib.WCRemAccessErr   // the peer refuses access to its memory
+	WCRemOpErr       = ib.WCRemOpErr       // the peer could not complete the request
+	WCRetryExcErr    = ib.WCRetryExcErr    // no answer, after all retries
+	WCRNRRetryExcErr = ib.WCRNRRetryExcErr // the peer had no receive posted, after all retries
+	WCLocRDDViolErr  = ib.WCLocRDDViolErr  // reliable datagram only: never from this device
+	WCRemInvRDReqErr = ib.WCRemInvRDReqErr // reliable datagram only: never from this device
+	WCRemAbortErr    = ib.WCRemAbortErr    // reliable datagram only: never from this device
+	WCInvEECNErr     = ib.WCInvEECNErr     // reliable datagram only: never from this device
+	WCInvEECStateErr = ib.WCInvEECStateErr // reliable datagram only: never from this device
+	WCFatalErr       = ib.WCFatalErr       // the device failed
+	WCRespTimeoutErr = ib.WCRespTimeoutErr // no answer to a management request
+	WCGeneralErr     = ib.WCGeneralErr     // none of the others
+)
+
+// What completed.
+const (
+	WCSend            = ib.WCSend            // a SEND of any kind was sent
+	WCRDMAWrite       = ib.WCRDMAWrite       // a WRITE of any kind was done
+	WCRDMARead        = ib.WCRDMARead        // a READ was done
+	WCCompSwap        = ib.WCCompSwap        // a compare-and-swap was done
+	WCFetchAdd        = ib.WCFetchAdd        // a fetch-and-add was done
+	WCRecv            = ib.WCRecv            // a SEND was received
+	WCRecvRDMAWithImm = ib.WCRecvRDMAWithImm // a WRITE with immediate data consumed the receive
+)
+
+// Which optional fields of a completion are valid.
+const (
+	WCGRH     = ib.WCGRH     // UD: the first 40 bytes of the buffer hold the routing header
+	WCWithImm = ib.WCWithImm // Imm is valid
+	WCWithInv = ib.WCWithInv // InvalidatedKey is valid
+)
+
+// Kinds of asynchronous events.
+const (
+	EventCQErr            = ib.EventCQErr            // a completion queue overflowed
+	EventQPFatal          = ib.EventQPFatal          // a queue pair failed and its requests may not all be flushed
+	EventQPReqErr         = ib.EventQPReqErr         // the responder side refused a malformed request
+	EventQPAccessErr      = ib.EventQPAccessErr      // the responder side refused access
+	EventCommEst          = ib.EventCommEst          // a packet arrived before the queue pair was in RTS
+	EventSQDrained        = ib.EventSQDrained        // the send queue is drained
+	EventQPLastWQEReached = ib.EventQPLastWQEReached // a queue pair with SRQ in error took its last receive
+	EventSRQErr           = ib.EventSRQErr           // a shared receive queue failed
+	EventSRQLimitReached  = ib.EventSRQLimitReached  // a shared receive queue fell below its limit
+	EventPortActive       = ib.EventPortActive       // the port came up
+	EventPortErr          = ib.EventPortErr          // the port went down
+	EventDeviceFatal      = ib.EventDeviceFatal      // the device failed
+)
+
+// How far the atomicity of remote atomics reaches.
+const (
+	AtomicNone = ib.AtomicNone // there are no atomics
+	AtomicHCA  = ib.AtomicHCA  // among requests through this device
+	AtomicGlob = ib.AtomicGlob // also with the CPU's own atomic instructions
+)
+
+// Capabilities of a device.
+const (
+	CapSRQResize        = ib.CapSRQResize        // a shared receive queue can be resized
+	CapRCRNRNak         = ib.CapRCRNRNak         // RNR NAKs are generated
+	CapBadPKeyCntr      = ib.CapBadPKeyCntr      // packets with a wrong P_Key are counted
+	CapBadQKeyCntr      = ib.CapBadQKeyCntr      // packets with a wrong Q_Key are counted
+	CapCurrQPState      = ib.CapCurrQPState      // Modify honours CurState
+	CapPortActiveEvent  = ib.CapPortActiveEvent  // port events are raised
+	CapSysImageGUID     = ib.CapSysImageGUID     // SysImageGUID is supported
+	CapUDIPCsum         = ib.CapUDIPCsum         // unused by this device
+	CapMemMgtExtensions = ib.CapMemMgtExtensions // SEND with invalidate
+)
+
+// States of a port's link.
+const (
+	PortDown   = ib.PortDown   // the interface is down
+	PortInit   = ib.PortInit   // InfiniBand only: never from this device
+	PortArmed  = ib.PortArmed  // InfiniBand only: never from this device
+	PortActive = ib.PortActive // traffic flows
+)
+
+// What registration of memory does about mlock(2).
+const (
+	LockAuto   = ib.LockAuto   // lock memory outside the Go heap where the limit allows it
+	LockOff    = ib.LockOff    // never lock
+	LockStrict = ib.LockStrict // refuse a region that cannot be locked
+)

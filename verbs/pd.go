@@ -1,0 +1,245 @@
+package verbs
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"math"
+
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// PD is a protection domain: regions, queue pairs, shared receive queues and
+// address handles work together only if they are of the same domain. See
+// ibv_alloc_pd(3).
+type PD struct {
+	p   provider.PD
+	dev *Device
+}
+
+func (pd *PD) ok() bool { return pd != nil && pd.p != nil }
+
+// RegMR registers a slice, which may lie anywhere in the Go heap or outside it.
+// The device, and with the remote rights the peers, may access it from now
+// until [MR.Close]; until then the slice is kept alive. See ibv_reg_mr(3), and
+// the package comment for what a Go program must heed.
+//
+// Local reading is always allowed; access adds to that. AccessRemoteWrite and
+// AccessRemoteAtomic need AccessLocalWrite too.
+//
+// Errors: EINVAL for an empty slice, unknown rights, or remote writing or
+// atomics without AccessLocalWrite; EOPNOTSUPP for rights that the device does
+// not have; ENOMEM if the device has no more regions (MaxMR in [DeviceAttr]),
+// the slice is longer than MaxMRSize or, with LockStrict, locking it would
+// exceed RLIMIT_MEMLOCK; EPERM with LockStrict if that limit is 0; EFAULT if
+// the memory is not mapped, or is not writable though AccessLocalWrite is
+// asked for; ENODEV if the device is closed; EINVAL for a nil domain.
+func (pd *PD) RegMR(buf []byte, access Access) (*MR, error) {
+	if !pd.ok() {
+		return nil, invalid("reg_mr", "nil protection domain")
+	}
+	p, err := pd.p.RegMR(buf, access)
+	if err != nil {
+		return nil, err
+	}
+	return &MR{p: p}, nil
+}
+
+// RegMRAddr registers memory by address: memory that is not Go's, such as a
+// mapping or what a C library allocated. It keeps nothing alive; the memory
+// must stay mapped until [MR.Close] has returned. A range that is unmapped
+// before, or mapped anew, fails the requests that touch it.
+//
+// For slices use [PD.RegMR]. The address of a Go variable is never right here:
+// it may lie on a goroutine's stack, which moves.
+//
+// Errors: those of RegMR; EINVAL also if length is 0 or the range wraps around
+// the end of the address space.
+func (pd *PD) RegMRAddr(addr uintptr, length uint64, access Access) (*MR, error) {
+	iova := uint64(addr)
+	if access&AccessZeroBased != 0 {
+		iova = 0
+	}
+	return pd.RegMRIOVA(addr, length, iova, access)
+}
+
+// RegMRIOVA registers memory by address, as [PD.RegMRAddr] does, and gives the
+// region an address of its own: requests name the first byte as iova, and
+// [MR.Addr] returns that. An iova of 0 has the effect of AccessZeroBased. See
+// ibv_reg_mr_iova(3).
+//
+// Errors: those of RegMRAddr; EINVAL also if iova and length wrap around, or if
+// AccessZeroBased comes with an iova other than 0.
+func (pd *PD) RegMRIOVA(addr uintptr, length, iova uint64, access Access) (*MR, error) {
+	if !pd.ok() {
+		return nil, invalid("reg_mr", "nil protection domain")
+	}
+	p, err := pd.p.RegMRAddr(addr, length, iova, access)
+	if err != nil {
+		return nil, err
+	}
+	return &MR{p: p}, nil
+}
+
+// CreateQP makes a queue pair, in state [QPReset]. What its queues can hold is
+// at least what cfg.Cap asks for; [QP.Query] tells. See ibv_create_qp(3).
+//
+// Errors: EINVAL if cfg or one of its completion queues is nil, belongs to
+// another device or is closed, the type is unknown, the SRQ is of another
+// domain or the type does not take one (UC), or Cap asks for a negative number
+// or for more than [DeviceAttr] offers (MaxQPWR, MaxSGE, MaxInlineData); ENOMEM
+// if the device has no more queue pairs (MaxQP); ENODEV if the device is
+// closed; EINVAL for a nil domain.
+func (pd *PD) CreateQP(cfg *QPConfig) (*QP, error) {
+	const op = "create_qp"
+	switch {
+	case !pd.ok():
+		return nil, invalid(op, "nil protection domain")
+	case cfg == nil:
+		return nil, invalid(op, "nil QPConfig")
+	case !cfg.SendCQ.ok():
+		return nil, invalid(op, "nil SendCQ")
+	case !cfg.RecvCQ.ok():
+		return nil, invalid(op, "nil RecvCQ")
+	}
+	pc := provider.QPConfig{
+		Type:      cfg.Type,
+		SendCQ:    cfg.SendCQ.p,
+		RecvCQ:    cfg.RecvCQ.p,
+		Cap:       cfg.Cap,
+		SignalAll: cfg.SignalAll,
+	}
+	if cfg.SRQ != nil {
+		if !cfg.SRQ.ok() {
+			return nil, invalid(op, "SRQ was not made by CreateSRQ")
+		}
+		pc.SRQ = cfg.SRQ.p
+	}
+	p, err := pd.p.CreateQP(pc)
+	if err != nil {
+		return nil, err
+	}
+	qp := &QP{p: p, dev: pd.dev, psn: randomPSN()}
+	if cfg.Type == UD {
+		qp.qkey = randomQKey()
+	}
+	return qp, nil
+}
+
+// randomPSN returns 24 bits that a stranger cannot guess: with a known PSN
+// packets can be forged into a connection.
+func randomPSN() uint32 { return random32() & (1<<24 - 1) }
+
+// randomQKey returns a Q_Key other than 0. The top bit stays clear: it marks
+// controlled keys, which are for privileged programs, and in a request it means
+// "the queue pair's own".
+func randomQKey() uint32 {
+	for {
+		if k := random32() &^ (1 << 31); k != 0 {
+			return k
+		}
+	}
+}
+
+func random32() uint32 {
+	var b [4]byte
+	rand.Read(b[:]) // never fails
+	return binary.NativeEndian.Uint32(b[:])
+}
+
+// CreateSRQ makes a shared receive queue, from which any number of queue pairs
+// of the domain take their receives. See ibv_create_srq(3).
+//
+// Errors: EINVAL if cfg is nil, MaxWR is less than 1 or more than MaxSRQWR in
+// [DeviceAttr], MaxSGE is negative or more than MaxSRQSGE, or Limit is negative
+// or more than MaxWR; ENOMEM if the device has no more shared receive queues
+// (MaxSRQ); ENODEV if the device is closed; EINVAL for a nil domain.
+func (pd *PD) CreateSRQ(cfg *SRQConfig) (*SRQ, error) {
+	if !pd.ok() {
+		return nil, invalid("create_srq", "nil protection domain")
+	}
+	if cfg == nil {
+		return nil, invalid("create_srq", "nil SRQConfig")
+	}
+	p, err := pd.p.CreateSRQ(provider.SRQConfig{MaxWR: cfg.MaxWR, MaxSGE: cfg.MaxSGE, Limit: cfg.Limit})
+	if err != nil {
+		return nil, err
+	}
+	return &SRQ{p: p}, nil
+}
+
+// CreateAH makes an address handle: a peer that UD requests of the domain can
+// be sent to. See ibv_create_ah(3).
+//
+// Errors: EINVAL if the DGID is unset or is a multicast address, the SGIDIndex
+// is not that of a local GID, the two are not of one address family, the port
+// does not exist or the flow label has more than 20 bits; EHOSTUNREACH if
+// the links that the device may use do not reach the peer; ENOMEM if the
+// device has no more address handles (MaxAH in [DeviceAttr]); ENODEV if the
+// device is closed; EINVAL for a nil domain.
+func (pd *PD) CreateAH(attr AHAttr) (*AH, error) {
+	if !pd.ok() {
+		return nil, invalid("create_ah", "nil protection domain")
+	}
+	return pd.p.CreateAH(attr)
+}
+
+// Close destroys the domain. It is idempotent. See ibv_dealloc_pd(3).
+//
+// Errors: EBUSY while something in the domain is open; EINVAL for a nil domain.
+func (pd *PD) Close() error {
+	if !pd.ok() {
+		return invalid("dealloc_pd", "nil protection domain")
+	}
+	return pd.p.Close()
+}
+
+// MR is a memory region: memory that the device may access. See ibv_reg_mr(3).
+type MR struct {
+	p provider.MR
+}
+
+// LKey returns the key that local requests name the region by, in their [SGE]s.
+func (mr *MR) LKey() uint32 { return mr.p.LKey() }
+
+// RKey returns the key that peers name the region by. Whoever has it, and is
+// connected to a queue pair of the domain, has the region's remote rights.
+func (mr *MR) RKey() uint32 { return mr.p.RKey() }
+
+// Addr returns the address of the first byte, as requests name it: 0 if the
+// region is zero-based.
+func (mr *MR) Addr() uint64 { return mr.p.Addr() }
+
+// Length returns the number of bytes.
+func (mr *MR) Length() uint64 { return mr.p.Length() }
+
+// Access returns the rights that the region was registered with.
+func (mr *MR) Access() Access { return mr.p.Access() }
+
+// Locked reports whether the region's pages are locked in memory, and if they
+// are not, why. The Go heap never is.
+func (mr *MR) Locked() (bool, string) { return mr.p.Locked() }
+
+// SGE returns the scatter/gather element for n bytes of the region from offset
+// off on. It checks nothing: a request with a range that is not inside the
+// region fails, and an n that does not fit an element becomes the longest
+// element, which fits no message.
+func (mr *MR) SGE(off, n int) SGE {
+	length := uint32(math.MaxUint32)
+	if n >= 0 && uint64(n) <= math.MaxUint32 {
+		length = uint32(n)
+	}
+	return SGE{Addr: mr.p.Addr() + uint64(off), Length: length, LKey: mr.p.LKey()}
+}
+
+// Close deregisters the region. When it has returned, neither the device nor
+// any peer accesses the memory any more; requests that still name the region
+// fail. It is idempotent. See ibv_dereg_mr(3).
+//
+// Errors: EBUSY while memory windows are bound to the region; EINVAL for a nil
+// region.
+func (mr *MR) Close() error {
+	if mr == nil || mr.p == nil {
+		return invalid("dereg_mr", "nil memory region")
+	}
+	return mr.p.Close()
+}
