@@ -17,15 +17,15 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // end is one side of a connection, with everything it needs.
 type end struct {
-	t    testing.TB
-	dev  *Device
-	pd   provider.PD
-	cq   provider.CQ
-	qp   provider.QP
-	buf  []byte
-	mr   provider.MR
-	psn  uint32
-	mtu  ib.MTU
+	t   testing.TB
+	dev *Device
+	pd  provider.PD
+	cq  provider.CQ
+	qp  provider.QP
+	buf []byte
+	mr  provider.MR
+	psn uint32
+	mtu ib.MTU
 }
 
 const allRemote = ib.AccessLocalWrite | ib.AccessRemote
@@ -133,6 +133,11 @@ func fill(b []byte, seed byte) {
 
 func pair(t testing.TB, mode string, typ ib.QPType, size int) (a, b *end) {
 	t.Helper()
+	return pairMTU(t, mode, typ, size, ib.MTU1024)
+}
+
+func pairMTU(t testing.TB, mode string, typ ib.QPType, size int, mtu ib.MTU) (a, b *end) {
+	t.Helper()
 	open := func(i byte) *Device {
 		d, err := Open("", &provider.Config{Link: mode, Addrs: []netip.Addr{netip.AddrFrom4([4]byte{127, 77, 9, i})}})
 		if err != nil {
@@ -148,6 +153,7 @@ func pair(t testing.TB, mode string, typ ib.QPType, size int) (a, b *end) {
 	a, b = newEnd(t, open(1), typ, size), newEnd(t, open(2), typ, size)
 	t.Cleanup(a.close)
 	t.Cleanup(b.close)
+	a.mtu, b.mtu = mtu, mtu
 	a.connect(b)
 	b.connect(a)
 	return a, b

@@ -14,7 +14,7 @@ type fifo[T any] struct {
 	ready chan struct{} // has a token while items or closed are set
 
 	mu     sync.Mutex // guards what follows
-	items  []T
+	items  ring[T]
 	closed bool
 }
 
@@ -29,7 +29,7 @@ func (f *fifo[T]) signal() {
 
 func (f *fifo[T]) push(v T) {
 	f.mu.Lock()
-	f.items = append(f.items, v)
+	f.items.push(v)
 	f.mu.Unlock()
 	f.signal()
 }
@@ -38,11 +38,10 @@ func (f *fifo[T]) push(v T) {
 func (f *fifo[T]) pop() (v T, ok, closed bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if len(f.items) > 0 {
-		v, ok = f.items[0], true
-		f.items = f.items[1:]
+	if f.items.len() > 0 {
+		v, ok = f.items.pop(), true
 	}
-	if len(f.items) > 0 || f.closed {
+	if f.items.len() > 0 || f.closed {
 		f.signal() // for the next who waits
 	}
 	return v, ok, f.closed
@@ -70,14 +69,7 @@ func (f *fifo[T]) wait(ctx context.Context) (v T, closed bool, err error) {
 func (f *fifo[T]) remove(match func(T) bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	kept := f.items[:0]
-	for _, v := range f.items {
-		if !match(v) {
-			kept = append(kept, v)
-		}
-	}
-	clear(f.items[len(kept):])
-	f.items = kept
+	f.items.remove(match)
 }
 
 func (f *fifo[T]) close() {

@@ -2,7 +2,6 @@ package device
 
 import (
 	"net/netip"
-	"sync"
 	"syscall"
 	"time"
 
@@ -16,11 +15,11 @@ import (
 type noLink struct {
 	addrs []netip.Addr
 	wake  chan struct{}
-	once  sync.Once
+	timer *time.Timer // of the one who waits
 }
 
 func newNoLink(addrs []netip.Addr) *noLink {
-	return &noLink{addrs: addrs, wake: make(chan struct{}, 1)}
+	return &noLink{addrs: addrs, wake: make(chan struct{}, 1), timer: time.NewTimer(0)}
 }
 
 func (l *noLink) Prepare(f *train.Flow) error {
@@ -34,11 +33,10 @@ func (l *noLink) Wait(d time.Duration) {
 		<-l.wake
 		return
 	}
-	t := time.NewTimer(d)
-	defer t.Stop()
+	l.timer.Reset(d)
 	select {
 	case <-l.wake:
-	case <-t.C:
+	case <-l.timer.C:
 	}
 }
 
@@ -53,4 +51,4 @@ func (l *noLink) MTU() int            { return ib.MTU4096.Bytes() }
 func (l *noLink) Window(int) int      { return loopWindow }
 func (l *noLink) Addrs() []netip.Addr { return l.addrs }
 func (l *noLink) Offloads() []string  { return nil }
-func (l *noLink) Close() error        { l.Wake(); return nil }
+func (l *noLink) Close() error        { l.timer.Stop(); return nil }

@@ -84,7 +84,7 @@ type peer struct {
 	credits *qp.Credits
 
 	mu      sync.Mutex // guards waiting
-	waiting []*QP      // queue pairs that found no credits, oldest first
+	waiting ring[*QP]  // queue pairs that found no credits, oldest first
 }
 
 // peerWindows is how many windows' worth of packets all queue pairs together
@@ -113,7 +113,7 @@ func (d *Device) await(q *QP) {
 		return
 	}
 	p.mu.Lock()
-	p.waiting = append(p.waiting, q)
+	p.waiting.push(q)
 	p.mu.Unlock()
 	if p.credits.Free() {
 		d.later(q)
@@ -124,15 +124,11 @@ func (d *Device) await(q *QP) {
 func (d *Device) runWaiting(p *peer, now qp.Time) {
 	for p != nil && p.credits.Free() {
 		p.mu.Lock()
-		if len(p.waiting) == 0 {
+		if p.waiting.len() == 0 {
 			p.mu.Unlock()
 			return
 		}
-		q := p.waiting[0]
-		p.waiting[0] = nil
-		if p.waiting = p.waiting[1:]; len(p.waiting) == 0 {
-			p.waiting = nil
-		}
+		q := p.waiting.pop()
 		p.mu.Unlock()
 		q.waiting.Store(false)
 		d.transmit(q, now)

@@ -35,8 +35,8 @@ type progress struct {
 	}
 
 	ready struct {
-		sync.Mutex       // guards list
-		list       []*QP // have more to send
+		sync.Mutex           // guards list
+		list       ring[*QP] // have more to send
 		some       atomic.Bool
 	}
 }
@@ -83,7 +83,7 @@ func (d *Device) later(q *QP) {
 		return
 	}
 	d.ready.Lock()
-	d.ready.list = append(d.ready.list, q)
+	d.ready.list.push(q)
 	d.ready.some.Store(true)
 	d.ready.Unlock()
 	d.wakeBefore(0)
@@ -93,16 +93,12 @@ func (d *Device) later(q *QP) {
 func (d *Device) runReady(n int) {
 	for range n {
 		d.ready.Lock()
-		if len(d.ready.list) == 0 {
+		if d.ready.list.len() == 0 {
 			d.ready.Unlock()
 			return
 		}
-		q := d.ready.list[0]
-		d.ready.list[0] = nil
-		if d.ready.list = d.ready.list[1:]; len(d.ready.list) == 0 {
-			d.ready.list = nil
-			d.ready.some.Store(false)
-		}
+		q := d.ready.list.pop()
+		d.ready.some.Store(d.ready.list.len() > 0)
 		d.ready.Unlock()
 		q.queued.Store(false)
 		d.transmit(q, d.now())

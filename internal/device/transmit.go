@@ -47,13 +47,10 @@ func (d *Device) transmit(q *QP, now qp.Time) {
 		return
 	}
 	b := batches.Get().(*batch)
-	more := false
-	for {
-		more = d.drain(q, b, now) || more
-		if q.tx.CompareAndSwap(txBusy, txIdle) {
-			break
-		}
+	more := d.drain(q, b, now)
+	for !q.tx.CompareAndSwap(txBusy, txIdle) {
 		q.tx.Store(txBusy)
+		more = d.drain(q, b, d.now())
 	}
 	batches.Put(b)
 	if more {
@@ -79,8 +76,8 @@ func (q *QP) claimToken() bool {
 	}
 }
 
-// drain pulls and sends until there is nothing more, or the quantum is used up;
-// then it returns true.
+// drain pulls and sends until there is nothing more, or the quantum is used up
+// and it returns true.
 func (d *Device) drain(q *QP, b *batch, now qp.Time) bool {
 	for bytes := 0; bytes < txQuantum; {
 		n := 0
@@ -100,7 +97,9 @@ func (d *Device) drain(q *QP, b *batch, now qp.Time) bool {
 		}
 		d.send(q, b.ptrs[:n], now)
 	}
-	return true
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.core.Pending()
 }
 
 // send hands trains to their links, in order.

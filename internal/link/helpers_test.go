@@ -55,6 +55,11 @@ func openUDP(t testing.TB, cfg UDPConfig) *UDP {
 		if err != nil {
 			t.Fatal(err)
 		}
+		if _, ok := t.(*testing.T); ok {
+			if err := u.WantHeaders(); err != nil {
+				t.Fatal(err)
+			}
+		}
 		t.Cleanup(func() {
 			if err := u.Close(); err != nil {
 				t.Errorf("close: %v", err)

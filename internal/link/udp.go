@@ -167,7 +167,6 @@ func (u *UDP) openEnd(a netip.Addr) (*udpEnd, int, error) {
 		RcvBuf: u.cfg.SocketBuffer,
 		SndBuf: u.cfg.SocketBuffer,
 		GRO:    !u.cfg.NoGRO,
-		Header: true,
 	})
 	switch {
 	case errors.Is(err, syscall.EADDRINUSE):
@@ -311,6 +310,24 @@ func (u *UDP) txSocketLocked(e *udpEnd, slot uint32) (*sys.UDPSocket, error) {
 		}
 	}
 	return nil, fmt.Errorf("prepare_flow: UDP socket to send from %v: %w", e.addr, err)
+}
+
+// WantHeaders asks for the traffic class and the hop limit of trains that arrive
+// from now on; before, and for who does not ask, they are 0 and 64. A device asks
+// when its first UD queue pair is made, which needs them for the routing header:
+// the kernel takes about a tenth of a microsecond for it, for every datagram.
+func (u *UDP) WantHeaders() error {
+	u.recv.mu.Lock()
+	defer u.recv.mu.Unlock()
+	if u.recv.closed {
+		return ErrClosed
+	}
+	for _, e := range u.ends {
+		if err := e.rx.RecvHeader(); err != nil {
+			return fmt.Errorf("link: headers of packets on %v: %w", e.addr, err)
+		}
+	}
+	return nil
 }
 
 // Wait blocks until something may have arrived.

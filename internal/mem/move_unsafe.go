@@ -11,13 +11,10 @@ package mem
 //   - The memory may be gone: unmapped, protected, or the file behind it cut
 //     short. The runtime is asked to turn the fault into a panic, which is
 //     caught here and nowhere else.
-//   - The last word of a message is stored as a whole. Where the message ends
-//     within a word, the bytes behind it are written back as they were; with a
-//     compare-and-swap, so that no update of theirs is lost. An aligned word
-//     never reaches into another page or another Go object's pointers.
+//   - Atomics and the end of a message are stored as words where bytes were
+//     registered. Such words are aligned.
 
 import (
-	"encoding/binary"
 	"runtime/debug"
 	"sync/atomic"
 	"unsafe"
@@ -52,29 +49,16 @@ func moveGuarded(d, s []byte, last bool) (bad uintptr) {
 //go:norace
 func copyBytes(d, s []byte) { copy(d, s) }
 
-// store copies s to d and stores the last aligned word after all others.
+// store copies s to d and stores what lies in the last aligned word after all
+// the rest.
 //
 //go:norace
-//go:nocheckptr
 func store(d, s []byte) {
 	last := unsafe.Pointer(&d[len(d)-1])
-	place := uintptr(last) % wordSize // of the last byte in its word
-	tail := min(int(place)+1, len(d))
+	tail := min(int(uintptr(last)%wordSize)+1, len(d))
 	head := len(d) - tail
 	copy(d[:head], s)
-	word := (*uint64)(unsafe.Add(last, -int(place)))
-	if tail == wordSize {
-		storeRelease(word, binary.NativeEndian.Uint64(s[head:]))
-		return
-	}
-	for {
-		before := atomic.LoadUint64(word)
-		after := before
-		copy((*[wordSize]byte)(unsafe.Pointer(&after))[int(place)+1-tail:], s[head:])
-		if atomic.CompareAndSwapUint64(word, before, after) {
-			return
-		}
-	}
+	storeTail(last, s[head:])
 }
 
 // swapOrAdd does an atomic operation on the first 8 bytes of b, which are
@@ -90,8 +74,13 @@ func swapOrAdd(b []byte, op AtomicOp, compare, swapAdd uint64) (orig uint64, ok 
 	return change((*uint64)(unsafe.Pointer(unsafe.SliceData(b))), op, compare, swapAdd), true
 }
 
+// change does the operation. The ordinary load in front meets memory that is
+// gone: under the race detector an atomic instruction is a call into foreign
+// code, where a fault would end the program.
+//
 //go:norace
 func change(p *uint64, op AtomicOp, compare, swapAdd uint64) (orig uint64) {
+	_ = *(*[1]byte)(unsafe.Pointer(p))
 	if op == FetchAdd {
 		return atomic.AddUint64(p, swapAdd) - swapAdd
 	}

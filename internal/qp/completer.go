@@ -134,15 +134,14 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 		q.fail(ib.WCBadRespErr, vendorResponseKind, now)
 		return mem.Fault{}
 	}
-	list := q.localList(q.sq.head)
 	if f.atomic {
 		setOrig(t)
 	} else if want := min(t.N*q.mtu, int(w.len)-done*q.mtu); t.Len != want || t.N > 1 && t.MTU != q.mtu {
 		q.fail(ib.WCBadRespErr, vendorResponseSize, now)
 		return mem.Fault{}
 	}
-	list.Off = uint64(done) * uint64(q.mtu)
-	if fault, side := mem.Copy(&list, &t.Payload, uint64(t.Len), done+t.N == int(w.n)); !fault.OK() {
+	list := q.localList(q.sq.head, uint64(done)*uint64(q.mtu))
+	if fault, side := mem.Copy(list, &t.Payload, uint64(t.Len), done+t.N == int(w.n)); !fault.OK() {
 		if side == mem.Src {
 			return fault
 		}

@@ -157,6 +157,11 @@ func (q *QP) Pull(t *train.Train, now Time) bool {
 	return true
 }
 
+// Pending reports whether there may be something to Pull.
+func (q *QP) Pending() bool {
+	return q.resp.n > 0 || q.resp.ack.pending || q.req.cur != q.sq.tail && (q.state == ib.QPRTS || q.state == ib.QPSQD)
+}
+
 func cmpOr(a, b *train.Flow) *train.Flow {
 	if a != nil {
 		return a

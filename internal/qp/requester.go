@@ -34,6 +34,8 @@ type requester struct {
 	failing ib.WCStatus
 	vendor  uint16
 
+	list mem.List // scratch, to build one without allocating
+
 	timers
 }
 

@@ -217,14 +217,14 @@ func (q *QP) checkLocal(i uint32) mem.Fault {
 	if w.inline || w.len == 0 {
 		return mem.Fault{}
 	}
-	l := q.localList(i)
-	return mem.Check(&l, uint64(w.len))
+	return mem.Check(q.localList(i, 0), uint64(w.len))
 }
 
-// localList is the request's scatter/gather list with the rights it needs:
-// results of READs and atomics are written.
-func (q *QP) localList(i uint32) mem.List {
-	l := mem.List{Table: q.Table, Actor: q.actor(), SGEs: q.sq.list(i)}
+// localList is the request's scatter/gather list from off on, with the rights
+// it needs: results of READs and atomics are written.
+func (q *QP) localList(i uint32, off uint64) *mem.List {
+	l := &q.req.list
+	*l = mem.List{Table: q.Table, Actor: q.actor(), SGEs: q.sq.list(i), Off: off}
 	if q.sq.at(i).facts().rd {
 		l.Access = ib.AccessLocalWrite
 	}

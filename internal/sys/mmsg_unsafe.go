@@ -258,8 +258,8 @@ type Datagram struct {
 	Bytes     []byte
 	Segment   int  // 0: it is one
 	Truncated bool // it was longer than the buffer
-	TClass    uint8
-	HopLimit  uint8
+	TClass    uint8 // 0 if RecvHeader was not called
+	HopLimit  uint8 // likewise DefaultHopLimit
 }
 
 // Get describes datagram i of the last Recv. Bytes are valid until the next.
@@ -280,7 +280,7 @@ func (b *RecvBatch) Get(i int, d *Datagram) {
 		d.From = netip.AddrPort{}
 	}
 
-	d.Segment, d.TClass, d.HopLimit = 0, 0, 0
+	d.Segment, d.TClass, d.HopLimit = 0, 0, DefaultHopLimit
 	b.ctl[i].get(int(m.hdr.Controllen), d)
 }
 

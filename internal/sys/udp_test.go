@@ -68,7 +68,10 @@ func TestSendRecv(t *testing.T) {
 	for _, addr := range []string{"127.77.3.1", "::1"} {
 		for _, gro := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s/gro=%v", addr, gro), func(t *testing.T) {
-				tx, rx := openPair(t, addr, UDPOptions{RcvBuf: 4 << 20, SndBuf: 4 << 20, GRO: gro, Header: true})
+				tx, rx := openPair(t, addr, UDPOptions{RcvBuf: 4 << 20, SndBuf: 4 << 20, GRO: gro})
+				if err := rx.RecvHeader(); err != nil {
+					t.Fatal(err)
+				}
 				if !tx.GSO() || rx.GRO() != gro {
 					t.Fatalf("gso %v, gro %v", tx.GSO(), rx.GRO())
 				}
@@ -230,7 +233,10 @@ func TestPieces(t *testing.T) {
 }
 
 func TestNoAllocs(t *testing.T) {
-	tx, rx := openPair(t, "127.77.3.1", UDPOptions{RcvBuf: 1 << 20, SndBuf: 1 << 20, GRO: true, Header: true})
+	tx, rx := openPair(t, "127.77.3.1", UDPOptions{RcvBuf: 1 << 20, SndBuf: 1 << 20, GRO: true})
+	if err := rx.RecvHeader(); err != nil {
+		t.Fatal(err)
+	}
 	to := MakeSockaddr(rx.Local())
 	out, in := NewSendBatch(2, 4), NewRecvBatch(2, 64<<10)
 	data := pattern(2000)

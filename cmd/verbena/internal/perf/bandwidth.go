@@ -38,7 +38,7 @@ func (m *initiator) bandwidth(l limit) (span, error) {
 			return span{}, err
 		}
 		if len(wcs) == 0 {
-			if err := m.idle.wait(); err != nil {
+			if err := m.idle.wait(pollTurns); err != nil {
 				return span{}, err
 			}
 			continue

@@ -77,7 +77,7 @@ func (r *rig) awaitReceive(f *flow, stop *SideChannel) error {
 				return nil
 			}
 		}
-		if err := r.idle.wait(); err != nil {
+		if err := r.idle.wait(pollTurns); err != nil {
 			return err
 		}
 	}
@@ -125,7 +125,7 @@ func (r *rig) writeNumbered(f *flow, seq byte) error {
 // message arrives is the device's business.
 func (r *rig) watch(seq byte) error {
 	for loadByte(r.rx, r.p.Size-1) != seq {
-		if err := r.idle.wait(); err != nil {
+		if err := r.idle.wait(watchTurns); err != nil {
 			return err
 		}
 	}
@@ -144,7 +144,7 @@ func (r *rig) awaitCompletion() error {
 			r.idle.reset()
 			return nil
 		}
-		if err := r.idle.wait(); err != nil {
+		if err := r.idle.wait(pollTurns); err != nil {
 			return err
 		}
 	}

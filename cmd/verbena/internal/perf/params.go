@@ -99,7 +99,8 @@ type Params struct {
 	BusyTarget bool `json:"busy_target"`
 }
 
-// Complete fills in defaults and says what is wrong with the rest.
+// Complete fills in defaults and says what is wrong with the rest, beginning
+// with the field's name in JSON.
 func (p *Params) Complete() error {
 	if p.Op == "" {
 		p.Op = OpWrite
@@ -184,7 +185,7 @@ func (p *Params) validate() error {
 		return fmt.Errorf("depth %d: latency is measured with one message under way", p.Depth)
 	}
 	if total := p.stride() * p.slots(); total > maxMemory/2/p.QPs {
-		return fmt.Errorf("%d queue pairs with messages of %d bytes need more than %d bytes of buffers", p.QPs, p.Size, maxMemory)
+		return fmt.Errorf("size %d: with %d queue pairs the buffers take more than 4G", p.Size, p.QPs)
 	}
 	return nil
 }

@@ -6,6 +6,7 @@ import (
 	"runtime"
 	"time"
 
+	"github.com/verbena-rdma/verbena/cmd/verbena/internal/sys"
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
@@ -254,24 +255,33 @@ func (r *rig) close() error {
 
 // idler is what a loop does when there is nothing to do: mostly nothing, for a
 // hand-off would cost more than the wait; now and then it lets other goroutines
-// run; rarely it looks whether waiting still makes sense.
+// and threads run, for the one that is waited for may be among them; rarely it
+// looks whether waiting still makes sense.
 type idler struct {
 	side  *SideChannel
 	spins uint
 	since time.Time // when progress was last known; zero: just now
 }
 
+// How many turns of a loop without progress take some 20 µs: polls of a
+// completion queue, and looks at a byte in memory.
+const (
+	pollTurns  = 64
+	watchTurns = 4096
+)
+
 // reset is for whoever made progress.
 func (w *idler) reset() { w.spins, w.since = 0, time.Time{} }
 
-// wait is for whoever made none.
-func (w *idler) wait() error {
+// wait is for whoever made none, in a loop of which so many turns are a while.
+func (w *idler) wait(turns uint) error {
 	w.spins++
-	if w.spins%256 != 0 {
+	if w.spins%turns != 0 {
 		return nil
 	}
 	runtime.Gosched()
-	if w.spins%4096 != 0 {
+	sys.Yield()
+	if w.spins%(64*turns) != 0 {
 		return nil
 	}
 	if err := w.side.err(); err != nil {

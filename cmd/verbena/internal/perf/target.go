@@ -162,7 +162,7 @@ func (t *target) consume() error {
 			return nil
 		}
 		t.idle.since = time.Time{} // the initiator may take its time
-		if err := t.idle.wait(); err != nil {
+		if err := t.idle.wait(pollTurns); err != nil {
 			return err
 		}
 	}
@@ -208,7 +208,7 @@ func (t *target) drain(sent []uint64) error {
 		}
 		if n > 0 {
 			t.idle.reset()
-		} else if err := t.idle.wait(); err != nil {
+		} else if err := t.idle.wait(pollTurns); err != nil {
 			return fmt.Errorf("queue pair %d: received %d messages of %d: %w", i, f.received, sent[i], err)
 		}
 	}
@@ -223,7 +223,7 @@ func (t *target) attend() error {
 			return err
 		}
 		t.idle.since = time.Time{}
-		if err := t.idle.wait(); err != nil {
+		if err := t.idle.wait(pollTurns); err != nil {
 			return err
 		}
 	}
@@ -256,7 +256,7 @@ func (t *target) echoMemory() error {
 				return nil
 			}
 			t.idle.since = time.Time{}
-			if err := t.idle.wait(); err != nil {
+			if err := t.idle.wait(watchTurns); err != nil {
 				return err
 			}
 		}

@@ -21,6 +21,10 @@ func CPUSeconds() float64 {
 	return (time.Duration(ru.Utime.Nano()) + time.Duration(ru.Stime.Nano())).Seconds()
 }
 
+// Yield lets another thread run that waits for this CPU, if there is one. What
+// the call returns does not matter; it cannot fail on Linux.
+func Yield() { _, _, _ = syscall.RawSyscall(syscall.SYS_SCHED_YIELD, 0, 0, 0) }
+
 // Subordinate prepares a command so that the kernel kills it when the thread
 // that starts it ends: whoever calls Start must be locked to its thread and
 // stay. The command gets a process group of its own, for an interrupt from the

@@ -1,0 +1,30 @@
+package main
+
+import (
+	"context"
+	"os"
+
+	"github.com/verbena-rdma/verbena/cmd/verbena/internal/term"
+	"github.com/verbena-rdma/verbena/cmd/verbena/internal/tour"
+)
+
+type demoCmd struct {
+	PCAP  string `name:"pcap" type:"path" placeholder:"FILE" help:"Write the packets of the udp part to FILE, for tshark and Wireshark."`
+	Quick bool   `help:"Only the operations, no measurements."`
+}
+
+// Help is shown below the flags.
+func (demoCmd) Help() string {
+	return `Two devices are opened in this process, on two loopback addresses, and do everything that RDMA can do to each other: first over the loop link, which copies from memory to memory, then over the udp link, with RoCE v2 packets. It takes a few seconds, needs no privileges and leaves nothing behind.
+
+With --pcap the first device's packets are captured; it sees both directions.
+
+Examples:
+
+    verbena demo
+    verbena demo --pcap demo.pcapng && tshark -r demo.pcapng`
+}
+
+func (c *demoCmd) Run(ctx context.Context) error {
+	return tour.Run(ctx, term.New(os.Stdout), tour.Options{PCAP: c.PCAP, Quick: c.Quick})
+}

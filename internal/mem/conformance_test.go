@@ -1,0 +1,74 @@
+package mem_test
+
+import (
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/mem/memtest"
+)
+
+// All kinds of host memory pass the suite: by slice and by address, of the Go
+// heap, of a private mapping, and of a mapping whose other side is the one that
+// the test looks at.
+func TestConformance(t *testing.T) {
+	memtest.Run(t, memtest.Constructor{Name: "heap", New: heapMemory})
+	memtest.Run(t, memtest.Constructor{Name: "mmap", New: mmapMemory})
+	memtest.Run(t, memtest.Constructor{Name: "memfd", New: memfdMemory})
+}
+
+func heapMemory(tb testing.TB, n uint64, access ib.Access) memtest.Memory {
+	b := make([]byte, n)
+	h, err := mem.NewHostBytes(b, access, ib.LockAuto)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return memtest.Memory{Backing: h, Bytes: b}
+}
+
+func mmapMemory(tb testing.TB, n uint64, access ib.Access) memtest.Memory {
+	b := mmap(tb, -1, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	h, err := mem.NewHost(addrOf(b), n, access, ib.LockAuto, nil)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return memtest.Memory{Backing: h, Bytes: b, Free: func() { unix.Munmap(b) }}
+}
+
+func memfdMemory(tb testing.TB, n uint64, access ib.Access) memtest.Memory {
+	fd := memfd(tb, n)
+	defer unix.Close(fd)
+	registered := mmap(tb, fd, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	seen := mmap(tb, fd, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	h, err := mem.NewHost(addrOf(registered), n, access, ib.LockAuto, nil)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return memtest.Memory{Backing: h, Bytes: seen, Free: func() {
+		unix.Munmap(registered)
+		unix.Munmap(seen)
+	}}
+}
+
+func mmap(tb testing.TB, fd int, n uint64, prot, flags int) []byte {
+	tb.Helper()
+	b, err := unix.Mmap(fd, 0, int(n), prot, flags)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return b
+}
+
+func memfd(tb testing.TB, n uint64) int {
+	tb.Helper()
+	fd, err := unix.MemfdCreate("verbena-test", unix.MFD_CLOEXEC)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	if err := unix.Ftruncate(fd, int64(n)); err != nil {
+		tb.Fatal(err)
+	}
+	return fd
+}

@@ -1,0 +1,255 @@
+// Package memtest is the conformance suite of memory: every kind of memory
+// passes it. A new kind names a constructor and calls Run.
+//
+// The suite works through package mem as queue pairs do, with keys and lists,
+// and looks at the bytes as the owner of the memory does. Random choices come
+// from a seed that is printed and can be given in VERBENA_SEED.
+package memtest
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"os"
+	"strconv"
+	"testing"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+)
+
+// Constructor makes memory of one kind.
+type Constructor struct {
+	Name string
+	// New makes n bytes of memory, all zero, that can be registered with the
+	// access. It fails the test if it cannot.
+	New func(tb testing.TB, n uint64, access ib.Access) Memory
+	// NoAtomics says that the kind refuses atomics (with FaultAccess).
+	NoAtomics bool
+}
+
+// Memory is a piece of memory under test.
+type Memory struct {
+	Backing mem.Backing
+	// Bytes is the memory as the CPU sees it; nil if it does not.
+	Bytes []byte
+	// Read and Write access the memory as its owner; nil means by Bytes.
+	Read, Write func(off uint64, b []byte)
+	// Free gives up what New made, after the backing is closed; may be nil.
+	Free func()
+}
+
+// Run runs the suite.
+func Run(t *testing.T, mk Constructor) {
+	tests := []struct {
+		name string
+		run  func(t *testing.T, e *env)
+	}{
+		{"Lengths", testLengths},
+		{"Pieces", testPieces},
+		{"Quanta", testQuanta},
+		{"Gather", testGather},
+		{"Rights", testRights},
+		{"Domain", testDomain},
+		{"Bounds", testBounds},
+		{"ZeroBased", testZeroBased},
+		{"ShortList", testShortList},
+		{"Counters", testCounters},
+		{"Atomics", testAtomics},
+		{"AtomicsTogether", testAtomicsTogether},
+		{"Tail", testTail},
+		{"CloseWaits", testCloseWaits},
+		{"CloseRevokes", testCloseRevokes},
+		{"Invalidate", testInvalidate},
+		{"InvalidateRevokes", testInvalidateRevokes},
+		{"AfterClose", testAfterClose},
+	}
+	for _, test := range tests {
+		t.Run(mk.Name+"/"+test.name, func(t *testing.T) {
+			e := newEnv(t, mk)
+			test.run(t, e)
+			e.finish()
+		})
+	}
+}
+
+// Seed returns the seed of a test and prints it.
+func Seed(tb testing.TB) uint64 {
+	seed := rand.Uint64()
+	if s := os.Getenv("VERBENA_SEED"); s != "" {
+		var err error
+		if seed, err = strconv.ParseUint(s, 0, 64); err != nil {
+			tb.Fatal(err)
+		}
+	}
+	tb.Logf("VERBENA_SEED=%#x", seed)
+	return seed
+}
+
+// domain is the protection domain of the suite's regions.
+const domain = 7
+
+var self = mem.Actor{PD: domain, QPN: 0x123}
+
+// allAccess grants everything that can be granted.
+const allAccess = ib.AccessLocalWrite | ib.AccessRemote
+
+// env is what a test of the suite works with.
+type env struct {
+	t       *testing.T
+	mk      Constructor
+	rng     *rand.Rand
+	table   *mem.Table
+	regions []*region
+}
+
+func newEnv(t *testing.T, mk Constructor) *env {
+	seed := Seed(t)
+	return &env{
+		t:     t,
+		mk:    mk,
+		rng:   rand.New(rand.NewPCG(seed, 0)),
+		table: mem.NewTable(mem.TableConfig{Seed: seed}),
+	}
+}
+
+// region is registered memory under test.
+type region struct {
+	*mem.Region
+	Memory
+	closes *int
+}
+
+// counted counts the calls of a backing's Close.
+type counted struct {
+	mem.Backing
+	closes int
+}
+
+func (c *counted) Close() error { c.closes++; return c.Backing.Close() }
+
+// Solid forwards what the backing says about itself.
+func (c *counted) Solid() bool {
+	s, ok := c.Backing.(interface{ Solid() bool })
+	return ok && s.Solid()
+}
+
+// iova is where regions begin in requests: no kind of memory may care. It is
+// aligned to pages, as atomics want the request and the memory to agree.
+const iova = 0x5a5a_0000_0000_0000
+
+// register makes a region of n bytes. The configuration's backing and length
+// are filled in, and domain and address if they are zero.
+func (e *env) register(n uint64, cfg mem.RegionConfig) *region {
+	e.t.Helper()
+	m := e.mk.New(e.t, n, cfg.Access)
+	if m.Read == nil {
+		m.Read = func(off uint64, b []byte) { copy(b, m.Bytes[off:]) }
+		m.Write = func(off uint64, b []byte) { copy(m.Bytes[off:], b) }
+	}
+	c := &counted{Backing: m.Backing}
+	cfg.Backing, cfg.Length = c, n
+	if cfg.PD == 0 {
+		cfg.PD = domain
+	}
+	if cfg.IOVA == 0 {
+		cfg.IOVA = iova
+	}
+	r, err := e.table.Register(cfg)
+	if err != nil {
+		e.t.Fatal(err)
+	}
+	reg := &region{r, m, &c.closes}
+	e.regions = append(e.regions, reg)
+	return reg
+}
+
+// all registers n bytes with all rights.
+func (e *env) all(n uint64) *region {
+	e.t.Helper()
+	return e.register(n, mem.RegionConfig{Access: allAccess})
+}
+
+// finish closes everything and looks for what is left.
+func (e *env) finish() {
+	e.t.Helper()
+	for _, r := range e.regions {
+		if err := r.Close(); err != nil {
+			e.t.Errorf("Close: %v", err)
+		}
+		if err := r.Close(); err != nil {
+			e.t.Errorf("second Close: %v", err)
+		}
+		if *r.closes != 1 {
+			e.t.Errorf("the backing was closed %d times", *r.closes)
+		}
+		if r.Free != nil {
+			r.Free()
+		}
+	}
+	if n := e.table.Len(); n != 0 {
+		e.t.Errorf("%d regions are left in the table", n)
+	}
+	if n := e.table.StaleFaults(); n != 0 {
+		e.t.Errorf("%d stale faults", n)
+	}
+}
+
+// fill writes random bytes to all of a region as its owner and returns them.
+func (e *env) fill(r *region) []byte {
+	b := make([]byte, r.Length())
+	for i := range b {
+		b[i] = byte(e.rng.Uint32())
+	}
+	r.Write(0, b)
+	return b
+}
+
+// contents reads all of a region as its owner.
+func (r *region) contents() []byte {
+	b := make([]byte, r.Length())
+	r.Read(0, b)
+	return b
+}
+
+// want compares a region with what it should contain.
+func (r *region) want(t *testing.T, want []byte) {
+	t.Helper()
+	got := r.contents()
+	if bytes.Equal(got, want) {
+		return
+	}
+	for i := range got {
+		if got[i] != want[i] {
+			t.Fatalf("byte %d of %d is %#x, should be %#x", i, len(got), got[i], want[i])
+		}
+	}
+}
+
+// at makes an SGE of a place in a region.
+func (r *region) at(off, n uint64) ib.SGE {
+	return ib.SGE{Addr: r.IOVA() + off, Length: uint32(n), LKey: r.Key()}
+}
+
+// list makes a list of SGEs.
+func (e *env) list(access ib.Access, sges ...ib.SGE) *mem.List {
+	return &mem.List{Table: e.table, Actor: self, Access: access, SGEs: sges}
+}
+
+// raw makes a list of raw bytes.
+func raw(pieces ...[]byte) *mem.List { return &mem.List{Raw: pieces} }
+
+// mustCopy copies and fails the test on a fault.
+func mustCopy(t *testing.T, dst, src *mem.List, n uint64, last bool) {
+	t.Helper()
+	if f, side := mem.Copy(dst, src, n, last); !f.OK() {
+		t.Fatalf("Copy of %d bytes: %v: %v", n, side, f)
+	}
+}
+
+// wantFault checks a fault and the side.
+func wantFault(t *testing.T, what string, f mem.Fault, side mem.Side, kind mem.FaultKind, wantSide mem.Side) {
+	t.Helper()
+	if f.Kind != kind || side != wantSide {
+		t.Fatalf("%s: %v: %v, should be %v: %v", what, side, f, wantSide, kind)
+	}
+}

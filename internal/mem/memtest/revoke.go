@@ -1,0 +1,211 @@
+package memtest
+
+import (
+	"bytes"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+)
+
+// Tests of the end of regions: nothing may be accessed afterwards.
+
+// dead reports whether a fault is one that a closed region gives.
+func dead(kind mem.FaultKind) bool { return kind == mem.FaultDead || kind == mem.FaultKey }
+
+// testCloseWaits closes and invalidates a region while sections are open.
+func testCloseWaits(t *testing.T, e *env) {
+	for _, kill := range []struct {
+		name string
+		run  func(r *region)
+	}{
+		{"Close", func(r *region) { r.Close() }},
+		{"Invalidate", func(r *region) {
+			if f := e.table.Invalidate(r.Key(), self); !f.OK() {
+				t.Errorf("Invalidate: %v", f)
+			}
+		}},
+	} {
+		r := e.register(page, mem.RegionConfig{Access: allAccess, Invalidatable: true})
+		span, f := e.table.Resolve(r.Key(), iova, 64, ib.AccessLocalWrite, self)
+		if !f.OK() {
+			t.Fatal(f)
+		}
+		var pins mem.Pins
+		if _, f = mem.Gather(e.list(0, r.at(0, 64)), 64, nil, &pins); !f.OK() {
+			t.Fatal(f)
+		}
+		var done atomic.Bool
+		var wg sync.WaitGroup
+		wg.Go(func() { kill.run(r); done.Store(true) })
+		// The key dies first.
+		for e.access(r.at(0, 8), 8, 0, self) != mem.FaultDead {
+			runtime.Gosched()
+		}
+		time.Sleep(time.Millisecond) // by now it sleeps
+		if done.Load() {
+			t.Fatalf("%s did not wait for the open sections", kill.name)
+		}
+		b, f := span.Next()
+		if !f.OK() || len(b) == 0 {
+			t.Fatalf("an open section gave %d bytes, %v", len(b), f)
+		}
+		span.Release()
+		span.Release() // does nothing
+		time.Sleep(time.Millisecond)
+		if done.Load() || *r.closes != 0 {
+			t.Fatalf("%s did not wait for the second section", kill.name)
+		}
+		pins.Release()
+		wg.Wait()
+	}
+}
+
+// testCloseRevokes closes a region under fire: from raw bytes, from another
+// region and through atomics. When Close returns, no byte changes any more.
+func testCloseRevokes(t *testing.T, e *env) {
+	for round := range 20 {
+		e.revoke(t, round, func(r *region) { r.Close() })
+	}
+}
+
+// testInvalidateRevokes is the same for Invalidate.
+func testInvalidateRevokes(t *testing.T, e *env) {
+	for round := range 20 {
+		e.revoke(t, round, func(r *region) {
+			if f := e.table.Invalidate(r.Key(), self); !f.OK() {
+				t.Errorf("Invalidate: %v", f)
+			}
+		})
+	}
+}
+
+func (e *env) revoke(t *testing.T, round int, kill func(r *region)) {
+	const size = 2*mem.Quantum + 777
+	r := e.register(size, mem.RegionConfig{Access: allAccess, Invalidatable: true})
+	other := e.all(size)
+	var running, wg sync.WaitGroup
+	fire := func(shoot func(n byte) mem.Fault) {
+		running.Add(1)
+		started := sync.OnceFunc(running.Done)
+		wg.Go(func() {
+			for n := byte(0); ; n++ {
+				f := shoot(n)
+				started()
+				if f.OK() {
+					continue
+				}
+				if !dead(f.Kind) || f.Key != r.Key() {
+					t.Errorf("round %d: %v", round, f)
+				}
+				return
+			}
+		})
+	}
+	small, big := make([]byte, 100), make([]byte, size)
+	fire(func(n byte) mem.Fault {
+		small[0] = n
+		f, _ := mem.Copy(e.list(ib.AccessRemoteWrite, r.at(page-50, 100)), raw(small), 100, true)
+		return f
+	})
+	fire(func(n byte) mem.Fault {
+		for i := range big {
+			big[i] = n
+		}
+		f, _ := mem.Copy(e.list(ib.AccessLocalWrite, r.at(0, size)), raw(big), size, true)
+		return f
+	})
+	fire(func(byte) mem.Fault {
+		f, _ := mem.Copy(e.list(ib.AccessLocalWrite, other.at(0, 300)), e.list(0, r.at(5, 300)), 300, false)
+		return f
+	})
+	if !e.mk.NoAtomics {
+		fire(func(byte) mem.Fault {
+			_, f := mem.Atomic(e.table, self, r.Key(), iova, mem.FetchAdd, 0, 1)
+			return f
+		})
+	}
+	running.Wait()
+	time.Sleep(time.Duration(e.rng.IntN(300)) * time.Microsecond)
+	kill(r)
+	before := r.contents()
+	wg.Wait() // all have run into the dead key
+	if !bytes.Equal(before, r.contents()) {
+		t.Fatalf("round %d: bytes changed after the region was dead", round)
+	}
+}
+
+// testInvalidate checks who may invalidate what, and what is left of it.
+func testInvalidate(t *testing.T, e *env) {
+	plain := e.all(page)
+	if f := e.table.Invalidate(plain.Key(), self); f.Kind != mem.FaultNotInvalidatable {
+		t.Errorf("an ordinary region: %v", f)
+	}
+	if got := e.access(plain.at(0, 8), 8, 0, self); got != mem.FaultNone {
+		t.Errorf("an ordinary region, after the attempt: %v", got)
+	}
+	for _, cfg := range []mem.RegionConfig{
+		{Access: allAccess, Invalidatable: true}, {Access: allAccess | ib.AccessRemoteInvalidate},
+	} {
+		r := e.register(page, cfg)
+		for _, c := range []struct {
+			name string
+			key  uint32
+			who  mem.Actor
+			want mem.FaultKind
+		}{
+			{"another domain", r.Key(), mem.Actor{PD: domain + 1}, mem.FaultDomain},
+			{"another tag", r.Key() ^ 1, self, mem.FaultKey},
+			{"the right key", r.Key(), self, mem.FaultNone},
+			{"once more", r.Key(), self, mem.FaultNone},
+		} {
+			if f := e.table.Invalidate(c.key, c.who); f.Kind != c.want {
+				t.Errorf("Invalidate, %s: %v", c.name, f)
+			}
+			want := mem.FaultNone
+			if !r.Alive() {
+				want = mem.FaultDead
+			}
+			if got := e.access(r.at(0, 8), 8, 0, self); got != want {
+				t.Errorf("access after %s: %v, should be %v", c.name, got, want)
+			}
+		}
+		if r.Alive() {
+			t.Error("alive after Invalidate")
+		}
+		if e.table.Lookup(r.Key()) != r.Region {
+			t.Error("the key is gone before Close")
+		}
+		r.Close()
+		if f := e.table.Invalidate(r.Key(), self); f.Kind != mem.FaultKey {
+			t.Errorf("Invalidate after Close: %v", f)
+		}
+	}
+}
+
+// testAfterClose uses closed keys, while new regions come and go: none of the
+// old keys may mean anything again soon.
+func testAfterClose(t *testing.T, e *env) {
+	const regions = 300
+	keys := make(map[uint32]bool)
+	for range regions {
+		r := e.all(64)
+		if keys[r.Key()] || r.Key() == 0 {
+			t.Fatalf("key %#x was given out again", r.Key())
+		}
+		for key := range keys {
+			if got := e.access(ib.SGE{Addr: iova, Length: 8, LKey: key}, 8, 0, self); got != mem.FaultKey {
+				t.Fatalf("the closed key %#x: %v", key, got)
+			}
+			if len(keys) > 20 && e.rng.IntN(10) == 0 {
+				break
+			}
+		}
+		keys[r.Key()] = true
+		r.Close()
+	}
+}
