@@ -1,9 +1,8 @@
 package verbs
 
 import (
-	"syscall"
-
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/device"
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
@@ -11,7 +10,11 @@ import (
 // else.
 
 func openProvider(name string, cfg *provider.Config) (provider.Device, error) {
-	return nil, ib.Errorf("open_device", syscall.ENODEV, "no provider")
+	d, err := device.Open(name, cfg)
+	if err != nil {
+		return nil, err // not d: a nil *Device in an interface is not nil
+	}
+	return d, nil
 }
 
-func listProviders() ([]ib.DeviceInfo, error) { return nil, nil }
+func listProviders() ([]ib.DeviceInfo, error) { return device.List() }

@@ -46,9 +46,6 @@ func moveGuarded(d, s []byte, last bool) (bad uintptr) {
 	return 0
 }
 
-//go:norace
-func copyBytes(d, s []byte) { copy(d, s) }
-
 // store copies s to d and stores what lies in the last aligned word after all
 // the rest.
 //
@@ -57,7 +54,7 @@ func store(d, s []byte) {
 	last := unsafe.Pointer(&d[len(d)-1])
 	tail := min(int(uintptr(last)%wordSize)+1, len(d))
 	head := len(d) - tail
-	copy(d[:head], s)
+	copyBytes(d[:head], s[:head])
 	storeTail(last, s[head:])
 }
 

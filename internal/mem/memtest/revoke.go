@@ -43,8 +43,11 @@ func testCloseWaits(t *testing.T, e *env) {
 		var wg sync.WaitGroup
 		wg.Go(func() { kill.run(r); done.Store(true) })
 		// The key dies first.
-		for e.access(r.at(0, 8), 8, 0, self) != mem.FaultDead {
+		for r.Alive() {
 			runtime.Gosched()
+		}
+		if got := e.access(r.at(0, 8), 8, 0, self); got != mem.FaultDead {
+			t.Fatalf("access during %s: %v", kill.name, got)
 		}
 		time.Sleep(time.Millisecond) // by now it sleeps
 		if done.Load() {
