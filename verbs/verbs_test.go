@@ -9,6 +9,7 @@ import (
 	"slices"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/provider"
@@ -243,7 +244,8 @@ func TestSRQ(t *testing.T) {
 }
 
 func TestChannel(t *testing.T) {
-	ctx := context.Background()
+	ctx, stop := context.WithTimeout(context.Background(), 10*time.Second)
+	defer stop()
 	f := newFake()
 	d := &Device{p: f}
 	ch := must(d.CreateChannel())

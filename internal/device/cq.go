@@ -118,10 +118,12 @@ func (c *CQ) Number() uint32 { return c.number }
 // Poll takes completions. An empty queue makes the device's progress first:
 // packets are read by whoever waits for them.
 func (c *CQ) Poll(wcs []ib.WC) (int, error) {
+	if c.dev.deferred.Load() {
+		c.dev.flushDeferred()
+	}
 	n := c.CQ.Poll(wcs)
 	if n == 0 && len(wcs) > 0 {
-		c.dev.poll()
-		n = c.CQ.Poll(wcs)
+		n = c.dev.poll(c, wcs)
 	}
 	if n == 0 && c.Overflowed() {
 		return 0, ib.Errorf("poll_cq", syscall.EOVERFLOW, "the completion queue has overflowed and lost completions")

@@ -3,7 +3,6 @@ package device
 import (
 	"bytes"
 	"fmt"
-	"net/netip"
 	"testing"
 	"time"
 
@@ -42,7 +41,8 @@ func must[T any](t testing.TB) func(v T, err error) T {
 
 func newEnd(t testing.TB, dev *Device, typ ib.QPType, size int) *end {
 	t.Helper()
-	e := &end{t: t, dev: dev, buf: make([]byte, size), psn: 0xfffff0, mtu: ib.MTU1024}
+	e := &end{t: t, dev: dev, buf: make([]byte, size), psn: 0xfffff0, mtu: ib.MTU1024,
+		timeout: 14, retries: 7, rnrRetries: 7, rd: 4}
 	e.pd = must[provider.PD](t)(dev.AllocPD())
 	e.cq = must[provider.CQ](t)(dev.CreateCQ(1024, nil))
 	e.mr = must[provider.MR](t)(e.pd.RegMR(e.buf, allRemote))
@@ -77,8 +77,8 @@ func (e *end) connect(o *end) {
 		rts |= ib.QPMaskTimeout | ib.QPMaskRetryCnt | ib.QPMaskRNRRetry | ib.QPMaskMaxRDAtomic
 	}
 	e.modify(ib.QPAttr{State: ib.QPRTR, AV: ib.AHAttr{DGID: o.dev.GIDs()[0]}, PathMTU: e.mtu, DestQPN: o.qp.Number(),
-		RQPSN: o.psn, MaxDestRDAtomic: 4, MinRNRTimer: 12}, rtr)
-	e.modify(ib.QPAttr{State: ib.QPRTS, SQPSN: e.psn, Timeout: 14, RetryCnt: 7, RNRRetry: 7, MaxRDAtomic: 4}, rts)
+		RQPSN: o.psn, MaxDestRDAtomic: o.rd, MinRNRTimer: 12}, rtr)
+	e.modify(ib.QPAttr{State: ib.QPRTS, SQPSN: e.psn, Timeout: e.timeout, RetryCnt: e.retries, RNRRetry: e.rnrRetries, MaxRDAtomic: e.rd}, rts)
 }
 
 func (e *end) wait() ib.WC {
@@ -91,6 +91,9 @@ func (e *end) wait() ib.WC {
 		}
 		if n == 1 {
 			return wc[0]
+		}
+		if e.pause != nil {
+			e.pause()
 		}
 	}
 	e.t.Fatal("no completion")
@@ -138,19 +141,8 @@ func pair(t testing.TB, mode string, typ ib.QPType, size int) (a, b *end) {
 
 func pairMTU(t testing.TB, mode string, typ ib.QPType, size int, mtu ib.MTU) (a, b *end) {
 	t.Helper()
-	open := func(i byte) *Device {
-		d, err := Open("", &provider.Config{Link: mode, Addrs: []netip.Addr{netip.AddrFrom4([4]byte{127, 77, 9, i})}})
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() {
-			if err := d.Close(); err != nil {
-				t.Error(err)
-			}
-		})
-		return d
-	}
-	a, b = newEnd(t, open(1), typ, size), newEnd(t, open(2), typ, size)
+	a = newEnd(t, openDevice(t, provider.Config{Link: mode}), typ, size)
+	b = newEnd(t, openDevice(t, provider.Config{Link: mode}), typ, size)
 	t.Cleanup(a.close)
 	t.Cleanup(b.close)
 	a.mtu, b.mtu = mtu, mtu

@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/qp"
 )
 
@@ -26,6 +27,7 @@ const (
 type progress struct {
 	polls      atomic.Uint64 // polls that read the link
 	stopped    atomic.Bool
+	deferred   atomic.Bool   // there are answers that a poll has left
 	done       chan struct{} // closed when the background goroutine has ended
 	sleepUntil atomic.Int64  // qp.Time until which it sleeps, when it blocks
 
@@ -53,13 +55,40 @@ func (d *Device) stop() {
 	<-d.done
 }
 
-// poll makes progress for somebody who polls.
-func (d *Device) poll() {
+// poll makes progress for somebody who polls, and returns how many completions
+// he found then. Answers to what arrived wait until he has had his completions:
+// he may have an answer of his own, and both go out together. They leave with
+// his next post, his next poll, or by the background goroutine.
+func (d *Device) poll(cq *CQ, wcs []ib.WC) int {
 	d.polls.Add(1)
-	d.receive()
+	if d.rx.TryLock() {
+		d.rx.now = d.now()
+		if d.link.Poll(&d.rx.receiver, rxBudget) > 0 {
+			if n := cq.CQ.Poll(wcs); n > 0 {
+				d.deferred.Store(true)
+				d.rx.Unlock()
+				d.wakeBefore(0) // were it asleep, nobody might send them
+				return n
+			}
+			d.rx.flush()
+		}
+		d.rx.Unlock()
+	}
 	if d.ready.some.Load() {
 		d.runReady(1)
 	}
+	return cq.CQ.Poll(wcs)
+}
+
+// flushDeferred sends the answers that a poll has left.
+func (d *Device) flushDeferred() {
+	if !d.rx.TryLock() {
+		return
+	}
+	d.deferred.Store(false)
+	d.rx.now = d.now()
+	d.rx.flush()
+	d.rx.Unlock()
 }
 
 // receive reads the link, if nobody else does, and reports whether anything
@@ -70,9 +99,8 @@ func (d *Device) receive() bool {
 	}
 	d.rx.now = d.now()
 	n := d.link.Poll(&d.rx.receiver, rxBudget)
-	if n > 0 {
-		d.rx.flush()
-	}
+	d.deferred.Store(false)
+	d.rx.flush()
 	d.rx.Unlock()
 	return n > 0
 }
@@ -113,6 +141,9 @@ func (d *Device) background() {
 		next := d.fireTimers()
 		if n := d.polls.Load(); n != seen {
 			seen = n
+			if d.deferred.Load() {
+				d.flushDeferred()
+			}
 			time.Sleep(min(watchInterval, next))
 			continue
 		}
@@ -134,7 +165,7 @@ func (d *Device) block() {
 		d.sleepUntil.Store(int64(t))
 		wait = max(0, t-d.now())
 	}
-	if !d.ready.some.Load() && !d.stopped.Load() {
+	if !d.ready.some.Load() && !d.deferred.Load() && !d.stopped.Load() {
 		d.link.Wait(wait)
 	}
 	d.sleepUntil.Store(0)

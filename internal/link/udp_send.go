@@ -108,7 +108,7 @@ func (u *UDP) Send(ts []*train.Train) (int, error) {
 			}
 			n++
 		}
-		s.sock = f.sock
+		s.begin(f.sock)
 		sent, err := s.send(ts[done : done+n])
 		done += sent
 		if err != nil {
@@ -157,12 +157,17 @@ func (u *UDP) release(s *sender) {
 	}
 }
 
-// send sends trains that share a socket. It returns how many it took: all, or
-// those before the one it says something about.
-func (s *sender) send(ts []*train.Train) (int, error) {
+// begin makes the sender ready for trains that share a socket.
+func (s *sender) begin(sock *sys.UDPSocket) {
+	s.sock = sock
 	s.gso = s.u.gso.Load()
 	s.copy = s.u.cfg.Tap != nil // a tap must see the very bytes that are sent
 	s.at = cursor{}
+}
+
+// send sends trains, from s.at on. It returns how many it took: all, or those
+// before the one it says something about.
+func (s *sender) send(ts []*train.Train) (int, error) {
 	for {
 		var err error
 		if s.at.train < len(ts) {

@@ -147,7 +147,7 @@ func (q *QP) accepts(t *train.Train) bool {
 // since the peer's window waits for them.
 func (q *QP) Pull(t *train.Train, now Time) bool {
 	t.Reset()
-	if !q.pullResponse(t) && !q.pullRequest(t, now) {
+	if !(q.ackYields() && q.pullRequest(t, now)) && !q.pullResponse(t) && !q.pullRequest(t, now) {
 		return false
 	}
 	t.Flow = cmpOr(t.Flow, q.path.Flow)

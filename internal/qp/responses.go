@@ -22,6 +22,9 @@ type answers struct {
 		syndrome wire.Syndrome
 	}
 
+	// yielded: the acknowledgement has let a request go first.
+	yielded bool
+
 	// saved are the results of the last atomics, for repetitions.
 	saved     [MaxRDAtomic]savedAtomic
 	nextSaved uint8
@@ -142,6 +145,17 @@ func (a *answers) forget(psn wire.PSN) {
 	}
 }
 
+// ackYields lets one short request go before an acknowledgement: a packet that
+// is shorter than the one before it can ride in the same system call.
+func (q *QP) ackYields() bool {
+	r := &q.resp
+	if r.n > 0 || !r.ack.pending || r.yielded || !r.ack.syndrome.IsAck() || q.req.cur == q.sq.tail {
+		return false
+	}
+	r.yielded = int(q.sq.at(q.req.cur).len) <= q.mtu
+	return r.yielded
+}
+
 // pullResponse makes the next answer.
 func (q *QP) pullResponse(t *train.Train) bool {
 	r := &q.resp
@@ -154,7 +168,7 @@ func (q *QP) pullResponse(t *train.Train) bool {
 		return true
 	}
 	s := r.ack.syndrome
-	r.ack.pending = false
+	r.ack.pending, r.yielded = false, false
 	t.Kind, t.PSN, t.N, t.Start, t.End = wire.KindAck, r.ack.psn, 1, true, true
 	t.AETH = wire.AETH{Syndrome: s, MSN: r.msn}
 	switch {

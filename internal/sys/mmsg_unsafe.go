@@ -256,8 +256,8 @@ func (s *UDPSocket) Recv(b *RecvBatch, limit int) (int, error) {
 type Datagram struct {
 	From      netip.AddrPort
 	Bytes     []byte
-	Segment   int  // 0: it is one
-	Truncated bool // it was longer than the buffer
+	Segment   int   // 0: it is one
+	Truncated bool  // it was longer than the buffer
 	TClass    uint8 // 0 if RecvHeader was not called
 	HopLimit  uint8 // likewise DefaultHopLimit
 }

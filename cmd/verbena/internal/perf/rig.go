@@ -263,11 +263,11 @@ type idler struct {
 	since time.Time // when progress was last known; zero: just now
 }
 
-// How many turns of a loop without progress take some 20 µs: polls of a
-// completion queue, and looks at a byte in memory.
+// How many turns of a loop without progress are a while, some 5 to 20 µs: polls
+// of a completion queue, and looks at a byte in memory.
 const (
 	pollTurns  = 64
-	watchTurns = 4096
+	watchTurns = 1024
 )
 
 // reset is for whoever made progress.

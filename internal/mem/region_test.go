@@ -1,0 +1,142 @@
+package mem_test
+
+import (
+	"errors"
+	"math"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+)
+
+func host(t *testing.T, n int) *mem.Host {
+	t.Helper()
+	h, err := mem.NewHostBytes(make([]byte, n), ib.AccessLocalWrite, ib.LockOff)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return h
+}
+
+// wantErrno checks that an error is an OpError of reg_mr with an errno and that
+// its text says what it should.
+func wantErrno(t *testing.T, err error, errno syscall.Errno, says string) {
+	t.Helper()
+	var op *ib.OpError
+	if !errors.As(err, &op) || op.Op != "reg_mr" || !errors.Is(err, errno) || !strings.Contains(err.Error(), says) {
+		t.Errorf("error is %v, should be reg_mr: …%s…: %v", err, says, errno)
+	}
+}
+
+func TestRegisterRefuses(t *testing.T) {
+	table := mem.NewTable(mem.TableConfig{MaxRegions: 2})
+	for _, c := range []struct {
+		name  string
+		cfg   mem.RegionConfig
+		errno syscall.Errno
+		says  string
+	}{
+		{"remote write alone", mem.RegionConfig{Access: ib.AccessRemoteWrite}, syscall.EINVAL, "local write"},
+		{"remote atomic alone", mem.RegionConfig{Access: ib.AccessRemoteAtomic | ib.AccessRemoteRead}, syscall.EINVAL, "local write"},
+		{"unknown access", mem.RegionConfig{Access: 1 << 7}, syscall.EINVAL, "0x80"},
+		{"on demand", mem.RegionConfig{Access: ib.AccessOnDemand}, syscall.EOPNOTSUPP, "on-demand"},
+		{"wrapping", mem.RegionConfig{IOVA: math.MaxUint64 - 99, Length: 100}, syscall.EINVAL, "address space"},
+		{"wrapping far", mem.RegionConfig{IOVA: 8, Length: math.MaxUint64}, syscall.EINVAL, "address space"},
+		{"longer than the backing", mem.RegionConfig{Length: 101}, syscall.EINVAL, "101"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			c.cfg.Backing = host(t, 100)
+			_, err := table.Register(c.cfg)
+			wantErrno(t, err, c.errno, c.says)
+		})
+	}
+	var regions []*mem.Region
+	for range 2 {
+		r, err := table.Register(mem.RegionConfig{IOVA: math.MaxUint64 - 100, Length: 100, Backing: host(t, 100)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		regions = append(regions, r)
+	}
+	_, err := table.Register(mem.RegionConfig{Length: 1, Backing: host(t, 1)})
+	wantErrno(t, err, syscall.ENOMEM, "2 regions")
+	regions[0].Close()
+	r, err := table.Register(mem.RegionConfig{Length: 1, Backing: host(t, 1)})
+	if err != nil {
+		t.Fatalf("after a Close: %v", err)
+	}
+	r.Close()
+	regions[1].Close()
+}
+
+func TestRegionFields(t *testing.T) {
+	const access = ib.AccessLocalWrite | ib.AccessRemoteRead | ib.AccessRelaxedOrdering | ib.AccessMWBind
+	table := mem.NewTable(mem.TableConfig{})
+	h := host(t, 100)
+	r, err := table.Register(mem.RegionConfig{PD: 5, Access: access, IOVA: 0x1234, Length: 99, Backing: h})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	if r.PD() != 5 || r.Access() != access || r.IOVA() != 0x1234 || r.Length() != 99 || r.Backing() != h || !r.Alive() {
+		t.Errorf("%+v", r)
+	}
+	if table.Len() != 1 || table.Lookup(r.Key()) != r || table.Lookup(r.Key()^1) != nil {
+		t.Error("the table does not find the region by its key alone")
+	}
+}
+
+// Keys are not to be guessed: tags differ from allocation to allocation, and so
+// do the indexes of two tables. With a seed they repeat.
+func TestKeys(t *testing.T) {
+	keys := func(seed uint64) (keys [64]uint32) {
+		table := mem.NewTable(mem.TableConfig{Seed: seed})
+		for i := range keys {
+			r, err := table.Register(mem.RegionConfig{Length: 1, Backing: host(t, 1)})
+			if err != nil {
+				t.Fatal(err)
+			}
+			keys[i] = r.Key()
+		}
+		return keys
+	}
+	if keys(7) != keys(7) {
+		t.Error("the same seed gives different keys")
+	}
+	a, b := keys(0), keys(0)
+	same, tags, rising := 0, make(map[uint32]bool), 0
+	for i := range a {
+		if a[i] == 0 {
+			t.Error("key 0 was given out")
+		}
+		tags[a[i]&0xff] = true
+		if a[i]>>8 == b[i]>>8 {
+			same++
+		}
+		if i > 0 && a[i] > a[i-1] {
+			rising++
+		}
+	}
+	if same > 4 || len(tags) < 32 || rising < 12 || rising > 51 {
+		t.Errorf("of 64 keys %d are the same in another table, %d tags differ, %d rise", same, len(tags), rising)
+	}
+}
+
+func TestFaultStrings(t *testing.T) {
+	for kind := range mem.FaultNotInvalidatable + 1 {
+		if s := kind.String(); s == "" || strings.Contains(s, "FaultKind") {
+			t.Errorf("kind %d is %q", kind, s)
+		}
+	}
+	f := mem.Fault{Kind: mem.FaultBounds, Key: 0x123, Addr: 0xff00, Len: 9}
+	if got, want := f.String(), "out of bounds: key 0x00000123, 9 bytes at 0xff00"; got != want {
+		t.Errorf("%q, should be %q", got, want)
+	}
+	for _, got := range []string{mem.Fault{}.String(), mem.FaultKind(99).String(), mem.Kind(99).String(), mem.KindPinned.String(), mem.Src.String(), mem.Side(9).String()} {
+		if got == "" {
+			t.Error("an empty name")
+		}
+	}
+}

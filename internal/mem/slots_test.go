@@ -1,0 +1,235 @@
+package mem
+
+import (
+	"math/rand/v2"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+)
+
+func TestPerm24(t *testing.T) {
+	const numbers = 1 << 24
+	for _, key := range []PermKey{{}, SeededPermKey(1), RandomPermKey()} {
+		p := NewPerm24(key)
+		var seen [numbers / 64]uint64
+		for slot := range uint32(numbers) {
+			index := p.Index(slot)
+			if index >= numbers || seen[index/64]&(1<<(index%64)) != 0 {
+				t.Fatalf("key %x: slot %#x has index %#x, which is not its own", key, slot, index)
+			}
+			seen[index/64] |= 1 << (index % 64)
+			if back := p.Slot(index); back != slot {
+				t.Fatalf("key %x: slot %#x, index %#x, slot %#x", key, slot, index, back)
+			}
+		}
+	}
+}
+
+// Neighbouring slots must not have indexes that tell about each other: over many
+// keys, the distance between the first two is as often small as chance has it.
+func TestPerm24Spreads(t *testing.T) {
+	const keys = 1 << 16
+	near, same := 0, make(map[uint32]int)
+	for range keys {
+		p := NewPerm24(RandomPermKey())
+		d := (p.Index(1) - p.Index(0)) & (1<<24 - 1)
+		if d < 1<<18 || d > 1<<24-1<<18 { // one in 32
+			near++
+		}
+		same[d]++
+	}
+	if near < keys/32/2 || near > keys/32*2 {
+		t.Errorf("%d of %d distances are small, should be about %d", near, keys, keys/32)
+	}
+	for d, n := range same {
+		if n > 64 {
+			t.Errorf("the distance %#x occurs %d times in %d", d, n, keys)
+		}
+	}
+}
+
+func TestSlots(t *testing.T) {
+	const max = 5000
+	reserved := func(index uint32) bool { return index%3 == 0 }
+	s := NewSlots[int](max, reserved, SeededPermKey(3))
+	rng := rand.New(rand.NewPCG(1, 2))
+	model := make(map[uint32]*int)
+	var indexes []uint32
+	for step := range 100_000 {
+		if rng.IntN(5) < 3 {
+			object := &step
+			index, ok := s.Add(object)
+			if ok != (len(model) < max) {
+				t.Fatalf("Add to %d of %d: %v", len(model), max, ok)
+			}
+			if !ok {
+				continue
+			}
+			if model[index] != nil || reserved(index) || index >= 1<<24 {
+				t.Fatalf("index %#x is taken or reserved", index)
+			}
+			model[index] = object
+			indexes = append(indexes, index)
+			continue
+		}
+		if len(indexes) == 0 {
+			continue
+		}
+		k := rng.IntN(len(indexes))
+		index := indexes[k]
+		indexes[k] = indexes[len(indexes)-1]
+		indexes = indexes[:len(indexes)-1]
+		if got := s.Remove(index); got != model[index] {
+			t.Fatalf("Remove(%#x) returned another object", index)
+		}
+		delete(model, index)
+		if s.Get(index) != nil || s.Remove(index) != nil {
+			t.Fatalf("%#x is there after Remove", index)
+		}
+	}
+	if s.Len() != len(model) {
+		t.Fatalf("Len is %d, should be %d", s.Len(), len(model))
+	}
+	seen := 0
+	for index, object := range s.All() {
+		if model[index] != object {
+			t.Fatalf("All: %#x is another object", index)
+		}
+		seen++
+	}
+	if seen != len(model) {
+		t.Fatalf("All saw %d objects of %d", seen, len(model))
+	}
+	for range s.All() { // ends when told
+		break
+	}
+	for _, index := range []uint32{1 << 24, 1<<32 - 1, 1<<31 | indexes[0]} {
+		if s.Get(index) != nil || s.Remove(index) != nil {
+			t.Fatalf("there is an object at %#x", index)
+		}
+	}
+}
+
+// A freed index comes back only after a thousand others have been freed, and
+// then in the order of freeing.
+func TestSlotsReuseLate(t *testing.T) {
+	s := NewSlots[int](0, nil, RandomPermKey())
+	var freed []uint32
+	object := new(int)
+	for range 3 * quarantine {
+		index, _ := s.Add(object)
+		for age, old := range freed[max(0, len(freed)-quarantine):] {
+			if old == index {
+				t.Fatalf("index %#x came back %d frees later", index, quarantine-age)
+			}
+		}
+		s.Remove(index)
+		freed = append(freed, index)
+	}
+	if s.fresh.Load() > 2*quarantine {
+		t.Errorf("%d slots for one object: freed ones are not used again", s.fresh.Load())
+	}
+}
+
+// The last slots of the largest table: chunks end exactly there.
+func TestSlotsChunks(t *testing.T) {
+	next := uint32(0)
+	for c := range numChunks {
+		for place := range uint32(firstChunk << c) {
+			if place > 2 && place < firstChunk<<c-2 {
+				next++
+				continue
+			}
+			if gotChunk, gotPlace := chunkOf(next); gotChunk != c || gotPlace != place {
+				t.Fatalf("slot %d is at %d, %d, should be at %d, %d", next, gotChunk, gotPlace, c, place)
+			}
+			next++
+		}
+	}
+	if next != MaxSlots {
+		t.Fatalf("the chunks hold %d slots, not %d", next, MaxSlots)
+	}
+}
+
+// Readers look up while a writer adds and removes.
+func TestSlotsConcurrent(t *testing.T) {
+	s := NewSlots[uint32](0, nil, RandomPermKey())
+	var index atomic.Uint32
+	var stop atomic.Bool
+	var found atomic.Int64
+	var wg sync.WaitGroup
+	for range 2 {
+		wg.Go(func() {
+			for !stop.Load() {
+				i := index.Load()
+				if object := s.Get(i); object != nil {
+					if *object != i {
+						t.Errorf("the object at %#x is for %#x", i, *object)
+						return
+					}
+					found.Add(1)
+				}
+				runtime.Gosched()
+			}
+		})
+	}
+	for n := 0; n < 20_000 || found.Load() == 0; n++ {
+		i, _ := s.AddFunc(func(i uint32) *uint32 { return &i })
+		index.Store(i)
+		if n%7 != 0 {
+			s.Remove(i)
+		}
+	}
+	stop.Store(true)
+	wg.Wait()
+}
+
+// A million regions are possible, and each takes less than 300 bytes with its
+// slot and backing; an empty table takes next to nothing.
+func TestMillionRegions(t *testing.T) {
+	const regions = 1_000_000
+	before := heapInUse()
+	table := NewTable(TableConfig{MaxRegions: regions})
+	if n := heapInUse() - before; n > 16<<10 {
+		t.Errorf("an empty table takes %d bytes", n)
+	}
+	b := make([]byte, 1)
+	before = heapInUse()
+	for range regions {
+		h, err := NewHostBytes(b, 0, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err = table.Register(RegionConfig{Length: 1, Backing: h}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	each := (heapInUse() - before) / regions
+	t.Logf("%d bytes for each region", each)
+	if each >= 300 {
+		t.Errorf("a region takes %d bytes", each)
+	}
+	h, _ := NewHostBytes(b, 0, 1)
+	if _, err := table.Register(RegionConfig{Length: 1, Backing: h}); err == nil {
+		t.Error("one more region than the table may hold")
+	}
+	found := 0
+	for index, r := range table.slots.All() {
+		if r.key>>tagBits != index || table.Lookup(r.key) != r {
+			t.Fatalf("region %#x is not at its index", r.key)
+		}
+		found++
+	}
+	if found != regions {
+		t.Errorf("found %d regions", found)
+	}
+}
+
+func heapInUse() int64 {
+	var m runtime.MemStats
+	runtime.GC()
+	runtime.GC()
+	runtime.ReadMemStats(&m)
+	return int64(m.HeapAlloc)
+}
