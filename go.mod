@@ -4,7 +4,9 @@ go 1.26.0
 
 require (
 	github.com/alecthomas/kong v1.16.1 // indirect
+	github.com/cockroachdb/datadriven v1.0.3 // indirect
 	github.com/gopacket/gopacket v1.7.4 // indirect
+	github.com/pmezard/go-difflib v1.0.0 // indirect
 	go.uber.org/goleak v1.3.0 // indirect
 	golang.org/x/net v0.55.0 // indirect
 	golang.org/x/sys v0.49.0 // indirect

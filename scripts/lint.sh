@@ -13,8 +13,9 @@ set -euo pipefail
 cd "$ROOT"
 
 rc=0
-if ! go mod tidy -diff; then
-  warn "lint: run go mod tidy"
+if ! diff=$(go mod tidy -diff 2>&1); then
+  head -n 20 <<<"$diff" >&2
+  warn "lint: go.mod and go.sum are not what the imports need: run go mod tidy"
   rc=1
 fi
 

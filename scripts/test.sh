@@ -76,7 +76,7 @@ RESULTS=
 FAILED=
 begin() {
   STARTED[$1]=$(date +%s%N)
-  (set -e; trap 'date +%s%N >"$LOGS/$1.end"' EXIT; "step_$1") >"$LOGS/$1.log" 2>&1 &
+  (set -e; trap "date +%s%N >'$LOGS/$1.end'" EXIT; "step_$1") >"$LOGS/$1.log" 2>&1 &
   PID[$1]=$!
 }
 finish() {

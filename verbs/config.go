@@ -10,8 +10,10 @@ import (
 // field, mean the default.
 type Config struct {
 	// Addrs are the addresses that the device stands on, one GID each, in this
-	// order. They must be addresses of this host. Empty: the address, or all
-	// addresses of the device or interface, that was named in Open.
+	// order. They must be addresses of this host, unless Link is LinkLoop. The
+	// name given to Open is then only what the device is called. Empty: the
+	// address, or all addresses of the device or interface, that was named in
+	// Open.
 	Addrs []netip.Addr
 
 	// Link restricts how requests may travel. Zero (LinkAny): directly if the

@@ -28,8 +28,8 @@ func (cq *CQ) Cap() int { return cq.p.Cap() }
 // polling program's traffic is moved along. A completion that reports a failure
 // is no error of Poll: look at each Status. See ibv_poll_cq(3).
 //
-// Errors: EIO if the queue has overflowed and its completions are gone; EINVAL
-// if it is nil or closed.
+// Errors: EOVERFLOW if the queue has overflowed, when those completions are
+// polled that were still in it; EINVAL for a nil queue.
 func (cq *CQ) Poll(wcs []WC) (int, error) {
 	if !cq.ok() {
 		return 0, invalid("poll_cq", "nil completion queue")
@@ -45,7 +45,7 @@ func (cq *CQ) Poll(wcs []WC) (int, error) {
 // Completions that are in the queue already raise nothing, so the order that
 // loses none is: arm, poll until empty, wait. See ibv_req_notify_cq(3).
 //
-// Errors: EINVAL if the queue is nil or closed, or has no channel.
+// Errors: EINVAL if the queue is nil or has no channel.
 func (cq *CQ) RequestNotify(solicitedOnly bool) error {
 	if !cq.ok() {
 		return invalid("req_notify_cq", "nil completion queue")
@@ -57,8 +57,7 @@ func (cq *CQ) RequestNotify(solicitedOnly bool) error {
 // stay there. See ibv_resize_cq(3).
 //
 // Errors: EINVAL if n is less than 1, more than MaxCQE in [DeviceAttr], or less
-// than the number of completions in the queue, or the queue is nil or closed;
-// EIO if it has overflowed.
+// than the number of completions in the queue, or the queue is nil.
 func (cq *CQ) Resize(n int) error {
 	if !cq.ok() {
 		return invalid("resize_cq", "nil completion queue")

@@ -24,8 +24,7 @@ type Counter struct {
 // that is up and has an address, loopback included. The order, and with it the
 // names, follow the interfaces' indexes. See ibv_get_device_list(3).
 //
-// It fails with the errno of the system call that failed if the interfaces
-// cannot be read.
+// Errors: EIO if the interfaces cannot be read.
 func Devices() ([]DeviceInfo, error) { return listProviders() }
 
 // Open opens a device. The name is one of
@@ -40,13 +39,14 @@ func Devices() ([]DeviceInfo, error) { return listProviders() }
 // Several devices may be open in one process, each on an address of its own.
 // A nil cfg means defaults.
 //
-// Errors: EINVAL if cfg contradicts itself or the name, as with an unknown Link
-// or a negative limit; ENODEV if there is no such device or interface, or it
-// has no address; EADDRNOTAVAIL if an address is not one of this host;
-// EADDRINUSE if another device, here or in another process, stands on the
-// address, and for "" if all 254 are taken; EACCES, ENOENT and other errnos of
-// open(2) for a PCAP file that cannot be made; EMFILE and ENFILE if there is no
-// descriptor left.
+// Errors: EINVAL if the Link is unknown, or an address cannot be that of a
+// device (unspecified, multicast, IPv6 link-local, given twice); ENODEV if
+// there is no device or interface of that name that is up and has an address;
+// EADDRNOTAVAIL if an address is not one of this host; EADDRINUSE if another
+// device, here or in another process, stands on the address, and for "" if all
+// 254 are taken; EMSGSIZE if the interface's MTU is too small for the smallest
+// packets; EIO if the PCAP file cannot be made; EMFILE and ENFILE if there is
+// no descriptor left for the sockets.
 func Open(name string, cfg *Config) (*Device, error) {
 	p, err := openProvider(name, cfg.provider())
 	if err != nil {
@@ -60,7 +60,8 @@ func (d *Device) ok() bool { return d != nil && d.p != nil }
 // invalid is the error of a call on, or with, something that is not there.
 func invalid(op, what string) error { return ib.Errorf(op, syscall.EINVAL, "%s", what) }
 
-// Name returns the device's name, as in [DeviceInfo].
+// Name returns the device's name: that of [DeviceInfo] if it was opened by
+// device or interface, otherwise one made up for it.
 func (d *Device) Name() string { return d.p.Attr().Name }
 
 // Attr returns the device's identity, capabilities and limits. See
@@ -135,8 +136,8 @@ func (d *Device) AllocPD() (*PD, error) {
 // CreateChannel makes a completion channel, on which completion queues report
 // that something has completed. See ibv_create_comp_channel(3).
 //
-// Errors: EMFILE or ENFILE if the channel needs a descriptor and there is none;
-// ENODEV if the device is closed; EINVAL for a nil device.
+// Errors: ENOMEM if the device has as many channels as it may have completion
+// queues (MaxCQ in [DeviceAttr]); ENODEV if the device is closed; EINVAL for a nil device.
 func (d *Device) CreateChannel() (*Channel, error) {
 	if !d.ok() {
 		return nil, invalid("create_comp_channel", "nil device")
@@ -152,9 +153,11 @@ func (d *Device) CreateChannel() (*Channel, error) {
 // [CQ.Cap] tells how many it has. With a channel the queue can raise events
 // there; ch may be nil for a queue that is only polled. See ibv_create_cq(3).
 //
-// A queue must hold all completions that may be outstanding in it: the sum of
-// the queue pairs' MaxSendWR and MaxRecvWR is always enough. A queue that
-// overflows is lost: it raises [EventCQErr], and its queue pairs fail.
+// A queue must hold all completions that may be in it before they are polled. A
+// program that has no more requests outstanding than the queue has entries,
+// where a request is outstanding until its completion was polled, is safe. A
+// queue that overflows is lost: it raises [EventCQErr], and its queue pairs
+// fail.
 //
 // Errors: EINVAL if entries is less than 1 or more than MaxCQE in [DeviceAttr],
 // or the channel belongs to another device or is closed; ENOMEM if the device
@@ -185,8 +188,9 @@ func (d *Device) CreateCQ(entries int, ch *Channel) (*CQ, error) {
 
 // Close closes the device. It is idempotent. See ibv_close_device(3).
 //
-// Errors: EBUSY while domains, completion queues or channels of the device are
-// open; the device then goes on as before. EINVAL for a nil device.
+// Errors: EBUSY while anything of the device is open, domains, completion
+// queues or channels; the device then goes on as before. EINVAL for a nil
+// device.
 func (d *Device) Close() error {
 	if !d.ok() {
 		return invalid("close_device", "nil device")

@@ -59,7 +59,8 @@
 //
 // What was opened is closed, children first: queue pairs before their queues,
 // regions and domains before the device. Close of something that is still in
-// use fails with EBUSY and changes nothing.
+// use fails with EBUSY and changes nothing. What is closed is not to be used any
+// more: calls fail with EINVAL, or find nothing.
 //
 // # Three ways to hear of trouble
 //

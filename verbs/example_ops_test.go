@@ -1,5 +1,3 @@
-//go:build verbena_examples
-
 package verbs_test
 
 import (
@@ -76,39 +74,44 @@ func ExampleQP_PostSend_read() {
 // order of that host, and return what was there before.
 func ExampleQP_PostSend_atomic() {
 	alice, bob := connected()
-	counter, before := make([]byte, 8), make([]byte, 16)
+	counter, results := make([]byte, 8), make([]byte, 24)
 	binary.NativeEndian.PutUint64(counter, 40)
-	target, result := bob.register(counter), alice.register(before)
+	target, mr := bob.register(counter), alice.register(results)
 
 	_, err := alice.qp.PostSend([]verbs.SendWR{{
 		Op:         verbs.OpAtomicFetchAdd,
-		SGL:        []verbs.SGE{result.SGE(0, 8)},
+		SGL:        []verbs.SGE{mr.SGE(0, 8)},
 		RemoteAddr: target.Addr(),
 		RKey:       target.RKey(),
 		CompareAdd: 2,
 	}, {
 		Op:         verbs.OpAtomicCmpSwap,
-		Flags:      verbs.SendSignaled,
-		SGL:        []verbs.SGE{result.SGE(8, 8)},
+		SGL:        []verbs.SGE{mr.SGE(8, 8)},
 		RemoteAddr: target.Addr(),
 		RKey:       target.RKey(),
 		CompareAdd: 42, // if it is 42 …
 		Swap:       7,  // … make it 7
+	}, {
+		Op:         verbs.OpRDMARead,
+		Flags:      verbs.SendSignaled,
+		SGL:        []verbs.SGE{mr.SGE(16, 8)},
+		RemoteAddr: target.Addr(),
+		RKey:       target.RKey(),
 	}})
 	check(err)
-	wc := alice.wait() // the second: the first was not signaled
+	wc := alice.wait() // the last: the others were not signaled
 	fmt.Println(wc.Op, wc.Status)
-	fmt.Println("before the addition:", binary.NativeEndian.Uint64(before[:8]))
-	fmt.Println("before the swap:", binary.NativeEndian.Uint64(before[8:]))
-	fmt.Println("now:", binary.NativeEndian.Uint64(counter))
+	fmt.Println("before the addition:", binary.NativeEndian.Uint64(results))
+	fmt.Println("before the swap:", binary.NativeEndian.Uint64(results[8:]))
+	fmt.Println("after:", binary.NativeEndian.Uint64(results[16:]))
 
-	alice.close(result)
+	alice.close(mr)
 	bob.close(target)
 	// Output:
-	// COMP_SWAP success
+	// RDMA_READ success
 	// before the addition: 40
 	// before the swap: 42
-	// now: 7
+	// after: 7
 }
 
 // Inline data is copied when it is posted and needs no region. A list is posted

@@ -1,5 +1,3 @@
-//go:build verbena_examples
-
 package verbs_test
 
 import (

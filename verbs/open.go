@@ -7,12 +7,12 @@ import (
 )
 
 // The provider that stands behind Open and Devices is chosen here and nowhere
-// else.
+// else: the software device.
 
 func openProvider(name string, cfg *provider.Config) (provider.Device, error) {
 	d, err := device.Open(name, cfg)
 	if err != nil {
-		return nil, err // not d: a nil *Device in an interface is not nil
+		return nil, err // and no interface around a nil device
 	}
 	return d, nil
 }

@@ -27,12 +27,13 @@ func (pd *PD) ok() bool { return pd != nil && pd.p != nil }
 // AccessRemoteAtomic need AccessLocalWrite too.
 //
 // Errors: EINVAL for an empty slice, unknown rights, or remote writing or
-// atomics without AccessLocalWrite; EOPNOTSUPP for rights that the device does
-// not have; ENOMEM if the device has no more regions (MaxMR in [DeviceAttr]),
-// the slice is longer than MaxMRSize or, with LockStrict, locking it would
-// exceed RLIMIT_MEMLOCK; EPERM with LockStrict if that limit is 0; EFAULT if
-// the memory is not mapped, or is not writable though AccessLocalWrite is
-// asked for; ENODEV if the device is closed; EINVAL for a nil domain.
+// atomics without AccessLocalWrite; EOPNOTSUPP for AccessOnDemand, which the
+// device does not do yet; ENOMEM if the device has no more regions (MaxMR in
+// [DeviceAttr]), or the host has no memory to back the range; EFAULT if a slice
+// outside the Go heap is not mapped, or is not writable though AccessLocalWrite
+// is asked for. With LockStrict, ENOMEM if locking would exceed RLIMIT_MEMLOCK,
+// and EPERM if that limit is 0 or the slice is of the Go heap, which is never
+// locked. EINVAL for a domain that is nil or closed.
 func (pd *PD) RegMR(buf []byte, access Access) (*MR, error) {
 	if !pd.ok() {
 		return nil, invalid("reg_mr", "nil protection domain")
@@ -47,13 +48,14 @@ func (pd *PD) RegMR(buf []byte, access Access) (*MR, error) {
 // RegMRAddr registers memory by address: memory that is not Go's, such as a
 // mapping or what a C library allocated. It keeps nothing alive; the memory
 // must stay mapped until [MR.Close] has returned. A range that is unmapped
-// before, or mapped anew, fails the requests that touch it.
+// before fails the requests that touch it; StalePinnedRange in [DeviceAttr]
+// tells what the device does if something else is mapped there.
 //
-// For slices use [PD.RegMR]. The address of a Go variable is never right here:
-// it may lie on a goroutine's stack, which moves.
+// The address of a Go variable is never right here: it may lie on a goroutine's
+// stack, which moves. For slices use [PD.RegMR].
 //
-// Errors: those of RegMR; EINVAL also if length is 0 or the range wraps around
-// the end of the address space.
+// Errors: those of RegMR; EINVAL also if length is 0 or the range is in the Go
+// heap, EFAULT if it wraps around the end of the address space.
 func (pd *PD) RegMRAddr(addr uintptr, length uint64, access Access) (*MR, error) {
 	iova := uint64(addr)
 	if access&AccessZeroBased != 0 {
@@ -64,11 +66,11 @@ func (pd *PD) RegMRAddr(addr uintptr, length uint64, access Access) (*MR, error)
 
 // RegMRIOVA registers memory by address, as [PD.RegMRAddr] does, and gives the
 // region an address of its own: requests name the first byte as iova, and
-// [MR.Addr] returns that. An iova of 0 has the effect of AccessZeroBased. See
+// [MR.Addr] returns that. An iova of 0 has the effect of AccessZeroBased, and
+// AccessZeroBased that of an iova of 0, whatever stands there. See
 // ibv_reg_mr_iova(3).
 //
-// Errors: those of RegMRAddr; EINVAL also if iova and length wrap around, or if
-// AccessZeroBased comes with an iova other than 0.
+// Errors: those of RegMRAddr; EINVAL also if iova and length wrap around.
 func (pd *PD) RegMRIOVA(addr uintptr, length, iova uint64, access Access) (*MR, error) {
 	if !pd.ok() {
 		return nil, invalid("reg_mr", "nil protection domain")
@@ -83,10 +85,13 @@ func (pd *PD) RegMRIOVA(addr uintptr, length, iova uint64, access Access) (*MR, 
 // CreateQP makes a queue pair, in state [QPReset]. What its queues can hold is
 // at least what cfg.Cap asks for; [QP.Query] tells. See ibv_create_qp(3).
 //
-// Errors: EINVAL if cfg or one of its completion queues is nil, belongs to
-// another device or is closed, the type is unknown, the SRQ is of another
-// domain or the type does not take one (UC), or Cap asks for a negative number
-// or for more than [DeviceAttr] offers (MaxQPWR, MaxSGE, MaxInlineData); ENOMEM
+// An SRQ may be of another domain: receives are then checked against its domain,
+// everything else against this one.
+//
+// Errors: EINVAL if cfg or one of its completion queues is nil, a queue belongs
+// to another device or is closed, the type is unknown, or Cap asks for a
+// negative number or for more than [DeviceAttr] offers (MaxQPWR, MaxSGE,
+// MaxInlineData), or the domain is closed; ENOMEM
 // if the device has no more queue pairs (MaxQP); ENODEV if the device is
 // closed; EINVAL for a nil domain.
 func (pd *PD) CreateQP(cfg *QPConfig) (*QP, error) {
@@ -170,12 +175,12 @@ func (pd *PD) CreateSRQ(cfg *SRQConfig) (*SRQ, error) {
 // CreateAH makes an address handle: a peer that UD requests of the domain can
 // be sent to. See ibv_create_ah(3).
 //
-// Errors: EINVAL if the DGID is unset or is a multicast address, the SGIDIndex
-// is not that of a local GID, the two are not of one address family, the port
-// does not exist or the flow label has more than 20 bits; EHOSTUNREACH if
-// the links that the device may use do not reach the peer; ENOMEM if the
-// device has no more address handles (MaxAH in [DeviceAttr]); ENODEV if the
-// device is closed; EINVAL for a nil domain.
+// Errors: EINVAL if the DGID is unset or cannot be that of a peer (multicast,
+// link-local), the SGIDIndex is not that of a local GID, the two are not of one
+// address family or the port does not exist; EHOSTUNREACH if the links that the
+// device may use do not reach the peer; ENOMEM if the device has no more
+// address handles (MaxAH in [DeviceAttr]); EMFILE and ENFILE if there is no
+// descriptor left for a socket; EINVAL for a domain that is nil or closed.
 func (pd *PD) CreateAH(attr AHAttr) (*AH, error) {
 	if !pd.ok() {
 		return nil, invalid("create_ah", "nil protection domain")

@@ -52,8 +52,8 @@ func (qp *QP) Type() QPType { return qp.p.Type() }
 // is room again, signal at least one request in every MaxSendWR: when it has
 // completed, those before it are done too.
 //
-// Requests are taken in the states RTS and SQD, where they wait, and also in
-// SQE and ERR, where they complete with [WCWRFlushErr].
+// Requests are taken in RTS; in SQD, where they wait; and in SQE and ERR, where
+// they complete with [WCWRFlushErr].
 //
 // Errors: EINVAL if the state is RESET, INIT or RTR, the operation is unknown
 // or not one of the type's, the request has more pieces than MaxSendSGE or more
@@ -61,7 +61,9 @@ func (qp *QP) Type() QPType { return qp.p.Type() }
 // (READ and atomics), is an atomic whose pieces are not 8 bytes, is longer than
 // the port's MaxMsgSize, or is for UD and has no address handle; EINVAL also if
 // the queue pair is nil or closed. ENOMEM if the queue is full: poll, and post
-// the rest again.
+// the rest again. A request leaves the queue when it is done, which may be
+// before its completion is polled: a program that posts until ENOMEM may
+// overflow a completion queue that has no more entries than the send queue.
 //
 // Everything else that can be wrong with a request shows in its completion: keys
 // and addresses, and for UD a message longer than the port's MTU.
@@ -97,8 +99,8 @@ func (qp *QP) PostRecv(wrs []RecvWR) (int, error) {
 // Each transition has attributes that it needs and others that it allows. The
 // needed ones on the way to RTS are those that [QP.ToInit], [QP.ToRTR] and
 // [QP.ToRTS] list. From every state the way to RESET and to ERR is open and
-// needs nothing else. RESET forgets all requests without a completion and all
-// attributes; ERR flushes all requests, each with a completion.
+// needs nothing else. RESET forgets all requests, all completions that were not
+// polled and all attributes; ERR flushes all requests, each with a completion.
 //
 // Errors: EINVAL if there is no such transition, the mask lacks an attribute
 // that it needs or has one that it does not allow, a value is out of range
@@ -108,7 +110,8 @@ func (qp *QP) PostRecv(wrs []RecvWR) (int, error) {
 // not the current state, or the AV is not one that [PD.CreateAH] would take.
 // QPMaskAltPath, QPMaskPathMigState and QPMaskCap are never allowed, since the
 // device has no alternate paths and does not resize queue pairs. EHOSTUNREACH
-// if the links that the device may use do not reach the peer. EINVAL if the
+// if the links that the device may use do not reach the peer; EMFILE and ENFILE
+// if there is no descriptor left for a socket. EINVAL if the
 // queue pair or attr is nil, or it is closed.
 func (qp *QP) Modify(attr *QPAttr, mask QPAttrMask) error {
 	if !qp.ok() {
@@ -132,9 +135,9 @@ func (qp *QP) Query() (QPAttr, error) {
 }
 
 // Close destroys the queue pair, in any state. Its requests are gone without a
-// completion, and when Close has returned the device does not touch their
-// memory any more. Completions that are in a completion queue already stay
-// there. The peer is not told: its next request ends in [WCRetryExcErr]. It is
+// completion, and so are its completions that were not polled; when Close has
+// returned the device does not touch the requests' memory any more. The peer is
+// not told: its next request ends in [WCRetryExcErr]. It is
 // idempotent. See ibv_destroy_qp(3).
 //
 // Errors: EINVAL for a nil queue pair.

@@ -40,8 +40,8 @@ func (s *SRQ) Number() uint32 { return s.p.Number() }
 // requests: the slices may be used again at once, the memory that they name
 // when the receive has completed. See ibv_post_srq_recv(3).
 //
-// Errors: EINVAL if a request has more pieces than MaxSGE, or the queue is nil
-// or closed; ENOMEM if the queue is full.
+// Errors: EINVAL if a request has more pieces than MaxSGE, or the queue is nil;
+// ENOMEM if the queue is full.
 func (s *SRQ) PostRecv(wrs []RecvWR) (int, error) {
 	if !s.ok() {
 		return 0, invalid("post_srq_recv", "nil shared receive queue")
@@ -55,7 +55,7 @@ func (s *SRQ) PostRecv(wrs []RecvWR) (int, error) {
 // Errors: EINVAL if MaxWR is less than 1, less than the number of receives in
 // the queue, less than the limit or more than MaxSRQWR in [DeviceAttr], Limit
 // is negative or more than the number of receives that fit, the mask has
-// unknown bits, or the queue is nil or closed.
+// unknown bits, or the queue is nil.
 func (s *SRQ) Modify(attr SRQAttr, mask SRQAttrMask) error {
 	const op = "modify_srq"
 	maxWR, limit := -1, -1 // the provider's "keep"
@@ -93,7 +93,7 @@ func (s *SRQ) Resize(n int) error { return s.Modify(SRQAttr{MaxWR: n}, SRQMaskMa
 
 // Query returns the queue's attributes. See ibv_query_srq(3).
 //
-// Errors: EINVAL if the queue is nil or closed.
+// Errors: EINVAL for a nil queue.
 func (s *SRQ) Query() (SRQAttr, error) {
 	if !s.ok() {
 		return SRQAttr{}, invalid("query_srq", "nil shared receive queue")

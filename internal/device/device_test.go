@@ -3,6 +3,7 @@ package device
 import (
 	"bytes"
 	"fmt"
+	"net/netip"
 	"testing"
 	"time"
 
@@ -25,6 +26,13 @@ type end struct {
 	mr  provider.MR
 	psn uint32
 	mtu ib.MTU
+
+	// what connect sets; newEnd has the defaults
+	timeout, retries, rnrRetries, rd uint8
+
+	pause func() // between two empty polls; nil spins
+
+	channel provider.Channel // of the completion queue; usually nil
 }
 
 const allRemote = ib.AccessLocalWrite | ib.AccessRemote
@@ -52,10 +60,9 @@ func newEnd(t testing.TB, dev *Device, typ ib.QPType, size int) *end {
 }
 
 func (e *end) close() {
-	for _, c := range []interface{ Close() error }{e.qp, e.mr, e.cq, e.pd} {
-		if err := c.Close(); err != nil {
-			e.t.Error(err)
-		}
+	closeAll(e.t, e.qp, e.mr, e.cq, e.pd)
+	if e.channel != nil {
+		closeAll(e.t, e.channel)
 	}
 }
 
@@ -68,6 +75,13 @@ func (e *end) modify(a ib.QPAttr, mask ib.QPAttrMask) {
 
 func (e *end) connect(o *end) {
 	e.t.Helper()
+	e.connectTo(o.dev.addrs[0], o.qp.Number(), o.psn, o.rd)
+}
+
+// connectTo connects to a queue pair by its address, number, first PSN and how
+// many READs and atomics it will have outstanding.
+func (e *end) connectTo(addr netip.Addr, qpn, psn uint32, rd uint8) {
+	e.t.Helper()
 	e.modify(ib.QPAttr{State: ib.QPInit, Port: 1, Access: ib.AccessRemote}, ib.QPMaskPort|ib.QPMaskPKeyIndex|ib.QPMaskAccess)
 	rc := e.qp.Type() == ib.RC
 	rtr := ib.QPMaskAV | ib.QPMaskPathMTU | ib.QPMaskDestQPN | ib.QPMaskRQPSN
@@ -76,8 +90,8 @@ func (e *end) connect(o *end) {
 		rtr |= ib.QPMaskMaxDestRDAtomic | ib.QPMaskMinRNRTimer
 		rts |= ib.QPMaskTimeout | ib.QPMaskRetryCnt | ib.QPMaskRNRRetry | ib.QPMaskMaxRDAtomic
 	}
-	e.modify(ib.QPAttr{State: ib.QPRTR, AV: ib.AHAttr{DGID: o.dev.GIDs()[0]}, PathMTU: e.mtu, DestQPN: o.qp.Number(),
-		RQPSN: o.psn, MaxDestRDAtomic: o.rd, MinRNRTimer: 12}, rtr)
+	e.modify(ib.QPAttr{State: ib.QPRTR, AV: ib.AHAttr{DGID: ib.GIDFromAddr(addr)}, PathMTU: e.mtu, DestQPN: qpn,
+		RQPSN: psn, MaxDestRDAtomic: rd, MinRNRTimer: 12}, rtr)
 	e.modify(ib.QPAttr{State: ib.QPRTS, SQPSN: e.psn, Timeout: e.timeout, RetryCnt: e.retries, RNRRetry: e.rnrRetries, MaxRDAtomic: e.rd}, rts)
 }
 

@@ -5,6 +5,7 @@ package device
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"math/rand/v2"
 	"net/netip"
@@ -223,3 +224,6 @@ func descriptors(t testing.TB) int {
 	}
 	return len(list) - 1 // the one that reads the directory
 }
+
+// wordOf reads the first word of memory that devices write.
+func wordOf(b []byte) uint64 { return binary.NativeEndian.Uint64(b) }

@@ -1,6 +1,7 @@
 package link
 
 import (
+	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
@@ -43,8 +44,8 @@ type maker struct {
 
 func newMaker(t testing.TB, rng *rand.Rand, run int, flows ...*train.Flow) *maker {
 	m := &maker{rng: rng, flows: flows, buf: make([]byte, 1<<20)}
-	for i := range m.buf {
-		m.buf[i] = byte(rng.Uint32())
+	for i := 0; i < len(m.buf); i += 8 {
+		binary.LittleEndian.PutUint64(m.buf[i:], rng.Uint64())
 	}
 	m.table, m.key = region(t, m.buf, run)
 	return m
@@ -240,7 +241,7 @@ func TestRandomTrains(t *testing.T) {
 				)
 				kinds := kindsOfTrains()
 				var out []outgoing
-				for range 300 {
+				for range 150 {
 					out = append(out, m.any(kinds))
 				}
 				exchange(t, from, to, out)

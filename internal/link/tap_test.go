@@ -2,6 +2,7 @@ package link
 
 import (
 	"bytes"
+	"fmt"
 	"net/netip"
 	"sync"
 	"testing"
@@ -21,6 +22,10 @@ type tapped struct {
 	tclass, hopLimit uint8
 	id               uint16
 	b                string
+}
+
+func (p tapped) String() string {
+	return fmt.Sprintf("%v→%v class %#x hops %d id %d %x", p.src, p.dst, p.tclass, p.hopLimit, p.id, p.b)
 }
 
 type recordTap struct {

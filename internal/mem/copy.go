@@ -113,6 +113,9 @@ func (c *cursor) fill(n uint64) (f Fault) {
 	if c.b, f = c.region.backing.Run(c.off, c.left, c.list.Access); !f.OK() {
 		return c.region.fault(f.Kind, c.off, c.left)
 	}
+	if len(c.b) == 0 {
+		panic("mem: a backing returned neither bytes nor a fault")
+	}
 	c.off += uint64(len(c.b))
 	c.left -= uint64(len(c.b))
 	return f

@@ -5,7 +5,8 @@ package mem
 //  1. NewHostBytes takes a slice, NewHost a raw address.
 //  2. A raw address must not lie in the Go heap.
 //  3. Memory outside the Go heap is made present, which proves that it is
-//     there and that the rights fit, as ibv_reg_mr does.
+//     there and that the rights fit, as ibv_reg_mr does; and then no page in
+//     the middle may be the Go heap's either.
 //  4. The pages are locked, unless they are the Go heap's or locking is off.
 
 import (
@@ -67,23 +68,29 @@ func newHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, ow
 		return nil, ib.Errorf(op, syscall.EFAULT, "%d bytes at %#x are not memory of this process", length, addr)
 	}
 	h := &Host{addr: addr, length: length, owner: owner}
-	if raw {
-		if goheap.Overlaps(addr, uintptr(length)) {
-			return nil, ib.Errorf(op, syscall.EINVAL,
-				"%d bytes at %#x lie in the Go heap, where stacks move and objects are collected: register a []byte instead", length, addr)
-		}
-	} else {
-		h.inHeap = goheap.Contains(addr)
+	if raw && (goheap.Contains(addr) || goheap.Contains(addr+uintptr(length)-1)) {
+		return nil, h.heapError()
 	}
+	h.inHeap = goheap.Contains(addr)
 	if !h.inHeap {
 		if err := h.present(access&ib.AccessLocalWrite != 0); err != nil {
 			return nil, err
+		}
+		// Page by page only now, when it is certain that there are not more
+		// pages than there is memory.
+		if goheap.Overlaps(addr, uintptr(length)) {
+			return nil, h.heapError()
 		}
 	}
 	if err := h.lock(lock); err != nil {
 		return nil, err
 	}
 	return h, nil
+}
+
+func (h *Host) heapError() error {
+	return ib.Errorf("reg_mr", syscall.EINVAL,
+		"%d bytes at %#x lie in the Go heap, where stacks move and objects are collected: register a []byte instead", h.length, h.addr)
 }
 
 // present makes sure that all of the memory is mapped as it must be. The kernel

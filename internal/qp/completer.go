@@ -94,8 +94,8 @@ func (q *QP) receiveRNR(psn wire.PSN, code uint8, now Time) {
 		q.lost(now)
 		return
 	}
-	if q.sq.head == q.sq.tail || q.state == ib.QPErr {
-		return
+	if q.sq.head == q.sq.tail || q.state == ib.QPErr || r.rnrUntil != 0 && r.nxt == psn {
+		return // the last is a copy: nothing has been sent since
 	}
 	if q.attr.RNRRetry != 7 {
 		if r.rnrTries >= int(q.attr.RNRRetry) {
@@ -206,7 +206,7 @@ func (q *QP) advance(target wire.PSN, now Time) bool {
 // the end of draining.
 func (q *QP) settle(now Time) {
 	r := &q.req
-	if r.failing != 0 && q.sq.head == r.cur {
+	if r.failing != 0 && q.sq.head == r.failAt {
 		q.fail(r.failing, r.vendor, now)
 	}
 	if r.draining && (q.sq.head == q.sq.tail || !q.sq.at(q.sq.head).started) {
@@ -234,7 +234,7 @@ func (q *QP) progressed(n int, now Time) {
 // under way behind it says the same.
 func (q *QP) lost(now Time) {
 	r := &q.req
-	if q.state == ib.QPErr || r.lostAt == r.una && r.lostValid {
+	if q.state == ib.QPErr || r.lostAt == r.una && r.lostValid || r.nxt == r.una {
 		return
 	}
 	r.lostAt, r.lostValid = r.una, true
@@ -280,7 +280,12 @@ func (q *QP) Tick(now Time) {
 }
 
 // Deadline returns when Tick should be called next, 0 for never.
-func (q *QP) Deadline() Time { return q.req.deadline() }
+func (q *QP) Deadline() Time {
+	if q.state != ib.QPRTS && q.state != ib.QPSQD {
+		return 0
+	}
+	return q.req.deadline()
+}
 
 // fail ends the oldest request with an error. RC and UC queue pairs with a
 // responder half go to the error state as a whole; UC and UD only stop sending
@@ -327,7 +332,7 @@ func (q *QP) flushSend() {
 	q.giveBack(q.req.held)
 	q.req.timers.stop()
 	q.req.rd = rdRing{}
-	q.req.failing, q.req.stalled = 0, false
+	q.req.failing, q.req.stalled, q.req.draining = 0, false, false
 	for q.sq.head != q.sq.tail {
 		w := q.sq.at(q.sq.head)
 		q.sq.head++

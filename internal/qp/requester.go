@@ -28,10 +28,11 @@ type requester struct {
 	stalled  bool   // waits for credits
 	draining bool   // SQD: tell when everything is done
 
-	// failing is the status of request cur, which failed locally: it is
+	// failing is the status of request failAt, which failed locally: it is
 	// completed when the ones before it are (IBA 10.8.5: completions keep the
 	// order of posting).
 	failing ib.WCStatus
+	failAt  uint32
 	vendor  uint16
 
 	list mem.List // scratch, to build one without allocating
@@ -39,11 +40,13 @@ type requester struct {
 	timers
 }
 
-// rdRing holds the outstanding READs and atomics, oldest first, as the PSN
-// ranges of their responses.
+// rdRing holds the READs and atomics that are not answered yet, oldest first,
+// as the PSN ranges of their responses. It keeps them while they are sent again:
+// a READ that is repeated must be a part of one original (IBA 9.4.4).
 type rdRing struct {
 	e       [MaxRDAtomic]rdRange
 	head, n uint8
+	sent    uint8 // how many of them are under way; all, unless going back
 }
 
 type rdRange struct {
@@ -51,32 +54,40 @@ type rdRange struct {
 	n     uint32
 }
 
+func (e *rdRange) end() wire.PSN { return e.first.Add(int(e.n)) }
+
 func (r *rdRing) len() int            { return int(r.n) }
 func (r *rdRing) at(i uint8) *rdRange { return &r.e[(r.head+i)%MaxRDAtomic] }
 func (r *rdRing) push(first wire.PSN, n int) {
 	*r.at(r.n) = rdRange{first, uint32(n)}
 	r.n++
+	r.sent++
 }
 
-// popBefore forgets ranges that end at or before psn, truncate those that reach
-// to psn or beyond.
+// left returns how much of the range that is sent again next there is from psn
+// on.
+func (r *rdRing) left(psn wire.PSN) int { return r.at(r.sent).end().Sub(psn) }
+
+// popBefore forgets ranges that end at or before psn; rewind notes that those
+// which reach beyond are to be sent again.
 func (r *rdRing) popBefore(psn wire.PSN) {
-	for r.n > 0 && !psn.Less(r.at(0).first.Add(int(r.at(0).n))) {
+	for r.n > 0 && !psn.Less(r.at(0).end()) {
 		r.head = (r.head + 1) % MaxRDAtomic
 		r.n--
+		r.sent -= min(r.sent, 1)
 	}
 }
 
-func (r *rdRing) truncate(psn wire.PSN) {
-	for r.n > 0 && psn.Less(r.at(r.n-1).first.Add(int(r.at(r.n-1).n))) {
-		r.n--
+func (r *rdRing) rewind(psn wire.PSN) {
+	for r.sent > 0 && psn.Less(r.at(r.sent-1).end()) {
+		r.sent--
 	}
 }
 
 // pullRequest makes the next request train.
 func (q *QP) pullRequest(t *train.Train, now Time) bool {
 	r := &q.req
-	if q.state != ib.QPRTS && q.state != ib.QPSQD || r.failing != 0 || r.rnrWait(now) || r.cur == q.sq.tail {
+	if q.state != ib.QPRTS && q.state != ib.QPSQD || r.cur == q.sq.tail || r.failing != 0 && r.cur == r.failAt || r.rnrWait(now) {
 		return false
 	}
 	w := q.sq.at(r.cur)
@@ -98,6 +109,7 @@ func (q *QP) pullRequest(t *train.Train, now Time) bool {
 		n = q.pullMessage(t, w)
 	}
 	if n == 0 {
+		t.Reset() // an answer may go instead
 		return false
 	}
 	if again {
@@ -164,7 +176,9 @@ func (q *QP) room(want int) int {
 	}
 	n = q.path.Credits.acquire(n)
 	r.held += n
-	r.stalled = n == 0
+	if r.stalled = n == 0; r.stalled && r.nxt == r.una {
+		r.started = 0 // nothing is under way: the peer is not to blame for the wait
+	}
 	return n
 }
 
@@ -194,12 +208,24 @@ func (q *QP) pullMessage(t *train.Train, w *wqe) int {
 }
 
 // askAck decides whether a train asks for an acknowledgement: when somebody
-// waits for it, when nothing follows, and often enough to keep the window open.
+// waits for it, when nothing follows, and often enough to keep the window open
+// and the credits in motion.
 func (q *QP) askAck(t *train.Train, w *wqe) {
 	r := &q.req
 	r.unacked += t.N
-	if t.End && (w.flags&ib.SendSignaled != 0 || r.cur+1 == q.sq.tail) || r.unacked >= min(r.cwnd, q.path.Window)/4 {
+	last := r.cur+1 == q.sq.tail || q.state == ib.QPSQD || r.failing != 0
+	if t.End && (last || w.flags&ib.SendSignaled != 0) || r.unacked >= min(r.cwnd, q.path.Window)/4 ||
+		q.path.Credits != nil && !q.path.Credits.Free() {
 		t.AckReq, r.unacked = true, 0
+	}
+}
+
+// askAgain sends the last packet again if it did not ask for an acknowledgement
+// that is now waited for: no request follows that would.
+func (q *QP) askAgain() {
+	r := &q.req
+	if q.Type == ib.RC && r.unacked > 0 && r.cur != q.sq.head {
+		q.rewind(q.sq.at(r.cur - 1).end().Add(-1))
 	}
 }
 
@@ -209,16 +235,13 @@ func (q *QP) askAck(t *train.Train, w *wqe) {
 // response packets).
 func (q *QP) pullRead(t *train.Train, w *wqe) int {
 	r := &q.req
-	if r.rd.len() >= int(q.attr.MaxRDAtomic) {
-		return 0
-	}
 	done := r.nxt.Sub(w.first)
-	left := int(w.n) - done
-	// Not in small pieces, while others are under way: each costs a request.
-	if open := min(r.cwnd, q.path.Window) - r.nxt.Sub(r.una); open < min(left, q.path.Window/2) && r.nxt != r.una {
-		return 0
+	var n int
+	if r.nxt != r.max {
+		n = q.readAgain()
+	} else {
+		n = q.readMore(int(w.n) - done)
 	}
-	n := q.room(left)
 	if n == 0 {
 		return 0
 	}
@@ -226,13 +249,43 @@ func (q *QP) pullRead(t *train.Train, w *wqe) int {
 	t.N, t.Start, t.End = 1, true, true
 	t.RETH = wire.RETH{VA: w.remote + uint64(off), RKey: w.rkey, Len: uint32(min(n*q.mtu, int(w.len)-off))}
 	t.AckReq, r.unacked = true, 0
-	r.rd.push(r.nxt, n)
+	return n
+}
+
+// readMore returns how many of the packets that are left of a READ can be asked
+// for now.
+func (q *QP) readMore(left int) int {
+	r := &q.req
+	if r.rd.len() >= int(q.attr.MaxRDAtomic) {
+		return 0
+	}
+	// Not in small pieces, while others are under way: each costs a request.
+	if open := min(r.cwnd, q.path.Window) - r.nxt.Sub(r.una); open < min(left, q.path.Window/2) && r.rd.len() > 0 {
+		return 0
+	}
+	n := q.room(left)
+	if n > 0 {
+		r.rd.push(r.nxt, n)
+	}
+	return n
+}
+
+// readAgain returns how many packets to ask for again: up to the end of the
+// original piece, also if the window has become smaller since (IBA 9.4.4).
+func (q *QP) readAgain() int {
+	r := &q.req
+	n := r.rd.left(r.nxt)
+	if q.room(n) == 0 {
+		return 0
+	}
+	r.rd.sent++
 	return n
 }
 
 func (q *QP) pullAtomic(t *train.Train, w *wqe) int {
 	r := &q.req
-	if r.rd.len() >= int(q.attr.MaxRDAtomic) || q.room(1) == 0 {
+	again := r.nxt != r.max
+	if !again && r.rd.len() >= int(q.attr.MaxRDAtomic) || q.room(1) == 0 {
 		return 0
 	}
 	t.N, t.Start, t.End, t.AckReq, r.unacked = 1, true, true, true, 0
@@ -240,15 +293,20 @@ func (q *QP) pullAtomic(t *train.Train, w *wqe) int {
 	if t.Kind == wire.KindCmpSwap {
 		t.Atomic.SwapAdd, t.Atomic.Compare = w.swap, w.compareAdd
 	}
-	r.rd.push(r.nxt, 1)
+	if again {
+		r.rd.sent++
+	} else {
+		r.rd.push(r.nxt, 1)
+	}
 	return 1
 }
 
 // requestFailed deals with a request whose memory went away between the check
-// and the sending: it fails as if the check had found it.
+// and the sending: it fails as if the check had found it. (A later one may be
+// failing already.)
 func (q *QP) requestFailed(t *train.Train, f mem.Fault, now Time) {
 	r := &q.req
-	if q.state != ib.QPRTS && q.state != ib.QPSQD || r.failing != 0 {
+	if q.state != ib.QPRTS && q.state != ib.QPSQD {
 		return
 	}
 	if q.Type == ib.RC {
@@ -256,6 +314,7 @@ func (q *QP) requestFailed(t *train.Train, f mem.Fault, now Time) {
 			return // answered meanwhile: it was a repetition
 		}
 		q.rewind(t.PSN)
+		r.unacked = 1 // nobody knows whether what went before has asked
 	} else {
 		r.cur = q.sq.head
 	}
@@ -264,8 +323,12 @@ func (q *QP) requestFailed(t *train.Train, f mem.Fault, now Time) {
 
 // failLocal fails request cur, when those before it are done.
 func (q *QP) failLocal(status ib.WCStatus, vendor uint16, now Time) {
-	q.req.failing, q.req.vendor = status, vendor
-	q.advance(q.req.una, now)
+	r := &q.req
+	r.failing, r.failAt, r.vendor = status, r.cur, vendor
+	q.advance(r.una, now)
+	if r.failing != 0 {
+		q.askAgain()
+	}
 }
 
 // rewind makes psn the next to send: go-back-N.
@@ -273,7 +336,7 @@ func (q *QP) rewind(psn wire.PSN) {
 	r := &q.req
 	q.giveBack(r.nxt.Sub(psn))
 	r.nxt, r.unacked = psn, 0
-	r.rd.truncate(psn)
+	r.rd.rewind(psn)
 	for r.cur = q.sq.head; r.cur != q.sq.tail; r.cur++ {
 		w := q.sq.at(r.cur)
 		if !w.started || psn.Less(w.end()) {
@@ -295,7 +358,10 @@ func (q *QP) giveBack(n int) {
 // sentUnreliable completes request i of a UC or UD queue: it has left.
 func (q *QP) sentUnreliable(i uint32, now Time) {
 	r := &q.req
-	for q.sq.head != i+1 && q.sq.head != r.cur {
+	if i-q.sq.head >= r.cur-q.sq.head {
+		return // from before a reset, or flushed meanwhile
+	}
+	for q.sq.head != i+1 {
 		w := q.sq.at(q.sq.head)
 		r.una = w.end()
 		q.sq.head++

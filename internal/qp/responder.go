@@ -22,6 +22,8 @@ type responder struct {
 	epsn  wire.PSN // the next request
 	msn   uint32   // messages completed, 24 bits
 	quiet bool     // a NAK is out: say nothing until the expected request comes
+	rdEnd wire.PSN // the PSN after the last READ or atomic
+	rdAny bool     // there was one
 
 	// The message under way: 0 if none.
 	kind wire.Kind
@@ -59,7 +61,12 @@ func (q *QP) receiveRequest(t *train.Train) mem.Fault {
 		q.Counters.add(CntDuplicates, -d)
 		t.TrimFront(-d)
 	}
-	r.quiet = false
+	if r.quiet {
+		r.quiet = false
+		if r.ack.pending && !r.ack.syndrome.IsAck() { // the NAK has not left, and need not
+			r.acknowledge(r.epsn.Add(-1))
+		}
+	}
 	if !q.sequence(t) {
 		return q.refuse(invalidRequest, 0)
 	}
@@ -127,7 +134,7 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 		}
 		r.have, r.off = true, 0
 	}
-	if uint64(t.Len) > r.taken.Len-r.off {
+	if uint64(t.Len) > min(r.taken.Len, MaxMsgSize)-r.off {
 		return q.refuse(tooLong, vendorTooLong)
 	}
 	if f, side := mem.Copy(q.receiveList(r.off), &t.Payload, uint64(t.Len), t.End); !f.OK() {
@@ -222,10 +229,11 @@ func (q *QP) executeRead(t *train.Train) mem.Fault {
 	if f := q.checkRemote(ib.AccessRemoteRead, t.RETH); !f.OK() {
 		return q.refuse(accessError, vendorFault(f))
 	}
-	psn := t.PSN
+	r, psn := &q.resp, t.PSN
 	n := q.packets(int(t.RETH.Len))
 	q.accept(t, n)
-	q.resp.answerRead(psn, n, t.RETH, q.resp.msn)
+	r.rdEnd, r.rdAny = r.epsn, true
+	r.answerRead(psn, n, t.RETH, r.msn)
 	return mem.Fault{}
 }
 
@@ -249,6 +257,7 @@ func (q *QP) executeAtomic(t *train.Train) mem.Fault {
 	}
 	psn := t.PSN
 	q.accept(t, 1)
+	r.rdEnd, r.rdAny = r.epsn, true
 	r.answerAtomic(psn, orig, r.msn)
 	return mem.Fault{}
 }
@@ -297,13 +306,13 @@ func (q *QP) drop(t *train.Train) {
 // and goes on, unless its own memory failed (IBA 9.9.3, classes C to E).
 func (q *QP) refuse(why refusal, vendor uint16) mem.Fault {
 	r := &q.resp
-	q.Counters.add(why.count, 1)
 	if q.Type == ib.UC && why.nak != wire.NakRemoteOpError {
 		q.Counters.add(CntDropMalformed, 1)
 		r.kind = 0
 		r.epsn = r.epsn.Add(1) // the rest of the message arrives as a gap
 		return mem.Fault{}
 	}
+	q.Counters.add(why.count, 1)
 	if q.Type == ib.RC {
 		q.nak(why.nak, r.epsn)
 	}

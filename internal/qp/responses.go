@@ -47,6 +47,8 @@ type job struct {
 	orig   uint64
 }
 
+func (j *job) end() wire.PSN { return j.psn.Add(j.n) }
+
 type savedAtomic struct {
 	valid bool
 	psn   wire.PSN
@@ -92,34 +94,58 @@ func (q *QP) rnr() { q.nak(wire.RNRNak(q.attr.MinRNRTimer), q.resp.epsn) }
 
 // repeat answers a request that was executed before (IBA 9.7.4.3): a READ is
 // executed again, rights and all; an atomic's result is replayed; the others
-// are acknowledged again, up to the newest.
+// are acknowledged again. Repetitions that are none are dropped.
 func (q *QP) repeat(t *train.Train) {
 	r := &q.resp
 	switch t.Kind {
 	case wire.KindReadRequest:
-		if q.attr.Access&ib.AccessRemoteRead == 0 || t.RETH.Len > MaxMsgSize {
+		if t.RETH.Len > MaxMsgSize {
 			return
 		}
 		n := q.packets(int(t.RETH.Len))
-		if !q.checkRemote(ib.AccessRemoteRead, t.RETH).OK() || t.PSN.Add(n).Sub(r.epsn) > 0 {
+		if t.PSN.Add(n).Sub(r.epsn) > 0 {
+			return // it is to be a part of the original (IBA 9.4.4)
+		}
+		if q.attr.Access&ib.AccessRemoteRead == 0 || !q.checkRemote(ib.AccessRemoteRead, t.RETH).OK() {
 			q.nakRepeat(t.PSN)
 			return
 		}
-		r.forget(t.PSN)
-		r.answerRead(t.PSN, n, t.RETH, r.msn)
+		r.answerAgain(job{psn: t.PSN, n: n, reth: t.RETH, msn: r.msn}, q.attr.MaxDestRDAtomic)
 	case wire.KindCmpSwap, wire.KindFetchAdd:
 		for i := range r.saved {
 			if s := &r.saved[i]; s.valid && s.psn == t.PSN {
-				r.forget(t.PSN)
-				r.push(job{atomic: true, psn: s.psn, n: 1, orig: s.orig, msn: r.msn})
+				r.answerAgain(job{atomic: true, psn: s.psn, n: 1, orig: s.orig, msn: r.msn}, q.attr.MaxDestRDAtomic)
 				return
 			}
 		}
 		// Older than what is kept: the peer has had its answer.
 	default:
-		if t.AckReq && r.n == 0 && !r.ack.pending {
-			r.acknowledge(r.epsn.Add(-1))
-		}
+		q.acknowledgeAgain(t)
+	}
+}
+
+// acknowledgeAgain acknowledges a SEND or WRITE that was executed before, and
+// with it all that came since, but for READs and atomics: an acknowledgement
+// that passes them tells the peer that it should have had their answers.
+func (q *QP) acknowledgeAgain(t *train.Train) {
+	r := &q.resp
+	end, psn := t.PSN.Add(t.N), r.epsn.Add(-1)
+	if r.rdAny && end.Less(r.rdEnd) {
+		psn = end.Add(-1)
+	}
+	answered := r.n > 0 && end.Less(r.at(r.n-1).end()) || // by the answer to a later READ
+		r.ack.pending && (!r.ack.syndrome.IsAck() || !r.ack.psn.Less(psn))
+	if t.AckReq && !answered {
+		r.acknowledge(psn)
+	}
+}
+
+// answerAgain answers a READ or atomic instead of it and all that follow it: the
+// peer has gone back. A peer that exceeds the limit gets no answer.
+func (a *answers) answerAgain(j job, limit uint8) {
+	a.forget(j.psn)
+	if !a.full(int(limit)) {
+		a.push(j)
 	}
 }
 
@@ -137,8 +163,7 @@ func (q *QP) nakRepeat(psn wire.PSN) {
 // forget drops the answers from psn on: the peer has gone back and asks again.
 func (a *answers) forget(psn wire.PSN) {
 	for a.n > 0 {
-		j := a.at(a.n - 1)
-		if !psn.Less(j.psn.Add(j.n)) {
+		if !psn.Less(a.at(a.n - 1).end()) {
 			return
 		}
 		a.n--

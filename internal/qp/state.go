@@ -168,6 +168,11 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask, path *Path, now Time) erro
 		q.state = to
 		q.req.draining = true
 		q.settle(now)
+		if r := &q.req; r.cur == q.sq.tail || !q.sq.at(r.cur).started {
+			q.askAgain()
+		}
+	case to == ib.QPRTS:
+		q.req.draining = false
 	}
 	q.state = to
 	return nil
@@ -191,6 +196,7 @@ func (q *QP) set(a *ib.QPAttr, mask ib.QPAttrMask, path *Path) {
 	}
 	if has(ib.QPMaskAV) {
 		b.AV = a.AV
+		q.giveBack(q.req.held) // they are the old path's
 		q.path = *path
 		q.peer = path.Flow.Dst
 		q.req.cwnd = path.Window
@@ -300,7 +306,7 @@ func (q *QP) flushReceive() {
 // (IBA 10.3.1.1).
 func (q *QP) reset() {
 	q.giveBack(q.req.held)
-	q.sq.head, q.sq.tail = 0, 0
+	q.sq.head = q.sq.tail // numbers go on, so that a late Sent finds nothing
 	for i := range q.sq.flows {
 		q.sq.flows[i] = nil
 	}
@@ -310,6 +316,7 @@ func (q *QP) reset() {
 	sges := q.resp.taken.SGEs
 	q.req, q.resp = requester{}, responder{}
 	q.resp.taken.SGEs = sges
+	q.req.cur = q.sq.head
 	q.path, q.established = Path{}, false
 	capacity := q.attr.Cap
 	q.attr = ib.QPAttr{Cap: capacity}
@@ -319,7 +326,7 @@ func (q *QP) reset() {
 func (q *QP) Query() ib.QPAttr {
 	a := q.attr
 	a.State, a.CurState = q.state, q.state
-	if q.state == ib.QPRTS || q.state == ib.QPSQD {
+	if q.state >= ib.QPRTS && q.state <= ib.QPSQE {
 		a.SQPSN = uint32(q.req.max)
 	}
 	if q.state >= ib.QPRTR && q.state <= ib.QPSQE {

@@ -106,7 +106,8 @@ func testPieces(t *testing.T, e *env) {
 	}
 }
 
-// testQuanta copies more than a quantum at once, at odd places.
+// testQuanta copies more than a quantum at once, at odd places. No section may
+// last longer than a quantum.
 func testQuanta(t *testing.T, e *env) {
 	const n = 3*mem.Quantum + 4321
 	a, b := e.all(n+64), e.all(n+64)
@@ -115,6 +116,11 @@ func testQuanta(t *testing.T, e *env) {
 	copy(mb[3:3+n], ma[50:])
 	b.want(t, mb)
 	a.want(t, ma)
+	for _, r := range []*region{a, b} {
+		if got := r.watch.longest.Load(); got > mem.Quantum {
+			t.Errorf("a section was open on %d bytes", got)
+		}
+	}
 }
 
 // testGather reads through Gather, and checks that a fault leaves nothing

@@ -11,6 +11,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"strconv"
+	"sync/atomic"
 	"testing"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -116,19 +117,34 @@ func newEnv(t *testing.T, mk Constructor) *env {
 type region struct {
 	*mem.Region
 	Memory
-	closes *int
+	watch *watched
 }
 
-// counted counts the calls of a backing's Close.
-type counted struct {
+// watched is a backing whose calls are watched.
+type watched struct {
 	mem.Backing
-	closes int
+	closes  int
+	longest atomic.Uint64 // what a call of Run asked for at most
 }
 
-func (c *counted) Close() error { c.closes++; return c.Backing.Close() }
+func (c *watched) Close() error { c.closes++; return c.Backing.Close() }
+
+// Run checks that the backing keeps its promise.
+func (c *watched) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
+	for {
+		if was := c.longest.Load(); n <= was || c.longest.CompareAndSwap(was, n) {
+			break
+		}
+	}
+	b, f := c.Backing.Run(off, n, acc)
+	if f.OK() && (len(b) == 0 || uint64(len(b)) > n) {
+		panic("memtest: Run returned a wrong number of bytes")
+	}
+	return b, f
+}
 
 // Solid forwards what the backing says about itself.
-func (c *counted) Solid() bool {
+func (c *watched) Solid() bool {
 	s, ok := c.Backing.(interface{ Solid() bool })
 	return ok && s.Solid()
 }
@@ -146,7 +162,7 @@ func (e *env) register(n uint64, cfg mem.RegionConfig) *region {
 		m.Read = func(off uint64, b []byte) { copy(b, m.Bytes[off:]) }
 		m.Write = func(off uint64, b []byte) { copy(m.Bytes[off:], b) }
 	}
-	c := &counted{Backing: m.Backing}
+	c := &watched{Backing: m.Backing}
 	cfg.Backing, cfg.Length = c, n
 	if cfg.PD == 0 {
 		cfg.PD = domain
@@ -158,7 +174,7 @@ func (e *env) register(n uint64, cfg mem.RegionConfig) *region {
 	if err != nil {
 		e.t.Fatal(err)
 	}
-	reg := &region{r, m, &c.closes}
+	reg := &region{r, m, c}
 	e.regions = append(e.regions, reg)
 	return reg
 }
@@ -179,8 +195,8 @@ func (e *env) finish() {
 		if err := r.Close(); err != nil {
 			e.t.Errorf("second Close: %v", err)
 		}
-		if *r.closes != 1 {
-			e.t.Errorf("the backing was closed %d times", *r.closes)
+		if r.watch.closes != 1 {
+			e.t.Errorf("the backing was closed %d times", r.watch.closes)
 		}
 		if r.Free != nil {
 			r.Free()

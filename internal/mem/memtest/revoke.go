@@ -60,7 +60,7 @@ func testCloseWaits(t *testing.T, e *env) {
 		span.Release()
 		span.Release() // does nothing
 		time.Sleep(time.Millisecond)
-		if done.Load() || *r.closes != 0 {
+		if done.Load() || r.watch.closes != 0 {
 			t.Fatalf("%s did not wait for the second section", kill.name)
 		}
 		pins.Release()

@@ -1,8 +1,9 @@
 package perf
 
 import (
-	"encoding/binary"
 	"fmt"
+
+	"github.com/verbena-rdma/verbena/cmd/verbena/internal/word"
 )
 
 // fillTx writes the data of a phase into the tx buffer.
@@ -43,7 +44,7 @@ func (r *rig) checkInitiator() error {
 		// Each queue pair has one counter, from 0 on: the last result is the
 		// number of additions before it.
 		for i, f := range r.flows {
-			got := binary.NativeEndian.Uint64(r.slot(r.rx, i, 0))
+			got := word.Load(r.slot(r.rx, i, 0))
 			if f.posted > 0 && got != f.posted-1 {
 				return fmt.Errorf("queue pair %d: the last atomic returned %d, not %d", i, got, f.posted-1)
 			}
@@ -67,7 +68,7 @@ func (r *rig) checkTarget(sent []uint64) error {
 	switch {
 	case r.p.Op == OpAtomic:
 		for i := range r.flows {
-			got := binary.NativeEndian.Uint64(r.slot(r.rx, i, 0))
+			got := word.Load(r.slot(r.rx, i, 0))
 			if got != sent[i] {
 				return fmt.Errorf("queue pair %d: the counter is %d after %d additions of 1", i, got, sent[i])
 			}

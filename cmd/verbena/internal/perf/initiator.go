@@ -21,6 +21,9 @@ const (
 	phaseMeasure
 )
 
+// corrupt, if a test sets it, damages the data before the measurement.
+var corrupt func(r *rig)
+
 // Initiate measures p, which Complete has completed, against the target at the
 // other end of the side channel. notify, if not nil, is told of each stage.
 func Initiate(dev *verbs.Device, side *SideChannel, p Params, notify func(stage string)) (*Result, error) {
@@ -65,6 +68,9 @@ func initiate(dev *verbs.Device, side *SideChannel, p Params, notify func(string
 	r.begin()
 	m.hist.Reset()
 
+	if corrupt != nil {
+		corrupt(r)
+	}
 	notify("measuring")
 	cpu := sys.CPUSeconds()
 	span, err := m.run(limit{iters: uint64(p.Iters), duration: p.Duration})

@@ -3,6 +3,7 @@ package perf
 import (
 	"time"
 
+	"github.com/verbena-rdma/verbena/cmd/verbena/internal/word"
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
@@ -124,7 +125,7 @@ func (r *rig) writeNumbered(f *flow, seq byte) error {
 // watch waits for the message with the number seq. It polls no queue: that the
 // message arrives is the device's business.
 func (r *rig) watch(seq byte) error {
-	for loadByte(r.rx, r.p.Size-1) != seq {
+	for word.LoadByte(r.rx, r.p.Size-1) != seq {
 		if err := r.idle.wait(watchTurns); err != nil {
 			return err
 		}

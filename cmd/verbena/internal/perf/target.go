@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/verbena-rdma/verbena/cmd/verbena/internal/sys"
+	"github.com/verbena-rdma/verbena/cmd/verbena/internal/word"
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
@@ -251,7 +252,7 @@ func (t *target) echoCQ() error {
 func (t *target) echoMemory() error {
 	f := t.flows[0]
 	for {
-		for loadByte(t.rx, t.p.Size-1) != t.seq+1 {
+		for word.LoadByte(t.rx, t.p.Size-1) != t.seq+1 {
 			if t.side.pending() {
 				return nil
 			}

@@ -2,10 +2,10 @@ package tour
 
 import (
 	"bytes"
-	"encoding/binary"
 	"errors"
 	"fmt"
 
+	"github.com/verbena-rdma/verbena/cmd/verbena/internal/word"
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
@@ -180,15 +180,15 @@ func (l *lab) atomic(p *pair, wr verbs.SendWR, op verbs.WCOpcode) (uint64, error
 	if _, err := l.expect(l.a.cq, op); err != nil {
 		return 0, err
 	}
-	return binary.NativeEndian.Uint64(result), nil
+	return word.Load(result), nil
 }
 
 // cmpSwapStep takes a lock, and fails to take it a second time.
 func cmpSwapStep(l *lab) (string, error) {
 	return l.withPair(verbs.RC, func(p *pair) (string, error) {
-		lock, _ := l.b.sink(8)
+		lock := l.b.buf[half:]
 		const free, mine, yours = 0x1111, 0x2222, 0x3333
-		binary.NativeEndian.PutUint64(lock, free)
+		word.Store(lock, free)
 		before, err := l.atomic(p, verbs.SendWR{Op: verbs.OpAtomicCmpSwap, CompareAdd: free, Swap: mine}, verbs.WCCompSwap)
 		if err != nil {
 			return "", err
@@ -197,7 +197,7 @@ func cmpSwapStep(l *lab) (string, error) {
 		if err != nil {
 			return "", err
 		}
-		if now := binary.NativeEndian.Uint64(lock); before != free || again != mine || now != mine {
+		if now := word.Load(lock); before != free || again != mine || now != mine {
 			return "", fmt.Errorf("returned %#x and %#x and left %#x", before, again, now)
 		}
 		return "a lock in the peer's memory taken once, not twice", nil
@@ -206,7 +206,8 @@ func cmpSwapStep(l *lab) (string, error) {
 
 func fetchAddStep(l *lab) (string, error) {
 	return l.withPair(verbs.RC, func(p *pair) (string, error) {
-		counter, _ := l.b.sink(8)
+		counter := l.b.buf[half:]
+		word.Store(counter, 0)
 		const times, step = 10, 1<<40 + 7
 		for i := range uint64(times) {
 			before, err := l.atomic(p, verbs.SendWR{Op: verbs.OpAtomicFetchAdd, CompareAdd: step}, verbs.WCFetchAdd)
@@ -217,7 +218,7 @@ func fetchAddStep(l *lab) (string, error) {
 				return "", fmt.Errorf("addition %d returned %#x, not %#x", i, before, i*step)
 			}
 		}
-		if now := binary.NativeEndian.Uint64(counter); now != times*step {
+		if now := word.Load(counter); now != times*step {
 			return "", fmt.Errorf("%d additions left %#x", times, now)
 		}
 		return fmt.Sprintf("a counter in the peer's memory, %d additions, each result right", times), nil

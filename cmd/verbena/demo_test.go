@@ -1,0 +1,37 @@
+package main
+
+import (
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+)
+
+// okLine is a step that went well.
+var okLine = regexp.MustCompile(`(?m)^ok    (RC|UC|UD)  `)
+
+func TestDemo(t *testing.T) {
+	args := []string{"demo"}
+	if testing.Short() {
+		args = append(args, "--quick")
+	}
+	o := succeed(t, args...)
+	if n := len(okLine.FindAllString(o.stdout, -1)); n != 30 {
+		t.Errorf("%d steps went well, want 15 over each of two links:\n%s", n, o.stdout)
+	}
+	if strings.ContainsAny(o.stdout, "\x1b\r") {
+		t.Error("colours or progress where there is no terminal")
+	}
+	if testing.Short() {
+		return
+	}
+	if o.took > 10*time.Second && !raceEnabled {
+		t.Errorf("took %v", o.took)
+	}
+	for _, size := range []string{"8 B", "4 KiB", "64 KiB", "1 MiB"} {
+		row := regexp.MustCompile(`(?m)^ +` + size + `( +[0-9.]+){4}$`)
+		if !row.MatchString(o.stdout) {
+			t.Errorf("no figures for %s:\n%s", size, o.stdout)
+		}
+	}
+}

@@ -1,0 +1,71 @@
+package main
+
+import (
+	"encoding/json"
+	"net/netip"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func TestDevinfoText(t *testing.T) {
+	short := succeed(t, "devinfo", "127.77.0.200").stdout
+	for _, want := range []string{
+		`(?m)^hca_id: \S+$`,
+		`(?m)^    transport: +InfiniBand \(0\)$`,
+		`(?m)^    fw_ver: +\S+$`,
+		`(?m)^    node_guid: +([0-9a-f]{4}:){3}[0-9a-f]{4}$`,
+		`(?m)^    sys_image_guid: +([0-9a-f]{4}:){3}[0-9a-f]{4}$`,
+		`(?m)^    vendor_id: +0x[0-9a-f]{6}$`,
+		`(?m)^    phys_port_cnt: +1$`,
+		`(?m)^    links: +loop udp$`,
+		`(?m)^    offloads: +\S`,
+		`(?m)^    memory_lock: +\S`,
+		`(?m)^    stale_pinned_range: +\S`,
+		`(?m)^        port: 1$`,
+		`(?m)^            state: +PORT_ACTIVE \(4\)$`,
+		`(?m)^            max_mtu: +4096 \(5\)$`,
+		`(?m)^            active_mtu: +(256|512|1024|2048|4096) \([1-5]\)$`,
+		`(?m)^            link_layer: +Ethernet$`,
+		`(?m)^            GID\[  0\]: +::ffff:127\.77\.0\.200, RoCE v2$`,
+	} {
+		if !regexp.MustCompile(want).MatchString(short) {
+			t.Errorf("no line like %s in\n%s", want, short)
+		}
+	}
+	if strings.Contains(short, "max_qp") {
+		t.Error("limits are shown without -v")
+	}
+	verbose := succeed(t, "devinfo", "-v", "127.77.0.200").stdout
+	for _, want := range []string{"max_mr_size", "page_size_cap", "max_qp", "max_qp_wr", "device_cap_flags", "max_sge", "max_cq",
+		"max_cqe", "max_mr", "max_pd", "max_qp_rd_atom", "max_qp_init_rd_atom", "atomic_cap", "max_ah", "max_srq", "max_srq_wr",
+		"max_srq_sge", "max_pkeys", "local_ca_ack_delay", "max_msg_sz", "bad_pkey_cntr", "qkey_viol_cntr", "pkey_tbl_len", "gid_tbl_len"} {
+		if !regexp.MustCompile(`(?m)^ +` + want + `: +\S+`).MatchString(verbose) {
+			t.Errorf("no line %s in\n%s", want, verbose)
+		}
+	}
+}
+
+// Without a name all devices are shown: the loopback interface is always one.
+func TestDevinfoJSON(t *testing.T) {
+	var devices []device
+	if err := json.Unmarshal([]byte(succeed(t, "devinfo", "--json").stdout), &devices); err != nil {
+		t.Fatal(err)
+	}
+	loopback := slices.IndexFunc(devices, func(d device) bool { return d.Ports[0].Interface == "lo" })
+	if loopback < 0 {
+		t.Fatalf("no device on lo: %+v", devices)
+	}
+	d := devices[loopback]
+	if !slices.Contains(d.Ports[0].GIDs, netip.MustParseAddr("::ffff:127.0.0.1").String()) {
+		t.Errorf("its GIDs are %v", d.Ports[0].GIDs)
+	}
+	if d.Max["max_qp"] == 0 || d.Max["max_mr_size"] == 0 || d.AtomicCap == "" || len(d.Caps) == 0 {
+		t.Errorf("the device is %+v", d)
+	}
+	// The name that it goes by opens it.
+	if out := succeed(t, "devinfo", d.HCAID).stdout; !strings.Contains(out, "hca_id: "+d.HCAID) {
+		t.Errorf("devinfo %s shows\n%s", d.HCAID, out)
+	}
+}

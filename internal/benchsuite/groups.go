@@ -1,0 +1,350 @@
+package main
+
+// What is compared with what. Each group makes its contenders; the goals are
+// the project's.
+
+import (
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/verbs"
+)
+
+var groups = []group{
+	{"loop-bw-4k", "within a process: 4 KiB", func(b *bench) ([]contender, error) { return b.loopBandwidth(4<<10, nil) }},
+	{"loop-bw-64k", "within a process: 64 KiB", func(b *bench) ([]contender, error) { return b.loopBandwidth(64<<10, &goal{"≥", 0.8}) }},
+	{"loop-bw-1m", "within a process: 1 MiB", func(b *bench) ([]contender, error) { return b.loopBandwidth(1<<20, nil) }},
+	{"loop-latency", "within a process: 8 bytes, from post to completion", (*bench).loopLatency},
+	{"udp-bw-64k", "between two processes, packets: 64 KiB", func(b *bench) ([]contender, error) { return b.udpBandwidth("64K", 64<<10, 32) }},
+	{"udp-bw-1m", "between two processes, packets: 1 MiB", func(b *bench) ([]contender, error) { return b.udpBandwidth("1M", 1<<20, 8) }},
+	{"udp-latency", "between two processes, packets: 8 bytes, half a round trip, all polling", (*bench).udpLatency},
+	{"rate", "8-byte WRITEs in lists of 32", (*bench).rate},
+	{"qps-loop", "within a process: many queue pairs against one, 64 KiB WRITE", func(b *bench) ([]contender, error) { return b.manyQPs(b.newRig, verbs.LinkLoop) }},
+	{"qps-udp", "between two processes, packets: many queue pairs against one, 64 KiB WRITE", func(b *bench) ([]contender, error) { return b.manyQPs(b.newPeerRig, verbs.LinkUDP) }},
+	{"allocs", "allocations in 1,000 operations, post and poll", (*bench).allocs},
+	{"memory", "memory of idle connected queue pairs", (*bench).memory},
+	{"idle", "CPU time of a device where nothing happens", (*bench).idleCPU},
+}
+
+// bandwidth is a contender that pumps; cpu adds a row with the CPU time of both
+// sides.
+func (r *rig) bandwidth(rw row, cpu bool, op verbs.Opcode, list, depth int, t turn, m mode) contender {
+	p := newPump(r.near, op, list, depth, t)
+	c := contender{rows: []row{rw}, side: r.near}
+	if cpu {
+		c.rows = append(c.rows, row{name: rw.name + ": CPU, both sides", unit: "s/GB"})
+	}
+	c.run = func(d time.Duration) ([]float64, error) {
+		reads := op == verbs.OpRDMARead
+		if reads {
+			r.near.forget()
+		}
+		if err := r.serve(m, !reads); err != nil {
+			return nil, err
+		}
+		lists, elapsed, err := p.run(d)
+		used, stopErr := r.finish()
+		if err := errors.Join(err, stopErr); err != nil {
+			return nil, err
+		}
+		if reads {
+			if err := r.near.arrived(); err != nil {
+				return nil, err
+			}
+		}
+		gb := float64(lists*list) * float64(r.near.Size) / 1e9
+		v := []float64{gb / elapsed.Seconds()}
+		if cpu {
+			v = append(v, used.Seconds()/gb)
+		}
+		return v, nil
+	}
+	return c
+}
+
+// copies is a contender that copies between the rig's own buffers.
+func (r *rig) copies(name string) contender {
+	return contender{
+		rows: []row{{name: name, unit: "GB/s"}},
+		run: func(d time.Duration) ([]float64, error) {
+			r.far.forget()
+			n, elapsed := copyLoop(r.far, r.near, d)
+			return []float64{float64(n) * float64(r.near.Size) / elapsed.Seconds() / 1e9}, r.far.arrived()
+		},
+	}
+}
+
+func (b *bench) loopBandwidth(size int, g *goal) ([]contender, error) {
+	one, err := b.newRig(spec{Link: verbs.LinkLoop, Type: verbs.RC, QPs: 1, Size: size, Slots: 1, Sends: 16})
+	if err != nil {
+		return nil, err
+	}
+	many, err := b.newRig(spec{Link: verbs.LinkLoop, Type: verbs.RC, QPs: 1, Size: size, Slots: 16, Sends: 16})
+	if err != nil {
+		return nil, err
+	}
+	mapped, err := b.newRig(spec{Link: verbs.LinkLoop, Type: verbs.RC, QPs: 1, Size: size, Slots: 1, Sends: 16, Mapped: true})
+	if err != nil {
+		return nil, err
+	}
+	const copyOne, copyMany, copyMapped = "copy(), one buffer", "copy(), 16 buffers", "copy(), one mapped buffer"
+	return []contender{
+		one.copies(copyOne),
+		one.bandwidth(row{"WRITE, one at a time", "GB/s", copyOne, g}, false, verbs.OpRDMAWrite, 1, 1, inTurn, modePassive),
+		one.bandwidth(row{"READ, one at a time", "GB/s", copyOne, nil}, false, verbs.OpRDMARead, 1, 1, inTurn, modePassive),
+		many.copies(copyMany),
+		many.bandwidth(row{"WRITE, lists of 16", "GB/s", copyMany, g}, false, verbs.OpRDMAWrite, 16, 1, inTurn, modePassive),
+		mapped.copies(copyMapped),
+		mapped.bandwidth(row{"WRITE, one at a time, mapped memory", "GB/s", copyMapped, nil}, false, verbs.OpRDMAWrite, 1, 1, inTurn, modePassive),
+	}, nil
+}
+
+// eight is the spec of 8-byte messages, one at a time.
+func eight(link verbs.LinkMode, typ verbs.QPType) spec {
+	return spec{Link: link, Type: typ, QPs: 1, Size: pingPongSize, Slots: 1, Sends: pingPongWRs, Recvs: pingPongWRs}
+}
+
+// quantiles is a contender that keeps durations, and its two rows: the median of
+// them and the 99th percentile, in nanoseconds divided by unitNS.
+func (b *bench) quantiles(name, unit string, unitNS float64, against string, g *goal, run func(time.Duration, *sampler) error) contender {
+	keep := newSampler(maxSamples)
+	c := contender{rows: []row{{name: name + ", p50", unit: unit, goal: g}, {name: name + ", p99", unit: unit}}}
+	if against != "" {
+		c.rows[0].against, c.rows[1].against = against+", p50", against+", p99"
+	}
+	c.run = func(d time.Duration) ([]float64, error) {
+		keep.reset()
+		if err := run(d, keep); err != nil {
+			return nil, err
+		}
+		q := keep.quantiles(0.5, 0.99)
+		return []float64{q[0] / unitNS, q[1] / unitNS}, nil
+	}
+	return c
+}
+
+func (b *bench) loopLatency() ([]contender, error) {
+	rc, err := b.newRig(eight(verbs.LinkLoop, verbs.RC))
+	if err != nil {
+		return nil, err
+	}
+	ud, err := b.newRig(eight(verbs.LinkLoop, verbs.UD))
+	if err != nil {
+		return nil, err
+	}
+	once := func(name string, r *rig, op verbs.Opcode, g *goal) contender {
+		f := r.once(op)
+		return b.quantiles(name, "ns", 1, "", g, func(d time.Duration, keep *sampler) error { return timeOnce(f, d, keep) })
+	}
+	return []contender{
+		once("WRITE", rc, verbs.OpRDMAWrite, &goal{"<", 1000}),
+		once("SEND and RECV", rc, verbs.OpSend, nil),
+		once("READ", rc, verbs.OpRDMARead, nil),
+		once("FETCH_ADD", rc, verbs.OpAtomicFetchAdd, nil),
+		once("UD SEND and RECV", ud, verbs.OpSend, nil),
+	}, nil
+}
+
+func (b *bench) udpBandwidth(length string, size, depth int) ([]contender, error) {
+	// One buffer on each side, as iperf3 has it.
+	sp := spec{Link: verbs.LinkUDP, Type: verbs.RC, QPs: 1, Size: size, Slots: 1, Sends: depth}
+	quiet, err := b.newPeerRig(sp)
+	if err != nil {
+		return nil, err
+	}
+	reads, err := b.newPeerRig(sp)
+	if err != nil {
+		return nil, err
+	}
+	sp.Recvs = 4 * depth
+	sends, err := b.newPeerRig(sp)
+	if err != nil {
+		return nil, err
+	}
+	const tcpName = "TCP (iperf3)"
+	tcp := contender{rows: []row{{name: tcpName, unit: "GB/s"}, {name: tcpName + ": CPU, both sides", unit: "s/GB"}}}
+	server, err := b.newIperf()
+	switch {
+	case err != nil:
+		return nil, err
+	case server == nil:
+		tcp.notRun = iperfMissing
+	default:
+		tcp.run = func(d time.Duration) ([]float64, error) { return server.run(length, d) }
+	}
+	g := &goal{"≥", 0.6}
+	return []contender{
+		tcp,
+		quiet.bandwidth(row{"WRITE", "GB/s", tcpName, g}, true, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
+		quiet.bandwidth(row{"WRITE, the target polls", "GB/s", tcpName, nil}, false, verbs.OpRDMAWrite, 1, depth, inTurn, modePoll),
+		reads.bandwidth(row{"READ", "GB/s", tcpName, nil}, true, verbs.OpRDMARead, 1, depth, inTurn, modePassive),
+		sends.bandwidth(row{"SEND", "GB/s", tcpName, nil}, true, verbs.OpSend, 1, depth, inTurn, modeSink),
+	}, nil
+}
+
+func (b *bench) udpLatency() ([]contender, error) {
+	inline := func(typ verbs.QPType) (*rig, error) {
+		sp := eight(verbs.LinkUDP, typ)
+		sp.Inline = true
+		return b.newPeerRig(sp)
+	}
+	rc, err := inline(verbs.RC)
+	if err != nil {
+		return nil, err
+	}
+	ud, err := inline(verbs.UD)
+	if err != nil {
+		return nil, err
+	}
+	far, conn, err := b.newTCP()
+	if err != nil {
+		return nil, err
+	}
+	// while has the far side answer during a measurement.
+	while := func(r *rig, m mode, run func(time.Duration, *sampler) error) func(time.Duration, *sampler) error {
+		return func(d time.Duration, keep *sampler) error {
+			if err := r.serve(m, false); err != nil {
+				return err
+			}
+			err := run(d, keep)
+			_, stopErr := r.finish()
+			return errors.Join(err, stopErr)
+		}
+	}
+	const tcp = "TCP"
+	tcpRig := &rig{b: b, peer: far}
+	write, send, udSend := newPinger(rc.near, verbs.OpRDMAWrite), newPinger(rc.near, verbs.OpSend), newPinger(ud.near, verbs.OpSend)
+	return []contender{
+		b.quantiles(tcp, "µs", 1e3, "", nil, while(tcpRig, modePongTCP,
+			func(d time.Duration, keep *sampler) error { return pingTCP(conn, d, keep) })),
+		b.quantiles("WRITE", "µs", 1e3, tcp, &goal{"≤", 1.1}, while(rc, modePongWrite,
+			func(d time.Duration, keep *sampler) error { return pingWrite(write, d, keep) })),
+		b.quantiles("SEND", "µs", 1e3, tcp, nil, while(rc, modePongSend,
+			func(d time.Duration, keep *sampler) error { return pingSend(send, d, keep) })),
+		b.quantiles("UD SEND", "µs", 1e3, tcp, nil, while(ud, modePongSend,
+			func(d time.Duration, keep *sampler) error { return pingSend(udSend, d, keep) })),
+	}, nil
+}
+
+func (b *bench) rate() ([]contender, error) {
+	const list, depth = 32, 4
+	sp := spec{Type: verbs.RC, QPs: 1, Size: 8, Slots: list, Sends: list * depth}
+	var cs []contender
+	for _, l := range []struct {
+		name string
+		link verbs.LinkMode
+		rig  func(spec) (*rig, error)
+	}{{"within a process", verbs.LinkLoop, b.newRig}, {"between two processes, packets", verbs.LinkUDP, b.newPeerRig}} {
+		sp.Link = l.link
+		r, err := l.rig(sp)
+		if err != nil {
+			return nil, err
+		}
+		c := r.bandwidth(row{name: l.name, unit: "million/s"}, false, verbs.OpRDMAWrite, list, depth, inTurn, modePassive)
+		inGB := c.run
+		c.run = func(d time.Duration) ([]float64, error) {
+			v, err := inGB(d)
+			for i := range v {
+				v[i] *= 1e9 / float64(sp.Size) / 1e6
+			}
+			return v, err
+		}
+		cs = append(cs, c)
+	}
+	return cs, nil
+}
+
+// manyQPs: all contenders go round the same 16 slots, so that only the number
+// of queue pairs differs.
+func (b *bench) manyQPs(newRig func(spec) (*rig, error), link verbs.LinkMode) ([]contender, error) {
+	const depth = 16
+	sp := spec{Link: link, Type: verbs.RC, QPs: 1, Size: 64 << 10, Slots: depth, Sends: depth}
+	one, err := newRig(sp)
+	if err != nil {
+		return nil, err
+	}
+	sp.QPs = b.activeQPs
+	many, err := newRig(sp)
+	if err != nil {
+		return nil, err
+	}
+	ref := fmt.Sprintf("1 queue pair, %d under way", depth)
+	g := &goal{"≥", 0.8}
+	return []contender{
+		one.bandwidth(row{name: ref, unit: "GB/s"}, false, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
+		many.bandwidth(row{fmt.Sprintf("%d in turn, %d under way", b.activeQPs, depth), "GB/s", ref, g}, false,
+			verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
+		many.bandwidth(row{fmt.Sprintf("%d, each with one under way", b.activeQPs), "GB/s", ref, g}, false,
+			verbs.OpRDMAWrite, 1, b.activeQPs, whoComplete, modePassive),
+	}, nil
+}
+
+func (b *bench) allocs() ([]contender, error) {
+	const operations = 1000
+	var cs []contender
+	for _, l := range []struct {
+		name string
+		link verbs.LinkMode
+	}{{"within a process", verbs.LinkLoop}, {"packets, to itself", verbs.LinkUDP}} {
+		r, err := b.newRig(eight(l.link, verbs.RC))
+		if err != nil {
+			return nil, err
+		}
+		for _, o := range []struct {
+			name string
+			op   verbs.Opcode
+		}{{"WRITE", verbs.OpRDMAWrite}, {"SEND and RECV", verbs.OpSend}, {"READ", verbs.OpRDMARead}, {"FETCH_ADD", verbs.OpAtomicFetchAdd}} {
+			once := r.once(o.op)
+			cs = append(cs, contender{
+				rows: []row{{name: o.name + ", " + l.name, goal: &goal{"≤", 0}}},
+				run: func(time.Duration) ([]float64, error) {
+					var failed error
+					// AllocsPerRun rounds down what one run makes, so one run is
+					// many operations.
+					n := testing.AllocsPerRun(1, func() {
+						for i := 0; i < operations && failed == nil; i++ {
+							failed = once()
+						}
+					})
+					return []float64{n}, failed
+				},
+			})
+		}
+	}
+	return cs, nil
+}
+
+// inPeer is a contender that a fresh process measures, once.
+func (b *bench) inPeer(q request, rows ...row) contender {
+	return contender{
+		rows: rows,
+		once: true,
+		run: func(time.Duration) ([]float64, error) {
+			p, err := b.newPeer()
+			if err != nil {
+				return nil, err
+			}
+			r, err := p.call(q)
+			return r.Values, errors.Join(err, p.child.stop())
+		},
+	}
+}
+
+func (b *bench) memory() ([]contender, error) {
+	name := fmt.Sprintf("%d RC, queues of 64 and 64", b.idleQPs)
+	return []contender{b.inPeer(request{Op: opMemory, QPs: b.idleQPs},
+		row{name: name, unit: "MB", goal: &goal{"<", 200}},
+		row{name: "the same, queues filled once", unit: "MB"})}, nil
+}
+
+func (b *bench) idleCPU() ([]contender, error) {
+	g := &goal{"<", 0.1}
+	return []contender{
+		b.inPeer(request{Op: opIdle, For: b.idle},
+			row{name: "open device", unit: "% of core", goal: g}),
+		b.inPeer(request{Op: opIdle, QPs: b.activeQPs, For: b.idle},
+			row{name: fmt.Sprintf("with %d connected queue pairs", b.activeQPs), unit: "% of core", goal: g}),
+	}, nil
+}

@@ -1,0 +1,114 @@
+// Package sys holds the system calls that the benchmarks make themselves: what
+// they measure with, and the TCP that they measure against. They have no access
+// to the engine's own package of system calls, as no program has.
+package sys
+
+import (
+	"fmt"
+	"net/netip"
+	"os/exec"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// CPUTime returns the CPU time that this process has used, in user and kernel
+// mode, on all its threads.
+func CPUTime() time.Duration {
+	var ru unix.Rusage
+	if unix.Getrusage(unix.RUSAGE_SELF, &ru) != nil {
+		return 0 // cannot fail with these arguments
+	}
+	return time.Duration(ru.Utime.Nano() + ru.Stime.Nano())
+}
+
+// Subordinate prepares a command so that the kernel kills it when the thread
+// that starts it ends: whoever calls Start must be locked to its thread and
+// stay. The command gets a process group of its own, for an interrupt from the
+// terminal is meant for its parent, with which it ends.
+func Subordinate(cmd *exec.Cmd) {
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
+}
+
+// Map returns n bytes of memory that is not Go's, as a C program has it.
+func Map(n int) ([]byte, error) {
+	return unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_POPULATE)
+}
+
+// Unmap returns what Map returned.
+func Unmap(b []byte) error { return unix.Munmap(b) }
+
+// Conn is a TCP connection for a program that never sleeps: its calls return at
+// once, and the runtime is not told of them.
+type Conn struct{ fd int }
+
+// Listener waits for one connection.
+type Listener struct{ fd int }
+
+var loopback = [4]byte{127, 0, 0, 1}
+
+// Listen listens on a free port of 127.0.0.1.
+func Listen() (*Listener, netip.AddrPort, error) {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, netip.AddrPort{}, fmt.Errorf("socket: %w", err)
+	}
+	l := &Listener{fd}
+	if err := unix.Bind(fd, &unix.SockaddrInet4{Addr: loopback}); err != nil {
+		l.Close()
+		return nil, netip.AddrPort{}, fmt.Errorf("bind: %w", err)
+	}
+	if err := unix.Listen(fd, 1); err != nil {
+		l.Close()
+		return nil, netip.AddrPort{}, fmt.Errorf("listen: %w", err)
+	}
+	sa, err := unix.Getsockname(fd)
+	if err != nil {
+		l.Close()
+		return nil, netip.AddrPort{}, fmt.Errorf("getsockname: %w", err)
+	}
+	port := sa.(*unix.SockaddrInet4).Port
+	return l, netip.AddrPortFrom(netip.AddrFrom4(loopback), uint16(port)), nil
+}
+
+// Accept waits for the connection.
+func (l *Listener) Accept() (*Conn, error) {
+	fd, _, err := unix.Accept4(l.fd, unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK)
+	if err != nil {
+		return nil, fmt.Errorf("accept: %w", err)
+	}
+	return newConn(fd)
+}
+
+// Close stops listening.
+func (l *Listener) Close() { _ = unix.Close(l.fd) }
+
+// Dial connects to a port of 127.0.0.1.
+func Dial(port int) (*Conn, error) {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("socket: %w", err)
+	}
+	if err := unix.Connect(fd, &unix.SockaddrInet4{Addr: loopback, Port: port}); err != nil {
+		_ = unix.Close(fd)
+		return nil, fmt.Errorf("connect: %w", err)
+	}
+	if err := unix.SetNonblock(fd, true); err != nil {
+		_ = unix.Close(fd)
+		return nil, fmt.Errorf("fcntl: %w", err)
+	}
+	return newConn(fd)
+}
+
+// newConn makes small messages leave at once.
+func newConn(fd int) (*Conn, error) {
+	if err := unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1); err != nil {
+		_ = unix.Close(fd)
+		return nil, fmt.Errorf("TCP_NODELAY: %w", err)
+	}
+	return &Conn{fd}, nil
+}
+
+// Close closes the connection.
+func (c *Conn) Close() { _ = unix.Close(c.fd) }

@@ -1,0 +1,209 @@
+package main
+
+// A peer process reads requests from its standard input and answers each:
+//
+//	make      a side, from a spec → what the other side must know
+//	connect   it to that other side
+//	serve     do the far side's part of a measurement; answered at once
+//	stop      end serving → the CPU time that it took
+//	listen    for a TCP connection → the port
+//	memory, idle   measure something that needs a process of its own
+//
+// The end of its input ends it.
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"sync/atomic"
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/benchsuite/internal/sys"
+)
+
+type (
+	peerOp string
+	mode   string
+)
+
+const (
+	opMake    peerOp = "make"
+	opConnect peerOp = "connect"
+	opServe   peerOp = "serve"
+	opStop    peerOp = "stop"
+	opListen  peerOp = "listen"
+	opMemory  peerOp = "memory"
+	opIdle    peerOp = "idle"
+
+	modePassive   mode = "passive"    // sleep: the device does it all
+	modePoll      mode = "poll"       // poll a completion queue that stays empty
+	modeSink      mode = "sink"       // take messages and post receives
+	modePongWrite mode = "pong-write" // answer WRITEs, seen in memory
+	modePongSend  mode = "pong-send"  // answer SENDs
+	modePongTCP   mode = "pong-tcp"
+)
+
+type request struct {
+	Op      peerOp
+	Spec    *spec         `json:",omitempty"`
+	Offer   *offer        `json:",omitempty"`
+	Mode    mode          `json:",omitempty"`
+	Verify  bool          `json:",omitempty"`
+	Profile string        `json:",omitempty"`
+	QPs     int           `json:",omitempty"`
+	For     time.Duration `json:",omitempty"`
+}
+
+type reply struct {
+	Err    string    `json:",omitempty"`
+	Offer  *offer    `json:",omitempty"`
+	CPU    int64     `json:",omitempty"` // nanoseconds
+	Port   int       `json:",omitempty"`
+	Values []float64 `json:",omitempty"`
+}
+
+func peerMain() int {
+	if err := servePeer(os.Stdin, os.Stdout); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return 0
+}
+
+// peerState is what a peer process holds between requests.
+type peerState struct {
+	side     *side
+	listener *sys.Listener
+	conn     *sys.Conn
+	requests chan request
+	pending  atomic.Bool   // a request waits, or the input has ended: end serving
+	wake     chan struct{} // says the same to somebody who sleeps
+
+	verify bool
+	served error         // how serving ended
+	cpu    time.Duration // when serving began
+}
+
+func servePeer(in io.Reader, out io.Writer) (err error) {
+	p := &peerState{requests: make(chan request), wake: make(chan struct{}, 1)}
+	go p.read(in)
+	defer func() { err = errors.Join(err, p.close()) }()
+	enc := json.NewEncoder(out)
+	for q := range p.requests {
+		p.pending.Store(false)
+		select {
+		case <-p.wake:
+		default:
+		}
+		r, err := p.handle(&q)
+		if err != nil {
+			r.Err = err.Error()
+		}
+		if err := enc.Encode(&r); err != nil {
+			return fmt.Errorf("the suite does not listen: %w", err)
+		}
+		if q.Op == opServe && r.Err == "" {
+			p.serve(&q)
+		}
+	}
+	return nil
+}
+
+// read passes requests on, and says that one has come to whoever is busy.
+func (p *peerState) read(in io.Reader) {
+	defer close(p.requests)
+	dec := json.NewDecoder(in)
+	for {
+		var q request
+		err := dec.Decode(&q)
+		p.pending.Store(true)
+		select {
+		case p.wake <- struct{}{}:
+		default:
+		}
+		if err != nil {
+			return
+		}
+		p.requests <- q
+	}
+}
+
+func (p *peerState) handle(q *request) (r reply, err error) {
+	switch q.Op {
+	case opMake:
+		if p.side, err = newSide(*q.Spec); err == nil {
+			o := p.side.offer()
+			r.Offer = &o
+		}
+	case opConnect:
+		err = p.side.connect(*q.Offer)
+	case opServe:
+		if p.verify = q.Verify; p.verify {
+			p.side.forget()
+		}
+		if q.Mode == modePongTCP && p.conn == nil {
+			p.conn, err = p.listener.Accept() // it has connected by now
+		}
+		p.cpu = sys.CPUTime()
+	case opStop:
+		r.CPU = int64(sys.CPUTime() - p.cpu)
+		err = p.served
+		if err == nil && p.verify {
+			err = p.side.arrived()
+		}
+	case opListen:
+		l, at, e := sys.Listen()
+		p.listener, r.Port, err = l, int(at.Port()), e
+	case opMemory:
+		r.Values, err = measureMemory(q.QPs)
+	case opIdle:
+		r.Values, err = measureIdle(q.QPs, q.For)
+	default:
+		err = fmt.Errorf("unknown request %q", q.Op)
+	}
+	return r, err
+}
+
+// serve does the far side's part until the next request has come.
+func (p *peerState) serve(q *request) {
+	if q.Profile != "" {
+		stop, err := startProfile(q.Profile)
+		if err != nil {
+			p.served = err
+			return
+		}
+		defer func() { p.served = errors.Join(p.served, stop()) }()
+	}
+	switch q.Mode {
+	case modePassive:
+		<-p.wake
+		p.served = nil
+	case modePoll:
+		p.served = p.side.pollUntil(&p.pending)
+	case modeSink:
+		p.served = p.side.sink(&p.pending)
+	case modePongWrite:
+		p.served = p.side.pongWrite(&p.pending)
+	case modePongSend:
+		p.served = p.side.pongSend(&p.pending)
+	case modePongTCP:
+		p.served = pongTCP(p.conn, &p.pending)
+	default:
+		p.served = fmt.Errorf("unknown mode %q", q.Mode)
+	}
+}
+
+func (p *peerState) close() error {
+	if p.conn != nil {
+		p.conn.Close()
+	}
+	if p.listener != nil {
+		p.listener.Close()
+	}
+	if p.side != nil {
+		return p.side.close()
+	}
+	return nil
+}

@@ -1,0 +1,213 @@
+package main
+
+import (
+	"encoding/binary"
+	"fmt"
+	"sync/atomic"
+	"time"
+
+	"github.com/verbena-rdma/verbena/verbs"
+)
+
+// A ping-pong asks for the completion of every signalEvery-th request only: what
+// it waits for is the answer. The send queue holds several times as many.
+const (
+	signalEvery  = 16
+	pingPongWRs  = 4 * signalEvery
+	maxSamples   = 1 << 20
+	oneWayParts  = 2 // a round trip has two ways
+	pingPongSize = 8
+)
+
+// pinger posts the same request again and again.
+type pinger struct {
+	s   *side
+	wrs []verbs.SendWR
+	n   uint64
+}
+
+func newPinger(s *side, op verbs.Opcode) *pinger { return &pinger{s: s, wrs: s.list(op, 0, 1)} }
+
+func (p *pinger) post() error {
+	p.wrs[0].Flags = 0
+	if p.n++; p.n%signalEvery == 0 {
+		p.wrs[0].Flags = verbs.SendSignaled
+	}
+	_, err := p.s.qps[0].PostSend(p.wrs)
+	return err
+}
+
+// postWord posts a request whose message is a number. The message is inline, so
+// the next one may be written at once.
+func (p *pinger) postWord(v uint64) error {
+	binary.NativeEndian.PutUint64(p.s.tx.bytes, v)
+	return p.post()
+}
+
+// pingWrite writes numbers into the far side's memory and polls until they come
+// back in its own. It keeps half of each round trip.
+func pingWrite(p *pinger, d time.Duration, keep *sampler) error {
+	start := time.Now()
+	last := time.Duration(0)
+	for {
+		want := p.n + 1
+		if err := p.postWord(want); err != nil {
+			return err
+		}
+		var wait spinner
+		for {
+			if _, err := p.s.poll(); err != nil {
+				return err
+			}
+			if loadWord(p.s.rx.bytes) == want {
+				break
+			}
+			if err := wait.idle(); err != nil {
+				return err
+			}
+		}
+		now := time.Since(start)
+		if !keep.add((now-last)/oneWayParts) || now >= d {
+			return nil
+		}
+		last = now
+	}
+}
+
+// pongWrite writes back what it finds in its memory.
+func (s *side) pongWrite(stop *atomic.Bool) error {
+	p := newPinger(s, verbs.OpRDMAWrite)
+	last := loadWord(s.rx.bytes)
+	for !stop.Load() {
+		if _, err := s.poll(); err != nil {
+			return err
+		}
+		if v := loadWord(s.rx.bytes); v != last {
+			last = v
+			if err := p.postWord(v); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// pingSend sends messages and polls until the answer has completed a receive.
+func pingSend(p *pinger, d time.Duration, keep *sampler) error {
+	start := time.Now()
+	last := time.Duration(0)
+	for {
+		if err := p.post(); err != nil {
+			return err
+		}
+		var wait spinner
+		for {
+			got, err := p.s.takeMessage()
+			if err != nil {
+				return err
+			}
+			if got {
+				break
+			}
+			if err := wait.idle(); err != nil {
+				return err
+			}
+		}
+		now := time.Since(start)
+		if !keep.add((now-last)/oneWayParts) || now >= d {
+			return nil
+		}
+		last = now
+	}
+}
+
+// pongSend answers each message with one.
+func (s *side) pongSend(stop *atomic.Bool) error {
+	p := newPinger(s, verbs.OpSend)
+	for !stop.Load() {
+		got, err := s.takeMessage()
+		if err != nil {
+			return err
+		}
+		if got {
+			if err := p.post(); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// takeMessage polls once, and reports whether a message has come. A receive is
+// posted for the next.
+func (s *side) takeMessage() (bool, error) {
+	wcs, err := s.poll()
+	if err != nil {
+		return false, err
+	}
+	got := false
+	for i := range wcs {
+		if wcs[i].Op == verbs.WCRecv {
+			if got {
+				return false, fmt.Errorf("two messages at a time in a ping-pong")
+			}
+			got = true
+			if _, err := s.qps[0].PostRecv(s.recv); err != nil {
+				return false, err
+			}
+		}
+	}
+	return got, nil
+}
+
+// once returns a function that posts one request and waits until it is done on
+// both sides, which are in this process. It allocates nothing.
+func (r *rig) once(op verbs.Opcode) func() error {
+	wrs := r.near.list(op, 0, 1)
+	return func() error {
+		if _, err := r.near.qps[0].PostSend(wrs); err != nil {
+			return err
+		}
+		sent, received := false, op != verbs.OpSend
+		var wait spinner
+		for {
+			if !sent {
+				wcs, err := r.near.poll()
+				if err != nil {
+					return err
+				}
+				sent = len(wcs) > 0
+			}
+			if sent && received {
+				return nil
+			}
+			// Over a link with packets the far side must be polled, too.
+			got, err := r.far.takeMessage()
+			if err != nil {
+				return err
+			}
+			if received = received || got; sent && received {
+				return nil
+			}
+			if err := wait.idle(); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// timeOnce keeps how long each call takes.
+func timeOnce(once func() error, d time.Duration, keep *sampler) error {
+	start := time.Now()
+	last := time.Duration(0)
+	for {
+		if err := once(); err != nil {
+			return err
+		}
+		now := time.Since(start)
+		if !keep.add(now-last) || now >= d {
+			return nil
+		}
+		last = now
+	}
+}

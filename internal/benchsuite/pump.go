@@ -1,0 +1,156 @@
+package main
+
+import (
+	"sync/atomic"
+	"time"
+
+	"github.com/verbena-rdma/verbena/verbs"
+)
+
+// pump keeps requests under way. The last request of each list asks for a
+// completion, which stands for the whole list.
+type pump struct {
+	s     *side
+	lists [][]verbs.SendWR // used in turn, so that all slots are
+	depth int              // lists under way
+	turn  turn
+	next  int // of lists
+	qp    int // whose turn it is
+}
+
+// turn says which queue pair posts next.
+type turn int
+
+const (
+	inTurn      turn = iota // each in turn, whoever completed
+	whoComplete             // the one that completed: each has one list under way
+)
+
+func newPump(s *side, op verbs.Opcode, list, depth int, t turn) *pump {
+	p := &pump{s: s, depth: depth, turn: t}
+	for first := 0; first == 0 || first < s.Slots; first += list {
+		p.lists = append(p.lists, s.list(op, first, list))
+	}
+	return p
+}
+
+// timeTurns is how many turns of a loop pass between two looks at the clock: a
+// look costs as much as a percent of a short copy.
+const timeTurns = 16
+
+// run keeps requests under way for a time, longer if none completes in it, and
+// returns how many lists completed and how long it really was. When it returns nothing is under way. Nothing
+// in it allocates.
+func (p *pump) run(d time.Duration) (lists int, elapsed time.Duration, err error) {
+	start := time.Now()
+	for range p.depth {
+		if err := p.post(p.qp); err != nil {
+			return 0, 0, err
+		}
+		p.qp = (p.qp + 1) % len(p.s.qps)
+	}
+	under := p.depth
+	var wait spinner
+	for turns := 0; ; turns++ {
+		wcs, err := p.s.poll()
+		if err != nil {
+			return 0, 0, err
+		}
+		lists += len(wcs)
+		under -= len(wcs)
+		if turns%timeTurns == 0 {
+			if elapsed = time.Since(start); elapsed >= d && lists > 0 {
+				break
+			}
+		}
+		if len(wcs) == 0 {
+			if err := wait.idle(); err != nil {
+				return 0, 0, err
+			}
+			continue
+		}
+		wait.reset()
+		for i := range wcs {
+			qp := int(wcs[i].ID)
+			if p.turn == inTurn {
+				qp, p.qp = p.qp, (p.qp+1)%len(p.s.qps)
+			}
+			if err := p.post(qp); err != nil {
+				return 0, 0, err
+			}
+			under++
+		}
+	}
+	return lists, elapsed, p.drain(under)
+}
+
+func (p *pump) post(qp int) error {
+	l := p.lists[p.next]
+	if p.next++; p.next == len(p.lists) {
+		p.next = 0
+	}
+	l[len(l)-1].ID = uint64(qp)
+	_, err := p.s.qps[qp].PostSend(l)
+	return err
+}
+
+// drain waits for what is under way.
+func (p *pump) drain(under int) error {
+	var wait spinner
+	for under > 0 {
+		wcs, err := p.s.poll()
+		if err != nil {
+			return err
+		}
+		if under -= len(wcs); len(wcs) > 0 {
+			wait.reset()
+		} else if err := wait.idle(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// copyLoop is what the loop link is measured against: copy() between the same
+// buffers, slot by slot.
+func copyLoop(dst, src *side, d time.Duration) (messages int, elapsed time.Duration) {
+	start := time.Now()
+	for slot := 0; ; slot = (slot + 1) % src.Slots {
+		off := slot * src.stride()
+		copy(dst.rx.bytes[off:off+src.Size], src.tx.bytes[off:off+src.Size])
+		messages++
+		if messages%timeTurns == 0 {
+			if elapsed = time.Since(start); elapsed >= d {
+				return messages, elapsed
+			}
+		}
+	}
+}
+
+// The far side's parts.
+
+// pollUntil polls a completion queue that stays empty.
+func (s *side) pollUntil(stop *atomic.Bool) error {
+	for !stop.Load() {
+		if _, err := s.poll(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// sink takes messages and posts a receive for each.
+func (s *side) sink(stop *atomic.Bool) error {
+	for !stop.Load() {
+		wcs, err := s.poll()
+		if err != nil {
+			return err
+		}
+		for range wcs {
+			if _, err := s.qps[0].PostRecv(s.recv); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}

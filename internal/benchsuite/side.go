@@ -1,0 +1,312 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"runtime"
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/benchsuite/internal/sys"
+	"github.com/verbena-rdma/verbena/verbs"
+)
+
+// spec says what the two sides of a connection are made of.
+type spec struct {
+	Link   verbs.LinkMode
+	Type   verbs.QPType
+	QPs    int
+	Size   int  // bytes of a message
+	Slots  int  // places for messages, on each side; all queue pairs share them
+	Sends  int  // room in each send queue
+	Recvs  int  // receives that each queue pair keeps posted
+	Inline bool // messages are passed inline
+	Mapped bool // buffers lie outside the Go heap
+}
+
+// stride is the distance of two slots. Slots start on a cache line, and have
+// room for the header that comes with a datagram.
+func (s *spec) stride() int {
+	n := s.Size
+	if s.Type == verbs.UD {
+		n += verbs.GRHLength
+	}
+	return (n + 63) &^ 63
+}
+
+// side is one side: a device with two buffers. What is sent, or is there to be
+// read, lies in tx; what arrives goes to rx.
+type side struct {
+	spec
+	dev  *verbs.Device
+	pd   *verbs.PD
+	cq   *verbs.CQ
+	tx   buffer
+	rx   buffer
+	qps  []*verbs.QP
+	ah   *verbs.AH // UD: the peer
+	peer offer
+	wcs  []verbs.WC
+	recv []verbs.RecvWR // one receive after the other, posted again and again
+}
+
+type buffer struct {
+	bytes  []byte
+	mr     *verbs.MR
+	mapped bool
+}
+
+// offer is what the other side must know.
+type offer struct {
+	Endpoints    []verbs.Endpoint
+	Tx, Rx       uint64 // addresses
+	TxKey, RxKey uint32
+}
+
+const everything = verbs.AccessLocalWrite | verbs.AccessRemote
+
+// newSide makes a side. On failure nothing is left.
+func newSide(sp spec) (_ *side, err error) {
+	s := &side{spec: sp, wcs: make([]verbs.WC, 64)}
+	defer func() {
+		if err != nil {
+			_ = s.close() // the first error says more
+		}
+	}()
+	if s.dev, err = verbs.Open("", &verbs.Config{Link: sp.Link}); err != nil {
+		return nil, err
+	}
+	if s.pd, err = s.dev.AllocPD(); err != nil {
+		return nil, err
+	}
+	for _, b := range []*buffer{&s.tx, &s.rx} {
+		if err := b.make(s.pd, sp.Slots*sp.stride(), sp.Mapped); err != nil {
+			return nil, err
+		}
+	}
+	fill(s.tx.bytes)
+	if s.cq, err = s.dev.CreateCQ(max(1, sp.QPs*(sp.Sends+sp.Recvs)), nil); err != nil {
+		return nil, err
+	}
+	qpCap := verbs.QPCap{MaxSendWR: sp.Sends, MaxRecvWR: sp.Recvs, MaxSendSGE: 1, MaxRecvSGE: 1}
+	if sp.Inline {
+		qpCap.MaxInlineData = sp.Size
+	}
+	for range sp.QPs {
+		qp, err := s.pd.CreateQP(&verbs.QPConfig{Type: sp.Type, SendCQ: s.cq, RecvCQ: s.cq, Cap: qpCap})
+		if err != nil {
+			return nil, err
+		}
+		s.qps = append(s.qps, qp)
+	}
+	return s, nil
+}
+
+func (b *buffer) make(pd *verbs.PD, n int, mapped bool) (err error) {
+	n = max(4096, n)
+	if mapped {
+		if b.bytes, err = sys.Map(n); err != nil {
+			return fmt.Errorf("mmap: %w", err)
+		}
+		b.mapped = true
+	} else {
+		b.bytes = make([]byte, (n+4095)&^4095) // whole pages start on a cache line
+	}
+	b.mr, err = pd.RegMR(b.bytes, everything)
+	return err
+}
+
+func (b *buffer) close() error {
+	var errs []error
+	if b.mr != nil {
+		errs = append(errs, b.mr.Close())
+	}
+	if b.mapped {
+		errs = append(errs, sys.Unmap(b.bytes))
+	}
+	return errors.Join(errs...)
+}
+
+// fill writes what every tx buffer holds, and every rx buffer must hold in the
+// end. No two slots hold the same.
+func fill(b []byte) {
+	x := uint32(0x9e3779b9)
+	for i := range b {
+		x = x*1664525 + 1013904223
+		b[i] = byte(x >> 24)
+	}
+}
+
+func (s *side) offer() offer {
+	o := offer{Tx: s.tx.mr.Addr(), TxKey: s.tx.mr.RKey(), Rx: s.rx.mr.Addr(), RxKey: s.rx.mr.RKey()}
+	for _, qp := range s.qps {
+		o.Endpoints = append(o.Endpoints, qp.Endpoint())
+	}
+	return o
+}
+
+// connect connects every queue pair to its peer and posts all receives.
+func (s *side) connect(o offer) (err error) {
+	if len(o.Endpoints) != len(s.qps) {
+		return fmt.Errorf("the peer has %d queue pairs, this side %d", len(o.Endpoints), len(s.qps))
+	}
+	s.peer = o
+	s.makeRecv()
+	// A receiver that falls behind for a moment should cost a moment: 10 µs. A
+	// machine that lets a process wait for half a second should cost that, and
+	// not the connection: 1 s, seven times.
+	cfg := &verbs.ConnectConfig{MinRNRTimer: 1, Timeout: 18}
+	for i, qp := range s.qps {
+		if err := qp.Connect(o.Endpoints[i], cfg); err != nil {
+			return err
+		}
+		for range s.Recvs {
+			if _, err := qp.PostRecv(s.recv); err != nil {
+				return err
+			}
+		}
+	}
+	if s.Type == verbs.UD {
+		s.ah, err = s.pd.CreateAH(verbs.AHAttr{DGID: o.Endpoints[0].GID})
+	}
+	return err
+}
+
+// makeRecv makes the receive that is posted all the time. Everything arrives in
+// the first slot, behind its header if it is a datagram.
+func (s *side) makeRecv() {
+	n := s.Size
+	if s.Type == verbs.UD {
+		n += verbs.GRHLength
+	}
+	s.recv = []verbs.RecvWR{{SGL: []verbs.SGE{s.rx.mr.SGE(0, n)}}}
+}
+
+// list makes a list of requests for the slots from first on, the last of which
+// asks for a completion.
+func (s *side) list(op verbs.Opcode, first, n int) []verbs.SendWR {
+	wrs := make([]verbs.SendWR, n)
+	for i := range wrs {
+		slot := (first + i) % s.Slots
+		off := slot * s.stride()
+		wr := &wrs[i]
+		wr.Op = op
+		local, remote, key := s.tx.mr, s.peer.Rx, s.peer.RxKey
+		switch op {
+		case verbs.OpRDMARead:
+			local, remote, key = s.rx.mr, s.peer.Tx, s.peer.TxKey
+		case verbs.OpAtomicFetchAdd:
+			local, wr.CompareAdd = s.rx.mr, 1
+		}
+		if s.Inline {
+			wr.Inline = s.tx.bytes[off : off+s.Size]
+		} else {
+			wr.SGL = []verbs.SGE{local.SGE(off, s.Size)}
+		}
+		if op != verbs.OpSend {
+			wr.RemoteAddr, wr.RKey = remote+uint64(off), key
+		}
+		if s.Type == verbs.UD {
+			wr.AH, wr.RemoteQPN, wr.RemoteQKey = s.ah, s.peer.Endpoints[0].QPN, s.peer.Endpoints[0].QKey
+		}
+	}
+	wrs[n-1].Flags = verbs.SendSignaled
+	return wrs
+}
+
+// poll polls once and fails with the first completion that did.
+func (s *side) poll() ([]verbs.WC, error) {
+	n, err := s.cq.Poll(s.wcs)
+	if err != nil {
+		return nil, err
+	}
+	for i := range s.wcs[:n] {
+		if s.wcs[i].Status != verbs.WCSuccess {
+			return nil, s.wcs[i].Err()
+		}
+	}
+	return s.wcs[:n], nil
+}
+
+// forget empties rx, arrived checks that all of it has come again: a figure for
+// bytes that were not moved would be worth nothing.
+func (s *side) forget() { clear(s.rx.bytes) }
+
+func (s *side) arrived() error {
+	for slot := range s.Slots {
+		off := slot * s.stride()
+		for i := off; i < off+s.Size; i++ {
+			if s.rx.bytes[i] != s.tx.bytes[i] {
+				return fmt.Errorf("byte %d of slot %d is %#x, not %#x as was sent", i-off, slot, s.rx.bytes[i], s.tx.bytes[i])
+			}
+		}
+	}
+	return nil
+}
+
+// troubles are the device's counters of what goes wrong on a network.
+func (s *side) troubles() map[string]uint64 {
+	t := make(map[string]uint64)
+	for _, c := range s.dev.Counters() {
+		switch c.Name {
+		case "retransmitted_packets", "local_ack_timeouts", "rnr_naks_received":
+			t[c.Name] = c.Value
+		}
+	}
+	return t
+}
+
+// close closes everything in the order that the objects depend on each other.
+func (s *side) close() error {
+	var errs []error
+	if s.ah != nil {
+		errs = append(errs, s.ah.Close())
+	}
+	for _, qp := range s.qps {
+		errs = append(errs, qp.Close())
+	}
+	if s.cq != nil {
+		errs = append(errs, s.cq.Close())
+	}
+	errs = append(errs, s.tx.close(), s.rx.close())
+	if s.pd != nil {
+		errs = append(errs, s.pd.Close())
+	}
+	if s.dev != nil {
+		errs = append(errs, s.dev.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// spinner is for loops that wait by polling. Mostly it does nothing: a hand-off
+// would cost more than the wait. Now and then it lets other goroutines run, and
+// after a long time it gives up.
+type spinner struct {
+	turns uint32
+	since time.Time
+}
+
+const (
+	yieldTurns = 1 << 10
+	checkTurns = 1 << 16
+	stallLimit = 10 * time.Second
+)
+
+func (w *spinner) reset() { w.turns, w.since = 0, time.Time{} }
+
+// idle is called after each turn without progress.
+func (w *spinner) idle() error {
+	w.turns++
+	if w.turns%yieldTurns != 0 {
+		return nil
+	}
+	runtime.Gosched()
+	if w.turns%checkTurns != 0 {
+		return nil
+	}
+	if now := time.Now(); w.since.IsZero() {
+		w.since = now
+	} else if now.Sub(w.since) > stallLimit {
+		return fmt.Errorf("stalled: nothing has happened for %v", stallLimit)
+	}
+	return nil
+}

@@ -1,0 +1,237 @@
+package main
+
+// How a group of measurements runs:
+//
+//  1. setup makes its contenders: queue pairs, peer processes, iperf3.
+//  2. In each round every contender measures once, one after the other.
+//  3. summarize makes rows of the values: medians, ratios, verdicts.
+//  4. What setup made is closed, last first.
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"runtime/pprof"
+	"slices"
+	"strings"
+	"time"
+)
+
+// settings are what the flags set, and what tests shorten.
+type settings struct {
+	rounds   int
+	duration time.Duration // of one measurement
+	idle     time.Duration // how long an idle device is watched
+
+	idleQPs   int // connected and silent, for memory
+	activeQPs int // sharing a link, against one; and connected and silent, for CPU time
+
+	profiles string         // where CPU profiles go; empty: none
+	only     *regexp.Regexp // names of groups to run; nil: all
+}
+
+func defaults() settings {
+	return settings{rounds: 5, duration: 500 * time.Millisecond, idle: 3 * time.Second, idleQPs: 10_000, activeQPs: 1_000}
+}
+
+// goal is what a ratio, or without one a median, should be.
+type goal struct {
+	Op    string  `json:"op"` // "≥", "≤" or "<"
+	Value float64 `json:"value"`
+}
+
+func (g *goal) met(v float64) bool {
+	switch g.Op {
+	case "≥":
+		return v >= g.Value
+	case "≤":
+		return v <= g.Value
+	case "<":
+		return v < g.Value
+	}
+	panic("unknown goal " + g.Op)
+}
+
+// row describes one figure of a contender.
+type row struct {
+	name    string
+	unit    string
+	against string // the row that it is divided by; empty: none
+	goal    *goal  // of the ratio, or without one of the median; nil: only reported
+}
+
+// contender measures one or several figures at a time.
+type contender struct {
+	rows   []row
+	once   bool   // does not vary: the first round is enough
+	notRun string // why it cannot be measured here; empty: it can
+	run    func(d time.Duration) ([]float64, error)
+	side   *side // whose troubles are reported; nil: nobody's
+}
+
+// group is contenders that are measured in turn.
+type group struct {
+	name, title string
+	setup       func(b *bench) ([]contender, error)
+}
+
+// bench runs groups. While one runs it holds what that group made.
+type bench struct {
+	settings
+	report  *report
+	closers []func() error
+	label   string // of the contender that measures, for profiles
+}
+
+// later registers something to be closed when the group is done.
+func (b *bench) later(f func() error) { b.closers = append(b.closers, f) }
+
+func (b *bench) closeAll() error {
+	var errs []error
+	for _, f := range slices.Backward(b.closers) {
+		errs = append(errs, f())
+	}
+	b.closers = nil
+	return errors.Join(errs...)
+}
+
+// run measures a group and adds it to the report.
+func (b *bench) run(g *group) {
+	r := groupResult{Name: g.name, Title: g.title}
+	cs, err := g.setup(b)
+	if err == nil {
+		err = b.measure(g, cs, &r)
+	}
+	if err = errors.Join(err, b.closeAll()); err != nil {
+		r.Error = err.Error()
+	}
+	// What the group left behind should not be collected while the next measures.
+	runtime.GC()
+	b.report.add(r)
+}
+
+// measure runs the rounds. A contender that fails is left out from then on; the
+// others go on.
+func (b *bench) measure(g *group, cs []contender, r *groupResult) error {
+	var errs []error
+	failed := make([]bool, len(cs))
+	values := make(map[string][]float64)
+	for round := range b.rounds {
+		for i := range cs {
+			c := &cs[i]
+			if c.notRun != "" || failed[i] || c.once && round > 0 {
+				continue
+			}
+			b.label = g.name + "-" + c.rows[0].name
+			b.report.progress(fmt.Sprintf("%s: round %d of %d, %s", g.name, round+1, b.rounds, c.rows[0].name))
+			got, err := b.measureOne(c, r)
+			if err != nil {
+				failed[i] = true
+				errs = append(errs, fmt.Errorf("%s: %w", c.rows[0].name, err))
+				continue
+			}
+			for k, v := range got {
+				values[c.rows[k].name] = append(values[c.rows[k].name], v)
+			}
+		}
+	}
+	r.Rows = summarize(cs, values)
+	return errors.Join(errs...)
+}
+
+// measureOne lets a contender measure once, and notes what went wrong on the
+// network meanwhile.
+func (b *bench) measureOne(c *contender, r *groupResult) ([]float64, error) {
+	if c.side == nil {
+		return b.profiled(c)
+	}
+	before := c.side.troubles()
+	got, err := b.profiled(c)
+	for name, n := range c.side.troubles() {
+		if n -= before[name]; n > 0 {
+			r.trouble(c.rows[0].name, name, n)
+		}
+	}
+	return got, err
+}
+
+// profiled lets a contender measure, under the profiler if asked for. Each round
+// overwrites the profile of the one before.
+func (b *bench) profiled(c *contender) ([]float64, error) {
+	path := b.profilePath("")
+	if path == "" {
+		return c.run(b.duration)
+	}
+	stop, err := startProfile(path)
+	if err != nil {
+		return nil, err
+	}
+	got, err := c.run(b.duration)
+	return got, errors.Join(err, stop())
+}
+
+var notInName = regexp.MustCompile(`[^a-z0-9]+`)
+
+// profilePath returns where the profile of the current contender goes, or of
+// its peer with a suffix; empty if there is to be none.
+func (b *bench) profilePath(suffix string) string {
+	if b.profiles == "" {
+		return ""
+	}
+	name := strings.Trim(notInName.ReplaceAllString(strings.ToLower(b.label), "-"), "-")
+	return filepath.Join(b.profiles, name+suffix+".pprof")
+}
+
+func startProfile(path string) (stop func() error, err error) {
+	f, err := os.Create(path)
+	if err != nil {
+		return nil, err
+	}
+	if err := pprof.StartCPUProfile(f); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return func() error {
+		pprof.StopCPUProfile()
+		return f.Close()
+	}, nil
+}
+
+// summarize makes the rows of what was measured, in the order of the contenders.
+func summarize(cs []contender, values map[string][]float64) []rowResult {
+	var rows []rowResult
+	for i := range cs {
+		for _, spec := range cs[i].rows {
+			rows = append(rows, summarizeRow(&spec, cs[i].notRun, values))
+		}
+	}
+	return rows
+}
+
+func summarizeRow(spec *row, notRun string, values map[string][]float64) rowResult {
+	v := values[spec.name]
+	r := rowResult{Name: spec.name, Unit: spec.unit, Values: v, Against: spec.against, Goal: spec.goal, NotRun: notRun}
+	if len(v) == 0 {
+		return r
+	}
+	r.Median, r.Min, r.Max = median(v), slices.Min(v), slices.Max(v)
+	judged := r.Median
+	if spec.against != "" {
+		rs := ratios(v, values[spec.against])
+		if len(rs) == 0 {
+			r.NotRun = "nothing to compare with"
+			return r
+		}
+		judged = median(rs)
+		r.Ratio = &judged
+	}
+	if spec.goal != nil {
+		r.Verdict = verdictBelow
+		if spec.goal.met(judged) {
+			r.Verdict = verdictOK
+		}
+	}
+	return r
+}

@@ -1,0 +1,15 @@
+package main
+
+import (
+	"sync/atomic"
+	"unsafe"
+)
+
+// loadWord reads the first 8 bytes of a slice that a device may be writing, so
+// that the compiler reads them anew each time.
+//
+// This is sound because slots start on a cache line (side.go), so the word is
+// aligned, and slicing checks that it is there.
+func loadWord(b []byte) uint64 {
+	return atomic.LoadUint64((*uint64)(unsafe.Pointer(unsafe.SliceData(b[:8]))))
+}

@@ -1,0 +1,131 @@
+package mem_test
+
+import (
+	"bytes"
+	"runtime/debug"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+)
+
+var who = mem.Actor{PD: 1}
+
+// Memory that is gone gives a fault and never ends the program: whatever made
+// it go, on whichever side it is, wherever in the copy it begins.
+func TestStale(t *testing.T) {
+	const size = 8 * page
+	type gone struct {
+		name  string
+		reads bool // it can still be read
+		make  func(t *testing.T) (b []byte, vanish func() error)
+	}
+	anonymously := func(vanish func(b []byte) error) func(t *testing.T) ([]byte, func() error) {
+		return func(t *testing.T) ([]byte, func() error) {
+			b := anon(t, size, unix.PROT_READ|unix.PROT_WRITE)
+			return b, func() error { return vanish(b) }
+		}
+	}
+	for _, g := range []gone{
+		{"unmapped", false, anonymously(func(b []byte) error { return unix.MunmapPtr(ptr(b[4*page:]), page) })},
+		{"forbidden", false, anonymously(func(b []byte) error { return unix.Mprotect(b[4*page:5*page], unix.PROT_NONE) })},
+		{"read-only", true, anonymously(func(b []byte) error { return unix.Mprotect(b[4*page:5*page], unix.PROT_READ) })},
+		{"truncated", false, func(t *testing.T) ([]byte, func() error) {
+			fd := memfd(t, size)
+			b := mmap(t, fd, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+			t.Cleanup(func() { unix.Munmap(b); unix.Close(fd) })
+			return b, func() error { return unix.Ftruncate(fd, 4*page) }
+		}},
+	} {
+		t.Run(g.name, func(t *testing.T) {
+			table := mem.NewTable(mem.TableConfig{})
+			b, vanish := g.make(t)
+			h, err := mem.NewHost(addrOf(b), size, ib.AccessLocalWrite, ib.LockOff, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			r, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite | ib.AccessRemote, IOVA: 0x1000, Length: size, Backing: h})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer r.Close()
+			good, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite, Length: size, Backing: host(t, size)})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer good.Close()
+			if err := vanish(); err != nil {
+				t.Fatal(err)
+			}
+			goodList := &mem.List{Table: table, Actor: who, SGEs: []ib.SGE{{Length: size, LKey: good.Key()}}}
+			faults := uint64(0)
+			for _, c := range []struct{ off, n uint64 }{
+				{4 * page, 8}, {4*page + 1, 3}, {4*page + 5, 1}, {4*page + 4, 4}, {4*page - 1, 2}, {3 * page, 2 * page}, {4*page - 100, 200}, {0, size}, {4*page - 8, 16},
+			} {
+				for _, last := range []bool{false, true} {
+					l := &mem.List{Table: table, Actor: who, Access: ib.AccessLocalWrite, SGEs: []ib.SGE{{Addr: 0x1000 + c.off, Length: uint32(c.n), LKey: r.Key()}}}
+					for _, other := range []*mem.List{goodList, {Raw: [][]byte{make([]byte, size)}}} {
+						f, side := mem.Copy(l, other, c.n, last)
+						if f.Kind != mem.FaultStale || side != mem.Dst || f.Key != r.Key() || f.Addr != 0x1000+c.off || f.Len != c.n {
+							t.Fatalf("copy of %d bytes to %d, last %v: %v: %v", c.n, c.off, last, side, f)
+						}
+						faults++
+						f, side = mem.Copy(other, l, c.n, last)
+						if g.reads && f.OK() {
+							continue
+						}
+						if f.Kind != mem.FaultStale || side != mem.Src || f.Key != r.Key() {
+							t.Fatalf("copy of %d bytes from %d, last %v: %v: %v", c.n, c.off, last, side, f)
+						}
+						faults++
+					}
+				}
+			}
+			for _, op := range []mem.AtomicOp{mem.CmpSwap, mem.FetchAdd} {
+				if g.reads && raceEnabled {
+					break // the detector's own code does the store there
+				}
+				if _, f := mem.Atomic(table, who, r.Key(), 0x1000+4*page, op, 0, 1); f.Kind != mem.FaultStale {
+					t.Fatalf("atomic: %v", f)
+				}
+				faults++
+			}
+			if got := table.StaleFaults(); got != faults {
+				t.Errorf("%d stale faults were counted of %d", got, faults)
+			}
+			// What is still there still works, and the setting is as it was.
+			l := &mem.List{Table: table, Actor: who, Access: ib.AccessLocalWrite, SGEs: []ib.SGE{{Addr: 0x1000, Length: 100, LKey: r.Key()}}}
+			if f, _ := mem.Copy(l, &mem.List{Raw: [][]byte{bytes.Repeat([]byte{7}, 100)}}, 100, true); !f.OK() || b[99] != 7 {
+				t.Errorf("the rest of the region: %v", f)
+			}
+			if debug.SetPanicOnFault(false) {
+				t.Error("faults are left to panic")
+			}
+		})
+	}
+}
+
+// A panic that is not about the memory goes on to whoever is to see it.
+func TestStaleIsNotEveryPanic(t *testing.T) {
+	table := mem.NewTable(mem.TableConfig{})
+	r, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite, Length: 8, Backing: broken{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if recover() == nil {
+			t.Error("the panic was lost")
+		}
+	}()
+	mem.Copy(&mem.List{Table: table, Actor: who, SGEs: []ib.SGE{{Length: 8, LKey: r.Key()}}}, &mem.List{Raw: [][]byte{make([]byte, 8)}}, 8, false)
+}
+
+// broken is a backing with a bug: it returns neither bytes nor a fault.
+type broken struct{}
+
+func (broken) Kind() mem.Kind                                    { return mem.KindPinned }
+func (broken) Len() uint64                                       { return 8 }
+func (broken) Close() error                                      { return nil }
+func (broken) Run(uint64, uint64, ib.Access) ([]byte, mem.Fault) { return nil, mem.Fault{} }

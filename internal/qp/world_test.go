@@ -1,0 +1,425 @@
+package qp
+
+// A world for the protocol core to live in: two ends, each with a queue pair,
+// its queues and its memory; a wire to each of them; and a clock that moves
+// only when it is told to. Everything in it is repeatable.
+//
+//  1. newEnd, connect: the ends and how they come to RTS.
+//  2. pull: what a queue pair wants to send goes onto a wire, as a link would
+//     take it: the payload is read, and a payload that cannot be read is
+//     reported.
+//  3. deliver, cut, copyTrain: what a wire does to trains.
+//  4. advance: time passes, and acts.
+//  5. check: what must hold after every step, whatever happened.
+
+import (
+	"fmt"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/queue"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// epoch is when a world begins. Zero would stand for "never".
+const epoch = time.Second
+
+const (
+	testPD    = 7
+	otherPD   = 8
+	allRights = ib.AccessLocalWrite | ib.AccessRemote
+)
+
+type world struct {
+	t   testing.TB
+	now Time
+	a,
+	b *end
+	byRef bool // trains refer to the sender's memory, as on the loop link
+	log   func(format string, args ...any)
+	seen  func(e *end, t *train.Train) // what is put on a wire
+}
+
+// end is one side: a queue pair with all that it needs.
+type end struct {
+	w        *world
+	name     string
+	addr     netip.Addr
+	peer     *end
+	q        *QP
+	table    *mem.Table
+	counters Counters
+	sendCQ   *queue.CQ
+	recvCQ   *queue.CQ
+	recv     *queue.Recv
+	regions  map[string]*region
+	wire     []*train.Train // on the way to this end
+	credits  *Credits
+	events   []ib.EventType
+
+	unreadable int // the next payloads that the link cannot read
+	state      ib.QPState
+}
+
+// region is registered memory by name.
+type region struct {
+	*mem.Region
+	buf []byte
+}
+
+// setup is what an end is made of; the zero value of a field means its default.
+type setup struct {
+	typ                       ib.QPType
+	mtu                       ib.MTU
+	psn                       uint32 // the first that it sends
+	window, credits           int
+	retry, rnr, timeout       uint8
+	rd, destRD, timer         uint8
+	access                    ib.Access
+	cq, sq, rq, sge, inline   int
+	signalAll, srq            bool
+	qkey                      uint32
+	memory                    int
+	recvPD                    uint32
+	noMemory                  bool // the world has none of its own: the caller registers some
+	rdZero, destRDZero, rnrNo bool
+}
+
+func newWorld(t testing.TB) *world {
+	return &world{t: t, now: epoch, log: func(string, ...any) {}, seen: func(*end, *train.Train) {}}
+}
+
+func orDefault[T comparable](v, def T) T {
+	var zero T
+	if v == zero {
+		return def
+	}
+	return v
+}
+
+// newEnd makes an end with its queue pair in RESET.
+func (w *world) newEnd(name string, s setup) *end {
+	e := &end{w: w, name: name, regions: map[string]*region{}, state: ib.QPReset}
+	host, seed := byte(1), uint64(101)
+	if name == "b" {
+		host, seed = 2, 202
+		w.b = e
+	} else {
+		w.a = e
+	}
+	e.addr = netip.AddrFrom4([4]byte{127, 0, 0, host})
+	e.table = mem.NewTable(mem.TableConfig{MaxRegions: 64, Seed: seed})
+	e.sendCQ, e.recvCQ = queue.NewCQ(orDefault(s.cq, 64)), queue.NewCQ(orDefault(s.cq, 64))
+	for _, q := range []struct {
+		cq   *queue.CQ
+		name string
+	}{{e.sendCQ, "send"}, {e.recvCQ, "recv"}} {
+		q.cq.OnEvent = func() { w.log("%s event: %s completion queue", e.name, q.name) }
+		q.cq.OnOverflow = func() { w.log("%s event: %s completion queue overflow", e.name, q.name) }
+	}
+	c := ib.QPCap{MaxSendWR: orDefault(s.sq, 16), MaxRecvWR: orDefault(s.rq, 16), MaxSendSGE: orDefault(s.sge, 4),
+		MaxRecvSGE: orDefault(s.sge, 4), MaxInlineData: orDefault(s.inline, 64)}
+	e.recv = queue.NewRecv(c.MaxRecvWR, c.MaxRecvSGE)
+	e.recv.OnLimit = func() { w.log("%s event: %v", e.name, ib.EventSRQLimitReached) }
+	e.q = New(Config{Type: orDefault(s.typ, ib.RC), Number: 0x10 * uint32(host), PD: testPD, Cap: c, SignalAll: s.signalAll,
+		SendCQ: e.sendCQ, RecvCQ: e.recvCQ, Recv: e.recv, Shared: s.srq, RecvPD: orDefault(s.recvPD, testPD),
+		Table: e.table, Counters: &e.counters, Event: e.event})
+	if e.q.Type == ib.UD {
+		e.q.SetDatagramMTU(orDefault(s.mtu, ib.MTU256).Bytes())
+	}
+	if s.credits > 0 {
+		e.credits = NewCredits(s.credits)
+	}
+	if !s.noMemory {
+		e.register("mem", orDefault(s.memory, 64<<10), testPD, allRights)
+	}
+	return e
+}
+
+func (e *end) event(t ib.EventType) {
+	e.events = append(e.events, t)
+	e.w.log("%s event: %v", e.name, t)
+}
+
+// register makes a region. Regions of one end lie 16 MiB apart, those of a at
+// 0x1…, those of b at 0x2….
+func (e *end) register(name string, size int, pd uint32, access ib.Access) *region {
+	e.w.t.Helper()
+	r := &region{buf: make([]byte, size)}
+	if e.name == "a" {
+		fill(r.buf, byte(len(e.regions)))
+	}
+	host, err := mem.NewHostBytes(r.buf, access, ib.LockOff)
+	if err != nil {
+		e.w.t.Fatal(err)
+	}
+	iova := uint64(0x1000_0000)
+	if e.name == "b" {
+		iova = 0x2000_0000
+	}
+	iova += uint64(len(e.regions)) << 24
+	r.Region, err = e.table.Register(mem.RegionConfig{PD: pd, Access: access, IOVA: iova, Length: uint64(size), Backing: host})
+	if err != nil {
+		e.w.t.Fatal(err)
+	}
+	e.regions[name] = r
+	return r
+}
+
+// fill makes bytes that differ from their neighbours and over long distances.
+func fill(b []byte, seed byte) {
+	for i := range b {
+		b[i] = seed*31 + byte(i) + byte(i>>8)*3 + byte(i>>16)*5 + 1
+	}
+}
+
+// at returns an SGE of n bytes of a region.
+func (r *region) at(off uint64, n int) ib.SGE {
+	return ib.SGE{Addr: r.IOVA() + off, Length: uint32(n), LKey: r.Key()}
+}
+
+func (e *end) flow(to *end) *train.Flow {
+	return &train.Flow{Src: e.addr, Dst: to.addr, HopLimit: 64, TClass: 4}
+}
+
+// modify is Modify with a path where one is needed.
+func (e *end) modify(a ib.QPAttr, mask ib.QPAttrMask, window int) error {
+	var path *Path
+	if mask&ib.QPMaskAV != 0 {
+		path = &Path{Flow: e.flow(e.peer), Window: orDefault(window, 64), Credits: e.credits}
+	}
+	return e.q.Modify(&a, mask, path, e.w.now)
+}
+
+// toState brings a queue pair from RESET to INIT, RTR or RTS.
+func (e *end) toState(to ib.QPState, s, peer setup) {
+	e.w.t.Helper()
+	typ := e.q.Type
+	do := func(a ib.QPAttr, masks [ib.UD + 1]ib.QPAttrMask) {
+		e.w.t.Helper()
+		if e.q.State() >= to {
+			return
+		}
+		if err := e.modify(a, masks[typ]|ib.QPMaskState, s.window); err != nil {
+			e.w.t.Fatal(err)
+		}
+	}
+	const init = ib.QPMaskPKeyIndex | ib.QPMaskPort
+	do(ib.QPAttr{State: ib.QPInit, Port: 1, Access: orDefault(s.access, ib.AccessRemote), QKey: orDefault(s.qkey, 0x1234)},
+		[...]ib.QPAttrMask{ib.RC: init | ib.QPMaskAccess, ib.UC: init | ib.QPMaskAccess, ib.UD: init | ib.QPMaskQKey})
+	destRD := orDefault(s.destRD, 4)
+	if s.destRDZero {
+		destRD = 0
+	}
+	const path = ib.QPMaskAV | ib.QPMaskPathMTU | ib.QPMaskDestQPN | ib.QPMaskRQPSN
+	do(ib.QPAttr{State: ib.QPRTR, AV: ib.AHAttr{DGID: ib.GIDFromAddr(e.peer.addr)}, PathMTU: orDefault(s.mtu, ib.MTU256),
+		DestQPN: e.peer.q.Number, RQPSN: peer.firstPSN(e.peer), MaxDestRDAtomic: destRD, MinRNRTimer: orDefault(s.timer, 12)},
+		[...]ib.QPAttrMask{ib.RC: path | ib.QPMaskMaxDestRDAtomic | ib.QPMaskMinRNRTimer, ib.UC: path, ib.UD: 0})
+	rd, rnr := orDefault(s.rd, 4), orDefault(s.rnr, 7)
+	if s.rdZero {
+		rd = 0
+	}
+	if s.rnrNo {
+		rnr = 0
+	}
+	do(ib.QPAttr{State: ib.QPRTS, SQPSN: s.firstPSN(e), Timeout: orDefault(s.timeout, 14), RetryCnt: s.retry, RNRRetry: rnr, MaxRDAtomic: rd},
+		[...]ib.QPAttrMask{
+			ib.RC: ib.QPMaskSQPSN | ib.QPMaskTimeout | ib.QPMaskRetryCnt | ib.QPMaskRNRRetry | ib.QPMaskMaxRDAtomic,
+			ib.UC: ib.QPMaskSQPSN, ib.UD: ib.QPMaskSQPSN})
+	e.state = e.q.State()
+}
+
+// firstPSN is 0x100 for a and 0x900 for b, unless told otherwise.
+func (s setup) firstPSN(e *end) uint32 {
+	if e.name == "b" {
+		return orDefault(s.psn, 0x900)
+	}
+	return orDefault(s.psn, 0x100)
+}
+
+// newPair makes two connected ends in RTS.
+func newPair(t testing.TB, a, b setup) *world {
+	w := newWorld(t)
+	w.newEnd("a", a)
+	w.newEnd("b", b)
+	w.a.peer, w.b.peer = w.b, w.a
+	w.a.toState(ib.QPRTS, a, b)
+	w.b.toState(ib.QPRTS, b, a)
+	return w
+}
+
+func (w *world) ends() [2]*end { return [2]*end{w.a, w.b} }
+
+// pull puts what an end has to send onto the wires, until it has no more, and
+// returns how many trains that were.
+func (e *end) pull() int {
+	for n := 0; ; n++ {
+		if n > 100000 {
+			e.w.t.Fatalf("%s never stops sending", e.name)
+		}
+		t := new(train.Train)
+		if !e.q.Pull(t, e.w.now) {
+			return n
+		}
+		t.From, t.To, t.TClass, t.HopLimit = t.Flow.Src, t.Flow.Dst, t.Flow.TClass, t.Flow.HopLimit
+		if f := e.read(t); !f.OK() {
+			e.w.log("%s link: cannot read the payload of psn=%06x: %v", e.name, t.PSN, f.Kind)
+			e.q.SendFailed(t, f, e.w.now)
+			continue
+		}
+		to := e.w.a
+		if t.To == e.w.b.addr {
+			to = e.w.b
+		}
+		e.w.seen(to, t)
+		to.wire = append(to.wire, t)
+		e.q.Sent(t, e.w.now)
+	}
+}
+
+// read makes the payload of a train bytes of its own, as a network does.
+func (e *end) read(t *train.Train) mem.Fault {
+	if t.Len > 0 && e.unreadable > 0 {
+		if e.unreadable--; e.unreadable == 0 {
+			return mem.Fault{Kind: mem.FaultDead}
+		}
+	}
+	if e.w.byRef {
+		return mem.Fault{}
+	}
+	b := make([]byte, t.Len)
+	f, _ := mem.Copy(&mem.List{Raw: [][]byte{b}}, &t.Payload, uint64(t.Len), false)
+	t.Payload = mem.List{Raw: [][]byte{b}}
+	return f
+}
+
+// pullAll lets both ends send.
+func (w *world) pullAll() {
+	for _, e := range w.ends() {
+		if e != nil {
+			e.pull()
+		}
+	}
+	w.check()
+}
+
+// receive gives a train to an end. A payload that could not be read, which
+// happens when it lies in the sender's memory, is the sender's to know.
+func (e *end) receive(t *train.Train) {
+	if f := e.q.Receive(t, e.w.now); !f.OK() {
+		e.w.log("%s link: cannot read the payload of psn=%06x: %v", e.peer.name, t.PSN, f.Kind)
+		e.peer.q.SendFailed(t, f, e.w.now)
+	}
+}
+
+// copyTrain copies a train whose payload is bytes of its own.
+func copyTrain(t *train.Train) *train.Train {
+	c := *t
+	return &c
+}
+
+// cut returns packets i to i+n of a train as a train, as a network that lost
+// the others would.
+func cut(t *train.Train, i, n int) *train.Train {
+	c := copyTrain(t)
+	last := i+n == t.N
+	c.PSN, c.N = t.PSN.Add(i), n
+	c.Start, c.End = t.Start && i == 0, t.End && last
+	if !last {
+		c.AckReq = false
+	}
+	if !c.End {
+		c.Extra, c.Solicited, c.Imm = wire.NoExtra, false, 0
+	}
+	if t.Len > 0 {
+		from, to := i*t.MTU, min((i+n)*t.MTU, t.Len)
+		if last {
+			to = t.Len
+		}
+		c.Len = to - from
+		c.Payload = mem.List{Raw: [][]byte{t.Payload.Raw[0][from:to]}}
+	}
+	if n == 1 {
+		c.MTU = c.Len // as for a train that came: nobody knows more
+	}
+	return c
+}
+
+// advance lets time pass, and calls Tick whenever an end asked for it.
+func (w *world) advance(d time.Duration, each func()) {
+	end := w.now + d
+	for steps := 0; ; steps++ {
+		if steps > 100000 {
+			w.t.Fatal("time does not pass: somebody's deadline stays")
+		}
+		next := end
+		for _, e := range w.ends() {
+			if at := e.q.Deadline(); at != 0 && at < next {
+				next = max(at, w.now)
+			}
+		}
+		w.now = next
+		due := false
+		for _, e := range w.ends() {
+			if at := e.q.Deadline(); at != 0 && at <= w.now {
+				due = true
+				e.q.Tick(w.now)
+			}
+		}
+		w.pullAll()
+		if each != nil {
+			each()
+		}
+		if !due && w.now == end {
+			return
+		}
+	}
+}
+
+// check checks what must always hold.
+func (w *world) check() {
+	w.t.Helper()
+	for _, e := range w.ends() {
+		if e == nil {
+			continue
+		}
+		if err := e.q.broken(); err != nil {
+			w.t.Fatalf("%s: %v", e.name, err)
+		}
+	}
+}
+
+// broken tells what is wrong inside a queue pair.
+func (q *QP) broken() error {
+	r, s := &q.req, &q.sq
+	switch {
+	case s.len() > s.max:
+		return fmt.Errorf("%d requests in a queue of %d", s.len(), s.max)
+	case r.cur-s.head > s.len():
+		return fmt.Errorf("request %d is next, the queue is %d to %d", r.cur, s.head, s.tail)
+	case q.resp.n > MaxRDAtomic:
+		return fmt.Errorf("%d answers wait", q.resp.n)
+	case q.state == ib.QPErr && s.len() > 0:
+		return fmt.Errorf("%d requests were not flushed", s.len())
+	case q.state == ib.QPErr && q.Deadline() != 0:
+		return fmt.Errorf("a deadline in the error state")
+	case r.held < 0:
+		return fmt.Errorf("%d credits held", r.held)
+	}
+	if q.Type != ib.RC || q.state != ib.QPRTS && q.state != ib.QPSQD {
+		return nil
+	}
+	switch {
+	case r.nxt.Less(r.una) || r.max.Less(r.nxt):
+		return fmt.Errorf("una %06x, nxt %06x, max %06x are not in order", r.una, r.nxt, r.max)
+	case r.held > r.nxt.Sub(r.una):
+		return fmt.Errorf("%d credits held for %d packets under way", r.held, r.nxt.Sub(r.una))
+	case r.rd.len() > int(q.attr.MaxRDAtomic):
+		return fmt.Errorf("%d READs and atomics under way, %d are allowed", r.rd.len(), q.attr.MaxRDAtomic)
+	}
+	return nil
+}
