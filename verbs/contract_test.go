@@ -125,7 +125,7 @@ func TestErrnos(t *testing.T) {
 		{"Open multicast address", errOf(verbs.Open("224.0.0.1", nil)), syscall.EINVAL},
 		{"Open unspecified address", errOf(verbs.Open("::", nil)), syscall.EINVAL},
 		{"Open address twice", errOf(verbs.Open(small.Addr().String(), nil)), syscall.EADDRINUSE},
-		{"Open bad capture", errOf(verbs.Open("", &verbs.Config{PCAP: filepath.Join(t.TempDir(), "no", "such", "folder")})), syscall.EIO},
+		{"Open bad capture", errOf(verbs.Open("", &verbs.Config{PCAP: filepath.Join(t.TempDir(), "no", "such", "folder")})), syscall.ENOENT},
 		{"Port 0", errOf(small.Port(0)), syscall.EINVAL},
 		{"Port 2", errOf(small.Port(2)), syscall.EINVAL},
 

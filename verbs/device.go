@@ -39,13 +39,13 @@ func Devices() ([]DeviceInfo, error) { return listProviders() }
 // Several devices may be open in one process, each on an address of its own.
 // A nil cfg means defaults.
 //
-// Errors: EINVAL if the Link is unknown, or an address cannot be that of a
+// Errors: EINVAL if the Link is unknown, a limit or the window is negative, or an address cannot be that of a
 // device (unspecified, multicast, IPv6 link-local, given twice); ENODEV if
 // there is no device or interface of that name that is up and has an address;
 // EADDRNOTAVAIL if an address is not one of this host; EADDRINUSE if another
 // device, here or in another process, stands on the address, and for "" if all
 // 254 are taken; EMSGSIZE if the interface's MTU is too small for the smallest
-// packets; EIO if the PCAP file cannot be made; EMFILE and ENFILE if there is
+// packets; ENOENT, EACCES and the like if the PCAP file cannot be made; EMFILE and ENFILE if there is
 // no descriptor left for the sockets.
 func Open(name string, cfg *Config) (*Device, error) {
 	p, err := openProvider(name, cfg.provider())

@@ -48,9 +48,9 @@ func (qp *QP) Type() QPType { return qp.p.Type() }
 //	RDMA_READ                                RC
 //	ATOMIC_CMP_AND_SWP, ATOMIC_FETCH_AND_ADD RC
 //
-// A request that is not signaled leaves the queue unnoticed. To know that there
-// is room again, signal at least one request in every MaxSendWR: when it has
-// completed, those before it are done too.
+// A request keeps its place in the queue until a completion of it, or of one
+// posted later, is polled: signal at least one request in every MaxSendWR, or
+// the queue stays full for ever. This is how hardware behaves.
 //
 // Requests are taken in RTS; in SQD, where they wait; and in SQE and ERR, where
 // they complete with [WCWRFlushErr].
@@ -60,10 +60,8 @@ func (qp *QP) Type() QPType { return qp.p.Type() }
 // inline data than MaxInlineData, has both, or is inline where that cannot be
 // (READ and atomics), is an atomic whose pieces are not 8 bytes, is longer than
 // the port's MaxMsgSize, or is for UD and has no address handle; EINVAL also if
-// the queue pair is nil or closed. ENOMEM if the queue is full: poll, and post
-// the rest again. A request leaves the queue when it is done, which may be
-// before its completion is polled: a program that posts until ENOMEM may
-// overflow a completion queue that has no more entries than the send queue.
+// the queue pair is nil or closed, or the flags are unknown. ENOMEM if the queue
+// is full: poll, and post the rest again.
 //
 // Everything else that can be wrong with a request shows in its completion: keys
 // and addresses, and for UD a message longer than the port's MTU.

@@ -19,6 +19,7 @@ package device
 
 import (
 	"context"
+	"errors"
 	"hash/fnv"
 	"net/netip"
 	"sync"
@@ -76,12 +77,10 @@ var defaultLimits = provider.Limits{
 
 func withDefaults(l provider.Limits) provider.Limits {
 	d := defaultLimits
-	for _, f := range []struct{ to, from *int }{
-		{&d.QPs, &l.QPs}, {&d.CQs, &l.CQs}, {&d.MRs, &l.MRs}, {&d.PDs, &l.PDs}, {&d.AHs, &l.AHs},
-		{&d.SRQs, &l.SRQs}, {&d.QPWR, &l.QPWR}, {&d.CQE, &l.CQE}, {&d.SRQWR, &l.SRQWR},
-	} {
-		if *f.from > 0 {
-			*f.to = min(*f.to, *f.from)
+	top := d.All()
+	for i, n := range l.All() {
+		if *n > 0 {
+			*top[i] = min(*top[i], *n)
 		}
 	}
 	return d
@@ -96,6 +95,14 @@ func Open(name string, cfg *provider.Config) (*Device, error) {
 	case "", linkLoop, linkUDP:
 	default:
 		return nil, ib.Errorf("open_device", syscall.EINVAL, "link %q is neither %q nor %q", cfg.Link, linkLoop, linkUDP)
+	}
+	if cfg.Window < 0 {
+		return nil, ib.Errorf("open_device", syscall.EINVAL, "a window of %d packets", cfg.Window)
+	}
+	for _, n := range cfg.Limits.All() {
+		if *n < 0 {
+			return nil, ib.Errorf("open_device", syscall.EINVAL, "a limit of %d", *n)
+		}
 	}
 	devName, candidates, err := resolve(name, cfg.Addrs)
 	if err != nil {
@@ -120,36 +127,49 @@ const (
 
 // openAt opens a device at addresses.
 func openAt(name string, addrs []netip.Addr, cfg *provider.Config) (*Device, error) {
-	var tap *pcap.Writer
-	if cfg.PCAP != "" {
-		w, err := pcap.Create(cfg.PCAP)
-		if err != nil {
-			return nil, ib.Errorf("open_device", syscall.EIO, "packet capture: %v", err)
-		}
-		tap = w
-	}
+	tap := new(lateTap)
 	l, err := openLink(addrs, cfg, tap)
-	if err == nil {
-		d := newDevice(name, l, cfg, tap)
-		d.loopback = cfg.Link != linkUDP
-		if err = register(d); err == nil {
-			d.start()
-			return d, nil
-		}
+	if err != nil {
+		return nil, err
+	}
+	d := newDevice(name, l, cfg)
+	d.loopback = cfg.Link != linkUDP
+	if err := register(d); err != nil {
 		_ = l.Close()
+		return nil, err
 	}
-	if tap != nil {
-		_ = tap.Close()
+	if cfg.PCAP != "" {
+		if d.capture, err = createCapture(cfg.PCAP); err != nil {
+			unregister(d)
+			_ = l.Close()
+			return nil, err
+		}
+		tap.Writer = d.capture
 	}
-	return nil, err
+	d.start()
+	return d, nil
 }
 
-func openLink(addrs []netip.Addr, cfg *provider.Config, tap *pcap.Writer) (link.Link, error) {
+// lateTap lets a capture be made after the link: only a device that has its
+// address may overwrite a file.
+type lateTap struct{ *pcap.Writer }
+
+func createCapture(path string) (*pcap.Writer, error) {
+	w, err := pcap.Create(path)
+	if err == nil {
+		return w, nil
+	}
+	errno := syscall.EIO
+	_ = errors.As(err, &errno)
+	return nil, ib.Errorf("open_device", errno, "packet capture: %v", err)
+}
+
+func openLink(addrs []netip.Addr, cfg *provider.Config, tap *lateTap) (link.Link, error) {
 	if cfg.Link == linkLoop {
 		return newNoLink(addrs), nil
 	}
 	udp := &link.UDPConfig{Addrs: addrs, NoGSO: cfg.NoGSO, NoGRO: cfg.NoGRO}
-	if tap != nil {
+	if cfg.PCAP != "" {
 		udp.Tap = tap
 	}
 	return link.OpenUDP(udp)
@@ -161,21 +181,23 @@ func OpenOn(name string, l link.Link, cfg *provider.Config) *Device {
 	if cfg == nil {
 		cfg = &provider.Config{}
 	}
-	d := newDevice(name, l, cfg, nil)
+	d := newDevice(name, l, cfg)
 	d.start()
 	return d
 }
 
-func newDevice(name string, l link.Link, cfg *provider.Config, tap *pcap.Writer) *Device {
+func newDevice(name string, l link.Link, cfg *provider.Config) *Device {
+	if name == "" {
+		name = "verbena-" + l.Addrs()[0].String()
+	}
 	d := &Device{
-		cfg:     *cfg,
-		name:    name,
-		base:    time.Now().Add(-time.Second), // 0 means "never" to the protocol core
-		addrs:   l.Addrs(),
-		limits:  withDefaults(cfg.Limits),
-		mtu:     l.MTU(),
-		link:    l,
-		capture: tap,
+		cfg:    *cfg,
+		name:   name,
+		base:   time.Now().Add(-time.Second), // 0 means "never" to the protocol core
+		addrs:  l.Addrs(),
+		limits: withDefaults(cfg.Limits),
+		mtu:    l.MTU(),
+		link:   l,
 	}
 	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs})
 	reserved := func(i uint32) bool { return i <= 1 || i == 0xffffff } // management and multicast

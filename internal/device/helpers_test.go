@@ -227,3 +227,5 @@ func descriptors(t testing.TB) int {
 
 // wordOf reads the first word of memory that devices write.
 func wordOf(b []byte) uint64 { return binary.NativeEndian.Uint64(b) }
+
+func isErrno(err error, want syscall.Errno) bool { return errors.Is(err, want) }

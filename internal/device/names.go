@@ -57,7 +57,7 @@ func interfaceAddrs(i net.Interface) []netip.Addr {
 }
 
 // resolve finds the addresses that a name stands for, as a list of lists to try
-// in turn. Explicit addresses go first; the empty name is the first free one of
+// in turn, and the name of the device if it has one. Explicit addresses go first; the empty name is the first free one of
 // 127.77.0.1 to 127.77.0.254, which work wherever there is a loopback
 // interface, without any set-up.
 func resolve(name string, addrs []netip.Addr) (string, [][]netip.Addr, error) {
@@ -68,9 +68,6 @@ func resolve(name string, addrs []netip.Addr) (string, [][]netip.Addr, error) {
 			}
 			addrs[i] = addrs[i].Unmap()
 		}
-		if name == "" {
-			name = "verbena-" + addrs[0].String()
-		}
 		return name, [][]netip.Addr{addrs}, nil
 	}
 	if name == "" {
@@ -78,7 +75,7 @@ func resolve(name string, addrs []netip.Addr) (string, [][]netip.Addr, error) {
 		for i := byte(1); i < 255; i++ {
 			tries = append(tries, []netip.Addr{netip.AddrFrom4([4]byte{127, 77, 0, i})})
 		}
-		return "verbena", tries, nil
+		return "", tries, nil
 	}
 	if a, err := netip.ParseAddr(name); err == nil {
 		return resolve("", []netip.Addr{a})

@@ -23,6 +23,9 @@ func (d *Device) makeFlow(op string, a *ib.AHAttr) (*train.Flow, error) {
 	if a.SGIDIndex < 0 || a.SGIDIndex >= len(d.addrs) {
 		return nil, ib.Errorf(op, syscall.EINVAL, "sgid_index %d: the device has %d GIDs", a.SGIDIndex, len(d.addrs))
 	}
+	if a.FlowLabel >= 1<<20 {
+		return nil, ib.Errorf(op, syscall.EINVAL, "flow_label %#x is longer than 20 bits", a.FlowLabel)
+	}
 	f := &train.Flow{Src: d.addrs[a.SGIDIndex], Dst: a.DGID.Addr(), TClass: a.TrafficClass, HopLimit: a.HopLimit, Label: a.FlowLabel}
 	if f.HopLimit == 0 {
 		f.HopLimit = defaultHopLimit

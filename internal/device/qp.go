@@ -117,6 +117,9 @@ func (q *QP) attach(cfg *provider.QPConfig) error {
 	if !ok[0] || !ok[1] || !ok[2] || q.sendCQ.dev != q.dev || q.recvCQ.dev != q.dev || q.srq != nil && q.srq.pd.dev != q.dev {
 		return bad("it needs a send and a receive completion queue, and these and the shared receive queue of the same device")
 	}
+	if q.srq != nil && cfg.Type == ib.UC {
+		return bad("a UC queue pair cannot use a shared receive queue")
+	}
 	l, c := q.dev.limits, cfg.Cap
 	for _, f := range []struct {
 		name       string

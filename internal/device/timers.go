@@ -6,7 +6,6 @@ package device
 // looks again later if it was too early.
 
 import (
-	"container/heap"
 	"sync"
 	"time"
 
@@ -23,26 +22,52 @@ type entry struct {
 	q  *QP
 }
 
+// entries is a binary heap by time, which knows the place of every queue pair.
+// (container/heap would allocate for each entry it moves in or out.)
 type entries []entry
 
-func (h entries) Len() int           { return len(h) }
-func (h entries) Less(i, j int) bool { return h[i].at < h[j].at }
-func (h entries) Swap(i, j int) {
+func (h entries) swap(i, j int) {
 	h[i], h[j] = h[j], h[i]
 	h[i].q.timerIndex, h[j].q.timerIndex = i, j
 }
-func (h *entries) Push(x any) {
-	e := x.(entry)
+
+// fix moves entry i to where its time belongs.
+func (h entries) fix(i int) {
+	for i > 0 && h[i].at < h[(i-1)/2].at {
+		h.swap(i, (i-1)/2)
+		i = (i - 1) / 2
+	}
+	for {
+		least := i
+		for c := 2*i + 1; c <= 2*i+2 && c < len(h); c++ {
+			if h[c].at < h[least].at {
+				least = c
+			}
+		}
+		if least == i {
+			return
+		}
+		h.swap(i, least)
+		i = least
+	}
+}
+
+func (h *entries) push(e entry) {
 	e.q.timerIndex = len(*h)
 	*h = append(*h, e)
+	h.fix(e.q.timerIndex)
 }
-func (h *entries) Pop() any {
+
+func (h *entries) remove(i int) {
 	old := *h
-	e := old[len(old)-1]
-	old[len(old)-1] = entry{}
-	*h = old[:len(old)-1]
-	e.q.timerIndex = -1
-	return e
+	last := len(old) - 1
+	old.swap(i, last)
+	old[last].q.timerIndex = -1
+	old[last] = entry{}
+	*h = old[:last]
+	if i < last {
+		h.fix(i)
+	}
 }
 
 // set makes the heap look at q at a time, and reports whether that is the
@@ -52,9 +77,9 @@ func (t *timerHeap) set(q *QP, at qp.Time) bool {
 	defer t.mu.Unlock()
 	if q.timerIndex >= 0 {
 		t.heap[q.timerIndex].at = at
-		heap.Fix(&t.heap, q.timerIndex)
+		t.heap.fix(q.timerIndex)
 	} else {
-		heap.Push(&t.heap, entry{at, q})
+		t.heap.push(entry{at, q})
 	}
 	return t.heap[0].q == q
 }
@@ -63,7 +88,7 @@ func (t *timerHeap) remove(q *QP) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if q.timerIndex >= 0 {
-		heap.Remove(&t.heap, q.timerIndex)
+		t.heap.remove(q.timerIndex)
 	}
 }
 
@@ -84,7 +109,9 @@ func (t *timerHeap) due(now qp.Time) *QP {
 	if len(t.heap) == 0 || t.heap[0].at > now {
 		return nil
 	}
-	return heap.Pop(&t.heap).(entry).q
+	q := t.heap[0].q
+	t.heap.remove(0)
+	return q
 }
 
 // rearmLocked tells the heap if the queue pair's deadline is earlier than the

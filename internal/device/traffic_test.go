@@ -147,7 +147,7 @@ type side struct {
 	recvs        int          // receives posted
 	due          []int        // of its peer's plan: those that receive, in order
 	sum, word    uint64       // what the peer's two words must be by now
-	sharedAdds   uint64 // what it has added to the shared word
+	sharedAdds   uint64       // what it has added to the shared word
 	sharedOrigs  []uint64
 	rng          *rand.Rand
 }

@@ -33,6 +33,11 @@ type Limits struct {
 	QPWR, CQE, SRQWR              int
 }
 
+// All returns pointers to the limits, always in the same order.
+func (l *Limits) All() []*int {
+	return []*int{&l.QPs, &l.CQs, &l.MRs, &l.PDs, &l.AHs, &l.SRQs, &l.QPWR, &l.CQE, &l.SRQWR}
+}
+
 // Device is an open device.
 type Device interface {
 	Attr() ib.DeviceAttr

@@ -53,13 +53,15 @@ func (s *script) pair(a *cmdArgs) {
 			return k
 		}
 		num := func(k string, def uint64) uint64 { return a.num(key(k), def) }
-		byteOf := func(k string, def uint64) uint8 { return uint8(num(k, def)) }
+		byteOf := func(k string, def uint8) uint8 { return uint8(num(k, uint64(def))) }
+		u := usual()
 		set[i] = setup{typ: typ, signalAll: signalAll, mtu: mtus[num("mtu", 256)], psn: uint32(num("psn", 0)),
-			window: int(num("window", 64)), credits: int(num("credits", 0)), retry: byteOf("retry", 7), rnr: byteOf("rnr", 7),
-			timeout: byteOf("timeout", 14), rd: byteOf("rd", 4), destRD: byteOf("dest-rd", 4), timer: byteOf("timer", 12),
-			access: a.access(key("access"), ib.AccessRemote), cq: int(num("cq", 0)), sq: int(num("sq", 0)),
-			rq: int(num("rq", 0)), qkey: uint32(num("qkey", 0)), srq: a.flag(name + ".srq"), recvPD: uint32(num("recv-pd", 0))}
-		set[i].rdZero, set[i].destRDZero, set[i].rnrNo = set[i].rd == 0, set[i].destRD == 0, set[i].rnr == 0
+			window: int(num("window", uint64(u.window))), credits: int(num("credits", 0)), retry: byteOf("retry", u.retry),
+			rnr: byteOf("rnr", u.rnr), timeout: byteOf("timeout", u.timeout), rd: byteOf("rd", u.rd),
+			destRD: byteOf("dest-rd", u.destRD), timer: byteOf("timer", u.timer), access: a.access(key("access"), u.access),
+			cq: int(num("cq", uint64(u.cq))), sq: int(num("sq", uint64(u.sq))), rq: int(num("rq", uint64(u.rq))), sge: u.sge,
+			inline: u.inline, qkey: uint32(num("qkey", uint64(u.qkey))), srq: a.flag(name + ".srq"),
+			recvPD: uint32(num("recv-pd", testPD)), memory: u.memory}
 		w.newEnd(name, set[i])
 		upTo[i] = states[a.str(key("state"), "rts")]
 	}

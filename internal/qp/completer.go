@@ -190,7 +190,7 @@ func (q *QP) advance(target wire.PSN, now Time) bool {
 			r.una = w.end()
 		}
 		q.sq.head++
-		q.completeSend(w, ib.WCSuccess)
+		q.completeSend(w)
 	}
 	if n := r.una.Sub(start); n > 0 {
 		q.progressed(n, now)
@@ -309,22 +309,25 @@ func (q *QP) fail(status ib.WCStatus, vendor uint16, _ Time) {
 	q.flushSend()
 }
 
-// completeSend completes a request that succeeded, if it asked for it.
-func (q *QP) completeSend(w *wqe, status ib.WCStatus) {
+// completeSend completes the request before head, which succeeded, if it asked
+// for it.
+func (q *QP) completeSend(w *wqe) {
 	if w.flags&ib.SendSignaled == 0 {
 		return
 	}
 	f := w.facts()
-	wc := ib.WC{ID: w.id, Status: status, Op: f.wc}
+	wc := ib.WC{ID: w.id, Op: f.wc, QPN: q.Number}
 	if f.rd {
 		wc.ByteLen = w.len
 	}
-	q.complete(q.SendCQ, &wc, false)
+	q.pushed(q.SendCQ.PushSend(&wc, q.sq.freed, q.sq.head))
 }
 
-// completeFailed completes a request that failed, asked for or not.
+// completeFailed completes the request before head, which failed, asked for or
+// not.
 func (q *QP) completeFailed(w *wqe, status ib.WCStatus, vendor uint16) {
-	q.complete(q.SendCQ, &ib.WC{ID: w.id, Status: status, Op: w.facts().wc, VendorErr: vendor}, false)
+	wc := ib.WC{ID: w.id, Status: status, Op: w.facts().wc, VendorErr: vendor, QPN: q.Number}
+	q.pushed(q.SendCQ.PushSend(&wc, q.sq.freed, q.sq.head))
 }
 
 // flushSend completes all requests as flushed.

@@ -68,7 +68,7 @@ func (q *QP) receiveDatagram(t *train.Train) mem.Fault {
 // error and the queue pair with it (IBA 9.9.3, class A).
 func (q *QP) refuseDatagram(status ib.WCStatus, vendor uint16) mem.Fault {
 	q.resp.have = false
-	q.complete(q.RecvCQ, &ib.WC{ID: q.resp.taken.ID, Status: status, Op: ib.WCRecv, VendorErr: vendor}, false)
+	q.complete(&ib.WC{ID: q.resp.taken.ID, Status: status, Op: ib.WCRecv, VendorErr: vendor}, false)
 	q.enterError()
 	return mem.Fault{}
 }

@@ -169,5 +169,5 @@ func describeQP(e *end) string {
 		}
 	}
 	return s + fmt.Sprintf(" expects=%06x msn=%d sends=%d receives=%d on-wire=%d",
-		q.resp.epsn, q.resp.msn, q.sq.len(), e.recv.Len(), len(e.wire))
+		q.resp.epsn, q.resp.msn, q.sq.tail-q.sq.head, e.recv.Len(), len(e.wire))
 }

@@ -187,17 +187,22 @@ func (q *QP) SendFailed(t *train.Train, f mem.Fault, now Time) {
 	q.requestFailed(t, f, now)
 }
 
-// complete puts a completion into a queue. A completion that does not fit is
-// lost, and its queue pair with it (IBA 10.10.2.3).
-func (q *QP) complete(cq *queue.CQ, wc *ib.WC, solicited bool) {
+// complete puts the completion of a receive into its queue.
+func (q *QP) complete(wc *ib.WC, solicited bool) {
 	wc.QPN = q.Number
-	if cq.Push(wc, solicited) || q.state == ib.QPErr || q.state == ib.QPReset {
+	q.pushed(q.RecvCQ.Push(wc, solicited))
+}
+
+// pushed deals with a completion that did not fit: it is lost, and its queue
+// pair with it (IBA 10.10.2.3).
+func (q *QP) pushed(ok bool) {
+	if ok || q.state == ib.QPErr || q.state == ib.QPReset {
 		return
 	}
 	q.Event(ib.EventQPFatal)
 	q.enterError()
 }
 
-// local returns the actor of the queue pair's own requests, remote that of the
-// peer's: the same domain, since a peer acts with the queue pair's rights.
+// actor is on whose behalf memory is accessed: the same for the queue pair's
+// own requests and for the peer's, who acts with the queue pair's rights.
 func (q *QP) actor() mem.Actor { return mem.Actor{PD: q.PD, QPN: q.Number} }

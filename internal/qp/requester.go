@@ -365,7 +365,7 @@ func (q *QP) sentUnreliable(i uint32, now Time) {
 		w := q.sq.at(q.sq.head)
 		r.una = w.end()
 		q.sq.head++
-		q.completeSend(w, ib.WCSuccess)
+		q.completeSend(w)
 	}
 	q.settle(now)
 }

@@ -279,7 +279,7 @@ func (q *QP) accept(t *train.Train, n int) mem.Fault {
 // completeReceive completes the receive that a message has taken.
 func (q *QP) completeReceive(wc *ib.WC, solicited bool) {
 	q.resp.have = false
-	q.complete(q.RecvCQ, wc, solicited)
+	q.complete(wc, solicited)
 }
 
 // notReady: no receive is posted. RC tells the peer to try again later
@@ -318,7 +318,7 @@ func (q *QP) refuse(why refusal, vendor uint16) mem.Fault {
 	}
 	if r.have {
 		r.have = false
-		q.complete(q.RecvCQ, &ib.WC{ID: r.taken.ID, Status: why.status, Op: ib.WCRecv, VendorErr: vendor}, false)
+		q.complete(&ib.WC{ID: r.taken.ID, Status: why.status, Op: ib.WCRecv, VendorErr: vendor}, false)
 	} else {
 		q.Event(why.event)
 	}

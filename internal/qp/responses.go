@@ -150,7 +150,7 @@ func (a *answers) answerAgain(j job, limit uint8) {
 }
 
 // nakRepeat refuses a READ that was executed before but is not permitted any
-// more, or is not the one that was.
+// more.
 func (q *QP) nakRepeat(psn wire.PSN) {
 	r := &q.resp
 	r.forget(psn)

@@ -2,6 +2,7 @@ package qp
 
 import (
 	"math/bits"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -76,6 +77,10 @@ type sendQueue struct {
 	max               uint32 // requests that fit; the ring may be larger
 	maxSGE, maxInline int
 	head, tail        uint32
+
+	// freed is the number of the first request that still holds its place: it
+	// follows head when completions are polled, as on hardware.
+	freed *atomic.Uint32
 }
 
 func (s *sendQueue) init(c ib.QPCap, datagram bool) {
@@ -84,6 +89,7 @@ func (s *sendQueue) init(c ib.QPCap, datagram bool) {
 		size = 1 << bits.Len(uint(c.MaxSendWR-1))
 	}
 	s.max, s.maxSGE, s.maxInline = uint32(c.MaxSendWR), c.MaxSendSGE, c.MaxInlineData
+	s.freed = new(atomic.Uint32)
 	s.wqes = make([]wqe, size)
 	s.sges = make([]ib.SGE, size*s.maxSGE)
 	s.inline = make([]byte, size*s.maxInline)
@@ -135,6 +141,9 @@ func (q *QP) postOne(wr *ib.SendWR) error {
 	if wr.Op == 0 || int(wr.Op) >= ib.NumOpcodes {
 		return ib.Errorf("post_send", syscall.EINVAL, "opcode %d is unknown", wr.Op)
 	}
+	if unknown := wr.Flags &^ (ib.SendSignaled | ib.SendSolicited | ib.SendFence); unknown != 0 {
+		return ib.Errorf("post_send", syscall.EINVAL, "send flags %#x are unknown", uint8(unknown))
+	}
 	f := &opTable[wr.Op]
 	if f.types&(1<<q.Type) == 0 {
 		return ib.Errorf("post_send", syscall.EINVAL, "%v is not an operation of %v queue pairs", wr.Op, q.Type)
@@ -161,8 +170,8 @@ func (q *QP) postOne(wr *ib.SendWR) error {
 	if f.atomic && total != 8 {
 		return ib.Errorf("post_send", syscall.EINVAL, "an atomic returns 8 bytes, the SGL holds %d", total)
 	}
-	if s.len() >= s.max {
-		return ib.Errorf("post_send", syscall.ENOMEM, "the send queue is full (%d requests)", s.max)
+	if s.tail-s.freed.Load() >= s.max {
+		return ib.Errorf("post_send", syscall.ENOMEM, "the send queue is full: %d requests whose completions have not been polled", s.max)
 	}
 	k := s.slot(s.tail)
 	if q.Type == ib.UD {

@@ -6,6 +6,7 @@ package qp
 
 import (
 	"fmt"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -287,7 +288,7 @@ func (q *QP) FlushReceive() {
 func (q *QP) flushReceive() {
 	r := &q.resp
 	flush := func() {
-		q.complete(q.RecvCQ, &ib.WC{ID: r.taken.ID, Status: ib.WCWRFlushErr, Op: ib.WCRecv}, false)
+		q.complete(&ib.WC{ID: r.taken.ID, Status: ib.WCWRFlushErr, Op: ib.WCRecv}, false)
 	}
 	if r.have {
 		r.have = false
@@ -306,7 +307,9 @@ func (q *QP) flushReceive() {
 // (IBA 10.3.1.1).
 func (q *QP) reset() {
 	q.giveBack(q.req.held)
-	q.sq.head = q.sq.tail // numbers go on, so that a late Sent finds nothing
+	q.sq.head = q.sq.tail           // numbers go on, so that a late Sent finds nothing
+	q.sq.freed = new(atomic.Uint32) // a completion of before frees nothing
+	q.sq.freed.Store(q.sq.tail)
 	for i := range q.sq.flows {
 		q.sq.flows[i] = nil
 	}

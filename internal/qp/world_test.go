@@ -71,22 +71,27 @@ type region struct {
 	buf []byte
 }
 
-// setup is what an end is made of; the zero value of a field means its default.
+// setup is what an end is made of.
 type setup struct {
-	typ                       ib.QPType
-	mtu                       ib.MTU
-	psn                       uint32 // the first that it sends
-	window, credits           int
-	retry, rnr, timeout       uint8
-	rd, destRD, timer         uint8
-	access                    ib.Access
-	cq, sq, rq, sge, inline   int
-	signalAll, srq            bool
-	qkey                      uint32
-	memory                    int
-	recvPD                    uint32
-	noMemory                  bool // the world has none of its own: the caller registers some
-	rdZero, destRDZero, rnrNo bool
+	typ                 ib.QPType
+	mtu                 ib.MTU
+	psn                 uint32 // the first that it sends; 0: 0x100 for a, 0x900 for b
+	window              int
+	credits             int // 0: none are needed
+	retry, rnr, timeout uint8
+	rd, destRD, timer   uint8
+	access              ib.Access // of the queue pair
+	cq, sq, rq          int       // sizes of the queues
+	sge, inline         int
+	signalAll, srq      bool
+	qkey, recvPD        uint32
+	memory              int // bytes of the region "mem"
+}
+
+// usual is what most tests want.
+func usual() setup {
+	return setup{typ: ib.RC, mtu: ib.MTU256, window: 64, retry: 7, rnr: 7, timeout: 14, rd: 4, destRD: 4, timer: 12,
+		access: ib.AccessRemote, cq: 64, sq: 16, rq: 16, sge: 4, inline: 64, qkey: 0x1234, recvPD: testPD, memory: 64 << 10}
 }
 
 func newWorld(t testing.TB) *world {
@@ -113,7 +118,7 @@ func (w *world) newEnd(name string, s setup) *end {
 	}
 	e.addr = netip.AddrFrom4([4]byte{127, 0, 0, host})
 	e.table = mem.NewTable(mem.TableConfig{MaxRegions: 64, Seed: seed})
-	e.sendCQ, e.recvCQ = queue.NewCQ(orDefault(s.cq, 64)), queue.NewCQ(orDefault(s.cq, 64))
+	e.sendCQ, e.recvCQ = queue.NewCQ(s.cq), queue.NewCQ(s.cq)
 	for _, q := range []struct {
 		cq   *queue.CQ
 		name string
@@ -121,22 +126,19 @@ func (w *world) newEnd(name string, s setup) *end {
 		q.cq.OnEvent = func() { w.log("%s event: %s completion queue", e.name, q.name) }
 		q.cq.OnOverflow = func() { w.log("%s event: %s completion queue overflow", e.name, q.name) }
 	}
-	c := ib.QPCap{MaxSendWR: orDefault(s.sq, 16), MaxRecvWR: orDefault(s.rq, 16), MaxSendSGE: orDefault(s.sge, 4),
-		MaxRecvSGE: orDefault(s.sge, 4), MaxInlineData: orDefault(s.inline, 64)}
+	c := ib.QPCap{MaxSendWR: s.sq, MaxRecvWR: s.rq, MaxSendSGE: s.sge, MaxRecvSGE: s.sge, MaxInlineData: s.inline}
 	e.recv = queue.NewRecv(c.MaxRecvWR, c.MaxRecvSGE)
 	e.recv.OnLimit = func() { w.log("%s event: %v", e.name, ib.EventSRQLimitReached) }
-	e.q = New(Config{Type: orDefault(s.typ, ib.RC), Number: 0x10 * uint32(host), PD: testPD, Cap: c, SignalAll: s.signalAll,
-		SendCQ: e.sendCQ, RecvCQ: e.recvCQ, Recv: e.recv, Shared: s.srq, RecvPD: orDefault(s.recvPD, testPD),
+	e.q = New(Config{Type: s.typ, Number: 0x10 * uint32(host), PD: testPD, Cap: c, SignalAll: s.signalAll,
+		SendCQ: e.sendCQ, RecvCQ: e.recvCQ, Recv: e.recv, Shared: s.srq, RecvPD: s.recvPD,
 		Table: e.table, Counters: &e.counters, Event: e.event})
 	if e.q.Type == ib.UD {
-		e.q.SetDatagramMTU(orDefault(s.mtu, ib.MTU256).Bytes())
+		e.q.SetDatagramMTU(s.mtu.Bytes())
 	}
 	if s.credits > 0 {
 		e.credits = NewCredits(s.credits)
 	}
-	if !s.noMemory {
-		e.register("mem", orDefault(s.memory, 64<<10), testPD, allRights)
-	}
+	e.register("mem", s.memory, testPD, allRights)
 	return e
 }
 
@@ -190,7 +192,7 @@ func (e *end) flow(to *end) *train.Flow {
 func (e *end) modify(a ib.QPAttr, mask ib.QPAttrMask, window int) error {
 	var path *Path
 	if mask&ib.QPMaskAV != 0 {
-		path = &Path{Flow: e.flow(e.peer), Window: orDefault(window, 64), Credits: e.credits}
+		path = &Path{Flow: e.flow(e.peer), Window: window, Credits: e.credits}
 	}
 	return e.q.Modify(&a, mask, path, e.w.now)
 }
@@ -209,24 +211,13 @@ func (e *end) toState(to ib.QPState, s, peer setup) {
 		}
 	}
 	const init = ib.QPMaskPKeyIndex | ib.QPMaskPort
-	do(ib.QPAttr{State: ib.QPInit, Port: 1, Access: orDefault(s.access, ib.AccessRemote), QKey: orDefault(s.qkey, 0x1234)},
+	do(ib.QPAttr{State: ib.QPInit, Port: 1, Access: s.access, QKey: s.qkey},
 		[...]ib.QPAttrMask{ib.RC: init | ib.QPMaskAccess, ib.UC: init | ib.QPMaskAccess, ib.UD: init | ib.QPMaskQKey})
-	destRD := orDefault(s.destRD, 4)
-	if s.destRDZero {
-		destRD = 0
-	}
 	const path = ib.QPMaskAV | ib.QPMaskPathMTU | ib.QPMaskDestQPN | ib.QPMaskRQPSN
-	do(ib.QPAttr{State: ib.QPRTR, AV: ib.AHAttr{DGID: ib.GIDFromAddr(e.peer.addr)}, PathMTU: orDefault(s.mtu, ib.MTU256),
-		DestQPN: e.peer.q.Number, RQPSN: peer.firstPSN(e.peer), MaxDestRDAtomic: destRD, MinRNRTimer: orDefault(s.timer, 12)},
+	do(ib.QPAttr{State: ib.QPRTR, AV: ib.AHAttr{DGID: ib.GIDFromAddr(e.peer.addr)}, PathMTU: s.mtu,
+		DestQPN: e.peer.q.Number, RQPSN: peer.firstPSN(e.peer), MaxDestRDAtomic: s.destRD, MinRNRTimer: s.timer},
 		[...]ib.QPAttrMask{ib.RC: path | ib.QPMaskMaxDestRDAtomic | ib.QPMaskMinRNRTimer, ib.UC: path, ib.UD: 0})
-	rd, rnr := orDefault(s.rd, 4), orDefault(s.rnr, 7)
-	if s.rdZero {
-		rd = 0
-	}
-	if s.rnrNo {
-		rnr = 0
-	}
-	do(ib.QPAttr{State: ib.QPRTS, SQPSN: s.firstPSN(e), Timeout: orDefault(s.timeout, 14), RetryCnt: s.retry, RNRRetry: rnr, MaxRDAtomic: rd},
+	do(ib.QPAttr{State: ib.QPRTS, SQPSN: s.firstPSN(e), Timeout: s.timeout, RetryCnt: s.retry, RNRRetry: s.rnr, MaxRDAtomic: s.rd},
 		[...]ib.QPAttrMask{
 			ib.RC: ib.QPMaskSQPSN | ib.QPMaskTimeout | ib.QPMaskRetryCnt | ib.QPMaskRNRRetry | ib.QPMaskMaxRDAtomic,
 			ib.UC: ib.QPMaskSQPSN, ib.UD: ib.QPMaskSQPSN})
@@ -397,14 +388,14 @@ func (w *world) check() {
 func (q *QP) broken() error {
 	r, s := &q.req, &q.sq
 	switch {
-	case s.len() > s.max:
-		return fmt.Errorf("%d requests in a queue of %d", s.len(), s.max)
-	case r.cur-s.head > s.len():
+	case s.tail-s.head > s.max:
+		return fmt.Errorf("%d requests in a queue of %d", s.tail-s.head, s.max)
+	case r.cur-s.head > s.tail-s.head:
 		return fmt.Errorf("request %d is next, the queue is %d to %d", r.cur, s.head, s.tail)
 	case q.resp.n > MaxRDAtomic:
 		return fmt.Errorf("%d answers wait", q.resp.n)
-	case q.state == ib.QPErr && s.len() > 0:
-		return fmt.Errorf("%d requests were not flushed", s.len())
+	case q.state == ib.QPErr && s.tail != s.head:
+		return fmt.Errorf("%d requests were not flushed", s.tail-s.head)
 	case q.state == ib.QPErr && q.Deadline() != 0:
 		return fmt.Errorf("a deadline in the error state")
 	case r.held < 0:

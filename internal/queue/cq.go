@@ -21,9 +21,17 @@ type CQ struct {
 	overflow atomic.Bool
 
 	mu    sync.Mutex // guards what follows, and changes of the above
-	ring  []ib.WC
+	ring  []entry
 	head  int // the oldest entry
 	armed arming
+}
+
+// entry is a completion in the ring. A send request keeps its place in the send
+// queue until its completion is polled, as on hardware: freed then becomes upto.
+type entry struct {
+	wc    ib.WC
+	freed *atomic.Uint32
+	upto  uint32
 }
 
 type arming uint8
@@ -35,7 +43,7 @@ const (
 )
 
 // NewCQ makes a ring of the given number of entries, at least 1.
-func NewCQ(entries int) *CQ { return &CQ{ring: make([]ib.WC, entries)} }
+func NewCQ(entries int) *CQ { return &CQ{ring: make([]entry, entries)} }
 
 // Cap returns the number of entries.
 func (c *CQ) Cap() int {
@@ -48,7 +56,15 @@ func (c *CQ) Cap() int {
 // or before: the completion is lost then, as it would be in hardware.
 // Solicited completions, and failed ones, raise the event of a queue that is
 // armed for solicited completions (IBA 11.4.2.2).
-func (c *CQ) Push(wc *ib.WC, solicited bool) bool {
+func (c *CQ) Push(wc *ib.WC, solicited bool) bool { return c.push(wc, solicited, nil, 0) }
+
+// PushSend appends the completion of a send request; freed becomes upto when it
+// is polled.
+func (c *CQ) PushSend(wc *ib.WC, freed *atomic.Uint32, upto uint32) bool {
+	return c.push(wc, false, freed, upto)
+}
+
+func (c *CQ) push(wc *ib.WC, solicited bool, freed *atomic.Uint32, upto uint32) bool {
 	c.mu.Lock()
 	n := int(c.count.Load())
 	if c.overflow.Load() || n == len(c.ring) {
@@ -59,7 +75,7 @@ func (c *CQ) Push(wc *ib.WC, solicited bool) bool {
 		}
 		return false
 	}
-	c.ring[wrap(c.head+n, len(c.ring))] = *wc
+	c.ring[wrap(c.head+n, len(c.ring))] = entry{*wc, freed, upto}
 	c.count.Store(int64(n + 1))
 	fire := c.armed == armedNext || c.armed == armedSolicited && (solicited || wc.Status != ib.WCSuccess)
 	if fire {
@@ -80,9 +96,14 @@ func (c *CQ) Poll(out []ib.WC) int {
 	c.mu.Lock()
 	count := int(c.count.Load())
 	n := min(len(out), count)
-	k := copy(out[:n], c.ring[c.head:])
-	copy(out[k:n], c.ring)
-	c.head = wrap(c.head+n, len(c.ring))
+	for i := range n {
+		e := &c.ring[c.head]
+		out[i] = e.wc
+		if e.freed != nil {
+			e.freed.Store(e.upto)
+		}
+		c.head = wrap(c.head+1, len(c.ring))
+	}
 	c.count.Store(int64(count - n))
 	c.mu.Unlock()
 	return n
@@ -110,7 +131,7 @@ func (c *CQ) Arm(solicitedOnly bool) {
 // Resize replaces the ring by one of n entries. It returns false, and changes
 // nothing, if more than n completions wait.
 func (c *CQ) Resize(n int) bool {
-	ring := make([]ib.WC, n)
+	ring := make([]entry, n)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	count := int(c.count.Load())
@@ -131,11 +152,14 @@ func (c *CQ) Remove(qpn uint32) {
 	defer c.mu.Unlock()
 	count, kept := int(c.count.Load()), 0
 	for i := range count {
-		wc := c.ring[wrap(c.head+i, len(c.ring))]
-		if wc.QPN != qpn {
-			c.ring[wrap(c.head+kept, len(c.ring))] = wc
+		e := c.ring[wrap(c.head+i, len(c.ring))]
+		if e.wc.QPN != qpn {
+			c.ring[wrap(c.head+kept, len(c.ring))] = e
 			kept++
 		}
+	}
+	for i := kept; i < count; i++ {
+		c.ring[wrap(c.head+i, len(c.ring))] = entry{} // let go of the queue pair
 	}
 	c.count.Store(int64(kept))
 }
