@@ -208,11 +208,12 @@ func (c *perfCmd) report(r *perf.Result) error {
 	if r.LatKind == perf.LatHalf {
 		messages = "round trips"
 	}
+	compared := ""
 	if r.Checked {
-		messages += ", data compared"
+		compared = ", data compared"
 	}
 	line := func(key, format string, args ...any) { fmt.Printf("  %-11s %s\n", key, fmt.Sprintf(format, args...)) }
-	line("done", "%s %s in %.2f s", units.FormatCount(r.Iters), messages, r.Seconds)
+	line("done", "%s %s in %.2f s%s", units.FormatCount(r.Iters), messages, r.Seconds, compared)
 	line("bandwidth", "%s GB/s", units.FormatFigure(r.GBytesPerS))
 	line("rate", "%s messages/s", units.FormatCount(uint64(r.MsgsPerS)))
 	f := units.FormatFigure

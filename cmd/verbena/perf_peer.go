@@ -54,9 +54,15 @@ func (c *perfCmd) withChild(ctx context.Context, p perf.Params, show *stages) (r
 	if err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, child.Stop()) }()
+	defer func() {
+		// A child that could say what was wrong has said it over the side
+		// channel already, or echoes what this side told it.
+		if childErr := child.Stop(); err == nil || errors.Is(err, perf.ErrPeerGone) {
+			err = errors.Join(err, childErr)
+		}
+	}()
 	side := perf.NewSideChannel(ctx, child.Conn)
-	defer side.Close() // closed already, or the child is gone
+	defer func() { err = errors.Join(err, side.Close()) }()
 	return perf.Initiate(dev, side, p, show.notify(p))
 }
 
@@ -93,7 +99,7 @@ func (c *perfCmd) listen(ctx context.Context, show *stages) (res *perf.Result, e
 		return nil, err
 	}
 	fmt.Fprintf(os.Stderr, "verbena perf: listening on %v\n", l.Addr())
-	stop := context.AfterFunc(ctx, func() { l.Close() })
+	stop := context.AfterFunc(ctx, func() { _ = l.Close() }) // to end Accept, which tells
 	conn, err := l.Accept()
 	stop()
 	if cause := context.Cause(ctx); cause != nil {

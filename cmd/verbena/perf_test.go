@@ -181,7 +181,7 @@ func TestPerfText(t *testing.T) {
 	for _, want := range []string{
 		`^write bandwidth over loop, 127\.77\.0\.\d+ → 127\.77\.0\.\d+\n`,
 		`(?m)^  4 KiB, pinned memory, 64 outstanding, 1 QP, MTU 4096$`,
-		`(?m)^  done        1,000 messages, data compared in \d+\.\d\d s$`,
+		`(?m)^  done        1,000 messages in \d+\.\d\d s, data compared$`,
 		`(?m)^  bandwidth   [0-9.]+ GB/s$`,
 		`(?m)^  rate        [0-9,]+ messages/s$`,
 		`(?m)^  latency     µs: min \S+, median \S+, 99% \S+, 99.9% \S+, max \S+ \(post to completion, under load\)$`,
@@ -342,6 +342,24 @@ func TestInterrupt(t *testing.T) {
 		if !ended(child) {
 			t.Errorf("%v: the peer %d goes on", sig, child)
 		}
+	}
+}
+
+// The demo can be interrupted, too.
+func TestInterruptDemo(t *testing.T) {
+	var stderr bytes.Buffer
+	cmd := exec.CommandContext(t.Context(), program, "demo")
+	cmd.Stderr = &stderr
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(500 * time.Millisecond) // it measures by now
+	if err := cmd.Process.Signal(syscall.SIGINT); err != nil {
+		t.Fatal(err)
+	}
+	_ = cmd.Wait() // the exit status counts
+	if code := cmd.ProcessState.ExitCode(); code != exitFailed || stderr.String() != "verbena demo: interrupted\n" {
+		t.Errorf("exit status %d, message %q", code, stderr.String())
 	}
 }
 

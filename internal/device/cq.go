@@ -3,6 +3,7 @@ package device
 import (
 	"context"
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -67,8 +68,8 @@ type CQ struct {
 	dev     *Device
 	number  uint32
 	channel *Channel
-	refs    int  // guarded by dev.mu: queue pairs on it
-	closed  bool // guarded by dev.mu
+	refs    int         // guarded by dev.mu: queue pairs on it
+	closed  atomic.Bool // changed under dev.mu
 
 	acks struct {
 		sync.Mutex // guards what follows
@@ -125,14 +126,24 @@ func (c *CQ) Poll(wcs []ib.WC) (int, error) {
 	if n == 0 && len(wcs) > 0 {
 		n = c.dev.poll(c, wcs)
 	}
+	if n == 0 && c.closed.Load() {
+		return 0, errClosedCQ("poll_cq")
+	}
 	if n == 0 && c.Overflowed() {
 		return 0, ib.Errorf("poll_cq", syscall.EOVERFLOW, "the completion queue has overflowed and lost completions")
 	}
 	return n, nil
 }
 
+func errClosedCQ(op string) error {
+	return ib.Errorf(op, syscall.EINVAL, "the completion queue is closed")
+}
+
 // RequestNotify arms the queue.
 func (c *CQ) RequestNotify(solicitedOnly bool) error {
+	if c.closed.Load() {
+		return errClosedCQ("req_notify_cq")
+	}
 	if c.channel == nil {
 		return ib.Errorf("req_notify_cq", syscall.EINVAL, "the completion queue has no channel")
 	}
@@ -142,6 +153,9 @@ func (c *CQ) RequestNotify(solicitedOnly bool) error {
 
 // Resize changes the number of entries.
 func (c *CQ) Resize(entries int) error {
+	if c.closed.Load() {
+		return errClosedCQ("resize_cq")
+	}
 	if entries < 1 || entries > c.dev.limits.CQE {
 		return ib.Errorf("resize_cq", syscall.EINVAL, "%d entries: 1 to %d are possible", entries, c.dev.limits.CQE)
 	}
@@ -177,15 +191,15 @@ func (c *CQ) Ack(events int) {
 func (c *CQ) Close() error {
 	d := c.dev
 	d.mu.Lock()
-	if c.closed || c.refs > 0 {
-		refs, closed := c.refs, c.closed
+	if c.closed.Load() || c.refs > 0 {
+		refs, closed := c.refs, c.closed.Load()
 		d.mu.Unlock()
 		if closed {
 			return nil
 		}
 		return ib.Errorf("destroy_cq", syscall.EBUSY, "%d queue pairs use it", refs)
 	}
-	c.closed = true
+	c.closed.Store(true)
 	d.mu.Unlock()
 
 	c.acks.Lock()

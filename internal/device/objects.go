@@ -2,6 +2,7 @@ package device
 
 import (
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -155,8 +156,8 @@ type SRQ struct {
 	*recvQueue
 	pd     *PD
 	number uint32
-	refs   int  // guarded by dev.mu: queue pairs on it
-	closed bool // guarded by dev.mu
+	refs   int         // guarded by dev.mu: queue pairs on it
+	closed atomic.Bool // changed under dev.mu
 }
 
 // CreateSRQ makes a shared receive queue.
@@ -180,8 +181,26 @@ func (p *PD) CreateSRQ(cfg provider.SRQConfig) (provider.SRQ, error) {
 
 func (s *SRQ) Number() uint32 { return s.number }
 
+func (s *SRQ) use(op string) error {
+	if s.closed.Load() {
+		return ib.Errorf(op, syscall.EINVAL, "the shared receive queue is closed")
+	}
+	return nil
+}
+
+// PostRecv appends receives.
+func (s *SRQ) PostRecv(wrs []ib.RecvWR) (int, error) {
+	if err := s.use(s.op); err != nil {
+		return 0, err
+	}
+	return s.recvQueue.PostRecv(wrs)
+}
+
 // Modify changes the size and the limit; negative values keep them.
 func (s *SRQ) Modify(maxWR, limit int) error {
+	if err := s.use("modify_srq"); err != nil {
+		return err
+	}
 	size := s.Recv.Size()
 	if maxWR >= 0 {
 		size = maxWR
@@ -200,7 +219,7 @@ func (s *SRQ) Modify(maxWR, limit int) error {
 
 // Query returns the size, the longest list and the armed limit.
 func (s *SRQ) Query() (maxWR, maxSGE, limit int, err error) {
-	return s.Recv.Size(), s.Recv.MaxSGE(), s.Recv.Limit(), nil
+	return s.Recv.Size(), s.Recv.MaxSGE(), s.Recv.Limit(), s.use("query_srq")
 }
 
 // Close destroys the queue, unless queue pairs use it.
@@ -208,13 +227,13 @@ func (s *SRQ) Close() error {
 	d := s.pd.dev
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if s.closed {
+	if s.closed.Load() {
 		return nil
 	}
 	if s.refs > 0 {
 		return ib.Errorf("destroy_srq", syscall.EBUSY, "%d queue pairs use it", s.refs)
 	}
-	s.closed = true
+	s.closed.Store(true)
 	s.pd.refs--
 	d.counts.srqs--
 	return nil

@@ -141,7 +141,7 @@ func (q *QP) claim() error {
 	d := q.dev
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if q.sendCQ.closed || q.recvCQ.closed || q.srq != nil && q.srq.closed {
+	if q.sendCQ.closed.Load() || q.recvCQ.closed.Load() || q.srq != nil && q.srq.closed.Load() {
 		return ib.Errorf("create_qp", syscall.EINVAL, "one of its queues is closed")
 	}
 	q.sendCQ.refs++

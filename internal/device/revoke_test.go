@@ -18,18 +18,13 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
-// hurry makes failures come soon: T is 4.2 ms, and there is one retry.
+// hurry makes a peer that does not answer fail soon: T is 4.2 ms, and there is
+// one retry.
 func hurry(e *end) { e.timeout, e.retries = 10, 1 }
 
-// busyPair connects two ends on two devices, in haste.
-func busyPair(t testing.TB, mode string, size int) (a, b *end) {
-	t.Helper()
-	x, y := openDevice(t, provider.Config{Link: mode}), openDevice(t, provider.Config{Link: mode})
-	return connected(t, x, y, ib.RC, size, hurry)
-}
-
 // keepPosting posts a request again and again, several at a time, until one
-// fails, and returns that one's completion.
+// fails, and returns that one's completion; a general error stands for a queue
+// that was closed.
 func (e *end) keepPosting(wr ib.SendWR, deep int) ib.WC {
 	e.t.Helper()
 	wr.Flags |= ib.SendSignaled
@@ -38,14 +33,13 @@ func (e *end) keepPosting(wr ib.SendWR, deep int) ib.WC {
 	for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); {
 		for ; out < deep; out++ {
 			if _, err := e.qp.PostSend([]ib.SendWR{wr}); err != nil {
-				return ib.WC{Status: ib.WCGeneralErr} // closed
+				return ib.WC{Status: ib.WCGeneralErr}
 			}
 		}
 		n, err := e.cq.Poll(wc[:])
 		switch {
 		case err != nil:
-			e.t.Error(err)
-			return wc[0]
+			return ib.WC{Status: ib.WCGeneralErr}
 		case n == 0:
 			runtime.Gosched()
 		case wc[0].Status != ib.WCSuccess:
@@ -66,7 +60,7 @@ func TestRegionClosedUnderLoad(t *testing.T) {
 		for _, op := range []ib.Opcode{ib.OpRDMAWrite, ib.OpRDMARead, ib.OpAtomicFetchAdd, ib.OpSend} {
 			t.Run(fmt.Sprintf("%s/%v", mode, op), func(t *testing.T) {
 				for range lastingOps(2, 20) {
-					a, b := busyPair(t, mode, size)
+					a, b := pair(t, mode, ib.RC, size)
 					fill(a.buf, 1)
 					wr := ib.SendWR{Op: op, SGL: a.sge(0, size), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey(), CompareAdd: 1}
 					want := ib.WCRemAccessErr
@@ -86,15 +80,12 @@ func TestRegionClosedUnderLoad(t *testing.T) {
 					if op == ib.OpSend {
 						wg.Go(func() { b.keepReceiving(&stop, size) })
 					}
-					time.Sleep(10 * time.Millisecond)
+					eventually(t, "some requests are done", func() bool { return countsOf(b.dev)["acks_sent"]+countsOf(b.dev)["tx_bytes"] > 0 })
 					closeAll(t, b.mr)
 					after := bytes.Clone(b.buf)
 					time.Sleep(5 * time.Millisecond)
 					if k := firstDifference(b.buf, after); k >= 0 {
 						t.Errorf("byte %d changed after Close had returned", k)
-					}
-					if op == ib.OpRDMAWrite && after[size/2] == 0 && after[size/2+1] == 0 {
-						t.Error("nothing had been written before")
 					}
 					eventually(t, "the target's queue pair fails", func() bool { return b.state() == ib.QPErr })
 					stop.Store(true)
@@ -125,7 +116,7 @@ func TestLocalRegionClosedUnderLoad(t *testing.T) {
 	for _, mode := range []string{linkLoop, linkUDP} {
 		for _, op := range []ib.Opcode{ib.OpRDMAWrite, ib.OpRDMARead} {
 			t.Run(fmt.Sprintf("%s/%v", mode, op), func(t *testing.T) {
-				a, b := busyPair(t, mode, size)
+				a, b := pair(t, mode, ib.RC, size)
 				fill(b.buf, 1)
 				var wg sync.WaitGroup
 				wg.Go(func() {

@@ -5,6 +5,7 @@ package device
 
 import (
 	"bytes"
+	"fmt"
 	"net/netip"
 	"testing"
 	"testing/synctest"
@@ -34,6 +35,11 @@ func nth(lost map[wire.Opcode][]int) func(link.Hop, []byte) link.Verdict {
 	}
 }
 
+// bubble runs a subtest in virtual time.
+func bubble(t *testing.T, name string, run func(t *testing.T)) {
+	t.Run(name, func(t *testing.T) { synctest.Test(t, run) })
+}
+
 func opcode(t testing.TB, k wire.Kind, p wire.Pos) wire.Opcode {
 	t.Helper()
 	op, ok := wire.Op(wire.RC, k, p, wire.NoExtra)
@@ -48,7 +54,7 @@ func opcode(t testing.TB, k wire.Kind, p wire.Pos) wire.Opcode {
 // asks again from the missing response on.
 func TestReadInPiecesGoesBack(t *testing.T) {
 	for _, script := range []struct{ request, response int }{{1, 60}, {1, 100}, {1, 126}, {2, 190}} {
-		synctest.Test(t, func(t *testing.T) {
+		bubble(t, fmt.Sprintf("request%d-response%d", script.request, script.response), func(t *testing.T) {
 			_, devs := simulated(t, 2, link.FaultyConfig{MinDelay: near, MaxDelay: near, Filter: nth(map[wire.Opcode][]int{
 				opcode(t, wire.KindReadRequest, wire.Only):    {script.request},
 				opcode(t, wire.KindReadResponse, wire.Middle): {script.response},
@@ -58,9 +64,36 @@ func TestReadInPiecesGoesBack(t *testing.T) {
 			a.post(a.read(b, 0, len(a.buf)))
 			wc := a.wait()
 			if wc.Status != ib.WCSuccess || !bytes.Equal(a.buf, b.buf) {
-				t.Errorf("request %d and response %d lost: %v, bytes equal: %v", script.request, script.response,
-					wc.Status, bytes.Equal(a.buf, b.buf))
+				t.Errorf("%v, bytes equal: %v", wc.Status, bytes.Equal(a.buf, b.buf))
 			}
+		})
+	}
+}
+
+// The memory that a READ reads is deregistered when part of the answer is on its
+// way. The requester gets the NAK for the rest.
+func TestReadSourceVanishesMidway(t *testing.T) {
+	for _, after := range []int{0, 1, 20, 100} {
+		bubble(t, fmt.Sprint("after", after), func(t *testing.T) {
+			var b *end
+			var responses int
+			middle := opcode(t, wire.KindReadResponse, wire.Middle)
+			_, devs := simulated(t, 2, link.FaultyConfig{MinDelay: near, MaxDelay: near, Filter: func(_ link.Hop, pkt []byte) link.Verdict {
+				if wire.Opcode(pkt[0]) == middle {
+					if responses == after {
+						closeAll(t, b.mr)
+					}
+					responses++
+				}
+				return link.Pass
+			}}, nil)
+			var a *end
+			a, b = connected(t, devs[0], devs[1], ib.RC, 128<<10, func(e *end) { e.pause = virtualPause })
+			a.post(a.read(b, 0, len(a.buf)))
+			if wc := a.wait(); wc.Status != ib.WCRemAccessErr {
+				t.Errorf("%v (vendor %#x), want %v", wc.Status, wc.VendorErr, ib.WCRemAccessErr)
+			}
+			wantEvent(t, b.dev, ib.AsyncEvent{Type: ib.EventQPAccessErr, QPN: b.qp.Number()})
 		})
 	}
 }

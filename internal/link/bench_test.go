@@ -135,7 +135,7 @@ func BenchmarkPingPong(b *testing.B) {
 		var sink copySink
 		for !stop.Load() {
 			if pong.Poll(&sink, 16) > 0 {
-				pong.Send(back)
+				mustSend(b, pong, back)
 			}
 		}
 	})
@@ -170,7 +170,7 @@ func BenchmarkSmallMessages(b *testing.B) {
 	var sink copySink
 	b.ReportAllocs()
 	for range b.N {
-		from.Send(ts)
+		mustSend(b, from, ts)
 		for n := 0; n < len(ts); {
 			n += to.Poll(&sink, 256)
 		}

@@ -5,8 +5,8 @@ import (
 	"unsafe"
 )
 
-// faultIn reports whether a panic is that of an access to memory in b. The
-// address is compared and never used.
+// faultIn reports whether a panic is that of an access to memory in b. It is
+// sound: addresses are compared as numbers, and never made pointers again.
 func faultIn(b []byte, e any) bool {
 	f, ok := e.(interface {
 		runtime.Error

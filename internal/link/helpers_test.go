@@ -79,6 +79,13 @@ func flow(t testing.TB, l Link, dst netip.Addr, f train.Flow) *train.Flow {
 	return &f
 }
 
+// mustSend sends all trains. It may be called by any goroutine.
+func mustSend(t testing.TB, l Link, ts []*train.Train) {
+	if n, err := l.Send(ts); n != len(ts) || err != nil {
+		t.Errorf("sent %d of %d trains: %v", n, len(ts), err)
+	}
+}
+
 // recorder is a sink that keeps copies.
 type recorder struct {
 	got   []received

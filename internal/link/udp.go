@@ -110,7 +110,7 @@ func OpenUDP(cfg *UDPConfig) (*UDP, error) {
 		u.cfg.SocketBuffer = defaultSocketBuffer
 	}
 	if err := u.open(); err != nil {
-		u.closeSockets()
+		_ = u.closeSockets() // the first error says more
 		return nil, err
 	}
 	u.recv.init(u)
@@ -121,14 +121,15 @@ func (u *UDP) open() error {
 	if len(u.cfg.Addrs) == 0 {
 		return ib.Errorf("open_device", syscall.EINVAL, "no local address given")
 	}
+	for i, a := range u.cfg.Addrs {
+		u.cfg.Addrs[i] = a.Unmap()
+		if slices.Contains(u.cfg.Addrs[:i], u.cfg.Addrs[i]) {
+			return ib.Errorf("open_device", syscall.EINVAL, "local address %v given twice", a)
+		}
+	}
 	gso, gro := true, true
 	var socks []*sys.UDPSocket
 	for i, a := range u.cfg.Addrs {
-		a = a.Unmap()
-		u.cfg.Addrs[i] = a
-		if slices.Contains(u.cfg.Addrs[:i], a) {
-			return ib.Errorf("open_device", syscall.EINVAL, "local address %v given twice", a)
-		}
 		e, mtu, err := u.openEnd(a)
 		if err != nil {
 			return err

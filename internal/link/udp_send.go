@@ -236,6 +236,7 @@ func (s *sender) referPackets(t *train.Train, f *udpFlow) (err error) {
 	skip := s.at.packet * t.MTU
 	src.Off = t.Payload.Off + uint64(skip)
 	runs, fault := mem.Gather(src, uint64(t.Len-skip), s.runs[:0], &s.pins)
+	s.runs = runs[:0] // it may have grown
 	if !fault.OK() {
 		return &PayloadError{Fault: fault}
 	}

@@ -1,6 +1,7 @@
 package link
 
 import (
+	"bytes"
 	"errors"
 	"net"
 	"net/netip"
@@ -191,30 +192,37 @@ func mapped(t *testing.T, n int) []byte {
 	return b
 }
 
-// Memory that was unmapped is a stale payload: noticed by the checksum.
+// Memory that is not accessible any more, from some byte on, is a stale payload:
+// noticed by the checksum.
 func TestStalePayload(t *testing.T) {
-	from, to := openUDP(t, UDPConfig{}), openUDP(t, UDPConfig{})
-	f := flow(t, from, to.Addrs()[0], train.Flow{})
-	table, key := region(t, make([]byte, 1<<20), 1<<20)
-	gone := mapped(t, 64<<10)
-	staleTable, staleKey := region(t, gone, len(gone))
-	good, bad := simple(f, table, key, 20_000), simple(f, staleTable, staleKey, 20_000)
-	if err := syscall.Munmap(gone); err != nil {
-		t.Fatal(err)
-	}
-	n, err := from.Send([]*train.Train{good, bad, good})
-	var pe *PayloadError
-	if n != 1 || !errors.As(err, &pe) || pe.Fault.Kind != mem.FaultStale || pe.Fault.Key != staleKey {
-		t.Errorf("sent %d, %v", n, err)
-	}
-	var rec recorder
-	pollUntil(t, to, &rec, good.N)
-	if rec.dropped() > 0 || rec.packets() != good.N {
-		t.Errorf("%d packets came, %d dropped", rec.packets(), rec.dropped())
-	}
-	// The link works on.
-	if n, err := from.Send([]*train.Train{good}); n != 1 || err != nil {
-		t.Errorf("afterwards: %d, %v", n, err)
+	for _, intact := range []int{0, 8192} {
+		from, to := openUDP(t, UDPConfig{}), openUDP(t, UDPConfig{})
+		f := flow(t, from, to.Addrs()[0], train.Flow{})
+		table, key := region(t, make([]byte, 1<<20), 1<<20)
+		gone := mapped(t, 64<<10)
+		staleTable, staleKey := region(t, gone, len(gone))
+		good, bad := simple(f, table, key, 20_000), simple(f, staleTable, staleKey, 20_000)
+		if err := syscall.Mprotect(gone[intact:], syscall.PROT_NONE); err != nil {
+			t.Fatal(err)
+		}
+		n, err := from.Send([]*train.Train{good, bad, good})
+		var pe *PayloadError
+		if n != 1 || !errors.As(err, &pe) || pe.Fault.Kind != mem.FaultStale || pe.Fault.Key != staleKey {
+			t.Errorf("sent %d, %v", n, err)
+		}
+		var rec recorder
+		want := good.N + intact/bad.MTU
+		pollUntil(t, to, &rec, want)
+		for to.Poll(&rec, 10) > 0 {
+		}
+		if rec.dropped() > 0 || rec.packets() != want {
+			t.Errorf("%d packets came, want %d; %d dropped", rec.packets(), want, rec.dropped())
+		}
+		// The link works on.
+		if n, err := from.Send([]*train.Train{good}); n != 1 || err != nil {
+			t.Errorf("afterwards: %d, %v", n, err)
+		}
+		syscall.Munmap(gone)
 	}
 }
 
@@ -226,11 +234,13 @@ func TestKernelFault(t *testing.T) {
 	table, key := region(t, make([]byte, 1<<20), 1<<20)
 	gone := mapped(t, 64<<10)
 	staleTable, staleKey := region(t, gone, len(gone))
+	// A send of its own, then middle packets, which share one.
 	ts := []*train.Train{
+		simple(f, table, key, 1000),
 		simple(f, table, key, 3072), simple(f, table, key, 3072),
 		simple(f, staleTable, staleKey, 3072), simple(f, table, key, 3072),
 	}
-	for _, t := range ts { // middle packets, which share one send
+	for _, t := range ts[1:] {
 		t.Start, t.End = false, false
 	}
 	s, err := from.acquire()
@@ -244,7 +254,7 @@ func TestKernelFault(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if s.batch.Len() != 0 || s.open.n != 12 {
+	if s.batch.Len() != 1 || s.open.n != 12 {
 		t.Fatalf("%d messages, %d packets in the open one", s.batch.Len(), s.open.n)
 	}
 	if err := syscall.Munmap(gone); err != nil {
@@ -252,16 +262,80 @@ func TestKernelFault(t *testing.T) {
 	}
 	n, err := s.send(ts)
 	var pe *PayloadError
-	if n != 2 || !errors.As(err, &pe) || pe.Fault.Kind != mem.FaultStale {
+	if n != 3 || !errors.As(err, &pe) || pe.Fault.Kind != mem.FaultStale {
 		t.Errorf("sent %d, %v", n, err)
 	}
 	var rec recorder
-	pollUntil(t, to, &rec, 6)
-	if rec.dropped() > 0 || rec.packets() != 6 {
+	pollUntil(t, to, &rec, 7)
+	for to.Poll(&rec, 10) > 0 { // nothing was sent twice
+	}
+	if rec.dropped() > 0 || rec.packets() != 7 {
 		t.Errorf("%d packets came, %d dropped", rec.packets(), rec.dropped())
 	}
 	if s := from.Stats(); s.TxLost != 0 {
 		t.Errorf("%d lost", s.TxLost)
+	}
+}
+
+// A train can be taken up again in its middle.
+func TestResume(t *testing.T) {
+	from, to := openUDP(t, UDPConfig{}), openUDP(t, UDPConfig{})
+	rng, _ := newRand(t)
+	m := newMaker(t, rng, 1<<20, flow(t, from, to.Addrs()[0], train.Flow{}))
+	for _, bounce := range []bool{false, true} {
+		o := m.train(train.Train{Transport: wire.RC, Kind: wire.KindWrite}, 20_001, 1024, true, true)
+		o.Bounce = bounce
+		s, err := from.acquire()
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.begin(o.Flow.Link.(*udpFlow).sock)
+		s.at.packet = 7
+		n, err := s.send([]*train.Train{o.Train})
+		from.release(s)
+		if n != 1 || err != nil {
+			t.Fatal(n, err)
+		}
+		var rec recorder
+		pollUntil(t, to, &rec, 20-7)
+		got := merge(t, rec.got)
+		if len(got) != 1 || got[0].N != 20-7 || got[0].Start || got[0].PSN != o.PSN.Add(7) ||
+			!bytes.Equal(got[0].payload, o.payload[7*1024:]) {
+			t.Errorf("bounce %v: %d trains, %d packets", bounce, len(got), got[0].N)
+		}
+	}
+}
+
+// Close waits for whoever sends.
+func TestCloseWaits(t *testing.T) {
+	u := openUDP(t, UDPConfig{})
+	s, err := u.acquire()
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error)
+	go func() { done <- u.Close() }()
+	select {
+	case <-done:
+		t.Error("closed under a sender")
+	case <-time.After(50 * time.Millisecond):
+		u.release(s)
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// The cached checksum prefixes are those of the sender and the address.
+func TestPeerCache(t *testing.T) {
+	rng, _ := newRand(t)
+	var r receiver
+	for range 20_000 {
+		from := netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(rng.IntN(4))}), uint16(0xc000+rng.IntN(4)*64))
+		to := netip.AddrFrom4([4]byte{10, 0, 1, byte(rng.IntN(2))})
+		if got, want := *r.peer(from, to), wire.NewPseudo(from.Addr(), to, from.Port(), wire.RoCEPort); got != want {
+			t.Fatalf("from %v to %v: %v, want %v", from, to, got, want)
+		}
 	}
 }
 
@@ -438,7 +512,7 @@ func TestBudget(t *testing.T) {
 	o := &train.Train{Flow: f, Transport: wire.RC, Kind: wire.KindSend, Start: true, End: true, N: 1}
 	const n = 200
 	for range n {
-		from.Send([]*train.Train{o})
+		mustSend(t, from, []*train.Train{o})
 	}
 	var rec recorder
 	for got := 0; got < n; {
@@ -541,11 +615,13 @@ func TestNoAllocs(t *testing.T) {
 	table, key := region(t, make([]byte, 1<<20), 4096)
 	small := &train.Train{Flow: f, Transport: wire.UD, Kind: wire.KindSend, Start: true, End: true, N: 1}
 	small.SetInline([]byte("12345678"))
+	scattered, scatteredKey := region(t, make([]byte, 1<<20), 100)
+	pieces := simple(f, scattered, scatteredKey, 60_000)
 	big, private := simple(f, table, key, 60_000), simple(f, table, key, 60_000)
 	private.Bounce = true
 	for name, ts := range map[string][]*train.Train{
 		"small": {small}, "many": {small, small, small, small}, "big": {big}, "private": {private},
-		"mixed": {small, big, private, small},
+		"pieces": {pieces}, "mixed": {small, big, private, pieces, small},
 	} {
 		var sink copySink
 		sink.dst.Raw = [][]byte{make([]byte, 1<<20)}

@@ -65,6 +65,5 @@ func Gather(l *List, n uint64, out [][]byte, pins *Pins) ([][]byte, Fault) {
 			pins.take(&c)
 		}
 	}
-	pins.take(&c)
 	return out, Fault{}
 }

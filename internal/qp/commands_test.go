@@ -326,7 +326,7 @@ func (s *script) advance(a *cmdArgs) {
 		if lost {
 			s.w.a.wire, s.w.b.wire = nil, nil
 		}
-		s.observe(true)
+		s.observe()
 	})
 	s.stamp = false
 }
@@ -340,7 +340,7 @@ func (s *script) exchange(a *cmdArgs) {
 			for _, t := range trains {
 				e.receive(t)
 			}
-			s.observe(false)
+			s.observe()
 		}
 	}
 }

@@ -92,7 +92,7 @@ func (q *QP) pullRequest(t *train.Train, now Time) bool {
 	}
 	w := q.sq.at(r.cur)
 	if !w.started && !q.begin(w, now) {
-		return false
+		return r.failing != 0 && r.cur != r.failAt && q.pullRequest(t, now) // what askAgain left
 	}
 	f := w.facts()
 	t.Kind, t.Extra, t.PSN, t.MTU, t.DestQP = f.kind, f.extra, r.nxt, q.mtu, q.attr.DestQPN

@@ -61,12 +61,7 @@ func (q *QP) receiveRequest(t *train.Train) mem.Fault {
 		q.Counters.add(CntDuplicates, -d)
 		t.TrimFront(-d)
 	}
-	if r.quiet {
-		r.quiet = false
-		if r.ack.pending && !r.ack.syndrome.IsAck() { // the NAK has not left, and need not
-			r.acknowledge(r.epsn.Add(-1))
-		}
-	}
+	r.quiet = false
 	if !q.sequence(t) {
 		return q.refuse(invalidRequest, 0)
 	}

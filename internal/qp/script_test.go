@@ -101,9 +101,13 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) string {
 	}
 	a := &cmdArgs{s: s, args: d.CmdArgs, used: make([]bool, len(d.CmdArgs))}
 	hold := a.flag("hold")
+	if s.w != nil {
+		s.w.holding = hold
+	}
 	f(s, a)
 	a.done()
-	s.observe(hold)
+	s.observe()
+	s.w.holding = false
 	if s.out.Len() == 0 {
 		return "ok\n"
 	}
@@ -111,14 +115,8 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) string {
 }
 
 // observe lets the ends send and shows what happened.
-func (s *script) observe(hold bool) {
-	if s.w == nil {
-		return
-	}
-	if !hold {
-		s.w.pullAll()
-	}
-	s.w.check()
+func (s *script) observe() {
+	s.w.pullAll()
 	for i, e := range s.w.ends() {
 		if s.polling[i] {
 			s.drain(e, "send", e.sendCQ)

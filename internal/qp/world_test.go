@@ -39,9 +39,10 @@ type world struct {
 	now Time
 	a,
 	b *end
-	byRef bool // trains refer to the sender's memory, as on the loop link
-	log   func(format string, args ...any)
-	seen  func(e *end, t *train.Train) // what is put on a wire
+	byRef   bool // trains refer to the sender's memory, as on the loop link
+	holding bool // nobody sends
+	log     func(format string, args ...any)
+	seen    func(e *end, t *train.Train) // what is put on a wire
 }
 
 // end is one side: a queue pair with all that it needs.
@@ -291,7 +292,7 @@ func (e *end) read(t *train.Train) mem.Fault {
 // pullAll lets both ends send.
 func (w *world) pullAll() {
 	for _, e := range w.ends() {
-		if e != nil {
+		if e != nil && !w.holding {
 			e.pull()
 		}
 	}

@@ -47,7 +47,7 @@ func OpenUDP(local netip.AddrPort, o UDPOptions) (*UDPSocket, error) {
 	}
 	s := &UDPSocket{fd: fd, local: local}
 	if err := s.setup(o); err != nil {
-		unix.Close(fd)
+		_ = unix.Close(fd) // the first error says more
 		return nil, err
 	}
 	return s, nil
@@ -70,15 +70,15 @@ func (s *UDPSocket) setup(o UDPOptions) error {
 			{unix.IPPROTO_UDP, unix.UDP_NO_CHECK6_RX, 1},
 		}
 	}
+	must = append(must,
+		// The kernel takes any size and grants what it may.
+		option{unix.SOL_SOCKET, unix.SO_RCVBUF, o.RcvBuf},
+		option{unix.SOL_SOCKET, unix.SO_SNDBUF, o.SndBuf})
 	for _, m := range must {
 		if err := m.set(s.fd); err != nil {
 			return err
 		}
 	}
-
-	// The kernel takes any size for a buffer and grants what it may.
-	option{unix.SOL_SOCKET, unix.SO_RCVBUF, o.RcvBuf}.set(s.fd)
-	option{unix.SOL_SOCKET, unix.SO_SNDBUF, o.SndBuf}.set(s.fd)
 	s.rcv, _ = unix.GetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_RCVBUF)
 	s.snd, _ = unix.GetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_SNDBUF)
 

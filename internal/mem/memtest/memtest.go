@@ -60,6 +60,7 @@ func Run(t *testing.T, mk Constructor) {
 		{"Tail", testTail},
 		{"CloseWaits", testCloseWaits},
 		{"CloseRevokes", testCloseRevokes},
+		{"CloseRace", testCloseRace},
 		{"Invalidate", testInvalidate},
 		{"InvalidateRevokes", testInvalidateRevokes},
 		{"AfterClose", testAfterClose},

@@ -71,14 +71,14 @@ func testCloseWaits(t *testing.T, e *env) {
 // testCloseRevokes closes a region under fire: from raw bytes, from another
 // region and through atomics. When Close returns, no byte changes any more.
 func testCloseRevokes(t *testing.T, e *env) {
-	for round := range 20 {
+	for round := range 8 {
 		e.revoke(t, round, func(r *region) { r.Close() })
 	}
 }
 
 // testInvalidateRevokes is the same for Invalidate.
 func testInvalidateRevokes(t *testing.T, e *env) {
-	for round := range 20 {
+	for round := range 8 {
 		e.revoke(t, round, func(r *region) {
 			if f := e.table.Invalidate(r.Key(), self); !f.OK() {
 				t.Errorf("Invalidate: %v", f)
@@ -141,6 +141,78 @@ func (e *env) revoke(t *testing.T, round int, kill func(r *region)) {
 		t.Fatalf("round %d: bytes changed after the region was dead", round)
 	}
 }
+
+// testCloseRace closes small regions, many times, while others open and close
+// sections on them as fast as they can: a section that opens must keep Close
+// from returning, however close the race.
+func testCloseRace(t *testing.T, e *env) {
+	const rounds = 3000
+	type target struct {
+		key    uint32
+		closed atomic.Bool
+	}
+	var current atomic.Pointer[target]
+	var opened, late atomic.Int64
+	var wg sync.WaitGroup
+	current.Store(&target{key: e.all(8).Key()})
+	for range 2 {
+		wg.Go(func() {
+			for {
+				at := current.Load()
+				if at == nil {
+					return
+				}
+				span, f := e.table.Resolve(at.key, iova, 8, 0, self)
+				if !f.OK() {
+					if !dead(f.Kind) {
+						t.Errorf("%v", f)
+						return
+					}
+					runtime.Gosched()
+					continue
+				}
+				for range 100 { // long enough for a Close that does not wait
+					if at.closed.Load() {
+						late.Add(1)
+						break
+					}
+				}
+				opened.Add(1)
+				span.Release()
+			}
+		})
+	}
+	m := e.mk.New(t, 8, allAccess)
+	for range rounds {
+		// A backing that stays: making memory takes longer than the race.
+		r, err := e.table.Register(mem.RegionConfig{PD: domain, Access: allAccess, IOVA: iova, Length: 8, Backing: lasting{m.Backing}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		at := &target{key: r.Key()}
+		current.Store(at)
+		before := opened.Load()
+		for opened.Load() < before+3 {
+			runtime.Gosched()
+		}
+		r.Close()
+		at.closed.Store(true)
+	}
+	current.Store(nil)
+	wg.Wait()
+	if late.Load() != 0 {
+		t.Errorf("%d of %d sections were open when Close had returned", late.Load(), opened.Load())
+	}
+	m.Backing.Close()
+	if m.Free != nil {
+		m.Free()
+	}
+}
+
+// lasting is a backing that outlives its regions.
+type lasting struct{ mem.Backing }
+
+func (lasting) Close() error { return nil }
 
 // testInvalidate checks who may invalidate what, and what is left of it.
 func testInvalidate(t *testing.T, e *env) {

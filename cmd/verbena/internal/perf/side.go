@@ -69,6 +69,9 @@ type report struct {
 	Check      string  `json:"check"` // what was wrong with the data; empty: nothing, or not asked for
 }
 
+// ErrPeerGone means that the peer closed the side channel without a word.
+var ErrPeerGone = errors.New("side channel: the peer has gone")
+
 // SideChannel connects the two sides of a measurement, apart from the devices.
 type SideChannel struct {
 	conn   io.ReadWriteCloser
@@ -135,7 +138,7 @@ func (s *SideChannel) read() {
 		s.fail(fmt.Errorf("side channel: %w", err))
 		return
 	}
-	s.fail(errors.New("side channel: the peer has gone"))
+	s.fail(ErrPeerGone)
 }
 
 // fail records the first reason why the measurement cannot go on.

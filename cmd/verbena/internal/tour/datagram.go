@@ -1,6 +1,7 @@
 package tour
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 
@@ -54,7 +55,7 @@ func ucWriteStep(l *lab) (string, error) {
 // udSendStep sends a datagram, and answers it with nothing but what came with
 // it: the routing header in front and the sender's queue pair.
 func udSendStep(l *lab) (string, error) {
-	return l.withPair(verbs.UD, func(p *pair) (string, error) {
+	return l.withPair(verbs.UD, func(p *pair) (_ string, err error) {
 		const size = 1000
 		src := l.source(l.a, size)
 		dst, off := l.b.sink(verbs.GRHLength + size)
@@ -62,7 +63,7 @@ func udSendStep(l *lab) (string, error) {
 		if err != nil {
 			return "", err
 		}
-		defer ah.Close()
+		defer func() { err = errors.Join(err, ah.Close()) }()
 		wc, err := l.receive(p, l.b.mr.SGE(off, len(dst)), verbs.SendWR{Op: verbs.OpSend, SGL: []verbs.SGE{l.a.mr.SGE(0, size)},
 			AH: ah, RemoteQPN: p.b.Number(), RemoteQKey: p.b.Endpoint().QKey}, verbs.WCSend, verbs.WCRecv)
 		if err != nil {
@@ -89,7 +90,7 @@ func udSendStep(l *lab) (string, error) {
 }
 
 // answer sends a datagram from b to a, by address and number.
-func (l *lab) answer(p *pair, to netip.Addr, qpn uint32) error {
+func (l *lab) answer(p *pair, to netip.Addr, qpn uint32) (err error) {
 	const size = 16
 	src := l.source(l.b, size)
 	dst, off := l.a.sink(verbs.GRHLength + size)
@@ -100,7 +101,7 @@ func (l *lab) answer(p *pair, to netip.Addr, qpn uint32) error {
 	if err != nil {
 		return err
 	}
-	defer ah.Close()
+	defer func() { err = errors.Join(err, ah.Close()) }()
 	if err := post(p.b, verbs.SendWR{Op: verbs.OpSend, SGL: []verbs.SGE{l.b.mr.SGE(0, size)},
 		AH: ah, RemoteQPN: qpn, RemoteQKey: p.a.Endpoint().QKey}); err != nil {
 		return err

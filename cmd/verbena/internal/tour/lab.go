@@ -54,7 +54,13 @@ func newLab(ctx context.Context, cfg verbs.Config) (*lab, error) {
 	return l, nil
 }
 
-func (l *lab) close() error { return errors.Join(l.a.close(), l.b.close()) }
+// close closes the devices. A lab that could not be made needs no closing.
+func (l *lab) close() error {
+	if l == nil {
+		return nil
+	}
+	return errors.Join(l.a.close(), l.b.close())
+}
 
 func newNode(cfg *verbs.Config) (n *node, err error) {
 	n = &node{buf: make([]byte, 2*half)}

@@ -1,6 +1,7 @@
 package tour
 
 import (
+	"context"
 	"errors"
 	"time"
 
@@ -20,6 +21,18 @@ const (
 	bandwidthTime = 200 * time.Millisecond
 )
 
+// figures are what is measured of each size.
+var figures = []struct {
+	name   string
+	params perf.Params
+	value  func(*perf.Result) float64
+}{
+	{"latency", perf.Params{Op: perf.OpSend, Lat: true, Duration: latencyTime, Check: true},
+		func(r *perf.Result) float64 { return r.Lat.P50 }},
+	{"bandwidth", perf.Params{Op: perf.OpWrite, Duration: bandwidthTime, Check: true},
+		func(r *perf.Result) float64 { return r.GBytesPerS }},
+}
+
 // measure prints a small table of what the two devices can do here. It fails
 // only if the tour is cancelled.
 func (t *tour) measure() error {
@@ -31,31 +44,17 @@ func (t *tour) measure() error {
 	for _, link := range links {
 		l, err := newLab(t.ctx, verbs.Config{Link: link.mode})
 		if err != nil {
-			t.at += len(sizes)
 			t.fail("", "open two devices", err)
-			continue
 		}
 		for i, size := range sizes {
 			t.at++
 			t.out.Progress("[%d/%d] measuring %s over %s …", t.at, t.total, units.FormatSize(size), link.mode)
-			row := &rows[i+2]
-			lat, err := l.run(perf.Params{Op: perf.OpSend, Lat: true, Size: size, Duration: latencyTime, Check: true})
+			cells, err := t.cells(l, size)
 			if err != nil {
-				t.fail("", "latency of "+units.FormatSize(size), err)
-				*row = append(*row, "-")
-			} else {
-				*row = append(*row, units.FormatFigure(lat.Lat.P50))
-			}
-			bw, err := l.run(perf.Params{Op: perf.OpWrite, Size: size, Duration: bandwidthTime, Check: true})
-			if err != nil {
-				t.fail("", "bandwidth of "+units.FormatSize(size), err)
-				*row = append(*row, "-")
-			} else {
-				*row = append(*row, units.FormatFigure(bw.GBytesPerS))
-			}
-			if err := t.ctx.Err(); err != nil {
+				t.out.Clear()
 				return errors.Join(err, l.close())
 			}
+			rows[i+2] = append(rows[i+2], cells...)
 		}
 		if err := l.close(); err != nil {
 			t.fail("", "close the devices", err)
@@ -67,6 +66,31 @@ func (t *tour) measure() error {
 	t.out.Printf("      µs: half a round trip of SENDs, median. GB/s: WRITEs, 64 outstanding; 10^9 bytes.\n")
 	t.out.Printf("      More, and between two processes or hosts: verbena perf --help\n")
 	return nil
+}
+
+// cells measures the figures of one size; without a lab they are unknown. It
+// fails only if the tour is cancelled.
+func (t *tour) cells(l *lab, size int) ([]string, error) {
+	var cells []string
+	for _, f := range figures {
+		if l == nil {
+			cells = append(cells, "-")
+			continue
+		}
+		p := f.params
+		p.Size = size
+		res, err := l.run(p)
+		switch cause := context.Cause(t.ctx); {
+		case cause != nil:
+			return nil, cause
+		case err != nil:
+			t.fail("", f.name+", "+units.FormatSize(size), err)
+			cells = append(cells, "-")
+		default:
+			cells = append(cells, units.FormatFigure(f.value(res)))
+		}
+	}
+	return cells, nil
 }
 
 // run measures from the lab's first device to its second.

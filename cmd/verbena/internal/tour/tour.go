@@ -106,18 +106,20 @@ func (t *tour) visit(mode verbs.LinkMode, title string) error {
 	if err != nil {
 		t.at += len(steps)
 		t.fail("", "open two devices", err)
-		return t.ctx.Err()
+		return context.Cause(t.ctx)
 	}
 	t.out.Printf("      devices at %v and %v\n", l.a.dev.Addr(), l.b.dev.Addr())
 	for _, s := range steps {
-		if err := t.ctx.Err(); err != nil {
-			return errors.Join(err, l.close())
-		}
 		t.at++
 		t.out.Progress("[%d/%d] %s %s …", t.at, t.total, s.service, s.name)
-		if detail, err := s.run(l); err != nil {
+		detail, err := s.run(l)
+		switch cause := context.Cause(t.ctx); {
+		case cause != nil:
+			t.out.Clear()
+			return errors.Join(cause, l.close())
+		case err != nil:
 			t.fail(s.service, s.name, err)
-		} else {
+		default:
 			t.pass(s.service, s.name, detail)
 		}
 	}
