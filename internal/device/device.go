@@ -22,6 +22,7 @@ import (
 	"errors"
 	"hash/fnv"
 	"net/netip"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -130,7 +131,7 @@ func openAt(name string, addrs []netip.Addr, cfg *provider.Config) (*Device, err
 	tap := new(lateTap)
 	l, err := openLink(addrs, cfg, tap)
 	if err != nil {
-		return nil, err
+		return nil, opError("open_device", err)
 	}
 	d := newDevice(name, l, cfg)
 	d.loopback = cfg.Link != linkUDP
@@ -139,10 +140,10 @@ func openAt(name string, addrs []netip.Addr, cfg *provider.Config) (*Device, err
 		return nil, err
 	}
 	if cfg.PCAP != "" {
-		if d.capture, err = createCapture(cfg.PCAP); err != nil {
+		if d.capture, err = pcap.Create(cfg.PCAP); err != nil {
 			unregister(d)
 			_ = l.Close()
-			return nil, err
+			return nil, opError("open_device", err)
 		}
 		tap.Writer = d.capture
 	}
@@ -154,14 +155,18 @@ func openAt(name string, addrs []netip.Addr, cfg *provider.Config) (*Device, err
 // address may overwrite a file.
 type lateTap struct{ *pcap.Writer }
 
-func createCapture(path string) (*pcap.Writer, error) {
-	w, err := pcap.Create(path)
-	if err == nil {
-		return w, nil
+// opError makes an *ib.OpError of any error: with the errno that it wraps, or
+// EIO.
+func opError(op string, err error) error {
+	var already *ib.OpError
+	if err == nil || errors.As(err, &already) {
+		return err
 	}
 	errno := syscall.EIO
-	_ = errors.As(err, &errno)
-	return nil, ib.Errorf("open_device", errno, "packet capture: %v", err)
+	if errors.As(err, &errno) {
+		return ib.Errorf(op, errno, "%s", strings.TrimSuffix(err.Error(), ": "+errno.Error()))
+	}
+	return ib.Errorf(op, errno, "%v", err)
 }
 
 func openLink(addrs []netip.Addr, cfg *provider.Config, tap *lateTap) (link.Link, error) {

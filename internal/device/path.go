@@ -44,7 +44,7 @@ func (d *Device) makeFlow(op string, a *ib.AHAttr) (*train.Flow, error) {
 		}
 	}
 	if err := d.link.Prepare(f); err != nil {
-		return nil, err
+		return nil, opError(op, err)
 	}
 	return f, nil
 }

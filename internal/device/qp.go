@@ -70,6 +70,9 @@ func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 	if err := q.attach(&cfg); err != nil {
 		return nil, err
 	}
+	if err := d.wantHeaders(cfg.Type); err != nil {
+		return nil, err
+	}
 	if err := p.use("create_qp", &d.counts.qps, d.limits.QPs); err != nil {
 		return nil, err
 	}
@@ -99,6 +102,16 @@ func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 		return nil, ib.Errorf("create_qp", syscall.ENOMEM, "no queue pair number is free")
 	}
 	return q, nil
+}
+
+// wantHeaders makes the link tell the fields of the IP header that a datagram's
+// routing header shows. It costs time for every packet, so only UD asks for it.
+func (d *Device) wantHeaders(t ib.QPType) error {
+	l, ok := d.link.(interface{ WantHeaders() error })
+	if !ok || t != ib.UD {
+		return nil
+	}
+	return opError("create_qp", l.WantHeaders())
 }
 
 // attach checks a configuration and finds its objects.

@@ -27,6 +27,7 @@ type responder struct {
 
 	// The message under way: 0 if none.
 	kind wire.Kind
+	skip bool   // UC: the rest of the last message is dropped
 	off  uint64 // bytes received of it
 	reth wire.RETH
 
@@ -44,7 +45,7 @@ func (q *QP) receiveRequest(t *train.Train) mem.Fault {
 	d := t.PSN.Sub(r.epsn)
 	switch {
 	case q.Type == ib.UC:
-		if d != 0 && !q.resync(t) {
+		if !q.follow(t) {
 			return mem.Fault{}
 		}
 	case d > 0:
@@ -78,32 +79,28 @@ func (q *QP) receiveRequest(t *train.Train) mem.Fault {
 	return q.refuse(invalidRequest, 0)
 }
 
-// resync takes up a UC stream after a gap: at the start of a message, which
-// becomes the expected one; the message that was under way is dropped whole
+// follow follows a UC stream: a message that misses a packet is dropped whole,
+// and the start of the next one, whatever its PSN, is where it goes on
 // (IBA 9.8.2.2).
-func (q *QP) resync(t *train.Train) bool {
+func (q *QP) follow(t *train.Train) bool {
 	r := &q.resp
-	if r.kind != 0 {
-		r.kind = 0
+	broken := r.kind != 0 && (t.Start || t.PSN != r.epsn) || // the one under way
+		r.kind == 0 && !t.Start && !r.skip // the first packet is missing
+	if broken {
 		q.Counters.add(CntDropBroken, 1)
+		r.kind, r.skip = 0, true
 	}
-	if !t.Start {
-		q.Counters.add(CntDropBroken, t.N)
-		r.epsn = t.PSN.Add(t.N)
-		return false
+	if t.Start {
+		r.skip = false
 	}
 	r.epsn = t.PSN
-	return true
+	return t.Start || r.kind != 0
 }
 
 // sequence checks that a packet fits what came before it and that its size is
 // that of its place (IBA 9.7.4.1.1 and 9.7.4.1.6).
 func (q *QP) sequence(t *train.Train) bool {
 	r := &q.resp
-	if q.Type == ib.UC && t.Start && r.kind != 0 {
-		r.kind = 0 // IBA 9.8.2.2.3: the new message wins
-		q.Counters.add(CntDropBroken, 1)
-	}
 	if t.Start == (r.kind != 0) || !t.Start && t.Kind != r.kind {
 		return false
 	}
@@ -125,7 +122,7 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 	r := &q.resp
 	if t.Start {
 		if !r.have && !q.Recv.Take(&r.taken) {
-			return q.notReady(t)
+			return q.notReady()
 		}
 		r.have, r.off = true, 0
 	}
@@ -179,7 +176,7 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 	if t.End && t.Extra == wire.WithImm && !r.have {
 		if r.have = q.Recv.Take(&r.taken); !r.have {
 			if q.Type == ib.UC || t.N == 1 {
-				return q.notReady(t)
+				return q.notReady()
 			}
 			t.TrimLast() // what comes before the last packet needs no receive
 			notReady = true
@@ -279,20 +276,14 @@ func (q *QP) completeReceive(wc *ib.WC, solicited bool) {
 
 // notReady: no receive is posted. RC tells the peer to try again later
 // (IBA 9.7.5.2.8), UC loses the message.
-func (q *QP) notReady(t *train.Train) mem.Fault {
+func (q *QP) notReady() mem.Fault {
 	if q.Type == ib.RC {
 		q.rnr()
 		return mem.Fault{}
 	}
 	q.Counters.add(CntDropNoReceive, 1)
-	q.drop(t)
+	q.resp.kind, q.resp.skip = 0, true
 	return mem.Fault{}
-}
-
-// drop forgets a UC message: what follows of it will not fit either.
-func (q *QP) drop(t *train.Train) {
-	q.resp.kind = 0
-	q.resp.epsn = t.PSN.Add(t.N)
 }
 
 // refuse ends a request with an error. The receive that it had taken completes
@@ -303,8 +294,7 @@ func (q *QP) refuse(why refusal, vendor uint16) mem.Fault {
 	r := &q.resp
 	if q.Type == ib.UC && why.nak != wire.NakRemoteOpError {
 		q.Counters.add(CntDropMalformed, 1)
-		r.kind = 0
-		r.epsn = r.epsn.Add(1) // the rest of the message arrives as a gap
+		r.kind, r.skip = 0, true
 		return mem.Fault{}
 	}
 	q.Counters.add(why.count, 1)

@@ -168,6 +168,7 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask, path *Path, now Time) erro
 	case to == ib.QPSQD && q.state == ib.QPRTS:
 		q.state = to
 		q.req.draining = true
+		q.attr.SQDAsyncNotify = a.SQDAsyncNotify && mask&ib.QPMaskSQDAsyncNotify != 0
 		q.settle(now)
 		if r := &q.req; r.cur == q.sq.tail || !q.sq.at(r.cur).started {
 			q.askAgain()
