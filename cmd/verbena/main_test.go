@@ -27,6 +27,11 @@ func TestMain(m *testing.M) {
 	args := []string{"build", "-o", program}
 	if raceEnabled {
 		args = append(args, "-race")
+		// A program under the race detector lingers for a second at its end.
+		if err := os.Setenv("GORACE", os.Getenv("GORACE")+" atexit_sleep_ms=10"); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
 	}
 	if out, err := exec.Command("go", append(args, ".")...).CombinedOutput(); err != nil {
 		fmt.Fprintf(os.Stderr, "building the command: %v\n%s", err, out)

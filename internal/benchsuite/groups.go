@@ -202,29 +202,30 @@ func (b *bench) udpLatency() ([]contender, error) {
 	if err != nil {
 		return nil, err
 	}
-	// while has the far side answer during a measurement.
-	while := func(r *rig, m mode, run func(time.Duration, *sampler) error) func(time.Duration, *sampler) error {
-		return func(d time.Duration, keep *sampler) error {
-			if err := r.serve(m, false); err != nil {
-				return err
-			}
-			err := run(d, keep)
-			_, stopErr := r.finish()
-			return errors.Join(err, stopErr)
-		}
+	if err := b.apart(rc.peer, ud.peer, far); err != nil {
+		return nil, err
 	}
 	const tcp = "TCP"
 	tcpRig := &rig{b: b, peer: far}
+	// pingPong has the far side answer during a measurement.
+	pingPong := func(name string, r *rig, m mode, against string, g *goal, ping func(time.Duration, *sampler) error) contender {
+		c := b.quantiles(name, "µs", 1e3, against, g, func(d time.Duration, keep *sampler) error {
+			if err := r.serve(m, false); err != nil {
+				return err
+			}
+			err := ping(d, keep)
+			_, stopErr := r.finish()
+			return errors.Join(err, stopErr)
+		})
+		c.side = r.near
+		return c
+	}
 	write, send, udSend := newPinger(rc.near, verbs.OpRDMAWrite), newPinger(rc.near, verbs.OpSend), newPinger(ud.near, verbs.OpSend)
 	return []contender{
-		b.quantiles(tcp, "µs", 1e3, "", nil, while(tcpRig, modePongTCP,
-			func(d time.Duration, keep *sampler) error { return pingTCP(conn, d, keep) })),
-		b.quantiles("WRITE", "µs", 1e3, tcp, &goal{"≤", 1.1}, while(rc, modePongWrite,
-			func(d time.Duration, keep *sampler) error { return pingWrite(write, d, keep) })),
-		b.quantiles("SEND", "µs", 1e3, tcp, nil, while(rc, modePongSend,
-			func(d time.Duration, keep *sampler) error { return pingSend(send, d, keep) })),
-		b.quantiles("UD SEND", "µs", 1e3, tcp, nil, while(ud, modePongSend,
-			func(d time.Duration, keep *sampler) error { return pingSend(udSend, d, keep) })),
+		pingPong(tcp, tcpRig, modePongTCP, "", nil, func(d time.Duration, keep *sampler) error { return pingTCP(conn, d, keep) }),
+		pingPong("WRITE", rc, modePongWrite, tcp, &goal{"≤", 1.1}, func(d time.Duration, keep *sampler) error { return pingWrite(write, d, keep) }),
+		pingPong("SEND", rc, modePongSend, tcp, nil, func(d time.Duration, keep *sampler) error { return pingSend(send, d, keep) }),
+		pingPong("UD SEND", ud, modePongSend, tcp, nil, func(d time.Duration, keep *sampler) error { return pingSend(udSend, d, keep) }),
 	}, nil
 }
 

@@ -7,6 +7,7 @@ package main
 //	serve     do the far side's part of a measurement; answered at once
 //	stop      end serving → the CPU time that it took
 //	listen    for a TCP connection → the port
+//	pin       keep to one processor
 //	memory, idle   measure something that needs a process of its own
 //
 // The end of its input ends it.
@@ -34,6 +35,7 @@ const (
 	opServe   peerOp = "serve"
 	opStop    peerOp = "stop"
 	opListen  peerOp = "listen"
+	opPin     peerOp = "pin"
 	opMemory  peerOp = "memory"
 	opIdle    peerOp = "idle"
 
@@ -53,6 +55,7 @@ type request struct {
 	Verify  bool          `json:",omitempty"`
 	Profile string        `json:",omitempty"`
 	QPs     int           `json:",omitempty"`
+	CPU     int           `json:",omitempty"`
 	For     time.Duration `json:",omitempty"`
 }
 
@@ -156,6 +159,8 @@ func (p *peerState) handle(q *request) (r reply, err error) {
 	case opListen:
 		l, at, e := sys.Listen()
 		p.listener, r.Port, err = l, int(at.Port()), e
+	case opPin:
+		err = sys.Pin(q.CPU)
 	case opMemory:
 		r.Values, err = measureMemory(q.QPs)
 	case opIdle:

@@ -78,15 +78,20 @@ func pingWrite(p *pinger, d time.Duration, keep *sampler) error {
 func (s *side) pongWrite(stop *atomic.Bool) error {
 	p := newPinger(s, verbs.OpRDMAWrite)
 	last := loadWord(s.rx.bytes)
+	var wait spinner
 	for !stop.Load() {
 		if _, err := s.poll(); err != nil {
 			return err
 		}
-		if v := loadWord(s.rx.bytes); v != last {
-			last = v
-			if err := p.postWord(v); err != nil {
-				return err
-			}
+		v := loadWord(s.rx.bytes)
+		if v == last {
+			wait.pause()
+			continue
+		}
+		last = v
+		wait.reset()
+		if err := p.postWord(v); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -124,15 +129,19 @@ func pingSend(p *pinger, d time.Duration, keep *sampler) error {
 // pongSend answers each message with one.
 func (s *side) pongSend(stop *atomic.Bool) error {
 	p := newPinger(s, verbs.OpSend)
+	var wait spinner
 	for !stop.Load() {
 		got, err := s.takeMessage()
 		if err != nil {
 			return err
 		}
-		if got {
-			if err := p.post(); err != nil {
-				return err
-			}
+		if !got {
+			wait.pause()
+			continue
+		}
+		wait.reset()
+		if err := p.post(); err != nil {
+			return err
 		}
 	}
 	return nil

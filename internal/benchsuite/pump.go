@@ -131,21 +131,29 @@ func copyLoop(dst, src *side, d time.Duration) (messages int, elapsed time.Durat
 
 // pollUntil polls a completion queue that stays empty.
 func (s *side) pollUntil(stop *atomic.Bool) error {
+	var wait spinner
 	for !stop.Load() {
 		if _, err := s.poll(); err != nil {
 			return err
 		}
+		wait.pause() // whether something has arrived cannot be seen
 	}
 	return nil
 }
 
 // sink takes messages and posts a receive for each.
 func (s *side) sink(stop *atomic.Bool) error {
+	var wait spinner
 	for !stop.Load() {
 		wcs, err := s.poll()
 		if err != nil {
 			return err
 		}
+		if len(wcs) == 0 {
+			wait.pause()
+			continue
+		}
+		wait.reset()
 		for range wcs {
 			if _, err := s.qps[0].PostRecv(s.recv); err != nil {
 				return err

@@ -83,3 +83,20 @@ func (r *rig) finish() (time.Duration, error) {
 	}
 	return cpu, nil
 }
+
+// apart keeps this process and peers on different processors, until the group is
+// done, if there are two: two loops that spin on one processor measure the
+// scheduler.
+func (b *bench) apart(peers ...*peer) error {
+	cpus, err := sys.CPUs()
+	if err != nil || len(cpus) < 2 {
+		return err
+	}
+	b.later(func() error { return sys.Pin(cpus...) })
+	for _, p := range peers {
+		if _, err := p.call(request{Op: opPin, CPU: cpus[1]}); err != nil {
+			return err
+		}
+	}
+	return sys.Pin(cpus[0])
+}

@@ -278,28 +278,36 @@ func (s *side) close() error {
 }
 
 // spinner is for loops that wait by polling. Mostly it does nothing: a hand-off
-// would cost more than the wait. Now and then it lets other goroutines run, and
-// after a long time it gives up.
+// would cost more than the wait. After some 20 µs without progress it lets other
+// goroutines and threads run, for the one that is waited for may be among them;
+// on a machine with a core for each side it never comes to that.
 type spinner struct {
 	turns uint32
 	since time.Time
 }
 
 const (
-	yieldTurns = 1 << 10
-	checkTurns = 1 << 16
+	yieldTurns = 1 << 6
+	checkTurns = 1 << 12
 	stallLimit = 10 * time.Second
 )
 
 func (w *spinner) reset() { w.turns, w.since = 0, time.Time{} }
 
-// idle is called after each turn without progress.
-func (w *spinner) idle() error {
+// pause is called after each turn without progress by those who may wait for
+// ever: somebody else tells them to stop.
+func (w *spinner) pause() {
 	w.turns++
-	if w.turns%yieldTurns != 0 {
-		return nil
+	if w.turns%yieldTurns == 0 {
+		runtime.Gosched()
+		sys.Yield()
 	}
-	runtime.Gosched()
+}
+
+// idle is called after each turn without progress by the others: after a long
+// time it gives up.
+func (w *spinner) idle() error {
+	w.pause()
 	if w.turns%checkTurns != 0 {
 		return nil
 	}

@@ -82,7 +82,9 @@ func recvTCP(c *sys.Conn, b []byte, stop *atomic.Bool) error {
 			return fmt.Errorf("TCP: %w", err)
 		case stop != nil && stop.Load():
 			return nil
-		case stop == nil:
+		case stop != nil:
+			wait.pause()
+		default:
 			if err := wait.idle(); err != nil {
 				return err
 			}

@@ -34,6 +34,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/pcap"
 	"github.com/verbena-rdma/verbena/internal/provider"
 	"github.com/verbena-rdma/verbena/internal/qp"
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // Device is an open software device.
@@ -171,6 +172,11 @@ func opError(op string, err error) error {
 
 func openLink(addrs []netip.Addr, cfg *provider.Config, tap *lateTap) (link.Link, error) {
 	if cfg.Link == linkLoop {
+		for _, a := range addrs {
+			if _, _, err := sys.Interface(a); err != nil {
+				return nil, err
+			}
+		}
 		return newNoLink(addrs), nil
 	}
 	udp := &link.UDPConfig{Addrs: addrs, NoGSO: cfg.NoGSO, NoGRO: cfg.NoGRO}

@@ -5,7 +5,6 @@ package device
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"math/rand/v2"
 	"net/netip"
@@ -224,8 +223,5 @@ func descriptors(t testing.TB) int {
 	}
 	return len(list) - 1 // the one that reads the directory
 }
-
-// wordOf reads the first word of memory that devices write.
-func wordOf(b []byte) uint64 { return binary.NativeEndian.Uint64(b) }
 
 func isErrno(err error, want syscall.Errno) bool { return errors.Is(err, want) }

@@ -38,8 +38,10 @@ func (p *loopPeer) deliver(from *Device, t *train.Train, now qp.Time) mem.Fault 
 		return mem.Fault{}
 	}
 	now += p.shift
-	fault := q.receive(t, now)
-	p.dev.answer(q, now)
+	fault, due := q.receive(t, now)
+	if due {
+		p.dev.answer(q, now)
+	}
 	return fault
 }
 

@@ -4,6 +4,7 @@ import (
 	"hash/maphash"
 	"net/netip"
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -85,6 +86,7 @@ type peerTable struct {
 // peer is what queue pairs to one address share: the room in its socket buffer.
 type peer struct {
 	credits *qp.Credits
+	starved atomic.Bool // somebody waits
 
 	mu      sync.Mutex // guards waiting
 	waiting ring[*QP]  // queue pairs that found no credits, oldest first
@@ -117,6 +119,7 @@ func (d *Device) await(q *QP) {
 	}
 	p.mu.Lock()
 	p.waiting.push(q)
+	p.starved.Store(true)
 	p.mu.Unlock()
 	if p.credits.Free() {
 		d.later(q)
@@ -132,6 +135,7 @@ func (d *Device) runWaiting(p *peer, now qp.Time) {
 			return
 		}
 		q := p.waiting.pop()
+		p.starved.Store(p.waiting.len() > 0)
 		p.mu.Unlock()
 		q.waiting.Store(false)
 		d.transmit(q, now)

@@ -65,9 +65,12 @@ func (d *Device) poll(cq *CQ, wcs []ib.WC) int {
 		d.rx.now = d.now()
 		if d.link.Poll(&d.rx.receiver, rxBudget) > 0 {
 			if n := cq.CQ.Poll(wcs); n > 0 {
-				d.deferred.Store(true)
+				left := len(d.rx.touched) > 0
+				d.deferred.Store(left)
 				d.rx.Unlock()
-				d.wakeBefore(0) // were it asleep, nobody might send them
+				if left {
+					d.wakeBefore(0) // were it asleep, nobody might send them
+				}
 				return n
 			}
 			d.rx.flush()
@@ -133,26 +136,54 @@ func (d *Device) runReady(n int) {
 	}
 }
 
-// background is the goroutine that makes progress when nobody polls.
+// background is the goroutine that makes progress when nobody polls. It blocks
+// on the link, as long as it gets packets that way. When pollers get them
+// first, it only wakes up for nothing, and takes from them a core; then it
+// watches from time to time whether they still poll. A program that polls now
+// and then, and waits for its memory to change in between, leaves packets
+// unread: one such finding, and it blocks again.
 func (d *Device) background() {
 	defer close(d.done)
 	var seen uint64
-	for !d.stopped.Load() {
+	for vain := 0; !d.stopped.Load(); {
 		next := d.fireTimers()
-		if n := d.polls.Load(); n != seen {
-			seen = n
-			if d.deferred.Load() {
-				d.flushDeferred()
+		if vain < tolerance {
+			if d.runReady(1); d.receive() {
+				vain = 0
+				continue
 			}
-			time.Sleep(min(watchInterval, next))
+			seen = d.polls.Load()
+			d.block()
+			if !d.receive() && d.polls.Load() != seen {
+				vain++
+			}
 			continue
 		}
-		d.runReady(1)
-		if d.receive() {
-			continue
+		if d.deferred.Load() {
+			d.flushDeferred()
 		}
-		d.block()
+		time.Sleep(min(watchInterval, next))
+		if n := d.polls.Load(); n == seen || !d.polling() && d.receive() {
+			vain = 0
+		} else {
+			seen = n
+		}
 	}
+}
+
+// tolerance is how often in a row the background goroutine wakes up in vain
+// before it leaves the link to those who poll.
+const tolerance = 3
+
+// polling reports whether somebody polls just now: twice within 2 µs.
+func (d *Device) polling() bool {
+	n := d.polls.Load()
+	for start := d.now(); d.now()-start < 2*time.Microsecond; {
+		if d.polls.Load() != n {
+			return true
+		}
+	}
+	return false
 }
 
 // block waits for packets, timers or work. It announces until when it sleeps

@@ -23,8 +23,8 @@ func (r *receiver) Deliver(t *train.Train) {
 		r.dev.noQP.Add(uint64(t.N))
 		return
 	}
-	q.receive(t, r.now) // no fault: the payload is the link's own
-	if n := len(r.touched); n == 0 || r.touched[n-1] != q {
+	_, due := q.receive(t, r.now) // no fault: the payload is the link's own
+	if n := len(r.touched); due && (n == 0 || r.touched[n-1] != q) {
 		r.touched = append(r.touched, q)
 	}
 }
@@ -41,13 +41,19 @@ func (r *receiver) flush() {
 	r.touched = r.touched[:0]
 }
 
-// receive executes a train on a queue pair.
-func (q *QP) receive(t *train.Train, now qp.Time) mem.Fault {
+// receive executes a train on a queue pair, and tells whether something is to
+// be sent now: an answer, requests that had to wait, or what others had to wait
+// with.
+func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due bool) {
 	q.mu.Lock()
-	f := q.core.Receive(t, now)
+	f = q.core.Receive(t, now)
 	q.dev.rearmLocked(q)
+	due = q.core.Pending()
 	q.mu.Unlock()
-	return f
+	if p := q.peer.Load(); p != nil && p.starved.Load() {
+		due = true
+	}
+	return f, due
 }
 
 // answer sends what a queue pair has to send after it received something, and

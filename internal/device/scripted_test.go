@@ -175,6 +175,21 @@ func only(k wire.Kind, psn int) train.Train {
 	return train.Train{Transport: wire.RC, Kind: k, PSN: wire.PSN(0).Add(psn), N: 1, Start: true, End: true, AckReq: true}
 }
 
+// readAt is a READ of 16 bytes whose address follows from its PSN.
+func (p *puppet) readAt(e *end, psn int) train.Train {
+	r := only(wire.KindReadRequest, psn)
+	r.RETH = wire.RETH{VA: e.mr.Addr() + uint64(psn), RKey: e.mr.RKey(), Len: 16}
+	return r
+}
+
+// checkRead checks that an answer is the one to readAt.
+func checkRead(t testing.TB, a answer, e *end) {
+	t.Helper()
+	if a.kind != wire.KindReadResponse || !bytes.Equal(a.payload, e.buf[a.psn:][:16]) {
+		t.Errorf("not the answer to the READ: %+v", a)
+	}
+}
+
 // A repetition of a READ that is answered already may be overtaken by the next
 // READ. Both are answered: the repetition does not count against the number of
 // READs that the requester may have outstanding.
@@ -182,23 +197,92 @@ func TestRepeatedReadBesidesTheNext(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p, e := newPuppet(t, ib.RC, 4096, func(e *end) { e.rd = 1 })
 		fill(e.buf, 1)
-		read := func(psn int) train.Train {
-			r := only(wire.KindReadRequest, psn)
-			r.RETH = wire.RETH{VA: e.mr.Addr() + uint64(psn), RKey: e.mr.RKey(), Len: 16}
-			return r
-		}
-		p.send(read(0))
-		if got := p.answers(); len(got) != 1 || got[0].kind != wire.KindReadResponse || got[0].psn != 0 {
-			t.Fatalf("answer to the first READ: %+v", got)
-		}
-		p.send(read(0), read(1))
+		p.send(p.readAt(e, 0))
 		got := p.answers()
+		if len(got) != 1 {
+			t.Fatalf("answers to the first READ: %+v", got)
+		}
+		checkRead(t, got[0], e)
+		p.send(p.readAt(e, 0), p.readAt(e, 1))
+		got = p.answers()
 		if s := e.state(); s != ib.QPRTS {
 			t.Errorf("the queue pair is in %v", s)
 		}
-		last := got[len(got)-1]
-		if last.kind != wire.KindReadResponse || last.psn != 1 || !bytes.Equal(last.payload, e.buf[1:17]) {
+		if last := got[len(got)-1]; last.psn != 1 {
 			t.Errorf("answers: %+v, the last should be the second READ's", got)
+		}
+		for _, a := range got {
+			checkRead(t, a, e)
+		}
+	})
+}
+
+// More repetitions at once than a requester may have READs outstanding: whatever
+// of them is answered is answered right, and the next READ too.
+func TestRepeatedReadsBeyondTheLimit(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p, e := newPuppet(t, ib.RC, 4096, func(e *end) { e.rd = 16 })
+		fill(e.buf, 1)
+		const n = 40
+		var again []train.Train
+		for i := range n {
+			p.send(p.readAt(e, i))
+			got := p.answers()
+			if len(got) != 1 {
+				t.Fatalf("answers to READ %d: %+v", i, got)
+			}
+			checkRead(t, got[0], e)
+			again = append(again, p.readAt(e, i))
+		}
+		before := countsOf(e.dev)
+		p.send(again...)
+		got := p.answers()
+		for _, a := range got {
+			checkRead(t, a, e)
+		}
+		if grown := countsOf(e.dev).since(before); grown["tx_packets"] != uint64(len(got)) {
+			t.Errorf("%d packets sent, %d came", grown["tx_packets"], len(got))
+		}
+		p.send(p.readAt(e, n))
+		if got = p.answers(); len(got) != 1 || got[0].psn != n {
+			t.Fatalf("answers to the next READ: %+v", got)
+		}
+		checkRead(t, got[0], e)
+		if s := e.state(); s != ib.QPRTS {
+			t.Errorf("the queue pair is in %v", s)
+		}
+	})
+}
+
+// An atomic whose answer is lost is repeated: its result comes again, and it is
+// not done again, also when later ones have been done since.
+func TestRepeatedAtomics(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p, e := newPuppet(t, ib.RC, 4096, func(e *end) { e.rd = 16 })
+		add := func(psn int) train.Train {
+			r := only(wire.KindFetchAdd, psn)
+			r.Atomic = wire.AtomicETH{VA: e.mr.Addr(), RKey: e.mr.RKey(), SwapAdd: 10}
+			return r
+		}
+		var all []train.Train
+		for i := range 16 {
+			all = append(all, add(i))
+		}
+		p.send(all...)
+		for round := range 3 {
+			got := p.answers()
+			if len(got) != len(all) {
+				t.Fatalf("round %d: %d answers", round, len(got))
+			}
+			for i, a := range got {
+				if a.kind != wire.KindAtomicAck || a.psn != wire.PSN(i) || a.orig != uint64(10*i) {
+					t.Errorf("round %d: answer %d: %+v", round, i, a)
+				}
+			}
+			p.send(all...)
+		}
+		if got := wordOf(e.buf); got != 160 {
+			t.Errorf("the word is %d, want 160", got)
 		}
 	})
 }

@@ -1,53 +1,68 @@
-package mem
+package mem_test
 
 import (
 	"fmt"
+	"sync/atomic"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
 )
 
-func benchRegion(tb testing.TB, t *Table, n int) *Region {
-	h, err := NewHostBytes(make([]byte, n), ib.AccessLocalWrite, ib.LockOff)
+// benchRegion registers n bytes, of the Go heap or mapped.
+func benchRegion(tb testing.TB, t *mem.Table, n int, mapped bool) (*mem.Region, []byte) {
+	tb.Helper()
+	b := make([]byte, n)
+	if mapped {
+		b = mmap(tb, -1, uint64(n), unix.PROT_READ|unix.PROT_WRITE, anonymous)
+		tb.Cleanup(func() { unix.Munmap(b) })
+	}
+	h, err := mem.NewHostBytes(b, ib.AccessLocalWrite, ib.LockOff)
 	if err != nil {
 		tb.Fatal(err)
 	}
-	r, err := t.Register(RegionConfig{PD: 1, Access: ib.AccessLocalWrite | ib.AccessRemote, IOVA: uint64(h.Addr()), Length: h.Len(), Backing: h})
+	r, err := t.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite | ib.AccessRemote, IOVA: 0x1000, Length: uint64(n), Backing: h})
 	if err != nil {
 		tb.Fatal(err)
 	}
 	tb.Cleanup(func() { r.Close() })
-	return r
+	return r, b
 }
 
-var sink uint32
+// one makes a list of one piece: all of a region.
+func one(t *mem.Table, r *mem.Region, access ib.Access) *mem.List {
+	return &mem.List{Table: t, Actor: who, Access: access,
+		SGEs: []ib.SGE{{Addr: r.IOVA(), Length: uint32(r.Length()), LKey: r.Key()}}}
+}
 
 func BenchmarkPermSlot(b *testing.B) {
-	p := NewPerm24(RandomPermKey())
+	p := mem.NewPerm24(mem.RandomPermKey())
 	x := uint32(12345)
 	for b.Loop() {
 		x = p.Slot(x)
 	}
-	sink = x
+	if p.Index(p.Slot(x)) != x {
+		b.Fatal("not a permutation")
+	}
 }
 
-func BenchmarkGet(b *testing.B) {
-	t := NewTable(TableConfig{})
-	r := benchRegion(b, t, 4096)
+func BenchmarkLookup(b *testing.B) {
+	t := mem.NewTable(mem.TableConfig{})
+	r, _ := benchRegion(b, t, 4096, false)
 	for b.Loop() {
-		if t.Lookup(r.key) != r {
-			b.Fatal()
+		if t.Lookup(r.Key()) != r {
+			b.Fatal("not found")
 		}
 	}
 }
 
 func BenchmarkResolve(b *testing.B) {
-	t := NewTable(TableConfig{})
-	r := benchRegion(b, t, 4096)
-	who := Actor{PD: 1}
-	b.ReportAllocs()
+	t := mem.NewTable(mem.TableConfig{})
+	r, _ := benchRegion(b, t, 4096, false)
 	for b.Loop() {
-		s, f := t.Resolve(r.key, r.iova+8, 64, ib.AccessRemoteWrite, who)
+		s, f := t.Resolve(r.Key(), r.IOVA()+8, 64, ib.AccessRemoteWrite, who)
 		if !f.OK() {
 			b.Fatal(f)
 		}
@@ -55,40 +70,112 @@ func BenchmarkResolve(b *testing.B) {
 	}
 }
 
+// BenchmarkCopy measures Copy between two regions beside what it consists of at
+// least: copy alone, and copy between the four atomic additions of two read
+// sections.
 func BenchmarkCopy(b *testing.B) {
-	t := NewTable(TableConfig{})
+	t := mem.NewTable(mem.TableConfig{})
+	var sections [2]atomic.Uint64
 	for _, n := range []int{8, 64, 4096, 65536} {
-		x, y := benchRegion(b, t, n), benchRegion(b, t, n)
-		p, _ := x.backing.Run(0, uint64(n), 0)
-		q, _ := y.backing.Run(0, uint64(n), 0)
-		b.Run(fmt.Sprintf("plain/%d", n), func(b *testing.B) {
-			b.SetBytes(int64(n))
-			for b.Loop() {
-				copy(p, q)
-			}
-		})
-		b.Run(fmt.Sprintf("floor/%d", n), func(b *testing.B) {
-			b.SetBytes(int64(n))
-			for b.Loop() {
-				x.state.Add(1)
-				y.state.Add(1)
-				copy(p, q)
-				y.state.Add(^uint64(0))
-				x.state.Add(^uint64(0))
-			}
-		})
-		for _, last := range []bool{false, true} {
-			b.Run(fmt.Sprintf("last=%v/%d", last, n), func(b *testing.B) {
-				d := List{Table: t, Actor: Actor{PD: 1}, Access: ib.AccessRemoteWrite, SGEs: []ib.SGE{{Addr: x.iova, Length: uint32(n), LKey: x.key}}}
-				s := List{Table: t, Actor: Actor{PD: 1}, SGEs: []ib.SGE{{Addr: y.iova, Length: uint32(n), LKey: y.key}}}
+		dst, p := benchRegion(b, t, n, false)
+		src, q := benchRegion(b, t, n, false)
+		run := func(name string, f func()) {
+			b.Run(fmt.Sprintf("%s/%d", name, n), func(b *testing.B) {
 				b.SetBytes(int64(n))
-				b.ReportAllocs()
 				for b.Loop() {
-					if f, _ := Copy(&d, &s, uint64(n), last); !f.OK() {
-						b.Fatal(f)
-					}
+					f()
 				}
 			})
+		}
+		run("copy", func() { copy(p, q) })
+		run("sections", func() {
+			sections[0].Add(1)
+			sections[1].Add(1)
+			copy(p, q)
+			sections[1].Add(^uint64(0))
+			sections[0].Add(^uint64(0))
+		})
+		copyLists := func(d, s *mem.List, last bool) func() {
+			return func() {
+				if f, _ := mem.Copy(d, s, uint64(n), last); !f.OK() {
+					b.Fatal(f)
+				}
+			}
+		}
+		d, s := one(t, dst, ib.AccessRemoteWrite), one(t, src, 0)
+		run("Copy", copyLists(d, s, false))
+		run("CopyLast", copyLists(d, s, true))
+		mapped, _ := benchRegion(b, t, n, true)
+		run("CopyLastMapped", copyLists(one(t, mapped, ib.AccessRemoteWrite), s, true))
+		run("CopyLastFromRaw", copyLists(d, &mem.List{Raw: [][]byte{q}}, true))
+	}
+}
+
+func BenchmarkGather(b *testing.B) {
+	t := mem.NewTable(mem.TableConfig{})
+	r, _ := benchRegion(b, t, 4096, false)
+	l := one(t, r, 0)
+	var pins mem.Pins
+	var out [][]byte
+	for b.Loop() {
+		var f mem.Fault
+		if out, f = mem.Gather(l, 4096, out[:0], &pins); !f.OK() {
+			b.Fatal(f)
+		}
+		pins.Release()
+	}
+}
+
+func BenchmarkAtomic(b *testing.B) {
+	t := mem.NewTable(mem.TableConfig{})
+	r, _ := benchRegion(b, t, 4096, false)
+	for b.Loop() {
+		if _, f := mem.Atomic(t, who, r.Key(), r.IOVA(), mem.FetchAdd, 0, 1); !f.OK() {
+			b.Fatal(f)
+		}
+	}
+}
+
+func BenchmarkRegister(b *testing.B) {
+	t := mem.NewTable(mem.TableConfig{})
+	buf := make([]byte, 1<<20)
+	b.ReportAllocs()
+	for b.Loop() {
+		h, err := mem.NewHostBytes(buf, ib.AccessLocalWrite, ib.LockAuto)
+		if err != nil {
+			b.Fatal(err)
+		}
+		r, err := t.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite, Length: uint64(len(buf)), Backing: h})
+		if err != nil {
+			b.Fatal(err)
+		}
+		r.Close()
+	}
+}
+
+// Nothing on the fast path allocates, faults included.
+func TestNoAllocations(t *testing.T) {
+	table := mem.NewTable(mem.TableConfig{})
+	a, _ := benchRegion(t, table, 4096, false)
+	m, _ := benchRegion(t, table, 4096, true)
+	var pins mem.Pins
+	out := make([][]byte, 0, 8)
+	packet := &mem.List{Raw: [][]byte{make([]byte, 4096)}}
+	target, source := one(table, a, ib.AccessRemoteWrite), one(table, m, 0)
+	for name, f := range map[string]func(){
+		"Resolve":        func() { s, _ := table.Resolve(a.Key(), 0x1000, 8, 0, who); s.Release() },
+		"Resolve, fault": func() { table.Resolve(a.Key(), 0, 8, 0, who) },
+		"Copy":           func() { mem.Copy(target, source, 4096, true) },
+		"Copy, mapped":   func() { mem.Copy(source, target, 4096, true) },
+		"Copy, raw":      func() { mem.Copy(target, packet, 4096, false) },
+		"Copy, fault":    func() { mem.Copy(target, source, 5000, false) },
+		"Check":          func() { mem.Check(target, 4096) },
+		"Gather":         func() { out, _ = mem.Gather(target, 4096, out[:0], &pins); pins.Release() },
+		"Atomic":         func() { mem.Atomic(table, who, a.Key(), 0x1000, mem.CmpSwap, 0, 1) },
+		"Atomic, mapped": func() { mem.Atomic(table, who, m.Key(), 0x1000, mem.FetchAdd, 0, 1) },
+	} {
+		if n := testing.AllocsPerRun(100, f); n != 0 {
+			t.Errorf("%s: %v allocations", name, n)
 		}
 	}
 }

@@ -12,11 +12,28 @@ import (
 
 // All kinds of host memory pass the suite: by slice and by address, of the Go
 // heap, of a private mapping, and of a mapping whose other side is the one that
-// the test looks at.
+// the test looks at. So does memory in short runs.
 func TestConformance(t *testing.T) {
 	memtest.Run(t, memtest.Constructor{Name: "heap", New: heapMemory})
 	memtest.Run(t, memtest.Constructor{Name: "mmap", New: mmapMemory})
 	memtest.Run(t, memtest.Constructor{Name: "memfd", New: memfdMemory})
+	memtest.Run(t, memtest.Constructor{Name: "scattered", New: scatteredMemory})
+}
+
+// scattered is memory that is contiguous in short runs only, as the pages of
+// other kinds are.
+type scattered struct{ mem.Backing }
+
+const scatteredRun = 192
+
+func (s scattered) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
+	return s.Backing.Run(off, min(n, scatteredRun-off%scatteredRun), acc)
+}
+
+func scatteredMemory(tb testing.TB, n uint64, access ib.Access) memtest.Memory {
+	m := heapMemory(tb, n, access)
+	m.Backing = scattered{m.Backing}
+	return m
 }
 
 func heapMemory(tb testing.TB, n uint64, access ib.Access) memtest.Memory {

@@ -18,10 +18,10 @@ const Quantum = 256 << 10
 // Copy copies n bytes from one list to another. On a fault it says on which
 // side, and bytes before it may have been copied already, as on hardware.
 //
-// last says that a message ends with these bytes: then their last aligned word
-// is stored after everything else, in one piece and with release order. A
-// receiver that spins on the end of a buffer, and never asks the device, sees
-// the message whole once it sees the end.
+// last says that a message ends with these bytes: then what lies in their last
+// aligned word is stored after everything else, with release order, and in one
+// piece if it fills the word. A receiver that spins on the end of a buffer, and
+// never asks the device, sees the message whole once it sees the end.
 //
 // What lists that overlap in memory contain afterwards is undefined, as on
 // hardware.

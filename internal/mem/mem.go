@@ -8,8 +8,9 @@
 //     (Release); the state, the domain, the rights and the bounds are checked,
 //     once. Whoever kills a region marks it dead, then waits for the sections
 //     that are open.
-//  3. a Backing finds the bytes. One file for each kind of memory.
+//  3. a Backing finds the bytes. One file for each kind of memory: host.go.
 //  4. copy.go: one loop moves bytes between any two lists of any two kinds.
+//     gather.go hands them to the kernel instead, atomic.go changes 8 of them.
 //
 // The package knows neither queue pairs nor packets.
 package mem
@@ -34,8 +35,10 @@ const (
 // Backing is what a region's bytes are made of. A new kind of memory is one
 // file that implements it and passes the conformance suite.
 //
-// Its methods are called inside a read section: concurrently with each other,
-// never after Close.
+// Run is called inside a read section: concurrently with itself, never after
+// Close. A backing whose bytes cannot be gone, whatever the application does,
+// may say so with a method Solid() bool, and saves the copy loop its safety
+// net.
 type Backing interface {
 	Kind() Kind
 	// Len returns the number of bytes; no region on it is longer.

@@ -1,5 +1,6 @@
 //go:build !race
 
-package mem_test
+package mem
 
-const raceEnabled = false
+// RaceEnabled tells tests that everything takes ten times as long.
+const RaceEnabled = false

@@ -3,8 +3,8 @@ package mem
 // A region's life, top-down:
 //
 //  1. Register checks what was asked, gives out a key and makes it findable.
-//  2. open and exit bracket every access: a read section is one atomic add
-//     at each end of it.
+//  2. Table.open and exit bracket every access: a read section is one atomic
+//     add at each end of it.
 //  3. Invalidate and Close set a bit that keeps new sections out, then wait for
 //     the open ones. When they return, nobody reads or writes through the
 //     region any more, and nobody ever will.
@@ -67,7 +67,7 @@ func (t *Table) Register(cfg RegionConfig) (*Region, error) {
 	if unknown := cfg.Access &^ accessKnown; unknown != 0 {
 		return nil, ib.Errorf(op, syscall.EINVAL, "unknown access bits %#x", uint32(unknown))
 	}
-	// IBA 10.6.3.1: a peer's right to change memory needs the local right.
+	// ibv_reg_mr(3): a peer's right to change memory needs the local right.
 	if cfg.Access&(ib.AccessRemoteWrite|ib.AccessRemoteAtomic) != 0 && cfg.Access&ib.AccessLocalWrite == 0 {
 		return nil, ib.Errorf(op, syscall.EINVAL, "remote write and remote atomic access need local write access")
 	}

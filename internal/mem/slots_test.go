@@ -10,7 +10,11 @@ import (
 
 func TestPerm24(t *testing.T) {
 	const numbers = 1 << 24
-	for _, key := range []PermKey{{}, SeededPermKey(1), RandomPermKey()} {
+	keys := []PermKey{RandomPermKey(), {}, SeededPermKey(1)}
+	if RaceEnabled {
+		keys = keys[:1]
+	}
+	for _, key := range keys {
 		p := NewPerm24(key)
 		var seen [numbers / 64]uint64
 		for slot := range uint32(numbers) {
@@ -188,7 +192,10 @@ func TestSlotsConcurrent(t *testing.T) {
 // A million regions are possible, and each takes less than 300 bytes with its
 // slot and backing; an empty table takes next to nothing.
 func TestMillionRegions(t *testing.T) {
-	const regions = 1_000_000
+	regions := 1_000_000
+	if RaceEnabled {
+		regions = 50_000
+	}
 	before := heapInUse()
 	table := NewTable(TableConfig{MaxRegions: regions})
 	if n := heapInUse() - before; n > 16<<10 {
@@ -205,7 +212,7 @@ func TestMillionRegions(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	each := (heapInUse() - before) / regions
+	each := (heapInUse() - before) / int64(regions)
 	t.Logf("%d bytes for each region", each)
 	if each >= 300 {
 		t.Errorf("a region takes %d bytes", each)

@@ -84,7 +84,7 @@ func TestStale(t *testing.T) {
 				}
 			}
 			for _, op := range []mem.AtomicOp{mem.CmpSwap, mem.FetchAdd} {
-				if g.reads && raceEnabled {
+				if g.reads && mem.RaceEnabled {
 					break // the detector's own code does the store there
 				}
 				if _, f := mem.Atomic(table, who, r.Key(), 0x1000+4*page, op, 0, 1); f.Kind != mem.FaultStale {

@@ -8,9 +8,13 @@ import (
 	"github.com/verbena-rdma/verbena/ib"
 )
 
+// The way of a key, top-down: Register, in region.go, takes a slot and gives it
+// out; Resolve finds the region again and opens it; Invalidate takes the key
+// from whoever has it, on behalf of a peer; the counters come last.
+
 // A key is 32 bits: a 24-bit index, which is the permuted number of a slot,
-// and an 8-bit tag, random at each allocation. (The owners of fast-registration
-// keys and of type 2 windows may choose the tag: IBA 10.6.3.4.)
+// and an 8-bit tag, random at each allocation. (The tag of fast-registration
+// keys and of type 2 windows is their owner's to choose.)
 const tagBits = 8
 
 // DefaultMaxRegions is the limit of a table that was not told one.
@@ -84,7 +88,7 @@ func (t *Table) Lookup(key uint32) *Region {
 //
 // All checks of an access are made here, in the order key, state, domain,
 // rights, bounds. Operations of no bytes at all do not check their key (IBA
-// 9.7.4.1.3 for requests): their callers do not come here.
+// 9.7.4.1.5, C9-88): their callers do not come here.
 func (t *Table) Resolve(key uint32, addr, n uint64, acc ib.Access, who Actor) (Span, Fault) {
 	r, off, kind := t.open(key, addr, n, acc, who)
 	if kind != FaultNone {

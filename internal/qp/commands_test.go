@@ -40,6 +40,7 @@ func (s *script) pair(a *cmdArgs) {
 	w := newWorld(s.t)
 	w.log = s.printf
 	w.seen = func(to *end, t *train.Train) { s.printf("%s", describe(to, t)) }
+	w.tap = s.tap
 	w.byRef = a.flag("by-reference")
 	s.w, s.polling = w, [2]bool{true, true}
 	var set [2]setup
@@ -119,6 +120,9 @@ func (s *script) post(a *cmdArgs) {
 		}
 	}
 	for range a.num("count", 1) {
+		if w := s.w; w.tap != nil {
+			w.tap(e, wr)
+		}
 		if _, err := e.q.PostSend([]ib.SendWR{wr}); err != nil {
 			s.printf("%s refused: %v", e.name, err)
 			return
@@ -131,6 +135,9 @@ func (s *script) recv(a *cmdArgs) {
 	e := a.end()
 	wr := ib.RecvWR{ID: a.num("id", 0), SGL: a.sgl(e)}
 	for range a.num("count", 1) {
+		if w := s.w; w.tap != nil {
+			w.tap(e, wr)
+		}
 		if e.recv.Post([]ib.RecvWR{wr}) != 1 {
 			s.printf("%s refused: the receive queue is full", e.name)
 		}

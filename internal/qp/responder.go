@@ -6,7 +6,7 @@ package qp
 //  2. sequence: does the packet fit the message that is under way?
 //  3. executeSend, executeWrite, executeRead, executeAtomic.
 //  4. accept: PSN and message numbers move on, the answer is noted.
-//     Or refuse, drop, notReady.
+//     Or refuse, notReady.
 //
 // What is answered, and when, is in responses.go.
 
@@ -215,7 +215,7 @@ func (q *QP) refuseWrite(t *train.Train, f mem.Fault) mem.Fault {
 // executeRead checks a READ and leaves the work to the answering side.
 func (q *QP) executeRead(t *train.Train) mem.Fault {
 	if q.Type != ib.RC || q.attr.Access&ib.AccessRemoteRead == 0 || t.RETH.Len > MaxMsgSize ||
-		q.resp.full(int(q.attr.MaxDestRDAtomic)) {
+		q.resp.full(q.attr.MaxDestRDAtomic) {
 		return q.refuse(invalidRequest, 0)
 	}
 	if f := q.checkRemote(ib.AccessRemoteRead, t.RETH); !f.OK() {
@@ -233,7 +233,7 @@ func (q *QP) executeRead(t *train.Train) mem.Fault {
 // (IBA 9.7.5.1.5).
 func (q *QP) executeAtomic(t *train.Train) mem.Fault {
 	r := &q.resp
-	if q.Type != ib.RC || q.attr.Access&ib.AccessRemoteAtomic == 0 || r.full(int(q.attr.MaxDestRDAtomic)) {
+	if q.Type != ib.RC || q.attr.Access&ib.AccessRemoteAtomic == 0 || r.full(q.attr.MaxDestRDAtomic) {
 		return q.refuse(invalidRequest, 0)
 	}
 	if t.Atomic.VA%8 != 0 {

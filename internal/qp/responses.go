@@ -39,6 +39,7 @@ type answers struct {
 // job is a READ or atomic to answer.
 type job struct {
 	atomic bool
+	again  bool     // it was answered before
 	psn    wire.PSN // of the first response
 	n      int      // response packets
 	done   int      // packets already made
@@ -58,8 +59,22 @@ type savedAtomic struct {
 func (a *answers) at(i uint8) *job { return &a.jobs[(a.head+i)%MaxRDAtomic] }
 
 // full reports whether the peer has more READs and atomics outstanding than the
-// queue pair was told to expect.
-func (a *answers) full(limit int) bool { return int(a.n) >= min(limit, MaxRDAtomic) }
+// queue pair was told to expect. One that was answered before makes room: the
+// peer may not have asked again at all, networks repeat packets.
+func (a *answers) full(limit uint8) bool {
+	if a.n < min(limit, MaxRDAtomic) {
+		return false
+	}
+	for i := range a.n {
+		if a.at(i).again {
+			for a.n--; i < a.n; i++ {
+				*a.at(i) = *a.at(i + 1)
+			}
+			return false
+		}
+	}
+	return true
+}
 
 func (a *answers) push(j job) {
 	*a.at(a.n) = j
@@ -110,11 +125,11 @@ func (q *QP) repeat(t *train.Train) {
 			q.nakRepeat(t.PSN)
 			return
 		}
-		r.answerAgain(job{psn: t.PSN, n: n, reth: t.RETH, msn: r.msn}, q.attr.MaxDestRDAtomic)
+		r.answerAgain(job{again: true, psn: t.PSN, n: n, reth: t.RETH, msn: r.msn}, q.attr.MaxDestRDAtomic)
 	case wire.KindCmpSwap, wire.KindFetchAdd:
 		for i := range r.saved {
 			if s := &r.saved[i]; s.valid && s.psn == t.PSN {
-				r.answerAgain(job{atomic: true, psn: s.psn, n: 1, orig: s.orig, msn: r.msn}, q.attr.MaxDestRDAtomic)
+				r.answerAgain(job{again: true, atomic: true, psn: s.psn, n: 1, orig: s.orig, msn: r.msn}, q.attr.MaxDestRDAtomic)
 				return
 			}
 		}
@@ -144,7 +159,7 @@ func (q *QP) acknowledgeAgain(t *train.Train) {
 // peer has gone back. A peer that exceeds the limit gets no answer.
 func (a *answers) answerAgain(j job, limit uint8) {
 	a.forget(j.psn)
-	if !a.full(int(limit)) {
+	if !a.full(limit) {
 		a.push(j)
 	}
 }

@@ -54,18 +54,19 @@ func TestScripts(t *testing.T) {
 			return
 		}
 		s := &script{t: t, polling: [2]bool{true, true}}
-		datadriven.RunTest(t, path, s.run)
+		datadriven.RunTestAny(t, path, s.run)
 	})
 }
 
 // script is the state of one story.
 type script struct {
-	t       *testing.T
+	t       testing.TB
 	w       *world
 	out     strings.Builder
 	polling [2]bool
-	line    string // where we are, for failures
-	stamp   bool   // lines begin with the time
+	line    string               // where we are, for failures
+	tap     func(e *end, op any) // if set, sees what is posted (work requests) and delivered (trains)
+	stamp   bool                 // lines begin with the time
 }
 
 func (s *script) fatalf(format string, args ...any) {
@@ -91,8 +92,8 @@ var commands = map[string]func(*script, *cmdArgs){
 	"counters": (*script).counters,
 }
 
-func (s *script) run(t *testing.T, d *datadriven.TestData) string {
-	t.Helper()
+func (s *script) run(_ testing.TB, d *datadriven.TestData) string {
+	s.t.Helper()
 	s.line = d.Pos
 	s.out.Reset()
 	f := commands[d.Cmd]

@@ -13,6 +13,7 @@ package qp
 //  5. check: what must hold after every step, whatever happened.
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"testing"
@@ -43,6 +44,7 @@ type world struct {
 	holding bool // nobody sends
 	log     func(format string, args ...any)
 	seen    func(e *end, t *train.Train) // what is put on a wire
+	tap     func(e *end, op any)         // if set: what is delivered
 }
 
 // end is one side: a queue pair with all that it needs.
@@ -257,6 +259,9 @@ func (e *end) pull() int {
 		if !e.q.Pull(t, e.w.now) {
 			return n
 		}
+		if err := malformed(t); err != nil {
+			e.w.t.Fatalf("%s sends a train that no link can carry: %v: %+v", e.name, err, t)
+		}
 		t.From, t.To, t.TClass, t.HopLimit = t.Flow.Src, t.Flow.Dst, t.Flow.TClass, t.Flow.HopLimit
 		if f := e.read(t); !f.OK() {
 			e.w.log("%s link: cannot read the payload of psn=%06x: %v", e.name, t.PSN, f.Kind)
@@ -271,6 +276,35 @@ func (e *end) pull() int {
 		to.wire = append(to.wire, t)
 		e.q.Sent(t, e.w.now)
 	}
+}
+
+// malformed tells why a link could not cut a train into packets.
+func malformed(t *train.Train) error {
+	switch {
+	case t.Flow == nil:
+		return errors.New("no flow")
+	case t.N < 1 || t.Len < 0 || t.Len > train.MaxBytes:
+		return errors.New("its size")
+	case t.N == 1 && t.End && t.Len > wire.MaxPayload:
+		return errors.New("its only packet is too long")
+	case !t.End && t.Len != t.N*t.MTU, t.N > 1 && (t.Len-1)/t.MTU != t.N-1:
+		return errors.New("its length does not fill its packets")
+	}
+	for i := range t.N {
+		pos, extra := wire.Middle, wire.NoExtra
+		switch first, last := t.Start && i == 0, t.End && i == t.N-1; {
+		case first && last:
+			pos, extra = wire.Only, t.Extra
+		case first:
+			pos = wire.First
+		case last:
+			pos, extra = wire.Last, t.Extra
+		}
+		if _, ok := wire.Op(t.Transport, t.Kind, pos, extra); !ok {
+			return fmt.Errorf("packet %d has no opcode", i)
+		}
+	}
+	return nil
 }
 
 // read makes the payload of a train bytes of its own, as a network does.
@@ -302,6 +336,9 @@ func (w *world) pullAll() {
 // receive gives a train to an end. A payload that could not be read, which
 // happens when it lies in the sender's memory, is the sender's to know.
 func (e *end) receive(t *train.Train) {
+	if e.w.tap != nil {
+		e.w.tap(e, t)
+	}
 	if f := e.q.Receive(t, e.w.now); !f.OK() {
 		e.w.log("%s link: cannot read the payload of psn=%06x: %v", e.peer.name, t.PSN, f.Kind)
 		e.peer.q.SendFailed(t, f, e.w.now)

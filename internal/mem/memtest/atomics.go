@@ -3,6 +3,7 @@ package memtest
 import (
 	"encoding/binary"
 	"math"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -155,7 +156,10 @@ func testTail(t *testing.T, e *env) {
 			got := make([]byte, c.n)
 			for round := range rounds {
 				mark := byte(round%250 + 1)
-				for {
+				for spin := 1; ; spin++ {
+					if spin%64 == 0 {
+						runtime.Gosched() // there may be one core only
+					}
 					var end [1]byte
 					if r.Bytes != nil {
 						end[0] = lastByte(&r.Bytes[c.off+c.n-1])

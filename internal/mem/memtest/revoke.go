@@ -142,11 +142,11 @@ func (e *env) revoke(t *testing.T, round int, kill func(r *region)) {
 	}
 }
 
-// testCloseRace closes small regions, many times, while others open and close
-// sections on them as fast as they can: a section that opens must keep Close
+// testCloseRace closes small regions, many times, while somebody opens and
+// closes sections on them as fast as can be: a section that opens must keep Close
 // from returning, however close the race.
 func testCloseRace(t *testing.T, e *env) {
-	const rounds = 3000
+	const rounds, enough = 20_000, 500 * time.Millisecond
 	type target struct {
 		key    uint32
 		closed atomic.Bool
@@ -155,35 +155,37 @@ func testCloseRace(t *testing.T, e *env) {
 	var opened, late atomic.Int64
 	var wg sync.WaitGroup
 	current.Store(&target{key: e.all(8).Key()})
-	for range 2 {
-		wg.Go(func() {
-			for {
-				at := current.Load()
-				if at == nil {
+	// One goroutine, so that two cores are enough for it and for Close.
+	wg.Go(func() {
+		for {
+			at := current.Load()
+			if at == nil {
+				return
+			}
+			span, f := e.table.Resolve(at.key, iova, 8, 0, self)
+			if !f.OK() {
+				if !dead(f.Kind) {
+					t.Errorf("%v", f)
 					return
 				}
-				span, f := e.table.Resolve(at.key, iova, 8, 0, self)
-				if !f.OK() {
-					if !dead(f.Kind) {
-						t.Errorf("%v", f)
-						return
-					}
-					runtime.Gosched()
-					continue
-				}
-				for range 100 { // long enough for a Close that does not wait
-					if at.closed.Load() {
-						late.Add(1)
-						break
-					}
-				}
-				opened.Add(1)
-				span.Release()
+				runtime.Gosched()
+				continue
 			}
-		})
-	}
+			for range 50 { // long enough for a Close that does not wait
+				if at.closed.Load() {
+					late.Add(1)
+					break
+				}
+			}
+			span.Release()
+			if opened.Add(1)%16 == 0 {
+				runtime.Gosched() // there may be one core only
+			}
+		}
+	})
 	m := e.mk.New(t, 8, allAccess)
-	for range rounds {
+	start := time.Now()
+	for round := 0; round < 200 || round < rounds && time.Since(start) < enough; round++ {
 		// A backing that stays: making memory takes longer than the race.
 		r, err := e.table.Register(mem.RegionConfig{PD: domain, Access: allAccess, IOVA: iova, Length: 8, Backing: lasting{m.Backing}})
 		if err != nil {

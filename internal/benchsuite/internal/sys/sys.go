@@ -4,9 +4,12 @@
 package sys
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
+	"os"
 	"os/exec"
+	"strconv"
 	"syscall"
 	"time"
 
@@ -23,12 +26,62 @@ func CPUTime() time.Duration {
 	return time.Duration(ru.Utime.Nano() + ru.Stime.Nano())
 }
 
+// Yield lets another thread run that waits for this CPU, if there is one. What
+// the call returns does not matter; it cannot fail on Linux.
+func Yield() { _, _, _ = unix.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
+
 // Subordinate prepares a command so that the kernel kills it when the thread
 // that starts it ends: whoever calls Start must be locked to its thread and
 // stay. The command gets a process group of its own, for an interrupt from the
 // terminal is meant for its parent, with which it ends.
 func Subordinate(cmd *exec.Cmd) {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
+}
+
+// CPUs returns the processors that this process may use.
+func CPUs() ([]int, error) {
+	var set unix.CPUSet
+	if err := unix.SchedGetaffinity(0, &set); err != nil {
+		return nil, fmt.Errorf("sched_getaffinity: %w", err)
+	}
+	var cpus []int
+	for cpu := 0; len(cpus) < set.Count(); cpu++ {
+		if set.IsSet(cpu) {
+			cpus = append(cpus, cpu)
+		}
+	}
+	return cpus, nil
+}
+
+// Pin keeps all threads of this process on the given processors, and those that
+// it will start.
+func Pin(cpus ...int) error {
+	var set unix.CPUSet
+	for _, cpu := range cpus {
+		set.Set(cpu)
+	}
+	// A thread that was not pinned yet may have started another meanwhile, which
+	// then is not pinned either: go on until there was nothing to do.
+	for done := make(map[int]bool); ; {
+		tasks, err := os.ReadDir("/proc/self/task")
+		if err != nil {
+			return err
+		}
+		before := len(done)
+		for _, t := range tasks {
+			tid, err := strconv.Atoi(t.Name())
+			if err != nil || done[tid] {
+				continue
+			}
+			if err := unix.SchedSetaffinity(tid, &set); err != nil && !errors.Is(err, unix.ESRCH) {
+				return fmt.Errorf("sched_setaffinity: %w", err)
+			}
+			done[tid] = true
+		}
+		if len(done) == before {
+			return nil
+		}
+	}
 }
 
 // Map returns n bytes of memory that is not Go's, as a C program has it.

@@ -1,0 +1,295 @@
+package device
+
+// Many goroutines, queue pairs and devices at once, on shared queues.
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math/rand/v2"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// hall is one side of the torture: queue pairs that share a completion queue, a
+// shared receive queue, a region and a word that the other side adds to.
+type hall struct {
+	t     testing.TB
+	dev   *Device
+	pd    provider.PD
+	cq    provider.CQ
+	srq   provider.SRQ
+	mr    provider.MR
+	buf   []byte
+	lanes []*lane
+	byQPN sync.Map // QPN → *lane
+
+	// polling is held from a poll until its completions are checked: otherwise
+	// two pollers could each hold one of two, and check them in the wrong order
+	polling sync.Mutex
+
+	added    atomic.Uint64 // to the other side's word
+	sent     atomic.Int64
+	received atomic.Int64
+}
+
+// lane is one queue pair of a hall, driven by one goroutine.
+type lane struct {
+	*end
+	index int
+	out   atomic.Int64  // requests outstanding
+	done  atomic.Uint64 // the ID that must complete next
+	next  uint64        // the ID of the next request; the driver's own
+	heard atomic.Uint64 // the number of the message that must arrive next
+	said  uint64        // the number of the next message; the driver's own
+}
+
+const (
+	tortureLanes = 8
+	laneBytes    = 48 << 10
+	laneDeep     = 16
+	letterBytes  = 64
+	srqDeep      = 256
+)
+
+func newHall(t testing.TB, dev *Device) *hall {
+	t.Helper()
+	h := &hall{t: t, dev: dev, buf: make([]byte, tortureLanes*laneBytes+srqDeep*letterBytes+8)}
+	h.pd = must[provider.PD](t)(dev.AllocPD())
+	h.cq = must[provider.CQ](t)(dev.CreateCQ(4096, nil))
+	h.mr = must[provider.MR](t)(h.pd.RegMR(h.buf, allRemote))
+	h.srq = must[provider.SRQ](t)(h.pd.CreateSRQ(provider.SRQConfig{MaxWR: srqDeep, MaxSGE: 1}))
+	t.Cleanup(func() { closeAll(t, h.srq, h.mr, h.cq, h.pd) })
+	for i := range tortureLanes {
+		e := &end{t: t, dev: dev, pd: h.pd, cq: h.cq, mr: h.mr, buf: h.buf, psn: uint32(i) << 20, mtu: ib.MTU4096,
+			timeout: 14, retries: 7, rnrRetries: 7, rd: 8}
+		e.qp = must[provider.QP](t)(h.pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: h.cq, RecvCQ: h.cq, SRQ: h.srq,
+			Cap: ib.QPCap{MaxSendWR: laneDeep, MaxSendSGE: 1, MaxInlineData: letterBytes}}))
+		t.Cleanup(func() { closeAll(t, e.qp) })
+		l := &lane{end: e, index: i}
+		h.lanes = append(h.lanes, l)
+		h.byQPN.Store(e.qp.Number(), l)
+	}
+	for i := range srqDeep {
+		h.repost(uint64(i))
+	}
+	return h
+}
+
+func (h *hall) letterAt(i uint64) int { return tortureLanes*laneBytes + int(i)*letterBytes }
+func (h *hall) wordAt() int           { return len(h.buf) - 8 }
+
+func (h *hall) repost(i uint64) {
+	l := h.lanes[0]
+	if _, err := h.srq.PostRecv([]ib.RecvWR{{ID: recvID + i, SGL: l.sge(h.letterAt(i), letterBytes)}}); err != nil {
+		h.t.Errorf("receive %d: %v", i, err)
+	}
+}
+
+// drive posts requests on a lane and takes completions, of whichever lane, until
+// it is told to stop and its own are done.
+func (h *hall) drive(l *lane, peer *hall, seed uint64, stop *atomic.Bool) {
+	rng := rand.New(rand.NewPCG(seed, uint64(l.index)))
+	for deadline := time.Now().Add(2 * time.Minute); !h.t.Failed(); {
+		if stop.Load() && l.out.Load() == 0 {
+			return
+		}
+		if time.Now().After(deadline) {
+			h.t.Errorf("lane %d: %d requests outstanding", l.index, l.out.Load())
+			return
+		}
+		for !stop.Load() && l.out.Load() < laneDeep/2 {
+			var wrs [4]ib.SendWR
+			n := 1 + rng.IntN(len(wrs))
+			for i := range n {
+				wrs[i] = h.draw(l, peer, rng)
+			}
+			l.out.Add(int64(n))
+			if _, err := l.qp.PostSend(wrs[:n]); err != nil {
+				h.t.Error(err)
+				return
+			}
+		}
+		if h.poll() == 0 {
+			runtime.Gosched()
+		}
+	}
+}
+
+// draw makes the next request of a lane.
+func (h *hall) draw(l *lane, peer *hall, rng *rand.Rand) ib.SendWR {
+	size := 1 << rng.IntN(15)
+	at := l.index * laneBytes
+	wr := ib.SendWR{ID: l.next, Flags: ib.SendSignaled, SGL: l.sge(at, size), RKey: peer.mr.RKey(),
+		RemoteAddr: peer.mr.Addr() + uint64(at+rng.IntN(laneBytes-size+1))}
+	l.next++
+	switch rng.IntN(5) {
+	case 0:
+		wr.Op = ib.OpRDMAWrite
+	case 1:
+		wr.Op, wr.SGL = ib.OpRDMARead, l.sge(at+laneBytes/2, size)
+	case 2:
+		wr.Op, wr.SGL = ib.OpAtomicFetchAdd, l.sge(at, 8)
+		wr.CompareAdd, wr.RemoteAddr = uint64(1+rng.IntN(9)), peer.mr.Addr()+uint64(peer.wordAt())
+		h.added.Add(wr.CompareAdd)
+	default:
+		letter := binary.LittleEndian.AppendUint64(nil, l.said)
+		wr.Op, wr.SGL, wr.Imm = ib.OpSendImm, nil, uint32(l.index)
+		wr.Inline = binary.LittleEndian.AppendUint64(letter, ^l.said)
+		l.said++
+	}
+	return wr
+}
+
+// poll takes completions of any lane.
+func (h *hall) poll() int {
+	h.polling.Lock()
+	defer h.polling.Unlock()
+	var wcs [16]ib.WC
+	n, err := h.cq.Poll(wcs[:])
+	if err != nil {
+		h.t.Error(err)
+	}
+	for i := range n {
+		h.take(&wcs[i])
+	}
+	return n
+}
+
+func (h *hall) take(wc *ib.WC) {
+	v, ok := h.byQPN.Load(wc.QPN)
+	if !ok || wc.Status != ib.WCSuccess {
+		h.t.Errorf("completion %+v: %v", *wc, wc.Err())
+		return
+	}
+	l := v.(*lane)
+	if wc.ID < recvID {
+		if want := l.done.Add(1) - 1; wc.ID != want {
+			h.t.Errorf("lane %d: completion of %d, want %d", l.index, wc.ID, want)
+		}
+		l.out.Add(-1)
+		h.sent.Add(1)
+		return
+	}
+	slot := wc.ID - recvID
+	b := h.buf[h.letterAt(slot):]
+	number, check := binary.LittleEndian.Uint64(b), binary.LittleEndian.Uint64(b[8:])
+	if want := l.heard.Add(1) - 1; number != want || check != ^want || wc.ByteLen != 16 || int(wc.Imm) != l.index {
+		h.t.Errorf("lane %d: message %d (%#x), %d bytes from lane %d, want %d", l.index, number, check, wc.ByteLen, wc.Imm, want)
+	}
+	h.received.Add(1)
+	h.repost(slot)
+}
+
+// Eight goroutines on each side, each with a queue pair of its own, on one
+// completion queue and one shared receive queue, everything at once in both
+// directions: each request completes once and in order, each message arrives
+// once and in order, and the words count each addition.
+func TestTorture(t *testing.T) {
+	for _, mode := range []string{linkLoop, linkUDP} {
+		t.Run(mode, func(t *testing.T) {
+			seed := testSeed(t)
+			a := newHall(t, openDevice(t, provider.Config{Link: mode}))
+			b := newHall(t, openDevice(t, provider.Config{Link: mode}))
+			for i := range tortureLanes {
+				a.lanes[i].connect(b.lanes[i].end)
+				b.lanes[i].connect(a.lanes[i].end)
+			}
+			var stop atomic.Bool
+			var wg sync.WaitGroup
+			for i := range tortureLanes {
+				wg.Go(func() { a.drive(a.lanes[i], b, seed, &stop) })
+				wg.Go(func() { b.drive(b.lanes[i], a, seed+1, &stop) })
+			}
+			time.Sleep(lasting(2500*time.Millisecond, time.Minute))
+			stop.Store(true)
+			wg.Wait()
+			for _, h := range []*hall{a, b} {
+				for h.poll() > 0 {
+				}
+			}
+			for _, two := range [][2]*hall{{a, b}, {b, a}} {
+				h, o := two[0], two[1]
+				said := uint64(0)
+				for i, l := range h.lanes {
+					said += l.said
+					if got := o.lanes[i].heard.Load(); got != l.said {
+						t.Errorf("lane %d: %d messages arrived of %d", i, got, l.said)
+					}
+				}
+				if got := wordOf(o.buf[o.wordAt():]); got != h.added.Load() {
+					t.Errorf("the word counts %d, want %d", got, h.added.Load())
+				}
+				t.Logf("%d requests, %d messages", h.sent.Load(), said)
+				if h.sent.Load() < 100 {
+					t.Errorf("only %d requests", h.sent.Load())
+				}
+			}
+		})
+	}
+}
+
+// Objects come and go, by many goroutines at once, while others use the device:
+// numbers and keys are reused, and no one meets another's.
+func TestTortureChurn(t *testing.T) {
+	for _, mode := range []string{linkLoop, linkUDP} {
+		t.Run(mode, func(t *testing.T) {
+			x, y := openDevice(t, provider.Config{Link: mode}), openDevice(t, provider.Config{Link: mode})
+			var wg sync.WaitGroup
+			var rounds atomic.Int64
+			until := time.Now().Add(lasting(700*time.Millisecond, 20*time.Second))
+			for w := range 6 {
+				wg.Go(func() {
+					for i := 0; time.Now().Before(until) && !t.Failed(); i++ {
+						if err := churn(x, y, byte(w*50+i)); err != nil {
+							t.Error(err)
+							return
+						}
+						rounds.Add(1)
+					}
+				})
+			}
+			wg.Wait()
+			t.Logf("%d connections", rounds.Load())
+		})
+	}
+}
+
+// churn makes a connection, uses it and closes everything.
+func churn(x, y *Device, mark byte) (err error) {
+	rec := &recorder{}
+	a, b := newEnd(rec, x, ib.RC, 2048), newEnd(rec, y, ib.RC, 2048)
+	a.connect(b)
+	b.connect(a)
+	fill(a.buf, mark)
+	a.post(a.write(b, 0, 2048))
+	a.ok()
+	if k := firstDifference(a.buf, b.buf); k >= 0 {
+		rec.Errorf("wrong from byte %d on", k)
+	}
+	b.close()
+	a.close()
+	return rec.err
+}
+
+// recorder is a testing.TB for helpers that run in other goroutines: it keeps
+// the first failure.
+type recorder struct {
+	testing.TB
+	err error
+}
+
+func (r *recorder) Helper() {}
+func (r *recorder) Errorf(format string, args ...any) {
+	if r.err == nil {
+		r.err = fmt.Errorf(format, args...)
+	}
+}
+func (r *recorder) Error(args ...any)                 { r.Errorf("%s", fmt.Sprint(args...)) }
+func (r *recorder) Fatal(args ...any)                 { r.Error(args...); panic(r.err) }
+func (r *recorder) Fatalf(format string, args ...any) { r.Errorf(format, args...); panic(r.err) }

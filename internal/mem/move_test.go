@@ -1,0 +1,43 @@
+package mem
+
+import (
+	"errors"
+	"testing"
+)
+
+// faultError is what the runtime panics with when memory is gone.
+type faultError uintptr
+
+func (e faultError) Addr() uintptr { return uintptr(e) }
+
+// faultBuf is a global variable, because what is on the stack moves.
+var faultBuf [400]byte
+
+// Only faults in the memory that is being moved are caught; any other panic is
+// a bug, and goes on.
+func TestFaultAddr(t *testing.T) {
+	d, s := faultBuf[8:108], faultBuf[200:300]
+	caught := func(e any) (ok bool) {
+		defer func() { recover() }()
+		faultAddr(e, d, s)
+		return true
+	}
+	for _, c := range []struct {
+		name string
+		e    any
+		want bool
+	}{
+		{"first byte of the target", faultError(addrOf(d)), true},
+		{"last byte of the target", faultError(addrOf(d) + 99), true},
+		{"first byte of the source", faultError(addrOf(s)), true},
+		{"behind the source", faultError(addrOf(s) + 100), false},
+		{"before the target", faultError(addrOf(d) - 8), false},
+		{"nil", faultError(0), false},
+		{"another error", errors.New("bug"), false},
+		{"a string", "bug", false},
+	} {
+		if got := caught(c.e); got != c.want {
+			t.Errorf("%s: %v", c.name, got)
+		}
+	}
+}

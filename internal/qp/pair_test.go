@@ -1,0 +1,597 @@
+package qp
+
+// Two queue pairs that talk at random over a network that loses, repeats,
+// overtakes and cuts trains, under virtual time. Everything is drawn from a seed
+// that is in the name of the test:
+//
+//	go test ./internal/qp -run 'TestPair/seed=7$'
+//
+//  1. side: one end's program: what it posts, and what it knows must come of it.
+//  2. network: what is under way, and when it arrives.
+//  3. run: time goes from one thing that happens to the next.
+//  4. TestPair: everything succeeds, in order, exactly once; memory is as the
+//     model says. TestPairRevoked: memory goes away in the middle.
+
+import (
+	"bytes"
+	"container/heap"
+	"encoding/binary"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/train"
+)
+
+const (
+	areaSize  = 32 << 10
+	slotSize  = 12 << 10 // a receive, or the result of a READ
+	slots     = 16
+	nCounters = 8
+)
+
+// pending is a request that has been posted: how it must end.
+type pending struct {
+	id       uint64
+	op       ib.WCOpcode
+	signaled bool
+	verify   func() error
+}
+
+// message is what a receive must find.
+type message struct {
+	data []byte
+	imm  uint32
+	with ib.WCFlags
+	op   ib.WCOpcode
+}
+
+// side is the program at one end.
+type side struct {
+	*end
+	rng    *rand.Rand
+	peer   *side
+	left   int // requests to post
+	nextID uint64
+	posted []pending // oldest first
+	fence  bool      // the next request must wait for READs
+
+	// What the peer's memory must look like once all that was posted is done.
+	dst      []byte
+	counters [nCounters]uint64
+	inbox    []message // what has been sent to this side, oldest first
+
+	recvLeft           int // receives to post
+	recvPosted, recvID uint64
+
+	failed    bool        // a completion was not a success
+	flushing  bool        // one of a request was not: all that follow are flushed
+	first     ib.WCStatus // that one's
+	completed int
+	received  int
+}
+
+func (s *side) reg(name string) *region { return s.regions[name] }
+
+// newSide makes an end's memory: what it sends from, what its peer may write,
+// read and count in, and where messages and results go.
+func newSide(e *end, rng *rand.Rand, requests int) *side {
+	s := &side{end: e, rng: rng, left: requests, dst: make([]byte, areaSize)}
+	for _, r := range []struct {
+		name string
+		size int
+	}{{"src", areaSize}, {"dst", areaSize}, {"ctr", 8 * nCounters}, {"rcv", slots * slotSize}, {"res", slots * slotSize}} {
+		m := e.register(r.name, r.size, testPD, allRights)
+		clear(m.buf)
+	}
+	for i := range s.reg("src").buf {
+		s.reg("src").buf[i] = byte(rng.Uint32())
+	}
+	return s
+}
+
+// size draws the length of a message: often none, short, or just about a
+// multiple of the MTU.
+func (s *side) size() int {
+	switch mtu := s.q.mtu; s.rng.IntN(5) {
+	case 0:
+		return s.rng.IntN(3)
+	case 1:
+		return min(max(0, mtu*s.rng.IntN(4)+s.rng.IntN(3)-1), slotSize)
+	case 2:
+		return s.rng.IntN(slotSize)
+	default:
+		return s.rng.IntN(600)
+	}
+}
+
+// pieces cuts a range of a region into a scatter/gather list.
+func (s *side) pieces(r *region, off uint64, n int) (l []ib.SGE) {
+	for len(l) < 3 && n > 0 && s.rng.IntN(2) == 0 {
+		k := 1 + s.rng.IntN(n)
+		l = append(l, r.at(off, k))
+		off, n = off+uint64(k), n-k
+	}
+	if n > 0 {
+		l = append(l, r.at(off, n))
+	}
+	return l
+}
+
+// post posts a request at random, with what must come of it.
+func (s *side) post() bool {
+	id := s.nextID
+	n := s.size()
+	from := s.rng.IntN(areaSize - n + 1)
+	data := s.reg("src").buf[from:][:n]
+	slot := uint64(id%slots) * slotSize
+	wr := ib.SendWR{ID: id, SGL: s.pieces(s.reg("src"), uint64(from), n)}
+	p := pending{id: id, verify: func() error { return nil }}
+	if s.fence {
+		wr.Flags |= ib.SendFence
+	}
+	fenceNext := false
+	remote := func(name string, off int) {
+		r := s.peer.reg(name)
+		wr.RKey, wr.RemoteAddr = r.Key(), r.IOVA()+uint64(off)
+	}
+	var after func() // what changes when it is posted
+	switch k := s.rng.IntN(10); {
+	case k < 3: // SEND
+		p.op, wr.Op = ib.WCSend, ib.OpSend
+		m := message{data: data, op: ib.WCRecv}
+		if s.rng.IntN(2) == 0 {
+			wr.Op, wr.Imm = ib.OpSendImm, s.rng.Uint32()
+			m.imm, m.with = wr.Imm, ib.WCWithImm
+		}
+		if n <= 64 && s.rng.IntN(2) == 0 {
+			wr.Inline, wr.SGL = data, nil
+		}
+		after = func() { s.peer.expect(m) }
+	case k < 6: // WRITE
+		p.op, wr.Op = ib.WCRDMAWrite, ib.OpRDMAWrite
+		to := s.rng.IntN(areaSize - n + 1)
+		remote("dst", to)
+		imm := s.rng.IntN(3) == 0
+		if imm {
+			wr.Op, wr.Imm = ib.OpRDMAWriteImm, s.rng.Uint32()
+		}
+		after = func() {
+			copy(s.dst[to:], data)
+			if imm {
+				s.peer.expect(message{data: make([]byte, n), imm: wr.Imm, with: ib.WCWithImm, op: ib.WCRecvRDMAWithImm})
+			}
+		}
+	case k < 8: // READ, of what does not change, or of what does with a fence behind it
+		p.op, wr.Op = ib.WCRDMARead, ib.OpRDMARead
+		want := s.peer.reg("src").buf
+		remote("src", from)
+		if s.rng.IntN(2) == 0 {
+			want = bytes.Clone(s.dst)
+			remote("dst", from)
+			fenceNext = true
+		}
+		wr.SGL = s.pieces(s.reg("res"), slot, n)
+		p.verify = func() error {
+			if !bytes.Equal(s.reg("res").buf[slot:][:n], want[from:][:n]) {
+				return fmt.Errorf("READ %d of %d bytes brought other bytes", id, n)
+			}
+			return nil
+		}
+	default: // atomic
+		i := s.rng.IntN(nCounters)
+		remote("ctr", 8*i)
+		wr.SGL = []ib.SGE{s.reg("res").at(slot, 8)}
+		before, now := s.counters[i], s.counters[i]
+		if k == 8 {
+			p.op, wr.Op, wr.CompareAdd = ib.WCFetchAdd, ib.OpAtomicFetchAdd, s.rng.Uint64()
+			now += wr.CompareAdd
+		} else {
+			p.op, wr.Op, wr.CompareAdd, wr.Swap = ib.WCCompSwap, ib.OpAtomicCmpSwap, s.rng.Uint64(), s.rng.Uint64()
+			if s.rng.IntN(2) == 0 {
+				wr.CompareAdd, now = before, wr.Swap
+			}
+		}
+		after = func() { s.counters[i] = now }
+		p.verify = func() error {
+			if got := binary.NativeEndian.Uint64(s.reg("res").buf[slot:]); got != before {
+				return fmt.Errorf("atomic %d returned %d, not %d", id, got, before)
+			}
+			return nil
+		}
+	}
+	// A request that asks for no completion keeps its place in the queue until a
+	// later one that does has completed.
+	if often := max(1, uint64(s.q.Cap.MaxSendWR)/2); s.rng.IntN(3) == 0 || id%often == 0 || s.left == 1 {
+		p.signaled = true
+		wr.Flags |= ib.SendSignaled
+	}
+	if _, err := s.q.PostSend([]ib.SendWR{wr}); err != nil {
+		return false // the queue is full
+	}
+	if after != nil {
+		after()
+	}
+	s.nextID++
+	s.left--
+	s.fence = fenceNext
+	s.posted = append(s.posted, p)
+	return true
+}
+
+// expect notes that a message is on its way to this side, which needs a receive.
+func (s *side) expect(m message) {
+	s.inbox = append(s.inbox, m)
+	s.recvLeft++
+}
+
+// postRecv posts a receive in the next slot; at most half of the slots are in use.
+func (s *side) postRecv() {
+	off := s.recvID % slots * slotSize
+	if s.recv.Post([]ib.RecvWR{{ID: s.recvID, SGL: s.pieces(s.reg("rcv"), off, slotSize)}}) != 1 {
+		return
+	}
+	s.recvLeft--
+	s.recvID++
+	s.q.FlushReceive()
+}
+
+// poll takes completions and checks them.
+func (s *side) poll() error {
+	var wcs [8]ib.WC
+	for n := s.sendCQ.Poll(wcs[:]); n > 0; n = s.sendCQ.Poll(wcs[:]) {
+		for i := range n {
+			if err := s.sent(&wcs[i]); err != nil {
+				return err
+			}
+		}
+	}
+	for n := s.recvCQ.Poll(wcs[:]); n > 0; n = s.recvCQ.Poll(wcs[:]) {
+		for i := range n {
+			if err := s.arrived(&wcs[i]); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// sent checks the completion of a request: it is the next one that asked for a
+// completion, and all before it are done.
+func (s *side) sent(wc *ib.WC) error {
+	s.w.log("%s", describeWC(s.end, "send", wc))
+	for len(s.posted) > 0 {
+		p := s.posted[0]
+		if s.flushing && p.id != wc.ID {
+			return fmt.Errorf("%s: completion of %d before that of %d", s.name, wc.ID, p.id)
+		}
+		s.posted = s.posted[1:]
+		s.completed++
+		if p.id != wc.ID {
+			if p.signaled {
+				return fmt.Errorf("%s: request %d was passed over by %d", s.name, p.id, wc.ID)
+			}
+			if err := p.verify(); err != nil {
+				return err
+			}
+			continue
+		}
+		switch {
+		case s.flushing && wc.Status != ib.WCWRFlushErr:
+			return fmt.Errorf("%s: request %d ended with %v after a failure", s.name, wc.ID, wc.Status)
+		case wc.Status != ib.WCSuccess:
+			if !s.flushing {
+				s.failed, s.flushing, s.first = true, true, wc.Status
+			}
+			return nil
+		case !p.signaled || wc.Op != p.op:
+			return fmt.Errorf("%s: request %d completed as %+v", s.name, wc.ID, wc)
+		}
+		return p.verify()
+	}
+	return fmt.Errorf("%s: completion of %d, which is not outstanding", s.name, wc.ID)
+}
+
+// arrived checks a receive: its turn, and the message of its turn.
+func (s *side) arrived(wc *ib.WC) error {
+	s.w.log("%s", describeWC(s.end, "recv", wc))
+	if wc.ID != s.recvPosted {
+		return fmt.Errorf("%s: receive %d completed, it was the turn of %d", s.name, wc.ID, s.recvPosted)
+	}
+	s.recvPosted++
+	if wc.Status != ib.WCSuccess {
+		s.failed = true
+		return nil
+	}
+	if len(s.inbox) == 0 {
+		return fmt.Errorf("%s: receive %d found a message that nobody sent", s.name, wc.ID)
+	}
+	m := s.inbox[0]
+	s.inbox = s.inbox[1:]
+	s.received++
+	if wc.Op != m.op || wc.ByteLen != uint32(len(m.data)) || wc.Imm != m.imm || wc.Flags != m.with {
+		return fmt.Errorf("%s: receive %d completed as %+v, sent was %v of %d bytes, imm %d", s.name, wc.ID, *wc, m.op, len(m.data), m.imm)
+	}
+	if m.op == ib.WCRecv && !bytes.Equal(s.reg("rcv").buf[wc.ID%slots*slotSize:][:len(m.data)], m.data) {
+		return fmt.Errorf("%s: receive %d holds other bytes", s.name, wc.ID)
+	}
+	return nil
+}
+
+// done reports whether nothing is outstanding.
+func (s *side) done() bool {
+	return s.left == 0 && len(s.posted) == 0 && (s.failed || s.peer.failed || len(s.inbox) == 0)
+}
+
+// parcel is a train with its time of arrival.
+type parcel struct {
+	at    Time
+	order int
+	to    *side
+	t     *train.Train
+}
+
+type parcels []parcel
+
+func (p parcels) Len() int { return len(p) }
+func (p parcels) Less(i, j int) bool {
+	return p[i].at < p[j].at || p[i].at == p[j].at && p[i].order < p[j].order
+}
+func (p parcels) Swap(i, j int) { p[i], p[j] = p[j], p[i] }
+func (p *parcels) Push(x any)   { *p = append(*p, x.(parcel)) }
+func (p *parcels) Pop() any {
+	old := *p
+	x := old[len(old)-1]
+	*p = old[:len(old)-1]
+	return x
+}
+
+// game is one run.
+type game struct {
+	w     *world
+	rng   *rand.Rand
+	sides [2]*side
+	net   parcels
+	order int
+
+	lose, repeat, late float64 // how often
+	revoke             func()  // what happens when this many requests are left, if anything
+	revokeAt           int
+}
+
+func newGame(t *testing.T, seed uint64, requests int) *game {
+	rng := rand.New(rand.NewPCG(seed, 1))
+	draw := func() setup {
+		s := usual()
+		s.window = []int{4, 8, 16, 64}[rng.IntN(4)]
+		s.psn = rng.Uint32N(1<<24-1) + 1
+		if rng.IntN(2) == 0 {
+			s.psn = 0xffffff - rng.Uint32N(100) // it soon wraps
+		}
+		if rng.IntN(3) == 0 {
+			s.credits = 2 + rng.IntN(20)
+		}
+		s.timer = uint8(1 + rng.IntN(12))
+		s.cq, s.sq, s.rq = 256, 1+rng.IntN(slots), slots/2
+		return s
+	}
+	a, b := draw(), draw()
+	a.mtu = []ib.MTU{ib.MTU256, ib.MTU512, ib.MTU1024}[rng.IntN(3)]
+	b.mtu = a.mtu
+	a.rd, b.rd = uint8(1+rng.IntN(MaxRDAtomic)), uint8(1+rng.IntN(MaxRDAtomic))
+	a.destRD, b.destRD = b.rd, a.rd // no more than the peer sends
+	g := &game{rng: rng, w: newPair(t, a, b)}
+	g.w.byRef = rng.IntN(4) == 0
+	g.lose, g.repeat, g.late = rng.Float64()*0.1, rng.Float64()*0.1, rng.Float64()*0.1
+	switch rng.IntN(4) {
+	case 0:
+		g.lose = 0
+	case 1:
+		g.lose, g.repeat, g.late = 0, 0, 0
+	}
+	for i, e := range g.w.ends() {
+		g.sides[i] = newSide(e, rng, requests)
+	}
+	g.sides[0].peer, g.sides[1].peer = g.sides[1], g.sides[0]
+	return g
+}
+
+// trace logs what is sent and what arrives, if the test is asked to be verbose.
+func (g *game) trace() {
+	if !testing.Verbose() {
+		return
+	}
+	g.w.seen = func(to *end, t *train.Train) { g.w.t.Logf("[%v] %s", g.w.now-epoch, describe(to, t)) }
+	g.w.log = func(format string, args ...any) { g.w.t.Logf("[%v] %s", g.w.now-epoch, fmt.Sprintf(format, args...)) }
+}
+
+// ship takes what the ends have put on the wires into the network.
+func (g *game) ship() {
+	for _, s := range g.sides {
+		trains := s.wire
+		s.wire = nil
+		for _, t := range trains {
+			for !g.w.byRef && t.N > 1 && g.rng.IntN(3) == 0 { // it is cut on the way
+				k := 1 + g.rng.IntN(t.N-1)
+				g.carry(s, cut(t, 0, k))
+				t = cut(t, k, t.N-k)
+			}
+			g.carry(s, t)
+		}
+	}
+}
+
+func (g *game) carry(to *side, t *train.Train) {
+	if g.rng.Float64() < g.lose {
+		return
+	}
+	at := g.w.now + 5*time.Microsecond
+	if g.rng.Float64() < g.late {
+		at += time.Duration(g.rng.IntN(100)) * time.Microsecond
+	}
+	copies := 1
+	if g.rng.Float64() < g.repeat {
+		copies = 2
+	}
+	for range copies {
+		g.order++
+		heap.Push(&g.net, parcel{at, g.order, to, copyTrain(t)})
+		at += time.Duration(g.rng.IntN(50)) * time.Microsecond
+	}
+}
+
+// step lets the programs act, and then the next thing happen.
+func (g *game) step() error {
+	for _, s := range g.sides {
+		for s.left > 0 && g.rng.IntN(3) > 0 && s.post() {
+		}
+		for s.recvLeft > 0 && g.rng.IntN(4) > 0 && s.recvID-s.recvPosted < slots/2 {
+			s.postRecv()
+		}
+	}
+	if g.revoke != nil && g.sides[0].left+g.sides[1].left <= g.revokeAt {
+		g.revoke()
+		g.revoke = nil
+	}
+	g.pull()
+	next := g.w.now + 100*time.Microsecond // programs run again
+	if len(g.net) > 0 {
+		next = min(next, g.net[0].at)
+	}
+	for _, s := range g.sides {
+		if d := s.q.Deadline(); d != 0 {
+			next = min(next, max(d, g.w.now))
+		}
+	}
+	g.w.now = next
+	for _, s := range g.sides {
+		if d := s.q.Deadline(); d != 0 && d <= g.w.now {
+			s.q.Tick(g.w.now)
+		}
+	}
+	for len(g.net) > 0 && g.net[0].at <= g.w.now {
+		p := heap.Pop(&g.net).(parcel)
+		g.w.log("%s takes psn=%06x n=%d of %s", p.to.name, p.t.PSN, p.t.N, kindNames[p.t.Kind])
+		p.to.receive(p.t)
+		if g.rng.IntN(2) == 0 { // otherwise the answer waits for more
+			g.pull()
+		}
+	}
+	g.pull()
+	for _, s := range g.sides {
+		if err := s.poll(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (g *game) pull() {
+	g.w.pullAll()
+	g.ship()
+}
+
+// play runs until all is done.
+func (g *game) play() error {
+	for steps := 0; !g.sides[0].done() || !g.sides[1].done(); steps++ {
+		if steps > 200000 {
+			return fmt.Errorf("it hangs at %v: %s; %s; %d and %d requests outstanding", g.w.now,
+				describeQP(g.sides[0].end), describeQP(g.sides[1].end), len(g.sides[0].posted), len(g.sides[1].posted))
+		}
+		if err := g.step(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// pairSeeds is how many seeds are tried.
+func pairSeeds() uint64 {
+	if os.Getenv("VERBENA_FULL") != "" {
+		return 5000
+	}
+	return 60
+}
+
+func TestPair(t *testing.T) {
+	for seed := range pairSeeds() {
+		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
+			g := newGame(t, seed, 150)
+			g.trace()
+			if err := g.play(); err != nil {
+				t.Fatal(err)
+			}
+			for _, s := range g.sides {
+				if s.failed || s.q.State() != ib.QPRTS {
+					t.Errorf("%s has failed", s.name)
+				}
+				if s.completed != 150 || len(s.events) != 0 {
+					t.Errorf("%s: %d completed, events %v", s.name, s.completed, s.events)
+				}
+				if !bytes.Equal(s.peer.reg("dst").buf, s.dst) {
+					t.Errorf("%s's WRITEs have left other bytes", s.name)
+				}
+				for i, want := range s.counters {
+					if got := binary.NativeEndian.Uint64(s.peer.reg("ctr").buf[8*i:]); got != want {
+						t.Errorf("%s's atomics have left %d, not %d", s.name, got, want)
+					}
+				}
+				if s.credits != nil && s.q.req.held != 0 {
+					t.Errorf("%s holds %d credits", s.name, s.q.req.held)
+				}
+			}
+		})
+	}
+}
+
+// TestPairRevoked: a region goes away while requests use it. Whoever is hit gets
+// the right error, everything else is flushed, nobody waits for ever, and the
+// memory is not touched any more.
+func TestPairRevoked(t *testing.T) {
+	hit, ran := 0, 0
+	for seed := range pairSeeds() {
+		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
+			g := newGame(t, seed, 150)
+			victim := g.sides[g.rng.IntN(2)]
+			name := []string{"src", "dst", "rcv", "res", "ctr"}[g.rng.IntN(5)]
+			var frozen []byte
+			g.revokeAt = 100 + g.rng.IntN(150)
+			g.revoke = func() {
+				if err := victim.reg(name).Close(); err != nil {
+					t.Fatal(err)
+				}
+				frozen = bytes.Clone(victim.reg(name).buf)
+			}
+			g.trace()
+			if err := g.play(); err != nil {
+				t.Fatalf("%s of %s: %v", name, victim.name, err)
+			}
+			if !bytes.Equal(victim.reg(name).buf, frozen) {
+				t.Errorf("%s of %s was changed after it was closed", name, victim.name)
+			}
+			// Who owned the region finds it missing himself, or is in the error
+			// state for having refused the peer; the peer hears of it, or of
+			// nothing any more.
+			own := map[string][]ib.WCStatus{"src": {ib.WCLocProtErr}, "res": {ib.WCLocProtErr}}[name]
+			theirs := map[string][]ib.WCStatus{"src": {ib.WCRemAccessErr}, "dst": {ib.WCRemAccessErr},
+				"ctr": {ib.WCRemAccessErr}, "rcv": {ib.WCRemOpErr}}[name]
+			if s := victim; s.flushing && !slices.Contains(append(own, ib.WCWRFlushErr), s.first) {
+				t.Errorf("%s of %s was closed, its own requests ended with %v", name, s.name, s.first)
+			}
+			if s := victim.peer; s.flushing && !slices.Contains(append(theirs, ib.WCRetryExcErr), s.first) {
+				t.Errorf("%s of %s was closed, the peer's requests ended with %v", name, victim.name, s.first)
+			}
+			ran++
+			if g.sides[0].failed || g.sides[1].failed {
+				hit++
+			}
+		})
+	}
+	if hit < ran*9/10 {
+		t.Errorf("only %d regions of %d were missed by anybody", hit, ran)
+	}
+}

@@ -1,0 +1,12 @@
+// Package interop holds tests between processes: Verbena against itself on two
+// loopback addresses and in two network namespaces, with losses made by the
+// kernel and peers that die.
+//
+// There is no code in it but tests. A test starts its own program again, twice,
+// each copy playing one side of a scenario; what the sides have to tell each
+// other, as programs would over a socket of their own, goes through the test by
+// the copies' standard input and output.
+//
+// The tests in namespaces need root and iproute2. Where that is missing they are
+// skipped and say so; with CI=true they fail instead.
+package interop
