@@ -3,13 +3,16 @@ module github.com/verbena-rdma/verbena
 go 1.26.0
 
 require (
-	github.com/alecthomas/kong v1.16.1 // indirect
-	github.com/cockroachdb/datadriven v1.0.3 // indirect
-	github.com/gopacket/gopacket v1.7.4 // indirect
+	github.com/alecthomas/kong v1.16.1
+	github.com/cockroachdb/datadriven v1.0.3
+	github.com/gopacket/gopacket v1.7.4
+	go.uber.org/goleak v1.3.0
+	golang.org/x/sys v0.49.0
+	golang.org/x/term v0.47.0
+	pgregory.net/rapid v1.3.0
+)
+
+require (
 	github.com/pmezard/go-difflib v1.0.0 // indirect
-	go.uber.org/goleak v1.3.0 // indirect
 	golang.org/x/net v0.55.0 // indirect
-	golang.org/x/sys v0.49.0 // indirect
-	golang.org/x/term v0.47.0 // indirect
-	pgregory.net/rapid v1.3.0 // indirect
 )

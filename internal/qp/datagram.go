@@ -46,7 +46,8 @@ func (q *QP) receiveDatagram(t *train.Train) mem.Fault {
 	}
 	r.grh = wire.AppendGRH(r.grh[:0], t.From, t.To, t.TClass, t.HopLimit, datagramLen(t))
 	r.raw[0] = r.grh
-	if f, _ := mem.Copy(q.receiveList(0), &mem.List{Raw: r.raw[:]}, ib.GRHLength, false); !f.OK() {
+	r.from = mem.List{Raw: r.raw[:]}
+	if f, _ := mem.Copy(q.receiveList(0), &r.from, ib.GRHLength, false); !f.OK() {
 		return q.refuseDatagram(ib.WCLocProtErr, vendorFault(f))
 	}
 	if f, side := mem.Copy(q.receiveList(ib.GRHLength), &t.Payload, uint64(t.Len), true); !f.OK() {

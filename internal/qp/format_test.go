@@ -167,6 +167,9 @@ func describeQP(e *end) string {
 		if e.credits != nil {
 			s += fmt.Sprintf(" credits=%d/%d", r.held, e.credits.free.Load())
 		}
+		if q.Stalled() {
+			s += " stalled"
+		}
 	}
 	return s + fmt.Sprintf(" expects=%06x msn=%d sends=%d receives=%d on-wire=%d",
 		q.resp.epsn, q.resp.msn, q.sq.tail-q.sq.head, e.recv.Len(), len(e.wire))

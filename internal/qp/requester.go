@@ -316,6 +316,9 @@ func (q *QP) requestFailed(t *train.Train, f mem.Fault, now Time) {
 		q.rewind(t.PSN)
 		r.unacked = 1 // nobody knows whether what went before has asked
 	} else {
+		if r.cur == q.sq.head {
+			return // from before a reset, or flushed meanwhile
+		}
 		r.cur = q.sq.head
 	}
 	q.failLocal(ib.WCLocProtErr, vendorFault(f), now)

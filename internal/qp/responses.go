@@ -31,6 +31,7 @@ type answers struct {
 
 	// scratch for building lists without allocating
 	list mem.List
+	from mem.List
 	sge  [1]ib.SGE
 	raw  [1][]byte
 	grh  []byte

@@ -256,8 +256,12 @@ func (e *end) pull() int {
 			e.w.t.Fatalf("%s never stops sending", e.name)
 		}
 		t := new(train.Train)
+		pending := e.q.Pending()
 		if !e.q.Pull(t, e.w.now) {
 			return n
+		}
+		if !pending {
+			e.w.t.Fatalf("%s sends what was not pending: %+v", e.name, t)
 		}
 		if err := malformed(t); err != nil {
 			e.w.t.Fatalf("%s sends a train that no link can carry: %v: %+v", e.name, err, t)
@@ -274,7 +278,9 @@ func (e *end) pull() int {
 		}
 		e.w.seen(to, t)
 		to.wire = append(to.wire, t)
-		e.q.Sent(t, e.w.now)
+		if !e.w.byRef {
+			e.q.Sent(t, e.w.now)
+		}
 	}
 }
 
@@ -342,6 +348,8 @@ func (e *end) receive(t *train.Train) {
 	if f := e.q.Receive(t, e.w.now); !f.OK() {
 		e.w.log("%s link: cannot read the payload of psn=%06x: %v", e.peer.name, t.PSN, f.Kind)
 		e.peer.q.SendFailed(t, f, e.w.now)
+	} else if e.w.byRef {
+		e.peer.q.Sent(t, e.w.now)
 	}
 }
 
