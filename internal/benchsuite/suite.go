@@ -145,6 +145,8 @@ func (b *bench) measure(g *group, cs []contender, r *groupResult) error {
 // measureOne lets a contender measure once, and notes what went wrong on the
 // network meanwhile.
 func (b *bench) measureOne(c *contender, r *groupResult) ([]float64, error) {
+	watchdog := time.AfterFunc(hangLimit+10*b.duration, hang)
+	defer watchdog.Stop()
 	if c.side == nil {
 		return b.profiled(c)
 	}
@@ -171,6 +173,17 @@ func (b *bench) profiled(c *contender) ([]float64, error) {
 	}
 	got, err := c.run(b.duration)
 	return got, errors.Join(err, stop())
+}
+
+// hangLimit is how much longer than planned a measurement may take. A loop that
+// waits gives up long before; this is for a call that never returns.
+const hangLimit = 2 * time.Minute
+
+// hang ends a suite that does nothing any more, and shows where.
+func hang() {
+	_ = pprof.Lookup("goroutine").WriteTo(os.Stderr, 2)
+	fmt.Fprintln(os.Stderr, "benchsuite: a measurement hangs; above is where")
+	os.Exit(1)
 }
 
 var notInName = regexp.MustCompile(`[^a-z0-9]+`)

@@ -1,6 +1,8 @@
 package device
 
 import (
+	"net/netip"
+	"sync/atomic"
 	"time"
 
 	"github.com/verbena-rdma/verbena/internal/link"
@@ -10,11 +12,38 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// loopPeer is the loop link to a device of this process: a direct call, and one
-// copy from the source's region to the target's.
+// loopPeer is the loop link to an address of this process: a direct call, and
+// one copy from the source's region to the target's.
 type loopPeer struct {
+	addr   netip.Addr
+	target atomic.Pointer[loopTarget]
+}
+
+// loopTarget is the device that stands at the address, or stood there last.
+type loopTarget struct {
 	dev   *Device
-	shift qp.Time // from the sender's time to the peer's
+	shift qp.Time // from the sender's time to the device's
+}
+
+// newLoopPeer returns the loop link from a device to an address, or nil if no
+// device of this process that takes part in it is there.
+func newLoopPeer(from *Device, a netip.Addr) *loopPeer {
+	p := &loopPeer{addr: a}
+	if p.find(from) == nil {
+		return nil
+	}
+	return p
+}
+
+// find looks the address up.
+func (p *loopPeer) find(from *Device) *loopTarget {
+	dev := lookupDevice(p.addr)
+	if dev == nil || !dev.loopback {
+		return nil
+	}
+	t := &loopTarget{dev: dev, shift: from.base.Sub(dev.base)}
+	p.target.Store(t)
+	return t
 }
 
 // loopWindow is the loop link's: only the number space bounds it.
@@ -29,18 +58,24 @@ func (p *loopPeer) deliver(from *Device, t *train.Train, now qp.Time) mem.Fault 
 	if from.capture != nil {
 		from.captureLoop(t, from.capture)
 	}
-	if p.dev.capture != nil && p.dev != from {
-		p.dev.captureLoop(t, p.dev.capture)
+	to := p.target.Load()
+	if to.dev.stopped.Load() {
+		if to = p.find(from); to == nil {
+			return mem.Fault{} // lost: nobody is there
+		}
 	}
-	q := p.dev.qps.Get(t.DestQP)
+	if to.dev.capture != nil && to.dev != from {
+		to.dev.captureLoop(t, to.dev.capture)
+	}
+	q := to.dev.qps.Get(t.DestQP)
 	if q == nil {
-		p.dev.noQP.Add(uint64(t.N))
+		to.dev.noQP.Add(uint64(t.N))
 		return mem.Fault{}
 	}
-	now += p.shift
+	now += to.shift
 	fault, due := q.receive(t, now)
 	if due {
-		p.dev.answer(q, now)
+		to.dev.answer(q, now)
 	}
 	return fault
 }

@@ -39,8 +39,8 @@ func (d *Device) makeFlow(op string, a *ib.AHAttr) (*train.Flow, error) {
 	}
 	f.SrcPort = 0xc000 | uint16(maphash.Comparable(flowSeed, [2]netip.Addr{f.Src, f.Dst})^uint64(a.FlowLabel))&0x3fff
 	if d.loopback {
-		if peer := lookupDevice(f.Dst); peer != nil && peer.loopback {
-			f.Link = &loopPeer{dev: peer, shift: d.base.Sub(peer.base)}
+		if p := newLoopPeer(d, f.Dst); p != nil {
+			f.Link = p
 			return f, nil
 		}
 	}

@@ -173,6 +173,34 @@ func TestQPClosedUnderItsPeer(t *testing.T) {
 	}
 }
 
+// A receiver that has its message and closes its queue pair at once owes the
+// sender nothing: the message was acknowledged before it was delivered. Whoever
+// has seen a completion of the target's may rely on the initiator's.
+func TestCloseAfterReceive(t *testing.T) {
+	for _, mode := range []string{linkLoop, linkUDP} {
+		for _, op := range []ib.Opcode{ib.OpSend, ib.OpRDMAWriteImm} {
+			t.Run(fmt.Sprintf("%s/%v", mode, op), func(t *testing.T) {
+				x, y := openDevice(t, provider.Config{Link: mode}), openDevice(t, provider.Config{Link: mode})
+				for i := range lastingOps(20, 500) {
+					a, b := newEnd(t, x, ib.RC, 64), newEnd(t, y, ib.RC, 64)
+					hurry(a)
+					a.connect(b)
+					b.connect(a)
+					b.recv(ib.RecvWR{ID: 1, SGL: b.sge(0, 64)})
+					a.post(ib.SendWR{Op: op, SGL: a.sge(0, 8), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()})
+					b.ok()
+					b.close()
+					wc := a.wait()
+					a.close()
+					if wc.Status != ib.WCSuccess {
+						t.Fatalf("message %d arrived, and its sender is told %v", i, wc.Status)
+					}
+				}
+			})
+		}
+	}
+}
+
 // Everybody closes everything at once, under load, from several goroutines.
 func TestCloseStorm(t *testing.T) {
 	for _, mode := range []string{linkLoop, linkUDP} {

@@ -140,6 +140,9 @@ func (d *Device) sendLink(ts []*train.Train) (int, mem.Fault) {
 	}
 	var pe *link.PayloadError
 	if errors.As(err, &pe) {
+		if pe.Packet > 0 {
+			ts[n].TrimFront(pe.Packet) // what failed begins there
+		}
 		return n, pe.Fault
 	}
 	return k, mem.Fault{}

@@ -50,7 +50,7 @@ func (c *cutter) whole(buf []byte, i int, ps *wire.Pseudo) ([]byte, error) {
 	}
 	b, fault := c.appendPacket(buf[:0], h, i, n)
 	if !fault.OK() {
-		return nil, &PayloadError{Fault: fault}
+		return nil, &PayloadError{Fault: fault, Packet: i}
 	}
 	return seal(b, 0, ps, 0), nil
 }

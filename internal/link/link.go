@@ -72,7 +72,11 @@ const (
 	NumReasons
 )
 
-// PayloadError reports that a train's payload could not be read.
-type PayloadError struct{ Fault mem.Fault }
+// PayloadError reports that a train's payload could not be read. The packets
+// before Packet were sent.
+type PayloadError struct {
+	Fault  mem.Fault
+	Packet int
+}
 
 func (e *PayloadError) Error() string { return "payload: " + e.Fault.String() }

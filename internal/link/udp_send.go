@@ -214,7 +214,7 @@ func (s *sender) copyPackets(t *train.Train, f *udpFlow) error {
 		start := len(s.arena)
 		b, fault := s.cut.appendPacket(s.arena, h, i, n)
 		if !fault.OK() {
-			return &PayloadError{Fault: fault}
+			return &PayloadError{Fault: fault, Packet: s.at.packet}
 		}
 		s.arena = seal(b, start, &f.pseudo, id)
 		s.commit(f, size)
@@ -238,7 +238,7 @@ func (s *sender) referPackets(t *train.Train, f *udpFlow) (err error) {
 	runs, fault := mem.Gather(src, uint64(t.Len-skip), s.runs[:0], &s.pins)
 	s.runs = runs[:0] // it may have grown
 	if !fault.OK() {
-		return &PayloadError{Fault: fault}
+		return &PayloadError{Fault: fault, Packet: s.at.packet}
 	}
 	if len(runs) > maxRuns {
 		return s.copyPackets(t, f)

@@ -128,7 +128,7 @@ func (s *side) post() bool {
 	n := s.size()
 	from := s.rng.IntN(areaSize - n + 1)
 	data := s.reg("src").buf[from:][:n]
-	slot := uint64(id%slots) * slotSize
+	slot := id % slots * slotSize
 	wr := ib.SendWR{ID: id, SGL: s.pieces(s.reg("src"), uint64(from), n)}
 	p := pending{id: id, verify: func() error { return nil }}
 	if s.fence {

@@ -316,7 +316,8 @@ func (q *QP) requestFailed(t *train.Train, f mem.Fault, now Time) {
 		q.rewind(t.PSN)
 		r.unacked = 1 // nobody knows whether what went before has asked
 	} else {
-		if r.cur == q.sq.head {
+		w := q.sq.at(q.sq.head)
+		if r.cur == q.sq.head || t.PSN.Less(w.first) || !t.PSN.Less(w.end()) {
 			return // from before a reset, or flushed meanwhile
 		}
 		r.cur = q.sq.head

@@ -101,7 +101,6 @@ func (s *sendQueue) init(c ib.QPCap, datagram bool) {
 
 func (s *sendQueue) slot(i uint32) int { return int(i) & (len(s.wqes) - 1) }
 func (s *sendQueue) at(i uint32) *wqe  { return &s.wqes[s.slot(i)] }
-func (s *sendQueue) len() uint32       { return s.tail - s.head }
 func (s *sendQueue) list(i uint32) []ib.SGE {
 	k := s.slot(i)
 	return s.sges[k*s.maxSGE:][:s.wqes[k].nsge]

@@ -1,0 +1,268 @@
+package queue
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/verbena-rdma/verbena/ib"
+)
+
+// poll takes up to n completions and returns their IDs.
+func poll(c *CQ, n int) (ids []uint64) {
+	wcs := make([]ib.WC, n)
+	for _, wc := range wcs[:c.Poll(wcs)] {
+		ids = append(ids, wc.ID)
+	}
+	return ids
+}
+
+func push(c *CQ, id uint64, qpn uint32) bool { return c.Push(&ib.WC{ID: id, QPN: qpn}, false) }
+
+// TestCQModel: pushing, polling, resizing and removing at random, against a
+// plain list. First in, first out, also around the end of the ring.
+func TestCQModel(t *testing.T) {
+	for seed := range uint64(50) {
+		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
+			rng := rand.New(rand.NewPCG(seed, 3))
+			size := 1 + rng.IntN(9)
+			c := NewCQ(size)
+			var model []ib.WC
+			id := uint64(0)
+			for step := range 2000 {
+				switch k := rng.IntN(20); {
+				case k < 9:
+					wc := ib.WC{ID: id, QPN: rng.Uint32N(3), ByteLen: rng.Uint32()}
+					id++
+					if len(model) == size {
+						continue // it would overflow: for another test
+					}
+					if !c.Push(&wc, false) {
+						t.Fatalf("step %d: refused with %d of %d entries", step, len(model), size)
+					}
+					model = append(model, wc)
+				case k < 17:
+					out := make([]ib.WC, rng.IntN(5))
+					n := c.Poll(out)
+					if n != min(len(out), len(model)) || !slices.Equal(out[:n], model[:n]) {
+						t.Fatalf("step %d: polled %+v of %+v", step, out[:n], model)
+					}
+					model = model[n:]
+				case k < 18:
+					to := 1 + rng.IntN(9)
+					ok := c.Resize(to)
+					if ok != (to >= len(model)) {
+						t.Fatalf("step %d: resize to %d with %d entries: %v", step, to, len(model), ok)
+					}
+					if ok {
+						size = to
+					}
+				default:
+					qpn := rng.Uint32N(4)
+					c.Remove(qpn)
+					model = slices.DeleteFunc(slices.Clone(model), func(wc ib.WC) bool { return wc.QPN == qpn })
+				}
+				if c.Cap() != size || c.Empty() != (len(model) == 0) || c.Overflowed() {
+					t.Fatalf("step %d: cap %d, empty %v, overflowed %v; the model has %d of %d", step, c.Cap(), c.Empty(), c.Overflowed(), len(model), size)
+				}
+			}
+			if got := poll(c, size+1); len(got) != len(model) {
+				t.Fatalf("%d entries are left, the model has %d", len(got), len(model))
+			}
+		})
+	}
+}
+
+// TestCQOverflow: what does not fit is lost, the event comes once, what is there
+// can still be polled, and nothing mends the queue (IBA 10.10.2.3).
+func TestCQOverflow(t *testing.T) {
+	c := NewCQ(2)
+	events := 0
+	c.OnOverflow = func() {
+		events++
+		_ = c.Cap() // no lock is held
+	}
+	if !push(c, 1, 1) || !push(c, 2, 1) || c.Overflowed() || events != 0 {
+		t.Fatal("refused too early")
+	}
+	for range 3 {
+		if push(c, 3, 1) || !c.Overflowed() || events != 1 {
+			t.Fatalf("overflowed %v, %d events", c.Overflowed(), events)
+		}
+	}
+	if got := poll(c, 4); !slices.Equal(got, []uint64{1, 2}) {
+		t.Errorf("polled %v", got)
+	}
+	if push(c, 4, 1) || c.PushSend(&ib.WC{ID: 5}, new(atomic.Uint32), 1) || !c.Empty() {
+		t.Error("it takes completions again")
+	}
+	if c.Resize(10); push(c, 6, 1) {
+		t.Error("resizing has mended it")
+	}
+	c = NewCQ(1) // without anybody to tell
+	push(c, 1, 1)
+	push(c, 2, 1)
+}
+
+// TestCQArm: which completions raise the event of a queue that is armed in which
+// way (IBA 11.4.2.2).
+func TestCQArm(t *testing.T) {
+	const next, solicited = false, true
+	const (
+		plain = iota
+		marked
+		failed
+	)
+	for _, c := range []struct {
+		name string
+		arm  []bool
+		what []int
+		want []int // events after each
+	}{
+		{"not armed", nil, []int{plain, marked, failed}, []int{0, 0, 0}},
+		{"next", []bool{next}, []int{plain, plain, marked}, []int{1, 1, 1}},
+		{"solicited, plain", []bool{solicited}, []int{plain, plain, marked, marked}, []int{0, 0, 1, 1}},
+		{"solicited, failed", []bool{solicited}, []int{plain, failed, failed}, []int{0, 1, 1}},
+		{"next is not weakened", []bool{next, solicited}, []int{plain, marked}, []int{1, 1}},
+		{"solicited is strengthened", []bool{solicited, next}, []int{plain, marked}, []int{1, 1}},
+		{"twice is once", []bool{next, next}, []int{plain, plain}, []int{1, 1}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			cq := NewCQ(8)
+			events := 0
+			cq.OnEvent = func() {
+				events++
+				_ = cq.Cap() // no lock is held
+			}
+			push(cq, 100, 1) // what is there already raises nothing
+			for _, a := range c.arm {
+				cq.Arm(a)
+			}
+			for i, what := range c.what {
+				wc := ib.WC{ID: uint64(i)}
+				if what == failed {
+					wc.Status = ib.WCWRFlushErr
+				}
+				if !cq.Push(&wc, what == marked) {
+					t.Fatal("refused")
+				}
+				if events != c.want[i] {
+					t.Errorf("%d events after completion %d", events, i)
+				}
+			}
+			// It can be armed again, and resizing keeps it armed.
+			cq.Arm(next)
+			before := events
+			if !cq.Resize(16) {
+				t.Fatal("resize")
+			}
+			push(cq, 200, 1)
+			if events != before+1 {
+				t.Errorf("%d events instead of %d after arming again", events, before+1)
+			}
+		})
+	}
+	cq := NewCQ(1) // without anybody to tell
+	cq.Arm(next)
+	push(cq, 1, 1)
+}
+
+// TestCQFreed: polling the completion of a send request tells how far the send
+// queue is free; removing it does not.
+func TestCQFreed(t *testing.T) {
+	c := NewCQ(4)
+	var freed, other atomic.Uint32
+	c.PushSend(&ib.WC{ID: 1, QPN: 1}, &freed, 3)
+	c.PushSend(&ib.WC{ID: 2, QPN: 2}, &other, 7)
+	c.PushSend(&ib.WC{ID: 3, QPN: 1}, &freed, 9)
+	if freed.Load() != 0 {
+		t.Fatal("freed before it was polled")
+	}
+	if poll(c, 1); freed.Load() != 3 || other.Load() != 0 {
+		t.Errorf("freed %d, %d", freed.Load(), other.Load())
+	}
+	c.Resize(3)
+	c.Remove(2)
+	if poll(c, 4); freed.Load() != 9 || other.Load() != 0 {
+		t.Errorf("freed %d, %d", freed.Load(), other.Load())
+	}
+}
+
+// TestCQConcurrent: pushers and pollers at the same time; nothing is lost, and
+// each pusher's completions keep their order.
+func TestCQConcurrent(t *testing.T) {
+	const pushers, each = 3, 2000
+	c := NewCQ(pushers * each)
+	var events atomic.Int64
+	c.OnEvent = func() { events.Add(1) }
+	var wg sync.WaitGroup
+	for p := range pushers {
+		wg.Go(func() {
+			for i := range each {
+				if !push(c, uint64(i), uint32(p)) {
+					t.Error("overflow")
+					return
+				}
+			}
+		})
+	}
+	var mu sync.Mutex
+	seen := 0
+	for range 2 {
+		wg.Go(func() {
+			wcs := make([]ib.WC, 7)
+			last := map[uint32]uint64{}
+			for {
+				mu.Lock()
+				if seen == pushers*each {
+					mu.Unlock()
+					return
+				}
+				n := c.Poll(wcs)
+				if seen += n; n == 0 {
+					runtime.Gosched()
+				}
+				for _, wc := range wcs[:n] {
+					if l, ok := last[wc.QPN]; ok && wc.ID <= l {
+						t.Errorf("completion %d of %d after %d", wc.ID, wc.QPN, l)
+					}
+					last[wc.QPN] = wc.ID
+				}
+				mu.Unlock()
+				c.Arm(n%2 == 0)
+				c.Resize(pushers * each)
+				c.Remove(99)
+			}
+		})
+	}
+	wg.Wait()
+	if !c.Empty() || c.Overflowed() {
+		t.Errorf("empty %v, overflowed %v", c.Empty(), c.Overflowed())
+	}
+}
+
+func TestAllocs(t *testing.T) {
+	c, r := NewCQ(4), NewRecv(4, 2)
+	c.OnEvent = func() {}
+	wc, wcs := ib.WC{ID: 1}, make([]ib.WC, 2)
+	wrs := []ib.RecvWR{{ID: 1, SGL: []ib.SGE{{Length: 3}, {Length: 4}}}}
+	var taken Taken
+	var freed atomic.Uint32
+	if n := testing.AllocsPerRun(100, func() {
+		c.Arm(false)
+		c.Push(&wc, true)
+		c.PushSend(&wc, &freed, 1)
+		if c.Poll(wcs) != 2 {
+			t.Fatal("poll")
+		}
+		if r.Post(wrs) != 1 || !r.Take(&taken) {
+			t.Fatal("take")
+		}
+	}); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+}
