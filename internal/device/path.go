@@ -66,7 +66,7 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, er
 		return nil, err
 	}
 	if _, loop := f.Link.(*loopPeer); loop {
-		return &qp.Path{Flow: f, Window: loopWindow}, nil
+		return &qp.Path{Flow: f, Window: loopWindow, Lossless: true}, nil
 	}
 	window := d.cfg.Window
 	if window <= 0 {

@@ -56,26 +56,21 @@ func (d *Device) stop() {
 }
 
 // poll makes progress for somebody who polls, and returns how many completions
-// he found then. Answers to what arrived wait until he has had his completions:
-// he may have an answer of his own, and both go out together. They leave with
-// his next post, his next poll, or by the background goroutine.
+// he found then. Answers to what arrived wait until he has seen it: he may have
+// an answer of his own, and both go out together. They leave with his next post,
+// his next poll, or by the background goroutine.
 func (d *Device) poll(cq *CQ, wcs []ib.WC) int {
 	d.polls.Add(1)
 	if d.rx.TryLock() {
 		d.rx.now = d.now()
-		if d.link.Poll(&d.rx.receiver, rxBudget) > 0 {
-			if n := cq.CQ.Poll(wcs); n > 0 {
-				left := len(d.rx.touched) > 0
-				d.deferred.Store(left)
-				d.rx.Unlock()
-				if left {
-					d.wakeBefore(0) // were it asleep, nobody might send them
-				}
-				return n
-			}
-			d.rx.flush()
+		left := d.link.Poll(&d.rx.receiver, rxBudget) > 0 && len(d.rx.touched) > 0
+		if left {
+			d.deferred.Store(true)
 		}
 		d.rx.Unlock()
+		if left {
+			d.wakeBefore(0) // were it asleep, nobody might send them
+		}
 	}
 	if d.ready.some.Load() {
 		d.runReady(1)

@@ -86,24 +86,27 @@ func (d *Device) drain(q *QP, b *batch, now qp.Time) bool {
 			bytes += b.trains[n].Len
 			n++
 		}
-		stalled := n == 0 && q.core.Stalled()
+		stalled := q.core.Stalled()
 		d.rearmLocked(q)
 		q.mu.Unlock()
+		if stalled {
+			d.await(q)
+		}
 		if n == 0 {
-			if stalled {
-				d.await(q)
-			}
 			return false
 		}
-		d.send(q, b.ptrs[:n], now)
+		if d.send(q, b.ptrs[:n], now) && n < len(b.trains) && bytes < txQuantum {
+			return false // the last Pull has found nothing
+		}
 	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return q.core.Pending()
 }
 
-// send hands trains to their links, in order.
-func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) {
+// send hands trains to their links, in order. It returns false if one could not
+// be read, which the queue pair may have something to say about.
+func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) bool {
 	for len(ts) > 0 {
 		n, fault := 0, mem.Fault{}
 		if p, ok := ts[0].Flow.Link.(*loopPeer); ok {
@@ -118,10 +121,11 @@ func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) {
 			q.mu.Lock()
 			q.core.SendFailed(ts[n], fault, now)
 			q.mu.Unlock()
-			return // what follows is pulled again, or flushed
+			return false // what follows is pulled again, or flushed
 		}
 		ts = ts[n:]
 	}
+	return true
 }
 
 // sendLink hands the trains up to the next one for the loop link to the

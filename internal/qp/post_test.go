@@ -118,13 +118,14 @@ func TestLateSent(t *testing.T) {
 	w := newPair(t, s, s)
 	a := w.a
 	wr := []ib.SendWR{{ID: 1, Op: ib.OpSend, Flags: ib.SendSignaled}}
-	var old, fresh train.Train
+	var old, older, fresh train.Train
 	post := func(id uint64, into *train.Train) {
 		wr[0].ID = id
 		if _, err := a.q.PostSend(wr); err != nil || !a.q.Pull(into, w.now) {
 			t.Fatal("nothing to send", err)
 		}
 	}
+	post(0, &older)
 	post(1, &old)
 	if err := a.modify(ib.QPAttr{State: ib.QPReset}, ib.QPMaskState, s.window); err != nil {
 		t.Fatal(err)
@@ -132,6 +133,7 @@ func TestLateSent(t *testing.T) {
 	s.psn = 0x555
 	a.toState(ib.QPRTS, s, s)
 	post(2, &fresh)
+	a.q.Sent(&older, w.now)
 	a.q.Sent(&old, w.now)
 	var wcs [4]ib.WC
 	if n := a.sendCQ.Poll(wcs[:]); n != 0 {

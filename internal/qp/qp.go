@@ -61,6 +61,10 @@ type Path struct {
 	Flow    *train.Flow
 	Window  int      // packets that may be under way
 	Credits *Credits // shared with other queue pairs to the same peer; nil: unlimited
+
+	// Lossless paths lose nothing while the peer is there: an answer that takes
+	// long is late, and asking again would not help.
+	Lossless bool
 }
 
 // Address is what an address handle of the software device is made of.
@@ -104,7 +108,9 @@ func (q *QP) Receive(t *train.Train, now Time) mem.Fault {
 		return mem.Fault{}
 	}
 	q.Counters.add(CntRxPackets, t.N)
-	q.Counters.add(CntRxBytes, t.Len)
+	if t.Len > 0 {
+		q.Counters.add(CntRxBytes, t.Len)
+	}
 	switch {
 	case q.Type == ib.UD:
 		return q.receiveDatagram(t)
@@ -153,7 +159,9 @@ func (q *QP) Pull(t *train.Train, now Time) bool {
 	t.Flow = cmpOr(t.Flow, q.path.Flow)
 	t.Transport = transports[q.Type]
 	q.Counters.add(CntTxPackets, t.N)
-	q.Counters.add(CntTxBytes, t.Len)
+	if t.Len > 0 {
+		q.Counters.add(CntTxBytes, t.Len)
+	}
 	return true
 }
 

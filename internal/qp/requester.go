@@ -87,6 +87,7 @@ func (r *rdRing) rewind(psn wire.PSN) {
 // pullRequest makes the next request train.
 func (q *QP) pullRequest(t *train.Train, now Time) bool {
 	r := &q.req
+	r.stalled = false
 	if q.state != ib.QPRTS && q.state != ib.QPSQD || r.cur == q.sq.tail || r.failing != 0 && r.cur == r.failAt || r.rnrWait(now) {
 		return false
 	}
@@ -150,9 +151,13 @@ func (q *QP) begin(w *wqe, now Time) bool {
 		q.failLocal(ib.WCLocQPOpErr, vendorAddressPD, now)
 		return false
 	}
-	if fault := q.checkLocal(r.cur); !fault.OK() {
-		q.failLocal(ib.WCLocProtErr, vendorFault(fault), now)
-		return false
+	// What goes out in one piece, and lies in one, is checked when it is read.
+	whole := !f.rd && w.nsge <= 1 && q.path.Lossless && w.len <= train.MaxBytes
+	if !whole {
+		if fault := q.checkLocal(r.cur); !fault.OK() {
+			q.failLocal(ib.WCLocProtErr, vendorFault(fault), now)
+			return false
+		}
 	}
 	w.started, w.first, w.n = true, r.max, uint32(q.packets(int(w.len)))
 	return true
@@ -169,7 +174,6 @@ func (q *QP) room(want int) int {
 	if q.Type != ib.RC {
 		return want
 	}
-	r.stalled = false
 	n := min(want, min(r.cwnd, q.path.Window)-r.nxt.Sub(r.una))
 	if n <= 0 || q.path.Credits == nil {
 		return max(n, 0)
@@ -317,7 +321,7 @@ func (q *QP) requestFailed(t *train.Train, f mem.Fault, now Time) {
 		r.unacked = 1 // nobody knows whether what went before has asked
 	} else {
 		w := q.sq.at(q.sq.head)
-		if r.cur == q.sq.head || t.PSN.Less(w.first) || !t.PSN.Less(w.end()) {
+		if q.sq.head == q.sq.tail || !w.started || t.PSN.Less(w.first) || !t.PSN.Less(w.end()) {
 			return // from before a reset, or flushed meanwhile
 		}
 		r.cur = q.sq.head

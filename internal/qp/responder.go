@@ -164,8 +164,12 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 			return q.refuse(invalidRequest, 0)
 		}
 		r.reth, r.off = t.RETH, 0
-		if f := q.checkRemote(ib.AccessRemoteWrite, t.RETH); !f.OK() {
-			return q.refuseWrite(t, f)
+		// What is here whole, and needs nothing else, is checked when it is
+		// written, before the first byte.
+		if whole := t.End && t.Extra == wire.NoExtra && int(t.RETH.Len) == t.Len; !whole {
+			if f := q.checkRemote(ib.AccessRemoteWrite, t.RETH); !f.OK() {
+				return q.refuseWrite(t, f)
+			}
 		}
 	}
 	left := uint64(r.reth.Len) - r.off

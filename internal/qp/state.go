@@ -201,7 +201,7 @@ func (q *QP) set(a *ib.QPAttr, mask ib.QPAttrMask, path *Path) {
 		q.giveBack(q.req.held) // they are the old path's
 		q.path = *path
 		q.peer = path.Flow.Dst
-		q.req.cwnd = path.Window
+		q.req.cwnd, q.req.patient = path.Window, path.Lossless
 	}
 	if has(ib.QPMaskPathMTU) {
 		b.PathMTU = a.PathMTU

@@ -19,6 +19,7 @@ const minRTO = 8 * time.Millisecond
 
 type timers struct {
 	timeout  Time // T; 0: never
+	patient  bool // nothing is overdue before T
 	started  Time // when the current wait began, 0: no wait
 	progAt   Time // the last progress
 	rto      Time
@@ -75,6 +76,9 @@ func (r *requester) deadline() Time {
 		return r.rnrUntil
 	case r.started == 0 || r.timeout == 0 || r.una == r.nxt:
 		return 0
+	}
+	if r.patient {
+		return r.started + r.timeout
 	}
 	return r.started + min(r.timeout, max(r.rto, minRTO))
 }
