@@ -146,5 +146,5 @@ func (d *Device) fireTimers() time.Duration {
 	if t := d.timers.first(); t != 0 {
 		return max(0, t-d.now())
 	}
-	return time.Duration(forever)
+	return forever
 }

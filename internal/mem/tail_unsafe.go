@@ -14,7 +14,8 @@ import (
 // A whole word is one atomic store. For less there is no such store, so the
 // word is swapped as a whole: the bytes around the tail are written back as
 // they were, and if somebody else has changed them meanwhile, the swap fails
-// and is made again. An aligned word lies in one page and is not a pointer.
+// and is made again. This is sound: an aligned word lies in one page, the one of
+// the tail, and holds no pointer.
 //
 //go:norace
 //go:nocheckptr

@@ -14,7 +14,8 @@ import (
 // behind the string instructions that copy uses, and the compiler does not move
 // stores across each other. The exchange that sync/atomic makes of a store
 // would cost several nanoseconds for nothing. What fits an aligned store is one
-// store; anything else goes byte by byte, and the last byte is the last.
+// store; anything else goes byte by byte, and the last byte is the last. The
+// arithmetic is sound: it stays within the tail's own bytes.
 //
 //go:norace
 //go:nocheckptr

@@ -42,6 +42,7 @@ func (s *script) pair(a *cmdArgs) {
 	w.seen = func(to *end, t *train.Train) { s.printf("%s", describe(to, t)) }
 	w.tap = s.tap
 	w.byRef = a.flag("by-reference")
+	w.lossless = w.byRef
 	s.w, s.polling = w, [2]bool{true, true}
 	var set [2]setup
 	var upTo [2]ib.QPState

@@ -384,7 +384,7 @@ func newGame(t *testing.T, seed uint64, requests int) *game {
 	b.mtu = a.mtu
 	a.rd, b.rd = uint8(1+rng.IntN(MaxRDAtomic)), uint8(1+rng.IntN(MaxRDAtomic))
 	a.destRD, b.destRD = b.rd, a.rd // no more than the peer sends
-	g := &game{rng: rng, w: newPair(t, a, b)}
+	g := &game{rng: rng, w: newWorld(t)}
 	g.w.byRef = rng.IntN(4) == 0
 	g.lose, g.repeat, g.late = rng.Float64()*0.1, rng.Float64()*0.1, rng.Float64()*0.1
 	switch rng.IntN(4) {
@@ -393,6 +393,8 @@ func newGame(t *testing.T, seed uint64, requests int) *game {
 	case 1:
 		g.lose, g.repeat, g.late = 0, 0, 0
 	}
+	g.w.lossless = g.w.byRef && g.lose == 0
+	g.w.pair(a, b)
 	for i, e := range g.w.ends() {
 		g.sides[i] = newSide(e, rng, requests)
 	}

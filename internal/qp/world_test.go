@@ -40,11 +40,12 @@ type world struct {
 	now Time
 	a,
 	b *end
-	byRef   bool // trains refer to the sender's memory, as on the loop link
-	holding bool // nobody sends
-	log     func(format string, args ...any)
-	seen    func(e *end, t *train.Train) // what is put on a wire
-	tap     func(e *end, op any)         // if set: what is delivered
+	byRef    bool // trains refer to the sender's memory, as on the loop link
+	holding  bool // nobody sends
+	lossless bool // the paths say that they lose nothing
+	log      func(format string, args ...any)
+	seen     func(e *end, t *train.Train) // what is put on a wire
+	tap      func(e *end, op any)         // if set: what is delivered
 }
 
 // end is one side: a queue pair with all that it needs.
@@ -195,7 +196,7 @@ func (e *end) flow(to *end) *train.Flow {
 func (e *end) modify(a ib.QPAttr, mask ib.QPAttrMask, window int) error {
 	var path *Path
 	if mask&ib.QPMaskAV != 0 {
-		path = &Path{Flow: e.flow(e.peer), Window: window, Credits: e.credits}
+		path = &Path{Flow: e.flow(e.peer), Window: window, Credits: e.credits, Lossless: e.w.lossless}
 	}
 	return e.q.Modify(&a, mask, path, e.w.now)
 }
@@ -236,8 +237,9 @@ func (s setup) firstPSN(e *end) uint32 {
 }
 
 // newPair makes two connected ends in RTS.
-func newPair(t testing.TB, a, b setup) *world {
-	w := newWorld(t)
+func newPair(t testing.TB, a, b setup) *world { return newWorld(t).pair(a, b) }
+
+func (w *world) pair(a, b setup) *world {
 	w.newEnd("a", a)
 	w.newEnd("b", b)
 	w.a.peer, w.b.peer = w.b, w.a

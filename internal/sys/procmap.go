@@ -37,7 +37,7 @@ func Mapped(addr, n uintptr, write bool) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	defer f.Close()
+	defer func() { _ = f.Close() }()
 	start, end := PageAlign(addr, n)
 	return mappedIn(f, start, end, write)
 }

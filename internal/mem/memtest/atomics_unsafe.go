@@ -13,7 +13,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/mem"
 )
 
-// Tests of atomics.
+// Tests of atomics. The unsafe code makes atomic variables of words in test
+// memory, which is sound: they are aligned, and outlive the test.
 
 func (r *region) word(off uint64) uint64 {
 	var b [8]byte
