@@ -229,8 +229,8 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 			return err
 		}
 	}
-	if d.deferred.Load() {
-		d.transmit(q, d.now()) // a poll may have left an acknowledgement
+	if mask&ib.QPMaskState != 0 && (a.State == ib.QPReset || a.State == ib.QPErr) {
+		d.finishAnswers(q)
 	}
 	q.mu.Lock()
 	if q.closed {
@@ -265,7 +265,7 @@ func (q *QP) Close() error {
 	q.closeOnce.Do(func() {
 		d := q.dev
 		d.qps.Remove(q.number)
-		d.transmit(q, d.now()) // a poll may have left an acknowledgement
+		d.finishAnswers(q)
 		q.mu.Lock()
 		q.closed = true
 		_ = q.core.Modify(&ib.QPAttr{State: ib.QPReset}, ib.QPMaskState, nil, d.now())

@@ -1,6 +1,8 @@
 package device
 
 import (
+	"runtime"
+
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/qp"
@@ -54,6 +56,21 @@ func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due bool) {
 		due = true
 	}
 	return f, due
+}
+
+// finishAnswers sends the answers of a queue pair that is about to fall silent:
+// what it has completed, its peer must hear of. A poll may have left them.
+func (d *Device) finishAnswers(q *QP) {
+	for range 1000 { // somebody else may be about to send them
+		q.mu.Lock()
+		due := q.core.Answering()
+		q.mu.Unlock()
+		if !due {
+			return
+		}
+		d.transmit(q, d.now())
+		runtime.Gosched()
+	}
 }
 
 // answer sends what a queue pair has to send after it received something, and

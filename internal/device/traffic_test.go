@@ -113,7 +113,7 @@ func newPlan(rng *rand.Rand, n int, sizes []int) []action {
 		for c := range a.cuts {
 			a.cuts[c] = rng.IntN(a.size + 1)
 		}
-		a.imm, a.add = rng.Uint32(), uint64(rng.IntN(1000))
+		a.imm, a.add = rng.Uint32(), uint64(1+rng.IntN(1000))
 		a.equal, a.shared = rng.IntN(2) == 0, rng.IntN(2) == 0
 		a.inline = a.size <= maxInl && rng.IntN(3) == 0 &&
 			a.op != ib.OpRDMARead && a.op != ib.OpAtomicFetchAdd && a.op != ib.OpAtomicCmpSwap
@@ -147,10 +147,12 @@ type side struct {
 	recvs        int          // receives posted
 	due          []int        // of its peer's plan: those that receive, in order
 	sum, word    uint64       // what the peer's two words must be by now
-	sharedAdds   uint64       // what it has added to the shared word
-	sharedOrigs  []uint64
+	sharedAdds   []addition   // what it has added to the shared word
 	rng          *rand.Rand
 }
+
+// addition is a fetch-and-add: what it found, and what it added.
+type addition struct{ found, add uint64 }
 
 // Areas of a side's buffer, in slots: its own requests' memory, the target of
 // the peer's WRITEs, receives, the source of the peer's READs, words.
@@ -485,8 +487,7 @@ func (s *side) checkAtomic(a *action, got []byte) error {
 			s.word = a.add | 1<<40
 		}
 	case a.shared && s.shared != nil && s.shared.dev == s.peer.dev:
-		s.sharedAdds += a.add
-		s.sharedOrigs = append(s.sharedOrigs, orig)
+		s.sharedAdds = append(s.sharedAdds, addition{orig, a.add})
 	default:
 		if orig != s.sum {
 			return fmt.Errorf("found %d, want %d", orig, s.sum)

@@ -165,9 +165,12 @@ func (q *QP) Pull(t *train.Train, now Time) bool {
 	return true
 }
 
+// Answering reports whether there are answers to Pull.
+func (q *QP) Answering() bool { return q.resp.n > 0 || q.resp.ack.pending }
+
 // Pending reports whether there may be something to Pull.
 func (q *QP) Pending() bool {
-	return q.resp.n > 0 || q.resp.ack.pending || q.req.cur != q.sq.tail && (q.state == ib.QPRTS || q.state == ib.QPSQD)
+	return q.Answering() || q.req.cur != q.sq.tail && (q.state == ib.QPRTS || q.state == ib.QPSQD)
 }
 
 func cmpOr(a, b *train.Flow) *train.Flow {
