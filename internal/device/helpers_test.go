@@ -108,7 +108,7 @@ func simulated(t testing.TB, n int, net link.FaultyConfig, cfg *provider.Config)
 
 // virtualPause lets virtual time go on between two polls: in a bubble nothing
 // happens while somebody spins.
-func virtualPause() { time.Sleep(20 * time.Microsecond) }
+func virtualPause() { time.Sleep(100 * time.Microsecond) }
 
 // connected makes two ends on two devices and connects them.
 func connected(t testing.TB, x, y *Device, typ ib.QPType, size int, tune func(e *end)) (a, b *end) {

@@ -48,7 +48,7 @@ func TestLivePages(t *testing.T) {
 				defer wg.Wait()
 				defer stop.Store(true)
 				n := 0
-				for end := time.Now().Add(lasting(250*time.Millisecond, 5*time.Second)); time.Now().Before(end); n++ {
+				for end := time.Now().Add(lasting(200*time.Millisecond, 5*time.Second)); n < 3 || time.Now().Before(end); n++ {
 					if op == ib.OpSend {
 						b.recv(ib.RecvWR{SGL: b.sge(0, size)})
 					}
@@ -62,9 +62,6 @@ func TestLivePages(t *testing.T) {
 				t.Logf("%d requests; damaged here %d, there %d; sent again %d", n, ca["drop_bad_icrc"], cb["drop_bad_icrc"], ca["retransmitted_packets"])
 				if op == ib.OpRDMARead && ca["drop_bad_icrc"]+cb["drop_bad_icrc"] > 0 {
 					t.Errorf("%d answers were damaged", ca["drop_bad_icrc"])
-				}
-				if n < 3 {
-					t.Errorf("%d requests", n)
 				}
 			})
 		}
@@ -140,7 +137,7 @@ func TestSpinOnMemory(t *testing.T) {
 				var seen atomic.Uint64
 				rounds := uint64(lastingOps(30, 20000))
 				if mode == linkLoop { // one copy takes it all, and long enough to be caught in it
-					rounds *= 3
+					rounds *= 2
 				}
 				stop := make(chan struct{})
 				wg.Go(func() {

@@ -47,7 +47,7 @@ func (p *loopPeer) find(from *Device) *loopTarget {
 }
 
 // loopWindow is the loop link's: only the number space bounds it.
-const loopWindow = 1 << 22
+const loopWindow = 1 << 21
 
 // deliver gives a train to the peer's queue pair and lets it answer. The sender
 // holds its token, never its lock. A fault is the sender's: the payload could

@@ -206,7 +206,7 @@ func TestTorture(t *testing.T) {
 				wg.Go(func() { a.drive(a.lanes[i], b, seed, &stop) })
 				wg.Go(func() { b.drive(b.lanes[i], a, seed+1, &stop) })
 			}
-			time.Sleep(lasting(2500*time.Millisecond, time.Minute))
+			time.Sleep(lasting(2*time.Second, time.Minute))
 			stop.Store(true)
 			wg.Wait()
 			for _, h := range []*hall{a, b} {

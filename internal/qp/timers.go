@@ -15,7 +15,7 @@ import (
 
 // minRTO is the shortest time after which a packet counts as overdue: less than
 // a scheduler's slice would only send twice what a busy peer has not yet read.
-const minRTO = 8 * time.Millisecond
+const minRTO = 16 * time.Millisecond
 
 type timers struct {
 	timeout  Time // T; 0: never
