@@ -336,7 +336,14 @@ func (d *Device) Counters() []provider.Counter {
 	for i := range d.drops {
 		all = append(all, provider.Counter{Name: link.Reason(i).String(), Value: d.drops[i].Load()})
 	}
-	return append(all,
+	all = append(all,
 		provider.Counter{Name: "drop_no_qp", Value: d.noQP.Load()},
 		provider.Counter{Name: "stale_faults", Value: d.table.StaleFaults()})
+	if u, ok := d.link.(*link.UDP); ok {
+		s := u.Stats()
+		all = append(all,
+			provider.Counter{Name: "tx_refused_packets", Value: s.TxLost},
+			provider.Counter{Name: "rx_overflow_packets", Value: s.Overflows})
+	}
+	return all
 }
