@@ -3,7 +3,9 @@ package interop
 import (
 	"fmt"
 	"os"
+	"syscall"
 	"testing"
+	"time"
 )
 
 // loopbacks returns two loopback addresses that no other test uses.
@@ -73,4 +75,26 @@ func TestProcessKilled(t *testing.T) {
 	}
 	// Its address is free at once, for its successor.
 	perform(t, script{Scenario: "operations"}, at[0], at[1], nil)
+}
+
+// A peer that is stopped for a while, less than the retries last, and goes on.
+func TestProcessPaused(t *testing.T) {
+	at := loopbacks()
+	r := perform(t, script{Scenario: "stream", Seconds: 1}, at[0], at[1], func(other *actor, body string) {
+		if body != `"running"` {
+			return
+		}
+		time.Sleep(100 * time.Millisecond)
+		for _, sig := range []syscall.Signal{syscall.SIGSTOP, syscall.SIGCONT} {
+			if err := other.cmd.Process.Signal(sig); err != nil {
+				t.Error(err)
+			}
+			time.Sleep(150 * time.Millisecond)
+		}
+	})
+	if n := r[0].Counters["local_ack_timeouts"]; n == 0 {
+		t.Error("nobody noticed")
+	}
+	wantSound(t, r[0])
+	wantSound(t, r[1])
 }

@@ -291,6 +291,9 @@ func (c *cast) stream() error {
 	if err := c.barrier("filled"); err != nil {
 		return err
 	}
+	if c.role == "initiator" {
+		c.write(envelope{To: "test", Body: []byte(`"running"`)})
+	}
 	pattern(c.buf[sourceAt:][:chunk], 7)
 	until := time.Now().Add(time.Duration(c.script.Seconds) * time.Second)
 	want := make([]byte, 1<<20)

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -19,6 +20,7 @@ import (
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
 // The numbers of objects.
@@ -271,6 +273,12 @@ func TestAddressLimits(t *testing.T) {
 		}
 		return err
 	}
+	foreign := nextAddr() // where another program has the port
+	conn, err := net.ListenUDP("udp4", net.UDPAddrFromAddrPort(netip.AddrPortFrom(foreign, wire.RoCEPort)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer closeAll(t, conn)
 	addr := func(s string) provider.Config { return provider.Config{Addrs: []netip.Addr{netip.MustParseAddr(s)}} }
 	for _, tt := range []struct {
 		name string
@@ -279,6 +287,7 @@ func TestAddressLimits(t *testing.T) {
 	}{
 		{"address in use", try(provider.Config{Addrs: []netip.Addr{taken}}), syscall.EADDRINUSE},
 		{"address in use, loop", try(provider.Config{Link: linkLoop, Addrs: []netip.Addr{taken}}), syscall.EADDRINUSE},
+		{"port in use", try(provider.Config{Addrs: []netip.Addr{foreign}}), syscall.EADDRINUSE},
 		{"not of this host", try(addr("192.0.2.1")), syscall.EADDRNOTAVAIL},
 		{"unspecified", try(addr("0.0.0.0")), syscall.EINVAL},
 		{"multicast", try(addr("224.0.0.1")), syscall.EINVAL},

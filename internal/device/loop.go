@@ -49,10 +49,26 @@ func (p *loopPeer) find(from *Device) *loopTarget {
 // loopWindow is the loop link's: only the number space bounds it.
 const loopWindow = 1 << 21
 
-// deliver gives a train to the peer's queue pair and lets it answer. The sender
-// holds its token, never its lock. A fault is the sender's: the payload could
-// not be read.
-func (p *loopPeer) deliver(from *Device, t *train.Train, now qp.Time) mem.Fault {
+// debt is a queue pair that has something to send because of what it received,
+// and when.
+type debt struct {
+	q   *QP
+	now qp.Time
+}
+
+// settle lets the queue pair send.
+func (o *debt) settle() {
+	if o.q != nil {
+		o.q.dev.answer(o.q, o.now)
+		o.q = nil
+	}
+}
+
+// deliver gives a train to the peer's queue pair. What that has to answer is
+// owed: one answer does for several trains, so it is sent when there are no more
+// for the same queue pair. The sender holds its token, never its lock. A fault
+// is the sender's: the payload could not be read.
+func (p *loopPeer) deliver(from *Device, t *train.Train, now qp.Time, owed *debt) mem.Fault {
 	t.From, t.To = t.Flow.Src, t.Flow.Dst
 	t.TClass, t.HopLimit = t.Flow.TClass, t.Flow.HopLimit
 	if from.capture != nil {
@@ -72,10 +88,13 @@ func (p *loopPeer) deliver(from *Device, t *train.Train, now qp.Time) mem.Fault 
 		to.dev.noQP.Add(uint64(t.N))
 		return mem.Fault{}
 	}
+	if owed.q != q {
+		owed.settle()
+	}
 	now += to.shift
 	fault, due := q.receive(t, now)
 	if due {
-		to.dev.answer(q, now)
+		*owed = debt{q, now}
 	}
 	return fault
 }

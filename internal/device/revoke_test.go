@@ -83,7 +83,11 @@ func TestRegionClosedUnderLoad(t *testing.T) {
 					defer wg.Wait()
 					defer stop.Store(true)
 					wg.Go(func() {
-						if wc := a.keepPosting(wr, 2); wc.Status != want {
+						// On a busy machine packets are sent again. A NAK of the
+						// repetition may come for what has been answered since, and
+						// counts for nothing; then retries end it.
+						again := func() bool { return countsOf(a.dev)["retransmitted_packets"] > 0 }
+						if wc := a.keepPosting(wr, 2); wc.Status != want && !(wc.Status == ib.WCRetryExcErr && again()) {
 							t.Errorf("the peer sees %v (vendor %#x), want %v", wc.Status, wc.VendorErr, want)
 						}
 					})

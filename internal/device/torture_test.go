@@ -206,7 +206,7 @@ func TestTorture(t *testing.T) {
 				wg.Go(func() { a.drive(a.lanes[i], b, seed, &stop) })
 				wg.Go(func() { b.drive(b.lanes[i], a, seed+1, &stop) })
 			}
-			time.Sleep(lasting(2*time.Second, time.Minute))
+			time.Sleep(lasting(1500*time.Millisecond, time.Minute))
 			stop.Store(true)
 			wg.Wait()
 			for _, h := range []*hall{a, b} {
@@ -242,7 +242,7 @@ func TestTortureChurn(t *testing.T) {
 			x, y := openDevice(t, provider.Config{Link: mode}), openDevice(t, provider.Config{Link: mode})
 			var wg sync.WaitGroup
 			var rounds atomic.Int64
-			until := time.Now().Add(lasting(700*time.Millisecond, 20*time.Second))
+			until := time.Now().Add(lasting(400*time.Millisecond, 20*time.Second))
 			for w := range 6 {
 				wg.Go(func() {
 					for i := 0; time.Now().Before(until) && !t.Failed(); i++ {

@@ -271,7 +271,7 @@ func (s *side) idle(ctx context.Context) error {
 		return err
 	}
 	// Not for ever: that the peer has made a slot free raises no event.
-	short, cancel := context.WithTimeout(ctx, time.Millisecond)
+	short, cancel := context.WithTimeout(ctx, 5*time.Millisecond)
 	defer cancel()
 	cq, err := s.channel.Next(short)
 	if err != nil {

@@ -107,10 +107,12 @@ func (d *Device) drain(q *QP, b *batch, now qp.Time) bool {
 // send hands trains to their links, in order. It returns false if one could not
 // be read, which the queue pair may have something to say about.
 func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) bool {
+	var owed debt
+	defer owed.settle()
 	for len(ts) > 0 {
 		n, fault := 0, mem.Fault{}
 		if p, ok := ts[0].Flow.Link.(*loopPeer); ok {
-			if fault = p.deliver(d, ts[0], now); fault.OK() {
+			if fault = p.deliver(d, ts[0], now, &owed); fault.OK() {
 				n = 1
 			}
 		} else {
