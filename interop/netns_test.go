@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 )
 
 // need skips a test for what is missing; in continuous integration that is a
@@ -79,7 +80,25 @@ func newNetwork(t testing.TB, mtu int) *network {
 		run(t, ip, "-n", ns, "addr", "add", n.v4[i]+"/24", "dev", dev)
 		run(t, ip, "-n", ns, "addr", "add", n.v6[i]+"/64", "dev", dev, "nodad")
 	}
+	for i, ns := range n.ns {
+		waitForCarrier(t, ip, ns, fmt.Sprintf("d%d", i))
+	}
 	return n
+}
+
+// waitForCarrier waits until an interface carries packets. The kernel takes up to
+// a second to notice that the other end is up too, and loses them until then.
+func waitForCarrier(t testing.TB, ip, ns, dev string) {
+	t.Helper()
+	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		out, err := exec.Command(ip, "-n", ns, "-o", "link", "show", dev).CombinedOutput()
+		if err == nil && strings.Contains(string(out), "state UP") {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%s does not come up: %v\n%s", dev, err, out)
+		}
+	}
 }
 
 func (n *network) places(addrs [2]string) [2]place {

@@ -4,7 +4,6 @@ package interop
 
 import (
 	"bytes"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"time"
@@ -150,7 +149,7 @@ func (c *cast) beOperated() error {
 	if err := c.barrier("atomics"); err != nil {
 		return err
 	}
-	if got, swapped := binary.NativeEndian.Uint64(c.buf[wordsAt:]), binary.NativeEndian.Uint64(c.buf[wordsAt+8:]); got != 45 || swapped != 99 {
+	if got, swapped := wordAt(c.buf, wordsAt), wordAt(c.buf, wordsAt+8); got != 45 || swapped != 99 {
 		c.fail("atomics have made %d and %d, want 45 and 99", got, swapped)
 	}
 	if _, err := c.rc.PostRecv([]verbs.RecvWR{{ID: 5, SGL: []verbs.SGE{c.mr.SGE(targetAt, 64)}}}); err != nil {
@@ -175,7 +174,7 @@ func (c *cast) atomics() error {
 	var sum uint64
 	for i := range uint64(10) {
 		_, err := c.do(c.rc, verbs.SendWR{ID: i, Op: verbs.OpAtomicFetchAdd, SGL: result, RemoteAddr: c.peer.Addr + wordsAt, RKey: c.peer.RKey, CompareAdd: i})
-		if got := binary.NativeEndian.Uint64(c.buf[wordsAt:]); err != nil || got != sum {
+		if got := wordAt(c.buf, wordsAt); err != nil || got != sum {
 			return fmt.Errorf("fetch-and-add: %w, found %d, want %d", err, got, sum)
 		}
 		sum += i
@@ -183,7 +182,7 @@ func (c *cast) atomics() error {
 	for _, swap := range []struct{ compare, with, found uint64 }{{1, 50, 0}, {0, 77, 0}, {0, 88, 77}, {77, 99, 77}} {
 		_, err := c.do(c.rc, verbs.SendWR{Op: verbs.OpAtomicCmpSwap, SGL: result, RemoteAddr: c.peer.Addr + wordsAt + 8, RKey: c.peer.RKey,
 			CompareAdd: swap.compare, Swap: swap.with})
-		if got := binary.NativeEndian.Uint64(c.buf[wordsAt:]); err != nil || got != swap.found {
+		if got := wordAt(c.buf, wordsAt); err != nil || got != swap.found {
 			return fmt.Errorf("compare-and-swap: %w, found %d, want %d", err, got, swap.found)
 		}
 	}
