@@ -1,6 +1,9 @@
 package ib
 
-import "net/netip"
+import (
+	"fmt"
+	"net/netip"
+)
 
 // DeviceInfo names a device that can be opened.
 type DeviceInfo struct {
@@ -159,4 +162,19 @@ type AsyncEvent struct {
 	CQ   uint32 // completion queue events: the queue's number
 	SRQ  uint32 // shared receive queue events: the queue's number
 	Port uint8  // port events
+}
+
+// String says what happened to what.
+func (e AsyncEvent) String() string {
+	switch {
+	case e.QPN != 0:
+		return fmt.Sprintf("%v: QP %#06x", e.Type, e.QPN)
+	case e.CQ != 0:
+		return fmt.Sprintf("%v: CQ %d", e.Type, e.CQ)
+	case e.SRQ != 0:
+		return fmt.Sprintf("%v: SRQ %d", e.Type, e.SRQ)
+	case e.Port != 0:
+		return fmt.Sprintf("%v: port %d", e.Type, e.Port)
+	}
+	return e.Type.String()
 }

@@ -1,6 +1,9 @@
 package ib
 
-import "net/netip"
+import (
+	"net/netip"
+	"syscall"
+)
 
 // GID is a RoCE v2 global identifier: an IPv6 address, or an IPv4 address in
 // its IPv6-mapped form (::ffff:a.b.c.d).
@@ -65,4 +68,9 @@ func (a *AH) Attr() AHAttr { return a.attr }
 func (a *AH) Impl() any { return a.impl }
 
 // Close destroys the handle. Requests already posted with it still go out.
-func (a *AH) Close() error { return a.close() }
+func (a *AH) Close() error {
+	if a == nil || a.close == nil {
+		return Errorf("destroy_ah", syscall.EINVAL, "nil address handle")
+	}
+	return a.close()
+}

@@ -10,7 +10,7 @@ import (
 // field, mean the default.
 type Config struct {
 	// Addrs are the addresses that the device stands on, one GID each, in this
-	// order. They must be addresses of this host, unless Link is LinkLoop. The
+	// order. They must be addresses of this host. The
 	// name given to Open is then only what the device is called. Empty: the
 	// address, or all addresses of the device or interface, that was named in
 	// Open.
@@ -29,8 +29,8 @@ type Config struct {
 
 	// PCAP names a file to which all packets are written, for tshark and
 	// Wireshark; an existing file is overwritten. Requests between two queue
-	// pairs of one process make no packets unless Link is LinkUDP. Empty: no
-	// capture.
+	// pairs of one process are written as the packets that they would have
+	// been. Empty: no capture.
 	PCAP string
 
 	// Window is the largest number of packets that one queue pair has under way

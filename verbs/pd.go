@@ -240,8 +240,7 @@ func (mr *MR) SGE(off, n int) SGE {
 // any peer accesses the memory any more; requests that still name the region
 // fail. It is idempotent. See ibv_dereg_mr(3).
 //
-// Errors: EBUSY while memory windows are bound to the region; EINVAL for a nil
-// region.
+// Errors: EINVAL for a nil region.
 func (mr *MR) Close() error {
 	if mr == nil || mr.p == nil {
 		return invalid("dereg_mr", "nil memory region")

@@ -109,7 +109,6 @@ func TestUsageErrors(t *testing.T) {
 		{"perf --poll memory", `--poll memory: needs op write and lat`},
 		{"perf --lat --op send --poll memory", `--poll memory: needs op write and lat`},
 		{"perf --op read --inline", `--inline: read carries no data of the initiator`},
-		{"perf --pcap x", `--pcap: nothing makes packets on the loop link`},
 		{"perf --link loop --connect 127.0.0.1", `--link loop: it does not leave the process`},
 		{"perf --listen --connect 127.0.0.1", `--listen and --connect are the two sides`},
 		{"perf --listen --size 8", `--size: is decided by the side that connects`},

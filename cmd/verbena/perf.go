@@ -151,8 +151,6 @@ func (c *perfCmd) validate(parsed *kong.Context) error {
 		return usagef("--link %s: want loop or udp", c.Link)
 	case remote && c.Link == string(verbs.LinkLoop):
 		return usagef("--link loop: it does not leave the process, so there is nothing to connect to")
-	case c.PCAP != "" && c.Link == string(verbs.LinkLoop):
-		return usagef("--pcap: nothing makes packets on the loop link; add --link udp")
 	}
 	if !c.Listen.on {
 		return nil
@@ -168,13 +166,13 @@ func (c *perfCmd) validate(parsed *kong.Context) error {
 
 // inProcess measures between two devices of this process.
 func (c *perfCmd) inProcess(ctx context.Context, p perf.Params, show *stages) (res *perf.Result, err error) {
-	cfg := &verbs.Config{Link: verbs.LinkLoop}
-	a, err := verbs.Open(c.Device, cfg)
+	a, err := verbs.Open(c.Device, &verbs.Config{Link: verbs.LinkLoop, PCAP: c.PCAP})
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, a.Close()) }()
-	b, err := verbs.Open("", cfg)
+	c.captureNote(a)
+	b, err := verbs.Open("", &verbs.Config{Link: verbs.LinkLoop})
 	if err != nil {
 		return nil, err
 	}

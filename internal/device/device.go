@@ -20,6 +20,7 @@ package device
 import (
 	"context"
 	"errors"
+	"fmt"
 	"hash/fnv"
 	"net/netip"
 	"strings"
@@ -272,7 +273,7 @@ func (d *Device) Attr() ib.DeviceAttr {
 		Name: d.name, FWVersion: Version, NodeGUID: guid, SysImageGUID: guid,
 		VendorID: 0, VendorPartID: 0, HWVersion: 1, PhysPortCnt: 1,
 		Caps: ib.CapSRQResize | ib.CapRCRNRNak | ib.CapBadPKeyCntr | ib.CapBadQKeyCntr | ib.CapCurrQPState |
-			ib.CapSysImageGUID | ib.CapMemMgtExtensions,
+			ib.CapSysImageGUID,
 		AtomicCap: ib.AtomicGlob, PageSizeCap: ^uint64(4095),
 		MaxMRSize: 1 << 47, MaxQP: d.limits.QPs, MaxQPWR: d.limits.QPWR, MaxSGE: maxSGE, MaxSGERd: maxSGE,
 		MaxInlineData: maxInline, MaxCQ: d.limits.CQs, MaxCQE: d.limits.CQE, MaxMR: d.limits.MRs, MaxPD: d.limits.PDs,
@@ -339,6 +340,12 @@ func (d *Device) Counters() []provider.Counter {
 	all = append(all,
 		provider.Counter{Name: "drop_no_qp", Value: d.noQP.Load()},
 		provider.Counter{Name: "stale_faults", Value: d.table.StaleFaults()})
+	for from := range mem.NumKinds {
+		for to := range mem.NumKinds {
+			name := fmt.Sprintf("copied_bytes_%v_to_%v", from, to)
+			all = append(all, provider.Counter{Name: name, Value: d.table.Moved(from, to)})
+		}
+	}
 	if u, ok := d.link.(*link.UDP); ok {
 		s := u.Stats()
 		all = append(all,

@@ -1,6 +1,7 @@
 package device
 
 import (
+	"fmt"
 	"net/netip"
 	"syscall"
 	"time"
@@ -23,7 +24,7 @@ func newNoLink(addrs []netip.Addr) *noLink {
 }
 
 func (l *noLink) Prepare(f *train.Flow) error {
-	return ib.Errorf("modify_qp", syscall.EHOSTUNREACH, "%v is not a device of this process, and the device has no network link", f.Dst)
+	return fmt.Errorf("%v is not a device of this process, and the device has no network link: %w", f.Dst, syscall.EHOSTUNREACH)
 }
 func (l *noLink) Send(ts []*train.Train) (int, error) { return len(ts), nil }
 func (l *noLink) Poll(link.Sink, int) int             { return 0 }

@@ -144,9 +144,11 @@ func (p *PD) CreateAH(a ib.AHAttr) (*ib.AH, error) {
 		p.unuse(&p.dev.counts.ahs)
 		return nil, err
 	}
-	var once sync.Once
-	return ib.NewAH(a, &qp.Address{PD: p.id, Flow: flow}, func() error {
-		once.Do(func() { p.unuse(&p.dev.counts.ahs) })
+	addr := &qp.Address{PD: p.id, Flow: flow}
+	return ib.NewAH(a, addr, func() error {
+		if addr.Closed.CompareAndSwap(false, true) {
+			p.unuse(&p.dev.counts.ahs)
+		}
 		return nil
 	}), nil
 }

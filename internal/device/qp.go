@@ -158,7 +158,9 @@ func (q *QP) claim() error {
 		return ib.Errorf("create_qp", syscall.EINVAL, "one of its queues is closed")
 	}
 	q.sendCQ.refs++
-	q.recvCQ.refs++
+	if q.recvCQ != q.sendCQ {
+		q.recvCQ.refs++
+	}
 	if q.srq != nil {
 		q.srq.refs++
 	}
@@ -168,7 +170,9 @@ func (q *QP) claim() error {
 func (q *QP) release() {
 	q.dev.mu.Lock()
 	q.sendCQ.refs--
-	q.recvCQ.refs--
+	if q.recvCQ != q.sendCQ {
+		q.recvCQ.refs--
+	}
 	if q.srq != nil {
 		q.srq.refs--
 	}

@@ -141,7 +141,7 @@ func (d *Device) fireTimers() time.Duration {
 		q.core.Tick(now)
 		d.rearmLocked(q)
 		q.mu.Unlock()
-		d.answer(q, now)
+		d.answer(q, now) // its window is smaller now: what is left goes to others
 	}
 	if t := d.timers.first(); t != 0 {
 		return max(0, t-d.now())

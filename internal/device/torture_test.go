@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
+	"os"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -190,7 +191,18 @@ func (h *hall) take(wc *ib.WC) {
 // completion queue and one shared receive queue, everything at once in both
 // directions: each request completes once and in order, each message arrives
 // once and in order, and the words count each addition.
-func TestTorture(t *testing.T) {
+func TestTorture(t *testing.T) { torture(t, lasting(1500*time.Millisecond, time.Minute)) }
+
+// TestSoak is the same for as long as VERBENA_SOAK says.
+func TestSoak(t *testing.T) {
+	d, err := time.ParseDuration(os.Getenv("VERBENA_SOAK"))
+	if err != nil {
+		t.Skip("full: soaks run with make soak, which sets VERBENA_SOAK to a duration")
+	}
+	torture(t, d/2)
+}
+
+func torture(t *testing.T, d time.Duration) {
 	for _, mode := range []string{linkLoop, linkUDP} {
 		t.Run(mode, func(t *testing.T) {
 			seed := testSeed(t)
@@ -206,7 +218,7 @@ func TestTorture(t *testing.T) {
 				wg.Go(func() { a.drive(a.lanes[i], b, seed, &stop) })
 				wg.Go(func() { b.drive(b.lanes[i], a, seed+1, &stop) })
 			}
-			time.Sleep(lasting(1500*time.Millisecond, time.Minute))
+			time.Sleep(d)
 			stop.Store(true)
 			wg.Wait()
 			for _, h := range []*hall{a, b} {

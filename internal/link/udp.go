@@ -310,7 +310,7 @@ func (u *UDP) txSocketLocked(e *udpEnd, slot uint32) (*sys.UDPSocket, error) {
 			break
 		}
 	}
-	return nil, fmt.Errorf("prepare_flow: UDP socket to send from %v: %w", e.addr, err)
+	return nil, fmt.Errorf("UDP socket to send from %v: %w", e.addr, err)
 }
 
 // WantHeaders asks for the traffic class and the hop limit of trains that arrive

@@ -10,6 +10,7 @@ package mem
 //     region any more, and nobody ever will.
 
 import (
+	"log/slog"
 	"math"
 	"runtime"
 	"sync"
@@ -45,6 +46,7 @@ type Region struct {
 	kind          Kind
 	solid         bool // the bytes cannot fault: they need no safety net
 	invalidatable bool
+	told          atomic.Bool // that its memory is gone
 	iova          uint64
 	length        uint64
 	backing       Backing
@@ -251,10 +253,15 @@ func (s *Span) Release() {
 }
 
 // fault completes a fault that a backing, which knows neither its key nor its
-// address, has found at off, and counts it if it means that memory is gone.
+// address, has found at off. That memory is gone is counted, and logged once for
+// each region.
 func (r *Region) fault(kind FaultKind, off, n uint64) Fault {
 	if kind == FaultStale {
 		r.table.stale.Add(1)
+		if r.told.CompareAndSwap(false, true) {
+			slog.Warn("verbena: registered memory is gone: unmapped, protected or truncated while a region names it",
+				"key", r.key, "addr", r.iova+off, "region_length", r.length)
+		}
 	}
 	return Fault{kind, r.key, r.iova + off, n}
 }

@@ -97,11 +97,11 @@ func TestRetransmissionAllocs(t *testing.T) {
 		w.now = a.q.Deadline()
 		a.q.Tick(w.now)
 		for a.q.Pull(&t1, w.now) {
-			t1.From = a.addr
+			t1.From, t1.To = a.addr, b.addr
 			b.q.Receive(&t1, w.now)
 		}
 		for b.q.Pull(&t1, w.now) {
-			t1.From = b.addr
+			t1.From, t1.To = b.addr, a.addr
 			a.q.Receive(&t1, w.now)
 		}
 		if a.sendCQ.Poll(wcs[:]) != 1 || wcs[0].Status != ib.WCSuccess {

@@ -130,7 +130,7 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 	w := q.sq.at(q.sq.head)
 	f := w.facts()
 	done := t.PSN.Sub(w.first)
-	if !w.started || !f.rd || f.atomic != (t.Kind == wire.KindAtomicAck) || t.N > int(w.n)-done || !t.AETH.Syndrome.IsAck() {
+	if !w.started || !f.rd || f.atomic != (t.Kind == wire.KindAtomicAck) || t.N > int(w.n)-done || t.N > r.max.Sub(t.PSN) || !t.AETH.Syndrome.IsAck() {
 		q.fail(ib.WCBadRespErr, vendorResponseKind, now)
 		return mem.Fault{}
 	}
@@ -269,6 +269,10 @@ func (q *QP) Tick(now Time) {
 		return
 	}
 	if d := r.deadline(); d == 0 || now < d {
+		return
+	}
+	if r.timeout == 0 {
+		q.giveBack(r.held)
 		return
 	}
 	q.Counters.add(CntTimeouts, 1)

@@ -162,12 +162,12 @@ func TestLateSendFailed(t *testing.T) {
 	if !a.q.Pull(&first, w.now) || !a.q.Pull(&second, w.now) {
 		t.Fatal("nothing to send")
 	}
-	a.q.Receive(&train.Train{From: w.b.addr, Kind: wire.KindAck, N: 1, Start: true, End: true, PSN: first.PSN}, w.now)
+	a.q.Receive(&train.Train{From: w.b.addr, To: w.a.addr, Kind: wire.KindAck, N: 1, Start: true, End: true, PSN: first.PSN}, w.now)
 	a.q.SendFailed(&first, mem.Fault{Kind: mem.FaultDead}, w.now)
 	if a.q.State() != ib.QPRTS {
 		t.Fatal("it failed for a packet that was acknowledged")
 	}
-	a.q.Receive(&train.Train{From: w.b.addr, Kind: wire.KindAck, N: 1, Start: true, End: true, PSN: second.PSN}, w.now)
+	a.q.Receive(&train.Train{From: w.b.addr, To: w.a.addr, Kind: wire.KindAck, N: 1, Start: true, End: true, PSN: second.PSN}, w.now)
 	var wcs [2]ib.WC
 	if a.sendCQ.Poll(wcs[:]) != 1 || wcs[0].Status != ib.WCSuccess {
 		t.Fatalf("%+v", wcs[0])

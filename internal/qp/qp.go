@@ -20,6 +20,7 @@ package qp
 
 import (
 	"net/netip"
+	"sync/atomic"
 	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -69,8 +70,9 @@ type Path struct {
 
 // Address is what an address handle of the software device is made of.
 type Address struct {
-	PD   uint32
-	Flow *train.Flow
+	PD     uint32
+	Flow   *train.Flow
+	Closed atomic.Bool
 }
 
 // QP is a queue pair.
@@ -136,7 +138,7 @@ func (q *QP) accepts(t *train.Train) bool {
 		q.Counters.add(CntDropTransport, t.N)
 		return false
 	}
-	if q.Type != ib.UD && t.From != q.peer {
+	if q.Type != ib.UD && (t.From != q.peer || t.To != q.path.Flow.Src) {
 		q.Counters.add(CntDropSource, t.N)
 		return false
 	}

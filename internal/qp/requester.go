@@ -151,13 +151,9 @@ func (q *QP) begin(w *wqe, now Time) bool {
 		q.failLocal(ib.WCLocQPOpErr, vendorAddressPD, now)
 		return false
 	}
-	// What goes out in one piece, and lies in one, is checked when it is read.
-	whole := !f.rd && w.nsge <= 1 && q.path.Lossless && w.len <= train.MaxBytes
-	if !whole {
-		if fault := q.checkLocal(r.cur); !fault.OK() {
-			q.failLocal(ib.WCLocProtErr, vendorFault(fault), now)
-			return false
-		}
+	if fault := q.checkLocal(r.cur); !fault.OK() {
+		q.failLocal(ib.WCLocProtErr, vendorFault(fault), now)
+		return false
 	}
 	w.started, w.first, w.n = true, r.max, uint32(q.packets(int(w.len)))
 	return true

@@ -138,7 +138,7 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 	r.kind = wire.KindSend
 	r.off += uint64(t.Len)
 	if !t.End {
-		return q.accept(t, 1*t.N)
+		return q.accept(t, t.N)
 	}
 	wc := ib.WC{ID: r.taken.ID, Op: ib.WCRecv, ByteLen: uint32(r.off)}
 	switch t.Extra {
@@ -296,12 +296,12 @@ func (q *QP) notReady() mem.Fault {
 // and goes on, unless its own memory failed (IBA 9.9.3, classes C to E).
 func (q *QP) refuse(why refusal, vendor uint16) mem.Fault {
 	r := &q.resp
+	q.Counters.add(why.count, 1)
 	if q.Type == ib.UC && why.nak != wire.NakRemoteOpError {
 		q.Counters.add(CntDropMalformed, 1)
 		r.kind, r.skip = 0, true
 		return mem.Fault{}
 	}
-	q.Counters.add(why.count, 1)
 	if q.Type == ib.RC {
 		q.nak(why.nak, r.epsn)
 	}

@@ -88,6 +88,9 @@ func (a *answers) answerRead(psn wire.PSN, n int, h wire.RETH, msn uint32) {
 }
 
 func (a *answers) answerAtomic(psn wire.PSN, orig uint64, msn uint32) {
+	for i := range a.saved { // one of 2^24 requests ago, if there is one
+		a.saved[i].valid = a.saved[i].valid && a.saved[i].psn != psn
+	}
 	a.saved[a.nextSaved] = savedAtomic{true, psn, orig}
 	a.nextSaved = (a.nextSaved + 1) % MaxRDAtomic
 	a.push(job{atomic: true, psn: psn, n: 1, orig: orig, msn: msn})

@@ -202,6 +202,9 @@ func (q *QP) postAddress(wr *ib.SendWR, slot int) error {
 	if !ok {
 		return ib.Errorf("post_send", syscall.EINVAL, "the address handle belongs to another provider")
 	}
+	if a.Closed.Load() {
+		return ib.Errorf("post_send", syscall.EINVAL, "the address handle is closed")
+	}
 	q.sq.flows[slot], q.sq.addrPD[slot] = a.Flow, a.PD
 	return nil
 }

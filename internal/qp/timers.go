@@ -17,6 +17,10 @@ import (
 // a scheduler's slice would only send twice what a busy peer has not yet read.
 const minRTO = 16 * time.Millisecond
 
+// holdTime is how long a queue pair whose timeout is 0 keeps the credits of
+// packets that nobody answers.
+const holdTime = 100 * time.Millisecond
+
 type timers struct {
 	timeout  Time // T; 0: never
 	patient  bool // nothing is overdue before T
@@ -74,8 +78,13 @@ func (r *requester) deadline() Time {
 	switch {
 	case r.rnrUntil != 0:
 		return r.rnrUntil
-	case r.started == 0 || r.timeout == 0 || r.una == r.nxt:
+	case r.started == 0 || r.una == r.nxt:
 		return 0
+	case r.timeout == 0: // waits for ever, but not with credits that others need
+		if r.held == 0 {
+			return 0
+		}
+		return r.started + holdTime
 	}
 	if r.patient {
 		return r.started + r.timeout
