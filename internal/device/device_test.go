@@ -27,7 +27,8 @@ type end struct {
 	psn uint32
 	mtu ib.MTU
 
-	// what connect sets; newEnd has the defaults
+	// what connect sets; newEnd has the defaults, with a timeout that is long
+	// enough for machines that are busy with other things
 	timeout, retries, rnrRetries, rd uint8
 
 	pause func() // between two empty polls; nil spins
@@ -50,7 +51,7 @@ func must[T any](t testing.TB) func(v T, err error) T {
 func newEnd(t testing.TB, dev *Device, typ ib.QPType, size int) *end {
 	t.Helper()
 	e := &end{t: t, dev: dev, buf: make([]byte, size), psn: 0xfffff0, mtu: ib.MTU1024,
-		timeout: 14, retries: 7, rnrRetries: 7, rd: 4}
+		timeout: 17, retries: 7, rnrRetries: 7, rd: 4}
 	e.pd = must[provider.PD](t)(dev.AllocPD())
 	e.cq = must[provider.CQ](t)(dev.CreateCQ(1024, nil))
 	e.mr = must[provider.MR](t)(e.pd.RegMR(e.buf, allRemote))

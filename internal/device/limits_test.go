@@ -267,9 +267,13 @@ func TestAddressLimits(t *testing.T) {
 	taken := nextAddr()
 	d := openDevice(t, provider.Config{Addrs: []netip.Addr{taken}})
 	try := func(cfg provider.Config) error {
+		fds := descriptors(t)
 		d, err := Open("", &cfg)
 		if err == nil {
 			closeAll(t, d)
+		}
+		if n := descriptors(t); n != fds {
+			t.Errorf("%+v: %d descriptors more than before", cfg, n-fds)
 		}
 		return err
 	}

@@ -68,7 +68,7 @@ func newHall(t testing.TB, dev *Device) *hall {
 	t.Cleanup(func() { closeAll(t, h.srq, h.mr, h.cq, h.pd) })
 	for i := range tortureLanes {
 		e := &end{t: t, dev: dev, pd: h.pd, cq: h.cq, mr: h.mr, buf: h.buf, psn: uint32(i) << 20, mtu: ib.MTU4096,
-			timeout: 14, retries: 7, rnrRetries: 7, rd: 8}
+			timeout: 17, retries: 7, rnrRetries: 7, rd: 8}
 		e.qp = must[provider.QP](t)(h.pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: h.cq, RecvCQ: h.cq, SRQ: h.srq,
 			Cap: ib.QPCap{MaxSendWR: laneDeep, MaxSendSGE: 1, MaxInlineData: letterBytes}}))
 		t.Cleanup(func() { closeAll(t, e.qp) })
