@@ -71,7 +71,7 @@ func TestCutRetriesExhausted(t *testing.T) {
 // cutAt waits for the first completion and checks when it came.
 func (e *end) cutAt(start time.Time, unit time.Duration, retries int) {
 	e.t.Helper()
-	for e.cq.(*CQ).Empty() {
+	for e.cq.(*CQ).Len() == 0 {
 		if time.Since(start) > time.Hour {
 			e.t.Fatal("no completion")
 		}

@@ -109,8 +109,8 @@ func (c *CQ) Poll(out []ib.WC) int {
 	return n
 }
 
-// Empty reports whether there is nothing to poll.
-func (c *CQ) Empty() bool { return c.count.Load() == 0 }
+// Len returns the number of completions that wait.
+func (c *CQ) Len() int { return int(c.count.Load()) }
 
 // Overflowed reports whether a completion was lost. Nothing mends the queue.
 func (c *CQ) Overflowed() bool { return c.overflow.Load() }

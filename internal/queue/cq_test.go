@@ -66,8 +66,8 @@ func TestCQModel(t *testing.T) {
 					c.Remove(qpn)
 					model = slices.DeleteFunc(slices.Clone(model), func(wc ib.WC) bool { return wc.QPN == qpn })
 				}
-				if c.Cap() != size || c.Empty() != (len(model) == 0) || c.Overflowed() {
-					t.Fatalf("step %d: cap %d, empty %v, overflowed %v; the model has %d of %d", step, c.Cap(), c.Empty(), c.Overflowed(), len(model), size)
+				if c.Cap() != size || c.Len() != len(model) || c.Overflowed() {
+					t.Fatalf("step %d: cap %d, len %d, overflowed %v; the model has %d of %d", step, c.Cap(), c.Len(), c.Overflowed(), len(model), size)
 				}
 			}
 			if got := poll(c, size+1); len(got) != len(model) {
@@ -97,7 +97,7 @@ func TestCQOverflow(t *testing.T) {
 	if got := poll(c, 4); !slices.Equal(got, []uint64{1, 2}) {
 		t.Errorf("polled %v", got)
 	}
-	if push(c, 4, 1) || c.PushSend(&ib.WC{ID: 5}, new(atomic.Uint32), 1) || !c.Empty() {
+	if push(c, 4, 1) || c.PushSend(&ib.WC{ID: 5}, new(atomic.Uint32), 1) || c.Len() != 0 {
 		t.Error("it takes completions again")
 	}
 	if c.Resize(10); push(c, 6, 1) {
@@ -240,8 +240,8 @@ func TestCQConcurrent(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if !c.Empty() || c.Overflowed() {
-		t.Errorf("empty %v, overflowed %v", c.Empty(), c.Overflowed())
+	if c.Len() != 0 || c.Overflowed() {
+		t.Errorf("len %d, overflowed %v", c.Len(), c.Overflowed())
 	}
 }
 
