@@ -86,6 +86,7 @@ type peerState struct {
 
 	verify bool
 	served error         // how serving ended
+	last   uint64        // the word in memory before the first ping
 	cpu    time.Duration // when serving began
 }
 
@@ -149,6 +150,9 @@ func (p *peerState) handle(q *request) (r reply, err error) {
 		if q.Mode == modePongTCP && p.conn == nil {
 			p.conn, err = p.listener.Accept() // it has connected by now
 		}
+		if q.Mode == modePongWrite {
+			p.last = loadWord(p.side.rx.bytes) // the first ping may come before pongWrite looks
+		}
 		p.cpu = sys.CPUTime()
 	case opStop:
 		r.CPU = int64(sys.CPUTime() - p.cpu)
@@ -190,7 +194,7 @@ func (p *peerState) serve(q *request) {
 	case modeSink:
 		p.served = p.side.sink(&p.pending)
 	case modePongWrite:
-		p.served = p.side.pongWrite(&p.pending)
+		p.served = p.side.pongWrite(p.last, &p.pending)
 	case modePongSend:
 		p.served = p.side.pongSend(&p.pending)
 	case modePongTCP:

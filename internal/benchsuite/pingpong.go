@@ -74,10 +74,9 @@ func pingWrite(p *pinger, d time.Duration, keep *sampler) error {
 	}
 }
 
-// pongWrite writes back what it finds in its memory.
-func (s *side) pongWrite(stop *atomic.Bool) error {
+// pongWrite writes back what it finds in its memory, when it is no longer last.
+func (s *side) pongWrite(last uint64, stop *atomic.Bool) error {
 	p := newPinger(s, verbs.OpRDMAWrite)
-	last := loadWord(s.rx.bytes)
 	var wait spinner
 	for !stop.Load() {
 		if _, err := s.poll(); err != nil {
