@@ -1,6 +1,8 @@
 package sys
 
 import (
+	"fmt"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -14,7 +16,17 @@ func waitTime(p *Poller, d time.Duration) time.Duration {
 	return time.Since(start)
 }
 
+// Both ways to wait: with a place to run Go to spare, and without.
 func TestPoller(t *testing.T) {
+	for _, procs := range []int{1, 2} {
+		t.Run(fmt.Sprintf("%d at a time", procs), func(t *testing.T) {
+			defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(procs))
+			testPoller(t)
+		})
+	}
+}
+
+func testPoller(t *testing.T) {
 	tx, rx := openPair(t, "127.77.3.1", UDPOptions{RcvBuf: 1 << 20, SndBuf: 1 << 20})
 	p, err := NewPoller([]*UDPSocket{rx})
 	if err != nil {

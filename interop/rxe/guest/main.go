@@ -1,0 +1,112 @@
+// Command guest runs in the virtual machine of the kernel tests: it makes two
+// network namespaces, puts Linux's soft RoCE device (rxe) at one end of a pair of
+// interfaces and ours at the other, and has them talk.
+//
+// Stages:
+//
+//  1. The machine's init starts it, alone. It makes the network (network.go) and
+//     starts itself again in our namespace, as "drive".
+//  2. drive takes its order from the shared directory and runs the cases that it
+//     names, one after the other (drive.go), or compares speeds (speed.go).
+//  3. A case (the files cases_*.go, listed in table.go) brings two parties
+//     together: ours.go and kernel.go behind the interface in party.go.
+//  4. Each result is a line in the shared directory; a failed case leaves its
+//     packets there.
+//
+// "victim" is a peer that exists to be killed (victim.go).
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"github.com/verbena-rdma/verbena/interop/rxe/result"
+)
+
+// Where things are in the guest.
+const (
+	share      = "/share"
+	kverbsPath = "/tmp/kverbs"
+	verbena    = "/tmp/verbena"
+	scratch    = "/tmp/scratch"
+)
+
+func main() {
+	role := ""
+	if len(os.Args) > 1 {
+		role = os.Args[1]
+	}
+	var err error
+	switch role {
+	case "":
+		err = setup()
+	case "drive":
+		err = drive()
+	case "victim":
+		err = victim(os.Args[2:])
+	default:
+		err = fmt.Errorf("unknown role %q", role)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "guest:", err)
+		if role != "victim" {
+			err = errors.Join(err, report(result.Line{Fatal: err.Error()}))
+		}
+		os.Exit(1)
+	}
+}
+
+// setup is the part before the namespaces are there.
+func setup() error {
+	if err := os.MkdirAll(scratch, 0o755); err != nil {
+		return err
+	}
+	for name, to := range map[string]string{"kverbs": kverbsPath, "verbena": verbena} {
+		if err := copyFile(filepath.Join(share, name), to); err != nil {
+			return err
+		}
+	}
+	if err := makeNetwork(); err != nil {
+		return err
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	return passThrough("ip", "netns", "exec", oursNS, self, "drive")
+}
+
+func copyFile(from, to string) error {
+	b, err := os.ReadFile(from)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(to, b, 0o755)
+}
+
+// readOrder reads what the host wants.
+func readOrder() (*result.Order, error) {
+	b, err := os.ReadFile(filepath.Join(share, result.OrderFile))
+	if err != nil {
+		return nil, err
+	}
+	o := new(result.Order)
+	return o, json.Unmarshal(b, o)
+}
+
+// report adds a line to the results.
+func report(l result.Line) error {
+	b, err := json.Marshal(l)
+	if err != nil {
+		return err
+	}
+	f, err := os.OpenFile(filepath.Join(share, "results.jsonl"), os.O_WRONLY|os.O_APPEND, 0)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(append(b, '\n'))
+	return errors.Join(err, f.Close())
+}

@@ -1,0 +1,3 @@
+package main
+
+func victim([]string) error { return nil }

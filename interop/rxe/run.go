@@ -1,0 +1,190 @@
+package rxe
+
+// The way of a run, top-down:
+//
+//  1. Check names what is missing; nothing is done halfway.
+//  2. build makes the guest's programs, in the directory that it will share.
+//  3. The kernel and its image come from package vm.
+//  4. The guest's lines are read as it writes them; Run fails if it stops early.
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/verbena-rdma/verbena/interop/rxe/result"
+	"github.com/verbena-rdma/verbena/interop/vm"
+)
+
+// Suites are the Debian suites whose kernels the full list runs on.
+var Suites = []string{"stable", "sid"}
+
+// contents is what the guest finds of the host's.
+var contents = vm.Contents{
+	Programs: []vm.Program{
+		{Name: "ip", Package: "iproute2"}, {Name: "tc", Package: "iproute2"}, {Name: "rdma", Package: "iproute2"},
+		{Name: "ibv_devinfo", Package: "ibverbs-utils"},
+		{Name: "ibv_rc_pingpong", Package: "ibverbs-utils"}, {Name: "ibv_uc_pingpong", Package: "ibverbs-utils"},
+		{Name: "ibv_ud_pingpong", Package: "ibverbs-utils"}, {Name: "ibv_srq_pingpong", Package: "ibverbs-utils"},
+		{Name: "ib_write_bw", Package: "perftest"}, {Name: "ib_write_lat", Package: "perftest"},
+		{Name: "ib_read_bw", Package: "perftest"}, {Name: "ib_read_lat", Package: "perftest"},
+		{Name: "ib_send_bw", Package: "perftest"}, {Name: "ib_send_lat", Package: "perftest"},
+		{Name: "ib_atomic_bw", Package: "perftest"}, {Name: "ib_atomic_lat", Package: "perftest"},
+	},
+	Files: []vm.Program{
+		{Name: "/etc/libibverbs.d/rxe.driver", Package: "ibverbs-providers"},
+		{Name: "/usr/lib/*/libibverbs/librxe-rdmav*.so", Package: "ibverbs-providers"},
+	},
+	// rxe looks its checksum up by name, so nothing names the module for it.
+	Modules: []string{"?crc32_generic", "?crc32_pclmul", "veth", "sch_netem", "rdma_rxe", "ib_uverbs", "rdma_ucm"},
+}
+
+// buildPrograms are needed to build the guest's programs, which are not ours alone.
+var buildPrograms = []vm.Program{
+	{Name: "gcc", Package: "gcc"},
+	{Name: "/usr/include/infiniband/verbs.h", Package: "libibverbs-dev"},
+}
+
+// Options say what is run.
+type Options struct {
+	Suite string        // whose kernel
+	Order result.Order  // which cases
+	Dir   string        // where results, console and captures are left
+	Limit time.Duration // for the whole machine. Zero: 10 minutes
+	MemMB int           // zero: enough
+}
+
+// Check returns an error that names what the host lacks.
+func Check() error {
+	return vm.Check(append(append(append([]vm.Program{{Name: "busybox", Package: "busybox-static"}}, contents.Programs...), contents.Files...), buildPrograms...)...)
+}
+
+// Run runs the cases on a kernel. Each line of the guest is given to sink as it
+// comes. The error is about the run: failed cases are none, cases without a result
+// are.
+func Run(ctx context.Context, o Options, sink func(result.Line)) error {
+	if err := Check(); err != nil {
+		return err
+	}
+	dir, err := filepath.Abs(o.Dir)
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	if err := os.RemoveAll(filepath.Join(dir, result.CaptureDir)); err != nil {
+		return err
+	}
+	if err := build(ctx, dir); err != nil {
+		return err
+	}
+	o.Order.Kernel = o.Suite
+	order, err := json.Marshal(o.Order)
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(dir, result.OrderFile), order, 0o644); err != nil {
+		return err
+	}
+	kernel, err := vm.FindKernel(ctx, o.Suite)
+	if err != nil {
+		return err
+	}
+	image, err := vm.Image(ctx, kernel, contents)
+	if err != nil {
+		return err
+	}
+	var ended end
+	m := vm.Machine{Kernel: kernel, Image: image, Share: dir, Limit: o.Limit, MemMB: o.MemMB}
+	err = m.Run(ctx, func(b []byte) {
+		var l result.Line
+		if json.Unmarshal(b, &l) != nil {
+			l = result.Line{Fatal: fmt.Sprintf("not a result: %q", b)}
+		}
+		ended.add(l)
+		sink(l)
+	})
+	for _, name := range programs {
+		err = errors.Join(err, os.Remove(filepath.Join(dir, name)))
+	}
+	return errors.Join(err, ended.err())
+}
+
+// end knows whether the guest has done all that it announced.
+type end struct {
+	missing map[string]bool
+	fatal   []string
+	done    bool
+}
+
+func (e *end) add(l result.Line) {
+	switch {
+	case l.Plan != nil:
+		e.missing = map[string]bool{}
+		for _, name := range l.Plan.Cases {
+			e.missing[name] = true
+		}
+	case l.Case != nil:
+		delete(e.missing, l.Case.Name)
+	case l.Fatal != "":
+		e.fatal = append(e.fatal, l.Fatal)
+	case l.Done:
+		e.done = true
+	}
+}
+
+func (e *end) err() error {
+	switch {
+	case len(e.fatal) > 0:
+		return fmt.Errorf("the guest: %s", strings.Join(e.fatal, "\n"))
+	case len(e.missing) > 0:
+		return fmt.Errorf("the guest ended before %d of its cases were run", len(e.missing))
+	case !e.done:
+		return errors.New("the guest ended too early")
+	}
+	return nil
+}
+
+// programs are what build leaves in the shared directory.
+var programs = []string{vm.GuestProgram, "verbena", "kverbs"}
+
+// build makes the guest's programs. Ours are static; kverbs finds its libraries in
+// the image.
+func build(ctx context.Context, dir string) error {
+	root, err := moduleRoot(ctx)
+	if err != nil {
+		return err
+	}
+	for _, b := range []struct {
+		env  string
+		args []string
+	}{
+		{"CGO_ENABLED=0", []string{"go", "build", "-buildvcs=false", "-o", filepath.Join(dir, vm.GuestProgram), "./interop/rxe/guest"}},
+		{"CGO_ENABLED=0", []string{"go", "build", "-buildvcs=false", "-o", filepath.Join(dir, "verbena"), "./cmd/verbena"}},
+		{"", []string{"gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "kverbs"), "interop/rxe/kverbs/kverbs.c", "-libverbs"}},
+	} {
+		cmd := exec.CommandContext(ctx, b.args[0], b.args[1:]...)
+		cmd.Dir = root
+		cmd.Env = append(os.Environ(), b.env)
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return fmt.Errorf("%s: %w\n%s", strings.Join(b.args, " "), err, out)
+		}
+	}
+	return nil
+}
+
+// moduleRoot returns where the module's sources are.
+func moduleRoot(ctx context.Context) (string, error) {
+	out, err := exec.CommandContext(ctx, "go", "list", "-m", "-f", "{{.Dir}}").Output()
+	if err != nil {
+		return "", fmt.Errorf("go list -m: %w", err)
+	}
+	return strings.TrimSpace(string(out)), nil
+}

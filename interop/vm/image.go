@@ -1,0 +1,278 @@
+package vm
+
+// The way of an image, top-down:
+//
+//  1. Image collects what belongs into it: programs and files with the libraries
+//     that they name, modules with those that they need.
+//  2. What was collected, with the times of all files, makes a key; an image of
+//     that key may be in the cache.
+//  3. pack writes it.
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+)
+
+// Contents is what a guest finds besides the kernel.
+type Contents struct {
+	Programs []Program // of the host; reachable by their names
+	Files    []Program // more files of the host, by path (a * matches); at the same path in the guest
+	Modules  []string  // kernel modules to load, in this order, after those that they need; ?name may be absent
+}
+
+// modules that every guest needs: for its disk-less life and the shared directory.
+var baseModules = []string{"virtio_pci", "9pnet_virtio", "9p"}
+
+// init is the guest's first program. The kernel tells it nothing; all that differs
+// between runs is in the shared directory.
+const initScript = `#!/bin/sh
+export PATH=/usr/bin:/bin HOME=/tmp
+mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev
+mkdir -p /dev/shm /dev/pts /run/netns; mount -t tmpfs tmp /dev/shm; mount -t tmpfs -o size=90% tmp /tmp
+for m in $(cat /modules/order); do insmod /modules/$m || echo "init: no module $m"; done
+mount -t 9p -o trans=virtio,version=9p2000.L,msize=262144 share /share || echo "init: no share"
+cp /share/` + GuestProgram + ` /tmp/main && chmod +x /tmp/main && /tmp/main
+echo "init: the guest's program ended with status $?"
+sync; poweroff -f
+`
+
+// GuestProgram is the file in the shared directory that the guest runs, with the
+// directory mounted as /share. When it ends, the machine is switched off.
+const GuestProgram = "main"
+
+// collected is the input of an image: where things are, and where they go.
+type collected struct {
+	programs []string
+	files    []string
+	libs     []string
+	modules  []string // in the order of loading
+}
+
+// Image returns an initramfs for the kernel, from the cache if it has it.
+func Image(ctx context.Context, k *Kernel, c Contents) (string, error) {
+	cache, err := CacheDir()
+	if err != nil {
+		return "", err
+	}
+	all, err := collect(ctx, k, c)
+	if err != nil {
+		return "", err
+	}
+	key, err := all.key(k)
+	if err != nil {
+		return "", err
+	}
+	dir := filepath.Join(cache, "images")
+	name := filepath.Join(dir, k.Version+"-"+key+".cpio")
+	if _, err := os.Stat(name); err == nil {
+		return name, nil
+	}
+	err = writeFileBy(name, func(w io.Writer) error { return all.pack(ctx, w) })
+	if err == nil {
+		err = forget(dir, k.Version, name)
+	}
+	return name, err
+}
+
+// forget deletes older images of a kernel, but none that somebody may be about to
+// boot.
+func forget(dir, version, keep string) error {
+	old, err := filepath.Glob(filepath.Join(dir, version+"-*.cpio"))
+	if err != nil {
+		return err
+	}
+	for _, name := range old {
+		st, err := os.Stat(name)
+		if name == keep || err != nil || time.Since(st.ModTime()) < time.Hour {
+			continue
+		}
+		if err := os.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
+
+func collect(ctx context.Context, k *Kernel, c Contents) (*collected, error) {
+	all := new(collected)
+	programs := append([]Program{{"busybox", "busybox-static"}}, c.Programs...)
+	if err := Check(append(slices.Clone(programs), c.Files...)...); err != nil {
+		return nil, err
+	}
+	for _, list := range []struct {
+		from []Program
+		to   *[]string
+	}{{programs, &all.programs}, {c.Files, &all.files}} {
+		for _, p := range list.from {
+			path, err := find(p.Name)
+			if err != nil {
+				return nil, err
+			}
+			*list.to = append(*list.to, path)
+			libs, err := libraries(ctx, path)
+			if err != nil {
+				return nil, err
+			}
+			all.libs = append(all.libs, libs...)
+		}
+	}
+	// Threads that are cancelled load it by name.
+	if gcc, err := find("/usr/lib/*/libgcc_s.so.1"); err == nil {
+		all.libs = append(all.libs, gcc)
+	}
+	slices.Sort(all.libs)
+	all.libs = slices.Compact(all.libs)
+	for _, m := range append(slices.Clone(baseModules), c.Modules...) {
+		name, optional := strings.CutPrefix(m, "?")
+		files, err := modulesFor(ctx, k, name)
+		if err != nil && !optional {
+			return nil, err
+		}
+		for _, f := range files {
+			if !slices.Contains(all.modules, f) {
+				all.modules = append(all.modules, f)
+			}
+		}
+	}
+	return all, nil
+}
+
+var libraryPath = regexp.MustCompile(`(?m)(/\S+) \(0x[0-9a-f]+\)$`)
+
+// libraries returns the shared libraries that a file names, and those that these
+// name.
+func libraries(ctx context.Context, path string) ([]string, error) {
+	out, err := exec.CommandContext(ctx, "ldd", path).CombinedOutput()
+	if err != nil {
+		// A static program, a script or a text: ldd has no better way to say so.
+		if s := string(out); strings.Contains(s, "not a dynamic executable") || strings.Contains(s, "statically linked") {
+			return nil, nil
+		}
+		return nil, fmt.Errorf("ldd %s: %w\n%s", path, err, out)
+	}
+	var libs []string
+	for _, m := range libraryPath.FindAllStringSubmatch(string(out), -1) {
+		libs = append(libs, m[1])
+	}
+	return libs, nil
+}
+
+// modulesFor returns the files of a module and those it needs, in the order of
+// loading. A module that is built into the kernel has none.
+func modulesFor(ctx context.Context, k *Kernel, name string) ([]string, error) {
+	modprobe, err := find("modprobe")
+	if err != nil {
+		return nil, err
+	}
+	cmd := exec.CommandContext(ctx, modprobe, "-d", k.Dir, "-S", k.Release, "-C", "/dev/null", "--show-depends", name)
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		return nil, fmt.Errorf("kernel %s, module %s: %w\n%s", k.Release, name, err, out)
+	}
+	var files []string
+	for line := range strings.Lines(string(out)) {
+		if f := strings.Fields(line); len(f) >= 2 && f[0] == "insmod" {
+			files = append(files, f[1])
+		}
+	}
+	return files, nil
+}
+
+// key is a digest of everything that the image is made of; of files it takes
+// name, size and time.
+func (c *collected) key(k *Kernel) (string, error) {
+	h := sha256.New()
+	fmt.Fprintln(h, initScript, k.Version)
+	for _, list := range [][]string{c.programs, c.files, c.libs, c.modules} {
+		for _, f := range list {
+			st, err := os.Stat(f)
+			if err != nil {
+				return "", err
+			}
+			fmt.Fprintln(h, f, st.Size(), st.ModTime().UnixNano())
+		}
+		fmt.Fprintln(h)
+	}
+	return fmt.Sprintf("%x", h.Sum(nil)[:8]), nil
+}
+
+func (c *collected) pack(ctx context.Context, w io.Writer) error {
+	a := newArchiver(w)
+	for _, d := range []string{"proc", "sys", "dev", "tmp", "run", "share", "etc", "modules", "usr/bin", "usr/sbin", "usr/lib", "usr/lib64"} {
+		if err := a.dir(d); err != nil {
+			return err
+		}
+	}
+	for _, d := range []string{"bin", "sbin", "lib", "lib64"} {
+		if err := a.link(d, "usr/"+d); err != nil {
+			return err
+		}
+	}
+	for _, p := range c.programs {
+		if err := a.file("usr/bin/"+filepath.Base(p), p); err != nil {
+			return err
+		}
+	}
+	for _, f := range slices.Concat(c.files, c.libs) {
+		if err := a.file(f, f); err != nil {
+			return err
+		}
+	}
+	// Busybox's own commands come last: a program of the host goes before.
+	applets, err := exec.CommandContext(ctx, c.programs[0], "--list").Output()
+	if err != nil {
+		return fmt.Errorf("busybox --list: %w", err)
+	}
+	for _, name := range strings.Fields(string(applets)) {
+		if err := a.link("usr/bin/"+name, "busybox"); err != nil {
+			return err
+		}
+	}
+	var order strings.Builder
+	for _, m := range c.modules {
+		name, err := packModule(ctx, a, m)
+		if err != nil {
+			return err
+		}
+		fmt.Fprintln(&order, name)
+	}
+	for name, text := range map[string]string{
+		"modules/order": order.String(),
+		"etc/passwd":    "root:x:0:0:root:/:/bin/sh\n",
+		"etc/group":     "root:x:0:\n",
+		"etc/hosts":     "127.0.0.1 localhost\n::1 localhost\n",
+	} {
+		if err := a.text(name, text, modeFile); err != nil {
+			return err
+		}
+	}
+	if err := a.text("init", initScript, modeExec); err != nil {
+		return err
+	}
+	return a.close()
+}
+
+// packModule packs a module, unpacked, and returns its name.
+func packModule(ctx context.Context, a *archiver, file string) (string, error) {
+	base := filepath.Base(file)
+	name, packed := strings.CutSuffix(base, ".xz")
+	if !packed {
+		return base, a.file("modules/"+base, file)
+	}
+	b, err := exec.CommandContext(ctx, "xz", "-dc", file).Output()
+	if err != nil {
+		return "", fmt.Errorf("xz -dc %s: %w", file, err)
+	}
+	return name, a.text("modules/"+name, string(b), modeFile)
+}

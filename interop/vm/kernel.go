@@ -1,0 +1,261 @@
+package vm
+
+// The way of a kernel, top-down:
+//
+//  1. FindKernel looks into the cache; a kernel that was looked up within a month
+//     is taken as it is.
+//  2. archive asks apt where the host's Debian packages come from.
+//  3. lookup reads the index of the wanted suite there, with a state of its own
+//     beside the host's, and finds the kernel that linux-image-amd64 stands for.
+//     apt checks signatures and sums, and goes through the host's proxies.
+//  4. download unpacks it into the cache; nothing is installed.
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"time"
+)
+
+// Kernel is an unpacked kernel with its modules.
+type Kernel struct {
+	Suite   string // "stable", "sid" or a release's name
+	Release string // as uname -r has it
+	Version string // of the Debian package
+	Dir     string // the unpacked packages, with an index of the modules
+	Image   string // the kernel itself
+}
+
+// lookupAge is how long the answer to "which kernel does the suite have" is
+// taken from the cache.
+const lookupAge = 30 * 24 * time.Hour
+
+// FindKernel returns a suite's kernel, from the cache or from the archive. Without
+// a network an old answer from the cache is better than none.
+func FindKernel(ctx context.Context, suite string) (*Kernel, error) {
+	if !regexp.MustCompile(`^[a-z][a-z0-9-]*$`).MatchString(suite) {
+		return nil, fmt.Errorf("%q is not the name of a Debian suite", suite)
+	}
+	cache, err := CacheDir()
+	if err != nil {
+		return nil, err
+	}
+	record := filepath.Join(cache, "kernels", suite+".json")
+	k, age := readRecord(record)
+	if k != nil && age < lookupAge {
+		return k, nil
+	}
+	fresh, err := fetchKernel(ctx, filepath.Join(cache, "kernels"), suite)
+	if err != nil {
+		if k != nil {
+			return k, nil
+		}
+		return nil, fmt.Errorf("no kernel of Debian %s in the cache, and none could be fetched: %w", suite, err)
+	}
+	b, err := json.Marshal(fresh)
+	if err != nil {
+		return nil, err
+	}
+	return fresh, writeFile(record, bytes.NewReader(b))
+}
+
+// readRecord reads what was found out about a suite; nil if that is nothing, or
+// the kernel is gone.
+func readRecord(name string) (*Kernel, time.Duration) {
+	b, err := os.ReadFile(name)
+	if err != nil {
+		return nil, 0
+	}
+	st, err := os.Stat(name)
+	if err != nil {
+		return nil, 0
+	}
+	k := new(Kernel)
+	if json.Unmarshal(b, k) != nil {
+		return nil, 0
+	}
+	if _, err := os.Stat(k.Image); err != nil {
+		return nil, 0
+	}
+	return k, time.Since(st.ModTime())
+}
+
+// archive returns the address of the archive that the host's Debian packages come
+// from.
+func archive(ctx context.Context) (string, error) {
+	out, err := exec.CommandContext(ctx, "apt-get", "indextargets",
+		"--format", "$(LABEL) $(REPO_URI)", "Created-By: Packages").Output()
+	if err != nil {
+		return "", fmt.Errorf("apt-get indextargets: %w", err)
+	}
+	for line := range strings.Lines(string(out)) {
+		if label, uri, _ := strings.Cut(strings.TrimSpace(line), " "); label == "Debian" {
+			return uri, nil
+		}
+	}
+	return "", &MissingError{What: []string{"a Debian archive among apt's sources, to take kernels from (after apt-get update)"}}
+}
+
+// apt runs apt-get and apt-cache with a state of its own.
+type apt struct {
+	ctx  context.Context
+	dir  string
+	opts []string
+}
+
+func newApt(ctx context.Context, dir, uri, suite string) (*apt, error) {
+	for _, d := range []string{"lists/partial", "cache/archives/partial", "down"} {
+		if err := os.MkdirAll(filepath.Join(dir, d), 0o755); err != nil {
+			return nil, err
+		}
+	}
+	for name, text := range map[string]string{"sources.list": "deb " + uri + " " + suite + " main\n", "status": ""} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644); err != nil {
+			return nil, err
+		}
+	}
+	a := &apt{ctx: ctx, dir: dir}
+	for _, o := range []string{
+		"Dir::Etc::SourceList=" + filepath.Join(dir, "sources.list"),
+		"Dir::Etc::SourceParts=/dev/null",
+		"Dir::State::Lists=" + filepath.Join(dir, "lists"),
+		"Dir::State::Status=" + filepath.Join(dir, "status"),
+		"Dir::Cache=" + filepath.Join(dir, "cache"),
+		"APT::Architecture=amd64",
+		"APT::Architectures=amd64",
+		"APT::Sandbox::User=", // no other user could write here
+		"Acquire::Languages=none",
+		// A mirror that is behind has an old kernel, and it will do.
+		"Acquire::Check-Valid-Until=false",
+		"Debug::NoLocking=1", // the directory is ours alone
+	} {
+		a.opts = append(a.opts, "-o", o)
+	}
+	return a, nil
+}
+
+func (a *apt) run(command string, args ...string) (string, error) {
+	cmd := exec.CommandContext(a.ctx, command, append(a.opts, args...)...)
+	cmd.Dir = filepath.Join(a.dir, "down")
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		err = fmt.Errorf("%s %s: %w\n%s", command, strings.Join(args, " "), err, stderr.String())
+	}
+	return string(out), err
+}
+
+var (
+	dependsOnImage = regexp.MustCompile(`(?m)^Depends:.*?\blinux-image-([0-9][^ ,]*)`)
+	versionLine    = regexp.MustCompile(`(?m)^Version: (\S+)`)
+)
+
+// fetchKernel looks a suite's kernel up, and fetches it unless it is there.
+func fetchKernel(ctx context.Context, dir, suite string) (*Kernel, error) {
+	uri, err := archive(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return nil, err
+	}
+	tmp, err := os.MkdirTemp(dir, "tmp.")
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = os.RemoveAll(tmp) }() // what is left is a nuisance, no more
+	a, err := newApt(ctx, tmp, uri, suite)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := a.run("apt-get", "-qq", "update"); err != nil {
+		return nil, err
+	}
+	// update may warn only; then nothing is found here.
+	meta, err := a.run("apt-cache", "show", "--no-all-versions", "linux-image-amd64")
+	if err != nil {
+		return nil, err
+	}
+	image, version := dependsOnImage.FindStringSubmatch(meta), versionLine.FindStringSubmatch(meta)
+	if image == nil || version == nil {
+		return nil, fmt.Errorf("linux-image-amd64 of %s depends on no kernel:\n%s", suite, meta)
+	}
+	k := &Kernel{Suite: suite, Release: image[1], Version: version[1]}
+	k.Dir = filepath.Join(dir, k.Version)
+	if k.Image, err = kernelImage(k.Dir, k.Release); err == nil {
+		return k, nil
+	}
+	tree := filepath.Join(tmp, "tree")
+	if err := a.download(tree, k.Release); err != nil {
+		return nil, err
+	}
+	// Somebody may have been quicker: theirs is as good.
+	if err := os.Rename(tree, k.Dir); err != nil && !errors.Is(err, fs.ErrExist) {
+		return nil, err
+	}
+	k.Image, err = kernelImage(k.Dir, k.Release)
+	return k, err
+}
+
+// download unpacks a kernel's packages into tree. Newer kernels come in several.
+func (a *apt) download(tree, release string) error {
+	for _, part := range []string{"image", "modules", "binary"} {
+		name := "linux-" + part + "-" + release
+		if part != "image" {
+			if out, err := a.run("apt-cache", "show", name); err != nil || out == "" {
+				continue
+			}
+		}
+		if _, err := a.run("apt-get", "-qq", "download", name); err != nil {
+			return err
+		}
+	}
+	debs, err := filepath.Glob(filepath.Join(a.dir, "down", "*.deb"))
+	if err != nil {
+		return err
+	}
+	for _, deb := range debs {
+		if err := run(a.ctx, "dpkg-deb", "-x", deb, tree); err != nil {
+			return err
+		}
+	}
+	lib := filepath.Join(tree, "lib")
+	if _, err := os.Lstat(lib); errors.Is(err, fs.ErrNotExist) {
+		if err := os.Symlink("usr/lib", lib); err != nil {
+			return err
+		}
+	}
+	return run(a.ctx, "depmod", "-b", tree, release)
+}
+
+// kernelImage finds the kernel in the unpacked tree.
+func kernelImage(tree, release string) (string, error) {
+	for _, name := range []string{"boot/vmlinuz-" + release, "usr/lib/modules/" + release + "/vmlinuz"} {
+		path := filepath.Join(tree, name)
+		if _, err := os.Stat(path); err == nil {
+			return path, nil
+		}
+	}
+	return "", fmt.Errorf("no kernel %s under %s", release, tree)
+}
+
+// run runs a program that says nothing if all is well.
+func run(ctx context.Context, name string, args ...string) error {
+	path, err := find(name)
+	if err != nil {
+		return err
+	}
+	if out, err := exec.CommandContext(ctx, path, args...).CombinedOutput(); err != nil {
+		return fmt.Errorf("%s %s: %w\n%s", name, strings.Join(args, " "), err, out)
+	}
+	return nil
+}

@@ -1,0 +1,100 @@
+package vm
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+)
+
+// Program is a command that must be there, on the host or in the guest.
+type Program struct {
+	Name    string
+	Package string // Debian's, that it comes from
+}
+
+// hostPrograms are what this package itself runs.
+var hostPrograms = []Program{
+	{"qemu-system-x86_64", "qemu-system-x86"},
+	{"depmod", "kmod"},
+	{"modprobe", "kmod"},
+	{"xz", "xz-utils"},
+	{"dpkg-deb", "dpkg"},
+	{"apt-get", "apt"},
+	{"ldd", "libc-bin"},
+}
+
+// MissingError says what the host lacks.
+type MissingError struct {
+	What     []string // in words, or programs
+	Packages []string // that would mend it
+}
+
+func (e *MissingError) Error() string {
+	s := "missing: " + strings.Join(e.What, ", ")
+	if len(e.Packages) > 0 {
+		s += "; as root: apt-get install --no-install-recommends " + strings.Join(e.Packages, " ")
+	}
+	return s
+}
+
+// Check returns a *MissingError if the host lacks what booting takes, or one of
+// the programs.
+func Check(programs ...Program) error {
+	if runtime.GOOS != "linux" || runtime.GOARCH != "amd64" {
+		return &MissingError{What: []string{"an amd64 Linux host (the guest runs the host's programs)"}}
+	}
+	var e MissingError
+	for _, p := range append(slices.Clone(hostPrograms), programs...) {
+		if _, err := find(p.Name); err != nil {
+			e.What = append(e.What, p.Name)
+			e.Packages = append(e.Packages, p.Package)
+		}
+	}
+	if len(e.What) == 0 {
+		return nil
+	}
+	slices.Sort(e.Packages)
+	e.Packages = slices.Compact(e.Packages)
+	return &e
+}
+
+// find finds a program, also where an ordinary user's PATH does not look. A path
+// with a * is taken as a pattern, of which the first match counts.
+func find(name string) (string, error) {
+	if strings.Contains(name, "/") {
+		found, err := filepath.Glob(name)
+		if err == nil && len(found) == 0 {
+			err = fmt.Errorf("%s: %w", name, os.ErrNotExist)
+		}
+		if err != nil {
+			return "", err
+		}
+		return found[0], nil
+	}
+	if p, err := exec.LookPath(name); err == nil {
+		return p, nil
+	}
+	for _, dir := range []string{"/usr/sbin", "/sbin"} {
+		p := filepath.Join(dir, name)
+		if _, err := os.Stat(p); err == nil {
+			return p, nil
+		}
+	}
+	return "", fmt.Errorf("%s: %w", name, exec.ErrNotFound)
+}
+
+// CacheDir returns where kernels and images are kept.
+func CacheDir() (string, error) {
+	if dir := os.Getenv("VERBENA_CACHE"); dir != "" {
+		return filepath.Abs(dir)
+	}
+	dir, err := os.UserCacheDir()
+	if err != nil {
+		return "", fmt.Errorf("no place to keep kernels, set VERBENA_CACHE: %w", err)
+	}
+	return filepath.Join(dir, "verbena"), nil
+}
