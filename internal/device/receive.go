@@ -14,7 +14,7 @@ import (
 // acknowledgement covers a whole batch. Whoever holds the progress lock owns it.
 type receiver struct {
 	dev     *Device
-	now     qp.Time
+	now     qp.Time // 0: not known yet
 	touched []*QP
 }
 
@@ -24,6 +24,9 @@ func (r *receiver) Deliver(t *train.Train) {
 	if q == nil {
 		r.dev.noQP.Add(uint64(t.N))
 		return
+	}
+	if r.now == 0 {
+		r.now = r.dev.now()
 	}
 	_, due := q.receive(t, r.now) // no fault: the payload is the link's own
 	if n := len(r.touched); due && (n == 0 || r.touched[n-1] != q) {

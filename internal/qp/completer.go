@@ -256,6 +256,7 @@ func (q *QP) retry(now Time) {
 func (q *QP) goBack(now Time) {
 	q.req.cwnd = max(minWindow, q.req.cwnd/2)
 	q.rewind(q.req.una)
+	q.req.askNow = true
 	q.req.restart(now)
 }
 
@@ -269,6 +270,10 @@ func (q *QP) Tick(now Time) {
 		return
 	}
 	if d := r.deadline(); d == 0 || now < d {
+		return
+	}
+	if r.quiet() {
+		q.probe(now)
 		return
 	}
 	if r.timeout == 0 {

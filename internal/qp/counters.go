@@ -12,6 +12,7 @@ const (
 	CntRxPackets                      // packets that reached a queue pair
 	CntRxBytes                        // payload bytes in them
 	CntRetransmits                    // packets sent again
+	CntProbes                         // packets sent again only to ask for an acknowledgement
 	CntTimeouts                       // acknowledgement timeouts
 	CntAcksSent                       // acknowledgements sent
 	CntNaksSent                       // NAKs of any kind but RNR sent
@@ -36,8 +37,8 @@ const (
 )
 
 var counterNames = [NumCounters]string{
-	"tx_packets", "tx_bytes", "rx_packets", "rx_bytes", "retransmitted_packets", "local_ack_timeouts",
-	"acks_sent", "naks_sent", "rnr_naks_sent", "naks_received", "rnr_naks_received",
+	"tx_packets", "tx_bytes", "rx_packets", "rx_bytes", "retransmitted_packets", "ack_probes",
+	"local_ack_timeouts", "acks_sent", "naks_sent", "rnr_naks_sent", "naks_received", "rnr_naks_received",
 	"duplicate_requests", "out_of_sequence", "implied_nak_seq_err", "ghost_acks",
 	"drop_qp_state", "drop_transport", "drop_source_address", "drop_bad_qkey", "drop_no_receive",
 	"drop_broken_message", "drop_malformed", "resp_invalid_request", "resp_remote_access_errors",

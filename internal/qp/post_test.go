@@ -230,7 +230,7 @@ func TestTimeoutBound(t *testing.T) {
 			s := usual()
 			s.timeout, s.retry = timeout, retry
 			w := newPair(t, s, s)
-			if _, err := w.a.q.PostSend([]ib.SendWR{{Op: ib.OpSend}}); err != nil {
+			if _, err := w.a.q.PostSend([]ib.SendWR{{Op: ib.OpSend, Flags: ib.SendSignaled}}); err != nil {
 				t.Fatal(err)
 			}
 			w.pullAll()

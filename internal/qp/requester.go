@@ -10,6 +10,8 @@ package qp
 // nxt is sent next; nxt < max while sending again (go-back-N).
 
 import (
+	"time"
+
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/train"
@@ -23,6 +25,8 @@ type requester struct {
 
 	rd       rdRing // READs and atomics under way
 	unacked  int    // packets since the last one that asked for an acknowledgement
+	askNow   bool   // the next message that ends asks for one
+	probing  bool   // the next packet is sent again only to ask for one
 	cwnd     int    // window after losses, at most the path's
 	held     int    // credits held
 	stalled  bool   // waits for credits
@@ -115,8 +119,11 @@ func (q *QP) pullRequest(t *train.Train, now Time) bool {
 	}
 	if again {
 		t.Bounce = true // its checksum may have failed for a change of the source
-		q.Counters.add(CntRetransmits, t.N)
+		if !r.probing {
+			q.Counters.add(CntRetransmits, t.N)
+		}
 	}
+	r.probing = false
 	r.nxt = r.nxt.Add(n)
 	if r.max.Less(r.nxt) {
 		r.max = r.nxt
@@ -208,16 +215,36 @@ func (q *QP) pullMessage(t *train.Train, w *wqe) int {
 }
 
 // askAck decides whether a train asks for an acknowledgement: when somebody
-// waits for it, when nothing follows, and often enough to keep the window open
-// and the credits in motion.
+// waits for it, and often enough to keep the window open and the credits in
+// motion. A few short messages whose completion nobody has asked for are left
+// alone for a while, since others will follow and ask for all of them (probe).
 func (q *QP) askAck(t *train.Train, w *wqe) {
 	r := &q.req
 	r.unacked += t.N
-	last := r.cur+1 == q.sq.tail || q.state == ib.QPSQD || r.failing != 0
-	if t.End && (last || w.flags&ib.SendSignaled != 0) || r.unacked >= min(r.cwnd, q.path.Window)/4 ||
-		q.path.Credits != nil && !q.path.Credits.Free() {
-		t.AckReq, r.unacked = true, 0
+	ask := w.flags&ib.SendSignaled != 0 || q.state == ib.QPSQD || r.failing != 0 || r.askNow ||
+		r.cur+1 == q.sq.tail && r.unacked >= quietPackets
+	if t.End && ask || r.unacked >= min(r.cwnd, q.path.Window)/4 || q.path.Credits != nil && q.path.Credits.scarce() {
+		t.AckReq, r.unacked, r.askNow = true, 0, false
 	}
+}
+
+// quietPackets is how many packets may be under way without any having asked for
+// an acknowledgement, when nothing follows; quietTime is for how long.
+const (
+	quietPackets = 8
+	quietTime    = time.Millisecond
+)
+
+// quiet reports whether packets are under way, and none of them has asked for an
+// acknowledgement.
+func (r *requester) quiet() bool { return r.unacked > 0 && r.nxt.Sub(r.una) <= r.unacked }
+
+// probe asks for the acknowledgement of what has been quiet for too long.
+func (q *QP) probe(now Time) {
+	q.Counters.add(CntProbes, 1)
+	q.askAgain()
+	q.req.restart(now)
+	q.req.progAt = now // nobody could have answered before
 }
 
 // askAgain sends the last packet again if it did not ask for an acknowledgement
@@ -226,6 +253,7 @@ func (q *QP) askAgain() {
 	r := &q.req
 	if q.Type == ib.RC && r.unacked > 0 && r.cur != q.sq.head {
 		q.rewind(q.sq.at(r.cur - 1).end().Add(-1))
+		r.askNow, r.probing = true, true
 	}
 }
 

@@ -217,6 +217,7 @@ func (q *QP) pullResponse(t *train.Train) bool {
 	t.AETH = wire.AETH{Syndrome: s, MSN: r.msn}
 	switch {
 	case s.IsAck():
+		t.PSN = r.epsn.Add(-1) // more may have come since it was asked for
 		q.Counters.add(CntAcksSent, 1)
 	case s.IsRNR():
 		q.Counters.add(CntRNRNaksSent, 1)

@@ -80,6 +80,8 @@ func (r *requester) deadline() Time {
 		return r.rnrUntil
 	case r.started == 0 || r.una == r.nxt:
 		return 0
+	case r.quiet():
+		return r.started + quietTime
 	case r.timeout == 0: // waits for ever, but not with credits that others need
 		if r.held == 0 {
 			return 0

@@ -250,6 +250,3 @@ func (s *stage) restart() {
 	}
 	s.kernel = nil
 }
-
-// errKilled marks a kverbs that was killed on purpose.
-var errKilled = errors.New("kernel: killed on purpose")

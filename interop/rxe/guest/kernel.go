@@ -72,10 +72,20 @@ func (k *kernel) stand(addr netip.Addr) error {
 	return fmt.Errorf("kernel: no GID of %v", addr)
 }
 
-// kill ends the process as the kernel would; wait collects it.
+// kill ends the process from outside; stop collects it.
 func (k *kernel) kill() {
 	_ = k.cmd.Process.Signal(syscall.SIGKILL) // it may have ended already
 }
+
+// die kills the process as part of a case.
+func (k *kernel) die() {
+	k.kill()
+	_ = k.cmd.Wait() // now the kernel has taken its device away
+	k.dead = errKilled
+}
+
+// errKilled marks a kverbs that was killed on purpose.
+var errKilled = errors.New("kernel: killed on purpose")
 
 // stop ends the process.
 func (k *kernel) stop() {

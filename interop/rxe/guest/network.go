@@ -8,6 +8,8 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
+	"regexp"
+	"strconv"
 	"strings"
 	"time"
 )
@@ -22,9 +24,9 @@ const (
 )
 
 // address families, by the word in a case's name.
-var families = map[string]struct{ kernel, ours netip.Addr }{
-	"v4": {netip.MustParseAddr("10.79.0.1"), netip.MustParseAddr("10.79.0.2")},
-	"v6": {netip.MustParseAddr("fd79::1"), netip.MustParseAddr("fd79::2")},
+var families = map[string]struct{ kernel, ours, victim netip.Addr }{
+	"v4": {netip.MustParseAddr("10.79.0.1"), netip.MustParseAddr("10.79.0.2"), netip.MustParseAddr("10.79.0.3")},
+	"v6": {netip.MustParseAddr("fd79::1"), netip.MustParseAddr("fd79::2"), netip.MustParseAddr("fd79::3")},
 }
 
 // defaultFrame is the interfaces' MTU for cases that want no other.
@@ -72,6 +74,8 @@ func makeNetwork() error {
 		fmt.Sprintf("ip addr add %v/64 dev %s nodad", v6.kernel, kernelIf),
 		fmt.Sprintf("ip -n %s addr add %v/24 dev %s", oursNS, v4.ours, oursIf),
 		fmt.Sprintf("ip -n %s addr add %v/64 dev %s nodad", oursNS, v6.ours, oursIf),
+		fmt.Sprintf("ip -n %s addr add %v/24 dev %s", oursNS, v4.victim, oursIf),
+		fmt.Sprintf("ip -n %s addr add %v/64 dev %s nodad", oursNS, v6.victim, oursIf),
 		fmt.Sprintf("ip link set %s mtu %d up", kernelIf, defaultFrame),
 		fmt.Sprintf("ip -n %s link set %s mtu %d up", oursNS, oursIf, defaultFrame),
 		"rdma link add "+rxeDev+" type rxe netdev "+kernelIf,
@@ -120,6 +124,28 @@ func repair() error {
 		run(inKernelNS("tc", "qdisc", "del", "dev", kernelIf, "root")...),
 	)
 }
+
+// lost counts the packets that netem has dropped since impair, both ways.
+func lost() (n int, err error) {
+	for _, args := range [][]string{{"tc", "-s", "qdisc", "show", "dev", oursIf}, inKernelNS("tc", "-s", "qdisc", "show", "dev", kernelIf)} {
+		out, err := exec.Command(args[0], args[1:]...).Output()
+		if err != nil {
+			return 0, err
+		}
+		m := droppedCount.FindSubmatch(out)
+		if m == nil {
+			return 0, fmt.Errorf("tc does not say what was dropped: %s", out)
+		}
+		one, err := strconv.Atoi(string(m[1]))
+		if err != nil {
+			return 0, err
+		}
+		n += one
+	}
+	return n, nil
+}
+
+var droppedCount = regexp.MustCompile(`dropped (\d+)`)
 
 func firstError(errs ...error) error {
 	for _, err := range errs {

@@ -155,8 +155,9 @@ func (e *end) wantReceived(want verbs.WC) error {
 		return err
 	}
 	want.QPN = e.qpn
-	if want.SrcQP == 0 {
-		wc.SrcQP = 0 // only datagrams say whom they are from
+	if want.SrcQP == 0 { // not a datagram
+		wc.SrcQP = 0
+		wc.Flags &^= verbs.WCGRH // the kernel sets it always; docs/interop.md
 	}
 	if wc != want {
 		return fmt.Errorf("%s: received %+v, want %+v", e.who(), wc, want)

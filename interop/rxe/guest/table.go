@@ -15,6 +15,16 @@ import (
 func table() (all []*testCase) {
 	for _, rows := range [][]*testCase{
 		operations(),
+		atomics(),
+		shapes(),
+		lateReceivers(),
+		violations(),
+		deaths(),
+		crowds(),
+		losses(),
+		unreliable(),
+		datagrams(),
+		giants(),
 	} {
 		all = append(all, rows...)
 	}
