@@ -20,7 +20,6 @@ package device
 import (
 	"context"
 	"errors"
-	"fmt"
 	"hash/fnv"
 	"net/netip"
 	"strings"
@@ -53,7 +52,7 @@ type Device struct {
 
 	table    *mem.Table
 	qps      *mem.Slots[QP]
-	counters qp.Counters
+	counters deviceCounters
 	drops    [link.NumReasons]atomic.Uint64
 	noQP     atomic.Uint64 // packets for a queue pair that does not exist
 
@@ -301,10 +300,11 @@ func (d *Device) Port(port int) (ib.PortAttr, error) {
 	if port != 1 {
 		return ib.PortAttr{}, ib.Errorf("query_port", syscall.EINVAL, "port %d: the device has port 1 alone", port)
 	}
+	sum := d.counters.sum()
 	return ib.PortAttr{State: ib.PortActive, MaxMTU: ib.MTU4096, ActiveMTU: mtuOf(d.mtu), GIDTableLen: len(d.addrs),
 		PKeyTableLen: 1, MaxMsgSize: qp.MaxMsgSize, LinkLayer: "Ethernet", Interface: interfaceOf(d.addrs[0]),
 		BadPKeyCntr:  uint32(d.drops[link.DropPKey].Load()),
-		QKeyViolCntr: uint32(d.counters[qp.CntDropQKey].Load())}, nil
+		QKeyViolCntr: uint32(sum[qp.CntDropQKey])}, nil
 }
 
 // mtuOf returns the largest MTU of at most n bytes.
@@ -327,30 +327,3 @@ func (d *Device) GIDs() []ib.GID {
 
 // NextEvent waits for an asynchronous event.
 func (d *Device) NextEvent(ctx context.Context) (ib.AsyncEvent, error) { return d.events.next(ctx) }
-
-// Counters returns what the device has counted, by name.
-func (d *Device) Counters() []provider.Counter {
-	var all []provider.Counter
-	for i := range d.counters {
-		all = append(all, provider.Counter{Name: qp.Counter(i).String(), Value: d.counters[i].Load()})
-	}
-	for i := range d.drops {
-		all = append(all, provider.Counter{Name: link.Reason(i).String(), Value: d.drops[i].Load()})
-	}
-	all = append(all,
-		provider.Counter{Name: "drop_no_qp", Value: d.noQP.Load()},
-		provider.Counter{Name: "stale_faults", Value: d.table.StaleFaults()})
-	for from := range mem.NumKinds {
-		for to := range mem.NumKinds {
-			name := fmt.Sprintf("copied_bytes_%v_to_%v", from, to)
-			all = append(all, provider.Counter{Name: name, Value: d.table.Moved(from, to)})
-		}
-	}
-	if u, ok := d.link.(*link.UDP); ok {
-		s := u.Stats()
-		all = append(all,
-			provider.Counter{Name: "tx_refused_packets", Value: s.TxLost},
-			provider.Counter{Name: "rx_overflow_packets", Value: s.Overflows})
-	}
-	return all
-}

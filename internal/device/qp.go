@@ -81,7 +81,7 @@ func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 		return nil, err
 	}
 	c := qp.Config{Type: cfg.Type, PD: p.id, Cap: cfg.Cap, SignalAll: cfg.SignalAll, SendCQ: q.sendCQ.CQ,
-		RecvCQ: q.recvCQ.CQ, RecvPD: p.id, Table: d.table, Counters: &d.counters, Event: q.event}
+		RecvCQ: q.recvCQ.CQ, RecvPD: p.id, Table: d.table, Event: q.event}
 	if q.srq != nil {
 		c.Recv, c.Shared, c.RecvPD = q.srq.Recv, true, q.srq.pd.id
 	} else {
@@ -101,6 +101,7 @@ func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 		p.unuse(&d.counts.qps)
 		return nil, ib.Errorf("create_qp", syscall.ENOMEM, "no queue pair number is free")
 	}
+	d.counters.add(q)
 	return q, nil
 }
 
@@ -278,6 +279,7 @@ func (q *QP) Close() error {
 			runtime.Gosched()
 		}
 		d.timers.remove(q)
+		d.counters.remove(q)
 		d.runWaiting(q.peer.Load(), d.now())
 		q.sendCQ.Remove(q.number)
 		q.recvCQ.Remove(q.number)

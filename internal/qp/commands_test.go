@@ -429,7 +429,7 @@ func (s *script) show1(e *end) {
 func (s *script) counters(a *cmdArgs) {
 	e := a.end()
 	for i := range NumCounters {
-		if n := e.counters[i].Load(); n != 0 && i > CntRxBytes {
+		if n := e.q.Counters[i]; n != 0 && i > CntRxBytes {
 			s.printf("%v %d", i, n)
 		}
 	}

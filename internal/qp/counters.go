@@ -1,9 +1,6 @@
 package qp
 
-import "sync/atomic"
-
-// Counter names something that queue pairs count, for a whole device. Counters
-// are incremented where the thing happens, once.
+// Counter names something that queue pairs count, once, where it happens.
 type Counter uint8
 
 const (
@@ -47,7 +44,15 @@ var counterNames = [NumCounters]string{
 
 func (c Counter) String() string { return counterNames[c] }
 
-// Counters are one device's.
-type Counters [NumCounters]atomic.Uint64
+// Counters are one queue pair's, or the sum of several's. They have no lock of
+// their own: a queue pair's owner calls one method at a time.
+type Counters [NumCounters]uint64
 
-func (c *Counters) add(i Counter, n int) { c[i].Add(uint64(n)) }
+func (c *Counters) add(i Counter, n int) { c[i] += uint64(n) }
+
+// Sum adds those of another.
+func (c *Counters) Sum(o *Counters) {
+	for i := range c {
+		c[i] += o[i]
+	}
+}

@@ -53,7 +53,6 @@ type Config struct {
 	Shared    bool        // Recv is shared with others
 	RecvPD    uint32      // the domain of receives: the SRQ's, or PD
 	Table     *mem.Table
-	Counters  *Counters
 	Event     func(ib.EventType) // raises an asynchronous event; must not call back
 }
 
@@ -87,6 +86,9 @@ type QP struct {
 	sq   sendQueue
 	req  requester
 	resp responder
+
+	// Counters count what the queue pair did.
+	Counters Counters
 
 	established bool // a packet has come since RTR
 }
@@ -154,6 +156,10 @@ func (q *QP) accepts(t *train.Train) bool {
 // Pull makes the next train to send, if there is one: answers before requests,
 // since the peer's window waits for them.
 func (q *QP) Pull(t *train.Train, now Time) bool {
+	if !q.Pending() {
+		q.req.stalled = false
+		return false
+	}
 	t.Reset()
 	if !(q.ackYields() && q.pullRequest(t, now)) && !q.pullResponse(t) && !q.pullRequest(t, now) {
 		return false

@@ -50,20 +50,19 @@ type world struct {
 
 // end is one side: a queue pair with all that it needs.
 type end struct {
-	w        *world
-	name     string
-	addr     netip.Addr
-	peer     *end
-	q        *QP
-	table    *mem.Table
-	counters Counters
-	sendCQ   *queue.CQ
-	recvCQ   *queue.CQ
-	recv     *queue.Recv
-	regions  map[string]*region
-	wire     []*train.Train // on the way to this end
-	credits  *Credits
-	events   []ib.EventType
+	w       *world
+	name    string
+	addr    netip.Addr
+	peer    *end
+	q       *QP
+	table   *mem.Table
+	sendCQ  *queue.CQ
+	recvCQ  *queue.CQ
+	recv    *queue.Recv
+	regions map[string]*region
+	wire    []*train.Train // on the way to this end
+	credits *Credits
+	events  []ib.EventType
 
 	unreadable int // the next payloads that the link cannot read
 	state      ib.QPState
@@ -135,7 +134,7 @@ func (w *world) newEnd(name string, s setup) *end {
 	e.recv.OnLimit = func() { w.log("%s event: %v", e.name, ib.EventSRQLimitReached) }
 	e.q = New(Config{Type: s.typ, Number: 0x10 * uint32(host), PD: testPD, Cap: c, SignalAll: s.signalAll,
 		SendCQ: e.sendCQ, RecvCQ: e.recvCQ, Recv: e.recv, Shared: s.srq, RecvPD: s.recvPD,
-		Table: e.table, Counters: &e.counters, Event: e.event})
+		Table: e.table, Event: e.event})
 	if e.q.Type == ib.UD {
 		e.q.SetDatagramMTU(s.mtu.Bytes())
 	}

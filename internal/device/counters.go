@@ -1,0 +1,77 @@
+package device
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/verbena-rdma/verbena/internal/link"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/qp"
+)
+
+// deviceCounters knows whose counters to add up: a queue pair counts for itself,
+// under its own lock, and leaves what it counted behind when it is closed.
+type deviceCounters struct {
+	mu     sync.Mutex // guards what follows; taken before a queue pair's lock
+	living map[*QP]struct{}
+	past   qp.Counters // of those closed
+}
+
+func (c *deviceCounters) add(q *QP) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.living == nil {
+		c.living = make(map[*QP]struct{})
+	}
+	c.living[q] = struct{}{}
+}
+
+func (c *deviceCounters) remove(q *QP) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.living, q)
+	q.mu.Lock()
+	c.past.Sum(&q.core.Counters)
+	q.mu.Unlock()
+}
+
+func (c *deviceCounters) sum() qp.Counters {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	all := c.past
+	for q := range c.living {
+		q.mu.Lock()
+		all.Sum(&q.core.Counters)
+		q.mu.Unlock()
+	}
+	return all
+}
+
+// Counters returns what the device has counted, by name.
+func (d *Device) Counters() []provider.Counter {
+	var all []provider.Counter
+	sum := d.counters.sum()
+	for i := range sum {
+		all = append(all, provider.Counter{Name: qp.Counter(i).String(), Value: sum[i]})
+	}
+	for i := range d.drops {
+		all = append(all, provider.Counter{Name: link.Reason(i).String(), Value: d.drops[i].Load()})
+	}
+	all = append(all,
+		provider.Counter{Name: "drop_no_qp", Value: d.noQP.Load()},
+		provider.Counter{Name: "stale_faults", Value: d.table.StaleFaults()})
+	for from := range mem.NumKinds {
+		for to := range mem.NumKinds {
+			name := fmt.Sprintf("copied_bytes_%v_to_%v", from, to)
+			all = append(all, provider.Counter{Name: name, Value: d.table.Moved(from, to)})
+		}
+	}
+	if u, ok := d.link.(*link.UDP); ok {
+		s := u.Stats()
+		all = append(all,
+			provider.Counter{Name: "tx_refused_packets", Value: s.TxLost},
+			provider.Counter{Name: "rx_overflow_packets", Value: s.Overflows})
+	}
+	return all
+}
