@@ -21,6 +21,7 @@ type devinfoCmd struct {
 	Name    string `arg:"" optional:"" help:"A device, an interface or an address of this host. Default: all devices."`
 	Verbose bool   `short:"v" help:"Show all limits and capabilities."`
 	JSON    bool   `name:"json" help:"Print a JSON array of devices, with everything."`
+	PCAP    string `name:"pcap" type:"path" placeholder:"FILE" help:"Write the packets that reach the device while it is looked at to FILE. It needs the name of one device."`
 }
 
 // Help is shown below the flags.
@@ -87,6 +88,9 @@ type port struct {
 }
 
 func (c *devinfoCmd) Run(context.Context) error {
+	if c.PCAP != "" && c.Name == "" {
+		return usagef("--pcap: which device? Give its name")
+	}
 	names := []string{c.Name}
 	if c.Name == "" {
 		list, err := verbs.Devices()
@@ -103,7 +107,7 @@ func (c *devinfoCmd) Run(context.Context) error {
 	}
 	devices, failed := []device{}, []error(nil)
 	for _, name := range names {
-		d, err := inspect(name)
+		d, err := inspect(name, c.PCAP)
 		if err != nil {
 			failed = append(failed, fmt.Errorf("%s: %w", name, err))
 			continue
@@ -125,12 +129,12 @@ func (c *devinfoCmd) Run(context.Context) error {
 // inspect opens a device for a moment. If another process stands on its
 // address, the device is opened without sockets: all but what they would tell
 // is the same.
-func inspect(name string) (d device, err error) {
+func inspect(name, pcap string) (d device, err error) {
 	note := ""
-	dev, err := verbs.Open(name, nil)
+	dev, err := verbs.Open(name, &verbs.Config{PCAP: pcap})
 	if errors.Is(err, syscall.EADDRINUSE) {
 		note = "its address is in use, so the udp link is not shown: " + err.Error()
-		dev, err = verbs.Open(name, &verbs.Config{Link: verbs.LinkLoop})
+		dev, err = verbs.Open(name, &verbs.Config{Link: verbs.LinkLoop, PCAP: pcap})
 	}
 	if err != nil {
 		return d, err

@@ -3,6 +3,7 @@ package main
 import (
 	"encoding/json"
 	"net/netip"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -44,6 +45,15 @@ func TestDevinfoText(t *testing.T) {
 		if !regexp.MustCompile(`(?m)^ +` + want + `: +\S+`).MatchString(verbose) {
 			t.Errorf("no line %s in\n%s", want, verbose)
 		}
+	}
+}
+
+// A capture of a device that nobody sends to is a good file without packets.
+func TestDevinfoPCAP(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "devinfo.pcapng")
+	succeed(t, "devinfo", "127.77.0.201", "--pcap", file)
+	if out := tshark(t, file); out != "" {
+		t.Errorf("packets:\n%s", out)
 	}
 }
 

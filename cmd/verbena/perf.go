@@ -152,6 +152,14 @@ func (c *perfCmd) validate(parsed *kong.Context) error {
 	case remote && c.Link == string(verbs.LinkLoop):
 		return usagef("--link loop: it does not leave the process, so there is nothing to connect to")
 	}
+	for _, f := range []struct {
+		name  string
+		value int
+	}{{"iters", c.Iters}, {"depth", c.Depth}, {"batch", c.Batch}, {"qps", c.QPs}} {
+		if f.value == 0 && given(parsed, f.name) {
+			return usagef("--%s 0: want at least 1", f.name)
+		}
+	}
 	if !c.Listen.on {
 		return nil
 	}
@@ -162,6 +170,11 @@ func (c *perfCmd) validate(parsed *kong.Context) error {
 		}
 	}
 	return nil
+}
+
+// given tells whether a flag is on the command line.
+func given(parsed *kong.Context, name string) bool {
+	return slices.ContainsFunc(parsed.Path, func(p *kong.Path) bool { return p.Flag != nil && p.Flag.Name == name })
 }
 
 // inProcess measures between two devices of this process.
