@@ -136,6 +136,10 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 	}
 	if f.atomic {
 		setOrig(t)
+	} else if t.End != (t.PSN.Add(t.N) == r.rd.at(0).end()) {
+		// The last packet, and no other, ends what was asked for (IBA 9.7.5.1.8).
+		q.fail(ib.WCBadRespErr, vendorResponseKind, now)
+		return mem.Fault{}
 	} else if want := min(t.N*q.mtu, int(w.len)-done*q.mtu); t.Len != want || t.N > 1 && t.MTU != q.mtu {
 		q.fail(ib.WCBadRespErr, vendorResponseSize, now)
 		return mem.Fault{}
