@@ -21,7 +21,9 @@ import (
 // The udp link: RoCE v2 to any peer, from ordinary sockets.
 //
 //  1. OpenUDP binds one receiving socket for each local address to port 4791,
-//     the only port that RoCE v2 fixes.
+//     the only port that RoCE v2 fixes. Where several processes share the
+//     addresses, one of them does so, when it is told to (Listen), and passes on
+//     what is for the others (Router), who take it in (Inject).
 //  2. Prepare gives a flow one of a few sending sockets of its address, on random
 //     ports: routers spread flows by the source port.
 //  3. Send (udp_send.go) and Poll (udp_recv.go) move the packets.
@@ -38,6 +40,9 @@ type UDPConfig struct {
 	// RecvBuffers is how many datagrams, of up to 64 KiB each, one system call
 	// takes; 0 means 8.
 	RecvBuffers int
+	// Router is set where several processes share the addresses. Then nothing
+	// is received before Listen.
+	Router Router
 	// SocketBuffer is how large a socket's buffers should be, in bytes; 0 means
 	// 4 MiB. The kernel grants at most net.core.rmem_max and wmem_max.
 	SocketBuffer int
@@ -49,6 +54,28 @@ type Tap interface {
 	// is valid during the call, and what the headers around it held. It may be
 	// called by several goroutines at once.
 	Packet(ts time.Time, src, dst netip.AddrPort, tclass, hopLimit uint8, id uint16, udpPayload []byte)
+}
+
+// Router knows the processes that share the addresses of a link.
+type Router interface {
+	// Route returns the process that a queue pair belongs to. here is true if
+	// it is this one's, or nobody's.
+	Route(qpn uint32) (process int, here bool)
+	// Forward passes packets on to another process. They are valid during the
+	// call. What cannot be passed on is lost.
+	Forward(process int, p *Packets)
+}
+
+// Packets are UDP payloads that came together: all of Segment bytes, but for a
+// shorter last one.
+type Packets struct {
+	From     netip.AddrPort
+	To       netip.Addr
+	TClass   uint8
+	HopLimit uint8
+	ID       uint16 // the IPv4 identification to expect of the first
+	Segment  int
+	Bytes    []byte
 }
 
 // ErrClosed is returned by a link that was closed.
@@ -94,7 +121,7 @@ type UDP struct {
 // udpEnd is one local address.
 type udpEnd struct {
 	addr netip.Addr
-	rx   *sys.UDPSocket
+	rx   *sys.UDPSocket            // nil: another process has the port; guarded by recv.mu
 	tx   [txSockets]*sys.UDPSocket // opened when first needed; guarded by UDP.mu
 }
 
@@ -129,19 +156,29 @@ func (u *UDP) open() error {
 	}
 	gso, gro := true, true
 	var socks []*sys.UDPSocket
+	open := u.openEnd
+	if u.cfg.Router != nil {
+		open = u.probeEnd
+	}
 	for i, a := range u.cfg.Addrs {
-		e, mtu, err := u.openEnd(a)
+		rx, mtu, err := open(a)
 		if err != nil {
 			return err
 		}
-		gso, gro = gso && e.rx.GSO(), gro && e.rx.GRO()
+		gso, gro = gso && rx.GSO(), gro && rx.GRO()
 		if i == 0 || mtu < u.mtu {
 			u.mtu = mtu
 		}
-		if i == 0 || e.rx.RcvBuf() < u.rcvBuf {
-			u.rcvBuf = e.rx.RcvBuf()
+		if i == 0 || rx.RcvBuf() < u.rcvBuf {
+			u.rcvBuf = rx.RcvBuf()
 		}
-		socks = append(socks, e.rx)
+		if u.cfg.Router != nil {
+			_ = rx.Close() // it has told what it can
+			rx = nil
+		} else {
+			socks = append(socks, rx)
+		}
+		u.ends = append(u.ends, &udpEnd{addr: a, rx: rx})
 	}
 	u.gso.Store(gso && !u.cfg.NoGSO)
 	u.gro = gro && !u.cfg.NoGRO
@@ -150,37 +187,95 @@ func (u *UDP) open() error {
 	return err
 }
 
-// openEnd opens the receiving socket of an address and adds it to the ends.
-func (u *UDP) openEnd(a netip.Addr) (*udpEnd, int, error) {
+// openEnd opens the receiving socket of an address.
+func (u *UDP) openEnd(a netip.Addr) (*sys.UDPSocket, int, error) {
+	mtu, err := endMTU(a)
+	if err != nil {
+		return nil, 0, err
+	}
+	rx, err := u.bind(a)
+	return rx, mtu, err
+}
+
+// probeEnd opens a socket on any port: to see what the receiving one will be.
+func (u *UDP) probeEnd(a netip.Addr) (*sys.UDPSocket, int, error) {
+	mtu, err := endMTU(a)
+	if err != nil {
+		return nil, 0, err
+	}
+	s, err := sys.OpenUDP(netip.AddrPortFrom(a, 0), u.rxOptions())
+	if err != nil {
+		return nil, 0, fmt.Errorf("open_device: UDP socket on %v: %w", a, err)
+	}
+	return s, mtu, nil
+}
+
+// endMTU checks an address, and returns the largest payload of its packets.
+func endMTU(a netip.Addr) (int, error) {
 	if err := checkAddr(a); err != nil {
-		return nil, 0, ib.Errorf("open_device", syscall.EINVAL, "local address: %v", err)
+		return 0, ib.Errorf("open_device", syscall.EINVAL, "local address: %v", err)
 	}
 	name, netMTU, err := sys.Interface(a)
 	if err != nil {
-		return nil, 0, ib.Errorf("open_device", syscall.EADDRNOTAVAIL, "no network interface has the address %v", a)
+		return 0, ib.Errorf("open_device", syscall.EADDRNOTAVAIL, "no network interface has the address %v", a)
 	}
 	mtu := PathMTU(netMTU, a.Is6())
 	if mtu == 0 {
-		return nil, 0, ib.Errorf("open_device", syscall.EMSGSIZE,
+		return 0, ib.Errorf("open_device", syscall.EMSGSIZE,
 			"interface %s of address %v has an MTU of %d bytes, too small for a packet of 256", name, a, netMTU)
 	}
-	rx, err := sys.OpenUDP(netip.AddrPortFrom(a, wire.RoCEPort), sys.UDPOptions{
-		RcvBuf: u.cfg.SocketBuffer,
-		SndBuf: u.cfg.SocketBuffer,
-		GRO:    !u.cfg.NoGRO,
-	})
+	return mtu, nil
+}
+
+func (u *UDP) rxOptions() sys.UDPOptions {
+	return sys.UDPOptions{RcvBuf: u.cfg.SocketBuffer, SndBuf: u.cfg.SocketBuffer, GRO: !u.cfg.NoGRO}
+}
+
+// bind opens the receiving socket of an address.
+func (u *UDP) bind(a netip.Addr) (*sys.UDPSocket, error) {
+	rx, err := sys.OpenUDP(netip.AddrPortFrom(a, wire.RoCEPort), u.rxOptions())
 	switch {
 	case errors.Is(err, syscall.EADDRINUSE):
-		return nil, 0, ib.Errorf("open_device", syscall.EADDRINUSE,
+		return nil, ib.Errorf("open_device", syscall.EADDRINUSE,
 			"UDP port %d of address %v is taken: another process, or the kernel's own soft-RoCE driver, "+
 				"receives RoCE there; stop it or choose another address (on one host, any of 127.0.0.0/8 will do)",
 			wire.RoCEPort, a)
 	case err != nil:
-		return nil, 0, fmt.Errorf("open_device: UDP socket on %v port %d: %w", a, wire.RoCEPort, err)
+		return nil, fmt.Errorf("open_device: UDP socket on %v port %d: %w", a, wire.RoCEPort, err)
 	}
-	e := &udpEnd{addr: a, rx: rx}
-	u.ends = append(u.ends, e)
-	return e, mtu, nil
+	return rx, nil
+}
+
+// Listen makes this process the one that packets from outside reach. Only a link
+// with a Router needs it, once.
+func (u *UDP) Listen() error {
+	r := &u.recv
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return ErrClosed
+	}
+	var socks []*sys.UDPSocket
+	for _, e := range u.ends {
+		rx, err := u.bind(e.addr)
+		if err == nil && r.headers {
+			if err = rx.RecvHeader(); err != nil {
+				_ = rx.Close()
+			}
+		}
+		if err != nil {
+			for _, s := range socks {
+				_ = s.Close()
+			}
+			return err
+		}
+		socks = append(socks, rx)
+	}
+	for i, e := range u.ends {
+		e.rx = socks[i]
+	}
+	u.poller.Add(socks)
+	return nil
 }
 
 // checkAddr refuses what is no address of one host that RoCE can reach.
@@ -323,7 +418,11 @@ func (u *UDP) WantHeaders() error {
 	if u.recv.closed {
 		return ErrClosed
 	}
+	u.recv.headers = true
 	for _, e := range u.ends {
+		if e.rx == nil {
+			continue
+		}
 		if err := e.rx.RecvHeader(); err != nil {
 			return fmt.Errorf("link: headers of packets on %v: %w", e.addr, err)
 		}
@@ -412,8 +511,10 @@ func (u *UDP) Stats() UDPStats {
 		return s
 	}
 	for _, e := range u.ends {
-		n, err := e.rx.Overflows()
-		if err == nil {
+		if e.rx == nil {
+			continue
+		}
+		if n, err := e.rx.Overflows(); err == nil {
 			s.Overflows += uint64(n)
 		}
 	}
@@ -450,7 +551,9 @@ func (u *UDP) closeSockets() error {
 		errs = append(errs, u.poller.Close())
 	}
 	for _, e := range u.ends {
-		errs = append(errs, e.rx.Close())
+		if e.rx != nil {
+			errs = append(errs, e.rx.Close())
+		}
 		for _, s := range e.tx {
 			if s != nil {
 				errs = append(errs, s.Close())

@@ -1,6 +1,7 @@
 package link
 
 import (
+	"encoding/binary"
 	"net/netip"
 	"sync"
 	"time"
@@ -31,6 +32,9 @@ type receiver struct {
 	d       sys.Datagram
 	a       arrival
 	peers   [peerSlots]peer
+	all     Packets // what came together
+	run     Packets // the part of it for one process
+	headers bool    // traffic class and hop limit are wanted
 	closed  bool
 }
 
@@ -78,6 +82,9 @@ func (u *UDP) Poll(sink Sink, budget int) int {
 
 func (r *receiver) pollEnd(i int, sink Sink) int {
 	end := r.u.ends[i]
+	if end.rx == nil {
+		return 0
+	}
 	n, err := end.rx.Recv(r.batch, r.want[i])
 	if err != nil || n == 0 {
 		// Nothing, or an error that an earlier packet of ours met on its way:
@@ -106,19 +113,27 @@ func (r *receiver) datagram(sink Sink, to netip.Addr, d *sys.Datagram) int {
 		sink.Drop(DropTruncated)
 		return 1
 	}
-	ps := r.peer(d.From, to)
-	a := &r.a
-	a.from, a.to, a.tclass, a.hopLimit = d.From, to, d.TClass, d.HopLimit
-	size := d.Segment
-	if size <= 0 {
-		size = len(d.Bytes)
+	r.all = Packets{From: d.From, To: to, TClass: d.TClass, HopLimit: d.HopLimit, Segment: d.Segment, Bytes: d.Bytes}
+	if r.all.Segment <= 0 {
+		r.all.Segment = len(d.Bytes)
 	}
-	rest, n := d.Bytes, 0
+	if r.u.cfg.Router != nil {
+		return r.route(sink, &r.all)
+	}
+	return r.packets(sink, &r.all)
+}
+
+// packets gives packets to the coupler, and returns how many they were.
+func (r *receiver) packets(sink Sink, p *Packets) int {
+	ps := r.peer(p.From, p.To)
+	a := &r.a
+	a.from, a.to, a.tclass, a.hopLimit = p.From, p.To, p.TClass, p.HopLimit
+	rest, n := p.Bytes, 0
 	for {
-		a.b = rest[:min(size, len(rest))]
+		a.b = rest[:min(p.Segment, len(rest))]
 		// A segmented send counts its identifications from 0, and usually
 		// arrives whole.
-		a.id = uint16(n)
+		a.id = p.ID + uint16(n)
 		if r.coupler.packet(sink, ps, a) && r.u.cfg.Tap != nil {
 			r.u.cfg.Tap.Packet(time.Now(), a.from, netip.AddrPortFrom(a.to, wire.RoCEPort),
 				a.tclass, a.hopLimit, a.id, a.b)
@@ -129,6 +144,61 @@ func (r *receiver) datagram(sink Sink, to netip.Addr, d *sys.Datagram) int {
 			return n
 		}
 	}
+}
+
+// route cuts what came into runs for one process each, takes its own in and
+// passes the others on.
+func (r *receiver) route(sink Sink, all *Packets) int {
+	total := 0
+	for rest, id := all.Bytes, uint16(0); ; {
+		run := *all
+		run.ID = id
+		process, here := r.u.cfg.Router.Route(destQP(rest))
+		n := min(all.Segment, len(rest))
+		id++
+		for n < len(rest) {
+			p, h := r.u.cfg.Router.Route(destQP(rest[n:]))
+			if h != here || !h && p != process {
+				break
+			}
+			n += min(all.Segment, len(rest)-n)
+			id++
+		}
+		run.Bytes, rest = rest[:n], rest[n:]
+		r.run = run
+		if here {
+			total += r.packets(sink, &r.run)
+		} else {
+			r.u.cfg.Router.Forward(process, &r.run)
+			total += int(id - run.ID)
+		}
+		if len(rest) == 0 {
+			return total
+		}
+	}
+}
+
+// destQP is the number in a packet's BTH, or 0, which is nobody's, if it is
+// shorter than that.
+func destQP(b []byte) uint32 {
+	if len(b) < wire.BTHLen {
+		return 0
+	}
+	return binary.BigEndian.Uint32(b[4:]) & 0xffffff
+}
+
+// Inject takes in packets that another process has passed on, and returns how
+// many. Whoever polls may call it.
+func (u *UDP) Inject(sink Sink, p *Packets) int {
+	r := &u.recv
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed || p.Segment <= 0 {
+		return 0
+	}
+	n := r.packets(sink, p)
+	r.coupler.flush(sink)
+	return n
 }
 
 // peer returns the checksum prefix for a sender.

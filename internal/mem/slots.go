@@ -110,6 +110,11 @@ const (
 	// quarantine is how many slots are freed after a slot before it is used
 	// again, while there are fresh ones.
 	quarantine = 1024
+
+	// RangeBits: a table that shares its indexes with others gets slots in
+	// ranges of so many bits; there are NumRanges of them.
+	RangeBits = 10
+	NumRanges = 1 << (indexBits - RangeBits)
 )
 
 // Slots maps unpredictable 24-bit indexes to objects. Lookups take no lock and
@@ -119,6 +124,7 @@ type Slots[T any] struct {
 	perm     Perm24
 	max      int
 	reserved func(index uint32) bool
+	ranges   *ranges // nil: all slots are this table's
 
 	// chunks are allocated when first needed and never move. A chunk is there
 	// before fresh says that one of its slots is: whoever has read fresh may
@@ -147,6 +153,71 @@ func NewSlots[T any](max int, reserved func(index uint32) bool, key PermKey) *Sl
 	return &Slots[T]{perm: NewPerm24(key), max: max, reserved: reserved}
 }
 
+// ranges maps the slots of a table to those of all tables that share the
+// indexes: the table's first range of slots is the first that it was given, and
+// so on.
+type ranges struct {
+	n     atomic.Uint32 // how many there are; those below never change
+	place [NumRanges]uint32
+	mine  [NumRanges]atomic.Uint32 // by range of the shared slots: which one it is here, plus 1
+}
+
+// NewSharedSlots returns an empty table that has no slots of its own: Extend
+// gives it some. Tables with the same key whose ranges differ give out different
+// indexes.
+func NewSharedSlots[T any](max int, reserved func(index uint32) bool, key PermKey) *Slots[T] {
+	s := NewSlots[T](max, reserved, key)
+	s.ranges = new(ranges)
+	return s
+}
+
+// Short reports whether the table would have to use a slot again too early, or
+// has none at all: then it wants another range.
+func (s *Slots[T]) Short() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.used < s.max && s.free <= quarantine && s.fresh.Load() >= s.limit()
+}
+
+// Extend gives the table a range of the shared slots.
+func (s *Slots[T]) Extend(r uint32) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	n := s.ranges.n.Load()
+	if n == NumRanges || r >= NumRanges || s.ranges.mine[r].Load() != 0 {
+		return
+	}
+	s.ranges.place[n] = r
+	s.ranges.mine[r].Store(n + 1)
+	s.ranges.n.Store(n + 1)
+}
+
+// limit is how many slots may be used.
+func (s *Slots[T]) limit() uint32 {
+	if s.ranges == nil {
+		return MaxSlots
+	}
+	return min(s.ranges.n.Load()<<RangeBits, MaxSlots)
+}
+
+// index returns the index of a slot.
+func (s *Slots[T]) index(number uint32) uint32 {
+	if s.ranges != nil {
+		number = s.ranges.place[number>>RangeBits]<<RangeBits | number&(1<<RangeBits-1)
+	}
+	return s.perm.Index(number)
+}
+
+// number is the inverse of index; ok is false if the slot is another table's.
+func (s *Slots[T]) number(index uint32) (number uint32, ok bool) {
+	number = s.perm.Slot(index)
+	if s.ranges == nil {
+		return number, true
+	}
+	r := s.ranges.mine[number>>RangeBits].Load()
+	return (r-1)<<RangeBits | number&(1<<RangeBits-1), r != 0
+}
+
 // Add puts an object in the table and returns its index; ok is false when the
 // table is full.
 func (s *Slots[T]) Add(object *T) (index uint32, ok bool) {
@@ -165,7 +236,7 @@ func (s *Slots[T]) AddFunc(make func(index uint32) *T) (index uint32, ok bool) {
 	if !ok {
 		return 0, false
 	}
-	index = s.perm.Index(number)
+	index = s.index(number)
 	s.at(number).object.Store(make(index))
 	s.used++
 	return index, true
@@ -175,13 +246,13 @@ func (s *Slots[T]) AddFunc(make func(index uint32) *T) (index uint32, ok bool) {
 // been freed after it, as long as there are fresh ones: an index that a peer
 // may still hold then comes back late.
 func (s *Slots[T]) takeLocked() (number uint32, ok bool) {
-	for s.free <= quarantine && s.fresh.Load() < MaxSlots {
+	for s.free <= quarantine && s.fresh.Load() < s.limit() {
 		number = s.fresh.Load()
 		if c, _ := chunkOf(number); s.chunks[c] == nil {
 			s.chunks[c] = make([]slot[T], firstChunk<<c)
 		}
 		s.fresh.Store(number + 1)
-		if s.reserved == nil || !s.reserved(s.perm.Index(number)) {
+		if s.reserved == nil || !s.reserved(s.index(number)) {
 			return number, true
 		}
 	}
@@ -212,8 +283,8 @@ func (s *Slots[T]) Get(index uint32) *T {
 	if index>>indexBits != 0 {
 		return nil
 	}
-	number := s.perm.Slot(index)
-	if number >= s.fresh.Load() {
+	number, ok := s.number(index)
+	if !ok || number >= s.fresh.Load() {
 		return nil
 	}
 	return s.at(number).object.Load()
@@ -228,7 +299,7 @@ func (s *Slots[T]) Remove(index uint32) *T {
 	if object == nil {
 		return nil
 	}
-	number := s.perm.Slot(index)
+	number, _ := s.number(index)
 	s.at(number).object.Store(nil)
 	if s.free == 0 {
 		s.head = number
@@ -254,7 +325,7 @@ func (s *Slots[T]) All() iter.Seq2[uint32, *T] {
 	return func(yield func(uint32, *T) bool) {
 		for number := range s.fresh.Load() {
 			object := s.at(number).object.Load()
-			if object != nil && !yield(s.perm.Index(number), object) {
+			if object != nil && !yield(s.index(number), object) {
 				return
 			}
 		}

@@ -240,3 +240,50 @@ func heapInUse() int64 {
 	runtime.ReadMemStats(&m)
 	return int64(m.HeapAlloc)
 }
+
+// Tables that share their indexes: none is given out twice, and each table knows
+// its own alone.
+func TestSharedSlots(t *testing.T) {
+	key := SeededPermKey(7)
+	a, b := NewSharedSlots[int](0, nil, key), NewSharedSlots[int](0, nil, key)
+	if _, ok := a.Add(new(int)); ok || !a.Short() {
+		t.Fatal("a table without a range has a slot")
+	}
+	owner := map[uint32]*Slots[int]{}
+	for i, r := range []uint32{0, 3, NumRanges - 1, 4, 700} {
+		s := []*Slots[int]{a, b}[i%2]
+		s.Extend(r)
+		s.Extend(r) // the second time for nothing
+		n := 0
+		for ; !s.Short(); n++ {
+			index, ok := s.Add(&n)
+			if !ok || owner[index] != nil {
+				t.Fatalf("range %d: slot %d: %v, index %#x given before: %v", r, n, ok, index, owner[index] != nil)
+			}
+			owner[index] = s
+		}
+		if n != 1<<RangeBits {
+			t.Errorf("range %d has %d slots", r, n)
+		}
+	}
+	for index, s := range owner {
+		for _, o := range []*Slots[int]{a, b} {
+			if found := o.Get(index) != nil; found != (o == s) {
+				t.Fatalf("index %#x: found %v", index, found)
+			}
+		}
+	}
+	n := 0
+	for index := range a.All() {
+		if owner[index] != a || b.Remove(index) != nil || a.Remove(index) == nil {
+			t.Fatalf("index %#x", index)
+		}
+		n++
+	}
+	if n != 3<<RangeBits || a.Len() != 0 || a.Short() {
+		t.Errorf("%d removed, %d left", n, a.Len())
+	}
+	if index, ok := a.Add(new(int)); !ok || owner[index] != a {
+		t.Error("a freed slot is not used again")
+	}
+}

@@ -16,7 +16,8 @@ type Poller struct {
 	event   int
 	state   atomic.Uint32
 
-	mu     sync.Mutex // guards closed, and event against use after close
+	mu     sync.Mutex // guards what follows, and event against use after close
+	added  []int      // descriptors that the next Wait adds
 	closed bool
 }
 
@@ -41,6 +42,28 @@ func NewPoller(socks []*UDPSocket) (*Poller, error) {
 	return p, nil
 }
 
+// Add makes the poller wait for more sockets, which must outlive it.
+func (p *Poller) Add(socks []*UDPSocket) {
+	p.mu.Lock()
+	for _, s := range socks {
+		p.added = append(p.added, s.fd)
+	}
+	p.mu.Unlock()
+	p.Wake()
+}
+
+// merge takes over what Add has left. The event descriptor stays last.
+func (p *Poller) merge() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, fd := range p.added {
+		last := len(p.fds) - 1
+		p.fds = append(p.fds, p.fds[last])
+		p.fds[last] = unix.PollFd{Fd: int32(fd), Events: unix.POLLIN}
+	}
+	p.added = p.added[:0]
+}
+
 // Wait blocks until there is something to read, d has passed (negative: for
 // ever) or Wake was called; it may return early for no reason. One at a time.
 func (p *Poller) Wait(d time.Duration) {
@@ -48,6 +71,7 @@ func (p *Poller) Wait(d time.Duration) {
 		p.state.Store(pollIdle) // woken before
 		return
 	}
+	p.merge()
 	var timeout *unix.Timespec
 	if d >= 0 {
 		p.timeout = unix.NsecToTimespec(int64(d))
