@@ -80,7 +80,7 @@ func (r *requester) deadline() Time {
 		return r.rnrUntil
 	case r.started == 0 || r.una == r.nxt:
 		return 0
-	case r.quiet():
+	case r.quiet() && !r.patient: // who is patient asks at his timeout
 		return r.started + quietTime
 	case r.timeout == 0: // waits for ever, but not with credits that others need
 		if r.held == 0 {
