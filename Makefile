@@ -9,6 +9,8 @@ FUZZTIME  ?= 30s
 FUZZ      ?=
 SOAKTIME  ?= 10m
 BENCHARGS ?=
+KERNELS   ?= stable,sid
+RUN       ?=
 
 # See scripts/lib.sh: stamp version information only where git can read it.
 ifneq ($(shell git rev-parse --is-inside-work-tree 2>/dev/null),true)
@@ -16,10 +18,10 @@ export GOFLAGS := $(GOFLAGS) -buildvcs=false
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test lint fuzz bench check-full soak clean install
+.PHONY: help setup build demo test lint fuzz bench interop interop-bench check-full soak clean install
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## install what building and testing need, where something is missing
 	@scripts/setup.sh
@@ -41,6 +43,12 @@ fuzz: ## run each fuzz target for FUZZTIME (30s); FUZZ=word picks by name
 
 bench: setup build ## measure speed, beside other software on this machine; BENCHARGS are passed on
 	@go run ./internal/benchsuite $(BENCHARGS)
+
+interop: setup ## hold our packets to the Linux kernel's, all cases; KERNELS=stable,sid RUN=regexp
+	@go run ./interop/rxe/runner -kernels '$(KERNELS)' -run '$(RUN)'
+
+interop-bench: setup ## compare speeds with the kernel's own device, in one virtual machine
+	@go run ./interop/rxe/runner -kernels sid -bench 5
 
 check-full: setup ## like test, with the long matrices (up to an hour)
 	@scripts/test.sh full

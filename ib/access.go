@@ -15,6 +15,11 @@ const (
 	AccessMWBind       Access = 1 << 4 // memory windows may be bound to the region
 	AccessZeroBased    Access = 1 << 5 // addresses in requests are offsets from the region's start
 	AccessOnDemand     Access = 1 << 6 // pages are not pinned but faulted in when accessed
+	// AccessFlushGlobal lets peers FLUSH the region to global visibility.
+	AccessFlushGlobal Access = 1 << 8
+	// AccessFlushPersistent lets peers FLUSH the region to persistence: its
+	// memory is a file mapped shared, on a file system that keeps what is written.
+	AccessFlushPersistent Access = 1 << 9
 	// AccessRelaxedOrdering is a hint; a software device keeps the order anyway.
 	AccessRelaxedOrdering Access = 1 << 20
 	// AccessRemoteInvalidate is Verbena's own: peers may kill the region's key
@@ -22,6 +27,9 @@ const (
 	// this by nature; an ordinary region has it only when asked.
 	AccessRemoteInvalidate Access = 1 << 30
 )
+
+// AccessFlush is the set of rights that let a peer FLUSH the region.
+const AccessFlush = AccessFlushGlobal | AccessFlushPersistent
 
 // AccessRemote is the set of rights that let a peer touch the region.
 const AccessRemote = AccessRemoteWrite | AccessRemoteRead | AccessRemoteAtomic
@@ -37,6 +45,8 @@ var accessNames = []struct {
 	{AccessMWBind, "mw-bind"},
 	{AccessZeroBased, "zero-based"},
 	{AccessOnDemand, "on-demand"},
+	{AccessFlushGlobal, "flush-global"},
+	{AccessFlushPersistent, "flush-persistent"},
 	{AccessRelaxedOrdering, "relaxed-ordering"},
 	{AccessRemoteInvalidate, "remote-invalidate"},
 }

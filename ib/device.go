@@ -39,6 +39,10 @@ const (
 	CapSysImageGUID                           // SysImageGUID is supported
 	CapUDIPCsum                               // unused by this device
 	CapMemMgtExtensions                       // SEND with invalidate
+	CapAtomicWrite                            // ATOMIC WRITE
+	CapFlushGlobal                            // FLUSH to global visibility
+	CapFlushPersistent                        // FLUSH to persistence, of regions that are mapped files
+	CapXRC                                    // extended reliable connections
 )
 
 // DeviceAttr are a device's identity, capabilities and limits.

@@ -21,7 +21,7 @@ func TestEnumNames(t *testing.T) {
 		want        map[int]string
 	}
 	for _, e := range []enum{
-		{"QPType", 1, int(UD), func(i int) string { return QPType(i).String() }, map[int]string{1: "RC", 2: "UC", 3: "UD"}},
+		{"QPType", 1, NumQPTypes - 1, func(i int) string { return QPType(i).String() }, map[int]string{1: "RC", 2: "UC", 3: "UD", 4: "XRC_SEND"}},
 		{"QPState", 1, int(QPErr), func(i int) string { return QPState(i).String() },
 			map[int]string{int(QPReset): "RESET", int(QPRTR): "RTR", int(QPSQE): "SQE", int(QPErr): "ERR"}},
 		{"Opcode", 1, NumOpcodes - 1, func(i int) string { return Opcode(i).String() },
@@ -29,7 +29,7 @@ func TestEnumNames(t *testing.T) {
 		{"WCStatus", 0, int(WCGeneralErr), func(i int) string { return WCStatus(i).String() },
 			map[int]string{0: "success", 5: "Work Request Flushed Error", 10: "remote access error",
 				12: "transport retry counter exceeded", 13: "RNR retry counter exceeded", 21: "general error"}},
-		{"WCOpcode", 1, int(WCRecvRDMAWithImm), func(i int) string { return WCOpcode(i).String() },
+		{"WCOpcode", 1, int(WCFlush), func(i int) string { return WCOpcode(i).String() },
 			map[int]string{int(WCSend): "SEND", int(WCRecv): "RECV"}},
 		{"AtomicCap", 1, int(AtomicGlob), func(i int) string { return AtomicCap(i).String() }, map[int]string{int(AtomicHCA): "ATOMIC_HCA"}},
 		{"LockMode", 0, int(LockStrict), func(i int) string { return LockMode(i).String() }, map[int]string{0: "auto", 1: "off", 2: "strict"}},
@@ -76,6 +76,10 @@ func TestNumbers(t *testing.T) {
 		"IBV_ACCESS_MW_BIND":          {int(AccessMWBind), 16},
 		"IBV_ACCESS_ZERO_BASED":       {int(AccessZeroBased), 32},
 		"IBV_ACCESS_ON_DEMAND":        {int(AccessOnDemand), 64},
+		"IBV_ACCESS_FLUSH_GLOBAL":     {int(AccessFlushGlobal), 1 << 8},
+		"IBV_ACCESS_FLUSH_PERSISTENT": {int(AccessFlushPersistent), 1 << 9},
+		"IBV_FLUSH_GLOBAL":            {int(FlushGlobal), 1},
+		"IBV_FLUSH_PERSISTENT":        {int(FlushPersistent), 2},
 		"IBV_ACCESS_RELAXED_ORDERING": {int(AccessRelaxedOrdering), 1 << 20},
 		"IBV_WC_SUCCESS":              {int(WCSuccess), 0},
 		"IBV_WC_LOC_PROT_ERR":         {int(WCLocProtErr), 4},

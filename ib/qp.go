@@ -16,11 +16,16 @@ const (
 	RC QPType = iota + 1 // reliable connection
 	UC                   // unreliable connection
 	UD                   // unreliable datagram
+	XRCSend              // extended reliable connection, initiator: sends to shared receive queues
+	XRCRecv              // extended reliable connection, target: receives for the queues of its domain
 )
 
-var qpTypeNames = [...]string{RC: "RC", UC: "UC", UD: "UD"}
+// NumQPTypes is one more than the largest type: the size of a table by type.
+const NumQPTypes = int(XRCRecv) + 1
 
-// String returns the type's two letters.
+var qpTypeNames = [...]string{RC: "RC", UC: "UC", UD: "UD", XRCSend: "XRC_SEND", XRCRecv: "XRC_RECV"}
+
+// String returns the type's name without the prefix IBV_QPT_.
 func (t QPType) String() string { return nameOf(qpTypeNames[:], int(t), "QPType") }
 
 // QPState is a state of IBA 10.3.1's queue pair state machine.

@@ -55,11 +55,14 @@ const (
 	WCFetchAdd                            // a fetch-and-add was done
 	WCRecv                                // a SEND was received
 	WCRecvRDMAWithImm                     // a WRITE with immediate data consumed the receive
+	WCAtomicWrite                         // an ATOMIC WRITE was done
+	WCFlush                               // a FLUSH was done
 )
 
 var wcOpcodeNames = [...]string{
 	WCSend: "SEND", WCRDMAWrite: "RDMA_WRITE", WCRDMARead: "RDMA_READ", WCCompSwap: "COMP_SWAP",
 	WCFetchAdd: "FETCH_ADD", WCRecv: "RECV", WCRecvRDMAWithImm: "RECV_RDMA_WITH_IMM",
+	WCAtomicWrite: "ATOMIC_WRITE", WCFlush: "FLUSH",
 }
 
 // String returns the name without the prefix IBV_WC_.

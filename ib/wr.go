@@ -19,6 +19,8 @@ const (
 	OpRDMARead                         // READ of the peer's memory
 	OpAtomicCmpSwap                    // compare 8 bytes with CompareAdd and, if equal, store Swap
 	OpAtomicFetchAdd                   // add CompareAdd to 8 bytes
+	OpAtomicWrite                      // store 8 bytes in one step, behind all that came before
+	OpFlush                            // make what was written visible to all, or persistent
 	numOpcodes
 )
 
@@ -29,6 +31,7 @@ var opcodeNames = [NumOpcodes]string{
 	OpSend: "SEND", OpSendImm: "SEND_WITH_IMM", OpSendInv: "SEND_WITH_INV",
 	OpRDMAWrite: "RDMA_WRITE", OpRDMAWriteImm: "RDMA_WRITE_WITH_IMM", OpRDMARead: "RDMA_READ",
 	OpAtomicCmpSwap: "ATOMIC_CMP_AND_SWP", OpAtomicFetchAdd: "ATOMIC_FETCH_AND_ADD",
+	OpAtomicWrite: "ATOMIC_WRITE", OpFlush: "FLUSH",
 }
 
 // String returns the name without the prefix IBV_WR_.
@@ -43,6 +46,22 @@ const (
 	SendFence                           // wait for earlier READs and atomics of this queue
 )
 
+// FlushType is what a FLUSH makes of the bytes, with the bits of IBV_FLUSH_*.
+type FlushType uint8
+
+const (
+	FlushGlobal     FlushType = 1 << 0 // visible to all that can see the memory
+	FlushPersistent FlushType = 1 << 1 // persistent: they survive the loss of power
+)
+
+// FlushLevel is which bytes a FLUSH is about.
+type FlushLevel uint8
+
+const (
+	FlushRange FlushLevel = iota + 1 // RemoteLength bytes at RemoteAddr
+	FlushMR                          // all of the region; RemoteAddr and RemoteLength mean nothing
+)
+
 // SendWR is a work request for a send queue. The queue copies it: slices may be
 // reused once PostSend returns. The memory that SGL names must stay as it is
 // until the request completes.
@@ -51,16 +70,22 @@ type SendWR struct {
 	Op     Opcode
 	Flags  SendFlags
 	SGL    []SGE  // what to send, or where READ and atomic results go
-	Inline []byte // instead of SGL for SEND and WRITE: copied when posted, needs no region
+	Inline []byte // instead of SGL for SEND, WRITE and ATOMIC WRITE: copied when posted, needs no region
 
 	Imm           uint32 // OpSendImm, OpRDMAWriteImm
 	InvalidateKey uint32 // OpSendInv: the peer's rkey
 
-	RemoteAddr uint64 // WRITE, READ and atomics: where in the peer's region
-	RKey       uint32 // WRITE, READ and atomics: the peer's region
+	RemoteAddr uint64 // WRITE, READ, atomics and FLUSH: where in the peer's region
+	RKey       uint32 // WRITE, READ, atomics and FLUSH: the peer's region
+
+	RemoteLength uint32     // FLUSH of a range: how many bytes there
+	FlushType    FlushType  // FLUSH: at least one
+	FlushLevel   FlushLevel // FLUSH
 
 	CompareAdd uint64 // atomics: value to compare with, or to add
 	Swap       uint64 // compare-and-swap: value to store
+
+	RemoteSRQN uint32 // XRC: the number of the shared receive queue there, in every request
 
 	AH         *AH    // UD: whom to send to
 	RemoteQPN  uint32 // UD: which queue pair there

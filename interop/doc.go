@@ -7,6 +7,9 @@
 // other, as programs would over a socket of their own, goes through the test by
 // the copies' standard input and output.
 //
+// Packages below it hold us to others: rxe to the Linux kernel's device, in a
+// virtual machine that package vm boots.
+//
 // The tests in namespaces need root and iproute2. Where that is missing they are
 // skipped and say so; with CI=true they fail instead.
 package interop

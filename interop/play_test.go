@@ -48,7 +48,11 @@ func (p *player) fail(format string, args ...any) {
 }
 
 func (p *player) run() (err error) {
-	if p.dev, err = verbs.Open(p.script.Mine, &verbs.Config{Link: verbs.LinkUDP}); err != nil {
+	cfg := &verbs.Config{Link: verbs.LinkUDP}
+	if p.script.Any {
+		cfg.Link = verbs.LinkAny
+	}
+	if p.dev, err = verbs.Open(p.script.Mine, cfg); err != nil {
 		return err
 	}
 	port, err := p.dev.Port(1)

@@ -33,6 +33,7 @@ type script struct {
 	Mine     string // address
 	Seconds  int    // "stream": how long
 	Lossy    bool   // UC and UD messages may get lost
+	Any      bool   // by the best link, not by packets
 }
 
 // envelope is a message of a process, one line of JSON.

@@ -12,14 +12,23 @@ set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
 
-# command → Debian package, and what is lost without it
+# command, or a file → Debian package, and what is lost without it
 NEEDS='
-ip       iproute2       tests in two network namespaces
-tc       iproute2       tests over a shaped path
-nft      nftables       tests over a path that drops packets
-tshark   tshark         the check of our packets by a decoder nobody here wrote
-iperf3   iperf3         the comparison with TCP in make bench
-ps       procps         tests with several processes
+ip                              iproute2          tests in two network namespaces
+tc                              iproute2          tests over a shaped path
+nft                             nftables          tests over a path that drops packets
+tshark                          tshark            the check of our packets by a decoder nobody here wrote
+iperf3                          iperf3            the comparison with TCP in make bench
+ps                              procps            tests with several processes
+qemu-system-x86_64              qemu-system-x86   tests against the Linux kernel, in a virtual machine
+busybox                         busybox-static    tests against the Linux kernel
+depmod                          kmod              tests against the Linux kernel
+xz                              xz-utils          tests against the Linux kernel
+rdma                            iproute2          tests against the Linux kernel
+ib_write_bw                     perftest          tests against the Linux kernel
+ibv_rc_pingpong                 ibverbs-utils     tests against the Linux kernel
+/etc/libibverbs.d/rxe.driver    ibverbs-providers tests against the Linux kernel
+/usr/include/infiniband/verbs.h libibverbs-dev    tests against the Linux kernel
 '
 
 check_toolchain() {
@@ -38,11 +47,11 @@ check_toolchain() {
   fi
 }
 
-# missing_lines prints the lines of NEEDS whose command is not there.
+# missing_lines prints the lines of NEEDS whose command or file is not there.
 missing_lines() {
   local cmd pkg why
   while read -r cmd pkg why; do
-    if [ -n "$cmd" ] && ! have "$cmd"; then printf '%-8s %-12s %s\n' "$cmd" "$pkg" "$why"; fi
+    if [ -n "$cmd" ] && ! have "$cmd" && ! [ -f "$cmd" ]; then printf '%-8s %-12s %s\n' "$cmd" "$pkg" "$why"; fi
   done <<<"$NEEDS"
 }
 

@@ -39,7 +39,7 @@ type ConnectConfig struct {
 	MTU MTU
 
 	// Access is what the peer may do to regions that allow it too. Zero: all
-	// that the type can do, READ, WRITE and atomics for RC and WRITE for UC.
+	// that the type can do, READ, WRITE, atomics and FLUSH for RC and WRITE for UC.
 	// AccessLocalWrite alone grants nothing.
 	Access Access
 
@@ -54,7 +54,8 @@ type ConnectConfig struct {
 	// MinRNRTimer is how long the peer is asked to wait before that, as a code.
 	// Zero: 12, 0.64 ms.
 	MinRNRTimer uint8
-	// MaxRDAtomic is how many READs and atomics may be under way to the peer;
+	// MaxRDAtomic is how many READs and atomics, ATOMIC_WRITEs and FLUSHes may be
+	// under way to the peer;
 	// not more than the peer's MaxDestRDAtomic. Zero: 16, or the device's limit
 	// if that is lower.
 	MaxRDAtomic uint8
@@ -126,7 +127,7 @@ func (qp *QP) connectAttr(remote Endpoint, cfg *ConnectConfig) (*QPAttr, error) 
 		c.MTU = port.ActiveMTU
 	}
 	if c.Access == 0 {
-		c.Access = AccessRemote
+		c.Access = AccessRemote | AccessFlush
 		if qp.p.Type() == UC {
 			c.Access = AccessRemoteWrite
 		}

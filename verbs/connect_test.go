@@ -64,7 +64,7 @@ func TestConnectDefaults(t *testing.T) {
 	for _, c := range []struct {
 		typ    QPType
 		access Access
-	}{{RC, AccessRemote}, {UC, AccessRemoteWrite}} {
+	}{{RC, AccessRemote | AccessFlush}, {UC, AccessRemoteWrite}} {
 		qp, f := newQP(t, newFake(), c.typ)
 		if err := qp.Connect(remote, nil); err != nil {
 			t.Fatal(err)

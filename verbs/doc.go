@@ -124,6 +124,7 @@
 // polling orders the accesses: what the device wrote before it, the poller sees
 // after it. A range that peers may write at any time is never quiet; a program
 // learns of a WRITE by a message that follows it on the same queue pair
-// ([OpRDMAWriteImm] is both in one), or by spinning on a word at the end of the
-// range with sync/atomic.
+// ([OpRDMAWriteImm] is both in one), or by spinning on a word with sync/atomic:
+// one at the end of the range, or one that the peer stores behind it by
+// [OpAtomicWrite].
 package verbs

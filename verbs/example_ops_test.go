@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"os"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/verbs"
@@ -112,6 +113,53 @@ func ExampleQP_PostSend_atomic() {
 	// before the addition: 40
 	// before the swap: 42
 	// after: 7
+}
+
+// A log in a file of the peer: the record is made persistent before the word that
+// publishes it is stored, and then that word too. All of it is posted at once;
+// the order is the device's to keep.
+func ExampleQP_PostSend_flush() {
+	alice, bob := connected()
+	file, err := os.CreateTemp("/var/tmp", "log") // on storage: not in memory, as /tmp may be
+	check(err)
+	check(file.Truncate(4096))
+	log, err := syscall.Mmap(int(file.Fd()), 0, 4096, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_SHARED)
+	check(err)
+	target, err := bob.pd.RegMR(log, verbs.AccessLocalWrite|verbs.AccessRemoteWrite|verbs.AccessFlushPersistent)
+	check(err)
+
+	record := []byte("ten thousand to Bob")
+	at := func(off int, wr verbs.SendWR) verbs.SendWR {
+		wr.RemoteAddr, wr.RKey = target.Addr()+uint64(off), target.RKey()
+		return wr
+	}
+	flush := func(off, n int) verbs.SendWR {
+		return at(off, verbs.SendWR{Op: verbs.OpFlush, RemoteLength: uint32(n),
+			FlushType: verbs.FlushPersistent, FlushLevel: verbs.FlushRange})
+	}
+	wrs := []verbs.SendWR{
+		at(8, verbs.SendWR{Op: verbs.OpRDMAWrite, Inline: record}),
+		flush(8, len(record)),
+		at(0, verbs.SendWR{Op: verbs.OpAtomicWrite, Inline: binary.LittleEndian.AppendUint64(nil, uint64(len(record)))}),
+		flush(0, 8),
+	}
+	wrs[3].Flags = verbs.SendSignaled
+	_, err = alice.qp.PostSend(wrs)
+	check(err)
+
+	wc := alice.wait() // whatever happens from now on, the record is in the file
+	fmt.Println(wc.Op, wc.Status)
+	n := binary.LittleEndian.Uint64(log)
+	fmt.Printf("%d bytes: %s\n", n, log[8:][:n])
+
+	alice.close()
+	bob.close(target)
+	check(syscall.Munmap(log))
+	check(file.Close())
+	check(os.Remove(file.Name()))
+	// Output:
+	// FLUSH success
+	// 19 bytes: ten thousand to Bob
 }
 
 // Inline data is copied when it is posted and needs no region. A list is posted

@@ -17,6 +17,8 @@ type (
 	DeviceCap   = ib.DeviceCap   // capability bits of a device
 	DeviceInfo  = ib.DeviceInfo  // a device that can be opened
 	EventType   = ib.EventType   // kind of an asynchronous event
+	FlushLevel  = ib.FlushLevel  // which bytes a FLUSH is about
+	FlushType   = ib.FlushType   // what a FLUSH makes of the bytes
 	GID         = ib.GID         // global identifier: an IP address
 	LockMode    = ib.LockMode    // what registration does about mlock(2)
 	MTU         = ib.MTU         // path MTU
@@ -52,9 +54,12 @@ const (
 	AccessMWBind           = ib.AccessMWBind           // memory windows may be bound to the region
 	AccessZeroBased        = ib.AccessZeroBased        // addresses in requests are offsets from the region's start
 	AccessOnDemand         = ib.AccessOnDemand         // pages are not pinned but faulted in when accessed
+	AccessFlushGlobal      = ib.AccessFlushGlobal      // peers may FLUSH the region to global visibility
+	AccessFlushPersistent  = ib.AccessFlushPersistent  // peers may FLUSH the region, a mapped file, to persistence
 	AccessRelaxedOrdering  = ib.AccessRelaxedOrdering  // a hint without effect on this device
 	AccessRemoteInvalidate = ib.AccessRemoteInvalidate // peers may kill the region's key by SEND with invalidate
 	AccessRemote           = ib.AccessRemote           // READ, WRITE and atomics
+	AccessFlush            = ib.AccessFlush            // both kinds of FLUSH
 )
 
 // Transport services.
@@ -62,6 +67,11 @@ const (
 	RC = ib.RC // reliable connection
 	UC = ib.UC // unreliable connection
 	UD = ib.UD // unreliable datagram
+
+	XRCSend = ib.XRCSend // extended reliable connection, initiator: sends to shared receive queues
+	XRCRecv = ib.XRCRecv // extended reliable connection, target: receives for the queues of its domain
+
+	NumQPTypes = ib.NumQPTypes // the size of a table by type
 )
 
 // States of a queue pair.
@@ -119,8 +129,19 @@ const (
 	OpRDMARead       = ib.OpRDMARead       // READ of the peer's memory
 	OpAtomicCmpSwap  = ib.OpAtomicCmpSwap  // compare 8 bytes with CompareAdd and, if equal, store Swap
 	OpAtomicFetchAdd = ib.OpAtomicFetchAdd // add CompareAdd to 8 bytes
+	OpAtomicWrite    = ib.OpAtomicWrite    // store 8 bytes in one step, behind all that came before
+	OpFlush          = ib.OpFlush          // make what was written visible to all, or persistent
 
 	NumOpcodes = ib.NumOpcodes // the size of a table by operation
+)
+
+// What a FLUSH makes of the bytes, and which bytes.
+const (
+	FlushGlobal     = ib.FlushGlobal     // visible to all that can see the memory
+	FlushPersistent = ib.FlushPersistent // persistent: they survive the loss of power
+
+	FlushRange = ib.FlushRange // RemoteLength bytes at RemoteAddr
+	FlushMR    = ib.FlushMR    // all of the region; RemoteAddr and RemoteLength mean nothing
 )
 
 // Flags of send requests.
@@ -168,6 +189,8 @@ const (
 	WCFetchAdd        = ib.WCFetchAdd        // a fetch-and-add was done
 	WCRecv            = ib.WCRecv            // a SEND was received
 	WCRecvRDMAWithImm = ib.WCRecvRDMAWithImm // a WRITE with immediate data consumed the receive
+	WCAtomicWrite     = ib.WCAtomicWrite     // an ATOMIC WRITE was done
+	WCFlush           = ib.WCFlush           // a FLUSH was done
 )
 
 // Which optional fields of a completion are valid.
@@ -211,6 +234,10 @@ const (
 	CapSysImageGUID     = ib.CapSysImageGUID     // SysImageGUID is supported
 	CapUDIPCsum         = ib.CapUDIPCsum         // unused by this device
 	CapMemMgtExtensions = ib.CapMemMgtExtensions // SEND with invalidate
+	CapAtomicWrite      = ib.CapAtomicWrite      // ATOMIC WRITE
+	CapFlushGlobal      = ib.CapFlushGlobal      // FLUSH to global visibility
+	CapFlushPersistent  = ib.CapFlushPersistent  // FLUSH to persistence, of regions that are mapped files
+	CapXRC              = ib.CapXRC              // extended reliable connections
 )
 
 // States of a port's link.

@@ -26,8 +26,14 @@ func (pd *PD) ok() bool { return pd != nil && pd.p != nil }
 // Local reading is always allowed; access adds to that. AccessRemoteWrite and
 // AccessRemoteAtomic need AccessLocalWrite too.
 //
-// Errors: EINVAL for an empty slice, unknown rights, or remote writing or
-// atomics without AccessLocalWrite; EOPNOTSUPP for AccessOnDemand, which the
+// AccessFlushPersistent is a promise to peers that what they flush survives.
+// The memory must therefore be a file's: mapped shared (MAP_SHARED), not deleted,
+// and on a file system that has storage. A FLUSH writes its range back and waits
+// for the storage, as msync(2) with MS_SYNC does.
+//
+// Errors: EINVAL for an empty slice, unknown rights, remote writing or
+// atomics without AccessLocalWrite, or AccessFlushPersistent for memory that is
+// not such a file's; EOPNOTSUPP for AccessOnDemand, which the
 // device does not do yet; ENOMEM if the device has no more regions (MaxMR in
 // [DeviceAttr]), or the host has no memory to back the range; EFAULT if a slice
 // outside the Go heap is not mapped, or is not writable though AccessLocalWrite

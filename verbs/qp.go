@@ -47,6 +47,21 @@ func (qp *QP) Type() QPType { return qp.p.Type() }
 //	SEND_WITH_INV                            RC
 //	RDMA_READ                                RC
 //	ATOMIC_CMP_AND_SWP, ATOMIC_FETCH_AND_ADD RC
+//	ATOMIC_WRITE, FLUSH                      RC
+//
+// An ATOMIC_WRITE stores 8 bytes, aligned to 8, in one step: nobody sees a part
+// of them, nor sees them before everything that was posted before is done, FLUSHes
+// included. It needs the right to write.
+//
+// A FLUSH completes when all that was written before it on this queue pair, to
+// the range or the whole region, is visible to everybody who can see the memory
+// ([FlushGlobal]), or is in storage and survives a crash and the loss of power
+// ([FlushPersistent]), for which the region must be a file (see [PD.RegMR]). It
+// needs [AccessFlushGlobal] and [AccessFlushPersistent], of the region and of the
+// peer's queue pair. Storage may take long; the peer says so when it is asked
+// again (an RNR NAK), so that only a small RNRRetry makes the request fail for it.
+//
+// Both count against MaxRDAtomic as READs and atomics do.
 //
 // A request keeps its place in the queue until a completion of it, or of one
 // posted later, is polled: signal at least one request in every MaxSendWR, or
@@ -58,8 +73,9 @@ func (qp *QP) Type() QPType { return qp.p.Type() }
 // Errors: EINVAL if the state is RESET, INIT or RTR, the operation is unknown
 // or not one of the type's, the request has more pieces than MaxSendSGE or more
 // inline data than MaxInlineData, has both, or is inline where that cannot be
-// (READ and atomics), is an atomic whose pieces are not 8 bytes, is longer than
-// the port's MaxMsgSize, or is for UD and has no address handle; EINVAL also if
+// (READ, atomics that return something, FLUSH), is an atomic or ATOMIC_WRITE that
+// is not of 8 bytes, is a FLUSH with data or without a type and a level, is longer
+// than the port's MaxMsgSize, or is for UD and has no address handle; EINVAL also if
 // the queue pair is nil or closed, or the flags are unknown. ENOMEM if the queue
 // is full: poll, and post the rest again.
 //

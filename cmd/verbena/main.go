@@ -40,6 +40,7 @@ Exit status: 0 if all went well, 1 if something failed (a verification, an open,
 type cli struct {
 	Demo    demoCmd    `cmd:"" help:"Show every operation between two devices, with the data compared."`
 	Devinfo devinfoCmd `cmd:"" help:"Show what the devices of this host can do."`
+	PS      psCmd      `cmd:"" name:"ps" help:"Show the processes that have devices open, and what they have."`
 	Perf    perfCmd    `cmd:"" help:"Measure bandwidth and latency."`
 	Version versionCmd `cmd:"" help:"Show the version."`
 

@@ -67,11 +67,12 @@ func (d *Device) Counters() []provider.Counter {
 			all = append(all, provider.Counter{Name: name, Value: d.table.Moved(from, to)})
 		}
 	}
-	if u, ok := d.link.(*link.UDP); ok {
+	if u, ok := d.link.(*link.Shared); ok {
 		s := u.Stats()
 		all = append(all,
 			provider.Counter{Name: "tx_refused_packets", Value: s.TxLost},
-			provider.Counter{Name: "rx_overflow_packets", Value: s.Overflows})
+			provider.Counter{Name: "rx_overflow_packets", Value: s.Overflows},
+			provider.Counter{Name: "local_undelivered", Value: u.Lost()})
 	}
 	return all
 }

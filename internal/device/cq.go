@@ -58,6 +58,7 @@ func (c *Channel) Close() error {
 	}
 	c.closed = true
 	c.dev.counts.channels--
+	c.dev.publishLocked()
 	c.fifo.close()
 	return nil
 }
@@ -213,6 +214,7 @@ func (c *CQ) Close() error {
 	}
 	d.mu.Lock()
 	d.counts.cqs--
+	d.publishLocked()
 	if c.channel != nil {
 		c.channel.refs--
 	}

@@ -29,6 +29,7 @@ import (
 	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/pcap"
@@ -52,24 +53,27 @@ type Device struct {
 
 	table    *mem.Table
 	qps      *mem.Slots[QP]
+	srqs     *mem.Slots[SRQ]
 	counters deviceCounters
 	drops    [link.NumReasons]atomic.Uint64
 	noQP     atomic.Uint64 // packets for a queue pair that does not exist
 
 	progress
-	timers timerHeap
-	events eventQueue
-	peers  peerTable
+	persister persister
+	timers    timerHeap
+	events    eventQueue
+	peers     peerTable
 
 	mu      sync.Mutex // guards object counts, reference counts and closed
 	counts  objectCounts
+	member  *host.Member // nil: nobody shares the device; never changes
+	domains xrcDomains
 	nextPD  uint32
 	nextCQ  uint32
-	nextSRQ uint32
 	closed  bool
 }
 
-type objectCounts struct{ qps, cqs, mrs, pds, ahs, srqs, channels int }
+type objectCounts struct{ qps, cqs, mrs, pds, ahs, srqs, channels, xrcds int }
 
 // defaultLimits are what an unconfigured device has.
 var defaultLimits = provider.Limits{
@@ -111,7 +115,7 @@ func Open(name string, cfg *provider.Config) (*Device, error) {
 		return nil, err
 	}
 	for i, addrs := range candidates {
-		d, err := openAt(devName, addrs, cfg)
+		d, err := openAt(devName, addrs, cfg, len(candidates) > 1)
 		if err == nil {
 			return d, nil
 		}
@@ -127,28 +131,35 @@ const (
 	linkUDP  = "udp"
 )
 
-// openAt opens a device at addresses.
-func openAt(name string, addrs []netip.Addr, cfg *provider.Config) (*Device, error) {
+// openAt opens a device at addresses. alone wants addresses that nobody has.
+func openAt(name string, addrs []netip.Addr, cfg *provider.Config, alone bool) (*Device, error) {
 	tap := new(lateTap)
-	l, err := openLink(addrs, cfg, tap)
+	var dev atomic.Pointer[Device] // set when there is something to tell
+	l, member, err := openLink(addrs, cfg, alone, tap, func() any {
+		if d := dev.Load(); d != nil {
+			return d.status()
+		}
+		return nil
+	})
 	if err != nil {
 		return nil, opError("open_device", err)
 	}
-	d := newDevice(name, l, cfg)
+	d := newDevice(name, l, member, cfg)
 	d.loopback = cfg.Link != linkUDP
 	if err := register(d); err != nil {
-		_ = l.Close()
+		_ = d.closeLink()
 		return nil, err
 	}
 	if cfg.PCAP != "" {
 		if d.capture, err = pcap.Create(cfg.PCAP); err != nil {
 			unregister(d)
-			_ = l.Close()
+			_ = d.closeLink()
 			return nil, opError("open_device", err)
 		}
 		tap.Writer = d.capture
 	}
 	d.start()
+	dev.Store(d)
 	return d, nil
 }
 
@@ -170,20 +181,19 @@ func opError(op string, err error) error {
 	return ib.Errorf(op, errno, "%v", err)
 }
 
-func openLink(addrs []netip.Addr, cfg *provider.Config, tap *lateTap) (link.Link, error) {
+func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *lateTap, status func() any) (link.Link, *host.Member, error) {
 	if cfg.Link == linkLoop {
 		for _, a := range addrs {
 			if _, _, err := sys.Interface(a); err != nil {
-				return nil, err
+				return nil, nil, err
 			}
 		}
-		return newNoLink(addrs), nil
+		return newNoLink(addrs), nil, nil
 	}
-	udp := &link.UDPConfig{Addrs: addrs, NoGSO: cfg.NoGSO, NoGRO: cfg.NoGRO}
 	if cfg.PCAP != "" {
-		udp.Tap = tap
+		return openShared(addrs, cfg, alone, tap, status)
 	}
-	return link.OpenUDP(udp)
+	return openShared(addrs, cfg, alone, nil, status)
 }
 
 // OpenOn opens a device on a link that the caller made, for tests on simulated
@@ -192,12 +202,12 @@ func OpenOn(name string, l link.Link, cfg *provider.Config) *Device {
 	if cfg == nil {
 		cfg = &provider.Config{}
 	}
-	d := newDevice(name, l, cfg)
+	d := newDevice(name, l, nil, cfg)
 	d.start()
 	return d
 }
 
-func newDevice(name string, l link.Link, cfg *provider.Config) *Device {
+func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Config) *Device {
 	if name == "" {
 		name = "verbena-" + l.Addrs()[0].String()
 	}
@@ -209,10 +219,17 @@ func newDevice(name string, l link.Link, cfg *provider.Config) *Device {
 		limits: withDefaults(cfg.Limits),
 		mtu:    l.MTU(),
 		link:   l,
+		member: member,
 	}
 	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs})
 	reserved := func(i uint32) bool { return i <= 1 || i == 0xffffff } // management and multicast
-	d.qps = mem.NewSlots[QP](d.limits.QPs, reserved, mem.RandomPermKey())
+	if member != nil {
+		d.qps = mem.NewSharedSlots[QP](d.limits.QPs, reserved, member.Key())
+	} else {
+		d.qps = mem.NewSlots[QP](d.limits.QPs, reserved, mem.RandomPermKey())
+	}
+	// No number is 0, which programs take for "none".
+	d.srqs = mem.NewSlots[SRQ](d.limits.SRQs, func(i uint32) bool { return i == 0 }, mem.RandomPermKey())
 	d.events.init()
 	return d
 }
@@ -229,19 +246,30 @@ func (d *Device) Close() error {
 	if d.counts != (objectCounts{}) {
 		c := d.counts
 		d.mu.Unlock()
-		return ib.Errorf("close_device", syscall.EBUSY, "still open: %d QPs, %d CQs, %d MRs, %d PDs, %d AHs, %d SRQs, %d channels",
-			c.qps, c.cqs, c.mrs, c.pds, c.ahs, c.srqs, c.channels)
+		return ib.Errorf("close_device", syscall.EBUSY, "still open: %d QPs, %d CQs, %d MRs, %d PDs, %d AHs, %d SRQs, %d channels, %d XRC domains",
+			c.qps, c.cqs, c.mrs, c.pds, c.ahs, c.srqs, c.channels, c.xrcds)
 	}
 	d.closed = true
 	d.mu.Unlock()
 	unregister(d)
+	d.persister.workers.Wait()
 	d.stop()
-	err := d.link.Close()
+	err := d.closeLink()
 	d.events.close()
 	if d.capture != nil {
 		if e := d.capture.Close(); err == nil {
 			err = e
 		}
+	}
+	return err
+}
+
+// closeLink closes the link, and then leaves the other processes: who takes over
+// finds the port free.
+func (d *Device) closeLink() error {
+	err := d.link.Close()
+	if d.member != nil {
+		err = errors.Join(err, d.member.Close())
 	}
 	return err
 }
@@ -255,6 +283,12 @@ func (d *Device) countLocked(op string, n *int, limit int) error {
 		return ib.Errorf(op, syscall.ENOMEM, "the device's limit of %d is reached", limit)
 	}
 	*n++
+	d.publishLocked()
+	if d.overLimitLocked() {
+		*n--
+		d.publishLocked()
+		return ib.Errorf(op, syscall.ENOMEM, "the device's limit of %d is reached, by all processes that share it", limit)
+	}
 	return nil
 }
 
@@ -272,7 +306,7 @@ func (d *Device) Attr() ib.DeviceAttr {
 		Name: d.name, FWVersion: Version, NodeGUID: guid, SysImageGUID: guid,
 		VendorID: 0, VendorPartID: 0, HWVersion: 1, PhysPortCnt: 1,
 		Caps: ib.CapSRQResize | ib.CapRCRNRNak | ib.CapBadPKeyCntr | ib.CapBadQKeyCntr | ib.CapCurrQPState |
-			ib.CapSysImageGUID,
+			ib.CapSysImageGUID | ib.CapAtomicWrite | ib.CapFlushGlobal | ib.CapFlushPersistent | ib.CapXRC,
 		AtomicCap: ib.AtomicGlob, PageSizeCap: ^uint64(4095),
 		MaxMRSize: 1 << 47, MaxQP: d.limits.QPs, MaxQPWR: d.limits.QPWR, MaxSGE: maxSGE, MaxSGERd: maxSGE,
 		MaxInlineData: maxInline, MaxCQ: d.limits.CQs, MaxCQE: d.limits.CQE, MaxMR: d.limits.MRs, MaxPD: d.limits.PDs,

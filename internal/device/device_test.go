@@ -83,7 +83,7 @@ func (e *end) connect(o *end) {
 // many READs and atomics it will have outstanding.
 func (e *end) connectTo(addr netip.Addr, qpn, psn uint32, rd uint8) {
 	e.t.Helper()
-	e.modify(ib.QPAttr{State: ib.QPInit, Port: 1, Access: ib.AccessRemote}, ib.QPMaskPort|ib.QPMaskPKeyIndex|ib.QPMaskAccess)
+	e.modify(ib.QPAttr{State: ib.QPInit, Port: 1, Access: ib.AccessRemote | ib.AccessFlush}, ib.QPMaskPort|ib.QPMaskPKeyIndex|ib.QPMaskAccess)
 	rc := e.qp.Type() == ib.RC
 	rtr := ib.QPMaskAV | ib.QPMaskPathMTU | ib.QPMaskDestQPN | ib.QPMaskRQPSN
 	rts := ib.QPMaskSQPSN

@@ -17,6 +17,7 @@ import (
 type loopPeer struct {
 	addr   netip.Addr
 	target atomic.Pointer[loopTarget]
+	rest   *train.Flow // to queue pairs of other processes that share the device; nil: there are none
 }
 
 // loopTarget is the device that stands at the address, or stood there last.
@@ -26,11 +27,26 @@ type loopTarget struct {
 }
 
 // newLoopPeer returns the loop link from a device to an address, or nil if no
-// device of this process that takes part in it is there.
-func newLoopPeer(from *Device, a netip.Addr) *loopPeer {
-	p := &loopPeer{addr: a}
-	if p.find(from) == nil {
+// device of this process that takes part in it is there, or if other processes
+// share that device and the queue pair is theirs.
+func newLoopPeer(from *Device, f *train.Flow, destQP uint32) *loopPeer {
+	p := &loopPeer{addr: f.Dst}
+	to := p.find(from)
+	if to == nil {
 		return nil
+	}
+	if to.dev.member == nil {
+		return p
+	}
+	if destQP != 0 {
+		if to.dev.qps.Get(destQP) == nil {
+			return nil
+		}
+		return p
+	}
+	rest := *f
+	if from.link.Prepare(&rest) == nil {
+		p.rest = &rest
 	}
 	return p
 }
@@ -84,6 +100,11 @@ func (p *loopPeer) deliver(from *Device, t *train.Train, now qp.Time, owed *debt
 		to.dev.captureLoop(t, to.dev.capture)
 	}
 	q := to.dev.qps.Get(t.DestQP)
+	if q == nil && p.rest != nil {
+		t.Flow = p.rest
+		_, fault := from.sendLink([]*train.Train{t})
+		return fault
+	}
 	if q == nil {
 		to.dev.noQP.Add(uint64(t.N))
 		return mem.Fault{}

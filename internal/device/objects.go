@@ -54,6 +54,7 @@ func (p *PD) unuse(n *int) {
 	p.dev.mu.Lock()
 	p.refs--
 	*n--
+	p.dev.publishLocked()
 	p.dev.mu.Unlock()
 }
 
@@ -69,6 +70,7 @@ func (p *PD) Close() error {
 	}
 	p.closed = true
 	p.dev.counts.pds--
+	p.dev.publishLocked()
 	return nil
 }
 
@@ -139,7 +141,7 @@ func (p *PD) CreateAH(a ib.AHAttr) (*ib.AH, error) {
 	if err := p.use("create_ah", &p.dev.counts.ahs, p.dev.limits.AHs); err != nil {
 		return nil, err
 	}
-	flow, err := p.dev.makeFlow("create_ah", &a)
+	flow, err := p.dev.makeFlow("create_ah", &a, 0)
 	if err != nil {
 		p.unuse(&p.dev.counts.ahs)
 		return nil, err
@@ -160,6 +162,10 @@ type SRQ struct {
 	number uint32
 	refs   int         // guarded by dev.mu: queue pairs on it
 	closed atomic.Bool // changed under dev.mu
+
+	xrcd *XRCD // nil: not for XRC
+	cq   *CQ   // XRC: where receives complete
+	core qp.SharedQueue
 }
 
 // CreateSRQ makes a shared receive queue.
@@ -169,13 +175,23 @@ func (p *PD) CreateSRQ(cfg provider.SRQConfig) (provider.SRQ, error) {
 		return nil, ib.Errorf("create_srq", syscall.EINVAL, "max_wr %d (1 to %d), max_sge %d (to %d), limit %d (to max_wr)",
 			cfg.MaxWR, d.limits.SRQWR, cfg.MaxSGE, maxSGE, cfg.Limit)
 	}
-	if err := p.use("create_srq", &d.counts.srqs, d.limits.SRQs); err != nil {
+	s := &SRQ{pd: p, recvQueue: newRecvQueue("post_srq_recv", cfg.MaxWR, cfg.MaxSGE)}
+	if err := s.join(&cfg); err != nil {
 		return nil, err
 	}
-	d.mu.Lock()
-	d.nextSRQ++
-	s := &SRQ{pd: p, number: d.nextSRQ, recvQueue: newRecvQueue("post_srq_recv", cfg.MaxWR, cfg.MaxSGE)}
-	d.mu.Unlock()
+	if err := p.use("create_srq", &d.counts.srqs, d.limits.SRQs); err != nil {
+		s.leave()
+		return nil, err
+	}
+	_, ok := d.srqs.AddFunc(func(n uint32) *SRQ {
+		s.number, s.core.Number = n, n
+		return s
+	})
+	if !ok {
+		s.leave()
+		p.unuse(&d.counts.srqs)
+		return nil, ib.Errorf("create_srq", syscall.ENOMEM, "no number is free")
+	}
 	s.Recv.OnLimit = func() { d.events.push(ib.AsyncEvent{Type: ib.EventSRQLimitReached, SRQ: s.number}) }
 	s.Recv.SetLimit(cfg.Limit)
 	return s, nil
@@ -236,7 +252,10 @@ func (s *SRQ) Close() error {
 		return ib.Errorf("destroy_srq", syscall.EBUSY, "%d queue pairs use it", s.refs)
 	}
 	s.closed.Store(true)
+	d.srqs.Remove(s.number)
+	s.leaveLocked()
 	s.pd.refs--
 	d.counts.srqs--
+	d.publishLocked()
 	return nil
 }

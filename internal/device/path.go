@@ -8,6 +8,7 @@ import (
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/qp"
 	"github.com/verbena-rdma/verbena/internal/train"
 )
@@ -16,8 +17,9 @@ const defaultHopLimit = 64
 
 var flowSeed = maphash.MakeSeed()
 
-// makeFlow prepares the way to an address.
-func (d *Device) makeFlow(op string, a *ib.AHAttr) (*train.Flow, error) {
+// makeFlow prepares the way to an address; destQP is the queue pair there, 0 if
+// there will be several.
+func (d *Device) makeFlow(op string, a *ib.AHAttr, destQP uint32) (*train.Flow, error) {
 	if a.PortNum > 1 {
 		return nil, ib.Errorf(op, syscall.EINVAL, "port %d: the device has port 1 alone", a.PortNum)
 	}
@@ -39,7 +41,7 @@ func (d *Device) makeFlow(op string, a *ib.AHAttr) (*train.Flow, error) {
 	}
 	f.SrcPort = 0xc000 | uint16(maphash.Comparable(flowSeed, [2]netip.Addr{f.Src, f.Dst})^uint64(a.FlowLabel))&0x3fff
 	if d.loopback {
-		if p := newLoopPeer(d, f.Dst); p != nil {
+		if p := newLoopPeer(d, f, destQP); p != nil {
 			f.Link = p
 			return f, nil
 		}
@@ -61,12 +63,24 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, er
 	if mtu.Bytes() > d.mtu {
 		return nil, ib.Errorf("modify_qp", syscall.EINVAL, "path_mtu %v: the port's MTU is %d", mtu, d.mtu)
 	}
-	f, err := d.makeFlow("modify_qp", &a.AV)
+	dest := a.DestQPN
+	if mask&ib.QPMaskDestQPN == 0 {
+		q.mu.Lock()
+		dest = q.core.Query().DestQPN
+		q.mu.Unlock()
+	}
+	f, err := d.makeFlow("modify_qp", &a.AV, dest)
 	if err != nil {
 		return nil, err
 	}
 	if _, loop := f.Link.(*loopPeer); loop {
 		return &qp.Path{Flow: f, Window: loopWindow, Lossless: true}, nil
+	}
+	if s, ok := d.link.(*link.Shared); ok && s.IsLocal(f) {
+		window := s.LocalWindow(mtu.Bytes())
+		p := d.peers.get(f.Dst, max(1, window/peerWindows))
+		q.peer.Store(p)
+		return &qp.Path{Flow: f, Window: window, Credits: p.credits, Lossless: true}, nil
 	}
 	window := d.cfg.Window
 	if window <= 0 {

@@ -16,17 +16,19 @@ import (
 // its place in the device's timers.
 type QP struct {
 	dev    *Device
-	pd     *PD
-	sendCQ *CQ
-	recvCQ *CQ
+	owner  interface{ unuse(n *int) } // its protection domain, or XRC domain
+	sendCQ *CQ                        // nil for an XRC target
+	recvCQ *CQ                        // nil for both halves of XRC
 	srq    *SRQ
-	recv   *recvQueue
+	recv   *recvQueue // nil with a shared queue, and for XRC
 	number uint32
 
 	tx      atomic.Int32 // the transmit token, see transmit.go
 	queued  atomic.Bool  // waits in the device's list of ready queue pairs
 	peer    atomic.Pointer[peer]
 	waiting atomic.Bool // waits for its peer's credits
+
+	persisting atomic.Bool // a worker is at its FLUSHes, or about to be
 
 	mu     sync.Mutex // guards core; held only for steps that never wait
 	core   *qp.QP
@@ -66,7 +68,7 @@ func (r *recvQueue) PostRecv(wrs []ib.RecvWR) (int, error) {
 // CreateQP makes a queue pair.
 func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 	d := p.dev
-	q := &QP{dev: d, pd: p, timerIndex: -1}
+	q := &QP{dev: d, owner: p, timerIndex: -1}
 	if err := q.attach(&cfg); err != nil {
 		return nil, err
 	}
@@ -80,29 +82,42 @@ func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 		p.unuse(&d.counts.qps)
 		return nil, err
 	}
-	c := qp.Config{Type: cfg.Type, PD: p.id, Cap: cfg.Cap, SignalAll: cfg.SignalAll, SendCQ: q.sendCQ.CQ,
-		RecvCQ: q.recvCQ.CQ, RecvPD: p.id, Table: d.table, Event: q.event}
-	if q.srq != nil {
-		c.Recv, c.Shared, c.RecvPD = q.srq.Recv, true, q.srq.pd.id
-	} else {
+	c := qp.Config{Type: cfg.Type, PD: p.id, Cap: cfg.Cap, SignalAll: cfg.SignalAll, SendCQ: q.sendCQ.CQ}
+	switch {
+	case q.recvCQ == nil: // XRC
+	case q.srq != nil:
+		c.RecvCQ, c.Recv, c.Shared, c.RecvPD = q.recvCQ.CQ, q.srq.Recv, true, q.srq.pd.id
+	default:
 		q.recv = newRecvQueue("post_recv", cfg.Cap.MaxRecvWR, cfg.Cap.MaxRecvSGE)
-		c.Recv = q.recv.Recv
+		c.RecvCQ, c.Recv, c.RecvPD = q.recvCQ.CQ, q.recv.Recv, p.id
 	}
+	if err := d.addQP(q, c); err != nil {
+		q.release()
+		p.unuse(&d.counts.qps)
+		return nil, err
+	}
+	return q, nil
+}
+
+// addQP gives a queue pair its number and its core.
+func (d *Device) addQP(q *QP, c qp.Config) error {
+	if err := d.moreNumbers(); err != nil {
+		return err
+	}
+	c.Table, c.Event = d.table, q.event
 	_, ok := d.qps.AddFunc(func(n uint32) *QP {
 		q.number, c.Number = n, n
 		q.core = qp.New(c)
-		if cfg.Type == ib.UD {
+		if c.Type == ib.UD {
 			q.core.SetDatagramMTU(d.mtu)
 		}
 		return q
 	})
 	if !ok {
-		q.release()
-		p.unuse(&d.counts.qps)
-		return nil, ib.Errorf("create_qp", syscall.ENOMEM, "no queue pair number is free")
+		return ib.Errorf("create_qp", syscall.ENOMEM, "no queue pair number is free")
 	}
 	d.counters.add(q)
-	return q, nil
+	return nil
 }
 
 // wantHeaders makes the link tell the fields of the IP header that a datagram's
@@ -118,21 +133,34 @@ func (d *Device) wantHeaders(t ib.QPType) error {
 // attach checks a configuration and finds its objects.
 func (q *QP) attach(cfg *provider.QPConfig) error {
 	bad := func(format string, args ...any) error { return ib.Errorf("create_qp", syscall.EINVAL, format, args...) }
-	if cfg.Type < ib.RC || cfg.Type > ib.UD {
+	if cfg.Type < ib.RC || int(cfg.Type) >= ib.NumQPTypes {
 		return bad("queue pair type %v is unknown", cfg.Type)
+	}
+	if cfg.Type == ib.XRCRecv {
+		return bad("an XRC_RECV queue pair is made in an XRC domain, not in a protection domain")
+	}
+	if cfg.Type == ib.XRCSend { // it has no receive side
+		cfg.Cap.MaxRecvWR, cfg.Cap.MaxRecvSGE = 0, 0
+		if cfg.RecvCQ != nil || cfg.SRQ != nil {
+			return bad("an XRC_SEND queue pair does not receive: it has neither a receive completion queue nor a shared receive queue")
+		}
 	}
 	var ok [3]bool
 	q.sendCQ, ok[0] = cfg.SendCQ.(*CQ)
 	q.recvCQ, ok[1] = cfg.RecvCQ.(*CQ)
+	ok[1] = ok[1] && q.recvCQ.dev == q.dev || cfg.Type == ib.XRCSend
 	ok[2] = cfg.SRQ == nil
 	if cfg.SRQ != nil {
 		q.srq, ok[2] = cfg.SRQ.(*SRQ)
 	}
-	if !ok[0] || !ok[1] || !ok[2] || q.sendCQ.dev != q.dev || q.recvCQ.dev != q.dev || q.srq != nil && q.srq.pd.dev != q.dev {
+	if !ok[0] || !ok[1] || !ok[2] || q.sendCQ.dev != q.dev || q.srq != nil && q.srq.pd.dev != q.dev {
 		return bad("it needs a send and a receive completion queue, and these and the shared receive queue of the same device")
 	}
 	if q.srq != nil && cfg.Type == ib.UC {
 		return bad("a UC queue pair cannot use a shared receive queue")
+	}
+	if q.srq != nil && q.srq.xrcd != nil {
+		return bad("a shared receive queue of an XRC domain is for XRC")
 	}
 	l, c := q.dev.limits, cfg.Cap
 	for _, f := range []struct {
@@ -155,13 +183,12 @@ func (q *QP) claim() error {
 	d := q.dev
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if q.sendCQ.closed.Load() || q.recvCQ.closed.Load() || q.srq != nil && q.srq.closed.Load() {
+	closed := q.srq != nil && q.srq.closed.Load()
+	q.eachCQ(func(c *CQ) { closed = closed || c.closed.Load() })
+	if closed {
 		return ib.Errorf("create_qp", syscall.EINVAL, "one of its queues is closed")
 	}
-	q.sendCQ.refs++
-	if q.recvCQ != q.sendCQ {
-		q.recvCQ.refs++
-	}
+	q.eachCQ(func(c *CQ) { c.refs++ })
 	if q.srq != nil {
 		q.srq.refs++
 	}
@@ -170,14 +197,21 @@ func (q *QP) claim() error {
 
 func (q *QP) release() {
 	q.dev.mu.Lock()
-	q.sendCQ.refs--
-	if q.recvCQ != q.sendCQ {
-		q.recvCQ.refs--
-	}
+	q.eachCQ(func(c *CQ) { c.refs-- })
 	if q.srq != nil {
 		q.srq.refs--
 	}
 	q.dev.mu.Unlock()
+}
+
+// eachCQ calls f with the completion queues that it has.
+func (q *QP) eachCQ(f func(c *CQ)) {
+	if q.sendCQ != nil {
+		f(q.sendCQ)
+	}
+	if q.recvCQ != nil && q.recvCQ != q.sendCQ {
+		f(q.recvCQ)
+	}
 }
 
 func (q *QP) event(t ib.EventType) {
@@ -207,6 +241,9 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 func (q *QP) PostRecv(wrs []ib.RecvWR) (int, error) {
 	if q.srq != nil {
 		return 0, ib.Errorf("post_recv", syscall.EINVAL, "the queue pair receives from a shared receive queue")
+	}
+	if q.recv == nil {
+		return 0, ib.Errorf("post_recv", syscall.EINVAL, "a %v queue pair has no receive queue", q.Type())
 	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -244,8 +281,7 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 	}
 	err := q.core.Modify(a, mask, path, d.now())
 	if err == nil && q.core.State() == ib.QPReset {
-		q.sendCQ.Remove(q.number)
-		q.recvCQ.Remove(q.number)
+		q.eachCQ(func(c *CQ) { c.Remove(q.number) })
 	}
 	q.mu.Unlock()
 	if err == nil {
@@ -281,10 +317,9 @@ func (q *QP) Close() error {
 		d.timers.remove(q)
 		d.counters.remove(q)
 		d.runWaiting(q.peer.Load(), d.now())
-		q.sendCQ.Remove(q.number)
-		q.recvCQ.Remove(q.number)
+		q.eachCQ(func(c *CQ) { c.Remove(q.number) })
 		q.release()
-		q.pd.unuse(&d.counts.qps)
+		q.owner.unuse(&d.counts.qps)
 	})
 	return nil
 }

@@ -54,7 +54,11 @@ func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due bool) {
 	f = q.core.Receive(t, now)
 	q.dev.rearmLocked(q)
 	due = q.core.Pending()
+	sync := q.core.WantsSync()
 	q.mu.Unlock()
+	if sync {
+		q.dev.persist(q)
+	}
 	if p := q.peer.Load(); p != nil && p.starved.Load() {
 		due = true
 	}

@@ -130,6 +130,9 @@ func (d *Device) rearmLocked(q *QP) {
 // fireTimers lets time act on the queue pairs that are due, and returns how
 // long nothing will be.
 func (d *Device) fireTimers() time.Duration {
+	if t := d.timers.first(); t != 0 && t <= d.now() {
+		d.receive() // after a time without a processor the answers may lie here
+	}
 	for {
 		now := d.now()
 		q := d.timers.due(now)

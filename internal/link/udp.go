@@ -43,6 +43,8 @@ type UDPConfig struct {
 	// Router is set where several processes share the addresses. Then nothing
 	// is received before Listen.
 	Router Router
+	// Event, if there is one, ends Wait.
+	Event *sys.Event
 	// SocketBuffer is how large a socket's buffers should be, in bytes; 0 means
 	// 4 MiB. The kernel grants at most net.core.rmem_max and wmem_max.
 	SocketBuffer int
@@ -183,7 +185,11 @@ func (u *UDP) open() error {
 	u.gso.Store(gso && !u.cfg.NoGSO)
 	u.gro = gro && !u.cfg.NoGRO
 	var err error
-	u.poller, err = sys.NewPoller(socks)
+	var events []*sys.Event
+	if u.cfg.Event != nil {
+		events = append(events, u.cfg.Event)
+	}
+	u.poller, err = sys.NewPoller(socks, events...)
 	return err
 }
 

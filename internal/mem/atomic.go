@@ -8,6 +8,7 @@ type AtomicOp uint8
 const (
 	CmpSwap  AtomicOp = iota + 1 // store swapAdd if the value equals compare
 	FetchAdd                     // add swapAdd
+	Store                        // store swapAdd: an ATOMIC WRITE, which needs the right to write
 )
 
 // Atomic changes 8 bytes in one step and returns what they were before, as a
@@ -19,7 +20,11 @@ const (
 // where they really lie, because an atomic instruction across two cache lines
 // would stop all cores, or kill the program where the kernel forbids it.
 func Atomic(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, swapAdd uint64) (orig uint64, f Fault) {
-	span, f := t.Resolve(key, addr, 8, ib.AccessRemoteAtomic, who)
+	acc := ib.AccessRemoteAtomic
+	if op == Store {
+		acc = ib.AccessRemoteWrite // and tells nobody what was there
+	}
+	span, f := t.Resolve(key, addr, 8, acc, who)
 	if !f.OK() {
 		return 0, f
 	}

@@ -12,6 +12,7 @@ var faultNames = [numFaultKinds]string{
 	FaultAlign:            "atomic not aligned",
 	FaultStale:            "registered memory is gone",
 	FaultNotInvalidatable: "key cannot be invalidated by a peer",
+	FaultStorage:          "storage failed",
 }
 
 // String describes the kind.

@@ -7,7 +7,8 @@ package mem
 //  3. Memory outside the Go heap is made present, which proves that it is
 //     there and that the rights fit, as ibv_reg_mr does; and then no page in
 //     the middle may be the Go heap's either.
-//  4. The pages are locked, unless they are the Go heap's or locking is off.
+//  4. Memory that peers may flush to persistence must be that of a file.
+//  5. The pages are locked, unless they are the Go heap's or locking is off.
 
 import (
 	"errors"
@@ -27,6 +28,7 @@ type Host struct {
 	length uint64
 	owner  any    // what keeps the memory alive
 	inHeap bool   // it is the Go heap's
+	inFile bool   // it is known to be a file's, which keeps it
 	note   string // why the pages are not locked; empty if they are
 }
 
@@ -50,8 +52,10 @@ func NewHostBytes(b []byte, access ib.Access, lock ib.LockMode) (*Host, error) {
 // the memory; registration with hardware does the same.
 //
 // The errors are those of reg_mr: EINVAL, for no bytes or for the Go heap;
-// EFAULT, if not all of it is mapped or the rights do not fit; and with
-// LockStrict ENOMEM or EPERM, if it cannot be locked.
+// EFAULT, if not all of it is mapped or the rights do not fit; EINVAL, if access
+// has AccessFlushPersistent and it is not all of a file, mapped shared, on a file
+// system that keeps it; and with LockStrict ENOMEM or EPERM, if it cannot be
+// locked.
 func NewHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, owner any) (*Host, error) {
 	return newHost(addr, length, access, lock, owner, true)
 }
@@ -82,10 +86,32 @@ func newHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, ow
 			return nil, h.heapError()
 		}
 	}
+	if access&ib.AccessFlushPersistent != 0 {
+		if err := h.persistent(); err != nil {
+			return nil, err
+		}
+	}
 	if err := h.lock(lock); err != nil {
 		return nil, err
 	}
 	return h, nil
+}
+
+// persistent makes sure that the memory can be made persistent. Drivers refuse
+// the right for memory that cannot, and so does the kernel's software device.
+func (h *Host) persistent() error {
+	why, err := noteHeap, error(nil)
+	if !h.inHeap {
+		why, err = sys.Durable(h.addr, uintptr(h.length))
+	}
+	if err != nil {
+		why = err.Error()
+	}
+	if why != "" {
+		return ib.Errorf("reg_mr", syscall.EINVAL, "%d bytes at %#x are not persistent memory (%s)", h.length, h.addr, why)
+	}
+	h.inFile = true
+	return nil
 }
 
 func (h *Host) heapError() error {
@@ -183,6 +209,15 @@ func (h *Host) Run(off, n uint64, _ ib.Access) ([]byte, Fault) {
 		return nil, Fault{Kind: FaultBounds}
 	}
 	return bytesAt(h.addr+uintptr(off), int(n)), Fault{}
+}
+
+// Durable reports whether Persist makes the bytes persistent: that they were
+// found to be a file's, because the access asked for it.
+func (h *Host) Durable() bool { return h.inFile }
+
+// Persist writes a range back to the file that it is mapped from.
+func (h *Host) Persist(off, n uint64) error {
+	return sys.SyncFile(h.addr+uintptr(off), uintptr(n))
 }
 
 // Close unlocks the pages that no other region keeps locked.

@@ -10,7 +10,8 @@
 //     that are open.
 //  3. a Backing finds the bytes. One file for each kind of memory: host.go.
 //  4. copy.go: one loop moves bytes between any two lists of any two kinds.
-//     gather.go hands them to the kernel instead, atomic.go changes 8 of them.
+//     gather.go hands them to the kernel instead, atomic.go changes 8 of them,
+//     flush.go makes them visible to all, or persistent.
 //
 // The package knows neither queue pairs nor packets.
 package mem
@@ -66,6 +67,7 @@ const (
 	FaultAlign                      // an atomic that is not 8-byte aligned
 	FaultStale                      // what was registered is not there any more
 	FaultNotInvalidatable           // the key's kind cannot be invalidated by a peer
+	FaultStorage                    // the storage behind the memory failed
 	numFaultKinds
 )
 

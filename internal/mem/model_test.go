@@ -102,7 +102,7 @@ func drawAccess(t *rapid.T) ib.Access {
 	a := rapid.SampledFrom([]ib.Access{
 		ib.AccessLocalWrite | ib.AccessRemote, ib.AccessLocalWrite | ib.AccessRemote, ib.AccessLocalWrite | ib.AccessRemote,
 		0, ib.AccessLocalWrite, ib.AccessRemoteRead, ib.AccessLocalWrite | ib.AccessRemoteWrite, ib.AccessLocalWrite | ib.AccessRemoteAtomic,
-		ib.AccessRemoteWrite, ib.AccessRemoteAtomic, 1 << 8,
+		ib.AccessRemoteWrite, ib.AccessRemoteAtomic, 1 << 10,
 	}).Draw(t, "access")
 	return a | rapid.SampledFrom([]ib.Access{0, ib.AccessZeroBased, ib.AccessRemoteInvalidate}).Draw(t, "more access")
 }
@@ -129,7 +129,7 @@ func (m *model) register(t *rapid.T) {
 	}
 	end := new(big.Int).Add(base, new(big.Int).SetUint64(r.Length))
 	remoteWrite := r.Access&(ib.AccessRemoteWrite|ib.AccessRemoteAtomic) != 0
-	ok := r.Access&(1<<8) == 0 && (!remoteWrite || r.Access&ib.AccessLocalWrite != 0) &&
+	ok := r.Access&(1<<10) == 0 && (!remoteWrite || r.Access&ib.AccessLocalWrite != 0) &&
 		end.Cmp(new(big.Int).SetUint64(math.MaxUint64)) <= 0 && r.Length <= uint64(n) && len(m.regions) < 12
 
 	if r.real, err = m.table.Register(r.RegionConfig); (err == nil) != ok {

@@ -78,8 +78,14 @@ func swapOrAdd(b []byte, op AtomicOp, compare, swapAdd uint64) (orig uint64, ok 
 //go:norace
 func change(p *uint64, op AtomicOp, compare, swapAdd uint64) (orig uint64) {
 	_ = *(*[1]byte)(unsafe.Pointer(p))
-	if op == FetchAdd {
+	switch op {
+	case FetchAdd:
 		return atomic.AddUint64(p, swapAdd) - swapAdd
+	case Store:
+		// In one piece, and after all that was written before, as the end of a
+		// message is.
+		storeTail(unsafe.Add(unsafe.Pointer(p), wordSize-1), (*[wordSize]byte)(unsafe.Pointer(&swapAdd))[:])
+		return 0
 	}
 	for {
 		orig = atomic.LoadUint64(p)

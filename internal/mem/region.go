@@ -22,7 +22,7 @@ import (
 
 // accessKnown are the access bits that mean something.
 const accessKnown = ib.AccessLocalWrite | ib.AccessRemote | ib.AccessMWBind | ib.AccessZeroBased |
-	ib.AccessOnDemand | ib.AccessRelaxedOrdering | ib.AccessRemoteInvalidate
+	ib.AccessOnDemand | ib.AccessFlush | ib.AccessRelaxedOrdering | ib.AccessRemoteInvalidate
 
 // RegionConfig says what a new region is made of.
 type RegionConfig struct {
@@ -76,6 +76,9 @@ func (t *Table) Register(cfg RegionConfig) (*Region, error) {
 	if cfg.Access&ib.AccessOnDemand != 0 && cfg.Backing.Kind() == KindPinned {
 		return nil, ib.Errorf(op, syscall.EOPNOTSUPP, "on-demand access to pinned memory")
 	}
+	if cfg.Access&ib.AccessFlushPersistent != 0 && !isDurable(cfg.Backing) {
+		return nil, ib.Errorf(op, syscall.EINVAL, "flush to persistence of memory that is not persistent")
+	}
 	if cfg.Access&ib.AccessZeroBased != 0 {
 		cfg.IOVA = 0
 	}
@@ -115,6 +118,9 @@ func isSolid(b Backing) bool {
 
 // Key returns the region's local and remote key.
 func (r *Region) Key() uint32 { return r.key }
+
+// Kind says what the region's memory is.
+func (r *Region) Kind() Kind { return r.kind }
 
 // PD returns the protection domain.
 func (r *Region) PD() uint32 { return r.pd }

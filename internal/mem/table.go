@@ -1,6 +1,7 @@
 package mem
 
 import (
+	"iter"
 	"crypto/rand"
 	mathrand "math/rand/v2"
 	"sync/atomic"
@@ -34,6 +35,18 @@ type Table struct {
 
 	stale atomic.Uint64
 	moved [counterShards]movedBytes
+}
+
+// Regions iterates over the regions. Those that come and go meanwhile may be
+// missed or seen.
+func (t *Table) Regions() iter.Seq[*Region] {
+	return func(yield func(*Region) bool) {
+		for _, r := range t.slots.All() {
+			if r.Alive() && !yield(r) {
+				return
+			}
+		}
+	}
 }
 
 // counterShards is how many copies of the byte counters there are: threads

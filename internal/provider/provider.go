@@ -11,6 +11,7 @@ package provider
 import (
 	"context"
 	"net/netip"
+	"os"
 
 	"github.com/verbena-rdma/verbena/ib"
 )
@@ -48,6 +49,7 @@ type Device interface {
 	AllocPD() (PD, error)
 	CreateChannel() (Channel, error)
 	CreateCQ(entries int, ch Channel) (CQ, error)
+	OpenXRCD(XRCDConfig) (XRCD, error)
 	Close() error
 }
 
@@ -122,6 +124,22 @@ type QP interface {
 type SRQConfig struct {
 	MaxWR, MaxSGE int
 	Limit         int
+	XRCD          XRCD // not nil: a queue for XRC
+	CQ            CQ   // XRC: where receives complete
+}
+
+// XRCDConfig is which XRC domain is opened.
+type XRCDConfig struct {
+	File      *os.File // names it; nil: it has no name
+	Create    bool     // if there is none
+	Exclusive bool     // with Create: it must be new
+}
+
+// XRCD is an open XRC domain.
+type XRCD interface {
+	// CreateQP makes a target in the domain, of type ib.XRCRecv.
+	CreateQP() (QP, error)
+	Close() error
 }
 
 // SRQ is a shared receive queue.

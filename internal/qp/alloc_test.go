@@ -10,12 +10,16 @@ import (
 // TestAllocs: from the posting of a request to its completion nothing allocates,
 // whatever the operation and the transport.
 func TestAllocs(t *testing.T) {
-	for _, typ := range []ib.QPType{ib.RC, ib.UC, ib.UD} {
+	for _, typ := range []ib.QPType{ib.RC, ib.UC, ib.UD, ib.XRCSend} {
 		s := usual()
 		s.typ = typ
-		w := newPair(t, s, s)
+		peer := s
+		if typ == ib.XRCSend {
+			peer.typ = ib.XRCRecv
+		}
+		w := newPair(t, s, peer)
 		a, b := w.a, w.b
-		src, dst := a.regions["mem"], b.regions["mem"]
+		src, dst := a.regions["mem"], b.register("flushable", 4096, testPD, allRights|ib.AccessFlushGlobal)
 		ah := ib.NewAH(ib.AHAttr{}, &Address{PD: testPD, Flow: a.flow(b)}, nil)
 		list, eight, room := []ib.SGE{src.at(0, 200)}, []ib.SGE{src.at(0, 8)}, []ib.SGE{dst.at(0, 4096)}
 		long := []ib.SGE{src.at(0, 500), src.at(1000, 1000)}
@@ -36,12 +40,15 @@ func TestAllocs(t *testing.T) {
 			{ib.OpRDMARead, ib.SendWR{SGL: long}, false},
 			{ib.OpAtomicFetchAdd, ib.SendWR{SGL: eight, CompareAdd: 1}, false},
 			{ib.OpAtomicCmpSwap, ib.SendWR{SGL: eight}, false},
+			{ib.OpAtomicWrite, ib.SendWR{SGL: eight}, false},
+			{ib.OpAtomicWrite, ib.SendWR{Inline: make([]byte, 8)}, false},
+			{ib.OpFlush, ib.SendWR{RemoteLength: 100, FlushType: ib.FlushGlobal, FlushLevel: ib.FlushRange}, false},
 		} {
 			if opTable[c.op].types&(1<<typ) == 0 {
 				continue
 			}
 			c.wr.Op, c.wr.Flags, c.wr.AH, c.wr.RemoteQPN, c.wr.RemoteQKey = c.op, ib.SendSignaled, ah, b.q.Number, s.qkey
-			c.wr.RKey, c.wr.RemoteAddr = dst.Key(), dst.IOVA()
+			c.wr.RKey, c.wr.RemoteAddr, c.wr.RemoteSRQN = dst.Key(), dst.IOVA(), testSRQ
 			wrs, recvs := []ib.SendWR{c.wr}, []ib.RecvWR{{SGL: room}}
 			var out, in train.Train
 			var wcs [4]ib.WC

@@ -28,7 +28,7 @@ func TestArbitraryTrains(t *testing.T) {
 	}()
 	for seed := range seeds {
 		rng := rand.New(rand.NewPCG(seed, 2))
-		v := newVictim(t, byte(rng.IntN(24)))
+		v := newVictim(t, byte(rng.IntN(int(fuzzTypes)*8)))
 		for i := range 100 {
 			r := v.near(rng)
 			where = func() string { return fmt.Sprintf("seed %d, step %d: %+v", seed, i, r) }
@@ -64,15 +64,26 @@ func (v *victim) near(rng *rand.Rand) *record {
 	r.N = uint16(oneOf(1, 1, 1, 2, 3, 5, rng.Uint64()))
 	mtu := uint64(v.q.mtu)
 	r.Len = uint32(oneOf(0, 1, mtu, mtu-1, mtu+1, 2*mtu, 2*mtu+7, uint64(r.N)*mtu, uint64(r.N)*mtu-1, rng.Uint64()%(1<<18)))
+	if rng.IntN(2) == 0 {
+		switch wire.Kind(r.Kind) {
+		case wire.KindAtomicWrite:
+			r.N, r.Len = 1, 8
+		case wire.KindFlush:
+			r.N, r.Len = 1, 0
+			r.Syndrome = uint8(oneOf(1, 2, 3, 0x11, 0x12, 0x13, 0x22, 4, 0))
+		}
+	}
 	r.MTU = uint32(oneOf(mtu, mtu, mtu, uint64(r.Len), rng.Uint64()))
 	r.Payload = uint32(oneOf(uint64(r.Len), uint64(r.Len), uint64(r.Len), rng.Uint64()))
 	r.DMALen = uint32(oneOf(uint64(r.Len), uint64(r.Len), uint64(r.Len)+mtu, 0, 3*mtu, 1<<30, 1<<30+1, 1<<31, rng.Uint64()))
 	r.VA = memory.IOVA() + oneOf(0, 0, 8, 100, uint64(len(memory.buf))-uint64(r.Len), uint64(len(memory.buf)), ^uint64(0), rng.Uint64())
 	r.RKey = uint32(oneOf(uint64(memory.Key()), uint64(memory.Key()), uint64(v.private.Key()), uint64(v.regions["other"].Key()), rng.Uint64()))
 	r.Imm = uint32(oneOf(uint64(v.private.Key()), uint64(memory.Key()), rng.Uint64()))
+	r.SrcQP = uint32(oneOf(testSRQ, testSRQ, testSRQ, 0x52, rng.Uint64()))
 	r.QKey, r.SwapAdd, r.Compare = uint32(oneOf(0x1234, 0x1234, rng.Uint64())), rng.Uint64(), 0
 	if r.Op == opSend {
 		r.Opcode, r.Flags = uint8(rng.IntN(ib.NumOpcodes+1)), flagSignaled
+		r.Syndrome, r.Extra = uint8(rng.IntN(8)), uint8(rng.IntN(4))
 		r.Len = uint32(oneOf(0, 8, 8, mtu, 3*mtu, rng.Uint64()%(victimSize-1)))
 		if rng.IntN(30) == 0 {
 			r.Len = uint32(len(memory.buf)) - 1 // more than some QPs take

@@ -6,9 +6,11 @@ import (
 	"bytes"
 	"encoding/binary"
 	"slices"
+	"syscall"
 	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/queue"
 	"github.com/verbena-rdma/verbena/internal/train"
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
@@ -16,7 +18,9 @@ import (
 var mtus = map[uint64]ib.MTU{256: ib.MTU256, 512: ib.MTU512, 1024: ib.MTU1024, 2048: ib.MTU2048, 4096: ib.MTU4096}
 
 var accessNames = map[string]ib.Access{"none": 0, "local-write": ib.AccessLocalWrite, "remote-write": ib.AccessRemoteWrite,
-	"remote-read": ib.AccessRemoteRead, "remote-atomic": ib.AccessRemoteAtomic, "invalidate": ib.AccessRemoteInvalidate}
+	"remote-read": ib.AccessRemoteRead, "remote-atomic": ib.AccessRemoteAtomic, "invalidate": ib.AccessRemoteInvalidate,
+	"flush-global": ib.AccessFlushGlobal, "flush-persistent": ib.AccessFlushPersistent, "flush": ib.AccessFlush,
+	"remote": ib.AccessRemote}
 
 func (a *cmdArgs) access(key string, def ib.Access) ib.Access {
 	v := a.values(key)
@@ -35,7 +39,7 @@ func (a *cmdArgs) access(key string, def ib.Access) ib.Access {
 }
 
 func (s *script) pair(a *cmdArgs) {
-	types := map[string]ib.QPType{"rc": ib.RC, "uc": ib.UC, "ud": ib.UD}
+	types := map[string][2]ib.QPType{"rc": {ib.RC, ib.RC}, "uc": {ib.UC, ib.UC}, "ud": {ib.UD, ib.UD}, "xrc": {ib.XRCSend, ib.XRCRecv}}
 	states := map[string]ib.QPState{"reset": ib.QPReset, "init": ib.QPInit, "rtr": ib.QPRTR, "rts": ib.QPRTS}
 	w := newWorld(s.t)
 	w.log = s.printf
@@ -57,7 +61,7 @@ func (s *script) pair(a *cmdArgs) {
 		num := func(k string, def uint64) uint64 { return a.num(key(k), def) }
 		byteOf := func(k string, def uint8) uint8 { return uint8(num(k, uint64(def))) }
 		u := usual()
-		set[i] = setup{typ: typ, signalAll: signalAll, mtu: mtus[num("mtu", 256)], psn: uint32(num("psn", 0)),
+		set[i] = setup{typ: typ[i], signalAll: signalAll, mtu: mtus[num("mtu", 256)], psn: uint32(num("psn", 0)),
 			window: int(num("window", uint64(u.window))), credits: int(num("credits", 0)), retry: byteOf("retry", u.retry),
 			rnr: byteOf("rnr", u.rnr), timeout: byteOf("timeout", u.timeout), rd: byteOf("rd", u.rd),
 			destRD: byteOf("dest-rd", u.destRD), timer: byteOf("timer", u.timer), access: a.access(key("access"), u.access),
@@ -85,14 +89,27 @@ func (s *script) close(a *cmdArgs) {
 }
 
 var opcodes = map[string]ib.Opcode{"send": ib.OpSend, "send-imm": ib.OpSendImm, "send-inv": ib.OpSendInv, "write": ib.OpRDMAWrite,
-	"write-imm": ib.OpRDMAWriteImm, "read": ib.OpRDMARead, "cmp-swap": ib.OpAtomicCmpSwap, "fetch-add": ib.OpAtomicFetchAdd}
+	"write-imm": ib.OpRDMAWriteImm, "read": ib.OpRDMARead, "cmp-swap": ib.OpAtomicCmpSwap, "fetch-add": ib.OpAtomicFetchAdd,
+	"atomic-write": ib.OpAtomicWrite, "flush": ib.OpFlush}
+
+var flushTypes = map[string]ib.FlushType{"all": ib.FlushGlobal, "storage": ib.FlushPersistent, "none": 0, "unknown": 4}
 
 func (s *script) post(a *cmdArgs) {
 	e := a.end()
 	word := a.word()
 	wr := ib.SendWR{ID: a.num("id", 0), Op: opcodes[word], Imm: uint32(a.num("imm", 0)),
 		CompareAdd: a.num("add", a.num("compare", 0)), Swap: a.num("swap", 0)}
-	if wr.Op == ib.OpAtomicCmpSwap || wr.Op == ib.OpAtomicFetchAdd {
+	if wr.Op == ib.OpFlush {
+		wr.FlushLevel, wr.RemoteLength = ib.FlushRange, uint32(a.num("size", 0))
+		if a.flag("region") {
+			wr.FlushLevel = ib.FlushMR
+		}
+		wr.FlushLevel = ib.FlushLevel(a.num("level", uint64(wr.FlushLevel)))
+		for _, t := range a.values("for") {
+			wr.FlushType |= flushTypes[t]
+		}
+	}
+	if f := opTable[wr.Op]; (f.data == dataInWord || f.data == dataWord) && !a.has("inline") {
 		r, off := a.place(e, a.str("at", "mem+0"))
 		wr.SGL = []ib.SGE{r.at(off, 8)}
 	}
@@ -109,6 +126,9 @@ func (s *script) post(a *cmdArgs) {
 	}
 	if text := a.str("inline", ""); text != "" {
 		wr.Inline = []byte(text)
+	}
+	if e.q.half == initiator {
+		wr.RemoteSRQN = uint32(a.num("srq", testSRQ))
 	}
 	if e.q.Type == ib.UD {
 		wr.RemoteQPN, wr.RemoteQKey = e.peer.q.Number, uint32(a.num("qkey", 0x1234))
@@ -132,14 +152,30 @@ func (s *script) post(a *cmdArgs) {
 	}
 }
 
+// srq makes a shared receive queue, or closes it.
+func (s *script) srq(a *cmdArgs) {
+	e := a.end()
+	n := uint32(a.parse(a.word()))
+	if a.flag("close") {
+		delete(e.srqs, n)
+		return
+	}
+	e.srqs[n] = &SharedQueue{Number: n, Domain: uint32(a.num("domain", testXRCD)), PD: uint32(a.num("pd", testPD)),
+		Recv: queue.NewRecv(16, 4), CQ: e.recvCQ}
+}
+
 func (s *script) recv(a *cmdArgs) {
 	e := a.end()
 	wr := ib.RecvWR{ID: a.num("id", 0), SGL: a.sgl(e)}
+	to := e.recv
+	if a.has("srq") {
+		to = e.srqs[uint32(a.num("srq", 0))].Recv
+	}
 	for range a.num("count", 1) {
 		if w := s.w; w.tap != nil {
 			w.tap(e, wr)
 		}
-		if e.recv.Post([]ib.RecvWR{wr}) != 1 {
+		if to.Post([]ib.RecvWR{wr}) != 1 {
 			s.printf("%s refused: the receive queue is full", e.name)
 		}
 		wr.ID++
@@ -235,7 +271,8 @@ func (s *script) cut(a *cmdArgs) {
 
 var kindByName = map[string]wire.Kind{"send": wire.KindSend, "write": wire.KindWrite, "read": wire.KindReadRequest,
 	"read-response": wire.KindReadResponse, "ack": wire.KindAck, "atomic-ack": wire.KindAtomicAck,
-	"cmp-swap": wire.KindCmpSwap, "fetch-add": wire.KindFetchAdd, "cnp": wire.KindCNP}
+	"cmp-swap": wire.KindCmpSwap, "fetch-add": wire.KindFetchAdd, "atomic-write": wire.KindAtomicWrite, "flush": wire.KindFlush,
+	"cnp": wire.KindCNP}
 
 var posByName = map[string]wire.Pos{"first": wire.First, "middle": wire.Middle, "last": wire.Last, "only": wire.Only}
 
@@ -253,7 +290,7 @@ func (s *script) alter(a *cmdArgs) {
 
 func (s *script) inject(a *cmdArgs) {
 	e := a.end()
-	t := &train.Train{From: e.peer.addr, To: e.addr, Transport: transports[e.q.Type], Kind: kindByName[a.word()],
+	t := &train.Train{From: e.peer.addr, To: e.addr, Transport: e.q.transport, SRQ: testSRQ, Kind: kindByName[a.word()],
 		Start: true, End: true, DestQP: e.q.Number, N: 1, DETH: wire.DETH{QKey: 0x1234, SrcQP: e.peer.q.Number}}
 	base := e.q.resp.epsn // a request that is expected
 	if t.Kind == wire.KindAck || t.Kind == wire.KindReadResponse || t.Kind == wire.KindAtomicAck {
@@ -302,6 +339,9 @@ func (s *script) setFields(e *end, t *train.Train, a *cmdArgs, base wire.PSN) {
 		t.Atomic.VA, t.Atomic.RKey = t.RETH.VA, t.RETH.RKey
 	}
 	t.RETH.VA, t.RETH.RKey = a.num("va", t.RETH.VA), uint32(a.num("rkey", uint64(t.RETH.RKey)))
+	t.SRQ = uint32(a.num("srq", uint64(t.SRQ)))
+	t.RETH.Flush.Placement = uint8(a.num("place", uint64(t.RETH.Flush.Placement)))
+	t.RETH.Flush.Selectivity = uint8(a.num("select", uint64(t.RETH.Flush.Selectivity)))
 	t.Atomic.SwapAdd = a.num("add", t.Atomic.SwapAdd)
 	t.AETH.Syndrome = wire.Syndrome(a.num("syndrome", uint64(t.AETH.Syndrome)))
 	t.Orig, t.DETH.QKey = a.num("orig", t.Orig), uint32(a.num("qkey", uint64(t.DETH.QKey)))
@@ -362,6 +402,43 @@ func (s *script) arm(a *cmdArgs) {
 func (s *script) limit(a *cmdArgs) { e := a.end(); e.recv.SetLimit(int(a.parse(a.word()))) }
 
 func (s *script) unreadable(a *cmdArgs) { e := a.end(); e.unreadable = int(a.parse(a.word())) }
+
+// sync lets storage do its work: it succeeds, or fails as it is told to.
+func (s *script) sync(a *cmdArgs) {
+	e := a.end()
+	var errno error
+	if a.flag("eio") {
+		errno = syscall.EIO
+	}
+	for _, r := range e.regions {
+		if r.disk != nil {
+			r.disk.err = errno
+		}
+	}
+	if !e.sync() {
+		s.printf("nothing waits for %s's storage", e.name)
+	}
+}
+
+// begin lets storage begin; "end" ends it.
+func (s *script) begin(a *cmdArgs) {
+	e := a.end()
+	if !e.q.NextSync(&s.begun) {
+		s.printf("nothing waits for %s's storage", e.name)
+	}
+}
+
+func (s *script) end(a *cmdArgs) {
+	e := a.end()
+	e.q.Synced(&s.begun, e.table.Persist(s.begun.Range, s.begun.Actor))
+}
+
+// stored shows eight bytes as storage has them.
+func (s *script) stored(a *cmdArgs) {
+	e := a.end()
+	r, off := a.place(e, a.word())
+	s.printf("%d", binary.NativeEndian.Uint64(r.disk.stored[off:]))
+}
 
 func (s *script) poll(a *cmdArgs) {
 	i := 0

@@ -2,7 +2,8 @@ package qp
 
 // The completer: answers, and silence → completions.
 //
-//  1. receiveResponse: acknowledgements, NAKs, READ and atomic responses.
+//  1. receiveResponse: acknowledgements, NAKs, READ and atomic responses (those
+//     to an ATOMIC WRITE and a FLUSH are READ responses without data).
 //  2. advance: everything before a PSN is acknowledged; requests complete in
 //     order. A READ or atomic is never passed without its response.
 //  3. lost, rnr, retry: go back and send again, or give up.
@@ -20,7 +21,7 @@ import (
 // receiveResponse takes an answer of the peer's responder (IBA 9.7.5).
 func (q *QP) receiveResponse(t *train.Train, now Time) mem.Fault {
 	r := &q.req
-	if q.Type != ib.RC || q.state != ib.QPRTS && q.state != ib.QPSQD {
+	if !q.reliable || q.half == target || q.state != ib.QPRTS && q.state != ib.QPSQD {
 		q.Counters.add(CntDropState, t.N)
 		return mem.Fault{}
 	}
@@ -140,7 +141,7 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 		// The last packet, and no other, ends what was asked for (IBA 9.7.5.1.8).
 		q.fail(ib.WCBadRespErr, vendorResponseKind, now)
 		return mem.Fault{}
-	} else if want := min(t.N*q.mtu, int(w.len)-done*q.mtu); t.Len != want || t.N > 1 && t.MTU != q.mtu {
+	} else if want := q.answerLen(w, done, t.N); t.Len != want || t.N > 1 && t.MTU != q.mtu {
 		q.fail(ib.WCBadRespErr, vendorResponseSize, now)
 		return mem.Fault{}
 	}
@@ -156,6 +157,15 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 	q.progressed(t.N, now)
 	q.advance(r.una, now)
 	return mem.Fault{}
+}
+
+// answerLen returns how many bytes n packets of a READ response have, the first
+// done of which came before.
+func (q *QP) answerLen(w *wqe, done, n int) int {
+	if !w.facts().data.in() {
+		return 0 // IBA A19: to an ATOMIC WRITE and to a FLUSH
+	}
+	return min(n*q.mtu, int(w.len)-done*q.mtu)
 }
 
 // setOrig makes the value that an atomic returns the train's payload, in the
@@ -273,9 +283,11 @@ func (q *QP) Tick(now Time) {
 	if q.state != ib.QPRTS && q.state != ib.QPSQD || r.rnrWait(now) {
 		return
 	}
-	if d := r.deadline(); d == 0 || now < d {
+	d := r.deadline()
+	if d == 0 || now < d {
 		return
 	}
+	r.progAt += now - d // who was late did not run, and the peer is not to blame
 	if r.quiet() {
 		q.probe(now)
 		return
@@ -314,7 +326,7 @@ func (q *QP) fail(status ib.WCStatus, vendor uint16, _ Time) {
 	if q.state == ib.QPErr { // the completion itself did not fit
 		return
 	}
-	if q.Type == ib.RC {
+	if q.reliable {
 		q.enterError()
 		return
 	}
@@ -330,7 +342,7 @@ func (q *QP) completeSend(w *wqe) {
 	}
 	f := w.facts()
 	wc := ib.WC{ID: w.id, Op: f.wc, QPN: q.Number}
-	if f.rd {
+	if f.data.in() {
 		wc.ByteLen = w.len
 	}
 	q.pushed(q.SendCQ.PushSend(&wc, q.sq.freed, q.sq.head))

@@ -35,6 +35,8 @@ var (
 	accessError = refusal{wire.NakRemoteAccess, ib.WCLocAccessErr, ib.EventQPAccessErr, CntAccessErr}
 	// The receive's own memory cannot be written: not the peer's fault.
 	receiveError = refusal{wire.NakRemoteOpError, ib.WCLocProtErr, ib.EventQPFatal, CntOpErr}
+	// The storage behind the memory failed a FLUSH: not the peer's fault.
+	storageError = refusal{wire.NakRemoteOpError, ib.WCLocAccessErr, ib.EventQPFatal, CntOpErr}
 )
 
 // Vendor error codes, for people: what exactly was found. Faults of memory are
@@ -49,6 +51,7 @@ const (
 	vendorRetry        uint16 = 0x206 // retries used up
 	vendorRNR          uint16 = 0x207 // RNR retries used up
 	vendorTooLong      uint16 = 0x208 // message longer than the receive
+	vendorSRQ          uint16 = 0x209 // XRC: no such queue in the domain
 )
 
 func vendorFault(f mem.Fault) uint16 { return vendorFaultBase + uint16(f.Kind) }

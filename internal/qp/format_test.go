@@ -15,6 +15,7 @@ import (
 var kindNames = [wire.NumKinds]string{
 	wire.KindSend: "SEND", wire.KindWrite: "WRITE", wire.KindReadRequest: "READ", wire.KindReadResponse: "READ-RESPONSE",
 	wire.KindAck: "ACK", wire.KindAtomicAck: "ATOMIC-ACK", wire.KindCmpSwap: "CMP-SWAP", wire.KindFetchAdd: "FETCH-ADD",
+	wire.KindAtomicWrite: "ATOMIC-WRITE", wire.KindFlush: "FLUSH",
 	wire.KindCNP: "CNP",
 }
 
@@ -55,8 +56,8 @@ func describe(to *end, t *train.Train) string {
 		}
 	}
 	fmt.Fprintf(&b, "%s>%s %s", to.peer.name, to.name, name)
-	single := t.Kind == wire.KindAck || t.Kind == wire.KindAtomicAck || t.Kind == wire.KindReadRequest ||
-		t.Kind == wire.KindCmpSwap || t.Kind == wire.KindFetchAdd
+	_, long := wire.Op(wire.RC, t.Kind, wire.First, wire.NoExtra)
+	single := !long && t.Kind != wire.KindCNP
 	if !single || t.N != 1 || !t.Start || !t.End {
 		b.WriteString(" " + posName(t))
 	}
@@ -68,7 +69,17 @@ func describe(to *end, t *train.Train) string {
 		fmt.Fprintf(&b, " len=%d", t.Len)
 	}
 	switch {
-	case t.Kind == wire.KindReadRequest || t.Kind == wire.KindWrite && t.Start:
+	case t.Kind == wire.KindFlush:
+		b.WriteString(" to=" + [...]string{"nothing", "all", "storage", "all+storage"}[t.RETH.Flush.Placement&3])
+		if t.RETH.Flush.Placement > 3 || t.RETH.Flush.Selectivity > 1 {
+			fmt.Fprintf(&b, " feth=%d/%d", t.RETH.Flush.Placement, t.RETH.Flush.Selectivity)
+		}
+		if t.RETH.Flush.Selectivity == wire.SelectRegion {
+			fmt.Fprintf(&b, " region=%s", to.keyName(t.RETH.RKey))
+			break
+		}
+		fallthrough
+	case t.Kind == wire.KindReadRequest || t.Kind == wire.KindAtomicWrite || t.Kind == wire.KindWrite && t.Start:
 		fmt.Fprintf(&b, " reth=%s:%d", to.place(t.RETH.RKey, t.RETH.VA), t.RETH.Len)
 	case t.Kind == wire.KindFetchAdd:
 		fmt.Fprintf(&b, " at=%s add=%d", to.place(t.Atomic.RKey, t.Atomic.VA), t.Atomic.SwapAdd)
@@ -82,6 +93,9 @@ func describe(to *end, t *train.Train) string {
 	}
 	if t.Kind == wire.KindReadResponse && (t.Start || t.End) && !t.AETH.Syndrome.IsAck() {
 		fmt.Fprintf(&b, " syndrome=%#02x", uint8(t.AETH.Syndrome))
+	}
+	if t.Transport == wire.XRC && t.SRQ != 0 {
+		fmt.Fprintf(&b, " srq=%#x", t.SRQ)
 	}
 	if t.Transport == wire.UD {
 		fmt.Fprintf(&b, " qkey=%#x from=%#x to=%#x", t.DETH.QKey, t.DETH.SrcQP, t.DestQP)
@@ -161,7 +175,7 @@ func describeWC(e *end, cq string, wc *ib.WC) string {
 func describeQP(e *end) string {
 	q := e.q
 	s := fmt.Sprintf("%s %v", e.name, q.State())
-	if q.Type == ib.RC {
+	if q.reliable && q.half != target {
 		r := &q.req
 		s += fmt.Sprintf(" una=%06x nxt=%06x max=%06x window=%d", r.una, r.nxt, r.max, min(r.cwnd, q.path.Window))
 		if e.credits != nil {

@@ -43,6 +43,7 @@ const (
 	opRecv         // a receive is posted
 	opPull         // the queue pair sends
 	opTick         // time passes
+	opSync         // storage does its work
 	numOps
 )
 
@@ -66,9 +67,10 @@ func (r *record) append(b []byte) []byte {
 }
 
 func ofTrain(t *train.Train) *record {
-	return &record{Op: opTrain, Kind: uint8(t.Kind), Extra: uint8(t.Extra), Syndrome: uint8(t.AETH.Syndrome),
-		Flags: uint8(b2i(t.Start)*flagStart | b2i(t.End)*flagEnd | b2i(t.AckReq)*flagAckReq | b2i(t.Solicited)*flagSolicited),
-		PSN:   uint32(t.PSN), DestQP: t.DestQP, Imm: t.Imm, QKey: t.DETH.QKey, SrcQP: t.DETH.SrcQP, N: uint16(t.N),
+	return &record{Op: opTrain, Kind: uint8(t.Kind), Extra: uint8(t.Extra),
+		Syndrome: uint8(t.AETH.Syndrome) | t.RETH.Flush.Placement | t.RETH.Flush.Selectivity<<4,
+		Flags:    uint8(b2i(t.Start)*flagStart | b2i(t.End)*flagEnd | b2i(t.AckReq)*flagAckReq | b2i(t.Solicited)*flagSolicited),
+		PSN:      uint32(t.PSN), DestQP: t.DestQP, Imm: t.Imm, QKey: t.DETH.QKey, SrcQP: t.DETH.SrcQP | t.SRQ, N: uint16(t.N),
 		Len: uint32(t.Len), MTU: uint32(t.MTU), Payload: uint32(t.Len), VA: t.RETH.VA | t.Atomic.VA, SwapAdd: t.Atomic.SwapAdd,
 		Compare: t.Atomic.Compare, Orig: t.Orig, RKey: t.RETH.RKey | t.Atomic.RKey, DMALen: t.RETH.Len}
 }
@@ -79,7 +81,8 @@ func ofSend(wr *ib.SendWR) *record {
 		n += uint64(e.Length)
 	}
 	r := &record{Op: opSend, Opcode: uint8(wr.Op), Flags: flagSignaled, Len: uint32(n), VA: wr.RemoteAddr, RKey: wr.RKey,
-		Imm: wr.Imm | wr.InvalidateKey, Compare: wr.CompareAdd, SwapAdd: wr.Swap, QKey: wr.RemoteQKey, DestQP: wr.RemoteQPN}
+		Imm: wr.Imm | wr.InvalidateKey, Compare: wr.CompareAdd, SwapAdd: wr.Swap, QKey: wr.RemoteQKey, DestQP: wr.RemoteQPN,
+		Syndrome: uint8(wr.FlushType), Extra: uint8(wr.FlushLevel), DMALen: wr.RemoteLength}
 	if wr.Inline != nil {
 		r.Flags |= flagInline
 	}
@@ -89,11 +92,12 @@ func ofSend(wr *ib.SendWR) *record {
 // train makes a train of a record. The payload may be shorter than it says: then
 // it cannot be read, as when it lies in the sender's memory.
 func (r *record) train(q *QP, peer *end) *train.Train {
-	t := &train.Train{From: peer.addr, To: peer.peer.addr, Transport: transports[q.Type], Kind: wire.Kind(r.Kind),
+	t := &train.Train{From: peer.addr, To: peer.peer.addr, Transport: q.transport, SRQ: r.SrcQP, Kind: wire.Kind(r.Kind),
 		Extra: wire.Extra(r.Extra), Start: r.Flags&flagStart != 0, End: r.Flags&flagEnd != 0,
 		AckReq: r.Flags&flagAckReq != 0, Solicited: r.Flags&flagSolicited != 0, PSN: wire.MakePSN(r.PSN), DestQP: r.DestQP,
 		Imm: r.Imm, DETH: wire.DETH{QKey: r.QKey, SrcQP: r.SrcQP}, N: max(1, int(r.N)), Len: int(r.Len % (1 << 20)),
-		MTU: int(r.MTU % (1 << 16)), RETH: wire.RETH{VA: r.VA, RKey: r.RKey, Len: r.DMALen},
+		MTU: int(r.MTU % (1 << 16)), RETH: wire.RETH{VA: r.VA, RKey: r.RKey, Len: r.DMALen,
+			Flush: wire.FETH{Placement: r.Syndrome & 0xf, Selectivity: r.Syndrome >> 4 & 3}},
 		Atomic: wire.AtomicETH{VA: r.VA, RKey: r.RKey, SwapAdd: r.SwapAdd, Compare: r.Compare},
 		AETH:   wire.AETH{Syndrome: wire.Syndrome(r.Syndrome)}, Orig: r.Orig}
 	if r.Flags&flagTransport != 0 {
@@ -130,9 +134,12 @@ var untouched = func() []byte {
 	return b
 }()
 
+// fuzzTypes is how many types of queue pairs there are.
+const fuzzTypes = byte(ib.NumQPTypes - 1)
+
 func newVictim(t *testing.T, choice byte) *victim {
 	s := usual()
-	s.typ = ib.QPType(choice%3) + ib.RC
+	s.typ = ib.QPType(choice%fuzzTypes) + ib.RC
 	s.memory = victimSize
 	w := newWorld(t)
 	a := w.newEnd("a", s)
@@ -145,7 +152,7 @@ func newVictim(t *testing.T, choice byte) *victim {
 	}
 	w.b = v.end
 	v.guard(t, s)
-	st := []ib.QPState{ib.QPRTS, ib.QPRTS, ib.QPRTS, ib.QPRTR, ib.QPSQD, ib.QPErr, ib.QPInit, ib.QPReset}[choice/3%8]
+	st := []ib.QPState{ib.QPRTS, ib.QPRTS, ib.QPRTS, ib.QPRTR, ib.QPSQD, ib.QPErr, ib.QPInit, ib.QPReset}[choice/fuzzTypes%8]
 	up := min(st, ib.QPRTS)
 	a.toState(ib.QPRTS, s, s)
 	v.toState(up, s, s)
@@ -166,17 +173,18 @@ func (v *victim) guard(t *testing.T, s setup) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	storage := &disk{Host: host, buf: inner, stored: make([]byte, s.memory)}
 	v.table = mem.NewTable(mem.TableConfig{MaxRegions: 64, Seed: 202})
 	v.q.Table = v.table
-	r, err := v.table.Register(mem.RegionConfig{PD: testPD, Access: allRights, IOVA: v.regions["mem"].IOVA(),
-		Length: uint64(s.memory), Backing: host})
+	r, err := v.table.Register(mem.RegionConfig{PD: testPD, Access: allRights | ib.AccessFlush, IOVA: v.regions["mem"].IOVA(),
+		Length: uint64(s.memory), Backing: storage})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if r.Key() != v.regions["mem"].Key() {
 		t.Fatalf("the key is %#x, not %#x", r.Key(), v.regions["mem"].Key())
 	}
-	v.regions["mem"] = &region{r, inner}
+	v.regions["mem"] = &region{r, inner, storage}
 	v.private = v.register("private", canary, testPD, ib.AccessLocalWrite|ib.AccessRemoteInvalidate)
 	v.register("other", canary, otherPD, allRights)
 	copy(v.private.buf, untouched)
@@ -195,7 +203,8 @@ func (v *victim) step(t *testing.T, r *record) {
 		v.q.Receive(r.train(v.q, v.peer), v.w.now)
 	case opSend:
 		wr := ib.SendWR{ID: r.ID, Op: ib.Opcode(r.Opcode), RKey: r.RKey, RemoteAddr: r.VA, Imm: r.Imm, InvalidateKey: r.Imm,
-			CompareAdd: r.Compare, Swap: r.SwapAdd, RemoteQPN: r.DestQP, RemoteQKey: r.QKey, Flags: ib.SendFlags(r.Flags >> 6 & 1)}
+			CompareAdd: r.Compare, Swap: r.SwapAdd, RemoteQPN: r.DestQP, RemoteSRQN: r.SrcQP, RemoteQKey: r.QKey, RemoteLength: r.DMALen,
+			FlushType: ib.FlushType(r.Syndrome & 7), FlushLevel: ib.FlushLevel(r.Extra), Flags: ib.SendFlags(r.Flags >> 6 & 1)}
 		if n := int(r.Len % uint32(len(memory.buf))); r.Flags&flagInline != 0 {
 			wr.Inline = make([]byte, n%64)
 		} else if n > 0 {
@@ -213,6 +222,8 @@ func (v *victim) step(t *testing.T, r *record) {
 		}
 		v.recvs += v.recv.Post([]ib.RecvWR{wr})
 		v.q.FlushReceive()
+	case opSync:
+		v.sync()
 	case opPull:
 		v.pull()
 		v.peer.wire = nil
@@ -261,9 +272,10 @@ func FuzzReceive(f *testing.F) {
 		if err != nil {
 			return err
 		}
-		typ := map[string]byte{"rc": 0, "state": 0, "uc": 1, "ud": 2}[filepath.Base(filepath.Dir(path))]
-		inputs := map[string][]byte{"a": {typ}, "b": {typ}}
+		typ := map[string]string{"rc": "\x00\x00", "state": "\x00\x00", "uc": "\x01\x01", "ud": "\x02\x02", "xrc": "\x03\x04"}[filepath.Base(filepath.Dir(path))]
+		inputs := map[string][]byte{"a": {typ[0]}, "b": {typ[1]}}
 		pull, tick := (&record{Op: opPull}).append(nil), (&record{Op: opTick, PSN: 1e7}).append(nil)
+		tick = (&record{Op: opSync}).append(tick)
 		s := &script{t: f, tap: func(e *end, op any) {
 			in := inputs[e.name]
 			switch op := op.(type) {
@@ -285,7 +297,7 @@ func FuzzReceive(f *testing.F) {
 		for _, in := range inputs {
 			for state := range byte(8) {
 				in := bytes.Clone(in)
-				in[0] += 3 * state
+				in[0] += fuzzTypes * state
 				f.Add(in)
 				seeds++
 			}

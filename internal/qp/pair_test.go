@@ -85,7 +85,7 @@ func newSide(e *end, rng *rand.Rand, requests int) *side {
 		name string
 		size int
 	}{{"src", areaSize}, {"dst", areaSize}, {"ctr", 8 * nCounters}, {"rcv", slots * slotSize}, {"res", slots * slotSize}} {
-		m := e.register(r.name, r.size, testPD, allRights)
+		m := e.register(r.name, r.size, testPD, allRights|ib.AccessFlush)
 		clear(m.buf)
 	}
 	for i := range s.reg("src").buf {
@@ -129,7 +129,7 @@ func (s *side) post() bool {
 	from := s.rng.IntN(areaSize - n + 1)
 	data := s.reg("src").buf[from:][:n]
 	slot := id % slots * slotSize
-	wr := ib.SendWR{ID: id, SGL: s.pieces(s.reg("src"), uint64(from), n)}
+	wr := ib.SendWR{ID: id, SGL: s.pieces(s.reg("src"), uint64(from), n), RemoteSRQN: testSRQ}
 	p := pending{id: id, verify: func() error { return nil }}
 	if s.fence {
 		wr.Flags |= ib.SendFence
@@ -140,7 +140,7 @@ func (s *side) post() bool {
 		wr.RKey, wr.RemoteAddr = r.Key(), r.IOVA()+uint64(off)
 	}
 	var after func() // what changes when it is posted
-	switch k := s.rng.IntN(10); {
+	switch k := s.rng.IntN(12); {
 	case k < 3: // SEND
 		p.op, wr.Op = ib.WCSend, ib.OpSend
 		m := message{data: data, op: ib.WCRecv}
@@ -182,6 +182,40 @@ func (s *side) post() bool {
 			}
 			return nil
 		}
+	case k == 10: // ATOMIC WRITE
+		p.op, wr.Op = ib.WCAtomicWrite, ib.OpAtomicWrite
+		i := s.rng.IntN(nCounters)
+		remote("ctr", 8*i)
+		from &^= 7
+		wr.SGL = s.pieces(s.reg("src"), uint64(min(from, areaSize-8)), 8)
+		word := s.reg("src").buf[min(from, areaSize-8):][:8]
+		if s.rng.IntN(2) == 0 {
+			wr.SGL, wr.Inline = nil, word
+		}
+		after = func() { s.counters[i] = binary.NativeEndian.Uint64(word) }
+	case k == 11: // FLUSH: what was written before is in storage when it completes
+		p.op, wr.Op, wr.SGL = ib.WCFlush, ib.OpFlush, nil
+		remote("dst", from)
+		wr.RemoteLength, wr.FlushLevel = uint32(n), ib.FlushRange
+		if s.rng.IntN(3) == 0 {
+			wr.FlushLevel = ib.FlushMR
+			from, n = 0, areaSize
+		}
+		wr.FlushType = ib.FlushType(1 + s.rng.IntN(3))
+		if wr.FlushType&ib.FlushPersistent == 0 {
+			break
+		}
+		// The fence keeps later WRITEs away, so that all is as it was when it is
+		// looked at.
+		want := bytes.Clone(s.dst[from:][:n])
+		fenceNext = true
+		stored := s.peer.reg("dst").disk.stored
+		p.verify = func() error {
+			if !bytes.Equal(stored[from:][:n], want) {
+				return fmt.Errorf("FLUSH %d of %d bytes completed before they were stored", id, n)
+			}
+			return nil
+		}
 	default: // atomic
 		i := s.rng.IntN(nCounters)
 		remote("ctr", 8*i)
@@ -206,7 +240,7 @@ func (s *side) post() bool {
 	}
 	// A request that asks for no completion keeps its place in the queue until a
 	// later one that does has completed.
-	if often := max(1, uint64(s.q.Cap.MaxSendWR)/2); s.rng.IntN(3) == 0 || id%often == 0 || s.left == 1 {
+	if often := max(1, uint64(s.q.sq.max)/2); s.rng.IntN(3) == 0 || id%often == 0 || s.left == 1 || p.op == ib.WCFlush {
 		p.signaled = true
 		wr.Flags |= ib.SendSignaled
 	}
@@ -357,13 +391,47 @@ type game struct {
 	sides [2]*side
 	net   parcels
 	order int
+	store [2]storage
 
 	lose, repeat, late float64 // how often
 	revoke             func()  // what happens when this many requests are left, if anything
 	revokeAt           int
 }
 
+// storage is a side's: what it is at, and until when.
+type storage struct {
+	busy  bool
+	until Time
+	sync  Sync
+}
+
+// storage lets the storage of both sides begin and end, at random times.
+func (g *game) storage() (next Time) {
+	next = 1 << 62
+	for i, s := range g.sides {
+		st := &g.store[i]
+		if st.busy && st.until <= g.w.now {
+			st.busy = false
+			s.q.Synced(&st.sync, s.table.Persist(st.sync.Range, st.sync.Actor))
+		}
+		if !st.busy && s.q.WantsSync() && s.q.NextSync(&st.sync) {
+			st.busy, st.until = true, g.w.now+time.Duration(g.rng.IntN(50))*time.Microsecond
+			if g.rng.IntN(16) == 0 { // longer than the peer waits before it asks again
+				st.until += time.Duration(g.rng.IntN(80)) * time.Millisecond
+			}
+		}
+		if st.busy {
+			next = min(next, st.until)
+		}
+	}
+	return next
+}
+
 func newGame(t *testing.T, seed uint64, requests int) *game {
+	return newGameOf(t, seed, requests, ib.RC, ib.RC)
+}
+
+func newGameOf(t *testing.T, seed uint64, requests int, typeA, typeB ib.QPType) *game {
 	rng := rand.New(rand.NewPCG(seed, 1))
 	draw := func() setup {
 		s := usual()
@@ -382,6 +450,7 @@ func newGame(t *testing.T, seed uint64, requests int) *game {
 	a, b := draw(), draw()
 	a.mtu = []ib.MTU{ib.MTU256, ib.MTU512, ib.MTU1024}[rng.IntN(3)]
 	b.mtu = a.mtu
+	a.typ, b.typ = typeA, typeB
 	a.rd, b.rd = uint8(1+rng.IntN(MaxRDAtomic)), uint8(1+rng.IntN(MaxRDAtomic))
 	a.destRD, b.destRD = b.rd, a.rd // no more than the peer sends
 	g := &game{rng: rng, w: newWorld(t)}
@@ -399,6 +468,9 @@ func newGame(t *testing.T, seed uint64, requests int) *game {
 		g.sides[i] = newSide(e, rng, requests)
 	}
 	g.sides[0].peer, g.sides[1].peer = g.sides[1], g.sides[0]
+	if typeB == ib.XRCRecv {
+		g.sides[1].left = 0 // a target sends nothing
+	}
 	return g
 }
 
@@ -460,7 +532,7 @@ func (g *game) step() error {
 		g.revoke = nil
 	}
 	g.pull()
-	next := g.w.now + 100*time.Microsecond // programs run again
+	next := min(g.w.now+100*time.Microsecond, max(g.w.now, g.storage())) // programs run again
 	if len(g.net) > 0 {
 		next = min(next, g.net[0].at)
 	}
@@ -475,6 +547,7 @@ func (g *game) step() error {
 			s.q.Tick(g.w.now)
 		}
 	}
+	g.storage()
 	for len(g.net) > 0 && g.net[0].at <= g.w.now {
 		p := heap.Pop(&g.net).(parcel)
 		g.w.log("%s takes psn=%06x n=%d of %s", p.to.name, p.t.PSN, p.t.N, kindNames[p.t.Kind])
@@ -519,10 +592,15 @@ func pairSeeds() uint64 {
 	return 60
 }
 
-func TestPair(t *testing.T) {
+func TestPair(t *testing.T) { testPair(t, ib.RC, ib.RC) }
+
+// TestPairXRC is the same for an initiator and a target.
+func TestPairXRC(t *testing.T) { testPair(t, ib.XRCSend, ib.XRCRecv) }
+
+func testPair(t *testing.T, typeA, typeB ib.QPType) {
 	for seed := range pairSeeds() {
 		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
-			g := newGame(t, seed, 150)
+			g := newGameOf(t, seed, 150, typeA, typeB)
 			g.trace()
 			if err := g.play(); err != nil {
 				t.Fatal(err)
@@ -531,7 +609,7 @@ func TestPair(t *testing.T) {
 				if s.failed || s.q.State() != ib.QPRTS {
 					t.Errorf("%s has failed", s.name)
 				}
-				if s.completed != 150 || len(s.events) != 0 {
+				if s.completed != 150 && s.q.half != target || len(s.events) != 0 {
 					t.Errorf("%s: %d completed, events %v", s.name, s.completed, s.events)
 				}
 				if !bytes.Equal(s.peer.reg("dst").buf, s.dst) {

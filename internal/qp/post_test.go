@@ -37,7 +37,7 @@ func TestPostRefused(t *testing.T) {
 		{"message", ib.RC, ib.SendWR{Op: ib.OpSend, SGL: []ib.SGE{sge, sge, {Length: 1}}}, syscall.EINVAL, "message of 1073741825 bytes"},
 		{"atomic", ib.RC, ib.SendWR{Op: ib.OpAtomicFetchAdd}, syscall.EINVAL, "an atomic returns 8 bytes, the SGL holds 0"},
 		{"inline", ib.RC, ib.SendWR{Op: ib.OpSend, Inline: make([]byte, 65)}, syscall.EINVAL, "65 bytes of inline data, the queue pair takes 64"},
-		{"inline READ", ib.RC, ib.SendWR{Op: ib.OpRDMARead, Inline: []byte{1}}, syscall.EINVAL, "inline data goes with SEND and WRITE"},
+		{"inline READ", ib.RC, ib.SendWR{Op: ib.OpRDMARead, Inline: []byte{1}}, syscall.EINVAL, "inline data goes with SEND, WRITE and ATOMIC WRITE"},
 		{"inline and SGL", ib.RC, ib.SendWR{Op: ib.OpSend, Inline: []byte{1}, SGL: []ib.SGE{{}}}, syscall.EINVAL, "inline data"},
 		{"no address", ib.UD, ib.SendWR{Op: ib.OpSend}, syscall.EINVAL, "needs an address handle"},
 		{"foreign address", ib.UD, ib.SendWR{Op: ib.OpSend, AH: ib.NewAH(ib.AHAttr{}, 5, nil)}, syscall.EINVAL, "another provider"},

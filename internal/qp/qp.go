@@ -12,7 +12,8 @@
 //
 // datagram.go is all of that for UD, where there is nothing to remember.
 // state.go has the state transitions, send_queue.go the checks at posting,
-// faults.go the one place where faults become NAKs and statuses.
+// faults.go the one place where faults become NAKs and statuses. flush.go is the
+// responder's part of FLUSH, which may have to wait for storage.
 //
 // The owner calls one method at a time. After any of them it should Pull until
 // there is nothing more, and call Tick at Deadline.
@@ -52,6 +53,7 @@ type Config struct {
 	Recv      *queue.Recv // its own, or the shared one
 	Shared    bool        // Recv is shared with others
 	RecvPD    uint32      // the domain of receives: the SRQ's, or PD
+	XRC       XRC
 	Table     *mem.Table
 	Event     func(ib.EventType) // raises an asynchronous event; must not call back
 }
@@ -77,6 +79,7 @@ type Address struct {
 // QP is a queue pair.
 type QP struct {
 	Config
+	service
 	attr  ib.QPAttr
 	state ib.QPState
 	mtu   int
@@ -90,12 +93,13 @@ type QP struct {
 	// Counters count what the queue pair did.
 	Counters Counters
 
-	established bool // a packet has come since RTR
+	established bool   // a packet has come since RTR
+	resets      uint32 // how often it was reset
 }
 
 // New makes a queue pair in the RESET state.
 func New(cfg Config) *QP {
-	q := &QP{Config: cfg, state: ib.QPReset}
+	q := &QP{Config: cfg, service: services[cfg.Type], state: ib.QPReset}
 	q.sq.init(cfg.Cap, cfg.Type == ib.UD)
 	q.attr.Cap = cfg.Cap
 	return q
@@ -120,12 +124,40 @@ func (q *QP) Receive(t *train.Train, now Time) mem.Fault {
 		return q.receiveDatagram(t)
 	case t.Kind == wire.KindAck, t.Kind == wire.KindReadResponse, t.Kind == wire.KindAtomicAck:
 		return q.receiveResponse(t, now)
+	case q.half == initiator:
+		q.Counters.add(CntDropTransport, t.N)
+		return mem.Fault{}
 	default:
 		return q.receiveRequest(t)
 	}
 }
 
-var transports = [...]wire.Transport{ib.RC: wire.RC, ib.UC: wire.UC, ib.UD: wire.UD}
+// service is how the types of queue pairs differ. XRC is RC in every respect
+// but these: a queue pair has one of the two halves, and what the peer's
+// requests find there depends on the shared receive queue that each names
+// (xrc.go).
+type service struct {
+	transport wire.Transport
+	reliable  bool // what is sent is acknowledged, or sent again
+	half      half
+}
+
+// half says which part of a queue pair there is.
+type half uint8
+
+const (
+	bothHalves half = iota
+	initiator       // the requester and the completer
+	target          // the responder
+)
+
+var services = [ib.NumQPTypes]service{
+	ib.RC:      {transport: wire.RC, reliable: true},
+	ib.UC:      {transport: wire.UC},
+	ib.UD:      {transport: wire.UD},
+	ib.XRCSend: {transport: wire.XRC, reliable: true, half: initiator},
+	ib.XRCRecv: {transport: wire.XRC, reliable: true, half: target},
+}
 
 // accepts makes the checks that come before any other (IBA 9.6): the state, the
 // transport, the sender.
@@ -136,7 +168,7 @@ func (q *QP) accepts(t *train.Train) bool {
 		q.Counters.add(CntDropState, t.N)
 		return false
 	}
-	if t.Transport != transports[q.Type] {
+	if t.Transport != q.transport {
 		q.Counters.add(CntDropTransport, t.N)
 		return false
 	}
@@ -165,7 +197,7 @@ func (q *QP) Pull(t *train.Train, now Time) bool {
 		return false
 	}
 	t.Flow = cmpOr(t.Flow, q.path.Flow)
-	t.Transport = transports[q.Type]
+	t.Transport = q.transport
 	q.Counters.add(CntTxPackets, t.N)
 	if t.Len > 0 {
 		q.Counters.add(CntTxBytes, t.Len)
@@ -174,7 +206,7 @@ func (q *QP) Pull(t *train.Train, now Time) bool {
 }
 
 // Answering reports whether there are answers to Pull.
-func (q *QP) Answering() bool { return q.resp.n > 0 || q.resp.ack.pending }
+func (q *QP) Answering() bool { return q.resp.due() }
 
 // Pending reports whether there may be something to Pull.
 func (q *QP) Pending() bool {

@@ -4,7 +4,7 @@ package qp
 //
 //  1. begin: a request that comes to the front is checked and gets its PSNs.
 //  2. room: how many packets may go now (window, credits).
-//  3. pullMessage, pullRead, pullAtomic: the train.
+//  3. pullMessage, pullRead, pullSingle: the train.
 //
 // PSNs, oldest first:  una ≤ nxt ≤ max. Everything before una is acknowledged;
 // nxt is sent next; nxt < max while sending again (go-back-N).
@@ -23,7 +23,7 @@ type requester struct {
 
 	una, nxt, max wire.PSN
 
-	rd       rdRing // READs and atomics under way
+	rd       rdRing // READs, atomics and FLUSHes under way
 	unacked  int    // packets since the last one that asked for an acknowledgement
 	askNow   bool   // the next message that ends asks for one
 	probing  bool   // the next packet is sent again only to ask for one
@@ -44,7 +44,8 @@ type requester struct {
 	timers
 }
 
-// rdRing holds the READs and atomics that are not answered yet, oldest first,
+// rdRing holds the READs and atomics, and what counts as such, that are not
+// answered yet, oldest first,
 // as the PSN ranges of their responses. It keeps them while they are sent again:
 // a READ that is repeated must be a part of one original (IBA 9.4.4).
 type rdRing struct {
@@ -101,13 +102,16 @@ func (q *QP) pullRequest(t *train.Train, now Time) bool {
 	}
 	f := w.facts()
 	t.Kind, t.Extra, t.PSN, t.MTU, t.DestQP = f.kind, f.extra, r.nxt, q.mtu, q.attr.DestQPN
+	if q.half == initiator {
+		t.SRQ = w.qpn
+	}
 	again := r.nxt != r.max
 	var n int // PSNs taken
 	switch {
 	case q.Type == ib.UD:
 		n = q.pullDatagram(t, w)
-	case f.atomic:
-		n = q.pullAtomic(t, w)
+	case f.single:
+		n = q.pullSingle(t, w)
 	case f.rd:
 		n = q.pullRead(t, w)
 	default:
@@ -131,7 +135,7 @@ func (q *QP) pullRequest(t *train.Train, now Time) bool {
 	if r.nxt == w.end() {
 		r.cur++
 	}
-	if q.Type == ib.RC {
+	if q.reliable {
 		r.sent(t, now)
 	}
 	return true
@@ -174,7 +178,7 @@ func (q *QP) packets(n int) int { return max(1, (n+q.mtu-1)/q.mtu) }
 // returns is held until acknowledged.
 func (q *QP) room(want int) int {
 	r := &q.req
-	if q.Type != ib.RC {
+	if !q.reliable {
 		return want
 	}
 	n := min(want, min(r.cwnd, q.path.Window)-r.nxt.Sub(r.una))
@@ -206,7 +210,7 @@ func (q *QP) pullMessage(t *train.Train, w *wqe) int {
 		t.Imm = w.imm
 		t.Solicited = w.flags&ib.SendSolicited != 0
 	}
-	if q.Type == ib.RC {
+	if q.reliable {
 		q.askAck(t, w)
 	} else if t.End {
 		t.Cookie = uint64(q.req.cur) + 1
@@ -251,7 +255,7 @@ func (q *QP) probe(now Time) {
 // that is now waited for: no request follows that would.
 func (q *QP) askAgain() {
 	r := &q.req
-	if q.Type == ib.RC && r.unacked > 0 && r.cur != q.sq.head {
+	if q.reliable && r.unacked > 0 && r.cur != q.sq.head {
 		q.rewind(q.sq.at(r.cur - 1).end().Add(-1))
 		r.askNow, r.probing = true, true
 	}
@@ -310,16 +314,25 @@ func (q *QP) readAgain() int {
 	return n
 }
 
-func (q *QP) pullAtomic(t *train.Train, w *wqe) int {
+// pullSingle makes a request that is always one packet, and one PSN, and counts
+// as a READ does: an atomic, an ATOMIC WRITE or a FLUSH.
+func (q *QP) pullSingle(t *train.Train, w *wqe) int {
 	r := &q.req
 	again := r.nxt != r.max
 	if !again && r.rd.len() >= int(q.attr.MaxRDAtomic) || q.room(1) == 0 {
 		return 0
 	}
 	t.N, t.Start, t.End, t.AckReq, r.unacked = 1, true, true, true, 0
-	t.Atomic = wire.AtomicETH{VA: w.remote, RKey: w.rkey, SwapAdd: w.compareAdd}
-	if t.Kind == wire.KindCmpSwap {
-		t.Atomic.SwapAdd, t.Atomic.Compare = w.swap, w.compareAdd
+	switch t.Kind {
+	case wire.KindCmpSwap:
+		t.Atomic = wire.AtomicETH{VA: w.remote, RKey: w.rkey, SwapAdd: w.swap, Compare: w.compareAdd}
+	case wire.KindFetchAdd:
+		t.Atomic = wire.AtomicETH{VA: w.remote, RKey: w.rkey, SwapAdd: w.compareAdd}
+	case wire.KindAtomicWrite:
+		t.RETH = wire.RETH{VA: w.remote, RKey: w.rkey, Len: w.len}
+		q.setPayload(t, r.cur, 0, int(w.len))
+	case wire.KindFlush:
+		t.RETH = wire.RETH{VA: w.remote, RKey: w.rkey, Len: w.remoteLen, Flush: w.flush}
 	}
 	if again {
 		r.rd.sent++
@@ -337,7 +350,7 @@ func (q *QP) requestFailed(t *train.Train, f mem.Fault, now Time) {
 	if q.state != ib.QPRTS && q.state != ib.QPSQD {
 		return
 	}
-	if q.Type == ib.RC {
+	if q.reliable {
 		if t.PSN.Less(r.una) || !t.PSN.Less(r.max) {
 			return // answered meanwhile: it was a repetition
 		}

@@ -4,13 +4,16 @@ package qp
 //
 //  1. receiveRequest: is it the expected PSN, a repetition, a gap?
 //  2. sequence: does the packet fit the message that is under way?
-//  3. executeSend, executeWrite, executeRead, executeAtomic.
+//  3. executeSend, executeWrite, executeRead, executeAtomic, executeAtomicWrite,
+//     executeFlush (flush.go).
 //  4. accept: PSN and message numbers move on, the answer is noted.
 //     Or refuse, notReady.
 //
 // What is answered, and when, is in responses.go.
 
 import (
+	"encoding/binary"
+
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/queue"
@@ -30,6 +33,8 @@ type responder struct {
 	skip bool   // UC: the rest of the last message is dropped
 	off  uint64 // bytes received of it
 	reth wire.RETH
+
+	srq uint32 // XRC: the queue that it names
 
 	// The receive that the message under way has taken, or that a broken UC
 	// message has left for the next.
@@ -63,6 +68,9 @@ func (q *QP) receiveRequest(t *train.Train) mem.Fault {
 		t.TrimFront(-d)
 	}
 	r.quiet = false
+	if q.half == target && !q.bind(t) {
+		return q.refuse(invalidRequest, vendorSRQ)
+	}
 	if !q.sequence(t) {
 		return q.refuse(invalidRequest, 0)
 	}
@@ -75,6 +83,10 @@ func (q *QP) receiveRequest(t *train.Train) mem.Fault {
 		return q.executeRead(t)
 	case wire.KindCmpSwap, wire.KindFetchAdd:
 		return q.executeAtomic(t)
+	case wire.KindAtomicWrite:
+		return q.executeAtomicWrite(t)
+	case wire.KindFlush:
+		return q.executeFlush(t)
 	}
 	return q.refuse(invalidRequest, 0)
 }
@@ -104,7 +116,11 @@ func (q *QP) sequence(t *train.Train) bool {
 	if t.Start == (r.kind != 0) || !t.Start && t.Kind != r.kind {
 		return false
 	}
-	if t.Kind != wire.KindSend && t.Kind != wire.KindWrite {
+	switch t.Kind {
+	case wire.KindSend, wire.KindWrite:
+	case wire.KindAtomicWrite:
+		return t.N == 1 && t.Len == 8
+	default:
 		return t.N == 1 && t.Len == 0
 	}
 	if t.N > 1 && t.MTU != q.mtu {
@@ -167,7 +183,7 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 		// What is here whole, and needs nothing else, is checked when it is
 		// written, before the first byte.
 		if whole := t.End && t.Extra == wire.NoExtra && int(t.RETH.Len) == t.Len; !whole {
-			if f := q.checkRemote(ib.AccessRemoteWrite, t.RETH); !f.OK() {
+			if f := q.checkRemote(ib.AccessRemoteWrite, t.RETH, q.actor()); !f.OK() {
 				return q.refuseWrite(t, f)
 			}
 		}
@@ -186,7 +202,7 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 			notReady = true
 		}
 	}
-	dst := q.remoteList(ib.AccessRemoteWrite, r.reth.RKey, r.reth.VA+r.off, t.Len)
+	dst := q.remoteList(ib.AccessRemoteWrite, q.actor(), r.reth.RKey, r.reth.VA+r.off, t.Len)
 	if f, side := mem.Copy(dst, &t.Payload, uint64(t.Len), t.End); !f.OK() {
 		if side == mem.Src {
 			return f
@@ -218,18 +234,20 @@ func (q *QP) refuseWrite(t *train.Train, f mem.Fault) mem.Fault {
 
 // executeRead checks a READ and leaves the work to the answering side.
 func (q *QP) executeRead(t *train.Train) mem.Fault {
-	if q.Type != ib.RC || q.attr.Access&ib.AccessRemoteRead == 0 || t.RETH.Len > MaxMsgSize ||
-		q.resp.full(q.attr.MaxDestRDAtomic) {
+	if !q.reliable || q.attr.Access&ib.AccessRemoteRead == 0 || t.RETH.Len > MaxMsgSize {
 		return q.refuse(invalidRequest, 0)
 	}
-	if f := q.checkRemote(ib.AccessRemoteRead, t.RETH); !f.OK() {
+	if ok, f := q.admit(); !ok {
+		return f
+	}
+	if f := q.checkRemote(ib.AccessRemoteRead, t.RETH, q.actor()); !f.OK() {
 		return q.refuse(accessError, vendorFault(f))
 	}
 	r, psn := &q.resp, t.PSN
 	n := q.packets(int(t.RETH.Len))
 	q.accept(t, n)
 	r.rdEnd, r.rdAny = r.epsn, true
-	r.answerRead(psn, n, t.RETH, r.msn)
+	r.answerRead(psn, n, t.RETH, q.PD, r.msn)
 	return mem.Fault{}
 }
 
@@ -237,8 +255,11 @@ func (q *QP) executeRead(t *train.Train) mem.Fault {
 // (IBA 9.7.5.1.5).
 func (q *QP) executeAtomic(t *train.Train) mem.Fault {
 	r := &q.resp
-	if q.Type != ib.RC || q.attr.Access&ib.AccessRemoteAtomic == 0 || r.full(q.attr.MaxDestRDAtomic) {
+	if !q.reliable || q.attr.Access&ib.AccessRemoteAtomic == 0 {
 		return q.refuse(invalidRequest, 0)
+	}
+	if ok, f := q.admit(); !ok {
+		return f
 	}
 	if t.Atomic.VA%8 != 0 {
 		return q.refuse(invalidRequest, vendorFault(mem.Fault{Kind: mem.FaultAlign})) // IBA 9.4.5
@@ -258,6 +279,55 @@ func (q *QP) executeAtomic(t *train.Train) mem.Fault {
 	return mem.Fault{}
 }
 
+// executeAtomicWrite stores 8 bytes in one step (IBA annex A19). It is ordered
+// behind everything that came before, FLUSHes too: with it a program publishes
+// what it has made persistent. One that comes while a FLUSH waits for storage is
+// therefore treated as lost on the way, which the peer hears behind the answer to
+// the FLUSH.
+func (q *QP) executeAtomicWrite(t *train.Train) mem.Fault {
+	r := &q.resp
+	if !q.reliable || q.attr.Access&ib.AccessRemoteWrite == 0 || t.RETH.Len != 8 {
+		return q.refuse(invalidRequest, 0)
+	}
+	if ok, f := q.admit(); !ok {
+		return f
+	}
+	if t.RETH.VA%8 != 0 {
+		return q.refuse(invalidRequest, vendorFault(mem.Fault{Kind: mem.FaultAlign}))
+	}
+	if r.flushing() {
+		q.nak(wire.NakPSNSequence, r.epsn)
+		return mem.Fault{}
+	}
+	r.raw[0] = r.word[:]
+	r.from = mem.List{Raw: r.raw[:]}
+	if f, _ := mem.Copy(&r.from, &t.Payload, 8, false); !f.OK() {
+		return f
+	}
+	value := binary.NativeEndian.Uint64(r.word[:]) // as the bytes came, so they lie
+	if _, f := mem.Atomic(q.Table, q.actor(), t.RETH.RKey, t.RETH.VA, mem.Store, 0, value); !f.OK() {
+		return q.refuse(accessError, vendorFault(f))
+	}
+	psn := t.PSN
+	q.accept(t, 1)
+	r.rdEnd, r.rdAny = r.epsn, true
+	r.answerRead(psn, 1, wire.RETH{}, q.PD, r.msn)
+	return mem.Fault{}
+}
+
+// admit tells whether there is room for the answer to a READ or atomic. A peer
+// that exceeds what it was told is refused. If FLUSHes have taken the places, it
+// is to come again.
+func (q *QP) admit() (bool, mem.Fault) {
+	switch r := &q.resp; {
+	case !r.full(q.attr.MaxDestRDAtomic):
+		return true, mem.Fault{}
+	case r.asked() < q.attr.MaxDestRDAtomic:
+		return false, q.notReady()
+	}
+	return false, q.refuse(invalidRequest, 0)
+}
+
 // accept moves on past a request that was executed, which took n PSNs.
 func (q *QP) accept(t *train.Train, n int) mem.Fault {
 	r := &q.resp
@@ -266,7 +336,7 @@ func (q *QP) accept(t *train.Train, n int) mem.Fault {
 		r.kind = 0
 		r.msn = (r.msn + 1) & (1<<24 - 1)
 	}
-	if t.AckReq && q.Type == ib.RC {
+	if t.AckReq && q.reliable {
 		r.acknowledge(r.epsn.Add(-1))
 	}
 	return mem.Fault{}
@@ -281,7 +351,7 @@ func (q *QP) completeReceive(wc *ib.WC, solicited bool) {
 // notReady: no receive is posted. RC tells the peer to try again later
 // (IBA 9.7.5.2.8), UC loses the message.
 func (q *QP) notReady() mem.Fault {
-	if q.Type == ib.RC {
+	if q.reliable {
 		q.rnr()
 		return mem.Fault{}
 	}
@@ -302,7 +372,7 @@ func (q *QP) refuse(why refusal, vendor uint16) mem.Fault {
 		r.kind, r.skip = 0, true
 		return mem.Fault{}
 	}
-	if q.Type == ib.RC {
+	if q.reliable {
 		q.nak(why.nak, r.epsn)
 	}
 	if r.have {
@@ -324,18 +394,18 @@ func (q *QP) receiveList(off uint64) *mem.List {
 }
 
 // remoteList is a range that the peer named.
-func (q *QP) remoteList(acc ib.Access, key uint32, va uint64, n int) *mem.List {
+func (q *QP) remoteList(acc ib.Access, who mem.Actor, key uint32, va uint64, n int) *mem.List {
 	r := &q.resp
 	r.sge[0] = ib.SGE{Addr: va, Length: uint32(n), LKey: key}
-	r.list = mem.List{Table: q.Table, Actor: q.actor(), Access: acc, SGEs: r.sge[:]}
+	r.list = mem.List{Table: q.Table, Actor: who, Access: acc, SGEs: r.sge[:]}
 	return &r.list
 }
 
 // checkRemote checks a range that the peer named. An empty one names nothing
 // (IBA 9.7.4.1.5: the R_Key of a zero-length request is not checked).
-func (q *QP) checkRemote(acc ib.Access, h wire.RETH) mem.Fault {
+func (q *QP) checkRemote(acc ib.Access, h wire.RETH, who mem.Actor) mem.Fault {
 	if h.Len == 0 {
 		return mem.Fault{}
 	}
-	return mem.Check(q.remoteList(acc, h.RKey, h.VA, int(h.Len)), uint64(h.Len))
+	return mem.Check(q.remoteList(acc, who, h.RKey, h.VA, int(h.Len)), uint64(h.Len))
 }

@@ -25,6 +25,9 @@ type answers struct {
 	// yielded: the acknowledgement has let a request go first.
 	yielded bool
 
+	wantSync bool // a FLUSH has begun to wait for storage
+	syncing  bool // the owner is at one
+
 	// saved are the results of the last atomics, for repetitions.
 	saved     [MaxRDAtomic]savedAtomic
 	nextSaved uint8
@@ -34,19 +37,23 @@ type answers struct {
 	from mem.List
 	sge  [1]ib.SGE
 	raw  [1][]byte
+	word [8]byte
 	grh  []byte
 }
 
 // job is a READ or atomic to answer.
 type job struct {
-	atomic bool
-	again  bool     // it was answered before
-	psn    wire.PSN // of the first response
-	n      int      // response packets
-	done   int      // packets already made
-	msn    uint32
-	reth   wire.RETH
-	orig   uint64
+	atomic  bool
+	flush   bool     // a FLUSH
+	waiting bool     // … whose bytes have not reached storage yet: nothing is answered before it
+	again   bool     // it was answered before
+	psn     wire.PSN // of the first response
+	n       int      // response packets
+	done    int      // packets already made
+	msn     uint32
+	pd      uint32 // whose memory it is about: the queue pair's domain, or for XRC that of the queue it names
+	reth    wire.RETH
+	orig    uint64
 }
 
 func (j *job) end() wire.PSN { return j.psn.Add(j.n) }
@@ -59,11 +66,32 @@ type savedAtomic struct {
 
 func (a *answers) at(i uint8) *job { return &a.jobs[(a.head+i)%MaxRDAtomic] }
 
+// due reports whether there is something to answer now. While a FLUSH waits for
+// storage, all that can be said is that it is not done yet.
+func (a *answers) due() bool {
+	if a.n > 0 && a.at(0).waiting {
+		return a.ack.pending && a.ack.syndrome.IsRNR() && a.ack.psn == a.at(0).psn
+	}
+	return a.n > 0 || a.ack.pending
+}
+
+// asked returns how many READs and atomics are to be answered. FLUSHes do not
+// count here: there are peers that do not count them either (Linux rxe).
+func (a *answers) asked() (n uint8) {
+	for i := range a.n {
+		if !a.at(i).flush {
+			n++
+		}
+	}
+	return n
+}
+
 // full reports whether the peer has more READs and atomics outstanding than the
-// queue pair was told to expect. One that was answered before makes room: the
-// peer may not have asked again at all, networks repeat packets.
+// queue pair was told to expect, or all places are taken. One that was answered
+// before makes room: the peer may not have asked again at all, networks repeat
+// packets.
 func (a *answers) full(limit uint8) bool {
-	if a.n < min(limit, MaxRDAtomic) {
+	if a.n < min(limit, MaxRDAtomic) || a.n < MaxRDAtomic && a.asked() < limit {
 		return false
 	}
 	for i := range a.n {
@@ -83,8 +111,8 @@ func (a *answers) push(j job) {
 	a.ack.pending = false
 }
 
-func (a *answers) answerRead(psn wire.PSN, n int, h wire.RETH, msn uint32) {
-	a.push(job{psn: psn, n: n, reth: h, msn: msn})
+func (a *answers) answerRead(psn wire.PSN, n int, h wire.RETH, pd, msn uint32) {
+	a.push(job{psn: psn, n: n, reth: h, pd: pd, msn: msn})
 }
 
 func (a *answers) answerAtomic(psn wire.PSN, orig uint64, msn uint32) {
@@ -113,7 +141,7 @@ func (q *QP) rnr() { q.nak(wire.RNRNak(q.attr.MinRNRTimer), q.resp.epsn) }
 
 // repeat answers a request that was executed before (IBA 9.7.4.3): a READ is
 // executed again, rights and all; an atomic's result is replayed; the others
-// are acknowledged again. Repetitions that are none are dropped.
+// are acknowledged again, ATOMIC WRITE and FLUSH by their response. Repetitions that are none are dropped.
 func (q *QP) repeat(t *train.Train) {
 	r := &q.resp
 	switch t.Kind {
@@ -125,11 +153,18 @@ func (q *QP) repeat(t *train.Train) {
 		if t.PSN.Add(n).Sub(r.epsn) > 0 {
 			return // it is to be a part of the original (IBA 9.4.4)
 		}
-		if q.attr.Access&ib.AccessRemoteRead == 0 || !q.checkRemote(ib.AccessRemoteRead, t.RETH).OK() {
-			q.nakRepeat(t.PSN)
+		who := q.actorOf(t)
+		if q.attr.Access&ib.AccessRemoteRead == 0 || !q.checkRemote(ib.AccessRemoteRead, t.RETH, who).OK() {
+			q.nakAnswer(accessError, t.PSN)
 			return
 		}
-		r.answerAgain(job{again: true, psn: t.PSN, n: n, reth: t.RETH, msn: r.msn}, q.attr.MaxDestRDAtomic)
+		r.answerAgain(job{again: true, psn: t.PSN, n: n, reth: t.RETH, pd: who.PD, msn: r.msn}, q.attr.MaxDestRDAtomic)
+	case wire.KindAtomicWrite:
+		r.answerAgain(job{again: true, psn: t.PSN, n: 1, msn: r.msn}, q.attr.MaxDestRDAtomic)
+	case wire.KindFlush:
+		if !q.notYet(t.PSN) {
+			r.answerAgain(job{again: true, flush: true, psn: t.PSN, n: 1, msn: r.msn}, MaxRDAtomic)
+		}
 	case wire.KindCmpSwap, wire.KindFetchAdd:
 		for i := range r.saved {
 			if s := &r.saved[i]; s.valid && s.psn == t.PSN {
@@ -163,30 +198,45 @@ func (q *QP) acknowledgeAgain(t *train.Train) {
 // peer has gone back. A peer that exceeds the limit gets no answer.
 func (a *answers) answerAgain(j job, limit uint8) {
 	a.forget(j.psn)
-	if !a.full(limit) {
-		a.push(j)
+	if a.full(limit) {
+		return
+	}
+	a.push(j)
+	for i := a.n - 1; i > 0 && a.at(i).psn.Less(a.at(i-1).psn); i-- { // before the FLUSHes that forget has left
+		*a.at(i), *a.at(i - 1) = *a.at(i - 1), *a.at(i)
 	}
 }
 
-// nakRepeat refuses a READ that was executed before but is not permitted any
-// more.
-func (q *QP) nakRepeat(psn wire.PSN) {
+// nakAnswer refuses, instead of answering it, a request that was accepted: what
+// it needs is not permitted any more, or failed.
+func (q *QP) nakAnswer(why refusal, psn wire.PSN) {
 	r := &q.resp
-	r.forget(psn)
-	q.Counters.add(accessError.count, 1)
-	q.nak(accessError.nak, psn)
-	q.Event(accessError.event)
+	r.drop(psn)
+	q.Counters.add(why.count, 1)
+	q.nak(why.nak, psn)
+	q.Event(why.event)
 	q.enterErrorAnswering()
 }
 
-// forget drops the answers from psn on: the peer has gone back and asks again.
-func (a *answers) forget(psn wire.PSN) {
-	for a.n > 0 {
-		if !psn.Less(a.at(a.n - 1).end()) {
-			return
-		}
+// drop drops the answers from psn on.
+func (a *answers) drop(psn wire.PSN) {
+	for a.n > 0 && psn.Less(a.at(a.n-1).end()) {
 		a.n--
 	}
+}
+
+// forget drops the answers from psn on, since the peer has gone back and asks
+// again; but not those to FLUSHes that are not done, so that nothing is ever
+// acknowledged beyond them.
+func (a *answers) forget(psn wire.PSN) {
+	kept := uint8(0)
+	for i := range a.n {
+		if j := a.at(i); j.waiting || !psn.Less(j.end()) {
+			*a.at(kept) = *j
+			kept++
+		}
+	}
+	a.n = kept
 }
 
 // ackYields lets one short request go before an acknowledgement: a packet that
@@ -203,11 +253,11 @@ func (q *QP) ackYields() bool {
 // pullResponse makes the next answer.
 func (q *QP) pullResponse(t *train.Train) bool {
 	r := &q.resp
-	if r.n == 0 && !r.ack.pending {
+	if !r.due() {
 		return false
 	}
 	t.DestQP, t.MTU = q.attr.DestQPN, q.mtu
-	if r.n > 0 {
+	if r.n > 0 && !r.at(0).waiting {
 		q.pullJob(t, r.at(0))
 		return true
 	}
@@ -241,7 +291,7 @@ func (q *QP) pullJob(t *train.Train, j *job) {
 		off := j.done * q.mtu
 		t.SetNone()
 		if n := min(t.N*q.mtu, int(j.reth.Len)-off); n > 0 {
-			t.SetRange(q.Table, q.actor(), ib.AccessRemoteRead, j.reth.RKey, j.reth.VA+uint64(off), n)
+			t.SetRange(q.Table, mem.Actor{PD: j.pd, QPN: q.Number}, ib.AccessRemoteRead, j.reth.RKey, j.reth.VA+uint64(off), n)
 		}
 		t.Bounce = true // the CPU may write what is being read
 	}
@@ -256,6 +306,6 @@ func (q *QP) pullJob(t *train.Train, j *job) {
 func (q *QP) readFailed(t *train.Train, _ mem.Fault) {
 	switch q.state {
 	case ib.QPRTR, ib.QPRTS, ib.QPSQD:
-		q.nakRepeat(t.PSN)
+		q.nakAnswer(accessError, t.PSN)
 	}
 }

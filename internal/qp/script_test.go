@@ -7,12 +7,13 @@ package qp
 // applications poll; whatever happened is shown, so that nothing happens in
 // silence. Trains wait on the wires until the script delivers them.
 //
-//	pair [type=rc|uc|ud] [mtu=256] [window=64] [retry=7] … two connected ends, a and b;
+//	pair [type=rc|uc|ud|xrc] [mtu=256] [window=64] [retry=7] … two connected ends, a and b;
 //	                                 "b.retry=0" holds for b alone
 //	region b NAME [size=] [pd=] [access=(…)]   registers memory ("mem" is there)
 //	close b NAME                     closes a region
 //	post a OP id=1 [len=] [at=mem+0] [to=mem+0] [signaled] [fence] [solicited] …
-//	recv b id=1 [len=] [at=mem+0] [count=]
+//	recv b id=1 [len=] [at=mem+0] [count=] [srq=]
+//	srq b 0x52 [pd=] [domain=] [close]   makes an XRC shared receive queue (0x51 is there)
 //	deliver b [1 2 …]                trains on the way to b arrive: all, or these
 //	drop b [1 2 …]                   … are lost
 //	dup b 1                          … arrives twice
@@ -28,6 +29,9 @@ package qp
 //	unreadable a 1                   the link cannot read the payload of a's next train
 //	poll a off                       the application stops polling; "on": goes on
 //	credits a 4                      another queue pair takes (-4: gives back) credits
+//	sync b [eio]                     storage carries out a FLUSH; or it fails
+//	begin b | end b                  … in two steps
+//	stored b mem+8                   shows eight bytes as storage has them
 //	u64 b mem+8 [=5]                 shows or sets eight bytes
 //	same a mem+0 b mem+100 len=      compares memory
 //	show | wire b | counters b       where everything stands
@@ -64,6 +68,7 @@ type script struct {
 	w       *world
 	out     strings.Builder
 	polling [2]bool
+	begun   Sync                 // what storage is at
 	line    string               // where we are, for failures
 	tap     func(e *end, op any) // if set, sees what is posted (work requests) and delivered (trains)
 	stamp   bool                 // lines begin with the time
@@ -89,7 +94,8 @@ var commands = map[string]func(*script, *cmdArgs){
 	"advance": (*script).advance, "exchange": (*script).exchange, "modify": (*script).modify, "query": (*script).query, "arm": (*script).arm,
 	"limit": (*script).limit, "unreadable": (*script).unreadable, "poll": (*script).poll, "credits": (*script).credits,
 	"u64": (*script).u64, "same": (*script).same, "show": (*script).show, "wire": (*script).wire,
-	"counters": (*script).counters,
+	"counters": (*script).counters, "sync": (*script).sync, "begin": (*script).begin, "end": (*script).end, "stored": (*script).stored,
+	"srq": (*script).srq,
 }
 
 func (s *script) run(_ testing.TB, d *datadriven.TestData) string {

@@ -17,27 +17,50 @@ type opFacts struct {
 	extra  wire.Extra
 	wc     ib.WCOpcode
 	types  uint8 // bit set of queue pair types
-	rd     bool  // READ or atomic: counts against MaxRDAtomic, completes by its response
-	atomic bool
-	remote bool // has a remote address
+	rd     bool  // counts against MaxRDAtomic, completes by its response
+	single bool  // rd: always one packet, also the response
+	atomic bool  // answered with what was there before
+	remote bool  // has a remote address
+	data   data
 }
 
+// data is what the list of a request is for.
+type data uint8
+
 const (
-	onRC = 1 << ib.RC
-	onUC = 1 << ib.UC
-	onUD = 1 << ib.UD
+	dataOut    data = iota // what is sent; may be inline
+	dataIn                 // where the result goes
+	dataInWord             // the same, 8 bytes
+	dataWord               // what is sent, 8 bytes; may be inline
+	dataNone               // there is no list
 )
 
-// IBA table 36: which operations each transport service has.
+// in reports whether the list is where the result goes.
+func (d data) in() bool { return d == dataIn || d == dataInWord }
+
+const (
+	onRC  = 1 << ib.RC
+	onUC  = 1 << ib.UC
+	onUD  = 1 << ib.UD
+	onXRC = 1 << ib.XRCSend
+
+	onReliable = onRC | onXRC
+)
+
+// IBA table 36: which operations each transport service has. Annex A19 adds
+// ATOMIC WRITE and FLUSH. Both are answered by a READ response (without data),
+// and count as READs do: the responder keeps a place among its answers for them.
 var opTable = [ib.NumOpcodes]opFacts{
-	ib.OpSend:           {kind: wire.KindSend, wc: ib.WCSend, types: onRC | onUC | onUD},
-	ib.OpSendImm:        {kind: wire.KindSend, wc: ib.WCSend, types: onRC | onUC | onUD, extra: wire.WithImm},
-	ib.OpSendInv:        {kind: wire.KindSend, wc: ib.WCSend, types: onRC, extra: wire.WithInv},
-	ib.OpRDMAWrite:      {kind: wire.KindWrite, wc: ib.WCRDMAWrite, types: onRC | onUC, remote: true},
-	ib.OpRDMAWriteImm:   {kind: wire.KindWrite, wc: ib.WCRDMAWrite, types: onRC | onUC, remote: true, extra: wire.WithImm},
-	ib.OpRDMARead:       {kind: wire.KindReadRequest, wc: ib.WCRDMARead, types: onRC, remote: true, rd: true},
-	ib.OpAtomicCmpSwap:  {kind: wire.KindCmpSwap, wc: ib.WCCompSwap, types: onRC, remote: true, rd: true, atomic: true},
-	ib.OpAtomicFetchAdd: {kind: wire.KindFetchAdd, wc: ib.WCFetchAdd, types: onRC, remote: true, rd: true, atomic: true},
+	ib.OpSend:           {kind: wire.KindSend, wc: ib.WCSend, types: onReliable | onUC | onUD},
+	ib.OpSendImm:        {kind: wire.KindSend, wc: ib.WCSend, types: onReliable | onUC | onUD, extra: wire.WithImm},
+	ib.OpSendInv:        {kind: wire.KindSend, wc: ib.WCSend, types: onReliable, extra: wire.WithInv},
+	ib.OpRDMAWrite:      {kind: wire.KindWrite, wc: ib.WCRDMAWrite, types: onReliable | onUC, remote: true},
+	ib.OpRDMAWriteImm:   {kind: wire.KindWrite, wc: ib.WCRDMAWrite, types: onReliable | onUC, remote: true, extra: wire.WithImm},
+	ib.OpRDMARead:       {kind: wire.KindReadRequest, wc: ib.WCRDMARead, types: onReliable, remote: true, rd: true, data: dataIn},
+	ib.OpAtomicCmpSwap:  {kind: wire.KindCmpSwap, wc: ib.WCCompSwap, types: onReliable, remote: true, rd: true, single: true, atomic: true, data: dataInWord},
+	ib.OpAtomicFetchAdd: {kind: wire.KindFetchAdd, wc: ib.WCFetchAdd, types: onReliable, remote: true, rd: true, single: true, atomic: true, data: dataInWord},
+	ib.OpAtomicWrite:    {kind: wire.KindAtomicWrite, wc: ib.WCAtomicWrite, types: onReliable, remote: true, rd: true, single: true, data: dataWord},
+	ib.OpFlush:          {kind: wire.KindFlush, wc: ib.WCFlush, types: onReliable, remote: true, rd: true, single: true, data: dataNone},
 }
 
 // wqe is a send request in the queue. It holds no pointer, so that the
@@ -49,13 +72,15 @@ type wqe struct {
 	swap       uint64
 	rkey       uint32
 	imm        uint32 // immediate data, or the key to invalidate
-	qpn        uint32 // UD
+	qpn        uint32 // UD: the queue pair; XRC: the shared receive queue
 	qkey       uint32 // UD
+	remoteLen  uint32 // FLUSH: bytes there
 	len        uint32 // payload bytes
 	n          uint32 // PSNs that it takes, once started
 	first      wire.PSN
 	op         ib.Opcode
 	flags      ib.SendFlags
+	flush      wire.FETH
 	nsge       uint8
 	inline     bool
 	started    bool
@@ -151,23 +176,17 @@ func (q *QP) postOne(wr *ib.SendWR) error {
 	if len(wr.SGL) > s.maxSGE {
 		return ib.Errorf("post_send", syscall.EINVAL, "%d SGEs, the queue pair takes %d", len(wr.SGL), s.maxSGE)
 	}
-	total := uint64(len(wr.Inline))
-	if wr.Inline != nil {
-		if f.rd || len(wr.SGL) > 0 {
-			return ib.Errorf("post_send", syscall.EINVAL, "inline data goes with SEND and WRITE, instead of an SGL")
+	total, err := q.checkData(wr, f)
+	if err != nil {
+		return err
+	}
+	if f.kind == wire.KindFlush {
+		if err := checkFlush(wr); err != nil {
+			return err
 		}
-		if len(wr.Inline) > s.maxInline {
-			return ib.Errorf("post_send", syscall.EINVAL, "%d bytes of inline data, the queue pair takes %d", len(wr.Inline), s.maxInline)
-		}
 	}
-	for i := range wr.SGL {
-		total += uint64(wr.SGL[i].Length) // at most 32 times 2^32
-	}
-	if total > MaxMsgSize {
-		return ib.Errorf("post_send", syscall.EINVAL, "message of %d bytes, the port takes %d", total, MaxMsgSize)
-	}
-	if f.atomic && total != 8 {
-		return ib.Errorf("post_send", syscall.EINVAL, "an atomic returns 8 bytes, the SGL holds %d", total)
+	if q.half == initiator && wr.RemoteSRQN >= 1<<24 {
+		return ib.Errorf("post_send", syscall.EINVAL, "remote_srqn %#x is longer than 24 bits", wr.RemoteSRQN)
 	}
 	if s.tail-s.freed.Load() >= s.max {
 		return ib.Errorf("post_send", syscall.ENOMEM, "the send queue is full: %d requests whose completions have not been polled", s.max)
@@ -180,10 +199,13 @@ func (q *QP) postOne(wr *ib.SendWR) error {
 	}
 	w := &s.wqes[k]
 	*w = wqe{id: wr.ID, remote: wr.RemoteAddr, compareAdd: wr.CompareAdd, swap: wr.Swap, rkey: wr.RKey,
-		imm: wr.Imm, qpn: wr.RemoteQPN, qkey: wr.RemoteQKey, len: uint32(total),
-		op: wr.Op, flags: wr.Flags, nsge: uint8(len(wr.SGL)), inline: wr.Inline != nil}
+		imm: wr.Imm, qpn: wr.RemoteQPN, qkey: wr.RemoteQKey, remoteLen: wr.RemoteLength, len: uint32(total),
+		op: wr.Op, flush: feth(wr), flags: wr.Flags, nsge: uint8(len(wr.SGL)), inline: wr.Inline != nil}
 	if f.extra == wire.WithInv {
 		w.imm = wr.InvalidateKey
+	}
+	if q.half == initiator {
+		w.qpn = wr.RemoteSRQN
 	}
 	if q.SignalAll {
 		w.flags |= ib.SendSignaled
@@ -192,6 +214,56 @@ func (q *QP) postOne(wr *ib.SendWR) error {
 	copy(s.inline[k*s.maxInline:], wr.Inline)
 	s.tail++
 	return nil
+}
+
+// checkData checks what a request's data is and returns how many bytes.
+func (q *QP) checkData(wr *ib.SendWR, f *opFacts) (total uint64, err error) {
+	bad := func(format string, args ...any) (uint64, error) {
+		return 0, ib.Errorf("post_send", syscall.EINVAL, format, args...)
+	}
+	total = uint64(len(wr.Inline))
+	if wr.Inline != nil {
+		if f.data != dataOut && f.data != dataWord || len(wr.SGL) > 0 {
+			return bad("inline data goes with SEND, WRITE and ATOMIC WRITE, instead of an SGL")
+		}
+		if len(wr.Inline) > q.sq.maxInline {
+			return bad("%d bytes of inline data, the queue pair takes %d", len(wr.Inline), q.sq.maxInline)
+		}
+	}
+	for i := range wr.SGL {
+		total += uint64(wr.SGL[i].Length) // at most 32 times 2^32
+	}
+	switch {
+	case total > MaxMsgSize:
+		return bad("message of %d bytes, the port takes %d", total, MaxMsgSize)
+	case f.data == dataInWord && total != 8:
+		return bad("an atomic returns 8 bytes, the SGL holds %d", total)
+	case f.data == dataWord && total != 8:
+		return bad("an ATOMIC WRITE is of 8 bytes, the request has %d", total)
+	case f.data == dataNone && len(wr.SGL) > 0:
+		return bad("a %v has no data, the request has an SGL", wr.Op)
+	}
+	return total, nil
+}
+
+// checkFlush checks what a FLUSH asks for.
+func checkFlush(wr *ib.SendWR) error {
+	switch {
+	case wr.FlushType == 0 || wr.FlushType&^(ib.FlushGlobal|ib.FlushPersistent) != 0:
+		return ib.Errorf("post_send", syscall.EINVAL, "flush type %#x: it is global visibility, persistence or both", uint8(wr.FlushType))
+	case wr.FlushLevel != ib.FlushRange && wr.FlushLevel != ib.FlushMR:
+		return ib.Errorf("post_send", syscall.EINVAL, "flush level %d: it is a range or a region", wr.FlushLevel)
+	}
+	return nil
+}
+
+// feth is what a FLUSH asks for, as its header says it.
+func feth(wr *ib.SendWR) wire.FETH {
+	h := wire.FETH{Placement: uint8(wr.FlushType)} // the bits are the same
+	if wr.FlushLevel == ib.FlushMR {
+		h.Selectivity = wire.SelectRegion
+	}
+	return h
 }
 
 func (q *QP) postAddress(wr *ib.SendWR, slot int) error {
@@ -232,11 +304,11 @@ func (q *QP) checkLocal(i uint32) mem.Fault {
 }
 
 // localList is the request's scatter/gather list from off on, with the rights
-// it needs: results of READs and atomics are written.
+// it needs: results are written.
 func (q *QP) localList(i uint32, off uint64) *mem.List {
 	l := &q.req.list
 	*l = mem.List{Table: q.Table, Actor: q.actor(), SGEs: q.sq.list(i), Off: off}
-	if q.sq.at(i).facts().rd {
+	if q.sq.at(i).facts().data.in() {
 		l.Access = ib.AccessLocalWrite
 	}
 	return l

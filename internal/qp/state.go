@@ -23,52 +23,71 @@ const (
 	mPath   = ib.QPMaskAV | ib.QPMaskPathMTU | ib.QPMaskDestQPN | ib.QPMaskRQPSN
 	mMayRTR = ib.QPMaskAccess | ib.QPMaskPKeyIndex
 	mMayRTS = ib.QPMaskCurState | ib.QPMaskAccess
+	mMaySQD = ib.QPMaskAccess | ib.QPMaskPKeyIndex | ib.QPMaskTimeout | ib.QPMaskAV | ib.QPMaskPort
+
+	// what only one half of a reliable queue pair has
+	mRequester = ib.QPMaskSQPSN | ib.QPMaskTimeout | ib.QPMaskRetryCnt | ib.QPMaskRNRRetry | ib.QPMaskMaxRDAtomic
+	mResponder = ib.QPMaskMaxDestRDAtomic | ib.QPMaskMinRNRTimer
 )
 
 // transitions lists all that are legal. Every state may also go to RESET and to
 // ERR, with no attributes.
-var transitions = map[edge][ib.UD + 1]rule{
+var transitions = map[edge][ib.NumQPTypes]rule{
 	{ib.QPReset, ib.QPInit}: {
-		ib.RC: {need: mInit | ib.QPMaskAccess},
-		ib.UC: {need: mInit | ib.QPMaskAccess},
-		ib.UD: {need: mInit | ib.QPMaskQKey},
+		ib.RC:      {need: mInit | ib.QPMaskAccess},
+		ib.UC:      {need: mInit | ib.QPMaskAccess},
+		ib.UD:      {need: mInit | ib.QPMaskQKey},
+		ib.XRCSend: {need: mInit | ib.QPMaskAccess},
+		ib.XRCRecv: {need: mInit | ib.QPMaskAccess},
 	},
 	{ib.QPInit, ib.QPInit}: {
-		ib.RC: {may: mInit | ib.QPMaskAccess},
-		ib.UC: {may: mInit | ib.QPMaskAccess},
-		ib.UD: {may: mInit | ib.QPMaskQKey},
+		ib.RC:      {may: mInit | ib.QPMaskAccess},
+		ib.UC:      {may: mInit | ib.QPMaskAccess},
+		ib.UD:      {may: mInit | ib.QPMaskQKey},
+		ib.XRCSend: {may: mInit | ib.QPMaskAccess},
+		ib.XRCRecv: {may: mInit | ib.QPMaskAccess},
 	},
 	{ib.QPInit, ib.QPRTR}: {
-		ib.RC: {need: mPath | ib.QPMaskMaxDestRDAtomic | ib.QPMaskMinRNRTimer, may: mMayRTR},
-		ib.UC: {need: mPath, may: mMayRTR},
-		ib.UD: {may: ib.QPMaskPKeyIndex | ib.QPMaskQKey},
+		ib.RC:      {need: mPath | mResponder, may: mMayRTR},
+		ib.UC:      {need: mPath, may: mMayRTR},
+		ib.UD:      {may: ib.QPMaskPKeyIndex | ib.QPMaskQKey},
+		ib.XRCSend: {need: mPath, may: mMayRTR},
+		ib.XRCRecv: {need: mPath | mResponder, may: mMayRTR},
 	},
 	{ib.QPRTR, ib.QPRTS}: {
-		ib.RC: {need: ib.QPMaskSQPSN | ib.QPMaskTimeout | ib.QPMaskRetryCnt | ib.QPMaskRNRRetry | ib.QPMaskMaxRDAtomic,
-			may: mMayRTS | ib.QPMaskMinRNRTimer},
-		ib.UC: {need: ib.QPMaskSQPSN, may: mMayRTS},
-		ib.UD: {need: ib.QPMaskSQPSN, may: ib.QPMaskCurState | ib.QPMaskQKey},
+		ib.RC:      {need: mRequester, may: mMayRTS | ib.QPMaskMinRNRTimer},
+		ib.UC:      {need: ib.QPMaskSQPSN, may: mMayRTS},
+		ib.UD:      {need: ib.QPMaskSQPSN, may: ib.QPMaskCurState | ib.QPMaskQKey},
+		ib.XRCSend: {need: mRequester, may: mMayRTS},
+		ib.XRCRecv: {need: ib.QPMaskSQPSN | ib.QPMaskTimeout, may: mMayRTS | ib.QPMaskMinRNRTimer},
 	},
 	{ib.QPRTS, ib.QPRTS}: {
-		ib.RC: {may: mMayRTS | ib.QPMaskMinRNRTimer},
-		ib.UC: {may: mMayRTS},
-		ib.UD: {may: ib.QPMaskCurState | ib.QPMaskQKey},
+		ib.RC:      {may: mMayRTS | ib.QPMaskMinRNRTimer},
+		ib.UC:      {may: mMayRTS},
+		ib.UD:      {may: ib.QPMaskCurState | ib.QPMaskQKey},
+		ib.XRCSend: {may: mMayRTS},
+		ib.XRCRecv: {may: mMayRTS | ib.QPMaskMinRNRTimer},
 	},
 	{ib.QPRTS, ib.QPSQD}: {
-		ib.RC: {may: ib.QPMaskSQDAsyncNotify},
-		ib.UC: {may: ib.QPMaskSQDAsyncNotify},
-		ib.UD: {may: ib.QPMaskSQDAsyncNotify},
+		ib.RC:      {may: ib.QPMaskSQDAsyncNotify},
+		ib.UC:      {may: ib.QPMaskSQDAsyncNotify},
+		ib.UD:      {may: ib.QPMaskSQDAsyncNotify},
+		ib.XRCSend: {may: ib.QPMaskSQDAsyncNotify},
+		ib.XRCRecv: {may: ib.QPMaskSQDAsyncNotify},
 	},
 	{ib.QPSQD, ib.QPRTS}: {
-		ib.RC: {may: mMayRTS | ib.QPMaskMinRNRTimer},
-		ib.UC: {may: mMayRTS},
-		ib.UD: {may: ib.QPMaskCurState | ib.QPMaskQKey},
+		ib.RC:      {may: mMayRTS | ib.QPMaskMinRNRTimer},
+		ib.UC:      {may: mMayRTS},
+		ib.UD:      {may: ib.QPMaskCurState | ib.QPMaskQKey},
+		ib.XRCSend: {may: mMayRTS},
+		ib.XRCRecv: {may: mMayRTS | ib.QPMaskMinRNRTimer},
 	},
 	{ib.QPSQD, ib.QPSQD}: {
-		ib.RC: {may: ib.QPMaskAccess | ib.QPMaskPKeyIndex | ib.QPMaskTimeout | ib.QPMaskRetryCnt | ib.QPMaskRNRRetry |
-			ib.QPMaskMinRNRTimer | ib.QPMaskMaxRDAtomic | ib.QPMaskMaxDestRDAtomic | ib.QPMaskAV | ib.QPMaskPort},
-		ib.UC: {may: ib.QPMaskAccess | ib.QPMaskPKeyIndex | ib.QPMaskAV},
-		ib.UD: {may: ib.QPMaskPKeyIndex | ib.QPMaskQKey},
+		ib.RC:      {may: mMaySQD | mResponder | ib.QPMaskRetryCnt | ib.QPMaskRNRRetry | ib.QPMaskMaxRDAtomic},
+		ib.UC:      {may: ib.QPMaskAccess | ib.QPMaskPKeyIndex | ib.QPMaskAV},
+		ib.UD:      {may: ib.QPMaskPKeyIndex | ib.QPMaskQKey},
+		ib.XRCSend: {may: mMaySQD | ib.QPMaskRetryCnt | ib.QPMaskRNRRetry | ib.QPMaskMaxRDAtomic},
+		ib.XRCRecv: {may: mMaySQD | mResponder},
 	},
 	{ib.QPSQE, ib.QPRTS}: {
 		ib.UC: {may: ib.QPMaskCurState | ib.QPMaskAccess},
@@ -86,7 +105,7 @@ func (q *QP) findRule(to ib.QPState) (rule, error) {
 		return rule{}, nil
 	}
 	rules, ok := transitions[edge{q.state, to}]
-	if !ok || q.state == ib.QPSQE && q.Type == ib.RC {
+	if !ok || q.state == ib.QPSQE && q.reliable {
 		return rule{}, invalid("a %v queue pair cannot go from %v to %v", q.Type, q.state, to)
 	}
 	return rules[q.Type], nil
@@ -121,7 +140,7 @@ func (q *QP) CheckModify(a *ib.QPAttr, mask ib.QPAttrMask) (ib.QPState, error) {
 
 // checkValues checks the attributes themselves.
 func (q *QP) checkValues(a *ib.QPAttr, mask ib.QPAttrMask) error {
-	const rights = ib.AccessLocalWrite | ib.AccessRemote | ib.AccessMWBind
+	const rights = ib.AccessLocalWrite | ib.AccessRemote | ib.AccessMWBind | ib.AccessFlush
 	for _, c := range []struct {
 		bit ib.QPAttrMask
 		bad bool
@@ -295,6 +314,9 @@ func (q *QP) flushReceive() {
 		r.have = false
 		flush()
 	}
+	if q.half != bothHalves {
+		return // it has no queue of its own, nor one that it shares alone with others of its kind
+	}
 	if q.Shared {
 		q.Event(ib.EventQPLastWQEReached)
 		return
@@ -314,11 +336,12 @@ func (q *QP) reset() {
 	for i := range q.sq.flows {
 		q.sq.flows[i] = nil
 	}
-	if !q.Shared {
+	if !q.Shared && q.half == bothHalves {
 		q.Recv.Clear()
 	}
 	sges := q.resp.taken.SGEs
 	q.req, q.resp = requester{}, responder{}
+	q.resets++
 	q.resp.taken.SGEs = sges
 	q.req.cur = q.sq.head
 	q.path, q.established = Path{}, false

@@ -32,6 +32,8 @@ const epoch = time.Second
 const (
 	testPD    = 7
 	otherPD   = 8
+	testXRCD  = 3
+	testSRQ   = 0x51
 	allRights = ib.AccessLocalWrite | ib.AccessRemote
 )
 
@@ -60,6 +62,7 @@ type end struct {
 	recvCQ  *queue.CQ
 	recv    *queue.Recv
 	regions map[string]*region
+	srqs    map[uint32]*SharedQueue
 	wire    []*train.Train // on the way to this end
 	credits *Credits
 	events  []ib.EventType
@@ -71,7 +74,32 @@ type end struct {
 // region is registered memory by name.
 type region struct {
 	*mem.Region
-	buf []byte
+	buf  []byte
+	disk *disk // what has reached storage, if it can
+}
+
+// disk is memory with storage behind it.
+type disk struct {
+	*mem.Host
+	buf, stored []byte
+	err         error // what the storage says to everything, if set
+}
+
+func (d *disk) Durable() bool { return true }
+
+func (d *disk) Persist(off, n uint64) error {
+	copy(d.stored[off:][:n], d.buf[off:])
+	return d.err
+}
+
+// sync carries out the FLUSH that waits for storage, if there is one.
+func (e *end) sync() bool {
+	var s Sync
+	if !e.q.NextSync(&s) {
+		return false
+	}
+	e.q.Synced(&s, e.table.Persist(s.Range, s.Actor))
+	return true
 }
 
 // setup is what an end is made of.
@@ -94,7 +122,7 @@ type setup struct {
 // usual is what most tests want.
 func usual() setup {
 	return setup{typ: ib.RC, mtu: ib.MTU256, window: 64, retry: 7, rnr: 7, timeout: 14, rd: 4, destRD: 4, timer: 12,
-		access: ib.AccessRemote, cq: 64, sq: 16, rq: 16, sge: 4, inline: 64, qkey: 0x1234, recvPD: testPD, memory: 64 << 10}
+		access: ib.AccessRemote | ib.AccessFlush, cq: 64, sq: 16, rq: 16, sge: 4, inline: 64, qkey: 0x1234, recvPD: testPD, memory: 64 << 10}
 }
 
 func newWorld(t testing.TB) *world {
@@ -111,7 +139,7 @@ func orDefault[T comparable](v, def T) T {
 
 // newEnd makes an end with its queue pair in RESET.
 func (w *world) newEnd(name string, s setup) *end {
-	e := &end{w: w, name: name, regions: map[string]*region{}, state: ib.QPReset}
+	e := &end{w: w, name: name, regions: map[string]*region{}, srqs: map[uint32]*SharedQueue{}, state: ib.QPReset}
 	host, seed := byte(1), uint64(101)
 	if name == "b" {
 		host, seed = 2, 202
@@ -132,9 +160,18 @@ func (w *world) newEnd(name string, s setup) *end {
 	c := ib.QPCap{MaxSendWR: s.sq, MaxRecvWR: s.rq, MaxSendSGE: s.sge, MaxRecvSGE: s.sge, MaxInlineData: s.inline}
 	e.recv = queue.NewRecv(c.MaxRecvWR, c.MaxRecvSGE)
 	e.recv.OnLimit = func() { w.log("%s event: %v", e.name, ib.EventSRQLimitReached) }
-	e.q = New(Config{Type: s.typ, Number: 0x10 * uint32(host), PD: testPD, Cap: c, SignalAll: s.signalAll,
+	e.srqs[testSRQ] = &SharedQueue{Number: testSRQ, Domain: testXRCD, PD: testPD, Recv: e.recv, CQ: e.recvCQ}
+	cfg := Config{Type: s.typ, Number: 0x10 * uint32(host), PD: testPD, Cap: c, SignalAll: s.signalAll,
 		SendCQ: e.sendCQ, RecvCQ: e.recvCQ, Recv: e.recv, Shared: s.srq, RecvPD: s.recvPD,
-		Table: e.table, Event: e.event})
+		Table: e.table, Event: e.event}
+	switch s.typ { // as a device does it
+	case ib.XRCSend:
+		cfg.RecvCQ, cfg.Recv, cfg.RecvPD = nil, nil, 0
+	case ib.XRCRecv:
+		cfg.PD, cfg.SendCQ, cfg.RecvCQ, cfg.Recv, cfg.RecvPD, cfg.Cap = 0, nil, nil, nil, 0, ib.QPCap{}
+		cfg.XRC = XRC{Domain: testXRCD, Find: func(n uint32) *SharedQueue { return e.srqs[n] }}
+	}
+	e.q = New(cfg)
 	if e.q.Type == ib.UD {
 		e.q.SetDatagramMTU(s.mtu.Bytes())
 	}
@@ -158,16 +195,21 @@ func (e *end) register(name string, size int, pd uint32, access ib.Access) *regi
 	if e.name == "a" {
 		fill(r.buf, byte(len(e.regions)))
 	}
-	host, err := mem.NewHostBytes(r.buf, access, ib.LockOff)
+	host, err := mem.NewHostBytes(r.buf, access&^ib.AccessFlushPersistent, ib.LockOff)
 	if err != nil {
 		e.w.t.Fatal(err)
+	}
+	var backing mem.Backing = host
+	if access&ib.AccessFlushPersistent != 0 {
+		r.disk = &disk{Host: host, buf: r.buf, stored: make([]byte, size)}
+		backing = r.disk
 	}
 	iova := uint64(0x1000_0000)
 	if e.name == "b" {
 		iova = 0x2000_0000
 	}
 	iova += uint64(len(e.regions)) << 24
-	r.Region, err = e.table.Register(mem.RegionConfig{PD: pd, Access: access, IOVA: iova, Length: uint64(size), Backing: host})
+	r.Region, err = e.table.Register(mem.RegionConfig{PD: pd, Access: access, IOVA: iova, Length: uint64(size), Backing: backing})
 	if err != nil {
 		e.w.t.Fatal(err)
 	}
@@ -204,7 +246,7 @@ func (e *end) modify(a ib.QPAttr, mask ib.QPAttrMask, window int) error {
 func (e *end) toState(to ib.QPState, s, peer setup) {
 	e.w.t.Helper()
 	typ := e.q.Type
-	do := func(a ib.QPAttr, masks [ib.UD + 1]ib.QPAttrMask) {
+	do := func(a ib.QPAttr, masks [ib.NumQPTypes]ib.QPAttrMask) {
 		e.w.t.Helper()
 		if e.q.State() >= to {
 			return
@@ -215,15 +257,16 @@ func (e *end) toState(to ib.QPState, s, peer setup) {
 	}
 	const init = ib.QPMaskPKeyIndex | ib.QPMaskPort
 	do(ib.QPAttr{State: ib.QPInit, Port: 1, Access: s.access, QKey: s.qkey},
-		[...]ib.QPAttrMask{ib.RC: init | ib.QPMaskAccess, ib.UC: init | ib.QPMaskAccess, ib.UD: init | ib.QPMaskQKey})
+		[...]ib.QPAttrMask{ib.RC: init | ib.QPMaskAccess, ib.UC: init | ib.QPMaskAccess, ib.UD: init | ib.QPMaskQKey,
+			ib.XRCSend: init | ib.QPMaskAccess, ib.XRCRecv: init | ib.QPMaskAccess})
 	const path = ib.QPMaskAV | ib.QPMaskPathMTU | ib.QPMaskDestQPN | ib.QPMaskRQPSN
 	do(ib.QPAttr{State: ib.QPRTR, AV: ib.AHAttr{DGID: ib.GIDFromAddr(e.peer.addr)}, PathMTU: s.mtu,
 		DestQPN: e.peer.q.Number, RQPSN: peer.firstPSN(e.peer), MaxDestRDAtomic: s.destRD, MinRNRTimer: s.timer},
-		[...]ib.QPAttrMask{ib.RC: path | ib.QPMaskMaxDestRDAtomic | ib.QPMaskMinRNRTimer, ib.UC: path, ib.UD: 0})
+		[...]ib.QPAttrMask{ib.RC: path | mResponder, ib.UC: path, ib.UD: 0, ib.XRCSend: path, ib.XRCRecv: path | mResponder})
 	do(ib.QPAttr{State: ib.QPRTS, SQPSN: s.firstPSN(e), Timeout: s.timeout, RetryCnt: s.retry, RNRRetry: s.rnr, MaxRDAtomic: s.rd},
 		[...]ib.QPAttrMask{
-			ib.RC: ib.QPMaskSQPSN | ib.QPMaskTimeout | ib.QPMaskRetryCnt | ib.QPMaskRNRRetry | ib.QPMaskMaxRDAtomic,
-			ib.UC: ib.QPMaskSQPSN, ib.UD: ib.QPMaskSQPSN})
+			ib.RC: mRequester, ib.UC: ib.QPMaskSQPSN, ib.UD: ib.QPMaskSQPSN,
+			ib.XRCSend: mRequester, ib.XRCRecv: ib.QPMaskSQPSN | ib.QPMaskTimeout})
 	e.state = e.q.State()
 }
 
@@ -441,6 +484,8 @@ func (q *QP) broken() error {
 		return fmt.Errorf("request %d is next, the queue is %d to %d", r.cur, s.head, s.tail)
 	case q.resp.n > MaxRDAtomic:
 		return fmt.Errorf("%d answers wait", q.resp.n)
+	case q.resp.flushing() && !q.resp.wantSync && !q.resp.syncing:
+		return fmt.Errorf("a FLUSH waits and nobody is told")
 	case q.state == ib.QPErr && s.tail != s.head:
 		return fmt.Errorf("%d requests were not flushed", s.tail-s.head)
 	case q.state == ib.QPErr && q.Deadline() != 0:
@@ -448,7 +493,12 @@ func (q *QP) broken() error {
 	case r.held < 0:
 		return fmt.Errorf("%d credits held", r.held)
 	}
-	if q.Type != ib.RC || q.state != ib.QPRTS && q.state != ib.QPSQD {
+	for i := uint8(1); i < q.resp.n; i++ {
+		if q.resp.at(i).psn.Less(q.resp.at(i - 1).psn) {
+			return fmt.Errorf("the answers are not in order")
+		}
+	}
+	if !q.reliable || q.state != ib.QPRTS && q.state != ib.QPSQD {
 		return nil
 	}
 	switch {

@@ -18,6 +18,10 @@ func madvise(start, end uintptr, advice int) error {
 	return errnoOrNil(unix.Syscall(unix.SYS_MADVISE, start, end-start, uintptr(advice)))
 }
 
+func msync(start, end uintptr) error {
+	return errnoOrNil(unix.Syscall(unix.SYS_MSYNC, start, end-start, unix.MS_SYNC))
+}
+
 // errnoOrNil keeps a zero errno from becoming an error that is not nil.
 func errnoOrNil(_, _ uintptr, errno unix.Errno) error {
 	if errno != 0 {

@@ -8,10 +8,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Poller blocks one thread until a socket has something to read or somebody
-// calls Wake. A Wake that finds nobody waiting is kept for the next Wait.
+// Poller blocks one thread until a socket has something to read, an event was
+// signalled, or somebody calls Wake. A Wake that finds nobody waiting is kept
+// for the next Wait.
 type Poller struct {
-	fds     []unix.PollFd // sockets, then the event descriptor; Wait's own
+	fds     []unix.PollFd // sockets, then events, then the event descriptor; Wait's own
+	events  []*Event
 	timeout unix.Timespec // Wait's own
 	event   int
 	state   atomic.Uint32
@@ -28,15 +30,18 @@ const (
 	pollWoken          // Wake was called, and Wait has not seen it yet
 )
 
-// NewPoller makes a poller of the sockets, which must outlive it.
-func NewPoller(socks []*UDPSocket) (*Poller, error) {
+// NewPoller makes a poller of sockets and events, which must outlive it.
+func NewPoller(socks []*UDPSocket, events ...*Event) (*Poller, error) {
 	event, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
 	if err != nil {
 		return nil, err
 	}
-	p := &Poller{event: event}
+	p := &Poller{event: event, events: events}
 	for _, s := range socks {
 		p.fds = append(p.fds, unix.PollFd{Fd: int32(s.fd), Events: unix.POLLIN})
+	}
+	for _, e := range events {
+		p.fds = append(p.fds, unix.PollFd{Fd: int32(e.fd), Events: unix.POLLIN})
 	}
 	p.fds = append(p.fds, unix.PollFd{Fd: int32(event), Events: unix.POLLIN})
 	return p, nil
@@ -65,7 +70,8 @@ func (p *Poller) merge() {
 }
 
 // Wait blocks until there is something to read, d has passed (negative: for
-// ever) or Wake was called; it may return early for no reason. One at a time.
+// ever), an event was signalled or Wake was called; it may return early for no
+// reason. Events are silent again when it returns. One at a time.
 func (p *Poller) Wait(d time.Duration) {
 	if !p.state.CompareAndSwap(pollIdle, pollWaiting) {
 		p.state.Store(pollIdle) // woken before
@@ -79,8 +85,17 @@ func (p *Poller) Wait(d time.Duration) {
 	}
 	errno := ppoll(p.fds, timeout) // an error, EINTR, is an early return
 	p.state.Store(pollIdle)
+	if errno != 0 {
+		return // what the kernel says about descriptors is left from before
+	}
+	last := len(p.fds) - 1
+	for i, e := range p.events {
+		if p.fds[last-len(p.events)+i].Revents != 0 {
+			e.Drain()
+		}
+	}
 	// A waker that has not written yet makes the next Wait return early.
-	if errno == 0 && p.fds[len(p.fds)-1].Revents != 0 {
+	if p.fds[last].Revents != 0 {
 		var count [8]byte
 		_, _ = unix.Read(p.event, count[:]) // nothing to read is as good
 	}

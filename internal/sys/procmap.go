@@ -42,9 +42,20 @@ func Mapped(addr, n uintptr, write bool) (bool, error) {
 	return mappedIn(f, start, end, write)
 }
 
-// mappedIn is Mapped on the text of /proc/self/maps: lines in the order of
-// addresses, which begin with "start-end rwxp ".
+// mappedIn is Mapped on the text of /proc/self/maps.
 func mappedIn(maps io.Reader, start, end uintptr, write bool) (bool, error) {
+	return walkMaps(maps, start, end, func(rights, _ string) bool {
+		return strings.HasPrefix(rights, "r") && (!write || strings.HasPrefix(rights, "rw"))
+	})
+}
+
+// walkMaps visits the mappings that a range consists of, with their rights (as
+// "rw-p") and the name of what is mapped, until good says no. It reports whether
+// the range is mapped from start to end and all of it good.
+//
+// The text of /proc/self/maps is lines in the order of addresses, of "start-end
+// rights offset device inode name".
+func walkMaps(maps io.Reader, start, end uintptr, good func(rights, name string) bool) (bool, error) {
 	lines := bufio.NewScanner(maps)
 	for start < end && lines.Scan() {
 		from, rest, _ := strings.Cut(lines.Text(), "-")
@@ -60,8 +71,11 @@ func mappedIn(maps io.Reader, start, end uintptr, write bool) (bool, error) {
 		if uintptr(hi) <= start {
 			continue
 		}
-		readable, writable := strings.HasPrefix(rest, "r"), strings.HasPrefix(rest, "rw")
-		if uintptr(lo) > start || !readable || write && !writable {
+		rights, rest, _ := strings.Cut(rest, " ")
+		for range 3 { // offset, device, inode
+			_, rest, _ = strings.Cut(rest, " ")
+		}
+		if uintptr(lo) > start || !good(rights, strings.TrimLeft(rest, " ")) {
 			return false, nil
 		}
 		start = uintptr(hi)

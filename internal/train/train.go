@@ -43,6 +43,7 @@ type Train struct {
 	End       bool       // the last packet is the message's last
 
 	DestQP uint32
+	SRQ    uint32   // XRC requests: the shared receive queue there; on every packet
 	PSN    wire.PSN // of the first packet
 	N      int      // packets, at least 1
 	// MTU is the payload of every packet but the message's last. In a train
@@ -134,7 +135,7 @@ func (t *Train) Reset() {
 	t.Flow, t.From, t.To = nil, netip.Addr{}, netip.Addr{}
 	t.TClass, t.HopLimit = 0, 0
 	t.Transport, t.Kind, t.Extra, t.Start, t.End = 0, 0, 0, false, false
-	t.DestQP, t.PSN, t.N, t.MTU = 0, 0, 0, 0
+	t.DestQP, t.SRQ, t.PSN, t.N, t.MTU = 0, 0, 0, 0, 0
 	t.AckReq, t.Solicited = false, false
 	t.RETH, t.Atomic, t.AETH, t.Orig, t.Imm, t.DETH = wire.RETH{}, wire.AtomicETH{}, wire.AETH{}, 0, 0, wire.DETH{}
 	t.Len, t.Payload, t.Bounce, t.Cookie = 0, mem.List{}, false, 0

@@ -12,7 +12,8 @@ import (
 	"github.com/gopacket/gopacket/pcapgo"
 )
 
-// goldenPacket is a packet of another implementation: see testdata/golden.
+// goldenPacket is a packet of another implementation: see testdata/golden and
+// testdata/kernel.
 type goldenPacket struct {
 	name     string
 	n        int // in the file, from 1
@@ -26,7 +27,7 @@ type goldenPacket struct {
 // RoCE v2 over IPv4 with DF set, or over IPv6.
 func golden(t testing.TB) []goldenPacket {
 	t.Helper()
-	files, err := filepath.Glob("testdata/golden/*.pcap")
+	files, err := filepath.Glob("testdata/*/*.pcap")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -74,7 +75,7 @@ func golden(t testing.TB) []goldenPacket {
 			t.Fatal(err)
 		}
 	}
-	if want := 193 + 60; len(all) != want {
+	if want := 193 + 60 + 72; len(all) != want {
 		t.Fatalf("%d golden packets, want %d", len(all), want)
 	}
 	return all
@@ -101,7 +102,8 @@ func TestGoldenHeaders(t *testing.T) {
 		seen[h.Opcode]++
 	}
 	// the kinds of packet that the recording is known to hold
-	for _, o := range []Opcode{0x00, 0x01, 0x02, 0x04, 0x06, 0x07, 0x08, 0x0a, 0x0c, 0x0d, 0x0e, 0x0f, 0x10, 0x11, 0x12, 0x13, 0x14, 0x20, 0x21, 0x22, 0x64} {
+	for _, o := range []Opcode{0x00, 0x01, 0x02, 0x03, 0x04, 0x05, 0x06, 0x07, 0x08, 0x09, 0x0a, 0x0b, 0x0c, 0x0d, 0x0e, 0x0f, 0x10, 0x11, 0x12, 0x13, 0x14,
+		0x16, 0x17, 0x20, 0x21, 0x22, 0x23, 0x25, 0x26, 0x28, 0x29, 0x2a, 0x2b, 0x64, 0x65} {
 		if seen[o] == 0 {
 			t.Errorf("no %v among the golden packets", o)
 		}

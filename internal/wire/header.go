@@ -112,8 +112,12 @@ func (h *Header) parseExtensions(set Headers, b []byte) []byte {
 		h.XRCSRQ = be.Uint32(b) & mask24
 		b = b[4:]
 	}
+	if set&HasFETH != 0 {
+		h.RETH.Flush = makeFETH(be.Uint32(b))
+		b = b[4:]
+	}
 	if set&HasRETH != 0 {
-		h.RETH = RETH{VA: be.Uint64(b), RKey: be.Uint32(b[8:]), Len: be.Uint32(b[12:])}
+		h.RETH.VA, h.RETH.RKey, h.RETH.Len = be.Uint64(b), be.Uint32(b[8:]), be.Uint32(b[12:])
 		b = b[16:]
 	}
 	if set&HasAtomicETH != 0 {
@@ -178,6 +182,9 @@ func (h *Header) appendExtensions(set Headers, b []byte) []byte {
 	}
 	if set&HasXRCETH != 0 {
 		b = be.AppendUint32(b, h.XRCSRQ&mask24)
+	}
+	if set&HasFETH != 0 {
+		b = be.AppendUint32(b, h.RETH.Flush.bits())
 	}
 	if set&HasRETH != 0 {
 		b = be.AppendUint64(b, h.RETH.VA)

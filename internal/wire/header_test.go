@@ -26,6 +26,9 @@ func sample(o Opcode, n int) (Header, []byte) {
 	if i.Headers&HasRETH != 0 {
 		h.RETH = RETH{VA: 0x0123456789abcdef, RKey: 0xdeadbeef, Len: 0x7fffffff}
 	}
+	if i.Headers&HasFETH != 0 {
+		h.RETH.Flush = FETH{Placement: PlacePersistent | PlaceGlobal, Selectivity: SelectRegion}
+	}
 	if i.Headers&HasAtomicETH != 0 {
 		h.Atomic = AtomicETH{VA: 0xfedcba9876543210, RKey: 0xfeedf00d, SwapAdd: 1 << 63, Compare: 0x1122334455667788}
 	}
@@ -79,6 +82,15 @@ func TestHeaderLayout(t *testing.T) {
 		0x00, 0x24, 0x68, 0x13,
 		0x01, 0x23, 0x45, 0x67, 0x89, 0xab, 0xcd, 0xef, 0xde, 0xad, 0xbe, 0xef, 0x7f, 0xff, 0xff, 0xff,
 		0xca, 0xfe, 0x12, 0x34,
+	}
+	if b := h.Append(nil); !bytes.Equal(b, want) {
+		t.Errorf("\n got %x\nwant %x", b, want)
+	}
+	h, _ = sample(0x1c, 0) // RC FLUSH: the FETH stands in front of the RETH
+	want = []byte{
+		0x1c, 0xc0, 0xff, 0xff, 0xc0, 0xab, 0xcd, 0xef, 0x80, 0x12, 0x34, 0x56,
+		0x00, 0x00, 0x00, 0x13,
+		0x01, 0x23, 0x45, 0x67, 0x89, 0xab, 0xcd, 0xef, 0xde, 0xad, 0xbe, 0xef, 0x7f, 0xff, 0xff, 0xff,
 	}
 	if b := h.Append(nil); !bytes.Equal(b, want) {
 		t.Errorf("\n got %x\nwant %x", b, want)
@@ -190,6 +202,11 @@ func FuzzHeader(f *testing.F) {
 			want[BTHLen+4] = 0
 		case set&HasXRCETH != 0:
 			want[BTHLen] = 0
+		}
+		if set := h.Opcode.Info().Headers; set&HasFETH != 0 {
+			at := BTHLen + (set & HasXRCETH).Len()
+			want[at], want[at+1], want[at+2] = 0, 0, 0
+			want[at+3] &= 0x3f
 		}
 		got := h.Append(nil)
 		if !bytes.Equal(got, want) {

@@ -25,6 +25,8 @@ const (
 	KindAtomicAck
 	KindCmpSwap
 	KindFetchAdd
+	KindAtomicWrite
+	KindFlush
 	KindCNP // congestion notification: no queue pair's message
 	NumKinds
 )
@@ -32,7 +34,7 @@ const (
 // isRequest reports whether the requester sends it; the others answer.
 func (k Kind) isRequest() bool {
 	switch k {
-	case KindSend, KindWrite, KindReadRequest, KindCmpSwap, KindFetchAdd:
+	case KindSend, KindWrite, KindReadRequest, KindCmpSwap, KindFetchAdd, KindAtomicWrite, KindFlush:
 		return true
 	}
 	return false
@@ -68,7 +70,31 @@ type RETH struct {
 	VA   uint64
 	RKey uint32
 	Len  uint32
+
+	// Flush is what a FLUSH asks for. On the wire it is a header of its own, in
+	// front of the range that it is about.
+	Flush FETH
 }
+
+// FETH is the header of a FLUSH (IBA annex A19): 32 bits, of which the low six
+// mean something.
+type FETH struct {
+	Placement   uint8 // what the bytes are to become: bits, see below; 4 bits wide
+	Selectivity uint8 // of which bytes; 2 bits wide
+}
+
+// The fields of a FETH.
+const (
+	PlaceGlobal     = 1 << 0 // visible to all that can see the memory
+	PlacePersistent = 1 << 1 // surviving the loss of power
+
+	SelectRange  = 0 // the range of the RETH
+	SelectRegion = 1 // all of the region; the range means nothing
+)
+
+func makeFETH(v uint32) FETH { return FETH{Placement: uint8(v & 0xf), Selectivity: uint8(v >> 4 & 3)} }
+
+func (f FETH) bits() uint32 { return uint32(f.Selectivity&3)<<4 | uint32(f.Placement&0xf) }
 
 // AtomicETH is the header of an atomic request.
 type AtomicETH struct {

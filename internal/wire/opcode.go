@@ -9,11 +9,12 @@ type Opcode uint8
 const OpCNP Opcode = 0x81
 
 // Headers is the set of extension headers that follow a BTH.
-type Headers uint8
+type Headers uint16
 
 const (
 	HasDETH         Headers = 1 << iota // datagram: Q_Key and source queue pair
 	HasXRCETH                           // XRC: the target's shared receive queue
+	HasFETH                             // FLUSH: what is asked for
 	HasRETH                             // RDMA: address, key, length
 	HasAtomicETH                        // atomic request
 	HasAETH                             // acknowledge
@@ -24,7 +25,7 @@ const (
 
 // lengths of the extension headers, in the order of their bits, which is also
 // their order on the wire (IBA 9.3)
-var headerLen = [8]int{8, 4, 16, 28, 4, 8, 4, 4}
+var headerLen = [9]int{8, 4, 4, 16, 28, 4, 8, 4, 4}
 
 // Len returns the number of bytes that the headers take.
 func (s Headers) Len() int {
@@ -90,7 +91,8 @@ const (
 	inXRC = 1 << XRC
 )
 
-// operations is the table of all opcodes (IBA 9.2.1; annex A14 for XRC):
+// operations is the table of all opcodes (IBA 9.2.1; annex A14 for XRC, A19 for
+// FLUSH and ATOMIC WRITE):
 // one row for the low five bits, with the transports that offer it. What a
 // transport adds to every one of its packets, buildOpcodes adds.
 var operations = []struct {
@@ -126,6 +128,8 @@ var operations = []struct {
 	{0x14, "Fetch Add", KindFetchAdd, Only, NoExtra, HasAtomicETH, false, inRC | inXRC},
 	{0x16, "Send Last Invalidate", KindSend, Last, WithInv, HasIETH, true, inRC | inXRC},
 	{0x17, "Send Only Invalidate", KindSend, Only, WithInv, HasIETH, true, inRC | inXRC},
+	{0x1c, "Flush", KindFlush, Only, NoExtra, HasFETH | HasRETH, false, inRC | inXRC},
+	{0x1d, "Atomic Write", KindAtomicWrite, Only, NoExtra, HasRETH, true, inRC | inXRC},
 	{0x01, "", KindCNP, Only, NoExtra, 0, true, inCNP},
 }
 

@@ -28,6 +28,8 @@ func TestOpcodeNumbers(t *testing.T) {
 		{0x13, RC, KindCmpSwap, Only, NoExtra, HasAtomicETH, 28, false, "RC Compare Swap"},
 		{0x14, RC, KindFetchAdd, Only, NoExtra, HasAtomicETH, 28, false, "RC Fetch Add"},
 		{0x17, RC, KindSend, Only, WithInv, HasIETH, 4, true, "RC Send Only Invalidate"},
+		{0x1c, RC, KindFlush, Only, NoExtra, HasFETH | HasRETH, 20, false, "RC Flush"},
+		{0x1d, RC, KindAtomicWrite, Only, NoExtra, HasRETH, 16, true, "RC Atomic Write"},
 		{0x2b, UC, KindWrite, Only, WithImm, HasRETH | HasImm, 20, true, "UC RDMA Write Only Immediate"},
 		{0x64, UD, KindSend, Only, NoExtra, HasDETH, 8, true, "UD Send Only"},
 		{0x65, UD, KindSend, Only, WithImm, HasDETH | HasImm, 12, true, "UD Send Only Immediate"},
@@ -36,6 +38,7 @@ func TestOpcodeNumbers(t *testing.T) {
 		{0xab, XRC, KindWrite, Only, WithImm, HasXRCETH | HasRETH | HasImm, 24, true, "XRC RDMA Write Only Immediate"},
 		{0xb1, XRC, KindAck, Only, NoExtra, HasAETH, 4, false, "XRC Acknowledge"},
 		{0xb4, XRC, KindFetchAdd, Only, NoExtra, HasXRCETH | HasAtomicETH, 32, false, "XRC Fetch Add"},
+		{0xbc, XRC, KindFlush, Only, NoExtra, HasXRCETH | HasFETH | HasRETH, 24, false, "XRC Flush"},
 	} {
 		want := OpInfo{true, c.name, c.t, c.k, c.p, c.x, c.headers, c.length, c.payload}
 		if got := *c.op.Info(); got != want {
@@ -45,7 +48,7 @@ func TestOpcodeNumbers(t *testing.T) {
 			t.Errorf("%#02x is called %q", uint8(c.op), c.op)
 		}
 	}
-	for _, o := range []Opcode{0x15, 0x18, 0x1f, 0x2c, 0x36, 0x40, 0x44, 0x60, 0x66, 0x80, 0x82, 0xb5, 0xb8, 0xc0, 0xff} {
+	for _, o := range []Opcode{0x15, 0x18, 0x1b, 0x1e, 0x1f, 0x2c, 0x36, 0x3c, 0x3d, 0x40, 0x44, 0x60, 0x66, 0x80, 0x82, 0xb5, 0xb8, 0xc0, 0xff} {
 		if i := o.Info(); i.Valid || i.Transport != Transport(o>>5) || i.Name != "" {
 			t.Errorf("%#02x: %+v", uint8(o), *i)
 		}
@@ -84,7 +87,7 @@ func TestOpIsInverse(t *testing.T) {
 			t.Errorf("%v can be longer than MaxPacket", i.Name)
 		}
 	}
-	if want := 23 + 12 + 2 + 1 + 23; valid != want {
+	if want := 25 + 12 + 2 + 1 + 25; valid != want {
 		t.Errorf("%d opcodes, want %d", valid, want)
 	}
 	found := 0

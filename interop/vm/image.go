@@ -9,6 +9,7 @@ package vm
 //  3. pack writes it.
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"errors"
@@ -28,7 +29,7 @@ import (
 type Contents struct {
 	Programs []Program // of the host; reachable by their names
 	Files    []Program // more files of the host, by path (a * matches); at the same path in the guest
-	Modules  []string  // kernel modules to load, in this order, after those that they need; ?name may be absent
+	Modules  []string  // kernel modules to load, in this order, after those that they need
 }
 
 // modules that every guest needs: for its disk-less life and the shared directory.
@@ -134,9 +135,8 @@ func collect(ctx context.Context, k *Kernel, c Contents) (*collected, error) {
 	slices.Sort(all.libs)
 	all.libs = slices.Compact(all.libs)
 	for _, m := range append(slices.Clone(baseModules), c.Modules...) {
-		name, optional := strings.CutPrefix(m, "?")
-		files, err := modulesFor(ctx, k, name)
-		if err != nil && !optional {
+		files, err := modulesFor(ctx, k, m)
+		if err != nil {
 			return nil, err
 		}
 		for _, f := range files {
@@ -169,7 +169,9 @@ func libraries(ctx context.Context, path string) ([]string, error) {
 }
 
 // modulesFor returns the files of a module and those it needs, in the order of
-// loading. A module that is built into the kernel has none.
+// loading. A module that is built into the kernel has none, and the packages of
+// some kernels do not say which those are: what is not found is taken to be built
+// in. If it is not, the guest will miss it and say so.
 func modulesFor(ctx context.Context, k *Kernel, name string) ([]string, error) {
 	modprobe, err := find("modprobe")
 	if err != nil {
@@ -178,6 +180,9 @@ func modulesFor(ctx context.Context, k *Kernel, name string) ([]string, error) {
 	cmd := exec.CommandContext(ctx, modprobe, "-d", k.Dir, "-S", k.Release, "-C", "/dev/null", "--show-depends", name)
 	out, err := cmd.CombinedOutput()
 	if err != nil {
+		if bytes.Contains(out, []byte("not found in directory")) {
+			return nil, nil
+		}
 		return nil, fmt.Errorf("kernel %s, module %s: %w\n%s", k.Release, name, err, out)
 	}
 	var files []string

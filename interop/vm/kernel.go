@@ -30,8 +30,8 @@ type Kernel struct {
 	Suite   string // "stable", "sid" or a release's name
 	Release string // as uname -r has it
 	Version string // of the Debian package
-	Dir     string // the unpacked packages, with an index of the modules
-	Image   string // the kernel itself
+	Dir     string `json:"-"` // the unpacked packages, with an index of the modules
+	Image   string `json:"-"` // the kernel itself
 }
 
 // lookupAge is how long the answer to "which kernel does the suite have" is
@@ -82,7 +82,8 @@ func readRecord(name string) (*Kernel, time.Duration) {
 	if json.Unmarshal(b, k) != nil {
 		return nil, 0
 	}
-	if _, err := os.Stat(k.Image); err != nil {
+	k.Dir = filepath.Join(filepath.Dir(name), k.Version)
+	if k.Image, err = kernelImage(k.Dir, k.Release); err != nil {
 		return nil, 0
 	}
 	return k, time.Since(st.ModTime())
@@ -168,6 +169,7 @@ func fetchKernel(ctx context.Context, dir, suite string) (*Kernel, error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return nil, err
 	}
+	sweep(dir)
 	tmp, err := os.MkdirTemp(dir, "tmp.")
 	if err != nil {
 		return nil, err
@@ -204,6 +206,17 @@ func fetchKernel(ctx context.Context, dir, suite string) (*Kernel, error) {
 	}
 	k.Image, err = kernelImage(k.Dir, k.Release)
 	return k, err
+}
+
+// sweep removes what runs that were killed have left. It is no matter if it
+// cannot.
+func sweep(dir string) {
+	old, _ := filepath.Glob(filepath.Join(dir, "tmp.*")) // the pattern is right
+	for _, name := range old {
+		if st, err := os.Stat(name); err == nil && time.Since(st.ModTime()) > 24*time.Hour {
+			_ = os.RemoveAll(name)
+		}
+	}
 }
 
 // download unpacks a kernel's packages into tree. Newer kernels come in several.

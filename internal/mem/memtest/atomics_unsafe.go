@@ -64,9 +64,26 @@ func testAtomics(t *testing.T, e *env) {
 
 	model := e.fill(r)
 	for off := uint64(1); off < 8; off++ {
-		if _, f := mem.Atomic(e.table, self, r.Key(), r.IOVA()+off, mem.FetchAdd, 0, 1); f.Kind != mem.FaultAlign {
-			t.Errorf("atomic at offset %d: %v", off, f)
+		for _, op := range []mem.AtomicOp{mem.FetchAdd, mem.Store} {
+			if _, f := mem.Atomic(e.table, self, r.Key(), r.IOVA()+off, op, 0, 1); f.Kind != mem.FaultAlign {
+				t.Errorf("atomic %d at offset %d: %v", op, off, f)
+			}
 		}
+	}
+	for _, off := range []uint64{0, 64, page - 8} {
+		binary.NativeEndian.PutUint64(model[off:], 0x0123456789abcdef+off)
+		if _, f := mem.Atomic(e.table, self, r.Key(), r.IOVA()+off, mem.Store, 0, 0x0123456789abcdef+off); !f.OK() {
+			t.Errorf("store at %d: %v", off, f)
+		}
+	}
+	// Storing is writing: it needs that right, and no other.
+	writable := e.register(page, mem.RegionConfig{Access: ib.AccessLocalWrite | ib.AccessRemoteWrite, IOVA: iova})
+	if _, f := mem.Atomic(e.table, self, writable.Key(), iova, mem.Store, 0, 1); !f.OK() {
+		t.Errorf("store with the right to write: %v", f)
+	}
+	other := e.register(page, mem.RegionConfig{Access: ib.AccessLocalWrite | ib.AccessRemoteRead | ib.AccessRemoteAtomic, IOVA: iova})
+	if _, f := mem.Atomic(e.table, self, other.Key(), iova, mem.Store, 0, 1); f.Kind != mem.FaultAccess {
+		t.Errorf("store without the right to write: %v", f)
 	}
 	// The request's address is aligned, the memory is not, and the other way
 	// round: on regions that begin off a word.

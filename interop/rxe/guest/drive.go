@@ -9,10 +9,12 @@ package main
 //  4. What it made is cleared away; if something is left, kverbs is started anew.
 
 import (
+	"bufio"
 	"errors"
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -25,9 +27,10 @@ import (
 
 // testCase is a row of the table.
 type testCase struct {
-	name  string // parts joined by "/"; see table.go
-	short bool   // part of the short form
-	soak  bool   // only run when asked for
+	name    string // parts joined by "/"; see table.go
+	short   bool   // part of the short form
+	shortV4 bool   // the same, but over IPv4 only
+	soak    bool   // only run when asked for
 
 	family string // "v4" or "v6"
 	frame  int    // the interfaces' MTU. Zero: 9000
@@ -39,6 +42,9 @@ type testCase struct {
 	limit time.Duration // zero: defaultLimit
 	run   func(*scene) error
 }
+
+// weInitiate tells who initiates, by the name.
+func (c *testCase) weInitiate() bool { return strings.HasSuffix(c.name, "/we") }
 
 const defaultLimit = 90 * time.Second
 
@@ -127,7 +133,11 @@ func (s *stage) close() {
 func (s *stage) perform(c *testCase) *result.Case {
 	began := time.Now()
 	capture := filepath.Join(scratch, "case.pcapng")
-	err := s.play(c, capture)
+	recorded := func() error { return nil }
+	if s.order.Record {
+		recorded = record(fileName(c) + ".pcap")
+	}
+	err := errors.Join(s.play(c, capture), recorded())
 	r := &result.Case{Name: c.name, Took: time.Since(began)}
 	var skip skipError
 	switch {
@@ -137,7 +147,7 @@ func (s *stage) perform(c *testCase) *result.Case {
 		r.Err = err.Error()
 	}
 	if r.Err != "" || s.order.Keep && r.Skip == "" {
-		r.Capture = strings.ReplaceAll(c.name, "/", "_") + ".pcapng"
+		r.Capture = fileName(c) + ".pcapng"
 		if err := keepCapture(capture, r.Capture); err != nil {
 			r.Capture = ""
 			fmt.Fprintln(os.Stderr, "guest: no capture of", c.name, err)
@@ -145,6 +155,36 @@ func (s *stage) perform(c *testCase) *result.Case {
 	}
 	_ = os.Remove(capture) // there is none if the device could not be opened
 	return r
+}
+
+func fileName(c *testCase) string { return strings.ReplaceAll(c.name, "/", "_") }
+
+// record records frames at our end of the pair, until the function that it returns
+// is called.
+func record(name string) (stop func() error) {
+	file := filepath.Join(scratch, name)
+	cmd := exec.Command("dumpcap", "-q", "-P", "-i", oursIf, "-f", "udp port 4791", "-w", file)
+	said, err := cmd.StderrPipe()
+	if err == nil {
+		err = cmd.Start()
+	}
+	if err != nil {
+		return func() error { return err }
+	}
+	// It names the file when it has begun.
+	lines := bufio.NewScanner(said)
+	for lines.Scan() && !strings.HasPrefix(lines.Text(), "File:") {
+	}
+	return func() error {
+		time.Sleep(300 * time.Millisecond) // it reads in blocks
+		err := cmd.Process.Signal(os.Interrupt)
+		_, copyErr := io.Copy(io.Discard, said)
+		err = errors.Join(err, copyErr, cmd.Wait())
+		if err == nil {
+			err = keepCapture(file, name)
+		}
+		return errors.Join(err, os.Remove(file))
+	}
 }
 
 func keepCapture(from, name string) error {
@@ -205,7 +245,7 @@ func (s *stage) play(c *testCase, capture string) (err error) {
 	watchdog := time.AfterFunc(limit, func() {
 		late.Do(func() { overdue = true; k.kill() })
 	})
-	err = c.run(&scene{testCase: c, ours: o, kernel: k, weInit: strings.HasSuffix(c.name, "/we")})
+	err = c.run(&scene{testCase: c, ours: o, kernel: k, weInit: c.weInitiate()})
 	watchdog.Stop()
 	late.Do(func() {}) // if it has fired, wait for it
 	if overdue {

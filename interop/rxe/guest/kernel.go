@@ -322,6 +322,9 @@ const (
 	kernelWCGRH = 1 << 0
 	kernelWCImm = 1 << 1
 	kernelWCInv = 1 << 3
+	// rxe hands the kernel's own bit for it to user space, where that bit means
+	// something else: docs/interop.md.
+	kernelWCInvRxe = 1 << 2
 )
 
 func (k *kernel) wait(cq int, what string, d time.Duration) (verbs.WC, error) {
@@ -342,7 +345,7 @@ func (k *kernel) wait(cq int, what string, d time.Duration) (verbs.WC, error) {
 		wc.Flags |= verbs.WCWithImm
 		wc.Imm = uint32(a.num("imm"))
 	}
-	if flags&kernelWCInv != 0 {
+	if flags&(kernelWCInv|kernelWCInvRxe) != 0 {
 		wc.Flags |= verbs.WCWithInv
 		wc.InvalidatedKey = uint32(a.num("inv"))
 	}

@@ -53,7 +53,9 @@ func main() {
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "guest:", err)
 		if role != "victim" {
-			err = errors.Join(err, report(result.Line{Fatal: err.Error()}))
+			if err := report(result.Line{Fatal: err.Error()}); err != nil {
+				fmt.Fprintln(os.Stderr, "guest: the host does not learn it:", err)
+			}
 		}
 		os.Exit(1)
 	}

@@ -63,6 +63,13 @@ func makeNetwork() error {
 	if err := os.WriteFile(first, nil, 0o444); err != nil {
 		return err
 	}
+	// The kernel's device sends 64 packets and more in a row; they must fit a
+	// socket's buffer. The default would hold 25 of the largest.
+	for _, name := range []string{"rmem_max", "wmem_max"} {
+		if err := os.WriteFile("/proc/sys/net/core/"+name, []byte("4194304"), 0o644); err != nil {
+			return err
+		}
+	}
 	v4, v6 := families["v4"], families["v6"]
 	return all(
 		"mount -o bind /proc/1/ns/net "+first,

@@ -15,6 +15,8 @@ type end struct {
 	qpn uint32
 	psn uint32
 	ah  int // UD
+
+	patience time.Duration // how long to wait for a completion
 }
 
 // connection is how two ends are connected. The zero value of each field but MTU
@@ -32,7 +34,12 @@ type connection struct {
 	access  verbs.Access // what the peer may do: all
 }
 
-const patience = 30 * time.Second
+// patience is how long cases wait for something that must come; those with very
+// long messages wait longer.
+const (
+	patience     = 30 * time.Second
+	longPatience = 20 * time.Minute
+)
 
 // qkey is that of all UD queue pairs.
 const qkey = 0x11111111
@@ -86,6 +93,10 @@ func (s *scene) connect(c connection) (i, t *end, err error) {
 	i, t = &end{party: a, psn: c.psn & 0xffffff}, &end{party: b, psn: (c.psn + 100) & 0xffffff}
 	caps := verbs.QPCap{MaxSendWR: c.depth, MaxRecvWR: c.depth, MaxSendSGE: c.sges, MaxRecvSGE: c.sges}
 	for _, e := range []*end{i, t} {
+		e.patience = patience
+		if s.soak {
+			e.patience = longPatience
+		}
 		if e.qp, e.qpn, err = e.newQP(c.typ, caps); err != nil {
 			return nil, nil, err
 		}
@@ -135,7 +146,7 @@ func (e *end) try(wr verbs.SendWR) (verbs.WC, error) {
 	if err := e.post(wr); err != nil {
 		return verbs.WC{}, err
 	}
-	wc, err := e.sent(e.qp, patience)
+	wc, err := e.sent(e.qp, e.patience)
 	if err == nil && wc.ID != wr.ID {
 		err = fmt.Errorf("%s: request %d completed, not %d", e.who(), wc.ID, wr.ID)
 	}
@@ -150,7 +161,7 @@ var completedAs = map[verbs.Opcode]verbs.WCOpcode{
 
 // wantReceived waits for a receive and compares its completion.
 func (e *end) wantReceived(want verbs.WC) error {
-	wc, err := e.received(e.qp, patience)
+	wc, err := e.received(e.qp, e.patience)
 	if err != nil {
 		return err
 	}

@@ -24,6 +24,7 @@ func table() (all []*testCase) {
 		losses(),
 		unreliable(),
 		datagrams(),
+		programs(),
 		giants(),
 	} {
 		all = append(all, rows...)
@@ -44,6 +45,7 @@ func everyWay(c testCase, run func(*scene) error) (rows []*testCase) {
 			row := c
 			row.name = fmt.Sprintf("%s/%s/%s", c.name, family, way)
 			row.family, row.run = family, run
+			row.short = c.short || c.shortV4 && family == "v4"
 			rows = append(rows, &row)
 		}
 	}

@@ -436,10 +436,10 @@ static void do_poll(void)
 		err(errno ? errno : EIO, "poll_cq");
 		return;
 	}
-	int inv = wc.wc_flags & IBV_WC_WITH_INV;
+	/* imm and inv are two readings of one field; the flags tell which counts */
 	ok("n=1 id=%llu status=%d op=%d flags=%u len=%u imm=%u inv=%u qpn=%u src=%u vendor=%u",
-	   (unsigned long long)wc.wr_id, wc.status, wc.opcode, wc.wc_flags, wc.byte_len,
-	   inv ? 0 : ntohl(wc.imm_data), inv ? wc.invalidated_rkey : 0, wc.qp_num, wc.src_qp, wc.vendor_err);
+	   (unsigned long long)wc.wr_id, wc.status, wc.opcode, wc.wc_flags, wc.byte_len, ntohl(wc.imm_data),
+	   wc.invalidated_rkey, wc.qp_num, wc.src_qp, wc.vendor_err);
 }
 
 static void do_srq(void)

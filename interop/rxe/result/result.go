@@ -18,6 +18,7 @@ type Order struct {
 	Short  bool   // only the cases of the short form
 	Soak   bool   // the long cases, and no others
 	Keep   bool   // keep the captures of cases that passed too
+	Record bool   // also record what is on the network between the two, frame by frame
 	Bench  int    // rounds of the comparison of speeds, instead of cases
 }
 

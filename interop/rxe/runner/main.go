@@ -30,6 +30,7 @@ func main() {
 	short := flag.Bool("short", false, "only the cases of the short form")
 	soak := flag.Bool("soak", false, "only the long cases")
 	keep := flag.Bool("keep", false, "keep the packets of cases that passed too")
+	record := flag.Bool("record", false, "also record the frames of every case, as they are on the network")
 	bench := flag.Int("bench", 0, "compare speeds instead, in so many rounds")
 	dir := flag.String("dir", ".logs/interop", "where results, consoles and captures go, by kernel")
 	limit := flag.Duration("limit", time.Hour, "for each kernel")
@@ -37,10 +38,10 @@ func main() {
 
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	order := result.Order{Run: *run, Short: *short, Soak: *soak, Keep: *keep, Bench: *bench}
+	order := result.Order{Run: *run, Short: *short, Soak: *soak, Keep: *keep, Record: *record, Bench: *bench}
 	mem := 0
 	if *soak {
-		mem = 5120 // two buffers of 1 GiB
+		mem = rxe.GiantMemMB
 	}
 	t := newTable()
 	var err error

@@ -124,7 +124,7 @@ func ParseKeys(line []byte) (Keys, error) {
 // Report is what the sides of a bandwidth test tell each other at the end.
 type Report struct {
 	Size    uint64  // bytes of a message
-	Iters   uint64  // messages of each queue pair
+	Iters   uint64  // messages, of all queue pairs together
 	Peak    float64 // MiB/s
 	Average float64 // MiB/s
 	MsgRate float64 // million messages per second

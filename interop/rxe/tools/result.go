@@ -33,7 +33,7 @@ type Result struct {
 	// acknowledgement is lost on the way nobody repeats it.
 	LastUnacknowledged bool
 
-	Elapsed    time.Duration // from the first request to the last completion
+	Elapsed    time.Duration // from the first request to the last completion; nothing where this side only serves
 	PeerReport *Report       // of a bandwidth test's peer, where it sends one
 }
 
@@ -48,6 +48,9 @@ func (r *Result) String() string {
 		if n := r.Completions[status]; n > 0 {
 			s += fmt.Sprintf(", %d times %q", n, status)
 		}
+	}
+	if r.LastUnacknowledged {
+		s += ", the last message unacknowledged"
 	}
 	return s + fmt.Sprintf(", %v", r.Elapsed.Round(time.Microsecond))
 }

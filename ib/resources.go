@@ -1,0 +1,50 @@
+package ib
+
+import "net/netip"
+
+// DeviceResources is what the processes of this host that share a device have.
+type DeviceResources struct {
+	Addr      netip.Addr         `json:"addr"` // the device's first
+	Processes []ProcessResources `json:"processes"`
+}
+
+// ProcessResources is what one process has of a device.
+type ProcessResources struct {
+	PID      int    `json:"pid"`
+	Program  string `json:"program"`
+	Device   string `json:"device"`
+	Owner    bool   `json:"owner"`    // packets from outside reach it first
+	Answered bool   `json:"answered"` // if not, the process did not say what it has: it is stopped, or has just ended
+
+	CQs  int          `json:"cqs"`
+	PDs  int          `json:"pds"`
+	SRQs int          `json:"srqs"`
+	AHs  int          `json:"ahs"`
+	QPs  []QPResource `json:"qps"`
+	MRs  []MRResource `json:"mrs"`
+
+	// Counters are those of the device that are not zero, for this process.
+	Counters map[string]uint64 `json:"counters"`
+}
+
+// QPResource is a queue pair and its traffic.
+type QPResource struct {
+	Number      uint32 `json:"qpn"`
+	Type        string `json:"type"`
+	State       string `json:"state"`
+	DestQPN     uint32 `json:"dest_qpn,omitempty"`
+	DestGID     GID    `json:"dest_gid"`
+	TxBytes     uint64 `json:"tx_bytes"`
+	RxBytes     uint64 `json:"rx_bytes"`
+	TxPackets   uint64 `json:"tx_packets"`
+	RxPackets   uint64 `json:"rx_packets"`
+	Retransmits uint64 `json:"retransmitted_packets"`
+}
+
+// MRResource is a memory region. Keys are not told: they are rights.
+type MRResource struct {
+	Kind   string `json:"kind"`
+	Addr   uint64 `json:"addr"`
+	Length uint64 `json:"length"`
+	Access string `json:"access"`
+}

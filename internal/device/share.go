@@ -1,0 +1,97 @@
+package device
+
+// Sharing a device with other processes of the host: who they are is package
+// host's business, how trains reach them that of link.Shared; this file ties both
+// to the device.
+
+import (
+	"net"
+	"net/netip"
+
+	"github.com/verbena-rdma/verbena/internal/host"
+	"github.com/verbena-rdma/verbena/internal/link"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// openShared opens the link of a device that other processes may have open too.
+// alone wants an address that nobody has.
+func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.Tap, status func() any) (*link.Shared, *host.Member, error) {
+	var m *host.Member
+	ready := make(chan struct{}) // closed when the link knows its processes
+	s, err := link.OpenShared(&link.SharedConfig{
+		UDP:     link.UDPConfig{Addrs: addrs, NoGSO: cfg.NoGSO, NoGRO: cfg.NoGRO, Tap: tap},
+		Packets: cfg.Link == linkUDP,
+		Look: func(a netip.Addr) (link.Neighbours, error) {
+			<-ready
+			return m.Look(a)
+		},
+	})
+	if err != nil {
+		return nil, nil, err
+	}
+	m, err = host.Join(host.Config{
+		Status: status,
+		Addrs: addrs, Alone: alone, Limits: hostLimits(cfg.Limits), Become: s.Listen,
+		Joined: func(owner int) { <-ready; s.Connect(owner) },
+		Channel: func(c *net.UnixConn, from netip.Addr, process int) {
+			<-ready
+			_ = s.Accept(c, from, process) // who asked is told
+		},
+	})
+	if err != nil {
+		_ = s.Close() // the first error says more
+		return nil, nil, err
+	}
+	s.Join(m, m.Slot())
+	close(ready)
+	return s, m, nil
+}
+
+// hostLimits are the limits of all processes of the device together.
+func hostLimits(l provider.Limits) (h [host.NumObjects]uint32) {
+	d := withDefaults(l)
+	for o, n := range map[host.Object]int{host.QPs: d.QPs, host.CQs: d.CQs, host.MRs: d.MRs, host.PDs: d.PDs,
+		host.AHs: d.AHs, host.SRQs: d.SRQs, host.Channels: d.CQs} {
+		h[o] = uint32(n)
+	}
+	return h
+}
+
+// publishLocked tells the other processes how many objects this one has.
+func (d *Device) publishLocked() {
+	if d.member == nil {
+		return
+	}
+	c := &d.counts
+	for o, n := range [...]int{host.QPs: c.qps, host.CQs: c.cqs, host.MRs: c.mrs, host.PDs: c.pds,
+		host.AHs: c.ahs, host.SRQs: c.srqs, host.Channels: c.channels} {
+		d.member.Set(host.Object(o), n)
+	}
+}
+
+// overLimitLocked reports whether all processes together have more of something
+// than the device has.
+func (d *Device) overLimitLocked() bool {
+	if d.member == nil {
+		return false
+	}
+	for o := range host.NumObjects {
+		if d.member.Over(o) {
+			return true
+		}
+	}
+	return false
+}
+
+// moreNumbers gets queue pair numbers for this process, if it runs out of them.
+func (d *Device) moreNumbers() error {
+	if d.member == nil || !d.qps.Short() {
+		return nil
+	}
+	r, err := d.member.Lease()
+	if err != nil {
+		return opError("create_qp", err)
+	}
+	d.qps.Extend(r)
+	return nil
+}

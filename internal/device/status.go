@@ -1,0 +1,60 @@
+package device
+
+// What a process says about its part of a device, and what all of them say.
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/host"
+	"github.com/verbena-rdma/verbena/internal/qp"
+)
+
+// status is what this process has: asked for by another one.
+func (d *Device) status() any {
+	s := ib.ProcessResources{Program: filepath.Base(os.Args[0]), Device: d.name, Counters: map[string]uint64{}}
+	for _, c := range d.Counters() {
+		if c.Value != 0 {
+			s.Counters[c.Name] = c.Value
+		}
+	}
+	d.mu.Lock()
+	s.CQs, s.PDs, s.SRQs, s.AHs = d.counts.cqs, d.counts.pds, d.counts.srqs, d.counts.ahs
+	d.mu.Unlock()
+	for number, q := range d.qps.All() {
+		q.mu.Lock()
+		a, c := q.core.Query(), &q.core.Counters
+		s.QPs = append(s.QPs, ib.QPResource{Number: number, Type: q.core.Type.String(), State: a.State.String(), DestQPN: a.DestQPN, DestGID: a.AV.DGID,
+			TxBytes: c[qp.CntTxBytes], RxBytes: c[qp.CntRxBytes], TxPackets: c[qp.CntTxPackets], RxPackets: c[qp.CntRxPackets], Retransmits: c[qp.CntRetransmits]})
+		q.mu.Unlock()
+	}
+	for r := range d.table.Regions() {
+		s.MRs = append(s.MRs, ib.MRResource{Kind: r.Kind().String(), Addr: r.IOVA(), Length: r.Length(), Access: r.Access().String()})
+	}
+	slices.SortFunc(s.QPs, func(a, b ib.QPResource) int { return int(a.Number) - int(b.Number) })
+	return s
+}
+
+// Resources asks every process of this user that has a device open on this host
+// what it has.
+func Resources() ([]ib.DeviceResources, error) {
+	list, err := host.List()
+	if err != nil {
+		return nil, opError("list_resources", err)
+	}
+	all := []ib.DeviceResources{}
+	for _, l := range list {
+		d := ib.DeviceResources{Addr: l.Addr}
+		for _, p := range l.Processes {
+			var r ib.ProcessResources
+			answered := len(p.Status) > 0 && json.Unmarshal(p.Status, &r) == nil
+			r.PID, r.Owner, r.Answered = p.PID, p.Owner, answered
+			d.Processes = append(d.Processes, r)
+		}
+		all = append(all, d)
+	}
+	return all, nil
+}

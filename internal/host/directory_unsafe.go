@@ -1,0 +1,96 @@
+package host
+
+import (
+	"errors"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// The directory's layout.
+//
+// This is sound: the segment is as long as the layout, which openDirectory
+// checks, page-aligned, and mapped for as long as the directory is used. All
+// fields that change are atomics, so that another process's writes are no data
+// race; those that do not are written before the segment is passed on. What is
+// read from it is used as an index only after a check, since a process of the
+// same user may have written anything.
+type layout struct {
+	magic  uint64
+	id     [2]uint64
+	key    mem.PermKey
+	limits [NumObjects]uint32
+
+	owner   atomic.Uint32 // slot of the owner, or of the last one
+	granted atomic.Uint32 // the range that was leased last
+	_       [64]byte
+	process [MaxProcesses]entry
+	lease   [NumRanges]atomic.Uint32 // by range: slot+1 of the process that holds it
+}
+
+// entry is one process. Its counts are its own to write, the rest is the owner's.
+type entry struct {
+	state atomic.Uint32
+	pid   atomic.Uint32
+	nonce atomic.Uint64
+	count [NumObjects]atomic.Uint32
+	_     [64]byte
+}
+
+const layoutMagic = 0x7665726265_6e61_01 // "verbena", version 1
+
+var errDirectory = errors.New("the directory of the device is damaged, or of another version")
+
+// directory is a mapped one.
+type directory struct {
+	fd   int
+	mem  []byte
+	perm mem.Perm24
+	*layout
+}
+
+const layoutSize = int(unsafe.Sizeof(layout{}))
+
+func createDirectory(key mem.PermKey, id [2]uint64, limits [NumObjects]uint32) (*directory, error) {
+	fd, err := sys.NewMemfd("verbena-directory", layoutSize)
+	if err != nil {
+		return nil, err
+	}
+	d, err := mapDirectory(fd)
+	if err != nil {
+		return nil, err
+	}
+	d.id, d.key, d.limits, d.magic = id, key, limits, layoutMagic
+	d.perm = mem.NewPerm24(key)
+	return d, nil
+}
+
+// openDirectory maps a directory that another process has passed. It takes the
+// descriptor over.
+func openDirectory(fd int) (*directory, error) {
+	if fd < 0 {
+		return nil, errDirectory
+	}
+	d, err := mapDirectory(fd)
+	if err != nil {
+		return nil, err
+	}
+	if d.magic != layoutMagic {
+		return nil, errors.Join(errDirectory, d.close())
+	}
+	d.perm = mem.NewPerm24(d.key)
+	return d, nil
+}
+
+func mapDirectory(fd int) (*directory, error) {
+	b, err := sys.MapMemfd(fd, layoutSize)
+	if err != nil {
+		return nil, errors.Join(err, sys.CloseFD(fd))
+	}
+	return &directory{fd: fd, mem: b, layout: (*layout)(unsafe.Pointer(unsafe.SliceData(b)))}, nil
+}
+
+// close unmaps the directory, which nobody may use any more.
+func (d *directory) close() error { return errors.Join(sys.Unmap(d.mem), sys.CloseFD(d.fd)) }

@@ -1,0 +1,201 @@
+package host
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// Messages are JSON, one to a packet of a SOCK_SEQPACKET socket: they are few,
+// and a person with strace can read them.
+
+const (
+	protocol   = 1
+	maxMessage = 64 << 10
+	namePrefix = "@verbena/"
+)
+
+// Operations of a request to an owner.
+const (
+	opJoin   = "join"   // be a process of the device
+	opRejoin = "rejoin" // the same, with the entry that it has
+	opLook   = "look"   // see the directory
+	opLease  = "lease"  // get a range
+)
+
+// Operations of a request to a process.
+const (
+	opChannel = "channel" // hand the connection over
+	opStatus  = "status"  // tell what it is doing
+)
+
+type request struct {
+	Op       string       `json:"op"`
+	Protocol int          `json:"protocol"`
+	Addrs    []netip.Addr `json:"addrs,omitempty"` // join: all addresses of the device; channel: who asks
+	PID      int          `json:"pid,omitempty"`
+	Nonce    uint64       `json:"nonce,omitempty"`
+	Slot     int          `json:"slot,omitempty"` // rejoin, channel
+	ID       [2]uint64    `json:"id,omitempty"`   // rejoin: of the directory
+}
+
+type reply struct {
+	Errno syscall.Errno `json:"errno,omitempty"`
+	Err   string        `json:"err,omitempty"`
+	Slot  int           `json:"slot"`
+	Range uint32        `json:"range"`
+}
+
+// refusal is an error that the other side has told.
+type refusal struct {
+	errno syscall.Errno
+	text  string
+}
+
+func (r *refusal) Error() string { return r.text }
+func (r *refusal) Unwrap() error { return r.errno }
+
+func refuse(errno syscall.Errno, format string, args ...any) *refusal {
+	return &refusal{errno, fmt.Sprintf(format, args...)}
+}
+
+func (r *reply) err() error {
+	if r.Errno == 0 && r.Err == "" {
+		return nil
+	}
+	return &refusal{r.Errno, r.Err}
+}
+
+// replyTime is how long an answer may take: the other side only looks at memory.
+const replyTime = 5 * time.Second
+
+// ownerName and processName are the names of sockets.
+func ownerName(a netip.Addr) string { return namePrefix + a.String() }
+
+func processName(a netip.Addr, pid uint32, nonce uint64) string {
+	return ownerName(a) + processSuffix(pid, nonce)
+}
+
+func processSuffix(pid uint32, nonce uint64) string { return fmt.Sprintf("/%d-%016x", pid, nonce) }
+
+func listen(name string) (*net.UnixListener, error) {
+	return net.ListenUnix("unixpacket", &net.UnixAddr{Name: name, Net: "unixpacket"})
+}
+
+func dial(name string) (*net.UnixConn, error) {
+	c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: name, Net: "unixpacket"})
+	if err != nil {
+		return nil, err
+	}
+	if err := checkPeer(c); err != nil {
+		return nil, errors.Join(err, c.Close())
+	}
+	return c, nil
+}
+
+// checkPeer refuses the processes of another user.
+func checkPeer(c *net.UnixConn) error {
+	who, err := sys.PeerCred(c)
+	if err != nil {
+		return err
+	}
+	if who.UID != os.Geteuid() {
+		return refuse(syscall.EADDRINUSE, "the device there belongs to another user (uid %d): choose another address, any of 127.0.0.0/8 will do on one host", who.UID)
+	}
+	return nil
+}
+
+// send sends a message, and a descriptor if fd is not negative.
+func send(c *net.UnixConn, v any, fd int) error {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	var fds []int
+	if fd >= 0 {
+		fds = []int{fd}
+	}
+	if err := c.SetWriteDeadline(time.Now().Add(replyTime)); err != nil {
+		return err
+	}
+	return sys.SendFDs(c, b, fds...)
+}
+
+// receive takes a message, and the one descriptor that may come with it, or -1.
+func receive(c *net.UnixConn, v any) (fd int, err error) {
+	b := make([]byte, maxMessage)
+	n, fds, err := sys.RecvFDs(c, b)
+	if err != nil {
+		return -1, err
+	}
+	switch {
+	case n == 0:
+		err = net.ErrClosed // the end
+	case len(fds) > 1:
+		err = errors.New("more descriptors than were asked for")
+	default:
+		err = json.Unmarshal(b[:n], v)
+	}
+	if err != nil {
+		for _, fd := range fds {
+			err = errors.Join(err, sys.CloseFD(fd))
+		}
+		return -1, err
+	}
+	if len(fds) == 1 {
+		return fds[0], nil
+	}
+	return -1, nil
+}
+
+// refuseFD closes a descriptor that nobody has asked for.
+func refuseFD(fd int) {
+	if fd >= 0 {
+		_ = sys.CloseFD(fd) // it is the kernel's gift
+	}
+}
+
+// ask sends a request and takes its reply.
+func ask(c *net.UnixConn, q *request) (r reply, fd int, err error) {
+	q.Protocol = protocol
+	if err := send(c, q, -1); err != nil {
+		return r, -1, err
+	}
+	if err := c.SetReadDeadline(time.Now().Add(replyTime)); err != nil {
+		return r, -1, err
+	}
+	if fd, err = receive(c, &r); err != nil {
+		return r, -1, err
+	}
+	if err = c.SetReadDeadline(time.Time{}); err == nil {
+		err = r.err()
+	}
+	if err != nil {
+		refuseFD(fd)
+		fd = -1
+	}
+	return r, fd, err
+}
+
+// names lists the sockets with our names that exist in this network namespace.
+func names() ([]string, error) {
+	b, err := os.ReadFile("/proc/net/unix")
+	if err != nil {
+		return nil, err
+	}
+	var all []string
+	for line := range strings.Lines(string(b)) {
+		if i := strings.Index(line, " "+namePrefix); i >= 0 {
+			all = append(all, strings.TrimSpace(line[i:]))
+		}
+	}
+	return all, nil
+}

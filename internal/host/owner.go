@@ -1,0 +1,240 @@
+package host
+
+// The owner's part: it has the name of every address of the device, and answers
+// those who come.
+//
+//  1. listenAll gets the names: all or none.
+//  2. serve takes connections; answer deals with one, from its first message to
+//     its end, which is the end of the process.
+//  3. adopt, after a take-over, waits for those who were there before.
+
+import (
+	"errors"
+	"maps"
+	"net"
+	"net/netip"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+)
+
+type owner struct {
+	dir   *directory
+	addrs []netip.Addr
+	names []*net.UnixListener
+	self  int
+
+	mu     sync.Mutex // guards what follows, and writes to the directory
+	conns  map[*net.UnixConn]int
+	absent map[int]bool // processes of an earlier owner that have not come back yet
+	closed bool
+
+	wg sync.WaitGroup
+}
+
+// listenAll gets the names of all addresses.
+func listenAll(addrs []netip.Addr) ([]*net.UnixListener, error) {
+	var all []*net.UnixListener
+	for _, a := range addrs {
+		l, err := listen(ownerName(a))
+		if err != nil {
+			closeAll(all)
+			return nil, err
+		}
+		all = append(all, l)
+	}
+	return all, nil
+}
+
+func closeAll(ls []*net.UnixListener) {
+	for _, l := range ls {
+		_ = l.Close() // nothing is lost with it
+	}
+}
+
+// start begins to answer. self is the owner's own entry.
+func (o *owner) start(self int) {
+	o.self = self
+	o.conns = make(map[*net.UnixConn]int)
+	o.absent = make(map[int]bool)
+	o.dir.owner.Store(uint32(self))
+	for _, l := range o.names {
+		o.wg.Go(func() { o.serve(l) })
+	}
+}
+
+func (o *owner) serve(l *net.UnixListener) {
+	for {
+		c, err := l.AcceptUnix()
+		if err != nil {
+			if errors.Is(err, net.ErrClosed) {
+				return
+			}
+			time.Sleep(10 * time.Millisecond) // no descriptors, or no memory: not for ever
+			continue
+		}
+		if !o.enter(c) {
+			_ = c.Close()
+			return
+		}
+		o.wg.Go(func() { o.answer(c) })
+	}
+}
+
+// enter counts a connection, unless the owner is going.
+func (o *owner) enter(c *net.UnixConn) bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.closed {
+		return false
+	}
+	o.conns[c] = -1
+	return true
+}
+
+// answer deals with a connection until it ends.
+func (o *owner) answer(c *net.UnixConn) {
+	defer o.leave(c)
+	if err := checkPeer(c); err != nil {
+		var r *refusal
+		if errors.As(err, &r) {
+			_ = send(c, &reply{Errno: r.errno, Err: r.text}, -1)
+		}
+		return
+	}
+	for {
+		var q request
+		fd, err := receive(c, &q)
+		refuseFD(fd)
+		if err != nil {
+			return
+		}
+		r, err := o.handle(c, &q)
+		var no *refusal
+		if errors.As(err, &no) {
+			r = reply{Errno: no.errno, Err: no.text}
+		}
+		pass := -1
+		if err == nil && (q.Op == opJoin || q.Op == opLook) {
+			pass = o.dir.fd
+		}
+		if send(c, &r, pass) != nil {
+			return
+		}
+	}
+}
+
+// leave ends a connection, and frees what its process had.
+func (o *owner) leave(c *net.UnixConn) {
+	_ = c.Close()
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if slot := o.conns[c]; slot >= 0 && !o.closed {
+		o.dir.release(slot)
+	}
+	delete(o.conns, c)
+}
+
+func (o *owner) handle(c *net.UnixConn, q *request) (reply, error) {
+	if q.Protocol != protocol {
+		return reply{}, refuse(syscall.EPROTONOSUPPORT, "the device there speaks protocol %d, this process %d: use one version of Verbena", protocol, q.Protocol)
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	switch q.Op {
+	case opJoin:
+		if !slices.Equal(q.Addrs, o.addrs) {
+			return reply{}, refuse(syscall.EADDRINUSE, "a device with the addresses %v is open there: open the same ones, or others", o.addrs)
+		}
+		slot, ok := o.dir.claim(q.PID, q.Nonce)
+		if !ok {
+			return reply{}, refuse(syscall.EUSERS, "%d processes share the device, which is all there is room for", MaxProcesses)
+		}
+		o.conns[c] = slot
+		return reply{Slot: slot}, nil
+	case opRejoin:
+		if q.ID != o.dir.id || q.Slot < 0 || q.Slot >= MaxProcesses || o.dir.process[q.Slot].state.Load() != processAlive ||
+			o.dir.process[q.Slot].nonce.Load() != q.Nonce {
+			return reply{}, refuse(syscall.ESTALE, "the device there is another one")
+		}
+		delete(o.absent, q.Slot)
+		o.conns[c] = q.Slot
+		return reply{Slot: q.Slot}, nil
+	case opLook:
+		return reply{}, nil
+	case opLease:
+		slot := o.conns[c]
+		if slot < 0 {
+			return reply{}, refuse(syscall.EINVAL, "join first")
+		}
+		return o.grantLocked(slot)
+	}
+	return reply{}, refuse(syscall.EINVAL, "operation %q is unknown", q.Op)
+}
+
+func (o *owner) grantLocked(slot int) (reply, error) {
+	r, ok := o.dir.grant(slot)
+	if !ok {
+		return reply{}, refuse(syscall.ENOMEM, "no queue pair number is free")
+	}
+	return reply{Range: r}, nil
+}
+
+// adopt takes over from an owner that is gone: its entry is freed now, those of
+// processes that went with it when they have had time to come back.
+func (o *owner) adopt(previous int, stop <-chan struct{}) {
+	o.mu.Lock()
+	if previous >= 0 && previous < MaxProcesses && previous != o.self {
+		o.dir.release(previous)
+	}
+	for i := range o.dir.process {
+		if i != o.self && o.dir.process[i].state.Load() == processAlive {
+			o.absent[i] = true
+		}
+	}
+	o.mu.Unlock()
+	o.wg.Go(func() {
+		select {
+		case <-stop:
+		case <-time.After(returnTime):
+			o.bury()
+		}
+	})
+}
+
+// bury frees the entries of processes that have not come back and do not answer.
+func (o *owner) bury() {
+	o.mu.Lock()
+	missing := slices.Collect(maps.Keys(o.absent))
+	o.mu.Unlock()
+	for _, slot := range missing {
+		e := &o.dir.process[slot]
+		if c, err := dial(processName(o.addrs[0], e.pid.Load(), e.nonce.Load())); err == nil {
+			_ = c.Close() // it lives, and will come
+			continue
+		}
+		o.mu.Lock()
+		if o.absent[slot] {
+			o.dir.release(slot)
+			delete(o.absent, slot)
+		}
+		o.mu.Unlock()
+	}
+}
+
+// returnTime is how long the processes of an earlier owner have to come back.
+const returnTime = 2 * time.Second
+
+// close lets go of the names and of everybody.
+func (o *owner) close() {
+	o.mu.Lock()
+	o.closed = true
+	o.dir.release(o.self)
+	for c := range o.conns {
+		_ = c.Close()
+	}
+	o.mu.Unlock()
+	closeAll(o.names)
+	o.wg.Wait()
+}

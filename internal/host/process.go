@@ -1,0 +1,171 @@
+package host
+
+// A process's own socket, where others ask for a channel to it or for what it is
+// doing.
+
+import (
+	"encoding/json"
+	"errors"
+	"io"
+	"net"
+	"net/netip"
+	"sync"
+	"time"
+)
+
+type process struct {
+	listener *net.UnixListener
+	channel  func(c *net.UnixConn, from netip.Addr, slot int)
+	status   func() any
+
+	mu    sync.Mutex // guards conns
+	conns map[*net.UnixConn]bool
+
+	wg sync.WaitGroup
+}
+
+func startProcess(name string, channel func(*net.UnixConn, netip.Addr, int), status func() any) (*process, error) {
+	l, err := listen(name)
+	if err != nil {
+		return nil, err
+	}
+	p := &process{listener: l, channel: channel, status: status, conns: make(map[*net.UnixConn]bool)}
+	p.wg.Go(p.serve)
+	return p, nil
+}
+
+func (p *process) serve() {
+	for {
+		c, err := p.listener.AcceptUnix()
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err != nil {
+			time.Sleep(10 * time.Millisecond) // no descriptors, or no memory: not for ever
+			continue
+		}
+		p.mu.Lock()
+		p.conns[c] = true
+		p.mu.Unlock()
+		p.wg.Go(func() {
+			if !p.answer(c) {
+				_ = c.Close()
+			}
+			p.mu.Lock()
+			delete(p.conns, c)
+			p.mu.Unlock()
+		})
+	}
+}
+
+// answer deals with a connection, and reports whether somebody else goes on
+// with it.
+func (p *process) answer(c *net.UnixConn) bool {
+	if checkPeer(c) != nil || c.SetReadDeadline(time.Now().Add(replyTime)) != nil {
+		return false
+	}
+	var q request
+	fd, err := receive(c, &q)
+	refuseFD(fd)
+	if err != nil || q.Protocol != protocol || c.SetReadDeadline(time.Time{}) != nil {
+		return false
+	}
+	switch {
+	case q.Op == opChannel && p.channel != nil && len(q.Addrs) == 1:
+		if send(c, &reply{}, -1) != nil {
+			return false
+		}
+		p.channel(c, q.Addrs[0], q.Slot)
+		return true
+	case q.Op == opStatus && p.status != nil:
+		if b, err := json.Marshal(p.status()); err == nil {
+			_ = sendLong(c, b) // who asked may have gone
+		}
+	}
+	return false
+}
+
+// sendLong sends what may be longer than a packet; the end of the connection is
+// its end.
+func sendLong(c *net.UnixConn, b []byte) error {
+	for len(b) > 0 {
+		n := min(len(b), maxMessage)
+		if err := c.SetWriteDeadline(time.Now().Add(replyTime)); err != nil {
+			return err
+		}
+		if _, err := c.Write(b[:n]); err != nil {
+			return err
+		}
+		b = b[n:]
+	}
+	return nil
+}
+
+func receiveLong(c *net.UnixConn) ([]byte, error) {
+	var all []byte
+	b := make([]byte, maxMessage)
+	for {
+		if err := c.SetReadDeadline(time.Now().Add(replyTime)); err != nil {
+			return nil, err
+		}
+		n, err := c.Read(b)
+		all = append(all, b[:n]...)
+		if errors.Is(err, io.EOF) || err == nil && n == 0 {
+			return all, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+}
+
+func (p *process) close() {
+	_ = p.listener.Close()
+	p.mu.Lock()
+	for c := range p.conns {
+		_ = c.SetReadDeadline(time.Unix(1, 0)) // who is being answered is let go
+	}
+	p.mu.Unlock()
+	p.wg.Wait()
+}
+
+// Directory is the directory of another device, as this member sees it.
+type Directory struct {
+	addr netip.Addr
+	dir  *directory
+	me   *Member
+}
+
+// Look finds the device at an address of this host, if a process of this user
+// has one open. It fails with ECONNREFUSED if nobody has.
+func (m *Member) Look(a netip.Addr) (*Directory, error) {
+	dir, err := look(a)
+	if err != nil {
+		return nil, err
+	}
+	return &Directory{a, dir, m}, nil
+}
+
+func look(a netip.Addr) (*directory, error) {
+	c, err := dial(ownerName(a))
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close() //nolint:errcheck // nothing is lost with it
+	_, fd, err := ask(c, &request{Op: opLook})
+	if err != nil {
+		return nil, err
+	}
+	return openDirectory(fd)
+}
+
+// Find returns the process that a queue pair belongs to.
+func (d *Directory) Find(qpn uint32) (process int, ok bool) { return d.dir.findQP(qpn) }
+
+// Dial opens a connection to a process.
+func (d *Directory) Dial(process int) (*net.UnixConn, error) {
+	return d.me.dial(d.addr, d.dir, process)
+}
+
+// Close unmaps the directory. Nobody may use it any more.
+func (d *Directory) Close() error { return d.dir.close() }

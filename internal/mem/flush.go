@@ -1,0 +1,93 @@
+package mem
+
+import (
+	"errors"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+)
+
+// FLUSH (IBA annex A19), in two steps:
+//
+//  1. Flush checks the request and makes what was written before it visible to
+//     all who can see the memory. That never waits.
+//  2. Persist, where that was asked for, brings it to storage. That may take
+//     long: no lock is held over it, and no read section.
+
+// FlushRange is what a peer asks to be flushed.
+type FlushRange struct {
+	Key   uint32
+	Addr  uint64
+	Len   uint64
+	Whole bool      // all of the region: Addr and Len mean nothing
+	Acc   ib.Access // what is asked for, as the rights that it needs
+}
+
+// durable is a Backing that can bring its bytes to storage, if Durable says so.
+// Persist may block, and is called outside any read section: perhaps after
+// Close, when it must do no harm. It touches no bytes.
+type durable interface {
+	Durable() bool
+	Persist(off, n uint64) error
+}
+
+func isDurable(b Backing) bool {
+	d, ok := b.(durable)
+	return ok && d.Durable()
+}
+
+// Flush checks a FLUSH: key, state, domain, rights, bounds. Unlike a READ or
+// WRITE of nothing, a FLUSH of nothing must name a good key.
+//
+// It makes everything that was copied before visible to all. Nothing more than
+// a memory barrier is needed for that, since copies are made by the CPU, whose
+// caches are coherent with each other and with devices; hardware has to push
+// its writes out of the I/O complex. The barrier is the read section itself,
+// which begins and ends with an atomic read-modify-write.
+func (t *Table) Flush(f FlushRange, who Actor) Fault {
+	r, _, _, fault := t.openFlush(&f, who)
+	if fault.OK() {
+		r.exit()
+	}
+	return fault
+}
+
+// Persist brings the bytes to storage. It may block. Rights and bounds are
+// checked again; a region that is closed from then on does not wait for it.
+func (t *Table) Persist(f FlushRange, who Actor) Fault {
+	r, off, n, fault := t.openFlush(&f, who)
+	if !fault.OK() {
+		return fault
+	}
+	d, ok := r.backing.(durable)
+	r.exit()
+	if !ok {
+		return r.fault(FaultAccess, off, n) // Register refuses such regions
+	}
+	if n == 0 {
+		return Fault{}
+	}
+	switch err := d.Persist(off, n); {
+	case err == nil:
+		return Fault{}
+	case errors.Is(err, syscall.ENOMEM):
+		return r.fault(FaultStale, off, n) // not mapped any more
+	default:
+		return r.fault(FaultStorage, off, n)
+	}
+}
+
+// openFlush opens a section on the region, and says where in it the range lies.
+func (t *Table) openFlush(f *FlushRange, who Actor) (r *Region, off, n uint64, fault Fault) {
+	addr, n := f.Addr, f.Len
+	if f.Whole {
+		if r = t.Lookup(f.Key); r != nil {
+			addr, n = r.iova, r.length
+		}
+	}
+	r, off, kind := t.open(f.Key, addr, n, f.Acc, who)
+	if kind != FaultNone {
+		return nil, 0, 0, Fault{kind, f.Key, addr, n}
+	}
+	return r, off, n, Fault{}
+}

@@ -1,0 +1,155 @@
+package qp
+
+// The responder's part of FLUSH (IBA annex A19).
+//
+//  1. executeFlush: what is asked for, rights, bounds. Everything the peer has
+//     written before is in memory by then and visible to all.
+//  2. For persistence the answer waits, in its place among the others, until the
+//     owner has brought the bytes to storage: NextSync, then Synced. Requests
+//     behind it are executed meanwhile, but for ATOMIC WRITEs.
+//  3. notYet: the peer asks again for one that still waits. It is told so by an
+//     RNR NAK, which keeps it from giving up.
+
+import (
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// executeFlush takes a FLUSH.
+func (q *QP) executeFlush(t *train.Train) mem.Fault {
+	r := &q.resp
+	f, ok := q.flushRange(&t.RETH)
+	if !ok {
+		return q.refuse(invalidRequest, 0)
+	}
+	if r.full(MaxRDAtomic) {
+		return q.notReady()
+	}
+	if fault := q.Table.Flush(f, q.actor()); !fault.OK() {
+		return q.refuse(accessError, vendorFault(fault))
+	}
+	psn, h := t.PSN, t.RETH
+	q.accept(t, 1)
+	r.rdEnd, r.rdAny = r.epsn, true
+	r.answerFlush(psn, h, q.PD, r.msn)
+	return mem.Fault{}
+}
+
+// flushRange is what a FLUSH asks for. It is not ok if that means nothing, or the
+// queue pair does not grant it.
+func (q *QP) flushRange(h *wire.RETH) (f mem.FlushRange, ok bool) {
+	f = mem.FlushRange{Key: h.RKey, Addr: h.VA, Len: uint64(h.Len), Whole: h.Flush.Selectivity == wire.SelectRegion}
+	if h.Flush.Placement&wire.PlaceGlobal != 0 {
+		f.Acc |= ib.AccessFlushGlobal
+	}
+	if h.Flush.Placement&wire.PlacePersistent != 0 {
+		f.Acc |= ib.AccessFlushPersistent
+	}
+	known := h.Flush.Placement&^(wire.PlaceGlobal|wire.PlacePersistent) == 0 && h.Flush.Selectivity <= wire.SelectRegion
+	return f, q.reliable && known && f.Acc != 0 && f.Acc&^q.attr.Access == 0
+}
+
+// answerFlush notes the answer to a FLUSH: without data, once it is done.
+func (a *answers) answerFlush(psn wire.PSN, h wire.RETH, pd, msn uint32) {
+	j := job{flush: true, psn: psn, n: 1, pd: pd, msn: msn}
+	if h.Flush.Placement&wire.PlacePersistent != 0 {
+		j.waiting, j.reth = true, h
+		a.wantSync = true
+	}
+	a.push(j)
+}
+
+// flushing reports whether a FLUSH waits for storage.
+func (a *answers) flushing() bool {
+	for i := range a.n {
+		if a.at(i).waiting {
+			return true
+		}
+	}
+	return false
+}
+
+// notYet tells a peer that asks again for a FLUSH that it is at work, and reports
+// whether it is. A FLUSH that was accepted and does not wait is done.
+func (q *QP) notYet(psn wire.PSN) bool {
+	r := &q.resp
+	for i := range r.n {
+		if j := r.at(i); j.waiting && j.psn == psn {
+			r.forget(psn)
+			r.ack.pending, r.ack.psn, r.ack.syndrome = true, psn, wire.RNRNak(q.attr.MinRNRTimer)
+			return true
+		}
+	}
+	return false
+}
+
+// Sync is a FLUSH to persistence that its owner is to carry out.
+type Sync struct {
+	Range mem.FlushRange
+	Actor mem.Actor
+	psn   wire.PSN
+	reset uint32 // of which life of the queue pair
+}
+
+// WantsSync reports whether there may be something for NextSync.
+func (q *QP) WantsSync() bool { return q.resp.wantSync && !q.resp.syncing }
+
+// NextSync returns the oldest FLUSH that waits for storage, if nobody is at one.
+// The owner then calls mem's Persist, which may block, so without holding on to
+// the queue pair; and then Synced.
+func (q *QP) NextSync(s *Sync) bool {
+	r := &q.resp
+	if r.syncing {
+		return false
+	}
+	for i := range r.n {
+		if j := r.at(i); j.waiting {
+			f, _ := q.flushRange(&j.reth)
+			*s = Sync{f, mem.Actor{PD: j.pd, QPN: q.Number}, j.psn, q.resets}
+			r.syncing = true
+			return true
+		}
+	}
+	r.wantSync = false
+	return false
+}
+
+// Synced tells how a FLUSH ended: now it can be answered.
+func (q *QP) Synced(s *Sync, f mem.Fault) {
+	r := &q.resp
+	if s.reset != q.resets {
+		return
+	}
+	r.syncing = false
+	for i := range r.n {
+		j := r.at(i)
+		if !j.waiting || j.psn != s.psn {
+			continue
+		}
+		if !f.OK() {
+			q.flushFailed(j.psn, f)
+			return
+		}
+		j.waiting, j.reth = false, wire.RETH{}
+		if r.ack.pending && r.ack.syndrome.IsRNR() && r.ack.psn == j.psn {
+			r.ack.pending = false // it is done after all
+		}
+		return
+	}
+}
+
+// flushFailed refuses a FLUSH that was accepted.
+func (q *QP) flushFailed(psn wire.PSN, f mem.Fault) {
+	why := accessError
+	if f.Kind == mem.FaultStorage {
+		why = storageError
+	}
+	switch q.state {
+	case ib.QPRTR, ib.QPRTS, ib.QPSQD:
+		q.nakAnswer(why, psn)
+	default:
+		q.resp.drop(psn) // something else has ended the queue pair: that is told
+	}
+}

@@ -1,0 +1,412 @@
+package shm
+
+// How two processes that are connected by a unix socket (SOCK_SEQPACKET) make a
+// channel. One message is one packet.
+//
+//	dialer                                       acceptor
+//	is it our user? may it read our memory?      is it our user? (otherwise: refuse)
+//	hello: version, slot, ring, nonce ─────────▶ map its ring and inbox
+//	  + descriptors: ring, inbox, event
+//	                              ◀───────────── hello, with its own
+//	map its ring and inbox
+//	try to read its nonce                        try to read its nonce
+//	ready: could I? ───────────────────────────▶
+//	                              ◀───────────── ready: could I?
+//
+// The socket stays open afterwards, and says nothing but bye: its end is the
+// end of the peer.
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"syscall"
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// ErrRefused means that the peer did not want the channel, or we did not want
+// the peer. The text says why.
+var ErrRefused = errors.New("refused")
+
+const (
+	version    = 1
+	magic      = 0x4d485356 // "VSHM"
+	maxMessage = 256
+)
+
+// Kinds of messages.
+const (
+	msgHello byte = iota + 1
+	msgReady
+	msgRefuse
+	msgBye
+)
+
+// Every message begins with the magic number, its kind and the version.
+const preambleBytes = 8
+
+func message(kind byte) []byte {
+	b := make([]byte, 0, maxMessage)
+	b = binary.LittleEndian.AppendUint32(b, magic)
+	return append(b, kind, version, 0, 0)
+}
+
+// kindOf returns the kind of a message, or 0 if it is none.
+func kindOf(b []byte) byte {
+	if len(b) < preambleBytes || binary.LittleEndian.Uint32(b) != magic {
+		return 0
+	}
+	return b[4]
+}
+
+// hello is what one side tells about itself.
+type hello struct {
+	pid       uint32 // as it sees itself
+	slot      uint32 // our bit in its inbox
+	ring      uint64 // bytes of the ring that we shall write
+	nonce     uint64
+	nonceAddr uint64
+}
+
+const helloBytes = preambleBytes + 4 + 4 + 8 + 8 + 8
+
+func (h *hello) append(b []byte) []byte {
+	b = binary.LittleEndian.AppendUint32(b, h.pid)
+	b = binary.LittleEndian.AppendUint32(b, h.slot)
+	b = binary.LittleEndian.AppendUint64(b, h.ring)
+	b = binary.LittleEndian.AppendUint64(b, h.nonce)
+	return binary.LittleEndian.AppendUint64(b, h.nonceAddr)
+}
+
+// parseHello reads and checks a hello.
+func parseHello(b []byte) (h hello, err error) {
+	if kindOf(b) != msgHello || len(b) != helloBytes {
+		return h, fmt.Errorf("%w: %d bytes of kind %d instead of a hello", ErrBroken, len(b), kindOf(b))
+	}
+	b = b[preambleBytes:]
+	h.pid = binary.LittleEndian.Uint32(b)
+	h.slot = binary.LittleEndian.Uint32(b[4:])
+	h.ring = binary.LittleEndian.Uint64(b[8:])
+	h.nonce = binary.LittleEndian.Uint64(b[16:])
+	h.nonceAddr = binary.LittleEndian.Uint64(b[24:])
+	if h.slot >= MaxPeers || !validRing(h.ring) {
+		return h, fmt.Errorf("%w: slot %d, ring of %d bytes", ErrBroken, h.slot, h.ring)
+	}
+	return h, nil
+}
+
+// Dial makes a channel over a connection that we have dialled, Accept over one
+// that we have accepted. The connection belongs to the channel from then on,
+// and is closed on an error. The tag is the caller's: Channel.Tag.
+//
+// Records may reach the inbox's poller before Dial or Accept returns.
+func (in *Inbox) Dial(ctx context.Context, conn *net.UnixConn, tag any) (*Channel, error) {
+	return in.join(ctx, conn, tag, true)
+}
+
+// Accept is Dial's other side.
+func (in *Inbox) Accept(ctx context.Context, conn *net.UnixConn, tag any) (*Channel, error) {
+	return in.join(ctx, conn, tag, false)
+}
+
+func (in *Inbox) join(ctx context.Context, conn *net.UnixConn, tag any, dialer bool) (*Channel, error) {
+	c := &Channel{tag: tag, in: in, conn: conn, pidfd: -1, done: make(chan struct{})}
+	h := handshake{c: c, in: in, conn: conn, dialer: dialer, uid: os.Geteuid()}
+	if err := h.join(ctx); err != nil {
+		_ = conn.Close() // the first error says more
+		return nil, fmt.Errorf("shm: %w", err)
+	}
+	return c, nil
+}
+
+// join takes a slot, does the handshake, and puts the channel to use; or leaves
+// nothing behind but the connection.
+func (h *handshake) join(ctx context.Context) error {
+	c, in := h.c, h.in
+	if err := in.takeSlot(c); err != nil {
+		return h.refuse(err)
+	}
+	defer in.joining.Done()
+	// Both contexts end the handshake by making the connection time out.
+	expire := func() { _ = h.conn.SetDeadline(time.Unix(1, 0)) } // it fails on a closed one
+	stop, stopIn := context.AfterFunc(ctx, expire), context.AfterFunc(in.ctx, expire)
+	err := h.run()
+	if !stop() {
+		err = errors.Join(ctx.Err(), err)
+	}
+	if !stopIn() {
+		err = errors.Join(ErrClosed, err)
+	}
+	if err == nil {
+		err = in.attach(c)
+	}
+	if err != nil {
+		h.undo()
+		in.freeSlot(c.slot)
+	}
+	return err
+}
+
+// takeSlot gives a channel a place in the inbox, where nobody finds it yet, and
+// counts its handshake.
+func (in *Inbox) takeSlot(c *Channel) error {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if in.closed {
+		return ErrClosed
+	}
+	for i := range in.used {
+		if !in.used[i] {
+			in.used[i] = true
+			in.inUse.Store(max(in.inUse.Load(), int32(i/64+1)))
+			in.joining.Add(1)
+			c.slot = i
+			return nil
+		}
+	}
+	return fmt.Errorf("%w: %d peers are connected already", ErrRefused, MaxPeers)
+}
+
+func (in *Inbox) freeSlot(slot int) {
+	in.slots[slot].Store(nil)
+	in.mu.Lock()
+	in.used[slot] = false
+	in.mu.Unlock()
+}
+
+// attach puts a channel that is complete to use.
+func (in *Inbox) attach(c *Channel) error {
+	if err := c.conn.SetDeadline(time.Time{}); err != nil {
+		return err
+	}
+	in.slots[c.slot].Store(c)
+	err := in.watch.AddConn(c.conn, int32(c.slot))
+	if err == nil && c.pidfd >= 0 {
+		err = in.watch.Add(c.pidfd, int32(c.slot))
+	}
+	if err != nil {
+		c.unwatch()
+		return err
+	}
+	in.poke(c.slot) // the peer may have sent, before anybody knew whose slot this is
+	return nil
+}
+
+// handshake makes a channel. What it has made so far is in the fields.
+type handshake struct {
+	c      *Channel
+	in     *Inbox
+	conn   *net.UnixConn
+	dialer bool
+	uid    int // ours
+
+	cred    sys.Cred
+	ringfd  int
+	allowed bool // the peer may read our memory, if the kernel wants that said
+}
+
+func (h *handshake) run() (err error) {
+	if h.cred, err = sys.PeerCred(h.conn); err != nil {
+		return err
+	}
+	if h.cred.UID != h.uid {
+		return h.refuse(fmt.Errorf("%w: the processes belong to different users, %d and %d", ErrRefused, h.uid, h.cred.UID))
+	}
+	if !h.in.cfg.NoDirect {
+		reach.allow(h.cred.PID)
+		h.allowed = true
+	}
+	if err := h.makeRing(); err != nil {
+		return h.refuse(err)
+	}
+	defer func() { _ = sys.CloseFD(h.ringfd) }() // the mapping and the peer's copy stay
+
+	if !h.dialer {
+		if err := h.recvHello(); err != nil {
+			return err
+		}
+	}
+	// A peer that is not there any more may have left word why, so go on to read.
+	if err := h.sendHello(); err != nil && !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
+		return h.refuse(err)
+	}
+	if h.dialer {
+		if err := h.recvHello(); err != nil {
+			return err
+		}
+	}
+	return h.tryDirect()
+}
+
+// refuse tells the peer why there will be no channel.
+func (h *handshake) refuse(err error) error {
+	text := err.Error()
+	b := append(message(msgRefuse), text[:min(len(text), maxMessage-preambleBytes)]...)
+	_ = sys.SendNow(h.conn, b) // if it does not arrive, the end does
+	return err
+}
+
+func (h *handshake) makeRing() (err error) {
+	c := h.c
+	h.ringfd, c.rx.mem, err = newSegment("verbena-ring", controlPage+h.in.cfg.RingBytes)
+	if err != nil {
+		return err
+	}
+	c.rx.ring = newReader(c.rx.mem)
+	return nil
+}
+
+func (h *handshake) sendHello() error {
+	in := h.in
+	m := hello{
+		pid:       uint32(os.Getpid()),
+		slot:      uint32(h.c.slot),
+		ring:      uint64(in.cfg.RingBytes),
+		nonce:     in.nonce,
+		nonceAddr: sys.AddrOf(in.mem[nonceAt:]),
+	}
+	return sys.SendFDs(h.conn, m.append(message(msgHello)), h.ringfd, in.memfd, in.event.FD())
+}
+
+// receive receives a message of a kind, or the reason for a refusal.
+func (h *handshake) receive(kind byte) (msg []byte, fds []int, err error) {
+	b := make([]byte, maxMessage)
+	n, fds, err := sys.RecvFDs(h.conn, b)
+	if errors.Is(err, syscall.ECONNRESET) { // the peer left; what it said before is still there
+		n, fds, err = sys.RecvFDs(h.conn, b)
+	}
+	if err != nil {
+		return nil, nil, fmt.Errorf("handshake: %w", err)
+	}
+	b = b[:n]
+	switch got := kindOf(b); {
+	case got == msgRefuse:
+		err = fmt.Errorf("%w by process %d: %q", ErrRefused, h.cred.PID, b[preambleBytes:])
+	case got != 0 && b[5] != version:
+		err = h.refuse(fmt.Errorf("%w: version %d meets version %d", ErrRefused, version, b[5]))
+	case got != kind:
+		err = h.refuse(fmt.Errorf("%w: %d bytes of kind %d, not %d", ErrBroken, n, got, kind))
+	}
+	if err != nil {
+		closeAll(fds)
+		return nil, nil, err
+	}
+	return b, fds, nil
+}
+
+func closeAll(fds []int) {
+	for _, fd := range fds {
+		_ = sys.CloseFD(fd) // they are of no use whatever it says
+	}
+}
+
+// recvHello takes what the peer offers, after checking it.
+func (h *handshake) recvHello() error {
+	b, fds, err := h.receive(msgHello)
+	if err != nil {
+		return err
+	}
+	m, err := parseHello(b)
+	if err == nil && len(fds) != 3 {
+		err = fmt.Errorf("%w: %d descriptors with a hello", ErrBroken, len(fds))
+	}
+	if err != nil {
+		closeAll(fds)
+		return h.refuse(err)
+	}
+	if err := h.take(m, fds[0], fds[1], fds[2]); err != nil {
+		return h.refuse(err)
+	}
+	return nil
+}
+
+// take maps what the peer has sent. It closes the descriptors, or keeps them.
+func (h *handshake) take(m hello, ringfd, inboxfd, eventfd int) error {
+	defer closeAll([]int{ringfd, inboxfd})
+	event, err := sys.OpenEvent(eventfd)
+	if err != nil {
+		closeAll([]int{eventfd})
+		return err
+	}
+	inbox, err := sys.MapMemfd(inboxfd, inboxBytes)
+	if err != nil {
+		return errors.Join(err, event.Close())
+	}
+	ring, err := sys.MapMemfd(ringfd, controlPage+int(m.ring))
+	if err != nil {
+		return errors.Join(err, sys.Unmap(inbox), event.Close())
+	}
+	c := h.c
+	c.bell = newBell(inbox, event, int(m.slot))
+	c.rx.bell, c.tx.bell = c.bell, c.bell
+	c.tx.mem, c.tx.ring = ring, newWriter(ring)
+	c.limit = c.tx.ring.MaxRecord()
+	c.peer.nonce, c.peer.nonceAddr = m.nonce, m.nonceAddr
+	c.peer.pid = h.cred.PID
+	h.openPidfd(int(m.pid))
+	return nil
+}
+
+// openPidfd gets a descriptor of the process, so that its end is noticed even if
+// a child that it forked keeps the socket open. That needs its number for sure:
+// the kernel says who made the socket, which may be the parent of who uses it.
+func (h *handshake) openPidfd(claimed int) {
+	c := h.c
+	if h.cred.PID == 0 || h.cred.PID != claimed {
+		return
+	}
+	if fd, err := sys.OpenPidfd(h.cred.PID); err == nil {
+		c.pidfd = fd
+	}
+}
+
+// tryDirect finds out whether we can read the peer's memory, tells it, and
+// learns whether it can read ours.
+func (h *handshake) tryDirect() error {
+	p := &h.c.peer
+	p.canRead = !h.in.cfg.NoDirect && p.pid > 0 && h.c.readNonce() == nil
+	var can byte
+	if p.canRead {
+		can = 1
+	}
+	if err := sys.SendFDs(h.conn, append(message(msgReady), can)); err != nil {
+		return fmt.Errorf("handshake: %w", err)
+	}
+	b, fds, err := h.receive(msgReady)
+	if err != nil {
+		return err
+	}
+	closeAll(fds) // there should be none
+	if len(b) != preambleBytes+1 {
+		return h.refuse(fmt.Errorf("%w: %d bytes of ready", ErrBroken, len(b)))
+	}
+	p.readsUs = b[preambleBytes] == 1
+	return nil
+}
+
+// undo gives up what was made for a channel that will not be. It is in nobody's
+// hands yet.
+func (h *handshake) undo() {
+	c := h.c
+	if h.allowed {
+		reach.deny(h.cred.PID, false)
+	}
+	if c.pidfd >= 0 {
+		_ = sys.CloseFD(c.pidfd) // it was open: it cannot fail
+	}
+	c.closed = true
+	c.setDown(ErrClosed)
+	if c.bell == nil { // our own ring is all there is
+		if c.rx.mem != nil {
+			_ = sys.Unmap(c.rx.mem) // it was mapped: it cannot fail
+		}
+		return
+	}
+	c.tx.close()
+	c.rx.close()
+}

@@ -1,0 +1,320 @@
+package shm
+
+// What a process polls. Stages: bits of rings that may hold something are
+// gathered (Poll, gather), each such ring is visited (visit) and its records
+// handed to a sink; a ring that stays empty is left alone until its writer sets
+// the bit again (quiet).
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/bits"
+	"sync"
+	"sync/atomic"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// Config is how an inbox is set up. Nil means all defaults.
+type Config struct {
+	// RingBytes is the size of the rings that peers write to us: a multiple of
+	// RingUnit between MinRing and MaxRing. 0 is 512 KiB.
+	RingBytes int
+	// NoDirect keeps us from reading the memory of peers, and from letting
+	// them read ours where the kernel wants it allowed. False allows both.
+	NoDirect bool
+}
+
+const (
+	defaultRing = 512 << 10
+
+	// visitRecords is how many records one ring may deliver before others have
+	// their turn.
+	visitRecords = 32
+	// idleVisits is how often a ring is found empty before it is left alone
+	// until its writer sets the bit. Up to then the writer need not touch
+	// anything but the ring.
+	idleVisits = 256
+)
+
+// Sink takes what arrives. It is called by Poll, in the order of each peer's
+// records.
+type Sink interface {
+	// Record takes a record. The bytes are valid until it returns, and a peer
+	// that misbehaves may change them at any time: what is checked must be
+	// copied first.
+	Record(c *Channel, typ byte, p []byte)
+	// Room says that a channel may have room, after a Reserve that found none.
+	Room(c *Channel)
+	// Gone is the last call for a channel whose peer has ended, or whose ring
+	// is broken: ErrPeerClosed, ErrPeerDied or an ErrBroken. All that the peer
+	// had committed has been delivered. Poll then closes the channel.
+	Gone(c *Channel, err error)
+}
+
+// Inbox receives records from the processes that it has channels with.
+type Inbox struct {
+	cfg Config
+
+	mem   []byte
+	memfd int
+	event *sys.Event
+	nonce uint64
+	words inboxWords
+
+	slots [MaxPeers]atomic.Pointer[Channel]
+
+	// Poll's own; active is read by others.
+	active [slotWords]atomic.Uint64 // rings that Poll looks at
+	idle   [MaxPeers]uint16         // how often each was found empty
+	turn   int                      // the slot to begin with
+
+	inUse   atomic.Int32 // words of bits whose slots have ever been used
+	blocked atomic.Int32 // channels that wait for room
+
+	epoch  uint64 // Announce's own
+	poller *sys.Poller
+
+	watch   *sys.Watch
+	ended   chan struct{}  // closed when the goroutine that watches has ended
+	joining sync.WaitGroup // handshakes under way
+	ctx     context.Context
+	cancel  context.CancelFunc
+
+	mu     sync.Mutex // guards used and closed
+	used   [MaxPeers]bool
+	closed bool
+}
+
+// NewInbox makes an inbox without peers.
+func NewInbox(cfg *Config) (*Inbox, error) {
+	in := &Inbox{memfd: -1, ended: make(chan struct{})}
+	if cfg != nil {
+		in.cfg = *cfg
+	}
+	if in.cfg.RingBytes == 0 {
+		in.cfg.RingBytes = defaultRing
+	}
+	if in.cfg.RingBytes < 0 || !validRing(uint64(in.cfg.RingBytes)) {
+		return nil, fmt.Errorf("shm: a ring cannot have %d bytes", in.cfg.RingBytes)
+	}
+	if err := in.open(); err != nil {
+		in.release()
+		return nil, fmt.Errorf("shm: %w", err)
+	}
+	in.ctx, in.cancel = context.WithCancel(context.Background())
+	go in.watchPeers()
+	return in, nil
+}
+
+func (in *Inbox) open() (err error) {
+	if in.memfd, in.mem, err = newSegment("verbena-inbox", inboxBytes); err != nil {
+		return err
+	}
+	in.words = wordsOf(in.mem)
+	var b [8]byte
+	_, _ = rand.Read(b[:]) // it never fails
+	in.nonce = binary.NativeEndian.Uint64(b[:])
+	in.words.nonce.Store(in.nonce)
+	if in.event, err = sys.NewEvent(); err != nil {
+		return err
+	}
+	if in.poller, err = sys.NewPoller(nil, in.event); err != nil {
+		return err
+	}
+	in.watch, err = sys.NewWatch()
+	return err
+}
+
+// newSegment makes shared memory and maps it.
+func newSegment(name string, size int) (fd int, mem []byte, err error) {
+	if fd, err = sys.NewMemfd(name, size); err != nil {
+		return -1, nil, err
+	}
+	if mem, err = sys.MapMemfd(fd, size); err != nil {
+		_ = sys.CloseFD(fd) // the first error says more
+		return -1, nil, err
+	}
+	return fd, mem, nil
+}
+
+// release gives up what open has made, as far as it came; all but the watch,
+// which open makes last.
+func (in *Inbox) release() {
+	var errs []error
+	if in.poller != nil {
+		errs = append(errs, in.poller.Close())
+	}
+	if in.event != nil {
+		errs = append(errs, in.event.Close())
+	}
+	if in.mem != nil {
+		errs = append(errs, sys.Unmap(in.mem), sys.CloseFD(in.memfd))
+	}
+	if err := errors.Join(errs...); err != nil {
+		panic(fmt.Sprintf("shm: closing what is our own: %v", err)) // somebody else has closed it, and may have done worse
+	}
+}
+
+// Poll hands up to about budget records to the sink, without blocking, and
+// returns how many calls it made. One at a time.
+func (in *Inbox) Poll(s Sink, budget int) int {
+	n := 0
+	if in.blocked.Load() > 0 {
+		n = in.pollRoom(s)
+	}
+	turn := in.turn
+	for index := turn / 64; index < int(in.inUse.Load()); index++ {
+		if n = in.visitAll(s, index, turn, MaxPeers, n, budget); n >= budget {
+			return n
+		}
+	}
+	for index := 0; index*64 < turn; index++ {
+		if n = in.visitAll(s, index, 0, turn, n, budget); n >= budget {
+			return n
+		}
+	}
+	in.turn = 0
+	return n
+}
+
+// visitAll visits the rings of one word that may hold something, from a slot on
+// and below another. When the budget is used up, the next Poll goes on behind.
+func (in *Inbox) visitAll(s Sink, index, from, below, n, budget int) int {
+	for set := in.gather(index); set != 0; set &= set - 1 {
+		slot := index*64 + bits.TrailingZeros64(set)
+		if slot < from || slot >= below && slot < MaxPeers {
+			continue
+		}
+		if n += in.visit(s, slot); n >= budget {
+			in.turn = (slot + 1) % MaxPeers
+			return n
+		}
+	}
+	return n
+}
+
+// gather returns which rings of one word may hold something.
+func (in *Inbox) gather(index int) uint64 {
+	active := in.active[index].Load()
+	if more := in.words.pending[index].Load() &^ active; more != 0 {
+		active |= more
+		in.active[index].Store(active)
+	}
+	return active
+}
+
+// visit delivers what is in one ring. A broken ring and a peer that ended are
+// found out here too.
+func (in *Inbox) visit(s Sink, slot int) int {
+	c := in.channel(slot)
+	if c == nil {
+		in.quiet(slot, nil) // it was closed, or somebody set a bit that is not his
+		return 0
+	}
+	if !c.rx.tryEnter() {
+		return 0 // it is being closed
+	}
+	defer c.rx.leave()
+	down := c.down.Load() // before the ring: what came before the end is seen
+	n, r := 0, c.rx.ring
+	for n < visitRecords && !c.rx.shut.Load() {
+		typ, p, ok := r.Next()
+		if !ok {
+			if err := r.Err(); err != nil {
+				c.fail(err)
+				down = c.down.Load()
+			}
+			if down != nil {
+				s.Gone(c, down.err)
+				c.Close()
+				return n + 1
+			}
+			break
+		}
+		n++
+		s.Record(c, typ, p)
+		if r.Release() {
+			c.bell.roomAgain()
+		}
+	}
+	if n > 0 {
+		in.idle[slot] = 0
+	} else if in.idle[slot]++; in.idle[slot] >= idleVisits {
+		in.quiet(slot, c)
+	}
+	return n
+}
+
+// channel returns who has a slot, or nil; there is none beyond the last.
+func (in *Inbox) channel(slot int) *Channel {
+	if slot >= MaxPeers {
+		return nil
+	}
+	return in.slots[slot].Load()
+}
+
+// quiet ends the visits to a slot until its bit is set again. c is who was found
+// there, or nil; the caller is inside its ring.
+func (in *Inbox) quiet(slot int, c *Channel) {
+	index, bit := slotBit(slot)
+	in.words.pending[index].And(^bit)
+	// Who did something before may not have set the bit, and is seen now; who
+	// does something from now on sets it.
+	if in.channel(slot) != c || c != nil && (c.down.Load() != nil || c.rx.ring.Ready()) {
+		return
+	}
+	in.active[index].And(^bit)
+	if slot < MaxPeers {
+		in.idle[slot] = 0
+	}
+}
+
+// pollRoom tells channels that wait for room which of them may have some.
+func (in *Inbox) pollRoom(s Sink) int {
+	n := 0
+	for index := range slotWords {
+		w := in.words.room[index]
+		if w.Load() == 0 {
+			continue
+		}
+		for set := w.Swap(0); set != 0; set &= set - 1 {
+			if c := in.channel(index*64 + bits.TrailingZeros64(set)); c != nil && c.unblock() {
+				s.Room(c)
+				n++
+			}
+		}
+	}
+	return n
+}
+
+// poke makes Poll visit a slot, and ends a sleep.
+func (in *Inbox) poke(slot int) {
+	index, bit := slotBit(slot)
+	in.words.pending[index].Or(bit)
+	in.event.Signal()
+}
+
+// Close closes all channels and gives up the inbox. Nobody may be in Poll or
+// Wait, nor call them afterwards. It is idempotent.
+func (in *Inbox) Close() {
+	in.mu.Lock()
+	was := in.closed
+	in.closed = true
+	in.mu.Unlock()
+	if was {
+		return
+	}
+	in.cancel()
+	in.joining.Wait() // handshakes, which have been told to end
+	for i := range in.slots {
+		if c := in.slots[i].Load(); c != nil {
+			c.Close()
+		}
+	}
+	in.stopWatching()
+	in.release()
+}

@@ -1,0 +1,124 @@
+package shm
+
+// The end of a channel. The peer closes it (a message on the socket), ends (the
+// end of the socket, or the process's own descriptor), or writes nonsense; or
+// we close it. The first of these is its cause (fail); the poller delivers what
+// the peer had committed before, reports the cause, and closes.
+
+import (
+	"errors"
+	"fmt"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// watchPeers is the one goroutine that an inbox has. It waits for the ends of
+// all channels.
+func (in *Inbox) watchPeers() {
+	defer close(in.ended)
+	var tags [32]int32
+	for {
+		n, err := in.watch.Wait(tags[:])
+		if err != nil {
+			return // stopWatching
+		}
+		for _, slot := range tags[:n] {
+			if c := in.channel(int(slot)); c != nil {
+				c.hear()
+			}
+		}
+	}
+}
+
+func (in *Inbox) stopWatching() {
+	_ = in.watch.Close() // it only ends the waiting
+	<-in.ended
+}
+
+// hear finds out what the socket or the process has to say. The slot may have
+// changed hands since, so there may be nothing.
+func (c *Channel) hear() {
+	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		return
+	}
+	var b [maxMessage]byte
+	n, err := sys.RecvNow(c.conn, b[:])
+	exited := c.pidfd >= 0 && sys.Exited(c.pidfd)
+	c.mu.Unlock()
+
+	switch {
+	case errors.Is(err, syscall.EAGAIN):
+		if exited {
+			c.fail(ErrPeerDied)
+		}
+	case err != nil || n == 0:
+		c.fail(ErrPeerDied)
+	case kindOf(b[:n]) == msgBye:
+		c.fail(ErrPeerClosed)
+	default:
+		c.fail(fmt.Errorf("%w: message of kind %d", ErrBroken, kindOf(b[:n])))
+	}
+}
+
+// fail takes the channel down, for the first cause only: nothing is sent any
+// more, and Poll will come by and report it.
+func (c *Channel) fail(err error) {
+	if !c.setDown(err) {
+		return
+	}
+	c.unwatch()
+	c.in.poke(c.slot)
+}
+
+func (c *Channel) setDown(err error) bool {
+	if !c.down.CompareAndSwap(nil, &cause{err}) {
+		return false
+	}
+	close(c.done)
+	return true
+}
+
+// unwatch ends the watching: a socket at its end is readable for ever.
+func (c *Channel) unwatch() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.closed {
+		c.unwatchLocked()
+	}
+}
+
+func (c *Channel) unwatchLocked() {
+	_ = c.in.watch.RemoveConn(c.conn) // an error: it is not watched
+	if c.pidfd >= 0 {
+		_ = c.in.watch.Remove(c.pidfd) // likewise
+	}
+}
+
+// Close ends the channel: the peer is told, what has arrived and was not polled
+// is dropped. It waits for nobody; memory is unmapped when the last goroutine
+// that is inside leaves. It is idempotent, and may be called by a sink.
+func (c *Channel) Close() {
+	c.setDown(ErrClosed)
+	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		return
+	}
+	c.closed = true
+	c.unwatchLocked()
+	_ = sys.SendNow(c.conn, message(msgBye)) // if it does not arrive, the end does
+	_ = c.conn.Close()                       // likewise
+	if c.pidfd >= 0 {
+		_ = sys.CloseFD(c.pidfd) // it was open: it cannot fail
+	}
+	c.mu.Unlock()
+
+	reach.deny(c.peer.pid, c.in.cfg.NoDirect)
+	c.tx.close()
+	c.rx.close()
+	c.unblock()
+	c.in.freeSlot(c.slot)
+}

@@ -1,0 +1,95 @@
+package sys
+
+// Memory that processes share: a memfd, sealed so that nobody can make it
+// shorter under those who have mapped it.
+
+import (
+	"fmt"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// memfdSeals are what keeps a mapping good for as long as it exists: the file
+// neither shrinks (accesses behind its end would fault) nor grows, and nobody
+// can take the seals away.
+const memfdSeals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+
+// NewMemfd makes a memory file of size bytes, zero and sealed, and returns its
+// descriptor. The name is for people: it stands in /proc/PID/maps.
+func NewMemfd(name string, size int) (int, error) {
+	flags := unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
+	fd, err := unix.MemfdCreate(name, flags|unix.MFD_NOEXEC_SEAL)
+	if err == unix.EINVAL { // the kernel is older than 6.3
+		fd, err = unix.MemfdCreate(name, flags)
+	}
+	if err != nil {
+		return -1, fmt.Errorf("memfd_create: %w", err)
+	}
+	if err := sizeMemfd(fd, size); err != nil {
+		_ = unix.Close(fd) // the first error says more
+		return -1, err
+	}
+	return fd, nil
+}
+
+func sizeMemfd(fd, size int) error {
+	if err := unix.Ftruncate(fd, int64(size)); err != nil {
+		return fmt.Errorf("ftruncate to %d bytes: %w", size, err)
+	}
+	// Pages come when they are touched, and a page that cannot be had kills who
+	// touches it. That happens where the kernel counts strictly what it has
+	// promised, so there all of them are taken now.
+	if mode, _ := os.ReadFile("/proc/sys/vm/overcommit_memory"); len(mode) > 0 && mode[0] == '2' {
+		if err := unix.Fallocate(fd, 0, 0, int64(size)); err != nil {
+			return fmt.Errorf("fallocate of %d bytes: %w", size, err)
+		}
+	}
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, memfdSeals); err != nil {
+		return fmt.Errorf("sealing: %w", err)
+	}
+	return nil
+}
+
+// MapMemfd maps a memory file of exactly size bytes, shared, for reading and
+// writing. The descriptor may come from somebody else: it is refused unless
+// accesses to the mapping are sure not to fault. It may be closed afterwards.
+func MapMemfd(fd, size int) ([]byte, error) {
+	if size <= 0 {
+		return nil, fmt.Errorf("mapping %d bytes: %w", size, unix.EINVAL)
+	}
+	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	if err != nil {
+		return nil, fmt.Errorf("not a memory file: %w", err)
+	}
+	if seals&memfdSeals != memfdSeals {
+		return nil, fmt.Errorf("seals are %#x, must include %#x: %w", seals, memfdSeals, unix.EPERM)
+	}
+	// The size is asked for after the seals: now it cannot change any more.
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return nil, fmt.Errorf("fstat: %w", err)
+	}
+	if st.Size != int64(size) {
+		return nil, fmt.Errorf("memory file of %d bytes, must be %d: %w", st.Size, size, unix.EINVAL)
+	}
+	// Huge pages can run out at an access, which is then a bus error.
+	var fs unix.Statfs_t
+	if err := unix.Fstatfs(fd, &fs); err != nil {
+		return nil, fmt.Errorf("fstatfs: %w", err)
+	}
+	if int64(fs.Type) != unix.TMPFS_MAGIC { //nolint:unconvert // its type depends on the architecture
+		return nil, fmt.Errorf("memory file on a file system of type %#x: %w", fs.Type, unix.EINVAL)
+	}
+	b, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return nil, fmt.Errorf("mmap of %d bytes: %w", size, err)
+	}
+	return b, nil
+}
+
+// Unmap gives up a mapping. Nobody may touch it any more.
+func Unmap(b []byte) error { return unix.Munmap(b) }
+
+// CloseFD closes a descriptor that is not wrapped in anything.
+func CloseFD(fd int) error { return unix.Close(fd) }

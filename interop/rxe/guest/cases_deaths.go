@@ -1,0 +1,207 @@
+package main
+
+// Peers that go away.
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/verbena-rdma/verbena/verbs"
+)
+
+// mortal is a connection that notices soon: three retries of 67 ms.
+var mortal = connection{timeout: 14, retry: 3}
+
+func deaths() (rows []*testCase) {
+	for _, family := range bothFamilies {
+		add := func(name, way string, short bool, run func(*scene) error) {
+			rows = append(rows, &testCase{name: fmt.Sprintf("rc/death/%s/%s/%s", name, family, way), family: family, short: short && family == "v4", run: run})
+		}
+		for _, way := range bothWays {
+			add("queuepair", way, true, (*scene).peerClosed)
+			add("queuepair-busy", way, false, (*scene).peerClosedBusy)
+			add("error-state", way, false, (*scene).peerInError)
+		}
+		add("process", "we", true, (*scene).kernelKilled)
+		add("process", "kernel", true, (*scene).weKilled)
+		add("process-busy", "we", false, (*scene).kernelKilledBusy)
+		add("initiator-busy", "kernel", false, (*scene).kernelKilledInitiating)
+	}
+	return rows
+}
+
+// alone checks what an initiator sees whose peer no longer answers: of n requests,
+// numbered from first, some may have been done before; the next one fails, the
+// others are flushed.
+//
+// A process that is killed loses its regions before its queue pairs, so the last
+// word of its device may be a refusal; refusal says whether that may be.
+func alone(i *end, first uint64, n int, refusal bool) error {
+	failed := false
+	for id := first; id < first+uint64(n); id++ {
+		wc, err := i.sent(i.qp, patience)
+		if err == nil && wc.Status == verbs.WCSuccess && !failed {
+			continue
+		}
+		want := verbs.WCRetryExcErr
+		if failed {
+			want = verbs.WCWRFlushErr
+		}
+		if refusal && !failed && err == nil && wc.Status == verbs.WCRemAccessErr {
+			want = wc.Status
+		}
+		failed = true
+		if err := errors.Join(wantStatus(i.who(), wc, err, want), wantID(i, wc, id)); err != nil {
+			return err
+		}
+	}
+	if !failed {
+		return fmt.Errorf("%s: all requests were done, though nobody was there", i.who())
+	}
+	return wantState(i, verbs.QPErr)
+}
+
+// acquaint connects, and shows that the connection works.
+func (s *scene) acquaint() (i, t *end, wr verbs.SendWR, err error) {
+	const size = 1 << 20
+	if i, t, err = s.connect(mortal); err != nil {
+		return
+	}
+	local, remote, err := buffers(i, t, size)
+	if err != nil {
+		return
+	}
+	wr = verbs.SendWR{ID: 1, Op: verbs.OpRDMAWrite, SGL: []verbs.SGE{local.sge(0, size)}, RemoteAddr: remote.addr, RKey: remote.rkey}
+	_, err = i.do(wr)
+	return
+}
+
+// post8 posts eight requests of 1 MiB, numbered from 2.
+func post8(i *end, wr verbs.SendWR) error {
+	for k := range uint64(8) {
+		wr.ID = 2 + k
+		if err := i.post(wr); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *scene) peerClosed() error {
+	i, t, wr, err := s.acquaint()
+	if err != nil {
+		return err
+	}
+	if err := t.destroy(t.qp); err != nil {
+		return err
+	}
+	if err := post8(i, wr); err != nil {
+		return err
+	}
+	return alone(i, 2, 8, false)
+}
+
+func (s *scene) peerClosedBusy() error {
+	i, t, wr, err := s.acquaint()
+	if err != nil {
+		return err
+	}
+	if err := post8(i, wr); err != nil {
+		return err
+	}
+	if err := t.destroy(t.qp); err != nil {
+		return err
+	}
+	return alone(i, 2, 8, false)
+}
+
+// peerInError: a queue pair in the error state does not answer (IBA 10.3.1).
+func (s *scene) peerInError() error {
+	i, t, wr, err := s.acquaint()
+	if err != nil {
+		return err
+	}
+	if err := t.reject(t.qp); err != nil {
+		return err
+	}
+	if err := post8(i, wr); err != nil {
+		return err
+	}
+	return alone(i, 2, 8, false)
+}
+
+func (s *scene) kernelKilled() error {
+	i, _, wr, err := s.acquaint()
+	if err != nil {
+		return err
+	}
+	s.kernel.die()
+	if err := post8(i, wr); err != nil {
+		return err
+	}
+	return alone(i, 2, 8, false)
+}
+
+func (s *scene) kernelKilledBusy() error {
+	i, _, wr, err := s.acquaint()
+	if err != nil {
+		return err
+	}
+	if err := post8(i, wr); err != nil {
+		return err
+	}
+	s.kernel.die()
+	return alone(i, 2, 8, true)
+}
+
+// kernelKilledInitiating: the target does not notice, and goes on.
+func (s *scene) kernelKilledInitiating() error {
+	i, t, wr, err := s.acquaint()
+	if err != nil {
+		return err
+	}
+	if err := post8(i, wr); err != nil {
+		return err
+	}
+	s.kernel.die()
+	time.Sleep(300 * time.Millisecond)
+	return wantState(t, verbs.QPRTS)
+}
+
+// weKilled has the kernel write to a process of ours that is then killed.
+func (s *scene) weKilled() error {
+	v, err := startVictim(families[s.family].victim)
+	if err != nil {
+		return err
+	}
+	defer v.kill()
+	qp, qpn, err := s.kernel.newQP(verbs.RC, verbs.QPCap{MaxSendWR: 16, MaxRecvWR: 16, MaxSendSGE: 1, MaxRecvSGE: 1})
+	if err != nil {
+		return err
+	}
+	i := &end{party: s.kernel, qp: qp, qpn: qpn, psn: 1000, patience: patience}
+	local, err := i.alloc(victimBytes, allRights)
+	if err != nil {
+		return err
+	}
+	if err := v.connect(verbs.Endpoint{GID: s.kernel.gid(), QPN: qpn, PSN: i.psn}); err != nil {
+		return err
+	}
+	if err := i.connect(qp, verbs.RC, &verbs.QPAttr{
+		Access: verbs.AccessRemote, Port: 1, AV: verbs.AHAttr{DGID: v.hello.GID, PortNum: 1}, PathMTU: verbs.MTU1024,
+		Timeout: mortal.timeout, RetryCnt: mortal.retry, RNRRetry: 7, MinRNRTimer: 12, RQPSN: v.hello.PSN, SQPSN: i.psn,
+		DestQPN: v.hello.QPN, MaxRDAtomic: 16, MaxDestRDAtomic: 16,
+	}); err != nil {
+		return err
+	}
+	wr := verbs.SendWR{ID: 1, Op: verbs.OpRDMAWrite, SGL: []verbs.SGE{local.sge(0, victimBytes)}, RemoteAddr: v.hello.Addr, RKey: v.hello.RKey}
+	if _, err := i.do(wr); err != nil {
+		return err
+	}
+	v.kill()
+	if err := post8(i, wr); err != nil {
+		return err
+	}
+	return alone(i, 2, 8, false)
+}
