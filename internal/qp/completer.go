@@ -116,6 +116,9 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 	if d := r.una.Sub(t.PSN); d > 0 {
 		if d >= t.N {
 			q.Counters.add(CntGhostAcks, t.N)
+			if r.started != 0 { // the peer works at what was asked for twice: asking again would not help
+				r.started, r.progAt = now, now
+			}
 			return mem.Fault{}
 		}
 		t.TrimFront(d) // the front of the train has been taken before

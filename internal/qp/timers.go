@@ -59,9 +59,11 @@ func (r *requester) progress(una wire.PSN, now Time) {
 		}
 		r.srtt += (rtt - r.srtt) / 8
 		r.sampleAt = 0
+		// Only now: after sending again nobody knows which copy was answered, and
+		// the patience that was learnt stays.
+		r.rto = max(minRTO, 8*r.srtt)
 	}
 	r.tries, r.rnrTries, r.lostValid = 0, 0, false
-	r.rto = max(minRTO, 8*r.srtt)
 	r.progAt, r.started = now, now
 	if una == r.max {
 		r.started = 0

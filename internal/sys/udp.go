@@ -79,6 +79,9 @@ func (s *UDPSocket) setup(o UDPOptions) error {
 			return err
 		}
 	}
+	// Who may have more than the system's limit takes it.
+	_ = option{unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, o.RcvBuf}.set(s.fd)
+	_ = option{unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, o.SndBuf}.set(s.fd)
 	s.rcv, _ = unix.GetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_RCVBUF)
 	s.snd, _ = unix.GetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_SNDBUF)
 
