@@ -18,7 +18,7 @@ const (
 )
 
 // trainBytes is the length of a train's fields.
-const trainBytes = 2*17 + 10 + 5*8 + 12*4
+const trainBytes = 2*17 + 10 + 5*8 + 13*4
 
 // Bits of the flags.
 const (
@@ -84,6 +84,7 @@ func packTrain(b []byte, t *train.Train, src, dst netip.Addr) {
 	p.u8(uint8(t.AETH.Syndrome))
 	p.u8(0)
 	p.u32(t.DestQP)
+	p.u32(t.SRQ)
 	p.u32(uint32(t.PSN))
 	p.u32(uint32(t.N))
 	p.u32(uint32(t.MTU))
@@ -121,7 +122,7 @@ func unpackTrain(b []byte, t *train.Train) bool {
 	t.RETH.Flush.Placement, t.RETH.Flush.Selectivity = p.u8(), p.u8()
 	t.AETH.Syndrome = wire.Syndrome(p.u8())
 	p.u8()
-	t.DestQP, t.PSN = p.u32()&0xffffff, wire.MakePSN(p.u32())
+	t.DestQP, t.SRQ, t.PSN = p.u32()&0xffffff, p.u32()&0xffffff, wire.MakePSN(p.u32())
 	t.N, t.MTU = int(p.u32()), int(p.u32())
 	t.RETH.VA, t.RETH.RKey, t.RETH.Len = p.u64(), p.u32(), p.u32()
 	t.Atomic.VA, t.Atomic.RKey, t.Atomic.SwapAdd, t.Atomic.Compare = p.u64(), p.u32(), p.u64(), p.u64()

@@ -19,8 +19,10 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
+	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/shm"
 	"github.com/verbena-rdma/verbena/internal/train"
@@ -42,6 +44,8 @@ type SharedConfig struct {
 	UDP UDPConfig // without Router and Events
 	// Packets makes all traffic go by packets, also to processes of this host.
 	Packets bool
+	// NoPackets makes flows to other hosts fail.
+	NoPackets bool
 	// Look finds the device at another address of this host.
 	Look func(netip.Addr) (Neighbours, error)
 }
@@ -166,6 +170,9 @@ func (s *Shared) Prepare(f *train.Flow) error {
 			f.Link = &localFlow{s, d, f.Src.Unmap(), f.Dst.Unmap()}
 			return nil
 		}
+	}
+	if s.cfg.NoPackets {
+		return ib.Errorf("prepare_flow", syscall.EHOSTUNREACH, "no device of this host is at %v, and packets are not wanted", f.Dst)
 	}
 	return s.UDP.Prepare(f)
 }

@@ -97,7 +97,7 @@ func HoldFile(f *os.File) (FileID, io.Closer, error) {
 		_ = held.Close() // the first error says more
 		return FileID{}, nil, err
 	}
-	return FileID{uint64(st.Dev), st.Ino}, held, nil
+	return FileID{st.Dev, st.Ino}, held, nil
 }
 
 // heldFile is a descriptor that is only kept.

@@ -12,7 +12,7 @@ import (
 // signalled, or somebody calls Wake. A Wake that finds nobody waiting is kept
 // for the next Wait.
 type Poller struct {
-	fds     []unix.PollFd // sockets, then events, then the event descriptor; Wait's own
+	fds     []unix.PollFd // the own event, the given ones, sockets; Wait's own
 	events  []*Event
 	timeout unix.Timespec // Wait's own
 	event   int
@@ -37,14 +37,18 @@ func NewPoller(socks []*UDPSocket, events ...*Event) (*Poller, error) {
 		return nil, err
 	}
 	p := &Poller{event: event, events: events}
-	for _, s := range socks {
-		p.fds = append(p.fds, unix.PollFd{Fd: int32(s.fd), Events: unix.POLLIN})
-	}
+	p.watch(event)
 	for _, e := range events {
-		p.fds = append(p.fds, unix.PollFd{Fd: int32(e.fd), Events: unix.POLLIN})
+		p.watch(e.fd)
 	}
-	p.fds = append(p.fds, unix.PollFd{Fd: int32(event), Events: unix.POLLIN})
+	for _, s := range socks {
+		p.watch(s.fd)
+	}
 	return p, nil
+}
+
+func (p *Poller) watch(fd int) {
+	p.fds = append(p.fds, unix.PollFd{Fd: int32(fd), Events: unix.POLLIN})
 }
 
 // Add makes the poller wait for more sockets, which must outlive it.
@@ -57,14 +61,12 @@ func (p *Poller) Add(socks []*UDPSocket) {
 	p.Wake()
 }
 
-// merge takes over what Add has left. The event descriptor stays last.
+// merge takes over what Add has left.
 func (p *Poller) merge() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, fd := range p.added {
-		last := len(p.fds) - 1
-		p.fds = append(p.fds, p.fds[last])
-		p.fds[last] = unix.PollFd{Fd: int32(fd), Events: unix.POLLIN}
+		p.watch(fd)
 	}
 	p.added = p.added[:0]
 }
@@ -88,14 +90,13 @@ func (p *Poller) Wait(d time.Duration) {
 	if errno != 0 {
 		return // what the kernel says about descriptors is left from before
 	}
-	last := len(p.fds) - 1
 	for i, e := range p.events {
-		if p.fds[last-len(p.events)+i].Revents != 0 {
+		if p.fds[1+i].Revents != 0 {
 			e.Drain()
 		}
 	}
 	// A waker that has not written yet makes the next Wait return early.
-	if p.fds[last].Revents != 0 {
+	if p.fds[0].Revents != 0 {
 		var count [8]byte
 		_, _ = unix.Read(p.event, count[:]) // nothing to read is as good
 	}

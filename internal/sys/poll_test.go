@@ -112,3 +112,42 @@ func TestPollerWakeAfterClose(t *testing.T) {
 		t.Errorf("again: %v", err)
 	}
 }
+
+// A socket that is added later ends a wait too, and events still fall silent.
+func TestPollerAdd(t *testing.T) {
+	tx, rx := openPair(t, "127.77.3.2", UDPOptions{RcvBuf: 1 << 20, SndBuf: 1 << 20})
+	event, err := NewEvent()
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, err := NewPoller(nil, event)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer event.Close()
+	defer p.Close()
+	const long, short = 5 * time.Second, 20 * time.Millisecond
+	p.Add([]*UDPSocket{rx})
+	p.Wait(0) // the one that Add ends
+	event.Signal()
+	if d := waitTime(p, long); d > long/2 {
+		t.Errorf("an event did not end the wait: %v", d)
+	}
+	ok := false
+	for range 10 {
+		ok = ok || waitTime(p, short) >= short
+	}
+	if !ok {
+		t.Error("an event never falls silent")
+	}
+	to := MakeSockaddr(rx.Local())
+	b := NewSendBatch(1, 1)
+	b.Add([]byte("x"))
+	b.End(&to, 0, 0, DefaultHopLimit)
+	if _, err := tx.Send(b, 0); err != nil {
+		t.Fatal(err)
+	}
+	if d := waitTime(p, long); d > long/2 {
+		t.Errorf("data did not end the wait: %v", d)
+	}
+}
