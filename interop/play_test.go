@@ -34,7 +34,11 @@ func play(role string) int {
 		fmt.Fprintln(os.Stderr, "script:", err)
 		return 1
 	}
-	if err := p.run(); err != nil {
+	run := p.run
+	if role == "holder" {
+		run = p.hold
+	}
+	if err := run(); err != nil {
 		p.fail("%v", err)
 	}
 	p.write(envelope{To: "test", Result: &p.result})
@@ -72,6 +76,18 @@ func (p *player) run() (err error) {
 		err = errors.Join(err, c.close())
 	}
 	return errors.Join(err, p.dev.Close())
+}
+
+// hold opens the device and keeps it open until it is told to end.
+func (p *player) hold() error {
+	dev, err := verbs.Open(p.script.Mine, &verbs.Config{Link: verbs.LinkUDP})
+	if err != nil {
+		return err
+	}
+	p.write(envelope{To: "test", Body: json.RawMessage(`"holding"`)})
+	for p.in.Scan() {
+	}
+	return dev.Close()
 }
 
 func (p *player) write(e envelope) {

@@ -1,6 +1,10 @@
 package interop
 
-import "testing"
+import (
+	"bufio"
+	"testing"
+	"time"
+)
 
 // Processes that share an address, and processes of different addresses that do
 // not need packets to talk.
@@ -36,6 +40,47 @@ func TestShared(t *testing.T) {
 					}
 				})
 			})
+		})
+	}
+}
+
+// The process that owns the port is killed, or ends, while another one of its
+// address talks to the outside: that takes over, and nothing is lost or doubled,
+// which both sides of the stream check.
+func TestTakeOver(t *testing.T) {
+	at := loopbacks()
+	for _, tt := range []struct {
+		name string
+		end  func(t *testing.T, holder *actor)
+	}{
+		{"killed", func(t *testing.T, holder *actor) { holder.kill(t) }},
+		{"ended", func(_ *testing.T, holder *actor) { _ = holder.stdin.Close() }},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			holder := start(t.Context(), t, "holder", script{}, at[1])
+			defer func() { _ = holder.stdin.Close(); _ = holder.cmd.Wait() }()
+			if !bufio.NewScanner(holder.stdout).Scan() { // it holds the address
+				t.Fatalf("the holder does not start: %s", holder.stderr)
+			}
+			gone := false
+			r := perform(t, script{Scenario: "stream", Seconds: 2}, at[0], at[1], func(_ *actor, body string) {
+				if body == `"running"` && !gone {
+					gone = true
+					time.Sleep(300 * time.Millisecond)
+					tt.end(t, holder)
+				}
+			})
+			if !gone {
+				t.Error("the holder has seen nothing")
+			}
+			for _, r := range r {
+				t.Logf("%.0f MB/s, %d packets sent, %d again, %d timeouts", float64(r.Bytes)/2e6,
+					r.Counters["tx_packets"], r.Counters["retransmitted_packets"], r.Counters["local_ack_timeouts"])
+				wantSound(t, r)
+				if r.Bytes == 0 {
+					t.Error("nothing was moved")
+				}
+			}
 		})
 	}
 }

@@ -41,7 +41,7 @@ func join(t *testing.T, addrs ...netip.Addr) *joined {
 			_, _ = c.Write([]byte(fmt.Sprint(j.Slot())))
 			_ = c.Close()
 		},
-		Status: func() any { return map[string]int{"slot": j.Slot()} }})
+		Status: func() any { <-ready; return map[string]int{"slot": j.Slot()} }})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -69,8 +69,9 @@ type Member struct {
 
 // joinTime is how long to try while owners come and go.
 const (
-	joinTime = 5 * time.Second
-	retry    = 10 * time.Millisecond
+	joinTime  = 5 * time.Second
+	retry     = 10 * time.Millisecond
+	dialTries = 20
 )
 
 // Join makes this process one of the device's.
@@ -357,7 +358,13 @@ func (m *Member) dial(a netip.Addr, d *directory, process int) (*net.UnixConn, e
 		return nil, fmt.Errorf("process %d of the device at %v: %w", process, a, syscall.ESRCH)
 	}
 	e := &d.process[process]
-	c, err := dial(processName(a, e.pid.Load(), e.nonce.Load()))
+	name := processName(a, e.pid.Load(), e.nonce.Load())
+	c, err := dial(name)
+	// One that has just joined opens its socket a moment later.
+	for i := 0; i < dialTries && errors.Is(err, syscall.ECONNREFUSED) && e.state.Load() == processAlive; i++ {
+		time.Sleep(retry)
+		c, err = dial(name)
+	}
 	if err != nil {
 		return nil, err
 	}
