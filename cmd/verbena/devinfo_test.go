@@ -20,7 +20,7 @@ func TestDevinfoText(t *testing.T) {
 		`(?m)^    sys_image_guid: +([0-9a-f]{4}:){3}[0-9a-f]{4}$`,
 		`(?m)^    vendor_id: +0x[0-9a-f]{6}$`,
 		`(?m)^    phys_port_cnt: +1$`,
-		`(?m)^    links: +loop udp$`,
+		`(?m)^    links: +loop local udp$`,
 		`(?m)^    offloads: +\S`,
 		`(?m)^    memory_lock: +\S`,
 		`(?m)^    stale_pinned_range: +\S`,

@@ -96,7 +96,7 @@ func TestUsageErrors(t *testing.T) {
 		{"perf --op swap", `--op "swap": want one of write, write-imm, read, send, atomic`},
 		{"perf --op atomic --size 64", `--size 64: an atomic is 8 bytes`},
 		{"perf --mem odp", `--mem "odp": this version measures pinned only`},
-		{"perf --link tcp", `--link tcp: want loop or udp`},
+		{"perf --link tcp", `--link tcp: want loop, local or udp`},
 		{"perf --mtu 1500", `--mtu 1500: want 256, 512, 1024, 2048 or 4096`},
 		{"perf --iters=-1", `--iters -1: want 0 or more`},
 		{"perf --duration 0s --iters=-5", `--iters -5: want 0 or more`},

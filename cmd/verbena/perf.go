@@ -31,7 +31,7 @@ type perfCmd struct {
 	Batch    int           `placeholder:"N" help:"Requests of one post, a power of two. Default: as many as 64K hold, at most 16."`
 	QPs      int           `name:"qps" placeholder:"N" help:"Queue pairs. Default: 1."`
 	MTU      int           `name:"mtu" placeholder:"BYTES" help:"Payload of a packet: 256, 512, 1024, 2048 or 4096. Default: the largest that both ports carry."`
-	Link     string        `placeholder:"LINK" help:"loop: both sides in this process. udp: the other side in a process of its own, RoCE v2 packets between them. Default: loop; udp with --connect and --listen."`
+	Link     string        `placeholder:"LINK" help:"loop: both sides in this process. local: the other side in a process of its own that shares the address, and shared memory between them. udp: the same with RoCE v2 packets, on another address. Default: loop; udp with --connect and --listen."`
 	Mem      string        `default:"pinned" help:"Kind of memory; available: ${mem_kinds}."`
 	Lat      bool          `help:"Latency: one message at a time, half a round trip."`
 	Poll     string        `placeholder:"HOW" help:"How a receiver notices a message, with --lat: cq polls the completion queue, memory watches the last byte of the buffer, which only write has. Default: memory for write, cq otherwise."`
@@ -123,7 +123,7 @@ func (c *perfCmd) Run(ctx context.Context, parsed *kong.Context) error {
 		res, err = c.listen(ctx, show)
 	case c.Connect != "":
 		res, err = c.connect(ctx, p, show)
-	case c.Link == string(verbs.LinkUDP):
+	case c.Link != string(verbs.LinkLoop):
 		res, err = c.withChild(ctx, p, show)
 	default:
 		res, err = c.inProcess(ctx, p, show)
@@ -147,8 +147,10 @@ func (c *perfCmd) validate(parsed *kong.Context) error {
 	switch {
 	case c.Listen.on && c.Connect != "":
 		return usagef("--listen and --connect are the two sides, on two hosts")
-	case c.Link != string(verbs.LinkLoop) && c.Link != string(verbs.LinkUDP):
-		return usagef("--link %s: want loop or udp", c.Link)
+	case !slices.Contains([]verbs.LinkMode{verbs.LinkLoop, verbs.LinkLocal, verbs.LinkUDP}, verbs.LinkMode(c.Link)):
+		return usagef("--link %s: want loop, local or udp", c.Link)
+	case remote && c.Link == string(verbs.LinkLocal):
+		return usagef("--link local: without --connect and --listen, it starts its own peer")
 	case remote && c.Link == string(verbs.LinkLoop):
 		return usagef("--link loop: it does not leave the process, so there is nothing to connect to")
 	}

@@ -17,18 +17,21 @@ import (
 // defaultPerfPort is the TCP port on which --listen waits.
 const defaultPerfPort = 18791
 
-// perfPeerCmd is the other side of perf --link udp, started by it: the target of
+// perfPeerCmd is the other side of perf with a process of its own, started by it: the target of
 // one measurement, told what to do over standard input and output.
-type perfPeerCmd struct{}
+type perfPeerCmd struct {
+	Link   string `default:"udp"`
+	Device string
+}
 
-func (perfPeerCmd) Run(ctx context.Context) (err error) {
+func (c *perfPeerCmd) Run(ctx context.Context) (err error) {
 	conn, err := perf.StdPipe()
 	if err != nil {
 		return err
 	}
 	side := perf.NewSideChannel(ctx, conn)
 	defer func() { err = errors.Join(err, side.Close()) }()
-	dev, err := verbs.Open("", &verbs.Config{Link: verbs.LinkUDP})
+	dev, err := verbs.Open(c.Device, &verbs.Config{Link: verbs.LinkMode(c.Link)})
 	if err != nil {
 		return err
 	}
@@ -37,10 +40,20 @@ func (perfPeerCmd) Run(ctx context.Context) (err error) {
 	return err
 }
 
-// withChild measures against a process of its own. That takes another loopback
-// address: the first free one, as this side's was before.
+// peerArgs are the arguments of the other side's process. By packets it takes
+// another loopback address, the first free one as this side's was before; by
+// shared memory it shares the address.
+func peerArgs(dev *verbs.Device, link string) []string {
+	args := []string{"perf-peer", "--link", link}
+	if link == string(verbs.LinkLocal) {
+		args = append(args, "--device", dev.Addr().String())
+	}
+	return args
+}
+
+// withChild measures against a process of its own.
 func (c *perfCmd) withChild(ctx context.Context, p perf.Params, show *stages) (res *perf.Result, err error) {
-	dev, err := verbs.Open(c.Device, &verbs.Config{Link: verbs.LinkUDP, PCAP: c.PCAP})
+	dev, err := verbs.Open(c.Device, &verbs.Config{Link: verbs.LinkMode(c.Link), PCAP: c.PCAP})
 	if err != nil {
 		return nil, err
 	}
@@ -50,7 +63,7 @@ func (c *perfCmd) withChild(ctx context.Context, p perf.Params, show *stages) (r
 	if err != nil {
 		return nil, err
 	}
-	child, err := perf.StartChild(self, "perf-peer")
+	child, err := perf.StartChild(self, peerArgs(dev, c.Link)...)
 	if err != nil {
 		return nil, err
 	}

@@ -49,7 +49,9 @@ func (c *Channel) PeerReads() bool { return c.peer.readsUs }
 // CopyFrom reads memory of the peer: the ranges in a row, into the pieces in a
 // row, as many bytes as the shorter side has. It returns how many bytes it has
 // read; if that is not all, why. It does not look at what the peer allows: the
-// caller reads what he was told to.
+// caller reads what he was told to. What CanRead promises may end, with
+// ErrNotPermitted: the peer may make itself private, or the ancestor end that
+// it has named (reach.go).
 func (c *Channel) CopyFrom(k *Copier, dst [][]byte, src []Range) (int, error) {
 	if !c.peer.canRead {
 		return 0, ErrNotPermitted

@@ -143,13 +143,14 @@ func (h *handshake) join(ctx context.Context) error {
 		err = errors.Join(ErrClosed, err)
 	}
 	if err == nil {
-		err = in.attach(c)
+		err = h.conn.SetDeadline(time.Time{})
 	}
 	if err != nil {
 		h.undo()
 		in.freeSlot(c.slot)
+		return err
 	}
-	return err
+	return in.attach(c)
 }
 
 // takeSlot gives a channel a place in the inbox, where nobody finds it yet, and
@@ -179,18 +180,12 @@ func (in *Inbox) freeSlot(slot int) {
 	in.mu.Unlock()
 }
 
-// attach puts a channel that is complete to use.
+// attach puts a channel that is complete to use. From here on it is Close that
+// ends it, which a sink may call before this returns.
 func (in *Inbox) attach(c *Channel) error {
-	if err := c.conn.SetDeadline(time.Time{}); err != nil {
-		return err
-	}
 	in.slots[c.slot].Store(c)
-	err := in.watch.AddConn(c.conn, int32(c.slot))
-	if err == nil && c.pidfd >= 0 {
-		err = in.watch.Add(c.pidfd, int32(c.slot))
-	}
-	if err != nil {
-		c.unwatch()
+	if err := c.watch(); err != nil {
+		c.Close()
 		return err
 	}
 	in.poke(c.slot) // the peer may have sent, before anybody knew whose slot this is

@@ -84,7 +84,7 @@ type Inbox struct {
 	ctx     context.Context
 	cancel  context.CancelFunc
 
-	mu     sync.Mutex // guards used and closed
+	mu     sync.Mutex // guards used and closed, and the segment against poke after Close
 	used   [MaxPeers]bool
 	closed bool
 }
@@ -228,12 +228,15 @@ func (in *Inbox) visit(s Sink, slot int) int {
 				c.fail(err)
 				down = c.down.Load()
 			}
-			if down != nil {
-				s.Gone(c, down.err)
-				c.Close()
-				return n + 1
+			if down == nil {
+				break
 			}
-			break
+			if down.err != ErrClosed { // who closes it knows
+				s.Gone(c, down.err)
+				n++
+			}
+			c.Close()
+			return n
 		}
 		n++
 		s.Record(c, typ, p)
@@ -293,6 +296,11 @@ func (in *Inbox) pollRoom(s Sink) int {
 
 // poke makes Poll visit a slot, and ends a sleep.
 func (in *Inbox) poke(slot int) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if in.closed {
+		return // the words may be gone
+	}
 	index, bit := slotBit(slot)
 	in.words.pending[index].Or(bit)
 	in.event.Signal()

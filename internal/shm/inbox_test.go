@@ -92,6 +92,93 @@ func TestSleep(t *testing.T) {
 	wg.Wait()
 }
 
+// The moments that TestSleep meets by chance, one by one: what came before a
+// sleep is announced, without a bell, keeps the owner awake.
+func TestLookAgain(t *testing.T) {
+	a, b := newInbox(t, nil), newInbox(t, &Config{RingBytes: MinRing})
+	ab, ba := joinPair(t, a, b)
+	index, bit := slotBit(ba.slot)
+	got := 0
+	s := &recorder{record: func(*Channel, byte, []byte) { got++ }, room: func(*Channel) { got++ }}
+	expect := func(what string) {
+		t.Helper()
+		if b.Announce() {
+			t.Fatalf("%s: would sleep", what)
+		}
+		if got = 0; b.Poll(s, 8) != 1 || got != 1 {
+			t.Fatalf("%s: %d calls", what, got)
+		}
+		if !b.Announce() {
+			t.Fatalf("%s: would not sleep after it", what)
+		}
+		b.Awake()
+	}
+	commit := func() { // a record, and its sender is stopped before it rings
+		ab.Begin()
+		ab.Reserve(recData, 1)
+		ab.tx.ring.Commit()
+		ab.End()
+	}
+	b.Poll(s, 8) // finds its first bit, which attaching has set
+
+	commit()
+	expect("a ring that is looked at")
+
+	for range idleVisits {
+		b.Poll(s, 8)
+	}
+	if !b.Announce() {
+		t.Fatal("nothing is there")
+	}
+	b.Awake()
+	ab.Send(recData)
+	expect("a ring that is looked at again")
+
+	// The last look at a ring, and then a record, for which nobody sets a bit
+	// that is set: it must not be forgotten.
+	commit()
+	b.slots[ba.slot].Load().rx.enter()
+	b.quiet(ba.slot, ba)
+	ba.rx.leave()
+	if b.active[index].Load()&bit == 0 {
+		t.Fatal("a ring with a record was left alone")
+	}
+	expect("a ring that is left alone")
+	// Likewise a peer that ends, and a slot that is taken, in that moment.
+	ba.rx.enter()
+	ba.setDown(ErrPeerDied)
+	b.quiet(ba.slot, ba)
+	ba.rx.leave()
+	if b.active[index].Load()&bit == 0 || b.Announce() {
+		t.Fatal("the end of a peer was forgotten")
+	}
+	b.quiet(ba.slot, nil)
+	if b.active[index].Load()&bit == 0 {
+		t.Fatal("a new peer was forgotten")
+	}
+
+	// Room, which the peer has signalled before.
+	b.Poll(s, 8) // the end
+	ba, ab = joinPair(t, b, a)
+	for ba.Send(recData, make([]byte, 1000)) == nil {
+	}
+	if ba.Err() != nil || b.blocked.Load() != 1 {
+		t.Fatal(ba.Err(), b.blocked.Load())
+	}
+	if !b.Announce() {
+		t.Fatal("nothing is there")
+	}
+	b.Awake()
+	drained := 0
+	pollUntil(t, a, &recorder{record: func(*Channel, byte, []byte) { drained++ }}, "records", func() bool { return drained > 400 })
+	if b.Announce() {
+		t.Fatal("room is there: would sleep")
+	}
+	if got = 0; b.Poll(&recorder{room: func(c *Channel) { got++ }}, 8) == 0 || got != 1 {
+		t.Errorf("%d times room", got)
+	}
+}
+
 // Room is announced to a sender that sleeps until there is some.
 func TestRoom(t *testing.T) {
 	a, b := newInbox(t, nil), newInbox(t, &Config{RingBytes: MinRing})

@@ -81,6 +81,20 @@ func (c *Channel) setDown(err error) bool {
 	return true
 }
 
+// watch begins to watch for the peer's end.
+func (c *Channel) watch() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return ErrClosed
+	}
+	err := c.in.watch.AddConn(c.conn, int32(c.slot))
+	if err == nil && c.pidfd >= 0 {
+		err = c.in.watch.Add(c.pidfd, int32(c.slot))
+	}
+	return err
+}
+
 // unwatch ends the watching: a socket at its end is readable for ever.
 func (c *Channel) unwatch() {
 	c.mu.Lock()

@@ -155,3 +155,54 @@ func TestSyncFile(t *testing.T) {
 		t.Errorf("what is not mapped: %v", err)
 	}
 }
+
+func TestHoldFile(t *testing.T) {
+	open := func(name string) *os.File {
+		f, err := os.OpenFile(name, os.O_CREATE|os.O_RDWR, 0o600)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = f.Close() })
+		return f
+	}
+	dir := t.TempDir()
+	a, b, other := open(filepath.Join(dir, "x")), open(filepath.Join(dir, "x")), open(filepath.Join(dir, "y"))
+	idA, heldA, err := HoldFile(a)
+	if err != nil {
+		t.Fatal(err)
+	}
+	idB, heldB, err := HoldFile(b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	idOther, heldOther, err := HoldFile(other)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if idA != idB || idA == idOther {
+		t.Errorf("%v and %v are one file, %v is another", idA, idB, idOther)
+	}
+	// A file that is held stays the only one with its number.
+	_, _ = a.Close(), b.Close()
+	if err := os.Remove(filepath.Join(dir, "x")); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 20 {
+		id, held, err := HoldFile(open(filepath.Join(dir, "z"+string(rune('a'+i)))))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if id == idA {
+			t.Error("a new file has the number of one that is held")
+		}
+		_ = held.Close()
+	}
+	for _, h := range []interface{ Close() error }{heldA, heldB, heldOther} {
+		if err := h.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	if _, _, err := HoldFile(a); err == nil {
+		t.Error("a closed file is held")
+	}
+}
