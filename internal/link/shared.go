@@ -68,6 +68,7 @@ type Shared struct {
 	t     train.Train
 	piece [1][]byte
 	p     Packets
+	far   farSource
 	calm  int // polls since something came from another process
 }
 
@@ -227,6 +228,11 @@ func (s *Shared) sendTrain(f *localFlow, t *train.Train) mem.Fault {
 		s.lost.Add(1)
 		return mem.Fault{}
 	}
+	if mayFetch(c, t) {
+		if done, fault := s.sendFar(c, f, t); done {
+			return fault
+		}
+	}
 	b, ok := s.reserve(c, recTrain, trainBytes+t.Len)
 	if !ok {
 		s.lost.Add(1)
@@ -345,7 +351,7 @@ func (s *Shared) Poll(sink Sink, budget int) int {
 type fromRings Shared
 
 // Record takes in what another process has sent.
-func (r *fromRings) Record(_ *shm.Channel, typ byte, b []byte) {
+func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 	s := (*Shared)(r)
 	switch typ {
 	case recTrain:
@@ -357,6 +363,16 @@ func (r *fromRings) Record(_ *shm.Channel, typ byte, b []byte) {
 			s.piece[0] = b[trainBytes:]
 			s.t.Payload = mem.List{Raw: s.piece[:]}
 		}
+		s.sink.Deliver(&s.t)
+		s.t.Reset()
+		s.piece[0] = nil
+	case recFar:
+		if !unpackTrain(b, &s.t) || !s.far.unpackFar(c, &s.t, b[trainBytes:]) {
+			s.sink.Drop(DropOther)
+			return
+		}
+		s.piece[0] = b[len(b)-farTail:]
+		s.t.Payload = mem.List{Far: &s.far, FarLen: uint64(s.t.Len - farTail), Raw: s.piece[:]}
 		s.sink.Deliver(&s.t)
 		s.t.Reset()
 		s.piece[0] = nil

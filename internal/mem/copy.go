@@ -26,6 +26,9 @@ const Quantum = 256 << 10
 // What lists that overlap in memory contain afterwards is undefined, as on
 // hardware.
 func Copy(dst, src *List, n uint64, last bool) (f Fault, side Side) {
+	if src.Far != nil {
+		return copyFar(dst, src, n, last)
+	}
 	var d, s cursor
 	d.list, d.skip = dst, dst.Off
 	s.list, s.skip = src, src.Off

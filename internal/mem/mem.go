@@ -91,6 +91,11 @@ type List struct {
 	SGEs   []ib.SGE
 	Raw    [][]byte // used when Table is nil
 	Off    uint64   // bytes of the pieces to skip first
+
+	// Far, if set, is where the first FarLen bytes lie; Raw's one piece follows
+	// them. Only a source can be far.
+	Far    Far
+	FarLen uint64
 }
 
 // Side names the list of a Copy that failed.

@@ -1,8 +1,8 @@
 package mem
 
 import (
-	"iter"
 	"crypto/rand"
+	"iter"
 	mathrand "math/rand/v2"
 	"sync/atomic"
 

@@ -1,0 +1,133 @@
+package link
+
+// Long payloads between processes, in one copy: the record says where they lie in
+// the sender's memory, and the receiver fetches them when it has found out where
+// they go. Only requests of reliable connections travel so: their senders leave
+// the memory alone until they are acknowledged, and can send again, by the ring,
+// if fetching fails.
+
+import (
+	"sync"
+
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/shm"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+const (
+	// farMin is from which length on a system call is cheaper than a second
+	// copy.
+	farMin = 16 << 10
+	// farTail is how many of the last bytes go in the record: they are stored
+	// last, in one piece, for those who watch the end of a message.
+	farTail = 64
+	// maxFarRuns is how many pieces the memory may be made of.
+	maxFarRuns = 32
+)
+
+// gathering is scratch space to find out where a payload lies.
+type gathering struct {
+	runs [maxFarRuns + 1][]byte
+	pins mem.Pins
+}
+
+var gatherings = sync.Pool{New: func() any { return new(gathering) }}
+
+// mayFetch tells whether the peer may fetch a train's payload.
+func mayFetch(c *shm.Channel, t *train.Train) bool {
+	return t.Len >= farMin && !t.Bounce && t.Transport == wire.RC && (t.Kind == wire.KindSend || t.Kind == wire.KindWrite) && c.PeerReads()
+}
+
+// sendFar sends a train without its payload. done is false if it must go another
+// way: the memory is in too many pieces.
+func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done bool, fault mem.Fault) {
+	g := gatherings.Get().(*gathering)
+	defer gatherings.Put(g)
+	runs, fault := mem.Gather(&t.Payload, uint64(t.Len), g.runs[:0], &g.pins)
+	if !fault.OK() {
+		return true, fault
+	}
+	// The peer reads later. If the memory is gone by then, or is no longer
+	// registered, fetching fails or yields what the application has put there
+	// against its promise.
+	defer g.pins.Release()
+	defer clear(runs)
+	if len(runs) > maxFarRuns {
+		return false, mem.Fault{}
+	}
+	b, ok := s.reserve(c, recFar, trainBytes+4+16*len(runs)+farTail)
+	if !ok {
+		s.lost.Add(1)
+		return true, mem.Fault{}
+	}
+	defer c.End()
+	packTrain(b, t, f.src, f.dst)
+	p := packer{b[trainBytes:]}
+	p.u32(uint32(len(runs)))
+	for _, r := range runs {
+		p.u64(addrOf(r))
+		p.u64(uint64(len(r)))
+	}
+	tail := mem.List{Raw: [][]byte{p.b[:farTail]}}
+	src := t.Payload
+	src.Off += uint64(t.Len - farTail)
+	if fault, _ := mem.Copy(&tail, &src, farTail, false); !fault.OK() {
+		return true, fault
+	}
+	c.Commit()
+	return true, mem.Fault{}
+}
+
+// farSource is the payload of a train that lies in another process: Poll's own.
+type farSource struct {
+	c      *shm.Channel
+	ranges [maxFarRuns]shm.Range
+	n      int
+	copier shm.Copier
+	part   [maxFarRuns]shm.Range
+	dst    [1][]byte
+}
+
+// unpackFar reads where the payload of a train lies.
+func (r *farSource) unpackFar(c *shm.Channel, t *train.Train, b []byte) bool {
+	if len(b) < 4 || t.Len < farMin {
+		return false
+	}
+	p := unpacker{b}
+	n := p.u32()
+	if n < 1 || n > maxFarRuns || len(p.b) != int(n)*16+farTail {
+		return false
+	}
+	left := t.Len
+	for i := range int(n) {
+		addr, size := p.u64(), p.u64()
+		if size == 0 || size > uint64(left) {
+			return false
+		}
+		r.ranges[i] = shm.Range{Addr: addr, Len: int(size)}
+		left -= int(size)
+	}
+	if left != 0 {
+		return false
+	}
+	r.c, r.n = c, int(n)
+	return true
+}
+
+// ReadFar implements mem.Far.
+func (r *farSource) ReadFar(b []byte, off uint64) (ok, own bool) {
+	part := r.part[:0]
+	for _, s := range r.ranges[:r.n] {
+		if off >= uint64(s.Len) {
+			off -= uint64(s.Len)
+			continue
+		}
+		part = append(part, shm.Range{Addr: s.Addr + off, Len: s.Len - int(off)})
+		off = 0
+	}
+	r.dst[0] = b
+	n, err := r.c.CopyFrom(&r.copier, r.dst[:], part)
+	r.dst[0] = nil
+	return err == nil && n == len(b), err == shm.ErrOwnMemory
+}

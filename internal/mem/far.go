@@ -1,0 +1,57 @@
+package mem
+
+// Far is memory of another process, which is read by asking for it.
+type Far interface {
+	// ReadFar reads len(b) bytes from an offset on. own says that it failed
+	// because b is not there, and not the other process's memory.
+	ReadFar(b []byte, off uint64) (ok, own bool)
+}
+
+// copyFar is Copy from a list that lies in another process but for its last
+// bytes, which are at hand: they are stored last.
+func copyFar(dst, src *List, n uint64, last bool) (f Fault, side Side) {
+	d, s := cursor{list: dst, skip: dst.Off}, cursor{list: src}
+	off := src.Off
+	for n > 0 {
+		if len(d.b) == 0 {
+			if f = d.fill(n); !f.OK() {
+				side = Dst
+				break
+			}
+		}
+		k := uint64(len(d.b))
+		if off < src.FarLen {
+			k = min(k, src.FarLen-off)
+			if ok, own := src.Far.ReadFar(d.b[:k], off); !ok {
+				f, side = Fault{Kind: FaultStale, Len: k}, Src
+				if own && d.region != nil {
+					f, side = d.stale(), Dst
+				}
+				break
+			}
+		} else {
+			tail := src.near(off - src.FarLen)
+			if k = min(k, uint64(len(tail))); k == 0 {
+				f, side = Fault{Kind: FaultBounds, Len: n}, Src
+				break
+			}
+			if bad := moveGuarded(d.b[:k], tail[:k], last && k == n); bad != 0 {
+				f, side = d.stale(), Dst
+				break
+			}
+		}
+		count(&d, &s, int(k))
+		d.b = d.b[k:]
+		off, n = off+k, n-k
+	}
+	d.close()
+	return f, side
+}
+
+// near returns the bytes that are at hand, from an offset on.
+func (l *List) near(off uint64) []byte {
+	if len(l.Raw) == 0 || off >= uint64(len(l.Raw[0])) {
+		return nil
+	}
+	return l.Raw[0][off:]
+}

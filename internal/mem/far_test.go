@@ -1,0 +1,70 @@
+package mem
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/verbena-rdma/verbena/ib"
+)
+
+// otherProcess is memory that pretends to be another process's.
+type otherProcess struct {
+	b    []byte
+	gone bool
+	own  bool
+}
+
+func (o *otherProcess) ReadFar(b []byte, off uint64) (ok, own bool) {
+	if o.gone || o.own {
+		return false, o.own
+	}
+	return copy(b, o.b[off:]) == len(b), false
+}
+
+// What lies in another process arrives whole, from any offset, in any pieces.
+func TestCopyFar(t *testing.T) {
+	const seed = 11
+	rng := rand.New(rand.NewPCG(seed, 0))
+	all := make([]byte, 100_000)
+	for i := range all {
+		all[i] = byte(rng.Uint32())
+	}
+	for range 500 {
+		n := 1 + rng.IntN(len(all)-1)
+		tail := min(n, 1+rng.IntN(64))
+		off := rng.IntN(n)
+		o := &otherProcess{b: all[:n-tail]}
+		src := &List{Far: o, FarLen: uint64(n - tail), Raw: [][]byte{all[n-tail : n]}, Off: uint64(off)}
+		cut := rng.IntN(n - off + 1)
+		got := make([]byte, n-off)
+		dst := &List{Raw: [][]byte{got[:cut], got[cut:]}}
+		if f, side := Copy(dst, src, uint64(n-off), rng.IntN(2) == 1); !f.OK() || !bytes.Equal(got, all[off:n]) {
+			t.Fatalf("%d bytes from %d on, %d of them at hand: %v, side %v", n, off, tail, f, side)
+		}
+		if f, side := Copy(dst, src, uint64(n-off)+1, false); f.Kind != FaultBounds || side == 0 {
+			t.Fatalf("more than there is: %v, side %v", f, side)
+		}
+		o.gone = true
+		if f, side := Copy(dst, src, uint64(n-off), false); off < n-tail && (f.OK() || side != Src) {
+			t.Fatalf("a process that is gone: %v, side %v", f, side)
+		}
+	}
+	// Who fails for want of his own memory is told so.
+	table := NewTable(TableConfig{})
+	buf := make([]byte, 4096)
+	h, err := NewHostBytes(buf, ib.AccessLocalWrite, ib.LockOff)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, err := table.Register(RegionConfig{PD: 1, Access: ib.AccessLocalWrite, Backing: h, Length: 4096})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	dst := &List{Table: table, Actor: Actor{PD: 1}, Access: ib.AccessLocalWrite, SGEs: []ib.SGE{{Addr: r.IOVA(), Length: 4096, LKey: r.Key()}}}
+	src := &List{Far: &otherProcess{own: true}, FarLen: 4000, Raw: [][]byte{make([]byte, 96)}}
+	if f, side := Copy(dst, src, 4096, true); f.Kind != FaultStale || side != Dst {
+		t.Errorf("own memory is gone: %v, side %v", f, side)
+	}
+}
