@@ -26,13 +26,26 @@ const (
 	maxFarRuns = 32
 )
 
-// gathering is scratch space to find out where a payload lies.
-type gathering struct {
-	runs [maxFarRuns + 1][]byte
-	pins mem.Pins
+// scratch is what sending needs and must not allocate.
+type scratch struct {
+	runs  [maxFarRuns + 1][]byte
+	pins  mem.Pins
+	to    mem.List
+	from  mem.List
+	piece [1][]byte
 }
 
-var gatherings = sync.Pool{New: func() any { return new(gathering) }}
+var scratches = sync.Pool{New: func() any { return new(scratch) }}
+
+// copyOut copies n bytes of a payload, from an offset on, into b.
+func (g *scratch) copyOut(b []byte, payload *mem.List, off, n int) mem.Fault {
+	g.piece[0] = b[:n]
+	g.to, g.from = mem.List{Raw: g.piece[:]}, *payload
+	g.from.Off += uint64(off)
+	f, _ := mem.Copy(&g.to, &g.from, uint64(n), false)
+	g.piece[0], g.from = nil, mem.List{}
+	return f
+}
 
 // mayFetch tells whether the peer may fetch a train's payload.
 func mayFetch(c *shm.Channel, t *train.Train) bool {
@@ -42,8 +55,8 @@ func mayFetch(c *shm.Channel, t *train.Train) bool {
 // sendFar sends a train without its payload. done is false if it must go another
 // way: the memory is in too many pieces.
 func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done bool, fault mem.Fault) {
-	g := gatherings.Get().(*gathering)
-	defer gatherings.Put(g)
+	g := scratches.Get().(*scratch)
+	defer scratches.Put(g)
 	runs, fault := mem.Gather(&t.Payload, uint64(t.Len), g.runs[:0], &g.pins)
 	if !fault.OK() {
 		return true, fault
@@ -69,10 +82,7 @@ func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done boo
 		p.u64(addrOf(r))
 		p.u64(uint64(len(r)))
 	}
-	tail := mem.List{Raw: [][]byte{p.b[:farTail]}}
-	src := t.Payload
-	src.Off += uint64(t.Len - farTail)
-	if fault, _ := mem.Copy(&tail, &src, farTail, false); !fault.OK() {
+	if fault := g.copyOut(p.b, &t.Payload, t.Len-farTail, farTail); !fault.OK() {
 		return true, fault
 	}
 	c.Commit()

@@ -241,8 +241,10 @@ func (s *Shared) sendTrain(f *localFlow, t *train.Train) mem.Fault {
 	defer c.End()
 	packTrain(b, t, f.src, f.dst)
 	if t.Len > 0 {
-		to := mem.List{Raw: [][]byte{b[trainBytes:]}}
-		if fault, _ := mem.Copy(&to, &t.Payload, uint64(t.Len), false); !fault.OK() {
+		g := scratches.Get().(*scratch)
+		fault := g.copyOut(b[trainBytes:], &t.Payload, 0, t.Len)
+		scratches.Put(g)
+		if !fault.OK() {
 			return fault
 		}
 	}

@@ -1,0 +1,208 @@
+package link
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// others are the processes of a device as a test has them: one, numbered 7, which
+// has every queue pair.
+type others struct {
+	dial func() (*net.UnixConn, error)
+}
+
+func (o *others) Find(qpn uint32) (int, bool)              { return 7, qpn != 404 }
+func (o *others) Dial(int) (conn *net.UnixConn, err error) { return o.dial() }
+
+// sharedPair makes two links of this process that know each other as links of two
+// processes would.
+func sharedPair(t testing.TB) (a, b *Shared) {
+	t.Helper()
+	addrs := [2]netip.Addr{netip.AddrFrom4([4]byte{127, 98, byte(rand.Uint32()), 1}), netip.AddrFrom4([4]byte{127, 98, byte(rand.Uint32()), 2})}
+	var links [2]*Shared
+	for i := range links {
+		other := 1 - i
+		name := &net.UnixAddr{Name: fmt.Sprintf("@verbena-link-test-%d", rand.Uint64()), Net: "unixpacket"}
+		look := func(netip.Addr) (Neighbours, error) {
+			return &others{func() (*net.UnixConn, error) {
+				l, err := net.ListenUnix("unixpacket", name)
+				if err != nil {
+					return nil, err
+				}
+				defer l.Close()
+				conn, err := net.DialUnix("unixpacket", nil, name)
+				if err != nil {
+					return nil, err
+				}
+				accepted, err := l.AcceptUnix()
+				if err != nil {
+					return nil, errors.Join(err, conn.Close())
+				}
+				go func() { _ = links[other].Accept(accepted, addrs[i], 7) }()
+				return conn, nil
+			}}, nil
+		}
+		s, err := OpenShared(&SharedConfig{UDP: UDPConfig{Addrs: []netip.Addr{addrs[i]}}, Look: look})
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.Join(&others{}, 7)
+		links[i] = s
+		t.Cleanup(func() {
+			if err := s.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	return links[0], links[1]
+}
+
+// taker keeps what is delivered.
+type taker struct {
+	got  []byte
+	psns []wire.PSN
+	bad  int
+}
+
+func (k *taker) Deliver(t *train.Train) {
+	b := make([]byte, t.Len)
+	if f, _ := mem.Copy(&mem.List{Raw: [][]byte{b}}, &t.Payload, uint64(t.Len), true); !f.OK() {
+		k.bad++
+		return
+	}
+	k.got = append(k.got, b...)
+	k.psns = append(k.psns, t.PSN)
+}
+func (k *taker) Drop(Reason) { k.bad++ }
+
+// Trains of all lengths arrive in order and whole, through the ring and from the
+// sender's memory.
+func TestSharedTrains(t *testing.T) {
+	a, b := sharedPair(t)
+	flow := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0]}
+	if err := a.Prepare(flow); err != nil || !a.IsLocal(flow) {
+		t.Fatalf("%v, local %v", err, a.IsLocal(flow))
+	}
+	const seed = 3
+	rng := rand.New(rand.NewPCG(seed, 0))
+	var sent []byte
+	var k taker
+	for i, n := range []int{0, 1, 100, 4096, 16 << 10, 64 << 10, 256 << 10, 5, 200_000, 0, 99_999} {
+		payload := make([]byte, n)
+		for j := range payload {
+			payload[j] = byte(rng.Uint32())
+		}
+		sent = append(sent, payload...)
+		tr := &train.Train{Flow: flow, Transport: wire.RC, Kind: wire.KindWrite, Start: true, End: true, DestQP: 9, PSN: wire.PSN(i), MTU: 4096,
+			N: max(1, (n+4095)/4096), Len: n, Payload: mem.List{Raw: [][]byte{payload[:n/3], payload[n/3:]}}}
+		if m, err := a.Send([]*train.Train{tr}); m != 1 || err != nil {
+			t.Fatalf("%d bytes: %d, %v", n, m, err)
+		}
+		// At once: memory that is fetched must still be there.
+		for deadline := time.Now().Add(5 * time.Second); len(k.psns) <= i && time.Now().Before(deadline); {
+			b.Wait(time.Millisecond)
+			b.Poll(&k, 100)
+		}
+	}
+	if k.bad != 0 || !bytes.Equal(k.got, sent) || a.Lost() != 0 {
+		t.Fatalf("%d bytes of %d arrived, %d trains bad, %d lost", len(k.got), len(sent), k.bad, a.Lost())
+	}
+	for i, p := range k.psns {
+		if p != wire.PSN(i) {
+			t.Fatalf("train %d has PSN %v", i, p)
+		}
+	}
+	// Nobody's queue pair: lost, and said so.
+	tr := &train.Train{Flow: flow, Transport: wire.RC, Kind: wire.KindAck, Start: true, End: true, DestQP: 404, N: 1}
+	if m, err := a.Send([]*train.Train{tr}); m != 1 || err != nil || a.Lost() != 1 {
+		t.Errorf("%d, %v, %d lost", m, err, a.Lost())
+	}
+}
+
+// Packets that are passed on arrive as if they had come by the socket.
+func TestSharedForward(t *testing.T) {
+	a, b := sharedPair(t)
+	a.home = &device{Neighbours: &others{}} // the device that both are processes of
+	flow := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0]}
+	if err := a.Prepare(flow); err != nil {
+		t.Fatal(err)
+	}
+	if a.channel(flow.Link.(*localFlow).dev, 7) == nil {
+		t.Fatal("no channel")
+	}
+	a.home.channels[7].Store(flow.Link.(*localFlow).dev.channels[7].Load())
+
+	from := netip.MustParseAddrPort("127.98.9.9:50001")
+	ps := wire.NewPseudo(from.Addr(), b.Addrs()[0], from.Port(), wire.RoCEPort)
+	op, _ := wire.Op(wire.RC, wire.KindSend, wire.Only, wire.NoExtra)
+	var all []byte
+	for i := range 3 {
+		h := wire.Header{Opcode: op, PKey: wire.DefaultPKey, DestQP: 9, PSN: wire.PSN(i)}
+		start := len(all)
+		all = h.Append(all)
+		all = seal(append(all, "1234567890123456"...), start, &ps, uint16(i))
+	}
+	a.Forward(7, &Packets{From: from, To: b.Addrs()[0], HopLimit: 64, Segment: len(all) / 3, Bytes: all})
+	var k taker
+	for deadline := time.Now().Add(5 * time.Second); len(k.psns) < 3 && time.Now().Before(deadline); {
+		b.Wait(time.Millisecond)
+		b.Poll(&k, 100)
+	}
+	if k.bad != 0 || len(k.psns) != 3 || len(k.got) != 48 {
+		t.Errorf("%d packets, %d bytes, %d bad", len(k.psns), len(k.got), k.bad)
+	}
+}
+
+// Sending and receiving allocate nothing.
+func TestSharedAllocs(t *testing.T) {
+	a, b := sharedPair(t)
+	flow := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0]}
+	if err := a.Prepare(flow); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range []int{8, 64 << 10} {
+		payload := make([]byte, n)
+		tr := &train.Train{Flow: flow, Transport: wire.RC, Kind: wire.KindWrite, Start: true, End: true, DestQP: 9, MTU: 4096,
+			N: max(1, n/4096), Len: n, Payload: mem.List{Raw: [][]byte{payload}}}
+		list := []*train.Train{tr}
+		k := &counter{into: mem.List{Raw: [][]byte{make([]byte, n)}}}
+		once := func() {
+			want := k.n + 1
+			if _, err := a.Send(list); err != nil {
+				t.Fatal(err)
+			}
+			for i := 0; k.n < want && i < 1e7; i++ {
+				b.Poll(k, 100)
+			}
+		}
+		once()
+		if allocs := testing.AllocsPerRun(100, once); allocs > 0 {
+			t.Errorf("%d bytes: %v allocations", n, allocs)
+		}
+		if k.n < 100 {
+			t.Errorf("%d trains came", k.n)
+		}
+	}
+}
+
+type counter struct {
+	n    int
+	into mem.List
+}
+
+func (k *counter) Deliver(t *train.Train) {
+	if f, _ := mem.Copy(&k.into, &t.Payload, uint64(t.Len), true); f.OK() {
+		k.n++
+	}
+}
+func (k *counter) Drop(Reason) {}
