@@ -36,7 +36,10 @@ func (b *bench) newRig(sp spec) (*rig, error) {
 
 // newPeerRig makes a rig with the far side in a process of its own. The group
 // closes it.
-func (b *bench) newPeerRig(sp spec) (*rig, error) {
+func (b *bench) newPeerRig(sp spec) (*rig, error) { return b.newPeerRigAt(sp, "") }
+
+// newPeerRigAt is newPeerRig with the far side's device at an address.
+func (b *bench) newPeerRigAt(sp spec, addr string) (*rig, error) {
 	r := &rig{b: b}
 	var err error
 	if r.near, err = newSide(sp); err != nil {
@@ -46,6 +49,7 @@ func (b *bench) newPeerRig(sp spec) (*rig, error) {
 	if r.peer, err = b.newPeer(); err != nil {
 		return nil, err
 	}
+	sp.Addr = addr
 	made, err := r.peer.call(request{Op: opMake, Spec: &sp})
 	if err != nil {
 		return nil, err

@@ -17,12 +17,13 @@ type spec struct {
 	Link   verbs.LinkMode
 	Type   verbs.QPType
 	QPs    int
-	Size   int  // bytes of a message
-	Slots  int  // places for messages, on each side; all queue pairs share them
-	Sends  int  // room in each send queue
-	Recvs  int  // receives that each queue pair keeps posted
-	Inline bool // messages are passed inline
-	Mapped bool // buffers lie outside the Go heap
+	Size   int    // bytes of a message
+	Slots  int    // places for messages, on each side; all queue pairs share them
+	Sends  int    // room in each send queue
+	Recvs  int    // receives that each queue pair keeps posted
+	Inline bool   // messages are passed inline
+	Mapped bool   // buffers lie outside the Go heap
+	Addr   string // of the device; empty: one that nobody has
 }
 
 // stride is the distance of two slots. Slots start on a cache line, and have
@@ -74,7 +75,7 @@ func newSide(sp spec) (_ *side, err error) {
 			_ = s.close() // the first error says more
 		}
 	}()
-	if s.dev, err = verbs.Open("", &verbs.Config{Link: sp.Link}); err != nil {
+	if s.dev, err = verbs.Open(sp.Addr, &verbs.Config{Link: sp.Link}); err != nil {
 		return nil, err
 	}
 	if s.pd, err = s.dev.AllocPD(); err != nil {

@@ -1,0 +1,94 @@
+package main
+
+// Two processes of one host, by shared memory; and packets from outside that one
+// process passes on to another.
+
+import (
+	"errors"
+	"time"
+
+	"github.com/verbena-rdma/verbena/verbs"
+)
+
+const mib = 1 << 20 / 1e9 // GB
+
+func (b *bench) localBandwidth(size, depth int, g *goal) ([]contender, error) {
+	sp := spec{Link: verbs.LinkLocal, Type: verbs.RC, QPs: 1, Size: size, Slots: 1, Sends: depth}
+	quiet, err := b.newPeerRig(sp)
+	if err != nil {
+		return nil, err
+	}
+	reads, err := b.newPeerRig(sp)
+	if err != nil {
+		return nil, err
+	}
+	const ucx = "UCX, tag_bw, posix and cma"
+	return []contender{
+		newUCX("tag_bw", "posix,cma,self", size).contender(ucx, "GB/s", ucxMBs, mib),
+		quiet.bandwidth(row{"WRITE", "GB/s", ucx, g}, true, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
+		quiet.bandwidth(row{"WRITE, the target polls", "GB/s", ucx, nil}, false, verbs.OpRDMAWrite, 1, depth, inTurn, modePoll),
+		reads.bandwidth(row{"READ", "GB/s", ucx, nil}, true, verbs.OpRDMARead, 1, depth, inTurn, modePassive),
+	}, nil
+}
+
+func (b *bench) localLatency() ([]contender, error) {
+	sp := eight(verbs.LinkLocal, verbs.RC)
+	sp.Inline = true
+	rc, err := b.newPeerRig(sp)
+	if err != nil {
+		return nil, err
+	}
+	const ucx = "UCX, put_lat, posix"
+	write, send := newPinger(rc.near, verbs.OpRDMAWrite), newPinger(rc.near, verbs.OpSend)
+	pingPong := func(name string, m mode, g *goal, ping func(time.Duration, *sampler) error) contender {
+		c := b.quantiles(name, "µs", 1e3, ucx, g, func(d time.Duration, keep *sampler) error {
+			if err := rc.serve(m, false); err != nil {
+				return err
+			}
+			err := ping(d, keep)
+			_, stopErr := rc.finish()
+			return errors.Join(err, stopErr)
+		})
+		c.rows[1].against = "" // the other has a median alone
+		c.side = rc.near
+		return c
+	}
+	u := newUCX("put_lat", "posix,self", pingPongSize)
+	if u != nil {
+		u.test = "ucp_put_lat"
+	}
+	return []contender{
+		u.contender(ucx+", p50", "µs", ucxMedian, 1),
+		pingPong("WRITE", modePongWrite, &goal{"≤", 2}, func(d time.Duration, keep *sampler) error { return pingWrite(write, d, keep) }),
+		pingPong("SEND", modePongSend, nil, func(d time.Duration, keep *sampler) error { return pingSend(send, d, keep) }),
+	}, nil
+}
+
+// forwarded measures packets to a process whose address another one owns: that
+// passes them on.
+func (b *bench) forwarded() ([]contender, error) {
+	const size, depth, addr = 64 << 10, 32, "127.77.1.77"
+	sp := spec{Link: verbs.LinkUDP, Type: verbs.RC, QPs: 1, Size: size, Slots: 1, Sends: depth}
+	direct, err := b.newPeerRig(sp)
+	if err != nil {
+		return nil, err
+	}
+	holder, err := b.newPeer()
+	if err != nil {
+		return nil, err
+	}
+	first := sp
+	first.Addr = addr
+	if _, err := holder.call(request{Op: opMake, Spec: &first}); err != nil {
+		return nil, err
+	}
+	passed, err := b.newPeerRigAt(sp, addr)
+	if err != nil {
+		return nil, err
+	}
+	const own = "WRITE to the owner of the port"
+	return []contender{
+		direct.bandwidth(row{name: own, unit: "GB/s"}, false, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
+		passed.bandwidth(row{"WRITE, passed on", "GB/s", own, &goal{"≥", 0.4}}, false, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
+	}, nil
+}
