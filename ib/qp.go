@@ -13,11 +13,11 @@ func nameOf(names []string, i int, typ string) string {
 type QPType uint8
 
 const (
-	RC QPType = iota + 1 // reliable connection
-	UC                   // unreliable connection
-	UD                   // unreliable datagram
-	XRCSend              // extended reliable connection, initiator: sends to shared receive queues
-	XRCRecv              // extended reliable connection, target: receives for the queues of its domain
+	RC      QPType = iota + 1 // reliable connection
+	UC                        // unreliable connection
+	UD                        // unreliable datagram
+	XRCSend                   // extended reliable connection, initiator: sends to shared receive queues
+	XRCRecv                   // extended reliable connection, target: receives for the queues of its domain
 )
 
 // NumQPTypes is one more than the largest type: the size of a table by type.

@@ -48,9 +48,10 @@ type Config struct {
 type LinkMode string
 
 const (
-	LinkAny  LinkMode = ""     // the best that reaches the peer
-	LinkLoop LinkMode = "loop" // only peers in this process; opens no socket
-	LinkUDP  LinkMode = "udp"  // RoCE v2 packets, even to oneself
+	LinkAny   LinkMode = ""      // the best that reaches the peer
+	LinkLoop  LinkMode = "loop"  // only peers in this process; opens no socket
+	LinkLocal LinkMode = "local" // only peers on this host: in this process, or by shared memory
+	LinkUDP   LinkMode = "udp"   // RoCE v2 packets, even to oneself
 )
 
 // Limits are upper bounds on what a device offers; a zero field keeps the

@@ -44,7 +44,7 @@ type ConnectConfig struct {
 	Access Access
 
 	// Timeout is how long to wait for an acknowledgement, 4.096 µs × 2^Timeout.
-	// Zero: 14, 67 ms. RC only, as all up to MaxDestRDAtomic.
+	// Zero: 14, 67 ms. RC and XRC only, as all up to MaxDestRDAtomic.
 	Timeout uint8
 	// RetryCnt is how often to send again when none comes. Zero: 7.
 	RetryCnt uint8
@@ -176,16 +176,25 @@ var transitionMasks = map[QPState]map[QPType]QPAttrMask{
 		RC: QPMaskPKeyIndex | QPMaskPort | QPMaskAccess,
 		UC: QPMaskPKeyIndex | QPMaskPort | QPMaskAccess,
 		UD: QPMaskPKeyIndex | QPMaskPort | QPMaskQKey,
+
+		XRCSend: QPMaskPKeyIndex | QPMaskPort | QPMaskAccess,
+		XRCRecv: QPMaskPKeyIndex | QPMaskPort | QPMaskAccess,
 	},
 	QPRTR: {
 		RC: QPMaskAV | QPMaskPathMTU | QPMaskDestQPN | QPMaskRQPSN | QPMaskMaxDestRDAtomic | QPMaskMinRNRTimer,
 		UC: QPMaskAV | QPMaskPathMTU | QPMaskDestQPN | QPMaskRQPSN,
 		UD: 0,
+
+		XRCSend: QPMaskAV | QPMaskPathMTU | QPMaskDestQPN | QPMaskRQPSN,
+		XRCRecv: QPMaskAV | QPMaskPathMTU | QPMaskDestQPN | QPMaskRQPSN | QPMaskMaxDestRDAtomic | QPMaskMinRNRTimer,
 	},
 	QPRTS: {
 		RC: QPMaskSQPSN | QPMaskTimeout | QPMaskRetryCnt | QPMaskRNRRetry | QPMaskMaxRDAtomic,
 		UC: QPMaskSQPSN,
 		UD: QPMaskSQPSN,
+
+		XRCSend: QPMaskSQPSN | QPMaskTimeout | QPMaskRetryCnt | QPMaskRNRRetry | QPMaskMaxRDAtomic,
+		XRCRecv: QPMaskSQPSN | QPMaskTimeout,
 	},
 }
 
@@ -193,8 +202,8 @@ var transitionMasks = map[QPState]map[QPType]QPAttrMask{
 // can be posted. Of attr it takes what the transition needs and nothing else,
 // and leaves attr as it is:
 //
-//	RC, UC  PKeyIndex, Port, Access
-//	UD      PKeyIndex, Port, QKey
+//	RC, UC, XRC  PKeyIndex, Port, Access
+//	UD           PKeyIndex, Port, QKey
 //
 // A Port of 0 means 1.
 //
@@ -205,9 +214,9 @@ func (qp *QP) ToInit(attr *QPAttr) error { return qp.to(QPInit, attr) }
 // serves its peer. Of attr it takes what the transition needs and nothing else,
 // and leaves attr as it is:
 //
-//	RC  AV, PathMTU, DestQPN, RQPSN, MaxDestRDAtomic, MinRNRTimer
-//	UC  AV, PathMTU, DestQPN, RQPSN
-//	UD  nothing
+//	RC, XRC_RECV  AV, PathMTU, DestQPN, RQPSN, MaxDestRDAtomic, MinRNRTimer
+//	UC, XRC_SEND  AV, PathMTU, DestQPN, RQPSN
+//	UD            nothing
 //
 // RQPSN is the SQPSN of the peer.
 //
@@ -217,8 +226,9 @@ func (qp *QP) ToRTR(attr *QPAttr) error { return qp.to(QPRTR, attr) }
 // ToRTS moves the queue pair from RTR to RTS, ready to send. Of attr it takes
 // what the transition needs and nothing else, and leaves attr as it is:
 //
-//	RC      SQPSN, Timeout, RetryCnt, RNRRetry, MaxRDAtomic
-//	UC, UD  SQPSN
+//	RC, XRC_SEND  SQPSN, Timeout, RetryCnt, RNRRetry, MaxRDAtomic
+//	XRC_RECV      SQPSN, Timeout
+//	UC, UD        SQPSN
 //
 // Errors: those of [QP.Modify].
 func (qp *QP) ToRTS(attr *QPAttr) error { return qp.to(QPRTS, attr) }

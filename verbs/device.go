@@ -186,7 +186,8 @@ func (d *Device) CreateCQ(entries int, ch *Channel) (*CQ, error) {
 	return cq, nil
 }
 
-// Close closes the device. It is idempotent. See ibv_close_device(3).
+// Close closes the device. It is idempotent. If a peer's FLUSH is being brought
+// to storage, it waits for that. See ibv_close_device(3).
 //
 // Errors: EBUSY while anything of the device is open, domains, completion
 // queues or channels; the device then goes on as before. EINVAL for a nil

@@ -93,8 +93,9 @@
 // which their calls happened to be served, but the requests of one call stay
 // together only if nobody else posts. One completion is delivered to one Poll.
 //
-// No method blocks but those that take a context, and [CQ.Close], which waits
-// for events that were not acknowledged. Poll and the Post methods do not
+// No method blocks but those that take a context, [CQ.Close], which waits for
+// events that were not acknowledged, and [Device.Close], which waits for storage
+// that a peer's FLUSH has set to work. Poll and the Post methods do not
 // allocate; keep the slices that you hand to them and use them again, because a
 // slice literal in the argument is an allocation of the caller's.
 //

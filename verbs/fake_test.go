@@ -23,6 +23,7 @@ type fakeDevice struct {
 
 	entries int // what CreateCQ was asked for
 	channel provider.Channel
+	xrcd    provider.XRCDConfig // what OpenXRCD was asked for
 	closed  int
 }
 
@@ -62,7 +63,27 @@ func (d *fakeDevice) CreateCQ(entries int, ch provider.Channel) (provider.CQ, er
 	}
 	return &fakeCQ{number: uint32(entries), wcs: make([]ib.WC, 0, entries)}, nil
 }
+func (d *fakeDevice) OpenXRCD(cfg provider.XRCDConfig) (provider.XRCD, error) {
+	d.xrcd = cfg
+	if d.err != nil {
+		return nil, d.err
+	}
+	return &fakeXRCD{dev: d}, nil
+}
 func (d *fakeDevice) Close() error { d.closed++; return d.err }
+
+type fakeXRCD struct {
+	dev    *fakeDevice
+	closed int
+}
+
+func (x *fakeXRCD) CreateQP() (provider.QP, error) {
+	if x.dev.err != nil {
+		return nil, x.dev.err
+	}
+	return &fakeQP{typ: ib.XRCRecv, number: 0x321}, nil
+}
+func (x *fakeXRCD) Close() error { x.closed++; return x.dev.err }
 
 type fakePD struct {
 	dev *fakeDevice

@@ -94,8 +94,12 @@ func (pd *PD) RegMRIOVA(addr uintptr, length, iova uint64, access Access) (*MR, 
 // An SRQ may be of another domain: receives are then checked against its domain,
 // everything else against this one.
 //
+// An XRCSend queue pair has no receive side: RecvCQ and SRQ stay nil. Queue pairs
+// of type XRCRecv are made by [XRCD.CreateQP].
+//
 // Errors: EINVAL if cfg or one of its completion queues is nil, a queue belongs
-// to another device or is closed, the type is unknown, or Cap asks for a
+// to another device or is closed, the type is unknown or XRCRecv, the SRQ is one
+// for XRC, or Cap asks for a
 // negative number or for more than [DeviceAttr] offers (MaxQPWR, MaxSGE,
 // MaxInlineData), or the domain is closed; ENOMEM
 // if the device has no more queue pairs (MaxQP); ENODEV if the device is
@@ -109,15 +113,17 @@ func (pd *PD) CreateQP(cfg *QPConfig) (*QP, error) {
 		return nil, invalid(op, "nil QPConfig")
 	case !cfg.SendCQ.ok():
 		return nil, invalid(op, "nil SendCQ")
-	case !cfg.RecvCQ.ok():
+	case !cfg.RecvCQ.ok() && (cfg.Type != XRCSend || cfg.RecvCQ != nil):
 		return nil, invalid(op, "nil RecvCQ")
 	}
 	pc := provider.QPConfig{
 		Type:      cfg.Type,
 		SendCQ:    cfg.SendCQ.p,
-		RecvCQ:    cfg.RecvCQ.p,
 		Cap:       cfg.Cap,
 		SignalAll: cfg.SignalAll,
+	}
+	if cfg.RecvCQ != nil {
+		pc.RecvCQ = cfg.RecvCQ.p
 	}
 	if cfg.SRQ != nil {
 		if !cfg.SRQ.ok() {
@@ -158,11 +164,13 @@ func random32() uint32 {
 }
 
 // CreateSRQ makes a shared receive queue, from which any number of queue pairs
-// of the domain take their receives. See ibv_create_srq(3).
+// of the domain take their receives, or with an XRCD any number of XRC targets.
+// See ibv_create_srq(3) and ibv_create_srq_ex(3).
 //
 // Errors: EINVAL if cfg is nil, MaxWR is less than 1 or more than MaxSRQWR in
 // [DeviceAttr], MaxSGE is negative or more than MaxSRQSGE, or Limit is negative
-// or more than MaxWR; ENOMEM if the device has no more shared receive queues
+// or more than MaxWR, or XRCD or CQ is set without the other, closed or of another
+// device; ENOMEM if the device has no more shared receive queues
 // (MaxSRQ); ENODEV if the device is closed; EINVAL for a nil domain.
 func (pd *PD) CreateSRQ(cfg *SRQConfig) (*SRQ, error) {
 	if !pd.ok() {
@@ -171,7 +179,20 @@ func (pd *PD) CreateSRQ(cfg *SRQConfig) (*SRQ, error) {
 	if cfg == nil {
 		return nil, invalid("create_srq", "nil SRQConfig")
 	}
-	p, err := pd.p.CreateSRQ(provider.SRQConfig{MaxWR: cfg.MaxWR, MaxSGE: cfg.MaxSGE, Limit: cfg.Limit})
+	pc := provider.SRQConfig{MaxWR: cfg.MaxWR, MaxSGE: cfg.MaxSGE, Limit: cfg.Limit}
+	if cfg.XRCD != nil {
+		if !cfg.XRCD.ok() {
+			return nil, invalid("create_srq", "XRCD was not made by OpenXRCD")
+		}
+		pc.XRCD = cfg.XRCD.p
+	}
+	if cfg.CQ != nil {
+		if !cfg.CQ.ok() {
+			return nil, invalid("create_srq", "CQ was not made by CreateCQ")
+		}
+		pc.CQ = cfg.CQ.p
+	}
+	p, err := pd.p.CreateSRQ(pc)
 	if err != nil {
 		return nil, err
 	}

@@ -4,7 +4,7 @@ import "github.com/verbena-rdma/verbena/internal/provider"
 
 // QPConfig is what a queue pair is made of.
 type QPConfig struct {
-	Type   QPType // RC, UC or UD
+	Type   QPType // RC, UC, UD or XRCSend
 	SendCQ *CQ    // where sends complete
 	RecvCQ *CQ    // where receives complete; may be the same
 	SRQ    *SRQ   // where receives are taken from. Nil: the queue pair's own queue
@@ -42,12 +42,15 @@ func (qp *QP) Type() QPType { return qp.p.Type() }
 //
 // What each type of queue pair can do:
 //
-//	SEND, SEND_WITH_IMM                      RC  UC  UD
-//	RDMA_WRITE, RDMA_WRITE_WITH_IMM          RC  UC
-//	SEND_WITH_INV                            RC
-//	RDMA_READ                                RC
-//	ATOMIC_CMP_AND_SWP, ATOMIC_FETCH_AND_ADD RC
-//	ATOMIC_WRITE, FLUSH                      RC
+//	SEND, SEND_WITH_IMM                      RC  XRC_SEND  UC  UD
+//	RDMA_WRITE, RDMA_WRITE_WITH_IMM          RC  XRC_SEND  UC
+//	SEND_WITH_INV                            RC  XRC_SEND
+//	RDMA_READ                                RC  XRC_SEND
+//	ATOMIC_CMP_AND_SWP, ATOMIC_FETCH_AND_ADD RC  XRC_SEND
+//	ATOMIC_WRITE, FLUSH                      RC  XRC_SEND
+//
+// Every request of an XRC_SEND queue pair names a shared receive queue of the
+// peer in RemoteSRQN, also those that take no receive.
 //
 // An ATOMIC_WRITE stores 8 bytes, aligned to 8, in one step: nobody sees a part
 // of them, nor sees them before everything that was posted before is done, FLUSHes
@@ -97,7 +100,7 @@ func (qp *QP) PostSend(wrs []SendWR) (int, error) {
 // [WCWRFlushErr].
 //
 // Errors: EINVAL if the state is RESET, the queue pair takes its receives from
-// an SRQ, a request has more pieces than MaxRecvSGE, or the queue pair is nil
+// an SRQ or is one of XRC, a request has more pieces than MaxRecvSGE, or the queue pair is nil
 // or closed; ENOMEM if the queue is full.
 func (qp *QP) PostRecv(wrs []RecvWR) (int, error) {
 	if !qp.ok() {

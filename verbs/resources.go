@@ -4,10 +4,14 @@ import "github.com/verbena-rdma/verbena/ib"
 
 // What processes have of devices: see Resources.
 type (
-	DeviceResources  = ib.DeviceResources
+	// DeviceResources is a device, by its first address.
+	DeviceResources = ib.DeviceResources
+	// ProcessResources is what one process has of it.
 	ProcessResources = ib.ProcessResources
-	QPResource       = ib.QPResource
-	MRResource       = ib.MRResource
+	// QPResource is a queue pair and its traffic.
+	QPResource = ib.QPResource
+	// MRResource is a memory region.
+	MRResource = ib.MRResource
 )
 
 // Resources returns what every process of this user on this host, in this

@@ -7,6 +7,11 @@ type SRQConfig struct {
 	MaxWR  int // outstanding receives; at least 1
 	MaxSGE int // pieces of each receive. Zero: receives of messages without data
 	Limit  int // see [SRQ.SetLimit]. Zero: no limit
+
+	// XRCD makes it a queue for XRC: it serves the targets of that domain, not
+	// queue pairs that name it in their [QPConfig]. Nil: an ordinary one.
+	XRCD *XRCD
+	CQ   *CQ // with XRCD: where its receives complete
 }
 
 // SRQAttr are the attributes of a shared receive queue.
@@ -31,7 +36,8 @@ type SRQ struct {
 
 func (s *SRQ) ok() bool { return s != nil && s.p != nil }
 
-// Number returns the queue's number, as in [AsyncEvent].
+// Number returns the queue's number, as in [AsyncEvent]; and for XRC, what peers
+// put into RemoteSRQN. See ibv_get_srq_num(3).
 func (s *SRQ) Number() uint32 { return s.p.Number() }
 
 // PostRecv adds receives to the queue, in order, and returns how many it took.

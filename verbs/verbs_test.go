@@ -5,6 +5,7 @@ import (
 	"errors"
 	"math"
 	"net/netip"
+	"os"
 	"reflect"
 	"slices"
 	"syscall"
@@ -146,6 +147,26 @@ func TestHandles(t *testing.T) {
 	must(pd.CreateQP(&QPConfig{Type: RC, SendCQ: armed, RecvCQ: polled, SRQ: srq}))
 	if want := (provider.QPConfig{Type: RC, SendCQ: armed.p, RecvCQ: polled.p, SRQ: srq.p}); fp.qpConfig != want {
 		t.Errorf("CreateQP passed %+v, want %+v", fp.qpConfig, want)
+	}
+
+	xrcd := must(d.OpenXRCD(nil))
+	if want := (provider.XRCDConfig{Create: true}); f.xrcd != want {
+		t.Errorf("OpenXRCD passed %+v", f.xrcd)
+	}
+	must(d.OpenXRCD(&XRCDConfig{File: os.Stdin, Create: true, Exclusive: true}))
+	if want := (provider.XRCDConfig{File: os.Stdin, Create: true, Exclusive: true}); f.xrcd != want {
+		t.Errorf("OpenXRCD passed %+v", f.xrcd)
+	}
+	must(pd.CreateSRQ(&SRQConfig{MaxWR: 4, XRCD: xrcd, CQ: armed}))
+	if want := (provider.SRQConfig{MaxWR: 4, XRCD: xrcd.p, CQ: armed.p}); fp.srqConfig != want {
+		t.Errorf("CreateSRQ passed %+v", fp.srqConfig)
+	}
+	must(pd.CreateQP(&QPConfig{Type: XRCSend, SendCQ: armed}))
+	if fp.qpConfig.RecvCQ != nil || fp.qpConfig.SRQ != nil {
+		t.Errorf("CreateQP passed %+v", fp.qpConfig)
+	}
+	if target := must(xrcd.CreateQP()); target.Type() != XRCRecv || target.psn == 0 && must(xrcd.CreateQP()).psn == 0 {
+		t.Errorf("a target of type %v, which begins at %#x", target.Type(), target.psn)
 	}
 
 	attr := AHAttr{DGID: f.gids[0], HopLimit: 9}
@@ -417,7 +438,10 @@ func TestNil(t *testing.T) {
 		{"CreateQP no RecvCQ", second(pd.CreateQP(&QPConfig{Type: RC, SendCQ: cq}))},
 		{"CreateQP zero CQ", second(pd.CreateQP(&QPConfig{Type: RC, SendCQ: new(CQ), RecvCQ: cq}))},
 		{"CreateQP zero SRQ", second(pd.CreateQP(&QPConfig{Type: RC, SendCQ: cq, RecvCQ: cq, SRQ: new(SRQ)}))},
+		{"CreateQP XRC zero RecvCQ", second(pd.CreateQP(&QPConfig{Type: XRCSend, SendCQ: cq, RecvCQ: new(CQ)}))},
 		{"CreateSRQ(nil)", second(pd.CreateSRQ(nil))},
+		{"CreateSRQ zero XRCD", second(pd.CreateSRQ(&SRQConfig{MaxWR: 1, XRCD: new(XRCD), CQ: cq}))},
+		{"CreateSRQ zero CQ", second(pd.CreateSRQ(&SRQConfig{MaxWR: 1, CQ: new(CQ)}))},
 		{"CreateCQ zero channel", second(d.CreateCQ(1, new(Channel)))},
 		{"Modify(nil)", qp.Modify(nil, QPMaskState)},
 		{"ToInit(nil)", qp.ToInit(nil)},
@@ -429,7 +453,10 @@ func TestNil(t *testing.T) {
 		calls = append(calls, call{"Device.Port", second(d.Port(1))},
 			call{"Device.NextEvent", second(d.NextEvent(ctx))}, call{"Device.AllocPD", second(d.AllocPD())},
 			call{"Device.CreateChannel", second(d.CreateChannel())}, call{"Device.CreateCQ", second(d.CreateCQ(1, nil))},
-			call{"Device.Close", d.Close()})
+			call{"Device.OpenXRCD", second(d.OpenXRCD(nil))}, call{"Device.Close", d.Close()})
+	}
+	for _, x := range []*XRCD{nil, {}} {
+		calls = append(calls, call{"XRCD.CreateQP", second(x.CreateQP())}, call{"XRCD.Close", x.Close()})
 	}
 	for _, pd := range []*PD{nil, {}} {
 		calls = append(calls, call{"PD.RegMR", second(pd.RegMR(make([]byte, 1), 0))},

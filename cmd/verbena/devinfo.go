@@ -213,7 +213,8 @@ func capNames(caps verbs.DeviceCap) []string {
 		{verbs.CapBadPKeyCntr, "BAD_PKEY_CNTR"}, {verbs.CapBadQKeyCntr, "BAD_QKEY_CNTR"},
 		{verbs.CapCurrQPState, "CURR_QP_STATE_MOD"}, {verbs.CapPortActiveEvent, "PORT_ACTIVE_EVENT"},
 		{verbs.CapSysImageGUID, "SYS_IMAGE_GUID"}, {verbs.CapUDIPCsum, "UD_IP_CSUM"},
-		{verbs.CapMemMgtExtensions, "MEM_MGT_EXTENSIONS"},
+		{verbs.CapMemMgtExtensions, "MEM_MGT_EXTENSIONS"}, {verbs.CapXRC, "XRC"}, {verbs.CapAtomicWrite, "ATOMIC_WRITE"},
+		{verbs.CapFlushGlobal, "FLUSH_GLOBAL"}, {verbs.CapFlushPersistent, "FLUSH_PERSISTENT"},
 	} {
 		if caps&c.bit != 0 {
 			names = append(names, c.name)

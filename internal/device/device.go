@@ -98,9 +98,9 @@ func Open(name string, cfg *provider.Config) (*Device, error) {
 		cfg = &provider.Config{}
 	}
 	switch cfg.Link {
-	case "", linkLoop, linkUDP:
+	case "", linkLoop, linkLocal, linkUDP:
 	default:
-		return nil, ib.Errorf("open_device", syscall.EINVAL, "link %q is neither %q nor %q", cfg.Link, linkLoop, linkUDP)
+		return nil, ib.Errorf("open_device", syscall.EINVAL, "link %q is none of %q, %q and %q", cfg.Link, linkLoop, linkLocal, linkUDP)
 	}
 	if cfg.Window < 0 {
 		return nil, ib.Errorf("open_device", syscall.EINVAL, "a window of %d packets", cfg.Window)
@@ -127,8 +127,9 @@ func Open(name string, cfg *provider.Config) (*Device, error) {
 }
 
 const (
-	linkLoop = "loop"
-	linkUDP  = "udp"
+	linkLoop  = "loop"
+	linkLocal = "local"
+	linkUDP   = "udp"
 )
 
 // openAt opens a device at addresses. alone wants addresses that nobody has.
@@ -252,7 +253,7 @@ func (d *Device) Close() error {
 	d.closed = true
 	d.mu.Unlock()
 	unregister(d)
-	d.persister.workers.Wait()
+	d.persister.close()
 	d.stop()
 	err := d.closeLink()
 	d.events.close()
@@ -298,7 +299,10 @@ func (d *Device) Attr() ib.DeviceAttr {
 	if d.loopback {
 		links = append(links, linkLoop)
 	}
-	if _, none := d.link.(*noLink); !none {
+	if _, shared := d.link.(*link.Shared); shared && d.cfg.Link != linkUDP {
+		links = append(links, linkLocal)
+	}
+	if _, none := d.link.(*noLink); !none && d.cfg.Link != linkLocal {
 		links = append(links, linkUDP)
 	}
 	guid := d.guid()

@@ -193,7 +193,7 @@ func TestHostileDropped(t *testing.T) {
 		{"version 15", s.impostor, with(func(h *wire.Header) { h.Version = 15 }), "drop_version"},
 		{"opcode without a meaning", s.impostor, with(func(h *wire.Header) { h.Opcode = 0x1f }), "drop_opcode"},
 		{"RD", s.impostor, with(func(h *wire.Header) { h.Opcode = 0x4a }), "drop_opcode"},
-		{"XRC", s.impostor, with(func(h *wire.Header) { h.Opcode = 0xaa }), "drop_opcode"},
+		{"XRC to RC", s.impostor, with(func(h *wire.Header) { h.Opcode = 0xaa }), "drop_transport"},
 		{"manufacturer's opcode", s.impostor, with(func(h *wire.Header) { h.Opcode = 0xca }), "drop_opcode"},
 		{"other partition", s.impostor, with(func(h *wire.Header) { h.PKey = 0x8001 }), "drop_bad_pkey"},
 		{"payload in a READ request", s.impostor, with(func(h *wire.Header) { h.Opcode = rc(wire.KindReadRequest, wire.Only) }), "drop_headers"},

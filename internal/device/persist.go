@@ -19,11 +19,21 @@ import (
 const persistWorkers = 8
 
 type persister struct {
-	mu      sync.Mutex // guards list and running
+	mu      sync.Mutex // guards what follows
 	list    ring[*QP]  // wait for a worker
 	running int
+	closed  bool
 
-	workers sync.WaitGroup // all end when the list is empty; Close of the device waits
+	workers sync.WaitGroup // all end when the list is empty; close waits
+}
+
+// close waits until storage has done what it is at. Nothing is begun any more:
+// all queue pairs are closed.
+func (p *persister) close() {
+	p.mu.Lock()
+	p.closed = true
+	p.mu.Unlock()
+	p.workers.Wait()
 }
 
 // persist has the FLUSHes of a queue pair carried out.
@@ -34,6 +44,9 @@ func (d *Device) persist(q *QP) {
 	p := &d.persister
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.closed {
+		return
+	}
 	p.list.push(q)
 	if p.running < persistWorkers {
 		p.running++

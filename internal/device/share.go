@@ -19,8 +19,9 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 	var m *host.Member
 	ready := make(chan struct{}) // closed when the link knows its processes
 	s, err := link.OpenShared(&link.SharedConfig{
-		UDP:     link.UDPConfig{Addrs: addrs, NoGSO: cfg.NoGSO, NoGRO: cfg.NoGRO, Tap: tap},
-		Packets: cfg.Link == linkUDP,
+		UDP:       link.UDPConfig{Addrs: addrs, NoGSO: cfg.NoGSO, NoGRO: cfg.NoGRO, Tap: tap},
+		Packets:   cfg.Link == linkUDP,
+		NoPackets: cfg.Link == linkLocal,
 		Look: func(a netip.Addr) (link.Neighbours, error) {
 			<-ready
 			return m.Look(a)
@@ -31,7 +32,7 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 	}
 	m, err = host.Join(host.Config{
 		Status: status,
-		Addrs: addrs, Alone: alone, Limits: hostLimits(cfg.Limits), Become: s.Listen,
+		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg.Limits), Become: s.Listen,
 		Joined: func(owner int) { <-ready; s.Connect(owner) },
 		Channel: func(c *net.UnixConn, from netip.Addr, process int) {
 			<-ready

@@ -38,7 +38,9 @@ type XRCD struct {
 // name.
 func (d *Device) OpenXRCD(cfg provider.XRCDConfig) (provider.XRCD, error) {
 	const op = "open_xrcd"
-	bad := func(errno syscall.Errno, why string) (provider.XRCD, error) { return nil, ib.Errorf(op, errno, "%s", why) }
+	bad := func(errno syscall.Errno, why string) (provider.XRCD, error) {
+		return nil, ib.Errorf(op, errno, "%s", why)
+	}
 	if cfg.Exclusive && !cfg.Create {
 		return bad(syscall.EINVAL, "what is not created cannot be new")
 	}

@@ -64,7 +64,7 @@ func (c *coupler) packet(sink Sink, ps *wire.Pseudo, a *arrival) bool {
 	}
 	info := c.h.Opcode.Info()
 	switch {
-	case info.Transport != wire.RC && info.Transport != wire.UC && info.Transport != wire.UD:
+	case info.Transport == wire.CNP:
 		sink.Drop(DropOpcode)
 		return true
 	case c.h.PKey&0x7fff != wire.DefaultPKey&0x7fff:
@@ -103,7 +103,7 @@ func (c *coupler) follows(info *wire.OpInfo, a *arrival, n int) bool {
 	t := &c.t
 	if t.N == 0 || t.End || t.MTU == 0 || info.Pos.Starts() ||
 		info.Kind != t.Kind || info.Transport != t.Transport ||
-		c.h.DestQP != t.DestQP || c.h.PSN != t.PSN.Add(t.N) ||
+		c.h.DestQP != t.DestQP || c.h.XRCSRQ != t.SRQ || c.h.PSN != t.PSN.Add(t.N) ||
 		a.from.Addr() != t.From || a.to != t.To {
 		return false
 	}
@@ -125,7 +125,7 @@ func (c *coupler) begin(info *wire.OpInfo, a *arrival) {
 	t.TClass, t.HopLimit = a.tclass, a.hopLimit
 	t.Transport, t.Kind = info.Transport, info.Kind
 	t.Start = info.Pos.Starts()
-	t.DestQP, t.PSN = c.h.DestQP, c.h.PSN
+	t.DestQP, t.SRQ, t.PSN = c.h.DestQP, c.h.XRCSRQ, c.h.PSN
 	t.RETH, t.Atomic, t.DETH, t.Orig = c.h.RETH, c.h.Atomic, c.h.DETH, c.h.Orig
 	c.used = 0
 }

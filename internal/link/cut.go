@@ -47,6 +47,7 @@ func (c *cutter) start(t *train.Train) error {
 		DestQP: t.DestQP,
 		// Those that a packet's opcode does not call for are not sent.
 		DETH:   t.DETH,
+		XRCSRQ: t.SRQ,
 		RETH:   t.RETH,
 		Atomic: t.Atomic,
 		AETH:   t.AETH,

@@ -19,7 +19,7 @@ import (
 // Config is how a software device is opened; verbs.Config documents the fields.
 type Config struct {
 	Addrs  []netip.Addr
-	Link   string // "", "loop" or "udp": which links may carry traffic
+	Link   string // "", "loop", "local" or "udp": which links may carry traffic
 	Lock   ib.LockMode
 	Limits Limits
 	PCAP   string

@@ -1,0 +1,92 @@
+package verbs
+
+import (
+	"os"
+
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// XRCDConfig is which XRC domain is opened. See ibv_open_xrcd(3).
+type XRCDConfig struct {
+	// File names the domain: whoever opens a domain of the device with the same
+	// file has the same domain. It may be closed afterwards. Nil: the domain has
+	// no name, and Create must be set. (Other processes do not share it yet.)
+	File *os.File
+
+	Create    bool // make the domain if there is none
+	Exclusive bool // with Create: fail if there is one
+}
+
+// XRCD is an XRC domain. Extended reliable connections save connections: an
+// initiator ([XRCSend]) is connected to one target ([XRCRecv]) and reaches through
+// it all shared receive queues of the target's domain, naming one in each request
+// (RemoteSRQN in [SendWR]). Without it, each of the programs behind those queues
+// would need a connection of its own.
+//
+// The target has no queues, no completion queue and no protection domain; what a
+// request finds is that of the queue it names: its receives, its completion
+// queue, and the memory of its protection domain. A completion of a receive names
+// the target in QPN.
+//
+//	xrcd, err := dev.OpenXRCD(&verbs.XRCDConfig{Create: true})
+//	srq, err := pd.CreateSRQ(&verbs.SRQConfig{MaxWR: 64, MaxSGE: 1, XRCD: xrcd, CQ: cq})
+//	target, err := xrcd.CreateQP() // to be connected to the peer's XRCSend queue pair
+type XRCD struct {
+	p   provider.XRCD
+	dev *Device
+}
+
+func (x *XRCD) ok() bool { return x != nil && x.p != nil }
+
+// OpenXRCD opens an XRC domain: the one that a file names, or a new one without a
+// name. A nil cfg makes a new one. See ibv_open_xrcd(3).
+//
+// Errors: EINVAL if there is no file and nothing is to be created, Exclusive is
+// set without Create, or a new domain is wanted and there is one; EAGAIN if there
+// is none, and none is to be created; ENOMEM if the device has no more domains (as
+// many as MaxPD in [DeviceAttr]); EBADF if the file is closed; EMFILE and ENFILE
+// if there is no descriptor left; ENODEV if the device is closed; EINVAL for a nil
+// device.
+func (d *Device) OpenXRCD(cfg *XRCDConfig) (*XRCD, error) {
+	if !d.ok() {
+		return nil, invalid("open_xrcd", "nil device")
+	}
+	pc := provider.XRCDConfig{Create: true}
+	if cfg != nil {
+		pc = provider.XRCDConfig(*cfg)
+	}
+	p, err := d.p.OpenXRCD(pc)
+	if err != nil {
+		return nil, err
+	}
+	return &XRCD{p: p, dev: d}, nil
+}
+
+// CreateQP makes a queue pair of type [XRCRecv], in state [QPReset]: a target,
+// which receives for the shared receive queues of the domain. See
+// ibv_create_qp_ex(3).
+//
+// Errors: ENOMEM if the device has no more queue pairs (MaxQP in [DeviceAttr]);
+// ENODEV if the device is closed; EINVAL for a domain that is nil or closed.
+func (x *XRCD) CreateQP() (*QP, error) {
+	if !x.ok() {
+		return nil, invalid("create_qp", "nil XRC domain")
+	}
+	p, err := x.p.CreateQP()
+	if err != nil {
+		return nil, err
+	}
+	return &QP{p: p, dev: x.dev, psn: randomPSN()}, nil
+}
+
+// Close closes the domain. It ends when everybody who has it open has closed it.
+// It is idempotent. See ibv_close_xrcd(3).
+//
+// Errors: EBUSY while queue pairs or shared receive queues that were made with it
+// are open; EINVAL for a nil domain.
+func (x *XRCD) Close() error {
+	if !x.ok() {
+		return invalid("close_xrcd", "nil XRC domain")
+	}
+	return x.p.Close()
+}
