@@ -143,14 +143,17 @@ func (d *Device) background() {
 	for vain := 0; !d.stopped.Load(); {
 		next := d.fireTimers()
 		if vain < tolerance {
-			if d.runReady(1); d.receive() {
+			d.runReady(1)
+			got := d.receive()
+			n := d.polls.Load()
+			if n != seen && (!got || d.polling()) {
+				vain++ // somebody else is here, and would have got it
+			} else if got {
 				vain = 0
-				continue
 			}
-			seen = d.polls.Load()
-			d.block()
-			if !d.receive() && d.polls.Load() != seen {
-				vain++
+			seen = n
+			if !got {
+				d.block()
 			}
 			continue
 		}

@@ -91,8 +91,8 @@ const (
 	dialTime    = 2 * time.Second
 	failedTime  = 100 * time.Millisecond
 	fullTries   = 2000
-	calmPolls   = 64
-	udpPollRate = 16
+	calmPolls   = 4096
+	udpPollRate = 32
 )
 
 // OpenShared opens the link. Join must follow before it is used.
