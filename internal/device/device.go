@@ -222,7 +222,7 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 		link:   l,
 		member: member,
 	}
-	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs})
+	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs, Killed: d.giveUpFetches})
 	reserved := func(i uint32) bool { return i <= 1 || i == 0xffffff } // management and multicast
 	if member != nil {
 		d.qps = mem.NewSharedSlots[QP](d.limits.QPs, reserved, member.Key())

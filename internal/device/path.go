@@ -77,8 +77,9 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, er
 		return &qp.Path{Flow: f, Window: loopWindow, Lossless: true}, nil
 	}
 	if s, ok := d.link.(*link.Shared); ok && s.IsLocal(f) {
-		window := s.LocalWindow(mtu.Bytes())
-		p := d.peers.get(f.Dst, max(1, window/peerWindows))
+		s.Reach(f, dest)
+		window := s.LocalWindow()
+		p := d.peers.get(peerKey{f.Dst, true}, max(1, window/peerWindows))
 		q.peer.Store(p)
 		return &qp.Path{Flow: f, Window: window, Credits: p.credits, Lossless: true}, nil
 	}
@@ -86,7 +87,7 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, er
 	if window <= 0 {
 		window = d.link.Window(mtu.Bytes())
 	}
-	p := d.peers.get(f.Dst, window)
+	p := d.peers.get(peerKey{f.Dst, false}, window)
 	q.peer.Store(p)
 	return &qp.Path{Flow: f, Window: window, Credits: p.credits}, nil
 }
@@ -94,7 +95,14 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, er
 // peerTable knows the peers of a device by address.
 type peerTable struct {
 	mu     sync.Mutex // guards byAddr
-	byAddr map[netip.Addr]*peer
+	byAddr map[peerKey]*peer
+}
+
+// peerKey is an address, reached by rings or by packets: these have room of their
+// own.
+type peerKey struct {
+	addr  netip.Addr
+	local bool
 }
 
 // peer is what queue pairs to one address share: the room in its socket buffer.
@@ -110,11 +118,11 @@ type peer struct {
 // may have under way to one peer.
 const peerWindows = 4
 
-func (t *peerTable) get(a netip.Addr, window int) *peer {
+func (t *peerTable) get(a peerKey, window int) *peer {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.byAddr == nil {
-		t.byAddr = make(map[netip.Addr]*peer)
+		t.byAddr = make(map[peerKey]*peer)
 	}
 	p := t.byAddr[a]
 	if p == nil {

@@ -104,7 +104,7 @@ func (d *Device) addQP(q *QP, c qp.Config) error {
 	if err := d.moreNumbers(); err != nil {
 		return err
 	}
-	c.Table, c.Event = d.table, q.event
+	c.Table, c.Event, c.Stopped = d.table, q.event, d.giveUpFetches
 	_, ok := d.qps.AddFunc(func(n uint32) *QP {
 		q.number, c.Number = n, n
 		q.core = qp.New(c)

@@ -28,7 +28,13 @@ func (r *receiver) Deliver(t *train.Train) {
 	if r.now == 0 {
 		r.now = r.dev.now()
 	}
-	_, due := q.receive(t, r.now) // no fault: the payload is the link's own
+	fault, due := q.receive(t, r.now)
+	if !fault.OK() { // it lies in another process, which must send it
+		q.mu.Lock()
+		q.core.Unread()
+		q.mu.Unlock()
+		due = true
+	}
 	if n := len(r.touched); due && (n == 0 || r.touched[n-1] != q) {
 		r.touched = append(r.touched, q)
 	}

@@ -96,3 +96,20 @@ func (d *Device) moreNumbers() error {
 	d.qps.Extend(r)
 	return nil
 }
+
+// giveUpFetches keeps other processes from fetching what was sent by reference
+// and is still under way: the memory is about to be the application's again.
+func (d *Device) giveUpFetches() {
+	if s, ok := d.link.(*link.Shared); ok {
+		s.GiveUpFetches()
+	}
+}
+
+// ticket is what trains carry that may be fetched: taken while the queue pair's
+// lock keeps its requests from being given up.
+func (d *Device) ticket() uint64 {
+	if s, ok := d.link.(*link.Shared); ok {
+		return s.Ticket()
+	}
+	return 0
+}

@@ -82,7 +82,9 @@ func (d *Device) drain(q *QP, b *batch, now qp.Time) bool {
 	for bytes := 0; bytes < txQuantum; {
 		n := 0
 		q.mu.Lock()
+		ticket := d.ticket()
 		for n < len(b.trains) && bytes < txQuantum && q.core.Pull(&b.trains[n], now) {
+			b.trains[n].Ticket = ticket
 			bytes += b.trains[n].Len
 			n++
 		}

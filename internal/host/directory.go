@@ -1,6 +1,10 @@
 package host
 
-import "github.com/verbena-rdma/verbena/internal/mem"
+import (
+	"net/netip"
+
+	"github.com/verbena-rdma/verbena/internal/mem"
+)
 
 // MaxProcesses is how many processes can share a device.
 const MaxProcesses = 256
@@ -54,9 +58,21 @@ func (d *directory) find(slot uint32) (process int, ok bool) {
 	return p, true
 }
 
-// claim takes a free entry for a process. Only the owner calls it.
+// first returns the device's first address.
+func (d *directory) first() netip.Addr {
+	a := netip.AddrFrom16(d.addr)
+	if d.v4 {
+		a = a.Unmap()
+	}
+	return a
+}
+
+// claim takes a free entry for a process: the next one after the last, so that
+// they come back late. Only the owner calls it.
 func (d *directory) claim(pid int, nonce uint64) (slot int, ok bool) {
-	for i := range d.process {
+	last := int(d.claimed.Load())
+	for k := range d.process {
+		i := (last + 1 + k) % MaxProcesses
 		e := &d.process[i]
 		if e.state.Load() == processAlive {
 			continue
@@ -67,6 +83,7 @@ func (d *directory) claim(pid int, nonce uint64) (slot int, ok bool) {
 		e.pid.Store(uint32(pid))
 		e.nonce.Store(nonce)
 		e.state.Store(processAlive)
+		d.claimed.Store(uint32(i))
 		return i, true
 	}
 	return 0, false

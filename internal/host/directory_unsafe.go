@@ -2,6 +2,7 @@ package host
 
 import (
 	"errors"
+	"net/netip"
 	"sync/atomic"
 	"unsafe"
 
@@ -22,9 +23,12 @@ type layout struct {
 	id     [2]uint64
 	key    mem.PermKey
 	limits [NumObjects]uint32
+	addr   [16]byte // the device's first address, by which its processes are named
+	v4     bool
 
 	owner   atomic.Uint32 // slot of the owner, or of the last one
 	granted atomic.Uint32 // the range that was leased last
+	claimed atomic.Uint32 // the entry that was taken last
 	_       [64]byte
 	process [MaxProcesses]entry
 	lease   [NumRanges]atomic.Uint32 // by range: slot+1 of the process that holds it
@@ -53,7 +57,7 @@ type directory struct {
 
 const layoutSize = int(unsafe.Sizeof(layout{}))
 
-func createDirectory(key mem.PermKey, id [2]uint64, limits [NumObjects]uint32) (*directory, error) {
+func createDirectory(a netip.Addr, key mem.PermKey, id [2]uint64, limits [NumObjects]uint32) (*directory, error) {
 	fd, err := sys.NewMemfd("verbena-directory", layoutSize)
 	if err != nil {
 		return nil, err
@@ -63,6 +67,7 @@ func createDirectory(key mem.PermKey, id [2]uint64, limits [NumObjects]uint32) (
 		return nil, err
 	}
 	d.id, d.key, d.limits, d.magic = id, key, limits, layoutMagic
+	d.addr, d.v4 = a.As16(), a.Is4()
 	d.perm = mem.NewPerm24(key)
 	return d, nil
 }

@@ -381,6 +381,23 @@ func TestKilled(t *testing.T) {
 		seen[l] = true
 	}
 	// The directory comes to know who is left.
+	defer func() {
+		if t.Failed() {
+			for _, c := range living {
+				t.Logf("%d is alive", c.cmd.Process.Pid)
+			}
+			if d, err := look(addr(10)); err == nil {
+				for i := range d.process {
+					if e := &d.process[i]; e.state.Load() == processAlive {
+						t.Logf("process %d: pid %d, owner %v", i, e.pid.Load(), int(d.owner.Load()) == i)
+					}
+				}
+				_ = d.close()
+			}
+			all, _ := names()
+			t.Log(all)
+		}
+	}()
 	eventually(t, "the dead are forgotten", func() bool {
 		d, err := look(addr(10))
 		if err != nil {

@@ -58,6 +58,7 @@ type Member struct {
 	mu    sync.Mutex    // guards what follows
 	owner *owner        // if this process is it
 	conn  *net.UnixConn // to the owner, if it is another
+	gone  chan struct{} // closed when conn has ended
 	ready chan struct{} // closed while owner or conn is set
 
 	asking  sync.Mutex // held by who waits for a reply
@@ -80,6 +81,9 @@ func Join(cfg Config) (*Member, error) {
 	for deadline := time.Now().Add(joinTime); ; time.Sleep(retry) {
 		again, err := m.tryJoin()
 		if err == nil {
+			again, err = m.announce()
+		}
+		if err == nil {
 			break
 		}
 		if !again || time.Now().After(deadline) {
@@ -87,14 +91,41 @@ func Join(cfg Config) (*Member, error) {
 		}
 	}
 	m.wg.Go(m.watch)
-	// Not earlier: this name tells that there is a device. Nobody needs it
-	// before this process has a queue pair.
-	var err error
-	m.proc, err = startProcess(processName(cfg.Addrs[0], uint32(os.Getpid()), m.nonce), cfg.Channel, cfg.Status)
-	if err != nil {
-		return nil, errors.Join(err, m.Close())
-	}
 	return m, nil
+}
+
+// announce opens this process's socket, whose name tells that there is a device.
+// (Not before joining: those who come first to an address at the same time would
+// take each other for what is left of an older device.) If the owner has gone
+// before the name was there, a newcomer may have founded another device
+// meanwhile: then everything begins again.
+func (m *Member) announce() (again bool, err error) {
+	m.proc, err = startProcess(processName(m.cfg.Addrs[0], uint32(os.Getpid()), m.nonce), m.cfg.Channel, m.cfg.Status)
+	if err == nil && m.conn != nil {
+		again = true
+		if err = m.rejoin(m.conn); err != nil {
+			m.proc.close()
+		}
+	}
+	if err != nil {
+		m.proc = nil
+		if m.conn != nil {
+			_ = m.conn.Close()
+		}
+		if m.owner != nil {
+			m.owner.close()
+		}
+		err = errors.Join(err, m.dir.close())
+		m.owner, m.conn, m.ready = nil, nil, make(chan struct{})
+		m.nonce = random() // the entry of this attempt may be left, and must look dead
+	}
+	return again, err
+}
+
+// rejoin tells the owner that this process is here, with the entry that it has.
+func (m *Member) rejoin(c *net.UnixConn) error {
+	_, _, err := ask(c, &request{Op: opRejoin, PID: os.Getpid(), Nonce: m.nonce, Slot: m.slot, ID: m.dir.id})
+	return err
 }
 
 func random() uint64 {
@@ -115,11 +146,6 @@ func (m *Member) tryJoin() (again bool, err error) {
 	case !errors.Is(err, syscall.ECONNREFUSED):
 		return false, err
 	}
-	// Nobody has the name. If the device has processes all the same, their owner
-	// has just gone, and one of them is about to take its place.
-	if others, err := m.othersLeft(); err != nil || others {
-		return true, errors.Join(err, refuse(syscall.EADDRINUSE, "the device's owner is gone, and nobody has taken its place"))
-	}
 	return m.found()
 }
 
@@ -130,7 +156,7 @@ func (m *Member) join(c *net.UnixConn) (again bool, err error) {
 		m.dir, err = openDirectory(fd)
 	}
 	if err == nil && (r.Slot < 0 || r.Slot >= MaxProcesses) {
-		err = errDirectory
+		err = errors.Join(errDirectory, m.dir.close())
 	}
 	if err != nil {
 		var no *refusal
@@ -154,11 +180,18 @@ func (m *Member) found() (again bool, err error) {
 		}
 		return false, refuse(syscall.EADDRINUSE, "another device has one of the addresses %v", m.cfg.Addrs)
 	}
+	// If the device has processes all the same, their owner has just gone, and
+	// one of them is about to take its place. (Who holds the names can be sure:
+	// nobody else becomes one of its processes now.)
+	if others, err := m.othersLeft(); err != nil || others {
+		closeAll(names)
+		return true, errors.Join(err, refuse(syscall.EADDRINUSE, "the device's owner is gone, and nobody has taken its place"))
+	}
 	if err := m.cfg.Become(); err != nil {
 		closeAll(names)
 		return false, err
 	}
-	dir, err := createDirectory(mem.RandomPermKey(), [2]uint64{random(), random()}, m.cfg.Limits)
+	dir, err := createDirectory(m.cfg.Addrs[0], mem.RandomPermKey(), [2]uint64{random(), random()}, m.cfg.Limits)
 	if err != nil {
 		closeAll(names)
 		return false, err
@@ -166,7 +199,7 @@ func (m *Member) found() (again bool, err error) {
 	m.dir = dir
 	m.slot, _ = dir.claim(os.Getpid(), m.nonce) // it is empty
 	o := &owner{dir: dir, addrs: m.cfg.Addrs, names: names}
-	o.start(m.slot)
+	o.start(m.slot, false)
 	m.setOwner(o, nil)
 	return false, nil
 }
@@ -185,7 +218,7 @@ func (m *Member) othersLeft() (bool, error) {
 func (m *Member) setOwner(o *owner, c *net.UnixConn) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.owner, m.conn = o, c
+	m.owner, m.conn, m.gone = o, c, make(chan struct{})
 	close(m.ready)
 }
 
@@ -203,12 +236,13 @@ func (m *Member) watch() {
 		if c == nil {
 			return // this process is the owner, or leaves
 		}
-		if m.cfg.Joined != nil {
-			m.cfg.Joined(int(m.dir.owner.Load()))
+		if m.cfg.Joined != nil { // beside reading: it may take its time
+			m.wg.Go(func() { m.cfg.Joined(int(m.dir.owner.Load())) })
 		}
 		m.read(c)
 		_ = c.Close()
 		m.mu.Lock()
+		close(m.gone)
 		m.conn, m.ready = nil, make(chan struct{})
 		m.mu.Unlock()
 		if !m.takeOver() {
@@ -236,20 +270,19 @@ func (m *Member) read(c *net.UnixConn) {
 // takeOver becomes the owner or joins the new one. It gives up when the member
 // is closed.
 func (m *Member) takeOver() bool {
-	previous := int(m.dir.owner.Load())
 	for wait := time.Duration(0); ; wait = retry {
 		select {
 		case <-m.stop:
 			return false
 		case <-time.After(wait):
 		}
-		if m.tryTakeOver(previous) {
+		if m.tryTakeOver() {
 			return true
 		}
 	}
 }
 
-func (m *Member) tryTakeOver(previous int) bool {
+func (m *Member) tryTakeOver() bool {
 	names, err := listenAll(m.cfg.Addrs)
 	if err == nil {
 		if err := m.cfg.Become(); err != nil {
@@ -257,8 +290,7 @@ func (m *Member) tryTakeOver(previous int) bool {
 			return false
 		}
 		o := &owner{dir: m.dir, addrs: m.cfg.Addrs, names: names}
-		o.start(m.slot)
-		o.adopt(previous, m.stop)
+		o.start(m.slot, true)
 		m.setOwner(o, nil)
 		return true
 	}
@@ -266,13 +298,16 @@ func (m *Member) tryTakeOver(previous int) bool {
 	if err != nil {
 		return false
 	}
-	if _, _, err := ask(c, &request{Op: opRejoin, PID: os.Getpid(), Nonce: m.nonce, Slot: m.slot, ID: m.dir.id}); err != nil {
+	if m.rejoin(c) != nil {
 		_ = c.Close()
 		return false
 	}
 	m.setOwner(nil, c)
 	return true
 }
+
+// ID tells devices apart, also those that follow each other at one address.
+func (m *Member) ID() [2]uint64 { return m.dir.id }
 
 // Slot is this process's number in the device; IsOwner tells whether it has the
 // port.
@@ -304,7 +339,7 @@ func (m *Member) Over(o Object) bool { return m.dir.total(o) > uint64(m.dir.limi
 func (m *Member) Lease() (r uint32, err error) {
 	for deadline := time.Now().Add(joinTime); time.Now().Before(deadline); {
 		m.mu.Lock()
-		o, c, ready := m.owner, m.conn, m.ready
+		o, c, gone, ready := m.owner, m.conn, m.gone, m.ready
 		m.mu.Unlock()
 		if o != nil {
 			o.mu.Lock()
@@ -313,7 +348,7 @@ func (m *Member) Lease() (r uint32, err error) {
 			return got.Range, err
 		}
 		if c != nil {
-			if got, ok := m.askOwner(c); ok {
+			if got, ok := m.askOwner(c, gone); ok {
 				return got.Range, got.err()
 			}
 		}
@@ -329,7 +364,7 @@ func (m *Member) Lease() (r uint32, err error) {
 }
 
 // askOwner asks for a range. It fails if the owner goes.
-func (m *Member) askOwner(c *net.UnixConn) (reply, bool) {
+func (m *Member) askOwner(c *net.UnixConn, gone <-chan struct{}) (reply, bool) {
 	m.asking.Lock()
 	defer m.asking.Unlock()
 	select {
@@ -341,7 +376,8 @@ func (m *Member) askOwner(c *net.UnixConn) (reply, bool) {
 	}
 	select {
 	case r := <-m.replies:
-		return r, r.Range < NumRanges || r.err() != nil
+		return r, r.Errno != syscall.ESHUTDOWN && (r.Range < NumRanges || r.err() != nil)
+	case <-gone:
 	case <-m.stop:
 	case <-time.After(replyTime):
 	}
@@ -350,10 +386,11 @@ func (m *Member) askOwner(c *net.UnixConn) (reply, bool) {
 
 // Dial opens a connection to another process of the device.
 func (m *Member) Dial(process int) (*net.UnixConn, error) {
-	return m.dial(m.cfg.Addrs[0], m.dir, process)
+	return m.dial(m.dir, process)
 }
 
-func (m *Member) dial(a netip.Addr, d *directory, process int) (*net.UnixConn, error) {
+func (m *Member) dial(d *directory, process int) (*net.UnixConn, error) {
+	a := d.first()
 	if process < 0 || process >= MaxProcesses || d.process[process].state.Load() != processAlive {
 		return nil, fmt.Errorf("process %d of the device at %v: %w", process, a, syscall.ESRCH)
 	}

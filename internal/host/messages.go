@@ -19,7 +19,7 @@ import (
 
 const (
 	protocol   = 1
-	maxMessage = 64 << 10
+	maxMessage = 4 << 10
 	namePrefix = "@verbena/"
 )
 

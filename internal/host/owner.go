@@ -30,7 +30,8 @@ type owner struct {
 	absent map[int]bool // processes of an earlier owner that have not come back yet
 	closed bool
 
-	wg sync.WaitGroup
+	stop chan struct{}
+	wg   sync.WaitGroup
 }
 
 // listenAll gets the names of all addresses.
@@ -53,11 +54,16 @@ func closeAll(ls []*net.UnixListener) {
 	}
 }
 
-// start begins to answer. self is the owner's own entry.
-func (o *owner) start(self int) {
+// start begins to answer. self is the owner's own entry; after a take-over the
+// others are to come back.
+func (o *owner) start(self int, after bool) {
 	o.self = self
 	o.conns = make(map[*net.UnixConn]int)
 	o.absent = make(map[int]bool)
+	o.stop = make(chan struct{})
+	if after {
+		o.adopt() // who has the names is the only one to do so
+	}
 	o.dir.owner.Store(uint32(self))
 	for _, l := range o.names {
 		o.wg.Go(func() { o.serve(l) })
@@ -132,6 +138,7 @@ func (o *owner) leave(c *net.UnixConn) {
 	defer o.mu.Unlock()
 	if slot := o.conns[c]; slot >= 0 && !o.closed {
 		o.dir.release(slot)
+		delete(o.absent, slot)
 	}
 	delete(o.conns, c)
 }
@@ -142,8 +149,14 @@ func (o *owner) handle(c *net.UnixConn, q *request) (reply, error) {
 	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	if o.closed {
+		return reply{}, refuse(syscall.ESHUTDOWN, "the owner is leaving")
+	}
 	switch q.Op {
 	case opJoin:
+		if o.conns[c] >= 0 {
+			return reply{}, refuse(syscall.EINVAL, "this connection has joined already")
+		}
 		if !slices.Equal(q.Addrs, o.addrs) {
 			return reply{}, refuse(syscall.EADDRINUSE, "a device with the addresses %v is open there: open the same ones, or others", o.addrs)
 		}
@@ -159,6 +172,12 @@ func (o *owner) handle(c *net.UnixConn, q *request) (reply, error) {
 			return reply{}, refuse(syscall.ESTALE, "the device there is another one")
 		}
 		delete(o.absent, q.Slot)
+		for other, slot := range o.conns { // one that it has given up
+			if slot == q.Slot && other != c {
+				o.conns[other] = -1
+				_ = other.Close()
+			}
+		}
 		o.conns[c] = q.Slot
 		return reply{Slot: q.Slot}, nil
 	case opLook:
@@ -183,9 +202,8 @@ func (o *owner) grantLocked(slot int) (reply, error) {
 
 // adopt takes over from an owner that is gone: its entry is freed now, those of
 // processes that went with it when they have had time to come back.
-func (o *owner) adopt(previous int, stop <-chan struct{}) {
-	o.mu.Lock()
-	if previous >= 0 && previous < MaxProcesses && previous != o.self {
+func (o *owner) adopt() {
+	if previous := int(o.dir.owner.Load()); previous < MaxProcesses && previous != o.self {
 		o.dir.release(previous)
 	}
 	for i := range o.dir.process {
@@ -193,34 +211,42 @@ func (o *owner) adopt(previous int, stop <-chan struct{}) {
 			o.absent[i] = true
 		}
 	}
-	o.mu.Unlock()
 	o.wg.Go(func() {
-		select {
-		case <-stop:
-		case <-time.After(returnTime):
-			o.bury()
+		for wait := true; wait; wait = o.bury() {
+			select {
+			case <-o.stop:
+				return
+			case <-time.After(returnTime):
+			}
 		}
 	})
 }
 
-// bury frees the entries of processes that have not come back and do not answer.
-func (o *owner) bury() {
+// bury frees the entries of processes that have not come back and whose sockets
+// are gone. It reports whether some are still to come.
+func (o *owner) bury() bool {
 	o.mu.Lock()
 	missing := slices.Collect(maps.Keys(o.absent))
 	o.mu.Unlock()
 	for _, slot := range missing {
 		e := &o.dir.process[slot]
-		if c, err := dial(processName(o.addrs[0], e.pid.Load(), e.nonce.Load())); err == nil {
+		c, err := dial(processName(o.addrs[0], e.pid.Load(), e.nonce.Load()))
+		if err == nil {
 			_ = c.Close() // it lives, and will come
+		}
+		if !errors.Is(err, syscall.ECONNREFUSED) {
 			continue
 		}
 		o.mu.Lock()
-		if o.absent[slot] {
+		if o.absent[slot] && !o.closed {
 			o.dir.release(slot)
 			delete(o.absent, slot)
 		}
 		o.mu.Unlock()
 	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return len(o.absent) > 0
 }
 
 // returnTime is how long the processes of an earlier owner have to come back.
@@ -228,6 +254,7 @@ const returnTime = 2 * time.Second
 
 // close lets go of the names and of everybody.
 func (o *owner) close() {
+	close(o.stop)
 	o.mu.Lock()
 	o.closed = true
 	o.dir.release(o.self)

@@ -131,9 +131,8 @@ func (p *process) close() {
 
 // Directory is the directory of another device, as this member sees it.
 type Directory struct {
-	addr netip.Addr
-	dir  *directory
-	me   *Member
+	dir *directory
+	me  *Member
 }
 
 // Look finds the device at an address of this host, if a process of this user
@@ -143,7 +142,7 @@ func (m *Member) Look(a netip.Addr) (*Directory, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Directory{a, dir, m}, nil
+	return &Directory{dir, m}, nil
 }
 
 func look(a netip.Addr) (*directory, error) {
@@ -164,8 +163,11 @@ func (d *Directory) Find(qpn uint32) (process int, ok bool) { return d.dir.findQ
 
 // Dial opens a connection to a process.
 func (d *Directory) Dial(process int) (*net.UnixConn, error) {
-	return d.me.dial(d.addr, d.dir, process)
+	return d.me.dial(d.dir, process)
 }
+
+// ID tells devices apart, also those that follow each other at one address.
+func (d *Directory) ID() [2]uint64 { return d.dir.id }
 
 // Close unmaps the directory. Nobody may use it any more.
 func (d *Directory) Close() error { return d.dir.close() }

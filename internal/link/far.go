@@ -5,8 +5,16 @@ package link
 // they go. Only requests of reliable connections travel so: their senders leave
 // the memory alone until they are acknowledged, and can send again, by the ring,
 // if fetching fails.
+//
+// A request may also be given up: its queue pair fails or is closed, its region is
+// closed, and the memory is the application's again, while the record still lies
+// in the ring of a process that is slow. So every record carries a ticket, the
+// value of a word of the sender's that changes before any such thing; the word is
+// fetched with the payload, before it and behind it, and the train counts only if
+// both still have that value.
 
 import (
+	"encoding/binary"
 	"sync"
 
 	"github.com/verbena-rdma/verbena/internal/mem"
@@ -61,15 +69,12 @@ func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done boo
 	if !fault.OK() {
 		return true, fault
 	}
-	// The peer reads later. If the memory is gone by then, or is no longer
-	// registered, fetching fails or yields what the application has put there
-	// against its promise.
 	defer g.pins.Release()
 	defer clear(runs)
 	if len(runs) > maxFarRuns {
 		return false, mem.Fault{}
 	}
-	b, ok := s.reserve(c, recFar, trainBytes+4+16*len(runs)+farTail)
+	b, ok := s.reserve(c, recFar, trainBytes+20+16*len(runs)+farTail)
 	if !ok {
 		s.lost.Add(1)
 		return true, mem.Fault{}
@@ -77,6 +82,8 @@ func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done boo
 	defer c.End()
 	packTrain(b, t, f.src, f.dst)
 	p := packer{b[trainBytes:]}
+	p.u64(addrOfWord(s.ticket))
+	p.u64(t.Ticket) // from before the memory was looked at
 	p.u32(uint32(len(runs)))
 	for _, r := range runs {
 		p.u64(addrOf(r))
@@ -95,16 +102,21 @@ type farSource struct {
 	ranges [maxFarRuns]shm.Range
 	n      int
 	copier shm.Copier
-	part   [maxFarRuns]shm.Range
-	dst    [1][]byte
+	part   [maxFarRuns + 2]shm.Range
+	dst    [3][]byte
+	at     shm.Range // the ticket
+	want   uint64
+	before [8]byte
+	after  [8]byte
 }
 
 // unpackFar reads where the payload of a train lies.
 func (r *farSource) unpackFar(c *shm.Channel, t *train.Train, b []byte) bool {
-	if len(b) < 4 || t.Len < farMin {
+	if len(b) < 20 || t.Len < farMin {
 		return false
 	}
 	p := unpacker{b}
+	r.at, r.want = shm.Range{Addr: p.u64(), Len: 8}, p.u64()
 	n := p.u32()
 	if n < 1 || n > maxFarRuns || len(p.b) != int(n)*16+farTail {
 		return false
@@ -127,17 +139,31 @@ func (r *farSource) unpackFar(c *shm.Channel, t *train.Train, b []byte) bool {
 
 // ReadFar implements mem.Far.
 func (r *farSource) ReadFar(b []byte, off uint64) (ok, own bool) {
-	part := r.part[:0]
+	part, left := append(r.part[:0], r.at), len(b)
 	for _, s := range r.ranges[:r.n] {
 		if off >= uint64(s.Len) {
 			off -= uint64(s.Len)
 			continue
 		}
-		part = append(part, shm.Range{Addr: s.Addr + off, Len: s.Len - int(off)})
+		if n := min(left, s.Len-int(off)); n > 0 {
+			part = append(part, shm.Range{Addr: s.Addr + off, Len: n})
+			left -= n
+		}
 		off = 0
 	}
-	r.dst[0] = b
+	part = append(part, r.at)
+	r.dst = [3][]byte{r.before[:], b, r.after[:]}
 	n, err := r.c.CopyFrom(&r.copier, r.dst[:], part)
-	r.dst[0] = nil
-	return err == nil && n == len(b), err == shm.ErrOwnMemory
+	r.dst[1] = nil
+	if err != nil || left != 0 || n != len(b)+16 {
+		return false, err == shm.ErrOwnMemory
+	}
+	return binary.NativeEndian.Uint64(r.before[:]) == r.want && binary.NativeEndian.Uint64(r.after[:]) == r.want, false
 }
+
+// Ticket is for trains that are about to be sent: see Train.Ticket.
+func (s *Shared) Ticket() uint64 { return s.ticket.Load() }
+
+// GiveUpFetches makes other processes drop what they have not fetched yet. It is
+// called before the memory of requests is given back.
+func (s *Shared) GiveUpFetches() { s.ticket.Add(1) }

@@ -17,6 +17,7 @@ import (
 	"net"
 	"net/netip"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -26,6 +27,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/shm"
 	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
 // Neighbours are the processes of one device on this host.
@@ -34,6 +36,10 @@ type Neighbours interface {
 	Find(qpn uint32) (process int, ok bool)
 	// Dial connects to a process, and tells it who dials.
 	Dial(process int) (*net.UnixConn, error)
+	// ID tells devices apart, also those that follow each other at an address.
+	ID() [2]uint64
+	// Close ends the view of it.
+	Close() error
 }
 
 // MaxNeighbours is how many processes a device has at most.
@@ -58,10 +64,12 @@ type Shared struct {
 	home  *device
 	self  int // this process's number
 
-	mu      sync.Mutex // guards devices
-	devices map[netip.Addr]*device
+	mu      sync.Mutex // guards what follows
+	closed  bool
+	devices map[[2]uint64]*device // of other addresses
 
-	lost atomic.Uint64 // trains and packets that did not fit, or whose process is gone
+	ticket *atomic.Uint64 // see far.go; on the heap, where it stays
+	lost   atomic.Uint64  // trains and packets that did not fit, or whose process is gone
 
 	// Poll's own.
 	sink  Sink
@@ -69,7 +77,8 @@ type Shared struct {
 	piece [1][]byte
 	p     Packets
 	far   farSource
-	calm  int // polls since something came from another process
+	calm  int  // polls since something came from another process
+	turn  uint // polls
 }
 
 // device is what is known of one device of this host.
@@ -97,7 +106,7 @@ const (
 
 // OpenShared opens the link. Join must follow before it is used.
 func OpenShared(cfg *SharedConfig) (*Shared, error) {
-	s := &Shared{cfg: *cfg, devices: make(map[netip.Addr]*device), calm: calmPolls}
+	s := &Shared{ticket: new(atomic.Uint64), cfg: *cfg, devices: make(map[[2]uint64]*device), calm: calmPolls}
 	var err error
 	if s.inbox, err = shm.NewInbox(&shm.Config{RingBytes: ringBytes}); err != nil {
 		return nil, err
@@ -114,11 +123,6 @@ func OpenShared(cfg *SharedConfig) (*Shared, error) {
 // one is.
 func (s *Shared) Join(home Neighbours, self int) {
 	s.home, s.self = &device{Neighbours: home}, self
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, a := range s.UDP.Addrs() {
-		s.devices[a] = s.home
-	}
 }
 
 // Accept makes a channel of a connection that a process of the device at an
@@ -132,29 +136,45 @@ func (s *Shared) Accept(conn *net.UnixConn, from netip.Addr, process int) error 
 	defer cancel()
 	c, err := s.inbox.Accept(ctx, conn, &tag{d, process})
 	if err == nil {
-		d.channels[process].CompareAndSwap(nil, c)
+		d.keep(process, c)
 	}
 	return err
 }
 
 // deviceAt finds the device of this host that stands at an address.
 func (s *Shared) deviceAt(a netip.Addr) (*device, error) {
-	s.mu.Lock()
-	d := s.devices[a]
-	s.mu.Unlock()
-	if d != nil {
-		return d, nil
+	if slices.Contains(s.UDP.Addrs(), a) {
+		return s.home, nil
 	}
+	// Every time: another device may stand there now.
 	n, err := s.cfg.Look(a)
 	if err != nil {
 		return nil, err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.devices[a] == nil {
-		s.devices[a] = &device{Neighbours: n}
+	if s.closed {
+		return nil, errors.Join(ErrClosed, n.Close())
 	}
-	return s.devices[a], nil
+	if d := s.devices[n.ID()]; d != nil {
+		return d, n.Close()
+	}
+	d := &device{Neighbours: n}
+	s.devices[n.ID()] = d
+	return d, nil
+}
+
+// keep notes a channel, unless there is one that works.
+func (d *device) keep(process int, c *shm.Channel) *shm.Channel {
+	for {
+		old := d.channels[process].Load()
+		if old != nil && old.Err() == nil {
+			return old // the peer may send by the other all the same
+		}
+		if d.channels[process].CompareAndSwap(old, c) {
+			return c
+		}
+	}
 }
 
 // localFlow is a flow to a device of this host.
@@ -184,9 +204,9 @@ func (s *Shared) IsLocal(f *train.Flow) bool {
 	return ok
 }
 
-// LocalWindow returns how many packets of mtu bytes may be under way to another
-// process: as many as half of a ring holds. The other half is for answers.
-func (s *Shared) LocalWindow(mtu int) int { return ringBytes / 2 / (mtu + 2*trainBytes) }
+// LocalWindow returns how many packets may be under way to another process: as
+// many as 3/8 of a ring hold, of the longest. As much again is for answers.
+func (s *Shared) LocalWindow() int { return 3 * ringBytes / 8 / (wire.MaxPayload + 2*trainBytes) }
 
 // Send sends trains in order, in runs that go the same way.
 func (s *Shared) Send(ts []*train.Train) (int, error) {
@@ -289,8 +309,7 @@ func (s *Shared) channel(d *device, process int) *shm.Channel {
 		d.failed[process] = time.Now()
 		return nil
 	}
-	d.channels[process].Store(c)
-	return c
+	return d.keep(process, c)
 }
 
 func (s *Shared) dial(d *device, process int) (*shm.Channel, error) {
@@ -305,6 +324,16 @@ func (s *Shared) dial(d *device, process int) (*shm.Channel, error) {
 
 // Connect makes the channel to a process of this device, before it is needed.
 func (s *Shared) Connect(process int) { s.channel(s.home, process) }
+
+// Reach makes the channel to the process that has a queue pair, before it is
+// needed: who connects may wait, who sends should not.
+func (s *Shared) Reach(f *train.Flow, qpn uint32) {
+	if l, ok := f.Link.(*localFlow); ok {
+		if p, ok := l.dev.Find(qpn); ok {
+			s.channel(l.dev, p)
+		}
+	}
+}
 
 // Route implements Router.
 func (s *Shared) Route(qpn uint32) (process int, here bool) {
@@ -343,7 +372,7 @@ func (s *Shared) Poll(sink Sink, budget int) int {
 	} else {
 		s.calm++
 	}
-	if s.calm >= calmPolls || s.calm%udpPollRate == udpPollRate-1 {
+	if s.turn++; s.calm >= calmPolls || s.turn%udpPollRate == 0 {
 		n += s.UDP.Poll(sink, budget)
 	}
 	return n
@@ -415,5 +444,12 @@ func (s *Shared) Lost() uint64 { return s.lost.Load() }
 func (s *Shared) Close() error {
 	err := s.UDP.Close()
 	s.inbox.Close()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed = true
+	for _, d := range s.devices {
+		err = errors.Join(err, d.Close())
+	}
+	clear(s.devices)
 	return err
 }

@@ -18,9 +18,12 @@ import (
 // others are the processes of a device as a test has them: one, numbered 7, which
 // has every queue pair.
 type others struct {
+	id   uint64
 	dial func() (*net.UnixConn, error)
 }
 
+func (o *others) ID() [2]uint64                            { return [2]uint64{o.id} }
+func (o *others) Close() error                             { return nil }
 func (o *others) Find(qpn uint32) (int, bool)              { return 7, qpn != 404 }
 func (o *others) Dial(int) (conn *net.UnixConn, err error) { return o.dial() }
 
@@ -34,7 +37,7 @@ func sharedPair(t testing.TB) (a, b *Shared) {
 		other := 1 - i
 		name := &net.UnixAddr{Name: fmt.Sprintf("@verbena-link-test-%d", rand.Uint64()), Net: "unixpacket"}
 		look := func(netip.Addr) (Neighbours, error) {
-			return &others{func() (*net.UnixConn, error) {
+			return &others{1, func() (*net.UnixConn, error) {
 				l, err := net.ListenUnix("unixpacket", name)
 				if err != nil {
 					return nil, err
@@ -121,6 +124,21 @@ func TestSharedTrains(t *testing.T) {
 		if p != wire.PSN(i) {
 			t.Fatalf("train %d has PSN %v", i, p)
 		}
+	}
+	// What was given up meanwhile is not fetched any more.
+	n := 64 << 10
+	late := &train.Train{Flow: flow, Transport: wire.RC, Kind: wire.KindWrite, Start: true, End: true, DestQP: 9, MTU: 4096, N: n / 4096, Len: n,
+		Ticket: a.Ticket(), Payload: mem.List{Raw: [][]byte{make([]byte, n)}}}
+	if m, err := a.Send([]*train.Train{late}); m != 1 || err != nil {
+		t.Fatalf("%d, %v", m, err)
+	}
+	a.GiveUpFetches()
+	for deadline := time.Now().Add(5 * time.Second); k.bad == 0 && time.Now().Before(deadline); {
+		b.Wait(time.Millisecond)
+		b.Poll(&k, 100)
+	}
+	if k.bad != 1 || len(k.got) != len(sent) {
+		t.Errorf("%d trains bad, %d bytes of %d", k.bad, len(k.got), len(sent))
 	}
 	// Nobody's queue pair: lost, and said so.
 	tr := &train.Train{Flow: flow, Transport: wire.RC, Kind: wire.KindAck, Start: true, End: true, DestQP: 404, N: 1}

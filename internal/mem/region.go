@@ -168,7 +168,11 @@ const spinsBeforeSleep = 32
 // count at zero, or the section that takes it to zero comes after that and sees
 // the channel (and the bit, which was set before).
 func (r *Region) killLocked(bit uint64) {
-	if r.state.Or(bit)&stateCount == 0 {
+	open := r.state.Or(bit)&stateCount != 0
+	if r.table.killed != nil {
+		r.table.killed()
+	}
+	if !open {
 		return
 	}
 	for range spinsBeforeSleep {

@@ -25,6 +25,9 @@ const DefaultMaxRegions = 1 << 20
 type TableConfig struct {
 	MaxRegions int    // regions at the same time; 0 means DefaultMaxRegions, and there can be no more than MaxSlots
 	Seed       uint64 // tests: makes the keys repeatable; 0 means unpredictable ones
+	// Killed, if set, is called when a region is closed or invalidated, before
+	// its owner may use the memory for something else.
+	Killed func()
 }
 
 // Table is the key table of a device: it gives out keys for regions and finds
@@ -32,6 +35,7 @@ type TableConfig struct {
 type Table struct {
 	slots  *Slots[Region]
 	random func() uint32 // tags; called under the table's lock
+	killed func()
 
 	stale atomic.Uint64
 	moved [counterShards]movedBytes
@@ -72,7 +76,7 @@ func NewTable(cfg TableConfig) *Table {
 	// The index 0 stays unused, so that no key is 0: programs take a zero key
 	// for "none".
 	zero := func(index uint32) bool { return index == 0 }
-	return &Table{slots: NewSlots[Region](cfg.MaxRegions, zero, key), random: random}
+	return &Table{slots: NewSlots[Region](cfg.MaxRegions, zero, key), random: random, killed: cfg.Killed}
 }
 
 func randomTag() uint32 {

@@ -319,6 +319,7 @@ func (q *QP) Deadline() Time {
 // responder half go to the error state as a whole; UC and UD only stop sending
 // (IBA 10.3.1.7 and 10.3.1.6).
 func (q *QP) fail(status ib.WCStatus, vendor uint16, _ Time) {
+	q.stopped()
 	r := &q.req
 	r.failing = 0
 	if q.sq.head != q.sq.tail {
@@ -335,6 +336,13 @@ func (q *QP) fail(status ib.WCStatus, vendor uint16, _ Time) {
 	}
 	q.state = ib.QPSQE
 	q.flushSend()
+}
+
+// stopped tells that requests are given up.
+func (q *QP) stopped() {
+	if q.Stopped != nil {
+		q.Stopped()
+	}
 }
 
 // completeSend completes the request before head, which succeeded, if it asked
@@ -360,6 +368,7 @@ func (q *QP) completeFailed(w *wqe, status ib.WCStatus, vendor uint16) {
 
 // flushSend completes all requests as flushed.
 func (q *QP) flushSend() {
+	q.stopped()
 	q.giveBack(q.req.held)
 	q.req.timers.stop()
 	q.req.rd = rdRing{}

@@ -56,6 +56,9 @@ type Config struct {
 	XRC       XRC
 	Table     *mem.Table
 	Event     func(ib.EventType) // raises an asynchronous event; must not call back
+	// Stopped, if set, is called when requests are given up, before their
+	// owner learns of it and may use their memory; it must not call back.
+	Stopped func()
 }
 
 // Path is how a queue pair's packets travel.

@@ -129,6 +129,15 @@ func (a *answers) acknowledge(psn wire.PSN) {
 	a.ack.pending, a.ack.psn, a.ack.syndrome = true, psn, wire.AckNoCredits
 }
 
+// Unread tells that a request's payload could not be fetched from its sender, who
+// must send it again: it counts as lost.
+func (q *QP) Unread() {
+	if q.state != ib.QPRTR && q.state != ib.QPRTS && q.state != ib.QPSQD || q.Type == ib.UC || q.Type == ib.UD {
+		return
+	}
+	q.nak(wire.NakPSNSequence, q.resp.epsn)
+}
+
 // nak notes a NAK for request psn, which is the expected one.
 func (q *QP) nak(s wire.Syndrome, psn wire.PSN) {
 	r := &q.resp

@@ -329,6 +329,7 @@ func (q *QP) flushReceive() {
 // reset is the transition to RESET: everything is forgotten, nothing completes
 // (IBA 10.3.1.1).
 func (q *QP) reset() {
+	q.stopped()
 	q.giveBack(q.req.held)
 	q.sq.head = q.sq.tail           // numbers go on, so that a late Sent finds nothing
 	q.sq.freed = new(atomic.Uint32) // a completion of before frees nothing

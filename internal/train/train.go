@@ -72,6 +72,8 @@ type Train struct {
 
 	// Cookie is the sending queue pair's own; it comes back in Sent.
 	Cookie uint64
+	// Ticket is the sending device's: see link.Shared.
+	Ticket uint64
 
 	// storage for Payload of outgoing trains: a train outlives the queue slot
 	// it was made from
