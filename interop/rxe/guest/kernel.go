@@ -220,11 +220,23 @@ func (k *kernel) connect(qp int, typ verbs.QPType, a *verbs.QPAttr) error {
 	if _, err := k.ask("init id=%d access=%d qkey=%d", qp, a.Access, a.QKey); err != nil {
 		return err
 	}
-	if _, err := k.ask("rtr id=%d mtu=%d dqpn=%d psn=%d rd=%d rnr=%d gid=%x sgid=%d", qp, a.PathMTU, a.DestQPN, a.RQPSN,
-		a.MaxDestRDAtomic, a.MinRNRTimer, a.AV.DGID[:], k.sgid); err != nil {
+	err := k.receive(qp, a)
+	for range 3 { // it looks for the neighbour for a second, and an emulated machine may be slower
+		if err == nil || !strings.Contains(err.Error(), "err 110 ") {
+			break
+		}
+		err = k.receive(qp, a)
+	}
+	if err != nil {
 		return err
 	}
-	_, err := k.ask("rts id=%d psn=%d timeout=%d retry=%d rnr=%d rd=%d", qp, a.SQPSN, a.Timeout, a.RetryCnt, a.RNRRetry, a.MaxRDAtomic)
+	_, err = k.ask("rts id=%d psn=%d timeout=%d retry=%d rnr=%d rd=%d", qp, a.SQPSN, a.Timeout, a.RetryCnt, a.RNRRetry, a.MaxRDAtomic)
+	return err
+}
+
+func (k *kernel) receive(qp int, a *verbs.QPAttr) error {
+	_, err := k.ask("rtr id=%d mtu=%d dqpn=%d psn=%d rd=%d rnr=%d gid=%x sgid=%d", qp, a.PathMTU, a.DestQPN, a.RQPSN,
+		a.MaxDestRDAtomic, a.MinRNRTimer, a.AV.DGID[:], k.sgid)
 	return err
 }
 
