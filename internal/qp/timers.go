@@ -17,6 +17,10 @@ import (
 // a scheduler's slice would only send twice what a busy peer has not yet read.
 const minRTO = 16 * time.Millisecond
 
+// maxPatience is how many times as long as what was measured a peer that answers
+// is waited for: where much is lost, nothing is measured for long.
+const maxPatience = 4
+
 // holdTime is how long a queue pair whose timeout is 0 keeps the credits of
 // packets that nobody answers.
 const holdTime = 100 * time.Millisecond
@@ -59,10 +63,11 @@ func (r *requester) progress(una wire.PSN, now Time) {
 		}
 		r.srtt += (rtt - r.srtt) / 8
 		r.sampleAt = 0
-		// Only now: after sending again nobody knows which copy was answered, and
-		// the patience that was learnt stays.
 		r.rto = max(minRTO, 8*r.srtt)
 	}
+	// Without a sample nobody knows which copy was answered, and the patience
+	// that was learnt stays, within bounds.
+	r.rto = min(r.rto, maxPatience*max(minRTO, 8*r.srtt))
 	r.tries, r.rnrTries, r.lostValid = 0, 0, false
 	r.progAt, r.started = now, now
 	if una == r.max {
