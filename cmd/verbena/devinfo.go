@@ -28,7 +28,7 @@ type devinfoCmd struct {
 func (devinfoCmd) Help() string {
 	return `The lines have the names that ibv_devinfo gives them, as far as they exist there; the others say what is special to a device in software: its links, what it found to speed them up, what it does about locking memory, and how it notices that registered memory was unmapped.
 
-A device whose address is in use by another process is shown without the udp link.
+A device whose address another user, or another program, has taken is shown without the links that need it.
 
 Examples:
 

@@ -285,10 +285,10 @@ func (d *Device) countLocked(op string, n *int, limit int) error {
 	}
 	*n++
 	d.publishLocked()
-	if d.overLimitLocked() {
+	if all, over := d.overLimitLocked(n); over {
 		*n--
 		d.publishLocked()
-		return ib.Errorf(op, syscall.ENOMEM, "the device's limit of %d is reached, by all processes that share it", limit)
+		return ib.Errorf(op, syscall.ENOMEM, "the device's limit of %d is reached, by all processes that share it", all)
 	}
 	return nil
 }

@@ -7,11 +7,15 @@ package device
 import (
 	"net"
 	"net/netip"
+	"slices"
 
 	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
+
+// Numbers of processes are indexes on both sides.
+var _ [link.MaxNeighbours]struct{} = [host.MaxProcesses]struct{}{}
 
 // openShared opens the link of a device that other processes may have open too.
 // alone wants an address that nobody has.
@@ -35,11 +39,19 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg.Limits), Become: s.Listen,
 		Joined: func(owner int) { <-ready; s.Connect(owner) },
 		Channel: func(c *net.UnixConn, from netip.Addr, process int) {
-			<-ready
-			_ = s.Accept(c, from, process) // who asked is told
+			// Not in the caller, for whom Join may wait. The link's inbox ends
+			// handshakes when it is closed.
+			go func() {
+				if <-ready; m == nil {
+					_ = c.Close()
+					return
+				}
+				_ = s.Accept(c, from, process) // who asked is told
+			}()
 		},
 	})
 	if err != nil {
+		close(ready)  // who waits finds no member
 		_ = s.Close() // the first error says more
 		return nil, nil, err
 	}
@@ -58,30 +70,32 @@ func hostLimits(l provider.Limits) (h [host.NumObjects]uint32) {
 	return h
 }
 
+// countsLocked are the counts by the names that the other processes know them by.
+func (d *Device) countsLocked() [host.Channels + 1]*int {
+	c := &d.counts
+	return [...]*int{host.QPs: &c.qps, host.CQs: &c.cqs, host.MRs: &c.mrs, host.PDs: &c.pds,
+		host.AHs: &c.ahs, host.SRQs: &c.srqs, host.Channels: &c.channels}
+}
+
 // publishLocked tells the other processes how many objects this one has.
 func (d *Device) publishLocked() {
 	if d.member == nil {
 		return
 	}
-	c := &d.counts
-	for o, n := range [...]int{host.QPs: c.qps, host.CQs: c.cqs, host.MRs: c.mrs, host.PDs: c.pds,
-		host.AHs: c.ahs, host.SRQs: c.srqs, host.Channels: c.channels} {
-		d.member.Set(host.Object(o), n)
+	for o, n := range d.countsLocked() {
+		d.member.Set(host.Object(o), *n)
 	}
 }
 
-// overLimitLocked reports whether all processes together have more of something
-// than the device has.
-func (d *Device) overLimitLocked() bool {
-	if d.member == nil {
-		return false
+// overLimitLocked reports whether all processes together have more of what n
+// counts than the device has, and how many that are.
+func (d *Device) overLimitLocked(n *int) (limit int, over bool) {
+	counts := d.countsLocked()
+	o := host.Object(slices.Index(counts[:], n))
+	if d.member == nil || o < 0 { // or it is this process's own affair
+		return 0, false
 	}
-	for o := range host.NumObjects {
-		if d.member.Over(o) {
-			return true
-		}
-	}
-	return false
+	return d.member.Limit(o), d.member.Over(o)
 }
 
 // moreNumbers gets queue pair numbers for this process, if it runs out of them.

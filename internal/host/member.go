@@ -41,7 +41,7 @@ type Config struct {
 	Joined func(owner int)
 	// Channel takes over a connection by which another process wants to talk
 	// to this one: of the device at an address, and its number there. It may be
-	// called before Join returns.
+	// called before Join returns, and must not wait for that.
 	Channel func(c *net.UnixConn, from netip.Addr, process int)
 	// Status tells what this process is doing, as something for encoding/json.
 	Status func() any
@@ -330,6 +330,9 @@ func (m *Member) Find(qpn uint32) (process int, ok bool) { return m.dir.findQP(q
 // processes together have more than the device's limit. Who wants one more sets
 // first and asks then: of two that want the last one, at most one gets it.
 func (m *Member) Set(o Object, n int) { m.dir.process[m.slot].count[o].Store(uint32(n)) }
+
+// Limit is how many objects of a kind all processes together may have.
+func (m *Member) Limit(o Object) int { return int(m.dir.limits[o]) }
 
 // Over is explained at Set.
 func (m *Member) Over(o Object) bool { return m.dir.total(o) > uint64(m.dir.limits[o]) }

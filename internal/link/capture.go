@@ -10,8 +10,8 @@ import (
 )
 
 // Capture shows a tap the packets that a train would be on a network, without
-// sending them: for trains that travel within the process. Its flow needs no
-// preparation.
+// sending them: for trains that travel within the process or the host. Its flow
+// needs no preparation.
 func Capture(t *train.Train, tap Tap, ts time.Time) error {
 	f := t.Flow
 	if f == nil {

@@ -47,7 +47,7 @@ const MaxNeighbours = 256
 
 // SharedConfig says what to open.
 type SharedConfig struct {
-	UDP UDPConfig // without Router and Events
+	UDP UDPConfig // without Router and Event
 	// Packets makes all traffic go by packets, also to processes of this host.
 	Packets bool
 	// NoPackets makes flows to other hosts fail.
@@ -96,10 +96,13 @@ type tag struct {
 }
 
 const (
-	ringBytes   = 2 << 20
-	dialTime    = 2 * time.Second
-	failedTime  = 100 * time.Millisecond
-	fullTries   = 2000
+	ringBytes  = 2 << 20                // in each direction, touched only as far as it is used
+	dialTime   = 2 * time.Second        // for a handshake
+	failedTime = 100 * time.Millisecond // before a process that did not answer is asked again
+	fullTries  = 2000                   // looks at a full ring, with a yield after each
+
+	// After so many polls without anything from a ring the socket is looked at
+	// every time, and up to then once in so many polls.
 	calmPolls   = 4096
 	udpPollRate = 32
 )
@@ -248,6 +251,7 @@ func (s *Shared) sendTrain(f *localFlow, t *train.Train) mem.Fault {
 		s.lost.Add(1)
 		return mem.Fault{}
 	}
+	s.capture(t)
 	if mayFetch(c, t) {
 		if done, fault := s.sendFar(c, f, t); done {
 			return fault
@@ -270,6 +274,27 @@ func (s *Shared) sendTrain(f *localFlow, t *train.Train) mem.Fault {
 	}
 	c.Commit()
 	return mem.Fault{}
+}
+
+// capture shows a train to the tap, as the packets that it would be. What cannot
+// be read is left out: somebody is about to find out why.
+func (s *Shared) capture(t *train.Train) {
+	if tap := s.cfg.UDP.Tap; tap != nil {
+		_ = Capture(t, tap, time.Now())
+	}
+}
+
+// deliver hands on a train that has come by a ring.
+func (s *Shared) deliver() {
+	t := &s.t
+	if s.cfg.UDP.Tap != nil {
+		t.Flow = &train.Flow{Src: t.From, Dst: t.To, TClass: t.TClass, HopLimit: t.HopLimit}
+		s.capture(t)
+		t.Flow = nil
+	}
+	s.sink.Deliver(t)
+	t.Reset()
+	s.piece[0] = nil
 }
 
 // reserve takes a channel and room in its ring. A full ring is worth a little
@@ -394,9 +419,7 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 			s.piece[0] = b[trainBytes:]
 			s.t.Payload = mem.List{Raw: s.piece[:]}
 		}
-		s.sink.Deliver(&s.t)
-		s.t.Reset()
-		s.piece[0] = nil
+		s.deliver()
 	case recFar:
 		if !unpackTrain(b, &s.t) || !s.far.unpackFar(c, &s.t, b[trainBytes:]) {
 			s.sink.Drop(DropOther)
@@ -404,9 +427,7 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		}
 		s.piece[0] = b[len(b)-farTail:]
 		s.t.Payload = mem.List{Far: &s.far, FarLen: uint64(s.t.Len - farTail), Raw: s.piece[:]}
-		s.sink.Deliver(&s.t)
-		s.t.Reset()
-		s.piece[0] = nil
+		s.deliver()
 	case recPackets:
 		if !unpackPackets(b, &s.p) {
 			s.sink.Drop(DropOther)
