@@ -35,11 +35,14 @@ func Atomic(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, 
 	case !f.OK():
 		return 0, f
 	case addr%8 != 0 || len(b) < 8 || !aligned(b):
-		return 0, r.fault(FaultAlign, off, 8)
+		return 0, r.fault(FaultAlign, off, 8, acc)
 	}
-	orig, ok := swapOrAdd(b, op, compare, swapAdd)
-	if !ok {
-		return 0, r.fault(FaultStale, off, 8)
+	for times := 1; ; times++ {
+		if orig, ok := swapOrAdd(b, op, compare, swapAdd); ok {
+			return orig, Fault{}
+		}
+		if f := r.gone(off, 8, acc, times); !f.OK() {
+			return 0, f
+		}
 	}
-	return orig, Fault{}
 }

@@ -50,8 +50,10 @@ func Copy(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 		if d.solid() && s.solid() {
 			move(d.b[:k], s.b[:k], end)
 		} else if bad := moveGuarded(d.b[:k], s.b[:k], end); bad != 0 {
-			f, side = stale(&d, &s, bad)
-			break
+			if f, side = gone(&d, &s, bad); !f.OK() {
+				break
+			}
+			continue // they are back, and none of them is certain to have been moved
 		}
 		count(&d, &s, k)
 		d.b, s.b = d.b[k:], s.b[k:]
@@ -62,13 +64,13 @@ func Copy(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 	return f, side
 }
 
-// stale makes a fault of an address that could not be accessed, on the side
-// that it belongs to.
-func stale(d, s *cursor, bad uintptr) (Fault, Side) {
+// gone deals with an address that could not be accessed: it asks the side that
+// it belongs to to bring it back.
+func gone(d, s *cursor, bad uintptr) (Fault, Side) {
 	if within(bad, d.b) {
-		return d.stale(), Dst
+		return d.gone(), Dst
 	}
-	return s.stale(), Src
+	return s.gone(), Src
 }
 
 // count adds k bytes to the counters of the target's table, or of the source's
@@ -92,6 +94,7 @@ type cursor struct {
 	off    uint64  // how far its bytes have been offered in b
 	left   uint64  // bytes of the section that have not
 	b      []byte  // bytes that are offered and not used yet
+	lost   int     // how often they were gone when they were used
 }
 
 // close closes the section that is open, if any.
@@ -114,7 +117,7 @@ func (c *cursor) fill(n uint64) (f Fault) {
 		}
 	}
 	if c.b, f = c.region.backing.Run(c.off, c.left, c.list.Access); !f.OK() {
-		return c.region.fault(f.Kind, c.off, c.left)
+		return c.region.fault(f.Kind, c.off, c.left, c.list.Access)
 	}
 	if len(c.b) == 0 {
 		panic("mem: a backing returned neither bytes nor a fault")
@@ -138,11 +141,11 @@ func (c *cursor) open(n uint64) Fault {
 		n = min(n, size-c.skip)
 		addr := e.Addr + c.skip
 		if addr < e.Addr { // the piece passes the end of the address space
-			return Fault{FaultBounds, e.LKey, e.Addr, size}
+			return Fault{Kind: FaultBounds, Key: e.LKey, Addr: e.Addr, Len: size}
 		}
 		r, off, kind := l.Table.open(e.LKey, addr, n, l.Access, l.Actor)
 		if kind != FaultNone {
-			return Fault{kind, e.LKey, addr, n}
+			return Fault{Kind: kind, Key: e.LKey, Addr: addr, Len: n}
 		}
 		c.region, c.off, c.left = r, off, n
 		c.skip += n
@@ -168,9 +171,11 @@ func (c *cursor) fillRaw(n uint64) Fault {
 	return Fault{Kind: FaultBounds, Len: n}
 }
 
-// stale is the fault of the bytes in use, which are not there any more.
-func (c *cursor) stale() Fault {
-	return c.region.fault(FaultStale, c.off-uint64(len(c.b)), uint64(len(c.b)))
+// gone deals with bytes in use that are not there any more. If it returns no
+// fault, they are back.
+func (c *cursor) gone() Fault {
+	c.lost++
+	return c.region.gone(c.off-uint64(len(c.b)), uint64(len(c.b)), c.list.Access, c.lost)
 }
 
 // solid reports whether the bytes in use cannot fault.

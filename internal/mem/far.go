@@ -23,11 +23,14 @@ func copyFar(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 		if off < src.FarLen {
 			k = min(k, src.FarLen-off)
 			if ok, own := src.Far.ReadFar(d.b[:k], off); !ok {
-				f, side = Fault{Kind: FaultStale, Len: k}, Src
-				if own && d.region != nil {
-					f, side = d.stale(), Dst
+				if !own || d.region == nil {
+					f, side = Fault{Kind: FaultStale, Len: k}, Src
+					break
 				}
-				break
+				if f, side = d.gone(), Dst; !f.OK() {
+					break
+				}
+				continue
 			}
 		} else {
 			tail := src.near(off - src.FarLen)
@@ -36,8 +39,10 @@ func copyFar(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 				break
 			}
 			if bad := moveGuarded(d.b[:k], tail[:k], last && k == n); bad != 0 {
-				f, side = d.stale(), Dst
-				break
+				if f, side = d.gone(), Dst; !f.OK() {
+					break
+				}
+				continue
 			}
 		}
 		count(&d, &s, int(k))

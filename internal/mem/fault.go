@@ -13,6 +13,7 @@ var faultNames = [numFaultKinds]string{
 	FaultStale:            "registered memory is gone",
 	FaultNotInvalidatable: "key cannot be invalidated by a peer",
 	FaultStorage:          "storage failed",
+	FaultPending:          "the bytes have to be fetched first",
 }
 
 // String describes the kind.
@@ -29,6 +30,23 @@ func (f Fault) String() string {
 		return f.Kind.String()
 	}
 	return fmt.Sprintf("%v: key %#08x, %d bytes at %#x", f.Kind, f.Key, f.Len, f.Addr)
+}
+
+// Await fetches the bytes that an access could not wait for (FaultPending),
+// which may take as long as storage does: call it with no lock held. It returns
+// what is still in the way, if anything; then the access can be tried again,
+// and may fault again.
+func (f Fault) Await() Fault {
+	r := f.region
+	if f.Kind != FaultPending || r == nil || !r.enter() {
+		return Fault{} // nothing to wait for: the next access says what is wrong
+	}
+	p, ok := r.backing.(paged)
+	r.exit()
+	if !ok {
+		return Fault{}
+	}
+	return r.fault(p.Await(f.off, f.Len, f.acc), f.off, f.Len, f.acc).orNone()
 }
 
 // orNone turns a fault whose kind is none into the zero value, which faults

@@ -62,7 +62,7 @@ func (t *Table) Persist(f FlushRange, who Actor) Fault {
 	d, ok := r.backing.(durable)
 	r.exit()
 	if !ok {
-		return r.fault(FaultAccess, off, n) // Register refuses such regions
+		return r.fault(FaultAccess, off, n, f.Acc) // Register refuses such regions
 	}
 	if n == 0 {
 		return Fault{}
@@ -71,9 +71,9 @@ func (t *Table) Persist(f FlushRange, who Actor) Fault {
 	case err == nil:
 		return Fault{}
 	case errors.Is(err, syscall.ENOMEM):
-		return r.fault(FaultStale, off, n) // not mapped any more
+		return r.fault(FaultStale, off, n, f.Acc) // not mapped any more
 	default:
-		return r.fault(FaultStorage, off, n)
+		return r.fault(FaultStorage, off, n, f.Acc)
 	}
 }
 
@@ -87,7 +87,7 @@ func (t *Table) openFlush(f *FlushRange, who Actor) (r *Region, off, n uint64, f
 	}
 	r, off, kind := t.open(f.Key, addr, n, f.Acc, who)
 	if kind != FaultNone {
-		return nil, 0, 0, Fault{kind, f.Key, addr, n}
+		return nil, 0, 0, Fault{Kind: kind, Key: f.Key, Addr: addr, Len: n}
 	}
 	return r, off, n, Fault{}
 }

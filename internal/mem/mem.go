@@ -53,6 +53,18 @@ type Backing interface {
 	Close() error
 }
 
+// paged is a Backing whose bytes come and go. Its Run may answer FaultPending.
+type paged interface {
+	// Gone is told that bytes which Run has offered were not there when they
+	// were accessed, at off; n is how many were left from there. If it returns
+	// FaultNone they are there again. It is called inside the read section.
+	Gone(off, n uint64, acc ib.Access) FaultKind
+	// Await fetches bytes. It may block for as long as storage takes, and is
+	// called outside any read section: perhaps after Close, when it must do no
+	// harm.
+	Await(off, n uint64, acc ib.Access) FaultKind
+}
+
 // FaultKind says why memory could not be accessed. The zero value means that
 // it could.
 type FaultKind uint8
@@ -68,6 +80,7 @@ const (
 	FaultStale                      // what was registered is not there any more
 	FaultNotInvalidatable           // the key's kind cannot be invalidated by a peer
 	FaultStorage                    // the storage behind the memory failed
+	FaultPending                    // the bytes have to be fetched first: Fault.Await
 	numFaultKinds
 )
 
@@ -77,6 +90,11 @@ type Fault struct {
 	Key  uint32
 	Addr uint64
 	Len  uint64
+
+	// FaultPending: what the bytes are wanted for, and where they are.
+	acc    ib.Access
+	region *Region
+	off    uint64
 }
 
 // OK reports that there is no fault.

@@ -3,7 +3,7 @@ package mem
 // A region's life, top-down:
 //
 //  1. Register checks what was asked, gives out a key and makes it findable.
-//  2. Table.open and exit bracket every access: a read section is one atomic
+//  2. enter and exit bracket every access: a read section is one atomic
 //     add at each end of it.
 //  3. Invalidate and Close set a bit that keeps new sections out, then wait for
 //     the open ones. When they return, nobody reads or writes through the
@@ -140,6 +140,20 @@ func (r *Region) Backing() Backing { return r.backing }
 // Alive reports whether the key is good: neither invalidated nor closed.
 func (r *Region) Alive() bool { return r.state.Load()&^stateCount == 0 }
 
+// enter opens a read section, if the region is alive.
+func (r *Region) enter() bool {
+	// The first look keeps a peer that hammers a dead key from moving the
+	// count, which somebody may be waiting on; the second decides.
+	if r.state.Load() >= stateInvalidated {
+		return false
+	}
+	if r.state.Add(1) >= stateInvalidated {
+		r.exit()
+		return false
+	}
+	return true
+}
+
 // exit closes a read section. The last one out of a region that is being
 // killed wakes the killer.
 func (r *Region) exit() {
@@ -236,7 +250,7 @@ func (s *Span) Next() ([]byte, Fault) {
 	}
 	b, f := s.region.backing.Run(s.off, s.left, s.acc)
 	if !f.OK() {
-		return nil, s.region.fault(f.Kind, s.off, s.left)
+		return nil, s.region.fault(f.Kind, s.off, s.left, s.acc)
 	}
 	s.off += uint64(len(b))
 	s.left -= uint64(len(b))
@@ -262,10 +276,29 @@ func (s *Span) Release() {
 	}
 }
 
+// maxGone is how often an access tries again because bytes were gone that had
+// just been there: somebody else then has to wait until they stay.
+const maxGone = 16
+
+// gone deals with bytes that were not there when they were accessed, for the
+// times-th time in one access. If it returns no fault, they are back.
+func (r *Region) gone(off, n uint64, acc ib.Access, times int) Fault {
+	kind := FaultStale
+	if p, ok := r.backing.(paged); ok {
+		if kind = FaultPending; times < maxGone {
+			kind = p.Gone(off, n, acc)
+		}
+	}
+	if kind == FaultNone {
+		return Fault{}
+	}
+	return r.fault(kind, off, n, acc)
+}
+
 // fault completes a fault that a backing, which knows neither its key nor its
 // address, has found at off. That memory is gone is counted, and logged once for
 // each region.
-func (r *Region) fault(kind FaultKind, off, n uint64) Fault {
+func (r *Region) fault(kind FaultKind, off, n uint64, acc ib.Access) Fault {
 	if kind == FaultStale {
 		r.table.stale.Add(1)
 		if r.told.CompareAndSwap(false, true) {
@@ -273,5 +306,9 @@ func (r *Region) fault(kind FaultKind, off, n uint64) Fault {
 				"key", r.key, "addr", r.iova+off, "region_length", r.length)
 		}
 	}
-	return Fault{kind, r.key, r.iova + off, n}
+	f := Fault{Kind: kind, Key: r.key, Addr: r.iova + off, Len: n}
+	if kind == FaultPending {
+		f.acc, f.region, f.off = acc, r, off
+	}
+	return f
 }

@@ -109,7 +109,7 @@ func (t *Table) Lookup(key uint32) *Region {
 func (t *Table) Resolve(key uint32, addr, n uint64, acc ib.Access, who Actor) (Span, Fault) {
 	r, off, kind := t.open(key, addr, n, acc, who)
 	if kind != FaultNone {
-		return Span{}, Fault{kind, key, addr, n}
+		return Span{}, Fault{Kind: kind, Key: key, Addr: addr, Len: n}
 	}
 	return Span{region: r, off: off, left: n, acc: acc}, Fault{}
 }
@@ -121,13 +121,7 @@ func (t *Table) open(key uint32, addr, n uint64, acc ib.Access, who Actor) (r *R
 	if r == nil || r.key != key {
 		return nil, 0, FaultKey
 	}
-	// The first look keeps a peer that hammers a dead key from moving the
-	// count, which somebody may be waiting on; the second decides.
-	if r.state.Load() >= stateInvalidated {
-		return nil, 0, FaultDead
-	}
-	if r.state.Add(1) >= stateInvalidated {
-		r.exit()
+	if !r.enter() {
 		return nil, 0, FaultDead
 	}
 	// What follows stands inside the section, because a region's bounds and
