@@ -1,10 +1,15 @@
 package sys
 
-import "golang.org/x/sys/unix"
+import (
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
 
 // Calls about ranges of addresses rather than slices: the memory may be mapped
 // only in part, and a slice of it would be a lie. They are sound because the
-// kernel checks every address, and because nothing is read or written.
+// kernel checks every address, and because nothing of that memory is read or
+// written.
 
 func mlock(start, end uintptr) error {
 	return errnoOrNil(unix.Syscall(unix.SYS_MLOCK, start, end-start, 0))
@@ -20,6 +25,15 @@ func madvise(start, end uintptr, advice int) error {
 
 func msync(start, end uintptr) error {
 	return errnoOrNil(unix.Syscall(unix.SYS_MSYNC, start, end-start, unix.MS_SYNC))
+}
+
+// mincore fills a byte for each page. The range has as many pages as vec has bytes,
+// which is checked, so the kernel writes nothing behind it.
+func mincore(start, end uintptr, vec []byte) error {
+	if start >= end || uintptr(len(vec)) < (end-start+pageSize-1)/pageSize {
+		return unix.EINVAL
+	}
+	return errnoOrNil(unix.Syscall(unix.SYS_MINCORE, start, end-start, uintptr(unsafe.Pointer(unsafe.SliceData(vec)))))
 }
 
 // errnoOrNil keeps a zero errno from becoming an error that is not nil.

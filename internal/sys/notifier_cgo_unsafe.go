@@ -1,0 +1,41 @@
+//go:build cgo
+
+package sys
+
+// #cgo CFLAGS: -O2 -Wall
+// #cgo LDFLAGS: -pthread
+// #include <stddef.h>
+// #include "notifier.h"
+import "C"
+
+import (
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// The C side of the notifier, in notifier.c. It is sound to hand over the ring:
+// it is no Go memory, and it is never unmapped. The constants below do not compile
+// if the two sides disagree about where its fields are.
+
+const haveCgo = true
+
+const (
+	_ = uint(unsafe.Sizeof(ring{}) - C.sizeof_struct_vn_ring)
+	_ = uint(C.sizeof_struct_vn_ring - unsafe.Sizeof(ring{}))
+	_ = uint(unsafe.Sizeof(slot{}) - C.sizeof_struct_vn_slot)
+	_ = uint(C.VN_SLOTS - ringSlots)
+	_ = uint(ringSlots - C.VN_SLOTS)
+)
+
+// startThread starts the thread that reads userfault into r, until stopThread. On
+// success the descriptors are the thread's.
+func startThread(userfault, stop int, r *ring) error {
+	if e := C.vn_start(C.int(userfault), C.int(stop), (*C.struct_vn_ring)(unsafe.Pointer(r))); e != 0 {
+		return unix.Errno(e)
+	}
+	return nil
+}
+
+// stopThread ends the thread; its descriptors are closed when it returns.
+func stopThread() { C.vn_stop() }

@@ -1,0 +1,325 @@
+package sys
+
+// The notifier: the kernel tells what happens to mappings of this process.
+//
+// Memory is watched by registering it with a userfaultfd (userfault_unsafe.go).
+// Whoever then unmaps it, moves it or gives its pages back sleeps in the kernel
+// until the event has been read. A goroutine must not be the reader. The Go
+// runtime itself gives memory back, sometimes while the world is stopped; and a
+// goroutine that sleeps in a page fault or a raw system call cannot be stopped:
+// in both cases no other goroutine runs again, the reader neither. So a C thread
+// reads (notifier.c), and leaves what it read in a ring that is no Go memory.
+//
+// Stages: the thread announces, reads, and publishes in the ring; Changed sees the
+// announcement; Take waits for what is announced to be published, and takes it.
+//
+// The child of a fork has no notifier. It has no such thread, and its copy of the
+// ring reads as zeros (MADV_WIPEONFORK), by which every method here notices that it
+// is in a child and keeps its hands off the parent's descriptor.
+//
+// Why this is sound. The ring is mapped once, never unmapped, and has the layout of
+// the C side. Words that both sides use are used atomically. A slot is written
+// before head moves over it and read before tail does, so nobody reads a slot that
+// is being written.
+
+import (
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// MapChangeKind is what happened to a range of addresses.
+type MapChangeKind uint8
+
+// The kinds of change.
+const (
+	// Unmapped: nothing is mapped there any more (munmap, a shrinking mremap), or
+	// something else is (mmap over it). It is told after it was done.
+	Unmapped MapChangeKind = iota + 1
+	// Discarded: the pages' content is given up, the mapping stays (MADV_DONTNEED,
+	// MADV_FREE, MADV_REMOVE). It is told before it is done: pages that are looked at
+	// at once may still be there.
+	Discarded
+	// Moved: the mapping is at another address now, as long as before (mremap). Where
+	// it was, nothing is mapped; that is told as Unmapped besides, in either order.
+	Moved
+)
+
+func (k MapChangeKind) String() string {
+	switch k {
+	case Unmapped:
+		return "unmapped"
+	case Discarded:
+		return "discarded"
+	case Moved:
+		return "moved"
+	}
+	return fmt.Sprintf("MapChangeKind(%d)", uint8(k))
+}
+
+// MapChange is one change of the mappings of this process.
+type MapChange struct {
+	Kind       MapChangeKind
+	Start, End uintptr
+	To         uintptr // Moved: where Start is now
+}
+
+const ringSlots = 4096
+
+type slot struct{ kind, a, b, c uint64 }
+
+// ring has the layout of struct vn_ring of notifier.h.
+type ring struct {
+	announced atomic.Uint64
+	published atomic.Uint64
+	head      atomic.Uint64
+	lost      atomic.Uint64
+	dead      atomic.Uint64
+	_         [3]uint64
+
+	tail     atomic.Uint64
+	consumed atomic.Uint64
+	open     atomic.Uint64
+	_        [5]uint64
+
+	slots [ringSlots]slot
+}
+
+// Notifier tells about changes of mappings that are watched. There is at most one
+// in a process at a time: two could not watch the same memory. All methods may be
+// called from any goroutine.
+//
+// The events are taken by one consumer at a time, who holds a lock of his own from
+// before Take until he has applied what he took.
+type Notifier struct {
+	r *ring
+
+	watching sync.RWMutex // guards closed, and fd against being closed in use
+	closed   bool
+	fd       int
+
+	taking sync.Mutex // guards the ring's Go side: tail, consumed, lost
+}
+
+var notifier struct {
+	mu   sync.Mutex // guards the fields below, and the order of opening and closing
+	ring *ring      // mapped by the first open, and kept for Changed
+	open bool
+}
+
+// OpenNotifier starts the process's notifier. The error says in words what is
+// missing and wraps an errno: ENOTSUP, the program was built without cgo; ENOSYS,
+// EPERM, the kernel or seccomp refuses userfaultfd; EINVAL, the kernel's is too old;
+// EBUSY, there is one already.
+func OpenNotifier() (*Notifier, error) {
+	notifier.mu.Lock()
+	defer notifier.mu.Unlock()
+	if notifier.open {
+		return nil, fmt.Errorf("a notifier is open in this process: %w", unix.EBUSY)
+	}
+	if err := notifierPossible(); err != nil {
+		return nil, err
+	}
+	r, err := theRingLocked()
+	if err != nil {
+		return nil, fmt.Errorf("memory for the notifier: %w", err)
+	}
+	fd, err := openUserfault()
+	if err != nil {
+		return nil, err
+	}
+	stop, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+	if err != nil {
+		_ = unix.Close(fd)
+		return nil, fmt.Errorf("eventfd: %w", err)
+	}
+	for _, word := range []*atomic.Uint64{&r.announced, &r.published, &r.head, &r.lost, &r.dead, &r.tail, &r.consumed} {
+		word.Store(0)
+	}
+	if err := startThread(fd, stop, r); err != nil {
+		_ = unix.Close(fd)
+		_ = unix.Close(stop)
+		return nil, fmt.Errorf("a thread for the notifier: %w", err)
+	}
+	r.open.Store(1)
+	notifier.open = true
+	return &Notifier{r: r, fd: fd}, nil
+}
+
+func notifierPossible() error {
+	if !haveCgo {
+		return fmt.Errorf("built without cgo, which the thread that reads a userfaultfd needs: %w", unix.ENOTSUP)
+	}
+	return nil
+}
+
+// theRingLocked maps the ring, the first time.
+func theRingLocked() (*ring, error) {
+	if notifier.ring != nil {
+		return notifier.ring, nil
+	}
+	size := unsafe.Sizeof(ring{})
+	p, err := unix.MmapPtr(-1, 0, nil, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		return nil, err
+	}
+	_, end := PageAlign(uintptr(p), size)
+	if err := madvise(uintptr(p), end, unix.MADV_WIPEONFORK); err != nil {
+		_ = unix.MunmapPtr(p, size)
+		return nil, err
+	}
+	notifier.ring = (*ring)(p)
+	return notifier.ring, nil
+}
+
+// Changed reports whether there is something to Take. After an munmap, mremap or
+// madvise of watched memory has returned it is true for everybody who knows that
+// it has returned, and stays so until all of it was taken and applied.
+func (n *Notifier) Changed() bool { return n.r.announced.Load() != n.r.consumed.Load() }
+
+// takePatience is how often Take looks for what the thread has announced: at first
+// at once, later after sleeps of takeNap, about a tenth of a second in all.
+const (
+	takeSpins = 200
+	takeNaps  = 2000
+	takeNap   = 50 * time.Microsecond
+)
+
+// Take takes events in the order in which they were published, and returns how
+// many. If lost is set, events are missing, and everything may have changed: also
+// when the thread was not given the processor for long, and when it is dead (Err).
+// If more is set, buf was too small. Otherwise everything that was announced
+// before the call has been taken.
+//
+// A Take that returns nothing tells that all that earlier ones returned has been
+// applied, and only then Changed becomes false: nobody gets past Changed between
+// the taking and the applying.
+func (n *Notifier) Take(buf []MapChange) (k int, lost, more bool) {
+	n.taking.Lock()
+	defer n.taking.Unlock()
+	if n.r.open.Load() == 0 {
+		return 0, false, false // closed, or the child of a fork
+	}
+	announced := n.r.announced.Load()
+	late := !n.await(announced)
+	dead := n.r.dead.Load() != 0
+	lost = n.r.lost.Swap(0) != 0 || late || dead
+	head, tail := n.r.head.Load(), n.r.tail.Load()
+	taken := head != tail
+	for ; tail != head && k < len(buf); tail++ {
+		if c, ok := n.r.slots[tail%ringSlots].change(); ok {
+			buf[k] = c
+			k++
+		}
+	}
+	n.r.tail.Store(tail)
+	if !taken && !lost {
+		n.r.consumed.Store(announced)
+	}
+	return k, lost, tail != head
+}
+
+// await waits until what was announced is published. The thread waits for nobody,
+// so that takes as long as it takes the kernel to run it.
+func (n *Notifier) await(announced uint64) bool {
+	for i := range takeSpins + takeNaps {
+		if n.r.published.Load() >= announced {
+			return true
+		}
+		switch {
+		case i >= takeSpins:
+			time.Sleep(takeNap)
+		case i%16 == 15:
+			runtime.Gosched()
+		}
+	}
+	return false
+}
+
+// change says what an event of the kernel means.
+func (s *slot) change() (MapChange, bool) {
+	switch s.kind {
+	case eventUnmap:
+		return MapChange{Kind: Unmapped, Start: uintptr(s.a), End: uintptr(s.b)}, true
+	case eventRemove:
+		return MapChange{Kind: Discarded, Start: uintptr(s.a), End: uintptr(s.b)}, true
+	case eventRemap:
+		return MapChange{Kind: Moved, Start: uintptr(s.a), End: uintptr(s.a + s.c), To: uintptr(s.b)}, true
+	}
+	return MapChange{}, false // a page fault: nothing is protected, so there is none
+}
+
+// Watch asks for the events of a range: whole pages of one mapping, of its PageSize
+// (Mapping.Clip). It may be watched already. A mapping that is made there later is
+// not watched. Errors are the kernel's: EINVAL, nothing is mapped there or not of a
+// kind that can be watched; ENOMEM, there would be too many mappings; EBUSY or
+// EINVAL, the program watches it by a userfaultfd of its own; and EBADF, the
+// notifier is closed, or we are in the child of a fork.
+func (n *Notifier) Watch(start, end uintptr) error {
+	return n.withDescriptor(start, end, userfaultRegister)
+}
+
+// Unwatch ends Watch for a range. It takes time for each page that is present.
+func (n *Notifier) Unwatch(start, end uintptr) error {
+	return n.withDescriptor(start, end, userfaultUnregister)
+}
+
+func (n *Notifier) withDescriptor(start, end uintptr, do func(fd int, start, end uintptr) error) error {
+	if start >= end {
+		return unix.EINVAL
+	}
+	n.watching.RLock()
+	defer n.watching.RUnlock()
+	if n.closed || n.r.open.Load() == 0 || n.r.dead.Load() != 0 {
+		return unix.EBADF
+	}
+	return do(n.fd, start, end)
+}
+
+// Err returns why the thread has ended by itself, or nil. It does so only if reading
+// fails, as when somebody closes descriptors that are not his. Nothing is watched
+// then, and Take always says lost.
+func (n *Notifier) Err() error {
+	if e := n.r.dead.Load(); e != 0 {
+		return fmt.Errorf("the notifier's userfaultfd: %w", unix.Errno(e))
+	}
+	return nil
+}
+
+// Close ends the notifier. When it returns nothing is watched and the thread has
+// ended; Changed may go on being called.
+func (n *Notifier) Close() error {
+	notifier.mu.Lock()
+	defer notifier.mu.Unlock()
+	n.watching.Lock()
+	closed := n.closed
+	n.closed = true
+	n.watching.Unlock()
+	if closed || n.r.open.Load() == 0 {
+		return nil
+	}
+	// The child of a fork that came in an odd moment may hold the descriptor, and the
+	// kernel would go on watching after we have closed it. So it is told.
+	if n.r.dead.Load() == 0 {
+		unwatchAll(n.fd)
+	}
+	stopThread()
+	n.taking.Lock()
+	defer n.taking.Unlock()
+	n.r.open.Store(0)
+	n.r.consumed.Store(n.r.announced.Load())
+	notifier.open = false
+	return nil
+}
+
+// unwatchAll goes through all mappings; those that were not watched refuse.
+func unwatchAll(fd int) {
+	for m, err := NextMapping(0); err == nil; m, err = NextMapping(m.End) {
+		_ = userfaultUnregister(fd, m.Start, m.End)
+	}
+}

@@ -1,0 +1,206 @@
+package sys
+
+// Which pages are present: the PAGEMAP_SCAN ioctl on /proc/self/pagemap (Linux
+// 6.7), which skips what is empty and returns runs; or else reading it, eight
+// bytes for a page.
+
+import (
+	"runtime"
+	"sync"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// From the kernel's linux/fs.h and its documentation of pagemap.
+const (
+	pagemapScan = 0xc0606610
+
+	pageIsPresent = 1 << 3
+
+	entryPresent = 1 << 63
+	entrySwapped = 1 << 62
+)
+
+// pageRegion is struct page_region: a run of pages of the same categories.
+type pageRegion struct{ start, end, categories uint64 }
+
+// scanArg is struct pm_scan_arg.
+type scanArg struct {
+	size, flags, start, end, walkEnd, vec, vecLen, maxPages uint64
+
+	inverted, mask, anyOf, returned uint64
+}
+
+// pagemapFile is /proc/self/pagemap, kept open, and whether it takes the ioctl.
+// Opening fails without /proc, and in a program that has changed its user.
+var pagemapFile = sync.OnceValues(func() (pagemapSource, error) {
+	fd, err := unix.Open("/proc/self/pagemap", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return pagemapSource{fd: -1}, err
+	}
+	p := pagemapSource{fd: fd, scan: true}
+	err = p.present(0, pageSize, func(_, _ uintptr) bool { return true })
+	p.scan = err == nil
+	return p, nil
+})
+
+type pagemapSource struct {
+	fd   int
+	scan bool // PAGEMAP_SCAN works
+}
+
+// Present visits the runs of pages in a range that are present, in order, until
+// visit returns false. What it does not visit is absent, or not mapped. The range
+// is of whole pages. Present means that the page tables have a page: reading it
+// does not fault, unless the mapping forbids it (a mapping without rights keeps its
+// pages); writing may.
+func Present(start, end uintptr, visit func(start, end uintptr) bool) error {
+	p, err := pagemapFile()
+	if err != nil {
+		return err
+	}
+	if start >= end {
+		return nil
+	}
+	return p.present(start, end, visit)
+}
+
+// Absent visits the runs of pages in a range that are not present, whether
+// something is mapped there or not, like Present.
+func Absent(start, end uintptr, visit func(start, end uintptr) bool) error {
+	stopped := false
+	at := start
+	err := Present(start, end, func(from, to uintptr) bool {
+		stopped = from > at && !visit(at, from)
+		at = to
+		return !stopped
+	})
+	if err == nil && !stopped && at < end {
+		visit(at, end)
+	}
+	return err
+}
+
+func (p pagemapSource) present(start, end uintptr, visit func(start, end uintptr) bool) error {
+	var run runs
+	var err error
+	if p.scan {
+		err = p.presentByScan(start, end, &run, visit)
+	} else {
+		err = p.presentByReading(start, end, &run, visit)
+	}
+	if err == nil {
+		run.flush(visit)
+	}
+	return err
+}
+
+// runs joins pieces that touch each other before somebody sees them.
+type runs struct {
+	start, end uintptr
+	stopped    bool
+}
+
+func (r *runs) add(start, end uintptr, visit func(start, end uintptr) bool) bool {
+	if start == r.end && r.start < r.end {
+		r.end = end
+		return true
+	}
+	if r.flush(visit); r.stopped {
+		return false
+	}
+	r.start, r.end = start, end
+	return true
+}
+
+func (r *runs) flush(visit func(start, end uintptr) bool) {
+	if r.start < r.end && !r.stopped {
+		r.stopped = !visit(r.start, r.end)
+	}
+	r.start, r.end = 0, 0
+}
+
+// scanBuffer is what the ioctl fills: 6 KiB.
+type scanBuffer [256]pageRegion
+
+var scanBuffers = sync.Pool{New: func() any { return new(scanBuffer) }}
+
+// presentByScan is sound: the kernel writes at most vecLen regions to vec, which is
+// the buffer's length, and the buffer is on the heap and alive behind the call.
+func (p pagemapSource) presentByScan(start, end uintptr, run *runs, visit func(start, end uintptr) bool) error {
+	buf, _ := scanBuffers.Get().(*scanBuffer)
+	defer scanBuffers.Put(buf)
+	for start < end {
+		arg := scanArg{
+			size: uint64(unsafe.Sizeof(scanArg{})), start: uint64(start), end: uint64(end),
+			vec: uint64(uintptr(unsafe.Pointer(buf))), vecLen: uint64(len(buf)),
+			mask: pageIsPresent, returned: pageIsPresent,
+		}
+		k, _, errno := ioctl(p.fd, pagemapScan, unsafe.Pointer(&arg))
+		runtime.KeepAlive(buf)
+		if errno == unix.EINTR {
+			continue
+		}
+		if errno != 0 {
+			return errno
+		}
+		for i := range buf[:k] {
+			if !run.add(uintptr(buf[i].start), uintptr(buf[i].end), visit) {
+				return nil
+			}
+		}
+		if uintptr(arg.walkEnd) <= start {
+			return unix.EIO // it says that it has not moved
+		}
+		start = uintptr(arg.walkEnd)
+	}
+	return nil
+}
+
+// entryBuffer holds the entries of 16 MiB of pages of 4 KiB.
+type entryBuffer [4096]uint64
+
+var entryBuffers = sync.Pool{New: func() any { return new(entryBuffer) }}
+
+func (p pagemapSource) presentByReading(start, end uintptr, run *runs, visit func(start, end uintptr) bool) error {
+	buf, _ := entryBuffers.Get().(*entryBuffer)
+	defer entryBuffers.Put(buf)
+	for start < end {
+		k, err := p.entries(start, end, buf[:])
+		if err != nil {
+			return err
+		}
+		if k == 0 {
+			return nil // above the last address of a process
+		}
+		for i, entry := range buf[:k] {
+			if entry&entryPresent == 0 {
+				continue
+			}
+			page := start + uintptr(i)*pageSize
+			if !run.add(page, page+pageSize, visit) {
+				return nil
+			}
+		}
+		start += uintptr(k) * pageSize
+	}
+	return nil
+}
+
+// entries reads the entries of pages from start on, as many as there is room for
+// and the range has. It is sound: the length is that of the slice.
+func (p pagemapSource) entries(start, end uintptr, into []uint64) (int, error) {
+	k := min((end-start)/pageSize, uintptr(len(into)))
+	for {
+		n, _, errno := unix.Syscall6(unix.SYS_PREAD64, uintptr(p.fd), uintptr(unsafe.Pointer(unsafe.SliceData(into))), k*8,
+			start/pageSize*8, 0, 0)
+		switch errno {
+		case 0:
+			return int(n / 8), nil
+		case unix.EINTR:
+		default:
+			return 0, errno
+		}
+	}
+}
