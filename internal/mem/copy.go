@@ -68,9 +68,9 @@ func Copy(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 // it belongs to to bring it back.
 func gone(d, s *cursor, bad uintptr) (Fault, Side) {
 	if within(bad, d.b) {
-		return d.gone(), Dst
+		return d.gone(bad), Dst
 	}
-	return s.gone(), Src
+	return s.gone(bad), Src
 }
 
 // count adds k bytes to the counters of the target's table, or of the source's
@@ -171,11 +171,15 @@ func (c *cursor) fillRaw(n uint64) Fault {
 	return Fault{Kind: FaultBounds, Len: n}
 }
 
-// gone deals with bytes in use that are not there any more. If it returns no
-// fault, they are back.
-func (c *cursor) gone() Fault {
+// gone deals with bytes in use that are not there any more, from an address on
+// (0: it is not known where). If it returns no fault, they are back.
+func (c *cursor) gone(bad uintptr) Fault {
 	c.lost++
-	return c.region.gone(c.off-uint64(len(c.b)), uint64(len(c.b)), c.list.Access, c.lost)
+	left := uint64(len(c.b))
+	if _, ok := c.region.backing.(paged); ok && bad > addrOf(c.b) {
+		left -= min(uint64(bad-addrOf(c.b)), left-1)
+	}
+	return c.region.gone(c.off-left, left, c.list.Access, c.lost)
 }
 
 // solid reports whether the bytes in use cannot fault.

@@ -27,7 +27,7 @@ func copyFar(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 					f, side = Fault{Kind: FaultStale, Len: k}, Src
 					break
 				}
-				if f, side = d.gone(), Dst; !f.OK() {
+				if f, side = d.gone(0), Dst; !f.OK() {
 					break
 				}
 				continue
@@ -39,7 +39,7 @@ func copyFar(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 				break
 			}
 			if bad := moveGuarded(d.b[:k], tail[:k], last && k == n); bad != 0 {
-				if f, side = d.gone(), Dst; !f.OK() {
+				if f, side = d.gone(bad), Dst; !f.OK() {
 					break
 				}
 				continue

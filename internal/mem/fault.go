@@ -13,6 +13,7 @@ var faultNames = [numFaultKinds]string{
 	FaultStale:            "registered memory is gone",
 	FaultNotInvalidatable: "key cannot be invalidated by a peer",
 	FaultStorage:          "storage failed",
+	FaultUnmapped:         "nothing is mapped there, or not for this access",
 	FaultPending:          "the bytes have to be fetched first",
 }
 
@@ -58,7 +59,7 @@ func (f Fault) orNone() Fault {
 	return f
 }
 
-var kindNames = [NumKinds]string{KindRaw: "raw", KindPinned: "pinned"}
+var kindNames = [NumKinds]string{KindRaw: "raw", KindPinned: "pinned", KindOnDemand: "on-demand", KindImplicit: "implicit"}
 
 // String names the kind as counters do.
 func (k Kind) String() string {

@@ -73,7 +73,7 @@ func newHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, ow
 	}
 	h := &Host{addr: addr, length: length, owner: owner}
 	if raw && (goheap.Contains(addr) || goheap.Contains(addr+uintptr(length)-1)) {
-		return nil, h.heapError()
+		return nil, heapError(addr, length)
 	}
 	h.inHeap = goheap.Contains(addr)
 	if !h.inHeap {
@@ -83,7 +83,7 @@ func newHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, ow
 		// Page by page only now, when it is certain that there are not more
 		// pages than there is memory.
 		if goheap.Overlaps(addr, uintptr(length)) {
-			return nil, h.heapError()
+			return nil, heapError(addr, length)
 		}
 	}
 	if access&ib.AccessFlushPersistent != 0 {
@@ -100,23 +100,16 @@ func newHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, ow
 // persistent makes sure that the memory can be made persistent. Drivers refuse
 // the right for memory that cannot, and so does the kernel's software device.
 func (h *Host) persistent() error {
-	why, err := noteHeap, error(nil)
-	if !h.inHeap {
-		why, err = sys.Durable(h.addr, uintptr(h.length))
-	}
-	if err != nil {
-		why = err.Error()
-	}
-	if why != "" {
+	if why := notDurable(h.addr, h.length); why != "" {
 		return ib.Errorf("reg_mr", syscall.EINVAL, "%d bytes at %#x are not persistent memory (%s)", h.length, h.addr, why)
 	}
 	h.inFile = true
 	return nil
 }
 
-func (h *Host) heapError() error {
+func heapError(addr uintptr, length uint64) error {
 	return ib.Errorf("reg_mr", syscall.EINVAL,
-		"%d bytes at %#x lie in the Go heap, where stacks move and objects are collected: register a []byte instead", h.length, h.addr)
+		"%d bytes at %#x lie in the Go heap, where stacks move and objects are collected: register a []byte instead", length, addr)
 }
 
 // present makes sure that all of the memory is mapped as it must be. The kernel

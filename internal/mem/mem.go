@@ -8,7 +8,8 @@
 //     (Release); the state, the domain, the rights and the bounds are checked,
 //     once. Whoever kills a region marks it dead, then waits for the sections
 //     that are open.
-//  3. a Backing finds the bytes. One file for each kind of memory: host.go.
+//  3. a Backing finds the bytes. One file for each kind of memory: host.go,
+//     ondemand.go.
 //  4. copy.go: one loop moves bytes between any two lists of any two kinds.
 //     gather.go hands them to the kernel instead, atomic.go changes 8 of them,
 //     flush.go makes them visible to all, or persistent.
@@ -28,8 +29,10 @@ type Actor struct {
 type Kind uint8
 
 const (
-	KindRaw    Kind = iota // bytes that the engine owns: packets, inline data
-	KindPinned             // host memory as it was when registered
+	KindRaw      Kind = iota // bytes that the engine owns: packets, inline data
+	KindPinned               // host memory as it was when registered
+	KindOnDemand             // host memory as it is
+	KindImplicit             // all host memory as it is
 	NumKinds
 )
 
@@ -80,6 +83,7 @@ const (
 	FaultStale                      // what was registered is not there any more
 	FaultNotInvalidatable           // the key's kind cannot be invalidated by a peer
 	FaultStorage                    // the storage behind the memory failed
+	FaultUnmapped                   // on demand: nothing is mapped there, or not for this access
 	FaultPending                    // the bytes have to be fetched first: Fault.Await
 	numFaultKinds
 )

@@ -73,8 +73,9 @@ func (t *Table) Register(cfg RegionConfig) (*Region, error) {
 	if cfg.Access&(ib.AccessRemoteWrite|ib.AccessRemoteAtomic) != 0 && cfg.Access&ib.AccessLocalWrite == 0 {
 		return nil, ib.Errorf(op, syscall.EINVAL, "remote write and remote atomic access need local write access")
 	}
-	if cfg.Access&ib.AccessOnDemand != 0 && cfg.Backing.Kind() == KindPinned {
-		return nil, ib.Errorf(op, syscall.EOPNOTSUPP, "on-demand access to pinned memory")
+	kind := cfg.Backing.Kind()
+	if cfg.Access&ib.AccessOnDemand != 0 != (kind == KindOnDemand || kind == KindImplicit) {
+		return nil, ib.Errorf(op, syscall.EINVAL, "on-demand access and %v memory do not fit", kind)
 	}
 	if cfg.Access&ib.AccessFlushPersistent != 0 && !isDurable(cfg.Backing) {
 		return nil, ib.Errorf(op, syscall.EINVAL, "flush to persistence of memory that is not persistent")
@@ -91,7 +92,7 @@ func (t *Table) Register(cfg RegionConfig) (*Region, error) {
 	r := &Region{
 		pd:            cfg.PD,
 		access:        cfg.Access,
-		kind:          cfg.Backing.Kind(),
+		kind:          kind,
 		solid:         isSolid(cfg.Backing),
 		invalidatable: cfg.Invalidatable || cfg.Access&ib.AccessRemoteInvalidate != 0,
 		iova:          cfg.IOVA,

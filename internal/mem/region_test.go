@@ -41,7 +41,7 @@ func TestRegisterRefuses(t *testing.T) {
 		{"remote write alone", mem.RegionConfig{Access: ib.AccessRemoteWrite}, syscall.EINVAL, "local write"},
 		{"remote atomic alone", mem.RegionConfig{Access: ib.AccessRemoteAtomic | ib.AccessRemoteRead}, syscall.EINVAL, "local write"},
 		{"unknown access", mem.RegionConfig{Access: 1 << 7}, syscall.EINVAL, "0x80"},
-		{"on demand", mem.RegionConfig{Access: ib.AccessOnDemand}, syscall.EOPNOTSUPP, "on-demand"},
+		{"on demand", mem.RegionConfig{Access: ib.AccessOnDemand}, syscall.EINVAL, "on-demand"},
 		{"wrapping", mem.RegionConfig{IOVA: math.MaxUint64 - 99, Length: 100}, syscall.EINVAL, "address space"},
 		{"wrapping far", mem.RegionConfig{IOVA: 8, Length: math.MaxUint64}, syscall.EINVAL, "address space"},
 		{"longer than the backing", mem.RegionConfig{Length: 101}, syscall.EINVAL, "101"},

@@ -37,8 +37,9 @@ type Table struct {
 	random func() uint32 // tags; called under the table's lock
 	killed func()
 
-	stale atomic.Uint64
-	moved [counterShards]movedBytes
+	stale  atomic.Uint64
+	paging Paging
+	moved  [counterShards]movedBytes
 }
 
 // Regions iterates over the regions. Those that come and go meanwhile may be
@@ -164,6 +165,9 @@ func (t *Table) Moved(from, to Kind) uint64 {
 	}
 	return sum
 }
+
+// Paging returns the counters of on-demand paging.
+func (t *Table) Paging() *Paging { return &t.paging }
 
 // StaleFaults returns how often memory turned out to be gone when it was
 // accessed.

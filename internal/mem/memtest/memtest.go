@@ -24,6 +24,8 @@ type Constructor struct {
 	// New makes n bytes of memory, all zero, that can be registered with the
 	// access. It fails the test if it cannot.
 	New func(tb testing.TB, n uint64, access ib.Access) Memory
+	// Access is what regions of the kind are registered with besides: on demand.
+	Access ib.Access
 	// NoAtomics says that the kind refuses atomics (with FaultAccess).
 	NoAtomics bool
 }
@@ -144,6 +146,18 @@ func (c *watched) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
 	return b, f
 }
 
+// pager are the methods of a backing whose bytes come and go.
+type pager interface {
+	Gone(off, n uint64, acc ib.Access) mem.FaultKind
+	Await(off, n uint64, acc ib.Access) mem.FaultKind
+}
+
+// watchedPager is watched for such a backing.
+type watchedPager struct {
+	*watched
+	pager
+}
+
 // Solid forwards what the backing says about itself.
 func (c *watched) Solid() bool {
 	s, ok := c.Backing.(interface{ Solid() bool })
@@ -158,13 +172,17 @@ const iova = 0x5a5a_0000_0000_0000
 // are filled in, and domain and address if they are zero.
 func (e *env) register(n uint64, cfg mem.RegionConfig) *region {
 	e.t.Helper()
-	m := e.mk.New(e.t, n, cfg.Access)
+	m := e.mk.New(e.t, n, cfg.Access|e.mk.Access)
 	if m.Read == nil {
 		m.Read = func(off uint64, b []byte) { copy(b, m.Bytes[off:]) }
 		m.Write = func(off uint64, b []byte) { copy(m.Bytes[off:], b) }
 	}
 	c := &watched{Backing: m.Backing}
 	cfg.Backing, cfg.Length = c, n
+	if p, ok := m.Backing.(pager); ok {
+		cfg.Backing = watchedPager{c, p}
+	}
+	cfg.Access |= e.mk.Access
 	if cfg.PD == 0 {
 		cfg.PD = domain
 	}

@@ -183,11 +183,11 @@ func testCloseRace(t *testing.T, e *env) {
 			}
 		}
 	})
-	m := e.mk.New(t, 8, allAccess)
+	m := e.mk.New(t, 8, allAccess|e.mk.Access)
 	start := time.Now()
 	for round := 0; round < 200 || round < rounds && time.Since(start) < enough; round++ {
 		// A backing that stays: making memory takes longer than the race.
-		r, err := e.table.Register(mem.RegionConfig{PD: domain, Access: allAccess, IOVA: iova, Length: 8, Backing: lasting{m.Backing}})
+		r, err := e.table.Register(mem.RegionConfig{PD: domain, Access: allAccess | e.mk.Access, IOVA: iova, Length: 8, Backing: lasting{m.Backing}})
 		if err != nil {
 			t.Fatal(err)
 		}

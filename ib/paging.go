@@ -1,0 +1,115 @@
+package ib
+
+// PagingStats counts what on-demand paging does, for a region or for a device
+// over its whole life. The comments give the names that the counters have in
+// the kernel's sysfs.
+type PagingStats struct {
+	PageFaults        uint64 // num_page_faults: how often an access met pages that were not present
+	PageFaultPages    uint64 // num_page_fault_pages: pages that this brought in
+	Invalidations     uint64 // num_invalidations: how often mappings changed under present pages
+	InvalidationPages uint64 // num_invalidation_pages: present pages that this took away
+	Contentions       uint64 // invalidations_faults_contentions: faults and prefetches begun again, because of an invalidation meanwhile
+	Prefetches        uint64 // num_prefetches_handled: prefetches done
+	PrefetchPages     uint64 // pages that they brought in
+
+	LocalFaults  uint64 // the page faults that local requests met
+	RemoteFaults uint64 // the page faults that a peer's requests met
+
+	FailedResolutions uint64 // num_failed_resolutions: faults on memory that is not mapped, or not so
+
+	// Of a device only.
+	MRsNotFound uint64 // num_mrs_not_found: faults whose region was gone when they were dealt with
+	MRs         uint64 // num_odp_mrs: on-demand regions now
+	MRPages     uint64 // num_odp_mr_pages: their size; that of implicit ones does not count
+}
+
+// PagingCounter is one counter of PagingStats with its name.
+type PagingCounter struct {
+	Name  string
+	Value uint64
+}
+
+// Counters returns what the kernel's core keeps for a device, by its names
+// there.
+func (s *PagingStats) Counters() []PagingCounter {
+	return []PagingCounter{
+		{"invalidations_faults_contentions", s.Contentions},
+		{"num_invalidation_pages", s.InvalidationPages},
+		{"num_invalidations", s.Invalidations},
+		{"num_page_fault_pages", s.PageFaultPages},
+		{"num_page_faults", s.PageFaults},
+		{"num_prefetches_handled", s.Prefetches},
+	}
+}
+
+// DebugCounters returns what a driver keeps for debugging, by its names there.
+func (s *PagingStats) DebugCounters() []PagingCounter {
+	return []PagingCounter{
+		{"num_failed_resolutions", s.FailedResolutions},
+		{"num_mrs_not_found", s.MRsNotFound},
+		{"num_odp_mr_pages", s.MRPages},
+		{"num_odp_mrs", s.MRs},
+	}
+}
+
+// RegionCounters returns the counters of a region, by the names that "rdma
+// statistic" has for them: those without "handled" count pages.
+func (s *PagingStats) RegionCounters() []PagingCounter {
+	return []PagingCounter{
+		{"page_faults", s.PageFaultPages},
+		{"page_faults_handled", s.PageFaults},
+		{"page_invalidations", s.InvalidationPages},
+		{"page_invalidations_handled", s.Invalidations},
+		{"page_prefetch", s.PrefetchPages},
+	}
+}
+
+// ODPTransportCaps are the operations of one transport that may use on-demand
+// memory, with the bits of IBV_ODP_SUPPORT_*.
+type ODPTransportCaps uint32
+
+const (
+	ODPSend        ODPTransportCaps = 1 << 0
+	ODPRecv        ODPTransportCaps = 1 << 1
+	ODPWrite       ODPTransportCaps = 1 << 2
+	ODPRead        ODPTransportCaps = 1 << 3
+	ODPAtomic      ODPTransportCaps = 1 << 4
+	ODPSRQRecv     ODPTransportCaps = 1 << 5
+	ODPFlush       ODPTransportCaps = 1 << 6
+	ODPAtomicWrite ODPTransportCaps = 1 << 7
+)
+
+var odpNames = [...]string{"send", "recv", "write", "read", "atomic", "srq-recv", "flush", "atomic-write"}
+
+// Names returns the names of the operations.
+func (c ODPTransportCaps) Names() []string {
+	var names []string
+	for i, name := range odpNames {
+		if c&(1<<i) != 0 {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
+// ODPCaps says what on-demand paging the device does.
+type ODPCaps struct {
+	Supported bool // IBV_ODP_SUPPORT: regions may be on demand
+	Implicit  bool // IBV_ODP_SUPPORT_IMPLICIT: one region may be the whole address space
+
+	RC, UC, UD, XRC ODPTransportCaps
+
+	// What it runs on, in words: where changes of mappings are heard of, how
+	// pages are looked for that went unheard, how mappings are looked up.
+	Notifier, Scan, Mappings string
+}
+
+// Advice is what a program tells about memory that it is about to use, with the
+// values of IBV_ADVISE_MR_ADVICE_*.
+type Advice uint32
+
+const (
+	AdvisePrefetch        Advice = 0 // bring pages in, to be read
+	AdvisePrefetchWrite   Advice = 1 // bring pages in, to be written
+	AdvisePrefetchNoFault Advice = 2 // take what is in memory already
+)

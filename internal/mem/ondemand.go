@@ -1,0 +1,395 @@
+package mem
+
+// Memory on demand: nothing is pinned, nothing need be mapped when it is
+// registered, and what is mapped may change at any time. The way of an access:
+//
+//  1. Run looks at the page table. Pages that are present are offered as they
+//     are, without a system call.
+//  2. fetch deals with a page fault: it finds the mapping, has the kernel tell
+//     about changes there, makes the pages present and notes them in the table,
+//     unless an invalidation came between; then it begins again. Run itself does
+//     only what is quick. What would wait for a device is a FaultPending, and
+//     somebody who may wait calls Await.
+//  3. changed, missed and sweep take pages out of the table: the kernel told, or
+//     might have, or they were found to be gone. Gone does so when an access has
+//     failed for it.
+//
+// Memory is accessed at its own address, so a device always reads and writes
+// what the CPU would. The page table can therefore be wrong without harm: it
+// decides what is counted, and who waits, not what is accessed.
+
+import (
+	"errors"
+	"math"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem/goheap"
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// OnDemand is a Backing of addresses of this process, whatever is mapped there.
+type OnDemand struct {
+	addr   uintptr
+	length uint64
+	owner  []byte // keeps memory of the Go heap alive; nil if it is not that
+	kind   Kind
+	inFile bool
+	pages  pageTable
+	device *Paging
+	used   atomic.Pointer[pagedIn]
+}
+
+// pagedIn is what only a region needs that has been accessed.
+type pagedIn struct {
+	begin   sync.Once
+	place   *membership
+	changes atomic.Uint64 // how often mappings have changed
+	counts  pagingCounts
+
+	mu     sync.Mutex // guards closed; held while the region is swept, and for each step of a prefetch
+	closed bool
+}
+
+// addressSpace is the length of an implicit region: all that a process can map.
+const addressSpace = 1 << 47
+
+// NewOnDemandBytes makes a backing of a slice, which it keeps alive.
+func NewOnDemandBytes(b []byte, access ib.Access, p *Paging) (*OnDemand, error) {
+	m, err := newOnDemand(addrOf(b), uint64(len(b)), access, p)
+	if err == nil && goheap.Contains(m.addr) {
+		m.owner = b
+	}
+	return m, err
+}
+
+// NewOnDemand makes a backing of addresses outside the Go heap. What is mapped
+// there, now and later, is the caller's business.
+//
+// The errors are those of reg_mr: EINVAL, for no bytes or for the Go heap;
+// EFAULT, for addresses that no process has; EINVAL, if access has
+// AccessFlushPersistent and not all of it is now a file, mapped shared, on a file
+// system that keeps it.
+func NewOnDemand(addr uintptr, length uint64, access ib.Access, p *Paging) (*OnDemand, error) {
+	m, err := newOnDemand(addr, length, access, p)
+	if err == nil && (goheap.Contains(addr) || goheap.Contains(addr+uintptr(length)-1)) {
+		_ = m.Close()
+		return nil, heapError(addr, length)
+	}
+	return m, err
+}
+
+// NewImplicit makes a backing of the whole address space.
+func NewImplicit(access ib.Access, p *Paging) (*OnDemand, error) {
+	if access&ib.AccessFlushPersistent != 0 {
+		return nil, ib.Errorf("reg_mr", syscall.EINVAL, "the address space as a whole is not persistent memory")
+	}
+	m, err := newOnDemand(0, addressSpace, access, p)
+	if err == nil {
+		m.kind = KindImplicit
+	}
+	return m, err
+}
+
+func newOnDemand(addr uintptr, length uint64, access ib.Access, p *Paging) (*OnDemand, error) {
+	const op = "reg_mr"
+	if length == 0 {
+		return nil, ib.Errorf(op, syscall.EINVAL, "no bytes")
+	}
+	if length > math.MaxInt || uintptr(length) > math.MaxInt-min(addr, math.MaxInt) {
+		return nil, ib.Errorf(op, syscall.EFAULT, "%d bytes at %#x are not addresses of a process", length, addr)
+	}
+	m := &OnDemand{addr: addr, length: length, kind: KindOnDemand, device: p}
+	if access&ib.AccessFlushPersistent != 0 {
+		if why := notDurable(addr, length); why != "" {
+			return nil, ib.Errorf(op, syscall.EINVAL, "%d bytes at %#x are not persistent memory (%s)", length, addr, why)
+		}
+		m.inFile = true
+	}
+	m.pages.init(m.pageOf(length-1) + 1)
+	p.regions.Add(1)
+	p.regionPages.Add(m.countedPages())
+	return m, nil
+}
+
+// notDurable says why memory does not survive, if so.
+func notDurable(addr uintptr, length uint64) string {
+	if goheap.Contains(addr) {
+		return noteHeap
+	}
+	why, err := sys.Durable(addr, uintptr(length))
+	if err != nil {
+		why = err.Error()
+	}
+	return why
+}
+
+// countedPages is the region's size as statistics have it.
+func (m *OnDemand) countedPages() uint64 {
+	if m.pages.pages == addressSpace>>pageShift {
+		return 0
+	}
+	return m.pages.pages
+}
+
+// Kind returns KindOnDemand or KindImplicit.
+func (m *OnDemand) Kind() Kind { return m.kind }
+
+// Addr returns the address of the first byte.
+func (m *OnDemand) Addr() uintptr { return m.addr }
+
+// Len returns the number of bytes.
+func (m *OnDemand) Len() uint64 { return m.length }
+
+// Solid reports whether accesses can never fault: see Host.Solid.
+func (m *OnDemand) Solid() bool { return m.owner != nil }
+
+// pageOf returns the page that the byte at off lies in.
+func (m *OnDemand) pageOf(off uint64) uint64 {
+	return (uint64(m.addr)%pageSize + off) >> pageShift
+}
+
+// pageAt returns the page of an address.
+func (m *OnDemand) pageAt(addr uintptr) uint64 {
+	return uint64(addr>>pageShift - m.addr>>pageShift)
+}
+
+const writing = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteAtomic
+
+// Run returns the bytes at off that are present, after fetching the first of
+// them if that is quick.
+func (m *OnDemand) Run(off, n uint64, acc ib.Access) ([]byte, Fault) {
+	if off >= m.length || n > m.length-off {
+		return nil, Fault{Kind: FaultBounds}
+	}
+	theSpace.settle()
+	have := m.have(off, n, acc)
+	if have == 0 {
+		if kind := m.fetch(off, n, acc, false); kind != FaultNone {
+			return nil, Fault{Kind: kind}
+		}
+		if have = m.have(off, n, acc); have == 0 {
+			return nil, Fault{Kind: FaultPending} // gone again already
+		}
+	}
+	return bytesAt(m.addr+uintptr(off), int(have)), Fault{}
+}
+
+// have returns how many of n bytes at off are present for an access.
+func (m *OnDemand) have(off, n uint64, acc ib.Access) uint64 {
+	first := m.pageOf(off)
+	want := m.pageOf(off+n-1) - first + 1
+	pages := m.pages.present(first, want, acc&writing != 0)
+	if pages == want {
+		return n
+	}
+	if pages == 0 {
+		return 0
+	}
+	return pages<<pageShift - (uint64(m.addr)+off)%pageSize
+}
+
+// fetch makes bytes present, from off on: all of n, or as many as lie before the
+// first that cannot be had; none of them is a fault. With wait it may take long.
+func (m *OnDemand) fetch(off, n uint64, acc ib.Access, wait bool) FaultKind {
+	u := m.use()
+	if u == nil {
+		return FaultDead
+	}
+	start, end := sys.PageAlign(m.addr+uintptr(off), uintptr(n))
+	at, pages, kind := start, uint64(0), FaultNone
+	for tries := 0; at < end; {
+		before := u.changes.Load()
+		var upto uintptr
+		if upto, kind = m.bringIn(at, end, acc&writing != 0, wait); kind != FaultNone {
+			break
+		}
+		pages += m.pages.set(m.pageAt(at), uint64(upto-at)>>pageShift, acc&writing != 0)
+		theSpace.settle()
+		if u.changes.Load() == before {
+			at = upto
+			continue
+		}
+		m.count(u, func(c *pagingCounts) { c.contentions.Add(1) })
+		if tries++; tries == maxGone {
+			kind = FaultPending
+			break
+		}
+	}
+	m.countFault(u, pages, acc, kind)
+	if at > start {
+		return FaultNone
+	}
+	return kind
+}
+
+// bringIn makes pages of one mapping present, as many as it can from at on.
+func (m *OnDemand) bringIn(at, end uintptr, write, wait bool) (upto uintptr, kind FaultKind) {
+	if m.owner == nil {
+		where, err := sys.QueryMapping(at)
+		switch {
+		case err == nil && where.Allows(write):
+			end = min(end, where.End)
+			theSpace.cover(at, end, &where)
+		case err == nil, errors.Is(err, syscall.ENOENT):
+			return at, FaultUnmapped
+		}
+	}
+	if !wait {
+		if slow, err := sys.Slow(at, end, write); slow && err == nil {
+			return at, FaultPending
+		}
+	}
+	switch r := sys.PopulateRange(at, end, write); {
+	case r.Outcome == sys.CannotPopulate:
+		return touchPages(at, end, write)
+	case r.Upto > at:
+		return min(r.Upto, end), FaultNone
+	}
+	return at, FaultUnmapped
+}
+
+// touchPages makes pages present by accessing them, on a kernel that has no
+// better way.
+func touchPages(at, end uintptr, write bool) (upto uintptr, kind FaultKind) {
+	for upto = at; upto < end; upto += uintptr(pageSize) {
+		b := bytesAt(upto, wordSize)
+		if write {
+			if _, ok := swapOrAdd(b, FetchAdd, 0, 0); !ok {
+				break
+			}
+			continue
+		}
+		var word [wordSize]byte
+		if moveGuarded(word[:], b, false) != 0 {
+			break
+		}
+	}
+	if upto == at {
+		return at, FaultUnmapped
+	}
+	return upto, FaultNone
+}
+
+// Await fetches bytes, however long it takes.
+func (m *OnDemand) Await(off, n uint64, acc ib.Access) FaultKind {
+	if off >= m.length || n > m.length-off {
+		return FaultNone // another region by now
+	}
+	if kind := m.fetch(off, n, acc, true); kind != FaultDead {
+		return kind
+	}
+	m.device.regionsNotFound.Add(1)
+	return FaultNone
+}
+
+// Gone is told that an access has failed at off. Either the kernel has told why,
+// by now, or it does not tell that: the rights or the file have changed.
+func (m *OnDemand) Gone(off, n uint64, acc ib.Access) FaultKind {
+	theSpace.settle()
+	start, end := sys.PageAlign(m.addr+uintptr(off), uintptr(n))
+	m.takeAway(m.useless(start, end, acc&writing != 0))
+	return m.fetch(off, n, acc, false)
+}
+
+// useless returns how much of a range cannot be accessed as it should, though
+// its first page is in the table.
+func (m *OnDemand) useless(start, end uintptr, write bool) (uintptr, uintptr) {
+	where, err := sys.QueryMapping(start)
+	if err != nil {
+		return start, end
+	}
+	end = min(end, where.End)
+	if where.Allows(write) {
+		_ = sys.Present(start+uintptr(pageSize), end, func(from, _ uintptr) bool { end = from; return false })
+	}
+	return start, end
+}
+
+// use returns what an accessed region has, or nil after Close.
+func (m *OnDemand) use() *pagedIn {
+	u := m.used.Load()
+	if u == nil {
+		u = orMake(&m.used)
+	}
+	u.begin.Do(func() {
+		start, end := sys.PageAlign(m.addr, uintptr(m.length))
+		u.place = theSpace.join(start, end, m)
+	})
+	if u.place == nil {
+		return nil
+	}
+	return u
+}
+
+// changed is told that mappings have changed.
+func (m *OnDemand) changed(start, end uintptr) {
+	m.used.Load().changes.Add(1)
+	m.takeAway(start, end)
+}
+
+// missed is told that any mapping may have changed.
+func (m *OnDemand) missed() { m.changed(sys.PageAlign(m.addr, uintptr(m.length))) }
+
+// takeAway takes pages out of the table and counts them, if there were any.
+func (m *OnDemand) takeAway(start, end uintptr) {
+	pages := m.pages.clear(m.pageAt(start), uint64(end-start)>>pageShift)
+	if pages == 0 {
+		return
+	}
+	m.count(m.used.Load(), func(c *pagingCounts) {
+		c.invalidations.Add(1)
+		c.invalidationPages.Add(pages)
+	})
+}
+
+// sweep takes the pages away that are present no more, and of which nobody has
+// told: they were reclaimed, or their file was cut short or punched.
+func (m *OnDemand) sweep() {
+	u := m.used.Load()
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.closed {
+		return
+	}
+	first, _ := sys.PageAlign(m.addr, 1)
+	m.pages.runs(func(page, n uint64) bool {
+		start := first + uintptr(page)<<pageShift
+		return sys.Absent(start, start+uintptr(n)<<pageShift, func(from, to uintptr) bool {
+			m.takeAway(from, to)
+			return true
+		}) == nil
+	})
+}
+
+// Durable reports whether Persist makes the bytes persistent: see Host.Durable.
+func (m *OnDemand) Durable() bool { return m.inFile }
+
+// Persist writes a range back to the file that is mapped there, which need not
+// be the one of registration time, if it is one.
+func (m *OnDemand) Persist(off, n uint64) error {
+	addr := m.addr + uintptr(off)
+	if notDurable(addr, n) != "" {
+		return syscall.ENOMEM
+	}
+	return sys.SyncFile(addr, uintptr(n))
+}
+
+// Close forgets everything about the pages. It waits for one step of a prefetch
+// that is under way.
+func (m *OnDemand) Close() error {
+	u := orMake(&m.used)
+	u.begin.Do(func() {}) // who comes later finds no place
+	if u.place != nil {
+		theSpace.leave(u.place)
+	}
+	u.mu.Lock()
+	u.closed = true
+	u.mu.Unlock()
+	m.owner = nil
+	m.device.regions.Add(^uint64(0))
+	m.device.regionPages.Add(-m.countedPages())
+	return nil
+}

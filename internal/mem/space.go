@@ -1,0 +1,336 @@
+package mem
+
+// The address space of this process, and who has cached something about it.
+//
+//  1. A backing whose memory may be unmapped or discarded under it joins with
+//     the range that it knows something about (join, leave).
+//  2. Before memory in the range is used, cover has the kernel tell about
+//     changes there, where it can (sys.Notifier).
+//  3. Whoever is about to rely on what was cached calls settle, which takes what
+//     the kernel has told and passes it on. It costs two loads while there is
+//     nothing new.
+//  4. Not everything is told, and in some places nothing is. So a sweep looks
+//     from time to time whether present pages are still present.
+//
+// There is one address space, so there is one of these, whatever the number of
+// devices.
+
+import (
+	"math/bits"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/google/btree"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// member is a backing that has cached something about a range of addresses.
+type member interface {
+	// changed tells that mappings in a range have changed, which overlaps the
+	// member's. It is called under the space's lock: it must be quick, and call
+	// nothing that takes the lock.
+	changed(start, end uintptr)
+	// missed tells that something may have changed anywhere. As changed.
+	missed()
+	// sweep looks for pages that are gone. It is called without the lock.
+	sweep()
+}
+
+type space struct {
+	notifier atomic.Pointer[sys.Notifier] // nil: there is none
+
+	mu      sync.Mutex // guards what follows
+	opened  bool       // it was tried to open the notifier
+	members rangeIndex
+	buf     [64]sys.MapChange
+	stop    chan struct{} // ends the sweeper; nil while there is none
+
+	covering sync.Mutex // guards the order of cover and uncover
+}
+
+var theSpace space
+
+// settle passes on the changes that the kernel has told. When it returns, all
+// that was done to mappings before the call has been passed on, where there is a
+// notifier that covers them.
+func (s *space) settle() {
+	if n := s.notifier.Load(); n != nil && n.Changed() {
+		s.take(n)
+	}
+}
+
+func (s *space) take(n *sys.Notifier) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for more := true; more; {
+		var k int
+		var lost bool
+		k, lost, more = n.Take(s.buf[:])
+		if lost {
+			s.members.overlapping(0, ^uintptr(0), func(m *membership) bool {
+				m.who.missed()
+				return true
+			})
+		}
+		for _, c := range s.buf[:k] {
+			s.members.overlapping(c.Start, c.End, func(m *membership) bool {
+				m.who.changed(max(c.Start, m.start), min(c.End, m.end))
+				return true
+			})
+		}
+	}
+}
+
+// membership is a member's range.
+type membership struct {
+	start, end uintptr
+	id         uint64
+	who        member
+}
+
+// join makes a member. From now on it is swept, and told of changes in what is
+// covered.
+func (s *space) join(start, end uintptr, who member) *membership {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.openLocked()
+	m := &membership{start: start, end: end, who: who}
+	s.members.add(m)
+	if s.stop == nil {
+		s.stop = make(chan struct{})
+		go s.sweeper(s.stop)
+	}
+	return m
+}
+
+// leave ends a membership. When it returns, the member is told nothing any more,
+// except that a sweep of it may still be under way.
+func (s *space) leave(m *membership) {
+	s.mu.Lock()
+	s.members.remove(m)
+	if s.members.n == 0 {
+		close(s.stop)
+		s.stop = nil
+	}
+	s.mu.Unlock()
+	s.uncover(m.start, m.end)
+}
+
+// openLocked opens the notifier, which then lives as long as the process.
+func (s *space) openLocked() {
+	if s.opened {
+		return
+	}
+	s.opened = true
+	if n, err := sys.OpenNotifier(); err == nil {
+		s.notifier.Store(n)
+	}
+}
+
+// coverUnit is how much is covered at least, as far as the mapping goes: each
+// boundary splits a mapping of the process, of which there can be 65,530.
+const coverUnit = 2 << 20
+
+// units widens a range to whole units.
+func units(start, end uintptr) (uintptr, uintptr) {
+	start &^= coverUnit - 1
+	if over := end % coverUnit; over != 0 {
+		end += min(coverUnit-over, ^uintptr(0)-end)
+	}
+	return start, end
+}
+
+// cover asks for the changes of a range inside a mapping. Where the kernel
+// refuses, the sweep must do.
+func (s *space) cover(start, end uintptr, m *sys.Mapping) {
+	n := s.notifier.Load()
+	if n == nil {
+		return
+	}
+	start, end = units(start, end)
+	start, end = m.Clip(start, end)
+	s.covering.Lock()
+	defer s.covering.Unlock()
+	_ = n.Watch(start, end)
+}
+
+// uncover ends the covering of a range, but for what others are members with.
+func (s *space) uncover(start, end uintptr) {
+	n := s.notifier.Load()
+	if n == nil {
+		return
+	}
+	start, end = units(start, end)
+	s.covering.Lock()
+	defer s.covering.Unlock()
+	step := end - start
+	if s.inUse(start, end) {
+		step = coverUnit
+	}
+	_ = sys.Mappings(start, end, func(m *sys.Mapping) bool {
+		for at := max(start, m.Start); at < min(end, m.End); {
+			upto := min(end, m.End)
+			if step == coverUnit {
+				upto = min(upto, at&^(coverUnit-1)+coverUnit)
+			}
+			if step != coverUnit || !s.inUse(at, upto) {
+				_ = n.Unwatch(m.Clip(at, upto))
+			}
+			at = upto
+		}
+		return true
+	})
+}
+
+// inUse reports whether somebody is a member with a part of the range.
+func (s *space) inUse(start, end uintptr) (found bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.members.overlapping(start, end, func(*membership) bool { found = true; return false })
+	return found
+}
+
+// How often the sweep looks: the rest between two looks is as long as keeps its
+// share of a core below a thousandth, but within these bounds.
+const (
+	sweepRest      = time.Second            // with a notifier
+	sweepRestAlone = 100 * time.Millisecond // without
+	sweepRestMost  = 20 * time.Second
+	sweepShare     = 1000
+)
+
+// sweeper sweeps until it is stopped.
+func (s *space) sweeper(stop chan struct{}) {
+	least := sweepRest
+	if s.notifier.Load() == nil {
+		least = sweepRestAlone
+	}
+	timer := time.NewTimer(least)
+	defer timer.Stop()
+	for {
+		select {
+		case <-stop:
+			return
+		case <-timer.C:
+		}
+		began := time.Now()
+		s.sweep(stop)
+		timer.Reset(min(max(least, time.Since(began)*sweepShare), sweepRestMost))
+	}
+}
+
+// sweep has all members look for pages that are gone.
+func (s *space) sweep(stop chan struct{}) {
+	s.settle()
+	var batch [64]*membership
+	var after *membership
+	for {
+		s.mu.Lock()
+		n := s.members.next(after, batch[:])
+		s.mu.Unlock()
+		if n == 0 {
+			return
+		}
+		for _, m := range batch[:n] {
+			select {
+			case <-stop:
+				return
+			default:
+				m.who.sweep()
+			}
+		}
+		after = batch[n-1]
+	}
+}
+
+// rangeIndex finds the ranges that overlap one. Ranges are kept by size: in a
+// tree of ranges that are all shorter than twice the shortest, those which
+// overlap a range begin in it or shortly before it.
+type rangeIndex struct {
+	trees [bits.UintSize + 1]*btree.BTreeG[*membership] // by the bits of their length
+	n     int
+	ids   uint64
+}
+
+func (x *rangeIndex) tree(m *membership) **btree.BTreeG[*membership] {
+	return &x.trees[bits.Len(uint(m.end-m.start))]
+}
+
+func lessMembership(a, b *membership) bool {
+	return a.start < b.start || a.start == b.start && a.id < b.id
+}
+
+func (x *rangeIndex) add(m *membership) {
+	x.ids++
+	m.id = x.ids
+	t := x.tree(m)
+	if *t == nil {
+		*t = btree.NewG(16, lessMembership)
+	}
+	(*t).ReplaceOrInsert(m)
+	x.n++
+}
+
+func (x *rangeIndex) remove(m *membership) {
+	t := x.tree(m)
+	if _, ok := (*t).Delete(m); ok {
+		x.n--
+	}
+	if (*t).Len() == 0 {
+		*t = nil
+	}
+}
+
+// overlapping visits the ranges that overlap one, until visit returns false.
+func (x *rangeIndex) overlapping(start, end uintptr, visit func(*membership) bool) {
+	stopped := false
+	for size, t := range x.trees {
+		if t == nil || stopped {
+			continue
+		}
+		var from membership
+		if longest := uintptr(1)<<size - 1; start > longest {
+			from.start = start - longest
+		}
+		t.AscendGreaterOrEqual(&from, func(m *membership) bool {
+			if m.start >= end {
+				return false
+			}
+			stopped = m.end > start && !visit(m)
+			return !stopped
+		})
+	}
+}
+
+// next fills into with ranges that come after one, or with the first ones for
+// nil, and returns how many. The range that they come after may be gone.
+func (x *rangeIndex) next(after *membership, into []*membership) (n int) {
+	first := 0
+	if after != nil {
+		first = bits.Len(uint(after.end - after.start))
+	}
+	for size := first; size < len(x.trees) && n < len(into); size++ {
+		t := x.trees[size]
+		if t == nil {
+			continue
+		}
+		var from membership
+		if after != nil && size == first {
+			from = membership{start: after.start, id: after.id + 1}
+		}
+		t.AscendGreaterOrEqual(&from, func(m *membership) bool {
+			into[n] = m
+			n++
+			return n < len(into)
+		})
+	}
+	return n
+}
+
+// Sweep looks now for pages that are gone, as happens from time to time anyway.
+func Sweep() { theSpace.sweep(nil) }
+
+// PagingMeans tells what on-demand paging runs on here.
+func PagingMeans() sys.PagingSupport { return sys.FindPagingSupport() }
