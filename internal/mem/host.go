@@ -4,9 +4,9 @@ package mem
 //
 //  1. NewHostBytes takes a slice, NewHost a raw address.
 //  2. A raw address must not lie in the Go heap.
-//  3. Memory outside the Go heap is made present, which proves that it is
-//     there and that the rights fit, as ibv_reg_mr does; and then no page in
-//     the middle may be the Go heap's either.
+//  3. Memory outside the Go heap is watched (pinned.go), and made present, which
+//     proves that it is there and that the rights fit, as ibv_reg_mr does; and
+//     then no page in the middle may be the Go heap's either.
 //  4. Memory that peers may flush to persistence must be that of a file.
 //  5. The pages are locked, unless they are the Go heap's or locking is off.
 
@@ -30,6 +30,7 @@ type Host struct {
 	inHeap bool   // it is the Go heap's
 	inFile bool   // it is known to be a file's, which keeps it
 	note   string // why the pages are not locked; empty if they are
+	fate   pinnedWatch
 }
 
 const (
@@ -77,24 +78,33 @@ func newHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, ow
 	}
 	h.inHeap = goheap.Contains(addr)
 	if !h.inHeap {
+		h.watch()
+	}
+	if err := h.take(access, lock); err != nil {
+		h.unwatch()
+		return nil, err
+	}
+	return h, nil
+}
+
+// take makes sure of the memory.
+func (h *Host) take(access ib.Access, lock ib.LockMode) error {
+	if !h.inHeap {
 		if err := h.present(access&ib.AccessLocalWrite != 0); err != nil {
-			return nil, err
+			return err
 		}
 		// Page by page only now, when it is certain that there are not more
 		// pages than there is memory.
-		if goheap.Overlaps(addr, uintptr(length)) {
-			return nil, heapError(addr, length)
+		if goheap.Overlaps(h.addr, uintptr(h.length)) {
+			return heapError(h.addr, h.length)
 		}
 	}
 	if access&ib.AccessFlushPersistent != 0 {
 		if err := h.persistent(); err != nil {
-			return nil, err
+			return err
 		}
 	}
-	if err := h.lock(lock); err != nil {
-		return nil, err
-	}
-	return h, nil
+	return h.lock(lock)
 }
 
 // persistent makes sure that the memory can be made persistent. Drivers refuse
@@ -196,10 +206,15 @@ func (h *Host) Locked() bool { return h.note == "" }
 // that was in the way. It is empty if they are.
 func (h *Host) LockNote() string { return h.note }
 
-// Run returns the bytes at off: always all of them.
+// Run returns the bytes at off: all of them, or none if some are stale.
 func (h *Host) Run(off, n uint64, _ ib.Access) ([]byte, Fault) {
 	if off >= h.length || n > h.length-off {
 		return nil, Fault{Kind: FaultBounds}
+	}
+	if !h.inHeap {
+		if theSpace.settle(); h.staleAt(off, n) {
+			return nil, Fault{Kind: FaultStale}
+		}
 	}
 	return bytesAt(h.addr+uintptr(off), int(n)), Fault{}
 }
@@ -215,6 +230,7 @@ func (h *Host) Persist(off, n uint64) error {
 
 // Close unlocks the pages that no other region keeps locked.
 func (h *Host) Close() error {
+	h.unwatch()
 	if h.Locked() {
 		sys.UnlockPages(h.addr, uintptr(h.length))
 	}

@@ -316,7 +316,7 @@ func (m *OnDemand) use() *pagedIn {
 	}
 	u.begin.Do(func() {
 		start, end := sys.PageAlign(m.addr, uintptr(m.length))
-		u.place = theSpace.join(start, end, m)
+		u.place = theSpace.join(start, end, m, true)
 	})
 	if u.place == nil {
 		return nil

@@ -44,6 +44,7 @@ type space struct {
 	mu      sync.Mutex // guards what follows
 	opened  bool       // it was tried to open the notifier
 	members rangeIndex
+	swept   int // of the members
 	buf     [64]sys.MapChange
 	stop    chan struct{} // ends the sweeper; nil while there is none
 
@@ -88,17 +89,21 @@ type membership struct {
 	start, end uintptr
 	id         uint64
 	who        member
+	swept      bool
 }
 
-// join makes a member. From now on it is swept, and told of changes in what is
-// covered.
-func (s *space) join(start, end uintptr, who member) *membership {
+// join makes a member. From now on it is told of changes in what is covered,
+// and swept if it wants to be.
+func (s *space) join(start, end uintptr, who member, swept bool) *membership {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.openLocked()
-	m := &membership{start: start, end: end, who: who}
+	m := &membership{start: start, end: end, who: who, swept: swept}
 	s.members.add(m)
-	if s.stop == nil {
+	if swept {
+		s.swept++
+	}
+	if s.swept > 0 && s.stop == nil {
 		s.stop = make(chan struct{})
 		go s.sweeper(s.stop)
 	}
@@ -110,7 +115,10 @@ func (s *space) join(start, end uintptr, who member) *membership {
 func (s *space) leave(m *membership) {
 	s.mu.Lock()
 	s.members.remove(m)
-	if s.members.n == 0 {
+	if m.swept {
+		s.swept--
+	}
+	if s.swept == 0 && s.stop != nil {
 		close(s.stop)
 		s.stop = nil
 	}
@@ -250,7 +258,6 @@ func (s *space) sweep(stop chan struct{}) {
 // overlap a range begin in it or shortly before it.
 type rangeIndex struct {
 	trees [bits.UintSize + 1]*btree.BTreeG[*membership] // by the bits of their length
-	n     int
 	ids   uint64
 }
 
@@ -270,14 +277,11 @@ func (x *rangeIndex) add(m *membership) {
 		*t = btree.NewG(16, lessMembership)
 	}
 	(*t).ReplaceOrInsert(m)
-	x.n++
 }
 
 func (x *rangeIndex) remove(m *membership) {
 	t := x.tree(m)
-	if _, ok := (*t).Delete(m); ok {
-		x.n--
-	}
+	(*t).Delete(m)
 	if (*t).Len() == 0 {
 		*t = nil
 	}

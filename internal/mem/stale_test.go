@@ -107,6 +107,61 @@ func TestStale(t *testing.T) {
 	}
 }
 
+// What is mapped anew, or emptied, where pinned memory was is never touched: the
+// pages of registration time are gone for good.
+func TestStalePinned(t *testing.T) {
+	needNotifier(t)
+	const n = 8 * page
+	for _, test := range []struct {
+		name   string
+		change func(o *odp)
+	}{
+		{"mapped anew", func(o *odp) { o.unmap(2*page, page); o.mapAt(2*page, page, readWrite, anonPages, -1) }},
+		{"mapped over", func(o *odp) { o.mapAt(2*page, page, readWrite, anonPages, -1) }},
+		{"discarded", func(o *odp) { o.call(unix.SYS_MADVISE, 2*page, page, unix.MADV_DONTNEED) }},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			const access = ib.AccessLocalWrite | ib.AccessRemote
+			o := &odp{tb: t, table: mem.NewTable(mem.TableConfig{}), addr: nextODP, size: n}
+			nextODP += 4 << 20
+			o.mapAt(0, n, readWrite, anonPages, -1)
+			defer o.unmap(0, n)
+			h, err := mem.NewHost(o.addr, n, access, ib.LockOff, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if o.region, err = o.table.Register(mem.RegionConfig{PD: 1, Access: access, IOVA: uint64(o.addr), Length: n, Backing: h}); err != nil {
+				t.Fatal(err)
+			}
+			defer o.region.Close()
+			o.mustWrite(0, pattern(n, 1))
+			test.change(o)
+			for range 2 {
+				o.mustFail(o.write(2*page, pattern(8, 2)), mem.FaultStale)
+				o.mustFail(o.write(0, pattern(n, 2)), mem.FaultStale)
+				_, f := o.read(3*page-8, 16)
+				o.mustFail(f, mem.FaultStale)
+			}
+			o.mustRead(3*page, pattern(n, 1)[3*page:])
+			o.mustWrite(0, pattern(2*page, 3))
+			o.mustRead(0, pattern(2*page, 3))
+
+			// Who registers it again gets what is there now.
+			h2, err := mem.NewHost(o.addr, n, access, ib.LockOff, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			again, err := o.table.Register(mem.RegionConfig{PD: 1, Access: access, IOVA: uint64(o.addr), Length: n, Backing: h2})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer again.Close()
+			o2 := &odp{tb: t, table: o.table, region: again, addr: o.addr, size: n}
+			o2.mustRead(2*page, make([]byte, page))
+		})
+	}
+}
+
 // A panic that is not about the memory goes on to whoever is to see it.
 func TestStaleIsNotEveryPanic(t *testing.T) {
 	table := mem.NewTable(mem.TableConfig{})

@@ -1,0 +1,78 @@
+package mem
+
+// Pinned memory promises the pages of registration time. Hardware keeps them
+// when the program unmaps them, and works on in pages that nobody sees; we work
+// at addresses, and must never touch what is mapped there next. So the parts
+// that are unmapped, mapped anew or discarded become stale, for good: accesses
+// to them fail. That needs a notifier; without one, only memory that is not there
+// is noticed, when it is accessed.
+
+import (
+	"sync/atomic"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// pinnedWatch is what a Host knows about the fate of its pages.
+type pinnedWatch struct {
+	place *membership                 // nil: nothing can happen to them, or nobody tells
+	lost  atomic.Pointer[[]lostRange] // the parts that are stale; nil: none
+}
+
+type lostRange struct{ start, end uintptr }
+
+// watch begins to listen. The pages of registration time are those that are
+// there after it.
+func (h *Host) watch() {
+	start, end := sys.PageAlign(h.addr, uintptr(h.length))
+	h.fate.place = theSpace.join(start, end, h, false)
+	_ = sys.Mappings(start, end, func(m *sys.Mapping) bool {
+		theSpace.cover(max(start, m.Start), min(end, m.End), m)
+		return true
+	})
+}
+
+// unwatch ends it.
+func (h *Host) unwatch() {
+	if h.fate.place != nil {
+		theSpace.leave(h.fate.place)
+		h.fate.place = nil
+	}
+}
+
+// staleAt reports whether a part of n bytes at off is stale.
+func (h *Host) staleAt(off, n uint64) bool {
+	lost := h.fate.lost.Load()
+	if lost == nil {
+		return false
+	}
+	at := h.addr + uintptr(off)
+	for _, r := range *lost {
+		if at < r.end && r.start < at+uintptr(n) {
+			return true
+		}
+	}
+	return false
+}
+
+// changed makes a part stale. The space's lock makes it one at a time.
+func (h *Host) changed(start, end uintptr) {
+	lost := []lostRange{{start, end}}
+	if old := h.fate.lost.Load(); old != nil {
+		for _, r := range *old {
+			if r.end < lost[0].start || lost[0].end < r.start {
+				lost = append(lost, r)
+				continue
+			}
+			lost[0] = lostRange{min(r.start, lost[0].start), max(r.end, lost[0].end)}
+		}
+	}
+	h.fate.lost.Store(&lost)
+}
+
+// missed: something may have happened, or not. Memory that works is not refused
+// for a suspicion.
+func (h *Host) missed() {}
+
+// sweep has nothing to look for.
+func (h *Host) sweep() {}
