@@ -62,7 +62,9 @@ func (k MapChangeKind) String() string {
 	return fmt.Sprintf("MapChangeKind(%d)", uint8(k))
 }
 
-// MapChange is one change of the mappings of this process.
+// MapChange is one change of the mappings of this process. The range is that of the
+// call that made the change (of Discarded, its part in one mapping), so it may reach
+// beyond what is watched.
 type MapChange struct {
 	Kind       MapChangeKind
 	Start, End uintptr
