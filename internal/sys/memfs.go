@@ -51,7 +51,7 @@ type mountTable struct {
 }
 
 var mountsFile = sync.OnceValues(func() (*mountTable, error) {
-	fd, err := unix.Open("/proc/self/mountinfo", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	fd, err := openProc("/proc/self/mountinfo")
 	if err != nil {
 		return nil, err
 	}

