@@ -134,7 +134,7 @@ func TestNotifierCollector(t *testing.T) {
 	}
 	watchEverything()
 	c := &consumer{n: n, seen: make(map[uintptr]int)}
-	rounds := 60
+	rounds := 30
 	if testing.Short() {
 		rounds = 10
 	}
@@ -185,12 +185,7 @@ func TestNotifierCollector(t *testing.T) {
 	})
 	for i := range rounds {
 		taking.Store(i > rounds/2)
-		b := make([][]byte, 32)
-		for j := range b {
-			b[j] = bytes.Repeat([]byte{byte(i)}, 256<<10)
-		}
-		runtime.KeepAlive(b)
-		b = nil
+		litter(byte(i))
 		debug.FreeOSMemory() // MADV_DONTNEED in the runtime, some of it in the stopped world
 	}
 	close(stop)
@@ -199,6 +194,15 @@ func TestNotifierCollector(t *testing.T) {
 	if discarded.Load() == 0 || len(c.seen) == 0 {
 		t.Errorf("%d were unmapped, %d told", discarded.Load(), len(c.seen))
 	}
+}
+
+// litter uses 8 MiB of the heap and forgets them.
+func litter(with byte) {
+	var b [32][]byte
+	for j := range b {
+		b[j] = bytes.Repeat([]byte{with}, 256<<10)
+	}
+	runtime.KeepAlive(&b)
 }
 
 // TestNotifierCloseStorm: it is closed while others unmap, watch and take. Nobody

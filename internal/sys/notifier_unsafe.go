@@ -24,7 +24,6 @@ package sys
 
 import (
 	"fmt"
-	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -184,12 +183,14 @@ func theRingLocked() (*ring, error) {
 // it has returned, and stays so until all of it was taken and applied.
 func (n *Notifier) Changed() bool { return n.r.announced.Load() != n.r.consumed.Load() }
 
-// takePatience is how often Take looks for what the thread has announced: at first
-// at once, later after sleeps of takeNap, about a tenth of a second in all.
+// How often Take looks for what the thread has announced: at first at once, then
+// after letting other threads run (often the thread has the processor that we are
+// on), then after naps, for about a tenth of a second.
 const (
-	takeSpins = 200
-	takeNaps  = 2000
-	takeNap   = 50 * time.Microsecond
+	takeSpins  = 64
+	takeYields = 256
+	takeNaps   = 1000
+	takeNap    = 100 * time.Microsecond
 )
 
 // Take takes events in the order in which they were published, and returns how
@@ -227,17 +228,19 @@ func (n *Notifier) Take(buf []MapChange) (k int, lost, more bool) {
 }
 
 // await waits until what was announced is published. The thread waits for nobody,
-// so that takes as long as it takes the kernel to run it.
+// so that takes as long as it takes the kernel to run it. The runtime's own sleep
+// would take a millisecond where nothing else is to be done.
 func (n *Notifier) await(announced uint64) bool {
-	for i := range takeSpins + takeNaps {
+	nap := unix.NsecToTimespec(int64(takeNap))
+	for i := range takeSpins + takeYields + takeNaps {
 		if n.r.published.Load() >= announced {
 			return true
 		}
 		switch {
+		case i >= takeSpins+takeYields:
+			_ = unix.Nanosleep(&nap, nil)
 		case i >= takeSpins:
-			time.Sleep(takeNap)
-		case i%16 == 15:
-			runtime.Gosched()
+			_, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
 		}
 	}
 	return false

@@ -24,7 +24,7 @@ const (
 )
 
 // pageRegion is struct page_region: a run of pages of the same categories.
-type pageRegion struct{ start, end, categories uint64 }
+type pageRegion struct{ start, end, _ uint64 }
 
 // scanArg is struct pm_scan_arg.
 type scanArg struct {

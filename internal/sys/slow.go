@@ -22,6 +22,8 @@ package sys
 
 import (
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -101,6 +103,9 @@ func slowMapping(maps mapsSource, m *Mapping, start, end uintptr, entries []uint
 	if !m.File || m.PageSize != pageSize {
 		return false, nil // untouched memory; hugetlb pages are never swapped
 	}
+	if onKernelTmpfs(m.Major, m.Minor) && !swapInUse() {
+		return false, nil // a hole, or in memory
+	}
 	var vec [64]byte
 	switch err := mincore(start, end, vec[:len(entries)]); err {
 	case nil:
@@ -175,8 +180,25 @@ func mayWriteFile(maps mapsSource, m *Mapping) bool {
 	return int(st.Uid) == unix.Geteuid() || unix.Faccessat(unix.AT_FDCWD, name, unix.W_OK, unix.AT_EACCESS) == nil
 }
 
+// swapKnown is what swapInUse found out last: the time, and in the lowest bit the
+// answer. It is good for swapKnownFor: asking takes as long as all the rest.
+var swapKnown atomic.Int64
+
+const swapKnownFor = int64(10 * time.Millisecond)
+
+var processStart = time.Now()
+
 // swapInUse reports whether any memory of the machine is in swap.
 func swapInUse() bool {
+	now := int64(time.Since(processStart)) | 1
+	if known := swapKnown.Load(); known != 0 && now-known < swapKnownFor {
+		return known&1 != 0
+	}
 	var info unix.Sysinfo_t
-	return unix.Sysinfo(&info) != nil || info.Freeswap != info.Totalswap
+	used := unix.Sysinfo(&info) != nil || info.Freeswap != info.Totalswap
+	if !used {
+		now &^= 1
+	}
+	swapKnown.Store(now)
+	return used
 }

@@ -57,23 +57,23 @@ func Fork(word *uint64, a, b int) (*Child, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer report.Close()
+	defer func() { _ = report.Close() }()
 	in, end, err := os.Pipe()
 	if err != nil {
-		out.Close()
+		_ = out.Close()
 		return nil, err
 	}
 	pid, err := C.ft_fork((*C.uint64_t)(unsafe.Pointer(word)), C.int(a), C.int(b), C.int(out.Fd()), C.int(in.Fd()), C.int(end.Fd()))
-	out.Close()
-	in.Close()
+	_ = out.Close()
+	_ = in.Close()
 	if pid < 0 {
-		end.Close()
+		_ = end.Close()
 		return nil, err
 	}
 	c := &Child{pid: int(pid), end: end}
 	var told [16]byte
 	if _, err := report.Read(told[:]); err != nil {
-		c.End()
+		_ = c.End()
 		return nil, err
 	}
 	c.Word = binary.NativeEndian.Uint64(told[:])
@@ -83,7 +83,7 @@ func Fork(word *uint64, a, b int) (*Child, error) {
 
 // End lets the child go and waits for it.
 func (c *Child) End() error {
-	c.end.Close()
+	_ = c.end.Close()
 	_, err := unix.Wait4(c.pid, nil, 0, nil)
 	return err
 }
