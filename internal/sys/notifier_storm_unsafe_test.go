@@ -344,3 +344,29 @@ func TestNotifierDead(t *testing.T) {
 	}
 	munmapRange(t, a, a+8*pageSize)
 }
+
+// TestNotifierForeign: a program has a userfaultfd of its own. What it watches we
+// cannot, and closing ours leaves it alone.
+func TestNotifierForeign(t *testing.T) {
+	n := openTestNotifier(t)
+	theirs, err := openUserfault()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(theirs)
+	a := mapPages(t, 4, readWrite, unix.MAP_PRIVATE)
+	if err := userfaultRegister(theirs, a, a+4*pageSize); err != nil {
+		t.Fatal(err)
+	}
+	if err := n.Watch(a, a+4*pageSize); !errors.Is(err, unix.EBUSY) && !errors.Is(err, unix.EINVAL) {
+		t.Errorf("watched by two: %v", err)
+	} else {
+		t.Log(err)
+	}
+	if err := n.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := userfaultUnregister(theirs, a, a+4*pageSize); err != nil {
+		t.Errorf("it was taken away: %v", err)
+	}
+}

@@ -262,9 +262,10 @@ func (s *slot) change() (MapChange, bool) {
 // Watch asks for the events of a range: whole pages of one mapping, of its PageSize
 // (Mapping.Clip). It may be watched already. A mapping that is made there later is
 // not watched. Errors are the kernel's: EINVAL, nothing is mapped there or not of a
-// kind that can be watched; ENOMEM, there would be too many mappings; EBUSY or
-// EINVAL, the program watches it by a userfaultfd of its own; and EBADF, the
-// notifier is closed, or we are in the child of a fork.
+// kind that can be watched; ENOMEM, there would be too many mappings; EBUSY,
+// the program has it in a userfaultfd of its own, and making its pages present may
+// wait for that program; and EBADF, the notifier is closed or dead, or we are in the
+// child of a fork.
 func (n *Notifier) Watch(start, end uintptr) error {
 	return n.withDescriptor(start, end, userfaultRegister)
 }
