@@ -4,6 +4,7 @@ package sys
 // or else its text (mapping_text.go).
 
 import (
+	"fmt"
 	"runtime"
 	"sync"
 	"unsafe"
@@ -71,7 +72,7 @@ type procmapArg struct {
 // mapsFile is /proc/self/maps, kept open, and whether it takes the ioctl. It shows
 // the memory of the process that opened it.
 var mapsFile = sync.OnceValues(func() (mapsSource, error) {
-	fd, err := unix.Open("/proc/self/maps", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	fd, err := openProc("/proc/self/maps")
 	if err != nil {
 		return mapsSource{fd: -1}, err
 	}
@@ -80,6 +81,16 @@ var mapsFile = sync.OnceValues(func() (mapsSource, error) {
 	s.query = err != unix.ENOTTY
 	return s, nil
 })
+
+// openProc opens a file of /proc. The error wraps ENOTSUP rather than the errno,
+// which could be taken for an answer: ENOENT means that nothing is mapped.
+func openProc(name string) (int, error) {
+	fd, err := unix.Open(name, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return -1, fmt.Errorf("%s: %v: %w", name, err, unix.ENOTSUP)
+	}
+	return fd, nil
+}
 
 type mapsSource struct {
 	fd    int

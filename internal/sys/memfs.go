@@ -15,15 +15,20 @@ import (
 // memfd and shared anonymous memory, which are on a tmpfs of the kernel's own; and
 // mounted tmpfs, ramfs and hugetlbfs. What is not known is not.
 func livesInMemory(major, minor uint32) bool {
-	device := uint64(major)<<32 | uint64(minor)
-	if d, ok := kernelTmpfs(); ok && d == device {
+	if onKernelTmpfs(major, minor) {
 		return true
 	}
 	mounts, err := mountsFile()
 	if err != nil {
 		return false
 	}
-	return mounts.inMemory(device)
+	return mounts.inMemory(uint64(major)<<32 | uint64(minor))
+}
+
+// onKernelTmpfs reports whether the device is the kernel's own tmpfs.
+func onKernelTmpfs(major, minor uint32) bool {
+	device, ok := kernelTmpfs()
+	return ok && device == uint64(major)<<32|uint64(minor)
 }
 
 // kernelTmpfs returns the device of the kernel's own tmpfs, which is in no list of
@@ -51,7 +56,7 @@ type mountTable struct {
 }
 
 var mountsFile = sync.OnceValues(func() (*mountTable, error) {
-	fd, err := unix.Open("/proc/self/mountinfo", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	fd, err := openProc("/proc/self/mountinfo")
 	if err != nil {
 		return nil, err
 	}

@@ -24,7 +24,6 @@ package sys
 
 import (
 	"fmt"
-	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -62,7 +61,9 @@ func (k MapChangeKind) String() string {
 	return fmt.Sprintf("MapChangeKind(%d)", uint8(k))
 }
 
-// MapChange is one change of the mappings of this process.
+// MapChange is one change of the mappings of this process. The range is that of the
+// call that made the change (of Discarded, its part in one mapping), so it may reach
+// beyond what is watched.
 type MapChange struct {
 	Kind       MapChangeKind
 	Start, End uintptr
@@ -182,12 +183,14 @@ func theRingLocked() (*ring, error) {
 // it has returned, and stays so until all of it was taken and applied.
 func (n *Notifier) Changed() bool { return n.r.announced.Load() != n.r.consumed.Load() }
 
-// takePatience is how often Take looks for what the thread has announced: at first
-// at once, later after sleeps of takeNap, about a tenth of a second in all.
+// How often Take looks for what the thread has announced: at first at once, then
+// after letting other threads run (often the thread has the processor that we are
+// on), then after naps, for about a tenth of a second.
 const (
-	takeSpins = 200
-	takeNaps  = 2000
-	takeNap   = 50 * time.Microsecond
+	takeSpins  = 64
+	takeYields = 256
+	takeNaps   = 1000
+	takeNap    = 100 * time.Microsecond
 )
 
 // Take takes events in the order in which they were published, and returns how
@@ -225,17 +228,19 @@ func (n *Notifier) Take(buf []MapChange) (k int, lost, more bool) {
 }
 
 // await waits until what was announced is published. The thread waits for nobody,
-// so that takes as long as it takes the kernel to run it.
+// so that takes as long as it takes the kernel to run it. The runtime's own sleep
+// would take a millisecond where nothing else is to be done.
 func (n *Notifier) await(announced uint64) bool {
-	for i := range takeSpins + takeNaps {
+	nap := unix.NsecToTimespec(int64(takeNap))
+	for i := range takeSpins + takeYields + takeNaps {
 		if n.r.published.Load() >= announced {
 			return true
 		}
 		switch {
+		case i >= takeSpins+takeYields:
+			_ = unix.Nanosleep(&nap, nil)
 		case i >= takeSpins:
-			time.Sleep(takeNap)
-		case i%16 == 15:
-			runtime.Gosched()
+			_, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
 		}
 	}
 	return false
@@ -257,9 +262,10 @@ func (s *slot) change() (MapChange, bool) {
 // Watch asks for the events of a range: whole pages of one mapping, of its PageSize
 // (Mapping.Clip). It may be watched already. A mapping that is made there later is
 // not watched. Errors are the kernel's: EINVAL, nothing is mapped there or not of a
-// kind that can be watched; ENOMEM, there would be too many mappings; EBUSY or
-// EINVAL, the program watches it by a userfaultfd of its own; and EBADF, the
-// notifier is closed, or we are in the child of a fork.
+// kind that can be watched; ENOMEM, there would be too many mappings; EBUSY,
+// the program has it in a userfaultfd of its own, and making its pages present may
+// wait for that program; and EBADF, the notifier is closed or dead, or we are in the
+// child of a fork.
 func (n *Notifier) Watch(start, end uintptr) error {
 	return n.withDescriptor(start, end, userfaultRegister)
 }

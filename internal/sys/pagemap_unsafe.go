@@ -20,10 +20,11 @@ const (
 
 	entryPresent = 1 << 63
 	entrySwapped = 1 << 62
+	entryGuard   = 1 << 58 // Linux 6.15; entrySwapped is set, too
 )
 
 // pageRegion is struct page_region: a run of pages of the same categories.
-type pageRegion struct{ start, end, categories uint64 }
+type pageRegion struct{ start, end, _ uint64 }
 
 // scanArg is struct pm_scan_arg.
 type scanArg struct {
@@ -35,7 +36,7 @@ type scanArg struct {
 // pagemapFile is /proc/self/pagemap, kept open, and whether it takes the ioctl.
 // Opening fails without /proc, and in a program that has changed its user.
 var pagemapFile = sync.OnceValues(func() (pagemapSource, error) {
-	fd, err := unix.Open("/proc/self/pagemap", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	fd, err := openProc("/proc/self/pagemap")
 	if err != nil {
 		return pagemapSource{fd: -1}, err
 	}
@@ -53,8 +54,9 @@ type pagemapSource struct {
 // Present visits the runs of pages in a range that are present, in order, until
 // visit returns false. What it does not visit is absent, or not mapped. The range
 // is of whole pages. Present means that the page tables have a page: reading it
-// does not fault, unless the mapping forbids it (a mapping without rights keeps its
-// pages); writing may.
+// does not fault, unless the mapping forbids it; writing may. A mapping that
+// mprotect(2) has taken the rights from keeps its pages and they are present:
+// Mappings tells those.
 func Present(start, end uintptr, visit func(start, end uintptr) bool) error {
 	p, err := pagemapFile()
 	if err != nil {
@@ -126,36 +128,68 @@ type scanBuffer [256]pageRegion
 
 var scanBuffers = sync.Pool{New: func() any { return new(scanBuffer) }}
 
-// presentByScan is sound: the kernel writes at most vecLen regions to vec, which is
-// the buffer's length, and the buffer is on the heap and alive behind the call.
 func (p pagemapSource) presentByScan(start, end uintptr, run *runs, visit func(start, end uintptr) bool) error {
 	buf, _ := scanBuffers.Get().(*scanBuffer)
 	defer scanBuffers.Put(buf)
 	for start < end {
-		arg := scanArg{
-			size: uint64(unsafe.Sizeof(scanArg{})), start: uint64(start), end: uint64(end),
-			vec: uint64(uintptr(unsafe.Pointer(buf))), vecLen: uint64(len(buf)),
-			mask: pageIsPresent, returned: pageIsPresent,
-		}
-		k, _, errno := ioctl(p.fd, pagemapScan, unsafe.Pointer(&arg))
-		runtime.KeepAlive(buf)
-		if errno == unix.EINTR {
+		k, walked, errno := p.scanInto(buf, start, end)
+		switch {
+		case errno == unix.EINTR:
 			continue
-		}
-		if errno != 0 {
+		case errno == unix.EFAULT: // the range reaches beyond the addresses of a process
+			limit := p.scanLimit(buf, start, end)
+			if limit >= end {
+				return unix.EFAULT // something else is wrong
+			}
+			end = limit
+			continue
+		case errno != 0:
 			return errno
+		case walked <= start:
+			return unix.EIO // it says that it has not moved
 		}
-		for i := range buf[:k] {
-			if !run.add(uintptr(buf[i].start), uintptr(buf[i].end), visit) {
+		for _, r := range buf[:k] {
+			if !run.add(uintptr(r.start), uintptr(r.end), visit) {
 				return nil
 			}
 		}
-		if uintptr(arg.walkEnd) <= start {
-			return unix.EIO // it says that it has not moved
-		}
-		start = uintptr(arg.walkEnd)
+		start = walked
 	}
 	return nil
+}
+
+// scanLimit returns where scanning from start on must end: it searches for the first
+// page that the kernel refuses.
+func (p pagemapSource) scanLimit(buf *scanBuffer, start, end uintptr) uintptr {
+	good, bad := uintptr(0), (end-start)/pageSize // pages from start on; bad is the first one refused
+	for good < bad {
+		mid := good + (bad-good)/2
+		at := start + mid*pageSize
+		if _, _, errno := p.scanInto(buf, at, at+pageSize); errno == unix.EFAULT {
+			bad = mid
+		} else {
+			good = mid + 1
+		}
+	}
+	return start + good*pageSize
+}
+
+// scanInto returns how many runs it has found, and how far it has looked.
+//
+// It is sound: the kernel writes at most vecLen regions to vec, which is the
+// buffer's length, and the buffer is on the heap and alive behind the call.
+func (p pagemapSource) scanInto(buf *scanBuffer, start, end uintptr) (k int, walked uintptr, errno unix.Errno) {
+	arg := scanArg{
+		size: uint64(unsafe.Sizeof(scanArg{})), start: uint64(start), end: uint64(end),
+		vec: uint64(uintptr(unsafe.Pointer(buf))), vecLen: uint64(len(buf)),
+		mask: pageIsPresent, returned: pageIsPresent,
+	}
+	n, _, errno := ioctl(p.fd, pagemapScan, unsafe.Pointer(&arg))
+	runtime.KeepAlive(buf)
+	if errno != 0 || n > uintptr(len(buf)) {
+		return 0, 0, errno
+	}
+	return int(n), uintptr(arg.walkEnd), 0
 }
 
 // entryBuffer holds the entries of 16 MiB of pages of 4 KiB.

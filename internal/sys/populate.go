@@ -59,9 +59,12 @@ type PopulateResult struct {
 	Errno unix.Errno // what the kernel said, 0 if all went well
 }
 
-// populateTries bounds how often a populate is repeated that was interrupted, or
-// that failed for a reason which has gone away when it is looked for.
-const populateTries = 16
+// How often a populate is repeated that was interrupted, and one that failed for a
+// reason which is not there when it is looked for.
+const (
+	populateTries = 16
+	populateLooks = 3
+)
 
 // PopulateRange makes all pages of a range present, which is of whole pages, for
 // writing if write is set. In hugetlb memory that is the whole of every huge page
@@ -74,7 +77,7 @@ func PopulateRange(start, end uintptr, write bool) PopulateResult {
 		advice = unix.MADV_POPULATE_WRITE
 	}
 	result := PopulateResult{Outcome: NoMemory, Upto: start, Errno: unix.EAGAIN}
-	for range populateTries {
+	for tries, looks := 0, 0; tries < populateTries && looks < populateLooks; tries++ {
 		err := madvise(start, end, advice)
 		if err == nil {
 			return PopulateResult{Outcome: Populated, Upto: end}
@@ -83,6 +86,7 @@ func PopulateRange(start, end uintptr, write bool) PopulateResult {
 		if errno == unix.EINTR || errno == unix.EAGAIN {
 			continue
 		}
+		looks++
 		var known bool
 		if result, known = whyNotPopulated(start, end, write, errno); known {
 			return result

@@ -22,6 +22,8 @@ package sys
 
 import (
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -61,7 +63,7 @@ func slowEntries(maps mapsSource, start uintptr, entries []uint64) (bool, error)
 	first, last := -1, -1 // the pages that the entries say nothing about
 	for i, e := range entries {
 		switch {
-		case e&entryPresent != 0:
+		case e&(entryPresent|entryGuard) != 0: // a guard page fails at once
 		case e&entrySwapped != 0:
 			return true, nil
 		default:
@@ -101,6 +103,9 @@ func slowMapping(maps mapsSource, m *Mapping, start, end uintptr, entries []uint
 	if !m.File || m.PageSize != pageSize {
 		return false, nil // untouched memory; hugetlb pages are never swapped
 	}
+	if onKernelTmpfs(m.Major, m.Minor) && !swapInUse() {
+		return false, nil // a hole, or in memory
+	}
 	var vec [64]byte
 	switch err := mincore(start, end, vec[:len(entries)]); err {
 	case nil:
@@ -110,7 +115,7 @@ func slowMapping(maps mapsSource, m *Mapping, start, end uintptr, entries []uint
 		return false, err
 	}
 	for i, e := range entries {
-		if e&entryPresent != 0 || vec[i]&1 != 0 && mincoreTrue(maps, m) {
+		if e&(entryPresent|entryGuard) != 0 || vec[i]&1 != 0 && mincoreTrue(maps, m) {
 			continue
 		}
 		if !livesInMemory(m.Major, m.Minor) || swapInUse() {
@@ -159,7 +164,7 @@ func mincoreTrue(maps mapsSource, m *Mapping) bool {
 // the same file, and of the mapping itself.
 func mayWriteFile(maps mapsSource, m *Mapping) bool {
 	if m.Shared && m.Write {
-		return true // it was opened for writing
+		return true // it was opened for writing, hence by somebody who might, most likely us
 	}
 	if unix.Geteuid() == 0 {
 		return true
@@ -175,8 +180,25 @@ func mayWriteFile(maps mapsSource, m *Mapping) bool {
 	return int(st.Uid) == unix.Geteuid() || unix.Faccessat(unix.AT_FDCWD, name, unix.W_OK, unix.AT_EACCESS) == nil
 }
 
+// swapKnown is what swapInUse found out last: the time, and in the lowest bit the
+// answer. It is good for swapKnownFor: asking takes as long as all the rest.
+var swapKnown atomic.Int64
+
+const swapKnownFor = int64(10 * time.Millisecond)
+
+var processStart = time.Now()
+
 // swapInUse reports whether any memory of the machine is in swap.
 func swapInUse() bool {
+	now := int64(time.Since(processStart)) | 1
+	if known := swapKnown.Load(); known != 0 && now-known < swapKnownFor {
+		return known&1 != 0
+	}
 	var info unix.Sysinfo_t
-	return unix.Sysinfo(&info) != nil || info.Freeswap != info.Totalswap
+	used := unix.Sysinfo(&info) != nil || info.Freeswap != info.Totalswap
+	if !used {
+		now &^= 1
+	}
+	swapKnown.Store(now)
+	return used
 }

@@ -1,0 +1,2 @@
+// Package forktest forks as a C program does, for tests. Without cgo it is empty.
+package forktest

@@ -1,0 +1,237 @@
+package sys
+
+import (
+	"errors"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+func TestPagingSupport(t *testing.T) {
+	s := FindPagingSupport()
+	t.Logf("%+v", s)
+	want := "userfaultfd"
+	if !haveCgo {
+		want = "built without cgo"
+	}
+	if !strings.HasPrefix(s.Notifier, want) {
+		t.Errorf("notifier: %q", s.Notifier)
+	}
+	if s.Scan != "PAGEMAP_SCAN" && s.Scan != "pagemap" || s.Mappings != "PROCMAP_QUERY" && s.Mappings != "maps" {
+		t.Errorf("%+v", s)
+	}
+}
+
+// workout uses all of this package's paging, as far as this process can, and tells
+// what is wrong. It wants the pages of memory to be seen unless seen is not set.
+func workout(bad *problems, seen bool) {
+	p := pageSize
+	ptr, err := unix.MmapPtr(-1, 0, nil, 8*p, readWrite, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		bad.addf("mmap: %v", err)
+		return
+	}
+	a := uintptr(ptr)
+	madvise(a, a+8*p, unix.MADV_DONTDUMP) // so that no neighbour joins it
+	n, err := OpenNotifier()
+	if err != nil {
+		if haveCgo {
+			bad.addf("open: %v", err)
+		}
+	} else {
+		defer n.Close()
+		if err := n.Watch(a, a+8*p); err != nil {
+			bad.addf("watch: %v", err)
+		}
+	}
+	if r := PopulateRange(a, a+4*p, true); r.Outcome != Populated && canPopulate() {
+		bad.addf("populate: %+v", r)
+	}
+	*(*byte)(ptr) = 1
+	if seen {
+		if m, err := QueryMapping(a); err != nil || m.Start > a || m.End < a+8*p || !m.Write || m.PageSize != p {
+			bad.addf("mapping: %+v, %v", m, err)
+		}
+		if slow, err := Slow(a, a+8*p, true); slow || err != nil {
+			bad.addf("slow: %v, %v", slow, err)
+		}
+		if at := firstAbsent(a, a+8*p); at == a {
+			bad.addf("the first page is not present")
+		}
+	}
+	if err := unix.MunmapPtr(ptr, 8*p); err != nil {
+		bad.addf("munmap: %v", err)
+	}
+	if n != nil {
+		var buf [4]MapChange
+		if k, lost, more := n.Take(buf[:]); k != 1 || buf[0] != (MapChange{Unmapped, a, a + 8*p, 0}) || lost || more {
+			bad.addf("%v, %v, %v", buf[:k], lost, more)
+		}
+	}
+}
+
+// unprivilegedChild is nobody: everything works.
+func unprivilegedChild() error {
+	var bad problems
+	if os.Getuid() == 0 {
+		bad.addf("this is root")
+	}
+	workout(&bad, true)
+	s := FindPagingSupport()
+	if haveCgo && s.Notifier != "userfaultfd" {
+		bad.addf("%+v", s)
+	}
+	return bad.err()
+}
+
+// TestPagingUnprivileged: no part of this needs privilege.
+func TestPagingUnprivileged(t *testing.T) {
+	if os.Getuid() != 0 {
+		runChild(t, "unprivileged", 0) // nobody special already
+		return
+	}
+	runChild(t, "unprivileged", 65534)
+}
+
+// forbid makes system calls fail from now on, in all threads: each rule is a number,
+// which argument, its value (of 32 bits; argument -1: any), and an errno.
+func forbid(rules ...forbidden) error {
+	var code []unix.SockFilter
+	load := func(offset uint32) {
+		code = append(code, unix.SockFilter{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: offset})
+	}
+	equal := func(value uint32, skip uint8) {
+		code = append(code, unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: value, Jf: skip})
+	}
+	for _, r := range rules {
+		load(0)
+		if r.arg < 0 {
+			equal(uint32(r.nr), 1)
+		} else {
+			equal(uint32(r.nr), 3)
+			load(16 + 8*uint32(r.arg)) // the lower half, on a little-endian machine
+			equal(r.value, 1)
+		}
+		code = append(code, unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: unix.SECCOMP_RET_ERRNO | uint32(r.errno)})
+	}
+	code = append(code, unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: unix.SECCOMP_RET_ALLOW})
+	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
+		return err
+	}
+	program := unix.SockFprog{Len: uint16(len(code)), Filter: &code[0]}
+	return errnoOrNil(unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, unix.SECCOMP_FILTER_FLAG_TSYNC, uintptr(unsafe.Pointer(&program))))
+}
+
+type forbidden struct {
+	nr    int
+	arg   int
+	value uint32
+	errno syscall.Errno
+}
+
+// seccompChild is in a container whose profile forbids userfaultfd.
+func seccompChild(errno syscall.Errno) error {
+	if err := forbid(forbidden{unix.SYS_USERFAULTFD, -1, 0, errno}); err != nil {
+		return err
+	}
+	var bad problems
+	n, err := OpenNotifier()
+	switch {
+	case !haveCgo:
+		if !errors.Is(err, unix.ENOTSUP) {
+			bad.addf("without cgo: %v", err)
+		}
+	case n != nil || !errors.Is(err, errno) || !strings.Contains(err.Error(), "seccomp"):
+		bad.addf("%v", err)
+	}
+	s := FindPagingSupport()
+	if haveCgo && !strings.Contains(s.Notifier, "seccomp") || !s.Populate {
+		bad.addf("%+v", s)
+	}
+	return bad.err()
+}
+
+func TestPagingSeccomp(t *testing.T) {
+	runChild(t, "seccomp-EPERM", 0)
+	runChild(t, "seccomp-ENOSYS", 0)
+}
+
+// oldKernelChild is on a kernel that lacks the newer calls, as far as seccomp can
+// pretend that: everything that has another way still works.
+func oldKernelChild() error {
+	if err := forbid(
+		forbidden{unix.SYS_IOCTL, 1, procmapQuery, unix.ENOTTY},
+		forbidden{unix.SYS_IOCTL, 1, pagemapScan, unix.ENOTTY},
+		forbidden{unix.SYS_IOCTL, 1, uffdioAPI, unix.EINVAL},
+		forbidden{unix.SYS_MADVISE, 2, unix.MADV_POPULATE_READ, unix.EINVAL},
+		forbidden{unix.SYS_MADVISE, 2, unix.MADV_POPULATE_WRITE, unix.EINVAL},
+	); err != nil {
+		return err
+	}
+	var bad problems
+	if _, err := OpenNotifier(); haveCgo && (!errors.Is(err, unix.EINVAL) || !strings.Contains(err.Error(), "too old")) {
+		bad.addf("%v", err)
+	}
+	s := FindPagingSupport()
+	if s.Scan != "pagemap" || s.Mappings != "maps" || s.Populate {
+		bad.addf("%+v", s)
+	}
+	b := make([]byte, 1)
+	a, end := PageAlign(uintptr(unsafe.Pointer(&b[0])), 1)
+	if r := PopulateRange(a, end, true); r.Outcome != CannotPopulate || r.Upto != a {
+		bad.addf("%+v", r)
+	}
+	if m, err := QueryMapping(a); err != nil || !m.Allows(true) || m.PageSize != pageSize {
+		bad.addf("%+v, %v", m, err)
+	}
+	if slow, err := Slow(a, end, true); slow || err != nil {
+		bad.addf("%v, %v", slow, err)
+	}
+	if at := firstAbsent(a, end); at != end {
+		bad.addf("a page that was touched is absent")
+	}
+	return bad.err()
+}
+
+func TestPagingOldKernel(t *testing.T) { runChild(t, "old-kernel", 0) }
+
+// noProcChild is in a place without /proc: the notifier works, and the others say
+// why they do not.
+func noProcChild() error {
+	if err := unix.Chroot(os.Getenv("VERBENA_TEST_ROOT")); err != nil {
+		return err
+	}
+	if err := unix.Chdir("/"); err != nil {
+		return err
+	}
+	var bad problems
+	workout(&bad, false)
+	if _, err := QueryMapping(0); !errors.Is(err, unix.ENOTSUP) || errors.Is(err, unix.ENOENT) {
+		bad.addf("mapping: %v", err)
+	}
+	if err := Present(0, pageSize, func(_, _ uintptr) bool { return true }); !errors.Is(err, unix.ENOTSUP) {
+		bad.addf("present: %v", err)
+	}
+	if _, err := Slow(0, pageSize, true); !errors.Is(err, unix.ENOTSUP) {
+		bad.addf("slow: %v", err)
+	}
+	if r := PopulateRange(0, pageSize, true); r.Outcome != NoMemory && r.Outcome != NotMapped || r.Upto != 0 {
+		bad.addf("populate: %+v", r)
+	}
+	s := FindPagingSupport()
+	if !strings.Contains(s.Scan, "/proc") || !strings.Contains(s.Mappings, "/proc") || !s.Populate {
+		bad.addf("%+v", s)
+	}
+	return bad.err()
+}
+
+func TestPagingNoProc(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("only root can change its root directory")
+	}
+	runChild(t, "no-proc", 0, "VERBENA_TEST_ROOT="+t.TempDir())
+}
