@@ -95,6 +95,7 @@ type fakePD struct {
 	qpConfig     provider.QPConfig
 	srqConfig    provider.SRQConfig
 	ahAttr       ib.AHAttr
+	advice       fakeAdvice
 	closed       int
 }
 

@@ -26,6 +26,12 @@ func (pd *PD) ok() bool { return pd != nil && pd.p != nil }
 // Local reading is always allowed; access adds to that. AccessRemoteWrite and
 // AccessRemoteAtomic need AccessLocalWrite too.
 //
+// With AccessOnDemand nothing is pinned, made present or even looked at now:
+// pages are brought in when the device first accesses them, and the program may
+// unmap, remap and change the memory at will; the device sees what the CPU would
+// see. An access to what is not mapped, or not so, fails. A slice outside the Go
+// heap need not be mapped yet.
+//
 // AccessFlushPersistent is a promise to peers that what they flush survives.
 // The memory must therefore be a file's: mapped shared (MAP_SHARED), not deleted,
 // and on a file system that has storage. A FLUSH writes its range back and waits
@@ -33,8 +39,7 @@ func (pd *PD) ok() bool { return pd != nil && pd.p != nil }
 //
 // Errors: EINVAL for an empty slice, unknown rights, remote writing or
 // atomics without AccessLocalWrite, or AccessFlushPersistent for memory that is
-// not such a file's; EOPNOTSUPP for AccessOnDemand, which the
-// device does not do yet; ENOMEM if the device has no more regions (MaxMR in
+// not such a file's; ENOMEM if the device has no more regions (MaxMR in
 // [DeviceAttr]), or the host has no memory to back the range; EFAULT if a slice
 // outside the Go heap is not mapped, or is not writable though AccessLocalWrite
 // is asked for. With LockStrict, ENOMEM if locking would exceed RLIMIT_MEMLOCK,
@@ -53,9 +58,10 @@ func (pd *PD) RegMR(buf []byte, access Access) (*MR, error) {
 
 // RegMRAddr registers memory by address: memory that is not Go's, such as a
 // mapping or what a C library allocated. It keeps nothing alive; the memory
-// must stay mapped until [MR.Close] has returned. A range that is unmapped
-// before fails the requests that touch it; StalePinnedRange in [DeviceAttr]
-// tells what the device does if something else is mapped there.
+// must stay mapped until [MR.Close] has returned, unless access has
+// AccessOnDemand: then anything may be mapped there, at any time. A range that is
+// unmapped before fails the requests that touch it; StalePinnedRange in
+// [DeviceAttr] tells what the device does if something else is mapped there.
 //
 // The address of a Go variable is never right here: it may lie on a goroutine's
 // stack, which moves. For slices use [PD.RegMR].

@@ -60,6 +60,7 @@ type Device struct {
 
 	progress
 	persister persister
+	advisor   advisor
 	timers    timerHeap
 	events    eventQueue
 	peers     peerTable
@@ -254,6 +255,7 @@ func (d *Device) Close() error {
 	d.mu.Unlock()
 	unregister(d)
 	d.persister.close()
+	d.advisor.close()
 	d.stop()
 	err := d.closeLink()
 	d.events.close()
@@ -317,8 +319,16 @@ func (d *Device) Attr() ib.DeviceAttr {
 		MaxAH: d.limits.AHs, MaxSRQ: d.limits.SRQs, MaxSRQWR: d.limits.SRQWR, MaxSRQSGE: maxSGE,
 		MaxQPRDAtom: qp.MaxRDAtomic, MaxQPInitRDAtom: qp.MaxRDAtomic, MaxResRDAtom: qp.MaxRDAtomic * d.limits.QPs,
 		MaxPKeys: 1, LocalCAAckDelay: 15, MemoryLock: d.cfg.Lock, Links: links, Offloads: d.link.Offloads(),
-		StalePinnedRange: "at access: unmapped or truncated memory fails; memory mapped anew at the same address is not noticed",
+		StalePinnedRange: stalePinnedRange(),
 	}
+}
+
+// stalePinnedRange says what happens to a pinned region whose memory is unmapped.
+func stalePinnedRange() string {
+	if mem.PagingMeans().Notifier == "userfaultfd" {
+		return "told by the kernel: what is unmapped, mapped anew or discarded under a region fails from then on"
+	}
+	return "at access: unmapped or truncated memory fails; memory mapped anew at the same address is not noticed"
 }
 
 // Version is what devinfo shows as firmware version.

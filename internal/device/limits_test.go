@@ -251,7 +251,7 @@ func TestRegistrationLimits(t *testing.T) {
 		{"remote write without local", reg(buf, ib.AccessRemoteWrite), syscall.EINVAL},
 		{"remote atomic without local", reg(buf, ib.AccessRemoteAtomic), syscall.EINVAL},
 		{"unknown right", reg(buf, 1<<15), syscall.EINVAL},
-		{"on demand", reg(buf, ib.AccessOnDemand), syscall.EOPNOTSUPP},
+		{"on demand, nothing", reg(nil, ib.AccessOnDemand), syscall.EINVAL},
 		{"page 1", raw(4096, 4096, 0), syscall.EFAULT},
 		{"kernel memory", raw(1<<63, 4096, 0), syscall.EFAULT},
 		{"wrapping", raw(^uintptr(0)-10, 4096, 0), syscall.EFAULT},

@@ -78,44 +78,65 @@ func (p *PD) Close() error {
 type MR struct {
 	pd     *PD
 	region *mem.Region
-	host   *mem.Host
 	once   sync.Once
 	err    error
 }
 
+// backing is memory of this process.
+type backing interface {
+	mem.Backing
+	Addr() uintptr
+}
+
 // RegMR registers a slice.
 func (p *PD) RegMR(buf []byte, access ib.Access) (provider.MR, error) {
-	return p.register(access, func() (*mem.Host, error) { return mem.NewHostBytes(buf, access, p.dev.cfg.Lock) }, nil)
+	return p.register(access, func() (backing, error) {
+		if access&ib.AccessOnDemand != 0 {
+			return mem.NewOnDemandBytes(buf, access, p.dev.table.Paging())
+		}
+		return mem.NewHostBytes(buf, access, p.dev.cfg.Lock)
+	}, nil)
 }
 
-// RegMRAddr registers memory outside the Go heap, whose owner keeps it mapped.
+// RegMRAddr registers memory outside the Go heap, whose owner keeps it mapped
+// unless it is on demand.
 func (p *PD) RegMRAddr(addr uintptr, length uint64, iova uint64, access ib.Access) (provider.MR, error) {
-	return p.register(access, func() (*mem.Host, error) { return mem.NewHost(addr, length, access, p.dev.cfg.Lock, nil) }, &iova)
+	return p.register(access, func() (backing, error) {
+		if access&ib.AccessOnDemand != 0 {
+			return mem.NewOnDemand(addr, length, access, p.dev.table.Paging())
+		}
+		return mem.NewHost(addr, length, access, p.dev.cfg.Lock, nil)
+	}, &iova)
 }
 
-func (p *PD) register(access ib.Access, open func() (*mem.Host, error), iova *uint64) (provider.MR, error) {
-	if access&ib.AccessOnDemand != 0 {
-		return nil, ib.Errorf("reg_mr", syscall.EOPNOTSUPP, "the device does not do on-demand paging")
+// RegImplicitMR registers the whole address space.
+func (p *PD) RegImplicitMR(access ib.Access) (provider.MR, error) {
+	if access&ib.AccessOnDemand == 0 {
+		return nil, ib.Errorf("reg_mr", syscall.EINVAL, "the whole address space can only be registered on demand")
 	}
+	return p.register(access, func() (backing, error) { return mem.NewImplicit(access, p.dev.table.Paging()) }, nil)
+}
+
+func (p *PD) register(access ib.Access, open func() (backing, error), iova *uint64) (provider.MR, error) {
 	if err := p.use("reg_mr", &p.dev.counts.mrs, p.dev.limits.MRs); err != nil {
 		return nil, err
 	}
-	host, err := open()
+	memory, err := open()
 	if err != nil {
 		p.unuse(&p.dev.counts.mrs)
 		return nil, err
 	}
-	at := uint64(host.Addr())
+	at := uint64(memory.Addr())
 	if iova != nil {
 		at = *iova
 	}
-	region, err := p.dev.table.Register(mem.RegionConfig{PD: p.id, Access: access, IOVA: at, Length: host.Len(), Backing: host})
+	region, err := p.dev.table.Register(mem.RegionConfig{PD: p.id, Access: access, IOVA: at, Length: memory.Len(), Backing: memory})
 	if err != nil {
-		_ = host.Close()
+		_ = memory.Close()
 		p.unuse(&p.dev.counts.mrs)
 		return nil, err
 	}
-	return &MR{pd: p, region: region, host: host}, nil
+	return &MR{pd: p, region: region}, nil
 }
 
 func (m *MR) LKey() uint32      { return m.region.Key() }
@@ -125,7 +146,12 @@ func (m *MR) Length() uint64    { return m.region.Length() }
 func (m *MR) Access() ib.Access { return m.region.Access() }
 
 // Locked reports whether the pages are locked, and if not, why.
-func (m *MR) Locked() (bool, string) { return m.host.Locked(), m.host.LockNote() }
+func (m *MR) Locked() (bool, string) {
+	if h, ok := m.region.Backing().(*mem.Host); ok {
+		return h.Locked(), h.LockNote()
+	}
+	return false, "on demand"
+}
 
 // Close deregisters: when it returns, the device touches the memory no more.
 func (m *MR) Close() error {

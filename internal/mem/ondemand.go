@@ -333,9 +333,13 @@ func (m *OnDemand) changed(start, end uintptr) {
 // missed is told that any mapping may have changed.
 func (m *OnDemand) missed() { m.changed(sys.PageAlign(m.addr, uintptr(m.length))) }
 
-// takeAway takes pages out of the table and counts them, if there were any.
+// takeAway takes pages out of the table.
 func (m *OnDemand) takeAway(start, end uintptr) {
-	pages := m.pages.clear(m.pageAt(start), uint64(end-start)>>pageShift)
+	m.tookAway(m.pages.clear(m.pageAt(start), uint64(end-start)>>pageShift))
+}
+
+// tookAway counts an invalidation, if it was one.
+func (m *OnDemand) tookAway(pages uint64) {
 	if pages == 0 {
 		return
 	}
@@ -346,7 +350,8 @@ func (m *OnDemand) takeAway(start, end uintptr) {
 }
 
 // sweep takes the pages away that are present no more, and of which nobody has
-// told: they were reclaimed, or their file was cut short or punched.
+// told: they were reclaimed, their file was cut short or punched, or the rights
+// of their mapping are others now.
 func (m *OnDemand) sweep() {
 	u := m.used.Load()
 	u.mu.Lock()
@@ -357,11 +362,29 @@ func (m *OnDemand) sweep() {
 	first, _ := sys.PageAlign(m.addr, 1)
 	m.pages.runs(func(page, n uint64) bool {
 		start := first + uintptr(page)<<pageShift
-		return sys.Absent(start, start+uintptr(n)<<pageShift, func(from, to uintptr) bool {
+		end := start + uintptr(n)<<pageShift
+		err := sys.Absent(start, end, func(from, to uintptr) bool {
 			m.takeAway(from, to)
 			return true
-		}) == nil
+		})
+		if err == nil && m.owner == nil {
+			err = sys.Mappings(start, end, func(where *sys.Mapping) bool {
+				m.sweepRights(where, max(start, where.Start), min(end, where.End))
+				return true
+			})
+		}
+		return err == nil
 	})
+}
+
+// sweepRights takes away what a mapping does not allow any more.
+func (m *OnDemand) sweepRights(where *sys.Mapping, start, end uintptr) {
+	switch {
+	case !where.Read:
+		m.takeAway(start, end)
+	case !where.Write:
+		m.tookAway(m.pages.protect(m.pageAt(start), uint64(end-start)>>pageShift))
+	}
 }
 
 // Durable reports whether Persist makes the bytes persistent: see Host.Durable.

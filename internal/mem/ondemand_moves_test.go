@@ -309,6 +309,18 @@ func TestOnDemandSweep(t *testing.T) {
 	if got := o.backing.Present(); got != 12 {
 		t.Fatalf("%d pages are present, want 12", got)
 	}
+	o.call(unix.SYS_MPROTECT, 0, 4*page, unix.PROT_READ)
+	o.call(unix.SYS_MPROTECT, 8*page, 2*page, unix.PROT_NONE)
+	for range 2 {
+		mem.Sweep()
+		s := o.backing.Stats()
+		if s.Invalidations != 3 || s.InvalidationPages != 10 {
+			t.Fatalf("%+v: want two more invalidations of 6 pages", s)
+		}
+	}
+	if got := o.backing.Present(); got != 10 {
+		t.Fatalf("%d pages are present, want 10", got)
+	}
 }
 
 // A region may be far larger than memory, and registering it takes no time that

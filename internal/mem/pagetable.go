@@ -130,6 +130,19 @@ func (t *pageTable) set(page, n uint64, write bool) (news uint64) {
 
 // clear marks n pages absent and returns how many of them were present.
 func (t *pageTable) clear(page, n uint64) (were uint64) {
+	return t.change(page, n, func(l *leaf, i uint64, mask uint64) uint64 {
+		l.write[i].And(^mask)
+		return l.read[i].And(^mask)
+	})
+}
+
+// protect marks n pages as not writable and returns how many of them were.
+func (t *pageTable) protect(page, n uint64) (were uint64) {
+	return t.change(page, n, func(l *leaf, i uint64, mask uint64) uint64 { return l.write[i].And(^mask) })
+}
+
+// change takes bits away from n pages, and counts those that were set.
+func (t *pageTable) change(page, n uint64, take func(l *leaf, i uint64, mask uint64) uint64) (were uint64) {
 	for n > 0 {
 		skip := t.empty(page)
 		if skip > 0 {
@@ -140,9 +153,7 @@ func (t *pageTable) clear(page, n uint64) (were uint64) {
 		here := min(n, leafPages-page%leafPages)
 		l := t.leaf(page)
 		for w := range words(page, here) {
-			i := w.page % leafPages / wordPages
-			l.write[i].And(^w.mask)
-			were += uint64(bits.OnesCount64(l.read[i].And(^w.mask) & w.mask))
+			were += uint64(bits.OnesCount64(take(l, w.page%leafPages/wordPages, w.mask) & w.mask))
 		}
 		page, n = page+here, n-here
 	}

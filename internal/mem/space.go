@@ -58,22 +58,18 @@ var theSpace space
 // notifier that covers them.
 func (s *space) settle() {
 	if n := s.notifier.Load(); n != nil && n.Changed() {
-		s.take(n)
+		s.mu.Lock()
+		s.settleLocked()
+		s.mu.Unlock()
 	}
 }
 
-func (s *space) take(n *sys.Notifier) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for more := true; more; {
-		var k int
-		var lost bool
-		k, lost, more = n.Take(s.buf[:])
+func (s *space) settleLocked() {
+	n := s.notifier.Load()
+	for n != nil {
+		k, lost, _ := n.Take(s.buf[:])
 		if lost {
-			s.members.overlapping(0, ^uintptr(0), func(m *membership) bool {
-				m.who.missed()
-				return true
-			})
+			s.missedLocked(n)
 		}
 		for _, c := range s.buf[:k] {
 			s.members.overlapping(c.Start, c.End, func(m *membership) bool {
@@ -81,7 +77,22 @@ func (s *space) take(n *sys.Notifier) {
 				return true
 			})
 		}
+		if k == 0 {
+			return // only now others see that there is nothing new: all is passed on
+		}
 	}
+}
+
+// missedLocked passes on that something was not told. A notifier that has ended
+// is given up.
+func (s *space) missedLocked(n *sys.Notifier) {
+	if n.Err() != nil {
+		s.notifier.Store(nil)
+	}
+	s.members.overlapping(0, ^uintptr(0), func(m *membership) bool {
+		m.who.missed()
+		return true
+	})
 }
 
 // membership is a member's range.
@@ -98,6 +109,7 @@ func (s *space) join(start, end uintptr, who member, swept bool) *membership {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.openLocked()
+	s.settleLocked() // what was before is not about the new member
 	m := &membership{start: start, end: end, who: who, swept: swept}
 	s.members.add(m)
 	if swept {

@@ -45,6 +45,8 @@ type Device interface {
 	Port(port int) (ib.PortAttr, error)
 	GIDs() []ib.GID
 	Counters() []Counter
+	ODPCaps() ib.ODPCaps
+	PagingStats() ib.PagingStats
 	NextEvent(ctx context.Context) (ib.AsyncEvent, error)
 	AllocPD() (PD, error)
 	CreateChannel() (Channel, error)
@@ -63,6 +65,9 @@ type Counter struct {
 type PD interface {
 	RegMR(buf []byte, access ib.Access) (MR, error)
 	RegMRAddr(addr uintptr, length uint64, iova uint64, access ib.Access) (MR, error)
+	RegImplicitMR(access ib.Access) (MR, error)
+	// Advise prefetches; with flush it returns when that is done.
+	Advise(advice ib.Advice, flush bool, sgl []ib.SGE) error
 	CreateQP(QPConfig) (QP, error)
 	CreateSRQ(SRQConfig) (SRQ, error)
 	CreateAH(ib.AHAttr) (*ib.AH, error)
@@ -73,6 +78,7 @@ type PD interface {
 type MR interface {
 	LKey() uint32
 	RKey() uint32
+	PagingStats() ib.PagingStats
 	Addr() uint64 // the address that requests use: 0 if zero-based
 	Length() uint64
 	Access() ib.Access

@@ -1,0 +1,159 @@
+package device
+
+// On-demand paging as a device offers it: what it can do, the region that is the
+// whole address space, advice about memory that is going to be used.
+//
+// The stages of advice: Advise checks every element, then prefetches in the
+// caller if it wants to wait; if not, the advisor's goroutine does.
+
+import (
+	"sync"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+)
+
+// ODPCaps says what on-demand paging the device does.
+func (d *Device) ODPCaps() ib.ODPCaps {
+	const reliable = ib.ODPSend | ib.ODPRecv | ib.ODPWrite | ib.ODPRead | ib.ODPAtomic | ib.ODPSRQRecv | ib.ODPFlush | ib.ODPAtomicWrite
+	means := mem.PagingMeans()
+	return ib.ODPCaps{
+		Supported: true, Implicit: true,
+		RC: reliable, XRC: reliable,
+		UC:       ib.ODPSend | ib.ODPRecv | ib.ODPWrite,
+		UD:       ib.ODPSend | ib.ODPRecv | ib.ODPSRQRecv,
+		Notifier: means.Notifier, Scan: means.Scan, Mappings: means.Mappings,
+	}
+}
+
+// PagingStats returns the device's counters of on-demand paging.
+func (d *Device) PagingStats() ib.PagingStats { return d.table.Paging().Stats() }
+
+// PagingStats returns the region's counters of on-demand paging; all are zero if
+// it is not on demand.
+func (m *MR) PagingStats() ib.PagingStats {
+	if b, ok := m.region.Backing().(*mem.OnDemand); ok {
+		return b.Stats()
+	}
+	return ib.PagingStats{}
+}
+
+// advisor does prefetches that nobody waits for.
+type advisor struct {
+	mu      sync.Mutex // guards what follows
+	list    []prefetch
+	running bool
+
+	worker sync.WaitGroup // ends when the list is empty; close waits
+}
+
+// prefetch is one element of an advice.
+type prefetch struct {
+	region         *mem.Region
+	off, n         uint64
+	write, noFault bool
+}
+
+// maxAdvice is how many prefetches wait at most: who gives more advice waits
+// himself.
+const maxAdvice = 1024
+
+func (f *prefetch) do() mem.FaultKind { return f.region.Prefetch(f.off, f.n, f.write, f.noFault) }
+
+// Advise tells that memory is going to be used. The errors are those of
+// ibv_advise_mr(3).
+func (p *PD) Advise(advice ib.Advice, flush bool, sgl []ib.SGE) error {
+	const op = "advise_mr"
+	if advice > ib.AdvisePrefetchNoFault {
+		return ib.Errorf(op, syscall.EOPNOTSUPP, "advice %d", advice)
+	}
+	if len(sgl) == 0 {
+		return ib.Errorf(op, syscall.EINVAL, "an empty list")
+	}
+	p.dev.mu.Lock()
+	closed := p.closed
+	p.dev.mu.Unlock()
+	if closed {
+		return ib.Errorf(op, syscall.EINVAL, "the protection domain is closed")
+	}
+	list := make([]prefetch, 0, len(sgl))
+	for i := range sgl {
+		f, err := p.prefetchOf(&sgl[i], advice)
+		if err != nil {
+			return err
+		}
+		list = append(list, f)
+	}
+	if !flush && p.dev.advisor.add(list) {
+		return nil
+	}
+	for i := range list {
+		if kind := list[i].do(); kind != mem.FaultNone && flush {
+			return ib.Errorf(op, syscall.EFAULT, "%d bytes at %#x: %v", sgl[i].Length, sgl[i].Addr, kind)
+		}
+	}
+	return nil
+}
+
+// prefetchOf checks an element of an advice.
+func (p *PD) prefetchOf(e *ib.SGE, advice ib.Advice) (prefetch, error) {
+	const op = "advise_mr"
+	refuse := func(errno syscall.Errno, format string, args ...any) (prefetch, error) {
+		return prefetch{}, ib.Errorf(op, errno, format, args...)
+	}
+	r := p.dev.table.Lookup(e.LKey)
+	write := advice == ib.AdvisePrefetchWrite
+	switch {
+	case r == nil || !r.Alive():
+		return refuse(syscall.ENOENT, "no region has the key %#x", e.LKey)
+	case r.PD() != p.id:
+		return refuse(syscall.EPERM, "the region %#x is of another protection domain", e.LKey)
+	case r.Access()&ib.AccessOnDemand == 0:
+		return refuse(syscall.EINVAL, "the region %#x is not on demand", e.LKey)
+	case write && r.Access()&ib.AccessLocalWrite == 0:
+		return refuse(syscall.EPERM, "the region %#x may not be written", e.LKey)
+	}
+	off, n := e.Addr-r.IOVA(), uint64(e.Length)
+	if off > r.Length() || n > r.Length()-off { // an address below the region is an off beyond it
+		return refuse(syscall.EFAULT, "%d bytes at %#x are not inside the region", n, e.Addr)
+	}
+	return prefetch{region: r, off: off, n: n, write: write, noFault: advice == ib.AdvisePrefetchNoFault}, nil
+}
+
+// add leaves prefetches to the worker, unless it has enough to do.
+func (a *advisor) add(list []prefetch) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if len(a.list) > maxAdvice-min(len(list), maxAdvice) {
+		return false
+	}
+	a.list = append(a.list, list...)
+	if !a.running {
+		a.running = true
+		a.worker.Add(1)
+		go a.work()
+	}
+	return true
+}
+
+// work does prefetches while there are any.
+func (a *advisor) work() {
+	defer a.worker.Done()
+	for {
+		a.mu.Lock()
+		list := a.list
+		a.list = nil
+		a.running = len(list) > 0
+		a.mu.Unlock()
+		if len(list) == 0 {
+			return
+		}
+		for i := range list {
+			_ = list[i].do() // a hint: nobody is told that it came to nothing
+		}
+	}
+}
+
+// close waits for the worker. All regions are closed, so it has nothing to do.
+func (a *advisor) close() { a.worker.Wait() }

@@ -1,0 +1,107 @@
+package verbs
+
+import "github.com/verbena-rdma/verbena/ib"
+
+// On-demand paging.
+//
+// A region with AccessOnDemand pins nothing, and need not be mapped when it is
+// registered: see [PD.RegMR]. The device brings pages in when they are first
+// accessed, and learns from the kernel when their mapping changes.
+type (
+	Advice           = ib.Advice           // what a program tells about memory that it is about to use
+	ODPCaps          = ib.ODPCaps          // what on-demand paging a device does
+	ODPTransportCaps = ib.ODPTransportCaps // the operations of one transport that may use on-demand memory
+	PagingStats      = ib.PagingStats      // counters of on-demand paging
+	PagingCounter    = ib.PagingCounter    // one of them with its name
+)
+
+// Operations that may use on-demand memory.
+const (
+	ODPSend        = ib.ODPSend
+	ODPRecv        = ib.ODPRecv
+	ODPWrite       = ib.ODPWrite
+	ODPRead        = ib.ODPRead
+	ODPAtomic      = ib.ODPAtomic
+	ODPSRQRecv     = ib.ODPSRQRecv
+	ODPFlush       = ib.ODPFlush
+	ODPAtomicWrite = ib.ODPAtomicWrite
+)
+
+// Advice for [PD.AdviseMR].
+const (
+	AdvisePrefetch        = ib.AdvisePrefetch        // bring pages in, to be read
+	AdvisePrefetchWrite   = ib.AdvisePrefetchWrite   // bring pages in, to be written
+	AdvisePrefetchNoFault = ib.AdvisePrefetchNoFault // take what is in memory already
+)
+
+// AdviseFlags modify [PD.AdviseMR], with the values of IBV_ADVISE_MR_FLAG_*.
+type AdviseFlags uint32
+
+// AdviseFlush makes the call return when the advice has been followed, and tell
+// what stood in the way.
+const AdviseFlush AdviseFlags = 1 << 0
+
+// QueryODPCaps returns what on-demand paging the device does, for each
+// transport, and what it runs on here. See ibv_query_device_ex(3).
+func (d *Device) QueryODPCaps() (ODPCaps, error) {
+	if !d.ok() {
+		return ODPCaps{}, invalid("query_device", "nil device")
+	}
+	return d.p.ODPCaps(), nil
+}
+
+// PagingStats returns what on-demand paging has done on the device since it was
+// opened, in this process. What the kernel tells is counted exactly; what it does
+// not tell (mprotect, truncation, reclaim) is counted once, when it is found.
+func (d *Device) PagingStats() (PagingStats, error) {
+	if !d.ok() {
+		return PagingStats{}, invalid("query_device", "nil device")
+	}
+	return d.p.PagingStats(), nil
+}
+
+// PagingStats returns what on-demand paging has done for the region. All is zero
+// if the region is not on demand.
+func (mr *MR) PagingStats() PagingStats { return mr.p.PagingStats() }
+
+// RegImplicitMR registers the whole address space of the process, as it is and as
+// it will be: [MR.Addr] is 0, and requests name memory by its address. access must
+// have AccessOnDemand. A peer that gets the key may access everything that the
+// access grants; memory windows can narrow that. See ibv_reg_mr(3), for an address
+// of NULL and a length of SIZE_MAX.
+//
+// Memory of the Go heap may be named only while the program keeps it alive, and
+// goroutine stacks never: they move.
+//
+// Errors: those of [PD.RegMR]; EINVAL also without AccessOnDemand.
+func (pd *PD) RegImplicitMR(access Access) (*MR, error) {
+	if !pd.ok() {
+		return nil, invalid("reg_mr", "nil protection domain")
+	}
+	p, err := pd.p.RegImplicitMR(access)
+	if err != nil {
+		return nil, err
+	}
+	return &MR{p: p}, nil
+}
+
+// AdviseMR tells that memory in on-demand regions is about to be used, so that it
+// is brought in before: the elements name it by the regions' local keys. It is a
+// hint, and returns at once unless flags has AdviseFlush. A prefetch ends when its
+// region is closed. See ibv_advise_mr(3).
+//
+// Errors: ENOENT if no region has the key of an element; EPERM if its region is
+// of another domain, or may not be written and AdvisePrefetchWrite is given;
+// EINVAL if it is not on demand, for an empty list, a flag that does not exist or
+// a nil domain; EFAULT if the element is not inside its region or, with
+// AdviseFlush, not all of it is mapped so; EOPNOTSUPP for any other advice.
+func (pd *PD) AdviseMR(advice Advice, flags AdviseFlags, sgl ...SGE) error {
+	const op = "advise_mr"
+	if !pd.ok() {
+		return invalid(op, "nil protection domain")
+	}
+	if flags&^AdviseFlush != 0 {
+		return invalid(op, "unknown flags")
+	}
+	return pd.p.Advise(advice, flags&AdviseFlush != 0, sgl)
+}
