@@ -2,11 +2,6 @@ package verbs
 
 import "github.com/verbena-rdma/verbena/ib"
 
-// On-demand paging.
-//
-// A region with AccessOnDemand pins nothing, and need not be mapped when it is
-// registered: see [PD.RegMR]. The device brings pages in when they are first
-// accessed, and learns from the kernel when their mapping changes.
 type (
 	Advice           = ib.Advice           // what a program tells about memory that it is about to use
 	ODPCaps          = ib.ODPCaps          // what on-demand paging a device does
