@@ -22,6 +22,8 @@ type (
 	GID         = ib.GID         // global identifier: an IP address
 	LockMode    = ib.LockMode    // what registration does about mlock(2)
 	MTU         = ib.MTU         // path MTU
+	MWBind      = ib.MWBind      // what a memory window is bound to
+	MWType      = ib.MWType      // type of a memory window
 	Opcode      = ib.Opcode      // what a send request does
 	OpError     = ib.OpError     // what every call that fails returns; wraps an errno
 	PortAttr    = ib.PortAttr    // attributes of a port
@@ -32,6 +34,8 @@ type (
 	QPState     = ib.QPState     // state of a queue pair
 	QPType      = ib.QPType      // transport service of a queue pair
 	RecvWR      = ib.RecvWR      // work request for a receive queue
+	ReregError  = ib.ReregError  // what a re-registration that fails returns
+	ReregState  = ib.ReregState  // what a region is after a re-registration that failed
 	SendFlags   = ib.SendFlags   // modifiers of a send request
 	SendWR      = ib.SendWR      // work request for a send queue
 	SGE         = ib.SGE         // one piece of a scatter/gather list
@@ -131,6 +135,8 @@ const (
 	OpAtomicFetchAdd = ib.OpAtomicFetchAdd // add CompareAdd to 8 bytes
 	OpAtomicWrite    = ib.OpAtomicWrite    // store 8 bytes in one step, behind all that came before
 	OpFlush          = ib.OpFlush          // make what was written visible to all, or persistent
+	OpBindMW         = ib.OpBindMW         // bind a type 2 memory window
+	OpLocalInv       = ib.OpLocalInv       // invalidate a key of this device: a type 2 memory window
 
 	NumOpcodes = ib.NumOpcodes // the size of a table by operation
 )
@@ -148,7 +154,7 @@ const (
 const (
 	SendSignaled  = ib.SendSignaled  // make a completion when done (failures always make one)
 	SendSolicited = ib.SendSolicited // raise the peer's solicited completion event
-	SendFence     = ib.SendFence     // wait for earlier READs and atomics of this queue
+	SendFence     = ib.SendFence     // wait for earlier READs and atomics of this queue; BIND_MW and LOCAL_INV: for all earlier requests
 )
 
 // GRHLength is the number of bytes in front of every UD message.
@@ -162,7 +168,7 @@ const (
 	WCLocEECOpErr    = ib.WCLocEECOpErr    // reliable datagram only: never from this device
 	WCLocProtErr     = ib.WCLocProtErr     // a local SGE failed: key, bounds, rights or domain
 	WCWRFlushErr     = ib.WCWRFlushErr     // the queue pair was in, or went to, the error state
-	WCMWBindErr      = ib.WCMWBindErr      // a memory window could not be bound
+	WCMWBindErr      = ib.WCMWBindErr      // a memory window could not be bound, or a key not invalidated
 	WCBadRespErr     = ib.WCBadRespErr     // the peer's answer makes no sense
 	WCLocAccessErr   = ib.WCLocAccessErr   // local protection while executing a peer's request
 	WCRemInvReqErr   = ib.WCRemInvReqErr   // the peer calls the request invalid
@@ -191,6 +197,8 @@ const (
 	WCRecvRDMAWithImm = ib.WCRecvRDMAWithImm // a WRITE with immediate data consumed the receive
 	WCAtomicWrite     = ib.WCAtomicWrite     // an ATOMIC WRITE was done
 	WCFlush           = ib.WCFlush           // a FLUSH was done
+	WCBindMW          = ib.WCBindMW          // a memory window was bound
+	WCLocalInv        = ib.WCLocalInv        // a key of this device was invalidated
 )
 
 // Which optional fields of a completion are valid.
@@ -238,6 +246,21 @@ const (
 	CapFlushGlobal      = ib.CapFlushGlobal      // FLUSH to global visibility
 	CapFlushPersistent  = ib.CapFlushPersistent  // FLUSH to persistence, of regions that are mapped files
 	CapXRC              = ib.CapXRC              // extended reliable connections
+	CapMemWindow        = ib.CapMemWindow        // memory windows of type 1
+	CapMemWindowType2B  = ib.CapMemWindowType2B  // memory windows of type 2, which answer to one queue pair
+)
+
+// Types of memory windows.
+const (
+	MWType1 = ib.MWType1 // bound by the verb, for all queue pairs of its domain
+	MWType2 = ib.MWType2 // bound by a request, for the queue pair it is bound on
+)
+
+// What a region is after a re-registration that failed.
+const (
+	ReregOldValid = ib.ReregOldValid // it is what it was: nothing has changed, the old keys work
+	ReregNewValid = ib.ReregNewValid // it is what was asked for: only the new keys work
+	ReregUnusable = ib.ReregUnusable // it is neither: no key works
 )
 
 // States of a port's link.

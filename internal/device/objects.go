@@ -1,12 +1,10 @@
 package device
 
 import (
-	"sync"
 	"sync/atomic"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
-	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/provider"
 	"github.com/verbena-rdma/verbena/internal/qp"
 	"github.com/verbena-rdma/verbena/internal/train"
@@ -72,68 +70,6 @@ func (p *PD) Close() error {
 	p.dev.counts.pds--
 	p.dev.publishLocked()
 	return nil
-}
-
-// MR is a memory region.
-type MR struct {
-	pd     *PD
-	region *mem.Region
-	host   *mem.Host
-	once   sync.Once
-	err    error
-}
-
-// RegMR registers a slice.
-func (p *PD) RegMR(buf []byte, access ib.Access) (provider.MR, error) {
-	return p.register(access, func() (*mem.Host, error) { return mem.NewHostBytes(buf, access, p.dev.cfg.Lock) }, nil)
-}
-
-// RegMRAddr registers memory outside the Go heap, whose owner keeps it mapped.
-func (p *PD) RegMRAddr(addr uintptr, length uint64, iova uint64, access ib.Access) (provider.MR, error) {
-	return p.register(access, func() (*mem.Host, error) { return mem.NewHost(addr, length, access, p.dev.cfg.Lock, nil) }, &iova)
-}
-
-func (p *PD) register(access ib.Access, open func() (*mem.Host, error), iova *uint64) (provider.MR, error) {
-	if access&ib.AccessOnDemand != 0 {
-		return nil, ib.Errorf("reg_mr", syscall.EOPNOTSUPP, "the device does not do on-demand paging")
-	}
-	if err := p.use("reg_mr", &p.dev.counts.mrs, p.dev.limits.MRs); err != nil {
-		return nil, err
-	}
-	host, err := open()
-	if err != nil {
-		p.unuse(&p.dev.counts.mrs)
-		return nil, err
-	}
-	at := uint64(host.Addr())
-	if iova != nil {
-		at = *iova
-	}
-	region, err := p.dev.table.Register(mem.RegionConfig{PD: p.id, Access: access, IOVA: at, Length: host.Len(), Backing: host})
-	if err != nil {
-		_ = host.Close()
-		p.unuse(&p.dev.counts.mrs)
-		return nil, err
-	}
-	return &MR{pd: p, region: region, host: host}, nil
-}
-
-func (m *MR) LKey() uint32      { return m.region.Key() }
-func (m *MR) RKey() uint32      { return m.region.Key() }
-func (m *MR) Addr() uint64      { return m.region.IOVA() }
-func (m *MR) Length() uint64    { return m.region.Length() }
-func (m *MR) Access() ib.Access { return m.region.Access() }
-
-// Locked reports whether the pages are locked, and if not, why.
-func (m *MR) Locked() (bool, string) { return m.host.Locked(), m.host.LockNote() }
-
-// Close deregisters: when it returns, the device touches the memory no more.
-func (m *MR) Close() error {
-	m.once.Do(func() {
-		m.err = m.region.Close()
-		m.pd.unuse(&m.pd.dev.counts.mrs)
-	})
-	return m.err
 }
 
 // CreateAH makes an address handle.

@@ -11,8 +11,9 @@ var faultNames = [numFaultKinds]string{
 	FaultBounds:           "out of bounds",
 	FaultAlign:            "atomic not aligned",
 	FaultStale:            "registered memory is gone",
-	FaultNotInvalidatable: "key cannot be invalidated by a peer",
+	FaultNotInvalidatable: "key cannot be invalidated",
 	FaultStorage:          "storage failed",
+	FaultWindow:           "window cannot be bound like this",
 }
 
 // String describes the kind.
