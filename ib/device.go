@@ -43,6 +43,8 @@ const (
 	CapFlushGlobal                            // FLUSH to global visibility
 	CapFlushPersistent                        // FLUSH to persistence, of regions that are mapped files
 	CapXRC                                    // extended reliable connections
+	CapMemWindow                              // memory windows of type 1
+	CapMemWindowType2B                        // memory windows of type 2, which answer to one queue pair
 )
 
 // DeviceAttr are a device's identity, capabilities and limits.
@@ -68,6 +70,7 @@ type DeviceAttr struct {
 	MaxCQ            int
 	MaxCQE           int
 	MaxMR            int
+	MaxMW            int
 	MaxPD            int
 	MaxAH            int
 	MaxSRQ           int

@@ -21,6 +21,8 @@ const (
 	OpAtomicFetchAdd                   // add CompareAdd to 8 bytes
 	OpAtomicWrite                      // store 8 bytes in one step, behind all that came before
 	OpFlush                            // make what was written visible to all, or persistent
+	OpBindMW                           // bind a type 2 memory window
+	OpLocalInv                         // invalidate a key of this device: a type 2 memory window
 	numOpcodes
 )
 
@@ -31,7 +33,7 @@ var opcodeNames = [NumOpcodes]string{
 	OpSend: "SEND", OpSendImm: "SEND_WITH_IMM", OpSendInv: "SEND_WITH_INV",
 	OpRDMAWrite: "RDMA_WRITE", OpRDMAWriteImm: "RDMA_WRITE_WITH_IMM", OpRDMARead: "RDMA_READ",
 	OpAtomicCmpSwap: "ATOMIC_CMP_AND_SWP", OpAtomicFetchAdd: "ATOMIC_FETCH_AND_ADD",
-	OpAtomicWrite: "ATOMIC_WRITE", OpFlush: "FLUSH",
+	OpAtomicWrite: "ATOMIC_WRITE", OpFlush: "FLUSH", OpBindMW: "BIND_MW", OpLocalInv: "LOCAL_INV",
 }
 
 // String returns the name without the prefix IBV_WR_.
@@ -43,7 +45,7 @@ type SendFlags uint8
 const (
 	SendSignaled  SendFlags = 1 << iota // make a completion when done (failures always make one)
 	SendSolicited                       // raise the peer's solicited completion event
-	SendFence                           // wait for earlier READs and atomics of this queue
+	SendFence                           // wait for earlier READs and atomics of this queue; BIND_MW and LOCAL_INV: for all earlier requests
 )
 
 // FlushType is what a FLUSH makes of the bytes, with the bits of IBV_FLUSH_*.
@@ -73,7 +75,8 @@ type SendWR struct {
 	Inline []byte // instead of SGL for SEND, WRITE and ATOMIC WRITE: copied when posted, needs no region
 
 	Imm           uint32 // OpSendImm, OpRDMAWriteImm
-	InvalidateKey uint32 // OpSendInv: the peer's rkey
+	InvalidateKey uint32 // OpSendInv: the peer's rkey; OpLocalInv: one of this device
+	Bind          MWBind // OpBindMW
 
 	RemoteAddr uint64 // WRITE, READ, atomics and FLUSH: where in the peer's region
 	RKey       uint32 // WRITE, READ, atomics and FLUSH: the peer's region

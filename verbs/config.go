@@ -60,6 +60,7 @@ type Limits struct {
 	QPs  int // queue pairs
 	CQs  int // completion queues
 	MRs  int // memory regions
+	MWs  int // memory windows
 	PDs  int // protection domains
 	AHs  int // address handles
 	SRQs int // shared receive queues
@@ -80,7 +81,7 @@ func (c *Config) provider() *provider.Config {
 		Link:  string(c.Link),
 		Lock:  c.Lock,
 		Limits: provider.Limits{
-			QPs: c.Limits.QPs, CQs: c.Limits.CQs, MRs: c.Limits.MRs,
+			QPs: c.Limits.QPs, CQs: c.Limits.CQs, MRs: c.Limits.MRs, MWs: c.Limits.MWs,
 			PDs: c.Limits.PDs, AHs: c.Limits.AHs, SRQs: c.Limits.SRQs,
 			QPWR: c.Limits.QPWR, CQE: c.Limits.CQE, SRQWR: c.Limits.SRQWR,
 		},

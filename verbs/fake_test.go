@@ -113,6 +113,12 @@ func (p *fakePD) RegMRAddr(addr uintptr, length, iova uint64, access ib.Access) 
 	}
 	return &fakeMR{addr: iova, length: length, access: access}, nil
 }
+func (p *fakePD) AllocMW(typ ib.MWType) (provider.MW, error) {
+	if p.dev.err != nil {
+		return nil, p.dev.err
+	}
+	return &fakeMW{typ: typ, dev: p.dev}, nil
+}
 func (p *fakePD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 	p.qpConfig = cfg
 	if p.dev.err != nil {
@@ -140,8 +146,21 @@ type fakeMR struct {
 	addr, length uint64
 	access       ib.Access
 	err          error
+	change       provider.MRChange // of the last Rereg
 	closed       int
 }
+
+func (m *fakeMR) Rereg(c provider.MRChange) error { m.change = c; return m.err }
+
+type fakeMW struct {
+	typ    ib.MWType
+	dev    *fakeDevice
+	closed int
+}
+
+func (w *fakeMW) Type() ib.MWType { return w.typ }
+func (w *fakeMW) RKey() uint32    { return 0x12ff }
+func (w *fakeMW) Close() error    { w.closed++; return w.dev.err }
 
 func (m *fakeMR) LKey() uint32           { return 0xaa }
 func (m *fakeMR) RKey() uint32           { return 0xbb }
@@ -199,7 +218,16 @@ type modify struct {
 	mask ib.QPAttrMask
 }
 
+// fakeBind is what BindMW was asked for.
+type fakeBind struct {
+	mw    provider.MW
+	id    uint64
+	flags ib.SendFlags
+	ib.MWBind
+}
+
 type fakeQP struct {
+	bound   fakeBind
 	typ     ib.QPType
 	number  uint32
 	sent    []ib.SendWR // of the last PostSend
@@ -220,6 +248,10 @@ func (q *fakeQP) PostSend(wrs []ib.SendWR) (int, error) {
 func (q *fakeQP) PostRecv(wrs []ib.RecvWR) (int, error) {
 	q.recvd = wrs
 	return q.accept, q.err
+}
+func (q *fakeQP) BindMW(mw provider.MW, id uint64, flags ib.SendFlags, b ib.MWBind) (uint32, error) {
+	q.bound = fakeBind{mw, id, flags, b}
+	return 0x77, q.err
 }
 func (q *fakeQP) Modify(attr *ib.QPAttr, mask ib.QPAttrMask) error {
 	q.modifys = append(q.modifys, modify{*attr, mask})

@@ -8,38 +8,47 @@ import (
 
 // The nouns of package ib, where they are documented field by field.
 type (
-	Access      = ib.Access      // rights of a memory region, and of a connected peer
-	AH          = ib.AH          // address handle: a peer that UD requests can be sent to
-	AHAttr      = ib.AHAttr      // address of a peer
-	AsyncEvent  = ib.AsyncEvent  // something that happened outside any work request
-	AtomicCap   = ib.AtomicCap   // how far the atomicity of remote atomics reaches
-	DeviceAttr  = ib.DeviceAttr  // a device's identity, capabilities and limits
-	DeviceCap   = ib.DeviceCap   // capability bits of a device
-	DeviceInfo  = ib.DeviceInfo  // a device that can be opened
-	EventType   = ib.EventType   // kind of an asynchronous event
-	FlushLevel  = ib.FlushLevel  // which bytes a FLUSH is about
-	FlushType   = ib.FlushType   // what a FLUSH makes of the bytes
-	GID         = ib.GID         // global identifier: an IP address
-	LockMode    = ib.LockMode    // what registration does about mlock(2)
-	MTU         = ib.MTU         // path MTU
-	Opcode      = ib.Opcode      // what a send request does
-	OpError     = ib.OpError     // what every call that fails returns; wraps an errno
-	PortAttr    = ib.PortAttr    // attributes of a port
-	PortState   = ib.PortState   // state of a port's link
-	QPAttr      = ib.QPAttr      // attributes of a queue pair
-	QPAttrMask  = ib.QPAttrMask  // which attributes count
-	QPCap       = ib.QPCap       // sizes of a queue pair's queues
-	QPState     = ib.QPState     // state of a queue pair
-	QPType      = ib.QPType      // transport service of a queue pair
-	RecvWR      = ib.RecvWR      // work request for a receive queue
-	SendFlags   = ib.SendFlags   // modifiers of a send request
-	SendWR      = ib.SendWR      // work request for a send queue
-	SGE         = ib.SGE         // one piece of a scatter/gather list
-	StatusError = ib.StatusError // a failed completion as an error
-	WC          = ib.WC          // work completion
-	WCFlags     = ib.WCFlags     // which optional fields of a completion are valid
-	WCOpcode    = ib.WCOpcode    // what completed
-	WCStatus    = ib.WCStatus    // how a request ended
+	Access           = ib.Access           // rights of a memory region, and of a connected peer
+	Advice           = ib.Advice           // what a program tells about memory that it is about to use
+	AH               = ib.AH               // address handle: a peer that UD requests can be sent to
+	AHAttr           = ib.AHAttr           // address of a peer
+	AsyncEvent       = ib.AsyncEvent       // something that happened outside any work request
+	AtomicCap        = ib.AtomicCap        // how far the atomicity of remote atomics reaches
+	DeviceAttr       = ib.DeviceAttr       // a device's identity, capabilities and limits
+	DeviceCap        = ib.DeviceCap        // capability bits of a device
+	DeviceInfo       = ib.DeviceInfo       // a device that can be opened
+	EventType        = ib.EventType        // kind of an asynchronous event
+	FlushLevel       = ib.FlushLevel       // which bytes a FLUSH is about
+	FlushType        = ib.FlushType        // what a FLUSH makes of the bytes
+	GID              = ib.GID              // global identifier: an IP address
+	LockMode         = ib.LockMode         // what registration does about mlock(2)
+	MTU              = ib.MTU              // path MTU
+	MWBind           = ib.MWBind           // what a memory window is bound to
+	MWType           = ib.MWType           // type of a memory window
+	ODPCaps          = ib.ODPCaps          // what on-demand paging a device does
+	ODPTransportCaps = ib.ODPTransportCaps // the operations of one transport that may use on-demand memory
+	Opcode           = ib.Opcode           // what a send request does
+	OpError          = ib.OpError          // what every call that fails returns; wraps an errno
+	PagingCounter    = ib.PagingCounter    // one of them with its name
+	PagingStats      = ib.PagingStats      // counters of on-demand paging
+	PortAttr         = ib.PortAttr         // attributes of a port
+	PortState        = ib.PortState        // state of a port's link
+	QPAttr           = ib.QPAttr           // attributes of a queue pair
+	QPAttrMask       = ib.QPAttrMask       // which attributes count
+	QPCap            = ib.QPCap            // sizes of a queue pair's queues
+	QPState          = ib.QPState          // state of a queue pair
+	QPType           = ib.QPType           // transport service of a queue pair
+	RecvWR           = ib.RecvWR           // work request for a receive queue
+	ReregError       = ib.ReregError       // what a re-registration that fails returns
+	ReregState       = ib.ReregState       // what a region is after a re-registration that failed
+	SendFlags        = ib.SendFlags        // modifiers of a send request
+	SendWR           = ib.SendWR           // work request for a send queue
+	SGE              = ib.SGE              // one piece of a scatter/gather list
+	StatusError      = ib.StatusError      // a failed completion as an error
+	WC               = ib.WC               // work completion
+	WCFlags          = ib.WCFlags          // which optional fields of a completion are valid
+	WCOpcode         = ib.WCOpcode         // what completed
+	WCStatus         = ib.WCStatus         // how a request ended
 )
 
 // GIDFromAddr returns the GID of an IP address. The zone, if any, is dropped.
@@ -131,6 +140,8 @@ const (
 	OpAtomicFetchAdd = ib.OpAtomicFetchAdd // add CompareAdd to 8 bytes
 	OpAtomicWrite    = ib.OpAtomicWrite    // store 8 bytes in one step, behind all that came before
 	OpFlush          = ib.OpFlush          // make what was written visible to all, or persistent
+	OpBindMW         = ib.OpBindMW         // bind a type 2 memory window
+	OpLocalInv       = ib.OpLocalInv       // invalidate a key of this device: a type 2 memory window
 
 	NumOpcodes = ib.NumOpcodes // the size of a table by operation
 )
@@ -148,7 +159,7 @@ const (
 const (
 	SendSignaled  = ib.SendSignaled  // make a completion when done (failures always make one)
 	SendSolicited = ib.SendSolicited // raise the peer's solicited completion event
-	SendFence     = ib.SendFence     // wait for earlier READs and atomics of this queue
+	SendFence     = ib.SendFence     // wait for earlier READs and atomics of this queue; BIND_MW and LOCAL_INV: for all earlier requests
 )
 
 // GRHLength is the number of bytes in front of every UD message.
@@ -162,7 +173,7 @@ const (
 	WCLocEECOpErr    = ib.WCLocEECOpErr    // reliable datagram only: never from this device
 	WCLocProtErr     = ib.WCLocProtErr     // a local SGE failed: key, bounds, rights or domain
 	WCWRFlushErr     = ib.WCWRFlushErr     // the queue pair was in, or went to, the error state
-	WCMWBindErr      = ib.WCMWBindErr      // a memory window could not be bound
+	WCMWBindErr      = ib.WCMWBindErr      // a memory window could not be bound, or a key not invalidated
 	WCBadRespErr     = ib.WCBadRespErr     // the peer's answer makes no sense
 	WCLocAccessErr   = ib.WCLocAccessErr   // local protection while executing a peer's request
 	WCRemInvReqErr   = ib.WCRemInvReqErr   // the peer calls the request invalid
@@ -191,6 +202,8 @@ const (
 	WCRecvRDMAWithImm = ib.WCRecvRDMAWithImm // a WRITE with immediate data consumed the receive
 	WCAtomicWrite     = ib.WCAtomicWrite     // an ATOMIC WRITE was done
 	WCFlush           = ib.WCFlush           // a FLUSH was done
+	WCBindMW          = ib.WCBindMW          // a memory window was bound
+	WCLocalInv        = ib.WCLocalInv        // a key of this device was invalidated
 )
 
 // Which optional fields of a completion are valid.
@@ -238,6 +251,21 @@ const (
 	CapFlushGlobal      = ib.CapFlushGlobal      // FLUSH to global visibility
 	CapFlushPersistent  = ib.CapFlushPersistent  // FLUSH to persistence, of regions that are mapped files
 	CapXRC              = ib.CapXRC              // extended reliable connections
+	CapMemWindow        = ib.CapMemWindow        // memory windows of type 1
+	CapMemWindowType2B  = ib.CapMemWindowType2B  // memory windows of type 2, which answer to one queue pair
+)
+
+// Types of memory windows.
+const (
+	MWType1 = ib.MWType1 // bound by the verb, for all queue pairs of its domain
+	MWType2 = ib.MWType2 // bound by a request, for the queue pair it is bound on
+)
+
+// What a region is after a re-registration that failed.
+const (
+	ReregOldValid = ib.ReregOldValid // it is what it was: nothing has changed, the old keys work
+	ReregNewValid = ib.ReregNewValid // it is what was asked for: only the new keys work
+	ReregUnusable = ib.ReregUnusable // it is neither: no key works
 )
 
 // States of a port's link.

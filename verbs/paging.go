@@ -2,14 +2,6 @@ package verbs
 
 import "github.com/verbena-rdma/verbena/ib"
 
-type (
-	Advice           = ib.Advice           // what a program tells about memory that it is about to use
-	ODPCaps          = ib.ODPCaps          // what on-demand paging a device does
-	ODPTransportCaps = ib.ODPTransportCaps // the operations of one transport that may use on-demand memory
-	PagingStats      = ib.PagingStats      // counters of on-demand paging
-	PagingCounter    = ib.PagingCounter    // one of them with its name
-)
-
 // Operations that may use on-demand memory.
 const (
 	ODPSend        = ib.ODPSend

@@ -48,6 +48,7 @@ func (qp *QP) Type() QPType { return qp.p.Type() }
 //	RDMA_READ                                RC  XRC_SEND
 //	ATOMIC_CMP_AND_SWP, ATOMIC_FETCH_AND_ADD RC  XRC_SEND
 //	ATOMIC_WRITE, FLUSH                      RC  XRC_SEND
+//	BIND_MW, LOCAL_INV                       RC            UC
 //
 // Every request of an XRC_SEND queue pair names a shared receive queue of the
 // peer in RemoteSRQN, also those that take no receive.
@@ -65,6 +66,12 @@ func (qp *QP) Type() QPType { return qp.p.Type() }
 // again (an RNR NAK), so that only a small RNRRetry makes the request fail for it.
 //
 // Both count against MaxRDAtomic as READs and atomics do.
+//
+// BIND_MW and LOCAL_INV concern this device alone, and take effect when all that
+// was posted before them has been sent and nothing behind them: see [MW]. With
+// [SendFence] they wait until everything before them is done, READs, WRITEs and
+// SENDs alike. LOCAL_INV is for windows of type 2, bound on this queue pair, and for
+// regions with [AccessRemoteInvalidate]; a region has to be closed afterwards.
 //
 // A request keeps its place in the queue until a completion of it, or of one
 // posted later, is polled: signal at least one request in every MaxSendWR, or

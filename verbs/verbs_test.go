@@ -47,7 +47,7 @@ func TestConfig(t *testing.T) {
 	addrs := []netip.Addr{netip.MustParseAddr("127.0.0.9")}
 	cfg := &Config{
 		Addrs: addrs, Link: LinkUDP, Lock: LockStrict,
-		Limits: Limits{QPs: 1, CQs: 2, MRs: 3, PDs: 4, AHs: 5, SRQs: 6, QPWR: 7, CQE: 8, SRQWR: 9},
+		Limits: Limits{QPs: 1, CQs: 2, MRs: 3, MWs: 11, PDs: 4, AHs: 5, SRQs: 6, QPWR: 7, CQE: 8, SRQWR: 9},
 		PCAP:   "x.pcapng", Window: 10, NoGSO: true, NoGRO: true,
 	}
 	got, want := reflect.ValueOf(*cfg.provider()), reflect.ValueOf(*cfg)
@@ -361,6 +361,7 @@ func TestErrorsPassThrough(t *testing.T) {
 	mr := must(pd.RegMR(make([]byte, 1), 0))
 	qp := must(pd.CreateQP(&QPConfig{Type: RC, SendCQ: cq, RecvCQ: cq}))
 	srq := must(pd.CreateSRQ(&SRQConfig{MaxWR: 1}))
+	mw := must(pd.AllocMW(MWType1))
 	f.err = busy
 	fqp := qp.p.(*fakeQP)
 	fqp.err, fqp.failAt, fqp.accept = busy, QPRTS, 3
@@ -376,6 +377,10 @@ func TestErrorsPassThrough(t *testing.T) {
 		"QP.Close":      qp.Close(),
 		"SRQ.Close":     srq.Close(),
 		"MR.Close":      mr.Close(),
+		"MR.Rereg":      mr.Rereg(MRChange{}),
+		"MW.Close":      mw.Close(),
+		"AllocMW":       second(pd.AllocMW(MWType2)),
+		"BindMW":        second(qp.BindMW(mw, 0, 0, MWBind{})),
 		"AllocPD":       second(d.AllocPD()),
 		"CreateChannel": second(d.CreateChannel()),
 		"CreateCQ":      second(d.CreateCQ(1, nil)),
@@ -463,10 +468,16 @@ func TestNil(t *testing.T) {
 			call{"PD.RegMRAddr", second(pd.RegMRAddr(1, 1, 0))}, call{"PD.RegMRIOVA", second(pd.RegMRIOVA(1, 1, 1, 0))},
 			call{"PD.CreateQP", second(pd.CreateQP(&QPConfig{Type: RC, SendCQ: cq, RecvCQ: cq}))},
 			call{"PD.CreateSRQ", second(pd.CreateSRQ(&SRQConfig{}))}, call{"PD.CreateAH", second(pd.CreateAH(AHAttr{}))},
-			call{"PD.Close", pd.Close()})
+			call{"PD.AllocMW", second(pd.AllocMW(MWType1))}, call{"PD.Close", pd.Close()})
+	}
+	for _, qp := range []*QP{nil, {}} {
+		calls = append(calls, call{"QP.BindMW", second(qp.BindMW(must(pd.AllocMW(MWType1)), 0, 0, MWBind{}))})
+	}
+	for _, mw := range []*MW{nil, {}} {
+		calls = append(calls, call{"MW.Close", mw.Close()}, call{"QP.BindMW", second(qp.BindMW(mw, 0, 0, MWBind{}))})
 	}
 	for _, mr := range []*MR{nil, {}} {
-		calls = append(calls, call{"MR.Close", mr.Close()})
+		calls = append(calls, call{"MR.Close", mr.Close()}, call{"MR.Rereg", mr.Rereg(MRChange{})})
 	}
 	for _, cq := range []*CQ{nil, {}} {
 		calls = append(calls, call{"CQ.Poll", second(cq.Poll(nil))}, call{"CQ.RequestNotify", cq.RequestNotify(false)},

@@ -74,11 +74,11 @@ type Device struct {
 	closed  bool
 }
 
-type objectCounts struct{ qps, cqs, mrs, pds, ahs, srqs, channels, xrcds int }
+type objectCounts struct{ qps, cqs, mrs, mws, pds, ahs, srqs, channels, xrcds int }
 
 // defaultLimits are what an unconfigured device has.
 var defaultLimits = provider.Limits{
-	QPs: 1 << 16, CQs: 1 << 16, MRs: 1 << 20, PDs: 1 << 16, AHs: 1 << 20, SRQs: 1 << 16,
+	QPs: 1 << 16, CQs: 1 << 16, MRs: 1 << 20, MWs: 1 << 20, PDs: 1 << 16, AHs: 1 << 20, SRQs: 1 << 16,
 	QPWR: 1 << 15, CQE: 1 << 22, SRQWR: 1 << 16,
 }
 
@@ -223,7 +223,7 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 		link:   l,
 		member: member,
 	}
-	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs, Killed: d.giveUpFetches})
+	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs + d.limits.MWs, Killed: d.giveUpFetches})
 	reserved := func(i uint32) bool { return i <= 1 || i == 0xffffff } // management and multicast
 	if member != nil {
 		d.qps = mem.NewSharedSlots[QP](d.limits.QPs, reserved, member.Key())
@@ -248,8 +248,8 @@ func (d *Device) Close() error {
 	if d.counts != (objectCounts{}) {
 		c := d.counts
 		d.mu.Unlock()
-		return ib.Errorf("close_device", syscall.EBUSY, "still open: %d QPs, %d CQs, %d MRs, %d PDs, %d AHs, %d SRQs, %d channels, %d XRC domains",
-			c.qps, c.cqs, c.mrs, c.pds, c.ahs, c.srqs, c.channels, c.xrcds)
+		return ib.Errorf("close_device", syscall.EBUSY, "still open: %d QPs, %d CQs, %d MRs, %d MWs, %d PDs, %d AHs, %d SRQs, %d channels, %d XRC domains",
+			c.qps, c.cqs, c.mrs, c.mws, c.pds, c.ahs, c.srqs, c.channels, c.xrcds)
 	}
 	d.closed = true
 	d.mu.Unlock()
@@ -312,10 +312,11 @@ func (d *Device) Attr() ib.DeviceAttr {
 		Name: d.name, FWVersion: Version, NodeGUID: guid, SysImageGUID: guid,
 		VendorID: 0, VendorPartID: 0, HWVersion: 1, PhysPortCnt: 1,
 		Caps: ib.CapSRQResize | ib.CapRCRNRNak | ib.CapBadPKeyCntr | ib.CapBadQKeyCntr | ib.CapCurrQPState |
-			ib.CapSysImageGUID | ib.CapAtomicWrite | ib.CapFlushGlobal | ib.CapFlushPersistent | ib.CapXRC,
+			ib.CapSysImageGUID | ib.CapAtomicWrite | ib.CapFlushGlobal | ib.CapFlushPersistent | ib.CapXRC |
+			ib.CapMemWindow | ib.CapMemWindowType2B,
 		AtomicCap: ib.AtomicGlob, PageSizeCap: ^uint64(4095),
 		MaxMRSize: 1 << 47, MaxQP: d.limits.QPs, MaxQPWR: d.limits.QPWR, MaxSGE: maxSGE, MaxSGERd: maxSGE,
-		MaxInlineData: maxInline, MaxCQ: d.limits.CQs, MaxCQE: d.limits.CQE, MaxMR: d.limits.MRs, MaxPD: d.limits.PDs,
+		MaxInlineData: maxInline, MaxCQ: d.limits.CQs, MaxCQE: d.limits.CQE, MaxMR: d.limits.MRs, MaxMW: d.limits.MWs, MaxPD: d.limits.PDs,
 		MaxAH: d.limits.AHs, MaxSRQ: d.limits.SRQs, MaxSRQWR: d.limits.SRQWR, MaxSRQSGE: maxSGE,
 		MaxQPRDAtom: qp.MaxRDAtomic, MaxQPInitRDAtom: qp.MaxRDAtomic, MaxResRDAtom: qp.MaxRDAtomic * d.limits.QPs,
 		MaxPKeys: 1, LocalCAAckDelay: 15, MemoryLock: d.cfg.Lock, Links: links, Offloads: d.link.Offloads(),

@@ -1,12 +1,10 @@
 package device
 
 import (
-	"sync"
 	"sync/atomic"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
-	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/provider"
 	"github.com/verbena-rdma/verbena/internal/qp"
 	"github.com/verbena-rdma/verbena/internal/train"
@@ -72,94 +70,6 @@ func (p *PD) Close() error {
 	p.dev.counts.pds--
 	p.dev.publishLocked()
 	return nil
-}
-
-// MR is a memory region.
-type MR struct {
-	pd     *PD
-	region *mem.Region
-	once   sync.Once
-	err    error
-}
-
-// backing is memory of this process.
-type backing interface {
-	mem.Backing
-	Addr() uintptr
-}
-
-// RegMR registers a slice.
-func (p *PD) RegMR(buf []byte, access ib.Access) (provider.MR, error) {
-	return p.register(access, func() (backing, error) {
-		if access&ib.AccessOnDemand != 0 {
-			return mem.NewOnDemandBytes(buf, access, p.dev.table.Paging())
-		}
-		return mem.NewHostBytes(buf, access, p.dev.cfg.Lock)
-	}, nil)
-}
-
-// RegMRAddr registers memory outside the Go heap, whose owner keeps it mapped
-// unless it is on demand.
-func (p *PD) RegMRAddr(addr uintptr, length uint64, iova uint64, access ib.Access) (provider.MR, error) {
-	return p.register(access, func() (backing, error) {
-		if access&ib.AccessOnDemand != 0 {
-			return mem.NewOnDemand(addr, length, access, p.dev.table.Paging())
-		}
-		return mem.NewHost(addr, length, access, p.dev.cfg.Lock, nil)
-	}, &iova)
-}
-
-// RegImplicitMR registers the whole address space.
-func (p *PD) RegImplicitMR(access ib.Access) (provider.MR, error) {
-	if access&ib.AccessOnDemand == 0 {
-		return nil, ib.Errorf("reg_mr", syscall.EINVAL, "the whole address space can only be registered on demand")
-	}
-	return p.register(access, func() (backing, error) { return mem.NewImplicit(access, p.dev.table.Paging()) }, nil)
-}
-
-func (p *PD) register(access ib.Access, open func() (backing, error), iova *uint64) (provider.MR, error) {
-	if err := p.use("reg_mr", &p.dev.counts.mrs, p.dev.limits.MRs); err != nil {
-		return nil, err
-	}
-	memory, err := open()
-	if err != nil {
-		p.unuse(&p.dev.counts.mrs)
-		return nil, err
-	}
-	at := uint64(memory.Addr())
-	if iova != nil {
-		at = *iova
-	}
-	region, err := p.dev.table.Register(mem.RegionConfig{PD: p.id, Access: access, IOVA: at, Length: memory.Len(), Backing: memory})
-	if err != nil {
-		_ = memory.Close()
-		p.unuse(&p.dev.counts.mrs)
-		return nil, err
-	}
-	return &MR{pd: p, region: region}, nil
-}
-
-func (m *MR) LKey() uint32      { return m.region.Key() }
-func (m *MR) RKey() uint32      { return m.region.Key() }
-func (m *MR) Addr() uint64      { return m.region.IOVA() }
-func (m *MR) Length() uint64    { return m.region.Length() }
-func (m *MR) Access() ib.Access { return m.region.Access() }
-
-// Locked reports whether the pages are locked, and if not, why.
-func (m *MR) Locked() (bool, string) {
-	if h, ok := m.region.Backing().(*mem.Host); ok {
-		return h.Locked(), h.LockNote()
-	}
-	return false, "on demand"
-}
-
-// Close deregisters: when it returns, the device touches the memory no more.
-func (m *MR) Close() error {
-	m.once.Do(func() {
-		m.err = m.region.Close()
-		m.pd.unuse(&m.pd.dev.counts.mrs)
-	})
-	return m.err
 }
 
 // CreateAH makes an address handle.

@@ -33,7 +33,7 @@ func (d *Device) PagingStats() ib.PagingStats { return d.table.Paging().Stats() 
 // PagingStats returns the region's counters of on-demand paging; all are zero if
 // it is not on demand.
 func (m *MR) PagingStats() ib.PagingStats {
-	if b, ok := m.region.Backing().(*mem.OnDemand); ok {
+	if b, ok := m.view.Load().backing.(*mem.OnDemand); ok {
 		return b.Stats()
 	}
 	return ib.PagingStats{}
@@ -102,20 +102,27 @@ func (p *PD) prefetchOf(e *ib.SGE, advice ib.Advice) (prefetch, error) {
 	refuse := func(errno syscall.Errno, format string, args ...any) (prefetch, error) {
 		return prefetch{}, ib.Errorf(op, errno, format, args...)
 	}
+	var is mem.RegionConfig
 	r := p.dev.table.Lookup(e.LKey)
+	if r != nil {
+		var ok bool
+		if is, ok = r.Snapshot(); !ok {
+			r = nil
+		}
+	}
 	write := advice == ib.AdvisePrefetchWrite
 	switch {
-	case r == nil || !r.Alive():
+	case r == nil:
 		return refuse(syscall.ENOENT, "no region has the key %#x", e.LKey)
-	case r.PD() != p.id:
+	case is.PD != p.id:
 		return refuse(syscall.EPERM, "the region %#x is of another protection domain", e.LKey)
-	case r.Access()&ib.AccessOnDemand == 0:
+	case is.Access&ib.AccessOnDemand == 0:
 		return refuse(syscall.EINVAL, "the region %#x is not on demand", e.LKey)
-	case write && r.Access()&ib.AccessLocalWrite == 0:
+	case write && is.Access&ib.AccessLocalWrite == 0:
 		return refuse(syscall.EPERM, "the region %#x may not be written", e.LKey)
 	}
-	off, n := e.Addr-r.IOVA(), uint64(e.Length)
-	if off > r.Length() || n > r.Length()-off { // an address below the region is an off beyond it
+	off, n := e.Addr-is.IOVA, uint64(e.Length)
+	if off > is.Length || n > is.Length-off { // an address below the region is an off beyond it
 		return refuse(syscall.EFAULT, "%d bytes at %#x are not inside the region", n, e.Addr)
 	}
 	return prefetch{region: r, off: off, n: n, write: write, noFault: advice == ib.AdvisePrefetchNoFault}, nil

@@ -314,6 +314,9 @@ func (q *QP) Close() error {
 		for q.tx.Load() != txIdle { // somebody is handing its last trains to a link
 			runtime.Gosched()
 		}
+		if q.core.Bound {
+			d.table.ReleaseQP(q.number)
+		}
 		d.timers.remove(q)
 		d.counters.remove(q)
 		d.runWaiting(q.peer.Load(), d.now())

@@ -32,7 +32,9 @@ func (d *Device) status() any {
 		q.mu.Unlock()
 	}
 	for r := range d.table.Regions() {
-		s.MRs = append(s.MRs, ib.MRResource{Kind: r.Kind().String(), Addr: r.IOVA(), Length: r.Length(), Access: r.Access().String()})
+		if c, ok := r.Snapshot(); ok {
+			s.MRs = append(s.MRs, ib.MRResource{Kind: c.Backing.Kind().String(), Addr: c.IOVA, Length: c.Length, Access: c.Access.String()})
+		}
 	}
 	slices.SortFunc(s.QPs, func(a, b ib.QPResource) int { return int(a.Number) - int(b.Number) })
 	return s

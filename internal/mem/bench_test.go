@@ -153,11 +153,64 @@ func BenchmarkRegister(b *testing.B) {
 	}
 }
 
+// benchWindow makes a window over half of a region.
+func benchWindow(tb testing.TB, t *mem.Table) (*mem.Window, ib.MWBind) {
+	tb.Helper()
+	r, err := t.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite | ib.AccessMWBind, IOVA: 0x1000, Length: 1 << 20, Backing: hostOf(tb, 1<<20)})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	w, err := t.AllocWindow(1, ib.MWType1)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	b := ib.MWBind{MW: w.Key(), RKey: w.Key(), LKey: r.Key(), Addr: r.IOVA() + 4096, Length: 512 << 10, Access: ib.AccessRemote}
+	if f := t.Bind(&b, true, who); !f.OK() {
+		tb.Fatal(f)
+	}
+	return w, b
+}
+
+func hostOf(tb testing.TB, n int) *mem.Host {
+	tb.Helper()
+	h, err := mem.NewHostBytes(make([]byte, n), ib.AccessLocalWrite, ib.LockOff)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return h
+}
+
+func BenchmarkResolveWindow(b *testing.B) {
+	t := mem.NewTable(mem.TableConfig{})
+	w, bound := benchWindow(b, t)
+	for b.Loop() {
+		s, f := t.Resolve(w.Key(), bound.Addr, 8, ib.AccessRemoteRead, who)
+		if !f.OK() {
+			b.Fatal(f)
+		}
+		s.Release()
+	}
+}
+
+func BenchmarkBind(b *testing.B) {
+	t := mem.NewTable(mem.TableConfig{})
+	_, bound := benchWindow(b, t)
+	b.ReportAllocs()
+	for b.Loop() {
+		if f := t.Bind(&bound, true, who); !f.OK() {
+			b.Fatal(f)
+		}
+	}
+}
+
 // Nothing on the fast path allocates, faults included.
 func TestNoAllocations(t *testing.T) {
 	table := mem.NewTable(mem.TableConfig{})
 	a, _ := benchRegion(t, table, 4096, false)
 	m, _ := benchRegion(t, table, 4096, true)
+	w, bound := benchWindow(t, table)
+	free := bound
+	free.Length = 0
 	var pins mem.Pins
 	out := make([][]byte, 0, 8)
 	packet := &mem.List{Raw: [][]byte{make([]byte, 4096)}}
@@ -172,6 +225,11 @@ func TestNoAllocations(t *testing.T) {
 		"Check":          func() { mem.Check(target, 4096) },
 		"Gather":         func() { out, _ = mem.Gather(target, 4096, out[:0], &pins); pins.Release() },
 		"Atomic":         func() { mem.Atomic(table, who, a.Key(), 0x1000, mem.CmpSwap, 0, 1) },
+		"Resolve, window": func() {
+			s, _ := table.Resolve(w.Key(), bound.Addr, 8, ib.AccessRemoteRead, who)
+			s.Release()
+		},
+		"Bind, free":     func() { table.Bind(&bound, true, who); table.Bind(&free, true, who); table.Bind(&bound, true, who) },
 		"Atomic, mapped": func() { mem.Atomic(table, who, m.Key(), 0x1000, mem.FetchAdd, 0, 1) },
 	} {
 		if n := testing.AllocsPerRun(100, f); n != 0 {

@@ -20,6 +20,13 @@ func TestConformance(t *testing.T) {
 	memtest.Run(t, memtest.Constructor{Name: "scattered", New: scatteredMemory})
 }
 
+// Windows on all of them pass it too.
+func TestConformanceOfWindows(t *testing.T) {
+	memtest.Run(t, memtest.Constructor{Name: "type 1/heap", New: heapMemory, Window: ib.MWType1})
+	memtest.Run(t, memtest.Constructor{Name: "type 2/mmap", New: mmapMemory, Window: ib.MWType2})
+	memtest.Run(t, memtest.Constructor{Name: "type 2/scattered", New: scatteredMemory, Window: ib.MWType2})
+}
+
 // scattered is memory that is contiguous in short runs only, as the pages of
 // other kinds are.
 type scattered struct{ mem.Backing }

@@ -81,7 +81,7 @@ func count(d, s *cursor, k int) {
 		r = s.region
 	}
 	if r != nil {
-		r.table.moved[r.key>>tagBits%counterShards].bytes[s.kind()][d.kind()].Add(uint64(k))
+		r.table.moved[r.Key()>>tagBits%counterShards].bytes[s.kind()][d.kind()].Add(uint64(k))
 	}
 }
 

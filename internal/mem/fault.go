@@ -11,10 +11,11 @@ var faultNames = [numFaultKinds]string{
 	FaultBounds:           "out of bounds",
 	FaultAlign:            "atomic not aligned",
 	FaultStale:            "registered memory is gone",
-	FaultNotInvalidatable: "key cannot be invalidated by a peer",
+	FaultNotInvalidatable: "key cannot be invalidated",
 	FaultStorage:          "storage failed",
 	FaultUnmapped:         "nothing is mapped there, or not for this access",
 	FaultPending:          "the bytes have to be fetched first",
+	FaultWindow:           "window cannot be bound like this",
 }
 
 // String describes the kind.
@@ -43,11 +44,12 @@ func (f Fault) Await() Fault {
 		return Fault{} // nothing to wait for: the next access says what is wrong
 	}
 	p, ok := r.backing.(paged)
-	r.exit()
+	r.leave()
 	if !ok {
 		return Fault{}
 	}
-	return r.fault(p.Await(f.off, f.Len, f.acc), f.off, f.Len, f.acc).orNone()
+	f.Kind = p.Await(f.off, f.Len, f.acc)
+	return f.orNone()
 }
 
 // orNone turns a fault whose kind is none into the zero value, which faults

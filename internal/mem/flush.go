@@ -60,9 +60,10 @@ func (t *Table) Persist(f FlushRange, who Actor) Fault {
 		return fault
 	}
 	d, ok := r.backing.(durable)
+	fault = r.fault(FaultAccess, off, n, f.Acc) // here, where it is certain what the region is
 	r.exit()
 	if !ok {
-		return r.fault(FaultAccess, off, n, f.Acc) // Register refuses such regions
+		return fault // Register refuses such regions
 	}
 	if n == 0 {
 		return Fault{}
@@ -71,10 +72,11 @@ func (t *Table) Persist(f FlushRange, who Actor) Fault {
 	case err == nil:
 		return Fault{}
 	case errors.Is(err, syscall.ENOMEM):
-		return r.fault(FaultStale, off, n, f.Acc) // not mapped any more
+		fault.Kind = FaultStale // not mapped any more
 	default:
-		return r.fault(FaultStorage, off, n, f.Acc)
+		fault.Kind = FaultStorage
 	}
+	return r.report(fault)
 }
 
 // openFlush opens a section on the region, and says where in it the range lies.
@@ -82,7 +84,8 @@ func (t *Table) openFlush(f *FlushRange, who Actor) (r *Region, off, n uint64, f
 	addr, n := f.Addr, f.Len
 	if f.Whole {
 		if r = t.Lookup(f.Key); r != nil {
-			addr, n = r.iova, r.length
+			now, _ := r.Snapshot()
+			addr, n = now.IOVA, now.Length // if it becomes another region now, its key does not fit any more
 		}
 	}
 	r, off, kind := t.open(f.Key, addr, n, f.Acc, who)

@@ -28,6 +28,7 @@ type Host struct {
 	length uint64
 	owner  any    // what keeps the memory alive
 	inHeap bool   // it is the Go heap's
+	writes bool   // it was found to be writable
 	inFile bool   // it is known to be a file's, which keeps it
 	note   string // why the pages are not locked; empty if they are
 	fate   pinnedWatch
@@ -72,7 +73,7 @@ func newHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, ow
 	if length > math.MaxInt || uintptr(length) > math.MaxInt-min(addr, math.MaxInt) { // nor does user space reach that far
 		return nil, ib.Errorf(op, syscall.EFAULT, "%d bytes at %#x are not memory of this process", length, addr)
 	}
-	h := &Host{addr: addr, length: length, owner: owner}
+	h := &Host{addr: addr, length: length, owner: owner, writes: access&ib.AccessLocalWrite != 0}
 	if raw && (goheap.Contains(addr) || goheap.Contains(addr+uintptr(length)-1)) {
 		return nil, heapError(addr, length)
 	}
@@ -105,6 +106,23 @@ func (h *Host) take(access ib.Access, lock ib.LockMode) error {
 		}
 	}
 	return h.lock(lock)
+}
+
+// Adapt makes sure that the memory is good for other rights than those it was made
+// for. It is called outside any access, by one at a time.
+func (h *Host) Adapt(access ib.Access) error {
+	if access&ib.AccessLocalWrite != 0 && !h.writes {
+		if !h.inHeap {
+			if err := h.present(true); err != nil {
+				return err
+			}
+		}
+		h.writes = true
+	}
+	if access&ib.AccessFlushPersistent != 0 && !h.inFile {
+		return h.persistent()
+	}
+	return nil
 }
 
 // persistent makes sure that the memory can be made persistent. Drivers refuse

@@ -7,7 +7,8 @@
 //  2. region.go: a read section on the region is opened (Resolve) and closed
 //     (Release); the state, the domain, the rights and the bounds are checked,
 //     once. Whoever kills a region marks it dead, then waits for the sections
-//     that are open.
+//     that are open. rereg.go changes what a region is; window.go has keys that
+//     open a part of one.
 //  3. a Backing finds the bytes. One file for each kind of memory: host.go,
 //     ondemand.go.
 //  4. copy.go: one loop moves bytes between any two lists of any two kinds.
@@ -81,8 +82,9 @@ const (
 	FaultBounds                     // the range is not inside the region
 	FaultAlign                      // an atomic that is not 8-byte aligned
 	FaultStale                      // what was registered is not there any more
-	FaultNotInvalidatable           // the key's kind cannot be invalidated by a peer
+	FaultNotInvalidatable           // the key's kind cannot be invalidated, or windows are bound to the region
 	FaultStorage                    // the storage behind the memory failed
+	FaultWindow                     // the window cannot be bound like this: its type forbids it, or it is bound
 	FaultUnmapped                   // on demand: nothing is mapped there, or not for this access
 	FaultPending                    // the bytes have to be fetched first: Fault.Await
 	numFaultKinds

@@ -3,9 +3,12 @@ package mem_test
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"flag"
 	"math"
 	"math/big"
+	"strings"
+	"syscall"
 	"testing"
 
 	"pgregory.net/rapid"
@@ -14,11 +17,16 @@ import (
 	"github.com/verbena-rdma/verbena/internal/mem"
 )
 
-// The model test: random registrations, closes, invalidations and accesses,
-// several regions on the same memory, against a model that is as simple as can
-// be: bytes in slices, bounds in numbers without a limit, keys in a map.
+// The model test: random registrations, closes, invalidations, binds,
+// re-registrations and accesses, several regions and windows on the same memory,
+// against a model that is as simple as can be: bytes in slices, bounds in numbers
+// without a limit, keys in lists. model_mw_test.go has the part of it that is
+// about windows and re-registration.
 
-const modelMemory = 600
+const (
+	modelMemory  = 600
+	modelRegions = 14 // and windows, at most
+)
 
 // modelRegion is what the model knows of a region.
 type modelRegion struct {
@@ -27,6 +35,22 @@ type modelRegion struct {
 	memory      int // which one
 	start       int // where in there
 	invalidated bool
+	windows     int // bound to it
+}
+
+// entry is what the model says of the region or window that has a key: where it
+// lies, and what it lets whom do.
+func (r *modelRegion) entry() *modelEntry {
+	return &modelEntry{RegionConfig: r.RegionConfig, region: r, memory: r.memory, start: r.start, dead: r.invalidated}
+}
+
+type modelEntry struct {
+	mem.RegionConfig
+	region *modelRegion // for a window, the one that it is bound to
+	window *modelWindow // nil: a region
+	memory int
+	start  int
+	dead   bool
 }
 
 type model struct {
@@ -34,22 +58,29 @@ type model struct {
 	memory  [3][]byte // what the device accesses
 	want    [3][]byte // what should be in there
 	regions []*modelRegion
-	dead    []uint32 // closed keys
+	windows []*modelWindow
+	dead    []uint32 // keys that were good once
 	seen    map[string]int
 }
 
 func TestModel(t *testing.T) {
-	if err := flag.Set("rapid.steps", "150"); err != nil {
-		t.Fatal(err)
+	for name, n := range map[string]string{"rapid.steps": "250", "rapid.checks": "400"} {
+		if err := flag.Set(name, n); err != nil {
+			t.Fatal(err)
+		}
 	}
 	seen := make(map[string]int) // accesses by outcome
 	rapid.Check(t, func(t *rapid.T) {
-		m := &model{seen: seen, table: mem.NewTable(mem.TableConfig{MaxRegions: 12, Seed: rapid.Uint64Range(1, math.MaxUint64).Draw(t, "seed")})}
+		m := &model{seen: seen, table: mem.NewTable(mem.TableConfig{MaxRegions: modelRegions, Seed: rapid.Uint64Range(1, math.MaxUint64).Draw(t, "seed")})}
 		for i := range m.memory {
 			m.memory[i], m.want[i] = make([]byte, modelMemory), make([]byte, modelMemory)
 		}
 		for range 6 {
 			m.register(t)
+		}
+		for range 4 {
+			m.allocate(t)
+			m.bind(t)
 		}
 		t.Repeat(map[string]func(*rapid.T){
 			"register":   m.register,
@@ -59,21 +90,40 @@ func TestModel(t *testing.T) {
 			"copy":       m.copy,
 			"raw":        m.raw,
 			"atomic":     m.atomic,
+			"allocate":   m.allocate,
+			"bind":       m.bind,
+			"free":       m.free,
+			"rereg":      m.rereg,
 			"":           m.compare,
 		})
+		for _, w := range m.windows {
+			w.real.Close()
+		}
 		for _, r := range m.regions {
-			r.real.Close()
+			if err := r.real.Close(); err != nil {
+				t.Fatal(err)
+			}
 		}
 		if m.table.Len() != 0 {
 			t.Fatalf("%d regions are left", m.table.Len())
 		}
 	})
 	// The walk must have come everywhere, or it proves nothing.
-	for _, action := range []string{"resolve", "copy", "raw", "atomic"} {
+	for _, action := range []string{"resolve", "copy", "raw", "atomic", "resolve through a window", "raw through a window"} {
 		for _, kind := range []mem.FaultKind{mem.FaultNone, mem.FaultKey, mem.FaultDead, mem.FaultDomain, mem.FaultAccess, mem.FaultBounds} {
-			if n := seen[action+", "+kind.String()]; n < 10 {
+			if n := seen[action+", "+kind.String()]; n < 10 && (kind != mem.FaultKey || !strings.Contains(action, "window")) {
 				t.Errorf("%s, %v: only %d times", action, kind, n)
 			}
+		}
+	}
+	for _, kind := range []mem.FaultKind{mem.FaultNone, mem.FaultDomain, mem.FaultAccess, mem.FaultBounds, mem.FaultWindow, mem.FaultDead} {
+		if n := seen["bind, "+kind.String()]; n < 10 {
+			t.Errorf("bind, %v: only %d times", kind, n)
+		}
+	}
+	for _, what := range []string{"rereg, done", "rereg, busy", "rereg, refused", "rereg, unusable", "close, busy"} {
+		if seen[what] < 10 {
+			t.Errorf("%s: only %d times", what, seen[what])
 		}
 	}
 	if n := seen["atomic, "+mem.FaultAlign.String()]; n < 10 {
@@ -90,8 +140,8 @@ func (m *model) compare(t *rapid.T) {
 			t.Fatalf("memory %d differs from the model", i)
 		}
 	}
-	if m.table.Len() != len(m.regions) {
-		t.Fatalf("%d regions, should be %d", m.table.Len(), len(m.regions))
+	if n := len(m.regions) + len(m.windows); m.table.Len() != n {
+		t.Fatalf("%d regions and windows, should be %d", m.table.Len(), n)
 	}
 }
 
@@ -104,10 +154,46 @@ func drawAccess(t *rapid.T) ib.Access {
 		0, ib.AccessLocalWrite, ib.AccessRemoteRead, ib.AccessLocalWrite | ib.AccessRemoteWrite, ib.AccessLocalWrite | ib.AccessRemoteAtomic,
 		ib.AccessRemoteWrite, ib.AccessRemoteAtomic, 1 << 10,
 	}).Draw(t, "access")
-	return a | rapid.SampledFrom([]ib.Access{0, ib.AccessZeroBased, ib.AccessRemoteInvalidate}).Draw(t, "more access")
+	return a | rapid.SampledFrom([]ib.Access{0, ib.AccessMWBind, ib.AccessMWBind, ib.AccessMWBind, ib.AccessMWBind | ib.AccessZeroBased, ib.AccessZeroBased, ib.AccessRemoteInvalidate, ib.AccessMWBind | ib.AccessRemoteInvalidate}).Draw(t, "more access")
 }
 
 func (m *model) register(t *rapid.T) {
+	r, ok := m.drawRegion(t)
+	ok = ok && len(m.regions)+len(m.windows) < modelRegions
+	var err error
+	if r.real, err = m.table.Register(r.RegionConfig); (err == nil) != ok {
+		t.Fatalf("Register(%+v): %v", r.RegionConfig, err)
+	}
+	if !ok {
+		return
+	}
+	if r.Access&ib.AccessZeroBased != 0 {
+		r.IOVA = 0
+	}
+	m.unique(t, r.real.Key())
+	m.regions = append(m.regions, r)
+}
+
+// unique checks that no other region or window has a key.
+func (m *model) unique(t *rapid.T, key uint32) {
+	n := 0
+	for _, r := range m.regions {
+		if r.real.Key() == key {
+			n++
+		}
+	}
+	for _, w := range m.windows {
+		if w.key == key {
+			n++
+		}
+	}
+	if n > 1 {
+		t.Fatalf("key %#x is in use", key)
+	}
+}
+
+// drawRegion draws what a region is to be, and tells whether there can be such.
+func (m *model) drawRegion(t *rapid.T) (*modelRegion, bool) {
 	r := &modelRegion{memory: rapid.IntRange(0, 2).Draw(t, "memory")}
 	r.start = rapid.SampledFrom([]int{0, 8, 64, 200, 1, 77, 350, modelMemory - 1}).Draw(t, "start")
 	n := modelMemory - r.start - rapid.IntRange(0, modelMemory-r.start-1).Draw(t, "less")
@@ -130,42 +216,45 @@ func (m *model) register(t *rapid.T) {
 	end := new(big.Int).Add(base, new(big.Int).SetUint64(r.Length))
 	remoteWrite := r.Access&(ib.AccessRemoteWrite|ib.AccessRemoteAtomic) != 0
 	ok := r.Access&(1<<10) == 0 && (!remoteWrite || r.Access&ib.AccessLocalWrite != 0) &&
-		end.Cmp(new(big.Int).SetUint64(math.MaxUint64)) <= 0 && r.Length <= uint64(n) && len(m.regions) < 12
-
-	if r.real, err = m.table.Register(r.RegionConfig); (err == nil) != ok {
-		t.Fatalf("Register(%+v): %v", r.RegionConfig, err)
-	}
-	if !ok {
-		return
-	}
-	r.IOVA = base.Uint64()
-	for _, other := range m.regions {
-		if other.real.Key() == r.real.Key() {
-			t.Fatalf("key %#x is in use", r.real.Key())
-		}
-	}
-	m.regions = append(m.regions, r)
+		end.Cmp(new(big.Int).SetUint64(math.MaxUint64)) <= 0 && r.Length <= uint64(n)
+	return r, ok
 }
 
-// draw chooses a region, dead ones included, and returns nil for a key without
-// a region.
-func (m *model) draw(t *rapid.T) (key uint32, r *modelRegion) {
-	k := rapid.IntRange(0, 15).Draw(t, "region")
+// draw chooses a region or window, dead ones included, and returns nil for a key
+// without any.
+func (m *model) draw(t *rapid.T) (key uint32, e *modelEntry) {
+	k := rapid.IntRange(0, 31).Draw(t, "region")
 	switch {
-	case k < 14 && len(m.regions) > 0:
-		r = m.regions[k%len(m.regions)]
-		return r.real.Key(), r
-	case k == 14 && len(m.dead) > 0:
-		key = rapid.SampledFrom(m.dead).Draw(t, "closed key")
+	case k < 18 && len(m.regions) > 0:
+		r := m.regions[k%len(m.regions)]
+		return r.real.Key(), r.entry()
+	case k < 28 && len(m.windows) > 0:
+		w := m.windows[k%len(m.windows)]
+		for i := 0; w.on == nil && i < len(m.windows) && k%4 > 0; i++ { // rather one that is bound
+			w = m.windows[i]
+		}
+		return w.key, w.entry()
+	case k < 30 && len(m.dead) > 0:
+		key = rapid.SampledFrom(m.dead).Draw(t, "old key")
 	default:
 		key = rapid.Uint32().Draw(t, "key")
 	}
+	return key, m.find(key)
+}
+
+// find returns what has a key.
+func (m *model) find(key uint32) *modelEntry {
 	for _, r := range m.regions {
 		if r.real.Key() == key {
-			return key, r
+			return r.entry()
 		}
 	}
-	return key, nil
+	for _, w := range m.windows {
+		if w.key == key {
+			return w.entry()
+		}
+	}
+	return nil
 }
 
 func (m *model) close(t *rapid.T) {
@@ -174,6 +263,13 @@ func (m *model) close(t *rapid.T) {
 	}
 	k := rapid.IntRange(0, len(m.regions)-1).Draw(t, "region")
 	r := m.regions[k]
+	if r.windows > 0 {
+		if err := r.real.Close(); !errors.Is(err, syscall.EBUSY) {
+			t.Fatalf("Close of a region with %d windows: %v", r.windows, err)
+		}
+		m.seen["close, busy"]++
+		return
+	}
 	for range 2 {
 		if err := r.real.Close(); err != nil {
 			t.Fatal(err)
@@ -183,23 +279,29 @@ func (m *model) close(t *rapid.T) {
 	m.regions = append(m.regions[:k], m.regions[k+1:]...)
 }
 
+func drawActor(t *rapid.T) mem.Actor {
+	return mem.Actor{PD: uint32(rapid.IntRange(1, 2).Draw(t, "pd")), QPN: uint32(rapid.IntRange(1, 2).Draw(t, "qpn"))}
+}
+
 func (m *model) invalidate(t *rapid.T) {
-	key, r := m.draw(t)
-	pd := uint32(rapid.IntRange(1, 2).Draw(t, "pd"))
+	key, e := m.draw(t)
+	who := drawActor(t)
 	want := mem.FaultNone
 	switch {
-	case r == nil:
+	case e == nil:
 		want = mem.FaultKey
-	case r.PD != pd:
+	case e.PD != who.PD:
 		want = mem.FaultDomain
 	case rapid.IntRange(0, 3).Draw(t, "yes") > 0: // not too often
 		return
-	case !r.Invalidatable && r.Access&ib.AccessRemoteInvalidate == 0:
+	case e.window != nil:
+		want = e.window.invalidated(who)
+	case !e.Invalidatable && e.Access&ib.AccessRemoteInvalidate == 0 || e.region.windows > 0:
 		want = mem.FaultNotInvalidatable
 	default:
-		r.invalidated = true
+		e.region.invalidated = true
 	}
-	if f := m.table.Invalidate(key, mem.Actor{PD: pd}); f.Kind != want {
+	if f := m.table.Invalidate(key, who); f.Kind != want {
 		t.Fatalf("Invalidate(%#x): %v, should be %v", key, f, want)
 	}
 }
@@ -207,9 +309,9 @@ func (m *model) invalidate(t *rapid.T) {
 // modelRange is a range that an access asks for, and what the model says of it.
 type modelRange struct {
 	sge   ib.SGE
-	pd    uint32
+	who   mem.Actor
 	right ib.Access
-	r     *modelRegion
+	r     *modelEntry
 	off   int // in the memory, if there is no fault
 	fault mem.FaultKind
 }
@@ -222,13 +324,16 @@ func (a *modelRange) bytes(m *model) []byte {
 // drawRange chooses a key, a place around one of the region's ends or anywhere,
 // and a length.
 func (m *model) drawRange(t *rapid.T, right ib.Access) *modelRange {
-	a := &modelRange{right: right, pd: uint32(rapid.IntRange(1, 2).Draw(t, "pd"))}
+	a := &modelRange{right: right, who: drawActor(t)}
 	a.sge.LKey, a.r = m.draw(t)
 	var base, size uint64
 	if a.r != nil {
 		base, size = a.r.IOVA, a.r.Length
 		if rapid.IntRange(0, 7).Draw(t, "own domain") < 7 {
-			a.pd = a.r.PD
+			a.who.PD = a.r.PD
+		}
+		if w := a.r.window; w != nil && rapid.IntRange(0, 3).Draw(t, "own queue pair") < 3 {
+			a.who.QPN = w.qpn
 		}
 	}
 	near := uint64(rapid.IntRange(-9, 9).Draw(t, "near"))
@@ -240,9 +345,9 @@ func (m *model) drawRange(t *rapid.T, right ib.Access) *modelRange {
 	switch {
 	case a.r == nil:
 		a.fault = mem.FaultKey
-	case a.r.invalidated:
+	case a.r.dead:
 		a.fault = mem.FaultDead
-	case a.r.PD != a.pd:
+	case a.r.PD != a.who.PD:
 		a.fault = mem.FaultDomain
 	case a.r.Access&right != right:
 		a.fault = mem.FaultAccess
@@ -256,21 +361,25 @@ func (m *model) drawRange(t *rapid.T, right ib.Access) *modelRange {
 			break
 		}
 		a.off = a.r.start + int(new(big.Int).Sub(first, lo).Int64())
+		a.fault = a.r.behind(a.who, right)
 	}
 	return a
 }
 
 func (m *model) list(a *modelRange) *mem.List {
-	return &mem.List{Table: m.table, Actor: mem.Actor{PD: a.pd}, Access: a.right, SGEs: []ib.SGE{a.sge}}
+	return &mem.List{Table: m.table, Actor: a.who, Access: a.right, SGEs: []ib.SGE{a.sge}}
 }
 
 func (m *model) resolve(t *rapid.T) {
 	a := m.drawRange(t, rapid.SampledFrom(rights).Draw(t, "right"))
-	span, f := m.table.Resolve(a.sge.LKey, a.sge.Addr, uint64(a.sge.Length), a.right, mem.Actor{PD: a.pd})
+	span, f := m.table.Resolve(a.sge.LKey, a.sge.Addr, uint64(a.sge.Length), a.right, a.who)
 	if f.Kind != a.fault {
 		t.Fatalf("Resolve: %v, should be %v", f, a.fault)
 	}
 	m.saw("resolve", f)
+	if a.r != nil && a.r.window != nil {
+		m.saw("resolve through a window", f)
+	}
 	if check := mem.Check(m.list(a), uint64(a.sge.Length)); check.Kind != a.fault {
 		t.Fatalf("Check: %v, should be %v", check, a.fault)
 	}
@@ -338,6 +447,9 @@ func (m *model) raw(t *rapid.T) {
 		f, _ = mem.Copy(packet, l, uint64(n), true)
 	}
 	m.saw("raw", f)
+	if a.r != nil && a.r.window != nil {
+		m.saw("raw through a window", f)
+	}
 	if n > len(data) && a.fault == mem.FaultNone {
 		t.Fatalf("a range of %d bytes in a memory of %d", n, modelMemory)
 	}
@@ -360,12 +472,14 @@ func (m *model) raw(t *rapid.T) {
 func (m *model) atomic(t *rapid.T) {
 	a := m.drawRange(t, ib.AccessRemoteAtomic)
 	a.sge.Length = 8
-	if a.r != nil && a.fault != mem.FaultDead && a.fault != mem.FaultDomain && a.fault != mem.FaultAccess {
+	if a.r != nil && !a.r.dead && a.r.PD == a.who.PD && a.fault != mem.FaultAccess {
 		// The length has changed: bounds once more.
 		off := new(big.Int).Sub(new(big.Int).SetUint64(a.sge.Addr), new(big.Int).SetUint64(a.r.IOVA))
 		a.fault = mem.FaultNone
 		if off.Sign() < 0 || new(big.Int).Add(off, big.NewInt(8)).Cmp(new(big.Int).SetUint64(a.r.Length)) > 0 {
 			a.fault = mem.FaultBounds
+		} else if a.fault = a.r.behind(a.who, ib.AccessRemoteAtomic); a.fault != mem.FaultNone {
+			// not this queue pair's window
 		} else if a.off = a.r.start + int(off.Int64()); a.sge.Addr%8 != 0 || (addrOf(m.memory[a.r.memory])+uintptr(a.off))%8 != 0 {
 			a.fault = mem.FaultAlign
 		}
@@ -379,7 +493,7 @@ func (m *model) atomic(t *rapid.T) {
 			compare = was
 		}
 	}
-	orig, f := mem.Atomic(m.table, mem.Actor{PD: a.pd}, a.sge.LKey, a.sge.Addr, op, compare, value)
+	orig, f := mem.Atomic(m.table, a.who, a.sge.LKey, a.sge.Addr, op, compare, value)
 	m.saw("atomic", f)
 	if f.Kind != a.fault || orig != was {
 		t.Fatalf("Atomic: %#x, %v, should be %#x, %v", orig, f, was, a.fault)

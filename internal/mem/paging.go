@@ -108,7 +108,7 @@ func (r *Region) Prefetch(off, n uint64, write, noFault bool) FaultKind {
 		return FaultDead
 	}
 	m, ok := r.backing.(*OnDemand)
-	r.exit()
+	r.leave()
 	if !ok || n == 0 {
 		return FaultNone
 	}

@@ -8,6 +8,9 @@ package mem
 //  3. Invalidate and Close set a bit that keeps new sections out, then wait for
 //     the open ones. When they return, nobody reads or writes through the
 //     region any more, and nobody ever will.
+//
+// rereg.go makes another region of it; window.go opens a part of it by a key of
+// its own.
 
 import (
 	"log/slog"
@@ -36,11 +39,14 @@ type RegionConfig struct {
 
 // Region is registered memory: rights, bounds, a key and a state, on a Backing.
 type Region struct {
-	// state counts the open sections in its low bits; stateInvalidated and
-	// stateDead keep new ones out.
+	// state counts the open sections in its low bits; statePaused,
+	// stateInvalidated and stateDead keep new ones out.
 	state atomic.Uint64
 
-	key           uint32
+	// key changes, as most of what follows, only while no section can be open
+	// and mu is held. Its index never does.
+	key           atomic.Uint32
+	step          uint8 // odd: from one tag to the next
 	pd            uint32
 	access        ib.Access
 	kind          Kind
@@ -52,6 +58,11 @@ type Region struct {
 	backing       Backing
 	table         *Table
 
+	window *Window // not nil: this is a window's key
+	base   uint64  // windows: where in the backing the first byte lies
+	// bound counts the windows on the region; taken keeps new ones out.
+	bound atomic.Int32
+
 	mu   sync.Mutex                    // serialises those who kill the region
 	wake atomic.Pointer[chan struct{}] // set while somebody sleeps until the count is zero
 }
@@ -59,40 +70,21 @@ type Region struct {
 const (
 	stateDead        = 1 << 63 // closed, or about to be
 	stateInvalidated = 1 << 62
-	stateCount       = stateInvalidated - 1
+	statePaused      = 1 << 61 // becomes another region, and will be open again
+	stateCount       = statePaused - 1
 )
 
 // Register makes a region and gives it a key. On failure the backing is still
 // the caller's.
 func (t *Table) Register(cfg RegionConfig) (*Region, error) {
 	const op = "reg_mr"
-	if unknown := cfg.Access &^ accessKnown; unknown != 0 {
-		return nil, ib.Errorf(op, syscall.EINVAL, "unknown access bits %#x", uint32(unknown))
-	}
-	// ibv_reg_mr(3): a peer's right to change memory needs the local right.
-	if cfg.Access&(ib.AccessRemoteWrite|ib.AccessRemoteAtomic) != 0 && cfg.Access&ib.AccessLocalWrite == 0 {
-		return nil, ib.Errorf(op, syscall.EINVAL, "remote write and remote atomic access need local write access")
-	}
-	kind := cfg.Backing.Kind()
-	if cfg.Access&ib.AccessOnDemand != 0 != (kind == KindOnDemand || kind == KindImplicit) {
-		return nil, ib.Errorf(op, syscall.EINVAL, "on-demand access and %v memory do not fit", kind)
-	}
-	if cfg.Access&ib.AccessFlushPersistent != 0 && !isDurable(cfg.Backing) {
-		return nil, ib.Errorf(op, syscall.EINVAL, "flush to persistence of memory that is not persistent")
-	}
-	if cfg.Access&ib.AccessZeroBased != 0 {
-		cfg.IOVA = 0
-	}
-	if cfg.Length > math.MaxUint64-cfg.IOVA {
-		return nil, ib.Errorf(op, syscall.EINVAL, "%d bytes at %#x pass the end of the address space", cfg.Length, cfg.IOVA)
-	}
-	if cfg.Length > cfg.Backing.Len() {
-		return nil, ib.Errorf(op, syscall.EINVAL, "%d bytes on a backing of %d", cfg.Length, cfg.Backing.Len())
+	if err := cfg.check(op); err != nil {
+		return nil, err
 	}
 	r := &Region{
 		pd:            cfg.PD,
 		access:        cfg.Access,
-		kind:          kind,
+		kind:          cfg.Backing.Kind(),
 		solid:         isSolid(cfg.Backing),
 		invalidatable: cfg.Invalidatable || cfg.Access&ib.AccessRemoteInvalidate != 0,
 		iova:          cfg.IOVA,
@@ -101,13 +93,43 @@ func (t *Table) Register(cfg RegionConfig) (*Region, error) {
 		table:         t,
 	}
 	_, ok := t.slots.AddFunc(func(index uint32) *Region {
-		r.key = index<<tagBits | t.random()&(1<<tagBits-1)
+		r.setIndex(index)
 		return r
 	})
 	if !ok {
 		return nil, ib.Errorf(op, syscall.ENOMEM, "the device has its %d regions already", t.slots.max)
 	}
 	return r, nil
+}
+
+// check tells whether there can be such a region, and completes its address.
+func (cfg *RegionConfig) check(op string) error {
+	if unknown := cfg.Access &^ accessKnown; unknown != 0 {
+		return ib.Errorf(op, syscall.EINVAL, "unknown access bits %#x", uint32(unknown))
+	}
+	// ibv_reg_mr(3): a peer's right to change memory needs the local right.
+	if cfg.Access&(ib.AccessRemoteWrite|ib.AccessRemoteAtomic) != 0 && cfg.Access&ib.AccessLocalWrite == 0 {
+		return ib.Errorf(op, syscall.EINVAL, "remote write and remote atomic access need local write access")
+	}
+	if kind := cfg.Backing.Kind(); cfg.Access&ib.AccessOnDemand != 0 != (kind == KindOnDemand || kind == KindImplicit) {
+		return ib.Errorf(op, syscall.EINVAL, "on-demand access and %v memory do not fit", kind)
+	}
+	if cfg.Access&ib.AccessFlushPersistent != 0 && !isDurable(cfg.Backing) {
+		return ib.Errorf(op, syscall.EINVAL, "flush to persistence of memory that is not persistent")
+	}
+	if cfg.Access&ib.AccessZeroBased != 0 {
+		cfg.IOVA = 0
+	}
+	if cfg.Length > math.MaxUint64-cfg.IOVA {
+		return ib.Errorf(op, syscall.EINVAL, "%d bytes at %#x pass the end of the address space", cfg.Length, cfg.IOVA)
+	}
+	if cfg.Length > cfg.Backing.Len() {
+		return ib.Errorf(op, syscall.EINVAL, "%d bytes on a backing of %d", cfg.Length, cfg.Backing.Len())
+	}
+	if cfg.Access&ib.AccessMWBind != 0 && isPeerMemory(cfg.Backing) {
+		return ib.Errorf(op, syscall.EOPNOTSUPP, "memory windows cannot be bound to peer memory")
+	}
+	return nil
 }
 
 // isSolid asks a backing whether its bytes are always there, whatever the
@@ -118,7 +140,21 @@ func isSolid(b Backing) bool {
 }
 
 // Key returns the region's local and remote key.
-func (r *Region) Key() uint32 { return r.key }
+func (r *Region) Key() uint32 { return r.key.Load() }
+
+// setIndex gives a new region its first key.
+func (r *Region) setIndex(index uint32) {
+	random := r.table.random()
+	r.key.Store(index<<tagBits | random&(1<<tagBits-1))
+	r.step = uint8(random>>tagBits) | 1
+}
+
+// after returns the key that follows another one of the region: the same index,
+// the next tag. The step between tags is odd, so that all others come before one
+// is used again, and nobody else's to know.
+func (r *Region) after(key uint32) uint32 {
+	return key&^(1<<tagBits-1) | uint32(uint8(key)+r.step)
+}
 
 // Kind says what the region's memory is.
 func (r *Region) Kind() Kind { return r.kind }
@@ -135,30 +171,56 @@ func (r *Region) IOVA() uint64 { return r.iova }
 // Length returns the number of bytes.
 func (r *Region) Length() uint64 { return r.length }
 
+// Snapshot returns what the region is, all of it at one time; the other methods
+// are for those who know that it does not change meanwhile. ok is false if it is
+// closed, invalidated, or about to change.
+func (r *Region) Snapshot() (cfg RegionConfig, ok bool) {
+	if ok = r.state.Add(1) < statePaused; ok {
+		cfg = RegionConfig{PD: r.pd, Access: r.access, IOVA: r.iova, Length: r.length, Backing: r.backing, Invalidatable: r.invalidatable}
+	}
+	r.leave()
+	return cfg, ok
+}
+
 // Backing returns what the region's bytes are made of.
 func (r *Region) Backing() Backing { return r.backing }
 
 // Alive reports whether the key is good: neither invalidated nor closed.
 func (r *Region) Alive() bool { return r.state.Load()&^stateCount == 0 }
 
-// enter opens a read section, if the region is alive.
+// Closed reports whether the region is closed, for good.
+func (r *Region) Closed() bool { return r.state.Load()&stateDead != 0 }
+
+// enter opens a read section, if the region is alive; not that on the region
+// behind a window.
 func (r *Region) enter() bool {
 	// The first look keeps a peer that hammers a dead key from moving the
 	// count, which somebody may be waiting on; the second decides.
-	if r.state.Load() >= stateInvalidated {
+	if r.state.Load() >= statePaused {
 		return false
 	}
-	if r.state.Add(1) >= stateInvalidated {
-		r.exit()
+	if r.state.Add(1) >= statePaused {
+		r.leave()
 		return false
 	}
 	return true
 }
 
-// exit closes a read section. The last one out of a region that is being
-// killed wakes the killer.
+// exit closes a read section, and that on the region behind a window.
 func (r *Region) exit() {
-	if s := r.state.Add(^uint64(0)); s >= stateInvalidated && s&stateCount == 0 {
+	if w := r.window; w != nil {
+		parent := w.parent // it is another's to change once this section is closed
+		r.leave()
+		parent.leave()
+		return
+	}
+	r.leave()
+}
+
+// leave is exit for one of the two. The last one out of a region that is being
+// killed wakes the killer.
+func (r *Region) leave() {
+	if s := r.state.Add(^uint64(0)); s >= statePaused && s&stateCount == 0 {
 		r.wakeKiller()
 	}
 }
@@ -184,7 +246,7 @@ const spinsBeforeSleep = 32
 // the channel (and the bit, which was set before).
 func (r *Region) killLocked(bit uint64) {
 	open := r.state.Or(bit)&stateCount != 0
-	if r.table.killed != nil {
+	if r.window == nil && r.table.killed != nil { // requests never send from a window
 		r.table.killed()
 	}
 	if !open {
@@ -213,7 +275,9 @@ func (r *Region) invalidate(who Actor) FaultKind {
 		return FaultDead
 	case r.pd != who.PD:
 		return FaultDomain
-	case !r.invalidatable:
+	case r.window != nil:
+		return r.window.invalidateLocked(who)
+	case !r.invalidatable || r.bound.Load() > 0:
 		return FaultNotInvalidatable
 	}
 	r.killLocked(stateInvalidated)
@@ -222,16 +286,20 @@ func (r *Region) invalidate(who Actor) FaultKind {
 
 // Close ends the region: its key becomes useless at once, and when Close
 // returns nobody accesses the memory through it any more. It then closes the
-// backing and frees the key. Closing again does nothing.
+// backing and frees the key. Closing again does nothing. While windows are bound
+// to it, it cannot be closed: EBUSY.
 func (r *Region) Close() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.state.Load()&stateDead != 0 {
 		return nil
 	}
+	if err := r.takeLocked("dereg_mr"); err != nil {
+		return err
+	}
 	r.killLocked(stateDead)
 	err := r.backing.Close()
-	r.table.slots.Remove(r.key >> tagBits)
+	r.table.slots.Remove(r.key.Load() >> tagBits)
 	return err
 }
 
@@ -297,19 +365,23 @@ func (r *Region) gone(off, n uint64, acc ib.Access, times int) Fault {
 }
 
 // fault completes a fault that a backing, which knows neither its key nor its
-// address, has found at off. That memory is gone is counted, and logged once for
-// each region.
+// address, has found at off. The section is open.
 func (r *Region) fault(kind FaultKind, off, n uint64, acc ib.Access) Fault {
-	if kind == FaultStale {
+	f := Fault{Kind: kind, Key: r.Key(), Addr: r.iova + off - r.base, Len: n}
+	if kind == FaultPending {
+		f.acc, f.region, f.off = acc, r, off
+	}
+	return r.report(f)
+}
+
+// report counts that memory is gone, and logs it once for each region.
+func (r *Region) report(f Fault) Fault {
+	if f.Kind == FaultStale {
 		r.table.stale.Add(1)
 		if r.told.CompareAndSwap(false, true) {
 			slog.Warn("verbena: registered memory is gone: unmapped, protected or truncated while a region names it",
-				"key", r.key, "addr", r.iova+off, "region_length", r.length)
+				"key", f.Key, "addr", f.Addr, "length", f.Len)
 		}
-	}
-	f := Fault{Kind: kind, Key: r.key, Addr: r.iova + off, Len: n}
-	if kind == FaultPending {
-		f.acc, f.region, f.off = acc, r, off
 	}
 	return f
 }

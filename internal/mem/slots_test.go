@@ -223,8 +223,8 @@ func TestMillionRegions(t *testing.T) {
 	}
 	found := 0
 	for index, r := range table.slots.All() {
-		if r.key>>tagBits != index || table.Lookup(r.key) != r {
-			t.Fatalf("region %#x is not at its index", r.key)
+		if r.Key()>>tagBits != index || table.Lookup(r.Key()) != r {
+			t.Fatalf("region %#x is not at its index", r.Key())
 		}
 		found++
 	}

@@ -14,8 +14,8 @@ import (
 // from whoever has it, on behalf of a peer; the counters come last.
 
 // A key is 32 bits: a 24-bit index, which is the permuted number of a slot,
-// and an 8-bit tag, random at each allocation. (The tag of fast-registration
-// keys and of type 2 windows is their owner's to choose.)
+// and an 8-bit tag, random at each allocation. (The tag of a type 2 window is
+// its owner's to choose, at each bind.)
 const tagBits = 8
 
 // DefaultMaxRegions is the limit of a table that was not told one.
@@ -23,7 +23,7 @@ const DefaultMaxRegions = 1 << 20
 
 // TableConfig configures a key table; the zero value is good.
 type TableConfig struct {
-	MaxRegions int    // regions at the same time; 0 means DefaultMaxRegions, and there can be no more than MaxSlots
+	MaxRegions int    // regions and windows at the same time; 0 means DefaultMaxRegions, and there can be no more than MaxSlots
 	Seed       uint64 // tests: makes the keys repeatable; 0 means unpredictable ones
 	// Killed, if set, is called when a region is closed or invalidated, before
 	// its owner may use the memory for something else.
@@ -34,7 +34,7 @@ type TableConfig struct {
 // the regions again.
 type Table struct {
 	slots  *Slots[Region]
-	random func() uint32 // tags; called under the table's lock
+	random func() uint32 // 16 bits: tags and their steps; called under the table's lock
 	killed func()
 
 	stale  atomic.Uint64
@@ -42,12 +42,12 @@ type Table struct {
 	moved  [counterShards]movedBytes
 }
 
-// Regions iterates over the regions. Those that come and go meanwhile may be
-// missed or seen.
+// Regions iterates over the regions, without windows. Those that come and go
+// meanwhile may be missed or seen.
 func (t *Table) Regions() iter.Seq[*Region] {
 	return func(yield func(*Region) bool) {
 		for _, r := range t.slots.All() {
-			if r.Alive() && !yield(r) {
+			if r.window == nil && r.Alive() && !yield(r) {
 				return
 			}
 		}
@@ -81,19 +81,19 @@ func NewTable(cfg TableConfig) *Table {
 }
 
 func randomTag() uint32 {
-	var b [1]byte
+	var b [2]byte
 	rand.Read(b[:]) // never fails: it ends the program instead
-	return uint32(b[0])
+	return uint32(b[0]) | uint32(b[1])<<8
 }
 
-// Len returns the number of regions that hold a key, dead or alive.
+// Len returns the number of regions and windows that hold a key, dead or alive.
 func (t *Table) Len() int { return t.slots.Len() }
 
 // Lookup returns the region with a key, or nil. It may be dead by the time the
 // caller looks at it.
 func (t *Table) Lookup(key uint32) *Region {
 	r := t.slots.Get(key >> tagBits)
-	if r == nil || r.key != key {
+	if r == nil || r.key.Load() != key {
 		return nil
 	}
 	return r
@@ -116,29 +116,35 @@ func (t *Table) Resolve(key uint32, addr, n uint64, acc ib.Access, who Actor) (S
 }
 
 // open is what Resolve does: it finds the region, opens a section on it and
-// returns the place of the range in there.
+// returns the place of the range in its backing.
 func (t *Table) open(key uint32, addr, n uint64, acc ib.Access, who Actor) (r *Region, off uint64, kind FaultKind) {
 	r = t.slots.Get(key >> tagBits)
-	if r == nil || r.key != key {
+	if r == nil || r.key.Load() != key {
 		return nil, 0, FaultKey
 	}
 	if !r.enter() {
 		return nil, 0, FaultDead
 	}
-	// What follows stands inside the section, because a region's bounds and
+	// What follows stands inside the section, because a region's key, bounds and
 	// rights may change while it is out of use.
 	off = addr - r.iova
 	switch {
+	case r.key.Load() != key:
+		kind = FaultKey
 	case r.pd != who.PD:
 		kind = FaultDomain
 	case acc&^r.access != 0:
 		kind = FaultAccess
 	case off > r.length || n > r.length-off: // addr below iova: off is larger than any length (Register)
 		kind = FaultBounds
+	case r.window != nil:
+		if kind = r.window.enterParent(acc, who); kind == FaultNone {
+			return r, r.base + off, FaultNone
+		}
 	default:
 		return r, off, FaultNone
 	}
-	r.exit()
+	r.leave()
 	return nil, 0, kind
 }
 

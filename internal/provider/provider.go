@@ -30,13 +30,13 @@ type Config struct {
 
 // Limits lower a device's limits; zero fields keep the default.
 type Limits struct {
-	QPs, CQs, MRs, PDs, AHs, SRQs int
-	QPWR, CQE, SRQWR              int
+	QPs, CQs, MRs, MWs, PDs, AHs, SRQs int
+	QPWR, CQE, SRQWR                   int
 }
 
 // All returns pointers to the limits, always in the same order.
 func (l *Limits) All() []*int {
-	return []*int{&l.QPs, &l.CQs, &l.MRs, &l.PDs, &l.AHs, &l.SRQs, &l.QPWR, &l.CQE, &l.SRQWR}
+	return []*int{&l.QPs, &l.CQs, &l.MRs, &l.MWs, &l.PDs, &l.AHs, &l.SRQs, &l.QPWR, &l.CQE, &l.SRQWR}
 }
 
 // Device is an open device.
@@ -68,6 +68,7 @@ type PD interface {
 	RegImplicitMR(access ib.Access) (MR, error)
 	// Advise prefetches; with flush it returns when that is done.
 	Advise(advice ib.Advice, flush bool, sgl []ib.SGE) error
+	AllocMW(ib.MWType) (MW, error)
 	CreateQP(QPConfig) (QP, error)
 	CreateSRQ(SRQConfig) (SRQ, error)
 	CreateAH(ib.AHAttr) (*ib.AH, error)
@@ -83,6 +84,29 @@ type MR interface {
 	Length() uint64
 	Access() ib.Access
 	Locked() (bool, string) // whether its pages are locked, and if not, why
+	Rereg(MRChange) error   // fails with an *ib.ReregError
+	Close() error
+}
+
+// MRChange is what a region is to become; nil fields keep what it is.
+type MRChange struct {
+	Buf    []byte   // new memory by slice
+	Range  *MRRange // new memory by address
+	PD     PD
+	Access *ib.Access
+}
+
+// MRRange is memory by address.
+type MRRange struct {
+	Addr   uintptr
+	Length uint64
+	IOVA   uint64 // its address in requests
+}
+
+// MW is a memory window.
+type MW interface {
+	Type() ib.MWType
+	RKey() uint32
 	Close() error
 }
 
@@ -121,6 +145,8 @@ type QP interface {
 	Type() ib.QPType
 	PostSend([]ib.SendWR) (int, error)
 	PostRecv([]ib.RecvWR) (int, error)
+	// BindMW posts a bind of a type 1 window and returns the rkey it will have.
+	BindMW(mw MW, id uint64, flags ib.SendFlags, bind ib.MWBind) (rkey uint32, err error)
 	Modify(*ib.QPAttr, ib.QPAttrMask) error
 	Query() (ib.QPAttr, error)
 	Close() error

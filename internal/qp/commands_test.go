@@ -20,7 +20,7 @@ var mtus = map[uint64]ib.MTU{256: ib.MTU256, 512: ib.MTU512, 1024: ib.MTU1024, 2
 var accessNames = map[string]ib.Access{"none": 0, "local-write": ib.AccessLocalWrite, "remote-write": ib.AccessRemoteWrite,
 	"remote-read": ib.AccessRemoteRead, "remote-atomic": ib.AccessRemoteAtomic, "invalidate": ib.AccessRemoteInvalidate,
 	"flush-global": ib.AccessFlushGlobal, "flush-persistent": ib.AccessFlushPersistent, "flush": ib.AccessFlush,
-	"remote": ib.AccessRemote}
+	"remote": ib.AccessRemote, "bind": ib.AccessMWBind, "zero-based": ib.AccessZeroBased}
 
 func (a *cmdArgs) access(key string, def ib.Access) ib.Access {
 	v := a.values(key)
@@ -81,16 +81,66 @@ func (s *script) region(a *cmdArgs) {
 	e.register(a.word(), int(a.num("size", 4096)), uint32(a.num("pd", testPD)), a.access("access", allRights))
 }
 
+// window makes a memory window, which scripts name as they name regions.
+func (s *script) window(a *cmdArgs) {
+	e := a.end()
+	name := a.word()
+	w, err := e.table.AllocWindow(uint32(a.num("pd", testPD)), ib.MWType(a.num("type", 2)))
+	if err != nil {
+		s.fatalf("%v", err)
+	}
+	e.windows[name] = w
+	e.regions[name] = &region{Region: e.table.Lookup(w.Key())}
+}
+
+// bind posts the verb.
+func (s *script) bind(a *cmdArgs) {
+	e := a.end()
+	name := a.word()
+	var flags ib.SendFlags
+	if a.flag("signaled") {
+		flags = ib.SendSignaled
+	}
+	id, b := a.num("id", 0), a.bind(e, name)
+	b.RKey = e.windows[name].NextKey()
+	if err := e.q.PostBind(id, flags, &b); err != nil {
+		s.printf("%s refused: %v", e.name, err)
+	}
+}
+
+// bind is what a window is to be bound to.
+func (a *cmdArgs) bind(e *end, window string) ib.MWBind {
+	r, off := a.place(e, a.str("on", "mem+0"))
+	return ib.MWBind{MW: e.regions[window].Key(), RKey: uint32(a.num("tag", 0)), LKey: r.Key(), Addr: r.IOVA() + off,
+		Length: a.num("size", 0), Access: a.access("access", ib.AccessRemote)}
+}
+
+// tagged is a key with another tag, if one is given: one that a window had, or
+// will have.
+func (a *cmdArgs) tagged(key uint32) uint32 {
+	if !a.has("tag") {
+		return key
+	}
+	return key&^0xff | uint32(a.num("tag", 0))
+}
+
 func (s *script) close(a *cmdArgs) {
 	e := a.end()
-	if r := e.regions[a.word()]; r == nil || r.Close() != nil {
-		s.fatalf("cannot close")
+	name := a.word()
+	if w := e.windows[name]; w != nil {
+		if err := w.Close(); err != nil {
+			s.fatalf("%v", err)
+		}
+		return
+	}
+	if err := e.regions[name].Close(); err != nil {
+		s.printf("%s refused: %v", e.name, err)
 	}
 }
 
 var opcodes = map[string]ib.Opcode{"send": ib.OpSend, "send-imm": ib.OpSendImm, "send-inv": ib.OpSendInv, "write": ib.OpRDMAWrite,
 	"write-imm": ib.OpRDMAWriteImm, "read": ib.OpRDMARead, "cmp-swap": ib.OpAtomicCmpSwap, "fetch-add": ib.OpAtomicFetchAdd,
-	"atomic-write": ib.OpAtomicWrite, "flush": ib.OpFlush}
+	"atomic-write": ib.OpAtomicWrite, "flush": ib.OpFlush, "local-inv": ib.OpLocalInv, "bind": ib.OpBindMW}
 
 var flushTypes = map[string]ib.FlushType{"all": ib.FlushGlobal, "storage": ib.FlushPersistent, "none": 0, "unknown": 4}
 
@@ -118,11 +168,18 @@ func (s *script) post(a *cmdArgs) {
 	}
 	if to := a.str("to", ""); to != "" || opTable[wr.Op].remote {
 		r, off := a.place(e.peer, orDefault(to, "mem+0"))
-		wr.RKey, wr.RemoteAddr = uint32(a.num("rkey", uint64(r.Key()))), a.num("va", r.IOVA()+off)
+		wr.RKey, wr.RemoteAddr = uint32(a.num("rkey", uint64(a.tagged(r.Key())))), a.num("va", r.IOVA()+off)
 	}
 	if inv := a.str("inv", ""); inv != "" {
-		r, _ := a.place(e.peer, inv)
-		wr.InvalidateKey = r.Key()
+		from := e.peer
+		if wr.Op == ib.OpLocalInv {
+			from = e
+		}
+		r, _ := a.place(from, inv)
+		wr.InvalidateKey = a.tagged(r.Key())
+	}
+	if wr.Op == ib.OpBindMW {
+		wr.Bind = a.bind(e, a.str("mw", "mw"))
 	}
 	if text := a.str("inline", ""); text != "" {
 		wr.Inline = []byte(text)

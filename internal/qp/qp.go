@@ -10,7 +10,8 @@
 //   - completer.go turns the peer's answers, and silence, into completions
 //     (Receive, Tick).
 //
-// datagram.go is all of that for UD, where there is nothing to remember.
+// datagram.go is all of that for UD, where there is nothing to remember, and
+// local.go the requests that no peer hears of.
 // state.go has the state transitions, send_queue.go the checks at posting,
 // faults.go the one place where faults become NAKs and statuses. flush.go is the
 // responder's part of FLUSH, which may have to wait for storage.
@@ -95,6 +96,9 @@ type QP struct {
 
 	// Counters count what the queue pair did.
 	Counters Counters
+
+	// Bound tells that windows of type 2 may be bound to the queue pair.
+	Bound bool
 
 	established bool   // a packet has come since RTR
 	resets      uint32 // how often it was reset

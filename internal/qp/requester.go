@@ -3,6 +3,7 @@ package qp
 // The requester: send queue → request trains.
 //
 //  1. begin: a request that comes to the front is checked and gets its PSNs.
+//     Those that concern this device alone are done then (local.go).
 //  2. room: how many packets may go now (window, credits).
 //  3. pullMessage, pullRead, pullSingle: the train.
 //
@@ -93,8 +94,16 @@ func (r *rdRing) rewind(psn wire.PSN) {
 func (q *QP) pullRequest(t *train.Train, now Time) bool {
 	r := &q.req
 	r.stalled = false
-	if q.state != ib.QPRTS && q.state != ib.QPSQD || r.cur == q.sq.tail || r.failing != 0 && r.cur == r.failAt || r.rnrWait(now) {
-		return false
+	for {
+		if q.state != ib.QPRTS && q.state != ib.QPSQD || r.cur == q.sq.tail || r.failing != 0 && r.cur == r.failAt || r.rnrWait(now) {
+			return false
+		}
+		if !q.sq.at(r.cur).facts().local {
+			break
+		}
+		if !q.passLocal(now) {
+			return false
+		}
 	}
 	w := q.sq.at(r.cur)
 	if !w.started && !q.begin(w, now) {
@@ -226,7 +235,8 @@ func (q *QP) askAck(t *train.Train, w *wqe) {
 	r := &q.req
 	r.unacked += t.N
 	ask := w.flags&ib.SendSignaled != 0 || q.state == ib.QPSQD || r.failing != 0 || r.askNow ||
-		r.cur+1 == q.sq.tail && r.unacked >= quietPackets
+		r.cur+1 == q.sq.tail && r.unacked >= quietPackets ||
+		r.cur+1 != q.sq.tail && q.sq.at(r.cur+1).facts().local // which will not ask itself
 	if t.End && ask || r.unacked >= min(r.cwnd, q.path.Window)/4 || q.path.Credits != nil && q.path.Credits.scarce() {
 		t.AckReq, r.unacked, r.askNow = true, 0, false
 	}
@@ -252,13 +262,16 @@ func (q *QP) probe(now Time) {
 }
 
 // askAgain sends the last packet again if it did not ask for an acknowledgement
-// that is now waited for: no request follows that would.
-func (q *QP) askAgain() {
+// that is now waited for: no request follows that would. It reports whether there
+// is something to send again.
+func (q *QP) askAgain() bool {
 	r := &q.req
-	if q.reliable && r.unacked > 0 && r.cur != q.sq.head {
-		q.rewind(q.sq.at(r.cur - 1).end().Add(-1))
-		r.askNow, r.probing = true, true
+	if !q.reliable || r.unacked == 0 || r.cur == q.sq.head {
+		return false
 	}
+	q.rewind(q.sq.at(r.cur - 1).end().Add(-1))
+	r.askNow, r.probing = true, true
+	return true
 }
 
 // pullRead asks for as much of a READ as the window has room for. A peer cannot
@@ -412,5 +425,6 @@ func (q *QP) sentUnreliable(i uint32, now Time) {
 		q.sq.head++
 		q.completeSend(w)
 	}
+	q.completeLocal()
 	q.settle(now)
 }

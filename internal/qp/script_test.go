@@ -10,7 +10,9 @@ package qp
 //	pair [type=rc|uc|ud|xrc] [mtu=256] [window=64] [retry=7] … two connected ends, a and b;
 //	                                 "b.retry=0" holds for b alone
 //	region b NAME [size=] [pd=] [access=(…)]   registers memory ("mem" is there)
-//	close b NAME                     closes a region
+//	window b NAME [type=2] [pd=]     makes a memory window; "tag=" names another key of it than its last
+//	bind b NAME on=mem+0 size= …     posts the verb that binds a type 1 window ("post b bind mw=NAME tag=" is for type 2)
+//	close b NAME                     closes a region or window
 //	post a OP id=1 [len=] [at=mem+0] [to=mem+0] [signaled] [fence] [solicited] …
 //	recv b id=1 [len=] [at=mem+0] [count=] [srq=]
 //	srq b 0x52 [pd=] [domain=] [close]   makes an XRC shared receive queue (0x51 is there)
@@ -95,7 +97,7 @@ var commands = map[string]func(*script, *cmdArgs){
 	"limit": (*script).limit, "unreadable": (*script).unreadable, "poll": (*script).poll, "credits": (*script).credits,
 	"u64": (*script).u64, "same": (*script).same, "show": (*script).show, "wire": (*script).wire,
 	"counters": (*script).counters, "sync": (*script).sync, "begin": (*script).begin, "end": (*script).end, "stored": (*script).stored,
-	"srq": (*script).srq,
+	"srq": (*script).srq, "window": (*script).window, "bind": (*script).bind,
 }
 
 func (s *script) run(_ testing.TB, d *datadriven.TestData) string {

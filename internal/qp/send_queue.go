@@ -21,6 +21,7 @@ type opFacts struct {
 	single bool  // rd: always one packet, also the response
 	atomic bool  // answered with what was there before
 	remote bool  // has a remote address
+	local  bool  // concerns this device alone: no packet (local.go)
 	data   data
 }
 
@@ -61,10 +62,13 @@ var opTable = [ib.NumOpcodes]opFacts{
 	ib.OpAtomicFetchAdd: {kind: wire.KindFetchAdd, wc: ib.WCFetchAdd, types: onReliable, remote: true, rd: true, single: true, atomic: true, data: dataInWord},
 	ib.OpAtomicWrite:    {kind: wire.KindAtomicWrite, wc: ib.WCAtomicWrite, types: onReliable, remote: true, rd: true, single: true, data: dataWord},
 	ib.OpFlush:          {kind: wire.KindFlush, wc: ib.WCFlush, types: onReliable, remote: true, rd: true, single: true, data: dataNone},
+	ib.OpBindMW:         {wc: ib.WCBindMW, types: onRC | onUC, local: true, data: dataNone},
+	ib.OpLocalInv:       {wc: ib.WCLocalInv, types: onRC | onUC, local: true, data: dataNone},
 }
 
 // wqe is a send request in the queue. It holds no pointer, so that the
-// collector need not look at ten thousand idle queues.
+// collector need not look at ten thousand idle queues. What a bind is made of
+// lies in fields that it has no other use for: see setBind.
 type wqe struct {
 	id         uint64
 	remote     uint64
@@ -84,6 +88,7 @@ type wqe struct {
 	nsge       uint8
 	inline     bool
 	started    bool
+	verb       bool // a bind by the verb, of a type 1 window
 }
 
 func (w *wqe) facts() *opFacts { return &opTable[w.op] }
@@ -201,8 +206,11 @@ func (q *QP) postOne(wr *ib.SendWR) error {
 	*w = wqe{id: wr.ID, remote: wr.RemoteAddr, compareAdd: wr.CompareAdd, swap: wr.Swap, rkey: wr.RKey,
 		imm: wr.Imm, qpn: wr.RemoteQPN, qkey: wr.RemoteQKey, remoteLen: wr.RemoteLength, len: uint32(total),
 		op: wr.Op, flush: feth(wr), flags: wr.Flags, nsge: uint8(len(wr.SGL)), inline: wr.Inline != nil}
-	if f.extra == wire.WithInv {
+	if f.extra == wire.WithInv || wr.Op == ib.OpLocalInv {
 		w.imm = wr.InvalidateKey
+	}
+	if wr.Op == ib.OpBindMW {
+		w.setBind(&wr.Bind)
 	}
 	if q.half == initiator {
 		w.qpn = wr.RemoteSRQN

@@ -10,6 +10,7 @@ import (
 	"bytes"
 	"math/rand/v2"
 	"os"
+	"slices"
 	"strconv"
 	"sync/atomic"
 	"testing"
@@ -28,6 +29,9 @@ type Constructor struct {
 	Access ib.Access
 	// NoAtomics says that the kind refuses atomics (with FaultAccess).
 	NoAtomics bool
+	// Window, if not 0, has everything done through windows of that type on
+	// the memory, and not by its regions' own keys (windows.go).
+	Window ib.MWType
 }
 
 // Memory is a piece of memory under test.
@@ -41,12 +45,15 @@ type Memory struct {
 	Free func()
 }
 
+// test is one test of the suite.
+type test struct {
+	name string
+	run  func(t *testing.T, e *env)
+}
+
 // Run runs the suite.
 func Run(t *testing.T, mk Constructor) {
-	tests := []struct {
-		name string
-		run  func(t *testing.T, e *env)
-	}{
+	tests := []test{
 		{"Lengths", testLengths},
 		{"Pieces", testPieces},
 		{"Quanta", testQuanta},
@@ -66,6 +73,10 @@ func Run(t *testing.T, mk Constructor) {
 		{"Invalidate", testInvalidate},
 		{"InvalidateRevokes", testInvalidateRevokes},
 		{"AfterClose", testAfterClose},
+	}
+	if mk.Window != 0 {
+		tests = slices.DeleteFunc(tests, func(test test) bool { return !throughWindows(test.name, mk.Window) })
+		tests = append(tests, windowTests...)
 	}
 	for _, test := range tests {
 		t.Run(mk.Name+"/"+test.name, func(t *testing.T) {
@@ -120,7 +131,8 @@ func newEnv(t *testing.T, mk Constructor) *env {
 type region struct {
 	*mem.Region
 	Memory
-	watch *watched
+	watch  *watched
+	window *window // not nil: Region is the window's key
 }
 
 // watched is a backing whose calls are watched.
@@ -172,6 +184,17 @@ const iova = 0x5a5a_0000_0000_0000
 // are filled in, and domain and address if they are zero.
 func (e *env) register(n uint64, cfg mem.RegionConfig) *region {
 	e.t.Helper()
+	if e.mk.Window != 0 {
+		return e.registerWindow(n, cfg)
+	}
+	r, m, c := e.registerRegion(n, cfg)
+	reg := &region{r, m, c, nil}
+	e.regions = append(e.regions, reg)
+	return reg
+}
+
+func (e *env) registerRegion(n uint64, cfg mem.RegionConfig) (*mem.Region, Memory, *watched) {
+	e.t.Helper()
 	m := e.mk.New(e.t, n, cfg.Access|e.mk.Access)
 	if m.Read == nil {
 		m.Read = func(off uint64, b []byte) { copy(b, m.Bytes[off:]) }
@@ -193,9 +216,7 @@ func (e *env) register(n uint64, cfg mem.RegionConfig) *region {
 	if err != nil {
 		e.t.Fatal(err)
 	}
-	reg := &region{r, m, c}
-	e.regions = append(e.regions, reg)
-	return reg
+	return r, m, c
 }
 
 // all registers n bytes with all rights.
@@ -208,6 +229,7 @@ func (e *env) all(n uint64) *region {
 func (e *env) finish() {
 	e.t.Helper()
 	for _, r := range e.regions {
+		r.checkMargins(e.t)
 		if err := r.Close(); err != nil {
 			e.t.Errorf("Close: %v", err)
 		}
@@ -267,7 +289,7 @@ func (r *region) at(off, n uint64) ib.SGE {
 
 // list makes a list of SGEs.
 func (e *env) list(access ib.Access, sges ...ib.SGE) *mem.List {
-	return &mem.List{Table: e.table, Actor: self, Access: access, SGEs: sges}
+	return &mem.List{Table: e.table, Actor: self, Access: e.acc(access), SGEs: sges}
 }
 
 // raw makes a list of raw bytes.

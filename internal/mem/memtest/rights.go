@@ -15,6 +15,7 @@ import (
 func (e *env) access(sge ib.SGE, n uint64, access ib.Access, who mem.Actor) mem.FaultKind {
 	t := e.t
 	t.Helper()
+	access = e.acc(access)
 	l := e.list(access, sge)
 	l.Actor = who
 	span, f := e.table.Resolve(sge.LKey, sge.Addr, n, access, who)

@@ -1,0 +1,275 @@
+package device
+
+// Memory regions, from registration to deregistration:
+//
+//  1. RegMR and RegMRAddr say what the memory is; makeBacking chooses what kind
+//     of memory that makes, and register puts a region on it.
+//  2. Rereg makes another region of it, in place.
+//  3. Close ends it.
+
+import (
+	"errors"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// MR is a memory region.
+type MR struct {
+	dev    *Device
+	region *mem.Region
+	view   atomic.Pointer[mrView] // what it is now
+
+	mu     sync.Mutex // held by who changes the region; guards what follows
+	pd     *PD
+	memory memory
+	closed bool
+}
+
+// mrView is what a region tells of itself. It never changes.
+type mrView struct {
+	key          uint32
+	addr, length uint64
+	access       ib.Access
+	backing      mem.Backing
+}
+
+// memory is what somebody wants to register: a slice or, if that is nil, a range
+// by address.
+type memory struct {
+	buf    []byte
+	addr   uintptr
+	length uint64
+	iova   *uint64 // its address in requests; nil: where it lies
+
+	everything bool // the whole address space
+}
+
+// RegMR registers a slice.
+func (p *PD) RegMR(buf []byte, access ib.Access) (provider.MR, error) {
+	return p.register(memoryOf(buf), access)
+}
+
+// RegMRAddr registers memory outside the Go heap, whose owner keeps it mapped.
+func (p *PD) RegMRAddr(addr uintptr, length uint64, iova uint64, access ib.Access) (provider.MR, error) {
+	return p.register(memoryAt(addr, length, iova), access)
+}
+
+// RegImplicitMR registers the whole address space.
+func (p *PD) RegImplicitMR(access ib.Access) (provider.MR, error) {
+	return p.register(memory{everything: true}, access)
+}
+
+func memoryOf(buf []byte) memory {
+	if buf == nil {
+		buf = []byte{} // no bytes, rather than address 0
+	}
+	return memory{buf: buf}
+}
+
+func memoryAt(addr uintptr, length, iova uint64) memory {
+	return memory{addr: addr, length: length, iova: &iova}
+}
+
+// makeBacking makes what a region with such rights stands on: here, and nowhere
+// else, a kind of memory is chosen.
+func (d *Device) makeBacking(op string, m memory, access ib.Access) (mem.Backing, error) {
+	var b mem.Backing
+	var err error
+	switch onDemand := access&ib.AccessOnDemand != 0; {
+	case m.everything && !onDemand:
+		return nil, ib.Errorf(op, syscall.EINVAL, "the whole address space can only be registered on demand")
+	case m.everything:
+		b, err = mem.NewImplicit(access, d.table.Paging())
+	case onDemand && m.buf != nil:
+		b, err = mem.NewOnDemandBytes(m.buf, access, d.table.Paging())
+	case onDemand:
+		b, err = mem.NewOnDemand(m.addr, m.length, access, d.table.Paging())
+	case m.buf != nil:
+		b, err = mem.NewHostBytes(m.buf, access, d.cfg.Lock)
+	default:
+		b, err = mem.NewHost(m.addr, m.length, access, d.cfg.Lock, nil)
+	}
+	if err != nil {
+		return nil, named(op, err)
+	}
+	return b, nil
+}
+
+// named makes the error of a part of a verb that of the verb.
+func named(op string, err error) error {
+	var e *ib.OpError
+	if !errors.As(err, &e) || e.Op == op {
+		return err
+	}
+	other := *e
+	other.Op = op
+	return &other
+}
+
+// iovaOf returns where requests find the memory of a backing.
+func (m *memory) iovaOf(b mem.Backing) uint64 {
+	if m.iova != nil {
+		return *m.iova
+	}
+	if h, ok := b.(interface{ Addr() uintptr }); ok {
+		return uint64(h.Addr())
+	}
+	return 0
+}
+
+func (p *PD) register(m memory, access ib.Access) (provider.MR, error) {
+	return p.registerWith(m, access, func() (mem.Backing, error) { return p.dev.makeBacking("reg_mr", m, access) })
+}
+
+func (p *PD) registerWith(m memory, access ib.Access, open func() (mem.Backing, error)) (provider.MR, error) {
+	d := p.dev
+	if err := p.use("reg_mr", &d.counts.mrs, d.limits.MRs); err != nil {
+		return nil, err
+	}
+	b, err := open()
+	if err != nil {
+		p.unuse(&d.counts.mrs)
+		return nil, err
+	}
+	region, err := d.table.Register(mem.RegionConfig{PD: p.id, Access: access, IOVA: m.iovaOf(b), Length: b.Len(), Backing: b})
+	if err != nil {
+		_ = b.Close() // the first error says more
+		p.unuse(&d.counts.mrs)
+		return nil, err
+	}
+	r := &MR{dev: d, region: region, pd: p, memory: m}
+	r.look()
+	return r, nil
+}
+
+// look notes what the region is. Nobody changes it meanwhile.
+func (m *MR) look() {
+	r := m.region
+	m.view.Store(&mrView{r.Key(), r.IOVA(), r.Length(), r.Access(), r.Backing()})
+}
+
+func (m *MR) LKey() uint32      { return m.view.Load().key }
+func (m *MR) RKey() uint32      { return m.view.Load().key }
+func (m *MR) Addr() uint64      { return m.view.Load().addr }
+func (m *MR) Length() uint64    { return m.view.Load().length }
+func (m *MR) Access() ib.Access { return m.view.Load().access }
+
+// Locked reports whether the pages are locked, and if not, why.
+func (m *MR) Locked() (bool, string) {
+	b, ok := m.view.Load().backing.(interface {
+		Locked() bool
+		LockNote() string
+	})
+	if !ok {
+		return false, "not pinned"
+	}
+	return b.Locked(), b.LockNote()
+}
+
+// Rereg changes the region. Everything that may fail comes before the region
+// itself changes, so that a failure leaves it as it was; memory that it is given
+// up may fail to be given back, when it is what it was to become.
+func (m *MR) Rereg(c provider.MRChange) error {
+	const op = "rereg_mr"
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	old := m.view.Load()
+	if m.closed {
+		return &ib.ReregError{State: ib.ReregUnusable, Err: ib.Errorf(op, syscall.EINVAL, "the region is closed")}
+	}
+	oldValid := func(err error) error { return &ib.ReregError{State: ib.ReregOldValid, Err: err} }
+	pd := m.pd
+	if c.PD != nil {
+		var ok bool
+		if pd, ok = c.PD.(*PD); !ok || pd.dev != m.dev {
+			return oldValid(ib.Errorf(op, syscall.EINVAL, "the protection domain belongs to another device"))
+		}
+	}
+	access := old.access
+	if c.Access != nil {
+		access = *c.Access
+	}
+	to := m.memory
+	switch {
+	case c.Buf != nil:
+		to = memoryOf(c.Buf)
+	case c.Range != nil:
+		to = memoryAt(c.Range.Addr, c.Range.Length, c.Range.IOVA)
+	}
+	backing, err := m.backingFor(op, old, &c, to, access)
+	if err != nil {
+		return oldValid(err)
+	}
+	giveUp := func() {
+		if backing != old.backing {
+			_ = backing.Close() // the first error says more
+		}
+	}
+	if err := pd.ref(op); err != nil {
+		giveUp()
+		return oldValid(err)
+	}
+	err = m.region.Rereg(mem.RegionConfig{PD: pd.id, Access: access, IOVA: to.iovaOf(backing), Length: backing.Len(), Backing: backing})
+	var failed *ib.ReregError
+	if errors.As(err, &failed) && failed.State != ib.ReregNewValid {
+		giveUp()
+		pd.unref()
+		return err
+	}
+	m.pd.unref()
+	m.pd, m.memory = pd, to
+	m.look()
+	return err
+}
+
+// backingFor returns what the changed region stands on: what it stands on now, if
+// that will do.
+func (m *MR) backingFor(op string, old *mrView, c *provider.MRChange, to memory, access ib.Access) (mem.Backing, error) {
+	if c.Buf != nil || c.Range != nil || (old.access^access)&ib.AccessOnDemand != 0 {
+		return m.dev.makeBacking(op, to, access)
+	}
+	if a, ok := old.backing.(interface{ Adapt(ib.Access) error }); ok {
+		if err := a.Adapt(access); err != nil {
+			return nil, named(op, err)
+		}
+	}
+	return old.backing, nil
+}
+
+// ref and unref change how many objects the domain has, for one that moves.
+func (p *PD) ref(op string) error {
+	p.dev.mu.Lock()
+	defer p.dev.mu.Unlock()
+	if p.closed {
+		return ib.Errorf(op, syscall.EINVAL, "the protection domain is closed")
+	}
+	p.refs++
+	return nil
+}
+
+func (p *PD) unref() {
+	p.dev.mu.Lock()
+	p.refs--
+	p.dev.mu.Unlock()
+}
+
+// Close deregisters: when it returns, the device touches the memory no more. It
+// fails with EBUSY while windows are bound to the region.
+func (m *MR) Close() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return nil
+	}
+	err := m.region.Close()
+	if m.closed = m.region.Closed(); m.closed {
+		m.memory = memory{} // somebody may keep a closed region, but not its memory
+		m.pd.unuse(&m.dev.counts.mrs)
+	}
+	return err
+}

@@ -1,0 +1,261 @@
+package mem
+
+// Memory windows (IBA 10.6.7): keys of the same table that open a part of a
+// region, to peers alone, with rights of their own. A window's life:
+//
+//  1. AllocWindow gives it a place in the table. It is free: its key opens
+//     nothing.
+//  2. Bind, which a queue pair executes in the order of its send queue, checks
+//     everything, takes the region so that it cannot be closed, and opens the
+//     key.
+//  3. Every access opens a section on the window and one on the region behind it
+//     (Table.open, enterParent).
+//  4. Invalidate, a bind of nothing (type 1), and Close keep new sections out
+//     and wait for the open ones, then let go of the region.
+
+import (
+	"sync/atomic"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+)
+
+// windowAccess are the rights that a window can have.
+const windowAccess = ib.AccessRemote | ib.AccessFlush | ib.AccessZeroBased
+
+// peerAccess are the rights that peers use: a window grants nothing else.
+const peerAccess = ib.AccessRemote | ib.AccessFlush
+
+// Window is a memory window.
+type Window struct {
+	r    Region // its place in the table: key, state, and when bound bounds and rights
+	typ  ib.MWType
+	last atomic.Uint32 // type 1: the key that was promised last
+
+	// These change only while no section can be open, under the lock of r.
+	parent *Region // nil: free
+	qpn    uint32  // type 2: the queue pair that it answers to
+}
+
+// AllocWindow makes a window in a protection domain.
+func (t *Table) AllocWindow(pd uint32, typ ib.MWType) (*Window, error) {
+	const op = "alloc_mw"
+	if typ != ib.MWType1 && typ != ib.MWType2 {
+		return nil, ib.Errorf(op, syscall.EINVAL, "%v", typ)
+	}
+	w := &Window{typ: typ}
+	w.r.table, w.r.pd, w.r.window = t, pd, w
+	w.r.state.Store(stateInvalidated)
+	_, ok := t.slots.AddFunc(func(index uint32) *Region {
+		w.r.setIndex(index)
+		return &w.r
+	})
+	if !ok {
+		return nil, ib.Errorf(op, syscall.ENOMEM, "the device has its %d regions and windows already", t.slots.max)
+	}
+	w.last.Store(w.r.Key())
+	return w, nil
+}
+
+// Key returns the window's key: of type 1 the one that was promised last, of
+// type 2 the one that it was bound with last.
+func (w *Window) Key() uint32 {
+	if w.typ == ib.MWType1 {
+		return w.last.Load()
+	}
+	return w.r.Key()
+}
+
+// Type returns the window's type.
+func (w *Window) Type() ib.MWType { return w.typ }
+
+// NextKey promises a key for the next bind of a type 1 window, which is executed
+// later: each bind has another.
+func (w *Window) NextKey() uint32 {
+	for {
+		last := w.last.Load()
+		if next := w.r.after(last); w.last.CompareAndSwap(last, next) {
+			return next
+		}
+	}
+}
+
+// Bind binds a window, on behalf of a queue pair. verb says that it was asked for
+// by the verb, which is for windows of type 1, and not by a work request, which is
+// for those of type 2 (IBA 10.6.7.2). On a fault everything is as before.
+//
+// A window of type 1 may be bound already; it is then taken from where it was.
+// Bound to no bytes it is free.
+func (t *Table) Bind(b *ib.MWBind, verb bool, who Actor) Fault {
+	r := t.slots.Get(b.MW >> tagBits)
+	if r == nil || r.window == nil {
+		return Fault{Kind: FaultKey, Key: b.MW}
+	}
+	w := r.window
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if kind := w.mayBindLocked(b, verb, who); kind != FaultNone {
+		return Fault{Kind: kind, Key: b.MW, Addr: b.Addr, Len: b.Length}
+	}
+	var parent *Region
+	if b.Length > 0 {
+		var kind FaultKind
+		if parent, kind = t.lend(b, who); kind != FaultNone {
+			return Fault{Kind: kind, Key: b.LKey, Addr: b.Addr, Len: b.Length}
+		}
+	}
+	w.freeLocked()
+	r.key.Store(r.Key()&^(1<<tagBits-1) | b.RKey&(1<<tagBits-1))
+	if parent == nil {
+		return Fault{}
+	}
+	w.parent = parent
+	r.access = b.Access & peerAccess
+	r.kind, r.solid, r.backing = parent.kind, parent.solid, parent.backing
+	r.iova, r.length, r.base = b.Addr, b.Length, b.Addr-parent.iova
+	if b.Access&ib.AccessZeroBased != 0 {
+		r.iova = 0
+	}
+	if w.typ == ib.MWType2 {
+		w.qpn = who.QPN
+	}
+	r.state.And(^uint64(stateInvalidated))
+	return Fault{}
+}
+
+// mayBindLocked checks what concerns the window alone.
+func (w *Window) mayBindLocked(b *ib.MWBind, verb bool, who Actor) FaultKind {
+	switch {
+	case w.r.state.Load()&stateDead != 0:
+		return FaultDead
+	case w.r.pd != who.PD: // IBA 10.6.7.2: queue pair, window and region are of one domain
+		return FaultDomain
+	case b.Access&^windowAccess != 0:
+		return FaultAccess
+	case verb != (w.typ == ib.MWType1):
+		return FaultWindow
+	case w.typ == ib.MWType1:
+		if b.Access&ib.AccessZeroBased != 0 {
+			return FaultWindow
+		}
+	case w.parent != nil || b.Length == 0: // type 2 is to be free before, and not after
+		return FaultWindow
+	}
+	return FaultNone
+}
+
+// lend finds the region that a window is to be bound to, checks that it may be,
+// and counts the window there.
+func (t *Table) lend(b *ib.MWBind, who Actor) (*Region, FaultKind) {
+	// A section keeps the region as it is while it is looked at, and then being
+	// lent does.
+	p, _, kind := t.open(b.LKey, b.Addr, b.Length, 0, who)
+	if kind != FaultNone {
+		return nil, kind
+	}
+	defer p.exit()
+	const changes = ib.AccessRemoteWrite | ib.AccessRemoteAtomic
+	switch {
+	case p.access&ib.AccessMWBind == 0,
+		b.Access&changes != 0 && p.access&ib.AccessLocalWrite == 0, // IBA 10.6.7.2: as for the region itself
+		b.Access&ib.AccessFlush&^p.access != 0:
+		return nil, FaultAccess
+	}
+	for {
+		n := p.bound.Load()
+		if n == taken {
+			return nil, FaultDead
+		}
+		if p.bound.CompareAndSwap(n, n+1) {
+			return p, FaultNone
+		}
+	}
+}
+
+// taken is the number of windows on a region that is being closed, or becomes
+// another: there are none, and none is bound.
+const taken = -1
+
+// takeLocked keeps windows away from a region, for ever or until giveLocked. It
+// fails if there are some.
+func (r *Region) takeLocked(op string) error {
+	if r.bound.CompareAndSwap(0, taken) {
+		return nil
+	}
+	return ib.Errorf(op, syscall.EBUSY, "%d memory windows are bound to the region", r.bound.Load())
+}
+
+func (r *Region) giveLocked() { r.bound.Store(0) }
+
+// enterParent opens a section on the region behind a window. Inside the window's
+// own section, which keeps the region bound.
+func (w *Window) enterParent(acc ib.Access, who Actor) FaultKind {
+	switch {
+	case w.qpn != 0 && w.qpn != who.QPN: // a 2B window answers to its queue pair alone
+		return FaultDomain
+	case acc&peerAccess == 0: // the key is no local one
+		return FaultAccess
+	}
+	if w.parent.state.Add(1) >= statePaused { // invalidated by a peer as the window was bound
+		w.parent.leave()
+		return FaultDead
+	}
+	return FaultNone
+}
+
+// invalidateLocked is Invalidate for windows: those of type 2, by the queue pair
+// that they answer to. One that is free stays so.
+func (w *Window) invalidateLocked(who Actor) FaultKind {
+	switch {
+	case w.typ != ib.MWType2:
+		return FaultNotInvalidatable
+	case w.parent == nil:
+		return FaultNone
+	case w.qpn != who.QPN:
+		return FaultDomain
+	}
+	w.freeLocked()
+	return FaultNone
+}
+
+// freeLocked makes the key useless, waits for those who use it, and lets go of
+// the region.
+func (w *Window) freeLocked() {
+	if w.parent == nil {
+		return
+	}
+	w.r.killLocked(stateInvalidated)
+	w.parent.bound.Add(-1)
+	w.parent, w.qpn = nil, 0
+	w.r.backing = nil
+}
+
+// Close frees the window: when it returns, nobody accesses memory through it any
+// more. Closing again does nothing.
+func (w *Window) Close() error {
+	w.r.mu.Lock()
+	defer w.r.mu.Unlock()
+	if w.r.state.Load()&stateDead != 0 {
+		return nil
+	}
+	w.freeLocked()
+	w.r.killLocked(stateDead)
+	w.r.table.slots.Remove(w.r.Key() >> tagBits)
+	return nil
+}
+
+// ReleaseQP frees the windows that answer to a queue pair, which is gone: its
+// number will be another's.
+func (t *Table) ReleaseQP(qpn uint32) {
+	for _, r := range t.slots.All() {
+		w := r.window
+		if w == nil || w.typ != ib.MWType2 {
+			continue
+		}
+		r.mu.Lock()
+		if w.qpn == qpn {
+			w.freeLocked()
+		}
+		r.mu.Unlock()
+	}
+}

@@ -1,0 +1,74 @@
+package verbs
+
+import (
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// MRChange says what [MR.Rereg] changes. A nil field keeps what is; all nil
+// changes nothing but the keys.
+type MRChange struct {
+	Buf    []byte   // other memory: a slice, as for [PD.RegMR]
+	Range  *MRRange // other memory: by address, as for [PD.RegMRAddr]; not with Buf
+	PD     *PD      // another protection domain of the device
+	Access *Access  // other rights
+}
+
+// MRRange is memory by address.
+type MRRange struct {
+	Addr   uintptr
+	Length uint64
+	IOVA   *uint64 // the address of the first byte in requests; nil: Addr
+}
+
+// Rereg makes another region of the region, in place: with other memory, another
+// protection domain, other rights, or several of these at once. It costs less than
+// closing it and registering another. See ibv_rereg_mr(3).
+//
+// The keys change, and when Rereg has returned nil only the new ones work.
+// Requests that are under way, of either side, complete on the old memory or fail;
+// none is half in the old and half in the new. Receives that were posted with the
+// old key fail when a message comes for them, which its sender sees as a remote
+// operation error.
+//
+// Memory that the region no longer covers is the program's again. That of
+// [PD.AllocMR] is then gone.
+//
+// The error, if any, is a *[ReregError]: it says whether the region is what it was,
+// or what it was to become, or unusable. Whatever it says, the region must be
+// closed in the end, and can be.
+//
+// Errors, with the old region valid: EBUSY while memory windows are bound to it;
+// those of [PD.RegMR] for the memory and the rights; EINVAL if both Buf and Range
+// are set, or the domain is closed or of another device; EOPNOTSUPP for peer
+// memory, which cannot be registered again. With the region unusable: EINVAL if it
+// is closed, or a peer has invalidated it. With the new region valid: what went
+// wrong when the old memory was given back. EINVAL for a nil region.
+func (mr *MR) Rereg(c MRChange) error {
+	const op = "rereg_mr"
+	if mr == nil || mr.p == nil {
+		return &ib.ReregError{State: ReregUnusable, Err: invalid(op, "nil memory region")}
+	}
+	refuse := func(format string, args ...any) error {
+		return &ib.ReregError{State: ReregOldValid, Err: ib.Errorf(op, syscall.EINVAL, format, args...)}
+	}
+	pc := provider.MRChange{Buf: c.Buf, Access: c.Access}
+	if c.PD != nil {
+		if !c.PD.ok() {
+			return refuse("PD was not made by AllocPD")
+		}
+		pc.PD = c.PD.p
+	}
+	if r := c.Range; r != nil {
+		if c.Buf != nil {
+			return refuse("both a slice and a range")
+		}
+		pc.Range = &provider.MRRange{Addr: r.Addr, Length: r.Length, IOVA: uint64(r.Addr)}
+		if r.IOVA != nil {
+			pc.Range.IOVA = *r.IOVA
+		}
+	}
+	return mr.p.Rereg(pc)
+}
