@@ -59,10 +59,10 @@ type Device struct {
 	noQP     atomic.Uint64 // packets for a queue pair that does not exist
 
 	progress
-	persister persister
-	timers    timerHeap
-	events    eventQueue
-	peers     peerTable
+	slow   slowList
+	timers timerHeap
+	events eventQueue
+	peers  peerTable
 
 	mu      sync.Mutex // guards object counts, reference counts and closed
 	counts  objectCounts
@@ -253,7 +253,7 @@ func (d *Device) Close() error {
 	d.closed = true
 	d.mu.Unlock()
 	unregister(d)
-	d.persister.close()
+	d.slow.close()
 	d.stop()
 	err := d.closeLink()
 	d.events.close()

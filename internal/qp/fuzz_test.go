@@ -173,7 +173,7 @@ func (v *victim) guard(t *testing.T, s setup) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	storage := &disk{Host: host, buf: inner, stored: make([]byte, s.memory)}
+	storage := &disk{Backing: host, buf: inner, stored: make([]byte, s.memory)}
 	v.table = mem.NewTable(mem.TableConfig{MaxRegions: 64, Seed: 202})
 	v.q.Table = v.table
 	r, err := v.table.Register(mem.RegionConfig{PD: testPD, Access: allRights | ib.AccessFlush, IOVA: v.regions["mem"].IOVA(),
@@ -184,7 +184,7 @@ func (v *victim) guard(t *testing.T, s setup) {
 	if r.Key() != v.regions["mem"].Key() {
 		t.Fatalf("the key is %#x, not %#x", r.Key(), v.regions["mem"].Key())
 	}
-	v.regions["mem"] = &region{r, inner, storage}
+	v.regions["mem"] = &region{Region: r, buf: inner, disk: storage}
 	v.private = v.register("private", canary, testPD, ib.AccessLocalWrite|ib.AccessRemoteInvalidate)
 	v.register("other", canary, otherPD, allRights)
 	copy(v.private.buf, untouched)
@@ -223,7 +223,9 @@ func (v *victim) step(t *testing.T, r *record) {
 		v.recvs += v.recv.Post([]ib.RecvWR{wr})
 		v.q.FlushReceive()
 	case opSync:
-		v.sync()
+		for l := range NumLanes {
+			v.work(l)
+		}
 	case opPull:
 		v.pull()
 		v.peer.wire = nil

@@ -391,30 +391,32 @@ type game struct {
 	sides [2]*side
 	net   parcels
 	order int
-	store [2]storage
+	store [2 * NumLanes]storage
 
 	lose, repeat, late float64 // how often
 	revoke             func()  // what happens when this many requests are left, if anything
 	revokeAt           int
 }
 
-// storage is a side's: what it is at, and until when.
+// storage is a side's, for one lane: what it is at, and until when.
 type storage struct {
 	busy  bool
 	until Time
-	sync  Sync
+	work  Work
 }
 
 // storage lets the storage of both sides begin and end, at random times.
 func (g *game) storage() (next Time) {
 	next = 1 << 62
-	for i, s := range g.sides {
-		st := &g.store[i]
+	for k := range g.store {
+		l, s := Lane(k%int(NumLanes)), g.sides[k/int(NumLanes)]
+		st := &g.store[k]
 		if st.busy && st.until <= g.w.now {
 			st.busy = false
-			s.q.Synced(&st.sync, s.table.Persist(st.sync.Range, st.sync.Actor))
+			st.work.Do(s.table)
+			s.q.Finished(&st.work, g.w.now)
 		}
-		if !st.busy && s.q.WantsSync() && s.q.NextSync(&st.sync) {
+		if !st.busy && s.q.NextWork(l, &st.work) {
 			st.busy, st.until = true, g.w.now+time.Duration(g.rng.IntN(50))*time.Microsecond
 			if g.rng.IntN(16) == 0 { // longer than the peer waits before it asks again
 				st.until += time.Duration(g.rng.IntN(80)) * time.Millisecond

@@ -30,7 +30,9 @@ package qp
 //	poll a off                       the application stops polling; "on": goes on
 //	credits a 4                      another queue pair takes (-4: gives back) credits
 //	sync b [eio]                     storage carries out a FLUSH; or it fails
-//	begin b | end b                  … in two steps
+//	begin b [receive] | end b        … in two steps; or what it has to fetch is fetched
+//	absent b mem+0 [len=]            memory (of a "lazy" pair) has to be fetched first
+//	fetch b [gone]                   what waits for memory gets it; or it turns out to be gone
 //	stored b mem+8                   shows eight bytes as storage has them
 //	u64 b mem+8 [=5]                 shows or sets eight bytes
 //	same a mem+0 b mem+100 len=      compares memory
@@ -68,7 +70,7 @@ type script struct {
 	w       *world
 	out     strings.Builder
 	polling [2]bool
-	begun   Sync                 // what storage is at
+	begun   Work                 // what storage is at
 	line    string               // where we are, for failures
 	tap     func(e *end, op any) // if set, sees what is posted (work requests) and delivered (trains)
 	stamp   bool                 // lines begin with the time
@@ -95,7 +97,7 @@ var commands = map[string]func(*script, *cmdArgs){
 	"limit": (*script).limit, "unreadable": (*script).unreadable, "poll": (*script).poll, "credits": (*script).credits,
 	"u64": (*script).u64, "same": (*script).same, "show": (*script).show, "wire": (*script).wire,
 	"counters": (*script).counters, "sync": (*script).sync, "begin": (*script).begin, "end": (*script).end, "stored": (*script).stored,
-	"srq": (*script).srq,
+	"srq": (*script).srq, "absent": (*script).absent, "fetch": (*script).fetch,
 }
 
 func (s *script) run(_ testing.TB, d *datadriven.TestData) string {

@@ -42,6 +42,7 @@ type world struct {
 	now Time
 	a,
 	b *end
+	lazy     bool // memory may have to be fetched
 	byRef    bool // trains refer to the sender's memory, as on the loop link
 	holding  bool // nobody sends
 	lossless bool // the paths say that they lose nothing
@@ -54,6 +55,7 @@ type world struct {
 type end struct {
 	w       *world
 	name    string
+	lazy    bool // regions are made of memory that may have to be fetched
 	addr    netip.Addr
 	peer    *end
 	q       *QP
@@ -76,11 +78,12 @@ type region struct {
 	*mem.Region
 	buf  []byte
 	disk *disk // what has reached storage, if it can
+	lazy *lazy // what is there and what is not, if that is not all
 }
 
 // disk is memory with storage behind it.
 type disk struct {
-	*mem.Host
+	mem.Backing
 	buf, stored []byte
 	err         error // what the storage says to everything, if set
 }
@@ -92,13 +95,14 @@ func (d *disk) Persist(off, n uint64) error {
 	return d.err
 }
 
-// sync carries out the FLUSH that waits for storage, if there is one.
-func (e *end) sync() bool {
-	var s Sync
-	if !e.q.NextSync(&s) {
+// work does a piece of slow work, if there is one in the lane.
+func (e *end) work(l Lane) bool {
+	var w Work
+	if !e.q.NextWork(l, &w) {
 		return false
 	}
-	e.q.Synced(&s, e.table.Persist(s.Range, s.Actor))
+	w.Do(e.table)
+	e.q.Finished(&w, e.w.now)
 	return true
 }
 
@@ -139,7 +143,7 @@ func orDefault[T comparable](v, def T) T {
 
 // newEnd makes an end with its queue pair in RESET.
 func (w *world) newEnd(name string, s setup) *end {
-	e := &end{w: w, name: name, regions: map[string]*region{}, srqs: map[uint32]*SharedQueue{}, state: ib.QPReset}
+	e := &end{w: w, name: name, lazy: w.lazy, regions: map[string]*region{}, srqs: map[uint32]*SharedQueue{}, state: ib.QPReset}
 	host, seed := byte(1), uint64(101)
 	if name == "b" {
 		host, seed = 2, 202
@@ -200,8 +204,12 @@ func (e *end) register(name string, size int, pd uint32, access ib.Access) *regi
 		e.w.t.Fatal(err)
 	}
 	var backing mem.Backing = host
+	if e.lazy {
+		r.lazy = newLazy(host)
+		backing = r.lazy
+	}
 	if access&ib.AccessFlushPersistent != 0 {
-		r.disk = &disk{Host: host, buf: r.buf, stored: make([]byte, size)}
+		r.disk = &disk{Backing: backing, buf: r.buf, stored: make([]byte, size)}
 		backing = r.disk
 	}
 	iova := uint64(0x1000_0000)
@@ -484,8 +492,10 @@ func (q *QP) broken() error {
 		return fmt.Errorf("request %d is next, the queue is %d to %d", r.cur, s.head, s.tail)
 	case q.resp.n > MaxRDAtomic:
 		return fmt.Errorf("%d answers wait", q.resp.n)
-	case q.resp.flushing() && !q.resp.wantSync && !q.resp.syncing:
+	case q.resp.flushing() && (q.slow.want|q.slow.busy)&LaneSync.bit() == 0:
 		return fmt.Errorf("a FLUSH waits and nobody is told")
+	case r.fetching && (q.slow.want|q.slow.busy)&LaneSend.bit() == 0:
+		return fmt.Errorf("it waits for its memory and nobody is told")
 	case q.state == ib.QPErr && s.tail != s.head:
 		return fmt.Errorf("%d requests were not flushed", s.tail-s.head)
 	case q.state == ib.QPErr && q.Deadline() != 0:
