@@ -381,8 +381,22 @@ func (s *script) advance(a *cmdArgs) {
 	s.stamp = false
 }
 
+// answering lets time pass while everything arrives at once.
+func (s *script) answering(a *cmdArgs) {
+	d, err := time.ParseDuration(a.word())
+	if err != nil {
+		s.fatalf("%v", err)
+	}
+	s.stamp = true
+	s.w.advance(d, func() {
+		s.observe()
+		s.exchange(nil)
+	})
+	s.stamp = false
+}
+
 // exchange delivers everything, without loss, until nothing is on the way.
-func (s *script) exchange(a *cmdArgs) {
+func (s *script) exchange(*cmdArgs) {
 	for len(s.w.a.wire)+len(s.w.b.wire) > 0 {
 		for _, e := range []*end{s.w.b, s.w.a} {
 			trains := e.wire
@@ -433,6 +447,7 @@ func (s *script) begin(a *cmdArgs) {
 func (s *script) end(a *cmdArgs) {
 	e := a.end()
 	s.begun.Do(e.table)
+	s.showFetched(e)
 	e.q.Finished(&s.begun, s.w.now)
 }
 
@@ -473,6 +488,10 @@ func (s *script) fetch(a *cmdArgs) {
 	if !some {
 		s.printf("%s has nothing to fetch", e.name)
 	}
+	s.showFetched(e)
+}
+
+func (s *script) showFetched(e *end) {
 	for _, name := range slices.Sorted(maps.Keys(e.regions)) {
 		if z := e.regions[name].lazy; z != nil {
 			for _, f := range z.fetched {

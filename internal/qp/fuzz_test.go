@@ -173,7 +173,7 @@ func (v *victim) guard(t *testing.T, s setup) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	storage := &disk{Backing: host, buf: inner, stored: make([]byte, s.memory)}
+	storage := &disk{Host: host, buf: inner, stored: make([]byte, s.memory)}
 	v.table = mem.NewTable(mem.TableConfig{MaxRegions: 64, Seed: 202})
 	v.q.Table = v.table
 	r, err := v.table.Register(mem.RegionConfig{PD: testPD, Access: allRights | ib.AccessFlush, IOVA: v.regions["mem"].IOVA(),
@@ -274,7 +274,7 @@ func FuzzReceive(f *testing.F) {
 		if err != nil {
 			return err
 		}
-		typ := map[string]string{"rc": "\x00\x00", "state": "\x00\x00", "uc": "\x01\x01", "ud": "\x02\x02", "xrc": "\x03\x04"}[filepath.Base(filepath.Dir(path))]
+		typ := map[string]string{"rc": "\x00\x00", "pending": "\x00\x00", "state": "\x00\x00", "uc": "\x01\x01", "ud": "\x02\x02", "xrc": "\x03\x04"}[filepath.Base(filepath.Dir(path))]
 		inputs := map[string][]byte{"a": {typ[0]}, "b": {typ[1]}}
 		pull, tick := (&record{Op: opPull}).append(nil), (&record{Op: opTick, PSN: 1e7}).append(nil)
 		tick = (&record{Op: opSync}).append(tick)

@@ -8,23 +8,28 @@ import (
 // lazy is memory whose pages are there or have to be fetched first, as a test
 // says. Its pages are small, so that messages have many.
 type lazy struct {
-	*mem.Host
+	mem.Backing
 	there   []bool
-	gone    bool          // what is not there never will be
-	fetched [][2]uint64   // offset and length of what was fetched
-	evict   func() uint64 // if set: a page that goes whenever others are used
+	gone    bool        // what is not there never will be
+	fetched [][2]uint64 // offset and length of what was fetched
+	evict   func() int  // if set: the page that goes whenever others are used, if there is such a one
 }
 
 const lazyPage = 128
 
-func newLazy(h *mem.Host) *lazy {
-	z := &lazy{Host: h, there: make([]bool, (h.Len()+lazyPage-1)/lazyPage)}
+func newLazy(h mem.Backing) *lazy {
+	z := &lazy{Backing: h, there: make([]bool, (h.Len()+lazyPage-1)/lazyPage)}
 	z.bring(0, h.Len())
 	return z
 }
 
-// Solid hides the host's: the copy loop must take the careful way.
-func (z *lazy) Solid() bool { return false }
+// Durable and Persist are the disk's, if there is one below.
+func (z *lazy) Durable() bool {
+	_, ok := z.Backing.(*disk)
+	return ok
+}
+
+func (z *lazy) Persist(off, n uint64) error { return z.Backing.(*disk).Persist(off, n) }
 
 func (z *lazy) set(off, n uint64, there bool) {
 	for i := off / lazyPage; n > 0 && i <= (off+n-1)/lazyPage && i < uint64(len(z.there)); i++ {
@@ -38,7 +43,9 @@ func (z *lazy) bring(off, n uint64) { z.set(off, n, true) }
 // Run returns what is there in one piece.
 func (z *lazy) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
 	if z.evict != nil {
-		z.there[z.evict()%uint64(len(z.there))] = false
+		if i := z.evict(); i < len(z.there) {
+			z.there[i] = false
+		}
 	}
 	have := uint64(0)
 	for have < n && z.there[(off+have)/lazyPage] {
@@ -46,7 +53,7 @@ func (z *lazy) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
 	}
 	switch {
 	case have > 0:
-		return z.Host.Run(off, have, acc)
+		return z.Backing.Run(off, have, acc)
 	case z.gone:
 		return nil, mem.Fault{Kind: mem.FaultStale}
 	}

@@ -174,7 +174,9 @@ func (q *QP) readAbsent(t *train.Train, f mem.Fault) {
 		return // FLUSHes have all places: their answers will show what is missing
 	}
 	q.Counters.add(CntFaultRNR, 1)
-	r.insert(job{absent: true, waiting: true, tell: true, psn: t.PSN, n: 1})
+	// It makes room, like any that may have been answered before: a peer that asks
+	// for more than can be had at a time has had this one.
+	r.insert(job{absent: true, again: true, waiting: true, tell: true, psn: t.PSN, n: 1})
 }
 
 // wentBack notes that the peer sends again from psn on. If that is behind a READ

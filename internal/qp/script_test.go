@@ -23,6 +23,7 @@ package qp
 //	inject b KIND psn=+0 …           a train that b's peer never sent
 //	exchange                         everything arrives, and so do the answers, until all is quiet
 //	advance 10ms [lost]              time passes; deadlines are met; trains sent meanwhile are lost
+//	answering 10ms                   time passes, and everything arrives
 //	modify a state=sqd …             Modify; "query a" shows the attributes
 //	arm b next|solicited             asks for a completion event
 //	limit b 2                        arms the limit of a shared receive queue
@@ -97,7 +98,7 @@ var commands = map[string]func(*script, *cmdArgs){
 	"limit": (*script).limit, "unreadable": (*script).unreadable, "poll": (*script).poll, "credits": (*script).credits,
 	"u64": (*script).u64, "same": (*script).same, "show": (*script).show, "wire": (*script).wire,
 	"counters": (*script).counters, "sync": (*script).sync, "begin": (*script).begin, "end": (*script).end, "stored": (*script).stored,
-	"srq": (*script).srq, "absent": (*script).absent, "fetch": (*script).fetch,
+	"srq": (*script).srq, "absent": (*script).absent, "answering": (*script).answering, "fetch": (*script).fetch,
 }
 
 func (s *script) run(_ testing.TB, d *datadriven.TestData) string {

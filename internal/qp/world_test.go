@@ -83,7 +83,7 @@ type region struct {
 
 // disk is memory with storage behind it.
 type disk struct {
-	mem.Backing
+	*mem.Host
 	buf, stored []byte
 	err         error // what the storage says to everything, if set
 }
@@ -204,13 +204,13 @@ func (e *end) register(name string, size int, pd uint32, access ib.Access) *regi
 		e.w.t.Fatal(err)
 	}
 	var backing mem.Backing = host
-	if e.lazy {
-		r.lazy = newLazy(host)
-		backing = r.lazy
-	}
 	if access&ib.AccessFlushPersistent != 0 {
-		r.disk = &disk{Backing: backing, buf: r.buf, stored: make([]byte, size)}
+		r.disk = &disk{Host: host, buf: r.buf, stored: make([]byte, size)}
 		backing = r.disk
+	}
+	if e.lazy {
+		r.lazy = newLazy(backing)
+		backing = r.lazy
 	}
 	iova := uint64(0x1000_0000)
 	if e.name == "b" {
@@ -319,20 +319,45 @@ func (e *end) pull() int {
 			e.w.t.Fatalf("%s sends a train that no link can carry: %v: %+v", e.name, err, t)
 		}
 		t.From, t.To, t.TClass, t.HopLimit = t.Flow.Src, t.Flow.Dst, t.Flow.TClass, t.Flow.HopLimit
-		if f := e.read(t); !f.OK() {
+		f := e.fail(t)
+		if f.OK() {
+			if f = e.read(t); !f.OK() && !e.w.byRef {
+				e.sendFront(t)
+			}
+		}
+		if !f.OK() {
 			e.w.log("%s link: cannot read the payload of psn=%06x: %v", e.name, t.PSN, f.Kind)
 			e.q.SendFailed(t, f, e.w.now)
 			continue
 		}
-		to := e.w.a
-		if t.To == e.w.b.addr {
-			to = e.w.b
-		}
-		e.w.seen(to, t)
-		to.wire = append(to.wire, t)
+		e.put(t)
 		if !e.w.byRef {
 			e.q.Sent(t, e.w.now)
 		}
+	}
+}
+
+// put puts a train onto its wire.
+func (e *end) put(t *train.Train) {
+	to := e.w.a
+	if t.To == e.w.b.addr {
+		to = e.w.b
+	}
+	e.w.seen(to, t)
+	to.wire = append(to.wire, t)
+}
+
+// sendFront sends the packets of a train before the first that cannot be read, as
+// a link of packets does, and takes them off the train.
+func (e *end) sendFront(t *train.Train) {
+	for t.N > 1 {
+		first := copyTrain(t)
+		first.N, first.End, first.Len, first.AckReq, first.Extra = 1, false, t.MTU, false, wire.NoExtra
+		if !e.read(first).OK() {
+			return
+		}
+		e.put(first)
+		t.TrimFront(1)
 	}
 }
 
@@ -365,19 +390,26 @@ func malformed(t *train.Train) error {
 	return nil
 }
 
-// read makes the payload of a train bytes of its own, as a network does.
-func (e *end) read(t *train.Train) mem.Fault {
+// fail fails a train if the script wants that.
+func (e *end) fail(t *train.Train) mem.Fault {
 	if t.Len > 0 && e.unreadable > 0 {
 		if e.unreadable--; e.unreadable == 0 {
 			return mem.Fault{Kind: mem.FaultDead}
 		}
 	}
+	return mem.Fault{}
+}
+
+// read makes the payload of a train bytes of its own, as a network does.
+func (e *end) read(t *train.Train) mem.Fault {
 	if e.w.byRef {
 		return mem.Fault{}
 	}
 	b := make([]byte, t.Len)
 	f, _ := mem.Copy(&mem.List{Raw: [][]byte{b}}, &t.Payload, uint64(t.Len), false)
-	t.Payload = mem.List{Raw: [][]byte{b}}
+	if f.OK() {
+		t.Payload = mem.List{Raw: [][]byte{b}}
+	}
 	return f
 }
 
