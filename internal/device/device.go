@@ -59,11 +59,11 @@ type Device struct {
 	noQP     atomic.Uint64 // packets for a queue pair that does not exist
 
 	progress
-	persister persister
-	advisor   advisor
-	timers    timerHeap
-	events    eventQueue
-	peers     peerTable
+	slow    slowList
+	advisor advisor
+	timers  timerHeap
+	events  eventQueue
+	peers   peerTable
 
 	mu      sync.Mutex // guards object counts, reference counts and closed
 	counts  objectCounts
@@ -254,7 +254,7 @@ func (d *Device) Close() error {
 	d.closed = true
 	d.mu.Unlock()
 	unregister(d)
-	d.persister.close()
+	d.slow.close()
 	d.advisor.close()
 	d.stop()
 	err := d.closeLink()

@@ -28,7 +28,7 @@ type QP struct {
 	peer    atomic.Pointer[peer]
 	waiting atomic.Bool // waits for its peer's credits
 
-	persisting atomic.Bool // a worker is at its FLUSHes, or about to be
+	working [qp.NumLanes]atomic.Bool // a worker is at its slow work, or about to be
 
 	mu     sync.Mutex // guards core; held only for steps that never wait
 	core   *qp.QP

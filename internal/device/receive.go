@@ -60,10 +60,10 @@ func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due bool) {
 	f = q.core.Receive(t, now)
 	q.dev.rearmLocked(q)
 	due = q.core.Pending()
-	sync := q.core.WantsSync()
+	slow := q.core.WantsWork()
 	q.mu.Unlock()
-	if sync {
-		q.dev.persist(q)
+	if slow != 0 {
+		q.dev.slowly(q, slow)
 	}
 	if p := q.peer.Load(); p != nil && p.starved.Load() {
 		due = true

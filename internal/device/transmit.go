@@ -124,7 +124,11 @@ func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) bool {
 		if !fault.OK() {
 			q.mu.Lock()
 			q.core.SendFailed(ts[n], fault, now)
+			slow := q.core.WantsWork()
 			q.mu.Unlock()
+			if slow != 0 {
+				d.slowly(q, slow)
+			}
 			return false // what follows is pulled again, or flushed
 		}
 		ts = ts[n:]

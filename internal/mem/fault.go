@@ -52,6 +52,14 @@ func (f Fault) Await() Fault {
 	return f.orNone()
 }
 
+// Ahead makes Await fetch n bytes if those are more, as far as the region goes.
+func (f Fault) Ahead(n uint64) Fault {
+	if f.Kind == FaultPending && f.region != nil {
+		f.Len = max(f.Len, min(n, f.region.length-min(f.off, f.region.length)))
+	}
+	return f
+}
+
 // orNone turns a fault whose kind is none into the zero value, which faults
 // are compared with.
 func (f Fault) orNone() Fault {

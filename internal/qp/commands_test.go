@@ -5,6 +5,7 @@ package qp
 import (
 	"bytes"
 	"encoding/binary"
+	"maps"
 	"slices"
 	"syscall"
 	"time"
@@ -46,6 +47,7 @@ func (s *script) pair(a *cmdArgs) {
 	w.seen = func(to *end, t *train.Train) { s.printf("%s", describe(to, t)) }
 	w.tap = s.tap
 	w.byRef = a.flag("by-reference")
+	w.lazy = a.flag("lazy")
 	w.lossless = w.byRef
 	s.w, s.polling = w, [2]bool{true, true}
 	var set [2]setup
@@ -436,8 +438,22 @@ func (s *script) advance(a *cmdArgs) {
 	s.stamp = false
 }
 
+// answering lets time pass while everything arrives at once.
+func (s *script) answering(a *cmdArgs) {
+	d, err := time.ParseDuration(a.word())
+	if err != nil {
+		s.fatalf("%v", err)
+	}
+	s.stamp = true
+	s.w.advance(d, func() {
+		s.observe()
+		s.exchange(nil)
+	})
+	s.stamp = false
+}
+
 // exchange delivers everything, without loss, until nothing is on the way.
-func (s *script) exchange(a *cmdArgs) {
+func (s *script) exchange(*cmdArgs) {
 	for len(s.w.a.wire)+len(s.w.b.wire) > 0 {
 		for _, e := range []*end{s.w.b, s.w.a} {
 			trains := e.wire
@@ -472,7 +488,7 @@ func (s *script) sync(a *cmdArgs) {
 			r.disk.err = errno
 		}
 	}
-	if !e.sync() {
+	if !e.work(LaneSync) {
 		s.printf("nothing waits for %s's storage", e.name)
 	}
 }
@@ -480,14 +496,67 @@ func (s *script) sync(a *cmdArgs) {
 // begin lets storage begin; "end" ends it.
 func (s *script) begin(a *cmdArgs) {
 	e := a.end()
-	if !e.q.NextSync(&s.begun) {
+	if l := a.lane(LaneSync); !e.q.NextWork(l, &s.begun) {
 		s.printf("nothing waits for %s's storage", e.name)
 	}
 }
 
 func (s *script) end(a *cmdArgs) {
 	e := a.end()
-	e.q.Synced(&s.begun, e.table.Persist(s.begun.Range, s.begun.Actor))
+	s.begun.Do(e.table)
+	s.showFetched(e)
+	e.q.Finished(&s.begun, s.w.now)
+}
+
+var laneNames = map[string]Lane{"sync": LaneSync, "send": LaneSend, "receive": LaneReceive}
+
+func (a *cmdArgs) lane(def Lane) Lane {
+	w := a.word()
+	if w == "" {
+		return def
+	}
+	l, ok := laneNames[w]
+	if !ok {
+		a.s.fatalf("no lane %q", w)
+	}
+	return l
+}
+
+// absent makes memory absent.
+func (s *script) absent(a *cmdArgs) {
+	e := a.end()
+	r, off := a.place(e, a.word())
+	r.lazy.drop(off, a.num("len", uint64(len(r.buf))-off))
+}
+
+// fetch does what waits for memory, and shows what was fetched; or it fails.
+func (s *script) fetch(a *cmdArgs) {
+	e := a.end()
+	gone := a.flag("gone")
+	some := false
+	for _, l := range []Lane{LaneSend, LaneReceive} {
+		for _, r := range e.regions {
+			if r.lazy != nil {
+				r.lazy.gone = gone
+			}
+		}
+		some = e.work(l) || some
+	}
+	if !some {
+		s.printf("%s has nothing to fetch", e.name)
+	}
+	s.showFetched(e)
+}
+
+func (s *script) showFetched(e *end) {
+	for _, name := range slices.Sorted(maps.Keys(e.regions)) {
+		if z := e.regions[name].lazy; z != nil {
+			for _, f := range z.fetched {
+				s.printf("%s fetched %s+%d:%d", e.name, name, f[0], f[1])
+			}
+			z.fetched = nil
+		}
+	}
 }
 
 // stored shows eight bytes as storage has them.

@@ -106,7 +106,7 @@ func (q *QP) receiveRNR(psn wire.PSN, code uint8, now Time) {
 		r.rnrTries++
 	}
 	q.rewind(psn)
-	r.waitRNR(wire.RNRDelay(code), now)
+	r.waitRNR(r.rnrPause(wire.RNRDelay(code), now), now)
 }
 
 // receiveData takes a READ response or an atomic acknowledge. The payload goes
@@ -152,6 +152,10 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 	if fault, side := mem.Copy(list, &t.Payload, uint64(t.Len), done+t.N == int(w.n)); !fault.OK() {
 		if side == mem.Src {
 			return fault
+		}
+		if fault.Kind == mem.FaultPending {
+			q.targetAbsent(fault)
+			return mem.Fault{}
 		}
 		q.fail(ib.WCLocProtErr, vendorFault(fault), now)
 		return mem.Fault{}
@@ -242,6 +246,9 @@ func (q *QP) progressed(n int, now Time) {
 	r.rd.popBefore(r.una)
 	r.progress(r.una, now)
 	if r.cwnd < q.path.Window {
+		if r.wide != 0 {
+			r.cwnd, r.wide = r.wide, 0
+		}
 		r.cwnd = min(q.path.Window, r.cwnd+max(1, n/8))
 	}
 }
@@ -372,7 +379,7 @@ func (q *QP) flushSend() {
 	q.giveBack(q.req.held)
 	q.req.timers.stop()
 	q.req.rd = rdRing{}
-	q.req.failing, q.req.stalled, q.req.draining = 0, false, false
+	q.req.failing, q.req.stalled, q.req.draining, q.req.fetching = 0, false, false, false
 	for q.sq.head != q.sq.tail {
 		w := q.sq.at(q.sq.head)
 		q.sq.head++

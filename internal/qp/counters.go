@@ -30,6 +30,9 @@ const (
 	CntReqErr                         // requests refused as invalid (NAK)
 	CntAccessErr                      // requests refused for memory rights (NAK)
 	CntOpErr                          // requests that failed at this side (NAK)
+	CntFaultRNR                       // requests put off because memory had to be fetched (RNR NAK)
+	CntFaultWaits                     // times that the send side stood still while its memory was fetched
+	CntDropFault                      // UC and UD messages whose memory had to be fetched
 	NumCounters
 )
 
@@ -39,7 +42,7 @@ var counterNames = [NumCounters]string{
 	"duplicate_requests", "out_of_sequence", "implied_nak_seq_err", "ghost_acks",
 	"drop_qp_state", "drop_transport", "drop_source_address", "drop_bad_qkey", "drop_no_receive",
 	"drop_broken_message", "drop_malformed", "resp_invalid_request", "resp_remote_access_errors",
-	"resp_remote_operation_errors",
+	"resp_remote_operation_errors", "page_fault_rnr_naks", "page_fault_waits", "drop_page_fault",
 }
 
 func (c Counter) String() string { return counterNames[c] }

@@ -48,13 +48,13 @@ func (q *QP) receiveDatagram(t *train.Train) mem.Fault {
 	r.raw[0] = r.grh
 	r.from = mem.List{Raw: r.raw[:]}
 	if f, _ := mem.Copy(q.receiveList(0), &r.from, ib.GRHLength, false); !f.OK() {
-		return q.refuseDatagram(ib.WCLocProtErr, vendorFault(f))
+		return q.datagramFault(f)
 	}
 	if f, side := mem.Copy(q.receiveList(ib.GRHLength), &t.Payload, uint64(t.Len), true); !f.OK() {
 		if side == mem.Src {
 			return f // the receive stays for the next message
 		}
-		return q.refuseDatagram(ib.WCLocProtErr, vendorFault(f))
+		return q.datagramFault(f)
 	}
 	wc := ib.WC{ID: r.taken.ID, Op: ib.WCRecv, ByteLen: uint32(t.Len) + ib.GRHLength, SrcQP: t.DETH.SrcQP, Flags: ib.WCGRH}
 	if t.Extra == wire.WithImm {
@@ -63,6 +63,15 @@ func (q *QP) receiveDatagram(t *train.Train) mem.Fault {
 	}
 	q.completeReceive(&wc, t.Solicited)
 	return mem.Fault{}
+}
+
+// datagramFault: the memory of the receive cannot be accessed. If it only has to
+// be fetched first, the message is lost, and the next one takes the receive.
+func (q *QP) datagramFault(f mem.Fault) mem.Fault {
+	if f.Kind == mem.FaultPending {
+		return q.notPresent(f, q.resp.taken.SGEs)
+	}
+	return q.refuseDatagram(ib.WCLocProtErr, vendorFault(f))
 }
 
 // refuseDatagram: the receive cannot hold the message; it completes with an

@@ -5,8 +5,8 @@ package qp
 //  1. executeFlush: what is asked for, rights, bounds. Everything the peer has
 //     written before is in memory by then and visible to all.
 //  2. For persistence the answer waits, in its place among the others, until the
-//     owner has brought the bytes to storage: NextSync, then Synced. Requests
-//     behind it are executed meanwhile, but for ATOMIC WRITEs.
+//     owner has brought the bytes to storage (pending.go): nextSync, then synced.
+//     Requests behind it are executed meanwhile, but for ATOMIC WRITEs.
 //  3. notYet: the peer asks again for one that still waits. It is told so by an
 //     RNR NAK, which keeps it from giving up.
 
@@ -28,12 +28,14 @@ func (q *QP) executeFlush(t *train.Train) mem.Fault {
 		return q.notReady()
 	}
 	if fault := q.Table.Flush(f, q.actor()); !fault.OK() {
-		return q.refuse(accessError, vendorFault(fault))
+		return q.refuseFault(accessError, fault, nil)
 	}
 	psn, h := t.PSN, t.RETH
 	q.accept(t, 1)
 	r.rdEnd, r.rdAny = r.epsn, true
-	r.answerFlush(psn, h, q.PD, r.msn)
+	if r.answerFlush(psn, h, q.PD, r.msn) {
+		q.slow.want |= LaneSync.bit()
+	}
 	return mem.Fault{}
 }
 
@@ -51,20 +53,21 @@ func (q *QP) flushRange(h *wire.RETH) (f mem.FlushRange, ok bool) {
 	return f, q.reliable && known && f.Acc != 0 && f.Acc&^q.attr.Access == 0
 }
 
-// answerFlush notes the answer to a FLUSH: without data, once it is done.
-func (a *answers) answerFlush(psn wire.PSN, h wire.RETH, pd, msn uint32) {
+// answerFlush notes the answer to a FLUSH, without data, and reports whether it
+// has to wait for storage.
+func (a *answers) answerFlush(psn wire.PSN, h wire.RETH, pd, msn uint32) bool {
 	j := job{flush: true, psn: psn, n: 1, pd: pd, msn: msn}
 	if h.Flush.Placement&wire.PlacePersistent != 0 {
 		j.waiting, j.reth = true, h
-		a.wantSync = true
 	}
 	a.push(j)
+	return j.waiting
 }
 
 // flushing reports whether a FLUSH waits for storage.
 func (a *answers) flushing() bool {
 	for i := range a.n {
-		if a.at(i).waiting {
+		if j := a.at(i); j.waiting && j.flush {
 			return true
 		}
 	}
@@ -76,66 +79,48 @@ func (a *answers) flushing() bool {
 func (q *QP) notYet(psn wire.PSN) bool {
 	r := &q.resp
 	for i := range r.n {
-		if j := r.at(i); j.waiting && j.psn == psn {
+		if j := r.at(i); j.waiting && j.flush && j.psn == psn {
+			j.tell = true
 			r.forget(psn)
-			r.ack.pending, r.ack.psn, r.ack.syndrome = true, psn, wire.RNRNak(q.attr.MinRNRTimer)
 			return true
 		}
 	}
 	return false
 }
 
-// Sync is a FLUSH to persistence that its owner is to carry out.
-type Sync struct {
-	Range mem.FlushRange
-	Actor mem.Actor
+// flushSync is a FLUSH that is to be brought to storage.
+type flushSync struct {
+	rng   mem.FlushRange
+	actor mem.Actor
 	psn   wire.PSN
-	reset uint32 // of which life of the queue pair
 }
 
-// WantsSync reports whether there may be something for NextSync.
-func (q *QP) WantsSync() bool { return q.resp.wantSync && !q.resp.syncing }
-
-// NextSync returns the oldest FLUSH that waits for storage, if nobody is at one.
-// The owner then calls mem's Persist, which may block, so without holding on to
-// the queue pair; and then Synced.
-func (q *QP) NextSync(s *Sync) bool {
+// nextSync returns the oldest FLUSH that waits for storage.
+func (q *QP) nextSync(s *flushSync) bool {
 	r := &q.resp
-	if r.syncing {
-		return false
-	}
 	for i := range r.n {
-		if j := r.at(i); j.waiting {
+		if j := r.at(i); j.waiting && j.flush {
 			f, _ := q.flushRange(&j.reth)
-			*s = Sync{f, mem.Actor{PD: j.pd, QPN: q.Number}, j.psn, q.resets}
-			r.syncing = true
+			*s = flushSync{f, mem.Actor{PD: j.pd, QPN: q.Number}, j.psn}
 			return true
 		}
 	}
-	r.wantSync = false
 	return false
 }
 
-// Synced tells how a FLUSH ended: now it can be answered.
-func (q *QP) Synced(s *Sync, f mem.Fault) {
+// synced tells how a FLUSH ended: now it can be answered.
+func (q *QP) synced(s *flushSync, f mem.Fault) {
 	r := &q.resp
-	if s.reset != q.resets {
-		return
-	}
-	r.syncing = false
 	for i := range r.n {
 		j := r.at(i)
-		if !j.waiting || j.psn != s.psn {
+		if !j.waiting || !j.flush || j.psn != s.psn {
 			continue
 		}
 		if !f.OK() {
 			q.flushFailed(j.psn, f)
 			return
 		}
-		j.waiting, j.reth = false, wire.RETH{}
-		if r.ack.pending && r.ack.syndrome.IsRNR() && r.ack.psn == j.psn {
-			r.ack.pending = false // it is done after all
-		}
+		j.waiting, j.tell, j.reth = false, false, wire.RETH{}
 		return
 	}
 }

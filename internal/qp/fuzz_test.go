@@ -184,7 +184,7 @@ func (v *victim) guard(t *testing.T, s setup) {
 	if r.Key() != v.regions["mem"].Key() {
 		t.Fatalf("the key is %#x, not %#x", r.Key(), v.regions["mem"].Key())
 	}
-	v.regions["mem"] = &region{r, inner, storage}
+	v.regions["mem"] = &region{Region: r, buf: inner, disk: storage}
 	v.private = v.register("private", canary, testPD, ib.AccessLocalWrite|ib.AccessRemoteInvalidate)
 	v.register("other", canary, otherPD, allRights)
 	copy(v.private.buf, untouched)
@@ -223,7 +223,9 @@ func (v *victim) step(t *testing.T, r *record) {
 		v.recvs += v.recv.Post([]ib.RecvWR{wr})
 		v.q.FlushReceive()
 	case opSync:
-		v.sync()
+		for l := range NumLanes {
+			v.work(l)
+		}
 	case opPull:
 		v.pull()
 		v.peer.wire = nil
@@ -272,7 +274,7 @@ func FuzzReceive(f *testing.F) {
 		if err != nil {
 			return err
 		}
-		typ := map[string]string{"rc": "\x00\x00", "state": "\x00\x00", "uc": "\x01\x01", "ud": "\x02\x02", "xrc": "\x03\x04"}[filepath.Base(filepath.Dir(path))]
+		typ := map[string]string{"rc": "\x00\x00", "pending": "\x00\x00", "state": "\x00\x00", "uc": "\x01\x01", "ud": "\x02\x02", "xrc": "\x03\x04"}[filepath.Base(filepath.Dir(path))]
 		inputs := map[string][]byte{"a": {typ[0]}, "b": {typ[1]}}
 		pull, tick := (&record{Op: opPull}).append(nil), (&record{Op: opTick, PSN: 1e7}).append(nil)
 		tick = (&record{Op: opSync}).append(tick)

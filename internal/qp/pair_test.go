@@ -391,30 +391,32 @@ type game struct {
 	sides [2]*side
 	net   parcels
 	order int
-	store [2]storage
+	store [2 * NumLanes]storage
 
 	lose, repeat, late float64 // how often
 	revoke             func()  // what happens when this many requests are left, if anything
 	revokeAt           int
 }
 
-// storage is a side's: what it is at, and until when.
+// storage is a side's, for one lane: what it is at, and until when.
 type storage struct {
 	busy  bool
 	until Time
-	sync  Sync
+	work  Work
 }
 
 // storage lets the storage of both sides begin and end, at random times.
 func (g *game) storage() (next Time) {
 	next = 1 << 62
-	for i, s := range g.sides {
-		st := &g.store[i]
+	for k := range g.store {
+		l, s := Lane(k%int(NumLanes)), g.sides[k/int(NumLanes)]
+		st := &g.store[k]
 		if st.busy && st.until <= g.w.now {
 			st.busy = false
-			s.q.Synced(&st.sync, s.table.Persist(st.sync.Range, st.sync.Actor))
+			st.work.Do(s.table)
+			s.q.Finished(&st.work, g.w.now)
 		}
-		if !st.busy && s.q.WantsSync() && s.q.NextSync(&st.sync) {
+		if !st.busy && s.q.NextWork(l, &st.work) {
 			st.busy, st.until = true, g.w.now+time.Duration(g.rng.IntN(50))*time.Microsecond
 			if g.rng.IntN(16) == 0 { // longer than the peer waits before it asks again
 				st.until += time.Duration(g.rng.IntN(80)) * time.Millisecond
@@ -427,11 +429,7 @@ func (g *game) storage() (next Time) {
 	return next
 }
 
-func newGame(t *testing.T, seed uint64, requests int) *game {
-	return newGameOf(t, seed, requests, ib.RC, ib.RC)
-}
-
-func newGameOf(t *testing.T, seed uint64, requests int, typeA, typeB ib.QPType) *game {
+func newGameOf(t *testing.T, seed uint64, requests int, typeA, typeB ib.QPType, lazy bool) *game {
 	rng := rand.New(rand.NewPCG(seed, 1))
 	draw := func() setup {
 		s := usual()
@@ -454,7 +452,7 @@ func newGameOf(t *testing.T, seed uint64, requests int, typeA, typeB ib.QPType) 
 	a.rd, b.rd = uint8(1+rng.IntN(MaxRDAtomic)), uint8(1+rng.IntN(MaxRDAtomic))
 	a.destRD, b.destRD = b.rd, a.rd // no more than the peer sends
 	g := &game{rng: rng, w: newWorld(t)}
-	g.w.byRef = rng.IntN(4) == 0
+	g.w.byRef, g.w.lazy = rng.IntN(4) == 0, lazy
 	g.lose, g.repeat, g.late = rng.Float64()*0.1, rng.Float64()*0.1, rng.Float64()*0.1
 	switch rng.IntN(4) {
 	case 0:
@@ -466,6 +464,12 @@ func newGameOf(t *testing.T, seed uint64, requests int, typeA, typeB ib.QPType) 
 	g.w.pair(a, b)
 	for i, e := range g.w.ends() {
 		g.sides[i] = newSide(e, rng, requests)
+		for _, r := range e.regions {
+			if lazy {
+				r.lazy.drop(0, uint64(len(r.buf)))
+				r.lazy.evict = func() int { return rng.IntN(4 * len(r.lazy.there)) }
+			}
+		}
 	}
 	g.sides[0].peer, g.sides[1].peer = g.sides[1], g.sides[0]
 	if typeB == ib.XRCRecv {
@@ -592,15 +596,22 @@ func pairSeeds() uint64 {
 	return 60
 }
 
-func TestPair(t *testing.T) { testPair(t, ib.RC, ib.RC) }
+func TestPair(t *testing.T) { testPair(t, ib.RC, ib.RC, false) }
 
 // TestPairXRC is the same for an initiator and a target.
-func TestPairXRC(t *testing.T) { testPair(t, ib.XRCSend, ib.XRCRecv) }
+func TestPairXRC(t *testing.T) { testPair(t, ib.XRCSend, ib.XRCRecv, false) }
 
-func testPair(t *testing.T, typeA, typeB ib.QPType) {
+// TestPairPending is the same with memory, on both sides, that has to be fetched
+// first, and goes again at any time.
+func TestPairPending(t *testing.T) { testPair(t, ib.RC, ib.RC, true) }
+
+func TestPairPendingXRC(t *testing.T) { testPair(t, ib.XRCSend, ib.XRCRecv, true) }
+
+func testPair(t *testing.T, typeA, typeB ib.QPType, lazy bool) {
+	var sum Counters
 	for seed := range pairSeeds() {
 		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
-			g := newGameOf(t, seed, 150, typeA, typeB)
+			g := newGameOf(t, seed, 150, typeA, typeB, lazy)
 			g.trace()
 			if err := g.play(); err != nil {
 				t.Fatal(err)
@@ -623,8 +634,12 @@ func testPair(t *testing.T, typeA, typeB ib.QPType) {
 				if s.credits != nil && s.q.req.held != 0 {
 					t.Errorf("%s holds %d credits", s.name, s.q.req.held)
 				}
+				sum.Sum(&s.q.Counters)
 			}
 		})
+	}
+	if lazy && (sum[CntFaultRNR] < pairSeeds() || sum[CntFaultWaits] < pairSeeds()) {
+		t.Errorf("%d requests were put off and %d waited: too few to show anything", sum[CntFaultRNR], sum[CntFaultWaits])
 	}
 }
 
@@ -635,7 +650,7 @@ func TestPairRevoked(t *testing.T) {
 	hit, ran := 0, 0
 	for seed := range pairSeeds() {
 		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
-			g := newGame(t, seed, 150)
+			g := newGameOf(t, seed, 150, ib.RC, ib.RC, seed%3 == 0)
 			victim := g.sides[g.rng.IntN(2)]
 			name := []string{"src", "dst", "rcv", "res", "ctr"}[g.rng.IntN(5)]
 			var frozen []byte

@@ -14,7 +14,8 @@
 // local.go the requests that no peer hears of.
 // state.go has the state transitions, send_queue.go the checks at posting,
 // faults.go the one place where faults become NAKs and statuses. flush.go is the
-// responder's part of FLUSH, which may have to wait for storage.
+// responder's part of FLUSH, which may have to wait for storage; pending.go is
+// what has to wait for memory, and how the owner does all this work.
 //
 // The owner calls one method at a time. After any of them it should Pull until
 // there is nothing more, and call Tick at Deadline.
@@ -93,6 +94,8 @@ type QP struct {
 	sq   sendQueue
 	req  requester
 	resp responder
+
+	slow slowWork
 
 	// Counters count what the queue pair did.
 	Counters Counters
@@ -236,7 +239,7 @@ func (q *QP) Sent(t *train.Train, now Time) {
 }
 
 // SendFailed tells that a train's payload could not be read: a request fails
-// here, a READ response becomes a NAK.
+// here, a READ response becomes a NAK; or they wait, if it has to be fetched.
 func (q *QP) SendFailed(t *train.Train, f mem.Fault, now Time) {
 	if t.Kind == wire.KindReadResponse {
 		q.readFailed(t, f)

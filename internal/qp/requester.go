@@ -32,6 +32,8 @@ type requester struct {
 	held     int    // credits held
 	stalled  bool   // waits for credits
 	draining bool   // SQD: tell when everything is done
+	fetching bool   // stands still until its own memory is there
+	wide     int    // the window to return to, when the peer is ready again; 0: it has it
 
 	// failing is the status of request failAt, which failed locally: it is
 	// completed when the ones before it are (IBA 10.8.5: completions keep the
@@ -95,7 +97,7 @@ func (q *QP) pullRequest(t *train.Train, now Time) bool {
 	r := &q.req
 	r.stalled = false
 	for {
-		if q.state != ib.QPRTS && q.state != ib.QPSQD || r.cur == q.sq.tail || r.failing != 0 && r.cur == r.failAt || r.rnrWait(now) {
+		if q.state != ib.QPRTS && q.state != ib.QPSQD || r.cur == q.sq.tail || r.fetching || r.failing != 0 && r.cur == r.failAt || r.rnrWait(now) {
 			return false
 		}
 		if !q.sq.at(r.cur).facts().local {
@@ -357,7 +359,7 @@ func (q *QP) pullSingle(t *train.Train, w *wqe) int {
 
 // requestFailed deals with a request whose memory went away between the check
 // and the sending: it fails as if the check had found it. (A later one may be
-// failing already.)
+// failing already.) Or it waits, if the memory has to be fetched first.
 func (q *QP) requestFailed(t *train.Train, f mem.Fault, now Time) {
 	r := &q.req
 	if q.state != ib.QPRTS && q.state != ib.QPSQD {
@@ -367,13 +369,17 @@ func (q *QP) requestFailed(t *train.Train, f mem.Fault, now Time) {
 		if t.PSN.Less(r.una) || !t.PSN.Less(r.max) {
 			return // answered meanwhile: it was a repetition
 		}
+	} else if w := q.sq.at(q.sq.head); q.sq.head == q.sq.tail || !w.started || t.PSN.Less(w.first) || !t.PSN.Less(w.end()) {
+		return // from before a reset, or flushed meanwhile
+	}
+	switch {
+	case f.Kind == mem.FaultPending:
+		q.sourceAbsent(t, f)
+		return
+	case q.reliable:
 		q.rewind(t.PSN)
 		r.unacked = 1 // nobody knows whether what went before has asked
-	} else {
-		w := q.sq.at(q.sq.head)
-		if q.sq.head == q.sq.tail || !w.started || t.PSN.Less(w.first) || !t.PSN.Less(w.end()) {
-			return // from before a reset, or flushed meanwhile
-		}
+	default:
 		r.cur = q.sq.head
 	}
 	q.failLocal(ib.WCLocProtErr, vendorFault(f), now)

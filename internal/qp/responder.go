@@ -7,7 +7,7 @@ package qp
 //  3. executeSend, executeWrite, executeRead, executeAtomic, executeAtomicWrite,
 //     executeFlush (flush.go).
 //  4. accept: PSN and message numbers move on, the answer is noted.
-//     Or refuse, notReady.
+//     Or refuse, notReady, or notPresent (pending.go).
 //
 // What is answered, and when, is in responses.go.
 
@@ -65,6 +65,7 @@ func (q *QP) receiveRequest(t *train.Train) mem.Fault {
 		return mem.Fault{}
 	case d < 0:
 		q.Counters.add(CntDuplicates, -d)
+		r.wentBack(t.PSN)
 		t.TrimFront(-d)
 	}
 	r.quiet = false
@@ -149,7 +150,7 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 		if side == mem.Src {
 			return f
 		}
-		return q.refuse(receiveError, vendorFault(f))
+		return q.refuseFault(receiveError, f, r.taken.SGEs)
 	}
 	r.kind = wire.KindSend
 	r.off += uint64(t.Len)
@@ -226,6 +227,10 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 // taken a receive, which then tells of it.
 func (q *QP) refuseWrite(t *train.Train, f mem.Fault) mem.Fault {
 	r := &q.resp
+	if f.Kind == mem.FaultPending {
+		r.sge[0].Length = uint32(uint64(r.reth.Len) - r.off) // all that is to come
+		return q.notPresent(f, r.sge[:])
+	}
 	if t.End && t.Extra == wire.WithImm && !r.have {
 		r.have = q.Recv.Take(&r.taken)
 	}
@@ -270,7 +275,7 @@ func (q *QP) executeAtomic(t *train.Train) mem.Fault {
 	}
 	orig, f := mem.Atomic(q.Table, q.actor(), t.Atomic.RKey, t.Atomic.VA, op, t.Atomic.Compare, t.Atomic.SwapAdd)
 	if !f.OK() {
-		return q.refuse(accessError, vendorFault(f))
+		return q.refuseFault(accessError, f, nil)
 	}
 	psn := t.PSN
 	q.accept(t, 1)
@@ -306,7 +311,7 @@ func (q *QP) executeAtomicWrite(t *train.Train) mem.Fault {
 	}
 	value := binary.NativeEndian.Uint64(r.word[:]) // as the bytes came, so they lie
 	if _, f := mem.Atomic(q.Table, q.actor(), t.RETH.RKey, t.RETH.VA, mem.Store, 0, value); !f.OK() {
-		return q.refuse(accessError, vendorFault(f))
+		return q.refuseFault(accessError, f, nil)
 	}
 	psn := t.PSN
 	q.accept(t, 1)

@@ -25,9 +25,6 @@ type answers struct {
 	// yielded: the acknowledgement has let a request go first.
 	yielded bool
 
-	wantSync bool // a FLUSH has begun to wait for storage
-	syncing  bool // the owner is at one
-
 	// saved are the results of the last atomics, for repetitions.
 	saved     [MaxRDAtomic]savedAtomic
 	nextSaved uint8
@@ -45,7 +42,9 @@ type answers struct {
 type job struct {
 	atomic  bool
 	flush   bool     // a FLUSH
-	waiting bool     // … whose bytes have not reached storage yet: nothing is answered before it
+	absent  bool     // a READ whose bytes have to be fetched first: it is to be asked for again
+	waiting bool     // a FLUSH whose bytes have not reached storage yet, or an absent one: nothing is answered before it
+	tell    bool     // … and the peer is to hear of it
 	again   bool     // it was answered before
 	psn     wire.PSN // of the first response
 	n       int      // response packets
@@ -66,11 +65,11 @@ type savedAtomic struct {
 
 func (a *answers) at(i uint8) *job { return &a.jobs[(a.head+i)%MaxRDAtomic] }
 
-// due reports whether there is something to answer now. While a FLUSH waits for
-// storage, all that can be said is that it is not done yet.
+// due reports whether there is something to answer now. While the oldest answer
+// waits, all that can be said is that it is not ready yet.
 func (a *answers) due() bool {
 	if a.n > 0 && a.at(0).waiting {
-		return a.ack.pending && a.ack.syndrome.IsRNR() && a.ack.psn == a.at(0).psn
+		return a.at(0).tell
 	}
 	return a.n > 0 || a.ack.pending
 }
@@ -153,6 +152,7 @@ func (q *QP) rnr() { q.nak(wire.RNRNak(q.attr.MinRNRTimer), q.resp.epsn) }
 // are acknowledged again, ATOMIC WRITE and FLUSH by their response. Repetitions that are none are dropped.
 func (q *QP) repeat(t *train.Train) {
 	r := &q.resp
+	r.wentBack(t.PSN)
 	switch t.Kind {
 	case wire.KindReadRequest:
 		if t.RETH.Len > MaxMsgSize {
@@ -210,10 +210,17 @@ func (a *answers) answerAgain(j job, limit uint8) {
 	if a.full(limit) {
 		return
 	}
-	a.push(j)
-	for i := a.n - 1; i > 0 && a.at(i).psn.Less(a.at(i-1).psn); i-- { // before the FLUSHes that forget has left
-		*a.at(i), *a.at(i - 1) = *a.at(i - 1), *a.at(i)
+	a.insert(j)
+	a.ack.pending = false
+}
+
+// insert puts an answer before those of later PSNs: FLUSHes that forget has left.
+func (a *answers) insert(j job) {
+	i := a.n
+	for a.n++; i > 0 && j.psn.Less(a.at(i-1).psn); i-- {
+		*a.at(i) = *a.at(i - 1)
 	}
+	*a.at(i) = j
 }
 
 // nakAnswer refuses, instead of answering it, a request that was accepted: what
@@ -240,7 +247,7 @@ func (a *answers) drop(psn wire.PSN) {
 func (a *answers) forget(psn wire.PSN) {
 	kept := uint8(0)
 	for i := range a.n {
-		if j := a.at(i); j.waiting || !psn.Less(j.end()) {
+		if j := a.at(i); j.waiting && j.flush || !psn.Less(j.end()) {
 			*a.at(kept) = *j
 			kept++
 		}
@@ -270,9 +277,14 @@ func (q *QP) pullResponse(t *train.Train) bool {
 		q.pullJob(t, r.at(0))
 		return true
 	}
-	s := r.ack.syndrome
-	r.ack.pending, r.yielded = false, false
-	t.Kind, t.PSN, t.N, t.Start, t.End = wire.KindAck, r.ack.psn, 1, true, true
+	s, psn := r.ack.syndrome, r.ack.psn
+	if r.n > 0 {
+		j := r.at(0)
+		s, psn, j.tell = wire.RNRNak(q.attr.MinRNRTimer), j.psn, false
+	} else {
+		r.ack.pending, r.yielded = false, false
+	}
+	t.Kind, t.PSN, t.N, t.Start, t.End = wire.KindAck, psn, 1, true, true
 	t.AETH = wire.AETH{Syndrome: s, MSN: r.msn}
 	switch {
 	case s.IsAck():
@@ -311,10 +323,15 @@ func (q *QP) pullJob(t *train.Train, j *job) {
 	}
 }
 
-// readFailed: the memory of a READ response went away after it was checked.
-func (q *QP) readFailed(t *train.Train, _ mem.Fault) {
+// readFailed: the memory of a READ response went away after it was checked, or
+// has to be fetched first.
+func (q *QP) readFailed(t *train.Train, f mem.Fault) {
 	switch q.state {
 	case ib.QPRTR, ib.QPRTS, ib.QPSQD:
+		if f.Kind == mem.FaultPending {
+			q.readAbsent(t, f)
+			return
+		}
 		q.nakAnswer(accessError, t.PSN)
 	}
 }

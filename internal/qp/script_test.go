@@ -25,6 +25,7 @@ package qp
 //	inject b KIND psn=+0 …           a train that b's peer never sent
 //	exchange                         everything arrives, and so do the answers, until all is quiet
 //	advance 10ms [lost]              time passes; deadlines are met; trains sent meanwhile are lost
+//	answering 10ms                   time passes, and everything arrives
 //	modify a state=sqd …             Modify; "query a" shows the attributes
 //	arm b next|solicited             asks for a completion event
 //	limit b 2                        arms the limit of a shared receive queue
@@ -32,7 +33,9 @@ package qp
 //	poll a off                       the application stops polling; "on": goes on
 //	credits a 4                      another queue pair takes (-4: gives back) credits
 //	sync b [eio]                     storage carries out a FLUSH; or it fails
-//	begin b | end b                  … in two steps
+//	begin b [receive] | end b        … in two steps; or what it has to fetch is fetched
+//	absent b mem+0 [len=]            memory (of a "lazy" pair) has to be fetched first
+//	fetch b [gone]                   what waits for memory gets it; or it turns out to be gone
 //	stored b mem+8                   shows eight bytes as storage has them
 //	u64 b mem+8 [=5]                 shows or sets eight bytes
 //	same a mem+0 b mem+100 len=      compares memory
@@ -70,7 +73,7 @@ type script struct {
 	w       *world
 	out     strings.Builder
 	polling [2]bool
-	begun   Sync                 // what storage is at
+	begun   Work                 // what storage is at
 	line    string               // where we are, for failures
 	tap     func(e *end, op any) // if set, sees what is posted (work requests) and delivered (trains)
 	stamp   bool                 // lines begin with the time
@@ -98,6 +101,7 @@ var commands = map[string]func(*script, *cmdArgs){
 	"u64": (*script).u64, "same": (*script).same, "show": (*script).show, "wire": (*script).wire,
 	"counters": (*script).counters, "sync": (*script).sync, "begin": (*script).begin, "end": (*script).end, "stored": (*script).stored,
 	"srq": (*script).srq, "window": (*script).window, "bind": (*script).bind,
+	"absent": (*script).absent, "answering": (*script).answering, "fetch": (*script).fetch,
 }
 
 func (s *script) run(_ testing.TB, d *datadriven.TestData) string {

@@ -220,7 +220,7 @@ func (q *QP) set(a *ib.QPAttr, mask ib.QPAttrMask, path *Path) {
 		q.giveBack(q.req.held) // they are the old path's
 		q.path = *path
 		q.peer = path.Flow.Dst
-		q.req.cwnd, q.req.patient = path.Window, path.Lossless
+		q.req.cwnd, q.req.wide, q.req.patient = path.Window, 0, path.Lossless
 	}
 	if has(ib.QPMaskPathMTU) {
 		b.PathMTU = a.PathMTU
@@ -341,7 +341,7 @@ func (q *QP) reset() {
 		q.Recv.Clear()
 	}
 	sges := q.resp.taken.SGEs
-	q.req, q.resp = requester{}, responder{}
+	q.req, q.resp, q.slow = requester{}, responder{}, slowWork{}
 	q.resets++
 	q.resp.taken.SGEs = sges
 	q.req.cur = q.sq.head

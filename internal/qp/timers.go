@@ -35,6 +35,7 @@ type timers struct {
 	sampleAt Time // when sample was sent, 0: none
 	sample   wire.PSN
 	rnrUntil Time
+	rnrSince Time // when the peer was first not ready, 0: it was
 
 	tries     int // retries since the last progress
 	rnrTries  int
@@ -42,7 +43,7 @@ type timers struct {
 	lostValid bool
 }
 
-func (r *timers) stop() { r.started, r.rnrUntil, r.sampleAt = 0, 0, 0 }
+func (r *timers) stop() { r.started, r.rnrUntil, r.rnrSince, r.sampleAt = 0, 0, 0, 0 }
 
 // sent notes that a request has left.
 func (r *requester) sent(t *train.Train, now Time) {
@@ -68,7 +69,7 @@ func (r *requester) progress(una wire.PSN, now Time) {
 	// Without a sample nobody knows which copy was answered, and the patience
 	// that was learnt stays, within bounds.
 	r.rto = min(r.rto, maxPatience*max(minRTO, 8*r.srtt))
-	r.tries, r.rnrTries, r.lostValid = 0, 0, false
+	r.tries, r.rnrTries, r.lostValid, r.rnrSince = 0, 0, false, 0
 	r.progAt, r.started = now, now
 	if una == r.max {
 		r.started = 0
@@ -83,6 +84,8 @@ func (r *requester) restart(now Time) {
 // deadline returns when something is due, 0 for never.
 func (r *requester) deadline() Time {
 	switch {
+	case r.fetching:
+		return 0
 	case r.rnrUntil != 0:
 		return r.rnrUntil
 	case r.started == 0 || r.una == r.nxt:

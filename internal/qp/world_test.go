@@ -42,6 +42,7 @@ type world struct {
 	now Time
 	a,
 	b *end
+	lazy     bool // memory may have to be fetched
 	byRef    bool // trains refer to the sender's memory, as on the loop link
 	holding  bool // nobody sends
 	lossless bool // the paths say that they lose nothing
@@ -54,6 +55,7 @@ type world struct {
 type end struct {
 	w       *world
 	name    string
+	lazy    bool // regions are made of memory that may have to be fetched
 	addr    netip.Addr
 	peer    *end
 	q       *QP
@@ -77,6 +79,7 @@ type region struct {
 	*mem.Region
 	buf  []byte
 	disk *disk // what has reached storage, if it can
+	lazy *lazy // what is there and what is not, if that is not all
 }
 
 // disk is memory with storage behind it.
@@ -93,13 +96,14 @@ func (d *disk) Persist(off, n uint64) error {
 	return d.err
 }
 
-// sync carries out the FLUSH that waits for storage, if there is one.
-func (e *end) sync() bool {
-	var s Sync
-	if !e.q.NextSync(&s) {
+// work does a piece of slow work, if there is one in the lane.
+func (e *end) work(l Lane) bool {
+	var w Work
+	if !e.q.NextWork(l, &w) {
 		return false
 	}
-	e.q.Synced(&s, e.table.Persist(s.Range, s.Actor))
+	w.Do(e.table)
+	e.q.Finished(&w, e.w.now)
 	return true
 }
 
@@ -140,7 +144,7 @@ func orDefault[T comparable](v, def T) T {
 
 // newEnd makes an end with its queue pair in RESET.
 func (w *world) newEnd(name string, s setup) *end {
-	e := &end{w: w, name: name, regions: map[string]*region{}, windows: map[string]*mem.Window{}, srqs: map[uint32]*SharedQueue{}, state: ib.QPReset}
+	e := &end{w: w, name: name, lazy: w.lazy, regions: map[string]*region{}, windows: map[string]*mem.Window{}, srqs: map[uint32]*SharedQueue{}, state: ib.QPReset}
 	host, seed := byte(1), uint64(101)
 	if name == "b" {
 		host, seed = 2, 202
@@ -204,6 +208,10 @@ func (e *end) register(name string, size int, pd uint32, access ib.Access) *regi
 	if access&ib.AccessFlushPersistent != 0 {
 		r.disk = &disk{Host: host, buf: r.buf, stored: make([]byte, size)}
 		backing = r.disk
+	}
+	if e.lazy {
+		r.lazy = newLazy(backing)
+		backing = r.lazy
 	}
 	iova := uint64(0x1000_0000)
 	if e.name == "b" {
@@ -312,20 +320,45 @@ func (e *end) pull() int {
 			e.w.t.Fatalf("%s sends a train that no link can carry: %v: %+v", e.name, err, t)
 		}
 		t.From, t.To, t.TClass, t.HopLimit = t.Flow.Src, t.Flow.Dst, t.Flow.TClass, t.Flow.HopLimit
-		if f := e.read(t); !f.OK() {
+		f := e.fail(t)
+		if f.OK() {
+			if f = e.read(t); !f.OK() && !e.w.byRef {
+				e.sendFront(t)
+			}
+		}
+		if !f.OK() {
 			e.w.log("%s link: cannot read the payload of psn=%06x: %v", e.name, t.PSN, f.Kind)
 			e.q.SendFailed(t, f, e.w.now)
 			continue
 		}
-		to := e.w.a
-		if t.To == e.w.b.addr {
-			to = e.w.b
-		}
-		e.w.seen(to, t)
-		to.wire = append(to.wire, t)
+		e.put(t)
 		if !e.w.byRef {
 			e.q.Sent(t, e.w.now)
 		}
+	}
+}
+
+// put puts a train onto its wire.
+func (e *end) put(t *train.Train) {
+	to := e.w.a
+	if t.To == e.w.b.addr {
+		to = e.w.b
+	}
+	e.w.seen(to, t)
+	to.wire = append(to.wire, t)
+}
+
+// sendFront sends the packets of a train before the first that cannot be read, as
+// a link of packets does, and takes them off the train.
+func (e *end) sendFront(t *train.Train) {
+	for t.N > 1 {
+		first := copyTrain(t)
+		first.N, first.End, first.Len, first.AckReq, first.Extra = 1, false, t.MTU, false, wire.NoExtra
+		if !e.read(first).OK() {
+			return
+		}
+		e.put(first)
+		t.TrimFront(1)
 	}
 }
 
@@ -358,19 +391,26 @@ func malformed(t *train.Train) error {
 	return nil
 }
 
-// read makes the payload of a train bytes of its own, as a network does.
-func (e *end) read(t *train.Train) mem.Fault {
+// fail fails a train if the script wants that.
+func (e *end) fail(t *train.Train) mem.Fault {
 	if t.Len > 0 && e.unreadable > 0 {
 		if e.unreadable--; e.unreadable == 0 {
 			return mem.Fault{Kind: mem.FaultDead}
 		}
 	}
+	return mem.Fault{}
+}
+
+// read makes the payload of a train bytes of its own, as a network does.
+func (e *end) read(t *train.Train) mem.Fault {
 	if e.w.byRef {
 		return mem.Fault{}
 	}
 	b := make([]byte, t.Len)
 	f, _ := mem.Copy(&mem.List{Raw: [][]byte{b}}, &t.Payload, uint64(t.Len), false)
-	t.Payload = mem.List{Raw: [][]byte{b}}
+	if f.OK() {
+		t.Payload = mem.List{Raw: [][]byte{b}}
+	}
 	return f
 }
 
@@ -485,8 +525,10 @@ func (q *QP) broken() error {
 		return fmt.Errorf("request %d is next, the queue is %d to %d", r.cur, s.head, s.tail)
 	case q.resp.n > MaxRDAtomic:
 		return fmt.Errorf("%d answers wait", q.resp.n)
-	case q.resp.flushing() && !q.resp.wantSync && !q.resp.syncing:
+	case q.resp.flushing() && (q.slow.want|q.slow.busy)&LaneSync.bit() == 0:
 		return fmt.Errorf("a FLUSH waits and nobody is told")
+	case r.fetching && (q.slow.want|q.slow.busy)&LaneSend.bit() == 0:
+		return fmt.Errorf("it waits for its memory and nobody is told")
 	case q.state == ib.QPErr && s.tail != s.head:
 		return fmt.Errorf("%d requests were not flushed", s.tail-s.head)
 	case q.state == ib.QPErr && q.Deadline() != 0:

@@ -1,0 +1,114 @@
+package device
+
+// Slow work of queue pairs: memory that has to be fetched before a request can go
+// on, FLUSHes to persistence. Storage may take milliseconds, or hang. So the work
+// is done by goroutines of its own, which hold no lock and no read section over
+// it; nobody waits but the queue pair, or the half of it, whose work it is.
+//
+//  1. receive (receive.go) and send (transmit.go) find that a queue pair has slow
+//     work, and slowly puts it on the list, by lanes.
+//  2. A worker does the work, piece by piece, and lets the queue pair go on after
+//     each.
+
+import (
+	"sync"
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/qp"
+)
+
+const (
+	// slowWorkers is how many lanes of queue pairs are served at a time. Each
+	// costs a thread, while it waits.
+	slowWorkers = 32
+	// slowPause is how long a worker waits when bytes that it has fetched are
+	// gone again at once: there is more in use than memory holds.
+	slowPause = time.Millisecond
+)
+
+// slowLane is one kind of slow work of a queue pair.
+type slowLane struct {
+	q    *QP
+	lane qp.Lane
+}
+
+type slowList struct {
+	mu      sync.Mutex     // guards what follows
+	list    ring[slowLane] // wait for a worker
+	running int
+	closed  bool
+
+	workers sync.WaitGroup // all end when the list is empty; close waits
+}
+
+// close waits until storage has done what it is at. Nothing is begun any more:
+// all queue pairs are closed.
+func (s *slowList) close() {
+	s.mu.Lock()
+	s.closed = true
+	s.mu.Unlock()
+	s.workers.Wait()
+}
+
+// slowly has slow work of a queue pair done, in the lanes of the set.
+func (d *Device) slowly(q *QP, lanes uint8) {
+	for l := range qp.NumLanes {
+		if lanes&(1<<l) == 0 || !q.working[l].CompareAndSwap(false, true) {
+			continue // none, or whoever is at it looks again before leaving
+		}
+		s := &d.slow
+		s.mu.Lock()
+		if !s.closed {
+			s.list.push(slowLane{q, l})
+			if s.running < slowWorkers {
+				s.running++
+				s.workers.Add(1)
+				go d.slowWorker()
+			}
+		}
+		s.mu.Unlock()
+	}
+}
+
+// slowWorker serves queue pairs while there are any.
+func (d *Device) slowWorker() {
+	s := &d.slow
+	defer s.workers.Done()
+	for {
+		s.mu.Lock()
+		if s.list.len() == 0 {
+			s.running--
+			s.mu.Unlock()
+			return
+		}
+		w := s.list.pop()
+		s.mu.Unlock()
+		d.carryOut(w.q, w.lane)
+	}
+}
+
+// carryOut does the work of one lane, oldest first.
+func (d *Device) carryOut(q *QP, l qp.Lane) {
+	var w qp.Work
+	for {
+		q.mu.Lock()
+		more := q.core.NextWork(l, &w)
+		if !more {
+			q.working[l].Store(false) // under the lock: what comes later finds it so
+		}
+		q.mu.Unlock()
+		if !more {
+			return
+		}
+		d.runWaiting(q.peer.Load(), d.now()) // it stands still, and others have its credits
+		if !w.Do(d.table) {
+			time.Sleep(slowPause)
+		}
+		now := d.now()
+		q.mu.Lock()
+		q.core.Finished(&w, now)
+		d.rearmLocked(q)
+		q.mu.Unlock()
+		d.answer(q, now)
+	}
+}

@@ -1,0 +1,280 @@
+package qp
+
+// What takes long. A queue pair never waits: not for bytes that have to be
+// fetched from a disk before they can be read or written (mem.FaultPending), nor
+// for storage that a FLUSH is to reach. It notes the work for its owner, says to
+// the peer what there is to say, and goes on when the work is done:
+//
+//  1. An access finds that its bytes have to be fetched.
+//     The responder answers "not now" and stays as if the request had not come:
+//     notPresent, and readAbsent for a READ whose answer was under way. UC and
+//     UD drop the message.
+//     The requester and the completer stand still: sourceAbsent for what is to
+//     be sent, targetAbsent for an answer, which counts as lost.
+//  2. The owner asks what there is to do (WantsWork, NextWork), does it while it
+//     holds on to nothing (Work.Do), and tells that it is done (Finished).
+//  3. What was given up is tried again: by the peer when its RNR timer has run
+//     down, or by the requester at once. If the fetching has failed, the access
+//     finds out why by itself.
+//
+// Each side of a queue pair has one fetch under way at a time.
+
+import (
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// Lane is a kind of slow work. Work of one lane is done piece by piece, in
+// order; lanes do not wait for each other.
+type Lane uint8
+
+const (
+	LaneSync    Lane = iota // FLUSHes: bytes to storage
+	LaneSend                // bytes of the queue pair's own requests
+	LaneReceive             // bytes that the peer's requests are about
+	NumLanes
+)
+
+func (l Lane) bit() uint8 { return 1 << l }
+
+// slowWork is what a queue pair's owner has to do, by lanes.
+type slowWork struct {
+	want  uint8 // bit set: there may be work
+	busy  uint8 // bit set: the owner is at it
+	fault [NumLanes]mem.Fault
+}
+
+// Work is something slow.
+type Work struct {
+	lane  Lane
+	reset uint32    // of which life of the queue pair
+	sync  flushSync // LaneSync: what to bring to storage
+	fault mem.Fault // otherwise: what to fetch
+	left  mem.Fault // what was in the way
+}
+
+// WantsWork returns a set of lanes, bit by bit, for which there may be work that
+// nobody is at.
+func (q *QP) WantsWork() uint8 { return q.slow.want &^ q.slow.busy }
+
+// NextWork returns the next work of a lane, if there is some and nobody is at
+// it. The owner then calls Do, and then Finished.
+func (q *QP) NextWork(l Lane, w *Work) bool {
+	s := &q.slow
+	if s.busy&l.bit() != 0 || s.want&l.bit() == 0 {
+		return false
+	}
+	*w = Work{lane: l, reset: q.resets}
+	if l == LaneSync {
+		if !q.nextSync(&w.sync) {
+			s.want &^= l.bit()
+			return false
+		}
+	} else {
+		w.fault, s.fault[l] = s.fault[l], mem.Fault{}
+		s.want &^= l.bit()
+		if q.state < ib.QPRTR || q.state == ib.QPErr {
+			return false
+		}
+	}
+	s.busy |= l.bit()
+	return true
+}
+
+// Do does the work. It may block for as long as storage takes: the caller holds
+// no lock. It reports whether the work is done; if not, there is no sense in
+// trying again at once.
+func (w *Work) Do(t *mem.Table) bool {
+	if w.lane == LaneSync {
+		w.left = t.Persist(w.sync.rng, w.sync.actor)
+		return true
+	}
+	w.left = w.fault.Await()
+	return w.left.Kind != mem.FaultPending
+}
+
+// Finished tells that work was done.
+func (q *QP) Finished(w *Work, now Time) {
+	if w.reset != q.resets {
+		return
+	}
+	q.slow.busy &^= w.lane.bit()
+	switch w.lane {
+	case LaneSync:
+		q.synced(&w.sync, w.left)
+	case LaneSend:
+		q.req.goOn(now)
+	}
+}
+
+// fetchAhead is the most that is fetched at once: packets come in sizes of a
+// page, and each would have to wait for its own.
+const fetchAhead = 1 << 20
+
+// fetch has bytes fetched for one side, unless that is being done for others: who
+// needs these will come again. What follows them in the list is fetched too.
+func (q *QP) fetch(l Lane, f mem.Fault, list []ib.SGE) {
+	s := &q.slow
+	if (s.want|s.busy)&l.bit() != 0 {
+		return
+	}
+	for i := range list {
+		e := &list[i]
+		if at := f.Addr - e.Addr; e.LKey == f.Key && at < uint64(e.Length) {
+			f = f.Ahead(min(fetchAhead, uint64(e.Length)-at))
+			break
+		}
+	}
+	s.fault[l] = f
+	s.want |= l.bit()
+}
+
+// refuseFault ends a request whose memory cannot be accessed, unless its bytes
+// only have to be fetched first.
+func (q *QP) refuseFault(why refusal, f mem.Fault, list []ib.SGE) mem.Fault {
+	if f.Kind == mem.FaultPending {
+		return q.notPresent(f, list)
+	}
+	return q.refuse(why, vendorFault(f))
+}
+
+// notPresent: a request's bytes have to be fetched first. RC has the peer come
+// again later (IBA 9.7.5.2.8); it has not moved on, though some of the bytes may
+// have been written, as they will be again. A receive that the message has taken
+// stays taken. UC loses the message, and the next one takes its receive.
+func (q *QP) notPresent(f mem.Fault, list []ib.SGE) mem.Fault {
+	q.fetch(LaneReceive, f, list)
+	if q.reliable {
+		q.Counters.add(CntFaultRNR, 1)
+		q.rnr()
+		return mem.Fault{}
+	}
+	q.Counters.add(CntDropFault, 1)
+	q.resp.kind, q.resp.skip = 0, true
+	return mem.Fault{}
+}
+
+// readAbsent: the answer to a READ cannot be made from a PSN on. The peer is to
+// ask again from there, and for what follows. Until it does, nothing is answered:
+// an acknowledgement of later requests would tell it that the answer was lost.
+func (q *QP) readAbsent(t *train.Train, f mem.Fault) {
+	r := &q.resp
+	q.fetch(LaneReceive, f, t.Payload.SGEs)
+	for i := range r.n {
+		if j := r.at(i); !t.PSN.Less(j.psn.Add(j.done)) && t.PSN.Less(j.end()) {
+			return // it was asked for again meanwhile, and is not made yet
+		}
+	}
+	r.forget(t.PSN)
+	if r.n == MaxRDAtomic {
+		return // FLUSHes have all places: their answers will show what is missing
+	}
+	q.Counters.add(CntFaultRNR, 1)
+	// It makes room, like any that may have been answered before: a peer that asks
+	// for more than can be had at a time has had this one.
+	r.insert(job{absent: true, again: true, waiting: true, tell: true, psn: t.PSN, n: 1})
+}
+
+// wentBack notes that the peer sends again from psn on. If that is behind a READ
+// that could not be answered, it had the answer before: the READ was a
+// repetition.
+func (a *answers) wentBack(psn wire.PSN) {
+	if a.n > 0 && a.at(0).absent && a.at(0).psn.Less(psn) {
+		a.head = (a.head + 1) % MaxRDAtomic
+		a.n--
+	}
+}
+
+// sourceAbsent: the bytes of a request have to be fetched before they can be
+// sent. Those from the train's PSN on have not left.
+func (q *QP) sourceAbsent(t *train.Train, f mem.Fault) {
+	r := &q.req
+	if t.Bounce || q.state == ib.QPSQD { // a repetition; or begun, and so to be finished
+		if t.PSN.Less(r.nxt) {
+			q.rewind(t.PSN)
+		}
+	} else {
+		q.unsend(t.PSN)
+	}
+	r.unacked = 1 // nobody knows whether what went before has asked
+	q.standStill(f, t.Payload.SGEs)
+}
+
+// unsend takes back what was made from psn on, which is all that ever was.
+func (q *QP) unsend(psn wire.PSN) {
+	r := &q.req
+	if psn.Less(r.nxt) {
+		q.rewind(psn)
+	}
+	for i := r.cur; i != q.sq.tail; i++ {
+		w := q.sq.at(i)
+		if !w.started {
+			break
+		}
+		w.started = w.first.Less(psn)
+	}
+	r.rd.cut(psn)
+	r.max = psn
+}
+
+// cut forgets the ranges from psn on.
+func (r *rdRing) cut(psn wire.PSN) {
+	for r.n > 0 && !r.at(r.n-1).first.Less(psn) {
+		r.n--
+	}
+	r.sent = min(r.sent, r.n)
+}
+
+// targetAbsent: an answer came, and the bytes that it is to go to have to be
+// fetched first. It counts as lost, but not as the peer's fault.
+func (q *QP) targetAbsent(f mem.Fault) {
+	q.rewind(q.req.una)
+	q.standStill(f, q.sq.list(q.sq.head))
+}
+
+// standStill keeps the requester from sending until its own memory is there.
+// Time stands still for it as well: nobody is to blame. What it holds, others
+// can use.
+func (q *QP) standStill(f mem.Fault, list []ib.SGE) {
+	r := &q.req
+	if !r.fetching {
+		q.Counters.add(CntFaultWaits, 1)
+	}
+	r.fetching, r.sampleAt = true, 0
+	q.giveBack(r.held)
+	q.fetch(LaneSend, f, list)
+}
+
+// goOn ends that.
+func (r *requester) goOn(now Time) {
+	r.fetching = false
+	if r.started != 0 {
+		r.restart(now)
+		r.progAt = now
+	}
+}
+
+// A peer that is not ready may stay so for as long as its storage takes, and 7
+// retries mean for ever. It names the shortest wait that it wants (IBA
+// 9.7.5.2.8); the longer it has lasted, the longer the next: by an eighth, within
+// bounds. And while it lasts, one packet asks for all.
+const (
+	rnrShare   = 8
+	maxRNRWait = 50 * time.Millisecond
+)
+
+// rnrPause returns how long to wait after an RNR NAK that asks for d.
+func (r *requester) rnrPause(d, now Time) Time {
+	if r.rnrSince == 0 {
+		r.rnrSince = now
+		return d
+	}
+	if r.wide == 0 {
+		r.wide, r.cwnd = r.cwnd, 1
+	}
+	return max(d, min((now-r.rnrSince)/rnrShare, maxRNRWait))
+}
