@@ -36,6 +36,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 	"github.com/verbena-rdma/verbena/internal/qp"
 	"github.com/verbena-rdma/verbena/internal/sys"
+	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
 // Device is an open software device.
@@ -63,6 +64,7 @@ type Device struct {
 	timers    timerHeap
 	events    eventQueue
 	peers     peerTable
+	mcast     mcast
 
 	mu      sync.Mutex // guards object counts, reference counts and closed
 	counts  objectCounts
@@ -73,7 +75,7 @@ type Device struct {
 	closed  bool
 }
 
-type objectCounts struct{ qps, cqs, mrs, pds, ahs, srqs, channels, xrcds int }
+type objectCounts struct{ qps, cqs, mrs, pds, ahs, srqs, channels, xrcds, mcasts int }
 
 // defaultLimits are what an unconfigured device has.
 var defaultLimits = provider.Limits{
@@ -223,7 +225,7 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 		member: member,
 	}
 	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs, Killed: d.giveUpFetches})
-	reserved := func(i uint32) bool { return i <= 1 || i == 0xffffff } // management and multicast
+	reserved := func(i uint32) bool { return i <= 1 || i == wire.MulticastQP } // management and multicast
 	if member != nil {
 		d.qps = mem.NewSharedSlots[QP](d.limits.QPs, reserved, member.Key())
 	} else {
@@ -316,6 +318,7 @@ func (d *Device) Attr() ib.DeviceAttr {
 		MaxInlineData: maxInline, MaxCQ: d.limits.CQs, MaxCQE: d.limits.CQE, MaxMR: d.limits.MRs, MaxPD: d.limits.PDs,
 		MaxAH: d.limits.AHs, MaxSRQ: d.limits.SRQs, MaxSRQWR: d.limits.SRQWR, MaxSRQSGE: maxSGE,
 		MaxQPRDAtom: qp.MaxRDAtomic, MaxQPInitRDAtom: qp.MaxRDAtomic, MaxResRDAtom: qp.MaxRDAtomic * d.limits.QPs,
+		MaxMcastGrp: maxGroups, MaxMcastQPAttach: maxGroupMembers, MaxTotalMcastQPAttach: maxAttachments,
 		MaxPKeys: 1, LocalCAAckDelay: 15, MemoryLock: d.cfg.Lock, Links: links, Offloads: d.link.Offloads(),
 		StalePinnedRange: "at access: unmapped or truncated memory fails; memory mapped anew at the same address is not noticed",
 	}

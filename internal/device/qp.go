@@ -311,6 +311,7 @@ func (q *QP) Close() error {
 		q.closed = true
 		_ = q.core.Modify(&ib.QPAttr{State: ib.QPReset}, ib.QPMaskState, nil, d.now())
 		q.mu.Unlock()
+		q.detachAll()
 		for q.tx.Load() != txIdle { // somebody is handing its last trains to a link
 			runtime.Gosched()
 		}

@@ -64,17 +64,17 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 func hostLimits(l provider.Limits) (h [host.NumObjects]uint32) {
 	d := withDefaults(l)
 	for o, n := range map[host.Object]int{host.QPs: d.QPs, host.CQs: d.CQs, host.MRs: d.MRs, host.PDs: d.PDs,
-		host.AHs: d.AHs, host.SRQs: d.SRQs, host.Channels: d.CQs} {
+		host.AHs: d.AHs, host.XRCDs: d.PDs, host.SRQs: d.SRQs, host.Channels: d.CQs, host.Mcasts: maxAttachments} {
 		h[o] = uint32(n)
 	}
 	return h
 }
 
 // countsLocked are the counts by the names that the other processes know them by.
-func (d *Device) countsLocked() [host.Channels + 1]*int {
+func (d *Device) countsLocked() [host.NumObjects]*int {
 	c := &d.counts
 	return [...]*int{host.QPs: &c.qps, host.CQs: &c.cqs, host.MRs: &c.mrs, host.PDs: &c.pds,
-		host.AHs: &c.ahs, host.SRQs: &c.srqs, host.Channels: &c.channels}
+		host.AHs: &c.ahs, host.SRQs: &c.srqs, host.Channels: &c.channels, host.XRCDs: &c.xrcds, host.Mcasts: &c.mcasts}
 }
 
 // publishLocked tells the other processes how many objects this one has.

@@ -113,11 +113,16 @@ func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) bool {
 	defer owed.settle()
 	for len(ts) > 0 {
 		n, fault := 0, mem.Fault{}
-		if p, ok := ts[0].Flow.Link.(*loopPeer); ok {
+		switch p := ts[0].Flow.Link.(type) {
+		case *loopPeer:
 			if fault = p.deliver(d, ts[0], now, &owed); fault.OK() {
 				n = 1
 			}
-		} else {
+		case *groupPeer:
+			if fault = p.send(d, ts[:1], now); fault.OK() {
+				n = 1
+			}
+		default:
 			n, fault = d.sendLink(ts)
 		}
 		q.sent(ts[:n], now)
@@ -132,12 +137,21 @@ func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) bool {
 	return true
 }
 
-// sendLink hands the trains up to the next one for the loop link to the
-// device's link.
+// isOwn tells whether a flow is the device's own affair, not the link's.
+func isOwn(f *train.Flow) bool {
+	switch f.Link.(type) {
+	case *loopPeer, *groupPeer:
+		return true
+	}
+	return false
+}
+
+// sendLink hands the trains up to the next one that is the device's own affair to
+// the device's link.
 func (d *Device) sendLink(ts []*train.Train) (int, mem.Fault) {
 	k := 1
 	for k < len(ts) {
-		if _, loop := ts[k].Flow.Link.(*loopPeer); loop {
+		if isOwn(ts[k].Flow) {
 			break
 		}
 		k++

@@ -28,6 +28,7 @@ const (
 	SRQs
 	Channels
 	XRCDs
+	Mcasts
 	NumObjects
 )
 

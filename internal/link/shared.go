@@ -50,7 +50,7 @@ type SharedConfig struct {
 	UDP UDPConfig // without Router and Event
 	// Packets makes all traffic go by packets, also to processes of this host.
 	Packets bool
-	// NoPackets makes flows to other hosts fail.
+	// NoPackets makes flows to other hosts fail, and keeps multicast on this one.
 	NoPackets bool
 	// Look finds the device at another address of this host.
 	Look func(netip.Addr) (Neighbours, error)
@@ -114,7 +114,7 @@ func OpenShared(cfg *SharedConfig) (*Shared, error) {
 	if s.inbox, err = shm.NewInbox(&shm.Config{RingBytes: ringBytes}); err != nil {
 		return nil, err
 	}
-	s.cfg.UDP.Router, s.cfg.UDP.Event = s, s.inbox.Event()
+	s.cfg.UDP.Router, s.cfg.UDP.Event, s.cfg.UDP.NearGroups = s, s.inbox.Event(), s.cfg.NoPackets
 	if s.UDP, err = OpenUDP(&s.cfg.UDP); err != nil {
 		s.inbox.Close()
 		return nil, err
@@ -189,13 +189,13 @@ type localFlow struct {
 
 // Prepare prepares a flow: to a device of this host if one is there.
 func (s *Shared) Prepare(f *train.Flow) error {
-	if !s.cfg.Packets {
+	if !s.cfg.Packets && !f.Dst.IsMulticast() {
 		if d, err := s.deviceAt(f.Dst.Unmap()); err == nil {
 			f.Link = &localFlow{s, d, f.Src.Unmap(), f.Dst.Unmap()}
 			return nil
 		}
 	}
-	if s.cfg.NoPackets {
+	if s.cfg.NoPackets && !f.Dst.IsMulticast() {
 		return ib.Errorf("prepare_flow", syscall.EHOSTUNREACH, "no device of this host is at %v, and packets are not wanted", f.Dst)
 	}
 	return s.UDP.Prepare(f)

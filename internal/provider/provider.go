@@ -117,6 +117,9 @@ type QP interface {
 	PostRecv([]ib.RecvWR) (int, error)
 	Modify(*ib.QPAttr, ib.QPAttrMask) error
 	Query() (ib.QPAttr, error)
+	// AttachMcast makes a UD queue pair a member of a multicast group.
+	AttachMcast(ib.GID) error
+	DetachMcast(ib.GID) error
 	Close() error
 }
 
