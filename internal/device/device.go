@@ -138,12 +138,7 @@ const (
 func openAt(name string, addrs []netip.Addr, cfg *provider.Config, alone bool) (*Device, error) {
 	tap := new(lateTap)
 	var dev atomic.Pointer[Device] // set when there is something to tell
-	l, member, err := openLink(addrs, cfg, alone, tap, func() any {
-		if d := dev.Load(); d != nil {
-			return d.status()
-		}
-		return nil
-	})
+	l, member, err := openLink(addrs, cfg, alone, tap, &dev)
 	if err != nil {
 		return nil, opError("open_device", err)
 	}
@@ -184,7 +179,7 @@ func opError(op string, err error) error {
 	return ib.Errorf(op, errno, "%v", err)
 }
 
-func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *lateTap, status func() any) (link.Link, *host.Member, error) {
+func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *lateTap, dev *atomic.Pointer[Device]) (link.Link, *host.Member, error) {
 	if cfg.Link == linkLoop {
 		for _, a := range addrs {
 			if _, _, err := sys.Interface(a); err != nil {
@@ -194,9 +189,9 @@ func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *lateTap
 		return newNoLink(addrs), nil, nil
 	}
 	if cfg.PCAP != "" {
-		return openShared(addrs, cfg, alone, tap, status)
+		return openShared(addrs, cfg, alone, tap, dev)
 	}
-	return openShared(addrs, cfg, alone, nil, status)
+	return openShared(addrs, cfg, alone, nil, dev)
 }
 
 // OpenOn opens a device on a link that the caller made, for tests on simulated

@@ -254,6 +254,6 @@ func (p *groupPeer) send(from *Device, one []*train.Train, now qp.Time) mem.Faul
 		return mem.Fault{}
 	}
 	t.Flow = p.rest
-	_, fault := from.sendLink(one)
+	_, fault, _ := from.sendLink(one) // packets are never held up
 	return fault
 }

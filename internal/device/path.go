@@ -88,7 +88,11 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, er
 		return &qp.Path{Flow: f, Window: loopWindow, Lossless: true}, nil
 	}
 	if s, ok := d.link.(*link.Shared); ok && s.IsLocal(f) {
-		s.Reach(f, dest)
+		if err := s.Reach(f, dest); err != nil {
+			return nil, opError("modify_qp", err)
+		}
+	}
+	if s, ok := d.link.(*link.Shared); ok && s.IsLocal(f) { // still
 		window := s.LocalWindow()
 		p := d.peers.get(peerKey{f.Dst, true}, max(1, window/peerWindows))
 		q.peer.Store(p)

@@ -84,7 +84,7 @@ func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due bool) {
 func (d *Device) finishAnswers(q *QP) {
 	for range 1000 { // somebody else may be about to send them
 		q.mu.Lock()
-		due := q.core.Answering()
+		due := q.core.Answering() || q.stalled.Load()
 		q.mu.Unlock()
 		if !due {
 			return

@@ -28,19 +28,19 @@ func TestGroup(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer s.Close() //nolint:errcheck // the test has what it wanted
+		defer s.Close()
 		socks = append(socks, s)
 	}
 	tx, err := OpenUDP(netip.AddrPortFrom(from, 0), UDPOptions{RcvBuf: 1, SndBuf: 1 << 16, Groups: index, GroupHops: 0})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer tx.Close() //nolint:errcheck // likewise
+	defer tx.Close()
 	p, err := NewPoller(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer p.Close() //nolint:errcheck // likewise
+	defer p.Close()
 	p.Add(socks)
 	p.Wait(0) // Add has woken it
 
