@@ -80,11 +80,15 @@ type DeviceAttr struct {
 	MaxQPInitRDAtom  int // as initiator, for each queue pair
 	MaxResRDAtom     int
 	MaxPKeys         int
-	LocalCAAckDelay  int
-	MemoryLock       LockMode // what the device does about locking pinned memory
-	Links            []string // the links it runs on, as "loop", "udp"
-	Offloads         []string // what the links found at open, as "gso", "gro"
-	StalePinnedRange string   // how a pinned range that was unmapped is noticed
+	MaxMcastGrp      int // multicast groups that a process has members of
+	MaxMcastQPAttach int // members of one group, in a process
+	// MaxTotalMcastQPAttach is how many members all groups have, of all processes.
+	MaxTotalMcastQPAttach int
+	LocalCAAckDelay       int
+	MemoryLock            LockMode // what the device does about locking pinned memory
+	Links                 []string // the links it runs on, as "loop", "udp"
+	Offloads              []string // what the links found at open, as "gso", "gro"
+	StalePinnedRange      string   // how a pinned range that was unmapped is noticed
 }
 
 // LockMode says what registration of pinned memory does about mlock(2).

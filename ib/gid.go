@@ -18,6 +18,13 @@ func (g GID) Addr() netip.Addr { return netip.AddrFrom16(g).Unmap() }
 // IsZero reports whether the GID is unset.
 func (g GID) IsZero() bool { return g == GID{} }
 
+// IsMulticast reports whether the GID is that of a multicast group: an IPv4 or IPv6
+// multicast address, as RoCE v2 has them.
+func (g GID) IsMulticast() bool { return g.Addr().IsMulticast() }
+
+// MulticastQPN is the RemoteQPN of a message to a multicast group.
+const MulticastQPN = 0xffffff
+
 // String formats the GID as an IPv6 address, as ibv_devinfo does.
 func (g GID) String() string { return netip.AddrFrom16(g).String() }
 

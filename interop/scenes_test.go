@@ -14,6 +14,8 @@ import (
 var scenes = map[string]map[string]func(*cast) error{
 	"operations": {"initiator": (*cast).operate, "target": (*cast).beOperated},
 	"stream":     {"initiator": (*cast).stream, "target": (*cast).stream},
+	"choir":      {"initiator": (*cast).sing, "target": (*cast).sing},
+	"requiem":    {"initiator": (*cast).mourn, "target": (*cast).singUntilKilled},
 	"doomed":     {"initiator": (*cast).outlive, "target": (*cast).untilKilled},
 }
 

@@ -29,11 +29,13 @@ const (
 
 // script is what both sides must know.
 type script struct {
-	Scenario string // "operations", "stream" or "doomed"
+	Scenario string // see scenes
 	Mine     string // address
 	Seconds  int    // "stream": how long
 	Lossy    bool   // UC and UD messages may get lost
 	Any      bool   // by the best link, not by packets
+	Group    string // "choir": the multicast group
+	Note     bool   // tell the test when it begins
 }
 
 // envelope is a message of a process, one line of JSON.

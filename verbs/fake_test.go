@@ -2,6 +2,7 @@ package verbs
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -237,6 +238,7 @@ type fakeQP struct {
 	modifys []modify
 	failAt  ib.QPState // Modify to this state fails with err
 	closed  int
+	groups  []ib.GID
 }
 
 func (q *fakeQP) Number() uint32  { return q.number }
@@ -262,6 +264,14 @@ func (q *fakeQP) Modify(attr *ib.QPAttr, mask ib.QPAttrMask) error {
 }
 func (q *fakeQP) Query() (ib.QPAttr, error) { return ib.QPAttr{State: ib.QPRTS}, q.err }
 func (q *fakeQP) Close() error              { q.closed++; return q.err }
+func (q *fakeQP) AttachMcast(g ib.GID) error {
+	q.groups = append(q.groups, g)
+	return q.err
+}
+func (q *fakeQP) DetachMcast(g ib.GID) error {
+	q.groups = slices.DeleteFunc(q.groups, func(o ib.GID) bool { return o == g })
+	return q.err
+}
 
 type fakeSRQ struct {
 	maxWR, limit int // Modify's arguments

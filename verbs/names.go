@@ -162,6 +162,9 @@ const (
 	SendFence     = ib.SendFence     // wait for earlier READs and atomics of this queue; BIND_MW and LOCAL_INV: for all earlier requests
 )
 
+// MulticastQPN is the RemoteQPN of a message to a multicast group.
+const MulticastQPN = ib.MulticastQPN
+
 // GRHLength is the number of bytes in front of every UD message.
 const GRHLength = ib.GRHLength
 

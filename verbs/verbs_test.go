@@ -398,6 +398,8 @@ func TestErrorsPassThrough(t *testing.T) {
 		"Modify":        qp.Modify(&QPAttr{State: QPRTS}, QPMaskState),
 		"ToRTS":         qp.ToRTS(&QPAttr{}),
 		"Query":         second(qp.Query()),
+		"AttachMcast":   qp.AttachMcast(GID{}),
+		"DetachMcast":   qp.DetachMcast(GID{}),
 		"SRQ.SetLimit":  srq.SetLimit(1),
 		"SRQ.Query":     second(srq.Query()),
 	} {
@@ -489,7 +491,8 @@ func TestNil(t *testing.T) {
 	for _, qp := range []*QP{nil, {}} {
 		calls = append(calls, call{"QP.PostSend", second(qp.PostSend(nil))}, call{"QP.PostRecv", second(qp.PostRecv(nil))},
 			call{"QP.Modify", qp.Modify(&QPAttr{}, 0)}, call{"QP.Query", second(qp.Query())},
-			call{"QP.Connect", qp.Connect(Endpoint{}, nil)}, call{"QP.ToInit", qp.ToInit(&QPAttr{})}, call{"QP.Close", qp.Close()})
+			call{"QP.Connect", qp.Connect(Endpoint{}, nil)}, call{"QP.ToInit", qp.ToInit(&QPAttr{})},
+			call{"QP.AttachMcast", qp.AttachMcast(GID{})}, call{"QP.DetachMcast", qp.DetachMcast(GID{})}, call{"QP.Close", qp.Close()})
 	}
 	for _, s := range []*SRQ{nil, {}} {
 		calls = append(calls, call{"SRQ.PostRecv", second(s.PostRecv(nil))}, call{"SRQ.Modify", s.Modify(SRQAttr{}, 0)},

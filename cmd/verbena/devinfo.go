@@ -161,6 +161,8 @@ func describe(dev *verbs.Device) (device, error) {
 			{"max_mr", num(a.MaxMR)}, {"max_pd", num(a.MaxPD)}, {"max_qp_rd_atom", num(a.MaxQPRDAtom)},
 			{"max_res_rd_atom", num(a.MaxResRDAtom)}, {"max_qp_init_rd_atom", num(a.MaxQPInitRDAtom)}, {"max_ah", num(a.MaxAH)},
 			{"max_srq", num(a.MaxSRQ)}, {"max_srq_wr", num(a.MaxSRQWR)}, {"max_srq_sge", num(a.MaxSRQSGE)},
+			{"max_mcast_grp", num(a.MaxMcastGrp)}, {"max_mcast_qp_attach", num(a.MaxMcastQPAttach)},
+			{"max_total_mcast_qp_attach", num(a.MaxTotalMcastQPAttach)},
 			{"max_pkeys", num(a.MaxPKeys)}, {"local_ca_ack_delay", num(a.LocalCAAckDelay)},
 		},
 		Max: make(map[string]uint64),

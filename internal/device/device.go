@@ -36,6 +36,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 	"github.com/verbena-rdma/verbena/internal/qp"
 	"github.com/verbena-rdma/verbena/internal/sys"
+	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
 // Device is an open software device.
@@ -64,6 +65,7 @@ type Device struct {
 	timers  timerHeap
 	events  eventQueue
 	peers   peerTable
+	mcast   mcast
 
 	mu      sync.Mutex // guards object counts, reference counts and closed
 	counts  objectCounts
@@ -74,7 +76,7 @@ type Device struct {
 	closed  bool
 }
 
-type objectCounts struct{ qps, cqs, mrs, mws, pds, ahs, srqs, channels, xrcds int }
+type objectCounts struct{ qps, cqs, mrs, mws, pds, ahs, srqs, channels, xrcds, mcasts int }
 
 // defaultLimits are what an unconfigured device has.
 var defaultLimits = provider.Limits{
@@ -137,12 +139,7 @@ const (
 func openAt(name string, addrs []netip.Addr, cfg *provider.Config, alone bool) (*Device, error) {
 	tap := new(lateTap)
 	var dev atomic.Pointer[Device] // set when there is something to tell
-	l, member, err := openLink(addrs, cfg, alone, tap, func() any {
-		if d := dev.Load(); d != nil {
-			return d.status()
-		}
-		return nil
-	})
+	l, member, err := openLink(addrs, cfg, alone, tap, &dev)
 	if err != nil {
 		return nil, opError("open_device", err)
 	}
@@ -183,7 +180,7 @@ func opError(op string, err error) error {
 	return ib.Errorf(op, errno, "%v", err)
 }
 
-func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *lateTap, status func() any) (link.Link, *host.Member, error) {
+func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *lateTap, dev *atomic.Pointer[Device]) (link.Link, *host.Member, error) {
 	if cfg.Link == linkLoop {
 		for _, a := range addrs {
 			if _, _, err := sys.Interface(a); err != nil {
@@ -193,9 +190,9 @@ func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *lateTap
 		return newNoLink(addrs), nil, nil
 	}
 	if cfg.PCAP != "" {
-		return openShared(addrs, cfg, alone, tap, status)
+		return openShared(addrs, cfg, alone, tap, dev)
 	}
-	return openShared(addrs, cfg, alone, nil, status)
+	return openShared(addrs, cfg, alone, nil, dev)
 }
 
 // OpenOn opens a device on a link that the caller made, for tests on simulated
@@ -224,7 +221,7 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 		member: member,
 	}
 	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs + d.limits.MWs, Killed: d.giveUpFetches})
-	reserved := func(i uint32) bool { return i <= 1 || i == 0xffffff } // management and multicast
+	reserved := func(i uint32) bool { return i <= 1 || i == wire.MulticastQP } // management and multicast
 	if member != nil {
 		d.qps = mem.NewSharedSlots[QP](d.limits.QPs, reserved, member.Key())
 	} else {
@@ -319,6 +316,7 @@ func (d *Device) Attr() ib.DeviceAttr {
 		MaxInlineData: maxInline, MaxCQ: d.limits.CQs, MaxCQE: d.limits.CQE, MaxMR: d.limits.MRs, MaxMW: d.limits.MWs, MaxPD: d.limits.PDs,
 		MaxAH: d.limits.AHs, MaxSRQ: d.limits.SRQs, MaxSRQWR: d.limits.SRQWR, MaxSRQSGE: maxSGE,
 		MaxQPRDAtom: qp.MaxRDAtomic, MaxQPInitRDAtom: qp.MaxRDAtomic, MaxResRDAtom: qp.MaxRDAtomic * d.limits.QPs,
+		MaxMcastGrp: maxGroups, MaxMcastQPAttach: maxGroupMembers, MaxTotalMcastQPAttach: maxAttachments,
 		MaxPKeys: 1, LocalCAAckDelay: 15, MemoryLock: d.cfg.Lock, Links: links, Offloads: d.link.Offloads(),
 		StalePinnedRange: stalePinnedRange(),
 	}

@@ -83,8 +83,10 @@ func (o *debt) settle() {
 // deliver gives a train to the peer's queue pair. What that has to answer is
 // owed: one answer does for several trains, so it is sent when there are no more
 // for the same queue pair. The sender holds its token, never its lock. A fault
-// is the sender's: the payload could not be read.
-func (p *loopPeer) deliver(from *Device, t *train.Train, now qp.Time, owed *debt) mem.Fault {
+// is the sender's: the payload could not be read. busy is that of the link, where
+// the queue pair is another process's.
+func (p *loopPeer) deliver(from *Device, one []*train.Train, now qp.Time, owed *debt) (fault mem.Fault, busy bool) {
+	t := one[0]
 	t.From, t.To = t.Flow.Src, t.Flow.Dst
 	t.TClass, t.HopLimit = t.Flow.TClass, t.Flow.HopLimit
 	if from.capture != nil {
@@ -93,7 +95,7 @@ func (p *loopPeer) deliver(from *Device, t *train.Train, now qp.Time, owed *debt
 	to := p.target.Load()
 	if to.dev.stopped.Load() {
 		if to = p.find(from); to == nil {
-			return mem.Fault{} // lost: nobody is there
+			return mem.Fault{}, false // lost: nobody is there
 		}
 	}
 	if to.dev.capture != nil && to.dev != from {
@@ -102,22 +104,22 @@ func (p *loopPeer) deliver(from *Device, t *train.Train, now qp.Time, owed *debt
 	q := to.dev.qps.Get(t.DestQP)
 	if q == nil && p.rest != nil {
 		t.Flow = p.rest
-		_, fault := from.sendLink([]*train.Train{t})
-		return fault
+		_, fault, busy = from.sendLink(one)
+		return fault, busy
 	}
 	if q == nil {
 		to.dev.noQP.Add(uint64(t.N))
-		return mem.Fault{}
+		return mem.Fault{}, false
 	}
 	if owed.q != q {
 		owed.settle()
 	}
 	now += to.shift
-	fault, due := q.receive(t, now)
-	if due {
+	var due bool
+	if fault, due = q.receive(t, now); due {
 		*owed = debt{q, now}
 	}
-	return fault
+	return fault, false
 }
 
 // captureLoop writes the packets that the train would have been on a wire. What

@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -110,6 +112,17 @@ func interfaceOf(a netip.Addr) string {
 
 func isInUse(err error) bool { return errors.Is(err, syscall.EADDRINUSE) }
 
+// opened are the open devices of this process, as a list that never changes: it is
+// replaced, under the registry's lock.
+var opened atomic.Pointer[[]*Device]
+
+func openDevices() []*Device {
+	if all := opened.Load(); all != nil {
+		return *all
+	}
+	return nil
+}
+
 // registry knows the open devices of this process by address: their queue pairs
 // are reached by the loop link.
 var registry = struct {
@@ -128,12 +141,16 @@ func register(d *Device) error {
 	for _, a := range d.addrs {
 		registry.byAddr[a] = d
 	}
+	all := append(slices.Clone(openDevices()), d)
+	opened.Store(&all)
 	return nil
 }
 
 func unregister(d *Device) {
 	registry.mu.Lock()
 	defer registry.mu.Unlock()
+	all := slices.DeleteFunc(slices.Clone(openDevices()), func(o *Device) bool { return o == d })
+	opened.Store(&all)
 	for _, a := range d.addrs {
 		if registry.byAddr[a] == d {
 			delete(registry.byAddr, a)

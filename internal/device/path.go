@@ -40,6 +40,14 @@ func (d *Device) makeFlow(op string, a *ib.AHAttr, destQP uint32) (*train.Flow, 
 		return nil, ib.Errorf(op, syscall.EINVAL, "%v cannot be reached from %v: not of the same IP version", f.Dst, f.Src)
 	}
 	f.SrcPort = 0xc000 | uint16(maphash.Comparable(flowSeed, [2]netip.Addr{f.Src, f.Dst})^uint64(a.FlowLabel))&0x3fff
+	if f.Dst.IsMulticast() {
+		p, err := d.newGroupPeer(f)
+		if err != nil {
+			return nil, opError(op, err)
+		}
+		f.Link = p
+		return f, nil
+	}
 	if d.loopback {
 		if p := newLoopPeer(d, f, destQP); p != nil {
 			f.Link = p
@@ -60,6 +68,9 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, er
 		mtu = q.core.Query().PathMTU
 		q.mu.Unlock()
 	}
+	if a.AV.DGID.IsMulticast() {
+		return nil, ib.Errorf("modify_qp", syscall.EINVAL, "%v: a multicast group is reached by datagrams alone", a.AV.DGID)
+	}
 	if mtu.Bytes() > d.mtu {
 		return nil, ib.Errorf("modify_qp", syscall.EINVAL, "path_mtu %v: the port's MTU is %d", mtu, d.mtu)
 	}
@@ -77,7 +88,11 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, er
 		return &qp.Path{Flow: f, Window: loopWindow, Lossless: true}, nil
 	}
 	if s, ok := d.link.(*link.Shared); ok && s.IsLocal(f) {
-		s.Reach(f, dest)
+		if err := s.Reach(f, dest); err != nil {
+			return nil, opError("modify_qp", err)
+		}
+	}
+	if s, ok := d.link.(*link.Shared); ok && s.IsLocal(f) { // still
 		window := s.LocalWindow()
 		p := d.peers.get(peerKey{f.Dst, true}, max(1, window/peerWindows))
 		q.peer.Store(p)

@@ -36,6 +36,11 @@ type progress struct {
 		receiver
 	}
 
+	stalled struct {
+		sync.Mutex       // guards list
+		list       []*QP // hold trains until the link is less busy
+	}
+
 	ready struct {
 		sync.Mutex           // guards list
 		list       ring[*QP] // have more to send

@@ -10,6 +10,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 	"github.com/verbena-rdma/verbena/internal/qp"
 	"github.com/verbena-rdma/verbena/internal/queue"
+	"github.com/verbena-rdma/verbena/internal/train"
 )
 
 // QP is a queue pair: the protocol core with its lock, its transmit token and
@@ -24,7 +25,15 @@ type QP struct {
 	number uint32
 
 	tx      atomic.Int32 // the transmit token, see transmit.go
-	queued  atomic.Bool  // waits in the device's list of ready queue pairs
+	stalled atomic.Bool  // there are held trains
+
+	// Trains that the link is too busy for; all of it belongs to the token's holder.
+	held       *batch
+	heldLeft   []*train.Train
+	heldAt     uint64 // frees before they were sent
+	heldResets uint32 // of the core when they were made
+
+	queued  atomic.Bool // waits in the device's list of ready queue pairs
 	peer    atomic.Pointer[peer]
 	waiting atomic.Bool // waits for its peer's credits
 
@@ -311,12 +320,18 @@ func (q *QP) Close() error {
 		q.closed = true
 		_ = q.core.Modify(&ib.QPAttr{State: ib.QPReset}, ib.QPMaskState, nil, d.now())
 		q.mu.Unlock()
-		for q.tx.Load() != txIdle { // somebody is handing its last trains to a link
+		q.detachAll()
+		for !q.tx.CompareAndSwap(txIdle, txBusy) { // somebody is handing its last trains to a link
 			runtime.Gosched()
 		}
 		if q.core.Bound {
 			d.table.ReleaseQP(q.number)
 		}
+		if q.held != nil {
+			q.held.release()
+			q.held = nil
+		}
+		q.tx.Store(txIdle) // it has nothing more to send, whoever asks for it
 		d.timers.remove(q)
 		d.counters.remove(q)
 		d.runWaiting(q.peer.Load(), d.now())

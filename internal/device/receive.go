@@ -7,6 +7,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/qp"
 	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
 // receiver is the sink of the device's link. It executes trains as they come
@@ -21,6 +22,13 @@ type receiver struct {
 // Deliver executes a train.
 func (r *receiver) Deliver(t *train.Train) {
 	q := r.dev.qps.Get(t.DestQP)
+	if q == nil && t.DestQP == wire.MulticastQP {
+		if r.now == 0 {
+			r.now = r.dev.now()
+		}
+		_ = r.dev.deliverGroup(t, r.now) // the bytes are here
+		return
+	}
 	if q == nil {
 		r.dev.noQP.Add(uint64(t.N))
 		return
@@ -76,7 +84,7 @@ func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due bool) {
 func (d *Device) finishAnswers(q *QP) {
 	for range 1000 { // somebody else may be about to send them
 		q.mu.Lock()
-		due := q.core.Answering()
+		due := q.core.Answering() || q.stalled.Load()
 		q.mu.Unlock()
 		if !due {
 			return

@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"sync/atomic"
 
 	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/link"
@@ -19,7 +20,7 @@ var _ [link.MaxNeighbours]struct{} = [host.MaxProcesses]struct{}{}
 
 // openShared opens the link of a device that other processes may have open too.
 // alone wants an address that nobody has.
-func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.Tap, status func() any) (*link.Shared, *host.Member, error) {
+func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.Tap, dev *atomic.Pointer[Device]) (*link.Shared, *host.Member, error) {
 	var m *host.Member
 	ready := make(chan struct{}) // closed when the link knows its processes
 	s, err := link.OpenShared(&link.SharedConfig{
@@ -30,25 +31,25 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 			<-ready
 			return m.Look(a)
 		},
+		Freed: func() {
+			if d := dev.Load(); d != nil {
+				d.resume()
+			}
+		},
 	})
 	if err != nil {
 		return nil, nil, err
 	}
 	m, err = host.Join(host.Config{
-		Status: status,
-		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg.Limits), Become: s.Listen,
-		Joined: func(owner int) { <-ready; s.Connect(owner) },
-		Channel: func(c *net.UnixConn, from netip.Addr, process int) {
-			// Not in the caller, for whom Join may wait. The link's inbox ends
-			// handshakes when it is closed.
-			go func() {
-				if <-ready; m == nil {
-					_ = c.Close()
-					return
-				}
-				_ = s.Accept(c, from, process) // who asked is told
-			}()
+		Status: func() any {
+			if d := dev.Load(); d != nil {
+				return d.status()
+			}
+			return nil
 		},
+		Addrs: addrs, Alone: alone, Limits: hostLimits(cfg.Limits), Become: s.Listen,
+		Joined:  func(owner int) { <-ready; s.Connect(owner) },
+		Channel: func(c *net.UnixConn, from netip.Addr, process int) { s.Accept(c, from, process, ready) },
 	})
 	if err != nil {
 		close(ready)  // who waits finds no member
@@ -64,17 +65,17 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 func hostLimits(l provider.Limits) (h [host.NumObjects]uint32) {
 	d := withDefaults(l)
 	for o, n := range map[host.Object]int{host.QPs: d.QPs, host.CQs: d.CQs, host.MRs: d.MRs, host.PDs: d.PDs,
-		host.AHs: d.AHs, host.SRQs: d.SRQs, host.Channels: d.CQs} {
+		host.AHs: d.AHs, host.XRCDs: d.PDs, host.SRQs: d.SRQs, host.Channels: d.CQs, host.Mcasts: maxAttachments} {
 		h[o] = uint32(n)
 	}
 	return h
 }
 
 // countsLocked are the counts by the names that the other processes know them by.
-func (d *Device) countsLocked() [host.Channels + 1]*int {
+func (d *Device) countsLocked() [host.NumObjects]*int {
 	c := &d.counts
 	return [...]*int{host.QPs: &c.qps, host.CQs: &c.cqs, host.MRs: &c.mrs, host.PDs: &c.pds,
-		host.AHs: &c.ahs, host.SRQs: &c.srqs, host.Channels: &c.channels}
+		host.AHs: &c.ahs, host.SRQs: &c.srqs, host.Channels: &c.channels, host.XRCDs: &c.xrcds, host.Mcasts: &c.mcasts}
 }
 
 // publishLocked tells the other processes how many objects this one has.

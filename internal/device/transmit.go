@@ -5,11 +5,16 @@ package device
 // a link may take long (a system call may fault on memory), so the queue pair's
 // lock is not held meanwhile, and nobody waits for the token: who finds it
 // taken leaves a note, and the holder looks again.
+//
+// A link may be busy (link.ErrBusy). Then the trains that it did not take stay with
+// the queue pair, which is stalled until the link has room, and go before all
+// others.
 
 import (
 	"errors"
 	"sync"
 
+	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/qp"
@@ -46,13 +51,11 @@ func (d *Device) transmit(q *QP, now qp.Time) {
 	if !q.claimToken() {
 		return
 	}
-	b := batches.Get().(*batch)
-	more := d.drain(q, b, now)
+	more := d.drain(q, now)
 	for !q.tx.CompareAndSwap(txBusy, txIdle) {
 		q.tx.Store(txBusy)
-		more = d.drain(q, b, d.now())
+		more = d.drain(q, d.now())
 	}
-	batches.Put(b)
 	if more {
 		d.later(q)
 	}
@@ -78,11 +81,21 @@ func (q *QP) claimToken() bool {
 
 // drain pulls and sends until there is nothing more, or the quantum is used up
 // and it returns true.
-func (d *Device) drain(q *QP, b *batch, now qp.Time) bool {
+func (d *Device) drain(q *QP, now qp.Time) bool {
+	if q.held != nil && !d.sendHeld(q, now) {
+		return false
+	}
+	b := batches.Get().(*batch)
+	defer func() {
+		if q.held != b {
+			batches.Put(b)
+		}
+	}()
 	for bytes := 0; bytes < txQuantum; {
 		n := 0
 		q.mu.Lock()
 		ticket := d.ticket()
+		q.heldAt, q.heldResets = d.frees(), q.core.Resets()
 		for n < len(b.trains) && bytes < txQuantum && q.core.Pull(&b.trains[n], now) {
 			b.trains[n].Ticket = ticket
 			bytes += b.trains[n].Len
@@ -97,7 +110,12 @@ func (d *Device) drain(q *QP, b *batch, now qp.Time) bool {
 		if n == 0 {
 			return false
 		}
-		if d.send(q, b.ptrs[:n], now) && n < len(b.trains) && bytes < txQuantum {
+		left, ok := d.send(q, b.ptrs[:n], now)
+		if len(left) > 0 {
+			d.hold(q, b, left)
+			return false
+		}
+		if ok && n < len(b.trains) && bytes < txQuantum {
 			return false // the last Pull has found nothing
 		}
 	}
@@ -106,21 +124,30 @@ func (d *Device) drain(q *QP, b *batch, now qp.Time) bool {
 	return q.core.Pending()
 }
 
-// send hands trains to their links, in order. It returns false if one could not
-// be read, which the queue pair may have something to say about.
-func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) bool {
+// send hands trains to their links, in order. It returns those that the link is too
+// busy for; and false if one could not be read, which the queue pair may have
+// something to say about.
+func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) (left []*train.Train, ok bool) {
 	var owed debt
 	defer owed.settle()
 	for len(ts) > 0 {
-		n, fault := 0, mem.Fault{}
-		if p, ok := ts[0].Flow.Link.(*loopPeer); ok {
-			if fault = p.deliver(d, ts[0], now, &owed); fault.OK() {
+		n, fault, busy := 0, mem.Fault{}, false
+		switch p := ts[0].Flow.Link.(type) {
+		case *loopPeer:
+			if fault, busy = p.deliver(d, ts[:1], now, &owed); fault.OK() && !busy {
 				n = 1
 			}
-		} else {
-			n, fault = d.sendLink(ts)
+		case *groupPeer:
+			if fault = p.send(d, ts[:1], now); fault.OK() {
+				n = 1
+			}
+		default:
+			n, fault, busy = d.sendLink(ts)
 		}
 		q.sent(ts[:n], now)
+		if busy {
+			return ts[n:], true
+		}
 		if !fault.OK() {
 			q.mu.Lock()
 			q.core.SendFailed(ts[n], fault, now)
@@ -129,35 +156,116 @@ func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) bool {
 			if slow != 0 {
 				d.slowly(q, slow)
 			}
-			return false // what follows is pulled again, or flushed
+			return nil, false // what follows is pulled again, or flushed
 		}
 		ts = ts[n:]
 	}
+	return nil, true
+}
+
+// hold keeps trains that the link is too busy for. Who frees the link after this
+// finds the queue pair in the list; who did so before, since the link refused them,
+// is seen here.
+func (d *Device) hold(q *QP, b *batch, left []*train.Train) {
+	q.held, q.heldLeft = b, left
+	q.stalled.Store(true)
+	l := d.link.(*link.Shared) // no other is ever busy
+	d.stalled.Lock()
+	d.stalled.list = append(d.stalled.list, q)
+	d.stalled.Unlock()
+	if q.heldAt != l.Frees() {
+		d.later(q)
+	}
+}
+
+// sendHeld sends the trains that were held, and reports whether none are left. What
+// the queue pair has given up meanwhile is not sent any more: its memory may be in
+// use for something else.
+func (d *Device) sendHeld(q *QP, now qp.Time) bool {
+	b, ts := q.held, q.heldLeft
+	q.held, q.heldLeft = nil, nil
+	q.stalled.Store(false)
+	q.mu.Lock()
+	state, resets := q.core.State(), q.core.Resets()
+	q.mu.Unlock()
+	live := ts[:0]
+	for _, t := range ts {
+		if resets == q.heldResets && (state != ib.QPErr && state != ib.QPSQE || t.IsAnswer()) {
+			live = append(live, t)
+		}
+	}
+	q.heldAt = d.frees()
+	left, ok := d.send(q, live, now)
+	if len(left) > 0 {
+		d.hold(q, b, left)
+		return false
+	}
+	_ = ok // if one could not be read, the queue pair has heard of it
+	b.release()
 	return true
 }
 
-// sendLink hands the trains up to the next one for the loop link to the
-// device's link.
-func (d *Device) sendLink(ts []*train.Train) (int, mem.Fault) {
+// release puts a batch back whose list was changed.
+func (b *batch) release() {
+	for i := range b.trains {
+		b.ptrs[i] = &b.trains[i]
+	}
+	batches.Put(b)
+}
+
+// frees counts how often the link may have become less busy.
+func (d *Device) frees() uint64 {
+	if s, ok := d.link.(*link.Shared); ok {
+		return s.Frees()
+	}
+	return 0
+}
+
+// resume lets the queue pairs go on that were stalled.
+func (d *Device) resume() {
+	d.stalled.Lock()
+	list := d.stalled.list
+	d.stalled.list = nil
+	d.stalled.Unlock()
+	for _, q := range list {
+		d.later(q)
+	}
+}
+
+// isOwn tells whether a flow is the device's own affair, not the link's.
+func isOwn(f *train.Flow) bool {
+	switch f.Link.(type) {
+	case *loopPeer, *groupPeer:
+		return true
+	}
+	return false
+}
+
+// sendLink hands the trains up to the next one that is the device's own affair to
+// the device's link.
+func (d *Device) sendLink(ts []*train.Train) (n int, fault mem.Fault, busy bool) {
 	k := 1
 	for k < len(ts) {
-		if _, loop := ts[k].Flow.Link.(*loopPeer); loop {
+		if isOwn(ts[k].Flow) {
 			break
 		}
 		k++
 	}
 	n, err := d.link.Send(ts[:k])
 	if err == nil {
-		return k, mem.Fault{} // what the link could not send is lost, as on any network
+		return k, mem.Fault{}, false // what the link could not send is lost, as on any network
+	}
+	if err == link.ErrBusy {
+		return n, mem.Fault{}, true
 	}
 	var pe *link.PayloadError
 	if errors.As(err, &pe) {
 		if pe.Packet > 0 {
 			ts[n].TrimFront(pe.Packet) // what failed begins there
 		}
-		return n, pe.Fault
+		return n, pe.Fault, false
 	}
-	return k, mem.Fault{}
+	return k, mem.Fault{}, false
 }
 
 // sent tells the core which trains left, if it wants to know.

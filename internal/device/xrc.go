@@ -157,6 +157,7 @@ func (x *XRCD) Close() error {
 	}
 	x.closed = true
 	d.counts.xrcds--
+	d.publishLocked()
 	if x.domain.opens--; x.domain.opens > 0 || x.domain.file == nil {
 		return nil
 	}

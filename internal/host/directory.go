@@ -9,8 +9,9 @@ import (
 // MaxProcesses is how many processes can share a device.
 const MaxProcesses = 256
 
-// Queue pair numbers are leased in ranges of slots, before the permutation that
-// hides them.
+// Numbers of queue pairs and shared receive queues are leased in ranges of slots,
+// before the permutation that hides them. A range is for the one or the other, so
+// no two of them have the same number.
 const (
 	RangeBits = mem.RangeBits
 	NumRanges = mem.NumRanges
@@ -28,6 +29,7 @@ const (
 	SRQs
 	Channels
 	XRCDs
+	Mcasts
 	NumObjects
 )
 
@@ -79,6 +81,9 @@ func (d *directory) claim(pid int, nonce uint64) (slot int, ok bool) {
 		}
 		for o := range e.count {
 			e.count[o].Store(0)
+		}
+		for k := range e.domains {
+			e.domains[k].used.Store(0)
 		}
 		e.pid.Store(uint32(pid))
 		e.nonce.Store(nonce)

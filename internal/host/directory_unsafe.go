@@ -34,16 +34,24 @@ type layout struct {
 	lease   [NumRanges]atomic.Uint32 // by range: slot+1 of the process that holds it
 }
 
-// entry is one process. Its counts are its own to write, the rest is the owner's.
+// entry is one process. Its counts and domains are its own to write, the rest is
+// the owner's.
 type entry struct {
-	state atomic.Uint32
-	pid   atomic.Uint32
-	nonce atomic.Uint64
-	count [NumObjects]atomic.Uint32
-	_     [64]byte
+	state   atomic.Uint32
+	pid     atomic.Uint32
+	nonce   atomic.Uint64
+	count   [NumObjects]atomic.Uint32
+	domains [MaxDomains]domainEntry
+	_       [64]byte
 }
 
-const layoutMagic = 0x7665726265_6e61_01 // "verbena", version 1
+// domainEntry is an XRC domain that a process has open, if it is used.
+type domainEntry struct {
+	used atomic.Uint32
+	name [2]atomic.Uint64
+}
+
+const layoutMagic = 0x7665726265_6e61_02 // "verbena", version 2
 
 var errDirectory = errors.New("the directory of the device is damaged, or of another version")
 

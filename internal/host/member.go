@@ -323,7 +323,7 @@ func (m *Member) IsOwner() bool {
 // Key selects the permutation that hides queue pair numbers.
 func (m *Member) Key() mem.PermKey { return m.dir.key }
 
-// Find returns the process that a queue pair belongs to.
+// Find returns the process that a queue pair or a shared receive queue belongs to.
 func (m *Member) Find(qpn uint32) (process int, ok bool) { return m.dir.findQP(qpn) }
 
 // Set tells how many objects of a kind this process has; Over reports whether all
@@ -337,7 +337,7 @@ func (m *Member) Limit(o Object) int { return int(m.dir.limits[o]) }
 // Over is explained at Set.
 func (m *Member) Over(o Object) bool { return m.dir.total(o) > uint64(m.dir.limits[o]) }
 
-// Lease gets another range of slots for queue pair numbers: range r is
+// Lease gets another range of slots for numbers: range r is
 // r<<RangeBits and the following.
 func (m *Member) Lease() (r uint32, err error) {
 	for deadline := time.Now().Add(joinTime); time.Now().Before(deadline); {

@@ -18,7 +18,7 @@ import (
 // and a person with strace can read them.
 
 const (
-	protocol   = 1
+	protocol   = 2
 	maxMessage = 4 << 10
 	namePrefix = "@verbena/"
 )

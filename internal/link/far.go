@@ -62,22 +62,21 @@ func mayFetch(c *shm.Channel, t *train.Train) bool {
 
 // sendFar sends a train without its payload. done is false if it must go another
 // way: the memory is in too many pieces.
-func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done bool, fault mem.Fault) {
+func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done bool, err error) {
 	g := scratches.Get().(*scratch)
 	defer scratches.Put(g)
 	runs, fault := mem.Gather(&t.Payload, uint64(t.Len), g.runs[:0], &g.pins)
 	if !fault.OK() {
-		return true, fault
+		return true, &PayloadError{Fault: fault}
 	}
 	defer g.pins.Release()
 	defer clear(runs)
 	if len(runs) > maxFarRuns {
-		return false, mem.Fault{}
+		return false, nil
 	}
-	b, ok := s.reserve(c, recFar, trainBytes+20+16*len(runs)+farTail)
-	if !ok {
-		s.lost.Add(1)
-		return true, mem.Fault{}
+	b, err := s.reserve(c, recFar, trainBytes+20+16*len(runs)+farTail, t)
+	if b == nil {
+		return true, err
 	}
 	defer c.End()
 	packTrain(b, t, f.src, f.dst)
@@ -90,10 +89,10 @@ func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done boo
 		p.u64(uint64(len(r)))
 	}
 	if fault := g.copyOut(p.b, &t.Payload, t.Len-farTail, farTail); !fault.OK() {
-		return true, fault
+		return true, &PayloadError{Fault: fault}
 	}
 	c.Commit()
-	return true, mem.Fault{}
+	return true, nil
 }
 
 // farSource is the payload of a train that lies in another process: Poll's own.

@@ -16,6 +16,7 @@ const (
 	recTrain   = iota + 1 // fields, payload
 	recPackets            // the fields of Packets, their bytes
 	recFar                // fields, where the payload lies in the sender's memory, its last bytes
+	recAside              // see aside.go
 )
 
 // trainBytes is the length of a train's fields.

@@ -12,11 +12,9 @@ package link
 //     (Router), which arrive by the same rings.
 
 import (
-	"context"
 	"errors"
 	"net"
 	"net/netip"
-	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -50,10 +48,13 @@ type SharedConfig struct {
 	UDP UDPConfig // without Router and Event
 	// Packets makes all traffic go by packets, also to processes of this host.
 	Packets bool
-	// NoPackets makes flows to other hosts fail.
+	// NoPackets makes flows to other hosts fail, and keeps multicast on this one.
 	NoPackets bool
 	// Look finds the device at another address of this host.
 	Look func(netip.Addr) (Neighbours, error)
+	// Freed, if set, is called when what made Send return ErrBusy may be over. It
+	// must not wait.
+	Freed func()
 }
 
 // Shared is the link.
@@ -68,6 +69,8 @@ type Shared struct {
 	closed  bool
 	devices map[[2]uint64]*device // of other addresses
 
+	wg     sync.WaitGroup // dials and accepts under way
+	frees  atomic.Uint64
 	ticket *atomic.Uint64 // see far.go; on the heap, where it stays
 	lost   atomic.Uint64  // trains and packets that did not fit, or whose process is gone
 
@@ -75,31 +78,15 @@ type Shared struct {
 	sink  Sink
 	t     train.Train
 	piece [1][]byte
+	words [MaxWords]byte
 	p     Packets
 	far   farSource
 	calm  int  // polls since something came from another process
 	turn  uint // polls
 }
 
-// device is what is known of one device of this host.
-type device struct {
-	Neighbours
-	channels [MaxNeighbours]atomic.Pointer[shm.Channel]
-	dialing  sync.Mutex // held while a channel is made
-	failed   [MaxNeighbours]time.Time
-}
-
-// tag says whose channel it is.
-type tag struct {
-	dev     *device
-	process int
-}
-
 const (
-	ringBytes  = 2 << 20                // in each direction, touched only as far as it is used
-	dialTime   = 2 * time.Second        // for a handshake
-	failedTime = 100 * time.Millisecond // before a process that did not answer is asked again
-	fullTries  = 2000                   // looks at a full ring, with a yield after each
+	ringBytes = 2 << 20 // in each direction, touched only as far as it is used
 
 	// After so many polls without anything from a ring the socket is looked at
 	// every time, and up to then once in so many polls.
@@ -114,7 +101,7 @@ func OpenShared(cfg *SharedConfig) (*Shared, error) {
 	if s.inbox, err = shm.NewInbox(&shm.Config{RingBytes: ringBytes}); err != nil {
 		return nil, err
 	}
-	s.cfg.UDP.Router, s.cfg.UDP.Event = s, s.inbox.Event()
+	s.cfg.UDP.Router, s.cfg.UDP.Event, s.cfg.UDP.NearGroups = s, s.inbox.Event(), s.cfg.NoPackets
 	if s.UDP, err = OpenUDP(&s.cfg.UDP); err != nil {
 		s.inbox.Close()
 		return nil, err
@@ -126,22 +113,6 @@ func OpenShared(cfg *SharedConfig) (*Shared, error) {
 // one is.
 func (s *Shared) Join(home Neighbours, self int) {
 	s.home, s.self = &device{Neighbours: home}, self
-}
-
-// Accept makes a channel of a connection that a process of the device at an
-// address has dialled.
-func (s *Shared) Accept(conn *net.UnixConn, from netip.Addr, process int) error {
-	d, err := s.deviceAt(from)
-	if err != nil || process < 0 || process >= MaxNeighbours {
-		return errors.Join(err, conn.Close())
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), dialTime)
-	defer cancel()
-	c, err := s.inbox.Accept(ctx, conn, &tag{d, process})
-	if err == nil {
-		d.keep(process, c)
-	}
-	return err
 }
 
 // deviceAt finds the device of this host that stands at an address.
@@ -167,35 +138,31 @@ func (s *Shared) deviceAt(a netip.Addr) (*device, error) {
 	return d, nil
 }
 
-// keep notes a channel, unless there is one that works.
-func (d *device) keep(process int, c *shm.Channel) *shm.Channel {
-	for {
-		old := d.channels[process].Load()
-		if old != nil && old.Err() == nil {
-			return old // the peer may send by the other all the same
-		}
-		if d.channels[process].CompareAndSwap(old, c) {
-			return c
-		}
-	}
-}
-
 // localFlow is a flow to a device of this host.
 type localFlow struct {
 	link     *Shared
 	dev      *device
 	src, dst netip.Addr
+	rest     *train.Flow // the same by packets; nil: they are not wanted
 }
 
 // Prepare prepares a flow: to a device of this host if one is there.
 func (s *Shared) Prepare(f *train.Flow) error {
-	if !s.cfg.Packets {
+	if !s.cfg.Packets && !f.Dst.IsMulticast() {
 		if d, err := s.deviceAt(f.Dst.Unmap()); err == nil {
-			f.Link = &localFlow{s, d, f.Src.Unmap(), f.Dst.Unmap()}
+			l := &localFlow{link: s, dev: d, src: f.Src.Unmap(), dst: f.Dst.Unmap()}
+			if !s.cfg.NoPackets {
+				l.rest = new(train.Flow)
+				*l.rest = *f
+				if err := s.UDP.Prepare(l.rest); err != nil {
+					return err
+				}
+			}
+			f.Link = l
 			return nil
 		}
 	}
-	if s.cfg.NoPackets {
+	if s.cfg.NoPackets && !f.Dst.IsMulticast() {
 		return ib.Errorf("prepare_flow", syscall.EHOSTUNREACH, "no device of this host is at %v, and packets are not wanted", f.Dst)
 	}
 	return s.UDP.Prepare(f)
@@ -217,8 +184,8 @@ func (s *Shared) Send(ts []*train.Train) (int, error) {
 	for done < len(ts) {
 		f, local := ts[done].Flow.Link.(*localFlow)
 		if local {
-			if fault := s.sendTrain(f, ts[done]); !fault.OK() {
-				return done, &PayloadError{Fault: fault}
+			if err := s.sendTrain(f, ts[done:done+1]); err != nil {
+				return done, err
 			}
 			done++
 			continue
@@ -238,29 +205,38 @@ func (s *Shared) Send(ts []*train.Train) (int, error) {
 	return done, nil
 }
 
-// sendTrain puts a train into the ring to its process. Trains that cannot be
-// delivered are lost, as on any network.
-func (s *Shared) sendTrain(f *localFlow, t *train.Train) mem.Fault {
+// sendTrain puts a train into the ring to its process. What cannot be delivered is
+// lost, as on any network; what cannot be delivered now is so too if nobody would
+// send it again, and otherwise ErrBusy.
+func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
+	t := one[0]
 	process, ok := f.dev.Find(t.DestQP)
 	if !ok {
 		s.lost.Add(1)
-		return mem.Fault{}
+		return nil
 	}
-	c := s.channel(f.dev, process)
+	c := f.dev.channels[process].Load()
 	if c == nil {
+		if s.connect(f.dev, process) {
+			return ErrBusy
+		}
+		if f.rest != nil && t.Transport == wire.UD { // who is connected has looked for another way before
+			t.Flow = f.rest
+			_, err := s.UDP.Send(one)
+			return err
+		}
 		s.lost.Add(1)
-		return mem.Fault{}
+		return nil
 	}
 	s.capture(t)
 	if mayFetch(c, t) {
-		if done, fault := s.sendFar(c, f, t); done {
-			return fault
+		if done, err := s.sendFar(c, f, t); done {
+			return err
 		}
 	}
-	b, ok := s.reserve(c, recTrain, trainBytes+t.Len)
-	if !ok {
-		s.lost.Add(1)
-		return mem.Fault{}
+	b, err := s.reserve(c, recTrain, trainBytes+t.Len, t)
+	if b == nil {
+		return err
 	}
 	defer c.End()
 	packTrain(b, t, f.src, f.dst)
@@ -269,11 +245,11 @@ func (s *Shared) sendTrain(f *localFlow, t *train.Train) mem.Fault {
 		fault := g.copyOut(b[trainBytes:], &t.Payload, 0, t.Len)
 		scratches.Put(g)
 		if !fault.OK() {
-			return fault
+			return &PayloadError{Fault: fault}
 		}
 	}
 	c.Commit()
-	return mem.Fault{}
+	return nil
 }
 
 // capture shows a train to the tap, as the packets that it would be. What cannot
@@ -297,67 +273,26 @@ func (s *Shared) deliver() {
 	s.piece[0] = nil
 }
 
-// reserve takes a channel and room in its ring. A full ring is worth a little
-// patience: its reader is on its way.
-func (s *Shared) reserve(c *shm.Channel, typ byte, n int) ([]byte, bool) {
-	for range fullTries {
-		if !c.Begin() {
-			return nil, false
-		}
+// reserve takes a channel and room in its ring for a train, or returns nil: it is
+// lost, or ErrBusy says that it has to wait. Half of the ring is for those who send
+// again what is lost: the others must not be in their way.
+func (s *Shared) reserve(c *shm.Channel, typ byte, n int, t *train.Train) ([]byte, error) {
+	if !c.Begin() {
+		s.lost.Add(1)
+		return nil, nil
+	}
+	reliable := t.Transport == wire.RC || t.Transport == wire.XRC
+	if reliable || n <= c.Free()-ringBytes/2 {
 		if b, ok := c.Reserve(typ, n); ok {
-			return b, true
-		}
-		c.End()
-		if c.Err() != nil || n > c.MaxRecord() {
-			return nil, false
-		}
-		runtime.Gosched()
-	}
-	return nil, false
-}
-
-// channel returns the channel to a process, and makes it if there is none.
-func (s *Shared) channel(d *device, process int) *shm.Channel {
-	if c := d.channels[process].Load(); c != nil && c.Err() == nil {
-		return c
-	}
-	d.dialing.Lock()
-	defer d.dialing.Unlock()
-	if c := d.channels[process].Load(); c != nil && c.Err() == nil {
-		return c
-	}
-	if time.Since(d.failed[process]) < failedTime {
-		return nil
-	}
-	c, err := s.dial(d, process)
-	if err != nil {
-		d.failed[process] = time.Now()
-		return nil
-	}
-	return d.keep(process, c)
-}
-
-func (s *Shared) dial(d *device, process int) (*shm.Channel, error) {
-	conn, err := d.Dial(process)
-	if err != nil {
-		return nil, err
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), dialTime)
-	defer cancel()
-	return s.inbox.Dial(ctx, conn, &tag{d, process})
-}
-
-// Connect makes the channel to a process of this device, before it is needed.
-func (s *Shared) Connect(process int) { s.channel(s.home, process) }
-
-// Reach makes the channel to the process that has a queue pair, before it is
-// needed: who connects may wait, who sends should not.
-func (s *Shared) Reach(f *train.Flow, qpn uint32) {
-	if l, ok := f.Link.(*localFlow); ok {
-		if p, ok := l.dev.Find(qpn); ok {
-			s.channel(l.dev, p)
+			return b, nil
 		}
 	}
+	c.End()
+	if reliable && c.Err() == nil && n <= c.MaxRecord() {
+		return nil, ErrBusy
+	}
+	s.lost.Add(1)
+	return nil, nil
 }
 
 // Route implements Router.
@@ -367,15 +302,23 @@ func (s *Shared) Route(qpn uint32) (process int, here bool) {
 }
 
 // Forward implements Router. It does not wait: who has the port reads it for
-// everybody.
+// everybody. Nor does it take the last quarter of the ring, which is for those who
+// share it.
 func (s *Shared) Forward(process int, p *Packets) {
 	c := s.home.channels[process].Load()
 	if c == nil || !c.Begin() {
+		if c == nil {
+			s.connect(s.home, process)
+		}
 		s.lost.Add(1)
 		return
 	}
 	defer c.End()
-	b, ok := c.Reserve(recPackets, packetsBytes+len(p.Bytes))
+	n := packetsBytes + len(p.Bytes)
+	b, ok := []byte(nil), false
+	if n <= c.Free()-ringBytes/4 {
+		b, ok = c.Reserve(recPackets, n)
+	}
 	if !ok {
 		s.lost.Add(1)
 		return
@@ -435,18 +378,22 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		}
 		s.UDP.Inject(s.sink, &s.p)
 		s.p.Bytes = nil
+	case recAside:
+		s.takeAside(c, b)
 	default:
 		s.sink.Drop(DropOther)
 	}
 }
 
-// Room says that a ring has room again: who waits for it tries again anyway.
-func (r *fromRings) Room(*shm.Channel) {}
+// Room says that a ring has room again.
+func (r *fromRings) Room(*shm.Channel) { (*Shared)(r).freed() }
 
 // Gone forgets a channel whose process has ended.
 func (r *fromRings) Gone(c *shm.Channel, _ error) {
 	t := c.Tag().(*tag)
-	t.dev.channels[t.process].CompareAndSwap(c, nil)
+	if t.dev.channels[t.process].CompareAndSwap(c, nil) && t.dev == (*Shared)(r).home {
+		(*Shared)(r).partner(t.process)
+	}
 }
 
 // Wait blocks until something may have arrived.
@@ -463,11 +410,14 @@ func (s *Shared) Lost() uint64 { return s.lost.Load() }
 
 // Close closes the link.
 func (s *Shared) Close() error {
+	s.mu.Lock()
+	s.closed = true
+	s.mu.Unlock()
 	err := s.UDP.Close()
-	s.inbox.Close()
+	s.inbox.Close() // which ends handshakes
+	s.wg.Wait()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.closed = true
 	for _, d := range s.devices {
 		err = errors.Join(err, d.Close())
 	}

@@ -33,11 +33,13 @@ func sharedPair(t testing.TB) (a, b *Shared) {
 	t.Helper()
 	addrs := [2]netip.Addr{netip.AddrFrom4([4]byte{127, 98, byte(rand.Uint32()), 1}), netip.AddrFrom4([4]byte{127, 98, byte(rand.Uint32()), 2})}
 	var links [2]*Shared
+	open := make(chan struct{})
+	close(open)
 	for i := range links {
 		other := 1 - i
-		name := &net.UnixAddr{Name: fmt.Sprintf("@verbena-link-test-%d", rand.Uint64()), Net: "unixpacket"}
 		look := func(netip.Addr) (Neighbours, error) {
-			return &others{1, func() (*net.UnixConn, error) {
+			return &others{uint64(other), func() (*net.UnixConn, error) {
+				name := &net.UnixAddr{Name: fmt.Sprintf("@verbena-link-test-%d", rand.Uint64()), Net: "unixpacket"}
 				l, err := net.ListenUnix("unixpacket", name)
 				if err != nil {
 					return nil, err
@@ -51,7 +53,7 @@ func sharedPair(t testing.TB) (a, b *Shared) {
 				if err != nil {
 					return nil, errors.Join(err, conn.Close())
 				}
-				go func() { _ = links[other].Accept(accepted, addrs[i], 7) }()
+				links[other].Accept(accepted, addrs[i], 7, open)
 				return conn, nil
 			}}, nil
 		}
@@ -59,7 +61,7 @@ func sharedPair(t testing.TB) (a, b *Shared) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		s.Join(&others{}, 7)
+		s.Join(&others{id: uint64(i)}, 7)
 		links[i] = s
 		t.Cleanup(func() {
 			if err := s.Close(); err != nil {
@@ -68,6 +70,10 @@ func sharedPair(t testing.TB) (a, b *Shared) {
 		})
 	}
 	return links[0], links[1]
+}
+
+func dialFails(err error) func() (*net.UnixConn, error) {
+	return func() (*net.UnixConn, error) { return nil, err }
 }
 
 // taker keeps what is delivered.
@@ -95,6 +101,9 @@ func TestSharedTrains(t *testing.T) {
 	flow := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0]}
 	if err := a.Prepare(flow); err != nil || !a.IsLocal(flow) {
 		t.Fatalf("%v, local %v", err, a.IsLocal(flow))
+	}
+	if err := a.Reach(flow, 9); err != nil {
+		t.Fatal(err)
 	}
 	const seed = 3
 	rng := rand.New(rand.NewPCG(seed, 0))
@@ -155,8 +164,8 @@ func TestSharedForward(t *testing.T) {
 	if err := a.Prepare(flow); err != nil {
 		t.Fatal(err)
 	}
-	if a.channel(flow.Link.(*localFlow).dev, 7) == nil {
-		t.Fatal("no channel")
+	if _, err := a.channel(flow.Link.(*localFlow).dev, 7); err != nil {
+		t.Fatal(err)
 	}
 	a.home.channels[7].Store(flow.Link.(*localFlow).dev.channels[7].Load())
 
@@ -186,6 +195,9 @@ func TestSharedAllocs(t *testing.T) {
 	a, b := sharedPair(t)
 	flow := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0]}
 	if err := a.Prepare(flow); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.Reach(flow, 9); err != nil {
 		t.Fatal(err)
 	}
 	for _, n := range []int{8, 64 << 10} {

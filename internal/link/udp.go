@@ -26,7 +26,8 @@ import (
 //     what is for the others (Router), who take it in (Inject).
 //  2. Prepare gives a flow one of a few sending sockets of its address, on random
 //     ports: routers spread flows by the source port.
-//  3. Send (udp_send.go) and Poll (udp_recv.go) move the packets.
+//  3. Send (udp_send.go) and Poll (udp_recv.go) move the packets. What is sent to
+//     multicast groups comes by sockets of their own (udp_group.go).
 //  4. Close wakes who waits, waits for who is inside, and closes the sockets.
 
 // UDPConfig says what to open.
@@ -45,6 +46,8 @@ type UDPConfig struct {
 	Router Router
 	// Event, if there is one, ends Wait.
 	Event *sys.Event
+	// NearGroups keeps what is sent to multicast groups on this host.
+	NearGroups bool
 	// SocketBuffer is how large a socket's buffers should be, in bytes; 0 means
 	// 4 MiB. The kernel grants at most net.core.rmem_max and wmem_max.
 	SocketBuffer int
@@ -123,8 +126,8 @@ type UDP struct {
 // udpEnd is one local address.
 type udpEnd struct {
 	addr netip.Addr
-	rx   *sys.UDPSocket            // nil: another process has the port; guarded by recv.mu
-	tx   [txSockets]*sys.UDPSocket // opened when first needed; guarded by UDP.mu
+	rx   *sys.UDPSocket                // nil: another process has the port; guarded by recv.mu
+	tx   [txSockets + 1]*sys.UDPSocket // opened when first needed, the last for multicast; guarded by UDP.mu
 }
 
 // OpenUDP opens the link.
@@ -336,8 +339,12 @@ func (f *udpFlow) sameWay(g *udpFlow) bool {
 // ports. It only helps to choose the port.
 func (u *UDP) Prepare(f *train.Flow) error {
 	src, dst := f.Src.Unmap(), f.Dst.Unmap()
-	if err := checkAddr(dst); err != nil {
+	group := dst.IsMulticast()
+	if err := checkAddr(dst); err != nil && !group {
 		return ib.Errorf("prepare_flow", syscall.EINVAL, "peer address: %v", err)
+	}
+	if group && src.Is6() && src.IsLoopback() {
+		return ib.Errorf("prepare_flow", syscall.EHOSTUNREACH, "Linux carries no IPv6 multicast on the loopback interface: use IPv4 groups from addresses of 127.0.0.0/8")
 	}
 	if src.Is4() != dst.Is4() {
 		return ib.Errorf("prepare_flow", syscall.EINVAL, "from %v to %v: not the same address family", src, dst)
@@ -356,12 +363,19 @@ func (u *UDP) Prepare(f *train.Flow) error {
 	if end == nil {
 		return ib.Errorf("prepare_flow", syscall.EADDRNOTAVAIL, "%v is not an address of this device", src)
 	}
-	sock, err := u.txSocketLocked(end, flowHash(dst, f.SrcPort, f.Label)%txSockets)
+	slot := flowHash(dst, f.SrcPort, f.Label) % txSockets
+	if group {
+		slot = txSockets
+	}
+	sock, err := u.txSocketLocked(end, slot)
 	if err != nil {
 		return err
 	}
 	hop := f.HopLimit
-	if hop == 0 {
+	switch {
+	case group && u.cfg.NearGroups:
+		hop = 0 // the socket's own
+	case hop == 0:
 		hop = sys.DefaultHopLimit
 	}
 	f.SrcPort = sock.Local().Port()
@@ -396,14 +410,23 @@ func (u *UDP) txSocketLocked(e *udpEnd, slot uint32) (*sys.UDPSocket, error) {
 	if e.tx[slot] != nil {
 		return e.tx[slot], nil
 	}
-	const tries = 100
+	o := sys.UDPOptions{
+		RcvBuf: 1, // nothing is read here: the kernel's least
+		SndBuf: u.cfg.SocketBuffer,
+	}
 	var err error
+	if slot == txSockets {
+		if o.Groups, err = sys.InterfaceIndex(e.addr); err != nil {
+			return nil, err
+		}
+		if !u.cfg.NearGroups {
+			o.GroupHops = sys.DefaultHopLimit
+		}
+	}
+	const tries = 100
 	for range tries {
 		port := firstSrcPort + uint16(rand.N(lastSrcPort-firstSrcPort+1))
-		e.tx[slot], err = sys.OpenUDP(netip.AddrPortFrom(e.addr, port), sys.UDPOptions{
-			RcvBuf: 1, // nothing is read here: the kernel's least
-			SndBuf: u.cfg.SocketBuffer,
-		})
+		e.tx[slot], err = sys.OpenUDP(netip.AddrPortFrom(e.addr, port), o)
 		if err == nil {
 			return e.tx[slot], nil
 		}
@@ -433,7 +456,7 @@ func (u *UDP) WantHeaders() error {
 			return fmt.Errorf("link: headers of packets on %v: %w", e.addr, err)
 		}
 	}
-	return nil
+	return nil // groups always tell
 }
 
 // Wait blocks until something may have arrived.
@@ -524,6 +547,11 @@ func (u *UDP) Stats() UDPStats {
 			s.Overflows += uint64(n)
 		}
 	}
+	for _, g := range u.recv.groups {
+		if n, err := g.sock.Overflows(); err == nil {
+			s.Overflows += uint64(n)
+		}
+	}
 	return s
 }
 
@@ -555,6 +583,9 @@ func (u *UDP) closeSockets() error {
 	var errs []error
 	if u.poller != nil {
 		errs = append(errs, u.poller.Close())
+	}
+	for _, g := range u.recv.groups {
+		errs = append(errs, g.sock.Close())
 	}
 	for _, e := range u.ends {
 		if e.rx != nil {

@@ -35,6 +35,8 @@ type receiver struct {
 	all     Packets // what came together
 	run     Packets // the part of it for one process
 	headers bool    // traffic class and hop limit are wanted
+	groups  []groupEnd
+	turn    int // the group to begin with
 	closed  bool
 }
 
@@ -76,6 +78,9 @@ func (u *UDP) Poll(sink Sink, budget int) int {
 		i := r.next
 		r.next = (i + 1) % len(u.ends)
 		packets += r.pollEnd(i, sink)
+	}
+	if len(r.groups) > 0 {
+		packets += r.pollGroups(sink)
 	}
 	return packets
 }

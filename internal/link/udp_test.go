@@ -58,7 +58,8 @@ func TestPrepareRefuses(t *testing.T) {
 	}{
 		{own, netip.IPv6Loopback(), syscall.EINVAL},
 		{own, netip.Addr{}, syscall.EINVAL},
-		{own, netip.MustParseAddr("224.0.0.1"), syscall.EINVAL},
+		{own, netip.MustParseAddr("ff02::1"), syscall.EINVAL},
+		{own, netip.IPv4Unspecified(), syscall.EINVAL},
 		{netip.MustParseAddr("127.0.0.2"), peer, syscall.EADDRNOTAVAIL},
 	} {
 		f := train.Flow{Src: c.src, Dst: c.dst}

@@ -115,6 +115,9 @@ func New(cfg Config) *QP {
 	return q
 }
 
+// Resets counts how often the queue pair was reset.
+func (q *QP) Resets() uint32 { return q.resets }
+
 // State returns the current state.
 func (q *QP) State() ib.QPState { return q.state }
 

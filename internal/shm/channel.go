@@ -120,6 +120,10 @@ func (c *Channel) Reserve(typ byte, n int) (p []byte, ok bool) {
 	}
 }
 
+// Free returns about how many bytes of the ring are free: the room of a record is
+// that of its bytes, and somewhat more. It is called between Begin and End.
+func (c *Channel) Free() int { return c.tx.ring.Free() }
+
 // Commit makes visible what was reserved since Begin or the latest Commit, and
 // tells the peer.
 func (c *Channel) Commit() {

@@ -294,6 +294,18 @@ func (in *Inbox) pollRoom(s Sink) int {
 	return n
 }
 
+// Peers returns how many channels there are, those included that are being made.
+func (in *Inbox) Peers() (n int) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	for _, used := range in.used {
+		if used {
+			n++
+		}
+	}
+	return n
+}
+
 // poke makes Poll visit a slot, and ends a sleep.
 func (in *Inbox) poke(slot int) {
 	in.mu.Lock()

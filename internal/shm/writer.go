@@ -103,6 +103,18 @@ func (w *Writer) look() bool {
 	return true
 }
 
+// Free returns how many bytes are free, as far as the reader has told, or 0 if the
+// ring is broken.
+func (w *Writer) Free() int {
+	if free := len(w.data) - int(w.reserved-w.given); 2*free > len(w.data) { // enough for who asks
+		return free
+	}
+	if !w.look() {
+		return 0
+	}
+	return len(w.data) - int(w.reserved-w.given)
+}
+
 // Arm asks the reader to tell when it gives something back. It reports whether
 // it has done so meanwhile, after the latest Reserve: then try again.
 func (w *Writer) Arm() bool {

@@ -77,6 +77,12 @@ func volatileFile(name string) string {
 // FileID tells files apart, whatever their names.
 type FileID struct{ dev, inode uint64 }
 
+// Words returns what it is made of, for other processes.
+func (f FileID) Words() [2]uint64 { return [2]uint64{f.dev, f.inode} }
+
+// FileIDOf is the inverse of Words.
+func FileIDOf(w [2]uint64) FileID { return FileID{w[0], w[1]} }
+
 // HoldFile returns which file is open, and keeps it so by a descriptor of its
 // own: as long as that is open, no other file is the same.
 func HoldFile(f *os.File) (FileID, io.Closer, error) {

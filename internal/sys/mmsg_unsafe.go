@@ -127,7 +127,7 @@ func (b *SendBatch) Add(p []byte) {
 }
 
 // End ends the message: to whom it goes, the size of the datagrams to cut it
-// into (0: it is one), and the traffic class and hop limit.
+// into (0: it is one), and the traffic class and hop limit (0: the socket's own).
 func (b *SendBatch) End(to *Sockaddr, segment int, tclass, hopLimit uint8) {
 	h := &b.hdrs[b.n].hdr
 	h.Name, h.Namelen = &to.raw[0], to.n
@@ -141,7 +141,7 @@ func (b *SendBatch) End(to *Sockaddr, segment int, tclass, hopLimit uint8) {
 	if segment != 0 {
 		at = c.put(at, unix.IPPROTO_UDP, unix.UDP_SEGMENT, 2, segment)
 	}
-	if tclass != 0 || hopLimit != DefaultHopLimit {
+	if tclass != 0 || hopLimit != DefaultHopLimit && hopLimit != 0 {
 		at = c.putHeader(at, to, tclass, hopLimit)
 	}
 	h.Control = nil
@@ -156,9 +156,15 @@ func (b *SendBatch) End(to *Sockaddr, segment int, tclass, hopLimit uint8) {
 func (c *ctlBuf) putHeader(at int, to *Sockaddr, tclass, hopLimit uint8) int {
 	if to.n == unix.SizeofSockaddrInet4 {
 		at = c.put(at, unix.IPPROTO_IP, unix.IP_TOS, 4, int(tclass))
+		if hopLimit == 0 {
+			return at
+		}
 		return c.put(at, unix.IPPROTO_IP, unix.IP_TTL, 4, int(hopLimit))
 	}
 	at = c.put(at, unix.IPPROTO_IPV6, unix.IPV6_TCLASS, 4, int(tclass))
+	if hopLimit == 0 {
+		return at
+	}
 	return c.put(at, unix.IPPROTO_IPV6, unix.IPV6_HOPLIMIT, 4, int(hopLimit))
 }
 

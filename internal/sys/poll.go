@@ -1,6 +1,7 @@
 package sys
 
 import (
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -20,6 +21,7 @@ type Poller struct {
 
 	mu     sync.Mutex // guards what follows, and event against use after close
 	added  []int      // descriptors that the next Wait adds
+	gone   []int      // and those that it forgets
 	closed bool
 }
 
@@ -61,10 +63,31 @@ func (p *Poller) Add(socks []*UDPSocket) {
 	p.Wake()
 }
 
-// merge takes over what Add has left.
+// Remove makes the poller forget sockets, which may be closed then: a Wait that is
+// under way may return early for it.
+func (p *Poller) Remove(socks []*UDPSocket) {
+	p.mu.Lock()
+	for _, s := range socks {
+		if i := slices.Index(p.added, s.fd); i >= 0 { // nobody has looked at it yet
+			p.added = slices.Delete(p.added, i, i+1)
+		} else {
+			p.gone = append(p.gone, s.fd)
+		}
+	}
+	p.mu.Unlock()
+	p.Wake()
+}
+
+// merge takes over what Add and Remove have left.
 func (p *Poller) merge() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	for _, fd := range p.gone { // before those added: a number may have come back
+		if i := slices.IndexFunc(p.fds, func(f unix.PollFd) bool { return int(f.Fd) == fd }); i > len(p.events) {
+			p.fds = slices.Delete(p.fds, i, i+1)
+		}
+	}
+	p.gone = p.gone[:0]
 	for _, fd := range p.added {
 		p.watch(fd)
 	}

@@ -28,6 +28,13 @@ type UDPOptions struct {
 	SndBuf int // bytes; the kernel grants at most net.core.wmem_max
 	// GRO asks for datagrams of one size from one sender to arrive as one.
 	GRO bool
+	// Groups, if not 0, is the index of the interface that multicast goes out by;
+	// GroupHops is its hop limit unless a message has another: 0 keeps it on this
+	// host.
+	Groups    int
+	GroupHops int
+
+	join int // the interface to join the local address on, which is a group
 }
 
 // DefaultHopLimit is the hop limit, or time to live, of what a socket sends
@@ -37,6 +44,11 @@ const DefaultHopLimit = 64
 // OpenUDP opens a socket and binds it. An address of ours that another socket
 // has gives EADDRINUSE, one that is not ours EADDRNOTAVAIL.
 func OpenUDP(local netip.AddrPort, o UDPOptions) (*UDPSocket, error) {
+	o.join = 0
+	return openUDP(local, o)
+}
+
+func openUDP(local netip.AddrPort, o UDPOptions) (*UDPSocket, error) {
 	family := unix.AF_INET6
 	if local.Addr().Is4() {
 		family = unix.AF_INET
@@ -74,10 +86,14 @@ func (s *UDPSocket) setup(o UDPOptions) error {
 		// The kernel takes any size and grants what it may.
 		option{unix.SOL_SOCKET, unix.SO_RCVBUF, o.RcvBuf},
 		option{unix.SOL_SOCKET, unix.SO_SNDBUF, o.SndBuf})
+	must = append(must, s.groupOptions(&o)...)
 	for _, m := range must {
 		if err := m.set(s.fd); err != nil {
 			return err
 		}
+	}
+	if err := s.sendGroups(&o); err != nil {
+		return err
 	}
 	// Who may have more than the system's limit takes it.
 	_ = option{unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, o.RcvBuf}.set(s.fd)
@@ -91,6 +107,9 @@ func (s *UDPSocket) setup(o UDPOptions) error {
 		s.gro = option{unix.IPPROTO_UDP, unix.UDP_GRO, 1}.set(s.fd) == nil
 	}
 
+	if o.join != 0 {
+		return s.joinGroup(o.join)
+	}
 	return unix.Bind(s.fd, sockaddr(s.local))
 }
 

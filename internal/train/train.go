@@ -143,6 +143,15 @@ func (t *Train) Reset() {
 	t.Len, t.Payload, t.Bounce, t.Cookie = 0, mem.List{}, false, 0
 }
 
+// IsAnswer tells whether a train answers requests of the peer.
+func (t *Train) IsAnswer() bool {
+	switch t.Kind {
+	case wire.KindAck, wire.KindReadResponse, wire.KindAtomicAck:
+		return true
+	}
+	return false
+}
+
 // TrimFront drops the first k packets, which are full, of a train that has more.
 func (t *Train) TrimFront(k int) {
 	t.PSN = t.PSN.Add(k)

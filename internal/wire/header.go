@@ -8,6 +8,8 @@ import (
 const (
 	// RoCEPort is the UDP destination port of RoCE v2.
 	RoCEPort = 4791
+	// MulticastQP is the destination queue pair of what goes to a group.
+	MulticastQP = 0xffffff
 	// DefaultPKey is the partition key with full membership that RoCE uses.
 	DefaultPKey = 0xffff
 

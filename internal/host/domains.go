@@ -1,0 +1,57 @@
+package host
+
+// XRC domains that files name, which any process of the device may open: each
+// notes its own in the directory, where the others see them.
+
+// MaxDomains is how many named domains a process has open at most.
+const MaxDomains = 128
+
+// Domain is the name of a domain: which file it is, by device and inode.
+type Domain [2]uint64
+
+// AddDomain notes that this process has a domain open. It reports false if there
+// is no room. Of two processes that add one and then look whether it is open
+// elsewhere, at least one sees the other.
+func (m *Member) AddDomain(d Domain) bool {
+	own := &m.dir.process[m.slot]
+	for i := range own.domains {
+		if e := &own.domains[i]; e.used.Load() == 0 {
+			e.name[0].Store(d[0])
+			e.name[1].Store(d[1])
+			e.used.Store(1)
+			return true
+		}
+	}
+	return false
+}
+
+// DropDomain undoes AddDomain.
+func (m *Member) DropDomain(d Domain) {
+	own := &m.dir.process[m.slot]
+	for i := range own.domains {
+		if e := &own.domains[i]; e.is(d) {
+			e.used.Store(0)
+			return
+		}
+	}
+}
+
+// DomainElsewhere tells whether another process has a domain open.
+func (m *Member) DomainElsewhere(d Domain) bool {
+	for i := range m.dir.process {
+		p := &m.dir.process[i]
+		if i == m.slot || p.state.Load() != processAlive {
+			continue
+		}
+		for k := range p.domains {
+			if p.domains[k].is(d) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+func (e *domainEntry) is(d Domain) bool {
+	return e.used.Load() != 0 && e.name[0].Load() == d[0] && e.name[1].Load() == d[1]
+}

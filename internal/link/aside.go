@@ -1,0 +1,115 @@
+package link
+
+// What processes of a device have to say to each other beside trains to queue
+// pairs: some words that mean something to the devices alone, perhaps with a train
+// that one passes on to the other.
+
+import (
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/shm"
+	"github.com/verbena-rdma/verbena/internal/train"
+)
+
+// AsideSink is a Sink that takes such words.
+type AsideSink interface {
+	Sink
+	// Aside takes what a process has said. The words are the sink's own, the
+	// train, which may be nil, is valid until it returns.
+	Aside(process int, words []byte, t *train.Train)
+	// Parted tells that a process has gone, or the channel to it has.
+	Parted(process int)
+}
+
+// MaxWords is the longest that can be said at once.
+const MaxWords = 255
+
+// Say says something to a process of this device, with a train that came from
+// elsewhere, or nil. It reports false if that could not be done now. A fault is the
+// train's: its payload could not be read.
+func (s *Shared) Say(process int, words []byte, t *train.Train) (ok bool, fault mem.Fault) {
+	if process < 0 || process >= MaxNeighbours || len(words) > MaxWords {
+		return false, mem.Fault{}
+	}
+	c := s.home.channels[process].Load()
+	if c == nil {
+		s.connect(s.home, process)
+		return false, mem.Fault{}
+	}
+	n := 1 + len(words)
+	if t != nil {
+		n += trainBytes + t.Len
+	}
+	if n > c.MaxRecord() {
+		return false, mem.Fault{}
+	}
+	if !c.Begin() {
+		return false, mem.Fault{}
+	}
+	defer c.End()
+	b, ok := c.Reserve(recAside, n)
+	if !ok {
+		return false, mem.Fault{}
+	}
+	b[0] = byte(len(words))
+	b = b[1+copy(b[1:], words):]
+	if t != nil {
+		packIncoming(b, t)
+		if t.Len > 0 {
+			g := scratches.Get().(*scratch)
+			fault = g.copyOut(b[trainBytes:], &t.Payload, 0, t.Len)
+			scratches.Put(g)
+			if !fault.OK() {
+				return false, fault
+			}
+		}
+	}
+	c.Commit()
+	return true, mem.Fault{}
+}
+
+// packIncoming writes the fields of a train that has come.
+func packIncoming(b []byte, t *train.Train) {
+	flow := train.Flow{TClass: t.TClass, HopLimit: t.HopLimit}
+	was := t.Flow
+	t.Flow = &flow
+	packTrain(b, t, t.From, t.To)
+	t.Flow = was
+}
+
+// takeAside takes in what another process has said.
+func (s *Shared) takeAside(c *shm.Channel, b []byte) {
+	from := c.Tag().(*tag)
+	sink, ok := s.sink.(AsideSink)
+	if len(b) == 0 || !ok || from.dev != s.home {
+		s.sink.Drop(DropOther)
+		return
+	}
+	n := int(b[0])
+	if n > len(b)-1 {
+		s.sink.Drop(DropOther)
+		return
+	}
+	words := s.words[:copy(s.words[:], b[1:1+n])] // the peer may change its copy at any time
+	if b = b[1+n:]; len(b) == 0 {
+		sink.Aside(from.process, words, nil)
+		return
+	}
+	if !unpackTrain(b, &s.t) || s.t.Len != len(b)-trainBytes {
+		s.sink.Drop(DropOther)
+		return
+	}
+	if s.t.Len > 0 {
+		s.piece[0] = b[trainBytes:]
+		s.t.Payload = mem.List{Raw: s.piece[:]}
+	}
+	sink.Aside(from.process, words, &s.t)
+	s.t.Reset()
+	s.piece[0] = nil
+}
+
+// partner tells the sink that a process has gone.
+func (s *Shared) partner(process int) {
+	if sink, ok := s.sink.(AsideSink); ok {
+		sink.Parted(process)
+	}
+}
