@@ -2,6 +2,8 @@
 //
 //	verbena demo      every operation between two devices, with the data compared
 //	verbena devinfo   what the devices of this host can do
+//	verbena ps        who has devices open, and what they have of them
+//	verbena stat      what on-demand paging does in those processes
 //	verbena perf      bandwidth and latency, in one process, in two, on two hosts
 //	verbena version
 //
@@ -41,6 +43,7 @@ type cli struct {
 	Demo    demoCmd    `cmd:"" help:"Show every operation between two devices, with the data compared."`
 	Devinfo devinfoCmd `cmd:"" help:"Show what the devices of this host can do."`
 	PS      psCmd      `cmd:"" name:"ps" help:"Show the processes that have devices open, and what they have."`
+	Stat    statCmd    `cmd:"" help:"Show what on-demand paging does, in every process that has a device open."`
 	Perf    perfCmd    `cmd:"" help:"Measure bandwidth and latency."`
 	Version versionCmd `cmd:"" help:"Show the version."`
 

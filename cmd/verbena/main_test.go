@@ -117,6 +117,12 @@ func TestUsageErrors(t *testing.T) {
 		{"perf --listen --size 8", `--size: is decided by the side that connects`},
 		{"perf --listen=[::1 ", `--listen=[::1: want ADDR or ADDR:PORT`},
 		{"perf --connect 127.0.0.1:99999", `port "99999": want 0 to 65535`},
+		{"stat --count 2", `--count: without --watch`},
+		{"stat --watch=soon", `want a time such as 500ms or 2s`},
+		{"stat --watch=1ms", `want at least 10ms`},
+		{"stat --files --json", `--files: goes with --watch and --count alone`},
+		{"stat --files=", `want a value after =`},
+		{"stat a b", `unexpected argument b`},
 		{"devinfo a b", `unexpected argument b`},
 	}
 	for _, tt := range tests {
@@ -153,7 +159,7 @@ func TestFailures(t *testing.T) {
 }
 
 func TestHelpAndVersion(t *testing.T) {
-	for _, command := range []string{"demo", "devinfo", "perf"} {
+	for _, command := range []string{"demo", "devinfo", "stat", "perf"} {
 		o := succeed(t, command, "--help")
 		for _, want := range []string{"Usage: verbena " + command, "Examples:", "verbena " + command} {
 			if !strings.Contains(o.stdout, want) {

@@ -41,7 +41,7 @@ type perfCmd struct {
 	JSON     bool          `name:"json" help:"Print one JSON object and nothing else."`
 	PCAP     string        `name:"pcap" type:"path" placeholder:"FILE" help:"Write the packets of this side's device to FILE. Use --iters: it grows as fast as you measure."`
 	Device   string        `placeholder:"NAME" help:"This side's device: a name, an interface or an address. Default: the address that reaches the peer; a free loopback address on one host."`
-	Listen   listenFlag    `help:"Wait for one measurement by a --connect, on TCP port ${perf_port} or --listen=ADDR[:PORT]."`
+	Listen   optFlag       `help:"Wait for one measurement by a --connect, on TCP port ${perf_port} or --listen=ADDR[:PORT]."`
 	Connect  string        `placeholder:"ADDR[:PORT]" help:"Measure against a --listen on ADDR, TCP port ${perf_port}."`
 }
 
@@ -80,27 +80,6 @@ func (s *sizeFlag) UnmarshalText(b []byte) error {
 	*s = sizeFlag(n)
 	return err
 }
-
-// listenFlag is a flag that may have a value: --listen or --listen=ADDR[:PORT].
-type listenFlag struct {
-	on   bool
-	addr string
-}
-
-// Decode implements kong.MapperValue.
-func (l *listenFlag) Decode(ctx *kong.DecodeContext) error {
-	l.on = true
-	if ctx.Scan.Peek().Type == kong.FlagValueToken {
-		l.addr = ctx.Scan.Pop().String()
-		if l.addr == "" {
-			return errors.New("want an address after =")
-		}
-	}
-	return nil
-}
-
-// IsBool implements kong.BoolMapperValue: the value may be left out.
-func (l *listenFlag) IsBool() bool { return true }
 
 func (c *perfCmd) Run(ctx context.Context, parsed *kong.Context) error {
 	p := perf.Params{

@@ -41,9 +41,9 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 		return nil, nil, err
 	}
 	m, err = host.Join(host.Config{
-		Status: func() any {
+		Status: func(brief bool) any {
 			if d := dev.Load(); d != nil {
-				return d.status()
+				return d.status(brief)
 			}
 			return nil
 		},

@@ -25,8 +25,9 @@ type Process struct {
 }
 
 // List returns the devices of this user that are open in this network namespace,
-// by address. A device with several addresses is listed by the first.
-func List() ([]Listing, error) {
+// by address. A device with several addresses is listed by the first. Processes
+// are asked for totals alone if brief is set.
+func List(brief bool) ([]Listing, error) {
 	all, err := names()
 	if err != nil {
 		return nil, err
@@ -44,7 +45,7 @@ func List() ([]Listing, error) {
 		}
 		if !slices.Contains(seen, d.id) {
 			seen = append(seen, d.id)
-			list = append(list, Listing{a, d.processes(all)})
+			list = append(list, Listing{a, d.processes(all, brief)})
 		}
 		if err := d.close(); err != nil {
 			return nil, err
@@ -55,7 +56,7 @@ func List() ([]Listing, error) {
 
 // processes asks all processes what they are doing. Their names tell the address
 // that the device is known by.
-func (d *directory) processes(names []string) []Process {
+func (d *directory) processes(names []string, brief bool) []Process {
 	var list []Process
 	for i := range d.process {
 		e := &d.process[i]
@@ -65,20 +66,20 @@ func (d *directory) processes(names []string) []Process {
 		p := Process{Slot: i, PID: int(e.pid.Load()), Owner: int(d.owner.Load()) == i}
 		suffix := processSuffix(e.pid.Load(), e.nonce.Load())
 		if k := slices.IndexFunc(names, func(n string) bool { return strings.HasSuffix(n, suffix) }); k >= 0 {
-			p.Status, _ = status(names[k]) // it may have gone meanwhile
+			p.Status, _ = status(names[k], brief) // it may have gone meanwhile
 		}
 		list = append(list, p)
 	}
 	return list
 }
 
-func status(name string) (json.RawMessage, error) {
+func status(name string, brief bool) (json.RawMessage, error) {
 	c, err := dial(name)
 	if err != nil {
 		return nil, err
 	}
 	defer c.Close() //nolint:errcheck // nothing is lost with it
-	if err := send(c, &request{Op: opStatus, Protocol: protocol}, -1); err != nil {
+	if err := send(c, &request{Op: opStatus, Protocol: protocol, Brief: brief}, -1); err != nil {
 		return nil, err
 	}
 	return receiveLong(c)

@@ -43,8 +43,9 @@ type Config struct {
 	// to this one: of the device at an address, and its number there. It may be
 	// called before Join returns, and must not wait for that.
 	Channel func(c *net.UnixConn, from netip.Addr, process int)
-	// Status tells what this process is doing, as something for encoding/json.
-	Status func() any
+	// Status tells what this process is doing, as something for encoding/json;
+	// only totals if brief is set.
+	Status func(brief bool) any
 }
 
 // Member is this process's place in a device.

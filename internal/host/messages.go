@@ -43,8 +43,9 @@ type request struct {
 	Addrs    []netip.Addr `json:"addrs,omitempty"` // join: all addresses of the device; channel: who asks
 	PID      int          `json:"pid,omitempty"`
 	Nonce    uint64       `json:"nonce,omitempty"`
-	Slot     int          `json:"slot,omitempty"` // rejoin, channel
-	ID       [2]uint64    `json:"id,omitempty"`   // rejoin: of the directory
+	Slot     int          `json:"slot,omitempty"`  // rejoin, channel
+	ID       [2]uint64    `json:"id,omitempty"`    // rejoin: of the directory
+	Brief    bool         `json:"brief,omitempty"` // status: totals, no lists
 }
 
 type reply struct {

@@ -16,7 +16,7 @@ import (
 type process struct {
 	listener *net.UnixListener
 	channel  func(c *net.UnixConn, from netip.Addr, slot int)
-	status   func() any
+	status   func(brief bool) any
 
 	mu    sync.Mutex // guards conns
 	conns map[*net.UnixConn]bool
@@ -24,7 +24,7 @@ type process struct {
 	wg sync.WaitGroup
 }
 
-func startProcess(name string, channel func(*net.UnixConn, netip.Addr, int), status func() any) (*process, error) {
+func startProcess(name string, channel func(*net.UnixConn, netip.Addr, int), status func(brief bool) any) (*process, error) {
 	l, err := listen(name)
 	if err != nil {
 		return nil, err
@@ -78,7 +78,7 @@ func (p *process) answer(c *net.UnixConn) bool {
 		p.channel(c, q.Addrs[0], q.Slot)
 		return true
 	case q.Op == opStatus && p.status != nil:
-		if b, err := json.Marshal(p.status()); err == nil {
+		if b, err := json.Marshal(p.status(q.Brief)); err == nil {
 			_ = sendLong(c, b) // who asked may have gone
 		}
 	}

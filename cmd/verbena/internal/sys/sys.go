@@ -44,3 +44,31 @@ func StdFiles() (in, out *os.File, err error) {
 	}
 	return os.NewFile(uintptr(syscall.Stdin), "stdin"), os.NewFile(uintptr(syscall.Stdout), "stdout"), nil
 }
+
+// OwnDirectory wants a directory to be this user's, and nobody else's to write to.
+func OwnDirectory(dir string) error {
+	var st syscall.Stat_t
+	if err := syscall.Lstat(dir, &st); err != nil {
+		return err
+	}
+	switch {
+	case st.Mode&syscall.S_IFMT != syscall.S_IFDIR:
+		return syscall.ENOTDIR
+	case int(st.Uid) != os.Geteuid():
+		return fmt.Errorf("it belongs to another user (uid %d)", st.Uid)
+	case st.Mode&0o022 != 0:
+		return fmt.Errorf("others may write to it (mode %#o)", st.Mode&0o777)
+	}
+	return nil
+}
+
+// TryLock locks a file for as long as this process has it open, if nobody else
+// has.
+func TryLock(f *os.File) error {
+	for {
+		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if err != syscall.EINTR {
+			return err
+		}
+	}
+}
