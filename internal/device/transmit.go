@@ -14,6 +14,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/qp"
 	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
 // States of the token.
@@ -107,33 +108,77 @@ func (d *Device) drain(q *QP, b *batch, now qp.Time) bool {
 }
 
 // send hands trains to their links, in order. It returns false if one could not
-// be read, which the queue pair may have something to say about.
+// be read, which the queue pair may have something to say about. What follows it
+// is pulled again, or flushed. If its memory only has to be fetched first, then
+// only what is of its kind stays behind: answers, which the peer asks for again,
+// do not wait for requests, nor requests for answers.
 func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) bool {
 	var owed debt
 	defer owed.settle()
+	var stays [2]bool // requests, answers
+	all := true
 	for len(ts) > 0 {
-		n, fault := 0, mem.Fault{}
+		n, fault, run := 0, mem.Fault{}, ts
+		if !all { // one by one
+			if run = ts[:1]; stays[kindOf(ts[0])] {
+				q.notSent(run)
+				ts = ts[1:]
+				continue
+			}
+		}
 		if p, ok := ts[0].Flow.Link.(*loopPeer); ok {
 			if fault = p.deliver(d, ts[0], now, &owed); fault.OK() {
 				n = 1
 			}
 		} else {
-			n, fault = d.sendLink(ts)
+			n, fault = d.sendLink(run)
 		}
 		q.sent(ts[:n], now)
-		if !fault.OK() {
-			q.mu.Lock()
-			q.core.SendFailed(ts[n], fault, now)
-			slow := q.core.WantsWork()
-			q.mu.Unlock()
-			if slow != 0 {
-				d.slowly(q, slow)
-			}
-			return false // what follows is pulled again, or flushed
-		}
 		ts = ts[n:]
+		if fault.OK() {
+			continue
+		}
+		all = false
+		d.sendFailed(q, ts[0], fault, now)
+		if fault.Kind != mem.FaultPending {
+			q.notSent(ts[1:])
+			break
+		}
+		stays[kindOf(ts[0])] = true
+		ts = ts[1:]
 	}
-	return true
+	return all
+}
+
+// kindOf is 0 for a request and 1 for an answer.
+func kindOf(t *train.Train) int {
+	if t.Kind == wire.KindAck || t.Kind == wire.KindReadResponse || t.Kind == wire.KindAtomicAck {
+		return 1
+	}
+	return 0
+}
+
+// sendFailed tells the core of a train that could not be read.
+func (d *Device) sendFailed(q *QP, t *train.Train, f mem.Fault, now qp.Time) {
+	q.mu.Lock()
+	q.core.SendFailed(t, f, now)
+	slow := q.core.WantsWork()
+	q.mu.Unlock()
+	if slow != 0 {
+		d.slowly(q, slow)
+	}
+}
+
+// notSent tells the core of trains that have not left.
+func (q *QP) notSent(ts []*train.Train) {
+	if len(ts) == 0 {
+		return
+	}
+	q.mu.Lock()
+	for _, t := range ts {
+		q.core.NotSent(t)
+	}
+	q.mu.Unlock()
 }
 
 // sendLink hands the trains up to the next one for the loop link to the
