@@ -19,7 +19,7 @@ var _ [link.MaxNeighbours]struct{} = [host.MaxProcesses]struct{}{}
 
 // openShared opens the link of a device that other processes may have open too.
 // alone wants an address that nobody has.
-func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.Tap, status func() any) (*link.Shared, *host.Member, error) {
+func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.Tap, dev *lateDevice) (*link.Shared, *host.Member, error) {
 	var m *host.Member
 	ready := make(chan struct{}) // closed when the link knows its processes
 	s, err := link.OpenShared(&link.SharedConfig{
@@ -35,7 +35,8 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 		return nil, nil, err
 	}
 	m, err = host.Join(host.Config{
-		Status: status,
+		Status: dev.status,
+		Memory: dev.memory,
 		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg.Limits), Become: s.Listen,
 		Joined: func(owner int) { <-ready; s.Connect(owner) },
 		Channel: func(c *net.UnixConn, from netip.Addr, process int) {

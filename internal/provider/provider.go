@@ -63,6 +63,8 @@ type Counter struct {
 type PD interface {
 	RegMR(buf []byte, access ib.Access) (MR, error)
 	RegMRAddr(addr uintptr, length uint64, iova uint64, access ib.Access) (MR, error)
+	AllocMR(length uint64, access ib.Access) (MR, error)
+	OpenSharedMR(handle string, access ib.Access) (MR, error)
 	AllocMW(ib.MWType) (MW, error)
 	CreateQP(QPConfig) (QP, error)
 	CreateSRQ(SRQConfig) (SRQ, error)
@@ -79,6 +81,8 @@ type MR interface {
 	Access() ib.Access
 	Locked() (bool, string) // whether its pages are locked, and if not, why
 	Rereg(MRChange) error   // fails with an *ib.ReregError
+	Bytes() []byte          // the memory, if the library has allocated it
+	Share() (handle string, err error)
 	Close() error
 }
 
