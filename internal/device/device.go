@@ -66,6 +66,7 @@ type Device struct {
 	events  eventQueue
 	peers   peerTable
 	mcast   mcast
+	shares  shares
 
 	mu      sync.Mutex // guards object counts, reference counts and closed
 	counts  objectCounts
@@ -138,8 +139,8 @@ const (
 // openAt opens a device at addresses. alone wants addresses that nobody has.
 func openAt(name string, addrs []netip.Addr, cfg *provider.Config, alone bool) (*Device, error) {
 	tap := new(lateTap)
-	var dev atomic.Pointer[Device] // set when there is something to tell
-	l, member, err := openLink(addrs, cfg, alone, tap, &dev)
+	dev := new(lateDevice)
+	l, member, err := openLink(addrs, cfg, alone, tap, dev)
 	if err != nil {
 		return nil, opError("open_device", err)
 	}
@@ -166,6 +167,23 @@ func openAt(name string, addrs []netip.Addr, cfg *provider.Config, alone bool) (
 // address may overwrite a file.
 type lateTap struct{ *pcap.Writer }
 
+// lateDevice answers other processes for a device, as soon as it is there.
+type lateDevice struct{ atomic.Pointer[Device] }
+
+func (l *lateDevice) status(brief bool) any {
+	if d := l.Load(); d != nil {
+		return d.status(brief)
+	}
+	return nil
+}
+
+func (l *lateDevice) memory(token string) (fd int, length uint64, err error) {
+	if d := l.Load(); d != nil {
+		return d.shares.get(token)
+	}
+	return new(shares).get(token)
+}
+
 // opError makes an *ib.OpError of any error: with the errno that it wraps, or
 // EIO.
 func opError(op string, err error) error {
@@ -180,7 +198,7 @@ func opError(op string, err error) error {
 	return ib.Errorf(op, errno, "%v", err)
 }
 
-func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *lateTap, dev *atomic.Pointer[Device]) (link.Link, *host.Member, error) {
+func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *lateTap, dev *lateDevice) (link.Link, *host.Member, error) {
 	if cfg.Link == linkLoop {
 		for _, a := range addrs {
 			if _, _, err := sys.Interface(a); err != nil {

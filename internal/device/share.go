@@ -8,7 +8,6 @@ import (
 	"net"
 	"net/netip"
 	"slices"
-	"sync/atomic"
 
 	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/link"
@@ -20,7 +19,7 @@ var _ [link.MaxNeighbours]struct{} = [host.MaxProcesses]struct{}{}
 
 // openShared opens the link of a device that other processes may have open too.
 // alone wants an address that nobody has.
-func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.Tap, dev *atomic.Pointer[Device]) (*link.Shared, *host.Member, error) {
+func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.Tap, dev *lateDevice) (*link.Shared, *host.Member, error) {
 	var m *host.Member
 	ready := make(chan struct{}) // closed when the link knows its processes
 	s, err := link.OpenShared(&link.SharedConfig{
@@ -41,13 +40,9 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 		return nil, nil, err
 	}
 	m, err = host.Join(host.Config{
-		Status: func(brief bool) any {
-			if d := dev.Load(); d != nil {
-				return d.status(brief)
-			}
-			return nil
-		},
-		Addrs: addrs, Alone: alone, Limits: hostLimits(cfg.Limits), Become: s.Listen,
+		Status: dev.status,
+		Memory: dev.memory,
+		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg.Limits), Become: s.Listen,
 		Joined:  func(owner int) { <-ready; s.Connect(owner) },
 		Channel: func(c *net.UnixConn, from netip.Addr, process int) { s.Accept(c, from, process, ready) },
 	})

@@ -46,6 +46,9 @@ type Config struct {
 	// Status tells what this process is doing, as something for encoding/json;
 	// only totals if brief is set.
 	Status func(brief bool) any
+	// Memory returns a memory file that this process shares, by its token, and how
+	// many bytes of it. The descriptor is the caller's to close.
+	Memory func(token string) (fd int, length uint64, err error)
 }
 
 // Member is this process's place in a device.
@@ -101,7 +104,7 @@ func Join(cfg Config) (*Member, error) {
 // before the name was there, a newcomer may have founded another device
 // meanwhile: then everything begins again.
 func (m *Member) announce() (again bool, err error) {
-	m.proc, err = startProcess(processName(m.cfg.Addrs[0], uint32(os.Getpid()), m.nonce), m.cfg.Channel, m.cfg.Status)
+	m.proc, err = startProcess(processName(m.cfg.Addrs[0], uint32(os.Getpid()), m.nonce), &m.cfg)
 	if err == nil && m.conn != nil {
 		again = true
 		if err = m.rejoin(m.conn); err != nil {

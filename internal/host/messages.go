@@ -35,6 +35,7 @@ const (
 const (
 	opChannel = "channel" // hand the connection over
 	opStatus  = "status"  // tell what it is doing
+	opMemory  = "memory"  // pass on a memory file
 )
 
 type request struct {
@@ -45,6 +46,7 @@ type request struct {
 	Nonce    uint64       `json:"nonce,omitempty"`
 	Slot     int          `json:"slot,omitempty"`  // rejoin, channel
 	ID       [2]uint64    `json:"id,omitempty"`    // rejoin: of the directory
+	Token    string       `json:"token,omitempty"` // memory: which
 	Brief    bool         `json:"brief,omitempty"` // status: totals, no lists
 }
 
@@ -53,6 +55,8 @@ type reply struct {
 	Err   string        `json:"err,omitempty"`
 	Slot  int           `json:"slot"`
 	Range uint32        `json:"range"`
+
+	Length uint64 `json:"length,omitempty"` // memory: bytes
 }
 
 // refusal is an error that the other side has told.

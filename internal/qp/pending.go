@@ -189,6 +189,16 @@ func (a *answers) wentBack(psn wire.PSN) {
 	}
 }
 
+// tellAgain says again what a READ waits for, to a peer that is not past it: that
+// acknowledges what came before.
+func (a *answers) tellAgain() {
+	for i := range a.n {
+		if j := a.at(i); j.absent {
+			j.tell = true
+		}
+	}
+}
+
 // sourceAbsent: the bytes of a request have to be fetched before they can be
 // sent. Those from the train's PSN on have not left.
 func (q *QP) sourceAbsent(t *train.Train, f mem.Fault) {

@@ -89,3 +89,16 @@ func (s *UDPSocket) joinGroup(ifindex int) error {
 	return unix.SetsockoptIPv6Mreq(s.fd, unix.IPPROTO_IPV6, unix.IPV6_ADD_MEMBERSHIP,
 		&unix.IPv6Mreq{Multiaddr: group.As16(), Interface: uint32(ifindex)})
 }
+
+// LeaveGroup leaves the group that the socket is bound to, at once. Closing the
+// socket does so too, but not before somebody who waits for it in a poll has
+// come back.
+func (s *UDPSocket) LeaveGroup(ifindex int) error {
+	group := s.local.Addr()
+	if group.Is4() {
+		return unix.SetsockoptIPMreqn(s.fd, unix.IPPROTO_IP, unix.IP_DROP_MEMBERSHIP,
+			&unix.IPMreqn{Multiaddr: group.As4(), Ifindex: int32(ifindex)})
+	}
+	return unix.SetsockoptIPv6Mreq(s.fd, unix.IPPROTO_IPV6, unix.IPV6_DROP_MEMBERSHIP,
+		&unix.IPv6Mreq{Multiaddr: group.As16(), Interface: uint32(ifindex)})
+}
