@@ -66,7 +66,7 @@ func run(args []string) int {
 	parser, err := kong.New(&c,
 		kong.Name("verbena"),
 		kong.Description(description),
-		kong.Vars{"mem_kinds": strings.Join(perf.MemKinds, ", "), "perf_port": strconv.Itoa(defaultPerfPort)},
+		kong.Vars{"mem_kinds": strings.Join(perf.MemKinds(), ", "), "perf_port": strconv.Itoa(defaultPerfPort)},
 		kong.ConfigureHelp(kong.HelpOptions{Compact: true, WrapUpperBound: 100}),
 	)
 	if err != nil {

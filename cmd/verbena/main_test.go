@@ -95,7 +95,7 @@ func TestUsageErrors(t *testing.T) {
 		{"perf --size 1G --qps 8", `--size 1073741824: with 8 queue pairs the buffers take more than 4G`},
 		{"perf --op swap", `--op "swap": want one of write, write-imm, read, send, atomic`},
 		{"perf --op atomic --size 64", `--size 64: an atomic is 8 bytes`},
-		{"perf --mem odp", `--mem "odp": this version measures pinned only`},
+		{"perf --mem tape", `--mem "tape": want one of pinned, odp, implicit`},
 		{"perf --link tcp", `--link tcp: want loop, local or udp`},
 		{"perf --mtu 1500", `--mtu 1500: want 256, 512, 1024, 2048 or 4096`},
 		{"perf --iters=-1", `--iters -1: want 0 or more`},
@@ -170,7 +170,7 @@ func TestHelpAndVersion(t *testing.T) {
 	if o := succeed(t, "--help"); !strings.Contains(o.stdout, "Exit status: 0") || strings.Contains(o.stdout, "perf-peer") {
 		t.Errorf("the help is:\n%s", o.stdout)
 	}
-	if o := succeed(t, "perf", "--help"); !strings.Contains(o.stdout, "18791") || !strings.Contains(o.stdout, "available: pinned") {
+	if o := succeed(t, "perf", "--help"); !strings.Contains(o.stdout, "18791") || !strings.Contains(o.stdout, "available: pinned, odp, implicit") {
 		t.Errorf("the help of perf names neither the port nor the kinds of memory:\n%s", o.stdout)
 	}
 	if o := succeed(t, "version"); !strings.HasPrefix(o.stdout, "verbena ") || strings.Count(o.stdout, "\n") != 1 {

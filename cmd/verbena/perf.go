@@ -53,6 +53,8 @@ With --lat a message is sent when the answer to the one before has come, and the
 
 Both sides' CPU time (user and kernel) is reported. With --link loop there is one process, and its time counts for both.
 
+--mem says how the buffers of both sides are registered: pinned; odp, each on demand; implicit, with a key for the whole address space. All are mapped memory, outside the Go heap, and warm when the measurement begins.
+
 --listen takes everything but --device, --pcap and --json from the side that connects. The TCP connection only coordinates; the data goes by UDP port 4791.
 
 Examples:
@@ -60,6 +62,7 @@ Examples:
     verbena perf --size 1M
     verbena perf --link udp --op send --size 4K --qps 4 --check
     verbena perf --link udp --lat
+    verbena perf --mem odp --op read --check
     verbena perf --link udp --iters 100 --pcap write.pcapng
 
 On two hosts:

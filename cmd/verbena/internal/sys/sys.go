@@ -72,3 +72,12 @@ func TryLock(f *os.File) error {
 		}
 	}
 }
+
+// Map returns at least n bytes of fresh memory that is not Go's, in whole pages.
+func Map(n int) ([]byte, error) {
+	page := os.Getpagesize()
+	return syscall.Mmap(-1, 0, (n+page-1)/page*page, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANON)
+}
+
+// Unmap gives back what Map returned.
+func Unmap(b []byte) error { return syscall.Munmap(b) }
