@@ -35,3 +35,11 @@ func TestDemo(t *testing.T) {
 		}
 	}
 }
+
+// The tour of on-demand paging, as a person starts it.
+func TestDemoODP(t *testing.T) {
+	o := succeed(t, "demo", "odp")
+	if !strings.Contains(o.stdout, "all 4 as they should be") || strings.ContainsAny(o.stdout, "\x1b\r") {
+		t.Errorf("%s", o.stdout)
+	}
+}

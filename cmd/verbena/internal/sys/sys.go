@@ -81,3 +81,13 @@ func Map(n int) ([]byte, error) {
 
 // Unmap gives back what Map returned.
 func Unmap(b []byte) error { return syscall.Munmap(b) }
+
+// MapShared is Map for memory whose content lives apart from the mapping: what is
+// discarded comes back when it is accessed again, as from a file.
+func MapShared(n int) ([]byte, error) {
+	page := os.Getpagesize()
+	return syscall.Mmap(-1, 0, (n+page-1)/page*page, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_SHARED|syscall.MAP_ANON)
+}
+
+// Discard takes pages out of this process's page tables, as reclaim does.
+func Discard(b []byte) error { return syscall.Madvise(b, syscall.MADV_DONTNEED) }

@@ -4,7 +4,7 @@
 //
 // Top-down: Run goes through the links and their steps; lab.go makes the two
 // devices and what the steps need; rc.go, shared.go, datagram.go and refused.go
-// are the steps; speed.go measures.
+// are the steps; speed.go measures. odp.go is another tour, of on-demand paging.
 package tour
 
 import (
