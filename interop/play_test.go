@@ -35,8 +35,11 @@ func play(role string) int {
 		return 1
 	}
 	run := p.run
-	if role == "holder" {
+	switch {
+	case role == "holder":
 		run = p.hold
+	case p.script.File != "":
+		run = p.serveQueue
 	}
 	if err := run(); err != nil {
 		p.fail("%v", err)

@@ -36,6 +36,8 @@ type script struct {
 	Any      bool   // by the best link, not by packets
 	Group    string // "choir": the multicast group
 	Note     bool   // tell the test when it begins
+	File     string // names an XRC domain
+	Link     string // for that
 }
 
 // envelope is a message of a process, one line of JSON.
@@ -52,6 +54,7 @@ type result struct {
 	Bytes    uint64            `json:"bytes"`
 	Offloads []string          `json:"offloads"`
 	Counters map[string]uint64 `json:"counters"`
+	Heard    []uint32          `json:"heard,omitempty"` // messages, by their immediate data
 }
 
 // actor is one process.

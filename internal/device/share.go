@@ -99,16 +99,20 @@ func (d *Device) overLimitLocked(n *int) (limit int, over bool) {
 	return d.member.Limit(o), d.member.Over(o)
 }
 
-// moreNumbers gets queue pair numbers for this process, if it runs out of them.
-func (d *Device) moreNumbers() error {
-	if d.member == nil || !d.qps.Short() {
+// moreNumbers gets numbers for this process, of queue pairs or of shared receive
+// queues, if it runs out of them.
+func (d *Device) moreNumbers(op string, table interface {
+	Short() bool
+	Extend(r uint32)
+}) error {
+	if d.member == nil || !table.Short() {
 		return nil
 	}
 	r, err := d.member.Lease()
 	if err != nil {
-		return opError("create_qp", err)
+		return opError(op, err)
 	}
-	d.qps.Extend(r)
+	table.Extend(r)
 	return nil
 }
 
