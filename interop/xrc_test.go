@@ -8,6 +8,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -187,12 +188,17 @@ func house(t *testing.T, link verbs.LinkMode, at place, roles ...string) []*resi
 	for _, role := range roles {
 		r := &resident{actor: start(ctx, t, role, script{File: file, Link: string(link)}, at)}
 		t.Cleanup(func() { _ = r.stdin.Close(); _ = r.cmd.Wait() })
-		r.lines = bufio.NewScanner(r.stdout)
-		r.lines.Buffer(nil, 1<<20)
+		r.lines = newLines(r.stdout)
 		r.read(t)
 		all = append(all, r)
 	}
 	return all
+}
+
+func newLines(r io.Reader) *bufio.Scanner {
+	s := bufio.NewScanner(r)
+	s.Buffer(nil, 1<<20)
+	return s
 }
 
 // finish ends a process and checks that it has heard what was sent to it.

@@ -5,11 +5,15 @@ package device
 // to the device.
 
 import (
+	"errors"
+	"log/slog"
 	"net"
 	"net/netip"
 	"slices"
 	"sync/atomic"
+	"syscall"
 
+	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/provider"
@@ -48,6 +52,12 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 			return nil
 		},
 		Addrs: addrs, Alone: alone, Limits: hostLimits(cfg.Limits), Become: s.Listen,
+		Trouble: func(err error) {
+			<-ready
+			if d := dev.Load(); d != nil {
+				d.trouble(err)
+			}
+		},
 		Joined:  func(owner int) { <-ready; s.Connect(owner) },
 		Channel: func(c *net.UnixConn, from netip.Addr, process int) { s.Accept(c, from, process, ready) },
 	})
@@ -59,6 +69,24 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 	s.Join(m, m.Slot())
 	close(ready)
 	return s, m, nil
+}
+
+// trouble says that packets from outside do not reach the device, since the process
+// that took them has gone and no other can take its place; nil, that they do again.
+func (d *Device) trouble(err error) {
+	ev := ib.AsyncEvent{Type: ib.EventPortErr, Port: 1}
+	switch {
+	case err == nil:
+		slog.Info("verbena: packets from outside reach the device again", "device", d.name)
+		ev.Type = ib.EventPortActive
+	case errors.Is(err, syscall.ESTALE):
+		slog.Error("verbena: another device has taken the place of this one: no packets from outside, and no new queue pairs", "device", d.name, "err", err)
+		ev = ib.AsyncEvent{Type: ib.EventDeviceFatal}
+	default:
+		slog.Warn("verbena: packets from outside do not reach the device: the process that took them has gone, and this one cannot take its place",
+			"device", d.name, "err", err)
+	}
+	d.events.push(ev)
 }
 
 // hostLimits are the limits of all processes of the device together.
