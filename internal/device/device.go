@@ -72,6 +72,7 @@ type Device struct {
 	counts  objectCounts
 	member  *host.Member // nil: nobody shares the device; never changes
 	domains xrcDomains
+	twins   twins
 	nextPD  uint32
 	nextCQ  uint32
 	closed  bool
@@ -246,7 +247,11 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 		d.qps = mem.NewSlots[QP](d.limits.QPs, reserved, mem.RandomPermKey())
 	}
 	// No number is 0, which programs take for "none".
-	d.srqs = mem.NewSlots[SRQ](d.limits.SRQs, func(i uint32) bool { return i == 0 }, mem.RandomPermKey())
+	if none := func(i uint32) bool { return i == 0 }; member != nil {
+		d.srqs = mem.NewSharedSlots[SRQ](d.limits.SRQs, none, member.Key())
+	} else {
+		d.srqs = mem.NewSlots[SRQ](d.limits.SRQs, none, mem.RandomPermKey())
+	}
 	d.events.init()
 	return d
 }
@@ -272,6 +277,7 @@ func (d *Device) Close() error {
 	d.slow.close()
 	d.advisor.close()
 	d.stop()
+	d.closeTwins()
 	err := d.closeLink()
 	d.events.close()
 	if d.capture != nil {
