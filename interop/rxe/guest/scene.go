@@ -37,7 +37,7 @@ type connection struct {
 // patience is how long cases wait for something that must come; those with very
 // long messages wait longer.
 const (
-	patience     = 30 * time.Second
+	patience     = 2 * time.Minute
 	longPatience = 20 * time.Minute
 )
 
