@@ -16,6 +16,7 @@ func table() (all []*testCase) {
 	for _, rows := range [][]*testCase{
 		operations(),
 		atomics(),
+		publications(),
 		shapes(),
 		lateReceivers(),
 		violations(),
