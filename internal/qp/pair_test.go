@@ -25,6 +25,7 @@ import (
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
 const (
@@ -472,6 +473,7 @@ func newGameOf(t *testing.T, seed uint64, requests int, typeA, typeB ib.QPType, 
 		}
 	}
 	g.sides[0].peer, g.sides[1].peer = g.sides[1], g.sides[0]
+	g.w.failed = g.takeBack
 	if typeB == ib.XRCRecv {
 		g.sides[1].left = 0 // a target sends nothing
 	}
@@ -501,6 +503,19 @@ func (g *game) ship() {
 			g.carry(s, t)
 		}
 	}
+}
+
+// takeBack takes back the requests behind one that could not be read when it
+// arrived: a link that carries references delivers while it sends, and sends
+// nothing behind such a one.
+func (g *game) takeBack(to *end, t *train.Train) {
+	behind := func(x *train.Train) bool {
+		return t.Kind != wire.KindReadResponse && x.Kind != wire.KindReadResponse && x.Kind != wire.KindAck &&
+			x.Kind != wire.KindAtomicAck && !x.PSN.Less(t.PSN)
+	}
+	to.wire = slices.DeleteFunc(to.wire, behind)
+	g.net = slices.DeleteFunc(g.net, func(p parcel) bool { return p.to.end == to && behind(p.t) })
+	heap.Init(&g.net)
 }
 
 func (g *game) carry(to *side, t *train.Train) {
@@ -609,8 +624,13 @@ func TestPairPendingXRC(t *testing.T) { testPair(t, ib.XRCSend, ib.XRCRecv, true
 
 func testPair(t *testing.T, typeA, typeB ib.QPType, lazy bool) {
 	var sum Counters
-	for seed := range pairSeeds() {
+	ran, seeds := uint64(0), pairSeeds()
+	if lazy {
+		seeds /= 3 // waiting takes long, also in virtual time
+	}
+	for seed := range seeds {
 		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
+			ran++
 			g := newGameOf(t, seed, 150, typeA, typeB, lazy)
 			g.trace()
 			if err := g.play(); err != nil {
@@ -638,7 +658,7 @@ func testPair(t *testing.T, typeA, typeB ib.QPType, lazy bool) {
 			}
 		})
 	}
-	if lazy && (sum[CntFaultRNR] < pairSeeds() || sum[CntFaultWaits] < pairSeeds()) {
+	if lazy && (sum[CntFaultRNR] < ran || sum[CntFaultWaits] < ran) {
 		t.Errorf("%d requests were put off and %d waited: too few to show anything", sum[CntFaultRNR], sum[CntFaultWaits])
 	}
 }
