@@ -157,6 +157,7 @@ var completedAs = map[verbs.Opcode]verbs.WCOpcode{
 	verbs.OpSend: verbs.WCSend, verbs.OpSendImm: verbs.WCSend, verbs.OpSendInv: verbs.WCSend,
 	verbs.OpRDMAWrite: verbs.WCRDMAWrite, verbs.OpRDMAWriteImm: verbs.WCRDMAWrite, verbs.OpRDMARead: verbs.WCRDMARead,
 	verbs.OpAtomicCmpSwap: verbs.WCCompSwap, verbs.OpAtomicFetchAdd: verbs.WCFetchAdd,
+	verbs.OpLocalInv: verbs.WCLocalInv,
 }
 
 // wantReceived waits for a receive and compares its completion.

@@ -19,6 +19,7 @@ func table() (all []*testCase) {
 		shapes(),
 		lateReceivers(),
 		violations(),
+		windows(),
 		deaths(),
 		crowds(),
 		losses(),
