@@ -24,6 +24,7 @@ import (
 	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/train"
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
@@ -61,6 +62,10 @@ type side struct {
 	posted []pending // oldest first
 	fence  bool      // the next request must wait for READs
 
+	window *mem.Window
+	bound  bool   // by what was posted
+	tag    uint32 // of the key that it was bound with last
+
 	// What the peer's memory must look like once all that was posted is done.
 	dst      []byte
 	counters [nCounters]uint64
@@ -85,9 +90,13 @@ func newSide(e *end, rng *rand.Rand, requests int) *side {
 	for _, r := range []struct {
 		name string
 		size int
-	}{{"src", areaSize}, {"dst", areaSize}, {"ctr", 8 * nCounters}, {"rcv", slots * slotSize}, {"res", slots * slotSize}} {
-		m := e.register(r.name, r.size, testPD, allRights|ib.AccessFlush)
+	}{{"src", areaSize}, {"dst", areaSize}, {"ctr", 8 * nCounters}, {"rcv", slots * slotSize}, {"res", slots * slotSize}, {"lent", 64}} {
+		m := e.register(r.name, r.size, testPD, allRights|ib.AccessFlush|ib.AccessMWBind)
 		clear(m.buf)
+	}
+	var err error
+	if s.window, err = e.table.AllocWindow(testPD, ib.MWType2); err != nil {
+		e.w.t.Fatal(err)
 	}
 	for i := range s.reg("src").buf {
 		s.reg("src").buf[i] = byte(rng.Uint32())
@@ -141,7 +150,23 @@ func (s *side) post() bool {
 		wr.RKey, wr.RemoteAddr = r.Key(), r.IOVA()+uint64(off)
 	}
 	var after func() // what changes when it is posted
-	switch k := s.rng.IntN(12); {
+	kinds := 12
+	if s.q.Type == ib.RC {
+		kinds++
+	}
+	switch k := s.rng.IntN(kinds); {
+	case k == 12: // BIND_MW and LOCAL_INV in turn
+		wr.SGL = nil
+		index := s.window.Key() &^ 0xff
+		if s.bound {
+			p.op, wr.Op, wr.InvalidateKey = ib.WCLocalInv, ib.OpLocalInv, index|s.tag
+		} else {
+			s.tag = uint32(s.rng.IntN(256))
+			r := s.reg("lent")
+			p.op, wr.Op = ib.WCBindMW, ib.OpBindMW
+			wr.Bind = ib.MWBind{MW: index, RKey: s.tag, LKey: r.Key(), Addr: r.IOVA(), Length: 64, Access: ib.AccessRemote}
+		}
+		after = func() { s.bound = !s.bound }
 	case k < 3: // SEND
 		p.op, wr.Op = ib.WCSend, ib.OpSend
 		m := message{data: data, op: ib.WCRecv}

@@ -297,7 +297,7 @@ func (k *kernel) address(to verbs.GID) (int, error) {
 var kernelOps = map[verbs.Opcode]string{
 	verbs.OpSend: "send", verbs.OpSendImm: "send_imm", verbs.OpSendInv: "send_inv",
 	verbs.OpRDMAWrite: "write", verbs.OpRDMAWriteImm: "write_imm", verbs.OpRDMARead: "read",
-	verbs.OpAtomicCmpSwap: "cas", verbs.OpAtomicFetchAdd: "fadd",
+	verbs.OpAtomicCmpSwap: "cas", verbs.OpAtomicFetchAdd: "fadd", verbs.OpLocalInv: "local_inv",
 }
 
 // Bits of enum ibv_send_flags.
@@ -361,7 +361,8 @@ func (k *kernel) received(qp int, d time.Duration) (verbs.WC, error) {
 
 // Numbers of enum ibv_wc_opcode.
 var kernelWCOps = map[uint64]verbs.WCOpcode{0: verbs.WCSend, 1: verbs.WCRDMAWrite, 2: verbs.WCRDMARead, 3: verbs.WCCompSwap,
-	4: verbs.WCFetchAdd, 8: verbs.WCFlush, 9: verbs.WCAtomicWrite, 128: verbs.WCRecv, 129: verbs.WCRecvRDMAWithImm}
+	4: verbs.WCFetchAdd, 5: verbs.WCBindMW, 6: verbs.WCLocalInv, 8: verbs.WCFlush, 9: verbs.WCAtomicWrite,
+	128: verbs.WCRecv, 129: verbs.WCRecvRDMAWithImm}
 
 // Bits of enum ibv_wc_flags.
 const (
@@ -405,21 +406,49 @@ func (k *kernel) killable(qp int) (uint32, error) {
 	if err != nil {
 		return 0, err
 	}
-	mw := k.next("mw")
-	a, err := k.ask("mw id=%d pd=0 type=2", mw)
+	w, err := k.newWindow(verbs.MWType2)
 	if err != nil {
 		return 0, err
 	}
-	rkey := uint32(a.num("rkey"))&^0xff | uint32(a.num("rkey")+1)&0xff
-	if _, err := k.ask("send qp=%d id=99 op=bind flags=%d mw=%d mr=%d rkey=%d raddr=%#x len=%d access=%d", qp, kernelSignaled, mw, r.id,
-		rkey, r.addr, r.size, verbs.AccessRemoteWrite); err != nil {
-		return 0, err
-	}
-	wc, err := k.sent(qp, 10*time.Second)
+	wc, err := k.bind(qp, w, r, 0, r.size, verbs.AccessRemoteWrite)
 	if err == nil {
 		err = wc.Err()
 	}
-	return rkey, err
+	return w.rkey, err
+}
+
+func (k *kernel) newWindow(typ verbs.MWType) (*window, error) {
+	if err := k.domain(); err != nil {
+		return nil, err
+	}
+	w := &window{id: k.next("mw"), typ: typ}
+	a, err := k.ask("mw id=%d pd=0 type=%d", w.id, typ)
+	w.rkey = uint32(a.num("rkey"))
+	return w, err
+}
+
+func (k *kernel) bind(qp int, w *window, r *region, off, n int, access verbs.Access) (verbs.WC, error) {
+	how := fmt.Sprintf("qp=%d id=%d flags=%d mw=%d mr=%d raddr=%#x len=%d access=%d", qp, bindID, kernelSignaled, w.id, r.id,
+		r.addr+uint64(off), n, access)
+	var err error
+	if w.typ == verbs.MWType1 {
+		var a answer
+		if a, err = k.ask("bind_mw %s", how); err == nil {
+			w.rkey = uint32(a.num("rkey"))
+		}
+	} else {
+		w.rkey = verbs.IncRKey(w.rkey)
+		_, err = k.ask("send op=bind rkey=%d %s", w.rkey, how)
+	}
+	if err != nil {
+		return verbs.WC{}, err
+	}
+	return k.sent(qp, patience)
+}
+
+func (k *kernel) endWindow(w *window) error {
+	_, err := k.ask("dealloc_mw id=%d", w.id)
+	return err
 }
 
 func (k *kernel) clear() error {

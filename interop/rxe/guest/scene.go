@@ -158,6 +158,7 @@ var completedAs = map[verbs.Opcode]verbs.WCOpcode{
 	verbs.OpRDMAWrite: verbs.WCRDMAWrite, verbs.OpRDMAWriteImm: verbs.WCRDMAWrite, verbs.OpRDMARead: verbs.WCRDMARead,
 	verbs.OpAtomicCmpSwap: verbs.WCCompSwap, verbs.OpAtomicFetchAdd: verbs.WCFetchAdd,
 	verbs.OpAtomicWrite: verbs.WCAtomicWrite, verbs.OpFlush: verbs.WCFlush,
+	verbs.OpLocalInv: verbs.WCLocalInv,
 }
 
 // wantReceived waits for a receive and compares its completion.

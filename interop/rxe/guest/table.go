@@ -20,6 +20,7 @@ func table() (all []*testCase) {
 		shapes(),
 		lateReceivers(),
 		violations(),
+		windows(),
 		deaths(),
 		crowds(),
 		losses(),

@@ -366,6 +366,22 @@ static void do_mw(void)
 	ok("rkey=%u", mws[id]->rkey);
 }
 
+/* bind_mw is the verb, for windows of type 1: it tells the new rkey at once. */
+static void do_bind_mw(void)
+{
+	FIND(qp, qps, "qp");
+	FIND(mw, mws, "mw");
+	FIND(mr, mrs, "mr");
+	struct ibv_mw_bind bind = {
+		.wr_id = num("id", 0), .send_flags = num("flags", IBV_SEND_SIGNALED),
+		.bind_info = {.mr = mr, .addr = num("raddr", 0), .length = num("len", 0), .mw_access_flags = num("access", 0)}};
+	int rc = ibv_bind_mw(qp, mw, &bind);
+	if (rc)
+		err(rc, "bind_mw");
+	else
+		ok("rkey=%u", mw->rkey);
+}
+
 /* ---- queues ---- */
 
 static void do_chan(void)
@@ -834,6 +850,7 @@ static const struct {
 	{"recv", do_recv},	   {"destroy_qp", do_destroy_qp}, {"destroy_cq", do_destroy_cq}, {"destroy_ah", do_destroy_ah},
 	{"dereg_mr", do_dereg_mr}, {"dealloc_mw", do_dealloc_mw}, {"clear", do_clear},
 	{"atomic_write", do_atomic_write}, {"flush", do_flush},
+	{"bind_mw", do_bind_mw},
 };
 
 int main(void)
