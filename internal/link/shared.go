@@ -269,8 +269,7 @@ func (s *Shared) deliver() {
 		t.Flow = nil
 	}
 	s.sink.Deliver(t)
-	t.Reset()
-	s.piece[0] = nil
+	t.Payload, s.piece[0] = mem.List{}, nil // the next one clears the rest
 }
 
 // reserve takes a channel and room in its ring for a train, or returns nil: it is
