@@ -105,7 +105,7 @@ func holding(t *testing.T, at place) (*actor, *bufio.Scanner) {
 func signal(t testing.TB, a *actor, s syscall.Signal) {
 	t.Helper()
 	if err := a.cmd.Process.Signal(s); err != nil {
-		t.Fatal(err)
+		t.Error(err)
 	}
 }
 
@@ -114,13 +114,13 @@ func signal(t testing.TB, a *actor, s syscall.Signal) {
 func TestTakeOverStopped(t *testing.T) {
 	at := loopbacks()
 	first, _ := holding(t, at[1])
+	_, _ = holding(t, at[1]) // who will take over
 	gone := false
 	r := perform(t, script{Scenario: "stream", Seconds: 2}, at[0], at[1], func(target *actor, body string) {
 		if body != `"running"` || gone {
 			return
 		}
 		gone = true
-		_, _ = holding(t, at[1]) // who will take over
 		time.Sleep(100 * time.Millisecond)
 		signal(t, target, syscall.SIGSTOP)
 		first.kill(t)

@@ -292,6 +292,11 @@ func (m *Member) takeOver() bool {
 			return false
 		case <-time.After(wait):
 		}
+		select {
+		case <-m.stop: // also if the time was up as well: it was this process that has gone
+			return false
+		default:
+		}
 		err := m.tryTakeOver()
 		switch late := time.Since(begin) > troubleTime; {
 		case err == nil:
