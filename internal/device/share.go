@@ -46,7 +46,7 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 	m, err = host.Join(host.Config{
 		Status: dev.status,
 		Memory: dev.memory,
-		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg.Limits), Become: s.Listen,
+		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg), Become: s.Listen,
 		Trouble: func(err error) {
 			<-ready
 			if d := dev.Load(); d != nil {
@@ -85,11 +85,11 @@ func (d *Device) trouble(err error) {
 }
 
 // hostLimits are the limits of all processes of the device together.
-func hostLimits(l provider.Limits) (h [host.NumObjects]uint32) {
-	d := withDefaults(l)
+func hostLimits(cfg *provider.Config) (h [host.NumObjects]uint64) {
+	d := withDefaults(cfg.Limits)
 	for o, n := range map[host.Object]int{host.QPs: d.QPs, host.CQs: d.CQs, host.MRs: d.MRs, host.PDs: d.PDs,
-		host.AHs: d.AHs, host.XRCDs: d.PDs, host.SRQs: d.SRQs, host.Channels: d.CQs, host.Mcasts: maxAttachments} {
-		h[o] = uint32(n)
+		host.AHs: d.AHs, host.XRCDs: d.PDs, host.SRQs: d.SRQs, host.Channels: d.CQs, host.Mcasts: maxAttachments, host.DMBytes: dmSize(cfg)} {
+		h[o] = uint64(n)
 	}
 	return h
 }
@@ -98,7 +98,7 @@ func hostLimits(l provider.Limits) (h [host.NumObjects]uint32) {
 func (d *Device) countsLocked() [host.NumObjects]*int {
 	c := &d.counts
 	return [...]*int{host.QPs: &c.qps, host.CQs: &c.cqs, host.MRs: &c.mrs, host.PDs: &c.pds,
-		host.AHs: &c.ahs, host.SRQs: &c.srqs, host.Channels: &c.channels, host.XRCDs: &c.xrcds, host.Mcasts: &c.mcasts}
+		host.AHs: &c.ahs, host.SRQs: &c.srqs, host.Channels: &c.channels, host.XRCDs: &c.xrcds, host.Mcasts: &c.mcasts, host.DMBytes: &c.dm}
 }
 
 // publishLocked tells the other processes how many objects this one has.

@@ -31,7 +31,7 @@ type Config struct {
 	// Alone wants nobody else at the addresses.
 	Alone bool
 	// Limits are those of the device, if this process is the first.
-	Limits [NumObjects]uint32
+	Limits [NumObjects]uint64
 
 	// Become makes this process the one that packets from outside reach. It is
 	// called before Join returns, or later by a goroutine of the member's.
@@ -376,13 +376,13 @@ func (m *Member) Find(qpn uint32) (process int, ok bool) { return m.dir.findQP(q
 // Set tells how many objects of a kind this process has; Over reports whether all
 // processes together have more than the device's limit. Who wants one more sets
 // first and asks then: of two that want the last one, at most one gets it.
-func (m *Member) Set(o Object, n int) { m.dir.process[m.slot].count[o].Store(uint32(n)) }
+func (m *Member) Set(o Object, n int) { m.dir.process[m.slot].count[o].Store(uint64(n)) }
 
 // Limit is how many objects of a kind all processes together may have.
 func (m *Member) Limit(o Object) int { return int(m.dir.limits[o]) }
 
 // Over is explained at Set.
-func (m *Member) Over(o Object) bool { return m.dir.total(o) > uint64(m.dir.limits[o]) }
+func (m *Member) Over(o Object) bool { return m.dir.total(o) > m.dir.limits[o] }
 
 // Lease gets another range of slots for numbers: range r is
 // r<<RangeBits and the following.
