@@ -3,13 +3,15 @@ package main
 import (
 	"context"
 	"os"
+	"slices"
+	"strings"
 
 	"github.com/verbena-rdma/verbena/cmd/verbena/internal/term"
 	"github.com/verbena-rdma/verbena/cmd/verbena/internal/tour"
 )
 
 type demoCmd struct {
-	Part  string `arg:"" optional:"" help:"What to show: ops, every operation between two devices; odp, on-demand paging and what its counters are good for. Default: ops."`
+	Topic string `arg:"" optional:"" help:"Show one thing instead of everything. mw: memory windows, re-registration and shared regions. odp: on-demand paging, and what its counters are good for."`
 	PCAP  string `name:"pcap" type:"path" placeholder:"FILE" help:"Write the packets of the udp part to FILE, for tshark and Wireshark."`
 	Quick bool   `help:"Only the operations, no measurements."`
 }
@@ -25,20 +27,20 @@ With --pcap the first device's packets are captured; it sees both directions.
 Examples:
 
     verbena demo
+    verbena demo mw
     verbena demo odp
     verbena demo --pcap demo.pcapng && tshark -r demo.pcapng`
 }
 
 func (c *demoCmd) Run(ctx context.Context) error {
-	switch c.Part {
-	case "odp":
+	if c.Topic != "" && !slices.Contains(tour.Topics(), c.Topic) {
+		return usagef("%q: there is a demo of %s, and without a name one of everything", c.Topic, strings.Join(tour.Topics(), ", "))
+	}
+	if c.Topic == tour.TopicODP {
 		if c.PCAP != "" || c.Quick {
 			return usagef("odp: goes without --pcap and --quick")
 		}
 		return tour.RunODP(ctx, term.New(os.Stdout))
-	case "", "ops":
-	default:
-		return usagef("%s: want ops or odp", c.Part)
 	}
-	return tour.Run(ctx, term.New(os.Stdout), tour.Options{PCAP: c.PCAP, Quick: c.Quick})
+	return tour.Run(ctx, term.New(os.Stdout), tour.Options{PCAP: c.PCAP, Quick: c.Quick, Topic: c.Topic})
 }

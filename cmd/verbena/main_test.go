@@ -85,7 +85,7 @@ func TestUsageErrors(t *testing.T) {
 		{"", `expected one of`},
 		{"frobnicate", `unexpected argument frobnicate`},
 		{"demo --frob", `unknown flag --frob`},
-		{"demo extra", `extra: want ops or odp`},
+		{"demo extra", `verbena demo: "extra": there is a demo of mw, odp`}, {"demo mw extra", "unexpected argument extra"},
 		{"demo odp --quick", `odp: goes without --pcap and --quick`},
 		{"perf --size 64X", `--size: size "64X": want a number of bytes such as 8, 64K or 1M`},
 		{"perf --size 0", `--size: want at least 1 byte`},
@@ -96,7 +96,7 @@ func TestUsageErrors(t *testing.T) {
 		{"perf --size 1G --qps 8", `--size 1073741824: with 8 queue pairs the buffers take more than 4G`},
 		{"perf --op swap", `--op "swap": want one of write, write-imm, read, send, atomic`},
 		{"perf --op atomic --size 64", `--size 64: an atomic is 8 bytes`},
-		{"perf --mem tape", `--mem "tape": want one of pinned, odp, implicit`},
+		{"perf --mem tape", `--mem "tape": want one of pinned, odp, implicit, mw, shared`},
 		{"perf --link tcp", `--link tcp: want loop, local or udp`},
 		{"perf --mtu 1500", `--mtu 1500: want 256, 512, 1024, 2048 or 4096`},
 		{"perf --iters=-1", `--iters -1: want 0 or more`},
@@ -171,7 +171,7 @@ func TestHelpAndVersion(t *testing.T) {
 	if o := succeed(t, "--help"); !strings.Contains(o.stdout, "Exit status: 0") || strings.Contains(o.stdout, "perf-peer") {
 		t.Errorf("the help is:\n%s", o.stdout)
 	}
-	if o := succeed(t, "perf", "--help"); !strings.Contains(o.stdout, "18791") || !strings.Contains(o.stdout, "available: pinned, odp, implicit") {
+	if o := succeed(t, "perf", "--help"); !strings.Contains(o.stdout, "18791") || !strings.Contains(o.stdout, "available: pinned, odp, implicit, mw, shared") {
 		t.Errorf("the help of perf names neither the port nor the kinds of memory:\n%s", o.stdout)
 	}
 	if o := succeed(t, "version"); !strings.HasPrefix(o.stdout, "verbena ") || strings.Count(o.stdout, "\n") != 1 {

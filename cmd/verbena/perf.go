@@ -32,7 +32,7 @@ type perfCmd struct {
 	QPs      int           `name:"qps" placeholder:"N" help:"Queue pairs. Default: 1."`
 	MTU      int           `name:"mtu" placeholder:"BYTES" help:"Payload of a packet: 256, 512, 1024, 2048 or 4096. Default: the largest that both ports carry."`
 	Link     string        `placeholder:"LINK" help:"loop: both sides in this process. local: the other side in a process of its own that shares the address, and shared memory between them. udp: the same with RoCE v2 packets, on another address. Default: loop; udp with --connect and --listen."`
-	Mem      string        `default:"pinned" help:"Kind of memory; available: ${mem_kinds}."`
+	Mem      string        `default:"pinned" help:"Kind of memory; available: ${mem_kinds}. odp: on demand; implicit: on demand, with a key for the whole address space; mw: pinned, and the peer reaches it through memory windows; shared: allocated by the library."`
 	Lat      bool          `help:"Latency: one message at a time, half a round trip."`
 	Poll     string        `placeholder:"HOW" help:"How a receiver notices a message, with --lat: cq polls the completion queue, memory watches the last byte of the buffer, which only write has. Default: memory for write, cq otherwise."`
 	Inline   bool          `help:"Copy the data into the request."`
@@ -53,7 +53,7 @@ With --lat a message is sent when the answer to the one before has come, and the
 
 Both sides' CPU time (user and kernel) is reported. With --link loop there is one process, and its time counts for both.
 
---mem says how the buffers of both sides are registered: pinned; odp, each on demand; implicit, with a key for the whole address space. All are mapped memory, outside the Go heap, and warm when the measurement begins.
+--mem says what the buffers of both sides are. All are outside the Go heap, and their pages are there when the measurement begins.
 
 --listen takes everything but --device, --pcap and --json from the side that connects. The TCP connection only coordinates; the data goes by UDP port 4791.
 

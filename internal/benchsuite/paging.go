@@ -167,19 +167,7 @@ func (f *field) write(off, stride int) error {
 	for i := range f.wrs {
 		f.wrs[i].RemoteAddr = f.target.addr + uint64(off+i*stride)
 	}
-	near := f.r.near
-	if _, err := near.qps[0].PostSend(f.wrs); err != nil {
-		return err
-	}
-	for wait := (spinner{}); ; {
-		wcs, err := near.poll()
-		if err != nil || len(wcs) > 0 {
-			return err
-		}
-		if err := wait.idle(); err != nil {
-			return err
-		}
-	}
+	return f.r.near.postAndWait(f.wrs)
 }
 
 // faults: what an access costs to a page that is absent, and to one that is there.
@@ -273,7 +261,7 @@ const fewRegions = 1000
 
 func (b *bench) manyRegions() ([]contender, error) {
 	few, many := fmt.Sprintf("%d regions", fewRegions), fmt.Sprintf("%d regions", b.regions)
-	const what = "8-byte WRITE to 1000 regions in turn, of "
+	const what = "8-byte WRITE to the first 1000 of "
 	return []contender{b.inPeer(request{Op: opRegions, Regions: b.regions, For: b.duration},
 		row{name: what + few, unit: "ns"},
 		row{what + many, "ns", what + few, &goal{"≤", 1.25}},

@@ -1,92 +1,86 @@
 package main
 
-// Many on-demand regions: measured in a process of its own, so that nothing else
-// takes room, and the time of a collection counts for nobody else.
+// What it costs to give access to memory and to take it away again, and what an
+// access through a memory window costs, beside one by the region's own key.
 
 import (
 	"errors"
-	"fmt"
-	"math/rand/v2"
-	"os"
 	"time"
 
 	"github.com/verbena-rdma/verbena/internal/benchsuite/internal/sys"
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// plot is a stretch of addresses that is registered in equal pieces, each a
-// region of its own, and a side that writes to them.
-type plot struct {
-	near, far *side
-	all       []byte
-	piece     int
-	mrs       []*verbs.MR
-	wrs       []verbs.SendWR
+// mapped returns 1 MiB outside the Go heap: memory that registration pins.
+func (b *bench) mapped() ([]byte, error) {
+	m, err := sys.Map(1 << 20)
+	if err != nil {
+		return nil, err
+	}
+	clear(m)
+	b.later(func() error { return sys.Unmap(m) })
+	return m, nil
 }
 
-// newPlot registers nothing yet; all is the plot's from now on.
-func newPlot(all []byte, piece int) (_ *plot, err error) {
-	p := &plot{all: all, piece: piece}
-	defer func() {
+// each is a contender that does one thing again and again. The figure is how long
+// that takes, the median of short turns: what else the machine does falls into a
+// few of them.
+func each(r row, do func() error) contender {
+	const turn = 100 * time.Microsecond
+	r.unit = "µs"
+	return contender{rows: []row{r}, run: func(d time.Duration) ([]float64, error) {
+		var took []float64
+		for start := time.Now(); len(took) == 0 || time.Since(start) < d; {
+			begin, elapsed, n := time.Now(), time.Duration(0), 0
+			for ; elapsed < turn; n++ {
+				if err := do(); err != nil {
+					return nil, err
+				}
+				elapsed = time.Since(begin)
+			}
+			took = append(took, elapsed.Seconds()*1e6/float64(n))
+		}
+		return []float64{median(took)}, nil
+	}}
+}
+
+// registerAndClose does both.
+func registerAndClose(pd *verbs.PD, m []byte) func() error {
+	return func() error {
+		mr, err := pd.RegMR(m, everything)
 		if err != nil {
-			_ = p.close() // the first error says more
+			return err
 		}
-	}()
-	sp := spec{Link: verbs.LinkLoop, Type: verbs.RC, QPs: 1, Size: 8, Slots: 1, Sends: 1, Mapped: true}
-	if p.near, err = newSide(sp); err != nil {
-		return nil, err
+		return mr.Close()
 	}
-	if p.far, err = newSide(sp); err != nil {
-		return nil, err
-	}
-	if err := errors.Join(p.near.connect(p.far.offer()), p.far.connect(p.near.offer())); err != nil {
-		return nil, err
-	}
-	p.wrs = p.near.list(verbs.OpRDMAWrite, 0, 1)
-	return p, nil
 }
 
-func (p *plot) close() error {
-	errs := []error{p.closeRegions()}
-	for _, s := range []*side{p.near, p.far} {
-		if s != nil {
-			errs = append(errs, s.close())
-		}
+// window makes a type 2 window over memory, bound on a queue pair, and has it
+// closed with the group.
+func (b *bench) window(s *side, m []byte) (*verbs.MW, *verbs.MR, error) {
+	mr, err := s.pd.RegMR(m, verbs.AccessLocalWrite|verbs.AccessMWBind)
+	if err != nil {
+		return nil, nil, err
 	}
-	return errors.Join(append(errs, sys.Unmap(p.all))...)
+	b.later(mr.Close)
+	mw, err := s.pd.AllocMW(verbs.MWType2)
+	if err != nil {
+		return nil, nil, err
+	}
+	b.later(mw.Close)
+	wrs := []verbs.SendWR{{Op: verbs.OpBindMW, Flags: verbs.SendSignaled, Bind: mw.Bind(mr, 0, len(m), verbs.AccessRemote)}}
+	return mw, mr, s.postAndWait(wrs)
 }
 
-// grow registers pieces until there are n.
-func (p *plot) grow(n int) error {
-	for i := len(p.mrs); i < n; i++ {
-		mr, err := p.far.pd.RegMR(p.all[i*p.piece:(i+1)*p.piece], onDemandAccess)
-		if err != nil {
-			return fmt.Errorf("region %d: %w", i, err)
-		}
-		p.mrs = append(p.mrs, mr)
-	}
-	return nil
-}
-
-func (p *plot) closeRegions() error {
-	var errs []error
-	for _, mr := range p.mrs {
-		if err := mr.Close(); err != nil {
-			errs = append(errs, err)
-		}
-	}
-	p.mrs = nil
-	return errors.Join(errs...)
-}
-
-// write writes 8 bytes into a region and waits.
-func (p *plot) write(mr *verbs.MR) error {
-	p.wrs[0].RemoteAddr, p.wrs[0].RKey = mr.Addr(), mr.RKey()
-	if _, err := p.near.qps[0].PostSend(p.wrs); err != nil {
+// postAndWait posts a list, of which the last request alone is signaled, and waits
+// for it.
+func (s *side) postAndWait(wrs []verbs.SendWR) error {
+	if _, err := s.qps[0].PostSend(wrs); err != nil {
 		return err
 	}
-	for wait := (spinner{}); ; {
-		wcs, err := p.near.poll()
+	var wait spinner
+	for {
+		wcs, err := s.poll()
 		if err != nil || len(wcs) > 0 {
 			return err
 		}
@@ -96,121 +90,183 @@ func (p *plot) write(mr *verbs.MR) error {
 	}
 }
 
-// visit writes to regions again and again, and returns the median time of a write
-// in nanoseconds. Each has been written to before.
-func (p *plot) visit(mrs []*verbs.MR, d time.Duration) (float64, error) {
-	for _, mr := range mrs {
-		if err := p.write(mr); err != nil {
-			return 0, err
-		}
+func (b *bench) windowBind() ([]contender, error) {
+	r, err := b.newRig(eight(verbs.LinkLoop, verbs.RC))
+	if err != nil {
+		return nil, err
 	}
-	keep := newSampler(maxSamples)
-	for end := time.Now().Add(d); ; {
-		for _, mr := range mrs {
-			began := time.Now()
-			if err := p.write(mr); err != nil {
-				return 0, err
+	m, err := b.mapped()
+	if err != nil {
+		return nil, err
+	}
+	other, err := b.mapped() // the window's: a region on the same pages would keep them locked
+	if err != nil {
+		return nil, err
+	}
+	s := r.far
+	mw, mr, err := b.window(s, other)
+	if err != nil {
+		return nil, err
+	}
+	wrs := []verbs.SendWR{{Op: verbs.OpLocalInv}, {Op: verbs.OpBindMW, Flags: verbs.SendSignaled}}
+	bind := func() error {
+		wrs[0].InvalidateKey = mw.RKey()
+		wrs[1].Bind = mw.Bind(mr, 0, len(other), verbs.AccessRemote)
+		return s.postAndWait(wrs)
+	}
+	first, err := s.pd.AllocMW(verbs.MWType1)
+	if err != nil {
+		return nil, err
+	}
+	b.later(first.Close)
+	var bound [1]verbs.WC
+	rebind := func() error {
+		if _, err := s.qps[0].BindMW(first, 0, verbs.SendSignaled, first.Bind(mr, 0, len(other), verbs.AccessRemote)); err != nil {
+			return err
+		}
+		for {
+			n, err := s.cq.Poll(bound[:])
+			if err != nil {
+				return err
 			}
-			if !keep.add(time.Since(began)) {
-				return keep.quantiles(0.5)[0], nil
+			if n > 0 {
+				return bound[0].Err()
 			}
 		}
-		if time.Now().After(end) {
-			return keep.quantiles(0.5)[0], nil
-		}
 	}
+	const pinned = "register and close, pinned memory"
+	return []contender{
+		each(row{name: pinned}, registerAndClose(s.pd, m)),
+		each(row{name: "register and close, the Go heap", against: pinned}, registerAndClose(s.pd, make([]byte, 1<<20))),
+		each(row{name: "BIND_MW and LOCAL_INV, type 2", against: pinned, goal: &goal{"≤", 1. / 20}}, bind),
+		each(row{name: "bind by the verb, type 1", against: pinned}, rebind),
+	}, nil
 }
 
-// choose returns k regions of those that there are, at random.
-func (p *plot) choose(k int) []*verbs.MR {
-	random := rand.New(rand.NewPCG(5, 6))
-	list := make([]*verbs.MR, min(k, len(p.mrs)))
-	for i, j := range random.Perm(len(p.mrs))[:len(list)] {
-		list[i] = p.mrs[j]
+// twoWays makes two rigs of the same kind: one to whose far side WRITEs go by the
+// region's key, and one where they go through a window.
+func (b *bench) twoWays(sp spec) (region, window *rig, err error) {
+	if region, err = b.newRig(sp); err != nil {
+		return nil, nil, err
 	}
-	return list
+	if window, err = b.newRig(sp); err != nil {
+		return nil, nil, err
+	}
+	mw, _, err := b.window(window.far, window.far.rx.bytes)
+	if err != nil {
+		return nil, nil, err
+	}
+	window.near.peer.RxKey = mw.RKey()
+	return region, window, nil
 }
 
-// mostTouched is how many regions are written to at random: each takes a page of
-// memory from then on.
-const mostTouched = 100_000
-
-// measureRegions returns how long a write takes to one of fewRegions, when there
-// are no others, and when there are n; to any of n; by how many bytes each makes
-// the process grow, if nobody touches it, beyond the place where this program
-// keeps it; and how long it takes to register one.
-func measureRegions(n int, d time.Duration) (values []float64, err error) {
-	page := os.Getpagesize()
-	all, err := sys.Reserve(max(n, fewRegions) * page)
-	if err != nil {
-		return nil, fmt.Errorf("mmap: %w", err)
+// inTurns does the two ways in turns of a few operations, so that whatever else the
+// machine does happens to both. It returns how many nanoseconds an operation takes,
+// the median of all turns, for each way; and the median of how much more the second
+// takes, of each pair of turns.
+func inTurns(ways [2]func() error, turn int, d time.Duration) (ns [2]float64, more float64, err error) {
+	var took [2][]float64
+	var diff []float64
+	for start := time.Now(); len(diff) == 0 || time.Since(start) < d; {
+		for w, once := range ways {
+			begin := time.Now()
+			for range turn {
+				if err := once(); err != nil {
+					return ns, 0, err
+				}
+			}
+			took[w] = append(took[w], float64(time.Since(begin).Nanoseconds())/float64(turn))
+		}
+		n := len(diff)
+		diff = append(diff, took[1][n]-took[0][n])
 	}
-	p, err := newPlot(all, page)
-	if err != nil {
-		return nil, errors.Join(err, sys.Unmap(all))
-	}
-	defer func() { err = errors.Join(err, p.close()) }()
-	p.mrs = make([]*verbs.MR, 0, max(n, fewRegions)) // its room is not the regions'
-	if err := p.grow(fewRegions); err != nil {
-		return nil, err
-	}
-	few, err := p.visit(p.choose(fewRegions), d)
-	if err != nil {
-		return nil, err
-	}
-	before, err := residentBytes()
-	if err != nil {
-		return nil, err
-	}
-	began := time.Now()
-	if err := p.grow(n); err != nil {
-		return nil, err
-	}
-	took := time.Since(began)
-	after, err := residentBytes()
-	if err != nil {
-		return nil, err
-	}
-	grown := max(1, len(p.mrs)-fewRegions)
-	each := float64(after-before)/float64(grown) - 8
-	many, err := p.visit(p.choose(fewRegions), d)
-	if err != nil {
-		return nil, err
-	}
-	anywhere, err := p.visit(p.choose(mostTouched), d)
-	if err != nil {
-		return nil, err
-	}
-	return []float64{few, many, anywhere, each, float64(took) / 1e3 / float64(grown)}, nil
+	return [2]float64{median(took[0]), median(took[1])}, median(diff), nil
 }
 
-// measureClosing returns how many seconds it takes to close n regions of 2 MiB
-// whose pages are all present. The regions' memory is the same 2 MiB, mapped n
-// times: the page tables are as large as for so much memory, of the kernel's and
-// of ours, but a machine need not have it.
-func measureClosing(n int) (values []float64, err error) {
-	const piece = 2 << 20
-	all, err := sys.Fold(piece, n)
+const (
+	byRegion      = "by the region's key"
+	throughWindow = "through a window"
+)
+
+func (b *bench) windowBandwidth() ([]contender, error) {
+	const size = 64 << 10
+	region, window, err := b.twoWays(spec{Link: verbs.LinkLoop, Type: verbs.RC, QPs: 1, Size: size, Slots: 1, Sends: 16})
 	if err != nil {
 		return nil, err
 	}
-	p, err := newPlot(all, piece)
+	ways := [2]func() error{region.once(verbs.OpRDMAWrite), window.once(verbs.OpRDMAWrite)}
+	return []contender{{
+		rows: []row{{name: byRegion, unit: "GB/s"}, {throughWindow, "GB/s", byRegion, &goal{"≥", 0.95}}},
+		run: func(d time.Duration) ([]float64, error) {
+			region.far.forget()
+			window.far.forget()
+			ns, _, err := inTurns(ways, 8, d)
+			if err = errors.Join(err, region.far.arrived(), window.far.arrived()); err != nil {
+				return nil, err
+			}
+			return []float64{size / ns[0], size / ns[1]}, nil
+		},
+	}}, nil
+}
+
+func (b *bench) windowLatency() ([]contender, error) {
+	region, window, err := b.twoWays(eight(verbs.LinkLoop, verbs.RC))
 	if err != nil {
-		return nil, errors.Join(err, sys.Unmap(all))
-	}
-	defer func() { err = errors.Join(err, p.close()) }()
-	if err := p.grow(n); err != nil {
 		return nil, err
 	}
-	for i, mr := range p.mrs {
-		if err := p.far.pd.AdviseMR(verbs.AdvisePrefetchWrite, verbs.AdviseFlush, mr.SGE(0, piece)); err != nil {
-			return nil, err
-		}
-		if s := mr.PagingStats(); s.PrefetchPages != uint64(piece/os.Getpagesize()) {
-			return nil, fmt.Errorf("region %d: %d pages were prefetched", i, s.PrefetchPages)
-		}
+	ways := [2]func() error{region.once(verbs.OpRDMAWrite), window.once(verbs.OpRDMAWrite)}
+	return []contender{{
+		rows: []row{{name: byRegion, unit: "ns"}, {name: throughWindow, unit: "ns", against: byRegion},
+			{name: "what the window adds", unit: "ns", goal: &goal{"≤", 50}}},
+		run: func(d time.Duration) ([]float64, error) {
+			ns, more, err := inTurns(ways, 64, d)
+			return []float64{ns[0], ns[1], max(0, more)}, err
+		},
+	}}, nil
+}
+
+func (b *bench) reregistration() ([]contender, error) {
+	s, err := newSide(spec{Link: verbs.LinkLoop, Type: verbs.RC, Size: 8, Slots: 1})
+	if err != nil {
+		return nil, err
 	}
-	began := time.Now()
-	err = p.closeRegions()
-	return []float64{time.Since(began).Seconds()}, err
+	b.later(s.close)
+	m, err := b.mapped()
+	if err != nil {
+		return nil, err
+	}
+	other, err := b.mapped()
+	if err != nil {
+		return nil, err
+	}
+	mr, err := s.pd.RegMR(other, everything)
+	if err != nil {
+		return nil, err
+	}
+	b.later(mr.Close)
+	rights := [2]verbs.Access{everything, verbs.AccessLocalWrite | verbs.AccessRemoteRead}
+	memory := [2]verbs.MRChange{}
+	third, err := b.mapped()
+	if err != nil {
+		return nil, err
+	}
+	moving, err := s.pd.RegMR(third[:1<<19], everything)
+	if err != nil {
+		return nil, err
+	}
+	b.later(moving.Close)
+	memory[0].Buf, memory[1].Buf = third[1<<19:], third[:1<<19]
+	n, k := 0, 0
+	const closing = "close and register"
+	return []contender{
+		each(row{name: closing}, registerAndClose(s.pd, m)),
+		each(row{name: "rereg of the rights", against: closing, goal: &goal{"≤", 1. / 5}}, func() error {
+			n++
+			return mr.Rereg(verbs.MRChange{Access: &rights[n%2]})
+		}),
+		each(row{name: "rereg of the memory, 512 KiB", against: closing}, func() error {
+			k++
+			return moving.Rereg(memory[(k-1)%2])
+		}),
+	}, nil
 }

@@ -475,3 +475,40 @@ func TestFetchUnreliable(t *testing.T) {
 		}
 	})
 }
+
+func TestFetchDatagrams(t *testing.T) {
+	for _, l := range []string{linkLoop, linkUDP} {
+		t.Run(l, func(t *testing.T) {
+			x, y := openDevice(t, provider.Config{Link: l}), openDevice(t, provider.Config{Link: l})
+			a, b := newEnd(t, x, ib.UD, 4096), newEnd(t, y, ib.UD, 4096)
+			t.Cleanup(a.close)
+			t.Cleanup(b.close)
+			a.lazily()
+			lazy := b.lazily()
+			a.openDatagrams(7)
+			b.openDatagrams(7)
+			ah := must[*ib.AH](t)(a.pd.CreateAH(ib.AHAttr{DGID: y.GIDs()[0]}))
+			t.Cleanup(func() { closeAll(t, ah) })
+			b.recv(ib.RecvWR{ID: 1, SGL: b.sge(0, 4096)})
+			fill(a.buf, 4)
+			send := func() {
+				a.post(ib.SendWR{Op: ib.OpSend, SGL: a.sge(0, 1000), AH: ah, RemoteQPN: b.qp.Number(), RemoteQKey: 7})
+				a.ok()
+			}
+			send()
+			eventually(t, "the receiver has fetched", func() bool {
+				lazy.mu.Lock()
+				defer lazy.mu.Unlock()
+				return lazy.fetches == 1 && lazy.at == 0
+			})
+			send()
+			if wc := b.ok(); wc.ID != 1 || !bytes.Equal(b.buf[ib.GRHLength:][:1000], a.buf[:1000]) {
+				t.Errorf("%+v, or other bytes", wc)
+			}
+			ca, cb := a.counted(), b.counted()
+			if ca[qp.CntFaultWaits] != 1 || cb[qp.CntDropFault] != 1 || cb[qp.CntFaultRNR] != 0 {
+				t.Errorf("%d waits, %d dropped, %d RNR NAKs", ca[qp.CntFaultWaits], cb[qp.CntDropFault], cb[qp.CntFaultRNR])
+			}
+		})
+	}
+}

@@ -47,6 +47,7 @@ type memory struct {
 	iova   *uint64 // its address in requests; nil: where it lies
 
 	everything bool // the whole address space
+	dm         *DM  // not nil: device memory
 }
 
 // RegMR registers a slice.
@@ -81,6 +82,8 @@ func (d *Device) makeBacking(op string, m memory, access ib.Access) (mem.Backing
 	var b mem.Backing
 	var err error
 	switch onDemand := access&ib.AccessOnDemand != 0; {
+	case m.dm != nil:
+		return nil, ib.Errorf(op, syscall.EINVAL, "device memory is not on demand")
 	case m.everything && !onDemand:
 		return nil, ib.Errorf(op, syscall.EINVAL, "the whole address space can only be registered on demand")
 	case m.everything:
@@ -200,6 +203,9 @@ func (m *MR) Rereg(c provider.MRChange) error {
 		to = memoryOf(c.Buf)
 	case c.Range != nil:
 		to = memoryAt(c.Range.Addr, c.Range.Length, c.Range.IOVA)
+	}
+	if to.dm != nil && access&ib.AccessZeroBased == 0 {
+		return oldValid(errZeroBased(op))
 	}
 	backing, err := m.backingFor(op, old, &c, to, access)
 	if err != nil {

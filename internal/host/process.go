@@ -102,13 +102,13 @@ func sendLong(c *net.UnixConn, b []byte) error {
 	return nil
 }
 
-func receiveLong(c *net.UnixConn) ([]byte, error) {
+func receiveLong(c *net.UnixConn, deadline time.Time) ([]byte, error) {
 	var all []byte
 	b := make([]byte, maxMessage)
+	if err := c.SetReadDeadline(deadline); err != nil {
+		return nil, err
+	}
 	for {
-		if err := c.SetReadDeadline(time.Now().Add(replyTime)); err != nil {
-			return nil, err
-		}
 		n, err := c.Read(b)
 		all = append(all, b[:n]...)
 		if errors.Is(err, io.EOF) || err == nil && n == 0 {

@@ -22,7 +22,6 @@ import (
 type groupEnd struct {
 	addr netip.Addr
 	sock *sys.UDPSocket
-	at   int // the interface
 }
 
 // groupsAtOnce is how many groups one Poll looks at. With more of them it takes
@@ -70,8 +69,8 @@ func (u *UDP) JoinGroup(group netip.Addr) error {
 	if r.closed {
 		return undo(ErrClosed)
 	}
-	for i, s := range socks {
-		r.groups = append(r.groups, groupEnd{group, s, seen[i]})
+	for _, s := range socks {
+		r.groups = append(r.groups, groupEnd{group, s})
 	}
 	u.poller.Add(socks)
 	return nil
@@ -80,22 +79,21 @@ func (u *UDP) JoinGroup(group netip.Addr) error {
 // LeaveGroup undoes JoinGroup. What has arrived and was not polled is lost.
 func (u *UDP) LeaveGroup(group netip.Addr) error {
 	var socks []*sys.UDPSocket
-	var errs []error
 	r := &u.recv
 	r.mu.Lock()
 	if !r.closed { // or they are closed with the link
 		r.groups = slices.DeleteFunc(r.groups, func(g groupEnd) bool {
 			if g.addr == group {
 				socks = append(socks, g.sock)
-				errs = append(errs, g.sock.LeaveGroup(g.at))
 			}
 			return g.addr == group
 		})
 		u.poller.Remove(socks)
 	}
 	r.mu.Unlock()
+	var errs []error
 	for _, s := range socks {
-		errs = append(errs, s.Close())
+		errs = append(errs, s.LeaveGroup(), s.Close())
 	}
 	return errors.Join(errs...)
 }

@@ -115,6 +115,9 @@ func New(cfg Config) *QP {
 	return q
 }
 
+// Flow is how the queue pair's packets travel, nil if it is not connected.
+func (q *QP) Flow() *train.Flow { return q.path.Flow }
+
 // Resets counts how often the queue pair was reset.
 func (q *QP) Resets() uint32 { return q.resets }
 

@@ -68,11 +68,11 @@ func newRig(dev *verbs.Device, side *SideChannel, p Params) (_ *rig, err error) 
 	}
 	bytes := p.QPs * p.slots() * p.stride()
 	kind := memKindOf(p.Mem)
-	if r.tx, err = kind.make(r.pd, bytes, verbs.AccessRemoteRead); err != nil {
+	if r.tx, err = kind.make(dev, r.pd, bytes, verbs.AccessRemoteRead); err != nil {
 		return nil, err
 	}
 	const sink = verbs.AccessLocalWrite | verbs.AccessRemoteWrite | verbs.AccessRemoteAtomic
-	if r.rx, err = kind.make(r.pd, bytes, sink); err != nil {
+	if r.rx, err = kind.make(dev, r.pd, bytes, sink); err != nil {
 		return nil, err
 	}
 	sendQueue := p.Depth
@@ -117,8 +117,8 @@ func (r *rig) offer(dev *verbs.Device) (*offer, error) {
 		return nil, err
 	}
 	o := &offer{
-		TxAddr: r.tx.addr, TxKey: r.tx.mr.RKey(),
-		RxAddr: r.rx.addr, RxKey: r.rx.mr.RKey(),
+		TxAddr: r.tx.addr, TxKey: r.tx.rkey,
+		RxAddr: r.rx.addr, RxKey: r.rx.rkey,
 		MTU: port.ActiveMTU.Bytes(), Device: dev.Addr().String(),
 	}
 	for _, f := range r.flows {
