@@ -137,6 +137,15 @@ func (m *OnDemand) countedPages() uint64 {
 // numPages is how many pages the region lies in.
 func (m *OnDemand) numPages() uint64 { return m.pageOf(m.length-1) + 1 }
 
+// Source returns what the backing was made of: a slice of the Go heap, or an
+// address.
+func (m *OnDemand) Source() ([]byte, uintptr) {
+	if m.inHeap {
+		return bytesAt(m.addr, int(m.length)), 0
+	}
+	return nil, m.addr
+}
+
 // Kind returns KindOnDemand or KindImplicit.
 func (m *OnDemand) Kind() Kind { return m.kind }
 
