@@ -52,6 +52,7 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 			return nil
 		},
 		Addrs: addrs, Alone: alone, Limits: hostLimits(cfg.Limits), Become: s.Listen,
+		Segment: link.PassSegment,
 		Trouble: func(err error) {
 			<-ready
 			if d := dev.Load(); d != nil {

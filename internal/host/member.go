@@ -45,6 +45,9 @@ type Config struct {
 	Channel func(c *net.UnixConn, from netip.Addr, process int)
 	// Status tells what this process is doing, as something for encoding/json.
 	Status func() any
+	// Segment, if set, returns a descriptor of a part of this process's memory that
+	// others may read. It is closed when it has been passed on.
+	Segment func(id uint64) (fd int, err error)
 	// Trouble, if set, tells that the owner has gone and this process cannot take
 	// its place nor join another, and why; nil, that it has now. An error that is
 	// ESTALE is final: the device is another one now. A goroutine of the member's
@@ -112,7 +115,7 @@ func Join(cfg Config) (*Member, error) {
 // before the name was there, a newcomer may have founded another device
 // meanwhile: then everything begins again.
 func (m *Member) announce() (again bool, err error) {
-	m.proc, err = startProcess(processName(m.cfg.Addrs[0], uint32(os.Getpid()), m.nonce), m.cfg.Channel, m.cfg.Status)
+	m.proc, err = startProcess(processName(m.cfg.Addrs[0], uint32(os.Getpid()), m.nonce), &m.cfg)
 	if err == nil && m.conn != nil {
 		again = true
 		if err = m.rejoin(m.conn); err != nil {

@@ -35,6 +35,7 @@ const (
 const (
 	opChannel = "channel" // hand the connection over
 	opStatus  = "status"  // tell what it is doing
+	opSegment = "segment" // pass a part of its memory
 )
 
 type request struct {
@@ -45,6 +46,7 @@ type request struct {
 	Nonce    uint64       `json:"nonce,omitempty"`
 	Slot     int          `json:"slot,omitempty"` // rejoin, channel
 	ID       [2]uint64    `json:"id,omitempty"`   // rejoin: of the directory
+	Segment  uint64       `json:"segment,omitempty"`
 }
 
 type reply struct {

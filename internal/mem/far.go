@@ -1,7 +1,12 @@
 package mem
 
-// Far is memory of another process, which is read by asking for it.
+// Far is memory of another process, which is read by asking for it, or directly if
+// it is mapped here.
 type Far interface {
+	// Mapped returns n bytes from an offset on if they are mapped here, or nil.
+	// What was copied from them counts only if Still says so then.
+	Mapped(off, n uint64) []byte
+	Still() bool
 	// ReadFar reads len(b) bytes from an offset on. own says that it failed
 	// because b is not there, and not the other process's memory.
 	ReadFar(b []byte, off uint64) (ok, own bool)
@@ -22,7 +27,15 @@ func copyFar(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 		k := uint64(len(d.b))
 		if off < src.FarLen {
 			k = min(k, src.FarLen-off)
-			if ok, own := src.Far.ReadFar(d.b[:k], off); !ok {
+			if m := src.Far.Mapped(off, k); m != nil {
+				if bad := moveGuarded(d.b[:k], m, false); bad != 0 && d.region != nil && within(bad, d.b[:k]) {
+					f, side = d.stale(), Dst
+					break
+				} else if bad != 0 || !src.Far.Still() {
+					f, side = Fault{Kind: FaultStale, Len: k}, Src
+					break
+				}
+			} else if ok, own := src.Far.ReadFar(d.b[:k], off); !ok {
 				f, side = Fault{Kind: FaultStale, Len: k}, Src
 				if own && d.region != nil {
 					f, side = d.stale(), Dst
