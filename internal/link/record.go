@@ -18,6 +18,8 @@ const (
 	recFar                // fields, where the payload lies in the sender's memory, its last bytes
 	recAside              // see aside.go
 	recForget             // a segment, see segment.go
+	recPair               // a number for two addresses, see short.go
+	recShort              // some of the fields, payload
 )
 
 // trainBytes is the length of a train's fields.

@@ -240,6 +240,9 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 		s.lost.Add(1)
 		return nil
 	}
+	if done, err := s.sendShort(c, f, t); done {
+		return err
+	}
 	s.capture(t)
 	if mayFetch(c, t) {
 		if done, err := s.sendFar(c, f, t); done {
@@ -252,13 +255,8 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 	}
 	defer c.End()
 	packTrain(b, t, f.src, f.dst)
-	if t.Len > 0 {
-		g := scratches.Get().(*scratch)
-		fault := g.copyOut(b[trainBytes:], &t.Payload, 0, t.Len)
-		scratches.Put(g)
-		if !fault.OK() {
-			return &PayloadError{Fault: fault}
-		}
+	if fault := packPayload(b[trainBytes:], t); !fault.OK() {
+		return &PayloadError{Fault: fault}
 	}
 	c.Commit()
 	return nil
@@ -364,6 +362,21 @@ type fromRings Shared
 func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 	s := (*Shared)(r)
 	switch typ {
+	case recShort:
+		payload, ok := c.Tag().(*tag).unpackShort(b, &s.t)
+		if !ok {
+			s.sink.Drop(DropOther)
+			return
+		}
+		if len(payload) > 0 {
+			s.piece[0] = payload
+			s.t.Payload = mem.List{Raw: s.piece[:]}
+		}
+		s.deliver()
+	case recPair:
+		if !c.Tag().(*tag).takePair(b) {
+			s.sink.Drop(DropOther)
+		}
 	case recTrain:
 		if !unpackTrain(b, &s.t) || s.t.Len != len(b)-trainBytes {
 			s.sink.Drop(DropOther)
