@@ -17,6 +17,7 @@ type (
 	DeviceAttr       = ib.DeviceAttr       // a device's identity, capabilities and limits
 	DeviceCap        = ib.DeviceCap        // capability bits of a device
 	DeviceInfo       = ib.DeviceInfo       // a device that can be opened
+	DMClass          = ib.DMClass          // class of device memory
 	EventType        = ib.EventType        // kind of an asynchronous event
 	FlushLevel       = ib.FlushLevel       // which bytes a FLUSH is about
 	FlushType        = ib.FlushType        // what a FLUSH makes of the bytes
@@ -256,6 +257,12 @@ const (
 	CapXRC              = ib.CapXRC              // extended reliable connections
 	CapMemWindow        = ib.CapMemWindow        // memory windows of type 1
 	CapMemWindowType2B  = ib.CapMemWindowType2B  // memory windows of type 2, which answer to one queue pair
+)
+
+// Classes of device memory.
+const (
+	DMPlain    = ib.DMPlain    // the program reaches it by copying to it and from it alone
+	DMCoherent = ib.DMCoherent // the program also accesses it directly
 )
 
 // Types of memory windows.

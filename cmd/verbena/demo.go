@@ -3,12 +3,15 @@ package main
 import (
 	"context"
 	"os"
+	"slices"
+	"strings"
 
 	"github.com/verbena-rdma/verbena/cmd/verbena/internal/term"
 	"github.com/verbena-rdma/verbena/cmd/verbena/internal/tour"
 )
 
 type demoCmd struct {
+	Topic string `arg:"" optional:"" help:"Show one thing instead of everything. mw: memory windows, re-registration and shared regions."`
 	PCAP  string `name:"pcap" type:"path" placeholder:"FILE" help:"Write the packets of the udp part to FILE, for tshark and Wireshark."`
 	Quick bool   `help:"Only the operations, no measurements."`
 }
@@ -22,9 +25,13 @@ With --pcap the first device's packets are captured; it sees both directions.
 Examples:
 
     verbena demo
+    verbena demo mw
     verbena demo --pcap demo.pcapng && tshark -r demo.pcapng`
 }
 
 func (c *demoCmd) Run(ctx context.Context) error {
-	return tour.Run(ctx, term.New(os.Stdout), tour.Options{PCAP: c.PCAP, Quick: c.Quick})
+	if c.Topic != "" && !slices.Contains(tour.Topics(), c.Topic) {
+		return usagef("%q: there is a demo of %s, and without a name one of everything", c.Topic, strings.Join(tour.Topics(), ", "))
+	}
+	return tour.Run(ctx, term.New(os.Stdout), tour.Options{PCAP: c.PCAP, Quick: c.Quick, Topic: c.Topic})
 }

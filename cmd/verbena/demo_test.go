@@ -35,3 +35,10 @@ func TestDemo(t *testing.T) {
 		}
 	}
 }
+
+func TestDemoTopic(t *testing.T) {
+	o := succeed(t, "demo", "mw")
+	if n := len(okLine.FindAllString(o.stdout, -1)); n != 14 || !strings.Contains(o.stdout, "LOCAL_INV") {
+		t.Errorf("%d steps went well, want 7 over each of two links:\n%s", n, o.stdout)
+	}
+}

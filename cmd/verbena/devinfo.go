@@ -158,7 +158,7 @@ func describe(dev *verbs.Device) (device, error) {
 			{"max_mr_size", a.MaxMRSize}, {"page_size_cap", a.PageSizeCap},
 			{"max_qp", num(a.MaxQP)}, {"max_qp_wr", num(a.MaxQPWR)}, {"max_sge", num(a.MaxSGE)}, {"max_sge_rd", num(a.MaxSGERd)},
 			{"max_inline_data", num(a.MaxInlineData)}, {"max_cq", num(a.MaxCQ)}, {"max_cqe", num(a.MaxCQE)},
-			{"max_mr", num(a.MaxMR)}, {"max_pd", num(a.MaxPD)}, {"max_qp_rd_atom", num(a.MaxQPRDAtom)},
+			{"max_mr", num(a.MaxMR)}, {"max_mw", num(a.MaxMW)}, {"max_pd", num(a.MaxPD)}, {"max_qp_rd_atom", num(a.MaxQPRDAtom)},
 			{"max_res_rd_atom", num(a.MaxResRDAtom)}, {"max_qp_init_rd_atom", num(a.MaxQPInitRDAtom)}, {"max_ah", num(a.MaxAH)},
 			{"max_srq", num(a.MaxSRQ)}, {"max_srq_wr", num(a.MaxSRQWR)}, {"max_srq_sge", num(a.MaxSRQSGE)},
 			{"max_mcast_grp", num(a.MaxMcastGrp)}, {"max_mcast_qp_attach", num(a.MaxMcastQPAttach)},
@@ -216,6 +216,7 @@ func capNames(caps verbs.DeviceCap) []string {
 		{verbs.CapCurrQPState, "CURR_QP_STATE_MOD"}, {verbs.CapPortActiveEvent, "PORT_ACTIVE_EVENT"},
 		{verbs.CapSysImageGUID, "SYS_IMAGE_GUID"}, {verbs.CapUDIPCsum, "UD_IP_CSUM"},
 		{verbs.CapMemMgtExtensions, "MEM_MGT_EXTENSIONS"}, {verbs.CapXRC, "XRC"}, {verbs.CapAtomicWrite, "ATOMIC_WRITE"},
+		{verbs.CapMemWindow, "MEM_WINDOW"}, {verbs.CapMemWindowType2B, "MEM_WINDOW_TYPE_2B"},
 		{verbs.CapFlushGlobal, "FLUSH_GLOBAL"}, {verbs.CapFlushPersistent, "FLUSH_PERSISTENT"},
 	} {
 		if caps&c.bit != 0 {

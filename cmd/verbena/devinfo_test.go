@@ -40,7 +40,7 @@ func TestDevinfoText(t *testing.T) {
 	}
 	verbose := succeed(t, "devinfo", "-v", "127.77.0.200").stdout
 	for _, want := range []string{"max_mr_size", "page_size_cap", "max_qp", "max_qp_wr", "device_cap_flags", "max_sge", "max_cq",
-		"max_cqe", "max_mr", "max_pd", "max_qp_rd_atom", "max_qp_init_rd_atom", "atomic_cap", "max_ah", "max_srq", "max_srq_wr",
+		"max_cqe", "max_mr", "max_mw", "max_pd", "max_qp_rd_atom", "max_qp_init_rd_atom", "atomic_cap", "max_ah", "max_srq", "max_srq_wr",
 		"max_srq_sge", "max_pkeys", "local_ca_ack_delay", "max_msg_sz", "bad_pkey_cntr", "qkey_viol_cntr", "pkey_tbl_len", "gid_tbl_len"} {
 		if !regexp.MustCompile(`(?m)^ +` + want + `: +\S+`).MatchString(verbose) {
 			t.Errorf("no line %s in\n%s", want, verbose)

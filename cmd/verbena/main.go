@@ -81,7 +81,8 @@ func run(args []string) int {
 	case err == nil:
 		return exitOK
 	case errors.As(err, new(usageError)):
-		fmt.Fprintf(os.Stderr, "verbena %s: %v\nTry \"verbena %s --help\".\n", parsed.Command(), err, parsed.Command())
+		name := parsed.Selected().Name
+		fmt.Fprintf(os.Stderr, "verbena %s: %v\nTry \"verbena %s --help\".\n", name, err, name)
 		return exitUsage
 	case errors.Is(err, tour.ErrFailed):
 		return exitFailed // it has said what

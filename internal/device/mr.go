@@ -47,6 +47,7 @@ type memory struct {
 	iova   *uint64 // its address in requests; nil: where it lies
 
 	everything bool // the whole address space
+	dm         *DM  // not nil: device memory
 }
 
 // RegMR registers a slice.
@@ -81,6 +82,8 @@ func (d *Device) makeBacking(op string, m memory, access ib.Access) (mem.Backing
 	var b mem.Backing
 	var err error
 	switch onDemand := access&ib.AccessOnDemand != 0; {
+	case m.dm != nil:
+		return nil, ib.Errorf(op, syscall.EINVAL, "device memory is not on demand")
 	case m.everything && !onDemand:
 		return nil, ib.Errorf(op, syscall.EINVAL, "the whole address space can only be registered on demand")
 	case m.everything:
@@ -201,6 +204,9 @@ func (m *MR) Rereg(c provider.MRChange) error {
 	case c.Range != nil:
 		to = memoryAt(c.Range.Addr, c.Range.Length, c.Range.IOVA)
 	}
+	if to.dm != nil && access&ib.AccessZeroBased == 0 {
+		return oldValid(errZeroBased(op))
+	}
 	backing, err := m.backingFor(op, old, &c, to, access)
 	if err != nil {
 		return oldValid(err)
@@ -224,6 +230,9 @@ func (m *MR) Rereg(c provider.MRChange) error {
 	m.pd.unref()
 	m.pd, m.memory = pd, to
 	m.look()
+	if backing != old.backing {
+		m.dev.shares.forget(m) // other memory is not what was shared
+	}
 	return err
 }
 
@@ -231,6 +240,9 @@ func (m *MR) Rereg(c provider.MRChange) error {
 // that will do.
 func (m *MR) backingFor(op string, old *mrView, c *provider.MRChange, to memory, access ib.Access) (mem.Backing, error) {
 	if c.Buf != nil || c.Range != nil || (old.access^access)&ib.AccessOnDemand != 0 {
+		if _, ours := old.backing.(*mem.Alloc); ours && c.Buf == nil && c.Range == nil {
+			return nil, errAllocOnDemand(op)
+		}
 		return m.dev.makeBacking(op, to, access)
 	}
 	if a, ok := old.backing.(interface{ Adapt(ib.Access) error }); ok {
@@ -268,6 +280,7 @@ func (m *MR) Close() error {
 	}
 	err := m.region.Close()
 	if m.closed = m.region.Closed(); m.closed {
+		m.dev.shares.forget(m)
 		m.memory = memory{} // somebody may keep a closed region, but not its memory
 		m.pd.unuse(&m.dev.counts.mrs)
 	}

@@ -57,7 +57,7 @@ func child(a netip.Addr) int {
 	return 0
 }
 
-func manyObjects() (l [NumObjects]uint32) {
+func manyObjects() (l [NumObjects]uint64) {
 	for i := range l {
 		l[i] = 1000
 	}

@@ -15,8 +15,7 @@ import (
 
 type process struct {
 	listener *net.UnixListener
-	channel  func(c *net.UnixConn, from netip.Addr, slot int)
-	status   func() any
+	cfg      *Config
 
 	mu    sync.Mutex // guards conns
 	conns map[*net.UnixConn]bool
@@ -24,12 +23,12 @@ type process struct {
 	wg sync.WaitGroup
 }
 
-func startProcess(name string, channel func(*net.UnixConn, netip.Addr, int), status func() any) (*process, error) {
+func startProcess(name string, cfg *Config) (*process, error) {
 	l, err := listen(name)
 	if err != nil {
 		return nil, err
 	}
-	p := &process{listener: l, channel: channel, status: status, conns: make(map[*net.UnixConn]bool)}
+	p := &process{listener: l, cfg: cfg, conns: make(map[*net.UnixConn]bool)}
 	p.wg.Go(p.serve)
 	return p, nil
 }
@@ -71,14 +70,16 @@ func (p *process) answer(c *net.UnixConn) bool {
 		return false
 	}
 	switch {
-	case q.Op == opChannel && p.channel != nil && len(q.Addrs) == 1:
+	case q.Op == opChannel && p.cfg.Channel != nil && len(q.Addrs) == 1:
 		if send(c, &reply{}, -1) != nil {
 			return false
 		}
-		p.channel(c, q.Addrs[0], q.Slot)
+		p.cfg.Channel(c, q.Addrs[0], q.Slot)
 		return true
-	case q.Op == opStatus && p.status != nil:
-		if b, err := json.Marshal(p.status()); err == nil {
+	case q.Op == opMemory && p.cfg.Memory != nil:
+		p.passMemory(c, q.Token)
+	case q.Op == opStatus && p.cfg.Status != nil:
+		if b, err := json.Marshal(p.cfg.Status()); err == nil {
 			_ = sendLong(c, b) // who asked may have gone
 		}
 	}
@@ -101,13 +102,13 @@ func sendLong(c *net.UnixConn, b []byte) error {
 	return nil
 }
 
-func receiveLong(c *net.UnixConn) ([]byte, error) {
+func receiveLong(c *net.UnixConn, deadline time.Time) ([]byte, error) {
 	var all []byte
 	b := make([]byte, maxMessage)
+	if err := c.SetReadDeadline(deadline); err != nil {
+		return nil, err
+	}
 	for {
-		if err := c.SetReadDeadline(time.Now().Add(replyTime)); err != nil {
-			return nil, err
-		}
 		n, err := c.Read(b)
 		all = append(all, b[:n]...)
 		if errors.Is(err, io.EOF) || err == nil && n == 0 {

@@ -69,10 +69,10 @@ type Shared struct {
 	closed  bool
 	devices map[[2]uint64]*device // of other addresses
 
-	wg     sync.WaitGroup // dials and accepts under way
-	frees  atomic.Uint64
-	ticket *atomic.Uint64 // see far.go; on the heap, where it stays
-	lost   atomic.Uint64  // trains and packets that did not fit, or whose process is gone
+	wg      sync.WaitGroup // dials and accepts under way
+	frees   atomic.Uint64
+	tickets tickets       // see far.go
+	lost    atomic.Uint64 // trains and packets that did not fit, or whose process is gone
 
 	// Poll's own.
 	sink  Sink
@@ -96,11 +96,12 @@ const (
 
 // OpenShared opens the link. Join must follow before it is used.
 func OpenShared(cfg *SharedConfig) (*Shared, error) {
-	s := &Shared{ticket: new(atomic.Uint64), cfg: *cfg, devices: make(map[[2]uint64]*device), calm: calmPolls}
+	s := &Shared{cfg: *cfg, devices: make(map[[2]uint64]*device), calm: calmPolls}
 	var err error
 	if s.inbox, err = shm.NewInbox(&shm.Config{RingBytes: ringBytes}); err != nil {
 		return nil, err
 	}
+	s.tickets.shown = s.inbox.Ticket()
 	s.cfg.UDP.Router, s.cfg.UDP.Event, s.cfg.UDP.NearGroups = s, s.inbox.Event(), s.cfg.NoPackets
 	if s.UDP, err = OpenUDP(&s.cfg.UDP); err != nil {
 		s.inbox.Close()
@@ -269,8 +270,7 @@ func (s *Shared) deliver() {
 		t.Flow = nil
 	}
 	s.sink.Deliver(t)
-	t.Reset()
-	s.piece[0] = nil
+	t.Payload, s.piece[0] = mem.List{}, nil // the next one clears the rest
 }
 
 // reserve takes a channel and room in its ring for a train, or returns nil: it is
@@ -414,6 +414,7 @@ func (s *Shared) Close() error {
 	s.closed = true
 	s.mu.Unlock()
 	err := s.UDP.Close()
+	s.tickets.close()
 	s.inbox.Close() // which ends handshakes
 	s.wg.Wait()
 	s.mu.Lock()

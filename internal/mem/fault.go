@@ -69,7 +69,7 @@ func (f Fault) orNone() Fault {
 	return f
 }
 
-var kindNames = [NumKinds]string{KindRaw: "raw", KindPinned: "pinned", KindOnDemand: "on-demand", KindImplicit: "implicit"}
+var kindNames = [NumKinds]string{KindRaw: "raw", KindPinned: "pinned", KindOnDemand: "on-demand", KindImplicit: "implicit", KindDevice: "device"}
 
 // String names the kind as counters do.
 func (k Kind) String() string {

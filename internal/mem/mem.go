@@ -10,7 +10,7 @@
 //     that are open. rereg.go changes what a region is; window.go has keys that
 //     open a part of one.
 //  3. a Backing finds the bytes. One file for each kind of memory: host.go,
-//     ondemand.go.
+//     ondemand.go, device.go.
 //  4. copy.go: one loop moves bytes between any two lists of any two kinds.
 //     gather.go hands them to the kernel instead, atomic.go changes 8 of them,
 //     flush.go makes them visible to all, or persistent.
@@ -34,6 +34,7 @@ const (
 	KindPinned               // host memory as it was when registered
 	KindOnDemand             // host memory as it is
 	KindImplicit             // all host memory as it is
+	KindDevice               // memory of the device
 	NumKinds
 )
 

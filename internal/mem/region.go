@@ -133,7 +133,7 @@ func (cfg *RegionConfig) check(op string) error {
 }
 
 // isSolid asks a backing whether its bytes are always there, whatever the
-// application does: only the Go heap is.
+// application does: the Go heap is, and memory that is not the application's.
 func isSolid(b Backing) bool {
 	s, ok := b.(interface{ Solid() bool })
 	return ok && s.Solid()

@@ -120,6 +120,10 @@ func (c *Channel) Reserve(typ byte, n int) (p []byte, ok bool) {
 	}
 }
 
+// PeerTicket returns what the peer's Ticket is now. A sink may call it while it is
+// given a record of the channel.
+func (c *Channel) PeerTicket() uint64 { return c.bell.ticket.Load() }
+
 // Free returns about how many bytes of the ring are free: the room of a record is
 // that of its bytes, and somewhat more. It is called between Begin and End.
 func (c *Channel) Free() int { return c.tx.ring.Free() }

@@ -118,7 +118,7 @@ func rigFor(t *testing.T, p Params, base, posted uint64) *rig {
 		t.Fatal(err)
 	}
 	bytes := p.QPs * p.slots() * p.stride()
-	r := &rig{p: p, op: opTable[p.Op], tx: newBuffer(bytes), rx: newBuffer(bytes)}
+	r := &rig{p: p, op: opTable[p.Op], tx: make([]byte, bytes), rx: make([]byte, bytes)}
 	for range p.QPs {
 		r.flows = append(r.flows, &flow{base: base, posted: posted})
 	}

@@ -23,6 +23,7 @@ type rig struct {
 	cq         *verbs.CQ
 	tx, rx     []byte
 	txMR, rxMR *verbs.MR
+	windows    windows // between the peer and the regions, if wanted
 	flows      []*flow
 	recvDepth  int // receives of each queue pair
 	wcs        []verbs.WC
@@ -68,12 +69,7 @@ func newRig(dev *verbs.Device, side *SideChannel, p Params) (_ *rig, err error) 
 		return nil, err
 	}
 	bytes := p.QPs * p.slots() * p.stride()
-	r.tx, r.rx = newBuffer(bytes), newBuffer(bytes)
-	if r.txMR, err = r.pd.RegMR(r.tx, verbs.AccessRemoteRead); err != nil {
-		return nil, err
-	}
-	const sink = verbs.AccessLocalWrite | verbs.AccessRemoteWrite | verbs.AccessRemoteAtomic
-	if r.rxMR, err = r.pd.RegMR(r.rx, sink); err != nil {
+	if err = r.makeMemory(dev, bytes); err != nil {
 		return nil, err
 	}
 	sendQueue := p.Depth
@@ -103,10 +99,6 @@ func inlineOf(p Params) int {
 	return 0
 }
 
-// newBuffer returns at least n bytes that start and end on a cache line. Go
-// aligns an allocation of whole pages to at least that.
-func newBuffer(n int) []byte { return make([]byte, (n+4095)&^4095) }
-
 // slot returns one slot of a queue pair in one of the buffers.
 func (r *rig) slot(buf []byte, qp, slot int) []byte {
 	off := r.offset(qp, slot)
@@ -122,8 +114,8 @@ func (r *rig) offer(dev *verbs.Device) (*offer, error) {
 		return nil, err
 	}
 	o := &offer{
-		TxAddr: r.txMR.Addr(), TxKey: r.txMR.RKey(),
-		RxAddr: r.rxMR.Addr(), RxKey: r.rxMR.RKey(),
+		TxAddr: r.txMR.Addr(), TxKey: r.windows.txKey(r.txMR),
+		RxAddr: r.rxMR.Addr(), RxKey: r.windows.rxKey(r.rxMR),
 		MTU: port.ActiveMTU.Bytes(), Device: dev.Addr().String(),
 	}
 	for _, f := range r.flows {
@@ -241,6 +233,7 @@ func (r *rig) close() error {
 	if r.cq != nil {
 		errs = append(errs, r.cq.Close())
 	}
+	errs = append(errs, r.windows.close())
 	if r.txMR != nil {
 		errs = append(errs, r.txMR.Close())
 	}
