@@ -73,7 +73,7 @@ func vbe_close(h C.uint64_t) C.int64_t {
 }
 
 // closeOrder is in which order kinds of objects can be closed.
-var closeOrder = []uint64{C.VBE_QP, C.VBE_AH, C.VBE_SRQ, C.VBE_CQ, C.VBE_XRCD, C.VBE_MW, C.VBE_MR, C.VBE_PD}
+var closeOrder = []uint64{C.VBE_QP, C.VBE_AH, C.VBE_SRQ, C.VBE_CQ, C.VBE_XRCD, C.VBE_MW, C.VBE_MR, C.VBE_DM, C.VBE_PD}
 
 // closeAll closes what a program has left behind.
 func (c *openContext) closeAll() {
@@ -147,6 +147,10 @@ func ownerOf(h uint64) *openContext {
 		if o := qps.get(h); o != nil {
 			return o.ctx
 		}
+	case C.VBE_DM:
+		if o := dms.get(h); o != nil {
+			return o.ctx
+		}
 	case C.VBE_AH:
 		if o := ahs.get(h); o != nil {
 			return o.ctx
@@ -171,6 +175,8 @@ func forget(h uint64) {
 		xrcds.remove(h)
 	case C.VBE_QP:
 		qps.remove(h)
+	case C.VBE_DM:
+		dms.remove(h)
 	case C.VBE_AH:
 		ahs.remove(h)
 	}

@@ -49,7 +49,7 @@ func deviceAttr(a ib.DeviceAttr, odp ib.ODPCaps) C.struct_vbe_device_attr {
 	}
 	to := C.struct_vbe_device_attr{
 		node_guid: C.uint64_t(a.NodeGUID), image_guid: C.uint64_t(a.SysImageGUID),
-		max_mr_size: C.uint64_t(a.MaxMRSize), page_size_cap: C.uint64_t(a.PageSizeCap),
+		max_mr_size: C.uint64_t(a.MaxMRSize), page_size_cap: C.uint64_t(a.PageSizeCap), max_dm_size: C.uint64_t(a.MaxDMSize),
 		vendor_id: C.uint32_t(a.VendorID), vendor_part_id: C.uint32_t(a.VendorPartID), hw_ver: C.uint32_t(a.HWVersion),
 		caps: C.uint32_t(caps), atomic_cap: C.uint32_t(a.AtomicCap - ib.AtomicNone),
 		max_qp: C.int32_t(a.MaxQP), max_qp_wr: C.int32_t(a.MaxQPWR), max_sge: C.int32_t(a.MaxSGE), max_sge_rd: C.int32_t(a.MaxSGERd),

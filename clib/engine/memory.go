@@ -30,6 +30,11 @@ type memoryWindow struct {
 	ctx *openContext
 }
 
+type deviceMemory struct {
+	provider.DM
+	ctx *openContext
+}
+
 type xrcDomain struct {
 	provider.XRCD
 	ctx *openContext
@@ -43,6 +48,7 @@ type addressHandle struct {
 func (o *protectionDomain) close() error { return o.Close() }
 func (o *memoryRegion) close() error     { return o.Close() }
 func (o *memoryWindow) close() error     { return o.Close() }
+func (o *deviceMemory) close() error     { return o.Close() }
 func (o *xrcDomain) close() error        { return o.Close() }
 func (o *addressHandle) close() error    { return o.Close() }
 
@@ -50,6 +56,7 @@ var (
 	pds   = table[protectionDomain]{kind: C.VBE_PD}
 	mrs   = table[memoryRegion]{kind: C.VBE_MR}
 	mws   = table[memoryWindow]{kind: C.VBE_MW}
+	dms   = table[deviceMemory]{kind: C.VBE_DM}
 	xrcds = table[xrcDomain]{kind: C.VBE_XRCD}
 	ahs   = table[addressHandle]{kind: C.VBE_AH}
 )
@@ -75,7 +82,13 @@ func vbe_reg_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 	}
 	var r provider.MR
 	var err error
-	if m.implicit != 0 {
+	if m.dm != 0 {
+		dm := dms.get(uint64(m.dm))
+		if dm == nil {
+			return failed(errStale)
+		}
+		r, err = pd.RegDMMR(dm.DM, uint64(m.iova), uint64(m.length), ib.Access(m.access))
+	} else if m.implicit != 0 {
 		r, err = pd.RegImplicitMR(ib.Access(m.access))
 	} else {
 		r, err = pd.RegMRAddr(uintptr(m.addr), uint64(m.length), uint64(m.iova), ib.Access(m.access))
@@ -148,6 +161,41 @@ func vbe_query_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 	}
 	m.length, m.lkey, m.rkey = C.uint64_t(r.Length()), C.uint32_t(r.LKey()), C.uint32_t(r.RKey())
 	return 0
+}
+
+//export vbe_alloc_dm
+func vbe_alloc_dm(h, length C.uint64_t, logAlign C.uint32_t) C.int64_t {
+	c := contexts.get(uint64(h))
+	if c == nil {
+		return failed(errStale)
+	}
+	dm, err := c.shared.dev.AllocDM(provider.DMConfig{Length: uint64(length), LogAlign: int(min(logAlign, 63))})
+	if err != nil {
+		return failed(err)
+	}
+	return newHandle(&dms, c, &deviceMemory{dm, c})
+}
+
+//export vbe_copy_dm
+func vbe_copy_dm(h, offset, addr, length C.uint64_t, write C.uint32_t) C.int64_t {
+	dm := dms.get(uint64(h))
+	if dm == nil {
+		return failed(errStale)
+	}
+	if uint64(length) > dm.Length() || uint64(offset) > dm.Length()-uint64(length) {
+		return failed(ib.Errorf("memcpy_dm", syscall.EFAULT, "%d bytes at %d of %d", length, offset, dm.Length()))
+	}
+	if length == 0 {
+		return 0
+	}
+	b := bytesAt(uint64(addr), uint64(length))
+	var err error
+	if write != 0 {
+		_, err = dm.WriteAt(b, int64(offset))
+	} else {
+		_, err = dm.ReadAt(b, int64(offset))
+	}
+	return result(err)
 }
 
 //export vbe_advise

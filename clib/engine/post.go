@@ -64,7 +64,7 @@ func sendFrom(to *ib.SendWR, f *C.struct_vbe_send_wr) error {
 	*to = ib.SendWR{ID: uint64(f.id), Op: op, Flags: flags, Imm: uint32(f.imm), RemoteAddr: uint64(f.remote_addr), RKey: uint32(f.rkey),
 		CompareAdd: uint64(f.compare_add), Swap: uint64(f.swap), RemoteSRQN: uint32(f.srqn)}
 	if f.flags&sendInline != 0 {
-		to.Inline = bytesAt(uint64(f.inline_data), uint32(f.inline_len))
+		to.Inline = bytesAt(uint64(f.inline_data), uint64(f.inline_len))
 	} else {
 		to.SGL = sges(uint64(f.sgl), uint32(f.num_sge))
 	}

@@ -28,7 +28,7 @@ func sges(addr uint64, n uint32) []ib.SGE {
 }
 
 // bytesAt is n bytes at an address.
-func bytesAt(addr uint64, n uint32) []byte {
+func bytesAt(addr, n uint64) []byte {
 	if n == 0 {
 		return []byte{}
 	}

@@ -292,6 +292,7 @@ static int query_device_ex(struct ibv_context *context, const struct ibv_query_d
 	x.completion_timestamp_mask = UINT64_MAX; /* nanoseconds: */
 	x.hca_core_clock = 1000000;		  /* kHz */
 	x.device_cap_flags_ex = a->caps | (a->flush ? (1ULL << 38 | 1ULL << 39) : 0) | (a->atomic_write ? 1ULL << 40 : 0);
+	x.max_dm_size = a->max_dm_size;
 	x.phys_port_cnt_ex = (uint32_t)a->ports;
 	memset(attr, 0, size); /* a newer program's structure may be longer */
 	memcpy(attr, &x, size < sizeof x ? size : sizeof x);
@@ -512,6 +513,9 @@ void vb_set_ops(struct vb_context *c)
 	v->query_device_ex = query_device_ex;
 	v->query_rt_values = query_rt_values;
 	v->advise_mr = vb_advise_mr;
+	v->alloc_dm = vb_alloc_dm;
+	v->free_dm = vb_free_dm;
+	v->reg_dm_mr = vb_reg_dm_mr;
 	v->alloc_parent_domain = vb_alloc_parent_domain;
 	v->alloc_td = vb_alloc_td;
 	v->dealloc_td = vb_dealloc_td;

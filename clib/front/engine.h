@@ -22,6 +22,7 @@
 #define VBE_XRCD 7
 #define VBE_QP 8
 #define VBE_AH 9
+#define VBE_DM 10
 #define VBE_HANDLE(kind, number) ((uint64_t)(kind) << 32 | (number))
 
 struct vbe_device {
@@ -33,7 +34,7 @@ struct vbe_device {
 struct vbe_device_attr {
 	char fw[64];
 	uint64_t node_guid, image_guid;
-	uint64_t max_mr_size, page_size_cap;
+	uint64_t max_mr_size, page_size_cap, max_dm_size;
 	uint32_t vendor_id, vendor_part_id, hw_ver;
 	uint32_t caps; /* of verbs.h, IBV_DEVICE_* */
 	uint32_t atomic_cap;
@@ -59,6 +60,7 @@ struct vbe_mr {
 	uint64_t addr, length, iova;
 	uint32_t access;
 	uint32_t implicit; /* the whole address space */
+	uint64_t dm;	   /* device memory, in which iova is an offset; 0: none */
 	uint64_t handle;
 	uint32_t lkey, rkey;
 };
@@ -179,6 +181,8 @@ struct vbe_front {
 	X(int64_t, vbe_reg_mr, (uint64_t, struct vbe_mr *))                                                \
 	X(int64_t, vbe_rereg_mr, (uint64_t, uint32_t, uint64_t, struct vbe_mr *))                          \
 	X(int64_t, vbe_query_mr, (uint64_t, struct vbe_mr *))                                              \
+	X(int64_t, vbe_alloc_dm, (uint64_t, uint64_t, uint32_t))                                           \
+	X(int64_t, vbe_copy_dm, (uint64_t, uint64_t, uint64_t, uint64_t, uint32_t))                        \
 	X(int64_t, vbe_advise, (uint64_t, uint32_t, uint32_t, uint64_t, uint32_t))                         \
 	X(int64_t, vbe_alloc_mw, (uint64_t, uint32_t, uint32_t *))                                         \
 	X(int64_t, vbe_bind_mw, (uint64_t, uint64_t, struct vbe_send_wr *, uint32_t *))                    \

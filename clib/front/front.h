@@ -52,7 +52,7 @@ struct engine *vb_engine(void);
  * never given back, only reused for objects of the same kind, so that a stale
  * handle finds a head that says so.
  */
-enum kind { DEAD = 0, CONTEXT, PD, MR, MW, CQ, CHANNEL, QP, SRQ, XRCD, AH, TD, NUM_KINDS };
+enum kind { DEAD = 0, CONTEXT, PD, MR, MW, CQ, CHANNEL, QP, SRQ, XRCD, AH, TD, DM, NUM_KINDS };
 
 struct head {
 	uint32_t magic; /* MAGIC + kind while alive */
@@ -121,6 +121,12 @@ struct vb_td {
 struct vb_mr {
 	struct head h;
 	struct ibv_mr pub;
+	bool imported;
+};
+
+struct vb_dm {
+	struct head h;
+	struct ibv_dm pub;
 	bool imported;
 };
 
@@ -208,6 +214,7 @@ DEFINE_LIVE(vb_pd, PD, struct ibv_pd)
 DEFINE_LIVE(vb_td, TD, struct ibv_td)
 DEFINE_LIVE(vb_mr, MR, struct ibv_mr)
 DEFINE_LIVE(vb_mw, MW, struct ibv_mw)
+DEFINE_LIVE(vb_dm, DM, struct ibv_dm)
 DEFINE_LIVE(vb_ah, AH, struct ibv_ah)
 DEFINE_LIVE(vb_qp, QP, struct ibv_qp)
 DEFINE_LIVE(vb_srq, SRQ, struct ibv_srq)
@@ -258,6 +265,12 @@ int vb_get_srq_num(struct ibv_srq *srq, uint32_t *num);
 struct ibv_xrcd *vb_open_xrcd(struct ibv_context *ctx, struct ibv_xrcd_init_attr *attr);
 int vb_close_xrcd(struct ibv_xrcd *xrcd);
 
+/* on is NULL, or device memory in which iova is an offset. */
+struct ibv_mr *vb_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access,
+			 struct vb_dm *on);
+struct ibv_dm *vb_alloc_dm(struct ibv_context *ctx, struct ibv_alloc_dm_attr *attr);
+int vb_free_dm(struct ibv_dm *dm);
+struct ibv_mr *vb_reg_dm_mr(struct ibv_pd *pd, struct ibv_dm *dm, uint64_t offset, size_t length, unsigned int access);
 struct ibv_mw *vb_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type);
 int vb_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
 int vb_dealloc_mw(struct ibv_mw *mw);

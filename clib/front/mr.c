@@ -123,14 +123,16 @@ static bool clean(unsigned int access, uint32_t *to)
 	return !(access & ~(unsigned int)(KNOWN_ACCESS | IBV_ACCESS_OPTIONAL_RANGE));
 }
 
-static struct ibv_mr *reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access)
+struct ibv_mr *vb_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access,
+			 struct vb_dm *on)
 {
 	struct vb_pd *p = LIVE(vb_pd, PD, pd);
 	struct vbe_mr r = {.addr = (uintptr_t)addr, .length = length, .iova = iova};
 	if (!p || !clean(access, &r.access))
 		return vb_fail(EINVAL);
 	r.implicit = (access & IBV_ACCESS_ON_DEMAND) && !addr && length == SIZE_MAX;
-	if (access & IBV_ACCESS_ZERO_BASED)
+	r.dm = on ? on->h.handle : 0;
+	if (access & IBV_ACCESS_ZERO_BASED && !on)
 		r.iova = 0;
 	struct vb_mr *m = vb_new(MR, p->h.engine);
 	if (!m)
@@ -155,17 +157,17 @@ static struct ibv_mr *reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint6
 
 PUBLIC struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access)
 {
-	return reg_mr(pd, addr, length, (uintptr_t)addr, (unsigned int)access);
+	return vb_reg_mr(pd, addr, length, (uintptr_t)addr, (unsigned int)access, NULL);
 }
 
 PUBLIC struct ibv_mr *ibv_reg_mr_iova(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, int access)
 {
-	return reg_mr(pd, addr, length, iova, (unsigned int)access);
+	return vb_reg_mr(pd, addr, length, iova, (unsigned int)access, NULL);
 }
 
 PUBLIC struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access)
 {
-	return reg_mr(pd, addr, length, iova, access);
+	return vb_reg_mr(pd, addr, length, iova, access, NULL);
 }
 
 PUBLIC int ibv_rereg_mr(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *addr, size_t length, int access)
@@ -307,8 +309,8 @@ PUBLIC struct ibv_mr *ibv_reg_mr_ex(struct ibv_pd *pd, struct mr_init_attr *a)
 		return vb_fail(EOPNOTSUPP);
 	if (!(a->mask & MASK_ADDR))
 		return vb_fail(EINVAL);
-	return reg_mr(pd, a->addr, a->length, a->mask & MASK_IOVA ? a->iova : (uintptr_t)a->addr,
-		      (unsigned int)a->access);
+	return vb_reg_mr(pd, a->addr, a->length, a->mask & MASK_IOVA ? a->iova : (uintptr_t)a->addr,
+			 (unsigned int)a->access, NULL);
 }
 
 struct buf { /* struct ibv_buf */
@@ -343,7 +345,7 @@ PUBLIC struct ibv_mr *ibv_reg_buf_mr(struct ibv_pd *pd, struct buf *b, void *add
 	if (!b || (uintptr_t)addr < (uintptr_t)b->addr || length > b->size ||
 	    (uintptr_t)addr - (uintptr_t)b->addr > b->size - length)
 		return vb_fail(EINVAL);
-	return reg_mr(pd, addr, length, (uintptr_t)addr, (unsigned int)access);
+	return vb_reg_mr(pd, addr, length, (uintptr_t)addr, (unsigned int)access, NULL);
 }
 
 /* --- windows --- */

@@ -1,14 +1,12 @@
 /*
- * What libibverbs.so.1 has and this device has not: dma-bufs, device memory,
- * enhanced connection establishment, steering tags, completion counters. What is
+ * What libibverbs.so.1 has and this device has not: dma-bufs, enhanced
+ * connection establishment, steering tags, completion counters. What is
  * reached through a context's table (flows, work queues, counters) is refused by
  * verbs.h itself, when the table has no entry.
  */
 #include "refuse.h"
 
 REFUSE_POINTER(ibv_reg_dmabuf_mr)
-REFUSE_POINTER(ibv_import_dm)
-REFUSE_VOID(ibv_unimport_dm)
 REFUSE_MINUS(ibv_dm_export_dmabuf_fd)
 REFUSE_MINUS(ibv_export_buf_dmabuf_fd)
 REFUSE_POINTER(ibv_alloc_dmah)
