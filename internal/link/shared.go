@@ -291,7 +291,7 @@ func (s *Shared) reserve(c *shm.Channel, typ byte, n int, t *train.Train) ([]byt
 		return nil, nil
 	}
 	reliable := t.Transport == wire.RC || t.Transport == wire.XRC
-	if reliable || n <= c.Free()-ringBytes/2 {
+	if reliable || c.Has(ringBytes/2+n) {
 		if b, ok := c.Reserve(typ, n); ok {
 			return b, nil
 		}
@@ -325,7 +325,7 @@ func (s *Shared) Forward(process int, p *Packets) {
 	defer c.End()
 	n := packetsBytes + len(p.Bytes)
 	b, ok := []byte(nil), false
-	if n <= c.Free()-ringBytes/4 {
+	if c.Has(ringBytes/4 + n) {
 		b, ok = c.Reserve(recPackets, n)
 	}
 	if !ok {
