@@ -334,7 +334,7 @@ func (d *Device) Attr() ib.DeviceAttr {
 	if _, none := d.link.(*noLink); !none && d.cfg.Link != linkLocal {
 		links = append(links, linkUDP)
 	}
-	guid := d.guid()
+	guid := GUID(d.addrs[0])
 	return ib.DeviceAttr{
 		Name: d.name, FWVersion: Version, NodeGUID: guid, SysImageGUID: guid,
 		VendorID: 0, VendorPartID: 0, HWVersion: 1, PhysPortCnt: 1,
@@ -363,11 +363,11 @@ func stalePinnedRange() string {
 // Version is what devinfo shows as firmware version.
 const Version = "0.1.0"
 
-// guid makes a stable node GUID of the first address: locally administered,
+// GUID makes a stable node GUID of a device's first address: locally administered,
 // unicast (EUI-64).
-func (d *Device) guid() uint64 {
+func GUID(first netip.Addr) uint64 {
 	h := fnv.New64a()
-	b := d.addrs[0].As16()
+	b := first.As16()
 	_, _ = h.Write(b[:])
 	return h.Sum64()&^(3<<56) | 2<<56
 }

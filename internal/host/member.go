@@ -49,6 +49,9 @@ type Config struct {
 	// Memory returns a memory file that this process shares, by its token, and how
 	// many bytes of it. The descriptor is the caller's to close.
 	Memory func(token string) (fd int, length uint64, err error)
+	// Segment, if set, returns a descriptor of a part of this process's memory that
+	// others may read. It is closed when it has been passed on.
+	Segment func(id uint64) (fd int, err error)
 	// Trouble, if set, tells that the owner has gone and this process cannot take
 	// its place nor join another, and why; nil, that it has now. An error that is
 	// ESTALE is final: the device is another one now. A goroutine of the member's

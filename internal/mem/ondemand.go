@@ -48,6 +48,7 @@ type pagedIn struct {
 	pages  pageTable
 	begin  sync.Once
 	place  *membership
+	failed [4]atomic.Uint64 // pages that could not be fetched, plus one, each where its number says
 	counts pagingCounts
 
 	mu     sync.Mutex // guards closed; held while the region is swept, and for each step of a prefetch
@@ -236,7 +237,20 @@ func (m *OnDemand) fetch(off, n uint64, acc ib.Access, wait bool) FaultKind {
 	if at > start {
 		return FaultNone
 	}
+	if wait && kind == FaultUnmapped {
+		page := m.pageAt(at)
+		u.failed[page%uint64(len(u.failed))].Store(page + 1)
+	}
 	return kind
+}
+
+// hasFailed reports whether somebody has waited for a page, in vain. Whether a
+// page is slow is a guess, and behind the end of a file a wrong one: who tries again
+// after that wait must not be told to wait once more, but what is wrong. It is true
+// once.
+func (m *OnDemand) hasFailed(at uintptr) bool {
+	page, u := m.pageAt(at), m.used.Load()
+	return u.failed[page%uint64(len(u.failed))].CompareAndSwap(page+1, 0)
 }
 
 // disturbed reports whether mappings of a range have changed since the space had
@@ -265,7 +279,7 @@ func (m *OnDemand) bringIn(at, end uintptr, write, wait bool) (upto uintptr, kin
 		}
 	}
 	if !wait {
-		if slow, err := sys.Slow(at, end, write); slow && err == nil {
+		if slow, err := sys.Slow(at, end, write); slow && err == nil && !m.hasFailed(at) {
 			return at, FaultPending
 		}
 	}
