@@ -113,7 +113,7 @@ func (p *loopPeer) deliver(from *Device, t *train.Train, now qp.Time, owed *debt
 		owed.settle()
 	}
 	now += to.shift
-	fault, due := q.receive(t, now)
+	fault, due, _ := q.receive(t, now)
 	if due {
 		*owed = debt{q, now}
 	}
