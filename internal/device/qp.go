@@ -47,6 +47,9 @@ type QP struct {
 	armed  qp.Time // when the timer heap will look at it, 0: never
 	closed bool
 
+	posted   bool // guarded by mu: since the last message came
+	answered int  // guarded by mu: how many messages in a row were followed by a post, up to conversation
+
 	timerIndex int // place in the heap, guarded by the heap's lock
 
 	closeOnce sync.Once
@@ -242,6 +245,7 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 		return 0, ib.Errorf("post_send", syscall.EINVAL, "the queue pair is closed")
 	}
 	n, err := q.core.PostSend(wrs)
+	q.posted = true
 	q.mu.Unlock()
 	if n > 0 {
 		q.dev.transmit(q, q.dev.now())

@@ -274,7 +274,7 @@ func (r *receiver) Aside(process int, b []byte, t *train.Train) {
 		}
 		q.mu.Unlock()
 		if t != nil {
-			_, _ = q.receive(t, r.now) // the bytes are here
+			_, _, _ = q.receive(t, r.now) // the bytes are here
 		}
 	}
 }
