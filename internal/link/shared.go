@@ -229,13 +229,16 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 	}
 	c := f.dev.channels[process].Load()
 	if c == nil {
-		if s.connect(f.dev, process) {
-			return ErrBusy
-		}
-		if f.rest != nil && t.Transport == wire.UD { // who is connected has looked for another way before
+		soon := s.connect(f.dev, process)
+		switch {
+		case t.Transport == wire.UD && f.rest != nil:
+			// The queue pair has other peers, who must not wait for this one. (Who is
+			// connected has looked for another way before.)
 			t.Flow = f.rest
 			_, err := s.UDP.Send(one)
 			return err
+		case soon:
+			return ErrBusy
 		}
 		s.lost.Add(1)
 		return nil
