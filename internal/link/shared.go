@@ -6,8 +6,9 @@ package link
 //
 //  1. Prepare finds out whether a device of this host, of the same user, stands
 //     at the address. Then queue pair numbers say which process a train is for.
-//  2. Send packs trains into the ring to that process; the channel to it is made
-//     when it is first needed.
+//  2. Send packs trains into the ring to that process (record.go, short.go), or says
+//     that the way is busy; channels are made elsewhere (connect.go). Long payload
+//     stays where it is, for the receiver to get it (far.go, segment.go).
 //  3. Poll unpacks them. The owner of the UDP port passes on packets for others
 //     (Router), which arrive by the same rings.
 
