@@ -25,7 +25,8 @@ type QP struct {
 	number uint32
 
 	tx      atomic.Int32 // the transmit token, see transmit.go
-	stalled atomic.Bool  // there are held trains
+	stalled atomic.Bool  // there are answers among the held trains
+	listed  bool         // in the device's list of stalled queue pairs, whose lock guards it
 
 	// Trains that the link is too busy for; all of it belongs to the token's holder.
 	held       *batch
