@@ -36,7 +36,8 @@ func TestOnDemandUsage(t *testing.T) {
 			at := func(p uintptr, n int) []byte {
 				return unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&p))), n)
 			}
-			p := mmap(0, 10*mb, 0)
+			// Far from where anybody else would map something while it is free.
+			p := mmap(0x5800_0000_0000, 10*mb, unix.MAP_FIXED_NOREPLACE)
 			defer unix.Syscall(unix.SYS_MUNMAP, p, 10*mb, 0)
 			mr, err := alice.pd.RegMRAddr(p, 10*mb, verbs.AccessLocalWrite|verbs.AccessOnDemand)
 			check(err)
@@ -79,7 +80,7 @@ func TestOnDemandUsage(t *testing.T) {
 			if _, _, e := unix.Syscall(unix.SYS_MUNMAP, p, mb, 0); e != 0 {
 				t.Fatal(e)
 			}
-			if got := mmap(p, mb, unix.MAP_FIXED); got != p {
+			if got := mmap(p, mb, unix.MAP_FIXED_NOREPLACE); got != p {
 				t.Fatalf("mapped at %#x", got)
 			}
 			send([]byte("something else, mapped later"))
