@@ -146,6 +146,7 @@ struct vb_cq {
 	struct head h;
 	struct vbe_ring *ring;
 	bool single; /* one thread alone uses it: no lock */
+	atomic_bool armed; /* and not asked the engine since for what it has */
 	pthread_mutex_t lock; /* guards the head of the ring, and cur */
 	uint32_t pending;     /* events not yet taken; guarded by the channel's lock */
 	struct vb_cq *next;   /* in the channel's list */

@@ -3,6 +3,8 @@
 //	verbena demo      every operation between two devices, with the data compared
 //	verbena devinfo   what the devices of this host can do
 //	verbena perf      bandwidth and latency, in one process, in two, on two hosts
+//	verbena exec      run a program that was built for libibverbs
+//	verbena env       how to do that by hand
 //	verbena version
 //
 // It is an ordinary user of package verbs: what it does, any program can do.
@@ -41,6 +43,8 @@ type cli struct {
 	Demo    demoCmd    `cmd:"" help:"Show every operation between two devices, with the data compared."`
 	Devinfo devinfoCmd `cmd:"" help:"Show what the devices of this host can do."`
 	PS      psCmd      `cmd:"" name:"ps" help:"Show the processes that have devices open, and what they have."`
+	Exec    execCmd    `cmd:"" help:"Run a program that was built for libibverbs."`
+	Env     envCmd     `cmd:"" help:"Show how to run such programs by hand, and the variables that configure them."`
 	Perf    perfCmd    `cmd:"" help:"Measure bandwidth and latency."`
 	Version versionCmd `cmd:"" help:"Show the version."`
 

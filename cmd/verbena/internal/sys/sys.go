@@ -44,3 +44,6 @@ func StdFiles() (in, out *os.File, err error) {
 	}
 	return os.NewFile(uintptr(syscall.Stdin), "stdin"), os.NewFile(uintptr(syscall.Stdout), "stdout"), nil
 }
+
+// Exec makes the process another program; it returns only if it cannot.
+func Exec(path string, args, env []string) error { return syscall.Exec(path, args, env) }
