@@ -87,7 +87,11 @@ func vbe_reg_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 		if dm == nil {
 			return failed(errStale)
 		}
-		r, err = pd.RegDMMR(dm.DM, uint64(m.iova), uint64(m.length), ib.Access(m.access))
+		if m.length == 0 { // a region of no bytes is on no memory
+			r, err = pd.RegMR(nil, ib.Access(m.access)&^ib.AccessZeroBased)
+		} else {
+			r, err = pd.RegDMMR(dm.DM, uint64(m.iova), uint64(m.length), ib.Access(m.access))
+		}
 	} else if m.implicit != 0 {
 		r, err = pd.RegImplicitMR(ib.Access(m.access))
 	} else {
@@ -119,7 +123,7 @@ func vbe_rereg_mr(h C.uint64_t, flags C.uint32_t, newPD C.uint64_t, m *C.struct_
 	if r == nil {
 		return reregInput
 	}
-	var change provider.MRChange
+	change := provider.MRChange{KeepKeys: true}
 	if flags&C.VBE_REREG_TRANSLATION != 0 {
 		change.Range = &provider.MRRange{Addr: uintptr(m.addr), Length: uint64(m.length), IOVA: uint64(m.iova)}
 	}
