@@ -87,11 +87,7 @@ func vbe_reg_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 		if dm == nil {
 			return failed(errStale)
 		}
-		if m.length == 0 { // a region of no bytes is on no memory
-			r, err = pd.RegMR(nil, ib.Access(m.access)&^ib.AccessZeroBased)
-		} else {
-			r, err = pd.RegDMMR(dm.DM, uint64(m.iova), uint64(m.length), ib.Access(m.access))
-		}
+		r, err = pd.RegDMMR(dm.DM, uint64(m.iova), uint64(m.length), ib.Access(m.access))
 	} else if m.implicit != 0 {
 		r, err = pd.RegImplicitMR(ib.Access(m.access))
 	} else {
