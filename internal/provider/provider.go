@@ -72,6 +72,7 @@ type PD interface {
 	// Advise prefetches; with flush it returns when that is done.
 	Advise(advice ib.Advice, flush bool, sgl []ib.SGE) error
 	AllocMW(ib.MWType) (MW, error)
+	CreateMKey(pieces int) (MKey, error)
 	CreateQP(QPConfig) (QP, error)
 	CreateSRQ(SRQConfig) (SRQ, error)
 	CreateAH(ib.AHAttr) (*ib.AH, error)
@@ -131,6 +132,12 @@ type DM interface {
 type MW interface {
 	Type() ib.MWType
 	RKey() uint32
+	Close() error
+}
+
+// MKey is an indirect memory key.
+type MKey interface {
+	Key() uint32 // local and remote
 	Close() error
 }
 
