@@ -112,6 +112,7 @@ type fakePD struct {
 	addr         uintptr
 	length, iova uint64
 	access       ib.Access
+	handle       string
 	qpConfig     provider.QPConfig
 	srqConfig    provider.SRQConfig
 	ahAttr       ib.AHAttr
@@ -134,6 +135,13 @@ func (p *fakePD) RegMRAddr(addr uintptr, length, iova uint64, access ib.Access) 
 	}
 	return &fakeMR{addr: iova, length: length, access: access}, nil
 }
+func (p *fakePD) AllocMR(length uint64, access ib.Access) (provider.MR, error) {
+	p.length, p.access = length, access
+	if p.dev.err != nil {
+		return nil, p.dev.err
+	}
+	return &fakeMR{length: length, access: access}, nil
+}
 func (p *fakePD) RegDMMR(dm provider.DM, off, length uint64, access ib.Access) (provider.MR, error) {
 	p.iova, p.length, p.access = off, length, access
 	if p.dev.err != nil {
@@ -155,6 +163,13 @@ type fakeMKey struct{ closed int }
 func (k *fakeMKey) Key() uint32  { return 0x700 }
 func (k *fakeMKey) Close() error { k.closed++; return nil }
 
+func (p *fakePD) OpenSharedMR(handle string, access ib.Access) (provider.MR, error) {
+	p.handle, p.access = handle, access
+	if p.dev.err != nil {
+		return nil, p.dev.err
+	}
+	return &fakeMR{access: access}, nil
+}
 func (p *fakePD) AllocMW(typ ib.MWType) (provider.MW, error) {
 	if p.dev.err != nil {
 		return nil, p.dev.err
@@ -192,6 +207,8 @@ type fakeMR struct {
 	closed       int
 }
 
+func (m *fakeMR) Bytes() []byte                   { return make([]byte, m.length) }
+func (m *fakeMR) Share() (string, error)          { return "handle", m.err }
 func (m *fakeMR) Rereg(c provider.MRChange) error { m.change = c; return m.err }
 
 type fakeMW struct {

@@ -380,6 +380,9 @@ func TestErrorsPassThrough(t *testing.T) {
 		"MR.Rereg":      mr.Rereg(MRChange{}),
 		"MW.Close":      mw.Close(),
 		"AllocMW":       second(pd.AllocMW(MWType2)),
+		"AllocMR":       second(pd.AllocMR(1, 0)),
+		"OpenSharedMR":  second(pd.OpenSharedMR("", 0)),
+		"MR.Share":      second(mr.Share()),
 		"BindMW":        second(qp.BindMW(mw, 0, 0, MWBind{})),
 		"AllocPD":       second(d.AllocPD()),
 		"CreateChannel": second(d.CreateChannel()),
@@ -479,7 +482,8 @@ func TestNil(t *testing.T) {
 			call{"PD.RegMRAddr", second(pd.RegMRAddr(1, 1, 0))}, call{"PD.RegMRIOVA", second(pd.RegMRIOVA(1, 1, 1, 0))},
 			call{"PD.CreateQP", second(pd.CreateQP(&QPConfig{Type: RC, SendCQ: cq, RecvCQ: cq}))},
 			call{"PD.CreateSRQ", second(pd.CreateSRQ(&SRQConfig{}))}, call{"PD.CreateAH", second(pd.CreateAH(AHAttr{}))},
-			call{"PD.AllocMW", second(pd.AllocMW(MWType1))}, call{"PD.Close", pd.Close()})
+			call{"PD.AllocMW", second(pd.AllocMW(MWType1))}, call{"PD.AllocMR", second(pd.AllocMR(1, 0))},
+			call{"PD.OpenSharedMR", second(pd.OpenSharedMR("", 0))}, call{"PD.Close", pd.Close()})
 	}
 	for _, qp := range []*QP{nil, {}} {
 		calls = append(calls, call{"QP.BindMW", second(qp.BindMW(must(pd.AllocMW(MWType1)), 0, 0, MWBind{}))})
@@ -488,7 +492,7 @@ func TestNil(t *testing.T) {
 		calls = append(calls, call{"MW.Close", mw.Close()}, call{"QP.BindMW", second(qp.BindMW(mw, 0, 0, MWBind{}))})
 	}
 	for _, mr := range []*MR{nil, {}} {
-		calls = append(calls, call{"MR.Close", mr.Close()}, call{"MR.Rereg", mr.Rereg(MRChange{})})
+		calls = append(calls, call{"MR.Close", mr.Close()}, call{"MR.Rereg", mr.Rereg(MRChange{})}, call{"MR.Share", second(mr.Share())})
 	}
 	for _, cq := range []*CQ{nil, {}} {
 		calls = append(calls, call{"CQ.Poll", second(cq.Poll(nil))}, call{"CQ.RequestNotify", cq.RequestNotify(false)},

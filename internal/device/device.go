@@ -66,12 +66,14 @@ type Device struct {
 	events  eventQueue
 	peers   peerTable
 	mcast   mcast
+	shares  shares
 	dm      *mem.DevicePool
 
 	mu      sync.Mutex // guards object counts, reference counts and closed
 	counts  objectCounts
 	member  *host.Member // nil: nobody shares the device; never changes
 	domains xrcDomains
+	twins   twins
 	nextPD  uint32
 	nextCQ  uint32
 	closed  bool
@@ -140,8 +142,8 @@ const (
 // openAt opens a device at addresses. alone wants addresses that nobody has.
 func openAt(name string, addrs []netip.Addr, cfg *provider.Config, alone bool) (*Device, error) {
 	tap := new(lateTap)
-	var dev atomic.Pointer[Device] // set when there is something to tell
-	l, member, err := openLink(addrs, cfg, alone, tap, &dev)
+	dev := new(lateDevice)
+	l, member, err := openLink(addrs, cfg, alone, tap, dev)
 	if err != nil {
 		return nil, opError("open_device", err)
 	}
@@ -168,6 +170,23 @@ func openAt(name string, addrs []netip.Addr, cfg *provider.Config, alone bool) (
 // address may overwrite a file.
 type lateTap struct{ *pcap.Writer }
 
+// lateDevice answers other processes for a device, as soon as it is there.
+type lateDevice struct{ atomic.Pointer[Device] }
+
+func (l *lateDevice) status(brief bool) any {
+	if d := l.Load(); d != nil {
+		return d.status(brief)
+	}
+	return nil
+}
+
+func (l *lateDevice) memory(token string) (fd int, length uint64, err error) {
+	if d := l.Load(); d != nil {
+		return d.shares.get(token)
+	}
+	return new(shares).get(token)
+}
+
 // opError makes an *ib.OpError of any error: with the errno that it wraps, or
 // EIO.
 func opError(op string, err error) error {
@@ -182,7 +201,7 @@ func opError(op string, err error) error {
 	return ib.Errorf(op, errno, "%v", err)
 }
 
-func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *lateTap, dev *atomic.Pointer[Device]) (link.Link, *host.Member, error) {
+func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *lateTap, dev *lateDevice) (link.Link, *host.Member, error) {
 	if cfg.Link == linkLoop {
 		for _, a := range addrs {
 			if _, _, err := sys.Interface(a); err != nil {
@@ -230,7 +249,11 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 		d.qps = mem.NewSlots[QP](d.limits.QPs, reserved, mem.RandomPermKey())
 	}
 	// No number is 0, which programs take for "none".
-	d.srqs = mem.NewSlots[SRQ](d.limits.SRQs, func(i uint32) bool { return i == 0 }, mem.RandomPermKey())
+	if none := func(i uint32) bool { return i == 0 }; member != nil {
+		d.srqs = mem.NewSharedSlots[SRQ](d.limits.SRQs, none, member.Key())
+	} else {
+		d.srqs = mem.NewSlots[SRQ](d.limits.SRQs, none, mem.RandomPermKey())
+	}
 	d.dm = mem.NewDevicePool(uint64(d.maxDM()))
 	d.events.init()
 	return d
@@ -257,6 +280,7 @@ func (d *Device) Close() error {
 	d.slow.close()
 	d.advisor.close()
 	d.stop()
+	d.closeTwins()
 	err := errors.Join(d.closeLink(), d.dm.Close())
 	d.events.close()
 	if d.capture != nil {
@@ -310,7 +334,7 @@ func (d *Device) Attr() ib.DeviceAttr {
 	if _, none := d.link.(*noLink); !none && d.cfg.Link != linkLocal {
 		links = append(links, linkUDP)
 	}
-	guid := d.guid()
+	guid := GUID(d.addrs[0])
 	return ib.DeviceAttr{
 		Name: d.name, FWVersion: Version, NodeGUID: guid, SysImageGUID: guid,
 		VendorID: 0, VendorPartID: 0, HWVersion: 1, PhysPortCnt: 1,
@@ -339,11 +363,11 @@ func stalePinnedRange() string {
 // Version is what devinfo shows as firmware version.
 const Version = "0.1.0"
 
-// guid makes a stable node GUID of the first address: locally administered,
+// GUID makes a stable node GUID of a device's first address: locally administered,
 // unicast (EUI-64).
-func (d *Device) guid() uint64 {
+func GUID(first netip.Addr) uint64 {
 	h := fnv.New64a()
-	b := d.addrs[0].As16()
+	b := first.As16()
 	_, _ = h.Write(b[:])
 	return h.Sum64()&^(3<<56) | 2<<56
 }

@@ -230,6 +230,9 @@ func (m *MR) Rereg(c provider.MRChange) error {
 	m.pd.unref()
 	m.pd, m.memory = pd, to
 	m.look()
+	if backing != old.backing {
+		m.dev.shares.forget(m) // other memory is not what was shared
+	}
 	return err
 }
 
@@ -237,6 +240,9 @@ func (m *MR) Rereg(c provider.MRChange) error {
 // that will do.
 func (m *MR) backingFor(op string, old *mrView, c *provider.MRChange, to memory, access ib.Access) (mem.Backing, error) {
 	if c.Buf != nil || c.Range != nil || (old.access^access)&ib.AccessOnDemand != 0 {
+		if _, ours := old.backing.(*mem.Alloc); ours && c.Buf == nil && c.Range == nil {
+			return nil, errAllocOnDemand(op)
+		}
 		return m.dev.makeBacking(op, to, access)
 	}
 	if a, ok := old.backing.(interface{ Adapt(ib.Access) error }); ok {
@@ -274,6 +280,7 @@ func (m *MR) Close() error {
 	}
 	err := m.region.Close()
 	if m.closed = m.region.Closed(); m.closed {
+		m.dev.shares.forget(m)
 		m.memory = memory{} // somebody may keep a closed region, but not its memory
 		m.pd.unuse(&m.dev.counts.mrs)
 	}

@@ -94,18 +94,18 @@ func (d *Device) flushDeferred() {
 	d.rx.Unlock()
 }
 
-// receive reads the link, if nobody else does, and reports whether anything
-// came.
-func (d *Device) receive() bool {
+// receive reads the link, and reports whether anything came. It is busy if somebody
+// else does so.
+func (d *Device) receive() (got, busy bool) {
 	if !d.rx.TryLock() {
-		return false
+		return false, true
 	}
 	d.rx.now = d.now()
 	n := d.link.Poll(&d.rx.receiver, rxBudget)
 	d.deferred.Store(false)
 	d.rx.flush()
 	d.rx.Unlock()
-	return n > 0
+	return n > 0, false
 }
 
 // later leaves the rest of a queue pair's work to whoever makes progress next.
@@ -149,15 +149,18 @@ func (d *Device) background() {
 		next := d.fireTimers()
 		if vain < tolerance {
 			d.runReady(1)
-			got := d.receive()
+			got, busy := d.receive()
 			n := d.polls.Load()
-			if n != seen && (!got || d.polling()) {
+			switch {
+			case busy: // at this very moment: the link is theirs, and to spin until they are done would take a core from them
+				vain = tolerance
+			case n != seen && (!got || d.polling()):
 				vain++ // somebody else is here, and would have got it
-			} else if got {
+			case got:
 				vain = 0
 			}
 			seen = n
-			if !got {
+			if !got && !busy {
 				d.block()
 			}
 			continue
@@ -166,12 +169,18 @@ func (d *Device) background() {
 			d.flushDeferred()
 		}
 		time.Sleep(min(watchInterval, next))
-		if n := d.polls.Load(); n == seen || !d.polling() && d.receive() {
+		n := d.polls.Load()
+		if n == seen || !d.polling() && d.unread() {
 			vain = 0
-		} else {
-			seen = n
 		}
+		seen = n
 	}
+}
+
+// unread reads what lies there, and reports whether there was something.
+func (d *Device) unread() bool {
+	got, _ := d.receive()
+	return got
 }
 
 // tolerance is how often in a row the background goroutine wakes up in vain

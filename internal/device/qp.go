@@ -37,6 +37,9 @@ type QP struct {
 	peer    atomic.Pointer[peer]
 	waiting atomic.Bool // waits for its peer's credits
 
+	target *target // an XRC target whose domain other processes may have open; or nil
+	twin   *twin   // the twin of such a target of another process; or nil
+
 	working [qp.NumLanes]atomic.Bool // a worker is at its slow work, or about to be
 
 	mu     sync.Mutex // guards core; held only for steps that never wait
@@ -110,7 +113,7 @@ func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 
 // addQP gives a queue pair its number and its core.
 func (d *Device) addQP(q *QP, c qp.Config) error {
-	if err := d.moreNumbers(); err != nil {
+	if err := d.moreNumbers("create_qp", d.qps); err != nil {
 		return err
 	}
 	c.Table, c.Event, c.Stopped = d.table, q.event, d.giveUpFetches
@@ -282,6 +285,7 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 	}
 	if mask&ib.QPMaskState != 0 && (a.State == ib.QPReset || a.State == ib.QPErr) {
 		d.finishAnswers(q)
+		q.endTurns()
 	}
 	q.mu.Lock()
 	if q.closed {
@@ -315,6 +319,7 @@ func (q *QP) Close() error {
 	q.closeOnce.Do(func() {
 		d := q.dev
 		d.qps.Remove(q.number)
+		q.endTurns()
 		d.finishAnswers(q)
 		q.mu.Lock()
 		q.closed = true

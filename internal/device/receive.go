@@ -64,6 +64,11 @@ func (r *receiver) flush() {
 // be sent now: an answer, requests that had to wait, or what others had to wait
 // with.
 func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due bool) {
+	if q.target != nil {
+		if passed, f, due := q.passOn(t, now); passed {
+			return f, due
+		}
+	}
 	q.mu.Lock()
 	f = q.core.Receive(t, now)
 	q.dev.rearmLocked(q)
@@ -100,5 +105,8 @@ func (d *Device) answer(q *QP, now qp.Time) {
 	d.transmit(q, now)
 	if p := q.peer.Load(); p != nil {
 		d.runWaiting(p, now)
+	}
+	if q.twin != nil {
+		q.offerTurn()
 	}
 }

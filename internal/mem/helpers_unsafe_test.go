@@ -29,3 +29,8 @@ func mincore(b, vec []byte) error {
 	}
 	return nil
 }
+
+// memoryAt returns memory that a test has mapped, while it is.
+func memoryAt(addr uintptr, n uint64) []byte {
+	return unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&addr))), n)
+}

@@ -34,7 +34,8 @@ import (
 type OnDemand struct {
 	addr   uintptr
 	length uint64
-	owner  []byte // keeps memory of the Go heap alive; nil if it is not that
+	inHeap bool   // it is the Go heap's
+	owner  []byte // keeps memory of the Go heap alive, until Close
 	kind   Kind
 	inFile bool
 	pages  pageTable
@@ -44,10 +45,10 @@ type OnDemand struct {
 
 // pagedIn is what only a region needs that has been accessed.
 type pagedIn struct {
-	begin   sync.Once
-	place   *membership
-	changes atomic.Uint64 // how often mappings have changed
-	counts  pagingCounts
+	begin  sync.Once
+	place  *membership
+	failed [4]atomic.Uint64 // pages that could not be fetched, plus one, each where its number says
+	counts pagingCounts
 
 	mu     sync.Mutex // guards closed; held while the region is swept, and for each step of a prefetch
 	closed bool
@@ -60,7 +61,7 @@ const addressSpace = 1 << 47
 func NewOnDemandBytes(b []byte, access ib.Access, p *Paging) (*OnDemand, error) {
 	m, err := newOnDemand(addrOf(b), uint64(len(b)), access, p)
 	if err == nil && goheap.Contains(m.addr) {
-		m.owner = b
+		m.inHeap, m.owner = true, b
 	}
 	return m, err
 }
@@ -144,7 +145,7 @@ func (m *OnDemand) Addr() uintptr { return m.addr }
 func (m *OnDemand) Len() uint64 { return m.length }
 
 // Solid reports whether accesses can never fault: see Host.Solid.
-func (m *OnDemand) Solid() bool { return m.owner != nil }
+func (m *OnDemand) Solid() bool { return m.inHeap }
 
 // pageOf returns the page that the byte at off lies in.
 func (m *OnDemand) pageOf(off uint64) uint64 {
@@ -201,18 +202,16 @@ func (m *OnDemand) fetch(off, n uint64, acc ib.Access, wait bool) FaultKind {
 	start, end := sys.PageAlign(m.addr+uintptr(off), uintptr(n))
 	at, pages, kind := start, uint64(0), FaultNone
 	for tries := 0; at < end; {
-		before := u.changes.Load()
+		before := theSpace.changes.Load()
 		var upto uintptr
 		if upto, kind = m.bringIn(at, end, acc&writing != 0, wait); kind != FaultNone {
 			break
 		}
 		pages += m.pages.set(m.pageAt(at), uint64(upto-at)>>pageShift, acc&writing != 0)
-		theSpace.settle()
-		if u.changes.Load() == before {
+		if !m.disturbed(u, before, at, upto) {
 			at = upto
 			continue
 		}
-		m.count(u, func(c *pagingCounts) { c.contentions.Add(1) })
 		if tries++; tries == maxGone {
 			kind = FaultPending
 			break
@@ -222,23 +221,49 @@ func (m *OnDemand) fetch(off, n uint64, acc ib.Access, wait bool) FaultKind {
 	if at > start {
 		return FaultNone
 	}
+	if wait && kind == FaultUnmapped {
+		page := m.pageAt(at)
+		u.failed[page%uint64(len(u.failed))].Store(page + 1)
+	}
 	return kind
+}
+
+// hasFailed reports whether somebody has waited for a page, in vain. Whether a
+// page is slow is a guess, and behind the end of a file a wrong one: who tries again
+// after that wait must not be told to wait once more, but what is wrong. It is true
+// once.
+func (m *OnDemand) hasFailed(at uintptr) bool {
+	page, u := m.pageAt(at), m.used.Load()
+	return u.failed[page%uint64(len(u.failed))].CompareAndSwap(page+1, 0)
+}
+
+// disturbed reports whether mappings of a range have changed since the space had
+// seen before changes. Then pages of it that were noted since may be gone, and are
+// taken away again.
+func (m *OnDemand) disturbed(u *pagedIn, before uint64, start, end uintptr) bool {
+	theSpace.settle()
+	if !theSpace.changedSince(before, start, end) {
+		return false
+	}
+	m.takeAway(start, end)
+	m.count(u, func(c *pagingCounts) { c.contentions.Add(1) })
+	return true
 }
 
 // bringIn makes pages of one mapping present, as many as it can from at on.
 func (m *OnDemand) bringIn(at, end uintptr, write, wait bool) (upto uintptr, kind FaultKind) {
-	if m.owner == nil {
+	if !m.inHeap {
 		where, err := sys.QueryMapping(at)
 		switch {
 		case err == nil && where.Allows(write):
 			end = min(end, where.End)
-			theSpace.cover(at, end, &where)
+			theSpace.cover(m.used.Load().place, at, end, &where)
 		case err == nil, errors.Is(err, syscall.ENOENT):
 			return at, FaultUnmapped
 		}
 	}
 	if !wait {
-		if slow, err := sys.Slow(at, end, write); slow && err == nil {
+		if slow, err := sys.Slow(at, end, write); slow && err == nil && !m.hasFailed(at) {
 			return at, FaultPending
 		}
 	}
@@ -318,17 +343,14 @@ func (m *OnDemand) use() *pagedIn {
 		start, end := sys.PageAlign(m.addr, uintptr(m.length))
 		u.place = theSpace.join(start, end, m, true)
 	})
-	if u.place == nil {
+	if u.place == nil || u.place.left.Load() {
 		return nil
 	}
 	return u
 }
 
 // changed is told that mappings have changed.
-func (m *OnDemand) changed(start, end uintptr) {
-	m.used.Load().changes.Add(1)
-	m.takeAway(start, end)
-}
+func (m *OnDemand) changed(start, end uintptr) { m.takeAway(start, end) }
 
 // missed is told that any mapping may have changed.
 func (m *OnDemand) missed() { m.changed(sys.PageAlign(m.addr, uintptr(m.length))) }
@@ -354,7 +376,9 @@ func (m *OnDemand) tookAway(pages uint64) {
 // of their mapping are others now.
 func (m *OnDemand) sweep() {
 	u := m.used.Load()
-	u.mu.Lock()
+	if !u.mu.TryLock() {
+		return // a prefetch, which may have to wait for storage: the others' turn
+	}
 	defer u.mu.Unlock()
 	if u.closed {
 		return
@@ -367,7 +391,7 @@ func (m *OnDemand) sweep() {
 			m.takeAway(from, to)
 			return true
 		})
-		if err == nil && m.owner == nil {
+		if err == nil && !m.inHeap {
 			err = sys.Mappings(start, end, func(where *sys.Mapping) bool {
 				m.sweepRights(where, max(start, where.Start), min(end, where.End))
 				return true

@@ -22,7 +22,9 @@ const (
 	wordPages   = 64
 )
 
-// leaf holds two bits for each page. A page that may be written can be read.
+// leaf holds two bits for each page. A page that may be written can be read: the
+// bit that lets it be written is set first and cleared last, so that those who set
+// and clear at once leave at most a page that may only be read.
 type leaf struct {
 	read, write [leafPages / wordPages]atomic.Uint64
 }
@@ -119,10 +121,11 @@ func (t *pageTable) set(page, n uint64, write bool) (news uint64) {
 	for w := range words(page, n) {
 		l := t.makeLeaf(w.page)
 		i := w.page % leafPages / wordPages
-		was := l.read[i].Or(w.mask)
+		was := ^uint64(0)
 		if write {
 			was = l.write[i].Or(w.mask)
 		}
+		was &= l.read[i].Or(w.mask)
 		news += uint64(bits.OnesCount64(w.mask &^ was))
 	}
 	return news
@@ -131,8 +134,9 @@ func (t *pageTable) set(page, n uint64, write bool) (news uint64) {
 // clear marks n pages absent and returns how many of them were present.
 func (t *pageTable) clear(page, n uint64) (were uint64) {
 	return t.change(page, n, func(l *leaf, i uint64, mask uint64) uint64 {
+		were := l.read[i].And(^mask)
 		l.write[i].And(^mask)
-		return l.read[i].And(^mask)
+		return were
 	})
 }
 

@@ -139,17 +139,15 @@ func (m *OnDemand) prefetchSome(u *pagedIn, at, end uintptr, write, noFault bool
 		if u.closed {
 			return at, FaultDead
 		}
-		before := u.changes.Load()
+		before := theSpace.changes.Load()
 		if noFault {
 			upto = m.takeIn(u, at, end)
 		} else if upto, kind = m.bringIn(at, end, write, true); kind == FaultNone {
 			m.prefetched(u, at, upto, write)
 		}
-		theSpace.settle()
-		if kind != FaultNone || u.changes.Load() == before {
+		if kind != FaultNone || !m.disturbed(u, before, at, upto) {
 			return upto, kind
 		}
-		m.count(u, func(c *pagingCounts) { c.contentions.Add(1) })
 	}
 	return upto, FaultNone // best effort
 }
@@ -167,7 +165,7 @@ func (m *OnDemand) takeIn(u *pagedIn, at, end uintptr) (upto uintptr) {
 		if !where.Allows(false) {
 			continue
 		}
-		theSpace.cover(from, to, &where)
+		theSpace.cover(u.place, from, to, &where)
 		_ = sys.Present(from, to, func(from, to uintptr) bool {
 			m.prefetched(u, from, to, false)
 			return true

@@ -16,10 +16,8 @@ import (
 // pinnedWatch is what a Host knows about the fate of its pages.
 type pinnedWatch struct {
 	place *membership                 // nil: nothing can happen to them, or nobody tells
-	lost  atomic.Pointer[[]lostRange] // the parts that are stale; nil: none
+	lost  atomic.Pointer[[]addrRange] // the parts that are stale; nil: none
 }
-
-type lostRange struct{ start, end uintptr }
 
 // watch begins to listen. The pages of registration time are those that are
 // there after it.
@@ -27,7 +25,7 @@ func (h *Host) watch() {
 	start, end := sys.PageAlign(h.addr, uintptr(h.length))
 	h.fate.place = theSpace.join(start, end, h, false)
 	_ = sys.Mappings(start, end, func(m *sys.Mapping) bool {
-		theSpace.cover(max(start, m.Start), min(end, m.End), m)
+		theSpace.cover(h.fate.place, max(start, m.Start), min(end, m.End), m)
 		return true
 	})
 }
@@ -57,14 +55,14 @@ func (h *Host) staleAt(off, n uint64) bool {
 
 // changed makes a part stale. The space's lock makes it one at a time.
 func (h *Host) changed(start, end uintptr) {
-	lost := []lostRange{{start, end}}
+	lost := []addrRange{{start, end}}
 	if old := h.fate.lost.Load(); old != nil {
 		for _, r := range *old {
 			if r.end < lost[0].start || lost[0].end < r.start {
 				lost = append(lost, r)
 				continue
 			}
-			lost[0] = lostRange{min(r.start, lost[0].start), max(r.end, lost[0].end)}
+			lost[0] = addrRange{min(r.start, lost[0].start), max(r.end, lost[0].end)}
 		}
 	}
 	h.fate.lost.Store(&lost)

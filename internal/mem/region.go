@@ -144,6 +144,13 @@ func isSolid(b Backing) bool {
 // Key returns the region's local and remote key.
 func (r *Region) Key() uint32 { return r.key.Load() }
 
+// Number tells the region from others of its table, without telling its key; when
+// it is closed, another one may get it.
+func (r *Region) Number() uint32 {
+	number, _ := r.table.slots.number(r.key.Load() >> tagBits)
+	return number
+}
+
 // setIndex gives a new region its first key.
 func (r *Region) setIndex(index uint32) {
 	random := r.table.random()

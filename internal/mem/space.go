@@ -48,7 +48,11 @@ type space struct {
 	buf     [64]sys.MapChange
 	stop    chan struct{} // ends the sweeper; nil while there is none
 
+	changes atomic.Uint64            // how many there were; written under mu
+	recent  [recentChanges]addrRange // where the last of them were
+
 	covering sync.Mutex // guards the order of cover and uncover
+	sweeping sync.Mutex // held for a sweep: one at a time
 }
 
 var theSpace space
@@ -66,12 +70,13 @@ func (s *space) settle() {
 
 func (s *space) settleLocked() {
 	n := s.notifier.Load()
-	for n != nil {
-		k, lost, _ := n.Take(s.buf[:])
+	for rounds := 0; n != nil; rounds++ {
+		k, lost, more := n.Take(s.buf[:])
 		if lost {
 			s.missedLocked(n)
 		}
 		for _, c := range s.buf[:k] {
+			s.noteLocked(c.Start, c.End)
 			s.members.overlapping(c.Start, c.End, func(m *membership) bool {
 				m.who.changed(max(c.Start, m.start), min(c.End, m.end))
 				return true
@@ -80,8 +85,14 @@ func (s *space) settleLocked() {
 		if k == 0 {
 			return // only now others see that there is nothing new: all is passed on
 		}
+		if !more && rounds >= settleRounds {
+			return // all that had been told when this began is, and others do the rest
+		}
 	}
 }
+
+// settleRounds bounds how long one settles while others go on changing mappings.
+const settleRounds = 16
 
 // missedLocked passes on that something was not told. A notifier that has ended
 // is given up.
@@ -89,10 +100,43 @@ func (s *space) missedLocked(n *sys.Notifier) {
 	if n.Err() != nil {
 		s.notifier.Store(nil)
 	}
+	s.noteLocked(0, ^uintptr(0))
 	s.members.overlapping(0, ^uintptr(0), func(m *membership) bool {
 		m.who.missed()
 		return true
 	})
+}
+
+// recentChanges is how many changes are remembered.
+const recentChanges = 256
+
+type addrRange struct{ start, end uintptr }
+
+// noteLocked remembers a change, before anybody is told of it: who has noted pages
+// meanwhile sees it.
+func (s *space) noteLocked(start, end uintptr) {
+	s.recent[s.changes.Load()%recentChanges] = addrRange{start, end}
+	s.changes.Add(1)
+}
+
+// changedSince reports whether one of the changes after the first before ones was
+// in a range; also if they are too many to know.
+func (s *space) changedSince(before uint64, start, end uintptr) bool {
+	if s.changes.Load() == before {
+		return false
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	now := s.changes.Load()
+	if now-before > recentChanges {
+		return true
+	}
+	for ; before != now; before++ {
+		if r := s.recent[before%recentChanges]; r.start < end && start < r.end {
+			return true
+		}
+	}
+	return false
 }
 
 // membership is a member's range.
@@ -101,6 +145,7 @@ type membership struct {
 	id         uint64
 	who        member
 	swept      bool
+	left       atomic.Bool
 }
 
 // join makes a member. From now on it is told of changes in what is covered,
@@ -135,6 +180,7 @@ func (s *space) leave(m *membership) {
 		s.stop = nil
 	}
 	s.mu.Unlock()
+	m.left.Store(true)
 	s.uncover(m.start, m.end)
 }
 
@@ -162,9 +208,10 @@ func units(start, end uintptr) (uintptr, uintptr) {
 	return start, end
 }
 
-// cover asks for the changes of a range inside a mapping. Where the kernel
-// refuses, the sweep must do.
-func (s *space) cover(start, end uintptr, m *sys.Mapping) {
+// cover asks for the changes of a range inside a mapping, on behalf of a member.
+// Where the kernel refuses, the sweep must do. For one who has left, nothing is
+// covered: nobody would ever end it.
+func (s *space) cover(who *membership, start, end uintptr, m *sys.Mapping) {
 	n := s.notifier.Load()
 	if n == nil {
 		return
@@ -173,7 +220,9 @@ func (s *space) cover(start, end uintptr, m *sys.Mapping) {
 	start, end = m.Clip(start, end)
 	s.covering.Lock()
 	defer s.covering.Unlock()
-	_ = n.Watch(start, end)
+	if !who.left.Load() {
+		_ = n.Watch(start, end)
+	}
 }
 
 // uncover ends the covering of a range, but for what others are members with.
@@ -185,30 +234,35 @@ func (s *space) uncover(start, end uintptr) {
 	start, end = units(start, end)
 	s.covering.Lock()
 	defer s.covering.Unlock()
-	step := end - start
-	if s.inUse(start, end) {
-		step = coverUnit
-	}
 	_ = sys.Mappings(start, end, func(m *sys.Mapping) bool {
-		for at := max(start, m.Start); at < min(end, m.End); {
-			upto := min(end, m.End)
-			if step == coverUnit {
-				upto = min(upto, at&^(coverUnit-1)+coverUnit)
-			}
-			if step != coverUnit || !s.inUse(at, upto) {
-				_ = n.Unwatch(m.Clip(at, upto))
-			}
-			at = upto
-		}
+		s.unused(max(start, m.Start), min(end, m.End), func(from, to uintptr) { _ = n.Unwatch(m.Clip(from, to)) })
 		return true
 	})
 }
 
-// inUse reports whether somebody is a member with a part of the range.
-func (s *space) inUse(start, end uintptr) (found bool) {
+// unused visits the parts of a range, in whole units, that nobody is a member
+// with. What somebody is a member with is left out at once, however large: one of
+// the members may have the whole address space.
+func (s *space) unused(start, end uintptr, visit func(start, end uintptr)) {
+	for start < end {
+		m := s.memberIn(start, end)
+		if m == nil {
+			visit(start, end)
+			return
+		}
+		from, to := units(m.start, m.end)
+		// Of the members of about a size the first is found first, so this goes no
+		// deeper than there are sizes.
+		s.unused(start, min(from, end), visit)
+		start = max(start, to)
+	}
+}
+
+// memberIn returns somebody who is a member with a part of the range, or nil.
+func (s *space) memberIn(start, end uintptr) (found *membership) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.members.overlapping(start, end, func(*membership) bool { found = true; return false })
+	s.members.overlapping(start, end, func(m *membership) bool { found = m; return false })
 	return found
 }
 
@@ -223,11 +277,7 @@ const (
 
 // sweeper sweeps until it is stopped.
 func (s *space) sweeper(stop chan struct{}) {
-	least := sweepRest
-	if s.notifier.Load() == nil {
-		least = sweepRestAlone
-	}
-	timer := time.NewTimer(least)
+	timer := time.NewTimer(s.sweepRest())
 	defer timer.Stop()
 	for {
 		select {
@@ -237,12 +287,26 @@ func (s *space) sweeper(stop chan struct{}) {
 		}
 		began := time.Now()
 		s.sweep(stop)
-		timer.Reset(min(max(least, time.Since(began)*sweepShare), sweepRestMost))
+		timer.Reset(min(max(s.sweepRest(), time.Since(began)*sweepShare), sweepRestMost))
 	}
+}
+
+// sweepRest is the shortest rest: the notifier may end before the process does.
+func (s *space) sweepRest() time.Duration {
+	if s.notifier.Load() == nil {
+		return sweepRestAlone
+	}
+	return sweepRest
 }
 
 // sweep has all members look for pages that are gone.
 func (s *space) sweep(stop chan struct{}) {
+	s.sweeping.Lock()
+	defer s.sweeping.Unlock()
+	s.sweepLocked(stop)
+}
+
+func (s *space) sweepLocked(stop chan struct{}) {
 	s.settle()
 	var batch [64]*membership
 	var after *membership

@@ -71,6 +71,8 @@ type PD interface {
 	RegDMMR(dm DM, off, length uint64, access ib.Access) (MR, error)
 	// Advise prefetches; with flush it returns when that is done.
 	Advise(advice ib.Advice, flush bool, sgl []ib.SGE) error
+	AllocMR(length uint64, access ib.Access) (MR, error)
+	OpenSharedMR(handle string, access ib.Access) (MR, error)
 	AllocMW(ib.MWType) (MW, error)
 	CreateMKey(pieces int) (MKey, error)
 	CreateQP(QPConfig) (QP, error)
@@ -89,6 +91,8 @@ type MR interface {
 	Access() ib.Access
 	Locked() (bool, string) // whether its pages are locked, and if not, why
 	Rereg(MRChange) error   // fails with an *ib.ReregError
+	Bytes() []byte          // the memory, if the library has allocated it
+	Share() (handle string, err error)
 	Close() error
 }
 

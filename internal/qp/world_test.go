@@ -49,6 +49,7 @@ type world struct {
 	log      func(format string, args ...any)
 	seen     func(e *end, t *train.Train) // what is put on a wire
 	tap      func(e *end, op any)         // if set: what is delivered
+	failed   func(e *end, t *train.Train) // if set: what could not be read when it arrived
 }
 
 // end is one side: a queue pair with all that it needs.
@@ -434,6 +435,9 @@ func (e *end) receive(t *train.Train) {
 	if f := e.q.Receive(t, e.w.now); !f.OK() {
 		e.w.log("%s link: cannot read the payload of psn=%06x: %v", e.peer.name, t.PSN, f.Kind)
 		e.peer.q.SendFailed(t, f, e.w.now)
+		if e.w.failed != nil {
+			e.w.failed(e, t)
+		}
 	} else if e.w.byRef {
 		e.peer.q.Sent(t, e.w.now)
 	}
