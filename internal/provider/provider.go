@@ -74,6 +74,7 @@ type PD interface {
 	AllocMR(length uint64, access ib.Access) (MR, error)
 	OpenSharedMR(handle string, access ib.Access) (MR, error)
 	AllocMW(ib.MWType) (MW, error)
+	CreateMKey(pieces int) (MKey, error)
 	CreateQP(QPConfig) (QP, error)
 	CreateSRQ(SRQConfig) (SRQ, error)
 	CreateAH(ib.AHAttr) (*ib.AH, error)
@@ -137,6 +138,12 @@ type DM interface {
 type MW interface {
 	Type() ib.MWType
 	RKey() uint32
+	Close() error
+}
+
+// MKey is an indirect memory key.
+type MKey interface {
+	Key() uint32 // local and remote
 	Close() error
 }
 

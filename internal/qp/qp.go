@@ -97,6 +97,8 @@ type QP struct {
 
 	slow slowWork
 
+	layout mem.Layout // scratch, to configure an indirect key without allocating
+
 	// Counters count what the queue pair did.
 	Counters Counters
 

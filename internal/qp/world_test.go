@@ -66,6 +66,7 @@ type end struct {
 	recv    *queue.Recv
 	regions map[string]*region
 	windows map[string]*mem.Window
+	mkeys   map[string]*mem.MKey
 	srqs    map[uint32]*SharedQueue
 	wire    []*train.Train // on the way to this end
 	credits *Credits
@@ -145,7 +146,7 @@ func orDefault[T comparable](v, def T) T {
 
 // newEnd makes an end with its queue pair in RESET.
 func (w *world) newEnd(name string, s setup) *end {
-	e := &end{w: w, name: name, lazy: w.lazy, regions: map[string]*region{}, windows: map[string]*mem.Window{}, srqs: map[uint32]*SharedQueue{}, state: ib.QPReset}
+	e := &end{w: w, name: name, lazy: w.lazy, regions: map[string]*region{}, windows: map[string]*mem.Window{}, mkeys: map[string]*mem.MKey{}, srqs: map[uint32]*SharedQueue{}, state: ib.QPReset}
 	host, seed := byte(1), uint64(101)
 	if name == "b" {
 		host, seed = 2, 202
