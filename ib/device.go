@@ -85,6 +85,7 @@ type DeviceAttr struct {
 	// MaxTotalMcastQPAttach is how many members all groups have, of all processes.
 	MaxTotalMcastQPAttach int
 	LocalCAAckDelay       int
+	MaxDMSize             uint64   // bytes of device memory that all processes together may have
 	MemoryLock            LockMode // what the device does about locking pinned memory
 	Links                 []string // the links it runs on, as "loop", "udp"
 	Offloads              []string // what the links found at open, as "gso", "gro"

@@ -8,10 +8,13 @@ package interop
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
+	"strconv"
 	"time"
 
 	"github.com/verbena-rdma/verbena/verbs"
@@ -35,8 +38,13 @@ func play(role string) int {
 		return 1
 	}
 	run := p.run
-	if role == "holder" {
+	switch {
+	case role == "holder":
 		run = p.hold
+	case role == "sniffer":
+		run = p.sniff
+	case p.script.File != "":
+		run = p.serveQueue
 	}
 	if err := run(); err != nil {
 		p.fail("%v", err)
@@ -55,6 +63,12 @@ func (p *player) run() (err error) {
 	cfg := &verbs.Config{Link: verbs.LinkUDP}
 	if p.script.Any {
 		cfg.Link = verbs.LinkAny
+	}
+	for _, a := range p.script.Addrs {
+		cfg.Addrs = append(cfg.Addrs, netip.MustParseAddr(a))
+	}
+	if len(cfg.Addrs) > 0 {
+		p.script.Mine = ""
 	}
 	if p.dev, err = verbs.Open(p.script.Mine, cfg); err != nil {
 		return err
@@ -85,9 +99,22 @@ func (p *player) hold() error {
 		return err
 	}
 	p.write(envelope{To: "test", Body: json.RawMessage(`"holding"`)})
+	told := make(chan struct{})
+	go func() {
+		defer close(told)
+		for {
+			ev, err := dev.NextEvent(context.Background())
+			if err != nil {
+				return // closed
+			}
+			p.write(envelope{To: "test", Body: json.RawMessage(strconv.Quote(ev.Type.String()))})
+		}
+	}()
 	for p.in.Scan() {
 	}
-	return dev.Close()
+	err = dev.Close()
+	<-told
+	return err
 }
 
 func (p *player) write(e envelope) {
@@ -163,26 +190,50 @@ func newCast(p *player) (*cast, error) {
 	}
 	mine := hello{RC: c.rc.Endpoint(), UC: c.uc.Endpoint(), UD: c.ud.Endpoint(), Addr: c.mr.Addr(), RKey: c.mr.RKey(),
 		Spare: c.spare.RKey(), MTU: p.result.MTU}
+	for _, e := range []*verbs.Endpoint{&mine.RC, &mine.UC, &mine.UD} {
+		e.GID = p.dev.GIDs()[p.script.SGID]
+	}
 	p.tell(mine)
 	if err := p.hear(&c.peer); err != nil {
 		return c, err
 	}
-	if c.peer.MTU != mine.MTU {
+	if c.peer.MTU != mine.MTU && !p.script.MixedMTU {
 		return c, fmt.Errorf("the ports' MTUs are %d and %d", mine.MTU, c.peer.MTU)
 	}
+	p.result.MTU = min(mine.MTU, c.peer.MTU)
 	// A busy machine may keep a process waiting for long: 4 s until it counts as
 	// gone, or 0.3 s where it will go.
 	retries := &verbs.ConnectConfig{Timeout: 17, RetryCnt: 7}
+	if p.script.Any {
+		retries.Timeout = 20 // nothing is lost there: whoever is late is late
+	}
 	if p.script.Scenario == "doomed" {
 		retries = &verbs.ConnectConfig{Timeout: 14, RetryCnt: 3}
 	}
 	var err error
-	c.ah, err = c.pd.CreateAH(verbs.AHAttr{DGID: c.peer.UD.GID})
+	retries.SGIDIndex, retries.MTU = p.script.SGID, mtuOf(p.result.MTU)
+	av := verbs.AHAttr{DGID: c.peer.UD.GID, SGIDIndex: p.script.SGID}
+	if p.script.Classes {
+		class := classes[p.role]
+		retries.TrafficClass, retries.HopLimit = class.rc, class.rcHops
+		av.TrafficClass, av.HopLimit = class.ud, class.udHops
+	}
+	c.ah, err = c.pd.CreateAH(av)
 	if err != nil {
 		return c, err
 	}
 	c.opened = append(c.opened, c.ah)
-	return c, errors.Join(c.rc.Connect(c.peer.RC, retries), c.uc.Connect(c.peer.UC, nil), c.ud.Connect(c.peer.UD, nil), p.barrier("connected"))
+	return c, errors.Join(c.rc.Connect(c.peer.RC, retries), c.uc.Connect(c.peer.UC, &verbs.ConnectConfig{MTU: retries.MTU, SGIDIndex: retries.SGIDIndex, TrafficClass: retries.TrafficClass, HopLimit: retries.HopLimit}), c.ud.Connect(c.peer.UD, nil), p.barrier("connected"))
+}
+
+// mtuOf is the path MTU of so many bytes.
+func mtuOf(n int) verbs.MTU {
+	for m := verbs.MTU256; m <= verbs.MTU4096; m++ {
+		if m.Bytes() == n {
+			return m
+		}
+	}
+	panic(fmt.Sprintf("no MTU has %d bytes", n))
 }
 
 // build makes the objects. Those that were made are closed in the end, last

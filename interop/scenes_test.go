@@ -276,6 +276,9 @@ func (c *cast) unreliableTarget() error {
 			if err := matches(c.buf[at:][:m.size], uint64(i)); err != nil {
 				c.fail("letter %d, %+v: %v", i, m, err)
 			}
+			if m.datagram && c.script.Classes {
+				c.checkHeader(c.buf[targetAt:][:verbs.GRHLength])
+			}
 			posted[qp] = false
 			c.tell(true)
 			break

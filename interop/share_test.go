@@ -2,8 +2,13 @@ package interop
 
 import (
 	"bufio"
+	"fmt"
+	"net"
+	"syscall"
 	"testing"
 	"time"
+
+	"github.com/verbena-rdma/verbena/verbs"
 )
 
 // Processes that share an address, and processes of different addresses that do
@@ -82,5 +87,139 @@ func TestTakeOver(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// holding starts a process that holds an address.
+func holding(t *testing.T, at place) (*actor, *bufio.Scanner) {
+	t.Helper()
+	h := start(t.Context(), t, "holder", script{}, at)
+	t.Cleanup(func() { _ = h.stdin.Close(); _ = h.cmd.Wait() })
+	lines := newLines(h.stdout)
+	if !lines.Scan() {
+		t.Fatalf("the holder does not start: %s", h.stderr)
+	}
+	return h, lines
+}
+
+func signal(t testing.TB, a *actor, s syscall.Signal) {
+	t.Helper()
+	if err := a.cmd.Process.Signal(s); err != nil {
+		t.Error(err)
+	}
+}
+
+// A process is stopped while the owner is killed and another one takes over; it goes
+// on afterwards, finds the new owner, and nothing is lost or doubled.
+func TestTakeOverStopped(t *testing.T) {
+	at := loopbacks()
+	first, _ := holding(t, at[1])
+	_, _ = holding(t, at[1]) // who will take over
+	gone := false
+	r := perform(t, script{Scenario: "stream", Seconds: 2}, at[0], at[1], func(target *actor, body string) {
+		if body != `"running"` || gone {
+			return
+		}
+		gone = true
+		time.Sleep(100 * time.Millisecond)
+		signal(t, target, syscall.SIGSTOP)
+		first.kill(t)
+		time.Sleep(300 * time.Millisecond)
+		signal(t, target, syscall.SIGCONT)
+	})
+	if !gone {
+		t.Error("nobody was stopped")
+	}
+	for _, r := range r {
+		wantSound(t, r)
+		if r.Bytes == 0 {
+			t.Error("nothing was moved")
+		}
+	}
+}
+
+// A foreign socket takes the port in the very moment in which nobody has it: who
+// cannot take over says so, and says when it has.
+func TestTakeOverPortTaken(t *testing.T) {
+	at := loopbacks()
+	first, _ := holding(t, at[0])
+	second, lines := holding(t, at[0])
+	signal(t, second, syscall.SIGSTOP)
+	first.kill(t)
+	_ = first.cmd.Wait()
+	foreign, err := net.ListenPacket("udp4", fmt.Sprintf("%s:4791", at[0].addr))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = foreign.Close() }()
+	signal(t, second, syscall.SIGCONT)
+	expect := func(what verbs.EventType) {
+		t.Helper()
+		if !lines.Scan() {
+			t.Fatalf("the process has ended: %s", second.stderr)
+		}
+		if want := fmt.Sprintf(`{"to":"test","body":%q}`, what); lines.Text() != want {
+			t.Fatalf("%s, want %s", lines.Text(), want)
+		}
+	}
+	expect(verbs.EventPortErr)
+	_ = foreign.Close()
+	expect(verbs.EventPortActive)
+}
+
+// A device with two addresses, which two processes share; they use the second.
+func TestSharedTwoAddresses(t *testing.T) {
+	at := loopbacks()
+	s := script{Scenario: "operations", Any: true, Addrs: []string{at[0].addr, at[1].addr}, SGID: 1}
+	for _, any := range []bool{true, false} {
+		s.Any, s.Lossy = any, !any
+		for _, r := range perform(t, s, at[0], at[0], nil) {
+			wantSound(t, r)
+		}
+	}
+}
+
+// Devices of one host whose ports have different MTUs.
+func TestSharedMixedMTU(t *testing.T) {
+	n := newNetwork(t, 1500)
+	lo, veth := place{n.ns[0], "127.0.0.1"}, place{n.ns[0], n.v4[0]}
+	for _, tt := range [][2]place{{lo, veth}, {veth, lo}} {
+		for _, r := range perform(t, script{Scenario: "operations", Any: true, MixedMTU: true}, tt[0], tt[1], nil) {
+			wantSound(t, r)
+			if r.MTU != 1024 {
+				t.Errorf("the MTU is %d", r.MTU)
+			}
+		}
+	}
+}
+
+// Traffic class and hop limit reach a datagram's header without packets, too.
+func TestTrafficClassLocal(t *testing.T) {
+	at := loopbacks()
+	perform(t, script{Scenario: "operations", Any: true, Classes: true}, at[0], at[0], nil)
+}
+
+// A device at another address is killed and opened again, twice: each time there is
+// a new device, which a process that knew the old ones reaches by rings at once.
+func TestSharedRestarted(t *testing.T) {
+	at := loopbacks()
+	c := newCaller(t, verbs.LinkLocal, at[0].addr)
+	for round := range 3 {
+		all := house(t, verbs.LinkAny, at[1], "target")
+		c.call(all[0], &verbs.ConnectConfig{Timeout: 14, RetryCnt: 3, RNRRetry: 7})
+		for range 20 {
+			c.letter(all[0], 5000)
+			c.ok(1)
+		}
+		if round%2 == 0 {
+			all[0].kill(t)
+			c.letter(all[0], 10)
+			if wc := c.wait(); wc.Status != verbs.WCRetryExcErr {
+				t.Errorf("to a process that is gone: %v", wc.Status)
+			}
+		} else {
+			all[0].finish(t)
+		}
+		_ = all[0].cmd.Wait()
 	}
 }

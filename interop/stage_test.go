@@ -29,13 +29,19 @@ const (
 
 // script is what both sides must know.
 type script struct {
-	Scenario string // see scenes
-	Mine     string // address
-	Seconds  int    // "stream": how long
-	Lossy    bool   // UC and UD messages may get lost
-	Any      bool   // by the best link, not by packets
-	Group    string // "choir": the multicast group
-	Note     bool   // tell the test when it begins
+	Scenario string   // see scenes
+	Mine     string   // address
+	Seconds  int      // "stream": how long
+	Lossy    bool     // UC and UD messages may get lost
+	Any      bool     // by the best link, not by packets
+	Group    string   // "choir": the multicast group
+	Note     bool     // tell the test when it begins
+	Addrs    []string // of the device, instead of Mine
+	SGID     int      // which of its addresses to use
+	MixedMTU bool     // the ports' MTUs differ
+	Classes  bool     // packets have traffic classes and hop limits of their own
+	File     string   // names an XRC domain
+	Link     string   // for that
 }
 
 // envelope is a message of a process, one line of JSON.
@@ -52,6 +58,8 @@ type result struct {
 	Bytes    uint64            `json:"bytes"`
 	Offloads []string          `json:"offloads"`
 	Counters map[string]uint64 `json:"counters"`
+	Heard    []uint32          `json:"heard,omitempty"` // messages, by their immediate data
+	Seen     map[string]int    `json:"seen,omitempty"`  // packets, by who sent them and how
 }
 
 // actor is one process.

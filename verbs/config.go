@@ -42,6 +42,13 @@ type Config struct {
 	// for tests and for measuring.
 	NoGSO bool
 	NoGRO bool
+
+	// DMSize is how many bytes of device memory the device has, for all processes
+	// that share it: the first of them decides. Zero: what the environment variable
+	// VERBENA_DM_SIZE says (a number, with K, M or G behind it for KiB, MiB and
+	// GiB), and otherwise 256 MiB. Negative: none. It takes memory only as it is
+	// used.
+	DMSize int64
 }
 
 // LinkMode says which links a device may use.
@@ -89,5 +96,6 @@ func (c *Config) provider() *provider.Config {
 		Window: c.Window,
 		NoGSO:  c.NoGSO,
 		NoGRO:  c.NoGRO,
+		DMSize: c.DMSize,
 	}
 }

@@ -25,6 +25,7 @@ type fakeDevice struct {
 	entries int // what CreateCQ was asked for
 	channel provider.Channel
 	xrcd    provider.XRCDConfig // what OpenXRCD was asked for
+	dm      provider.DMConfig   // what AllocDM was asked for
 	closed  int
 }
 
@@ -71,7 +72,25 @@ func (d *fakeDevice) OpenXRCD(cfg provider.XRCDConfig) (provider.XRCD, error) {
 	}
 	return &fakeXRCD{dev: d}, nil
 }
+func (d *fakeDevice) AllocDM(cfg provider.DMConfig) (provider.DM, error) {
+	d.dm = cfg
+	if d.err != nil {
+		return nil, d.err
+	}
+	return &fakeDM{cfg: cfg}, nil
+}
 func (d *fakeDevice) Close() error { d.closed++; return d.err }
+
+// fakeDM is device memory that only says what it was asked.
+type fakeDM struct {
+	provider.DM
+	cfg    provider.DMConfig
+	closed int
+}
+
+func (m *fakeDM) Length() uint64    { return m.cfg.Length }
+func (m *fakeDM) Class() ib.DMClass { return m.cfg.Class }
+func (m *fakeDM) Close() error      { m.closed++; return nil }
 
 type fakeXRCD struct {
 	dev    *fakeDevice
@@ -93,10 +112,12 @@ type fakePD struct {
 	addr         uintptr
 	length, iova uint64
 	access       ib.Access
+	handle       string
 	qpConfig     provider.QPConfig
 	srqConfig    provider.SRQConfig
 	ahAttr       ib.AHAttr
 	advice       fakeAdvice
+	pieces       int // of the last CreateMKey
 	closed       int
 }
 
@@ -113,6 +134,41 @@ func (p *fakePD) RegMRAddr(addr uintptr, length, iova uint64, access ib.Access) 
 		return nil, p.dev.err
 	}
 	return &fakeMR{addr: iova, length: length, access: access}, nil
+}
+func (p *fakePD) AllocMR(length uint64, access ib.Access) (provider.MR, error) {
+	p.length, p.access = length, access
+	if p.dev.err != nil {
+		return nil, p.dev.err
+	}
+	return &fakeMR{length: length, access: access}, nil
+}
+func (p *fakePD) RegDMMR(dm provider.DM, off, length uint64, access ib.Access) (provider.MR, error) {
+	p.iova, p.length, p.access = off, length, access
+	if p.dev.err != nil {
+		return nil, p.dev.err
+	}
+	return &fakeMR{length: length, access: access}, nil
+}
+func (p *fakePD) CreateMKey(pieces int) (provider.MKey, error) {
+	p.pieces = pieces
+	if p.dev.err != nil {
+		return nil, p.dev.err
+	}
+	return &fakeMKey{}, nil
+}
+
+// fakeMKey is an indirect key that is not one.
+type fakeMKey struct{ closed int }
+
+func (k *fakeMKey) Key() uint32  { return 0x700 }
+func (k *fakeMKey) Close() error { k.closed++; return nil }
+
+func (p *fakePD) OpenSharedMR(handle string, access ib.Access) (provider.MR, error) {
+	p.handle, p.access = handle, access
+	if p.dev.err != nil {
+		return nil, p.dev.err
+	}
+	return &fakeMR{access: access}, nil
 }
 func (p *fakePD) AllocMW(typ ib.MWType) (provider.MW, error) {
 	if p.dev.err != nil {
@@ -151,6 +207,8 @@ type fakeMR struct {
 	closed       int
 }
 
+func (m *fakeMR) Bytes() []byte                   { return make([]byte, m.length) }
+func (m *fakeMR) Share() (string, error)          { return "handle", m.err }
 func (m *fakeMR) Rereg(c provider.MRChange) error { m.change = c; return m.err }
 
 type fakeMW struct {

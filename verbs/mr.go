@@ -7,6 +7,69 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
+// AllocMR allocates memory and registers it: length bytes, zero, in one piece, on
+// huge pages where the system has some to give. [MR.Bytes] returns it. It is a
+// memory file, which other processes can open too ([MR.Share]). What
+// IBV_ACCESS_ALLOCATE_MR does elsewhere, this does here.
+//
+// The memory belongs to the region. When [MR.Close], or [MR.Rereg] to other memory,
+// has returned, it is gone, and touching it ends the program.
+//
+// Errors: those of [PD.RegMR]; EINVAL also for AccessOnDemand, since on-demand
+// paging does not do contiguous pages; ENOMEM if there is not so much memory;
+// EMFILE and ENFILE if there is no descriptor left.
+func (pd *PD) AllocMR(length int, access Access) (*MR, error) {
+	if !pd.ok() {
+		return nil, invalid("alloc_mr", "nil protection domain")
+	}
+	if length < 0 {
+		return nil, invalid("alloc_mr", "negative length")
+	}
+	p, err := pd.p.AllocMR(uint64(length), access)
+	if err != nil {
+		return nil, err
+	}
+	return &MR{p: p}, nil
+}
+
+// OpenSharedMR opens a region that another process of this user on this host has
+// allocated and shared ([MR.Share]), or this one: the same memory, in a region of
+// its own, with keys and rights of its own. The memory lives until the last of its
+// regions is closed.
+//
+// Errors: EINVAL if the handle is none, or access has AccessOnDemand; ENOENT if the
+// process is gone, or the region is closed or has other memory now; EACCES if the
+// process is another user's; otherwise those of [PD.AllocMR].
+func (pd *PD) OpenSharedMR(handle string, access Access) (*MR, error) {
+	if !pd.ok() {
+		return nil, invalid("open_shared_mr", "nil protection domain")
+	}
+	p, err := pd.p.OpenSharedMR(handle, access)
+	if err != nil {
+		return nil, err
+	}
+	return &MR{p: p}, nil
+}
+
+// Bytes returns the region's memory, if it was allocated by [PD.AllocMR] or opened
+// by [PD.OpenSharedMR], and nil otherwise, and after Close.
+func (mr *MR) Bytes() []byte { return mr.p.Bytes() }
+
+// Share returns a handle by which other processes of this user on this host can
+// open the region's memory ([PD.OpenSharedMR]). Whoever has the handle can read and
+// write all of it, so it is passed on with care; it cannot be guessed. It is good
+// until the region is closed or gets other memory.
+//
+// Errors: EINVAL if the memory was not allocated by the library, or the region is
+// nil or closed; EOPNOTSUPP if the device was opened with LinkLoop, where no other
+// process finds it.
+func (mr *MR) Share() (handle string, err error) {
+	if mr == nil || mr.p == nil {
+		return "", invalid("share_mr", "nil memory region")
+	}
+	return mr.p.Share()
+}
+
 // MRChange says what [MR.Rereg] changes. A nil field keeps what is; all nil
 // changes nothing but the keys.
 type MRChange struct {

@@ -51,3 +51,20 @@ func TestRereg(t *testing.T) {
 		}
 	}
 }
+
+func TestSharedMR(t *testing.T) {
+	d := &Device{p: newFake()}
+	pd := must(d.AllocPD())
+	f := pd.p.(*fakePD)
+	mr := must(pd.AllocMR(100, AccessRemoteRead))
+	if f.length != 100 || f.access != AccessRemoteRead || len(mr.Bytes()) != 100 || must(mr.Share()) != "handle" {
+		t.Errorf("passed on %d bytes, %v; got %d", f.length, f.access, len(mr.Bytes()))
+	}
+	must(pd.OpenSharedMR("x", AccessLocalWrite))
+	if f.handle != "x" || f.access != AccessLocalWrite {
+		t.Errorf("passed on %q, %v", f.handle, f.access)
+	}
+	if _, err := pd.AllocMR(-1, 0); !errors.Is(err, syscall.EINVAL) {
+		t.Errorf("a negative length: %v", err)
+	}
+}

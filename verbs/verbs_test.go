@@ -48,7 +48,7 @@ func TestConfig(t *testing.T) {
 	cfg := &Config{
 		Addrs: addrs, Link: LinkUDP, Lock: LockStrict,
 		Limits: Limits{QPs: 1, CQs: 2, MRs: 3, MWs: 11, PDs: 4, AHs: 5, SRQs: 6, QPWR: 7, CQE: 8, SRQWR: 9},
-		PCAP:   "x.pcapng", Window: 10, NoGSO: true, NoGRO: true,
+		PCAP:   "x.pcapng", Window: 10, NoGSO: true, NoGRO: true, DMSize: 12,
 	}
 	got, want := reflect.ValueOf(*cfg.provider()), reflect.ValueOf(*cfg)
 	if got.NumField() != want.NumField() {
@@ -380,6 +380,9 @@ func TestErrorsPassThrough(t *testing.T) {
 		"MR.Rereg":      mr.Rereg(MRChange{}),
 		"MW.Close":      mw.Close(),
 		"AllocMW":       second(pd.AllocMW(MWType2)),
+		"AllocMR":       second(pd.AllocMR(1, 0)),
+		"OpenSharedMR":  second(pd.OpenSharedMR("", 0)),
+		"MR.Share":      second(mr.Share()),
 		"BindMW":        second(qp.BindMW(mw, 0, 0, MWBind{})),
 		"AllocPD":       second(d.AllocPD()),
 		"CreateChannel": second(d.CreateChannel()),
@@ -460,17 +463,27 @@ func TestNil(t *testing.T) {
 		calls = append(calls, call{"Device.Port", second(d.Port(1))},
 			call{"Device.NextEvent", second(d.NextEvent(ctx))}, call{"Device.AllocPD", second(d.AllocPD())},
 			call{"Device.CreateChannel", second(d.CreateChannel())}, call{"Device.CreateCQ", second(d.CreateCQ(1, nil))},
-			call{"Device.OpenXRCD", second(d.OpenXRCD(nil))}, call{"Device.Close", d.Close()})
+			call{"Device.OpenXRCD", second(d.OpenXRCD(nil))}, call{"Device.AllocDM", second(d.AllocDM(1, 0))}, call{"Device.Close", d.Close()})
+	}
+	for _, k := range []*MKey{nil, {}} {
+		calls = append(calls, call{"MKey.Close", k.Close()})
+	}
+	for _, dm := range []*DM{nil, {}} {
+		_, _, err := dm.Export()
+		calls = append(calls, call{"DM.WriteAt", second(dm.WriteAt(nil, 0))}, call{"DM.ReadAt", second(dm.ReadAt(nil, 0))},
+			call{"DM.Bytes", second(dm.Bytes())}, call{"DM.Export", err}, call{"DM.Close", dm.Close()},
+			call{"PD.RegDMMR of nothing", second(pd.RegDMMR(dm, 0, 1, 0))})
 	}
 	for _, x := range []*XRCD{nil, {}} {
 		calls = append(calls, call{"XRCD.CreateQP", second(x.CreateQP())}, call{"XRCD.Close", x.Close()})
 	}
 	for _, pd := range []*PD{nil, {}} {
-		calls = append(calls, call{"PD.RegMR", second(pd.RegMR(make([]byte, 1), 0))},
+		calls = append(calls, call{"PD.CreateMKey", second(pd.CreateMKey(1))}, call{"PD.RegMR", second(pd.RegMR(make([]byte, 1), 0))}, call{"PD.RegDMMR", second(pd.RegDMMR(&DM{p: &fakeDM{}}, 0, 1, 0))},
 			call{"PD.RegMRAddr", second(pd.RegMRAddr(1, 1, 0))}, call{"PD.RegMRIOVA", second(pd.RegMRIOVA(1, 1, 1, 0))},
 			call{"PD.CreateQP", second(pd.CreateQP(&QPConfig{Type: RC, SendCQ: cq, RecvCQ: cq}))},
 			call{"PD.CreateSRQ", second(pd.CreateSRQ(&SRQConfig{}))}, call{"PD.CreateAH", second(pd.CreateAH(AHAttr{}))},
-			call{"PD.AllocMW", second(pd.AllocMW(MWType1))}, call{"PD.Close", pd.Close()})
+			call{"PD.AllocMW", second(pd.AllocMW(MWType1))}, call{"PD.AllocMR", second(pd.AllocMR(1, 0))},
+			call{"PD.OpenSharedMR", second(pd.OpenSharedMR("", 0))}, call{"PD.Close", pd.Close()})
 	}
 	for _, qp := range []*QP{nil, {}} {
 		calls = append(calls, call{"QP.BindMW", second(qp.BindMW(must(pd.AllocMW(MWType1)), 0, 0, MWBind{}))})
@@ -479,7 +492,7 @@ func TestNil(t *testing.T) {
 		calls = append(calls, call{"MW.Close", mw.Close()}, call{"QP.BindMW", second(qp.BindMW(mw, 0, 0, MWBind{}))})
 	}
 	for _, mr := range []*MR{nil, {}} {
-		calls = append(calls, call{"MR.Close", mr.Close()}, call{"MR.Rereg", mr.Rereg(MRChange{})})
+		calls = append(calls, call{"MR.Close", mr.Close()}, call{"MR.Rereg", mr.Rereg(MRChange{})}, call{"MR.Share", second(mr.Share())})
 	}
 	for _, cq := range []*CQ{nil, {}} {
 		calls = append(calls, call{"CQ.Poll", second(cq.Poll(nil))}, call{"CQ.RequestNotify", cq.RequestNotify(false)},

@@ -10,7 +10,7 @@ import (
 type XRCDConfig struct {
 	// File names the domain: whoever opens a domain of the device with the same
 	// file has the same domain. It may be closed afterwards. Nil: the domain has
-	// no name, and Create must be set. (Other processes do not share it yet.)
+	// no name, and Create must be set.
 	File *os.File
 
 	Create    bool // make the domain if there is none
@@ -27,6 +27,12 @@ type XRCDConfig struct {
 // request finds is that of the queue it names: its receives, its completion
 // queue, and the memory of its protection domain. A completion of a receive names
 // the target in QPN.
+//
+// Processes that share the device share its domains: a target made in one of them
+// serves the shared receive queues that others have made in the domain that the same
+// file names. Each process executes what names its own queues, with its own memory
+// and rights, and answers by itself; when it ends, its queues are gone, and the
+// connection stays for the others unless a message of its was just under way.
 //
 //	xrcd, err := dev.OpenXRCD(&verbs.XRCDConfig{Create: true})
 //	srq, err := pd.CreateSRQ(&verbs.SRQConfig{MaxWR: 64, MaxSGE: 1, XRCD: xrcd, CQ: cq})

@@ -35,3 +35,18 @@ func TestDemo(t *testing.T) {
 		}
 	}
 }
+
+// The tour of on-demand paging, as a person starts it.
+func TestDemoODP(t *testing.T) {
+	o := succeed(t, "demo", "odp")
+	if !strings.Contains(o.stdout, "all 4 as they should be") || strings.ContainsAny(o.stdout, "\x1b\r") {
+		t.Errorf("%s", o.stdout)
+	}
+}
+
+func TestDemoTopic(t *testing.T) {
+	o := succeed(t, "demo", "mw")
+	if n := len(okLine.FindAllString(o.stdout, -1)); n != 14 || !strings.Contains(o.stdout, "LOCAL_INV") {
+		t.Errorf("%d steps went well, want 7 over each of two links:\n%s", n, o.stdout)
+	}
+}

@@ -116,6 +116,12 @@ var perfCases = []struct {
 	{"--lat --op write-imm --size 4K", map[string]any{"lat_kind": "half-round-trip"}},
 	{"--lat --op read --size 8K", map[string]any{"lat_kind": "completion"}},
 	{"--lat --op atomic", map[string]any{"lat_kind": "completion"}},
+	{"--mem mw --size 100K --qps 2", map[string]any{"mem": "mw"}},
+	{"--mem mw --op read", map[string]any{"mem": "mw"}},
+	{"--mem mw --op atomic", map[string]any{"mem": "mw"}},
+	{"--mem mw --lat", map[string]any{"mem": "mw", "poll": "memory"}},
+	{"--mem shared --size 100K", map[string]any{"mem": "shared"}},
+	{"--mem shared --op send --lat", map[string]any{"mem": "shared"}},
 }
 
 func testPerfCases(t *testing.T, link, initiator, target string) {

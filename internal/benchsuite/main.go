@@ -8,12 +8,13 @@
 //	main.go       flags; a process is either the suite or a peer of it
 //	suite.go      rounds, ratios, verdicts
 //	report.go     the table, and JSON
-//	groups.go     what is compared with what
+//	groups.go     what is compared with what; regions.go, local.go: more of it
 //	side.go       one side of a connection
 //	rig.go        two sides, in one process or in two
 //	pump.go       bandwidth and message rate
 //	pingpong.go   latency
 //	peer.go       what a peer process does; child.go, how it lives
+//	paging.go     on-demand memory; manyregions.go, many regions, in a peer process
 //	iperf.go, tcp.go, footprint.go   TCP, memory and idle CPU time
 package main
 

@@ -66,17 +66,21 @@ type Device struct {
 	events  eventQueue
 	peers   peerTable
 	mcast   mcast
+	shares  shares
+	dm      *mem.DevicePool
 
 	mu      sync.Mutex // guards object counts, reference counts and closed
 	counts  objectCounts
 	member  *host.Member // nil: nobody shares the device; never changes
 	domains xrcDomains
+	twins   twins
 	nextPD  uint32
 	nextCQ  uint32
 	closed  bool
 }
 
-type objectCounts struct{ qps, cqs, mrs, mws, pds, ahs, srqs, channels, xrcds, mcasts int }
+// objectCounts are numbers of objects, and bytes of device memory.
+type objectCounts struct{ qps, cqs, mrs, mws, pds, ahs, srqs, channels, xrcds, mcasts, dm int }
 
 // defaultLimits are what an unconfigured device has.
 var defaultLimits = provider.Limits{
@@ -138,8 +142,8 @@ const (
 // openAt opens a device at addresses. alone wants addresses that nobody has.
 func openAt(name string, addrs []netip.Addr, cfg *provider.Config, alone bool) (*Device, error) {
 	tap := new(lateTap)
-	var dev atomic.Pointer[Device] // set when there is something to tell
-	l, member, err := openLink(addrs, cfg, alone, tap, &dev)
+	dev := new(lateDevice)
+	l, member, err := openLink(addrs, cfg, alone, tap, dev)
 	if err != nil {
 		return nil, opError("open_device", err)
 	}
@@ -166,6 +170,23 @@ func openAt(name string, addrs []netip.Addr, cfg *provider.Config, alone bool) (
 // address may overwrite a file.
 type lateTap struct{ *pcap.Writer }
 
+// lateDevice answers other processes for a device, as soon as it is there.
+type lateDevice struct{ atomic.Pointer[Device] }
+
+func (l *lateDevice) status(brief bool) any {
+	if d := l.Load(); d != nil {
+		return d.status(brief)
+	}
+	return nil
+}
+
+func (l *lateDevice) memory(token string) (fd int, length uint64, err error) {
+	if d := l.Load(); d != nil {
+		return d.shares.get(token)
+	}
+	return new(shares).get(token)
+}
+
 // opError makes an *ib.OpError of any error: with the errno that it wraps, or
 // EIO.
 func opError(op string, err error) error {
@@ -180,7 +201,7 @@ func opError(op string, err error) error {
 	return ib.Errorf(op, errno, "%v", err)
 }
 
-func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *lateTap, dev *atomic.Pointer[Device]) (link.Link, *host.Member, error) {
+func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *lateTap, dev *lateDevice) (link.Link, *host.Member, error) {
 	if cfg.Link == linkLoop {
 		for _, a := range addrs {
 			if _, _, err := sys.Interface(a); err != nil {
@@ -228,7 +249,12 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 		d.qps = mem.NewSlots[QP](d.limits.QPs, reserved, mem.RandomPermKey())
 	}
 	// No number is 0, which programs take for "none".
-	d.srqs = mem.NewSlots[SRQ](d.limits.SRQs, func(i uint32) bool { return i == 0 }, mem.RandomPermKey())
+	if none := func(i uint32) bool { return i == 0 }; member != nil {
+		d.srqs = mem.NewSharedSlots[SRQ](d.limits.SRQs, none, member.Key())
+	} else {
+		d.srqs = mem.NewSlots[SRQ](d.limits.SRQs, none, mem.RandomPermKey())
+	}
+	d.dm = mem.NewDevicePool(uint64(d.maxDM()))
 	d.events.init()
 	return d
 }
@@ -245,8 +271,8 @@ func (d *Device) Close() error {
 	if d.counts != (objectCounts{}) {
 		c := d.counts
 		d.mu.Unlock()
-		return ib.Errorf("close_device", syscall.EBUSY, "still open: %d QPs, %d CQs, %d MRs, %d MWs, %d PDs, %d AHs, %d SRQs, %d channels, %d XRC domains",
-			c.qps, c.cqs, c.mrs, c.mws, c.pds, c.ahs, c.srqs, c.channels, c.xrcds)
+		return ib.Errorf("close_device", syscall.EBUSY, "still open: %d QPs, %d CQs, %d MRs, %d MWs, %d PDs, %d AHs, %d SRQs, %d channels, %d XRC domains, %d bytes of device memory",
+			c.qps, c.cqs, c.mrs, c.mws, c.pds, c.ahs, c.srqs, c.channels, c.xrcds, c.dm)
 	}
 	d.closed = true
 	d.mu.Unlock()
@@ -254,7 +280,8 @@ func (d *Device) Close() error {
 	d.slow.close()
 	d.advisor.close()
 	d.stop()
-	err := d.closeLink()
+	d.closeTwins()
+	err := errors.Join(d.closeLink(), d.dm.Close())
 	d.events.close()
 	if d.capture != nil {
 		if e := d.capture.Close(); err == nil {
@@ -274,18 +301,21 @@ func (d *Device) closeLink() error {
 	return err
 }
 
-// count changes a number of objects by one, up to its limit.
-func (d *Device) countLocked(op string, n *int, limit int) error {
+// countLocked changes a number of objects by one, up to its limit.
+func (d *Device) countLocked(op string, n *int, limit int) error { return d.addLocked(op, n, 1, limit) }
+
+// addLocked changes a number of objects, or of bytes, up to its limit.
+func (d *Device) addLocked(op string, n *int, by, limit int) error {
 	if d.closed {
 		return ib.Errorf(op, syscall.ENODEV, "the device is closed")
 	}
-	if *n >= limit {
+	if by > limit-*n {
 		return ib.Errorf(op, syscall.ENOMEM, "the device's limit of %d is reached", limit)
 	}
-	*n++
+	*n += by
 	d.publishLocked()
 	if all, over := d.overLimitLocked(n); over {
-		*n--
+		*n -= by
 		d.publishLocked()
 		return ib.Errorf(op, syscall.ENOMEM, "the device's limit of %d is reached, by all processes that share it", all)
 	}
@@ -304,7 +334,7 @@ func (d *Device) Attr() ib.DeviceAttr {
 	if _, none := d.link.(*noLink); !none && d.cfg.Link != linkLocal {
 		links = append(links, linkUDP)
 	}
-	guid := d.guid()
+	guid := GUID(d.addrs[0])
 	return ib.DeviceAttr{
 		Name: d.name, FWVersion: Version, NodeGUID: guid, SysImageGUID: guid,
 		VendorID: 0, VendorPartID: 0, HWVersion: 1, PhysPortCnt: 1,
@@ -318,7 +348,7 @@ func (d *Device) Attr() ib.DeviceAttr {
 		MaxQPRDAtom: qp.MaxRDAtomic, MaxQPInitRDAtom: qp.MaxRDAtomic, MaxResRDAtom: qp.MaxRDAtomic * d.limits.QPs,
 		MaxMcastGrp: maxGroups, MaxMcastQPAttach: maxGroupMembers, MaxTotalMcastQPAttach: maxAttachments,
 		MaxPKeys: 1, LocalCAAckDelay: 15, MemoryLock: d.cfg.Lock, Links: links, Offloads: d.link.Offloads(),
-		StalePinnedRange: stalePinnedRange(),
+		StalePinnedRange: stalePinnedRange(), MaxDMSize: uint64(d.maxDM()),
 	}
 }
 
@@ -333,11 +363,11 @@ func stalePinnedRange() string {
 // Version is what devinfo shows as firmware version.
 const Version = "0.1.0"
 
-// guid makes a stable node GUID of the first address: locally administered,
+// GUID makes a stable node GUID of a device's first address: locally administered,
 // unicast (EUI-64).
-func (d *Device) guid() uint64 {
+func GUID(first netip.Addr) uint64 {
 	h := fnv.New64a()
-	b := d.addrs[0].As16()
+	b := first.As16()
 	_, _ = h.Write(b[:])
 	return h.Sum64()&^(3<<56) | 2<<56
 }

@@ -119,6 +119,14 @@ func (p *PD) CreateSRQ(cfg provider.SRQConfig) (provider.SRQ, error) {
 		s.leave()
 		return nil, err
 	}
+	if err := d.moreNumbers("create_srq", d.srqs); err != nil {
+		s.leave()
+		p.unuse(&d.counts.srqs)
+		return nil, err
+	}
+	if s.xrcd != nil && s.xrcd.domain.file != nil {
+		d.meet(s.xrcd.domain.name.Words())
+	}
 	_, ok := d.srqs.AddFunc(func(n uint32) *SRQ {
 		s.number, s.core.Number = n, n
 		return s

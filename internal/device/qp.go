@@ -25,7 +25,8 @@ type QP struct {
 	number uint32
 
 	tx      atomic.Int32 // the transmit token, see transmit.go
-	stalled atomic.Bool  // there are held trains
+	stalled atomic.Bool  // there are answers among the held trains
+	listed  bool         // in the device's list of stalled queue pairs, whose lock guards it
 
 	// Trains that the link is too busy for; all of it belongs to the token's holder.
 	held       *batch
@@ -37,12 +38,18 @@ type QP struct {
 	peer    atomic.Pointer[peer]
 	waiting atomic.Bool // waits for its peer's credits
 
+	target *target // an XRC target whose domain other processes may have open; or nil
+	twin   *twin   // the twin of such a target of another process; or nil
+
 	working [qp.NumLanes]atomic.Bool // a worker is at its slow work, or about to be
 
 	mu     sync.Mutex // guards core; held only for steps that never wait
 	core   *qp.QP
 	armed  qp.Time // when the timer heap will look at it, 0: never
 	closed bool
+
+	posted   bool // guarded by mu: since the last message came
+	answered int  // guarded by mu: how many messages in a row were followed by a post, up to conversation
 
 	timerIndex int // place in the heap, guarded by the heap's lock
 
@@ -110,7 +117,7 @@ func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 
 // addQP gives a queue pair its number and its core.
 func (d *Device) addQP(q *QP, c qp.Config) error {
-	if err := d.moreNumbers(); err != nil {
+	if err := d.moreNumbers("create_qp", d.qps); err != nil {
 		return err
 	}
 	c.Table, c.Event, c.Stopped = d.table, q.event, d.giveUpFetches
@@ -239,6 +246,7 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 		return 0, ib.Errorf("post_send", syscall.EINVAL, "the queue pair is closed")
 	}
 	n, err := q.core.PostSend(wrs)
+	q.posted = true
 	q.mu.Unlock()
 	if n > 0 {
 		q.dev.transmit(q, q.dev.now())
@@ -282,6 +290,7 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 	}
 	if mask&ib.QPMaskState != 0 && (a.State == ib.QPReset || a.State == ib.QPErr) {
 		d.finishAnswers(q)
+		q.endTurns()
 	}
 	q.mu.Lock()
 	if q.closed {
@@ -315,6 +324,7 @@ func (q *QP) Close() error {
 	q.closeOnce.Do(func() {
 		d := q.dev
 		d.qps.Remove(q.number)
+		q.endTurns()
 		d.finishAnswers(q)
 		q.mu.Lock()
 		q.closed = true

@@ -5,11 +5,14 @@ package device
 // to the device.
 
 import (
+	"errors"
+	"log/slog"
 	"net"
 	"net/netip"
 	"slices"
-	"sync/atomic"
+	"syscall"
 
+	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/provider"
@@ -20,7 +23,7 @@ var _ [link.MaxNeighbours]struct{} = [host.MaxProcesses]struct{}{}
 
 // openShared opens the link of a device that other processes may have open too.
 // alone wants an address that nobody has.
-func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.Tap, dev *atomic.Pointer[Device]) (*link.Shared, *host.Member, error) {
+func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.Tap, dev *lateDevice) (*link.Shared, *host.Member, error) {
 	var m *host.Member
 	ready := make(chan struct{}) // closed when the link knows its processes
 	s, err := link.OpenShared(&link.SharedConfig{
@@ -41,13 +44,16 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 		return nil, nil, err
 	}
 	m, err = host.Join(host.Config{
-		Status: func() any {
+		Status: dev.status,
+		Memory: dev.memory,
+		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg), Become: s.Listen,
+		Segment: link.PassSegment,
+		Trouble: func(err error) {
+			<-ready
 			if d := dev.Load(); d != nil {
-				return d.status()
+				d.trouble(err)
 			}
-			return nil
 		},
-		Addrs: addrs, Alone: alone, Limits: hostLimits(cfg.Limits), Become: s.Listen,
 		Joined:  func(owner int) { <-ready; s.Connect(owner) },
 		Channel: func(c *net.UnixConn, from netip.Addr, process int) { s.Accept(c, from, process, ready) },
 	})
@@ -61,12 +67,30 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 	return s, m, nil
 }
 
+// trouble says that packets from outside do not reach the device, since the process
+// that took them has gone and no other can take its place; nil, that they do again.
+func (d *Device) trouble(err error) {
+	ev := ib.AsyncEvent{Type: ib.EventPortErr, Port: 1}
+	switch {
+	case err == nil:
+		slog.Info("verbena: packets from outside reach the device again", "device", d.name)
+		ev.Type = ib.EventPortActive
+	case errors.Is(err, syscall.ESTALE):
+		slog.Error("verbena: another device has taken the place of this one: no packets from outside, and no new queue pairs", "device", d.name, "err", err)
+		ev = ib.AsyncEvent{Type: ib.EventDeviceFatal}
+	default:
+		slog.Warn("verbena: packets from outside do not reach the device: the process that took them has gone, and this one cannot take its place",
+			"device", d.name, "err", err)
+	}
+	d.events.push(ev)
+}
+
 // hostLimits are the limits of all processes of the device together.
-func hostLimits(l provider.Limits) (h [host.NumObjects]uint32) {
-	d := withDefaults(l)
+func hostLimits(cfg *provider.Config) (h [host.NumObjects]uint64) {
+	d := withDefaults(cfg.Limits)
 	for o, n := range map[host.Object]int{host.QPs: d.QPs, host.CQs: d.CQs, host.MRs: d.MRs, host.PDs: d.PDs,
-		host.AHs: d.AHs, host.XRCDs: d.PDs, host.SRQs: d.SRQs, host.Channels: d.CQs, host.Mcasts: maxAttachments} {
-		h[o] = uint32(n)
+		host.AHs: d.AHs, host.XRCDs: d.PDs, host.SRQs: d.SRQs, host.Channels: d.CQs, host.Mcasts: maxAttachments, host.DMBytes: dmSize(cfg)} {
+		h[o] = uint64(n)
 	}
 	return h
 }
@@ -75,7 +99,7 @@ func hostLimits(l provider.Limits) (h [host.NumObjects]uint32) {
 func (d *Device) countsLocked() [host.NumObjects]*int {
 	c := &d.counts
 	return [...]*int{host.QPs: &c.qps, host.CQs: &c.cqs, host.MRs: &c.mrs, host.PDs: &c.pds,
-		host.AHs: &c.ahs, host.SRQs: &c.srqs, host.Channels: &c.channels, host.XRCDs: &c.xrcds, host.Mcasts: &c.mcasts}
+		host.AHs: &c.ahs, host.SRQs: &c.srqs, host.Channels: &c.channels, host.XRCDs: &c.xrcds, host.Mcasts: &c.mcasts, host.DMBytes: &c.dm}
 }
 
 // publishLocked tells the other processes how many objects this one has.
@@ -99,16 +123,20 @@ func (d *Device) overLimitLocked(n *int) (limit int, over bool) {
 	return d.member.Limit(o), d.member.Over(o)
 }
 
-// moreNumbers gets queue pair numbers for this process, if it runs out of them.
-func (d *Device) moreNumbers() error {
-	if d.member == nil || !d.qps.Short() {
+// moreNumbers gets numbers for this process, of queue pairs or of shared receive
+// queues, if it runs out of them.
+func (d *Device) moreNumbers(op string, table interface {
+	Short() bool
+	Extend(r uint32)
+}) error {
+	if d.member == nil || !table.Short() {
 		return nil
 	}
 	r, err := d.member.Lease()
 	if err != nil {
-		return opError("create_qp", err)
+		return opError(op, err)
 	}
-	d.qps.Extend(r)
+	table.Extend(r)
 	return nil
 }
 

@@ -12,6 +12,7 @@ package device
 
 import (
 	"errors"
+	"slices"
 	"sync"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -126,12 +127,24 @@ func (d *Device) drain(q *QP, now qp.Time) bool {
 
 // send hands trains to their links, in order. It returns those that the link is too
 // busy for; and false if one could not be read, which the queue pair may have
-// something to say about.
+// something to say about. What follows it is pulled again, or flushed. If its
+// memory only has to be fetched first, then only what is of its kind stays behind:
+// answers, which the peer asks for again, do not wait for requests, nor requests
+// for answers.
 func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) (left []*train.Train, ok bool) {
 	var owed debt
 	defer owed.settle()
+	var stays [2]bool // requests, answers
+	all := true
 	for len(ts) > 0 {
-		n, fault, busy := 0, mem.Fault{}, false
+		n, fault, busy, run := 0, mem.Fault{}, false, ts
+		if !all { // one by one
+			if run = ts[:1]; stays[kindOf(ts[0])] {
+				q.notSent(run)
+				ts = ts[1:]
+				continue
+			}
+		}
 		switch p := ts[0].Flow.Link.(type) {
 		case *loopPeer:
 			if fault, busy = p.deliver(d, ts[:1], now, &owed); fault.OK() && !busy {
@@ -142,25 +155,73 @@ func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) (left []*train.Trai
 				n = 1
 			}
 		default:
-			n, fault, busy = d.sendLink(ts)
+			n, fault, busy = d.sendLink(run)
 		}
 		q.sent(ts[:n], now)
 		if busy {
-			return ts[n:], true
-		}
-		if !fault.OK() {
-			q.mu.Lock()
-			q.core.SendFailed(ts[n], fault, now)
-			slow := q.core.WantsWork()
-			q.mu.Unlock()
-			if slow != 0 {
-				d.slowly(q, slow)
-			}
-			return nil, false // what follows is pulled again, or flushed
+			return q.withoutKinds(ts[n:], stays), all
 		}
 		ts = ts[n:]
+		if fault.OK() {
+			continue
+		}
+		all = false
+		d.sendFailed(q, ts[0], fault, now)
+		if fault.Kind != mem.FaultPending {
+			q.notSent(ts[1:])
+			break
+		}
+		stays[kindOf(ts[0])] = true
+		ts = ts[1:]
 	}
-	return nil, true
+	return nil, all
+}
+
+// kindOf is 0 for a request and 1 for an answer.
+func kindOf(t *train.Train) int {
+	if t.IsAnswer() {
+		return 1
+	}
+	return 0
+}
+
+// withoutKinds returns the trains but for those of a kind that stays behind.
+func (q *QP) withoutKinds(ts []*train.Train, stays [2]bool) []*train.Train {
+	if !stays[0] && !stays[1] {
+		return ts
+	}
+	left := ts[:0]
+	for i, t := range ts {
+		if stays[kindOf(t)] {
+			q.notSent(ts[i : i+1])
+		} else {
+			left = append(left, t)
+		}
+	}
+	return left
+}
+
+// sendFailed tells the core of a train that could not be read.
+func (d *Device) sendFailed(q *QP, t *train.Train, f mem.Fault, now qp.Time) {
+	q.mu.Lock()
+	q.core.SendFailed(t, f, now)
+	slow := q.core.WantsWork()
+	q.mu.Unlock()
+	if slow != 0 {
+		d.slowly(q, slow)
+	}
+}
+
+// notSent tells the core of trains that have not left.
+func (q *QP) notSent(ts []*train.Train) {
+	if len(ts) == 0 {
+		return
+	}
+	q.mu.Lock()
+	for _, t := range ts {
+		q.core.NotSent(t)
+	}
+	q.mu.Unlock()
 }
 
 // hold keeps trains that the link is too busy for. Who frees the link after this
@@ -168,10 +229,13 @@ func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) (left []*train.Trai
 // is seen here.
 func (d *Device) hold(q *QP, b *batch, left []*train.Train) {
 	q.held, q.heldLeft = b, left
-	q.stalled.Store(true)
+	q.stalled.Store(slices.ContainsFunc(left, (*train.Train).IsAnswer))
 	l := d.link.(*link.Shared) // no other is ever busy
 	d.stalled.Lock()
-	d.stalled.list = append(d.stalled.list, q)
+	if !q.listed {
+		q.listed = true
+		d.stalled.list = append(d.stalled.list, q)
+	}
 	d.stalled.Unlock()
 	if q.heldAt != l.Frees() {
 		d.later(q)
@@ -226,6 +290,9 @@ func (d *Device) resume() {
 	d.stalled.Lock()
 	list := d.stalled.list
 	d.stalled.list = nil
+	for _, q := range list {
+		q.listed = false
+	}
 	d.stalled.Unlock()
 	for _, q := range list {
 		d.later(q)

@@ -7,6 +7,7 @@ import (
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/provider"
 	"github.com/verbena-rdma/verbena/internal/qp"
 	"github.com/verbena-rdma/verbena/internal/sys"
@@ -62,19 +63,29 @@ func (d *Device) OpenXRCD(cfg provider.XRCDConfig) (provider.XRCD, error) {
 	if cfg.File == nil {
 		domain = nil
 	}
+	shared := cfg.File != nil && d.member != nil
+	elsewhere := shared && d.member.DomainElsewhere(fresh.name.Words())
 	switch {
 	case domain == nil && !cfg.Create && cfg.File == nil:
 		return bad(syscall.EINVAL, "a domain that no file names can only be created")
-	case domain == nil && !cfg.Create:
+	case domain == nil && !cfg.Create && !elsewhere:
 		drop()
 		return bad(syscall.EAGAIN, "no domain is open that the file names")
-	case domain != nil && cfg.Exclusive:
+	case (domain != nil || elsewhere) && cfg.Exclusive:
 		drop()
 		return bad(syscall.EINVAL, "the domain that the file names is open")
 	}
 	if err := d.countLocked(op, &d.counts.xrcds, d.limits.PDs); err != nil {
 		drop()
 		return nil, err
+	}
+	if domain == nil && shared {
+		if err := d.announceDomain(fresh.name.Words(), cfg.Exclusive); err != nil {
+			d.counts.xrcds--
+			d.publishLocked()
+			drop()
+			return nil, err
+		}
 	}
 	if domain != nil {
 		drop()
@@ -91,6 +102,19 @@ func (d *Device) OpenXRCD(cfg provider.XRCDConfig) (provider.XRCD, error) {
 	}
 	domain.opens++
 	return &XRCD{dev: d, domain: domain}, nil
+}
+
+// announceDomain tells other processes that this one has a domain open, which must
+// be new if exclusive is set.
+func (d *Device) announceDomain(name host.Domain, exclusive bool) error {
+	if !d.member.AddDomain(name) {
+		return ib.Errorf("open_xrcd", syscall.ENOMEM, "%d domains that files name are open", host.MaxDomains)
+	}
+	if exclusive && d.member.DomainElsewhere(name) { // since we looked
+		d.member.DropDomain(name)
+		return ib.Errorf("open_xrcd", syscall.EINVAL, "the domain that the file names is open")
+	}
+	return nil
 }
 
 // useLocked makes something a user of the domain.
@@ -128,6 +152,10 @@ func (x *XRCD) CreateQP() (provider.QP, error) {
 		return nil, err
 	}
 	q := &QP{dev: d, owner: x, timerIndex: -1}
+	if x.domain.file != nil && d.member != nil {
+		q.target = &target{domain: x.domain.name.Words(), away: here}
+		d.meet(q.target.domain)
+	}
 	if err := d.addQP(q, qp.Config{Type: ib.XRCRecv, XRC: qp.XRC{Domain: x.domain.id, Find: d.findSRQ}}); err != nil {
 		x.unuse(&d.counts.qps)
 		return nil, err
@@ -162,6 +190,9 @@ func (x *XRCD) Close() error {
 		return nil
 	}
 	delete(d.domains.byFile, x.domain.name)
+	if d.member != nil {
+		d.member.DropDomain(x.domain.name.Words())
+	}
 	return opError("close_xrcd", x.domain.file.Close())
 }
 

@@ -30,6 +30,7 @@ const (
 	Channels
 	XRCDs
 	Mcasts
+	DMBytes // of device memory
 	NumObjects
 )
 
@@ -124,7 +125,7 @@ func (d *directory) grant(slot int) (r uint32, ok bool) {
 func (d *directory) total(o Object) (n uint64) {
 	for i := range d.process {
 		if e := &d.process[i]; e.state.Load() == processAlive {
-			n += uint64(e.count[o].Load())
+			n += e.count[o].Load()
 		}
 	}
 	return n

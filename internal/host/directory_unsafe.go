@@ -22,7 +22,7 @@ type layout struct {
 	magic  uint64
 	id     [2]uint64
 	key    mem.PermKey
-	limits [NumObjects]uint32
+	limits [NumObjects]uint64
 	addr   [16]byte // the device's first address, by which its processes are named
 	v4     bool
 
@@ -40,7 +40,7 @@ type entry struct {
 	state   atomic.Uint32
 	pid     atomic.Uint32
 	nonce   atomic.Uint64
-	count   [NumObjects]atomic.Uint32
+	count   [NumObjects]atomic.Uint64
 	domains [MaxDomains]domainEntry
 	_       [64]byte
 }
@@ -51,7 +51,7 @@ type domainEntry struct {
 	name [2]atomic.Uint64
 }
 
-const layoutMagic = 0x7665726265_6e61_02 // "verbena", version 2
+const layoutMagic = 0x7665726265_6e61_03 // "verbena", version 3
 
 var errDirectory = errors.New("the directory of the device is damaged, or of another version")
 
@@ -65,7 +65,7 @@ type directory struct {
 
 const layoutSize = int(unsafe.Sizeof(layout{}))
 
-func createDirectory(a netip.Addr, key mem.PermKey, id [2]uint64, limits [NumObjects]uint32) (*directory, error) {
+func createDirectory(a netip.Addr, key mem.PermKey, id [2]uint64, limits [NumObjects]uint64) (*directory, error) {
 	fd, err := sys.NewMemfd("verbena-directory", layoutSize)
 	if err != nil {
 		return nil, err

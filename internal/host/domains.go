@@ -37,7 +37,10 @@ func (m *Member) DropDomain(d Domain) {
 }
 
 // DomainElsewhere tells whether another process has a domain open.
-func (m *Member) DomainElsewhere(d Domain) bool {
+func (m *Member) DomainElsewhere(d Domain) bool { return len(m.DomainHolders(d)) > 0 }
+
+// DomainHolders returns the other processes that have a domain open.
+func (m *Member) DomainHolders(d Domain) (processes []int) {
 	for i := range m.dir.process {
 		p := &m.dir.process[i]
 		if i == m.slot || p.state.Load() != processAlive {
@@ -45,11 +48,12 @@ func (m *Member) DomainElsewhere(d Domain) bool {
 		}
 		for k := range p.domains {
 			if p.domains[k].is(d) {
-				return true
+				processes = append(processes, i)
+				break
 			}
 		}
 	}
-	return false
+	return processes
 }
 
 func (e *domainEntry) is(d Domain) bool {

@@ -41,7 +41,13 @@ func join(t *testing.T, addrs ...netip.Addr) *joined {
 			_, _ = c.Write([]byte(fmt.Sprint(j.Slot())))
 			_ = c.Close()
 		},
-		Status: func() any { <-ready; return map[string]int{"slot": j.Slot()} }})
+		Status: func(brief bool) any {
+			<-ready
+			if brief {
+				return j.Slot()
+			}
+			return map[string]int{"slot": j.Slot()}
+		}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -181,6 +187,94 @@ func TestTakeOver(t *testing.T) {
 	}
 }
 
+// A member that cannot become the owner says so, and when it can at last.
+func TestTakeOverTrouble(t *testing.T) {
+	first := join(t, addr(20))
+	var busy atomic.Bool
+	busy.Store(true)
+	said := make(chan error, 10)
+	m, err := Join(Config{Addrs: []netip.Addr{addr(20)}, Trouble: func(err error) { said <- err }, Become: func() error {
+		if busy.Load() {
+			return refuse(syscall.EADDRINUSE, "the port is taken")
+		}
+		return nil
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = m.Close() }()
+	_ = first.Close()
+	if err := <-said; !errors.Is(err, syscall.EADDRINUSE) {
+		t.Errorf("it says %v", err)
+	}
+	busy.Store(false)
+	if err := <-said; err != nil || !m.IsOwner() {
+		t.Errorf("it says %v, owner %v", err, m.IsOwner())
+	}
+	if len(said) > 0 {
+		t.Errorf("and then it says %v", <-said)
+	}
+}
+
+// A member whose device has been replaced by another one gives up.
+func TestTakeOverStale(t *testing.T) {
+	first := join(t, addr(21))
+	said := make(chan error, 10)
+	m, err := Join(Config{Addrs: []netip.Addr{addr(21)}, Trouble: func(err error) { said <- err },
+		Become: func() error { return errors.New("let others") }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = m.Close() }()
+	other := join(t, addr(21))
+	// What the new owner finds is as if the member had come back too late, and
+	// somebody else had its entry.
+	m.dir.process[m.slot].nonce.Store(1)
+	_ = first.Close()
+	eventually(t, "there is a new owner", func() bool { return other.IsOwner() })
+	if err := <-said; !errors.Is(err, syscall.ESTALE) {
+		t.Errorf("it says %v", err)
+	}
+	if _, err := m.Lease(); !errors.Is(err, syscall.ESTALE) {
+		t.Errorf("a range: %v", err)
+	}
+}
+
+// Processes that do not answer keep the list waiting once, not one after the other,
+// and the others are in it all the same.
+func TestListDeadline(t *testing.T) {
+	stuck := make(chan struct{})
+	for range 3 {
+		m, err := Join(Config{Addrs: []netip.Addr{addr(22)}, Become: func() error { return nil }, Status: func(bool) any { <-stuck; return nil }})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = m.Close() })
+	}
+	t.Cleanup(func() { close(stuck) }) // before they are closed
+	quick := join(t, addr(22))
+	list, err := List(false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	i := slices.IndexFunc(list, func(l Listing) bool { return l.Addr == addr(22) })
+	if i < 0 || len(list[i].Processes) != 4 {
+		t.Fatalf("%+v", list)
+	}
+	answered := 0
+	for _, p := range list[i].Processes {
+		if p.Status != nil {
+			answered++
+			if p.Slot != quick.Slot() {
+				t.Errorf("process %d has answered", p.Slot)
+			}
+		}
+	}
+	if answered != 1 {
+		t.Errorf("%d processes have answered", answered)
+	}
+}
+
 // A process that is refused gets told why.
 func TestRefused(t *testing.T) {
 	join(t, addr(5), addr(6))
@@ -224,7 +318,7 @@ func TestLook(t *testing.T) {
 func TestList(t *testing.T) {
 	a := join(t, addr(13), addr(14))
 	b := join(t, addr(13), addr(14))
-	list, err := List()
+	list, err := List(false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -240,6 +334,19 @@ func TestList(t *testing.T) {
 		p := list[i].Processes[k]
 		if want := fmt.Sprintf(`{"slot":%d}`, j.Slot()); p.PID != os.Getpid() || p.Owner != (j == a) || string(p.Status) != want {
 			t.Errorf("%+v, %s, want %s", p, p.Status, want)
+		}
+	}
+	brief, err := List(true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	i = slices.IndexFunc(brief, func(l Listing) bool { return l.Addr == addr(13) })
+	if i < 0 || len(brief[i].Processes) != 2 {
+		t.Fatalf("%+v", brief)
+	}
+	for _, p := range brief[i].Processes {
+		if string(p.Status) != fmt.Sprint(p.Slot) {
+			t.Errorf("in brief: %+v, %s", p, p.Status)
 		}
 	}
 }

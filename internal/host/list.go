@@ -7,6 +7,8 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
+	"time"
 )
 
 // Listing is one device: its processes, those of this user alone.
@@ -22,11 +24,14 @@ type Process struct {
 	PID    int
 	Owner  bool // packets from outside come to it
 	Status json.RawMessage
+
+	name string // of its socket; empty: it has just gone
 }
 
 // List returns the devices of this user that are open in this network namespace,
-// by address. A device with several addresses is listed by the first.
-func List() ([]Listing, error) {
+// by address. A device with several addresses is listed by the first. Processes
+// are asked for totals alone if brief is set.
+func List(brief bool) ([]Listing, error) {
 	all, err := names()
 	if err != nil {
 		return nil, err
@@ -50,11 +55,38 @@ func List() ([]Listing, error) {
 			return nil, err
 		}
 	}
+	askAll(list, brief)
 	return list, nil
 }
 
-// processes asks all processes what they are doing. Their names tell the address
-// that the device is known by.
+// listTime is how long all processes together have to answer. One that is stopped
+// does not, and keeps nobody waiting for longer.
+const listTime = 2 * time.Second
+
+// askAll asks all processes what they are doing, at once, and only for totals if
+// brief is set.
+func askAll(list []Listing, brief bool) {
+	deadline := time.Now().Add(listTime)
+	var wg sync.WaitGroup
+	places := make(chan struct{}, 64) // descriptors are few
+	for i := range list {
+		for k := range list[i].Processes {
+			p := &list[i].Processes[k]
+			if p.name == "" {
+				continue
+			}
+			wg.Go(func() {
+				places <- struct{}{}
+				defer func() { <-places }()
+				p.Status, _ = status(p.name, brief, deadline) // it may have gone meanwhile
+			})
+		}
+	}
+	wg.Wait()
+}
+
+// processes lists the processes of a device. Their names tell the address that it
+// is known by.
 func (d *directory) processes(names []string) []Process {
 	var list []Process
 	for i := range d.process {
@@ -65,21 +97,21 @@ func (d *directory) processes(names []string) []Process {
 		p := Process{Slot: i, PID: int(e.pid.Load()), Owner: int(d.owner.Load()) == i}
 		suffix := processSuffix(e.pid.Load(), e.nonce.Load())
 		if k := slices.IndexFunc(names, func(n string) bool { return strings.HasSuffix(n, suffix) }); k >= 0 {
-			p.Status, _ = status(names[k]) // it may have gone meanwhile
+			p.name = names[k]
 		}
 		list = append(list, p)
 	}
 	return list
 }
 
-func status(name string) (json.RawMessage, error) {
+func status(name string, brief bool, deadline time.Time) (json.RawMessage, error) {
 	c, err := dial(name)
 	if err != nil {
 		return nil, err
 	}
 	defer c.Close() //nolint:errcheck // nothing is lost with it
-	if err := send(c, &request{Op: opStatus, Protocol: protocol}, -1); err != nil {
+	if err := send(c, &request{Op: opStatus, Protocol: protocol, Brief: brief}, -1); err != nil {
 		return nil, err
 	}
-	return receiveLong(c)
+	return receiveLong(c, deadline)
 }

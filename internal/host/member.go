@@ -31,7 +31,7 @@ type Config struct {
 	// Alone wants nobody else at the addresses.
 	Alone bool
 	// Limits are those of the device, if this process is the first.
-	Limits [NumObjects]uint32
+	Limits [NumObjects]uint64
 
 	// Become makes this process the one that packets from outside reach. It is
 	// called before Join returns, or later by a goroutine of the member's.
@@ -43,8 +43,20 @@ type Config struct {
 	// to this one: of the device at an address, and its number there. It may be
 	// called before Join returns, and must not wait for that.
 	Channel func(c *net.UnixConn, from netip.Addr, process int)
-	// Status tells what this process is doing, as something for encoding/json.
-	Status func() any
+	// Status tells what this process is doing, as something for encoding/json;
+	// only totals if brief is set.
+	Status func(brief bool) any
+	// Memory returns a memory file that this process shares, by its token, and how
+	// many bytes of it. The descriptor is the caller's to close.
+	Memory func(token string) (fd int, length uint64, err error)
+	// Segment, if set, returns a descriptor of a part of this process's memory that
+	// others may read. It is closed when it has been passed on.
+	Segment func(id uint64) (fd int, err error)
+	// Trouble, if set, tells that the owner has gone and this process cannot take
+	// its place nor join another, and why; nil, that it has now. An error that is
+	// ESTALE is final: the device is another one now. A goroutine of the member's
+	// calls it.
+	Trouble func(err error)
 }
 
 // Member is this process's place in a device.
@@ -60,6 +72,9 @@ type Member struct {
 	conn  *net.UnixConn // to the owner, if it is another
 	gone  chan struct{} // closed when conn has ended
 	ready chan struct{} // closed while owner or conn is set
+	stale error         // set when the device is another one
+
+	orphan chan struct{} // closed with stale
 
 	asking  sync.Mutex // held by who waits for a reply
 	replies chan reply
@@ -72,12 +87,16 @@ type Member struct {
 const (
 	joinTime  = 5 * time.Second
 	retry     = 10 * time.Millisecond
-	dialTries = 20
+	slowRetry = 100 * time.Millisecond
+	// troubleTime is how long a take-over may fail before that is said: the port of
+	// an owner that was killed may be free a moment later.
+	troubleTime = time.Second
+	dialTries   = 20
 )
 
 // Join makes this process one of the device's.
 func Join(cfg Config) (*Member, error) {
-	m := &Member{cfg: cfg, nonce: random(), replies: make(chan reply, 1), stop: make(chan struct{}), ready: make(chan struct{})}
+	m := &Member{cfg: cfg, nonce: random(), replies: make(chan reply, 1), stop: make(chan struct{}), ready: make(chan struct{}), orphan: make(chan struct{})}
 	for deadline := time.Now().Add(joinTime); ; time.Sleep(retry) {
 		again, err := m.tryJoin()
 		if err == nil {
@@ -100,7 +119,7 @@ func Join(cfg Config) (*Member, error) {
 // before the name was there, a newcomer may have founded another device
 // meanwhile: then everything begins again.
 func (m *Member) announce() (again bool, err error) {
-	m.proc, err = startProcess(processName(m.cfg.Addrs[0], uint32(os.Getpid()), m.nonce), m.cfg.Channel, m.cfg.Status)
+	m.proc, err = startProcess(processName(m.cfg.Addrs[0], uint32(os.Getpid()), m.nonce), &m.cfg)
 	if err == nil && m.conn != nil {
 		again = true
 		if err = m.rejoin(m.conn); err != nil {
@@ -268,42 +287,74 @@ func (m *Member) read(c *net.UnixConn) {
 }
 
 // takeOver becomes the owner or joins the new one. It gives up when the member
-// is closed.
+// is closed, or the device is another one now.
 func (m *Member) takeOver() bool {
-	for wait := time.Duration(0); ; wait = retry {
+	begin, told := time.Now(), false
+	for wait := time.Duration(0); ; {
 		select {
 		case <-m.stop:
 			return false
 		case <-time.After(wait):
 		}
-		if m.tryTakeOver() {
+		select {
+		case <-m.stop: // also if the time was up as well: it was this process that has gone
+			return false
+		default:
+		}
+		err := m.tryTakeOver()
+		switch late := time.Since(begin) > troubleTime; {
+		case err == nil:
+			if told {
+				m.trouble(nil)
+			}
 			return true
+		case errors.Is(err, syscall.ESTALE):
+			m.mu.Lock()
+			m.stale = err
+			m.mu.Unlock()
+			close(m.orphan)
+			m.trouble(err)
+			return false
+		case late && !told:
+			told = true
+			m.trouble(err)
+			fallthrough
+		case late:
+			wait = slowRetry
+		default:
+			wait = retry
 		}
 	}
 }
 
-func (m *Member) tryTakeOver() bool {
+func (m *Member) trouble(err error) {
+	if m.cfg.Trouble != nil {
+		m.cfg.Trouble(err)
+	}
+}
+
+func (m *Member) tryTakeOver() error {
 	names, err := listenAll(m.cfg.Addrs)
 	if err == nil {
 		if err := m.cfg.Become(); err != nil {
-			closeAll(names) // the port may be free a moment later
-			return false
+			closeAll(names) // for others to try
+			return err
 		}
 		o := &owner{dir: m.dir, addrs: m.cfg.Addrs, names: names}
 		o.start(m.slot, true)
 		m.setOwner(o, nil)
-		return true
+		return nil
 	}
 	c, err := dial(ownerName(m.cfg.Addrs[0]))
 	if err != nil {
-		return false
+		return err
 	}
-	if m.rejoin(c) != nil {
-		_ = c.Close()
-		return false
+	if err := m.rejoin(c); err != nil {
+		_ = c.Close() // the first error says more
+		return err
 	}
 	m.setOwner(nil, c)
-	return true
+	return nil
 }
 
 // ID tells devices apart, also those that follow each other at one address.
@@ -329,13 +380,13 @@ func (m *Member) Find(qpn uint32) (process int, ok bool) { return m.dir.findQP(q
 // Set tells how many objects of a kind this process has; Over reports whether all
 // processes together have more than the device's limit. Who wants one more sets
 // first and asks then: of two that want the last one, at most one gets it.
-func (m *Member) Set(o Object, n int) { m.dir.process[m.slot].count[o].Store(uint32(n)) }
+func (m *Member) Set(o Object, n int) { m.dir.process[m.slot].count[o].Store(uint64(n)) }
 
 // Limit is how many objects of a kind all processes together may have.
 func (m *Member) Limit(o Object) int { return int(m.dir.limits[o]) }
 
 // Over is explained at Set.
-func (m *Member) Over(o Object) bool { return m.dir.total(o) > uint64(m.dir.limits[o]) }
+func (m *Member) Over(o Object) bool { return m.dir.total(o) > m.dir.limits[o] }
 
 // Lease gets another range of slots for numbers: range r is
 // r<<RangeBits and the following.
@@ -360,6 +411,8 @@ func (m *Member) Lease() (r uint32, err error) {
 			time.Sleep(retry)
 		case <-m.stop:
 			return 0, net.ErrClosed
+		case <-m.orphan:
+			return 0, m.stale
 		case <-time.After(time.Until(deadline)):
 		}
 	}

@@ -35,6 +35,8 @@ const (
 const (
 	opChannel = "channel" // hand the connection over
 	opStatus  = "status"  // tell what it is doing
+	opMemory  = "memory"  // pass on a memory file
+	opSegment = "segment" // pass a part of its memory
 )
 
 type request struct {
@@ -43,8 +45,11 @@ type request struct {
 	Addrs    []netip.Addr `json:"addrs,omitempty"` // join: all addresses of the device; channel: who asks
 	PID      int          `json:"pid,omitempty"`
 	Nonce    uint64       `json:"nonce,omitempty"`
-	Slot     int          `json:"slot,omitempty"` // rejoin, channel
-	ID       [2]uint64    `json:"id,omitempty"`   // rejoin: of the directory
+	Slot     int          `json:"slot,omitempty"`  // rejoin, channel
+	ID       [2]uint64    `json:"id,omitempty"`    // rejoin: of the directory
+	Token    string       `json:"token,omitempty"` // memory: which
+	Brief    bool         `json:"brief,omitempty"` // status: totals, no lists
+	Segment  uint64       `json:"segment,omitempty"`
 }
 
 type reply struct {
@@ -52,6 +57,8 @@ type reply struct {
 	Err   string        `json:"err,omitempty"`
 	Slot  int           `json:"slot"`
 	Range uint32        `json:"range"`
+
+	Length uint64 `json:"length,omitempty"` // memory: bytes
 }
 
 // refusal is an error that the other side has told.

@@ -10,13 +10,15 @@ import (
 	"net"
 	"net/netip"
 	"sync"
+	"syscall"
 	"time"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 type process struct {
 	listener *net.UnixListener
-	channel  func(c *net.UnixConn, from netip.Addr, slot int)
-	status   func() any
+	cfg      *Config
 
 	mu    sync.Mutex // guards conns
 	conns map[*net.UnixConn]bool
@@ -24,12 +26,12 @@ type process struct {
 	wg sync.WaitGroup
 }
 
-func startProcess(name string, channel func(*net.UnixConn, netip.Addr, int), status func() any) (*process, error) {
+func startProcess(name string, cfg *Config) (*process, error) {
 	l, err := listen(name)
 	if err != nil {
 		return nil, err
 	}
-	p := &process{listener: l, channel: channel, status: status, conns: make(map[*net.UnixConn]bool)}
+	p := &process{listener: l, cfg: cfg, conns: make(map[*net.UnixConn]bool)}
 	p.wg.Go(p.serve)
 	return p, nil
 }
@@ -71,18 +73,60 @@ func (p *process) answer(c *net.UnixConn) bool {
 		return false
 	}
 	switch {
-	case q.Op == opChannel && p.channel != nil && len(q.Addrs) == 1:
+	case q.Op == opChannel && p.cfg.Channel != nil && len(q.Addrs) == 1:
 		if send(c, &reply{}, -1) != nil {
 			return false
 		}
-		p.channel(c, q.Addrs[0], q.Slot)
+		p.cfg.Channel(c, q.Addrs[0], q.Slot)
 		return true
-	case q.Op == opStatus && p.status != nil:
-		if b, err := json.Marshal(p.status()); err == nil {
+	case q.Op == opMemory && p.cfg.Memory != nil:
+		p.passMemory(c, q.Token)
+	case q.Op == opSegment && p.cfg.Segment != nil:
+		p.passSegment(c, q.Segment)
+	case q.Op == opStatus && p.cfg.Status != nil:
+		if b, err := json.Marshal(p.cfg.Status(q.Brief)); err == nil {
 			_ = sendLong(c, b) // who asked may have gone
 		}
 	}
 	return false
+}
+
+// passSegment passes a part of this process's memory to one of the same user.
+func (p *process) passSegment(c *net.UnixConn, id uint64) {
+	fd, err := p.cfg.Segment(id)
+	if err != nil {
+		_ = send(c, &reply{Errno: syscall.ENOENT, Err: err.Error()}, -1) // who asked may have gone
+		return
+	}
+	_ = send(c, &reply{}, fd) // likewise
+	_ = sys.CloseFD(fd)       // it was open: it cannot fail
+}
+
+// Segment gets a descriptor of a part of another process's memory.
+func (m *Member) Segment(process int, id uint64) (fd int, err error) {
+	return m.askSegment(m.dir, process, id)
+}
+
+// Segment gets a descriptor of a part of a process's memory.
+func (d *Directory) Segment(process int, id uint64) (fd int, err error) {
+	return d.me.askSegment(d.dir, process, id)
+}
+
+func (m *Member) askSegment(d *directory, process int, id uint64) (int, error) {
+	if process < 0 || process >= MaxProcesses || d.process[process].state.Load() != processAlive {
+		return -1, syscall.ESRCH
+	}
+	e := &d.process[process]
+	c, err := dial(processName(d.first(), e.pid.Load(), e.nonce.Load()))
+	if err != nil {
+		return -1, err
+	}
+	defer c.Close() //nolint:errcheck // nothing is lost with it
+	_, fd, err := ask(c, &request{Op: opSegment, Segment: id})
+	if err == nil && fd < 0 {
+		err = errors.New("a segment without a descriptor")
+	}
+	return fd, err
 }
 
 // sendLong sends what may be longer than a packet; the end of the connection is
@@ -101,13 +145,13 @@ func sendLong(c *net.UnixConn, b []byte) error {
 	return nil
 }
 
-func receiveLong(c *net.UnixConn) ([]byte, error) {
+func receiveLong(c *net.UnixConn, deadline time.Time) ([]byte, error) {
 	var all []byte
 	b := make([]byte, maxMessage)
+	if err := c.SetReadDeadline(deadline); err != nil {
+		return nil, err
+	}
 	for {
-		if err := c.SetReadDeadline(time.Now().Add(replyTime)); err != nil {
-			return nil, err
-		}
 		n, err := c.Read(b)
 		all = append(all, b[:n]...)
 		if errors.Is(err, io.EOF) || err == nil && n == 0 {

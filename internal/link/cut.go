@@ -142,3 +142,9 @@ func seal(b []byte, start int, ps *wire.Pseudo, id uint16) []byte {
 	p := b[start:]
 	return ps.Start(id, len(p)+wire.ICRCLen).Header(p).Append(b)
 }
+
+// sealTwice is seal for a FLUSH to Linux's own device: see [wire.CRC.Twice].
+func sealTwice(b []byte, start int, ps *wire.Pseudo, id uint16) []byte {
+	p := b[start:]
+	return ps.Start(id, len(p)+wire.ICRCLen).Header(p).Twice(p).Append(b)
+}

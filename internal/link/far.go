@@ -9,13 +9,13 @@ package link
 // A request may also be given up: its queue pair fails or is closed, its region is
 // closed, and the memory is the application's again, while the record still lies
 // in the ring of a process that is slow. So every record carries a ticket, the
-// value of a word of the sender's that changes before any such thing; the word is
-// fetched with the payload, before it and behind it, and the train counts only if
-// both still have that value.
+// value of a word of the sender's that changes before any such thing. It lies in
+// memory that the receiver has mapped; it looks there before it fetches and when it
+// has, and the train counts only if the word still has that value.
 
 import (
-	"encoding/binary"
 	"sync"
+	"sync/atomic"
 
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/shm"
@@ -30,6 +30,8 @@ const (
 	// farTail is how many of the last bytes go in the record: they are stored
 	// last, in one piece, for those who watch the end of a message.
 	farTail = 64
+	// farBytes is how much the record says before the runs.
+	farBytes = 3*8 + 4
 	// maxFarRuns is how many pieces the memory may be made of.
 	maxFarRuns = 32
 )
@@ -74,15 +76,20 @@ func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done boo
 	if len(runs) > maxFarRuns {
 		return false, nil
 	}
-	b, err := s.reserve(c, recFar, trainBytes+20+16*len(runs)+farTail, t)
+	b, err := s.reserve(c, recFar, trainBytes+farBytes+16*len(runs)+farTail, t)
 	if b == nil {
 		return true, err
 	}
 	defer c.End()
 	packTrain(b, t, f.src, f.dst)
 	p := packer{b[trainBytes:]}
-	p.u64(addrOfWord(s.ticket))
 	p.u64(t.Ticket) // from before the memory was looked at
+	var segment, at uint64
+	if len(runs) == 1 {
+		segment, at = mem.SegmentOf(runs[0])
+	}
+	p.u64(segment)
+	p.u64(at)
 	p.u32(uint32(len(runs)))
 	for _, r := range runs {
 		p.u64(addrOf(r))
@@ -101,21 +108,21 @@ type farSource struct {
 	ranges [maxFarRuns]shm.Range
 	n      int
 	copier shm.Copier
-	part   [maxFarRuns + 2]shm.Range
-	dst    [3][]byte
-	at     shm.Range // the ticket
-	want   uint64
-	before [8]byte
-	after  [8]byte
+	part   [maxFarRuns]shm.Range
+	dst    [1][]byte
+	want   uint64        // the ticket
+	fence  atomic.Uint32 // see Still
+	direct []byte        // the payload, if it is mapped here
 }
 
 // unpackFar reads where the payload of a train lies.
-func (r *farSource) unpackFar(c *shm.Channel, t *train.Train, b []byte) bool {
-	if len(b) < 20 || t.Len < farMin {
+func (r *farSource) unpackFar(s *Shared, c *shm.Channel, t *train.Train, b []byte) bool {
+	if len(b) < farBytes || t.Len < farMin {
 		return false
 	}
 	p := unpacker{b}
-	r.at, r.want = shm.Range{Addr: p.u64(), Len: 8}, p.u64()
+	r.want = p.u64()
+	segment, at := p.u64(), p.u64()
 	n := p.u32()
 	if n < 1 || n > maxFarRuns || len(p.b) != int(n)*16+farTail {
 		return false
@@ -132,13 +139,35 @@ func (r *farSource) unpackFar(c *shm.Channel, t *train.Train, b []byte) bool {
 	if left != 0 {
 		return false
 	}
-	r.c, r.n = c, int(n)
+	r.c, r.n, r.direct = c, int(n), nil
+	if segment != 0 {
+		if m := s.findSegment(c, segment); at <= uint64(len(m)) && uint64(t.Len) <= uint64(len(m))-at {
+			r.direct = m[at:][:t.Len]
+		}
+	}
 	return true
+}
+
+// Mapped implements mem.Far.
+func (r *farSource) Mapped(off, n uint64) []byte {
+	if r.direct == nil || r.c.PeerTicket() != r.want {
+		return nil
+	}
+	return r.direct[off:][:n]
+}
+
+// Still implements mem.Far.
+func (r *farSource) Still() bool {
+	r.fence.Add(1) // what was read was read before the ticket is: not every processor orders two loads
+	return r.c.PeerTicket() == r.want
 }
 
 // ReadFar implements mem.Far.
 func (r *farSource) ReadFar(b []byte, off uint64) (ok, own bool) {
-	part, left := append(r.part[:0], r.at), len(b)
+	if r.c.PeerTicket() != r.want {
+		return false, false
+	}
+	part, left := r.part[:0], len(b)
 	for _, s := range r.ranges[:r.n] {
 		if off >= uint64(s.Len) {
 			off -= uint64(s.Len)
@@ -150,19 +179,41 @@ func (r *farSource) ReadFar(b []byte, off uint64) (ok, own bool) {
 		}
 		off = 0
 	}
-	part = append(part, r.at)
-	r.dst = [3][]byte{r.before[:], b, r.after[:]}
+	r.dst[0] = b
 	n, err := r.c.CopyFrom(&r.copier, r.dst[:], part)
-	r.dst[1] = nil
-	if err != nil || left != 0 || n != len(b)+16 {
+	r.dst[0] = nil
+	if err != nil || left != 0 || n != len(b) {
 		return false, err == shm.ErrOwnMemory
 	}
-	return binary.NativeEndian.Uint64(r.before[:]) == r.want && binary.NativeEndian.Uint64(r.after[:]) == r.want, false
+	return r.Still(), false
+}
+
+// tickets are what GiveUpFetches counts up.
+type tickets struct {
+	now atomic.Uint64 // what Ticket returns
+
+	mu     sync.Mutex     // guards what follows
+	shown  *atomic.Uint64 // the same, where other processes see it
+	closed bool           // shown is not there any more
 }
 
 // Ticket is for trains that are about to be sent: see Train.Ticket.
-func (s *Shared) Ticket() uint64 { return s.ticket.Load() }
+func (s *Shared) Ticket() uint64 { return s.tickets.now.Load() }
 
 // GiveUpFetches makes other processes drop what they have not fetched yet. It is
 // called before the memory of requests is given back.
-func (s *Shared) GiveUpFetches() { s.ticket.Add(1) }
+func (s *Shared) GiveUpFetches() {
+	k := &s.tickets
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if !k.closed {
+		// What is sent in between carries the old one, and is sent again.
+		k.now.Store(k.shown.Add(1))
+	}
+}
+
+func (k *tickets) close() {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.closed = true
+}

@@ -93,7 +93,7 @@ func (u *UDP) LeaveGroup(group netip.Addr) error {
 	r.mu.Unlock()
 	var errs []error
 	for _, s := range socks {
-		errs = append(errs, s.Close())
+		errs = append(errs, s.LeaveGroup(), s.Close())
 	}
 	return errors.Join(errs...)
 }

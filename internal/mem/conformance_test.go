@@ -18,12 +18,14 @@ func TestConformance(t *testing.T) {
 	memtest.Run(t, memtest.Constructor{Name: "mmap", New: mmapMemory})
 	memtest.Run(t, memtest.Constructor{Name: "memfd", New: memfdMemory})
 	memtest.Run(t, memtest.Constructor{Name: "scattered", New: scatteredMemory})
+	memtest.Run(t, memtest.Constructor{Name: "allocated", New: allocatedMemory})
 }
 
 // Windows on all of them pass it too.
 func TestConformanceOfWindows(t *testing.T) {
 	memtest.Run(t, memtest.Constructor{Name: "type 1/heap", New: heapMemory, Window: ib.MWType1})
 	memtest.Run(t, memtest.Constructor{Name: "type 2/mmap", New: mmapMemory, Window: ib.MWType2})
+	memtest.Run(t, memtest.Constructor{Name: "type 2/allocated", New: allocatedMemory, Window: ib.MWType2})
 	memtest.Run(t, memtest.Constructor{Name: "type 2/scattered", New: scatteredMemory, Window: ib.MWType2})
 }
 
@@ -41,6 +43,20 @@ func scatteredMemory(tb testing.TB, n uint64, access ib.Access) memtest.Memory {
 	m := heapMemory(tb, n, access)
 	m.Backing = scattered{m.Backing}
 	return m
+}
+
+// allocatedMemory is the library's, seen through a mapping of the test's own.
+func allocatedMemory(tb testing.TB, n uint64, access ib.Access) memtest.Memory {
+	a, err := mem.NewAlloc(n, access, ib.LockAuto)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	fd, off, ok := a.Shared()
+	if !ok || off != 0 {
+		tb.Fatalf("at %d, shared: %v", off, ok)
+	}
+	b := mmap(tb, fd, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	return memtest.Memory{Backing: a, Bytes: b, Free: func() { unix.Munmap(b) }}
 }
 
 func heapMemory(tb testing.TB, n uint64, access ib.Access) memtest.Memory {

@@ -202,3 +202,65 @@ func TestPersistentRefused(t *testing.T) {
 	}
 	_ = h.Close()
 }
+
+// placed is memory that remembers what it was asked to bring to storage.
+type placed struct {
+	*mem.Host
+	off, n uint64
+}
+
+func (*placed) Durable() bool { return true }
+
+func (p *placed) Persist(off, n uint64) error {
+	p.off, p.n = off, n
+	return nil
+}
+
+// A FLUSH through a window is about the window's part of the memory, and needs a
+// right that the region has too.
+func TestFlushThroughWindow(t *testing.T) {
+	table := mem.NewTable(mem.TableConfig{})
+	p := &placed{Host: host(t, 8192)}
+	r, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite | ib.AccessMWBind | ib.AccessFlush, IOVA: 0x10000, Length: 8192, Backing: p})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	w, err := table.AllocWindow(1, ib.MWType1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	bind := ib.MWBind{MW: w.Key(), RKey: w.NextKey(), LKey: r.Key(), Addr: 0x10000 + 1000, Length: 500, Access: ib.AccessFlushPersistent}
+	if f := table.Bind(&bind, true, who); !f.OK() {
+		t.Fatal(f)
+	}
+	for _, c := range []struct {
+		name       string
+		f          mem.FlushRange
+		kind       mem.FaultKind
+		start, len uint64
+	}{
+		{"a range", mem.FlushRange{Addr: 0x10000 + 1100, Len: 50}, mem.FaultNone, 1100, 50},
+		{"all", mem.FlushRange{Whole: true}, mem.FaultNone, 1000, 500},
+		{"beyond", mem.FlushRange{Addr: 0x10000 + 1400, Len: 101}, mem.FaultBounds, 0, 0},
+	} {
+		*p = placed{Host: p.Host}
+		c.f.Key, c.f.Acc = w.Key(), ib.AccessFlushPersistent
+		if f := table.Persist(c.f, who); f.Kind != c.kind || p.off != c.start || p.n != c.len {
+			t.Errorf("%s: %v, %d bytes at %d", c.name, f, p.n, p.off)
+		}
+	}
+	if f := table.Flush(mem.FlushRange{Key: w.Key(), Addr: 0x10000 + 1100, Len: 8, Acc: ib.AccessFlushGlobal}, who); f.Kind != mem.FaultAccess {
+		t.Errorf("a right that the window does not grant: %v", f)
+	}
+	plain, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessMWBind, Length: 100, Backing: host(t, 100)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer plain.Close()
+	bind = ib.MWBind{MW: w.Key(), RKey: w.NextKey(), LKey: plain.Key(), Length: 100, Access: ib.AccessFlushGlobal}
+	if f := table.Bind(&bind, true, who); f.Kind != mem.FaultAccess {
+		t.Errorf("a right that the region does not grant: %v", f)
+	}
+}

@@ -26,6 +26,7 @@ type Config struct {
 	Window int
 	NoGSO  bool
 	NoGRO  bool
+	DMSize int64 // bytes of device memory; 0: VERBENA_DM_SIZE, or the default; negative: none
 }
 
 // Limits lower a device's limits; zero fields keep the default.
@@ -52,6 +53,7 @@ type Device interface {
 	CreateChannel() (Channel, error)
 	CreateCQ(entries int, ch Channel) (CQ, error)
 	OpenXRCD(XRCDConfig) (XRCD, error)
+	AllocDM(DMConfig) (DM, error)
 	Close() error
 }
 
@@ -66,9 +68,13 @@ type PD interface {
 	RegMR(buf []byte, access ib.Access) (MR, error)
 	RegMRAddr(addr uintptr, length uint64, iova uint64, access ib.Access) (MR, error)
 	RegImplicitMR(access ib.Access) (MR, error)
+	RegDMMR(dm DM, off, length uint64, access ib.Access) (MR, error)
 	// Advise prefetches; with flush it returns when that is done.
 	Advise(advice ib.Advice, flush bool, sgl []ib.SGE) error
+	AllocMR(length uint64, access ib.Access) (MR, error)
+	OpenSharedMR(handle string, access ib.Access) (MR, error)
 	AllocMW(ib.MWType) (MW, error)
+	CreateMKey(pieces int) (MKey, error)
 	CreateQP(QPConfig) (QP, error)
 	CreateSRQ(SRQConfig) (SRQ, error)
 	CreateAH(ib.AHAttr) (*ib.AH, error)
@@ -85,6 +91,8 @@ type MR interface {
 	Access() ib.Access
 	Locked() (bool, string) // whether its pages are locked, and if not, why
 	Rereg(MRChange) error   // fails with an *ib.ReregError
+	Bytes() []byte          // the memory, if the library has allocated it
+	Share() (handle string, err error)
 	Close() error
 }
 
@@ -94,6 +102,8 @@ type MRChange struct {
 	Range  *MRRange // new memory by address
 	PD     PD
 	Access *ib.Access
+
+	KeepKeys bool // if the memory stays: as C programs expect it
 }
 
 // MRRange is memory by address.
@@ -103,10 +113,37 @@ type MRRange struct {
 	IOVA   uint64 // its address in requests
 }
 
+// DMConfig says what device memory is wanted.
+type DMConfig struct {
+	Length   uint64
+	LogAlign int
+	Class    ib.DMClass
+	Export   bool // Export may be called
+}
+
+// DM is a buffer of device memory.
+type DM interface {
+	Length() uint64
+	Class() ib.DMClass
+	WriteAt(b []byte, off int64) (int, error)
+	ReadAt(b []byte, off int64) (int, error)
+	Bytes() ([]byte, error) // coherent: the buffer itself
+	// Export returns a file, which is the caller's, that shows the buffer from off
+	// on.
+	Export() (f *os.File, off int64, err error)
+	Close() error
+}
+
 // MW is a memory window.
 type MW interface {
 	Type() ib.MWType
 	RKey() uint32
+	Close() error
+}
+
+// MKey is an indirect memory key.
+type MKey interface {
+	Key() uint32 // local and remote
 	Close() error
 }
 

@@ -385,5 +385,6 @@ func (q *QP) flushSend() {
 		q.sq.head++
 		q.completeFailed(w, ib.WCWRFlushErr, 0)
 	}
+	q.sq.pieces.clear()
 	q.req.cur = q.sq.tail
 }

@@ -38,12 +38,13 @@ type record struct {
 }
 
 const (
-	opTrain = iota // a train arrives
-	opSend         // a request is posted
-	opRecv         // a receive is posted
-	opPull         // the queue pair sends
-	opTick         // time passes
-	opSync         // storage does its work
+	opTrain  = iota // a train arrives
+	opSend          // a request is posted
+	opRecv          // a receive is posted
+	opPull          // the queue pair sends
+	opTick          // time passes
+	opSync          // storage does its work
+	opAbsent        // memory has to be fetched first
 	numOps
 )
 
@@ -174,17 +175,18 @@ func (v *victim) guard(t *testing.T, s setup) {
 		t.Fatal(err)
 	}
 	storage := &disk{Host: host, buf: inner, stored: make([]byte, s.memory)}
+	lazily := newLazy(storage)
 	v.table = mem.NewTable(mem.TableConfig{MaxRegions: 64, Seed: 202})
 	v.q.Table = v.table
 	r, err := v.table.Register(mem.RegionConfig{PD: testPD, Access: allRights | ib.AccessFlush, IOVA: v.regions["mem"].IOVA(),
-		Length: uint64(s.memory), Backing: storage})
+		Length: uint64(s.memory), Backing: lazily})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if r.Key() != v.regions["mem"].Key() {
 		t.Fatalf("the key is %#x, not %#x", r.Key(), v.regions["mem"].Key())
 	}
-	v.regions["mem"] = &region{Region: r, buf: inner, disk: storage}
+	v.regions["mem"] = &region{Region: r, buf: inner, disk: storage, lazy: lazily}
 	v.private = v.register("private", canary, testPD, ib.AccessLocalWrite|ib.AccessRemoteInvalidate)
 	v.register("other", canary, otherPD, allRights)
 	copy(v.private.buf, untouched)
@@ -226,6 +228,8 @@ func (v *victim) step(t *testing.T, r *record) {
 		for l := range NumLanes {
 			v.work(l)
 		}
+	case opAbsent:
+		memory.lazy.drop(r.VA%victimSize, uint64(r.Len%victimSize))
 	case opPull:
 		v.pull()
 		v.peer.wire = nil
@@ -278,6 +282,7 @@ func FuzzReceive(f *testing.F) {
 		inputs := map[string][]byte{"a": {typ[0]}, "b": {typ[1]}}
 		pull, tick := (&record{Op: opPull}).append(nil), (&record{Op: opTick, PSN: 1e7}).append(nil)
 		tick = (&record{Op: opSync}).append(tick)
+		absent := (&record{Op: opAbsent, Len: victimSize - 1}).append(nil)
 		s := &script{t: f, tap: func(e *end, op any) {
 			in := inputs[e.name]
 			switch op := op.(type) {
@@ -297,6 +302,7 @@ func FuzzReceive(f *testing.F) {
 		datadriven.RunTestFromStringAny(f, string(story), s.run)
 		// b is the victim; the scripts' a plays its part with its own addresses.
 		for _, in := range inputs {
+			f.Add(append(append(bytes.Clone(in[:1]), absent...), in[1:]...))
 			for state := range byte(8) {
 				in := bytes.Clone(in)
 				in[0] += fuzzTypes * state

@@ -162,12 +162,16 @@ func (q *QP) notPresent(f mem.Fault, list []ib.SGE) mem.Fault {
 // ask again from there, and for what follows. Until it does, nothing is answered:
 // an acknowledgement of later requests would tell it that the answer was lost.
 func (q *QP) readAbsent(t *train.Train, f mem.Fault) {
-	r := &q.resp
-	q.fetch(LaneReceive, f, t.Payload.SGEs)
+	r, list, again := &q.resp, t.Payload.SGEs, false
 	for i := range r.n {
-		if j := r.at(i); !t.PSN.Less(j.psn.Add(j.done)) && t.PSN.Less(j.end()) {
-			return // it was asked for again meanwhile, and is not made yet
+		if j := r.at(i); !t.PSN.Less(j.psn) && t.PSN.Less(j.end()) {
+			r.sge[0] = ib.SGE{Addr: j.reth.VA, Length: j.reth.Len, LKey: j.reth.RKey} // all of the READ
+			list, again = r.sge[:], !t.PSN.Less(j.psn.Add(j.done))
 		}
+	}
+	q.fetch(LaneReceive, f, list)
+	if again {
+		return // it was asked for again meanwhile, and is not made yet
 	}
 	r.forget(t.PSN)
 	if r.n == MaxRDAtomic {
@@ -186,6 +190,16 @@ func (a *answers) wentBack(psn wire.PSN) {
 	if a.n > 0 && a.at(0).absent && a.at(0).psn.Less(psn) {
 		a.head = (a.head + 1) % MaxRDAtomic
 		a.n--
+	}
+}
+
+// tellAgain says again what a READ waits for, to a peer that is not past it: that
+// acknowledges what came before.
+func (a *answers) tellAgain() {
+	for i := range a.n {
+		if j := a.at(i); j.absent {
+			j.tell = true
+		}
 	}
 }
 
@@ -214,6 +228,9 @@ func (q *QP) unsend(psn wire.PSN) {
 		w := q.sq.at(i)
 		if !w.started {
 			break
+		}
+		if w.facts().local {
+			continue // it is done, and must not be done twice
 		}
 		w.started = w.first.Less(psn)
 	}

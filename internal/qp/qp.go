@@ -97,6 +97,8 @@ type QP struct {
 
 	slow slowWork
 
+	layout mem.Layout // scratch, to configure an indirect key without allocating
+
 	// Counters count what the queue pair did.
 	Counters Counters
 
@@ -114,6 +116,9 @@ func New(cfg Config) *QP {
 	q.attr.Cap = cfg.Cap
 	return q
 }
+
+// Flow is how the queue pair's packets travel, nil if it is not connected.
+func (q *QP) Flow() *train.Flow { return q.path.Flow }
 
 // Resets counts how often the queue pair was reset.
 func (q *QP) Resets() uint32 { return q.resets }
@@ -244,11 +249,24 @@ func (q *QP) Sent(t *train.Train, now Time) {
 // SendFailed tells that a train's payload could not be read: a request fails
 // here, a READ response becomes a NAK; or they wait, if it has to be fetched.
 func (q *QP) SendFailed(t *train.Train, f mem.Fault, now Time) {
+	q.NotSent(t)
 	if t.Kind == wire.KindReadResponse {
 		q.readFailed(t, f)
 		return
 	}
 	q.requestFailed(t, f, now)
+}
+
+// NotSent tells that a train has not left, because one before it could not be
+// read. It counts for nothing.
+func (q *QP) NotSent(t *train.Train) {
+	c := &q.Counters
+	c[CntTxPackets] -= min(c[CntTxPackets], uint64(t.N))
+	c[CntTxBytes] -= min(c[CntTxBytes], uint64(max(t.Len, 0)))
+	if t.Kind == wire.KindAck {
+		i := ackCounter(t.AETH.Syndrome)
+		c[i] -= min(c[i], 1)
+	}
 }
 
 // complete puts the completion of a receive into its queue.

@@ -198,8 +198,11 @@ func (q *QP) acknowledgeAgain(t *train.Train) {
 	}
 	answered := r.n > 0 && end.Less(r.at(r.n-1).end()) || // by the answer to a later READ
 		r.ack.pending && (!r.ack.syndrome.IsAck() || !r.ack.psn.Less(psn))
-	if t.AckReq && !answered {
+	switch {
+	case t.AckReq && !answered:
 		r.acknowledge(psn)
+	case t.AckReq:
+		r.tellAgain()
 	}
 }
 
@@ -286,16 +289,22 @@ func (q *QP) pullResponse(t *train.Train) bool {
 	}
 	t.Kind, t.PSN, t.N, t.Start, t.End = wire.KindAck, psn, 1, true, true
 	t.AETH = wire.AETH{Syndrome: s, MSN: r.msn}
+	if s.IsAck() {
+		t.PSN = r.epsn.Add(-1) // more may have come since it was asked for
+	}
+	q.Counters.add(ackCounter(s), 1)
+	return true
+}
+
+// ackCounter counts acknowledgements by what they say.
+func ackCounter(s wire.Syndrome) Counter {
 	switch {
 	case s.IsAck():
-		t.PSN = r.epsn.Add(-1) // more may have come since it was asked for
-		q.Counters.add(CntAcksSent, 1)
+		return CntAcksSent
 	case s.IsRNR():
-		q.Counters.add(CntRNRNaksSent, 1)
-	default:
-		q.Counters.add(CntNaksSent, 1)
+		return CntRNRNaksSent
 	}
-	return true
+	return CntNaksSent
 }
 
 // pullJob makes the next train of a READ's or atomic's answer.

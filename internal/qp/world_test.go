@@ -49,6 +49,7 @@ type world struct {
 	log      func(format string, args ...any)
 	seen     func(e *end, t *train.Train) // what is put on a wire
 	tap      func(e *end, op any)         // if set: what is delivered
+	failed   func(e *end, t *train.Train) // if set: what could not be read when it arrived
 }
 
 // end is one side: a queue pair with all that it needs.
@@ -65,6 +66,7 @@ type end struct {
 	recv    *queue.Recv
 	regions map[string]*region
 	windows map[string]*mem.Window
+	mkeys   map[string]*mem.MKey
 	srqs    map[uint32]*SharedQueue
 	wire    []*train.Train // on the way to this end
 	credits *Credits
@@ -144,7 +146,7 @@ func orDefault[T comparable](v, def T) T {
 
 // newEnd makes an end with its queue pair in RESET.
 func (w *world) newEnd(name string, s setup) *end {
-	e := &end{w: w, name: name, lazy: w.lazy, regions: map[string]*region{}, windows: map[string]*mem.Window{}, srqs: map[uint32]*SharedQueue{}, state: ib.QPReset}
+	e := &end{w: w, name: name, lazy: w.lazy, regions: map[string]*region{}, windows: map[string]*mem.Window{}, mkeys: map[string]*mem.MKey{}, srqs: map[uint32]*SharedQueue{}, state: ib.QPReset}
 	host, seed := byte(1), uint64(101)
 	if name == "b" {
 		host, seed = 2, 202
@@ -433,6 +435,9 @@ func (e *end) receive(t *train.Train) {
 	if f := e.q.Receive(t, e.w.now); !f.OK() {
 		e.w.log("%s link: cannot read the payload of psn=%06x: %v", e.peer.name, t.PSN, f.Kind)
 		e.peer.q.SendFailed(t, f, e.w.now)
+		if e.w.failed != nil {
+			e.w.failed(e, t)
+		}
 	} else if e.w.byRef {
 		e.peer.q.Sent(t, e.w.now)
 	}

@@ -16,6 +16,9 @@ type CQ struct {
 	// completion did not fit. Both are set before the queue is used.
 	OnEvent    func()
 	OnOverflow func()
+	// Clock, if it is set, tells the time that PollTimes returns with each
+	// completion: when it was pushed. It is set before the queue is used.
+	Clock func() int64
 
 	count    atomic.Int64 // entries in the ring; lets an empty poll go without the lock
 	overflow atomic.Bool
@@ -32,6 +35,7 @@ type entry struct {
 	wc    ib.WC
 	freed *atomic.Uint32
 	upto  uint32
+	at    int64
 }
 
 type arming uint8
@@ -65,6 +69,10 @@ func (c *CQ) PushSend(wc *ib.WC, freed *atomic.Uint32, upto uint32) bool {
 }
 
 func (c *CQ) push(wc *ib.WC, solicited bool, freed *atomic.Uint32, upto uint32) bool {
+	at := int64(0)
+	if c.Clock != nil {
+		at = c.Clock()
+	}
 	c.mu.Lock()
 	n := int(c.count.Load())
 	if c.overflow.Load() || n == len(c.ring) {
@@ -75,7 +83,7 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *atomic.Uint32, upto uint32) 
 		}
 		return false
 	}
-	c.ring[wrap(c.head+n, len(c.ring))] = entry{*wc, freed, upto}
+	c.ring[wrap(c.head+n, len(c.ring))] = entry{*wc, freed, upto, at}
 	c.count.Store(int64(n + 1))
 	fire := c.armed == armedNext || c.armed == armedSolicited && (solicited || wc.Status != ib.WCSuccess)
 	if fire {
@@ -89,7 +97,10 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *atomic.Uint32, upto uint32) 
 }
 
 // Poll takes up to len(out) completions.
-func (c *CQ) Poll(out []ib.WC) int {
+func (c *CQ) Poll(out []ib.WC) int { return c.PollTimes(out, nil) }
+
+// PollTimes is Poll; at, if it is not nil, has room for their times.
+func (c *CQ) PollTimes(out []ib.WC, at []int64) int {
 	if c.count.Load() == 0 || len(out) == 0 {
 		return 0
 	}
@@ -99,6 +110,9 @@ func (c *CQ) Poll(out []ib.WC) int {
 	for i := range n {
 		e := &c.ring[c.head]
 		out[i] = e.wc
+		if at != nil {
+			at[i] = e.at
+		}
 		if e.freed != nil {
 			e.freed.Store(e.upto)
 		}

@@ -14,6 +14,7 @@ import (
 //	room     a bit for each slot: the peer has read from the ring to it, and
 //	         there may be room again
 //	nonce    a random number that only this process has at this address
+//	ticket   a number of the owner's own, which its peers can look at
 //
 // pending and sleep share a cache line, which nobody writes while owner and
 // peers are busy with each other: the owner leaves the bits of busy rings set.
@@ -24,6 +25,7 @@ const (
 	sleepAt   = slotWords * 8
 	roomAt    = line
 	nonceAt   = 2 * line
+	ticketAt  = 3 * line
 
 	slotWords = 4
 
@@ -56,6 +58,8 @@ type bell struct {
 	bit           uint64
 	event         *sys.Event
 
+	ticket *atomic.Uint64
+
 	mem  []byte
 	uses atomic.Int32 // ends of rings that may still ring it; the last one closes
 }
@@ -65,7 +69,8 @@ type bell struct {
 func newBell(mem []byte, event *sys.Event, slot int) *bell {
 	index, bit := slotBit(slot)
 	w := wordsOf(mem)
-	b := &bell{pending: w.pending[index], room: w.room[index], sleep: w.sleep, bit: bit, event: event, mem: mem}
+	b := &bell{pending: w.pending[index], room: w.room[index], sleep: w.sleep, bit: bit, event: event,
+		ticket: word(mem, ticketAt), mem: mem}
 	b.uses.Store(2)
 	return b
 }

@@ -120,9 +120,13 @@ func (c *Channel) Reserve(typ byte, n int) (p []byte, ok bool) {
 	}
 }
 
-// Free returns about how many bytes of the ring are free: the room of a record is
+// PeerTicket returns what the peer's Ticket is now. A sink may call it while it is
+// given a record of the channel.
+func (c *Channel) PeerTicket() uint64 { return c.bell.ticket.Load() }
+
+// Has tells whether about n bytes of the ring are free: the room of a record is
 // that of its bytes, and somewhat more. It is called between Begin and End.
-func (c *Channel) Free() int { return c.tx.ring.Free() }
+func (c *Channel) Has(n int) bool { return c.tx.ring.Has(n) }
 
 // Commit makes visible what was reserved since Begin or the latest Commit, and
 // tells the peer.

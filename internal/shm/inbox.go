@@ -294,6 +294,10 @@ func (in *Inbox) pollRoom(s Sink) int {
 	return n
 }
 
+// Ticket is a word of the owner's own, which peers can look at (PeerTicket). It is
+// there until Close.
+func (in *Inbox) Ticket() *atomic.Uint64 { return word(in.mem, ticketAt) }
+
 // Peers returns how many channels there are, those included that are being made.
 func (in *Inbox) Peers() (n int) {
 	in.mu.Lock()

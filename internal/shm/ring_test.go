@@ -415,3 +415,29 @@ func TestRingAllocs(t *testing.T) {
 		t.Errorf("%v allocations a record", n)
 	}
 }
+
+// A writer that leaves part of the ring free (link.Shared does, for who sends again)
+// is told of all room that the reader has given back, whatever it has used before.
+func TestRingHas(t *testing.T) {
+	const size, n = 64 << 10, 3000
+	w, r, _ := newRing(t, size)
+	if !w.Has(size) || w.Has(size+1) {
+		t.Fatal("an empty ring is free as a whole")
+	}
+	for i := range 200 {
+		if !w.Has(size/2 + n) {
+			t.Fatalf("record %d: an empty ring has no room for %d bytes beside half of it", i, n)
+		}
+		if _, ok := w.Reserve(1, n); !ok {
+			t.Fatalf("record %d does not fit", i)
+		}
+		w.Commit()
+		if w.Has(size) {
+			t.Fatalf("record %d takes no room", i)
+		}
+		if _, _, ok := r.Next(); !ok {
+			t.Fatalf("record %d has not come", i)
+		}
+		r.Release()
+	}
+}

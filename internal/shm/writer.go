@@ -103,16 +103,11 @@ func (w *Writer) look() bool {
 	return true
 }
 
-// Free returns how many bytes are free, as far as the reader has told, or 0 if the
-// ring is broken.
-func (w *Writer) Free() int {
-	if free := len(w.data) - int(w.reserved-w.given); 2*free > len(w.data) { // enough for who asks
-		return free
-	}
-	if !w.look() {
-		return 0
-	}
-	return len(w.data) - int(w.reserved-w.given)
+// Has tells whether n bytes are free. It looks at what the reader has given back
+// only if they were not before; a broken ring has none.
+func (w *Writer) Has(n int) bool {
+	free := func() int { return len(w.data) - int(w.reserved-w.given) }
+	return n <= free() || w.look() && n <= free()
 }
 
 // Arm asks the reader to tell when it gives something back. It reports whether

@@ -89,3 +89,15 @@ func (s *UDPSocket) joinGroup(ifindex int) error {
 	return unix.SetsockoptIPv6Mreq(s.fd, unix.IPPROTO_IPV6, unix.IPV6_ADD_MEMBERSHIP,
 		&unix.IPv6Mreq{Multiaddr: group.As16(), Interface: uint32(ifindex)})
 }
+
+// LeaveGroup ends the membership. Closing the socket does so too, but only when
+// nobody waits on it any more.
+func (s *UDPSocket) LeaveGroup() error {
+	group := s.local.Addr()
+	if group.Is4() {
+		return unix.SetsockoptIPMreqn(s.fd, unix.IPPROTO_IP, unix.IP_DROP_MEMBERSHIP,
+			&unix.IPMreqn{Multiaddr: group.As4(), Ifindex: int32(s.joins)})
+	}
+	return unix.SetsockoptIPv6Mreq(s.fd, unix.IPPROTO_IPV6, unix.IPV6_DROP_MEMBERSHIP,
+		&unix.IPv6Mreq{Multiaddr: group.As16(), Interface: uint32(s.joins)})
+}

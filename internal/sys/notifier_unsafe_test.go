@@ -293,19 +293,19 @@ func tempFile(t testing.TB, pages int) int {
 	return int(f.Fd())
 }
 
-const hugePage = 2 << 20
+const hugetlbPage = 2 << 20
 
 // mapHuge maps two huge pages. Where there are none in the pool, root may ask the
 // kernel to make some, for the time of the test.
 func mapHuge(t *testing.T, flags int) (start, end uintptr) {
 	t.Helper()
 	allowHugePages(t)
-	p, err := unix.MmapPtr(-1, 0, nil, 2*hugePage, readWrite, flags|unix.MAP_ANONYMOUS|unix.MAP_HUGETLB|21<<unix.MAP_HUGE_SHIFT)
+	p, err := unix.MmapPtr(-1, 0, nil, 2*hugetlbPage, readWrite, flags|unix.MAP_ANONYMOUS|unix.MAP_HUGETLB|21<<unix.MAP_HUGE_SHIFT)
 	if err != nil {
 		t.Skip("no huge pages of 2 MiB can be had:", err)
 	}
-	t.Cleanup(func() { unix.MunmapPtr(p, 2*hugePage) })
-	return uintptr(p), uintptr(p) + 2*hugePage
+	t.Cleanup(func() { unix.MunmapPtr(p, 2*hugetlbPage) })
+	return uintptr(p), uintptr(p) + 2*hugetlbPage
 }
 
 func allowHugePages(t *testing.T) {

@@ -20,6 +20,7 @@ type UDPSocket struct {
 	gro   bool
 	rcv   int
 	snd   int
+	joins int // index of the interface that it has joined a group on
 }
 
 // UDPOptions are what OpenUDP asks the kernel for.
@@ -108,6 +109,7 @@ func (s *UDPSocket) setup(o UDPOptions) error {
 	}
 
 	if o.join != 0 {
+		s.joins = o.join
 		return s.joinGroup(o.join)
 	}
 	return unix.Bind(s.fd, sockaddr(s.local))

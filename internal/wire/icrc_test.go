@@ -356,3 +356,58 @@ func BenchmarkNewPseudo(b *testing.B) {
 		})
 	}
 }
+
+// TestCheckTwice: a FLUSH is taken with Linux's ICRC too, whatever its id; other
+// packets are not, nor a FLUSH that was damaged. Over IPv4, where 16 bits check,
+// chance may make a few exceptions.
+func TestCheckTwice(t *testing.T) {
+	const tries, chance = 200, 3
+	r, seed := seeded(t)
+	for _, f := range flows {
+		p := NewPseudo(f.src.Addr(), f.dst.Addr(), f.src.Port(), f.dst.Port())
+		wrong := 0
+		want := func(b []byte, expect, id uint16, sound bool) {
+			if got, ok := p.Check(b, expect); ok != sound || ok && got != id {
+				wrong++
+			}
+		}
+		for range tries {
+			b := make([]byte, BTHLen+4+16+ICRCLen)
+			for i := range b {
+				b[i] = byte(r.Uint32())
+			}
+			n := len(b) - ICRCLen
+			id := uint16(r.Uint32())
+			for _, opcode := range []byte{0x1c, 0x0a} {
+				b[0] = opcode
+				p.Start(id, len(b)).Header(b[:n]).Twice(b[:n]).Put(b[n:])
+				flush := opcode == 0x1c
+				want(b, id, id, flush)
+				if !p.v6 {
+					want(b, id+12345, id, flush)
+				}
+				b[n]++
+				want(b, id, id, false)
+			}
+		}
+		if wrong > chance || p.v6 && wrong > 0 {
+			t.Errorf("seed %d: %v → %v: %d checks went wrong", seed, f.src, f.dst, wrong)
+		}
+	}
+}
+
+// TestTables: both ways to compute a CRC give the same.
+func TestTables(t *testing.T) {
+	r, seed := seeded(t)
+	b := make([]byte, 1000)
+	for i := range b {
+		b[i] = byte(r.Uint32())
+	}
+	for n := range 300 {
+		at, crc := r.IntN(len(b)-n), r.Uint32()
+		if got, want := updateTables(crc, b[at:at+n]), crc32.Update(crc, crc32.IEEETable, b[at:at+n]); got != want {
+			t.Fatalf("seed %d: %d bytes: %#x, want %#x", seed, n, got, want)
+		}
+	}
+	t.Logf("tables are used: %v", useTables)
+}

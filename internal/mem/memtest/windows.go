@@ -119,6 +119,9 @@ func (e *env) bind(r *region, access ib.Access, n uint64) mem.Fault {
 
 // Close closes a region of the suite, and what is behind it.
 func (r *region) Close() error {
+	if r.indirect != nil {
+		return r.indirect.close()
+	}
 	if r.window == nil {
 		return r.Region.Close()
 	}

@@ -38,28 +38,55 @@ func deaths() (rows []*testCase) {
 // A process that is killed loses its regions before its queue pairs, so the last
 // word of its device may be a refusal; refusal says whether that may be.
 func alone(i *end, first uint64, n int, refusal bool) error {
-	failed := false
-	for id := first; id < first+uint64(n); id++ {
+	for id := first; n > 0; id, n = id+1, n-1 {
 		wc, err := i.sent(i.qp, patience)
-		if err == nil && wc.Status == verbs.WCSuccess && !failed {
-			continue
+		if err != nil || wc.Status != verbs.WCSuccess {
+			return forsaken(i, wc, err, id, n, refusal)
 		}
-		want := verbs.WCRetryExcErr
-		if failed {
-			want = verbs.WCWRFlushErr
-		}
-		if refusal && !failed && err == nil && wc.Status == verbs.WCRemAccessErr {
-			want = wc.Status
-		}
-		failed = true
+	}
+	return fmt.Errorf("%s: all requests were done, though nobody was there", i.who())
+}
+
+// forsaken checks the first completion that is not a success, which must be the
+// request's with that id, and those of the n-1 requests behind it.
+func forsaken(i *end, wc verbs.WC, err error, id uint64, n int, refusal bool) error {
+	want := verbs.WCRetryExcErr
+	if refusal && err == nil && wc.Status == verbs.WCRemAccessErr {
+		want = wc.Status
+	}
+	for {
 		if err := errors.Join(wantStatus(i.who(), wc, err, want), wantID(i, wc, id)); err != nil {
 			return err
 		}
+		if id, n = id+1, n-1; n == 0 {
+			return wantState(i, verbs.QPErr)
+		}
+		want = verbs.WCWRFlushErr
+		wc, err = i.sent(i.qp, patience)
 	}
-	if !failed {
-		return fmt.Errorf("%s: all requests were done, though nobody was there", i.who())
+}
+
+// busy has the peer go while requests are under way: there are always eight, as
+// long as they are done. It must not hang on how quick the two are.
+func busy(i *end, wr verbs.SendWR, leave func() error, refusal bool) error {
+	if err := post8(i, wr); err != nil {
+		return err
 	}
-	return wantState(i, verbs.QPErr)
+	left := make(chan error, 1)
+	go func() { left <- leave() }()
+	deadline := time.Now().Add(patience)
+	for id := uint64(2); ; id++ {
+		wc, err := i.sent(i.qp, patience)
+		if err == nil && wc.Status == verbs.WCSuccess && time.Now().Before(deadline) {
+			wr.ID = id + 8
+			if err = i.post(wr); err == nil {
+				continue
+			}
+		} else {
+			err = forsaken(i, wc, err, id, 8, refusal)
+		}
+		return errors.Join(err, <-left)
+	}
 }
 
 // acquaint connects, and shows that the connection works.
@@ -107,13 +134,7 @@ func (s *scene) peerClosedBusy() error {
 	if err != nil {
 		return err
 	}
-	if err := post8(i, wr); err != nil {
-		return err
-	}
-	if err := t.destroy(t.qp); err != nil {
-		return err
-	}
-	return alone(i, 2, 8, false)
+	return busy(i, wr, func() error { return t.destroy(t.qp) }, false)
 }
 
 // peerInError: a queue pair in the error state does not answer (IBA 10.3.1).
@@ -148,11 +169,7 @@ func (s *scene) kernelKilledBusy() error {
 	if err != nil {
 		return err
 	}
-	if err := post8(i, wr); err != nil {
-		return err
-	}
-	s.kernel.die()
-	return alone(i, 2, 8, true)
+	return busy(i, wr, func() error { s.kernel.die(); return nil }, true)
 }
 
 // kernelKilledInitiating: the target does not notice, and goes on.

@@ -102,6 +102,7 @@ type violation struct {
 	target verbs.WCStatus // of the receive at the target
 	kernel *deviation     // what the kernel does instead, as a target; docs/interop.md
 	weOnly bool           // user space does not let the kernel do it
+	needs  uint64         // capabilities that not every kernel has
 }
 
 // deviation is how the kernel, as a target, differs.
@@ -111,10 +112,13 @@ func violations() (rows []*testCase) {
 	const size = 4096
 	badKey := func(wr *verbs.SendWR, _ *region) { wr.RKey ^= 0x5a }
 	far := func(wr *verbs.SendWR, r *region) { wr.RemoteAddr = r.addr + uint64(r.size) - 8 }
+	beyond := func(wr *verbs.SendWR, r *region) { wr.RemoteAddr = r.addr + uint64(r.size+7)&^7 }
 	wraps := func(wr *verbs.SendWR, _ *region) { wr.RemoteAddr = ^uint64(0) - 8 }
 	crooked := func(wr *verbs.SendWR, _ *region) { wr.RemoteAddr += 4 }
 	local := verbs.AccessLocalWrite
 	access, invalid, flushed := verbs.WCRemAccessErr, verbs.WCRemInvReqErr, verbs.WCWRFlushErr
+	allButFlush := verbs.AccessRemote
+	persistent := func(wr *verbs.SendWR, _ *region) { wr.FlushType = verbs.FlushGlobal | verbs.FlushPersistent }
 	for _, v := range []violation{
 		{name: "write/key", op: verbs.OpRDMAWrite, change: badKey, want: access, target: flushed},
 		{name: "write/bounds", op: verbs.OpRDMAWrite, change: far, want: access, target: flushed},
@@ -132,6 +136,17 @@ func violations() (rows []*testCase) {
 		{name: "send_inv/key", op: verbs.OpSendInv, change: func(wr *verbs.SendWR, r *region) { wr.InvalidateKey = r.rkey ^ 0x5a }, recv: size,
 			want: access, target: verbs.WCLocAccessErr, kernel: &deviation{verbs.WCSuccess, verbs.WCRemInvReqErr}},
 		{name: "write/queuepair", op: verbs.OpRDMAWrite, qp: verbs.AccessRemoteRead, want: invalid, target: flushed},
+		{name: "atomic_write/key", op: verbs.OpAtomicWrite, needs: kernelAtomicWrite, change: badKey, want: access, target: flushed},
+		{name: "atomic_write/bounds", op: verbs.OpAtomicWrite, needs: kernelAtomicWrite, change: beyond, want: access, target: flushed},
+		{name: "atomic_write/right", op: verbs.OpAtomicWrite, needs: kernelAtomicWrite, access: local | verbs.AccessRemoteRead, want: access, target: flushed},
+		{name: "atomic_write/crooked", op: verbs.OpAtomicWrite, needs: kernelAtomicWrite, change: crooked, want: invalid, target: flushed},
+		{name: "atomic_write/queuepair", op: verbs.OpAtomicWrite, needs: kernelAtomicWrite, qp: verbs.AccessRemoteRead, want: invalid, target: flushed},
+		{name: "flush/key", op: verbs.OpFlush, needs: kernelFlushGlobal, change: badKey, want: access, target: flushed},
+		{name: "flush/bounds", op: verbs.OpFlush, needs: kernelFlushGlobal, change: far, want: access, target: flushed},
+		{name: "flush/right", op: verbs.OpFlush, needs: kernelFlushGlobal, access: local | allButFlush, want: access, target: flushed},
+		// Ordinary memory is not persistent, and cannot be registered as such.
+		{name: "flush/persistent", op: verbs.OpFlush, needs: kernelFlushGlobal, change: persistent, want: access, target: flushed},
+		{name: "flush/queuepair", op: verbs.OpFlush, needs: kernelFlushGlobal, qp: allButFlush, want: invalid, target: flushed},
 	} {
 		short := v.name == "write/key" || v.name == "read/key" || v.name == "send/long" || v.name == "cas/key"
 		for _, row := range everyWay(testCase{name: "rc/refused/" + v.name, short: short}, func(s *scene) error { return s.violate(v) }) {
@@ -148,7 +163,15 @@ func violations() (rows []*testCase) {
 // its receive is flushed, and its memory is as it was.
 func (s *scene) violate(v violation) error {
 	const size, seed = 4096, 4
+	if err := s.needs(v.needs); err != nil {
+		return err
+	}
 	c := connection{timeout: 14, retry: 3}
+	rights := allRights
+	if v.op == verbs.OpFlush {
+		c.access = verbs.AccessRemote | verbs.AccessFlush
+		rights |= verbs.AccessFlushGlobal
+	}
 	if v.qp != 0 {
 		c.access = v.qp
 	}
@@ -157,7 +180,7 @@ func (s *scene) violate(v violation) error {
 		return err
 	}
 	if v.access == 0 {
-		v.access = allRights
+		v.access = rights
 	}
 	local, err := i.alloc(size, allRights)
 	if err != nil {
@@ -188,8 +211,11 @@ func (s *scene) violate(v violation) error {
 		return err
 	}
 	wr := verbs.SendWR{ID: 1, Op: v.op, SGL: []verbs.SGE{local.sge(0, size)}, RemoteAddr: remote.addr, RKey: remote.rkey}
-	if v.op == verbs.OpAtomicCmpSwap || v.op == verbs.OpAtomicFetchAdd {
+	switch v.op {
+	case verbs.OpAtomicCmpSwap, verbs.OpAtomicFetchAdd, verbs.OpAtomicWrite:
 		wr.SGL = []verbs.SGE{local.sge(0, 8)}
+	case verbs.OpFlush:
+		wr.SGL, wr.RemoteLength, wr.FlushType, wr.FlushLevel = nil, size, verbs.FlushGlobal, verbs.FlushRange
 	}
 	if v.change != nil {
 		v.change(&wr, remote)

@@ -12,7 +12,7 @@ import (
 
 func crowds() (rows []*testCase) {
 	const most = 200
-	rows = append(rows, everyWay(testCase{name: fmt.Sprintf("rc/qps%d", most), limit: 5 * time.Minute}, func(s *scene) error { return s.crowd(most) })...)
+	rows = append(rows, everyWay(testCase{name: fmt.Sprintf("rc/qps%d", most), limit: 10 * time.Minute}, func(s *scene) error { return s.crowd(most) })...)
 	rows = append(rows, everyWay(testCase{name: "rc/qps20", short: true}, func(s *scene) error { return s.crowd(20) })...)
 	return rows
 }
@@ -69,7 +69,7 @@ func losses() (rows []*testCase) {
 				continue
 			}
 			for _, noGSO := range []bool{false, true} {
-				c := testCase{name: fmt.Sprintf("rc/%s/%s", net.name, op.name), netem: net.netem, noGSO: noGSO, limit: 3 * time.Minute}
+				c := testCase{name: fmt.Sprintf("rc/%s/%s", net.name, op.name), netem: net.netem, noGSO: noGSO, limit: 8 * time.Minute}
 				if noGSO { // a GSO send is lost as a whole
 					c.name += "/nogso"
 				}
@@ -77,7 +77,7 @@ func losses() (rows []*testCase) {
 				rows = append(rows, everyWay(c, func(s *scene) error { return s.lossy(op.op) })...)
 			}
 		}
-		rows = append(rows, everyWay(testCase{name: fmt.Sprintf("rc/%s/fadd", net.name), netem: net.netem, limit: 3 * time.Minute}, (*scene).lossyAdd)...)
+		rows = append(rows, everyWay(testCase{name: fmt.Sprintf("rc/%s/fadd", net.name), netem: net.netem, limit: 8 * time.Minute}, (*scene).lossyAdd)...)
 	}
 	return rows
 }
@@ -90,7 +90,7 @@ func (s *scene) lossy(op verbs.Opcode) error {
 	if err != nil {
 		return err
 	}
-	for round := range 10 {
+	for round := range 100 { // a train is lost as a whole, and 1 % of few may be none
 		if err := s.streamBetween(i, t, c.depth, streaming{op: op, size: 40_000, count: 16}); err != nil {
 			return err
 		}

@@ -119,7 +119,7 @@ func (s *scene) perftest(cfg tools.PerftestConfig) error {
 // against runs a program in the kernel's namespace and our side here, whichever
 // has to come first, and wants both to end well.
 func (s *scene) against(args []string, play func(context.Context, tools.Peer) error) error {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
 	defer cancel()
 	peer := s.peer()
 	if peer.Role == tools.Server {

@@ -31,7 +31,18 @@ type kernel struct {
 	addr  netip.Addr
 	sgid  int // the index of that address
 	types map[int]verbs.QPType
+	caps  uint64 // of the device: kernelAtomicWrite and the like
+
+	// extended says that queue pairs are made for requests that are newer than
+	// ibv_post_send: ATOMIC WRITE and FLUSH.
+	extended bool
 }
+
+// Bits of enum ib_uverbs_device_cap_flags.
+const (
+	kernelFlushGlobal = 1 << 38
+	kernelAtomicWrite = 1 << 40
+)
 
 // startKernel starts a kverbs on a device.
 func startKernel(dev string) (*kernel, error) {
@@ -50,11 +61,17 @@ func startKernel(dev string) (*kernel, error) {
 		return nil, err
 	}
 	k.forget()
-	_, err = k.ask("open dev=%s", dev)
+	if _, err = k.ask("open dev=%s", dev); err != nil {
+		return k, err
+	}
+	a, err := k.ask("device")
+	k.caps = a.num("caps")
 	return k, err
 }
 
-func (k *kernel) forget() { k.ids, k.types = map[string]int{}, map[int]verbs.QPType{} }
+func (k *kernel) forget() {
+	k.ids, k.types, k.extended = map[string]int{}, map[int]verbs.QPType{}, false
+}
 
 // stand chooses the address that the device is to use.
 func (k *kernel) stand(addr netip.Addr) error {
@@ -208,8 +225,12 @@ func (k *kernel) newQP(typ verbs.QPType, c verbs.QPCap) (int, uint32, error) {
 	if _, err := k.ask("cq id=%d cqe=%d", 2*qp+1, c.MaxRecvWR+1); err != nil {
 		return 0, 0, err
 	}
-	a, err := k.ask("qp id=%d pd=0 type=%v scq=%d rcq=%d swr=%d rwr=%d ssge=%d rsge=%d inline=%d", qp, typ, 2*qp, 2*qp+1,
-		c.MaxSendWR, c.MaxRecvWR, c.MaxSendSGE, c.MaxRecvSGE, c.MaxInlineData)
+	ex := 0
+	if k.extended {
+		ex = 1
+	}
+	a, err := k.ask("qp id=%d pd=0 type=%v scq=%d rcq=%d swr=%d rwr=%d ssge=%d rsge=%d inline=%d ex=%d", qp, typ, 2*qp, 2*qp+1,
+		c.MaxSendWR, c.MaxRecvWR, c.MaxSendSGE, c.MaxRecvSGE, c.MaxInlineData, ex)
 	if err != nil {
 		return 0, 0, err
 	}
@@ -276,7 +297,7 @@ func (k *kernel) address(to verbs.GID) (int, error) {
 var kernelOps = map[verbs.Opcode]string{
 	verbs.OpSend: "send", verbs.OpSendImm: "send_imm", verbs.OpSendInv: "send_inv",
 	verbs.OpRDMAWrite: "write", verbs.OpRDMAWriteImm: "write_imm", verbs.OpRDMARead: "read",
-	verbs.OpAtomicCmpSwap: "cas", verbs.OpAtomicFetchAdd: "fadd",
+	verbs.OpAtomicCmpSwap: "cas", verbs.OpAtomicFetchAdd: "fadd", verbs.OpLocalInv: "local_inv",
 }
 
 // Bits of enum ibv_send_flags.
@@ -308,6 +329,19 @@ func (k *kernel) send(qp int, wr *verbs.SendWR, ah int) error {
 	if wr.Flags&verbs.SendSolicited != 0 {
 		flags |= kernelSolicited
 	}
+	switch wr.Op {
+	case verbs.OpAtomicWrite:
+		_, err := k.ask("atomic_write qp=%d id=%d flags=%d raddr=%#x rkey=%d sge=%s", qp, wr.ID, flags, wr.RemoteAddr, wr.RKey, sges(wr.SGL))
+		return err
+	case verbs.OpFlush:
+		level := 0 // IBV_FLUSH_RANGE
+		if wr.FlushLevel == verbs.FlushMR {
+			level = 1
+		}
+		_, err := k.ask("flush qp=%d id=%d flags=%d raddr=%#x rkey=%d len=%d type=%d level=%d", qp, wr.ID, flags, wr.RemoteAddr, wr.RKey,
+			wr.RemoteLength, wr.FlushType, level)
+		return err
+	}
 	_, err := k.ask("send qp=%d id=%d op=%s flags=%d imm=%d inv=%d raddr=%#x rkey=%d compare=%d swap=%d ah=%d rqpn=%d qkey=%d sge=%s",
 		qp, wr.ID, kernelOps[wr.Op], flags, wr.Imm, wr.InvalidateKey, wr.RemoteAddr, wr.RKey, wr.CompareAdd, wr.Swap,
 		ah, wr.RemoteQPN, wr.RemoteQKey, sges(wr.SGL))
@@ -327,7 +361,8 @@ func (k *kernel) received(qp int, d time.Duration) (verbs.WC, error) {
 
 // Numbers of enum ibv_wc_opcode.
 var kernelWCOps = map[uint64]verbs.WCOpcode{0: verbs.WCSend, 1: verbs.WCRDMAWrite, 2: verbs.WCRDMARead, 3: verbs.WCCompSwap,
-	4: verbs.WCFetchAdd, 128: verbs.WCRecv, 129: verbs.WCRecvRDMAWithImm}
+	4: verbs.WCFetchAdd, 5: verbs.WCBindMW, 6: verbs.WCLocalInv, 8: verbs.WCFlush, 9: verbs.WCAtomicWrite,
+	128: verbs.WCRecv, 129: verbs.WCRecvRDMAWithImm}
 
 // Bits of enum ibv_wc_flags.
 const (
@@ -371,21 +406,49 @@ func (k *kernel) killable(qp int) (uint32, error) {
 	if err != nil {
 		return 0, err
 	}
-	mw := k.next("mw")
-	a, err := k.ask("mw id=%d pd=0 type=2", mw)
+	w, err := k.newWindow(verbs.MWType2)
 	if err != nil {
 		return 0, err
 	}
-	rkey := uint32(a.num("rkey"))&^0xff | uint32(a.num("rkey")+1)&0xff
-	if _, err := k.ask("send qp=%d id=99 op=bind flags=%d mw=%d mr=%d rkey=%d raddr=%#x len=%d access=%d", qp, kernelSignaled, mw, r.id,
-		rkey, r.addr, r.size, verbs.AccessRemoteWrite); err != nil {
-		return 0, err
-	}
-	wc, err := k.sent(qp, 10*time.Second)
+	wc, err := k.bind(qp, w, r, 0, r.size, verbs.AccessRemoteWrite)
 	if err == nil {
 		err = wc.Err()
 	}
-	return rkey, err
+	return w.rkey, err
+}
+
+func (k *kernel) newWindow(typ verbs.MWType) (*window, error) {
+	if err := k.domain(); err != nil {
+		return nil, err
+	}
+	w := &window{id: k.next("mw"), typ: typ}
+	a, err := k.ask("mw id=%d pd=0 type=%d", w.id, typ)
+	w.rkey = uint32(a.num("rkey"))
+	return w, err
+}
+
+func (k *kernel) bind(qp int, w *window, r *region, off, n int, access verbs.Access) (verbs.WC, error) {
+	how := fmt.Sprintf("qp=%d id=%d flags=%d mw=%d mr=%d raddr=%#x len=%d access=%d", qp, bindID, kernelSignaled, w.id, r.id,
+		r.addr+uint64(off), n, access)
+	var err error
+	if w.typ == verbs.MWType1 {
+		var a answer
+		if a, err = k.ask("bind_mw %s", how); err == nil {
+			w.rkey = uint32(a.num("rkey"))
+		}
+	} else {
+		w.rkey = verbs.IncRKey(w.rkey)
+		_, err = k.ask("send op=bind rkey=%d %s", w.rkey, how)
+	}
+	if err != nil {
+		return verbs.WC{}, err
+	}
+	return k.sent(qp, patience)
+}
+
+func (k *kernel) endWindow(w *window) error {
+	_, err := k.ask("dealloc_mw id=%d", w.id)
+	return err
 }
 
 func (k *kernel) clear() error {

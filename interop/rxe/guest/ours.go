@@ -173,6 +173,32 @@ func (o *ours) killable(int) (uint32, error) {
 	return r.rkey, nil
 }
 
+func (o *ours) newWindow(typ verbs.MWType) (*window, error) {
+	mw, err := o.pd.AllocMW(typ)
+	if err != nil {
+		return nil, err
+	}
+	o.keep(mw)
+	return &window{typ: typ, rkey: mw.RKey(), mw: mw}, nil
+}
+
+func (o *ours) bind(qp int, w *window, r *region, off, n int, access verbs.Access) (verbs.WC, error) {
+	b := w.mw.Bind(r.mr, off, n, access)
+	var err error
+	if w.typ == verbs.MWType1 {
+		w.rkey, err = o.qps[qp].qp.BindMW(w.mw, bindID, verbs.SendSignaled, b)
+	} else {
+		err = o.send(qp, &verbs.SendWR{ID: bindID, Op: verbs.OpBindMW, Bind: b}, 0)
+		w.rkey = b.RKey
+	}
+	if err != nil {
+		return verbs.WC{}, err
+	}
+	return o.sent(qp, patience)
+}
+
+func (o *ours) endWindow(w *window) error { return w.mw.Close() }
+
 func (o *ours) clear() (err error) {
 	for i := len(o.opened) - 1; i >= 0; i-- {
 		err = errors.Join(err, o.opened[i].Close())

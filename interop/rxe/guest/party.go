@@ -35,6 +35,12 @@ type party interface {
 	// killable makes a key that the peer may invalidate by SEND.
 	killable(qp int) (rkey uint32, err error)
 
+	// newWindow makes a memory window; bind binds it to n bytes of a region, on a
+	// queue pair, in the way of its type, and waits for that; endWindow frees it.
+	newWindow(typ verbs.MWType) (*window, error)
+	bind(qp int, w *window, r *region, off, n int, access verbs.Access) (verbs.WC, error)
+	endWindow(w *window) error
+
 	// clear ends everything that was made.
 	clear() error
 }
@@ -48,6 +54,15 @@ type region struct {
 
 	buf []byte    // ours
 	mr  *verbs.MR // ours
+}
+
+// window is a memory window of a party.
+type window struct {
+	id   int
+	typ  verbs.MWType
+	rkey uint32 // as it was bound last
+
+	mw *verbs.MW // ours
 }
 
 func (r *region) sge(off, n int) verbs.SGE {

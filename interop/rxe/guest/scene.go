@@ -37,7 +37,7 @@ type connection struct {
 // patience is how long cases wait for something that must come; those with very
 // long messages wait longer.
 const (
-	patience     = 30 * time.Second
+	patience     = 2 * time.Minute
 	longPatience = 20 * time.Minute
 )
 
@@ -157,6 +157,8 @@ var completedAs = map[verbs.Opcode]verbs.WCOpcode{
 	verbs.OpSend: verbs.WCSend, verbs.OpSendImm: verbs.WCSend, verbs.OpSendInv: verbs.WCSend,
 	verbs.OpRDMAWrite: verbs.WCRDMAWrite, verbs.OpRDMAWriteImm: verbs.WCRDMAWrite, verbs.OpRDMARead: verbs.WCRDMARead,
 	verbs.OpAtomicCmpSwap: verbs.WCCompSwap, verbs.OpAtomicFetchAdd: verbs.WCFetchAdd,
+	verbs.OpAtomicWrite: verbs.WCAtomicWrite, verbs.OpFlush: verbs.WCFlush,
+	verbs.OpLocalInv: verbs.WCLocalInv,
 }
 
 // wantReceived waits for a receive and compares its completion.

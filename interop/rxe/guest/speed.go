@@ -62,6 +62,8 @@ func compareSpeed(rounds int) error {
 			{&s.Bandwidth.Ours, ourBandwidth},
 			{&s.Latency.Kernel, kernelLatency},
 			{&s.Latency.Ours, ourLatency},
+			{&s.SendLatency.Kernel, kernelSendLatency},
+			{&s.SendLatency.Ours, ourSendLatency},
 		} {
 			v, err := m.measure()
 			if err != nil {
@@ -72,6 +74,7 @@ func compareSpeed(rounds int) error {
 	}
 	s.Bandwidth.Ratio = ratio(&s.Bandwidth)
 	s.Latency.Ratio = ratio(&s.Latency)
+	s.SendLatency.Ratio = ratio(&s.SendLatency)
 	return errors.Join(report(result.Line{Speed: &s}), report(result.Line{Done: true}))
 }
 
@@ -149,6 +152,8 @@ func kernelBandwidth() (float64, error) {
 // kernelLatency is the median, in µs.
 func kernelLatency() (float64, error) { return perftest("ib_write_lat", 4, "-s", "8", "-n", "5000") }
 
+func kernelSendLatency() (float64, error) { return perftest("ib_send_lat", 4, "-s", "8", "-n", "5000") }
+
 // perf runs our own measurement.
 func perf(args ...string) (r struct {
 	GBytesPerS float64 `json:"gbytes_per_s"`
@@ -172,5 +177,10 @@ func ourBandwidth() (float64, error) {
 
 func ourLatency() (float64, error) {
 	r, err := perf("--op", "write", "--lat", "--size", "8")
+	return r.Lat.P50, err
+}
+
+func ourSendLatency() (float64, error) {
+	r, err := perf("--op", "send", "--lat", "--size", "8")
 	return r.Lat.P50, err
 }

@@ -16,9 +16,11 @@ func table() (all []*testCase) {
 	for _, rows := range [][]*testCase{
 		operations(),
 		atomics(),
+		publications(),
 		shapes(),
 		lateReceivers(),
 		violations(),
+		windows(),
 		deaths(),
 		crowds(),
 		losses(),

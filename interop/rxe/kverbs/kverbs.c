@@ -14,8 +14,9 @@
  * numbers for each kind. The end of the input ends the program, and with it
  * everything that it opened.
  *
- * It uses nothing but libibverbs and decides nothing, so that the program at the
- * other end of the pipe can do to a device what no ready-made tool does.
+ * It uses nothing but libibverbs (do_flush excepted) and decides nothing, so that
+ * the program at the other end of the pipe can do to a device what no ready-made
+ * tool does.
  *
  * Stages: read a line, split it (args), find the command (table at the end),
  * answer.
@@ -24,6 +25,7 @@
 #include <errno.h>
 #include <infiniband/verbs.h>
 #include <poll.h>
+#include <rdma/rdma_user_rxe.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -169,15 +171,17 @@ static void do_port(void)
 
 static void do_device(void)
 {
-	struct ibv_device_attr a;
-	int rc = ibv_query_device(ctx, &a);
+	struct ibv_device_attr_ex x = {0};
+	int rc = ibv_query_device_ex(ctx, NULL, &x);
+	struct ibv_device_attr a = x.orig_attr;
 	if (rc)
 		err(rc, "query_device");
 	else
 		ok("fw=%s max_qp=%d max_qp_wr=%d max_sge=%d max_cq=%d max_mr=%d max_mw=%d max_srq=%d "
-		   "max_rd_atomic=%d atomic=%d flags=0x%x",
+		   "max_rd_atomic=%d atomic=%d caps=0x%llx",
 		   *a.fw_ver ? a.fw_ver : "-", a.max_qp, a.max_qp_wr, a.max_sge, a.max_cq, a.max_mr, a.max_mw,
-		   a.max_srq, a.max_qp_rd_atom, a.atomic_cap, a.device_cap_flags);
+		   a.max_srq, a.max_qp_rd_atom, a.atomic_cap,
+		   (unsigned long long)(x.device_cap_flags_ex ? x.device_cap_flags_ex : a.device_cap_flags));
 }
 
 static void do_gid(void)
@@ -362,6 +366,22 @@ static void do_mw(void)
 	ok("rkey=%u", mws[id]->rkey);
 }
 
+/* bind_mw is the verb, for windows of type 1: it tells the new rkey at once. */
+static void do_bind_mw(void)
+{
+	FIND(qp, qps, "qp");
+	FIND(mw, mws, "mw");
+	FIND(mr, mrs, "mr");
+	struct ibv_mw_bind bind = {
+		.wr_id = num("id", 0), .send_flags = num("flags", IBV_SEND_SIGNALED),
+		.bind_info = {.mr = mr, .addr = num("raddr", 0), .length = num("len", 0), .mw_access_flags = num("access", 0)}};
+	int rc = ibv_bind_mw(qp, mw, &bind);
+	if (rc)
+		err(rc, "bind_mw");
+	else
+		ok("rkey=%u", mw->rkey);
+}
+
 /* ---- queues ---- */
 
 static void do_chan(void)
@@ -471,6 +491,24 @@ static void do_ah(void)
 
 /* ---- queue pairs ---- */
 
+/* create_extended makes a queue pair for the requests that ibv_post_send does not
+ * know: do_atomic_write and do_flush. */
+static struct ibv_qp *create_extended(struct ibv_pd *pd, const struct ibv_qp_init_attr *a)
+{
+	struct ibv_qp_init_attr_ex x = {
+		.send_cq = a->send_cq,
+		.recv_cq = a->recv_cq,
+		.srq = a->srq,
+		.cap = a->cap,
+		.qp_type = a->qp_type,
+		.sq_sig_all = a->sq_sig_all,
+		.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+		.pd = pd,
+		.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_ATOMIC_WRITE,
+	};
+	return ibv_create_qp_ex(ctx, &x);
+}
+
 static void do_qp(void)
 {
 	SLOT(qps);
@@ -490,7 +528,7 @@ static void do_qp(void)
 		FIND(srq, srqs, "srq");
 		a.srq = srq;
 	}
-	MADE(qps, ibv_create_qp(pd, &a), "create_qp");
+	MADE(qps, num("ex", 0) ? create_extended(pd, &a) : ibv_create_qp(pd, &a), "create_qp");
 	ok("qpn=%u", qps[id]->qp_num);
 }
 
@@ -657,7 +695,90 @@ static void do_send(void)
 		wr.wr.rdma.rkey = num("rkey", 0);
 	}
 	struct ibv_send_wr *bad;
-	done(ibv_post_send(qp, &wr, &bad), "post_send");
+	int rc = ibv_post_send(qp, &wr, &bad);
+	if (!rc && wr.opcode == IBV_WR_BIND_MW)
+		wr.bind_mw.mw->rkey = wr.bind_mw.rkey; /* left to the program, and what the next bind is checked against */
+	done(rc, "post_send");
+}
+
+/* begin opens a list of extended requests, with one of them announced. */
+static struct ibv_qp_ex *begin(struct ibv_qp *qp, uint64_t id)
+{
+	struct ibv_qp_ex *x = ibv_qp_to_qp_ex(qp);
+	ibv_wr_start(x);
+	x->wr_id = id;
+	x->wr_flags = num("flags", IBV_SEND_SIGNALED);
+	return x;
+}
+
+/* atomic_write stores the 8 bytes that the one sge names. */
+static void do_atomic_write(void)
+{
+	FIND(qp, qps, "qp");
+	struct ibv_sge sge[MAX_SGE];
+	if (parse_sges(sge) != 1 || sge->length != 8) {
+		err(EINVAL, "sge");
+		return;
+	}
+	struct ibv_qp_ex *x = begin(qp, num("id", 0));
+	ibv_wr_atomic_write(x, num("rkey", 0), num("raddr", 0), (void *)(uintptr_t)sge->addr);
+	done(ibv_wr_complete(x), "wr_complete");
+}
+
+/* find_wqe finds the entry with an id in the queues that this process shares with
+ * the kernel. It returns NULL unless there is exactly one. */
+static struct rxe_send_wqe *find_wqe(uint64_t id)
+{
+	struct rxe_send_wqe *found = NULL;
+	char line[512];
+	int n = 0;
+	FILE *maps = fopen("/proc/self/maps", "r");
+	while (maps && fgets(line, sizeof line, maps)) {
+		uintptr_t from, to;
+		if (!strstr(line, "/dev/infiniband/uverbs") || sscanf(line, "%lx-%lx rw-s", &from, &to) != 2)
+			continue;
+		for (; from + sizeof *found <= to; from += sizeof id)
+			if (*(uint64_t *)from == id) {
+				found = (struct rxe_send_wqe *)from;
+				n++;
+			}
+	}
+	if (maps)
+		fclose(maps);
+	return n == 1 ? found : NULL;
+}
+
+/* flush makes the kernel send a FLUSH. libibverbs has had a call for it for a
+ * shorter time than the kernel, so this writes it as the kernel reads it
+ * (rdma_user_rxe.h): over a WRITE that stands in the queue and that the kernel has
+ * not been told of. The id by which that is found appears nowhere else. */
+static void do_flush(void)
+{
+	FIND(qp, qps, "qp");
+	static uint64_t last = 0x9d3c61f2a7b84e05;
+	uint64_t mark = last = pattern_word(last, now_ms());
+	struct ibv_qp_ex *x = begin(qp, mark);
+	ibv_wr_rdma_write(x, num("rkey", 0), num("raddr", 0));
+	struct rxe_send_wqe *wqe = find_wqe(mark);
+	if (!wqe || wqe->wr.opcode != IBV_WR_RDMA_WRITE) {
+		ibv_wr_abort(x);
+		err(ENOENT, "the entry of the send queue");
+		return;
+	}
+	struct flush { /* a part of struct rxe_send_wr, since Linux 6.2 */
+		__aligned_u64 addr;
+		__u32 length, rkey;
+		__u8 type, level;
+	} *f = (struct flush *)&wqe->wr.wr;
+	wqe->wr.wr_id = num("id", 0);
+	wqe->wr.opcode = 14; /* IB_UVERBS_WR_FLUSH */
+	memset(f, 0, sizeof *f);
+	f->addr = num("raddr", 0);
+	f->rkey = num("rkey", 0);
+	f->type = num("type", 0);
+	f->level = num("level", 0);
+	f->length = wqe->dma.length = wqe->dma.resid = num("len", 0);
+	done(ibv_wr_complete(x), "wr_complete");
 }
 
 /* recv posts a receive to the queue pair "qp" or to the shared queue "srq". */
@@ -700,12 +821,12 @@ static void do_dealloc_mw(void) { GONE(mws, ibv_dealloc_mw); }
 /* clear destroys everything but the device, users before what they use. */
 static void do_clear(void)
 {
+	SWEEP(mws, ibv_dealloc_mw); /* a bound one keeps its queue pair */
 	SWEEP(qps, ibv_destroy_qp);
 	SWEEP(ahs, ibv_destroy_ah);
 	SWEEP(srqs, ibv_destroy_srq);
 	SWEEP(cqs, ibv_destroy_cq);
 	SWEEP(chans, ibv_destroy_comp_channel);
-	SWEEP(mws, ibv_dealloc_mw);
 	SWEEP(mrs, ibv_dereg_mr);
 	SWEEP(pds, ibv_dealloc_pd);
 	for (int i = 0; i < MAX_ID; i++)
@@ -731,6 +852,8 @@ static const struct {
 	{"rts", do_rts},	   {"state", do_state},		  {"query", do_query},		{"send", do_send},
 	{"recv", do_recv},	   {"destroy_qp", do_destroy_qp}, {"destroy_cq", do_destroy_cq}, {"destroy_ah", do_destroy_ah},
 	{"dereg_mr", do_dereg_mr}, {"dealloc_mw", do_dealloc_mw}, {"clear", do_clear},
+	{"atomic_write", do_atomic_write}, {"flush", do_flush},
+	{"bind_mw", do_bind_mw},
 };
 
 int main(void)

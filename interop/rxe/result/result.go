@@ -52,9 +52,10 @@ func (c *Case) Passed() bool { return c.Err == "" && c.Skip == "" }
 // Speed compares the kernel's device with ours, in one guest, over the same pair
 // of interfaces.
 type Speed struct {
-	Rounds    int
-	Bandwidth Comparison // 64 KiB WRITEs, MB/s
-	Latency   Comparison // 8 byte WRITEs, half a round trip, µs
+	Rounds      int
+	Bandwidth   Comparison // 64 KiB WRITEs, MB/s
+	Latency     Comparison // 8 byte WRITEs, both sides watch memory: half a round trip, µs
+	SendLatency Comparison // 8 byte SENDs, both sides poll completion queues: half a round trip, µs
 }
 
 // Comparison has one figure a round for each side.

@@ -33,7 +33,7 @@ func main() {
 	record := flag.Bool("record", false, "also record the frames of every case, as they are on the network")
 	bench := flag.Int("bench", 0, "compare speeds instead, in so many rounds")
 	dir := flag.String("dir", ".logs/interop", "where results, consoles and captures go, by kernel")
-	limit := flag.Duration("limit", time.Hour, "for each kernel")
+	limit := flag.Duration("limit", 6*time.Hour, "for each kernel; a busy host takes several times as long as a quiet one")
 	flag.Parse()
 
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)

@@ -60,7 +60,7 @@ func (t *table) show(c *result.Case) {
 	switch {
 	case c.Skip != "":
 		t.skipped++
-		fmt.Printf("skip  %-48s %s\n", c.Name, c.Skip)
+		fmt.Printf("none  %-48s not in this kernel: %s\n", c.Name, c.Skip)
 	case c.Err != "":
 		t.failed++
 		fmt.Printf("FAIL  %-48s %7.2f s\n      %s\n", c.Name, c.Took.Seconds(), strings.ReplaceAll(c.Err, "\n", "\n      "))
@@ -105,7 +105,7 @@ func (t *table) print(w io.Writer) {
 	}
 	fmt.Fprintln(w)
 	if t.skipped > 0 {
-		fmt.Fprintf(w, "%d skipped: the kernel does not have what they test\n", t.skipped)
+		fmt.Fprintf(w, "%d not in this kernel, and neither passed nor failed\n", t.skipped)
 	}
 }
 
@@ -117,7 +117,7 @@ func verdict(row map[string]*result.Case, suite string) string {
 	case c == nil:
 		return "FAILED (not run)"
 	case c.Skip != "":
-		return "skipped"
+		return "not in this kernel"
 	case c.Err != "":
 		return "FAILED"
 	}

@@ -4,13 +4,16 @@
 //
 // Top-down: Run goes through the links and their steps; lab.go makes the two
 // devices and what the steps need; rc.go, shared.go, datagram.go and refused.go
-// are the steps; speed.go measures.
+// are the steps, and mw.go those of a tour of its own; speed.go measures. odp.go
+// is another tour, of on-demand paging.
 package tour
 
 import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/verbena-rdma/verbena/cmd/verbena/internal/term"
@@ -21,6 +24,18 @@ import (
 type Options struct {
 	PCAP  string // capture the first device's packets of the udp part
 	Quick bool   // no measurements
+	Topic string // one of Topics, instead of everything; then nothing is measured
+}
+
+// topics are the tours of one thing.
+var topics = map[string][]step{"mw": windowSteps}
+
+// TopicODP is a tour that RunODP does.
+const TopicODP = "odp"
+
+// Topics lists them.
+func Topics() []string {
+	return slices.Sorted(slices.Values(append(slices.Collect(maps.Keys(topics)), TopicODP)))
 }
 
 // step is one stop of the tour. Its run does one thing, compares everything
@@ -63,8 +78,11 @@ var ErrFailed = errors.New("not everything was as it should be")
 
 // Run takes a person on the tour. It goes on after a failure.
 func Run(ctx context.Context, out *term.Printer, opt Options) error {
-	t := &tour{ctx: ctx, out: out, opt: opt, began: time.Now()}
-	t.total = len(links) * len(steps)
+	t := &tour{ctx: ctx, out: out, opt: opt, began: time.Now(), steps: steps}
+	if opt.Topic != "" {
+		t.steps, opt.Quick = topics[opt.Topic], true
+	}
+	t.total = len(links) * len(t.steps)
 	if !opt.Quick {
 		t.total += len(links) * len(sizes)
 	}
@@ -88,6 +106,7 @@ type tour struct {
 	ctx    context.Context
 	out    *term.Printer
 	opt    Options
+	steps  []step
 	began  time.Time
 	total  int // stops, for the progress line
 	at     int // stops so far
@@ -104,12 +123,12 @@ func (t *tour) visit(mode verbs.LinkMode, title string) error {
 	}
 	l, err := newLab(t.ctx, cfg)
 	if err != nil {
-		t.at += len(steps)
+		t.at += len(t.steps)
 		t.fail("", "open two devices", err)
 		return context.Cause(t.ctx)
 	}
 	t.out.Printf("      devices at %v and %v\n", l.a.dev.Addr(), l.b.dev.Addr())
-	for _, s := range steps {
+	for _, s := range t.steps {
 		t.at++
 		t.out.Progress("[%d/%d] %s %s …", t.at, t.total, s.service, s.name)
 		detail, err := s.run(l)

@@ -38,6 +38,25 @@ func TestTour(t *testing.T) {
 	}
 }
 
+// Every topic goes well too, and has nothing but its steps.
+func TestTopics(t *testing.T) {
+	for _, topic := range Topics() {
+		f, err := os.CreateTemp(t.TempDir(), "out")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		err = Run(t.Context(), term.New(f), Options{Topic: topic})
+		out, readErr := os.ReadFile(f.Name())
+		if readErr != nil {
+			t.Fatal(readErr)
+		}
+		if err != nil || strings.Contains(string(out), "FAIL") || strings.Count(string(out), "\nok  ") != 2*len(topics[topic]) {
+			t.Errorf("%s: error %v:\n%s", topic, err, out)
+		}
+	}
+}
+
 // A failing step is told, the tour goes on, and fails as a whole.
 func TestTourFails(t *testing.T) {
 	saved := steps

@@ -1,0 +1,13 @@
+/* How Go calls the front: it cannot call a function pointer by itself. */
+#include "call.h"
+
+static struct vbe_front front;
+
+void set_front(struct vbe_front *f) { front = *f; }
+
+void call_cq_event(uint64_t cookie) { front.cq_event(cookie); }
+
+void call_async_event(uint64_t context, uint32_t of, uint64_t cookie, uint32_t type)
+{
+	front.async_event(context, of, cookie, type);
+}

@@ -1,0 +1,251 @@
+package main
+
+// #include <errno.h>
+// #include "call.h"
+import "C"
+
+import (
+	"net/netip"
+	"slices"
+	"sync"
+
+	"github.com/verbena-rdma/verbena/ib"
+)
+
+type addrList = []netip.Addr
+
+// openContext is one ibv_context: what a program made with it is closed with it.
+type openContext struct {
+	shared *shared
+	cookie C.uint64_t // the front's object
+
+	mu      sync.Mutex // guards objects
+	objects map[uint64]closer
+}
+
+// closer is an object of a context.
+type closer interface{ close() error }
+
+// contextTable is a table that can be walked through.
+type contextTable struct {
+	table[openContext]
+	mu   sync.Mutex // guards list
+	list []*openContext
+}
+
+func (t *contextTable) all() []*openContext {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return slices.Clone(t.list)
+}
+
+var contexts = contextTable{table: table[openContext]{kind: C.VBE_CONTEXT}}
+
+//export vbe_open
+func vbe_open(name *C.char, cookie C.uint64_t) C.int64_t {
+	s, err := acquire(goString(name))
+	if err != nil {
+		return failed(err)
+	}
+	c := &openContext{shared: s, cookie: cookie, objects: map[uint64]closer{}}
+	h := contexts.add(c)
+	if h == 0 {
+		_ = s.release() // there was no handle, which says more
+		return -C.int64_t(C.ENOMEM)
+	}
+	contexts.mu.Lock()
+	contexts.list = append(contexts.list, c)
+	contexts.mu.Unlock()
+	return C.int64_t(h)
+}
+
+//export vbe_close
+func vbe_close(h C.uint64_t) C.int64_t {
+	c := contexts.get(uint64(h))
+	if c == nil || !contexts.remove(uint64(h)) {
+		return failed(errStale)
+	}
+	contexts.mu.Lock()
+	contexts.list = slices.DeleteFunc(contexts.list, func(o *openContext) bool { return o == c })
+	contexts.mu.Unlock()
+	c.closeAll()
+	return result(c.shared.release())
+}
+
+// closeOrder is in which order kinds of objects can be closed.
+var closeOrder = []uint64{C.VBE_QP, C.VBE_AH, C.VBE_SRQ, C.VBE_CQ, C.VBE_XRCD, C.VBE_MW, C.VBE_MR, C.VBE_DM, C.VBE_PD}
+
+// closeAll closes what a program has left behind.
+func (c *openContext) closeAll() {
+	for _, kind := range closeOrder {
+		c.mu.Lock()
+		var left []uint64
+		for h := range c.objects {
+			if h>>32 == kind {
+				left = append(left, h)
+			}
+		}
+		c.mu.Unlock()
+		for _, h := range left {
+			_ = c.destroy(h) // there is nobody to tell
+		}
+	}
+}
+
+func (c *openContext) keep(h uint64, o closer) {
+	c.mu.Lock()
+	c.objects[h] = o
+	c.mu.Unlock()
+}
+
+// destroy closes an object and forgets it, unless it is in use.
+func (c *openContext) destroy(h uint64) error {
+	c.mu.Lock()
+	o := c.objects[h]
+	c.mu.Unlock()
+	if o == nil {
+		return errStale
+	}
+	if err := o.close(); err != nil {
+		return err
+	}
+	c.mu.Lock()
+	delete(c.objects, h)
+	c.mu.Unlock()
+	forget(h)
+	return nil
+}
+
+// ownerOf is the context that an object belongs to.
+func ownerOf(h uint64) *openContext {
+	switch h >> 32 {
+	case C.VBE_PD:
+		if o := pds.get(h); o != nil {
+			return o.ctx
+		}
+	case C.VBE_MR:
+		if o := mrs.get(h); o != nil {
+			return o.ctx
+		}
+	case C.VBE_MW:
+		if o := mws.get(h); o != nil {
+			return o.ctx
+		}
+	case C.VBE_CQ:
+		if o := cqs.get(h); o != nil {
+			return o.ctx
+		}
+	case C.VBE_SRQ:
+		if o := srqs.get(h); o != nil {
+			return o.ctx
+		}
+	case C.VBE_XRCD:
+		if o := xrcds.get(h); o != nil {
+			return o.ctx
+		}
+	case C.VBE_QP:
+		if o := qps.get(h); o != nil {
+			return o.ctx
+		}
+	case C.VBE_DM:
+		if o := dms.get(h); o != nil {
+			return o.ctx
+		}
+	case C.VBE_AH:
+		if o := ahs.get(h); o != nil {
+			return o.ctx
+		}
+	}
+	return nil
+}
+
+func forget(h uint64) {
+	switch h >> 32 {
+	case C.VBE_PD:
+		pds.remove(h)
+	case C.VBE_MR:
+		mrs.remove(h)
+	case C.VBE_MW:
+		mws.remove(h)
+	case C.VBE_CQ:
+		cqs.remove(h)
+	case C.VBE_SRQ:
+		srqs.remove(h)
+	case C.VBE_XRCD:
+		xrcds.remove(h)
+	case C.VBE_QP:
+		qps.remove(h)
+	case C.VBE_DM:
+		dms.remove(h)
+	case C.VBE_AH:
+		ahs.remove(h)
+	}
+}
+
+//export vbe_destroy
+func vbe_destroy(h C.uint64_t) C.int64_t {
+	c := ownerOf(uint64(h))
+	if c == nil {
+		return failed(errStale)
+	}
+	return result(c.destroy(uint64(h)))
+}
+
+// newHandle enters an object into its table and its context; if there is no
+// handle left it closes it again.
+func newHandle[T any, P interface {
+	*T
+	closer
+}](t *table[T], c *openContext, o P) C.int64_t {
+	h := t.add((*T)(o))
+	if h == 0 {
+		_ = o.close() // there was no handle, which says more
+		return -C.int64_t(C.ENOMEM)
+	}
+	c.keep(h, o)
+	return C.int64_t(h)
+}
+
+//export vbe_query_device
+func vbe_query_device(h C.uint64_t, to *C.struct_vbe_device_attr) C.int64_t {
+	c := contexts.get(uint64(h))
+	if c == nil {
+		return failed(errStale)
+	}
+	*to = deviceAttr(c.shared.dev.Attr(), c.shared.dev.ODPCaps())
+	return 0
+}
+
+//export vbe_query_port
+func vbe_query_port(h C.uint64_t, port C.uint32_t, to *C.struct_vbe_port_attr) C.int64_t {
+	c := contexts.get(uint64(h))
+	if c == nil {
+		return failed(errStale)
+	}
+	a, err := c.shared.dev.Port(int(port))
+	if err != nil {
+		return failed(err)
+	}
+	*to = C.struct_vbe_port_attr{state: C.int32_t(a.State), max_mtu: C.int32_t(a.MaxMTU), active_mtu: C.int32_t(a.ActiveMTU),
+		gids: C.int32_t(a.GIDTableLen), pkeys: C.int32_t(a.PKeyTableLen), max_msg: C.uint32_t(a.MaxMsgSize),
+		bad_pkey: C.uint32_t(a.BadPKeyCntr), bad_qkey: C.uint32_t(a.QKeyViolCntr)}
+	setChars(to._interface[:], a.Interface)
+	return 0
+}
+
+//export vbe_gids
+func vbe_gids(h C.uint64_t, to *C.uint8_t, room C.int64_t) C.int64_t {
+	c := contexts.get(uint64(h))
+	if c == nil {
+		return failed(errStale)
+	}
+	gids := c.shared.dev.GIDs()
+	n := min(len(gids), int(room))
+	out := view(to, n*len(ib.GID{}))
+	for i, g := range gids[:n] {
+		for j, b := range g {
+			out[i*len(g)+j] = C.uint8_t(b)
+		}
+	}
+	return C.int64_t(n)
+}

@@ -1,0 +1,173 @@
+package main
+
+// #include <errno.h>
+// #include "call.h"
+import "C"
+
+import (
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/device"
+)
+
+// completionQueue moves completions from the device's queue to the ring that the
+// program polls.
+type completionQueue struct {
+	*device.CQ
+	ctx    *openContext
+	cookie C.uint64_t
+	times  bool
+	ring   *C.struct_vbe_ring
+
+	mu  sync.Mutex // guards the ring's tail, and what follows
+	wcs [batch]ib.WC
+	at  [batch]int64
+}
+
+// batch is how many completions are moved at a time.
+const batch = 32
+
+var cqs = table[completionQueue]{kind: C.VBE_CQ}
+
+// clock is CLOCK_MONOTONIC, by way of Go's own clock, which is cheaper to ask.
+var clock = sync.OnceValue(func() func() int64 {
+	var ts unix.Timespec
+	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) // it cannot fail
+	base := time.Now()
+	offset := ts.Nano()
+	return func() int64 { return offset + int64(time.Since(base)) }
+})
+
+//export vbe_create_cq
+func vbe_create_cq(h C.uint64_t, entries C.int64_t, ring *C.struct_vbe_ring, cookie C.uint64_t, flags C.uint32_t) C.int64_t {
+	c := contexts.get(uint64(h))
+	if c == nil {
+		return failed(errStale)
+	}
+	cq, err := c.shared.dev.CreateCQ(int(entries), nil)
+	if err != nil {
+		return failed(err)
+	}
+	q := &completionQueue{CQ: cq.(*device.CQ), ctx: c, cookie: cookie, ring: ring, times: flags&C.VBE_CQ_TIMES != 0}
+	if q.times {
+		q.Clock = clock()
+	}
+	if flags&C.VBE_CQ_EVENTS != 0 { // the channel is the front's affair
+		q.OnEvent = func() { C.call_cq_event(cookie) }
+	}
+	s := c.shared
+	s.mu.Lock()
+	s.cqs[q.Number()] = q
+	s.mu.Unlock()
+	return newHandle(&cqs, c, q)
+}
+
+func (q *completionQueue) close() error {
+	if err := q.CQ.Close(); err != nil {
+		return err
+	}
+	s := q.ctx.shared
+	s.mu.Lock()
+	delete(s.cqs, q.Number())
+	s.mu.Unlock()
+	q.mu.Lock() // whoever is moving completions has finished
+	q.ring = nil
+	q.mu.Unlock()
+	return nil
+}
+
+// room is how many completions the ring has room for.
+func (q *completionQueue) roomLocked() int {
+	if q.ring == nil {
+		return 0
+	}
+	return C.VBE_RING - int(uint32(q.ring.tail)-atomic.LoadUint32(word(&q.ring.head)))
+}
+
+// putLocked adds completions to the ring.
+func (q *completionQueue) putLocked(n int) {
+	tail := uint32(q.ring.tail)
+	for i := range n {
+		putWC(&q.ring.slot[(tail+uint32(i))%C.VBE_RING], &q.wcs[i], q.at[i])
+	}
+	atomic.StoreUint32(word(&q.ring.tail), tail+uint32(n))
+}
+
+// deliver moves what has completed to the ring, if nobody else is at it.
+func (q *completionQueue) deliver() {
+	if q.Len() == 0 || !q.mu.TryLock() {
+		return
+	}
+	q.moveLocked()
+	q.mu.Unlock()
+}
+
+func (q *completionQueue) moveLocked() int {
+	n := q.PollTimes(q.wcs[:min(batch, q.roomLocked())], q.at[:])
+	if n > 0 {
+		q.putLocked(n)
+	}
+	return n
+}
+
+// vbe_poll_cq is called when the ring is empty: it makes the device's progress, as
+// a poll does.
+//
+//export vbe_poll_cq
+func vbe_poll_cq(h C.uint64_t) C.int64_t {
+	q := cqs.get(uint64(h))
+	if q == nil {
+		return failed(errStale)
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.roomLocked() == 0 {
+		return 0
+	}
+	if q.times && q.moveLocked() > 0 {
+		return 0
+	}
+	n, err := q.CQ.Poll(q.wcs[:min(batch, q.roomLocked())])
+	if err != nil {
+		return failed(err)
+	}
+	if n == 0 {
+		return 0
+	}
+	if q.times { // they have just come
+		now := clock()()
+		for i := range n {
+			q.at[i] = now
+		}
+	}
+	q.putLocked(n)
+	return 0
+}
+
+//export vbe_arm_cq
+func vbe_arm_cq(h C.uint64_t, solicitedOnly C.uint32_t) C.int64_t {
+	q := cqs.get(uint64(h))
+	if q == nil {
+		return failed(errStale)
+	}
+	q.Arm(solicitedOnly != 0)
+	return 0
+}
+
+//export vbe_resize_cq
+func vbe_resize_cq(h C.uint64_t, entries C.int64_t) C.int64_t {
+	q := cqs.get(uint64(h))
+	if q == nil {
+		return failed(errStale)
+	}
+	if entries < 1 {
+		return failed(ib.Errorf("resize_cq", syscall.EINVAL, "%d entries", entries))
+	}
+	return result(q.Resize(int(entries)))
+}

@@ -1,0 +1,302 @@
+package main
+
+// #include <errno.h>
+// #include "call.h"
+import "C"
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/clib/settings"
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/device"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// conf is the configuration, read when it is first needed.
+var conf = sync.OnceValue(func() *settings.Settings {
+	s, err := settings.Parse(os.Getenv, os.Getpid())
+	if err != nil {
+		fmt.Fprintf(os.Stderr, "verbena: %v\n", err)
+	}
+	return s
+})
+
+// failed turns an error into what C gets, a negative errno.
+func failed(err error) C.int64_t {
+	if conf().Log {
+		fmt.Fprintf(os.Stderr, "verbena: %v\n", err)
+	}
+	errno := syscall.EIO
+	errors.As(err, &errno)
+	return -C.int64_t(errno)
+}
+
+// result is 0, or the error.
+func result(err error) C.int64_t {
+	if err != nil {
+		return failed(err)
+	}
+	return 0
+}
+
+var errStale = ib.Errorf("handle", syscall.EINVAL, "an object that is not there, or not any more")
+
+//export vbe_version
+func vbe_version(f *C.struct_vbe_front) C.int64_t {
+	C.set_front(f)
+	return C.VBE_VERSION
+}
+
+// listed is a device that programs see.
+type listed struct {
+	name, iface string
+	config      provider.Config
+}
+
+// list names the devices: those of VERBENA_ADDR, or one for each interface. Those
+// that reach other hosts come first: most programs take the first.
+func list() ([]listed, error) {
+	s := conf()
+	base := provider.Config{Link: s.Link, Lock: ib.LockOff, Window: s.Window, PCAP: s.PCAP, Limits: limits(s)}
+	switch s.Lock {
+	case "auto":
+		base.Lock = ib.LockAuto
+	case "strict":
+		base.Lock = ib.LockStrict
+	}
+	infos, err := device.List()
+	if err != nil {
+		return nil, err
+	}
+	var all []listed
+	if s.Addrs != nil {
+		for i, addrs := range s.Addrs {
+			c := base
+			c.Addrs = addrs
+			all = append(all, listed{fmt.Sprintf("verbena%d", i), interfaceOf(infos, addrs), c})
+		}
+		return all, nil
+	}
+	for _, info := range infos {
+		c := base
+		c.Addrs = info.Addrs
+		all = append(all, listed{info.Name, info.Interface, c})
+	}
+	if s.Devices == nil {
+		slices.SortStableFunc(all, func(a, b listed) int { return rank(a) - rank(b) })
+		return all, nil
+	}
+	var chosen []listed
+	for _, want := range s.Devices {
+		for _, d := range all {
+			if want == d.name || want == d.iface {
+				chosen = append(chosen, d)
+			}
+		}
+	}
+	return chosen, nil
+}
+
+func rank(d listed) int {
+	if d.config.Addrs[0].IsLoopback() {
+		return 1
+	}
+	return 0
+}
+
+// interfaceOf is the interface that has one of the addresses.
+func interfaceOf(infos []ib.DeviceInfo, addrs addrList) string {
+	for _, i := range infos {
+		for _, a := range i.Addrs {
+			if slices.Contains(addrs, a) || a.IsLoopback() && addrs[0].IsLoopback() && a.Is4() == addrs[0].Is4() {
+				return i.Interface
+			}
+		}
+	}
+	return ""
+}
+
+func limits(s *settings.Settings) provider.Limits {
+	l := s.Limits
+	return provider.Limits{QPs: l["qp"], CQs: l["cq"], MRs: l["mr"], MWs: l["mw"], PDs: l["pd"], AHs: l["ah"],
+		SRQs: l["srq"], QPWR: l["qp_wr"], CQE: l["cqe"], SRQWR: l["srq_wr"]}
+}
+
+//export vbe_list
+func vbe_list(out *C.struct_vbe_device, room C.int64_t) C.int64_t {
+	all, err := list()
+	if err != nil {
+		return failed(err)
+	}
+	to := view(out, int(room))
+	n := min(len(all), len(to))
+	for i, d := range all[:n] {
+		to[i] = C.struct_vbe_device{guid: C.uint64_t(device.GUID(d.config.Addrs[0]))}
+		setChars(to[i].name[:], d.name)
+		setChars(to[i]._interface[:], d.iface)
+	}
+	return C.int64_t(n)
+}
+
+// setChars writes a C string.
+func setChars(to []C.char, s string) {
+	n := min(len(s), len(to)-1)
+	for i := range n {
+		to[i] = C.char(s[i])
+	}
+	to[n] = 0
+}
+
+// shared is a device that contexts of this process share: an address can be opened
+// once in a process.
+type shared struct {
+	name string
+	dev  *device.Device
+	refs int           // guarded by devices.mu
+	done chan struct{} // closed when nobody waits for its events any more
+	stop func()
+
+	mu   sync.Mutex // guards what follows; held while an event is delivered
+	qps  map[uint32]*queuePair
+	cqs  map[uint32]*completionQueue
+	srqs map[uint32]*sharedQueue
+}
+
+var devices struct {
+	mu     sync.Mutex // guards opened, and opening and closing
+	opened map[string]*shared
+}
+
+// acquire opens a device, or one more time.
+func acquire(name string) (*shared, error) {
+	all, err := list()
+	if err != nil {
+		return nil, err
+	}
+	i := slices.IndexFunc(all, func(d listed) bool { return d.name == name })
+	if i < 0 {
+		return nil, ib.Errorf("open_device", syscall.ENODEV, "there is no device %q", name)
+	}
+	devices.mu.Lock()
+	defer devices.mu.Unlock()
+	if s := devices.opened[name]; s != nil {
+		s.refs++
+		return s, nil
+	}
+	dev, err := device.Open(name, &all[i].config)
+	if err != nil {
+		return nil, err
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	s := &shared{name: name, dev: dev, refs: 1, done: make(chan struct{}), stop: stop,
+		qps: map[uint32]*queuePair{}, cqs: map[uint32]*completionQueue{}, srqs: map[uint32]*sharedQueue{}}
+	if devices.opened == nil {
+		devices.opened = map[string]*shared{}
+	}
+	devices.opened[name] = s
+	go s.watch(ctx)
+	return s, nil
+}
+
+// release closes a device that nobody has open any more.
+func (s *shared) release() error {
+	devices.mu.Lock()
+	defer devices.mu.Unlock()
+	if s.refs--; s.refs > 0 {
+		return nil
+	}
+	delete(devices.opened, s.name)
+	s.stop()
+	<-s.done
+	s.writeStats()
+	return s.dev.Close()
+}
+
+// watch hands asynchronous events to the contexts that they are for.
+func (s *shared) watch(ctx context.Context) {
+	defer close(s.done)
+	for {
+		ev, err := s.dev.NextEvent(ctx)
+		if err != nil {
+			return
+		}
+		s.deliver(ev)
+	}
+}
+
+// eventTypes are the numbers of ibv_event_type.
+var eventTypes = map[ib.EventType]C.uint32_t{
+	ib.EventCQErr: 0, ib.EventQPFatal: 1, ib.EventQPReqErr: 2, ib.EventQPAccessErr: 3, ib.EventCommEst: 4,
+	ib.EventSQDrained: 5, ib.EventDeviceFatal: 8, ib.EventPortActive: 9, ib.EventPortErr: 10, ib.EventSRQErr: 14,
+	ib.EventSRQLimitReached: 15, ib.EventQPLastWQEReached: 16,
+}
+
+func (s *shared) deliver(ev ib.AsyncEvent) {
+	typ, known := eventTypes[ev.Type]
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case !known:
+	case ev.QPN != 0:
+		if q := s.qps[ev.QPN]; q != nil {
+			C.call_async_event(q.ctx.cookie, C.VBE_OF_QP, q.cookie, typ)
+		}
+	case ev.CQ != 0:
+		if q := s.cqs[ev.CQ]; q != nil {
+			C.call_async_event(q.ctx.cookie, C.VBE_OF_CQ, q.cookie, typ)
+		}
+	case ev.SRQ != 0:
+		if q := s.srqs[ev.SRQ]; q != nil {
+			C.call_async_event(q.ctx.cookie, C.VBE_OF_SRQ, q.cookie, typ)
+		}
+	default:
+		for _, c := range contexts.all() {
+			if c.shared == s {
+				C.call_async_event(c.cookie, C.VBE_OF_PORT, 0, typ)
+			}
+		}
+	}
+}
+
+// writeStats adds the device's counters to the file that VERBENA_STATS names.
+func (s *shared) writeStats() {
+	path := conf().Stats
+	if path == "" {
+		return
+	}
+	var b strings.Builder
+	fmt.Fprintf(&b, "# %s, process %d, %s\n", s.name, os.Getpid(), program())
+	for _, c := range s.dev.Counters() {
+		if c.Value != 0 {
+			fmt.Fprintf(&b, "%-40s %d\n", c.Name, c.Value)
+		}
+	}
+	if path == "stderr" {
+		fmt.Fprint(os.Stderr, b.String())
+		return
+	}
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
+	if err == nil {
+		_, err = f.WriteString(b.String())
+		err = errors.Join(err, f.Close())
+	}
+	if err != nil {
+		fmt.Fprintf(os.Stderr, "verbena: VERBENA_STATS: %v\n", err)
+	}
+}
+
+// program is the name of the program: os.Args is empty in a library on some systems.
+func program() string {
+	if len(os.Args) > 0 {
+		return os.Args[0]
+	}
+	return "?"
+}

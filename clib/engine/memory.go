@@ -1,0 +1,291 @@
+package main
+
+// #include <errno.h>
+// #include "call.h"
+import "C"
+
+import (
+	"errors"
+	"os"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// Domains, regions, windows, XRC domains and address handles.
+
+type protectionDomain struct {
+	provider.PD
+	ctx *openContext
+}
+
+type memoryRegion struct {
+	provider.MR
+	ctx *openContext
+}
+
+type memoryWindow struct {
+	provider.MW
+	ctx *openContext
+}
+
+type deviceMemory struct {
+	provider.DM
+	ctx *openContext
+}
+
+type xrcDomain struct {
+	provider.XRCD
+	ctx *openContext
+}
+
+type addressHandle struct {
+	*ib.AH
+	ctx *openContext
+}
+
+func (o *protectionDomain) close() error { return o.Close() }
+func (o *memoryRegion) close() error     { return o.Close() }
+func (o *memoryWindow) close() error     { return o.Close() }
+func (o *deviceMemory) close() error     { return o.Close() }
+func (o *xrcDomain) close() error        { return o.Close() }
+func (o *addressHandle) close() error    { return o.Close() }
+
+var (
+	pds   = table[protectionDomain]{kind: C.VBE_PD}
+	mrs   = table[memoryRegion]{kind: C.VBE_MR}
+	mws   = table[memoryWindow]{kind: C.VBE_MW}
+	dms   = table[deviceMemory]{kind: C.VBE_DM}
+	xrcds = table[xrcDomain]{kind: C.VBE_XRCD}
+	ahs   = table[addressHandle]{kind: C.VBE_AH}
+)
+
+//export vbe_alloc_pd
+func vbe_alloc_pd(h C.uint64_t) C.int64_t {
+	c := contexts.get(uint64(h))
+	if c == nil {
+		return failed(errStale)
+	}
+	p, err := c.shared.dev.AllocPD()
+	if err != nil {
+		return failed(err)
+	}
+	return newHandle(&pds, c, &protectionDomain{p, c})
+}
+
+//export vbe_reg_mr
+func vbe_reg_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
+	pd := pds.get(uint64(h))
+	if pd == nil {
+		return failed(errStale)
+	}
+	var r provider.MR
+	var err error
+	if m.dm != 0 {
+		dm := dms.get(uint64(m.dm))
+		if dm == nil {
+			return failed(errStale)
+		}
+		r, err = pd.RegDMMR(dm.DM, uint64(m.iova), uint64(m.length), ib.Access(m.access))
+	} else if m.implicit != 0 {
+		r, err = pd.RegImplicitMR(ib.Access(m.access))
+	} else {
+		r, err = pd.RegMRAddr(uintptr(m.addr), uint64(m.length), uint64(m.iova), ib.Access(m.access))
+	}
+	if err != nil {
+		return failed(err)
+	}
+	n := newHandle(&mrs, pd.ctx, &memoryRegion{r, pd.ctx})
+	if n > 0 {
+		m.handle, m.lkey, m.rkey = C.uint64_t(n), C.uint32_t(r.LKey()), C.uint32_t(r.RKey())
+	}
+	return n
+}
+
+// What ibv_rereg_mr returns, by what the region is then.
+const (
+	reregInput       = -1 // the old region is valid
+	reregDoForkNew   = -4 // the new region is valid, yet not all went well
+	reregCmdAndFork  = -5 // the region is neither
+	reregCmdOldValid = -3 // the device refused, the old region is valid
+)
+
+// vbe_rereg_mr returns 0 or one of the numbers above: verbs.h has its own here.
+//
+//export vbe_rereg_mr
+func vbe_rereg_mr(h C.uint64_t, flags C.uint32_t, newPD C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
+	r := mrs.get(uint64(h))
+	if r == nil {
+		return reregInput
+	}
+	change := provider.MRChange{KeepKeys: true}
+	if flags&C.VBE_REREG_TRANSLATION != 0 {
+		change.Range = &provider.MRRange{Addr: uintptr(m.addr), Length: uint64(m.length), IOVA: uint64(m.iova)}
+	}
+	if flags&C.VBE_REREG_PD != 0 {
+		pd := pds.get(uint64(newPD))
+		if pd == nil {
+			return reregInput
+		}
+		change.PD = pd.PD
+	}
+	if flags&C.VBE_REREG_ACCESS != 0 {
+		a := ib.Access(m.access)
+		change.Access = &a
+	}
+	err := r.Rereg(change)
+	m.lkey, m.rkey = C.uint32_t(r.LKey()), C.uint32_t(r.RKey())
+	if err == nil {
+		return 0
+	}
+	_ = failed(err) // for its words
+	var re *ib.ReregError
+	switch {
+	case !errors.As(err, &re) || re.State == ib.ReregOldValid:
+		if errors.Is(err, syscall.EINVAL) {
+			return reregInput
+		}
+		return reregCmdOldValid
+	case re.State == ib.ReregNewValid:
+		return reregDoForkNew
+	}
+	return reregCmdAndFork
+}
+
+//export vbe_query_mr
+func vbe_query_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
+	r := mrs.get(uint64(h))
+	if r == nil {
+		return failed(errStale)
+	}
+	m.length, m.lkey, m.rkey = C.uint64_t(r.Length()), C.uint32_t(r.LKey()), C.uint32_t(r.RKey())
+	return 0
+}
+
+//export vbe_alloc_dm
+func vbe_alloc_dm(h, length C.uint64_t, logAlign C.uint32_t) C.int64_t {
+	c := contexts.get(uint64(h))
+	if c == nil {
+		return failed(errStale)
+	}
+	dm, err := c.shared.dev.AllocDM(provider.DMConfig{Length: uint64(length), LogAlign: int(min(logAlign, 63))})
+	if err != nil {
+		return failed(err)
+	}
+	return newHandle(&dms, c, &deviceMemory{dm, c})
+}
+
+//export vbe_copy_dm
+func vbe_copy_dm(h, offset, addr, length C.uint64_t, write C.uint32_t) C.int64_t {
+	dm := dms.get(uint64(h))
+	if dm == nil {
+		return failed(errStale)
+	}
+	if uint64(length) > dm.Length() || uint64(offset) > dm.Length()-uint64(length) {
+		return failed(ib.Errorf("memcpy_dm", syscall.EFAULT, "%d bytes at %d of %d", length, offset, dm.Length()))
+	}
+	if length == 0 {
+		return 0
+	}
+	b := bytesAt(uint64(addr), uint64(length))
+	var err error
+	if write != 0 {
+		_, err = dm.WriteAt(b, int64(offset))
+	} else {
+		_, err = dm.ReadAt(b, int64(offset))
+	}
+	return result(err)
+}
+
+//export vbe_advise
+func vbe_advise(h C.uint64_t, advice, flush C.uint32_t, sgl C.uint64_t, n C.uint32_t) C.int64_t {
+	pd := pds.get(uint64(h))
+	if pd == nil {
+		return failed(errStale)
+	}
+	return result(pd.Advise(ib.Advice(advice), flush != 0, sges(uint64(sgl), uint32(n))))
+}
+
+//export vbe_alloc_mw
+func vbe_alloc_mw(h C.uint64_t, typ C.uint32_t, rkey *C.uint32_t) C.int64_t {
+	pd := pds.get(uint64(h))
+	if pd == nil {
+		return failed(errStale)
+	}
+	if typ != 1 && typ != 2 {
+		return failed(ib.Errorf("alloc_mw", syscall.EINVAL, "windows of type %d", typ))
+	}
+	w, err := pd.AllocMW(ib.MWType(typ))
+	if err != nil {
+		return failed(err)
+	}
+	*rkey = C.uint32_t(w.RKey())
+	return newHandle(&mws, pd.ctx, &memoryWindow{w, pd.ctx})
+}
+
+//export vbe_bind_mw
+func vbe_bind_mw(h, window C.uint64_t, wr *C.struct_vbe_send_wr, rkey *C.uint32_t) C.int64_t {
+	q, w := qps.get(uint64(h)), mws.get(uint64(window))
+	if q == nil || w == nil {
+		return failed(errStale)
+	}
+	flags, ok := sendFlags(wr.flags)
+	if !ok || wr.flags&sendInline != 0 {
+		return failed(ib.Errorf("bind_mw", syscall.EINVAL, "flags %#x", wr.flags))
+	}
+	key, err := q.QP.BindMW(w.MW, uint64(wr.id), flags, bindOf(wr))
+	if err != nil {
+		return failed(err)
+	}
+	*rkey = C.uint32_t(key)
+	q.deliver()
+	return 0
+}
+
+func bindOf(wr *C.struct_vbe_send_wr) ib.MWBind {
+	return ib.MWBind{MW: uint32(wr.mw_key), RKey: uint32(wr.mw_new_key), LKey: uint32(wr.mw_lkey), Addr: uint64(wr.mw_addr),
+		Length: uint64(wr.mw_length), Access: ib.Access(wr.mw_access)}
+}
+
+//export vbe_create_ah
+func vbe_create_ah(h C.uint64_t, p *C.struct_vbe_path) C.int64_t {
+	pd := pds.get(uint64(h))
+	if pd == nil {
+		return failed(errStale)
+	}
+	ah, err := pd.CreateAH(pathFrom(p))
+	if err != nil {
+		return failed(err)
+	}
+	return newHandle(&ahs, pd.ctx, &addressHandle{ah, pd.ctx})
+}
+
+// Flags of vbe_open_xrcd.
+const (
+	xrcdCreate    = 1
+	xrcdExclusive = 2
+)
+
+//export vbe_open_xrcd
+func vbe_open_xrcd(h C.uint64_t, fd C.int64_t, flags C.uint32_t) C.int64_t {
+	c := contexts.get(uint64(h))
+	if c == nil {
+		return failed(errStale)
+	}
+	cfg := provider.XRCDConfig{Create: flags&xrcdCreate != 0, Exclusive: flags&xrcdExclusive != 0}
+	if fd != -1 {
+		// The descriptor is the program's: a duplicate is closed instead of it.
+		own, err := syscall.Dup(int(fd))
+		if err != nil {
+			return failed(ib.Errorf("open_xrcd", syscall.EBADF, "descriptor %d", fd))
+		}
+		cfg.File = os.NewFile(uintptr(own), "xrcd")
+		defer func() { _ = cfg.File.Close() }() // it was only read from
+	}
+	x, err := c.shared.dev.OpenXRCD(cfg)
+	if err != nil {
+		return failed(err)
+	}
+	return newHandle(&xrcds, c, &xrcDomain{x, c})
+}

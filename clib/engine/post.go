@@ -1,0 +1,131 @@
+package main
+
+// #include <errno.h>
+// #include "call.h"
+import "C"
+
+import (
+	"sync"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+)
+
+// Posting. The front's requests become the device's without copying what they
+// point to: the device copies that before the call returns.
+
+// scratch is where requests are translated.
+type scratch struct {
+	send [batch]ib.SendWR
+	recv [batch]ib.RecvWR
+}
+
+var scratches = sync.Pool{New: func() any { return new(scratch) }}
+
+//export vbe_post_send
+func vbe_post_send(h C.uint64_t, wrs *C.struct_vbe_send_wr, n C.int64_t, posted *C.int64_t) C.int64_t {
+	q := qps.get(uint64(h))
+	if q == nil {
+		*posted = 0
+		return failed(errStale)
+	}
+	s := scratches.Get().(*scratch)
+	list := view(wrs, int(n))
+	done := 0
+	var err error
+	for done < len(list) && err == nil {
+		part := list[done:min(done+batch, len(list))]
+		good := len(part)
+		for i := range part {
+			if refused := sendFrom(&s.send[i], &part[i]); refused != nil {
+				good, err = i, refused
+				break
+			}
+		}
+		k, refused := q.PostSend(s.send[:good])
+		if refused != nil {
+			err = refused
+		}
+		done += k
+	}
+	scratches.Put(s)
+	q.deliver()
+	*posted = C.int64_t(done)
+	return result(err)
+}
+
+// sendFrom translates a request.
+func sendFrom(to *ib.SendWR, f *C.struct_vbe_send_wr) error {
+	op := opcode(f.opcode)
+	flags, ok := sendFlags(f.flags)
+	if op == 0 || !ok {
+		return ib.Errorf("post_send", syscall.EINVAL, "opcode %d, flags %#x: unknown to the device", f.opcode, f.flags)
+	}
+	*to = ib.SendWR{ID: uint64(f.id), Op: op, Flags: flags, Imm: uint32(f.imm), RemoteAddr: uint64(f.remote_addr), RKey: uint32(f.rkey),
+		CompareAdd: uint64(f.compare_add), Swap: uint64(f.swap), RemoteSRQN: uint32(f.srqn)}
+	if f.flags&sendInline != 0 {
+		to.Inline = bytesAt(uint64(f.inline_data), uint64(f.inline_len))
+	} else {
+		to.SGL = sges(uint64(f.sgl), uint32(f.num_sge))
+	}
+	switch op {
+	case ib.OpSendInv, ib.OpLocalInv:
+		to.InvalidateKey = uint32(f.inv_key)
+	case ib.OpBindMW:
+		to.Bind = bindOf(f)
+	case ib.OpFlush:
+		to.RemoteLength, to.FlushType, to.FlushLevel = uint32(f.flush_len), ib.FlushType(f.flush_type), ib.FlushLevel(f.flush_level)+ib.FlushRange
+	}
+	if f.ah != 0 {
+		a := ahs.get(uint64(f.ah))
+		if a == nil {
+			return ib.Errorf("post_send", syscall.EINVAL, "the address handle is gone")
+		}
+		to.AH, to.RemoteQPN, to.RemoteQKey = a.AH, uint32(f.qpn), uint32(f.qkey)
+	}
+	return nil
+}
+
+// poster is a receive queue.
+type poster interface {
+	PostRecv([]ib.RecvWR) (int, error)
+}
+
+func postRecv(q poster, wrs *C.struct_vbe_recv_wr, n C.int64_t, posted *C.int64_t) C.int64_t {
+	s := scratches.Get().(*scratch)
+	list := view(wrs, int(n))
+	done := 0
+	var err error
+	for done < len(list) && err == nil {
+		part := list[done:min(done+batch, len(list))]
+		for i := range part {
+			s.recv[i] = ib.RecvWR{ID: uint64(part[i].id), SGL: sges(uint64(part[i].sgl), uint32(part[i].num_sge))}
+		}
+		var k int
+		k, err = q.PostRecv(s.recv[:len(part)])
+		done += k
+	}
+	scratches.Put(s)
+	*posted = C.int64_t(done)
+	return result(err)
+}
+
+//export vbe_post_recv
+func vbe_post_recv(h C.uint64_t, wrs *C.struct_vbe_recv_wr, n C.int64_t, posted *C.int64_t) C.int64_t {
+	q := qps.get(uint64(h))
+	if q == nil {
+		*posted = 0
+		return failed(errStale)
+	}
+	return postRecv(q.QP, wrs, n, posted)
+}
+
+//export vbe_post_srq_recv
+func vbe_post_srq_recv(h C.uint64_t, wrs *C.struct_vbe_recv_wr, n C.int64_t, posted *C.int64_t) C.int64_t {
+	q := srqs.get(uint64(h))
+	if q == nil {
+		*posted = 0
+		return failed(errStale)
+	}
+	return postRecv(q.SRQ, wrs, n, posted)
+}

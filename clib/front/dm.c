@@ -1,0 +1,96 @@
+/*
+ * Device memory: buffers without an address, and regions on them.
+ */
+#include <string.h>
+
+#include "front.h"
+
+/* Adapters copy words: programs that do not would work here alone. */
+static bool in_words(uint64_t offset, size_t length) { return !(offset % 4) && !(length % 4); }
+
+static int memcpy_to_dm(struct ibv_dm *dm, uint64_t offset, const void *host, size_t length)
+{
+	struct vb_dm *d = live_vb_dm(dm);
+	if (!d || !in_words(offset, length))
+		return vb_num(-EINVAL);
+	return vb_num(d->h.engine->vbe_copy_dm(d->h.handle, offset, (uintptr_t)host, length, 1));
+}
+
+static int memcpy_from_dm(void *host, struct ibv_dm *dm, uint64_t offset, size_t length)
+{
+	struct vb_dm *d = live_vb_dm(dm);
+	if (!d || !in_words(offset, length))
+		return vb_num(-EINVAL);
+	return vb_num(d->h.engine->vbe_copy_dm(d->h.handle, offset, (uintptr_t)host, length, 0));
+}
+
+struct ibv_dm *vb_alloc_dm(struct ibv_context *context, struct ibv_alloc_dm_attr *attr)
+{
+	struct vb_context *c = live_context(context);
+	if (!c || !attr)
+		return vb_fail(EINVAL);
+	if (attr->comp_mask)
+		return vb_fail(EOPNOTSUPP);
+	struct vb_dm *d = vb_new(DM, c->h.engine);
+	if (!d)
+		return NULL;
+	int64_t h = c->h.engine->vbe_alloc_dm(c->h.handle, attr->length, attr->log_align_req);
+	if (h < 0) {
+		vb_free(DM, &d->h);
+		return vb_fail((int)-h);
+	}
+	d->h.handle = (uint64_t)h;
+	d->pub = (struct ibv_dm){.context = context,
+				 .memcpy_to_dm = memcpy_to_dm,
+				 .memcpy_from_dm = memcpy_from_dm,
+				 .handle = (uint32_t)h};
+	return &d->pub;
+}
+
+int vb_free_dm(struct ibv_dm *dm)
+{
+	if (!dm || !vb_is(&OUTER(vb_dm, dm)->h, DM))
+		return vb_num(-EINVAL);
+	struct vb_dm *d = OUTER(vb_dm, dm);
+	if (d->imported)
+		return vb_num(-EINVAL);
+	if (vb_usable(&d->h, DM)) {
+		int64_t r = d->h.engine->vbe_destroy(d->h.handle);
+		if (r < 0)
+			return vb_num(r);
+	}
+	vb_free(DM, &d->h);
+	return 0;
+}
+
+PUBLIC struct ibv_dm *ibv_import_dm(struct ibv_context *context, uint32_t handle)
+{
+	struct vb_context *c = live_context(context);
+	/* A copy of nothing tells whether it is there. */
+	if (!c || c->h.engine->vbe_copy_dm(VBE_HANDLE(VBE_DM, handle), 0, 0, 0, 0) < 0)
+		return vb_fail(EINVAL);
+	struct vb_dm *d = vb_new(DM, c->h.engine);
+	if (!d)
+		return NULL;
+	d->h.handle = VBE_HANDLE(VBE_DM, handle);
+	d->imported = true;
+	d->pub = (struct ibv_dm){.context = context,
+				 .memcpy_to_dm = memcpy_to_dm,
+				 .memcpy_from_dm = memcpy_from_dm,
+				 .handle = handle};
+	return &d->pub;
+}
+
+PUBLIC void ibv_unimport_dm(struct ibv_dm *dm)
+{
+	if (dm && vb_is(&OUTER(vb_dm, dm)->h, DM) && OUTER(vb_dm, dm)->imported)
+		vb_free(DM, &OUTER(vb_dm, dm)->h);
+}
+
+struct ibv_mr *vb_reg_dm_mr(struct ibv_pd *pd, struct ibv_dm *dm, uint64_t offset, size_t length, unsigned int access)
+{
+	struct vb_dm *d = live_vb_dm(dm);
+	if (!d || !(access & IBV_ACCESS_ZERO_BASED)) /* there is no address that it could be based on */
+		return vb_fail(EINVAL);
+	return vb_reg_mr(pd, NULL, length, offset, access, d);
+}

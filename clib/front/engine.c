@@ -1,0 +1,158 @@
+/*
+ * The engine, and when there is one.
+ *
+ *  1. Nothing happens when the library is loaded but a note for fork(): a program
+ *     that never calls a verb gets no thread and no Go runtime.
+ *  2. The first verb that needs the engine loads it, from the directory that this
+ *     library lies in, or from where VERBENA_ENGINE points.
+ *  3. A child of fork() has the memory of its parent's engine and none of its
+ *     threads: that engine is dead to it. The child's first verb loads another one,
+ *     a copy of the file in memory: the loader would give it the same one again.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/sendfile.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "front.h"
+
+static pthread_mutex_t loading = PTHREAD_MUTEX_INITIALIZER; /* guards what follows */
+static struct engine *current;				     /* also read without the lock */
+static bool forked;					     /* an engine was loaded before a fork */
+
+static struct vbe_front front_functions = {vb_on_cq_event, vb_on_async_event};
+
+/* Nobody may be loading while memory is copied. */
+static void before_fork(void) { pthread_mutex_lock(&loading); }
+static void after_fork_in_parent(void) { pthread_mutex_unlock(&loading); }
+
+static void after_fork_in_child(void)
+{
+	struct engine *e = __atomic_load_n(&current, __ATOMIC_RELAXED);
+	if (e) {
+		atomic_store(&e->dead, true); /* in this process */
+		__atomic_store_n(&current, NULL, __ATOMIC_RELAXED);
+		forked = true;
+	}
+	pthread_mutex_init(&loading, NULL);
+}
+
+__attribute__((constructor)) static void at_load(void)
+{
+	pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
+
+/* complain says why the library does not work: there is no other way to tell. */
+static void complain(const char *what, const char *why)
+{
+	fprintf(stderr, "libibverbs (Verbena): %s: %s\n", what, why ? why : strerror(errno));
+}
+
+/* engine_path finds the engine's file. */
+static bool engine_path(char *path, size_t size)
+{
+	const char *set = getenv("VERBENA_ENGINE");
+	if (set && *set)
+		return (size_t)snprintf(path, size, "%s", set) < size;
+	Dl_info self;
+	char real[PATH_MAX];
+	if (!dladdr((void *)engine_path, &self) || !realpath(self.dli_fname, real))
+		return false;
+	char *slash = strrchr(real, '/');
+	if (!slash)
+		return false;
+	*slash = 0;
+	return (size_t)snprintf(path, size, "%s/libverbena-engine.so", real) < size;
+}
+
+/* copy makes a file in memory of the one at path, and its name. */
+static int copy(const char *path, char *name, size_t size)
+{
+	int from = open(path, O_RDONLY | O_CLOEXEC);
+	struct stat st;
+	if (from < 0)
+		return -1;
+	int to = memfd_create("verbena-engine", MFD_CLOEXEC);
+	if (to < 0 || fstat(from, &st)) {
+		close(from);
+		if (to >= 0)
+			close(to);
+		return -1;
+	}
+	off_t at = 0;
+	while (at < st.st_size) {
+		ssize_t n = sendfile(to, from, &at, (size_t)(st.st_size - at));
+		if (n <= 0) {
+			close(from);
+			close(to);
+			return -1;
+		}
+	}
+	close(from);
+	snprintf(name, size, "/proc/self/fd/%d", to);
+	return to;
+}
+
+static bool find_functions(void *lib, struct engine *e)
+{
+#define X(result, name, args)                                                                                          \
+	if (!(*(void **)&e->name = dlsym(lib, #name)))                                                                 \
+		return false;
+	VBE_FUNCTIONS(X)
+#undef X
+	return true;
+}
+
+static struct engine *load(void)
+{
+	char path[PATH_MAX], name[64];
+	if (!engine_path(path, sizeof path)) {
+		complain("the engine is not found", "set VERBENA_ENGINE to the path of libverbena-engine.so");
+		return vb_fail(ENOSYS);
+	}
+	const char *from = path;
+	int fd = -1;
+	if (forked) {
+		if ((fd = copy(path, name, sizeof name)) < 0) {
+			complain(path, NULL);
+			return vb_fail(ENOSYS);
+		}
+		from = name;
+	}
+	void *lib = dlopen(from, RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND);
+	if (fd >= 0)
+		close(fd);
+	if (!lib) {
+		complain("the engine cannot be loaded", dlerror());
+		return vb_fail(ENOSYS);
+	}
+	struct engine *e = calloc(1, sizeof *e);
+	if (!e)
+		return vb_fail(ENOMEM);
+	if (!find_functions(lib, e) || e->vbe_version(&front_functions) != VBE_VERSION) {
+		complain(path, "this is an engine of another version");
+		free(e);
+		return vb_fail(ENOSYS);
+	}
+	vb_guard_signals();
+	return e;
+}
+
+struct engine *vb_engine(void)
+{
+	struct engine *e = __atomic_load_n(&current, __ATOMIC_ACQUIRE);
+	if (e)
+		return e;
+	pthread_mutex_lock(&loading);
+	if (!(e = current) && (e = load()))
+		__atomic_store_n(&current, e, __ATOMIC_RELEASE);
+	pthread_mutex_unlock(&loading);
+	return e;
+}

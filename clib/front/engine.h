@@ -1,0 +1,206 @@
+/*
+ * What the C front and the Go engine say to each other. Both include this file,
+ * and nothing else is shared: numbers and plain structures, no pointers into Go.
+ *
+ * Functions return 0 or a handle if all went well, and a negative errno if not.
+ * A handle is never 0.
+ */
+#ifndef VERBENA_ENGINE_H
+#define VERBENA_ENGINE_H
+
+#include <stdint.h>
+
+#define VBE_VERSION 1 /* of this file: the front refuses another engine */
+
+/* A handle is a kind, in the upper half, and a number, which programs see. */
+#define VBE_CONTEXT 1
+#define VBE_PD 2
+#define VBE_MR 3
+#define VBE_MW 4
+#define VBE_CQ 5
+#define VBE_SRQ 6
+#define VBE_XRCD 7
+#define VBE_QP 8
+#define VBE_AH 9
+#define VBE_DM 10
+#define VBE_HANDLE(kind, number) ((uint64_t)(kind) << 32 | (number))
+
+struct vbe_device {
+	char name[64];
+	char interface[32];
+	uint64_t guid;
+};
+
+struct vbe_device_attr {
+	char fw[64];
+	uint64_t node_guid, image_guid;
+	uint64_t max_mr_size, page_size_cap, max_dm_size;
+	uint32_t vendor_id, vendor_part_id, hw_ver;
+	uint32_t caps; /* of verbs.h, IBV_DEVICE_* */
+	uint32_t atomic_cap;
+	int32_t max_qp, max_qp_wr, max_sge, max_sge_rd, max_inline;
+	int32_t max_cq, max_cqe, max_mr, max_mw, max_pd, max_ah;
+	int32_t max_srq, max_srq_wr, max_srq_sge;
+	int32_t max_rd_atom, max_init_rd_atom, max_res_rd_atom;
+	int32_t max_mcast_grp, max_mcast_qp_attach, max_total_mcast_qp_attach;
+	int32_t max_pkeys, ack_delay, ports;
+	uint32_t odp_general, odp_rc, odp_uc, odp_ud, odp_xrc;
+	uint32_t flush; /* FLUSH is there */
+	uint32_t atomic_write;
+};
+
+struct vbe_port_attr {
+	int32_t state, max_mtu, active_mtu, gids, pkeys;
+	uint32_t max_msg, bad_pkey, bad_qkey;
+	char interface[32];
+};
+
+/* A region: the first half asks, the second one answers. */
+struct vbe_mr {
+	uint64_t addr, length, iova;
+	uint32_t access;
+	uint32_t implicit; /* the whole address space */
+	uint64_t dm;	   /* device memory, in which iova is an offset; 0: none */
+	uint64_t handle;
+	uint32_t lkey, rkey;
+};
+
+#define VBE_REREG_TRANSLATION 1 /* of ibv_rereg_mr_flags */
+#define VBE_REREG_PD 2
+#define VBE_REREG_ACCESS 4
+
+struct vbe_path {
+	uint8_t dgid[16];
+	uint32_t flow_label;
+	uint8_t sgid_index, hop_limit, traffic_class, sl, port;
+};
+
+struct vbe_qp_cap {
+	uint32_t send_wr, recv_wr, send_sge, recv_sge, inline_data;
+};
+
+struct vbe_qp_new {
+	uint64_t pd, send_cq, recv_cq, srq, xrcd;
+	uint64_t cookie; /* the front's object, for asynchronous events */
+	uint32_t type;	 /* of verbs.h, IBV_QPT_* */
+	uint32_t signal_all;
+	struct vbe_qp_cap cap; /* and what was given */
+	uint32_t number;       /* out */
+	uint64_t handle;       /* out */
+};
+
+/* All numbers are those of verbs.h. */
+struct vbe_qp_attr {
+	uint32_t state, cur_state, path_mtu;
+	uint32_t qkey, rq_psn, sq_psn, dest_qpn, access;
+	struct vbe_qp_cap cap;
+	struct vbe_path av;
+	uint16_t pkey_index;
+	uint8_t sqd_notify, max_rd_atomic, max_dest_rd_atomic, min_rnr_timer;
+	uint8_t port, timeout, retry_cnt, rnr_retry;
+};
+
+struct vbe_srq_new {
+	uint64_t pd, xrcd, cq, cookie;
+	uint32_t max_wr, max_sge, limit;
+	uint32_t number; /* out */
+	uint64_t handle; /* out */
+};
+
+/* A send request, flattened. sgl points to elements as in verbs.h. */
+struct vbe_send_wr {
+	uint64_t id;
+	uint64_t sgl, inline_data;
+	uint32_t num_sge, inline_len;
+	uint32_t opcode, flags; /* of verbs.h */
+	uint32_t imm;		/* host order */
+	uint32_t inv_key;
+	uint64_t remote_addr;
+	uint64_t compare_add, swap;
+	uint32_t rkey, srqn;
+	uint64_t ah;
+	uint32_t qpn, qkey;
+	uint32_t flush_type, flush_level, flush_len;
+	uint32_t mw_key, mw_new_key, mw_lkey, mw_access;
+	uint64_t mw_addr, mw_length;
+};
+
+struct vbe_recv_wr {
+	uint64_t id, sgl;
+	uint32_t num_sge;
+};
+
+/* A completion: the first 48 bytes are those of struct ibv_wc. */
+struct vbe_wc {
+	uint64_t wr_id;
+	uint32_t status, opcode, vendor_err, byte_len;
+	uint32_t imm_or_key; /* immediate data in network order, or the key that died */
+	uint32_t qp_num, src_qp, flags;
+	uint16_t pkey_index, slid;
+	uint8_t sl, dlid_path_bits;
+	uint64_t when; /* nanoseconds of CLOCK_MONOTONIC at which it was made */
+};
+
+/*
+ * Completions on their way to the program. The engine moves the tail and writes
+ * slots ahead of it, the front moves the head; both only grow. VBE_RING slots.
+ */
+#define VBE_RING 128
+struct vbe_ring {
+	uint32_t head;
+	uint8_t apart[60]; /* the two ends are written by different threads */
+	uint32_t tail;
+	uint8_t apart2[60];
+	struct vbe_wc slot[VBE_RING];
+};
+
+#define VBE_CQ_TIMES 1	/* of vbe_create_cq: completions have times */
+#define VBE_CQ_EVENTS 2 /* it has a channel */
+
+/* What the engine calls: events, from any thread, with no lock of the front held. */
+#define VBE_OF_CQ 1 /* whom an asynchronous event is about */
+#define VBE_OF_QP 2
+#define VBE_OF_SRQ 3
+#define VBE_OF_PORT 4
+struct vbe_front {
+	void (*cq_event)(uint64_t cookie);
+	void (*async_event)(uint64_t context, uint32_t of, uint64_t cookie, uint32_t type);
+};
+
+/* The engine's functions, as the front finds them. X(result, name, arguments) */
+#define VBE_FUNCTIONS(X)                                                                                   \
+	X(int64_t, vbe_version, (struct vbe_front *))                                                      \
+	X(int64_t, vbe_list, (struct vbe_device *, int64_t))                                               \
+	X(int64_t, vbe_open, (char *, uint64_t))                                                           \
+	X(int64_t, vbe_close, (uint64_t))                                                                  \
+	X(int64_t, vbe_query_device, (uint64_t, struct vbe_device_attr *))                                 \
+	X(int64_t, vbe_query_port, (uint64_t, uint32_t, struct vbe_port_attr *))                           \
+	X(int64_t, vbe_gids, (uint64_t, uint8_t *, int64_t))                                               \
+	X(int64_t, vbe_destroy, (uint64_t))                                                                \
+	X(int64_t, vbe_alloc_pd, (uint64_t))                                                               \
+	X(int64_t, vbe_reg_mr, (uint64_t, struct vbe_mr *))                                                \
+	X(int64_t, vbe_rereg_mr, (uint64_t, uint32_t, uint64_t, struct vbe_mr *))                          \
+	X(int64_t, vbe_query_mr, (uint64_t, struct vbe_mr *))                                              \
+	X(int64_t, vbe_alloc_dm, (uint64_t, uint64_t, uint32_t))                                           \
+	X(int64_t, vbe_copy_dm, (uint64_t, uint64_t, uint64_t, uint64_t, uint32_t))                        \
+	X(int64_t, vbe_advise, (uint64_t, uint32_t, uint32_t, uint64_t, uint32_t))                         \
+	X(int64_t, vbe_alloc_mw, (uint64_t, uint32_t, uint32_t *))                                         \
+	X(int64_t, vbe_bind_mw, (uint64_t, uint64_t, struct vbe_send_wr *, uint32_t *))                    \
+	X(int64_t, vbe_create_cq, (uint64_t, int64_t, struct vbe_ring *, uint64_t, uint32_t))              \
+	X(int64_t, vbe_resize_cq, (uint64_t, int64_t))                                                     \
+	X(int64_t, vbe_arm_cq, (uint64_t, uint32_t))                                                       \
+	X(int64_t, vbe_poll_cq, (uint64_t))                                                                \
+	X(int64_t, vbe_create_srq, (uint64_t, struct vbe_srq_new *))                                       \
+	X(int64_t, vbe_modify_srq, (uint64_t, int64_t, int64_t))                                           \
+	X(int64_t, vbe_query_srq, (uint64_t, uint32_t *, uint32_t *, uint32_t *))                          \
+	X(int64_t, vbe_post_srq_recv, (uint64_t, struct vbe_recv_wr *, int64_t, int64_t *))                \
+	X(int64_t, vbe_open_xrcd, (uint64_t, int64_t, uint32_t))                                           \
+	X(int64_t, vbe_create_qp, (uint64_t, struct vbe_qp_new *))                                         \
+	X(int64_t, vbe_modify_qp, (uint64_t, struct vbe_qp_attr *, uint32_t))                              \
+	X(int64_t, vbe_query_qp, (uint64_t, struct vbe_qp_attr *))                                         \
+	X(int64_t, vbe_post_send, (uint64_t, struct vbe_send_wr *, int64_t, int64_t *))                    \
+	X(int64_t, vbe_post_recv, (uint64_t, struct vbe_recv_wr *, int64_t, int64_t *))                    \
+	X(int64_t, vbe_mcast, (uint64_t, uint8_t *, uint32_t))                                             \
+	X(int64_t, vbe_create_ah, (uint64_t, struct vbe_path *))
+
+#endif

@@ -1,0 +1,311 @@
+/*
+ * The front's own view of the objects of verbs: each begins with the structure
+ * that programs see, and goes on with what the front needs.
+ */
+#ifndef VERBENA_FRONT_H
+#define VERBENA_FRONT_H
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <infiniband/verbs.h>
+
+#include "engine.h"
+
+/* verbs.h defines these as macros around the symbols that we define. */
+#undef ibv_reg_mr
+#undef ibv_reg_mr_iova
+#undef ibv_query_port
+#undef ibv_get_device_list
+
+#define PUBLIC __attribute__((visibility("default")))
+#define COLD __attribute__((cold, noinline))
+
+/* Values that only newer headers have. */
+#define VB_WR_FLUSH 14
+#define VB_WR_ATOMIC_WRITE 15
+#define VB_EX_WITH_FLUSH (1 << 11)
+#define VB_EX_WITH_ATOMIC_WRITE (1 << 12)
+#define VB_ACCESS_FLUSH_GLOBAL (1 << 8)
+#define VB_ACCESS_FLUSH_PERSISTENT (1 << 9)
+
+/* --- the engine: engine.c --- */
+
+struct engine {
+	atomic_bool dead; /* the process is a fork's child: what it has belongs to the parent */
+#define X(result, name, args) result(*name) args;
+	VBE_FUNCTIONS(X)
+#undef X
+};
+
+/* engine returns the engine, loading it at first use; NULL with errno if it cannot. */
+struct engine *vb_engine(void);
+
+/* --- memory for objects: object.c --- */
+
+/*
+ * Every object begins, before the public structure, with a head. Its memory is
+ * never given back, only reused for objects of the same kind, so that a stale
+ * handle finds a head that says so.
+ */
+enum kind { DEAD = 0, CONTEXT, PD, MR, MW, CQ, CHANNEL, QP, SRQ, XRCD, AH, TD, DM, NUM_KINDS };
+
+struct head {
+	uint32_t magic; /* MAGIC + kind while alive */
+	uint32_t refs;	/* objects that need this one; guarded by the kind's lock in object.c */
+	struct engine *engine;
+	uint64_t handle; /* of the engine */
+	struct head *next; /* in the list of free ones */
+};
+
+#define MAGIC 0x5ebe7a00u
+
+void *vb_new(enum kind kind, struct engine *e); /* zeroed; NULL with errno ENOMEM */
+void vb_free(enum kind kind, struct head *h);
+void vb_ref(struct head *h);
+void vb_unref(struct head *h);
+bool vb_busy(struct head *h);
+
+/* is tells whether an object is alive and of that kind. */
+static inline bool vb_is(const struct head *h, enum kind kind) { return h->magic == MAGIC + kind; }
+
+/* usable also wants that it belongs to this process, not to its parent. */
+static inline bool vb_usable(const struct head *h, enum kind kind)
+{
+	return vb_is(h, kind) && !atomic_load_explicit(&h->engine->dead, memory_order_relaxed);
+}
+
+/* --- the objects --- */
+
+struct vb_device {
+	struct ibv_device pub;
+	uint64_t guid;
+	char interface[32];
+	int index;
+};
+
+struct event {
+	struct ibv_async_event pub;
+	struct event *next;
+};
+
+struct vb_context {
+	struct head h;
+	uint32_t number; /* of the process: what cmd_fd names */
+	uint32_t opens;	 /* ibv_open_device and imports; guarded by the list's lock */
+	struct vb_context *next_open;
+	struct vbe_device_attr attr;
+	pthread_mutex_t events_lock; /* guards what follows */
+	struct event *first, **last;
+	struct verbs_context v; /* must be last: programs find it from its end */
+};
+
+struct vb_pd {
+	struct head h;
+	struct ibv_pd pub;
+	struct vb_pd *of; /* a parent domain: the domain that it stands for */
+	struct vb_td *td;
+	struct ibv_parent_domain_init_attr init;
+	bool imported;
+};
+
+struct vb_td {
+	struct head h;
+	struct ibv_td pub;
+};
+
+struct vb_mr {
+	struct head h;
+	struct ibv_mr pub;
+	bool imported;
+};
+
+struct vb_dm {
+	struct head h;
+	struct ibv_dm pub;
+	bool imported;
+};
+
+struct vb_mw {
+	struct head h;
+	struct ibv_mw pub;
+};
+
+struct vb_channel {
+	struct head h;
+	pthread_mutex_t lock; /* guards the list of events, and pending of its queues */
+	struct vb_cq *first, *last;
+	struct ibv_comp_channel pub;
+};
+
+struct vb_cq {
+	struct head h;
+	struct vbe_ring *ring;
+	bool single; /* one thread alone uses it: no lock */
+	atomic_bool armed; /* and not asked the engine since for what it has */
+	pthread_mutex_t lock; /* guards the head of the ring, and cur */
+	uint32_t pending;     /* events not yet taken; guarded by the channel's lock */
+	struct vb_cq *next;   /* in the channel's list */
+	uint32_t taken;	      /* completion events taken; guarded by pub.mutex */
+	uint32_t async_taken; /* guarded by pub.mutex */
+	uint64_t wc_flags;
+	const struct vbe_wc *cur; /* the completion that ibv_start_poll is at */
+	uint32_t at;		  /* its place */
+	struct ibv_cq_ex pub;
+};
+
+struct vb_srq {
+	struct head h;
+	uint32_t number;
+	uint32_t async_taken; /* guarded by pub.mutex */
+	enum ibv_srq_type type;
+	struct vb_cq *cq;
+	struct vb_xrcd *xrcd;
+	struct ibv_srq pub;
+};
+
+struct vb_xrcd {
+	struct head h;
+	struct ibv_xrcd pub;
+};
+
+struct vb_ah {
+	struct head h;
+	struct ibv_ah pub;
+};
+
+struct builder; /* wr.c */
+
+struct vb_qp {
+	struct head h;
+	bool extended; /* has ibv_wr_* */
+	struct vb_xrcd *xrcd;
+	struct ibv_qp_cap cap;
+	uint32_t max_inline;
+	int sig_all;
+	uint32_t async_taken; /* guarded by pub.qp_base.mutex */
+	struct builder *builder;
+	struct ibv_qp_ex pub;
+	void *newer[4]; /* functions that later headers have at the end of ibv_qp_ex */
+};
+
+#define OUTER(type, pub_ptr) ((struct type *)((char *)(pub_ptr)-offsetof(struct type, pub)))
+
+static inline struct vb_context *to_context(struct ibv_context *c)
+{
+	return (struct vb_context *)((char *)c - offsetof(struct vb_context, v.context));
+}
+static inline struct vb_cq *to_cq(struct ibv_cq *c) { return OUTER(vb_cq, c); }
+static inline struct vb_qp *to_qp(struct ibv_qp *q) { return OUTER(vb_qp, q); }
+
+/* LIVE is the outer object behind a public pointer, or NULL if it is NULL, stale
+ * or of the parent process. */
+#define LIVE(type, kind, ptr) live_##type(ptr)
+#define DEFINE_LIVE(type, kind, public_type)                                                                           \
+	static inline struct type *live_##type(public_type *p)                                                         \
+	{                                                                                                              \
+		struct type *o = (struct type *)((uintptr_t)p - offsetof(struct type, pub));                           \
+		return p && vb_usable(&o->h, kind) ? o : NULL;                                                         \
+	}
+DEFINE_LIVE(vb_td, TD, struct ibv_td)
+DEFINE_LIVE(vb_mr, MR, struct ibv_mr)
+DEFINE_LIVE(vb_mw, MW, struct ibv_mw)
+DEFINE_LIVE(vb_dm, DM, struct ibv_dm)
+DEFINE_LIVE(vb_ah, AH, struct ibv_ah)
+DEFINE_LIVE(vb_qp, QP, struct ibv_qp)
+DEFINE_LIVE(vb_srq, SRQ, struct ibv_srq)
+DEFINE_LIVE(vb_xrcd, XRCD, struct ibv_xrcd)
+DEFINE_LIVE(vb_channel, CHANNEL, struct ibv_comp_channel)
+
+/*
+ * A child of fork() may go on with its parent's contexts and domains, as it could
+ * with an adapter's: they are made anew in its own engine, when it first uses them.
+ * All else is the parent's. NULL if it cannot be.
+ */
+struct vb_context *vb_revive_context(struct vb_context *c);
+struct vb_pd *vb_revive_pd(struct vb_pd *p);
+
+static inline struct vb_context *live_context(struct ibv_context *pub)
+{
+	struct vb_context *c = (struct vb_context *)((uintptr_t)pub - offsetof(struct vb_context, v.context));
+	if (!pub)
+		return NULL;
+	return vb_usable(&c->h, CONTEXT) ? c : vb_revive_context(c);
+}
+
+static inline struct vb_pd *live_vb_pd(struct ibv_pd *pub)
+{
+	struct vb_pd *p = (struct vb_pd *)((uintptr_t)pub - offsetof(struct vb_pd, pub));
+	if (!pub)
+		return NULL;
+	return vb_usable(&p->h, PD) ? p : vb_revive_pd(p);
+}
+
+/* fail sets errno and returns NULL: for verbs that return pointers. */
+static inline void *vb_fail(int err)
+{
+	errno = err;
+	return NULL;
+}
+
+/* num sets errno and returns it: for verbs that return an errno. */
+static inline int vb_num(int64_t r)
+{
+	if (r >= 0)
+		return 0;
+	errno = (int)-r;
+	return (int)-r;
+}
+
+/* --- between the files --- */
+
+void vb_set_ops(struct vb_context *c); /* device.c fills the tables with: */
+
+int vb_poll_cq(struct ibv_cq *cq, int n, struct ibv_wc *wc);
+int vb_req_notify_cq(struct ibv_cq *cq, int solicited_only);
+struct ibv_cq_ex *vb_create_cq_ex(struct ibv_context *ctx, struct ibv_cq_init_attr_ex *attr);
+int vb_modify_cq(struct ibv_cq *cq, struct ibv_modify_cq_attr *attr);
+void vb_forget_completions(struct vb_qp *q); /* what a queue pair left in its rings */
+void vb_on_cq_event(uint64_t cookie);
+
+int vb_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad);
+int vb_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad);
+int vb_post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad);
+struct ibv_qp *vb_create_qp_ex(struct ibv_context *ctx, struct ibv_qp_init_attr_ex *attr);
+int vb_start_builder(struct vb_qp *q, uint64_t ops); /* wr.c */
+void vb_end_builder(struct vb_qp *q);
+
+struct ibv_srq *vb_create_srq_ex(struct ibv_context *ctx, struct ibv_srq_init_attr_ex *attr);
+int vb_get_srq_num(struct ibv_srq *srq, uint32_t *num);
+struct ibv_xrcd *vb_open_xrcd(struct ibv_context *ctx, struct ibv_xrcd_init_attr *attr);
+int vb_close_xrcd(struct ibv_xrcd *xrcd);
+
+/* on is NULL, or device memory in which iova is an offset. */
+struct ibv_mr *vb_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access,
+			 struct vb_dm *on);
+struct ibv_dm *vb_alloc_dm(struct ibv_context *ctx, struct ibv_alloc_dm_attr *attr);
+int vb_free_dm(struct ibv_dm *dm);
+struct ibv_mr *vb_reg_dm_mr(struct ibv_pd *pd, struct ibv_dm *dm, uint64_t offset, size_t length, unsigned int access);
+struct ibv_mw *vb_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type);
+int vb_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
+int vb_dealloc_mw(struct ibv_mw *mw);
+int vb_advise_mr(struct ibv_pd *pd, enum ibv_advise_mr_advice advice, uint32_t flags, struct ibv_sge *sgl, uint32_t n);
+struct ibv_pd *vb_alloc_parent_domain(struct ibv_context *ctx, struct ibv_parent_domain_init_attr *attr);
+struct ibv_td *vb_alloc_td(struct ibv_context *ctx, struct ibv_td_init_attr *attr);
+int vb_dealloc_td(struct ibv_td *td);
+
+int vb_start_events(struct vb_context *c);
+int vb_renew_events(struct vb_context *c); /* in a child: others than the parent's, at the same descriptor */
+void vb_end_events(struct vb_context *c);
+void vb_on_async_event(uint64_t context, uint32_t of, uint64_t cookie, uint32_t type);
+/* await_acks drops an object's events that nobody took, and waits for those taken. */
+void vb_await_acks(struct vb_context *c, void *pub, pthread_mutex_t *mu, pthread_cond_t *cond, uint32_t *taken,
+		   uint32_t *acked);
+
+void vb_guard_signals(void);		  /* signals.c */
+
+#endif

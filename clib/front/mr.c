@@ -1,0 +1,436 @@
+/*
+ * Protection domains, memory regions, memory windows; parent and thread domains.
+ */
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "front.h"
+
+/* --- domains --- */
+
+PUBLIC struct ibv_pd *ibv_alloc_pd(struct ibv_context *context)
+{
+	struct vb_context *c = live_context(context);
+	if (!c)
+		return vb_fail(EINVAL);
+	struct vb_pd *p = vb_new(PD, c->h.engine);
+	if (!p)
+		return NULL;
+	int64_t h = c->h.engine->vbe_alloc_pd(c->h.handle);
+	if (h < 0) {
+		vb_free(PD, &p->h);
+		return vb_fail((int)-h);
+	}
+	p->h.handle = (uint64_t)h;
+	p->pub.context = context;
+	p->pub.handle = (uint32_t)h;
+	return &p->pub;
+}
+
+struct vb_pd *vb_revive_pd(struct vb_pd *p)
+{
+	if (!vb_is(&p->h, PD) || p->imported)
+		return NULL;
+	struct vb_context *c = live_context(p->pub.context);
+	if (!c)
+		return NULL;
+	if (p->of) {
+		if (!live_vb_pd(&p->of->pub))
+			return NULL;
+		p->h.handle = p->of->h.handle;
+	} else {
+		int64_t h = c->h.engine->vbe_alloc_pd(c->h.handle);
+		if (h < 0)
+			return vb_fail((int)-h);
+		p->h.handle = (uint64_t)h;
+	}
+	p->pub.handle = (uint32_t)p->h.handle;
+	p->h.engine = c->h.engine;
+	return p;
+}
+
+PUBLIC int ibv_dealloc_pd(struct ibv_pd *pd)
+{
+	if (!pd || !vb_is(&OUTER(vb_pd, pd)->h, PD))
+		return vb_num(-EINVAL);
+	struct vb_pd *p = OUTER(vb_pd, pd);
+	if (p->imported)
+		return vb_num(-EINVAL);
+	if (vb_busy(&p->h)) /* parent domains stand on it, or objects are in this parent domain */
+		return vb_num(-EBUSY);
+	if (p->of) {
+		vb_unref(&p->of->h);
+		if (p->td)
+			vb_unref(&p->td->h);
+	} else if (vb_usable(&p->h, PD)) {
+		int64_t r = p->h.engine->vbe_destroy(p->h.handle);
+		if (r < 0)
+			return vb_num(r);
+	}
+	vb_free(PD, &p->h);
+	return 0;
+}
+
+struct ibv_td *vb_alloc_td(struct ibv_context *context, struct ibv_td_init_attr *attr)
+{
+	struct vb_context *c = live_context(context);
+	if (!c || !attr)
+		return vb_fail(EINVAL);
+	if (attr->comp_mask)
+		return vb_fail(EOPNOTSUPP);
+	struct vb_td *t = vb_new(TD, c->h.engine);
+	if (!t)
+		return NULL;
+	t->pub.context = context;
+	return &t->pub;
+}
+
+int vb_dealloc_td(struct ibv_td *td)
+{
+	if (!td || !vb_is(&OUTER(vb_td, td)->h, TD))
+		return vb_num(-EINVAL);
+	struct vb_td *t = OUTER(vb_td, td);
+	if (vb_busy(&t->h))
+		return vb_num(-EBUSY);
+	vb_free(TD, &t->h);
+	return 0;
+}
+
+/* A parent domain is another name for a protection domain; the program promises
+ * that one thread uses what is made in it, which nothing here needs. */
+struct ibv_pd *vb_alloc_parent_domain(struct ibv_context *context, struct ibv_parent_domain_init_attr *attr)
+{
+	const uint32_t known = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT;
+	struct vb_context *c = live_context(context);
+	if (!c || !attr)
+		return vb_fail(EINVAL);
+	if (attr->comp_mask & ~known)
+		return vb_fail(EOPNOTSUPP);
+	struct vb_pd *of = LIVE(vb_pd, PD, attr->pd);
+	if (!of || of->of || (attr->td && !LIVE(vb_td, TD, attr->td)))
+		return vb_fail(EINVAL);
+	if ((attr->comp_mask & IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS) && (!attr->alloc || !attr->free))
+		return vb_fail(EINVAL);
+	struct vb_pd *p = vb_new(PD, c->h.engine);
+	if (!p)
+		return NULL;
+	p->h.handle = of->h.handle;
+	p->pub.context = context;
+	p->pub.handle = of->pub.handle;
+	p->of = of;
+	p->init = *attr;
+	vb_ref(&of->h);
+	if (attr->td) {
+		p->td = OUTER(vb_td, attr->td);
+		vb_ref(&p->td->h);
+	}
+	return &p->pub;
+}
+
+/* --- regions --- */
+
+/* What a region's rights may be; others in the optional range are hints that may
+ * be ignored, the rest is refused. */
+#define KNOWN_ACCESS                                                                                                   \
+	(IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC |        \
+	 IBV_ACCESS_MW_BIND | IBV_ACCESS_ZERO_BASED | IBV_ACCESS_ON_DEMAND | VB_ACCESS_FLUSH_GLOBAL |                  \
+	 VB_ACCESS_FLUSH_PERSISTENT | IBV_ACCESS_RELAXED_ORDERING)
+
+/* clean returns the rights for the engine, or false if one is unknown. */
+static bool clean(unsigned int access, uint32_t *to)
+{
+	access &= ~(unsigned int)IBV_ACCESS_HUGETLB; /* a promise about pages: nothing depends on it */
+	*to = access & KNOWN_ACCESS;
+	return !(access & ~(unsigned int)(KNOWN_ACCESS | IBV_ACCESS_OPTIONAL_RANGE));
+}
+
+struct ibv_mr *vb_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access,
+			 struct vb_dm *on)
+{
+	struct vb_pd *p = LIVE(vb_pd, PD, pd);
+	struct vbe_mr r = {.addr = (uintptr_t)addr, .length = length, .iova = iova};
+	if (!p || !clean(access, &r.access))
+		return vb_fail(EINVAL);
+	r.implicit = (access & IBV_ACCESS_ON_DEMAND) && !addr && length == SIZE_MAX;
+	r.dm = on ? on->h.handle : 0;
+	if (access & IBV_ACCESS_ZERO_BASED && !on)
+		r.iova = 0;
+	struct vb_mr *m = vb_new(MR, p->h.engine);
+	if (!m)
+		return NULL;
+	int64_t e = p->h.engine->vbe_reg_mr(p->h.handle, &r);
+	if (e < 0) {
+		vb_free(MR, &m->h);
+		return vb_fail((int)-e);
+	}
+	m->h.handle = r.handle;
+	m->pub = (struct ibv_mr){.context = pd->context,
+				 .pd = pd,
+				 .addr = addr,
+				 .length = length,
+				 .handle = (uint32_t)r.handle,
+				 .lkey = r.lkey,
+				 .rkey = r.rkey};
+	if (p->of)
+		vb_ref(&p->h);
+	return &m->pub;
+}
+
+PUBLIC struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access)
+{
+	return vb_reg_mr(pd, addr, length, (uintptr_t)addr, (unsigned int)access, NULL);
+}
+
+PUBLIC struct ibv_mr *ibv_reg_mr_iova(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, int access)
+{
+	return vb_reg_mr(pd, addr, length, iova, (unsigned int)access, NULL);
+}
+
+PUBLIC struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access)
+{
+	return vb_reg_mr(pd, addr, length, iova, access, NULL);
+}
+
+PUBLIC int ibv_rereg_mr(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *addr, size_t length, int access)
+{
+	const int known = IBV_REREG_MR_CHANGE_TRANSLATION | IBV_REREG_MR_CHANGE_PD | IBV_REREG_MR_CHANGE_ACCESS;
+	struct vb_mr *m = LIVE(vb_mr, MR, mr);
+	struct vb_pd *to = NULL;
+	struct vbe_mr r = {.addr = (uintptr_t)addr, .length = length, .iova = (uintptr_t)addr};
+	errno = EINVAL;
+	if (!m || m->imported || flags & ~known || !flags)
+		return IBV_REREG_MR_ERR_INPUT;
+	if (flags & IBV_REREG_MR_CHANGE_PD && !(to = LIVE(vb_pd, PD, pd)))
+		return IBV_REREG_MR_ERR_INPUT;
+	if (flags & IBV_REREG_MR_CHANGE_TRANSLATION && (!length || !addr))
+		return IBV_REREG_MR_ERR_INPUT;
+	if (flags & IBV_REREG_MR_CHANGE_ACCESS && !clean((unsigned int)access, &r.access))
+		return IBV_REREG_MR_ERR_INPUT;
+	/* The numbers of the errors say what the region is now: those of verbs.h. */
+	int64_t e = m->h.engine->vbe_rereg_mr(m->h.handle, (uint32_t)flags, to ? to->h.handle : 0, &r);
+	if (e < 0)
+		return (int)e;
+	m->pub.lkey = r.lkey;
+	m->pub.rkey = r.rkey;
+	if (flags & IBV_REREG_MR_CHANGE_TRANSLATION) {
+		m->pub.addr = addr;
+		m->pub.length = length;
+	}
+	if (to) {
+		struct vb_pd *from = OUTER(vb_pd, m->pub.pd);
+		if (from->of)
+			vb_unref(&from->h);
+		if (to->of)
+			vb_ref(&to->h);
+		m->pub.pd = pd;
+	}
+	return 0;
+}
+
+PUBLIC int ibv_dereg_mr(struct ibv_mr *mr)
+{
+	if (!mr || !vb_is(&OUTER(vb_mr, mr)->h, MR))
+		return vb_num(-EINVAL);
+	struct vb_mr *m = OUTER(vb_mr, mr);
+	if (m->imported)
+		return vb_num(-EINVAL);
+	if (vb_usable(&m->h, MR)) {
+		int64_t r = m->h.engine->vbe_destroy(m->h.handle);
+		if (r < 0)
+			return vb_num(r);
+	}
+	struct vb_pd *p = OUTER(vb_pd, m->pub.pd);
+	if (p->of)
+		vb_unref(&p->h);
+	vb_free(MR, &m->h);
+	return 0;
+}
+
+int vb_advise_mr(struct ibv_pd *pd, enum ibv_advise_mr_advice advice, uint32_t flags, struct ibv_sge *sgl, uint32_t n)
+{
+	struct vb_pd *p = LIVE(vb_pd, PD, pd);
+	if (!p || !sgl || flags & ~(uint32_t)IBV_ADVISE_MR_FLAG_FLUSH)
+		return vb_num(-EINVAL);
+	return vb_num(p->h.engine->vbe_advise(p->h.handle, (uint32_t)advice, flags & IBV_ADVISE_MR_FLAG_FLUSH,
+					      (uintptr_t)sgl, n));
+}
+
+/* --- import: only within this process, where the context is the same one --- */
+
+PUBLIC struct ibv_pd *ibv_import_pd(struct ibv_context *context, uint32_t handle)
+{
+	struct vb_context *c = live_context(context);
+	if (!c || !handle)
+		return vb_fail(EINVAL);
+	struct vb_pd *p = vb_new(PD, c->h.engine);
+	if (!p)
+		return NULL;
+	p->h.handle = VBE_HANDLE(VBE_PD, handle);
+	p->pub.context = context;
+	p->pub.handle = handle;
+	p->imported = true;
+	return &p->pub;
+}
+
+PUBLIC void ibv_unimport_pd(struct ibv_pd *pd)
+{
+	if (pd && vb_is(&OUTER(vb_pd, pd)->h, PD) && OUTER(vb_pd, pd)->imported)
+		vb_free(PD, &OUTER(vb_pd, pd)->h);
+}
+
+PUBLIC struct ibv_mr *ibv_import_mr(struct ibv_pd *pd, uint32_t handle)
+{
+	struct vb_pd *p = LIVE(vb_pd, PD, pd);
+	struct vbe_mr r = {0};
+	if (!p)
+		return vb_fail(EINVAL);
+	int64_t e = p->h.engine->vbe_query_mr(VBE_HANDLE(VBE_MR, handle), &r);
+	if (e < 0)
+		return vb_fail((int)-e);
+	struct vb_mr *m = vb_new(MR, p->h.engine);
+	if (!m)
+		return NULL;
+	m->h.handle = VBE_HANDLE(VBE_MR, handle);
+	m->imported = true;
+	m->pub = (struct ibv_mr){.context = pd->context,
+				 .pd = pd,
+				 .length = r.length,
+				 .handle = handle,
+				 .lkey = r.lkey,
+				 .rkey = r.rkey};
+	return &m->pub;
+}
+
+PUBLIC void ibv_unimport_mr(struct ibv_mr *mr)
+{
+	if (mr && vb_is(&OUTER(vb_mr, mr)->h, MR) && OUTER(vb_mr, mr)->imported)
+		vb_free(MR, &OUTER(vb_mr, mr)->h);
+}
+
+/* --- what newer headers have: rdma-core 60 and later --- */
+
+enum { MASK_IOVA = 1, MASK_ADDR = 2, MASK_FD = 4, MASK_FD_OFFSET = 8, MASK_DMAH = 16, MASK_BUF = 32 };
+
+struct mr_init_attr { /* struct ibv_mr_init_attr */
+	size_t length;
+	int access;
+	uint64_t mask, iova;
+	void *addr;
+	int fd;
+	uint64_t fd_offset;
+	void *dmah;
+	void *buf;
+};
+
+PUBLIC struct ibv_mr *ibv_reg_mr_ex(struct ibv_pd *pd, struct mr_init_attr *a)
+{
+	if (!a || !LIVE(vb_pd, PD, pd) || a->mask & ~(uint64_t)63)
+		return vb_fail(EINVAL);
+	if (a->mask & (MASK_FD | MASK_FD_OFFSET | MASK_DMAH)) /* no dma-bufs, no steering tags */
+		return vb_fail(EOPNOTSUPP);
+	if (!(a->mask & MASK_ADDR))
+		return vb_fail(EINVAL);
+	return vb_reg_mr(pd, a->addr, a->length, a->mask & MASK_IOVA ? a->iova : (uintptr_t)a->addr,
+			 (unsigned int)a->access, NULL);
+}
+
+struct buf { /* struct ibv_buf */
+	void *addr;
+	size_t size;
+};
+
+PUBLIC void *ibv_alloc_buf(struct ibv_pd *pd, size_t size, struct buf **buf)
+{
+	size_t page = (size_t)sysconf(_SC_PAGESIZE);
+	if (!LIVE(vb_pd, PD, pd) || !buf || !size || size > SIZE_MAX - page)
+		return vb_fail(EINVAL);
+	struct buf *b = calloc(1, sizeof *b);
+	if (!b || posix_memalign(&b->addr, page, size)) {
+		free(b);
+		return vb_fail(ENOMEM);
+	}
+	b->size = size;
+	*buf = b;
+	return b->addr;
+}
+
+PUBLIC void ibv_free_buf(struct buf *b)
+{
+	if (b)
+		free(b->addr);
+	free(b);
+}
+
+PUBLIC struct ibv_mr *ibv_reg_buf_mr(struct ibv_pd *pd, struct buf *b, void *addr, size_t length, int access)
+{
+	if (!b || (uintptr_t)addr < (uintptr_t)b->addr || length > b->size ||
+	    (uintptr_t)addr - (uintptr_t)b->addr > b->size - length)
+		return vb_fail(EINVAL);
+	return vb_reg_mr(pd, addr, length, (uintptr_t)addr, (unsigned int)access, NULL);
+}
+
+/* --- windows --- */
+
+struct ibv_mw *vb_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type)
+{
+	struct vb_pd *p = LIVE(vb_pd, PD, pd);
+	if (!p)
+		return vb_fail(EINVAL);
+	struct vb_mw *w = vb_new(MW, p->h.engine);
+	if (!w)
+		return NULL;
+	uint32_t rkey;
+	int64_t h = p->h.engine->vbe_alloc_mw(p->h.handle, (uint32_t)type, &rkey);
+	if (h < 0) {
+		vb_free(MW, &w->h);
+		return vb_fail((int)-h);
+	}
+	w->h.handle = (uint64_t)h;
+	w->pub = (struct ibv_mw){
+		.context = pd->context, .pd = pd, .rkey = rkey, .handle = (uint32_t)h, .type = type};
+	if (p->of)
+		vb_ref(&p->h);
+	return &w->pub;
+}
+
+int vb_dealloc_mw(struct ibv_mw *mw)
+{
+	if (!mw || !vb_is(&OUTER(vb_mw, mw)->h, MW))
+		return vb_num(-EINVAL);
+	struct vb_mw *w = OUTER(vb_mw, mw);
+	if (vb_usable(&w->h, MW)) {
+		int64_t r = w->h.engine->vbe_destroy(w->h.handle);
+		if (r < 0)
+			return vb_num(r);
+	}
+	struct vb_pd *p = OUTER(vb_pd, w->pub.pd);
+	if (p->of)
+		vb_unref(&p->h);
+	vb_free(MW, &w->h);
+	return 0;
+}
+
+/* ibv_bind_mw posts a bind of a type 1 window; the verb checks the region before. */
+int vb_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
+{
+	struct vb_qp *q = LIVE(vb_qp, QP, qp);
+	struct vb_mw *w = LIVE(vb_mw, MW, mw);
+	if (!q || !w || !bind || mw->type != IBV_MW_TYPE_1)
+		return vb_num(-EINVAL);
+	struct ibv_mw_bind_info *b = &bind->bind_info;
+	if (b->length && (!LIVE(vb_mr, MR, b->mr) || b->mr->pd->handle != mw->pd->handle))
+		return vb_num(-EPERM);
+	struct vbe_send_wr r = {.id = bind->wr_id,
+				.flags = bind->send_flags,
+				.mw_lkey = b->mr ? b->mr->lkey : 0,
+				.mw_access = b->mw_access_flags & ~(unsigned int)IBV_ACCESS_LOCAL_WRITE,
+				.mw_addr = b->addr,
+				.mw_length = b->length};
+	uint32_t rkey;
+	int64_t e = q->h.engine->vbe_bind_mw(q->h.handle, w->h.handle, &r, &rkey);
+	if (e < 0)
+		return vb_num(e);
+	mw->rkey = rkey;
+	return 0;
+}

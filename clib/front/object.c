@@ -1,0 +1,88 @@
+/*
+ * Memory for objects, one list of free ones for each kind. What is freed goes to
+ * the end of the list and is taken from its front: a stale handle stays stale for
+ * as long as possible, and its memory never becomes anything else.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "front.h"
+
+static const size_t sizes[NUM_KINDS] = {
+	[CONTEXT] = sizeof(struct vb_context), [PD] = sizeof(struct vb_pd),	[MR] = sizeof(struct vb_mr),
+	[MW] = sizeof(struct vb_mw),	       [CQ] = sizeof(struct vb_cq),	[CHANNEL] = sizeof(struct vb_channel),
+	[QP] = sizeof(struct vb_qp),	       [SRQ] = sizeof(struct vb_srq),	[XRCD] = sizeof(struct vb_xrcd),
+	[AH] = sizeof(struct vb_ah),	       [TD] = sizeof(struct vb_td),	[DM] = sizeof(struct vb_dm),
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards the lists, and refs of all heads */
+static struct {
+	struct head *first, *last;
+	size_t count;
+} spare[NUM_KINDS];
+
+/* How many objects of a kind lie idle before one is used again. */
+enum { REST = 16 };
+
+void *vb_new(enum kind kind, struct engine *e)
+{
+	struct head *h = NULL;
+	pthread_mutex_lock(&lock);
+	if (spare[kind].count > REST) {
+		h = spare[kind].first;
+		spare[kind].first = h->next;
+		spare[kind].count--;
+	}
+	pthread_mutex_unlock(&lock);
+	if (h)
+		memset(h, 0, sizes[kind]);
+	else if (!(h = calloc(1, sizes[kind])))
+		return vb_fail(ENOMEM);
+	h->engine = e;
+	h->magic = MAGIC + kind;
+	return h;
+}
+
+void vb_free(enum kind kind, struct head *h)
+{
+	pthread_mutex_lock(&lock);
+	h->magic = MAGIC + DEAD;
+	h->next = NULL;
+	if (spare[kind].count++)
+		spare[kind].last->next = h;
+	else
+		spare[kind].first = h;
+	spare[kind].last = h;
+	pthread_mutex_unlock(&lock);
+}
+
+void vb_ref(struct head *h)
+{
+	pthread_mutex_lock(&lock);
+	h->refs++;
+	pthread_mutex_unlock(&lock);
+}
+
+void vb_unref(struct head *h)
+{
+	pthread_mutex_lock(&lock);
+	h->refs--;
+	pthread_mutex_unlock(&lock);
+}
+
+bool vb_busy(struct head *h)
+{
+	pthread_mutex_lock(&lock);
+	bool busy = h->refs > 0;
+	pthread_mutex_unlock(&lock);
+	return busy;
+}
+
+static void before_fork(void) { pthread_mutex_lock(&lock); }
+static void after_fork_in_parent(void) { pthread_mutex_unlock(&lock); }
+static void after_fork_in_child(void) { pthread_mutex_init(&lock, NULL); }
+
+__attribute__((constructor)) static void at_load(void)
+{
+	pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}

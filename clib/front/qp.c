@@ -1,0 +1,375 @@
+/*
+ * Queue pairs and address handles.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "front.h"
+
+/* --- making --- */
+
+#define ALWAYS_EX (IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM)
+#define WRITE_EX (ALWAYS_EX | IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM)
+#define WINDOW_EX (IBV_QP_EX_WITH_LOCAL_INV | IBV_QP_EX_WITH_BIND_MW)
+#define RELIABLE_EX                                                                                                    \
+	(WRITE_EX | IBV_QP_EX_WITH_SEND_WITH_INV | IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP |      \
+	 IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD | VB_EX_WITH_FLUSH | VB_EX_WITH_ATOMIC_WRITE)
+
+/* send_ops are the requests that a type of queue pair can be built for. */
+static uint64_t send_ops(enum ibv_qp_type type)
+{
+	switch (type) {
+	case IBV_QPT_RC:
+		return RELIABLE_EX | WINDOW_EX;
+	case IBV_QPT_XRC_SEND:
+		return RELIABLE_EX;
+	case IBV_QPT_UC:
+		return WRITE_EX | WINDOW_EX;
+	case IBV_QPT_UD:
+		return ALWAYS_EX;
+	default:
+		return 0;
+	}
+}
+
+/* A queue pair's objects, checked. */
+struct parts {
+	struct vb_pd *pd;
+	struct vb_cq *send_cq, *recv_cq;
+	struct vb_srq *srq;
+	struct vb_xrcd *xrcd;
+};
+
+static int find_parts(struct ibv_context *context, const struct ibv_qp_init_attr_ex *a, struct parts *p)
+{
+	const uint32_t known = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_XRCD | IBV_QP_INIT_ATTR_CREATE_FLAGS |
+			       IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+	memset(p, 0, sizeof *p);
+	if (a->comp_mask & ~known)
+		return EOPNOTSUPP;
+	if (a->comp_mask & IBV_QP_INIT_ATTR_CREATE_FLAGS && a->create_flags)
+		return EOPNOTSUPP;
+	switch (a->qp_type) {
+	case IBV_QPT_RC:
+	case IBV_QPT_UC:
+	case IBV_QPT_UD:
+	case IBV_QPT_XRC_SEND:
+		break;
+	case IBV_QPT_XRC_RECV:
+		if (!(a->comp_mask & IBV_QP_INIT_ATTR_XRCD) || !(p->xrcd = LIVE(vb_xrcd, XRCD, a->xrcd)) ||
+		    a->xrcd->context != context)
+			return EINVAL;
+		return 0;
+	case IBV_QPT_RAW_PACKET:
+	case IBV_QPT_DRIVER:
+		return EOPNOTSUPP;
+	default:
+		return EINVAL;
+	}
+	if (!(a->comp_mask & IBV_QP_INIT_ATTR_PD) || !(p->pd = LIVE(vb_pd, PD, a->pd)))
+		return EINVAL;
+	if (!a->send_cq || !vb_usable(&to_cq(a->send_cq)->h, CQ))
+		return EINVAL;
+	p->send_cq = to_cq(a->send_cq);
+	if (a->qp_type == IBV_QPT_XRC_SEND)
+		return 0; /* it does not receive, whatever the fields say */
+	if (!a->recv_cq || !vb_usable(&to_cq(a->recv_cq)->h, CQ))
+		return EINVAL;
+	p->recv_cq = to_cq(a->recv_cq);
+	if (a->srq && !(p->srq = LIVE(vb_srq, SRQ, a->srq)))
+		return EINVAL;
+	return 0;
+}
+
+struct ibv_qp *vb_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr)
+{
+	struct vb_context *c = live_context(context);
+	struct parts p;
+	if (!c || !attr)
+		return vb_fail(EINVAL);
+	int err = find_parts(context, attr, &p);
+	if (err)
+		return vb_fail(err);
+	uint64_t ops = attr->comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS ? attr->send_ops_flags : 0;
+	if (ops & ~send_ops(attr->qp_type))
+		return vb_fail(EOPNOTSUPP);
+	struct vb_qp *q = vb_new(QP, c->h.engine);
+	if (!q)
+		return NULL;
+	struct vbe_qp_new n = {.pd = p.pd ? p.pd->h.handle : 0,
+			       .send_cq = p.send_cq ? p.send_cq->h.handle : 0,
+			       .recv_cq = p.recv_cq ? p.recv_cq->h.handle : 0,
+			       .srq = p.srq ? p.srq->h.handle : 0,
+			       .xrcd = p.xrcd ? p.xrcd->h.handle : 0,
+			       .cookie = (uintptr_t)q,
+			       .type = (uint32_t)attr->qp_type,
+			       .signal_all = attr->sq_sig_all != 0,
+			       .cap = {attr->cap.max_send_wr, attr->cap.max_recv_wr, attr->cap.max_send_sge,
+				       attr->cap.max_recv_sge, attr->cap.max_inline_data}};
+	if (ops & VB_EX_WITH_ATOMIC_WRITE && n.cap.inline_data < 8)
+		n.cap.inline_data = 8; /* its word comes by value */
+	int64_t r = c->h.engine->vbe_create_qp(c->h.handle, &n);
+	if (r < 0) {
+		vb_free(QP, &q->h);
+		return vb_fail((int)-r);
+	}
+	struct ibv_qp_cap cap = {n.cap.send_wr, n.cap.recv_wr, n.cap.send_sge, n.cap.recv_sge, n.cap.inline_data};
+	attr->cap = q->cap = cap;
+	q->h.handle = n.handle;
+	q->sig_all = attr->sq_sig_all;
+	q->xrcd = p.xrcd;
+	struct ibv_qp *b = &q->pub.qp_base;
+	b->context = context;
+	b->qp_context = attr->qp_context;
+	b->pd = p.pd ? attr->pd : NULL;
+	b->send_cq = p.send_cq ? attr->send_cq : NULL;
+	b->recv_cq = p.recv_cq ? attr->recv_cq : NULL;
+	b->srq = p.srq ? attr->srq : NULL;
+	b->handle = (uint32_t)n.handle;
+	b->qp_num = n.number;
+	b->state = IBV_QPS_RESET;
+	b->qp_type = attr->qp_type;
+	pthread_mutex_init(&b->mutex, NULL);
+	pthread_cond_init(&b->cond, NULL);
+	if (p.pd && p.pd->of)
+		vb_ref(&p.pd->h);
+	if (attr->comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS && (err = vb_start_builder(q, ops))) {
+		ibv_destroy_qp(b);
+		return vb_fail(err);
+	}
+	return b;
+}
+
+PUBLIC struct ibv_qp *ibv_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr)
+{
+	if (!LIVE(vb_pd, PD, pd) || !attr)
+		return vb_fail(EINVAL);
+	struct ibv_qp_init_attr_ex x = {.qp_context = attr->qp_context,
+					.send_cq = attr->send_cq,
+					.recv_cq = attr->recv_cq,
+					.srq = attr->srq,
+					.cap = attr->cap,
+					.qp_type = attr->qp_type,
+					.sq_sig_all = attr->sq_sig_all,
+					.comp_mask = IBV_QP_INIT_ATTR_PD,
+					.pd = pd};
+	struct ibv_qp *q = vb_create_qp_ex(pd->context, &x);
+	if (q)
+		attr->cap = x.cap;
+	return q;
+}
+
+PUBLIC struct ibv_qp_ex *ibv_qp_to_qp_ex(struct ibv_qp *qp)
+{
+	struct vb_qp *q = LIVE(vb_qp, QP, qp);
+	return q && q->extended ? &q->pub : NULL;
+}
+
+PUBLIC int ibv_destroy_qp(struct ibv_qp *qp)
+{
+	if (!qp || !vb_is(&to_qp(qp)->h, QP))
+		return vb_num(-EINVAL);
+	struct vb_qp *q = to_qp(qp);
+	if (vb_usable(&q->h, QP)) {
+		int64_t r = q->h.engine->vbe_destroy(q->h.handle);
+		if (r < 0)
+			return vb_num(r);
+		vb_forget_completions(q);
+		vb_await_acks(to_context(qp->context), qp, &qp->mutex, &qp->cond, &q->async_taken,
+			      &qp->events_completed);
+	}
+	vb_end_builder(q);
+	if (qp->pd && OUTER(vb_pd, qp->pd)->of)
+		vb_unref(&OUTER(vb_pd, qp->pd)->h);
+	vb_free(QP, &q->h);
+	return 0;
+}
+
+/* --- attributes --- */
+
+static void path_of(const struct ibv_ah_attr *a, struct vbe_path *p)
+{
+	memset(p, 0, sizeof *p);
+	memcpy(p->dgid, a->grh.dgid.raw, sizeof p->dgid);
+	p->flow_label = a->grh.flow_label;
+	p->sgid_index = a->grh.sgid_index;
+	p->hop_limit = a->grh.hop_limit;
+	p->traffic_class = a->grh.traffic_class;
+	p->sl = a->sl;
+	p->port = a->port_num;
+}
+
+static void fill_path(const struct vbe_path *p, struct ibv_ah_attr *a)
+{
+	memset(a, 0, sizeof *a);
+	memcpy(a->grh.dgid.raw, p->dgid, sizeof p->dgid);
+	a->grh.flow_label = p->flow_label;
+	a->grh.sgid_index = p->sgid_index;
+	a->grh.hop_limit = p->hop_limit;
+	a->grh.traffic_class = p->traffic_class;
+	a->sl = p->sl;
+	a->port_num = p->port;
+	a->is_global = 1;
+}
+
+PUBLIC int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask)
+{
+	struct vb_qp *q = LIVE(vb_qp, QP, qp);
+	if (!q || !attr)
+		return vb_num(-EINVAL);
+	/* RoCE: there is nothing but global addresses. */
+	if (mask & IBV_QP_AV && !attr->ah_attr.is_global)
+		return vb_num(-EINVAL);
+	/* The rights that a queue pair has are a peer's; others are known, and mean nothing. */
+	const unsigned int rights = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC |
+				    VB_ACCESS_FLUSH_GLOBAL | VB_ACCESS_FLUSH_PERSISTENT;
+	const unsigned int others = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND | IBV_ACCESS_ZERO_BASED |
+				    IBV_ACCESS_ON_DEMAND | IBV_ACCESS_HUGETLB | IBV_ACCESS_OPTIONAL_RANGE;
+	if (mask & IBV_QP_ACCESS_FLAGS && attr->qp_access_flags & ~(rights | others))
+		return vb_num(-EINVAL);
+	struct vbe_qp_attr a = {.state = (uint32_t)attr->qp_state,
+				.cur_state = (uint32_t)attr->cur_qp_state,
+				.path_mtu = (uint32_t)attr->path_mtu,
+				.qkey = attr->qkey,
+				.rq_psn = attr->rq_psn,
+				.sq_psn = attr->sq_psn,
+				.dest_qpn = attr->dest_qp_num,
+				.access = attr->qp_access_flags & rights,
+				.cap = {attr->cap.max_send_wr, attr->cap.max_recv_wr, attr->cap.max_send_sge,
+					attr->cap.max_recv_sge, attr->cap.max_inline_data},
+				.pkey_index = attr->pkey_index,
+				.sqd_notify = attr->en_sqd_async_notify,
+				.max_rd_atomic = attr->max_rd_atomic,
+				.max_dest_rd_atomic = attr->max_dest_rd_atomic,
+				.min_rnr_timer = attr->min_rnr_timer,
+				.port = attr->port_num,
+				.timeout = attr->timeout,
+				.retry_cnt = attr->retry_cnt,
+				.rnr_retry = attr->rnr_retry};
+	path_of(&attr->ah_attr, &a.av);
+	int64_t r = q->h.engine->vbe_modify_qp(q->h.handle, &a, (uint32_t)mask);
+	if (r < 0)
+		return vb_num(r);
+	if (mask & IBV_QP_STATE) {
+		qp->state = attr->qp_state;
+		if (attr->qp_state == IBV_QPS_RESET)
+			vb_forget_completions(q);
+	}
+	return 0;
+}
+
+PUBLIC int ibv_query_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask, struct ibv_qp_init_attr *init)
+{
+	struct vb_qp *q = LIVE(vb_qp, QP, qp);
+	struct vbe_qp_attr a;
+	(void)mask; /* a hint of what the program wants: it gets everything */
+	if (!q || !attr || !init)
+		return vb_num(-EINVAL);
+	int64_t r = q->h.engine->vbe_query_qp(q->h.handle, &a);
+	if (r < 0)
+		return vb_num(r);
+	memset(attr, 0, offsetof(struct ibv_qp_attr, rate_limit)); /* older programs' structure ends there */
+	attr->qp_state = (enum ibv_qp_state)a.state;
+	attr->cur_qp_state = (enum ibv_qp_state)a.state;
+	attr->path_mtu = (enum ibv_mtu)a.path_mtu;
+	attr->path_mig_state = IBV_MIG_MIGRATED;
+	attr->qkey = a.qkey;
+	attr->rq_psn = a.rq_psn;
+	attr->sq_psn = a.sq_psn;
+	attr->dest_qp_num = a.dest_qpn;
+	attr->qp_access_flags = a.access;
+	attr->cap = q->cap;
+	fill_path(&a.av, &attr->ah_attr);
+	attr->pkey_index = a.pkey_index;
+	attr->en_sqd_async_notify = a.sqd_notify;
+	attr->max_rd_atomic = a.max_rd_atomic;
+	attr->max_dest_rd_atomic = a.max_dest_rd_atomic;
+	attr->min_rnr_timer = a.min_rnr_timer;
+	attr->port_num = a.port;
+	attr->timeout = a.timeout;
+	attr->retry_cnt = a.retry_cnt;
+	attr->rnr_retry = a.rnr_retry;
+	qp->state = attr->qp_state;
+	*init = (struct ibv_qp_init_attr){.qp_context = qp->qp_context,
+					  .send_cq = qp->send_cq,
+					  .recv_cq = qp->recv_cq,
+					  .srq = qp->srq,
+					  .cap = q->cap,
+					  .qp_type = qp->qp_type,
+					  .sq_sig_all = q->sig_all};
+	return 0;
+}
+
+/* Data is placed in order: messages one after the other, and each from its first
+ * byte to its last. Newer headers ask for a set of such promises. */
+PUBLIC int ibv_query_qp_data_in_order(struct ibv_qp *qp, enum ibv_wr_opcode op, uint32_t flags)
+{
+	enum { RETURN_CAPS = 1, WHOLE_MSG = 1, ALIGNED_128 = 2 };
+	(void)op;
+	if (!LIVE(vb_qp, QP, qp) || flags & ~(uint32_t)RETURN_CAPS)
+		return 0;
+	return flags & RETURN_CAPS ? WHOLE_MSG | ALIGNED_128 : 1;
+}
+
+/* --- multicast --- */
+
+static int mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint32_t attach)
+{
+	struct vb_qp *q = LIVE(vb_qp, QP, qp);
+	if (!q || !gid)
+		return vb_num(-EINVAL);
+	union ibv_gid copy = *gid;
+	return vb_num(q->h.engine->vbe_mcast(q->h.handle, copy.raw, attach));
+}
+
+PUBLIC int ibv_attach_mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint16_t lid)
+{
+	(void)lid; /* InfiniBand's */
+	return mcast(qp, gid, 1);
+}
+
+PUBLIC int ibv_detach_mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint16_t lid)
+{
+	(void)lid;
+	return mcast(qp, gid, 0);
+}
+
+/* --- address handles --- */
+
+PUBLIC struct ibv_ah *ibv_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr)
+{
+	struct vb_pd *p = LIVE(vb_pd, PD, pd);
+	struct vbe_path path;
+	if (!p || !attr || !attr->is_global)
+		return vb_fail(EINVAL);
+	struct vb_ah *a = vb_new(AH, p->h.engine);
+	if (!a)
+		return NULL;
+	path_of(attr, &path);
+	int64_t h = p->h.engine->vbe_create_ah(p->h.handle, &path);
+	if (h < 0) {
+		vb_free(AH, &a->h);
+		return vb_fail((int)-h);
+	}
+	a->h.handle = (uint64_t)h;
+	a->pub = (struct ibv_ah){.context = pd->context, .pd = pd, .handle = (uint32_t)h};
+	if (p->of)
+		vb_ref(&p->h);
+	return &a->pub;
+}
+
+PUBLIC int ibv_destroy_ah(struct ibv_ah *ah)
+{
+	if (!ah || !vb_is(&OUTER(vb_ah, ah)->h, AH))
+		return vb_num(-EINVAL);
+	struct vb_ah *a = OUTER(vb_ah, ah);
+	if (vb_usable(&a->h, AH)) {
+		int64_t r = a->h.engine->vbe_destroy(a->h.handle);
+		if (r < 0)
+			return vb_num(r);
+	}
+	if (OUTER(vb_pd, ah->pd)->of)
+		vb_unref(&OUTER(vb_pd, ah->pd)->h);
+	vb_free(AH, &a->h);
+	return 0;
+}

@@ -1,0 +1,33 @@
+/*
+ * What libibverbs.so.1 has and this device has not: dma-bufs, enhanced
+ * connection establishment, steering tags, completion counters. What is
+ * reached through a context's table (flows, work queues, counters) is refused by
+ * verbs.h itself, when the table has no entry.
+ */
+#include "refuse.h"
+
+REFUSE_POINTER(ibv_reg_dmabuf_mr)
+REFUSE_MINUS(ibv_dm_export_dmabuf_fd)
+REFUSE_MINUS(ibv_export_buf_dmabuf_fd)
+REFUSE_POINTER(ibv_alloc_dmah)
+REFUSE_ERRNO(ibv_dealloc_dmah)
+REFUSE_ERRNO(ibv_query_ece)
+REFUSE_ERRNO(ibv_set_ece)
+REFUSE_ERRNO(_ibv_query_comp_cntr_caps)
+REFUSE_POINTER(ibv_create_comp_cntr)
+REFUSE_ERRNO(ibv_destroy_comp_cntr)
+REFUSE_ERRNO(ibv_inc_comp_cntr)
+REFUSE_ERRNO(ibv_inc_err_comp_cntr)
+REFUSE_ERRNO(ibv_qp_attach_comp_cntr)
+REFUSE_ERRNO(ibv_read_comp_cntr)
+REFUSE_ERRNO(ibv_read_err_comp_cntr)
+REFUSE_ERRNO(ibv_set_comp_cntr)
+REFUSE_ERRNO(ibv_set_err_comp_cntr)
+REFUSE_ERRNO(ibv_resolve_eth_l2_from_gid)
+
+/* For kernel drivers' halves in user space, of which there are none here. */
+REFUSE_VOID(ibv_register_driver)
+REFUSE_VOID(ibv_copy_ah_attr_from_kern)
+REFUSE_VOID(ibv_copy_qp_attr_from_kern)
+REFUSE_VOID(ibv_copy_path_rec_from_kern)
+REFUSE_VOID(ibv_copy_path_rec_to_kern)

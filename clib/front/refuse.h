@@ -1,0 +1,30 @@
+/*
+ * Symbols that exist because programs name them, and refuse. Their arguments do
+ * not matter, so they are declared without any: no header is included that says
+ * otherwise.
+ */
+#include <errno.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#define PUBLIC __attribute__((visibility("default")))
+
+/* verbs that return a pointer, an errno, -1, nothing */
+#define REFUSE_POINTER(name)                                                                                           \
+	PUBLIC void *name(void)                                                                                        \
+	{                                                                                                              \
+		errno = EOPNOTSUPP;                                                                                    \
+		return NULL;                                                                                           \
+	}
+#define REFUSE_ERRNO(name)                                                                                             \
+	PUBLIC int name(void) { return errno = EOPNOTSUPP; }
+#define REFUSE_MINUS(name)                                                                                             \
+	PUBLIC long name(void)                                                                                         \
+	{                                                                                                              \
+		errno = EOPNOTSUPP;                                                                                    \
+		return -1;                                                                                             \
+	}
+#define REFUSE_VOID(name)                                                                                              \
+	PUBLIC void name(void) {}

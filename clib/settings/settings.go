@@ -1,0 +1,148 @@
+// Package settings is how the C library is configured: by environment variables,
+// since its programs know nothing of it. The table here is what the library reads
+// and what "verbena env --help" shows.
+package settings
+
+import (
+	"fmt"
+	"net/netip"
+	"strconv"
+	"strings"
+)
+
+// Var is an environment variable.
+type Var struct {
+	Name    string
+	Default string // what it is when unset, in words
+	Help    string
+}
+
+// Vars are the variables, in the order in which they are shown.
+var Vars = []Var{
+	{"VERBENA_ADDR", "every interface's own", "Addresses that devices stand on: those of one device separated by commas, devices by semicolons. They are called verbena0, verbena1, …"},
+	{"VERBENA_DEVICES", "all, loopback last", "Names of devices or network interfaces, separated by commas: what programs see, in this order."},
+	{"VERBENA_LINK", "any", "How requests travel: any, loop (within the process), local (within the host), udp (packets only)."},
+	{"VERBENA_LOCK", "off", "Whether registered memory is locked: off, auto (where the limit allows it), strict (registration fails if it cannot be)."},
+	{"VERBENA_WINDOW", "by the socket buffer", "Packets that a queue pair may have under way to a peer."},
+	{"VERBENA_LIMITS", "the device's own", "Lower limits, as qp=16,cq=8: of qp, cq, mr, mw, pd, ah, srq, qp_wr, cqe, srq_wr."},
+	{"VERBENA_HIDE", "nothing", "Capabilities that programs are not told of, separated by commas: odp, xrc, mw, atomic, flush, atomic_write, srq."},
+	{"VERBENA_IDENTITY", "verbena", "What the device says that it is: verbena, or mlx5 (the vendor's number, and mlx5dv_is_supported)."},
+	{"VERBENA_PCAP", "no capture", "A file that packets are written to; %p becomes the number of the process."},
+	{"VERBENA_STATS", "no statistics", "A file that the device's counters are added to when a program closes it, or stderr; %p as above."},
+	{"VERBENA_LOG", "0", "1: say on standard error why a verb failed."},
+	{"VERBENA_ENGINE", "beside libibverbs.so.1", "The path of libverbena-engine.so."},
+}
+
+// Settings are what the variables say.
+type Settings struct {
+	Addrs    [][]netip.Addr // one list for each device; nil: those of the interfaces
+	Devices  []string       // nil: all
+	Link     string         // "" for any
+	Lock     string         // "off", "auto" or "strict"
+	Window   int
+	Limits   map[string]int
+	Hide     map[string]bool
+	Identity string // "verbena" or "mlx5"
+	PCAP     string
+	Stats    string
+	Log      bool
+}
+
+// LimitNames are the keys of VERBENA_LIMITS.
+var LimitNames = []string{"qp", "cq", "mr", "mw", "pd", "ah", "srq", "qp_wr", "cqe", "srq_wr"}
+
+// HideNames are the words of VERBENA_HIDE.
+var HideNames = []string{"odp", "xrc", "mw", "atomic", "flush", "atomic_write", "srq"}
+
+// Parse reads the variables, as getenv has them, for the process pid. What is
+// wrong is named in the error; the settings are then those of the rest.
+func Parse(getenv func(string) string, pid int) (*Settings, error) {
+	s := &Settings{Lock: "off", Identity: "verbena"}
+	var wrong []string
+	refuse := func(name, why string) { wrong = append(wrong, fmt.Sprintf("%s=%q: %s", name, getenv(name), why)) }
+	oneOf := func(name string, to *string, words ...string) {
+		v := getenv(name)
+		for _, w := range words {
+			if v == w {
+				*to = v
+				return
+			}
+		}
+		if v != "" {
+			refuse(name, "it is one of "+strings.Join(words, ", "))
+		}
+	}
+	for _, dev := range split(getenv("VERBENA_ADDR"), ";") {
+		var addrs []netip.Addr
+		for _, text := range split(dev, ",") {
+			a, err := netip.ParseAddr(text)
+			if err != nil {
+				refuse("VERBENA_ADDR", fmt.Sprintf("%q is not an IP address", text))
+				continue
+			}
+			addrs = append(addrs, a.Unmap())
+		}
+		if len(addrs) > 0 {
+			s.Addrs = append(s.Addrs, addrs)
+		}
+	}
+	s.Devices = split(getenv("VERBENA_DEVICES"), ",")
+	oneOf("VERBENA_LINK", &s.Link, "any", "loop", "local", "udp")
+	if s.Link == "any" {
+		s.Link = ""
+	}
+	oneOf("VERBENA_LOCK", &s.Lock, "off", "auto", "strict")
+	oneOf("VERBENA_IDENTITY", &s.Identity, "verbena", "mlx5")
+	if v := getenv("VERBENA_WINDOW"); v != "" {
+		n, err := strconv.Atoi(v)
+		if err != nil || n < 1 {
+			refuse("VERBENA_WINDOW", "it is a number from 1 on")
+		} else {
+			s.Window = n
+		}
+	}
+	s.Limits = map[string]int{}
+	for _, part := range split(getenv("VERBENA_LIMITS"), ",") {
+		name, value, _ := strings.Cut(part, "=")
+		n, err := strconv.Atoi(value)
+		if !contains(LimitNames, name) || err != nil || n < 1 {
+			refuse("VERBENA_LIMITS", fmt.Sprintf("%q is not a limit, as qp=16; those of %s", part, strings.Join(LimitNames, ", ")))
+			continue
+		}
+		s.Limits[name] = n
+	}
+	s.Hide = map[string]bool{}
+	for _, name := range split(getenv("VERBENA_HIDE"), ",") {
+		if !contains(HideNames, name) {
+			refuse("VERBENA_HIDE", fmt.Sprintf("%q is none of %s", name, strings.Join(HideNames, ", ")))
+			continue
+		}
+		s.Hide[name] = true
+	}
+	withPID := func(name string) string { return strings.ReplaceAll(getenv(name), "%p", strconv.Itoa(pid)) }
+	s.PCAP, s.Stats = withPID("VERBENA_PCAP"), withPID("VERBENA_STATS")
+	s.Log = getenv("VERBENA_LOG") == "1"
+	if wrong != nil {
+		return s, fmt.Errorf("%s", strings.Join(wrong, "; "))
+	}
+	return s, nil
+}
+
+// split cuts a list, and drops what is empty.
+func split(list, sep string) (words []string) {
+	for _, w := range strings.Split(list, sep) {
+		if w = strings.TrimSpace(w); w != "" {
+			words = append(words, w)
+		}
+	}
+	return words
+}
+
+func contains(list []string, word string) bool {
+	for _, w := range list {
+		if w == word {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,108 @@
+package device
+
+// Queues are resized while messages flow at full rate: none is lost or doubled, and
+// none changes its place.
+
+import (
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+func TestResizeUnderLoad(t *testing.T) {
+	seed := testSeed(t)
+	for _, l := range []string{linkLoop, linkUDP} {
+		t.Run(l, func(t *testing.T) {
+			const deep, slot = 64, 256
+			x, y := openDevice(t, provider.Config{Link: l}), openDevice(t, provider.Config{Link: l})
+			a, b := newEnd(t, x, ib.RC, deep*slot), newEnd(t, y, ib.RC, 2*deep*slot)
+			srq := must[provider.SRQ](t)(b.pd.CreateSRQ(provider.SRQConfig{MaxWR: 2 * deep, MaxSGE: 1}))
+			b.sharing(srq)
+			t.Cleanup(a.close)
+			t.Cleanup(func() { closeAll(t, b.qp, srq); b.close() })
+			a.rnrRetries, b.rnrRetries = 7, 7
+			a.connect(b)
+			b.connect(a)
+			for i := range deep {
+				b.postShared(srq, uint64(i), i*slot, slot)
+			}
+
+			var stop atomic.Bool
+			var wg sync.WaitGroup
+			var cqs, srqs int
+			wg.Go(func() {
+				rng := rand.New(rand.NewPCG(seed, 2))
+				for !stop.Load() {
+					// Never smaller than what may wait: that would be an overflow,
+					// and the application's mistake.
+					q := []provider.CQ{a.cq, b.cq}[rng.IntN(2)]
+					if err := q.Resize(3*deep + rng.IntN(4000)); err != nil {
+						t.Errorf("resize_cq: %v", err)
+					}
+					cqs++
+					if err := srq.Modify(deep+rng.IntN(4*deep), -1); err != nil {
+						t.Errorf("modify_srq: %v", err)
+					}
+					srqs++
+					time.Sleep(time.Duration(rng.IntN(50)) * time.Microsecond)
+				}
+			})
+
+			var sent, done, heard uint32
+			wcs := make([]ib.WC, 16)
+			take := func() {
+				n := must[int](t)(b.cq.Poll(wcs))
+				for _, wc := range wcs[:n] {
+					if wc.Status != ib.WCSuccess || wc.Imm != heard {
+						t.Fatalf("message %d: %+v (%v)", heard, wc, wc.Err())
+					}
+					if got, err := number(b.buf[wc.ID*slot:][:wc.ByteLen]); err != nil || got != heard {
+						t.Fatalf("message %d: %d, %v", heard, got, err)
+					}
+					heard++
+					b.postShared(srq, wc.ID, int(wc.ID)*slot, slot)
+				}
+				n = must[int](t)(a.cq.Poll(wcs))
+				for _, wc := range wcs[:n] {
+					if wc.Status != ib.WCSuccess || wc.ID != uint64(done) {
+						t.Fatalf("request %d: %+v (%v)", done, wc, wc.Err())
+					}
+					done++
+				}
+			}
+			for until := time.Now().Add(lasting(400*time.Millisecond, 10*time.Second)); time.Now().Before(until); {
+				for sent-done < deep/2 {
+					at := int(sent%deep) * slot
+					size := 8 * (1 + int(sent%(slot/8)))
+					letter(a.buf[at:][:size], sent)
+					a.post(ib.SendWR{ID: uint64(sent), Op: ib.OpSendImm, Imm: sent, SGL: a.sge(at, size)})
+					sent++
+				}
+				take()
+			}
+			for deadline := time.Now().Add(20 * time.Second); (done < sent || heard < sent) && time.Now().Before(deadline); {
+				take()
+			}
+			stop.Store(true)
+			wg.Wait()
+			if done != sent || heard != sent {
+				t.Errorf("%d messages were sent, %d completed, %d arrived", sent, done, heard)
+			}
+			t.Logf("%d messages, %d resizes of completion queues, %d of the shared receive queue", sent, cqs, srqs)
+			if cqs < 10 || srqs < 10 {
+				t.Error("too few resizes to tell anything")
+			}
+			// Nothing comes twice.
+			time.Sleep(5 * time.Millisecond)
+			before := heard
+			if take(); heard != before {
+				t.Errorf("%d messages too many", heard-before)
+			}
+		})
+	}
+}

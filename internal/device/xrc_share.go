@@ -1,0 +1,460 @@
+package device
+
+// XRC domains that several processes have open. A message that names a shared
+// receive queue is executed by the process that has the queue: its receives, its
+// completion queue and its memory are there, and so is who checks the rights. The
+// process that has the target receives everything, and gives away the turn:
+//
+//	process with the target (T)              process with the queue (S)
+//	a request names a queue of S
+//	turn: where I stand, the train ────────▶ executes it on a twin of the target,
+//	more trains for S ─────────────────────▶ which answers the peer by itself
+//	                       ◀──────────────── offer: this is where I stand, after so
+//	takes the turn back, unless                many trains; nothing is left to answer
+//	it has sent more meanwhile
+//
+// T alone decides who has the turn. A request for another queue that comes while S
+// has it is dropped, S is asked for an offer (recall), and when the turn is back the
+// peer is told to go on from there. Repetitions of what was executed are answered
+// where that was.
+//
+// If S dies while it has the turn, nobody knows what it has done, and the target
+// fails; if it dies otherwise, only its queues are gone. If T dies, so does the
+// connection, and S forgets the twin.
+
+import (
+	"slices"
+	"sync"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/host"
+	"github.com/verbena-rdma/verbena/internal/link"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/qp"
+	"github.com/verbena-rdma/verbena/internal/sys"
+	"github.com/verbena-rdma/verbena/internal/train"
+)
+
+// target is what a target in a named domain needs; the queue pair's lock guards it.
+type target struct {
+	domain host.Domain
+	away   int    // the process that has the turn; here: this one
+	turn   uint32 // counts the turns that were given away
+	sent   uint32 // trains sent along with this one
+	missed bool   // requests for others came meanwhile
+	given  []int  // processes that have a twin
+}
+
+const here = -1
+
+// say says something to another process.
+func (d *Device) say(process int, w *words, t *train.Train) (bool, mem.Fault) {
+	s, ok := d.link.(*link.Shared)
+	if !ok {
+		return false, mem.Fault{}
+	}
+	var b [longWords]byte
+	return s.Say(process, w.append(b[:0]), t)
+}
+
+// passOn deals with a request that names a queue of another process, or comes while
+// another one has the turn. It reports whether that is so; due is as for receive.
+func (q *QP) passOn(t *train.Train, now qp.Time) (passed bool, f mem.Fault, due bool) {
+	d := q.dev
+	process, known := d.member.Find(t.SRQ)
+	own := !known || process == d.member.Slot()
+	q.mu.Lock()
+	g, state := q.target, q.core.State()
+	old := t.PSN.Add(t.N).Sub(q.core.Expected()) <= 0
+	w := words{kind: saysMore, qpn: q.number, turn: g.turn}
+	switch {
+	case state != ib.QPRTR && state != ib.QPRTS && state != ib.QPSQD, // it is dropped
+		own && (g.away == here || old):
+		q.mu.Unlock()
+		return false, f, false
+	case g.away == process && !own:
+		g.sent++
+	case old:
+		w.turn = 0
+	case g.away != here:
+		g.missed = true
+		process, t, w.kind = g.away, nil, saysRecall
+	case t.PSN.Sub(q.core.Expected()) > 0: // something is missing before it
+		q.mu.Unlock()
+		return false, f, false
+	default:
+		q.mu.Unlock()
+		f, due = q.giveTurn(process, t, now)
+		return true, f, due
+	}
+	q.mu.Unlock()
+	ok, f := d.say(process, &w, t)
+	if ok || w.kind != saysMore || w.turn == 0 {
+		return true, f, false
+	}
+	// It is lost, as on any network. Who has the turn waits for it, or offers the
+	// turn and then the peer is told.
+	far := t.Payload.Far != nil
+	q.mu.Lock()
+	if g.turn == w.turn && g.away == process {
+		g.sent--
+		g.missed = true
+	}
+	q.mu.Unlock()
+	w.kind = saysRecall
+	_, _ = d.say(process, &w, nil) // if that is lost too, the peer will ask
+	if far {
+		f = mem.Fault{} // the sender need not know: it will send again
+	}
+	return true, f, false
+}
+
+// giveTurn gives the turn to a process, with a train.
+func (q *QP) giveTurn(process int, t *train.Train, now qp.Time) (f mem.Fault, due bool) {
+	d := q.dev
+	q.mu.Lock()
+	between := q.core.Between()
+	q.mu.Unlock()
+	if !between {
+		d.transmit(q, now) // what is left to answer
+	}
+	q.mu.Lock()
+	g := q.target
+	if g.away != here || !q.core.Between() {
+		q.core.Unread() // again, in a moment
+		q.mu.Unlock()
+		return f, true
+	}
+	g.turn++
+	if g.turn == 0 {
+		g.turn = 1
+	}
+	g.away, g.sent, g.missed = process, 1, false
+	if !slices.Contains(g.given, process) {
+		g.given = append(g.given, process)
+	}
+	w := words{kind: saysTurn, qpn: q.number, turn: g.turn, stand: q.core.GiveTurn(), domain: g.domain, attr: q.core.Query()}
+	q.mu.Unlock()
+
+	ok, f := d.say(process, &w, t)
+	if ok {
+		return f, false
+	}
+	q.mu.Lock()
+	g.away = here
+	q.core.TakeTurn(w.stand)
+	q.core.Unread()
+	q.mu.Unlock()
+	return f, true
+}
+
+// Aside takes what another process says.
+func (r *receiver) Aside(process int, b []byte, t *train.Train) {
+	var w words
+	if !w.parse(b) || (t != nil) != (w.kind == saysTurn || w.kind == saysMore) {
+		r.Drop(link.DropOther)
+		return
+	}
+	if r.now == 0 {
+		r.now = r.dev.now()
+	}
+	if w.kind == saysOffer {
+		r.takeOffer(process, &w)
+		return
+	}
+	k := twinKey{process, w.qpn}
+	switch q := r.dev.twins.get(k); {
+	case w.kind == saysEnd:
+		r.dev.endTwin(k)
+	case w.kind == saysTurn && (q == nil || q.twin.attr != twinAttr(&w.attr)):
+		r.dev.makeTwin(k, &w)
+	case q == nil: // it is being made, or gone
+	default:
+		r.touched = append(r.touched, q) // to answer, and to offer the turn
+		q.mu.Lock()
+		q.twin.offered = false
+		switch {
+		case w.kind == saysTurn:
+			q.twin.turn, q.twin.got = w.turn, 1
+			q.core.SetDomain(r.dev.domainOf(w.domain))
+			q.core.TakeTurn(w.stand)
+		case w.turn == q.twin.turn && w.kind == saysMore:
+			q.twin.got++
+		case w.turn == q.twin.turn: // recall
+			if !q.core.Between() {
+				q.core.Unread()
+			}
+		case w.turn != 0:
+			t = nil // of a turn that is over
+		}
+		q.mu.Unlock()
+		if t != nil {
+			_, _, _ = q.receive(t, r.now) // the bytes are here
+		}
+	}
+}
+
+// takeOffer takes the turn back.
+func (r *receiver) takeOffer(process int, w *words) {
+	q := r.dev.qps.Get(w.qpn)
+	if q == nil || q.target == nil {
+		return
+	}
+	q.mu.Lock()
+	g := q.target
+	failed := ib.EventType(0)
+	due := false
+	if g.away == process && g.turn == w.turn && (g.sent == w.count || w.lost || w.failed != 0) {
+		g.away = here
+		q.core.TakeTurn(w.stand)
+		if failed = w.failed; failed != 0 {
+			_ = q.core.Modify(&ib.QPAttr{State: ib.QPErr}, ib.QPMaskState, nil, r.now) // from every state
+		} else if g.missed || w.lost {
+			q.core.Unread()
+			due = true
+		}
+		g.missed = false
+	}
+	q.mu.Unlock()
+	if failed != 0 {
+		q.event(failed)
+	}
+	if due {
+		r.touched = append(r.touched, q)
+	}
+}
+
+// Parted deals with the end of a process.
+func (r *receiver) Parted(process int) {
+	d := r.dev
+	for _, k := range d.twins.of(process) {
+		d.endTwin(k)
+	}
+	for _, q := range d.qps.All() {
+		if q.target == nil {
+			continue
+		}
+		q.mu.Lock()
+		lost := q.target.away == process
+		q.target.given = slices.DeleteFunc(q.target.given, func(p int) bool { return p == process })
+		if lost {
+			q.target.away = here
+			_ = q.core.Modify(&ib.QPAttr{State: ib.QPErr}, ib.QPMaskState, nil, d.now()) // from every state
+		}
+		q.mu.Unlock()
+		if lost {
+			q.event(ib.EventQPFatal)
+		}
+	}
+}
+
+// endTurns makes other processes forget the twins of a target that starts anew, or
+// is closed.
+func (q *QP) endTurns() {
+	if q.target == nil {
+		return
+	}
+	q.mu.Lock()
+	given := q.target.given
+	q.target.given, q.target.away, q.target.missed = nil, here, false
+	q.mu.Unlock()
+	for _, p := range given {
+		_, _ = q.dev.say(p, &words{kind: saysEnd, qpn: q.number}, nil) // it may have gone, or forgets when this process does
+	}
+}
+
+// twin is what the twin of another process's target needs; the queue pair's lock
+// guards what changes.
+type twin struct {
+	key     twinKey
+	attr    ib.QPAttr // what it was made with
+	turn    uint32
+	got     uint32
+	failed  ib.EventType
+	offered bool
+}
+
+type twinKey struct {
+	process int
+	qpn     uint32
+}
+
+// twins are the twins of a device.
+type twins struct {
+	mu     sync.Mutex // guards what follows
+	byKey  map[twinKey]*QP
+	making map[twinKey]bool
+	closed bool
+	wg     sync.WaitGroup // those that make and end them
+}
+
+func (s *twins) get(k twinKey) *QP {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.byKey[k]
+}
+
+// of returns those of a process.
+func (s *twins) of(process int) (keys []twinKey) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for k := range s.byKey {
+		if k.process == process {
+			keys = append(keys, k)
+		}
+	}
+	for k := range s.making {
+		if k.process == process {
+			delete(s.making, k) // who makes it finds that out
+		}
+	}
+	return keys
+}
+
+func twinAttr(a *ib.QPAttr) ib.QPAttr {
+	return ib.QPAttr{Access: a.Access, PathMTU: a.PathMTU, DestQPN: a.DestQPN, MinRNRTimer: a.MinRNRTimer, MaxDestRDAtomic: a.MaxDestRDAtomic, AV: a.AV}
+}
+
+// makeTwin makes a twin. That may take its time, to find the way to the peer: who
+// has the turn meanwhile has lost a train.
+func (d *Device) makeTwin(k twinKey, w *words) {
+	d.endTwin(k) // one that has become different
+	first := *w
+	d.twins.mu.Lock()
+	defer d.twins.mu.Unlock()
+	if d.twins.closed || d.twins.making[k] {
+		return
+	}
+	if d.twins.making == nil {
+		d.twins.making, d.twins.byKey = make(map[twinKey]bool), make(map[twinKey]*QP)
+	}
+	d.twins.making[k] = true
+	d.twins.wg.Go(func() {
+		offer := words{kind: saysOffer, qpn: k.qpn, turn: first.turn, stand: first.stand, lost: true}
+		q, err := d.newTwin(k, &first)
+		if err != nil {
+			offer.failed = ib.EventQPFatal
+		}
+		d.twins.mu.Lock()
+		wanted := d.twins.making[k] && !d.twins.closed
+		delete(d.twins.making, k)
+		if wanted && q != nil {
+			d.twins.byKey[k] = q
+		}
+		d.twins.mu.Unlock()
+		if !wanted {
+			if q != nil {
+				_ = q.Close() // it never fails
+			}
+			return
+		}
+		_, _ = d.say(k.process, &offer, nil) // it asks again if it does not arrive
+	})
+}
+
+// newTwin makes the queue pair.
+func (d *Device) newTwin(k twinKey, w *words) (*QP, error) {
+	q := &QP{dev: d, owner: nobody{}, timerIndex: -1, number: k.qpn, twin: &twin{key: k, attr: twinAttr(&w.attr), turn: w.turn, offered: true}}
+	q.core = qp.New(qp.Config{Type: ib.XRCRecv, Number: k.qpn, XRC: qp.XRC{Domain: d.domainOf(w.domain), Find: d.findSRQ},
+		Table: d.table, Event: q.twinEvent, Stopped: d.giveUpFetches})
+	a := twinAttr(&w.attr)
+	a.Port, a.State = 1, ib.QPInit
+	err := q.core.Modify(&a, ib.QPMaskState|ib.QPMaskPort|ib.QPMaskPKeyIndex|ib.QPMaskAccess, nil, d.now())
+	if err != nil {
+		return nil, err
+	}
+	a.State, a.RQPSN = ib.QPRTR, uint32(w.stand.Expected)
+	mask := ib.QPMaskState | ib.QPMaskAV | ib.QPMaskPathMTU | ib.QPMaskDestQPN | ib.QPMaskRQPSN | ib.QPMaskMaxDestRDAtomic | ib.QPMaskMinRNRTimer
+	if _, err := q.core.CheckModify(&a, mask); err != nil {
+		return nil, err
+	}
+	path, err := d.makePath(q, &a, mask)
+	if err != nil {
+		return nil, err
+	}
+	if err := q.core.Modify(&a, mask, path, d.now()); err != nil {
+		return nil, err
+	}
+	q.core.TakeTurn(w.stand)
+	d.counters.add(q)
+	return q, nil
+}
+
+// nobody owns a twin here.
+type nobody struct{}
+
+func (nobody) unuse(*int) {}
+
+// twinEvent is for the process that has the target.
+func (q *QP) twinEvent(t ib.EventType) {
+	if t != ib.EventCommEst && q.twin.failed == 0 {
+		q.twin.failed = t
+	}
+}
+
+// endTwin forgets a twin.
+func (d *Device) endTwin(k twinKey) {
+	d.twins.mu.Lock()
+	defer d.twins.mu.Unlock()
+	delete(d.twins.making, k)
+	q := d.twins.byKey[k]
+	delete(d.twins.byKey, k)
+	if q != nil && !d.twins.closed {
+		d.twins.wg.Go(func() { _ = q.Close() }) // it never fails
+	}
+}
+
+// closeTwins ends them all, and waits for it.
+func (d *Device) closeTwins() {
+	d.twins.mu.Lock()
+	d.twins.closed = true
+	all := d.twins.byKey
+	d.twins.byKey = nil
+	d.twins.mu.Unlock()
+	for _, q := range all {
+		_ = q.Close() // it never fails
+	}
+	d.twins.wg.Wait()
+}
+
+// offerTurn offers the turn back when nothing is left to do.
+func (q *QP) offerTurn() {
+	tw := q.twin
+	q.mu.Lock()
+	dead := q.core.State() == ib.QPErr && !q.core.Answering()
+	ready := !tw.offered && (q.core.Settled() || dead)
+	w := words{kind: saysOffer, qpn: q.number, turn: tw.turn, count: tw.got}
+	if ready {
+		w.stand = q.core.GiveTurn()
+		tw.offered = true
+	}
+	if dead {
+		if w.failed = tw.failed; w.failed == 0 {
+			w.failed = ib.EventQPFatal
+		}
+	}
+	q.mu.Unlock()
+	if ready {
+		_, _ = q.dev.say(tw.key.process, &w, nil) // if it does not arrive, there will be a recall
+	}
+}
+
+// domainOf returns the number here of a domain, or 0 if it is not open.
+func (d *Device) domainOf(name host.Domain) uint32 {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if x := d.domains.byFile[sys.FileIDOf(name)]; x != nil {
+		return x.id
+	}
+	return 0
+}
+
+// meet makes channels to the processes that have a domain open, before they are
+// needed.
+func (d *Device) meet(name host.Domain) {
+	if s, ok := d.link.(*link.Shared); ok && d.member != nil {
+		for _, p := range d.member.DomainHolders(name) {
+			s.Connect(p)
+		}
+	}
+}

@@ -1,0 +1,144 @@
+package sys
+
+// Memory that the library allocates for regions: a sealed memory file, mapped in
+// one piece, on huge pages where the system has some to give.
+//
+// Why this is sound. The mappings are made by the kernel at places that it chose,
+// and the Go collector does not know them: a slice of one is good until FreeMapped.
+
+import (
+	"fmt"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// hugePage is the size of a huge page on the common architectures. Where it is
+// another, a file on huge pages says so, and transparent ones are not found.
+const hugePage = 2 << 20
+
+// NewMappedFile makes a memory file of at least size bytes, zero and sealed, and
+// maps it. Long ones are laid on huge pages: reserved ones if there are enough,
+// otherwise ordinary ones that the kernel is asked to join. The descriptor and the
+// mapping are the caller's.
+func NewMappedFile(name string, size int) (fd int, b []byte, err error) {
+	if size <= 0 {
+		return -1, nil, fmt.Errorf("memory of %d bytes: %w", size, unix.EINVAL)
+	}
+	if size >= hugePage {
+		if fd, b, err := newHuge(name, size); err == nil {
+			return fd, b, nil
+		}
+	}
+	align := int(pageSize)
+	if size >= hugePage {
+		align = hugePage
+	}
+	if size > maxInt-align {
+		return -1, nil, fmt.Errorf("memory of %d bytes: %w", size, unix.ENOMEM)
+	}
+	size = (size + align - 1) &^ (align - 1)
+	if fd, err = NewMemfd(name, size); err != nil {
+		return -1, nil, err
+	}
+	if b, err = mapAligned(fd, size, align); err != nil {
+		_ = unix.Close(fd) // the first error says more
+		return -1, nil, err
+	}
+	if align == hugePage {
+		_ = unix.Madvise(b, unix.MADV_HUGEPAGE) // a wish; the system may not want to
+	}
+	return fd, b, nil
+}
+
+const maxInt = int(^uint(0) >> 1)
+
+// newHuge is NewMappedFile on reserved huge pages. The mapping reserves all of
+// them, or fails.
+func newHuge(name string, size int) (fd int, b []byte, err error) {
+	fd, err = unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_HUGETLB)
+	if err != nil {
+		return -1, nil, err
+	}
+	var fs unix.Statfs_t
+	if err = unix.Fstatfs(fd, &fs); err == nil {
+		page := int(fs.Bsize)
+		if page <= 0 || page&(page-1) != 0 || size > maxInt-page {
+			err = unix.EINVAL
+		} else {
+			size = (size + page - 1) &^ (page - 1)
+			if err = sizeMemfd(fd, size); err == nil {
+				b, err = mapAligned(fd, size, page)
+			}
+		}
+	}
+	if err != nil {
+		_ = unix.Close(fd) // the first error says more
+		return -1, nil, err
+	}
+	return fd, b, nil
+}
+
+// MapFile maps a memory file that came from another process, all of it. It is
+// refused unless it is sealed: nobody can make it shorter. The descriptor stays
+// the caller's.
+func MapFile(fd int) ([]byte, error) {
+	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	if err != nil {
+		return nil, fmt.Errorf("not a memory file: %w", err)
+	}
+	if seals&memfdSeals != memfdSeals {
+		return nil, fmt.Errorf("seals are %#x, must include %#x: %w", seals, memfdSeals, unix.EPERM)
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return nil, fmt.Errorf("fstat: %w", err)
+	}
+	if st.Size <= 0 || st.Size > int64(maxInt) {
+		return nil, fmt.Errorf("memory file of %d bytes: %w", st.Size, unix.EINVAL)
+	}
+	align := int(pageSize)
+	if st.Size >= hugePage {
+		align = hugePage
+	}
+	b, err := mapAligned(fd, int(st.Size), align)
+	if err == nil && align == hugePage {
+		_ = unix.Madvise(b, unix.MADV_HUGEPAGE) // a wish
+	}
+	return b, err
+}
+
+// mapAligned maps size bytes of a file, shared, at a multiple of align, which is a
+// power of two. The place is found by reserving more than is needed.
+func mapAligned(fd, size, align int) ([]byte, error) {
+	if size > maxInt-align {
+		return nil, fmt.Errorf("mmap of %d bytes: %w", size, unix.ENOMEM)
+	}
+	room := uintptr(size + align)
+	p, err := unix.MmapPtr(-1, 0, nil, room, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
+	if err != nil {
+		return nil, fmt.Errorf("mmap of %d bytes: %w", size, err)
+	}
+	skip := -uintptr(p) & uintptr(align-1)
+	at := unsafe.Add(p, skip)
+	if _, err := unix.MmapPtr(fd, 0, at, uintptr(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED); err != nil {
+		_ = unix.MunmapPtr(p, room) // the first error says more
+		return nil, fmt.Errorf("mmap of %d bytes: %w", size, err)
+	}
+	if skip > 0 {
+		_ = unix.MunmapPtr(p, skip) // reserved, and nobody's
+	}
+	if rest := uintptr(align) - skip; rest > 0 {
+		_ = unix.MunmapPtr(unsafe.Add(at, size), rest)
+	}
+	return unsafe.Slice((*byte)(at), size), nil
+}
+
+// FreeMapped gives up a mapping that NewMappedFile or MapFile has made. Nobody may
+// touch it any more.
+func FreeMapped(b []byte) error {
+	return unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b)))
+}
+
+// DupFD returns another descriptor of the same file, closed on exec.
+func DupFD(fd int) (int, error) { return unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0) }

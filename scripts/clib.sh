@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Builds the C library into bin/lib:
+#
+#   libibverbs.so.1          the C front, clib/front; librdmacm.so.1, libmlx5.so.1
+#                            and libefa.so.1 are other names of the same file
+#   libverbena-engine.so     the Go engine, clib/engine, which the front loads
+#   include/verbena/verbs.h  names that the usual header has not
+#
+# What is newer than its sources is left alone.
+set -euo pipefail
+. "$(dirname "$0")/lib.sh"
+cd "$ROOT"
+
+OUT=bin/lib
+CC=${CC:-$(go env CC)}
+if ! [ -f /usr/include/infiniband/verbs.h ]; then
+  warn "clib: infiniband/verbs.h is missing: apt-get install libibverbs-dev"
+  exit 1
+fi
+mkdir -p "$OUT" "$OUT/include/verbena"
+
+front=$OUT/libibverbs.so.1
+if [ -z "$(find "$front" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find clib/front -newer "$front")" ]; then
+  # nodelete: what fork handlers point to must stay. now: no surprises later.
+  "$CC" -std=gnu11 -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror \
+    -shared -o "$front.new" clib/front/*.c \
+    -Wl,-soname,libibverbs.so.1 -Wl,--version-script=clib/front/libibverbs.map \
+    -Wl,-z,nodelete -Wl,-z,now -Wl,--no-undefined -lpthread -ldl
+  mv "$front.new" "$front"
+fi
+for name in libibverbs.so librdmacm.so.1 librdmacm.so libmlx5.so.1 libmlx5.so libefa.so.1 libefa.so; do
+  ln -sf libibverbs.so.1 "$OUT/$name"
+done
+if [ -f clib/include/verbena/verbs.h ]; then cp -u clib/include/verbena/verbs.h "$OUT/include/verbena/"; fi
+
+go build -buildmode=c-shared -o "$OUT/libverbena-engine.so" ./clib/engine
+rm -f "$OUT/libverbena-engine.h" # the front has a header of its own
