@@ -206,6 +206,7 @@ func TestOnDemandStormOfHoles(t *testing.T) {
 					n := 1 + rng.IntN(min(6, pages-p))<<12
 					wr := a.write(b, p<<12, n)
 					receives := false
+					beforeX, beforeY := countsOf(x), countsOf(y)
 					switch rng.IntN(3) {
 					case 0:
 						wr = a.read(b, p<<12, n)
@@ -235,7 +236,8 @@ func TestOnDemandStormOfHoles(t *testing.T) {
 						b.status(ib.WCLocProtErr)
 						again(a, b)
 					default:
-						t.Fatalf("%v: %v (vendor %#x)", wr.Op, wc.Status, wc.VendorErr)
+						t.Fatalf("%v: %v (vendor %#x)\nhere %v, the peer %v: %v\n%v\n%v", wr.Op, wc.Status, wc.VendorErr, a.state(), b.state(), outcomes,
+							countsOf(x).since(beforeX), countsOf(y).since(beforeY))
 					}
 				}
 				t.Logf("%v; %+v", outcomes, x.PagingStats())
