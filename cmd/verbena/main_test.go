@@ -171,7 +171,7 @@ func TestHelpAndVersion(t *testing.T) {
 	if o := succeed(t, "--help"); !strings.Contains(o.stdout, "Exit status: 0") || strings.Contains(o.stdout, "perf-peer") {
 		t.Errorf("the help is:\n%s", o.stdout)
 	}
-	if o := succeed(t, "perf", "--help"); !strings.Contains(o.stdout, "18791") || !strings.Contains(o.stdout, "available: pinned, odp, implicit, mw, shared") {
+	if o := succeed(t, "perf", "--help"); !strings.Contains(o.stdout, "18791") || !strings.Contains(strings.Join(strings.Fields(o.stdout), " "), "available: pinned, odp, implicit, mw, shared") {
 		t.Errorf("the help of perf names neither the port nor the kinds of memory:\n%s", o.stdout)
 	}
 	if o := succeed(t, "version"); !strings.HasPrefix(o.stdout, "verbena ") || strings.Count(o.stdout, "\n") != 1 {

@@ -102,6 +102,8 @@ type MRChange struct {
 	Range  *MRRange // new memory by address
 	PD     PD
 	Access *ib.Access
+
+	KeepKeys bool // if the memory stays: as C programs expect it
 }
 
 // MRRange is memory by address.
