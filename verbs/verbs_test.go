@@ -137,8 +137,8 @@ func TestHandles(t *testing.T) {
 	}
 
 	c := QPCap{MaxSendWR: 1, MaxRecvWR: 2, MaxSendSGE: 3, MaxRecvSGE: 4, MaxInlineData: 5}
-	must(pd.CreateQP(&QPConfig{Type: UC, SendCQ: polled, RecvCQ: armed, Cap: c, SignalAll: true}))
-	if want := (provider.QPConfig{Type: UC, SendCQ: polled.p, RecvCQ: armed.p, Cap: c, SignalAll: true}); fp.qpConfig != want {
+	must(pd.CreateQP(&QPConfig{Type: UC, SendCQ: polled, RecvCQ: armed, Cap: c, SignalAll: true, NoScatterToCQE: true}))
+	if want := (provider.QPConfig{Type: UC, SendCQ: polled.p, RecvCQ: armed.p, Cap: c, SignalAll: true, NoScatterToCQE: true}); fp.qpConfig != want {
 		t.Errorf("CreateQP passed %+v, want %+v", fp.qpConfig, want)
 	}
 	if fp.qpConfig.SRQ != nil {

@@ -99,6 +99,9 @@ func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 		return nil, err
 	}
 	c := qp.Config{Type: cfg.Type, PD: p.id, Cap: cfg.Cap, SignalAll: cfg.SignalAll, SendCQ: q.sendCQ.CQ}
+	if !cfg.NoScatterToCQE {
+		c.Scatter = d.scatter
+	}
 	switch {
 	case q.recvCQ == nil: // XRC
 	case q.srq != nil:
@@ -121,6 +124,7 @@ func (d *Device) addQP(q *QP, c qp.Config) error {
 		return err
 	}
 	c.Table, c.Event, c.Stopped = d.table, q.event, d.giveUpFetches
+	c.ScatterFailed = q.scatterFailed
 	_, ok := d.qps.AddFunc(func(n uint32) *QP {
 		q.number, c.Number = n, n
 		q.core = qp.New(c)

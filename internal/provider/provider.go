@@ -174,6 +174,7 @@ type QPConfig struct {
 	SRQ            SRQ
 	Cap            ib.QPCap
 	SignalAll      bool
+	NoScatterToCQE bool // no inline receive
 }
 
 // QP is a queue pair.

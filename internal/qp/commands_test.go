@@ -70,7 +70,8 @@ func (s *script) pair(a *cmdArgs) {
 			destRD: byteOf("dest-rd", u.destRD), timer: byteOf("timer", u.timer), access: a.access(key("access"), u.access),
 			cq: int(num("cq", uint64(u.cq))), sq: int(num("sq", uint64(u.sq))), rq: int(num("rq", uint64(u.rq))), sge: u.sge,
 			inline: u.inline, qkey: uint32(num("qkey", uint64(u.qkey))), srq: a.flag(name + ".srq"),
-			recvPD: uint32(num("recv-pd", testPD)), memory: int(num("memory", uint64(u.memory)))}
+			recvPD: uint32(num("recv-pd", testPD)), memory: int(num("memory", uint64(u.memory))),
+			scatter: map[string]Scatter{"off": ScatterOff, "absent": ScatterAbsent, "always": ScatterAlways}[a.str("scatter", "off")]}
 		w.newEnd(name, set[i])
 		upTo[i] = states[a.str(key("state"), "rts")]
 	}

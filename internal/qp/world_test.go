@@ -124,6 +124,7 @@ type setup struct {
 	signalAll, srq      bool
 	qkey, recvPD        uint32
 	memory              int // bytes of the region "mem"
+	scatter             Scatter
 }
 
 // usual is what most tests want.
@@ -170,7 +171,8 @@ func (w *world) newEnd(name string, s setup) *end {
 	e.srqs[testSRQ] = &SharedQueue{Number: testSRQ, Domain: testXRCD, PD: testPD, Recv: e.recv, CQ: e.recvCQ}
 	cfg := Config{Type: s.typ, Number: 0x10 * uint32(host), PD: testPD, Cap: c, SignalAll: s.signalAll,
 		SendCQ: e.sendCQ, RecvCQ: e.recvCQ, Recv: e.recv, Shared: s.srq, RecvPD: s.recvPD,
-		Table: e.table, Event: e.event}
+		Table: e.table, Event: e.event, Scatter: s.scatter}
+	cfg.ScatterFailed = func(f mem.Fault) uint16 { return e.q.ScatterBroke(f) }
 	switch s.typ { // as a device does it
 	case ib.XRCSend:
 		cfg.RecvCQ, cfg.Recv, cfg.RecvPD = nil, nil, 0
