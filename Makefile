@@ -18,7 +18,7 @@ export GOFLAGS := $(GOFLAGS) -buildvcs=false
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test lint fuzz bench interop interop-bench check-full soak clean install
+.PHONY: help setup build clib demo test lint fuzz bench interop interop-bench check-full soak clean install
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ setup: ## install what building and testing need, where something is missing
 
 build: ## build bin/verbena
 	@go build -o bin/verbena ./cmd/verbena
+
+clib: ## build the drop-in libibverbs into bin/lib
+	@scripts/clib.sh
 
 demo: ## show the device at work; needs nothing but Go
 	@go run ./cmd/verbena demo
@@ -60,5 +63,8 @@ soak: ## run the soak tests for SOAKTIME (10m) under the race detector
 clean: ## remove what was built here; the linter in .bin stays
 	@rm -rf bin .logs .bin/testsum .bin/tmp.*
 
-install: build ## install the command under PREFIX (/usr/local); DESTDIR is honoured
+install: build clib ## install the command and the library under PREFIX (/usr/local); DESTDIR is honoured
 	@install -D -m 755 bin/verbena $(DESTDIR)$(PREFIX)/bin/verbena
+	@install -d $(DESTDIR)$(PREFIX)/lib/verbena $(DESTDIR)$(PREFIX)/include/verbena
+	@cp -P bin/lib/*.so* $(DESTDIR)$(PREFIX)/lib/verbena/
+	@install -m 644 clib/include/verbena/verbs.h $(DESTDIR)$(PREFIX)/include/verbena/verbs.h

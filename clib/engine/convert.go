@@ -20,7 +20,12 @@ var deviceCaps = map[ib.DeviceCap]uint32{
 	ib.CapUDIPCsum: 1 << 18, ib.CapXRC: 1 << 20, ib.CapMemMgtExtensions: 1 << 21, ib.CapMemWindowType2B: 1 << 24,
 }
 
-const mlx5Vendor, mlx5Part = 0x02c9, 4119 // what programs look for
+// Who made the device: programs take 0 for "unknown". The first is no vendor's, but
+// locally administered.
+const (
+	vendor, part         = 0x02be7a, 1
+	mlx5Vendor, mlx5Part = 0x02c9, 4119
+)
 
 func deviceAttr(a ib.DeviceAttr, odp ib.ODPCaps) C.struct_vbe_device_attr {
 	hide := conf().Hide
@@ -39,6 +44,9 @@ func deviceAttr(a ib.DeviceAttr, odp ib.ODPCaps) C.struct_vbe_device_attr {
 	}
 	if hide["odp"] {
 		odp = ib.ODPCaps{}
+	}
+	if a.VendorID == 0 {
+		a.VendorID, a.VendorPartID = vendor, part
 	}
 	if conf().Identity == "mlx5" {
 		a.VendorID, a.VendorPartID = mlx5Vendor, mlx5Part

@@ -119,7 +119,7 @@ func vbe_rereg_mr(h C.uint64_t, flags C.uint32_t, newPD C.uint64_t, m *C.struct_
 	if r == nil {
 		return reregInput
 	}
-	var change provider.MRChange
+	change := provider.MRChange{KeepKeys: true}
 	if flags&C.VBE_REREG_TRANSLATION != 0 {
 		change.Range = &provider.MRRange{Addr: uintptr(m.addr), Length: uint64(m.length), IOVA: uint64(m.iova)}
 	}

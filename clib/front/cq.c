@@ -52,13 +52,16 @@ static inline void cq_unlock(struct vb_cq *c)
 }
 
 /* ready returns how many completions wait, asking the engine if there seem to be
- * none; or a negative errno. */
-static inline int64_t ready(struct vb_cq *c)
+ * none; or a negative errno. A program that has armed the queue relies on getting
+ * all that was there then, since no event will tell of it: it asks if there are
+ * fewer than it wants. */
+static inline int64_t ready(struct vb_cq *c, uint32_t want)
 {
 	struct vbe_ring *r = c->ring;
 	uint32_t n = __atomic_load_n(&r->tail, __ATOMIC_ACQUIRE) - r->head;
-	if (n)
+	if (n && (n >= want || !atomic_load_explicit(&c->armed, memory_order_relaxed)))
 		return n;
+	atomic_store_explicit(&c->armed, false, memory_order_relaxed);
 	int64_t e = c->h.engine->vbe_poll_cq(c->h.handle);
 	return e < 0 ? e : (int64_t)(__atomic_load_n(&r->tail, __ATOMIC_ACQUIRE) - r->head);
 }
@@ -73,7 +76,7 @@ int vb_poll_cq(struct ibv_cq *cq, int num, struct ibv_wc *wc)
 	if (num == 0)
 		return 0;
 	cq_lock(c);
-	int64_t n = ready(c);
+	int64_t n = ready(c, (uint32_t)num);
 	if (n > num)
 		n = num;
 	struct vbe_ring *r = c->ring;
@@ -131,7 +134,7 @@ static int start_poll(struct ibv_cq_ex *cq, struct ibv_poll_cq_attr *attr)
 	if (!vb_usable(&c->h, CQ) || (attr && attr->comp_mask))
 		return EINVAL;
 	cq_lock(c);
-	int64_t n = ready(c);
+	int64_t n = ready(c, 1);
 	if (n <= 0) {
 		cq_unlock(c);
 		return n < 0 ? (int)-n : ENOENT;
@@ -145,7 +148,7 @@ static int next_poll(struct ibv_cq_ex *cq)
 	struct vb_cq *c = ex(cq);
 	__atomic_store_n(&c->ring->head, c->at + 1, __ATOMIC_RELEASE); /* the one before is done with */
 	c->cur = NULL;
-	int64_t n = ready(c);
+	int64_t n = ready(c, 1);
 	if (n <= 0)
 		return n < 0 ? (int)-n : ENOENT;
 	look_at(c, c->ring->head);
@@ -393,7 +396,9 @@ int vb_req_notify_cq(struct ibv_cq *cq, int solicited_only)
 	struct vb_cq *c = to_cq(cq);
 	if (!vb_usable(&c->h, CQ) || !cq->channel)
 		return vb_num(-EINVAL);
-	return vb_num(c->h.engine->vbe_arm_cq(c->h.handle, solicited_only != 0));
+	int64_t r = c->h.engine->vbe_arm_cq(c->h.handle, solicited_only != 0);
+	atomic_store(&c->armed, true);
+	return vb_num(r);
 }
 
 void vb_on_cq_event(uint64_t cookie)

@@ -155,6 +155,31 @@ PUBLIC struct ibv_context *ibv_open_device(struct ibv_device *device)
 	return pub;
 }
 
+struct vb_context *vb_revive_context(struct vb_context *c)
+{
+	struct engine *e = vb_is(&c->h, CONTEXT) ? vb_engine() : NULL;
+	if (!e)
+		return NULL;
+	pthread_mutex_lock(&lock);
+	if (c->h.engine != e) {
+		int64_t h = e->vbe_open(c->v.context.device->name, (uintptr_t)c);
+		int err = h < 0 ? (int)-h : vb_renew_events(c);
+		if (err) {
+			if (h > 0)
+				e->vbe_close((uint64_t)h);
+			pthread_mutex_unlock(&lock);
+			return vb_fail(err);
+		}
+		c->h.handle = (uint64_t)h;
+		c->h.engine = e;
+		c->opens = 1;
+		c->next_open = opened;
+		opened = c;
+	}
+	pthread_mutex_unlock(&lock);
+	return c;
+}
+
 PUBLIC int ibv_close_device(struct ibv_context *context)
 {
 	if (!context || !vb_is(&to_context(context)->h, CONTEXT))

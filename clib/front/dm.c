@@ -5,16 +5,23 @@
 
 #include "front.h"
 
+/* Adapters copy words: programs that do not would work here alone. */
+static bool in_words(uint64_t offset, size_t length) { return !(offset % 4) && !(length % 4); }
+
 static int memcpy_to_dm(struct ibv_dm *dm, uint64_t offset, const void *host, size_t length)
 {
 	struct vb_dm *d = live_vb_dm(dm);
-	return d ? vb_num(d->h.engine->vbe_copy_dm(d->h.handle, offset, (uintptr_t)host, length, 1)) : vb_num(-EINVAL);
+	if (!d || !in_words(offset, length))
+		return vb_num(-EINVAL);
+	return vb_num(d->h.engine->vbe_copy_dm(d->h.handle, offset, (uintptr_t)host, length, 1));
 }
 
 static int memcpy_from_dm(void *host, struct ibv_dm *dm, uint64_t offset, size_t length)
 {
 	struct vb_dm *d = live_vb_dm(dm);
-	return d ? vb_num(d->h.engine->vbe_copy_dm(d->h.handle, offset, (uintptr_t)host, length, 0)) : vb_num(-EINVAL);
+	if (!d || !in_words(offset, length))
+		return vb_num(-EINVAL);
+	return vb_num(d->h.engine->vbe_copy_dm(d->h.handle, offset, (uintptr_t)host, length, 0));
 }
 
 struct ibv_dm *vb_alloc_dm(struct ibv_context *context, struct ibv_alloc_dm_attr *attr)

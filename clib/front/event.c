@@ -4,6 +4,7 @@
  * An object is not destroyed before its events that were taken are acknowledged.
  */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -17,6 +18,22 @@ int vb_start_events(struct vb_context *c)
 		return errno;
 	pthread_mutex_init(&c->events_lock, NULL);
 	c->first = NULL;
+	c->last = &c->first;
+	return 0;
+}
+
+int vb_renew_events(struct vb_context *c)
+{
+	int fd = eventfd(0, EFD_SEMAPHORE | EFD_CLOEXEC);
+	if (fd < 0 || dup3(fd, c->v.context.async_fd, O_CLOEXEC) < 0) {
+		int err = errno;
+		if (fd >= 0)
+			close(fd);
+		return err;
+	}
+	close(fd);
+	pthread_mutex_init(&c->events_lock, NULL);
+	c->first = NULL; /* the events were the parent's */
 	c->last = &c->first;
 	return 0;
 }

@@ -146,6 +146,7 @@ struct vb_cq {
 	struct head h;
 	struct vbe_ring *ring;
 	bool single; /* one thread alone uses it: no lock */
+	atomic_bool armed; /* and not asked the engine since for what it has */
 	pthread_mutex_t lock; /* guards the head of the ring, and cur */
 	uint32_t pending;     /* events not yet taken; guarded by the channel's lock */
 	struct vb_cq *next;   /* in the channel's list */
@@ -210,7 +211,6 @@ static inline struct vb_qp *to_qp(struct ibv_qp *q) { return OUTER(vb_qp, q); }
 		struct type *o = (struct type *)((uintptr_t)p - offsetof(struct type, pub));                           \
 		return p && vb_usable(&o->h, kind) ? o : NULL;                                                         \
 	}
-DEFINE_LIVE(vb_pd, PD, struct ibv_pd)
 DEFINE_LIVE(vb_td, TD, struct ibv_td)
 DEFINE_LIVE(vb_mr, MR, struct ibv_mr)
 DEFINE_LIVE(vb_mw, MW, struct ibv_mw)
@@ -221,9 +221,28 @@ DEFINE_LIVE(vb_srq, SRQ, struct ibv_srq)
 DEFINE_LIVE(vb_xrcd, XRCD, struct ibv_xrcd)
 DEFINE_LIVE(vb_channel, CHANNEL, struct ibv_comp_channel)
 
-static inline struct vb_context *live_context(struct ibv_context *c)
+/*
+ * A child of fork() may go on with its parent's contexts and domains, as it could
+ * with an adapter's: they are made anew in its own engine, when it first uses them.
+ * All else is the parent's. NULL if it cannot be.
+ */
+struct vb_context *vb_revive_context(struct vb_context *c);
+struct vb_pd *vb_revive_pd(struct vb_pd *p);
+
+static inline struct vb_context *live_context(struct ibv_context *pub)
 {
-	return c && vb_usable(&to_context(c)->h, CONTEXT) ? to_context(c) : NULL;
+	struct vb_context *c = (struct vb_context *)((uintptr_t)pub - offsetof(struct vb_context, v.context));
+	if (!pub)
+		return NULL;
+	return vb_usable(&c->h, CONTEXT) ? c : vb_revive_context(c);
+}
+
+static inline struct vb_pd *live_vb_pd(struct ibv_pd *pub)
+{
+	struct vb_pd *p = (struct vb_pd *)((uintptr_t)pub - offsetof(struct vb_pd, pub));
+	if (!pub)
+		return NULL;
+	return vb_usable(&p->h, PD) ? p : vb_revive_pd(p);
 }
 
 /* fail sets errno and returns NULL: for verbs that return pointers. */
@@ -280,6 +299,7 @@ struct ibv_td *vb_alloc_td(struct ibv_context *ctx, struct ibv_td_init_attr *att
 int vb_dealloc_td(struct ibv_td *td);
 
 int vb_start_events(struct vb_context *c);
+int vb_renew_events(struct vb_context *c); /* in a child: others than the parent's, at the same descriptor */
 void vb_end_events(struct vb_context *c);
 void vb_on_async_event(uint64_t context, uint32_t of, uint64_t cookie, uint32_t type);
 /* await_acks drops an object's events that nobody took, and waits for those taken. */

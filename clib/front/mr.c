@@ -28,6 +28,28 @@ PUBLIC struct ibv_pd *ibv_alloc_pd(struct ibv_context *context)
 	return &p->pub;
 }
 
+struct vb_pd *vb_revive_pd(struct vb_pd *p)
+{
+	if (!vb_is(&p->h, PD) || p->imported)
+		return NULL;
+	struct vb_context *c = live_context(p->pub.context);
+	if (!c)
+		return NULL;
+	if (p->of) {
+		if (!live_vb_pd(&p->of->pub))
+			return NULL;
+		p->h.handle = p->of->h.handle;
+	} else {
+		int64_t h = c->h.engine->vbe_alloc_pd(c->h.handle);
+		if (h < 0)
+			return vb_fail((int)-h);
+		p->h.handle = (uint64_t)h;
+	}
+	p->pub.handle = (uint32_t)p->h.handle;
+	p->h.engine = c->h.engine;
+	return p;
+}
+
 PUBLIC int ibv_dealloc_pd(struct ibv_pd *pd)
 {
 	if (!pd || !vb_is(&OUTER(vb_pd, pd)->h, PD))
@@ -402,7 +424,7 @@ int vb_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
 	struct vbe_send_wr r = {.id = bind->wr_id,
 				.flags = bind->send_flags,
 				.mw_lkey = b->mr ? b->mr->lkey : 0,
-				.mw_access = b->mw_access_flags,
+				.mw_access = b->mw_access_flags & ~(unsigned int)IBV_ACCESS_LOCAL_WRITE,
 				.mw_addr = b->addr,
 				.mw_length = b->length};
 	uint32_t rkey;

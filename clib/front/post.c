@@ -40,7 +40,7 @@ static int bind_info(const struct ibv_send_wr *w, struct vbe_send_wr *f)
 	f->mw_key = w->bind_mw.mw->rkey;
 	f->mw_new_key = w->bind_mw.rkey;
 	f->mw_lkey = b->mr ? b->mr->lkey : 0;
-	f->mw_access = b->mw_access_flags;
+	f->mw_access = b->mw_access_flags & ~(unsigned int)IBV_ACCESS_LOCAL_WRITE; /* it is about peers */
 	f->mw_addr = b->addr;
 	f->mw_length = b->length;
 	return 0;

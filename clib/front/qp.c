@@ -106,6 +106,8 @@ struct ibv_qp *vb_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_a
 			       .signal_all = attr->sq_sig_all != 0,
 			       .cap = {attr->cap.max_send_wr, attr->cap.max_recv_wr, attr->cap.max_send_sge,
 				       attr->cap.max_recv_sge, attr->cap.max_inline_data}};
+	if (ops & VB_EX_WITH_ATOMIC_WRITE && n.cap.inline_data < 8)
+		n.cap.inline_data = 8; /* its word comes by value */
 	int64_t r = c->h.engine->vbe_create_qp(c->h.handle, &n);
 	if (r < 0) {
 		vb_free(QP, &q->h);
@@ -218,6 +220,13 @@ PUBLIC int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask)
 	/* RoCE: there is nothing but global addresses. */
 	if (mask & IBV_QP_AV && !attr->ah_attr.is_global)
 		return vb_num(-EINVAL);
+	/* The rights that a queue pair has are a peer's; others are known, and mean nothing. */
+	const unsigned int rights = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC |
+				    VB_ACCESS_FLUSH_GLOBAL | VB_ACCESS_FLUSH_PERSISTENT;
+	const unsigned int others = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND | IBV_ACCESS_ZERO_BASED |
+				    IBV_ACCESS_ON_DEMAND | IBV_ACCESS_HUGETLB | IBV_ACCESS_OPTIONAL_RANGE;
+	if (mask & IBV_QP_ACCESS_FLAGS && attr->qp_access_flags & ~(rights | others))
+		return vb_num(-EINVAL);
 	struct vbe_qp_attr a = {.state = (uint32_t)attr->qp_state,
 				.cur_state = (uint32_t)attr->cur_qp_state,
 				.path_mtu = (uint32_t)attr->path_mtu,
@@ -225,7 +234,7 @@ PUBLIC int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask)
 				.rq_psn = attr->rq_psn,
 				.sq_psn = attr->sq_psn,
 				.dest_qpn = attr->dest_qp_num,
-				.access = attr->qp_access_flags,
+				.access = attr->qp_access_flags & rights,
 				.cap = {attr->cap.max_send_wr, attr->cap.max_recv_wr, attr->cap.max_send_sge,
 					attr->cap.max_recv_sge, attr->cap.max_inline_data},
 				.pkey_index = attr->pkey_index,

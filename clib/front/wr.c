@@ -180,7 +180,7 @@ static void wr_bind_mw(struct ibv_qp_ex *qp, struct ibv_mw *mw, uint32_t rkey, c
 	w->mw_key = mw->rkey;
 	w->mw_new_key = rkey;
 	w->mw_lkey = info->mr ? info->mr->lkey : 0;
-	w->mw_access = info->mw_access_flags;
+	w->mw_access = info->mw_access_flags & ~(unsigned int)IBV_ACCESS_LOCAL_WRITE;
 	w->mw_addr = info->addr;
 	w->mw_length = info->length;
 }

@@ -5,6 +5,8 @@
 //	verbena ps        who has devices open, and what they have of them
 //	verbena stat      what on-demand paging does in those processes
 //	verbena perf      bandwidth and latency, in one process, in two, on two hosts
+//	verbena exec      run a program that was built for libibverbs
+//	verbena env       how to do that by hand
 //	verbena version
 //
 // It is an ordinary user of package verbs: what it does, any program can do.
@@ -44,6 +46,8 @@ type cli struct {
 	Devinfo devinfoCmd `cmd:"" help:"Show what the devices of this host can do."`
 	PS      psCmd      `cmd:"" name:"ps" help:"Show the processes that have devices open, and what they have."`
 	Stat    statCmd    `cmd:"" help:"Show what on-demand paging does, in every process that has a device open."`
+	Exec    execCmd    `cmd:"" help:"Run a program that was built for libibverbs."`
+	Env     envCmd     `cmd:"" help:"Show how to run such programs by hand, and the variables that configure them."`
 	Perf    perfCmd    `cmd:"" help:"Measure bandwidth and latency."`
 	Version versionCmd `cmd:"" help:"Show the version."`
 

@@ -116,10 +116,17 @@ func TestDeviceMemoryRules(t *testing.T) {
 	}{
 		{"not zero-based", pd, 0, 64, allRemote}, {"on demand", pd, 0, 64, zero | ib.AccessOnDemand},
 		{"persistent", pd, 0, 64, zero | ib.AccessFlushPersistent}, {"no local write", pd, 0, 64, zero | ib.AccessRemoteWrite},
-		{"beyond the end", pd, 1<<20 - 64, 64, zero}, {"no bytes", pd, 0, 0, zero}, {"another device", opd, 0, 64, zero},
+		{"beyond the end", pd, 1<<20 - 64, 64, zero}, {"another device", opd, 0, 64, zero},
 	} {
 		_, err := c.pd.RegDMMR(dm, c.off, c.n, c.access)
 		wantErrno(t, c.name, err, syscall.EINVAL)
+	}
+	empty, err := pd.RegDMMR(dm, 0, 0, zero)
+	if err != nil || empty.Length() != 0 {
+		t.Fatalf("a region of no bytes: %v", err)
+	}
+	if err := empty.Close(); err != nil {
+		t.Error(err)
 	}
 	var mrs []provider.MR
 	for i := range uint64(4) {

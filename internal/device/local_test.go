@@ -62,6 +62,69 @@ func BenchmarkLocalPingPong(b *testing.B) {
 	}
 }
 
+// The first datagrams to a process, sent before there is a channel to it and where
+// packets are not wanted, wait for the channel: none is lost, and each completes when
+// it has left.
+func TestLocalFirstDatagrams(t *testing.T) {
+	x, y := openDevice(t, provider.Config{Link: linkLocal}), openDevice(t, provider.Config{Link: linkLocal})
+	x.loopback, y.loopback = false, false
+	a, b := newMember(t, x), newMember(t, y)
+	ah := must[*ib.AH](t)(a.pd.CreateAH(ib.AHAttr{DGID: y.GIDs()[0]}))
+	defer closeAll(t, ah)
+	for i := range 8 {
+		a.post(ib.SendWR{ID: uint64(i), Op: ib.OpSendImm, Imm: uint32(i), Inline: []byte("early"), AH: ah, RemoteQPN: b.qp.Number(), RemoteQKey: mcastKey})
+	}
+	for i := range 8 {
+		if wc := a.ok(); wc.ID != uint64(i) {
+			t.Fatalf("%+v", wc)
+		}
+		if wc := b.ok(); wc.Imm != uint32(i) {
+			t.Fatalf("%+v", wc)
+		}
+	}
+	if n := countsOf(x)["local_undelivered"]; n != 0 {
+		t.Errorf("%d were not delivered", n)
+	}
+}
+
+// A queue pair that is closed, reset or fails while it waits for a channel leaves
+// nothing behind, and what it had to send is not sent any more.
+func TestLocalStalledGone(t *testing.T) {
+	for _, how := range []string{"close", "reset", "error"} {
+		t.Run(how, func(t *testing.T) {
+			x, y := openDevice(t, provider.Config{Link: linkLocal}), openDevice(t, provider.Config{Link: linkLocal})
+			x.loopback, y.loopback = false, false
+			a, b := newMember(t, x), newMember(t, y)
+			ah := must[*ib.AH](t)(a.pd.CreateAH(ib.AHAttr{DGID: y.GIDs()[0]}))
+			defer closeAll(t, ah)
+			for i := range 7 { // a receive less than there are
+				a.post(ib.SendWR{ID: uint64(i), Op: ib.OpSend, Inline: []byte("late"), AH: ah, RemoteQPN: b.qp.Number(), RemoteQKey: mcastKey})
+			}
+			switch how {
+			case "close":
+				closeAll(t, a.qp)
+			case "reset":
+				a.modify(ib.QPAttr{State: ib.QPReset}, 0)
+			case "error":
+				a.modify(ib.QPAttr{State: ib.QPErr}, 0)
+			}
+			// Another one is not in the way of what it left, nor the other way round.
+			c := newMember(t, x)
+			ah2 := must[*ib.AH](t)(c.pd.CreateAH(ib.AHAttr{DGID: y.GIDs()[0]}))
+			defer closeAll(t, ah2)
+			c.post(ib.SendWR{ID: 1, Op: ib.OpSendImm, Imm: 7, Inline: []byte("now"), AH: ah2, RemoteQPN: b.qp.Number(), RemoteQKey: mcastKey})
+			c.ok()
+			for n := 0; ; n++ {
+				if wc := b.ok(); wc.Imm == 7 {
+					t.Logf("%d had left before", n)
+					break
+				}
+			}
+			b.hearNothing()
+		})
+	}
+}
+
 // shareMemory gives an end memory that other processes may map.
 func (e *end) shareMemory(size int) {
 	e.t.Helper()

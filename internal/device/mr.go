@@ -239,7 +239,7 @@ func (m *MR) Rereg(c provider.MRChange) error {
 		giveUp()
 		return oldValid(err)
 	}
-	err = m.region.Rereg(mem.RegionConfig{PD: pd.id, Access: access, IOVA: to.iovaOf(backing), Length: backing.Len(), Backing: backing})
+	err = m.region.Rereg(mem.RegionConfig{PD: pd.id, Access: access, IOVA: to.iovaOf(backing), Length: backing.Len(), Backing: backing, KeepKey: c.KeepKeys})
 	var failed *ib.ReregError
 	if errors.As(err, &failed) && failed.State != ib.ReregNewValid {
 		giveUp()

@@ -6,8 +6,9 @@ package link
 //
 //  1. Prepare finds out whether a device of this host, of the same user, stands
 //     at the address. Then queue pair numbers say which process a train is for.
-//  2. Send packs trains into the ring to that process; the channel to it is made
-//     when it is first needed.
+//  2. Send packs trains into the ring to that process (record.go, short.go), or says
+//     that the way is busy; channels are made elsewhere (connect.go). Long payload
+//     stays where it is, for the receiver to get it (far.go, segment.go).
 //  3. Poll unpacks them. The owner of the UDP port passes on packets for others
 //     (Router), which arrive by the same rings.
 
@@ -229,13 +230,16 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 	}
 	c := f.dev.channels[process].Load()
 	if c == nil {
-		if s.connect(f.dev, process) {
-			return ErrBusy
-		}
-		if f.rest != nil && t.Transport == wire.UD { // who is connected has looked for another way before
+		soon := s.connect(f.dev, process)
+		switch {
+		case t.Transport == wire.UD && f.rest != nil:
+			// The queue pair has other peers, who must not wait for this one. (Who is
+			// connected has looked for another way before.)
 			t.Flow = f.rest
 			_, err := s.UDP.Send(one)
 			return err
+		case soon:
+			return ErrBusy
 		}
 		s.lost.Add(1)
 		return nil

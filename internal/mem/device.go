@@ -214,13 +214,10 @@ func (m *DeviceMem) Export() (f *os.File, off int64, err error) {
 }
 
 // Backing makes what a region on a part of the buffer stands on. The buffer cannot
-// be freed until it is closed.
+// be freed until it is closed. The part may be empty, as adapters have it.
 func (m *DeviceMem) Backing(off, n uint64) (Backing, error) {
 	const op = "reg_dm_mr"
-	switch size := uint64(len(m.b)); {
-	case n == 0:
-		return nil, ib.Errorf(op, syscall.EINVAL, "no bytes")
-	case off > size || n > size-off:
+	if size := uint64(len(m.b)); off > size || n > size-off {
 		return nil, ib.Errorf(op, syscall.EINVAL, "%d bytes at %d are not inside a buffer of %d", n, off, size)
 	}
 	m.mu.Lock()

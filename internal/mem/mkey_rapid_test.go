@@ -2,6 +2,7 @@ package mem_test
 
 import (
 	"bytes"
+	"slices"
 	"testing"
 
 	"pgregory.net/rapid"
@@ -132,7 +133,7 @@ func drawKey(t *rapid.T, table *mem.Table, all []*flat) *flat {
 		}
 		sources = append(sources, source)
 	}
-	if total := len(bytes.Join(lengths(sources), nil)); total == 0 { // take a byte, so that it is something
+	if len(slices.Concat(sources...)) == 0 { // take a byte, so that it is something
 		pieces, repeat = []ib.Stride{{Addr: all[0].addr, Bytes: 1, LKey: all[0].key}}, 1
 		sources = [][]int{all[0].place[:1]}
 		f.depth = max(f.depth, all[0].depth+1)
@@ -156,14 +157,6 @@ func drawKey(t *rapid.T, table *mem.Table, all []*flat) *flat {
 		t.Fatalf("%d bytes, should be %d", got, len(f.place))
 	}
 	return f
-}
-
-// lengths makes byte slices as long as the lists.
-func lengths(lists [][]int) (out [][]byte) {
-	for _, l := range lists {
-		out = append(out, make([]byte, len(l)))
-	}
-	return out
 }
 
 // cutInTwo names a range in one piece or two.

@@ -35,6 +35,9 @@ type RegionConfig struct {
 	Length        uint64    // bytes; at most Backing.Len()
 	Backing       Backing   // its bytes; the region closes it
 	Invalidatable bool      // peers may invalidate it, as with AccessRemoteInvalidate
+
+	// KeepKey: re-registration on the same backing leaves the key as it is.
+	KeepKey bool
 }
 
 // Region is registered memory: rights, bounds, a key and a state, on a Backing.

@@ -9,8 +9,8 @@ package mem
 //  3. The region changes, with its key, and is opened again.
 //  4. The old backing, if there is another, is closed.
 //
-// The key changes every time, so that no message is ever half in the old memory
-// and half in the new.
+// The key changes, so that no message is ever half in the old memory and half in
+// the new; a region that stays on its memory may be told to keep it (KeepKey).
 
 import (
 	"syscall"
@@ -69,7 +69,9 @@ func (r *Region) changeLocked(cfg *RegionConfig) (old Backing, err error) {
 	r.backing, r.kind, r.solid = cfg.Backing, cfg.Backing.Kind(), isSolid(cfg.Backing)
 	r.invalidatable = cfg.Invalidatable || cfg.Access&ib.AccessRemoteInvalidate != 0
 	r.told.Store(false)
-	r.key.Store(r.after(r.Key()))
+	if old != nil || !cfg.KeepKey {
+		r.key.Store(r.after(r.Key()))
+	}
 	r.giveLocked()
 	r.state.And(^uint64(statePaused))
 	return old, nil

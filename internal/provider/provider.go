@@ -74,6 +74,7 @@ type PD interface {
 	AllocMR(length uint64, access ib.Access) (MR, error)
 	OpenSharedMR(handle string, access ib.Access) (MR, error)
 	AllocMW(ib.MWType) (MW, error)
+	CreateMKey(pieces int) (MKey, error)
 	CreateQP(QPConfig) (QP, error)
 	CreateSRQ(SRQConfig) (SRQ, error)
 	CreateAH(ib.AHAttr) (*ib.AH, error)
@@ -101,6 +102,8 @@ type MRChange struct {
 	Range  *MRRange // new memory by address
 	PD     PD
 	Access *ib.Access
+
+	KeepKeys bool // if the memory stays: as C programs expect it
 }
 
 // MRRange is memory by address.
@@ -138,6 +141,12 @@ type MW interface {
 	Close() error
 }
 
+// MKey is an indirect memory key.
+type MKey interface {
+	Key() uint32 // local and remote
+	Close() error
+}
+
 // Channel delivers completion events.
 type Channel interface {
 	// Next waits for an event and returns the completion queue it is for.
@@ -165,6 +174,7 @@ type QPConfig struct {
 	SRQ            SRQ
 	Cap            ib.QPCap
 	SignalAll      bool
+	NoScatterToCQE bool // no inline receive
 }
 
 // QP is a queue pair.

@@ -42,7 +42,6 @@ type part struct {
 	*mem.Region
 	Memory
 	watch  *watched
-	access ib.Access
 	size   uint64
 	used   []bool // which bytes the key shows
 	before []byte

@@ -244,21 +244,31 @@ func (r *rig) close() error {
 }
 
 // idler is what a loop does when there is nothing to do: mostly nothing, for a
-// hand-off would cost more than the wait; now and then it lets other goroutines
-// and threads run, for the one that is waited for may be among them; rarely it
-// looks whether waiting still makes sense.
+// hand-off would cost more than the wait; now and then it lets other threads run,
+// for the one that is waited for may need this processor; more rarely other
+// goroutines, unless there is but one processor for them: that makes the runtime
+// wake a thread to look for work; rarely it looks whether waiting still makes
+// sense.
 type idler struct {
 	side  *SideChannel
 	spins uint
 	since time.Time // when progress was last known; zero: just now
 }
 
-// How many turns of a loop without progress are a while, some 5 to 20 µs: polls
+// How many turns of a loop without progress are a while, some 20 to 50 µs: polls
 // of a completion queue, and looks at a byte in memory.
 const (
 	pollTurns  = 64
-	watchTurns = 1024
+	watchTurns = 16 << 10
 )
+
+// One while of so many is for goroutines too, and one for a look.
+const (
+	goschedOf = 16
+	lookOf    = 64
+)
+
+var oneProcessor = runtime.GOMAXPROCS(0) == 1
 
 // reset is for whoever made progress.
 func (w *idler) reset() { w.spins, w.since = 0, time.Time{} }
@@ -269,9 +279,11 @@ func (w *idler) wait(turns uint) error {
 	if w.spins%turns != 0 {
 		return nil
 	}
-	runtime.Gosched()
 	sys.Yield()
-	if w.spins%(64*turns) != 0 {
+	if oneProcessor || w.spins%(goschedOf*turns) == 0 {
+		runtime.Gosched()
+	}
+	if w.spins%(lookOf*turns) != 0 {
 		return nil
 	}
 	if err := w.side.err(); err != nil {

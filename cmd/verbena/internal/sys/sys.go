@@ -91,3 +91,6 @@ func MapShared(n int) ([]byte, error) {
 
 // Discard takes pages out of this process's page tables, as reclaim does.
 func Discard(b []byte) error { return syscall.Madvise(b, syscall.MADV_DONTNEED) }
+
+// Exec makes the process another program; it returns only if it cannot.
+func Exec(path string, args, env []string) error { return syscall.Exec(path, args, env) }

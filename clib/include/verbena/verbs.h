@@ -1,0 +1,91 @@
+/*
+ * Names of verbs that infiniband/verbs.h does not have, or not any more: early
+ * on-demand paging had verbs of its own. Each is a few lines on today's verbs, so
+ * that programs and examples of that time compile.
+ */
+#ifndef VERBENA_VERBS_H
+#define VERBENA_VERBS_H
+
+#include <errno.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <infiniband/verbs.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+	ODP_SUPPORT = IBV_ODP_SUPPORT,
+	ODP_SUPPORT_SEND = IBV_ODP_SUPPORT_SEND,
+	ODP_SUPPORT_RECV = IBV_ODP_SUPPORT_RECV,
+	ODP_SUPPORT_WRITE = IBV_ODP_SUPPORT_WRITE,
+	ODP_SUPPORT_READ = IBV_ODP_SUPPORT_READ,
+	ODP_SUPPORT_ATOMIC = IBV_ODP_SUPPORT_ATOMIC,
+};
+
+/*
+ * ibv_query_odp_caps tells what on-demand paging the device does. Today it is part
+ * of ibv_query_device_ex. Returns 0 or an errno: EINVAL if caps_size is not that of
+ * the structure.
+ */
+static inline int ibv_query_odp_caps(struct ibv_context *context, struct ibv_odp_caps *caps, size_t caps_size)
+{
+	struct ibv_device_attr_ex attr;
+	int err;
+
+	if (!caps || caps_size != sizeof(*caps))
+		return EINVAL;
+	err = ibv_query_device_ex(context, NULL, &attr);
+	if (!err)
+		*caps = attr.odp_caps;
+	return err;
+}
+
+/* What ibv_prefetch_mr is to bring in; flags are 0 or IBV_ACCESS_LOCAL_WRITE. */
+struct ibv_prefetch_attr {
+	uint32_t comp_mask;
+	int flags;
+	void *addr;
+	size_t length;
+};
+
+/*
+ * ibv_prefetch_mr brings pages of an on-demand region into memory. Today it is
+ * ibv_advise_mr. Returns 0 or an errno: EFAULT if the range is not inside the
+ * region or not mapped, EINVAL for an unknown flag or size.
+ */
+static inline int ibv_prefetch_mr(struct ibv_mr *mr, struct ibv_prefetch_attr *attr, size_t attr_size)
+{
+	enum { PIECE = 1 << 30 }; /* an element of a list has 32 bits for its length */
+	uint64_t addr;
+	size_t left;
+
+	if (!mr || !attr || attr_size != sizeof(*attr) || attr->comp_mask || (attr->flags & ~IBV_ACCESS_LOCAL_WRITE))
+		return EINVAL;
+	addr = (uintptr_t)attr->addr;
+	left = attr->length;
+	while (left) {
+		struct ibv_sge piece;
+		int err;
+
+		piece.addr = addr;
+		piece.length = (uint32_t)(left < PIECE ? left : PIECE);
+		piece.lkey = mr->lkey;
+		err = ibv_advise_mr(mr->pd,
+				    attr->flags ? IBV_ADVISE_MR_ADVICE_PREFETCH_WRITE : IBV_ADVISE_MR_ADVICE_PREFETCH,
+				    IBV_ADVISE_MR_FLAG_FLUSH, &piece, 1);
+		if (err)
+			return err;
+		addr += piece.length;
+		left -= piece.length;
+	}
+	return 0;
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,156 @@
+package main
+
+// Running programs that were built for libibverbs.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+
+	"github.com/verbena-rdma/verbena/clib/settings"
+	"github.com/verbena-rdma/verbena/cmd/verbena/internal/sys"
+)
+
+type execCmd struct {
+	Addr    string            `placeholder:"ADDR" help:"Addresses that devices stand on (VERBENA_ADDR)."`
+	Devices string            `placeholder:"NAME" help:"Devices or interfaces that the program sees (VERBENA_DEVICES)."`
+	Link    string            `placeholder:"LINK" help:"How requests travel: any, loop, local, udp (VERBENA_LINK)."`
+	PCAP    string            `name:"pcap" placeholder:"FILE" help:"Write packets to a file (VERBENA_PCAP)."`
+	Stats   string            `placeholder:"FILE" help:"Write counters to a file, or stderr (VERBENA_STATS)."`
+	Log     bool              `help:"Say why a verb failed (VERBENA_LOG)."`
+	Set     map[string]string `short:"e" placeholder:"NAME=VALUE" help:"Set another variable; see verbena env --help."`
+
+	Program []string `arg:"" passthrough:"" help:"The program and its arguments."`
+}
+
+// Help is shown below the flags.
+func (execCmd) Help() string {
+	return `Runs a program that was built for libibverbs with Verbena's library instead of the system's: it finds software devices, one for each network interface. Nothing has to be installed and nobody has to be root.
+
+Examples, each in two terminals:
+
+    verbena exec -- ibv_rc_pingpong -g 0
+    verbena exec -- ibv_rc_pingpong -g 0 localhost
+
+    verbena exec --addr 127.77.0.1 -- ib_write_bw
+    verbena exec --addr 127.77.0.1 -- ib_write_bw localhost`
+}
+
+// libDirVar overrides where the library is looked for.
+const libDirVar = "VERBENA_LIB"
+
+// libDir finds the directory of libibverbs.so.1: beside the command as built, or
+// as installed.
+func libDir() (string, error) {
+	var tried []string
+	look := func(dir string) bool {
+		tried = append(tried, dir)
+		_, err := os.Stat(filepath.Join(dir, "libibverbs.so.1"))
+		return err == nil
+	}
+	if dir := os.Getenv(libDirVar); dir != "" {
+		if look(dir) {
+			return filepath.Abs(dir)
+		}
+	} else {
+		self, err := os.Executable()
+		if err != nil {
+			return "", err
+		}
+		if real, err := filepath.EvalSymlinks(self); err == nil {
+			self = real
+		}
+		for _, rel := range []string{"lib", "../lib/verbena"} {
+			if dir := filepath.Join(filepath.Dir(self), rel); look(dir) {
+				return dir, nil
+			}
+		}
+	}
+	return "", fmt.Errorf("no libibverbs.so.1 in %s: build it with \"make clib\", or set %s to its directory", strings.Join(tried, " or "), libDirVar)
+}
+
+// libraryPath is what LD_LIBRARY_PATH must be for the library to be found first.
+func libraryPath(dir string) string {
+	if old := os.Getenv("LD_LIBRARY_PATH"); old != "" && old != dir && !strings.HasPrefix(old, dir+":") {
+		return dir + ":" + old
+	}
+	return dir
+}
+
+func (c *execCmd) Run(context.Context) error {
+	args := c.Program
+	if len(args) > 0 && args[0] == "--" {
+		args = args[1:]
+	}
+	if len(args) == 0 {
+		return usagef("which program?")
+	}
+	dir, err := libDir()
+	if err != nil {
+		return err
+	}
+	set := map[string]string{"LD_LIBRARY_PATH": libraryPath(dir)}
+	for name, value := range map[string]string{"VERBENA_ADDR": c.Addr, "VERBENA_DEVICES": c.Devices,
+		"VERBENA_LINK": c.Link, "VERBENA_PCAP": c.PCAP, "VERBENA_STATS": c.Stats} {
+		if value != "" {
+			set[name] = value
+		}
+	}
+	if c.Log {
+		set["VERBENA_LOG"] = "1"
+	}
+	for name, value := range c.Set {
+		set[name] = value
+	}
+	for name, value := range set {
+		if err := os.Setenv(name, value); err != nil {
+			return usagef("%s=%s: %w", name, value, err)
+		}
+	}
+	if _, err := settings.Parse(os.Getenv, os.Getpid()); err != nil {
+		return usageError{err}
+	}
+	path, err := exec.LookPath(args[0])
+	if err != nil {
+		var not *exec.Error
+		if errors.As(err, &not) {
+			err = not.Err
+		}
+		return fmt.Errorf("%s: %w", args[0], err)
+	}
+	return fmt.Errorf("%s: %w", path, sys.Exec(path, args, os.Environ()))
+}
+
+type envCmd struct{}
+
+// Help lists the variables, below the flags.
+func (envCmd) Help() string {
+	var b strings.Builder
+	b.WriteString(`Prints what a shell has to set so that programs find Verbena's libibverbs: eval "$(verbena env)".
+
+The library itself reads these variables:
+`)
+	for _, v := range settings.Vars {
+		fmt.Fprintf(&b, "\n    %s\n        %s\n        Unset: %s.\n", v.Name, v.Help, v.Default)
+	}
+	fmt.Fprintf(&b, "\n    %s\n        Where \"verbena exec\" and \"verbena env\" find the library.\n        Unset: beside the command, or in ../lib/verbena.\n", libDirVar)
+	return b.String()
+}
+
+func (envCmd) Run(context.Context) error {
+	dir, err := libDir()
+	if err != nil {
+		return err
+	}
+	fmt.Printf("export LD_LIBRARY_PATH=%s\n", shellQuote(libraryPath(dir)))
+	return nil
+}
+
+// shellQuote makes one word of a string, for a POSIX shell.
+func shellQuote(s string) string {
+	return "'" + strings.ReplaceAll(s, "'", `'\''`) + "'"
+}
