@@ -209,9 +209,10 @@ func (s *scene) forbidden(implicit bool) error {
 }
 
 // kernelPages has on-demand memory on both sides, and discards the kernel's pages
-// between operations.
+// between operations. Packets are pages: the kernel's device puts what belongs into
+// the middle of a page at its beginning (docs/interop.md).
 func (s *scene) kernelPages(op verbs.Opcode) error {
-	i, t, err := s.connect(connection{})
+	i, t, err := s.connect(connection{mtu: verbs.MTU4096})
 	if err != nil {
 		return err
 	}
