@@ -201,10 +201,14 @@ func (q *QP) withoutKinds(ts []*train.Train, stays [2]bool) []*train.Train {
 	return left
 }
 
-// sendFailed tells the core of a train that could not be read.
+// sendFailed tells the core of a train that could not be read, unless it is one
+// from before a reset: the queue pair has another peer now, which is not to suffer
+// for it.
 func (d *Device) sendFailed(q *QP, t *train.Train, f mem.Fault, now qp.Time) {
 	q.mu.Lock()
-	q.core.SendFailed(t, f, now)
+	if q.core.Resets() == q.heldResets {
+		q.core.SendFailed(t, f, now)
+	}
 	slow := q.core.WantsWork()
 	q.mu.Unlock()
 	if slow != 0 {

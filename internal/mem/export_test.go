@@ -11,3 +11,9 @@ func WithoutSweeper(f func(sweep func())) {
 // Watched reports whether the kernel tells about changes at an address, which
 // must be mapped: it asks the kernel itself.
 func Watched(addr uintptr) (bool, error) { return watchedBySmaps(addr) }
+
+// HasPage tells whether the device's table has the page of an offset, for reading
+// and for writing.
+func (m *OnDemand) HasPage(off uint64) (read, write bool) {
+	return m.have(off, 1, 0) == 1, m.have(off, 1, writing) == 1
+}

@@ -11,7 +11,8 @@ package mem_test
 //
 // The model knows the mappings page by page, the bytes, and the device's page
 // table. It asks the kernel only where one mapping ends and another begins, and
-// which pages a sweep will find absent.
+// which pages a sweep will find absent; and it learns from the device what an access
+// has found.
 
 import (
 	"bytes"
@@ -48,7 +49,8 @@ type odpModel struct {
 	file [modelPages][]byte // bytes of the file's pages
 	size int                // pages that the file has
 
-	want ib.PagingStats
+	want  ib.PagingStats
+	found int // pages of an access that met what nobody had told of
 }
 
 // may reports whether the CPU may access a page.
@@ -311,8 +313,15 @@ func (m *odpModel) foresee(off, n int, write bool) (bad int) {
 			continue
 		}
 		if has(p) {
-			// It is in the table, and nobody has told that it is gone.
-			m.invalidated(p, m.useless(p, end, write))
+			// It is in the table, and nobody has told that it is gone: so it is
+			// found now. Which pages are found with it depends on where the copy
+			// begins, which may be at its end.
+			m.found = end - off/page
+			for q := p; q < end; q++ {
+				if !m.may(q, write) {
+					return q
+				}
+			}
 		}
 		if !m.fault(p, end, write) {
 			return p
@@ -343,22 +352,6 @@ func (m *odpModel) note(p int, write bool) (news uint64) {
 	}
 	g.read, g.write = true, g.write || write
 	return news
-}
-
-// useless returns how many pages from p on are found to be useless together: as
-// far as the mapping forbids it, or as far as no pages are present.
-func (m *odpModel) useless(p, end int, write bool) (n int) {
-	m.mappings(p, end-p, func(from, k int) {
-		if from == p {
-			n = k
-		}
-	})
-	g := &m.pages[p]
-	if g.prot&unix.PROT_READ == 0 || write && g.prot&unix.PROT_WRITE == 0 {
-		return n
-	}
-	m.present(p+1, n-1, func(from, _ int) bool { n = from - p; return false })
-	return n
 }
 
 func (m *odpModel) present(p, n int, visit func(p, n int) bool) {
@@ -458,6 +451,9 @@ func (m *odpModel) check() {
 	if mem.PagingMeans().Notifier != "userfaultfd" {
 		return
 	}
+	if m.found > 0 {
+		m.resync()
+	}
 	if got := m.backing.Stats(); got != m.want {
 		m.t.Fatalf("counters\n%+v, want\n%+v", got, m.want)
 	}
@@ -474,6 +470,24 @@ func (m *odpModel) check() {
 	}
 	if got := m.backing.Present(); got != have {
 		m.t.Fatalf("%d pages are present, want %d", got, have)
+	}
+}
+
+// resync learns from the device what an access has found, within limits.
+func (m *odpModel) resync() {
+	got := m.backing.Stats()
+	k := got.InvalidationPages - m.want.InvalidationPages
+	if k == 0 || k > uint64(m.found) || got.Invalidations-m.want.Invalidations > k || got.FailedResolutions != m.want.FailedResolutions+1 {
+		m.t.Fatalf("an access met pages that were gone, %d at most: counters\n%+v, before\n%+v", m.found, got, m.want)
+	}
+	m.want, m.found = got, 0
+	for p := range m.pages {
+		g := &m.pages[p]
+		read, write := m.backing.HasPage(m.base + uint64(p*page))
+		if read && !g.mapped {
+			m.t.Fatalf("the device has page %d, which is not mapped", p)
+		}
+		g.read, g.write = read, write
 	}
 }
 

@@ -16,8 +16,8 @@ type Rule struct {
 }
 
 // Forbid makes system calls fail from now on, in all threads of the process and for
-// good. Its one pointer is sound: the program that it hands to the kernel is alive
-// until the call returns.
+// good. It is sound to hand the filter over as an address: the variables that it is
+// made of are alive until the call returns, and the kernel copies it.
 func Forbid(rules ...Rule) error {
 	var code []unix.SockFilter
 	load := func(offset uint32) {

@@ -184,6 +184,13 @@ func (k *kernel) alloc(size int, access verbs.Access) (*region, error) {
 	return r, nil
 }
 
+// discard gives the pages of a region's memory back: they are zeros when they come
+// again.
+func (k *kernel) discard(r *region) error {
+	_, err := k.ask("discard id=%d", r.id)
+	return err
+}
+
 func (k *kernel) fill(r *region, off, n int, seed uint64) error {
 	_, err := k.ask("fill mem=%d off=%d len=%d seed=%d", r.id, off, n, seed)
 	return err

@@ -16,6 +16,7 @@ func table() (all []*testCase) {
 	for _, rows := range [][]*testCase{
 		operations(),
 		atomics(),
+		onDemand(),
 		publications(),
 		shapes(),
 		lateReceivers(),

@@ -267,6 +267,20 @@ static void do_free_mem(void)
 	ok("%s", "");
 }
 
+static void do_discard(void)
+{
+	uint64_t id = num("id", 0);
+	if (id >= MAX_ID || !mems[id].p) {
+		err(ENOENT, "id");
+		return;
+	}
+	if (madvise(mems[id].p, mems[id].size, MADV_DONTNEED)) {
+		err(errno, "madvise");
+		return;
+	}
+	ok("%s", "");
+}
+
 /* The pattern: byte i of a seed's endless row of bytes. */
 static uint64_t pattern_word(uint64_t seed, uint64_t i)
 {
@@ -844,7 +858,8 @@ static const struct {
 	void (*run)(void);
 } commands[] = {
 	{"open", do_open},	   {"port", do_port},		  {"device", do_device},	{"gid", do_gid},
-	{"async", do_async},	   {"mem", do_mem},		  {"free_mem", do_free_mem},	{"fill", do_fill},
+	{"async", do_async},	   {"mem", do_mem},		  {"free_mem", do_free_mem},
+	{"discard", do_discard},	{"fill", do_fill},
 	{"check", do_check},	   {"peek", do_peek},		  {"poke", do_poke},		{"pd", do_pd},
 	{"mr", do_mr},		   {"mw", do_mw},		  {"chan", do_chan},		{"cq", do_cq},
 	{"arm", do_arm},	   {"event", do_event},		  {"poll", do_poll},		{"srq", do_srq},
