@@ -167,6 +167,9 @@ type QPConfig struct {
 	SRQ            SRQ
 	Cap            ib.QPCap
 	SignalAll      bool
+	// AckFirst: what it has received is acknowledged before its own next request
+	// leaves, as adapters do; programs may rely on it that wait for events.
+	AckFirst bool
 }
 
 // QP is a queue pair.
