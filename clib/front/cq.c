@@ -62,6 +62,9 @@ static inline int64_t ready(struct vb_cq *c, uint32_t want)
 	if (n && (n >= want || !atomic_load_explicit(&c->armed, memory_order_relaxed)))
 		return n;
 	atomic_store_explicit(&c->armed, false, memory_order_relaxed);
+	static uint32_t polls; /* about */
+	if (++polls % 4096 == 0)
+		vb_guard_signals();
 	int64_t e = c->h.engine->vbe_poll_cq(c->h.handle);
 	return e < 0 ? e : (int64_t)(__atomic_load_n(&r->tail, __ATOMIC_ACQUIRE) - r->head);
 }

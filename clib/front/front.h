@@ -306,6 +306,8 @@ void vb_on_async_event(uint64_t context, uint32_t of, uint64_t cookie, uint32_t 
 void vb_await_acks(struct vb_context *c, void *pub, pthread_mutex_t *mu, pthread_cond_t *cond, uint32_t *taken,
 		   uint32_t *acked);
 
-void vb_guard_signals(void);		  /* signals.c */
+
+void vb_start_guard(void *in_engine); /* signals.c */
+void vb_guard_signals(void);
 
 #endif

@@ -153,12 +153,15 @@ struct ibv_mr *vb_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t 
 	if (!p || !clean(access, &r.access))
 		return vb_fail(EINVAL);
 	r.implicit = (access & IBV_ACCESS_ON_DEMAND) && !addr && length == SIZE_MAX;
+	if (!r.implicit && length > UINTPTR_MAX - (uintptr_t)addr) /* beyond the end of all addresses */
+		return vb_fail(EINVAL);
 	r.dm = on ? on->h.handle : 0;
 	if (access & IBV_ACCESS_ZERO_BASED && !on)
 		r.iova = 0;
 	struct vb_mr *m = vb_new(MR, p->h.engine);
 	if (!m)
 		return NULL;
+	vb_guard_signals();
 	int64_t e = p->h.engine->vbe_reg_mr(p->h.handle, &r);
 	if (e < 0) {
 		vb_free(MR, &m->h);
