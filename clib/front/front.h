@@ -148,6 +148,7 @@ struct vb_cq {
 	bool single; /* one thread alone uses it: no lock */
 	atomic_bool armed; /* and not asked the engine since for what it has */
 	pthread_mutex_t lock; /* guards the head of the ring, and cur */
+	uint32_t vain;	      /* polls that found nothing, in a row; guarded by lock */
 	uint32_t pending;     /* events not yet taken; guarded by the channel's lock */
 	struct vb_cq *next;   /* in the channel's list */
 	uint32_t taken;	      /* completion events taken; guarded by pub.mutex */
