@@ -288,6 +288,7 @@ int vb_close_xrcd(struct ibv_xrcd *xrcd);
 /* on is NULL, or device memory in which iova is an offset. */
 struct ibv_mr *vb_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access,
 			 struct vb_dm *on);
+struct ibv_mr *vb_alloc_null_mr(struct ibv_pd *pd);
 struct ibv_dm *vb_alloc_dm(struct ibv_context *ctx, struct ibv_alloc_dm_attr *attr);
 int vb_free_dm(struct ibv_dm *dm);
 struct ibv_mr *vb_reg_dm_mr(struct ibv_pd *pd, struct ibv_dm *dm, uint64_t offset, size_t length, unsigned int access);

@@ -40,6 +40,14 @@ int main(void)
 	strcpy(p, "second");
 	WANT(write_to(&s, p, mr->lkey, (uintptr_t)p + 5 * MB, mr->rkey, 7) == IBV_WC_SUCCESS);
 	WANT(!strcmp(p + 5 * MB, "second"));
+
+	/* Memory that is not there at all: zeros. */
+	struct ibv_mr *null = ibv_alloc_null_mr(s.pd);
+	WANT(null && null->length == SIZE_MAX);
+	WANT(write_to(&s, (void *)12345, null->lkey, (uintptr_t)p + 5 * MB, mr->rkey, MB) == IBV_WC_SUCCESS);
+	for (int i = 0; i < MB; i++)
+		WANT(p[5 * MB + i] == 0);
+	WANT(!ibv_dereg_mr(null));
 	WANT(!ibv_dereg_mr(mr));
 	close_self(&s);
 	puts("ok");
