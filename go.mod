@@ -5,7 +5,9 @@ go 1.26.0
 require (
 	github.com/alecthomas/kong v1.16.1
 	github.com/cockroachdb/datadriven v1.0.3
+	github.com/google/btree v1.1.3
 	github.com/gopacket/gopacket v1.7.4
+	github.com/guptarohit/asciigraph v0.9.0
 	go.uber.org/goleak v1.3.0
 	golang.org/x/sys v0.49.0
 	golang.org/x/term v0.47.0
@@ -13,7 +15,6 @@ require (
 )
 
 require (
-	github.com/google/btree v1.1.3 // indirect
 	github.com/pmezard/go-difflib v1.0.0 // indirect
 	golang.org/x/net v0.55.0 // indirect
 )

@@ -2,25 +2,54 @@ package ib
 
 // PagingStats counts what on-demand paging does, for a region or for a device
 // over its whole life. The comments give the names that the counters have in
-// the kernel's sysfs.
+// the kernel's sysfs; JSON has the same names, and similar ones for what the
+// kernel does not count.
 type PagingStats struct {
-	PageFaults        uint64 // num_page_faults: how often an access met pages that were not present
-	PageFaultPages    uint64 // num_page_fault_pages: pages that this brought in
-	Invalidations     uint64 // num_invalidations: how often mappings changed under present pages
-	InvalidationPages uint64 // num_invalidation_pages: present pages that this took away
-	Contentions       uint64 // invalidations_faults_contentions: faults and prefetches begun again, because of an invalidation meanwhile
-	Prefetches        uint64 // num_prefetches_handled: prefetches done
-	PrefetchPages     uint64 // pages that they brought in
+	PageFaults        uint64 `json:"num_page_faults"`                  // num_page_faults: how often an access met pages that were not present
+	PageFaultPages    uint64 `json:"num_page_fault_pages"`             // num_page_fault_pages: pages that this brought in
+	Invalidations     uint64 `json:"num_invalidations"`                // num_invalidations: how often mappings changed under present pages
+	InvalidationPages uint64 `json:"num_invalidation_pages"`           // num_invalidation_pages: present pages that this took away
+	Contentions       uint64 `json:"invalidations_faults_contentions"` // invalidations_faults_contentions: faults and prefetches begun again, because of an invalidation meanwhile
+	Prefetches        uint64 `json:"num_prefetches_handled"`           // num_prefetches_handled: prefetches done
+	PrefetchPages     uint64 `json:"num_prefetch_pages"`               // pages that they brought in
 
-	LocalFaults  uint64 // the page faults that local requests met
-	RemoteFaults uint64 // the page faults that a peer's requests met
+	LocalFaults  uint64 `json:"num_local_page_faults"`  // the page faults that local requests met
+	RemoteFaults uint64 `json:"num_remote_page_faults"` // the page faults that a peer's requests met
 
-	FailedResolutions uint64 // num_failed_resolutions: faults on memory that is not mapped, or not so
+	FailedResolutions uint64 `json:"num_failed_resolutions"` // num_failed_resolutions: faults on memory that is not mapped, or not so
 
 	// Of a device only.
-	MRsNotFound uint64 // num_mrs_not_found: faults whose region was gone when they were dealt with
-	MRs         uint64 // num_odp_mrs: on-demand regions now
-	MRPages     uint64 // num_odp_mr_pages: their size; that of implicit ones does not count
+	MRsNotFound uint64 `json:"num_mrs_not_found"` // num_mrs_not_found: faults whose region was gone when they were dealt with
+	MRs         uint64 `json:"num_odp_mrs"`       // num_odp_mrs: on-demand regions now
+	MRPages     uint64 `json:"num_odp_mr_pages"`  // num_odp_mr_pages: their size; that of implicit ones does not count
+}
+
+// Plus returns the sum of two, counter by counter.
+func (s PagingStats) Plus(t PagingStats) PagingStats {
+	s.PageFaults += t.PageFaults
+	s.PageFaultPages += t.PageFaultPages
+	s.Invalidations += t.Invalidations
+	s.InvalidationPages += t.InvalidationPages
+	s.Contentions += t.Contentions
+	s.Prefetches += t.Prefetches
+	s.PrefetchPages += t.PrefetchPages
+	s.LocalFaults += t.LocalFaults
+	s.RemoteFaults += t.RemoteFaults
+	s.FailedResolutions += t.FailedResolutions
+	s.MRsNotFound += t.MRsNotFound
+	s.MRs += t.MRs
+	s.MRPages += t.MRPages
+	return s
+}
+
+// TriggerCounters returns what the kernel does not tell apart: whose requests met
+// the page faults, and how many pages prefetches brought in.
+func (s *PagingStats) TriggerCounters() []PagingCounter {
+	return []PagingCounter{
+		{"num_local_page_faults", s.LocalFaults},
+		{"num_remote_page_faults", s.RemoteFaults},
+		{"num_prefetch_pages", s.PrefetchPages},
+	}
 }
 
 // PagingCounter is one counter of PagingStats with its name.

@@ -10,6 +10,7 @@ type DeviceResources struct {
 
 // ProcessResources is what one process has of a device.
 type ProcessResources struct {
+	Slot     int    `json:"slot"` // its place among those that share the device
 	PID      int    `json:"pid"`
 	Program  string `json:"program"`
 	Device   string `json:"device"`
@@ -22,6 +23,9 @@ type ProcessResources struct {
 	AHs  int          `json:"ahs"`
 	QPs  []QPResource `json:"qps"`
 	MRs  []MRResource `json:"mrs"`
+
+	// Paging is what on-demand paging has done for this process.
+	Paging PagingStats `json:"paging"`
 
 	// Counters are those of the device that are not zero, for this process.
 	Counters map[string]uint64 `json:"counters"`
@@ -41,10 +45,18 @@ type QPResource struct {
 	Retransmits uint64 `json:"retransmitted_packets"`
 }
 
-// MRResource is a memory region. Keys are not told: they are rights.
+// MRResource is a memory region. Keys are not told: they are rights. Number tells
+// a region from the others that its process has now; when it is closed, another
+// one may get it.
 type MRResource struct {
+	Number uint32 `json:"mrn"`
 	Kind   string `json:"kind"`
 	Addr   uint64 `json:"addr"`
 	Length uint64 `json:"length"`
 	Access string `json:"access"`
+
+	// Of on-demand regions only: what paging has done, and how many pages are
+	// present, as far as the device knows.
+	Paging  *PagingStats `json:"paging,omitempty"`
+	Present uint64       `json:"present_pages,omitempty"`
 }

@@ -13,7 +13,7 @@ const (
 	WCLocEECOpErr    WCStatus = 3  // reliable datagram only: never from this device
 	WCLocProtErr     WCStatus = 4  // a local SGE failed: key, bounds, rights or domain
 	WCWRFlushErr     WCStatus = 5  // the queue pair was in, or went to, the error state
-	WCMWBindErr      WCStatus = 6  // a memory window could not be bound, or a key not invalidated
+	WCMWBindErr      WCStatus = 6  // a memory window could not be bound, an indirect key not configured, or a key not invalidated
 	WCBadRespErr     WCStatus = 7  // the peer's answer makes no sense
 	WCLocAccessErr   WCStatus = 8  // local protection while executing a peer's request
 	WCRemInvReqErr   WCStatus = 9  // the peer calls the request invalid
@@ -59,12 +59,14 @@ const (
 	WCFlush                               // a FLUSH was done
 	WCBindMW                              // a memory window was bound
 	WCLocalInv                            // a key of this device was invalidated
+	WCConfigureMKey                       // an indirect key was configured
 )
 
 var wcOpcodeNames = [...]string{
 	WCSend: "SEND", WCRDMAWrite: "RDMA_WRITE", WCRDMARead: "RDMA_READ", WCCompSwap: "COMP_SWAP",
 	WCFetchAdd: "FETCH_ADD", WCRecv: "RECV", WCRecvRDMAWithImm: "RECV_RDMA_WITH_IMM",
 	WCAtomicWrite: "ATOMIC_WRITE", WCFlush: "FLUSH", WCBindMW: "BIND_MW", WCLocalInv: "LOCAL_INV",
+	WCConfigureMKey: "CONFIGURE_MKEY",
 }
 
 // String returns the name without the prefix IBV_WC_.

@@ -22,7 +22,8 @@ const (
 	OpAtomicWrite                      // store 8 bytes in one step, behind all that came before
 	OpFlush                            // make what was written visible to all, or persistent
 	OpBindMW                           // bind a type 2 memory window
-	OpLocalInv                         // invalidate a key of this device: a type 2 memory window
+	OpLocalInv                         // invalidate a key of this device: a type 2 memory window, an indirect key
+	OpConfigureMKey                    // make an indirect key of other regions
 	numOpcodes
 )
 
@@ -34,6 +35,7 @@ var opcodeNames = [NumOpcodes]string{
 	OpRDMAWrite: "RDMA_WRITE", OpRDMAWriteImm: "RDMA_WRITE_WITH_IMM", OpRDMARead: "RDMA_READ",
 	OpAtomicCmpSwap: "ATOMIC_CMP_AND_SWP", OpAtomicFetchAdd: "ATOMIC_FETCH_AND_ADD",
 	OpAtomicWrite: "ATOMIC_WRITE", OpFlush: "FLUSH", OpBindMW: "BIND_MW", OpLocalInv: "LOCAL_INV",
+	OpConfigureMKey: "CONFIGURE_MKEY",
 }
 
 // String returns the name without the prefix IBV_WR_.
@@ -45,7 +47,7 @@ type SendFlags uint8
 const (
 	SendSignaled  SendFlags = 1 << iota // make a completion when done (failures always make one)
 	SendSolicited                       // raise the peer's solicited completion event
-	SendFence                           // wait for earlier READs and atomics of this queue; BIND_MW and LOCAL_INV: for all earlier requests
+	SendFence                           // wait for earlier READs and atomics of this queue; BIND_MW, LOCAL_INV and CONFIGURE_MKEY: for all earlier requests
 )
 
 // FlushType is what a FLUSH makes of the bytes, with the bits of IBV_FLUSH_*.
@@ -77,6 +79,8 @@ type SendWR struct {
 	Imm           uint32 // OpSendImm, OpRDMAWriteImm
 	InvalidateKey uint32 // OpSendInv: the peer's rkey; OpLocalInv: one of this device
 	Bind          MWBind // OpBindMW
+
+	Configure *MKeyConfig // OpConfigureMKey
 
 	RemoteAddr uint64 // WRITE, READ, atomics and FLUSH: where in the peer's region
 	RKey       uint32 // WRITE, READ, atomics and FLUSH: the peer's region

@@ -299,9 +299,9 @@ func (c *cast) stream() error {
 		c.write(envelope{To: "test", Body: []byte(`"running"`)})
 	}
 	pattern(c.buf[sourceAt:][:chunk], 7)
-	until := time.Now().Add(time.Duration(c.script.Seconds) * time.Second)
 	want := make([]byte, 1<<20)
 	pattern(want, 42)
+	until := time.Now().Add(time.Duration(c.script.Seconds) * time.Second)
 	for i := 0; time.Now().Before(until); i++ {
 		off := i % 4 * chunk
 		if _, err := c.do(c.rc, verbs.SendWR{ID: 1, Op: verbs.OpRDMAWrite, SGL: []verbs.SGE{c.mr.SGE(sourceAt, chunk)},

@@ -206,7 +206,7 @@ func TestSharedRestarted(t *testing.T) {
 	c := newCaller(t, verbs.LinkLocal, at[0].addr)
 	for round := range 3 {
 		all := house(t, verbs.LinkAny, at[1], "target")
-		c.call(all[0], &verbs.ConnectConfig{Timeout: 14, RetryCnt: 3, RNRRetry: 7})
+		c.call(all[0], &verbs.ConnectConfig{Timeout: 17, RetryCnt: 4, RNRRetry: 7})
 		for range 20 {
 			c.letter(all[0], 5000)
 			c.ok(1)

@@ -389,7 +389,7 @@ func TestXRCQueueKilled(t *testing.T) {
 		t.Run(fmt.Sprint("busy ", busy), func(t *testing.T) {
 			all := house(t, verbs.LinkAny, at[0], "target", "queue", "queue")
 			c := newCaller(t, verbs.LinkAny, at[1].addr)
-			c.call(all[0], &verbs.ConnectConfig{Timeout: 14, RetryCnt: 3, RNRRetry: 7})
+			c.call(all[0], &verbs.ConnectConfig{Timeout: 17, RetryCnt: 4, RNRRetry: 7})
 			for i := range 30 {
 				c.letter(all[i%3], 1000)
 				c.ok(1)

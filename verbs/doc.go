@@ -113,6 +113,24 @@
 // Nor may registered memory contain Go pointers: the device writes it behind
 // the collector's back.
 //
+// # Memory on demand
+//
+// With [AccessOnDemand] nothing is pinned. The range need not be mapped yet, may
+// be larger than memory, and what is mapped there may change while the region
+// exists: the device always sees what the CPU would see. [PD.RegImplicitMR] makes
+// one region of the whole address space. The first access to a page is a page
+// fault of the device, which the operating system resolves; later ones cost
+// nothing more, until the page is taken away. Access to what is not mapped, or
+// not so, fails as access without the right does.
+//
+// Memory that is about to be used can be fetched before ([PD.AdviseMR]).
+// [MR.PagingStats] and [Device.PagingStats] count faults, invalidations and
+// prefetches; "verbena stat" shows them for every process, and "verbena demo odp"
+// what they are good for. [Device.QueryODPCaps] says which operations may use such
+// memory, and what paging runs on here.
+//
+// # Addresses, and who owns a range when
+//
 // An address in a scatter/gather element ([SGE]) or in RemoteAddr is one in the
 // address space of the region: the virtual address of the byte, unless the
 // region was registered with [AccessZeroBased], where it is the offset, or with

@@ -117,6 +117,7 @@ type fakePD struct {
 	srqConfig    provider.SRQConfig
 	ahAttr       ib.AHAttr
 	advice       fakeAdvice
+	pieces       int // of the last CreateMKey
 	closed       int
 }
 
@@ -148,6 +149,20 @@ func (p *fakePD) RegDMMR(dm provider.DM, off, length uint64, access ib.Access) (
 	}
 	return &fakeMR{length: length, access: access}, nil
 }
+func (p *fakePD) CreateMKey(pieces int) (provider.MKey, error) {
+	p.pieces = pieces
+	if p.dev.err != nil {
+		return nil, p.dev.err
+	}
+	return &fakeMKey{}, nil
+}
+
+// fakeMKey is an indirect key that is not one.
+type fakeMKey struct{ closed int }
+
+func (k *fakeMKey) Key() uint32  { return 0x700 }
+func (k *fakeMKey) Close() error { k.closed++; return nil }
+
 func (p *fakePD) OpenSharedMR(handle string, access ib.Access) (provider.MR, error) {
 	p.handle, p.access = handle, access
 	if p.dev.err != nil {

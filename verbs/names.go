@@ -23,6 +23,7 @@ type (
 	FlushType        = ib.FlushType        // what a FLUSH makes of the bytes
 	GID              = ib.GID              // global identifier: an IP address
 	LockMode         = ib.LockMode         // what registration does about mlock(2)
+	MKeyConfig       = ib.MKeyConfig       // what an indirect memory key is made of
 	MTU              = ib.MTU              // path MTU
 	MWBind           = ib.MWBind           // what a memory window is bound to
 	MWType           = ib.MWType           // type of a memory window
@@ -46,6 +47,7 @@ type (
 	SendWR           = ib.SendWR           // work request for a send queue
 	SGE              = ib.SGE              // one piece of a scatter/gather list
 	StatusError      = ib.StatusError      // a failed completion as an error
+	Stride           = ib.Stride           // a source of an interleaved pattern
 	WC               = ib.WC               // work completion
 	WCFlags          = ib.WCFlags          // which optional fields of a completion are valid
 	WCOpcode         = ib.WCOpcode         // what completed
@@ -142,7 +144,8 @@ const (
 	OpAtomicWrite    = ib.OpAtomicWrite    // store 8 bytes in one step, behind all that came before
 	OpFlush          = ib.OpFlush          // make what was written visible to all, or persistent
 	OpBindMW         = ib.OpBindMW         // bind a type 2 memory window
-	OpLocalInv       = ib.OpLocalInv       // invalidate a key of this device: a type 2 memory window
+	OpLocalInv       = ib.OpLocalInv       // invalidate a key of this device: a type 2 memory window, an indirect key
+	OpConfigureMKey  = ib.OpConfigureMKey  // make an indirect key of other regions
 
 	NumOpcodes = ib.NumOpcodes // the size of a table by operation
 )
@@ -160,7 +163,7 @@ const (
 const (
 	SendSignaled  = ib.SendSignaled  // make a completion when done (failures always make one)
 	SendSolicited = ib.SendSolicited // raise the peer's solicited completion event
-	SendFence     = ib.SendFence     // wait for earlier READs and atomics of this queue; BIND_MW and LOCAL_INV: for all earlier requests
+	SendFence     = ib.SendFence     // wait for earlier READs and atomics of this queue; BIND_MW, LOCAL_INV and CONFIGURE_MKEY: for all earlier requests
 )
 
 // MulticastQPN is the RemoteQPN of a message to a multicast group.
@@ -177,7 +180,7 @@ const (
 	WCLocEECOpErr    = ib.WCLocEECOpErr    // reliable datagram only: never from this device
 	WCLocProtErr     = ib.WCLocProtErr     // a local SGE failed: key, bounds, rights or domain
 	WCWRFlushErr     = ib.WCWRFlushErr     // the queue pair was in, or went to, the error state
-	WCMWBindErr      = ib.WCMWBindErr      // a memory window could not be bound, or a key not invalidated
+	WCMWBindErr      = ib.WCMWBindErr      // a memory window could not be bound, an indirect key not configured, or a key not invalidated
 	WCBadRespErr     = ib.WCBadRespErr     // the peer's answer makes no sense
 	WCLocAccessErr   = ib.WCLocAccessErr   // local protection while executing a peer's request
 	WCRemInvReqErr   = ib.WCRemInvReqErr   // the peer calls the request invalid
@@ -208,6 +211,7 @@ const (
 	WCFlush           = ib.WCFlush           // a FLUSH was done
 	WCBindMW          = ib.WCBindMW          // a memory window was bound
 	WCLocalInv        = ib.WCLocalInv        // a key of this device was invalidated
+	WCConfigureMKey   = ib.WCConfigureMKey   // an indirect key was configured
 )
 
 // Which optional fields of a completion are valid.

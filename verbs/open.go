@@ -17,6 +17,6 @@ func openProvider(name string, cfg *provider.Config) (provider.Device, error) {
 	return d, nil
 }
 
-func listResources() ([]ib.DeviceResources, error) { return device.Resources() }
+func listResources(brief bool) ([]ib.DeviceResources, error) { return device.Resources(brief) }
 
 func listProviders() ([]ib.DeviceInfo, error) { return device.List() }

@@ -127,6 +127,8 @@ func (pd *PD) CreateQP(cfg *QPConfig) (*QP, error) {
 		SendCQ:    cfg.SendCQ.p,
 		Cap:       cfg.Cap,
 		SignalAll: cfg.SignalAll,
+
+		NoScatterToCQE: cfg.NoScatterToCQE,
 	}
 	if cfg.RecvCQ != nil {
 		pc.RecvCQ = cfg.RecvCQ.p

@@ -13,6 +13,17 @@ type QPConfig struct {
 	// SignalAll makes every send request complete visibly, as if posted with
 	// [SendSignaled]. False: only those that ask for it, and those that fail.
 	SignalAll bool
+
+	// NoScatterToCQE switches inline receive off for the queue pair: short messages,
+	// and results of short READs and atomics, never wait in the completion queue and
+	// are never copied when they are polled. False: they do where that is of use,
+	// when their memory has to be fetched first; with VERBENA_SCATTER_TO_CQE=2 in the
+	// environment whenever they are of at most 64 bytes, and with
+	// VERBENA_SCATTER_TO_CQE=0 or MLX5_SCATTER_TO_CQE=0 never. The program cannot tell
+	// the difference, but for one: if the memory is gone by the time of the poll, the
+	// completion says [WCLocProtErr] and the queue pair fails, though the peer has
+	// been told that all is well.
+	NoScatterToCQE bool
 }
 
 // QP is a queue pair: a queue of sends and a queue of receives, connected to

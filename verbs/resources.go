@@ -18,4 +18,9 @@ type (
 // network namespace, has of the devices that it has open: queue pairs, regions,
 // traffic. It asks the processes, so it shows a moment of each, not the same one.
 // Devices that were opened with LinkLoop are their process's own and not listed.
-func Resources() ([]DeviceResources, error) { return listResources() }
+func Resources() ([]DeviceResources, error) { return listResources(false) }
+
+// Statistics is Resources without the lists of queue pairs and regions: what
+// counters say, for each process. It costs little, however many objects a process
+// has, so it can be asked for again and again.
+func Statistics() ([]DeviceResources, error) { return listResources(true) }

@@ -137,8 +137,8 @@ func TestHandles(t *testing.T) {
 	}
 
 	c := QPCap{MaxSendWR: 1, MaxRecvWR: 2, MaxSendSGE: 3, MaxRecvSGE: 4, MaxInlineData: 5}
-	must(pd.CreateQP(&QPConfig{Type: UC, SendCQ: polled, RecvCQ: armed, Cap: c, SignalAll: true}))
-	if want := (provider.QPConfig{Type: UC, SendCQ: polled.p, RecvCQ: armed.p, Cap: c, SignalAll: true}); fp.qpConfig != want {
+	must(pd.CreateQP(&QPConfig{Type: UC, SendCQ: polled, RecvCQ: armed, Cap: c, SignalAll: true, NoScatterToCQE: true}))
+	if want := (provider.QPConfig{Type: UC, SendCQ: polled.p, RecvCQ: armed.p, Cap: c, SignalAll: true, NoScatterToCQE: true}); fp.qpConfig != want {
 		t.Errorf("CreateQP passed %+v, want %+v", fp.qpConfig, want)
 	}
 	if fp.qpConfig.SRQ != nil {
@@ -465,6 +465,9 @@ func TestNil(t *testing.T) {
 			call{"Device.CreateChannel", second(d.CreateChannel())}, call{"Device.CreateCQ", second(d.CreateCQ(1, nil))},
 			call{"Device.OpenXRCD", second(d.OpenXRCD(nil))}, call{"Device.AllocDM", second(d.AllocDM(1, 0))}, call{"Device.Close", d.Close()})
 	}
+	for _, k := range []*MKey{nil, {}} {
+		calls = append(calls, call{"MKey.Close", k.Close()})
+	}
 	for _, dm := range []*DM{nil, {}} {
 		_, _, err := dm.Export()
 		calls = append(calls, call{"DM.WriteAt", second(dm.WriteAt(nil, 0))}, call{"DM.ReadAt", second(dm.ReadAt(nil, 0))},
@@ -475,7 +478,7 @@ func TestNil(t *testing.T) {
 		calls = append(calls, call{"XRCD.CreateQP", second(x.CreateQP())}, call{"XRCD.Close", x.Close()})
 	}
 	for _, pd := range []*PD{nil, {}} {
-		calls = append(calls, call{"PD.RegMR", second(pd.RegMR(make([]byte, 1), 0))}, call{"PD.RegDMMR", second(pd.RegDMMR(&DM{p: &fakeDM{}}, 0, 1, 0))},
+		calls = append(calls, call{"PD.CreateMKey", second(pd.CreateMKey(1))}, call{"PD.RegMR", second(pd.RegMR(make([]byte, 1), 0))}, call{"PD.RegDMMR", second(pd.RegDMMR(&DM{p: &fakeDM{}}, 0, 1, 0))},
 			call{"PD.RegMRAddr", second(pd.RegMRAddr(1, 1, 0))}, call{"PD.RegMRIOVA", second(pd.RegMRIOVA(1, 1, 1, 0))},
 			call{"PD.CreateQP", second(pd.CreateQP(&QPConfig{Type: RC, SendCQ: cq, RecvCQ: cq}))},
 			call{"PD.CreateSRQ", second(pd.CreateSRQ(&SRQConfig{}))}, call{"PD.CreateAH", second(pd.CreateAH(AHAttr{}))},

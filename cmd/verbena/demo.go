@@ -11,7 +11,7 @@ import (
 )
 
 type demoCmd struct {
-	Topic string `arg:"" optional:"" help:"Show one thing instead of everything. mw: memory windows, re-registration and shared regions."`
+	Topic string `arg:"" optional:"" help:"Show one thing instead of everything. mw: memory windows, re-registration and shared regions. odp: on-demand paging, and what its counters are good for."`
 	PCAP  string `name:"pcap" type:"path" placeholder:"FILE" help:"Write the packets of the udp part to FILE, for tshark and Wireshark."`
 	Quick bool   `help:"Only the operations, no measurements."`
 }
@@ -20,18 +20,27 @@ type demoCmd struct {
 func (demoCmd) Help() string {
 	return `Two devices are opened in this process, on two loopback addresses, and do everything that RDMA can do to each other: first over the loop link, which copies from memory to memory, then over the udp link, with RoCE v2 packets. It takes a few seconds, needs no privileges and leaves nothing behind.
 
+"verbena demo odp" shows four uses of the counters of on-demand paging, with memory that Linux really pages: warm-up against steady state, the efficiency of paging, thrashing, the effect of prefetch. What was counted is held against what must have happened, and all data is compared.
+
 With --pcap the first device's packets are captured; it sees both directions.
 
 Examples:
 
     verbena demo
     verbena demo mw
+    verbena demo odp
     verbena demo --pcap demo.pcapng && tshark -r demo.pcapng`
 }
 
 func (c *demoCmd) Run(ctx context.Context) error {
 	if c.Topic != "" && !slices.Contains(tour.Topics(), c.Topic) {
 		return usagef("%q: there is a demo of %s, and without a name one of everything", c.Topic, strings.Join(tour.Topics(), ", "))
+	}
+	if c.Topic == tour.TopicODP {
+		if c.PCAP != "" || c.Quick {
+			return usagef("odp: goes without --pcap and --quick")
+		}
+		return tour.RunODP(ctx, term.New(os.Stdout))
 	}
 	return tour.Run(ctx, term.New(os.Stdout), tour.Options{PCAP: c.PCAP, Quick: c.Quick, Topic: c.Topic})
 }

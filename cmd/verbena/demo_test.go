@@ -36,6 +36,14 @@ func TestDemo(t *testing.T) {
 	}
 }
 
+// The tour of on-demand paging, as a person starts it.
+func TestDemoODP(t *testing.T) {
+	o := succeed(t, "demo", "odp")
+	if !strings.Contains(o.stdout, "all 4 as they should be") || strings.ContainsAny(o.stdout, "\x1b\r") {
+		t.Errorf("%s", o.stdout)
+	}
+}
+
 func TestDemoTopic(t *testing.T) {
 	o := succeed(t, "demo", "mw")
 	if n := len(okLine.FindAllString(o.stdout, -1)); n != 14 || !strings.Contains(o.stdout, "LOCAL_INV") {

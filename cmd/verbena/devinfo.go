@@ -26,7 +26,7 @@ type devinfoCmd struct {
 
 // Help is shown below the flags.
 func (devinfoCmd) Help() string {
-	return `The lines have the names that ibv_devinfo gives them, as far as they exist there; the others say what is special to a device in software: its links, what it found to speed them up, what it does about locking memory, and how it notices that registered memory was unmapped.
+	return `The lines have the names that ibv_devinfo gives them, as far as they exist there; the others say what is special to a device in software: its links, what it found to speed them up, what it does about locking memory, how it notices that registered memory was unmapped, and what paging on demand runs on here: where changes of mappings are heard of (odp_notifier; without one they are swept for), how pages are looked for that went unheard (odp_scan), and how mappings are looked up (odp_mappings).
 
 A device whose address another user, or another program, has taken is shown without the links that need it.
 
@@ -59,8 +59,21 @@ type device struct {
 	Offloads    []string `json:"offloads"`
 	MemoryLock  string   `json:"memory_lock"`
 	StalePinned string   `json:"stale_pinned_range"`
+	ODP         odp      `json:"odp"`
 	Note        string   `json:"note,omitempty"`
 	Ports       []port   `json:"ports"`
+}
+
+// odp is what on-demand paging the device does, and what it runs on here.
+type odp struct {
+	General  []string `json:"general_odp_caps"`
+	RC       []string `json:"rc_odp_caps"`
+	UC       []string `json:"uc_odp_caps"`
+	UD       []string `json:"ud_odp_caps"`
+	XRC      []string `json:"xrc_odp_caps"`
+	Notifier string   `json:"notifier"`
+	Scan     string   `json:"scan"`
+	Mappings string   `json:"mappings"`
 }
 
 // limit is one number in the order of ibv_devinfo.
@@ -170,6 +183,11 @@ func describe(dev *verbs.Device) (device, error) {
 	for _, l := range d.Limits {
 		d.Max[l.name] = l.value
 	}
+	paging, err := dev.QueryODPCaps()
+	if err != nil {
+		return d, err
+	}
+	d.ODP = describeODP(&paging)
 	for n := 1; n <= a.PhysPortCnt; n++ {
 		p, err := dev.Port(n)
 		if err != nil {
@@ -184,6 +202,29 @@ func describe(dev *verbs.Device) (device, error) {
 		})
 	}
 	return d, nil
+}
+
+// describeODP uses the names of ibv_devinfo.
+func describeODP(c *verbs.ODPCaps) odp {
+	operations := func(caps verbs.ODPTransportCaps) []string {
+		names := []string{}
+		for _, n := range caps.Names() {
+			if n == "srq-recv" {
+				n = "srq" // its name there
+			}
+			names = append(names, "SUPPORT_"+strings.ToUpper(strings.ReplaceAll(n, "-", "_")))
+		}
+		return names
+	}
+	o := odp{General: []string{}, RC: operations(c.RC), UC: operations(c.UC), UD: operations(c.UD), XRC: operations(c.XRC),
+		Notifier: c.Notifier, Scan: c.Scan, Mappings: c.Mappings}
+	if c.Supported {
+		o.General = append(o.General, "ODP_SUPPORT")
+	}
+	if c.Implicit {
+		o.General = append(o.General, "ODP_SUPPORT_IMPLICIT")
+	}
+	return o
 }
 
 // num is for limits, which are never negative.
@@ -255,11 +296,19 @@ func printDevices(w io.Writer, devices []device, verbose bool) {
 			}
 			line("device_cap_flags", "%s", orNone(d.Caps))
 			line("atomic_cap", "%s", d.AtomicCap)
+			line("general_odp_caps", "%s", orNone(d.ODP.General))
+			line("rc_odp_caps", "%s", orNone(d.ODP.RC))
+			line("uc_odp_caps", "%s", orNone(d.ODP.UC))
+			line("ud_odp_caps", "%s", orNone(d.ODP.UD))
+			line("xrc_odp_caps", "%s", orNone(d.ODP.XRC))
 		}
 		line("links", "%s", orNone(d.Links))
 		line("offloads", "%s", orNone(d.Offloads))
 		line("memory_lock", "%s", d.MemoryLock)
 		line("stale_pinned_range", "%s", d.StalePinned)
+		line("odp_notifier", "%s", d.ODP.Notifier)
+		line("odp_scan", "%s", d.ODP.Scan)
+		line("odp_mappings", "%s", d.ODP.Mappings)
 		if d.Note != "" {
 			line("note", "%s", d.Note)
 		}

@@ -24,6 +24,9 @@ func TestDevinfoText(t *testing.T) {
 		`(?m)^    offloads: +\S`,
 		`(?m)^    memory_lock: +\S`,
 		`(?m)^    stale_pinned_range: +\S`,
+		`(?m)^    odp_notifier: +\S`,
+		`(?m)^    odp_scan: +(PAGEMAP_SCAN|pagemap)$`,
+		`(?m)^    odp_mappings: +(PROCMAP_QUERY|maps)$`,
 		`(?m)^        port: 1$`,
 		`(?m)^            state: +PORT_ACTIVE \(4\)$`,
 		`(?m)^            max_mtu: +4096 \(5\)$`,
@@ -44,6 +47,15 @@ func TestDevinfoText(t *testing.T) {
 		"max_srq_sge", "max_pkeys", "local_ca_ack_delay", "max_msg_sz", "bad_pkey_cntr", "qkey_viol_cntr", "pkey_tbl_len", "gid_tbl_len"} {
 		if !regexp.MustCompile(`(?m)^ +` + want + `: +\S+`).MatchString(verbose) {
 			t.Errorf("no line %s in\n%s", want, verbose)
+		}
+	}
+	const reliable = "SUPPORT_SEND SUPPORT_RECV SUPPORT_WRITE SUPPORT_READ SUPPORT_ATOMIC SUPPORT_SRQ SUPPORT_FLUSH SUPPORT_ATOMIC_WRITE"
+	for key, caps := range map[string]string{
+		"general_odp_caps": "ODP_SUPPORT ODP_SUPPORT_IMPLICIT", "rc_odp_caps": reliable, "xrc_odp_caps": reliable,
+		"uc_odp_caps": "SUPPORT_SEND SUPPORT_RECV SUPPORT_WRITE", "ud_odp_caps": "SUPPORT_SEND SUPPORT_RECV SUPPORT_SRQ",
+	} {
+		if !regexp.MustCompile(`(?m)^    ` + key + `: +` + caps + `$`).MatchString(verbose) {
+			t.Errorf("%s is not %s in\n%s", key, caps, verbose)
 		}
 	}
 }
@@ -71,7 +83,7 @@ func TestDevinfoJSON(t *testing.T) {
 	if !slices.Contains(d.Ports[0].GIDs, netip.MustParseAddr("::ffff:127.0.0.1").String()) {
 		t.Errorf("its GIDs are %v", d.Ports[0].GIDs)
 	}
-	if d.Max["max_qp"] == 0 || d.Max["max_mr_size"] == 0 || d.AtomicCap == "" || len(d.Caps) == 0 {
+	if d.Max["max_qp"] == 0 || d.Max["max_mr_size"] == 0 || d.AtomicCap == "" || len(d.Caps) == 0 || !slices.Contains(d.ODP.General, "ODP_SUPPORT") || d.ODP.Notifier == "" {
 		t.Errorf("the device is %+v", d)
 	}
 	// The name that it goes by opens it.

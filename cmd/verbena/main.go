@@ -2,6 +2,8 @@
 //
 //	verbena demo      every operation between two devices, with the data compared
 //	verbena devinfo   what the devices of this host can do
+//	verbena ps        who has devices open, and what they have of them
+//	verbena stat      what on-demand paging does in those processes
 //	verbena perf      bandwidth and latency, in one process, in two, on two hosts
 //	verbena exec      run a program that was built for libibverbs
 //	verbena env       how to do that by hand
@@ -43,6 +45,7 @@ type cli struct {
 	Demo    demoCmd    `cmd:"" help:"Show every operation between two devices, with the data compared."`
 	Devinfo devinfoCmd `cmd:"" help:"Show what the devices of this host can do."`
 	PS      psCmd      `cmd:"" name:"ps" help:"Show the processes that have devices open, and what they have."`
+	Stat    statCmd    `cmd:"" help:"Show what on-demand paging does, in every process that has a device open."`
 	Exec    execCmd    `cmd:"" help:"Run a program that was built for libibverbs."`
 	Env     envCmd     `cmd:"" help:"Show how to run such programs by hand, and the variables that configure them."`
 	Perf    perfCmd    `cmd:"" help:"Measure bandwidth and latency."`
@@ -67,7 +70,7 @@ func run(args []string) int {
 	parser, err := kong.New(&c,
 		kong.Name("verbena"),
 		kong.Description(description),
-		kong.Vars{"mem_kinds": strings.Join(perf.MemKinds, ", "), "perf_port": strconv.Itoa(defaultPerfPort)},
+		kong.Vars{"mem_kinds": strings.Join(perf.MemKinds(), ", "), "perf_port": strconv.Itoa(defaultPerfPort)},
 		kong.ConfigureHelp(kong.HelpOptions{Compact: true, WrapUpperBound: 100}),
 	)
 	if err != nil {

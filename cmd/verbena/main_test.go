@@ -85,7 +85,8 @@ func TestUsageErrors(t *testing.T) {
 		{"", `expected one of`},
 		{"frobnicate", `unexpected argument frobnicate`},
 		{"demo --frob", `unknown flag --frob`},
-		{"demo extra", `verbena demo: "extra": there is a demo of mw`}, {"demo mw extra", "unexpected argument extra"},
+		{"demo extra", `verbena demo: "extra": there is a demo of mw, odp`}, {"demo mw extra", "unexpected argument extra"},
+		{"demo odp --quick", `odp: goes without --pcap and --quick`},
 		{"perf --size 64X", `--size: size "64X": want a number of bytes such as 8, 64K or 1M`},
 		{"perf --size 0", `--size: want at least 1 byte`},
 		{"perf --depth 0", `--depth 0: want at least 1`},
@@ -95,7 +96,7 @@ func TestUsageErrors(t *testing.T) {
 		{"perf --size 1G --qps 8", `--size 1073741824: with 8 queue pairs the buffers take more than 4G`},
 		{"perf --op swap", `--op "swap": want one of write, write-imm, read, send, atomic`},
 		{"perf --op atomic --size 64", `--size 64: an atomic is 8 bytes`},
-		{"perf --mem odp", `--mem "odp": want one of pinned, mw, shared`},
+		{"perf --mem tape", `--mem "tape": want one of pinned, odp, implicit, mw, shared`},
 		{"perf --link tcp", `--link tcp: want loop, local or udp`},
 		{"perf --mtu 1500", `--mtu 1500: want 256, 512, 1024, 2048 or 4096`},
 		{"perf --iters=-1", `--iters -1: want 0 or more`},
@@ -117,6 +118,12 @@ func TestUsageErrors(t *testing.T) {
 		{"perf --listen --size 8", `--size: is decided by the side that connects`},
 		{"perf --listen=[::1 ", `--listen=[::1: want ADDR or ADDR:PORT`},
 		{"perf --connect 127.0.0.1:99999", `port "99999": want 0 to 65535`},
+		{"stat --count 2", `--count: without --watch`},
+		{"stat --watch=soon", `want a time such as 500ms or 2s`},
+		{"stat --watch=1ms", `want at least 10ms`},
+		{"stat --files --json", `--files: goes with --watch and --count alone`},
+		{"stat --files=", `want a value after =`},
+		{"stat a b", `unexpected argument b`},
 		{"devinfo a b", `unexpected argument b`},
 	}
 	for _, tt := range tests {
@@ -153,7 +160,7 @@ func TestFailures(t *testing.T) {
 }
 
 func TestHelpAndVersion(t *testing.T) {
-	for _, command := range []string{"demo", "devinfo", "perf"} {
+	for _, command := range []string{"demo", "devinfo", "stat", "perf"} {
 		o := succeed(t, command, "--help")
 		for _, want := range []string{"Usage: verbena " + command, "Examples:", "verbena " + command} {
 			if !strings.Contains(o.stdout, want) {
@@ -164,7 +171,7 @@ func TestHelpAndVersion(t *testing.T) {
 	if o := succeed(t, "--help"); !strings.Contains(o.stdout, "Exit status: 0") || strings.Contains(o.stdout, "perf-peer") {
 		t.Errorf("the help is:\n%s", o.stdout)
 	}
-	if o := succeed(t, "perf", "--help"); !strings.Contains(o.stdout, "18791") || !strings.Contains(o.stdout, "available: pinned") {
+	if o := succeed(t, "perf", "--help"); !strings.Contains(o.stdout, "18791") || !strings.Contains(strings.Join(strings.Fields(o.stdout), " "), "available: pinned, odp, implicit, mw, shared") {
 		t.Errorf("the help of perf names neither the port nor the kinds of memory:\n%s", o.stdout)
 	}
 	if o := succeed(t, "version"); !strings.HasPrefix(o.stdout, "verbena ") || strings.Count(o.stdout, "\n") != 1 {

@@ -32,7 +32,7 @@ type perfCmd struct {
 	QPs      int           `name:"qps" placeholder:"N" help:"Queue pairs. Default: 1."`
 	MTU      int           `name:"mtu" placeholder:"BYTES" help:"Payload of a packet: 256, 512, 1024, 2048 or 4096. Default: the largest that both ports carry."`
 	Link     string        `placeholder:"LINK" help:"loop: both sides in this process. local: the other side in a process of its own that shares the address, and shared memory between them. udp: the same with RoCE v2 packets, on another address. Default: loop; udp with --connect and --listen."`
-	Mem      string        `default:"pinned" help:"Kind of memory; available: ${mem_kinds}. mw: pinned, and the peer reaches it through memory windows; shared: allocated by the library."`
+	Mem      string        `default:"pinned" help:"Kind of memory; available: ${mem_kinds}. odp: on demand; implicit: on demand, with a key for the whole address space; mw: pinned, and the peer reaches it through memory windows; shared: allocated by the library."`
 	Lat      bool          `help:"Latency: one message at a time, half a round trip."`
 	Poll     string        `placeholder:"HOW" help:"How a receiver notices a message, with --lat: cq polls the completion queue, memory watches the last byte of the buffer, which only write has. Default: memory for write, cq otherwise."`
 	Inline   bool          `help:"Copy the data into the request."`
@@ -41,7 +41,7 @@ type perfCmd struct {
 	JSON     bool          `name:"json" help:"Print one JSON object and nothing else."`
 	PCAP     string        `name:"pcap" type:"path" placeholder:"FILE" help:"Write the packets of this side's device to FILE. Use --iters: it grows as fast as you measure."`
 	Device   string        `placeholder:"NAME" help:"This side's device: a name, an interface or an address. Default: the address that reaches the peer; a free loopback address on one host."`
-	Listen   listenFlag    `help:"Wait for one measurement by a --connect, on TCP port ${perf_port} or --listen=ADDR[:PORT]."`
+	Listen   optFlag       `help:"Wait for one measurement by a --connect, on TCP port ${perf_port} or --listen=ADDR[:PORT]."`
 	Connect  string        `placeholder:"ADDR[:PORT]" help:"Measure against a --listen on ADDR, TCP port ${perf_port}."`
 }
 
@@ -53,6 +53,8 @@ With --lat a message is sent when the answer to the one before has come, and the
 
 Both sides' CPU time (user and kernel) is reported. With --link loop there is one process, and its time counts for both.
 
+--mem says what the buffers of both sides are. All are outside the Go heap, and their pages are there when the measurement begins.
+
 --listen takes everything but --device, --pcap and --json from the side that connects. The TCP connection only coordinates; the data goes by UDP port 4791.
 
 Examples:
@@ -60,6 +62,7 @@ Examples:
     verbena perf --size 1M
     verbena perf --link udp --op send --size 4K --qps 4 --check
     verbena perf --link udp --lat
+    verbena perf --mem odp --op read --check
     verbena perf --link udp --iters 100 --pcap write.pcapng
 
 On two hosts:
@@ -80,27 +83,6 @@ func (s *sizeFlag) UnmarshalText(b []byte) error {
 	*s = sizeFlag(n)
 	return err
 }
-
-// listenFlag is a flag that may have a value: --listen or --listen=ADDR[:PORT].
-type listenFlag struct {
-	on   bool
-	addr string
-}
-
-// Decode implements kong.MapperValue.
-func (l *listenFlag) Decode(ctx *kong.DecodeContext) error {
-	l.on = true
-	if ctx.Scan.Peek().Type == kong.FlagValueToken {
-		l.addr = ctx.Scan.Pop().String()
-		if l.addr == "" {
-			return errors.New("want an address after =")
-		}
-	}
-	return nil
-}
-
-// IsBool implements kong.BoolMapperValue: the value may be left out.
-func (l *listenFlag) IsBool() bool { return true }
 
 func (c *perfCmd) Run(ctx context.Context, parsed *kong.Context) error {
 	p := perf.Params{

@@ -103,9 +103,9 @@ func (c *perfCmd) connect(ctx context.Context, p perf.Params, show *stages) (res
 
 // listen serves one measurement of a host that connects.
 func (c *perfCmd) listen(ctx context.Context, show *stages) (res *perf.Result, err error) {
-	addr, err := withPort(c.Listen.addr)
+	addr, err := withPort(c.Listen.value)
 	if err != nil {
-		return nil, usagef("--listen=%s: %w", c.Listen.addr, err)
+		return nil, usagef("--listen=%s: %w", c.Listen.value, err)
 	}
 	l, err := net.Listen("tcp", addr)
 	if err != nil {

@@ -113,7 +113,7 @@ func measureMemory(n int) (mb []float64, err error) {
 // useAll fills the queues of every queue pair once.
 func (c *crowd) useAll() (err error) {
 	var b buffer
-	if err := b.make(c.pd, 8, false); err != nil {
+	if err := b.make(c.pd, 8, false, ""); err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, b.close()) }()

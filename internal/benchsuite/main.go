@@ -14,6 +14,7 @@
 //	pump.go       bandwidth and message rate
 //	pingpong.go   latency
 //	peer.go       what a peer process does; child.go, how it lives
+//	paging.go     on-demand memory; manyregions.go, many regions, in a peer process
 //	iperf.go, tcp.go, footprint.go   TCP, memory and idle CPU time
 package main
 

@@ -8,7 +8,7 @@ package main
 //	stop      end serving → the CPU time that it took
 //	listen    for a TCP connection → the port
 //	pin       keep to one processor
-//	memory, idle   measure something that needs a process of its own
+//	memory, idle, regions, close   measure something that needs a process of its own
 //
 // The end of its input ends it.
 
@@ -38,6 +38,8 @@ const (
 	opPin     peerOp = "pin"
 	opMemory  peerOp = "memory"
 	opIdle    peerOp = "idle"
+	opRegions peerOp = "regions"
+	opClose   peerOp = "close"
 
 	modePassive   mode = "passive"    // sleep: the device does it all
 	modePoll      mode = "poll"       // poll a completion queue that stays empty
@@ -56,6 +58,7 @@ type request struct {
 	Profile string        `json:",omitempty"`
 	QPs     int           `json:",omitempty"`
 	CPU     int           `json:",omitempty"`
+	Regions int           `json:",omitempty"`
 	For     time.Duration `json:",omitempty"`
 }
 
@@ -169,6 +172,10 @@ func (p *peerState) handle(q *request) (r reply, err error) {
 		r.Values, err = measureMemory(q.QPs)
 	case opIdle:
 		r.Values, err = measureIdle(q.QPs, q.For)
+	case opRegions:
+		r.Values, err = measureRegions(q.Regions, q.For)
+	case opClose:
+		r.Values, err = measureClosing(q.Regions)
 	default:
 		err = fmt.Errorf("unknown request %q", q.Op)
 	}

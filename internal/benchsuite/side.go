@@ -23,8 +23,18 @@ type spec struct {
 	Recvs  int    // receives that each queue pair keeps posted
 	Inline bool   // messages are passed inline
 	Mapped bool   // buffers lie outside the Go heap
+	Into   memory // what the rx buffers are; others are pinned
+	From   memory // what the tx buffers are
 	Addr   string // of the device; empty: one that nobody has
 }
+
+// memory is a kind of memory. The empty one is pinned.
+type memory string
+
+const (
+	onDemand memory = "on demand"
+	implicit memory = "implicit" // the whole address space has one key
+)
 
 // stride is the distance of two slots. Slots start on a cache line, and have
 // room for the header that comes with a datagram.
@@ -54,8 +64,14 @@ type side struct {
 
 type buffer struct {
 	bytes  []byte
+	addr   uint64 // in requests
 	mr     *verbs.MR
 	mapped bool
+}
+
+// sge names n bytes from off on.
+func (b *buffer) sge(off, n int) verbs.SGE {
+	return verbs.SGE{Addr: b.addr + uint64(off), Length: uint32(n), LKey: b.mr.LKey()}
 }
 
 // offer is what the other side must know.
@@ -81,10 +97,11 @@ func newSide(sp spec) (_ *side, err error) {
 	if s.pd, err = s.dev.AllocPD(); err != nil {
 		return nil, err
 	}
-	for _, b := range []*buffer{&s.tx, &s.rx} {
-		if err := b.make(s.pd, sp.Slots*sp.stride(), sp.Mapped); err != nil {
-			return nil, err
-		}
+	if err := s.tx.make(s.pd, sp.Slots*sp.stride(), sp.Mapped, sp.From); err != nil {
+		return nil, err
+	}
+	if err := s.rx.make(s.pd, sp.Slots*sp.stride(), sp.Mapped, sp.Into); err != nil {
+		return nil, err
 	}
 	fill(s.tx.bytes)
 	if s.cq, err = s.dev.CreateCQ(max(1, sp.QPs*(sp.Sends+sp.Recvs)), nil); err != nil {
@@ -104,7 +121,7 @@ func newSide(sp spec) (_ *side, err error) {
 	return s, nil
 }
 
-func (b *buffer) make(pd *verbs.PD, n int, mapped bool) (err error) {
+func (b *buffer) make(pd *verbs.PD, n int, mapped bool, kind memory) (err error) {
 	n = max(4096, n)
 	if mapped {
 		if b.bytes, err = sys.Map(n); err != nil {
@@ -114,7 +131,20 @@ func (b *buffer) make(pd *verbs.PD, n int, mapped bool) (err error) {
 	} else {
 		b.bytes = make([]byte, (n+4095)&^4095) // whole pages start on a cache line
 	}
-	b.mr, err = pd.RegMR(b.bytes, everything)
+	return b.register(pd, kind)
+}
+
+// register registers the bytes.
+func (b *buffer) register(pd *verbs.PD, kind memory) (err error) {
+	b.addr = addrOf(b.bytes)
+	switch kind {
+	case onDemand:
+		b.mr, err = pd.RegMR(b.bytes, everything|verbs.AccessOnDemand)
+	case implicit:
+		b.mr, err = pd.RegImplicitMR(everything | verbs.AccessOnDemand)
+	default:
+		b.mr, err = pd.RegMR(b.bytes, everything)
+	}
 	return err
 }
 
@@ -134,7 +164,7 @@ func (b *buffer) close() error {
 func fill(b []byte) { _, _ = rand.NewChaCha8([32]byte{}).Read(b) } // never fails
 
 func (s *side) offer() offer {
-	o := offer{Tx: s.tx.mr.Addr(), TxKey: s.tx.mr.RKey(), Rx: s.rx.mr.Addr(), RxKey: s.rx.mr.RKey()}
+	o := offer{Tx: s.tx.addr, TxKey: s.tx.mr.RKey(), Rx: s.rx.addr, RxKey: s.rx.mr.RKey()}
 	for _, qp := range s.qps {
 		o.Endpoints = append(o.Endpoints, qp.Endpoint())
 	}
@@ -175,7 +205,7 @@ func (s *side) makeRecv() {
 	if s.Type == verbs.UD {
 		n += verbs.GRHLength
 	}
-	s.recv = []verbs.RecvWR{{SGL: []verbs.SGE{s.rx.mr.SGE(0, n)}}}
+	s.recv = []verbs.RecvWR{{SGL: []verbs.SGE{s.rx.sge(0, n)}}}
 }
 
 // list makes a list of requests for the slots from first on, the last of which
@@ -187,17 +217,17 @@ func (s *side) list(op verbs.Opcode, first, n int) []verbs.SendWR {
 		off := slot * s.stride()
 		wr := &wrs[i]
 		wr.Op = op
-		local, remote, key := s.tx.mr, s.peer.Rx, s.peer.RxKey
+		local, remote, key := &s.tx, s.peer.Rx, s.peer.RxKey
 		switch op {
 		case verbs.OpRDMARead:
-			local, remote, key = s.rx.mr, s.peer.Tx, s.peer.TxKey
+			local, remote, key = &s.rx, s.peer.Tx, s.peer.TxKey
 		case verbs.OpAtomicFetchAdd:
-			local, wr.CompareAdd = s.rx.mr, 1
+			local, wr.CompareAdd = &s.rx, 1
 		}
 		if s.Inline {
 			wr.Inline = s.tx.bytes[off : off+s.Size]
 		} else {
-			wr.SGL = []verbs.SGE{local.SGE(off, s.Size)}
+			wr.SGL = []verbs.SGE{local.sge(off, s.Size)}
 		}
 		if op != verbs.OpSend {
 			wr.RemoteAddr, wr.RKey = remote+uint64(off), key

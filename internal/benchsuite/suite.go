@@ -29,12 +29,17 @@ type settings struct {
 	idleQPs   int // connected and silent, for memory
 	activeQPs int // sharing a link, against one; and connected and silent, for CPU time
 
+	region    int // bytes of a large on-demand region
+	regions   int // on-demand regions of one process, against fewRegions
+	populated int // on-demand regions that are closed with all pages present
+
 	profiles string         // where CPU profiles go; empty: none
 	only     *regexp.Regexp // names of groups to run; nil: all
 }
 
 func defaults() settings {
-	return settings{rounds: 5, duration: 500 * time.Millisecond, idle: 3 * time.Second, idleQPs: 10_000, activeQPs: 1_000}
+	return settings{rounds: 5, duration: 500 * time.Millisecond, idle: 3 * time.Second, idleQPs: 10_000, activeQPs: 1_000,
+		region: 1 << 30, regions: 1_000_000, populated: 10_000}
 }
 
 // goal is what a ratio, or without one a median, should be.

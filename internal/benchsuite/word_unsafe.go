@@ -13,3 +13,7 @@ import (
 func loadWord(b []byte) uint64 {
 	return atomic.LoadUint64((*uint64)(unsafe.Pointer(unsafe.SliceData(b[:8]))))
 }
+
+// addrOf returns where a slice lies, for requests. This is sound because a buffer
+// does not move: it is mapped, or lies in the heap and is kept by its region.
+func addrOf(b []byte) uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b)))) }

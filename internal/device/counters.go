@@ -69,10 +69,13 @@ func (d *Device) Counters() []provider.Counter {
 	}
 	if u, ok := d.link.(*link.Shared); ok {
 		s := u.Stats()
+		fetched, direct := u.Fetched()
 		all = append(all,
 			provider.Counter{Name: "tx_refused_packets", Value: s.TxLost},
 			provider.Counter{Name: "rx_overflow_packets", Value: s.Overflows},
-			provider.Counter{Name: "local_undelivered", Value: u.Lost()})
+			provider.Counter{Name: "local_undelivered", Value: u.Lost()},
+			provider.Counter{Name: "local_fetched_trains", Value: fetched},
+			provider.Counter{Name: "local_mapped_trains", Value: direct})
 	}
 	return all
 }

@@ -68,6 +68,7 @@ type Device struct {
 	mcast   mcast
 	shares  shares
 	dm      *mem.DevicePool
+	scatter qp.Scatter // what queue pairs do that do not say
 
 	mu      sync.Mutex // guards object counts, reference counts and closed
 	counts  objectCounts
@@ -173,9 +174,9 @@ type lateTap struct{ *pcap.Writer }
 // lateDevice answers other processes for a device, as soon as it is there.
 type lateDevice struct{ atomic.Pointer[Device] }
 
-func (l *lateDevice) status() any {
+func (l *lateDevice) status(brief bool) any {
 	if d := l.Load(); d != nil {
-		return d.status()
+		return d.status(brief)
 	}
 	return nil
 }
@@ -255,6 +256,7 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 		d.srqs = mem.NewSlots[SRQ](d.limits.SRQs, none, mem.RandomPermKey())
 	}
 	d.dm = mem.NewDevicePool(uint64(d.maxDM()))
+	d.scatter = scatterMode()
 	d.events.init()
 	return d
 }

@@ -148,7 +148,7 @@ func (p *PD) RegDMMR(dm provider.DM, off, length uint64, access ib.Access) (prov
 	case access&ib.AccessZeroBased == 0:
 		return nil, errZeroBased(op)
 	}
-	r, err := p.registerWith(memory{dm: m}, access, func() (mem.Backing, error) { return m.mem.Backing(off, length) })
+	r, err := p.registerWith(memory{dm: true}, access, func() (mem.Backing, error) { return m.mem.Backing(off, length) })
 	if err != nil {
 		return nil, named(op, err)
 	}

@@ -116,7 +116,7 @@ func (p *loopPeer) deliver(from *Device, one []*train.Train, now qp.Time, owed *
 	}
 	now += to.shift
 	var due bool
-	if fault, due = q.receive(t, now); due {
+	if fault, due, _ = q.receive(t, now); due {
 		*owed = debt{q, now}
 	}
 	return fault, false

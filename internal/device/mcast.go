@@ -208,7 +208,7 @@ func (d *Device) deliverGroup(t *train.Train, now qp.Time) mem.Fault {
 		d.noQP.Add(uint64(t.N))
 	}
 	for _, q := range members {
-		if fault, _ := q.receive(t, now); !fault.OK() { // a datagram leaves nothing to send
+		if fault, _, _ := q.receive(t, now); !fault.OK() { // a datagram leaves nothing to send
 			return fault
 		}
 	}

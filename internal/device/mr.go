@@ -18,24 +18,23 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
-// MR is a memory region.
+// MR is a memory region. It is small, because there may be a million of them.
 type MR struct {
-	dev    *Device
 	region *mem.Region
 	view   atomic.Pointer[mrView] // what it is now
 
-	mu     sync.Mutex // held by who changes the region; guards what follows
-	pd     *PD
-	memory memory
-	closed bool
+	mu      sync.Mutex // held by who changes the region, or looks at its backing; guards what follows
+	pd      *PD
+	iova    uint64 // where requests find it, if somebody has chosen that
+	ownIOVA bool   // somebody has
+	closed  bool
 }
 
 // mrView is what a region tells of itself. It never changes.
 type mrView struct {
 	key          uint32
-	addr, length uint64
 	access       ib.Access
-	backing      mem.Backing
+	addr, length uint64
 }
 
 // memory is what somebody wants to register: a slice or, if that is nil, a range
@@ -47,7 +46,7 @@ type memory struct {
 	iova   *uint64 // its address in requests; nil: where it lies
 
 	everything bool // the whole address space
-	dm         *DM  // not nil: device memory
+	dm         bool // device memory
 }
 
 // RegMR registers a slice.
@@ -78,6 +77,30 @@ func memoryOf(buf []byte) memory {
 	return memory{buf: buf}
 }
 
+// memoryLocked returns what the region was made of.
+func (m *MR) memoryLocked() memory {
+	b := m.region.Backing()
+	to := memory{everything: b.Kind() == mem.KindImplicit, dm: b.Kind() == mem.KindDevice}
+	if s, ok := b.(interface{ Source() ([]byte, uintptr) }); ok {
+		to.buf, to.addr = s.Source()
+		to.length = b.Len()
+	}
+	if m.ownIOVA {
+		iova := m.iova
+		to.iova = &iova
+	}
+	return to
+}
+
+// useLocked notes where requests find the memory that the region is made of.
+func (m *MR) useLocked(from *memory) {
+	if m.ownIOVA = from.iova != nil; m.ownIOVA {
+		m.iova = *from.iova
+	}
+	r := m.region
+	m.view.Store(&mrView{r.Key(), r.Access(), r.IOVA(), r.Length()})
+}
+
 func memoryAt(addr uintptr, length, iova uint64) memory {
 	return memory{addr: addr, length: length, iova: &iova}
 }
@@ -88,7 +111,7 @@ func (d *Device) makeBacking(op string, m memory, access ib.Access) (mem.Backing
 	var b mem.Backing
 	var err error
 	switch onDemand := access&ib.AccessOnDemand != 0; {
-	case m.dm != nil:
+	case m.dm:
 		return nil, ib.Errorf(op, syscall.EINVAL, "device memory is not on demand")
 	case m.everything && !onDemand:
 		return nil, ib.Errorf(op, syscall.EINVAL, "the whole address space can only be registered on demand")
@@ -151,15 +174,9 @@ func (p *PD) registerWith(m memory, access ib.Access, open func() (mem.Backing, 
 		p.unuse(&d.counts.mrs)
 		return nil, err
 	}
-	r := &MR{dev: d, region: region, pd: p, memory: m}
-	r.look()
+	r := &MR{region: region, pd: p}
+	r.useLocked(&m) // nobody else has it yet
 	return r, nil
-}
-
-// look notes what the region is. Nobody changes it meanwhile.
-func (m *MR) look() {
-	r := m.region
-	m.view.Store(&mrView{r.Key(), r.IOVA(), r.Length(), r.Access(), r.Backing()})
 }
 
 func (m *MR) LKey() uint32      { return m.view.Load().key }
@@ -170,7 +187,9 @@ func (m *MR) Access() ib.Access { return m.view.Load().access }
 
 // Locked reports whether the pages are locked, and if not, why.
 func (m *MR) Locked() (bool, string) {
-	b, ok := m.view.Load().backing.(interface {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	b, ok := m.region.Backing().(interface {
 		Locked() bool
 		LockNote() string
 	})
@@ -187,7 +206,7 @@ func (m *MR) Rereg(c provider.MRChange) error {
 	const op = "rereg_mr"
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	old := m.view.Load()
+	old, had := m.view.Load(), m.region.Backing()
 	if m.closed {
 		return &ib.ReregError{State: ib.ReregUnusable, Err: ib.Errorf(op, syscall.EINVAL, "the region is closed")}
 	}
@@ -195,7 +214,7 @@ func (m *MR) Rereg(c provider.MRChange) error {
 	pd := m.pd
 	if c.PD != nil {
 		var ok bool
-		if pd, ok = c.PD.(*PD); !ok || pd.dev != m.dev {
+		if pd, ok = c.PD.(*PD); !ok || pd.dev != m.pd.dev {
 			return oldValid(ib.Errorf(op, syscall.EINVAL, "the protection domain belongs to another device"))
 		}
 	}
@@ -203,22 +222,22 @@ func (m *MR) Rereg(c provider.MRChange) error {
 	if c.Access != nil {
 		access = *c.Access
 	}
-	to := m.memory
+	to := m.memoryLocked()
 	switch {
 	case c.Buf != nil:
 		to = memoryOf(c.Buf)
 	case c.Range != nil:
 		to = memoryAt(c.Range.Addr, c.Range.Length, c.Range.IOVA)
 	}
-	if to.dm != nil && access&ib.AccessZeroBased == 0 {
+	if to.dm && access&ib.AccessZeroBased == 0 {
 		return oldValid(errZeroBased(op))
 	}
-	backing, err := m.backingFor(op, old, &c, to, access)
+	backing, err := m.backingFor(op, had, &c, to, access)
 	if err != nil {
 		return oldValid(err)
 	}
 	giveUp := func() {
-		if backing != old.backing {
+		if backing != had {
 			_ = backing.Close() // the first error says more
 		}
 	}
@@ -234,29 +253,29 @@ func (m *MR) Rereg(c provider.MRChange) error {
 		return err
 	}
 	m.pd.unref()
-	m.pd, m.memory = pd, to
-	m.look()
-	if backing != old.backing {
-		m.dev.shares.forget(m) // other memory is not what was shared
+	m.pd = pd
+	m.useLocked(&to)
+	if backing != had {
+		pd.dev.shares.forget(m) // other memory is not what was shared
 	}
 	return err
 }
 
 // backingFor returns what the changed region stands on: what it stands on now, if
 // that will do.
-func (m *MR) backingFor(op string, old *mrView, c *provider.MRChange, to memory, access ib.Access) (mem.Backing, error) {
-	if c.Buf != nil || c.Range != nil || (old.access^access)&ib.AccessOnDemand != 0 {
-		if _, ours := old.backing.(*mem.Alloc); ours && c.Buf == nil && c.Range == nil {
+func (m *MR) backingFor(op string, had mem.Backing, c *provider.MRChange, to memory, access ib.Access) (mem.Backing, error) {
+	if c.Buf != nil || c.Range != nil || (m.view.Load().access^access)&ib.AccessOnDemand != 0 {
+		if _, ours := had.(*mem.Alloc); ours && c.Buf == nil && c.Range == nil {
 			return nil, errAllocOnDemand(op)
 		}
-		return m.dev.makeBacking(op, to, access)
+		return m.pd.dev.makeBacking(op, to, access)
 	}
-	if a, ok := old.backing.(interface{ Adapt(ib.Access) error }); ok {
+	if a, ok := had.(interface{ Adapt(ib.Access) error }); ok {
 		if err := a.Adapt(access); err != nil {
 			return nil, named(op, err)
 		}
 	}
-	return old.backing, nil
+	return had, nil
 }
 
 // ref and unref change how many objects the domain has, for one that moves.
@@ -286,9 +305,8 @@ func (m *MR) Close() error {
 	}
 	err := m.region.Close()
 	if m.closed = m.region.Closed(); m.closed {
-		m.dev.shares.forget(m)
-		m.memory = memory{} // somebody may keep a closed region, but not its memory
-		m.pd.unuse(&m.dev.counts.mrs)
+		m.pd.dev.shares.forget(m)
+		m.pd.unuse(&m.pd.dev.counts.mrs)
 	}
 	return err
 }

@@ -33,7 +33,9 @@ func (d *Device) PagingStats() ib.PagingStats { return d.table.Paging().Stats() 
 // PagingStats returns the region's counters of on-demand paging; all are zero if
 // it is not on demand.
 func (m *MR) PagingStats() ib.PagingStats {
-	if b, ok := m.view.Load().backing.(*mem.OnDemand); ok {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if b, ok := m.region.Backing().(*mem.OnDemand); ok {
 		return b.Stats()
 	}
 	return ib.PagingStats{}

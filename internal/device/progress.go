@@ -20,6 +20,10 @@ const (
 	// watchInterval is how often the background goroutine looks whether
 	// somebody still polls.
 	watchInterval = 200 * time.Microsecond
+	// Looking takes one watchShare-th of its time, or 200 µs become longer, up to
+	// maxWatch. A look takes some 2 µs, and in an emulated machine 50 and more.
+	watchShare = 64
+	maxWatch   = 5 * time.Millisecond
 	// rxBudget is how many packets are read before they are answered.
 	rxBudget = 128
 )
@@ -95,15 +99,21 @@ func (d *Device) flushDeferred() {
 }
 
 // receive reads the link, and reports whether anything came. It is busy if somebody
-// else does so.
+// else does so. Answers are left, as by poll, where the program has answered the
+// messages before with some of its own.
 func (d *Device) receive() (got, busy bool) {
 	if !d.rx.TryLock() {
 		return false, true
 	}
 	d.rx.now = d.now()
+	d.rx.urgent = false
 	n := d.link.Poll(&d.rx.receiver, rxBudget)
-	d.deferred.Store(false)
-	d.rx.flush()
+	if n > 0 && len(d.rx.touched) > 0 {
+		d.deferred.Store(!d.rx.urgent)
+		if d.rx.urgent {
+			d.rx.flush()
+		}
+	}
 	d.rx.Unlock()
 	return n > 0, false
 }
@@ -142,12 +152,18 @@ func (d *Device) runReady(n int) {
 // watches from time to time whether they still poll. A program that polls now
 // and then, and waits for its memory to change in between, leaves packets
 // unread: one such finding, and it blocks again.
+//
+// Answers that it or a poll has left wait for the program's own post, so that a
+// ping-pong by memory is one train each way, and who waits for the completion of
+// his own message gets the next one with it: then nobody needs this goroutine.
 func (d *Device) background() {
 	defer close(d.done)
 	var seen uint64
+	watch := watcher{interval: watchInterval}
 	for vain := 0; !d.stopped.Load(); {
 		next := d.fireTimers()
 		if vain < tolerance {
+			watch.woke = 0
 			d.runReady(1)
 			got, busy := d.receive()
 			n := d.polls.Load()
@@ -160,15 +176,22 @@ func (d *Device) background() {
 				vain = 0
 			}
 			seen = n
-			if !got && !busy {
-				d.block()
+			switch {
+			case busy:
+			case d.deferred.Load():
+				d.block(watch.interval)
+				if d.deferred.Load() {
+					d.flushDeferred()
+				}
+			case !got:
+				d.block(forever)
 			}
 			continue
 		}
 		if d.deferred.Load() {
 			d.flushDeferred()
 		}
-		time.Sleep(min(watchInterval, next))
+		watch.sleep(d, next)
 		n := d.polls.Load()
 		if n == seen || !d.polling() && d.unread() {
 			vain = 0
@@ -181,6 +204,23 @@ func (d *Device) background() {
 func (d *Device) unread() bool {
 	got, _ := d.receive()
 	return got
+}
+
+// watcher paces the looks of the background goroutine while others poll.
+type watcher struct {
+	interval time.Duration
+	woke     qp.Time // when it was last woken, 0: not since it began to watch
+}
+
+// sleep sleeps for the interval, or until next. The interval is watchInterval,
+// unless the machine is so slow, or so busy, that looking takes a good part of
+// that: who polls needs the processor more.
+func (w *watcher) sleep(d *Device, next time.Duration) {
+	if w.woke != 0 { // half of the way there, since one look says little
+		w.interval = min(max((w.interval+watchShare*(d.now()-w.woke))/2, watchInterval), maxWatch)
+	}
+	time.Sleep(min(w.interval, next))
+	w.woke = d.now()
 }
 
 // tolerance is how often in a row the background goroutine wakes up in vain
@@ -199,17 +239,21 @@ func (d *Device) polling() bool {
 	return false
 }
 
-// block waits for packets, timers or work. It announces until when it sleeps
+// block waits for packets, timers or work, and not longer than most: for ever
+// only if no answers are left to be sent. It announces until when it sleeps
 // before it looks for work a last time, so that whoever brings some either is
 // seen or sees that it must wake.
-func (d *Device) block() {
+func (d *Device) block(most qp.Time) {
 	d.sleepUntil.Store(int64(forever))
 	wait := time.Duration(-1)
+	if most != forever {
+		wait = most
+	}
 	if t := d.timers.first(); t != 0 {
 		d.sleepUntil.Store(int64(t))
-		wait = max(0, t-d.now())
+		wait = min(max(0, t-d.now()), most)
 	}
-	if !d.ready.some.Load() && !d.deferred.Load() && !d.stopped.Load() {
+	if !d.ready.some.Load() && (most != forever || !d.deferred.Load()) && !d.stopped.Load() {
 		d.link.Wait(wait)
 	}
 	d.sleepUntil.Store(0)

@@ -25,7 +25,8 @@ type QP struct {
 	number uint32
 
 	tx      atomic.Int32 // the transmit token, see transmit.go
-	stalled atomic.Bool  // there are held trains
+	stalled atomic.Bool  // there are answers among the held trains
+	listed  bool         // in the device's list of stalled queue pairs, whose lock guards it
 
 	// Trains that the link is too busy for; all of it belongs to the token's holder.
 	held       *batch
@@ -46,6 +47,9 @@ type QP struct {
 	core   *qp.QP
 	armed  qp.Time // when the timer heap will look at it, 0: never
 	closed bool
+
+	posted   bool // guarded by mu: since the last message came
+	answered int  // guarded by mu: how many messages in a row were followed by a post, up to conversation
 
 	timerIndex int // place in the heap, guarded by the heap's lock
 
@@ -95,6 +99,9 @@ func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 		return nil, err
 	}
 	c := qp.Config{Type: cfg.Type, PD: p.id, Cap: cfg.Cap, SignalAll: cfg.SignalAll, AckFirst: cfg.AckFirst, SendCQ: q.sendCQ.CQ}
+	if !cfg.NoScatterToCQE {
+		c.Scatter = d.scatter
+	}
 	switch {
 	case q.recvCQ == nil: // XRC
 	case q.srq != nil:
@@ -117,6 +124,7 @@ func (d *Device) addQP(q *QP, c qp.Config) error {
 		return err
 	}
 	c.Table, c.Event, c.Stopped = d.table, q.event, d.giveUpFetches
+	c.ScatterFailed = q.scatterFailed
 	_, ok := d.qps.AddFunc(func(n uint32) *QP {
 		q.number, c.Number = n, n
 		q.core = qp.New(c)
@@ -242,6 +250,7 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 		return 0, ib.Errorf("post_send", syscall.EINVAL, "the queue pair is closed")
 	}
 	n, err := q.core.PostSend(wrs)
+	q.posted = true
 	q.mu.Unlock()
 	if n > 0 {
 		q.dev.transmit(q, q.dev.now())

@@ -17,6 +17,7 @@ type receiver struct {
 	dev     *Device
 	now     qp.Time // 0: not known yet
 	touched []*QP
+	urgent  bool // an answer is due that the program is not likely to send along
 }
 
 // Deliver executes a train.
@@ -36,12 +37,15 @@ func (r *receiver) Deliver(t *train.Train) {
 	if r.now == 0 {
 		r.now = r.dev.now()
 	}
-	fault, due := q.receive(t, r.now)
+	fault, due, patient := q.receive(t, r.now)
 	if !fault.OK() { // it lies in another process, which must send it
 		q.mu.Lock()
 		q.core.Unread()
 		q.mu.Unlock()
-		due = true
+		due, patient = true, false
+	}
+	if due && !patient {
+		r.urgent = true
 	}
 	if n := len(r.touched); due && (n == 0 || r.touched[n-1] != q) {
 		r.touched = append(r.touched, q)
@@ -62,15 +66,17 @@ func (r *receiver) flush() {
 
 // receive executes a train on a queue pair, and tells whether something is to
 // be sent now: an answer, requests that had to wait, or what others had to wait
-// with.
-func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due bool) {
+// with. It is patient if the program is likely to post something soon, with which
+// the answer can go.
+func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due, patient bool) {
 	if q.target != nil {
 		if passed, f, due := q.passOn(t, now); passed {
-			return f, due
+			return f, due, false
 		}
 	}
 	q.mu.Lock()
 	f = q.core.Receive(t, now)
+	patient = q.conversesLocked(t)
 	q.dev.rearmLocked(q)
 	due = q.core.Pending()
 	slow := q.core.WantsWork()
@@ -79,9 +85,29 @@ func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due bool) {
 		q.dev.slowly(q, slow)
 	}
 	if p := q.peer.Load(); p != nil && p.starved.Load() {
-		due = true
+		due, patient = true, false
 	}
-	return f, due
+	return f, due, patient
+}
+
+// conversation is after how many messages, each followed by a post, the next one
+// is taken to be.
+const conversation = 3
+
+// conversesLocked notes a message, and tells whether the program has answered those
+// before it.
+func (q *QP) conversesLocked(t *train.Train) bool {
+	if t.Kind != wire.KindSend && t.Kind != wire.KindWrite || !t.End {
+		return false
+	}
+	switch {
+	case !q.posted:
+		q.answered = 0
+	case q.answered < conversation:
+		q.answered++
+	}
+	q.posted = false
+	return q.answered == conversation
 }
 
 // finishAnswers sends the answers of a queue pair that is about to fall silent:

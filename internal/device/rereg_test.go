@@ -177,9 +177,10 @@ func TestReregUnderLoad(t *testing.T) {
 		}
 		t.Run(mode+"/local", func(t *testing.T) {
 			a, b := connected(t, openFor(t, mode), openFor(t, mode), ib.RC, size, nil)
+			wr := ib.SendWR{Op: ib.OpRDMARead, SGL: a.sge(0, size), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()} // with the old key
 			var wg sync.WaitGroup
 			wg.Go(func() {
-				if wc := a.keepPosting(ib.SendWR{Op: ib.OpRDMARead, SGL: a.sge(0, size), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()}, 2); wc.Status != ib.WCLocProtErr {
+				if wc := a.keepPosting(wr, 2); wc.Status != ib.WCLocProtErr {
 					t.Errorf("%v (vendor %#x)", wc.Status, wc.VendorErr)
 				}
 			})

@@ -47,6 +47,7 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 		Status: dev.status,
 		Memory: dev.memory,
 		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg), Become: s.Listen,
+		Segment: link.PassSegment,
 		Trouble: func(err error) {
 			<-ready
 			if d := dev.Load(); d != nil {

@@ -63,7 +63,7 @@ func errAllocOnDemand(op string) error {
 func (m *MR) Bytes() []byte {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if a, ok := m.view.Load().backing.(*mem.Alloc); ok && !m.closed {
+	if a, ok := m.region.Backing().(*mem.Alloc); ok && !m.closed {
 		return a.Bytes()
 	}
 	return nil
@@ -75,22 +75,22 @@ func (m *MR) Share() (string, error) {
 	const op = "share_mr"
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	switch _, ok := m.view.Load().backing.(*mem.Alloc); {
+	switch _, ok := m.region.Backing().(*mem.Alloc); {
 	case m.closed:
 		return "", ib.Errorf(op, syscall.EINVAL, "the region is closed")
 	case !ok:
 		return "", ib.Errorf(op, syscall.EINVAL, "only memory that the library has allocated can be shared")
-	case m.dev.member == nil:
+	case m.pd.dev.member == nil:
 		return "", ib.Errorf(op, syscall.EOPNOTSUPP, "a device on the loop link alone is not to be found by other processes")
 	}
-	return m.dev.member.Handle(m.dev.shares.add(m)), nil
+	return m.pd.dev.member.Handle(m.pd.dev.shares.add(m)), nil
 }
 
 // dup returns a descriptor of the memory, for another process.
 func (m *MR) dup() (fd int, length uint64, err error) {
 	m.mu.Lock() // the region stays as it is meanwhile
 	defer m.mu.Unlock()
-	a, ok := m.view.Load().backing.(*mem.Alloc)
+	a, ok := m.region.Backing().(*mem.Alloc)
 	if !ok || m.closed {
 		return -1, 0, errNotShared
 	}

@@ -10,12 +10,14 @@ import (
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/host"
+	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/qp"
 )
 
-// status is what this process has: asked for by another one.
-func (d *Device) status() any {
-	s := ib.ProcessResources{Program: filepath.Base(os.Args[0]), Device: d.name, Counters: map[string]uint64{}}
+// status is what this process has: asked for by another one. The lists of queue
+// pairs and regions, which may be long, are left out if it wants to be brief.
+func (d *Device) status(brief bool) any {
+	s := ib.ProcessResources{Program: filepath.Base(os.Args[0]), Device: d.name, Paging: d.PagingStats(), Counters: map[string]uint64{}}
 	for _, c := range d.Counters() {
 		if c.Value != 0 {
 			s.Counters[c.Name] = c.Value
@@ -24,6 +26,9 @@ func (d *Device) status() any {
 	d.mu.Lock()
 	s.CQs, s.PDs, s.SRQs, s.AHs = d.counts.cqs, d.counts.pds, d.counts.srqs, d.counts.ahs
 	d.mu.Unlock()
+	if brief {
+		return s
+	}
 	for number, q := range d.qps.All() {
 		q.mu.Lock()
 		a, c := q.core.Query(), &q.core.Counters
@@ -33,7 +38,11 @@ func (d *Device) status() any {
 	}
 	for r := range d.table.Regions() {
 		if c, ok := r.Snapshot(); ok {
-			s.MRs = append(s.MRs, ib.MRResource{Kind: c.Backing.Kind().String(), Addr: c.IOVA, Length: c.Length, Access: c.Access.String()})
+			s.MRs = append(s.MRs, ib.MRResource{Number: r.Number(), Kind: c.Backing.Kind().String(), Addr: c.IOVA, Length: c.Length, Access: c.Access.String()})
+			if b, ok := c.Backing.(*mem.OnDemand); ok {
+				stats, m := b.Stats(), &s.MRs[len(s.MRs)-1]
+				m.Paging, m.Present = &stats, b.Present()
+			}
 		}
 	}
 	slices.SortFunc(s.QPs, func(a, b ib.QPResource) int { return int(a.Number) - int(b.Number) })
@@ -41,9 +50,9 @@ func (d *Device) status() any {
 }
 
 // Resources asks every process of this user that has a device open on this host
-// what it has.
-func Resources() ([]ib.DeviceResources, error) {
-	list, err := host.List()
+// what it has, without the lists if brief is set.
+func Resources(brief bool) ([]ib.DeviceResources, error) {
+	list, err := host.List(brief)
 	if err != nil {
 		return nil, opError("list_resources", err)
 	}
@@ -53,7 +62,7 @@ func Resources() ([]ib.DeviceResources, error) {
 		for _, p := range l.Processes {
 			var r ib.ProcessResources
 			answered := len(p.Status) > 0 && json.Unmarshal(p.Status, &r) == nil
-			r.PID, r.Owner, r.Answered = p.PID, p.Owner, answered
+			r.Slot, r.PID, r.Owner, r.Answered = p.Slot, p.PID, p.Owner, answered
 			d.Processes = append(d.Processes, r)
 		}
 		all = append(all, d)

@@ -12,6 +12,7 @@ package device
 
 import (
 	"errors"
+	"slices"
 	"sync"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -228,10 +229,13 @@ func (q *QP) notSent(ts []*train.Train) {
 // is seen here.
 func (d *Device) hold(q *QP, b *batch, left []*train.Train) {
 	q.held, q.heldLeft = b, left
-	q.stalled.Store(true)
+	q.stalled.Store(slices.ContainsFunc(left, (*train.Train).IsAnswer))
 	l := d.link.(*link.Shared) // no other is ever busy
 	d.stalled.Lock()
-	d.stalled.list = append(d.stalled.list, q)
+	if !q.listed {
+		q.listed = true
+		d.stalled.list = append(d.stalled.list, q)
+	}
 	d.stalled.Unlock()
 	if q.heldAt != l.Frees() {
 		d.later(q)
@@ -286,6 +290,9 @@ func (d *Device) resume() {
 	d.stalled.Lock()
 	list := d.stalled.list
 	d.stalled.list = nil
+	for _, q := range list {
+		q.listed = false
+	}
 	d.stalled.Unlock()
 	for _, q := range list {
 		d.later(q)

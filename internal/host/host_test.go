@@ -41,7 +41,13 @@ func join(t *testing.T, addrs ...netip.Addr) *joined {
 			_, _ = c.Write([]byte(fmt.Sprint(j.Slot())))
 			_ = c.Close()
 		},
-		Status: func() any { <-ready; return map[string]int{"slot": j.Slot()} }})
+		Status: func(brief bool) any {
+			<-ready
+			if brief {
+				return j.Slot()
+			}
+			return map[string]int{"slot": j.Slot()}
+		}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -239,7 +245,7 @@ func TestTakeOverStale(t *testing.T) {
 func TestListDeadline(t *testing.T) {
 	stuck := make(chan struct{})
 	for range 3 {
-		m, err := Join(Config{Addrs: []netip.Addr{addr(22)}, Become: func() error { return nil }, Status: func() any { <-stuck; return nil }})
+		m, err := Join(Config{Addrs: []netip.Addr{addr(22)}, Become: func() error { return nil }, Status: func(bool) any { <-stuck; return nil }})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -247,7 +253,7 @@ func TestListDeadline(t *testing.T) {
 	}
 	t.Cleanup(func() { close(stuck) }) // before they are closed
 	quick := join(t, addr(22))
-	list, err := List()
+	list, err := List(false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -312,7 +318,7 @@ func TestLook(t *testing.T) {
 func TestList(t *testing.T) {
 	a := join(t, addr(13), addr(14))
 	b := join(t, addr(13), addr(14))
-	list, err := List()
+	list, err := List(false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -328,6 +334,19 @@ func TestList(t *testing.T) {
 		p := list[i].Processes[k]
 		if want := fmt.Sprintf(`{"slot":%d}`, j.Slot()); p.PID != os.Getpid() || p.Owner != (j == a) || string(p.Status) != want {
 			t.Errorf("%+v, %s, want %s", p, p.Status, want)
+		}
+	}
+	brief, err := List(true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	i = slices.IndexFunc(brief, func(l Listing) bool { return l.Addr == addr(13) })
+	if i < 0 || len(brief[i].Processes) != 2 {
+		t.Fatalf("%+v", brief)
+	}
+	for _, p := range brief[i].Processes {
+		if string(p.Status) != fmt.Sprint(p.Slot) {
+			t.Errorf("in brief: %+v, %s", p, p.Status)
 		}
 	}
 }

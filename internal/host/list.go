@@ -29,8 +29,9 @@ type Process struct {
 }
 
 // List returns the devices of this user that are open in this network namespace,
-// by address. A device with several addresses is listed by the first.
-func List() ([]Listing, error) {
+// by address. A device with several addresses is listed by the first. Processes
+// are asked for totals alone if brief is set.
+func List(brief bool) ([]Listing, error) {
 	all, err := names()
 	if err != nil {
 		return nil, err
@@ -54,7 +55,7 @@ func List() ([]Listing, error) {
 			return nil, err
 		}
 	}
-	askAll(list)
+	askAll(list, brief)
 	return list, nil
 }
 
@@ -62,8 +63,9 @@ func List() ([]Listing, error) {
 // does not, and keeps nobody waiting for longer.
 const listTime = 2 * time.Second
 
-// askAll asks all processes what they are doing, at once.
-func askAll(list []Listing) {
+// askAll asks all processes what they are doing, at once, and only for totals if
+// brief is set.
+func askAll(list []Listing, brief bool) {
 	deadline := time.Now().Add(listTime)
 	var wg sync.WaitGroup
 	places := make(chan struct{}, 64) // descriptors are few
@@ -76,7 +78,7 @@ func askAll(list []Listing) {
 			wg.Go(func() {
 				places <- struct{}{}
 				defer func() { <-places }()
-				p.Status, _ = status(p.name, deadline) // it may have gone meanwhile
+				p.Status, _ = status(p.name, brief, deadline) // it may have gone meanwhile
 			})
 		}
 	}
@@ -102,13 +104,13 @@ func (d *directory) processes(names []string) []Process {
 	return list
 }
 
-func status(name string, deadline time.Time) (json.RawMessage, error) {
+func status(name string, brief bool, deadline time.Time) (json.RawMessage, error) {
 	c, err := dial(name)
 	if err != nil {
 		return nil, err
 	}
 	defer c.Close() //nolint:errcheck // nothing is lost with it
-	if err := send(c, &request{Op: opStatus, Protocol: protocol}, -1); err != nil {
+	if err := send(c, &request{Op: opStatus, Protocol: protocol, Brief: brief}, -1); err != nil {
 		return nil, err
 	}
 	return receiveLong(c, deadline)

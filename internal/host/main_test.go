@@ -27,7 +27,7 @@ func child(a netip.Addr) int {
 	m, err := Join(Config{Addrs: []netip.Addr{a}, Limits: manyObjects(), Become: func() error {
 		fmt.Println("owner")
 		return nil
-	}, Status: func() any { return os.Getpid() }})
+	}, Status: func(bool) any { return os.Getpid() }})
 	if err != nil {
 		fmt.Println("refused:", err)
 		return 1

@@ -43,11 +43,15 @@ type Config struct {
 	// to this one: of the device at an address, and its number there. It may be
 	// called before Join returns, and must not wait for that.
 	Channel func(c *net.UnixConn, from netip.Addr, process int)
-	// Status tells what this process is doing, as something for encoding/json.
-	Status func() any
+	// Status tells what this process is doing, as something for encoding/json;
+	// only totals if brief is set.
+	Status func(brief bool) any
 	// Memory returns a memory file that this process shares, by its token, and how
 	// many bytes of it. The descriptor is the caller's to close.
 	Memory func(token string) (fd int, length uint64, err error)
+	// Segment, if set, returns a descriptor of a part of this process's memory that
+	// others may read. It is closed when it has been passed on.
+	Segment func(id uint64) (fd int, err error)
 	// Trouble, if set, tells that the owner has gone and this process cannot take
 	// its place nor join another, and why; nil, that it has now. An error that is
 	// ESTALE is final: the device is another one now. A goroutine of the member's

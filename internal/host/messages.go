@@ -36,6 +36,7 @@ const (
 	opChannel = "channel" // hand the connection over
 	opStatus  = "status"  // tell what it is doing
 	opMemory  = "memory"  // pass on a memory file
+	opSegment = "segment" // pass a part of its memory
 )
 
 type request struct {
@@ -47,6 +48,8 @@ type request struct {
 	Slot     int          `json:"slot,omitempty"`  // rejoin, channel
 	ID       [2]uint64    `json:"id,omitempty"`    // rejoin: of the directory
 	Token    string       `json:"token,omitempty"` // memory: which
+	Brief    bool         `json:"brief,omitempty"` // status: totals, no lists
+	Segment  uint64       `json:"segment,omitempty"`
 }
 
 type reply struct {

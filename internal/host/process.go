@@ -10,7 +10,10 @@ import (
 	"net"
 	"net/netip"
 	"sync"
+	"syscall"
 	"time"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 type process struct {
@@ -78,12 +81,52 @@ func (p *process) answer(c *net.UnixConn) bool {
 		return true
 	case q.Op == opMemory && p.cfg.Memory != nil:
 		p.passMemory(c, q.Token)
+	case q.Op == opSegment && p.cfg.Segment != nil:
+		p.passSegment(c, q.Segment)
 	case q.Op == opStatus && p.cfg.Status != nil:
-		if b, err := json.Marshal(p.cfg.Status()); err == nil {
+		if b, err := json.Marshal(p.cfg.Status(q.Brief)); err == nil {
 			_ = sendLong(c, b) // who asked may have gone
 		}
 	}
 	return false
+}
+
+// passSegment passes a part of this process's memory to one of the same user.
+func (p *process) passSegment(c *net.UnixConn, id uint64) {
+	fd, err := p.cfg.Segment(id)
+	if err != nil {
+		_ = send(c, &reply{Errno: syscall.ENOENT, Err: err.Error()}, -1) // who asked may have gone
+		return
+	}
+	_ = send(c, &reply{}, fd) // likewise
+	_ = sys.CloseFD(fd)       // it was open: it cannot fail
+}
+
+// Segment gets a descriptor of a part of another process's memory.
+func (m *Member) Segment(process int, id uint64) (fd int, err error) {
+	return m.askSegment(m.dir, process, id)
+}
+
+// Segment gets a descriptor of a part of a process's memory.
+func (d *Directory) Segment(process int, id uint64) (fd int, err error) {
+	return d.me.askSegment(d.dir, process, id)
+}
+
+func (m *Member) askSegment(d *directory, process int, id uint64) (int, error) {
+	if process < 0 || process >= MaxProcesses || d.process[process].state.Load() != processAlive {
+		return -1, syscall.ESRCH
+	}
+	e := &d.process[process]
+	c, err := dial(processName(d.first(), e.pid.Load(), e.nonce.Load()))
+	if err != nil {
+		return -1, err
+	}
+	defer c.Close() //nolint:errcheck // nothing is lost with it
+	_, fd, err := ask(c, &request{Op: opSegment, Segment: id})
+	if err == nil && fd < 0 {
+		err = errors.New("a segment without a descriptor")
+	}
+	return fd, err
 }
 
 // sendLong sends what may be longer than a packet; the end of the connection is

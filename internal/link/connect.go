@@ -52,6 +52,10 @@ type call struct {
 type tag struct {
 	dev     *device
 	process int
+
+	out  [maxPairs]pair // what the peer has been told; who is sending has it
+	sent int
+	in   [maxPairs]pair // what the peer has told; Poll's own
 }
 
 // working returns the channel to a process, if there is one that works.
@@ -119,7 +123,7 @@ func (s *Shared) dial(d *device, process int) {
 	var c *shm.Channel
 	if err == nil {
 		ctx, cancel := context.WithTimeout(context.Background(), dialTime)
-		c, err = s.inbox.Dial(ctx, conn, &tag{d, process})
+		c, err = s.inbox.Dial(ctx, conn, &tag{dev: d, process: process})
 		cancel()
 	}
 	d.mu.Lock()
@@ -180,7 +184,7 @@ func (s *Shared) accept(conn *net.UnixConn, from netip.Addr, process int) error 
 	d.mu.Unlock()
 
 	ctx, cancel := context.WithTimeout(context.Background(), dialTime)
-	c, err := s.inbox.Accept(ctx, conn, &tag{d, process})
+	c, err := s.inbox.Accept(ctx, conn, &tag{dev: d, process: process})
 	cancel()
 	d.mu.Lock()
 	if err == nil {

@@ -66,9 +66,26 @@ func TestSharedBothDial(t *testing.T) {
 }
 
 // Who sends never waits for a channel to be made: it is told that the way is busy,
-// and when that has changed.
+// and when that has changed. Datagrams go by packets meanwhile, if they may.
 func TestSharedNotConnected(t *testing.T) {
 	a, b := sharedPair(t)
+	if err := b.Listen(); err != nil {
+		t.Fatal(err)
+	}
+	by := &train.Train{Flow: flowBetween(t, a, b), Transport: wire.UD, Kind: wire.KindSend, Start: true, End: true, DestQP: 9, N: 1, PSN: 77}
+	if n, err := a.Send([]*train.Train{by}); n != 1 || err != nil {
+		t.Fatal(n, err)
+	}
+	var k taker
+	for deadline := time.Now().Add(5 * time.Second); len(k.psns) == 0 && time.Now().Before(deadline); {
+		b.Poll(&k, 10)
+	}
+	if len(k.psns) != 1 || k.psns[0] != 77 || a.Stats().TxPackets != 1 {
+		t.Errorf("%v arrived, %d packets were sent", k.psns, a.Stats().TxPackets)
+	}
+
+	a, b = sharedPair(t)
+	a.cfg.NoPackets = true
 	freed := make(chan struct{}, 10)
 	a.cfg.Freed = func() { freed <- struct{}{} }
 	f := flowBetween(t, a, b)

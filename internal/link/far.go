@@ -30,6 +30,8 @@ const (
 	// farTail is how many of the last bytes go in the record: they are stored
 	// last, in one piece, for those who watch the end of a message.
 	farTail = 64
+	// farBytes is how much the record says before the runs.
+	farBytes = 3*8 + 4
 	// maxFarRuns is how many pieces the memory may be made of.
 	maxFarRuns = 32
 )
@@ -74,7 +76,7 @@ func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done boo
 	if len(runs) > maxFarRuns {
 		return false, nil
 	}
-	b, err := s.reserve(c, recFar, trainBytes+12+16*len(runs)+farTail, t)
+	b, err := s.reserve(c, recFar, trainBytes+farBytes+16*len(runs)+farTail, t)
 	if b == nil {
 		return true, err
 	}
@@ -82,6 +84,12 @@ func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done boo
 	packTrain(b, t, f.src, f.dst)
 	p := packer{b[trainBytes:]}
 	p.u64(t.Ticket) // from before the memory was looked at
+	var segment, at uint64
+	if len(runs) == 1 {
+		segment, at = mem.SegmentOf(runs[0])
+	}
+	p.u64(segment)
+	p.u64(at)
 	p.u32(uint32(len(runs)))
 	for _, r := range runs {
 		p.u64(addrOf(r))
@@ -103,16 +111,18 @@ type farSource struct {
 	part   [maxFarRuns]shm.Range
 	dst    [1][]byte
 	want   uint64        // the ticket
-	fence  atomic.Uint32 // see ReadFar
+	fence  atomic.Uint32 // see Still
+	direct []byte        // the payload, if it is mapped here
 }
 
 // unpackFar reads where the payload of a train lies.
-func (r *farSource) unpackFar(c *shm.Channel, t *train.Train, b []byte) bool {
-	if len(b) < 12 || t.Len < farMin {
+func (r *farSource) unpackFar(s *Shared, c *shm.Channel, t *train.Train, b []byte) bool {
+	if len(b) < farBytes || t.Len < farMin {
 		return false
 	}
 	p := unpacker{b}
 	r.want = p.u64()
+	segment, at := p.u64(), p.u64()
 	n := p.u32()
 	if n < 1 || n > maxFarRuns || len(p.b) != int(n)*16+farTail {
 		return false
@@ -129,8 +139,27 @@ func (r *farSource) unpackFar(c *shm.Channel, t *train.Train, b []byte) bool {
 	if left != 0 {
 		return false
 	}
-	r.c, r.n = c, int(n)
+	r.c, r.n, r.direct = c, int(n), nil
+	if segment != 0 {
+		if m := s.findSegment(c, segment); at <= uint64(len(m)) && uint64(t.Len) <= uint64(len(m))-at {
+			r.direct = m[at:][:t.Len]
+		}
+	}
 	return true
+}
+
+// Mapped implements mem.Far.
+func (r *farSource) Mapped(off, n uint64) []byte {
+	if r.direct == nil || r.c.PeerTicket() != r.want {
+		return nil
+	}
+	return r.direct[off:][:n]
+}
+
+// Still implements mem.Far.
+func (r *farSource) Still() bool {
+	r.fence.Add(1) // what was read was read before the ticket is: not every processor orders two loads
+	return r.c.PeerTicket() == r.want
 }
 
 // ReadFar implements mem.Far.
@@ -156,8 +185,7 @@ func (r *farSource) ReadFar(b []byte, off uint64) (ok, own bool) {
 	if err != nil || left != 0 || n != len(b) {
 		return false, err == shm.ErrOwnMemory
 	}
-	r.fence.Add(1) // what was read was read before the ticket is: not every processor orders two loads
-	return r.c.PeerTicket() == r.want, false
+	return r.Still(), false
 }
 
 // tickets are what GiveUpFetches counts up.

@@ -17,6 +17,9 @@ const (
 	recPackets            // the fields of Packets, their bytes
 	recFar                // fields, where the payload lies in the sender's memory, its last bytes
 	recAside              // see aside.go
+	recForget             // a segment, see segment.go
+	recPair               // a number for two addresses, see short.go
+	recShort              // some of the fields, payload
 )
 
 // trainBytes is the length of a train's fields.

@@ -6,8 +6,9 @@ package link
 //
 //  1. Prepare finds out whether a device of this host, of the same user, stands
 //     at the address. Then queue pair numbers say which process a train is for.
-//  2. Send packs trains into the ring to that process; the channel to it is made
-//     when it is first needed.
+//  2. Send packs trains into the ring to that process (record.go, short.go), or says
+//     that the way is busy; channels are made elsewhere (connect.go). Long payload
+//     stays where it is, for the receiver to get it (far.go, segment.go).
 //  3. Poll unpacks them. The owner of the UDP port passes on packets for others
 //     (Router), which arrive by the same rings.
 
@@ -34,6 +35,8 @@ type Neighbours interface {
 	Find(qpn uint32) (process int, ok bool)
 	// Dial connects to a process, and tells it who dials.
 	Dial(process int) (*net.UnixConn, error)
+	// Segment gets a descriptor of a segment of a process's memory.
+	Segment(process int, id uint64) (fd int, err error)
 	// ID tells devices apart, also those that follow each other at an address.
 	ID() [2]uint64
 	// Close ends the view of it.
@@ -71,8 +74,13 @@ type Shared struct {
 
 	wg      sync.WaitGroup // dials and accepts under way
 	frees   atomic.Uint64
-	tickets tickets       // see far.go
-	lost    atomic.Uint64 // trains and packets that did not fit, or whose process is gone
+	tickets tickets // see far.go
+
+	segments segmentMaps // see segment.go
+	unwatch  func()
+	fetched  atomic.Uint64 // trains whose payload was fetched from another process
+	direct   atomic.Uint64 // and copied from memory that both have mapped
+	lost     atomic.Uint64 // trains and packets that did not fit, or whose process is gone
 
 	// Poll's own.
 	sink  Sink
@@ -102,8 +110,10 @@ func OpenShared(cfg *SharedConfig) (*Shared, error) {
 		return nil, err
 	}
 	s.tickets.shown = s.inbox.Ticket()
+	s.unwatch = mem.WatchSegments(s.forgetSegment)
 	s.cfg.UDP.Router, s.cfg.UDP.Event, s.cfg.UDP.NearGroups = s, s.inbox.Event(), s.cfg.NoPackets
 	if s.UDP, err = OpenUDP(&s.cfg.UDP); err != nil {
+		s.unwatch()
 		s.inbox.Close()
 		return nil, err
 	}
@@ -113,6 +123,8 @@ func OpenShared(cfg *SharedConfig) (*Shared, error) {
 // Join tells the link which processes share its device, and which of them this
 // one is.
 func (s *Shared) Join(home Neighbours, self int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.home, s.self = &device{Neighbours: home}, self
 }
 
@@ -218,16 +230,22 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 	}
 	c := f.dev.channels[process].Load()
 	if c == nil {
-		if s.connect(f.dev, process) {
-			return ErrBusy
-		}
-		if f.rest != nil && t.Transport == wire.UD { // who is connected has looked for another way before
+		soon := s.connect(f.dev, process)
+		switch {
+		case t.Transport == wire.UD && f.rest != nil:
+			// The queue pair has other peers, who must not wait for this one. (Who is
+			// connected has looked for another way before.)
 			t.Flow = f.rest
 			_, err := s.UDP.Send(one)
 			return err
+		case soon:
+			return ErrBusy
 		}
 		s.lost.Add(1)
 		return nil
+	}
+	if done, err := s.sendShort(c, f, t); done {
+		return err
 	}
 	s.capture(t)
 	if mayFetch(c, t) {
@@ -241,13 +259,8 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 	}
 	defer c.End()
 	packTrain(b, t, f.src, f.dst)
-	if t.Len > 0 {
-		g := scratches.Get().(*scratch)
-		fault := g.copyOut(b[trainBytes:], &t.Payload, 0, t.Len)
-		scratches.Put(g)
-		if !fault.OK() {
-			return &PayloadError{Fault: fault}
-		}
+	if fault := packPayload(b[trainBytes:], t); !fault.OK() {
+		return &PayloadError{Fault: fault}
 	}
 	c.Commit()
 	return nil
@@ -353,6 +366,21 @@ type fromRings Shared
 func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 	s := (*Shared)(r)
 	switch typ {
+	case recShort:
+		payload, ok := c.Tag().(*tag).unpackShort(b, &s.t)
+		if !ok {
+			s.sink.Drop(DropOther)
+			return
+		}
+		if len(payload) > 0 {
+			s.piece[0] = payload
+			s.t.Payload = mem.List{Raw: s.piece[:]}
+		}
+		s.deliver()
+	case recPair:
+		if !c.Tag().(*tag).takePair(b) {
+			s.sink.Drop(DropOther)
+		}
 	case recTrain:
 		if !unpackTrain(b, &s.t) || s.t.Len != len(b)-trainBytes {
 			s.sink.Drop(DropOther)
@@ -364,9 +392,14 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		}
 		s.deliver()
 	case recFar:
-		if !unpackTrain(b, &s.t) || !s.far.unpackFar(c, &s.t, b[trainBytes:]) {
+		if !unpackTrain(b, &s.t) || !s.far.unpackFar(s, c, &s.t, b[trainBytes:]) {
 			s.sink.Drop(DropOther)
 			return
+		}
+		if s.far.direct != nil {
+			s.direct.Add(1)
+		} else {
+			s.fetched.Add(1)
 		}
 		s.piece[0] = b[len(b)-farTail:]
 		s.t.Payload = mem.List{Far: &s.far, FarLen: uint64(s.t.Len - farTail), Raw: s.piece[:]}
@@ -378,6 +411,11 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		}
 		s.UDP.Inject(s.sink, &s.p)
 		s.p.Bytes = nil
+	case recForget:
+		if len(b) == 8 {
+			id := le.Uint64(b)
+			s.dropSegments(func(k segmentKey) bool { return k.c == c && k.id == id })
+		}
 	case recAside:
 		s.takeAside(c, b)
 	default:
@@ -391,6 +429,7 @@ func (r *fromRings) Room(*shm.Channel) { (*Shared)(r).freed() }
 // Gone forgets a channel whose process has ended.
 func (r *fromRings) Gone(c *shm.Channel, _ error) {
 	t := c.Tag().(*tag)
+	(*Shared)(r).dropSegments(func(k segmentKey) bool { return k.c == c })
 	if t.dev.channels[t.process].CompareAndSwap(c, nil) && t.dev == (*Shared)(r).home {
 		(*Shared)(r).partner(t.process)
 	}
@@ -404,6 +443,10 @@ func (s *Shared) Wait(d time.Duration) {
 	}
 }
 
+// Fetched returns how many trains' payloads were fetched from another process, and
+// how many copied from memory of its that is mapped here.
+func (s *Shared) Fetched() (fetched, direct uint64) { return s.fetched.Load(), s.direct.Load() }
+
 // Lost returns how many trains and packets could not be given to another
 // process.
 func (s *Shared) Lost() uint64 { return s.lost.Load() }
@@ -413,10 +456,12 @@ func (s *Shared) Close() error {
 	s.mu.Lock()
 	s.closed = true
 	s.mu.Unlock()
+	s.unwatch()
 	err := s.UDP.Close()
 	s.tickets.close()
 	s.inbox.Close() // which ends handshakes
 	s.wg.Wait()
+	s.dropSegments(func(segmentKey) bool { return true })
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, d := range s.devices {

@@ -23,6 +23,7 @@ type others struct {
 }
 
 func (o *others) ID() [2]uint64                            { return [2]uint64{o.id} }
+func (o *others) Segment(_ int, id uint64) (int, error)    { return PassSegment(id) }
 func (o *others) Close() error                             { return nil }
 func (o *others) Find(qpn uint32) (int, bool)              { return 7, qpn != 404 }
 func (o *others) Dial(int) (conn *net.UnixConn, err error) { return o.dial() }

@@ -95,6 +95,7 @@ type cursor struct {
 	left   uint64  // bytes of the section that have not
 	b      []byte  // bytes that are offered and not used yet
 	lost   int     // how often they were gone when they were used
+	piece  int     // in an indirect key: the piece that was used last
 }
 
 // close closes the section that is open, if any.
@@ -116,7 +117,12 @@ func (c *cursor) fill(n uint64) (f Fault) {
 			return f
 		}
 	}
-	if c.b, f = c.region.backing.Run(c.off, c.left, c.list.Access); !f.OK() {
+	if m := c.region.mkey; m != nil {
+		c.b, f = m.layout.run(c.off, c.left, c.list.Access, &c.piece)
+	} else {
+		c.b, f = c.region.backing.Run(c.off, c.left, c.list.Access)
+	}
+	if !f.OK() {
 		return c.region.fault(f.Kind, c.off, c.left, c.list.Access)
 	}
 	if len(c.b) == 0 {

@@ -1,7 +1,12 @@
 package mem
 
-// Far is memory of another process, which is read by asking for it.
+// Far is memory of another process, which is read by asking for it, or directly if
+// it is mapped here.
 type Far interface {
+	// Mapped returns n bytes from an offset on if they are mapped here, or nil.
+	// What was copied from them counts only if Still says so then.
+	Mapped(off, n uint64) []byte
+	Still() bool
 	// ReadFar reads len(b) bytes from an offset on. own says that it failed
 	// because b is not there, and not the other process's memory.
 	ReadFar(b []byte, off uint64) (ok, own bool)
@@ -22,12 +27,13 @@ func copyFar(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 		k := uint64(len(d.b))
 		if off < src.FarLen {
 			k = min(k, src.FarLen-off)
-			if ok, own := src.Far.ReadFar(d.b[:k], off); !ok {
+			ok, own, bad := src.readFar(d.b[:k], off)
+			if !ok {
 				if !own || d.region == nil {
 					f, side = Fault{Kind: FaultStale, Len: k}, Src
 					break
 				}
-				if f, side = d.gone(0), Dst; !f.OK() {
+				if f, side = d.gone(bad), Dst; !f.OK() {
 					break
 				}
 				continue
@@ -51,6 +57,21 @@ func copyFar(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 	}
 	d.close()
 	return f, side
+}
+
+// readFar reads far bytes into b: by itself where both processes have mapped
+// them, or by asking. own says that it failed because b is not there, and bad
+// where, if that is known.
+func (l *List) readFar(b []byte, off uint64) (ok, own bool, bad uintptr) {
+	m := l.Far.Mapped(off, uint64(len(b)))
+	if m == nil {
+		ok, own = l.Far.ReadFar(b, off)
+		return ok, own, 0
+	}
+	if bad = moveGuarded(b, m, false); bad != 0 {
+		return false, within(bad, b), bad
+	}
+	return l.Far.Still(), false, 0
 }
 
 // near returns the bytes that are at hand, from an offset on.

@@ -13,7 +13,19 @@ type otherProcess struct {
 	b    []byte
 	gone bool
 	own  bool
+
+	mapped bool // it is here
+	late   bool // and is given up while it is copied
 }
+
+func (o *otherProcess) Mapped(off, n uint64) []byte {
+	if !o.mapped || o.gone || o.own {
+		return nil
+	}
+	return o.b[off:][:n]
+}
+
+func (o *otherProcess) Still() bool { return !o.late }
 
 func (o *otherProcess) ReadFar(b []byte, off uint64) (ok, own bool) {
 	if o.gone || o.own {
@@ -34,7 +46,7 @@ func TestCopyFar(t *testing.T) {
 		n := 1 + rng.IntN(len(all)-1)
 		tail := min(n, 1+rng.IntN(64))
 		off := rng.IntN(n)
-		o := &otherProcess{b: all[:n-tail]}
+		o := &otherProcess{b: all[:n-tail], mapped: rng.IntN(2) == 0}
 		src := &List{Far: o, FarLen: uint64(n - tail), Raw: [][]byte{all[n-tail : n]}, Off: uint64(off)}
 		cut := rng.IntN(n - off + 1)
 		got := make([]byte, n-off)

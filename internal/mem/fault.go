@@ -16,6 +16,9 @@ var faultNames = [numFaultKinds]string{
 	FaultUnmapped:         "nothing is mapped there, or not for this access",
 	FaultPending:          "the bytes have to be fetched first",
 	FaultWindow:           "window cannot be bound like this",
+	FaultNotFree:          "indirect key is not free",
+	FaultLayout:           "indirect key cannot be made like this",
+	FaultDepth:            "too many indirect keys on each other",
 }
 
 // String describes the kind.
@@ -54,8 +57,10 @@ func (f Fault) Await() Fault {
 
 // Ahead makes Await fetch n bytes if those are more, as far as the region goes.
 func (f Fault) Ahead(n uint64) Fault {
-	if f.Kind == FaultPending && f.region != nil {
-		f.Len = max(f.Len, min(n, f.region.length-min(f.off, f.region.length)))
+	// A section, since the region may become another.
+	if r := f.region; f.Kind == FaultPending && r != nil && r.enter() {
+		f.Len = max(f.Len, min(n, r.length-min(f.off, r.length)))
+		r.leave()
 	}
 	return f
 }
@@ -69,7 +74,7 @@ func (f Fault) orNone() Fault {
 	return f
 }
 
-var kindNames = [NumKinds]string{KindRaw: "raw", KindPinned: "pinned", KindOnDemand: "on-demand", KindImplicit: "implicit", KindDevice: "device"}
+var kindNames = [NumKinds]string{KindRaw: "raw", KindPinned: "pinned", KindOnDemand: "on-demand", KindImplicit: "implicit", KindDevice: "device", KindIndirect: "indirect"}
 
 // String names the kind as counters do.
 func (k Kind) String() string {

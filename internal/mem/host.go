@@ -204,6 +204,14 @@ func lockNote(errno syscall.Errno, limit uint64) string {
 	return fmt.Sprintf("RLIMIT_MEMLOCK (%d KiB)", limit/1024)
 }
 
+// Source returns what the backing was made of: a slice, or an address.
+func (h *Host) Source() ([]byte, uintptr) {
+	if b, ok := h.owner.([]byte); ok {
+		return b, 0
+	}
+	return nil, h.addr
+}
+
 // Kind returns KindPinned.
 func (h *Host) Kind() Kind { return KindPinned }
 

@@ -8,7 +8,7 @@
 //     (Release); the state, the domain, the rights and the bounds are checked,
 //     once. Whoever kills a region marks it dead, then waits for the sections
 //     that are open. rereg.go changes what a region is; window.go has keys that
-//     open a part of one.
+//     open a part of one, mkey.go keys that are made of several.
 //  3. a Backing finds the bytes. One file for each kind of memory: host.go,
 //     ondemand.go, device.go.
 //  4. copy.go: one loop moves bytes between any two lists of any two kinds.
@@ -35,6 +35,7 @@ const (
 	KindOnDemand             // host memory as it is
 	KindImplicit             // all host memory as it is
 	KindDevice               // memory of the device
+	KindIndirect             // made of other regions
 	NumKinds
 )
 
@@ -88,6 +89,9 @@ const (
 	FaultWindow                     // the window cannot be bound like this: its type forbids it, or it is bound
 	FaultUnmapped                   // on demand: nothing is mapped there, or not for this access
 	FaultPending                    // the bytes have to be fetched first: Fault.Await
+	FaultNotFree                    // the indirect key is configured already
+	FaultLayout                     // an indirect key cannot be made like this: no bytes, too many pieces or bytes
+	FaultDepth                      // too many indirect keys would stand on each other
 	numFaultKinds
 )
 

@@ -30,23 +30,25 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// OnDemand is a Backing of addresses of this process, whatever is mapped there.
+// OnDemand is a Backing of addresses of this process, whatever is mapped there. It
+// is small, because there may be a million of them of which few are accessed.
 type OnDemand struct {
 	addr   uintptr
 	length uint64
-	inHeap bool   // it is the Go heap's
-	owner  []byte // keeps memory of the Go heap alive, until Close
-	kind   Kind
-	inFile bool
-	pages  pageTable
+	owner  *byte // keeps memory of the Go heap alive, until Close
 	device *Paging
 	used   atomic.Pointer[pagedIn]
+	kind   Kind
+	inHeap bool // it is the Go heap's
+	inFile bool
 }
 
 // pagedIn is what only a region needs that has been accessed.
 type pagedIn struct {
+	pages  pageTable
 	begin  sync.Once
 	place  *membership
+	failed [4]atomic.Uint64 // pages that could not be fetched, plus one, each where its number says
 	counts pagingCounts
 
 	mu     sync.Mutex // guards closed; held while the region is swept, and for each step of a prefetch
@@ -60,7 +62,7 @@ const addressSpace = 1 << 47
 func NewOnDemandBytes(b []byte, access ib.Access, p *Paging) (*OnDemand, error) {
 	m, err := newOnDemand(addrOf(b), uint64(len(b)), access, p)
 	if err == nil && goheap.Contains(m.addr) {
-		m.inHeap, m.owner = true, b
+		m.inHeap, m.owner = true, &b[0]
 	}
 	return m, err
 }
@@ -108,7 +110,6 @@ func newOnDemand(addr uintptr, length uint64, access ib.Access, p *Paging) (*OnD
 		}
 		m.inFile = true
 	}
-	m.pages.init(m.pageOf(length-1) + 1)
 	p.regions.Add(1)
 	p.regionPages.Add(m.countedPages())
 	return m, nil
@@ -128,10 +129,22 @@ func notDurable(addr uintptr, length uint64) string {
 
 // countedPages is the region's size as statistics have it.
 func (m *OnDemand) countedPages() uint64 {
-	if m.pages.pages == addressSpace>>pageShift {
-		return 0
+	if pages := m.numPages(); pages != addressSpace>>pageShift {
+		return pages
 	}
-	return m.pages.pages
+	return 0
+}
+
+// numPages is how many pages the region lies in.
+func (m *OnDemand) numPages() uint64 { return m.pageOf(m.length-1) + 1 }
+
+// Source returns what the backing was made of: a slice of the Go heap, or an
+// address.
+func (m *OnDemand) Source() ([]byte, uintptr) {
+	if m.inHeap {
+		return bytesAt(m.addr, int(m.length)), 0
+	}
+	return nil, m.addr
 }
 
 // Kind returns KindOnDemand or KindImplicit.
@@ -179,9 +192,13 @@ func (m *OnDemand) Run(off, n uint64, acc ib.Access) ([]byte, Fault) {
 
 // have returns how many of n bytes at off are present for an access.
 func (m *OnDemand) have(off, n uint64, acc ib.Access) uint64 {
+	u := m.used.Load()
+	if u == nil {
+		return 0
+	}
 	first := m.pageOf(off)
 	want := m.pageOf(off+n-1) - first + 1
-	pages := m.pages.present(first, want, acc&writing != 0)
+	pages := u.pages.present(first, want, acc&writing != 0)
 	if pages == want {
 		return n
 	}
@@ -206,7 +223,7 @@ func (m *OnDemand) fetch(off, n uint64, acc ib.Access, wait bool) FaultKind {
 		if upto, kind = m.bringIn(at, end, acc&writing != 0, wait); kind != FaultNone {
 			break
 		}
-		pages += m.pages.set(m.pageAt(at), uint64(upto-at)>>pageShift, acc&writing != 0)
+		pages += u.pages.set(m.pageAt(at), uint64(upto-at)>>pageShift, acc&writing != 0)
 		if !m.disturbed(u, before, at, upto) {
 			at = upto
 			continue
@@ -220,7 +237,20 @@ func (m *OnDemand) fetch(off, n uint64, acc ib.Access, wait bool) FaultKind {
 	if at > start {
 		return FaultNone
 	}
+	if wait && kind == FaultUnmapped {
+		page := m.pageAt(at)
+		u.failed[page%uint64(len(u.failed))].Store(page + 1)
+	}
 	return kind
+}
+
+// hasFailed reports whether somebody has waited for a page, in vain. Whether a
+// page is slow is a guess, and behind the end of a file a wrong one: who tries again
+// after that wait must not be told to wait once more, but what is wrong. It is true
+// once.
+func (m *OnDemand) hasFailed(at uintptr) bool {
+	page, u := m.pageAt(at), m.used.Load()
+	return u.failed[page%uint64(len(u.failed))].CompareAndSwap(page+1, 0)
 }
 
 // disturbed reports whether mappings of a range have changed since the space had
@@ -249,7 +279,7 @@ func (m *OnDemand) bringIn(at, end uintptr, write, wait bool) (upto uintptr, kin
 		}
 	}
 	if !wait {
-		if slow, err := sys.Slow(at, end, write); slow && err == nil {
+		if slow, err := sys.Slow(at, end, write); slow && err == nil && !m.hasFailed(at) {
 			return at, FaultPending
 		}
 	}
@@ -323,7 +353,11 @@ func (m *OnDemand) useless(start, end uintptr, write bool) (uintptr, uintptr) {
 func (m *OnDemand) use() *pagedIn {
 	u := m.used.Load()
 	if u == nil {
-		u = orMake(&m.used)
+		u = new(pagedIn)
+		u.pages.init(m.numPages())
+		if !m.used.CompareAndSwap(nil, u) {
+			u = m.used.Load()
+		}
 	}
 	u.begin.Do(func() {
 		start, end := sys.PageAlign(m.addr, uintptr(m.length))
@@ -343,15 +377,17 @@ func (m *OnDemand) missed() { m.changed(sys.PageAlign(m.addr, uintptr(m.length))
 
 // takeAway takes pages out of the table.
 func (m *OnDemand) takeAway(start, end uintptr) {
-	m.tookAway(m.pages.clear(m.pageAt(start), uint64(end-start)>>pageShift))
+	if u := m.used.Load(); u != nil {
+		m.tookAway(u, u.pages.clear(m.pageAt(start), uint64(end-start)>>pageShift))
+	}
 }
 
 // tookAway counts an invalidation, if it was one.
-func (m *OnDemand) tookAway(pages uint64) {
+func (m *OnDemand) tookAway(u *pagedIn, pages uint64) {
 	if pages == 0 {
 		return
 	}
-	m.count(m.used.Load(), func(c *pagingCounts) {
+	m.count(u, func(c *pagingCounts) {
 		c.invalidations.Add(1)
 		c.invalidationPages.Add(pages)
 	})
@@ -370,7 +406,7 @@ func (m *OnDemand) sweep() {
 		return
 	}
 	first, _ := sys.PageAlign(m.addr, 1)
-	m.pages.runs(func(page, n uint64) bool {
+	u.pages.runs(func(page, n uint64) bool {
 		start := first + uintptr(page)<<pageShift
 		end := start + uintptr(n)<<pageShift
 		err := sys.Absent(start, end, func(from, to uintptr) bool {
@@ -379,7 +415,7 @@ func (m *OnDemand) sweep() {
 		})
 		if err == nil && !m.inHeap {
 			err = sys.Mappings(start, end, func(where *sys.Mapping) bool {
-				m.sweepRights(where, max(start, where.Start), min(end, where.End))
+				m.sweepRights(u, where, max(start, where.Start), min(end, where.End))
 				return true
 			})
 		}
@@ -388,12 +424,12 @@ func (m *OnDemand) sweep() {
 }
 
 // sweepRights takes away what a mapping does not allow any more.
-func (m *OnDemand) sweepRights(where *sys.Mapping, start, end uintptr) {
+func (m *OnDemand) sweepRights(u *pagedIn, where *sys.Mapping, start, end uintptr) {
 	switch {
 	case !where.Read:
 		m.takeAway(start, end)
 	case !where.Write:
-		m.tookAway(m.pages.protect(m.pageAt(start), uint64(end-start)>>pageShift))
+		m.tookAway(u, u.pages.protect(m.pageAt(start), uint64(end-start)>>pageShift))
 	}
 }
 

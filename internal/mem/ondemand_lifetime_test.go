@@ -291,3 +291,46 @@ func TestNotifierThreads(t *testing.T) {
 		t.Errorf("%d threads of the notifier", n)
 	}
 }
+
+// Behind the end of a file nothing is to be had, though it looks as if it only had
+// to be read from the disk: who has waited for it in vain is told so.
+func TestOnDemandBehindEnd(t *testing.T) {
+	name := t.TempDir() + "/file"
+	if err := os.WriteFile(name, pattern(page+100, 1), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	fd, err := unix.Open(name, unix.O_RDWR|unix.O_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	const n = 8 * page
+	o := newODP(t, n)
+	o.mapAt(0, n, readWrite, unix.MAP_SHARED, fd)
+	for _, off := range []uint64{2 * page, 5 * page, 0, page} {
+		b := make([]byte, 2*page)
+		l := mem.List{Table: o.table, Actor: mem.Actor{PD: 1}, Access: ib.AccessRemoteRead,
+			SGEs: []ib.SGE{{Addr: uint64(o.addr) + off, Length: uint32(len(b)), LKey: o.region.Key()}}}
+		want := mem.FaultNone
+		if off > 0 {
+			want = mem.FaultUnmapped
+		}
+		// As queue pairs do: whatever came of the waiting, the access is tried again.
+		f := mem.Fault{Kind: mem.FaultPending}
+		for tries := 0; f.Kind == mem.FaultPending; tries++ {
+			if f.Await(); tries == 10 {
+				t.Fatalf("%d: it always has to be fetched first", off)
+			}
+			f, _ = mem.Copy(&mem.List{Raw: [][]byte{b}}, &l, uint64(len(b)), false)
+		}
+		if f.Kind != want {
+			t.Errorf("%d: %v, want %v", off, f, want)
+		}
+	}
+	// When the file has grown, it is there.
+	if err := unix.Ftruncate(fd, n); err != nil {
+		t.Fatal(err)
+	}
+	o.mustRead(5*page, make([]byte, page))
+	o.mustWrite(5*page, pattern(page, 2))
+}

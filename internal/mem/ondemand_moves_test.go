@@ -433,7 +433,7 @@ func TestPrefetch(t *testing.T) {
 			o := newODP(t, n)
 			o.mapAt(0, n, readWrite, anonPages, -1)
 			for p := range test.touch {
-				unix.Syscall(unix.SYS_MADVISE, o.addr+uintptr(p*page), page, unix.MADV_POPULATE_WRITE)
+				memoryAt(o.addr+uintptr(p*page), page)[0] = 1
 			}
 			if kind := o.region.Prefetch(0, n, test.write, test.noFault); kind != mem.FaultNone {
 				t.Fatal(kind)

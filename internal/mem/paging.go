@@ -55,7 +55,11 @@ func (m *OnDemand) Stats() ib.PagingStats {
 // knows.
 func (m *OnDemand) Present() uint64 {
 	theSpace.settle()
-	return m.pages.count()
+	u := m.used.Load()
+	if u == nil {
+		return 0
+	}
+	return u.pages.count()
 }
 
 func (c *pagingCounts) stats() ib.PagingStats {
@@ -176,6 +180,6 @@ func (m *OnDemand) takeIn(u *pagedIn, at, end uintptr) (upto uintptr) {
 
 // prefetched notes pages that a prefetch has brought in.
 func (m *OnDemand) prefetched(u *pagedIn, from, to uintptr, write bool) {
-	news := m.pages.set(m.pageAt(from), uint64(to-from)>>pageShift, write)
+	news := u.pages.set(m.pageAt(from), uint64(to-from)>>pageShift, write)
 	m.count(u, func(c *pagingCounts) { c.prefetchPages.Add(news) })
 }

@@ -10,7 +10,7 @@ package mem
 //     region any more, and nobody ever will.
 //
 // rereg.go makes another region of it; window.go opens a part of it by a key of
-// its own.
+// its own, and mkey.go makes one key of several.
 
 import (
 	"log/slog"
@@ -63,7 +63,9 @@ type Region struct {
 
 	window *Window // not nil: this is a window's key
 	base   uint64  // windows: where in the backing the first byte lies
-	// bound counts the windows on the region; taken keeps new ones out.
+	mkey   *MKey   // not nil: this is an indirect key
+	// bound counts the windows on the region, and what indirect keys have borrowed;
+	// taken keeps new ones out.
 	bound atomic.Int32
 
 	mu   sync.Mutex                    // serialises those who kill the region
@@ -144,6 +146,13 @@ func isSolid(b Backing) bool {
 
 // Key returns the region's local and remote key.
 func (r *Region) Key() uint32 { return r.key.Load() }
+
+// Number tells the region from others of its table, without telling its key; when
+// it is closed, another one may get it.
+func (r *Region) Number() uint32 {
+	number, _ := r.table.slots.number(r.key.Load() >> tagBits)
+	return number
+}
 
 // setIndex gives a new region its first key.
 func (r *Region) setIndex(index uint32) {
@@ -280,17 +289,20 @@ func (r *Region) invalidate(who Actor) FaultKind {
 		return FaultDomain
 	case r.window != nil:
 		return r.window.invalidateLocked(who)
-	case !r.invalidatable || r.bound.Load() > 0:
+	case r.mkey != nil:
+		return r.mkey.invalidateLocked()
+	case !r.invalidatable || !r.bound.CompareAndSwap(0, taken):
 		return FaultNotInvalidatable
 	}
 	r.killLocked(stateInvalidated)
+	r.giveLocked()
 	return FaultNone
 }
 
 // Close ends the region: its key becomes useless at once, and when Close
 // returns nobody accesses the memory through it any more. It then closes the
 // backing and frees the key. Closing again does nothing. While windows are bound
-// to it, it cannot be closed: EBUSY.
+// to it, or indirect keys stand on it, it cannot be closed: EBUSY.
 func (r *Region) Close() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -148,6 +148,18 @@ func (t *Table) open(key uint32, addr, n uint64, acc ib.Access, who Actor) (r *R
 	return nil, 0, kind
 }
 
+// IsHost reports whether n bytes can be accessed, as far as is known without touching
+// them, and are memory of the host.
+func (t *Table) IsHost(key uint32, addr, n uint64, acc ib.Access, who Actor) bool {
+	r, _, kind := t.open(key, addr, n, acc, who)
+	if kind != FaultNone {
+		return false
+	}
+	is := r.kind == KindPinned || r.kind == KindOnDemand || r.kind == KindImplicit
+	r.exit()
+	return is
+}
+
 // Invalidate makes a key useless on behalf of a peer, that is, of SEND with
 // invalidate; it returns when nobody accesses the region any more. From then
 // on the key faults with FaultDead until the region is closed. Only regions

@@ -161,28 +161,33 @@ func (t *Table) lend(b *ib.MWBind, who Actor) (*Region, FaultKind) {
 		b.Access&ib.AccessFlush&^p.access != 0:
 		return nil, FaultAccess
 	}
+	return p, p.lend()
+}
+
+// lend counts one more who needs the region as it is. Inside a section.
+func (r *Region) lend() FaultKind {
 	for {
-		n := p.bound.Load()
+		n := r.bound.Load()
 		if n == taken {
-			return nil, FaultDead
+			return FaultDead
 		}
-		if p.bound.CompareAndSwap(n, n+1) {
-			return p, FaultNone
+		if r.bound.CompareAndSwap(n, n+1) {
+			return FaultNone
 		}
 	}
 }
 
-// taken is the number of windows on a region that is being closed, or becomes
+// taken is the number of windows and indirect keys on a region that is being closed, or becomes
 // another: there are none, and none is bound.
 const taken = -1
 
-// takeLocked keeps windows away from a region, for ever or until giveLocked. It
+// takeLocked keeps them away from a region, for ever or until giveLocked. It
 // fails if there are some.
 func (r *Region) takeLocked(op string) error {
 	if r.bound.CompareAndSwap(0, taken) {
 		return nil
 	}
-	return ib.Errorf(op, syscall.EBUSY, "%d memory windows are bound to the region", r.bound.Load())
+	return ib.Errorf(op, syscall.EBUSY, "%d memory windows are bound to the region, or indirect keys stand on it", r.bound.Load())
 }
 
 func (r *Region) giveLocked() { r.bound.Store(0) }

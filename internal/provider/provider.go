@@ -74,6 +74,7 @@ type PD interface {
 	AllocMR(length uint64, access ib.Access) (MR, error)
 	OpenSharedMR(handle string, access ib.Access) (MR, error)
 	AllocMW(ib.MWType) (MW, error)
+	CreateMKey(pieces int) (MKey, error)
 	CreateQP(QPConfig) (QP, error)
 	CreateSRQ(SRQConfig) (SRQ, error)
 	CreateAH(ib.AHAttr) (*ib.AH, error)
@@ -140,6 +141,12 @@ type MW interface {
 	Close() error
 }
 
+// MKey is an indirect memory key.
+type MKey interface {
+	Key() uint32 // local and remote
+	Close() error
+}
+
 // Channel delivers completion events.
 type Channel interface {
 	// Next waits for an event and returns the completion queue it is for.
@@ -167,6 +174,7 @@ type QPConfig struct {
 	SRQ            SRQ
 	Cap            ib.QPCap
 	SignalAll      bool
+	NoScatterToCQE bool // no inline receive
 	// AckFirst: what it has received is acknowledged before its own next request
 	// leaves, as adapters do; programs may rely on it that wait for events.
 	AckFirst bool

@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"maps"
 	"slices"
+	"strings"
 	"syscall"
 	"time"
 
@@ -69,7 +70,8 @@ func (s *script) pair(a *cmdArgs) {
 			destRD: byteOf("dest-rd", u.destRD), timer: byteOf("timer", u.timer), access: a.access(key("access"), u.access),
 			cq: int(num("cq", uint64(u.cq))), sq: int(num("sq", uint64(u.sq))), rq: int(num("rq", uint64(u.rq))), sge: u.sge,
 			inline: u.inline, qkey: uint32(num("qkey", uint64(u.qkey))), srq: a.flag(name + ".srq"),
-			recvPD: uint32(num("recv-pd", testPD)), memory: int(num("memory", uint64(u.memory)))}
+			recvPD: uint32(num("recv-pd", testPD)), memory: int(num("memory", uint64(u.memory))),
+			scatter: map[string]Scatter{"off": ScatterOff, "absent": ScatterAbsent, "always": ScatterAlways}[a.str("scatter", "off")]}
 		w.newEnd(name, set[i])
 		upTo[i] = states[a.str(key("state"), "rts")]
 	}
@@ -117,6 +119,35 @@ func (a *cmdArgs) bind(e *end, window string) ib.MWBind {
 		Length: a.num("size", 0), Access: a.access("access", ib.AccessRemote)}
 }
 
+// mkey makes an indirect key, which scripts name as they name regions.
+func (s *script) mkey(a *cmdArgs) {
+	e := a.end()
+	name := a.word()
+	m, err := e.table.CreateMKey(uint32(a.num("pd", testPD)), int(a.num("pieces", 4)))
+	if err != nil {
+		s.fatalf("%v", err)
+	}
+	e.mkeys[name] = m
+	e.regions[name] = &region{Region: e.table.Lookup(m.Key())}
+}
+
+// configure is what an indirect key is to be made of: list=(mem+0/100,...) or
+// strides=(mem+0/64/192,...), of bytes and skips, with repeat=.
+func (a *cmdArgs) configure(e *end) *ib.MKeyConfig {
+	c := &ib.MKeyConfig{MKey: a.tagged(e.regions[a.str("mkey", "mkey")].Key()), Access: a.access("access", allRights), Repeat: a.num("repeat", 0)}
+	for _, v := range a.values("list") {
+		where, n, _ := strings.Cut(v, "/")
+		r, off := a.place(e, where)
+		c.List = append(c.List, r.at(off, int(a.parse(n))))
+	}
+	for _, v := range a.values("strides") {
+		f := strings.Split(v, "/")
+		r, off := a.place(e, f[0])
+		c.Interleaved = append(c.Interleaved, ib.Stride{Addr: r.IOVA() + off, Bytes: a.parse(f[1]), Skip: a.parse(f[2]), LKey: r.Key()})
+	}
+	return c
+}
+
 // tagged is a key with another tag, if one is given: one that a window had, or
 // will have.
 func (a *cmdArgs) tagged(key uint32) uint32 {
@@ -135,6 +166,12 @@ func (s *script) close(a *cmdArgs) {
 		}
 		return
 	}
+	if m := e.mkeys[name]; m != nil {
+		if err := m.Close(); err != nil {
+			s.printf("%s refused: %v", e.name, err)
+		}
+		return
+	}
 	if err := e.regions[name].Close(); err != nil {
 		s.printf("%s refused: %v", e.name, err)
 	}
@@ -142,7 +179,8 @@ func (s *script) close(a *cmdArgs) {
 
 var opcodes = map[string]ib.Opcode{"send": ib.OpSend, "send-imm": ib.OpSendImm, "send-inv": ib.OpSendInv, "write": ib.OpRDMAWrite,
 	"write-imm": ib.OpRDMAWriteImm, "read": ib.OpRDMARead, "cmp-swap": ib.OpAtomicCmpSwap, "fetch-add": ib.OpAtomicFetchAdd,
-	"atomic-write": ib.OpAtomicWrite, "flush": ib.OpFlush, "local-inv": ib.OpLocalInv, "bind": ib.OpBindMW}
+	"atomic-write": ib.OpAtomicWrite, "flush": ib.OpFlush, "local-inv": ib.OpLocalInv, "bind": ib.OpBindMW,
+	"configure": ib.OpConfigureMKey}
 
 var flushTypes = map[string]ib.FlushType{"all": ib.FlushGlobal, "storage": ib.FlushPersistent, "none": 0, "unknown": 4}
 
@@ -182,6 +220,9 @@ func (s *script) post(a *cmdArgs) {
 	}
 	if wr.Op == ib.OpBindMW {
 		wr.Bind = a.bind(e, a.str("mw", "mw"))
+	}
+	if wr.Op == ib.OpConfigureMKey {
+		wr.Configure = a.configure(e)
 	}
 	if text := a.str("inline", ""); text != "" {
 		wr.Inline = []byte(text)

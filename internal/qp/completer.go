@@ -149,7 +149,9 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 		return mem.Fault{}
 	}
 	list := q.localList(q.sq.head, uint64(done)*uint64(q.mtu))
-	if fault, side := mem.Copy(list, &t.Payload, uint64(t.Len), done+t.N == int(w.n)); !fault.OK() {
+	last := done+t.N == int(w.n)
+	waits, fault, side := q.deliver(list, t, last, last && done == 0 && w.flags&ib.SendSignaled != 0)
+	if !fault.OK() {
 		if side == mem.Src {
 			return fault
 		}
@@ -161,8 +163,10 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 		return mem.Fault{}
 	}
 	r.una = r.una.Add(t.N)
+	r.late = waits
 	q.progressed(t.N, now)
 	q.advance(r.una, now)
+	r.late = false
 	return mem.Fault{}
 }
 
@@ -363,6 +367,11 @@ func (q *QP) completeSend(w *wqe) {
 	if f.data.in() {
 		wc.ByteLen = w.len
 	}
+	if q.req.late { // the first that completes now is the one whose result waits
+		q.req.late = false
+		q.pushed(q.SendCQ.PushLateSend(&wc, q.sq.freed, q.sq.head, &q.late.Late))
+		return
+	}
 	q.pushed(q.SendCQ.PushSend(&wc, q.sq.freed, q.sq.head))
 }
 
@@ -385,5 +394,6 @@ func (q *QP) flushSend() {
 		q.sq.head++
 		q.completeFailed(w, ib.WCWRFlushErr, 0)
 	}
+	q.sq.pieces.clear()
 	q.req.cur = q.sq.tail
 }

@@ -1,7 +1,7 @@
 package qp
 
-// Requests that concern this device alone: binding a memory window, and
-// invalidating a key. They take no PSN and send nothing.
+// Requests that concern this device alone: binding a memory window, configuring
+// an indirect key, and invalidating a key. They take no PSN and send nothing.
 //
 //  1. PostBind posts the verb, PostSend the requests.
 //  2. passLocal carries them out when they come to the front: everything before
@@ -11,6 +11,8 @@ package qp
 //  3. They complete in their turn (advance, completeLocal).
 
 import (
+	"syscall"
+
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
 )
@@ -33,6 +35,57 @@ func (w *wqe) setBind(b *ib.MWBind) {
 func (w *wqe) bind() ib.MWBind {
 	return ib.MWBind{MW: w.imm, RKey: w.rkey, LKey: w.qpn, Addr: w.remote, Length: w.compareAdd, Access: ib.Access(w.swap)}
 }
+
+// checkConfigure checks the form of what an indirect key is to be made of.
+func checkConfigure(c *ib.MKeyConfig) error {
+	bad := func(format string, args ...any) error { return ib.Errorf("post_send", syscall.EINVAL, format, args...) }
+	switch {
+	case c == nil:
+		return bad("a CONFIGURE_MKEY needs to be told what the key is made of")
+	case len(c.List) > 0 && len(c.Interleaved) > 0:
+		return bad("an indirect key is a list or an interleaved pattern, not both")
+	case c.Pieces() > mem.MaxMKeyPieces:
+		return bad("%d pieces, an indirect key has %d at most", c.Pieces(), mem.MaxMKeyPieces)
+	}
+	return nil
+}
+
+// setConfigure keeps what an indirect key is made of, without its pieces.
+func (w *wqe) setConfigure(c *ib.MKeyConfig) {
+	w.imm, w.remote, w.swap = c.MKey, c.Addr, uint64(c.Access)
+	w.remoteLen, w.compareAdd = uint32(c.Pieces()), c.Repeat
+	if len(c.List) > 0 {
+		w.compareAdd = 1
+	}
+}
+
+// pieceQueue holds the pieces of the indirect keys that are to be configured, in
+// the order of the requests. It is empty most of the time, and then begins anew, so
+// that it does not grow beyond what waits at once.
+type pieceQueue struct {
+	list []ib.Stride
+	head int
+}
+
+// add appends the pieces of a request, all in one form.
+func (p *pieceQueue) add(c *ib.MKeyConfig) {
+	if p.head > len(p.list)/2 || p.head == len(p.list) {
+		p.list, p.head = p.list[:copy(p.list, p.list[p.head:])], 0
+	}
+	for _, e := range c.List {
+		p.list = append(p.list, ib.Stride{Addr: e.Addr, Bytes: uint64(e.Length), LKey: e.LKey})
+	}
+	p.list = append(p.list, c.Interleaved...)
+}
+
+// take removes the next n pieces, which are good until the next add.
+func (p *pieceQueue) take(n uint32) []ib.Stride {
+	next := p.list[p.head:][:n]
+	p.head += int(n)
+	return next
+}
+
+func (p *pieceQueue) clear() { p.list, p.head = p.list[:0], 0 }
 
 // passLocal carries out the local request at the front and goes on behind it. It
 // returns false if the request must wait or has failed. One that was done before,
@@ -70,8 +123,12 @@ func (q *QP) passLocal(now Time) bool {
 
 // execute does what a local request asks for.
 func (q *QP) execute(w *wqe) mem.Fault {
-	if w.op == ib.OpLocalInv {
+	switch w.op {
+	case ib.OpLocalInv:
 		return q.Table.Invalidate(w.imm, q.actor())
+	case ib.OpConfigureMKey:
+		q.layout = mem.Layout{Key: w.imm, Access: ib.Access(w.swap), Addr: w.remote, Repeat: w.compareAdd, Pieces: q.sq.pieces.take(w.remoteLen)}
+		return q.Table.Configure(&q.layout, q.actor())
 	}
 	q.Bound = q.Bound || !w.verb
 	b := w.bind()

@@ -229,6 +229,9 @@ func (q *QP) unsend(psn wire.PSN) {
 		if !w.started {
 			break
 		}
+		if w.facts().local {
+			continue // it is done, and must not be done twice
+		}
 		w.started = w.first.Less(psn)
 	}
 	r.rd.cut(psn)

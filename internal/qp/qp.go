@@ -62,6 +62,11 @@ type Config struct {
 	// Stopped, if set, is called when requests are given up, before their
 	// owner learns of it and may use their memory; it must not call back.
 	Stopped func()
+
+	Scatter Scatter
+	// ScatterFailed is told, with no lock held, that bytes could not be written when
+	// their completion was polled: it calls ScatterBroke.
+	ScatterFailed func(mem.Fault) (vendor uint16)
 }
 
 // Path is how a queue pair's packets travel.
@@ -97,6 +102,9 @@ type QP struct {
 	resp responder
 
 	slow slowWork
+
+	late   *lateBytes // what waits for its completion; nil: nothing ever did
+	layout mem.Layout // scratch, to configure an indirect key without allocating
 
 	// Counters count what the queue pair did.
 	Counters Counters

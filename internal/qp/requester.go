@@ -33,6 +33,7 @@ type requester struct {
 	stalled  bool   // waits for credits
 	draining bool   // SQD: tell when everything is done
 	fetching bool   // stands still until its own memory is there
+	late     bool   // the result of the request at the head waits for its completion
 	wide     int    // the window to return to, when the peer is ready again; 0: it has it
 
 	// failing is the status of request failAt, which failed locally: it is

@@ -146,7 +146,8 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 	if uint64(t.Len) > min(r.taken.Len, MaxMsgSize)-r.off {
 		return q.refuse(tooLong, vendorTooLong)
 	}
-	if f, side := mem.Copy(q.receiveList(r.off), &t.Payload, uint64(t.Len), t.End); !f.OK() {
+	waits, f, side := q.deliver(q.receiveList(r.off), t, t.End, t.Start && t.End)
+	if !f.OK() {
 		if side == mem.Src {
 			return f
 		}
@@ -168,6 +169,12 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 		wc.InvalidatedKey, wc.Flags = t.Imm, ib.WCWithInv
 	}
 	q.accept(t, t.N)
+	if waits {
+		r.have = false
+		wc.QPN = q.Number
+		q.pushed(q.RecvCQ.PushLate(&wc, t.Solicited, &q.late.Late))
+		return mem.Fault{}
+	}
 	q.completeReceive(&wc, t.Solicited)
 	return mem.Fault{}
 }

@@ -12,7 +12,9 @@ package qp
 //	region b NAME [size=] [pd=] [access=(…)]   registers memory ("mem" is there)
 //	window b NAME [type=2] [pd=]     makes a memory window; "tag=" names another key of it than its last
 //	bind b NAME on=mem+0 size= …     posts the verb that binds a type 1 window ("post b bind mw=NAME tag=" is for type 2)
-//	close b NAME                     closes a region or window
+//	mkey b NAME [pieces=4] [pd=]     makes an indirect key; "post b configure mkey=NAME list=(mem+0/64,…)", or
+//	                                 "strides=(mem+0/64/192,…) repeat=8", makes it of regions
+//	close b NAME                     closes a region, window or indirect key
 //	post a OP id=1 [len=] [at=mem+0] [to=mem+0] [signaled] [fence] [solicited] …
 //	recv b id=1 [len=] [at=mem+0] [count=] [srq=]
 //	srq b 0x52 [pd=] [domain=] [close]   makes an XRC shared receive queue (0x51 is there)
@@ -100,7 +102,7 @@ var commands = map[string]func(*script, *cmdArgs){
 	"limit": (*script).limit, "unreadable": (*script).unreadable, "poll": (*script).poll, "credits": (*script).credits,
 	"u64": (*script).u64, "same": (*script).same, "show": (*script).show, "wire": (*script).wire,
 	"counters": (*script).counters, "sync": (*script).sync, "begin": (*script).begin, "end": (*script).end, "stored": (*script).stored,
-	"srq": (*script).srq, "window": (*script).window, "bind": (*script).bind,
+	"srq": (*script).srq, "window": (*script).window, "bind": (*script).bind, "mkey": (*script).mkey,
 	"absent": (*script).absent, "answering": (*script).answering, "fetch": (*script).fetch,
 }
 

@@ -64,11 +64,13 @@ var opTable = [ib.NumOpcodes]opFacts{
 	ib.OpFlush:          {kind: wire.KindFlush, wc: ib.WCFlush, types: onReliable, remote: true, rd: true, single: true, data: dataNone},
 	ib.OpBindMW:         {wc: ib.WCBindMW, types: onRC | onUC, local: true, data: dataNone},
 	ib.OpLocalInv:       {wc: ib.WCLocalInv, types: onRC | onUC, local: true, data: dataNone},
+	ib.OpConfigureMKey:  {wc: ib.WCConfigureMKey, types: onRC | onUC, local: true, data: dataNone},
 }
 
 // wqe is a send request in the queue. It holds no pointer, so that the
 // collector need not look at ten thousand idle queues. What a bind is made of
-// lies in fields that it has no other use for: see setBind.
+// lies in fields that it has no other use for: see setBind; and so does what an
+// indirect key is made of, but for its pieces, which wait in their own queue.
 type wqe struct {
 	id         uint64
 	remote     uint64
@@ -103,6 +105,7 @@ type sendQueue struct {
 	inline []byte
 	flows  []*train.Flow // UD: where each goes
 	addrPD []uint32      // UD: the domain of its address handle
+	pieces pieceQueue    // of the indirect keys that are to be configured
 
 	max               uint32 // requests that fit; the ring may be larger
 	maxSGE, maxInline int
@@ -190,6 +193,11 @@ func (q *QP) postOne(wr *ib.SendWR) error {
 			return err
 		}
 	}
+	if wr.Op == ib.OpConfigureMKey {
+		if err := checkConfigure(wr.Configure); err != nil {
+			return err
+		}
+	}
 	if q.half == initiator && wr.RemoteSRQN >= 1<<24 {
 		return ib.Errorf("post_send", syscall.EINVAL, "remote_srqn %#x is longer than 24 bits", wr.RemoteSRQN)
 	}
@@ -211,6 +219,10 @@ func (q *QP) postOne(wr *ib.SendWR) error {
 	}
 	if wr.Op == ib.OpBindMW {
 		w.setBind(&wr.Bind)
+	}
+	if wr.Op == ib.OpConfigureMKey {
+		w.setConfigure(wr.Configure)
+		s.pieces.add(wr.Configure)
 	}
 	if q.half == initiator {
 		w.qpn = wr.RemoteSRQN

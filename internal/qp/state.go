@@ -334,6 +334,7 @@ func (q *QP) reset() {
 	q.sq.head = q.sq.tail           // numbers go on, so that a late Sent finds nothing
 	q.sq.freed = new(atomic.Uint32) // a completion of before frees nothing
 	q.sq.freed.Store(q.sq.tail)
+	q.sq.pieces.clear()
 	for i := range q.sq.flows {
 		q.sq.flows[i] = nil
 	}

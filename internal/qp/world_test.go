@@ -66,6 +66,7 @@ type end struct {
 	recv    *queue.Recv
 	regions map[string]*region
 	windows map[string]*mem.Window
+	mkeys   map[string]*mem.MKey
 	srqs    map[uint32]*SharedQueue
 	wire    []*train.Train // on the way to this end
 	credits *Credits
@@ -123,6 +124,7 @@ type setup struct {
 	signalAll, srq      bool
 	qkey, recvPD        uint32
 	memory              int // bytes of the region "mem"
+	scatter             Scatter
 }
 
 // usual is what most tests want.
@@ -145,7 +147,7 @@ func orDefault[T comparable](v, def T) T {
 
 // newEnd makes an end with its queue pair in RESET.
 func (w *world) newEnd(name string, s setup) *end {
-	e := &end{w: w, name: name, lazy: w.lazy, regions: map[string]*region{}, windows: map[string]*mem.Window{}, srqs: map[uint32]*SharedQueue{}, state: ib.QPReset}
+	e := &end{w: w, name: name, lazy: w.lazy, regions: map[string]*region{}, windows: map[string]*mem.Window{}, mkeys: map[string]*mem.MKey{}, srqs: map[uint32]*SharedQueue{}, state: ib.QPReset}
 	host, seed := byte(1), uint64(101)
 	if name == "b" {
 		host, seed = 2, 202
@@ -169,7 +171,8 @@ func (w *world) newEnd(name string, s setup) *end {
 	e.srqs[testSRQ] = &SharedQueue{Number: testSRQ, Domain: testXRCD, PD: testPD, Recv: e.recv, CQ: e.recvCQ}
 	cfg := Config{Type: s.typ, Number: 0x10 * uint32(host), PD: testPD, Cap: c, SignalAll: s.signalAll,
 		SendCQ: e.sendCQ, RecvCQ: e.recvCQ, Recv: e.recv, Shared: s.srq, RecvPD: s.recvPD,
-		Table: e.table, Event: e.event}
+		Table: e.table, Event: e.event, Scatter: s.scatter}
+	cfg.ScatterFailed = func(f mem.Fault) uint16 { return e.q.ScatterBroke(f) }
 	switch s.typ { // as a device does it
 	case ib.XRCSend:
 		cfg.RecvCQ, cfg.Recv, cfg.RecvPD = nil, nil, 0

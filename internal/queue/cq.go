@@ -27,6 +27,9 @@ type CQ struct {
 	ring  []entry
 	head  int // the oldest entry
 	armed arming
+
+	late     []Late // bytes that wait beside their completions, by number less 1
+	lateFree uint32 // a place there that is free; 0: none
 }
 
 // entry is a completion in the ring. A send request keeps its place in the send
@@ -36,6 +39,7 @@ type entry struct {
 	freed *atomic.Uint32
 	upto  uint32
 	at    int64
+	late  uint32 // the number of the bytes that are to be placed; 0: none
 }
 
 type arming uint8
@@ -60,15 +64,15 @@ func (c *CQ) Cap() int {
 // or before: the completion is lost then, as it would be in hardware.
 // Solicited completions, and failed ones, raise the event of a queue that is
 // armed for solicited completions (IBA 11.4.2.2).
-func (c *CQ) Push(wc *ib.WC, solicited bool) bool { return c.push(wc, solicited, nil, 0) }
+func (c *CQ) Push(wc *ib.WC, solicited bool) bool { return c.push(wc, solicited, nil, 0, nil) }
 
 // PushSend appends the completion of a send request; freed becomes upto when it
 // is polled.
 func (c *CQ) PushSend(wc *ib.WC, freed *atomic.Uint32, upto uint32) bool {
-	return c.push(wc, false, freed, upto)
+	return c.push(wc, false, freed, upto, nil)
 }
 
-func (c *CQ) push(wc *ib.WC, solicited bool, freed *atomic.Uint32, upto uint32) bool {
+func (c *CQ) push(wc *ib.WC, solicited bool, freed *atomic.Uint32, upto uint32, l *Late) bool {
 	at := int64(0)
 	if c.Clock != nil {
 		at = c.Clock()
@@ -83,7 +87,11 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *atomic.Uint32, upto uint32) 
 		}
 		return false
 	}
-	c.ring[wrap(c.head+n, len(c.ring))] = entry{*wc, freed, upto, at}
+	late := uint32(0)
+	if l != nil {
+		late = c.keepLocked(l)
+	}
+	c.ring[wrap(c.head+n, len(c.ring))] = entry{*wc, freed, upto, at, late}
 	c.count.Store(int64(n + 1))
 	fire := c.armed == armedNext || c.armed == armedSolicited && (solicited || wc.Status != ib.WCSuccess)
 	if fire {
@@ -107,7 +115,7 @@ func (c *CQ) PollTimes(out []ib.WC, at []int64) int {
 	c.mu.Lock()
 	count := int(c.count.Load())
 	n := min(len(out), count)
-	for i := range n {
+	for i := 0; i < n; i++ {
 		e := &c.ring[c.head]
 		out[i] = e.wc
 		if at != nil {
@@ -117,6 +125,13 @@ func (c *CQ) PollTimes(out []ib.WC, at []int64) int {
 			e.freed.Store(e.upto)
 		}
 		c.head = wrap(c.head+1, len(c.ring))
+		if late := e.late; late != 0 {
+			// Others may push and poll meanwhile.
+			c.count.Store(int64(count - i - 1))
+			c.place(&out[i], late)
+			count = int(c.count.Load()) + i + 1
+			n = min(len(out), count)
+		}
 	}
 	c.count.Store(int64(count - n))
 	c.mu.Unlock()
@@ -170,6 +185,8 @@ func (c *CQ) Remove(qpn uint32) {
 		if e.wc.QPN != qpn {
 			c.ring[wrap(c.head+kept, len(c.ring))] = e
 			kept++
+		} else {
+			c.dropLocked(e.late)
 		}
 	}
 	for i := kept; i < count; i++ {

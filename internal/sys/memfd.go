@@ -88,6 +88,38 @@ func MapMemfd(fd, size int) ([]byte, error) {
 	return b, nil
 }
 
+// MapMemfdRead maps all of a memory file, shared, for reading. The descriptor comes
+// from somebody else: it is refused unless the file cannot become shorter.
+func MapMemfdRead(fd int) ([]byte, error) {
+	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	if err != nil {
+		return nil, fmt.Errorf("not a memory file: %w", err)
+	}
+	if seals&unix.F_SEAL_SHRINK == 0 {
+		return nil, fmt.Errorf("seals are %#x, must include %#x: %w", seals, unix.F_SEAL_SHRINK, unix.EPERM)
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return nil, fmt.Errorf("fstat: %w", err)
+	}
+	if st.Size <= 0 || st.Size > maxMapping {
+		return nil, fmt.Errorf("memory file of %d bytes: %w", st.Size, unix.EINVAL)
+	}
+	b, err := unix.Mmap(fd, 0, int(st.Size), unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		return nil, fmt.Errorf("mmap of %d bytes: %w", st.Size, err)
+	}
+	return b, nil
+}
+
+// maxMapping is more than any process can map.
+const maxMapping = 1 << 47
+
+// ReopenRead returns another descriptor of a file, which can only be read from.
+func ReopenRead(fd int) (int, error) {
+	return unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDONLY|unix.O_CLOEXEC, 0)
+}
+
 // Unmap gives up a mapping. Nobody may touch it any more.
 func Unmap(b []byte) error { return unix.Munmap(b) }
 

@@ -9,6 +9,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verbena-rdma/verbena/internal/sys/modetest"
 )
 
 func TestPagingSupport(t *testing.T) {
@@ -97,45 +99,9 @@ func TestPagingUnprivileged(t *testing.T) {
 	runChild(t, "unprivileged", 65534)
 }
 
-// forbid makes system calls fail from now on, in all threads: each rule is a number,
-// which argument, its value (of 32 bits; argument -1: any), and an errno.
-func forbid(rules ...forbidden) error {
-	var code []unix.SockFilter
-	load := func(offset uint32) {
-		code = append(code, unix.SockFilter{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: offset})
-	}
-	equal := func(value uint32, skip uint8) {
-		code = append(code, unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: value, Jf: skip})
-	}
-	for _, r := range rules {
-		load(0)
-		if r.arg < 0 {
-			equal(uint32(r.nr), 1)
-		} else {
-			equal(uint32(r.nr), 3)
-			load(16 + 8*uint32(r.arg)) // the lower half, on a little-endian machine
-			equal(r.value, 1)
-		}
-		code = append(code, unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: unix.SECCOMP_RET_ERRNO | uint32(r.errno)})
-	}
-	code = append(code, unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: unix.SECCOMP_RET_ALLOW})
-	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
-		return err
-	}
-	program := unix.SockFprog{Len: uint16(len(code)), Filter: &code[0]}
-	return errnoOrNil(unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, unix.SECCOMP_FILTER_FLAG_TSYNC, uintptr(unsafe.Pointer(&program))))
-}
-
-type forbidden struct {
-	nr    int
-	arg   int
-	value uint32
-	errno syscall.Errno
-}
-
 // seccompChild is in a container whose profile forbids userfaultfd.
 func seccompChild(errno syscall.Errno) error {
-	if err := forbid(forbidden{unix.SYS_USERFAULTFD, -1, 0, errno}); err != nil {
+	if err := modetest.Forbid(modetest.Rule{Number: unix.SYS_USERFAULTFD, Arg: -1, Value: 0, Errno: errno}); err != nil {
 		return err
 	}
 	var bad problems
@@ -163,12 +129,12 @@ func TestPagingSeccomp(t *testing.T) {
 // oldKernelChild is on a kernel that lacks the newer calls, as far as seccomp can
 // pretend that: everything that has another way still works.
 func oldKernelChild() error {
-	if err := forbid(
-		forbidden{unix.SYS_IOCTL, 1, procmapQuery, unix.ENOTTY},
-		forbidden{unix.SYS_IOCTL, 1, pagemapScan, unix.ENOTTY},
-		forbidden{unix.SYS_IOCTL, 1, uffdioAPI, unix.EINVAL},
-		forbidden{unix.SYS_MADVISE, 2, unix.MADV_POPULATE_READ, unix.EINVAL},
-		forbidden{unix.SYS_MADVISE, 2, unix.MADV_POPULATE_WRITE, unix.EINVAL},
+	if err := modetest.Forbid(
+		modetest.Rule{Number: unix.SYS_IOCTL, Arg: 1, Value: procmapQuery, Errno: unix.ENOTTY},
+		modetest.Rule{Number: unix.SYS_IOCTL, Arg: 1, Value: pagemapScan, Errno: unix.ENOTTY},
+		modetest.Rule{Number: unix.SYS_IOCTL, Arg: 1, Value: uffdioAPI, Errno: unix.EINVAL},
+		modetest.Rule{Number: unix.SYS_MADVISE, Arg: 2, Value: unix.MADV_POPULATE_READ, Errno: unix.EINVAL},
+		modetest.Rule{Number: unix.SYS_MADVISE, Arg: 2, Value: unix.MADV_POPULATE_WRITE, Errno: unix.EINVAL},
 	); err != nil {
 		return err
 	}

@@ -32,6 +32,9 @@ type Constructor struct {
 	// Window, if not 0, has everything done through windows of that type on
 	// the memory, and not by its regions' own keys (windows.go).
 	Window ib.MWType
+	// Shape, if not 0, has everything done through indirect keys of that shape that
+	// stand on the memory (indirect.go).
+	Shape Shape
 }
 
 // Memory is a piece of memory under test.
@@ -77,6 +80,10 @@ func Run(t *testing.T, mk Constructor) {
 	if mk.Window != 0 {
 		tests = slices.DeleteFunc(tests, func(test test) bool { return !throughWindows(test.name, mk.Window) })
 		tests = append(tests, windowTests...)
+	}
+	if mk.Shape != 0 {
+		tests = slices.DeleteFunc(tests, func(test test) bool { return !throughIndirect(test.name) })
+		tests = append(tests, indirectTests...)
 	}
 	for _, test := range tests {
 		t.Run(mk.Name+"/"+test.name, func(t *testing.T) {
@@ -131,8 +138,9 @@ func newEnv(t *testing.T, mk Constructor) *env {
 type region struct {
 	*mem.Region
 	Memory
-	watch  *watched
-	window *window // not nil: Region is the window's key
+	watch    *watched
+	window   *window   // not nil: Region is the window's key
+	indirect *indirect // not nil: Region is the indirect key
 }
 
 // watched is a backing whose calls are watched.
@@ -187,8 +195,11 @@ func (e *env) register(n uint64, cfg mem.RegionConfig) *region {
 	if e.mk.Window != 0 {
 		return e.registerWindow(n, cfg)
 	}
+	if e.mk.Shape != 0 {
+		return e.registerIndirect(n, cfg)
+	}
 	r, m, c := e.registerRegion(n, cfg)
-	reg := &region{r, m, c, nil}
+	reg := &region{Region: r, Memory: m, watch: c}
 	e.regions = append(e.regions, reg)
 	return reg
 }
@@ -235,6 +246,10 @@ func (e *env) finish() {
 		}
 		if err := r.Close(); err != nil {
 			e.t.Errorf("second Close: %v", err)
+		}
+		if r.indirect != nil {
+			r.indirect.check(e.t)
+			continue
 		}
 		if r.watch.closes != 1 {
 			e.t.Errorf("the backing was closed %d times", r.watch.closes)

@@ -119,6 +119,9 @@ func (e *env) bind(r *region, access ib.Access, n uint64) mem.Fault {
 
 // Close closes a region of the suite, and what is behind it.
 func (r *region) Close() error {
+	if r.indirect != nil {
+		return r.indirect.close()
+	}
 	if r.window == nil {
 		return r.Region.Close()
 	}
@@ -233,7 +236,7 @@ func testWindowQP(t *testing.T, e *env) {
 func testWindowBusy(t *testing.T, e *env) {
 	r := e.all(page)
 	w := r.window
-	same := mem.RegionConfig{PD: domain, Access: w.parent.Access(), IOVA: w.parent.IOVA(), Length: w.parent.Length(), Backing: r.watch}
+	same := mem.RegionConfig{PD: domain, Access: w.parent.Access(), IOVA: w.parent.IOVA(), Length: w.parent.Length(), Backing: w.parent.Backing()}
 	for range 2 {
 		if err := w.parent.Close(); !errors.Is(err, syscall.EBUSY) || w.parent.Closed() {
 			t.Fatalf("Close of a region with a window: %v", err)

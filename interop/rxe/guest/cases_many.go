@@ -90,7 +90,7 @@ func (s *scene) lossy(op verbs.Opcode) error {
 	if err != nil {
 		return err
 	}
-	for round := range 10 {
+	for round := range 100 { // a train is lost as a whole, and 1 % of few may be none
 		if err := s.streamBetween(i, t, c.depth, streaming{op: op, size: 40_000, count: 16}); err != nil {
 			return err
 		}

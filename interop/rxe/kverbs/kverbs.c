@@ -695,7 +695,10 @@ static void do_send(void)
 		wr.wr.rdma.rkey = num("rkey", 0);
 	}
 	struct ibv_send_wr *bad;
-	done(ibv_post_send(qp, &wr, &bad), "post_send");
+	int rc = ibv_post_send(qp, &wr, &bad);
+	if (!rc && wr.opcode == IBV_WR_BIND_MW)
+		wr.bind_mw.mw->rkey = wr.bind_mw.rkey; /* left to the program, and what the next bind is checked against */
+	done(rc, "post_send");
 }
 
 /* begin opens a list of extended requests, with one of them announced. */
@@ -818,12 +821,12 @@ static void do_dealloc_mw(void) { GONE(mws, ibv_dealloc_mw); }
 /* clear destroys everything but the device, users before what they use. */
 static void do_clear(void)
 {
+	SWEEP(mws, ibv_dealloc_mw); /* a bound one keeps its queue pair */
 	SWEEP(qps, ibv_destroy_qp);
 	SWEEP(ahs, ibv_destroy_ah);
 	SWEEP(srqs, ibv_destroy_srq);
 	SWEEP(cqs, ibv_destroy_cq);
 	SWEEP(chans, ibv_destroy_comp_channel);
-	SWEEP(mws, ibv_dealloc_mw);
 	SWEEP(mrs, ibv_dereg_mr);
 	SWEEP(pds, ibv_dealloc_pd);
 	for (int i = 0; i < MAX_ID; i++)

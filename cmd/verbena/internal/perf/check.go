@@ -25,7 +25,7 @@ func (r *rig) begin() {
 		return
 	}
 	r.fillTx(phaseMeasure)
-	clear(r.rx)
+	clear(r.rx.bytes)
 }
 
 // sent returns how many messages each queue pair has sent so far.

@@ -114,7 +114,7 @@ func (m *initiator) pingPongMemory(l limit) (span, error) {
 // writeNumbered writes a message with the number seq and waits until the write
 // has completed.
 func (r *rig) writeNumbered(f *flow, seq byte) error {
-	r.tx[r.p.Size-1] = seq
+	r.tx.bytes[r.p.Size-1] = seq
 	if _, err := f.qp.PostSend(f.sends); err != nil {
 		return err
 	}
@@ -125,7 +125,7 @@ func (r *rig) writeNumbered(f *flow, seq byte) error {
 // watch waits for the message with the number seq. It polls no queue: that the
 // message arrives is the device's business.
 func (r *rig) watch(seq byte) error {
-	for word.LoadByte(r.rx, r.p.Size-1) != seq {
+	for word.LoadByte(r.rx.bytes, r.p.Size-1) != seq {
 		if err := r.idle.wait(watchTurns); err != nil {
 			return err
 		}

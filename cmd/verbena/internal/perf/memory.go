@@ -2,121 +2,121 @@ package perf
 
 import (
 	"errors"
-	"runtime"
-	"time"
+	"fmt"
 
+	"github.com/verbena-rdma/verbena/cmd/verbena/internal/sys"
+	"github.com/verbena-rdma/verbena/cmd/verbena/internal/word"
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// What peers may do to the two buffers.
-const (
-	txRights = verbs.AccessRemoteRead
-	rxRights = verbs.AccessRemoteWrite | verbs.AccessRemoteAtomic
-)
+// memKind is a kind of memory: how a buffer of it is made, of at least n bytes and
+// in whole pages, with some rights.
+type memKind struct {
+	name string
+	make func(dev *verbs.Device, pd *verbs.PD, n int, access verbs.Access) (buffer, error)
+}
 
-// makeMemory makes the two buffers, of at least n bytes, and registers them. They
-// start on a cache line, and end on one.
-func (r *rig) makeMemory(dev *verbs.Device, n int) (err error) {
-	n = (n + 4095) &^ 4095 // Go aligns an allocation of whole pages to at least that
-	register := func(access verbs.Access) (*verbs.MR, []byte, error) {
-		if r.p.Mem == MemShared {
-			mr, err := r.pd.AllocMR(n, access)
-			if err != nil {
-				return nil, nil, err
-			}
-			return mr, mr.Bytes(), nil
+// memKinds are the kinds of memory that can be measured. The first is the
+// default.
+var memKinds = []memKind{
+	{"pinned", mapped((*verbs.PD).RegMR)},
+	{"odp", mapped(func(pd *verbs.PD, b []byte, access verbs.Access) (*verbs.MR, error) {
+		return pd.RegMR(b, access|verbs.AccessOnDemand)
+	})},
+	{"implicit", mapped(func(pd *verbs.PD, _ []byte, access verbs.Access) (*verbs.MR, error) {
+		return pd.RegImplicitMR(access | verbs.AccessOnDemand)
+	})},
+	{"mw", windowed},
+	{"shared", allocated},
+}
+
+// MemKinds returns the names of the kinds of memory that can be measured.
+func MemKinds() []string {
+	var names []string
+	for i := range memKinds {
+		names = append(names, memKinds[i].name)
+	}
+	return names
+}
+
+// memKindOf returns the kind with a name, or nil.
+func memKindOf(name string) *memKind {
+	for i := range memKinds {
+		if memKinds[i].name == name {
+			return &memKinds[i]
 		}
-		buf := make([]byte, n)
-		mr, err := r.pd.RegMR(buf, access)
-		return mr, buf, err
-	}
-	tx, rx := txRights, verbs.AccessLocalWrite|rxRights
-	if r.p.Mem == MemWindow { // then only the windows let peers in
-		tx, rx = verbs.AccessMWBind, verbs.AccessMWBind|verbs.AccessLocalWrite
-	}
-	if r.txMR, r.tx, err = register(tx); err != nil {
-		return err
-	}
-	if r.rxMR, r.rx, err = register(rx); err != nil {
-		return err
-	}
-	if r.p.Mem == MemWindow {
-		return r.windows.open(dev, r.pd, r.txMR, r.rxMR)
 	}
 	return nil
 }
 
-// windows are what the peer's requests go through, if anything: windows of type 1,
-// which serve all queue pairs. They are bound before those are connected, so on one
-// that is connected to itself and has nothing else to do.
-type windows struct {
-	cq     *verbs.CQ
-	qp     *verbs.QP
-	tx, rx *verbs.MW
+// buffer is registered memory.
+type buffer struct {
+	bytes  []byte
+	addr   uint64 // of the first byte, in requests
+	mr     *verbs.MR
+	rkey   uint32       // what the peer gets
+	window *window      // what the peer's requests go through; nil: the region itself
+	free   func() error // gives the memory back; nil: nothing is to be done
 }
 
-func (w *windows) open(dev *verbs.Device, pd *verbs.PD, tx, rx *verbs.MR) (err error) {
-	if w.cq, err = dev.CreateCQ(2, nil); err != nil {
-		return err
-	}
-	w.qp, err = pd.CreateQP(&verbs.QPConfig{Type: verbs.RC, SendCQ: w.cq, RecvCQ: w.cq, Cap: verbs.QPCap{MaxSendWR: 2}})
-	if err != nil {
-		return err
-	}
-	if err = w.qp.Connect(w.qp.Endpoint(), nil); err != nil {
-		return err
-	}
-	if w.tx, err = pd.AllocMW(verbs.MWType1); err != nil {
-		return err
-	}
-	if w.rx, err = pd.AllocMW(verbs.MWType1); err != nil {
-		return err
-	}
-	return errors.Join(w.bind(w.tx, tx, txRights), w.bind(w.rx, rx, rxRights))
+// sge names n bytes from off on.
+func (b *buffer) sge(off, n int) verbs.SGE {
+	return verbs.SGE{Addr: b.addr + uint64(off), Length: uint32(n), LKey: b.mr.LKey()}
 }
 
-// bind binds a window to all of a region.
-func (w *windows) bind(mw *verbs.MW, mr *verbs.MR, access verbs.Access) error {
-	if _, err := w.qp.BindMW(mw, 0, verbs.SendSignaled, mw.Bind(mr, 0, int(mr.Length()), access)); err != nil {
-		return err
-	}
-	var wc [1]verbs.WC
-	for start := time.Now(); time.Since(start) < stallLimit; runtime.Gosched() {
-		n, err := w.cq.Poll(wc[:])
-		if err != nil {
-			return err
-		}
-		if n > 0 {
-			return wc[0].Err()
-		}
-	}
-	return errors.New("stalled: a memory window is not bound")
-}
-
-// txKey and rxKey are the keys that the peer gets: the windows', or the regions'
-// own.
-func (w *windows) txKey(mr *verbs.MR) uint32 { return keyOf(w.tx, mr) }
-func (w *windows) rxKey(mr *verbs.MR) uint32 { return keyOf(w.rx, mr) }
-
-func keyOf(mw *verbs.MW, mr *verbs.MR) uint32 {
-	if mw != nil {
-		return mw.RKey()
-	}
-	return mr.RKey()
-}
-
-func (w *windows) close() error {
+func (b *buffer) close() error {
 	var errs []error
-	for _, mw := range []*verbs.MW{w.tx, w.rx} {
-		if mw != nil {
-			errs = append(errs, mw.Close())
-		}
+	if b.window != nil {
+		errs = append(errs, b.window.close())
 	}
-	if w.qp != nil {
-		errs = append(errs, w.qp.Close())
+	if b.mr != nil {
+		errs = append(errs, b.mr.Close())
 	}
-	if w.cq != nil {
-		errs = append(errs, w.cq.Close())
+	if b.free != nil {
+		errs = append(errs, b.free())
 	}
 	return errors.Join(errs...)
+}
+
+// mapped makes buffers of fresh pages outside the Go heap, as most programs that
+// care have them, and registers them in some way. Kinds of memory that differ in
+// nothing but their registration so have the same bytes to move.
+func mapped(register func(*verbs.PD, []byte, verbs.Access) (*verbs.MR, error)) func(*verbs.Device, *verbs.PD, int, verbs.Access) (buffer, error) {
+	return func(_ *verbs.Device, pd *verbs.PD, n int, access verbs.Access) (buffer, error) {
+		bytes, err := sys.Map(n)
+		if err != nil {
+			return buffer{}, fmt.Errorf("mmap of %d bytes: %w", n, err)
+		}
+		b := buffer{bytes: bytes, addr: uint64(word.Addr(bytes)), free: func() error { return sys.Unmap(bytes) }}
+		if b.mr, err = register(pd, bytes, access); err != nil {
+			return buffer{}, errors.Join(err, b.close())
+		}
+		b.rkey = b.mr.RKey()
+		return b, nil
+	}
+}
+
+// allocated makes buffers of memory that the library allocates.
+func allocated(_ *verbs.Device, pd *verbs.PD, n int, access verbs.Access) (buffer, error) {
+	mr, err := pd.AllocMR((n+4095)&^4095, access)
+	if err != nil {
+		return buffer{}, err
+	}
+	return buffer{bytes: mr.Bytes(), addr: mr.Addr(), mr: mr, rkey: mr.RKey()}, nil
+}
+
+// windowed makes pinned buffers that peers reach through memory windows, and in no
+// other way.
+func windowed(dev *verbs.Device, pd *verbs.PD, n int, access verbs.Access) (buffer, error) {
+	pinned := mapped((*verbs.PD).RegMR)
+	b, err := pinned(dev, pd, n, access&verbs.AccessLocalWrite|verbs.AccessMWBind)
+	if err != nil {
+		return b, err
+	}
+	b.window = new(window)
+	if err := b.window.open(dev, pd, b.mr, access&^verbs.AccessLocalWrite); err != nil {
+		return buffer{}, errors.Join(err, b.close())
+	}
+	b.rkey = b.window.mw.RKey()
+	return b, nil
 }

@@ -8,7 +8,7 @@
 //  1. params.go: what to measure; both sides validate it
 //  2. side.go: the side channel, lines of JSON in both directions
 //  3. rig.go: buffers, regions and queue pairs of one side, and how the two
-//     sides connect; memory.go: what the buffers are made of
+//     sides connect; memory.go: the kinds of memory that buffers are made of
 //  4. initiator.go: the phases: connect, warm up, measure, check, report
 //  5. bandwidth.go, latency.go: the initiator's loops, which allocate nothing
 //  6. target.go: the other side's phases and loops
@@ -17,7 +17,6 @@ package perf
 
 import (
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 
@@ -59,15 +58,6 @@ const (
 	PollCQ Poll = "cq"
 	// PollMemory watches the last byte of the buffer, as ib_write_lat does.
 	PollMemory Poll = "memory"
-)
-
-// MemKinds are the kinds of memory that can be measured; memory.go makes them.
-var MemKinds = []string{MemPinned, MemWindow, MemShared}
-
-const (
-	MemPinned = "pinned" // buffers of the program
-	MemWindow = "mw"     // the same, which the peer reaches through memory windows
-	MemShared = "shared" // memory that the library has allocated
 )
 
 // Limits of what a peer may ask for: it is a stranger on a TCP port.
@@ -132,7 +122,7 @@ func (p *Params) Complete() error {
 		p.QPs = 1
 	}
 	if p.Mem == "" {
-		p.Mem = MemKinds[0]
+		p.Mem = memKinds[0].name
 	}
 	if p.Poll == "" {
 		p.Poll = PollCQ
@@ -177,8 +167,8 @@ func (p *Params) validate() error {
 		return fmt.Errorf("batch %d: want a power of two", p.Batch)
 	case p.MTU != 0 && mtuOf(p.MTU) == 0:
 		return fmt.Errorf("mtu %d: want 256, 512, 1024, 2048 or 4096", p.MTU)
-	case !slices.Contains(MemKinds, p.Mem):
-		return fmt.Errorf("mem %q: want one of %s", p.Mem, strings.Join(MemKinds, ", "))
+	case memKindOf(p.Mem) == nil:
+		return fmt.Errorf("mem %q: want one of %s", p.Mem, strings.Join(MemKinds(), ", "))
 	case p.Poll != PollCQ && p.Poll != PollMemory:
 		return fmt.Errorf("poll %q: want cq or memory", p.Poll)
 	case p.Poll == PollMemory && (p.Op != OpWrite || !p.Lat):

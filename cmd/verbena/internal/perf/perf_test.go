@@ -118,7 +118,7 @@ func rigFor(t *testing.T, p Params, base, posted uint64) *rig {
 		t.Fatal(err)
 	}
 	bytes := p.QPs * p.slots() * p.stride()
-	r := &rig{p: p, op: opTable[p.Op], tx: make([]byte, bytes), rx: make([]byte, bytes)}
+	r := &rig{p: p, op: opTable[p.Op], tx: buffer{bytes: make([]byte, bytes)}, rx: buffer{bytes: make([]byte, bytes)}}
 	for range p.QPs {
 		r.flows = append(r.flows, &flow{base: base, posted: posted})
 	}
@@ -127,7 +127,7 @@ func rigFor(t *testing.T, p Params, base, posted uint64) *rig {
 	} else {
 		r.fillTx(phaseMeasure)
 	}
-	copy(r.rx, r.tx)
+	copy(r.rx.bytes, r.tx.bytes)
 	return r
 }
 
@@ -171,7 +171,7 @@ func TestCheckNotices(t *testing.T) {
 				if err := check(); err != nil {
 					t.Fatalf("%s: right data: %v", p.Op, err)
 				}
-				r.rx[tt.wrong] ^= 0x80
+				r.rx.bytes[tt.wrong] ^= 0x80
 				if err := check(); (err != nil) != tt.noticed {
 					t.Errorf("%s: a wrong byte: %v", p.Op, err)
 				}
@@ -180,20 +180,20 @@ func TestCheckNotices(t *testing.T) {
 	}
 	t.Run("atomic", func(t *testing.T) {
 		r := rigFor(t, Params{Op: OpAtomic, QPs: 2}, 0, 5)
-		clear(r.rx)
-		r.rx[0], r.rx[r.offset(1, 0)] = 5, 5
+		clear(r.rx.bytes)
+		r.rx.bytes[0], r.rx.bytes[r.offset(1, 0)] = 5, 5
 		if err := r.checkTarget(r.sent()); err != nil {
 			t.Error(err)
 		}
-		r.rx[r.offset(1, 0)] = 4
+		r.rx.bytes[r.offset(1, 0)] = 4
 		if r.checkTarget(r.sent()) == nil {
 			t.Error("a lost addition is not noticed at the target")
 		}
-		r.rx[0], r.rx[r.offset(1, 0)] = 4, 4
+		r.rx.bytes[0], r.rx.bytes[r.offset(1, 0)] = 4, 4
 		if err := r.checkInitiator(); err != nil {
 			t.Error(err)
 		}
-		r.rx[0] = 3
+		r.rx.bytes[0] = 3
 		if r.checkInitiator() == nil {
 			t.Error("a lost addition is not noticed at the initiator")
 		}
@@ -208,7 +208,7 @@ func TestCheckFailsMeasurement(t *testing.T) {
 	if err := p.Complete(); err != nil {
 		t.Fatal(err)
 	}
-	corrupt = func(r *rig) { r.tx[100] ^= 1 }
+	corrupt = func(r *rig) { r.tx.bytes[100] ^= 1 }
 	defer func() { corrupt = nil }()
 	res, err := Local(t.Context(), a, b, p, nil)
 	if res != nil || err == nil || !strings.Contains(err.Error(), "check failed at the target: queue pair 0, slot 0: byte 100 of 4096") {

@@ -19,15 +19,13 @@ type rig struct {
 	op   opInfo
 	side *SideChannel
 
-	pd         *verbs.PD
-	cq         *verbs.CQ
-	tx, rx     []byte
-	txMR, rxMR *verbs.MR
-	windows    windows // between the peer and the regions, if wanted
-	flows      []*flow
-	recvDepth  int // receives of each queue pair
-	wcs        []verbs.WC
-	idle       idler
+	pd        *verbs.PD
+	cq        *verbs.CQ
+	tx, rx    buffer
+	flows     []*flow
+	recvDepth int // receives of each queue pair
+	wcs       []verbs.WC
+	idle      idler
 }
 
 // flow is a queue pair with its requests, made once and posted again and again.
@@ -69,7 +67,12 @@ func newRig(dev *verbs.Device, side *SideChannel, p Params) (_ *rig, err error) 
 		return nil, err
 	}
 	bytes := p.QPs * p.slots() * p.stride()
-	if err = r.makeMemory(dev, bytes); err != nil {
+	kind := memKindOf(p.Mem)
+	if r.tx, err = kind.make(dev, r.pd, bytes, verbs.AccessRemoteRead); err != nil {
+		return nil, err
+	}
+	const sink = verbs.AccessLocalWrite | verbs.AccessRemoteWrite | verbs.AccessRemoteAtomic
+	if r.rx, err = kind.make(dev, r.pd, bytes, sink); err != nil {
 		return nil, err
 	}
 	sendQueue := p.Depth
@@ -100,9 +103,9 @@ func inlineOf(p Params) int {
 }
 
 // slot returns one slot of a queue pair in one of the buffers.
-func (r *rig) slot(buf []byte, qp, slot int) []byte {
+func (r *rig) slot(buf buffer, qp, slot int) []byte {
 	off := r.offset(qp, slot)
-	return buf[off : off+r.p.Size]
+	return buf.bytes[off : off+r.p.Size]
 }
 
 func (r *rig) offset(qp, slot int) int { return (qp*r.p.slots() + slot) * r.p.stride() }
@@ -114,8 +117,8 @@ func (r *rig) offer(dev *verbs.Device) (*offer, error) {
 		return nil, err
 	}
 	o := &offer{
-		TxAddr: r.txMR.Addr(), TxKey: r.windows.txKey(r.txMR),
-		RxAddr: r.rxMR.Addr(), RxKey: r.windows.rxKey(r.rxMR),
+		TxAddr: r.tx.addr, TxKey: r.tx.rkey,
+		RxAddr: r.rx.addr, RxKey: r.rx.rkey,
 		MTU: port.ActiveMTU.Bytes(), Device: dev.Addr().String(),
 	}
 	for _, f := range r.flows {
@@ -161,9 +164,9 @@ func (r *rig) makeSends(i int, f *flow, peer *offer) {
 		case r.p.Inline:
 			wr.Inline = r.slot(r.tx, i, k%slots)
 		case r.op.returns:
-			wr.SGL = []verbs.SGE{r.rxMR.SGE(off, r.p.Size)}
+			wr.SGL = []verbs.SGE{r.rx.sge(off, r.p.Size)}
 		default:
-			wr.SGL = []verbs.SGE{r.txMR.SGE(off, r.p.Size)}
+			wr.SGL = []verbs.SGE{r.tx.sge(off, r.p.Size)}
 		}
 		switch r.p.Op {
 		case OpRead:
@@ -190,7 +193,7 @@ func (r *rig) makeRecvs(i int, f *flow) error {
 	for k := range f.recvs {
 		f.recvs[k].ID = uint64(i)
 		if r.p.Op == OpSend { // a WRITE with immediate brings its own address
-			f.recvs[k].SGL = []verbs.SGE{r.rxMR.SGE(r.offset(i, k), r.p.Size)}
+			f.recvs[k].SGL = []verbs.SGE{r.rx.sge(r.offset(i, k), r.p.Size)}
 		}
 	}
 	return f.postRecvs(r.recvDepth)
@@ -233,13 +236,7 @@ func (r *rig) close() error {
 	if r.cq != nil {
 		errs = append(errs, r.cq.Close())
 	}
-	errs = append(errs, r.windows.close())
-	if r.txMR != nil {
-		errs = append(errs, r.txMR.Close())
-	}
-	if r.rxMR != nil {
-		errs = append(errs, r.rxMR.Close())
-	}
+	errs = append(errs, r.tx.close(), r.rx.close())
 	if r.pd != nil {
 		errs = append(errs, r.pd.Close())
 	}
@@ -247,21 +244,31 @@ func (r *rig) close() error {
 }
 
 // idler is what a loop does when there is nothing to do: mostly nothing, for a
-// hand-off would cost more than the wait; now and then it lets other goroutines
-// and threads run, for the one that is waited for may be among them; rarely it
-// looks whether waiting still makes sense.
+// hand-off would cost more than the wait; now and then it lets other threads run,
+// for the one that is waited for may need this processor; more rarely other
+// goroutines, unless there is but one processor for them: that makes the runtime
+// wake a thread to look for work; rarely it looks whether waiting still makes
+// sense.
 type idler struct {
 	side  *SideChannel
 	spins uint
 	since time.Time // when progress was last known; zero: just now
 }
 
-// How many turns of a loop without progress are a while, some 5 to 20 µs: polls
+// How many turns of a loop without progress are a while, some 20 to 50 µs: polls
 // of a completion queue, and looks at a byte in memory.
 const (
 	pollTurns  = 64
-	watchTurns = 1024
+	watchTurns = 16 << 10
 )
+
+// One while of so many is for goroutines too, and one for a look.
+const (
+	goschedOf = 16
+	lookOf    = 64
+)
+
+var oneProcessor = runtime.GOMAXPROCS(0) == 1
 
 // reset is for whoever made progress.
 func (w *idler) reset() { w.spins, w.since = 0, time.Time{} }
@@ -272,9 +279,11 @@ func (w *idler) wait(turns uint) error {
 	if w.spins%turns != 0 {
 		return nil
 	}
-	runtime.Gosched()
 	sys.Yield()
-	if w.spins%(64*turns) != 0 {
+	if oneProcessor || w.spins%(goschedOf*turns) == 0 {
+		runtime.Gosched()
+	}
+	if w.spins%(lookOf*turns) != 0 {
 		return nil
 	}
 	if err := w.side.err(); err != nil {

@@ -252,7 +252,7 @@ func (t *target) echoCQ() error {
 func (t *target) echoMemory() error {
 	f := t.flows[0]
 	for {
-		for word.LoadByte(t.rx, t.p.Size-1) != t.seq+1 {
+		for word.LoadByte(t.rx.bytes, t.p.Size-1) != t.seq+1 {
 			if t.side.pending() {
 				return nil
 			}

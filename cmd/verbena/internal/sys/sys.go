@@ -45,5 +45,52 @@ func StdFiles() (in, out *os.File, err error) {
 	return os.NewFile(uintptr(syscall.Stdin), "stdin"), os.NewFile(uintptr(syscall.Stdout), "stdout"), nil
 }
 
+// OwnDirectory wants a directory to be this user's, and nobody else's to write to.
+func OwnDirectory(dir string) error {
+	var st syscall.Stat_t
+	if err := syscall.Lstat(dir, &st); err != nil {
+		return err
+	}
+	switch {
+	case st.Mode&syscall.S_IFMT != syscall.S_IFDIR:
+		return syscall.ENOTDIR
+	case int(st.Uid) != os.Geteuid():
+		return fmt.Errorf("it belongs to another user (uid %d)", st.Uid)
+	case st.Mode&0o022 != 0:
+		return fmt.Errorf("others may write to it (mode %#o)", st.Mode&0o777)
+	}
+	return nil
+}
+
+// TryLock locks a file for as long as this process has it open, if nobody else
+// has.
+func TryLock(f *os.File) error {
+	for {
+		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if err != syscall.EINTR {
+			return err
+		}
+	}
+}
+
+// Map returns at least n bytes of fresh memory that is not Go's, in whole pages.
+func Map(n int) ([]byte, error) {
+	page := os.Getpagesize()
+	return syscall.Mmap(-1, 0, (n+page-1)/page*page, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANON)
+}
+
+// Unmap gives back what Map returned.
+func Unmap(b []byte) error { return syscall.Munmap(b) }
+
+// MapShared is Map for memory whose content lives apart from the mapping: what is
+// discarded comes back when it is accessed again, as from a file.
+func MapShared(n int) ([]byte, error) {
+	page := os.Getpagesize()
+	return syscall.Mmap(-1, 0, (n+page-1)/page*page, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_SHARED|syscall.MAP_ANON)
+}
+
+// Discard takes pages out of this process's page tables, as reclaim does.
+func Discard(b []byte) error { return syscall.Madvise(b, syscall.MADV_DONTNEED) }
+
 // Exec makes the process another program; it returns only if it cannot.
 func Exec(path string, args, env []string) error { return syscall.Exec(path, args, env) }

@@ -25,6 +25,13 @@ const (
 // eraseLine goes to the start of the line and empties it.
 const eraseLine = "\r\x1b[K"
 
+// home goes to the upper left corner; the others empty what follows.
+const (
+	home       = "\x1b[H"
+	eraseRest  = "\x1b[K"
+	eraseBelow = "\x1b[J"
+)
+
 // Printer writes lines and progress to one stream. It is not safe for
 // concurrent use.
 type Printer struct {
@@ -32,6 +39,7 @@ type Printer struct {
 	terminal bool
 	colour   bool
 	width    func() int
+	height   func() int
 	progress bool // a progress line stands at the bottom
 }
 
@@ -39,7 +47,7 @@ type Printer struct {
 // environment variable NO_COLOR, if not empty, turns colours off, and so does
 // TERM=dumb, which has no progress line either.
 func New(f *os.File) *Printer {
-	p := &Printer{w: f, width: func() int { return 80 }}
+	p := &Printer{w: f, width: func() int { return 80 }, height: func() int { return 24 }}
 	if term.IsTerminal(int(f.Fd())) && os.Getenv("TERM") != "dumb" {
 		p.terminal = true
 		p.colour = os.Getenv("NO_COLOR") == ""
@@ -48,6 +56,12 @@ func New(f *os.File) *Printer {
 				return w
 			}
 			return 80
+		}
+		p.height = func() int {
+			if _, h, err := term.GetSize(int(f.Fd())); err == nil && h > 1 {
+				return h
+			}
+			return 24
 		}
 	}
 	return p
@@ -70,6 +84,16 @@ func (p *Printer) Paint(style Style, s string) string {
 func (p *Printer) Printf(format string, args ...any) {
 	p.Clear()
 	fmt.Fprintf(p.w, format, args...)
+}
+
+// Redraw replaces all that the terminal shows by some lines, as many of them as fit.
+func (p *Printer) Redraw(text string) {
+	p.Clear()
+	lines := strings.SplitAfter(text, "\n")
+	if most := p.height() - 1; len(lines) > most {
+		lines = lines[:most]
+	}
+	fmt.Fprint(p.w, home+strings.ReplaceAll(strings.Join(lines, ""), "\n", eraseRest+"\n")+eraseBelow)
 }
 
 // Progress shows a line until the next call of any method. It is cut to the

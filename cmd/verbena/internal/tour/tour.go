@@ -4,7 +4,8 @@
 //
 // Top-down: Run goes through the links and their steps; lab.go makes the two
 // devices and what the steps need; rc.go, shared.go, datagram.go and refused.go
-// are the steps, and mw.go those of a tour of its own; speed.go measures.
+// are the steps, and mw.go those of a tour of its own; speed.go measures. odp.go
+// is another tour, of on-demand paging.
 package tour
 
 import (
@@ -29,8 +30,13 @@ type Options struct {
 // topics are the tours of one thing.
 var topics = map[string][]step{"mw": windowSteps}
 
+// TopicODP is a tour that RunODP does.
+const TopicODP = "odp"
+
 // Topics lists them.
-func Topics() []string { return slices.Sorted(maps.Keys(topics)) }
+func Topics() []string {
+	return slices.Sorted(slices.Values(append(slices.Collect(maps.Keys(topics)), TopicODP)))
+}
 
 // step is one stop of the tour. Its run does one thing, compares everything
 // that it can compare and says in a few words what happened.

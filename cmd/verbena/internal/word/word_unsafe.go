@@ -28,3 +28,7 @@ func Load(b []byte) uint64 { return atomic.LoadUint64((*uint64)(unsafe.Pointer((
 
 // Store writes the first 8 bytes of b, as Load reads them.
 func Store(b []byte, v uint64) { atomic.StoreUint64((*uint64)(unsafe.Pointer((*[8]byte)(b))), v) }
+
+// Addr returns where b lies, for requests that name memory by its address. That is
+// sound for memory that does not move: mapped, or of the Go heap and kept alive.
+func Addr(b []byte) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(b))) }

@@ -165,3 +165,14 @@ func newConn(fd int) (*Conn, error) {
 
 // Close closes the connection.
 func (c *Conn) Close() { _ = unix.Close(c.fd) }
+
+// Reserve returns n bytes of addresses where memory may come to be, and none is.
+func Reserve(n int) ([]byte, error) {
+	return unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_NORESERVE)
+}
+
+// Discard makes pages absent. Anonymous memory is zero afterwards.
+func Discard(b []byte) error { return unix.Madvise(b, unix.MADV_DONTNEED) }
+
+// Lock is mlock(2).
+func Lock(b []byte) error { return unix.Mlock(b) }

@@ -1,0 +1,42 @@
+package perf
+
+import (
+	"testing"
+
+	"github.com/verbena-rdma/verbena/verbs"
+)
+
+// Every kind of memory carries every operation, and is what it says: on-demand
+// buffers fault, pinned ones do not.
+func TestMemKinds(t *testing.T) {
+	for _, kind := range MemKinds() {
+		onDemand := kind == "odp" || kind == "implicit"
+		for _, p := range []Params{
+			{Op: OpWrite, Size: 10_001, Depth: 4}, {Op: OpRead, Size: 10_001}, {Op: OpSend, Size: 10_001}, {Op: OpWriteImm, QPs: 2, Size: 4096},
+			{Op: OpAtomic}, {Op: OpWrite, Lat: true}, {Op: OpSend, Lat: true, Size: 5000},
+		} {
+			name := kind + "/" + string(p.Op)
+			if p.Lat {
+				name += "-lat"
+			}
+			t.Run(name, func(t *testing.T) {
+				a, b := openPair(t, verbs.LinkLoop)
+				p := p
+				p.Mem, p.Iters, p.Check, p.Link = kind, 40, true, string(verbs.LinkLoop)
+				if err := p.Complete(); err != nil {
+					t.Fatal(err)
+				}
+				res, err := Local(t.Context(), a, b, p, nil)
+				if err != nil || res.Mem != kind || !res.Checked {
+					t.Fatalf("%+v, %v", res, err)
+				}
+				for _, dev := range []*verbs.Device{a, b} {
+					s, err := dev.PagingStats()
+					if err != nil || s.PageFaults > 0 != onDemand || s.FailedResolutions != 0 || s.MRs != 0 {
+						t.Errorf("%+v, %v", s, err)
+					}
+				}
+			})
+		}
+	}
+}

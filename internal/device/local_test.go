@@ -1,0 +1,214 @@
+package device
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"testing"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/link"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/sys"
+	"github.com/verbena-rdma/verbena/internal/train"
+)
+
+// byRings makes a connection between two devices of this process that talk as those
+// of two processes do, by rings.
+func byRings(t testing.TB, size int) (a, b *end) {
+	t.Helper()
+	x, y := openDevice(t, provider.Config{Link: linkLocal}), openDevice(t, provider.Config{Link: linkLocal})
+	x.loopback, y.loopback = false, false
+	a, b = connected(t, x, y, ib.RC, size, nil)
+	if !x.link.(*link.Shared).IsLocal(a.flow()) {
+		t.Fatal("it is not by rings")
+	}
+	return a, b
+}
+
+// BenchmarkLocalPingPong is half a round trip of 8 bytes between two devices, in one
+// goroutine: what both sides do for it, without the time that a cache line takes from
+// one core to the other.
+func BenchmarkLocalPingPong(b *testing.B) {
+	x, y := byRings(b, 1<<20)
+	wr := func(from, to *end) []ib.SendWR {
+		return []ib.SendWR{{Op: ib.OpRDMAWrite, Inline: make([]byte, 8), RemoteAddr: to.mr.Addr(), RKey: to.mr.RKey()}}
+	}
+	ends := [2]*end{x, y}
+	wrs := [2][]ib.SendWR{wr(x, y), wr(y, x)}
+	var wc [4]ib.WC
+	b.ReportAllocs()
+	for n := uint64(1); b.Loop(); n++ {
+		from, to := ends[n%2], ends[1-n%2]
+		w := wrs[n%2]
+		binary.NativeEndian.PutUint64(w[0].Inline, n)
+		w[0].Flags = 0
+		if n/2%16 == 0 {
+			w[0].Flags = ib.SendSignaled
+		}
+		if _, err := from.qp.PostSend(w); err != nil {
+			b.Fatal(err)
+		}
+		for { // at least once: completions must be taken
+			if _, err := to.cq.Poll(wc[:]); err != nil {
+				b.Fatal(err)
+			}
+			if binary.NativeEndian.Uint64(to.buf) == n {
+				break
+			}
+		}
+	}
+}
+
+// The first datagrams to a process, sent before there is a channel to it and where
+// packets are not wanted, wait for the channel: none is lost, and each completes when
+// it has left.
+func TestLocalFirstDatagrams(t *testing.T) {
+	x, y := openDevice(t, provider.Config{Link: linkLocal}), openDevice(t, provider.Config{Link: linkLocal})
+	x.loopback, y.loopback = false, false
+	a, b := newMember(t, x), newMember(t, y)
+	ah := must[*ib.AH](t)(a.pd.CreateAH(ib.AHAttr{DGID: y.GIDs()[0]}))
+	defer closeAll(t, ah)
+	for i := range 8 {
+		a.post(ib.SendWR{ID: uint64(i), Op: ib.OpSendImm, Imm: uint32(i), Inline: []byte("early"), AH: ah, RemoteQPN: b.qp.Number(), RemoteQKey: mcastKey})
+	}
+	for i := range 8 {
+		if wc := a.ok(); wc.ID != uint64(i) {
+			t.Fatalf("%+v", wc)
+		}
+		if wc := b.ok(); wc.Imm != uint32(i) {
+			t.Fatalf("%+v", wc)
+		}
+	}
+	if n := countsOf(x)["local_undelivered"]; n != 0 {
+		t.Errorf("%d were not delivered", n)
+	}
+}
+
+// A queue pair that is closed, reset or fails while it waits for a channel leaves
+// nothing behind, and what it had to send is not sent any more.
+func TestLocalStalledGone(t *testing.T) {
+	for _, how := range []string{"close", "reset", "error"} {
+		t.Run(how, func(t *testing.T) {
+			x, y := openDevice(t, provider.Config{Link: linkLocal}), openDevice(t, provider.Config{Link: linkLocal})
+			x.loopback, y.loopback = false, false
+			a, b := newMember(t, x), newMember(t, y)
+			ah := must[*ib.AH](t)(a.pd.CreateAH(ib.AHAttr{DGID: y.GIDs()[0]}))
+			defer closeAll(t, ah)
+			for i := range 7 { // a receive less than there are
+				a.post(ib.SendWR{ID: uint64(i), Op: ib.OpSend, Inline: []byte("late"), AH: ah, RemoteQPN: b.qp.Number(), RemoteQKey: mcastKey})
+			}
+			switch how {
+			case "close":
+				closeAll(t, a.qp)
+			case "reset":
+				a.modify(ib.QPAttr{State: ib.QPReset}, 0)
+			case "error":
+				a.modify(ib.QPAttr{State: ib.QPErr}, 0)
+			}
+			// Another one is not in the way of what it left, nor the other way round.
+			c := newMember(t, x)
+			ah2 := must[*ib.AH](t)(c.pd.CreateAH(ib.AHAttr{DGID: y.GIDs()[0]}))
+			defer closeAll(t, ah2)
+			c.post(ib.SendWR{ID: 1, Op: ib.OpSendImm, Imm: 7, Inline: []byte("now"), AH: ah2, RemoteQPN: b.qp.Number(), RemoteQKey: mcastKey})
+			c.ok()
+			for n := 0; ; n++ {
+				if wc := b.ok(); wc.Imm == 7 {
+					t.Logf("%d had left before", n)
+					break
+				}
+			}
+			b.hearNothing()
+		})
+	}
+}
+
+// shareMemory gives an end memory that other processes may map.
+func (e *end) shareMemory(size int) {
+	e.t.Helper()
+	fd := must[int](e.t)(sys.NewMemfd("verbena-test", size))
+	closeAll(e.t, e.mr)
+	e.buf = must[[]byte](e.t)(sys.MapMemfd(fd, size))
+	s := mem.AddSegment(e.buf, fd)
+	e.mr = must[provider.MR](e.t)(e.pd.RegMR(e.buf, allRemote))
+	buf := e.buf
+	e.t.Cleanup(func() { // what is registered last is closed first: the region is still there
+		closeAll(e.t, e.qp, e.mr)
+		s.Close()
+		_ = sys.Unmap(buf)
+		_ = sys.CloseFD(fd)
+	})
+}
+
+// WRITEs and SENDs from memory that both sides can map arrive whole, as from any
+// other, and without being fetched.
+func TestLocalSharedMemory(t *testing.T) {
+	seed := testSeed(t)
+	rng := rand.New(rand.NewPCG(seed, 0))
+	a, b := byRings(t, 1<<20)
+	a.shareMemory(1 << 20)
+	for i := range 80 {
+		n := 8 * (1 + rng.IntN(1<<16))
+		off := rng.IntN(1<<20 - n)
+		letter(a.buf[off:][:n], uint32(i))
+		wr := ib.SendWR{ID: uint64(i), Op: ib.OpRDMAWriteImm, Imm: uint32(i), SGL: a.sge(off, n), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()}
+		if i%2 == 0 {
+			wr.Op = ib.OpSendImm
+		}
+		b.recv(ib.RecvWR{SGL: b.sge(0, 1<<20)})
+		a.post(wr)
+		wc := b.ok()
+		if got, err := number(b.buf[:n]); err != nil || got != uint32(i) || wc.Imm != got {
+			t.Fatalf("message %d of %d bytes: %d, %v", i, n, got, err)
+		}
+		if a.ok().ID != uint64(i) {
+			t.Fatal("another request has completed")
+		}
+	}
+	c := countsOf(b.dev)
+	t.Logf("%d fetched, %d from mapped memory", c["local_fetched_trains"], c["local_mapped_trains"])
+	if c["local_mapped_trains"] < 20 {
+		t.Error("the memory was not mapped")
+	}
+}
+
+// BenchmarkLocalWrite is WRITEs with several outstanding, both sides in one
+// goroutine.
+func BenchmarkLocalWrite(b *testing.B) {
+	for _, size := range []int{8, 4096, 65536, -65536, 1 << 20} {
+		name := fmt.Sprint(size)
+		if size < 0 {
+			size, name = -size, fmt.Sprint(-size, "-shared")
+		}
+		b.Run(name, func(b *testing.B) {
+			x, y := byRings(b, 4<<20)
+			if strings.HasSuffix(name, "shared") {
+				x.shareMemory(4 << 20)
+			}
+			wrs := []ib.SendWR{{Op: ib.OpRDMAWrite, Flags: ib.SendSignaled, SGL: x.sge(0, size), RemoteAddr: y.mr.Addr(), RKey: y.mr.RKey()}}
+			var wc [16]ib.WC
+			b.SetBytes(int64(size))
+			b.ReportAllocs()
+			for out := 0; b.Loop(); {
+				if _, err := x.qp.PostSend(wrs); err != nil {
+					b.Fatal(err)
+				}
+				for out++; out >= 8; {
+					_, _ = y.cq.Poll(wc[:])
+					n, _ := x.cq.Poll(wc[:])
+					out -= n
+				}
+			}
+		})
+	}
+}
+
+// flow is how the end's packets travel.
+func (e *end) flow() *train.Flow {
+	q := e.qp.(*QP)
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.core.Flow()
+}

@@ -1,0 +1,230 @@
+package device
+
+// Indirect keys between devices.
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// mkey makes an indirect key, which goes before the region does.
+func (e *end) mkey(pieces int) provider.MKey {
+	e.t.Helper()
+	k := must[provider.MKey](e.t)(e.pd.CreateMKey(pieces))
+	e.t.Cleanup(func() { closeAll(e.t, k) })
+	return k
+}
+
+// configure configures an indirect key and waits for that.
+func (e *end) configure(c *ib.MKeyConfig) {
+	e.t.Helper()
+	if c.Access == 0 {
+		c.Access = allRemote
+	}
+	e.post(ib.SendWR{ID: 40, Op: ib.OpConfigureMKey, Configure: c})
+	if wc := e.ok(); wc.Op != ib.WCConfigureMKey || wc.ID != 40 {
+		e.t.Fatalf("%+v", wc)
+	}
+}
+
+// columns describes a matrix of so many rows, each of columns of width bytes, column
+// by column.
+func (e *end) columns(k provider.MKey, rows, cols, width int) *ib.MKeyConfig {
+	c := &ib.MKeyConfig{MKey: k.Key(), Repeat: uint64(cols)}
+	for r := range rows {
+		c.Interleaved = append(c.Interleaved, ib.Stride{Addr: e.mr.Addr() + uint64(r*cols*width), Bytes: uint64(width), LKey: e.mr.LKey()})
+	}
+	return c
+}
+
+// Every operation goes through an indirect key, as source and as target, on every
+// link.
+func TestIndirectKey(t *testing.T) {
+	const rows, cols, width = 48, 40, 96
+	const size = rows * cols * width
+	for _, mode := range allLinks {
+		for _, typ := range []ib.QPType{ib.RC, ib.UC} {
+			t.Run(fmt.Sprintf("%s/%v", mode, typ), func(t *testing.T) {
+				a, b := connected(t, openFor(t, mode), openFor(t, mode), typ, size, nil)
+				there, here := b.mkey(rows), a.mkey(rows)
+				b.configure(b.columns(there, rows, cols, width))
+				a.configure(a.columns(here, rows, cols, width))
+				fill(a.buf, 3)
+				transposed := make([]byte, size)
+				for r := range rows {
+					for c := range cols {
+						copy(transposed[(c*rows+r)*width:][:width], a.buf[(r*cols+c)*width:])
+					}
+				}
+				check := func(what string, got, want []byte) {
+					t.Helper()
+					if k := firstDifference(got, want); k >= 0 {
+						t.Fatalf("%s: byte %d is wrong", what, k)
+					}
+				}
+				arrived := func() {
+					if typ == ib.UC { // the WRITE is only sent
+						eventually(t, "the bytes arrive", func() bool { return binary.NativeEndian.Uint64(b.buf[size-8:]) != 0 })
+					}
+				}
+				through := []ib.SGE{{Length: size, LKey: here.Key()}}
+				// From columns to rows, by the local key; and back, by the remote one.
+				a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: through, RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()})
+				a.ok()
+				arrived()
+				if typ == ib.RC {
+					check("WRITE from columns", b.buf, transposed)
+				}
+				clear(b.buf)
+				b.recv(ib.RecvWR{ID: 3, SGL: []ib.SGE{{Length: size, LKey: there.Key()}}})
+				a.post(ib.SendWR{Op: ib.OpSend, SGL: through})
+				a.ok()
+				if wc := b.ok(); wc.ByteLen != size {
+					t.Fatalf("%+v", wc)
+				}
+				check("SEND from columns to columns", b.buf, a.buf)
+				if typ == ib.UC {
+					return
+				}
+				clear(b.buf)
+				copy(a.buf, transposed)
+				a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, size), RKey: there.Key()})
+				a.ok()
+				fill(transposed, 3)
+				check("WRITE to columns", b.buf, transposed)
+				clear(a.buf)
+				a.post(ib.SendWR{Op: ib.OpRDMARead, SGL: through, RKey: there.Key()})
+				a.ok()
+				check("READ from columns to columns", a.buf, b.buf)
+				// The second element of the first column.
+				before := binary.NativeEndian.Uint64(b.buf[cols*width:])
+				a.post(ib.SendWR{Op: ib.OpAtomicFetchAdd, SGL: a.sge(0, 8), RemoteAddr: width, RKey: there.Key(), CompareAdd: 7})
+				a.ok()
+				if now := binary.NativeEndian.Uint64(b.buf[cols*width:]); now != before+7 {
+					t.Errorf("an atomic: %d, was %d", now, before)
+				}
+				a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, 2), RemoteAddr: size - 1, RKey: there.Key()})
+				a.status(ib.WCRemAccessErr)
+			})
+		}
+	}
+}
+
+// Keys on all kinds of memory at once, and on each other.
+func TestIndirectKeyOfEverything(t *testing.T) {
+	for _, mode := range allLinks {
+		t.Run(mode, func(t *testing.T) {
+			const piece = 5000
+			a, b := connected(t, openFor(t, mode), openFor(t, mode), ib.RC, 8*piece, nil)
+			dm, dmr := b.deviceMemory(piece)
+			pinned, lazy := mapping(t, piece), mapping(t, piece)
+			pin := must[provider.MR](t)(b.pd.RegMR(pinned, ib.AccessLocalWrite))
+			odp := must[provider.MR](t)(b.pd.RegMR(lazy, ib.AccessLocalWrite|ib.AccessOnDemand))
+			all := must[provider.MR](t)(b.pd.RegImplicitMR(ib.AccessLocalWrite | ib.AccessOnDemand))
+			t.Cleanup(func() { closeAll(t, pin, odp, all) })
+			inner, outer := b.mkey(2), b.mkey(8)
+			b.configure(&ib.MKeyConfig{MKey: inner.Key(), Repeat: 50, Interleaved: []ib.Stride{
+				{Addr: b.mr.Addr(), Bytes: 20, Skip: 30, LKey: b.mr.LKey()}, {Addr: b.mr.Addr() + 20, Bytes: 30, Skip: 20, LKey: b.mr.LKey()}}})
+			b.configure(&ib.MKeyConfig{MKey: outer.Key(), List: []ib.SGE{
+				{Length: piece, LKey: dmr.LKey()}, {Addr: odp.Addr(), Length: piece, LKey: odp.LKey()},
+				{Length: 2500, LKey: inner.Key()}, {Addr: pin.Addr(), Length: piece, LKey: pin.LKey()},
+				{Addr: b.mr.Addr() + 2500, Length: 100, LKey: all.LKey()}}})
+			total := 3*piece + 2600
+			fill(a.buf, 5)
+			a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, total), RKey: outer.Key()})
+			a.ok()
+			got := bytes.Join([][]byte{fromDM(t, dm, 0, piece), lazy, b.buf[:2500], pinned, b.buf[2500:2600]}, nil)
+			if k := firstDifference(got, a.buf[:total]); k >= 0 {
+				t.Fatalf("WRITE: byte %d is wrong", k)
+			}
+			back := make([]byte, total)
+			copy(back, a.buf)
+			clear(a.buf)
+			a.post(ib.SendWR{Op: ib.OpRDMARead, SGL: a.sge(0, total), RKey: outer.Key()})
+			a.ok()
+			if k := firstDifference(a.buf[:total], back); k >= 0 {
+				t.Fatalf("READ: byte %d is wrong", k)
+			}
+			for _, o := range []closer{dm, dmr, pin, odp, all, b.mr, inner} {
+				wantErrno(t, fmt.Sprintf("closing %T that a key stands on", o), o.Close(), syscall.EBUSY)
+			}
+			b.post(ib.SendWR{Op: ib.OpLocalInv, InvalidateKey: outer.Key()})
+			b.ok()
+			a.post(ib.SendWR{Op: ib.OpRDMARead, SGL: a.sge(0, 1), RKey: outer.Key()})
+			a.status(ib.WCRemAccessErr)
+		})
+	}
+}
+
+// A key is taken away while its peer writes through it. When that is done, the
+// memory does not change any more.
+func TestIndirectKeyRevokedUnderLoad(t *testing.T) {
+	const size = 64 << 10
+	for _, mode := range allLinks {
+		for _, how := range []string{"LOCAL_INV", "Close"} {
+			t.Run(mode+"/"+how, func(t *testing.T) {
+				a, b := connected(t, openFor(t, mode), openFor(t, mode), ib.RC, size, nil)
+				k := b.mkey(1)
+				b.configure(&ib.MKeyConfig{MKey: k.Key(), Repeat: size / 128, Interleaved: []ib.Stride{{Addr: b.mr.Addr(), Bytes: 64, Skip: 64, LKey: b.mr.LKey()}}})
+				var writes atomic.Int64
+				var wg sync.WaitGroup
+				wg.Go(func() {
+					for n := byte(1); ; n++ {
+						for i := range a.buf[:size/2] {
+							a.buf[i] = n
+						}
+						a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, size/2), RKey: k.Key()})
+						if wc := a.wait(); wc.Status != ib.WCSuccess {
+							if wc.Status != ib.WCRemAccessErr {
+								t.Errorf("%v", wc.Status)
+							}
+							return
+						}
+						writes.Add(1)
+					}
+				})
+				eventually(t, "a few WRITEs", func() bool { return writes.Load() > 5 })
+				if how == "Close" {
+					closeAll(t, k)
+				} else {
+					b.post(ib.SendWR{ID: 9, Op: ib.OpLocalInv, InvalidateKey: k.Key()})
+					for wc := b.wait(); wc.ID != 9; wc = b.wait() {
+					}
+				}
+				before := bytes.Clone(b.buf)
+				wg.Wait()
+				if k := firstDifference(before, b.buf); k >= 0 {
+					t.Errorf("byte %d changed after the key was gone", k)
+				}
+			})
+		}
+	}
+}
+
+// The numbers of keys and of their pieces are limited.
+func TestIndirectKeyLimits(t *testing.T) {
+	d := openDevice(t, provider.Config{Link: linkLoop, Limits: provider.Limits{MRs: 2}})
+	pd := must[provider.PD](t)(d.AllocPD())
+	for _, n := range []int{-1, 0, mem.MaxMKeyPieces + 1} {
+		_, err := pd.CreateMKey(n)
+		wantErrno(t, fmt.Sprint(n, " pieces"), err, syscall.EINVAL)
+	}
+	one, two := must[provider.MKey](t)(pd.CreateMKey(mem.MaxMKeyPieces)), must[provider.MKey](t)(pd.CreateMKey(1))
+	_, err := pd.CreateMKey(1)
+	wantErrno(t, "one too many", err, syscall.ENOMEM)
+	closeAll(t, one, one, two)
+	_, err = pd.CreateMKey(0)
+	wantErrno(t, "none", err, syscall.EINVAL)
+	closeAll(t, pd)
+	_, err = pd.CreateMKey(1)
+	wantErrno(t, "a closed domain", err, syscall.EINVAL)
+}

@@ -1,0 +1,140 @@
+package link
+
+// Long payloads that lie in memory which both processes can map: copied straight
+// from there to where they go, without a system call. The record names the segment,
+// besides the addresses that it can be fetched from (far.go). The first record of a
+// segment makes the receiver ask for it; what comes before it has the answer is
+// fetched.
+//
+// The receiver gets a descriptor that can only be read from, and of the very file
+// that the sender's memory is. Rights to where the bytes go are checked as ever.
+
+import (
+	"sync"
+
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/shm"
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// maxMapped is how many segments of others are mapped at most.
+const maxMapped = 256
+
+// segmentKey is a segment of another process.
+type segmentKey struct {
+	c  *shm.Channel
+	id uint64
+}
+
+// segmentMaps are the segments of others. Who polls looks them up; those who ask for them
+// leave them in arrived.
+type segmentMaps struct {
+	byKey map[segmentKey][]byte // nil: asked for, or not to be had; Poll's own
+
+	mu      sync.Mutex // guards what follows
+	arrived map[segmentKey][]byte
+}
+
+// findSegment returns the bytes of a segment, if it is mapped. If it is not, it asks for it.
+func (s *Shared) findSegment(c *shm.Channel, id uint64) []byte {
+	k := segmentKey{c, id}
+	b, asked := s.segments.byKey[k]
+	if b != nil {
+		return b
+	}
+	if !asked {
+		s.dropSegments(func(k segmentKey) bool { return k.c.Err() != nil })
+		if len(s.segments.byKey) >= maxMapped {
+			return nil
+		}
+		if s.segments.byKey == nil {
+			s.segments.byKey = make(map[segmentKey][]byte)
+		}
+		s.segments.byKey[k] = nil
+		t := c.Tag().(*tag)
+		s.start(func() { s.askSegment(k, t) })
+		return nil
+	}
+	s.segments.mu.Lock()
+	defer s.segments.mu.Unlock()
+	if b = s.segments.arrived[k]; b != nil {
+		delete(s.segments.arrived, k)
+		s.segments.byKey[k] = b
+	}
+	return b
+}
+
+// askSegment gets a segment from its process and maps it.
+func (s *Shared) askSegment(k segmentKey, t *tag) {
+	fd, err := t.dev.Segment(t.process, k.id)
+	if err != nil {
+		return // it is fetched as before
+	}
+	b, err := sys.MapMemfdRead(fd)
+	_ = sys.CloseFD(fd) // the mapping stays
+	if err != nil {
+		return
+	}
+	s.segments.mu.Lock()
+	defer s.segments.mu.Unlock()
+	if s.segments.arrived == nil {
+		s.segments.arrived = make(map[segmentKey][]byte)
+	}
+	s.segments.arrived[k] = b
+}
+
+// dropSegments unmaps those that match. Who polls calls it, or nobody does any more.
+func (s *Shared) dropSegments(match func(segmentKey) bool) {
+	s.segments.mu.Lock()
+	defer s.segments.mu.Unlock()
+	for _, m := range []map[segmentKey][]byte{s.segments.byKey, s.segments.arrived} {
+		for k, b := range m {
+			if !match(k) {
+				continue
+			}
+			delete(m, k)
+			if b != nil {
+				_ = sys.Unmap(b) // it was mapped: it cannot fail
+			}
+		}
+	}
+}
+
+// forgetSegment tells all other processes that a segment of this one is gone. One
+// that does not hear it keeps the memory until the channel ends.
+func (s *Shared) forgetSegment(id uint64) {
+	s.mu.Lock()
+	devices := []*device{s.home}
+	for _, d := range s.devices {
+		devices = append(devices, d)
+	}
+	closed := s.closed
+	s.mu.Unlock()
+	for _, d := range devices {
+		if d == nil || closed {
+			continue
+		}
+		for i := range d.channels {
+			c := d.channels[i].Load()
+			if c == nil || !c.Begin() {
+				continue
+			}
+			if b, ok := c.Reserve(recForget, 8); ok {
+				le.PutUint64(b, id)
+				c.Commit()
+			}
+			c.End()
+		}
+	}
+}
+
+// PassSegment is for who is asked for a segment of this process: it returns a
+// descriptor, which can only be read from and is the caller's to close.
+func PassSegment(id uint64) (fd int, err error) {
+	err = mem.ErrNoSegment
+	mem.SegmentFile(id, func(own int, _ uint64) { fd, err = sys.ReopenRead(own) })
+	if err != nil {
+		return -1, err
+	}
+	return fd, nil
+}

@@ -1,0 +1,433 @@
+package mem
+
+// Indirect keys (user-mode memory registration): keys of the same table whose
+// bytes are those of other regions, in another order. A key's life:
+//
+//  1. CreateMKey gives it a place in the table, and room for its pieces. It is
+//     free: it opens nothing.
+//  2. Configure, which a queue pair executes in the order of its send queue,
+//     checks every piece, borrows the regions that they lie in, and opens the key.
+//     A region that is borrowed can be neither closed nor changed nor
+//     invalidated, so no access need look whether it is still there.
+//  3. Every access opens a section on the key alone. find leads from an offset to
+//     a piece, and its backing to the bytes; if that is another indirect key, once
+//     more.
+//  4. Invalidate and Close keep new sections out, wait for the open ones, and give
+//     the regions back. Only then can the key be configured again.
+//
+// A list and an interleaved pattern are the same thing: rounds of pieces, of which
+// a list has one. No key can be part of itself, at any remove: what is configured is
+// free, and what is borrowed is not.
+
+import (
+	"math/bits"
+	"sort"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+)
+
+// MaxMKeyDepth is how many indirect keys stand on each other at most.
+const MaxMKeyDepth = 8
+
+// MaxMKeyPieces is how many pieces or sources a key can have.
+const MaxMKeyPieces = 1 << 16
+
+// mkeyAccess are the rights that an indirect key can have.
+const mkeyAccess = ib.AccessLocalWrite | ib.AccessRemote | ib.AccessFlush | ib.AccessZeroBased |
+	ib.AccessRelaxedOrdering | ib.AccessRemoteInvalidate
+
+// MKey is an indirect key.
+type MKey struct {
+	r      Region // its place in the table: key, state, and when configured bounds and rights
+	layout layout
+	max    int
+}
+
+// Layout is what an indirect key is to be made of.
+type Layout struct {
+	Key    uint32
+	Access ib.Access
+	Addr   uint64 // of the first byte in requests
+	Repeat uint64 // rounds; a list has one
+	Pieces []ib.Stride
+}
+
+// layout is a Backing that is made of others. It changes only while no section can
+// be open on the key, under the lock of the key's region.
+type layout struct {
+	key    *MKey
+	pieces []piece
+	round  uint64 // bytes of a round
+	repeat uint64
+	depth  int // 1, or one more than the deepest of the keys that it stands on
+}
+
+// piece is a source of bytes in each round.
+type piece struct {
+	start   uint64 // bytes of the round before it
+	n       uint64 // its bytes
+	off     uint64 // where in the backing they lie, in the first round
+	step    uint64 // and how much farther on in each of the next
+	backing Backing
+	owner   *Region // what was borrowed for it; nil: the piece before it did
+}
+
+// CreateMKey makes an indirect key of at most so many pieces, in a protection
+// domain.
+func (t *Table) CreateMKey(pd uint32, pieces int) (*MKey, error) {
+	const op = "create_mkey"
+	if pieces < 1 || pieces > MaxMKeyPieces {
+		return nil, ib.Errorf(op, syscall.EINVAL, "%d pieces: 1 to %d are possible", pieces, MaxMKeyPieces)
+	}
+	m := &MKey{max: pieces}
+	m.layout.key, m.layout.pieces = m, make([]piece, 0, pieces)
+	m.r.table, m.r.pd, m.r.mkey = t, pd, m
+	m.r.kind = KindIndirect
+	m.r.state.Store(stateInvalidated)
+	_, ok := t.slots.AddFunc(func(index uint32) *Region {
+		m.r.setIndex(index)
+		return &m.r
+	})
+	if !ok {
+		return nil, ib.Errorf(op, syscall.ENOMEM, "the device has its %d regions and windows already", t.slots.max)
+	}
+	return m, nil
+}
+
+// Key returns the local and remote key, which never changes.
+func (m *MKey) Key() uint32 { return m.r.Key() }
+
+// Free reports whether the key is free to be configured.
+func (m *MKey) Free() bool { return !m.r.Alive() }
+
+// Configure configures an indirect key, on behalf of a queue pair. On a fault it is
+// free, as before; the fault names the key that was at fault, that of a piece or the
+// indirect one.
+func (t *Table) Configure(l *Layout, who Actor) Fault {
+	r := t.Lookup(l.Key)
+	if r == nil || r.mkey == nil {
+		return Fault{Kind: FaultKey, Key: l.Key}
+	}
+	m := r.mkey
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if kind := m.mayConfigureLocked(l, who); kind != FaultNone {
+		return Fault{Kind: kind, Key: l.Key}
+	}
+	b := builder{table: t, who: who, want: l, to: &m.layout, solid: true}
+	for i := range l.Pieces {
+		if p := &l.Pieces[i]; p.Bytes > 0 {
+			if kind := b.add(p); kind != FaultNone {
+				m.layout.giveBack()
+				return Fault{Kind: kind, Key: p.LKey, Addr: p.Addr, Len: p.Bytes}
+			}
+		}
+	}
+	if kind := b.finish(); kind != FaultNone {
+		m.layout.giveBack()
+		return Fault{Kind: kind, Key: l.Key}
+	}
+	r.access = l.Access
+	if r.iova, r.length = l.Addr, m.layout.Len(); l.Access&ib.AccessZeroBased != 0 {
+		r.iova = 0
+	}
+	r.backing, r.solid = &m.layout, b.solid
+	r.told.Store(false)
+	r.state.And(^uint64(stateInvalidated))
+	return Fault{}
+}
+
+// mayConfigureLocked checks what concerns the indirect key alone.
+func (m *MKey) mayConfigureLocked(l *Layout, who Actor) FaultKind {
+	const changes = ib.AccessRemoteWrite | ib.AccessRemoteAtomic
+	switch {
+	case m.r.state.Load()&stateDead != 0:
+		return FaultDead
+	case m.r.pd != who.PD:
+		return FaultDomain
+	case m.r.state.Load()&stateInvalidated == 0:
+		return FaultNotFree
+	case l.Access&^mkeyAccess != 0,
+		l.Access&changes != 0 && l.Access&ib.AccessLocalWrite == 0: // as for any region
+		return FaultAccess
+	case len(l.Pieces) > m.max || l.Repeat == 0:
+		return FaultLayout
+	}
+	return FaultNone
+}
+
+// builder makes a layout.
+type builder struct {
+	table *Table
+	who   Actor
+	want  *Layout
+	to    *layout
+	last  *Region // of the piece before
+	key   uint32  // by which that was found
+	solid bool
+}
+
+// add checks a piece and borrows the region that it lies in. Pieces of the same
+// region, one behind the other, borrow it once.
+func (b *builder) add(p *ib.Stride) FaultKind {
+	span, ok := reach(p, b.want.Repeat)
+	if !ok {
+		return FaultBounds
+	}
+	l := b.to
+	next := piece{start: l.round, n: p.Bytes, step: p.Bytes + p.Skip} // reach has seen that it does not wrap
+	if r := b.last; r != nil && p.LKey == b.key {
+		if next.off = p.Addr - r.iova; next.off > r.length || span > r.length-next.off {
+			return FaultBounds
+		}
+	} else {
+		r, off, kind := b.table.borrow(p.LKey, p.Addr, span, b.want.Access, b.who)
+		if kind != FaultNone {
+			return kind
+		}
+		next.off, next.owner = off, r
+		b.last, b.key = r, p.LKey
+	}
+	next.backing = b.last.backing
+	l.pieces = append(l.pieces, next)
+	l.round += p.Bytes
+	if l.round < p.Bytes {
+		return FaultLayout
+	}
+	b.solid = b.solid && b.last.solid
+	if m := b.last.mkey; m != nil {
+		if l.depth = max(l.depth, m.layout.depth); l.depth >= MaxMKeyDepth {
+			return FaultDepth
+		}
+	}
+	return FaultNone
+}
+
+// reach returns how many bytes lie between the first and the last that a source
+// gives, in all rounds; false if no memory is as long.
+func reach(p *ib.Stride, repeat uint64) (uint64, bool) {
+	step := p.Bytes + p.Skip
+	over, before := bits.Mul64(step, repeat-1)
+	if step < p.Bytes || over != 0 || before > ^p.Bytes {
+		return 0, false
+	}
+	return before + p.Bytes, true
+}
+
+// finish checks the whole.
+func (b *builder) finish() FaultKind {
+	l := b.to
+	l.repeat = b.want.Repeat
+	if len(l.pieces) == 1 && l.pieces[0].step == l.pieces[0].n { // nothing lies between
+		p := &l.pieces[0]
+		p.n *= l.repeat // as reach has seen
+		l.round, l.repeat = p.n, 1
+	}
+	over, total := bits.Mul64(l.round, l.repeat)
+	if over != 0 || total == 0 || total > ^b.want.Addr {
+		return FaultLayout
+	}
+	l.depth++
+	return FaultNone
+}
+
+// borrow finds the region of a piece, checks that a key with such rights may stand
+// on it, and keeps it as it is until it is given back.
+func (t *Table) borrow(key uint32, addr, n uint64, access ib.Access, who Actor) (*Region, uint64, FaultKind) {
+	const changes = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteAtomic
+	// A section keeps the region as it is while it is looked at. Windows give none:
+	// they have no local rights.
+	p, off, kind := t.open(key, addr, n, 0, who)
+	if kind != FaultNone {
+		return nil, 0, kind
+	}
+	defer p.leave()
+	if access&changes != 0 && p.access&ib.AccessLocalWrite == 0 || access&ib.AccessFlush&^p.access != 0 {
+		return nil, 0, FaultAccess
+	}
+	return p, off, p.lend()
+}
+
+// giveBack gives back what was borrowed, and forgets all pieces.
+func (l *layout) giveBack() {
+	for i := range l.pieces {
+		if r := l.pieces[i].owner; r != nil {
+			r.bound.Add(-1)
+		}
+	}
+	clear(l.pieces) // nothing is kept alive
+	l.pieces, l.round, l.repeat, l.depth = l.pieces[:0], 0, 0, 0
+}
+
+// invalidateLocked is Invalidate for indirect keys. One that is free stays so.
+func (m *MKey) invalidateLocked() FaultKind {
+	if !m.r.bound.CompareAndSwap(0, taken) {
+		return FaultNotInvalidatable // another key stands on it
+	}
+	m.freeLocked()
+	m.r.giveLocked()
+	return FaultNone
+}
+
+// freeLocked makes the key useless, waits for those who use it, and gives back what
+// it stands on.
+func (m *MKey) freeLocked() {
+	if m.r.state.Load()&stateInvalidated != 0 {
+		return
+	}
+	m.r.killLocked(stateInvalidated)
+	m.r.backing = nil
+	m.layout.giveBack()
+}
+
+// Close ends the key: when it returns, nobody accesses memory through it any more.
+// It fails with EBUSY while another key stands on it. Closing again does nothing.
+func (m *MKey) Close() error {
+	r := &m.r
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.state.Load()&stateDead != 0 {
+		return nil
+	}
+	if err := r.takeLocked("destroy_mkey"); err != nil {
+		return err
+	}
+	m.freeLocked()
+	r.killLocked(stateDead)
+	r.table.slots.Remove(r.Key() >> tagBits)
+	return nil
+}
+
+// Kind returns KindIndirect.
+func (l *layout) Kind() Kind { return KindIndirect }
+
+// Len returns the number of bytes.
+func (l *layout) Len() uint64 { return l.round * l.repeat }
+
+// Close does nothing: the key gives back what it stands on.
+func (l *layout) Close() error { return nil }
+
+// Run returns the bytes at off, as far as the piece goes.
+func (l *layout) Run(off, n uint64, acc ib.Access) ([]byte, Fault) {
+	hint := 0
+	return l.run(off, n, acc, &hint)
+}
+
+// run is Run for those who go through the bytes in order: hint remembers the piece.
+func (l *layout) run(off, n uint64, acc ib.Access, hint *int) ([]byte, Fault) {
+	p, at, left := l.find(off, hint)
+	return p.backing.Run(at, min(n, left), acc)
+}
+
+// find returns the piece that the byte at off lies in, where it lies in the piece's
+// backing, and how many bytes there are from there on.
+func (l *layout) find(off uint64, hint *int) (p *piece, at, left uint64) {
+	round := uint64(0)
+	if l.repeat > 1 {
+		round = off / l.round
+		off -= round * l.round
+	}
+	p = l.pieceAt(off, hint)
+	in := off - p.start
+	return p, p.off + round*p.step + in, p.n - in
+}
+
+// pieceAt returns the piece of an offset in a round: usually the last one, or the
+// next.
+func (l *layout) pieceAt(off uint64, hint *int) *piece {
+	if i := *hint; i < len(l.pieces) {
+		if p := &l.pieces[i]; off-p.start < p.n {
+			return p
+		}
+		if i++; i == len(l.pieces) {
+			i = 0
+		}
+		if p := &l.pieces[i]; off-p.start < p.n {
+			*hint = i
+			return p
+		}
+	}
+	*hint = sort.Search(len(l.pieces), func(i int) bool { return l.pieces[i].start > off }) - 1
+	return &l.pieces[*hint]
+}
+
+// Gone is told that bytes were not there: the piece's backing may bring them back.
+func (l *layout) Gone(off, n uint64, acc ib.Access) FaultKind {
+	hint := 0
+	p, at, left := l.find(off, &hint)
+	if b, ok := p.backing.(paged); ok {
+		return b.Gone(at, min(n, left), acc)
+	}
+	return FaultStale
+}
+
+// Await fetches bytes, piece by piece. Outside any section the key may be taken away
+// or become another between two of them: then something else is fetched, or nothing.
+func (l *layout) Await(off, n uint64, acc ib.Access) FaultKind {
+	first := true
+	kind := FaultNone
+	l.each(off, n, func(b Backing, at, n uint64) bool {
+		if p, ok := b.(paged); ok {
+			if k := p.Await(at, n, acc); k != FaultNone {
+				if first {
+					kind = k
+				}
+				return false
+			}
+		}
+		first = false
+		return true
+	})
+	return kind
+}
+
+// Durable reports whether Persist makes the bytes persistent: the rights say so,
+// which all pieces grant.
+func (l *layout) Durable() bool { return true }
+
+// Persist brings bytes to storage, piece by piece; see Await.
+func (l *layout) Persist(off, n uint64) (err error) {
+	l.each(off, n, func(b Backing, at, n uint64) bool {
+		d, ok := b.(durable)
+		if !ok {
+			err = syscall.ENOMEM
+			return false
+		}
+		err = d.Persist(at, n)
+		return err == nil
+	})
+	return err
+}
+
+// each calls f with the backings that n bytes at off lie in, none of them another
+// layout. It is called outside any section, and opens one to look at each piece,
+// not for f.
+func (l *layout) each(off, n uint64, f func(b Backing, at, n uint64) bool) {
+	r := &l.key.r
+	for n > 0 {
+		if !r.enter() {
+			return
+		}
+		if off >= r.length {
+			r.leave()
+			return
+		}
+		b, at, k := l.leaf(off, n)
+		r.leave()
+		if !f(b, at, k) {
+			return
+		}
+		off, n = off+k, n-k
+	}
+}
+
+// leaf follows an offset down to a backing that is no layout. Inside a section.
+func (l *layout) leaf(off, n uint64) (b Backing, at, k uint64) {
+	hint := 0
+	p, at, left := l.find(off, &hint)
+	if down, ok := p.backing.(*layout); ok {
+		return down.leaf(at, min(n, left))
+	}
+	return p.backing, at, min(n, left)
+}

@@ -1,0 +1,39 @@
+package mem_test
+
+import (
+	"os"
+	"testing"
+
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/sys/modetest"
+)
+
+// On-demand memory works on machines that can do less: what needs the kernel to
+// tell of changes says so and is skipped, all the rest passes.
+func TestOnDemandModes(t *testing.T) {
+	tests, checks := "TestOnDemand(SeesWhatTheCPUSees|Sweep|Huge|BehindEnd|StormOfAll|Model)|TestPrefetch|TestMeans", "20"
+	if os.Getenv("VERBENA_FULL") != "" {
+		tests, checks = "TestOnDemand.*|TestPrefetch|TestStale.*|TestMeans|TestConformanceOnDemand.*", "300"
+	}
+	for _, mode := range []modetest.Mode{modetest.NoUserfault, modetest.OldKernel, modetest.Unprivileged} {
+		t.Run(string(mode), func(t *testing.T) {
+			modetest.Rerun(t, mode, "^("+tests+")$", "-rapid.checks="+checks)
+		})
+	}
+}
+
+// What the machine can do is said.
+func TestMeans(t *testing.T) {
+	m := mem.PagingMeans()
+	t.Logf("%+v", m)
+	switch mode := modetest.Current(); mode {
+	case modetest.NoUserfault:
+		if m.Notifier == "userfaultfd" || m.Mappings != "PROCMAP_QUERY" && m.Mappings != "maps" {
+			t.Errorf("%+v", m)
+		}
+	case modetest.OldKernel:
+		if m.Notifier == "userfaultfd" || m.Scan != "pagemap" || m.Mappings != "maps" || m.Populate {
+			t.Errorf("%+v", m)
+		}
+	}
+}

@@ -1,0 +1,5 @@
+//go:build !cgo
+
+package mem_test
+
+var kindsOfC []kindOfMemory

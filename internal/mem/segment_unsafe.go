@@ -1,0 +1,136 @@
+package mem
+
+// Memory of this process that others may map: who sends from there need not have it
+// fetched, its peers on this host copy straight from it.
+//
+// The address of a slice is only compared with those of segments here; nothing makes
+// a pointer of a number again, so this is sound.
+
+import (
+	"errors"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+)
+
+// ErrNoSegment means that a segment is not there any more.
+var ErrNoSegment = errors.New("mem: no such segment")
+
+// Segment is a sealed memory file that is mapped here from its start.
+type Segment struct {
+	id   uint64
+	fd   int
+	base uintptr
+	size uint64
+}
+
+// segments are all of them. The list is sorted by address and never changes: it is
+// replaced, under mu.
+var segments struct {
+	list atomic.Pointer[[]*Segment]
+
+	mu       sync.Mutex // guards what follows, and changes of list
+	last     uint64
+	watchers map[*func(id uint64)]bool
+}
+
+// AddSegment tells that memory is a memory file, sealed against shrinking, which fd
+// names and which is mapped from its start. Whoever allocates such memory calls it;
+// descriptor and mapping must stay until Close.
+func AddSegment(mapped []byte, fd int) *Segment {
+	segments.mu.Lock()
+	defer segments.mu.Unlock()
+	segments.last++
+	s := &Segment{id: segments.last, fd: fd, base: uintptr(unsafe.Pointer(unsafe.SliceData(mapped))), size: uint64(len(mapped))}
+	list := append(slices.Clone(allSegments()), s)
+	slices.SortFunc(list, func(a, b *Segment) int {
+		if a.base < b.base {
+			return -1
+		}
+		return 1
+	})
+	segments.list.Store(&list)
+	return s
+}
+
+func allSegments() []*Segment {
+	if l := segments.list.Load(); l != nil {
+		return *l
+	}
+	return nil
+}
+
+// Close forgets the segment, before it is unmapped: those who have mapped it too are
+// told to give it up. It is idempotent.
+func (s *Segment) Close() {
+	segments.mu.Lock()
+	list := slices.Clone(allSegments())
+	i := slices.Index(list, s)
+	if i < 0 {
+		segments.mu.Unlock()
+		return
+	}
+	list = slices.Delete(list, i, i+1)
+	segments.list.Store(&list)
+	tell := make([]func(uint64), 0, len(segments.watchers))
+	for w := range segments.watchers {
+		tell = append(tell, *w)
+	}
+	segments.mu.Unlock()
+	for _, f := range tell {
+		f(s.id)
+	}
+}
+
+// WatchSegments makes f be called with every segment that is closed, until stop is.
+func WatchSegments(f func(id uint64)) (stop func()) {
+	segments.mu.Lock()
+	defer segments.mu.Unlock()
+	if segments.watchers == nil {
+		segments.watchers = make(map[*func(uint64)]bool)
+	}
+	segments.watchers[&f] = true
+	return func() {
+		segments.mu.Lock()
+		defer segments.mu.Unlock()
+		delete(segments.watchers, &f)
+	}
+}
+
+// SegmentOf returns which segment bytes lie in, and where; or 0. It does not
+// allocate.
+func SegmentOf(b []byte) (id, off uint64) {
+	at, n := uintptr(unsafe.Pointer(unsafe.SliceData(b))), uint64(len(b))
+	list := allSegments()
+	lo, hi := 0, len(list)
+	for lo < hi { // the last that begins at or before at
+		if mid := (lo + hi) / 2; list[mid].base <= at {
+			lo = mid + 1
+		} else {
+			hi = mid
+		}
+	}
+	if lo == 0 {
+		return 0, 0
+	}
+	s := list[lo-1]
+	if off = uint64(at - s.base); off > s.size || n > s.size-off {
+		return 0, 0
+	}
+	return s.id, off
+}
+
+// SegmentFile calls f with the descriptor and the size of a segment, which stays
+// meanwhile, and reports whether there is one.
+func SegmentFile(id uint64, f func(fd int, size uint64)) bool {
+	segments.mu.Lock()
+	defer segments.mu.Unlock()
+	for _, s := range allSegments() {
+		if s.id == id {
+			f(s.fd, s.size)
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,85 @@
+package qp
+
+// Inline receive ("scatter to CQE"): the bytes of a short message, or the result of
+// a short READ or an atomic, wait beside the completion and are copied to where they
+// belong when it is polled (queue.Late). The program cannot tell: the bytes are
+// there when it has the completion, and before it must not look.
+//
+// Hardware does so because it then need not read the scatter list. Here it saves
+// nothing where the memory is at hand, and costs a second copy. But memory that has
+// to be fetched first need not keep the peer waiting: the message is taken, and
+// whoever polls waits for the page. So that is when it is done, unless it is asked
+// for always.
+//
+// It is never done for indirect keys and device memory, nor for a message that does
+// not fit the first piece of its list, nor for requests that make no completion.
+
+import (
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/queue"
+	"github.com/verbena-rdma/verbena/internal/train"
+)
+
+// Scatter says when bytes wait in the completion queue.
+type Scatter uint8
+
+const (
+	ScatterOff    Scatter = iota // never
+	ScatterAbsent                // when their memory has to be fetched first
+	ScatterAlways                // whenever they are short enough
+)
+
+// mayWait tells whether a message of n bytes that goes to a list may wait.
+func (q *QP) mayWait(list *mem.List, n int) bool {
+	return n > 0 && n <= queue.MaxLate && list.Off == 0 && len(list.SGEs) > 0 && uint64(n) <= uint64(list.SGEs[0].Length) &&
+		q.Table.IsHost(list.SGEs[0].LKey, list.SGEs[0].Addr, uint64(n), list.Access, list.Actor)
+}
+
+// keep makes the payload of a train wait for its completion. A fault is that of the
+// payload.
+func (q *QP) keep(list *mem.List, t *train.Train) mem.Fault {
+	l := q.late
+	if l == nil {
+		l = &lateBytes{Late: queue.Late{Failed: q.ScatterFailed, Table: q.Table}}
+		q.late = l
+	}
+	l.Actor, l.SGE, l.N = list.Actor, list.SGEs[0], uint8(t.Len)
+	l.raw[0] = l.Data[:t.Len]
+	l.to = mem.List{Raw: l.raw[:]}
+	f, _ := mem.Copy(&l.to, &t.Payload, uint64(t.Len), false)
+	return f
+}
+
+// lateBytes is what waits, until it is pushed, and what it takes to fill it.
+type lateBytes struct {
+	queue.Late
+	raw [1][]byte
+	to  mem.List
+}
+
+// deliver puts what came to a list, which is the whole message if whole is set; or
+// lets it wait, and reports that.
+func (q *QP) deliver(list *mem.List, t *train.Train, end, whole bool) (waits bool, f mem.Fault, side mem.Side) {
+	if q.Scatter != ScatterAlways || !whole || !q.mayWait(list, t.Len) {
+		f, side = mem.Copy(list, &t.Payload, uint64(t.Len), end)
+		if f.Kind != mem.FaultPending || side != mem.Dst || q.Scatter == ScatterOff || !whole || !q.mayWait(list, t.Len) {
+			return false, f, side
+		}
+	}
+	if f = q.keep(list, t); !f.OK() {
+		return false, f, mem.Src
+	}
+	q.Counters.add(CntInline, 1)
+	return true, mem.Fault{}, 0
+}
+
+// ScatterBroke tells that bytes which waited could not be written when their
+// completion was polled: it says so, with the code that this returns, and the queue
+// pair fails, though the peer was told that all is well.
+func (q *QP) ScatterBroke(f mem.Fault) (vendor uint16) {
+	if q.state != ib.QPReset {
+		q.enterError()
+	}
+	return vendorFault(f)
+}
