@@ -10,6 +10,7 @@ import (
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/device"
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
@@ -82,16 +83,19 @@ func vbe_reg_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 	}
 	var r provider.MR
 	var err error
-	if m.dm != 0 {
+	switch access := ib.Access(m.access); {
+	case m.dm != 0:
 		dm := dms.get(uint64(m.dm))
 		if dm == nil {
 			return failed(errStale)
 		}
-		r, err = pd.RegDMMR(dm.DM, uint64(m.iova), uint64(m.length), ib.Access(m.access))
-	} else if m.implicit != 0 {
-		r, err = pd.RegImplicitMR(ib.Access(m.access))
-	} else {
-		r, err = pd.RegMRAddr(uintptr(m.addr), uint64(m.length), uint64(m.iova), ib.Access(m.access))
+		r, err = pd.RegDMMR(dm.DM, uint64(m.iova), uint64(m.length), access)
+	case m.kind == C.VBE_MEM_NULL:
+		r, err = pd.PD.(*device.PD).AllocNullMR()
+	case m.kind == C.VBE_MEM_IMPLICIT:
+		r, err = pd.RegImplicitMR(access)
+	default:
+		r, err = pd.RegMRAddr(uintptr(m.addr), uint64(m.length), uint64(m.iova), access)
 	}
 	if err != nil {
 		return failed(err)

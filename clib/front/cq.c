@@ -11,6 +11,7 @@
  * ibv_get_cq_event takes one from the eventfd and a queue off the list.
  */
 #define _GNU_SOURCE
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -51,6 +52,8 @@ static inline void cq_unlock(struct vb_cq *c)
 		pthread_mutex_unlock(&c->lock);
 }
 
+enum { PATIENCE = 32 }; /* polls in vain before others may run */
+
 /* ready returns how many completions wait, asking the engine if there seem to be
  * none; or a negative errno. A program that has armed the queue relies on getting
  * all that was there then, since no event will tell of it: it asks if there are
@@ -62,8 +65,18 @@ static inline int64_t ready(struct vb_cq *c, uint32_t want)
 	if (n && (n >= want || !atomic_load_explicit(&c->armed, memory_order_relaxed)))
 		return n;
 	atomic_store_explicit(&c->armed, false, memory_order_relaxed);
+	static uint32_t polls; /* about */
+	if (++polls % 4096 == 0)
+		vb_guard_signals();
 	int64_t e = c->h.engine->vbe_poll_cq(c->h.handle);
-	return e < 0 ? e : (int64_t)(__atomic_load_n(&r->tail, __ATOMIC_ACQUIRE) - r->head);
+	n = __atomic_load_n(&r->tail, __ATOMIC_ACQUIRE) - r->head;
+	if (e < 0)
+		return e;
+	if (n)
+		c->vain = 0;
+	else if (++c->vain % PATIENCE == 0)
+		sched_yield(); /* whom it waits for may wait for this core */
+	return n;
 }
 
 int vb_poll_cq(struct ibv_cq *cq, int num, struct ibv_wc *wc)

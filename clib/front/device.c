@@ -538,6 +538,7 @@ void vb_set_ops(struct vb_context *c)
 	v->query_device_ex = query_device_ex;
 	v->query_rt_values = query_rt_values;
 	v->advise_mr = vb_advise_mr;
+	v->alloc_null_mr = vb_alloc_null_mr;
 	v->alloc_dm = vb_alloc_dm;
 	v->free_dm = vb_free_dm;
 	v->reg_dm_mr = vb_reg_dm_mr;

@@ -16,9 +16,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <netinet/in.h>
 #include <sys/mman.h>
 #include <sys/sendfile.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include "front.h"
@@ -33,10 +37,64 @@ static struct vbe_front front_functions = {vb_on_cq_event, vb_on_async_event};
 static void before_fork(void) { pthread_mutex_lock(&loading); }
 static void after_fork_in_parent(void) { pthread_mutex_unlock(&loading); }
 
+/* is_engines tells whether a descriptor is a socket by which others know the
+ * parent: with a name of ours, or the port of RoCE. */
+static bool is_engines(int fd)
+{
+	enum { ROCE_PORT = 4791 };
+	union {
+		struct sockaddr any;
+		struct sockaddr_un un;
+		struct sockaddr_in in;
+		struct sockaddr_in6 in6;
+	} a;
+	for (int peer = 0; peer < 2; peer++) {
+		socklen_t n = sizeof a;
+		memset(&a, 0, sizeof a);
+		if (peer ? getpeername(fd, &a.any, &n) : getsockname(fd, &a.any, &n))
+			continue;
+		if (a.any.sa_family == AF_UNIX && !memcmp(a.un.sun_path, "\0verbena/", 9))
+			return true;
+		if (!peer && ((a.any.sa_family == AF_INET && a.in.sin_port == htons(ROCE_PORT)) ||
+			      (a.any.sa_family == AF_INET6 && a.in6.sin6_port == htons(ROCE_PORT))))
+			return true;
+	}
+	return false;
+}
+
+/* leave_to_parent closes the parent's sockets in a child. If the child outlived the
+ * parent, the parent's address would stay taken, and its peers would wait. Only
+ * calls that are allowed after fork are used. */
+static void leave_to_parent(void)
+{
+	char buf[4096];
+	int dir = open("/proc/self/fd", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	if (dir < 0)
+		return;
+	for (long n; (n = syscall(SYS_getdents64, dir, buf, sizeof buf)) > 0;) {
+		for (long at = 0; at < n;) {
+			struct {
+				uint64_t ino, off;
+				uint16_t len;
+				uint8_t type;
+				char name[];
+			} *d = (void *)(buf + at);
+			at += d->len;
+			int fd = 0;
+			for (const char *c = d->name; *c >= '0' && *c <= '9'; c++)
+				fd = 10 * fd + *c - '0';
+			if (d->name[0] >= '0' && d->name[0] <= '9' && fd != dir && is_engines(fd))
+				close(fd);
+		}
+	}
+	close(dir);
+}
+
 static void after_fork_in_child(void)
 {
 	struct engine *e = __atomic_load_n(&current, __ATOMIC_RELAXED);
 	if (e) {
+		leave_to_parent();
 		atomic_store(&e->dead, true); /* in this process */
 		__atomic_store_n(&current, NULL, __ATOMIC_RELAXED);
 		forked = true;
@@ -141,7 +199,7 @@ static struct engine *load(void)
 		free(e);
 		return vb_fail(ENOSYS);
 	}
-	vb_guard_signals();
+	vb_start_guard((void *)e->vbe_version);
 	return e;
 }
 

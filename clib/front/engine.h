@@ -59,11 +59,15 @@ struct vbe_port_attr {
 struct vbe_mr {
 	uint64_t addr, length, iova;
 	uint32_t access;
-	uint32_t implicit; /* the whole address space */
+	uint32_t kind;	   /* VBE_MEM_* */
 	uint64_t dm;	   /* device memory, in which iova is an offset; 0: none */
 	uint64_t handle;
 	uint32_t lkey, rkey;
 };
+
+#define VBE_MEM_RANGE 0	   /* addr and length */
+#define VBE_MEM_IMPLICIT 1 /* the whole address space */
+#define VBE_MEM_NULL 2	   /* none at all */
 
 #define VBE_REREG_TRANSLATION 1 /* of ibv_rereg_mr_flags */
 #define VBE_REREG_PD 2

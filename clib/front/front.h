@@ -148,6 +148,7 @@ struct vb_cq {
 	bool single; /* one thread alone uses it: no lock */
 	atomic_bool armed; /* and not asked the engine since for what it has */
 	pthread_mutex_t lock; /* guards the head of the ring, and cur */
+	uint32_t vain;	      /* polls that found nothing, in a row; guarded by lock */
 	uint32_t pending;     /* events not yet taken; guarded by the channel's lock */
 	struct vb_cq *next;   /* in the channel's list */
 	uint32_t taken;	      /* completion events taken; guarded by pub.mutex */
@@ -287,6 +288,7 @@ int vb_close_xrcd(struct ibv_xrcd *xrcd);
 /* on is NULL, or device memory in which iova is an offset. */
 struct ibv_mr *vb_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access,
 			 struct vb_dm *on);
+struct ibv_mr *vb_alloc_null_mr(struct ibv_pd *pd);
 struct ibv_dm *vb_alloc_dm(struct ibv_context *ctx, struct ibv_alloc_dm_attr *attr);
 int vb_free_dm(struct ibv_dm *dm);
 struct ibv_mr *vb_reg_dm_mr(struct ibv_pd *pd, struct ibv_dm *dm, uint64_t offset, size_t length, unsigned int access);
@@ -306,6 +308,8 @@ void vb_on_async_event(uint64_t context, uint32_t of, uint64_t cookie, uint32_t 
 void vb_await_acks(struct vb_context *c, void *pub, pthread_mutex_t *mu, pthread_cond_t *cond, uint32_t *taken,
 		   uint32_t *acked);
 
-void vb_guard_signals(void);		  /* signals.c */
+
+void vb_start_guard(void *in_engine); /* signals.c */
+void vb_guard_signals(void);
 
 #endif

@@ -145,6 +145,31 @@ static bool clean(unsigned int access, uint32_t *to)
 	return !(access & ~(unsigned int)(KNOWN_ACCESS | IBV_ACCESS_OPTIONAL_RANGE));
 }
 
+/* make has the engine make a region, and fills in what the program sees of it. */
+static struct ibv_mr *make(struct vb_pd *p, struct ibv_pd *pd, void *addr, size_t length, struct vbe_mr *r)
+{
+	struct vb_mr *m = vb_new(MR, p->h.engine);
+	if (!m)
+		return NULL;
+	vb_guard_signals();
+	int64_t e = p->h.engine->vbe_reg_mr(p->h.handle, r);
+	if (e < 0) {
+		vb_free(MR, &m->h);
+		return vb_fail((int)-e);
+	}
+	m->h.handle = r->handle;
+	m->pub = (struct ibv_mr){.context = pd->context,
+				 .pd = pd,
+				 .addr = addr,
+				 .length = length,
+				 .handle = (uint32_t)r->handle,
+				 .lkey = r->lkey,
+				 .rkey = r->rkey};
+	if (p->of)
+		vb_ref(&p->h);
+	return &m->pub;
+}
+
 struct ibv_mr *vb_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access,
 			 struct vb_dm *on)
 {
@@ -152,29 +177,21 @@ struct ibv_mr *vb_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t 
 	struct vbe_mr r = {.addr = (uintptr_t)addr, .length = length, .iova = iova};
 	if (!p || !clean(access, &r.access))
 		return vb_fail(EINVAL);
-	r.implicit = (access & IBV_ACCESS_ON_DEMAND) && !addr && length == SIZE_MAX;
+	if (access & IBV_ACCESS_ON_DEMAND && !addr && length == SIZE_MAX)
+		r.kind = VBE_MEM_IMPLICIT;
+	else if (length > UINTPTR_MAX - (uintptr_t)addr) /* beyond the end of all addresses */
+		return vb_fail(EINVAL);
 	r.dm = on ? on->h.handle : 0;
 	if (access & IBV_ACCESS_ZERO_BASED && !on)
 		r.iova = 0;
-	struct vb_mr *m = vb_new(MR, p->h.engine);
-	if (!m)
-		return NULL;
-	int64_t e = p->h.engine->vbe_reg_mr(p->h.handle, &r);
-	if (e < 0) {
-		vb_free(MR, &m->h);
-		return vb_fail((int)-e);
-	}
-	m->h.handle = r.handle;
-	m->pub = (struct ibv_mr){.context = pd->context,
-				 .pd = pd,
-				 .addr = addr,
-				 .length = length,
-				 .handle = (uint32_t)r.handle,
-				 .lkey = r.lkey,
-				 .rkey = r.rkey};
-	if (p->of)
-		vb_ref(&p->h);
-	return &m->pub;
+	return make(p, pd, addr, length, &r);
+}
+
+struct ibv_mr *vb_alloc_null_mr(struct ibv_pd *pd)
+{
+	struct vb_pd *p = LIVE(vb_pd, PD, pd);
+	struct vbe_mr r = {.kind = VBE_MEM_NULL};
+	return p ? make(p, pd, NULL, SIZE_MAX, &r) : vb_fail(EINVAL);
 }
 
 PUBLIC struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access)

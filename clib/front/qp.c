@@ -217,6 +217,11 @@ PUBLIC int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask)
 	struct vb_qp *q = LIVE(vb_qp, QP, qp);
 	if (!q || !attr)
 		return vb_num(-EINVAL);
+	/* Attributes of the half that a queue pair has not are ignored, as the kernel does. */
+	if (qp->qp_type == IBV_QPT_XRC_SEND)
+		mask &= ~(IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+	if (qp->qp_type == IBV_QPT_XRC_RECV)
+		mask &= ~(IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY);
 	/* RoCE: there is nothing but global addresses. */
 	if (mask & IBV_QP_AV && !attr->ah_attr.is_global)
 		return vb_num(-EINVAL);
@@ -247,6 +252,7 @@ PUBLIC int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask)
 				.retry_cnt = attr->retry_cnt,
 				.rnr_retry = attr->rnr_retry};
 	path_of(&attr->ah_attr, &a.av);
+	vb_guard_signals();
 	int64_t r = q->h.engine->vbe_modify_qp(q->h.handle, &a, (uint32_t)mask);
 	if (r < 0)
 		return vb_num(r);

@@ -1,24 +1,13 @@
 /*
  * libmlx5.so.1 and libefa.so.1: vendors' own verbs. Their symbols are there, since
- * programs that know such devices name them, and refuse.
+ * programs that know such devices name them, and refuse; but for those in mlx5.c.
  */
 #include "refuse.h"
-
-#include <stdbool.h>
-
-/* Whether a device is to pass for one of the vendor's is for VERBENA_IDENTITY to
- * say; as long as no verb of theirs is carried out, none is. */
-PUBLIC bool mlx5dv_is_supported(void *device)
-{
-	(void)device;
-	return false;
-}
 
 REFUSE_ERRNO(mlx5dv_query_device)
 REFUSE_POINTER(mlx5dv_create_cq)
 REFUSE_ERRNO(mlx5dv_init_obj)
 REFUSE_ERRNO(mlx5dv_set_context_attr)
-REFUSE_POINTER(mlx5dv_create_qp)
 REFUSE_POINTER(mlx5dv_create_wq)
 REFUSE_ERRNO(mlx5dv_get_clock_info)
 REFUSE_POINTER(mlx5dv_create_flow_action_esp)

@@ -64,6 +64,12 @@ func (p *PD) RegImplicitMR(access ib.Access) (provider.MR, error) {
 	return p.register(memory{everything: true}, access)
 }
 
+// AllocNullMR makes a region of memory that is not there, for local use: see
+// mem.Null.
+func (p *PD) AllocNullMR() (provider.MR, error) {
+	return p.registerWith(memoryAt(0, 0, 0), ib.AccessLocalWrite, func() (mem.Backing, error) { return mem.NewNull(), nil })
+}
+
 func memoryOf(buf []byte) memory {
 	if buf == nil {
 		buf = []byte{} // no bytes, rather than address 0

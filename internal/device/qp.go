@@ -98,7 +98,7 @@ func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 		p.unuse(&d.counts.qps)
 		return nil, err
 	}
-	c := qp.Config{Type: cfg.Type, PD: p.id, Cap: cfg.Cap, SignalAll: cfg.SignalAll, SendCQ: q.sendCQ.CQ}
+	c := qp.Config{Type: cfg.Type, PD: p.id, Cap: cfg.Cap, SignalAll: cfg.SignalAll, AckFirst: cfg.AckFirst, SendCQ: q.sendCQ.CQ}
 	if !cfg.NoScatterToCQE {
 		c.Scatter = d.scatter
 	}

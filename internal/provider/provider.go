@@ -175,6 +175,9 @@ type QPConfig struct {
 	Cap            ib.QPCap
 	SignalAll      bool
 	NoScatterToCQE bool // no inline receive
+	// AckFirst: what it has received is acknowledged before its own next request
+	// leaves, as adapters do; programs may rely on it that wait for events.
+	AckFirst bool
 }
 
 // QP is a queue pair.

@@ -58,6 +58,7 @@ type Config struct {
 	XRC       XRC
 	Table     *mem.Table
 	Event     func(ib.EventType) // raises an asynchronous event; must not call back
+	AckFirst  bool               // no request goes before an acknowledgement
 	// Stopped, if set, is called when requests are given up, before their
 	// owner learns of it and may use their memory; it must not call back.
 	Stopped func()

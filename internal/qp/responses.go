@@ -262,7 +262,7 @@ func (a *answers) forget(psn wire.PSN) {
 // is shorter than the one before it can ride in the same system call.
 func (q *QP) ackYields() bool {
 	r := &q.resp
-	if r.n > 0 || !r.ack.pending || r.yielded || !r.ack.syndrome.IsAck() || q.req.cur == q.sq.tail {
+	if q.AckFirst || r.n > 0 || !r.ack.pending || r.yielded || !r.ack.syndrome.IsAck() || q.req.cur == q.sq.tail {
 		return false
 	}
 	r.yielded = int(q.sq.at(q.req.cur).len) <= q.mtu

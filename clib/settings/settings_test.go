@@ -1,0 +1,69 @@
+package settings
+
+import (
+	"net/netip"
+	"reflect"
+	"strings"
+	"testing"
+
+	"go.uber.org/goleak"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func from(env map[string]string) func(string) string {
+	return func(name string) string { return env[name] }
+}
+
+func TestParse(t *testing.T) {
+	none, err := Parse(from(nil), 1)
+	if err != nil || none.Addrs != nil || none.Devices != nil || none.Link != "" || none.Lock != "off" || none.Identity != "verbena" || none.Log {
+		t.Errorf("without variables: %+v, %v", none, err)
+	}
+	s, err := Parse(from(map[string]string{
+		"VERBENA_ADDR": " 127.0.0.1 , ::1 ;::ffff:10.0.0.1;", "VERBENA_DEVICES": "eth0,,verbena3", "VERBENA_LINK": "udp", "VERBENA_LOCK": "strict",
+		"VERBENA_WINDOW": "7", "VERBENA_LIMITS": "qp=3,srq_wr=9", "VERBENA_HIDE": "odp,xrc", "VERBENA_IDENTITY": "mlx5",
+		"VERBENA_PCAP": "/tmp/%p.pcap", "VERBENA_STATS": "stderr", "VERBENA_LOG": "1",
+	}), 42)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := netip.MustParseAddr
+	want := &Settings{Addrs: [][]netip.Addr{{a("127.0.0.1"), a("::1")}, {a("10.0.0.1")}}, Devices: []string{"eth0", "verbena3"}, Link: "udp",
+		Lock: "strict", Window: 7, Limits: map[string]int{"qp": 3, "srq_wr": 9}, Hide: map[string]bool{"odp": true, "xrc": true},
+		Identity: "mlx5", PCAP: "/tmp/42.pcap", Stats: "stderr", Log: true}
+	if !reflect.DeepEqual(s, want) {
+		t.Errorf("%+v\nis not %+v", s, want)
+	}
+}
+
+// What is wrong is named, with its variable; the rest counts.
+func TestParseWrong(t *testing.T) {
+	for name, value := range map[string]string{"VERBENA_ADDR": "10.0.0", "VERBENA_LINK": "tcp", "VERBENA_LOCK": "yes", "VERBENA_WINDOW": "0",
+		"VERBENA_LIMITS": "qp=0", "VERBENA_HIDE": "everything", "VERBENA_IDENTITY": "efa"} {
+		s, err := Parse(from(map[string]string{name: value, "VERBENA_LOG": "1"}), 1)
+		if err == nil || !strings.Contains(err.Error(), name) || !s.Log || s.Lock != "off" || s.Addrs != nil || s.Window != 0 {
+			t.Errorf("%s=%s: %+v, %v", name, value, s, err)
+		}
+	}
+}
+
+// Every variable that is read is in the table, and the other way round.
+func TestVars(t *testing.T) {
+	read := map[string]bool{"VERBENA_ENGINE": true} // by the C front
+	if _, err := Parse(func(name string) string { read[name] = true; return "" }, 1); err != nil {
+		t.Fatal(err)
+	}
+	for _, v := range Vars {
+		if !read[v.Name] {
+			t.Errorf("%s is not read by anybody", v.Name)
+		}
+		delete(read, v.Name)
+		if v.Help == "" || v.Default == "" {
+			t.Errorf("%s is not explained", v.Name)
+		}
+	}
+	for name := range read {
+		t.Errorf("%s is not in the table", name)
+	}
+}

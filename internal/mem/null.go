@@ -1,0 +1,42 @@
+package mem
+
+import (
+	"math"
+
+	"github.com/verbena-rdma/verbena/ib"
+)
+
+// Null is memory that is not there: what is read from it is zero, what is written
+// to it is discarded. It is as long as can be. See ibv_alloc_null_mr(3).
+type Null struct {
+	sink []byte // of its own, so that nobody reads what another has written
+}
+
+// nullRun is how many bytes it offers at a time.
+const nullRun = 64 << 10
+
+var zeros = make([]byte, nullRun) // nobody writes here
+
+// NewNull makes memory that is not there.
+func NewNull() *Null { return &Null{sink: make([]byte, nullRun)} }
+
+// Kind says that the bytes are the engine's own.
+func (n *Null) Kind() Kind { return KindRaw }
+
+// Len returns the largest length there is.
+func (n *Null) Len() uint64 { return math.MaxUint64 }
+
+// Solid tells that the bytes cannot be gone.
+func (n *Null) Solid() bool { return true }
+
+// Run returns zeros to read, or a place to write to.
+func (n *Null) Run(_, length uint64, acc ib.Access) ([]byte, Fault) {
+	b := zeros
+	if acc&ib.AccessLocalWrite != 0 {
+		b = n.sink
+	}
+	return b[:min(length, nullRun)], Fault{}
+}
+
+// Close has nothing to give up.
+func (n *Null) Close() error { return nil }

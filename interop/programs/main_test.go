@@ -1,0 +1,62 @@
+package programs
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+
+	"go.uber.org/goleak"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// full tells whether the long matrices are wanted.
+var full = os.Getenv("VERBENA_FULL") != ""
+
+const root = "../.."
+
+// build makes the library and the command, once.
+var build = sync.OnceValues(func() (string, error) {
+	for _, args := range [][]string{{"scripts/clib.sh"}, {"go", "build", "-o", "bin/verbena", "./cmd/verbena"}} {
+		cmd := exec.Command(args[0], args[1:]...)
+		cmd.Dir = root
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return "", fmt.Errorf("%s: %w\n%s", strings.Join(args, " "), err, out)
+		}
+	}
+	return filepath.Abs(filepath.Join(root, "bin"))
+})
+
+// built returns the directory with the command, and with lib in it.
+func built(t testing.TB) string {
+	t.Helper()
+	dir, err := build()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+// need skips a test for want of something, and fails it in CI.
+func need(t testing.TB, ok bool, format string, args ...any) {
+	t.Helper()
+	if ok {
+		return
+	}
+	if ci := os.Getenv("CI"); ci == "true" || ci == "1" {
+		t.Fatalf("missing in CI: "+format, args...)
+	}
+	t.Skipf(format, args...)
+}
+
+// program finds a program, or skips the test.
+func program(t testing.TB, name, pkg string) string {
+	t.Helper()
+	path, err := exec.LookPath(name)
+	need(t, err == nil, "%s is missing: apt-get install %s", name, pkg)
+	return path
+}

@@ -1,0 +1,120 @@
+package programs
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// compile builds a program of testdata against the library.
+func compile(t testing.TB, name string) string {
+	t.Helper()
+	bin := built(t)
+	out := filepath.Join(t.TempDir(), name)
+	if err := os.Chmod(filepath.Dir(out), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command("cc", "-std=gnu11", "-Wall", "-Wno-unused-function", "-O1", "-I", root+"/clib/include",
+		"-o", out, filepath.Join("testdata", name+".c"), "-L", bin+"/lib", "-libverbs", "-lpthread")
+	if msg, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, msg)
+	}
+	return out
+}
+
+// Programs of our own, for what no tool does; each says "ok" when all was as it
+// should be.
+func TestOwn(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		args []string
+	}{
+		{"idle", nil}, {"bad", nil}, {"fork", nil}, {"odp", nil},
+		{"fault", []string{"never"}}, {"fault", []string{"early"}}, {"fault", []string{"late"}},
+	} {
+		t.Run(strings.Join(append([]string{c.name}, c.args...), " "), func(t *testing.T) {
+			out := run(t, side{args: append([]string{compile(t, c.name)}, c.args...), env: []string{"VERBENA_ADDR=" + address()}})
+			if !strings.HasSuffix(out, "ok\n") {
+				t.Errorf("it says\n%s", out)
+			}
+		})
+	}
+}
+
+// threads is a Python program whose threads all use one device.
+const threads = `
+import threading, sys
+from pyverbs.device import Context
+from pyverbs.pd import PD
+from pyverbs.cq import CQ, CompChannel
+from pyverbs.mr import MR
+import pyverbs.enums as e
+ctx, wrong = Context(name='verbena0'), []
+def work(n):
+    try:
+        for i in range(40):
+            with PD(ctx) as pd, CompChannel(ctx) as ch, CQ(ctx, 10 + i, None, ch) as cq, MR(pd, 4096 * (1 + n), e.IBV_ACCESS_LOCAL_WRITE) as mr:
+                mr.write('x' * 100, 100)
+                cq.req_notify()
+                n, wcs = cq.poll()
+                assert n == 0 and mr.read(100, 0) == b'x' * 100
+    except Exception as x:
+        wrong.append(x)
+all = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+[t.start() for t in all]
+[t.join() for t in all]
+ctx.close()
+print(wrong or 'ok')
+`
+
+func TestPythonThreads(t *testing.T) {
+	_, err := os.Stat(pyTests)
+	need(t, err == nil, "python3-pyverbs is missing")
+	out := run(t, side{args: []string{"/usr/bin/python3", "-c", threads}, env: []string{"VERBENA_ADDR=" + address()}})
+	if !strings.HasSuffix(out, "ok\n") {
+		t.Errorf("it says\n%s", out)
+	}
+}
+
+// noRights runs a program as an ordinary user who may lock 64 KiB.
+func noRights(t testing.TB) []string {
+	t.Helper()
+	need(t, os.Getuid() == 0, "only root can become an ordinary user")
+	return []string{program(t, "prlimit", "util-linux"), "--memlock=65536:65536", "--",
+		program(t, "setpriv", "util-linux"), "--reuid=65534", "--regid=65534", "--clear-groups", "--no-new-privs", "--"}
+}
+
+// An ordinary user with a memlock limit of 64 KiB registers and moves megabytes.
+func TestOrdinaryUser(t *testing.T) {
+	program(t, "ib_write_bw", "perftest")
+	wrap := noRights(t)
+	dir := installed(t)
+	tcp := port()
+	env := []string{"VERBENA_ADDR=" + address(), "VERBENA_LIB=" + dir}
+	for _, args := range [][]string{
+		{"ib_write_bw", "-F", "-n", "100", "-s", "1048576"}, {"ibv_rc_pingpong", "-g", "0", "-o", "-s", "1000000", "-n", "20"},
+	} {
+		args = append(args, "-p", tcp)
+		pair(t, side{args: args, env: env, wrap: wrap}, side{args: append(args, "localhost"), env: env, wrap: wrap}, tcp)
+	}
+}
+
+// installed copies the library to where everybody can read it.
+func installed(t testing.TB) string {
+	t.Helper()
+	bin := built(t)
+	dir, err := os.MkdirTemp("", "verbena-lib")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	if out, err := exec.Command("cp", "-a", bin+"/lib/.", dir).CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	if err := os.Chmod(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}

@@ -1,0 +1,147 @@
+package programs
+
+// The same programs in other places: two network namespaces, under seccomp, beside
+// one that was killed, and in the view of "verbena ps".
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"testing"
+	"time"
+)
+
+func do(t testing.TB, args ...string) {
+	t.Helper()
+	if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
+		t.Fatalf("%s: %v\n%s", strings.Join(args, " "), err, out)
+	}
+}
+
+// newNetwork makes two namespaces joined by a veth pair: 10.79.0.1 and .2.
+func newNetwork(t testing.TB) [2]string {
+	t.Helper()
+	need(t, os.Getuid() == 0, "network namespaces need root")
+	ip, err := exec.LookPath("ip")
+	if err != nil {
+		ip = "/usr/sbin/ip"
+	}
+	tag := fmt.Sprintf("vp%d", os.Getpid())
+	ns := [2]string{tag + "a", tag + "b"}
+	if out, err := exec.Command(ip, "netns", "add", ns[0]).CombinedOutput(); err != nil {
+		need(t, false, "network namespaces cannot be made here: %v\n%s", err, out)
+	}
+	t.Cleanup(func() { do(t, ip, "netns", "del", ns[0]) })
+	do(t, ip, "netns", "add", ns[1])
+	t.Cleanup(func() { do(t, ip, "netns", "del", ns[1]) })
+	do(t, ip, "-n", ns[0], "link", "add", "d0", "type", "veth", "peer", "name", "d1", "netns", ns[1])
+	for i := range ns {
+		do(t, ip, "-n", ns[i], "link", "set", "lo", "up")
+		do(t, ip, "-n", ns[i], "link", "set", fmt.Sprintf("d%d", i), "mtu", "9000", "up")
+		do(t, ip, "-n", ns[i], "addr", "add", fmt.Sprintf("10.79.0.%d/24", i+1), "dev", fmt.Sprintf("d%d", i))
+	}
+	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+		out, _ := exec.Command(ip, "-n", ns[1], "-o", "link", "show", "d1").CombinedOutput() // no answer is none yet
+		if strings.Contains(string(out), "state UP") {
+			return ns
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("the interfaces do not come up: %s", out)
+		}
+	}
+}
+
+// Across two namespaces, as root and as an ordinary user: packets alone reach the
+// other side. The programs take the first device, which is not the loopback's.
+func TestNamespaces(t *testing.T) {
+	program(t, "ib_write_bw", "perftest")
+	ns := newNetwork(t)
+	lib := installed(t)
+	for _, c := range []struct {
+		args string
+		user bool
+	}{
+		{"ibv_rc_pingpong -g 0 -n 100 -e", false}, {"ib_write_bw -F -n 100", true}, {"ib_send_lat -F -n 100 -c UD", false},
+		{"ib_read_bw -F -n 100", true}, {"ib_atomic_lat -F -n 100", false},
+	} {
+		t.Run(c.args, func(t *testing.T) {
+			tcp := port()
+			args := append(strings.Fields(c.args), "-p", tcp)
+			in := func(i int, args []string) side {
+				wrap := []string{"ip", "netns", "exec", ns[i]}
+				if c.user {
+					wrap = append(wrap, noRights(t)...)
+				}
+				return side{args: args, wrap: wrap, env: []string{"VERBENA_LIB=" + lib}}
+			}
+			pair(t, in(0, args), in(1, append(args, "10.79.0.1")), tcp)
+		})
+	}
+}
+
+// Under a profile that refuses userfaultfd, io_uring and unshare.
+func TestSeccomp(t *testing.T) {
+	program(t, "ib_write_bw", "perftest")
+	wrap := []string{compile(t, "seccomp")}
+	for _, c := range []string{"ibv_rc_pingpong -g 0 -o -n 100", "ib_write_bw -F -n 100", "ib_read_lat --odp -F -n 100"} {
+		t.Run(c, func(t *testing.T) {
+			tcp := port()
+			args, env := append(strings.Fields(c), "-p", tcp), []string{"VERBENA_ADDR=" + address()}
+			pair(t, side{args: args, env: env, wrap: wrap}, side{args: append(args, "localhost"), env: env, wrap: wrap}, tcp)
+		})
+	}
+	for _, name := range []string{"fork", "fault", "odp"} {
+		t.Run(name, func(t *testing.T) {
+			out := run(t, side{args: []string{compile(t, name)}, env: []string{"VERBENA_ADDR=" + address()}, wrap: wrap})
+			if !strings.HasSuffix(out, "ok\n") {
+				t.Errorf("it says\n%s", out)
+			}
+		})
+	}
+}
+
+// A program that is killed leaves nothing that the next one trips over; while it
+// runs, "verbena ps" shows it.
+func TestKilled(t *testing.T) {
+	program(t, "ibv_rc_pingpong", "ibverbs-utils")
+	addr := address()
+	env := []string{"VERBENA_ADDR=" + addr}
+	tcp := port()
+	args := []string{"ibv_rc_pingpong", "-g", "0", "-p", tcp}
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	s := start(ctx, t, side{args: args, env: env})
+	waitListening(t, s, tcp)
+	out, err := exec.Command(built(t)+"/verbena", "ps", "--json").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var all []struct {
+		Addr      string
+		Processes []struct {
+			PID     int
+			Program string
+			QPs     []any
+		}
+	}
+	if err := json.Unmarshal(out, &all); err != nil {
+		t.Fatal(err)
+	}
+	seen := false
+	for _, d := range all {
+		for _, p := range d.Processes {
+			seen = seen || d.Addr == addr && p.PID == s.cmd.Process.Pid && p.Program == "ibv_rc_pingpong" && len(p.QPs) == 1
+		}
+	}
+	if !seen {
+		t.Errorf("verbena ps does not show process %d at %s:\n%s", s.cmd.Process.Pid, addr, out)
+	}
+	if err := s.cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	<-s.done
+	between(t, []string{"ibv_rc_pingpong", "-g", "0", "-n", "100"}, env...)
+}

@@ -1,0 +1,154 @@
+package programs
+
+import (
+	"compress/gzip"
+	"io"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+)
+
+// Where python3-pyverbs puts rdma-core's own tests.
+const pyTests = "/usr/share/doc/rdma-core/tests"
+
+// skips are the reasons for which a test of rdma-core may be skipped, and the rows
+// of the table in docs/libibverbs.md that explain them. Any other reason fails.
+var skips = []struct{ reason, row string }{
+	{`Create Raw Packet QP|Create QP type 8`, "raw packet queue pairs"},
+	{`non EFA device`, "EFA"},
+	{`Extended CQ is not supported`, "tag matching"},
+	{`dmabuf is not supported`, "dma-buf"},
+	{`cuda-python`, "CUDA"},
+	{`All gid indices populated`, "empty GIDs"},
+	{`no huge pages`, "huge pages"},
+	{`non MLX5 device|not an MLX5 device|PCI device must be passed`, "mlx5"},
+	{`doesn't have net interface`, "connection manager"},
+}
+
+// unpackTests copies rdma-core's tests and returns the directory above them.
+func unpackTests(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	if err := os.Mkdir(filepath.Join(dir, "tests"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	files, err := os.ReadDir(pyTests)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range files {
+		if err := unpack(filepath.Join(pyTests, f.Name()), filepath.Join(dir, "tests", strings.TrimSuffix(f.Name(), ".gz"))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return dir
+}
+
+func unpack(from, to string) error {
+	in, err := os.Open(from)
+	if err != nil {
+		return err
+	}
+	defer in.Close()
+	var r io.Reader = in
+	if strings.HasSuffix(from, ".gz") {
+		if r, err = gzip.NewReader(in); err != nil {
+			return err
+		}
+	}
+	b, err := io.ReadAll(r)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(to, b, 0o644)
+}
+
+var (
+	pyResult = regexp.MustCompile(`(?m)\.\.\. (ok|FAIL|ERROR|skipped '(.*)'|skipped "(.*)"|expected failure)$`)
+	pyRan    = regexp.MustCompile(`Ran (\d+) tests?`)
+)
+
+// rdma-core's own tests: all pass, or are skipped for a reason that the
+// documentation explains.
+func TestPyverbs(t *testing.T) {
+	_, err := os.Stat(pyTests + "/run_tests.py")
+	need(t, err == nil, "rdma-core's tests are missing: apt-get install python3-pyverbs")
+	docs, err := os.ReadFile(root + "/docs/libibverbs.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	awaitHugePages(t)
+	dir := unpackTests(t)
+	modules, err := filepath.Glob(filepath.Join(dir, "tests", "test_*.py"))
+	if err != nil || len(modules) < 20 {
+		t.Fatalf("%d modules, %v", len(modules), err)
+	}
+	passed, skipped := 0, 0
+	for _, file := range modules {
+		name := strings.TrimSuffix(filepath.Base(file), ".py")
+		if !full && strings.HasPrefix(name, "test_mlx5") {
+			continue // all of them are skipped
+		}
+		t.Run(name, func(t *testing.T) {
+			out := run(t, side{args: []string{"/usr/bin/python3", dir + "/tests/run_tests.py", "-v", "tests." + name},
+				env: []string{"VERBENA_ADDR=" + address(), "PYTHONPATH=" + dir}})
+			if !pyRan.MatchString(out) {
+				t.Fatalf("nothing was run:\n%s", out)
+			}
+			for _, m := range pyResult.FindAllStringSubmatch(out, -1) {
+				switch {
+				case m[1] == "ok":
+					passed++
+				case strings.HasPrefix(m[1], "skipped"):
+					skipped++
+					explained(t, m[2]+m[3], string(docs))
+				default:
+					t.Errorf("%s\n%s", m[0], out)
+				}
+			}
+		})
+	}
+	t.Logf("%d passed, %d skipped", passed, skipped)
+	if passed < 100 {
+		t.Errorf("only %d tests passed: most were skipped", passed)
+	}
+}
+
+// awaitHugePages waits while somebody else has all huge pages: tests that find some
+// want to use them.
+func awaitHugePages(t *testing.T) {
+	t.Helper()
+	for range 60 {
+		b, err := os.ReadFile("/proc/meminfo")
+		if err != nil {
+			t.Fatal(err)
+		}
+		n := map[string]int{}
+		for _, m := range regexp.MustCompile(`HugePages_(\w+):\s+(\d+)`).FindAllStringSubmatch(string(b), -1) {
+			n[m[1]], _ = strconv.Atoi(m[2]) // digits
+		}
+		if n["Total"] == 0 || n["Free"]-n["Rsvd"] >= 8 {
+			return
+		}
+		time.Sleep(time.Second)
+	}
+	need(t, false, "somebody else has all huge pages")
+}
+
+// explained wants a skip to be one that the documentation has a row for.
+func explained(t *testing.T, reason, docs string) {
+	t.Helper()
+	for _, s := range skips {
+		if regexp.MustCompile(s.reason).MatchString(reason) {
+			if !strings.Contains(docs, "| "+s.row+" |") {
+				t.Errorf("docs/libibverbs.md has no row for %q, which %q is skipped for", s.row, reason)
+			}
+			return
+		}
+	}
+	t.Errorf("a test is skipped for a reason that nobody knows: %q", reason)
+}

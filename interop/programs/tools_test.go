@@ -1,0 +1,94 @@
+package programs
+
+import (
+	"regexp"
+	"strings"
+	"testing"
+)
+
+// ibv_devices and ibv_devinfo show the device, and what it says of itself.
+func TestDevinfo(t *testing.T) {
+	program(t, "ibv_devinfo", "ibverbs-utils")
+	env := []string{"VERBENA_ADDR=" + address() + ";" + address()}
+	out := run(t, side{args: []string{"ibv_devices"}, env: env})
+	if !strings.Contains(out, "verbena0") || !strings.Contains(out, "verbena1") {
+		t.Errorf("ibv_devices shows\n%s", out)
+	}
+	out = run(t, side{args: []string{"ibv_devinfo", "-v", "-d", "verbena1"}, env: env})
+	for _, want := range []string{`hca_id:\s+verbena1`, `state:\s+PORT_ACTIVE`, `link_layer:\s+Ethernet`, `ODP_SUPPORT_IMPLICIT`,
+		`MEM_WINDOW_TYPE_2B`, `GID\[ *0\]:\s+::ffff:127\.78\.\S+, RoCE v2`, `device memory`} {
+		if !regexp.MustCompile(want).MatchString(out) {
+			t.Errorf("ibv_devinfo does not show %q:\n%s", want, out)
+		}
+	}
+	out = run(t, side{args: []string{"ibv_devinfo", "-v", "-d", "verbena0"},
+		env: append(env, "VERBENA_HIDE=odp,xrc", "VERBENA_LIMITS=qp=17", "VERBENA_IDENTITY=mlx5")})
+	for _, want := range []string{`max_qp:\s+17\n`, `vendor_id:\s+0x02c9`} {
+		if !regexp.MustCompile(want).MatchString(out) {
+			t.Errorf("ibv_devinfo does not show %q:\n%s", want, out)
+		}
+	}
+	if strings.Contains(out, "ODP_SUPPORT") || strings.Contains(out, "XRC\n") {
+		t.Errorf("ibv_devinfo shows what is hidden:\n%s", out)
+	}
+}
+
+// The pingpongs of ibverbs-utils, two processes on one address.
+func TestPingpong(t *testing.T) {
+	program(t, "ibv_rc_pingpong", "ibverbs-utils")
+	for _, c := range []struct {
+		args  string
+		short bool
+	}{
+		{"rc", true}, {"uc", true}, {"ud", true}, {"srq", true}, {"xsrq", true},
+		{"rc -e", true}, {"uc -e", false}, {"ud -e", true}, {"srq -e", false}, {"xsrq -e", false},
+		{"rc -c -s 100000", true}, {"rc -o", true}, {"rc -O", false}, {"rc -o -P", false}, {"xsrq -o", false},
+		{"rc -N", true}, {"rc -t", true}, {"rc -j", true}, {"rc -N -j -e", false}, {"rc -t -e", false}, {"rc -N -t -O -c", false},
+	} {
+		if !c.short && !full {
+			continue
+		}
+		t.Run(c.args, func(t *testing.T) {
+			kind, flags, _ := strings.Cut(c.args, " ")
+			args := append([]string{"ibv_" + kind + "_pingpong", "-g", "0", "-n", "200"}, strings.Fields(flags)...)
+			_, out := between(t, args, "VERBENA_ADDR="+address())
+			if !strings.Contains(out, "200 iters in") && !strings.HasSuffix(out, "success\n") {
+				t.Errorf("the client says\n%s", out)
+			}
+		})
+	}
+}
+
+// perftest: every operation, and the options that make it take another way.
+func TestPerftest(t *testing.T) {
+	program(t, "ib_write_bw", "perftest")
+	for _, c := range []struct {
+		args  string
+		short bool
+	}{
+		{"ib_write_bw", true}, {"ib_write_lat", true}, {"ib_read_bw", true}, {"ib_read_lat", true},
+		{"ib_send_bw", true}, {"ib_send_lat", true}, {"ib_atomic_bw", true}, {"ib_atomic_lat -A FETCH_AND_ADD", true},
+		{"ib_send_bw -c UD", true}, {"ib_send_lat -c UD", false}, {"ib_send_bw -c UC -s 2048", false}, {"ib_send_lat -c UC", false},
+		{"ib_write_bw -c UC", false}, {"ib_write_lat -c UC", false}, {"ib_send_bw -c XRC", true}, {"ib_write_bw -c XRC", false},
+		{"ib_read_bw -c XRC", false}, {"ib_send_lat -c XRC", false},
+		{"ib_send_bw -r 64 --use-srq", true}, {"ib_send_lat --use-srq", false},
+		{"ib_write_bw -a", false}, {"ib_send_bw -a", false}, {"ib_read_lat -a", false},
+		{"ib_write_bw -b", true}, {"ib_send_bw -b", false}, {"ib_read_bw -b", false},
+		{"ib_write_bw -q 8", true}, {"ib_read_bw -q 8", false}, {"ib_send_bw -q 8", false},
+		{"ib_send_lat -e", true}, {"ib_send_bw -e", true}, {"ib_read_lat -e", false},
+		{"ib_write_bw --odp", true}, {"ib_read_bw --odp", false}, {"ib_send_bw --odp", false},
+		{"ib_write_lat -I 64 -s 64", true}, {"ib_send_lat -I 64 -s 64", false}, {"ib_write_bw --use_old_post_send", false},
+		{"ib_write_bw -m 4096 -s 1048576", false},
+	} {
+		if !c.short && !full {
+			continue
+		}
+		t.Run(c.args, func(t *testing.T) {
+			args := append(strings.Fields(c.args), "-F", "-n", "200")
+			_, out := between(t, args, "VERBENA_ADDR="+address())
+			if !strings.Contains(out, "#bytes") {
+				t.Errorf("the client says\n%s", out)
+			}
+		})
+	}
+}
