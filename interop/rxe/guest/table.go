@@ -21,6 +21,7 @@ func table() (all []*testCase) {
 		lateReceivers(),
 		violations(),
 		windows(),
+		indirectKeys(),
 		deaths(),
 		crowds(),
 		losses(),
