@@ -45,8 +45,14 @@ func TestDemoODP(t *testing.T) {
 }
 
 func TestDemoTopic(t *testing.T) {
-	o := succeed(t, "demo", "mw")
-	if n := len(okLine.FindAllString(o.stdout, -1)); n != 14 || !strings.Contains(o.stdout, "LOCAL_INV") {
-		t.Errorf("%d steps went well, want 7 over each of two links:\n%s", n, o.stdout)
+	for _, topic := range []struct {
+		name  string
+		steps int
+		word  string
+	}{{"mw", 7, "LOCAL_INV"}, {"umr", 5, "matrix transpose"}, {"dm", 6, "lock service"}} {
+		o := succeed(t, "demo", topic.name)
+		if n := len(okLine.FindAllString(o.stdout, -1)); n != 2*topic.steps || !strings.Contains(o.stdout, topic.word) {
+			t.Errorf("%s: %d steps went well, want %d over each of two links:\n%s", topic.name, n, topic.steps, o.stdout)
+		}
 	}
 }

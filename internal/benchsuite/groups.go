@@ -31,6 +31,17 @@ var groups = []group{
 	{"mw-bw-64k", "within a process: 64 KiB WRITE through a memory window", (*bench).windowBandwidth},
 	{"mw-latency", "within a process: 8-byte WRITE through a memory window, from post to completion", (*bench).windowLatency},
 	{"rereg", "changing the rights to 1 MiB", (*bench).reregistration},
+	{"umr-64", "within a process: 1,024 scattered elements of 64 bytes", func(b *bench) ([]contender, error) {
+		return b.umrWrite(verbs.LinkLoop, 64, &goal{"≥", 5}, nil)
+	}},
+	{"umr-4k-loop", "within a process: 1,024 scattered elements of 4 KiB", func(b *bench) ([]contender, error) {
+		return b.umrWrite(verbs.LinkLoop, 4096, nil, &goal{"≥", 2})
+	}},
+	{"umr-4k-udp", "packets, to itself: 1,024 scattered elements of 4 KiB", func(b *bench) ([]contender, error) {
+		return b.umrWrite(verbs.LinkUDP, 4096, nil, &goal{"≥", 1.2})
+	}},
+	{"umr-configure", "within a process: configuring an indirect key, post to completion", (*bench).umrConfigure},
+	{"dm", "within a process: 8 bytes into device memory, post to completion", (*bench).deviceMemory},
 	{"odp-register", "registering on demand, against locking", (*bench).register},
 	{"odp-loop", "within a process: 64 KiB WRITE into on-demand memory", func(b *bench) ([]contender, error) { return b.steadyState(b.newRig, verbs.LinkLoop, 16) }},
 	{"odp-udp", "between two processes, packets: 64 KiB WRITE into on-demand memory", func(b *bench) ([]contender, error) { return b.steadyState(b.newPeerRig, verbs.LinkUDP, 32) }},

@@ -32,14 +32,21 @@ func Copy(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 	var d, s cursor
 	d.list, d.skip = dst, dst.Off
 	s.list, s.skip = src, src.Off
+	moved := 0 // bytes that are not counted yet, all between the same two sections
 	for n > 0 {
 		if len(d.b) == 0 {
+			if d.left == 0 {
+				moved = count(&d, &s, moved)
+			}
 			if f = d.fill(n); !f.OK() {
 				side = Dst
 				break
 			}
 		}
 		if len(s.b) == 0 {
+			if s.left == 0 {
+				moved = count(&d, &s, moved)
+			}
 			if f = s.fill(n); !f.OK() {
 				side = Src
 				break
@@ -55,10 +62,11 @@ func Copy(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 			}
 			continue // they are back, and none of them is certain to have been moved
 		}
-		count(&d, &s, k)
+		moved += k
 		d.b, s.b = d.b[k:], s.b[k:]
 		n -= uint64(k)
 	}
+	count(&d, &s, moved)
 	d.close()
 	s.close()
 	return f, side
@@ -74,8 +82,11 @@ func gone(d, s *cursor, bad uintptr) (Fault, Side) {
 }
 
 // count adds k bytes to the counters of the target's table, or of the source's
-// where the target is raw.
-func count(d, s *cursor, k int) {
+// where the target is raw. It returns 0: that nothing is left to count.
+func count(d, s *cursor, k int) int {
+	if k == 0 {
+		return 0
+	}
 	r := d.region
 	if r == nil {
 		r = s.region
@@ -83,6 +94,7 @@ func count(d, s *cursor, k int) {
 	if r != nil {
 		r.table.moved[r.Key()>>tagBits%counterShards].bytes[s.kind()][d.kind()].Add(uint64(k))
 	}
+	return 0
 }
 
 // cursor is a place in a list, with the section that is open there.

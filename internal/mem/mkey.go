@@ -70,6 +70,7 @@ type piece struct {
 	off     uint64 // where in the backing they lie, in the first round
 	step    uint64 // and how much farther on in each of the next
 	backing Backing
+	flat    []byte  // all bytes of the backing, if they are always there; then off counts from its start
 	owner   *Region // what was borrowed for it; nil: the piece before it did
 }
 
@@ -165,7 +166,22 @@ type builder struct {
 	to    *layout
 	last  *Region // of the piece before
 	key   uint32  // by which that was found
+	flat  []byte  // of the same region
 	solid bool
+}
+
+// flatBytes returns all bytes of a region that are always there and in one piece, so
+// that accesses need not ask for them.
+func flatBytes(r *Region) []byte {
+	switch b := r.backing.(type) {
+	case *deviceBacking:
+		return b.b
+	case *Host:
+		if b.inHeap {
+			return bytesAt(b.addr, int(b.length))
+		}
+	}
+	return nil
 }
 
 // add checks a piece and borrows the region that it lies in. Pieces of the same
@@ -187,9 +203,9 @@ func (b *builder) add(p *ib.Stride) FaultKind {
 			return kind
 		}
 		next.off, next.owner = off, r
-		b.last, b.key = r, p.LKey
+		b.last, b.key, b.flat = r, p.LKey, flatBytes(r)
 	}
-	next.backing = b.last.backing
+	next.backing, next.flat = b.last.backing, b.flat
 	l.pieces = append(l.pieces, next)
 	l.round += p.Bytes
 	if l.round < p.Bytes {
@@ -317,6 +333,9 @@ func (l *layout) Run(off, n uint64, acc ib.Access) ([]byte, Fault) {
 // run is Run for those who go through the bytes in order: hint remembers the piece.
 func (l *layout) run(off, n uint64, acc ib.Access, hint *int) ([]byte, Fault) {
 	p, at, left := l.find(off, hint)
+	if p.flat != nil {
+		return p.flat[at:][:min(n, left)], Fault{}
+	}
 	return p.backing.Run(at, min(n, left), acc)
 }
 

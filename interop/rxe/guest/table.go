@@ -22,6 +22,7 @@ func table() (all []*testCase) {
 		lateReceivers(),
 		violations(),
 		windows(),
+		indirectKeys(),
 		deaths(),
 		crowds(),
 		losses(),

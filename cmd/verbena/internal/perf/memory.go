@@ -28,6 +28,9 @@ var memKinds = []memKind{
 	})},
 	{"mw", windowed},
 	{"shared", allocated},
+	{"umr-list", listed},
+	{"umr-strided", strided},
+	{"dm", onDevice},
 }
 
 // MemKinds returns the names of the kinds of memory that can be measured.
@@ -54,18 +57,27 @@ type buffer struct {
 	bytes  []byte
 	addr   uint64 // of the first byte, in requests
 	mr     *verbs.MR
+	lkey   uint32       // what requests of this side name it by; 0: the region's
 	rkey   uint32       // what the peer gets
+	key    *indirect    // the key of both, if it is not the region's
 	window *window      // what the peer's requests go through; nil: the region itself
 	free   func() error // gives the memory back; nil: nothing is to be done
 }
 
 // sge names n bytes from off on.
 func (b *buffer) sge(off, n int) verbs.SGE {
-	return verbs.SGE{Addr: b.addr + uint64(off), Length: uint32(n), LKey: b.mr.LKey()}
+	lkey := b.lkey
+	if lkey == 0 {
+		lkey = b.mr.LKey()
+	}
+	return verbs.SGE{Addr: b.addr + uint64(off), Length: uint32(n), LKey: lkey}
 }
 
 func (b *buffer) close() error {
 	var errs []error
+	if b.key != nil && b.key.key != nil {
+		errs = append(errs, b.key.key.Close())
+	}
 	if b.window != nil {
 		errs = append(errs, b.window.close())
 	}

@@ -4,8 +4,8 @@
 //
 // Top-down: Run goes through the links and their steps; lab.go makes the two
 // devices and what the steps need; rc.go, shared.go, datagram.go and refused.go
-// are the steps, and mw.go those of a tour of its own; speed.go measures. odp.go
-// is another tour, of on-demand paging.
+// are the steps, and mw.go, umr.go and dm.go those of tours of their own; speed.go
+// measures. odp.go is another tour, of on-demand paging.
 package tour
 
 import (
@@ -28,7 +28,7 @@ type Options struct {
 }
 
 // topics are the tours of one thing.
-var topics = map[string][]step{"mw": windowSteps}
+var topics = map[string][]step{"mw": windowSteps, "umr": indirectSteps, "dm": deviceSteps}
 
 // TopicODP is a tour that RunODP does.
 const TopicODP = "odp"
