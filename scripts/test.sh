@@ -19,8 +19,8 @@ mkdir -p "$BIN" "$LOGS"
 
 STRICT=
 if in_ci; then STRICT=-strict; fi
-UNIT_TIMEOUT=10m # for each package; a loaded machine is slow, not broken
-INTEROP_TIMEOUT=10m
+UNIT_TIMEOUT=20m # for each package; a loaded machine is slow, not broken
+INTEROP_TIMEOUT=20m
 if [ "${1:-}" = full ]; then
   export VERBENA_FULL=1
   UNIT_TIMEOUT=60m
