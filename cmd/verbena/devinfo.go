@@ -177,6 +177,7 @@ func describe(dev *verbs.Device) (device, error) {
 			{"max_mcast_grp", num(a.MaxMcastGrp)}, {"max_mcast_qp_attach", num(a.MaxMcastQPAttach)},
 			{"max_total_mcast_qp_attach", num(a.MaxTotalMcastQPAttach)},
 			{"max_pkeys", num(a.MaxPKeys)}, {"local_ca_ack_delay", num(a.LocalCAAckDelay)},
+			{"max_dm_size", a.MaxDMSize},
 		},
 		Max: make(map[string]uint64),
 	}

@@ -67,15 +67,15 @@ func mayFetch(c *shm.Channel, t *train.Train) bool {
 func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done bool, err error) {
 	g := scratches.Get().(*scratch)
 	defer scratches.Put(g)
-	runs, fault := mem.Gather(&t.Payload, uint64(t.Len), g.runs[:0], &g.pins)
+	runs, fault, whole := mem.GatherFew(&t.Payload, uint64(t.Len), g.runs[:0:maxFarRuns], &g.pins)
 	if !fault.OK() {
 		return true, &PayloadError{Fault: fault}
 	}
-	defer g.pins.Release()
-	defer clear(runs)
-	if len(runs) > maxFarRuns {
+	if !whole {
 		return false, nil
 	}
+	defer g.pins.Release()
+	defer clear(runs)
 	b, err := s.reserve(c, recFar, trainBytes+farBytes+16*len(runs)+farTail, t)
 	if b == nil {
 		return true, err

@@ -245,12 +245,11 @@ func (s *sender) referPackets(t *train.Train, f *udpFlow) (err error) {
 	src := &s.cut.src
 	skip := s.at.packet * t.MTU
 	src.Off = t.Payload.Off + uint64(skip)
-	runs, fault := mem.Gather(src, uint64(t.Len-skip), s.runs[:0], &s.pins)
-	s.runs = runs[:0] // it may have grown
+	runs, fault, whole := mem.GatherFew(src, uint64(t.Len-skip), s.runs, &s.pins)
 	if !fault.OK() {
 		return &PayloadError{Fault: fault, Packet: s.at.packet}
 	}
-	if len(runs) > maxRuns {
+	if !whole { // too many pieces
 		return s.copyPackets(t, f)
 	}
 

@@ -1,5 +1,7 @@
 package mem
 
+import "math"
+
 // Pins holds read sections open while somebody else, usually the kernel in a
 // send, reads the bytes. The zero value is empty; it is reused after Release
 // and never allocates for lists of ordinary length. Pins must not be held over
@@ -50,14 +52,26 @@ func (p *Pins) release(keep int) {
 // accessible until pins are released. On a fault nothing is appended, and
 // nothing stays open that was not before.
 func Gather(l *List, n uint64, out [][]byte, pins *Pins) ([][]byte, Fault) {
+	out, f, _ := gather(l, n, out, pins, math.MaxInt)
+	return out, f
+}
+
+// GatherFew is Gather into the room that out has. If the bytes lie in more pieces
+// than that, which those of an indirect key may do, it appends nothing and returns
+// false.
+func GatherFew(l *List, n uint64, out [][]byte, pins *Pins) ([][]byte, Fault, bool) {
+	return gather(l, n, out, pins, cap(out))
+}
+
+func gather(l *List, n uint64, out [][]byte, pins *Pins, most int) (_ [][]byte, f Fault, whole bool) {
 	c := cursor{list: l, skip: l.Off}
 	given, held := len(out), pins.n
 	for n > 0 {
-		if f := c.fill(n); !f.OK() {
+		if f = c.fill(n); !f.OK() || len(out) == most {
 			c.close()
 			pins.release(held)
 			clear(out[given:])
-			return out[:given], f
+			return out[:given], f, false
 		}
 		out = append(out, c.b)
 		n -= uint64(len(c.b))
@@ -65,5 +79,5 @@ func Gather(l *List, n uint64, out [][]byte, pins *Pins) ([][]byte, Fault) {
 			pins.take(&c)
 		}
 	}
-	return out, Fault{}
+	return out, Fault{}, true
 }

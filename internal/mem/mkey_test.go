@@ -191,3 +191,28 @@ func BenchmarkMKeyCopy(b *testing.B) {
 		})
 	}
 }
+
+// GatherFew takes what fits, and leaves nothing behind of what does not.
+func TestGatherFew(t *testing.T) {
+	table, r, b := keysOf(t, 4096)
+	for i := range b {
+		b[i] = byte(i)
+	}
+	k := mkeyOf(t, table, 64, ib.Stride{Bytes: 8, Skip: 8, LKey: r.Key()})
+	l := &mem.List{Table: table, Actor: mkeyActor, SGEs: []ib.SGE{{Length: 512, LKey: k.Key()}}}
+	for _, c := range []struct {
+		room int
+		n    uint64
+		ok   bool
+	}{{64, 512, true}, {63, 512, false}, {63, 504, true}, {0, 8, false}, {1, 8, true}, {1, 9, false}} {
+		var pins mem.Pins
+		out, f, whole := mem.GatherFew(l, c.n, make([][]byte, 0, c.room), &pins)
+		if !f.OK() || whole != c.ok || whole != (pins.Len() == 1) || !whole && len(out) > 0 {
+			t.Errorf("%d bytes into %d pieces: %v, %v, %d pieces, %d pins", c.n, c.room, f, whole, len(out), pins.Len())
+		}
+		pins.Release()
+	}
+	if err := k.Close(); err != nil { // no section is open
+		t.Error(err)
+	}
+}
