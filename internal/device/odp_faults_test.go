@@ -24,8 +24,7 @@ const odpSize = 16 << 12
 type odpEnd struct {
 	*end
 	*mapped
-	odp  provider.MR
-	base uint64
+	odp provider.MR
 }
 
 func newODPEnd(e *end, implicit bool) *odpEnd {
