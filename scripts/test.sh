@@ -5,6 +5,7 @@
 #   lint      side by side with build (scripts/lint.sh)
 #   unit      every package's tests under the race detector, in a random order
 #   allocs    what must not allocate, without the race detector, which allocates
+#   nocgo     memory on demand in a program without cgo, which the kernel tells nothing
 #   interop   several processes, two network namespaces, other people's programs
 #
 # unit and what follows run alone: tests of time must not share the cores with a
@@ -55,6 +56,13 @@ step_allocs() {
   summed -run Alloc -timeout "$UNIT_TIMEOUT" $(unit_packages)
 }
 
+# What needs to be told of changes is skipped here, and that is right.
+step_nocgo() {
+  CI='' CGO_ENABLED=0 STRICT='' summed -timeout "$UNIT_TIMEOUT" \
+    -run 'OnDemand(SeesWhatTheCPUSees|Sweep|Huge|BehindEnd|Storm.*|Model|Traffic|Faults.*|HalfDone)$|Prefetch|Paging|Slow|Populate|Means' \
+    ./internal/sys ./internal/mem ./internal/device
+}
+
 step_interop() {
   local pkgs
   pkgs=$(interop_packages)
@@ -99,7 +107,7 @@ finish lint
 case $FAILED in
 *build*) ;; # there is nothing to run
 *)
-  for s in unit allocs interop; do
+  for s in unit allocs nocgo interop; do
     begin "$s"
     finish "$s"
   done

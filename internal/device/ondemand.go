@@ -33,9 +33,15 @@ func (d *Device) PagingStats() ib.PagingStats { return d.table.Paging().Stats() 
 // PagingStats returns the region's counters of on-demand paging; all are zero if
 // it is not on demand.
 func (m *MR) PagingStats() ib.PagingStats {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if b, ok := m.region.Backing().(*mem.OnDemand); ok {
+	is, ok := m.region.Snapshot()
+	if !ok { // closed, or about to be, or about to change: whoever is at it may have to wait for storage
+		if !m.mu.TryLock() {
+			return ib.PagingStats{}
+		}
+		is.Backing = m.region.Backing()
+		m.mu.Unlock()
+	}
+	if b, ok := is.Backing.(*mem.OnDemand); ok {
 		return b.Stats()
 	}
 	return ib.PagingStats{}

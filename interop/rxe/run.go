@@ -159,8 +159,8 @@ func (e *end) err() error {
 // programs are what build leaves in the shared directory.
 var programs = []string{vm.GuestProgram, "verbena", "kverbs"}
 
-// build makes the guest's programs. Ours are static; kverbs finds its libraries in
-// the image.
+// build makes the guest's programs. They find their libraries in the image; the one
+// with the cases has cgo, so that the kernel tells it of changes of its memory.
 func build(ctx context.Context, dir string) error {
 	root, err := moduleRoot(ctx)
 	if err != nil {
@@ -170,7 +170,7 @@ func build(ctx context.Context, dir string) error {
 		env  string
 		args []string
 	}{
-		{"CGO_ENABLED=0", []string{"go", "build", "-buildvcs=false", "-o", filepath.Join(dir, vm.GuestProgram), "./interop/rxe/guest"}},
+		{"CGO_ENABLED=1", []string{"go", "build", "-buildvcs=false", "-o", filepath.Join(dir, vm.GuestProgram), "./interop/rxe/guest"}},
 		{"CGO_ENABLED=0", []string{"go", "build", "-buildvcs=false", "-o", filepath.Join(dir, "verbena"), "./cmd/verbena"}},
 		{"", []string{"gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "kverbs"), "interop/rxe/kverbs/kverbs.c", "-libverbs"}},
 	} {

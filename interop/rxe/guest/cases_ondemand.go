@@ -145,8 +145,14 @@ func (s *scene) remapped(op verbs.Opcode, implicit bool) error {
 			return err
 		}
 	}
-	if st := mine.mr.PagingStats(); st.PageFaults == 0 || st.FailedResolutions != 0 {
-		return fmt.Errorf("we: %+v", st)
+	caps, err := s.ours.dev.QueryODPCaps()
+	if err != nil {
+		return err
+	}
+	// Where the kernel tells of changes, each is counted.
+	st := mine.mr.PagingStats()
+	if st.PageFaults == 0 || st.FailedResolutions != 0 || caps.Notifier == "userfaultfd" && st.Invalidations != 4 {
+		return fmt.Errorf("we, with %s: %+v", caps.Notifier, st)
 	}
 	return nil
 }
