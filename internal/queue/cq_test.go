@@ -266,3 +266,24 @@ func TestAllocs(t *testing.T) {
 		t.Errorf("%v allocations", n)
 	}
 }
+
+// A queue with a clock remembers when each completion was pushed, whenever it is
+// polled and wherever the ring wraps.
+func TestCQTimes(t *testing.T) {
+	c := NewCQ(3)
+	now := int64(100)
+	c.Clock = func() int64 { now++; return now }
+	wcs, at := make([]ib.WC, 2), make([]int64, 2)
+	for round := range int64(5) {
+		push(c, 1, 1)
+		push(c, 2, 1)
+		now += 50
+		if c.PollTimes(wcs, at) != 2 || at[0] != 101+52*round || at[1] != 102+52*round {
+			t.Errorf("round %d: times %v", round, at)
+		}
+	}
+	push(c, 3, 1)
+	if c.Poll(wcs) != 1 || wcs[0].ID != 3 {
+		t.Errorf("a poll without times: %+v", wcs[0])
+	}
+}
