@@ -30,7 +30,7 @@ ib_write_bw                     perftest          tests against the Linux kernel
 ibv_rc_pingpong                 ibverbs-utils     tests against the Linux kernel
 /etc/libibverbs.d/rxe.driver    ibverbs-providers tests against the Linux kernel
 /usr/include/infiniband/verbs.h libibverbs-dev    the drop-in libibverbs; tests against the Linux kernel
-/usr/share/doc/rdma-core/tests/run_tests.py python3-pyverbs  rdma-core's own tests on the drop-in libibverbs
+/usr/share/doc/rdma-core/tests/run_tests.py python3-pyverbs  the tests of rdma-core on the drop-in libibverbs
 setpriv                         util-linux        tests as an ordinary user
 '
 
