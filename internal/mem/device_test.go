@@ -23,6 +23,9 @@ var (
 // Device memory of every class passes the suite, and windows on it do.
 func TestConformanceOfDeviceMemory(t *testing.T) {
 	memtest.Run(t, memtest.Constructor{Name: "plain", New: deviceMemory(mem.DeviceMemConfig{})})
+	if mem.RaceEnabled {
+		return // the others differ in nothing that races
+	}
 	memtest.Run(t, memtest.Constructor{Name: "coherent", New: deviceMemory(mem.DeviceMemConfig{Coherent: true})})
 	memtest.Run(t, memtest.Constructor{Name: "exported", New: deviceMemory(mem.DeviceMemConfig{Export: true})})
 	memtest.Run(t, memtest.Constructor{Name: "type 2/plain", New: deviceMemory(mem.DeviceMemConfig{}), Window: ib.MWType2})
