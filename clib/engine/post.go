@@ -9,6 +9,7 @@ import (
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/device"
 )
 
 // Posting. The front's requests become the device's without copying what they
@@ -22,12 +23,21 @@ type scratch struct {
 
 var scratches = sync.Pool{New: func() any { return new(scratch) }}
 
+// vbe_post_send posts up to the first request that is refused; if *posted is
+// negative before, a list that does not fit as a whole is refused as a whole.
+//
 //export vbe_post_send
 func vbe_post_send(h C.uint64_t, wrs *C.struct_vbe_send_wr, n C.int64_t, posted *C.int64_t) C.int64_t {
 	q := qps.get(uint64(h))
 	if q == nil {
 		*posted = 0
 		return failed(errStale)
+	}
+	if *posted < 0 {
+		*posted = 0
+		if room := q.QP.(*device.QP).Room(); int64(n) > int64(room) {
+			return failed(ib.Errorf("post_send", syscall.ENOMEM, "%d requests, the send queue has room for %d", n, room))
+		}
 	}
 	s := scratches.Get().(*scratch)
 	list := view(wrs, int(n))

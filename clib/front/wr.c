@@ -293,7 +293,8 @@ static int wr_complete(struct ibv_qp_ex *qp)
 				w->inline_data =
 					(uintptr_t)(b->inline_bytes + (size_t)i * (q->cap.max_inline_data + 1));
 		}
-		int64_t posted, r = q->h.engine->vbe_post_send(q->h.handle, b->wrs, b->count, &posted);
+		int64_t posted = -1; /* all, or none */
+		int64_t r = q->h.engine->vbe_post_send(q->h.handle, b->wrs, b->count, &posted);
 		err = r < 0 ? (int)-r : 0;
 	}
 	pthread_mutex_unlock(&b->lock);

@@ -258,6 +258,13 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 	return n, err
 }
 
+// Room returns how many requests can be posted now.
+func (q *QP) Room() int {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.core.Room()
+}
+
 // PostRecv appends receives.
 func (q *QP) PostRecv(wrs []ib.RecvWR) (int, error) {
 	if q.srq != nil {

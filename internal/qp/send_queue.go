@@ -161,6 +161,12 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 	return len(wrs), nil
 }
 
+// Room returns how many requests the send queue has room for.
+func (q *QP) Room() int {
+	s := &q.sq
+	return int(s.max - min(s.max, s.tail-s.freed.Load()))
+}
+
 // flushIfFailed flushes what was posted to a queue that does not send any more
 // (IBA 10.3.1.7: requests posted in the error states complete flushed).
 func (q *QP) flushIfFailed() {

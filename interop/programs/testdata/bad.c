@@ -15,10 +15,58 @@
 		WANT(errno == (err));                                                                                  \
 	} while (0)
 
+/* A list of ibv_wr_* that does not fit is posted not at all; nor is one with a mistake
+ * in it. */
+static void lists(struct ibv_context *ctx, struct ibv_pd *pd)
+{
+	struct self s = {.ctx = ctx, .pd = pd};
+	WANT(s.cq = ibv_create_cq(ctx, 16, NULL, NULL, 0));
+	WANT(!ibv_query_gid(ctx, 1, 0, &s.gid));
+	for (int i = 0; i < 2; i++) {
+		struct ibv_qp_init_attr_ex a = {
+			.send_cq = s.cq,
+			.recv_cq = s.cq,
+			.qp_type = IBV_QPT_RC,
+			.cap = {.max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1},
+			.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+			.pd = pd,
+			.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE};
+		WANT(s.qp[i] = ibv_create_qp_ex(ctx, &a));
+	}
+	to_rts(&s, 0);
+	to_rts(&s, 1);
+	struct ibv_qp_ex *x = ibv_qp_to_qp_ex(s.qp[0]);
+	WANT(x && !ibv_qp_to_qp_ex(NULL));
+	for (int n = 5; n >= 3; n--) { /* too many, all that fit, and a mistake */
+		ibv_wr_start(x);
+		for (int i = 0; i < n; i++) {
+			x->wr_id = (uint64_t)i;
+			x->wr_flags = IBV_SEND_SIGNALED;
+			ibv_wr_rdma_write(x, 0, 0);
+			if (n == 3) {
+				struct ibv_sge two[2] = {{0}};
+				ibv_wr_set_sge_list(x, 2, two);
+			}
+		}
+		int err = ibv_wr_complete(x);
+		WANT(n == 5 ? err == ENOMEM : n == 4 ? err == 0 : err == EINVAL);
+		struct ibv_wc wc[8];
+		int got = 0;
+		while (n == 4 && got < 4) {
+			int k = ibv_poll_cq(s.cq, 8, wc);
+			WANT(k >= 0);
+			got += k;
+		}
+		WANT(ibv_poll_cq(s.cq, 8, wc) == 0);
+	}
+	WANT(!ibv_destroy_qp(s.qp[0]) && !ibv_destroy_qp(s.qp[1]) && !ibv_destroy_cq(s.cq));
+}
+
 int main(void)
 {
 	struct self s = connect_self();
 	char buf[64];
+	lists(s.ctx, s.pd);
 
 	/* null */
 	REFUSED(ibv_open_device(NULL), EINVAL);
