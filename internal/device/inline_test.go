@@ -50,6 +50,7 @@ func TestInlineReceive(t *testing.T) {
 					a, b := connected(t, openFor(t, mode), openFor(t, mode), typ, 4096, nil)
 					dm, dmr := b.deviceMemory(64)
 					fill(a.buf, 3)
+					added := uint64(0)
 					for n := 1; n <= 80; n += 3 {
 						b.recv(ib.RecvWR{ID: 1, SGL: b.sge(100, 80)})
 						b.recv(ib.RecvWR{ID: 2, SGL: []ib.SGE{b.sge(300, 20)[0], b.sge(400, 80)[0]}})
@@ -72,11 +73,11 @@ func TestInlineReceive(t *testing.T) {
 						if wc := a.ok(); int(wc.ByteLen) != n || !bytes.Equal(a.buf[3000:3000+n], b.buf[100:100+n]) {
 							t.Fatalf("READ of %d bytes: %+v", n, wc)
 						}
-						before := binary.NativeEndian.Uint64(b.buf[2048-b.mr.Addr()%8:])
 						a.post(ib.SendWR{Op: ib.OpAtomicFetchAdd, SGL: a.sge(3100, 8), RemoteAddr: b.mr.Addr() + 2048 - b.mr.Addr()%8, RKey: b.mr.RKey(), CompareAdd: 3})
-						if a.ok(); binary.NativeEndian.Uint64(a.buf[3100:]) != before {
+						if a.ok(); binary.NativeEndian.Uint64(a.buf[3100:]) != added {
 							t.Fatal("an atomic returned something else")
 						}
+						added += 3
 					}
 					// Not into device memory.
 					b.recv(ib.RecvWR{ID: 3, SGL: []ib.SGE{{Length: 64, LKey: dmr.LKey()}}})
