@@ -208,6 +208,20 @@ func (k *kernel) check(r *region, off, n int, seed uint64) error {
 }
 
 func (k *kernel) peek(r *region, off, n int) ([]byte, error) {
+	var all []byte
+	for len(all) < n || n == 0 {
+		b, err := k.peekSome(r, off+len(all), min(n-len(all), maxPeek))
+		if all = append(all, b...); err != nil || n == 0 {
+			return all, err
+		}
+	}
+	return all, nil
+}
+
+// maxPeek is how many bytes the driver shows at once.
+const maxPeek = 1024
+
+func (k *kernel) peekSome(r *region, off, n int) ([]byte, error) {
 	a, err := k.ask("peek mem=%d off=%d len=%d", r.id, off, n)
 	if err != nil {
 		return nil, err
