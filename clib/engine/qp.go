@@ -62,6 +62,7 @@ func vbe_create_qp(h C.uint64_t, n *C.struct_vbe_qp_new) C.int64_t {
 	}
 	a, err := q.Query()
 	if err != nil {
+		_ = q.QP.Close() // the first error says more
 		return failed(err)
 	}
 	n.cap, n.number = capTo(&a.Cap), C.uint32_t(q.Number())

@@ -120,13 +120,8 @@ func (r *receiver) pollGroups(sink Sink) int {
 // groupDatagram takes what the kernel delivered as one. What goes to a group is
 // for all of its members, and says so: its destination queue pair is 0xFFFFFF.
 func (r *receiver) groupDatagram(sink Sink, group netip.Addr, d *sys.Datagram) int {
-	if d.Truncated {
-		sink.Drop(DropTruncated)
+	if !r.take(sink, group, d) {
 		return 1
-	}
-	r.all = Packets{From: d.From, To: group, TClass: d.TClass, HopLimit: d.HopLimit, Segment: d.Segment, Bytes: d.Bytes}
-	if r.all.Segment <= 0 {
-		r.all.Segment = max(1, len(d.Bytes))
 	}
 	for rest := d.Bytes; len(rest) > 0; rest = rest[min(r.all.Segment, len(rest)):] {
 		if destQP(rest) != wire.MulticastQP {

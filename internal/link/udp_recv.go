@@ -114,18 +114,26 @@ func (r *receiver) pollEnd(i int, sink Sink) int {
 // datagram takes what the kernel delivered as one, and returns the number of
 // packets that it was.
 func (r *receiver) datagram(sink Sink, to netip.Addr, d *sys.Datagram) int {
-	if d.Truncated {
-		sink.Drop(DropTruncated)
+	if !r.take(sink, to, d) {
 		return 1
-	}
-	r.all = Packets{From: d.From, To: to, TClass: d.TClass, HopLimit: d.HopLimit, Segment: d.Segment, Bytes: d.Bytes}
-	if r.all.Segment <= 0 {
-		r.all.Segment = len(d.Bytes)
 	}
 	if r.u.cfg.Router != nil {
 		return r.route(sink, &r.all)
 	}
 	return r.packets(sink, &r.all)
+}
+
+// take makes packets of a datagram, in r.all, unless it did not fit.
+func (r *receiver) take(sink Sink, to netip.Addr, d *sys.Datagram) bool {
+	if d.Truncated {
+		sink.Drop(DropTruncated)
+		return false
+	}
+	r.all = Packets{From: d.From, To: to, TClass: d.TClass, HopLimit: d.HopLimit, Segment: d.Segment, Bytes: d.Bytes}
+	if r.all.Segment <= 0 {
+		r.all.Segment = max(1, len(d.Bytes))
+	}
+	return true
 }
 
 // packets gives packets to the coupler, and returns how many they were.
