@@ -133,9 +133,6 @@ func TestOnDemandFaultsRC(t *testing.T) {
 			for _, op := range rcOps() {
 				for _, spoiler := range spoilers {
 					for side := range 2 {
-						if raceEnabled && op.atomic && spoiler.reads && side == 1 {
-							continue // the detector's own code does the store there
-						}
 						t.Run(fmt.Sprintf("%s/implicit %v/%s/%s/%s", link, implicit, op.name, spoiler.name, []string{"local", "remote"}[side]), func(t *testing.T) {
 							a, b := connected(t, x, y, ib.RC, 64, nil)
 							testODPFault(t, newODPEnd(a, implicit), newODPEnd(b, implicit), &op, spoiler.reads, spoiler.spoil, side)

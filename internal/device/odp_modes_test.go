@@ -20,13 +20,7 @@ func TestOnDemandModes(t *testing.T) {
 		tests = "TestOnDemand.*|TestSlowMemory.*|TestPrefetchStorm"
 	}
 	for _, mode := range []modetest.Mode{modetest.NoUserfault, modetest.OldKernel, modetest.Unprivileged} {
-		t.Run(string(mode), func(t *testing.T) {
-			tests := tests
-			if raceEnabled && mode == modetest.OldKernel { // pages are touched there by atomics, which are the detector's
-				tests = strings.ReplaceAll(tests, "|StormOfHoles", "")
-			}
-			modetest.Rerun(t, mode, "^("+tests+")$")
-		})
+		t.Run(string(mode), func(t *testing.T) { modetest.Rerun(t, mode, "^("+tests+")$") })
 	}
 }
 

@@ -16,7 +16,6 @@ package mem
 
 import (
 	"runtime/debug"
-	"sync/atomic"
 	"unsafe"
 )
 
@@ -71,28 +70,20 @@ func swapOrAdd(b []byte, op AtomicOp, compare, swapAdd uint64) (orig uint64, ok 
 	return change((*uint64)(unsafe.Pointer(unsafe.SliceData(b))), op, compare, swapAdd), true
 }
 
-// change does the operation. The ordinary load in front meets memory that is
-// gone: under the race detector an atomic instruction is a call into foreign
-// code, where a fault would end the program.
+// change does the operation.
 //
 //go:norace
 func change(p *uint64, op AtomicOp, compare, swapAdd uint64) (orig uint64) {
-	_ = *(*[1]byte)(unsafe.Pointer(p))
 	switch op {
 	case FetchAdd:
-		return atomic.AddUint64(p, swapAdd) - swapAdd
+		return fetchAdd(p, swapAdd)
 	case Store:
 		// In one piece, and after all that was written before, as the end of a
 		// message is.
 		storeTail(unsafe.Add(unsafe.Pointer(p), wordSize-1), (*[wordSize]byte)(unsafe.Pointer(&swapAdd))[:])
 		return 0
 	}
-	for {
-		orig = atomic.LoadUint64(p)
-		if orig != compare || atomic.CompareAndSwapUint64(p, compare, swapAdd) {
-			return orig
-		}
-	}
+	return compareSwap(p, compare, swapAdd)
 }
 
 // faultAddr returns the address of a fault in one of two ranges. Any other

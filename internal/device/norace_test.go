@@ -1,6 +1,0 @@
-//go:build !race
-
-package device
-
-// raceEnabled: atomics are the processor's own.
-const raceEnabled = false
