@@ -7,9 +7,10 @@ package mem
 // It is a tree of three levels whose parts are made when a page in them first
 // becomes present, so that a region costs nothing for pages that nobody
 // touches: a leaf for 512 pages (2 MiB), a branch for 512 leaves (1 GiB), and
-// one slice of branches. A region of at most 512 pages has a leaf and nothing
-// else. Reading takes no lock; bits are set and cleared atomically, and what
-// was made is not freed before the region is.
+// one slice of branches, with a bit for each that was made, so that the walk
+// through a whole address space skips what nobody touched. A region of at most
+// 512 pages has a leaf and nothing else. Reading takes no lock; bits are set and
+// cleared atomically, and what was made is not freed before the region is.
 
 import (
 	"math/bits"
@@ -35,6 +36,7 @@ type pageTable struct {
 	pages uint64                   // how many there are
 	only  atomic.Pointer[leaf]     // a small region's
 	top   []atomic.Pointer[branch] // a larger one's; nil for a small one
+	made  []atomic.Uint64          // a bit for each of top, set before it gets a leaf
 }
 
 // init sizes an empty table.
@@ -42,6 +44,7 @@ func (t *pageTable) init(pages uint64) {
 	t.pages = pages
 	if pages > leafPages {
 		t.top = make([]atomic.Pointer[branch], (pages-1)/branchPages+1)
+		t.made = make([]atomic.Uint64, (len(t.top)-1)/64+1)
 	}
 }
 
@@ -64,7 +67,9 @@ func (t *pageTable) makeLeaf(page uint64) *leaf {
 	}
 	place := &t.only
 	if t.top != nil {
-		b := orMake(&t.top[page/branchPages])
+		i := page / branchPages
+		b := orMake(&t.top[i])
+		t.made[i/64].Or(1 << (i % 64))
 		place = &b[page/leafPages%uint64(len(b))]
 	}
 	return orMake(place)
@@ -173,10 +178,22 @@ func (t *pageTable) empty(page uint64) uint64 {
 	case t.top == nil:
 		return t.pages - page
 	case t.top[page/branchPages].Load() == nil:
-		return branchPages - page%branchPages
+		return t.nextBranch(page/branchPages+1)*branchPages - page
 	default:
 		return leafPages - page%leafPages
 	}
+}
+
+// nextBranch returns the first branch from i on that was made, or a number behind
+// the last if there is none.
+func (t *pageTable) nextBranch(i uint64) uint64 {
+	for skip := i % 64; i/64 < uint64(len(t.made)); skip = 0 {
+		if rest := t.made[i/64].Load() >> skip; rest != 0 {
+			return i + uint64(bits.TrailingZeros64(rest))
+		}
+		i += 64 - skip
+	}
+	return i
 }
 
 // runs visits the runs of pages that are present: whole words of them at a

@@ -9,13 +9,13 @@ import (
 // The page table does what a map of pages would, whatever its size.
 func TestPageTable(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		pages := rapid.SampledFrom([]uint64{1, 63, 512, 513, 5000, branchPages, 3*branchPages + 7}).Draw(t, "pages")
+		pages := rapid.SampledFrom([]uint64{1, 63, 512, 513, 5000, branchPages, 3*branchPages + 7, 200*branchPages}).Draw(t, "pages")
 		var table pageTable
 		table.init(pages)
 		read, write := map[uint64]bool{}, map[uint64]bool{}
 		span := func() (page, n uint64) {
 			// Near an edge of something, more often than not.
-			edge := rapid.SampledFrom([]uint64{0, 64, leafPages, branchPages, pages - 1}).Draw(t, "edge")
+			edge := rapid.SampledFrom([]uint64{0, 64, leafPages, branchPages, 64 * branchPages, 130 * branchPages, pages - 1}).Draw(t, "edge")
 			page = min(edge+rapid.Uint64Range(0, 130).Draw(t, "from"), pages-1)
 			if page > 65 {
 				page -= 65
