@@ -9,7 +9,7 @@ import (
 // The page table does what a map of pages would, whatever its size.
 func TestPageTable(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		pages := rapid.SampledFrom([]uint64{1, 63, 512, 513, 5000, branchPages, 3*branchPages + 7, 200*branchPages}).Draw(t, "pages")
+		pages := rapid.SampledFrom([]uint64{1, 63, 512, 513, 5000, branchPages, 3*branchPages + 7, 200 * branchPages}).Draw(t, "pages")
 		var table pageTable
 		table.init(pages)
 		read, write := map[uint64]bool{}, map[uint64]bool{}
