@@ -22,6 +22,7 @@ var groups = []group{
 	{"udp-latency", "between two processes, packets: 8 bytes, half a round trip, all polling", (*bench).udpLatency},
 	{"local-bw-64k", "between two processes, shared memory: 64 KiB", func(b *bench) ([]contender, error) { return b.localBandwidth(64<<10, 32, &goal{"≥", 0.8}) }},
 	{"local-bw-1m", "between two processes, shared memory: 1 MiB", func(b *bench) ([]contender, error) { return b.localBandwidth(1<<20, 8, nil) }},
+	{"local-shared-64k", "between two processes, memory that both can map: 64 KiB", func(b *bench) ([]contender, error) { return b.sharedBandwidth(64<<10, 32) }},
 	{"local-latency", "between two processes, shared memory: 8 bytes, half a round trip, all polling", (*bench).localLatency},
 	{"forward", "packets passed on to another process: 64 KiB", (*bench).forwarded},
 	{"rate", "8-byte WRITEs in lists of 32", (*bench).rate},

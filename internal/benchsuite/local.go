@@ -31,6 +31,21 @@ func (b *bench) localBandwidth(size, depth int, g *goal) ([]contender, error) {
 	}, nil
 }
 
+// sharedBandwidth is for memory that both processes can map.
+func (b *bench) sharedBandwidth(size, depth int) ([]contender, error) {
+	sp := spec{Link: verbs.LinkLocal, Type: verbs.RC, QPs: 1, Size: size, Slots: 1, Sends: depth, Into: shared, From: shared}
+	r, err := b.newPeerRig(sp)
+	if err != nil {
+		return nil, err
+	}
+	const ucx = "UCX, put_bw, posix"
+	return []contender{
+		newUCX("ucp_put_bw", "posix,self", size).contender(ucx, "GB/s", ucxMBs, mib),
+		r.bandwidth(row{"WRITE", "GB/s", ucx, &goal{"≥", 0.7}}, true, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
+		r.bandwidth(row{"READ", "GB/s", ucx, nil}, true, verbs.OpRDMARead, 1, depth, inTurn, modePassive),
+	}, nil
+}
+
 func (b *bench) localLatency() ([]contender, error) {
 	sp := eight(verbs.LinkLocal, verbs.RC)
 	sp.Inline = true
@@ -53,12 +68,8 @@ func (b *bench) localLatency() ([]contender, error) {
 		c.side = rc.near
 		return c
 	}
-	u := newUCX("put_lat", "posix,self", pingPongSize)
-	if u != nil {
-		u.test = "ucp_put_lat"
-	}
 	return []contender{
-		u.contender(ucx+", p50", "µs", ucxMedian, 1),
+		newUCX("ucp_put_lat", "posix,self", pingPongSize).contender(ucx+", p50", "µs", ucxMedian, 1),
 		pingPong("WRITE", modePongWrite, &goal{"≤", 2}, func(d time.Duration, keep *sampler) error { return pingWrite(write, d, keep) }),
 		pingPong("SEND", modePongSend, nil, func(d time.Duration, keep *sampler) error { return pingSend(send, d, keep) }),
 	}, nil

@@ -34,6 +34,7 @@ type memory string
 const (
 	onDemand memory = "on demand"
 	implicit memory = "implicit" // the whole address space has one key
+	shared   memory = "shared"   // allocated by the device, which other processes can map
 )
 
 // stride is the distance of two slots. Slots start on a cache line, and have
@@ -123,6 +124,12 @@ func newSide(sp spec) (_ *side, err error) {
 
 func (b *buffer) make(pd *verbs.PD, n int, mapped bool, kind memory) (err error) {
 	n = max(4096, n)
+	if kind == shared {
+		if b.mr, err = pd.AllocMR(n, everything); err == nil {
+			b.bytes, b.addr = b.mr.Bytes(), b.mr.Addr()
+		}
+		return err
+	}
 	if mapped {
 		if b.bytes, err = sys.Map(n); err != nil {
 			return fmt.Errorf("mmap: %w", err)
