@@ -228,7 +228,7 @@ func TestSlowUnprivileged(t *testing.T) {
 // which root can make for the time of the test.
 func TestSlowSwap(t *testing.T) {
 	if os.Getenv("VERBENA_FULL") == "" || os.Getuid() != 0 {
-		t.Skip("needs root and VERBENA_FULL: it adds swap to the machine")
+		t.Skip("full: needs root and VERBENA_FULL: it adds swap to the machine")
 	}
 	swapOn(t)
 	const pages = 64
