@@ -25,6 +25,7 @@ type QP struct {
 	number uint32
 
 	tx      atomic.Int32 // the transmit token, see transmit.go
+	train   *train.Train // of the token's holder, for the short way, see direct.go
 	stalled atomic.Bool  // there are answers among the held trains
 	listed  bool         // in the device's list of stalled queue pairs, whose lock guards it
 
@@ -251,9 +252,16 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 	}
 	n, err := q.core.PostSend(wrs)
 	q.posted = true
+	if n == 0 {
+		q.mu.Unlock()
+		return 0, err
+	}
+	now := q.dev.now()
+	owed, rest := q.direct(now)
 	q.mu.Unlock()
-	if n > 0 {
-		q.dev.transmit(q, q.dev.now())
+	owed.settle()
+	if rest {
+		q.dev.transmit(q, now)
 	}
 	return n, err
 }

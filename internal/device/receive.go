@@ -77,17 +77,22 @@ func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due, patient boo
 	q.mu.Lock()
 	f = q.core.Receive(t, now)
 	patient = q.conversesLocked(t)
-	q.dev.rearmLocked(q)
-	due = q.core.Pending()
-	slow := q.core.WantsWork()
+	due = q.executedLocked()
 	q.mu.Unlock()
-	if slow != 0 {
-		q.dev.slowly(q, slow)
-	}
 	if p := q.peer.Load(); p != nil && p.starved.Load() {
 		due, patient = true, false
 	}
 	return f, due, patient
+}
+
+// executedLocked follows up on what was received, and tells whether something is to
+// be sent.
+func (q *QP) executedLocked() (due bool) {
+	q.dev.rearmLocked(q)
+	if slow := q.core.WantsWork(); slow != 0 {
+		q.dev.slowly(q, slow)
+	}
+	return q.core.Pending()
 }
 
 // conversation is after how many messages, each followed by a post, the next one

@@ -1,0 +1,94 @@
+package device
+
+import (
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/qp"
+	"github.com/verbena-rdma/verbena/internal/train"
+)
+
+// direct is the short way between two queue pairs of one process, which most
+// requests of the loop link take: they are executed and answered at once, under the
+// locks of both, instead of going there and back by two transmit tokens. What finds
+// the other side in use takes the long way.
+//
+// The caller holds q's lock. The peer's is only tried: the peer may be trying ours.
+// It returns what the peer still owes, and whether the long way has something to do.
+func (q *QP) direct(now qp.Time) (owed debt, rest bool) {
+	peer, shift := q.neighbour()
+	if peer == nil || !q.tx.CompareAndSwap(txIdle, txBusy) {
+		return owed, true
+	}
+	if q.held == nil && peer.mu.TryLock() {
+		note := q.exchange(peer, now, now+shift)
+		if due := peer.executedLocked(); due || note {
+			owed = debt{peer, now + shift}
+		}
+		peer.mu.Unlock()
+	}
+	rest = q.core.Pending()
+	return owed, q.leaveToken() || rest
+}
+
+// leaveToken gives the token back, and tells whether somebody has left a note.
+func (q *QP) leaveToken() bool { return q.tx.Swap(txIdle) == txAgain }
+
+// neighbour returns the queue pair at the other end if it is one of this process to
+// which there is a short way; and the difference of its device's time.
+func (q *QP) neighbour() (peer *QP, shift qp.Time) {
+	flow := q.core.Flow()
+	if flow == nil || q.core.Type != ib.RC || q.dev.capture != nil {
+		return nil, 0
+	}
+	p, ok := flow.Link.(*loopPeer)
+	if !ok {
+		return nil, 0
+	}
+	to := p.target.Load()
+	if to.dev.stopped.Load() || to.dev.capture != nil {
+		return nil, 0
+	}
+	peer = to.dev.qps.Get(q.core.DestQPN())
+	if peer == q {
+		return nil, 0
+	}
+	return peer, to.shift
+}
+
+// exchange lets requests go to the peer and its answers come back, as many as one
+// call may move. It returns whether somebody has left the peer a note. Both are
+// locked.
+func (q *QP) exchange(peer *QP, now, there qp.Time) (note bool) {
+	if q.train == nil {
+		q.train = new(train.Train)
+	}
+	t := q.train
+	for bytes := 0; bytes < txQuantum && !note && hand(t, q, peer, now, there); {
+		bytes += t.Len
+		if q.core.AckedBy(peer.core, now) {
+			continue
+		}
+		if peer.held != nil || !peer.core.Answering() || !peer.tx.CompareAndSwap(txIdle, txBusy) {
+			break
+		}
+		for bytes < txQuantum && peer.core.Answering() && hand(t, peer, q, there, now) {
+			bytes += t.Len
+		}
+		note = peer.leaveToken()
+	}
+	q.executedLocked()
+	return note
+}
+
+// hand pulls a train from one queue pair and gives it to the other, and reports
+// whether there was one and it arrived.
+func hand(t *train.Train, from, to *QP, now, there qp.Time) bool {
+	if !from.core.Pull(t, now) {
+		return false
+	}
+	t.From, t.To = t.Flow.Src, t.Flow.Dst
+	f := to.core.Receive(t, there)
+	if !f.OK() {
+		from.core.SendFailed(t, f, now)
+	}
+	return f.OK()
+}
