@@ -24,6 +24,9 @@ const (
 	// maxWatch. A look takes some 2 µs, and in an emulated machine 50 and more.
 	watchShare = 64
 	maxWatch   = 5 * time.Millisecond
+	// lingerTime is how long the background goroutine waits for more without
+	// sleeping.
+	lingerTime = 20 * time.Microsecond
 	// rxBudget is how many packets are read before they are answered.
 	rxBudget = 128
 )
@@ -160,6 +163,7 @@ func (d *Device) background() {
 	defer close(d.done)
 	var seen uint64
 	watch := watcher{interval: watchInterval}
+	recent := false // something came since the last time it lingered
 	for vain := 0; !d.stopped.Load(); {
 		next := d.fireTimers()
 		if vain < tolerance {
@@ -183,9 +187,10 @@ func (d *Device) background() {
 				if d.deferred.Load() {
 					d.flushDeferred()
 				}
-			case !got:
+			case !got && !d.linger(&recent):
 				d.block(forever)
 			}
+			recent = recent || got
 			continue
 		}
 		if d.deferred.Load() {
@@ -197,6 +202,28 @@ func (d *Device) background() {
 			vain = 0
 		}
 		seen = n
+	}
+}
+
+// linger waits for more where something came just now, for about as long as it takes
+// to fall asleep and be woken: a peer that sends at the pace of our answers is not
+// made to wake us for each. It reports whether something came.
+func (d *Device) linger(recent *bool) bool {
+	if !*recent {
+		return false
+	}
+	*recent = false
+	for start, looks := d.now(), 0; ; looks++ {
+		if t := d.now() - start; t >= lingerTime || t == 0 && looks > 8 { // time stands still in simulations
+			return false
+		}
+		if got, busy := d.receive(); got || busy {
+			*recent = got
+			return true
+		}
+		if d.ready.some.Load() || d.stopped.Load() {
+			return true
+		}
 	}
 }
 
