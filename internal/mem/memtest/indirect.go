@@ -297,36 +297,13 @@ func (e *env) again(r *region) mem.Fault { return e.table.Configure(&r.indirect.
 func testIndirectInvalidate(t *testing.T, e *env) {
 	r := e.all(page)
 	for range 2 {
-		for _, c := range []struct {
-			name string
-			key  uint32
-			who  mem.Actor
-			want mem.FaultKind
-		}{
-			{"another domain", r.Key(), mem.Actor{PD: domain + 1}, mem.FaultDomain},
-			{"another tag", r.Key() ^ 1, self, mem.FaultKey},
-			{"the right key", r.Key(), self, mem.FaultNone},
-			{"once more", r.Key(), self, mem.FaultNone},
-		} {
+		e.invalidate(t, r, func() {
 			if r.Alive() {
 				if f := e.again(r); f.Kind != mem.FaultNotFree {
 					t.Errorf("configured again while it is in use: %v", f)
 				}
 			}
-			if f := e.table.Invalidate(c.key, c.who); f.Kind != c.want {
-				t.Errorf("Invalidate, %s: %v", c.name, f)
-			}
-			want := mem.FaultNone
-			if !r.Alive() {
-				want = mem.FaultDead
-			}
-			if got := e.access(r.at(0, 8), 8, 0, self); got != want {
-				t.Errorf("access after %s: %v, should be %v", c.name, got, want)
-			}
-		}
-		if r.Alive() {
-			t.Error("alive after Invalidate")
-		}
+		})
 		if f := e.again(r); !f.OK() || !r.Alive() {
 			t.Fatalf("configured again: %v", f)
 		}

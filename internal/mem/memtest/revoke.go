@@ -241,31 +241,7 @@ func testInvalidate(t *testing.T, e *env) {
 		{Access: allAccess, Invalidatable: true}, {Access: allAccess | ib.AccessRemoteInvalidate},
 	} {
 		r := e.register(page, cfg)
-		for _, c := range []struct {
-			name string
-			key  uint32
-			who  mem.Actor
-			want mem.FaultKind
-		}{
-			{"another domain", r.Key(), mem.Actor{PD: domain + 1}, mem.FaultDomain},
-			{"another tag", r.Key() ^ 1, self, mem.FaultKey},
-			{"the right key", r.Key(), self, mem.FaultNone},
-			{"once more", r.Key(), self, mem.FaultNone},
-		} {
-			if f := e.table.Invalidate(c.key, c.who); f.Kind != c.want {
-				t.Errorf("Invalidate, %s: %v", c.name, f)
-			}
-			want := mem.FaultNone
-			if !r.Alive() {
-				want = mem.FaultDead
-			}
-			if got := e.access(r.at(0, 8), 8, 0, self); got != want {
-				t.Errorf("access after %s: %v, should be %v", c.name, got, want)
-			}
-		}
-		if r.Alive() {
-			t.Error("alive after Invalidate")
-		}
+		e.invalidate(t, r, func() {})
 		if e.table.Lookup(r.Key()) != r.Region {
 			t.Error("the key is gone before Close")
 		}
@@ -273,6 +249,37 @@ func testInvalidate(t *testing.T, e *env) {
 		if f := e.table.Invalidate(r.Key(), self); f.Kind != mem.FaultKey {
 			t.Errorf("Invalidate after Close: %v", f)
 		}
+	}
+}
+
+// invalidate tries to invalidate a key as those would who must not, and then as its
+// owner does; before is called ahead of each.
+func (e *env) invalidate(t *testing.T, r *region, before func()) {
+	for _, c := range []struct {
+		name string
+		key  uint32
+		who  mem.Actor
+		want mem.FaultKind
+	}{
+		{"another domain", r.Key(), mem.Actor{PD: domain + 1}, mem.FaultDomain},
+		{"another tag", r.Key() ^ 1, self, mem.FaultKey},
+		{"the right key", r.Key(), self, mem.FaultNone},
+		{"once more", r.Key(), self, mem.FaultNone},
+	} {
+		before()
+		if f := e.table.Invalidate(c.key, c.who); f.Kind != c.want {
+			t.Errorf("Invalidate, %s: %v", c.name, f)
+		}
+		want := mem.FaultNone
+		if !r.Alive() {
+			want = mem.FaultDead
+		}
+		if got := e.access(r.at(0, 8), 8, 0, self); got != want {
+			t.Errorf("access after %s: %v, should be %v", c.name, got, want)
+		}
+	}
+	if r.Alive() {
+		t.Error("alive after Invalidate")
 	}
 }
 
