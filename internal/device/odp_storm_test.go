@@ -142,10 +142,13 @@ func TestOnDemandTraffic(t *testing.T) {
 }
 
 // again makes a connection anew that has failed: with other PSNs, so that packets
-// of the old one that are still under way are not taken for the new one's.
+// of the old one that are still under way are not taken for the new one's. The new
+// ones are smaller: then what is old looks like the future, and is asked for again.
+// Like the past it would be repeated, and a READ whose memory is gone meanwhile
+// fails the new connection.
 func again(a, b *end) {
 	for _, e := range []*end{a, b} {
-		e.psn = (e.psn + 1<<20) & (1<<24 - 1)
+		e.psn = (e.psn - 1<<20) & (1<<24 - 1)
 		e.modify(ib.QPAttr{State: ib.QPReset}, 0)
 	}
 	var wc [64]ib.WC
