@@ -61,24 +61,31 @@ static void to_rts(struct self *s, int i)
 				    IBV_QP_MAX_QP_RD_ATOMIC));
 }
 
-/* connect_in makes the pair in a context and a domain that are there. */
-static struct self connect_in(struct ibv_context *ctx, struct ibv_pd *pd)
+static struct ibv_qp *plain_qp(struct self *s)
+{
+	struct ibv_qp_init_attr a = {
+		.send_cq = s->cq,
+		.recv_cq = s->cq,
+		.qp_type = IBV_QPT_RC,
+		.cap = {.max_send_wr = 16, .max_recv_wr = 16, .max_send_sge = 1, .max_recv_sge = 1}};
+	return ibv_create_qp(s->pd, &a);
+}
+
+/* connect_made connects a pair that a function makes, in a context and a domain that
+ * are there. */
+static struct self connect_made(struct ibv_context *ctx, struct ibv_pd *pd, struct ibv_qp *(*make)(struct self *))
 {
 	struct self s = {.ctx = ctx, .pd = pd};
 	WANT(!ibv_query_gid(ctx, 1, 0, &s.gid));
 	WANT(s.cq = ibv_create_cq(ctx, 64, NULL, NULL, 0));
-	for (int i = 0; i < 2; i++) {
-		struct ibv_qp_init_attr a = {
-			.send_cq = s.cq,
-			.recv_cq = s.cq,
-			.qp_type = IBV_QPT_RC,
-			.cap = {.max_send_wr = 16, .max_recv_wr = 16, .max_send_sge = 1, .max_recv_sge = 1}};
-		WANT(s.qp[i] = ibv_create_qp(pd, &a));
-	}
+	for (int i = 0; i < 2; i++)
+		WANT(s.qp[i] = make(&s));
 	to_rts(&s, 0);
 	to_rts(&s, 1);
 	return s;
 }
+
+static struct self connect_in(struct ibv_context *ctx, struct ibv_pd *pd) { return connect_made(ctx, pd, plain_qp); }
 
 static struct self connect_self(void)
 {
