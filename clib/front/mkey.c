@@ -65,18 +65,17 @@ static struct vb_qp *of(struct mlx5dv_qp_ex *dv)
 	return (struct vb_qp *)((char *)dv - offsetof(struct vb_qp, dv));
 }
 
-/* room makes room for n more elements in a store; false if there is none. */
-static bool room(void **store, size_t size, size_t used, size_t *have, size_t n)
+/* room is a store with room for n more elements, which may have moved; NULL if there
+ * is none. */
+static void *room(void *store, size_t size, size_t used, size_t *have, size_t n)
 {
 	if (n <= *have - used)
-		return true;
+		return store;
 	size_t want = used + n < 16 ? 16 : 2 * (used + n);
-	void *p = realloc(*store, want * size);
-	if (!p)
-		return false;
-	*store = p;
-	*have = want;
-	return true;
+	void *p = realloc(store, want * size);
+	if (p)
+		*have = want;
+	return p;
 }
 
 /* begin adds a request that changes nothing of a key. */
@@ -91,10 +90,12 @@ static void begin(struct vb_qp *q, struct mlx5dv_mkey *mkey, uint32_t setters)
 	struct vbe_send_wr *w = vb_begin(q, IBV_WR_DRIVER1);
 	if (!w)
 		return;
-	if (!room((void **)&b->layouts, sizeof *b->layouts, b->num_layouts, &b->room_layouts, 1)) {
+	void *store = room(b->layouts, sizeof *b->layouts, b->num_layouts, &b->room_layouts, 1);
+	if (!store) {
 		vb_wrong(b, ENOMEM);
 		return;
 	}
+	b->layouts = store;
 	b->layouts[b->num_layouts++] =
 		(struct vbe_layout){.key = mkey->lkey, .keep = VBE_KEEP_ACCESS | VBE_KEEP_LAYOUT};
 	w->layout = b->num_layouts;
@@ -121,12 +122,12 @@ static struct vbe_piece *lay(struct builder *b, uint64_t repeat, uint16_t n)
 	struct vbe_layout *l = set(b, VBE_KEEP_LAYOUT);
 	if (!l)
 		return NULL;
-	if (!n)
-		vb_wrong(b, EINVAL);
-	else if (n > b->max || !room((void **)&b->pieces, sizeof *b->pieces, b->num_pieces, &b->room_pieces, n))
-		vb_wrong(b, ENOMEM);
-	if (b->err)
+	void *store = n && n <= b->max ? room(b->pieces, sizeof *b->pieces, b->num_pieces, &b->room_pieces, n) : NULL;
+	if (!store) {
+		vb_wrong(b, n ? ENOMEM : EINVAL);
 		return NULL;
+	}
+	b->pieces = store;
 	l->repeat = repeat;
 	l->num = n;
 	l->pieces = b->num_pieces;

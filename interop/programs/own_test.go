@@ -60,6 +60,9 @@ func TestMlx5(t *testing.T) {
 	}{
 		{[]string{"mkey"}, []string{identity, "VERBENA_LIMITS=mr=8"}},
 		{[]string{"mkey"}, []string{identity, "VERBENA_LIMITS=mr=8", "VERBENA_LINK=udp"}},
+		{[]string{"mkey", "on demand"}, []string{identity, "VERBENA_LIMITS=mr=8"}},
+		{[]string{"mkeys"}, []string{identity}},
+		{[]string{"mkeys"}, []string{identity, "VERBENA_LINK=udp"}},
 		{[]string{"mlx5"}, []string{identity, "VERBENA_SCATTER_TO_CQE=2"}},
 		{[]string{"mlx5", "other"}, nil},
 	} {

@@ -1,7 +1,7 @@
 /*
  * Indirect keys through mlx5's own verbs, between two queue pairs: lists, columns of a
  * matrix, keys of keys; as keys of the program and of its peer; configured anew, and
- * taken away.
+ * taken away. With an argument the memory is registered on demand.
  */
 #include <infiniband/mlx5dv.h>
 
@@ -14,6 +14,7 @@ static struct ibv_qp_ex *x[2];
 static struct mlx5dv_qp_ex *dv[2];
 static uint8_t *mem[2]; /* of the sender, of the receiver */
 static struct ibv_mr *mr[2];
+static int rights = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
 
 static struct ibv_qp *mlx5_qp(struct self *s)
 {
@@ -357,7 +358,7 @@ static void start(void)
 	s = connect_made(ctx, pd, mlx5_qp);
 	for (int i = 0; i < 2; i++) {
 		WANT((x[i] = ibv_qp_to_qp_ex(s.qp[i])) && (dv[i] = mlx5dv_qp_ex_from_ibv_qp_ex(x[i])));
-		WANT(mr[i] = ibv_reg_mr(pd, mem[i], SIZE, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE));
+		WANT(mr[i] = ibv_reg_mr(pd, mem[i], SIZE, rights));
 	}
 }
 
@@ -377,9 +378,12 @@ static void left(void)
 	}
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+	(void)argv;
 	struct ibv_context *keep = open_first();
+	if (argc > 1)
+		rights |= IBV_ACCESS_ON_DEMAND;
 	for (int i = 0; i < 2; i++)
 		WANT(mem[i] = malloc(SIZE));
 	left();
