@@ -19,9 +19,10 @@ import "github.com/verbena-rdma/verbena/internal/provider"
 //
 // While a key is configured, what it stands on can be neither closed nor registered
 // again (EBUSY), nor invalidated. To be configured anew it must be free again:
-// invalidated by [OpLocalInv], by the peer's [OpSendInv], or new. When that is done,
-// no access through the key happens any more. The key itself stays the same, so the
-// program must be sure that no peer still means the old bytes by it.
+// invalidated by [OpLocalInv], by the peer's [OpSendInv], or new; or the request says
+// [MKeyInPlace], and perhaps what the key keeps. When that is done, no access to what
+// it was before happens any more. The key itself stays the same, so the program must
+// be sure that no peer still means the old bytes by it.
 //
 // A configuration that does not fit ends in [WCMWBindErr], whose VendorErr says why
 // (docs/errors.md), and the queue pair with it; the key is then free.

@@ -24,6 +24,7 @@ type (
 	GID              = ib.GID              // global identifier: an IP address
 	LockMode         = ib.LockMode         // what registration does about mlock(2)
 	MKeyConfig       = ib.MKeyConfig       // what an indirect memory key is made of
+	MKeyUpdate       = ib.MKeyUpdate       // how one is configured that may be configured already
 	MTU              = ib.MTU              // path MTU
 	MWBind           = ib.MWBind           // what a memory window is bound to
 	MWType           = ib.MWType           // type of a memory window
@@ -164,6 +165,13 @@ const (
 	SendSignaled  = ib.SendSignaled  // make a completion when done (failures always make one)
 	SendSolicited = ib.SendSolicited // raise the peer's solicited completion event
 	SendFence     = ib.SendFence     // wait for earlier READs and atomics of this queue; BIND_MW, LOCAL_INV and CONFIGURE_MKEY: for all earlier requests
+)
+
+// What of an indirect key changes that may be configured already.
+const (
+	MKeyInPlace    = ib.MKeyInPlace    // it need not be free
+	MKeyKeepAccess = ib.MKeyKeepAccess // with MKeyInPlace: its rights stay
+	MKeyKeepLayout = ib.MKeyKeepLayout // with MKeyInPlace: its bytes stay
 )
 
 // MulticastQPN is the RemoteQPN of a message to a multicast group.

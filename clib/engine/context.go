@@ -73,23 +73,34 @@ func vbe_close(h C.uint64_t) C.int64_t {
 }
 
 // closeOrder is in which order kinds of objects can be closed.
-var closeOrder = []uint64{C.VBE_QP, C.VBE_AH, C.VBE_SRQ, C.VBE_CQ, C.VBE_XRCD, C.VBE_MW, C.VBE_MR, C.VBE_DM, C.VBE_PD}
+var closeOrder = []uint64{C.VBE_QP, C.VBE_AH, C.VBE_SRQ, C.VBE_CQ, C.VBE_XRCD, C.VBE_MKEY, C.VBE_MW, C.VBE_MR, C.VBE_DM, C.VBE_PD}
 
 // closeAll closes what a program has left behind.
 func (c *openContext) closeAll() {
 	for _, kind := range closeOrder {
-		c.mu.Lock()
-		var left []uint64
-		for h := range c.objects {
-			if h>>32 == kind {
-				left = append(left, h)
-			}
-		}
-		c.mu.Unlock()
-		for _, h := range left {
-			_ = c.destroy(h) // there is nobody to tell
+		for c.closeSome(kind) {
 		}
 	}
+}
+
+// closeSome closes the objects of a kind, and tells whether to do so again: some were
+// in use by others, which it has closed.
+func (c *openContext) closeSome(kind uint64) bool {
+	c.mu.Lock()
+	var left []uint64
+	for h := range c.objects {
+		if h>>32 == kind {
+			left = append(left, h)
+		}
+	}
+	c.mu.Unlock()
+	closed := 0
+	for _, h := range left {
+		if c.destroy(h) == nil { // otherwise there is nobody to tell
+			closed++
+		}
+	}
+	return closed > 0 && closed < len(left)
 }
 
 func (c *openContext) keep(h uint64, o closer) {
@@ -155,6 +166,10 @@ func ownerOf(h uint64) *openContext {
 		if o := ahs.get(h); o != nil {
 			return o.ctx
 		}
+	case C.VBE_MKEY:
+		if o := mkeys.get(h); o != nil {
+			return o.ctx
+		}
 	}
 	return nil
 }
@@ -179,6 +194,8 @@ func forget(h uint64) {
 		dms.remove(h)
 	case C.VBE_AH:
 		ahs.remove(h)
+	case C.VBE_MKEY:
+		mkeys.remove(h)
 	}
 }
 

@@ -91,7 +91,7 @@ var qpTypes = map[C.uint32_t]ib.QPType{2: ib.RC, 3: ib.UC, 4: ib.UD, 9: ib.XRCSe
 
 // opcodes are package ib's by IBV_WR_*; 0 where there is none.
 var opcodes = [...]ib.Opcode{0: ib.OpRDMAWrite, 1: ib.OpRDMAWriteImm, 2: ib.OpSend, 3: ib.OpSendImm, 4: ib.OpRDMARead,
-	5: ib.OpAtomicCmpSwap, 6: ib.OpAtomicFetchAdd, 7: ib.OpLocalInv, 8: ib.OpBindMW, 9: ib.OpSendInv, 14: ib.OpFlush, 15: ib.OpAtomicWrite}
+	5: ib.OpAtomicCmpSwap, 6: ib.OpAtomicFetchAdd, 7: ib.OpLocalInv, 8: ib.OpBindMW, 9: ib.OpSendInv, 11: ib.OpConfigureMKey, 14: ib.OpFlush, 15: ib.OpAtomicWrite}
 
 func opcode(n C.uint32_t) ib.Opcode {
 	if n < C.uint32_t(len(opcodes)) {
@@ -124,7 +124,8 @@ func sendFlags(f C.uint32_t) (to ib.SendFlags, ok bool) {
 
 // wcOpcodes are IBV_WC_* by package ib's.
 var wcOpcodes = [...]C.uint32_t{ib.WCSend: 0, ib.WCRDMAWrite: 1, ib.WCRDMARead: 2, ib.WCCompSwap: 3, ib.WCFetchAdd: 4,
-	ib.WCBindMW: 5, ib.WCLocalInv: 6, ib.WCFlush: 8, ib.WCAtomicWrite: 9, ib.WCRecv: 1 << 7, ib.WCRecvRDMAWithImm: 1<<7 + 1}
+	ib.WCBindMW: 5, ib.WCLocalInv: 6, ib.WCFlush: 8, ib.WCAtomicWrite: 9, ib.WCRecv: 1 << 7, ib.WCRecvRDMAWithImm: 1<<7 + 1,
+	ib.WCConfigureMKey: 1<<7 + 7} // IBV_WC_DRIVER1
 
 // putWC writes a completion as C knows it.
 func putWC(to *C.struct_vbe_wc, wc *ib.WC, when int64) {

@@ -14,7 +14,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
-// Domains, regions, windows, XRC domains and address handles.
+// Domains, regions, windows, indirect keys, XRC domains and address handles.
 
 type protectionDomain struct {
 	provider.PD
@@ -28,6 +28,11 @@ type memoryRegion struct {
 
 type memoryWindow struct {
 	provider.MW
+	ctx *openContext
+}
+
+type indirectKey struct {
+	provider.MKey
 	ctx *openContext
 }
 
@@ -49,6 +54,7 @@ type addressHandle struct {
 func (o *protectionDomain) close() error { return o.Close() }
 func (o *memoryRegion) close() error     { return o.Close() }
 func (o *memoryWindow) close() error     { return o.Close() }
+func (o *indirectKey) close() error      { return o.Close() }
 func (o *deviceMemory) close() error     { return o.Close() }
 func (o *xrcDomain) close() error        { return o.Close() }
 func (o *addressHandle) close() error    { return o.Close() }
@@ -57,6 +63,7 @@ var (
 	pds   = table[protectionDomain]{kind: C.VBE_PD}
 	mrs   = table[memoryRegion]{kind: C.VBE_MR}
 	mws   = table[memoryWindow]{kind: C.VBE_MW}
+	mkeys = table[indirectKey]{kind: C.VBE_MKEY}
 	dms   = table[deviceMemory]{kind: C.VBE_DM}
 	xrcds = table[xrcDomain]{kind: C.VBE_XRCD}
 	ahs   = table[addressHandle]{kind: C.VBE_AH}
@@ -228,6 +235,23 @@ func vbe_alloc_mw(h C.uint64_t, typ C.uint32_t, rkey *C.uint32_t) C.int64_t {
 	return newHandle(&mws, pd.ctx, &memoryWindow{w, pd.ctx})
 }
 
+//export vbe_create_mkey
+func vbe_create_mkey(h C.uint64_t, pieces, invalidatable C.uint32_t, key *C.uint32_t) C.int64_t {
+	pd := pds.get(uint64(h))
+	if pd == nil {
+		return failed(errStale)
+	}
+	k, err := pd.CreateMKey(int(min(pieces, maxCap)))
+	if err != nil {
+		return failed(err)
+	}
+	if invalidatable == 0 {
+		k.(*device.MKey).Shelter()
+	}
+	*key = C.uint32_t(k.Key())
+	return newHandle(&mkeys, pd.ctx, &indirectKey{k, pd.ctx})
+}
+
 //export vbe_bind_mw
 func vbe_bind_mw(h, window C.uint64_t, wr *C.struct_vbe_send_wr, rkey *C.uint32_t) C.int64_t {
 	q, w := qps.get(uint64(h)), mws.get(uint64(window))
@@ -250,6 +274,19 @@ func vbe_bind_mw(h, window C.uint64_t, wr *C.struct_vbe_send_wr, rkey *C.uint32_
 func bindOf(wr *C.struct_vbe_send_wr) ib.MWBind {
 	return ib.MWBind{MW: uint32(wr.mw_key), RKey: uint32(wr.mw_new_key), LKey: uint32(wr.mw_lkey), Addr: uint64(wr.mw_addr),
 		Length: uint64(wr.mw_length), Access: ib.Access(wr.mw_access)}
+}
+
+// layoutOf is what an indirect key is to be made of, in place if it is in use.
+func layoutOf(l *C.struct_vbe_layout) ib.MKeyConfig {
+	update := ib.MKeyInPlace
+	if l.keep&C.VBE_KEEP_ACCESS != 0 {
+		update |= ib.MKeyKeepAccess
+	}
+	if l.keep&C.VBE_KEEP_LAYOUT != 0 {
+		update |= ib.MKeyKeepLayout
+	}
+	return ib.MKeyConfig{MKey: uint32(l.key), Access: ib.Access(l.access), Update: update,
+		Interleaved: strides(uint64(l.pieces), uint32(l.num)), Repeat: uint64(l.repeat)}
 }
 
 //export vbe_create_ah

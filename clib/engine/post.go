@@ -18,6 +18,7 @@ import (
 // scratch is where requests are translated.
 type scratch struct {
 	send [batch]ib.SendWR
+	keys [batch]ib.MKeyConfig
 	recv [batch]ib.RecvWR
 }
 
@@ -47,7 +48,7 @@ func vbe_post_send(h C.uint64_t, wrs *C.struct_vbe_send_wr, n C.int64_t, posted 
 		part := list[done:min(done+batch, len(list))]
 		good := len(part)
 		for i := range part {
-			if refused := sendFrom(&s.send[i], &part[i]); refused != nil {
+			if refused := sendFrom(&s.send[i], &s.keys[i], &part[i]); refused != nil {
 				good, err = i, refused
 				break
 			}
@@ -64,8 +65,8 @@ func vbe_post_send(h C.uint64_t, wrs *C.struct_vbe_send_wr, n C.int64_t, posted 
 	return result(err)
 }
 
-// sendFrom translates a request.
-func sendFrom(to *ib.SendWR, f *C.struct_vbe_send_wr) error {
+// sendFrom translates a request, and what an indirect key becomes by it.
+func sendFrom(to *ib.SendWR, key *ib.MKeyConfig, f *C.struct_vbe_send_wr) error {
 	op := opcode(f.opcode)
 	flags, ok := sendFlags(f.flags)
 	if op == 0 || !ok {
@@ -83,6 +84,12 @@ func sendFrom(to *ib.SendWR, f *C.struct_vbe_send_wr) error {
 		to.InvalidateKey = uint32(f.inv_key)
 	case ib.OpBindMW:
 		to.Bind = bindOf(f)
+	case ib.OpConfigureMKey:
+		if f.layout == 0 {
+			return ib.Errorf("post_send", syscall.EINVAL, "indirect keys are configured by mlx5dv_wr_mr_list and its like")
+		}
+		*key = layoutOf(layoutAt(uint64(f.layout)))
+		to.Configure = key
 	case ib.OpFlush:
 		to.RemoteLength, to.FlushType, to.FlushLevel = uint32(f.flush_len), ib.FlushType(f.flush_type), ib.FlushLevel(f.flush_level)+ib.FlushRange
 	}

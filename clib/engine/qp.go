@@ -40,7 +40,7 @@ func vbe_create_qp(h C.uint64_t, n *C.struct_vbe_qp_new) C.int64_t {
 		if pd == nil {
 			return failed(errStale)
 		}
-		cfg := provider.QPConfig{Type: typ, Cap: capFrom(&n.cap), SignalAll: n.signal_all != 0, AckFirst: true}
+		cfg := provider.QPConfig{Type: typ, Cap: capFrom(&n.cap), SignalAll: n.signal_all != 0, AckFirst: true, NoScatterToCQE: n.no_scatter != 0}
 		if q.sendCQ != nil {
 			cfg.SendCQ = q.sendCQ.CQ
 		}

@@ -4,8 +4,9 @@ package main
 //
 // Sound: the front passes addresses that are valid while the call lasts, of
 // structures whose layout is that of the Go types (ib.SGE has that of struct
-// ibv_sge, which TestLayout checks), and nothing here outlives the call. If the
-// program itself passed a wrong address, it faults, as it would with any library.
+// ibv_sge, ib.Stride that of struct vbe_piece: layout_unsafe_test.go), and nothing here
+// outlives the call. If the program itself passed a wrong address, it faults, as it
+// would with any library.
 
 // #include "call.h"
 import "C"
@@ -26,6 +27,16 @@ func sges(addr uint64, n uint32) []ib.SGE {
 	}
 	return unsafe.Slice((*ib.SGE)(at(addr)), n)
 }
+
+// strides is a list of pieces at an address.
+func strides(addr uint64, n uint32) []ib.Stride {
+	if n == 0 {
+		return nil
+	}
+	return unsafe.Slice((*ib.Stride)(at(addr)), n)
+}
+
+func layoutAt(addr uint64) *C.struct_vbe_layout { return (*C.struct_vbe_layout)(at(addr)) }
 
 // bytesAt is n bytes at an address.
 func bytesAt(addr, n uint64) []byte {

@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#define VBE_VERSION 1 /* of this file: the front refuses another engine */
+#define VBE_VERSION 2 /* of this file: the front refuses another engine */
 
 /* A handle is a kind, in the upper half, and a number, which programs see. */
 #define VBE_CONTEXT 1
@@ -23,6 +23,7 @@
 #define VBE_QP 8
 #define VBE_AH 9
 #define VBE_DM 10
+#define VBE_MKEY 11
 #define VBE_HANDLE(kind, number) ((uint64_t)(kind) << 32 | (number))
 
 struct vbe_device {
@@ -88,6 +89,7 @@ struct vbe_qp_new {
 	uint64_t cookie; /* the front's object, for asynchronous events */
 	uint32_t type;	 /* of verbs.h, IBV_QPT_* */
 	uint32_t signal_all;
+	uint32_t no_scatter; /* nothing waits beside its completion */
 	struct vbe_qp_cap cap; /* and what was given */
 	uint32_t number;       /* out */
 	uint64_t handle;       /* out */
@@ -127,7 +129,25 @@ struct vbe_send_wr {
 	uint32_t flush_type, flush_level, flush_len;
 	uint32_t mw_key, mw_new_key, mw_lkey, mw_access;
 	uint64_t mw_addr, mw_length;
+	uint64_t layout; /* IBV_WR_DRIVER1: a struct vbe_layout */
 };
+
+/* What an indirect key becomes: rounds of pieces, each of which goes on in the next
+ * round behind what it skips. A list is one round. */
+struct vbe_piece {
+	uint64_t addr, bytes, skip;
+	uint32_t lkey;
+};
+
+struct vbe_layout {
+	uint64_t pieces; /* struct vbe_piece */
+	uint64_t repeat;
+	uint32_t num, key, access;
+	uint32_t keep; /* VBE_KEEP_*: what the key has stays */
+};
+
+#define VBE_KEEP_ACCESS 1
+#define VBE_KEEP_LAYOUT 2
 
 struct vbe_recv_wr {
 	uint64_t id, sgl;
@@ -189,6 +209,7 @@ struct vbe_front {
 	X(int64_t, vbe_copy_dm, (uint64_t, uint64_t, uint64_t, uint64_t, uint32_t))                        \
 	X(int64_t, vbe_advise, (uint64_t, uint32_t, uint32_t, uint64_t, uint32_t))                         \
 	X(int64_t, vbe_alloc_mw, (uint64_t, uint32_t, uint32_t *))                                         \
+	X(int64_t, vbe_create_mkey, (uint64_t, uint32_t, uint32_t, uint32_t *))                            \
 	X(int64_t, vbe_bind_mw, (uint64_t, uint64_t, struct vbe_send_wr *, uint32_t *))                    \
 	X(int64_t, vbe_create_cq, (uint64_t, int64_t, struct vbe_ring *, uint64_t, uint32_t))              \
 	X(int64_t, vbe_resize_cq, (uint64_t, int64_t))                                                     \

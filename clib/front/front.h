@@ -12,6 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <infiniband/mlx5dv.h>
 #include <infiniband/verbs.h>
 
 #include "engine.h"
@@ -52,7 +53,7 @@ struct engine *vb_engine(void);
  * never given back, only reused for objects of the same kind, so that a stale
  * handle finds a head that says so.
  */
-enum kind { DEAD = 0, CONTEXT, PD, MR, MW, CQ, CHANNEL, QP, SRQ, XRCD, AH, TD, DM, NUM_KINDS };
+enum kind { DEAD = 0, CONTEXT, PD, MR, MW, CQ, CHANNEL, QP, SRQ, XRCD, AH, TD, DM, MKEY, NUM_KINDS };
 
 struct head {
 	uint32_t magic; /* MAGIC + kind while alive */
@@ -135,6 +136,13 @@ struct vb_mw {
 	struct ibv_mw pub;
 };
 
+struct vb_mkey {
+	struct head h;
+	struct ibv_pd *pd;
+	uint32_t max; /* pieces */
+	struct mlx5dv_mkey pub;
+};
+
 struct vb_channel {
 	struct head h;
 	pthread_mutex_t lock; /* guards the list of events, and pending of its queues */
@@ -179,7 +187,7 @@ struct vb_ah {
 	struct ibv_ah pub;
 };
 
-struct builder; /* wr.c */
+struct builder; /* builder.h */
 
 struct vb_qp {
 	struct head h;
@@ -190,6 +198,7 @@ struct vb_qp {
 	int sig_all;
 	uint32_t async_taken; /* guarded by pub.qp_base.mutex */
 	struct builder *builder;
+	struct mlx5dv_qp_ex dv;
 	struct ibv_qp_ex pub;
 	void *newer[4]; /* functions that later headers have at the end of ibv_qp_ex */
 };
@@ -216,6 +225,7 @@ DEFINE_LIVE(vb_td, TD, struct ibv_td)
 DEFINE_LIVE(vb_mr, MR, struct ibv_mr)
 DEFINE_LIVE(vb_mw, MW, struct ibv_mw)
 DEFINE_LIVE(vb_dm, DM, struct ibv_dm)
+DEFINE_LIVE(vb_mkey, MKEY, struct mlx5dv_mkey)
 DEFINE_LIVE(vb_ah, AH, struct ibv_ah)
 DEFINE_LIVE(vb_qp, QP, struct ibv_qp)
 DEFINE_LIVE(vb_srq, SRQ, struct ibv_srq)
@@ -264,6 +274,10 @@ static inline int vb_num(int64_t r)
 
 /* --- between the files --- */
 
+/* How a queue pair is made: as verbs have it, or with every function that its type
+ * has, whatever was asked for, and perhaps with nothing beside its completions. */
+enum vb_qp_manner { USUAL = 0, ALL_SEND_OPS = 1, NO_SCATTER = 2 };
+
 void vb_set_ops(struct vb_context *c); /* device.c fills the tables with: */
 
 int vb_poll_cq(struct ibv_cq *cq, int n, struct ibv_wc *wc);
@@ -277,6 +291,7 @@ int vb_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr *
 int vb_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad);
 int vb_post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad);
 struct ibv_qp *vb_create_qp_ex(struct ibv_context *ctx, struct ibv_qp_init_attr_ex *attr);
+struct ibv_qp *vb_make_qp(struct ibv_context *ctx, struct ibv_qp_init_attr_ex *attr, enum vb_qp_manner manner);
 int vb_start_builder(struct vb_qp *q, uint64_t ops); /* wr.c */
 void vb_end_builder(struct vb_qp *q);
 
@@ -299,6 +314,8 @@ int vb_advise_mr(struct ibv_pd *pd, enum ibv_advise_mr_advice advice, uint32_t f
 struct ibv_pd *vb_alloc_parent_domain(struct ibv_context *ctx, struct ibv_parent_domain_init_attr *attr);
 struct ibv_td *vb_alloc_td(struct ibv_context *ctx, struct ibv_td_init_attr *attr);
 int vb_dealloc_td(struct ibv_td *td);
+
+void vb_fill_dv(struct vb_qp *q); /* mkey.c */
 
 int vb_start_events(struct vb_context *c);
 int vb_renew_events(struct vb_context *c); /* in a child: others than the parent's, at the same descriptor */

@@ -1,7 +1,7 @@
 /*
- * The few of mlx5's own verbs that a program may be given: whether a device is one
- * (VERBENA_IDENTITY=mlx5 says yes), and queue pairs with its flags for receives that
- * come in the completion. Those are about speed alone: they change nothing here.
+ * The few of mlx5's own verbs that a program is given when it asks for them by
+ * VERBENA_IDENTITY=mlx5: whether a device is one, what it has of what only such
+ * devices have, and queue pairs with its flags. Indirect keys are in mkey.c.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -14,31 +14,91 @@ PUBLIC bool mlx5dv_is_supported(struct ibv_device *device)
 	return device && as && !strcmp(as, "mlx5");
 }
 
-enum {
-	MASK_CREATE_FLAGS = 1 << 0,
-	DISABLE_SCATTER_TO_CQE = 1 << 3,
-	ALLOW_SCATTER_TO_CQE = 1 << 4,
-};
-
-struct mlx5_qp_init_attr { /* the beginning of struct mlx5dv_qp_init_attr */
-	uint64_t comp_mask;
-	uint32_t create_flags;
-};
-
-PUBLIC struct ibv_qp *mlx5dv_create_qp(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr,
-				       struct mlx5_qp_init_attr *own)
+PUBLIC struct ibv_context *mlx5dv_open_device(struct ibv_device *device, struct mlx5dv_context_attr *attr)
 {
+	if (!device)
+		return vb_fail(EINVAL);
+	/* The flag asks for the firmware's commands, of which there are none. Indirect keys
+	 * do not need it here, nor with today's kernels. */
+	if (!mlx5dv_is_supported(device) || (attr && (attr->flags || attr->comp_mask)))
+		return vb_fail(EOPNOTSUPP);
+	return ibv_open_device(device);
+}
+
+/* The device has nothing of what is asked for here: each field that the program knows
+ * says so, and so does the mask. */
+PUBLIC int mlx5dv_query_device(struct ibv_context *context, struct mlx5dv_context *to)
+{
+	if (!live_context(context) || !to)
+		return vb_num(-EINVAL);
+	if (!mlx5dv_is_supported(context->device))
+		return vb_num(-EOPNOTSUPP);
+#define NONE(bit, field)                                                                                               \
+	if (to->comp_mask & MLX5DV_CONTEXT_MASK_##bit)                                                                 \
+	memset(&to->field, 0, sizeof to->field)
+	NONE(CQE_COMPRESION, cqe_comp_caps);
+	NONE(SWP, sw_parsing_caps);
+	NONE(STRIDING_RQ, striding_rq_caps);
+	NONE(TUNNEL_OFFLOADS, tunnel_offloads_caps);
+	NONE(DYN_BFREGS, max_dynamic_bfregs);
+	NONE(CLOCK_INFO_UPDATE, max_clock_info_update_nsec);
+	NONE(FLOW_ACTION_FLAGS, flow_action_flags);
+	NONE(DC_ODP_CAPS, dc_odp_caps);
+	NONE(HCA_CORE_CLOCK, hca_core_clock);
+	NONE(NUM_LAG_PORTS, num_lag_ports);
+	NONE(SIGNATURE_OFFLOAD, sig_caps);
+	NONE(DCI_STREAMS, dci_streams_caps);
+	NONE(WR_MEMCPY_LENGTH, max_wr_memcpy_length);
+	NONE(CRYPTO_OFFLOAD, crypto_caps);
+#undef NONE
+	to->version = 0;
+	to->flags = 0;
+	to->comp_mask = 0;
+	return 0;
+}
+
+/* check_own checks what a queue pair is asked for beyond verbs. */
+static int check_own(const struct ibv_qp_init_attr_ex *attr, const struct mlx5dv_qp_init_attr *own)
+{
+	const uint64_t known = MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS | MLX5DV_QP_INIT_ATTR_MASK_SEND_OPS_FLAGS;
+	const uint32_t scatter = MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE | MLX5DV_QP_CREATE_ALLOW_SCATTER_TO_CQE;
+	const uint64_t keys =
+		MLX5DV_QP_EX_WITH_MR_INTERLEAVED | MLX5DV_QP_EX_WITH_MR_LIST | MLX5DV_QP_EX_WITH_MKEY_CONFIGURE;
+	if (own->comp_mask & ~known)
+		return EOPNOTSUPP;
+	if (own->comp_mask & MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS) {
+		if (own->create_flags & ~scatter)
+			return EOPNOTSUPP;
+		if (own->create_flags == scatter)
+			return EINVAL;
+	}
+	if (own->comp_mask & MLX5DV_QP_INIT_ATTR_MASK_SEND_OPS_FLAGS && own->send_ops_flags &&
+	    (own->send_ops_flags & ~keys || attr->qp_type != IBV_QPT_RC))
+		return EOPNOTSUPP;
+	return 0;
+}
+
+/* Such a queue pair gets every function of its type, as mlx5 has it. To allow results
+ * of READs beside completions changes nothing: they always are. */
+PUBLIC struct ibv_qp *mlx5dv_create_qp(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr,
+				       struct mlx5dv_qp_init_attr *own)
+{
+	struct mlx5dv_qp_init_attr none = {0};
+	enum vb_qp_manner manner = ALL_SEND_OPS;
 	if (!live_context(context) || !attr)
 		return vb_fail(EINVAL);
 	if (!mlx5dv_is_supported(context->device))
 		return vb_fail(EOPNOTSUPP);
-	if (own) {
-		const uint32_t both = DISABLE_SCATTER_TO_CQE | ALLOW_SCATTER_TO_CQE;
-		uint32_t flags = own->comp_mask & MASK_CREATE_FLAGS ? own->create_flags : 0;
-		if (own->comp_mask & ~(uint64_t)MASK_CREATE_FLAGS || flags & ~both)
-			return vb_fail(EOPNOTSUPP);
-		if (flags == both)
-			return vb_fail(EINVAL);
-	}
-	return vb_create_qp_ex(context, attr);
+	if (!own)
+		own = &none;
+	int err = check_own(attr, own);
+	if (err)
+		return vb_fail(err);
+	if (own->comp_mask & MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS &&
+	    own->create_flags & MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE)
+		manner |= NO_SCATTER;
+	struct ibv_qp *qp = vb_make_qp(context, attr, manner);
+	if (qp && own->comp_mask & MLX5DV_QP_INIT_ATTR_MASK_SEND_OPS_FLAGS && own->send_ops_flags)
+		vb_fill_dv(to_qp(qp));
+	return qp;
 }

@@ -13,6 +13,7 @@ static const size_t sizes[NUM_KINDS] = {
 	[MW] = sizeof(struct vb_mw),	       [CQ] = sizeof(struct vb_cq),	[CHANNEL] = sizeof(struct vb_channel),
 	[QP] = sizeof(struct vb_qp),	       [SRQ] = sizeof(struct vb_srq),	[XRCD] = sizeof(struct vb_xrcd),
 	[AH] = sizeof(struct vb_ah),	       [TD] = sizeof(struct vb_td),	[DM] = sizeof(struct vb_dm),
+	[MKEY] = sizeof(struct vb_mkey),
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards the lists, and refs of all heads */

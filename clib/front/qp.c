@@ -81,7 +81,7 @@ static int find_parts(struct ibv_context *context, const struct ibv_qp_init_attr
 	return 0;
 }
 
-struct ibv_qp *vb_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr)
+struct ibv_qp *vb_make_qp(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr, enum vb_qp_manner manner)
 {
 	struct vb_context *c = live_context(context);
 	struct parts p;
@@ -104,6 +104,7 @@ struct ibv_qp *vb_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_a
 			       .cookie = (uintptr_t)q,
 			       .type = (uint32_t)attr->qp_type,
 			       .signal_all = attr->sq_sig_all != 0,
+			       .no_scatter = (manner & NO_SCATTER) != 0,
 			       .cap = {attr->cap.max_send_wr, attr->cap.max_recv_wr, attr->cap.max_send_sge,
 				       attr->cap.max_recv_sge, attr->cap.max_inline_data}};
 	if (ops & VB_EX_WITH_ATOMIC_WRITE && n.cap.inline_data < 8)
@@ -133,11 +134,18 @@ struct ibv_qp *vb_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_a
 	pthread_cond_init(&b->cond, NULL);
 	if (p.pd && p.pd->of)
 		vb_ref(&p.pd->h);
+	if (manner & ALL_SEND_OPS)
+		ops = send_ops(attr->qp_type);
 	if (attr->comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS && (err = vb_start_builder(q, ops))) {
 		ibv_destroy_qp(b);
 		return vb_fail(err);
 	}
 	return b;
+}
+
+struct ibv_qp *vb_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr)
+{
+	return vb_make_qp(context, attr, USUAL);
 }
 
 PUBLIC struct ibv_qp *ibv_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr)

@@ -1,10 +1,10 @@
 /*
  * libmlx5.so.1 and libefa.so.1: vendors' own verbs. Their symbols are there, since
- * programs that know such devices name them, and refuse; but for those in mlx5.c.
+ * programs that know such devices name them, and refuse; but for those in mlx5.c and
+ * mkey.c.
  */
 #include "refuse.h"
 
-REFUSE_ERRNO(mlx5dv_query_device)
 REFUSE_POINTER(mlx5dv_create_cq)
 REFUSE_ERRNO(mlx5dv_init_obj)
 REFUSE_ERRNO(mlx5dv_set_context_attr)
@@ -26,7 +26,6 @@ REFUSE_ERRNO(mlx5dv_devx_obj_query)
 REFUSE_ERRNO(mlx5dv_devx_query_eqn)
 REFUSE_ERRNO(mlx5dv_devx_umem_dereg)
 REFUSE_POINTER(mlx5dv_devx_umem_reg)
-REFUSE_POINTER(mlx5dv_open_device)
 REFUSE_ERRNO(mlx5dv_devx_cq_modify)
 REFUSE_ERRNO(mlx5dv_devx_cq_query)
 REFUSE_ERRNO(mlx5dv_devx_ind_tbl_modify)
@@ -42,8 +41,6 @@ REFUSE_VOID(mlx5dv_devx_destroy_cmd_comp)
 REFUSE_ERRNO(mlx5dv_devx_get_async_cmd_comp)
 REFUSE_ERRNO(mlx5dv_devx_obj_query_async)
 REFUSE_POINTER(mlx5dv_alloc_dm)
-REFUSE_POINTER(mlx5dv_create_mkey)
-REFUSE_ERRNO(mlx5dv_destroy_mkey)
 REFUSE_POINTER(mlx5dv_dr_action_create_dest_ibv_qp)
 REFUSE_POINTER(mlx5dv_dr_action_create_dest_table)
 REFUSE_POINTER(mlx5dv_dr_action_create_dest_vport)
@@ -62,7 +59,6 @@ REFUSE_POINTER(mlx5dv_dr_rule_create)
 REFUSE_ERRNO(mlx5dv_dr_rule_destroy)
 REFUSE_POINTER(mlx5dv_dr_table_create)
 REFUSE_ERRNO(mlx5dv_dr_table_destroy)
-REFUSE_POINTER(mlx5dv_qp_ex_from_ibv_qp_ex)
 REFUSE_POINTER(mlx5dv_devx_create_event_channel)
 REFUSE_VOID(mlx5dv_devx_destroy_event_channel)
 REFUSE_ERRNO(mlx5dv_devx_get_event)

@@ -9,16 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "front.h"
-
-struct builder {
-	pthread_mutex_t lock; /* held from start to complete or abort; guards all of it */
-	struct vbe_send_wr *wrs;
-	struct ibv_sge *sges;  /* max_send_sge for each */
-	uint8_t *inline_bytes; /* max_inline_data for each */
-	uint32_t room, count;
-	int err;
-};
+#include "builder.h"
 
 static inline struct vb_qp *of(struct ibv_qp_ex *qp) { return OUTER(vb_qp, qp); }
 
@@ -46,33 +37,35 @@ static bool grow(struct vb_qp *q)
 	return true;
 }
 
-/* begin adds a request; NULL if there is no room for it. */
-static struct vbe_send_wr *begin(struct ibv_qp_ex *qp, uint32_t opcode)
+struct vbe_send_wr *vb_begin(struct vb_qp *q, uint32_t opcode)
 {
-	struct builder *b = of(qp)->builder;
+	struct builder *b = q->builder;
+	if (b->setters)
+		vb_wrong(b, EINVAL); /* the request before this one is not complete */
 	if (b->err)
 		return NULL;
-	if (b->count == b->room && !grow(of(qp))) {
+	if (b->count == b->room && !grow(q)) {
 		b->err = ENOMEM;
 		return NULL;
 	}
 	struct vbe_send_wr *w = &b->wrs[b->count++];
 	memset(w, 0, sizeof *w);
-	w->id = qp->wr_id;
-	w->flags = qp->wr_flags & ~(unsigned int)IBV_SEND_INLINE;
+	w->id = q->pub.wr_id;
+	w->flags = q->pub.wr_flags & ~(unsigned int)IBV_SEND_INLINE;
 	w->opcode = opcode;
 	return w;
 }
+
+static struct vbe_send_wr *begin(struct ibv_qp_ex *qp, uint32_t opcode) { return vb_begin(of(qp), opcode); }
 
 /* now is the request that setters speak of. */
 static struct vbe_send_wr *now(struct ibv_qp_ex *qp)
 {
 	struct builder *b = of(qp)->builder;
-	if (b->err || !b->count) {
-		if (!b->err)
-			b->err = EINVAL;
+	if (!b->count)
+		vb_wrong(b, EINVAL);
+	if (b->err)
 		return NULL;
-	}
 	return &b->wrs[b->count - 1];
 }
 
@@ -275,7 +268,8 @@ static void wr_start(struct ibv_qp_ex *qp)
 {
 	struct builder *b = of(qp)->builder;
 	pthread_mutex_lock(&b->lock);
-	b->count = 0;
+	b->count = b->setters = 0;
+	b->num_layouts = b->num_pieces = 0;
 	b->err = vb_usable(&of(qp)->h, QP) ? 0 : EINVAL;
 }
 
@@ -283,8 +277,11 @@ static int wr_complete(struct ibv_qp_ex *qp)
 {
 	struct vb_qp *q = of(qp);
 	struct builder *b = q->builder;
+	if (b->setters)
+		vb_wrong(b, EINVAL);
 	int err = b->err;
 	if (!err && b->count) {
+		vb_place_layouts(b);
 		for (uint32_t i = 0; i < b->count; i++) {
 			struct vbe_send_wr *w = &b->wrs[i];
 			if (w->num_sge)
@@ -349,6 +346,8 @@ void vb_end_builder(struct vb_qp *q)
 	free(b->wrs);
 	free(b->sges);
 	free(b->inline_bytes);
+	free(b->layouts);
+	free(b->pieces);
 	free(b);
 	q->builder = NULL;
 }

@@ -26,7 +26,7 @@ var Vars = []Var{
 	{"VERBENA_WINDOW", "by the socket buffer", "Packets that a queue pair may have under way to a peer."},
 	{"VERBENA_LIMITS", "the device's own", "Lower limits, as qp=16,cq=8: of qp, cq, mr, mw, pd, ah, srq, qp_wr, cqe, srq_wr."},
 	{"VERBENA_HIDE", "nothing", "Capabilities that programs are not told of, separated by commas: odp, xrc, mw, atomic, flush, atomic_write, srq."},
-	{"VERBENA_IDENTITY", "verbena", "What the device says that it is: verbena, or mlx5 (the vendor's number, and mlx5dv_is_supported)."},
+	{"VERBENA_IDENTITY", "verbena", "What the device says that it is: verbena, or mlx5 (the vendor's number, and mlx5's own verbs for memory keys and queue pairs)."},
 	{"VERBENA_PCAP", "no capture", "A file that packets are written to; %p becomes the number of the process."},
 	{"VERBENA_STATS", "no statistics", "A file that the device's counters are added to when a program closes it, or stderr; %p as above."},
 	{"VERBENA_LOG", "0", "1: say on standard error why a verb failed."},

@@ -35,6 +35,9 @@ func (p *PD) CreateMKey(pieces int) (provider.MKey, error) {
 
 func (k *MKey) Key() uint32 { return k.key.Key() }
 
+// Shelter keeps peers from invalidating the key, before it is told anybody.
+func (k *MKey) Shelter() { k.key.Shelter() }
+
 // Close ends the key, configured or not, unless another stands on it: when it
 // returns, nobody accesses memory through it.
 func (k *MKey) Close() error {

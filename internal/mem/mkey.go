@@ -13,7 +13,8 @@ package mem
 //     a piece, and its backing to the bytes; if that is another indirect key, once
 //     more.
 //  4. Invalidate and Close keep new sections out, wait for the open ones, and give
-//     the regions back. Only then can the key be configured again.
+//     the regions back. Then the key can be configured again; or Configure is told
+//     to do that itself (ib.MKeyInPlace).
 //
 // A list and an interleaved pattern are the same thing: rounds of pieces, of which
 // a list has one. No key can be part of itself, at any remove: what is configured is
@@ -42,6 +43,8 @@ type MKey struct {
 	r      Region // its place in the table: key, state, and when configured bounds and rights
 	layout layout
 	max    int
+	// sheltered: peers cannot invalidate it. It is set before anybody knows the key.
+	sheltered bool
 }
 
 // Layout is what an indirect key is to be made of.
@@ -51,6 +54,7 @@ type Layout struct {
 	Addr   uint64 // of the first byte in requests
 	Repeat uint64 // rounds; a list has one
 	Pieces []ib.Stride
+	Update ib.MKeyUpdate
 }
 
 // layout is a Backing that is made of others. It changes only while no section can
@@ -102,9 +106,12 @@ func (m *MKey) Key() uint32 { return m.r.Key() }
 // Free reports whether the key is free to be configured.
 func (m *MKey) Free() bool { return !m.r.Alive() }
 
+// Shelter keeps peers from invalidating the key. It is called before anybody knows it.
+func (m *MKey) Shelter() { m.sheltered = true }
+
 // Configure configures an indirect key, on behalf of a queue pair. On a fault it is
-// free, as before; the fault names the key that was at fault, that of a piece or the
-// indirect one.
+// free, unless it cannot be touched at all; the fault names the key that was at fault,
+// that of a piece or the indirect one.
 func (t *Table) Configure(l *Layout, who Actor) Fault {
 	r := t.Lookup(l.Key)
 	if r == nil || r.mkey == nil {
@@ -116,44 +123,73 @@ func (t *Table) Configure(l *Layout, who Actor) Fault {
 	if kind := m.mayConfigureLocked(l, who); kind != FaultNone {
 		return Fault{Kind: kind, Key: l.Key}
 	}
-	b := builder{table: t, who: who, want: l, to: &m.layout, solid: true}
-	for i := range l.Pieces {
-		if p := &l.Pieces[i]; p.Bytes > 0 {
-			if kind := b.add(p); kind != FaultNone {
-				m.layout.giveBack()
-				return Fault{Kind: kind, Key: p.LKey, Addr: p.Addr, Len: p.Bytes}
-			}
-		}
-	}
-	if kind := b.finish(); kind != FaultNone {
-		m.layout.giveBack()
+	free := m.Free()
+	if kind := m.suspendLocked(); kind != FaultNone {
 		return Fault{Kind: kind, Key: l.Key}
 	}
-	r.access = l.Access
-	if r.iova, r.length = l.Addr, m.layout.Len(); l.Access&ib.AccessZeroBased != 0 {
-		r.iova = 0
+	if free { // there is nothing to keep
+		r.access, r.iova, r.length = 0, l.Addr, 0
 	}
-	r.backing, r.solid = &m.layout, b.solid
+	if f := m.changeLocked(l, who); !f.OK() {
+		m.forgetLocked()
+		return f
+	}
 	r.told.Store(false)
 	r.state.And(^uint64(stateInvalidated))
 	return Fault{}
 }
 
+// changeLocked changes what is to be changed, while nobody can use the key.
+func (m *MKey) changeLocked(l *Layout, who Actor) Fault {
+	r := &m.r
+	if l.Update&ib.MKeyKeepAccess != 0 {
+		l.Access = r.access
+	}
+	switch {
+	case l.Access&^mkeyAccess != 0:
+		return Fault{Kind: FaultAccess, Key: l.Key}
+	case l.Update&ib.MKeyKeepLayout == 0:
+		m.forgetLocked()
+		if f := m.layLocked(l, who); !f.OK() {
+			return f
+		}
+		r.iova, r.length = l.Addr, m.layout.Len()
+	case !m.layout.grants(l.Access):
+		return Fault{Kind: FaultAccess, Key: l.Key}
+	}
+	if r.access = l.Access; l.Access&ib.AccessZeroBased != 0 {
+		r.iova = 0
+	}
+	r.backing = &m.layout
+	return Fault{}
+}
+
+// layLocked makes the layout of a key that has none.
+func (m *MKey) layLocked(l *Layout, who Actor) Fault {
+	if len(l.Pieces) > m.max || l.Repeat == 0 {
+		return Fault{Kind: FaultLayout, Key: l.Key}
+	}
+	b := builder{table: m.r.table, who: who, want: l, to: &m.layout, solid: true}
+	for i := range l.Pieces {
+		if p := &l.Pieces[i]; p.Bytes > 0 {
+			if kind := b.add(p); kind != FaultNone {
+				return Fault{Kind: kind, Key: p.LKey, Addr: p.Addr, Len: p.Bytes}
+			}
+		}
+	}
+	m.r.solid = b.solid
+	return Fault{Kind: b.finish(), Key: l.Key}.orNone()
+}
+
 // mayConfigureLocked checks what concerns the indirect key alone.
 func (m *MKey) mayConfigureLocked(l *Layout, who Actor) FaultKind {
-	const changes = ib.AccessRemoteWrite | ib.AccessRemoteAtomic
 	switch {
 	case m.r.state.Load()&stateDead != 0:
 		return FaultDead
 	case m.r.pd != who.PD:
 		return FaultDomain
-	case m.r.state.Load()&stateInvalidated == 0:
+	case l.Update&ib.MKeyInPlace == 0 && m.r.state.Load()&stateInvalidated == 0:
 		return FaultNotFree
-	case l.Access&^mkeyAccess != 0,
-		l.Access&changes != 0 && l.Access&ib.AccessLocalWrite == 0: // as for any region
-		return FaultAccess
-	case len(l.Pieces) > m.max || l.Repeat == 0:
-		return FaultLayout
 	}
 	return FaultNone
 }
@@ -251,7 +287,6 @@ func (b *builder) finish() FaultKind {
 // borrow finds the region of a piece, checks that a key with such rights may stand
 // on it, and keeps it as it is until it is given back.
 func (t *Table) borrow(key uint32, addr, n uint64, access ib.Access, who Actor) (*Region, uint64, FaultKind) {
-	const changes = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteAtomic
 	// A section keeps the region as it is while it is looked at. Windows give none:
 	// they have no local rights.
 	p, off, kind := t.open(key, addr, n, 0, who)
@@ -259,10 +294,28 @@ func (t *Table) borrow(key uint32, addr, n uint64, access ib.Access, who Actor) 
 		return nil, 0, kind
 	}
 	defer p.leave()
-	if access&changes != 0 && p.access&ib.AccessLocalWrite == 0 || access&ib.AccessFlush&^p.access != 0 {
+	if !p.carries(access) {
 		return nil, 0, FaultAccess
 	}
 	return p, off, p.lend()
+}
+
+// carries tells whether a key with such rights may stand on the region: one that can
+// be written needs a region that can. The key's rights are its own besides: that
+// of peers to write does not need that of the program (mlx5dv_wr_mkey_configure(3)).
+func (r *Region) carries(access ib.Access) bool {
+	const changes = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteAtomic
+	return (access&changes == 0 || r.access&ib.AccessLocalWrite != 0) && access&ib.AccessFlush&^r.access == 0
+}
+
+// grants tells whether the key could have such rights.
+func (l *layout) grants(access ib.Access) bool {
+	for i := range l.pieces {
+		if r := l.pieces[i].owner; r != nil && !r.carries(access) {
+			return false
+		}
+	}
+	return true
 }
 
 // giveBack gives back what was borrowed, and forgets all pieces.
@@ -277,24 +330,34 @@ func (l *layout) giveBack() {
 }
 
 // invalidateLocked is Invalidate for indirect keys. One that is free stays so.
-func (m *MKey) invalidateLocked() FaultKind {
-	if !m.r.bound.CompareAndSwap(0, taken) {
+func (m *MKey) invalidateLocked(forPeer bool) FaultKind {
+	if forPeer && m.sheltered {
+		return FaultNotInvalidatable
+	}
+	kind := m.suspendLocked()
+	if kind == FaultNone {
+		m.forgetLocked()
+	}
+	return kind
+}
+
+// suspendLocked makes the key useless and waits for those who use it.
+func (m *MKey) suspendLocked() FaultKind {
+	r := &m.r
+	if !r.bound.CompareAndSwap(0, taken) {
 		return FaultNotInvalidatable // another key stands on it
 	}
-	m.freeLocked()
-	m.r.giveLocked()
+	if r.state.Load()&stateInvalidated == 0 {
+		r.killLocked(stateInvalidated)
+	}
+	r.giveLocked()
 	return FaultNone
 }
 
-// freeLocked makes the key useless, waits for those who use it, and gives back what
-// it stands on.
-func (m *MKey) freeLocked() {
-	if m.r.state.Load()&stateInvalidated != 0 {
-		return
-	}
-	m.r.killLocked(stateInvalidated)
-	m.r.backing = nil
+// forgetLocked gives back what a key stands on that nobody can use.
+func (m *MKey) forgetLocked() {
 	m.layout.giveBack()
+	m.r.backing = nil
 }
 
 // Close ends the key: when it returns, nobody accesses memory through it any more.
@@ -309,8 +372,8 @@ func (m *MKey) Close() error {
 	if err := r.takeLocked("destroy_mkey"); err != nil {
 		return err
 	}
-	m.freeLocked()
 	r.killLocked(stateDead)
+	m.forgetLocked()
 	r.table.slots.Remove(r.Key() >> tagBits)
 	return nil
 }

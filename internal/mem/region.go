@@ -278,8 +278,8 @@ func (r *Region) killLocked(bit uint64) {
 	r.wake.Store(nil)
 }
 
-// invalidate kills the key on behalf of a peer.
-func (r *Region) invalidate(who Actor) FaultKind {
+// invalidate kills the key on behalf of a peer, or of the program.
+func (r *Region) invalidate(who Actor, forPeer bool) FaultKind {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	switch {
@@ -290,7 +290,7 @@ func (r *Region) invalidate(who Actor) FaultKind {
 	case r.window != nil:
 		return r.window.invalidateLocked(who)
 	case r.mkey != nil:
-		return r.mkey.invalidateLocked()
+		return r.mkey.invalidateLocked(forPeer)
 	case !r.invalidatable || !r.bound.CompareAndSwap(0, taken):
 		return FaultNotInvalidatable
 	}

@@ -165,12 +165,18 @@ func (t *Table) IsHost(key uint32, addr, n uint64, acc ib.Access, who Actor) boo
 // on the key faults with FaultDead until the region is closed. Only regions
 // that allow it can be invalidated, and doing it again is no fault (IBA
 // 10.6.5).
-func (t *Table) Invalidate(key uint32, who Actor) Fault {
+func (t *Table) Invalidate(key uint32, who Actor) Fault { return t.invalidate(key, who, true) }
+
+// InvalidateOwn is Invalidate on behalf of the program, that is, of LOCAL_INV: it may
+// do that to indirect keys that are sheltered from peers.
+func (t *Table) InvalidateOwn(key uint32, who Actor) Fault { return t.invalidate(key, who, false) }
+
+func (t *Table) invalidate(key uint32, who Actor, forPeer bool) Fault {
 	r := t.Lookup(key)
 	if r == nil {
 		return Fault{Kind: FaultKey, Key: key}
 	}
-	return Fault{Kind: r.invalidate(who), Key: key}.orNone()
+	return Fault{Kind: r.invalidate(who, forPeer), Key: key}.orNone()
 }
 
 // Moved returns how many bytes have been copied from memory of one kind to

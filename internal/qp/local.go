@@ -11,6 +11,7 @@ package qp
 //  3. They complete in their turn (advance, completeLocal).
 
 import (
+	"math"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -46,13 +47,17 @@ func checkConfigure(c *ib.MKeyConfig) error {
 		return bad("an indirect key is a list or an interleaved pattern, not both")
 	case c.Pieces() > mem.MaxMKeyPieces:
 		return bad("%d pieces, an indirect key has %d at most", c.Pieces(), mem.MaxMKeyPieces)
+	case c.Update > ib.MKeyInPlace|ib.MKeyKeepAccess|ib.MKeyKeepLayout, c.Update != 0 && c.Update&ib.MKeyInPlace == 0:
+		return bad("what of an indirect key is kept (%#x) makes no sense", uint8(c.Update))
+	case c.Update&ib.MKeyKeepLayout != 0 && c.Pieces() > 0:
+		return bad("an indirect key that keeps its bytes is not made of others")
 	}
 	return nil
 }
 
 // setConfigure keeps what an indirect key is made of, without its pieces.
 func (w *wqe) setConfigure(c *ib.MKeyConfig) {
-	w.imm, w.remote, w.swap = c.MKey, c.Addr, uint64(c.Access)
+	w.imm, w.remote, w.swap = c.MKey, c.Addr, uint64(c.Update)<<32|uint64(c.Access)
 	w.remoteLen, w.compareAdd = uint32(c.Pieces()), c.Repeat
 	if len(c.List) > 0 {
 		w.compareAdd = 1
@@ -125,9 +130,10 @@ func (q *QP) passLocal(now Time) bool {
 func (q *QP) execute(w *wqe) mem.Fault {
 	switch w.op {
 	case ib.OpLocalInv:
-		return q.Table.Invalidate(w.imm, q.actor())
+		return q.Table.InvalidateOwn(w.imm, q.actor())
 	case ib.OpConfigureMKey:
-		q.layout = mem.Layout{Key: w.imm, Access: ib.Access(w.swap), Addr: w.remote, Repeat: w.compareAdd, Pieces: q.sq.pieces.take(w.remoteLen)}
+		q.layout = mem.Layout{Key: w.imm, Access: ib.Access(w.swap & math.MaxUint32), Update: ib.MKeyUpdate(w.swap >> 32),
+			Addr: w.remote, Repeat: w.compareAdd, Pieces: q.sq.pieces.take(w.remoteLen)}
 		return q.Table.Configure(&q.layout, q.actor())
 	}
 	q.Bound = q.Bound || !w.verb

@@ -11,13 +11,19 @@ import (
 // compile builds a program of testdata against the library.
 func compile(t testing.TB, name string) string {
 	t.Helper()
-	bin := built(t)
+	return compileWith(t, name, "-L", built(t)+"/lib", "-libverbs")
+}
+
+// compileWith builds a program of testdata against other libraries.
+func compileWith(t testing.TB, name string, libs ...string) string {
+	t.Helper()
 	out := filepath.Join(t.TempDir(), name)
 	if err := os.Chmod(filepath.Dir(out), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.Command("cc", "-std=gnu11", "-Wall", "-Wno-unused-function", "-O1", "-I", root+"/clib/include",
-		"-o", out, filepath.Join("testdata", name+".c"), "-L", bin+"/lib", "-libverbs", "-lpthread")
+	args := []string{"-std=gnu11", "-Wall", "-Wno-unused-function", "-O1", "-I", root + "/clib/include",
+		"-o", out, filepath.Join("testdata", name+".c")}
+	cmd := exec.Command("cc", append(append(args, libs...), "-lpthread")...)
 	if msg, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, msg)
 	}
@@ -37,6 +43,33 @@ func TestOwn(t *testing.T) {
 		t.Run(strings.Join(append([]string{c.name}, c.args...), " "), func(t *testing.T) {
 			out := run(t, side{args: append([]string{compile(t, c.name)}, c.args...), env: []string{"VERBENA_ADDR=" + address()}})
 			if !strings.HasSuffix(out, "ok\n") {
+				t.Errorf("it says\n%s", out)
+			}
+		})
+	}
+}
+
+// Programs that were built for rdma-core's libmlx5: those parts of it that there are,
+// and how the rest is refused.
+func TestMlx5(t *testing.T) {
+	libs := []string{"-lmlx5", "-libverbs"}
+	const identity = "VERBENA_IDENTITY=mlx5"
+	for _, c := range []struct {
+		args []string
+		env  []string
+	}{
+		{[]string{"mkey"}, []string{identity, "VERBENA_LIMITS=mr=8"}},
+		{[]string{"mkey"}, []string{identity, "VERBENA_LIMITS=mr=8", "VERBENA_LINK=udp"}},
+		{[]string{"mkey", "on demand"}, []string{identity, "VERBENA_LIMITS=mr=8"}},
+		{[]string{"mkeys"}, []string{identity}},
+		{[]string{"mkeys"}, []string{identity, "VERBENA_LINK=udp"}},
+		{[]string{"mlx5"}, []string{identity, "VERBENA_SCATTER_TO_CQE=2"}},
+		{[]string{"mlx5", "other"}, nil},
+	} {
+		t.Run(strings.Join(append(c.args, c.env...), " "), func(t *testing.T) {
+			args := append([]string{compileWith(t, c.args[0], libs...)}, c.args[1:]...)
+			out := run(t, side{args: args, env: append(c.env, "VERBENA_ADDR="+address())})
+			if !strings.Contains(out, "ok\n") {
 				t.Errorf("it says\n%s", out)
 			}
 		})

@@ -66,6 +66,8 @@ var indirectTests = []test{
 	{"IndirectInvalidate", testIndirectInvalidate},
 	{"IndirectBusy", testIndirectBusy},
 	{"IndirectRefused", testIndirectRefused},
+	{"IndirectInPlace", testIndirectInPlace},
+	{"IndirectSheltered", testIndirectSheltered},
 	{"IndirectRace", testIndirectRace},
 }
 
@@ -390,7 +392,6 @@ func testIndirectRefused(t *testing.T, e *env) {
 		{"itself", func(l *mem.Layout, p *ib.Stride) { *p = ib.Stride{Addr: l.Addr, Bytes: 8, LKey: l.Key} }, self, mem.FaultDead},
 		{"another's key", func(*mem.Layout, *ib.Stride) {}, mem.Actor{PD: domain + 1}, mem.FaultDomain},
 		{"windows", func(l *mem.Layout, _ *ib.Stride) { l.Access |= ib.AccessMWBind }, self, mem.FaultAccess},
-		{"remote write alone", func(l *mem.Layout, _ *ib.Stride) { l.Access = ib.AccessRemoteWrite }, self, mem.FaultAccess},
 		{"flush that the pieces do not grant", func(l *mem.Layout, _ *ib.Stride) { l.Access |= ib.AccessFlushGlobal }, self, mem.FaultAccess},
 		{"no such key", func(l *mem.Layout, _ *ib.Stride) { l.Key ^= 1 }, self, mem.FaultKey},
 		{"a region's key", func(l *mem.Layout, _ *ib.Stride) { l.Key = x.parts[0].Key() }, self, mem.FaultKey},
@@ -421,6 +422,96 @@ func testIndirectRefused(t *testing.T, e *env) {
 		if err := p.Rereg(cfg); err != nil {
 			t.Errorf("a region: %v", err)
 		}
+	}
+}
+
+// testIndirectInPlace configures a key that is configured already: what is not kept
+// becomes another, and what it stood on before is given back.
+func testIndirectInPlace(t *testing.T, e *env) {
+	r := e.all(page)
+	x := r.indirect
+	long, short := r.at(0, page), r.at(0, 8)
+	whole := x.layout
+	first := mem.Layout{Key: r.Key(), Access: ib.AccessRemoteRead, Addr: iova, Repeat: 1, Pieces: []ib.Stride{{Addr: x.layout.Pieces[0].Addr, Bytes: 8, LKey: x.layout.Pieces[0].LKey}}}
+	with := func(l mem.Layout, update ib.MKeyUpdate) *mem.Layout {
+		if l.Update = ib.MKeyInPlace | update; update&ib.MKeyKeepLayout != 0 {
+			l.Pieces, l.Repeat = nil, 0
+		}
+		return &l
+	}
+	bad := first
+	bad.Pieces = []ib.Stride{{Addr: first.Pieces[0].Addr, Bytes: 8, LKey: r.Key()}}
+	for _, c := range []struct {
+		name   string
+		layout *mem.Layout
+		fault  mem.FaultKind // of the configuration, of a write of all bytes and of a read of some
+		write  mem.FaultKind
+		read   mem.FaultKind
+	}{
+		{"other rights", with(first, ib.MKeyKeepLayout), mem.FaultNone, mem.FaultAccess, mem.FaultNone},
+		{"the rights of before", with(whole, ib.MKeyKeepLayout), mem.FaultNone, mem.FaultNone, mem.FaultNone},
+		{"other bytes", with(first, ib.MKeyKeepAccess), mem.FaultNone, mem.FaultBounds, mem.FaultNone},
+		{"nothing else", with(first, ib.MKeyKeepAccess|ib.MKeyKeepLayout), mem.FaultNone, mem.FaultBounds, mem.FaultNone},
+		{"all", with(whole, 0), mem.FaultNone, mem.FaultNone, mem.FaultNone},
+		{"writing for peers alone", with(mem.Layout{Key: r.Key(), Access: ib.AccessRemoteWrite}, ib.MKeyKeepLayout), mem.FaultNone, mem.FaultNone, mem.FaultAccess},
+		{"itself", with(bad, 0), mem.FaultDead, mem.FaultDead, mem.FaultDead},
+		{"rights, when it is free", with(whole, ib.MKeyKeepLayout), mem.FaultNone, mem.FaultBounds, mem.FaultBounds},
+		{"and then bytes", with(whole, ib.MKeyKeepAccess), mem.FaultNone, mem.FaultNone, mem.FaultNone},
+		{"rights that there are not", with(mem.Layout{Key: r.Key(), Access: ib.AccessMWBind}, ib.MKeyKeepLayout), mem.FaultAccess, mem.FaultDead, mem.FaultDead},
+		{"bytes, when it is free", with(whole, ib.MKeyKeepAccess), mem.FaultNone, mem.FaultAccess, mem.FaultAccess},
+		{"rights that the pieces do not grant", with(mem.Layout{Key: r.Key(), Access: ib.AccessFlushGlobal}, ib.MKeyKeepLayout), mem.FaultAccess, mem.FaultDead, mem.FaultDead},
+	} {
+		if f := e.table.Configure(c.layout, self); f.Kind != c.fault {
+			t.Fatalf("%s: %v, should be %v", c.name, f, c.fault)
+		}
+		if got := e.access(long, page, ib.AccessRemoteWrite, self); got != c.write {
+			t.Errorf("%s: writing all: %v, should be %v", c.name, got, c.write)
+		}
+		if got := e.access(short, 8, ib.AccessRemoteRead, self); got != c.read {
+			t.Errorf("%s: reading: %v, should be %v", c.name, got, c.read)
+		}
+	}
+	for _, k := range x.keys {
+		if f := e.table.Invalidate(k.Key(), self); !f.OK() {
+			t.Errorf("a key below: %v", f)
+		}
+	}
+	for _, p := range x.parts { // nothing was left borrowed
+		cfg, _ := p.Snapshot()
+		if err := p.Rereg(cfg); err != nil {
+			t.Errorf("a region: %v", err)
+		}
+	}
+}
+
+// testIndirectSheltered: a key that another stands on cannot be changed in place, and
+// one that is sheltered not be invalidated by peers.
+func testIndirectSheltered(t *testing.T, e *env) {
+	r := e.all(page)
+	above := e.mkey(domain, 1)
+	above.Shelter()
+	l := mem.Layout{Key: above.Key(), Repeat: 1, Pieces: []ib.Stride{{Addr: iova, Bytes: 8, LKey: r.Key()}}}
+	if f := e.table.Configure(&l, self); !f.OK() {
+		t.Fatal(f)
+	}
+	under := mem.Layout{Key: r.Key(), Update: ib.MKeyInPlace | ib.MKeyKeepLayout}
+	if f := e.table.Configure(&under, self); f.Kind != mem.FaultNotInvalidatable {
+		t.Errorf("changing a key that another stands on: %v", f)
+	}
+	if f := e.table.Invalidate(above.Key(), self); f.Kind != mem.FaultNotInvalidatable || above.Free() {
+		t.Errorf("a peer invalidates a sheltered key: %v", f)
+	}
+	if got := e.access(ib.SGE{Length: 8, LKey: above.Key()}, 8, 0, self); got != mem.FaultNone {
+		t.Errorf("access after that: %v", got)
+	}
+	if f := e.table.InvalidateOwn(above.Key(), self); !f.OK() || !above.Free() {
+		t.Errorf("the program invalidates it: %v", f)
+	}
+	if f := e.table.Configure(&under, self); !f.OK() {
+		t.Errorf("changing a key that nobody stands on any more: %v", f)
+	}
+	if err := above.Close(); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -38,47 +38,57 @@ static struct ibv_context *open_first(void)
 	return ctx;
 }
 
-static void to_rts(struct self *s, int i)
+/* connect_to connects a queue pair to a peer. */
+static void connect_to(struct ibv_qp *qp, uint32_t peer, union ibv_gid gid)
 {
 	struct ibv_qp_attr a = {.qp_state = IBV_QPS_INIT,
 				.port_num = 1,
 				.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ};
-	WANT(!ibv_modify_qp(s->qp[i], &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS));
+	WANT(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS));
 	a = (struct ibv_qp_attr){.qp_state = IBV_QPS_RTR,
 				 .path_mtu = IBV_MTU_1024,
-				 .dest_qp_num = s->qp[!i]->qp_num,
+				 .dest_qp_num = peer,
 				 .rq_psn = 7,
 				 .max_dest_rd_atomic = 1,
 				 .min_rnr_timer = 12,
-				 .ah_attr = {.is_global = 1, .port_num = 1, .grh = {.dgid = s->gid, .hop_limit = 1}}};
-	WANT(!ibv_modify_qp(s->qp[i], &a,
+				 .ah_attr = {.is_global = 1, .port_num = 1, .grh = {.dgid = gid, .hop_limit = 1}}};
+	WANT(!ibv_modify_qp(qp, &a,
 			    IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
 				    IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER));
 	a = (struct ibv_qp_attr){
 		.qp_state = IBV_QPS_RTS, .sq_psn = 7, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7, .max_rd_atomic = 1};
-	WANT(!ibv_modify_qp(s->qp[i], &a,
+	WANT(!ibv_modify_qp(qp, &a,
 			    IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
 				    IBV_QP_MAX_QP_RD_ATOMIC));
 }
 
-/* connect_in makes the pair in a context and a domain that are there. */
-static struct self connect_in(struct ibv_context *ctx, struct ibv_pd *pd)
+static void to_rts(struct self *s, int i) { connect_to(s->qp[i], s->qp[!i]->qp_num, s->gid); }
+
+static struct ibv_qp *plain_qp(struct self *s)
+{
+	struct ibv_qp_init_attr a = {
+		.send_cq = s->cq,
+		.recv_cq = s->cq,
+		.qp_type = IBV_QPT_RC,
+		.cap = {.max_send_wr = 16, .max_recv_wr = 16, .max_send_sge = 1, .max_recv_sge = 1}};
+	return ibv_create_qp(s->pd, &a);
+}
+
+/* connect_made connects a pair that a function makes, in a context and a domain that
+ * are there. */
+static struct self connect_made(struct ibv_context *ctx, struct ibv_pd *pd, struct ibv_qp *(*make)(struct self *))
 {
 	struct self s = {.ctx = ctx, .pd = pd};
 	WANT(!ibv_query_gid(ctx, 1, 0, &s.gid));
 	WANT(s.cq = ibv_create_cq(ctx, 64, NULL, NULL, 0));
-	for (int i = 0; i < 2; i++) {
-		struct ibv_qp_init_attr a = {
-			.send_cq = s.cq,
-			.recv_cq = s.cq,
-			.qp_type = IBV_QPT_RC,
-			.cap = {.max_send_wr = 16, .max_recv_wr = 16, .max_send_sge = 1, .max_recv_sge = 1}};
-		WANT(s.qp[i] = ibv_create_qp(pd, &a));
-	}
+	for (int i = 0; i < 2; i++)
+		WANT(s.qp[i] = make(&s));
 	to_rts(&s, 0);
 	to_rts(&s, 1);
 	return s;
 }
+
+static struct self connect_in(struct ibv_context *ctx, struct ibv_pd *pd) { return connect_made(ctx, pd, plain_qp); }
 
 static struct self connect_self(void)
 {
