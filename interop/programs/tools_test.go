@@ -70,7 +70,7 @@ func TestPerftest(t *testing.T) {
 	}{
 		{"ib_write_bw", true}, {"ib_write_lat", true}, {"ib_read_bw", true}, {"ib_read_lat", true},
 		{"ib_send_bw", true}, {"ib_send_lat", true}, {"ib_atomic_bw", true}, {"ib_atomic_lat -A FETCH_AND_ADD", true},
-		{"ib_send_bw -c UD", true}, {"ib_send_lat -c UD", false}, {"ib_send_bw -c UC -s 2048", false}, {"ib_send_lat -c UC", false},
+		{"ib_send_bw -c UD", true}, {"ib_send_lat -c UD", false}, {"ib_send_bw -c UC", true}, {"ib_send_bw -c UC -s 1048576", false}, {"ib_send_lat -c UC", false},
 		{"ib_write_bw -c UC", false}, {"ib_write_lat -c UC", false}, {"ib_send_bw -c XRC", true}, {"ib_write_bw -c XRC", false},
 		{"ib_read_bw -c XRC", false}, {"ib_send_lat -c XRC", false},
 		{"ib_send_bw -r 64 --use-srq", true}, {"ib_send_lat --use-srq", false},
