@@ -142,7 +142,8 @@ struct vbe_wc {
 	uint32_t qp_num, src_qp, flags;
 	uint16_t pkey_index, slid;
 	uint8_t sl, dlid_path_bits;
-	uint64_t when; /* nanoseconds of CLOCK_MONOTONIC at which it was made */
+	uint64_t when;	/* nanoseconds of CLOCK_MONOTONIC at which it was made */
+	uint32_t event; /* which event of its queue it has raised, counted from 1; 0: none */
 };
 
 /*
