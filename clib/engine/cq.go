@@ -60,10 +60,7 @@ func vbe_create_cq(h C.uint64_t, entries C.int64_t, ring *C.struct_vbe_ring, coo
 	if flags&C.VBE_CQ_EVENTS != 0 { // the channel is the front's affair
 		q.OnEvent = func() { C.call_cq_event(cookie) }
 	}
-	s := c.shared
-	s.mu.Lock()
-	s.cqs[q.Number()] = q
-	s.mu.Unlock()
+	c.shared.cqs.add(q.Number(), q)
 	return newHandle(&cqs, c, q)
 }
 
@@ -71,10 +68,7 @@ func (q *completionQueue) close() error {
 	if err := q.CQ.Close(); err != nil {
 		return err
 	}
-	s := q.ctx.shared
-	s.mu.Lock()
-	delete(s.cqs, q.Number())
-	s.mu.Unlock()
+	q.ctx.shared.cqs.remove(q.Number(), q)
 	q.mu.Lock() // whoever is moving completions has finished
 	q.ring = nil
 	q.mu.Unlock()

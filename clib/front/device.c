@@ -548,6 +548,7 @@ void vb_set_ops(struct vb_context *c)
 	v->create_cq_ex = vb_create_cq_ex;
 	v->modify_cq = vb_modify_cq;
 	v->create_qp_ex = vb_create_qp_ex;
+	v->open_qp = vb_open_qp;
 	v->create_srq_ex = vb_create_srq_ex;
 	v->get_srq_num = vb_get_srq_num;
 	v->open_xrcd = vb_open_xrcd;

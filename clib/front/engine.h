@@ -89,8 +89,7 @@ struct vbe_qp_new {
 	uint32_t type;	 /* of verbs.h, IBV_QPT_* */
 	uint32_t signal_all;
 	struct vbe_qp_cap cap; /* and what was given */
-	uint32_t number;       /* out */
-	uint64_t handle;       /* out */
+	uint32_t number;       /* out; in, of an XRC target: the one to open, 0: none */
 };
 
 /* All numbers are those of verbs.h. */
@@ -108,7 +107,6 @@ struct vbe_srq_new {
 	uint64_t pd, xrcd, cq, cookie;
 	uint32_t max_wr, max_sge, limit;
 	uint32_t number; /* out */
-	uint64_t handle; /* out */
 };
 
 /* A send request, flattened. sgl points to elements as in verbs.h. */
