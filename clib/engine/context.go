@@ -191,6 +191,17 @@ func vbe_destroy(h C.uint64_t) C.int64_t {
 	return result(c.destroy(uint64(h)))
 }
 
+// vbe_has tells whether an object belongs to a context.
+//
+//export vbe_has
+func vbe_has(h, object C.uint64_t) C.int64_t {
+	c := contexts.get(uint64(h))
+	if c == nil || ownerOf(uint64(object)) != c {
+		return failed(errStale)
+	}
+	return 0
+}
+
 // newHandle enters an object into its table and its context; if there is no
 // handle left it closes it again.
 func newHandle[T any, P interface {

@@ -188,19 +188,21 @@ PUBLIC int ibv_close_device(struct ibv_context *context)
 	bool ours = vb_usable(&c->h, CONTEXT);
 	pthread_mutex_lock(&lock);
 	bool last = --c->opens == 0;
+	int fd = last ? context->cmd_fd : c->imported[c->opens - 1];
 	for (struct vb_context **p = &opened; last && *p; p = &(*p)->next_open)
 		if (*p == c) {
 			*p = c->next_open;
 			break;
 		}
 	pthread_mutex_unlock(&lock);
+	if (fd >= 0)
+		close(fd);
 	if (!last)
 		return 0;
 	if (ours)
 		c->h.engine->vbe_close(c->h.handle);
 	vb_end_events(c);
-	if (context->cmd_fd >= 0)
-		close(context->cmd_fd);
+	free(c->imported);
 	vb_free(CONTEXT, &c->h);
 	return 0;
 }
@@ -220,10 +222,13 @@ PUBLIC struct ibv_context *ibv_import_device(int cmd_fd)
 	struct vb_context *c = opened;
 	while (c && c->number != number)
 		c = c->next_open;
-	if (c)
-		c->opens++;
+	int *fds = c ? realloc(c->imported, c->opens * sizeof *fds) : NULL;
+	if (fds) {
+		fds[c->opens++ - 1] = cmd_fd; /* ibv_close_device closes it */
+		c->imported = fds;
+	}
 	pthread_mutex_unlock(&lock);
-	return c ? &c->v.context : vb_fail(EINVAL);
+	return fds ? &c->v.context : vb_fail(c ? ENOMEM : EINVAL);
 }
 
 /* --- sysfs: there is none of ours, but tools look --- */

@@ -180,6 +180,7 @@ struct vbe_front {
 	X(int64_t, vbe_query_port, (uint64_t, uint32_t, struct vbe_port_attr *))                           \
 	X(int64_t, vbe_gids, (uint64_t, uint8_t *, int64_t))                                               \
 	X(int64_t, vbe_destroy, (uint64_t))                                                                \
+	X(int64_t, vbe_has, (uint64_t, uint64_t))                                                          \
 	X(int64_t, vbe_alloc_pd, (uint64_t))                                                               \
 	X(int64_t, vbe_reg_mr, (uint64_t, struct vbe_mr *))                                                \
 	X(int64_t, vbe_rereg_mr, (uint64_t, uint32_t, uint64_t, struct vbe_mr *))                          \

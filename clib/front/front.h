@@ -97,6 +97,7 @@ struct vb_context {
 	struct head h;
 	uint32_t number; /* of the process: what cmd_fd names */
 	uint32_t opens;	 /* ibv_open_device and imports; guarded by the list's lock */
+	int *imported;	 /* descriptors that it was imported by, one less than opens */
 	struct vb_context *next_open;
 	struct vbe_device_attr attr;
 	pthread_mutex_t events_lock; /* guards what follows */
@@ -121,13 +122,11 @@ struct vb_td {
 struct vb_mr {
 	struct head h;
 	struct ibv_mr pub;
-	bool imported;
 };
 
 struct vb_dm {
 	struct head h;
 	struct ibv_dm pub;
-	bool imported;
 };
 
 struct vb_mw {
@@ -263,6 +262,10 @@ static inline int vb_num(int64_t r)
 }
 
 /* --- between the files --- */
+
+/* import makes another object for what an object of the context stands for; NULL with
+ * errno ENOENT if the context has no such thing. */
+void *vb_import(enum kind kind, struct ibv_context *context, uint64_t handle);
 
 void vb_set_ops(struct vb_context *c); /* device.c fills the tables with: */
 
