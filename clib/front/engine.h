@@ -179,6 +179,7 @@ struct vbe_front {
 	X(int64_t, vbe_query_device, (uint64_t, struct vbe_device_attr *))                                 \
 	X(int64_t, vbe_query_port, (uint64_t, uint32_t, struct vbe_port_attr *))                           \
 	X(int64_t, vbe_gids, (uint64_t, uint8_t *, int64_t))                                               \
+	X(int64_t, vbe_gids_of, (char *, uint8_t *, int64_t))                                              \
 	X(int64_t, vbe_destroy, (uint64_t))                                                                \
 	X(int64_t, vbe_has, (uint64_t, uint64_t))                                                          \
 	X(int64_t, vbe_alloc_pd, (uint64_t))                                                               \

@@ -263,6 +263,11 @@ static inline int vb_num(int64_t r)
 
 /* --- between the files --- */
 
+enum { VB_MAX_GIDS = 256 };
+
+/* find_device finds a device that was listed, by its name or that of its node in /dev. */
+struct vb_device *vb_find_device(const char *name, bool by_node);
+
 /* import makes another object for what an object of the context stands for; NULL with
  * errno ENOENT if the context has no such thing. */
 void *vb_import(enum kind kind, struct ibv_context *context, uint64_t handle);

@@ -214,7 +214,7 @@ static void path_of(const struct ibv_ah_attr *a, struct vbe_path *p)
 {
 	memset(p, 0, sizeof *p);
 	memcpy(p->dgid, a->grh.dgid.raw, sizeof p->dgid);
-	p->flow_label = a->grh.flow_label;
+	p->flow_label = a->grh.flow_label & 0xfffff; /* programs set more, and drivers take 20 bits */
 	p->sgid_index = a->grh.sgid_index;
 	p->hop_limit = a->grh.hop_limit;
 	p->traffic_class = a->grh.traffic_class;

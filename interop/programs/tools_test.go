@@ -59,6 +59,39 @@ func TestPingpong(t *testing.T) {
 	}
 }
 
+// UCX, over reliable connections and datagrams.
+func TestUCX(t *testing.T) {
+	program(t, "ucx_perftest", "ucx-utils")
+	env := []string{"VERBENA_ADDR=" + address()}
+	out := run(t, side{args: []string{"ucx_info", "-d"}, env: env})
+	for _, want := range []string{"Transport: rc_verbs", "Transport: ud_verbs", "Device: verbena0:1"} {
+		if !strings.Contains(out, want) {
+			t.Fatalf("ucx_info does not show %q:\n%s", want, out)
+		}
+	}
+	for _, c := range []struct {
+		tls, args string
+		short     bool
+	}{
+		{"rc_verbs,ud_verbs:aux", "-t tag_bw -s 65536", true}, {"rc_verbs,ud_verbs:aux", "-t tag_lat", false},
+		{"rc_verbs,ud_verbs:aux", "-t ucp_put_bw -s 100000", false}, {"rc_verbs,ud_verbs:aux", "-t ucp_get -s 100000", false},
+		{"rc_verbs,ud_verbs:aux", "-t ucp_fadd", true}, {"ud_verbs", "-t tag_lat -s 1000", true}, {"ud_verbs", "-t stream_bw", false},
+	} {
+		if !c.short && !full {
+			continue
+		}
+		t.Run(c.tls+" "+c.args, func(t *testing.T) {
+			tcp := port()
+			env := append([]string{"UCX_TLS=" + c.tls, "UCX_NET_DEVICES=verbena0:1"}, env...)
+			args := append([]string{"ucx_perftest", "-p", tcp, "-n", "200", "-w", "10"}, strings.Fields(c.args)...)
+			_, out := pair(t, side{args: args[:3], env: env}, side{args: append(args, "localhost"), env: env}, tcp)
+			if !strings.Contains(out, "Final:") {
+				t.Errorf("the client says\n%s", out)
+			}
+		})
+	}
+}
+
 // perftest: every operation, and the options that make it take another way.
 func TestPerftest(t *testing.T) {
 	program(t, "ib_write_bw", "perftest")
