@@ -81,6 +81,14 @@ const (
 	WCWithInv                     // InvalidatedKey is valid
 )
 
+// What SL says of a datagram. RoCE v2 has no service level; adapters tell there which
+// header the message came with (IBA A17.4.5.1), and programs look: UCX drops what it
+// takes for a message to somebody else.
+const (
+	WCIPv6 = 8 | 1 // UDP, and IPv6 below
+	WCIPv4 = 8 | 2 // UDP, and IPv4 below
+)
+
 // WC is a work completion. If Status is not WCSuccess only ID, Status, QPN and
 // VendorErr are meaningful.
 type WC struct {
@@ -88,7 +96,7 @@ type WC struct {
 	Status         WCStatus // look at this first
 	Op             WCOpcode
 	Flags          WCFlags
-	SL             uint8  // UD: the sender's service level
+	SL             uint8  // UD: WCIPv4 or WCIPv6
 	PKeyIndex      uint16 // always 0
 	VendorErr      uint16 // which check failed, for people; see docs/errors.md
 	ByteLen        uint32 // received or read bytes; for UD with the 40 of the header

@@ -19,7 +19,7 @@ tc                              iproute2          tests over a shaped path
 nft                             nftables          tests over a path that drops packets
 tshark                          tshark            the check of our packets by a decoder nobody here wrote
 iperf3                          iperf3            the comparison with TCP in make bench
-ucx_perftest                    ucx-utils         the comparison with UCX in make bench
+ucx_perftest                    ucx-utils         the comparison with UCX in make bench; UCX on the drop-in libibverbs
 ps                              procps            tests with several processes
 qemu-system-x86_64              qemu-system-x86   tests against the Linux kernel, in a virtual machine
 busybox                         busybox-static    tests against the Linux kernel

@@ -103,7 +103,8 @@ func (x *fakeXRCD) CreateQP() (provider.QP, error) {
 	}
 	return &fakeQP{typ: ib.XRCRecv, number: 0x321}, nil
 }
-func (x *fakeXRCD) Close() error { x.closed++; return x.dev.err }
+func (x *fakeXRCD) OpenQP(uint32) (provider.QP, error) { return x.CreateQP() }
+func (x *fakeXRCD) Close() error                       { x.closed++; return x.dev.err }
 
 type fakePD struct {
 	dev *fakeDevice

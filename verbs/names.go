@@ -229,6 +229,12 @@ const (
 	WCWithInv = ib.WCWithInv // InvalidatedKey is valid
 )
 
+// Which header a datagram came with: SL of its completion.
+const (
+	WCIPv6 = ib.WCIPv6 // UDP, and IPv6 below
+	WCIPv4 = ib.WCIPv4 // UDP, and IPv4 below
+)
+
 // Kinds of asynchronous events.
 const (
 	EventCQErr            = ib.EventCQErr            // a completion queue overflowed

@@ -85,6 +85,23 @@ func (x *XRCD) CreateQP() (*QP, error) {
 	return &QP{p: p, dev: x.dev, psn: randomPSN()}, nil
 }
 
+// OpenQP opens a target of the domain once more, by its number: both can be used, and
+// the queue pair is gone when both are closed. A target belongs to the process that
+// has made it. See ibv_open_qp(3).
+//
+// Errors: EINVAL if the domain has no such target; EOPNOTSUPP if another process has
+// it; EINVAL for a domain that is nil or closed.
+func (x *XRCD) OpenQP(number uint32) (*QP, error) {
+	if !x.ok() {
+		return nil, invalid("open_qp", "nil XRC domain")
+	}
+	p, err := x.p.OpenQP(number)
+	if err != nil {
+		return nil, err
+	}
+	return &QP{p: p, dev: x.dev, psn: randomPSN()}, nil
+}
+
 // Close closes the domain. It ends when everybody who has it open has closed it.
 // It is idempotent. See ibv_close_xrcd(3).
 //

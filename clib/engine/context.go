@@ -208,6 +208,17 @@ func vbe_destroy(h C.uint64_t) C.int64_t {
 	return result(c.destroy(uint64(h)))
 }
 
+// vbe_has tells whether an object belongs to a context.
+//
+//export vbe_has
+func vbe_has(h, object C.uint64_t) C.int64_t {
+	c := contexts.get(uint64(h))
+	if c == nil || ownerOf(uint64(object)) != c {
+		return failed(errStale)
+	}
+	return 0
+}
+
 // newHandle enters an object into its table and its context; if there is no
 // handle left it closes it again.
 func newHandle[T any, P interface {
@@ -256,7 +267,30 @@ func vbe_gids(h C.uint64_t, to *C.uint8_t, room C.int64_t) C.int64_t {
 	if c == nil {
 		return failed(errStale)
 	}
-	gids := c.shared.dev.GIDs()
+	return putGIDs(c.shared.dev.GIDs(), to, room)
+}
+
+// vbe_gids_of is vbe_gids for a device that need not be open.
+//
+//export vbe_gids_of
+func vbe_gids_of(name *C.char, to *C.uint8_t, room C.int64_t) C.int64_t {
+	all, err := list()
+	if err != nil {
+		return failed(err)
+	}
+	var gids []ib.GID
+	for _, d := range all {
+		if d.name == goString(name) {
+			for _, a := range d.config.Addrs {
+				gids = append(gids, ib.GIDFromAddr(a))
+			}
+		}
+	}
+	return putGIDs(gids, to, room)
+}
+
+// putGIDs writes as many as there is room for.
+func putGIDs(gids []ib.GID, to *C.uint8_t, room C.int64_t) C.int64_t {
 	n := min(len(gids), int(room))
 	out := view(to, n*len(ib.GID{}))
 	for i, g := range gids[:n] {

@@ -9,6 +9,7 @@ import (
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/device"
 )
 
 // Translation between the numbers of verbs.h and those of package ib.
@@ -128,10 +129,10 @@ var wcOpcodes = [...]C.uint32_t{ib.WCSend: 0, ib.WCRDMAWrite: 1, ib.WCRDMARead: 
 	ib.WCConfigureMKey: 1<<7 + 7} // IBV_WC_DRIVER1
 
 // putWC writes a completion as C knows it.
-func putWC(to *C.struct_vbe_wc, wc *ib.WC, when int64) {
+func putWC(to *C.struct_vbe_wc, wc *ib.WC, note *device.Note) {
 	*to = C.struct_vbe_wc{wr_id: C.uint64_t(wc.ID), status: C.uint32_t(wc.Status), vendor_err: C.uint32_t(wc.VendorErr),
 		byte_len: C.uint32_t(wc.ByteLen), qp_num: C.uint32_t(wc.QPN), src_qp: C.uint32_t(wc.SrcQP),
-		pkey_index: C.uint16_t(wc.PKeyIndex), sl: C.uint8_t(wc.SL), when: C.uint64_t(when)}
+		pkey_index: C.uint16_t(wc.PKeyIndex), sl: C.uint8_t(wc.SL), when: C.uint64_t(note.At), event: C.uint32_t(note.Event)}
 	if int(wc.Op) < len(wcOpcodes) {
 		to.opcode = wcOpcodes[wc.Op]
 	}

@@ -22,12 +22,11 @@ type completionQueue struct {
 	*device.CQ
 	ctx    *openContext
 	cookie C.uint64_t
-	times  bool
 	ring   *C.struct_vbe_ring
 
-	mu  sync.Mutex // guards the ring's tail, and what follows
-	wcs [batch]ib.WC
-	at  [batch]int64
+	mu    sync.Mutex // guards the ring's tail, and what follows
+	wcs   [batch]ib.WC
+	notes [batch]device.Note
 }
 
 // batch is how many completions are moved at a time.
@@ -54,17 +53,14 @@ func vbe_create_cq(h C.uint64_t, entries C.int64_t, ring *C.struct_vbe_ring, coo
 	if err != nil {
 		return failed(err)
 	}
-	q := &completionQueue{CQ: cq.(*device.CQ), ctx: c, cookie: cookie, ring: ring, times: flags&C.VBE_CQ_TIMES != 0}
-	if q.times {
+	q := &completionQueue{CQ: cq.(*device.CQ), ctx: c, cookie: cookie, ring: ring}
+	if flags&C.VBE_CQ_TIMES != 0 {
 		q.Clock = clock()
 	}
 	if flags&C.VBE_CQ_EVENTS != 0 { // the channel is the front's affair
 		q.OnEvent = func() { C.call_cq_event(cookie) }
 	}
-	s := c.shared
-	s.mu.Lock()
-	s.cqs[q.Number()] = q
-	s.mu.Unlock()
+	c.shared.cqs.add(q.Number(), q)
 	return newHandle(&cqs, c, q)
 }
 
@@ -72,10 +68,7 @@ func (q *completionQueue) close() error {
 	if err := q.CQ.Close(); err != nil {
 		return err
 	}
-	s := q.ctx.shared
-	s.mu.Lock()
-	delete(s.cqs, q.Number())
-	s.mu.Unlock()
+	q.ctx.shared.cqs.remove(q.Number(), q)
 	q.mu.Lock() // whoever is moving completions has finished
 	q.ring = nil
 	q.mu.Unlock()
@@ -94,7 +87,7 @@ func (q *completionQueue) roomLocked() int {
 func (q *completionQueue) putLocked(n int) {
 	tail := uint32(q.ring.tail)
 	for i := range n {
-		putWC(&q.ring.slot[(tail+uint32(i))%C.VBE_RING], &q.wcs[i], q.at[i])
+		putWC(&q.ring.slot[(tail+uint32(i))%C.VBE_RING], &q.wcs[i], &q.notes[i])
 	}
 	atomic.StoreUint32(word(&q.ring.tail), tail+uint32(n))
 }
@@ -104,16 +97,10 @@ func (q *completionQueue) deliver() {
 	if q.Len() == 0 || !q.mu.TryLock() {
 		return
 	}
-	q.moveLocked()
-	q.mu.Unlock()
-}
-
-func (q *completionQueue) moveLocked() int {
-	n := q.PollTimes(q.wcs[:min(batch, q.roomLocked())], q.at[:])
-	if n > 0 {
+	if n := q.CQ.CQ.PollNotes(q.wcs[:min(batch, q.roomLocked())], q.notes[:]); n > 0 {
 		q.putLocked(n)
 	}
-	return n
+	q.mu.Unlock()
 }
 
 // vbe_poll_cq is called when the ring is empty: it makes the device's progress, as
@@ -130,24 +117,11 @@ func vbe_poll_cq(h C.uint64_t) C.int64_t {
 	if q.roomLocked() == 0 {
 		return 0
 	}
-	if q.times && q.moveLocked() > 0 {
-		return 0
+	n, err := q.PollNotes(q.wcs[:min(batch, q.roomLocked())], q.notes[:])
+	if n > 0 {
+		q.putLocked(n)
 	}
-	n, err := q.CQ.Poll(q.wcs[:min(batch, q.roomLocked())])
-	if err != nil {
-		return failed(err)
-	}
-	if n == 0 {
-		return 0
-	}
-	if q.times { // they have just come
-		now := clock()()
-		for i := range n {
-			q.at[i] = now
-		}
-	}
-	q.putLocked(n)
-	return 0
+	return result(err)
 }
 
 //export vbe_arm_cq

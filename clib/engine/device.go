@@ -164,10 +164,10 @@ type shared struct {
 	done chan struct{} // closed when nobody waits for its events any more
 	stop func()
 
-	mu   sync.Mutex // guards what follows; held while an event is delivered
-	qps  map[uint32]*queuePair
-	cqs  map[uint32]*completionQueue
-	srqs map[uint32]*sharedQueue
+	// Whom events are for, by their numbers.
+	qps  listeners[queuePair]
+	cqs  listeners[completionQueue]
+	srqs listeners[sharedQueue]
 }
 
 var devices struct {
@@ -196,8 +196,7 @@ func acquire(name string) (*shared, error) {
 		return nil, err
 	}
 	ctx, stop := context.WithCancel(context.Background())
-	s := &shared{name: name, dev: dev, refs: 1, done: make(chan struct{}), stop: stop,
-		qps: map[uint32]*queuePair{}, cqs: map[uint32]*completionQueue{}, srqs: map[uint32]*sharedQueue{}}
+	s := &shared{name: name, dev: dev, refs: 1, done: make(chan struct{}), stop: stop}
 	if devices.opened == nil {
 		devices.opened = map[string]*shared{}
 	}
@@ -241,22 +240,14 @@ var eventTypes = map[ib.EventType]C.uint32_t{
 
 func (s *shared) deliver(ev ib.AsyncEvent) {
 	typ, known := eventTypes[ev.Type]
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	switch {
 	case !known:
 	case ev.QPN != 0:
-		if q := s.qps[ev.QPN]; q != nil {
-			C.call_async_event(q.ctx.cookie, C.VBE_OF_QP, q.cookie, typ)
-		}
+		s.qps.each(ev.QPN, func(q *queuePair) { C.call_async_event(q.ctx.cookie, C.VBE_OF_QP, q.cookie, typ) })
 	case ev.CQ != 0:
-		if q := s.cqs[ev.CQ]; q != nil {
-			C.call_async_event(q.ctx.cookie, C.VBE_OF_CQ, q.cookie, typ)
-		}
+		s.cqs.each(ev.CQ, func(q *completionQueue) { C.call_async_event(q.ctx.cookie, C.VBE_OF_CQ, q.cookie, typ) })
 	case ev.SRQ != 0:
-		if q := s.srqs[ev.SRQ]; q != nil {
-			C.call_async_event(q.ctx.cookie, C.VBE_OF_SRQ, q.cookie, typ)
-		}
+		s.srqs.each(ev.SRQ, func(q *sharedQueue) { C.call_async_event(q.ctx.cookie, C.VBE_OF_SRQ, q.cookie, typ) })
 	default:
 		for _, c := range contexts.all() {
 			if c.shared == s {

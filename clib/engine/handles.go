@@ -1,6 +1,7 @@
 package main
 
 import (
+	"slices"
 	"sync"
 	"sync/atomic"
 )
@@ -91,4 +92,38 @@ func (t *table[T]) remove(h uint64) bool {
 	t.chunks[i>>chunkBits].Load()[i&(chunkSize-1)].Store(nil)
 	t.free = append(t.free, i)
 	return true
+}
+
+// listeners are the objects that events are for, by the device's number for them: a
+// queue pair may be open more than once.
+type listeners[T any] struct {
+	mu       sync.Mutex // guards byNumber; held while an event is delivered
+	byNumber map[uint32][]*T
+}
+
+func (l *listeners[T]) add(number uint32, o *T) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.byNumber == nil {
+		l.byNumber = map[uint32][]*T{}
+	}
+	l.byNumber[number] = append(l.byNumber[number], o)
+}
+
+// remove returns when no event is being delivered to the object, nor will be.
+func (l *listeners[T]) remove(number uint32, o *T) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	left := slices.DeleteFunc(l.byNumber[number], func(p *T) bool { return p == o })
+	if l.byNumber[number] = left; len(left) == 0 {
+		delete(l.byNumber, number)
+	}
+}
+
+func (l *listeners[T]) each(number uint32, f func(*T)) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, o := range l.byNumber[number] {
+		f(o)
+	}
 }

@@ -28,36 +28,7 @@ func vbe_create_qp(h C.uint64_t, n *C.struct_vbe_qp_new) C.int64_t {
 	}
 	q := &queuePair{ctx: c, cookie: n.cookie, sendCQ: cqs.get(uint64(n.send_cq)), recvCQ: cqs.get(uint64(n.recv_cq))}
 	var err error
-	switch typ := qpTypes[n._type]; typ {
-	case ib.XRCRecv:
-		x := xrcds.get(uint64(n.xrcd))
-		if x == nil {
-			return failed(errStale)
-		}
-		q.QP, err = x.CreateQP()
-	default:
-		pd := pds.get(uint64(n.pd))
-		if pd == nil {
-			return failed(errStale)
-		}
-		cfg := provider.QPConfig{Type: typ, Cap: capFrom(&n.cap), SignalAll: n.signal_all != 0, AckFirst: true, NoScatterToCQE: n.no_scatter != 0}
-		if q.sendCQ != nil {
-			cfg.SendCQ = q.sendCQ.CQ
-		}
-		if q.recvCQ != nil {
-			cfg.RecvCQ = q.recvCQ.CQ
-		}
-		if n.srq != 0 {
-			s := srqs.get(uint64(n.srq))
-			if s == nil {
-				return failed(errStale)
-			}
-			cfg.SRQ = s.SRQ
-			cfg.Cap.MaxRecvWR, cfg.Cap.MaxRecvSGE = 0, 0 // ignored, says the man page
-		}
-		q.QP, err = pd.CreateQP(cfg)
-	}
-	if err != nil {
+	if q.QP, err = q.make(n); err != nil {
 		return failed(err)
 	}
 	a, err := q.Query()
@@ -66,23 +37,48 @@ func vbe_create_qp(h C.uint64_t, n *C.struct_vbe_qp_new) C.int64_t {
 		return failed(err)
 	}
 	n.cap, n.number = capTo(&a.Cap), C.uint32_t(q.Number())
-	s := c.shared
-	s.mu.Lock()
-	s.qps[q.Number()] = q
-	s.mu.Unlock()
-	r := newHandle(&qps, c, q)
-	if r > 0 {
-		n.handle = C.uint64_t(r)
+	c.shared.qps.add(q.Number(), q)
+	return newHandle(&qps, c, q)
+}
+
+// make makes or opens what a program asks for.
+func (q *queuePair) make(n *C.struct_vbe_qp_new) (provider.QP, error) {
+	typ := qpTypes[n._type]
+	if typ == ib.XRCRecv {
+		x := xrcds.get(uint64(n.xrcd))
+		switch {
+		case x == nil:
+			return nil, errStale
+		case n.number != 0:
+			return x.OpenQP(uint32(n.number))
+		}
+		return x.CreateQP()
 	}
-	return r
+	pd := pds.get(uint64(n.pd))
+	if pd == nil {
+		return nil, errStale
+	}
+	cfg := provider.QPConfig{Type: typ, Cap: capFrom(&n.cap), SignalAll: n.signal_all != 0, AckFirst: true, NoScatterToCQE: n.no_scatter != 0}
+	if q.sendCQ != nil {
+		cfg.SendCQ = q.sendCQ.CQ
+	}
+	if q.recvCQ != nil {
+		cfg.RecvCQ = q.recvCQ.CQ
+	}
+	if n.srq != 0 {
+		s := srqs.get(uint64(n.srq))
+		if s == nil {
+			return nil, errStale
+		}
+		cfg.SRQ = s.SRQ
+		cfg.Cap.MaxRecvWR, cfg.Cap.MaxRecvSGE = 0, 0 // ignored, says the man page
+	}
+	return pd.CreateQP(cfg)
 }
 
 func (q *queuePair) close() error {
 	// The number may be another's as soon as it is free.
-	s := q.ctx.shared
-	s.mu.Lock()
-	delete(s.qps, q.Number())
-	s.mu.Unlock()
+	q.ctx.shared.qps.remove(q.Number(), q)
 	return q.QP.Close()
 }
 
@@ -171,27 +167,15 @@ func vbe_create_srq(h C.uint64_t, n *C.struct_vbe_srq_new) C.int64_t {
 	}
 	q := &sharedQueue{srq, c, n.cookie}
 	n.number = C.uint32_t(srq.Number())
-	s := c.shared
-	s.mu.Lock()
-	s.srqs[srq.Number()] = q
-	s.mu.Unlock()
-	r := newHandle(&srqs, c, q)
-	if r > 0 {
-		n.handle = C.uint64_t(r)
-	}
-	return r
+	c.shared.srqs.add(srq.Number(), q)
+	return newHandle(&srqs, c, q)
 }
 
 func (q *sharedQueue) close() error {
 	if err := q.SRQ.Close(); err != nil {
 		return err
 	}
-	s := q.ctx.shared
-	s.mu.Lock()
-	if s.srqs[q.Number()] == q {
-		delete(s.srqs, q.Number())
-	}
-	s.mu.Unlock()
+	q.ctx.shared.srqs.remove(q.Number(), q)
 	return nil
 }
 

@@ -58,6 +58,17 @@ static struct vb_device *device_locked(const struct vbe_device *d)
 	return n;
 }
 
+struct vb_device *vb_find_device(const char *name, bool by_node)
+{
+	struct vb_device *found = NULL;
+	pthread_mutex_lock(&lock);
+	for (int i = num_known - 1; i >= 0 && !found; i--) /* the latest of a name */
+		if (!strcmp(by_node ? known[i]->pub.dev_name : known[i]->pub.name, name))
+			found = known[i];
+	pthread_mutex_unlock(&lock);
+	return found;
+}
+
 PUBLIC struct ibv_device **ibv_get_device_list(int *num_devices)
 {
 	if (num_devices)
@@ -188,19 +199,21 @@ PUBLIC int ibv_close_device(struct ibv_context *context)
 	bool ours = vb_usable(&c->h, CONTEXT);
 	pthread_mutex_lock(&lock);
 	bool last = --c->opens == 0;
+	int fd = last ? context->cmd_fd : c->imported[c->opens - 1];
 	for (struct vb_context **p = &opened; last && *p; p = &(*p)->next_open)
 		if (*p == c) {
 			*p = c->next_open;
 			break;
 		}
 	pthread_mutex_unlock(&lock);
+	if (fd >= 0)
+		close(fd);
 	if (!last)
 		return 0;
 	if (ours)
 		c->h.engine->vbe_close(c->h.handle);
 	vb_end_events(c);
-	if (context->cmd_fd >= 0)
-		close(context->cmd_fd);
+	free(c->imported);
 	vb_free(CONTEXT, &c->h);
 	return 0;
 }
@@ -220,35 +233,13 @@ PUBLIC struct ibv_context *ibv_import_device(int cmd_fd)
 	struct vb_context *c = opened;
 	while (c && c->number != number)
 		c = c->next_open;
-	if (c)
-		c->opens++;
+	int *fds = c ? realloc(c->imported, c->opens * sizeof *fds) : NULL;
+	if (fds) {
+		fds[c->opens++ - 1] = cmd_fd; /* ibv_close_device closes it */
+		c->imported = fds;
+	}
 	pthread_mutex_unlock(&lock);
-	return c ? &c->v.context : vb_fail(EINVAL);
-}
-
-/* --- sysfs: there is none of ours, but tools look --- */
-
-PUBLIC const char *ibv_get_sysfs_path(void) { return "/sys"; }
-
-PUBLIC int ibv_read_sysfs_file(const char *dir, const char *file, char *buf, size_t size)
-{
-	char path[512];
-	if (!dir || !file || !buf || !size || (size_t)snprintf(path, sizeof path, "%s/%s", dir, file) >= sizeof path)
-		return -1;
-	int fd = open(path, O_RDONLY | O_CLOEXEC);
-	if (fd < 0)
-		return -1;
-	ssize_t n = read(fd, buf, size);
-	close(fd);
-	if (n <= 0)
-		return -1;
-	if (buf[n - 1] == '\n')
-		buf[--n] = 0;
-	else if ((size_t)n < size)
-		buf[n] = 0;
-	else
-		return -1;
-	return (int)n;
+	return fds ? &c->v.context : vb_fail(c ? ENOMEM : EINVAL);
 }
 
 /* --- what a device says of itself --- */
@@ -369,20 +360,18 @@ PUBLIC int ibv_query_port(struct ibv_context *context, uint8_t port, struct _com
 
 /* --- GIDs and P_Keys --- */
 
-enum { MAX_GIDS = 256 };
-
 /* gids returns how many there are, or a negative errno. */
-static int64_t gids(struct ibv_context *context, uint32_t port, union ibv_gid all[MAX_GIDS])
+static int64_t gids(struct ibv_context *context, uint32_t port, union ibv_gid all[VB_MAX_GIDS])
 {
 	struct vb_context *c = live_context(context);
 	if (!c || port != 1)
 		return -EINVAL;
-	return c->h.engine->vbe_gids(c->h.handle, all[0].raw, MAX_GIDS);
+	return c->h.engine->vbe_gids(c->h.handle, all[0].raw, VB_MAX_GIDS);
 }
 
 PUBLIC int ibv_query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid)
 {
-	union ibv_gid all[MAX_GIDS];
+	union ibv_gid all[VB_MAX_GIDS];
 	int64_t n = gids(context, port, all);
 	if (n < 0 || index < 0 || index >= n || !gid) {
 		errno = EINVAL;
@@ -406,7 +395,7 @@ static void fill_entry(struct ibv_context *context, const union ibv_gid *gid, ui
 PUBLIC int _ibv_query_gid_ex(struct ibv_context *context, uint32_t port, uint32_t index, struct ibv_gid_entry *entry,
 			     uint32_t flags, size_t size)
 {
-	union ibv_gid all[MAX_GIDS];
+	union ibv_gid all[VB_MAX_GIDS];
 	if (flags || !entry || size > sizeof *entry)
 		return vb_num(flags ? -EOPNOTSUPP : -EINVAL);
 	int64_t n = gids(context, port, all);
@@ -423,7 +412,7 @@ PUBLIC int _ibv_query_gid_ex(struct ibv_context *context, uint32_t port, uint32_
 PUBLIC ssize_t _ibv_query_gid_table(struct ibv_context *context, struct ibv_gid_entry *entries, size_t max,
 				    uint32_t flags, size_t size)
 {
-	union ibv_gid all[MAX_GIDS];
+	union ibv_gid all[VB_MAX_GIDS];
 	if (flags || !entries || size != sizeof *entries)
 		return flags ? -EOPNOTSUPP : -EINVAL;
 	int64_t n = gids(context, 1, all);
@@ -439,7 +428,7 @@ PUBLIC ssize_t _ibv_query_gid_table(struct ibv_context *context, struct ibv_gid_
 /* ibv_query_gid_type answers with the numbers of sysfs: 0 for RoCE v1, 1 for v2. */
 static int query_gid_type(struct ibv_context *context, uint8_t port, unsigned int index, unsigned int *type)
 {
-	union ibv_gid all[MAX_GIDS];
+	union ibv_gid all[VB_MAX_GIDS];
 	int64_t n = gids(context, port, all);
 	if (n < 0 || index >= n || !type) {
 		errno = EINVAL;
@@ -548,6 +537,7 @@ void vb_set_ops(struct vb_context *c)
 	v->create_cq_ex = vb_create_cq_ex;
 	v->modify_cq = vb_modify_cq;
 	v->create_qp_ex = vb_create_qp_ex;
+	v->open_qp = vb_open_qp;
 	v->create_srq_ex = vb_create_srq_ex;
 	v->get_srq_num = vb_get_srq_num;
 	v->open_xrcd = vb_open_xrcd;

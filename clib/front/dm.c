@@ -52,8 +52,6 @@ int vb_free_dm(struct ibv_dm *dm)
 	if (!dm || !vb_is(&OUTER(vb_dm, dm)->h, DM))
 		return vb_num(-EINVAL);
 	struct vb_dm *d = OUTER(vb_dm, dm);
-	if (d->imported)
-		return vb_num(-EINVAL);
 	if (vb_usable(&d->h, DM)) {
 		int64_t r = d->h.engine->vbe_destroy(d->h.handle);
 		if (r < 0)
@@ -65,15 +63,9 @@ int vb_free_dm(struct ibv_dm *dm)
 
 PUBLIC struct ibv_dm *ibv_import_dm(struct ibv_context *context, uint32_t handle)
 {
-	struct vb_context *c = live_context(context);
-	/* A copy of nothing tells whether it is there. */
-	if (!c || c->h.engine->vbe_copy_dm(VBE_HANDLE(VBE_DM, handle), 0, 0, 0, 0) < 0)
-		return vb_fail(EINVAL);
-	struct vb_dm *d = vb_new(DM, c->h.engine);
+	struct vb_dm *d = vb_import(DM, context, VBE_HANDLE(VBE_DM, handle));
 	if (!d)
 		return NULL;
-	d->h.handle = VBE_HANDLE(VBE_DM, handle);
-	d->imported = true;
 	d->pub = (struct ibv_dm){.context = context,
 				 .memcpy_to_dm = memcpy_to_dm,
 				 .memcpy_from_dm = memcpy_from_dm,
@@ -83,7 +75,7 @@ PUBLIC struct ibv_dm *ibv_import_dm(struct ibv_context *context, uint32_t handle
 
 PUBLIC void ibv_unimport_dm(struct ibv_dm *dm)
 {
-	if (dm && vb_is(&OUTER(vb_dm, dm)->h, DM) && OUTER(vb_dm, dm)->imported)
+	if (dm && vb_is(&OUTER(vb_dm, dm)->h, DM))
 		vb_free(DM, &OUTER(vb_dm, dm)->h);
 }
 

@@ -91,8 +91,7 @@ struct vbe_qp_new {
 	uint32_t signal_all;
 	uint32_t no_scatter; /* nothing waits beside its completion */
 	struct vbe_qp_cap cap; /* and what was given */
-	uint32_t number;       /* out */
-	uint64_t handle;       /* out */
+	uint32_t number;       /* out; in, of an XRC target: the one to open, 0: none */
 };
 
 /* All numbers are those of verbs.h. */
@@ -110,7 +109,6 @@ struct vbe_srq_new {
 	uint64_t pd, xrcd, cq, cookie;
 	uint32_t max_wr, max_sge, limit;
 	uint32_t number; /* out */
-	uint64_t handle; /* out */
 };
 
 /* A send request, flattened. sgl points to elements as in verbs.h. */
@@ -162,7 +160,8 @@ struct vbe_wc {
 	uint32_t qp_num, src_qp, flags;
 	uint16_t pkey_index, slid;
 	uint8_t sl, dlid_path_bits;
-	uint64_t when; /* nanoseconds of CLOCK_MONOTONIC at which it was made */
+	uint64_t when;	/* nanoseconds of CLOCK_MONOTONIC at which it was made */
+	uint32_t event; /* which event of its queue it has raised, counted from 1; 0: none */
 };
 
 /*
@@ -200,7 +199,9 @@ struct vbe_front {
 	X(int64_t, vbe_query_device, (uint64_t, struct vbe_device_attr *))                                 \
 	X(int64_t, vbe_query_port, (uint64_t, uint32_t, struct vbe_port_attr *))                           \
 	X(int64_t, vbe_gids, (uint64_t, uint8_t *, int64_t))                                               \
+	X(int64_t, vbe_gids_of, (char *, uint8_t *, int64_t))                                              \
 	X(int64_t, vbe_destroy, (uint64_t))                                                                \
+	X(int64_t, vbe_has, (uint64_t, uint64_t))                                                          \
 	X(int64_t, vbe_alloc_pd, (uint64_t))                                                               \
 	X(int64_t, vbe_reg_mr, (uint64_t, struct vbe_mr *))                                                \
 	X(int64_t, vbe_rereg_mr, (uint64_t, uint32_t, uint64_t, struct vbe_mr *))                          \

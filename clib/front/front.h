@@ -98,6 +98,7 @@ struct vb_context {
 	struct head h;
 	uint32_t number; /* of the process: what cmd_fd names */
 	uint32_t opens;	 /* ibv_open_device and imports; guarded by the list's lock */
+	int *imported;	 /* descriptors that it was imported by, one less than opens */
 	struct vb_context *next_open;
 	struct vbe_device_attr attr;
 	pthread_mutex_t events_lock; /* guards what follows */
@@ -122,13 +123,11 @@ struct vb_td {
 struct vb_mr {
 	struct head h;
 	struct ibv_mr pub;
-	bool imported;
 };
 
 struct vb_dm {
 	struct head h;
 	struct ibv_dm pub;
-	bool imported;
 };
 
 struct vb_mw {
@@ -277,6 +276,14 @@ static inline int vb_num(int64_t r)
 /* How a queue pair is made: as verbs have it, or with every function that its type
  * has, whatever was asked for, and perhaps with nothing beside its completions. */
 enum vb_qp_manner { USUAL = 0, ALL_SEND_OPS = 1, NO_SCATTER = 2 };
+enum { VB_MAX_GIDS = 256 };
+
+/* find_device finds a device that was listed, by its name or that of its node in /dev. */
+struct vb_device *vb_find_device(const char *name, bool by_node);
+
+/* import makes another object for what an object of the context stands for; NULL with
+ * errno ENOENT if the context has no such thing. */
+void *vb_import(enum kind kind, struct ibv_context *context, uint64_t handle);
 
 void vb_set_ops(struct vb_context *c); /* device.c fills the tables with: */
 
@@ -292,6 +299,7 @@ int vb_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr *
 int vb_post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad);
 struct ibv_qp *vb_create_qp_ex(struct ibv_context *ctx, struct ibv_qp_init_attr_ex *attr);
 struct ibv_qp *vb_make_qp(struct ibv_context *ctx, struct ibv_qp_init_attr_ex *attr, enum vb_qp_manner manner);
+struct ibv_qp *vb_open_qp(struct ibv_context *ctx, struct ibv_qp_open_attr *attr);
 int vb_start_builder(struct vb_qp *q, uint64_t ops); /* wr.c */
 void vb_end_builder(struct vb_qp *q);
 

@@ -55,8 +55,6 @@ PUBLIC int ibv_dealloc_pd(struct ibv_pd *pd)
 	if (!pd || !vb_is(&OUTER(vb_pd, pd)->h, PD))
 		return vb_num(-EINVAL);
 	struct vb_pd *p = OUTER(vb_pd, pd);
-	if (p->imported)
-		return vb_num(-EINVAL);
 	if (vb_busy(&p->h)) /* parent domains stand on it, or objects are in this parent domain */
 		return vb_num(-EBUSY);
 	if (p->of) {
@@ -216,7 +214,7 @@ PUBLIC int ibv_rereg_mr(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *a
 	struct vb_pd *to = NULL;
 	struct vbe_mr r = {.addr = (uintptr_t)addr, .length = length, .iova = (uintptr_t)addr};
 	errno = EINVAL;
-	if (!m || m->imported || flags & ~known || !flags)
+	if (!m || flags & ~known || !flags)
 		return IBV_REREG_MR_ERR_INPUT;
 	if (flags & IBV_REREG_MR_CHANGE_PD && !(to = LIVE(vb_pd, PD, pd)))
 		return IBV_REREG_MR_ERR_INPUT;
@@ -245,22 +243,26 @@ PUBLIC int ibv_rereg_mr(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *a
 	return 0;
 }
 
+/* let_go forgets a region, not what it stands for. */
+static void let_go(struct vb_mr *m)
+{
+	struct vb_pd *p = OUTER(vb_pd, m->pub.pd);
+	if (p->of)
+		vb_unref(&p->h);
+	vb_free(MR, &m->h);
+}
+
 PUBLIC int ibv_dereg_mr(struct ibv_mr *mr)
 {
 	if (!mr || !vb_is(&OUTER(vb_mr, mr)->h, MR))
 		return vb_num(-EINVAL);
 	struct vb_mr *m = OUTER(vb_mr, mr);
-	if (m->imported)
-		return vb_num(-EINVAL);
 	if (vb_usable(&m->h, MR)) {
 		int64_t r = m->h.engine->vbe_destroy(m->h.handle);
 		if (r < 0)
 			return vb_num(r);
 	}
-	struct vb_pd *p = OUTER(vb_pd, m->pub.pd);
-	if (p->of)
-		vb_unref(&p->h);
-	vb_free(MR, &m->h);
+	let_go(m);
 	return 0;
 }
 
@@ -275,15 +277,26 @@ int vb_advise_mr(struct ibv_pd *pd, enum ibv_advise_mr_advice advice, uint32_t f
 
 /* --- import: only within this process, where the context is the same one --- */
 
-PUBLIC struct ibv_pd *ibv_import_pd(struct ibv_context *context, uint32_t handle)
+/* Whoever destroys one of the objects that stand for the same thing destroys the thing;
+ * the others are good for nothing then but to be unimported, the first one too. */
+void *vb_import(enum kind kind, struct ibv_context *context, uint64_t handle)
 {
 	struct vb_context *c = live_context(context);
-	if (!c || !handle)
+	if (!c)
 		return vb_fail(EINVAL);
-	struct vb_pd *p = vb_new(PD, c->h.engine);
+	if (c->h.engine->vbe_has(c->h.handle, handle) < 0)
+		return vb_fail(ENOENT);
+	struct head *h = vb_new(kind, c->h.engine);
+	if (h)
+		h->handle = handle;
+	return h;
+}
+
+PUBLIC struct ibv_pd *ibv_import_pd(struct ibv_context *context, uint32_t handle)
+{
+	struct vb_pd *p = vb_import(PD, context, VBE_HANDLE(VBE_PD, handle));
 	if (!p)
 		return NULL;
-	p->h.handle = VBE_HANDLE(VBE_PD, handle);
 	p->pub.context = context;
 	p->pub.handle = handle;
 	p->imported = true;
@@ -292,7 +305,7 @@ PUBLIC struct ibv_pd *ibv_import_pd(struct ibv_context *context, uint32_t handle
 
 PUBLIC void ibv_unimport_pd(struct ibv_pd *pd)
 {
-	if (pd && vb_is(&OUTER(vb_pd, pd)->h, PD) && OUTER(vb_pd, pd)->imported)
+	if (pd && vb_is(&OUTER(vb_pd, pd)->h, PD) && !OUTER(vb_pd, pd)->of)
 		vb_free(PD, &OUTER(vb_pd, pd)->h);
 }
 
@@ -300,29 +313,29 @@ PUBLIC struct ibv_mr *ibv_import_mr(struct ibv_pd *pd, uint32_t handle)
 {
 	struct vb_pd *p = LIVE(vb_pd, PD, pd);
 	struct vbe_mr r = {0};
-	if (!p)
-		return vb_fail(EINVAL);
-	int64_t e = p->h.engine->vbe_query_mr(VBE_HANDLE(VBE_MR, handle), &r);
-	if (e < 0)
-		return vb_fail((int)-e);
-	struct vb_mr *m = vb_new(MR, p->h.engine);
+	struct vb_mr *m = p ? vb_import(MR, pd->context, VBE_HANDLE(VBE_MR, handle)) : vb_fail(EINVAL);
 	if (!m)
 		return NULL;
-	m->h.handle = VBE_HANDLE(VBE_MR, handle);
-	m->imported = true;
+	int64_t e = p->h.engine->vbe_query_mr(m->h.handle, &r);
+	if (e < 0) {
+		vb_free(MR, &m->h);
+		return vb_fail((int)-e);
+	}
 	m->pub = (struct ibv_mr){.context = pd->context,
 				 .pd = pd,
 				 .length = r.length,
 				 .handle = handle,
 				 .lkey = r.lkey,
 				 .rkey = r.rkey};
+	if (p->of)
+		vb_ref(&p->h);
 	return &m->pub;
 }
 
 PUBLIC void ibv_unimport_mr(struct ibv_mr *mr)
 {
-	if (mr && vb_is(&OUTER(vb_mr, mr)->h, MR) && OUTER(vb_mr, mr)->imported)
-		vb_free(MR, &OUTER(vb_mr, mr)->h);
+	if (mr && vb_is(&OUTER(vb_mr, mr)->h, MR))
+		let_go(OUTER(vb_mr, mr));
 }
 
 /* --- what newer headers have: rdma-core 60 and later --- */

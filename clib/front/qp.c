@@ -81,7 +81,9 @@ static int find_parts(struct ibv_context *context, const struct ibv_qp_init_attr
 	return 0;
 }
 
-struct ibv_qp *vb_make_qp(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr, enum vb_qp_manner manner)
+/* make makes a queue pair, or opens an XRC target by its number. */
+static struct ibv_qp *make(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr, enum vb_qp_manner manner,
+			   uint32_t number)
 {
 	struct vb_context *c = live_context(context);
 	struct parts p;
@@ -106,7 +108,8 @@ struct ibv_qp *vb_make_qp(struct ibv_context *context, struct ibv_qp_init_attr_e
 			       .signal_all = attr->sq_sig_all != 0,
 			       .no_scatter = (manner & NO_SCATTER) != 0,
 			       .cap = {attr->cap.max_send_wr, attr->cap.max_recv_wr, attr->cap.max_send_sge,
-				       attr->cap.max_recv_sge, attr->cap.max_inline_data}};
+				       attr->cap.max_recv_sge, attr->cap.max_inline_data},
+			       .number = number};
 	if (ops & VB_EX_WITH_ATOMIC_WRITE && n.cap.inline_data < 8)
 		n.cap.inline_data = 8; /* its word comes by value */
 	int64_t r = c->h.engine->vbe_create_qp(c->h.handle, &n);
@@ -116,7 +119,7 @@ struct ibv_qp *vb_make_qp(struct ibv_context *context, struct ibv_qp_init_attr_e
 	}
 	struct ibv_qp_cap cap = {n.cap.send_wr, n.cap.recv_wr, n.cap.send_sge, n.cap.recv_sge, n.cap.inline_data};
 	attr->cap = q->cap = cap;
-	q->h.handle = n.handle;
+	q->h.handle = (uint64_t)r;
 	q->sig_all = attr->sq_sig_all;
 	q->xrcd = p.xrcd;
 	struct ibv_qp *b = &q->pub.qp_base;
@@ -126,9 +129,9 @@ struct ibv_qp *vb_make_qp(struct ibv_context *context, struct ibv_qp_init_attr_e
 	b->send_cq = p.send_cq ? attr->send_cq : NULL;
 	b->recv_cq = p.recv_cq ? attr->recv_cq : NULL;
 	b->srq = p.srq ? attr->srq : NULL;
-	b->handle = (uint32_t)n.handle;
+	b->handle = (uint32_t)r;
 	b->qp_num = n.number;
-	b->state = IBV_QPS_RESET;
+	b->state = number ? IBV_QPS_UNKNOWN : IBV_QPS_RESET;
 	b->qp_type = attr->qp_type;
 	pthread_mutex_init(&b->mutex, NULL);
 	pthread_cond_init(&b->cond, NULL);
@@ -145,7 +148,28 @@ struct ibv_qp *vb_make_qp(struct ibv_context *context, struct ibv_qp_init_attr_e
 
 struct ibv_qp *vb_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr)
 {
-	return vb_make_qp(context, attr, USUAL);
+	return make(context, attr, USUAL, 0);
+}
+
+struct ibv_qp *vb_make_qp(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr, enum vb_qp_manner manner)
+{
+	return make(context, attr, manner, 0);
+}
+
+struct ibv_qp *vb_open_qp(struct ibv_context *context, struct ibv_qp_open_attr *attr)
+{
+	const uint32_t needed = IBV_QP_OPEN_ATTR_NUM | IBV_QP_OPEN_ATTR_XRCD | IBV_QP_OPEN_ATTR_TYPE;
+	if (!attr)
+		return vb_fail(EINVAL);
+	if (attr->comp_mask & ~(needed | IBV_QP_OPEN_ATTR_CONTEXT))
+		return vb_fail(EOPNOTSUPP);
+	if ((attr->comp_mask & needed) != needed || attr->qp_type != IBV_QPT_XRC_RECV || !attr->qp_num)
+		return vb_fail(EINVAL);
+	struct ibv_qp_init_attr_ex x = {.qp_context = attr->qp_context,
+					.qp_type = attr->qp_type,
+					.comp_mask = IBV_QP_INIT_ATTR_XRCD,
+					.xrcd = attr->xrcd};
+	return make(context, &x, USUAL, attr->qp_num);
 }
 
 PUBLIC struct ibv_qp *ibv_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr)
@@ -199,7 +223,7 @@ static void path_of(const struct ibv_ah_attr *a, struct vbe_path *p)
 {
 	memset(p, 0, sizeof *p);
 	memcpy(p->dgid, a->grh.dgid.raw, sizeof p->dgid);
-	p->flow_label = a->grh.flow_label;
+	p->flow_label = a->grh.flow_label & 0xfffff; /* programs set more, and drivers take 20 bits */
 	p->sgid_index = a->grh.sgid_index;
 	p->hop_limit = a->grh.hop_limit;
 	p->traffic_class = a->grh.traffic_class;

@@ -23,7 +23,7 @@ static struct vb_srq *create(struct ibv_context *context, struct vb_pd *pd, stru
 		vb_free(SRQ, &s->h);
 		return vb_fail((int)-r);
 	}
-	s->h.handle = n.handle;
+	s->h.handle = (uint64_t)r;
 	s->number = n.number;
 	s->xrcd = xrcd;
 	s->cq = cq;
@@ -31,7 +31,7 @@ static struct vb_srq *create(struct ibv_context *context, struct vb_pd *pd, stru
 	s->pub.context = context;
 	s->pub.srq_context = srq_context;
 	s->pub.pd = pub_pd;
-	s->pub.handle = (uint32_t)n.handle;
+	s->pub.handle = (uint32_t)r;
 	pthread_mutex_init(&s->pub.mutex, NULL);
 	pthread_cond_init(&s->pub.cond, NULL);
 	if (pd->of)

@@ -6,9 +6,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/verbena-rdma/verbena/clib/settings"
@@ -49,8 +51,7 @@ func libDir() (string, error) {
 	var tried []string
 	look := func(dir string) bool {
 		tried = append(tried, dir)
-		_, err := os.Stat(filepath.Join(dir, "libibverbs.so.1"))
-		return err == nil
+		return isFile(filepath.Join(dir, "libibverbs.so.1"))
 	}
 	if dir := os.Getenv(libDirVar); dir != "" {
 		if look(dir) {
@@ -73,12 +74,28 @@ func libDir() (string, error) {
 	return "", fmt.Errorf("no libibverbs.so.1 in %s: build it with \"make clib\", or set %s to its directory", strings.Join(tried, " or "), libDirVar)
 }
 
-// libraryPath is what LD_LIBRARY_PATH must be for the library to be found first.
-func libraryPath(dir string) string {
-	if old := os.Getenv("LD_LIBRARY_PATH"); old != "" && old != dir && !strings.HasPrefix(old, dir+":") {
-		return dir + ":" + old
+// variables are what the loader of a program is told: where the library is, and to
+// preload the files of a device, which some programs look for beside it.
+func variables(dir string) map[string]string {
+	vars := map[string]string{"LD_LIBRARY_PATH": inFront("LD_LIBRARY_PATH", dir)}
+	if file := filepath.Join(dir, "libverbena-files.so"); isFile(file) {
+		vars["LD_PRELOAD"] = inFront("LD_PRELOAD", file)
 	}
-	return dir
+	return vars
+}
+
+// inFront puts a path in front of those that a variable has.
+func inFront(name, path string) string {
+	old := os.Getenv(name)
+	if old == "" || old == path || strings.HasPrefix(old, path+":") {
+		return path + strings.TrimPrefix(old, path)
+	}
+	return path + ":" + old
+}
+
+func isFile(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
 }
 
 func (c *execCmd) Run(context.Context) error {
@@ -93,7 +110,7 @@ func (c *execCmd) Run(context.Context) error {
 	if err != nil {
 		return err
 	}
-	set := map[string]string{"LD_LIBRARY_PATH": libraryPath(dir)}
+	set := variables(dir)
 	for name, value := range map[string]string{"VERBENA_ADDR": c.Addr, "VERBENA_DEVICES": c.Devices,
 		"VERBENA_LINK": c.Link, "VERBENA_PCAP": c.PCAP, "VERBENA_STATS": c.Stats} {
 		if value != "" {
@@ -146,7 +163,10 @@ func (envCmd) Run(context.Context) error {
 	if err != nil {
 		return err
 	}
-	fmt.Printf("export LD_LIBRARY_PATH=%s\n", shellQuote(libraryPath(dir)))
+	vars := variables(dir)
+	for _, name := range slices.Sorted(maps.Keys(vars)) {
+		fmt.Printf("export %s=%s\n", name, shellQuote(vars[name]))
+	}
 	return nil
 }
 

@@ -24,6 +24,19 @@ func TestEnv(t *testing.T) {
 	if got, want := succeed(t, "env").stdout, `export LD_LIBRARY_PATH='`+dir+`:/it'\''s/there'`+"\n"; got != want {
 		t.Errorf("%q is not %q", got, want)
 	}
+	// What is preloaded comes first, and once.
+	file := filepath.Join(dir, "libverbena-files.so")
+	if err := os.WriteFile(file, nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("LD_LIBRARY_PATH", dir)
+	for before, after := range map[string]string{"": file, "/other.so": file + ":/other.so", file: file, file + ":/other.so": file + ":/other.so"} {
+		t.Setenv("LD_PRELOAD", before)
+		if got, want := succeed(t, "env").stdout, "export LD_LIBRARY_PATH='"+dir+"'\nexport LD_PRELOAD='"+after+"'\n"; got != want {
+			t.Errorf("%q is not %q", got, want)
+		}
+	}
+	t.Setenv("LD_PRELOAD", "")
 	for _, name := range []string{"VERBENA_ADDR", "VERBENA_PCAP", "VERBENA_LIB"} {
 		if !strings.Contains(succeed(t, "env", "--help").stdout, name) {
 			t.Errorf("the help does not mention %s", name)

@@ -119,13 +119,19 @@ func (c *CQ) Number() uint32 { return c.number }
 
 // Poll takes completions. An empty queue makes the device's progress first:
 // packets are read by whoever waits for them.
-func (c *CQ) Poll(wcs []ib.WC) (int, error) {
+func (c *CQ) Poll(wcs []ib.WC) (int, error) { return c.PollNotes(wcs, nil) }
+
+// Note is what is known of a completion besides.
+type Note = queue.Note
+
+// PollNotes is Poll; notes, if it is not nil, has room for as many.
+func (c *CQ) PollNotes(wcs []ib.WC, notes []Note) (int, error) {
 	if c.dev.deferred.Load() {
 		c.dev.flushDeferred()
 	}
-	n := c.CQ.Poll(wcs)
+	n := c.CQ.PollNotes(wcs, notes)
 	if n == 0 && len(wcs) > 0 {
-		n = c.dev.poll(c, wcs)
+		n = c.dev.poll(c, wcs, notes)
 	}
 	if n == 0 && c.closed.Load() {
 		return 0, errClosedCQ("poll_cq")

@@ -17,11 +17,11 @@ import (
 
 // byRings makes a connection between two devices of this process that talk as those
 // of two processes do, by rings.
-func byRings(t testing.TB, size int) (a, b *end) {
+func byRings(t testing.TB, typ ib.QPType, size int) (a, b *end) {
 	t.Helper()
 	x, y := openDevice(t, provider.Config{Link: linkLocal}), openDevice(t, provider.Config{Link: linkLocal})
 	x.loopback, y.loopback = false, false
-	a, b = connected(t, x, y, ib.RC, size, nil)
+	a, b = connected(t, x, y, typ, size, nil)
 	if !x.link.(*link.Shared).IsLocal(a.flow()) {
 		t.Fatal("it is not by rings")
 	}
@@ -32,7 +32,7 @@ func byRings(t testing.TB, size int) (a, b *end) {
 // goroutine: what both sides do for it, without the time that a cache line takes from
 // one core to the other.
 func BenchmarkLocalPingPong(b *testing.B) {
-	x, y := byRings(b, 1<<20)
+	x, y := byRings(b, ib.RC, 1<<20)
 	wr := func(from, to *end) []ib.SendWR {
 		return []ib.SendWR{{Op: ib.OpRDMAWrite, Inline: make([]byte, 8), RemoteAddr: to.mr.Addr(), RKey: to.mr.RKey()}}
 	}
@@ -125,6 +125,104 @@ func TestLocalStalledGone(t *testing.T) {
 	}
 }
 
+const (
+	fullSize  = 64 << 10
+	fullCount = 64 // messages of that size: more than a ring holds
+)
+
+// fillRing sends more UC messages to a peer that does not read than the ring to it
+// takes, and waits until as many have left as will.
+func fillRing(t *testing.T) (a, b *end, left int) {
+	t.Helper()
+	a, b = byRings(t, ib.UC, fullCount*fullSize)
+	b.dev.rx.Lock() // as if its process were stopped
+	for i := range fullCount {
+		letter(a.buf[i*fullSize:][:fullSize], uint32(i))
+		b.recv(ib.RecvWR{ID: uint64(i), SGL: b.sge(i*fullSize, fullSize)})
+		a.post(ib.SendWR{ID: uint64(i), Op: ib.OpSend, SGL: a.sge(i*fullSize, fullSize)})
+	}
+	eventually(t, "it waits for the ring", a.waitsForRoom)
+	for a.cq.(*CQ).Len() > 0 {
+		if wc := a.ok(); wc.ID != uint64(left) {
+			t.Fatalf("%+v after %d", wc, left)
+		}
+		left++
+	}
+	if left == 0 || left == fullCount {
+		t.Fatalf("%d of %d messages have left, to a peer that reads none", left, fullCount)
+	}
+	return a, b, left
+}
+
+// waitsForRoom tells whether the end has trains that the link is too busy for.
+func (e *end) waitsForRoom() bool {
+	e.dev.stalled.Lock()
+	defer e.dev.stalled.Unlock()
+	return e.qp.(*QP).listed
+}
+
+// UC messages wait for room in the ring to a process that is slow, and none is lost.
+// Meanwhile connections to the same process have their half of it, and connections
+// to others are not held up.
+func TestLocalUCWaits(t *testing.T) {
+	a, b, left := fillRing(t)
+	c, d := connected(t, a.dev, b.dev, ib.RC, fullSize, nil)
+	for range 8 {
+		c.post(c.write(d, 0, 4096))
+	}
+	if c.waitsForRoom() {
+		t.Error("a reliable connection waits for an unreliable one")
+	}
+	other := openDevice(t, provider.Config{Link: linkLocal})
+	other.loopback = false
+	e, f := connected(t, a.dev, other, ib.UC, fullSize, nil)
+	f.recv(ib.RecvWR{SGL: f.sge(0, fullSize)})
+	e.post(ib.SendWR{Op: ib.OpSend, SGL: e.sge(0, fullSize)})
+	e.ok()
+	f.ok()
+
+	b.dev.rx.Unlock()
+	for i := range fullCount {
+		wc := b.ok()
+		if got, err := number(b.buf[i*fullSize:][:wc.ByteLen]); wc.ID != uint64(i) || got != uint32(i) || err != nil {
+			t.Fatalf("message %d: %+v, %d, %v", i, wc, got, err)
+		}
+	}
+	for ; left < fullCount; left++ {
+		if wc := a.ok(); wc.ID != uint64(left) {
+			t.Fatalf("%+v, want %d", wc, left)
+		}
+	}
+	for range 8 {
+		c.ok()
+	}
+	if n := countsOf(a.dev)["local_undelivered"]; n != 0 {
+		t.Errorf("%d trains were lost", n)
+	}
+}
+
+// A queue pair that waits for room can be closed, and if the peer goes, its requests
+// complete, as they do on a network where nobody is.
+func TestLocalUCPeerGone(t *testing.T) {
+	t.Run("closed", func(t *testing.T) {
+		a, b, _ := fillRing(t)
+		closeAll(t, a.qp)
+		b.dev.rx.Unlock()
+	})
+	t.Run("peer", func(t *testing.T) {
+		a, b, left := fillRing(t)
+		closeAll(t, b.qp, b.mr, b.cq, b.pd, b.dev)
+		for ; left < fullCount; left++ {
+			if wc := a.ok(); wc.ID != uint64(left) {
+				t.Fatalf("%+v, want %d", wc, left)
+			}
+		}
+		if countsOf(a.dev)["local_undelivered"] == 0 {
+			t.Error("nothing was lost, though nobody has read it")
+		}
+	})
+}
+
 // shareMemory gives an end memory that other processes may map.
 func (e *end) shareMemory(size int) {
 	e.t.Helper()
@@ -147,7 +245,7 @@ func (e *end) shareMemory(size int) {
 func TestLocalSharedMemory(t *testing.T) {
 	seed := testSeed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
-	a, b := byRings(t, 1<<20)
+	a, b := byRings(t, ib.RC, 1<<20)
 	a.shareMemory(1 << 20)
 	for i := range 80 {
 		n := 8 * (1 + rng.IntN(1<<16))
@@ -183,7 +281,7 @@ func BenchmarkLocalWrite(b *testing.B) {
 			size, name = -size, fmt.Sprint(-size, "-shared")
 		}
 		b.Run(name, func(b *testing.B) {
-			x, y := byRings(b, 4<<20)
+			x, y := byRings(b, ib.RC, 4<<20)
 			if strings.HasSuffix(name, "shared") {
 				x.shareMemory(4 << 20)
 			}

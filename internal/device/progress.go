@@ -71,7 +71,7 @@ func (d *Device) stop() {
 // he found then. Answers to what arrived wait until he has seen it: he may have
 // an answer of his own, and both go out together. They leave with his next post,
 // his next poll, or by the background goroutine.
-func (d *Device) poll(cq *CQ, wcs []ib.WC) int {
+func (d *Device) poll(cq *CQ, wcs []ib.WC, notes []Note) int {
 	d.polls.Add(1)
 	if d.rx.TryLock() {
 		d.rx.now = 0 // most polls find nothing, and need no time
@@ -87,7 +87,7 @@ func (d *Device) poll(cq *CQ, wcs []ib.WC) int {
 	if d.ready.some.Load() {
 		d.runReady(1)
 	}
-	return cq.CQ.Poll(wcs)
+	return cq.CQ.PollNotes(wcs, notes)
 }
 
 // flushDeferred sends the answers that a poll has left.

@@ -39,6 +39,9 @@ type QP struct {
 	peer    atomic.Pointer[peer]
 	waiting atomic.Bool // waits for its peer's credits
 
+	domain *xrcDomain // of an XRC target; or nil
+	opens  int        // guarded by dev.mu: of an XRC target, how often it is open
+
 	target *target // an XRC target whose domain other processes may have open; or nil
 	twin   *twin   // the twin of such a target of another process; or nil
 

@@ -147,7 +147,7 @@ func TestFaultyUD(t *testing.T) {
 				buf := target.buf[wc[0].ID*4096:][:wc[0].ByteLen]
 				got, err := number(buf[ib.GRHLength:])
 				src := ends[got%2]
-				if err != nil || got != wc[0].Imm || wc[0].SrcQP != src.qp.Number() || wc[0].Flags != ib.WCGRH|ib.WCWithImm {
+				if err != nil || got != wc[0].Imm || wc[0].SrcQP != src.qp.Number() || wc[0].Flags != ib.WCGRH|ib.WCWithImm || wc[0].SL != ib.WCIPv4 {
 					t.Errorf("%+v: %d, %v", wc[0], got, err)
 				}
 				// For IPv4 the last 20 of the 40 bytes are its header.

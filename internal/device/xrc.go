@@ -4,6 +4,7 @@ package device
 
 import (
 	"io"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -151,7 +152,7 @@ func (x *XRCD) CreateQP() (provider.QP, error) {
 	if err != nil {
 		return nil, err
 	}
-	q := &QP{dev: d, owner: x, timerIndex: -1}
+	q := &QP{dev: d, owner: x, timerIndex: -1, domain: x.domain, opens: 1}
 	if x.domain.file != nil && d.member != nil {
 		q.target = &target{domain: x.domain.name.Words(), away: here}
 		d.meet(q.target.domain)
@@ -160,7 +161,82 @@ func (x *XRCD) CreateQP() (provider.QP, error) {
 		x.unuse(&d.counts.qps)
 		return nil, err
 	}
-	return q, nil
+	return &openTarget{QP: q, xrcd: x}, nil
+}
+
+// openTarget is a target as one of those has it who made or opened it. It is gone
+// when the last of them has closed it.
+type openTarget struct {
+	*QP
+	xrcd   *XRCD
+	closed atomic.Bool
+}
+
+// OpenQP opens a target of the domain that is there already.
+func (x *XRCD) OpenQP(number uint32) (provider.QP, error) {
+	const op = "open_qp"
+	d := x.dev
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	q := d.qps.Get(number)
+	switch {
+	case q != nil && q.domain == x.domain && q.opens > 0:
+	case q == nil && x.domain.file != nil && d.isElsewhere(number):
+		return nil, ib.Errorf(op, syscall.EOPNOTSUPP, "another process has queue pair %#06x: a target ends with the process that made it, and cannot be opened from others", number)
+	default:
+		return nil, ib.Errorf(op, syscall.EINVAL, "no target of the domain has the number %#06x", number)
+	}
+	if err := x.useLocked(op); err != nil {
+		return nil, err
+	}
+	q.opens++
+	return &openTarget{QP: q, xrcd: x}, nil
+}
+
+// isElsewhere tells whether a number is one of another process of the device.
+func (d *Device) isElsewhere(number uint32) bool {
+	if d.member == nil {
+		return false
+	}
+	process, known := d.member.Find(number)
+	return known && process != d.member.Slot()
+}
+
+// Modify changes attributes and state, for all who have it open.
+func (o *openTarget) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
+	if o.closed.Load() {
+		return ib.Errorf("modify_qp", syscall.EINVAL, "the queue pair is closed")
+	}
+	return o.QP.Modify(a, mask)
+}
+
+// Query returns the attributes.
+func (o *openTarget) Query() (ib.QPAttr, error) {
+	if o.closed.Load() {
+		return ib.QPAttr{}, ib.Errorf("query_qp", syscall.EINVAL, "the queue pair is closed")
+	}
+	return o.QP.Query()
+}
+
+// Close closes it, and destroys it if nobody else has it open.
+func (o *openTarget) Close() error {
+	if o.closed.Swap(true) {
+		return nil
+	}
+	d := o.dev
+	d.mu.Lock()
+	o.opens--
+	last := o.opens == 0
+	if last {
+		o.owner = o.xrcd // which it is counted with until it is gone
+	} else {
+		o.xrcd.refs--
+	}
+	d.mu.Unlock()
+	if last {
+		return o.QP.Close()
+	}
+	return nil
 }
 
 // findSRQ is how targets find the queues that requests name.

@@ -386,3 +386,42 @@ func TestXRCDomains(t *testing.T) {
 		t.Errorf("%d descriptors, before %d", n, before)
 	}
 }
+
+// A target that was opened again is one queue pair: what one changes the other sees,
+// and it serves its peer until both have closed it. Its domain cannot be closed by who
+// still has it open.
+func TestXRCOpenQP(t *testing.T) {
+	x, y := openDevice(t, provider.Config{}), openDevice(t, provider.Config{})
+	file := must[*os.File](t)(os.Create(filepath.Join(t.TempDir(), "domain")))
+	defer file.Close()
+	first := must[provider.XRCD](t)(y.OpenXRCD(provider.XRCDConfig{File: file, Create: true}))
+	second := must[provider.XRCD](t)(y.OpenXRCD(provider.XRCDConfig{File: file}))
+	stranger := must[provider.XRCD](t)(y.OpenXRCD(provider.XRCDConfig{Create: true}))
+	box := newInbox(t, y, second, 4)
+	a, made := initiatorTo(t, x, y, first)
+	opened := must[provider.QP](t)(second.OpenQP(made.Number()))
+
+	_, err := stranger.OpenQP(made.Number())
+	wantErrno(t, "a target of another domain", err, syscall.EINVAL)
+	_, err = second.OpenQP(a.qp.Number())
+	wantErrno(t, "no target", err, syscall.EINVAL)
+	wantErrno(t, "a domain in use", second.Close(), syscall.EBUSY)
+	closeAll(t, made, made, first) // the second time does nothing
+	if s := must[ib.QPAttr](t)(opened.Query()).State; s != ib.QPRTS {
+		t.Errorf("it is in state %v", s)
+	}
+	_, err = made.Query()
+	wantErrno(t, "what was closed", err, syscall.EINVAL)
+	wantErrno(t, "what was closed", made.Modify(&ib.QPAttr{State: ib.QPErr}, ib.QPMaskState), syscall.EINVAL)
+
+	a.post(ib.SendWR{Op: ib.OpSend, Inline: []byte("to both"), RemoteSRQN: box.srq.Number()})
+	a.ok()
+	if wc := box.wait(); wc.ByteLen != 7 || wc.QPN != opened.Number() {
+		t.Errorf("%+v", wc)
+	}
+	closeAll(t, opened)
+	_, err = second.OpenQP(opened.Number())
+	wantErrno(t, "a target that is gone", err, syscall.EINVAL)
+	box.close()
+	closeAll(t, second, stranger, a.qp, a.mr, a.cq, a.pd)
+}

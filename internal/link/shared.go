@@ -219,8 +219,8 @@ func (s *Shared) Send(ts []*train.Train) (int, error) {
 }
 
 // sendTrain puts a train into the ring to its process. What cannot be delivered is
-// lost, as on any network; what cannot be delivered now is so too if nobody would
-// send it again, and otherwise ErrBusy.
+// lost, as on any network; what cannot be delivered now is ErrBusy, unless it is a
+// datagram.
 func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 	t := one[0]
 	process, ok := f.dev.Find(t.DestQP)
@@ -288,20 +288,26 @@ func (s *Shared) deliver() {
 
 // reserve takes a channel and room in its ring for a train, or returns nil: it is
 // lost, or ErrBusy says that it has to wait. Half of the ring is for those who send
-// again what is lost: the others must not be in their way.
-func (s *Shared) reserve(c *shm.Channel, typ byte, n int, t *train.Train) ([]byte, error) {
+// again what is lost: the others must not be in their way. Datagrams do not wait,
+// for their queue pair has other peers.
+func (s *Shared) reserve(c *shm.Channel, typ byte, n int, t *train.Train) (b []byte, err error) {
 	if !c.Begin() {
 		s.lost.Add(1)
 		return nil, nil
 	}
-	reliable := t.Transport == wire.RC || t.Transport == wire.XRC
-	if reliable || c.Has(ringBytes/2+n) {
-		if b, ok := c.Reserve(typ, n); ok {
-			return b, nil
-		}
+	leave := ringBytes / 2
+	if t.Transport == wire.RC || t.Transport == wire.XRC {
+		leave = 0
+	}
+	waits, ok := t.Transport != wire.UD, false
+	if waits || c.Has(leave+n) {
+		b, ok = c.ReserveLeaving(typ, n, leave)
+	}
+	if ok {
+		return b, nil
 	}
 	c.End()
-	if reliable && c.Err() == nil && n <= c.MaxRecord() {
+	if waits && c.Err() == nil && n <= c.MaxRecord() {
 		return nil, ErrBusy
 	}
 	s.lost.Add(1)
@@ -433,6 +439,7 @@ func (r *fromRings) Gone(c *shm.Channel, _ error) {
 	if t.dev.channels[t.process].CompareAndSwap(c, nil) && t.dev == (*Shared)(r).home {
 		(*Shared)(r).partner(t.process)
 	}
+	(*Shared)(r).freed() // what waits for room there has nobody to wait for
 }
 
 // Wait blocks until something may have arrived.

@@ -215,6 +215,9 @@ type XRCDConfig struct {
 type XRCD interface {
 	// CreateQP makes a target in the domain, of type ib.XRCRecv.
 	CreateQP() (QP, error)
+	// OpenQP opens a target of the domain once more. It is gone when all who made
+	// or opened it have closed it.
+	OpenQP(number uint32) (QP, error)
 	Close() error
 }
 

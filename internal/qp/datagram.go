@@ -56,7 +56,10 @@ func (q *QP) receiveDatagram(t *train.Train) mem.Fault {
 		}
 		return q.datagramFault(f)
 	}
-	wc := ib.WC{ID: r.taken.ID, Op: ib.WCRecv, ByteLen: uint32(t.Len) + ib.GRHLength, SrcQP: t.DETH.SrcQP, Flags: ib.WCGRH}
+	wc := ib.WC{ID: r.taken.ID, Op: ib.WCRecv, ByteLen: uint32(t.Len) + ib.GRHLength, SrcQP: t.DETH.SrcQP, Flags: ib.WCGRH, SL: ib.WCIPv6}
+	if t.From.Unmap().Is4() {
+		wc.SL = ib.WCIPv4
+	}
 	if t.Extra == wire.WithImm {
 		wc.Imm = t.Imm
 		wc.Flags |= ib.WCWithImm

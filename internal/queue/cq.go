@@ -16,7 +16,7 @@ type CQ struct {
 	// completion did not fit. Both are set before the queue is used.
 	OnEvent    func()
 	OnOverflow func()
-	// Clock, if it is set, tells the time that PollTimes returns with each
+	// Clock, if it is set, tells the time that PollNotes returns with each
 	// completion: when it was pushed. It is set before the queue is used.
 	Clock func() int64
 
@@ -27,6 +27,7 @@ type CQ struct {
 	ring  []entry
 	head  int // the oldest entry
 	armed arming
+	fired uint32 // how many events there were
 
 	late     []Late // bytes that wait beside their completions, by number less 1
 	lateFree uint32 // a place there that is free; 0: none
@@ -38,8 +39,15 @@ type entry struct {
 	wc    ib.WC
 	freed *atomic.Uint32
 	upto  uint32
-	at    int64
 	late  uint32 // the number of the bytes that are to be placed; 0: none
+	note  Note
+}
+
+// Note is what is known of a completion besides: when it was pushed, and which
+// event it has raised, counted from 1; 0: none.
+type Note struct {
+	At    int64
+	Event uint32
 }
 
 type arming uint8
@@ -91,12 +99,15 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *atomic.Uint32, upto uint32, 
 	if l != nil {
 		late = c.keepLocked(l)
 	}
-	c.ring[wrap(c.head+n, len(c.ring))] = entry{*wc, freed, upto, at, late}
-	c.count.Store(int64(n + 1))
+	note := Note{At: at}
 	fire := c.armed == armedNext || c.armed == armedSolicited && (solicited || wc.Status != ib.WCSuccess)
 	if fire {
 		c.armed = notArmed
+		c.fired++
+		note.Event = c.fired
 	}
+	c.ring[wrap(c.head+n, len(c.ring))] = entry{*wc, freed, upto, late, note}
+	c.count.Store(int64(n + 1))
 	c.mu.Unlock()
 	if fire && c.OnEvent != nil {
 		c.OnEvent()
@@ -105,10 +116,10 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *atomic.Uint32, upto uint32, 
 }
 
 // Poll takes up to len(out) completions.
-func (c *CQ) Poll(out []ib.WC) int { return c.PollTimes(out, nil) }
+func (c *CQ) Poll(out []ib.WC) int { return c.PollNotes(out, nil) }
 
-// PollTimes is Poll; at, if it is not nil, has room for their times.
-func (c *CQ) PollTimes(out []ib.WC, at []int64) int {
+// PollNotes is Poll; notes, if it is not nil, has room for as many.
+func (c *CQ) PollNotes(out []ib.WC, notes []Note) int {
 	if c.count.Load() == 0 || len(out) == 0 {
 		return 0
 	}
@@ -118,8 +129,8 @@ func (c *CQ) PollTimes(out []ib.WC, at []int64) int {
 	for i := 0; i < n; i++ {
 		e := &c.ring[c.head]
 		out[i] = e.wc
-		if at != nil {
-			at[i] = e.at
+		if notes != nil {
+			notes[i] = e.note
 		}
 		if e.freed != nil {
 			e.freed.Store(e.upto)

@@ -273,17 +273,40 @@ func TestCQTimes(t *testing.T) {
 	c := NewCQ(3)
 	now := int64(100)
 	c.Clock = func() int64 { now++; return now }
-	wcs, at := make([]ib.WC, 2), make([]int64, 2)
+	wcs, notes := make([]ib.WC, 2), make([]Note, 2)
 	for round := range int64(5) {
 		push(c, 1, 1)
 		push(c, 2, 1)
 		now += 50
-		if c.PollTimes(wcs, at) != 2 || at[0] != 101+52*round || at[1] != 102+52*round {
-			t.Errorf("round %d: times %v", round, at)
+		if c.PollNotes(wcs, notes) != 2 || notes[0].At != 101+52*round || notes[1].At != 102+52*round {
+			t.Errorf("round %d: %v", round, notes)
 		}
 	}
 	push(c, 3, 1)
 	if c.Poll(wcs) != 1 || wcs[0].ID != 3 {
 		t.Errorf("a poll without times: %+v", wcs[0])
+	}
+}
+
+// A completion that raises an event is told apart from those that do not, and events
+// are counted.
+func TestCQEventNotes(t *testing.T) {
+	c := NewCQ(8)
+	events := uint32(0)
+	c.OnEvent = func() { events++ }
+	push(c, 1, 1)
+	for range 2 {
+		c.Arm(false)
+		push(c, 2, 1)
+		push(c, 3, 1)
+	}
+	wcs, notes := make([]ib.WC, 8), make([]Note, 8)
+	n := c.PollNotes(wcs, notes)
+	var got []uint32
+	for _, e := range notes[:n] {
+		got = append(got, e.Event)
+	}
+	if want := []uint32{0, 1, 0, 2, 0}; !slices.Equal(got, want) || events != 2 {
+		t.Errorf("events %v of %d, want %v of 2", got, events, want)
 	}
 }

@@ -102,11 +102,17 @@ func (c *Channel) Begin() bool {
 // ok, Err says why; if that is nil there is no room now, nor will be before the
 // peer has read, and the sink's Room will be called when it may be worth
 // trying again.
-func (c *Channel) Reserve(typ byte, n int) (p []byte, ok bool) {
+func (c *Channel) Reserve(typ byte, n int) (p []byte, ok bool) { return c.ReserveLeaving(typ, n, 0) }
+
+// ReserveLeaving does so if about that many bytes stay free for others: at most
+// half of the ring, which an empty one has.
+func (c *Channel) ReserveLeaving(typ byte, n, leave int) (p []byte, ok bool) {
 	w := c.tx.ring
 	for {
-		if p, ok = w.Reserve(typ, n); ok {
-			return p, true
+		if leave == 0 || w.Has(leave+n) {
+			if p, ok = w.Reserve(typ, n); ok {
+				return p, true
+			}
 		}
 		if err := w.Err(); err != nil {
 			c.fail(err)

@@ -1,0 +1,142 @@
+/*
+ * Files that programs look for beside libibverbs, and that only a kernel driver has:
+ * /dev/infiniband/uverbsN, and what sysfs says of a device. "verbena exec" preloads
+ * this; it asks the library that the program has loaded (front/sysfs.c), and so is
+ * nothing but the C library's functions to a program that has loaded none.
+ *
+ * Files are opened as memory with their contents. Directories cannot be listed.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "files.h"
+
+#define PUBLIC __attribute__((visibility("default")))
+
+/* What programs call that were built for a C library before 2.33. */
+int __xstat(int version, const char *path, struct stat *to);
+int __xstat64(int version, const char *path, struct stat64 *to);
+
+/* next_open() and so on return the C library's functions. They are looked for once,
+ * early: later the program may be in a signal handler, or a child of fork(). */
+#define FUNCTIONS(X)                                                                                                   \
+	X(open) X(open64) X(openat) X(openat64) X(fopen) X(fopen64) X(access) X(stat) X(stat64) X(__xstat) X(__xstat64)
+#define DEFINE_NEXT(name)                                                                                              \
+	static __typeof__(&name) next_##name(void)                                                                     \
+	{                                                                                                              \
+		static __typeof__(&name) found;                                                                        \
+		if (!found)                                                                                            \
+			found = (__typeof__(&name))dlsym(RTLD_NEXT, #name);                                            \
+		return found;                                                                                          \
+	}
+FUNCTIONS(DEFINE_NEXT)
+
+__attribute__((constructor)) static void at_load(void)
+{
+#define FIND(name) (void)next_##name();
+	FUNCTIONS(FIND)
+}
+
+/* look finds out what a path is, and what a file contains. */
+static enum vb_file look(const char *path, char *text)
+{
+	if (!path || (strncmp(path, "/sys/class/infiniband", 21) && strncmp(path, "/dev/infiniband/", 16)))
+		return VB_NO_FILE;
+	int err = errno;
+	void *lib = dlopen("libibverbs.so.1", RTLD_LAZY | RTLD_NOLOAD);
+	vb_file_function *f = lib ? (vb_file_function *)dlsym(lib, "verbena_file") : NULL;
+	enum vb_file what = f ? f(path, text) : VB_NO_FILE;
+	if (lib)
+		dlclose(lib);
+	errno = err;
+	return what;
+}
+
+/* contents opens a file with a text. */
+static int contents(const char *text, int flags)
+{
+	if ((flags & O_ACCMODE) != O_RDONLY) {
+		errno = EACCES;
+		return -1;
+	}
+	int fd = memfd_create("verbena", flags & O_CLOEXEC ? MFD_CLOEXEC : 0);
+	size_t n = strlen(text);
+	if (fd >= 0 && (write(fd, text, n) != (ssize_t)n || lseek(fd, 0, SEEK_SET))) {
+		close(fd);
+		errno = EIO;
+		return -1;
+	}
+	return fd;
+}
+
+/* OPEN defines a function that opens: what the kernel has not is had from here. */
+#define OPEN(name, params, path, ...)                                                                                  \
+	PUBLIC int name params                                                                                         \
+	{                                                                                                              \
+		char text[VB_FILE_ROOM];                                                                               \
+		va_list more;                                                                                          \
+		va_start(more, flags);                                                                                 \
+		bool makes = flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE;                                      \
+		mode_t mode = makes ? va_arg(more, mode_t) : 0;                                                        \
+		va_end(more);                                                                                          \
+		switch (look(path, text)) {                                                                            \
+		case VB_TEXT:                                                                                          \
+			return contents(text, flags);                                                                  \
+		case VB_CHAR_DEVICE:                                                                                   \
+			path = "/dev/null";                                                                            \
+			break;                                                                                         \
+		default:                                                                                               \
+			break;                                                                                         \
+		}                                                                                                      \
+		return next_##name()(__VA_ARGS__, flags, mode);                                                           \
+	}
+OPEN(open, (const char *path, int flags, ...), path, path)
+OPEN(open64, (const char *path, int flags, ...), path, path)
+OPEN(openat, (int dir, const char *path, int flags, ...), path, dir, path)
+OPEN(openat64, (int dir, const char *path, int flags, ...), path, dir, path)
+
+#define FOPEN(name)                                                                                                    \
+	PUBLIC FILE *name(const char *path, const char *mode)                                                          \
+	{                                                                                                              \
+		char text[VB_FILE_ROOM];                                                                               \
+		if (look(path, text) != VB_TEXT)                                                                       \
+			return next_##name()(path, mode);                                                                 \
+		int fd = contents(text, mode[0] == 'r' && !strchr(mode, '+') ? O_RDONLY : O_RDWR);                     \
+		return fd < 0 ? NULL : fdopen(fd, mode);                                                               \
+	}
+FOPEN(fopen)
+FOPEN(fopen64)
+
+/* likeness is a file of the kernel's that has the same attributes. */
+static const char *likeness(const char *path)
+{
+	char text[VB_FILE_ROOM];
+	switch (look(path, text)) {
+	case VB_TEXT:
+		return "/proc/sys/kernel/ostype"; /* everybody may read it */
+	case VB_CHAR_DEVICE:
+		return "/dev/null";
+	case VB_DIRECTORY:
+		return "/sys/class";
+	default:
+		return path;
+	}
+}
+
+PUBLIC int access(const char *path, int mode) { return next_access()(likeness(path), mode); }
+PUBLIC int stat(const char *path, struct stat *to) { return next_stat()(likeness(path), to); }
+PUBLIC int stat64(const char *path, struct stat64 *to) { return next_stat64()(likeness(path), to); }
+PUBLIC int __xstat(int version, const char *path, struct stat *to) { return next___xstat()(version, likeness(path), to); }
+PUBLIC int __xstat64(int version, const char *path, struct stat64 *to)
+{
+	return next___xstat64()(version, likeness(path), to);
+}

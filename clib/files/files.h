@@ -1,0 +1,15 @@
+/*
+ * What the preloaded files.c asks libibverbs.so.1 for.
+ */
+#ifndef VERBENA_FILES_H
+#define VERBENA_FILES_H
+
+enum vb_file { VB_NO_FILE, VB_TEXT, VB_CHAR_DEVICE, VB_DIRECTORY };
+enum { VB_FILE_ROOM = 256 };
+
+/* verbena_file says what a path is, and writes the text of a file into room for
+ * VB_FILE_ROOM bytes. */
+typedef enum vb_file vb_file_function(const char *path, char *text);
+vb_file_function verbena_file;
+
+#endif

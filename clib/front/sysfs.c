@@ -1,0 +1,132 @@
+/*
+ * What sysfs would say of a device, if it had one of ours: what a program asks for by
+ * ibv_read_sysfs_file, or, if files.c is preloaded, by opening the file itself. Only
+ * what does not change: for the rest there are verbs.
+ */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "../files/files.h"
+#include "front.h"
+
+#define CLASS "/sys/class/infiniband/"
+#define VERBS_CLASS "/sys/class/infiniband_verbs/"
+#define NODES "/dev/infiniband/"
+
+/* Four groups of four hexadecimal digits, as often as there are 8 bytes. */
+static void print_groups(char *to, const uint8_t *b, int n)
+{
+	for (int i = 0; i < n; i += 2)
+		to += sprintf(to, "%s%02x%02x", i ? ":" : "", b[i], b[i + 1]);
+	strcpy(to, "\n");
+}
+
+/* of_gid answers for a file of the GID table; rest is its path below the port. */
+static enum vb_file of_gid(struct vb_device *d, const char *rest, char *text)
+{
+	union ibv_gid all[VB_MAX_GIDS];
+	struct engine *e = vb_engine();
+	int64_t n = e ? e->vbe_gids_of(d->pub.name, all[0].raw, VB_MAX_GIDS) : 0;
+	unsigned int i;
+	int end = 0;
+	if (sscanf(rest, "gids/%u%n", &i, &end) == 1 && !rest[end] && i < n) {
+		print_groups(text, all[i].raw, 16);
+		return VB_TEXT;
+	}
+	if (sscanf(rest, "gid_attrs/types/%u%n", &i, &end) == 1 && !rest[end] && i < n) {
+		strcpy(text, "RoCE v2\n");
+		return VB_TEXT;
+	}
+	if (sscanf(rest, "gid_attrs/ndevs/%u%n", &i, &end) == 1 && !rest[end] && i < n && d->interface[0]) {
+		snprintf(text, VB_FILE_ROOM, "%s\n", d->interface);
+		return VB_TEXT;
+	}
+	return VB_NO_FILE;
+}
+
+/* of_device answers for a file below a device's directory. */
+static enum vb_file of_device(struct vb_device *d, const char *rest, char *text)
+{
+	static const char *const directories[] = {
+		"", "ports", "ports/1", "ports/1/gids", "ports/1/gid_attrs", "ports/1/gid_attrs/types", "ports/1/gid_attrs/ndevs"};
+	for (size_t i = 0; i < sizeof directories / sizeof *directories; i++)
+		if (!strcmp(rest, directories[i]))
+			return VB_DIRECTORY;
+	if (!strncmp(rest, "ports/1/gid", 11))
+		return of_gid(d, rest + 8, text);
+	if (!strcmp(rest, "node_type"))
+		strcpy(text, "1: CA\n");
+	else if (!strcmp(rest, "node_guid") || !strcmp(rest, "sys_image_guid")) {
+		uint64_t guid = ibv_get_device_guid(&d->pub);
+		print_groups(text, (const uint8_t *)&guid, 8);
+	} else if (!strcmp(rest, "ports/1/link_layer"))
+		strcpy(text, "Ethernet\n");
+	else
+		return VB_NO_FILE;
+	return VB_TEXT;
+}
+
+PUBLIC enum vb_file verbena_file(const char *path, char *text)
+{
+	char name[IBV_SYSFS_NAME_MAX];
+	bool node = !strncmp(path, NODES, strlen(NODES)), verbs = !strncmp(path, VERBS_CLASS, strlen(VERBS_CLASS));
+	if (!node && !verbs && strncmp(path, CLASS, strlen(CLASS)))
+		return VB_NO_FILE;
+	path += strlen(node ? NODES : verbs ? VERBS_CLASS : CLASS);
+	size_t n = strcspn(path, "/");
+	if (n >= sizeof name)
+		return VB_NO_FILE;
+	memcpy(name, path, n);
+	name[n] = 0;
+	struct vb_device *d = vb_find_device(name, node || verbs);
+	const char *rest = path + n + (path[n] == '/');
+	if (!d)
+		return VB_NO_FILE;
+	if (node)
+		return *rest ? VB_NO_FILE : VB_CHAR_DEVICE;
+	if (!verbs)
+		return of_device(d, rest, text);
+	if (strcmp(rest, "ibdev"))
+		return *rest ? VB_NO_FILE : VB_DIRECTORY;
+	snprintf(text, VB_FILE_ROOM, "%s\n", d->pub.name);
+	return VB_TEXT;
+}
+
+PUBLIC const char *ibv_get_sysfs_path(void) { return "/sys"; }
+
+/* read_file reads a file, of ours or the kernel's; it returns how much, or -1. */
+static ssize_t read_file(const char *path, char *buf, size_t size)
+{
+	char text[VB_FILE_ROOM];
+	if (verbena_file(path, text) == VB_TEXT) {
+		size_t n = strlen(text);
+		memcpy(buf, text, n < size ? n : size);
+		return (ssize_t)(n < size ? n : size);
+	}
+	int fd = open(path, O_RDONLY | O_CLOEXEC);
+	if (fd < 0)
+		return -1;
+	ssize_t n = read(fd, buf, size);
+	close(fd);
+	return n;
+}
+
+PUBLIC int ibv_read_sysfs_file(const char *dir, const char *file, char *buf, size_t size)
+{
+	char path[512];
+	if (!dir || !file || !buf || !size || (size_t)snprintf(path, sizeof path, "%s/%s", dir, file) >= sizeof path)
+		return -1;
+	ssize_t n = read_file(path, buf, size);
+	if (n <= 0)
+		return -1;
+	if (buf[n - 1] == '\n')
+		buf[--n] = 0;
+	else if ((size_t)n < size)
+		buf[n] = 0;
+	else
+		return -1;
+	return (int)n;
+}
