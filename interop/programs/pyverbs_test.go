@@ -83,7 +83,8 @@ func unpack(from, to string) error {
 }
 
 var (
-	pyResult = regexp.MustCompile(`(?m)\.\.\. (ok|FAIL|ERROR|skipped '(.*)'|skipped "(.*)"|expected failure)$`)
+	// A result stands behind the test's name, or alone if the library has said something.
+	pyResult = regexp.MustCompile(`(?m)(?:\.\.\. |^)(ok|FAIL|ERROR|skipped '(.*)'|skipped "(.*)"|expected failure)$`)
 	pyRan    = regexp.MustCompile(`Ran (\d+) tests?`)
 )
 
@@ -115,11 +116,12 @@ func TestPyverbs(t *testing.T) {
 		}
 		t.Run(name, func(t *testing.T) {
 			out := run(t, side{args: []string{"/usr/bin/python3", dir + "/tests/run_tests.py", "-v", "tests." + name}, env: env})
-			if !pyRan.MatchString(out) {
-				t.Fatalf("nothing was run:\n%s", out)
+			ran, results := pyRan.FindStringSubmatch(out), pyResult.FindAllStringSubmatch(out, -1)
+			if ran == nil || ran[1] != strconv.Itoa(len(results)) {
+				t.Fatalf("%d results, %v:\n%s", len(results), ran, out)
 			}
 			before := passed
-			for _, m := range pyResult.FindAllStringSubmatch(out, -1) {
+			for _, m := range results {
 				switch {
 				case m[1] == "ok":
 					passed++
