@@ -44,7 +44,9 @@ type ConnectConfig struct {
 	Access Access
 
 	// Timeout is how long to wait for an acknowledgement, 4.096 µs × 2^Timeout.
-	// Zero: 14, 67 ms. RC and XRC only, as all up to MaxDestRDAtomic.
+	// Zero: 16, 268 ms, so that with seven retries a peer may be without a
+	// processor for two seconds. Packets that are lost are sent again much earlier.
+	// RC and XRC only, as all up to MaxDestRDAtomic.
 	Timeout uint8
 	// RetryCnt is how often to send again when none comes. Zero: 7.
 	RetryCnt uint8
@@ -70,7 +72,7 @@ type ConnectConfig struct {
 
 // The defaults of ConnectConfig.
 const (
-	defaultTimeout     = 14
+	defaultTimeout     = 16
 	defaultRetryCnt    = 7
 	defaultRNRRetry    = 7
 	defaultMinRNRTimer = 12

@@ -71,7 +71,7 @@ func TestConnectDefaults(t *testing.T) {
 		}
 		want := QPAttr{
 			State: QPRTS, Access: c.access, Port: 1, AV: AHAttr{DGID: remote.GID, PortNum: 1}, PathMTU: MTU4096,
-			Timeout: 14, RetryCnt: 7, RNRRetry: 7, RQPSN: remote.PSN, MaxRDAtomic: 16, MinRNRTimer: 12,
+			Timeout: 16, RetryCnt: 7, RNRRetry: 7, RQPSN: remote.PSN, MaxRDAtomic: 16, MinRNRTimer: 12,
 			SQPSN: qp.Endpoint().PSN, MaxDestRDAtomic: 16, DestQPN: remote.QPN,
 		}
 		if got := f.modifys[2].attr; got != want {

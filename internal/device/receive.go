@@ -15,7 +15,7 @@ import (
 // acknowledgement covers a whole batch. Whoever holds the progress lock owns it.
 type receiver struct {
 	dev     *Device
-	now     qp.Time // 0: not known yet
+	now     qp.Time // 0: not known yet; flush needs it
 	touched []*QP
 	urgent  bool // an answer is due that the program is not likely to send along
 }
@@ -34,8 +34,8 @@ func (r *receiver) Deliver(t *train.Train) {
 		r.dev.noQP.Add(uint64(t.N))
 		return
 	}
-	if r.now == 0 {
-		r.now = r.dev.now()
+	if r.now == 0 && (t.IsAnswer() || q.target != nil) {
+		r.now = r.dev.now() // requests are executed whatever the time
 	}
 	fault, due, patient := q.receive(t, r.now)
 	if !fault.OK() { // it lies in another process, which must send it
@@ -46,7 +46,7 @@ func (r *receiver) Deliver(t *train.Train) {
 	}
 	if due && !patient {
 		if t.Payload.Far != nil { // which took longer than an answer does, and the peer may wait for it
-			r.dev.answer(q, r.now)
+			r.dev.answer(q, r.dev.now())
 			return
 		}
 		r.urgent = true

@@ -20,8 +20,9 @@ func Local(ctx context.Context, initiator, target *verbs.Device, p Params, notif
 	side := NewSideChannel(ctx, here)
 	res, err := Initiate(initiator, side, p, notify)
 	err = errors.Join(err, side.Close())
-	// The target's reason may be the same, or the cause.
-	if targetErr := <-served; err == nil {
+	// The target's reason may be the same, or the cause: who ends first is gone for the
+	// other.
+	if targetErr := <-served; err == nil || targetErr != nil && errors.Is(err, ErrPeerGone) {
 		err = targetErr
 	}
 	return res, err
