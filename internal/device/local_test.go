@@ -5,12 +5,16 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/qp"
 	"github.com/verbena-rdma/verbena/internal/sys"
 	"github.com/verbena-rdma/verbena/internal/train"
 )
@@ -269,6 +273,70 @@ func TestLocalSharedMemory(t *testing.T) {
 	t.Logf("%d fetched, %d from mapped memory", c["local_fetched_trains"], c["local_mapped_trains"])
 	if c["local_mapped_trains"] < 20 {
 		t.Error("the memory was not mapped")
+	}
+}
+
+// READs bring long payloads in one copy, from the responder's memory or from a
+// mapping of it; what cannot be fetched any more is asked for again, and comes by the
+// ring.
+func TestLocalRead(t *testing.T) {
+	const size = 100 << 10 // one train
+	for _, shared := range []bool{false, true} {
+		t.Run(fmt.Sprintf("shared %v", shared), func(t *testing.T) {
+			a, b := byRings(t, ib.RC, size)
+			if shared {
+				b.shareMemory(size)
+			}
+			next := uint32(0)
+			read := func(meanwhile func()) {
+				t.Helper()
+				next++
+				letter(b.buf, next)
+				a.post(a.read(b, 0, size))
+				meanwhile()
+				a.ok()
+				if got, err := number(a.buf); err != nil || got != next {
+					t.Fatalf("READ %d: %d, %v", next, got, err)
+				}
+			}
+			for range 50 {
+				read(func() {})
+			}
+			c := countsOf(a.dev)
+			t.Logf("%d fetched, %d from mapped memory", c["local_fetched_trains"], c["local_mapped_trains"])
+			if c["local_fetched_trains"]+c["local_mapped_trains"] != 50 || shared && c["local_mapped_trains"] < 20 || c["implied_nak_seq_err"] != 0 {
+				t.Errorf("%v", c)
+			}
+			a.dev.rx.Lock() // the answer comes, and nobody looks
+			read(func() {
+				eventually(t, "it is answered", func() bool { return b.counted()[qp.CntTxBytes] == 51*size })
+				b.dev.giveUpFetches()
+				a.dev.rx.Unlock()
+			})
+			if now := countsOf(a.dev); now["implied_nak_seq_err"] != 1 || b.counted()[qp.CntTxBytes] != 52*size {
+				t.Errorf("%v", now)
+			}
+
+			// Regions come and go beside it, and each end of one makes others give up.
+			var stop atomic.Bool
+			var wg sync.WaitGroup
+			wg.Go(func() {
+				for !stop.Load() {
+					mr, err := b.pd.RegMR(make([]byte, 4096), allRemote)
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					closeAll(t, mr)
+					time.Sleep(200 * time.Microsecond)
+				}
+			})
+			for range 100 {
+				read(func() {})
+			}
+			stop.Store(true)
+			wg.Wait()
+		})
 	}
 }
 

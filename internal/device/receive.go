@@ -40,7 +40,12 @@ func (r *receiver) Deliver(t *train.Train) {
 	fault, due, patient := q.receive(t, r.now)
 	if !fault.OK() { // it lies in another process, which must send it
 		q.mu.Lock()
-		q.core.Unread()
+		if t.IsAnswer() {
+			q.core.AnswerUnread(r.now)
+		} else {
+			q.core.Unread()
+		}
+		q.dev.rearmLocked(q)
 		q.mu.Unlock()
 		due, patient = true, false
 	}

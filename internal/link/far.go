@@ -2,11 +2,11 @@ package link
 
 // Long payloads between processes, in one copy: the record says where they lie in
 // the sender's memory, and the receiver fetches them when it has found out where
-// they go. Only requests of reliable connections travel so: their senders leave
-// the memory alone until they are acknowledged, and can send again, by the ring,
-// if fetching fails.
+// they go. Only requests of reliable connections, and the answers to READs, travel
+// so: their memory is left alone until they are acknowledged, or may change while it
+// is read, and they can be sent again, by the ring, if fetching fails.
 //
-// A request may also be given up: its queue pair fails or is closed, its region is
+// They may also be given up: the queue pair fails or is closed, the region is
 // closed, and the memory is the application's again, while the record still lies
 // in the ring of a process that is slow. So every record carries a ticket, the
 // value of a word of the sender's that changes before any such thing. It lies in
@@ -59,7 +59,14 @@ func (g *scratch) copyOut(b []byte, payload *mem.List, off, n int) mem.Fault {
 
 // mayFetch tells whether the peer may fetch a train's payload.
 func mayFetch(c *shm.Channel, t *train.Train) bool {
-	return t.Len >= farMin && !t.Bounce && t.Transport == wire.RC && (t.Kind == wire.KindSend || t.Kind == wire.KindWrite) && c.PeerReads()
+	if t.Len < farMin || t.Again || t.Transport != wire.RC {
+		return false
+	}
+	switch t.Kind {
+	case wire.KindSend, wire.KindWrite, wire.KindReadResponse:
+		return c.PeerReads()
+	}
+	return false
 }
 
 // sendFar sends a train without its payload. done is false if it must go another

@@ -270,6 +270,14 @@ func (q *QP) lost(now Time) {
 	q.retry(now)
 }
 
+// AnswerUnread tells that the payload of an answer could not be fetched from the
+// peer: it counts as lost, and is asked for again.
+func (q *QP) AnswerUnread(now Time) {
+	if q.state == ib.QPRTS || q.state == ib.QPSQD {
+		q.lost(now)
+	}
+}
+
 // retry goes back to the oldest unacknowledged packet, or gives up.
 func (q *QP) retry(now Time) {
 	r := &q.req

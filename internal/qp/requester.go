@@ -134,7 +134,7 @@ func (q *QP) pullRequest(t *train.Train, now Time) bool {
 		return false
 	}
 	if again {
-		t.Bounce = true // its checksum may have failed for a change of the source
+		t.Again, t.Bounce = true, true // its checksum may have failed for a change of the source
 		if !r.probing {
 			q.Counters.add(CntRetransmits, t.N)
 		}

@@ -324,6 +324,7 @@ func (q *QP) pullJob(t *train.Train, j *job) {
 			t.SetRange(q.Table, mem.Actor{PD: j.pd, QPN: q.Number}, ib.AccessRemoteRead, j.reth.RKey, j.reth.VA+uint64(off), n)
 		}
 		t.Bounce = true // the CPU may write what is being read
+		t.Again = j.again
 	}
 	j.done += t.N
 	if j.done == j.n {

@@ -69,6 +69,8 @@ type Train struct {
 	// the CPU may write it meanwhile and that is legal or has happened before:
 	// READ responses and retransmissions.
 	Bounce bool
+	// Again tells that it was sent before, or something that it is a part of.
+	Again bool
 
 	// Cookie is the sending queue pair's own; it comes back in Sent.
 	Cookie uint64
@@ -140,7 +142,7 @@ func (t *Train) Reset() {
 	t.DestQP, t.SRQ, t.PSN, t.N, t.MTU = 0, 0, 0, 0, 0
 	t.AckReq, t.Solicited = false, false
 	t.RETH, t.Atomic, t.AETH, t.Orig, t.Imm, t.DETH = wire.RETH{}, wire.AtomicETH{}, wire.AETH{}, 0, 0, wire.DETH{}
-	t.Len, t.Payload, t.Bounce, t.Cookie = 0, mem.List{}, false, 0
+	t.Len, t.Payload, t.Bounce, t.Again, t.Cookie = 0, mem.List{}, false, false, 0
 }
 
 // IsAnswer tells whether a train answers requests of the peer.
