@@ -279,12 +279,14 @@ func (r *Region) killLocked(bit uint64) {
 }
 
 // invalidate kills the key on behalf of a peer, or of the program.
-func (r *Region) invalidate(who Actor, forPeer bool) FaultKind {
+func (r *Region) invalidate(key uint32, who Actor, forPeer bool) FaultKind {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	switch {
 	case r.state.Load()&stateDead != 0:
 		return FaultDead
+	case r.Key() != key: // another one since it was found: bound anew, or registered again
+		return FaultKey
 	case r.pd != who.PD:
 		return FaultDomain
 	case r.window != nil:

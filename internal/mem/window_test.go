@@ -147,3 +147,46 @@ func TestBindAgainstClose(t *testing.T) {
 		t.Fatalf("%v, %d are left", err, table.Len())
 	}
 }
+
+// A peer invalidates a key while the program does so itself and binds the window
+// anew: the peer knows nothing of the new key, and does it no harm.
+func TestInvalidateOldKey(t *testing.T) {
+	table, r, old, _ := bound(t)
+	if err := old.Close(); err != nil {
+		t.Fatal(err)
+	}
+	w, err := table.AllocWindow(1, ib.MWType2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	who := Actor{PD: 1, QPN: 7}
+	b := ib.MWBind{MW: w.Key(), RKey: w.Key(), LKey: r.Key(), Length: 100, Access: ib.AccessRemote}
+	for round := range 20000 {
+		key := b.RKey
+		if f := table.Bind(&b, false, who); !f.OK() {
+			t.Fatal(f)
+		}
+		var wg sync.WaitGroup
+		wg.Go(func() { table.Invalidate(key, who) }) // too late perhaps, and then a fault
+		if round%2 == 0 {
+			runtime.Gosched()
+		}
+		if f := table.InvalidateOwn(key, who); !f.OK() {
+			t.Fatal(f)
+		}
+		b.RKey = w.r.after(key)
+		if f := table.Bind(&b, false, who); !f.OK() {
+			t.Fatal(f)
+		}
+		wg.Wait()
+		span, f := table.Resolve(b.RKey, 0, 8, ib.AccessRemoteRead, who)
+		if !f.OK() {
+			t.Fatalf("round %d: the new key is dead too: %v", round, f)
+		}
+		span.Release()
+		if f := table.InvalidateOwn(b.RKey, who); !f.OK() {
+			t.Fatal(f)
+		}
+		b.RKey = w.r.after(b.RKey)
+	}
+}
