@@ -168,6 +168,11 @@ func (r *Region) after(key uint32) uint32 {
 	return key&^(1<<tagBits-1) | uint32(uint8(key)+r.step)
 }
 
+// before is the inverse of after.
+func (r *Region) before(key uint32) uint32 {
+	return key&^(1<<tagBits-1) | uint32(uint8(key)-r.step)
+}
+
 // Kind says what the region's memory is.
 func (r *Region) Kind() Kind { return r.kind }
 
