@@ -190,3 +190,50 @@ func TestInvalidateOldKey(t *testing.T) {
 		b.RKey = w.r.after(b.RKey)
 	}
 }
+
+// far is memory that always has to be fetched first, and notes how much of it was.
+type far struct {
+	*Host
+	off, n uint64
+}
+
+func (*far) Run(uint64, uint64, ib.Access) ([]byte, Fault) { return nil, Fault{Kind: FaultPending} }
+
+func (*far) Gone(uint64, uint64, ib.Access) FaultKind { return FaultPending }
+
+func (m *far) Await(off, n uint64, _ ib.Access) FaultKind {
+	m.off, m.n = off, n
+	return FaultNone
+}
+
+// What is fetched ahead ends with the window, wherever in the region that lies.
+func TestFetchAheadInWindow(t *testing.T) {
+	h, err := NewHostBytes(make([]byte, 1000), ib.AccessLocalWrite, ib.LockOff)
+	if err != nil {
+		t.Fatal(err)
+	}
+	table, m, who := NewTable(TableConfig{}), &far{Host: h}, Actor{PD: 1}
+	r, err := table.Register(RegionConfig{PD: 1, Access: ib.AccessLocalWrite | ib.AccessMWBind, Length: 1000, Backing: m})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w, err := table.AllocWindow(1, ib.MWType1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if f := table.Bind(&ib.MWBind{MW: w.Key(), RKey: w.NextKey(), LKey: r.Key(), Addr: 500, Length: 100, Access: ib.AccessRemote}, true, who); !f.OK() {
+		t.Fatal(f)
+	}
+	span, f := table.Resolve(w.Key(), 520, 4, ib.AccessRemoteRead, who)
+	if !f.OK() {
+		t.Fatal(f)
+	}
+	_, f = span.Next()
+	span.Release()
+	for ahead, want := range map[uint64]uint64{0: 4, 50: 50, 80: 80, 1000: 80} {
+		f.Ahead(ahead).Await()
+		if m.off != 520 || m.n != want {
+			t.Errorf("%d bytes ahead: %d at %d were fetched, want %d", ahead, m.n, m.off, want)
+		}
+	}
+}
