@@ -114,21 +114,20 @@ func vbe_reg_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 	return n
 }
 
-// What ibv_rereg_mr returns, by what the region is then.
-const (
-	reregInput       = -1 // the old region is valid
-	reregDoForkNew   = -4 // the new region is valid, yet not all went well
-	reregCmdAndFork  = -5 // the region is neither
-	reregCmdOldValid = -3 // the device refused, the old region is valid
-)
+// reregIs is what a region is after a re-registration that failed, in the numbers
+// of ibv_rereg_mr_err_code.
+var reregIs = map[ib.ReregState]C.int32_t{
+	ib.ReregOldValid: C.VBE_REREG_OLD,
+	ib.ReregNewValid: C.VBE_REREG_NEW,
+	ib.ReregUnusable: C.VBE_REREG_UNUSABLE,
+}
 
-// vbe_rereg_mr returns 0 or one of the numbers above: verbs.h has its own here.
-//
 //export vbe_rereg_mr
-func vbe_rereg_mr(h C.uint64_t, flags C.uint32_t, newPD C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
+func vbe_rereg_mr(h C.uint64_t, flags C.uint32_t, newPD C.uint64_t, m *C.struct_vbe_mr, is *C.int32_t) C.int64_t {
+	*is = C.VBE_REREG_OLD
 	r := mrs.get(uint64(h))
 	if r == nil {
-		return reregInput
+		return failed(errStale)
 	}
 	change := provider.MRChange{KeepKeys: true}
 	if flags&C.VBE_REREG_TRANSLATION != 0 {
@@ -137,7 +136,7 @@ func vbe_rereg_mr(h C.uint64_t, flags C.uint32_t, newPD C.uint64_t, m *C.struct_
 	if flags&C.VBE_REREG_PD != 0 {
 		pd := pds.get(uint64(newPD))
 		if pd == nil {
-			return reregInput
+			return failed(errStale)
 		}
 		change.PD = pd.PD
 	}
@@ -147,21 +146,11 @@ func vbe_rereg_mr(h C.uint64_t, flags C.uint32_t, newPD C.uint64_t, m *C.struct_
 	}
 	err := r.Rereg(change)
 	m.lkey, m.rkey = C.uint32_t(r.LKey()), C.uint32_t(r.RKey())
-	if err == nil {
-		return 0
-	}
-	_ = failed(err) // for its words
 	var re *ib.ReregError
-	switch {
-	case !errors.As(err, &re) || re.State == ib.ReregOldValid:
-		if errors.Is(err, syscall.EINVAL) {
-			return reregInput
-		}
-		return reregCmdOldValid
-	case re.State == ib.ReregNewValid:
-		return reregDoForkNew
+	if errors.As(err, &re) {
+		*is = reregIs[re.State]
 	}
-	return reregCmdAndFork
+	return result(err)
 }
 
 //export vbe_query_mr

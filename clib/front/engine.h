@@ -74,6 +74,10 @@ struct vbe_mr {
 #define VBE_REREG_PD 2
 #define VBE_REREG_ACCESS 4
 
+#define VBE_REREG_OLD (-1) /* of ibv_rereg_mr_err_code: the old region is valid, */
+#define VBE_REREG_NEW (-3) /* the new one is, */
+#define VBE_REREG_UNUSABLE (-4)
+
 struct vbe_path {
 	uint8_t dgid[16];
 	uint32_t flow_label;
@@ -204,7 +208,7 @@ struct vbe_front {
 	X(int64_t, vbe_has, (uint64_t, uint64_t))                                                          \
 	X(int64_t, vbe_alloc_pd, (uint64_t))                                                               \
 	X(int64_t, vbe_reg_mr, (uint64_t, struct vbe_mr *))                                                \
-	X(int64_t, vbe_rereg_mr, (uint64_t, uint32_t, uint64_t, struct vbe_mr *))                          \
+	X(int64_t, vbe_rereg_mr, (uint64_t, uint32_t, uint64_t, struct vbe_mr *, int32_t *))               \
 	X(int64_t, vbe_query_mr, (uint64_t, struct vbe_mr *))                                              \
 	X(int64_t, vbe_alloc_dm, (uint64_t, uint64_t, uint32_t))                                           \
 	X(int64_t, vbe_copy_dm, (uint64_t, uint64_t, uint64_t, uint64_t, uint32_t))                        \

@@ -222,10 +222,12 @@ PUBLIC int ibv_rereg_mr(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *a
 		return IBV_REREG_MR_ERR_INPUT;
 	if (flags & IBV_REREG_MR_CHANGE_ACCESS && !clean((unsigned int)access, &r.access))
 		return IBV_REREG_MR_ERR_INPUT;
-	/* The numbers of the errors say what the region is now: those of verbs.h. */
-	int64_t e = m->h.engine->vbe_rereg_mr(m->h.handle, (uint32_t)flags, to ? to->h.handle : 0, &r);
+	int32_t is = 0;
+	int64_t e = m->h.engine->vbe_rereg_mr(m->h.handle, (uint32_t)flags, to ? to->h.handle : 0, &r, &is);
 	if (e < 0)
-		return (int)e;
+		errno = (int)-e;
+	if (e < 0 && is != VBE_REREG_NEW)
+		return is;
 	m->pub.lkey = r.lkey;
 	m->pub.rkey = r.rkey;
 	if (flags & IBV_REREG_MR_CHANGE_TRANSLATION) {
@@ -240,7 +242,7 @@ PUBLIC int ibv_rereg_mr(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *a
 			vb_ref(&to->h);
 		m->pub.pd = pd;
 	}
-	return 0;
+	return e < 0 ? is : 0;
 }
 
 /* let_go forgets a region, not what it stands for. */

@@ -65,7 +65,8 @@ func (q *QP) BindMW(mw provider.MW, id uint64, flags ib.SendFlags, b ib.MWBind) 
 	err := q.core.PostBind(id, flags, &b)
 	q.mu.Unlock()
 	if err != nil {
-		return 0, err
+		w.window.NoKey(b.RKey)
+		return 0, named("bind_mw", err)
 	}
 	q.dev.transmit(q, q.dev.now())
 	return b.RKey, nil

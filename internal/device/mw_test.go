@@ -312,3 +312,19 @@ func TestBindFails(t *testing.T) {
 	}
 	wantErrno(t, "Close of a region with a window", b.mr.Close(), syscall.EBUSY)
 }
+
+// A bind that is refused when it is posted leaves the window its key.
+func TestBindNotPosted(t *testing.T) {
+	a, b := windowed(t, linkLoop, 4096)
+	w := b.window(ib.MWType1)
+	key := b.bind(w, 0, 100, ib.AccessRemote)
+	fresh := must[provider.QP](t)(b.pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: b.cq, RecvCQ: b.cq, Cap: ib.QPCap{MaxSendWR: 1}}))
+	defer closeAll(t, fresh)
+	_, err := fresh.BindMW(w, 1, 0, b.onto(w, 0, 100, ib.AccessRemote))
+	wantErrno(t, "BindMW in RESET", err, syscall.EINVAL)
+	if w.RKey() != key {
+		t.Errorf("the key is %#x, was %#x", w.RKey(), key)
+	}
+	a.post(a.through(b, ib.OpRDMAWrite, w.RKey(), 0, 100))
+	a.ok()
+}

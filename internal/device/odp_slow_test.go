@@ -334,3 +334,33 @@ func TestPrefetchSlow(t *testing.T) {
 		t.Errorf("%+v", st)
 	}
 }
+
+// A prefetch that has not begun when its region becomes another one does nothing:
+// it was about other memory.
+func TestPrefetchReregistered(t *testing.T) {
+	const n = 1 << 20
+	d := openDevice(t, provider.Config{Link: linkLoop})
+	pd := must[provider.PD](t)(d.AllocPD())
+	s, m := newSlowMemory(t, pd, n), newMapped(t, n)
+	mr := must[provider.MR](t)(pd.RegMRAddr(m.addr, n, 0, odpAccess))
+	s.fs.Hold()
+	// The first element keeps the worker busy, and the others wait.
+	list := append(s.sge(0, n), ib.SGE{Length: n, LKey: mr.LKey()})
+	if err := pd.Advise(ib.AdvisePrefetch, false, list); err != nil {
+		t.Fatal(err)
+	}
+	access := odpAccess | ib.AccessRelaxedOrdering
+	if err := mr.Rereg(provider.MRChange{Access: &access}); err != nil {
+		t.Fatal(err)
+	}
+	last := ib.SGE{Length: n / 2, LKey: mr.LKey()}
+	if err := pd.Advise(ib.AdvisePrefetch, false, []ib.SGE{last}); err != nil {
+		t.Fatal(err)
+	}
+	s.fs.Go()
+	eventually(t, "the last prefetch is done", func() bool { return mr.PagingStats().Prefetches > 0 })
+	if st := mr.PagingStats(); st.Prefetches != 1 || st.PrefetchPages != n>>13 {
+		t.Errorf("%+v", st)
+	}
+	closeAll(t, mr, s.mr, pd)
+}

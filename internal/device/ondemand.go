@@ -59,6 +59,7 @@ type advisor struct {
 // prefetch is one element of an advice.
 type prefetch struct {
 	region         *mem.Region
+	key            uint32
 	off, n         uint64
 	write, noFault bool
 }
@@ -67,7 +68,9 @@ type prefetch struct {
 // himself.
 const maxAdvice = 1024
 
-func (f *prefetch) do() mem.FaultKind { return f.region.Prefetch(f.off, f.n, f.write, f.noFault) }
+func (f *prefetch) do() mem.FaultKind {
+	return f.region.Prefetch(f.key, f.off, f.n, f.write, f.noFault)
+}
 
 // Advise tells that memory is going to be used. The errors are those of
 // ibv_advise_mr(3).
@@ -133,7 +136,7 @@ func (p *PD) prefetchOf(e *ib.SGE, advice ib.Advice) (prefetch, error) {
 	if off > is.Length || n > is.Length-off { // an address below the region is an off beyond it
 		return refuse(syscall.EFAULT, "%d bytes at %#x are not inside the region", n, e.Addr)
 	}
-	return prefetch{region: r, off: off, n: n, write: write, noFault: advice == ib.AdvisePrefetchNoFault}, nil
+	return prefetch{region: r, key: e.LKey, off: off, n: n, write: write, noFault: advice == ib.AdvisePrefetchNoFault}, nil
 }
 
 // add leaves prefetches to the worker, unless it has enough to do.

@@ -59,7 +59,7 @@ func (f Fault) Await() Fault {
 func (f Fault) Ahead(n uint64) Fault {
 	// A section, since the region may become another.
 	if r := f.region; f.Kind == FaultPending && r != nil && r.enter() {
-		f.Len = max(f.Len, min(n, r.length-min(f.off, r.length)))
+		f.Len = max(f.Len, min(n, r.length-min(f.off-r.base, r.length)))
 		r.leave()
 	}
 	return f

@@ -435,7 +435,7 @@ func TestPrefetch(t *testing.T) {
 			for p := range test.touch {
 				memoryAt(o.addr+uintptr(p*page), page)[0] = 1
 			}
-			if kind := o.region.Prefetch(0, n, test.write, test.noFault); kind != mem.FaultNone {
+			if kind := o.region.Prefetch(o.region.Key(), 0, n, test.write, test.noFault); kind != mem.FaultNone {
 				t.Fatal(kind)
 			}
 			s := o.backing.Stats()
@@ -451,7 +451,7 @@ func TestPrefetch(t *testing.T) {
 	t.Run("not mapped", func(t *testing.T) {
 		o := newODP(t, n)
 		o.mapAt(0, 8*page, readWrite, anonPages, -1)
-		if kind := o.region.Prefetch(0, n, false, false); kind != mem.FaultUnmapped {
+		if kind := o.region.Prefetch(o.region.Key(), 0, n, false, false); kind != mem.FaultUnmapped {
 			t.Fatal(kind)
 		}
 		if s := o.backing.Stats(); s.Prefetches != 0 || s.PrefetchPages != 8 {

@@ -105,14 +105,18 @@ const prefetchStep = 2 << 20
 
 // Prefetch makes a part of an on-demand region present, for writing if write is
 // set. With noFault it takes only what is in memory already. It may take long,
-// and ends early if the region is closed. A region that is not on demand needs
-// none.
-func (r *Region) Prefetch(off, n uint64, write, noFault bool) FaultKind {
+// and ends early if the region is closed, or becomes another one than that with the
+// key. A region that is not on demand needs none.
+func (r *Region) Prefetch(key uint32, off, n uint64, write, noFault bool) FaultKind {
 	if !r.enter() {
 		return FaultDead
 	}
 	m, ok := r.backing.(*OnDemand)
+	same := r.Key() == key
 	r.leave()
+	if !same {
+		return FaultDead
+	}
 	if !ok || n == 0 {
 		return FaultNone
 	}

@@ -168,6 +168,11 @@ func (r *Region) after(key uint32) uint32 {
 	return key&^(1<<tagBits-1) | uint32(uint8(key)+r.step)
 }
 
+// before is the inverse of after.
+func (r *Region) before(key uint32) uint32 {
+	return key&^(1<<tagBits-1) | uint32(uint8(key)-r.step)
+}
+
 // Kind says what the region's memory is.
 func (r *Region) Kind() Kind { return r.kind }
 
@@ -279,12 +284,14 @@ func (r *Region) killLocked(bit uint64) {
 }
 
 // invalidate kills the key on behalf of a peer, or of the program.
-func (r *Region) invalidate(who Actor, forPeer bool) FaultKind {
+func (r *Region) invalidate(key uint32, who Actor, forPeer bool) FaultKind {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	switch {
 	case r.state.Load()&stateDead != 0:
 		return FaultDead
+	case r.Key() != key: // another one since it was found: bound anew, or registered again
+		return FaultKey
 	case r.pd != who.PD:
 		return FaultDomain
 	case r.window != nil:

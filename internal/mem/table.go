@@ -176,7 +176,7 @@ func (t *Table) invalidate(key uint32, who Actor, forPeer bool) Fault {
 	if r == nil {
 		return Fault{Kind: FaultKey, Key: key}
 	}
-	return Fault{Kind: r.invalidate(who, forPeer), Key: key}.orNone()
+	return Fault{Kind: r.invalidate(key, who, forPeer), Key: key}.orNone()
 }
 
 // Moved returns how many bytes have been copied from memory of one kind to

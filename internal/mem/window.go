@@ -80,6 +80,10 @@ func (w *Window) NextKey() uint32 {
 	}
 }
 
+// NoKey takes a promise back whose bind was not posted, unless another one has been
+// made since: the window's key is then what it was.
+func (w *Window) NoKey(key uint32) { w.last.CompareAndSwap(key, w.r.before(key)) }
+
 // Bind binds a window, on behalf of a queue pair. verb says that it was asked for
 // by the verb, which is for windows of type 1, and not by a work request, which is
 // for those of type 2 (IBA 10.6.7.2). On a fault everything is as before.

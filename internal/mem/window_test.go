@@ -147,3 +147,93 @@ func TestBindAgainstClose(t *testing.T) {
 		t.Fatalf("%v, %d are left", err, table.Len())
 	}
 }
+
+// A peer invalidates a key while the program does so itself and binds the window
+// anew: the peer knows nothing of the new key, and does it no harm.
+func TestInvalidateOldKey(t *testing.T) {
+	table, r, old, _ := bound(t)
+	if err := old.Close(); err != nil {
+		t.Fatal(err)
+	}
+	w, err := table.AllocWindow(1, ib.MWType2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	who := Actor{PD: 1, QPN: 7}
+	b := ib.MWBind{MW: w.Key(), RKey: w.Key(), LKey: r.Key(), Length: 100, Access: ib.AccessRemote}
+	for round := range 20000 {
+		key := b.RKey
+		if f := table.Bind(&b, false, who); !f.OK() {
+			t.Fatal(f)
+		}
+		var wg sync.WaitGroup
+		wg.Go(func() { table.Invalidate(key, who) }) // too late perhaps, and then a fault
+		if round%2 == 0 {
+			runtime.Gosched()
+		}
+		if f := table.InvalidateOwn(key, who); !f.OK() {
+			t.Fatal(f)
+		}
+		b.RKey = w.r.after(key)
+		if f := table.Bind(&b, false, who); !f.OK() {
+			t.Fatal(f)
+		}
+		wg.Wait()
+		span, f := table.Resolve(b.RKey, 0, 8, ib.AccessRemoteRead, who)
+		if !f.OK() {
+			t.Fatalf("round %d: the new key is dead too: %v", round, f)
+		}
+		span.Release()
+		if f := table.InvalidateOwn(b.RKey, who); !f.OK() {
+			t.Fatal(f)
+		}
+		b.RKey = w.r.after(b.RKey)
+	}
+}
+
+// far is memory that always has to be fetched first, and notes how much of it was.
+type far struct {
+	*Host
+	off, n uint64
+}
+
+func (*far) Run(uint64, uint64, ib.Access) ([]byte, Fault) { return nil, Fault{Kind: FaultPending} }
+
+func (*far) Gone(uint64, uint64, ib.Access) FaultKind { return FaultPending }
+
+func (m *far) Await(off, n uint64, _ ib.Access) FaultKind {
+	m.off, m.n = off, n
+	return FaultNone
+}
+
+// What is fetched ahead ends with the window, wherever in the region that lies.
+func TestFetchAheadInWindow(t *testing.T) {
+	h, err := NewHostBytes(make([]byte, 1000), ib.AccessLocalWrite, ib.LockOff)
+	if err != nil {
+		t.Fatal(err)
+	}
+	table, m, who := NewTable(TableConfig{}), &far{Host: h}, Actor{PD: 1}
+	r, err := table.Register(RegionConfig{PD: 1, Access: ib.AccessLocalWrite | ib.AccessMWBind, Length: 1000, Backing: m})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w, err := table.AllocWindow(1, ib.MWType1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if f := table.Bind(&ib.MWBind{MW: w.Key(), RKey: w.NextKey(), LKey: r.Key(), Addr: 500, Length: 100, Access: ib.AccessRemote}, true, who); !f.OK() {
+		t.Fatal(f)
+	}
+	span, f := table.Resolve(w.Key(), 520, 4, ib.AccessRemoteRead, who)
+	if !f.OK() {
+		t.Fatal(f)
+	}
+	_, f = span.Next()
+	span.Release()
+	for ahead, want := range map[uint64]uint64{0: 4, 50: 50, 80: 80, 1000: 80} {
+		f.Ahead(ahead).Await()
+		if m.off != 520 || m.n != want {
+			t.Errorf("%d bytes ahead: %d at %d were fetched, want %d", ahead, m.n, m.off, want)
+		}
+	}
+}

@@ -37,7 +37,7 @@ func TestOwn(t *testing.T) {
 		name string
 		args []string
 	}{
-		{"idle", nil}, {"bad", nil}, {"fork", nil}, {"odp", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil},
+		{"idle", nil}, {"bad", nil}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil},
 		{"fault", []string{"never"}}, {"fault", []string{"early"}}, {"fault", []string{"late"}},
 	} {
 		t.Run(strings.Join(append([]string{c.name}, c.args...), " "), func(t *testing.T) {
