@@ -66,6 +66,14 @@ func (q *QP) looped() *loopTarget {
 	return to
 }
 
+// directQuantum is how much goes the short way in one call, as both locks are held
+// meanwhile: no more than one long train. A train counts for directTrain at least,
+// which takes about as long to copy as a short one to execute.
+const (
+	directQuantum = train.MaxBytes
+	directTrain   = 2 << 10
+)
+
 // exchange lets requests go to the peer and its answers come back, as many as one
 // call may move. It returns whether somebody has left the peer a note. Both are
 // locked.
@@ -74,18 +82,22 @@ func (q *QP) exchange(peer *QP, now, there qp.Time) (note bool) {
 		q.train = new(train.Train)
 	}
 	t := q.train
-	for bytes := 0; bytes < txQuantum && !note && hand(t, q, peer, now, there); {
-		bytes += t.Len
+	for left := directQuantum; left > 0 && !note && hand(t, q, peer, now, there); {
+		left -= max(t.Len, directTrain)
 		if q.core.AckedBy(peer.core, now) {
 			continue
 		}
-		if peer.held != nil || !peer.core.Answering() || !peer.tx.CompareAndSwap(txIdle, txBusy) {
+		if !peer.core.Answering() || !peer.tx.CompareAndSwap(txIdle, txBusy) {
 			break
 		}
-		for bytes < txQuantum && peer.core.Answering() && hand(t, peer, q, there, now) {
-			bytes += t.Len
+		stuck := peer.held != nil // what goes before all others
+		for !stuck && left > 0 && peer.core.Answering() && hand(t, peer, q, there, now) {
+			left -= max(t.Len, directTrain)
 		}
 		note = peer.leaveToken()
+		if stuck {
+			break
+		}
 	}
 	q.executedLocked()
 	return note
