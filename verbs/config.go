@@ -17,7 +17,8 @@ type Config struct {
 	Addrs []netip.Addr
 
 	// Link restricts how requests may travel. Zero (LinkAny): directly if the
-	// peer lives in this process, by RoCE v2 packets if not.
+	// peer lives in this process, through shared memory if in another of this host,
+	// by RoCE v2 packets if not.
 	Link LinkMode
 
 	// Lock says what registration does about mlock(2). Zero (LockAuto): memory

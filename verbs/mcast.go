@@ -16,6 +16,9 @@ package verbs
 // names the group as the destination. The address handle's HopLimit is how many
 // routers the message may pass.
 //
+// So all members have one Q_Key, which [QP.ToInit] gives them; [QP.Connect] would give
+// each its own.
+//
 // A member needs the room of a receive, as for every datagram; a group is neither
 // reliable nor ordered. Linux's loopback interface carries groups of IPv4 alone.
 //

@@ -59,7 +59,7 @@ func (qp *QP) Type() QPType { return qp.p.Type() }
 //	RDMA_READ                                RC  XRC_SEND
 //	ATOMIC_CMP_AND_SWP, ATOMIC_FETCH_AND_ADD RC  XRC_SEND
 //	ATOMIC_WRITE, FLUSH                      RC  XRC_SEND
-//	BIND_MW, LOCAL_INV                       RC            UC
+//	BIND_MW, LOCAL_INV, CONFIGURE_MKEY       RC            UC
 //
 // Every request of an XRC_SEND queue pair names a shared receive queue of the
 // peer in RemoteSRQN, also those that take no receive.
@@ -78,11 +78,12 @@ func (qp *QP) Type() QPType { return qp.p.Type() }
 //
 // Both count against MaxRDAtomic as READs and atomics do.
 //
-// BIND_MW and LOCAL_INV concern this device alone, and take effect when all that
-// was posted before them has been sent and nothing behind them: see [MW]. With
-// [SendFence] they wait until everything before them is done, READs, WRITEs and
-// SENDs alike. LOCAL_INV is for windows of type 2, bound on this queue pair, and for
-// regions with [AccessRemoteInvalidate]; a region has to be closed afterwards.
+// BIND_MW, LOCAL_INV and CONFIGURE_MKEY concern this device alone, and take effect
+// when all that was posted before them has been sent and nothing behind them: see
+// [MW] and [MKey]. With [SendFence] they wait until everything before them is done,
+// READs, WRITEs and SENDs alike. LOCAL_INV is for windows of type 2, bound on this
+// queue pair, for indirect keys, and for regions with [AccessRemoteInvalidate]; a
+// region has to be closed afterwards.
 //
 // A request keeps its place in the queue until a completion of it, or of one
 // posted later, is polled: signal at least one request in every MaxSendWR, or
@@ -95,7 +96,8 @@ func (qp *QP) Type() QPType { return qp.p.Type() }
 // or not one of the type's, the request has more pieces than MaxSendSGE or more
 // inline data than MaxInlineData, has both, or is inline where that cannot be
 // (READ, atomics that return something, FLUSH), is an atomic or ATOMIC_WRITE that
-// is not of 8 bytes, is a FLUSH with data or without a type and a level, is longer
+// is not of 8 bytes, is a FLUSH with data or without a type and a level, is a
+// CONFIGURE_MKEY that is both a list and a pattern or has no Configure, is longer
 // than the port's MaxMsgSize, or is for UD and has no address handle; EINVAL also if
 // the queue pair is nil or closed, or the flags are unknown. ENOMEM if the queue
 // is full: poll, and post the rest again.

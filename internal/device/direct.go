@@ -19,9 +19,11 @@ func (q *QP) direct(now qp.Time) (owed debt, rest bool) {
 		return owed, true
 	}
 	if q.held == nil && peer.mu.TryLock() {
-		note := q.exchange(peer, now, now+shift)
-		if due := peer.executedLocked(); due || note {
-			owed = debt{peer, now + shift}
+		if back := peer.looped(); back != nil && back.dev == q.dev && q.core.Joined(peer.core) {
+			note := q.exchange(peer, now, now+shift)
+			if due := peer.executedLocked(); due || note {
+				owed = debt{peer, now + shift}
+			}
 		}
 		peer.mu.Unlock()
 	}
@@ -35,16 +37,8 @@ func (q *QP) leaveToken() bool { return q.tx.Swap(txIdle) == txAgain }
 // neighbour returns the queue pair at the other end if it is one of this process to
 // which there is a short way; and the difference of its device's time.
 func (q *QP) neighbour() (peer *QP, shift qp.Time) {
-	flow := q.core.Flow()
-	if flow == nil || q.core.Type != ib.RC || q.dev.capture != nil {
-		return nil, 0
-	}
-	p, ok := flow.Link.(*loopPeer)
-	if !ok {
-		return nil, 0
-	}
-	to := p.target.Load()
-	if to.dev.stopped.Load() || to.dev.capture != nil {
+	to := q.looped()
+	if to == nil || q.core.Type != ib.RC {
 		return nil, 0
 	}
 	peer = to.dev.qps.Get(q.core.DestQPN())
@@ -54,6 +48,32 @@ func (q *QP) neighbour() (peer *QP, shift qp.Time) {
 	return peer, to.shift
 }
 
+// looped returns where the loop link leads, nil if the queue pair does not use it, or
+// if somebody wants to see the packets. The queue pair is locked.
+func (q *QP) looped() *loopTarget {
+	flow := q.core.Flow()
+	if flow == nil || q.dev.capture != nil {
+		return nil
+	}
+	p, ok := flow.Link.(*loopPeer)
+	if !ok {
+		return nil
+	}
+	to := p.target.Load()
+	if to.dev.stopped.Load() || to.dev.capture != nil {
+		return nil
+	}
+	return to
+}
+
+// directQuantum is how much goes the short way in one call, as both locks are held
+// meanwhile: no more than one long train. A train counts for directTrain at least,
+// which takes about as long to copy as a short one to execute.
+const (
+	directQuantum = train.MaxBytes
+	directTrain   = 2 << 10
+)
+
 // exchange lets requests go to the peer and its answers come back, as many as one
 // call may move. It returns whether somebody has left the peer a note. Both are
 // locked.
@@ -62,18 +82,22 @@ func (q *QP) exchange(peer *QP, now, there qp.Time) (note bool) {
 		q.train = new(train.Train)
 	}
 	t := q.train
-	for bytes := 0; bytes < txQuantum && !note && hand(t, q, peer, now, there); {
-		bytes += t.Len
+	for left := directQuantum; left > 0 && !note && hand(t, q, peer, now, there); {
+		left -= max(t.Len, directTrain)
 		if q.core.AckedBy(peer.core, now) {
 			continue
 		}
-		if peer.held != nil || !peer.core.Answering() || !peer.tx.CompareAndSwap(txIdle, txBusy) {
+		if !peer.core.Answering() || !peer.tx.CompareAndSwap(txIdle, txBusy) {
 			break
 		}
-		for bytes < txQuantum && peer.core.Answering() && hand(t, peer, q, there, now) {
-			bytes += t.Len
+		stuck := peer.held != nil // what goes before all others
+		for !stuck && left > 0 && peer.core.Answering() && hand(t, peer, q, there, now) {
+			left -= max(t.Len, directTrain)
 		}
 		note = peer.leaveToken()
+		if stuck {
+			break
+		}
 	}
 	q.executedLocked()
 	return note
