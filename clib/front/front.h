@@ -60,6 +60,7 @@ struct head {
 	struct engine *engine;
 	uint64_t handle; /* of the engine */
 	struct head *next; /* in the list of free ones */
+	void *before;	   /* what was here before it was made, or NULL */
 };
 
 #define MAGIC 0x5ebe7a00u

@@ -210,6 +210,9 @@ PUBLIC int ibv_destroy_qp(struct ibv_qp *qp)
 
 /* --- attributes --- */
 
+/* RoCE: there is nothing but global addresses, and one port. */
+static bool good_path(const struct ibv_ah_attr *a) { return a->is_global && a->port_num == 1; }
+
 static void path_of(const struct ibv_ah_attr *a, struct vbe_path *p)
 {
 	memset(p, 0, sizeof *p);
@@ -245,8 +248,7 @@ PUBLIC int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask)
 		mask &= ~(IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
 	if (qp->qp_type == IBV_QPT_XRC_RECV)
 		mask &= ~(IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY);
-	/* RoCE: there is nothing but global addresses. */
-	if (mask & IBV_QP_AV && !attr->ah_attr.is_global)
+	if (mask & IBV_QP_AV && !good_path(&attr->ah_attr))
 		return vb_num(-EINVAL);
 	/* The rights that a queue pair has are a peer's; others are known, and mean nothing. */
 	const unsigned int rights = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC |
@@ -369,7 +371,7 @@ PUBLIC struct ibv_ah *ibv_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr)
 {
 	struct vb_pd *p = LIVE(vb_pd, PD, pd);
 	struct vbe_path path;
-	if (!p || !attr || !attr->is_global)
+	if (!p || !attr || !good_path(attr))
 		return vb_fail(EINVAL);
 	struct vb_ah *a = vb_new(AH, p->h.engine);
 	if (!a)
