@@ -65,6 +65,9 @@ void vb_free(enum kind kind, struct head *h)
 	void *before = h->before;
 	void **mark = (void **)((char *)h + handed_out[kind]);
 	pthread_mutex_lock(&lock);
+	if (h->in)
+		h->in->refs--;
+	h->in = NULL;
 	if (before && !*mark)
 		memcpy(h, before, sizes[kind]);
 	free(before);
@@ -99,6 +102,18 @@ bool vb_busy(struct head *h)
 	bool busy = h->refs > 0;
 	pthread_mutex_unlock(&lock);
 	return busy;
+}
+
+/* Only parent domains are counted here: the engine knows of the others. */
+void vb_enter(struct head *h, struct vb_pd *p)
+{
+	pthread_mutex_lock(&lock);
+	if (h->in)
+		h->in->refs--;
+	h->in = p && p->of ? &p->h : NULL;
+	if (h->in)
+		h->in->refs++;
+	pthread_mutex_unlock(&lock);
 }
 
 static void before_fork(void) { pthread_mutex_lock(&lock); }

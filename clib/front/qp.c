@@ -133,8 +133,7 @@ static struct ibv_qp *make(struct ibv_context *context, struct ibv_qp_init_attr_
 	b->qp_type = attr->qp_type;
 	pthread_mutex_init(&b->mutex, NULL);
 	pthread_cond_init(&b->cond, NULL);
-	if (p.pd && p.pd->of)
-		vb_ref(&p.pd->h);
+	vb_enter(&q->h, p.pd);
 	if (attr->comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS && (err = vb_start_builder(q, ops))) {
 		ibv_destroy_qp(b);
 		return vb_fail(err);
@@ -202,8 +201,6 @@ PUBLIC int ibv_destroy_qp(struct ibv_qp *qp)
 			      &qp->events_completed);
 	}
 	vb_end_builder(q);
-	if (qp->pd && OUTER(vb_pd, qp->pd)->of)
-		vb_unref(&OUTER(vb_pd, qp->pd)->h);
 	vb_free(QP, &q->h);
 	return 0;
 }
@@ -384,23 +381,14 @@ PUBLIC struct ibv_ah *ibv_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr)
 	}
 	a->h.handle = (uint64_t)h;
 	a->pub = (struct ibv_ah){.context = pd->context, .pd = pd, .handle = (uint32_t)h};
-	if (p->of)
-		vb_ref(&p->h);
+	vb_enter(&a->h, p);
 	return &a->pub;
 }
 
 PUBLIC int ibv_destroy_ah(struct ibv_ah *ah)
 {
-	if (!ah || !vb_is(&OUTER(vb_ah, ah)->h, AH))
-		return vb_num(-EINVAL);
-	struct vb_ah *a = OUTER(vb_ah, ah);
-	if (vb_usable(&a->h, AH)) {
-		int64_t r = a->h.engine->vbe_destroy(a->h.handle);
-		if (r < 0)
-			return vb_num(r);
-	}
-	if (OUTER(vb_pd, ah->pd)->of)
-		vb_unref(&OUTER(vb_pd, ah->pd)->h);
-	vb_free(AH, &a->h);
-	return 0;
+	int64_t r = ah ? vb_undo(&OUTER(vb_ah, ah)->h, AH) : -EINVAL;
+	if (r >= 0)
+		vb_free(AH, &OUTER(vb_ah, ah)->h);
+	return vb_num(r);
 }

@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -59,6 +60,30 @@ func TestOwn(t *testing.T) {
 				t.Errorf("it says\n%s", out)
 			}
 		})
+	}
+}
+
+// Names and rates are those of rdma-core's library, as far as it knows them: a later
+// one may know more, or an earlier one less.
+func TestNames(t *testing.T) {
+	bin := compile(t, "names")
+	cmd := exec.Command(bin)
+	cmd.Env = slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "LD_") })
+	theirs, err := cmd.Output()
+	need(t, err == nil, "rdma-core's library is missing: apt-get install libibverbs1")
+	ours := strings.Split(run(t, side{args: []string{bin}}), "\n")
+	same := 0
+	for i, line := range strings.Split(string(theirs), "\n") {
+		if strings.HasSuffix(line, " unknown") {
+			continue
+		}
+		if i >= len(ours) || ours[i] != line {
+			t.Fatalf("theirs: %s\nours: %s", line, ours[min(i, len(ours)-1)])
+		}
+		same++
+	}
+	if same < 1000 {
+		t.Errorf("only %d lines", same)
 	}
 }
 
