@@ -48,10 +48,11 @@ func TestOwn(t *testing.T) {
 		args []string
 	}{
 		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil},
+		{"stopped", []string{"killed"}}, {"stopped", []string{"left"}},
 		{"fault", []string{"never"}}, {"fault", []string{"early"}}, {"fault", []string{"late"}},
 	} {
 		name := c.name
-		if c.name == "fault" {
+		if len(c.args) == 1 {
 			name += " " + c.args[0]
 		}
 		t.Run(name, func(t *testing.T) {
