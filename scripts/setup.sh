@@ -4,9 +4,11 @@
 #   1. Go and a C compiler are checked: without them nothing can be done here.
 #   2. Missing commands become a list of Debian packages. Root installs them;
 #      anybody else is told the one line to run, and tests go on without.
-#   3. The linter is built once for each version, into .bin.
+#   3. Where documentation is not installed, as in small images of containers, the
+#      tests of rdma-core are taken out of the package that has them, into .bin.
+#   4. The linter is built once for each version, into .bin.
 #
-# Steps 2 and 3 run side by side. Nothing is done twice: a second run takes no
+# Step 4 runs beside the others. Nothing is done twice: a second run takes no
 # time. With CI=true whatever is still missing at the end is a failure.
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
@@ -30,7 +32,7 @@ ib_write_bw                     perftest          tests against the Linux kernel
 ibv_rc_pingpong                 ibverbs-utils     tests against the Linux kernel
 /etc/libibverbs.d/rxe.driver    ibverbs-providers tests against the Linux kernel
 /usr/include/infiniband/verbs.h libibverbs-dev    the drop-in libibverbs; tests against the Linux kernel
-/usr/share/doc/rdma-core/tests/run_tests.py python3-pyverbs  the tests of rdma-core on the drop-in libibverbs
+/usr/lib/python3/dist-packages/pyverbs/__init__.py python3-pyverbs the tests of rdma-core on the drop-in libibverbs
 setpriv                         util-linux        tests as an ordinary user
 '
 
@@ -85,6 +87,33 @@ install_packages() {
   ! in_ci
 }
 
+# unpack_tests sees to it that rdma-core's tests are there: the package has them with
+# its documentation.
+unpack_tests() {
+  local pkg=python3-pyverbs tests=usr/share/doc/rdma-core/tests log=$LOGS/pyverbs.log tmp version
+  [ -f "/$tests/run_tests.py" ] && return 0
+  [ -f "$BIN/rdma-core-tests/run_tests.py" ] && return 0
+  version=$(dpkg-query -W -f '${Version}' $pkg 2>/dev/null) || return 0 # it was said that it is missing
+  say "setup: unpacking rdma-core's tests, which the installed $pkg is without"
+  tmp=$(mktemp -d "$BIN/tmp.XXXXXX")
+  if (cd "$tmp" && download "$pkg=$version" && dpkg-deb -x ./*.deb .) >"$log" 2>&1 && [ -f "$tmp/$tests/run_tests.py" ]; then
+    mv "$tmp/$tests" "$BIN/rdma-core-tests"
+    rm -rf "$tmp"
+    return 0
+  fi
+  rm -rf "$tmp"
+  warn "setup: the tests could not be had from $pkg:"
+  tail -n 5 "$log" >&2
+  warn "  they are left out"
+  ! in_ci
+}
+
+# download gets a package into the current directory; the lists of packages may have
+# been removed to make an image smaller.
+download() {
+  apt-get download -qq "$1" || { [ "$(id -u)" = 0 ] && apt-get update -qq && apt-get download -qq "$1"; }
+}
+
 install_linter() {
   [ -x "$LINT" ] && return 0
   local log=$LOGS/golangci-lint.log tmp
@@ -109,6 +138,7 @@ rc=0
 install_linter &
 linter=$!
 install_packages || rc=1
+unpack_tests || rc=1
 wait "$linter" || rc=1
 if [ $rc != 0 ]; then warn "setup: something is missing, and CI=true makes that a failure"; fi
 exit $rc

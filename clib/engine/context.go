@@ -123,80 +123,35 @@ func (c *openContext) destroy(h uint64) error {
 	c.mu.Lock()
 	delete(c.objects, h)
 	c.mu.Unlock()
-	forget(h)
+	tables[h>>32].remove(h)
 	return nil
 }
 
-// ownerOf is the context that an object belongs to.
+// object is an object of a context, as tables have it.
+type object interface {
+	closer
+	owner() *openContext
+}
+
+// inContext is what all objects begin with.
+type inContext struct{ ctx *openContext }
+
+func (o inContext) owner() *openContext { return o.ctx }
+
+// tables are those of objects, by their kinds.
+var tables = map[uint64]interface {
+	object(h uint64) object
+	remove(h uint64) bool
+}{C.VBE_PD: &pds, C.VBE_MR: &mrs, C.VBE_MW: &mws, C.VBE_CQ: &cqs, C.VBE_SRQ: &srqs, C.VBE_XRCD: &xrcds, C.VBE_QP: &qps, C.VBE_DM: &dms, C.VBE_AH: &ahs, C.VBE_MKEY: &mkeys}
+
+// ownerOf is the context that an object belongs to, or nil if there is no such object.
 func ownerOf(h uint64) *openContext {
-	switch h >> 32 {
-	case C.VBE_PD:
-		if o := pds.get(h); o != nil {
-			return o.ctx
-		}
-	case C.VBE_MR:
-		if o := mrs.get(h); o != nil {
-			return o.ctx
-		}
-	case C.VBE_MW:
-		if o := mws.get(h); o != nil {
-			return o.ctx
-		}
-	case C.VBE_CQ:
-		if o := cqs.get(h); o != nil {
-			return o.ctx
-		}
-	case C.VBE_SRQ:
-		if o := srqs.get(h); o != nil {
-			return o.ctx
-		}
-	case C.VBE_XRCD:
-		if o := xrcds.get(h); o != nil {
-			return o.ctx
-		}
-	case C.VBE_QP:
-		if o := qps.get(h); o != nil {
-			return o.ctx
-		}
-	case C.VBE_DM:
-		if o := dms.get(h); o != nil {
-			return o.ctx
-		}
-	case C.VBE_AH:
-		if o := ahs.get(h); o != nil {
-			return o.ctx
-		}
-	case C.VBE_MKEY:
-		if o := mkeys.get(h); o != nil {
-			return o.ctx
+	if t := tables[h>>32]; t != nil {
+		if o := t.object(h); o != nil {
+			return o.owner()
 		}
 	}
 	return nil
-}
-
-func forget(h uint64) {
-	switch h >> 32 {
-	case C.VBE_PD:
-		pds.remove(h)
-	case C.VBE_MR:
-		mrs.remove(h)
-	case C.VBE_MW:
-		mws.remove(h)
-	case C.VBE_CQ:
-		cqs.remove(h)
-	case C.VBE_SRQ:
-		srqs.remove(h)
-	case C.VBE_XRCD:
-		xrcds.remove(h)
-	case C.VBE_QP:
-		qps.remove(h)
-	case C.VBE_DM:
-		dms.remove(h)
-	case C.VBE_AH:
-		ahs.remove(h)
-	case C.VBE_MKEY:
-		mkeys.remove(h)
-	}
 }
 
 //export vbe_destroy

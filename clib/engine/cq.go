@@ -19,8 +19,8 @@ import (
 // completionQueue moves completions from the device's queue to the ring that the
 // program polls.
 type completionQueue struct {
+	inContext
 	*device.CQ
-	ctx    *openContext
 	cookie C.uint64_t
 	ring   *C.struct_vbe_ring
 
@@ -53,7 +53,7 @@ func vbe_create_cq(h C.uint64_t, entries C.int64_t, ring *C.struct_vbe_ring, coo
 	if err != nil {
 		return failed(err)
 	}
-	q := &completionQueue{CQ: cq.(*device.CQ), ctx: c, cookie: cookie, ring: ring}
+	q := &completionQueue{inContext: inContext{c}, CQ: cq.(*device.CQ), cookie: cookie, ring: ring}
 	if flags&C.VBE_CQ_TIMES != 0 {
 		q.Clock = clock()
 	}

@@ -17,38 +17,38 @@ import (
 // Domains, regions, windows, indirect keys, XRC domains and address handles.
 
 type protectionDomain struct {
+	inContext
 	provider.PD
-	ctx *openContext
 }
 
 type memoryRegion struct {
+	inContext
 	provider.MR
-	ctx *openContext
 }
 
 type memoryWindow struct {
+	inContext
 	provider.MW
-	ctx *openContext
 }
 
 type indirectKey struct {
+	inContext
 	provider.MKey
-	ctx *openContext
 }
 
 type deviceMemory struct {
+	inContext
 	provider.DM
-	ctx *openContext
 }
 
 type xrcDomain struct {
+	inContext
 	provider.XRCD
-	ctx *openContext
 }
 
 type addressHandle struct {
+	inContext
 	*ib.AH
-	ctx *openContext
 }
 
 func (o *protectionDomain) close() error { return o.Close() }
@@ -79,7 +79,7 @@ func vbe_alloc_pd(h C.uint64_t) C.int64_t {
 	if err != nil {
 		return failed(err)
 	}
-	return newHandle(&pds, c, &protectionDomain{p, c})
+	return newHandle(&pds, c, &protectionDomain{inContext{c}, p})
 }
 
 //export vbe_reg_mr
@@ -107,7 +107,7 @@ func vbe_reg_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 	if err != nil {
 		return failed(err)
 	}
-	n := newHandle(&mrs, pd.ctx, &memoryRegion{r, pd.ctx})
+	n := newHandle(&mrs, pd.ctx, &memoryRegion{inContext{pd.ctx}, r})
 	if n > 0 {
 		m.handle, m.lkey, m.rkey = C.uint64_t(n), C.uint32_t(r.LKey()), C.uint32_t(r.RKey())
 	}
@@ -173,7 +173,7 @@ func vbe_alloc_dm(h, length C.uint64_t, logAlign C.uint32_t) C.int64_t {
 	if err != nil {
 		return failed(err)
 	}
-	return newHandle(&dms, c, &deviceMemory{dm, c})
+	return newHandle(&dms, c, &deviceMemory{inContext{c}, dm})
 }
 
 //export vbe_copy_dm
@@ -221,7 +221,7 @@ func vbe_alloc_mw(h C.uint64_t, typ C.uint32_t, rkey *C.uint32_t) C.int64_t {
 		return failed(err)
 	}
 	*rkey = C.uint32_t(w.RKey())
-	return newHandle(&mws, pd.ctx, &memoryWindow{w, pd.ctx})
+	return newHandle(&mws, pd.ctx, &memoryWindow{inContext{pd.ctx}, w})
 }
 
 //export vbe_create_mkey
@@ -238,7 +238,7 @@ func vbe_create_mkey(h C.uint64_t, pieces, invalidatable C.uint32_t, key *C.uint
 		k.(*device.MKey).Shelter()
 	}
 	*key = C.uint32_t(k.Key())
-	return newHandle(&mkeys, pd.ctx, &indirectKey{k, pd.ctx})
+	return newHandle(&mkeys, pd.ctx, &indirectKey{inContext{pd.ctx}, k})
 }
 
 //export vbe_bind_mw
@@ -288,7 +288,7 @@ func vbe_create_ah(h C.uint64_t, p *C.struct_vbe_path) C.int64_t {
 	if err != nil {
 		return failed(err)
 	}
-	return newHandle(&ahs, pd.ctx, &addressHandle{ah, pd.ctx})
+	return newHandle(&ahs, pd.ctx, &addressHandle{inContext{pd.ctx}, ah})
 }
 
 // Flags of vbe_open_xrcd.
@@ -317,5 +317,5 @@ func vbe_open_xrcd(h C.uint64_t, fd C.int64_t, flags C.uint32_t) C.int64_t {
 	if err != nil {
 		return failed(err)
 	}
-	return newHandle(&xrcds, c, &xrcDomain{x, c})
+	return newHandle(&xrcds, c, &xrcDomain{inContext{c}, x})
 }

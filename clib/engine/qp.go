@@ -12,8 +12,8 @@ import (
 )
 
 type queuePair struct {
+	inContext
 	provider.QP
-	ctx            *openContext
 	cookie         C.uint64_t
 	sendCQ, recvCQ *completionQueue // nil: it has none
 }
@@ -26,7 +26,7 @@ func vbe_create_qp(h C.uint64_t, n *C.struct_vbe_qp_new) C.int64_t {
 	if c == nil {
 		return failed(errStale)
 	}
-	q := &queuePair{ctx: c, cookie: n.cookie, sendCQ: cqs.get(uint64(n.send_cq)), recvCQ: cqs.get(uint64(n.recv_cq))}
+	q := &queuePair{inContext: inContext{c}, cookie: n.cookie, sendCQ: cqs.get(uint64(n.send_cq)), recvCQ: cqs.get(uint64(n.recv_cq))}
 	var err error
 	if q.QP, err = q.make(n); err != nil {
 		return failed(err)
@@ -137,8 +137,8 @@ func vbe_mcast(h C.uint64_t, gid *C.uint8_t, attach C.uint32_t) C.int64_t {
 }
 
 type sharedQueue struct {
+	inContext
 	provider.SRQ
-	ctx    *openContext
 	cookie C.uint64_t
 }
 
@@ -165,7 +165,7 @@ func vbe_create_srq(h C.uint64_t, n *C.struct_vbe_srq_new) C.int64_t {
 	if err != nil {
 		return failed(err)
 	}
-	q := &sharedQueue{srq, c, n.cookie}
+	q := &sharedQueue{inContext{c}, srq, n.cookie}
 	n.number = C.uint32_t(srq.Number())
 	c.shared.srqs.add(srq.Number(), q)
 	return newHandle(&srqs, c, q)

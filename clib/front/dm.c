@@ -49,16 +49,10 @@ struct ibv_dm *vb_alloc_dm(struct ibv_context *context, struct ibv_alloc_dm_attr
 
 int vb_free_dm(struct ibv_dm *dm)
 {
-	if (!dm || !vb_is(&OUTER(vb_dm, dm)->h, DM))
-		return vb_num(-EINVAL);
-	struct vb_dm *d = OUTER(vb_dm, dm);
-	if (vb_usable(&d->h, DM)) {
-		int64_t r = d->h.engine->vbe_destroy(d->h.handle);
-		if (r < 0)
-			return vb_num(r);
-	}
-	vb_free(DM, &d->h);
-	return 0;
+	int64_t r = dm ? vb_undo(&OUTER(vb_dm, dm)->h, DM) : -EINVAL;
+	if (r >= 0)
+		vb_free(DM, &OUTER(vb_dm, dm)->h);
+	return vb_num(r);
 }
 
 PUBLIC struct ibv_dm *ibv_import_dm(struct ibv_context *context, uint32_t handle)

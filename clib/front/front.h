@@ -61,6 +61,8 @@ struct head {
 	struct engine *engine;
 	uint64_t handle; /* of the engine */
 	struct head *next; /* in the list of free ones */
+	void *before;	   /* what was here before it was made, or NULL */
+	struct head *in;   /* the parent domain that it was made in, or NULL */
 };
 
 #define MAGIC 0x5ebe7a00u
@@ -70,6 +72,8 @@ void vb_free(enum kind kind, struct head *h);
 void vb_ref(struct head *h);
 void vb_unref(struct head *h);
 bool vb_busy(struct head *h);
+struct vb_pd;
+void vb_enter(struct head *h, struct vb_pd *p); /* notes in which domain an object is */
 
 /* is tells whether an object is alive and of that kind. */
 static inline bool vb_is(const struct head *h, enum kind kind) { return h->magic == MAGIC + kind; }
@@ -78,6 +82,15 @@ static inline bool vb_is(const struct head *h, enum kind kind) { return h->magic
 static inline bool vb_usable(const struct head *h, enum kind kind)
 {
 	return vb_is(h, kind) && !atomic_load_explicit(&h->engine->dead, memory_order_relaxed);
+}
+
+/* undo has the engine destroy what an object stands for, unless that is the parent
+ * process's; it returns a negative errno if the object is stale or in use. */
+static inline int64_t vb_undo(struct head *h, enum kind kind)
+{
+	if (!vb_is(h, kind))
+		return -EINVAL;
+	return vb_usable(h, kind) ? h->engine->vbe_destroy(h->handle) : 0;
 }
 
 /* --- the objects --- */

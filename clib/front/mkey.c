@@ -36,8 +36,7 @@ PUBLIC struct mlx5dv_mkey *mlx5dv_create_mkey(struct mlx5dv_mkey_init_attr *attr
 	m->pd = attr->pd;
 	m->max = attr->max_entries;
 	m->pub = (struct mlx5dv_mkey){.lkey = key, .rkey = key};
-	if (p->of)
-		vb_ref(&p->h);
+	vb_enter(&m->h, p);
 	return &m->pub;
 }
 
@@ -46,14 +45,9 @@ PUBLIC int mlx5dv_destroy_mkey(struct mlx5dv_mkey *mkey)
 	if (!mkey || !vb_is(&OUTER(vb_mkey, mkey)->h, MKEY))
 		return vb_num(-EINVAL);
 	struct vb_mkey *m = OUTER(vb_mkey, mkey);
-	if (vb_usable(&m->h, MKEY)) {
-		int64_t r = m->h.engine->vbe_destroy(m->h.handle);
-		if (r < 0)
-			return vb_num(r);
-	}
-	struct vb_pd *p = OUTER(vb_pd, m->pd);
-	if (p->of)
-		vb_unref(&p->h);
+	int64_t r = vb_undo(&m->h, MKEY);
+	if (r < 0)
+		return vb_num(r);
 	vb_free(MKEY, &m->h);
 	return 0;
 }

@@ -61,8 +61,8 @@ PUBLIC int ibv_dealloc_pd(struct ibv_pd *pd)
 		vb_unref(&p->of->h);
 		if (p->td)
 			vb_unref(&p->td->h);
-	} else if (vb_usable(&p->h, PD)) {
-		int64_t r = p->h.engine->vbe_destroy(p->h.handle);
+	} else {
+		int64_t r = vb_undo(&p->h, PD);
 		if (r < 0)
 			return vb_num(r);
 	}
@@ -163,8 +163,7 @@ static struct ibv_mr *make(struct vb_pd *p, struct ibv_pd *pd, void *addr, size_
 				 .handle = (uint32_t)r->handle,
 				 .lkey = r->lkey,
 				 .rkey = r->rkey};
-	if (p->of)
-		vb_ref(&p->h);
+	vb_enter(&m->h, p);
 	return &m->pub;
 }
 
@@ -235,37 +234,18 @@ PUBLIC int ibv_rereg_mr(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *a
 		m->pub.length = length;
 	}
 	if (to) {
-		struct vb_pd *from = OUTER(vb_pd, m->pub.pd);
-		if (from->of)
-			vb_unref(&from->h);
-		if (to->of)
-			vb_ref(&to->h);
+		vb_enter(&m->h, to);
 		m->pub.pd = pd;
 	}
 	return e < 0 ? is : 0;
 }
 
-/* let_go forgets a region, not what it stands for. */
-static void let_go(struct vb_mr *m)
-{
-	struct vb_pd *p = OUTER(vb_pd, m->pub.pd);
-	if (p->of)
-		vb_unref(&p->h);
-	vb_free(MR, &m->h);
-}
-
 PUBLIC int ibv_dereg_mr(struct ibv_mr *mr)
 {
-	if (!mr || !vb_is(&OUTER(vb_mr, mr)->h, MR))
-		return vb_num(-EINVAL);
-	struct vb_mr *m = OUTER(vb_mr, mr);
-	if (vb_usable(&m->h, MR)) {
-		int64_t r = m->h.engine->vbe_destroy(m->h.handle);
-		if (r < 0)
-			return vb_num(r);
-	}
-	let_go(m);
-	return 0;
+	int64_t r = mr ? vb_undo(&OUTER(vb_mr, mr)->h, MR) : -EINVAL;
+	if (r >= 0)
+		vb_free(MR, &OUTER(vb_mr, mr)->h);
+	return vb_num(r);
 }
 
 int vb_advise_mr(struct ibv_pd *pd, enum ibv_advise_mr_advice advice, uint32_t flags, struct ibv_sge *sgl, uint32_t n)
@@ -329,15 +309,14 @@ PUBLIC struct ibv_mr *ibv_import_mr(struct ibv_pd *pd, uint32_t handle)
 				 .handle = handle,
 				 .lkey = r.lkey,
 				 .rkey = r.rkey};
-	if (p->of)
-		vb_ref(&p->h);
+	vb_enter(&m->h, p);
 	return &m->pub;
 }
 
 PUBLIC void ibv_unimport_mr(struct ibv_mr *mr)
 {
 	if (mr && vb_is(&OUTER(vb_mr, mr)->h, MR))
-		let_go(OUTER(vb_mr, mr));
+		vb_free(MR, &OUTER(vb_mr, mr)->h);
 }
 
 /* --- what newer headers have: rdma-core 60 and later --- */
@@ -421,26 +400,16 @@ struct ibv_mw *vb_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type)
 	w->h.handle = (uint64_t)h;
 	w->pub = (struct ibv_mw){
 		.context = pd->context, .pd = pd, .rkey = rkey, .handle = (uint32_t)h, .type = type};
-	if (p->of)
-		vb_ref(&p->h);
+	vb_enter(&w->h, p);
 	return &w->pub;
 }
 
 int vb_dealloc_mw(struct ibv_mw *mw)
 {
-	if (!mw || !vb_is(&OUTER(vb_mw, mw)->h, MW))
-		return vb_num(-EINVAL);
-	struct vb_mw *w = OUTER(vb_mw, mw);
-	if (vb_usable(&w->h, MW)) {
-		int64_t r = w->h.engine->vbe_destroy(w->h.handle);
-		if (r < 0)
-			return vb_num(r);
-	}
-	struct vb_pd *p = OUTER(vb_pd, w->pub.pd);
-	if (p->of)
-		vb_unref(&p->h);
-	vb_free(MW, &w->h);
-	return 0;
+	int64_t r = mw ? vb_undo(&OUTER(vb_mw, mw)->h, MW) : -EINVAL;
+	if (r >= 0)
+		vb_free(MW, &OUTER(vb_mw, mw)->h);
+	return vb_num(r);
 }
 
 /* ibv_bind_mw posts a bind of a type 1 window; the verb checks the region before. */

@@ -29,7 +29,7 @@ PUBLIC const char *ibv_port_state_str(enum ibv_port_state state)
 {
 	static const char *const names[] = {"no state change (NOP)", "down",   "init",
 					    "armed",		     "active", "active defer"};
-	return (unsigned int)state < LEN(names) ? names[state] : "invalid state";
+	return name_of(names, LEN(names), (unsigned int)state);
 }
 
 PUBLIC const char *ibv_event_type_str(enum ibv_event_type event)
@@ -99,7 +99,7 @@ PUBLIC const char *ibv_wr_opcode_str(enum ibv_wr_opcode opcode)
 
 /* --- rates: in multiples of 2.5 Gb/s, and in Mb/s --- */
 
-static const struct {
+static const struct rate {
 	enum ibv_rate rate;
 	int mult, mbps;
 } rates[] = {
@@ -110,38 +110,40 @@ static const struct {
 	{IBV_RATE_600_GBPS, 240, 637500}, {IBV_RATE_14_GBPS, -1, 14062}, {IBV_RATE_56_GBPS, -1, 56250},
 	{IBV_RATE_112_GBPS, -1, 112500}, {IBV_RATE_168_GBPS, -1, 168750}, {IBV_RATE_25_GBPS, -1, 25781},
 	{IBV_RATE_100_GBPS, -1, 103125}, {IBV_RATE_200_GBPS, -1, 206250}, {IBV_RATE_300_GBPS, -1, 309375},
+	{(enum ibv_rate)23, 320, 850000}, {(enum ibv_rate)24, 480, 1275000}, /* newer headers have names for them */
 };
+
+/* find finds a rate by one of its numbers; the others are 0. */
+static const struct rate *find(enum ibv_rate rate, int mult, int mbps)
+{
+	for (const struct rate *r = rates; r < rates + LEN(rates); r++)
+		if ((rate && r->rate == rate) || (mult > 0 && r->mult == mult) || (mbps > 0 && r->mbps == mbps))
+			return r;
+	return NULL;
+}
 
 PUBLIC int ibv_rate_to_mult(enum ibv_rate rate)
 {
-	for (size_t i = 0; i < LEN(rates); i++)
-		if (rates[i].rate == rate)
-			return rates[i].mult;
-	return -1;
-}
-
-PUBLIC enum ibv_rate mult_to_ibv_rate(int mult)
-{
-	for (size_t i = 0; i < LEN(rates); i++)
-		if (rates[i].mult == mult && mult > 0)
-			return rates[i].rate;
-	return IBV_RATE_MAX;
+	const struct rate *r = find(rate, 0, 0);
+	return r ? r->mult : -1;
 }
 
 PUBLIC int ibv_rate_to_mbps(enum ibv_rate rate)
 {
-	for (size_t i = 0; i < LEN(rates); i++)
-		if (rates[i].rate == rate)
-			return rates[i].mbps;
-	return -1;
+	const struct rate *r = find(rate, 0, 0);
+	return r ? r->mbps : -1;
+}
+
+PUBLIC enum ibv_rate mult_to_ibv_rate(int mult)
+{
+	const struct rate *r = find(0, mult, 0);
+	return r ? r->rate : IBV_RATE_MAX;
 }
 
 PUBLIC enum ibv_rate mbps_to_ibv_rate(int mbps)
 {
-	for (size_t i = 0; i < LEN(rates); i++)
-		if (rates[i].mbps == mbps)
-			return rates[i].rate;
-	return IBV_RATE_MAX;
+	const struct rate *r = find(0, 0, mbps);
+	return r ? r->rate : IBV_RATE_MAX;
 }
 
 /* --- the sender of a datagram --- */

@@ -1,7 +1,9 @@
 /*
  * Memory for objects, one list of free ones for each kind. What is freed goes to
  * the end of the list and is taken from its front: a stale handle stays stale for
- * as long as possible, and its memory never becomes anything else.
+ * as long as possible, and its memory never becomes anything else. Nor does it change
+ * if an object is not handed out in the end: verbs.h calls functions that it finds in
+ * an object, or by way of its context.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -14,6 +16,18 @@ static const size_t sizes[NUM_KINDS] = {
 	[QP] = sizeof(struct vb_qp),	       [SRQ] = sizeof(struct vb_srq),	[XRCD] = sizeof(struct vb_xrcd),
 	[AH] = sizeof(struct vb_ah),	       [TD] = sizeof(struct vb_td),	[DM] = sizeof(struct vb_dm),
 	[MKEY] = sizeof(struct vb_mkey),
+};
+
+/* What is set when an object is handed out, and not before. */
+#define HANDED_OUT(kind, type, field) [kind] = offsetof(struct type, field)
+static const size_t handed_out[NUM_KINDS] = {
+	HANDED_OUT(CONTEXT, vb_context, v.context.device), HANDED_OUT(PD, vb_pd, pub.context),
+	HANDED_OUT(MR, vb_mr, pub.context),		   HANDED_OUT(MW, vb_mw, pub.context),
+	HANDED_OUT(CQ, vb_cq, pub.context),		   HANDED_OUT(CHANNEL, vb_channel, pub.context),
+	HANDED_OUT(QP, vb_qp, pub.qp_base.context),	   HANDED_OUT(SRQ, vb_srq, pub.context),
+	HANDED_OUT(XRCD, vb_xrcd, pub.context),		   HANDED_OUT(AH, vb_ah, pub.context),
+	HANDED_OUT(TD, vb_td, pub.context),		   HANDED_OUT(DM, vb_dm, pub.context),
+	HANDED_OUT(MKEY, vb_mkey, pd),
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards the lists, and refs of all heads */
@@ -35,10 +49,14 @@ void *vb_new(enum kind kind, struct engine *e)
 		spare[kind].count--;
 	}
 	pthread_mutex_unlock(&lock);
+	void *before = h ? malloc(sizes[kind]) : NULL;
+	if (before)
+		memcpy(before, h, sizes[kind]);
 	if (h)
 		memset(h, 0, sizes[kind]);
 	else if (!(h = calloc(1, sizes[kind])))
 		return vb_fail(ENOMEM);
+	h->before = before;
 	h->engine = e;
 	h->magic = MAGIC + kind;
 	return h;
@@ -46,7 +64,16 @@ void *vb_new(enum kind kind, struct engine *e)
 
 void vb_free(enum kind kind, struct head *h)
 {
+	void *before = h->before;
+	void **mark = (void **)((char *)h + handed_out[kind]);
 	pthread_mutex_lock(&lock);
+	if (h->in)
+		h->in->refs--;
+	h->in = NULL;
+	if (before && !*mark)
+		memcpy(h, before, sizes[kind]);
+	free(before);
+	h->before = NULL;
 	h->magic = MAGIC + DEAD;
 	h->next = NULL;
 	if (spare[kind].count++)
@@ -77,6 +104,18 @@ bool vb_busy(struct head *h)
 	bool busy = h->refs > 0;
 	pthread_mutex_unlock(&lock);
 	return busy;
+}
+
+/* Only parent domains are counted here: the engine knows of the others. */
+void vb_enter(struct head *h, struct vb_pd *p)
+{
+	pthread_mutex_lock(&lock);
+	if (h->in)
+		h->in->refs--;
+	h->in = p && p->of ? &p->h : NULL;
+	if (h->in)
+		h->in->refs++;
+	pthread_mutex_unlock(&lock);
 }
 
 static void before_fork(void) { pthread_mutex_lock(&lock); }

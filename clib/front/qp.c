@@ -135,8 +135,7 @@ static struct ibv_qp *make(struct ibv_context *context, struct ibv_qp_init_attr_
 	b->qp_type = attr->qp_type;
 	pthread_mutex_init(&b->mutex, NULL);
 	pthread_cond_init(&b->cond, NULL);
-	if (p.pd && p.pd->of)
-		vb_ref(&p.pd->h);
+	vb_enter(&q->h, p.pd);
 	if (manner & ALL_SEND_OPS)
 		ops = send_ops(attr->qp_type);
 	if (attr->comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS && (err = vb_start_builder(q, ops))) {
@@ -211,13 +210,14 @@ PUBLIC int ibv_destroy_qp(struct ibv_qp *qp)
 			      &qp->events_completed);
 	}
 	vb_end_builder(q);
-	if (qp->pd && OUTER(vb_pd, qp->pd)->of)
-		vb_unref(&OUTER(vb_pd, qp->pd)->h);
 	vb_free(QP, &q->h);
 	return 0;
 }
 
 /* --- attributes --- */
+
+/* RoCE: there is nothing but global addresses, and one port. */
+static bool good_path(const struct ibv_ah_attr *a) { return a->is_global && a->port_num == 1; }
 
 static void path_of(const struct ibv_ah_attr *a, struct vbe_path *p)
 {
@@ -254,8 +254,7 @@ PUBLIC int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask)
 		mask &= ~(IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
 	if (qp->qp_type == IBV_QPT_XRC_RECV)
 		mask &= ~(IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY);
-	/* RoCE: there is nothing but global addresses. */
-	if (mask & IBV_QP_AV && !attr->ah_attr.is_global)
+	if (mask & IBV_QP_AV && !good_path(&attr->ah_attr))
 		return vb_num(-EINVAL);
 	/* The rights that a queue pair has are a peer's; others are known, and mean nothing. */
 	const unsigned int rights = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC |
@@ -378,7 +377,7 @@ PUBLIC struct ibv_ah *ibv_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr)
 {
 	struct vb_pd *p = LIVE(vb_pd, PD, pd);
 	struct vbe_path path;
-	if (!p || !attr || !attr->is_global)
+	if (!p || !attr || !good_path(attr))
 		return vb_fail(EINVAL);
 	struct vb_ah *a = vb_new(AH, p->h.engine);
 	if (!a)
@@ -391,23 +390,14 @@ PUBLIC struct ibv_ah *ibv_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr)
 	}
 	a->h.handle = (uint64_t)h;
 	a->pub = (struct ibv_ah){.context = pd->context, .pd = pd, .handle = (uint32_t)h};
-	if (p->of)
-		vb_ref(&p->h);
+	vb_enter(&a->h, p);
 	return &a->pub;
 }
 
 PUBLIC int ibv_destroy_ah(struct ibv_ah *ah)
 {
-	if (!ah || !vb_is(&OUTER(vb_ah, ah)->h, AH))
-		return vb_num(-EINVAL);
-	struct vb_ah *a = OUTER(vb_ah, ah);
-	if (vb_usable(&a->h, AH)) {
-		int64_t r = a->h.engine->vbe_destroy(a->h.handle);
-		if (r < 0)
-			return vb_num(r);
-	}
-	if (OUTER(vb_pd, ah->pd)->of)
-		vb_unref(&OUTER(vb_pd, ah->pd)->h);
-	vb_free(AH, &a->h);
-	return 0;
+	int64_t r = ah ? vb_undo(&OUTER(vb_ah, ah)->h, AH) : -EINVAL;
+	if (r >= 0)
+		vb_free(AH, &OUTER(vb_ah, ah)->h);
+	return vb_num(r);
 }

@@ -34,8 +34,7 @@ static struct vb_srq *create(struct ibv_context *context, struct vb_pd *pd, stru
 	s->pub.handle = (uint32_t)r;
 	pthread_mutex_init(&s->pub.mutex, NULL);
 	pthread_cond_init(&s->pub.cond, NULL);
-	if (pd->of)
-		vb_ref(&pd->h);
+	vb_enter(&s->h, pd);
 	return s;
 }
 
@@ -114,8 +113,6 @@ PUBLIC int ibv_destroy_srq(struct ibv_srq *srq)
 		vb_await_acks(to_context(srq->context), srq, &srq->mutex, &srq->cond, &s->async_taken,
 			      &srq->events_completed);
 	}
-	if (OUTER(vb_pd, srq->pd)->of)
-		vb_unref(&OUTER(vb_pd, srq->pd)->h);
 	vb_free(SRQ, &s->h);
 	return 0;
 }
@@ -146,14 +143,8 @@ struct ibv_xrcd *vb_open_xrcd(struct ibv_context *context, struct ibv_xrcd_init_
 
 int vb_close_xrcd(struct ibv_xrcd *xrcd)
 {
-	if (!xrcd || !vb_is(&OUTER(vb_xrcd, xrcd)->h, XRCD))
-		return vb_num(-EINVAL);
-	struct vb_xrcd *x = OUTER(vb_xrcd, xrcd);
-	if (vb_usable(&x->h, XRCD)) {
-		int64_t r = x->h.engine->vbe_destroy(x->h.handle);
-		if (r < 0)
-			return vb_num(r);
-	}
-	vb_free(XRCD, &x->h);
-	return 0;
+	int64_t r = xrcd ? vb_undo(&OUTER(vb_xrcd, xrcd)->h, XRCD) : -EINVAL;
+	if (r >= 0)
+		vb_free(XRCD, &OUTER(vb_xrcd, xrcd)->h);
+	return vb_num(r);
 }

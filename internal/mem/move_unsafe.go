@@ -58,7 +58,10 @@ func store(d, s []byte) {
 }
 
 // swapOrAdd does an atomic operation on the first 8 bytes of b, which are
-// aligned. It returns false if they are gone.
+// aligned. It returns false if they are gone. (They may reach beyond an object of the
+// heap, whose page is to be there.)
+//
+//go:nocheckptr
 func swapOrAdd(b []byte, op AtomicOp, compare, swapAdd uint64) (orig uint64, ok bool) {
 	old := debug.SetPanicOnFault(true)
 	defer func() {

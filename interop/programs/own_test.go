@@ -1,9 +1,12 @@
 package programs
 
 import (
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
 	"testing"
 )
@@ -30,6 +33,19 @@ func compileWith(t testing.TB, name string, libs ...string) string {
 	return out
 }
 
+// badArgs are the seed and the length of what "bad" does at random: VERBENA_SEED, which
+// it prints when it fails, repeats it.
+func badArgs() []string {
+	seed, rounds := os.Getenv("VERBENA_SEED"), "3000"
+	if seed == "" {
+		seed = strconv.FormatUint(rand.Uint64(), 10)
+	}
+	if full {
+		rounds = "60000"
+	}
+	return []string{seed, rounds}
+}
+
 // Programs of our own, for what no tool does; each says "ok" when all was as it
 // should be.
 func TestOwn(t *testing.T) {
@@ -37,10 +53,15 @@ func TestOwn(t *testing.T) {
 		name string
 		args []string
 	}{
-		{"idle", nil}, {"bad", nil}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil},
+		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil},
+		{"stopped", []string{"killed"}}, {"stopped", []string{"left"}},
 		{"fault", []string{"never"}}, {"fault", []string{"early"}}, {"fault", []string{"late"}},
 	} {
-		t.Run(strings.Join(append([]string{c.name}, c.args...), " "), func(t *testing.T) {
+		name := c.name
+		if len(c.args) == 1 {
+			name += " " + c.args[0]
+		}
+		t.Run(name, func(t *testing.T) {
 			out := run(t, side{args: append([]string{compile(t, c.name)}, c.args...), env: []string{"VERBENA_ADDR=" + address()}})
 			if !strings.HasSuffix(out, "ok\n") {
 				t.Errorf("it says\n%s", out)
@@ -76,6 +97,30 @@ func TestMlx5(t *testing.T) {
 	}
 }
 
+// Names and rates are those of rdma-core's library, as far as it knows them: a later
+// one may know more, or an earlier one less.
+func TestNames(t *testing.T) {
+	bin := compile(t, "names")
+	cmd := exec.Command(bin)
+	cmd.Env = slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "LD_") })
+	theirs, err := cmd.Output()
+	need(t, err == nil, "rdma-core's library is missing: apt-get install libibverbs1")
+	ours := strings.Split(run(t, side{args: []string{bin}}), "\n")
+	same := 0
+	for i, line := range strings.Split(string(theirs), "\n") {
+		if strings.HasSuffix(line, " unknown") {
+			continue
+		}
+		if i >= len(ours) || ours[i] != line {
+			t.Fatalf("theirs: %s\nours: %s", line, ours[min(i, len(ours)-1)])
+		}
+		same++
+	}
+	if same < 1000 {
+		t.Errorf("only %d lines", same)
+	}
+}
+
 // threads is a Python program whose threads all use one device.
 const threads = `
 import threading, sys
@@ -103,8 +148,8 @@ print(wrong or 'ok')
 `
 
 func TestPythonThreads(t *testing.T) {
-	_, err := os.Stat(pyTests)
-	need(t, err == nil, "python3-pyverbs is missing")
+	_, err := os.Stat("/usr/lib/python3/dist-packages/pyverbs")
+	need(t, err == nil, "pyverbs is missing: apt-get install python3-pyverbs")
 	out := run(t, side{args: []string{"/usr/bin/python3", "-c", threads}, env: []string{"VERBENA_ADDR=" + address()}})
 	if !strings.HasSuffix(out, "ok\n") {
 		t.Errorf("it says\n%s", out)

@@ -12,8 +12,18 @@ import (
 	"time"
 )
 
-// Where python3-pyverbs puts rdma-core's own tests.
-const pyTests = "/usr/share/doc/rdma-core/tests"
+// pyTests returns where rdma-core's own tests are: where python3-pyverbs puts them, or,
+// if its documentation was not installed, where scripts/setup.sh does.
+func pyTests(t *testing.T) string {
+	t.Helper()
+	for _, dir := range []string{"/usr/share/doc/rdma-core/tests", root + "/.bin/rdma-core-tests"} {
+		if _, err := os.Stat(dir + "/run_tests.py"); err == nil {
+			return dir
+		}
+	}
+	need(t, false, "rdma-core's tests are missing: make setup")
+	return ""
+}
 
 // skips are the reasons for which a test of rdma-core may be skipped, and the rows
 // of the table in docs/libibverbs.md that explain them. Any other reason fails.
@@ -47,16 +57,16 @@ var offered = map[string]int{"test_mlx5_mkey": 6}
 // unpackTests copies rdma-core's tests and returns the directory above them.
 func unpackTests(t *testing.T) string {
 	t.Helper()
-	dir := t.TempDir()
+	from, dir := pyTests(t), t.TempDir()
 	if err := os.Mkdir(filepath.Join(dir, "tests"), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	files, err := os.ReadDir(pyTests)
+	files, err := os.ReadDir(from)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, f := range files {
-		if err := unpack(filepath.Join(pyTests, f.Name()), filepath.Join(dir, "tests", strings.TrimSuffix(f.Name(), ".gz"))); err != nil {
+		if err := unpack(filepath.Join(from, f.Name()), filepath.Join(dir, "tests", strings.TrimSuffix(f.Name(), ".gz"))); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -91,14 +101,12 @@ var (
 // rdma-core's own tests: all pass, or are skipped for a reason that the
 // documentation explains.
 func TestPyverbs(t *testing.T) {
-	_, err := os.Stat(pyTests + "/run_tests.py")
-	need(t, err == nil, "rdma-core's tests are missing: apt-get install python3-pyverbs")
+	dir := unpackTests(t)
 	docs, err := os.ReadFile(root + "/docs/libibverbs.md")
 	if err != nil {
 		t.Fatal(err)
 	}
 	awaitHugePages(t)
-	dir := unpackTests(t)
 	modules, err := filepath.Glob(filepath.Join(dir, "tests", "test_*.py"))
 	if err != nil || len(modules) < 20 {
 		t.Fatalf("%d modules, %v", len(modules), err)
