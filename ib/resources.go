@@ -43,6 +43,9 @@ type QPResource struct {
 	TxPackets   uint64 `json:"tx_packets"`
 	RxPackets   uint64 `json:"rx_packets"`
 	Retransmits uint64 `json:"retransmitted_packets"`
+
+	// Counters are all that it has counted, by name, but for those that are 0.
+	Counters map[string]uint64 `json:"counters"`
 }
 
 // MRResource is a memory region. Keys are not told: they are rights. Number tells

@@ -14,7 +14,7 @@ type Device struct {
 	p provider.Device
 }
 
-// Counter is one named number of a device. Counters only grow.
+// Counter is one named number of a device or a queue pair. Counters only grow.
 type Counter struct {
 	Name  string
 	Value uint64
@@ -94,8 +94,9 @@ func (d *Device) Addr() netip.Addr {
 }
 
 // Counters returns the device's counters, in an order that does not change.
-func (d *Device) Counters() []Counter {
-	from := d.p.Counters()
+func (d *Device) Counters() []Counter { return counters(d.p.Counters()) }
+
+func counters(from []provider.Counter) []Counter {
 	to := make([]Counter, len(from))
 	for i, c := range from {
 		to[i] = Counter(c)

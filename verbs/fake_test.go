@@ -300,6 +300,9 @@ type fakeQP struct {
 	groups  []ib.GID
 }
 
+func (q *fakeQP) Counters() []provider.Counter {
+	return []provider.Counter{{Name: "drop_bad_qkey", Value: 7}}
+}
 func (q *fakeQP) Number() uint32  { return q.number }
 func (q *fakeQP) Type() ib.QPType { return q.typ }
 func (q *fakeQP) PostSend(wrs []ib.SendWR) (int, error) {

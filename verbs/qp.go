@@ -171,6 +171,16 @@ func (qp *QP) Query() (QPAttr, error) {
 	return qp.p.Query()
 }
 
+// Counters returns what the queue pair has counted since it was made, in an order
+// that does not change: the part of [Device.Counters] that is about queue pairs. A
+// nil queue pair has counted nothing.
+func (qp *QP) Counters() []Counter {
+	if !qp.ok() {
+		return nil
+	}
+	return counters(qp.p.Counters())
+}
+
 // Close destroys the queue pair, in any state. Its requests are gone without a
 // completion, and so are its completions that were not polled; when Close has
 // returned the device does not touch the requests' memory any more. The peer is

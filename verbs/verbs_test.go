@@ -94,6 +94,10 @@ func TestDevice(t *testing.T) {
 	if got, want := d.Counters(), []Counter{{"tx_packets", 3}, {"rx_packets", 5}}; !slices.Equal(got, want) {
 		t.Errorf("counters are %v", got)
 	}
+	qp, _ := newQP(t, f, RC)
+	if got, want := qp.Counters(), []Counter{{"drop_bad_qkey", 7}}; !slices.Equal(got, want) || (*QP)(nil).Counters() != nil {
+		t.Errorf("counters of a queue pair are %v", got)
+	}
 	if p, err := d.Port(1); err != nil || p.ActiveMTU != MTU4096 {
 		t.Errorf("port 1: %+v, %v", p, err)
 	}

@@ -48,13 +48,26 @@ func (c *deviceCounters) sum() qp.Counters {
 	return all
 }
 
+// byName gives counters their names.
+func byName(c *qp.Counters) (all []provider.Counter) {
+	for i := range c {
+		all = append(all, provider.Counter{Name: qp.Counter(i).String(), Value: c[i]})
+	}
+	return all
+}
+
+// Counters returns what the queue pair has counted, by name.
+func (q *QP) Counters() []provider.Counter {
+	q.mu.Lock()
+	c := q.core.Counters
+	q.mu.Unlock()
+	return byName(&c)
+}
+
 // Counters returns what the device has counted, by name.
 func (d *Device) Counters() []provider.Counter {
-	var all []provider.Counter
 	sum := d.counters.sum()
-	for i := range sum {
-		all = append(all, provider.Counter{Name: qp.Counter(i).String(), Value: sum[i]})
-	}
+	all := byName(&sum)
 	for i := range d.drops {
 		all = append(all, provider.Counter{Name: link.Reason(i).String(), Value: d.drops[i].Load()})
 	}

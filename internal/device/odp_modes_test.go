@@ -15,12 +15,16 @@ import (
 
 // On-demand memory over devices, on machines that can do less.
 func TestOnDemandModes(t *testing.T) {
-	tests := "TestOnDemand(LargerThanMemory|FaultsUD|HalfDone|StormOfHoles)"
+	tests, slow := "TestOnDemand(LargerThanMemory|FaultsUD|HalfDone|StormOfHoles)", "|TestSlowMemoryKeepsNobodyWaiting"
 	if fullMatrix() {
-		tests = "TestOnDemand.*|TestSlowMemory.*|TestPrefetchStorm"
+		tests, slow = "TestOnDemand.*|TestPrefetchStorm", "|TestSlowMemory.*"
 	}
 	for _, mode := range []modetest.Mode{modetest.NoUserfault, modetest.OldKernel, modetest.Unprivileged} {
-		t.Run(string(mode), func(t *testing.T) { modetest.Rerun(t, mode, "^("+tests+")$") })
+		which := tests
+		if mode != modetest.Unprivileged { // who has no file system of his own that is slow
+			which += slow
+		}
+		t.Run(string(mode), func(t *testing.T) { modetest.Rerun(t, mode, "^("+which+")$") })
 	}
 }
 

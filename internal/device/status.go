@@ -11,18 +11,14 @@ import (
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/provider"
 	"github.com/verbena-rdma/verbena/internal/qp"
 )
 
 // status is what this process has: asked for by another one. The lists of queue
 // pairs and regions, which may be long, are left out if it wants to be brief.
 func (d *Device) status(brief bool) any {
-	s := ib.ProcessResources{Program: filepath.Base(os.Args[0]), Device: d.name, Paging: d.PagingStats(), Counters: map[string]uint64{}}
-	for _, c := range d.Counters() {
-		if c.Value != 0 {
-			s.Counters[c.Name] = c.Value
-		}
-	}
+	s := ib.ProcessResources{Program: filepath.Base(os.Args[0]), Device: d.name, Paging: d.PagingStats(), Counters: counted(d.Counters())}
 	d.mu.Lock()
 	s.CQs, s.PDs, s.SRQs, s.AHs = d.counts.cqs, d.counts.pds, d.counts.srqs, d.counts.ahs
 	d.mu.Unlock()
@@ -33,7 +29,8 @@ func (d *Device) status(brief bool) any {
 		q.mu.Lock()
 		a, c := q.core.Query(), &q.core.Counters
 		s.QPs = append(s.QPs, ib.QPResource{Number: number, Type: q.core.Type.String(), State: a.State.String(), DestQPN: a.DestQPN, DestGID: a.AV.DGID,
-			TxBytes: c[qp.CntTxBytes], RxBytes: c[qp.CntRxBytes], TxPackets: c[qp.CntTxPackets], RxPackets: c[qp.CntRxPackets], Retransmits: c[qp.CntRetransmits]})
+			TxBytes: c[qp.CntTxBytes], RxBytes: c[qp.CntRxBytes], TxPackets: c[qp.CntTxPackets], RxPackets: c[qp.CntRxPackets], Retransmits: c[qp.CntRetransmits],
+			Counters: counted(byName(c))})
 		q.mu.Unlock()
 	}
 	for r := range d.table.Regions() {
@@ -47,6 +44,17 @@ func (d *Device) status(brief bool) any {
 	}
 	slices.SortFunc(s.QPs, func(a, b ib.QPResource) int { return int(a.Number) - int(b.Number) })
 	return s
+}
+
+// counted are the counters that are not 0.
+func counted(all []provider.Counter) map[string]uint64 {
+	m := map[string]uint64{}
+	for _, c := range all {
+		if c.Value != 0 {
+			m[c.Name] = c.Value
+		}
+	}
+	return m
 }
 
 // Resources asks every process of this user that has a device open on this host

@@ -275,6 +275,31 @@ func TestListDeadline(t *testing.T) {
 	}
 }
 
+// A process that is stopped, and owns its device, is listed all the same.
+func TestListStopped(t *testing.T) {
+	c := start(t, addr(23), -1)
+	c.expect(t, "slot")
+	quick := join(t, addr(24))
+	if err := c.cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.cmd.Process.Signal(syscall.SIGCONT) })
+	list, err := List(false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	found := map[netip.Addr][]Process{}
+	for _, l := range list {
+		found[l.Addr] = l.Processes
+	}
+	if p := found[addr(23)]; len(p) != 1 || p[0].PID != c.cmd.Process.Pid || p[0].Status != nil {
+		t.Errorf("the stopped one: %+v", p)
+	}
+	if p := found[addr(24)]; len(p) != 1 || p[0].Slot != quick.Slot() || p[0].Status == nil {
+		t.Errorf("the other: %+v", p)
+	}
+}
+
 // A process that is refused gets told why.
 func TestRefused(t *testing.T) {
 	join(t, addr(5), addr(6))

@@ -4,8 +4,11 @@ package host
 
 import (
 	"encoding/json"
+	"errors"
 	"net/netip"
+	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -38,20 +41,21 @@ func List(brief bool) ([]Listing, error) {
 	}
 	var list []Listing
 	var seen [][2]uint64
-	for _, n := range slices.Compact(slices.Sorted(slices.Values(all))) {
-		a, err := netip.ParseAddr(strings.TrimPrefix(n, namePrefix))
-		if err != nil {
-			continue // a process's name
-		}
-		d, err := look(a)
-		if err != nil {
+	for _, f := range lookAll(all) {
+		switch {
+		case errors.Is(f.err, os.ErrDeadlineExceeded):
+			if p := silent(f.addr, all); len(p) > 0 {
+				list = append(list, Listing{f.addr, p})
+			}
+			continue
+		case f.err != nil:
 			continue // another user's, or just gone
 		}
-		if !slices.Contains(seen, d.id) {
-			seen = append(seen, d.id)
-			list = append(list, Listing{a, d.processes(all)})
+		if !slices.Contains(seen, f.dir.id) {
+			seen = append(seen, f.dir.id)
+			list = append(list, Listing{f.addr, f.dir.processes(all)})
 		}
-		if err := d.close(); err != nil {
+		if err := f.dir.close(); err != nil {
 			return nil, err
 		}
 	}
@@ -59,9 +63,51 @@ func List(brief bool) ([]Listing, error) {
 	return list, nil
 }
 
-// listTime is how long all processes together have to answer. One that is stopped
-// does not, and keeps nobody waiting for longer.
+// listTime is how long the owners together have to answer, and then all processes.
+// One that is stopped does not, and keeps nobody waiting for longer.
 const listTime = 2 * time.Second
+
+// finding is what is at an address.
+type finding struct {
+	addr netip.Addr
+	dir  *directory
+	err  error
+}
+
+// lookAll looks at all addresses that have names, at once.
+func lookAll(names []string) []finding {
+	var all []finding
+	for _, n := range slices.Compact(slices.Sorted(slices.Values(names))) {
+		if a, err := netip.ParseAddr(strings.TrimPrefix(n, namePrefix)); err == nil { // not a process's
+			all = append(all, finding{addr: a})
+		}
+	}
+	var wg sync.WaitGroup
+	places := make(chan struct{}, 64) // descriptors are few
+	for i := range all {
+		wg.Go(func() {
+			places <- struct{}{}
+			defer func() { <-places }()
+			all[i].dir, all[i].err = lookWithin(all[i].addr, listTime)
+		})
+	}
+	wg.Wait()
+	return all
+}
+
+// silent lists the processes of a device whose owner does not answer: all that is
+// known of them is their names.
+func silent(a netip.Addr, names []string) (list []Process) {
+	for _, n := range names {
+		rest, ok := strings.CutPrefix(n, ownerName(a)+"/")
+		pid, _, _ := strings.Cut(rest, "-")
+		number, err := strconv.Atoi(pid)
+		if ok && err == nil && !slices.ContainsFunc(list, func(p Process) bool { return p.name == n }) {
+			list = append(list, Process{PID: number, name: n})
+		}
+	}
+	return list
+}
 
 // askAll asks all processes what they are doing, at once, and only for totals if
 // brief is set.

@@ -171,12 +171,14 @@ func refuseFD(fd int) {
 }
 
 // ask sends a request and takes its reply.
-func ask(c *net.UnixConn, q *request) (r reply, fd int, err error) {
+func ask(c *net.UnixConn, q *request) (r reply, fd int, err error) { return askWithin(c, q, replyTime) }
+
+func askWithin(c *net.UnixConn, q *request, most time.Duration) (r reply, fd int, err error) {
 	q.Protocol = protocol
 	if err := send(c, q, -1); err != nil {
 		return r, -1, err
 	}
-	if err := c.SetReadDeadline(time.Now().Add(replyTime)); err != nil {
+	if err := c.SetReadDeadline(time.Now().Add(most)); err != nil {
 		return r, -1, err
 	}
 	if fd, err = receive(c, &r); err != nil {

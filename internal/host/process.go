@@ -189,13 +189,15 @@ func (m *Member) Look(a netip.Addr) (*Directory, error) {
 	return &Directory{dir, m}, nil
 }
 
-func look(a netip.Addr) (*directory, error) {
+func look(a netip.Addr) (*directory, error) { return lookWithin(a, replyTime) }
+
+func lookWithin(a netip.Addr, most time.Duration) (*directory, error) {
 	c, err := dial(ownerName(a))
 	if err != nil {
 		return nil, err
 	}
 	defer c.Close() //nolint:errcheck // nothing is lost with it
-	_, fd, err := ask(c, &request{Op: opLook})
+	_, fd, err := askWithin(c, &request{Op: opLook}, most)
 	if err != nil {
 		return nil, err
 	}

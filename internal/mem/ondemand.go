@@ -292,19 +292,14 @@ func (m *OnDemand) bringIn(at, end uintptr, write, wait bool) (upto uintptr, kin
 	return at, FaultUnmapped
 }
 
-// touchPages makes pages present by accessing them, on a kernel that has no
-// better way.
+// touchPages makes pages present by having the kernel read them, where it has no
+// better way, and then by writing what is in memory already.
 func touchPages(at, end uintptr, write bool) (upto uintptr, kind FaultKind) {
-	for upto = at; upto < end; upto += uintptr(pageSize) {
-		b := bytesAt(upto, wordSize)
-		if write {
-			if _, ok := swapOrAdd(b, FetchAdd, 0, 0); !ok {
-				break
-			}
+	for upto = at; upto < end && sys.Touch(upto); upto += uintptr(pageSize) {
+		if !write {
 			continue
 		}
-		var word [wordSize]byte
-		if moveGuarded(word[:], b, false) != 0 {
+		if _, ok := swapOrAdd(bytesAt(upto, wordSize), FetchAdd, 0, 0); !ok {
 			break
 		}
 	}

@@ -190,6 +190,7 @@ type QP interface {
 	BindMW(mw MW, id uint64, flags ib.SendFlags, bind ib.MWBind) (rkey uint32, err error)
 	Modify(*ib.QPAttr, ib.QPAttrMask) error
 	Query() (ib.QPAttr, error)
+	Counters() []Counter
 	// AttachMcast makes a UD queue pair a member of a multicast group.
 	AttachMcast(ib.GID) error
 	DetachMcast(ib.GID) error
