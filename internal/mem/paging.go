@@ -135,6 +135,11 @@ func (r *Region) Prefetch(key uint32, off, n uint64, write, noFault bool) FaultK
 		}
 		at = upto
 	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.closed {
+		return FaultDead // and counts no more
+	}
 	m.count(u, func(c *pagingCounts) { c.prefetches.Add(1) })
 	return FaultNone
 }
