@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
@@ -111,7 +112,9 @@ func TestOnDemandSurvivesRemap(t *testing.T) {
 					dst.remap()
 				}
 				for _, mr := range []provider.MR{from, to} {
-					if s := mr.PagingStats(); s.PageFaultPages != 3*n/4096 || s.InvalidationPages != 3*n/4096 || s.FailedResolutions != 0 {
+					s := mr.PagingStats()
+					exact := s.PageFaultPages == 3*n/4096 && s.InvalidationPages == 3*n/4096
+					if toldOfChanges := mem.PagingMeans().Notifier == "userfaultfd"; s.FailedResolutions != 0 || toldOfChanges && !exact {
 						t.Errorf("%+v", s)
 					}
 				}
