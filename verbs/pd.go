@@ -275,7 +275,8 @@ func (mr *MR) SGE(off, n int) SGE {
 // any peer accesses the memory any more; requests that still name the region
 // fail. It is idempotent. See ibv_dereg_mr(3).
 //
-// Errors: EINVAL for a nil region.
+// Errors: EBUSY while memory windows are bound to it or indirect keys stand on it; it
+// then stays as it is. EINVAL for a nil region.
 func (mr *MR) Close() error {
 	if mr == nil || mr.p == nil {
 		return invalid("dereg_mr", "nil memory region")

@@ -21,6 +21,7 @@ package mem
 import (
 	"errors"
 	"math"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -55,8 +56,16 @@ type pagedIn struct {
 	closed bool
 }
 
-// addressSpace is the length of an implicit region: all that a process can map.
-const addressSpace = 1 << 47
+// addressSpace is the length of an implicit region: all that the kernel gives a
+// process that does not ask for more.
+var addressSpace = addressSpaceOf(runtime.GOARCH)
+
+func addressSpaceOf(arch string) uint64 {
+	if arch == "arm64" {
+		return 1 << 48
+	}
+	return 1 << 47
+}
 
 // NewOnDemandBytes makes a backing of a slice, which it keeps alive.
 func NewOnDemandBytes(b []byte, access ib.Access, p *Paging) (*OnDemand, error) {
