@@ -17,6 +17,7 @@ import (
 type pinnedWatch struct {
 	place *membership                 // nil: nothing can happen to them, or nobody tells
 	lost  atomic.Pointer[[]addrRange] // the parts that are stale; nil: none
+	all   atomic.Bool                 // all of it is watched, but for what becomes stale
 }
 
 // watch begins to listen. The pages of registration time are those that are
@@ -24,10 +25,12 @@ type pinnedWatch struct {
 func (h *Host) watch() {
 	start, end := sys.PageAlign(h.addr, uintptr(h.length))
 	h.fate.place = theSpace.join(start, end, h, false)
-	_ = sys.Mappings(start, end, func(m *sys.Mapping) bool {
-		theSpace.cover(h.fate.place, max(start, m.Start), min(end, m.End), m)
+	all := true
+	err := sys.Mappings(start, end, func(m *sys.Mapping) bool {
+		all = theSpace.cover(h.fate.place, max(start, m.Start), min(end, m.End), m) && all
 		return true
 	})
+	h.fate.all.Store(all && err == nil)
 }
 
 // unwatch ends it.
@@ -68,9 +71,19 @@ func (h *Host) changed(start, end uintptr) {
 	h.fate.lost.Store(&lost)
 }
 
-// missed: something may have happened, or not. Memory that works is not refused
+// missed: something has happened, perhaps here. What was mapped anew is not watched,
+// and so tells itself. What was discarded does not: memory that works is not refused
 // for a suspicion.
-func (h *Host) missed() {}
+func (h *Host) missed() {
+	if !h.fate.all.Load() || theSpace.notifier.Load() == nil { // without one nothing is watched
+		return
+	}
+	start, end := sys.PageAlign(h.addr, uintptr(h.length))
+	_ = sys.Unwatched(start, end, func(from, to uintptr) bool {
+		h.changed(from, to)
+		return true
+	})
+}
 
 // sweep has nothing to look for.
 func (h *Host) sweep() {}

@@ -210,19 +210,17 @@ func units(start, end uintptr) (uintptr, uintptr) {
 
 // cover asks for the changes of a range inside a mapping, on behalf of a member.
 // Where the kernel refuses, the sweep must do. For one who has left, nothing is
-// covered: nobody would ever end it.
-func (s *space) cover(who *membership, start, end uintptr, m *sys.Mapping) {
+// covered: nobody would ever end it. It tells whether it was done.
+func (s *space) cover(who *membership, start, end uintptr, m *sys.Mapping) bool {
 	n := s.notifier.Load()
 	if n == nil {
-		return
+		return false
 	}
 	start, end = units(start, end)
 	start, end = m.Clip(start, end)
 	s.covering.Lock()
 	defer s.covering.Unlock()
-	if !who.left.Load() {
-		_ = n.Watch(start, end)
-	}
+	return !who.left.Load() && n.Watch(start, end) == nil
 }
 
 // uncover ends the covering of a range, but for what others are members with.

@@ -9,6 +9,7 @@ import (
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 var who = mem.Actor{PD: 1}
@@ -119,6 +120,16 @@ func TestStalePinned(t *testing.T) {
 		{"mapped anew", func(o *odp) { o.unmap(2*page, page); o.mapAt(2*page, page, readWrite, anonPages, -1) }},
 		{"mapped over", func(o *odp) { o.mapAt(2*page, page, readWrite, anonPages, -1) }},
 		{"discarded", func(o *odp) { o.call(unix.SYS_MADVISE, 2*page, page, unix.MADV_DONTNEED) }},
+		{"mapped over, after more changes than are kept", func(o *odp) {
+			manyChanges(t)
+			o.mapAt(2*page, page, readWrite, anonPages, -1)
+		}},
+		{"unmapped, after more changes than are kept, then mapped", func(o *odp) {
+			manyChanges(t)
+			o.unmap(2*page, page)
+			o.mustFail(o.write(2*page, pattern(8, 2)), mem.FaultStale)
+			o.mapAt(2*page, page, readWrite, anonPages, -1)
+		}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			const access = ib.AccessLocalWrite | ib.AccessRemote
@@ -159,6 +170,23 @@ func TestStalePinned(t *testing.T) {
 			o2 := &odp{tb: t, table: o.table, region: again, addr: o.addr, size: n}
 			o2.mustRead(2*page, make([]byte, page))
 		})
+	}
+}
+
+// manyChanges makes changes of other pinned memory, more than the notifier keeps
+// until somebody asks.
+func manyChanges(t *testing.T) {
+	t.Helper()
+	b := anon(t, page, unix.PROT_READ|unix.PROT_WRITE)
+	h, err := mem.NewHost(uintptr(sys.AddrOf(b)), page, ib.AccessLocalWrite, ib.LockOff, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer h.Close()
+	for range 5000 {
+		if err := unix.Madvise(b, unix.MADV_DONTNEED); err != nil {
+			t.Fatal(err)
+		}
 	}
 }
 

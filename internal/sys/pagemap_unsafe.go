@@ -16,6 +16,7 @@ import (
 const (
 	pagemapScan = 0xc0606610
 
+	pageIsWatched = 1 << 0 // PAGE_IS_WPALLOWED
 	pageIsPresent = 1 << 3
 
 	entryPresent = 1 << 63
@@ -40,15 +41,16 @@ var pagemapFile = sync.OnceValues(func() (pagemapSource, error) {
 	if err != nil {
 		return pagemapSource{fd: -1}, err
 	}
-	p := pagemapSource{fd: fd, scan: true}
+	p := pagemapSource{fd: fd, scan: true, category: pageIsPresent}
 	err = p.present(0, pageSize, func(_, _ uintptr) bool { return true })
 	p.scan = err == nil
 	return p, nil
 })
 
 type pagemapSource struct {
-	fd   int
-	scan bool // PAGEMAP_SCAN works
+	fd       int
+	scan     bool   // PAGEMAP_SCAN works
+	category uint64 // of the pages that it is to find
 }
 
 // Present visits the runs of pages in a range that are present, in order, until
@@ -71,9 +73,30 @@ func Present(start, end uintptr, visit func(start, end uintptr) bool) error {
 // Absent visits the runs of pages in a range that are not present, whether
 // something is mapped there or not, like Present.
 func Absent(start, end uintptr, visit func(start, end uintptr) bool) error {
+	return without(Present, start, end, visit)
+}
+
+// Unwatched visits the parts of a range that no notifier watches, whether something is
+// mapped there or not, like Absent. The error says that it cannot be known here.
+func Unwatched(start, end uintptr, visit func(start, end uintptr) bool) error {
+	p, err := pagemapFile()
+	if err != nil {
+		return err
+	}
+	if !p.scan {
+		return unix.ENOTSUP
+	}
+	p.category = pageIsWatched
+	return without(p.present, start, end, visit)
+}
+
+// without visits what another function does not visit.
+func without(those func(start, end uintptr, visit func(start, end uintptr) bool) error,
+	start, end uintptr, visit func(start, end uintptr) bool,
+) error {
 	stopped := false
 	at := start
-	err := Present(start, end, func(from, to uintptr) bool {
+	err := those(start, end, func(from, to uintptr) bool {
 		stopped = from > at && !visit(at, from)
 		at = to
 		return !stopped
@@ -182,7 +205,7 @@ func (p pagemapSource) scanInto(buf *scanBuffer, start, end uintptr) (k int, wal
 	arg := scanArg{
 		size: uint64(unsafe.Sizeof(scanArg{})), start: uint64(start), end: uint64(end),
 		vec: uint64(uintptr(unsafe.Pointer(buf))), vecLen: uint64(len(buf)),
-		mask: pageIsPresent, returned: pageIsPresent,
+		mask: p.category, returned: p.category,
 	}
 	n, _, errno := ioctl(p.fd, pagemapScan, unsafe.Pointer(&arg))
 	runtime.KeepAlive(buf)
