@@ -27,6 +27,9 @@ const (
 	dialTime   = 2 * time.Second        // for a handshake
 	failedTime = 100 * time.Millisecond // before a process that did not answer is asked again
 
+	// maxEarly is how many packets wait for a channel to be made.
+	maxEarly = 64
+
 	failedLooks = 15 // for a channel, a tenth of failedTime apart: one more dial
 )
 
@@ -46,6 +49,7 @@ type call struct {
 	ended     chan struct{} // closed when there is neither; nil: there is neither
 	failed    time.Time     // when it failed last
 	err       error         // and why
+	early     [][]byte      // records of packets for the process, which came before the channel
 }
 
 // tag says whose channel it is.
@@ -131,8 +135,47 @@ func (s *Shared) dial(d *device, process int) {
 		d.keepLocked(process, c)
 	}
 	d.calls[process].finishLocked(&d.calls[process].dialing, err)
+	s.sendEarlyLocked(d, process)
 	d.mu.Unlock()
 	s.freed()
+}
+
+// keepEarly keeps packets for a process until there is a channel to it; or returns
+// the channel if there is one. The first datagrams of a conversation come while it is
+// being made, and who sends datagrams may not send them again.
+func (s *Shared) keepEarly(process int, p *Packets) *shm.Channel {
+	d := s.home
+	s.connect(d, process)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if c := d.working(process); c != nil {
+		return c
+	}
+	call := &d.calls[process]
+	if call.ended == nil || len(call.early) == maxEarly {
+		s.lost.Add(1)
+		return nil
+	}
+	b := make([]byte, packetsBytes+len(p.Bytes))
+	packPackets(b, p)
+	copy(b[packetsBytes:], p.Bytes)
+	call.early = append(call.early, b)
+	return nil
+}
+
+// sendEarlyLocked sends what was kept, when a call has ended: if there is no channel
+// and no other call is under way, it is lost.
+func (s *Shared) sendEarlyLocked(d *device, process int) {
+	call, c := &d.calls[process], d.working(process)
+	if c == nil && call.ended != nil {
+		return
+	}
+	for _, b := range call.early {
+		if c == nil || c.Send(recPackets, b) != nil {
+			s.lost.Add(1)
+		}
+	}
+	call.early = nil
 }
 
 // keepLocked notes a new channel. One that worked was of a process that had the
@@ -192,6 +235,7 @@ func (s *Shared) accept(conn *net.UnixConn, from netip.Addr, process int) error 
 	}
 	call.accepting--
 	call.endLocked(err)
+	s.sendEarlyLocked(d, process)
 	d.mu.Unlock()
 	s.freed()
 	return err

@@ -325,10 +325,12 @@ func (s *Shared) Route(qpn uint32) (process int, here bool) {
 // share it.
 func (s *Shared) Forward(process int, p *Packets) {
 	c := s.home.channels[process].Load()
-	if c == nil || !c.Begin() {
-		if c == nil {
-			s.connect(s.home, process)
+	if c == nil {
+		if c = s.keepEarly(process, p); c == nil {
+			return
 		}
+	}
+	if !c.Begin() {
 		s.lost.Add(1)
 		return
 	}

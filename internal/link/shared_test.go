@@ -157,21 +157,10 @@ func TestSharedTrains(t *testing.T) {
 	}
 }
 
-// Packets that are passed on arrive as if they had come by the socket.
-func TestSharedForward(t *testing.T) {
-	a, b := sharedPair(t)
-	a.home = &device{Neighbours: &others{}} // the device that both are processes of
-	flow := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0]}
-	if err := a.Prepare(flow); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := a.channel(flow.Link.(*localFlow).dev, 7); err != nil {
-		t.Fatal(err)
-	}
-	a.home.channels[7].Store(flow.Link.(*localFlow).dev.channels[7].Load())
-
+// passedOn makes packets from outside for a queue pair at a link, three of 16 bytes.
+func passedOn(to *Shared) *Packets {
 	from := netip.MustParseAddrPort("127.98.9.9:50001")
-	ps := wire.NewPseudo(from.Addr(), b.Addrs()[0], from.Port(), wire.RoCEPort)
+	ps := wire.NewPseudo(from.Addr(), to.Addrs()[0], from.Port(), wire.RoCEPort)
 	op, _ := wire.Op(wire.RC, wire.KindSend, wire.Only, wire.NoExtra)
 	var all []byte
 	for i := range 3 {
@@ -180,14 +169,55 @@ func TestSharedForward(t *testing.T) {
 		all = h.Append(all)
 		all = seal(append(all, "1234567890123456"...), start, &ps, uint16(i))
 	}
-	a.Forward(7, &Packets{From: from, To: b.Addrs()[0], HopLimit: 64, Segment: len(all) / 3, Bytes: all})
-	var k taker
-	for deadline := time.Now().Add(5 * time.Second); len(k.psns) < 3 && time.Now().Before(deadline); {
-		b.Wait(time.Millisecond)
-		b.Poll(&k, 100)
+	return &Packets{From: from, To: to.Addrs()[0], HopLimit: 64, Segment: len(all) / 3, Bytes: all}
+}
+
+// Packets that are passed on arrive as if they had come by the socket, also the first
+// ones, for which a channel has to be made.
+func TestSharedForward(t *testing.T) {
+	for _, early := range []bool{false, true} {
+		a, b := sharedPair(t)
+		a.home = flowBetween(t, a, b).Link.(*localFlow).dev // the device that both are processes of
+		if !early {
+			if _, err := a.channel(a.home, 7); err != nil {
+				t.Fatal(err)
+			}
+		}
+		p := passedOn(b)
+		a.Forward(7, p)
+		clear(p.Bytes) // they lie in a buffer for the next ones
+		var k taker
+		for deadline := time.Now().Add(5 * time.Second); len(k.psns) < 3 && time.Now().Before(deadline); {
+			b.Wait(time.Millisecond)
+			b.Poll(&k, 100)
+		}
+		if k.bad != 0 || len(k.psns) != 3 || len(k.got) != 48 || a.Lost() != 0 {
+			t.Errorf("early %v: %d packets, %d bytes, %d bad, %d lost", early, len(k.psns), len(k.got), k.bad, a.Lost())
+		}
 	}
-	if k.bad != 0 || len(k.psns) != 3 || len(k.got) != 48 {
-		t.Errorf("%d packets, %d bytes, %d bad", len(k.psns), len(k.got), k.bad)
+}
+
+// What waits for a channel that does not come about is lost, and no more is kept than
+// somebody may send in a moment.
+func TestSharedForwardInVain(t *testing.T) {
+	a, b := sharedPair(t)
+	answer := make(chan struct{})
+	a.home = &device{Neighbours: &others{dial: func() (*net.UnixConn, error) {
+		<-answer
+		return nil, errors.New("nobody there")
+	}}}
+	for range maxEarly + 5 {
+		a.Forward(7, passedOn(b))
+	}
+	if a.Lost() != 5 {
+		t.Errorf("%d are lost while the others wait", a.Lost())
+	}
+	close(answer)
+	for deadline := time.Now().Add(5 * time.Second); a.Lost() != maxEarly+5 && time.Now().Before(deadline); {
+		time.Sleep(time.Millisecond)
+	}
+	if a.Lost() != maxEarly+5 {
+		t.Errorf("%d are lost", a.Lost())
 	}
 }
 

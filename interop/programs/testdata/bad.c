@@ -657,7 +657,7 @@ static void at_random(uint64_t seed, int rounds)
 		int live = 0;
 		for (int k = 0; k < num; k++)
 			live += all[k].live;
-		uint32_t act = below(live > OBJECTS / 4 ? 40 : 20); /* the more there are, the more are destroyed */
+		uint32_t act = live > OBJECTS / 2 ? UINT32_MAX : below(20); /* if there are many, they are destroyed */
 		if (act < sizeof acts / sizeof *acts)
 			acts[act]();
 		else {
