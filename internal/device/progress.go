@@ -27,6 +27,8 @@ const (
 	// lingerTime is how long the background goroutine waits for more without
 	// sleeping.
 	lingerTime = 20 * time.Microsecond
+	// timerPolls is how many polls in vain it takes for a look at the clock.
+	timerPolls = 32
 	// rxBudget is how many packets are read before they are answered.
 	rxBudget = 128
 )
@@ -72,7 +74,11 @@ func (d *Device) stop() {
 // an answer of his own, and both go out together. They leave with his next post,
 // his next poll, or by the background goroutine.
 func (d *Device) poll(cq *CQ, wcs []ib.WC, notes []Note) int {
-	d.polls.Add(1)
+	if d.polls.Add(1)%timerPolls == 0 {
+		if t := d.timers.first(); t != 0 && t <= d.now() {
+			d.fireTimers() // the background goroutine may sleep while somebody polls
+		}
+	}
 	if d.rx.TryLock() {
 		d.rx.now = 0 // most polls find nothing, and need no time
 		left := d.link.Poll(&d.rx.receiver, rxBudget) > 0 && len(d.rx.touched) > 0

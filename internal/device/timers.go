@@ -7,14 +7,25 @@ package device
 
 import (
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/verbena-rdma/verbena/internal/qp"
 )
 
 type timerHeap struct {
-	mu   sync.Mutex // guards heap
+	mu   sync.Mutex // guards heap, and changes of next
 	heap entries
+	next atomic.Int64 // the earliest time, 0 if there is none
+}
+
+// changedLocked notes the earliest time.
+func (t *timerHeap) changedLocked() {
+	at := qp.Time(0)
+	if len(t.heap) > 0 {
+		at = t.heap[0].at
+	}
+	t.next.Store(int64(at))
 }
 
 type entry struct {
@@ -81,6 +92,7 @@ func (t *timerHeap) set(q *QP, at qp.Time) bool {
 	} else {
 		t.heap.push(entry{at, q})
 	}
+	t.changedLocked()
 	return t.heap[0].q == q
 }
 
@@ -89,18 +101,12 @@ func (t *timerHeap) remove(q *QP) {
 	defer t.mu.Unlock()
 	if q.timerIndex >= 0 {
 		t.heap.remove(q.timerIndex)
+		t.changedLocked()
 	}
 }
 
 // first returns the earliest time, 0 if there is none.
-func (t *timerHeap) first() qp.Time {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if len(t.heap) == 0 {
-		return 0
-	}
-	return t.heap[0].at
-}
+func (t *timerHeap) first() qp.Time { return qp.Time(t.next.Load()) }
 
 // due takes a queue pair whose time has come.
 func (t *timerHeap) due(now qp.Time) *QP {
@@ -111,6 +117,7 @@ func (t *timerHeap) due(now qp.Time) *QP {
 	}
 	q := t.heap[0].q
 	t.heap.remove(0)
+	t.changedLocked()
 	return q
 }
 
