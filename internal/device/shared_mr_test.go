@@ -48,7 +48,7 @@ func TestAllocMR(t *testing.T) {
 					t.Error("a closed region still gives its memory out")
 				}
 			}
-			if after := descriptors(t); after != before || strings.Contains(mapsOf(t), "memfd:verbena-mr") {
+			if after := descriptors(t); after > before || strings.Contains(mapsOf(t), "memfd:verbena-mr") {
 				t.Errorf("%d descriptors, %d before; and mappings:\n%s", after, before, mapsOf(t))
 			}
 		})
@@ -92,7 +92,7 @@ func TestAllocMRRefused(t *testing.T) {
 	closeAll(t, mr)
 	_, err = mr.Share()
 	wantErrno(t, "sharing a closed region", err, syscall.EINVAL)
-	if after := descriptors(t); after != before || strings.Contains(mapsOf(t), "memfd:verbena-mr") {
+	if after := descriptors(t); after > before || strings.Contains(mapsOf(t), "memfd:verbena-mr") {
 		t.Errorf("%d descriptors, %d before; or a mapping is left", after, before)
 	}
 }
