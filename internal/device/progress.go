@@ -177,10 +177,11 @@ func (d *Device) background() {
 			d.runReady(1)
 			got, busy := d.receive()
 			n := d.polls.Load()
+			alone := n == seen
 			switch {
 			case busy: // at this very moment: the link is theirs, and to spin until they are done would take a core from them
 				vain = tolerance
-			case n != seen && (!got || d.polling()):
+			case !alone && (!got || d.polling()):
 				vain++ // somebody else is here, and would have got it
 			case got:
 				vain = 0
@@ -193,10 +194,10 @@ func (d *Device) background() {
 				if d.deferred.Load() {
 					d.flushDeferred()
 				}
-			case !got && !d.linger(&recent):
+			case !got && !(alone && recent && d.linger()):
 				d.block(forever)
 			}
-			recent = recent || got
+			recent = got
 			continue
 		}
 		if d.deferred.Load() {
@@ -213,21 +214,15 @@ func (d *Device) background() {
 
 // linger waits for more where something came just now, for about as long as it takes
 // to fall asleep and be woken: a peer that sends at the pace of our answers is not
-// made to wake us for each. It reports whether something came.
-func (d *Device) linger(recent *bool) bool {
-	if !*recent {
-		return false
-	}
-	*recent = false
+// made to wake us for each. It reports whether there is something, or somebody polls.
+func (d *Device) linger() bool {
+	polls := d.polls.Load()
 	for start, looks := d.now(), 0; ; looks++ {
 		if t := d.now() - start; t >= lingerTime || t == 0 && looks > 8 { // time stands still in simulations
 			return false
 		}
-		if got, busy := d.receive(); got || busy {
-			*recent = got
-			return true
-		}
-		if d.ready.some.Load() || d.stopped.Load() {
+		got, busy := d.receive()
+		if got || busy || d.polls.Load() != polls || d.ready.some.Load() || d.stopped.Load() {
 			return true
 		}
 	}

@@ -50,10 +50,6 @@ func (r *receiver) Deliver(t *train.Train) {
 		due, patient = true, false
 	}
 	if due && !patient {
-		if t.Payload.Far != nil { // which took longer than an answer does, and the peer may wait for it
-			r.dev.answer(q, r.dev.now())
-			return
-		}
 		r.urgent = true
 	}
 	if n := len(r.touched); due && (n == 0 || r.touched[n-1] != q) {
