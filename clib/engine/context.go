@@ -138,6 +138,14 @@ type inContext struct{ ctx *openContext }
 
 func (o inContext) owner() *openContext { return o.ctx }
 
+// object is get, for those who do not know the kind.
+func (t *table[T]) object(h uint64) object {
+	if o := t.get(h); o != nil {
+		return any(o).(object)
+	}
+	return nil
+}
+
 // tables are those of objects, by their kinds.
 var tables = map[uint64]interface {
 	object(h uint64) object

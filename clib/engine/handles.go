@@ -81,14 +81,6 @@ func (t *table[T]) get(h uint64) *T {
 	return s.obj
 }
 
-// object is get, for those who do not know the kind.
-func (t *table[T]) object(h uint64) object {
-	if o := t.get(h); o != nil {
-		return any(o).(object)
-	}
-	return nil
-}
-
 // remove forgets a handle, and reports whether it was one.
 func (t *table[T]) remove(h uint64) bool {
 	t.mu.Lock()
