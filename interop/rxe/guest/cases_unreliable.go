@@ -63,6 +63,12 @@ func (s *scene) datagram(op verbs.Opcode, size int) error {
 		}
 		wr := verbs.SendWR{ID: 6, Op: op, RemoteQPN: way.to.qpn, RemoteQKey: qkey}
 		want := verbs.WC{ID: 5, Op: verbs.WCRecv, Flags: verbs.WCGRH, ByteLen: uint32(verbs.GRHLength + size), SrcQP: way.from.qpn}
+		if way.to.who() == s.ours.who() { // the kernel's rxe leaves it at 0
+			want.SL = verbs.WCIPv6
+			if way.from.gid().Addr().Is4() {
+				want.SL = verbs.WCIPv4
+			}
+		}
 		if size > 0 {
 			wr.SGL = []verbs.SGE{out.sge(0, size)}
 		}
