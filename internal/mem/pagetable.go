@@ -33,27 +33,32 @@ type leaf struct {
 type branch [branchPages / leafPages]atomic.Pointer[leaf]
 
 type pageTable struct {
-	pages uint64                   // how many there are
-	only  atomic.Pointer[leaf]     // a small region's
-	top   []atomic.Pointer[branch] // a larger one's; nil for a small one
-	made  []atomic.Uint64          // a bit for each of top, set before it gets a leaf
+	pages uint64               // how many there are
+	only  atomic.Pointer[leaf] // a small region's
+	large *branches            // a larger one's; nil for a small one
+}
+
+// branches are those of a large table.
+type branches struct {
+	top  []atomic.Pointer[branch]
+	made []atomic.Uint64 // a bit for each, set before it gets a leaf
 }
 
 // init sizes an empty table.
 func (t *pageTable) init(pages uint64) {
 	t.pages = pages
 	if pages > leafPages {
-		t.top = make([]atomic.Pointer[branch], (pages-1)/branchPages+1)
-		t.made = make([]atomic.Uint64, (len(t.top)-1)/64+1)
+		n := (pages-1)/branchPages + 1
+		t.large = &branches{make([]atomic.Pointer[branch], n), make([]atomic.Uint64, (n-1)/64+1)}
 	}
 }
 
 // leaf returns the leaf of a page, or nil if none of its pages was ever present.
 func (t *pageTable) leaf(page uint64) *leaf {
-	if t.top == nil {
+	if t.large == nil {
 		return t.only.Load()
 	}
-	b := t.top[page/branchPages].Load()
+	b := t.large.top[page/branchPages].Load()
 	if b == nil {
 		return nil
 	}
@@ -66,10 +71,10 @@ func (t *pageTable) makeLeaf(page uint64) *leaf {
 		return l
 	}
 	place := &t.only
-	if t.top != nil {
+	if t.large != nil {
 		i := page / branchPages
-		b := orMake(&t.top[i])
-		t.made[i/64].Or(1 << (i % 64))
+		b := orMake(&t.large.top[i])
+		t.large.made[i/64].Or(1 << (i % 64))
 		place = &b[page/leafPages%uint64(len(b))]
 	}
 	return orMake(place)
@@ -175,9 +180,9 @@ func (t *pageTable) empty(page uint64) uint64 {
 	switch {
 	case t.leaf(page) != nil:
 		return 0
-	case t.top == nil:
+	case t.large == nil:
 		return t.pages - page
-	case t.top[page/branchPages].Load() == nil:
+	case t.large.top[page/branchPages].Load() == nil:
 		return t.nextBranch(page/branchPages+1)*branchPages - page
 	default:
 		return leafPages - page%leafPages
@@ -187,8 +192,8 @@ func (t *pageTable) empty(page uint64) uint64 {
 // nextBranch returns the first branch from i on that was made, or a number behind
 // the last if there is none.
 func (t *pageTable) nextBranch(i uint64) uint64 {
-	for skip := i % 64; i/64 < uint64(len(t.made)); skip = 0 {
-		if rest := t.made[i/64].Load() >> skip; rest != 0 {
+	for skip := i % 64; i/64 < uint64(len(t.large.made)); skip = 0 {
+		if rest := t.large.made[i/64].Load() >> skip; rest != 0 {
 			return i + uint64(bits.TrailingZeros64(rest))
 		}
 		i += 64 - skip
