@@ -263,12 +263,11 @@ func (d *Device) sendHeld(q *QP, now qp.Time) bool {
 		}
 	}
 	q.heldAt = d.frees()
-	left, ok := d.send(q, live, now)
+	left, _ := d.send(q, live, now) // if one could not be read, the queue pair has heard of it
 	if len(left) > 0 {
 		d.hold(q, b, left)
 		return false
 	}
-	_ = ok // if one could not be read, the queue pair has heard of it
 	b.release()
 	return true
 }

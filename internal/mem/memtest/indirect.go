@@ -412,12 +412,19 @@ func testIndirectRefused(t *testing.T, e *env) {
 	if f := e.table.Configure(&l, self); f.Kind != mem.FaultAccess {
 		t.Errorf("writing to what may not be written: %v", f)
 	}
+	e.nothingBorrowed(t, x)
+}
+
+// nothingBorrowed checks that what a key stood on is free again: its keys can be
+// invalidated, its regions changed.
+func (e *env) nothingBorrowed(t *testing.T, x *indirect) {
+	t.Helper()
 	for _, k := range x.keys {
 		if f := e.table.Invalidate(k.Key(), self); !f.OK() {
 			t.Errorf("a key below: %v", f)
 		}
 	}
-	for _, p := range x.parts { // nothing was left borrowed
+	for _, p := range x.parts {
 		cfg, _ := p.Snapshot()
 		if err := p.Rereg(cfg); err != nil {
 			t.Errorf("a region: %v", err)
@@ -471,17 +478,7 @@ func testIndirectInPlace(t *testing.T, e *env) {
 			t.Errorf("%s: reading: %v, should be %v", c.name, got, c.read)
 		}
 	}
-	for _, k := range x.keys {
-		if f := e.table.Invalidate(k.Key(), self); !f.OK() {
-			t.Errorf("a key below: %v", f)
-		}
-	}
-	for _, p := range x.parts { // nothing was left borrowed
-		cfg, _ := p.Snapshot()
-		if err := p.Rereg(cfg); err != nil {
-			t.Errorf("a region: %v", err)
-		}
-	}
+	e.nothingBorrowed(t, x)
 }
 
 // testIndirectSheltered: a key that another stands on cannot be changed in place, and
