@@ -68,7 +68,7 @@ type Device struct {
 	mcast   mcast
 	shares  shares
 	dm      *mem.DevicePool
-	scatter qp.Scatter // what queue pairs do that do not say
+	scatter bool // what queue pairs do that do not say
 
 	mu      sync.Mutex // guards object counts, reference counts and closed
 	counts  objectCounts
@@ -256,7 +256,7 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 		d.srqs = mem.NewSlots[SRQ](d.limits.SRQs, none, mem.RandomPermKey())
 	}
 	d.dm = mem.NewDevicePool(uint64(d.maxDM()))
-	d.scatter = scatterMode()
+	d.scatter = scatterWanted()
 	d.events.init()
 	return d
 }

@@ -12,17 +12,15 @@ import (
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/provider"
-	"github.com/verbena-rdma/verbena/internal/qp"
 )
 
 // What the environment says, and what a queue pair says for itself.
 func TestScatterMode(t *testing.T) {
 	for _, c := range []struct {
 		own, other string
-		want       qp.Scatter
+		want       bool
 	}{
-		{"", "", qp.ScatterAbsent}, {"1", "", qp.ScatterAbsent}, {"2", "", qp.ScatterAlways}, {"0", "", qp.ScatterOff},
-		{"", "0", qp.ScatterOff}, {"", "1", qp.ScatterAbsent}, {"2", "0", qp.ScatterAlways},
+		{"", "", true}, {"1", "", true}, {"0", "", false}, {"", "0", false}, {"", "1", true}, {"1", "0", true}, {"0", "1", false},
 	} {
 		t.Setenv("VERBENA_SCATTER_TO_CQE", c.own)
 		t.Setenv("MLX5_SCATTER_TO_CQE", c.other)
@@ -31,7 +29,7 @@ func TestScatterMode(t *testing.T) {
 			t.Errorf("%q and %q: %v, want %v", c.own, c.other, got, c.want)
 		}
 		off := must[provider.QP](t)(e.pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: e.cq, RecvCQ: e.cq, NoScatterToCQE: true}))
-		if got := off.(*QP).core.Scatter; got != qp.ScatterOff {
+		if got := off.(*QP).core.Scatter; got {
 			t.Errorf("switched off: %v", got)
 		}
 		closeAll(t, off)
@@ -44,7 +42,7 @@ func TestScatterMode(t *testing.T) {
 func TestInlineReceive(t *testing.T) {
 	for _, mode := range allLinks {
 		for _, typ := range []ib.QPType{ib.RC, ib.UC} {
-			for _, env := range []string{"0", "2"} {
+			for _, env := range []string{"0", "1"} {
 				t.Run(fmt.Sprintf("%s/%v/%s", mode, typ, env), func(t *testing.T) {
 					t.Setenv("VERBENA_SCATTER_TO_CQE", env)
 					a, b := connected(t, openFor(t, mode), openFor(t, mode), typ, 4096, nil)
@@ -88,7 +86,7 @@ func TestInlineReceive(t *testing.T) {
 					if !bytes.Equal(fromDM(t, dm, 0, 64), a.buf[:64]) || countsOf(b.dev)["inline_receives"] != counted {
 						t.Error("device memory")
 					}
-					if (counted > 0) != (env == "2") {
+					if (counted > 0) != (env == "1") {
 						t.Errorf("%d inline receives", counted)
 					}
 				})
@@ -100,7 +98,6 @@ func TestInlineReceive(t *testing.T) {
 // The bytes are there when a completion event has led to a poll; the region that was
 // closed before the poll fails it, and the queue pair.
 func TestInlineReceiveLate(t *testing.T) {
-	t.Setenv("VERBENA_SCATTER_TO_CQE", "2")
 	for _, mode := range allLinks {
 		t.Run(mode, func(t *testing.T) {
 			x, y := openFor(t, mode), openFor(t, mode)
@@ -153,8 +150,8 @@ func TestInlineReceiveLate(t *testing.T) {
 func BenchmarkInlineReceive(b *testing.B) {
 	for _, mode := range allLinks {
 		for _, op := range []ib.Opcode{ib.OpSend, ib.OpRDMARead} {
-			for _, env := range []string{"0", "2"} {
-				b.Run(fmt.Sprintf("%s/%v/%s", mode, op, map[string]string{"0": "off", "2": "on"}[env]), func(b *testing.B) {
+			for _, env := range []string{"0", "1"} {
+				b.Run(fmt.Sprintf("%s/%v/%s", mode, op, map[string]string{"0": "off", "1": "on"}[env]), func(b *testing.B) {
 					b.Setenv("VERBENA_SCATTER_TO_CQE", env)
 					x, y := connected(b, openFor(b, mode), openFor(b, mode), ib.RC, 64, nil)
 					wrs := []ib.SendWR{{Op: op, Flags: ib.SendSignaled, SGL: x.sge(0, 64), RemoteAddr: y.mr.Addr(), RKey: y.mr.RKey()}}

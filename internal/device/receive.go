@@ -90,7 +90,7 @@ func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due, patient boo
 	return f, due, patient
 }
 
-// executedLocked follows up on what was received, and tells whether something is to
+// executedLocked follows up on what was received or begun, and tells whether something is to
 // be sent.
 func (q *QP) executedLocked() (due bool) {
 	q.dev.rearmLocked(q)

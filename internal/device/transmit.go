@@ -103,7 +103,7 @@ func (d *Device) drain(q *QP, now qp.Time) bool {
 			n++
 		}
 		stalled := q.core.Stalled()
-		d.rearmLocked(q)
+		q.executedLocked()
 		q.mu.Unlock()
 		if stalled {
 			d.await(q)

@@ -53,7 +53,7 @@ func (s *script) pair(a *cmdArgs) {
 	s.w, s.polling = w, [2]bool{true, true}
 	var set [2]setup
 	var upTo [2]ib.QPState
-	typ, signalAll := types[a.str("type", "rc")], a.flag("signal-all")
+	typ, signalAll, scatter := types[a.str("type", "rc")], a.flag("signal-all"), a.flag("scatter")
 	for i, name := range []string{"a", "b"} {
 		key := func(k string) string {
 			if a.has(name + "." + k) {
@@ -71,7 +71,7 @@ func (s *script) pair(a *cmdArgs) {
 			cq: int(num("cq", uint64(u.cq))), sq: int(num("sq", uint64(u.sq))), rq: int(num("rq", uint64(u.rq))), sge: u.sge,
 			inline: u.inline, qkey: uint32(num("qkey", uint64(u.qkey))), srq: a.flag(name + ".srq"),
 			recvPD: uint32(num("recv-pd", testPD)), memory: int(num("memory", uint64(u.memory))),
-			scatter: map[string]Scatter{"off": ScatterOff, "absent": ScatterAbsent, "always": ScatterAlways}[a.str("scatter", "off")]}
+			scatter: scatter}
 		w.newEnd(name, set[i])
 		upTo[i] = states[a.str(key("state"), "rts")]
 	}

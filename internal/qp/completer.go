@@ -150,7 +150,7 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 	}
 	list := q.localList(q.sq.head, uint64(done)*uint64(q.mtu))
 	last := done+t.N == int(w.n)
-	waits, fault, side := q.deliver(list, t, last, last && done == 0 && w.flags&ib.SendSignaled != 0)
+	waits, fault, side := q.deliver(list, t, last, last && done == 0 && w.flags&ib.SendSignaled != 0, true)
 	if !fault.OK() {
 		if side == mem.Src {
 			return fault
@@ -377,6 +377,7 @@ func (q *QP) completeSend(w *wqe) {
 	}
 	if q.req.late { // the first that completes now is the one whose result waits
 		q.req.late = false
+		q.late.Results = &q.late.results
 		q.pushed(q.SendCQ.PushLateSend(&wc, q.sq.freed, q.sq.head, &q.late.Late))
 		return
 	}

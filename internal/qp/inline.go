@@ -5,29 +5,25 @@ package qp
 // belong when it is polled (queue.Late). The program cannot tell: the bytes are
 // there when it has the completion, and before it must not look.
 //
-// Hardware does so because it then need not read the scatter list. Here it saves
-// nothing where the memory is at hand, and costs a second copy. But memory that has
-// to be fetched first need not keep the peer waiting: the message is taken, and
-// whoever polls waits for the page. So that is when it is done, unless it is asked
-// for always.
+// Hardware does so because it then need not read the scatter list. Here it costs a
+// second copy where the memory is at hand. But memory that has to be fetched first
+// need not keep the peer waiting: the message is taken, and whoever polls waits for
+// the page.
+//
+// What other work of the queue pair may count on does not wait for a poll: a fenced
+// request starts, and a later result is written, when earlier results have been
+// (writeResults).
 //
 // It is never done for indirect keys and device memory, nor for a message that does
 // not fit the first piece of its list, nor for requests that make no completion.
 
 import (
+	"sync/atomic"
+
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/queue"
 	"github.com/verbena-rdma/verbena/internal/train"
-)
-
-// Scatter says when bytes wait in the completion queue.
-type Scatter uint8
-
-const (
-	ScatterOff    Scatter = iota // never
-	ScatterAbsent                // when their memory has to be fetched first
-	ScatterAlways                // whenever they are short enough
 )
 
 // mayWait tells whether a message of n bytes that goes to a list may wait.
@@ -44,6 +40,7 @@ func (q *QP) keep(list *mem.List, t *train.Train) mem.Fault {
 		l = &lateBytes{Late: queue.Late{Failed: q.ScatterFailed, Table: q.Table}}
 		q.late = l
 	}
+	l.Results = nil
 	l.Actor, l.SGE, l.N = list.Actor, list.SGEs[0], uint8(t.Len)
 	l.raw[0] = l.Data[:t.Len]
 	l.to = mem.List{Raw: l.raw[:]}
@@ -54,18 +51,45 @@ func (q *QP) keep(list *mem.List, t *train.Train) mem.Fault {
 // lateBytes is what waits, until it is pushed, and what it takes to fill it.
 type lateBytes struct {
 	queue.Late
-	raw [1][]byte
-	to  mem.List
+	raw     [1][]byte
+	to      mem.List
+	results atomic.Int32 // of requests, that wait
+}
+
+// writeResults writes the results of earlier requests that still wait. A fault is what
+// keeps it from doing so.
+func (q *QP) writeResults() mem.Fault {
+	if q.late == nil || q.late.results.Load() == 0 {
+		return mem.Fault{}
+	}
+	return q.SendCQ.Settle(&q.late.results)
+}
+
+// settled is writeResults, for a request that starts behind it: it reports whether it may.
+func (q *QP) settled() bool {
+	f := q.writeResults()
+	switch f.Kind {
+	case mem.FaultNone:
+		return true
+	case mem.FaultPending:
+		q.standStill(f, nil)
+	default:
+		q.enterError() // the completion will say why
+	}
+	return false
 }
 
 // deliver puts what came to a list, which is the whole message if whole is set; or
-// lets it wait, and reports that.
-func (q *QP) deliver(list *mem.List, t *train.Train, end, whole bool) (waits bool, f mem.Fault, side mem.Side) {
-	if q.Scatter != ScatterAlways || !whole || !q.mayWait(list, t.Len) {
-		f, side = mem.Copy(list, &t.Payload, uint64(t.Len), end)
-		if f.Kind != mem.FaultPending || side != mem.Dst || q.Scatter == ScatterOff || !whole || !q.mayWait(list, t.Len) {
-			return false, f, side
+// lets it wait, and reports that. A result must not overtake another.
+func (q *QP) deliver(list *mem.List, t *train.Train, end, whole, result bool) (waits bool, f mem.Fault, side mem.Side) {
+	if !q.Scatter || !whole || !q.mayWait(list, t.Len) {
+		if result {
+			if f = q.writeResults(); !f.OK() {
+				return false, f, mem.Dst
+			}
 		}
+		f, side = mem.Copy(list, &t.Payload, uint64(t.Len), end)
+		return false, f, side
 	}
 	if f = q.keep(list, t); !f.OK() {
 		return false, f, mem.Src

@@ -108,6 +108,9 @@ func (q *QP) passLocal(now Time) bool {
 	if w.flags&ib.SendFence != 0 && q.sq.head != r.cur {
 		return q.askAgain()
 	}
+	if w.flags&ib.SendFence != 0 && !q.settled() {
+		return false
+	}
 	if f := q.execute(w); !f.OK() {
 		q.failLocal(ib.WCMWBindErr, vendorFault(f), now)
 		return r.failing != 0 && r.cur != r.failAt // what askAgain left

@@ -63,7 +63,7 @@ type Config struct {
 	// owner learns of it and may use their memory; it must not call back.
 	Stopped func()
 
-	Scatter Scatter
+	Scatter bool // short messages and results wait beside their completions (inline.go)
 	// ScatterFailed is told, with no lock held, that bytes could not be written when
 	// their completion was polled: it calls ScatterBroke.
 	ScatterFailed func(mem.Fault) (vendor uint16)

@@ -159,7 +159,7 @@ func (q *QP) begin(w *wqe, now Time) bool {
 	if q.state == ib.QPSQD {
 		return false // IBA 10.3.1.5: nothing new is started while draining
 	}
-	if w.flags&ib.SendFence != 0 && r.rd.len() > 0 {
+	if w.flags&ib.SendFence != 0 && (r.rd.len() > 0 || !q.settled()) {
 		return false
 	}
 	if f.rd && q.attr.MaxRDAtomic == 0 {

@@ -146,7 +146,7 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 	if uint64(t.Len) > min(r.taken.Len, MaxMsgSize)-r.off {
 		return q.refuse(tooLong, vendorTooLong)
 	}
-	waits, f, side := q.deliver(q.receiveList(r.off), t, t.End, t.Start && t.End)
+	waits, f, side := q.deliver(q.receiveList(r.off), t, t.End, t.Start && t.End, false)
 	if !f.OK() {
 		if side == mem.Src {
 			return f

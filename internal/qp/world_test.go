@@ -124,7 +124,7 @@ type setup struct {
 	signalAll, srq      bool
 	qkey, recvPD        uint32
 	memory              int // bytes of the region "mem"
-	scatter             Scatter
+	scatter             bool
 }
 
 // usual is what most tests want.

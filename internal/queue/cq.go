@@ -29,8 +29,10 @@ type CQ struct {
 	armed arming
 	fired uint32 // how many events there were
 
-	late     []Late // bytes that wait beside their completions, by number less 1
-	lateFree uint32 // a place there that is free; 0: none
+	late     []Late   // bytes that wait beside their completions, by number less 1
+	lateFree uint32   // a place there that is free; 0: none
+	placing  []uint32 // those that a poll has taken, and is to place
+	writer   writer
 }
 
 // entry is a completion in the ring. A send request keeps its place in the send

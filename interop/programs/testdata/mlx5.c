@@ -191,8 +191,8 @@ static void requests(void)
 	WANT(!ibv_destroy_qp(s.qp[0]) && !ibv_destroy_qp(s.qp[1]) && !ibv_destroy_cq(s.cq));
 }
 
-/* A short message waits beside its completion (VERBENA_SCATTER_TO_CQE=2 wants that of
- * all): it is in memory when that is polled, or before if the queue pair says so. */
+/* A short message waits beside its completion: it is in memory when that is polled, or
+ * before if the queue pair says so. */
 static void scatter(uint32_t flags, int waits)
 {
 	struct ibv_cq *sent = ibv_create_cq(ctx, 4, NULL, NULL, 0), *got = ibv_create_cq(ctx, 4, NULL, NULL, 0);
