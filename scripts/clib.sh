@@ -20,6 +20,8 @@ if ! [ -f /usr/include/infiniband/verbs.h ]; then
   exit 1
 fi
 mkdir -p "$OUT" "$OUT/include/verbena"
+exec 9>"$OUT/.lock" # tests of several packages build it, at the same time
+if have flock; then flock 9; fi
 
 front=$OUT/libibverbs.so.1
 if [ -z "$(find "$front" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find clib/front -newer "$front")" ]; then
