@@ -36,6 +36,9 @@ func (q *QP) direct(now qp.Time) (owed debt, rest bool) {
 // The caller holds q's lock. While the token is free nobody has trains of q's in hand, nor
 // gets any without the lock.
 func (q *QP) writeNext(wrs []ib.SendWR) (done int) {
+	if len(wrs) == 0 || !q.core.MayWrite(&wrs[0]) {
+		return 0
+	}
 	peer, _ := q.neighbour()
 	if peer == nil || q.tx.Load() != txIdle || !peer.mu.TryLock() {
 		return 0

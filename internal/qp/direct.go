@@ -36,6 +36,9 @@ func (q *QP) AckedBy(p *QP, now Time) bool {
 	return true
 }
 
+// MayWrite tells whether WriteTo could execute a request, as far as this side knows.
+func (q *QP) MayWrite(wr *ib.SendWR) bool { return q.shortWrite(wr) > 0 && q.atRest() }
+
 // WriteTo executes a WRITE of one packet at the peer, if neither side has anything else
 // under way: all that its train and the acknowledgement would change, without them. It
 // reports false, and has changed nothing, if the request has to go by trains, or is to be
