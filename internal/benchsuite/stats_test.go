@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -133,6 +134,29 @@ func TestExitCode(t *testing.T) {
 		if got := exitCode(&c.r, c.strict, c.ci); got != c.want {
 			t.Errorf("below %d, not run %d, failed %d, strict %v, CI %v: exit %d, want %d",
 				c.r.Below, c.r.NotRun, c.r.Failed, c.strict, c.ci, got, c.want)
+		}
+	}
+}
+
+func TestPerftestReport(t *testing.T) {
+	heading := " #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   MsgRate[Mpps]\n"
+	for _, c := range []struct {
+		report string
+		want   float64
+		fails  error
+	}{
+		{"---\n" + heading + " 65536      5000             0.00            1036.43\t\t   0.016583\n---\n", 0.016583, nil},
+		{heading + " 65536 5000 0.00 0.00 0.000000\n", 0, errNoClock},
+		{heading + " 8 5000 1.69 45.1 -nan\n", 0, errNoClock},
+	} {
+		got, err := fifth(c.report)
+		if got != c.want || !errors.Is(err, c.fails) {
+			t.Errorf("%q: %v, %v", c.report, got, err)
+		}
+	}
+	for _, report := range []string{"", heading, "Couldn't connect\n"} {
+		if got, err := fifth(report); err == nil || errors.Is(err, errNoClock) {
+			t.Errorf("%q: %v, %v", report, got, err)
 		}
 	}
 }
