@@ -32,7 +32,8 @@ type DMConfig struct {
 	// Class is what the program may do with the memory. Zero (DMPlain): copy.
 	Class DMClass
 
-	// Export allows [DM.Export]. Such a buffer takes whole pages of its own.
+	// Export allows [DM.Export]. Such a buffer takes whole pages of its own, from offset
+	// 0 on of a file of its own, which suits any LogAlign.
 	Export bool
 }
 

@@ -191,7 +191,7 @@ func (r *Region) takeLocked(op string) error {
 	if r.bound.CompareAndSwap(0, taken) {
 		return nil
 	}
-	return ib.Errorf(op, syscall.EBUSY, "%d memory windows are bound to the region, or indirect keys stand on it", r.bound.Load())
+	return ib.Errorf(op, syscall.EBUSY, "%d memory windows or indirect keys stand on the region", r.bound.Load())
 }
 
 func (r *Region) giveLocked() { r.bound.Store(0) }
