@@ -33,7 +33,9 @@ type CQ struct {
 	late     []Late // bytes that wait beside their completions, by number less 1
 	lateFree uint32 // a place there that is free; 0: none
 	fetching bool   // somebody who polls fetches those that the first completion needs
-	writer   writer
+	// fetchDone is told when that has been done.
+	fetchDone sync.Cond
+	writer    writer
 }
 
 // entry is a completion in the ring. A send request keeps its place in the send
@@ -62,7 +64,11 @@ const (
 )
 
 // NewCQ makes a ring of the given number of entries, at least 1.
-func NewCQ(entries int) *CQ { return &CQ{ring: make([]entry, entries)} }
+func NewCQ(entries int) *CQ {
+	c := &CQ{ring: make([]entry, entries)}
+	c.fetchDone.L = &c.mu
+	return c
+}
 
 // Cap returns the number of entries.
 func (c *CQ) Cap() int {
@@ -141,19 +147,24 @@ func (c *CQ) PollReady(out []ib.WC, notes []Note) int {
 }
 
 // take takes completions up to one whose bytes have to be fetched first. If that is
-// the first, fetch is set and nobody is at it, the fault is the caller's to await.
+// the first, and fetch is set, the fault is the caller's to await.
 func (c *CQ) take(out []ib.WC, notes []Note, fetch bool) (n int, f mem.Fault) {
 	if c.count.Load() == 0 {
 		return 0, f
 	}
 	c.mu.Lock()
 	count := int(c.count.Load())
-	for ; n < len(out) && count > 0; n++ {
+	for n < len(out) && count > 0 {
 		e := &c.ring[c.head]
 		var failed func(mem.Fault) uint16
 		if e.late != 0 {
-			if f = c.writeLocked(e.late); !f.OK() && c.absentLocked(e.late, &f, fetch && n == 0) {
-				break
+			f = c.writeLocked(e.late)
+			if f.Kind == mem.FaultPending && c.late[e.late-1].fetches < maxFetches {
+				if !fetch || n > 0 || c.fetchLocked(e.late) {
+					break
+				}
+				count, f = int(c.count.Load()), mem.Fault{}
+				continue
 			}
 			failed = c.late[e.late-1].Failed
 			c.dropLocked(e.late)
@@ -176,6 +187,7 @@ func (c *CQ) take(out []ib.WC, notes []Note, fetch bool) (n int, f mem.Fault) {
 			c.mu.Lock()
 			count = int(c.count.Load())
 		}
+		n++
 	}
 	c.count.Store(int64(count))
 	c.mu.Unlock()

@@ -6,8 +6,8 @@ package queue
 //  1. Whoever completes makes a Late and pushes it with the completion.
 //  2. Poll takes a completion when its bytes are written. If they have to be fetched
 //     first, it returns what comes before; if that is nothing, it fetches them, with no
-//     lock held. The completion stays where it is meanwhile, as do those behind it, and
-//     others who poll find nothing.
+//     lock held. The completion stays where it is meanwhile, as do those behind it:
+//     others who poll wait, too.
 //  3. Whoever cannot wait for a poll has them written before (Settle).
 
 import (
@@ -103,19 +103,16 @@ func (c *CQ) settledLocked(i uint32) {
 // written.
 const maxFetches = 16
 
-// absentLocked reports whether bytes that met a fault have to be fetched first. The
-// fault is left to whoever is to do so: the first who asks, until it says fetched.
-func (c *CQ) absentLocked(i uint32, f *mem.Fault, fetch bool) bool {
-	l := &c.late[i-1]
-	if f.Kind != mem.FaultPending || l.fetches == maxFetches {
+// fetchLocked is told that the bytes of the first completion have to be fetched. It
+// reports whether the caller is to do so, and then to say fetched; otherwise somebody
+// else has done it.
+func (c *CQ) fetchLocked(i uint32) bool {
+	if c.fetching {
+		c.fetchDone.Wait()
 		return false
 	}
-	if !fetch || c.fetching {
-		*f = mem.Fault{}
-		return true
-	}
-	l.fetches++
 	c.fetching = true
+	c.late[i-1].fetches++
 	return true
 }
 
@@ -123,6 +120,7 @@ func (c *CQ) fetched() {
 	c.mu.Lock()
 	c.fetching = false
 	c.mu.Unlock()
+	c.fetchDone.Broadcast()
 }
 
 // Settle writes bytes that wait, in their order, though nobody has polled. A fault is
