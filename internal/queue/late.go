@@ -32,10 +32,10 @@ type Late struct {
 	Data    [MaxLate]byte
 	N       uint8
 
-	placed  bool      // they have been written
-	fetches uint8     // how often a poll has had them fetched
-	fault   mem.Fault // why they cannot be written
-	next    uint32    // those that wait behind them; of a place that is free: the next one
+	placed  bool          // they have been written
+	fetches uint8         // how often a poll has had them fetched
+	fault   mem.FaultKind // why they cannot be written
+	next    uint32        // those that wait behind them; of a place that is free: the next one
 }
 
 // Waiting is all the bytes that wait in one completion queue on behalf of one side
@@ -139,8 +139,8 @@ func (c *CQ) Settle(w *Waiting) mem.Fault {
 // writeLocked writes bytes, once. What is wrong with them remains so, for all to hear.
 func (c *CQ) writeLocked(i uint32) mem.Fault {
 	l := &c.late[i-1]
-	if l.placed || !l.fault.OK() {
-		return l.fault
+	if l.placed || l.fault != mem.FaultNone {
+		return mem.Fault{Kind: l.fault}
 	}
 	w := &c.writer
 	w.raw[0], w.sges[0] = l.Data[:l.N], l.SGE
@@ -152,7 +152,7 @@ func (c *CQ) writeLocked(i uint32) mem.Fault {
 		c.settledLocked(i)
 	case mem.FaultPending:
 	default:
-		l.fault = f
+		l.fault = f.Kind
 	}
 	return f
 }
