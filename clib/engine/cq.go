@@ -97,7 +97,7 @@ func (q *completionQueue) deliver() {
 	if q.Len() == 0 || !q.mu.TryLock() {
 		return
 	}
-	if n := q.CQ.CQ.PollNotes(q.wcs[:min(batch, q.roomLocked())], q.notes[:]); n > 0 {
+	if n := q.CQ.CQ.PollReady(q.wcs[:min(batch, q.roomLocked())], q.notes[:]); n > 0 {
 		q.putLocked(n)
 	}
 	q.mu.Unlock()

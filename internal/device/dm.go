@@ -67,6 +67,7 @@ func (d *Device) maxDM() int {
 type DM struct {
 	dev *Device
 	mem *mem.DeviceMem
+	n   int // bytes that it counts for
 
 	mu     sync.Mutex // guards closed
 	closed bool
@@ -82,10 +83,13 @@ func (d *Device) AllocDM(cfg provider.DMConfig) (provider.DM, error) {
 		return nil, ib.Errorf(op, syscall.EINVAL, "an alignment of 2^%d", cfg.LogAlign)
 	case cfg.Class > ib.DMCoherent:
 		return nil, ib.Errorf(op, syscall.EINVAL, "%v", cfg.Class)
-	case cfg.Length > math.MaxInt:
+	case cfg.Length > uint64(math.MaxInt-os.Getpagesize()):
 		return nil, ib.Errorf(op, syscall.ENOMEM, "%d bytes, the device has %d", cfg.Length, d.maxDM())
 	}
 	n := int(cfg.Length)
+	if cfg.Export { // it takes whole pages
+		n = (n + os.Getpagesize() - 1) &^ (os.Getpagesize() - 1)
+	}
 	d.mu.Lock()
 	err := d.addLocked(op, &d.counts.dm, n, d.maxDM())
 	d.mu.Unlock()
@@ -98,7 +102,7 @@ func (d *Device) AllocDM(cfg provider.DMConfig) (provider.DM, error) {
 		d.freeDM(n)
 		return nil, err
 	}
-	return &DM{dev: d, mem: m}, nil
+	return &DM{dev: d, mem: m, n: n}, nil
 }
 
 func (d *Device) freeDM(n int) {
@@ -129,12 +133,11 @@ func (m *DM) Close() error {
 	if m.closed {
 		return nil
 	}
-	n := int(m.mem.Len())
 	if err := m.mem.Free(); err != nil {
 		return err
 	}
 	m.closed = true
-	m.dev.freeDM(n)
+	m.dev.freeDM(m.n)
 	return nil
 }
 

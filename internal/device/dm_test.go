@@ -153,6 +153,22 @@ func TestDeviceMemoryRules(t *testing.T) {
 	closeAll(t, last, pd, opd)
 }
 
+// A buffer that can be exported counts for the pages that it takes.
+func TestDeviceMemoryExportCounts(t *testing.T) {
+	page := uint64(os.Getpagesize())
+	d := openDevice(t, provider.Config{Link: linkLoop, DMSize: int64(2 * page)})
+	var dms []closer
+	for range 2 {
+		dms = append(dms, must[provider.DM](t)(d.AllocDM(provider.DMConfig{Length: 1, Export: true})))
+	}
+	for _, export := range []bool{true, false} {
+		_, err := d.AllocDM(provider.DMConfig{Length: 1, Export: export})
+		wantErrno(t, "an empty pool", err, syscall.ENOMEM)
+	}
+	closeAll(t, dms...)
+	closeAll(t, must[provider.DM](t)(d.AllocDM(provider.DMConfig{Length: 2 * page})))
+}
+
 func TestParseSize(t *testing.T) {
 	for _, c := range []struct {
 		s    string

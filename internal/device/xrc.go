@@ -157,7 +157,7 @@ func (x *XRCD) CreateQP() (provider.QP, error) {
 		q.target = &target{domain: x.domain.name.Words(), away: here}
 		d.meet(q.target.domain)
 	}
-	if err := d.addQP(q, qp.Config{Type: ib.XRCRecv, Scatter: d.scatter, XRC: qp.XRC{Domain: x.domain.id, Find: d.findSRQ}}); err != nil {
+	if err := d.addQP(q, qp.Config{Type: ib.XRCRecv, XRC: qp.XRC{Domain: x.domain.id, Find: d.findSRQ}}); err != nil {
 		x.unuse(&d.counts.qps)
 		return nil, err
 	}
