@@ -61,7 +61,7 @@ func (p *player) fail(format string, args ...any) {
 
 func (p *player) run() (err error) {
 	cfg := &verbs.Config{Link: verbs.LinkUDP}
-	if p.script.Any {
+	if p.script.Any && p.script.Packets != p.role {
 		cfg.Link = verbs.LinkAny
 	}
 	for _, a := range p.script.Addrs {
