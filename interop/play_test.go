@@ -41,6 +41,8 @@ func play(role string) int {
 	switch {
 	case role == "holder":
 		run = p.hold
+	case role == "citizen":
+		run = p.live
 	case role == "sniffer":
 		run = p.sniff
 	case p.script.File != "":
