@@ -97,7 +97,8 @@ func (qp *QP) Type() QPType { return qp.p.Type() }
 // (READ, atomics that return something, FLUSH), is an atomic or ATOMIC_WRITE that
 // is not of 8 bytes, is a FLUSH with data or without a type and a level, is a
 // CONFIGURE_MKEY that is both a list and a pattern or has no Configure, is longer
-// than the port's MaxMsgSize, or is for UD and has no address handle; EINVAL also if
+// than the port's MaxMsgSize, or is for UD and has no address handle, a closed one
+// or a RemoteQPN of more than 24 bits; EINVAL also if
 // the queue pair is nil or closed, or the flags are unknown. ENOMEM if the queue
 // is full: poll, and post the rest again.
 //

@@ -31,6 +31,25 @@ func (q *QP) direct(now qp.Time) (owed debt, rest bool) {
 	return owed, q.leaveToken() || rest
 }
 
+// writeNext executes the first requests of a list at the other end, if they are short
+// WRITEs and there is nothing before them: the shortest way of all. It returns how many.
+// The caller holds q's lock. While the token is free nobody has trains of q's in hand, nor
+// gets any without the lock.
+func (q *QP) writeNext(wrs []ib.SendWR) (done int) {
+	peer, _ := q.neighbour()
+	if peer == nil || q.tx.Load() != txIdle || !peer.mu.TryLock() {
+		return 0
+	}
+	if back := peer.looped(); back != nil && back.dev == q.dev && q.core.Joined(peer.core) {
+		most := min(len(wrs), directQuantum/ib.MTU4096.Bytes())
+		for done < most && q.core.WriteTo(peer.core, &wrs[done]) {
+			done++
+		}
+	}
+	peer.mu.Unlock()
+	return done
+}
+
 // leaveToken gives the token back, and tells whether somebody has left a note.
 func (q *QP) leaveToken() bool { return q.tx.Swap(txIdle) == txAgain }
 

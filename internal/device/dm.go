@@ -65,9 +65,10 @@ func (d *Device) maxDM() int {
 
 // DM is a buffer of device memory.
 type DM struct {
-	dev *Device
-	mem *mem.DeviceMem
-	n   int // bytes that it counts for
+	dev    *Device
+	number uint32
+	mem    *mem.DeviceMem
+	n      int // bytes that it counts for
 
 	mu     sync.Mutex // guards closed
 	closed bool
@@ -99,14 +100,23 @@ func (d *Device) AllocDM(cfg provider.DMConfig) (provider.DM, error) {
 	m, err := d.dm.Alloc(mem.DeviceMemConfig{Length: cfg.Length, LogAlign: uint(cfg.LogAlign),
 		Coherent: cfg.Class == ib.DMCoherent, Export: cfg.Export})
 	if err != nil {
-		d.freeDM(n)
+		d.freeDM(nil, n)
 		return nil, err
 	}
-	return &DM{dev: d, mem: m, n: n}, nil
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.nextDM++
+	buffer := &DM{dev: d, number: d.nextDM, mem: m, n: n}
+	if d.buffers == nil {
+		d.buffers = make(map[*DM]struct{})
+	}
+	d.buffers[buffer] = struct{}{}
+	return buffer, nil
 }
 
-func (d *Device) freeDM(n int) {
+func (d *Device) freeDM(m *DM, n int) {
 	d.mu.Lock()
+	delete(d.buffers, m)
 	d.counts.dm -= n
 	d.publishLocked()
 	d.mu.Unlock()
@@ -137,7 +147,7 @@ func (m *DM) Close() error {
 		return err
 	}
 	m.closed = true
-	m.dev.freeDM(m.n)
+	m.dev.freeDM(m, m.n)
 	return nil
 }
 

@@ -73,16 +73,21 @@ func newRecvQueue(op string, size, sges int) *recvQueue {
 // PostRecv appends receives and returns how many; the first one that is
 // refused ends it.
 func (r *recvQueue) PostRecv(wrs []ib.RecvWR) (int, error) {
+	good := wrs
 	for i := range wrs {
 		if len(wrs[i].SGL) > r.MaxSGE() {
-			return r.Post(wrs[:i]), ib.Errorf(r.op, syscall.EINVAL, "%d SGEs, the queue takes %d", len(wrs[i].SGL), r.MaxSGE())
+			good = wrs[:i]
+			break
 		}
 	}
-	n := r.Post(wrs)
-	if n < len(wrs) {
+	switch n := r.Post(good); {
+	case n < len(good):
 		return n, ib.Errorf(r.op, syscall.ENOMEM, "the receive queue is full (%d receives)", r.Size())
+	case n < len(wrs):
+		return n, ib.Errorf(r.op, syscall.EINVAL, "%d SGEs, the queue takes %d", len(wrs[n].SGL), r.MaxSGE())
+	default:
+		return n, nil
 	}
-	return n, nil
 }
 
 // CreateQP makes a queue pair.
@@ -253,11 +258,16 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 		q.mu.Unlock()
 		return 0, ib.Errorf("post_send", syscall.EINVAL, "the queue pair is closed")
 	}
-	n, err := q.core.PostSend(wrs)
 	q.posted = true
+	done := q.writeNext(wrs)
+	if done == len(wrs) && done > 0 {
+		q.mu.Unlock()
+		return done, nil
+	}
+	n, err := q.core.PostSend(wrs[done:])
 	if n == 0 {
 		q.mu.Unlock()
-		return 0, err
+		return done, err
 	}
 	now := q.dev.now()
 	owed, rest := q.direct(now)
@@ -266,7 +276,7 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 	if rest {
 		q.dev.transmit(q, now)
 	}
-	return n, err
+	return done + n, err
 }
 
 // Room returns how many requests can be posted now.

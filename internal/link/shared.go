@@ -33,6 +33,8 @@ import (
 type Neighbours interface {
 	// Find returns the process that a queue pair belongs to.
 	Find(qpn uint32) (process int, ok bool)
+	// ByPackets tells whether a process wants trains as packets, not by a ring.
+	ByPackets(process int) bool
 	// Dial connects to a process, and tells it who dials.
 	Dial(process int) (*net.UnixConn, error)
 	// Segment gets a descriptor of a segment of a process's memory.
@@ -228,6 +230,9 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 		s.lost.Add(1)
 		return nil
 	}
+	if f.dev.ByPackets(process) {
+		return s.sendRest(f, one)
+	}
 	c := f.dev.channels[process].Load()
 	if c == nil {
 		soon := s.connect(f.dev, process)
@@ -235,9 +240,7 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 		case t.Transport == wire.UD && f.rest != nil:
 			// The queue pair has other peers, who must not wait for this one. (Who is
 			// connected has looked for another way before.)
-			t.Flow = f.rest
-			_, err := s.UDP.Send(one)
-			return err
+			return s.sendRest(f, one)
 		case soon:
 			return ErrBusy
 		}
@@ -264,6 +267,17 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 	}
 	c.Commit()
 	return nil
+}
+
+// sendRest sends a train by packets, if they are wanted here.
+func (s *Shared) sendRest(f *localFlow, one []*train.Train) error {
+	if f.rest == nil {
+		s.lost.Add(1)
+		return nil
+	}
+	one[0].Flow = f.rest
+	_, err := s.UDP.Send(one)
+	return err
 }
 
 // capture shows a train to the tap, as the packets that it would be. What cannot

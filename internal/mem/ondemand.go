@@ -277,45 +277,57 @@ func (m *OnDemand) disturbed(u *pagedIn, before uint64, start, end uintptr) bool
 
 // bringIn makes pages of one mapping present, as many as it can from at on.
 func (m *OnDemand) bringIn(at, end uintptr, write, wait bool) (upto uintptr, kind FaultKind) {
+	swappable := m.inHeap && sys.Swappable()
 	if !m.inHeap {
 		where, err := sys.QueryMapping(at)
 		switch {
 		case err == nil && where.Allows(write):
 			end = min(end, where.End)
 			theSpace.cover(m.used.Load().place, at, end, &where)
+			swappable = where.Swappable()
 		case err == nil, errors.Is(err, syscall.ENOENT):
 			return at, FaultUnmapped
 		}
 	}
-	if !wait {
-		if slow, err := sys.Slow(at, end, write); slow && err == nil && !m.hasFailed(at) {
+	slow := wait
+	if !wait || swappable {
+		var err error
+		if slow, err = sys.Slow(at, end, write); slow && !wait && err == nil && !m.hasFailed(at) {
 			return at, FaultPending
 		}
+		slow = slow || err != nil
 	}
-	switch r := sys.PopulateRange(at, end, write); {
-	case r.Outcome == sys.CannotPopulate:
-		return touchPages(at, end, write)
-	case r.Upto > at:
-		return min(r.Upto, end), FaultNone
+	upto, can := at, false
+	if !swappable {
+		upto, can = populate(at, end, write)
 	}
-	return at, FaultUnmapped
-}
-
-// touchPages makes pages present by having the kernel read them, where it has no
-// better way, and then by writing what is in memory already.
-func touchPages(at, end uintptr, write bool) (upto uintptr, kind FaultKind) {
-	for upto = at; upto < end && sys.Touch(upto); upto += uintptr(pageSize) {
-		if !write {
-			continue
-		}
-		if _, ok := swapOrAdd(bytesAt(upto, wordSize), FetchAdd, 0, 0); !ok {
-			break
-		}
+	if !can {
+		upto = touchPages(at, end, write, slow)
 	}
 	if upto == at {
 		return at, FaultUnmapped
 	}
-	return upto, FaultNone
+	return min(upto, end), FaultNone
+}
+
+// populate makes pages present at one stroke, where the kernel can do that.
+//
+// But it marks them as used twice. If they can be swapped out, and all of a memory
+// cgroup's are so marked when it comes to its limit, Linux (seen: 6.18) finds none in
+// time that has not been used lately, and kills the process though swap is empty.
+func populate(at, end uintptr, write bool) (upto uintptr, can bool) {
+	r := sys.PopulateRange(at, end, write)
+	return r.Upto, r.Outcome != sys.CannotPopulate
+}
+
+// touchPages makes pages present one by one, as the CPU would.
+func touchPages(at, end uintptr, write, slow bool) (upto uintptr) {
+	for ; at < end; at += uintptr(pageSize) {
+		if (slow || !write) && !sys.Touch(at, false) || write && !sys.Touch(at, true) {
+			break
+		}
+	}
+	return at
 }
 
 // Await fetches bytes, however long it takes.

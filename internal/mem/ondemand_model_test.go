@@ -389,7 +389,7 @@ func (m *odpModel) prefetch() {
 	if want == mem.FaultNone {
 		m.want.Prefetches++
 	}
-	if got := m.region.Prefetch(m.region.Key(), m.base+uint64(p*page), uint64(n*page), write, noFault); got != want {
+	if got := m.odp.prefetch(m.base+uint64(p*page), uint64(n*page), write, noFault); got != want {
 		m.t.Fatalf("prefetch of %d pages at %d, write %v, no fault %v: %v, want %v", n, p, write, noFault, got, want)
 	}
 }

@@ -20,6 +20,10 @@ type CQ struct {
 	// Clock, if it is set, tells the time that PollNotes returns with each
 	// completion: when it was pushed. It is set before the queue is used.
 	Clock func() int64
+	// Taker, if it is set, is offered each completion that finds the queue empty, with
+	// the queue's lock held: it may take it at once, as a poll would. It must not wait.
+	// It is set before the queue is used.
+	Taker func(*ib.WC, *Note) bool
 
 	count    atomic.Int64 // entries in the ring; lets an empty poll go without the lock
 	overflow atomic.Bool
@@ -115,8 +119,13 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *atomic.Uint32, upto uint32, 
 		c.fired++
 		note.Event = c.fired
 	}
-	c.ring[wrap(c.head+n, len(c.ring))] = entry{*wc, freed, upto, late, note}
-	c.count.Store(int64(n + 1))
+	e := &c.ring[wrap(c.head+n, len(c.ring))]
+	*e = entry{*wc, freed, upto, late, note}
+	if c.Taker == nil || n > 0 || late != 0 || !c.Taker(&e.wc, &e.note) {
+		c.count.Store(int64(n + 1))
+	} else if freed != nil {
+		freed.Store(upto)
+	}
 	c.mu.Unlock()
 	if fire && c.OnEvent != nil {
 		c.OnEvent()

@@ -13,7 +13,8 @@
 //  4. Each result is a line in the shared directory; a failed case leaves its
 //     packets there.
 //
-// "victim" is a peer that exists to be killed (victim.go).
+// "victim" is a peer that exists to be killed (victim.go), "ping" and "pong" measure
+// UDP alone (speed_floor.go).
 package main
 
 import (
@@ -47,12 +48,14 @@ func main() {
 		err = drive()
 	case "victim":
 		err = victim(os.Args[2:])
+	case "ping", "pong":
+		err = pingPong(role == "ping", os.Args[2], os.Args[3])
 	default:
 		err = fmt.Errorf("unknown role %q", role)
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "guest:", err)
-		if role != "victim" {
+		if role == "" || role == "drive" {
 			if err := report(result.Line{Fatal: err.Error()}); err != nil {
 				fmt.Fprintln(os.Stderr, "guest: the host does not learn it:", err)
 			}

@@ -62,6 +62,7 @@ func compareSpeed(rounds int) error {
 			{&s.Bandwidth.Ours, ourBandwidth},
 			{&s.Latency.Kernel, kernelLatency},
 			{&s.Latency.Ours, ourLatency},
+			{&s.UDP, floorLatency},
 			{&s.SendLatency.Kernel, kernelSendLatency},
 			{&s.SendLatency.Ours, ourSendLatency},
 		} {
