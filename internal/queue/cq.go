@@ -140,7 +140,7 @@ func (c *CQ) Poll(out []ib.WC) int { return c.PollNotes(out, nil) }
 // PollNotes is Poll; notes, if it is not nil, has room for as many.
 func (c *CQ) PollNotes(out []ib.WC, notes []Note) int {
 	for {
-		n, f := c.take(out, notes, true)
+		n, f := c.take(out, notes)
 		if n > 0 || f.OK() {
 			return n
 		}
@@ -149,15 +149,9 @@ func (c *CQ) PollNotes(out []ib.WC, notes []Note) int {
 	}
 }
 
-// PollReady is PollNotes for those who must not wait.
-func (c *CQ) PollReady(out []ib.WC, notes []Note) int {
-	n, _ := c.take(out, notes, false)
-	return n
-}
-
 // take takes completions up to one whose bytes have to be fetched first. If that is
-// the first, and fetch is set, the fault is the caller's to await.
-func (c *CQ) take(out []ib.WC, notes []Note, fetch bool) (n int, f mem.Fault) {
+// the first, the fault is the caller's to await.
+func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 	if c.count.Load() == 0 {
 		return 0, f
 	}
@@ -169,7 +163,7 @@ func (c *CQ) take(out []ib.WC, notes []Note, fetch bool) (n int, f mem.Fault) {
 		if e.late != 0 {
 			f = c.writeLocked(e.late)
 			if f.Kind == mem.FaultPending && c.late[e.late-1].fetches < maxFetches {
-				if !fetch || n > 0 || c.fetchLocked(e.late) {
+				if n > 0 || c.fetchLocked(e.late) {
 					break
 				}
 				count, f = int(c.count.Load()), mem.Fault{}
