@@ -31,7 +31,8 @@ type Config struct {
 	// PCAP names a file to which all packets are written, for tshark and
 	// Wireshark; an existing file is overwritten. Requests between two queue
 	// pairs of one process are written as the packets that they would have
-	// been. Empty: no capture.
+	// been. (tshark guesses at what messages carry, and may call that malformed:
+	// see docs/errors.md.) Empty: no capture.
 	PCAP string
 
 	// Window is the largest number of packets that one queue pair has under way
