@@ -89,25 +89,28 @@ func (c *psCmd) process(w io.Writer, addr string, p *verbs.ProcessResources) {
 			if x.File != "" {
 				file = "file " + x.File
 			}
-			fmt.Fprintf(w, "\t\tXRCD %d\t%s, opened %d times, %d QPs, %d SRQs\n", x.Number, file, x.Opens, x.QPs, x.SRQs)
+			fmt.Fprintf(w, "\t\tXRCD %d\t%d\t\t%s%sopened %d times, %d SRQs\n", x.Number, x.QPs, file, toLast, x.Opens, x.SRQs)
 		}
 	}
 }
 
+// toLast leaves all columns between REGISTERED and the last one empty.
+const toLast = "\t\t\t\t\t\t\t"
+
 // printMemory writes a line for each region, window and buffer of device memory.
 func printMemory(w io.Writer, p *verbs.ProcessResources) {
 	for _, m := range p.MRs {
-		fmt.Fprintf(w, "\t\tMR %#x\t%s\t\t%s\t\t\t\t\t%s\n", m.Addr, m.Kind, bytesOf(m.Length), m.Access)
+		fmt.Fprintf(w, "\t\tMR %#x\t%s\t\t%s%s%s\n", m.Addr, m.Kind, bytesOf(m.Length), toLast, m.Access)
 	}
 	for _, m := range p.MWs {
 		if !m.Bound {
-			fmt.Fprintf(w, "\t\tMW %d\t%s\tfree\n", m.Number, m.Type)
+			fmt.Fprintf(w, "\t\tMW\t%s\t\tfree%s\n", m.Type, toLast)
 			continue
 		}
-		fmt.Fprintf(w, "\t\tMW %#x\t%s\t\t%s\t\t\t\t\t%s\n", m.Addr, m.Type, bytesOf(m.Length), m.Access)
+		fmt.Fprintf(w, "\t\tMW %#x\t%s\t\t%s%s%s\n", m.Addr, m.Type, bytesOf(m.Length), toLast, m.Access)
 	}
 	for _, m := range p.DMs {
-		fmt.Fprintf(w, "\t\tDM %d\t%s\t%d MRs\t%s\n", m.Number, m.Class, m.MRs, bytesOf(m.Length))
+		fmt.Fprintf(w, "\t\tDM %d\t%s\t%d\t%s%s\n", m.Number, m.Class, m.MRs, bytesOf(m.Length), toLast)
 	}
 }
 

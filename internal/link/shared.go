@@ -199,6 +199,10 @@ func (s *Shared) Send(ts []*train.Train) (int, error) {
 	for done < len(ts) {
 		f, local := ts[done].Flow.Link.(*localFlow)
 		if local {
+			if n := s.sendShorts(f, ts[done:]); n > 0 {
+				done += n
+				continue
+			}
 			if err := s.sendTrain(f, ts[done:done+1]); err != nil {
 				return done, err
 			}
@@ -246,9 +250,6 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 		}
 		s.lost.Add(1)
 		return nil
-	}
-	if done, err := s.sendShort(c, f, t); done {
-		return err
 	}
 	s.capture(t)
 	if mayFetch(c, t) {
