@@ -44,7 +44,7 @@ lint: setup ## lint only: formatting, errors, who may import whom
 fuzz: ## run each fuzz target for FUZZTIME (30s); FUZZ=word picks by name
 	@FUZZTIME=$(FUZZTIME) scripts/fuzz.sh $(FUZZ)
 
-bench: setup build ## measure speed, beside other software on this machine; BENCHARGS are passed on
+bench: setup build clib ## measure speed, beside other software on this machine; BENCHARGS are passed on
 	@go run ./internal/benchsuite $(BENCHARGS)
 
 interop: setup ## hold our packets to the Linux kernel's, all cases; KERNELS=stable,sid RUN=regexp

@@ -10,7 +10,7 @@ type PagingStats struct {
 	Invalidations     uint64 `json:"num_invalidations"`                // num_invalidations: how often mappings changed under present pages
 	InvalidationPages uint64 `json:"num_invalidation_pages"`           // num_invalidation_pages: present pages that this took away
 	Contentions       uint64 `json:"invalidations_faults_contentions"` // invalidations_faults_contentions: faults and prefetches begun again, because of an invalidation meanwhile
-	Prefetches        uint64 `json:"num_prefetches_handled"`           // num_prefetches_handled: prefetches done
+	Prefetches        uint64 `json:"num_prefetches_handled"`           // num_prefetches_handled: calls that asked for prefetching, and got all they asked for; for a region, those that named it
 	PrefetchPages     uint64 `json:"num_prefetch_pages"`               // pages that they brought in
 
 	LocalFaults  uint64 `json:"num_local_page_faults"`  // the page faults that local requests met

@@ -60,7 +60,7 @@ const (
 	LinkAny   LinkMode = ""      // the best that reaches the peer
 	LinkLoop  LinkMode = "loop"  // only peers in this process; opens no socket
 	LinkLocal LinkMode = "local" // only peers on this host: in this process, or by shared memory
-	LinkUDP   LinkMode = "udp"   // RoCE v2 packets, even to oneself
+	LinkUDP   LinkMode = "udp"   // RoCE v2 packets both ways, even to oneself and whatever the peer on this host may use
 )
 
 // Limits are upper bounds on what a device offers; a zero field keeps the

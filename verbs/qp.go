@@ -17,9 +17,9 @@ type QPConfig struct {
 	// NoScatterToCQE switches inline receive off for the queue pair: short messages,
 	// and results of short READs and atomics, never wait in the completion queue and
 	// are never copied when they are polled. False: those of up to 64 bytes do, if they
-	// go to host memory and make a completion; unless VERBENA_SCATTER_TO_CQE=0 or
-	// MLX5_SCATTER_TO_CQE=0 is in the environment. The program cannot tell the
-	// difference, but for one: if the memory is gone by the time of the poll, the
+	// go to host memory and make a completion, and are neither datagrams nor received by
+	// XRC; unless VERBENA_SCATTER_TO_CQE=0 or MLX5_SCATTER_TO_CQE=0 is in the
+	// environment. The program cannot tell the difference, but for one: if the memory is gone by the time of the poll, the
 	// completion says [WCLocProtErr] and the queue pair fails, though the peer has
 	// been told that all is well.
 	NoScatterToCQE bool

@@ -60,6 +60,7 @@ func vbe_create_cq(h C.uint64_t, entries C.int64_t, ring *C.struct_vbe_ring, coo
 	if flags&C.VBE_CQ_EVENTS != 0 { // the channel is the front's affair
 		q.OnEvent = func() { C.call_cq_event(cookie) }
 	}
+	q.Taker = q.take
 	c.shared.cqs.add(q.Number(), q)
 	return newHandle(&cqs, c, q)
 }
@@ -92,15 +93,20 @@ func (q *completionQueue) putLocked(n int) {
 	atomic.StoreUint32(word(&q.ring.tail), tail+uint32(n))
 }
 
-// deliver moves what has completed to the ring, if nobody else is at it.
-func (q *completionQueue) deliver() {
-	if q.Len() == 0 || !q.mu.TryLock() {
-		return
+// take puts a completion into the ring as it is made, if nobody is moving earlier ones
+// there.
+func (q *completionQueue) take(wc *ib.WC, note *device.Note) bool {
+	if !q.mu.TryLock() {
+		return false
 	}
-	if n := q.CQ.CQ.PollNotes(q.wcs[:min(batch, q.roomLocked())], q.notes[:]); n > 0 {
-		q.putLocked(n)
+	ok := q.roomLocked() > 0
+	if ok {
+		tail := uint32(q.ring.tail)
+		putWC(&q.ring.slot[tail%C.VBE_RING], wc, note)
+		atomic.StoreUint32(word(&q.ring.tail), tail+1)
 	}
 	q.mu.Unlock()
+	return ok
 }
 
 // vbe_poll_cq is called when the ring is empty: it makes the device's progress, as

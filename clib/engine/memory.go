@@ -256,7 +256,6 @@ func vbe_bind_mw(h, window C.uint64_t, wr *C.struct_vbe_send_wr, rkey *C.uint32_
 		return failed(err)
 	}
 	*rkey = C.uint32_t(key)
-	q.deliver()
 	return 0
 }
 

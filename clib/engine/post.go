@@ -60,7 +60,6 @@ func vbe_post_send(h C.uint64_t, wrs *C.struct_vbe_send_wr, n C.int64_t, posted 
 		done += k
 	}
 	scratches.Put(s)
-	q.deliver()
 	*posted = C.int64_t(done)
 	return result(err)
 }

@@ -82,16 +82,6 @@ func (q *queuePair) close() error {
 	return q.QP.Close()
 }
 
-// deliver shows the program what has completed, while the engine is at it anyway.
-func (q *queuePair) deliver() {
-	if q.sendCQ != nil {
-		q.sendCQ.deliver()
-	}
-	if q.recvCQ != nil && q.recvCQ != q.sendCQ {
-		q.recvCQ.deliver()
-	}
-}
-
 //export vbe_modify_qp
 func vbe_modify_qp(h C.uint64_t, a *C.struct_vbe_qp_attr, mask C.uint32_t) C.int64_t {
 	q := qps.get(uint64(h))

@@ -321,7 +321,17 @@ PUBLIC void ibv_unimport_mr(struct ibv_mr *mr)
 
 /* --- what newer headers have: rdma-core 60 and later --- */
 
+/* Such headers declare these symbols by types of their own, older ones not at all. So
+ * they have other names here. */
+#define NEWER(name) __asm__(#name)
+
 enum { MASK_IOVA = 1, MASK_ADDR = 2, MASK_FD = 4, MASK_FD_OFFSET = 8, MASK_DMAH = 16, MASK_BUF = 32 };
+
+struct buf { /* struct ibv_buf */
+	struct ibv_pd *pd;
+	void *addr;
+	size_t size;
+};
 
 struct mr_init_attr { /* struct ibv_mr_init_attr */
 	size_t length;
@@ -331,27 +341,35 @@ struct mr_init_attr { /* struct ibv_mr_init_attr */
 	int fd;
 	uint64_t fd_offset;
 	void *dmah;
-	void *buf;
+	struct buf *buf;
 };
 
-PUBLIC struct ibv_mr *ibv_reg_mr_ex(struct ibv_pd *pd, struct mr_init_attr *a)
+PUBLIC struct ibv_mr *reg_mr_ex(struct ibv_pd *pd, struct mr_init_attr *a) NEWER(ibv_reg_mr_ex);
+PUBLIC void *alloc_buf(struct ibv_pd *pd, size_t size, struct buf **buf) NEWER(ibv_alloc_buf);
+PUBLIC void free_buf(struct buf *b) NEWER(ibv_free_buf);
+PUBLIC struct ibv_mr *reg_buf_mr(struct ibv_pd *pd, struct buf *b, void *addr, size_t length,
+				 int access) NEWER(ibv_reg_buf_mr);
+
+/* holds tells whether a buffer is of a domain, and has these bytes. */
+static bool holds(const struct buf *b, const struct ibv_pd *pd, const void *addr, size_t length)
+{
+	size_t off = b ? (uintptr_t)addr - (uintptr_t)b->addr : 0;
+	return b && b->pd == pd && (uintptr_t)addr >= (uintptr_t)b->addr && off <= b->size && length <= b->size - off;
+}
+
+struct ibv_mr *reg_mr_ex(struct ibv_pd *pd, struct mr_init_attr *a)
 {
 	if (!a || !LIVE(vb_pd, PD, pd) || a->mask & ~(uint64_t)63)
 		return vb_fail(EINVAL);
 	if (a->mask & (MASK_FD | MASK_FD_OFFSET | MASK_DMAH)) /* no dma-bufs, no steering tags */
 		return vb_fail(EOPNOTSUPP);
-	if (!(a->mask & MASK_ADDR))
+	if (!(a->mask & MASK_ADDR) || (a->mask & MASK_BUF && !holds(a->buf, pd, a->addr, a->length)))
 		return vb_fail(EINVAL);
 	return vb_reg_mr(pd, a->addr, a->length, a->mask & MASK_IOVA ? a->iova : (uintptr_t)a->addr,
 			 (unsigned int)a->access, NULL);
 }
 
-struct buf { /* struct ibv_buf */
-	void *addr;
-	size_t size;
-};
-
-PUBLIC void *ibv_alloc_buf(struct ibv_pd *pd, size_t size, struct buf **buf)
+void *alloc_buf(struct ibv_pd *pd, size_t size, struct buf **buf)
 {
 	size_t page = (size_t)sysconf(_SC_PAGESIZE);
 	if (!LIVE(vb_pd, PD, pd) || !buf || !size || size > SIZE_MAX - page)
@@ -361,24 +379,24 @@ PUBLIC void *ibv_alloc_buf(struct ibv_pd *pd, size_t size, struct buf **buf)
 		free(b);
 		return vb_fail(ENOMEM);
 	}
+	b->pd = pd;
 	b->size = size;
 	*buf = b;
 	return b->addr;
 }
 
-PUBLIC void ibv_free_buf(struct buf *b)
+void free_buf(struct buf *b)
 {
 	if (b)
 		free(b->addr);
 	free(b);
 }
 
-PUBLIC struct ibv_mr *ibv_reg_buf_mr(struct ibv_pd *pd, struct buf *b, void *addr, size_t length, int access)
+struct ibv_mr *reg_buf_mr(struct ibv_pd *pd, struct buf *b, void *addr, size_t length, int access)
 {
-	if (!b || (uintptr_t)addr < (uintptr_t)b->addr || length > b->size ||
-	    (uintptr_t)addr - (uintptr_t)b->addr > b->size - length)
-		return vb_fail(EINVAL);
-	return vb_reg_mr(pd, addr, length, (uintptr_t)addr, (unsigned int)access, NULL);
+	struct mr_init_attr a = {
+		.length = length, .access = access, .mask = MASK_ADDR | MASK_BUF, .addr = addr, .buf = b};
+	return reg_mr_ex(pd, &a);
 }
 
 /* --- windows --- */

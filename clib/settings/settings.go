@@ -27,6 +27,8 @@ var Vars = []Var{
 	{"VERBENA_LIMITS", "the device's own", "Lower limits, as qp=16,cq=8: of qp, cq, mr, mw, pd, ah, srq, qp_wr, cqe, srq_wr."},
 	{"VERBENA_HIDE", "nothing", "Capabilities that programs are not told of, separated by commas: odp, xrc, mw, atomic, flush, atomic_write, srq."},
 	{"VERBENA_IDENTITY", "verbena", "What the device says that it is: verbena, or mlx5 (the vendor's number, and mlx5's own verbs for memory keys and queue pairs)."},
+	{"VERBENA_DM_SIZE", "256M", "How much device memory there is: bytes, or with K, M or G behind the number."},
+	{"VERBENA_SCATTER_TO_CQE", "as MLX5_SCATTER_TO_CQE says, or 1", "Whether messages and results of up to 64 bytes wait beside their completions, to be written when these are polled (inline receive): 0, or 1 and 2, which are the same here."},
 	{"VERBENA_PCAP", "no capture", "A file that packets are written to; %p becomes the number of the process."},
 	{"VERBENA_STATS", "no statistics", "A file that the device's counters are added to when a program closes it, or stderr; %p as above."},
 	{"VERBENA_LOG", "0", "1: say on standard error why a verb failed."},
@@ -101,6 +103,15 @@ func Parse(getenv func(string) string, pid int) (*Settings, error) {
 			s.Window = n
 		}
 	}
+	// These two are the device's own; what it would not understand is refused here.
+	if v := getenv("VERBENA_DM_SIZE"); v != "" {
+		number := strings.TrimRight(v, "KMG")
+		if _, err := strconv.ParseUint(number, 10, 63); err != nil || len(v)-len(number) > 1 {
+			refuse("VERBENA_DM_SIZE", "it is a number of bytes, or one with K, M or G behind it")
+		}
+	}
+	var ignored string
+	oneOf("VERBENA_SCATTER_TO_CQE", &ignored, "0", "1", "2")
 	s.Limits = map[string]int{}
 	for _, part := range split(getenv("VERBENA_LIMITS"), ",") {
 		name, value, _ := strings.Cut(part, "=")

@@ -2,7 +2,10 @@ package settings
 
 import (
 	"net/netip"
+	"os"
+	"path/filepath"
 	"reflect"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -40,7 +43,7 @@ func TestParse(t *testing.T) {
 // What is wrong is named, with its variable; the rest counts.
 func TestParseWrong(t *testing.T) {
 	for name, value := range map[string]string{"VERBENA_ADDR": "10.0.0", "VERBENA_LINK": "tcp", "VERBENA_LOCK": "yes", "VERBENA_WINDOW": "0",
-		"VERBENA_LIMITS": "qp=0", "VERBENA_HIDE": "everything", "VERBENA_IDENTITY": "efa"} {
+		"VERBENA_LIMITS": "qp=0", "VERBENA_HIDE": "everything", "VERBENA_IDENTITY": "efa", "VERBENA_DM_SIZE": "1T", "VERBENA_SCATTER_TO_CQE": "yes"} {
 		s, err := Parse(from(map[string]string{name: value, "VERBENA_LOG": "1"}), 1)
 		if err == nil || !strings.Contains(err.Error(), name) || !s.Log || s.Lock != "off" || s.Addrs != nil || s.Window != 0 {
 			t.Errorf("%s=%s: %+v, %v", name, value, s, err)
@@ -65,5 +68,36 @@ func TestVars(t *testing.T) {
 	}
 	for name := range read {
 		t.Errorf("%s is not in the table", name)
+	}
+}
+
+// Whatever the device and the library read from the environment is in the table.
+func TestAllVarsListed(t *testing.T) {
+	known := map[string]bool{}
+	for _, v := range Vars {
+		known[v.Name] = true
+	}
+	name := regexp.MustCompile(`"(VERBENA_[A-Z_]+)"`)
+	found := 0
+	for _, pattern := range []string{"../../internal/device/*.go", "../../internal/link/*.go", "../../internal/mem/*.go", "../../internal/host/*.go",
+		"../../internal/shm/*.go", "../engine/*.go", "../front/*.c", "../files/*.c"} {
+		files, err := filepath.Glob(pattern)
+		if err != nil || len(files) == 0 {
+			t.Fatalf("%s: %d files, %v", pattern, len(files), err)
+		}
+		for _, file := range files {
+			text, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, m := range name.FindAllStringSubmatch(string(text), -1) {
+				if found++; !known[m[1]] && !strings.HasSuffix(file, "_test.go") {
+					t.Errorf("%s reads %s, which the table has not", file, m[1])
+				}
+			}
+		}
+	}
+	if found == 0 {
+		t.Error("no variable is read anywhere")
 	}
 }

@@ -15,6 +15,7 @@
 //	pingpong.go   latency
 //	peer.go       what a peer process does; child.go, how it lives
 //	paging.go     on-demand memory; manyregions.go, many regions, in a peer process
+//	clib.go       programs that are linked with the drop-in libibverbs
 //	iperf.go, tcp.go, footprint.go   TCP, memory and idle CPU time
 package main
 

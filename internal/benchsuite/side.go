@@ -323,13 +323,15 @@ func (s *side) close() error {
 // on a machine with a core for each side it never comes to that.
 type spinner struct {
 	turns uint32
+	looks uint32
 	since time.Time
 }
 
 const (
-	yieldTurns = 1 << 6
-	checkTurns = 1 << 12
-	stallLimit = 10 * time.Second
+	yieldTurns  = 1 << 6
+	looksOfPoll = 1 << 6
+	checkTurns  = 1 << 12
+	stallLimit  = 10 * time.Second
 )
 
 func (w *spinner) reset() { w.turns, w.since = 0, time.Time{} }
@@ -342,6 +344,13 @@ func (w *spinner) pause() {
 		runtime.Gosched()
 		sys.Yield()
 	}
+}
+
+// seldom is for those who look at memory: it is true once in as many looks as take
+// the time of a poll. Then they call one of the others.
+func (w *spinner) seldom() bool {
+	w.looks++
+	return w.looks%looksOfPoll == 0
 }
 
 // idle is called after each turn without progress by the others: after a long

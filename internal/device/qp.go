@@ -258,11 +258,16 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 		q.mu.Unlock()
 		return 0, ib.Errorf("post_send", syscall.EINVAL, "the queue pair is closed")
 	}
-	n, err := q.core.PostSend(wrs)
 	q.posted = true
+	done := q.writeNext(wrs)
+	if done == len(wrs) && done > 0 {
+		q.mu.Unlock()
+		return done, nil
+	}
+	n, err := q.core.PostSend(wrs[done:])
 	if n == 0 {
 		q.mu.Unlock()
-		return 0, err
+		return done, err
 	}
 	now := q.dev.now()
 	owed, rest := q.direct(now)
@@ -271,7 +276,7 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 	if rest {
 		q.dev.transmit(q, now)
 	}
-	return n, err
+	return done + n, err
 }
 
 // Room returns how many requests can be posted now.

@@ -415,6 +415,13 @@ func TestOnDemandStorm(t *testing.T) {
 	}
 }
 
+// prefetch is a call that prefetches a part of the region.
+func (o *odp) prefetch(off, n uint64, write, noFault bool) mem.FaultKind {
+	f := mem.Prefetch{Parts: []mem.Part{{Region: o.region, Key: o.region.Key(), Off: off, N: n}}, Write: write, NoFault: noFault}
+	_, kind := f.Do(true)
+	return kind
+}
+
 func TestPrefetch(t *testing.T) {
 	const n = 64 * page
 	for _, test := range []struct {
@@ -435,7 +442,7 @@ func TestPrefetch(t *testing.T) {
 			for p := range test.touch {
 				memoryAt(o.addr+uintptr(p*page), page)[0] = 1
 			}
-			if kind := o.region.Prefetch(o.region.Key(), 0, n, test.write, test.noFault); kind != mem.FaultNone {
+			if kind := o.prefetch(0, n, test.write, test.noFault); kind != mem.FaultNone {
 				t.Fatal(kind)
 			}
 			s := o.backing.Stats()
@@ -451,7 +458,7 @@ func TestPrefetch(t *testing.T) {
 	t.Run("not mapped", func(t *testing.T) {
 		o := newODP(t, n)
 		o.mapAt(0, 8*page, readWrite, anonPages, -1)
-		if kind := o.region.Prefetch(o.region.Key(), 0, n, false, false); kind != mem.FaultUnmapped {
+		if kind := o.prefetch(0, n, false, false); kind != mem.FaultUnmapped {
 			t.Fatal(kind)
 		}
 		if s := o.backing.Stats(); s.Prefetches != 0 || s.PrefetchPages != 8 {

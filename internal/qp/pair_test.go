@@ -480,6 +480,7 @@ func newGameOf(t *testing.T, seed uint64, requests int, typeA, typeB ib.QPType, 
 	a.mtu = []ib.MTU{ib.MTU256, ib.MTU512, ib.MTU1024}[rng.IntN(3)]
 	b.mtu = a.mtu
 	a.typ, b.typ = typeA, typeB
+	a.scatter, b.scatter = rng.IntN(2) == 0, rng.IntN(2) == 0 && typeB != ib.XRCRecv
 	a.rd, b.rd = uint8(1+rng.IntN(MaxRDAtomic)), uint8(1+rng.IntN(MaxRDAtomic))
 	a.destRD, b.destRD = b.rd, a.rd // no more than the peer sends
 	g := &game{rng: rng, w: newWorld(t)}

@@ -310,3 +310,49 @@ func TestCQEventNotes(t *testing.T) {
 		t.Errorf("events %v of %d, want %v of 2", got, events, want)
 	}
 }
+
+// A taker gets completions while the queue is empty, in order and with their notes; what
+// it refuses, and what comes behind that, waits for a poll. The place in the send queue
+// is free when one is taken, and events come as ever.
+func TestCQTaker(t *testing.T) {
+	c := NewCQ(4)
+	var freed atomic.Uint32
+	var taken []uint64
+	var events []uint32
+	willing, fired := true, 0
+	c.OnEvent = func() { fired++ }
+	c.Taker = func(wc *ib.WC, n *Note) bool {
+		if willing {
+			taken, events = append(taken, wc.ID), append(events, n.Event)
+		}
+		return willing
+	}
+	c.PushSend(&ib.WC{ID: 1}, &freed, 7)
+	if freed.Load() != 7 || c.Len() != 0 {
+		t.Errorf("freed %d, %d wait", freed.Load(), c.Len())
+	}
+	willing = false
+	c.PushSend(&ib.WC{ID: 2}, &freed, 8)
+	willing = true
+	c.Arm(false)
+	push(c, 3, 0) // behind one that waits
+	if got := poll(c, 4); !slices.Equal(got, []uint64{2, 3}) || freed.Load() != 8 || fired != 1 {
+		t.Errorf("polled %v, freed %d, %d events", got, freed.Load(), fired)
+	}
+	c.Arm(false)
+	push(c, 4, 0)
+	if !slices.Equal(taken, []uint64{1, 4}) || !slices.Equal(events, []uint32{0, 2}) || fired != 2 {
+		t.Errorf("taken %v with events %v, %d events", taken, events, fired)
+	}
+	// Bytes that are to be placed are for a poll.
+	c.PushLate(&ib.WC{ID: 5}, false, &Late{Waiting: new(Waiting)})
+	if len(taken) != 2 || c.Len() != 1 {
+		t.Errorf("taken %v, %d wait", taken, c.Len())
+	}
+	c.Remove(0)
+	for id := range uint64(100) { // more than the queue has room for
+		if !push(c, id, 0) {
+			t.Fatalf("completion %d was refused", id)
+		}
+	}
+}

@@ -24,7 +24,7 @@ func compileWith(t testing.TB, name string, libs ...string) string {
 	if err := os.Chmod(filepath.Dir(out), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	args := []string{"-std=gnu11", "-Wall", "-Wno-unused-function", "-O1", "-I", root + "/clib/include",
+	args := []string{"-std=gnu11", "-Wall", "-Werror", "-Wno-unused-function", "-O1", "-I", root + "/clib/include",
 		"-o", out, filepath.Join("testdata", name+".c")}
 	cmd := exec.Command("cc", append(append(args, libs...), "-lpthread")...)
 	if msg, err := cmd.CombinedOutput(); err != nil {
@@ -53,7 +53,7 @@ func TestOwn(t *testing.T) {
 		name string
 		args []string
 	}{
-		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil},
+		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"query", nil}, {"newer", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil},
 		{"stopped", []string{"killed"}}, {"stopped", []string{"left"}},
 		{"fault", []string{"never"}}, {"fault", []string{"early"}}, {"fault", []string{"late"}},
 	} {

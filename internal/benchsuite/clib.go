@@ -1,0 +1,243 @@
+package main
+
+// The drop-in libibverbs: programs that are linked with it, against the same work
+// done by "verbena perf"; and what its calls cost by themselves.
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+)
+
+const perftestMissing = "ib_write_bw is not installed (Debian package perftest)"
+
+// library is the command and the library, built from this tree.
+type library struct {
+	root    string
+	command string
+}
+
+func newLibrary() (*library, error) {
+	dir, err := os.Getwd()
+	if err != nil {
+		return nil, err
+	}
+	for !exists(filepath.Join(dir, "scripts", "clib.sh")) {
+		if dir == filepath.Dir(dir) {
+			return nil, errors.New("the library is built from its sources: run this in the repository")
+		}
+		dir = filepath.Dir(dir)
+	}
+	l := &library{dir, filepath.Join(dir, "bin", "verbena")}
+	for _, args := range [][]string{{"scripts/clib.sh"}, {"go", "build", "-o", l.command, "./cmd/verbena"}} {
+		cmd := exec.Command(args[0], args[1:]...)
+		cmd.Dir = dir
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return nil, fmt.Errorf("%s: %w: %s", strings.Join(args, " "), err, out)
+		}
+	}
+	return l, nil
+}
+
+func exists(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
+}
+
+// output runs the command and returns what it prints.
+func (l *library) output(args ...string) (string, error) {
+	c, err := startChild(l.command, args...)
+	if err != nil {
+		return "", err
+	}
+	watchdog := time.AfterFunc(replyLimit, func() { _ = c.cmd.Process.Kill() })
+	defer watchdog.Stop()
+	out, err := io.ReadAll(c.out)
+	return string(out), errors.Join(err, c.stop())
+}
+
+// perf is a measurement by "verbena perf"; column picks a figure.
+func (l *library) perf(rw row, column func(*perfReport) float64, args ...string) contender {
+	return contender{rows: []row{rw}, run: func(d time.Duration) ([]float64, error) {
+		out, err := l.output(append([]string{"perf", "--json", "--duration", d.String()}, args...)...)
+		if err != nil {
+			return nil, err
+		}
+		var r perfReport
+		if err := json.Unmarshal([]byte(out), &r); err != nil {
+			return nil, fmt.Errorf("verbena perf: %w", err)
+		}
+		return []float64{column(&r)}, nil
+	}}
+}
+
+// perfReport is what is read of the report of "verbena perf".
+type perfReport struct {
+	GBs float64 `json:"gbytes_per_s"`
+	Lat struct {
+		P50 float64 `json:"p50"`
+	} `json:"lat_us"`
+}
+
+// perftest is one of perftest's programs, run on the library by two processes that
+// share an address.
+type perftest struct {
+	lib  *library
+	args []string // the program and its options
+	link string
+	rate float64 // iterations a second, for the next run
+}
+
+// libraryAddr is the address of the devices.
+const libraryAddr = "127.77.1.78"
+
+// run measures for about d and returns the fifth column of the report: of a bandwidth
+// test millions of messages a second, of a latency test the typical time.
+func (p *perftest) run(d time.Duration) (float64, error) {
+	port, err := freePort()
+	if err != nil {
+		return 0, err
+	}
+	iters := max(1000, int(p.rate*d.Seconds()))
+	args := append([]string{"exec", "--addr", libraryAddr, "--link", p.link, "--"}, p.args...)
+	args = append(args, "-F", "-p", strconv.Itoa(port), "-n", strconv.Itoa(iters))
+	server, err := startChild(p.lib.command, args...)
+	if err != nil {
+		return 0, err
+	}
+	defer server.kill()
+	deadline := time.Now().Add(10 * time.Second)
+	for {
+		out, err := p.lib.output(append(args, "127.0.0.1")...)
+		if err == nil {
+			return fifth(out)
+		}
+		// The server may not listen yet.
+		if time.Now().After(deadline) {
+			return 0, err
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}
+
+// fifth is a figure of perftest's report, which stands below its heading.
+func fifth(report string) (float64, error) {
+	_, table, _ := strings.Cut(report, "#bytes")
+	_, table, _ = strings.Cut(table, "\n")
+	line, _, _ := strings.Cut(table, "\n")
+	words := strings.Fields(line)
+	if len(words) < 5 {
+		return 0, fmt.Errorf("perftest: its report has no figures: %s", report)
+	}
+	return strconv.ParseFloat(words[4], 64)
+}
+
+// contender is the program as one of a group; figure makes its figure of what run
+// returns, and the rate.
+func (p *perftest) contender(rw row, figure func(float64) (value, rate float64)) contender {
+	c := contender{rows: []row{rw}}
+	if _, err := exec.LookPath(p.args[0]); err != nil {
+		c.notRun = perftestMissing
+		return c
+	}
+	c.run = func(d time.Duration) ([]float64, error) {
+		got, err := p.run(d)
+		if err != nil {
+			return nil, err
+		}
+		var v float64
+		v, p.rate = figure(got)
+		return []float64{v}, nil
+	}
+	return c
+}
+
+func (b *bench) libraryBandwidth() ([]contender, error) {
+	const size, depth = 64 << 10, 128 // ib_write_bw's own depth
+	lib, err := newLibrary()
+	if err != nil {
+		return nil, err
+	}
+	var cs []contender
+	for _, link := range []string{"local", "udp"} {
+		ref := "verbena perf, " + link
+		p := &perftest{lib: lib, args: []string{"ib_write_bw", "-s", strconv.Itoa(size)}, link: link, rate: 5e4}
+		cs = append(cs,
+			lib.perf(row{name: ref, unit: "GB/s"}, func(r *perfReport) float64 { return r.GBs },
+				"--link", link, "--size", strconv.Itoa(size), "--depth", strconv.Itoa(depth)),
+			p.contender(row{"ib_write_bw, " + link, "GB/s", ref, &goal{"≥", 0.77}},
+				func(rate float64) (float64, float64) { return rate * 1e6 * size / 1e9, rate * 1e6 }))
+	}
+	return cs, nil
+}
+
+func (b *bench) libraryLatency() ([]contender, error) {
+	lib, err := newLibrary()
+	if err != nil {
+		return nil, err
+	}
+	const ref = "verbena perf --poll memory, p50"
+	p := &perftest{lib: lib, args: []string{"ib_write_lat", "-s", "8"}, link: "local", rate: 1e5}
+	return []contender{
+		lib.perf(row{name: ref, unit: "µs"}, func(r *perfReport) float64 { return r.Lat.P50 },
+			"--link", "local", "--lat", "--poll", "memory", "--inline", "--size", "8"),
+		p.contender(row{"ib_write_lat, typical", "µs", ref, &goal{"≤", 1.3}},
+			func(us float64) (float64, float64) { return us, 1e6 / (2 * us) }),
+	}, nil
+}
+
+// libraryCalls runs programs of interop/programs that print one figure.
+func (b *bench) libraryCalls() ([]contender, error) {
+	lib, err := newLibrary()
+	if err != nil {
+		return nil, err
+	}
+	dir, err := os.MkdirTemp("", "benchsuite")
+	if err != nil {
+		return nil, err
+	}
+	b.later(func() error { return os.RemoveAll(dir) })
+	var cs []contender
+	for _, m := range []struct {
+		rw        row
+		name, arg string
+	}{
+		{row{name: "a call into the engine", unit: "ns"}, "speed", "0"},
+		{row{name: "WRITE, post and poll", unit: "ns", goal: &goal{"<", 300}}, "speed", "1"},
+		{row{name: "WRITE, lists of 16", unit: "ns"}, "speed", "16"},
+		{row{name: "the first ibv_get_device_list", unit: "ms", goal: &goal{"<", 50}}, "first", ""},
+	} {
+		program, err := lib.compile(m.name, dir)
+		if err != nil {
+			return nil, err
+		}
+		cs = append(cs, contender{rows: []row{m.rw}, run: func(time.Duration) ([]float64, error) {
+			out, err := lib.output(append([]string{"exec", "--addr", libraryAddr, "--", program}, strings.Fields(m.arg)...)...)
+			if err != nil {
+				return nil, err
+			}
+			v, err := strconv.ParseFloat(strings.TrimSpace(out), 64)
+			return []float64{v}, err
+		}})
+	}
+	return cs, nil
+}
+
+// compile builds a program that is linked with the library.
+func (l *library) compile(name, dir string) (string, error) {
+	out := filepath.Join(dir, name)
+	cmd := exec.Command("cc", "-std=gnu11", "-O1", "-o", out, filepath.Join("interop", "programs", "testdata", name+".c"),
+		"-L", filepath.Join("bin", "lib"), "-libverbs")
+	cmd.Dir = l.root
+	if msg, err := cmd.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("cc: %w: %s", err, msg)
+	}
+	return out, nil
+}
