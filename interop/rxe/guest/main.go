@@ -13,8 +13,7 @@
 //  4. Each result is a line in the shared directory; a failed case leaves its
 //     packets there.
 //
-// "victim" is a peer that exists to be killed (victim.go), "ping" and "pong" measure
-// UDP alone (speed_floor.go).
+// "victim" is a peer that exists to be killed (victim.go).
 package main
 
 import (
@@ -31,6 +30,7 @@ import (
 const (
 	share      = "/share"
 	kverbsPath = "/tmp/kverbs"
+	udpFloor   = "/tmp/udpfloor"
 	verbena    = "/tmp/verbena"
 	scratch    = "/tmp/scratch"
 )
@@ -48,14 +48,12 @@ func main() {
 		err = drive()
 	case "victim":
 		err = victim(os.Args[2:])
-	case "ping", "pong":
-		err = pingPong(role == "ping", os.Args[2], os.Args[3])
 	default:
 		err = fmt.Errorf("unknown role %q", role)
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "guest:", err)
-		if role == "" || role == "drive" {
+		if role != "victim" {
 			if err := report(result.Line{Fatal: err.Error()}); err != nil {
 				fmt.Fprintln(os.Stderr, "guest: the host does not learn it:", err)
 			}
@@ -69,7 +67,7 @@ func setup() error {
 	if err := os.MkdirAll(scratch, 0o755); err != nil {
 		return err
 	}
-	for name, to := range map[string]string{"kverbs": kverbsPath, "verbena": verbena} {
+	for name, to := range map[string]string{"kverbs": kverbsPath, "udpfloor": udpFloor, "verbena": verbena} {
 		if err := copyFile(filepath.Join(share, name), to); err != nil {
 			return err
 		}

@@ -185,3 +185,12 @@ func ourSendLatency() (float64, error) {
 	r, err := perf("--op", "send", "--lat", "--size", "8")
 	return r.Lat.P50, err
 }
+
+// floorLatency is what plain UDP takes: half of the median round trip, in µs.
+func floorLatency() (float64, error) {
+	out, err := couple(ns(speedNS[0], udpFloor, "pong", speedTarget, speedInitiator), ns(speedNS[1], udpFloor, "ping", speedInitiator, speedTarget))
+	if err != nil {
+		return 0, err
+	}
+	return strconv.ParseFloat(strings.TrimSpace(out), 64)
+}
