@@ -129,8 +129,10 @@ type ODPCaps struct {
 	RC, UC, UD, XRC ODPTransportCaps
 
 	// What it runs on, in words: where changes of mappings are heard of, how
-	// pages are looked for that went unheard, how mappings are looked up.
-	Notifier, Scan, Mappings string
+	// pages are looked for that went unheard, how mappings are looked up, how pages
+	// are brought in that cannot be swapped out (those that can be are touched, one
+	// by one).
+	Notifier, Scan, Mappings, Fetch string
 }
 
 // Advice is what a program tells about memory that it is about to use, with the

@@ -23,7 +23,7 @@ func (d *Device) ODPCaps() ib.ODPCaps {
 		RC: reliable, XRC: reliable,
 		UC:       ib.ODPSend | ib.ODPRecv | ib.ODPWrite,
 		UD:       ib.ODPSend | ib.ODPRecv | ib.ODPSRQRecv,
-		Notifier: means.Notifier, Scan: means.Scan, Mappings: means.Mappings,
+		Notifier: means.Notifier, Scan: means.Scan, Mappings: means.Mappings, Fetch: means.Fetch,
 	}
 }
 

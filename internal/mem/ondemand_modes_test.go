@@ -40,7 +40,7 @@ func TestMeans(t *testing.T) {
 			t.Errorf("%+v", m)
 		}
 	case modetest.OldKernel:
-		if m.Notifier == "userfaultfd" || m.Scan != "pagemap" || m.Mappings != "maps" || m.Populate {
+		if m.Notifier == "userfaultfd" || m.Scan != "pagemap" || m.Mappings != "maps" || m.Fetch != "touch" {
 			t.Errorf("%+v", m)
 		}
 	}

@@ -469,7 +469,7 @@ func TestPrefetch(t *testing.T) {
 
 func BenchmarkOnDemand(b *testing.B) {
 	for _, size := range []int{64, page, 16 * page} {
-		for _, kind := range []string{"pinned", "on-demand", "implicit"} {
+		for _, kind := range []string{"pinned", "on-demand", "in doubt", "implicit"} {
 			b.Run(fmt.Sprintf("%s/%d", kind, size), func(b *testing.B) {
 				buf := mmap(b, -1, 1<<20, readWrite, anonPages)
 				defer func() { _ = unix.Munmap(buf) }()
@@ -481,7 +481,7 @@ func BenchmarkOnDemand(b *testing.B) {
 				case "pinned":
 					access &^= ib.AccessOnDemand
 					cfg.Backing, err = mem.NewHost(addrOf(buf), 1<<20, access, ib.LockOff, nil)
-				case "on-demand":
+				case "on-demand", "in doubt":
 					cfg.Backing, err = mem.NewOnDemand(addrOf(buf), 1<<20, access, table.Paging())
 				case "implicit":
 					cfg.Backing, err = mem.NewImplicit(access, table.Paging())
@@ -502,6 +502,12 @@ func BenchmarkOnDemand(b *testing.B) {
 				from := mem.List{Raw: [][]byte{src}}
 				b.SetBytes(int64(size))
 				b.ReportAllocs()
+				if kind == "in doubt" {
+					mem.Doubt()
+				} else {
+					mem.NoDoubt()
+				}
+				defer mem.NoDoubt()
 				for b.Loop() {
 					if f, _ := mem.Copy(&dst, &from, uint64(size), true); !f.OK() {
 						b.Fatal(f)
