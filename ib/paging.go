@@ -10,7 +10,7 @@ type PagingStats struct {
 	Invalidations     uint64 `json:"num_invalidations"`                // num_invalidations: how often mappings changed under present pages
 	InvalidationPages uint64 `json:"num_invalidation_pages"`           // num_invalidation_pages: present pages that this took away
 	Contentions       uint64 `json:"invalidations_faults_contentions"` // invalidations_faults_contentions: faults and prefetches begun again, because of an invalidation meanwhile
-	Prefetches        uint64 `json:"num_prefetches_handled"`           // num_prefetches_handled: prefetches done
+	Prefetches        uint64 `json:"num_prefetches_handled"`           // num_prefetches_handled: calls that asked for prefetching, and got all they asked for; for a region, those that named it
 	PrefetchPages     uint64 `json:"num_prefetch_pages"`               // pages that they brought in
 
 	LocalFaults  uint64 `json:"num_local_page_faults"`  // the page faults that local requests met
@@ -129,8 +129,10 @@ type ODPCaps struct {
 	RC, UC, UD, XRC ODPTransportCaps
 
 	// What it runs on, in words: where changes of mappings are heard of, how
-	// pages are looked for that went unheard, how mappings are looked up.
-	Notifier, Scan, Mappings string
+	// pages are looked for that went unheard, how mappings are looked up, how pages
+	// are brought in that cannot be swapped out (those that can be are touched, one
+	// by one).
+	Notifier, Scan, Mappings, Fetch string
 }
 
 // Advice is what a program tells about memory that it is about to use, with the

@@ -135,7 +135,7 @@ func (m QPAttrMask) String() string {
 }
 
 // QPAttr are the attributes of a queue pair that Modify sets and Query returns.
-// Each has a bit in [QPAttrMask].
+// Each that can be set has a bit in [QPAttrMask].
 type QPAttr struct {
 	State           QPState // the state to go to, or that it is in
 	CurState        QPState // the state that the caller takes it to be in
@@ -156,4 +156,8 @@ type QPAttr struct {
 	Cap             QPCap   // the sizes of the queues
 	DestQPN         uint32  // the peer's queue pair
 	SQDAsyncNotify  bool    // raise EventSQDrained when SQD is reached
+
+	// SQDraining is what Query tells in SQD: requests that were begun are not done
+	// yet. It cannot be set.
+	SQDraining bool
 }

@@ -17,12 +17,16 @@ type ProcessResources struct {
 	Owner    bool   `json:"owner"`    // packets from outside reach it first
 	Answered bool   `json:"answered"` // if not, the process did not say what it has: it is stopped, or has just ended
 
-	CQs  int          `json:"cqs"`
-	PDs  int          `json:"pds"`
-	SRQs int          `json:"srqs"`
-	AHs  int          `json:"ahs"`
-	QPs  []QPResource `json:"qps"`
-	MRs  []MRResource `json:"mrs"`
+	CQs      int            `json:"cqs"`
+	PDs      int            `json:"pds"`
+	SRQs     int            `json:"srqs"`
+	AHs      int            `json:"ahs"`
+	Channels int            `json:"channels"` // of completions
+	QPs      []QPResource   `json:"qps"`
+	MRs      []MRResource   `json:"mrs"`
+	MWs      []MWResource   `json:"mws"`
+	DMs      []DMResource   `json:"dms"`
+	XRCDs    []XRCDResource `json:"xrcds"`
 
 	// Paging is what on-demand paging has done for this process.
 	Paging PagingStats `json:"paging"`
@@ -62,4 +66,35 @@ type MRResource struct {
 	// present, as far as the device knows.
 	Paging  *PagingStats `json:"paging,omitempty"`
 	Present uint64       `json:"present_pages,omitempty"`
+}
+
+// MWResource is a memory window, and where it is bound to, if it is. Its number is
+// one of those that regions have.
+type MWResource struct {
+	Number uint32 `json:"mwn"`
+	Type   string `json:"type"`
+	Bound  bool   `json:"bound"`
+
+	MR     uint32 `json:"mrn,omitempty"` // the region
+	QPN    uint32 `json:"qpn,omitempty"` // type 2: the queue pair that it answers to
+	Addr   uint64 `json:"addr,omitempty"`
+	Length uint64 `json:"length,omitempty"`
+	Access string `json:"access,omitempty"`
+}
+
+// DMResource is a buffer of device memory.
+type DMResource struct {
+	Number uint32 `json:"dmn"`
+	Class  string `json:"class"`
+	Length uint64 `json:"length"`
+	MRs    int    `json:"mrs"` // regions on it
+}
+
+// XRCDResource is an XRC domain that a process has open.
+type XRCDResource struct {
+	Number uint32 `json:"xrcdn"`          // in the process
+	File   string `json:"file,omitempty"` // device and inode of the file that names it: the same in every process
+	Opens  int    `json:"opens"`
+	QPs    int    `json:"qps"` // targets in it
+	SRQs   int    `json:"srqs"`
 }

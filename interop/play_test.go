@@ -41,6 +41,8 @@ func play(role string) int {
 	switch {
 	case role == "holder":
 		run = p.hold
+	case role == "citizen":
+		run = p.live
 	case role == "sniffer":
 		run = p.sniff
 	case p.script.File != "":
@@ -61,7 +63,7 @@ func (p *player) fail(format string, args ...any) {
 
 func (p *player) run() (err error) {
 	cfg := &verbs.Config{Link: verbs.LinkUDP}
-	if p.script.Any {
+	if p.script.Any && p.script.Packets != p.role {
 		cfg.Link = verbs.LinkAny
 	}
 	for _, a := range p.script.Addrs {

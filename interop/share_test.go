@@ -49,6 +49,51 @@ func TestShared(t *testing.T) {
 	}
 }
 
+// If one side wants packets, both send them, on one address and on two; if nobody
+// does, there are none. Somebody who listens to the interface tells.
+func TestPacketsBothWays(t *testing.T) {
+	n := newNetwork(t, 1500)
+	a, b := place{n.ns[0], "127.0.0.1"}, place{n.ns[0], "127.0.0.2"}
+	for _, tt := range []struct {
+		name    string
+		a, b    place
+		packets string
+	}{
+		{"initiator", a, b, "initiator"},
+		{"target", a, b, "target"},
+		{"one address", a, a, "target"},
+		{"nobody", a, b, ""},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			lo := newListener(t, place{n.ns[0], "lo"})
+			s := script{Scenario: "operations", Any: true, Packets: tt.packets, Lossy: true, Classes: true}
+			for _, r := range perform(t, s, tt.a, tt.b, nil) {
+				wantSound(t, r)
+			}
+			time.Sleep(100 * time.Millisecond) // the last packets
+			_ = lo.stdin.Close()
+			lo.read(t)
+			if tt.packets == "" {
+				if len(lo.result.Seen) != 0 {
+					t.Errorf("packets that nobody wants: %v", lo.result.Seen)
+				}
+				return
+			}
+			i, o := classes["initiator"], classes["target"]
+			for _, want := range []string{
+				fmt.Sprintf("%s RC class %#x hops %d", tt.a.addr, i.rc, i.rcHops),
+				fmt.Sprintf("%s UC class %#x hops %d", tt.a.addr, i.rc, i.rcHops),
+				fmt.Sprintf("%s UD class %#x hops %d", tt.a.addr, i.ud, i.udHops),
+				fmt.Sprintf("%s RC class %#x hops %d", tt.b.addr, o.rc, o.rcHops),
+			} {
+				if lo.result.Seen[want] == 0 {
+					t.Errorf("no packet: %s; but %v", want, lo.result.Seen)
+				}
+			}
+		})
+	}
+}
+
 // The process that owns the port is killed, or ends, while another one of its
 // address talks to the outside: that takes over, and nothing is lost or doubled,
 // which both sides of the stream check.

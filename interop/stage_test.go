@@ -34,6 +34,7 @@ type script struct {
 	Seconds  int      // "stream": how long
 	Lossy    bool     // UC and UD messages may get lost
 	Any      bool     // by the best link, not by packets
+	Packets  string   // the role that wants packets all the same
 	Group    string   // "choir": the multicast group
 	Note     bool     // tell the test when it begins
 	Addrs    []string // of the device, instead of Mine

@@ -31,7 +31,8 @@ type Config struct {
 	// PCAP names a file to which all packets are written, for tshark and
 	// Wireshark; an existing file is overwritten. Requests between two queue
 	// pairs of one process are written as the packets that they would have
-	// been. Empty: no capture.
+	// been. (tshark guesses at what messages carry, and may call that malformed:
+	// see docs/errors.md.) Empty: no capture.
 	PCAP string
 
 	// Window is the largest number of packets that one queue pair has under way
@@ -59,7 +60,7 @@ const (
 	LinkAny   LinkMode = ""      // the best that reaches the peer
 	LinkLoop  LinkMode = "loop"  // only peers in this process; opens no socket
 	LinkLocal LinkMode = "local" // only peers on this host: in this process, or by shared memory
-	LinkUDP   LinkMode = "udp"   // RoCE v2 packets, even to oneself
+	LinkUDP   LinkMode = "udp"   // RoCE v2 packets both ways, even to oneself and whatever the peer on this host may use
 )
 
 // Limits are upper bounds on what a device offers; a zero field keeps the

@@ -31,8 +31,7 @@ func (qp *QP) Endpoint() Endpoint {
 
 // ConnectConfig is how a queue pair is connected. A nil *ConnectConfig, and the
 // zero value of each field, mean the default. A value of 0 itself, such as no
-// retries, can be had with [QP.Modify] on a connected queue pair or with
-// [QP.ToRTR] and [QP.ToRTS] instead of Connect.
+// retries, can be had with [QP.ToRTR] and [QP.ToRTS] instead of Connect.
 type ConnectConfig struct {
 	// MTU is the path MTU, which must be the same on both sides. Zero: the
 	// port's active MTU; set it if the two ports' differ.

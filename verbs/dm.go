@@ -32,7 +32,8 @@ type DMConfig struct {
 	// Class is what the program may do with the memory. Zero (DMPlain): copy.
 	Class DMClass
 
-	// Export allows [DM.Export]. Such a buffer takes whole pages of its own.
+	// Export allows [DM.Export]. Such a buffer takes whole pages of its own, from offset
+	// 0 on of a file of its own, which suits any LogAlign.
 	Export bool
 }
 
@@ -132,9 +133,9 @@ func (dm *DM) Close() error {
 // ibv_reg_dm_mr(3).
 //
 // Errors: EINVAL without AccessZeroBased, with AccessOnDemand or
-// AccessFlushPersistent, for a range that is not inside the buffer or of no bytes,
-// for a buffer that is nil, freed or of another device, and for a domain that is nil
-// or closed; otherwise those of [PD.RegMR].
+// AccessFlushPersistent, for a range that is not inside the buffer (an empty one may
+// be), for a buffer that is nil, freed or of another device, and for a domain that is
+// nil or closed; otherwise those of [PD.RegMR].
 func (pd *PD) RegDMMR(dm *DM, off, length uint64, access Access) (*MR, error) {
 	if !pd.ok() {
 		return nil, invalid("reg_dm_mr", "nil protection domain")

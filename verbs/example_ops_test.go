@@ -71,6 +71,66 @@ func ExampleQP_PostSend_read() {
 	// RDMA_READ success: 5 bytes, "brown"
 }
 
+// A WRITE with immediate data takes a receive of the peer, which thereby learns
+// that the data is there. The receive needs no memory of its own.
+func ExampleQP_PostSend_writeImm() {
+	alice, bob := connected()
+	page := make([]byte, 16)
+	target := bob.register(page)
+
+	_, err := bob.qp.PostRecv([]verbs.RecvWR{{ID: 7}})
+	check(err)
+	_, err = alice.qp.PostSend([]verbs.SendWR{{
+		Op:         verbs.OpRDMAWriteImm,
+		Inline:     []byte("page three"),
+		RemoteAddr: target.Addr(),
+		RKey:       target.RKey(),
+		Imm:        3,
+	}})
+	check(err)
+
+	wc := bob.wait()
+	fmt.Printf("%d %v: page %d is %q\n", wc.ID, wc.Op, wc.Imm, page[:wc.ByteLen])
+
+	alice.close()
+	bob.close(target)
+	// Output:
+	// 7 RECV_RDMA_WITH_IMM: page 3 is "page three"
+}
+
+// A SEND with invalidate gives memory back that the peer has lent: its key is dead
+// when the message has come. The fence keeps it behind the READ, which needs the key
+// until it is answered.
+func ExampleQP_PostSend_invalidate() {
+	alice, bob := connected()
+	page, got := []byte("the quick brown fox"), make([]byte, 5)
+	lent, err := bob.pd.RegMR(page, verbs.AccessRemoteRead|verbs.AccessRemoteInvalidate)
+	check(err)
+	target := alice.register(got)
+
+	_, err = bob.qp.PostRecv([]verbs.RecvWR{{}})
+	check(err)
+	read := verbs.SendWR{Op: verbs.OpRDMARead, SGL: []verbs.SGE{target.SGE(0, len(got))},
+		RemoteAddr: lent.Addr() + 4, RKey: lent.RKey()}
+	_, err = alice.qp.PostSend([]verbs.SendWR{read,
+		{Op: verbs.OpSendInv, Flags: verbs.SendFence | verbs.SendSignaled, InvalidateKey: lent.RKey()}})
+	check(err)
+	fmt.Printf("%v: %q\n", alice.wait().Status, got)
+	wc := bob.wait()
+	fmt.Println("given back:", wc.Flags == verbs.WCWithInv && wc.InvalidatedKey == lent.RKey())
+
+	_, err = alice.qp.PostSend([]verbs.SendWR{read})
+	check(err)
+	fmt.Println("once more:", alice.wait().Status)
+
+	alice.close(target)
+	bob.close(lent)
+	// Output:
+	// success: "quick"
+	// given back: true
+	// once more: remote access error
+}
+
 // Atomics work on 8 aligned bytes of the peer's memory, a number in the byte
 // order of that host, and return what was there before.
 func ExampleQP_PostSend_atomic() {

@@ -35,7 +35,7 @@ func (k *MKey) ok() bool { return k != nil && k.p != nil }
 // CreateMKey makes an indirect key that can have so many pieces, or sources of an
 // interleaved pattern. It is free. See mlx5dv_create_mkey(3).
 //
-// Errors: EINVAL for less than 1 or more than 65,536 pieces, or for a domain that is
+// Errors: EINVAL for less than 1 or more than 16,777,216 pieces, or for a domain that is
 // nil or closed; ENOMEM if the device has no more regions (MaxMR in [DeviceAttr]);
 // ENODEV if the device is closed.
 func (pd *PD) CreateMKey(pieces int) (*MKey, error) {

@@ -207,12 +207,12 @@ func (pd *PD) CreateSRQ(cfg *SRQConfig) (*SRQ, error) {
 	return &SRQ{p: p}, nil
 }
 
-// CreateAH makes an address handle: a peer that UD requests of the domain can
-// be sent to. See ibv_create_ah(3).
+// CreateAH makes an address handle: a peer, or a multicast group, that UD requests
+// of the domain can be sent to. See ibv_create_ah(3).
 //
-// Errors: EINVAL if the DGID is unset or cannot be that of a peer (multicast,
-// link-local), the SGIDIndex is not that of a local GID, the two are not of one
-// address family or the port does not exist; EHOSTUNREACH if the links that the
+// Errors: EINVAL if the DGID is unset or link-local, the SGIDIndex is not that of a
+// local GID, the two are not of one address family, the FlowLabel has more than 20
+// bits or the port does not exist; EHOSTUNREACH if the links that the
 // device may use do not reach the peer; ENOMEM if the device has no more
 // address handles (MaxAH in [DeviceAttr]); EMFILE and ENFILE if there is no
 // descriptor left for a socket; EINVAL for a domain that is nil or closed.

@@ -17,9 +17,9 @@ type QPConfig struct {
 	// NoScatterToCQE switches inline receive off for the queue pair: short messages,
 	// and results of short READs and atomics, never wait in the completion queue and
 	// are never copied when they are polled. False: those of up to 64 bytes do, if they
-	// go to host memory and make a completion; unless VERBENA_SCATTER_TO_CQE=0 or
-	// MLX5_SCATTER_TO_CQE=0 is in the environment. The program cannot tell the
-	// difference, but for one: if the memory is gone by the time of the poll, the
+	// go to host memory and make a completion, and are neither datagrams nor received by
+	// XRC; unless VERBENA_SCATTER_TO_CQE=0 or MLX5_SCATTER_TO_CQE=0 is in the
+	// environment. The program cannot tell the difference, but for one: if the memory is gone by the time of the poll, the
 	// completion says [WCLocProtErr] and the queue pair fails, though the peer has
 	// been told that all is well.
 	NoScatterToCQE bool
@@ -97,7 +97,8 @@ func (qp *QP) Type() QPType { return qp.p.Type() }
 // (READ, atomics that return something, FLUSH), is an atomic or ATOMIC_WRITE that
 // is not of 8 bytes, is a FLUSH with data or without a type and a level, is a
 // CONFIGURE_MKEY that is both a list and a pattern or has no Configure, is longer
-// than the port's MaxMsgSize, or is for UD and has no address handle; EINVAL also if
+// than the port's MaxMsgSize, or is for UD and has no address handle, a closed one
+// or a RemoteQPN of more than 24 bits; EINVAL also if
 // the queue pair is nil or closed, or the flags are unknown. ENOMEM if the queue
 // is full: poll, and post the rest again.
 //

@@ -22,7 +22,7 @@ func (demoCmd) Help() string {
 
 "verbena demo odp" shows four uses of the counters of on-demand paging, with memory that Linux really pages: warm-up against steady state, the efficiency of paging, thrashing, the effect of prefetch. What was counted is held against what must have happened, and all data is compared.
 
-With --pcap the first device's packets are captured; it sees both directions.
+With --pcap the first device's packets are captured; it sees both directions. tshark guesses at what messages carry, and may call that malformed (docs/errors.md).
 
 Examples:
 

@@ -26,7 +26,7 @@ type devinfoCmd struct {
 
 // Help is shown below the flags.
 func (devinfoCmd) Help() string {
-	return `The lines have the names that ibv_devinfo gives them, as far as they exist there; the others say what is special to a device in software: its links, what it found to speed them up, what it does about locking memory, how it notices that registered memory was unmapped, and what paging on demand runs on here: where changes of mappings are heard of (odp_notifier; without one they are swept for), how pages are looked for that went unheard (odp_scan), and how mappings are looked up (odp_mappings).
+	return `The lines have the names that ibv_devinfo gives them, as far as they exist there; the others say what is special to a device in software: its links, what it found to speed them up, what it does about locking memory, how it notices that registered memory was unmapped, and what paging on demand runs on here: where changes of mappings are heard of (odp_notifier; without one they are swept for), how pages are looked for that went unheard (odp_scan), how mappings are looked up (odp_mappings), and how pages are brought in (odp_fetch; those that can be swapped out are always touched, one by one).
 
 A device whose address another user, or another program, has taken is shown without the links that need it.
 
@@ -74,6 +74,7 @@ type odp struct {
 	Notifier string   `json:"notifier"`
 	Scan     string   `json:"scan"`
 	Mappings string   `json:"mappings"`
+	Fetch    string   `json:"fetch"`
 }
 
 // limit is one number in the order of ibv_devinfo.
@@ -218,7 +219,7 @@ func describeODP(c *verbs.ODPCaps) odp {
 		return names
 	}
 	o := odp{General: []string{}, RC: operations(c.RC), UC: operations(c.UC), UD: operations(c.UD), XRC: operations(c.XRC),
-		Notifier: c.Notifier, Scan: c.Scan, Mappings: c.Mappings}
+		Notifier: c.Notifier, Scan: c.Scan, Mappings: c.Mappings, Fetch: c.Fetch}
 	if c.Supported {
 		o.General = append(o.General, "ODP_SUPPORT")
 	}
@@ -310,6 +311,7 @@ func printDevices(w io.Writer, devices []device, verbose bool) {
 		line("odp_notifier", "%s", d.ODP.Notifier)
 		line("odp_scan", "%s", d.ODP.Scan)
 		line("odp_mappings", "%s", d.ODP.Mappings)
+		line("odp_fetch", "%s", d.ODP.Fetch)
 		if d.Note != "" {
 			line("note", "%s", d.Note)
 		}

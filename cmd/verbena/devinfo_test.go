@@ -27,6 +27,7 @@ func TestDevinfoText(t *testing.T) {
 		`(?m)^    odp_notifier: +\S`,
 		`(?m)^    odp_scan: +(PAGEMAP_SCAN|pagemap)$`,
 		`(?m)^    odp_mappings: +(PROCMAP_QUERY|maps)$`,
+		`(?m)^    odp_fetch: +(MADV_POPULATE|touch)$`,
 		`(?m)^        port: 1$`,
 		`(?m)^            state: +PORT_ACTIVE \(4\)$`,
 		`(?m)^            max_mtu: +4096 \(5\)$`,

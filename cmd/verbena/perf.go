@@ -55,6 +55,8 @@ Both sides' CPU time (user and kernel) is reported. With --link loop there is on
 
 --mem says what the buffers of both sides are. All are outside the Go heap, and their pages are there when the measurement begins.
 
+tshark takes SENDs of up to 12 bytes in a --pcap file for RPC over RDMA, and calls them malformed, unless it is told --disable-protocol rpcordma.
+
 --listen takes everything but --device, --pcap and --json from the side that connects. The TCP connection only coordinates; the data goes by UDP port 4791.
 
 Examples:

@@ -34,20 +34,74 @@ func TestPS(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	lent, err := pd.RegMR(make([]byte, 4096), verbs.AccessLocalWrite|verbs.AccessMWBind)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mw, err := pd.AllocMW(verbs.MWType1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	free, err := pd.AllocMW(verbs.MWType2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dm, err := dev.AllocDM(2048, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dmr, err := pd.RegDMMR(dm, 0, 1024, verbs.AccessLocalWrite|verbs.AccessZeroBased)
+	if err != nil {
+		t.Fatal(err)
+	}
+	file, err := os.Create(t.TempDir() + "/domain")
+	if err != nil {
+		t.Fatal(err)
+	}
+	named, err := dev.OpenXRCD(&verbs.XRCDConfig{File: file, Create: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	xrcd, err := dev.OpenXRCD(&verbs.XRCDConfig{Create: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	target, err := xrcd.CreateQP()
+	if err != nil {
+		t.Fatal(err)
+	}
 	defer func() {
-		for _, c := range []interface{ Close() error }{mr, qp, cq, pd, dev} {
+		for _, c := range []interface{ Close() error }{target, xrcd, named, file, dmr, dm, mw, free, lent, mr, qp, cq, pd, dev} {
 			if err := c.Close(); err != nil {
 				t.Error(err)
 			}
 		}
 	}()
+	if err := qp.Connect(qp.Endpoint(), nil); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := qp.BindMW(mw, 1, verbs.SendSignaled, verbs.MWBind{LKey: lent.LKey(), Addr: lent.Addr() + 96, Length: 1000, Access: verbs.AccessRemoteRead}); err != nil {
+		t.Fatal(err)
+	}
+	for wc := make([]verbs.WC, 1); ; {
+		if n, err := cq.Poll(wc); err != nil || n == 1 && wc[0].Err() != nil {
+			t.Fatal(err, wc)
+		} else if n == 1 {
+			break
+		}
+	}
 
-	out := succeed(t, "ps", "-q", "-m").stdout
+	out := succeed(t, "ps", "-q", "-m", "-x").stdout
 	for _, want := range []string{
 		`(?m)^ADDRESS +PID +PROGRAM`,
-		`(?m)^127\.77\.0\.203 +` + regexp.QuoteMeta(strconv.Itoa(os.Getpid())) + `\* +\S+ +1 +1 +12\.1 KiB +1 `,
-		`QP 0x` + fmt.Sprintf("%06x", qp.Number()) + ` +RC +RESET`,
+		`(?m)^127\.77\.0\.203 +` + regexp.QuoteMeta(strconv.Itoa(os.Getpid())) + `\* +\S+ +2 +3 +17\.1 KiB +2 +2\.0 KiB +2 +1 `,
+		`QP 0x` + fmt.Sprintf("%06x", qp.Number()) + ` +RC +RTS`,
 		`MR 0x[0-9a-f]+ +pinned +12\.1 KiB +local-write`,
+		`MW ` + fmt.Sprintf("%#x", lent.Addr()+96) + ` +type 1 +1000 B +remote-read`,
+		`MW +type 2 +free`,
+		`DM 1 +plain +1 +2\.0 KiB`,
+		`XRCD 1 +0 +file [0-9a-f]+:\d+ +opened 1 times, 0 SRQs`,
+		`XRCD 2 +1 +no file +opened 1 times, 0 SRQs`,
 	} {
 		if !regexp.MustCompile(want).MatchString(out) {
 			t.Errorf("no line like %s in\n%s", want, out)
@@ -62,8 +116,8 @@ func TestPS(t *testing.T) {
 	for _, d := range list {
 		if d.Addr.String() == addr {
 			p := d.Processes[0]
-			found = len(d.Processes) == 1 && p.PID == os.Getpid() && p.Owner && p.Answered && len(p.QPs) == 1 && p.QPs[0].Number == qp.Number() &&
-				len(p.MRs) == 1 && p.MRs[0].Length == 12345
+			found = len(d.Processes) == 1 && p.PID == os.Getpid() && p.Owner && p.Answered && len(p.QPs) == 2 && len(p.MRs) == 3 &&
+				len(p.MWs) == 2 && p.MWs[0].Bound != p.MWs[1].Bound && len(p.DMs) == 1 && p.DMs[0].MRs == 1 && len(p.XRCDs) == 2 && p.XRCDs[1].QPs == 1
 		}
 	}
 	if !found {

@@ -174,7 +174,12 @@ func regionCounters(m *verbs.MRResource) []counter {
 	for _, c := range m.Paging.RegionCounters() {
 		list = append(list, counter{name: c.Name, value: c.Value})
 	}
-	return append(list, counter{name: "local_faults", value: m.Paging.LocalFaults}, counter{name: "remote_faults", value: m.Paging.RemoteFaults})
+	return append(list,
+		counter{name: "prefetches_handled", value: m.Paging.Prefetches},
+		counter{name: "contentions", value: m.Paging.Contentions},
+		counter{name: "failed_resolutions", value: m.Paging.FailedResolutions},
+		counter{name: "local_faults", value: m.Paging.LocalFaults},
+		counter{name: "remote_faults", value: m.Paging.RemoteFaults})
 }
 
 // rates compares two looks.

@@ -29,6 +29,7 @@ type paged struct {
 	dev    *verbs.Device
 	memory []byte
 	odp    *verbs.MR
+	pd     *verbs.PD
 	write  func(off, n int)
 }
 
@@ -58,6 +59,7 @@ func newPaged(t *testing.T, addr string) *paged {
 	pd, err := p.dev.AllocPD()
 	fatal(err)
 	closing(pd)
+	p.pd = pd
 	cq, err := p.dev.CreateCQ(16, nil)
 	fatal(err)
 	closing(cq)
@@ -98,13 +100,17 @@ func TestStat(t *testing.T) {
 	p := newPaged(t, addr)
 	p.write(0, 3*page)    // one fault, three pages
 	p.write(8*page, page) // one fault, one page
+	// One call, of three elements.
+	if err := p.pd.AdviseMR(verbs.AdvisePrefetchWrite, verbs.AdviseFlush, p.odp.SGE(9*page, page), p.odp.SGE(10*page, page), p.odp.SGE(11*page, page)); err != nil {
+		t.Fatal(err)
+	}
 	pid := strconv.Itoa(os.Getpid())
 
 	out := succeed(t, "stat", addr).stdout
 	for _, want := range []string{
 		`(?m)^127\.77\.0\.204 pid ` + pid + `\* \S+$`,
 		`(?m)^ +num_page_faults +2$`, `(?m)^ +num_page_fault_pages +4$`, `(?m)^ +num_invalidations +0$`, `(?m)^ +num_invalidation_pages +0$`,
-		`(?m)^ +invalidations_faults_contentions +0$`, `(?m)^ +num_prefetches_handled +0$`, `(?m)^ +num_failed_resolutions +0$`, `(?m)^ +num_mrs_not_found +0$`,
+		`(?m)^ +invalidations_faults_contentions +0$`, `(?m)^ +num_prefetches_handled +1$`, `(?m)^ +num_failed_resolutions +0$`, `(?m)^ +num_mrs_not_found +0$`,
 		`(?m)^ +num_odp_mrs +1$`, `(?m)^ +num_odp_mr_pages +16$`, `(?m)^ +num_local_page_faults +0$`, `(?m)^ +num_remote_page_faults +2$`,
 	} {
 		if !regexp.MustCompile(want).MatchString(out) {
@@ -118,8 +124,8 @@ func TestStat(t *testing.T) {
 		t.Errorf("no tx_bytes with --all:\n%s", out)
 	}
 	out = succeed(t, "stat", "--mr", addr).stdout
-	head := `ADDRESS +PID +MRN +KIND +LENGTH +PRESENT +page_faults +page_faults_handled +page_invalidations +page_invalidations_handled +page_prefetch +local_faults +remote_faults`
-	line := `127\.77\.0\.204 +` + pid + `\* +\d+ +\S+ +64\.0 KiB +4 +4 +2 +0 +0 +0 +0 +2`
+	head := `ADDRESS +PID +MRN +KIND +LENGTH +PRESENT +page_faults +page_faults_handled +page_invalidations +page_invalidations_handled +page_prefetch +prefetches_handled +contentions +failed_resolutions +local_faults +remote_faults`
+	line := `127\.77\.0\.204 +` + pid + `\* +\d+ +\S+ +64\.0 KiB +7 +4 +2 +0 +0 +3 +1 +0 +0 +0 +2`
 	if !regexp.MustCompile(head+`\s+`+line).MatchString(out) || strings.Count(out, "\n") != 2 {
 		t.Errorf("want one line like %s:\n%s", line, out)
 	}
@@ -133,7 +139,8 @@ func TestStat(t *testing.T) {
 		t.Fatalf("%s", text)
 	}
 	q := list[0].Processes[0]
-	if q.PID != os.Getpid() || !q.Answered || q.Counters["num_page_fault_pages"] != 4 || len(q.MRs) != 1 || q.MRs[0].Present != 4 || q.MRs[0].Counters["page_faults_handled"] != 2 {
+	if q.PID != os.Getpid() || !q.Answered || q.Counters["num_page_fault_pages"] != 4 || len(q.MRs) != 1 || q.MRs[0].Present != 7 || q.MRs[0].Counters["page_faults_handled"] != 2 ||
+		q.MRs[0].Counters["prefetches_handled"] != 1 {
 		t.Errorf("%s", text)
 	}
 	if regexp.MustCompile(`"[lr]?key"`).MatchString(text) || strings.Contains(text, strconv.Itoa(int(p.odp.RKey()))) {

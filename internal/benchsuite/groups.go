@@ -43,6 +43,9 @@ var groups = []group{
 	}},
 	{"umr-configure", "within a process: configuring an indirect key, post to completion", (*bench).umrConfigure},
 	{"dm", "within a process: 8 bytes into device memory, post to completion", (*bench).deviceMemory},
+	{"inline-loop", "within a process: 8 bytes, inline receive on and off", func(b *bench) ([]contender, error) { return b.inlineReceive(b.newRig, verbs.LinkLoop) }},
+	{"inline-local", "between two processes, shared memory: 8 bytes, inline receive on and off", func(b *bench) ([]contender, error) { return b.inlineReceive(b.newPeerRig, verbs.LinkLocal) }},
+	{"inline-udp", "between two processes, packets: 8 bytes, inline receive on and off", func(b *bench) ([]contender, error) { return b.inlineReceive(b.newPeerRig, verbs.LinkUDP) }},
 	{"odp-register", "registering on demand, against locking", (*bench).register},
 	{"odp-loop", "within a process: 64 KiB WRITE into on-demand memory", func(b *bench) ([]contender, error) { return b.steadyState(b.newRig, verbs.LinkLoop, 16) }},
 	{"odp-udp", "between two processes, packets: 64 KiB WRITE into on-demand memory", func(b *bench) ([]contender, error) { return b.steadyState(b.newPeerRig, verbs.LinkUDP, 32) }},
@@ -237,25 +240,12 @@ func (b *bench) udpLatency() ([]contender, error) {
 	}
 	const tcp = "TCP"
 	tcpRig := &rig{b: b, peer: far}
-	// pingPong has the far side answer during a measurement.
-	pingPong := func(name string, r *rig, m mode, against string, g *goal, ping func(time.Duration, *sampler) error) contender {
-		c := b.quantiles(name, "µs", 1e3, against, g, func(d time.Duration, keep *sampler) error {
-			if err := r.serve(m, false); err != nil {
-				return err
-			}
-			err := ping(d, keep)
-			_, stopErr := r.finish()
-			return errors.Join(err, stopErr)
-		})
-		c.side = r.near
-		return c
-	}
 	write, send, udSend := newPinger(rc.near, verbs.OpRDMAWrite), newPinger(rc.near, verbs.OpSend), newPinger(ud.near, verbs.OpSend)
 	return []contender{
-		pingPong(tcp, tcpRig, modePongTCP, "", nil, func(d time.Duration, keep *sampler) error { return pingTCP(conn, d, keep) }),
-		pingPong("WRITE", rc, modePongWrite, tcp, &goal{"≤", 1.1}, func(d time.Duration, keep *sampler) error { return pingWrite(write, d, keep) }),
-		pingPong("SEND", rc, modePongSend, tcp, nil, func(d time.Duration, keep *sampler) error { return pingSend(send, d, keep) }),
-		pingPong("UD SEND", ud, modePongSend, tcp, nil, func(d time.Duration, keep *sampler) error { return pingSend(udSend, d, keep) }),
+		tcpRig.served(tcp, modePongTCP, "", nil, func(d time.Duration, keep *sampler) error { return pingTCP(conn, d, keep) }),
+		rc.served("WRITE", modePongWrite, tcp, &goal{"≤", 1.1}, func(d time.Duration, keep *sampler) error { return pingWrite(write, d, keep) }),
+		rc.served("SEND", modePongSend, tcp, nil, func(d time.Duration, keep *sampler) error { return pingSend(send, d, keep) }),
+		ud.served("UD SEND", modePongSend, tcp, nil, func(d time.Duration, keep *sampler) error { return pingSend(udSend, d, keep) }),
 	}, nil
 }
 

@@ -71,6 +71,7 @@ func (b *bench) localLatency() ([]contender, error) {
 	return []contender{
 		newUCX("ucp_put_lat", "posix,self", pingPongSize).contender(ucx+", p50", "µs", ucxMedian, 1),
 		pingPong("WRITE", modePongWrite, &goal{"≤", 2}, func(d time.Duration, keep *sampler) error { return pingWrite(write, d, keep) }),
+		pingPong("WRITE, memory watched", modePongWatch, &goal{"≤", 2}, func(d time.Duration, keep *sampler) error { return pingMemory(write, d, keep) }),
 		pingPong("SEND", modePongSend, nil, func(d time.Duration, keep *sampler) error { return pingSend(send, d, keep) }),
 	}, nil
 }

@@ -45,6 +45,7 @@ const (
 	modePoll      mode = "poll"       // poll a completion queue that stays empty
 	modeSink      mode = "sink"       // take messages and post receives
 	modePongWrite mode = "pong-write" // answer WRITEs, seen in memory
+	modePongWatch mode = "pong-watch" // the same, but poll for one's own completions alone
 	modePongSend  mode = "pong-send"  // answer SENDs
 	modePongTCP   mode = "pong-tcp"
 )
@@ -153,7 +154,7 @@ func (p *peerState) handle(q *request) (r reply, err error) {
 		if q.Mode == modePongTCP && p.conn == nil {
 			p.conn, err = p.listener.Accept() // it has connected by now
 		}
-		if q.Mode == modePongWrite {
+		if q.Mode == modePongWrite || q.Mode == modePongWatch {
 			p.last = loadWord(p.side.rx.bytes) // the first ping may come before pongWrite looks
 		}
 		p.cpu = sys.CPUTime()
@@ -202,6 +203,8 @@ func (p *peerState) serve(q *request) {
 		p.served = p.side.sink(&p.pending)
 	case modePongWrite:
 		p.served = p.side.pongWrite(p.last, &p.pending)
+	case modePongWatch:
+		p.served = p.side.pongMemory(p.last, &p.pending)
 	case modePongSend:
 		p.served = p.side.pongSend(&p.pending)
 	case modePongTCP:

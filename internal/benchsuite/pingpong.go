@@ -96,6 +96,74 @@ func (s *side) pongWrite(last uint64, stop *atomic.Bool) error {
 	return nil
 }
 
+// pingMemory is pingWrite in the manner of ib_write_lat, and of verbena perf with
+// --poll memory: post, wait for one's own completion, then watch the memory and
+// poll nothing.
+func pingMemory(p *pinger, d time.Duration, keep *sampler) error {
+	start := time.Now()
+	last := time.Duration(0)
+	for {
+		want := p.n + 1
+		if err := p.writeWord(want); err != nil {
+			return err
+		}
+		var wait spinner
+		for loadWord(p.s.rx.bytes) != want {
+			if !wait.seldom() {
+				continue
+			}
+			if err := wait.idle(); err != nil {
+				return err
+			}
+		}
+		now := time.Since(start)
+		if !keep.add((now-last)/oneWayParts) || now >= d {
+			return nil
+		}
+		last = now
+	}
+}
+
+// pongMemory is its other side.
+func (s *side) pongMemory(last uint64, stop *atomic.Bool) error {
+	p := newPinger(s, verbs.OpRDMAWrite)
+	var wait spinner
+	for !stop.Load() {
+		v := loadWord(s.rx.bytes)
+		if v == last {
+			if wait.seldom() {
+				wait.pause()
+			}
+			continue
+		}
+		last = v
+		wait.reset()
+		if err := p.writeWord(v); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// writeWord writes a number and waits until that has completed.
+func (p *pinger) writeWord(v uint64) error {
+	p.n++
+	binary.NativeEndian.PutUint64(p.s.tx.bytes, v)
+	p.wrs[0].Flags = verbs.SendSignaled
+	if _, err := p.s.qps[0].PostSend(p.wrs); err != nil {
+		return err
+	}
+	var wait spinner
+	for {
+		if wcs, err := p.s.poll(); err != nil || len(wcs) > 0 {
+			return err
+		}
+		if err := wait.idle(); err != nil {
+			return err
+		}
+	}
+}
+
 // pingSend sends messages and polls until the answer has completed a receive.
 func pingSend(p *pinger, d time.Duration, keep *sampler) error {
 	start := time.Now()

@@ -14,18 +14,19 @@ import (
 
 // spec says what the two sides of a connection are made of.
 type spec struct {
-	Link   verbs.LinkMode
-	Type   verbs.QPType
-	QPs    int
-	Size   int    // bytes of a message
-	Slots  int    // places for messages, on each side; all queue pairs share them
-	Sends  int    // room in each send queue
-	Recvs  int    // receives that each queue pair keeps posted
-	Inline bool   // messages are passed inline
-	Mapped bool   // buffers lie outside the Go heap
-	Into   memory // what the rx buffers are; others are pinned
-	From   memory // what the tx buffers are
-	Addr   string // of the device; empty: one that nobody has
+	Link      verbs.LinkMode
+	Type      verbs.QPType
+	QPs       int
+	Size      int    // bytes of a message
+	Slots     int    // places for messages, on each side; all queue pairs share them
+	Sends     int    // room in each send queue
+	Recvs     int    // receives that each queue pair keeps posted
+	Inline    bool   // messages are passed inline
+	NoScatter bool   // no inline receive
+	Mapped    bool   // buffers lie outside the Go heap
+	Into      memory // what the rx buffers are; others are pinned
+	From      memory // what the tx buffers are
+	Addr      string // of the device; empty: one that nobody has
 }
 
 // memory is a kind of memory. The empty one is pinned.
@@ -113,7 +114,7 @@ func newSide(sp spec) (_ *side, err error) {
 		qpCap.MaxInlineData = sp.Size
 	}
 	for range sp.QPs {
-		qp, err := s.pd.CreateQP(&verbs.QPConfig{Type: sp.Type, SendCQ: s.cq, RecvCQ: s.cq, Cap: qpCap})
+		qp, err := s.pd.CreateQP(&verbs.QPConfig{Type: sp.Type, SendCQ: s.cq, RecvCQ: s.cq, Cap: qpCap, NoScatterToCQE: sp.NoScatter})
 		if err != nil {
 			return nil, err
 		}
@@ -322,13 +323,15 @@ func (s *side) close() error {
 // on a machine with a core for each side it never comes to that.
 type spinner struct {
 	turns uint32
+	looks uint32
 	since time.Time
 }
 
 const (
-	yieldTurns = 1 << 6
-	checkTurns = 1 << 12
-	stallLimit = 10 * time.Second
+	yieldTurns  = 1 << 6
+	looksOfPoll = 1 << 6
+	checkTurns  = 1 << 12
+	stallLimit  = 10 * time.Second
 )
 
 func (w *spinner) reset() { w.turns, w.since = 0, time.Time{} }
@@ -341,6 +344,13 @@ func (w *spinner) pause() {
 		runtime.Gosched()
 		sys.Yield()
 	}
+}
+
+// seldom is for those who look at memory: it is true once in as many looks as take
+// the time of a poll. Then they call one of the others.
+func (w *spinner) seldom() bool {
+	w.looks++
+	return w.looks%looksOfPoll == 0
 }
 
 // idle is called after each turn without progress by the others: after a long

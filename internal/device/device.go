@@ -77,6 +77,8 @@ type Device struct {
 	twins   twins
 	nextPD  uint32
 	nextCQ  uint32
+	nextDM  uint32
+	buffers map[*DM]struct{} // of device memory
 	closed  bool
 }
 

@@ -31,8 +31,10 @@ func (q *QP) direct(now qp.Time) (owed debt, rest bool) {
 	return owed, q.leaveToken() || rest
 }
 
-// writeNext executes the first requests of a list at the other end, if they are short
-// WRITEs and there is nothing before them: the shortest way of all. It returns how many.
+// writeNext executes the first requests of a list at the other end, if they are WRITEs of
+// a train each and there is nothing before them: the shortest way of all. It returns how
+// many.
+//
 // The caller holds q's lock. While the token is free nobody has trains of q's in hand, nor
 // gets any without the lock.
 func (q *QP) writeNext(wrs []ib.SendWR) (done int) {
@@ -44,9 +46,12 @@ func (q *QP) writeNext(wrs []ib.SendWR) (done int) {
 		return 0
 	}
 	if back := peer.looped(); back != nil && back.dev == q.dev && q.core.Joined(peer.core) {
-		most := min(len(wrs), directQuantum/ib.MTU4096.Bytes())
-		for done < most && q.core.WriteTo(peer.core, &wrs[done]) {
-			done++
+		for left := directQuantum; done < len(wrs) && left > 0; done++ {
+			n := q.core.WriteTo(peer.core, &wrs[done])
+			if n == 0 {
+				break
+			}
+			left -= max(n, directTrain)
 		}
 	}
 	peer.mu.Unlock()

@@ -65,8 +65,10 @@ func (d *Device) maxDM() int {
 
 // DM is a buffer of device memory.
 type DM struct {
-	dev *Device
-	mem *mem.DeviceMem
+	dev    *Device
+	number uint32
+	mem    *mem.DeviceMem
+	n      int // bytes that it counts for
 
 	mu     sync.Mutex // guards closed
 	closed bool
@@ -82,10 +84,13 @@ func (d *Device) AllocDM(cfg provider.DMConfig) (provider.DM, error) {
 		return nil, ib.Errorf(op, syscall.EINVAL, "an alignment of 2^%d", cfg.LogAlign)
 	case cfg.Class > ib.DMCoherent:
 		return nil, ib.Errorf(op, syscall.EINVAL, "%v", cfg.Class)
-	case cfg.Length > math.MaxInt:
+	case cfg.Length > uint64(math.MaxInt-os.Getpagesize()):
 		return nil, ib.Errorf(op, syscall.ENOMEM, "%d bytes, the device has %d", cfg.Length, d.maxDM())
 	}
 	n := int(cfg.Length)
+	if cfg.Export { // it takes whole pages
+		n = (n + os.Getpagesize() - 1) &^ (os.Getpagesize() - 1)
+	}
 	d.mu.Lock()
 	err := d.addLocked(op, &d.counts.dm, n, d.maxDM())
 	d.mu.Unlock()
@@ -95,14 +100,23 @@ func (d *Device) AllocDM(cfg provider.DMConfig) (provider.DM, error) {
 	m, err := d.dm.Alloc(mem.DeviceMemConfig{Length: cfg.Length, LogAlign: uint(cfg.LogAlign),
 		Coherent: cfg.Class == ib.DMCoherent, Export: cfg.Export})
 	if err != nil {
-		d.freeDM(n)
+		d.freeDM(nil, n)
 		return nil, err
 	}
-	return &DM{dev: d, mem: m}, nil
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.nextDM++
+	buffer := &DM{dev: d, number: d.nextDM, mem: m, n: n}
+	if d.buffers == nil {
+		d.buffers = make(map[*DM]struct{})
+	}
+	d.buffers[buffer] = struct{}{}
+	return buffer, nil
 }
 
-func (d *Device) freeDM(n int) {
+func (d *Device) freeDM(m *DM, n int) {
 	d.mu.Lock()
+	delete(d.buffers, m)
 	d.counts.dm -= n
 	d.publishLocked()
 	d.mu.Unlock()
@@ -129,12 +143,11 @@ func (m *DM) Close() error {
 	if m.closed {
 		return nil
 	}
-	n := int(m.mem.Len())
 	if err := m.mem.Free(); err != nil {
 		return err
 	}
 	m.closed = true
-	m.dev.freeDM(n)
+	m.dev.freeDM(m, m.n)
 	return nil
 }
 

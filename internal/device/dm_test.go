@@ -153,6 +153,22 @@ func TestDeviceMemoryRules(t *testing.T) {
 	closeAll(t, last, pd, opd)
 }
 
+// A buffer that can be exported counts for the pages that it takes.
+func TestDeviceMemoryExportCounts(t *testing.T) {
+	page := uint64(os.Getpagesize())
+	d := openDevice(t, provider.Config{Link: linkLoop, DMSize: int64(2 * page)})
+	var dms []closer
+	for range 2 {
+		dms = append(dms, must[provider.DM](t)(d.AllocDM(provider.DMConfig{Length: 1, Export: true})))
+	}
+	for _, export := range []bool{true, false} {
+		_, err := d.AllocDM(provider.DMConfig{Length: 1, Export: export})
+		wantErrno(t, "an empty pool", err, syscall.ENOMEM)
+	}
+	closeAll(t, dms...)
+	closeAll(t, must[provider.DM](t)(d.AllocDM(provider.DMConfig{Length: 2 * page})))
+}
+
 func TestParseSize(t *testing.T) {
 	for _, c := range []struct {
 		s    string
@@ -182,7 +198,7 @@ func TestDeviceMemoryOfProcesses(t *testing.T) {
 		return
 	}
 	const half = 1 << 20
-	d := openDevice(t, provider.Config{DMSize: 2 * half})
+	d := openDevice(t, provider.Config{DMSize: 2 * half, Limits: provider.Limits{MWs: 2}})
 	exe, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
@@ -219,6 +235,11 @@ func TestDeviceMemoryOfProcesses(t *testing.T) {
 	if b := fromDM(t, rest, 0, half); firstDifference(b, make([]byte, half)) >= 0 {
 		t.Error("the other's bytes are in the buffer")
 	}
+	// Windows are counted in the same way.
+	pd := must[provider.PD](t)(d.AllocPD())
+	mw := must[provider.MW](t)(pd.AllocMW(ib.MWType1))
+	_, err = pd.AllocMW(ib.MWType2)
+	wantErrno(t, "one window more than the other has left", err, syscall.ENOMEM)
 	if err := cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
@@ -229,10 +250,12 @@ func TestDeviceMemoryOfProcesses(t *testing.T) {
 		again, err = d.AllocDM(provider.DMConfig{Length: half})
 		return err == nil
 	})
-	closeAll(t, rest, again)
+	last := must[provider.MW](t)(pd.AllocMW(ib.MWType2))
+	closeAll(t, rest, again, mw, last, pd)
 }
 
-// holdDeviceMemory is the child: it takes half of the pool, and waits to be killed.
+// holdDeviceMemory is the child: it takes half of the pool and a window, and waits to
+// be killed.
 func holdDeviceMemory(t *testing.T, at netip.Addr) {
 	d, err := Open("", &provider.Config{Addrs: []netip.Addr{at}, DMSize: 1 << 40}) // the first process has decided
 	if err != nil {
@@ -244,6 +267,7 @@ func holdDeviceMemory(t *testing.T, at netip.Addr) {
 	if _, err := dm.WriteAt(b, 0); err != nil {
 		t.Fatal(err)
 	}
+	must[provider.MW](t)(must[provider.PD](t)(d.AllocPD()).AllocMW(ib.MWType2))
 	fmt.Println("HOLDING", d.Attr().MaxDMSize)
 	_, _ = io.Copy(io.Discard, os.Stdin)
 }

@@ -177,3 +177,63 @@ func BenchmarkInlineReceive(b *testing.B) {
 		}
 	}
 }
+
+// reconnect makes a pair anew of two ends.
+func reconnect(a, b *end) {
+	for _, e := range []*end{a, b} {
+		e.modify(ib.QPAttr{State: ib.QPReset}, 0)
+	}
+	a.connect(b)
+	b.connect(a)
+}
+
+// What waits when its queue pair is reset is never written, and keeps nobody waiting
+// after that. What waits when it fails is there when it is polled.
+func TestInlineReceiveReset(t *testing.T) {
+	for _, mode := range allLinks {
+		t.Run(mode, func(t *testing.T) {
+			a, b := connected(t, openFor(t, mode), openFor(t, mode), ib.RC, 4096, nil)
+			fill(b.buf, 5)
+			result := func() {
+				a.post(ib.SendWR{Op: ib.OpRDMARead, SGL: a.sge(0, 40), RemoteAddr: b.mr.Addr() + 100, RKey: b.mr.RKey()})
+				eventually(t, "the result waits", func() bool { return a.cq.(*CQ).Len() == 1 })
+			}
+			result()
+			reconnect(a, b)
+			if n := a.cq.(*CQ).Len(); n != 0 {
+				t.Fatalf("%d completions of before", n)
+			}
+			a.post(ib.SendWR{Op: ib.OpRDMAWrite, Flags: ib.SendFence, SGL: a.sge(0, 40), RemoteAddr: b.mr.Addr() + 2000, RKey: b.mr.RKey()})
+			a.ok()
+			if !bytes.Equal(b.buf[2000:2040], make([]byte, 40)) {
+				t.Errorf("a result of before: %x", b.buf[2000:2040])
+			}
+			result()
+			a.modify(ib.QPAttr{State: ib.QPErr}, 0)
+			if a.ok(); !bytes.Equal(a.buf[:40], b.buf[100:140]) {
+				t.Errorf("the result is lost: %x", a.buf[:40])
+			}
+		})
+	}
+}
+
+// A result whose region is closed while it waits fails with the fenced request that
+// counts on it, and each says what happened.
+func TestInlineReceiveGone(t *testing.T) {
+	for _, mode := range allLinks {
+		t.Run(mode, func(t *testing.T) {
+			a, b := connected(t, openFor(t, mode), openFor(t, mode), ib.RC, 4096, nil)
+			mr := must[provider.MR](t)(a.pd.RegMR(make([]byte, 64), ib.AccessLocalWrite))
+			a.post(ib.SendWR{ID: 1, Op: ib.OpRDMARead, SGL: []ib.SGE{{Addr: mr.Addr(), Length: 8, LKey: mr.LKey()}}, RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()})
+			eventually(t, "the result waits", func() bool { return a.cq.(*CQ).Len() == 1 })
+			closeAll(t, mr)
+			a.post(ib.SendWR{ID: 2, Op: ib.OpRDMAWrite, Flags: ib.SendFence, SGL: a.sge(0, 8), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()})
+			if wc := a.status(ib.WCLocProtErr); wc.ID != 1 || wc.VendorErr == 0 {
+				t.Errorf("%+v", wc)
+			}
+			if wc := a.status(ib.WCWRFlushErr); wc.ID != 2 || a.state() != ib.QPErr {
+				t.Errorf("%+v, %v", wc, a.state())
+			}
+		})
+	}
+}

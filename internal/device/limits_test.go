@@ -201,7 +201,8 @@ func TestPostLimits(t *testing.T) {
 		want syscall.Errno
 	}{
 		{"SGEs", []ib.RecvWR{{}, {SGL: three[:2]}}, 1, syscall.EINVAL},
-		{"full", []ib.RecvWR{{}, {}}, 1, syscall.ENOMEM},
+		{"full before the bad one", []ib.RecvWR{{}, {}, {SGL: three[:2]}}, 1, syscall.ENOMEM},
+		{"full", []ib.RecvWR{{}}, 0, syscall.ENOMEM},
 	} {
 		n, err := small.qp.PostRecv(tt.wrs)
 		wantErrno(t, tt.name, err, tt.want)

@@ -216,6 +216,30 @@ func TestIndirectKeyRevokedUnderLoad(t *testing.T) {
 	}
 }
 
+// A list of very many pieces, from the last to the first.
+func TestIndirectKeyOfManyPieces(t *testing.T) {
+	const pieces, width = 150_000, 12
+	for _, mode := range allLinks {
+		t.Run(mode, func(t *testing.T) {
+			a, b := connected(t, openFor(t, mode), openFor(t, mode), ib.RC, pieces*width, nil)
+			k := b.mkey(pieces)
+			c := &ib.MKeyConfig{MKey: k.Key()}
+			for i := range pieces {
+				c.List = append(c.List, b.sge((pieces-1-i)*width, width)...)
+			}
+			b.configure(c)
+			fill(a.buf, 7)
+			a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, pieces*width), RKey: k.Key()})
+			a.ok()
+			for i := range pieces {
+				if !bytes.Equal(b.buf[(pieces-1-i)*width:][:width], a.buf[i*width:][:width]) {
+					t.Fatalf("piece %d is wrong", i)
+				}
+			}
+		})
+	}
+}
+
 // The numbers of keys and of their pieces are limited.
 func TestIndirectKeyLimits(t *testing.T) {
 	d := openDevice(t, provider.Config{Link: linkLoop, Limits: provider.Limits{MRs: 2}})

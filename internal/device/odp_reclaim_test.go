@@ -20,6 +20,7 @@ import (
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/sys/modetest"
 )
 
 const (
@@ -101,40 +102,22 @@ func TestReclaimFile(t *testing.T) {
 	reclaim(t, file, size, limit)
 }
 
-// Anonymous memory, which goes to a compressed device.
+// Anonymous memory and shared memory, which go to a compressed device.
 func TestReclaimAnonymous(t *testing.T) {
-	if !fullMatrix() || os.Getuid() != 0 {
-		t.Skip("full: needs root and VERBENA_FULL: it adds swap to the machine")
-	}
-	zram(t, "6G")
-	reclaim(t, "", 4<<30, 512<<20)
-}
-
-// zram makes a compressed device in memory and swaps on it until the test ends.
-func zram(t *testing.T, size string) {
-	t.Helper()
-	text, err := os.ReadFile("/sys/class/zram-control/hot_add")
-	if err != nil {
-		t.Skip("no zram:", err)
-	}
-	id := strings.TrimSpace(string(text))
-	t.Cleanup(func() {
-		if err := os.WriteFile("/sys/class/zram-control/hot_remove", []byte(id), 0); err != nil {
-			t.Error(err)
+	modetest.Swap(t, "6G")
+	t.Run("private", func(t *testing.T) { reclaim(t, "", 4<<30, 512<<20) })
+	t.Run("shared", func(t *testing.T) {
+		f, err := os.CreateTemp("/dev/shm", "verbena-test")
+		if err != nil {
+			t.Fatal(err)
 		}
-	})
-	if err := os.WriteFile("/sys/block/zram"+id+"/disksize", []byte(size), 0); err != nil {
-		t.Fatal(err)
-	}
-	for _, args := range [][]string{{"mkswap", "/dev/zram" + id}, {"swapon", "/dev/zram" + id}} {
-		if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
-			t.Fatalf("%v: %v\n%s", args, err, out)
+		t.Cleanup(func() { _ = os.Remove(f.Name()) })
+		const size = 2 << 30
+		if err := f.Truncate(size); err != nil {
+			t.Fatal(err)
 		}
-	}
-	t.Cleanup(func() {
-		if out, err := exec.Command("swapoff", "/dev/zram"+id).CombinedOutput(); err != nil {
-			t.Errorf("swapoff: %v\n%s", err, out)
-		}
+		_ = f.Close()
+		reclaim(t, f.Name(), size, 256<<20)
 	})
 }
 

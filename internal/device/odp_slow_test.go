@@ -322,6 +322,9 @@ func TestPrefetchSlow(t *testing.T) {
 	eventually(t, "the other prefetches are done", func() bool {
 		return s.mr.PagingStats().Prefetches == 2 && other.mr.PagingStats().Prefetches == 1
 	})
+	if calls := y.PagingStats().Prefetches; calls != 2 {
+		t.Errorf("the device counts %d calls", calls)
+	}
 	a.post(ib.SendWR{Op: ib.OpRDMARead, SGL: a.sge(0, n), RemoteAddr: uint64(s.addr), RKey: s.mr.RKey()})
 	a.ok()
 	if !bytes.Equal(a.buf, slowBytes(0, n)) {

@@ -23,7 +23,7 @@ func (d *Device) ODPCaps() ib.ODPCaps {
 		RC: reliable, XRC: reliable,
 		UC:       ib.ODPSend | ib.ODPRecv | ib.ODPWrite,
 		UD:       ib.ODPSend | ib.ODPRecv | ib.ODPSRQRecv,
-		Notifier: means.Notifier, Scan: means.Scan, Mappings: means.Mappings,
+		Notifier: means.Notifier, Scan: means.Scan, Mappings: means.Mappings, Fetch: means.Fetch,
 	}
 }
 
@@ -50,27 +50,16 @@ func (m *MR) PagingStats() ib.PagingStats {
 // advisor does prefetches that nobody waits for.
 type advisor struct {
 	mu      sync.Mutex // guards what follows
-	list    []prefetch
+	list    []mem.Prefetch
+	parts   int // of them all
 	running bool
 
 	worker sync.WaitGroup // ends when the list is empty; close waits
 }
 
-// prefetch is one element of an advice.
-type prefetch struct {
-	region         *mem.Region
-	key            uint32
-	off, n         uint64
-	write, noFault bool
-}
-
-// maxAdvice is how many prefetches wait at most: who gives more advice waits
-// himself.
+// maxAdvice is how many parts of prefetches wait at most: who gives more advice
+// waits himself.
 const maxAdvice = 1024
-
-func (f *prefetch) do() mem.FaultKind {
-	return f.region.Prefetch(f.key, f.off, f.n, f.write, f.noFault)
-}
 
 // Advise tells that memory is going to be used. The errors are those of
 // ibv_advise_mr(3).
@@ -88,30 +77,28 @@ func (p *PD) Advise(advice ib.Advice, flush bool, sgl []ib.SGE) error {
 	if closed {
 		return ib.Errorf(op, syscall.EINVAL, "the protection domain is closed")
 	}
-	list := make([]prefetch, 0, len(sgl))
+	f := mem.Prefetch{Parts: make([]mem.Part, len(sgl)),
+		Write: advice == ib.AdvisePrefetchWrite, NoFault: advice == ib.AdvisePrefetchNoFault}
 	for i := range sgl {
-		f, err := p.prefetchOf(&sgl[i], advice)
-		if err != nil {
+		var err error
+		if f.Parts[i], err = p.partOf(&sgl[i], f.Write); err != nil {
 			return err
 		}
-		list = append(list, f)
 	}
-	if !flush && p.dev.advisor.add(list) {
+	if !flush && p.dev.advisor.add(&f) {
 		return nil
 	}
-	for i := range list {
-		if kind := list[i].do(); kind != mem.FaultNone && flush {
-			return ib.Errorf(op, syscall.EFAULT, "%d bytes at %#x: %v", sgl[i].Length, sgl[i].Addr, kind)
-		}
+	if i, kind := f.Do(flush); kind != mem.FaultNone && flush {
+		return ib.Errorf(op, syscall.EFAULT, "%d bytes at %#x: %v", sgl[i].Length, sgl[i].Addr, kind)
 	}
 	return nil
 }
 
-// prefetchOf checks an element of an advice.
-func (p *PD) prefetchOf(e *ib.SGE, advice ib.Advice) (prefetch, error) {
+// partOf checks an element of an advice.
+func (p *PD) partOf(e *ib.SGE, write bool) (mem.Part, error) {
 	const op = "advise_mr"
-	refuse := func(errno syscall.Errno, format string, args ...any) (prefetch, error) {
-		return prefetch{}, ib.Errorf(op, errno, format, args...)
+	refuse := func(errno syscall.Errno, format string, args ...any) (mem.Part, error) {
+		return mem.Part{}, ib.Errorf(op, errno, format, args...)
 	}
 	var is mem.RegionConfig
 	r := p.dev.table.Lookup(e.LKey)
@@ -121,7 +108,6 @@ func (p *PD) prefetchOf(e *ib.SGE, advice ib.Advice) (prefetch, error) {
 			r = nil
 		}
 	}
-	write := advice == ib.AdvisePrefetchWrite
 	switch {
 	case r == nil:
 		return refuse(syscall.ENOENT, "no region has the key %#x", e.LKey)
@@ -136,17 +122,18 @@ func (p *PD) prefetchOf(e *ib.SGE, advice ib.Advice) (prefetch, error) {
 	if off > is.Length || n > is.Length-off { // an address below the region is an off beyond it
 		return refuse(syscall.EFAULT, "%d bytes at %#x are not inside the region", n, e.Addr)
 	}
-	return prefetch{region: r, key: e.LKey, off: off, n: n, write: write, noFault: advice == ib.AdvisePrefetchNoFault}, nil
+	return mem.Part{Region: r, Key: e.LKey, Off: off, N: n}, nil
 }
 
-// add leaves prefetches to the worker, unless it has enough to do.
-func (a *advisor) add(list []prefetch) bool {
+// add leaves a prefetch to the worker, unless it has enough to do.
+func (a *advisor) add(f *mem.Prefetch) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if len(a.list) > maxAdvice-min(len(list), maxAdvice) {
+	if a.parts > maxAdvice-min(len(f.Parts), maxAdvice) {
 		return false
 	}
-	a.list = append(a.list, list...)
+	a.parts += len(f.Parts)
+	a.list = append(a.list, *f)
 	if !a.running {
 		a.running = true
 		a.worker.Add(1)
@@ -161,14 +148,14 @@ func (a *advisor) work() {
 	for {
 		a.mu.Lock()
 		list := a.list
-		a.list = nil
+		a.list, a.parts = nil, 0
 		a.running = len(list) > 0
 		a.mu.Unlock()
 		if len(list) == 0 {
 			return
 		}
 		for i := range list {
-			_ = list[i].do() // a hint: nobody is told that it came to nothing
+			list[i].Do(false) // a hint: nobody is told that it came to nothing
 		}
 	}
 }

@@ -73,16 +73,21 @@ func newRecvQueue(op string, size, sges int) *recvQueue {
 // PostRecv appends receives and returns how many; the first one that is
 // refused ends it.
 func (r *recvQueue) PostRecv(wrs []ib.RecvWR) (int, error) {
+	good := wrs
 	for i := range wrs {
 		if len(wrs[i].SGL) > r.MaxSGE() {
-			return r.Post(wrs[:i]), ib.Errorf(r.op, syscall.EINVAL, "%d SGEs, the queue takes %d", len(wrs[i].SGL), r.MaxSGE())
+			good = wrs[:i]
+			break
 		}
 	}
-	n := r.Post(wrs)
-	if n < len(wrs) {
+	switch n := r.Post(good); {
+	case n < len(good):
 		return n, ib.Errorf(r.op, syscall.ENOMEM, "the receive queue is full (%d receives)", r.Size())
+	case n < len(wrs):
+		return n, ib.Errorf(r.op, syscall.EINVAL, "%d SGEs, the queue takes %d", len(wrs[n].SGL), r.MaxSGE())
+	default:
+		return n, nil
 	}
-	return n, nil
 }
 
 // CreateQP makes a queue pair.

@@ -47,6 +47,7 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 		Status: dev.status,
 		Memory: dev.memory,
 		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg), Become: s.Listen,
+		Packets: cfg.Link == linkUDP,
 		Segment: link.PassSegment,
 		Trouble: func(err error) {
 			<-ready
@@ -89,7 +90,7 @@ func (d *Device) trouble(err error) {
 func hostLimits(cfg *provider.Config) (h [host.NumObjects]uint64) {
 	d := withDefaults(cfg.Limits)
 	for o, n := range map[host.Object]int{host.QPs: d.QPs, host.CQs: d.CQs, host.MRs: d.MRs, host.PDs: d.PDs,
-		host.AHs: d.AHs, host.XRCDs: d.PDs, host.SRQs: d.SRQs, host.Channels: d.CQs, host.Mcasts: maxAttachments, host.DMBytes: dmSize(cfg)} {
+		host.AHs: d.AHs, host.XRCDs: d.PDs, host.SRQs: d.SRQs, host.Channels: d.CQs, host.Mcasts: maxAttachments, host.MWs: d.MWs, host.DMBytes: dmSize(cfg)} {
 		h[o] = uint64(n)
 	}
 	return h
@@ -99,7 +100,7 @@ func hostLimits(cfg *provider.Config) (h [host.NumObjects]uint64) {
 func (d *Device) countsLocked() [host.NumObjects]*int {
 	c := &d.counts
 	return [...]*int{host.QPs: &c.qps, host.CQs: &c.cqs, host.MRs: &c.mrs, host.PDs: &c.pds,
-		host.AHs: &c.ahs, host.SRQs: &c.srqs, host.Channels: &c.channels, host.XRCDs: &c.xrcds, host.Mcasts: &c.mcasts, host.DMBytes: &c.dm}
+		host.AHs: &c.ahs, host.SRQs: &c.srqs, host.Channels: &c.channels, host.XRCDs: &c.xrcds, host.Mcasts: &c.mcasts, host.MWs: &c.mws, host.DMBytes: &c.dm}
 }
 
 // publishLocked tells the other processes how many objects this one has.

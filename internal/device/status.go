@@ -4,6 +4,7 @@ package device
 
 import (
 	"encoding/json"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -16,11 +17,11 @@ import (
 )
 
 // status is what this process has: asked for by another one. The lists of queue
-// pairs and regions, which may be long, are left out if it wants to be brief.
+// pairs, regions and so on, which may be long, are left out if it wants to be brief.
 func (d *Device) status(brief bool) any {
 	s := ib.ProcessResources{Program: filepath.Base(os.Args[0]), Device: d.name, Paging: d.PagingStats(), Counters: counted(d.Counters())}
 	d.mu.Lock()
-	s.CQs, s.PDs, s.SRQs, s.AHs = d.counts.cqs, d.counts.pds, d.counts.srqs, d.counts.ahs
+	s.CQs, s.PDs, s.SRQs, s.AHs, s.Channels = d.counts.cqs, d.counts.pds, d.counts.srqs, d.counts.ahs, d.counts.channels
 	d.mu.Unlock()
 	if brief {
 		return s
@@ -42,8 +43,51 @@ func (d *Device) status(brief bool) any {
 			}
 		}
 	}
+	for w := range d.table.Windows() {
+		m := ib.MWResource{Number: w.Number(), Type: w.Type().String()}
+		var b mem.Bound
+		if b, m.Bound = w.Bound(); m.Bound {
+			m.MR, m.QPN, m.Addr, m.Length, m.Access = b.Region, b.QPN, b.Addr, b.Length, b.Access.String()
+		}
+		s.MWs = append(s.MWs, m)
+	}
+	s.DMs, s.XRCDs = d.buffersNow(), d.domainsNow()
 	slices.SortFunc(s.QPs, func(a, b ib.QPResource) int { return int(a.Number) - int(b.Number) })
 	return s
+}
+
+func (d *Device) buffersNow() (list []ib.DMResource) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for m := range d.buffers {
+		list = append(list, ib.DMResource{Number: m.number, Class: m.Class().String(), Length: m.Length(), MRs: m.mem.Regions()})
+	}
+	slices.SortFunc(list, func(a, b ib.DMResource) int { return int(a.Number) - int(b.Number) })
+	return list
+}
+
+func (d *Device) domainsNow() (list []ib.XRCDResource) {
+	qps, srqs := map[*xrcDomain]int{}, map[*xrcDomain]int{}
+	for _, q := range d.qps.All() {
+		qps[q.domain]++
+	}
+	for _, s := range d.srqs.All() {
+		if s.xrcd != nil {
+			srqs[s.xrcd.domain]++
+		}
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for x := range d.domains.open {
+		r := ib.XRCDResource{Number: x.id, Opens: x.opens, QPs: qps[x], SRQs: srqs[x]}
+		if x.file != nil {
+			w := x.name.Words()
+			r.File = fmt.Sprintf("%x:%d", w[0], w[1])
+		}
+		list = append(list, r)
+	}
+	slices.SortFunc(list, func(a, b ib.XRCDResource) int { return int(a.Number) - int(b.Number) })
+	return list
 }
 
 // counted are the counters that are not 0.

@@ -17,6 +17,7 @@ import (
 // xrcDomains are the XRC domains of a device; guarded by its mu.
 type xrcDomains struct {
 	byFile map[sys.FileID]*xrcDomain
+	open   map[*xrcDomain]struct{}
 	last   uint32
 }
 
@@ -94,6 +95,10 @@ func (d *Device) OpenXRCD(cfg provider.XRCDConfig) (provider.XRCD, error) {
 		domain = fresh
 		d.domains.last++
 		domain.id = d.domains.last
+		if d.domains.open == nil {
+			d.domains.open = make(map[*xrcDomain]struct{})
+		}
+		d.domains.open[domain] = struct{}{}
 		if domain.file != nil {
 			if d.domains.byFile == nil {
 				d.domains.byFile = make(map[sys.FileID]*xrcDomain)
@@ -157,7 +162,7 @@ func (x *XRCD) CreateQP() (provider.QP, error) {
 		q.target = &target{domain: x.domain.name.Words(), away: here}
 		d.meet(q.target.domain)
 	}
-	if err := d.addQP(q, qp.Config{Type: ib.XRCRecv, Scatter: d.scatter, XRC: qp.XRC{Domain: x.domain.id, Find: d.findSRQ}}); err != nil {
+	if err := d.addQP(q, qp.Config{Type: ib.XRCRecv, XRC: qp.XRC{Domain: x.domain.id, Find: d.findSRQ}}); err != nil {
 		x.unuse(&d.counts.qps)
 		return nil, err
 	}
@@ -262,7 +267,11 @@ func (x *XRCD) Close() error {
 	x.closed = true
 	d.counts.xrcds--
 	d.publishLocked()
-	if x.domain.opens--; x.domain.opens > 0 || x.domain.file == nil {
+	if x.domain.opens--; x.domain.opens > 0 {
+		return nil
+	}
+	delete(d.domains.open, x.domain)
+	if x.domain.file == nil {
 		return nil
 	}
 	delete(d.domains.byFile, x.domain.name)

@@ -30,6 +30,7 @@ const (
 	Channels
 	XRCDs
 	Mcasts
+	MWs
 	DMBytes // of device memory
 	NumObjects
 )
@@ -61,6 +62,11 @@ func (d *directory) find(slot uint32) (process int, ok bool) {
 	return p, true
 }
 
+// byPackets tells whether a process wants packets.
+func (d *directory) byPackets(process int) bool {
+	return process >= 0 && process < MaxProcesses && d.process[process].packets.Load() != 0
+}
+
 // first returns the device's first address.
 func (d *directory) first() netip.Addr {
 	a := netip.AddrFrom16(d.addr)
@@ -80,6 +86,7 @@ func (d *directory) claim(pid int, nonce uint64) (slot int, ok bool) {
 		if e.state.Load() == processAlive {
 			continue
 		}
+		e.packets.Store(0)
 		for o := range e.count {
 			e.count[o].Store(0)
 		}

@@ -34,12 +34,13 @@ type layout struct {
 	lease   [NumRanges]atomic.Uint32 // by range: slot+1 of the process that holds it
 }
 
-// entry is one process. Its counts and domains are its own to write, the rest is
-// the owner's.
+// entry is one process. Packets, counts and domains are its own to write, the rest
+// is the owner's.
 type entry struct {
 	state   atomic.Uint32
 	pid     atomic.Uint32
 	nonce   atomic.Uint64
+	packets atomic.Uint32 // not 0: it wants packets, see Config.Packets
 	count   [NumObjects]atomic.Uint64
 	domains [MaxDomains]domainEntry
 	_       [64]byte
@@ -51,7 +52,7 @@ type domainEntry struct {
 	name [2]atomic.Uint64
 }
 
-const layoutMagic = 0x7665726265_6e61_03 // "verbena", version 3
+const layoutMagic = 0x7665726265_6e61_04 // "verbena", version 4
 
 var errDirectory = errors.New("the directory of the device is damaged, or of another version")
 

@@ -546,7 +546,7 @@ func TestKilled(t *testing.T) {
 	})
 }
 
-// A hundred processes on one address.
+// A hundred processes on one address. (What they do there is package interop's.)
 func TestHundred(t *testing.T) {
 	var all []*another
 	for range 100 {

@@ -30,6 +30,9 @@ type Config struct {
 	Addrs []netip.Addr
 	// Alone wants nobody else at the addresses.
 	Alone bool
+	// Packets says that this process wants to be reached by packets, also by those
+	// who could do without.
+	Packets bool
 	// Limits are those of the device, if this process is the first.
 	Limits [NumObjects]uint64
 
@@ -108,6 +111,9 @@ func Join(cfg Config) (*Member, error) {
 		if !again || time.Now().After(deadline) {
 			return nil, err
 		}
+	}
+	if cfg.Packets { // nobody knows a queue pair of this process yet
+		m.dir.process[m.slot].packets.Store(1)
 	}
 	m.wg.Go(m.watch)
 	return m, nil
@@ -376,6 +382,9 @@ func (m *Member) Key() mem.PermKey { return m.dir.key }
 
 // Find returns the process that a queue pair or a shared receive queue belongs to.
 func (m *Member) Find(qpn uint32) (process int, ok bool) { return m.dir.findQP(qpn) }
+
+// ByPackets tells whether a process wants to be reached by packets alone.
+func (m *Member) ByPackets(process int) bool { return m.dir.byPackets(process) }
 
 // Set tells how many objects of a kind this process has; Over reports whether all
 // processes together have more than the device's limit. Who wants one more sets

@@ -207,6 +207,9 @@ func lookWithin(a netip.Addr, most time.Duration) (*directory, error) {
 // Find returns the process that a queue pair belongs to.
 func (d *Directory) Find(qpn uint32) (process int, ok bool) { return d.dir.findQP(qpn) }
 
+// ByPackets tells whether a process wants to be reached by packets alone.
+func (d *Directory) ByPackets(process int) bool { return d.dir.byPackets(process) }
+
 // Dial opens a connection to a process.
 func (d *Directory) Dial(process int) (*net.UnixConn, error) {
 	return d.me.dial(d.dir, process)

@@ -281,8 +281,9 @@ func (s *Shared) Connect(process int) {
 }
 
 // Reach makes the channel to the process that has a queue pair, before it is
-// needed: who connects may wait, who sends should not. Where there can be none the
-// flow becomes one of packets; if those are not wanted, that is an error.
+// needed: who connects may wait, who sends should not. Where there can be none, or
+// that process wants packets, the flow becomes one of packets; if those are not
+// wanted here, that is an error.
 func (s *Shared) Reach(f *train.Flow, qpn uint32) error {
 	l, ok := f.Link.(*localFlow)
 	if !ok {
@@ -292,14 +293,21 @@ func (s *Shared) Reach(f *train.Flow, qpn uint32) error {
 	if !ok {
 		return nil // nobody has it, and nothing will answer
 	}
-	if _, err := s.channel(l.dev, p); err != nil {
-		if l.rest == nil {
-			return ib.Errorf("prepare_flow", syscall.EHOSTUNREACH, "no channel to the process that has queue pair %#06x, and packets are not wanted: %v", qpn, err)
-		}
+	err := errPackets
+	if !l.dev.ByPackets(p) {
+		_, err = s.channel(l.dev, p)
+	}
+	switch {
+	case err == nil:
+	case l.rest == nil:
+		return ib.Errorf("prepare_flow", syscall.EHOSTUNREACH, "no channel to the process that has queue pair %#06x, and packets are not wanted: %v", qpn, err)
+	default:
 		f.SrcPort, f.Link = l.rest.SrcPort, l.rest.Link
 	}
 	return nil
 }
+
+var errPackets = errors.New("it takes nothing else")
 
 // ErrBusy means that the way to a process is not free now: its ring is full, or
 // the channel to it is being made. Freed is called when it may be.

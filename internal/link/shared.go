@@ -33,6 +33,8 @@ import (
 type Neighbours interface {
 	// Find returns the process that a queue pair belongs to.
 	Find(qpn uint32) (process int, ok bool)
+	// ByPackets tells whether a process wants trains as packets, not by a ring.
+	ByPackets(process int) bool
 	// Dial connects to a process, and tells it who dials.
 	Dial(process int) (*net.UnixConn, error)
 	// Segment gets a descriptor of a segment of a process's memory.
@@ -197,6 +199,10 @@ func (s *Shared) Send(ts []*train.Train) (int, error) {
 	for done < len(ts) {
 		f, local := ts[done].Flow.Link.(*localFlow)
 		if local {
+			if n := s.sendShorts(f, ts[done:]); n > 0 {
+				done += n
+				continue
+			}
 			if err := s.sendTrain(f, ts[done:done+1]); err != nil {
 				return done, err
 			}
@@ -228,6 +234,9 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 		s.lost.Add(1)
 		return nil
 	}
+	if f.dev.ByPackets(process) {
+		return s.sendRest(f, one)
+	}
 	c := f.dev.channels[process].Load()
 	if c == nil {
 		soon := s.connect(f.dev, process)
@@ -235,17 +244,12 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 		case t.Transport == wire.UD && f.rest != nil:
 			// The queue pair has other peers, who must not wait for this one. (Who is
 			// connected has looked for another way before.)
-			t.Flow = f.rest
-			_, err := s.UDP.Send(one)
-			return err
+			return s.sendRest(f, one)
 		case soon:
 			return ErrBusy
 		}
 		s.lost.Add(1)
 		return nil
-	}
-	if done, err := s.sendShort(c, f, t); done {
-		return err
 	}
 	s.capture(t)
 	if mayFetch(c, t) {
@@ -264,6 +268,17 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 	}
 	c.Commit()
 	return nil
+}
+
+// sendRest sends a train by packets, if they are wanted here.
+func (s *Shared) sendRest(f *localFlow, one []*train.Train) error {
+	if f.rest == nil {
+		s.lost.Add(1)
+		return nil
+	}
+	one[0].Flow = f.rest
+	_, err := s.UDP.Send(one)
+	return err
 }
 
 // capture shows a train to the tap, as the packets that it would be. What cannot

@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/netip"
+	"syscall"
 	"testing"
 	"time"
 
@@ -20,10 +21,13 @@ import (
 type others struct {
 	id   uint64
 	dial func() (*net.UnixConn, error)
+	// packets: it wants them
+	packets bool
 }
 
 func (o *others) ID() [2]uint64                            { return [2]uint64{o.id} }
 func (o *others) Segment(_ int, id uint64) (int, error)    { return PassSegment(id) }
+func (o *others) ByPackets(int) bool                       { return o.packets }
 func (o *others) Close() error                             { return nil }
 func (o *others) Find(qpn uint32) (int, bool)              { return 7, qpn != 404 }
 func (o *others) Dial(int) (conn *net.UnixConn, err error) { return o.dial() }
@@ -39,7 +43,7 @@ func sharedPair(t testing.TB) (a, b *Shared) {
 	for i := range links {
 		other := 1 - i
 		look := func(netip.Addr) (Neighbours, error) {
-			return &others{uint64(other), func() (*net.UnixConn, error) {
+			return &others{id: uint64(other), dial: func() (*net.UnixConn, error) {
 				name := &net.UnixAddr{Name: fmt.Sprintf("@verbena-link-test-%d", rand.Uint64()), Net: "unixpacket"}
 				l, err := net.ListenUnix("unixpacket", name)
 				if err != nil {
@@ -267,3 +271,53 @@ func (k *counter) Deliver(t *train.Train) {
 	}
 }
 func (k *counter) Drop(Reason) {}
+
+// A process that wants packets gets them, also from who could reach it by a ring, and
+// no ring is made for it. Who may not send packets is told so.
+func TestSharedByPackets(t *testing.T) {
+	a, b := sharedPair(t)
+	look := a.cfg.Look
+	a.cfg.Look = func(at netip.Addr) (Neighbours, error) {
+		n, err := look(at)
+		n.(*others).packets = true
+		return n, err
+	}
+	if err := b.Listen(); err != nil {
+		t.Fatal(err)
+	}
+	prepare := func() *train.Flow {
+		flow := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0], SrcPort: 0xc001, HopLimit: 64}
+		if err := a.Prepare(flow); err != nil || !a.IsLocal(flow) {
+			t.Fatalf("%v, local %v", err, a.IsLocal(flow))
+		}
+		return flow
+	}
+	connected, datagram := prepare(), prepare()
+	dev := connected.Link.(*localFlow).dev
+	if err := a.Reach(connected, 7); err != nil || a.IsLocal(connected) {
+		t.Errorf("%v, local %v", err, a.IsLocal(connected))
+	}
+	payload := mem.List{Raw: [][]byte{[]byte("by post")}}
+	for i, out := range []train.Train{
+		{Flow: connected, Transport: wire.RC, Kind: wire.KindSend},
+		{Flow: datagram, Transport: wire.UD, Kind: wire.KindSend},
+	} {
+		out.Start, out.End, out.N, out.DestQP, out.PSN, out.Len, out.MTU, out.Payload = true, true, 1, 7, wire.PSN(i), 7, 4096, payload
+		if n, err := a.Send([]*train.Train{&out}); n != 1 || err != nil {
+			t.Fatal(n, err)
+		}
+	}
+	var k taker
+	for deadline := time.Now().Add(5 * time.Second); len(k.psns) < 2 && time.Now().Before(deadline); b.Wait(time.Millisecond) {
+		b.Poll(&k, 100)
+	}
+	if k.bad != 0 || string(k.got) != "by postby post" || dev.channels[7].Load() != nil {
+		t.Errorf("%q, %d bad, a ring: %v", k.got, k.bad, dev.channels[7].Load() != nil)
+	}
+
+	a.cfg.NoPackets = true
+	alone := prepare()
+	if err := a.Reach(alone, 7); !errors.Is(err, syscall.EHOSTUNREACH) {
+		t.Errorf("neither by packets nor by a ring: %v", err)
+	}
+}

@@ -21,6 +21,7 @@ const (
 	shortBytes = 16                // kind, flags, pair, syndrome; queue pair and class, PSN and hops, MSN or immediate data
 	shortWrite = shortBytes + 12   // and where to, and with which key
 	maxPairs   = 16                // that a channel knows
+	shortRun   = 512               // bytes of payload that do not wait for more
 	pairBytes  = 1 + 2*17          // the number, and both addresses
 	extraShift = 4                 // of the extra among the flags
 	flagsMask  = 1<<extraShift - 1 // the others
@@ -92,30 +93,41 @@ func (k *tag) takePair(b []byte) bool {
 	return true
 }
 
-// sendShort sends a train as a short record, if it is one. done is false if it must
-// go another way.
-func (s *Shared) sendShort(c *shm.Channel, f *localFlow, t *train.Train) (done bool, err error) {
-	if !isShort(t) || s.cfg.UDP.Tap != nil { // who listens wants all of it
-		return false, nil
+// sendShorts sends the first trains as short records, as far as they are some and go
+// to one queue pair. The peer sees them all at once: an answer and the request behind
+// it are one trip. It returns how many those were; none, if the first must go another
+// way, which knows what to do if there is no channel, no room or no payload.
+func (s *Shared) sendShorts(f *localFlow, ts []*train.Train) int {
+	if !isShort(ts[0]) || s.cfg.UDP.Tap != nil { // who listens wants all of it
+		return 0
 	}
-	if !c.Begin() {
-		s.lost.Add(1)
-		return true, nil
+	process, ok := f.dev.Find(ts[0].DestQP)
+	if !ok || f.dev.ByPackets(process) {
+		return 0
+	}
+	c := f.dev.channels[process].Load()
+	if c == nil || !c.Begin() {
+		return 0
 	}
 	defer c.End()
-	n, ok := c.Tag().(*tag).pairOf(c, f.src, f.dst)
-	if !ok {
-		return false, nil // the longer way knows what to do about a full ring
-	}
-	b, ok := c.Reserve(recShort, shortLen(t))
-	if !ok {
-		return false, nil
-	}
-	if fault := packPayload(packShort(b, t, n), t); !fault.OK() {
-		return true, &PayloadError{Fault: fault}
+	pair, ok := c.Tag().(*tag).pairOf(c, f.src, f.dst)
+	n := 0
+	for bytes := 0; ok && n < len(ts) && bytes < shortRun; n++ {
+		t := ts[n]
+		if t.Flow != ts[0].Flow || t.DestQP != ts[0].DestQP || !isShort(t) {
+			break
+		}
+		var b []byte
+		if b, ok = c.Reserve(recShort, shortLen(t)); !ok {
+			break
+		}
+		if fault := packPayload(packShort(b, t, pair), t); !fault.OK() {
+			return 0 // and nothing of this is seen: one by one they show which it is
+		}
+		bytes += t.Len
 	}
 	c.Commit()
-	return true, nil
+	return n
 }
 
 // packPayload copies a train's payload to b, which is as long.

@@ -2,10 +2,13 @@ package link
 
 import (
 	"bytes"
+	"errors"
 	"math/rand/v2"
 	"net/netip"
 	"testing"
+	"time"
 
+	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/train"
 	"github.com/verbena-rdma/verbena/internal/wire"
@@ -100,5 +103,67 @@ func TestShortNonsense(t *testing.T) {
 		if payload, ok := peer.unpackShort(b, &got); ok && (!sensible(&got) || got.Len != len(payload)) {
 			t.Fatalf("%+v", got)
 		}
+	}
+}
+
+// An answer and a request that are sent together are seen together. One that cannot
+// be read is told of, and does not keep those before it from leaving.
+func TestShortTogether(t *testing.T) {
+	a, b := sharedPair(t)
+	flow := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0]}
+	if err := a.Prepare(flow); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.Reach(flow, 9); err != nil {
+		t.Fatal(err)
+	}
+	message := func(psn wire.PSN, payload mem.List) *train.Train {
+		return &train.Train{Flow: flow, Transport: wire.RC, Kind: wire.KindSend, Start: true, End: true, N: 1, MTU: 4096, DestQP: 9, PSN: psn, Len: 5, Payload: payload}
+	}
+	good := mem.List{Raw: [][]byte{[]byte("hello")}}
+	bad := mem.List{Table: mem.NewTable(mem.TableConfig{}), SGEs: []ib.SGE{{Addr: 1, Length: 5, LKey: 1}}}
+	answer := &train.Train{Flow: flow, Transport: wire.RC, Kind: wire.KindAck, Start: true, End: true, N: 1, DestQP: 9, PSN: 1}
+
+	var k taker
+	poll := func() { // until something has come, at once
+		for deadline := time.Now().Add(5 * time.Second); len(k.psns) == 0 && time.Now().Before(deadline); {
+			b.Poll(&k, 100)
+		}
+	}
+	if n, err := a.Send([]*train.Train{answer, message(2, good), message(3, good)}); n != 3 || err != nil {
+		t.Fatal(n, err)
+	}
+	if poll(); len(k.psns) != 3 || k.bad != 0 {
+		t.Errorf("%v, %d bad", k.psns, k.bad)
+	}
+
+	k = taker{}
+	const trips = 5000
+	go func() {
+		for i := range trips {
+			for {
+				if n, _ := a.Send([]*train.Train{answer, message(wire.PSN(i), good)}); n == 2 {
+					break // or the ring was full
+				}
+			}
+		}
+	}()
+	for seen := 0; seen < 2*trips; seen = len(k.psns) {
+		if poll(); len(k.psns)%2 != 0 {
+			t.Fatalf("after %d an answer was seen alone", len(k.psns))
+		}
+		b.Poll(&k, 100)
+	}
+
+	k = taker{}
+	n, err := a.Send([]*train.Train{answer, message(4, good), message(5, bad), message(6, good)})
+	var pe *PayloadError
+	if n != 2 || !errors.As(err, &pe) {
+		t.Errorf("%d are sent: %v", n, err)
+	}
+	poll()
+	b.Poll(&k, 100)
+	if len(k.psns) != 2 || k.psns[1] != 4 || string(k.got) != "hello" || k.bad != 0 {
+		t.Errorf("%v, %q, %d bad", k.psns, k.got, k.bad)
 	}
 }

@@ -133,7 +133,7 @@ func TestArenaToTheByte(t *testing.T) {
 // use: the free space does not fall into ever smaller pieces, and none is refused.
 func TestSoakArenaFragmentation(t *testing.T) {
 	rounds := 1_000_000
-	if testing.Short() || RaceEnabled {
+	if os.Getenv("VERBENA_SOAK") == "" && (testing.Short() || RaceEnabled) {
 		rounds = 100_000
 	}
 	rng := rand.New(rand.NewPCG(arenaSeed(t), 0))

@@ -145,6 +145,13 @@ func (p *DevicePool) Close() error {
 // Len returns the number of bytes.
 func (m *DeviceMem) Len() uint64 { return uint64(len(m.b)) }
 
+// Regions returns how many regions stand on it.
+func (m *DeviceMem) Regions() int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return max(0, m.regions)
+}
+
 // Coherent reports whether the program may access the buffer directly.
 func (m *DeviceMem) Coherent() bool { return m.coherent }
 

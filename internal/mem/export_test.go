@@ -8,6 +8,10 @@ func WithoutSweeper(f func(sweep func())) {
 	f(func() { theSpace.sweepLocked(nil) })
 }
 
+// Doubt has presence asked for at each access, and NoDoubt ends it.
+func Doubt()   { theSpace.doubtful.Store(true) }
+func NoDoubt() { theSpace.doubtful.Store(false) }
+
 // Watched reports whether the kernel tells about changes at an address, which
 // must be mapped: it asks the kernel itself.
 func Watched(addr uintptr) (bool, error) { return watchedBySmaps(addr) }

@@ -31,8 +31,12 @@ import (
 // MaxMKeyDepth is how many indirect keys stand on each other at most.
 const MaxMKeyDepth = 8
 
-// MaxMKeyPieces is how many pieces or sources a key can have.
-const MaxMKeyPieces = 1 << 16
+// MaxMKeyPieces is how many pieces or sources a key can have. Room for more than
+// promptPieces is made when they come.
+const (
+	MaxMKeyPieces = 1 << 24
+	promptPieces  = 1 << 12
+)
 
 // mkeyAccess are the rights that an indirect key can have.
 const mkeyAccess = ib.AccessLocalWrite | ib.AccessRemote | ib.AccessFlush | ib.AccessZeroBased |
@@ -86,7 +90,7 @@ func (t *Table) CreateMKey(pd uint32, pieces int) (*MKey, error) {
 		return nil, ib.Errorf(op, syscall.EINVAL, "%d pieces: 1 to %d are possible", pieces, MaxMKeyPieces)
 	}
 	m := &MKey{max: pieces}
-	m.layout.key, m.layout.pieces = m, make([]piece, 0, pieces)
+	m.layout.key, m.layout.pieces = m, make([]piece, 0, min(pieces, promptPieces))
 	m.r.table, m.r.pd, m.r.mkey = t, pd, m
 	m.r.kind = KindIndirect
 	m.r.state.Store(stateInvalidated)

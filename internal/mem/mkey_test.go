@@ -2,6 +2,9 @@ package mem_test
 
 import (
 	"fmt"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -110,6 +113,57 @@ func TestMKeyDepth(t *testing.T) {
 	}
 	if err := r.Close(); err != nil || table.Len() != 0 {
 		t.Errorf("%v, %d regions are left", err, table.Len())
+	}
+}
+
+// Keys that several make anew of each other, in place and at once, never come to stand
+// on themselves: what can be read through them ends, and they can be closed from the
+// top down.
+func TestMKeyInPlaceTogether(t *testing.T) {
+	table, r, _ := keysOf(t, 64)
+	var keys []*mem.MKey
+	for range 6 {
+		keys = append(keys, mkeyOf(t, table, 1, ib.Stride{Bytes: 64, LKey: r.Key()}))
+	}
+	var wg sync.WaitGroup
+	var done, refused atomic.Int32
+	for i := range 4 {
+		wg.Go(func() {
+			rng := rand.New(rand.NewPCG(uint64(i), 7))
+			buf := make([]byte, 64)
+			for range 3000 {
+				of, on := keys[rng.IntN(len(keys))].Key(), keys[rng.IntN(len(keys))].Key()
+				if rng.IntN(3) == 0 {
+					on = r.Key()
+				}
+				l := mem.Layout{Key: of, Access: ib.AccessLocalWrite, Repeat: 1, Update: ib.MKeyInPlace, Pieces: []ib.Stride{{Bytes: 64, LKey: on}}}
+				if f := table.Configure(&l, mkeyActor); f.OK() {
+					done.Add(1)
+				} else {
+					refused.Add(1)
+				}
+				through := &mem.List{Table: table, Actor: mkeyActor, SGEs: []ib.SGE{{Length: 64, LKey: on}}}
+				if f, _ := mem.Copy(&mem.List{Raw: [][]byte{buf}}, through, 64, false); !f.OK() && f.Kind != mem.FaultDead {
+					t.Error(f)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	for left := len(keys); left > 0; {
+		before := left
+		left = 0
+		for _, m := range keys {
+			if m.Close() != nil {
+				left++
+			}
+		}
+		if left == before {
+			t.Fatalf("%d keys stand on each other", left)
+		}
+	}
+	if err := r.Close(); err != nil || done.Load() == 0 || refused.Load() == 0 {
+		t.Errorf("%v; %d done, %d refused", err, done.Load(), refused.Load())
 	}
 }
 

@@ -188,6 +188,9 @@ func (m *OnDemand) Run(off, n uint64, acc ib.Access) ([]byte, Fault) {
 	}
 	theSpace.settle()
 	have := m.have(off, n, acc)
+	if have != 0 && theSpace.doubtful.Load() {
+		have = m.stillThere(off, have)
+	}
 	if have == 0 {
 		if kind := m.fetch(off, n, acc, false); kind != FaultNone {
 			return nil, Fault{Kind: kind}
@@ -215,6 +218,28 @@ func (m *OnDemand) have(off, n uint64, acc ib.Access) uint64 {
 		return 0
 	}
 	return pages<<pageShift - (uint64(m.addr)+off)%pageSize
+}
+
+// stillThere returns how many of n bytes at off are there that the table has. Who
+// accesses a page that was reclaimed waits for it where nobody must wait, in the middle
+// of a copy; so while the kernel reclaims, it is asked before.
+func (m *OnDemand) stillThere(off, n uint64) uint64 {
+	at := m.addr + uintptr(off)
+	start, end := sys.PageAlign(at, uintptr(n))
+	upto, err := sys.StillPresent(start, end)
+	if err != nil || upto == end {
+		return n
+	}
+	_ = sys.Absent(upto, end, m.vanished)
+	return uint64(max(upto, at) - at)
+}
+
+// vanished takes pages out of the table that were found to be gone.
+func (m *OnDemand) vanished(start, end uintptr) bool {
+	if m.takeAway(start, end) {
+		theSpace.lost()
+	}
+	return true
 }
 
 // fetch makes bytes present, from off on: all of n, or as many as lie before the
@@ -277,45 +302,57 @@ func (m *OnDemand) disturbed(u *pagedIn, before uint64, start, end uintptr) bool
 
 // bringIn makes pages of one mapping present, as many as it can from at on.
 func (m *OnDemand) bringIn(at, end uintptr, write, wait bool) (upto uintptr, kind FaultKind) {
+	swappable := m.inHeap && sys.Swappable()
 	if !m.inHeap {
 		where, err := sys.QueryMapping(at)
 		switch {
 		case err == nil && where.Allows(write):
 			end = min(end, where.End)
 			theSpace.cover(m.used.Load().place, at, end, &where)
+			swappable = where.Swappable()
 		case err == nil, errors.Is(err, syscall.ENOENT):
 			return at, FaultUnmapped
 		}
 	}
-	if !wait {
-		if slow, err := sys.Slow(at, end, write); slow && err == nil && !m.hasFailed(at) {
+	slow := wait
+	if !wait || swappable {
+		var err error
+		if slow, err = sys.Slow(at, end, write); slow && !wait && err == nil && !m.hasFailed(at) {
 			return at, FaultPending
 		}
+		slow = slow || err != nil
 	}
-	switch r := sys.PopulateRange(at, end, write); {
-	case r.Outcome == sys.CannotPopulate:
-		return touchPages(at, end, write)
-	case r.Upto > at:
-		return min(r.Upto, end), FaultNone
+	upto, can := at, false
+	if !swappable {
+		upto, can = populate(at, end, write)
 	}
-	return at, FaultUnmapped
-}
-
-// touchPages makes pages present by having the kernel read them, where it has no
-// better way, and then by writing what is in memory already.
-func touchPages(at, end uintptr, write bool) (upto uintptr, kind FaultKind) {
-	for upto = at; upto < end && sys.Touch(upto); upto += uintptr(pageSize) {
-		if !write {
-			continue
-		}
-		if _, ok := swapOrAdd(bytesAt(upto, wordSize), FetchAdd, 0, 0); !ok {
-			break
-		}
+	if !can {
+		upto = touchPages(at, end, write, slow)
 	}
 	if upto == at {
 		return at, FaultUnmapped
 	}
-	return upto, FaultNone
+	return min(upto, end), FaultNone
+}
+
+// populate makes pages present at one stroke, where the kernel can do that.
+//
+// But it marks them as used twice. If they can be swapped out, and all of a memory
+// cgroup's are so marked when it comes to its limit, Linux (seen: 6.18) finds none in
+// time that has not been used lately, and kills the process though swap is empty.
+func populate(at, end uintptr, write bool) (upto uintptr, can bool) {
+	r := sys.PopulateRange(at, end, write)
+	return r.Upto, r.Outcome != sys.CannotPopulate
+}
+
+// touchPages makes pages present one by one, as the CPU would.
+func touchPages(at, end uintptr, write, slow bool) (upto uintptr) {
+	for ; at < end; at += uintptr(pageSize) {
+		if (slow || !write) && !sys.Touch(at, false) || write && !sys.Touch(at, true) {
+			break
+		}
+	}
+	return at
 }
 
 // Await fetches bytes, however long it takes.
@@ -374,27 +411,27 @@ func (m *OnDemand) use() *pagedIn {
 }
 
 // changed is told that mappings have changed.
-func (m *OnDemand) changed(start, end uintptr) { m.takeAway(start, end) }
+func (m *OnDemand) changed(start, end uintptr) { _ = m.takeAway(start, end) }
 
 // missed is told that any mapping may have changed.
 func (m *OnDemand) missed() { m.changed(sys.PageAlign(m.addr, uintptr(m.length))) }
 
-// takeAway takes pages out of the table.
-func (m *OnDemand) takeAway(start, end uintptr) {
-	if u := m.used.Load(); u != nil {
-		m.tookAway(u, u.pages.clear(m.pageAt(start), uint64(end-start)>>pageShift))
-	}
+// takeAway takes pages out of the table, if there are any.
+func (m *OnDemand) takeAway(start, end uintptr) bool {
+	u := m.used.Load()
+	return u != nil && m.tookAway(u, u.pages.clear(m.pageAt(start), uint64(end-start)>>pageShift))
 }
 
 // tookAway counts an invalidation, if it was one.
-func (m *OnDemand) tookAway(u *pagedIn, pages uint64) {
+func (m *OnDemand) tookAway(u *pagedIn, pages uint64) bool {
 	if pages == 0 {
-		return
+		return false
 	}
 	m.count(u, func(c *pagingCounts) {
 		c.invalidations.Add(1)
 		c.invalidationPages.Add(pages)
 	})
+	return true
 }
 
 // sweep takes the pages away that are present no more, and of which nobody has
@@ -413,10 +450,7 @@ func (m *OnDemand) sweep() {
 	u.pages.runs(func(page, n uint64) bool {
 		start := first + uintptr(page)<<pageShift
 		end := start + uintptr(n)<<pageShift
-		err := sys.Absent(start, end, func(from, to uintptr) bool {
-			m.takeAway(from, to)
-			return true
-		})
+		err := sys.Absent(start, end, m.vanished)
 		if err == nil && !m.inHeap {
 			err = sys.Mappings(start, end, func(where *sys.Mapping) bool {
 				m.sweepRights(u, where, max(start, where.Start), min(end, where.End))

@@ -144,7 +144,7 @@ func TestOnDemandAwaitAfterClose(t *testing.T) {
 	if got := o.table.Paging().Stats().MRsNotFound - before.MRsNotFound; got != 1 {
 		t.Errorf("%d regions were not found, want 1", got)
 	}
-	if got := r.region.Prefetch(r.region.Key(), 0, n, false, false); got != mem.FaultDead {
+	if got := r.prefetch(0, n, false, false); got != mem.FaultDead {
 		t.Errorf("Prefetch after Close: %v", got)
 	}
 	heap := make([]byte, 4*page)
@@ -195,7 +195,7 @@ func TestOnDemandCloseRace(t *testing.T) {
 		run(func(i uint64) mem.FaultKind { return r.write(i%60*page, pattern(100, byte(i))).Kind })
 		run(func(i uint64) mem.FaultKind { _, f := r.read(i%60*page, 100); return f.Kind })
 		run(func(i uint64) mem.FaultKind {
-			return r.region.Prefetch(r.region.Key(), i%32*page, 32*page, i%2 == 0, i%3 == 0)
+			return r.prefetch(i%32*page, 32*page, i%2 == 0, i%3 == 0)
 		})
 		wg.Go(func() {
 			for i := uint64(0); !stop.Load(); i++ {

@@ -389,7 +389,7 @@ func (m *odpModel) prefetch() {
 	if want == mem.FaultNone {
 		m.want.Prefetches++
 	}
-	if got := m.region.Prefetch(m.region.Key(), m.base+uint64(p*page), uint64(n*page), write, noFault); got != want {
+	if got := m.odp.prefetch(m.base+uint64(p*page), uint64(n*page), write, noFault); got != want {
 		m.t.Fatalf("prefetch of %d pages at %d, write %v, no fault %v: %v, want %v", n, p, write, noFault, got, want)
 	}
 }
@@ -416,6 +416,7 @@ func (m *odpModel) sweepNow() {
 		p += n
 	}
 	m.sweep()
+	mem.NoDoubt() // the model has no idea of it
 }
 
 func (m *odpModel) sweepRights(p, n int) {
@@ -497,7 +498,7 @@ func TestOnDemandModel(t *testing.T) {
 			at := nextODP
 			nextODP += 4 << 20
 			rapid.Check(t, func(rt *rapid.T) {
-				mem.WithoutSweeper(func(sweep func()) { runODPModel(t, rt, at, implicit, sweep) })
+				mem.WithoutSweeper(func(sweep func()) { mem.NoDoubt(); runODPModel(t, rt, at, implicit, sweep) })
 			})
 		})
 	}

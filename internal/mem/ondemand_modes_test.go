@@ -22,6 +22,14 @@ func TestOnDemandModes(t *testing.T) {
 	}
 }
 
+// On-demand memory works where pages can be swapped out: then they are not
+// populated, but touched.
+func TestOnDemandWithSwap(t *testing.T) {
+	modetest.Swap(t, "256M")
+	modetest.Rerun(t, modetest.Swapping, "^(TestOnDemand(Counts|SeesWhatTheCPUSees|Sweep|Huge|BehindEnd|StormOfAll|Model|Undisturbed)|TestPrefetch)$",
+		"-rapid.checks=300")
+}
+
 // What the machine can do is said.
 func TestMeans(t *testing.T) {
 	m := mem.PagingMeans()
@@ -32,7 +40,7 @@ func TestMeans(t *testing.T) {
 			t.Errorf("%+v", m)
 		}
 	case modetest.OldKernel:
-		if m.Notifier == "userfaultfd" || m.Scan != "pagemap" || m.Mappings != "maps" || m.Populate {
+		if m.Notifier == "userfaultfd" || m.Scan != "pagemap" || m.Mappings != "maps" || m.Fetch != "touch" {
 			t.Errorf("%+v", m)
 		}
 	}

@@ -415,6 +415,13 @@ func TestOnDemandStorm(t *testing.T) {
 	}
 }
 
+// prefetch is a call that prefetches a part of the region.
+func (o *odp) prefetch(off, n uint64, write, noFault bool) mem.FaultKind {
+	f := mem.Prefetch{Parts: []mem.Part{{Region: o.region, Key: o.region.Key(), Off: off, N: n}}, Write: write, NoFault: noFault}
+	_, kind := f.Do(true)
+	return kind
+}
+
 func TestPrefetch(t *testing.T) {
 	const n = 64 * page
 	for _, test := range []struct {
@@ -435,7 +442,7 @@ func TestPrefetch(t *testing.T) {
 			for p := range test.touch {
 				memoryAt(o.addr+uintptr(p*page), page)[0] = 1
 			}
-			if kind := o.region.Prefetch(o.region.Key(), 0, n, test.write, test.noFault); kind != mem.FaultNone {
+			if kind := o.prefetch(0, n, test.write, test.noFault); kind != mem.FaultNone {
 				t.Fatal(kind)
 			}
 			s := o.backing.Stats()
@@ -451,7 +458,7 @@ func TestPrefetch(t *testing.T) {
 	t.Run("not mapped", func(t *testing.T) {
 		o := newODP(t, n)
 		o.mapAt(0, 8*page, readWrite, anonPages, -1)
-		if kind := o.region.Prefetch(o.region.Key(), 0, n, false, false); kind != mem.FaultUnmapped {
+		if kind := o.prefetch(0, n, false, false); kind != mem.FaultUnmapped {
 			t.Fatal(kind)
 		}
 		if s := o.backing.Stats(); s.Prefetches != 0 || s.PrefetchPages != 8 {
@@ -462,7 +469,7 @@ func TestPrefetch(t *testing.T) {
 
 func BenchmarkOnDemand(b *testing.B) {
 	for _, size := range []int{64, page, 16 * page} {
-		for _, kind := range []string{"pinned", "on-demand", "implicit"} {
+		for _, kind := range []string{"pinned", "on-demand", "in doubt", "implicit"} {
 			b.Run(fmt.Sprintf("%s/%d", kind, size), func(b *testing.B) {
 				buf := mmap(b, -1, 1<<20, readWrite, anonPages)
 				defer func() { _ = unix.Munmap(buf) }()
@@ -474,7 +481,7 @@ func BenchmarkOnDemand(b *testing.B) {
 				case "pinned":
 					access &^= ib.AccessOnDemand
 					cfg.Backing, err = mem.NewHost(addrOf(buf), 1<<20, access, ib.LockOff, nil)
-				case "on-demand":
+				case "on-demand", "in doubt":
 					cfg.Backing, err = mem.NewOnDemand(addrOf(buf), 1<<20, access, table.Paging())
 				case "implicit":
 					cfg.Backing, err = mem.NewImplicit(access, table.Paging())
@@ -495,6 +502,12 @@ func BenchmarkOnDemand(b *testing.B) {
 				from := mem.List{Raw: [][]byte{src}}
 				b.SetBytes(int64(size))
 				b.ReportAllocs()
+				if kind == "in doubt" {
+					mem.Doubt()
+				} else {
+					mem.NoDoubt()
+				}
+				defer mem.NoDoubt()
 				for b.Loop() {
 					if f, _ := mem.Copy(&dst, &from, uint64(size), true); !f.OK() {
 						b.Fatal(f)

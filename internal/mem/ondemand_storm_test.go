@@ -94,7 +94,7 @@ func TestOnDemandStormCounts(t *testing.T) {
 			}
 			s.run(func(rng *rand.Rand) {
 				off, len := span(rng)
-				switch kind := r.region.Prefetch(r.region.Key(), base+off, len, true, false); kind {
+				switch kind := r.prefetch(base+off, len, true, false); kind {
 				case mem.FaultNone, mem.FaultUnmapped:
 				default:
 					t.Error(kind)

@@ -51,8 +51,14 @@ type space struct {
 	changes atomic.Uint64            // how many there were; written under mu
 	recent  [recentChanges]addrRange // where the last of them were
 
+	// vanished counts how often pages were found to be gone of which nobody had told,
+	// and doubtful is set while there are such: then presence is asked for at each access.
+	vanished atomic.Uint64
+	doubtful atomic.Bool
+
 	covering sync.Mutex // guards the order of cover and uncover
-	sweeping sync.Mutex // held for a sweep: one at a time
+	sweeping sync.Mutex // held for a sweep: one at a time; guards found
+	found    uint64     // what vanished was after the last one
 }
 
 var theSpace space
@@ -313,7 +319,7 @@ func (s *space) sweepLocked(stop chan struct{}) {
 		n := s.members.next(after, batch[:])
 		s.mu.Unlock()
 		if n == 0 {
-			return
+			break
 		}
 		for _, m := range batch[:n] {
 			select {
@@ -325,6 +331,17 @@ func (s *space) sweepLocked(stop chan struct{}) {
 		}
 		after = batch[n-1]
 	}
+	if now := s.vanished.Load(); now != s.found {
+		s.found = now
+	} else {
+		s.doubtful.Store(false)
+	}
+}
+
+// lost tells that pages were found to be gone.
+func (s *space) lost() {
+	s.vanished.Add(1)
+	s.doubtful.Store(true)
 }
 
 // rangeIndex finds the ranges that overlap one. Ranges are kept by size: in a

@@ -54,6 +54,17 @@ func (t *Table) Regions() iter.Seq[*Region] {
 	}
 }
 
+// Windows iterates over the windows in the same way.
+func (t *Table) Windows() iter.Seq[*Window] {
+	return func(yield func(*Window) bool) {
+		for _, r := range t.slots.All() {
+			if r.window != nil && !r.Closed() && !yield(r.window) {
+				return
+			}
+		}
+	}
+}
+
 // counterShards is how many copies of the byte counters there are: threads
 // that work on different regions then seldom share a cache line.
 const counterShards = 16

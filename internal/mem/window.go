@@ -66,6 +66,26 @@ func (w *Window) Key() uint32 {
 	return w.r.Key()
 }
 
+// Bound is where a window is bound to.
+type Bound struct {
+	Region, QPN  uint32 // their numbers; of type 2 the queue pair that it answers to
+	Addr, Length uint64
+	Access       ib.Access
+}
+
+// Number tells the window from others, and from regions, as Region.Number does.
+func (w *Window) Number() uint32 { return w.r.Number() }
+
+// Bound tells where the window is bound to. It is not ok if it is free.
+func (w *Window) Bound() (b Bound, ok bool) {
+	w.r.mu.Lock()
+	defer w.r.mu.Unlock()
+	if w.parent == nil {
+		return b, false
+	}
+	return Bound{w.parent.Number(), w.qpn, w.r.iova, w.r.length, w.r.access}, true
+}
+
 // Type returns the window's type.
 func (w *Window) Type() ib.MWType { return w.typ }
 
@@ -191,7 +211,7 @@ func (r *Region) takeLocked(op string) error {
 	if r.bound.CompareAndSwap(0, taken) {
 		return nil
 	}
-	return ib.Errorf(op, syscall.EBUSY, "%d memory windows are bound to the region, or indirect keys stand on it", r.bound.Load())
+	return ib.Errorf(op, syscall.EBUSY, "%d memory windows or indirect keys stand on the region", r.bound.Load())
 }
 
 func (r *Region) giveLocked() { r.bound.Store(0) }

@@ -740,4 +740,7 @@ func (s *script) query(a *cmdArgs) {
 	s.printf("state=%v access=%v qkey=%#x mtu=%v dest_qpn=%#x rq_psn=%06x sq_psn=%06x\ntimeout=%d retry_cnt=%d rnr_retry=%d min_rnr_timer=%d max_rd_atomic=%d max_dest_rd_atomic=%d",
 		q.State, q.Access, q.QKey, q.PathMTU, q.DestQPN, q.RQPSN, q.SQPSN,
 		q.Timeout, q.RetryCnt, q.RNRRetry, q.MinRNRTimer, q.MaxRDAtomic, q.MaxDestRDAtomic)
+	if q.SQDraining {
+		s.printf("draining")
+	}
 }

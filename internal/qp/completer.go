@@ -377,7 +377,6 @@ func (q *QP) completeSend(w *wqe) {
 	}
 	if q.req.late { // the first that completes now is the one whose result waits
 		q.req.late = false
-		q.late.Results = &q.late.results
 		q.pushed(q.SendCQ.PushLateSend(&wc, q.sq.freed, q.sq.head, &q.late.Late))
 		return
 	}

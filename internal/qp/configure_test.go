@@ -41,6 +41,34 @@ func TestConfigureAllocs(t *testing.T) {
 	}
 }
 
+// TestConfigureLong: the send queue does not keep the room that a very long list has
+// taken.
+func TestConfigureLong(t *testing.T) {
+	w := newPair(t, usual(), usual())
+	a := w.a
+	for _, n := range []int{keptPieces + 1, 1} {
+		m, err := a.table.CreateMKey(testPD, n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c := &ib.MKeyConfig{MKey: m.Key()}
+		for i := range n {
+			c.List = append(c.List, a.regions["mem"].at(uint64(i%100), 1))
+		}
+		if _, err := a.q.PostSend([]ib.SendWR{{Op: ib.OpConfigureMKey, Flags: ib.SendSignaled, Configure: c}}); err != nil {
+			t.Fatal(err)
+		}
+		var tr train.Train
+		var wcs [1]ib.WC
+		if a.q.Pull(&tr, w.now) || a.sendCQ.Poll(wcs[:]) != 1 || wcs[0].Status != ib.WCSuccess || a.table.Lookup(m.Key()).Length() != uint64(n) {
+			t.Fatalf("%d pieces: %+v", n, wcs[0])
+		}
+	}
+	if n := cap(a.q.sq.pieces.list); n > 64 {
+		t.Errorf("the queue of pieces has kept room for %d", n)
+	}
+}
+
 // TestConfigureInPlace: a key is configured anew while it is in use, in the order of
 // the send queue, and keeps what it is told to keep.
 func TestConfigureInPlace(t *testing.T) {

@@ -3,6 +3,7 @@ package qp
 import (
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/train"
 )
 
 // DestQPN returns the number of the peer's queue pair.
@@ -39,14 +40,15 @@ func (q *QP) AckedBy(p *QP, now Time) bool {
 // MayWrite tells whether WriteTo could execute a request, as far as this side knows.
 func (q *QP) MayWrite(wr *ib.SendWR) bool { return q.shortWrite(wr) > 0 && q.atRest() }
 
-// WriteTo executes a WRITE of one packet at the peer, if neither side has anything else
-// under way: all that its train and the acknowledgement would change, without them. It
-// reports false, and has changed nothing, if the request has to go by trains, or is to be
-// refused. (It may have written bytes, which will be written again.)
-func (q *QP) WriteTo(p *QP, wr *ib.SendWR) bool {
+// WriteTo executes a WRITE of one train at the peer, if neither side has anything else
+// under way: all that the train and the acknowledgement would change, without them. It
+// returns its bytes; or 0, and has changed nothing, if the request has to go by trains, or
+// is to be refused. (It may have written bytes, which will be written again.)
+func (q *QP) WriteTo(p *QP, wr *ib.SendWR) int {
 	n := q.shortWrite(wr)
-	if n == 0 || n > min(q.mtu, p.mtu) || !q.atRest() || !p.expects(q) {
-		return false
+	packets := q.packets(n)
+	if n == 0 || n > train.MaxBytes || q.mtu != p.mtu || packets > q.path.Window || !q.atRest() || !p.expects(q) {
+		return 0
 	}
 	src := &q.req.list
 	if wr.Inline != nil {
@@ -57,10 +59,10 @@ func (q *QP) WriteTo(p *QP, wr *ib.SendWR) bool {
 	}
 	dst := p.remoteList(ib.AccessRemoteWrite, p.actor(), wr.RKey, wr.RemoteAddr, n)
 	if f, _ := mem.Copy(dst, src, uint64(n), true); !f.OK() {
-		return false
+		return 0
 	}
-	q.written(p, wr, n)
-	return true
+	q.written(p, wr, n, packets)
+	return n
 }
 
 // shortWrite returns how many bytes a request has that may go without a train; 0 if it
@@ -96,13 +98,13 @@ func (q *QP) expects(from *QP) bool {
 }
 
 // written moves both sides on past a WRITE of n bytes.
-func (q *QP) written(p *QP, wr *ib.SendWR, n int) {
+func (q *QP) written(p *QP, wr *ib.SendWR, n, packets int) {
 	r, a := &q.req, &p.resp
-	q.Counters.add(CntTxPackets, 1)
+	q.Counters.add(CntTxPackets, packets)
 	q.Counters.add(CntTxBytes, n)
-	p.Counters.add(CntRxPackets, 1)
+	p.Counters.add(CntRxPackets, packets)
 	p.Counters.add(CntRxBytes, n)
-	a.epsn = a.epsn.Add(1)
+	a.epsn = a.epsn.Add(packets)
 	a.msn = (a.msn + 1) & (1<<24 - 1)
 	r.una, r.nxt, r.max, r.unacked = a.epsn, a.epsn, a.epsn, 0
 	q.sq.tail++

@@ -11,15 +11,14 @@ package qp
 // the page.
 //
 // What other work of the queue pair may count on does not wait for a poll: a fenced
-// request starts, and a later result is written, when earlier results have been
-// (writeResults).
+// request starts, and a later result is written, when earlier results have been; and
+// so it is with messages, whose receives may share a buffer.
 //
 // It is never done for indirect keys and device memory, nor for a message that does
-// not fit the first piece of its list, nor for requests that make no completion.
+// not fit the first piece of its list, nor for requests that make no completion, nor
+// for the targets of XRC, whose messages go to many completion queues.
 
 import (
-	"sync/atomic"
-
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/queue"
@@ -34,13 +33,16 @@ func (q *QP) mayWait(list *mem.List, n int) bool {
 
 // keep makes the payload of a train wait for its completion. A fault is that of the
 // payload.
-func (q *QP) keep(list *mem.List, t *train.Train) mem.Fault {
+func (q *QP) keep(list *mem.List, t *train.Train, result bool) mem.Fault {
 	l := q.late
 	if l == nil {
 		l = &lateBytes{Late: queue.Late{Failed: q.ScatterFailed, Table: q.Table}}
 		q.late = l
 	}
-	l.Results = nil
+	l.Waiting = &l.receives
+	if result {
+		l.Waiting = &l.results
+	}
 	l.Actor, l.SGE, l.N = list.Actor, list.SGEs[0], uint8(t.Len)
 	l.raw[0] = l.Data[:t.Len]
 	l.to = mem.List{Raw: l.raw[:]}
@@ -51,18 +53,25 @@ func (q *QP) keep(list *mem.List, t *train.Train) mem.Fault {
 // lateBytes is what waits, until it is pushed, and what it takes to fill it.
 type lateBytes struct {
 	queue.Late
-	raw     [1][]byte
-	to      mem.List
-	results atomic.Int32 // of requests, that wait
+	raw               [1][]byte
+	to                mem.List
+	results, receives queue.Waiting // what has been pushed, and waits still
 }
 
-// writeResults writes the results of earlier requests that still wait. A fault is what
-// keeps it from doing so.
+// writeResults writes the results of earlier requests that still wait, writeReceives
+// what was received. A fault is what keeps it from doing so.
 func (q *QP) writeResults() mem.Fault {
-	if q.late == nil || q.late.results.Load() == 0 {
+	if q.late == nil || q.late.results.None() {
 		return mem.Fault{}
 	}
 	return q.SendCQ.Settle(&q.late.results)
+}
+
+func (q *QP) writeReceives() mem.Fault {
+	if q.late == nil || q.late.receives.None() {
+		return mem.Fault{}
+	}
+	return q.RecvCQ.Settle(&q.late.receives)
 }
 
 // settled is writeResults, for a request that starts behind it: it reports whether it may.
@@ -80,22 +89,25 @@ func (q *QP) settled() bool {
 }
 
 // deliver puts what came to a list, which is the whole message if whole is set; or
-// lets it wait, and reports that. A result must not overtake another.
+// lets it wait, and reports that. Neither a result nor a message overtakes another.
 func (q *QP) deliver(list *mem.List, t *train.Train, end, whole, result bool) (waits bool, f mem.Fault, side mem.Side) {
-	if !q.Scatter || !whole || !q.mayWait(list, t.Len) {
-		if result {
-			if f = q.writeResults(); !f.OK() {
-				return false, f, mem.Dst
-			}
+	if q.Scatter && whole && q.mayWait(list, t.Len) {
+		if f = q.keep(list, t, result); !f.OK() {
+			return false, f, mem.Src
 		}
-		f, side = mem.Copy(list, &t.Payload, uint64(t.Len), end)
-		return false, f, side
+		q.Counters.add(CntInline, 1)
+		return true, mem.Fault{}, 0
 	}
-	if f = q.keep(list, t); !f.OK() {
-		return false, f, mem.Src
+	if result {
+		f = q.writeResults()
+	} else {
+		f = q.writeReceives()
 	}
-	q.Counters.add(CntInline, 1)
-	return true, mem.Fault{}, 0
+	if !f.OK() {
+		return false, f, mem.Dst
+	}
+	f, side = mem.Copy(list, &t.Payload, uint64(t.Len), end)
+	return false, f, side
 }
 
 // ScatterBroke tells that bytes which waited could not be written when their

@@ -12,6 +12,7 @@ package qp
 
 import (
 	"math"
+	"slices"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -66,17 +67,24 @@ func (w *wqe) setConfigure(c *ib.MKeyConfig) {
 
 // pieceQueue holds the pieces of the indirect keys that are to be configured, in
 // the order of the requests. It is empty most of the time, and then begins anew, so
-// that it does not grow beyond what waits at once.
+// that it does not grow beyond what waits at once; and gives up the room that a very
+// long list has taken.
 type pieceQueue struct {
 	list []ib.Stride
 	head int
 }
+
+const keptPieces = 1 << 16
 
 // add appends the pieces of a request, all in one form.
 func (p *pieceQueue) add(c *ib.MKeyConfig) {
 	if p.head > len(p.list)/2 || p.head == len(p.list) {
 		p.list, p.head = p.list[:copy(p.list, p.list[p.head:])], 0
 	}
+	if len(p.list) == 0 && cap(p.list) > keptPieces {
+		p.list = nil
+	}
+	p.list = slices.Grow(p.list, c.Pieces())
 	for _, e := range c.List {
 		p.list = append(p.list, ib.Stride{Addr: e.Addr, Bytes: uint64(e.Length), LKey: e.LKey})
 	}

@@ -289,7 +289,11 @@ func (s *side) expect(m message) {
 	s.recvLeft++
 }
 
-// postRecv posts a receive in the next slot; at most half of the slots are in use.
+// hasRoom reports whether another receive may be posted: at most half of the slots
+// are in use.
+func (s *side) hasRoom() bool { return s.recvID-s.recvPosted < slots/2 }
+
+// postRecv posts a receive in the next slot.
 func (s *side) postRecv() {
 	off := s.recvID % slots * slotSize
 	if s.recv.Post([]ib.RecvWR{{ID: s.recvID, SGL: s.pieces(s.reg("rcv"), off, slotSize)}}) != 1 {
@@ -420,6 +424,7 @@ type game struct {
 	store [2 * NumLanes]storage
 
 	lose, repeat, late float64 // how often
+	prompt             bool    // nobody is kept waiting: answers do not wait for more, receives are there, storage is quick
 	revoke             func()  // what happens when this many requests are left, if anything
 	revokeAt           int
 }
@@ -444,7 +449,7 @@ func (g *game) storage() (next Time) {
 		}
 		if !st.busy && s.q.NextWork(l, &st.work) {
 			st.busy, st.until = true, g.w.now+time.Duration(g.rng.IntN(50))*time.Microsecond
-			if g.rng.IntN(16) == 0 { // longer than the peer waits before it asks again
+			if g.rng.IntN(16) == 0 && !g.prompt { // longer than the peer waits before it asks again
 				st.until += time.Duration(g.rng.IntN(80)) * time.Millisecond
 			}
 		}
@@ -475,6 +480,7 @@ func newGameOf(t *testing.T, seed uint64, requests int, typeA, typeB ib.QPType, 
 	a.mtu = []ib.MTU{ib.MTU256, ib.MTU512, ib.MTU1024}[rng.IntN(3)]
 	b.mtu = a.mtu
 	a.typ, b.typ = typeA, typeB
+	a.scatter, b.scatter = rng.IntN(2) == 0, rng.IntN(2) == 0 && typeB != ib.XRCRecv
 	a.rd, b.rd = uint8(1+rng.IntN(MaxRDAtomic)), uint8(1+rng.IntN(MaxRDAtomic))
 	a.destRD, b.destRD = b.rd, a.rd // no more than the peer sends
 	g := &game{rng: rng, w: newWorld(t)}
@@ -565,9 +571,12 @@ func (g *game) carry(to *side, t *train.Train) {
 // step lets the programs act, and then the next thing happen.
 func (g *game) step() error {
 	for _, s := range g.sides {
-		for s.left > 0 && g.rng.IntN(3) > 0 && s.post() {
+		for s.left > 0 && g.rng.IntN(3) > 0 && (!g.prompt || s.peer.hasRoom()) && s.post() {
+			for g.prompt && s.peer.recvLeft > 0 {
+				s.peer.postRecv()
+			}
 		}
-		for s.recvLeft > 0 && g.rng.IntN(4) > 0 && s.recvID-s.recvPosted < slots/2 {
+		for s.recvLeft > 0 && g.rng.IntN(4) > 0 && s.hasRoom() {
 			s.postRecv()
 		}
 	}
@@ -592,11 +601,14 @@ func (g *game) step() error {
 		}
 	}
 	g.storage()
+	if g.prompt {
+		g.pull()
+	}
 	for len(g.net) > 0 && g.net[0].at <= g.w.now {
 		p := heap.Pop(&g.net).(parcel)
 		g.w.log("%s takes psn=%06x n=%d of %s", p.to.name, p.t.PSN, p.t.N, kindNames[p.t.Kind])
 		p.to.receive(p.t)
-		if g.rng.IntN(2) == 0 { // otherwise the answer waits for more
+		if g.prompt || g.rng.IntN(2) == 0 { // otherwise the answer waits for more
 			g.pull()
 		}
 	}
@@ -685,6 +697,29 @@ func testPair(t *testing.T, typeA, typeB ib.QPType, lazy bool) {
 	}
 	if lazy && (sum[CntFaultRNR] < ran || sum[CntFaultWaits] < ran) {
 		t.Errorf("%d requests were put off and %d waited: too few to show anything", sum[CntFaultRNR], sum[CntFaultWaits])
+	}
+}
+
+// TestPairRepeated: a network that repeats packets, and does nothing else to them,
+// uses up no retry: nothing that is said to a repetition passes for a loss.
+func TestPairRepeated(t *testing.T) {
+	for seed := range pairSeeds() {
+		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
+			g := newGameOf(t, seed, 150, ib.RC, ib.RC, false)
+			g.lose, g.late, g.repeat, g.prompt = 0, 0, 0.3, true
+			for _, s := range g.sides {
+				s.q.attr.RetryCnt = 0
+			}
+			g.trace()
+			if err := g.play(); err != nil {
+				t.Fatal(err)
+			}
+			for _, s := range g.sides {
+				if s.failed {
+					t.Errorf("%s has failed: %v", s.name, s.first)
+				}
+			}
+		})
 	}
 }
 

@@ -40,6 +40,7 @@ func TestPostRefused(t *testing.T) {
 		{"inline READ", ib.RC, ib.SendWR{Op: ib.OpRDMARead, Inline: []byte{1}}, syscall.EINVAL, "inline data goes with SEND, WRITE and ATOMIC WRITE"},
 		{"inline and SGL", ib.RC, ib.SendWR{Op: ib.OpSend, Inline: []byte{1}, SGL: []ib.SGE{{}}}, syscall.EINVAL, "inline data"},
 		{"no address", ib.UD, ib.SendWR{Op: ib.OpSend}, syscall.EINVAL, "needs an address handle"},
+		{"number", ib.UD, ib.SendWR{Op: ib.OpSend, AH: ah, RemoteQPN: 1 << 24}, syscall.EINVAL, "remote_qpn 0x1000000 is longer than 24 bits"},
 		{"foreign address", ib.UD, ib.SendWR{Op: ib.OpSend, AH: ib.NewAH(ib.AHAttr{}, 5, nil)}, syscall.EINVAL, "another provider"},
 	} {
 		t.Run(c.name, func(t *testing.T) {

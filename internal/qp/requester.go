@@ -193,7 +193,11 @@ func (q *QP) room(want int) int {
 	if !q.reliable {
 		return want
 	}
-	n := min(want, min(r.cwnd, q.path.Window)-r.nxt.Sub(r.una))
+	window, out := min(r.cwnd, q.path.Window), r.nxt.Sub(r.una)
+	n := min(want, window-out)
+	if q.path.Lossless && out > 0 && n < min(want, window/4) {
+		return 0 // trains go whole: an acknowledgement is on its way (askAck), and makes room
+	}
 	if n <= 0 || q.path.Credits == nil {
 		return max(n, 0)
 	}

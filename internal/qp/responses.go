@@ -187,15 +187,21 @@ func (q *QP) repeat(t *train.Train) {
 	}
 }
 
-// acknowledgeAgain acknowledges a SEND or WRITE that was executed before, and
-// with it all that came since, but for READs and atomics: an acknowledgement
-// that passes them tells the peer that it should have had their answers.
+// ackUpTo returns how far an acknowledgement of psn goes: to all that came since,
+// but not past READs and atomics, which would tell the peer that it should have had
+// their answers.
+func (r *responder) ackUpTo(psn wire.PSN) wire.PSN {
+	if r.rdAny && psn.Add(1).Less(r.rdEnd) {
+		return psn
+	}
+	return r.epsn.Add(-1)
+}
+
+// acknowledgeAgain acknowledges a SEND or WRITE that was executed before.
 func (q *QP) acknowledgeAgain(t *train.Train) {
 	r := &q.resp
-	end, psn := t.PSN.Add(t.N), r.epsn.Add(-1)
-	if r.rdAny && end.Less(r.rdEnd) {
-		psn = end.Add(-1)
-	}
+	end := t.PSN.Add(t.N)
+	psn := r.ackUpTo(end.Add(-1))
 	answered := r.n > 0 && end.Less(r.at(r.n-1).end()) || // by the answer to a later READ
 		r.ack.pending && (!r.ack.syndrome.IsAck() || !r.ack.psn.Less(psn))
 	switch {
@@ -290,7 +296,7 @@ func (q *QP) pullResponse(t *train.Train) bool {
 	t.Kind, t.PSN, t.N, t.Start, t.End = wire.KindAck, psn, 1, true, true
 	t.AETH = wire.AETH{Syndrome: s, MSN: r.msn}
 	if s.IsAck() {
-		t.PSN = r.epsn.Add(-1) // more may have come since it was asked for
+		t.PSN = r.ackUpTo(psn) // more may have come since it was asked for
 	}
 	q.Counters.add(ackCounter(s), 1)
 	return true

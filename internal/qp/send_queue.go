@@ -303,6 +303,9 @@ func (q *QP) postAddress(wr *ib.SendWR, slot int) error {
 	if a.Closed.Load() {
 		return ib.Errorf("post_send", syscall.EINVAL, "the address handle is closed")
 	}
+	if wr.RemoteQPN >= 1<<24 {
+		return ib.Errorf("post_send", syscall.EINVAL, "remote_qpn %#x is longer than 24 bits", wr.RemoteQPN)
+	}
 	q.sq.flows[slot], q.sq.addrPD[slot] = a.Flow, a.PD
 	return nil
 }

@@ -355,6 +355,7 @@ func (q *QP) reset() {
 func (q *QP) Query() ib.QPAttr {
 	a := q.attr
 	a.State, a.CurState = q.state, q.state
+	a.SQDraining = q.state == ib.QPSQD && q.req.draining
 	if q.state >= ib.QPRTS && q.state <= ib.QPSQE {
 		a.SQPSN = uint32(q.req.max)
 	}

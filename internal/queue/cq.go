@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
 )
 
 // CQ is a ring of completions and its notification.
@@ -33,10 +34,12 @@ type CQ struct {
 	armed arming
 	fired uint32 // how many events there were
 
-	late     []Late   // bytes that wait beside their completions, by number less 1
-	lateFree uint32   // a place there that is free; 0: none
-	placing  []uint32 // those that a poll has taken, and is to place
-	writer   writer
+	late     []Late // bytes that wait beside their completions, by number less 1
+	lateFree uint32 // a place there that is free; 0: none
+	fetching bool   // somebody who polls fetches those that the first completion needs
+	// fetchDone is told when that has been done.
+	fetchDone sync.Cond
+	writer    writer
 }
 
 // entry is a completion in the ring. A send request keeps its place in the send
@@ -65,7 +68,11 @@ const (
 )
 
 // NewCQ makes a ring of the given number of entries, at least 1.
-func NewCQ(entries int) *CQ { return &CQ{ring: make([]entry, entries)} }
+func NewCQ(entries int) *CQ {
+	c := &CQ{ring: make([]entry, entries)}
+	c.fetchDone.L = &c.mu
+	return c
+}
 
 // Cap returns the number of entries.
 func (c *CQ) Cap() int {
@@ -126,38 +133,68 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *atomic.Uint32, upto uint32, 
 	return true
 }
 
-// Poll takes up to len(out) completions.
+// Poll takes up to len(out) completions. It waits only for bytes that have to be
+// fetched, and only if it would return nothing else.
 func (c *CQ) Poll(out []ib.WC) int { return c.PollNotes(out, nil) }
 
 // PollNotes is Poll; notes, if it is not nil, has room for as many.
 func (c *CQ) PollNotes(out []ib.WC, notes []Note) int {
-	if c.count.Load() == 0 || len(out) == 0 {
-		return 0
+	for {
+		n, f := c.take(out, notes)
+		if n > 0 || f.OK() {
+			return n
+		}
+		f.Await() // what is left in the way shows when they are written
+		c.fetched()
+	}
+}
+
+// take takes completions up to one whose bytes have to be fetched first. If that is
+// the first, the fault is the caller's to await.
+func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
+	if c.count.Load() == 0 {
+		return 0, f
 	}
 	c.mu.Lock()
 	count := int(c.count.Load())
-	n := min(len(out), count)
-	for i := 0; i < n; i++ {
+	for n < len(out) && count > 0 {
 		e := &c.ring[c.head]
-		out[i] = e.wc
+		var failed func(mem.Fault) uint16
+		if e.late != 0 {
+			f = c.writeLocked(e.late)
+			if f.Kind == mem.FaultPending && c.late[e.late-1].fetches < maxFetches {
+				if n > 0 || c.fetchLocked(e.late) {
+					break
+				}
+				count, f = int(c.count.Load()), mem.Fault{}
+				continue
+			}
+			failed = c.late[e.late-1].Failed
+			c.dropLocked(e.late)
+		}
+		out[n] = e.wc
 		if notes != nil {
-			notes[i] = e.note
+			notes[n] = e.note
 		}
 		if e.freed != nil {
 			e.freed.Store(e.upto)
 		}
 		c.head = wrap(c.head+1, len(c.ring))
-		if late := e.late; late != 0 {
+		count--
+		if !f.OK() {
 			// Others may push and poll meanwhile.
-			c.count.Store(int64(count - i - 1))
-			c.place(&out[i], late)
-			count = int(c.count.Load()) + i + 1
-			n = min(len(out), count)
+			c.count.Store(int64(count))
+			c.mu.Unlock()
+			out[n].Status, out[n].VendorErr = ib.WCLocProtErr, failed(f)
+			f = mem.Fault{}
+			c.mu.Lock()
+			count = int(c.count.Load())
 		}
+		n++
 	}
-	c.count.Store(int64(count - n))
+	c.count.Store(int64(count))
 	c.mu.Unlock()
-	return n
+	return n, f
 }
 
 // Len returns the number of completions that wait.

@@ -4,12 +4,13 @@ package queue
 // completion, and are copied to where they belong when that is polled.
 //
 //  1. Whoever completes makes a Late and pushes it with the completion.
-//  2. Poll takes both, and places the bytes with no lock held: they may have to be
-//     fetched from storage, or their memory may be gone.
+//  2. Poll takes a completion when its bytes are written. If they have to be fetched
+//     first, it returns what comes before; if that is nothing, it fetches them, with no
+//     lock held. The completion stays where it is meanwhile, as do those behind it:
+//     others who poll wait, too.
 //  3. Whoever cannot wait for a poll has them written before (Settle).
 
 import (
-	"slices"
 	"sync/atomic"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -26,15 +27,26 @@ type Late struct {
 	SGE   ib.SGE // where they go: all of them
 	// Failed is told that they could not be placed, and says what the completion is
 	// to say about it.
-	Failed func(mem.Fault) (vendor uint16)
-	// Results, if set, counts the results of requests of a queue pair that wait.
-	Results *atomic.Int32
+	Failed  func(mem.Fault) (vendor uint16)
+	Waiting *Waiting // what they wait with
 	Data    [MaxLate]byte
 	N       uint8
 
-	placed bool   // they have been written
-	next   uint32 // of a place that is free: the next one
+	placed  bool          // they have been written
+	fetches uint8         // how often a poll has had them fetched
+	fault   mem.FaultKind // why they cannot be written
+	next    uint32        // those that wait behind them; of a place that is free: the next one
 }
+
+// Waiting is all the bytes that wait in one completion queue on behalf of one side
+// of a queue pair, in the order of their completions. The zero value is none.
+type Waiting struct {
+	n           atomic.Int32
+	first, last uint32 // numbers; guarded by the queue's lock
+}
+
+// None reports whether none wait.
+func (w *Waiting) None() bool { return w.n.Load() == 0 }
 
 // PushLate appends the completion of a receive whose bytes are to be placed when it
 // is polled; PushLateSend that of a send request, whose result they are.
@@ -57,9 +69,13 @@ func (c *CQ) keepLocked(l *Late) uint32 {
 		c.lateFree = c.late[i-1].next
 	}
 	c.late[i-1] = *l
-	if l.Results != nil {
-		l.Results.Add(1)
+	w := l.Waiting
+	if w.n.Add(1) == 1 {
+		w.first = i
+	} else {
+		c.late[w.last-1].next = i
 	}
+	w.last = i
 	return i
 }
 
@@ -68,87 +84,75 @@ func (c *CQ) dropLocked(i uint32) {
 	if i == 0 {
 		return
 	}
-	c.late[i-1].settled()
+	c.settledLocked(i)
 	c.late[i-1] = Late{next: c.lateFree}
 	c.lateFree = i
 }
 
-// settled tells that bytes wait no longer.
-func (l *Late) settled() {
-	if !l.placed && l.Results != nil {
-		l.Results.Add(-1)
+// settledLocked tells that bytes wait no longer. They are the first that did: what
+// comes before them was settled, polled or removed before.
+func (c *CQ) settledLocked(i uint32) {
+	if l := &c.late[i-1]; !l.placed {
+		l.placed = true
+		l.Waiting.first = l.next
+		l.Waiting.n.Add(-1)
 	}
-	l.placed = true
 }
 
 // maxFetches is how often bytes are fetched that were gone again when they were to be
 // written.
 const maxFetches = 16
 
-// place writes the bytes with number i of a completion that was polled. The lock is
-// held before and after, and whenever they are written, but not while they have to be
-// fetched.
-func (c *CQ) place(wc *ib.WC, i uint32) {
-	c.placing = append(c.placing, i)
-	f := c.writeLocked(i)
-	for n := 0; f.Kind == mem.FaultPending && n < maxFetches; n++ {
-		c.mu.Unlock()
-		left := f.Await()
-		c.mu.Lock()
-		if f = left; f.OK() || f.Kind == mem.FaultPending {
-			f = c.writeLocked(i)
-		}
+// fetchLocked is told that the bytes of the first completion have to be fetched. It
+// reports whether the caller is to do so, and then to say fetched; otherwise somebody
+// else has done it.
+func (c *CQ) fetchLocked(i uint32) bool {
+	if c.fetching {
+		c.fetchDone.Wait()
+		return false
 	}
-	failed := c.late[i-1].Failed
-	c.placing = slices.Delete(c.placing, slices.Index(c.placing, i), slices.Index(c.placing, i)+1)
-	c.dropLocked(i)
-	if !f.OK() {
-		c.mu.Unlock()
-		wc.Status, wc.VendorErr = ib.WCLocProtErr, failed(f)
-		c.mu.Lock()
-	}
+	c.fetching = true
+	c.late[i-1].fetches++
+	return true
 }
 
-// Settle writes the bytes that wait and are counted by results, in their order,
-// though nobody has polled. A fault is what it has met: those before were written.
-func (c *CQ) Settle(results *atomic.Int32) mem.Fault {
+func (c *CQ) fetched() {
+	c.mu.Lock()
+	c.fetching = false
+	c.mu.Unlock()
+	c.fetchDone.Broadcast()
+}
+
+// Settle writes bytes that wait, in their order, though nobody has polled. A fault is
+// what it has met: those before were written.
+func (c *CQ) Settle(w *Waiting) mem.Fault {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	write := func(i uint32) mem.Fault {
-		if i == 0 || c.late[i-1].Results != results {
-			return mem.Fault{}
-		}
-		return c.writeLocked(i)
-	}
-	for _, i := range c.placing {
-		if f := write(i); !f.OK() {
-			return f
-		}
-	}
-	for k := range int(c.count.Load()) {
-		if results.Load() == 0 {
-			break
-		}
-		if f := write(c.ring[wrap(c.head+k, len(c.ring))].late); !f.OK() {
+	for !w.None() {
+		if f := c.writeLocked(w.first); !f.OK() {
 			return f
 		}
 	}
 	return mem.Fault{}
 }
 
-// writeLocked writes bytes, once.
+// writeLocked writes bytes, once. What is wrong with them remains so, for all to hear.
 func (c *CQ) writeLocked(i uint32) mem.Fault {
 	l := &c.late[i-1]
-	if l.placed {
-		return mem.Fault{}
+	if l.placed || l.fault != mem.FaultNone {
+		return mem.Fault{Kind: l.fault}
 	}
 	w := &c.writer
 	w.raw[0], w.sges[0] = l.Data[:l.N], l.SGE
 	w.to = mem.List{Table: l.Table, Actor: l.Actor, Access: ib.AccessLocalWrite, SGEs: w.sges[:]}
 	w.from = mem.List{Raw: w.raw[:]}
 	f, _ := mem.Copy(&w.to, &w.from, uint64(l.N), true)
-	if f.OK() {
-		l.settled()
+	switch f.Kind {
+	case mem.FaultNone:
+		c.settledLocked(i)
+	case mem.FaultPending:
+	default:
+		l.fault = f.Kind
 	}
 	return f
 }

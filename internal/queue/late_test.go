@@ -25,7 +25,7 @@ func memory(t testing.TB, n int) ([]byte, func(at, id int) *Late, *mem.Region) {
 		t.Fatal(err)
 	}
 	return b, func(at, id int) *Late {
-		l := &Late{Table: table, Actor: mem.Actor{PD: 1}, SGE: ib.SGE{Addr: uint64(at), Length: 8, LKey: r.Key()}, N: 8}
+		l := &Late{Table: table, Waiting: new(Waiting), Actor: mem.Actor{PD: 1}, SGE: ib.SGE{Addr: uint64(at), Length: 8, LKey: r.Key()}, N: 8}
 		copy(l.Data[:], fmt.Sprintf("%08d", id))
 		l.Failed = func(f mem.Fault) uint16 { return 0x100 + uint16(f.Kind) }
 		return l
@@ -133,5 +133,171 @@ func TestLateAllocs(t *testing.T) {
 		}
 	}); n > 0.1 { // the pool may be emptied
 		t.Errorf("%v allocations", n)
+	}
+}
+
+// absent is memory that has to be fetched first.
+type absent struct {
+	mem.Backing
+	there   atomic.Bool
+	fetches atomic.Int32
+	fetch   func() (there bool)
+}
+
+func (a *absent) Solid() bool { return false }
+
+func (a *absent) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
+	if !a.there.Load() {
+		return nil, mem.Fault{Kind: mem.FaultPending}
+	}
+	return a.Backing.Run(off, n, acc)
+}
+
+func (a *absent) Gone(uint64, uint64, ib.Access) mem.FaultKind { return mem.FaultStale }
+
+func (a *absent) Await(uint64, uint64, ib.Access) mem.FaultKind {
+	a.fetches.Add(1)
+	a.there.Store(a.fetch())
+	return mem.FaultNone
+}
+
+// absentMemory is memory that is not there.
+func absentMemory(t testing.TB, fetch func() bool) (*absent, []byte, func(at, id int, w *Waiting) *Late) {
+	t.Helper()
+	table := mem.NewTable(mem.TableConfig{})
+	b := make([]byte, 64)
+	h, err := mem.NewHostBytes(b, ib.AccessLocalWrite, ib.LockOff)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := &absent{Backing: h, fetch: fetch}
+	r, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite, Length: 64, Backing: a})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return a, b, func(at, id int, w *Waiting) *Late {
+		l := &Late{Table: table, Waiting: w, Actor: mem.Actor{PD: 1}, SGE: ib.SGE{Addr: uint64(at), Length: 8, LKey: r.Key()}, N: 8}
+		copy(l.Data[:], fmt.Sprintf("%08d", id))
+		l.Failed = func(f mem.Fault) uint16 { return uint16(f.Kind) }
+		return l
+	}
+}
+
+// A poll gets what comes before a completion whose bytes have to be fetched. Whoever
+// finds that first fetches them, and others wait meanwhile: those behind it do not
+// overtake it.
+func TestLateAbsent(t *testing.T) {
+	fetching, goOn := make(chan bool), make(chan bool)
+	a, b, late := absentMemory(t, func() bool { fetching <- true; return <-goOn })
+	c, w := NewCQ(8), new(Waiting)
+	push(c, 1, 1)
+	c.PushLateSend(&ib.WC{ID: 2}, new(atomic.Uint32), 1, late(0, 2, w))
+	push(c, 3, 1)
+	if got := poll(c, 8); fmt.Sprint(got) != "[1]" || a.fetches.Load() != 0 {
+		t.Fatalf("%v, %d fetches", got, a.fetches.Load())
+	}
+	polled := make(chan []uint64)
+	one := func() { polled <- poll(c, 1) }
+	go one()
+	<-fetching
+	go one()
+	// What is fetched may be settled meanwhile, or its queue pair be removed.
+	if f := c.Settle(w); f.Kind != mem.FaultPending || w.None() {
+		t.Fatalf("%v", f)
+	}
+	if n := c.Len(); n != 2 {
+		t.Fatalf("%d completions while the first is fetched", n)
+	}
+	a.there.Store(true)
+	if f := c.Settle(w); !f.OK() || !w.None() || string(b[:8]) != "00000002" {
+		t.Fatalf("%v, %q", f, b)
+	}
+	goOn <- false
+	if x, y := <-polled, <-polled; len(x) != 1 || len(y) != 1 || x[0]+y[0] != 5 || a.fetches.Load() != 1 {
+		t.Fatalf("%v and %v", x, y)
+	}
+	c.PushLate(&ib.WC{ID: 4, QPN: 4}, false, late(8, 4, w))
+	push(c, 5, 5)
+	go one()
+	<-fetching
+	c.Remove(4)
+	goOn <- true
+	if got := <-polled; fmt.Sprint(got) != "[5]" || !w.None() || b[8] != 0 {
+		t.Fatalf("%v, %q", got, b)
+	}
+}
+
+// Bytes that are gone whenever they were fetched are given up, however many poll.
+func TestLateNeverThere(t *testing.T) {
+	a, _, late := absentMemory(t, func() bool { return false })
+	c := NewCQ(8)
+	c.PushLate(&ib.WC{ID: 1}, false, late(0, 1, new(Waiting)))
+	var got atomic.Int32
+	var wg sync.WaitGroup
+	for range 40 {
+		wg.Go(func() {
+			var wcs [1]ib.WC
+			for got.Load() == 0 {
+				if c.Poll(wcs[:]) == 1 {
+					got.Add(1)
+					if wcs[0].Status != ib.WCLocProtErr || wcs[0].VendorErr != uint16(mem.FaultPending) {
+						t.Errorf("%+v", wcs[0])
+					}
+				}
+			}
+		})
+	}
+	wg.Wait()
+	if n := a.fetches.Load(); n != maxFetches || got.Load() != 1 {
+		t.Errorf("%d fetches, %d completions", n, got.Load())
+	}
+}
+
+// Settle writes what waits on behalf of one, in its order, and nothing else; and finds
+// it again and again without looking at what others have in the queue. What it cannot
+// write fails the poll, even if it could be written by then.
+func TestSettle(t *testing.T) {
+	b, late, _ := memory(t, 80)
+	c := NewCQ(100)
+	var ours, others Waiting
+	add := func(w *Waiting, at, id int) {
+		l := late(at, id)
+		l.Waiting = w
+		c.PushLate(&ib.WC{ID: uint64(id)}, false, l)
+	}
+	for i := range 10 {
+		add(&others, 8, i)
+		add(&ours, 0, 100+i) // all at one place: the last one stays
+		push(c, 50, 1)
+	}
+	if f := c.Settle(&ours); !f.OK() || string(b[:16]) != "00000109"+string(make([]byte, 8)) || !ours.None() || others.None() {
+		t.Fatalf("%v, %q", f, b[:16])
+	}
+	copy(b, "a program")
+	if got := poll(c, 6); len(got) != 6 || string(b[:8]) != "a progra" || string(b[8:16]) != "00000001" {
+		t.Fatalf("%v, %q: written twice", got, b[:16])
+	}
+	c.Resize(60)
+	add(&ours, 16, 200)
+	if f := c.Settle(&others); !f.OK() || string(b[8:16]) != "00000009" || b[16] != 0 {
+		t.Fatalf("%v, %q", f, b[:24])
+	}
+	if got := poll(c, 100); len(got) != 25 || string(b[16:24]) != "00000200" || !ours.None() {
+		t.Fatalf("%v, %q", got, b[:24])
+	}
+	if len(c.late) > 20 {
+		t.Errorf("%d places for 20", len(c.late))
+	}
+
+	a, _, late2 := absentMemory(t, func() bool { return true })
+	bad := late2(60, 1, &ours) // beyond the end
+	a.there.Store(true)
+	c.PushLate(&ib.WC{ID: 7}, false, bad)
+	if f := c.Settle(&ours); f.Kind != mem.FaultBounds {
+		t.Fatal(f)
+	}
+	var wcs [2]ib.WC
+	if n := c.Poll(wcs[:]); n != 1 || wcs[0].Status != ib.WCLocProtErr || wcs[0].VendorErr != uint16(mem.FaultBounds) || !ours.None() {
+		t.Fatalf("%+v", wcs[0])
 	}
 }

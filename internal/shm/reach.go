@@ -40,9 +40,15 @@ type reachability struct {
 	name  func(pid int)
 	stat  func(pid int) (parent, session int, err error)
 
-	mu    sync.Mutex  // guards peers and named
-	peers map[int]int // processes that should reach us, with the number of channels
+	mu    sync.Mutex // guards peers and named
+	peers map[int]*reacher
 	named int
+}
+
+// reacher is a process that should reach us.
+type reacher struct {
+	channels int
+	line     []int // itself and its ancestors, when it came
 }
 
 const yamaRestricted = 1
@@ -55,9 +61,16 @@ func (r *reachability) allow(pid int) {
 		return
 	}
 	if r.peers == nil {
-		r.peers = make(map[int]int)
+		r.peers = make(map[int]*reacher)
 	}
-	if r.peers[pid]++; r.peers[pid] == 1 {
+	if p := r.peers[pid]; p != nil {
+		p.channels++
+		return
+	}
+	p := &reacher{channels: 1}
+	r.peers[pid] = p
+	if r.scope() == yamaRestricted { // hundreds of peers may come at once: each is looked at once
+		p.line = r.lineage(pid)
 		r.updateLocked()
 	}
 }
@@ -66,11 +79,15 @@ func (r *reachability) allow(pid int) {
 func (r *reachability) deny(pid int, never bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if never || r.peers[pid] == 0 {
+	p := r.peers[pid]
+	if never || p == nil {
 		return
 	}
-	if r.peers[pid]--; r.peers[pid] == 0 {
-		delete(r.peers, pid)
+	if p.channels--; p.channels > 0 {
+		return
+	}
+	delete(r.peers, pid)
+	if p.line != nil {
 		r.updateLocked()
 	}
 }
@@ -82,7 +99,7 @@ func (r *reachability) updateLocked() {
 			return
 		}
 	}
-	if pid != r.named && r.scope() == yamaRestricted {
+	if pid != r.named {
 		r.name(pid)
 		r.named = pid
 	}
@@ -92,19 +109,20 @@ func (r *reachability) updateLocked() {
 // 0 if there is none that may be named.
 func (r *reachability) commonLocked() int {
 	var common []int // ancestors of all peers so far, nearest first
-	for pid := range r.peers {
-		line := r.lineage(pid)
-		if common == nil {
-			common = line
-			continue
+	for _, p := range r.peers {
+		switch {
+		case p.line == nil: // it came when nobody had to be named
+		case common == nil:
+			common = p.line
+		default:
+			common = intersect(common, p.line)
 		}
-		common = intersect(common, line)
-	}
-	if len(r.peers) == 1 {
-		return common[0]
 	}
 	if len(common) == 0 {
 		return 0
+	}
+	if len(r.peers) == 1 {
+		return common[0]
 	}
 	_, ours, err := r.stat(os.Getpid())
 	_, session, bad := r.stat(common[0]) // farther ancestors would let in more

@@ -67,3 +67,42 @@ func TestReach(t *testing.T) {
 		})
 	}
 }
+
+// A crowd that comes at once, as to a process that takes over, is looked at once
+// each, and not at all where nobody needs to be named. The scope may change meanwhile.
+func TestReachCrowd(t *testing.T) {
+	const crowd, depth = 200, 3
+	looks, scope, named := 0, 0, -1
+	r := reachability{
+		scope: func() int { return scope },
+		name:  func(pid int) { named = pid },
+		stat: func(pid int) (int, int, error) {
+			looks++
+			switch {
+			case pid >= 1000:
+				return 11, 10, nil
+			case pid == 11:
+				return 10, 10, nil
+			}
+			return 1, 10, nil
+		},
+	}
+	come := func(from int) {
+		for i := range crowd {
+			r.allow(from + i)
+		}
+	}
+	if come(1000); looks != 0 || named != -1 {
+		t.Errorf("%d looks, %d is named", looks, named)
+	}
+	scope = 1
+	if come(2000); looks > crowd*(depth+2) || named != 11 {
+		t.Errorf("%d looks, %d is named", looks, named)
+	}
+	for i := range crowd {
+		r.deny(2000+i, false)
+	}
+	if len(r.peers) != crowd {
+		t.Errorf("%d are left", len(r.peers))
+	}
+}

@@ -76,6 +76,32 @@ func Absent(start, end uintptr, visit func(start, end uintptr) bool) error {
 	return without(Present, start, end, visit)
 }
 
+// StillPresent returns where the pages end, from start on, that are present. It
+// allocates nothing, and is for few pages.
+func StillPresent(start, end uintptr) (upto uintptr, err error) {
+	p, err := pagemapFile()
+	if err != nil {
+		return start, err
+	}
+	var few [64]uint64
+	for start < end {
+		k, err := p.entries(start, end, few[:])
+		if err != nil {
+			return start, err
+		}
+		for _, e := range few[:k] {
+			if e&entryPresent == 0 {
+				return start, nil
+			}
+			start += pageSize
+		}
+		if k == 0 {
+			break
+		}
+	}
+	return start, nil
+}
+
 // Unwatched visits the parts of a range that no notifier watches, whether something is
 // mapped there or not, like Absent. The error says that it cannot be known here.
 func Unwatched(start, end uintptr, visit func(start, end uintptr) bool) error {

@@ -201,3 +201,21 @@ func BenchmarkPresentGiB(b *testing.B) {
 		}
 	}
 }
+
+// StillPresent stops at the first page that is not there.
+func TestStillPresent(t *testing.T) {
+	const pages = 200 // more than are read at once
+	a := mapPages(t, pages, readWrite, unix.MAP_PRIVATE)
+	b := bytesAt(a, a+pages*pageSize)
+	for _, c := range []struct{ touch, start, end, want uintptr }{
+		{0, 0, pages, 0}, {1, 0, pages, 1}, {70, 0, pages, 70}, {70, 10, 60, 60}, {70, 70, 71, 70}, {pages, 0, pages, pages}, {pages, 5, 5, 5},
+	} {
+		for i := range c.touch {
+			b[i*pageSize] = 1
+		}
+		upto, err := StillPresent(a+c.start*pageSize, a+c.end*pageSize)
+		if got := (upto - a) / pageSize; got != c.want || err != nil {
+			t.Errorf("%+v: %d, %v", c, got, err)
+		}
+	}
+}

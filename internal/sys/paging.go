@@ -11,14 +11,17 @@ type PagingSupport struct {
 	Notifier string // how changes of mappings are told: "userfaultfd", or why not
 	Scan     string // how present pages are found: "PAGEMAP_SCAN", "pagemap", or why not
 	Mappings string // how mappings are found: "PROCMAP_QUERY", "maps", or why not
-	Populate bool   // MADV_POPULATE_READ and MADV_POPULATE_WRITE exist
+	Fetch    string // how pages are brought in: "MADV_POPULATE", or "touch", one by one
 }
 
 // FindPagingSupport finds out what there is, the first time, and remembers it.
 func FindPagingSupport() PagingSupport { return findPagingSupport() }
 
 var findPagingSupport = sync.OnceValue(func() PagingSupport {
-	s := PagingSupport{Notifier: "userfaultfd", Scan: "pagemap", Mappings: "maps", Populate: canPopulate()}
+	s := PagingSupport{Notifier: "userfaultfd", Scan: "pagemap", Mappings: "maps", Fetch: "touch"}
+	if canPopulate() {
+		s.Fetch = "MADV_POPULATE"
+	}
 	if err := probeNotifier(); err != nil {
 		s.Notifier = err.Error()
 	}

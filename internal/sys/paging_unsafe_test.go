@@ -115,7 +115,7 @@ func seccompChild(errno syscall.Errno) error {
 		bad.addf("%v", err)
 	}
 	s := FindPagingSupport()
-	if haveCgo && !strings.Contains(s.Notifier, "seccomp") || !s.Populate {
+	if haveCgo && !strings.Contains(s.Notifier, "seccomp") || s.Fetch != "MADV_POPULATE" {
 		bad.addf("%+v", s)
 	}
 	return bad.err()
@@ -143,7 +143,7 @@ func oldKernelChild() error {
 		bad.addf("%v", err)
 	}
 	s := FindPagingSupport()
-	if s.Scan != "pagemap" || s.Mappings != "maps" || s.Populate {
+	if s.Scan != "pagemap" || s.Mappings != "maps" || s.Fetch != "touch" {
 		bad.addf("%+v", s)
 	}
 	b := make([]byte, 1)
@@ -189,7 +189,7 @@ func noProcChild() error {
 		bad.addf("populate: %+v", r)
 	}
 	s := FindPagingSupport()
-	if !strings.Contains(s.Scan, "/proc") || !strings.Contains(s.Mappings, "/proc") || !s.Populate {
+	if !strings.Contains(s.Scan, "/proc") || !strings.Contains(s.Mappings, "/proc") || s.Fetch != "MADV_POPULATE" {
 		bad.addf("%+v", s)
 	}
 	return bad.err()

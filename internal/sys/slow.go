@@ -180,25 +180,45 @@ func mayWriteFile(maps mapsSource, m *Mapping) bool {
 	return int(st.Uid) == unix.Geteuid() || unix.Faccessat(unix.AT_FDCWD, name, unix.W_OK, unix.AT_EACCESS) == nil
 }
 
-// swapKnown is what swapInUse found out last: the time, and in the lowest bit the
-// answer. It is good for swapKnownFor: asking takes as long as all the rest.
+// swapKnown is what is known about swap: when it was asked, and in the lowest two
+// bits the answers. It is good for swapKnownFor: asking takes as long as all the rest.
 var swapKnown atomic.Int64
 
 const swapKnownFor = int64(10 * time.Millisecond)
 
+// The answers.
+const (
+	swapUsed  = 1 << iota // some memory of the machine is in swap
+	swapThere             // some could be
+)
+
 var processStart = time.Now()
 
-// swapInUse reports whether any memory of the machine is in swap.
-func swapInUse() bool {
-	now := int64(time.Since(processStart)) | 1
+// swapNow returns the answers.
+func swapNow() int64 {
+	now := int64(time.Since(processStart)) &^ (swapUsed | swapThere)
 	if known := swapKnown.Load(); known != 0 && now-known < swapKnownFor {
-		return known&1 != 0
+		return known
 	}
 	var info unix.Sysinfo_t
-	used := unix.Sysinfo(&info) != nil || info.Freeswap != info.Totalswap
-	if !used {
-		now &^= 1
+	if err := unix.Sysinfo(&info); err != nil || info.Totalswap != 0 {
+		now |= swapThere
+		if err != nil || info.Freeswap != info.Totalswap {
+			now |= swapUsed
+		}
 	}
 	swapKnown.Store(now)
-	return used
+	return now
+}
+
+// swapInUse reports whether any memory of the machine is in swap.
+func swapInUse() bool { return swapNow()&swapUsed != 0 }
+
+// Swappable reports whether the kernel would make room by putting pages into swap
+// that are the process's own, or a file's that lives in memory: whether there is any.
+func Swappable() bool { return swapNow()&swapThere != 0 }
+
+// Swappable reports whether the mapping may have pages that go to swap.
+func (m *Mapping) Swappable() bool {
+	return Swappable() && m.PageSize == pageSize && (!m.File || !m.Shared || livesInMemory(m.Major, m.Minor))
 }

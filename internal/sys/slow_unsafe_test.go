@@ -1,16 +1,15 @@
 package sys
 
 import (
-	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"runtime"
-	"strconv"
 	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verbena-rdma/verbena/internal/sys/modetest"
 )
 
 // onDisk skips a test where files for tests are not read from anywhere.
@@ -227,10 +226,7 @@ func TestSlowUnprivileged(t *testing.T) {
 // TestSlowSwap: anonymous and shared memory in swap on a compressed memory device,
 // which root can make for the time of the test.
 func TestSlowSwap(t *testing.T) {
-	if os.Getenv("VERBENA_FULL") == "" || os.Getuid() != 0 {
-		t.Skip("full: needs root and VERBENA_FULL: it adds swap to the machine")
-	}
-	swapOn(t)
+	modetest.Swap(t, "64M")
 	const pages = 64
 	for _, c := range []struct {
 		name string
@@ -278,39 +274,6 @@ func TestSlowSwap(t *testing.T) {
 	t.Run("untouched", func(t *testing.T) {
 		a := mapPages(t, 8, readWrite, unix.MAP_PRIVATE)
 		mustBeSlow(t, "", a, a+8*pageSize, false)
-	})
-}
-
-// swapOn makes a device of 64 MiB and swaps on it until the test ends.
-func swapOn(t *testing.T) {
-	t.Helper()
-	text, err := os.ReadFile("/sys/class/zram-control/hot_add")
-	if err != nil {
-		t.Skip("no zram:", err)
-	}
-	id, err := strconv.Atoi(strings.TrimSpace(string(text)))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := os.WriteFile("/sys/class/zram-control/hot_remove", []byte(strconv.Itoa(id)), 0); err != nil {
-			t.Error(err)
-		}
-	})
-	device := fmt.Sprintf("/dev/zram%d", id)
-	if err := os.WriteFile(fmt.Sprintf("/sys/block/zram%d/disksize", id), []byte("64M"), 0); err != nil {
-		t.Fatal(err)
-	}
-	if out, err := exec.Command("mkswap", device).CombinedOutput(); err != nil {
-		t.Fatalf("mkswap: %v\n%s", err, out)
-	}
-	if out, err := exec.Command("swapon", device).CombinedOutput(); err != nil {
-		t.Fatalf("swapon: %v\n%s", err, out)
-	}
-	t.Cleanup(func() {
-		if out, err := exec.Command("swapoff", device).CombinedOutput(); err != nil {
-			t.Errorf("swapoff: %v\n%s", err, out)
-		}
 	})
 }
 

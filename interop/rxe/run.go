@@ -157,7 +157,7 @@ func (e *end) err() error {
 }
 
 // programs are what build leaves in the shared directory.
-var programs = []string{vm.GuestProgram, "verbena", "kverbs"}
+var programs = []string{vm.GuestProgram, "verbena", "kverbs", "udpfloor"}
 
 // build makes the guest's programs. They find their libraries in the image; the one
 // with the cases has cgo, so that the kernel tells it of changes of its memory.
@@ -173,6 +173,7 @@ func build(ctx context.Context, dir string) error {
 		{"CGO_ENABLED=1", []string{"go", "build", "-buildvcs=false", "-o", filepath.Join(dir, vm.GuestProgram), "./interop/rxe/guest"}},
 		{"CGO_ENABLED=0", []string{"go", "build", "-buildvcs=false", "-o", filepath.Join(dir, "verbena"), "./cmd/verbena"}},
 		{"", []string{"gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "kverbs"), "interop/rxe/kverbs/kverbs.c", "-libverbs"}},
+		{"", []string{"gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "udpfloor"), "interop/rxe/udpfloor/udpfloor.c"}},
 	} {
 		cmd := exec.CommandContext(ctx, b.args[0], b.args[1:]...)
 		cmd.Dir = root

@@ -29,6 +29,8 @@ const (
 	// Unprivileged: a user with nothing, who may lock 64 KiB. It takes root to make
 	// one; without, the user is what he is.
 	Unprivileged Mode = "unprivileged"
+	// Swapping: pages can be swapped out, which Swap has seen to.
+	Swapping Mode = "swapping"
 )
 
 // From the kernel's linux/fs.h and linux/userfaultfd.h.
@@ -44,7 +46,7 @@ const MemlockLimit = 64 << 10
 func init() {
 	var err error
 	switch mode := Current(); mode {
-	case "":
+	case "", Swapping:
 	case NoUserfault:
 		err = Forbid(Rule{Number: unix.SYS_USERFAULTFD, Arg: -1, Value: 0, Errno: unix.EPERM})
 	case OldKernel:

@@ -45,7 +45,7 @@ func (s *scene) operate(typ verbs.QPType, op verbs.Opcode, mtu verbs.MTU, size i
 	if err != nil {
 		return err
 	}
-	local, remote, err := buffers(i, t, size+guard)
+	local, remote, err := buffers(i, t, min(size+guard, maxRegion))
 	if err != nil {
 		return err
 	}
@@ -107,12 +107,15 @@ func (s *scene) arrived(p party, r *region, size int, seed, old uint64) error {
 	if err := p.check(r, 0, size, seed); err != nil {
 		return err
 	}
-	behind, err := p.peek(r, size, guard)
+	if r.size == size {
+		return nil
+	}
+	behind, err := p.peek(r, size, r.size-size)
 	if err != nil {
 		return err
 	}
 	bad := -1
-	pattern(size+guard, old, func(i int, b byte) bool {
+	pattern(r.size, old, func(i int, b byte) bool {
 		if i >= size && behind[i-size] != b {
 			bad = i
 		}

@@ -30,6 +30,7 @@ import (
 const (
 	share      = "/share"
 	kverbsPath = "/tmp/kverbs"
+	udpFloor   = "/tmp/udpfloor"
 	verbena    = "/tmp/verbena"
 	scratch    = "/tmp/scratch"
 )
@@ -66,7 +67,7 @@ func setup() error {
 	if err := os.MkdirAll(scratch, 0o755); err != nil {
 		return err
 	}
-	for name, to := range map[string]string{"kverbs": kverbsPath, "verbena": verbena} {
+	for name, to := range map[string]string{"kverbs": kverbsPath, "udpfloor": udpFloor, "verbena": verbena} {
 		if err := copyFile(filepath.Join(share, name), to); err != nil {
 			return err
 		}

@@ -192,6 +192,10 @@ func wantStatus(who string, wc verbs.WC, err error, want verbs.WCStatus) error {
 const (
 	allRights = verbs.AccessLocalWrite | verbs.AccessRemoteWrite | verbs.AccessRemoteRead | verbs.AccessRemoteAtomic
 	guard     = 64 // bytes behind the data that nobody may touch
+
+	// maxRegion is the largest region that rxe of Linux 7 has: it keeps 16 bytes for
+	// each page, in one piece of memory, of which the kernel gives 4 MiB at most.
+	maxRegion = 1 << 30
 )
 
 // buffers allocates a region on both sides.

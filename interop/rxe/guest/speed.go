@@ -62,6 +62,7 @@ func compareSpeed(rounds int) error {
 			{&s.Bandwidth.Ours, ourBandwidth},
 			{&s.Latency.Kernel, kernelLatency},
 			{&s.Latency.Ours, ourLatency},
+			{&s.UDP, floorLatency},
 			{&s.SendLatency.Kernel, kernelSendLatency},
 			{&s.SendLatency.Ours, ourSendLatency},
 		} {
@@ -86,6 +87,15 @@ func ratio(c *result.Comparison) float64 {
 	}
 	slices.Sort(r)
 	return r[len(r)/2]
+}
+
+// apart keeps a server and a client to a processor each: two loops that spin on one
+// processor measure its scheduler.
+func apart(server, client []string) (string, error) {
+	on := func(cpus string, args []string) []string {
+		return slices.Insert(slices.Clone(args), inNS, "taskset", cpus)
+	}
+	return couple(on("1", server), on("2", client))
 }
 
 // couple runs a server and a client, and returns what the client printed.
@@ -113,13 +123,19 @@ func couple(server, client []string) (string, error) {
 	return out.String(), nil
 }
 
+const inNS = 4
+
+// coupling is couple, or apart.
+type coupling func(server, client []string) (string, error)
+
+// ns runs a program in a namespace: it is the argument with number inNS.
 func ns(name string, args ...string) []string {
 	return append([]string{"ip", "netns", "exec", name}, args...)
 }
 
 // perftest runs a program of perftest between the kernel's devices and returns a
 // field of the line of figures.
-func perftest(program string, field int, args ...string) (float64, error) {
+func perftest(couple coupling, program string, field int, args ...string) (float64, error) {
 	at := func(dev string, more ...string) []string {
 		all := append([]string{program, "-F", "-d", dev, "-x", "1", "-m", "4096"}, args...)
 		return append(all, more...)
@@ -145,17 +161,21 @@ func perftest(program string, field int, args ...string) (float64, error) {
 
 // kernelBandwidth is in MB/s, 10^6 bytes.
 func kernelBandwidth() (float64, error) {
-	gbits, err := perftest("ib_write_bw", 3, "-s", "65536", "-D", fmt.Sprint(roundTime.Seconds()), "--report_gbits")
+	gbits, err := perftest(couple, "ib_write_bw", 3, "-s", "65536", "-D", fmt.Sprint(roundTime.Seconds()), "--report_gbits")
 	return gbits * 1000 / 8, err
 }
 
 // kernelLatency is the median, in µs.
-func kernelLatency() (float64, error) { return perftest("ib_write_lat", 4, "-s", "8", "-n", "5000") }
+func kernelLatency() (float64, error) {
+	return perftest(apart, "ib_write_lat", 4, "-s", "8", "-n", "5000")
+}
 
-func kernelSendLatency() (float64, error) { return perftest("ib_send_lat", 4, "-s", "8", "-n", "5000") }
+func kernelSendLatency() (float64, error) {
+	return perftest(apart, "ib_send_lat", 4, "-s", "8", "-n", "5000")
+}
 
 // perf runs our own measurement.
-func perf(args ...string) (r struct {
+func perf(couple coupling, args ...string) (r struct {
 	GBytesPerS float64 `json:"gbytes_per_s"`
 	Lat        struct {
 		P50 float64 `json:"p50"`
@@ -171,16 +191,25 @@ func perf(args ...string) (r struct {
 }
 
 func ourBandwidth() (float64, error) {
-	r, err := perf("--op", "write", "--size", "64K", "--depth", "128") // as many as ib_write_bw
+	r, err := perf(couple, "--op", "write", "--size", "64K", "--depth", "128") // as many as ib_write_bw
 	return r.GBytesPerS * 1000, err
 }
 
 func ourLatency() (float64, error) {
-	r, err := perf("--op", "write", "--lat", "--size", "8")
+	r, err := perf(apart, "--op", "write", "--lat", "--size", "8")
 	return r.Lat.P50, err
 }
 
 func ourSendLatency() (float64, error) {
-	r, err := perf("--op", "send", "--lat", "--size", "8")
+	r, err := perf(apart, "--op", "send", "--lat", "--size", "8")
 	return r.Lat.P50, err
+}
+
+// floorLatency is what plain UDP takes: half of the median round trip, in µs.
+func floorLatency() (float64, error) {
+	out, err := apart(ns(speedNS[0], udpFloor, "pong", speedTarget, speedInitiator), ns(speedNS[1], udpFloor, "ping", speedInitiator, speedTarget))
+	if err != nil {
+		return 0, err
+	}
+	return strconv.ParseFloat(strings.TrimSpace(out), 64)
 }

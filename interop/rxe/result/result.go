@@ -55,6 +55,7 @@ type Speed struct {
 	Rounds      int
 	Bandwidth   Comparison // 64 KiB WRITEs, MB/s
 	Latency     Comparison // 8 byte WRITEs, both sides watch memory: half a round trip, µs
+	UDP         []float64  // 52 bytes by plain UDP, both sides spin: half a round trip, µs
 	SendLatency Comparison // 8 byte SENDs, both sides poll completion queues: half a round trip, µs
 }
 
