@@ -181,7 +181,7 @@ func (d *Device) background() {
 			switch {
 			case busy: // at this very moment: the link is theirs, and to spin until they are done would take a core from them
 				vain = tolerance
-			case !alone && (!got || d.polling()):
+			case !alone && (!got || n-seen >= manyPolls || d.polling()):
 				vain++ // somebody else is here, and would have got it
 			case got:
 				vain = 0
@@ -250,6 +250,10 @@ func (w *watcher) sleep(d *Device, next time.Duration) {
 	time.Sleep(min(w.interval, next))
 	w.woke = d.now()
 }
+
+// manyPolls is from how many polls on, since the background goroutine was last awake,
+// somebody is taken to be polling who is not seen to: on one processor he cannot be.
+const manyPolls = 64
 
 // tolerance is how often in a row the background goroutine wakes up in vain
 // before it leaves the link to those who poll.
