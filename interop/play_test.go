@@ -41,6 +41,8 @@ func play(role string) int {
 	switch {
 	case role == "holder":
 		run = p.hold
+	case role == "victim":
+		run = p.suffer
 	case role == "citizen":
 		run = p.live
 	case role == "sniffer":

@@ -181,7 +181,7 @@ func (d *Device) background() {
 			switch {
 			case busy: // at this very moment: the link is theirs, and to spin until they are done would take a core from them
 				vain = tolerance
-			case !alone && (!got || d.polling()):
+			case !alone && (!got || n-seen >= manyPolls || d.polling()):
 				vain++ // somebody else is here, and would have got it
 			case got:
 				vain = 0
@@ -205,7 +205,7 @@ func (d *Device) background() {
 		}
 		watch.sleep(d, next)
 		n := d.polls.Load()
-		if n == seen || !d.polling() && d.unread() {
+		if n == seen || n-seen < steadyPolls && !d.polling() && d.unread() {
 			vain = 0
 		}
 		seen = n
@@ -250,6 +250,14 @@ func (w *watcher) sleep(d *Device, next time.Duration) {
 	time.Sleep(min(w.interval, next))
 	w.woke = d.now()
 }
+
+// manyPolls is from how many polls on, since the background goroutine was last awake,
+// somebody is taken to be polling who is not seen to: on one processor he cannot be.
+const manyPolls = 8
+
+// steadyPolls is how many polls between two looks of his are somebody's who polls all
+// the time.
+const steadyPolls = 512
 
 // tolerance is how often in a row the background goroutine wakes up in vain
 // before it leaves the link to those who poll.

@@ -12,6 +12,7 @@ import (
 	"errors"
 	"net"
 	"net/netip"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -35,11 +36,57 @@ const (
 
 // device is what is known of one device of this host.
 type device struct {
-	Neighbours
+	view     Neighbours // reached by the methods alone: it ends when nobody has the device
 	channels [MaxNeighbours]atomic.Pointer[shm.Channel]
 
 	mu    sync.Mutex // guards calls
 	calls [MaxNeighbours]call
+
+	unneeded runtime.Cleanup // closes the view of a device that nobody refers to any more
+}
+
+// newDevice makes one of a view that ends when the device is closed, or nobody needs
+// it any more: flows do not tell when they end, and devices of other addresses come
+// and go as long as this process lives.
+func newDevice(n Neighbours) *device {
+	d := &device{view: n}
+	d.unneeded = runtime.AddCleanup(d, func(n Neighbours) { _ = n.Close() }, n) // it was mapped: it cannot fail
+	return d
+}
+
+// Close ends the view at once.
+func (d *device) Close() error {
+	d.unneeded.Stop()
+	return d.view.Close()
+}
+
+// The others of Neighbours.
+
+func (d *device) Find(qpn uint32) (process int, ok bool) {
+	process, ok = d.view.Find(qpn)
+	runtime.KeepAlive(d)
+	return process, ok
+}
+
+func (d *device) ByPackets(process int) (wants bool) {
+	wants = d.view.ByPackets(process)
+	runtime.KeepAlive(d)
+	return wants
+}
+
+func (d *device) Dial(process int) (*net.UnixConn, error) {
+	defer runtime.KeepAlive(d)
+	return d.view.Dial(process)
+}
+
+func (d *device) Segment(process int, id uint64) (fd int, err error) {
+	defer runtime.KeepAlive(d)
+	return d.view.Segment(process, id)
+}
+
+func (d *device) ID() [2]uint64 {
+	defer runtime.KeepAlive(d)
+	return d.view.ID()
 }
 
 // call is how far the making of a channel is.

@@ -106,7 +106,7 @@ func (s *Shared) forgetSegment(id uint64) {
 	s.mu.Lock()
 	devices := []*device{s.home}
 	for _, d := range s.devices {
-		devices = append(devices, d)
+		devices = append(devices, d.Value())
 	}
 	closed := s.closed
 	s.mu.Unlock()

@@ -14,6 +14,7 @@ package link
 
 import (
 	"errors"
+	"maps"
 	"net"
 	"net/netip"
 	"slices"
@@ -21,6 +22,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
+	"weak"
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
@@ -72,7 +74,7 @@ type Shared struct {
 
 	mu      sync.Mutex // guards what follows
 	closed  bool
-	devices map[[2]uint64]*device // of other addresses
+	devices map[[2]uint64]weak.Pointer[device] // of other addresses, while a flow or a channel needs them
 
 	wg      sync.WaitGroup // dials and accepts under way
 	frees   atomic.Uint64
@@ -106,7 +108,7 @@ const (
 
 // OpenShared opens the link. Join must follow before it is used.
 func OpenShared(cfg *SharedConfig) (*Shared, error) {
-	s := &Shared{cfg: *cfg, devices: make(map[[2]uint64]*device), calm: calmPolls}
+	s := &Shared{cfg: *cfg, devices: make(map[[2]uint64]weak.Pointer[device]), calm: calmPolls}
 	var err error
 	if s.inbox, err = shm.NewInbox(&shm.Config{RingBytes: ringBytes}); err != nil {
 		return nil, err
@@ -127,7 +129,7 @@ func OpenShared(cfg *SharedConfig) (*Shared, error) {
 func (s *Shared) Join(home Neighbours, self int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.home, s.self = &device{Neighbours: home}, self
+	s.home, s.self = &device{view: home}, self
 }
 
 // deviceAt finds the device of this host that stands at an address.
@@ -145,11 +147,12 @@ func (s *Shared) deviceAt(a netip.Addr) (*device, error) {
 	if s.closed {
 		return nil, errors.Join(ErrClosed, n.Close())
 	}
-	if d := s.devices[n.ID()]; d != nil {
+	if d := s.devices[n.ID()].Value(); d != nil {
 		return d, n.Close()
 	}
-	d := &device{Neighbours: n}
-	s.devices[n.ID()] = d
+	maps.DeleteFunc(s.devices, func(_ [2]uint64, d weak.Pointer[device]) bool { return d.Value() == nil })
+	d := newDevice(n)
+	s.devices[n.ID()] = weak.Make(d)
 	return d, nil
 }
 
@@ -427,6 +430,7 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		s.piece[0] = b[len(b)-farTail:]
 		s.t.Payload = mem.List{Far: &s.far, FarLen: uint64(s.t.Len - farTail), Raw: s.piece[:]}
 		s.deliver()
+		s.far.c, s.far.direct = nil, nil
 	case recPackets:
 		if !unpackPackets(b, &s.p) {
 			s.sink.Drop(DropOther)
@@ -488,8 +492,10 @@ func (s *Shared) Close() error {
 	s.dropSegments(func(segmentKey) bool { return true })
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, d := range s.devices {
-		err = errors.Join(err, d.Close())
+	for _, w := range s.devices {
+		if d := w.Value(); d != nil {
+			err = errors.Join(err, d.Close())
+		}
 	}
 	clear(s.devices)
 	return err

@@ -7,6 +7,8 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/netip"
+	"runtime"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -23,14 +25,21 @@ type others struct {
 	dial func() (*net.UnixConn, error)
 	// packets: it wants them
 	packets bool
+	closed  *atomic.Int32 // if set, counts
 }
 
 func (o *others) ID() [2]uint64                            { return [2]uint64{o.id} }
 func (o *others) Segment(_ int, id uint64) (int, error)    { return PassSegment(id) }
 func (o *others) ByPackets(int) bool                       { return o.packets }
-func (o *others) Close() error                             { return nil }
 func (o *others) Find(qpn uint32) (int, bool)              { return 7, qpn != 404 }
 func (o *others) Dial(int) (conn *net.UnixConn, err error) { return o.dial() }
+
+func (o *others) Close() error {
+	if o.closed != nil {
+		o.closed.Add(1)
+	}
+	return nil
+}
 
 // sharedPair makes two links of this process that know each other as links of two
 // processes would.
@@ -206,7 +215,7 @@ func TestSharedForward(t *testing.T) {
 func TestSharedForwardInVain(t *testing.T) {
 	a, b := sharedPair(t)
 	answer := make(chan struct{})
-	a.home = &device{Neighbours: &others{dial: func() (*net.UnixConn, error) {
+	a.home = &device{view: &others{dial: func() (*net.UnixConn, error) {
 		<-answer
 		return nil, errors.New("nobody there")
 	}}}
@@ -319,5 +328,47 @@ func TestSharedByPackets(t *testing.T) {
 	alone := prepare()
 	if err := a.Reach(alone, 7); !errors.Is(err, syscall.EHOSTUNREACH) {
 		t.Errorf("neither by packets nor by a ring: %v", err)
+	}
+}
+
+// What is known of other devices is forgotten when no flow needs it any more, and at
+// the latest with the link; each once.
+func TestSharedForgets(t *testing.T) {
+	a, b := sharedPair(t)
+	var closed atomic.Int32
+	id := uint64(100)
+	a.cfg.Look = func(netip.Addr) (Neighbours, error) {
+		id++
+		return &others{id: id, closed: &closed}, nil
+	}
+	prepare := func() *train.Flow {
+		f := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0]}
+		if err := a.Prepare(f); err != nil || !a.IsLocal(f) {
+			t.Fatal(err)
+		}
+		return f
+	}
+	kept := prepare()
+	for range 5 {
+		prepare()
+	}
+	collect := func(n int32) {
+		for deadline := time.Now().Add(5 * time.Second); closed.Load() < n && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+			runtime.GC()
+		}
+	}
+	collect(5)
+	prepare()
+	if n, known := closed.Load(), len(a.devices); n != 5 || known != 2 {
+		t.Errorf("%d of 5 are forgotten, %d are known", n, known)
+	}
+	runtime.KeepAlive(kept)
+	if err := a.Close(); err != nil {
+		t.Error(err)
+	}
+	collect(7)
+	runtime.GC() // nothing is left for it
+	if n := closed.Load(); n != 7 {
+		t.Errorf("%d of 7 are closed", n)
 	}
 }

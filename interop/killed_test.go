@@ -1,0 +1,227 @@
+package interop
+
+// Processes that are killed at random moments, while data goes both ways between
+// them and this one by shared memory.
+
+import (
+	"math/rand/v2"
+	"os"
+	"runtime"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/verbs"
+)
+
+const (
+	victimBytes = 512 << 10 // of each half: what is read, and what is written
+	chunkBytes  = 64 << 10
+	victimDepth = 4
+	victimToken = 77 // what the halves are filled with
+)
+
+// stall is what the two sides of such a pair tell each other.
+type stall struct {
+	QP   verbs.Endpoint
+	Addr uint64
+	RKey uint32
+}
+
+// trader writes to and reads from its peer, all the time.
+type trader struct {
+	pd   *verbs.PD
+	cq   *verbs.CQ
+	qp   *verbs.QP
+	mr   *verbs.MR
+	buf  []byte
+	peer stall
+	n    int // requests posted
+	out  int // under way
+}
+
+func newTrader(dev *verbs.Device) (x *trader, mine stall, err error) {
+	x = &trader{buf: make([]byte, 3*victimBytes)}
+	pattern(x.buf[:victimBytes], victimToken)
+	if x.pd, err = dev.AllocPD(); err != nil {
+		return x, mine, err
+	}
+	if x.cq, err = dev.CreateCQ(64, nil); err != nil {
+		return x, mine, err
+	}
+	if x.mr, err = x.pd.RegMR(x.buf, verbs.AccessLocalWrite|verbs.AccessRemoteWrite|verbs.AccessRemoteRead); err != nil {
+		return x, mine, err
+	}
+	if x.qp, err = x.pd.CreateQP(&verbs.QPConfig{Type: verbs.RC, SendCQ: x.cq, RecvCQ: x.cq, Cap: verbs.QPCap{MaxSendWR: victimDepth, MaxSendSGE: 1}}); err != nil {
+		return x, mine, err
+	}
+	return x, stall{x.qp.Endpoint(), x.mr.Addr(), x.mr.RKey()}, nil
+}
+
+// trade posts requests while there is room, and takes one completion if there is one:
+// WRITEs of what the first part holds into the peer's second, and READs of the peer's
+// first part into the third.
+func (x *trader) trade(post bool) (wc verbs.WC, done bool, err error) {
+	for post && x.out < victimDepth {
+		at := x.n % (victimBytes / chunkBytes) * chunkBytes
+		wr := verbs.SendWR{ID: uint64(at), Flags: verbs.SendSignaled, RKey: x.peer.RKey}
+		if x.n%2 == 0 {
+			wr.Op, wr.SGL, wr.RemoteAddr = verbs.OpRDMAWrite, []verbs.SGE{x.mr.SGE(at, chunkBytes)}, x.peer.Addr+uint64(victimBytes+at)
+		} else {
+			wr.Op, wr.SGL, wr.RemoteAddr = verbs.OpRDMARead, []verbs.SGE{x.mr.SGE(2*victimBytes+at, chunkBytes)}, x.peer.Addr+uint64(at)
+		}
+		if _, err := x.qp.PostSend([]verbs.SendWR{wr}); err != nil {
+			return wc, false, err
+		}
+		x.n++
+		x.out++
+	}
+	var wcs [1]verbs.WC
+	n, err := x.cq.Poll(wcs[:])
+	if n == 1 {
+		x.out--
+	}
+	return wcs[0], n == 1, err
+}
+
+// suffer is the main program of a process that is killed.
+func (p *player) suffer() (err error) {
+	if p.dev, err = verbs.Open(p.script.Mine, nil); err != nil {
+		return err
+	}
+	x, mine, err := newTrader(p.dev)
+	if err != nil {
+		return err
+	}
+	p.say(mine)
+	if err := p.hear(&x.peer); err != nil {
+		return err
+	}
+	if err := x.qp.Connect(x.peer.QP, &verbs.ConnectConfig{Timeout: 18, RetryCnt: 7}); err != nil {
+		return err
+	}
+	p.say("ready")
+	for {
+		if wc, done, err := x.trade(true); err != nil || done && wc.Err() != nil {
+			return err
+		}
+	}
+}
+
+func TestKilledAtRandom(t *testing.T) {
+	rounds := 12
+	if os.Getenv("VERBENA_FULL") != "" {
+		rounds = 300
+	}
+	seed := uint64(time.Now().UnixNano())
+	if s := os.Getenv("VERBENA_SEED"); s != "" {
+		seed, _ = strconv.ParseUint(s, 10, 64)
+	}
+	t.Logf("VERBENA_SEED=%d repeats this", seed)
+	rng := rand.New(rand.NewPCG(seed, 0))
+	at := loopbacks()
+	dev, err := verbs.Open(at[0].addr, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := dev.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	statuses := map[verbs.WCStatus]int{}
+	for _, p := range at {
+		killOne(t, dev, p, 0, statuses) // what is only made once is there then
+	}
+	before := ours(t)
+	for round := range rounds {
+		killOne(t, dev, at[round%2], time.Duration(rng.Int64N(int64(30*time.Millisecond))), statuses)
+	}
+	t.Log(statuses)
+	if statuses[verbs.WCSuccess] == 0 {
+		t.Error("nothing was moved")
+	}
+	for deadline := time.Now().Add(patience); ours(t) != before; time.Sleep(10 * time.Millisecond) {
+		runtime.GC() // what is known of a device goes with the last that refers to it
+		if time.Now().After(deadline) {
+			t.Fatalf("descriptors and mappings: %v, and %v at the beginning", ours(t), before)
+		}
+	}
+}
+
+// killOne trades with a process until it is killed, and checks what is left.
+func killOne(t *testing.T, dev *verbs.Device, at place, after time.Duration, statuses map[verbs.WCStatus]int) {
+	t.Helper()
+	v := &resident{actor: start(t.Context(), t, "victim", script{}, at)}
+	v.lines = newLines(v.stdout)
+	x, mine, err := newTrader(dev)
+	if err != nil {
+		t.Fatal(err)
+	}
+	v.hears(t, &x.peer)
+	v.tells(t, mine)
+	if err := x.qp.Connect(x.peer.QP, &verbs.ConnectConfig{Timeout: 14, RetryCnt: 3}); err != nil {
+		t.Fatal(err)
+	}
+	v.expects(t, "ready")
+	failed := false
+	end := time.Now().Add(after)
+	for deadline := end.Add(patience); !failed || x.out > 0; {
+		if !v.killed && time.Now().After(end) {
+			v.kill(t)
+		}
+		wc, done, err := x.trade(!failed)
+		if err != nil || time.Now().After(deadline) {
+			t.Fatalf("%v, %d requests are under way", err, x.out)
+		}
+		if !done {
+			continue
+		}
+		statuses[wc.Status]++
+		switch wc.Status {
+		case verbs.WCSuccess:
+			if wc.Op == verbs.WCRDMARead {
+				x.check(t, 2*victimBytes+int(wc.ID), int(wc.ID))
+			}
+		case verbs.WCRetryExcErr, verbs.WCWRFlushErr:
+			failed = true
+		default:
+			t.Errorf("%v", wc.Status)
+			failed = true
+		}
+	}
+	_ = v.cmd.Wait()
+	// What it has written is what it was to write, as far as it came; the rest is
+	// untouched, and so is what it only read.
+	x.check(t, 0, 0)
+	for _, o := range []interface{ Close() error }{x.qp, x.mr, x.cq, x.pd} {
+		if err := o.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// check compares a chunk with the chunk that it is a copy of.
+func (x *trader) check(t *testing.T, at, of int) {
+	t.Helper()
+	want := make([]byte, victimBytes)
+	pattern(want, victimToken)
+	if string(x.buf[at:][:chunkBytes]) != string(want[of:][:chunkBytes]) {
+		t.Errorf("the chunk at %d is wrong", at)
+	}
+}
+
+// ours counts what this process has of descriptors and of our mappings.
+func ours(t *testing.T) [2]int {
+	t.Helper()
+	fds, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	maps, err := os.ReadFile("/proc/self/maps")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return [2]int{len(fds), strings.Count(string(maps), "memfd:verbena-")}
+}
