@@ -35,6 +35,7 @@ const (
 
 type progress struct {
 	polls      atomic.Uint64 // polls that read the link
+	posts      atomic.Uint64 // posts that left something for the link
 	stopped    atomic.Bool
 	deferred   atomic.Bool   // there are answers that a poll has left
 	done       chan struct{} // closed when the background goroutine has ended
@@ -167,7 +168,7 @@ func (d *Device) runReady(n int) {
 // his own message gets the next one with it: then nobody needs this goroutine.
 func (d *Device) background() {
 	defer close(d.done)
-	var seen uint64
+	var seen, posted uint64
 	watch := watcher{interval: watchInterval}
 	recent := false // something came since the last time it lingered
 	for vain := 0; !d.stopped.Load(); {
@@ -178,6 +179,9 @@ func (d *Device) background() {
 			got, busy := d.receive()
 			n := d.polls.Load()
 			alone := n == seen
+			posts := d.posts.Load()
+			quiet := posts == posted // who posts at length will poll, and needs the processor until then
+			posted = posts
 			switch {
 			case busy: // at this very moment: the link is theirs, and to spin until they are done would take a core from them
 				vain = tolerance
@@ -194,7 +198,7 @@ func (d *Device) background() {
 				if d.deferred.Load() {
 					d.flushDeferred()
 				}
-			case !got && !(alone && recent && d.linger()):
+			case !got && !(alone && quiet && recent && d.linger()):
 				d.block(forever)
 			}
 			recent = got

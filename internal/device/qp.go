@@ -274,6 +274,7 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 	q.mu.Unlock()
 	owed.settle()
 	if rest {
+		q.dev.posts.Add(1)
 		q.dev.transmit(q, now)
 	}
 	return done + n, err
