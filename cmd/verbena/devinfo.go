@@ -98,7 +98,16 @@ type port struct {
 	QKeyViolCntr uint32   `json:"qkey_viol_cntr"`
 	PKeyTblLen   int      `json:"pkey_tbl_len"`
 	GIDTblLen    int      `json:"gid_tbl_len"`
+	physState    string   // likewise
 	GIDs         []string `json:"gids"`
+}
+
+// physState is what ibv_devinfo says of an interface that is up, or down.
+func physState(s verbs.PortState) string {
+	if s == verbs.PortActive {
+		return "LINK_UP (5)"
+	}
+	return "DISABLED (3)"
 }
 
 func (c *devinfoCmd) Run(context.Context) error {
@@ -200,7 +209,7 @@ func describe(dev *verbs.Device) (device, error) {
 			MaxMTU: p.MaxMTU.Bytes(), ActiveMTU: p.ActiveMTU.Bytes(), maxMTUCode: int(p.MaxMTU), activeCode: int(p.ActiveMTU),
 			LinkLayer: p.LinkLayer, Interface: p.Interface, MaxMsgSize: p.MaxMsgSize,
 			BadPKeyCntr: p.BadPKeyCntr, QKeyViolCntr: p.QKeyViolCntr,
-			PKeyTblLen: p.PKeyTableLen, GIDTblLen: p.GIDTableLen, GIDs: gidStrings(dev.GIDs()),
+			PKeyTblLen: p.PKeyTableLen, GIDTblLen: p.GIDTableLen, physState: physState(p.State), GIDs: gidStrings(dev.GIDs()),
 		})
 	}
 	return d, nil
@@ -329,6 +338,9 @@ func printPort(w io.Writer, p port, verbose bool) {
 	line("state", "%s (%d)", p.State, p.StateNumber)
 	line("max_mtu", "%d (%d)", p.MaxMTU, p.maxMTUCode)
 	line("active_mtu", "%d (%d)", p.ActiveMTU, p.activeCode)
+	for _, key := range []string{"sm_lid", "port_lid", "port_lmc"} {
+		line(key, "0") // RoCE has neither LIDs nor a subnet manager
+	}
 	line("link_layer", "%s", p.LinkLayer)
 	line("interface", "%s", p.Interface)
 	if verbose {
@@ -337,6 +349,7 @@ func printPort(w io.Writer, p port, verbose bool) {
 		line("qkey_viol_cntr", "%#x", p.QKeyViolCntr)
 		line("pkey_tbl_len", "%d", p.PKeyTblLen)
 		line("gid_tbl_len", "%d", p.GIDTblLen)
+		line("phys_state", "%s", p.physState)
 	}
 	for i, g := range p.GIDs {
 		line(fmt.Sprintf("GID[%3d]", i), "%s, RoCE v2", g)
