@@ -223,5 +223,8 @@ func attrTo(a *ib.QPAttr) C.struct_vbe_qp_attr {
 	if a.SQDAsyncNotify {
 		to.sqd_notify = 1
 	}
+	if a.SQDraining {
+		to.sq_draining = 1
+	}
 	return to
 }

@@ -105,7 +105,7 @@ struct vbe_qp_attr {
 	struct vbe_qp_cap cap;
 	struct vbe_path av;
 	uint16_t pkey_index;
-	uint8_t sqd_notify, max_rd_atomic, max_dest_rd_atomic, min_rnr_timer;
+	uint8_t sqd_notify, sq_draining, max_rd_atomic, max_dest_rd_atomic, min_rnr_timer;
 	uint8_t port, timeout, retry_cnt, rnr_retry;
 };
 

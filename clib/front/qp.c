@@ -319,6 +319,7 @@ PUBLIC int ibv_query_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask, s
 	fill_path(&a.av, &attr->ah_attr);
 	attr->pkey_index = a.pkey_index;
 	attr->en_sqd_async_notify = a.sqd_notify;
+	attr->sq_draining = a.sq_draining;
 	attr->max_rd_atomic = a.max_rd_atomic;
 	attr->max_dest_rd_atomic = a.max_dest_rd_atomic;
 	attr->min_rnr_timer = a.min_rnr_timer;
