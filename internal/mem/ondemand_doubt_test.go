@@ -9,6 +9,7 @@ import (
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/sys"
+	"github.com/verbena-rdma/verbena/internal/sys/modetest"
 	"github.com/verbena-rdma/verbena/internal/sys/slowfs"
 )
 
@@ -33,6 +34,9 @@ func (o *odp) pageOut(off, n uint64) {
 // The kernel does not tell what it reclaims. Once some is found to be gone, nobody
 // gets stuck on what is reclaimed next: it is asked before, until all is quiet.
 func TestOnDemandDoubt(t *testing.T) {
+	if modetest.Current() == modetest.Unprivileged {
+		t.Skip("full: in the mode unprivileged the slow file system is somebody else's")
+	}
 	const n = 16 * page
 	fs := slowfs.New(t, n)
 	t.Cleanup(fs.Kill)
