@@ -4,6 +4,11 @@ import (
 	"testing"
 
 	"go.uber.org/goleak"
+
+	"github.com/verbena-rdma/verbena/internal/sys/modetest"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	modetest.ShareMachine()
+	goleak.VerifyTestMain(m)
+}

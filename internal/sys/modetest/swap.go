@@ -3,9 +3,39 @@ package modetest
 import (
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
 )
+
+// machine is locked by tests that change what the machine does for all its processes,
+// and shared by those that would notice.
+var machine struct {
+	file   *os.File
+	shared bool
+}
+
+// ShareMachine keeps tests of other processes from swapping while this one runs. It
+// matters only where everything is tested, which is when they do.
+func ShareMachine() {
+	if os.Getenv("VERBENA_FULL") != "" && Current() == "" {
+		machine.shared = true
+		lock(unix.LOCK_SH)
+	}
+}
+
+func lock(how int) {
+	if machine.file == nil {
+		var err error
+		if machine.file, err = os.OpenFile(filepath.Join(os.TempDir(), "verbena-tests.lock"), os.O_CREATE|os.O_RDWR, 0o666); err != nil {
+			return // somebody else's
+		}
+	}
+	for unix.Flock(int(machine.file.Fd()), how) == unix.EINTR {
+	}
+}
 
 // Swap makes a compressed device in memory and swaps on it until the test ends. It
 // skips the test unless everything is to be tested, by root.
@@ -14,6 +44,14 @@ func Swap(t *testing.T, size string) {
 	if os.Getenv("VERBENA_FULL") == "" || os.Getuid() != 0 {
 		t.Skip("full: needs root and VERBENA_FULL: it adds swap to the machine")
 	}
+	lock(unix.LOCK_EX)
+	t.Cleanup(func() {
+		if machine.shared {
+			lock(unix.LOCK_SH)
+		} else {
+			lock(unix.LOCK_UN)
+		}
+	})
 	text, err := os.ReadFile("/sys/class/zram-control/hot_add")
 	if err != nil {
 		t.Skip("kernel: no zram:", err)
