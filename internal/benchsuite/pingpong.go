@@ -47,31 +47,21 @@ func (p *pinger) postWord(v uint64) error {
 // pingWrite writes numbers into the far side's memory and polls until they come
 // back in its own. It keeps half of each round trip.
 func pingWrite(p *pinger, d time.Duration, keep *sampler) error {
-	start := time.Now()
-	last := time.Duration(0)
-	for {
+	return timeEach(oneWayParts, d, keep, func() error {
 		want := p.n + 1
 		if err := p.postWord(want); err != nil {
 			return err
 		}
 		var wait spinner
 		for {
-			if _, err := p.s.poll(); err != nil {
+			if _, err := p.s.poll(); err != nil || loadWord(p.s.rx.bytes) == want {
 				return err
-			}
-			if loadWord(p.s.rx.bytes) == want {
-				break
 			}
 			if err := wait.idle(); err != nil {
 				return err
 			}
 		}
-		now := time.Since(start)
-		if !keep.add((now-last)/oneWayParts) || now >= d {
-			return nil
-		}
-		last = now
-	}
+	})
 }
 
 // pongWrite writes back what it finds in its memory, when it is no longer last.
@@ -100,9 +90,7 @@ func (s *side) pongWrite(last uint64, stop *atomic.Bool) error {
 // --poll memory: post, wait for one's own completion, then watch the memory and
 // poll nothing.
 func pingMemory(p *pinger, d time.Duration, keep *sampler) error {
-	start := time.Now()
-	last := time.Duration(0)
-	for {
+	return timeEach(oneWayParts, d, keep, func() error {
 		want := p.n + 1
 		if err := p.writeWord(want); err != nil {
 			return err
@@ -116,12 +104,8 @@ func pingMemory(p *pinger, d time.Duration, keep *sampler) error {
 				return err
 			}
 		}
-		now := time.Since(start)
-		if !keep.add((now-last)/oneWayParts) || now >= d {
-			return nil
-		}
-		last = now
-	}
+		return nil
+	})
 }
 
 // pongMemory is its other side.
@@ -166,31 +150,20 @@ func (p *pinger) writeWord(v uint64) error {
 
 // pingSend sends messages and polls until the answer has completed a receive.
 func pingSend(p *pinger, d time.Duration, keep *sampler) error {
-	start := time.Now()
-	last := time.Duration(0)
-	for {
+	return timeEach(oneWayParts, d, keep, func() error {
 		if err := p.post(); err != nil {
 			return err
 		}
 		var wait spinner
 		for {
-			got, err := p.s.takeMessage()
-			if err != nil {
+			if got, err := p.s.takeMessage(); err != nil || got {
 				return err
-			}
-			if got {
-				break
 			}
 			if err := wait.idle(); err != nil {
 				return err
 			}
 		}
-		now := time.Since(start)
-		if !keep.add((now-last)/oneWayParts) || now >= d {
-			return nil
-		}
-		last = now
-	}
+	})
 }
 
 // pongSend answers each message with one.
@@ -274,14 +247,19 @@ func (r *rig) once(op verbs.Opcode) func() error {
 
 // timeOnce keeps how long each call takes.
 func timeOnce(once func() error, d time.Duration, keep *sampler) error {
+	return timeEach(1, d, keep, once)
+}
+
+// timeEach keeps how long each call takes, divided by its parts.
+func timeEach(parts, d time.Duration, keep *sampler, call func() error) error {
 	start := time.Now()
 	last := time.Duration(0)
 	for {
-		if err := once(); err != nil {
+		if err := call(); err != nil {
 			return err
 		}
 		now := time.Since(start)
-		if !keep.add(now-last) || now >= d {
+		if !keep.add((now-last)/parts) || now >= d {
 			return nil
 		}
 		last = now
