@@ -41,6 +41,19 @@ func (o *others) Close() error {
 	return nil
 }
 
+// reached returns a flow from one link to the other, by which queue pair 9 is there.
+func reached(t testing.TB, a, b *Shared) *train.Flow {
+	t.Helper()
+	flow := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0]}
+	if err := a.Prepare(flow); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.Reach(flow, 9); err != nil {
+		t.Fatal(err)
+	}
+	return flow
+}
+
 // sharedPair makes two links of this process that know each other as links of two
 // processes would.
 func sharedPair(t testing.TB) (a, b *Shared) {
@@ -237,13 +250,7 @@ func TestSharedForwardInVain(t *testing.T) {
 // Sending and receiving allocate nothing.
 func TestSharedAllocs(t *testing.T) {
 	a, b := sharedPair(t)
-	flow := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0]}
-	if err := a.Prepare(flow); err != nil {
-		t.Fatal(err)
-	}
-	if err := a.Reach(flow, 9); err != nil {
-		t.Fatal(err)
-	}
+	flow := reached(t, a, b)
 	for _, n := range []int{8, 64 << 10} {
 		payload := make([]byte, n)
 		tr := &train.Train{Flow: flow, Transport: wire.RC, Kind: wire.KindWrite, Start: true, End: true, DestQP: 9, MTU: 4096,

@@ -110,13 +110,7 @@ func TestShortNonsense(t *testing.T) {
 // be read is told of, and does not keep those before it from leaving.
 func TestShortTogether(t *testing.T) {
 	a, b := sharedPair(t)
-	flow := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0]}
-	if err := a.Prepare(flow); err != nil {
-		t.Fatal(err)
-	}
-	if err := a.Reach(flow, 9); err != nil {
-		t.Fatal(err)
-	}
+	flow := reached(t, a, b)
 	message := func(psn wire.PSN, payload mem.List) *train.Train {
 		return &train.Train{Flow: flow, Transport: wire.RC, Kind: wire.KindSend, Start: true, End: true, N: 1, MTU: 4096, DestQP: 9, PSN: psn, Len: 5, Payload: payload}
 	}
