@@ -42,6 +42,7 @@ func (c *deviceCounters) sum() qp.Counters {
 	all := c.past
 	for q := range c.living {
 		q.mu.Lock()
+		q.absorbLocked()
 		all.Sum(&q.core.Counters)
 		q.mu.Unlock()
 	}
@@ -59,6 +60,7 @@ func byName(c *qp.Counters) (all []provider.Counter) {
 // Counters returns what the queue pair has counted, by name.
 func (q *QP) Counters() []provider.Counter {
 	q.mu.Lock()
+	q.absorbLocked()
 	c := q.core.Counters
 	q.mu.Unlock()
 	return byName(&c)

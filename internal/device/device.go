@@ -56,6 +56,7 @@ type Device struct {
 	qps      *mem.Slots[QP]
 	srqs     *mem.Slots[SRQ]
 	counters deviceCounters
+	grants   grants
 	drops    [link.NumReasons]atomic.Uint64
 	noQP     atomic.Uint64 // packets for a queue pair that does not exist
 
@@ -244,7 +245,7 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 		link:   l,
 		member: member,
 	}
-	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs + d.limits.MWs, Killed: d.giveUpFetches})
+	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs + d.limits.MWs, Killed: d.killed})
 	reserved := func(i uint32) bool { return i <= 1 || i == wire.MulticastQP } // management and multicast
 	if member != nil {
 		d.qps = mem.NewSharedSlots[QP](d.limits.QPs, reserved, member.Key())

@@ -52,6 +52,8 @@ type QP struct {
 	armed  qp.Time // when the timer heap will look at it, 0: never
 	closed bool
 
+	grants []*grant // guarded by mu: how the peer writes to our memory by itself
+
 	posted   bool // guarded by mu: since the last message came
 	answered int  // guarded by mu: how many messages in a row were followed by a post, up to conversation
 
@@ -132,7 +134,7 @@ func (d *Device) addQP(q *QP, c qp.Config) error {
 	if err := d.moreNumbers("create_qp", d.qps); err != nil {
 		return err
 	}
-	c.Table, c.Event, c.Stopped = d.table, q.event, d.giveUpFetches
+	c.Table, c.Event, c.Stopped = d.table, q.event, q.stoppedLocked
 	c.ScatterFailed = q.scatterFailed
 	_, ok := d.qps.AddFunc(func(n uint32) *QP {
 		q.number, c.Number = n, n
@@ -259,7 +261,12 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 		return 0, ib.Errorf("post_send", syscall.EINVAL, "the queue pair is closed")
 	}
 	q.posted = true
-	done := q.writeNext(wrs)
+	var done int
+	if q.core.Direct != nil {
+		done = q.writeLanes(wrs)
+	} else {
+		done = q.writeNext(wrs)
+	}
 	if done == len(wrs) && done > 0 {
 		q.mu.Unlock()
 		return done, nil
@@ -330,6 +337,8 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 		q.mu.Unlock()
 		return ib.Errorf("modify_qp", syscall.EINVAL, "the queue pair is closed")
 	}
+	q.revokeLocked()
+	q.core.Direct = nil
 	err := q.core.Modify(a, mask, path, d.now())
 	if err == nil && q.core.State() == ib.QPReset {
 		q.eachCQ(func(c *CQ) { c.Remove(q.number) })
@@ -349,6 +358,7 @@ func (q *QP) Query() (ib.QPAttr, error) {
 	if q.closed {
 		return ib.QPAttr{}, ib.Errorf("query_qp", syscall.EINVAL, "the queue pair is closed")
 	}
+	q.absorbLocked()
 	return q.core.Query(), nil
 }
 
@@ -361,6 +371,8 @@ func (q *QP) Close() error {
 		d.finishAnswers(q)
 		q.mu.Lock()
 		q.closed = true
+		q.revokeLocked()
+		q.core.Direct = nil
 		_ = q.core.Modify(&ib.QPAttr{State: ib.QPReset}, ib.QPMaskState, nil, d.now())
 		q.mu.Unlock()
 		q.detachAll()

@@ -80,6 +80,9 @@ func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due, patient boo
 		}
 	}
 	q.mu.Lock()
+	if len(q.grants) > 0 {
+		q.absorbLocked()
+	}
 	f = q.core.Receive(t, now)
 	patient = q.conversesLocked(t)
 	due = q.executedLocked()

@@ -16,6 +16,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/train"
 )
 
 // Numbers of processes are indexes on both sides.
@@ -37,6 +38,15 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 		Freed: func() {
 			if d := dev.Load(); d != nil {
 				d.resume()
+			}
+		},
+		Offer: func(t *train.Train, via link.Via) bool {
+			d := dev.Load()
+			return d != nil && d.offer(t, via)
+		},
+		Granted: func(qpn, remote uint32, l *link.Lane) {
+			if d := dev.Load(); d != nil {
+				d.granted(qpn, remote, l)
 			}
 		},
 	})

@@ -28,6 +28,7 @@ func (d *Device) status(brief bool) any {
 	}
 	for number, q := range d.qps.All() {
 		q.mu.Lock()
+		q.absorbLocked()
 		a, c := q.core.Query(), &q.core.Counters
 		s.QPs = append(s.QPs, ib.QPResource{Number: number, Type: q.core.Type.String(), State: a.State.String(), DestQPN: a.DestQPN, DestGID: a.AV.DGID,
 			TxBytes: c[qp.CntTxBytes], RxBytes: c[qp.CntRxBytes], TxPackets: c[qp.CntTxPackets], RxPackets: c[qp.CntRxPackets], Retransmits: c[qp.CntRetransmits],

@@ -102,11 +102,16 @@ func (d *Device) drain(q *QP, now qp.Time) bool {
 			bytes += b.trains[n].Len
 			n++
 		}
+		direct := q.core.TakeDirect()
+		bytes += direct
 		stalled := q.core.Stalled()
 		q.executedLocked()
 		q.mu.Unlock()
 		if stalled {
 			d.await(q)
+		}
+		if n == 0 && direct > 0 {
+			continue
 		}
 		if n == 0 {
 			return false
@@ -116,7 +121,7 @@ func (d *Device) drain(q *QP, now qp.Time) bool {
 			d.hold(q, b, left)
 			return false
 		}
-		if ok && n < len(b.trains) && bytes < txQuantum {
+		if ok && n < len(b.trains) && bytes < txQuantum && direct == 0 {
 			return false // the last Pull has found nothing
 		}
 	}

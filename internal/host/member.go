@@ -54,7 +54,7 @@ type Config struct {
 	Memory func(token string) (fd int, length uint64, err error)
 	// Segment, if set, returns a descriptor of a part of this process's memory that
 	// others may read. It is closed when it has been passed on.
-	Segment func(id uint64) (fd int, err error)
+	Segment func(id uint64, write bool) (fd int, err error)
 	// Trouble, if set, tells that the owner has gone and this process cannot take
 	// its place nor join another, and why; nil, that it has now. An error that is
 	// ESTALE is final: the device is another one now. A goroutine of the member's

@@ -50,6 +50,7 @@ type request struct {
 	Token    string       `json:"token,omitempty"` // memory: which
 	Brief    bool         `json:"brief,omitempty"` // status: totals, no lists
 	Segment  uint64       `json:"segment,omitempty"`
+	Write    bool         `json:"write,omitempty"` // the segment
 }
 
 type reply struct {

@@ -82,7 +82,7 @@ func (p *process) answer(c *net.UnixConn) bool {
 	case q.Op == opMemory && p.cfg.Memory != nil:
 		p.passMemory(c, q.Token)
 	case q.Op == opSegment && p.cfg.Segment != nil:
-		p.passSegment(c, q.Segment)
+		p.passSegment(c, q.Segment, q.Write)
 	case q.Op == opStatus && p.cfg.Status != nil:
 		if b, err := json.Marshal(p.cfg.Status(q.Brief)); err == nil {
 			_ = sendLong(c, b) // who asked may have gone
@@ -92,8 +92,8 @@ func (p *process) answer(c *net.UnixConn) bool {
 }
 
 // passSegment passes a part of this process's memory to one of the same user.
-func (p *process) passSegment(c *net.UnixConn, id uint64) {
-	fd, err := p.cfg.Segment(id)
+func (p *process) passSegment(c *net.UnixConn, id uint64, write bool) {
+	fd, err := p.cfg.Segment(id, write)
 	if err != nil {
 		_ = send(c, &reply{Errno: syscall.ENOENT, Err: err.Error()}, -1) // who asked may have gone
 		return
@@ -102,17 +102,18 @@ func (p *process) passSegment(c *net.UnixConn, id uint64) {
 	_ = sys.CloseFD(fd)       // it was open: it cannot fail
 }
 
-// Segment gets a descriptor of a part of another process's memory.
-func (m *Member) Segment(process int, id uint64) (fd int, err error) {
-	return m.askSegment(m.dir, process, id)
+// Segment gets a descriptor of a part of another process's memory, to read from or
+// also to write to.
+func (m *Member) Segment(process int, id uint64, write bool) (fd int, err error) {
+	return m.askSegment(m.dir, process, id, write)
 }
 
 // Segment gets a descriptor of a part of a process's memory.
-func (d *Directory) Segment(process int, id uint64) (fd int, err error) {
-	return d.me.askSegment(d.dir, process, id)
+func (d *Directory) Segment(process int, id uint64, write bool) (fd int, err error) {
+	return d.me.askSegment(d.dir, process, id, write)
 }
 
-func (m *Member) askSegment(d *directory, process int, id uint64) (int, error) {
+func (m *Member) askSegment(d *directory, process int, id uint64, write bool) (int, error) {
 	if process < 0 || process >= MaxProcesses || d.process[process].state.Load() != processAlive {
 		return -1, syscall.ESRCH
 	}
@@ -122,7 +123,7 @@ func (m *Member) askSegment(d *directory, process int, id uint64) (int, error) {
 		return -1, err
 	}
 	defer c.Close() //nolint:errcheck // nothing is lost with it
-	_, fd, err := ask(c, &request{Op: opSegment, Segment: id})
+	_, fd, err := ask(c, &request{Op: opSegment, Segment: id, Write: write})
 	if err == nil && fd < 0 {
 		err = errors.New("a segment without a descriptor")
 	}

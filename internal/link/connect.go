@@ -79,9 +79,9 @@ func (d *device) Dial(process int) (*net.UnixConn, error) {
 	return d.view.Dial(process)
 }
 
-func (d *device) Segment(process int, id uint64) (fd int, err error) {
+func (d *device) Segment(process int, id uint64, write bool) (fd int, err error) {
 	defer runtime.KeepAlive(d)
-	return d.view.Segment(process, id)
+	return d.view.Segment(process, id, write)
 }
 
 func (d *device) ID() [2]uint64 {
@@ -107,6 +107,9 @@ type tag struct {
 	out  [maxPairs]pair // what the peer has been told; who is sending has it
 	sent int
 	in   [maxPairs]pair // what the peer has told; Poll's own
+
+	writes  uint // that came by the ring since one was looked at (lane.go); Poll's own
+	offerAt uint // at how many the next one is
 }
 
 // working returns the channel to a process, if there is one that works.

@@ -20,6 +20,7 @@ const (
 	recForget             // a segment, see segment.go
 	recPair               // a number for two addresses, see short.go
 	recShort              // some of the fields, payload
+	recLane               // a way into the sender's memory, see lane.go
 )
 
 // trainBytes is the length of a train's fields.

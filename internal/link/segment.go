@@ -31,8 +31,9 @@ type segmentKey struct {
 type segmentMaps struct {
 	byKey map[segmentKey][]byte // nil: asked for, or not to be had; Poll's own
 
-	mu      sync.Mutex // guards what follows
-	arrived map[segmentKey][]byte
+	mu       sync.Mutex // guards what follows
+	arrived  map[segmentKey][]byte
+	writable map[segmentKey]*mapping // see lane.go
 }
 
 // findSegment returns the bytes of a segment, if it is mapped. If it is not, it asks for it.
@@ -64,16 +65,11 @@ func (s *Shared) findSegment(c *shm.Channel, id uint64) []byte {
 	return b
 }
 
-// askSegment gets a segment from its process and maps it.
+// askSegment gets a segment for findSegment.
 func (s *Shared) askSegment(k segmentKey, t *tag) {
-	fd, err := t.dev.Segment(t.process, k.id)
+	b, err := mapSegment(k, t, false)
 	if err != nil {
 		return // it is fetched as before
-	}
-	b, err := sys.MapMemfdRead(fd)
-	_ = sys.CloseFD(fd) // the mapping stays
-	if err != nil {
-		return
 	}
 	s.segments.mu.Lock()
 	defer s.segments.mu.Unlock()
@@ -81,6 +77,17 @@ func (s *Shared) askSegment(k segmentKey, t *tag) {
 		s.segments.arrived = make(map[segmentKey][]byte)
 	}
 	s.segments.arrived[k] = b
+}
+
+// mapSegment gets a segment from its process and maps it.
+func mapSegment(k segmentKey, t *tag, write bool) ([]byte, error) {
+	fd, err := t.dev.Segment(t.process, k.id, write)
+	if err != nil {
+		return nil, err
+	}
+	b, err := sys.MapMemfdWhole(fd, write)
+	_ = sys.CloseFD(fd) // the mapping stays
+	return b, err
 }
 
 // dropSegments unmaps those that match. Who polls calls it, or nobody does any more.
@@ -96,6 +103,12 @@ func (s *Shared) dropSegments(match func(segmentKey) bool) {
 			if b != nil {
 				_ = sys.Unmap(b) // it was mapped: it cannot fail
 			}
+		}
+	}
+	for k, m := range s.segments.writable {
+		if match(k) {
+			delete(s.segments.writable, k)
+			m.close()
 		}
 	}
 }
@@ -129,10 +142,18 @@ func (s *Shared) forgetSegment(id uint64) {
 }
 
 // PassSegment is for who is asked for a segment of this process: it returns a
-// descriptor, which can only be read from and is the caller's to close.
-func PassSegment(id uint64) (fd int, err error) {
+// descriptor, which is the caller's to close. It can only be read from, unless it was
+// asked for to write to and has been opened for that.
+func PassSegment(id uint64, write bool) (fd int, err error) {
 	err = mem.ErrNoSegment
-	mem.SegmentFile(id, func(own int, _ uint64) { fd, err = sys.ReopenRead(own) })
+	mem.SegmentFile(id, func(own int, writable bool) {
+		switch {
+		case !write:
+			fd, err = sys.ReopenRead(own)
+		case writable:
+			fd, err = sys.DupFD(own)
+		}
+	})
 	if err != nil {
 		return -1, err
 	}

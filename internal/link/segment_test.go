@@ -102,7 +102,7 @@ func TestSharedSegment(t *testing.T) {
 	if now, _ := b.Fetched(); now != fetched+1 || len(b.segments.byKey) != 0 {
 		t.Errorf("%d fetched, want %d; %d segments mapped", now, fetched+1, len(b.segments.byKey))
 	}
-	if _, err := PassSegment(99999); err == nil {
+	if _, err := PassSegment(99999, false); err == nil {
 		t.Error("a segment that nobody has")
 	}
 }
@@ -119,7 +119,7 @@ func TestPassSegment(t *testing.T) {
 			t.Errorf("%d bytes elsewhere are in segment %d", len(outside), id)
 		}
 	}
-	fd, err := PassSegment(id)
+	fd, err := PassSegment(id, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -127,7 +127,7 @@ func TestPassSegment(t *testing.T) {
 	if _, err := sys.MapMemfd(fd, 4096); err == nil {
 		t.Error("it can be written to")
 	}
-	b, err := sys.MapMemfdRead(fd)
+	b, err := sys.MapMemfdWhole(fd, false)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -39,8 +39,9 @@ type Neighbours interface {
 	ByPackets(process int) bool
 	// Dial connects to a process, and tells it who dials.
 	Dial(process int) (*net.UnixConn, error)
-	// Segment gets a descriptor of a segment of a process's memory.
-	Segment(process int, id uint64) (fd int, err error)
+	// Segment gets a descriptor of a segment of a process's memory, to read from or
+	// also to write to.
+	Segment(process int, id uint64, write bool) (fd int, err error)
 	// ID tells devices apart, also those that follow each other at an address.
 	ID() [2]uint64
 	// Close ends the view of it.
@@ -62,6 +63,13 @@ type SharedConfig struct {
 	// Freed, if set, is called when what made Send return ErrBusy may be over. It
 	// must not wait.
 	Freed func()
+
+	// Offer, if set, is told of WRITEs that came by a ring, now and then. If the device
+	// lets the peer write there by itself, it gives it a lane, and returns true. Granted,
+	// if set, is told that the peer has let us: that our queue pair may write to where
+	// remote's requests go. See lane.go.
+	Offer   func(t *train.Train, via Via) bool
+	Granted func(qpn, remote uint32, l *Lane)
 }
 
 // Shared is the link.
@@ -85,6 +93,7 @@ type Shared struct {
 	fetched  atomic.Uint64 // trains whose payload was fetched from another process
 	direct   atomic.Uint64 // and copied from memory that both have mapped
 	lost     atomic.Uint64 // trains and packets that did not fit, or whose process is gone
+	lively   atomic.Bool   // something went by a lane since the last poll
 
 	// Poll's own.
 	sink  Sink
@@ -368,14 +377,15 @@ func (s *Shared) Forward(process int, p *Packets) {
 }
 
 // Poll hands what has arrived to the sink. The socket is looked at less often
-// while other processes have something to say: a system call takes longer than a
+// while there is talk with other processes: a system call takes longer than a
 // whole message through a ring.
 func (s *Shared) Poll(sink Sink, budget int) int {
 	s.sink = sink
 	n := s.inbox.Poll((*fromRings)(s), budget)
 	s.sink = nil
-	if n > 0 {
+	if n > 0 || s.lively.Load() {
 		s.calm = 0
+		s.lively.Store(false)
 	} else {
 		s.calm++
 	}
@@ -403,6 +413,7 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 			s.t.Payload = mem.List{Raw: s.piece[:]}
 		}
 		s.deliver()
+		s.offer(c, &s.t)
 	case recPair:
 		if !c.Tag().(*tag).takePair(b) {
 			s.sink.Drop(DropOther)
@@ -417,6 +428,7 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 			s.t.Payload = mem.List{Raw: s.piece[:]}
 		}
 		s.deliver()
+		s.offer(c, &s.t)
 	case recFar:
 		if !unpackTrain(b, &s.t) || !s.far.unpackFar(s, c, &s.t, b[trainBytes:]) {
 			s.sink.Drop(DropOther)
@@ -431,6 +443,7 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		s.t.Payload = mem.List{Far: &s.far, FarLen: uint64(s.t.Len - farTail), Raw: s.piece[:]}
 		s.deliver()
 		s.far.c, s.far.direct = nil, nil
+		s.offer(c, &s.t)
 	case recPackets:
 		if !unpackPackets(b, &s.p) {
 			s.sink.Drop(DropOther)
@@ -445,6 +458,10 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		}
 	case recAside:
 		s.takeAside(c, b)
+	case recLane:
+		if !s.takeLane(c, b) {
+			s.sink.Drop(DropOther)
+		}
 	default:
 		s.sink.Drop(DropOther)
 	}

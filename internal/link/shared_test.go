@@ -28,8 +28,10 @@ type others struct {
 	closed  *atomic.Int32 // if set, counts
 }
 
-func (o *others) ID() [2]uint64                            { return [2]uint64{o.id} }
-func (o *others) Segment(_ int, id uint64) (int, error)    { return PassSegment(id) }
+func (o *others) ID() [2]uint64 { return [2]uint64{o.id} }
+func (o *others) Segment(_ int, id uint64, write bool) (int, error) {
+	return PassSegment(id, write)
+}
 func (o *others) ByPackets(int) bool                       { return o.packets }
 func (o *others) Find(qpn uint32) (int, bool)              { return 7, qpn != 404 }
 func (o *others) Dial(int) (conn *net.UnixConn, err error) { return o.dial() }

@@ -192,6 +192,9 @@ func (c *cursor) fillRaw(n uint64) Fault {
 // gone deals with bytes in use that are not there any more, from an address on
 // (0: it is not known where). If it returns no fault, they are back.
 func (c *cursor) gone(bad uintptr) Fault {
+	if c.region == nil {
+		return Fault{Kind: FaultStale, Len: uint64(len(c.b))}
+	}
 	c.lost++
 	left := uint64(len(c.b))
 	if _, ok := c.region.backing.(paged); ok && bad > addrOf(c.b) {
@@ -201,7 +204,12 @@ func (c *cursor) gone(bad uintptr) Fault {
 }
 
 // solid reports whether the bytes in use cannot fault.
-func (c *cursor) solid() bool { return c.region == nil || c.region.solid }
+func (c *cursor) solid() bool {
+	if c.region == nil {
+		return !c.list.Frail
+	}
+	return c.region.solid
+}
 
 // kind returns the kind of the bytes in use.
 func (c *cursor) kind() Kind {

@@ -119,6 +119,7 @@ type List struct {
 	Access ib.Access // what every piece must grant; 0 is local read
 	SGEs   []ib.SGE
 	Raw    [][]byte // used when Table is nil
+	Frail  bool     // Raw may be gone when it is accessed
 	Off    uint64   // bytes of the pieces to skip first
 
 	// Far, if set, is where the first FarLen bytes lie; Raw's one piece follows

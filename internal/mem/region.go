@@ -264,7 +264,7 @@ const spinsBeforeSleep = 32
 func (r *Region) killLocked(bit uint64) {
 	open := r.state.Or(bit)&stateCount != 0
 	if r.window == nil && r.table.killed != nil { // requests never send from a window
-		r.table.killed()
+		r.table.killed(r)
 	}
 	if !open {
 		return

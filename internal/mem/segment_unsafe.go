@@ -23,6 +23,8 @@ type Segment struct {
 	fd   int
 	base uintptr
 	size uint64
+
+	writable atomic.Bool // others may write to it
 }
 
 // segments are all of them. The list is sorted by address and never changes: it is
@@ -121,16 +123,25 @@ func SegmentOf(b []byte) (id, off uint64) {
 	return s.id, off
 }
 
-// SegmentFile calls f with the descriptor and the size of a segment, which stays
-// meanwhile, and reports whether there is one.
-func SegmentFile(id uint64, f func(fd int, size uint64)) bool {
+// SegmentFile calls f with the descriptor of a segment, which stays meanwhile, and
+// whether others may write to it; and reports whether there is one.
+func SegmentFile(id uint64, f func(fd int, writable bool)) bool {
 	segments.mu.Lock()
 	defer segments.mu.Unlock()
 	for _, s := range allSegments() {
 		if s.id == id {
-			f(s.fd, s.size)
+			f(s.fd, s.writable.Load())
 			return true
 		}
 	}
 	return false
+}
+
+// OpenSegment lets others write to a segment, from now on.
+func OpenSegment(id uint64) {
+	for _, s := range allSegments() {
+		if s.id == id {
+			s.writable.Store(true)
+		}
+	}
 }

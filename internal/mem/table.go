@@ -27,7 +27,7 @@ type TableConfig struct {
 	Seed       uint64 // tests: makes the keys repeatable; 0 means unpredictable ones
 	// Killed, if set, is called when a region is closed or invalidated, before
 	// its owner may use the memory for something else.
-	Killed func()
+	Killed func(*Region)
 }
 
 // Table is the key table of a device: it gives out keys for regions and finds
@@ -35,7 +35,7 @@ type TableConfig struct {
 type Table struct {
 	slots  *Slots[Region]
 	random func() uint32 // 16 bits: tags and their steps; called under the table's lock
-	killed func()
+	killed func(*Region)
 
 	stale  atomic.Uint64
 	paging Paging
@@ -108,6 +108,22 @@ func (t *Table) Lookup(key uint32) *Region {
 		return nil
 	}
 	return r
+}
+
+// Whole calls f, inside a read section, with all bytes of the region that a key and an
+// address name, if they are host memory in one piece and there are such rights to them.
+func (t *Table) Whole(key uint32, addr uint64, acc ib.Access, who Actor, f func(r *Region, b []byte)) {
+	r, _, kind := t.open(key, addr, 1, acc, who)
+	if kind != FaultNone {
+		return
+	}
+	defer r.exit()
+	if r.window != nil || r.mkey != nil || r.kind != KindPinned {
+		return
+	}
+	if b, fault := r.backing.Run(0, r.length, acc); fault.OK() && uint64(len(b)) == r.length {
+		f(r, b)
+	}
 }
 
 // Resolve opens a read section on n bytes of the region with a key: the bytes

@@ -50,14 +50,8 @@ func (q *QP) WriteTo(p *QP, wr *ib.SendWR) int {
 	if n == 0 || n > train.MaxBytes || q.mtu != p.mtu || packets > q.path.Window || !q.atRest() || !p.expects(q) {
 		return 0
 	}
-	src := &q.req.list
-	if wr.Inline != nil {
-		q.resp.raw[0] = wr.Inline
-		*src = mem.List{Raw: q.resp.raw[:]}
-	} else {
-		*src = mem.List{Table: q.Table, Actor: q.actor(), SGEs: wr.SGL}
-	}
-	dst := p.remoteList(ib.AccessRemoteWrite, p.actor(), wr.RKey, wr.RemoteAddr, n)
+	src := q.source(wr)
+	dst := p.remoteList(ib.AccessRemoteWrite, p.Actor(), wr.RKey, wr.RemoteAddr, n)
 	if f, _ := mem.Copy(dst, src, uint64(n), true); !f.OK() {
 		return 0
 	}
@@ -99,22 +93,143 @@ func (q *QP) expects(from *QP) bool {
 
 // written moves both sides on past a WRITE of n bytes.
 func (q *QP) written(p *QP, wr *ib.SendWR, n, packets int) {
-	r, a := &q.req, &p.resp
-	q.Counters.add(CntTxPackets, packets)
-	q.Counters.add(CntTxBytes, n)
-	p.Counters.add(CntRxPackets, packets)
-	p.Counters.add(CntRxBytes, n)
-	a.epsn = a.epsn.Add(packets)
-	a.msn = (a.msn + 1) & (1<<24 - 1)
-	r.una, r.nxt, r.max, r.unacked = a.epsn, a.epsn, a.epsn, 0
+	p.Absorb(uint64(packets), 1, uint64(n))
+	q.passed(n, packets)
 	q.sq.tail++
-	q.sq.head, r.cur = q.sq.tail, q.sq.tail
+	q.sq.head, q.req.cur = q.sq.tail, q.sq.tail
 	if wr.Flags&ib.SendSignaled == 0 && !q.SignalAll {
 		return
 	}
 	p.Counters.add(CntAcksSent, 1)
 	p.Counters.add(CntTxPackets, 1)
 	q.Counters.add(CntRxPackets, 1)
-	wc := ib.WC{ID: wr.ID, Op: ib.WCRDMAWrite, QPN: q.Number}
+	q.completeWrite(wr.ID)
+}
+
+// passed moves the requester on past a WRITE of n bytes that is done, and the only one
+// under way.
+func (q *QP) passed(n, packets int) {
+	r := &q.req
+	q.Counters.add(CntTxPackets, packets)
+	q.Counters.add(CntTxBytes, n)
+	r.max = r.max.Add(packets)
+	r.una, r.nxt, r.unacked = r.max, r.max, 0
+}
+
+// completeWrite completes the WRITE before head.
+func (q *QP) completeWrite(id uint64) {
+	wc := ib.WC{ID: id, Op: ib.WCRDMAWrite, QPN: q.Number}
 	q.pushed(q.SendCQ.PushSend(&wc, q.sq.freed, q.sq.head))
+}
+
+// Absorb moves the responder on past WRITEs that were done without it.
+func (q *QP) Absorb(packets, messages, bytes uint64) {
+	r := &q.resp
+	q.Counters[CntRxPackets] += packets
+	q.Counters[CntRxBytes] += bytes
+	r.epsn = r.epsn.Add(int(packets & (1<<24 - 1)))
+	r.msn = (r.msn + uint32(messages)) & (1<<24 - 1)
+}
+
+// Direct is a way by which WRITEs are done at once, at the peer, who is told only that
+// they were (Absorb).
+type Direct interface {
+	// Covers tells whether a range of the peer's memory can be reached that way.
+	Covers(rkey uint32, va uint64, n int) bool
+	// Write does a WRITE there. If it returns false the WRITE must go by trains; some of
+	// its bytes may have been written.
+	Write(rkey uint32, va uint64, src *mem.List, n, packets int) bool
+}
+
+// WriteDirect executes a request by the direct way, if it can go that way and nothing
+// is before it. It returns its bytes; or 0, and has changed nothing.
+func (q *QP) WriteDirect(wr *ib.SendWR) int {
+	n := q.shortWrite(wr)
+	if n == 0 || n > train.MaxBytes || q.sq.head != q.sq.tail || !q.free() || !q.Direct.Covers(wr.RKey, wr.RemoteAddr, n) {
+		return 0
+	}
+	packets := q.packets(n)
+	if !q.Direct.Write(wr.RKey, wr.RemoteAddr, q.source(wr), n, packets) {
+		return 0
+	}
+	q.passed(n, packets)
+	q.sq.tail++
+	q.sq.head, q.req.cur = q.sq.tail, q.sq.tail
+	if wr.Flags&ib.SendSignaled != 0 || q.SignalAll {
+		q.completeWrite(wr.ID)
+	}
+	return n
+}
+
+// free tells whether a new request could be executed now: nothing is under way.
+func (q *QP) free() bool {
+	r := &q.req
+	return q.state == ib.QPRTS && r.una == r.max && r.nxt == r.max && r.failing == 0 && r.rnrUntil == 0 && !r.fetching && !r.draining
+}
+
+// source is the list of what a request writes.
+func (q *QP) source(wr *ib.SendWR) *mem.List {
+	src := &q.req.list
+	if wr.Inline != nil {
+		q.resp.raw[0] = wr.Inline
+		*src = mem.List{Raw: q.resp.raw[:]}
+	} else {
+		*src = mem.List{Table: q.Table, Actor: q.Actor(), SGEs: wr.SGL}
+	}
+	return src
+}
+
+// directly is what became of a request that Direct might do.
+type directly uint8
+
+const (
+	byTrain directly = iota // it goes the usual way
+	waits                   // until what is before it is done
+	done
+)
+
+// direct executes the request that is to be started, if it can go by the direct way.
+func (q *QP) direct(w *wqe) directly {
+	r, n := &q.req, int(w.len)
+	if w.op != ib.OpRDMAWrite || w.flags&ib.SendFence != 0 || n == 0 || n > train.MaxBytes || !q.Direct.Covers(w.rkey, w.remote, n) {
+		return byTrain
+	}
+	if !q.free() {
+		if r.nxt == r.max && r.unacked == 0 && q.state == ib.QPRTS && r.failing == 0 {
+			return waits // for acknowledgements that were asked for
+		}
+		return byTrain
+	}
+	if r.direct >= train.MaxBytes {
+		return waits // so much in one call; the owner calls again
+	}
+	src := &r.list
+	if w.inline {
+		q.resp.raw[0] = q.sq.inlineData(r.cur)
+		*src = mem.List{Raw: q.resp.raw[:]}
+	} else {
+		src = q.localList(r.cur, 0)
+	}
+	packets := q.packets(n)
+	if !q.Direct.Write(w.rkey, w.remote, src, n, packets) {
+		return byTrain
+	}
+	q.passed(n, packets)
+	r.direct += max(n, directLeast)
+	r.cur++
+	q.sq.head = r.cur
+	q.completeSend(w)
+	q.settle(0)
+	return done
+}
+
+// directLeast is what a short WRITE counts for: what is copied in the time that the rest
+// of it takes.
+const directLeast = 2 << 10
+
+// TakeDirect returns about how many bytes Pull has written by the direct way since it was last
+// asked. If there are some, there may be more to Pull.
+func (q *QP) TakeDirect() (n int) {
+	n, q.req.direct = q.req.direct, 0
+	return n
 }

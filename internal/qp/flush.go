@@ -27,7 +27,7 @@ func (q *QP) executeFlush(t *train.Train) mem.Fault {
 	if r.full(MaxRDAtomic) {
 		return q.notReady()
 	}
-	if fault := q.Table.Flush(f, q.actor()); !fault.OK() {
+	if fault := q.Table.Flush(f, q.Actor()); !fault.OK() {
 		return q.refuseFault(accessError, fault, nil)
 	}
 	psn, h := t.PSN, t.RETH

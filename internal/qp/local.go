@@ -141,15 +141,15 @@ func (q *QP) passLocal(now Time) bool {
 func (q *QP) execute(w *wqe) mem.Fault {
 	switch w.op {
 	case ib.OpLocalInv:
-		return q.Table.InvalidateOwn(w.imm, q.actor())
+		return q.Table.InvalidateOwn(w.imm, q.Actor())
 	case ib.OpConfigureMKey:
 		q.layout = mem.Layout{Key: w.imm, Access: ib.Access(w.swap & math.MaxUint32), Update: ib.MKeyUpdate(w.swap >> 32),
 			Addr: w.remote, Repeat: w.compareAdd, Pieces: q.sq.pieces.take(w.remoteLen)}
-		return q.Table.Configure(&q.layout, q.actor())
+		return q.Table.Configure(&q.layout, q.Actor())
 	}
 	q.Bound = q.Bound || !w.verb
 	b := w.bind()
-	return q.Table.Bind(&b, w.verb, q.actor())
+	return q.Table.Bind(&b, w.verb, q.Actor())
 }
 
 // completeLocal completes the local requests at the head of an unreliable queue

@@ -511,9 +511,15 @@ func newGameOf(t *testing.T, seed uint64, requests int, typeA, typeB ib.QPType, 
 	return g
 }
 
-// trace logs what is sent and what arrives, if the test is asked to be verbose.
+// trace logs what is sent and what arrives, if VERBENA_TRACE is set. Thousands of games
+// are too many to log: a seed that fails, played again, fails again.
 func (g *game) trace() {
-	if !testing.Verbose() {
+	if os.Getenv("VERBENA_TRACE") == "" {
+		g.w.t.Cleanup(func() {
+			if g.w.t.Failed() {
+				g.w.t.Log("VERBENA_TRACE=1 and -run with this seed show every train")
+			}
+		})
 		return
 	}
 	g.w.seen = func(to *end, t *train.Train) { g.w.t.Logf("[%v] %s", g.w.now-epoch, describe(to, t)) }

@@ -103,6 +103,9 @@ type QP struct {
 
 	slow slowWork
 
+	// Direct, if set, is a shorter way for WRITEs (direct.go).
+	Direct Direct
+
 	late   *lateBytes // what waits for its completion; nil: nothing ever did
 	layout mem.Layout // scratch, to configure an indirect key without allocating
 
@@ -292,6 +295,15 @@ func (q *QP) pushed(ok bool) {
 	q.enterError()
 }
 
-// actor is on whose behalf memory is accessed: the same for the queue pair's
+// Grants tells whether the peer's requests have such a right, and would be executed.
+func (q *QP) Grants(acc ib.Access) bool {
+	switch q.state {
+	case ib.QPRTR, ib.QPRTS, ib.QPSQD:
+		return q.established && q.attr.Access&acc == acc
+	}
+	return false
+}
+
+// Actor is on whose behalf memory is accessed: the same for the queue pair's
 // own requests and for the peer's, who acts with the queue pair's rights.
-func (q *QP) actor() mem.Actor { return mem.Actor{PD: q.PD, QPN: q.Number} }
+func (q *QP) Actor() mem.Actor { return mem.Actor{PD: q.PD, QPN: q.Number} }

@@ -34,6 +34,7 @@ type requester struct {
 	draining bool   // SQD: tell when everything is done
 	fetching bool   // stands still until its own memory is there
 	late     bool   // the result of the request at the head waits for its completion
+	direct   int    // bytes that went by the direct way in this call
 	wide     int    // the window to return to, when the peer is ready again; 0: it has it
 
 	// failing is the status of request failAt, which failed locally: it is
@@ -101,11 +102,22 @@ func (q *QP) pullRequest(t *train.Train, now Time) bool {
 		if q.state != ib.QPRTS && q.state != ib.QPSQD || r.cur == q.sq.tail || r.fetching || r.failing != 0 && r.cur == r.failAt || r.rnrWait(now) {
 			return false
 		}
-		if !q.sq.at(r.cur).facts().local {
-			break
+		w := q.sq.at(r.cur)
+		if w.facts().local {
+			if !q.passLocal(now) {
+				return false
+			}
+			continue
 		}
-		if !q.passLocal(now) {
+		how := byTrain
+		if q.Direct != nil && !w.started {
+			how = q.direct(w)
+		}
+		if how == waits {
 			return false
+		}
+		if how == byTrain {
+			break
 		}
 	}
 	w := q.sq.at(r.cur)

@@ -163,7 +163,7 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 	case wire.WithImm:
 		wc.Imm, wc.Flags = t.Imm, ib.WCWithImm
 	case wire.WithInv:
-		if f := q.Table.Invalidate(t.Imm, q.actor()); !f.OK() {
+		if f := q.Table.Invalidate(t.Imm, q.Actor()); !f.OK() {
 			return q.refuse(accessError, vendorFault(f))
 		}
 		wc.InvalidatedKey, wc.Flags = t.Imm, ib.WCWithInv
@@ -191,7 +191,7 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 		// What is here whole, and needs nothing else, is checked when it is
 		// written, before the first byte.
 		if whole := t.End && t.Extra == wire.NoExtra && int(t.RETH.Len) == t.Len; !whole {
-			if f := q.checkRemote(ib.AccessRemoteWrite, t.RETH, q.actor()); !f.OK() {
+			if f := q.checkRemote(ib.AccessRemoteWrite, t.RETH, q.Actor()); !f.OK() {
 				return q.refuseWrite(t, f)
 			}
 		}
@@ -210,7 +210,7 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 			notReady = true
 		}
 	}
-	dst := q.remoteList(ib.AccessRemoteWrite, q.actor(), r.reth.RKey, r.reth.VA+r.off, t.Len)
+	dst := q.remoteList(ib.AccessRemoteWrite, q.Actor(), r.reth.RKey, r.reth.VA+r.off, t.Len)
 	if f, side := mem.Copy(dst, &t.Payload, uint64(t.Len), t.End); !f.OK() {
 		if side == mem.Src {
 			return f
@@ -252,7 +252,7 @@ func (q *QP) executeRead(t *train.Train) mem.Fault {
 	if ok, f := q.admit(); !ok {
 		return f
 	}
-	if f := q.checkRemote(ib.AccessRemoteRead, t.RETH, q.actor()); !f.OK() {
+	if f := q.checkRemote(ib.AccessRemoteRead, t.RETH, q.Actor()); !f.OK() {
 		return q.refuse(accessError, vendorFault(f))
 	}
 	r, psn := &q.resp, t.PSN
@@ -280,7 +280,7 @@ func (q *QP) executeAtomic(t *train.Train) mem.Fault {
 	if t.Kind == wire.KindCmpSwap {
 		op = mem.CmpSwap
 	}
-	orig, f := mem.Atomic(q.Table, q.actor(), t.Atomic.RKey, t.Atomic.VA, op, t.Atomic.Compare, t.Atomic.SwapAdd)
+	orig, f := mem.Atomic(q.Table, q.Actor(), t.Atomic.RKey, t.Atomic.VA, op, t.Atomic.Compare, t.Atomic.SwapAdd)
 	if !f.OK() {
 		return q.refuseFault(accessError, f, nil)
 	}
@@ -317,7 +317,7 @@ func (q *QP) executeAtomicWrite(t *train.Train) mem.Fault {
 		return f
 	}
 	value := binary.NativeEndian.Uint64(r.word[:]) // as the bytes came, so they lie
-	if _, f := mem.Atomic(q.Table, q.actor(), t.RETH.RKey, t.RETH.VA, mem.Store, 0, value); !f.OK() {
+	if _, f := mem.Atomic(q.Table, q.Actor(), t.RETH.RKey, t.RETH.VA, mem.Store, 0, value); !f.OK() {
 		return q.refuseFault(accessError, f, nil)
 	}
 	psn := t.PSN

@@ -319,7 +319,7 @@ func (q *QP) setPayload(t *train.Train, i uint32, off uint64, n int) {
 	case w.inline:
 		t.SetInline(q.sq.inlineData(i)[off:][:n])
 	default:
-		t.SetSGEs(q.Table, q.actor(), 0, q.sq.list(i), off, n)
+		t.SetSGEs(q.Table, q.Actor(), 0, q.sq.list(i), off, n)
 	}
 }
 
@@ -336,7 +336,7 @@ func (q *QP) checkLocal(i uint32) mem.Fault {
 // it needs: results are written.
 func (q *QP) localList(i uint32, off uint64) *mem.List {
 	l := &q.req.list
-	*l = mem.List{Table: q.Table, Actor: q.actor(), SGEs: q.sq.list(i), Off: off}
+	*l = mem.List{Table: q.Table, Actor: q.Actor(), SGEs: q.sq.list(i), Off: off}
 	if q.sq.at(i).facts().data.in() {
 		l.Access = ib.AccessLocalWrite
 	}

@@ -68,7 +68,7 @@ func (q *QP) bind(t *train.Train) bool {
 // 0 is no domain.
 func (q *QP) actorOf(t *train.Train) mem.Actor {
 	if q.half != target {
-		return q.actor()
+		return q.Actor()
 	}
 	who := mem.Actor{QPN: q.Number}
 	if s := q.find(t.SRQ); s != nil {

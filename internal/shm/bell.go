@@ -6,7 +6,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// The inbox segment is one page: words that its owner polls and its peers set.
+// The inbox segment is a page of words that its owner polls and its peers set, and
+// lanes (lane.go).
 //
 //	pending  a bit for each slot: its ring may hold records
 //	sleep    odd: the owner sleeps, or is about to. It counts up with every
@@ -19,7 +20,8 @@ import (
 // pending and sleep share a cache line, which nobody writes while owner and
 // peers are busy with each other: the owner leaves the bits of busy rings set.
 const (
-	inboxBytes = 4096
+	inboxPage  = 4096
+	inboxBytes = inboxPage + MaxLanes*laneBytes
 
 	pendingAt = 0
 	sleepAt   = slotWords * 8
@@ -61,7 +63,7 @@ type bell struct {
 	ticket *atomic.Uint64
 
 	mem  []byte
-	uses atomic.Int32 // ends of rings that may still ring it; the last one closes
+	uses atomic.Int32 // ends of rings that may still ring it, and who holds it; the last one closes
 }
 
 // newBell makes a bell of a mapped inbox and its event, for a channel of two

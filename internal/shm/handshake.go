@@ -34,7 +34,7 @@ import (
 var ErrRefused = errors.New("refused")
 
 const (
-	version    = 2
+	version    = 3
 	magic      = 0x4d485356 // "VSHM"
 	maxMessage = 256
 )

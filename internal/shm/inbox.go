@@ -84,8 +84,9 @@ type Inbox struct {
 	ctx     context.Context
 	cancel  context.CancelFunc
 
-	mu     sync.Mutex // guards used and closed, and the segment against poke after Close
+	mu     sync.Mutex // guards what follows, and the segment against poke after Close
 	used   [MaxPeers]bool
+	lanes  lanes
 	closed bool
 }
 

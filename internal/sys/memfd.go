@@ -88,9 +88,10 @@ func MapMemfd(fd, size int) ([]byte, error) {
 	return b, nil
 }
 
-// MapMemfdRead maps all of a memory file, shared, for reading. The descriptor comes
-// from somebody else: it is refused unless the file cannot become shorter.
-func MapMemfdRead(fd int) ([]byte, error) {
+// MapMemfdWhole maps all of a memory file, shared, for reading, and for writing if that
+// is asked for. The descriptor comes from somebody else: it is refused unless the file
+// cannot become shorter.
+func MapMemfdWhole(fd int, write bool) ([]byte, error) {
 	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	if err != nil {
 		return nil, fmt.Errorf("not a memory file: %w", err)
@@ -105,7 +106,11 @@ func MapMemfdRead(fd int) ([]byte, error) {
 	if st.Size <= 0 || st.Size > maxMapping {
 		return nil, fmt.Errorf("memory file of %d bytes: %w", st.Size, unix.EINVAL)
 	}
-	b, err := unix.Mmap(fd, 0, int(st.Size), unix.PROT_READ, unix.MAP_SHARED)
+	prot := unix.PROT_READ
+	if write {
+		prot |= unix.PROT_WRITE
+	}
+	b, err := unix.Mmap(fd, 0, int(st.Size), prot, unix.MAP_SHARED)
 	if err != nil {
 		return nil, fmt.Errorf("mmap of %d bytes: %w", st.Size, err)
 	}

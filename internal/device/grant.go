@@ -1,0 +1,236 @@
+package device
+
+// WRITEs of other processes that do not come by here: see link's lanes. This file says
+// who may write where by himself, and keeps the queue pairs of both sides in step.
+//
+//   - offer gives a peer a lane to a region that its queue pair has written to.
+//   - revoke takes lanes away: by region, when that is closed or changes; by queue pair,
+//     when that changes, fails or is closed.
+//   - absorb moves a queue pair on past what was written.
+//   - granted takes a lane that a peer has given; lanes use it.
+
+import (
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/link"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/train"
+)
+
+// maxGrants is how many lanes lead to the memory of one queue pair, or from one.
+const maxGrants = 4
+
+// grant is a lane that was given to the peer of a queue pair.
+type grant struct {
+	*link.Grant
+	region *mem.Region
+
+	packets, messages, bytes uint64 // absorbed; guarded by the queue pair's lock
+}
+
+// grants are those of all queue pairs of a device, by region.
+type grants struct {
+	some     atomic.Bool // there have been some
+	mu       sync.Mutex  // guards byRegion
+	byRegion map[*mem.Region][]*grant
+}
+
+func (k *grants) add(g *grant) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.byRegion == nil {
+		k.byRegion = make(map[*mem.Region][]*grant)
+	}
+	k.byRegion[g.region] = append(k.byRegion[g.region], g)
+	k.some.Store(true)
+}
+
+func (k *grants) remove(g *grant) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	list := slices.DeleteFunc(k.byRegion[g.region], func(o *grant) bool { return o == g })
+	if k.byRegion[g.region] = list; len(list) == 0 {
+		delete(k.byRegion, g.region)
+	}
+}
+
+// revoke takes away the lanes to a region, and waits until nobody writes there any more.
+func (k *grants) revoke(r *mem.Region) {
+	if !k.some.Load() {
+		return
+	}
+	k.mu.Lock()
+	list := slices.Clone(k.byRegion[r])
+	k.mu.Unlock()
+	for _, g := range list {
+		g.Shut()
+	}
+	for _, g := range list {
+		g.Await()
+	}
+}
+
+// killed is told of every region that is closed or changes.
+func (d *Device) killed(r *mem.Region) {
+	d.giveUpFetches()
+	d.grants.revoke(r)
+}
+
+// offer is told of a WRITE that another process has sent: see link.SharedConfig.
+func (d *Device) offer(t *train.Train, via link.Via) (given bool) {
+	q := d.qps.Get(t.DestQP)
+	if q == nil || d.capture != nil {
+		return false
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.closed || q.core.Type != ib.RC || !q.core.Grants(ib.AccessRemoteWrite) {
+		return false
+	}
+	d.table.Whole(t.RETH.RKey, t.RETH.VA, ib.AccessRemoteWrite, q.core.Actor(), func(r *mem.Region, b []byte) {
+		given = q.giveLocked(t, r, b, via)
+	})
+	return given
+}
+
+// giveLocked gives the peer a lane to a region whose read section is open.
+func (q *QP) giveLocked(t *train.Train, r *mem.Region, b []byte, via link.Via) bool {
+	segment, off := mem.SegmentOf(b)
+	if segment == 0 {
+		return false
+	}
+	q.absorbLocked()
+	if len(q.grants) == maxGrants || slices.ContainsFunc(q.grants, func(g *grant) bool { return g.region == r }) {
+		return false // the peer will use it soon, or has too many
+	}
+	given := via.Give(&link.Offer{QPN: q.number, Peer: q.core.DestQPN(), RKey: t.RETH.RKey, VA: r.IOVA(), Bytes: b, Segment: segment, Off: off})
+	if given == nil {
+		return false
+	}
+	g := &grant{Grant: given, region: r}
+	q.grants = append(q.grants, g)
+	q.dev.grants.add(g)
+	if !r.Alive() { // whoever kills it may have looked before the grant was there; he waits for the read section
+		g.Shut()
+	}
+	return true
+}
+
+// stoppedLocked is told by the core that requests are given up, or that the queue pair
+// has failed.
+func (q *QP) stoppedLocked() {
+	q.dev.giveUpFetches()
+	q.shutLocked()
+}
+
+// shutLocked takes away the lanes to the queue pair's memory.
+func (q *QP) shutLocked() {
+	for _, g := range q.grants {
+		g.Shut()
+	}
+}
+
+// revokeLocked does so, and waits until nobody writes there any more on behalf of the
+// queue pair.
+func (q *QP) revokeLocked() {
+	q.shutLocked()
+	for _, g := range q.grants {
+		g.Await()
+	}
+	q.absorbLocked()
+}
+
+// absorbLocked moves the queue pair on past what the peer has written by itself.
+func (q *QP) absorbLocked() {
+	q.grants = slices.DeleteFunc(q.grants, func(g *grant) bool {
+		over := !g.Open() && (!g.Inside() || g.Gone()) // before the counts are read
+		packets, messages, bytes := g.Counts()
+		if packets != g.packets || messages != g.messages {
+			q.core.Absorb(packets-g.packets, messages-g.messages, bytes-g.bytes)
+			g.packets, g.messages, g.bytes = packets, messages, bytes
+		}
+		if over {
+			q.dev.grants.remove(g)
+			g.Free()
+		}
+		return over
+	})
+}
+
+// granted is told of a lane that a peer has given.
+func (d *Device) granted(qpn, remote uint32, l *link.Lane) {
+	q := d.qps.Get(qpn)
+	if q == nil || d.capture != nil {
+		return
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	s, local := d.link.(*link.Shared)
+	if q.closed || q.core.Type != ib.RC || q.core.State() != ib.QPRTS || q.core.DestQPN() != remote || !local || !s.LeadsTo(q.core.Flow(), remote, l) {
+		return
+	}
+	k, _ := q.core.Direct.(*lanes)
+	if k == nil {
+		k = &lanes{q: q}
+		q.core.Direct = k
+	}
+	k.list = slices.DeleteFunc(k.list, func(l *link.Lane) bool { return !l.Good() })
+	if len(k.list) == maxGrants {
+		k.list = slices.Delete(k.list, 0, 1)
+	}
+	k.list = append(k.list, l)
+}
+
+// lanes are how a queue pair writes to its peer's memory: qp.Direct. The queue pair's
+// lock guards them.
+type lanes struct {
+	q    *QP
+	list []*link.Lane
+	next *link.Lane // what Covers has found
+}
+
+// Covers implements qp.Direct.
+func (k *lanes) Covers(rkey uint32, va uint64, n int) bool {
+	for _, l := range k.list {
+		if l.Covers(rkey, va, n) {
+			k.next = l
+			return true
+		}
+	}
+	return false
+}
+
+// Write implements qp.Direct: behind Covers.
+func (k *lanes) Write(_ uint32, va uint64, src *mem.List, n, packets int) bool {
+	if k.next.Write(va, src, n, packets) {
+		return true
+	}
+	if !k.next.Good() {
+		k.list = slices.DeleteFunc(k.list, func(l *link.Lane) bool { return l == k.next })
+		if len(k.list) == 0 {
+			k.q.core.Direct = nil
+		}
+	}
+	k.next = nil
+	return false
+}
+
+// writeLanes executes the first requests of a list by the direct way, and returns how
+// many. The caller holds q's lock. While the token is free nobody has trains of q's in
+// hand, nor gets any without the lock.
+func (q *QP) writeLanes(wrs []ib.SendWR) (done int) {
+	if q.tx.Load() != txIdle {
+		return 0
+	}
+	for left := directQuantum; done < len(wrs) && left > 0 && q.core.Direct != nil; done++ {
+		n := q.core.WriteDirect(&wrs[done])
+		if n == 0 {
+			break
+		}
+		left -= max(n, directTrain)
+	}
+	return done
+}

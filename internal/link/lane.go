@@ -1,0 +1,259 @@
+package link
+
+// WRITEs into memory that both processes can map, by the sender itself: one store where
+// the bytes belong, and nobody there has to do anything.
+//
+// Rights are the owner's to check, as ever; here he does so beforehand. When a queue
+// pair has got a few WRITEs into a region of such memory by the ring, its owner gives
+// the peer a lane (shm): the record names the queue pairs, the region's key and bounds,
+// and the segment that it lies in, which the peer maps. From then on the peer may store
+// there, until the owner takes the lane's pass away: before the region is closed or
+// changes, before the queue pair changes, and when it fails. He waits then until the
+// peer is not storing. What was stored is counted on the lane, and the owner moves the
+// queue pair on past it before he looks at anything else that comes for it.
+//
+// A sender uses a lane only when everything before has been acknowledged, so that
+// requests are executed in order, and each one either by a lane or by the ring.
+
+import (
+	"sync"
+
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/shm"
+	"github.com/verbena-rdma/verbena/internal/sys"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// After so many WRITEs by a channel's ring one of them is looked at, whether a lane would
+// do instead; while the answer is no, after twice as many each time.
+const (
+	offerMin = 8
+	offerMax = 4096
+)
+
+// laneRecord is the length of a record that gives a lane.
+const laneRecord = 4*4 + 5*8
+
+// Offer is what a device lets a peer write to.
+type Offer struct {
+	QPN, Peer uint32 // the queue pairs, ours and the peer's
+	RKey      uint32
+	VA        uint64 // of the first byte
+	Bytes     []byte
+	// Segment and Off are where the bytes lie.
+	Segment, Off uint64
+}
+
+// Grant is a lane that was given away: the owner's end.
+type Grant struct {
+	*shm.Lane
+	c *shm.Channel
+}
+
+// Await waits until the peer does not store any more: after Shut.
+func (g *Grant) Await() { g.Lane.Await(g.c) }
+
+// Gone tells whether the peer has ended.
+func (g *Grant) Gone() bool { return g.c.Err() != nil }
+
+// offer looks at a WRITE that has just been executed.
+func (s *Shared) offer(c *shm.Channel, t *train.Train) {
+	if t.Kind != wire.KindWrite || !t.Start || !t.End || t.Len == 0 || s.cfg.Offer == nil || s.cfg.UDP.Tap != nil {
+		return
+	}
+	k := c.Tag().(*tag)
+	if k.writes++; k.writes < k.offerAt {
+		return
+	}
+	k.writes = 0
+	if s.cfg.Offer(t, Via{s, c}) {
+		k.offerAt = offerMin
+	} else {
+		k.offerAt = min(max(2*k.offerAt, offerMin), offerMax)
+	}
+}
+
+// Via is the way that a WRITE has come.
+type Via struct {
+	s *Shared
+	c *shm.Channel
+}
+
+// Give gives the peer a lane; or returns nil, if it cannot be told of it.
+func (v Via) Give(o *Offer) *Grant {
+	s, c := v.s, v.c
+	l := s.inbox.NewLane()
+	if l == nil {
+		return nil
+	}
+	mem.OpenSegment(o.Segment)
+	b := make([]byte, laneRecord)
+	p := packer{b}
+	p.u32(o.Peer)
+	p.u32(o.QPN)
+	p.u32(o.RKey)
+	p.u32(uint32(l.Number()))
+	p.u64(l.Pass())
+	p.u64(o.VA)
+	p.u64(uint64(len(o.Bytes)))
+	p.u64(o.Segment)
+	p.u64(o.Off)
+	if err := c.Send(recLane, b); err != nil {
+		l.Shut()
+		l.Free() // nobody knows of it
+		return nil
+	}
+	return &Grant{l, c}
+}
+
+// Lane is the sender's end: memory of another process, and the right to store there.
+type Lane struct {
+	s    *Shared
+	m    *mapping
+	lane *shm.PeerLane
+
+	rkey     uint32
+	va, size uint64
+	off      uint64 // where in the mapping the first byte lies
+
+	piece [1][]byte
+	to    mem.List
+}
+
+// mapping is a segment of another process, to write to.
+type mapping struct {
+	c *shm.Channel
+
+	mu sync.RWMutex // held for reading while somebody stores
+	b  []byte       // nil: it is gone
+}
+
+// takeLane takes a lane that the peer has given us. The segment is got by a goroutine
+// of the link's own, if it is not there.
+func (s *Shared) takeLane(c *shm.Channel, b []byte) bool {
+	if len(b) != laneRecord {
+		return false
+	}
+	var own [laneRecord]byte
+	copy(own[:], b)
+	p := unpacker{own[:]}
+	qpn, remote := p.u32(), p.u32()
+	l := &Lane{s: s, rkey: p.u32()}
+	number, pass := p.u32(), p.u64()
+	l.va, l.size = p.u64(), p.u64()
+	k := segmentKey{c, p.u64()}
+	l.off = p.u64()
+	if l.lane = c.PeerLane(int(number), pass); l.lane == nil || s.cfg.Granted == nil || s.cfg.UDP.Tap != nil {
+		return l.lane != nil
+	}
+	t := c.Tag().(*tag)
+	c.Hold()
+	if !s.start(func() {
+		defer c.Release() // the mapping has its own hold
+		m := s.writable(k, t)
+		if m == nil || !m.has(l.off, l.size) {
+			return
+		}
+		l.m = m
+		s.cfg.Granted(qpn, remote, l)
+	}) {
+		c.Release()
+	}
+	return true
+}
+
+// writable returns a segment of a process, mapped to write to.
+func (s *Shared) writable(k segmentKey, t *tag) *mapping {
+	s.segments.mu.Lock()
+	m, n := s.segments.writable[k], len(s.segments.writable)
+	s.segments.mu.Unlock()
+	if m != nil {
+		return m
+	}
+	if n >= maxMapped {
+		return nil
+	}
+	b, err := mapSegment(k, t, true)
+	if err != nil {
+		return nil // it goes by the ring, as before
+	}
+	s.segments.mu.Lock()
+	defer s.segments.mu.Unlock()
+	if m = s.segments.writable[k]; m != nil || k.c.Err() != nil { // somebody else was faster; or it is gone, and nobody would unmap it
+		_ = sys.Unmap(b)
+		return m
+	}
+	if s.segments.writable == nil {
+		s.segments.writable = make(map[segmentKey]*mapping)
+	}
+	m = &mapping{c: k.c, b: b}
+	k.c.Hold()
+	s.segments.writable[k] = m
+	return m
+}
+
+// has tells whether so many bytes are there.
+func (m *mapping) has(off, n uint64) bool {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	return off <= uint64(len(m.b)) && n <= uint64(len(m.b))-off
+}
+
+// close ends the mapping, when nobody stores there.
+func (m *mapping) close() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	_ = sys.Unmap(m.b) // it was mapped: it cannot fail
+	m.b = nil
+	m.c.Release()
+}
+
+// LeadsTo tells whether a lane is one to the process that a flow reaches a queue pair of.
+func (s *Shared) LeadsTo(f *train.Flow, qpn uint32, l *Lane) bool {
+	if f == nil {
+		return false
+	}
+	to, ok := f.Link.(*localFlow)
+	if !ok {
+		return false
+	}
+	process, ok := to.dev.Find(qpn)
+	return ok && to.dev.channels[process].Load() == l.m.c
+}
+
+// Covers tells whether a range of the peer's memory is one that the lane leads to.
+func (l *Lane) Covers(rkey uint32, va uint64, n int) bool {
+	off := va - l.va // below va it is larger than any size
+	return rkey == l.rkey && off <= l.size && uint64(n) <= l.size-off
+}
+
+// Good tells whether the lane may still be used.
+func (l *Lane) Good() bool {
+	l.m.mu.RLock()
+	defer l.m.mu.RUnlock()
+	return l.m.b != nil && l.lane.Shown()
+}
+
+// Write stores n bytes of a list where the peer's address is, which the lane covers,
+// and counts them as so many packets. It reports false, and the message has to go
+// another way, if the lane is not good any more, or the bytes could not be read: some may
+// have been stored. One at a time.
+func (l *Lane) Write(va uint64, src *mem.List, n, packets int) bool {
+	l.m.mu.RLock()
+	defer l.m.mu.RUnlock()
+	if l.m.b == nil || !l.lane.Enter() {
+		return false
+	}
+	l.piece[0] = l.m.b[l.off+(va-l.va):][:n]
+	l.to = mem.List{Raw: l.piece[:], Frail: true}
+	f, _ := mem.Copy(&l.to, src, uint64(n), true)
+	if !f.OK() {
+		packets = 0
+	}
+	l.lane.Leave(packets, n)
+	if !l.s.lively.Load() {
+		l.s.lively.Store(true)
+	}
+	return f.OK()
+}

@@ -1,0 +1,180 @@
+package shm
+
+// Lanes: how a peer stores into memory of ours by itself, while we let it.
+//
+// The owner of an inbox gives a peer a lane with a pass, a number that is never used
+// again, and shows the pass on the lane. The peer enters the lane with it, looks
+// whether it is still shown, stores, counts and leaves. The owner takes the pass away
+// and then looks whether the peer is inside: one of the two sees the other, so when the
+// owner has seen nobody, nobody is in there and nobody will be.
+//
+// A lane is used again for other peers. One that comes with an old pass may get in the
+// way of the new one, who then goes another way for once; it stores nothing.
+//
+// Each lane has two cache lines, of which each side writes one:
+//
+//	pass      the owner's: who may enter; 0: nobody
+//	inside    the peer's: the pass of who is inside; 0: nobody
+//	packets, messages, bytes
+//	          the peer's: what it has stored with this pass
+
+import (
+	"runtime"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	// MaxLanes is how many lanes an inbox has.
+	MaxLanes = 1024
+
+	lanesAt    = inboxPage
+	laneBytes  = 2 * line
+	insideAt   = line
+	packetsAt  = insideAt + 8
+	messagesAt = insideAt + 16
+	bytesAt    = insideAt + 24
+)
+
+// lanes are those of an inbox.
+type lanes struct {
+	free []int  // have been used before; guarded by the inbox's lock, as is what follows
+	used int    // have ever been
+	last uint64 // pass
+}
+
+// Lane is the owner's end of a lane.
+type Lane struct {
+	in    *Inbox
+	index int
+	pass  uint64
+	words laneWords
+}
+
+type laneWords struct {
+	pass, inside             *atomic.Uint64
+	packets, messages, bytes *atomic.Uint64
+	line                     []byte // the peer's
+}
+
+func laneOf(mem []byte, index int) laneWords {
+	b := mem[lanesAt+index*laneBytes:][:laneBytes]
+	return laneWords{pass: word(b, 0), inside: word(b, insideAt), packets: word(b, packetsAt), messages: word(b, messagesAt),
+		bytes: word(b, bytesAt), line: b[line:]}
+}
+
+// NewLane opens a lane, or returns nil if there is none left.
+func (in *Inbox) NewLane() *Lane {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	k := &in.lanes
+	if in.closed || len(k.free) == 0 && k.used == MaxLanes {
+		return nil
+	}
+	l := &Lane{in: in, index: k.used}
+	if n := len(k.free); n > 0 {
+		l.index = k.free[n-1]
+		k.free = k.free[:n-1]
+	} else {
+		k.used++
+	}
+	k.last++
+	l.pass, l.words = k.last, laneOf(in.mem, l.index)
+	l.words.packets.Store(0) // nobody is inside who would count
+	l.words.messages.Store(0)
+	l.words.bytes.Store(0)
+	l.words.pass.Store(l.pass)
+	return l
+}
+
+// Number and Pass are what the peer must be told.
+func (l *Lane) Number() int  { return l.index }
+func (l *Lane) Pass() uint64 { return l.pass }
+
+// Shut takes the pass away. Who is inside may still store; nobody else will.
+func (l *Lane) Shut() { l.words.pass.CompareAndSwap(l.pass, 0) }
+
+// Open tells whether the pass is still shown.
+func (l *Lane) Open() bool { return l.words.pass.Load() == l.pass }
+
+// Inside tells whether the peer is inside.
+func (l *Lane) Inside() bool { return l.words.inside.Load() == l.pass }
+
+// Await waits until the peer is not inside, or its channel is down, which is when it
+// has ended. A peer stays for the time of a copy; one that is stopped inside keeps us
+// waiting, as the memory is not free before.
+func (l *Lane) Await(c *Channel) {
+	for i := 0; l.Inside() && c.down.Load() == nil; i++ {
+		if i < 64 {
+			runtime.Gosched()
+		} else {
+			time.Sleep(50 * time.Microsecond)
+		}
+	}
+}
+
+// Counts returns what the peer has stored.
+func (l *Lane) Counts() (packets, messages, bytes uint64) {
+	return l.words.packets.Load(), l.words.messages.Load(), l.words.bytes.Load()
+}
+
+// Free gives the lane back. It is shut, and the peer is not inside, or has ended there.
+func (l *Lane) Free() {
+	l.in.mu.Lock()
+	defer l.in.mu.Unlock()
+	if l.in.closed {
+		return // the words may be gone
+	}
+	l.words.inside.CompareAndSwap(l.pass, 0)
+	l.in.lanes.free = append(l.in.lanes.free, l.index)
+}
+
+// PeerLane is the peer's end: one user at a time.
+type PeerLane struct {
+	pass                     uint64
+	words                    laneWords
+	packets, messages, bytes uint64
+}
+
+// PeerLane returns a lane that the peer has given us, nil if there is no such. It is
+// used between Hold and Release.
+func (c *Channel) PeerLane(number int, pass uint64) *PeerLane {
+	if number < 0 || number >= MaxLanes || pass == 0 {
+		return nil
+	}
+	return &PeerLane{pass: pass, words: laneOf(c.bell.mem, number)}
+}
+
+// Enter reports whether we may store now; then Leave follows.
+func (l *PeerLane) Enter() bool {
+	if !l.words.inside.CompareAndSwap(0, l.pass) {
+		return false
+	}
+	if l.words.pass.Load() == l.pass {
+		return true
+	}
+	l.words.inside.Store(0)
+	return false
+}
+
+// Shown tells whether the pass is still good.
+func (l *PeerLane) Shown() bool { return l.words.pass.Load() == l.pass }
+
+// Leave ends what Enter began, and counts a message of so many packets and bytes; none,
+// if there are no packets.
+func (l *PeerLane) Leave(packets, bytes int) {
+	if packets > 0 {
+		l.packets += uint64(packets)
+		l.messages++
+		l.bytes += uint64(bytes)
+		store(l.words.line, packetsAt-line, l.packets)
+		store(l.words.line, messagesAt-line, l.messages)
+		store(l.words.line, bytesAt-line, l.bytes)
+	}
+	l.words.inside.Store(0) // and with it is seen what was stored
+}
+
+// Hold keeps the peer's inbox mapped, until Release. A sink may call it while it is
+// given a record of the channel.
+func (c *Channel) Hold()    { c.bell.uses.Add(1) }
+func (c *Channel) Release() { c.bell.drop() }
