@@ -5,6 +5,7 @@
 #   lint      side by side with build (scripts/lint.sh)
 #   unit      every package's tests under the race detector, in a random order
 #   allocs    what must not allocate, without the race detector, which allocates
+#   seeds     the protocol's games with all seeds (full only)
 #   nocgo     memory on demand in a program without cgo, which the kernel tells nothing
 #   interop   several processes, two network namespaces, other people's programs
 #
@@ -50,6 +51,9 @@ step_unit() {
   # shellcheck disable=SC2046  # a list of packages
   summed -race -shuffle=on -timeout "$UNIT_TIMEOUT" $(unit_packages)
 }
+
+# Without the race detector: the protocol has no goroutines, and thousands of seeds to try.
+step_seeds() { summed -timeout "$UNIT_TIMEOUT" -run 'Pair|Arbitrary' ./internal/qp; }
 
 step_allocs() {
   # shellcheck disable=SC2046
@@ -107,7 +111,9 @@ finish lint
 case $FAILED in
 *build*) ;; # there is nothing to run
 *)
-  for s in unit allocs nocgo interop; do
+  steps="unit allocs nocgo interop"
+  if [ -n "${VERBENA_FULL:-}" ]; then steps="unit seeds allocs nocgo interop"; fi
+  for s in $steps; do
     begin "$s"
     finish "$s"
   done

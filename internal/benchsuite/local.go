@@ -46,34 +46,43 @@ func (b *bench) sharedBandwidth(size, depth int) ([]contender, error) {
 	}, nil
 }
 
+// localLatency writes into memory that both processes can map, as UCX does, and into
+// memory that only its owner can.
 func (b *bench) localLatency() ([]contender, error) {
-	sp := eight(verbs.LinkLocal, verbs.RC)
-	sp.Inline = true
-	rc, err := b.newPeerRig(sp)
-	if err != nil {
-		return nil, err
-	}
 	const ucx = "UCX, put_lat, posix"
-	write, send := newPinger(rc.near, verbs.OpRDMAWrite), newPinger(rc.near, verbs.OpSend)
-	pingPong := func(name string, m mode, g *goal, ping func(time.Duration, *sampler) error) contender {
-		c := b.quantiles(name, "µs", 1e3, ucx, g, func(d time.Duration, keep *sampler) error {
-			if err := rc.serve(m, false); err != nil {
-				return err
-			}
-			err := ping(d, keep)
-			_, stopErr := rc.finish()
-			return errors.Join(err, stopErr)
-		})
-		c.rows[1].against = "" // the other has a median alone
-		c.side = rc.near
-		return c
+	all := []contender{newUCX("ucp_put_lat", "posix,self", pingPongSize).contender(ucx+", p50", "µs", ucxMedian, 1)}
+	for _, kind := range []memory{shared, ""} {
+		sp := eight(verbs.LinkLocal, verbs.RC)
+		sp.Inline, sp.Into = true, kind
+		rc, err := b.newPeerRig(sp)
+		if err != nil {
+			return nil, err
+		}
+		pingPong := func(name string, op verbs.Opcode, m mode, g *goal, ping func(*pinger, time.Duration, *sampler) error) {
+			p := newPinger(rc.near, op)
+			c := b.quantiles(name, "µs", 1e3, ucx, g, func(d time.Duration, keep *sampler) error {
+				if err := rc.serve(m, false); err != nil {
+					return err
+				}
+				err := ping(p, d, keep)
+				_, stopErr := rc.finish()
+				return errors.Join(err, stopErr)
+			})
+			c.rows[1].against = "" // the other has a median alone
+			c.side = rc.near
+			all = append(all, c)
+		}
+		g, where := &goal{"≤", 2}, ""
+		if kind != shared {
+			g, where = nil, "plain memory, "
+		}
+		pingPong(where+"WRITE", verbs.OpRDMAWrite, modePongWrite, g, pingWrite)
+		pingPong(where+"WRITE, memory watched", verbs.OpRDMAWrite, modePongWatch, g, pingMemory)
+		if kind != shared {
+			pingPong("SEND", verbs.OpSend, modePongSend, nil, pingSend)
+		}
 	}
-	return []contender{
-		newUCX("ucp_put_lat", "posix,self", pingPongSize).contender(ucx+", p50", "µs", ucxMedian, 1),
-		pingPong("WRITE", modePongWrite, &goal{"≤", 2}, func(d time.Duration, keep *sampler) error { return pingWrite(write, d, keep) }),
-		pingPong("WRITE, memory watched", modePongWatch, &goal{"≤", 2}, func(d time.Duration, keep *sampler) error { return pingMemory(write, d, keep) }),
-		pingPong("SEND", modePongSend, nil, func(d time.Duration, keep *sampler) error { return pingSend(send, d, keep) }),
-	}, nil
+	return all, nil
 }
 
 // forwarded measures packets to a process whose address another one owns: that

@@ -3,7 +3,6 @@ package qp
 import (
 	"fmt"
 	"math/rand/v2"
-	"os"
 	"testing"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -15,7 +14,7 @@ import (
 // the edges of regions. Each seed is a conversation of its own.
 func TestArbitraryTrains(t *testing.T) {
 	seeds := uint64(400)
-	if os.Getenv("VERBENA_FULL") != "" {
+	if longMatrix() {
 		seeds = 40000
 	}
 	reached := map[ib.QPState]int{}
