@@ -653,7 +653,7 @@ func longMatrix() bool { return os.Getenv("VERBENA_FULL") != "" && !raceEnabled 
 // pairSeeds is how many seeds are tried.
 func pairSeeds() uint64 {
 	if longMatrix() {
-		return 5000
+		return 1500
 	}
 	return 60
 }
