@@ -77,6 +77,9 @@ func TestFaultyRC(t *testing.T) {
 		for li, loss := range losses() {
 			for vi, v := range variants {
 				t.Run(fmt.Sprintf("%s/loss%g%%/mtu%v", w.name, 100*loss, v.mtu), func(t *testing.T) {
+					if fullMatrix() {
+						t.Parallel() // a hundred of them, each with a network and a time of its own
+					}
 					synctest.Test(t, func(t *testing.T) {
 						cfg := w.cfg
 						cfg.Drop, cfg.Seed = loss, seed
