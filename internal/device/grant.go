@@ -65,12 +65,7 @@ func (k *grants) revoke(r *mem.Region) {
 	k.mu.Lock()
 	list := slices.Clone(k.byRegion[r])
 	k.mu.Unlock()
-	for _, g := range list {
-		g.Shut()
-	}
-	for _, g := range list {
-		g.Await()
-	}
+	shut(list)
 }
 
 // killed is told of every region that is closed or changes.
@@ -87,7 +82,7 @@ func (d *Device) offer(t *train.Train, via link.Via) (given bool) {
 	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.closed || q.core.Type != ib.RC || !q.core.Grants(ib.AccessRemoteWrite) {
+	if q.closed || q.core.Type != ib.RC || !q.core.Grants(ib.AccessRemoteWrite) || !q.core.IsPeer(t) {
 		return false
 	}
 	d.table.Whole(t.RETH.RKey, t.RETH.VA, ib.AccessRemoteWrite, q.core.Actor(), func(r *mem.Region, b []byte) {
@@ -115,32 +110,47 @@ func (q *QP) giveLocked(t *train.Train, r *mem.Region, b []byte, via link.Via) b
 	q.dev.grants.add(g)
 	if !r.Alive() { // whoever kills it may have looked before the grant was there; he waits for the read section
 		g.Shut()
+		g.Await() // the peer may have been faster than we
 	}
 	return true
 }
 
 // stoppedLocked is told by the core that requests are given up, or that the queue pair
-// has failed.
+// has failed. Nobody waits here: who makes progress must not stand still for one peer.
 func (q *QP) stoppedLocked() {
 	q.dev.giveUpFetches()
-	q.shutLocked()
-}
-
-// shutLocked takes away the lanes to the queue pair's memory.
-func (q *QP) shutLocked() {
 	for _, g := range q.grants {
 		g.Shut()
 	}
 }
 
-// revokeLocked does so, and waits until nobody writes there any more on behalf of the
-// queue pair.
-func (q *QP) revokeLocked() {
-	q.shutLocked()
-	for _, g := range q.grants {
+// shut takes lanes away, and waits until nobody writes there any more.
+func shut(list []*grant) {
+	for _, g := range list {
+		g.Shut()
+	}
+	for _, g := range list {
 		g.Await()
 	}
-	q.absorbLocked()
+}
+
+// revoke takes away the lanes to the queue pair's memory. It waits without the lock: a
+// peer that is stopped while it writes stays there for long.
+func (q *QP) revoke() {
+	q.mu.Lock()
+	list := slices.Clone(q.grants)
+	q.mu.Unlock()
+	shut(list)
+}
+
+// revokeLocked does so with those that were given since, and moves the queue pair on past
+// what was written. None is left: one that the peer tries in vain at this very moment
+// looks as if it were in use.
+func (q *QP) revokeLocked() {
+	for len(q.grants) > 0 {
+		shut(q.grants)
+		q.absorbLocked()
+	}
 }
 
 // absorbLocked moves the queue pair on past what the peer has written by itself.
@@ -169,7 +179,7 @@ func (d *Device) granted(qpn, remote uint32, l *link.Lane) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	s, local := d.link.(*link.Shared)
-	if q.closed || q.core.Type != ib.RC || q.core.State() != ib.QPRTS || q.core.DestQPN() != remote || !local || !s.LeadsTo(q.core.Flow(), remote, l) {
+	if q.closed || q.core.Type != ib.RC || !q.sendsLocked() || q.core.DestQPN() != remote || !local || !s.LeadsTo(q.core.Flow(), remote, l) {
 		return
 	}
 	k, _ := q.core.Direct.(*lanes)
@@ -182,6 +192,13 @@ func (d *Device) granted(qpn, remote uint32, l *link.Lane) {
 		k.list = slices.Delete(k.list, 0, 1)
 	}
 	k.list = append(k.list, l)
+}
+
+// sendsLocked tells whether the queue pair is connected with the peer that its lanes
+// lead to.
+func (q *QP) sendsLocked() bool {
+	s := q.core.State()
+	return s == ib.QPRTS || s == ib.QPSQD
 }
 
 // lanes are how a queue pair writes to its peer's memory: qp.Direct. The queue pair's

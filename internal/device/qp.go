@@ -268,7 +268,11 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 		done = q.writeNext(wrs)
 	}
 	if done == len(wrs) && done > 0 {
+		owes := q.core.Answering() // what a poll has left
 		q.mu.Unlock()
+		if owes {
+			q.dev.transmit(q, q.dev.now())
+		}
 		return done, nil
 	}
 	n, err := q.core.PostSend(wrs[done:])
@@ -332,14 +336,17 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 		d.finishAnswers(q)
 		q.endTurns()
 	}
+	q.revoke()
 	q.mu.Lock()
 	if q.closed {
 		q.mu.Unlock()
 		return ib.Errorf("modify_qp", syscall.EINVAL, "the queue pair is closed")
 	}
 	q.revokeLocked()
-	q.core.Direct = nil
 	err := q.core.Modify(a, mask, path, d.now())
+	if !q.sendsLocked() || path != nil {
+		q.core.Direct = nil
+	}
 	if err == nil && q.core.State() == ib.QPReset {
 		q.eachCQ(func(c *CQ) { c.Remove(q.number) })
 	}
@@ -369,6 +376,7 @@ func (q *QP) Close() error {
 		d.qps.Remove(q.number)
 		q.endTurns()
 		d.finishAnswers(q)
+		q.revoke()
 		q.mu.Lock()
 		q.closed = true
 		q.revokeLocked()

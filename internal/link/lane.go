@@ -26,10 +26,11 @@ import (
 )
 
 // After so many WRITEs by a channel's ring one of them is looked at, whether a lane would
-// do instead; while the answer is no, after twice as many each time.
+// do instead; while the answer is no, after twice as many each time. The numbers are odd:
+// of queue pairs that take turns, not always the same one is looked at.
 const (
-	offerMin = 8
-	offerMax = 4096
+	offerMin = 7
+	offerMax = 4093
 )
 
 // laneRecord is the length of a record that gives a lane.
@@ -70,7 +71,7 @@ func (s *Shared) offer(c *shm.Channel, t *train.Train) {
 	if s.cfg.Offer(t, Via{s, c}) {
 		k.offerAt = offerMin
 	} else {
-		k.offerAt = min(max(2*k.offerAt, offerMin), offerMax)
+		k.offerAt = min(max(2*k.offerAt+1, offerMin), offerMax)
 	}
 }
 
@@ -147,6 +148,7 @@ func (s *Shared) takeLane(c *shm.Channel, b []byte) bool {
 	if l.lane = c.PeerLane(int(number), pass); l.lane == nil || s.cfg.Granted == nil || s.cfg.UDP.Tap != nil {
 		return l.lane != nil
 	}
+	s.dropSegments(func(k segmentKey) bool { return k.c.Err() != nil }) // of processes whose place was taken: nobody else says so
 	t := c.Tag().(*tag)
 	c.Hold()
 	if !s.start(func() {
@@ -200,6 +202,10 @@ func (m *mapping) has(off, n uint64) bool {
 	return off <= uint64(len(m.b)) && n <= uint64(len(m.b))-off
 }
 
+// there tells whether the mapping is, and whose memory it is. Who has ended takes no pass
+// away. The caller holds mu.
+func (m *mapping) there() bool { return m.b != nil && m.c.Err() == nil }
+
 // close ends the mapping, when nobody stores there.
 func (m *mapping) close() {
 	m.mu.Lock()
@@ -232,7 +238,7 @@ func (l *Lane) Covers(rkey uint32, va uint64, n int) bool {
 func (l *Lane) Good() bool {
 	l.m.mu.RLock()
 	defer l.m.mu.RUnlock()
-	return l.m.b != nil && l.lane.Shown()
+	return l.m.there() && l.lane.Shown()
 }
 
 // Write stores n bytes of a list where the peer's address is, which the lane covers,
@@ -242,7 +248,7 @@ func (l *Lane) Good() bool {
 func (l *Lane) Write(va uint64, src *mem.List, n, packets int) bool {
 	l.m.mu.RLock()
 	defer l.m.mu.RUnlock()
-	if l.m.b == nil || !l.lane.Enter() {
+	if !l.m.there() || !l.lane.Enter() {
 		return false
 	}
 	l.piece[0] = l.m.b[l.off+(va-l.va):][:n]

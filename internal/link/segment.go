@@ -87,7 +87,14 @@ func mapSegment(k segmentKey, t *tag, write bool) ([]byte, error) {
 	}
 	b, err := sys.MapMemfdWhole(fd, write)
 	_ = sys.CloseFD(fd) // the mapping stays
-	return b, err
+	if err != nil {
+		return nil, err
+	}
+	if err := k.c.Check(); err != nil { // another process may have its number, and have answered
+		_ = sys.Unmap(b) // it was mapped: it cannot fail
+		return nil, err
+	}
+	return b, nil
 }
 
 // dropSegments unmaps those that match. Who polls calls it, or nobody does any more.

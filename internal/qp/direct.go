@@ -152,6 +152,7 @@ func (q *QP) WriteDirect(wr *ib.SendWR) int {
 	if !q.Direct.Write(wr.RKey, wr.RemoteAddr, q.source(wr), n, packets) {
 		return 0
 	}
+	q.Counters.add(CntDirect, 1)
 	q.passed(n, packets)
 	q.sq.tail++
 	q.sq.head, q.req.cur = q.sq.tail, q.sq.tail
@@ -214,6 +215,7 @@ func (q *QP) direct(w *wqe) directly {
 	if !q.Direct.Write(w.rkey, w.remote, src, n, packets) {
 		return byTrain
 	}
+	q.Counters.add(CntDirect, 1)
 	q.passed(n, packets)
 	r.direct += max(n, directLeast)
 	r.cur++

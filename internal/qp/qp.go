@@ -200,7 +200,7 @@ func (q *QP) accepts(t *train.Train) bool {
 		q.Counters.add(CntDropTransport, t.N)
 		return false
 	}
-	if q.Type != ib.UD && (t.From != q.peer || t.To != q.path.Flow.Src) {
+	if q.Type != ib.UD && !q.IsPeer(t) {
 		q.Counters.add(CntDropSource, t.N)
 		return false
 	}
@@ -212,6 +212,10 @@ func (q *QP) accepts(t *train.Train) bool {
 	}
 	return true
 }
+
+// IsPeer tells whether a train is from where the peer is, to where the queue pair is,
+// which is connected.
+func (q *QP) IsPeer(t *train.Train) bool { return t.From == q.peer && t.To == q.path.Flow.Src }
 
 // Pull makes the next train to send, if there is one: answers before requests,
 // since the peer's window waits for them.

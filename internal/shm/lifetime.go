@@ -63,6 +63,12 @@ func (c *Channel) hear() {
 	}
 }
 
+// Check is Err, but does not wait to be told that the peer has ended.
+func (c *Channel) Check() error {
+	c.hear()
+	return c.Err()
+}
+
 // fail takes the channel down, for the first cause only: nothing is sent any
 // more, and Poll will come by and report it.
 func (c *Channel) fail(err error) {
