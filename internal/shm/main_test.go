@@ -182,8 +182,6 @@ func (r *recorder) Record(c *Channel, typ byte, p []byte) {
 	}
 }
 
-func (r *recorder) Full() bool { return false }
-
 func (r *recorder) Room(c *Channel) {
 	if r.room != nil {
 		r.room(c)
