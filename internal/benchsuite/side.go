@@ -328,11 +328,14 @@ type spinner struct {
 }
 
 const (
-	yieldTurns  = 1 << 6
-	looksOfPoll = 1 << 6
-	checkTurns  = 1 << 12
-	stallLimit  = 10 * time.Second
+	yieldTurns   = 1 << 6
+	goschedTurns = 1 << 10
+	looksOfPoll  = 1 << 6
+	checkTurns   = 1 << 12
+	stallLimit   = 10 * time.Second
 )
+
+var oneProcessor = runtime.GOMAXPROCS(0) == 1
 
 func (w *spinner) reset() { w.turns, w.since = 0, time.Time{} }
 
@@ -340,9 +343,12 @@ func (w *spinner) reset() { w.turns, w.since = 0, time.Time{} }
 // ever: somebody else tells them to stop.
 func (w *spinner) pause() {
 	w.turns++
-	if w.turns%yieldTurns == 0 {
+	if w.turns%yieldTurns != 0 {
+		return
+	}
+	sys.Yield()
+	if oneProcessor || w.turns%goschedTurns == 0 { // it makes the runtime wake a thread to look for work, on the processor that the other side needs
 		runtime.Gosched()
-		sys.Yield()
 	}
 }
 
