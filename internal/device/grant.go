@@ -1,12 +1,12 @@
 package device
 
-// WRITEs of other processes that do not come by here: see link's lanes. This file says
-// who may write where by himself, and keeps the queue pairs of both sides in step.
+// WRITEs and READs of other processes that do not come by here: see link's lanes. This
+// file says who may do what by himself, and keeps the queue pairs of both sides in step.
 //
-//   - offer gives a peer a lane to a region that its queue pair has written to.
+//   - offer gives a peer a lane to a region that its queue pair has accessed.
 //   - revoke takes lanes away: by region, when that is closed or changes; by queue pair,
 //     when that changes, fails or is closed.
-//   - absorb moves a queue pair on past what was written.
+//   - absorb moves a queue pair on past what was done.
 //   - granted takes a lane that a peer has given; lanes use it.
 
 import (
@@ -17,7 +17,9 @@ import (
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/shm"
 	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
 // maxGrants is how many lanes lead to the memory of one queue pair, or from one.
@@ -28,11 +30,12 @@ type grant struct {
 	*link.Grant
 	region *mem.Region
 
-	packets, messages, bytes uint64 // absorbed; guarded by the queue pair's lock
+	absorbed shm.LaneCounts // guarded by the queue pair's lock
 }
 
 // grants are those of all queue pairs of a device, by region.
 type grants struct {
+	off      atomic.Bool // none are given: tests
 	some     atomic.Bool // there have been some
 	mu       sync.Mutex  // guards byRegion
 	byRegion map[*mem.Region][]*grant
@@ -74,18 +77,22 @@ func (d *Device) killed(r *mem.Region) {
 	d.grants.revoke(r)
 }
 
-// offer is told of a WRITE that another process has sent: see link.SharedConfig.
+// offer is told of a request that another process has sent: see link.SharedConfig.
 func (d *Device) offer(t *train.Train, via link.Via) (given bool) {
 	q := d.qps.Get(t.DestQP)
-	if q == nil || d.capture != nil {
+	if q == nil || d.capture != nil || d.grants.off.Load() {
 		return false
 	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.closed || q.core.Type != ib.RC || !q.core.Grants(ib.AccessRemoteWrite) || !q.core.IsPeer(t) {
+	acc := ib.AccessRemoteWrite
+	if t.Kind == wire.KindReadRequest {
+		acc = ib.AccessRemoteRead
+	}
+	if q.closed || q.core.Type != ib.RC || !q.core.Grants(acc) || !q.core.IsPeer(t) {
 		return false
 	}
-	d.table.Whole(t.RETH.RKey, t.RETH.VA, ib.AccessRemoteWrite, q.core.Actor(), func(r *mem.Region, b []byte) {
+	d.table.Whole(t.RETH.RKey, t.RETH.VA, acc, q.core.Actor(), func(r *mem.Region, b []byte) {
 		given = q.giveLocked(t, r, b, via)
 	})
 	return given
@@ -101,7 +108,9 @@ func (q *QP) giveLocked(t *train.Train, r *mem.Region, b []byte, via link.Via) b
 	if len(q.grants) == maxGrants || slices.ContainsFunc(q.grants, func(g *grant) bool { return g.region == r }) {
 		return false // the peer will use it soon, or has too many
 	}
-	given := via.Give(&link.Offer{QPN: q.number, Peer: q.core.DestQPN(), RKey: t.RETH.RKey, VA: r.IOVA(), Bytes: b, Segment: segment, Off: off})
+	may := func(acc ib.Access) bool { return r.Access()&acc == acc && q.core.Grants(acc) }
+	given := via.Give(&link.Offer{QPN: q.number, Peer: q.core.DestQPN(), RKey: t.RETH.RKey, VA: r.IOVA(), Bytes: b, Segment: segment, Off: off,
+		Write: may(ib.AccessRemoteWrite), Read: may(ib.AccessRemoteRead)})
 	if given == nil {
 		return false
 	}
@@ -157,10 +166,11 @@ func (q *QP) revokeLocked() {
 func (q *QP) absorbLocked() {
 	q.grants = slices.DeleteFunc(q.grants, func(g *grant) bool {
 		over := !g.Open() && (!g.Inside() || g.Gone()) // before the counts are read
-		packets, messages, bytes := g.Counts()
-		if packets != g.packets || messages != g.messages {
-			q.core.Absorb(packets-g.packets, messages-g.messages, bytes-g.bytes)
-			g.packets, g.messages, g.bytes = packets, messages, bytes
+		counts := g.Counts()
+		if n := counts.Less(&g.absorbed); n != (shm.LaneCounts{}) {
+			q.core.Absorb(n[shm.LaneWrites], n[shm.LaneWritePackets], n[shm.LaneWritten], false)
+			q.core.Absorb(n[shm.LaneReads], n[shm.LaneReadPackets], n[shm.LaneRead], true)
+			g.absorbed = counts
 		}
 		if over {
 			q.dev.grants.remove(g)
@@ -201,7 +211,7 @@ func (q *QP) sendsLocked() bool {
 	return s == ib.QPRTS || s == ib.QPSQD
 }
 
-// lanes are how a queue pair writes to its peer's memory: qp.Direct. The queue pair's
+// lanes are how a queue pair accesses its peer's memory: qp.Direct. The queue pair's
 // lock guards them.
 type lanes struct {
 	q    *QP
@@ -210,9 +220,9 @@ type lanes struct {
 }
 
 // Covers implements qp.Direct.
-func (k *lanes) Covers(rkey uint32, va uint64, n int) bool {
+func (k *lanes) Covers(rkey uint32, va uint64, n int, read bool) bool {
 	for _, l := range k.list {
-		if l.Covers(rkey, va, n) {
+		if l.Covers(rkey, va, n, read) {
 			k.next = l
 			return true
 		}
@@ -220,9 +230,9 @@ func (k *lanes) Covers(rkey uint32, va uint64, n int) bool {
 	return false
 }
 
-// Write implements qp.Direct: behind Covers.
-func (k *lanes) Write(_ uint32, va uint64, src *mem.List, n, packets int) bool {
-	if k.next.Write(va, src, n, packets) {
+// Copy implements qp.Direct: behind Covers.
+func (k *lanes) Copy(va uint64, own *mem.List, n, packets int, read bool) bool {
+	if k.next.Copy(va, own, n, packets, read) {
 		return true
 	}
 	if !k.next.Good() {
@@ -235,15 +245,15 @@ func (k *lanes) Write(_ uint32, va uint64, src *mem.List, n, packets int) bool {
 	return false
 }
 
-// writeLanes executes the first requests of a list by the direct way, and returns how
+// byLanes executes the first requests of a list by the direct way, and returns how
 // many. The caller holds q's lock. While the token is free nobody has trains of q's in
 // hand, nor gets any without the lock.
-func (q *QP) writeLanes(wrs []ib.SendWR) (done int) {
+func (q *QP) byLanes(wrs []ib.SendWR) (done int) {
 	if q.tx.Load() != txIdle {
 		return 0
 	}
 	for left := directQuantum; done < len(wrs) && left > 0 && q.core.Direct != nil; done++ {
-		n := q.core.WriteDirect(&wrs[done])
+		n := q.core.PostDirect(&wrs[done])
 		if n == 0 {
 			break
 		}

@@ -294,6 +294,7 @@ func TestLocalRead(t *testing.T) {
 		t.Run(fmt.Sprintf("shared %v", shared), func(t *testing.T) {
 			a, b := byRings(t, ib.RC, size)
 			if shared {
+				b.dev.grants.off.Store(true) // by the ring
 				b.shareMemory(size)
 			}
 			next := uint32(0)

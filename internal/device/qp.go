@@ -263,7 +263,7 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 	q.posted = true
 	var done int
 	if q.core.Direct != nil {
-		done = q.writeLanes(wrs)
+		done = q.byLanes(wrs)
 	} else {
 		done = q.writeNext(wrs)
 	}

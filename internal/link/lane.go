@@ -1,15 +1,15 @@
 package link
 
-// WRITEs into memory that both processes can map, by the sender itself: one store where
-// the bytes belong, and nobody there has to do anything.
+// WRITEs into memory that both processes can map, and READs from there, by the initiator
+// itself: one copy, and nobody there has to do anything.
 //
 // Rights are the owner's to check, as ever; here he does so beforehand. When a queue
-// pair has got a few WRITEs into a region of such memory by the ring, its owner gives
+// pair has got a few requests for a region of such memory by the ring, its owner gives
 // the peer a lane (shm): the record names the queue pairs, the region's key and bounds,
-// and the segment that it lies in, which the peer maps. From then on the peer may store
-// there, until the owner takes the lane's pass away: before the region is closed or
-// changes, before the queue pair changes, and when it fails. He waits then until the
-// peer is not storing. What was stored is counted on the lane, and the owner moves the
+// and the segment that it lies in, which the peer maps. From then on the peer may copy
+// there and from there, until the owner takes the lane's pass away: before the region is
+// closed or changes, before the queue pair changes, and when it fails. He waits then until
+// the peer is not copying. What was done is counted on the lane, and the owner moves the
 // queue pair on past it before he looks at anything else that comes for it.
 //
 // A sender uses a lane only when everything before has been acknowledged, so that
@@ -25,7 +25,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// After so many WRITEs by a channel's ring one of them is looked at, whether a lane would
+// After so many requests by a channel's ring one of them is looked at, whether a lane would
 // do instead; while the answer is no, after twice as many each time. The numbers are odd:
 // of queue pairs that take turns, not always the same one is looked at.
 const (
@@ -34,12 +34,14 @@ const (
 )
 
 // laneRecord is the length of a record that gives a lane.
-const laneRecord = 4*4 + 5*8
+const laneRecord = 5*4 + 5*8
 
-// Offer is what a device lets a peer write to.
+// Offer is what a device lets a peer access.
 type Offer struct {
 	QPN, Peer uint32 // the queue pairs, ours and the peer's
 	RKey      uint32
+	Write     bool   // it may be written to
+	Read      bool   // and read from
 	VA        uint64 // of the first byte
 	Bytes     []byte
 	// Segment and Off are where the bytes lie.
@@ -58,9 +60,10 @@ func (g *Grant) Await() { g.Lane.Await(g.c) }
 // Gone tells whether the peer has ended.
 func (g *Grant) Gone() bool { return g.c.Err() != nil }
 
-// offer looks at a WRITE that has just been executed.
+// offer looks at a request that has just been executed.
 func (s *Shared) offer(c *shm.Channel, t *train.Train) {
-	if t.Kind != wire.KindWrite || !t.Start || !t.End || t.Len == 0 || s.cfg.Offer == nil || s.cfg.UDP.Tap != nil {
+	if t.Kind != wire.KindWrite && t.Kind != wire.KindReadRequest || !t.Start || !t.End || t.RETH.Len == 0 ||
+		s.cfg.Offer == nil || s.cfg.UDP.Tap != nil {
 		return
 	}
 	k := c.Tag().(*tag)
@@ -75,7 +78,7 @@ func (s *Shared) offer(c *shm.Channel, t *train.Train) {
 	}
 }
 
-// Via is the way that a WRITE has come.
+// Via is the way that a request has come.
 type Via struct {
 	s *Shared
 	c *shm.Channel
@@ -88,12 +91,20 @@ func (v Via) Give(o *Offer) *Grant {
 	if l == nil {
 		return nil
 	}
-	mem.OpenSegment(o.Segment)
+	var rights uint32
+	if o.Write {
+		mem.OpenSegment(o.Segment)
+		rights = laneWrite
+	}
+	if o.Read {
+		rights |= laneRead
+	}
 	b := make([]byte, laneRecord)
 	p := packer{b}
 	p.u32(o.Peer)
 	p.u32(o.QPN)
 	p.u32(o.RKey)
+	p.u32(rights)
 	p.u32(uint32(l.Number()))
 	p.u64(l.Pass())
 	p.u64(o.VA)
@@ -108,25 +119,32 @@ func (v Via) Give(o *Offer) *Grant {
 	return &Grant{l, c}
 }
 
-// Lane is the sender's end: memory of another process, and the right to store there.
+// Rights, as the record has them.
+const (
+	laneWrite = 1 << iota
+	laneRead
+)
+
+// Lane is the initiator's end: memory of another process, and rights to it.
 type Lane struct {
 	s    *Shared
 	m    *mapping
 	lane *shm.PeerLane
 
 	rkey     uint32
+	rights   uint32
 	va, size uint64
 	off      uint64 // where in the mapping the first byte lies
 
 	piece [1][]byte
-	to    mem.List
+	there mem.List
 }
 
-// mapping is a segment of another process, to write to.
+// mapping is a segment of another process, which lanes lead to.
 type mapping struct {
 	c *shm.Channel
 
-	mu sync.RWMutex // held for reading while somebody stores
+	mu sync.RWMutex // held for reading while somebody copies
 	b  []byte       // nil: it is gone
 }
 
@@ -140,7 +158,7 @@ func (s *Shared) takeLane(c *shm.Channel, b []byte) bool {
 	copy(own[:], b)
 	p := unpacker{own[:]}
 	qpn, remote := p.u32(), p.u32()
-	l := &Lane{s: s, rkey: p.u32()}
+	l := &Lane{s: s, rkey: p.u32(), rights: p.u32()}
 	number, pass := p.u32(), p.u64()
 	l.va, l.size = p.u64(), p.u64()
 	k := segmentKey{c, p.u64()}
@@ -153,7 +171,7 @@ func (s *Shared) takeLane(c *shm.Channel, b []byte) bool {
 	c.Hold()
 	if !s.start(func() {
 		defer c.Release() // the mapping has its own hold
-		m := s.writable(k, t)
+		m := s.mapLane(k, t, l.rights&laneWrite != 0)
 		if m == nil || !m.has(l.off, l.size) {
 			return
 		}
@@ -165,10 +183,11 @@ func (s *Shared) takeLane(c *shm.Channel, b []byte) bool {
 	return true
 }
 
-// writable returns a segment of a process, mapped to write to.
-func (s *Shared) writable(k segmentKey, t *tag) *mapping {
+// mapLane returns a segment of a process, mapped to read from or also to write to.
+func (s *Shared) mapLane(k segmentKey, t *tag, write bool) *mapping {
+	key := laneKey{k, write}
 	s.segments.mu.Lock()
-	m, n := s.segments.writable[k], len(s.segments.writable)
+	m, n := s.segments.lanes[key], len(s.segments.lanes)
 	s.segments.mu.Unlock()
 	if m != nil {
 		return m
@@ -176,22 +195,22 @@ func (s *Shared) writable(k segmentKey, t *tag) *mapping {
 	if n >= maxMapped {
 		return nil
 	}
-	b, err := mapSegment(k, t, true)
+	b, err := mapSegment(k, t, write)
 	if err != nil {
 		return nil // it goes by the ring, as before
 	}
 	s.segments.mu.Lock()
 	defer s.segments.mu.Unlock()
-	if m = s.segments.writable[k]; m != nil || k.c.Err() != nil { // somebody else was faster; or it is gone, and nobody would unmap it
+	if m = s.segments.lanes[key]; m != nil || k.c.Err() != nil { // somebody else was faster; or it is gone, and nobody would unmap it
 		_ = sys.Unmap(b)
 		return m
 	}
-	if s.segments.writable == nil {
-		s.segments.writable = make(map[segmentKey]*mapping)
+	if s.segments.lanes == nil {
+		s.segments.lanes = make(map[laneKey]*mapping)
 	}
 	m = &mapping{c: k.c, b: b}
 	k.c.Hold()
-	s.segments.writable[k] = m
+	s.segments.lanes[key] = m
 	return m
 }
 
@@ -202,9 +221,9 @@ func (m *mapping) has(off, n uint64) bool {
 	return off <= uint64(len(m.b)) && n <= uint64(len(m.b))-off
 }
 
-// there tells whether the mapping is, and whose memory it is. Who has ended takes no pass
+// good tells whether the mapping is, and whose memory it is. Who has ended takes no pass
 // away. The caller holds mu.
-func (m *mapping) there() bool { return m.b != nil && m.c.Err() == nil }
+func (m *mapping) good() bool { return m.b != nil && m.c.Err() == nil }
 
 // close ends the mapping, when nobody stores there.
 func (m *mapping) close() {
@@ -228,36 +247,45 @@ func (s *Shared) LeadsTo(f *train.Flow, qpn uint32, l *Lane) bool {
 	return ok && to.dev.channels[process].Load() == l.m.c
 }
 
-// Covers tells whether a range of the peer's memory is one that the lane leads to.
-func (l *Lane) Covers(rkey uint32, va uint64, n int) bool {
+// Covers tells whether a range of the peer's memory is one that the lane leads to, to be
+// written to or read from.
+func (l *Lane) Covers(rkey uint32, va uint64, n int, read bool) bool {
+	right := uint32(laneWrite)
+	if read {
+		right = laneRead
+	}
 	off := va - l.va // below va it is larger than any size
-	return rkey == l.rkey && off <= l.size && uint64(n) <= l.size-off
+	return rkey == l.rkey && l.rights&right != 0 && off <= l.size && uint64(n) <= l.size-off
 }
 
 // Good tells whether the lane may still be used.
 func (l *Lane) Good() bool {
 	l.m.mu.RLock()
 	defer l.m.mu.RUnlock()
-	return l.m.there() && l.lane.Shown()
+	return l.m.good() && l.lane.Shown()
 }
 
-// Write stores n bytes of a list where the peer's address is, which the lane covers,
-// and counts them as so many packets. It reports false, and the message has to go
-// another way, if the lane is not good any more, or the bytes could not be read: some may
-// have been stored. One at a time.
-func (l *Lane) Write(va uint64, src *mem.List, n, packets int) bool {
+// Copy copies n bytes of a list to where the peer's address is, which the lane covers, or
+// from there if read is set, and counts them as so many packets. It reports false, and the
+// request has to go another way, if the lane is not good any more, or our own memory could
+// not be accessed: some bytes may have been copied. One at a time.
+func (l *Lane) Copy(va uint64, own *mem.List, n, packets int, read bool) bool {
 	l.m.mu.RLock()
 	defer l.m.mu.RUnlock()
-	if !l.m.there() || !l.lane.Enter() {
+	if !l.m.good() || !l.lane.Enter() {
 		return false
 	}
 	l.piece[0] = l.m.b[l.off+(va-l.va):][:n]
-	l.to = mem.List{Raw: l.piece[:], Frail: true}
-	f, _ := mem.Copy(&l.to, src, uint64(n), true)
-	if !f.OK() {
-		packets = 0
+	l.there = mem.List{Raw: l.piece[:], Frail: true}
+	to, from, what := &l.there, own, shm.LaneWrites
+	if read {
+		to, from, what = own, &l.there, shm.LaneReads
 	}
-	l.lane.Leave(packets, n)
+	f, _ := mem.Copy(to, from, uint64(n), true)
+	if f.OK() {
+		l.lane.Count(what, packets, n)
+	}
+	l.lane.Leave()
 	if !l.s.lively.Load() {
 		l.s.lively.Store(true)
 	}

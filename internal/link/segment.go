@@ -26,14 +26,20 @@ type segmentKey struct {
 	id uint64
 }
 
+// laneKey is a segment that lanes lead to.
+type laneKey struct {
+	segmentKey
+	write bool // it is mapped to be written to
+}
+
 // segmentMaps are the segments of others. Who polls looks them up; those who ask for them
 // leave them in arrived.
 type segmentMaps struct {
 	byKey map[segmentKey][]byte // nil: asked for, or not to be had; Poll's own
 
-	mu       sync.Mutex // guards what follows
-	arrived  map[segmentKey][]byte
-	writable map[segmentKey]*mapping // see lane.go
+	mu      sync.Mutex // guards what follows
+	arrived map[segmentKey][]byte
+	lanes   map[laneKey]*mapping // see lane.go
 }
 
 // findSegment returns the bytes of a segment, if it is mapped. If it is not, it asks for it.
@@ -112,9 +118,9 @@ func (s *Shared) dropSegments(match func(segmentKey) bool) {
 			}
 		}
 	}
-	for k, m := range s.segments.writable {
-		if match(k) {
-			delete(s.segments.writable, k)
+	for k, m := range s.segments.lanes {
+		if match(k.segmentKey) {
+			delete(s.segments.lanes, k)
 			m.close()
 		}
 	}

@@ -34,7 +34,7 @@ const (
 	CntFaultWaits                     // times that the send side stood still while its memory was fetched
 	CntDropFault                      // UC and UD messages whose memory had to be fetched
 	CntInline                         // messages and results that waited beside their completion (inline.go)
-	CntDirect                         // WRITEs that were stored at the peer's by this side (direct.go)
+	CntDirect                         // WRITEs and READs that this side has executed at the peer's (direct.go)
 	NumCounters
 )
 
@@ -45,7 +45,7 @@ var counterNames = [NumCounters]string{
 	"drop_qp_state", "drop_transport", "drop_source_address", "drop_bad_qkey", "drop_no_receive",
 	"drop_broken_message", "drop_malformed", "resp_invalid_request", "resp_remote_access_errors",
 	"resp_remote_operation_errors", "page_fault_rnr_naks", "page_fault_waits", "drop_page_fault", "inline_receives",
-	"local_direct_writes",
+	"local_direct",
 }
 
 func (c Counter) String() string { return counterNames[c] }

@@ -59,6 +59,15 @@ func (q *QP) WriteTo(p *QP, wr *ib.SendWR) int {
 	return n
 }
 
+// shortRead is shortWrite for READs.
+func (q *QP) shortRead(wr *ib.SendWR) int {
+	s := &q.sq
+	if wr.Op != ib.OpRDMARead || wr.Flags&^ib.SendSignaled != 0 || s.tail-s.freed.Load() >= s.max || wr.Inline != nil || len(wr.SGL) != 1 || s.maxSGE < 1 {
+		return 0
+	}
+	return int(wr.SGL[0].Length)
+}
+
 // shortWrite returns how many bytes a request has that may go without a train; 0 if it
 // may not.
 func (q *QP) shortWrite(wr *ib.SendWR) int {
@@ -93,7 +102,7 @@ func (q *QP) expects(from *QP) bool {
 
 // written moves both sides on past a WRITE of n bytes.
 func (q *QP) written(p *QP, wr *ib.SendWR, n, packets int) {
-	p.Absorb(uint64(packets), 1, uint64(n))
+	p.Absorb(1, uint64(packets), uint64(n), false)
 	q.passed(n, packets)
 	q.sq.tail++
 	q.sq.head, q.req.cur = q.sq.tail, q.sq.tail
@@ -103,63 +112,103 @@ func (q *QP) written(p *QP, wr *ib.SendWR, n, packets int) {
 	p.Counters.add(CntAcksSent, 1)
 	p.Counters.add(CntTxPackets, 1)
 	q.Counters.add(CntRxPackets, 1)
-	q.completeWrite(wr.ID)
+	wc := ib.WC{ID: wr.ID, Op: ib.WCRDMAWrite, QPN: q.Number}
+	q.pushed(q.SendCQ.PushSend(&wc, q.sq.freed, q.sq.head))
 }
 
 // passed moves the requester on past a WRITE of n bytes that is done, and the only one
 // under way.
 func (q *QP) passed(n, packets int) {
-	r := &q.req
 	q.Counters.add(CntTxPackets, packets)
 	q.Counters.add(CntTxBytes, n)
+	q.moved(packets)
+}
+
+// moved moves the PSNs on.
+func (q *QP) moved(packets int) {
+	r := &q.req
 	r.max = r.max.Add(packets)
 	r.una, r.nxt, r.unacked = r.max, r.max, 0
 }
 
-// completeWrite completes the WRITE before head.
-func (q *QP) completeWrite(id uint64) {
-	wc := ib.WC{ID: id, Op: ib.WCRDMAWrite, QPN: q.Number}
-	q.pushed(q.SendCQ.PushSend(&wc, q.sq.freed, q.sq.head))
-}
-
-// Absorb moves the responder on past WRITEs that were done without it.
-func (q *QP) Absorb(packets, messages, bytes uint64) {
-	r := &q.resp
-	q.Counters[CntRxPackets] += packets
-	q.Counters[CntRxBytes] += bytes
+// Absorb moves the responder on past requests that were executed without it: so many, of
+// so many packets and bytes.
+func (q *QP) Absorb(messages, packets, bytes uint64, read bool) {
+	r, c := &q.resp, &q.Counters
+	if read {
+		c[CntRxPackets] += messages
+		c[CntTxPackets] += packets
+		c[CntTxBytes] += bytes
+	} else {
+		c[CntRxPackets] += packets
+		c[CntRxBytes] += bytes
+	}
 	r.epsn = r.epsn.Add(int(packets & (1<<24 - 1)))
 	r.msn = (r.msn + uint32(messages)) & (1<<24 - 1)
 }
 
-// Direct is a way by which WRITEs are done at once, at the peer, who is told only that
-// they were (Absorb).
+// Direct is a way by which WRITEs and READs are done at once, at the peer, who is told
+// only that they were (Absorb).
 type Direct interface {
-	// Covers tells whether a range of the peer's memory can be reached that way.
-	Covers(rkey uint32, va uint64, n int) bool
-	// Write does a WRITE there. If it returns false the WRITE must go by trains; some of
-	// its bytes may have been written.
-	Write(rkey uint32, va uint64, src *mem.List, n, packets int) bool
+	// Covers tells whether a range of the peer's memory can be reached that way, to be
+	// written to or read from.
+	Covers(rkey uint32, va uint64, n int, read bool) bool
+	// Copy does a WRITE or a READ of what Covers was asked for. If it returns false the
+	// request must go by trains; some bytes may have been copied.
+	Copy(va uint64, own *mem.List, n, packets int, read bool) bool
 }
 
-// WriteDirect executes a request by the direct way, if it can go that way and nothing
+// PostDirect executes a request by the direct way, if it can go that way and nothing
 // is before it. It returns its bytes; or 0, and has changed nothing.
-func (q *QP) WriteDirect(wr *ib.SendWR) int {
-	n := q.shortWrite(wr)
-	if n == 0 || n > train.MaxBytes || q.sq.head != q.sq.tail || !q.free() || !q.Direct.Covers(wr.RKey, wr.RemoteAddr, n) {
+func (q *QP) PostDirect(wr *ib.SendWR) int {
+	n, read := q.shortWrite(wr), false
+	if n == 0 {
+		n, read = q.shortRead(wr), true
+	}
+	if n == 0 || n > train.MaxBytes || q.sq.head != q.sq.tail || !q.free() || !q.Direct.Covers(wr.RKey, wr.RemoteAddr, n, read) {
 		return 0
 	}
-	packets := q.packets(n)
-	if !q.Direct.Write(wr.RKey, wr.RemoteAddr, q.source(wr), n, packets) {
+	own, packets := q.source(wr), q.packets(n)
+	if read {
+		own.Access = ib.AccessLocalWrite
+	}
+	if read && !q.mayRead() || !q.Direct.Copy(wr.RemoteAddr, own, n, packets, read) {
 		return 0
 	}
-	q.Counters.add(CntDirect, 1)
-	q.passed(n, packets)
+	q.passedDirect(n, packets, read)
 	q.sq.tail++
 	q.sq.head, q.req.cur = q.sq.tail, q.sq.tail
 	if wr.Flags&ib.SendSignaled != 0 || q.SignalAll {
-		q.completeWrite(wr.ID)
+		wc := ib.WC{ID: wr.ID, Op: opTable[wr.Op].wc, QPN: q.Number}
+		if read {
+			wc.ByteLen = uint32(n)
+		}
+		q.pushed(q.SendCQ.PushSend(&wc, q.sq.freed, q.sq.head))
 	}
 	return n
+}
+
+// mayRead tells whether the result of a READ can be written now: it does not overtake an
+// earlier one.
+func (q *QP) mayRead() bool {
+	if q.attr.MaxRDAtomic == 0 {
+		return false
+	}
+	f := q.writeResults()
+	return f.OK()
+}
+
+// passedDirect moves the requester on past a request that was done by the direct way.
+func (q *QP) passedDirect(n, packets int, read bool) {
+	q.Counters.add(CntDirect, 1)
+	if !read {
+		q.passed(n, packets)
+		return
+	}
+	q.Counters.add(CntTxPackets, 1)
+	q.Counters.add(CntRxPackets, packets)
+	q.Counters.add(CntRxBytes, n)
+	q.moved(packets)
 }
 
 // free tells whether a new request could be executed now: nothing is under way.
@@ -191,8 +240,9 @@ const (
 
 // direct executes the request that is to be started, if it can go by the direct way.
 func (q *QP) direct(w *wqe) directly {
-	r, n := &q.req, int(w.len)
-	if w.op != ib.OpRDMAWrite || w.flags&ib.SendFence != 0 || n == 0 || n > train.MaxBytes || !q.Direct.Covers(w.rkey, w.remote, n) {
+	r, n, read := &q.req, int(w.len), w.op == ib.OpRDMARead
+	if w.op != ib.OpRDMAWrite && !read || w.flags&ib.SendFence != 0 || n == 0 || n > train.MaxBytes ||
+		!q.Direct.Covers(w.rkey, w.remote, n, read) {
 		return byTrain
 	}
 	if !q.free() {
@@ -204,19 +254,17 @@ func (q *QP) direct(w *wqe) directly {
 	if r.direct >= train.MaxBytes {
 		return waits // so much in one call; the owner calls again
 	}
-	src := &r.list
+	own, packets := &r.list, q.packets(n)
 	if w.inline {
 		q.resp.raw[0] = q.sq.inlineData(r.cur)
-		*src = mem.List{Raw: q.resp.raw[:]}
+		*own = mem.List{Raw: q.resp.raw[:]}
 	} else {
-		src = q.localList(r.cur, 0)
+		own = q.localList(r.cur, 0)
 	}
-	packets := q.packets(n)
-	if !q.Direct.Write(w.rkey, w.remote, src, n, packets) {
+	if read && !q.mayRead() || !q.Direct.Copy(w.remote, own, n, packets, read) {
 		return byTrain
 	}
-	q.Counters.add(CntDirect, 1)
-	q.passed(n, packets)
+	q.passedDirect(n, packets, read)
 	r.direct += max(n, directLeast)
 	r.cur++
 	q.sq.head = r.cur

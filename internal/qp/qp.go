@@ -303,7 +303,7 @@ func (q *QP) pushed(ok bool) {
 func (q *QP) Grants(acc ib.Access) bool {
 	switch q.state {
 	case ib.QPRTR, ib.QPRTS, ib.QPSQD:
-		return q.established && q.attr.Access&acc == acc
+		return q.established && q.attr.Access&acc == acc && (acc&ib.AccessRemoteRead == 0 || q.attr.MaxDestRDAtomic > 0)
 	}
 	return false
 }

@@ -1,10 +1,10 @@
 package shm
 
-// Lanes: how a peer stores into memory of ours by itself, while we let it.
+// Lanes: how a peer accesses memory of ours by itself, while we let it.
 //
 // The owner of an inbox gives a peer a lane with a pass, a number that is never used
 // again, and shows the pass on the lane. The peer enters the lane with it, looks
-// whether it is still shown, stores, counts and leaves. The owner takes the pass away
+// whether it is still shown, stores or loads, counts and leaves. The owner takes the pass away
 // and then looks whether the peer is inside: one of the two sees the other, so when the
 // owner has seen nobody, nobody is in there and nobody will be.
 //
@@ -15,8 +15,7 @@ package shm
 //
 //	pass      the owner's: who may enter; 0: nobody
 //	inside    the peer's: the pass of who is inside; 0: nobody
-//	packets, messages, bytes
-//	          the peer's: what it has stored with this pass
+//	counts    the peer's: what it has done with this pass (LaneCounts)
 
 import (
 	"runtime"
@@ -28,13 +27,32 @@ const (
 	// MaxLanes is how many lanes an inbox has.
 	MaxLanes = 1024
 
-	lanesAt    = inboxPage
-	laneBytes  = 2 * line
-	insideAt   = line
-	packetsAt  = insideAt + 8
-	messagesAt = insideAt + 16
-	bytesAt    = insideAt + 24
+	lanesAt   = inboxPage
+	laneBytes = 2 * line
+	insideAt  = line
+	countsAt  = insideAt + 8
 )
+
+// LaneCounts is what a peer has done by a lane.
+type LaneCounts [6]uint64
+
+// Indexes of LaneCounts. Packets are those that it would have been.
+const (
+	LaneWrites = iota
+	LaneWritePackets
+	LaneWritten // bytes
+	LaneReads
+	LaneReadPackets // of the answers
+	LaneRead        // bytes
+)
+
+// Less returns what came since.
+func (c LaneCounts) Less(before *LaneCounts) LaneCounts {
+	for i := range c {
+		c[i] -= before[i]
+	}
+	return c
+}
 
 // lanes are those of an inbox.
 type lanes struct {
@@ -52,15 +70,13 @@ type Lane struct {
 }
 
 type laneWords struct {
-	pass, inside             *atomic.Uint64
-	packets, messages, bytes *atomic.Uint64
-	line                     []byte // the peer's
+	pass, inside *atomic.Uint64
+	counts       []byte
 }
 
 func laneOf(mem []byte, index int) laneWords {
 	b := mem[lanesAt+index*laneBytes:][:laneBytes]
-	return laneWords{pass: word(b, 0), inside: word(b, insideAt), packets: word(b, packetsAt), messages: word(b, messagesAt),
-		bytes: word(b, bytesAt), line: b[line:]}
+	return laneWords{pass: word(b, 0), inside: word(b, insideAt), counts: b[countsAt:]}
 }
 
 // NewLane opens a lane, or returns nil if there is none left.
@@ -80,9 +96,9 @@ func (in *Inbox) NewLane() *Lane {
 	}
 	k.last++
 	l.pass, l.words = k.last, laneOf(in.mem, l.index)
-	l.words.packets.Store(0) // nobody is inside who would count
-	l.words.messages.Store(0)
-	l.words.bytes.Store(0)
+	for i := range (LaneCounts{}) {
+		word(l.words.counts, 8*i).Store(0) // nobody is inside who would count
+	}
 	l.words.pass.Store(l.pass)
 	return l
 }
@@ -113,9 +129,12 @@ func (l *Lane) Await(c *Channel) {
 	}
 }
 
-// Counts returns what the peer has stored.
-func (l *Lane) Counts() (packets, messages, bytes uint64) {
-	return l.words.packets.Load(), l.words.messages.Load(), l.words.bytes.Load()
+// Counts returns what the peer has done.
+func (l *Lane) Counts() (c LaneCounts) {
+	for i := range c {
+		c[i] = word(l.words.counts, 8*i).Load()
+	}
+	return c
 }
 
 // Free gives the lane back. It is shut, and the peer is not inside, or has ended there.
@@ -131,9 +150,9 @@ func (l *Lane) Free() {
 
 // PeerLane is the peer's end: one user at a time.
 type PeerLane struct {
-	pass                     uint64
-	words                    laneWords
-	packets, messages, bytes uint64
+	pass   uint64
+	words  laneWords
+	counts LaneCounts
 }
 
 // PeerLane returns a lane that the peer has given us, nil if there is no such. It is
@@ -160,19 +179,20 @@ func (l *PeerLane) Enter() bool {
 // Shown tells whether the pass is still good.
 func (l *PeerLane) Shown() bool { return l.words.pass.Load() == l.pass }
 
-// Leave ends what Enter began, and counts a message of so many packets and bytes; none,
-// if there are no packets.
-func (l *PeerLane) Leave(packets, bytes int) {
-	if packets > 0 {
-		l.packets += uint64(packets)
-		l.messages++
-		l.bytes += uint64(bytes)
-		store(l.words.line, packetsAt-line, l.packets)
-		store(l.words.line, messagesAt-line, l.messages)
-		store(l.words.line, bytesAt-line, l.bytes)
+// Count counts a message of so many packets and bytes, before Leave: what is LaneWrites or
+// LaneReads.
+func (l *PeerLane) Count(what, packets, bytes int) {
+	c := l.counts[what : what+3 : what+3]
+	c[0]++
+	c[1] += uint64(packets)
+	c[2] += uint64(bytes)
+	for i, v := range c {
+		store(l.words.counts, 8*(what+i), v)
 	}
-	l.words.inside.Store(0) // and with it is seen what was stored
 }
+
+// Leave ends what Enter began.
+func (l *PeerLane) Leave() { l.words.inside.Store(0) } // and with it is seen what was stored
 
 // Hold keeps the peer's inbox mapped, until Release. A sink may call it while it is
 // given a record of the channel.
