@@ -185,10 +185,15 @@ func (s *UDPSocket) Send(b *SendBatch, from int) (int, error) {
 	for {
 		var n uintptr
 		var e unix.Errno
-		if b.n-from == 1 { // cheaper than a batch of one
-			_, _, e = unix.RawSyscall(unix.SYS_SENDMSG, uintptr(s.fd), uintptr(unsafe.Pointer(&b.hdrs[from].hdr)), unix.MSG_DONTWAIT)
+		switch h := &b.hdrs[from].hdr; {
+		case b.n-from == 1 && h.Iovlen == 1 && h.Controllen == 0: // cheaper than a header that the kernel must fetch
+			_, _, e = unix.RawSyscall6(unix.SYS_SENDTO, uintptr(s.fd), uintptr(unsafe.Pointer(h.Iov.Base)), uintptr(h.Iov.Len),
+				unix.MSG_DONTWAIT, uintptr(unsafe.Pointer(h.Name)), uintptr(h.Namelen))
 			n = 1
-		} else {
+		case b.n-from == 1: // cheaper than a batch of one
+			_, _, e = unix.RawSyscall(unix.SYS_SENDMSG, uintptr(s.fd), uintptr(unsafe.Pointer(h)), unix.MSG_DONTWAIT)
+			n = 1
+		default:
 			n, _, e = unix.RawSyscall6(unix.SYS_SENDMMSG, uintptr(s.fd),
 				uintptr(unsafe.Pointer(&b.hdrs[from])), uintptr(b.n-from), unix.MSG_DONTWAIT, 0, 0)
 		}
