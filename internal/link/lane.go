@@ -60,10 +60,9 @@ func (g *Grant) Await() { g.Lane.Await(g.c) }
 // Gone tells whether the peer has ended.
 func (g *Grant) Gone() bool { return g.c.Err() != nil }
 
-// offer looks at a request that has just been executed.
+// offer looks at a request, the start of which has just been executed.
 func (s *Shared) offer(c *shm.Channel, t *train.Train) {
-	if t.Kind != wire.KindWrite && t.Kind != wire.KindReadRequest || !t.Start || !t.End || t.RETH.Len == 0 ||
-		s.cfg.Offer == nil || s.cfg.UDP.Tap != nil {
+	if t.Kind != wire.KindWrite && t.Kind != wire.KindReadRequest || !t.Start || t.RETH.Len == 0 || s.cfg.Offer == nil || s.cfg.UDP.Tap != nil {
 		return
 	}
 	k := c.Tag().(*tag)

@@ -72,6 +72,8 @@ func runChild(ctx context.Context, mode, addr, arg string) error {
 		return childDrain(in)
 	case "memory", "private":
 		return childMemory(in, c)
+	case "lane":
+		return childLane(in)
 	case "close":
 		c.Send(recDone)
 		c.Close()
@@ -281,4 +283,21 @@ func childMemory(in *Inbox, c *Channel) error {
 		}
 	}
 	return nil
+}
+
+// childLane enters the lane that it is told of, and stays there.
+func childLane(in *Inbox) error {
+	var p *PeerLane
+	s := &recorder{record: func(c *Channel, _ byte, b []byte) {
+		c.Hold()
+		p = c.PeerLane(int(binary.NativeEndian.Uint64(b)), binary.NativeEndian.Uint64(b[8:]))
+	}}
+	for in.Poll(s, 1) == 0 || p == nil {
+		in.Wait(time.Second)
+	}
+	if !p.Enter() {
+		return errors.New("it cannot enter")
+	}
+	time.Sleep(patience)
+	return errors.New("it was left alone")
 }

@@ -169,12 +169,15 @@ func (l *PeerLane) Enter() bool {
 	if !l.words.inside.CompareAndSwap(0, l.pass) {
 		return false
 	}
-	if l.words.pass.Load() == l.pass {
+	if l.Shown() {
 		return true
 	}
-	l.words.inside.Store(0)
+	l.back()
 	return false
 }
+
+// back ends an Enter in vain. The lane may be somebody else's already, who is inside.
+func (l *PeerLane) back() { l.words.inside.CompareAndSwap(l.pass, 0) }
 
 // Shown tells whether the pass is still good.
 func (l *PeerLane) Shown() bool { return l.words.pass.Load() == l.pass }

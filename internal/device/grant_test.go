@@ -1,0 +1,720 @@
+package device
+
+// WRITEs that the sender stores itself (grant.go): when, in what order, and that nothing
+// is stored when the owner has taken the right back.
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/qp"
+)
+
+// byLanes makes a connection by rings whose both ends have memory that the other may
+// write to, and which they do write to.
+func byLanes(t testing.TB, size int) (a, b *end) {
+	t.Helper()
+	a, b = byRings(t, ib.RC, size)
+	a.shareMemory(size)
+	b.shareMemory(size)
+	a.warm(b)
+	b.warm(a)
+	return a, b
+}
+
+// directs counts the WRITEs that an end has stored itself.
+func (e *end) directs() uint64 { return e.counted()[qp.CntDirect] }
+
+// absorbed is what an end has counted, with what its peer has stored itself.
+func (e *end) absorbed() qp.Counters {
+	e.lanesOpen()
+	return e.counted()
+}
+
+// warm writes to a peer until that goes by a lane.
+func (e *end) warm(o *end) {
+	e.t.Helper()
+	before := e.directs()
+	eventually(e.t, "a lane comes into use", func() bool {
+		e.post(e.write(o, 0, 8))
+		e.ok()
+		return e.directs() > before
+	})
+}
+
+// lanesOpen counts the lanes that an end has given, once it has moved on past those that
+// are not used any more.
+func (e *end) lanesOpen() int {
+	q := e.qp.(*QP)
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.absorbLocked()
+	return len(q.grants)
+}
+
+// letterAt returns the number of a letter that somebody may be writing.
+func (e *end) letterAt(off int) uint32 {
+	var b [8]byte
+	binary.NativeEndian.PutUint64(b[:], e.word(off))
+	return binary.BigEndian.Uint32(b[:])
+}
+
+// grantsOf counts the lanes to regions of a device.
+func grantsOf(d *Device) (n int) {
+	d.grants.mu.Lock()
+	defer d.grants.mu.Unlock()
+	for _, list := range d.grants.byRegion {
+		n += len(list)
+	}
+	return n
+}
+
+// A lane comes into use when a few WRITEs have come by the ring; then the owner need not
+// do anything, and knows all the same what was written.
+func TestLanePassive(t *testing.T) {
+	a, b := byRings(t, ib.RC, 1<<20)
+	b.shareMemory(1 << 20)
+	a.warm(b)
+	b.dev.rx.Lock() // as if its process were stopped
+	defer b.dev.rx.Unlock()
+	before, sent := b.absorbed(), a.directs()
+	was := must[ib.QPAttr](t)(b.qp.Query())
+	copy(a.buf, noise)
+	packets, total := 0, 0
+	for i := range 300 {
+		n := 1 + i*200
+		a.post(a.write(b, i, n))
+		a.ok()
+		if !bytes.Equal(b.buf[i:][:n], a.buf[i:][:n]) {
+			t.Fatalf("WRITE %d of %d bytes is not there", i, n)
+		}
+		packets += (n + 1023) / 1024
+		total += n
+	}
+	now := must[ib.QPAttr](t)(b.qp.Query())
+	if d := (now.RQPSN - was.RQPSN) & 0xffffff; d != uint32(packets) {
+		t.Errorf("rq_psn went on by %d, by %d packets", d, packets)
+	}
+	if s := must[ib.QPAttr](t)(a.qp.Query()); s.SQPSN != now.RQPSN {
+		t.Errorf("sq_psn is %#x, the peer's rq_psn %#x", s.SQPSN, now.RQPSN)
+	}
+	// Whoever asks is told, and need not ask for something else before.
+	for _, ask := range []func() (packets, bytes uint64){
+		func() (uint64, uint64) {
+			c := counts{}
+			for _, v := range b.qp.(*QP).Counters() {
+				c[v.Name] = v.Value
+			}
+			return c["rx_packets"], c["rx_bytes"]
+		},
+		func() (uint64, uint64) { c := countsOf(b.dev); return c["rx_packets"], c["rx_bytes"] },
+		func() (uint64, uint64) {
+			r := b.dev.status(false).(ib.ProcessResources).QPs[0]
+			return r.RxPackets, r.RxBytes
+		},
+	} {
+		a.post(a.write(b, 0, 8))
+		a.ok()
+		packets++
+		total += 8
+		p, n := ask()
+		if p -= before[qp.CntRxPackets]; p != uint64(packets) || n-before[qp.CntRxBytes] != uint64(total) {
+			t.Errorf("%d packets of %d bytes came, %d of %d were sent", p, n-before[qp.CntRxBytes], packets, total)
+		}
+	}
+	if n := a.directs() - sent; n != 303 {
+		t.Errorf("%d of 303 WRITEs went by a lane", n)
+	}
+}
+
+// Random mixtures of what goes by lanes and by rings, in both directions at the same
+// time. Atomics see exactly what was written before them, messages find it, READs
+// nothing older.
+func TestLaneMixed(t *testing.T) {
+	seed := testSeed(t)
+	a, b := byLanes(t, mixedBytes)
+	var working atomic.Int32
+	working.Store(2)
+	var wg sync.WaitGroup
+	sides := []*mixer{{e: a, o: b}, {e: b, o: a}}
+	for i, m := range sides {
+		m.rng = rand.New(rand.NewPCG(seed, uint64(i)))
+		for range mixedPlaces {
+			m.e.recv(ib.RecvWR{})
+		}
+	}
+	for _, m := range sides {
+		wg.Go(func() {
+			if err := m.run(lastingOps(3000, 100000), &working); err != nil {
+				t.Error(err)
+				working.Store(0)
+			}
+		})
+	}
+	wg.Wait()
+	for _, m := range sides {
+		for slot, n := range m.last {
+			if got, err := number(m.o.buf[slot*mixedSlot:][:m.size[slot]]); n != 0 && (err != nil || got != n) && !t.Failed() {
+				t.Errorf("slot %d holds %d, %v; %d was written last", slot, got, err, n)
+			}
+		}
+		c := m.e.counted()
+		t.Logf("%d WRITEs by lanes, %d packets in all", c[qp.CntDirect], c[qp.CntTxPackets])
+		if c[qp.CntDirect] < 200 {
+			t.Errorf("%d WRITEs by lanes: too few to show anything", c[qp.CntDirect])
+		}
+		if n := c[qp.CntOutOfSequence] + c[qp.CntNaksSent]; n != 0 {
+			t.Errorf("%d packets out of sequence, %d NAKs", c[qp.CntOutOfSequence], c[qp.CntNaksSent])
+		}
+	}
+}
+
+// In a mixture the first part of each end's memory is what the peer writes to, in slots;
+// the second what it writes from and reads to, one place for each request.
+const (
+	mixedSlots  = 16
+	mixedSlot   = 8 << 10
+	mixedPlaces = 128
+	mixedBytes  = (mixedSlots + mixedPlaces) * mixedSlot
+)
+
+// mixer is one side of a mixture. Requests are numbered, and a WRITE writes its number.
+type mixer struct {
+	e, o  *end
+	rng   *rand.Rand
+	next  uint32
+	done  uint32             // the last request that is known to be done
+	quiet int                // requests in a row that asked for no completion
+	last  [mixedSlots]uint32 // what was written there last
+	size  [mixedSlots]int
+	want  [mixedPlaces]uint32 // of READs and atomics: what their place is to hold, at least
+}
+
+// run posts so many requests, and receives until nobody works any more.
+func (m *mixer) run(count int, working *atomic.Int32) error {
+	for finished := false; working.Load() > 0; {
+		if m.next < uint32(count) && m.next-m.done < mixedPlaces/2 {
+			var wrs []ib.SendWR
+			for range 1 + m.rng.IntN(4) {
+				wrs = append(wrs, m.draw(m.next+1 >= uint32(count)))
+			}
+			if n, err := m.e.qp.PostSend(wrs); err != nil {
+				return fmt.Errorf("request %d: %w", wrs[n].ID, err)
+			}
+		}
+		if err := m.poll(); err != nil {
+			return err
+		}
+		if !finished && m.next >= uint32(count) && m.done == m.next {
+			finished = true
+			working.Add(-1)
+		}
+	}
+	return nil
+}
+
+// draw makes the next request. The last ones ask for a completion.
+func (m *mixer) draw(last bool) ib.SendWR {
+	m.next++
+	n, slot, place := m.next, m.rng.IntN(mixedSlots), int(m.next%mixedPlaces)
+	mine := (mixedSlots + place) * mixedSlot
+	wr := ib.SendWR{ID: uint64(n), RemoteAddr: m.o.mr.Addr() + uint64(slot*mixedSlot), RKey: m.o.mr.RKey()}
+	m.want[place] = 0
+	switch k := m.rng.IntN(16); k {
+	case 0, 1:
+		wr.Op, wr.SGL, wr.Flags = ib.OpRDMARead, m.e.sge(mine, 8), ib.SendSignaled
+		m.want[place] = m.last[slot]
+	case 2, 3:
+		wr.Op, wr.SGL, wr.Flags = ib.OpAtomicFetchAdd, m.e.sge(mine, 8), ib.SendSignaled
+		m.want[place] = m.last[slot]
+	case 4:
+		wr.Op, wr.Imm = ib.OpSendImm, m.last[slot]<<8|uint32(slot)
+	default:
+		size := 8 * (1 + m.rng.IntN(16))
+		if k == 5 {
+			size = 8 * (1 + m.rng.IntN(mixedSlot/8))
+		}
+		wr.Op, m.last[slot], m.size[slot] = ib.OpRDMAWrite, n, size
+		letter(m.e.buf[mine:][:size], n)
+		if wr.SGL = m.e.sge(mine, size); size <= 128 && k%2 == 0 {
+			wr.Inline, wr.SGL = bytes.Clone(m.e.buf[mine:][:size]), nil
+		}
+		switch k {
+		case 6:
+			wr.Op, wr.Imm = ib.OpRDMAWriteImm, n<<8|uint32(slot)
+		case 7:
+			wr.Flags = ib.SendFence
+		}
+	}
+	if m.quiet++; m.quiet > 8 || last || m.rng.IntN(2) == 0 {
+		wr.Flags |= ib.SendSignaled
+	}
+	if wr.Flags&ib.SendSignaled != 0 {
+		m.quiet = 0
+	}
+	return wr
+}
+
+// poll takes completions and checks what they say is done.
+func (m *mixer) poll() error {
+	var wcs [16]ib.WC
+	n, err := m.e.cq.Poll(wcs[:])
+	if err != nil {
+		return err
+	}
+	for i := range wcs[:n] {
+		wc := &wcs[i]
+		if err := wc.Err(); err != nil {
+			return fmt.Errorf("%+v: %w", wc, err)
+		}
+		place := int(wc.ID % mixedPlaces)
+		got := m.e.letterAt((mixedSlots + place) * mixedSlot)
+		switch wc.Op {
+		case ib.WCRecv, ib.WCRecvRDMAWithImm:
+			m.e.recv(ib.RecvWR{})
+			if n, slot := wc.Imm>>8, int(wc.Imm&0xff); m.e.letterAt(slot*mixedSlot) < n {
+				return fmt.Errorf("a message says that %d was written to slot %d, where %d is", n, slot, m.e.letterAt(slot*mixedSlot))
+			}
+			continue
+		case ib.WCRDMARead:
+			if got < m.want[place] {
+				return fmt.Errorf("READ %d finds %d, %d was written before", wc.ID, got, m.want[place])
+			}
+		case ib.WCFetchAdd:
+			if got != m.want[place] {
+				return fmt.Errorf("atomic %d finds %d, %d was written before, and nothing later", wc.ID, got, m.want[place])
+			}
+		}
+		if uint32(wc.ID) <= m.done {
+			return fmt.Errorf("request %d completes after %d", wc.ID, m.done)
+		}
+		m.done = uint32(wc.ID)
+	}
+	return nil
+}
+
+// hammer lets an end write to its peer by lanes until a request fails, meanwhile ends
+// that, and how the request ended is checked. What it writes changes all the time.
+func hammer(t *testing.T, a, b *end, size int, meanwhile func(), want ...ib.WCStatus) {
+	t.Helper()
+	copy(a.buf, noise) // the two halves differ
+	before := a.directs()
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		wc := a.keepPosting(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, size), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()}, 3)
+		// On a busy machine packets are sent again, and the answer to the first may come for
+		// what has been given up.
+		again := wc.Status == ib.WCRetryExcErr && a.counted()[qp.CntRetransmits] > 0
+		if !slices.Contains(want, wc.Status) && !again {
+			t.Errorf("the sender sees %v (vendor %#x), want %v", wc.Status, wc.VendorErr, want)
+		}
+	})
+	defer wg.Wait()
+	eventually(t, "WRITEs go by a lane", func() bool { return a.directs() > before+10 })
+	meanwhile()
+}
+
+// stays checks that memory does not change any more.
+func stays(t *testing.T, buf []byte, what string) {
+	t.Helper()
+	// The end first: whoever is still writing has not come there.
+	end := [8]byte(buf[len(buf)-8:])
+	after := bytes.Clone(buf)
+	time.Sleep(3 * time.Millisecond)
+	if k := firstDifference(buf, after); k >= 0 || end != [8]byte(buf[len(buf)-8:]) {
+		t.Errorf("byte %d changed after %s", k, what)
+	}
+}
+
+// laneSizes are of WRITEs that are done in an instant, and that take some time.
+var laneSizes = []int{8, 250 << 10}
+
+// Whoever takes a right away gets the memory back: nothing is stored there any more, and
+// the sender learns why, as if it had come by the ring.
+func TestLaneRevoked(t *testing.T) {
+	for _, tt := range []struct {
+		name string
+		end  func(t *testing.T, a, b *end)
+		want []ib.WCStatus
+	}{
+		{"close", func(t *testing.T, _, b *end) { closeAll(t, b.mr) }, []ib.WCStatus{ib.WCRemAccessErr}},
+		{"rereg", func(t *testing.T, _, b *end) {
+			access := ib.AccessLocalWrite | ib.AccessRemoteRead
+			must0(t, b.mr.Rereg(provider.MRChange{Access: &access, KeepKeys: true}))
+		}, []ib.WCStatus{ib.WCRemAccessErr}},
+		{"rereg elsewhere", func(t *testing.T, _, b *end) {
+			must0(t, b.mr.Rereg(provider.MRChange{Buf: make([]byte, 4096)}))
+		}, []ib.WCStatus{ib.WCRemAccessErr}},
+		{"rights of the queue pair", func(_ *testing.T, _, b *end) {
+			b.modify(ib.QPAttr{State: ib.QPRTS, Access: ib.AccessRemoteRead}, ib.QPMaskAccess)
+		}, []ib.WCStatus{ib.WCRemInvReqErr}},
+		{"error", func(_ *testing.T, _, b *end) { b.modify(ib.QPAttr{State: ib.QPErr}, 0) }, []ib.WCStatus{ib.WCRetryExcErr}},
+		{"reset", func(_ *testing.T, _, b *end) { b.modify(ib.QPAttr{State: ib.QPReset}, 0) }, []ib.WCStatus{ib.WCRetryExcErr}},
+		{"queue pair closed", func(t *testing.T, _, b *end) { closeAll(t, b.qp) }, []ib.WCStatus{ib.WCRetryExcErr}},
+		{"device closed", func(t *testing.T, _, b *end) {
+			closeAll(t, b.qp, b.mr, b.cq, b.pd, b.dev)
+		}, []ib.WCStatus{ib.WCRetryExcErr}},
+		{"sender's error", func(_ *testing.T, a, _ *end) { a.modify(ib.QPAttr{State: ib.QPErr}, 0) }, []ib.WCStatus{ib.WCWRFlushErr}},
+	} {
+		for _, size := range laneSizes {
+			t.Run(fmt.Sprintf("%s/%d", tt.name, size), func(t *testing.T) {
+				for range lastingOps(3, 50) {
+					a, b := byRings(t, ib.RC, 2*size)
+					hurryNow(a, b)
+					b.shareMemory(2 * size)
+					hammer(t, a, b, size, func() {
+						tt.end(t, a, b)
+						stays(t, b.buf, "the end of "+tt.name)
+					}, tt.want...)
+				}
+			})
+		}
+	}
+}
+
+// Rights are taken away again and again, each time while the peer writes, and nothing but
+// a lane could: when that is over, the memory stays.
+func TestLaneRevokedOften(t *testing.T) {
+	const size = 250 << 10
+	a, b := byLanes(t, 2*size)
+	for _, e := range []*end{a, b} { // the two halves differ everywhere
+		for i := range e.buf {
+			e.buf[i] = byte(i / size)
+		}
+	}
+	var stop atomic.Bool
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer stop.Store(true)
+	wg.Go(func() {
+		for i := 0; !stop.Load(); i++ {
+			a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(i%2*size, size), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()})
+			a.ok()
+		}
+	})
+	access := allRemote
+	for round := range lastingOps(100, 2000) {
+		before := a.directs()
+		eventually(t, "WRITEs go by a lane", func() bool { return a.directs() > before })
+		b.dev.rx.Lock() // what comes by the ring stays there
+		what := "Modify"
+		if round%2 == 0 {
+			b.modify(ib.QPAttr{State: ib.QPRTS, Access: ib.AccessRemote}, ib.QPMaskAccess)
+		} else {
+			what = "Rereg"
+			if err := b.mr.Rereg(provider.MRChange{Access: &access, KeepKeys: true}); err != nil {
+				t.Error(err)
+			}
+		}
+		first, last := look(b.buf, 0), look(b.buf, size-1)
+		for range 100 {
+			if look(b.buf, size-1) != last || look(b.buf, 0) != first {
+				t.Errorf("round %d: the memory changed after %s", round, what)
+				break
+			}
+			runtime.Gosched()
+		}
+		b.dev.rx.Unlock()
+		if t.Failed() {
+			return
+		}
+	}
+}
+
+// Queue pairs that are reset and connected again begin anew, whatever went by lanes
+// before.
+func TestLaneReconnected(t *testing.T) {
+	a, b := byLanes(t, 4096)
+	for range 5 {
+		for i, e := range []*end{a, b} {
+			o := []*end{b, a}[i]
+			for range 10 {
+				e.post(e.write(o, 0, 8))
+				e.ok()
+			}
+		}
+		a.modify(ib.QPAttr{State: ib.QPReset}, 0)
+		b.modify(ib.QPAttr{State: ib.QPReset}, 0)
+		a.psn, b.psn = (a.psn+1000)&0xffffff, (b.psn+77)&0xffffff
+		a.connect(b)
+		b.connect(a)
+		a.warm(b)
+		b.warm(a)
+		a.recv(ib.RecvWR{})
+		b.post(ib.SendWR{Op: ib.OpSend})
+		a.ok()
+		b.ok()
+	}
+}
+
+// A queue pair that is closed while it writes by a lane writes nothing any more.
+func TestLaneSenderClosed(t *testing.T) {
+	for _, size := range laneSizes {
+		a, b := byLanes(t, 2*size)
+		copy(a.buf, noise)
+		var wg sync.WaitGroup
+		wg.Go(func() {
+			var wcs [16]ib.WC
+			for i := 0; ; i++ {
+				wr := ib.SendWR{Op: ib.OpRDMAWrite, Flags: ib.SendSignaled, SGL: a.sge(i%2*size, size), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()}
+				if _, err := a.qp.PostSend([]ib.SendWR{wr}); isErrno(err, syscall.EINVAL) {
+					return
+				}
+				if _, err := a.cq.Poll(wcs[:]); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+		before := a.directs()
+		eventually(t, "WRITEs go by a lane", func() bool { return a.directs() > before+10 })
+		closeAll(t, a.qp)
+		stays(t, b.buf, "the sender's Close")
+		wg.Wait()
+	}
+}
+
+// hurryNow makes a peer that does not answer fail soon, where the ends are connected.
+func hurryNow(ends ...*end) {
+	for _, e := range ends {
+		e.modify(ib.QPAttr{State: ib.QPSQD}, 0)
+		e.modify(ib.QPAttr{State: ib.QPSQD, Timeout: 13, RetryCnt: 3}, ib.QPMaskTimeout|ib.QPMaskRetryCnt)
+		e.modify(ib.QPAttr{State: ib.QPRTS}, 0)
+	}
+}
+
+// A peer invalidates a region by a message, and another one writes to it meanwhile: when
+// the message is there, nobody writes any more.
+func TestLaneInvalidated(t *testing.T) {
+	const size = 64 << 10
+	for range lastingOps(5, 100) {
+		a, b := byRings(t, ib.RC, 2*size)
+		b.shareMemory(2 * size)
+		closeAll(t, b.mr)
+		b.mr = must[provider.MR](t)(b.pd.RegMR(b.buf, allRemote|ib.AccessRemoteInvalidate))
+		c, d := connected(t, a.dev, b.dev, ib.RC, 4096, nil)
+		// The other queue pair is in the same domain, so that it may invalidate.
+		closeAll(t, d.qp)
+		d.qp = must[provider.QP](t)(b.pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: d.cq, RecvCQ: d.cq,
+			Cap: ib.QPCap{MaxSendWR: 4, MaxRecvWR: 4, MaxSendSGE: 1, MaxRecvSGE: 1}}))
+		c.modify(ib.QPAttr{State: ib.QPReset}, 0)
+		c.connect(d)
+		d.connect(c)
+		hammer(t, a, b, size, func() {
+			d.recv(ib.RecvWR{})
+			c.post(ib.SendWR{Op: ib.OpSendInv, InvalidateKey: b.mr.RKey()})
+			if wc := d.ok(); wc.InvalidatedKey != b.mr.RKey() {
+				t.Errorf("%+v", wc)
+			}
+			stays(t, b.buf, "the invalidation")
+		}, ib.WCRemAccessErr)
+		c.ok()
+		closeAll(t, d.qp)
+	}
+}
+
+// A region whose rights stay is written to by the ring, and by a new lane soon.
+func TestLaneAgain(t *testing.T) {
+	a, b := byLanes(t, 4096)
+	access := allRemote
+	for range 20 {
+		must0(t, b.mr.Rereg(provider.MRChange{Access: &access, KeepKeys: true}))
+		if n := b.lanesOpen(); n != 0 {
+			t.Fatalf("%d lanes are open", n)
+		}
+		a.warm(b)
+	}
+	if n := b.lanesOpen(); n != 1 || grantsOf(b.dev) != 1 {
+		t.Errorf("%d lanes are open, %d are known by their region", n, grantsOf(b.dev))
+	}
+}
+
+// The sender keeps its lanes when it is modified, as long as it stays connected.
+func TestLaneModifiedSender(t *testing.T) {
+	a, b := byLanes(t, 4096)
+	for _, s := range []ib.QPState{ib.QPRTS, ib.QPSQD, ib.QPRTS} {
+		a.modify(ib.QPAttr{State: s}, 0)
+	}
+	before := a.directs()
+	a.post(a.write(b, 0, 8))
+	a.ok()
+	if a.directs() != before+1 {
+		t.Error("the lane is not used any more")
+	}
+	// While the queue drains nothing is begun.
+	a.modify(ib.QPAttr{State: ib.QPSQD}, 0)
+	a.buf[0]++
+	a.post(a.write(b, 0, 8))
+	if a.cq.(*CQ).Len() != 0 || b.buf[0] == a.buf[0] {
+		t.Error("a request was done while the queue drained")
+	}
+	a.modify(ib.QPAttr{State: ib.QPRTS}, 0)
+	a.ok()
+	if b.buf[0] != a.buf[0] {
+		t.Error("the request was not done")
+	}
+}
+
+// More regions than a queue pair has lanes to, and more queue pairs: each WRITE gets where
+// it is to, and nothing is left when all is closed.
+func TestLaneMany(t *testing.T) {
+	a, b := byLanes(t, 64<<10)
+	var regions []provider.MR
+	for i := range 2 * maxGrants {
+		regions = append(regions, must[provider.MR](t)(b.pd.RegMR(b.buf[i*4096:][:4096], allRemote)))
+	}
+	check := func(e *end, i int, r provider.MR, n byte) {
+		e.post(ib.SendWR{Op: ib.OpRDMAWrite, Inline: []byte{n, byte(i)}, RemoteAddr: r.Addr(), RKey: r.RKey()})
+		e.ok()
+		if off := r.Addr() - b.mr.Addr(); look(b.buf, int(off)) != n || look(b.buf, int(off)+1) != byte(i) {
+			t.Fatalf("region %d: WRITE %d is not there", i, n)
+		}
+	}
+	for n := range byte(200) {
+		for i, r := range regions {
+			check(a, i, r, n)
+		}
+	}
+	if n := b.lanesOpen(); n != maxGrants {
+		t.Errorf("%d lanes, %d are possible", n, maxGrants)
+	}
+	var others []*end
+	for range 8 {
+		c, d := connected(t, a.dev, b.dev, ib.RC, 4096, nil)
+		closeAll(t, d.qp)
+		d.qp = must[provider.QP](t)(b.pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: d.cq, RecvCQ: d.cq}))
+		c.modify(ib.QPAttr{State: ib.QPReset}, 0)
+		c.connect(d)
+		d.connect(c)
+		others = append(others, c, d)
+	}
+	for n := range byte(100) {
+		for i := 0; i < len(others); i += 2 {
+			check(others[i], i, regions[i/2], n)
+		}
+	}
+	used := 0
+	for i := 0; i < len(others); i += 2 {
+		if others[i].directs() > 0 {
+			used++
+		}
+	}
+	if used < len(others)/4 {
+		t.Errorf("%d of %d queue pairs use lanes", used, len(others)/2)
+	}
+	for _, r := range regions {
+		closeAll(t, r)
+	}
+	for i := 1; i < len(others); i += 2 {
+		closeAll(t, others[i].qp)
+	}
+	closeAll(t, b.qp)
+	if n := grantsOf(b.dev); n != 0 {
+		t.Errorf("%d lanes are left", n)
+	}
+}
+
+// A post that goes by a lane takes along the acknowledgements that a poll has left.
+func TestLaneAnswers(t *testing.T) {
+	a, b := byLanes(t, 4096)
+	direct := 0
+	for range 50 {
+		b.recv(ib.RecvWR{})
+		a.post(ib.SendWR{Op: ib.OpSend})
+		for wc := b.ok(); wc.Op != ib.WCRecv; wc = b.ok() { // the WRITE of the time before
+		}
+		before := b.directs()
+		b.post(b.write(a, 0, 8))
+		if b.directs() > before { // it does not while somebody else is about to answer
+			direct++
+			q := b.qp.(*QP)
+			q.mu.Lock()
+			if q.core.Answering() && q.tx.Load() == txIdle { // nobody is at it
+				t.Error("the answer waits for a poll")
+			}
+			q.mu.Unlock()
+		}
+		a.ok()
+	}
+	if direct < 5 {
+		t.Errorf("%d of 50 went by a lane", direct)
+	}
+}
+
+// Who wants to see the packets sees all of them, on either side.
+func TestLaneCapture(t *testing.T) {
+	for _, side := range []string{"sender", "owner"} {
+		t.Run(side, func(t *testing.T) {
+			file := filepath.Join(t.TempDir(), "capture.pcap")
+			cfg := [2]provider.Config{{Link: linkLocal}, {Link: linkLocal}}
+			cfg[map[string]int{"sender": 0, "owner": 1}[side]].PCAP = file
+			x, y := openDevice(t, cfg[0]), openDevice(t, cfg[1])
+			x.loopback, y.loopback = false, false
+			a, b := connected(t, x, y, ib.RC, 4096, nil)
+			b.shareMemory(4096)
+			for range 200 {
+				a.post(a.write(b, 0, 8))
+				a.ok()
+			}
+			if n := a.directs(); n != 0 {
+				t.Errorf("%d WRITEs went by a lane", n)
+			}
+			if n := b.lanesOpen(); side == "owner" && n != 0 {
+				t.Errorf("%d lanes were given", n)
+			}
+			closeAll(t, a.qp, a.mr, a.cq, a.pd, b.qp, b.mr, b.cq, b.pd, x, y)
+			if n := bytes.Count(must[[]byte](t)(os.ReadFile(file)), b.laneNeedle()); n < 200 {
+				t.Errorf("%d of 200 WRITEs are in the capture", n)
+			}
+		})
+	}
+}
+
+// laneNeedle is what a packet of a WRITE to the start of an end's memory contains: address,
+// key and length.
+func (e *end) laneNeedle() []byte {
+	b := binary.BigEndian.AppendUint64(nil, e.mr.Addr())
+	b = binary.BigEndian.AppendUint32(b, e.mr.RKey())
+	return binary.BigEndian.AppendUint32(b, 8)
+}
+
+// A lane allocates nothing, on either side.
+func TestLaneAlloc(t *testing.T) {
+	a, b := byLanes(t, 64<<10)
+	inline := make([]byte, 8)
+	wrs := []ib.SendWR{
+		{Op: ib.OpRDMAWrite, Flags: ib.SendSignaled, SGL: a.sge(0, 32<<10), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()},
+		{Op: ib.OpRDMAWrite, Flags: ib.SendSignaled, Inline: inline, RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()},
+	}
+	wcs := make([]ib.WC, 2)
+	before, runs := a.directs(), uint64(0)
+	if n := testing.AllocsPerRun(1000, func() {
+		runs++
+		if _, err := a.qp.PostSend(wrs); err != nil {
+			t.Fatal(err)
+		}
+		if n, err := a.cq.Poll(wcs); n != 2 || err != nil {
+			t.Fatalf("%d completions, %v", n, err)
+		}
+		if _, err := b.qp.Query(); err != nil { // it moves on
+			t.Fatal(err)
+		}
+	}); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+	if n := a.directs() - before; n != 2*runs {
+		t.Errorf("%d of %d WRITEs went by a lane", n, 2*runs)
+	}
+}

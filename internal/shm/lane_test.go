@@ -1,0 +1,327 @@
+package shm
+
+import (
+	"encoding/binary"
+	"errors"
+	"math/rand/v2"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+// lanePair returns an owner of lanes, its channel to a peer, and the peer's.
+func lanePair(t testing.TB) (owner *Inbox, own, peer *Channel) {
+	t.Helper()
+	owner = newInbox(t, nil)
+	peer, own = joinPair(t, newInbox(t, nil), owner)
+	return owner, own, peer
+}
+
+// give opens a lane, and returns both ends.
+func give(t testing.TB, owner *Inbox, peer *Channel) (*Lane, *PeerLane) {
+	t.Helper()
+	l := owner.NewLane()
+	if l == nil {
+		t.Fatal("no lane")
+	}
+	p := peer.PeerLane(l.Number(), l.Pass())
+	if p == nil {
+		t.Fatalf("lane %d with pass %d is none", l.Number(), l.Pass())
+	}
+	return l, p
+}
+
+func wantCounts(t *testing.T, l *Lane, packets, messages, bytes uint64) {
+	t.Helper()
+	if c := l.Counts(); c != (LaneCounts{LaneWrites: messages, LaneWritePackets: packets, LaneWritten: bytes}) {
+		t.Errorf("%v; want %d messages of %d packets and %d bytes", c, messages, packets, bytes)
+	}
+}
+
+// A lane from one end to the other: what each side sees of the other.
+func TestLane(t *testing.T) {
+	owner, own, peer := lanePair(t)
+	l, p := give(t, owner, peer)
+	if !l.Open() || l.Inside() || !p.Shown() {
+		t.Fatalf("open %v, inside %v, shown %v", l.Open(), l.Inside(), p.Shown())
+	}
+	if !p.Enter() || !l.Inside() {
+		t.Fatal("the peer is not inside")
+	}
+	p.Count(LaneWrites, 3, 2000)
+	p.Leave()
+	if l.Inside() {
+		t.Error("the peer has not left")
+	}
+	wantCounts(t, l, 3, 1, 2000)
+	p.Enter()
+	p.Leave() // it could not read what it was to store
+	wantCounts(t, l, 3, 1, 2000)
+
+	p.Enter()
+	l.Shut()
+	if l.Open() || p.Shown() || !l.Inside() {
+		t.Errorf("open %v, shown %v, inside %v", l.Open(), p.Shown(), l.Inside())
+	}
+	var left atomic.Bool
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		l.Await(own)
+		if !left.Load() {
+			t.Error("the owner did not wait for the peer")
+		}
+	}()
+	time.Sleep(time.Millisecond)
+	left.Store(true)
+	p.Count(LaneWrites, 1, 8)
+	p.Leave()
+	<-done
+	wantCounts(t, l, 4, 2, 2008)
+	if p.Enter() || l.Inside() {
+		t.Error("the peer enters a lane that is shut")
+	}
+	l.Free()
+}
+
+// Numbers that no lane has.
+func TestLaneNone(t *testing.T) {
+	_, _, peer := lanePair(t)
+	for _, k := range []struct {
+		number int
+		pass   uint64
+	}{{-1, 1}, {MaxLanes, 1}, {0, 0}} {
+		if peer.PeerLane(k.number, k.pass) != nil {
+			t.Errorf("there is a lane %d with pass %d", k.number, k.pass)
+		}
+	}
+	if peer.PeerLane(MaxLanes-1, 1) == nil {
+		t.Error("the last lane is missing")
+	}
+}
+
+// A lane is used again, with another pass: the old one is good for nothing but to be in
+// the way for a moment.
+func TestLaneReused(t *testing.T) {
+	owner, _, peer := lanePair(t)
+	l1, p1 := give(t, owner, peer)
+	p1.Enter()
+	p1.Count(LaneWrites, 1, 100)
+	p1.Leave()
+	l1.Shut()
+	l1.Free()
+	l2, p2 := give(t, owner, peer)
+	if l2.Number() != l1.Number() || l2.Pass() == l1.Pass() {
+		t.Fatalf("lane %d with pass %d after lane %d with pass %d", l2.Number(), l2.Pass(), l1.Number(), l1.Pass())
+	}
+	wantCounts(t, l2, 0, 0, 0)
+	if p1.Enter() || p1.Shown() || l2.Inside() {
+		t.Error("the old pass is good for the new lane")
+	}
+	// Between the two steps of Enter, the old one stands in the way of the new.
+	l2.words.inside.Store(l1.Pass())
+	if l2.Inside() || p2.Enter() {
+		t.Error("the old one is taken for the new one, or not seen")
+	}
+	l2.words.inside.Store(0)
+	if !p2.Enter() {
+		t.Error("the new one cannot enter")
+	}
+	p1.back() // the second step, late
+	if !l2.Inside() {
+		t.Error("the old one has put the new one out")
+	}
+	l1.Shut() // the old one's end is none of the new one's
+	if !l2.Open() {
+		t.Error("the old lane's end has shut the new one")
+	}
+	p2.Count(LaneWrites, 1, 1)
+	p2.Leave()
+	wantCounts(t, l2, 1, 1, 1)
+}
+
+func TestLanesExhausted(t *testing.T) {
+	owner, _, _ := lanePair(t)
+	seen := map[int]bool{}
+	var all []*Lane
+	for range MaxLanes {
+		l := owner.NewLane()
+		if l == nil || seen[l.Number()] {
+			t.Fatalf("after %d lanes: %+v", len(all), l)
+		}
+		seen[l.Number()] = true
+		all = append(all, l)
+	}
+	if owner.NewLane() != nil {
+		t.Error("one more than there are")
+	}
+	all[17].Shut()
+	all[17].Free()
+	if l := owner.NewLane(); l == nil || l.Number() != all[17].Number() {
+		t.Errorf("%+v after lane %d was freed", l, all[17].Number())
+	}
+	owner.Close()
+	if owner.NewLane() != nil {
+		t.Error("a lane of an inbox that is closed")
+	}
+	all[1].Free() // touches nothing
+}
+
+// A process that ends inside a lane is waited for until it has ended, not for ever; the
+// lane can be used again.
+func TestLaneKilled(t *testing.T) {
+	owner := newInbox(t, nil)
+	k := startChild(t, listen(t), "lane", 0)
+	c, err := k.accept(t, owner)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := owner.NewLane()
+	told := binary.NativeEndian.AppendUint64(nil, uint64(l.Number()))
+	if err := c.Send(recData, binary.NativeEndian.AppendUint64(told, l.Pass())); err != nil {
+		t.Fatal(err)
+	}
+	for end := time.Now().Add(patience); !l.Inside(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("it does not enter")
+		}
+	}
+	l.Shut()
+	done := make(chan struct{})
+	go func() { l.Await(c); close(done) }()
+	select {
+	case <-done:
+		t.Fatal("the owner does not wait")
+	case <-time.After(20 * time.Millisecond):
+	}
+	k.kill()
+	<-done
+	if err := c.Err(); !errors.Is(err, ErrPeerDied) {
+		t.Error(err)
+	}
+	if !l.Inside() {
+		t.Error("who has died inside has left")
+	}
+	l.Free()
+	if again := owner.NewLane(); again.Number() != l.Number() || again.words.inside.Load() != 0 {
+		t.Errorf("lane %d, in which %d is, after lane %d", again.Number(), again.words.inside.Load(), l.Number())
+	}
+}
+
+// Check finds out at once that a process has ended.
+func TestCheck(t *testing.T) {
+	owner := newInbox(t, nil)
+	k := startChild(t, listen(t), "lane", 0)
+	c, err := k.accept(t, owner)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Check(); err != nil {
+		t.Fatal(err)
+	}
+	k.kill()
+	if err := c.Check(); !errors.Is(err, ErrPeerDied) {
+		t.Errorf("%v", err)
+	}
+}
+
+// Hold keeps the peer's inbox mapped beyond the channel.
+func TestLaneHeld(t *testing.T) {
+	before := holding(t).maps
+	owner, own, peer := lanePair(t)
+	l, p := give(t, owner, peer)
+	peer.Hold()
+	peer.Close()
+	if !p.Enter() { // or this is a fault
+		t.Error("it cannot enter")
+	}
+	p.Count(LaneWrites, 1, 1)
+	p.Leave()
+	wantCounts(t, l, 1, 1, 1)
+	peer.Release()
+	own.Close()
+	own.in.Close()
+	peer.in.Close()
+	for end := time.Now().Add(patience); holding(t).maps != before; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("%d mappings, before there were %d", holding(t).maps, before)
+		}
+	}
+}
+
+// The owner gives lanes and takes them away, the peer stores all the time: when the owner
+// has waited, nothing changes any more, and the counts say what was stored.
+func TestLaneTorture(t *testing.T) {
+	rounds := 3000
+	if testing.Short() {
+		rounds = 500
+	}
+	seed := rand.Uint64()
+	t.Logf("seed %#x", seed)
+	rng := rand.New(rand.NewPCG(seed, 0))
+	owner, own, peer := lanePair(t)
+	words := make([]atomic.Uint64, 16)
+	var next atomic.Pointer[PeerLane]
+	var stop atomic.Bool
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for n := uint64(1); !stop.Load(); {
+			p := next.Load()
+			if p == nil || !p.Enter() {
+				runtime.Gosched()
+				continue
+			}
+			for i := range words {
+				words[i].Store(n)
+			}
+			n++
+			p.Count(LaneWrites, 1, 8*len(words))
+			p.Leave()
+		}
+	})
+	var old atomic.Pointer[PeerLane]
+	wg.Go(func() { // comes too late, always
+		for !stop.Load() {
+			if p := old.Load(); p != nil && p.Enter() {
+				t.Error("a pass that was taken away is good")
+				return
+			}
+			runtime.Gosched()
+		}
+	})
+	stored := uint64(0)
+	for round := range rounds {
+		l, p := give(t, owner, peer)
+		next.Store(p)
+		for range rng.IntN(200) {
+			runtime.Gosched()
+		}
+		l.Shut()
+		l.Await(own)
+		first := words[0].Load()
+		c := l.Counts()
+		messages, bytes := c[LaneWrites], c[LaneWritten]
+		stored += messages
+		for range 1 + rng.IntN(50) {
+			for i := range words {
+				if v := words[i].Load(); v != first {
+					t.Fatalf("round %d: word %d changes from %d to %d", round, i, first, v)
+				}
+			}
+			runtime.Gosched()
+		}
+		if stored != first || bytes != messages*uint64(8*len(words)) {
+			t.Fatalf("round %d: %d are counted, %d were stored", round, stored, first)
+		}
+		l.Free()
+		old.Store(peer.PeerLane(l.Number(), l.Pass()))
+	}
+	stop.Store(true)
+	wg.Wait()
+	if stored == 0 {
+		t.Error("nothing was stored")
+	}
+	t.Logf("%d stored in %d rounds", stored, rounds)
+}
