@@ -60,6 +60,7 @@ type model struct {
 	regions []*modelRegion
 	windows []*modelWindow
 	dead    []uint32 // keys that were good once
+	memo    mem.Memo // of some lists
 	seen    map[string]int
 }
 
@@ -367,7 +368,11 @@ func (m *model) drawRange(t *rapid.T, right ib.Access) *modelRange {
 }
 
 func (m *model) list(a *modelRange) *mem.List {
-	return &mem.List{Table: m.table, Actor: a.who, Access: a.right, SGEs: []ib.SGE{a.sge}}
+	l := &mem.List{Table: m.table, Actor: a.who, Access: a.right, SGEs: []ib.SGE{a.sge}}
+	if a.sge.Addr%2 == 0 {
+		l.Memo = &m.memo
+	}
+	return l
 }
 
 func (m *model) resolve(t *rapid.T) {

@@ -10,6 +10,7 @@ import (
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
@@ -343,6 +344,7 @@ func (q *QP) reset() {
 	}
 	sges := q.resp.taken.SGEs
 	q.req, q.resp, q.slow = requester{}, responder{}, slowWork{}
+	q.mine.memo, q.named.memo = mem.Memo{}, mem.Memo{}
 	q.resets++
 	q.resp.taken.SGEs = sges
 	q.req.cur = q.sq.head

@@ -146,9 +146,9 @@ type absent struct {
 
 func (a *absent) Solid() bool { return false }
 
-func (a *absent) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
+func (a *absent) Run(off, n uint64, acc ib.Access) ([]byte, mem.FaultKind) {
 	if !a.there.Load() {
-		return nil, mem.Fault{Kind: mem.FaultPending}
+		return nil, mem.FaultPending
 	}
 	return a.Backing.Run(off, n, acc)
 }

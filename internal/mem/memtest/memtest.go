@@ -153,17 +153,17 @@ type watched struct {
 func (c *watched) Close() error { c.closes++; return c.Backing.Close() }
 
 // Run checks that the backing keeps its promise.
-func (c *watched) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
+func (c *watched) Run(off, n uint64, acc ib.Access) ([]byte, mem.FaultKind) {
 	for {
 		if was := c.longest.Load(); n <= was || c.longest.CompareAndSwap(was, n) {
 			break
 		}
 	}
-	b, f := c.Backing.Run(off, n, acc)
-	if f.OK() && (len(b) == 0 || uint64(len(b)) > n) {
+	b, kind := c.Backing.Run(off, n, acc)
+	if kind == mem.FaultNone && (len(b) == 0 || uint64(len(b)) > n) {
 		panic("memtest: Run returned a wrong number of bytes")
 	}
-	return b, f
+	return b, kind
 }
 
 // pager are the methods of a backing whose bytes come and go.
