@@ -32,31 +32,11 @@ func Copy(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 	var d, s cursor
 	d.list, d.skip = dst, dst.Off
 	s.list, s.skip = src, src.Off
-	switch side = copyLists(&d, &s, n, last); side {
-	case Dst:
-		f = d.fault
-	case Src:
-		f = s.fault
-	}
-	return f, side
-}
-
-// Copied is Copy for those who only want to know whether there was no fault; no list is
-// far. (A Fault is long, and to return it takes as long as to copy a few bytes.)
-func Copied(dst, src *List, n uint64, last bool) bool {
-	var d, s cursor
-	d.list, d.skip = dst, dst.Off
-	s.list, s.skip = src, src.Off
-	return copyLists(&d, &s, n, last) == 0
-}
-
-// copyLists is the loop. It returns 0, or the side whose cursor has a fault.
-func copyLists(d, s *cursor, n uint64, last bool) (side Side) {
 	moved := 0 // bytes that are not counted yet, all between the same two sections
 	for n > 0 {
 		if len(d.b) == 0 {
 			if d.left == 0 {
-				moved = count(d, s, moved)
+				moved = count(&d, &s, moved)
 			}
 			if !d.fill(n) {
 				side = Dst
@@ -65,7 +45,7 @@ func copyLists(d, s *cursor, n uint64, last bool) (side Side) {
 		}
 		if len(s.b) == 0 {
 			if s.left == 0 {
-				moved = count(d, s, moved)
+				moved = count(&d, &s, moved)
 			}
 			if !s.fill(n) {
 				side = Src
@@ -77,7 +57,7 @@ func copyLists(d, s *cursor, n uint64, last bool) (side Side) {
 		if d.solid() && s.solid() {
 			move(d.b[:k], s.b[:k], end)
 		} else if bad := moveGuarded(d.b[:k], s.b[:k], end); bad != 0 {
-			if side = gone(d, s, bad); side != 0 {
+			if side = gone(&d, &s, bad); side != 0 {
 				break
 			}
 			continue // they are back, and none of them is certain to have been moved
@@ -86,10 +66,82 @@ func copyLists(d, s *cursor, n uint64, last bool) (side Side) {
 		d.b, s.b = d.b[k:], s.b[k:]
 		n -= uint64(k)
 	}
-	count(d, s, moved)
+	count(&d, &s, moved)
 	d.close()
 	s.close()
-	return side
+	switch side {
+	case Dst:
+		f = d.fault
+	case Src:
+		f = s.fault
+	}
+	return f, side
+}
+
+// Copied is Copy for those who only want to know whether there was no fault. Memory that
+// lies together on both sides, as most does, needs no cursors.
+func Copied(dst, src *List, n uint64, last bool) bool {
+	if to, d := dst.whole(n); to != nil {
+		from, s := src.whole(n)
+		ok := s != nil && moveWhole(to, from, d, s, last)
+		if from != nil {
+			from.exit()
+		}
+		to.exit()
+		if ok {
+			return true
+		}
+	}
+	f, _ := Copy(dst, src, n, last)
+	return f.OK()
+}
+
+// whole returns the n bytes of a list of one piece, if they are there and lie together,
+// with the region whose section is open then; that is nil for raw bytes.
+func (l *List) whole(n uint64) (r *Region, b []byte) {
+	if n == 0 || n > Quantum || l.Off != 0 || l.Far != nil {
+		return nil, nil
+	}
+	if l.Table == nil {
+		if len(l.Raw) == 1 && uint64(len(l.Raw[0])) >= n && !l.Frail {
+			b = l.Raw[0][:n]
+		}
+		return nil, b
+	}
+	if len(l.SGEs) != 1 || uint64(l.SGEs[0].Length) < n {
+		return nil, nil
+	}
+	e := &l.SGEs[0]
+	if r = l.find(e.LKey); r == nil {
+		return nil, nil
+	}
+	off, kind := r.open(e.LKey, e.Addr, n, l.Access, l.Actor)
+	if kind != FaultNone {
+		return nil, nil
+	}
+	if r.kind == KindPinned || r.kind == KindDevice {
+		if b, kind = r.backing.Run(off, n, l.Access); kind == FaultNone && uint64(len(b)) == n {
+			return r, b
+		}
+	}
+	r.exit()
+	return nil, nil
+}
+
+// moveWhole moves bytes to a section, from another one or, if from is nil, raw bytes. It
+// reports whether they were there.
+func moveWhole(to, from *Region, d, s []byte, last bool) bool {
+	kind, solid := KindRaw, true
+	if from != nil {
+		kind, solid = from.kind, from.solid
+	}
+	if solid && to.solid {
+		move(d, s, last)
+	} else if moveGuarded(d, s, last) != 0 {
+		return false
+	}
+	to.count(kind, to.kind, len(d))
+	return true
 }
 
 // gone deals with an address that could not be accessed: it asks the side that
@@ -117,9 +169,14 @@ func count(d, s *cursor, k int) int {
 		r = s.region
 	}
 	if r != nil {
-		r.table.moved[r.Key()>>tagBits%counterShards].bytes[s.kind()][d.kind()].Add(uint64(k))
+		r.count(s.kind(), d.kind(), k)
 	}
 	return 0
+}
+
+// count counts bytes that were copied to the region, or from it to raw bytes.
+func (r *Region) count(from, to Kind, k int) {
+	r.table.moved[r.Key()>>tagBits%counterShards].bytes[from][to].Add(uint64(k))
 }
 
 // cursor is a place in a list, with the section that is open there.
