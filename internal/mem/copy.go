@@ -9,7 +9,8 @@ package mem
 //  4. Sections close as soon as their bytes are used up, and bytes are counted
 //     by the kinds of memory they went between.
 //
-// Check walks a list with the same cursor, and so does Gather, in gather.go.
+// Check walks a list with the same cursor, and so does Gather, in gather.go. Copied goes
+// without cursors where there is only one step.
 
 // Quantum is the most bytes that are moved in one read section: it bounds how
 // long the closing of a region waits.

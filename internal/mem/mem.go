@@ -3,7 +3,7 @@
 // The way of an address, top-down:
 //
 //  1. table.go: a key's index is unpermuted to a slot; the slot holds a Region
-//     or nothing. No lock, no hash.
+//     or nothing. No lock, no hash. (Who comes again with the same key has a Memo.)
 //  2. region.go: a read section on the region is opened (Resolve) and closed
 //     (Release); the state, the domain, the rights and the bounds are checked,
 //     once. Whoever kills a region marks it dead, then waits for the sections
