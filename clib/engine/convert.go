@@ -130,9 +130,11 @@ var wcOpcodes = [...]C.uint32_t{ib.WCSend: 0, ib.WCRDMAWrite: 1, ib.WCRDMARead: 
 
 // putWC writes a completion as C knows it.
 func putWC(to *C.struct_vbe_wc, wc *ib.WC, note *device.Note) {
-	*to = C.struct_vbe_wc{wr_id: C.uint64_t(wc.ID), status: C.uint32_t(wc.Status), vendor_err: C.uint32_t(wc.VendorErr),
-		byte_len: C.uint32_t(wc.ByteLen), qp_num: C.uint32_t(wc.QPN), src_qp: C.uint32_t(wc.SrcQP),
-		pkey_index: C.uint16_t(wc.PKeyIndex), sl: C.uint8_t(wc.SL), when: C.uint64_t(note.At), event: C.uint32_t(note.Event)}
+	*to = C.struct_vbe_wc{} // then field by field, as in sendFrom
+	to.wr_id, to.status, to.vendor_err = C.uint64_t(wc.ID), C.uint32_t(wc.Status), C.uint32_t(wc.VendorErr)
+	to.byte_len, to.qp_num, to.src_qp = C.uint32_t(wc.ByteLen), C.uint32_t(wc.QPN), C.uint32_t(wc.SrcQP)
+	to.pkey_index, to.sl = C.uint16_t(wc.PKeyIndex), C.uint8_t(wc.SL)
+	to.when, to.event = C.uint64_t(note.At), C.uint32_t(note.Event)
 	if int(wc.Op) < len(wcOpcodes) {
 		to.opcode = wcOpcodes[wc.Op]
 	}

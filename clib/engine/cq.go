@@ -24,7 +24,10 @@ type completionQueue struct {
 	cookie C.uint64_t
 	ring   *C.struct_vbe_ring
 
-	mu    sync.Mutex // guards the ring's tail, and what follows
+	// The ring's tail belongs to take, which the device's queue calls with its lock held;
+	// and to who polls while take is held.
+
+	mu    sync.Mutex // of those who poll: guards what follows
 	wcs   [batch]ib.WC
 	notes [batch]device.Note
 }
@@ -70,18 +73,16 @@ func (q *completionQueue) close() error {
 		return err
 	}
 	q.ctx.shared.cqs.remove(q.Number(), q)
-	q.mu.Lock() // whoever is moving completions has finished
+	q.mu.Lock()  // whoever is moving completions has finished,
+	q.Hold(true) // and so has take
 	q.ring = nil
 	q.mu.Unlock()
 	return nil
 }
 
 // room is how many completions the ring has room for.
-func (q *completionQueue) roomLocked() int {
-	if q.ring == nil {
-		return 0
-	}
-	return C.VBE_RING - int(uint32(q.ring.tail)-atomic.LoadUint32(word(&q.ring.head)))
+func (q *completionQueue) room() int {
+	return C.VBE_RING - int(atomic.LoadUint32(word(&q.ring.tail))-atomic.LoadUint32(word(&q.ring.head)))
 }
 
 // putLocked adds completions to the ring.
@@ -93,20 +94,16 @@ func (q *completionQueue) putLocked(n int) {
 	atomic.StoreUint32(word(&q.ring.tail), tail+uint32(n))
 }
 
-// take puts a completion into the ring as it is made, if nobody is moving earlier ones
-// there.
+// take puts a completion into the ring as it is made. It leaves the room that who polls
+// may have found there.
 func (q *completionQueue) take(wc *ib.WC, note *device.Note) bool {
-	if !q.mu.TryLock() {
+	if q.room() <= batch {
 		return false
 	}
-	ok := q.roomLocked() > 0
-	if ok {
-		tail := uint32(q.ring.tail)
-		putWC(&q.ring.slot[tail%C.VBE_RING], wc, note)
-		atomic.StoreUint32(word(&q.ring.tail), tail+1)
-	}
-	q.mu.Unlock()
-	return ok
+	tail := uint32(q.ring.tail)
+	putWC(&q.ring.slot[tail%C.VBE_RING], wc, note)
+	atomic.StoreUint32(word(&q.ring.tail), tail+1)
+	return true
 }
 
 // vbe_poll_cq is called when the ring is empty: it makes the device's progress, as
@@ -120,12 +117,13 @@ func vbe_poll_cq(h C.uint64_t) C.int64_t {
 	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.roomLocked() == 0 {
+	if q.ring == nil || q.room() == 0 {
 		return 0
 	}
-	n, err := q.PollNotes(q.wcs[:min(batch, q.roomLocked())], q.notes[:])
+	n, err := q.PollNotes(q.wcs[:min(batch, q.room())], q.notes[:])
 	if n > 0 {
 		q.putLocked(n)
+		q.Hold(false)
 	}
 	return result(err)
 }

@@ -9,13 +9,12 @@ import (
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
-	"github.com/verbena-rdma/verbena/internal/device"
 )
 
 // Posting. The front's requests become the device's without copying what they
 // point to: the device copies that before the call returns.
 
-// scratch is where requests are translated.
+// scratch is where lists of requests are translated.
 type scratch struct {
 	send [batch]ib.SendWR
 	keys [batch]ib.MKeyConfig
@@ -30,36 +29,48 @@ var scratches = sync.Pool{New: func() any { return new(scratch) }}
 //export vbe_post_send
 func vbe_post_send(h C.uint64_t, wrs *C.struct_vbe_send_wr, n C.int64_t, posted *C.int64_t) C.int64_t {
 	q := qps.get(uint64(h))
-	if q == nil {
+	if q == nil || q.sender == nil {
 		*posted = 0
 		return failed(errStale)
 	}
 	if *posted < 0 {
 		*posted = 0
-		if room := q.QP.(*device.QP).Room(); int64(n) > int64(room) {
+		if room := q.sender.Room(); int64(n) > int64(room) {
 			return failed(ib.Errorf("post_send", syscall.ENOMEM, "%d requests, the send queue has room for %d", n, room))
 		}
 	}
-	s := scratches.Get().(*scratch)
+	var one [1]ib.SendWR // most posts have one, and need no scratch
+	send := one[:]
+	var s *scratch
+	if n > 1 || wrs.layout != 0 {
+		s = scratches.Get().(*scratch)
+		send = s.send[:]
+	}
 	list := view(wrs, int(n))
 	done := 0
 	var err error
 	for done < len(list) && err == nil {
-		part := list[done:min(done+batch, len(list))]
+		part := list[done:min(done+len(send), len(list))]
 		good := len(part)
 		for i := range part {
-			if refused := sendFrom(&s.send[i], &s.keys[i], &part[i]); refused != nil {
+			var key *ib.MKeyConfig
+			if s != nil {
+				key = &s.keys[i]
+			}
+			if refused := sendFrom(&send[i], key, &part[i]); refused != nil {
 				good, err = i, refused
 				break
 			}
 		}
-		k, refused := q.PostSend(s.send[:good])
+		k, refused := q.sender.PostSend(send[:good])
 		if refused != nil {
 			err = refused
 		}
 		done += k
 	}
-	scratches.Put(s)
+	if s != nil {
+		scratches.Put(s)
+	}
 	*posted = C.int64_t(done)
 	return result(err)
 }
@@ -71,8 +82,10 @@ func sendFrom(to *ib.SendWR, key *ib.MKeyConfig, f *C.struct_vbe_send_wr) error 
 	if op == 0 || !ok {
 		return ib.Errorf("post_send", syscall.EINVAL, "opcode %d, flags %#x: unknown to the device", f.opcode, f.flags)
 	}
-	*to = ib.SendWR{ID: uint64(f.id), Op: op, Flags: flags, Imm: uint32(f.imm), RemoteAddr: uint64(f.remote_addr), RKey: uint32(f.rkey),
-		CompareAdd: uint64(f.compare_add), Swap: uint64(f.swap), RemoteSRQN: uint32(f.srqn)}
+	*to = ib.SendWR{} // and then field by field: a literal is made elsewhere and copied, before its parts have left the store buffer
+	to.ID, to.Op, to.Flags, to.Imm = uint64(f.id), op, flags, uint32(f.imm)
+	to.RemoteAddr, to.RKey, to.RemoteSRQN = uint64(f.remote_addr), uint32(f.rkey), uint32(f.srqn)
+	to.CompareAdd, to.Swap = uint64(f.compare_add), uint64(f.swap)
 	if f.flags&sendInline != 0 {
 		to.Inline = bytesAt(uint64(f.inline_data), uint64(f.inline_len))
 	} else {

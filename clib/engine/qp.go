@@ -8,12 +8,14 @@ import (
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/device"
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
 type queuePair struct {
 	inContext
 	provider.QP
+	sender         *device.QP // the same; nil for an XRC target, which sends nothing
 	cookie         C.uint64_t
 	sendCQ, recvCQ *completionQueue // nil: it has none
 }
@@ -31,6 +33,7 @@ func vbe_create_qp(h C.uint64_t, n *C.struct_vbe_qp_new) C.int64_t {
 	if q.QP, err = q.make(n); err != nil {
 		return failed(err)
 	}
+	q.sender, _ = q.QP.(*device.QP)
 	a, err := q.Query()
 	if err != nil {
 		_ = q.QP.Close() // the first error says more

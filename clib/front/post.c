@@ -49,7 +49,7 @@ static int bind_info(const struct ibv_send_wr *w, struct vbe_send_wr *f)
 /* flatten turns one request into the engine's form. */
 static inline int flatten(const struct vb_qp *q, const struct ibv_send_wr *w, struct vbe_send_wr *f, uint8_t *room)
 {
-	memset(f, 0, sizeof *f);
+	vb_clear(f);
 	if (w->num_sge < 0 || (uint32_t)w->num_sge > q->cap.max_send_sge || (w->num_sge && !w->sg_list))
 		return EINVAL;
 	f->id = w->wr_id;

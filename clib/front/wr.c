@@ -49,7 +49,7 @@ struct vbe_send_wr *vb_begin(struct vb_qp *q, uint32_t opcode)
 		return NULL;
 	}
 	struct vbe_send_wr *w = &b->wrs[b->count++];
-	memset(w, 0, sizeof *w);
+	vb_clear(w);
 	w->id = q->pub.wr_id;
 	w->flags = q->pub.wr_flags & ~(unsigned int)IBV_SEND_INLINE;
 	w->opcode = opcode;

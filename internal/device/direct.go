@@ -19,7 +19,7 @@ func (q *QP) direct(now qp.Time) (owed debt, rest bool) {
 		return owed, true
 	}
 	if q.held == nil && peer.mu.TryLock() {
-		if back := peer.looped(); back != nil && back.dev == q.dev && q.core.Joined(peer.core) {
+		if q.joined(peer) {
 			note := q.exchange(peer, now, now+shift)
 			if due := peer.executedLocked(); due || note {
 				owed = debt{peer, now + shift}
@@ -45,7 +45,7 @@ func (q *QP) writeNext(wrs []ib.SendWR) (done int) {
 	if peer == nil || q.tx.Load() != txIdle || !peer.mu.TryLock() {
 		return 0
 	}
-	if back := peer.looped(); back != nil && back.dev == q.dev && q.core.Joined(peer.core) {
+	if q.joined(peer) {
 		for left := directQuantum; done < len(wrs) && left > 0; done++ {
 			n := q.core.WriteTo(peer.core, &wrs[done])
 			if n == 0 {
@@ -68,11 +68,26 @@ func (q *QP) neighbour() (peer *QP, shift qp.Time) {
 	if to == nil || q.core.Type != ib.RC {
 		return nil, 0
 	}
-	peer = to.dev.qps.Get(q.core.DestQPN())
+	if peer = q.near; peer == nil || peer.number != q.core.DestQPN() || peer.dev != to.dev {
+		peer = to.dev.qps.Get(q.core.DestQPN())
+		q.near = peer
+	}
 	if peer == q {
 		return nil, 0
 	}
 	return peer, to.shift
+}
+
+// joined tells whether the queue pairs are connected with each other by the short way.
+// Both are locked. One that is closed is connected with nobody, and is forgotten: there
+// may be another with its number.
+func (q *QP) joined(peer *QP) bool {
+	back := peer.looped()
+	if back != nil && back.dev == q.dev && q.core.Joined(peer.core) {
+		return true
+	}
+	q.near = nil
+	return false
 }
 
 // looped returns where the loop link leads, nil if the queue pair does not use it, or

@@ -49,7 +49,7 @@ func (p *pages) drop(off, n int) {
 	}
 }
 
-func (p *pages) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
+func (p *pages) Run(off, n uint64, acc ib.Access) ([]byte, mem.FaultKind) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.evict != nil && p.evict() {
@@ -60,7 +60,7 @@ func (p *pages) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
 		have += min(n-have, pageSize-(off+have)%pageSize)
 	}
 	if have == 0 {
-		return nil, mem.Fault{Kind: mem.FaultPending}
+		return nil, mem.FaultPending
 	}
 	return p.Host.Run(off, have, acc)
 }

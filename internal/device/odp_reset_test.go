@@ -20,11 +20,11 @@ func (v *vanishing) Kind() mem.Kind { return mem.KindPinned }
 func (v *vanishing) Len() uint64    { return 4096 }
 func (v *vanishing) Close() error   { return nil }
 
-func (v *vanishing) Run(uint64, uint64, ib.Access) ([]byte, mem.Fault) {
+func (v *vanishing) Run(uint64, uint64, ib.Access) ([]byte, mem.FaultKind) {
 	if v.once.CompareAndSwap(false, true) {
 		v.before()
 	}
-	return nil, mem.Fault{Kind: mem.FaultStale}
+	return nil, mem.FaultStale
 }
 
 // The answer to a READ is being sent, and its memory turns out to be gone, when the

@@ -51,6 +51,7 @@ type QP struct {
 	core   *qp.QP
 	armed  qp.Time // when the timer heap will look at it, 0: never
 	closed bool
+	near   *QP // guarded by mu: the queue pair that neighbour found last; perhaps it is closed
 
 	grants []*grant // guarded by mu: how the peer writes to our memory by itself
 

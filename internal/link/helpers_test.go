@@ -268,8 +268,8 @@ type backing struct {
 func (m backing) Kind() mem.Kind { return mem.KindPinned }
 func (m backing) Len() uint64    { return uint64(len(m.b)) }
 func (m backing) Close() error   { return nil }
-func (m backing) Run(off, n uint64, _ ib.Access) ([]byte, mem.Fault) {
-	return m.b[off:][:min(n, uint64(m.run))], mem.Fault{}
+func (m backing) Run(off, n uint64, _ ib.Access) ([]byte, mem.FaultKind) {
+	return m.b[off:][:min(n, uint64(m.run))], mem.FaultNone
 }
 
 // iova is where test regions begin.

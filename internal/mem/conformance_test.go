@@ -35,7 +35,7 @@ type scattered struct{ mem.Backing }
 
 const scatteredRun = 192
 
-func (s scattered) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
+func (s scattered) Run(off, n uint64, acc ib.Access) ([]byte, mem.FaultKind) {
 	return s.Backing.Run(off, min(n, scatteredRun-off%scatteredRun), acc)
 }
 

@@ -9,7 +9,8 @@ package mem
 //  4. Sections close as soon as their bytes are used up, and bytes are counted
 //     by the kinds of memory they went between.
 //
-// Check walks a list with the same cursor, and so does Gather, in gather.go.
+// Check walks a list with the same cursor, and so does Gather, in gather.go. Copied goes
+// without cursors where there is only one step.
 
 // Quantum is the most bytes that are moved in one read section: it bounds how
 // long the closing of a region waits.
@@ -38,7 +39,7 @@ func Copy(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 			if d.left == 0 {
 				moved = count(&d, &s, moved)
 			}
-			if f = d.fill(n); !f.OK() {
+			if !d.fill(n) {
 				side = Dst
 				break
 			}
@@ -47,7 +48,7 @@ func Copy(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 			if s.left == 0 {
 				moved = count(&d, &s, moved)
 			}
-			if f = s.fill(n); !f.OK() {
+			if !s.fill(n) {
 				side = Src
 				break
 			}
@@ -57,7 +58,7 @@ func Copy(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 		if d.solid() && s.solid() {
 			move(d.b[:k], s.b[:k], end)
 		} else if bad := moveGuarded(d.b[:k], s.b[:k], end); bad != 0 {
-			if f, side = gone(&d, &s, bad); !f.OK() {
+			if side = gone(&d, &s, bad); side != 0 {
 				break
 			}
 			continue // they are back, and none of them is certain to have been moved
@@ -69,16 +70,93 @@ func Copy(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 	count(&d, &s, moved)
 	d.close()
 	s.close()
+	switch side {
+	case Dst:
+		f = d.fault
+	case Src:
+		f = s.fault
+	}
 	return f, side
 }
 
-// gone deals with an address that could not be accessed: it asks the side that
-// it belongs to to bring it back.
-func gone(d, s *cursor, bad uintptr) (Fault, Side) {
-	if within(bad, d.b) {
-		return d.gone(bad), Dst
+// Copied is Copy for those who only want to know whether there was no fault. Memory that
+// lies together on both sides, as most does, needs no cursors.
+func Copied(dst, src *List, n uint64, last bool) bool {
+	if to, d := dst.whole(n); to != nil {
+		from, s := src.whole(n)
+		ok := s != nil && moveWhole(to, from, d, s, last)
+		if from != nil {
+			from.exit()
+		}
+		to.exit()
+		if ok {
+			return true
+		}
 	}
-	return s.gone(bad), Src
+	f, _ := Copy(dst, src, n, last)
+	return f.OK()
+}
+
+// whole returns the n bytes of a list of one piece, if they are there and lie together,
+// with the region whose section is open then; that is nil for raw bytes.
+func (l *List) whole(n uint64) (r *Region, b []byte) {
+	if n == 0 || n > Quantum || l.Off != 0 || l.Far != nil {
+		return nil, nil
+	}
+	if l.Table == nil {
+		if len(l.Raw) == 1 && uint64(len(l.Raw[0])) >= n && !l.Frail {
+			b = l.Raw[0][:n]
+		}
+		return nil, b
+	}
+	if len(l.SGEs) != 1 || uint64(l.SGEs[0].Length) < n {
+		return nil, nil
+	}
+	e := &l.SGEs[0]
+	if r = l.find(e.LKey); r == nil {
+		return nil, nil
+	}
+	off, kind := r.open(e.LKey, e.Addr, n, l.Access, l.Actor)
+	if kind != FaultNone {
+		return nil, nil
+	}
+	if r.kind == KindPinned || r.kind == KindDevice {
+		if b, kind = r.backing.Run(off, n, l.Access); kind == FaultNone && uint64(len(b)) == n {
+			return r, b
+		}
+	}
+	r.exit()
+	return nil, nil
+}
+
+// moveWhole moves bytes to a section, from another one or, if from is nil, raw bytes. It
+// reports whether they were there.
+func moveWhole(to, from *Region, d, s []byte, last bool) bool {
+	kind, solid := KindRaw, true
+	if from != nil {
+		kind, solid = from.kind, from.solid
+	}
+	if solid && to.solid {
+		move(d, s, last)
+	} else if moveGuarded(d, s, last) != 0 {
+		return false
+	}
+	to.count(kind, to.kind, len(d))
+	return true
+}
+
+// gone deals with an address that could not be accessed: it asks the side that
+// it belongs to to bring it back, and returns that side if it cannot.
+func gone(d, s *cursor, bad uintptr) Side {
+	c, side := s, Src
+	if within(bad, d.b) {
+		c, side = d, Dst
+	}
+	if f := c.gone(bad); !f.OK() {
+		c.fault = f
+		return side
+	}
+	return 0
 }
 
 // count adds k bytes to the counters of the target's table, or of the source's
@@ -92,9 +170,14 @@ func count(d, s *cursor, k int) int {
 		r = s.region
 	}
 	if r != nil {
-		r.table.moved[r.Key()>>tagBits%counterShards].bytes[s.kind()][d.kind()].Add(uint64(k))
+		r.count(s.kind(), d.kind(), k)
 	}
 	return 0
+}
+
+// count counts bytes that were copied to the region, or from it to raw bytes.
+func (r *Region) count(from, to Kind, k int) {
+	r.table.moved[r.Key()>>tagBits%counterShards].bytes[from][to].Add(uint64(k))
 }
 
 // cursor is a place in a list, with the section that is open there.
@@ -108,6 +191,7 @@ type cursor struct {
 	b      []byte  // bytes that are offered and not used yet
 	lost   int     // how often they were gone when they were used
 	piece  int     // in an indirect key: the piece that was used last
+	fault  Fault   // why it cannot go on
 }
 
 // close closes the section that is open, if any.
@@ -118,35 +202,42 @@ func (c *cursor) close() {
 	}
 }
 
-// fill makes b the next bytes of the list: between 1 and n of them.
-func (c *cursor) fill(n uint64) (f Fault) {
+// fill makes b the next bytes of the list: between 1 and n of them. It reports false if
+// there is a fault.
+func (c *cursor) fill(n uint64) bool {
 	if c.left == 0 {
 		c.close()
 		if c.list.Table == nil {
 			return c.fillRaw(n)
 		}
-		if f = c.open(min(n, Quantum)); !f.OK() {
-			return f
+		if !c.open(min(n, Quantum)) {
+			return false
 		}
 	}
+	var kind FaultKind
 	if m := c.region.mkey; m != nil {
-		c.b, f = m.layout.run(c.off, c.left, c.list.Access, &c.piece)
+		c.b, kind = m.layout.run(c.off, c.left, c.list.Access, &c.piece)
 	} else {
-		c.b, f = c.region.backing.Run(c.off, c.left, c.list.Access)
+		c.b, kind = c.region.backing.Run(c.off, c.left, c.list.Access)
 	}
-	if !f.OK() {
-		return c.region.fault(f.Kind, c.off, c.left, c.list.Access)
+	if kind != FaultNone {
+		return c.fail(c.region.fault(kind, c.off, c.left, c.list.Access))
 	}
 	if len(c.b) == 0 {
 		panic("mem: a backing returned neither bytes nor a fault")
 	}
 	c.off += uint64(len(c.b))
 	c.left -= uint64(len(c.b))
-	return f
+	return true
+}
+
+func (c *cursor) fail(f Fault) bool {
+	c.fault = f
+	return false
 }
 
 // open opens a section on at most n bytes of the next piece.
-func (c *cursor) open(n uint64) Fault {
+func (c *cursor) open(n uint64) bool {
 	l := c.list
 	for c.next < len(l.SGEs) {
 		e := &l.SGEs[c.next]
@@ -159,21 +250,39 @@ func (c *cursor) open(n uint64) Fault {
 		n = min(n, size-c.skip)
 		addr := e.Addr + c.skip
 		if addr < e.Addr { // the piece passes the end of the address space
-			return Fault{Kind: FaultBounds, Key: e.LKey, Addr: e.Addr, Len: size}
+			return c.fail(Fault{Kind: FaultBounds, Key: e.LKey, Addr: e.Addr, Len: size})
 		}
-		r, off, kind := l.Table.open(e.LKey, addr, n, l.Access, l.Actor)
+		r, off, kind := l.find(e.LKey), uint64(0), FaultKey
+		if r != nil {
+			off, kind = r.open(e.LKey, addr, n, l.Access, l.Actor)
+		}
 		if kind != FaultNone {
-			return Fault{Kind: kind, Key: e.LKey, Addr: addr, Len: n}
+			return c.fail(Fault{Kind: kind, Key: e.LKey, Addr: addr, Len: n})
 		}
 		c.region, c.off, c.left = r, off, n
 		c.skip += n
-		return Fault{}
+		return true
 	}
-	return Fault{Kind: FaultBounds, Len: n} // the list is too short
+	return c.fail(Fault{Kind: FaultBounds, Len: n}) // the list is too short
+}
+
+// find returns the region with a key: the one that is remembered, if it still has that
+// key. When a region is closed its key may become another's.
+func (l *List) find(key uint32) *Region {
+	m := l.Memo
+	if m == nil {
+		return l.Table.Lookup(key)
+	}
+	r := m.region
+	if r == nil || r.Key() != key || r.Closed() {
+		r = l.Table.Lookup(key)
+		m.region = r
+	}
+	return r
 }
 
 // fillRaw is fill for a list of raw bytes, which needs no section.
-func (c *cursor) fillRaw(n uint64) Fault {
+func (c *cursor) fillRaw(n uint64) bool {
 	for c.next < len(c.list.Raw) {
 		b := c.list.Raw[c.next]
 		if c.skip >= uint64(len(b)) {
@@ -184,9 +293,9 @@ func (c *cursor) fillRaw(n uint64) Fault {
 		n = min(n, uint64(len(b))-c.skip)
 		c.b = b[c.skip:][:n]
 		c.skip += n
-		return Fault{}
+		return true
 	}
-	return Fault{Kind: FaultBounds, Len: n}
+	return c.fail(Fault{Kind: FaultBounds, Len: n})
 }
 
 // gone deals with bytes in use that are not there any more, from an address on
@@ -225,15 +334,14 @@ func Check(l *List, n uint64) Fault {
 	c := cursor{list: l, skip: l.Off}
 	for n > 0 {
 		if l.Table == nil {
-			f := c.fillRaw(n)
-			if !f.OK() {
-				return f
+			if !c.fillRaw(n) {
+				return c.fault
 			}
 			n -= uint64(len(c.b))
 			continue
 		}
-		if f := c.open(n); !f.OK() {
-			return f
+		if !c.open(n) {
+			return c.fault
 		}
 		c.close()
 		n -= c.left

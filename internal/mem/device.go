@@ -303,11 +303,11 @@ func (d *deviceBacking) Len() uint64 { return uint64(len(d.b)) }
 func (d *deviceBacking) Solid() bool { return !d.m.coherent }
 
 // Run returns all of the bytes at off.
-func (d *deviceBacking) Run(off, n uint64, _ ib.Access) ([]byte, Fault) {
+func (d *deviceBacking) Run(off, n uint64, _ ib.Access) ([]byte, FaultKind) {
 	if size := uint64(len(d.b)); off >= size || n > size-off {
-		return nil, Fault{Kind: FaultBounds}
+		return nil, FaultBounds
 	}
-	return d.b[off:][:n], Fault{}
+	return d.b[off:][:n], FaultNone
 }
 
 // Close lets go of the buffer.
@@ -315,5 +315,6 @@ func (d *deviceBacking) Close() error {
 	d.m.mu.Lock()
 	d.m.regions--
 	d.m.mu.Unlock()
+	d.b = nil // a region may be remembered longer than its memory is there
 	return nil
 }

@@ -19,8 +19,8 @@ func copyFar(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 	off := src.Off
 	for n > 0 {
 		if len(d.b) == 0 {
-			if f = d.fill(n); !f.OK() {
-				side = Dst
+			if !d.fill(n) {
+				f, side = d.fault, Dst
 				break
 			}
 		}

@@ -63,15 +63,15 @@ func GatherFew(l *List, n uint64, out [][]byte, pins *Pins) ([][]byte, Fault, bo
 	return gather(l, n, out, pins, cap(out))
 }
 
-func gather(l *List, n uint64, out [][]byte, pins *Pins, most int) (_ [][]byte, f Fault, whole bool) {
+func gather(l *List, n uint64, out [][]byte, pins *Pins, most int) (_ [][]byte, _ Fault, whole bool) {
 	c := cursor{list: l, skip: l.Off}
 	given, held := len(out), pins.n
 	for n > 0 {
-		if f = c.fill(n); !f.OK() || len(out) == most {
+		if !c.fill(n) || len(out) == most {
 			c.close()
 			pins.release(held)
 			clear(out[given:])
-			return out[:given], f, false
+			return out[:given], c.fault, false
 		}
 		out = append(out, c.b)
 		n -= uint64(len(c.b))

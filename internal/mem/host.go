@@ -233,16 +233,16 @@ func (h *Host) Locked() bool { return h.note == "" }
 func (h *Host) LockNote() string { return h.note }
 
 // Run returns the bytes at off: all of them, or none if some are stale.
-func (h *Host) Run(off, n uint64, _ ib.Access) ([]byte, Fault) {
+func (h *Host) Run(off, n uint64, _ ib.Access) ([]byte, FaultKind) {
 	if off >= h.length || n > h.length-off {
-		return nil, Fault{Kind: FaultBounds}
+		return nil, FaultBounds
 	}
 	if !h.inHeap {
 		if theSpace.settle(); h.staleAt(off, n) {
-			return nil, Fault{Kind: FaultStale}
+			return nil, FaultStale
 		}
 	}
-	return bytesAt(h.addr+uintptr(off), int(n)), Fault{}
+	return bytesAt(h.addr+uintptr(off), int(n)), FaultNone
 }
 
 // Durable reports whether Persist makes the bytes persistent: that they were

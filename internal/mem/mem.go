@@ -3,7 +3,7 @@
 // The way of an address, top-down:
 //
 //  1. table.go: a key's index is unpermuted to a slot; the slot holds a Region
-//     or nothing. No lock, no hash.
+//     or nothing. No lock, no hash. (Who comes again with the same key has a Memo.)
 //  2. region.go: a read section on the region is opened (Resolve) and closed
 //     (Release); the state, the domain, the rights and the bounds are checked,
 //     once. Whoever kills a region marks it dead, then waits for the sections
@@ -53,7 +53,7 @@ type Backing interface {
 	// Run returns the bytes at off: at least one and at most n of them,
 	// contiguous in this process and good for acc until the section closes;
 	// or why not. The caller has checked off+n against the region's length.
-	Run(off, n uint64, acc ib.Access) ([]byte, Fault)
+	Run(off, n uint64, acc ib.Access) ([]byte, FaultKind)
 	// Close gives up what the backing holds. It is called once, when no
 	// section is open and none will be.
 	Close() error
@@ -121,12 +121,17 @@ type List struct {
 	Raw    [][]byte // used when Table is nil
 	Frail  bool     // Raw may be gone when it is accessed
 	Off    uint64   // bytes of the pieces to skip first
+	Memo   *Memo    // if set, where a region is remembered for the next list; all its lists have one Table
 
 	// Far, if set, is where the first FarLen bytes lie; Raw's one piece follows
 	// them. Only a source can be far.
 	Far    Far
 	FarLen uint64
 }
+
+// Memo remembers the region that a list has last led to: who uses the same one again
+// and again need not look it up.
+type Memo struct{ region *Region }
 
 // Side names the list of a Copy that failed.
 type Side uint8

@@ -392,16 +392,16 @@ func (l *layout) Len() uint64 { return l.round * l.repeat }
 func (l *layout) Close() error { return nil }
 
 // Run returns the bytes at off, as far as the piece goes.
-func (l *layout) Run(off, n uint64, acc ib.Access) ([]byte, Fault) {
+func (l *layout) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
 	hint := 0
 	return l.run(off, n, acc, &hint)
 }
 
 // run is Run for those who go through the bytes in order: hint remembers the piece.
-func (l *layout) run(off, n uint64, acc ib.Access, hint *int) ([]byte, Fault) {
+func (l *layout) run(off, n uint64, acc ib.Access, hint *int) ([]byte, FaultKind) {
 	p, at, left := l.find(off, hint)
 	if p.flat != nil {
-		return p.flat[at:][:min(n, left)], Fault{}
+		return p.flat[at:][:min(n, left)], FaultNone
 	}
 	return p.backing.Run(at, min(n, left), acc)
 }

@@ -60,6 +60,7 @@ type model struct {
 	regions []*modelRegion
 	windows []*modelWindow
 	dead    []uint32 // keys that were good once
+	memo    mem.Memo // of some lists
 	seen    map[string]int
 }
 
@@ -367,7 +368,11 @@ func (m *model) drawRange(t *rapid.T, right ib.Access) *modelRange {
 }
 
 func (m *model) list(a *modelRange) *mem.List {
-	return &mem.List{Table: m.table, Actor: a.who, Access: a.right, SGEs: []ib.SGE{a.sge}}
+	l := &mem.List{Table: m.table, Actor: a.who, Access: a.right, SGEs: []ib.SGE{a.sge}}
+	if a.sge.Addr%2 == 0 {
+		l.Memo = &m.memo
+	}
+	return l
 }
 
 func (m *model) resolve(t *rapid.T) {
@@ -404,7 +409,18 @@ func (m *model) copy(t *rapid.T) {
 	}
 	last := rapid.Bool().Draw(t, "last")
 	dst.sge.Length, src.sge.Length = min(n, dst.sge.Length), min(n, src.sge.Length)
-	f, side := mem.Copy(m.list(dst), m.list(src), uint64(n), last)
+	var f mem.Fault
+	var side mem.Side
+	if rapid.Bool().Draw(t, "copied") {
+		want := n == 0 || dst.fault == mem.FaultNone && src.fault == mem.FaultNone
+		if ok := mem.Copied(m.list(dst), m.list(src), uint64(n), last); ok != want {
+			t.Fatalf("Copied %d: %v, should be %v", n, ok, want)
+		} else if !ok {
+			return
+		}
+	} else {
+		f, side = mem.Copy(m.list(dst), m.list(src), uint64(n), last)
+	}
 	m.saw("copy", f)
 	if dst.fault != mem.FaultNone || src.fault != mem.FaultNone {
 		// Long ranges go in quanta, so the bytes before a fault may be copied;

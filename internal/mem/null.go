@@ -30,12 +30,12 @@ func (n *Null) Len() uint64 { return math.MaxUint64 }
 func (n *Null) Solid() bool { return true }
 
 // Run returns zeros to read, or a place to write to.
-func (n *Null) Run(_, length uint64, acc ib.Access) ([]byte, Fault) {
+func (n *Null) Run(_, length uint64, acc ib.Access) ([]byte, FaultKind) {
 	b := zeros
 	if acc&ib.AccessLocalWrite != 0 {
 		b = n.sink
 	}
-	return b[:min(length, nullRun)], Fault{}
+	return b[:min(length, nullRun)], FaultNone
 }
 
 // Close has nothing to give up.

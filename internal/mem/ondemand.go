@@ -182,9 +182,9 @@ const writing = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteAtom
 
 // Run returns the bytes at off that are present, after fetching the first of
 // them if that is quick.
-func (m *OnDemand) Run(off, n uint64, acc ib.Access) ([]byte, Fault) {
+func (m *OnDemand) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
 	if off >= m.length || n > m.length-off {
-		return nil, Fault{Kind: FaultBounds}
+		return nil, FaultBounds
 	}
 	theSpace.settle()
 	have := m.have(off, n, acc)
@@ -193,13 +193,13 @@ func (m *OnDemand) Run(off, n uint64, acc ib.Access) ([]byte, Fault) {
 	}
 	if have == 0 {
 		if kind := m.fetch(off, n, acc, false); kind != FaultNone {
-			return nil, Fault{Kind: kind}
+			return nil, kind
 		}
 		if have = m.have(off, n, acc); have == 0 {
-			return nil, Fault{Kind: FaultPending} // gone again already
+			return nil, FaultPending // gone again already
 		}
 	}
-	return bytesAt(m.addr+uintptr(off), int(have)), Fault{}
+	return bytesAt(m.addr+uintptr(off), int(have)), FaultNone
 }
 
 // have returns how many of n bytes at off are present for an access.

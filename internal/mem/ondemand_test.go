@@ -34,7 +34,7 @@ type part struct {
 
 func (p part) Len() uint64 { return p.n }
 
-func (p part) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
+func (p part) Run(off, n uint64, acc ib.Access) ([]byte, mem.FaultKind) {
 	return p.OnDemand.Run(p.base+off, n, acc)
 }
 

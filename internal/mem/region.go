@@ -339,9 +339,9 @@ func (s *Span) Next() ([]byte, Fault) {
 	if s.left == 0 {
 		return nil, Fault{}
 	}
-	b, f := s.region.backing.Run(s.off, s.left, s.acc)
-	if !f.OK() {
-		return nil, s.region.fault(f.Kind, s.off, s.left, s.acc)
+	b, kind := s.region.backing.Run(s.off, s.left, s.acc)
+	if kind != FaultNone {
+		return nil, s.region.fault(kind, s.off, s.left, s.acc)
 	}
 	s.off += uint64(len(b))
 	s.left -= uint64(len(b))

@@ -140,3 +140,56 @@ func TestFaultStrings(t *testing.T) {
 		}
 	}
 }
+
+// A list that remembers its region follows the key: to nothing when the region is closed,
+// to a region that gets the same key later, and from one key to the next when the region
+// is registered again.
+func TestMemo(t *testing.T) {
+	table := mem.NewTable(mem.TableConfig{Seed: 7})
+	register := func(b []byte) *mem.Region {
+		h, err := mem.NewHostBytes(b, ib.AccessLocalWrite, ib.LockOff)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r, err := table.Register(mem.RegionConfig{Access: ib.AccessLocalWrite, Length: uint64(len(b)), Backing: h})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	var memo mem.Memo
+	put := func(key uint32, what byte) mem.FaultKind {
+		to := &mem.List{Table: table, Access: ib.AccessLocalWrite, SGEs: []ib.SGE{{Length: 1, LKey: key}}, Memo: &memo}
+		f, _ := mem.Copy(to, &mem.List{Raw: [][]byte{{what}}}, 1, true)
+		return f.Kind
+	}
+	first, second := make([]byte, 1), make([]byte, 1)
+	r := register(first)
+	key := r.Key()
+	if k := put(key, 1); k != mem.FaultNone || first[0] != 1 {
+		t.Fatalf("%v, %v", k, first)
+	}
+	r.Close()
+	if k := put(key, 2); k != mem.FaultKey {
+		t.Errorf("closed: %v", k)
+	}
+	r = register(first)
+	for put(r.Key(), 3); r.Key() != key; r = register(second) {
+		r.Close()
+	}
+	first[0] = 0
+	if k := put(key, 4); k != mem.FaultNone || first[0] != 0 || second[0] != 4 {
+		t.Errorf("the key is another region's: %v, %v, %v", k, first, second)
+	}
+	cfg, _ := r.Snapshot()
+	if err := r.Rereg(cfg); err != nil {
+		t.Fatal(err)
+	}
+	if k := put(key, 5); k != mem.FaultKey {
+		t.Errorf("the old key: %v", k)
+	}
+	if k := put(r.Key(), 6); k != mem.FaultNone || second[0] != 6 {
+		t.Errorf("the new key: %v, %v", k, second)
+	}
+	r.Close()
+}

@@ -208,7 +208,7 @@ func TestStaleIsNotEveryPanic(t *testing.T) {
 // broken is a backing with a bug: it returns neither bytes nor a fault.
 type broken struct{}
 
-func (broken) Kind() mem.Kind                                    { return mem.KindPinned }
-func (broken) Len() uint64                                       { return 8 }
-func (broken) Close() error                                      { return nil }
-func (broken) Run(uint64, uint64, ib.Access) ([]byte, mem.Fault) { return nil, mem.Fault{} }
+func (broken) Kind() mem.Kind                                        { return mem.KindPinned }
+func (broken) Len() uint64                                           { return 8 }
+func (broken) Close() error                                          { return nil }
+func (broken) Run(uint64, uint64, ib.Access) ([]byte, mem.FaultKind) { return nil, mem.FaultNone }

@@ -121,7 +121,7 @@ func (t *Table) Whole(key uint32, addr uint64, acc ib.Access, who Actor, f func(
 	if r.window != nil || r.mkey != nil || r.kind != KindPinned {
 		return
 	}
-	if b, fault := r.backing.Run(0, r.length, acc); fault.OK() && uint64(len(b)) == r.length {
+	if b, kind := r.backing.Run(0, r.length, acc); kind == FaultNone && uint64(len(b)) == r.length {
 		f(r, b)
 	}
 }
@@ -145,12 +145,20 @@ func (t *Table) Resolve(key uint32, addr, n uint64, acc ib.Access, who Actor) (S
 // open is what Resolve does: it finds the region, opens a section on it and
 // returns the place of the range in its backing.
 func (t *Table) open(key uint32, addr, n uint64, acc ib.Access, who Actor) (r *Region, off uint64, kind FaultKind) {
-	r = t.slots.Get(key >> tagBits)
-	if r == nil || r.key.Load() != key {
+	if r = t.Lookup(key); r == nil {
 		return nil, 0, FaultKey
 	}
+	if off, kind = r.open(key, addr, n, acc, who); kind != FaultNone {
+		r = nil
+	}
+	return r, off, kind
+}
+
+// open opens a section on a region that was found by a key, and returns the place of the
+// range in its backing.
+func (r *Region) open(key uint32, addr, n uint64, acc ib.Access, who Actor) (off uint64, kind FaultKind) {
 	if !r.enter() {
-		return nil, 0, FaultDead
+		return 0, FaultDead
 	}
 	// What follows stands inside the section, because a region's key, bounds and
 	// rights may change while it is out of use.
@@ -166,13 +174,13 @@ func (t *Table) open(key uint32, addr, n uint64, acc ib.Access, who Actor) (r *R
 		kind = FaultBounds
 	case r.window != nil:
 		if kind = r.window.enterParent(acc, who); kind == FaultNone {
-			return r, r.base + off, FaultNone
+			return r.base + off, FaultNone
 		}
 	default:
-		return r, off, FaultNone
+		return off, FaultNone
 	}
 	r.leave()
-	return nil, 0, kind
+	return 0, kind
 }
 
 // IsHost reports whether n bytes can be accessed, as far as is known without touching

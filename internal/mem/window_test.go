@@ -197,7 +197,7 @@ type far struct {
 	off, n uint64
 }
 
-func (*far) Run(uint64, uint64, ib.Access) ([]byte, Fault) { return nil, Fault{Kind: FaultPending} }
+func (*far) Run(uint64, uint64, ib.Access) ([]byte, FaultKind) { return nil, FaultPending }
 
 func (*far) Gone(uint64, uint64, ib.Access) FaultKind { return FaultPending }
 

@@ -52,7 +52,7 @@ func (q *QP) WriteTo(p *QP, wr *ib.SendWR) int {
 	}
 	src := q.source(wr)
 	dst := p.remoteList(ib.AccessRemoteWrite, p.Actor(), wr.RKey, wr.RemoteAddr, n)
-	if f, _ := mem.Copy(dst, src, uint64(n), true); !f.OK() {
+	if !mem.Copied(dst, src, uint64(n), true) {
 		return 0
 	}
 	q.written(p, wr, n, packets)
@@ -219,14 +219,13 @@ func (q *QP) free() bool {
 
 // source is the list of what a request writes.
 func (q *QP) source(wr *ib.SendWR) *mem.List {
-	src := &q.req.list
 	if wr.Inline != nil {
 		q.resp.raw[0] = wr.Inline
-		*src = mem.List{Raw: q.resp.raw[:]}
-	} else {
-		*src = mem.List{Table: q.Table, Actor: q.Actor(), SGEs: wr.SGL}
+		q.req.list = mem.List{Raw: q.resp.raw[:]}
+		return &q.req.list
 	}
-	return src
+	q.mine.sge[0] = wr.SGL[0]
+	return &q.mine.list
 }
 
 // directly is what became of a request that Direct might do.

@@ -41,7 +41,7 @@ func (z *lazy) drop(off, n uint64)  { z.set(off, n, false) }
 func (z *lazy) bring(off, n uint64) { z.set(off, n, true) }
 
 // Run returns what is there in one piece.
-func (z *lazy) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
+func (z *lazy) Run(off, n uint64, acc ib.Access) ([]byte, mem.FaultKind) {
 	if z.evict != nil {
 		if i := z.evict(); i < len(z.there) {
 			z.there[i] = false
@@ -55,9 +55,9 @@ func (z *lazy) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
 	case have > 0:
 		return z.Backing.Run(off, have, acc)
 	case z.gone:
-		return nil, mem.Fault{Kind: mem.FaultStale}
+		return nil, mem.FaultStale
 	}
-	return nil, mem.Fault{Kind: mem.FaultPending}
+	return nil, mem.FaultPending
 }
 
 // Gone is for memory that really vanishes: this does not.

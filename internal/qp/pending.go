@@ -165,8 +165,8 @@ func (q *QP) readAbsent(t *train.Train, f mem.Fault) {
 	r, list, again := &q.resp, t.Payload.SGEs, false
 	for i := range r.n {
 		if j := r.at(i); !t.PSN.Less(j.psn) && t.PSN.Less(j.end()) {
-			r.sge[0] = ib.SGE{Addr: j.reth.VA, Length: j.reth.Len, LKey: j.reth.RKey} // all of the READ
-			list, again = r.sge[:], !t.PSN.Less(j.psn.Add(j.done))
+			q.named.sge[0] = ib.SGE{Addr: j.reth.VA, Length: j.reth.Len, LKey: j.reth.RKey} // all of the READ
+			list, again = q.named.sge[:], !t.PSN.Less(j.psn.Add(j.done))
 		}
 	}
 	q.fetch(LaneReceive, f, list)

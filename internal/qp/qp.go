@@ -108,6 +108,8 @@ type QP struct {
 
 	late   *lateBytes // what waits for its completion; nil: nothing ever did
 	layout mem.Layout // scratch, to configure an indirect key without allocating
+	mine   piece      // what a request writes
+	named  piece      // what the peer names
 
 	// Counters count what the queue pair did.
 	Counters Counters
@@ -124,8 +126,20 @@ func New(cfg Config) *QP {
 	q := &QP{Config: cfg, service: services[cfg.Type], state: ib.QPReset}
 	q.sq.init(cfg.Cap, cfg.Type == ib.UD)
 	q.attr.Cap = cfg.Cap
+	q.mine.init(cfg.Table)
+	q.mine.list.Actor = q.Actor()
+	q.named.init(cfg.Table)
 	return q
 }
+
+// piece is a list of one piece of memory, again and again.
+type piece struct {
+	list mem.List
+	sge  [1]ib.SGE
+	memo mem.Memo
+}
+
+func (p *piece) init(t *mem.Table) { p.list = mem.List{Table: t, SGEs: p.sge[:], Memo: &p.memo} }
 
 // Flow is how the queue pair's packets travel, nil if it is not connected.
 func (q *QP) Flow() *train.Flow { return q.path.Flow }

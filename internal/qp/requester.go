@@ -195,7 +195,12 @@ func (q *QP) begin(w *wqe, now Time) bool {
 }
 
 // packets returns how many packets n bytes take: an empty message takes one.
-func (q *QP) packets(n int) int { return max(1, (n+q.mtu-1)/q.mtu) }
+func (q *QP) packets(n int) int {
+	if n <= q.mtu {
+		return 1 // to divide takes as long as all other checks of a short WRITE
+	}
+	return (n + q.mtu - 1) / q.mtu
+}
 
 // room returns how many PSNs may be taken now, at most want: bounded by the
 // window and, with credits, by what the peer's other queue pairs leave. What it

@@ -235,8 +235,8 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 func (q *QP) refuseWrite(t *train.Train, f mem.Fault) mem.Fault {
 	r := &q.resp
 	if f.Kind == mem.FaultPending {
-		r.sge[0].Length = uint32(uint64(r.reth.Len) - r.off) // all that is to come
-		return q.notPresent(f, r.sge[:])
+		q.named.sge[0].Length = uint32(uint64(r.reth.Len) - r.off) // all that is to come
+		return q.notPresent(f, q.named.sge[:])
 	}
 	if t.End && t.Extra == wire.WithImm && !r.have {
 		r.have = q.Recv.Take(&r.taken)
@@ -407,10 +407,10 @@ func (q *QP) receiveList(off uint64) *mem.List {
 
 // remoteList is a range that the peer named.
 func (q *QP) remoteList(acc ib.Access, who mem.Actor, key uint32, va uint64, n int) *mem.List {
-	r := &q.resp
-	r.sge[0] = ib.SGE{Addr: va, Length: uint32(n), LKey: key}
-	r.list = mem.List{Table: q.Table, Actor: who, Access: acc, SGEs: r.sge[:]}
-	return &r.list
+	l, e := &q.named.list, &q.named.sge[0]
+	l.Actor, l.Access = who, acc
+	e.Addr, e.Length, e.LKey = va, uint32(n), key
+	return l
 }
 
 // checkRemote checks a range that the peer named. An empty one names nothing

@@ -32,7 +32,6 @@ type answers struct {
 	// scratch for building lists without allocating
 	list mem.List
 	from mem.List
-	sge  [1]ib.SGE
 	raw  [1][]byte
 	word [8]byte
 	grh  []byte

@@ -2,11 +2,11 @@ package qp
 
 import (
 	"math/bits"
-	"sync/atomic"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/queue"
 	"github.com/verbena-rdma/verbena/internal/train"
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
@@ -111,9 +111,8 @@ type sendQueue struct {
 	maxSGE, maxInline int
 	head, tail        uint32
 
-	// freed is the number of the first request that still holds its place: it
-	// follows head when completions are polled, as on hardware.
-	freed *atomic.Uint32
+	// freed follows head when completions are polled.
+	freed *queue.Freed
 }
 
 func (s *sendQueue) init(c ib.QPCap, datagram bool) {
@@ -122,7 +121,7 @@ func (s *sendQueue) init(c ib.QPCap, datagram bool) {
 		size = 1 << bits.Len(uint(c.MaxSendWR-1))
 	}
 	s.max, s.maxSGE, s.maxInline = uint32(c.MaxSendWR), c.MaxSendSGE, c.MaxInlineData
-	s.freed = new(atomic.Uint32)
+	s.freed = new(queue.Freed)
 	s.wqes = make([]wqe, size)
 	s.sges = make([]ib.SGE, size*s.maxSGE)
 	s.inline = make([]byte, size*s.maxInline)

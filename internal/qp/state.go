@@ -6,10 +6,11 @@ package qp
 
 import (
 	"fmt"
-	"sync/atomic"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/queue"
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
@@ -331,8 +332,8 @@ func (q *QP) flushReceive() {
 func (q *QP) reset() {
 	q.stopped()
 	q.giveBack(q.req.held)
-	q.sq.head = q.sq.tail           // numbers go on, so that a late Sent finds nothing
-	q.sq.freed = new(atomic.Uint32) // a completion of before frees nothing
+	q.sq.head = q.sq.tail         // numbers go on, so that a late Sent finds nothing
+	q.sq.freed = new(queue.Freed) // a completion of before frees nothing
 	q.sq.freed.Store(q.sq.tail)
 	q.sq.pieces.clear()
 	for i := range q.sq.flows {
@@ -343,6 +344,7 @@ func (q *QP) reset() {
 	}
 	sges := q.resp.taken.SGEs
 	q.req, q.resp, q.slow = requester{}, responder{}, slowWork{}
+	q.mine.memo, q.named.memo = mem.Memo{}, mem.Memo{}
 	q.resets++
 	q.resp.taken.SGEs = sges
 	q.req.cur = q.sq.head

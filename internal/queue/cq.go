@@ -22,6 +22,7 @@ type CQ struct {
 	Clock func() int64
 	// Taker, if it is set, is offered each completion that finds the queue empty, with
 	// the queue's lock held: it may take it at once, as a poll would. It must not wait.
+	// Nothing is offered while it is held: see Hold.
 	// It is set before the queue is used.
 	Taker func(*ib.WC, *Note) bool
 
@@ -33,6 +34,7 @@ type CQ struct {
 	head  int // the oldest entry
 	armed arming
 	fired uint32 // how many events there were
+	held  bool   // the taker gets nothing
 
 	late     []Late // bytes that wait beside their completions, by number less 1
 	lateFree uint32 // a place there that is free; 0: none
@@ -42,11 +44,33 @@ type CQ struct {
 	writer    writer
 }
 
-// entry is a completion in the ring. A send request keeps its place in the send
-// queue until its completion is polled, as on hardware: freed then becomes upto.
+// Freed is the number of the first request of a send queue that still holds its place:
+// it keeps it until its completion is polled, as on hardware. The lock of who pushes
+// guards it.
+type Freed struct {
+	polled atomic.Uint32 // also changed by a poll
+	taken  uint32        // by a taker, whatever was polled before
+}
+
+// Load returns the number.
+func (f *Freed) Load() uint32 {
+	if polled := f.polled.Load(); int32(polled-f.taken) > 0 {
+		return polled
+	}
+	return f.taken
+}
+
+// Store sets it; nothing of the send queue waits for a poll.
+func (f *Freed) Store(n uint32) {
+	f.polled.Store(n)
+	f.taken = n
+}
+
+// entry is a completion in the ring. When that of a send request is polled, freed becomes
+// upto.
 type entry struct {
 	wc    ib.WC
-	freed *atomic.Uint32
+	freed *Freed
 	upto  uint32
 	late  uint32 // the number of the bytes that are to be placed; 0: none
 	note  Note
@@ -89,11 +113,11 @@ func (c *CQ) Push(wc *ib.WC, solicited bool) bool { return c.push(wc, solicited,
 
 // PushSend appends the completion of a send request; freed becomes upto when it
 // is polled.
-func (c *CQ) PushSend(wc *ib.WC, freed *atomic.Uint32, upto uint32) bool {
+func (c *CQ) PushSend(wc *ib.WC, freed *Freed, upto uint32) bool {
 	return c.push(wc, false, freed, upto, nil)
 }
 
-func (c *CQ) push(wc *ib.WC, solicited bool, freed *atomic.Uint32, upto uint32, l *Late) bool {
+func (c *CQ) push(wc *ib.WC, solicited bool, freed *Freed, upto uint32, l *Late) bool {
 	at := int64(0)
 	if c.Clock != nil {
 		at = c.Clock()
@@ -120,11 +144,11 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *atomic.Uint32, upto uint32, 
 		note.Event = c.fired
 	}
 	e := &c.ring[wrap(c.head+n, len(c.ring))]
-	*e = entry{*wc, freed, upto, late, note}
-	if c.Taker == nil || n > 0 || late != 0 || !c.Taker(&e.wc, &e.note) {
+	e.wc, e.freed, e.upto, e.late, e.note = *wc, freed, upto, late, note
+	if c.Taker == nil || n > 0 || late != 0 || c.held || !c.Taker(&e.wc, &e.note) {
 		c.count.Store(int64(n + 1))
 	} else if freed != nil {
-		freed.Store(upto)
+		freed.taken = upto
 	}
 	c.mu.Unlock()
 	if fire && c.OnEvent != nil {
@@ -137,7 +161,8 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *atomic.Uint32, upto uint32, 
 // fetched, and only if it would return nothing else.
 func (c *CQ) Poll(out []ib.WC) int { return c.PollNotes(out, nil) }
 
-// PollNotes is Poll; notes, if it is not nil, has room for as many.
+// PollNotes is Poll with what is known besides; notes has room for as many. If it returns
+// completions the taker is held, until the caller has them where the taker puts others.
 func (c *CQ) PollNotes(out []ib.WC, notes []Note) int {
 	for {
 		n, f := c.take(out, notes)
@@ -157,6 +182,7 @@ func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 	}
 	c.mu.Lock()
 	count := int(c.count.Load())
+	c.held = c.held || notes != nil
 	for n < len(out) && count > 0 {
 		e := &c.ring[c.head]
 		var failed func(mem.Fault) uint16
@@ -177,7 +203,7 @@ func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 			notes[n] = e.note
 		}
 		if e.freed != nil {
-			e.freed.Store(e.upto)
+			e.freed.polled.Store(e.upto)
 		}
 		c.head = wrap(c.head+1, len(c.ring))
 		count--
@@ -193,8 +219,18 @@ func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 		n++
 	}
 	c.count.Store(int64(count))
+	if n == 0 && notes != nil {
+		c.held = false
+	}
 	c.mu.Unlock()
 	return n, f
+}
+
+// Hold keeps completions from the taker, or lets it have them again.
+func (c *CQ) Hold(hold bool) {
+	c.mu.Lock()
+	c.held = hold
+	c.mu.Unlock()
 }
 
 // Len returns the number of completions that wait.

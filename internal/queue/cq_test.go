@@ -97,7 +97,7 @@ func TestCQOverflow(t *testing.T) {
 	if got := poll(c, 4); !slices.Equal(got, []uint64{1, 2}) {
 		t.Errorf("polled %v", got)
 	}
-	if push(c, 4, 1) || c.PushSend(&ib.WC{ID: 5}, new(atomic.Uint32), 1) || c.Len() != 0 {
+	if push(c, 4, 1) || c.PushSend(&ib.WC{ID: 5}, new(Freed), 1) || c.Len() != 0 {
 		t.Error("it takes completions again")
 	}
 	if c.Resize(10); push(c, 6, 1) {
@@ -175,7 +175,7 @@ func TestCQArm(t *testing.T) {
 // queue is free; removing it does not.
 func TestCQFreed(t *testing.T) {
 	c := NewCQ(4)
-	var freed, other atomic.Uint32
+	var freed, other Freed
 	c.PushSend(&ib.WC{ID: 1, QPN: 1}, &freed, 3)
 	c.PushSend(&ib.WC{ID: 2, QPN: 2}, &other, 7)
 	c.PushSend(&ib.WC{ID: 3, QPN: 1}, &freed, 9)
@@ -251,7 +251,7 @@ func TestAllocs(t *testing.T) {
 	wc, wcs := ib.WC{ID: 1}, make([]ib.WC, 2)
 	wrs := []ib.RecvWR{{ID: 1, SGL: []ib.SGE{{Length: 3}, {Length: 4}}}}
 	var taken Taken
-	var freed atomic.Uint32
+	var freed Freed
 	if n := testing.AllocsPerRun(100, func() {
 		c.Arm(false)
 		c.Push(&wc, true)
@@ -316,7 +316,7 @@ func TestCQEventNotes(t *testing.T) {
 // is free when one is taken, and events come as ever.
 func TestCQTaker(t *testing.T) {
 	c := NewCQ(4)
-	var freed atomic.Uint32
+	var freed Freed
 	var taken []uint64
 	var events []uint32
 	willing, fired := true, 0

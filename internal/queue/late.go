@@ -55,7 +55,7 @@ func (c *CQ) PushLate(wc *ib.WC, solicited bool, l *Late) bool {
 }
 
 // PushLateSend is explained at PushLate.
-func (c *CQ) PushLateSend(wc *ib.WC, freed *atomic.Uint32, upto uint32, l *Late) bool {
+func (c *CQ) PushLateSend(wc *ib.WC, freed *Freed, upto uint32, l *Late) bool {
 	return c.push(wc, false, freed, upto, l)
 }
 

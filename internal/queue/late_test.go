@@ -38,7 +38,7 @@ func memory(t testing.TB, n int) ([]byte, func(at, id int) *Late, *mem.Region) {
 func TestLate(t *testing.T) {
 	b, late, region := memory(t, 800)
 	c := NewCQ(8)
-	var freed atomic.Uint32
+	var freed Freed
 	for round := range 20 {
 		clear(b)
 		for i := range 3 {
@@ -146,9 +146,9 @@ type absent struct {
 
 func (a *absent) Solid() bool { return false }
 
-func (a *absent) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
+func (a *absent) Run(off, n uint64, acc ib.Access) ([]byte, mem.FaultKind) {
 	if !a.there.Load() {
-		return nil, mem.Fault{Kind: mem.FaultPending}
+		return nil, mem.FaultPending
 	}
 	return a.Backing.Run(off, n, acc)
 }
@@ -183,6 +183,40 @@ func absentMemory(t testing.TB, fetch func() bool) (*absent, []byte, func(at, id
 	}
 }
 
+// Nothing goes to the taker while what was polled before it is on its way there: not even
+// what is pushed before the poll is back.
+func TestCQHold(t *testing.T) {
+	_, late, region := memory(t, 8)
+	c := NewCQ(8)
+	var taken []uint64
+	c.Taker = func(wc *ib.WC, _ *Note) bool { taken = append(taken, wc.ID); return true }
+	l := late(0, 1)
+	l.Failed = func(mem.Fault) uint16 { push(c, 2, 0); return 9 }
+	c.PushLate(&ib.WC{ID: 1}, false, l)
+	region.Close()
+	wcs, notes := make([]ib.WC, 1), make([]Note, 1)
+	if n := c.PollNotes(wcs, notes); n != 1 || wcs[0].ID != 1 || wcs[0].VendorErr != 9 {
+		t.Errorf("%d, %+v", n, wcs)
+	}
+	if n := c.PollNotes(wcs, notes); n != 1 || wcs[0].ID != 2 || len(taken) != 0 {
+		t.Errorf("%d, %+v, taken %v", n, wcs, taken)
+	}
+	push(c, 3, 0)
+	if n := c.PollNotes(wcs, notes); n != 1 || wcs[0].ID != 3 || len(taken) != 0 {
+		t.Errorf("%d, %+v, taken %v", n, wcs, taken)
+	}
+	c.Hold(false)
+	if n := c.PollNotes(wcs, notes); n != 0 {
+		t.Errorf("%d, %+v", n, wcs)
+	}
+	push(c, 4, 0)
+	c.Hold(true)
+	push(c, 5, 0)
+	if len(taken) != 1 || taken[0] != 4 || c.Len() != 1 {
+		t.Errorf("taken %v, %d wait", taken, c.Len())
+	}
+}
+
 // A poll gets what comes before a completion whose bytes have to be fetched. Whoever
 // finds that first fetches them, and others wait meanwhile: those behind it do not
 // overtake it.
@@ -191,7 +225,7 @@ func TestLateAbsent(t *testing.T) {
 	a, b, late := absentMemory(t, func() bool { fetching <- true; return <-goOn })
 	c, w := NewCQ(8), new(Waiting)
 	push(c, 1, 1)
-	c.PushLateSend(&ib.WC{ID: 2}, new(atomic.Uint32), 1, late(0, 2, w))
+	c.PushLateSend(&ib.WC{ID: 2}, new(Freed), 1, late(0, 2, w))
 	push(c, 3, 1)
 	if got := poll(c, 8); fmt.Sprint(got) != "[1]" || a.fetches.Load() != 0 {
 		t.Fatalf("%v, %d fetches", got, a.fetches.Load())
