@@ -39,20 +39,35 @@ type trader struct {
 	peer stall
 	n    int // requests posted
 	out  int // under way
+
+	reads int // one of so many requests is a READ
 }
 
-func newTrader(dev *verbs.Device) (x *trader, mine stall, err error) {
-	x = &trader{buf: make([]byte, 3*victimBytes)}
-	pattern(x.buf[:victimBytes], victimToken)
+// newTrader makes one. With shared memory nearly all that it does is to write, so that
+// who is killed most likely writes.
+func newTrader(dev *verbs.Device, shared bool) (x *trader, mine stall, err error) {
+	x = &trader{reads: 2}
 	if x.pd, err = dev.AllocPD(); err != nil {
 		return x, mine, err
 	}
 	if x.cq, err = dev.CreateCQ(64, nil); err != nil {
 		return x, mine, err
 	}
-	if x.mr, err = x.pd.RegMR(x.buf, verbs.AccessLocalWrite|verbs.AccessRemoteWrite|verbs.AccessRemoteRead); err != nil {
+	const access = verbs.AccessLocalWrite | verbs.AccessRemoteWrite | verbs.AccessRemoteRead
+	if shared {
+		x.reads = 16
+		x.mr, err = x.pd.AllocMR(3*victimBytes, access)
+	} else {
+		x.buf = make([]byte, 3*victimBytes)
+		x.mr, err = x.pd.RegMR(x.buf, access)
+	}
+	if err != nil {
 		return x, mine, err
 	}
+	if shared {
+		x.buf = x.mr.Bytes()
+	}
+	pattern(x.buf[:victimBytes], victimToken)
 	if x.qp, err = x.pd.CreateQP(&verbs.QPConfig{Type: verbs.RC, SendCQ: x.cq, RecvCQ: x.cq, Cap: verbs.QPCap{MaxSendWR: victimDepth, MaxSendSGE: 1}}); err != nil {
 		return x, mine, err
 	}
@@ -66,7 +81,7 @@ func (x *trader) trade(post bool) (wc verbs.WC, done bool, err error) {
 	for post && x.out < victimDepth {
 		at := x.n % (victimBytes / chunkBytes) * chunkBytes
 		wr := verbs.SendWR{ID: uint64(at), Flags: verbs.SendSignaled, RKey: x.peer.RKey}
-		if x.n%2 == 0 {
+		if x.n%x.reads != x.reads-1 {
 			wr.Op, wr.SGL, wr.RemoteAddr = verbs.OpRDMAWrite, []verbs.SGE{x.mr.SGE(at, chunkBytes)}, x.peer.Addr+uint64(victimBytes+at)
 		} else {
 			wr.Op, wr.SGL, wr.RemoteAddr = verbs.OpRDMARead, []verbs.SGE{x.mr.SGE(2*victimBytes+at, chunkBytes)}, x.peer.Addr+uint64(at)
@@ -90,7 +105,7 @@ func (p *player) suffer() (err error) {
 	if p.dev, err = verbs.Open(p.script.Mine, nil); err != nil {
 		return err
 	}
-	x, mine, err := newTrader(p.dev)
+	x, mine, err := newTrader(p.dev, p.script.Shared)
 	if err != nil {
 		return err
 	}
@@ -131,18 +146,26 @@ func TestKilledAtRandom(t *testing.T) {
 		}
 	}()
 	statuses := map[verbs.WCStatus]int{}
-	for _, p := range at {
-		killOne(t, dev, p, 0, statuses) // what is only made once is there then
+	for i, p := range at {
+		killOne(t, dev, p, 0, i%2 == 0, statuses) // what is only made once is there then
 	}
 	before := ours(t)
 	for round := range rounds {
-		killOne(t, dev, at[round%2], time.Duration(rng.Int64N(int64(30*time.Millisecond))), statuses)
+		killOne(t, dev, at[round%2], time.Duration(rng.Int64N(int64(30*time.Millisecond))), round/2%2 == 1, statuses)
 	}
 	t.Log(statuses)
 	if statuses[verbs.WCSuccess] == 0 {
 		t.Error("nothing was moved")
 	}
-	for deadline := time.Now().Add(patience); ours(t) != before; time.Sleep(10 * time.Millisecond) {
+	for _, c := range dev.Counters() {
+		if c.Name == "local_direct_writes" {
+			if t.Logf("%d WRITEs by lanes", c.Value); c.Value == 0 {
+				t.Error("memory was shared in vain")
+			}
+		}
+	}
+	more := func() bool { now := ours(t); return now[0] > before[0] || now[1] > before[1] }
+	for deadline := time.Now().Add(patience); more(); time.Sleep(10 * time.Millisecond) {
 		runtime.GC() // what is known of a device goes with the last that refers to it
 		if time.Now().After(deadline) {
 			t.Fatalf("descriptors and mappings: %v, and %v at the beginning", ours(t), before)
@@ -151,11 +174,11 @@ func TestKilledAtRandom(t *testing.T) {
 }
 
 // killOne trades with a process until it is killed, and checks what is left.
-func killOne(t *testing.T, dev *verbs.Device, at place, after time.Duration, statuses map[verbs.WCStatus]int) {
+func killOne(t *testing.T, dev *verbs.Device, at place, after time.Duration, shared bool, statuses map[verbs.WCStatus]int) {
 	t.Helper()
-	v := &resident{actor: start(t.Context(), t, "victim", script{}, at)}
+	v := &resident{actor: start(t.Context(), t, "victim", script{Shared: shared}, at)}
 	v.lines = newLines(v.stdout)
-	x, mine, err := newTrader(dev)
+	x, mine, err := newTrader(dev, shared)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -195,6 +218,14 @@ func killOne(t *testing.T, dev *verbs.Device, at place, after time.Duration, sta
 	// What it has written is what it was to write, as far as it came; the rest is
 	// untouched, and so is what it only read.
 	x.check(t, 0, 0)
+	want := make([]byte, victimBytes)
+	pattern(want, victimToken)
+	for i, b := range x.buf[victimBytes:][:victimBytes] {
+		if b != 0 && b != want[i] {
+			t.Errorf("byte %d is %#x, nobody has written that", i, b)
+			break
+		}
+	}
 	for _, o := range []interface{ Close() error }{x.qp, x.mr, x.cq, x.pd} {
 		if err := o.Close(); err != nil {
 			t.Error(err)

@@ -43,6 +43,7 @@ type script struct {
 	Classes  bool     // packets have traffic classes and hop limits of their own
 	File     string   // names an XRC domain
 	Link     string   // for that
+	Shared   bool     // "victim": its memory is such that the other may write to it by itself
 }
 
 // envelope is a message of a process, one line of JSON.

@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/provider"
 	"github.com/verbena-rdma/verbena/internal/qp"
 )
@@ -716,5 +717,75 @@ func TestLaneAlloc(t *testing.T) {
 	}
 	if n := a.directs() - before; n != 2*runs {
 		t.Errorf("%d of %d WRITEs went by a lane", n, 2*runs)
+	}
+}
+
+// stuckSource is memory that whoever reads it stays at until he is let go.
+type stuckSource struct {
+	*mem.Host
+	begun, end chan struct{}
+}
+
+func (s *stuckSource) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
+	s.begun <- struct{}{}
+	<-s.end
+	return s.Host.Run(off, n, acc)
+}
+
+// A peer that stays inside a lane, as one does that is stopped there, holds up who wants
+// the memory back, and nobody else. What it still stores is a request that was done.
+func TestLaneStuck(t *testing.T) {
+	for _, what := range []string{"region", "modify", "close"} {
+		t.Run(what, func(t *testing.T) {
+			a, b := byLanes(t, 4096)
+			h := must[*mem.Host](t)(mem.NewHostBytes([]byte("late word"), ib.AccessLocalWrite, ib.LockOff))
+			stuck := &stuckSource{h, make(chan struct{}), make(chan struct{})}
+			r := must[*mem.Region](t)(a.dev.table.Register(mem.RegionConfig{PD: a.pd.(*PD).id, Access: ib.AccessLocalWrite, IOVA: 0x10000, Length: 9, Backing: stuck}))
+			defer closeAll(t, r)
+			was := must[ib.QPAttr](t)(b.qp.Query())
+			var wg sync.WaitGroup
+			defer wg.Wait()
+			wg.Go(func() {
+				wr := a.write(b, 0, 9)
+				wr.SGL = []ib.SGE{{Addr: 0x10000, Length: 9, LKey: r.Key()}}
+				a.post(wr)
+			})
+			<-stuck.begun
+			var free atomic.Bool
+			wg.Go(func() {
+				switch what {
+				case "region":
+					closeAll(t, b.mr)
+				case "modify":
+					b.modify(ib.QPAttr{State: ib.QPRTS, Access: ib.AccessRemote}, ib.QPMaskAccess)
+				case "close":
+					closeAll(t, b.qp)
+				}
+				free.Store(true)
+				if string(b.buf[:9]) != "late word" {
+					t.Errorf("%q is there: it did not wait", b.buf[:9])
+				}
+			})
+			time.Sleep(5 * time.Millisecond)
+			if what != "close" {
+				must[ib.QPAttr](t)(b.qp.Query()) // waits for nobody
+			}
+			c, d := connected(t, a.dev, b.dev, ib.RC, 4096, nil)
+			for range 50 {
+				c.post(c.write(d, 0, 64))
+				c.ok()
+			}
+			if free.Load() {
+				t.Error("nobody has waited")
+			}
+			stuck.end <- struct{}{}
+			wg.Wait()
+			a.ok()
+			if what != "close" {
+				if now := must[ib.QPAttr](t)(b.qp.Query()); (now.RQPSN-was.RQPSN)&0xffffff != 1 {
+					t.Errorf("rq_psn is %#x, it was %#x", now.RQPSN, was.RQPSN)
+				}
+			}
+		})
 	}
 }

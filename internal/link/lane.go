@@ -8,9 +8,10 @@ package link
 // the peer a lane (shm): the record names the queue pairs, the region's key and bounds,
 // and the segment that it lies in, which the peer maps. From then on the peer may copy
 // there and from there, until the owner takes the lane's pass away: before the region is
-// closed or changes, before the queue pair changes, and when it fails. He waits then until
-// the peer is not copying. What was done is counted on the lane, and the owner moves the
-// queue pair on past it before he looks at anything else that comes for it.
+// closed or changes, and before the queue pair changes, when he waits until the peer is
+// not copying; and when the queue pair fails. What was done is counted on the lane, and
+// the owner moves the queue pair on past it before he looks at anything else that comes
+// for it.
 //
 // A sender uses a lane only when everything before has been acknowledged, so that
 // requests are executed in order, and each one either by a lane or by the ring.

@@ -270,7 +270,9 @@ func (s *side) post() bool {
 		p.signaled = true
 		wr.Flags |= ib.SendSignaled
 	}
-	if _, err := s.q.PostSend([]ib.SendWR{wr}); err != nil {
+	if s.q.Direct != nil && s.q.PostDirect(&wr) > 0 {
+		s.w.log("%s: %v %d was done at once", s.name, wr.Op, id)
+	} else if _, err := s.q.PostSend([]ib.SendWR{wr}); err != nil {
 		return false // the queue is full
 	}
 	if after != nil {
@@ -658,18 +660,23 @@ func pairSeeds() uint64 {
 	return 60
 }
 
-func TestPair(t *testing.T) { testPair(t, ib.RC, ib.RC, false) }
+func TestPair(t *testing.T) { testPair(t, ib.RC, ib.RC, false, false) }
+
+// TestPairDirect is the same where WRITEs may take a shorter way, now and then.
+func TestPairDirect(t *testing.T) { testPair(t, ib.RC, ib.RC, false, true) }
+
+func TestPairDirectPending(t *testing.T) { testPair(t, ib.RC, ib.RC, true, true) }
 
 // TestPairXRC is the same for an initiator and a target.
-func TestPairXRC(t *testing.T) { testPair(t, ib.XRCSend, ib.XRCRecv, false) }
+func TestPairXRC(t *testing.T) { testPair(t, ib.XRCSend, ib.XRCRecv, false, false) }
 
 // TestPairPending is the same with memory, on both sides, that has to be fetched
 // first, and goes again at any time.
-func TestPairPending(t *testing.T) { testPair(t, ib.RC, ib.RC, true) }
+func TestPairPending(t *testing.T) { testPair(t, ib.RC, ib.RC, true, false) }
 
-func TestPairPendingXRC(t *testing.T) { testPair(t, ib.XRCSend, ib.XRCRecv, true) }
+func TestPairPendingXRC(t *testing.T) { testPair(t, ib.XRCSend, ib.XRCRecv, true, false) }
 
-func testPair(t *testing.T, typeA, typeB ib.QPType, lazy bool) {
+func testPair(t *testing.T, typeA, typeB ib.QPType, lazy, direct bool) {
 	var sum Counters
 	ran, seeds := uint64(0), pairSeeds()
 	if lazy {
@@ -679,6 +686,9 @@ func testPair(t *testing.T, typeA, typeB ib.QPType, lazy bool) {
 		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
 			ran++
 			g := newGameOf(t, seed, 150, typeA, typeB, lazy)
+			if direct {
+				g.shortcuts(seed)
+			}
 			g.trace()
 			if err := g.play(); err != nil {
 				t.Fatal(err)
@@ -701,9 +711,18 @@ func testPair(t *testing.T, typeA, typeB ib.QPType, lazy bool) {
 				if s.credits != nil && s.q.req.held != 0 {
 					t.Errorf("%s holds %d credits", s.name, s.q.req.held)
 				}
+				if direct {
+					g.w.tap(s.peer.end, nil)
+					if s.q.req.max != s.peer.q.resp.epsn {
+						t.Errorf("%s sends %06x next, its peer expects %06x", s.name, s.q.req.max, s.peer.q.resp.epsn)
+					}
+				}
 				sum.Sum(&s.q.Counters)
 			}
 		})
+	}
+	if direct && sum[CntDirect] < 2*ran {
+		t.Errorf("%d WRITEs took the shorter way: too few to show anything", sum[CntDirect])
 	}
 	if lazy && (sum[CntFaultRNR] < ran || sum[CntFaultWaits] < ran) {
 		t.Errorf("%d requests were put off and %d waited: too few to show anything", sum[CntFaultRNR], sum[CntFaultWaits])
@@ -741,6 +760,9 @@ func TestPairRevoked(t *testing.T) {
 	for seed := range pairSeeds() {
 		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
 			g := newGameOf(t, seed, 150, ib.RC, ib.RC, seed%3 == 0)
+			if seed%2 == 1 {
+				g.shortcuts(seed)
+			}
 			victim := g.sides[g.rng.IntN(2)]
 			name := []string{"src", "dst", "rcv", "res", "ctr"}[g.rng.IntN(5)]
 			var frozen []byte

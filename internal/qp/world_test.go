@@ -315,6 +315,9 @@ func (e *end) pull() int {
 		t := new(train.Train)
 		pending := e.q.Pending()
 		if !e.q.Pull(t, e.w.now) {
+			if e.q.TakeDirect() > 0 {
+				continue // there may be more
+			}
 			return n
 		}
 		if !pending {

@@ -1,0 +1,231 @@
+package link
+
+import (
+	"bytes"
+	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/shm"
+	"github.com/verbena-rdma/verbena/internal/sys"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// laneWorld is a link that writes to memory of another one's.
+type laneWorld struct {
+	t     *testing.T
+	a, b  *Shared
+	flow  *train.Flow
+	k     taker
+	seg   *mem.Segment
+	buf   []byte
+	grant *Grant
+	lane  *Lane
+}
+
+const laneVA, laneAt, laneSize = 0x7000_0000, 4096, 8192 // of the region, which is a part of the segment
+
+// newLaneWorld lets b give a lane as soon as it is asked for one, and waits until a has it.
+func newLaneWorld(t *testing.T) *laneWorld {
+	t.Helper()
+	w := &laneWorld{t: t}
+	w.a, w.b = sharedPair(t)
+	w.buf, w.seg = newSegment(t, 1<<16)
+	granted := make(chan *Lane, 1)
+	w.b.cfg.Offer = func(_ *train.Train, via Via) bool {
+		id, off := mem.SegmentOf(w.buf[laneAt:][:laneSize])
+		w.grant = via.Give(&Offer{QPN: 9, Peer: 5, RKey: 77, VA: laneVA, Bytes: w.buf[laneAt:][:laneSize], Segment: id, Off: off})
+		return w.grant != nil
+	}
+	w.a.cfg.Granted = func(qpn, remote uint32, l *Lane) {
+		if qpn != 5 || remote != 9 {
+			t.Errorf("a lane from %d to %d", remote, qpn)
+		}
+		granted <- l
+	}
+	w.flow = reached(t, w.a, w.b)
+	w.send()
+	for deadline := time.Now().Add(10 * time.Second); w.lane == nil; {
+		if time.Now().After(deadline) {
+			t.Fatal("no lane is given")
+		}
+		w.b.Poll(&w.k, 10)
+		w.a.Poll(&w.k, 10)
+		select {
+		case w.lane = <-granted:
+		default:
+		}
+	}
+	return w
+}
+
+// send sends WRITEs by the ring, as many as one of them is looked at.
+func (w *laneWorld) send() {
+	w.t.Helper()
+	for range offerMin {
+		tr := &train.Train{Flow: w.flow, Transport: wire.RC, Kind: wire.KindWrite, Start: true, End: true, DestQP: 9, MTU: 4096, N: 1}
+		tr.SetInline([]byte("eight by"))
+		if n, err := w.a.Send([]*train.Train{tr}); n != 1 || err != nil {
+			w.t.Fatal(n, err)
+		}
+	}
+}
+
+// write stores bytes by the lane.
+func (w *laneWorld) write(off uint64, b []byte) bool {
+	return w.lane.Write(laneVA+off, &mem.List{Raw: [][]byte{b}}, len(b), 1)
+}
+
+// What is written by a lane is where it belongs, and counted; it ends when the owner says
+// so, or closes the segment, or is gone.
+func TestLane(t *testing.T) {
+	for name, end := range map[string]func(w *laneWorld){
+		"shut":    func(w *laneWorld) { w.grant.Shut() },
+		"segment": func(w *laneWorld) { w.seg.Close(); w.a.Poll(&w.k, 10) },
+		"closed":  func(w *laneWorld) { w.lane.m.c.Close() }, // as if another process had the number
+		"gone": func(w *laneWorld) {
+			if err := w.b.Close(); err != nil {
+				w.t.Error(err)
+			}
+			for deadline := time.Now().Add(10 * time.Second); w.lane.Good() && time.Now().Before(deadline); {
+				w.a.Poll(&w.k, 10)
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newLaneWorld(t)
+			if !w.lane.Good() || !w.a.LeadsTo(w.flow, 9, w.lane) {
+				t.Fatal("the lane is no good")
+			}
+			text := []byte("where it belongs")
+			if !w.write(100, text) || !bytes.Equal(w.buf[laneAt+100:][:len(text)], text) {
+				t.Error("it is not there")
+			}
+			if !w.write(laneSize-3, []byte("end")) || string(w.buf[laneAt+laneSize-3:][:3]) != "end" {
+				t.Error("the end is not there")
+			}
+			if packets, messages, n := w.grant.Counts(); packets != 2 || messages != 2 || n != uint64(len(text)+3) {
+				t.Errorf("%d packets, %d messages, %d bytes", packets, messages, n)
+			}
+			end(w)
+			if w.lane.Good() || w.write(100, []byte("too late")) {
+				t.Error("the lane is still good")
+			}
+			if !bytes.Equal(w.buf[laneAt+100:][:len(text)], text) {
+				t.Error("something was written")
+			}
+		})
+	}
+}
+
+func TestLaneCovers(t *testing.T) {
+	l := &Lane{rkey: 77, va: laneVA, size: laneSize}
+	for _, c := range []struct {
+		key  uint32
+		va   uint64
+		n    int
+		want bool
+	}{
+		{77, laneVA, laneSize, true}, {77, laneVA + laneSize - 1, 1, true}, {78, laneVA, 1, false},
+		{77, laneVA, laneSize + 1, false}, {77, laneVA - 1, 2, false}, {77, laneVA + laneSize, 1, false}, {77, ^uint64(0), 1, false},
+	} {
+		if l.Covers(c.key, c.va, c.n) != c.want {
+			t.Errorf("%d bytes at %#x with key %d: %v", c.n, c.va, c.key, !c.want)
+		}
+	}
+}
+
+// A source that cannot be read is not counted.
+func TestLaneUnread(t *testing.T) {
+	w := newLaneWorld(t)
+	if w.lane.Write(laneVA, &mem.List{Raw: [][]byte{{1}}}, 2, 1) {
+		t.Error("two bytes of one are written")
+	}
+	if packets, _, _ := w.grant.Counts(); packets != 0 || w.grant.Inside() || !w.lane.Good() {
+		t.Errorf("%d packets, inside %v, good %v", packets, w.grant.Inside(), w.lane.Good())
+	}
+}
+
+// Records of lanes that there are not.
+func TestLaneRecord(t *testing.T) {
+	w := newLaneWorld(t)
+	w.a.cfg.Granted = func(uint32, uint32, *Lane) { t.Error("a lane is granted") }
+	id, _ := mem.SegmentOf(w.buf)
+	record := func(number uint32, pass, size, segment, off uint64) []byte {
+		b := make([]byte, laneRecord)
+		p := packer{b}
+		p.u32(5)
+		p.u32(9)
+		p.u32(77)
+		p.u32(number)
+		p.u64(pass)
+		p.u64(laneVA)
+		p.u64(size)
+		p.u64(segment)
+		p.u64(off)
+		return b
+	}
+	c := w.lane.m.c
+	for _, bad := range [][]byte{nil, make([]byte, laneRecord-1), make([]byte, laneRecord+1),
+		record(shm.MaxLanes, 1, 8, id, 0), record(1<<31, 1, 8, id, 0), record(0, 0, 8, id, 0)} {
+		if w.a.takeLane(c, bad) {
+			t.Errorf("%x is taken", bad)
+		}
+	}
+	for _, useless := range [][]byte{record(0, 1, 1<<16+1, id, 0), record(0, 1, 8, id, 1<<16-7), record(0, 1, ^uint64(0), id, 1),
+		record(0, 1, 8, id, ^uint64(0)), record(0, 1, 8, 99999, 0)} {
+		if !w.a.takeLane(c, useless) {
+			t.Errorf("%x is none", useless)
+		}
+	}
+	w.a.wg.Wait() // or Granted is called later
+}
+
+// A segment is passed on to be written to when a lane leads there, and not before.
+func TestPassSegmentWritable(t *testing.T) {
+	memory, _ := newSegment(t, 4096)
+	id, _ := mem.SegmentOf(memory)
+	if _, err := PassSegment(id, true); err == nil {
+		t.Fatal("it can be had")
+	}
+	mem.OpenSegment(id)
+	fd, err := PassSegment(id, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = sys.CloseFD(fd) }()
+	b, err := sys.MapMemfdWhole(fd, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if b[5] = 7; memory[5] != 7 {
+		t.Error("it is other memory")
+	}
+	if err := sys.Unmap(b); err != nil {
+		t.Error(err)
+	}
+}
+
+// Of queue pairs that take turns, each is looked at, also if the answer is always no.
+func TestLaneTurns(t *testing.T) {
+	a, b := sharedPair(t)
+	for turns := uint32(2); turns <= 8; turns++ {
+		looked := map[uint32]bool{}
+		b.cfg.Offer = func(t *train.Train, _ Via) bool { looked[t.DestQP] = true; return false }
+		reached(t, a, b)
+		var c *shm.Channel
+		for deadline := time.Now().Add(10 * time.Second); c == nil && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+			if d, err := b.deviceAt(a.Addrs()[0]); err == nil {
+				c = d.working(7)
+			}
+		}
+		*c.Tag().(*tag) = tag{dev: c.Tag().(*tag).dev, process: 7}
+		for i := range uint32(20 * offerMax) {
+			b.offer(c, &train.Train{Kind: wire.KindWrite, Start: true, Len: 8, DestQP: i % turns})
+		}
+		if len(looked) != int(turns) {
+			t.Errorf("%d of %d are looked at", len(looked), turns)
+		}
+	}
+}

@@ -1,0 +1,370 @@
+package qp
+
+// WRITEs and READs that take the direct way: which do, in what order with those that do not, and
+// what both sides know afterwards.
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/train"
+)
+
+// shortcut is a direct way to one region of the peer's, and from another.
+type shortcut struct {
+	to     *end
+	region string      // to be written to
+	source string      // to be read from
+	closed func() bool // if set: it cannot be used now
+	fails  func() bool // if set: it breaks, when the bytes have been copied
+	n      int         // requests done
+
+	untold [2]struct{ messages, packets, bytes uint64 } // WRITEs and READs that the peer has not been told of
+}
+
+func (s *shortcut) area(read bool) *region {
+	if read {
+		return s.to.regions[s.source]
+	}
+	return s.to.regions[s.region]
+}
+
+func (s *shortcut) Covers(rkey uint32, va uint64, n int, read bool) bool {
+	r := s.area(read)
+	return r != nil && rkey == r.Key() && r.Alive() && va >= r.IOVA() && va-r.IOVA()+uint64(n) <= uint64(len(r.buf)) && (s.closed == nil || !s.closed())
+}
+
+func (s *shortcut) Copy(va uint64, own *mem.List, n, packets int, read bool) bool {
+	r, kind := s.area(read), 0
+	there := &mem.List{Raw: [][]byte{r.buf[va-r.IOVA():][:n]}, Frail: true}
+	to, from := there, own
+	if read {
+		to, from, kind = own, there, 1
+	}
+	f, _ := mem.Copy(to, from, uint64(n), true)
+	if !f.OK() || s.fails != nil && s.fails() {
+		return false
+	}
+	s.n++
+	u := &s.untold[kind]
+	u.messages, u.packets, u.bytes = u.messages+1, u.packets+uint64(packets), u.bytes+uint64(n)
+	return true
+}
+
+// tell tells the peer, as its owner does before it gives it a train.
+func (s *shortcut) tell() {
+	for kind := range s.untold {
+		u := &s.untold[kind]
+		s.to.q.Absorb(u.messages, u.packets, u.bytes, kind == 1)
+		*u = struct{ messages, packets, bytes uint64 }{}
+	}
+}
+
+// shortcuts gives both sides of a game a shorter way, which is there at some times and
+// not at others.
+func (g *game) shortcuts(seed uint64) {
+	rng := rand.New(rand.NewPCG(seed, 2))
+	ways := map[*end]*shortcut{}
+	for _, s := range g.sides {
+		open := true
+		way := &shortcut{to: s.peer.end, region: "dst", source: "src", fails: func() bool { return rng.IntN(10) == 0 }}
+		way.closed = func() bool {
+			if rng.IntN(20) == 0 {
+				open = !open
+			}
+			return !open
+		}
+		s.q.Direct, ways[way.to] = way, way
+	}
+	g.w.tap = func(e *end, _ any) { ways[e].tell() }
+}
+
+// directWorld is a pair whose end a has a direct way to b's region, and what b receives.
+func directWorld(t *testing.T, a setup) (w *world, way *shortcut) {
+	w = newPair(t, a, usual())
+	way = &shortcut{to: w.b, region: "mem"}
+	w.a.q.Direct = way
+	w.tap = func(e *end, _ any) {
+		if e == w.b {
+			way.tell()
+		}
+	}
+	return w, way
+}
+
+// write makes a WRITE of n bytes to the same place.
+func (e *end) write(off uint64, n int, flags ib.SendFlags) ib.SendWR {
+	r := e.peer.regions["mem"]
+	return ib.SendWR{Op: ib.OpRDMAWrite, Flags: flags, SGL: []ib.SGE{e.regions["mem"].at(off, n)}, RKey: r.Key(), RemoteAddr: r.IOVA() + off}
+}
+
+func (e *end) post(wrs ...ib.SendWR) {
+	e.w.t.Helper()
+	if _, err := e.q.PostSend(wrs); err != nil {
+		e.w.t.Fatal(err)
+	}
+}
+
+// arrive delivers all that is on the wires, and what comes of it.
+func (w *world) arrive() {
+	for len(w.a.wire)+len(w.b.wire) > 0 {
+		for _, e := range w.ends() {
+			trains := e.wire
+			e.wire = nil
+			for _, t := range trains {
+				e.receive(t)
+			}
+		}
+		w.pullAll()
+	}
+}
+
+// completed takes the numbers of the requests that have completed, all of them well.
+func (e *end) completed() (ids []uint64) {
+	e.w.t.Helper()
+	var wcs [64]ib.WC
+	for i, n := 0, e.sendCQ.Poll(wcs[:]); i < n; i++ {
+		if wcs[i].Status != ib.WCSuccess {
+			e.w.t.Errorf("%+v", wcs[i])
+		}
+		ids = append(ids, wcs[i].ID)
+	}
+	return ids
+}
+
+// inStep checks that both sides agree on what comes next, and on how much has come.
+func (w *world) inStep(way *shortcut) {
+	w.t.Helper()
+	way.tell()
+	if a, b := w.a.q, w.b.q; a.req.max != b.resp.epsn || a.req.una != a.req.max {
+		w.t.Errorf("a: una %06x, max %06x; b expects %06x", a.req.una, a.req.max, b.resp.epsn)
+	}
+}
+
+// TestDirectOrder: a WRITE goes the direct way when what was before it is done, and not
+// before; what is behind it waits for it.
+func TestDirectOrder(t *testing.T) {
+	w, way := directWorld(t, usual())
+	w.b.recv.Post([]ib.RecvWR{{}, {}})
+	send := ib.SendWR{ID: 1, Op: ib.OpSend, Flags: ib.SendSignaled}
+	first, second := w.a.write(0, 500, ib.SendSignaled), w.a.write(600, 8, 0)
+	first.ID, second.ID = 2, 3
+	last := send
+	last.ID = 4
+	w.a.post(send, first, second, last)
+	w.pullAll()
+	if len(w.b.wire) != 1 || way.n != 0 {
+		t.Fatalf("%d trains, %d WRITEs, while the first request is under way", len(w.b.wire), way.n)
+	}
+	if d := w.a.q.Deadline(); d == 0 {
+		t.Error("it waits, and nobody would ask again")
+	}
+	trains := w.b.wire
+	w.b.wire = nil
+	w.b.receive(trains[0])
+	w.pullAll() // b's acknowledgement
+	for _, x := range w.a.wire {
+		w.a.receive(x)
+	}
+	w.a.wire = nil
+	w.pullAll()
+	if way.n != 2 || len(w.b.wire) != 1 || !bytes.Equal(w.b.regions["mem"].buf[:500], w.a.regions["mem"].buf[:500]) {
+		t.Fatalf("%d WRITEs, %d trains", way.n, len(w.b.wire))
+	}
+	if got, want := w.b.wire[0].PSN, w.b.q.resp.epsn.Add(3); got != want { // two packets and one
+		t.Errorf("the last request is %06x, want %06x", got, want)
+	}
+	w.arrive()
+	if ids := w.a.completed(); !slices.Equal(ids, []uint64{1, 2, 4}) {
+		t.Errorf("%v have completed", ids)
+	}
+	w.inStep(way)
+	if c := w.b.q.Counters; c[CntRxPackets] != 5 || c[CntRxBytes] != 508 || w.b.q.resp.msn != 4 { // 2 SENDs, 3 packets
+		t.Errorf("%d packets, %d bytes, %d messages", c[CntRxPackets], c[CntRxBytes], w.b.q.resp.msn)
+	}
+}
+
+// TestDirectNot: what cannot go the direct way does not, nor what is behind requests that
+// nobody has asked to be acknowledged.
+func TestDirectNot(t *testing.T) {
+	quiet := ib.SendWR{Op: ib.OpSend}
+	for name, c := range map[string]func(e *end) []ib.SendWR{
+		"fence":    func(e *end) []ib.SendWR { return []ib.SendWR{e.write(0, 8, ib.SendFence)} },
+		"no bytes": func(e *end) []ib.SendWR { return []ib.SendWR{e.write(0, 0, 0)} },
+		"elsewhere": func(e *end) []ib.SendWR {
+			wr := e.write(0, 8, 0)
+			wr.RemoteAddr += 64<<10 - 4
+			return []ib.SendWR{wr}
+		},
+		"imm": func(e *end) []ib.SendWR {
+			wr := e.write(0, 8, 0)
+			wr.Op = ib.OpRDMAWriteImm
+			return []ib.SendWR{wr}
+		},
+		"another key": func(e *end) []ib.SendWR {
+			wr := e.write(0, 8, 0)
+			wr.RKey++
+			return []ib.SendWR{wr}
+		},
+		"behind a quiet one": func(e *end) []ib.SendWR { return []ib.SendWR{quiet, e.write(0, 8, 0)} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, way := directWorld(t, usual())
+			w.b.recv.Post([]ib.RecvWR{{}, {}})
+			wrs := c(w.a)
+			if len(wrs) == 1 && w.a.q.PostDirect(&wrs[0]) != 0 {
+				t.Error("it was done at once")
+			}
+			w.a.post(wrs...)
+			w.pullAll()
+			if way.n != 0 || len(w.b.wire) != len(wrs) {
+				t.Errorf("%d WRITEs, %d trains for %d requests", way.n, len(w.b.wire), len(wrs))
+			}
+		})
+	}
+}
+
+// TestDirectFails: a way that breaks leaves the request to trains, with the same PSNs.
+func TestDirectFails(t *testing.T) {
+	w, way := directWorld(t, usual())
+	w.a.post(w.a.write(0, 8, ib.SendSignaled))
+	w.pullAll()
+	fail := true
+	way.fails = func() bool { return fail }
+	wr := w.a.write(0, 600, ib.SendSignaled)
+	if w.a.q.PostDirect(&wr) != 0 {
+		t.Error("it was done at once")
+	}
+	w.a.post(wr)
+	w.pullAll()
+	if len(w.b.wire) != 1 || w.b.wire[0].PSN != 0x101 || w.b.wire[0].N != 3 {
+		t.Fatalf("%d trains: %+v", len(w.b.wire), w.b.wire)
+	}
+	w.arrive()
+	fail = false
+	if w.a.q.PostDirect(&wr) != 600 {
+		t.Error("it was not done")
+	}
+	if n := len(w.a.completed()); n != 3 || way.n != 2 {
+		t.Errorf("%d completed, %d the direct way", n, way.n)
+	}
+	w.inStep(way)
+}
+
+// TestDirectQuantum: one call does so much; there is more, and it says so.
+func TestDirectQuantum(t *testing.T) {
+	s := usual()
+	s.sq, s.cq = 400, 400
+	w, way := directWorld(t, s)
+	for range 300 {
+		w.a.post(w.a.write(0, 8, ib.SendSignaled))
+	}
+	var tr train.Train
+	for _, want := range []int{128, 256, 300} {
+		if w.a.q.Pull(&tr, w.now) || way.n != want {
+			t.Fatalf("%d WRITEs are done, want %d", way.n, want)
+		}
+		if n := w.a.q.TakeDirect(); n == 0 || n > train.MaxBytes {
+			t.Errorf("%d bytes", n)
+		}
+	}
+	if w.a.q.Pull(&tr, w.now) || w.a.q.TakeDirect() != 0 || w.a.q.Pending() {
+		t.Error("there is more")
+	}
+	w.inStep(way)
+}
+
+// TestDirectStates: nothing goes the direct way in a queue that drains or has failed.
+func TestDirectStates(t *testing.T) {
+	t.Run("SQD", func(t *testing.T) {
+		w, way := directWorld(t, usual())
+		if err := w.a.modify(ib.QPAttr{State: ib.QPSQD}, ib.QPMaskState, 0); err != nil {
+			t.Fatal(err)
+		}
+		wr := w.a.write(0, 8, ib.SendSignaled)
+		if w.a.q.PostDirect(&wr) != 0 {
+			t.Error("it was done at once")
+		}
+		w.a.post(wr)
+		w.pullAll()
+		if way.n != 0 || len(w.b.wire) != 0 {
+			t.Errorf("%d WRITEs, %d trains", way.n, len(w.b.wire))
+		}
+		if err := w.a.modify(ib.QPAttr{State: ib.QPRTS}, ib.QPMaskState, 0); err != nil {
+			t.Fatal(err)
+		}
+		w.pullAll()
+		if way.n != 1 {
+			t.Error("it was not done")
+		}
+	})
+	t.Run("overflow", func(t *testing.T) {
+		s := usual()
+		s.cq = 2
+		w, way := directWorld(t, s)
+		for i := range 8 {
+			wr := w.a.write(0, 8, ib.SendSignaled)
+			if i%2 == 0 {
+				w.a.q.PostDirect(&wr)
+				continue
+			}
+			w.a.post(wr)
+			w.pullAll()
+		}
+		if way.n != 3 || w.a.q.State() != ib.QPErr { // the third found no room
+			t.Errorf("%d WRITEs, the queue pair is in %v", way.n, w.a.q.State())
+		}
+	})
+	t.Run("local failure", func(t *testing.T) {
+		w, way := directWorld(t, usual())
+		bad := w.a.write(0, 8, ib.SendSignaled)
+		bad.SGL[0].LKey++
+		w.a.post(bad, w.a.write(0, 8, ib.SendSignaled))
+		w.pullAll()
+		if way.n != 0 || w.a.q.State() != ib.QPErr {
+			t.Errorf("%d WRITEs, the queue pair is in %v", way.n, w.a.q.State())
+		}
+	})
+}
+
+// TestDirectFull: a place in the queue is taken until its completion is polled.
+func TestDirectFull(t *testing.T) {
+	s := usual()
+	s.sq, s.signalAll = 3, true
+	w, way := directWorld(t, s)
+	wr := w.a.write(0, 8, 0)
+	for i := range 5 {
+		if done := w.a.q.PostDirect(&wr) > 0; done != (i < 3) {
+			t.Errorf("WRITE %d of 3: %v", i, done)
+		}
+	}
+	if n := len(w.a.completed()); n != 3 || w.a.q.PostDirect(&wr) != 8 || way.n != 4 {
+		t.Errorf("%d completed, %d WRITEs", n, way.n)
+	}
+}
+
+// TestAbsorb: PSNs and message numbers go round.
+func TestAbsorb(t *testing.T) {
+	s := usual()
+	s.psn = 0xfffffe
+	w := newPair(t, s, usual())
+	q := w.b.q
+	q.resp.msn = 0xffffff
+	q.Absorb(2, 5, 77, false)
+	if q.resp.epsn != 3 || q.resp.msn != 1 || q.Query().RQPSN != 3 {
+		t.Errorf("epsn %06x, msn %06x", q.resp.epsn, q.resp.msn)
+	}
+	q.Absorb(1<<40|1, 1<<40|4, 1, false)
+	if q.resp.epsn != 7 || q.resp.msn != 2 || q.Counters[CntRxBytes] != 78 {
+		t.Errorf("epsn %06x, msn %06x", q.resp.epsn, q.resp.msn)
+	}
+	was := q.Counters[CntRxPackets]
+	q.Absorb(3, 9, 100, true)
+	if q.resp.epsn != 16 || q.resp.msn != 5 || q.Counters[CntRxPackets] != was+3 || q.Counters[CntTxPackets] != 9 || q.Counters[CntTxBytes] != 100 {
+		t.Errorf("READs: epsn %06x, msn %06x, %v", q.resp.epsn, q.resp.msn, q.Counters)
+	}
+}
