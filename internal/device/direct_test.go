@@ -46,6 +46,31 @@ func TestDirectToOthersPeer(t *testing.T) {
 	}
 }
 
+// A neighbour is remembered, and forgotten: when it is closed nobody answers, and a queue
+// pair that is connected anew writes to whom it is connected with.
+func TestDirectNeighbourGone(t *testing.T) {
+	x, y := openDevice(t, provider.Config{Link: linkLoop}), openDevice(t, provider.Config{Link: linkLoop})
+	a, b := connected(t, x, y, ib.RC, 4096, hurry)
+	a.buf[0] = 1
+	a.post(a.write(b, 0, 8))
+	a.ok()
+	closeAll(t, b.qp)
+	a.buf[0] = 2
+	a.post(a.write(b, 0, 8))
+	a.status(ib.WCRetryExcErr)
+	c := newEnd(t, y, ib.RC, 4096)
+	t.Cleanup(c.close)
+	a.modify(ib.QPAttr{State: ib.QPReset}, 0)
+	a.connect(c)
+	c.connect(a)
+	a.buf[0] = 3
+	a.post(a.write(c, 0, 8))
+	a.ok()
+	if near := a.qp.(*QP).near; b.buf[0] != 1 || c.buf[0] != 3 || near != c.qp.(*QP) {
+		t.Errorf("%d and %d were written; the neighbour is %p of %p", b.buf[0], c.buf[0], near, c.qp)
+	}
+}
+
 // The answer to a READ is on the long way when a WRITE is executed on the short one:
 // the WRITE's acknowledgement must not be lost behind it.
 func TestDirectOvertakesRead(t *testing.T) {
