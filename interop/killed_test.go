@@ -158,7 +158,7 @@ func TestKilledAtRandom(t *testing.T) {
 		t.Error("nothing was moved")
 	}
 	for _, c := range dev.Counters() {
-		if c.Name == "local_direct_writes" {
+		if c.Name == "local_direct" {
 			if t.Logf("%d WRITEs by lanes", c.Value); c.Value == 0 {
 				t.Error("memory was shared in vain")
 			}

@@ -726,7 +726,7 @@ type stuckSource struct {
 	begun, end chan struct{}
 }
 
-func (s *stuckSource) Run(off, n uint64, acc ib.Access) ([]byte, mem.Fault) {
+func (s *stuckSource) Run(off, n uint64, acc ib.Access) ([]byte, mem.FaultKind) {
 	s.begun <- struct{}{}
 	<-s.end
 	return s.Host.Run(off, n, acc)

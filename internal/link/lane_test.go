@@ -35,7 +35,7 @@ func newLaneWorld(t *testing.T) *laneWorld {
 	granted := make(chan *Lane, 1)
 	w.b.cfg.Offer = func(_ *train.Train, via Via) bool {
 		id, off := mem.SegmentOf(w.buf[laneAt:][:laneSize])
-		w.grant = via.Give(&Offer{QPN: 9, Peer: 5, RKey: 77, VA: laneVA, Bytes: w.buf[laneAt:][:laneSize], Segment: id, Off: off})
+		w.grant = via.Give(&Offer{QPN: 9, Peer: 5, RKey: 77, VA: laneVA, Bytes: w.buf[laneAt:][:laneSize], Segment: id, Off: off, Write: true, Read: true})
 		return w.grant != nil
 	}
 	w.a.cfg.Granted = func(qpn, remote uint32, l *Lane) {
@@ -66,6 +66,7 @@ func (w *laneWorld) send() {
 	for range offerMin {
 		tr := &train.Train{Flow: w.flow, Transport: wire.RC, Kind: wire.KindWrite, Start: true, End: true, DestQP: 9, MTU: 4096, N: 1}
 		tr.SetInline([]byte("eight by"))
+		tr.RETH.Len = 8
 		if n, err := w.a.Send([]*train.Train{tr}); n != 1 || err != nil {
 			w.t.Fatal(n, err)
 		}
@@ -74,7 +75,7 @@ func (w *laneWorld) send() {
 
 // write stores bytes by the lane.
 func (w *laneWorld) write(off uint64, b []byte) bool {
-	return w.lane.Write(laneVA+off, &mem.List{Raw: [][]byte{b}}, len(b), 1)
+	return w.lane.Copy(laneVA+off, &mem.List{Raw: [][]byte{b}}, len(b), 1, false)
 }
 
 // What is written by a lane is where it belongs, and counted; it ends when the owner says
@@ -105,8 +106,12 @@ func TestLane(t *testing.T) {
 			if !w.write(laneSize-3, []byte("end")) || string(w.buf[laneAt+laneSize-3:][:3]) != "end" {
 				t.Error("the end is not there")
 			}
-			if packets, messages, n := w.grant.Counts(); packets != 2 || messages != 2 || n != uint64(len(text)+3) {
-				t.Errorf("%d packets, %d messages, %d bytes", packets, messages, n)
+			back := make([]byte, len(text))
+			if !w.lane.Copy(laneVA+100, &mem.List{Raw: [][]byte{back}}, len(back), 1, true) || !bytes.Equal(back, text) {
+				t.Errorf("%q comes back", back)
+			}
+			if c, want := w.grant.Counts(), (shm.LaneCounts{2, 2, uint64(len(text) + 3), 1, 1, uint64(len(text))}); c != want {
+				t.Errorf("counted are %v, want %v", c, want)
 			}
 			end(w)
 			if w.lane.Good() || w.write(100, []byte("too late")) {
@@ -120,7 +125,10 @@ func TestLane(t *testing.T) {
 }
 
 func TestLaneCovers(t *testing.T) {
-	l := &Lane{rkey: 77, va: laneVA, size: laneSize}
+	l := &Lane{rkey: 77, rights: laneRead, va: laneVA, size: laneSize}
+	if l.Covers(77, laneVA, 1, false) {
+		t.Error("it may be written to")
+	}
 	for _, c := range []struct {
 		key  uint32
 		va   uint64
@@ -130,7 +138,7 @@ func TestLaneCovers(t *testing.T) {
 		{77, laneVA, laneSize, true}, {77, laneVA + laneSize - 1, 1, true}, {78, laneVA, 1, false},
 		{77, laneVA, laneSize + 1, false}, {77, laneVA - 1, 2, false}, {77, laneVA + laneSize, 1, false}, {77, ^uint64(0), 1, false},
 	} {
-		if l.Covers(c.key, c.va, c.n) != c.want {
+		if l.Covers(c.key, c.va, c.n, true) != c.want {
 			t.Errorf("%d bytes at %#x with key %d: %v", c.n, c.va, c.key, !c.want)
 		}
 	}
@@ -139,11 +147,11 @@ func TestLaneCovers(t *testing.T) {
 // A source that cannot be read is not counted.
 func TestLaneUnread(t *testing.T) {
 	w := newLaneWorld(t)
-	if w.lane.Write(laneVA, &mem.List{Raw: [][]byte{{1}}}, 2, 1) {
+	if w.lane.Copy(laneVA, &mem.List{Raw: [][]byte{{1}}}, 2, 1, false) {
 		t.Error("two bytes of one are written")
 	}
-	if packets, _, _ := w.grant.Counts(); packets != 0 || w.grant.Inside() || !w.lane.Good() {
-		t.Errorf("%d packets, inside %v, good %v", packets, w.grant.Inside(), w.lane.Good())
+	if c := w.grant.Counts(); c != (shm.LaneCounts{}) || w.grant.Inside() || !w.lane.Good() {
+		t.Errorf("counted are %v, inside %v, good %v", c, w.grant.Inside(), w.lane.Good())
 	}
 }
 
@@ -158,6 +166,7 @@ func TestLaneRecord(t *testing.T) {
 		p.u32(5)
 		p.u32(9)
 		p.u32(77)
+		p.u32(laneWrite | laneRead)
 		p.u32(number)
 		p.u64(pass)
 		p.u64(laneVA)
@@ -222,7 +231,7 @@ func TestLaneTurns(t *testing.T) {
 		}
 		*c.Tag().(*tag) = tag{dev: c.Tag().(*tag).dev, process: 7}
 		for i := range uint32(20 * offerMax) {
-			b.offer(c, &train.Train{Kind: wire.KindWrite, Start: true, Len: 8, DestQP: i % turns})
+			b.offer(c, &train.Train{Kind: wire.KindWrite, Start: true, RETH: wire.RETH{Len: 8}, DestQP: i % turns})
 		}
 		if len(looked) != int(turns) {
 			t.Errorf("%d of %d are looked at", len(looked), turns)

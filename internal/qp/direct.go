@@ -245,7 +245,7 @@ func (q *QP) direct(w *wqe) directly {
 		return byTrain
 	}
 	if !q.free() {
-		if r.nxt == r.max && r.unacked == 0 && q.state == ib.QPRTS && r.failing == 0 {
+		if r.nxt == r.max && r.unacked == 0 && q.state == ib.QPRTS && r.failing == 0 && !q.mixed() {
 			return waits // for acknowledgements that were asked for
 		}
 		return byTrain
@@ -270,6 +270,13 @@ func (q *QP) direct(w *wqe) directly {
 	q.completeSend(w)
 	q.settle(0)
 	return done
+}
+
+// mixed tells whether something is under way that could never go by the direct way. More of
+// it will come, and to wait for it each time would take longer than trains do.
+func (q *QP) mixed() bool {
+	r := &q.req
+	return r.hasOther && r.other-q.sq.head < r.cur-q.sq.head
 }
 
 // directLeast is what a short WRITE counts for: what is copied in the time that the rest

@@ -149,13 +149,16 @@ func (w *world) inStep(way *shortcut) {
 // before; what is behind it waits for it.
 func TestDirectOrder(t *testing.T) {
 	w, way := directWorld(t, usual())
-	w.b.recv.Post([]ib.RecvWR{{}, {}})
-	send := ib.SendWR{ID: 1, Op: ib.OpSend, Flags: ib.SendSignaled}
-	first, second := w.a.write(0, 500, ib.SendSignaled), w.a.write(600, 8, 0)
-	first.ID, second.ID = 2, 3
-	last := send
-	last.ID = 4
-	w.a.post(send, first, second, last)
+	w.b.recv.Post([]ib.RecvWR{{}})
+	before, first, second := w.a.write(700, 8, ib.SendSignaled), w.a.write(0, 500, ib.SendSignaled), w.a.write(600, 8, 0)
+	before.ID, first.ID, second.ID = 1, 2, 3
+	last := ib.SendWR{ID: 4, Op: ib.OpSend, Flags: ib.SendSignaled}
+	blocked := true
+	way.closed = func() bool { return blocked }
+	w.a.post(before)
+	w.pullAll()
+	blocked = false
+	w.a.post(first, second, last)
 	w.pullAll()
 	if len(w.b.wire) != 1 || way.n != 0 {
 		t.Fatalf("%d trains, %d WRITEs, while the first request is under way", len(w.b.wire), way.n)
@@ -183,9 +186,29 @@ func TestDirectOrder(t *testing.T) {
 		t.Errorf("%v have completed", ids)
 	}
 	w.inStep(way)
-	if c := w.b.q.Counters; c[CntRxPackets] != 5 || c[CntRxBytes] != 508 || w.b.q.resp.msn != 4 { // 2 SENDs, 3 packets
+	if c := w.b.q.Counters; c[CntRxPackets] != 5 || c[CntRxBytes] != 516 || w.b.q.resp.msn != 4 { // a SEND and 4 packets
 		t.Errorf("%d packets, %d bytes, %d messages", c[CntRxPackets], c[CntRxBytes], w.b.q.resp.msn)
 	}
+}
+
+// TestDirectMixed: WRITEs between other requests do not wait for those: trains follow each
+// other.
+func TestDirectMixed(t *testing.T) {
+	w, way := directWorld(t, usual())
+	w.b.recv.Post(make([]ib.RecvWR, 4))
+	send, write := ib.SendWR{Op: ib.OpSend, Flags: ib.SendSignaled}, w.a.write(0, 8, ib.SendSignaled)
+	w.a.post(write, send, write, write, send, write)
+	w.pullAll()
+	if way.n != 1 || len(w.b.wire) != 5 {
+		t.Errorf("%d WRITEs were done at once, and %d trains sent", way.n, len(w.b.wire))
+	}
+	w.arrive()
+	w.a.post(write)
+	w.pullAll()
+	if way.n != 2 || len(w.a.completed()) != 7 {
+		t.Errorf("%d WRITEs were done at once, when nothing was under way", way.n)
+	}
+	w.inStep(way)
 }
 
 // TestDirectNot: what cannot go the direct way does not, nor what is behind requests that
