@@ -93,10 +93,10 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, er
 		}
 	}
 	if s, ok := d.link.(*link.Shared); ok && s.IsLocal(f) { // still
-		window := s.LocalWindow()
+		window, short, below := s.LocalWindow(f, dest)
 		p := d.peers.get(peerKey{f.Dst, true}, max(1, window/peerWindows))
 		q.peer.Store(p)
-		return &qp.Path{Flow: f, Window: window, Credits: p.credits, Lossless: true}, nil
+		return &qp.Path{Flow: f, Window: window, Short: qp.Short{Below: below, Window: short}, Credits: p.credits, Lossless: true}, nil
 	}
 	window := d.cfg.Window
 	if window <= 0 {

@@ -201,9 +201,24 @@ func (s *Shared) IsLocal(f *train.Flow) bool {
 	return ok
 }
 
-// LocalWindow returns how many packets may be under way to another process: as
-// many as 3/8 of a ring hold, of the longest. As much again is for answers.
-func (s *Shared) LocalWindow() int { return 3 * ringBytes / 8 / (wire.MaxPayload + 2*trainBytes) }
+// LocalWindow returns how many packets may be under way to the process that has a queue
+// pair: as many as 3/8 of a ring hold, of the longest. As much again is for answers. Where
+// long messages are fetched, there may be more packets of those, so that the receiver does
+// not run out of them between two answers.
+func (s *Shared) LocalWindow(f *train.Flow, qpn uint32) (window, short, below int) {
+	short = 3 * ringBytes / 8 / (wire.MaxPayload + 2*trainBytes)
+	if l, ok := f.Link.(*localFlow); ok {
+		if p, ok := l.dev.Find(qpn); ok {
+			if c := l.dev.working(p); c != nil && c.PeerReads() {
+				return longWindows * short, short, farMin
+			}
+		}
+	}
+	return short, short, 0
+}
+
+// longWindows is how many times as many packets of long messages may be under way.
+const longWindows = 4
 
 // Send sends trains in order, in runs that go the same way.
 func (s *Shared) Send(ts []*train.Train) (int, error) {

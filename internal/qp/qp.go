@@ -73,11 +73,18 @@ type Config struct {
 type Path struct {
 	Flow    *train.Flow
 	Window  int      // packets that may be under way
+	Short   Short    // and how many where messages are short
 	Credits *Credits // shared with other queue pairs to the same peer; nil: unlimited
 
 	// Lossless paths lose nothing while the peer is there: an answer that takes
 	// long is late, and asking again would not help.
 	Lossless bool
+}
+
+// Short is how many packets of messages below a length may be under way: those take more
+// room than longer ones, of which only the place is sent. The zero value is no limit.
+type Short struct {
+	Below, Window int
 }
 
 // Address is what an address handle of the software device is made of.

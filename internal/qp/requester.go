@@ -207,6 +207,15 @@ func (q *QP) packets(n int) int {
 	return (n + q.mtu - 1) / q.mtu
 }
 
+// window returns how many packets may be under way when one of a message of n bytes is sent.
+func (q *QP) window(n int) int {
+	w := min(q.req.cwnd, q.path.Window)
+	if s := &q.path.Short; n < s.Below {
+		w = min(w, s.Window)
+	}
+	return w
+}
+
 // room returns how many PSNs may be taken now, at most want: bounded by the
 // window and, with credits, by what the peer's other queue pairs leave. What it
 // returns is held until acknowledged.
@@ -215,7 +224,7 @@ func (q *QP) room(want int) int {
 	if !q.reliable {
 		return want
 	}
-	window, out := min(r.cwnd, q.path.Window), r.nxt.Sub(r.una)
+	window, out := q.window(int(q.sq.at(r.cur).len)), r.nxt.Sub(r.una)
 	n := min(want, window-out)
 	if q.path.Lossless && out > 0 && n < min(want, window/4) {
 		return 0 // trains go whole: an acknowledgement is on its way (askAck), and makes room
@@ -266,7 +275,7 @@ func (q *QP) askAck(t *train.Train, w *wqe) {
 	ask := w.flags&ib.SendSignaled != 0 || q.state == ib.QPSQD || r.failing != 0 || r.askNow ||
 		r.cur+1 == q.sq.tail && r.unacked >= quietPackets ||
 		r.cur+1 != q.sq.tail && q.sq.at(r.cur+1).facts().local // which will not ask itself
-	if t.End && ask || r.unacked >= min(r.cwnd, q.path.Window)/4 || q.path.Credits != nil && q.path.Credits.scarce() {
+	if t.End && ask || r.unacked >= q.window(0)/4 || q.path.Credits != nil && q.path.Credits.scarce() {
 		t.AckReq, r.unacked, r.askNow = true, 0, false
 	}
 }
@@ -334,7 +343,8 @@ func (q *QP) readMore(left int) int {
 		return 0
 	}
 	// Not in small pieces, while others are under way: each costs a request.
-	if open := min(r.cwnd, q.path.Window) - r.nxt.Sub(r.una); open < min(left, q.path.Window/2) && r.rd.len() > 0 {
+	window := q.window(int(q.sq.at(r.cur).len))
+	if open := window - r.nxt.Sub(r.una); open < min(left, window/2) && r.rd.len() > 0 {
 		return 0
 	}
 	n := q.room(left)
