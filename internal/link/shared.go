@@ -102,11 +102,13 @@ type Shared struct {
 	words [MaxWords]byte
 	p     Packets
 	far   farSource
+	long  int  // bytes that this poll has fetched
 	calm  int  // polls since something came from another process
 	turn  uint // polls
 }
 
 const (
+	fetchRun  = 1 << 20 // bytes to fetch before what has come is answered
 	ringBytes = 2 << 20 // in each direction, touched only as far as it is used
 
 	// After so many polls without anything from a ring the socket is looked at
@@ -395,7 +397,7 @@ func (s *Shared) Forward(process int, p *Packets) {
 // while there is talk with other processes: a system call takes longer than a
 // whole message through a ring.
 func (s *Shared) Poll(sink Sink, budget int) int {
-	s.sink = sink
+	s.sink, s.long = sink, 0
 	n := s.inbox.Poll((*fromRings)(s), budget)
 	s.sink = nil
 	if n > 0 || s.lively.Load() {
@@ -454,6 +456,7 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		} else {
 			s.fetched.Add(1)
 		}
+		s.long += s.t.Len
 		s.piece[0] = b[len(b)-farTail:]
 		s.t.Payload = mem.List{Far: &s.far, FarLen: uint64(s.t.Len - farTail), Raw: s.piece[:]}
 		s.deliver()
@@ -481,6 +484,10 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		s.sink.Drop(DropOther)
 	}
 }
+
+// Full says that what was fetched should be answered first: the sender can then go on while
+// the rest is fetched.
+func (r *fromRings) Full() bool { return r.long >= fetchRun }
 
 // Room says that a ring has room again.
 func (r *fromRings) Room(*shm.Channel) { (*Shared)(r).freed() }

@@ -495,3 +495,26 @@ func TestInboxAllocs(t *testing.T) {
 		t.Errorf("%v allocations a record", n)
 	}
 }
+
+// A sink that has enough gets the rest with the next polls, also if it has enough all the
+// time.
+func TestSinkFull(t *testing.T) {
+	a, b := newInbox(t, nil), newInbox(t, nil)
+	ab, _ := joinPair(t, a, b)
+	for i := range 5 {
+		if err := ab.Send(byte(i), nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var got []byte
+	s := &recorder{record: func(_ *Channel, typ byte, _ []byte) { got = append(got, typ) }}
+	s.full = func() bool { return len(got) == 2 || len(got) >= 4 }
+	for _, want := range []int{2, 4, 5, 5} {
+		if b.Poll(s, 100); len(got) != want {
+			t.Fatalf("%d records, want %d", len(got), want)
+		}
+	}
+	if string(got) != "\x00\x01\x02\x03\x04" {
+		t.Errorf("%v", got)
+	}
+}

@@ -172,6 +172,7 @@ func (k *child) wait(t testing.TB) {
 // recorder is a sink that calls what is set.
 type recorder struct {
 	record func(c *Channel, typ byte, p []byte)
+	full   func() bool
 	room   func(c *Channel)
 	gone   func(c *Channel, err error)
 }
@@ -181,6 +182,8 @@ func (r *recorder) Record(c *Channel, typ byte, p []byte) {
 		r.record(c, typ, p)
 	}
 }
+
+func (r *recorder) Full() bool { return r.full != nil && r.full() }
 
 func (r *recorder) Room(c *Channel) {
 	if r.room != nil {
