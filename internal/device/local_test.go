@@ -36,16 +36,25 @@ func byRings(t testing.TB, typ ib.QPType, size int) (a, b *end) {
 // goroutine: what both sides do for it, without the time that a cache line takes from
 // one core to the other.
 func BenchmarkLocalPingPong(b *testing.B) {
-	b.Run("ring", func(b *testing.B) { benchLocalPingPong(b, false) })
-	b.Run("lane", func(b *testing.B) { benchLocalPingPong(b, true) })
-}
-
-func benchLocalPingPong(b *testing.B, shared bool) {
-	x, y := byRings(b, ib.RC, 1<<20)
-	if shared {
+	b.Run("ring", func(b *testing.B) {
+		x, y := byRings(b, ib.RC, 4096)
+		benchPingPong(b, x, y)
+	})
+	b.Run("lane", func(b *testing.B) {
+		x, y := byRings(b, ib.RC, 4096)
 		x.shareMemory(4096)
 		y.shareMemory(4096)
-	}
+		benchPingPong(b, x, y)
+	})
+}
+
+// BenchmarkUDPPingPong is the same by packets.
+func BenchmarkUDPPingPong(b *testing.B) {
+	x, y := pair(b, linkUDP, ib.RC, 4096)
+	benchPingPong(b, x, y)
+}
+
+func benchPingPong(b *testing.B, x, y *end) {
 	wr := func(from, to *end) []ib.SendWR {
 		return []ib.SendWR{{Op: ib.OpRDMAWrite, Inline: make([]byte, 8), RemoteAddr: to.mr.Addr(), RKey: to.mr.RKey()}}
 	}
