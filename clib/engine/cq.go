@@ -116,16 +116,26 @@ func vbe_poll_cq(h C.uint64_t) C.int64_t {
 		return failed(errStale)
 	}
 	q.mu.Lock()
-	defer q.mu.Unlock()
-	if q.ring == nil || q.room() == 0 {
-		return 0
+	err := q.fillLocked()
+	q.mu.Unlock()
+	return result(err)
+}
+
+// fillLocked moves completions to the ring, as many as it has room for.
+func (q *completionQueue) fillLocked() error {
+	if q.ring == nil {
+		return nil
 	}
-	n, err := q.PollNotes(q.wcs[:min(batch, q.room())], q.notes[:])
+	room := q.room()
+	if room == 0 {
+		return nil
+	}
+	n, err := q.PollNotes(q.wcs[:min(batch, room)], q.notes[:])
 	if n > 0 {
 		q.putLocked(n)
 		q.Hold(false)
 	}
-	return result(err)
+	return err
 }
 
 //export vbe_arm_cq
