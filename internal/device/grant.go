@@ -30,8 +30,28 @@ type grant struct {
 	*link.Grant
 	region *mem.Region
 
-	absorbed shm.LaneCounts // guarded by the queue pair's lock
+	// Guarded by the queue pair's lock.
+	absorbed shm.LaneCounts
+	met      shm.LaneCounts // what it was at the last doubt
+	vain     int            // doubts since then
 }
+
+// doubt is told of a request that did not come by the lane, though it could have. If that
+// happens again and again while nothing comes by the lane, the peer has not got it: it is
+// taken away, and another one may be given.
+func (g *grant) doubt() bool {
+	if g.absorbed != g.met {
+		g.met, g.vain = g.absorbed, 0
+	}
+	if g.vain++; g.vain == maxVain {
+		g.Shut()
+	}
+	return false
+}
+
+// maxVain is how many of those requests that are looked at do not come by a lane before
+// it is given up.
+const maxVain = 4
 
 // grants are those of all queue pairs of a device, by region.
 type grants struct {
@@ -105,8 +125,11 @@ func (q *QP) giveLocked(t *train.Train, r *mem.Region, b []byte, via link.Via) b
 		return false
 	}
 	q.absorbLocked()
-	if len(q.grants) == maxGrants || slices.ContainsFunc(q.grants, func(g *grant) bool { return g.region == r }) {
-		return false // the peer will use it soon, or has too many
+	if i := slices.IndexFunc(q.grants, func(g *grant) bool { return g.region == r && g.Open() }); i >= 0 {
+		return q.grants[i].doubt() // the peer will use it soon
+	}
+	if len(q.grants) == maxGrants {
+		return false
 	}
 	may := func(acc ib.Access) bool { return r.Access()&acc == acc && q.core.Grants(acc) }
 	given := via.Give(&link.Offer{QPN: q.number, Peer: q.core.DestQPN(), RKey: t.RETH.RKey, VA: r.IOVA(), Bytes: b, Segment: segment, Off: off,

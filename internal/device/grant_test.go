@@ -206,11 +206,13 @@ type mixer struct {
 
 // run posts so many requests, and receives until nobody works any more.
 func (m *mixer) run(count int, working *atomic.Int32) error {
+	rest := false // now and then: lanes are for when nothing else is under way
 	for finished := false; working.Load() > 0; {
-		if m.next < uint32(count) && m.next-m.done < mixedPlaces/2 {
+		if rest = rest && m.done != m.next; !rest && m.next < uint32(count) && m.next-m.done < mixedPlaces/2 {
 			var wrs []ib.SendWR
-			for range 1 + m.rng.IntN(4) {
-				wrs = append(wrs, m.draw(m.next+1 >= uint32(count)))
+			rest = m.rng.IntN(2) == 0
+			for n := m.rng.IntN(4); n >= 0; n-- {
+				wrs = append(wrs, m.draw(m.next+1 >= uint32(count) || n == 0 && rest))
 			}
 			if n, err := m.e.qp.PostSend(wrs); err != nil {
 				return fmt.Errorf("request %d: %w", wrs[n].ID, err)

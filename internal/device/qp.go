@@ -53,7 +53,7 @@ type QP struct {
 	closed bool
 	near   *QP // guarded by mu: the queue pair that neighbour found last; perhaps it is closed
 
-	grants []*grant // guarded by mu: how the peer writes to our memory by itself
+	grants []*grant // guarded by mu: how the peer accesses our memory by itself
 
 	posted   bool // guarded by mu: since the last message came
 	answered int  // guarded by mu: how many messages in a row were followed by a post, up to conversation

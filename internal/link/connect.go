@@ -108,8 +108,7 @@ type tag struct {
 	sent int
 	in   [maxPairs]pair // what the peer has told; Poll's own
 
-	writes  uint // that came by the ring since one was looked at (lane.go); Poll's own
-	offerAt uint // at how many the next one is
+	offers [16]offers // by queue pair, see lane.go; Poll's own
 }
 
 // working returns the channel to a process, if there is one that works.

@@ -26,7 +26,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// After so many requests by a channel's ring one of them is looked at, whether a lane would
+// After so many requests of a queue pair, or of a few, by a channel's ring one of them is looked at, whether a lane would
 // do instead; while the answer is no, after twice as many each time. The numbers are odd:
 // of queue pairs that take turns, not always the same one is looked at.
 const (
@@ -67,15 +67,22 @@ func (s *Shared) offer(c *shm.Channel, t *train.Train) {
 		return
 	}
 	k := c.Tag().(*tag)
-	if k.writes++; k.writes < k.offerAt {
+	o := &k.offers[t.DestQP%uint32(len(k.offers))]
+	if o.requests++; o.requests < max(o.at, offerMin) {
 		return
 	}
-	k.writes = 0
+	o.requests = 0
 	if s.cfg.Offer(t, Via{s, c}) {
-		k.offerAt = offerMin
+		o.at = offerMin
 	} else {
-		k.offerAt = min(max(2*k.offerAt+1, offerMin), offerMax)
+		o.at = min(max(2*o.at+1, offerMin), offerMax)
 	}
+}
+
+// offers is how long it is until a request is looked at.
+type offers struct {
+	requests uint // since one was
+	at       uint // at how many the next one is
 }
 
 // Via is the way that a request has come.

@@ -64,10 +64,10 @@ type SharedConfig struct {
 	// must not wait.
 	Freed func()
 
-	// Offer, if set, is told of WRITEs that came by a ring, now and then. If the device
-	// lets the peer write there by itself, it gives it a lane, and returns true. Granted,
-	// if set, is told that the peer has let us: that our queue pair may write to where
-	// remote's requests go. See lane.go.
+	// Offer, if set, is told of WRITEs and READs that came by a ring, now and then. If the
+	// device lets the peer do them by itself, it gives it a lane, and returns true. Granted,
+	// if set, is told that the peer has let us: that our queue pair may access what remote's
+	// requests do. See lane.go.
 	Offer   func(t *train.Train, via Via) bool
 	Granted func(qpn, remote uint32, l *Lane)
 }
@@ -96,15 +96,16 @@ type Shared struct {
 	lively   atomic.Bool   // something went by a lane since the last poll
 
 	// Poll's own.
-	sink  Sink
-	t     train.Train
-	piece [1][]byte
-	words [MaxWords]byte
-	p     Packets
-	far   farSource
-	long  int  // bytes that this poll has fetched
-	calm  int  // polls since something came from another process
-	turn  uint // polls
+	sink   Sink
+	t      train.Train
+	piece  [1][]byte
+	words  [MaxWords]byte
+	p      Packets
+	far    farSource
+	long   int          // bytes that this poll has fetched
+	longOf *shm.Channel // from whom
+	calm   int          // polls since something came from another process
+	turn   uint         // polls
 }
 
 const (
@@ -204,7 +205,8 @@ func (s *Shared) IsLocal(f *train.Flow) bool {
 }
 
 // LocalWindow returns how many packets may be under way to the process that has a queue
-// pair: as many as 3/8 of a ring hold, of the longest. As much again is for answers. Where
+// pair: as many as 3/8 of a ring hold, of the longest. As much again is for answers; if
+// several queue pairs have more under way than there is room for, they wait for it. Where
 // long messages are fetched, there may be more packets of those, so that the receiver does
 // not run out of them between two answers.
 func (s *Shared) LocalWindow(f *train.Flow, qpn uint32) (window, short, below int) {
@@ -399,7 +401,7 @@ func (s *Shared) Forward(process int, p *Packets) {
 func (s *Shared) Poll(sink Sink, budget int) int {
 	s.sink, s.long = sink, 0
 	n := s.inbox.Poll((*fromRings)(s), budget)
-	s.sink = nil
+	s.sink, s.longOf = nil, nil
 	if n > 0 || s.lively.Load() {
 		s.calm = 0
 		s.lively.Store(false)
@@ -456,6 +458,9 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		} else {
 			s.fetched.Add(1)
 		}
+		if s.longOf != c {
+			s.longOf, s.long = c, 0
+		}
 		s.long += s.t.Len
 		s.piece[0] = b[len(b)-farTail:]
 		s.t.Payload = mem.List{Far: &s.far, FarLen: uint64(s.t.Len - farTail), Raw: s.piece[:]}
@@ -487,7 +492,7 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 
 // Full says that what was fetched should be answered first: the sender can then go on while
 // the rest is fetched.
-func (r *fromRings) Full() bool { return r.long >= fetchRun }
+func (r *fromRings) Full(c *shm.Channel) bool { return r.longOf == c && r.long >= fetchRun }
 
 // Room says that a ring has room again.
 func (r *fromRings) Room(*shm.Channel) { (*Shared)(r).freed() }

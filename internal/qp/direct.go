@@ -225,6 +225,7 @@ func (q *QP) source(wr *ib.SendWR) *mem.List {
 		return &q.req.list
 	}
 	q.mine.sge[0] = wr.SGL[0]
+	q.mine.list.Access = 0
 	return &q.mine.list
 }
 
@@ -242,6 +243,7 @@ func (q *QP) direct(w *wqe) directly {
 	r, n, read := &q.req, int(w.len), w.op == ib.OpRDMARead
 	if w.op != ib.OpRDMAWrite && !read || w.flags&ib.SendFence != 0 || n == 0 || n > train.MaxBytes ||
 		!q.Direct.Covers(w.rkey, w.remote, n, read) {
+		r.other, r.hasOther = r.cur, true
 		return byTrain
 	}
 	if !q.free() {
@@ -272,7 +274,7 @@ func (q *QP) direct(w *wqe) directly {
 	return done
 }
 
-// mixed tells whether something is under way that could never go by the direct way. More of
+// mixed tells whether something is under way that could not go by the direct way. More of
 // it will come, and to wait for it each time would take longer than trains do.
 func (q *QP) mixed() bool {
 	r := &q.req

@@ -153,11 +153,10 @@ func TestDirectOrder(t *testing.T) {
 	before, first, second := w.a.write(700, 8, ib.SendSignaled), w.a.write(0, 500, ib.SendSignaled), w.a.write(600, 8, 0)
 	before.ID, first.ID, second.ID = 1, 2, 3
 	last := ib.SendWR{ID: 4, Op: ib.OpSend, Flags: ib.SendSignaled}
-	blocked := true
-	way.closed = func() bool { return blocked }
+	w.a.q.Direct = nil // there was none yet
 	w.a.post(before)
 	w.pullAll()
-	blocked = false
+	w.a.q.Direct = way
 	w.a.post(first, second, last)
 	w.pullAll()
 	if len(w.b.wire) != 1 || way.n != 0 {
@@ -209,6 +208,58 @@ func TestDirectMixed(t *testing.T) {
 		t.Errorf("%d WRITEs were done at once, when nothing was under way", way.n)
 	}
 	w.inStep(way)
+
+	// The same with WRITEs that cannot go the direct way, for they go elsewhere.
+	elsewhere := write
+	elsewhere.Flags |= ib.SendFence
+	w.a.post(elsewhere, write, elsewhere, write)
+	w.pullAll()
+	if way.n != 2 || len(w.b.wire) != 4 {
+		t.Errorf("%d WRITEs were done at once, and %d trains sent", way.n, len(w.b.wire))
+	}
+	w.arrive()
+	w.inStep(way)
+}
+
+// TestDirectAccess: a READ needs the right to write to its own memory, a WRITE behind it
+// does not.
+func TestDirectAccess(t *testing.T) {
+	w, way := directWorld(t, usual())
+	way.source = "mem"
+	read := w.a.write(0, 8, ib.SendSignaled)
+	read.Op = ib.OpRDMARead
+	if w.a.q.PostDirect(&read) != 8 {
+		t.Fatal("the READ did not go the direct way")
+	}
+	write := w.a.write(0, 8, ib.SendSignaled)
+	if src := w.a.q.source(&write); src.Access != 0 {
+		t.Errorf("a WRITE wants %v", src.Access)
+	}
+	w.inStep(way)
+}
+
+// TestSendQueueGoesRound: numbers of requests go past half of all, and round, with nobody
+// but a poll to free places.
+func TestSendQueueGoesRound(t *testing.T) {
+	for _, start := range []uint32{1<<31 - 20, ^uint32(0) - 20} {
+		w, way := directWorld(t, usual())
+		s := &w.a.q.sq
+		s.head, s.tail, w.a.q.req.cur = start, start, start
+		s.freed.Store(0)
+		for n := uint32(0); n != start; { // as if all had been posted and polled
+			n += min(1<<30, start-n)
+			w.a.sendCQ.PushSend(&ib.WC{}, s.freed, n)
+			w.a.completed()
+			s.freed.Load()
+		}
+		for i := range 60 {
+			wr := w.a.write(0, 8, ib.SendSignaled)
+			if w.a.q.PostDirect(&wr) != 8 || len(w.a.completed()) != 1 {
+				t.Fatalf("request %d behind %#x: %d places are free", i, start, w.a.q.Room())
+			}
+		}
+		w.inStep(way)
+	}
 }
 
 // TestDirectNot: what cannot go the direct way does not, nor what is behind requests that

@@ -110,7 +110,7 @@ type QP struct {
 
 	slow slowWork
 
-	// Direct, if set, is a shorter way for WRITEs (direct.go).
+	// Direct, if set, is a shorter way for WRITEs and READs (direct.go).
 	Direct Direct
 
 	late   *lateBytes // what waits for its completion; nil: nothing ever did

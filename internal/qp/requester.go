@@ -35,7 +35,7 @@ type requester struct {
 	fetching bool   // stands still until its own memory is there
 	late     bool   // the result of the request at the head waits for its completion
 	direct   int    // bytes that went by the direct way in this call
-	other    uint32 // number of the last request that was begun and cannot go that way
+	other    uint32 // number of the last request that was to be begun and cannot go that way
 	hasOther bool   // there was one
 	wide     int    // the window to return to, when the peer is ready again; 0: it has it
 
@@ -193,9 +193,6 @@ func (q *QP) begin(w *wqe, now Time) bool {
 		return false
 	}
 	w.started, w.first, w.n = true, r.max, uint32(q.packets(int(w.len)))
-	if w.op != ib.OpRDMAWrite && w.op != ib.OpRDMARead {
-		r.other, r.hasOther = r.cur, true
-	}
 	return true
 }
 

@@ -52,10 +52,11 @@ type Freed struct {
 	taken  uint32        // by a taker, whatever was polled before
 }
 
-// Load returns the number.
+// Load returns the number. It brings taken up to what was polled: numbers go round, and
+// the two must not be half of all numbers apart.
 func (f *Freed) Load() uint32 {
 	if polled := f.polled.Load(); int32(polled-f.taken) > 0 {
-		return polled
+		f.taken = polled
 	}
 	return f.taken
 }

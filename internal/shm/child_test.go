@@ -147,8 +147,8 @@ func (x *exchange) Record(_ *Channel, typ byte, p []byte) {
 	x.checked++
 }
 
-func (x *exchange) Full() bool    { return false }
-func (x *exchange) Room(*Channel) {}
+func (x *exchange) Full(*Channel) bool { return false }
+func (x *exchange) Room(*Channel)      {}
 
 func (x *exchange) Gone(_ *Channel, err error) {
 	if x.bad == nil && !x.finished {
@@ -219,7 +219,7 @@ func (f *flood) Record(_ *Channel, typ byte, p []byte) {
 	}
 	f.got++
 }
-func (f *flood) Full() bool                 { return false }
+func (f *flood) Full(*Channel) bool         { return false }
 func (f *flood) Room(*Channel)              {}
 func (f *flood) Gone(_ *Channel, err error) { f.gone = err }
 

@@ -47,8 +47,8 @@ type Sink interface {
 	// that misbehaves may change them at any time: what is checked must be
 	// copied first.
 	Record(c *Channel, typ byte, p []byte)
-	// Full says that what was handed out is enough for now.
-	Full() bool
+	// Full says that what was handed out of a channel is enough for now.
+	Full(c *Channel) bool
 	// Room says that a channel may have room, after a Reserve that found none.
 	Room(c *Channel)
 	// Gone is the last call for a channel whose peer has ended, or whose ring
@@ -224,7 +224,7 @@ func (in *Inbox) visit(s Sink, slot int) int {
 	defer c.rx.leave()
 	down := c.down.Load() // before the ring: what came before the end is seen
 	n, r := 0, c.rx.ring
-	for n < visitRecords && !c.rx.shut.Load() && !(n > 0 && s.Full()) {
+	for n < visitRecords && !c.rx.shut.Load() && !(n > 0 && s.Full(c)) {
 		typ, p, ok := r.Next()
 		if !ok {
 			if err := r.Err(); err != nil {

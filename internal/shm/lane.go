@@ -99,6 +99,7 @@ func (in *Inbox) NewLane() *Lane {
 	for i := range (LaneCounts{}) {
 		word(l.words.counts, 8*i).Store(0) // nobody is inside who would count
 	}
+	l.words.inside.Store(0) // nor is anybody, but one who came in vain and ended there
 	l.words.pass.Store(l.pass)
 	return l
 }
@@ -164,9 +165,9 @@ func (c *Channel) PeerLane(number int, pass uint64) *PeerLane {
 	return &PeerLane{pass: pass, words: laneOf(c.bell.mem, number)}
 }
 
-// Enter reports whether we may store now; then Leave follows.
+// Enter reports whether we may access the memory now; then Leave follows.
 func (l *PeerLane) Enter() bool {
-	if !l.words.inside.CompareAndSwap(0, l.pass) {
+	if !l.Shown() || !l.words.inside.CompareAndSwap(0, l.pass) {
 		return false
 	}
 	if l.Shown() {

@@ -183,7 +183,7 @@ func (r *recorder) Record(c *Channel, typ byte, p []byte) {
 	}
 }
 
-func (r *recorder) Full() bool { return r.full != nil && r.full() }
+func (r *recorder) Full(*Channel) bool { return r.full != nil && r.full() }
 
 func (r *recorder) Room(c *Channel) {
 	if r.room != nil {
