@@ -117,18 +117,30 @@ func (l *Lane) Open() bool { return l.words.pass.Load() == l.pass }
 // Inside tells whether the peer is inside.
 func (l *Lane) Inside() bool { return l.words.inside.Load() == l.pass }
 
-// Await waits until the peer is not inside, or its channel is down, which is when it
-// has ended. A peer stays for the time of a copy; one that is stopped inside keeps us
-// waiting, as the memory is not free before.
+// Await waits until the peer is not inside, or has ended. A peer stays for the time of a
+// copy; one that is stopped inside keeps us waiting, as the memory is not free before. A
+// channel that is down is mostly that of a peer that has ended; if it lives, and has only
+// lost the channel, it has the time for a copy.
 func (l *Lane) Await(c *Channel) {
-	for i := 0; l.Inside() && c.down.Load() == nil; i++ {
-		if i < 64 {
+	left := laneGrace
+	for i := 0; l.Inside(); i++ {
+		if c.down.Load() != nil {
+			if left -= laneLook; left < 0 {
+				return
+			}
+		}
+		if i < 64 && left == laneGrace {
 			runtime.Gosched()
 		} else {
-			time.Sleep(50 * time.Microsecond)
+			time.Sleep(laneLook)
 		}
 	}
 }
+
+const (
+	laneLook  = 50 * time.Microsecond
+	laneGrace = 20 * time.Millisecond
+)
 
 // Counts returns what the peer has done.
 func (l *Lane) Counts() (c LaneCounts) {
