@@ -135,7 +135,7 @@ func TestSpinOnMemory(t *testing.T) {
 				t.Cleanup(func() { closeAll(t, mr) })
 				var wg sync.WaitGroup
 				var seen atomic.Uint64
-				rounds := uint64(lastingOps(30, 20000))
+				rounds := uint64(lastingOps(30, 4000))
 				if mode == linkLoop { // one copy takes it all, and long enough to be caught in it
 					rounds *= 2
 				}
