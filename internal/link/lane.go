@@ -202,13 +202,15 @@ func (s *Shared) mapLane(k segmentKey, t *tag, write bool) *mapping {
 	if n >= maxMapped {
 		return nil
 	}
+	forgotten := s.segments.ask(k)
 	b, err := mapSegment(k, t, write)
+	s.segments.mu.Lock()
+	defer s.segments.mu.Unlock()
+	delete(s.segments.asked, forgotten)
 	if err != nil {
 		return nil // it goes by the ring, as before
 	}
-	s.segments.mu.Lock()
-	defer s.segments.mu.Unlock()
-	if m = s.segments.lanes[key]; m != nil || k.c.Err() != nil { // somebody else was faster; or it is gone, and nobody would unmap it
+	if m = s.segments.lanes[key]; m != nil || k.c.Err() != nil || *forgotten { // somebody else was faster; or it is gone, and nobody would unmap it
 		_ = sys.Unmap(b)
 		return m
 	}

@@ -40,6 +40,20 @@ type segmentMaps struct {
 	mu      sync.Mutex // guards what follows
 	arrived map[segmentKey][]byte
 	lanes   map[laneKey]*mapping // see lane.go
+	asked   map[*bool]segmentKey // by mapLane, which is not there yet
+}
+
+// ask notes that somebody asks for a segment, and returns what tells whether it was dropped
+// meanwhile: both guarded by mu.
+func (m *segmentMaps) ask(k segmentKey) (forgotten *bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.asked == nil {
+		m.asked = make(map[*bool]segmentKey)
+	}
+	forgotten = new(bool)
+	m.asked[forgotten] = k
+	return forgotten
 }
 
 // findSegment returns the bytes of a segment, if it is mapped. If it is not, it asks for it.
@@ -117,6 +131,9 @@ func (s *Shared) dropSegments(match func(segmentKey) bool) {
 				_ = sys.Unmap(b) // it was mapped: it cannot fail
 			}
 		}
+	}
+	for forgotten, k := range s.segments.asked {
+		*forgotten = *forgotten || match(k)
 	}
 	for k, m := range s.segments.lanes {
 		if match(k.segmentKey) {
