@@ -43,5 +43,8 @@ for name in libibverbs.so librdmacm.so.1 librdmacm.so libmlx5.so.1 libmlx5.so li
 done
 if [ -f clib/include/verbena/verbs.h ]; then cp -u clib/include/verbena/verbs.h "$OUT/include/verbena/"; fi
 
-go build -buildmode=c-shared -o "$OUT/libverbena-engine.so" ./clib/engine
+# The runtime does not interrupt threads (SIGURG) to take turns: one that has just gone
+# back to the program would have its system calls fail with EINTR, and programs that know
+# of no signals do not expect that.
+go build -buildmode=c-shared -ldflags '-X=runtime.godebugDefault=asyncpreemptoff=1' -o "$OUT/libverbena-engine.so" ./clib/engine
 rm -f "$OUT/libverbena-engine.h" # the front has a header of its own
