@@ -61,18 +61,23 @@ func (q *QP) WriteTo(p *QP, wr *ib.SendWR) int {
 
 // shortRead is shortWrite for READs.
 func (q *QP) shortRead(wr *ib.SendWR) int {
-	s := &q.sq
-	if wr.Op != ib.OpRDMARead || wr.Flags&^ib.SendSignaled != 0 || s.tail-s.freed.Load() >= s.max || wr.Inline != nil || len(wr.SGL) != 1 || s.maxSGE < 1 {
+	if wr.Op != ib.OpRDMARead || !q.plain(wr) || wr.Inline != nil || len(wr.SGL) != 1 || q.sq.maxSGE < 1 {
 		return 0
 	}
 	return int(wr.SGL[0].Length)
+}
+
+// plain tells whether a request asks for nothing but to be done and completed, and has a
+// place in the queue.
+func (q *QP) plain(wr *ib.SendWR) bool {
+	return wr.Flags&^ib.SendSignaled == 0 && q.sq.tail-q.sq.freed.Load() < q.sq.max
 }
 
 // shortWrite returns how many bytes a request has that may go without a train; 0 if it
 // may not.
 func (q *QP) shortWrite(wr *ib.SendWR) int {
 	s := &q.sq
-	if wr.Op != ib.OpRDMAWrite || wr.Flags&^ib.SendSignaled != 0 || s.tail-s.freed.Load() >= s.max {
+	if wr.Op != ib.OpRDMAWrite || !q.plain(wr) {
 		return 0
 	}
 	switch {
@@ -87,8 +92,7 @@ func (q *QP) shortWrite(wr *ib.SendWR) int {
 // atRest tells whether a queue pair has sent all that it has to send, and heard of all.
 func (q *QP) atRest() bool {
 	r := &q.req
-	return q.state == ib.QPRTS && r.cur == q.sq.tail && q.sq.head == q.sq.tail && r.una == r.max && r.nxt == r.max &&
-		r.failing == 0 && r.rnrUntil == 0 && !r.fetching && !r.draining && r.cwnd >= q.path.Window &&
+	return q.free() && r.cur == q.sq.tail && q.sq.head == q.sq.tail && r.cwnd >= q.path.Window &&
 		q.path.Credits == nil && !q.Answering()
 }
 
