@@ -2,15 +2,15 @@ package mem
 
 // The way of bytes, top-down:
 //
-//  1. Copy walks two lists at once, each with a cursor.
+//  1. Copy walks two lists at once, each with a cursor; those of one piece that lies
+//     together need none (copyWhole).
 //  2. A cursor opens a read section on the next piece of its list, for a
 //     quantum at most, and offers the bytes.
 //  3. move, in move_unsafe.go, copies what both cursors offer.
 //  4. Sections close as soon as their bytes are used up, and bytes are counted
 //     by the kinds of memory they went between.
 //
-// Check walks a list with the same cursor, and so does Gather, in gather.go. Copied goes
-// without cursors where there is only one step.
+// Check walks a list with the same cursor, and so does Gather, in gather.go.
 
 // Quantum is the most bytes that are moved in one read section: it bounds how
 // long the closing of a region waits.
@@ -26,10 +26,18 @@ const Quantum = 256 << 10
 //
 // What lists that overlap in memory contain afterwards is undefined, as on
 // hardware.
-func Copy(dst, src *List, n uint64, last bool) (f Fault, side Side) {
-	if src.Far != nil {
+func Copy(dst, src *List, n uint64, last bool) (Fault, Side) {
+	switch {
+	case copyWhole(dst, src, n, last):
+		return Fault{}, 0
+	case src.Far != nil:
 		return copyFar(dst, src, n, last)
 	}
+	return copyPieces(dst, src, n, last)
+}
+
+// copyPieces is Copy for lists of any shape.
+func copyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 	var d, s cursor
 	d.list, d.skip = dst, dst.Off
 	s.list, s.skip = src, src.Off
@@ -79,44 +87,45 @@ func Copy(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 	return f, side
 }
 
-// Copied is Copy for those who only want to know whether there was no fault. Memory that
-// lies together on both sides, as most does, needs no cursors.
-func Copied(dst, src *List, n uint64, last bool) bool {
-	if to, d := dst.whole(n); to != nil {
-		from, s := src.whole(n)
-		ok := s != nil && moveWhole(to, from, d, s, last)
-		if from != nil {
-			from.exit()
-		}
-		to.exit()
-		if ok {
-			return true
-		}
+// copyWhole is Copy for memory that lies together on both sides, as most does: it needs
+// no cursors. It reports whether it is, and was there.
+func copyWhole(dst, src *List, n uint64, last bool) bool {
+	to, d := dst.whole(n)
+	if d == nil {
+		return false
 	}
-	f, _ := Copy(dst, src, n, last)
-	return f.OK()
+	from, s := src.whole(n)
+	ok := s != nil && moveWhole(to, from, d, s, last)
+	if from != nil {
+		from.exit()
+	}
+	if to != nil {
+		to.exit()
+	}
+	return ok
 }
 
 // whole returns the n bytes of a list of one piece, if they are there and lie together,
 // with the region whose section is open then; that is nil for raw bytes.
 func (l *List) whole(n uint64) (r *Region, b []byte) {
-	if n == 0 || n > Quantum || l.Off != 0 || l.Far != nil {
+	if n == 0 || n > Quantum || l.Far != nil {
 		return nil, nil
 	}
 	if l.Table == nil {
-		if len(l.Raw) == 1 && uint64(len(l.Raw[0])) >= n && !l.Frail {
-			b = l.Raw[0][:n]
+		if len(l.Raw) == 1 && !l.Frail && holds(uint64(len(l.Raw[0])), l.Off, n) {
+			b = l.Raw[0][l.Off : l.Off+n]
 		}
 		return nil, b
 	}
-	if len(l.SGEs) != 1 || uint64(l.SGEs[0].Length) < n {
+	if len(l.SGEs) != 1 || !holds(uint64(l.SGEs[0].Length), l.Off, n) {
 		return nil, nil
 	}
 	e := &l.SGEs[0]
-	if r = l.find(e.LKey); r == nil {
+	addr := e.Addr + l.Off
+	if r = l.find(e.LKey); r == nil || addr < e.Addr {
 		return nil, nil
 	}
-	off, kind := r.open(e.LKey, e.Addr, n, l.Access, l.Actor)
+	off, kind := r.open(e.LKey, addr, n, l.Access, l.Actor)
 	if kind != FaultNone {
 		return nil, nil
 	}
@@ -129,19 +138,27 @@ func (l *List) whole(n uint64) (r *Region, b []byte) {
 	return nil, nil
 }
 
-// moveWhole moves bytes to a section, from another one or, if from is nil, raw bytes. It
+// holds reports whether n bytes from off on are within size.
+func holds(size, off, n uint64) bool { return off <= size && n <= size-off }
+
+// moveWhole moves bytes between two sections, of which either may be nil: raw bytes. It
 // reports whether they were there.
 func moveWhole(to, from *Region, d, s []byte, last bool) bool {
-	kind, solid := KindRaw, true
+	toKind, fromKind, solid, counts := KindRaw, KindRaw, true, from
 	if from != nil {
-		kind, solid = from.kind, from.solid
+		fromKind, solid = from.kind, from.solid
 	}
-	if solid && to.solid {
+	if to != nil {
+		toKind, solid, counts = to.kind, solid && to.solid, to
+	}
+	if solid {
 		move(d, s, last)
 	} else if moveGuarded(d, s, last) != 0 {
 		return false
 	}
-	to.count(kind, to.kind, len(d))
+	if counts != nil {
+		counts.count(fromKind, toKind, len(d))
+	}
 	return true
 }
 
@@ -250,20 +267,20 @@ func (c *cursor) open(n uint64) bool {
 		n = min(n, size-c.skip)
 		addr := e.Addr + c.skip
 		if addr < e.Addr { // the piece passes the end of the address space
-			return c.fail(Fault{Kind: FaultBounds, Key: e.LKey, Addr: e.Addr, Len: size})
+			return c.fail(Fault{Kind: FaultBounds, Key: e.LKey, Extent: Extent{e.Addr, size}})
 		}
 		r, off, kind := l.find(e.LKey), uint64(0), FaultKey
 		if r != nil {
 			off, kind = r.open(e.LKey, addr, n, l.Access, l.Actor)
 		}
 		if kind != FaultNone {
-			return c.fail(Fault{Kind: kind, Key: e.LKey, Addr: addr, Len: n})
+			return c.fail(Fault{Kind: kind, Key: e.LKey, Extent: Extent{addr, n}})
 		}
 		c.region, c.off, c.left = r, off, n
 		c.skip += n
 		return true
 	}
-	return c.fail(Fault{Kind: FaultBounds, Len: n}) // the list is too short
+	return c.fail(Fault{Kind: FaultBounds, Extent: Extent{Len: n}}) // the list is too short
 }
 
 // find returns the region with a key: the one that is remembered, if it still has that
@@ -295,14 +312,14 @@ func (c *cursor) fillRaw(n uint64) bool {
 		c.skip += n
 		return true
 	}
-	return c.fail(Fault{Kind: FaultBounds, Len: n})
+	return c.fail(Fault{Kind: FaultBounds, Extent: Extent{Len: n}})
 }
 
 // gone deals with bytes in use that are not there any more, from an address on
 // (0: it is not known where). If it returns no fault, they are back.
 func (c *cursor) gone(bad uintptr) Fault {
 	if c.region == nil {
-		return Fault{Kind: FaultStale, Len: uint64(len(c.b))}
+		return Fault{Kind: FaultStale, Extent: Extent{Len: uint64(len(c.b))}}
 	}
 	c.lost++
 	left := uint64(len(c.b))

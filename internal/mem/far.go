@@ -30,7 +30,7 @@ func copyFar(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 			ok, own, bad := src.readFar(d.b[:k], off)
 			if !ok {
 				if !own || d.region == nil {
-					f, side = Fault{Kind: FaultStale, Len: k}, Src
+					f, side = Fault{Kind: FaultStale, Extent: Extent{Len: k}}, Src
 					break
 				}
 				if f, side = d.gone(bad), Dst; !f.OK() {
@@ -41,7 +41,7 @@ func copyFar(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 		} else {
 			tail := src.near(off - src.FarLen)
 			if k = min(k, uint64(len(tail))); k == 0 {
-				f, side = Fault{Kind: FaultBounds, Len: n}, Src
+				f, side = Fault{Kind: FaultBounds, Extent: Extent{Len: n}}, Src
 				break
 			}
 			if bad := moveGuarded(d.b[:k], tail[:k], last && k == n); bad != 0 {

@@ -42,24 +42,25 @@ func (f Fault) String() string {
 // what is still in the way, if anything; then the access can be tried again,
 // and may fault again.
 func (f Fault) Await() Fault {
-	r := f.region
-	if f.Kind != FaultPending || r == nil || !r.enter() {
+	w := f.wanted
+	if f.Kind != FaultPending || w == nil || !w.region.enter() {
 		return Fault{} // nothing to wait for: the next access says what is wrong
 	}
-	p, ok := r.backing.(paged)
-	r.leave()
+	p, ok := w.region.backing.(paged)
+	w.region.leave()
 	if !ok {
 		return Fault{}
 	}
-	f.Kind = p.Await(f.off, f.Len, f.acc)
+	f.Kind = p.Await(w.off, f.Len, w.acc)
 	return f.orNone()
 }
 
 // Ahead makes Await fetch n bytes if those are more, as far as the region goes.
 func (f Fault) Ahead(n uint64) Fault {
 	// A section, since the region may become another.
-	if r := f.region; f.Kind == FaultPending && r != nil && r.enter() {
-		f.Len = max(f.Len, min(n, r.length-min(f.off-r.base, r.length)))
+	if w := f.wanted; f.Kind == FaultPending && w != nil && w.region.enter() {
+		r := w.region
+		f.Len = max(f.Len, min(n, r.length-min(w.off-r.base, r.length)))
 		r.leave()
 	}
 	return f

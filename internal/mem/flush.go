@@ -90,7 +90,7 @@ func (t *Table) openFlush(f *FlushRange, who Actor) (r *Region, off, n uint64, f
 	}
 	r, off, kind := t.open(f.Key, addr, n, f.Acc, who)
 	if kind != FaultNone {
-		return nil, 0, 0, Fault{Kind: kind, Key: f.Key, Addr: addr, Len: n}
+		return nil, 0, 0, Fault{Kind: kind, Key: f.Key, Extent: Extent{addr, n}}
 	}
 	return r, off, n, Fault{}
 }

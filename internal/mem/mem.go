@@ -96,13 +96,20 @@ const (
 )
 
 // Fault is why an access failed. It is a value: compare with Fault{} or call OK.
+// It is no longer than what the compiler keeps in registers, four words and four
+// fields: all that moves bytes returns one.
 type Fault struct {
 	Kind FaultKind
 	Key  uint32
-	Addr uint64
-	Len  uint64
+	Extent
+	wanted *wanted // FaultPending: what Await fetches
+}
 
-	// FaultPending: what the bytes are wanted for, and where they are.
+// Extent is a range of addresses.
+type Extent struct{ Addr, Len uint64 }
+
+// wanted is what the bytes of a FaultPending are wanted for, and where they are.
+type wanted struct {
 	acc    ib.Access
 	region *Region
 	off    uint64

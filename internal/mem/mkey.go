@@ -177,7 +177,7 @@ func (m *MKey) layLocked(l *Layout, who Actor) Fault {
 	for i := range l.Pieces {
 		if p := &l.Pieces[i]; p.Bytes > 0 {
 			if kind := b.add(p); kind != FaultNone {
-				return Fault{Kind: kind, Key: p.LKey, Addr: p.Addr, Len: p.Bytes}
+				return Fault{Kind: kind, Key: p.LKey, Extent: Extent{p.Addr, p.Bytes}}
 			}
 		}
 	}

@@ -389,9 +389,9 @@ func (r *Region) gone(off, n uint64, acc ib.Access, times int) Fault {
 // fault completes a fault that a backing, which knows neither its key nor its
 // address, has found at off. The section is open.
 func (r *Region) fault(kind FaultKind, off, n uint64, acc ib.Access) Fault {
-	f := Fault{Kind: kind, Key: r.Key(), Addr: r.iova + off - r.base, Len: n}
+	f := Fault{Kind: kind, Key: r.Key(), Extent: Extent{r.iova + off - r.base, n}}
 	if kind == FaultPending {
-		f.acc, f.region, f.off = acc, r, off
+		f.wanted = &wanted{acc, r, off}
 	}
 	return r.report(f)
 }

@@ -130,7 +130,7 @@ func TestFaultStrings(t *testing.T) {
 			t.Errorf("kind %d is %q", kind, s)
 		}
 	}
-	f := mem.Fault{Kind: mem.FaultBounds, Key: 0x123, Addr: 0xff00, Len: 9}
+	f := mem.Fault{Kind: mem.FaultBounds, Key: 0x123, Extent: mem.Extent{0xff00, 9}}
 	if got, want := f.String(), "out of bounds: key 0x00000123, 9 bytes at 0xff00"; got != want {
 		t.Errorf("%q, should be %q", got, want)
 	}

@@ -137,7 +137,7 @@ func (t *Table) Whole(key uint32, addr uint64, acc ib.Access, who Actor, f func(
 func (t *Table) Resolve(key uint32, addr, n uint64, acc ib.Access, who Actor) (Span, Fault) {
 	r, off, kind := t.open(key, addr, n, acc, who)
 	if kind != FaultNone {
-		return Span{}, Fault{Kind: kind, Key: key, Addr: addr, Len: n}
+		return Span{}, Fault{Kind: kind, Key: key, Extent: Extent{addr, n}}
 	}
 	return Span{region: r, off: off, left: n, acc: acc}, Fault{}
 }

@@ -119,13 +119,13 @@ func (t *Table) Bind(b *ib.MWBind, verb bool, who Actor) Fault {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if kind := w.mayBindLocked(b, verb, who); kind != FaultNone {
-		return Fault{Kind: kind, Key: b.MW, Addr: b.Addr, Len: b.Length}
+		return Fault{Kind: kind, Key: b.MW, Extent: Extent{b.Addr, b.Length}}
 	}
 	var parent *Region
 	if b.Length > 0 {
 		var kind FaultKind
 		if parent, kind = t.lend(b, who); kind != FaultNone {
-			return Fault{Kind: kind, Key: b.LKey, Addr: b.Addr, Len: b.Length}
+			return Fault{Kind: kind, Key: b.LKey, Extent: Extent{b.Addr, b.Length}}
 		}
 	}
 	w.freeLocked()

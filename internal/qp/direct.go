@@ -52,7 +52,7 @@ func (q *QP) WriteTo(p *QP, wr *ib.SendWR) int {
 	}
 	src := q.source(wr)
 	dst := p.remoteList(ib.AccessRemoteWrite, p.Actor(), wr.RKey, wr.RemoteAddr, n)
-	if !mem.Copied(dst, src, uint64(n), true) {
+	if f, _ := mem.Copy(dst, src, uint64(n), true); !f.OK() {
 		return 0
 	}
 	q.written(p, wr, n, packets)
