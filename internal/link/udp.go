@@ -116,10 +116,13 @@ type UDP struct {
 
 	waiting sync.Mutex // held in Wait: Close must not pull the poller away
 
+	first   atomic.Pointer[sender] // the sender that is tried first, nil while it is at work
+	closing atomic.Bool            // whoever brings it back says so
+
 	mu      sync.Mutex // guards the fields below and the ends' sending sockets
 	idle    []*sender
-	busy    int        // senders at work
-	allIdle *sync.Cond // busy has become 0
+	busy    int        // senders at work besides the first
+	allIdle *sync.Cond // nobody may be at work
 	closed  bool
 }
 
@@ -146,6 +149,9 @@ func OpenUDP(cfg *UDPConfig) (*UDP, error) {
 		return nil, err
 	}
 	u.recv.init(u)
+	s := newSender(u)
+	s.first = true
+	u.first.Store(s)
 	return u, nil
 }
 
@@ -325,6 +331,7 @@ type udpFlow struct {
 	to       sys.Sockaddr
 	tclass   uint8
 	hopLimit uint8
+	plain    bool // traffic class and hop limit are the socket's own
 	pseudo   wire.Pseudo
 }
 
@@ -386,6 +393,7 @@ func (u *UDP) Prepare(f *train.Flow) error {
 		to:       sys.MakeSockaddr(netip.AddrPortFrom(dst, wire.RoCEPort)),
 		tclass:   f.TClass,
 		hopLimit: hop,
+		plain:    f.TClass == 0 && (hop == 0 || hop == sys.DefaultHopLimit),
 		pseudo:   wire.NewPseudo(src, dst, f.SrcPort, wire.RoCEPort),
 	}
 	return nil
@@ -564,9 +572,7 @@ func (u *UDP) Close() error {
 		return nil
 	}
 	u.closed = true
-	for u.busy > 0 {
-		u.allIdle.Wait()
-	}
+	u.awaitSendersLocked()
 	u.mu.Unlock()
 
 	u.recv.mu.Lock()

@@ -26,8 +26,9 @@ type receiver struct {
 
 	mu      sync.Mutex // guards everything below; held by Poll, the sink's code included
 	batch   *sys.RecvBatch
-	want    []int // by end: how many datagrams to ask for next
-	next    int   // the end to begin with
+	want    []int  // by end: how many datagrams to ask for next
+	full    []bool // by end: so many came the last time
+	next    int    // the end to begin with
 	coupler coupler
 	d       sys.Datagram
 	a       arrival
@@ -54,15 +55,16 @@ func (r *receiver) init(u *UDP) {
 	r.u = u
 	r.batch = sys.NewRecvBatch(u.cfg.RecvBuffers, datagramSize)
 	r.want = make([]int, len(u.ends))
+	r.full = make([]bool, len(u.ends))
 	for i := range r.want {
 		r.want[i] = 1
 	}
 }
 
 // Poll hands what has arrived to the sink: from every socket what one system
-// call yields. How much that may be adapts: after a full batch twice as much,
-// else what came. A lone packet so costs one call for one datagram and is
-// delivered at once; under load a call takes many.
+// call yields. How much that may be adapts: after two full batches twice as much,
+// after another what came. Lone packets so cost one call for one datagram each and
+// are delivered at once; under load a call takes many.
 func (u *UDP) Poll(sink Sink, budget int) int {
 	r := &u.recv
 	r.mu.Lock()
@@ -95,12 +97,17 @@ func (r *receiver) pollEnd(i int, sink Sink) int {
 		// Nothing, or an error that an earlier packet of ours met on its way:
 		// a loss, which the queue pair notices by itself.
 		r.want[i] = 1
+		r.full[i] = false
 		return 0
 	}
-	if n == r.want[i] {
-		r.want[i] = min(2*n, r.batch.Cap())
-	} else {
+	if n < r.want[i] {
 		r.want[i] = n
+		r.full[i] = false
+	} else {
+		if r.full[i] {
+			r.want[i] = min(2*n, r.batch.Cap())
+		}
+		r.full[i] = true
 	}
 	packets := 0
 	for k := range n {
@@ -129,9 +136,12 @@ func (r *receiver) take(sink Sink, to netip.Addr, d *sys.Datagram) bool {
 		sink.Drop(DropTruncated)
 		return false
 	}
-	r.all = Packets{From: d.From, To: to, TClass: d.TClass, HopLimit: d.HopLimit, Segment: d.Segment, Bytes: d.Bytes}
-	if r.all.Segment <= 0 {
-		r.all.Segment = max(1, len(d.Bytes))
+	p := &r.all // field by field, which is faster than a literal; the ID stays 0
+	p.From, p.To = d.From, to
+	p.TClass, p.HopLimit = d.TClass, d.HopLimit
+	p.Bytes, p.Segment = d.Bytes, d.Segment
+	if p.Segment <= 0 {
+		p.Segment = max(1, len(d.Bytes))
 	}
 	return true
 }
@@ -162,6 +172,14 @@ func (r *receiver) packets(sink Sink, p *Packets) int {
 // route cuts what came into runs for one process each, takes its own in and
 // passes the others on.
 func (r *receiver) route(sink Sink, all *Packets) int {
+	if len(all.Bytes) <= all.Segment { // a lone one
+		process, here := r.u.cfg.Router.Route(destQP(all.Bytes))
+		if here {
+			return r.packets(sink, all)
+		}
+		r.u.cfg.Router.Forward(process, all)
+		return 1
+	}
 	total := 0
 	for rest, id := all.Bytes, uint16(0); ; {
 		run := *all

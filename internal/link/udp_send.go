@@ -51,10 +51,11 @@ const (
 
 // sender makes and sends packets: storage for one Send.
 type sender struct {
-	u    *UDP
-	sock *sys.UDPSocket
-	gso  bool
-	copy bool // of all trains
+	u     *UDP
+	first bool // of the link
+	sock  *sys.UDPSocket
+	gso   bool
+	copy  bool // of all trains
 
 	batch *sys.SendBatch
 	from  [maxMessages]cursor // by message: its first packet
@@ -108,6 +109,13 @@ func (u *UDP) Send(ts []*train.Train) (int, error) {
 			}
 			n++
 		}
+		if n == 1 && s.isLone(ts[done], f) {
+			if err := s.lone(ts[done], f); err != nil {
+				return done, err
+			}
+			done++
+			continue
+		}
 		s.begin(f.sock)
 		sent, err := s.send(ts[done : done+n])
 		done += sent
@@ -127,7 +135,11 @@ func (u *UDP) flowOf(t *train.Train) (*udpFlow, error) {
 	return nil, ErrTrain
 }
 
+// acquire takes a sender that nobody uses: most often the first, by one exchange.
 func (u *UDP) acquire() (*sender, error) {
+	if s := u.first.Swap(nil); s != nil {
+		return s, nil
+	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	if u.closed {
@@ -139,22 +151,76 @@ func (u *UDP) acquire() (*sender, error) {
 		u.idle = u.idle[:n-1]
 		return s, nil
 	}
+	return newSender(u), nil
+}
+
+func newSender(u *UDP) *sender {
 	return &sender{
 		u:     u,
 		batch: sys.NewSendBatch(maxMessages, maxPieces),
 		arena: make([]byte, 0, arenaSize),
 		runs:  make([][]byte, 0, maxRuns),
-	}, nil
+	}
 }
 
 func (u *UDP) release(s *sender) {
+	if s.first {
+		u.first.Store(s)
+		if !u.closing.Load() {
+			return
+		}
+	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	u.idle = append(u.idle, s)
-	u.busy--
-	if u.busy == 0 && u.closed {
-		u.allIdle.Broadcast()
+	if !s.first {
+		u.idle = append(u.idle, s)
+		u.busy--
 	}
+	u.allIdle.Broadcast()
+}
+
+// awaitSendersLocked waits until nobody sends. It takes the first sender away, so that
+// nobody will.
+func (u *UDP) awaitSendersLocked() {
+	u.closing.Store(true)
+	for u.busy > 0 || u.first.Load() == nil {
+		u.allIdle.Wait()
+	}
+	u.first.Store(nil)
+}
+
+// isLone reports whether a train is one short packet with nothing unusual about it,
+// as in a conversation nearly all are.
+func (s *sender) isLone(t *train.Train, f *udpFlow) bool {
+	return t.N == 1 && t.Len <= copyMax && f.plain && s.u.cfg.Tap == nil && t.Kind != wire.KindFlush
+}
+
+// lone makes and sends a lone packet, without a batch.
+func (s *sender) lone(t *train.Train, f *udpFlow) error {
+	if err := s.cut.start(t); err != nil {
+		return err
+	}
+	h, n, err := s.cut.header(0)
+	if err != nil {
+		return err
+	}
+	b, fault := s.cut.appendPacket(s.arena, h, 0, n)
+	if !fault.OK() {
+		return &PayloadError{Fault: fault}
+	}
+	s.sent(1, f.sock.SendTo(seal(b, 0, &f.pseudo, 0), &f.to))
+	return nil
+}
+
+// sent counts packets that the kernel took or refused.
+func (s *sender) sent(packets int, err error) {
+	if err == nil {
+		s.u.txPackets.Add(uint64(packets))
+		return
+	}
+	errno, _ := err.(syscall.Errno)
+	s.u.txLost.Add(uint64(packets))
+	s.u.txErrno.Store(uint32(errno))
 }
 
 // begin makes the sender ready for trains that share a socket.
@@ -393,8 +459,7 @@ func (s *sender) push() bool {
 			s.at = s.from[i]
 			return false
 		default:
-			s.u.txLost.Add(uint64(s.info[i].n))
-			s.u.txErrno.Store(uint32(errno))
+			s.sent(s.info[i].n, errno)
 			i++
 		}
 	}
@@ -411,7 +476,7 @@ func (s *sender) reset() {
 // count counts message i as sent, and shows it to the tap.
 func (s *sender) count(i int) {
 	m := &s.info[i]
-	s.u.txPackets.Add(uint64(m.n))
+	s.sent(m.n, nil)
 	if s.u.cfg.Tap == nil {
 		return
 	}

@@ -165,7 +165,7 @@ func (c *CQ) Poll(out []ib.WC) int { return c.PollNotes(out, nil) }
 // PollNotes is Poll with what is known besides; notes has room for as many. If it returns
 // completions the taker is held, until the caller has them where the taker puts others.
 func (c *CQ) PollNotes(out []ib.WC, notes []Note) int {
-	for {
+	for c.count.Load() > 0 {
 		n, f := c.take(out, notes)
 		if n > 0 || f.OK() {
 			return n
@@ -173,14 +173,12 @@ func (c *CQ) PollNotes(out []ib.WC, notes []Note) int {
 		f.Await() // what is left in the way shows when they are written
 		c.fetched()
 	}
+	return 0
 }
 
 // take takes completions up to one whose bytes have to be fetched first. If that is
 // the first, the fault is the caller's to await.
 func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
-	if c.count.Load() == 0 {
-		return 0, f
-	}
 	c.mu.Lock()
 	count := int(c.count.Load())
 	c.held = c.held || notes != nil

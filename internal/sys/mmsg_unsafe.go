@@ -3,6 +3,7 @@ package sys
 import (
 	"encoding/binary"
 	"net/netip"
+	"syscall"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -15,7 +16,9 @@ import (
 // in slices that live as long as their batch; uintptr occurs only in the
 // argument list of a system call. Lengths are taken from the very slices that
 // the pointers come from. The calls carry MSG_DONTWAIT, so they do not block
-// and may use the raw form, which does not tell the scheduler.
+// and may use the raw form, which does not tell the scheduler. It is package
+// syscall's RawSyscall6: after a system call every return is mispredicted, and the
+// others have one or two more.
 
 // mmsghdr is the kernel's struct mmsghdr.
 type mmsghdr struct {
@@ -185,16 +188,12 @@ func (s *UDPSocket) Send(b *SendBatch, from int) (int, error) {
 	for {
 		var n uintptr
 		var e unix.Errno
-		switch h := &b.hdrs[from].hdr; {
-		case b.n-from == 1 && h.Iovlen == 1 && h.Controllen == 0: // cheaper than a header that the kernel must fetch
-			_, _, e = unix.RawSyscall6(unix.SYS_SENDTO, uintptr(s.fd), uintptr(unsafe.Pointer(h.Iov.Base)), uintptr(h.Iov.Len),
-				unix.MSG_DONTWAIT, uintptr(unsafe.Pointer(h.Name)), uintptr(h.Namelen))
+		if b.n-from == 1 { // cheaper than a batch of one
+			_, _, e = syscall.RawSyscall6(unix.SYS_SENDMSG, uintptr(s.fd),
+				uintptr(unsafe.Pointer(&b.hdrs[from].hdr)), unix.MSG_DONTWAIT, 0, 0, 0)
 			n = 1
-		case b.n-from == 1: // cheaper than a batch of one
-			_, _, e = unix.RawSyscall(unix.SYS_SENDMSG, uintptr(s.fd), uintptr(unsafe.Pointer(h)), unix.MSG_DONTWAIT)
-			n = 1
-		default:
-			n, _, e = unix.RawSyscall6(unix.SYS_SENDMMSG, uintptr(s.fd),
+		} else {
+			n, _, e = syscall.RawSyscall6(unix.SYS_SENDMMSG, uintptr(s.fd),
 				uintptr(unsafe.Pointer(&b.hdrs[from])), uintptr(b.n-from), unix.MSG_DONTWAIT, 0, 0)
 		}
 		switch e {
@@ -203,6 +202,22 @@ func (s *UDPSocket) Send(b *SendBatch, from int) (int, error) {
 		case unix.EINTR:
 		default:
 			return 0, e
+		}
+	}
+}
+
+// SendTo sends one datagram, with the socket's own traffic class and hop limit: cheaper
+// than a message whose header the kernel must fetch.
+func (s *UDPSocket) SendTo(p []byte, to *Sockaddr) error {
+	for {
+		_, _, e := syscall.RawSyscall6(unix.SYS_SENDTO, uintptr(s.fd), uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p)),
+			unix.MSG_DONTWAIT, uintptr(unsafe.Pointer(&to.raw)), uintptr(to.n))
+		switch e {
+		case 0:
+			return nil
+		case unix.EINTR:
+		default:
+			return e
 		}
 	}
 }
@@ -258,10 +273,10 @@ func (s *UDPSocket) Recv(b *RecvBatch, limit int) (int, error) {
 		var n uintptr
 		var e unix.Errno
 		if limit == 1 { // cheaper than a batch of one
-			n, _, e = unix.RawSyscall(unix.SYS_RECVMSG, uintptr(s.fd), uintptr(unsafe.Pointer(&b.hdrs[0].hdr)), unix.MSG_DONTWAIT)
+			n, _, e = syscall.RawSyscall6(unix.SYS_RECVMSG, uintptr(s.fd), uintptr(unsafe.Pointer(&b.hdrs[0].hdr)), unix.MSG_DONTWAIT, 0, 0, 0)
 			b.hdrs[0].n, n = uint32(n), 1
 		} else {
-			n, _, e = unix.RawSyscall6(unix.SYS_RECVMMSG, uintptr(s.fd),
+			n, _, e = syscall.RawSyscall6(unix.SYS_RECVMMSG, uintptr(s.fd),
 				uintptr(unsafe.Pointer(&b.hdrs[0])), uintptr(limit), unix.MSG_DONTWAIT, 0, 0)
 		}
 		switch e {

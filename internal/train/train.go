@@ -142,7 +142,8 @@ func (t *Train) Reset() {
 	t.DestQP, t.SRQ, t.PSN, t.N, t.MTU = 0, 0, 0, 0, 0
 	t.AckReq, t.Solicited = false, false
 	t.RETH, t.Atomic, t.AETH, t.Orig, t.Imm, t.DETH = wire.RETH{}, wire.AtomicETH{}, wire.AETH{}, 0, 0, wire.DETH{}
-	t.Len, t.Payload, t.Bounce, t.Again, t.Cookie = 0, mem.List{}, false, false, 0
+	t.Len, t.Bounce, t.Again, t.Cookie = 0, false, false, 0
+	t.Payload = mem.List{} // by itself: among others it would be made elsewhere and copied
 }
 
 // IsAnswer tells whether a train answers requests of the peer.

@@ -84,18 +84,17 @@ func (h *Header) Parse(b []byte) (payload []byte, err error) {
 		return nil, ErrLong
 	}
 
-	*h = Header{
-		Opcode:    Opcode(b[0]),
-		Solicited: b[1]&0x80 != 0,
-		MigReq:    b[1]&0x40 != 0,
-		Pad:       uint8(pad),
-		PKey:      be.Uint16(b[2:]),
-		FECN:      b[4]&0x80 != 0,
-		BECN:      b[4]&0x40 != 0,
-		DestQP:    be.Uint32(b[4:]) & mask24,
-		AckReq:    b[8]&0x80 != 0,
-		PSN:       MakePSN(be.Uint32(b[8:])),
-	}
+	*h = Header{} // and then field by field, which is faster than a literal
+	h.Opcode = Opcode(b[0])
+	h.Solicited = b[1]&0x80 != 0
+	h.MigReq = b[1]&0x40 != 0
+	h.Pad = uint8(pad)
+	h.PKey = be.Uint16(b[2:])
+	h.FECN = b[4]&0x80 != 0
+	h.BECN = b[4]&0x40 != 0
+	h.DestQP = be.Uint32(b[4:]) & mask24
+	h.AckReq = b[8]&0x80 != 0
+	h.PSN = MakePSN(be.Uint32(b[8:]))
 	rest := b[BTHLen:]
 	if info.Headers != 0 {
 		rest = h.parseExtensions(info.Headers, rest)
