@@ -20,6 +20,9 @@ import (
 // datagramSize is the longest datagram there is, rounded up.
 const datagramSize = 64 << 10
 
+// bigDatagram is from which length on a system call for each is worth its time.
+const bigDatagram = 16 << 10
+
 // receiver is the state of Poll.
 type receiver struct {
 	u *UDP
@@ -79,7 +82,7 @@ func (u *UDP) Poll(sink Sink, budget int) int {
 		}
 		i := r.next
 		r.next = (i + 1) % len(u.ends)
-		packets += r.pollEnd(i, sink)
+		packets += r.pollEnd(i, sink, budget-packets)
 	}
 	if len(r.groups) > 0 {
 		packets += r.pollGroups(sink)
@@ -87,35 +90,41 @@ func (u *UDP) Poll(sink Sink, budget int) int {
 	return packets
 }
 
-func (r *receiver) pollEnd(i int, sink Sink) int {
+func (r *receiver) pollEnd(i int, sink Sink, budget int) (packets int) {
 	end := r.u.ends[i]
 	if end.rx == nil {
 		return 0
 	}
-	n, err := end.rx.Recv(r.batch, r.want[i])
-	if err != nil || n == 0 {
-		// Nothing, or an error that an earlier packet of ours met on its way:
-		// a loss, which the queue pair notices by itself.
-		r.want[i] = 1
-		r.full[i] = false
-		return 0
-	}
-	if n < r.want[i] {
-		r.want[i] = n
-		r.full[i] = false
-	} else {
-		if r.full[i] {
+	for {
+		n, err := end.rx.Recv(r.batch, r.want[i])
+		if err != nil || n == 0 {
+			// Nothing, or an error that an earlier packet of ours met on its way:
+			// a loss, which the queue pair notices by itself.
+			r.want[i] = 1
+			r.full[i] = false
+			return packets
+		}
+		for k := range n {
+			r.batch.Get(k, &r.d)
+			packets += r.datagram(sink, end.addr, &r.d)
+		}
+		r.coupler.flush(sink)
+		full := n == r.want[i]
+		switch {
+		case len(r.d.Bytes) >= bigDatagram:
+			// One at a time, always into the same buffer, which the processor's
+			// cache so has when the bytes are checked and copied.
+			if r.want[i] = 1; full && packets < budget {
+				continue
+			}
+		case !full:
+			r.want[i] = n
+		case r.full[i]:
 			r.want[i] = min(2*n, r.batch.Cap())
 		}
-		r.full[i] = true
+		r.full[i] = full
+		return packets
 	}
-	packets := 0
-	for k := range n {
-		r.batch.Get(k, &r.d)
-		packets += r.datagram(sink, end.addr, &r.d)
-	}
-	r.coupler.flush(sink)
-	return packets
 }
 
 // datagram takes what the kernel delivered as one, and returns the number of

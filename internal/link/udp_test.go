@@ -307,23 +307,36 @@ func TestResume(t *testing.T) {
 	}
 }
 
-// Close waits for whoever sends.
+// Close waits for whoever sends, with the first sender or another, and nobody sends
+// after it.
 func TestCloseWaits(t *testing.T) {
 	u := openUDP(t, UDPConfig{})
-	s, err := u.acquire()
-	if err != nil {
-		t.Fatal(err)
+	acquire := func() *sender {
+		s, err := u.acquire()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	first, second := acquire(), acquire()
+	if !first.first || second.first {
+		t.Fatal("the first sender is not taken first, or twice")
 	}
 	done := make(chan error)
 	go func() { done <- u.Close() }()
-	select {
-	case <-done:
-		t.Error("closed under a sender")
-	case <-time.After(50 * time.Millisecond):
-		u.release(s)
-		if err := <-done; err != nil {
-			t.Error(err)
+	for _, s := range []*sender{second, first} {
+		select {
+		case <-done:
+			t.Fatal("closed under a sender")
+		case <-time.After(50 * time.Millisecond):
+			u.release(s)
 		}
+	}
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	if _, err := u.acquire(); !errors.Is(err, ErrClosed) {
+		t.Errorf("a sender of a closed link: %v", err)
 	}
 }
 

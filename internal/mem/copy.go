@@ -53,7 +53,7 @@ func copyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 			}
 		}
 		if len(s.b) == 0 {
-			if s.left == 0 {
+			if s.left == 0 && src.Table != nil {
 				moved = count(&d, &s, moved)
 			}
 			if !s.fill(n) {

@@ -1,6 +1,7 @@
 package mem
 
 import (
+	"bytes"
 	"errors"
 	"testing"
 )
@@ -41,3 +42,25 @@ func TestFaultAddr(t *testing.T) {
 		}
 	}
 }
+
+// Every byte, and no other, wherever source and target lie in their lines.
+func TestCopyBytesAlignment(t *testing.T) {
+	src := make([]byte, 3*longest)
+	for i := range src {
+		src[i] = byte(1 + i%251)
+	}
+	for from := range 18 {
+		for to := range 18 {
+			for _, n := range []int{1, 15, 16, 2047, 2048, 2049, 2056, longest} {
+				dst, want := make([]byte, 3*longest), make([]byte, 3*longest)
+				copyBytes(dst[to:to+n], src[from:from+n])
+				copy(want[to:], src[from:from+n])
+				if !bytes.Equal(dst, want) {
+					t.Fatalf("%d bytes from %d to %d", n, from, to)
+				}
+			}
+		}
+	}
+}
+
+const longest = 4096

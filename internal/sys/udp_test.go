@@ -170,6 +170,24 @@ func TestSendError(t *testing.T) {
 	recvAll(t, rx, NewRecvBatch(1, 100), 10)
 }
 
+// One datagram by itself, and one that the kernel refuses.
+func TestSendTo(t *testing.T) {
+	for _, addr := range []string{"127.77.3.1", "::1"} {
+		tx, rx := openPair(t, addr, UDPOptions{RcvBuf: 1 << 20, SndBuf: 1 << 20})
+		to := MakeSockaddr(rx.Local())
+		if err := tx.SendTo(pattern(200), &to); err != nil {
+			t.Fatal(err)
+		}
+		got := recvAll(t, rx, NewRecvBatch(1, 1000), 200)
+		if len(got) != 1 || got[0].From != tx.Local() || !bytes.Equal(got[0].Bytes, pattern(200)) {
+			t.Errorf("%s: %+v", addr, got)
+		}
+		if err := tx.SendTo(pattern(65_536), &to); !errors.Is(err, syscall.EMSGSIZE) {
+			t.Errorf("%s, a long one: %v", addr, err)
+		}
+	}
+}
+
 func TestOpenErrors(t *testing.T) {
 	_, rx := openPair(t, "127.77.3.1", UDPOptions{})
 	if _, err := OpenUDP(rx.Local(), UDPOptions{}); !errors.Is(err, syscall.EADDRINUSE) {
