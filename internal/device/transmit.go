@@ -132,17 +132,42 @@ func (d *Device) drain(q *QP, now qp.Time) bool {
 
 // send hands trains to their links, in order. It returns those that the link is too
 // busy for; and false if one could not be read, which the queue pair may have
-// something to say about. What follows it is pulled again, or flushed. If its
-// memory only has to be fetched first, then only what is of its kind stays behind:
-// answers, which the peer asks for again, do not wait for requests, nor requests
-// for answers.
+// something to say about.
 func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) (left []*train.Train, ok bool) {
+	n, fault, busy := d.sendLink(ts)
+	q.sent(ts[:n], now)
+	if n == len(ts) {
+		return nil, true
+	}
+	return d.sendRest(q, ts[n:], fault, busy, now)
+}
+
+// sendRest goes on with trains of which the first is the device's own affair, or could
+// not be read, or found the link busy. What follows one that could not be read is pulled
+// again, or flushed. If its memory only has to be fetched first, then only what is of its
+// kind stays behind: answers, which the peer asks for again, do not wait for requests,
+// nor requests for answers.
+func (d *Device) sendRest(q *QP, ts []*train.Train, fault mem.Fault, busy bool, now qp.Time) (left []*train.Train, ok bool) {
 	var owed debt
 	defer owed.settle()
 	var stays [2]bool // requests, answers
 	all := true
 	for len(ts) > 0 {
-		n, fault, busy, run := 0, mem.Fault{}, false, ts
+		if busy {
+			return q.withoutKinds(ts, stays), all
+		}
+		if !fault.OK() {
+			all = false
+			d.sendFailed(q, ts[0], fault, now)
+			if fault.Kind != mem.FaultPending {
+				q.notSent(ts[1:])
+				break
+			}
+			stays[kindOf(ts[0])] = true
+			ts, fault = ts[1:], mem.Fault{}
+			continue
+		}
+		n, run := 0, ts
 		if !all { // one by one
 			if run = ts[:1]; stays[kindOf(ts[0])] {
 				q.notSent(run)
@@ -163,21 +188,7 @@ func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) (left []*train.Trai
 			n, fault, busy = d.sendLink(run)
 		}
 		q.sent(ts[:n], now)
-		if busy {
-			return q.withoutKinds(ts[n:], stays), all
-		}
 		ts = ts[n:]
-		if fault.OK() {
-			continue
-		}
-		all = false
-		d.sendFailed(q, ts[0], fault, now)
-		if fault.Kind != mem.FaultPending {
-			q.notSent(ts[1:])
-			break
-		}
-		stays[kindOf(ts[0])] = true
-		ts = ts[1:]
 	}
 	return nil, all
 }
@@ -316,15 +327,15 @@ func isOwn(f *train.Flow) bool {
 	return false
 }
 
-// sendLink hands the trains up to the next one that is the device's own affair to
+// sendLink hands the trains up to the first one that is the device's own affair to
 // the device's link.
 func (d *Device) sendLink(ts []*train.Train) (n int, fault mem.Fault, busy bool) {
-	k := 1
-	for k < len(ts) {
-		if isOwn(ts[k].Flow) {
-			break
-		}
+	k := 0
+	for k < len(ts) && !isOwn(ts[k].Flow) {
 		k++
+	}
+	if k == 0 {
+		return 0, mem.Fault{}, false
 	}
 	n, err := d.link.Send(ts[:k])
 	if err == nil {

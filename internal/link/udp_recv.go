@@ -64,10 +64,11 @@ func (r *receiver) init(u *UDP) {
 	}
 }
 
-// Poll hands what has arrived to the sink: from every socket what one system
-// call yields. How much that may be adapts: after two full batches twice as much,
-// after another what came. Lone packets so cost one call for one datagram each and
-// are delivered at once; under load a call takes many.
+// Poll hands what has arrived to the sink, from one socket after another, each time
+// beginning with the next: what one system call yields, or, of long datagrams, as many as
+// the budget allows, one at a time. How many a call asks for adapts: after two that were
+// full twice as many, after another what came. Lone packets so cost one call for one
+// datagram each and are delivered at once; under load a call takes many.
 func (u *UDP) Poll(sink Sink, budget int) int {
 	r := &u.recv
 	r.mu.Lock()

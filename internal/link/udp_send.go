@@ -137,8 +137,10 @@ func (u *UDP) flowOf(t *train.Train) (*udpFlow, error) {
 
 // acquire takes a sender that nobody uses: most often the first, by one exchange.
 func (u *UDP) acquire() (*sender, error) {
-	if s := u.first.Swap(nil); s != nil {
-		return s, nil
+	if !u.closing.Load() { // or Close may wait for ever
+		if s := u.first.Swap(nil); s != nil {
+			return s, nil
+		}
 	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -183,10 +185,9 @@ func (u *UDP) release(s *sender) {
 // nobody will.
 func (u *UDP) awaitSendersLocked() {
 	u.closing.Store(true)
-	for u.busy > 0 || u.first.Load() == nil {
+	for u.busy > 0 || u.first.Swap(nil) == nil {
 		u.allIdle.Wait()
 	}
-	u.first.Store(nil)
 }
 
 // isLone reports whether a train is one short packet with nothing unusual about it,

@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"runtime"
 	"strconv"
 	"strings"
 	"sync"
@@ -337,6 +338,40 @@ func TestCloseWaits(t *testing.T) {
 	}
 	if _, err := u.acquire(); !errors.Is(err, ErrClosed) {
 		t.Errorf("a sender of a closed link: %v", err)
+	}
+}
+
+// Close among goroutines that send all the time waits for each of them, ends, and leaves
+// no sender behind.
+func TestCloseAmongSenders(t *testing.T) {
+	for range 200 {
+		u := openUDP(t, UDPConfig{})
+		var inside, rounds atomic.Int32
+		var senders sync.WaitGroup
+		for range 2 {
+			senders.Go(func() {
+				for {
+					s, err := u.acquire()
+					if err != nil {
+						return
+					}
+					inside.Add(1)
+					rounds.Add(1)
+					inside.Add(-1)
+					u.release(s)
+				}
+			})
+		}
+		for rounds.Load() < 10 {
+			runtime.Gosched()
+		}
+		if err := u.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if n := inside.Load(); n != 0 || u.first.Load() != nil {
+			t.Fatalf("%d at work in a closed link, the first sender is %v", n, u.first.Load())
+		}
+		senders.Wait()
 	}
 }
 

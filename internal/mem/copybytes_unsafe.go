@@ -14,9 +14,10 @@ const (
 )
 
 // copyBytes copies s to d, which have the same length. The addresses are only looked at.
+// A target that begins within the source is left to the runtime.
 func copyBytes(d, s []byte) {
-	if len(d) >= longPiece &&
-		uintptr(unsafe.Pointer(unsafe.SliceData(d)))%vector == 0 && uintptr(unsafe.Pointer(unsafe.SliceData(s)))%vector != 0 {
+	to, from := uintptr(unsafe.Pointer(unsafe.SliceData(d))), uintptr(unsafe.Pointer(unsafe.SliceData(s)))
+	if len(d) >= longPiece && to%vector == 0 && from%vector != 0 && to-from >= uintptr(len(d)) {
 		copy(d[:aside], s[:aside])
 		d, s = d[aside:], s[aside:]
 	}

@@ -43,7 +43,8 @@ func TestFaultAddr(t *testing.T) {
 	}
 }
 
-// Every byte, and no other, wherever source and target lie in their lines.
+// Every byte, and no other, wherever source and target lie in their lines; also where they
+// overlap, though nobody may rely on it.
 func TestCopyBytesAlignment(t *testing.T) {
 	src := make([]byte, 3*longest)
 	for i := range src {
@@ -57,6 +58,16 @@ func TestCopyBytesAlignment(t *testing.T) {
 				copy(want[to:], src[from:from+n])
 				if !bytes.Equal(dst, want) {
 					t.Fatalf("%d bytes from %d to %d", n, from, to)
+				}
+				if RaceEnabled { // there it copies upwards
+					continue
+				}
+				copy(dst, src)
+				copy(want, src)
+				copyBytes(dst[to:to+n], dst[from:from+n])
+				copy(want[to:to+n], want[from:from+n])
+				if !bytes.Equal(dst, want) {
+					t.Fatalf("%d bytes from %d to %d of the same", n, from, to)
 				}
 			}
 		}
