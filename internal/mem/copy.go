@@ -3,7 +3,7 @@ package mem
 // The way of bytes, top-down:
 //
 //  1. Copy walks two lists at once, each with a cursor; those of one piece that lies
-//     together need none (copyWhole).
+//     together need none (CopyWhole).
 //  2. A cursor opens a read section on the next piece of its list, for a
 //     quantum at most, and offers the bytes.
 //  3. move, in move_unsafe.go, copies what both cursors offer.
@@ -26,18 +26,20 @@ const Quantum = 256 << 10
 //
 // What lists that overlap in memory contain afterwards is undefined, as on
 // hardware.
+//
+// It is CopyWhole where that will do, and CopyPieces or copyFar where not.
 func Copy(dst, src *List, n uint64, last bool) (Fault, Side) {
 	switch {
-	case copyWhole(dst, src, n, last):
+	case CopyWhole(dst, src, n, last):
 		return Fault{}, 0
 	case src.Far != nil:
 		return copyFar(dst, src, n, last)
 	}
-	return copyPieces(dst, src, n, last)
+	return CopyPieces(dst, src, n, last)
 }
 
-// copyPieces is Copy for lists of any shape.
-func copyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
+// CopyPieces is Copy for lists of any shape, of memory that is near.
+func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 	var d, s cursor
 	d.list, d.skip = dst, dst.Off
 	s.list, s.skip = src, src.Off
@@ -62,6 +64,9 @@ func copyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 			}
 		}
 		k := min(len(d.b), len(s.b))
+		if k >= longPiece && crooked(d.b, s.b) {
+			k = aside
+		}
 		end := last && uint64(k) == n
 		if d.solid() && s.solid() {
 			move(d.b[:k], s.b[:k], end)
@@ -87,9 +92,9 @@ func copyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 	return f, side
 }
 
-// copyWhole is Copy for memory that lies together on both sides, as most does: it needs
-// no cursors. It reports whether it is, and was there.
-func copyWhole(dst, src *List, n uint64, last bool) bool {
+// CopyWhole is Copy for memory that lies together on both sides, as most does: it needs
+// no cursors. It reports whether it could; if not, it may have copied bytes.
+func CopyWhole(dst, src *List, n uint64, last bool) bool {
 	to, d := dst.whole(n)
 	if d == nil {
 		return false
@@ -142,7 +147,7 @@ func (l *List) whole(n uint64) (r *Region, b []byte) {
 func holds(size, off, n uint64) bool { return off <= size && n <= size-off }
 
 // moveWhole moves bytes between two sections, of which either may be nil: raw bytes. It
-// reports whether they were there.
+// reports whether they were there, and not better moved in pieces.
 func moveWhole(to, from *Region, d, s []byte, last bool) bool {
 	toKind, fromKind, solid, counts := KindRaw, KindRaw, true, from
 	if from != nil {
@@ -150,6 +155,9 @@ func moveWhole(to, from *Region, d, s []byte, last bool) bool {
 	}
 	if to != nil {
 		toKind, solid, counts = to.kind, solid && to.solid, to
+	}
+	if len(d) >= longPiece && crooked(d, s) {
+		return false
 	}
 	if solid {
 		move(d, s, last)

@@ -45,29 +45,26 @@ func TestFaultAddr(t *testing.T) {
 
 // Every byte, and no other, wherever source and target lie in their lines; also where they
 // overlap, though nobody may rely on it.
-func TestCopyBytesAlignment(t *testing.T) {
+func TestCopyAlignment(t *testing.T) {
 	src := make([]byte, 3*longest)
 	for i := range src {
 		src[i] = byte(1 + i%251)
 	}
+	dst, want := make([]byte, 3*longest), make([]byte, 3*longest)
 	for from := range 18 {
 		for to := range 18 {
 			for _, n := range []int{1, 15, 16, 2047, 2048, 2049, 2056, longest} {
-				dst, want := make([]byte, 3*longest), make([]byte, 3*longest)
-				copyBytes(dst[to:to+n], src[from:from+n])
-				copy(want[to:], src[from:from+n])
-				if !bytes.Equal(dst, want) {
-					t.Fatalf("%d bytes from %d to %d", n, from, to)
-				}
-				if RaceEnabled { // there it copies upwards
-					continue
-				}
-				copy(dst, src)
-				copy(want, src)
-				copyBytes(dst[to:to+n], dst[from:from+n])
-				copy(want[to:to+n], want[from:from+n])
-				if !bytes.Equal(dst, want) {
-					t.Fatalf("%d bytes from %d to %d of the same", n, from, to)
+				for i, in := range [][]byte{src, dst} {
+					if RaceEnabled && i == 1 {
+						continue // there it copies upwards
+					}
+					copy(dst, src)
+					copy(want, src)
+					f, _ := Copy(&List{Raw: [][]byte{dst[to : to+n]}}, &List{Raw: [][]byte{in[from : from+n]}}, uint64(n), i == 0)
+					copy(want[to:to+n], want[from:from+n])
+					if !f.OK() || !bytes.Equal(dst, want) {
+						t.Fatalf("%d bytes from %d to %d: %v", n, from, to, f)
+					}
 				}
 			}
 		}

@@ -52,8 +52,10 @@ func (q *QP) WriteTo(p *QP, wr *ib.SendWR) int {
 	}
 	src := q.source(wr)
 	dst := p.remoteList(ib.AccessRemoteWrite, p.Actor(), wr.RKey, wr.RemoteAddr, n)
-	if f, _ := mem.Copy(dst, src, uint64(n), true); !f.OK() {
-		return 0
+	if !mem.CopyWhole(dst, src, uint64(n), true) {
+		if f, _ := mem.CopyPieces(dst, src, uint64(n), true); !f.OK() {
+			return 0
+		}
 	}
 	q.written(p, wr, n, packets)
 	return n
