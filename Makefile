@@ -18,7 +18,7 @@ export GOFLAGS := $(GOFLAGS) -buildvcs=false
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build clib demo test lint fuzz bench interop interop-bench check-full soak clean install
+.PHONY: help setup build clib demo test lint fuzz bench interop interop-bench check-full soak profile clean install
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ check-full: setup ## like test, with the long matrices (up to an hour)
 soak: ## run the soak tests for SOAKTIME (10m) under the race detector
 	@grep -rqE --include='*_test.go' '^func TestSoak' . || { echo 'soak: no soak tests in the tree' >&2; exit 1; }
 	@VERBENA_SOAK=$(SOAKTIME) go test -race -count=1 -run '^TestSoak' -timeout 0 ./...
+
+profile: ## renew the profile that the compiler goes by (cmd/verbena/default.pgo)
+	@scripts/profile.sh
 
 clean: ## remove what was built here; the linter in .bin stays
 	@rm -rf bin .logs .bin/testsum .bin/tmp.*

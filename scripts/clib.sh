@@ -46,5 +46,5 @@ if [ -f clib/include/verbena/verbs.h ]; then cp -u clib/include/verbena/verbs.h 
 # The runtime does not interrupt threads (SIGURG) to take turns: one that has just gone
 # back to the program would have its system calls fail with EINTR, and programs that know
 # of no signals do not expect that.
-go build -buildmode=c-shared -ldflags '-X=runtime.godebugDefault=asyncpreemptoff=1' -o "$OUT/libverbena-engine.so" ./clib/engine
+go build -buildmode=c-shared -pgo=cmd/verbena/default.pgo -ldflags '-X=runtime.godebugDefault=asyncpreemptoff=1' -o "$OUT/libverbena-engine.so" ./clib/engine
 rm -f "$OUT/libverbena-engine.h" # the front has a header of its own
