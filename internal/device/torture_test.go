@@ -199,15 +199,18 @@ func TestSoak(t *testing.T) {
 	if err != nil {
 		t.Skip("full: soaks run with make soak, which sets VERBENA_SOAK to a duration")
 	}
-	torture(t, d/2)
+	torture(t, d/3)
 }
 
 func torture(t *testing.T, d time.Duration) {
-	for _, mode := range []string{linkLoop, linkUDP} {
+	for _, mode := range []string{linkLoop, linkUDP, linkLocal} {
 		t.Run(mode, func(t *testing.T) {
 			seed := testSeed(t)
-			a := newHall(t, openDevice(t, provider.Config{Link: mode}))
-			b := newHall(t, openDevice(t, provider.Config{Link: mode}))
+			x, y := openDevice(t, provider.Config{Link: mode}), openDevice(t, provider.Config{Link: mode})
+			if mode == linkLocal { // by rings, as if they were two processes
+				x.loopback, y.loopback = false, false
+			}
+			a, b := newHall(t, x), newHall(t, y)
 			for i := range tortureLanes {
 				a.lanes[i].connect(b.lanes[i].end)
 				b.lanes[i].connect(a.lanes[i].end)
