@@ -96,11 +96,15 @@ func (h *hall) repost(i uint64) {
 // it is told to stop and its own are done.
 func (h *hall) drive(l *lane, peer *hall, seed uint64, stop *atomic.Bool) {
 	rng := rand.New(rand.NewPCG(seed, uint64(l.index)))
-	for deadline := time.Now().Add(2 * time.Minute); !h.t.Failed(); {
+	var deadline time.Time // for what is outstanding when it is told
+	for !h.t.Failed() {
 		if stop.Load() && l.out.Load() == 0 {
 			return
 		}
-		if time.Now().After(deadline) {
+		if stop.Load() && deadline.IsZero() {
+			deadline = time.Now().Add(2 * time.Minute)
+		}
+		if !deadline.IsZero() && time.Now().After(deadline) {
 			h.t.Errorf("lane %d: %d requests outstanding", l.index, l.out.Load())
 			return
 		}

@@ -190,6 +190,51 @@ func TestDirectOrder(t *testing.T) {
 	}
 }
 
+// TestDirectBehindLocal: requests are sent, and a local one between them is done; then they
+// are taken back, since the first has to be fetched, and those behind it go the direct way.
+// The local one is not done twice, completes in its turn, and nothing passes it over.
+func TestDirectBehindLocal(t *testing.T) {
+	w, way := directWorld(t, usual())
+	w.b.recv.Post(make([]ib.RecvWR, 1))
+	m, err := w.a.table.CreateMKey(testPD, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	send := ib.SendWR{ID: 1, Op: ib.OpSend, Flags: ib.SendSignaled}
+	local := ib.SendWR{ID: 3, Op: ib.OpConfigureMKey, Flags: ib.SendSignaled,
+		Configure: &ib.MKeyConfig{MKey: m.Key(), Access: ib.AccessLocalWrite, List: []ib.SGE{w.a.regions["mem"].at(0, 8)}}}
+	second, fourth := w.a.write(0, 8, ib.SendSignaled), w.a.write(600, 8, ib.SendSignaled)
+	second.ID, fourth.ID = 2, 4
+	w.a.q.Direct = nil // there is none yet
+	w.a.post(send, second, local, fourth)
+	w.pullAll()
+	if len(w.b.wire) != 3 {
+		t.Fatalf("%d trains", len(w.b.wire))
+	}
+	first := w.b.wire[0]
+	w.b.wire = nil // a link sends nothing behind what it cannot read
+	w.a.q.SendFailed(first, mem.Fault{Kind: mem.FaultPending}, w.now)
+	var work Work
+	if !w.a.q.NextWork(LaneSend, &work) {
+		t.Fatal("nothing is fetched")
+	}
+	work.Do(w.a.table)
+	w.a.q.Finished(&work, w.now)
+	again := new(train.Train)
+	if !w.a.q.Pull(again, w.now) || again.PSN != first.PSN {
+		t.Fatal("the first is not sent again")
+	}
+	again.From, again.To = again.Flow.Src, again.Flow.Dst
+	w.a.put(again)
+	w.a.q.Direct = way
+	w.pullAll()
+	w.arrive()
+	if ids := w.a.completed(); way.n != 2 || !slices.Equal(ids, []uint64{1, 2, 3, 4}) {
+		t.Errorf("%d WRITEs by the direct way, %v have completed", way.n, ids)
+	}
+	w.inStep(way)
+}
+
 // TestDirectMixed: WRITEs between other requests do not wait for those: trains follow each
 // other.
 func TestDirectMixed(t *testing.T) {
