@@ -30,10 +30,10 @@ const Quantum = 256 << 10
 // It is CopyWhole where that will do, and CopyPieces or copyFar where not.
 func Copy(dst, src *List, n uint64, last bool) (Fault, Side) {
 	switch {
-	case CopyWhole(dst, src, n, last):
-		return Fault{}, 0
 	case src.Far != nil:
 		return copyFar(dst, src, n, last)
+	case CopyWhole(dst, src, n, last):
+		return Fault{}, 0
 	}
 	return CopyPieces(dst, src, n, last)
 }
@@ -92,8 +92,8 @@ func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 	return f, side
 }
 
-// CopyWhole is Copy for memory that lies together on both sides, as most does: it needs
-// no cursors. It reports whether it could; if not, it may have copied bytes.
+// CopyWhole is Copy for memory that is near and lies together on both sides, as most does:
+// it needs no cursors. It reports whether it could; if not, it may have copied bytes.
 func CopyWhole(dst, src *List, n uint64, last bool) bool {
 	to, d := dst.whole(n)
 	if d == nil {
@@ -113,7 +113,7 @@ func CopyWhole(dst, src *List, n uint64, last bool) bool {
 // whole returns the n bytes of a list of one piece, if they are there and lie together,
 // with the region whose section is open then; that is nil for raw bytes.
 func (l *List) whole(n uint64) (r *Region, b []byte) {
-	if n == 0 || n > Quantum || l.Far != nil {
+	if n == 0 || n > Quantum {
 		return nil, nil
 	}
 	if l.Table == nil {
