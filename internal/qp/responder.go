@@ -183,8 +183,13 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 // message's start, so that a refused WRITE has not begun.
 func (q *QP) executeWrite(t *train.Train) mem.Fault {
 	r := &q.resp
+	// The right is looked at for every train: once Modify has taken it away, the memory
+	// stays as it is, also in the middle of a message.
+	if q.attr.Access&ib.AccessRemoteWrite == 0 {
+		return q.refuse(invalidRequest, 0)
+	}
 	if t.Start {
-		if q.attr.Access&ib.AccessRemoteWrite == 0 || t.RETH.Len > MaxMsgSize {
+		if t.RETH.Len > MaxMsgSize {
 			return q.refuse(invalidRequest, 0)
 		}
 		r.reth, r.off = t.RETH, 0
