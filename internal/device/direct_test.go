@@ -156,7 +156,7 @@ func someRequests(t *testing.T, rng *rand.Rand, a, b *end) (log string) {
 
 func someRequest(rng *rand.Rand, a, b *end) ib.SendWR {
 	n := []int{0, 1, 7, 8, 64, 100, 4095, 4096, 4097, 8192}[rng.IntN(10)]
-	wr := a.write(b, rng.IntN(4096), n)
+	wr := a.write(b, 8+rng.IntN(4096-8), n) // behind what READs write to: nobody says which would be first
 	wr.Flags = ib.SendFlags(rng.IntN(2)) * ib.SendSignaled
 	switch rng.IntN(100) {
 	case 0:
