@@ -708,11 +708,17 @@ func TestLaneAlloc(t *testing.T) {
 		if _, err := a.qp.PostSend(wrs); err != nil {
 			t.Fatal(err)
 		}
-		for got := 0; got < 2; { // at once, unless the device is just sending something for the queue pair
+		// At once, unless the device is just sending something for the queue pair.
+		got, tries := 0, 0
+		for ; got < 2 && tries < 10_000_000; tries++ {
 			n, err := a.cq.Poll(wcs[got:])
-			if got += n; err != nil || got > 0 && wcs[got-1].Status != ib.WCSuccess {
-				t.Fatalf("%d completions, %v, %v", got, wcs[0].Status, err)
+			if err != nil {
+				t.Fatal(err)
 			}
+			got += n
+		}
+		if got != 2 || wcs[0].Status != ib.WCSuccess || wcs[1].Status != ib.WCSuccess {
+			t.Fatalf("%d completions: %+v", got, wcs)
 		}
 		if _, err := b.qp.Query(); err != nil { // it moves on
 			t.Fatal(err)
@@ -720,7 +726,7 @@ func TestLaneAlloc(t *testing.T) {
 	}); n != 0 {
 		t.Errorf("%v allocations", n)
 	}
-	if n := a.directs() - before; n < runs {
+	if n := a.directs() - before; n < 2*runs-runs/50 {
 		t.Errorf("%d of %d WRITEs went by a lane", n, 2*runs)
 	}
 }
