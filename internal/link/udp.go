@@ -116,14 +116,13 @@ type UDP struct {
 
 	waiting sync.Mutex // held in Wait: Close must not pull the poller away
 
-	first   atomic.Pointer[sender] // the sender that is tried first, nil while it is at work
-	closing atomic.Bool            // whoever brings it back says so
+	first  atomic.Pointer[sender] // the sender that is tried first, nil while it is at work
+	closed atomic.Bool            // changed under mu
 
 	mu      sync.Mutex // guards the fields below and the ends' sending sockets
 	idle    []*sender
 	busy    int        // senders at work besides the first
 	allIdle *sync.Cond // nobody may be at work
-	closed  bool
 }
 
 // udpEnd is one local address.
@@ -358,7 +357,7 @@ func (u *UDP) Prepare(f *train.Flow) error {
 	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	if u.closed {
+	if u.closed.Load() {
 		return ErrClosed
 	}
 	var end *udpEnd
@@ -471,7 +470,7 @@ func (u *UDP) WantHeaders() error {
 func (u *UDP) Wait(d time.Duration) {
 	u.waiting.Lock()
 	defer u.waiting.Unlock()
-	if u.isClosed() {
+	if u.closed.Load() {
 		return
 	}
 	u.poller.Wait(d)
@@ -479,12 +478,6 @@ func (u *UDP) Wait(d time.Duration) {
 
 // Wake makes Wait return.
 func (u *UDP) Wake() { u.poller.Wake() }
-
-func (u *UDP) isClosed() bool {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	return u.closed
-}
 
 // MTU returns the largest payload that fits the interfaces of all addresses.
 func (u *UDP) MTU() int { return u.mtu }
@@ -567,11 +560,11 @@ func (u *UDP) Stats() UDPStats {
 // is idempotent.
 func (u *UDP) Close() error {
 	u.mu.Lock()
-	if u.closed {
+	if u.closed.Load() {
 		u.mu.Unlock()
 		return nil
 	}
-	u.closed = true
+	u.closed.Store(true)
 	u.awaitSendersLocked()
 	u.mu.Unlock()
 

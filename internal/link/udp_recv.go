@@ -3,6 +3,7 @@ package link
 import (
 	"encoding/binary"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
@@ -29,8 +30,7 @@ type receiver struct {
 
 	mu      sync.Mutex // guards everything below; held by Poll, the sink's code included
 	batch   *sys.RecvBatch
-	want    []int  // by end: how many datagrams to ask for next
-	full    []bool // by end: so many came the last time
+	pace    []pace // by end
 	next    int    // the end to begin with
 	coupler coupler
 	d       sys.Datagram
@@ -42,6 +42,12 @@ type receiver struct {
 	groups  []groupEnd
 	turn    int // the group to begin with
 	closed  bool
+}
+
+// pace is how fast a socket is read.
+type pace struct {
+	want int  // how many datagrams to ask for next
+	full bool // so many came the last time
 }
 
 // peer is the checksum prefix of one sender's packets to one of our addresses:
@@ -57,11 +63,7 @@ const peerSlots = 64
 func (r *receiver) init(u *UDP) {
 	r.u = u
 	r.batch = sys.NewRecvBatch(u.cfg.RecvBuffers, datagramSize)
-	r.want = make([]int, len(u.ends))
-	r.full = make([]bool, len(u.ends))
-	for i := range r.want {
-		r.want[i] = 1
-	}
+	r.pace = slices.Repeat([]pace{{want: 1}}, len(u.ends))
 }
 
 // Poll hands what has arrived to the sink, from one socket after another, each time
@@ -92,17 +94,17 @@ func (u *UDP) Poll(sink Sink, budget int) int {
 }
 
 func (r *receiver) pollEnd(i int, sink Sink, budget int) (packets int) {
-	end := r.u.ends[i]
+	end, pace := r.u.ends[i], &r.pace[i]
 	if end.rx == nil {
 		return 0
 	}
 	for {
-		n, err := end.rx.Recv(r.batch, r.want[i])
+		n, err := end.rx.Recv(r.batch, pace.want)
 		if err != nil || n == 0 {
 			// Nothing, or an error that an earlier packet of ours met on its way:
 			// a loss, which the queue pair notices by itself.
-			r.want[i] = 1
-			r.full[i] = false
+			pace.want = 1
+			pace.full = false
 			return packets
 		}
 		for k := range n {
@@ -110,20 +112,20 @@ func (r *receiver) pollEnd(i int, sink Sink, budget int) (packets int) {
 			packets += r.datagram(sink, end.addr, &r.d)
 		}
 		r.coupler.flush(sink)
-		full := n == r.want[i]
+		full := n == pace.want
 		switch {
 		case len(r.d.Bytes) >= bigDatagram:
 			// One at a time, always into the same buffer, which the processor's
 			// cache so has when the bytes are checked and copied.
-			if r.want[i] = 1; full && packets < budget {
+			if pace.want = 1; full && packets < budget {
 				continue
 			}
 		case !full:
-			r.want[i] = n
-		case r.full[i]:
-			r.want[i] = min(2*n, r.batch.Cap())
+			pace.want = n
+		case pace.full:
+			pace.want = min(2*n, r.batch.Cap())
 		}
-		r.full[i] = full
+		pace.full = full
 		return packets
 	}
 }
@@ -182,20 +184,10 @@ func (r *receiver) packets(sink Sink, p *Packets) int {
 // route cuts what came into runs for one process each, takes its own in and
 // passes the others on.
 func (r *receiver) route(sink Sink, all *Packets) int {
-	if len(all.Bytes) <= all.Segment { // a lone one
-		process, here := r.u.cfg.Router.Route(destQP(all.Bytes))
-		if here {
-			return r.packets(sink, all)
-		}
-		r.u.cfg.Router.Forward(process, all)
-		return 1
-	}
 	total := 0
 	for rest, id := all.Bytes, uint16(0); ; {
-		run := *all
-		run.ID = id
 		process, here := r.u.cfg.Router.Route(destQP(rest))
-		n := min(all.Segment, len(rest))
+		first, n := id, min(all.Segment, len(rest))
 		id++
 		for n < len(rest) {
 			p, h := r.u.cfg.Router.Route(destQP(rest[n:]))
@@ -205,15 +197,19 @@ func (r *receiver) route(sink Sink, all *Packets) int {
 			n += min(all.Segment, len(rest)-n)
 			id++
 		}
-		run.Bytes, rest = rest[:n], rest[n:]
-		r.run = run
-		if here {
-			total += r.packets(sink, &r.run)
-		} else {
-			r.u.cfg.Router.Forward(process, &r.run)
-			total += int(id - run.ID)
+		run := all // as it is, if all of it is for one, as nearly always
+		if n < len(all.Bytes) {
+			r.run = *all
+			run = &r.run
+			run.ID, run.Bytes = first, rest[:n]
 		}
-		if len(rest) == 0 {
+		if here {
+			total += r.packets(sink, run)
+		} else {
+			r.u.cfg.Router.Forward(process, run)
+			total += int(id - first)
+		}
+		if rest = rest[n:]; len(rest) == 0 {
 			return total
 		}
 	}

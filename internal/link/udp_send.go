@@ -137,14 +137,14 @@ func (u *UDP) flowOf(t *train.Train) (*udpFlow, error) {
 
 // acquire takes a sender that nobody uses: most often the first, by one exchange.
 func (u *UDP) acquire() (*sender, error) {
-	if !u.closing.Load() { // or Close may wait for ever
+	if !u.closed.Load() { // or Close may wait for ever
 		if s := u.first.Swap(nil); s != nil {
 			return s, nil
 		}
 	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	if u.closed {
+	if u.closed.Load() {
 		return nil, ErrClosed
 	}
 	u.busy++
@@ -168,7 +168,7 @@ func newSender(u *UDP) *sender {
 func (u *UDP) release(s *sender) {
 	if s.first {
 		u.first.Store(s)
-		if !u.closing.Load() {
+		if !u.closed.Load() {
 			return
 		}
 	}
@@ -181,10 +181,9 @@ func (u *UDP) release(s *sender) {
 	u.allIdle.Broadcast()
 }
 
-// awaitSendersLocked waits until nobody sends. It takes the first sender away, so that
-// nobody will.
+// awaitSendersLocked waits until nobody sends over a link that is closed. It takes the
+// first sender away, so that nobody will.
 func (u *UDP) awaitSendersLocked() {
-	u.closing.Store(true)
 	for u.busy > 0 || u.first.Swap(nil) == nil {
 		u.allIdle.Wait()
 	}
