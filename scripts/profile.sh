@@ -7,7 +7,8 @@ set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
 run=/dev/shm/verbena.test # the profile names the file: one that is called so everywhere
-trap 'rm -f "$run"' EXIT
+trap 'rm -f "$run" "$run.pgo"' EXIT
 go test -c -trimpath -o "$run" ./internal/device
-"$run" -test.run '^$' -test.benchtime 2s -test.cpuprofile cmd/verbena/default.pgo \
+"$run" -test.run '^$' -test.benchtime 2s -test.cpuprofile "$run.pgo" \
   -test.bench 'LoopWrite|LocalPingPong|LocalWrite|UDPPingPong'
+cp "$run.pgo" cmd/verbena/default.pgo # whole, or not at all
