@@ -92,35 +92,45 @@ func TestUCX(t *testing.T) {
 	}
 }
 
-// perftest: every operation, and the options that make it take another way.
+// perftest: every operation, and the options that make it take another way. What it says
+// of itself shows that it took it: on a device that it does not know it leaves out inline
+// data and ibv_wr_*, so these cases show it one that it knows.
 func TestPerftest(t *testing.T) {
 	program(t, "ib_write_bw", "perftest")
+	const anyone, mlx5 = "", "mlx5"
+	const plain, srq, events, newPost, inline = "", `Using SRQ +: ON`, `Test with events`, `ibv_wr\* API +: ON`, `ibv_wr\* API +: ON(?s:.*)Max inline data : 64\[B\]`
 	for _, c := range []struct {
 		args  string
+		id    string // whose device it is shown
+		says  string
 		short bool
 	}{
-		{"ib_write_bw", true}, {"ib_write_lat", true}, {"ib_read_bw", true}, {"ib_read_lat", true},
-		{"ib_send_bw", true}, {"ib_send_lat", true}, {"ib_atomic_bw", true}, {"ib_atomic_lat -A FETCH_AND_ADD", true},
-		{"ib_send_bw -c UD", true}, {"ib_send_lat -c UD", false}, {"ib_send_bw -c UC", true}, {"ib_send_bw -c UC -s 1048576", false}, {"ib_send_lat -c UC", false},
-		{"ib_write_bw -c UC", false}, {"ib_write_lat -c UC", false}, {"ib_send_bw -c XRC", true}, {"ib_write_bw -c XRC", false},
-		{"ib_read_bw -c XRC", false}, {"ib_send_lat -c XRC", false},
-		{"ib_send_bw -r 64 --use-srq", true}, {"ib_send_lat --use-srq", false},
-		{"ib_write_bw -a", false}, {"ib_send_bw -a", false}, {"ib_read_lat -a", false},
-		{"ib_write_bw -b", true}, {"ib_send_bw -b", false}, {"ib_read_bw -b", false},
-		{"ib_write_bw -q 8", true}, {"ib_read_bw -q 8", false}, {"ib_send_bw -q 8", false},
-		{"ib_send_lat -e", true}, {"ib_send_bw -e", true}, {"ib_read_lat -e", false},
-		{"ib_write_bw --odp", true}, {"ib_read_bw --odp", false}, {"ib_send_bw --odp", false},
-		{"ib_write_lat -I 64 -s 64", true}, {"ib_send_lat -I 64 -s 64", false}, {"ib_write_bw --use_old_post_send", false},
-		{"ib_write_bw -m 4096 -s 1048576", false},
+		{"ib_write_bw", anyone, plain, true}, {"ib_write_lat", anyone, plain, true}, {"ib_read_bw", anyone, plain, true}, {"ib_read_lat", anyone, plain, true},
+		{"ib_send_bw", anyone, plain, true}, {"ib_send_lat", anyone, plain, true}, {"ib_atomic_bw", anyone, plain, true}, {"ib_atomic_lat -A FETCH_AND_ADD", anyone, plain, true},
+		{"ib_send_bw -c UD", anyone, plain, true}, {"ib_send_lat -c UD", anyone, plain, false}, {"ib_send_bw -c UC", anyone, plain, true},
+		{"ib_send_bw -c UC -s 1048576", anyone, plain, false}, {"ib_send_lat -c UC", anyone, plain, false},
+		{"ib_write_bw -c UC", anyone, plain, false}, {"ib_write_lat -c UC", anyone, plain, false}, {"ib_send_bw -c XRC", anyone, srq, true}, {"ib_write_bw -c XRC", anyone, plain, false},
+		{"ib_read_bw -c XRC", anyone, plain, false}, {"ib_send_lat -c XRC", anyone, srq, false},
+		{"ib_send_bw -r 64 --use-srq", anyone, srq, true}, {"ib_send_lat --use-srq", anyone, srq, false},
+		{"ib_write_bw -a", anyone, plain, false}, {"ib_send_bw -a", anyone, plain, false}, {"ib_read_lat -a", anyone, plain, false},
+		{"ib_write_bw -b", anyone, `Bidirectional`, true}, {"ib_send_bw -b", anyone, `Bidirectional`, false}, {"ib_read_bw -b", anyone, `Bidirectional`, false},
+		{"ib_write_bw -q 8", anyone, `Number of qps +: 8`, true}, {"ib_read_bw -q 8", anyone, `Number of qps +: 8`, false}, {"ib_send_bw -q 8", anyone, `Number of qps +: 8`, false},
+		{"ib_send_lat -e", anyone, events, true}, {"ib_send_bw -e", anyone, events, true}, {"ib_read_lat -e", anyone, plain, false},
+		{"ib_write_bw --odp", anyone, plain, true}, {"ib_read_bw --odp", anyone, plain, false}, {"ib_send_bw --odp", anyone, plain, false},
+		{"ib_write_lat -I 64 -s 64", mlx5, inline, true}, {"ib_send_lat -I 64 -s 64", mlx5, inline, true}, {"ib_send_lat -I 64 -s 64 -c UD", mlx5, inline, false},
+		{"ib_write_bw -I 64 -s 32 -l 8", mlx5, inline, false}, {"ib_write_lat -I 64 -s 64 --use_old_post_send", mlx5, `Max inline data : 64\[B\]`, false},
+		{"ib_write_bw", mlx5, newPost, true}, {"ib_read_bw", mlx5, newPost, false}, {"ib_send_bw -c UD", mlx5, newPost, false}, {"ib_send_bw -c XRC", mlx5, newPost, false},
+		{"ib_atomic_bw", mlx5, newPost, false}, {"ib_write_bw -q 8 -b", mlx5, newPost, false}, {"ib_write_bw --use_old_post_send", mlx5, `ibv_wr\* API +: OFF`, false},
+		{"ib_write_bw -m 4096 -s 1048576", anyone, plain, false},
 	} {
 		if !c.short && !full {
 			continue
 		}
-		t.Run(c.args, func(t *testing.T) {
+		t.Run(strings.TrimSpace(c.args+" "+c.id), func(t *testing.T) {
 			args := append(strings.Fields(c.args), "-F", "-n", "200")
-			_, out := between(t, args, "VERBENA_ADDR="+address())
-			if !strings.Contains(out, "#bytes") {
-				t.Errorf("the client says\n%s", out)
+			_, out := between(t, args, "VERBENA_ADDR="+address(), "VERBENA_IDENTITY="+c.id)
+			if !strings.Contains(out, "#bytes") || !regexp.MustCompile(c.says).MatchString(out) {
+				t.Errorf("the client says\n%s\nwant %q", out, c.says)
 			}
 		})
 	}
