@@ -90,10 +90,12 @@ type perfReport struct {
 // perftest is one of perftest's programs, run on the library by two processes that
 // share an address.
 type perftest struct {
-	lib  *library
-	args []string // the program and its options
-	link string
-	rate float64 // iterations a second, for the next run
+	lib   *library
+	args  []string // the program and its options
+	link  string
+	flags []string // of "verbena exec", besides
+	says  string   // what its report must have
+	rate  float64  // iterations a second, for the next run
 }
 
 // libraryAddr is the address of the devices.
@@ -107,7 +109,8 @@ func (p *perftest) run(d time.Duration) (float64, error) {
 		return 0, err
 	}
 	iters := max(1000, int(p.rate*d.Seconds()))
-	args := append([]string{"exec", "--addr", libraryAddr, "--link", p.link, "--"}, p.args...)
+	args := append([]string{"exec", "--addr", libraryAddr, "--link", p.link}, p.flags...)
+	args = append(append(args, "--"), p.args...)
 	args = append(args, "-F", "-p", strconv.Itoa(port), "-n", strconv.Itoa(iters))
 	server, err := startChild(p.lib.command, args...)
 	if err != nil {
@@ -117,6 +120,9 @@ func (p *perftest) run(d time.Duration) (float64, error) {
 	deadline := time.Now().Add(10 * time.Second)
 	for {
 		out, err := p.lib.output(append(args, "127.0.0.1")...)
+		if err == nil && !strings.Contains(out, p.says) {
+			return 0, fmt.Errorf("perftest does not say %q: %s", p.says, out)
+		}
 		if err == nil {
 			return fifth(out)
 		}
@@ -195,14 +201,25 @@ func (b *bench) libraryLatency() ([]contender, error) {
 	if err != nil {
 		return nil, err
 	}
-	const ref = "verbena perf --poll memory, p50"
-	p := &perftest{lib: lib, args: []string{"ib_write_lat", "-s", "8"}, link: "local", rate: 1e5}
-	return []contender{
-		lib.perf(row{name: ref, unit: "µs"}, func(r *perfReport) float64 { return r.Lat.P50 },
-			"--link", "local", "--lat", "--poll", "memory", "--inline", "--size", "8"),
-		p.contender(row{"ib_write_lat, typical", "µs", ref, &goal{"≤", 1.3}},
-			func(us float64) (float64, float64) { return us, 1e6 / (2 * us) }),
-	}, nil
+	var cs []contender
+	for _, m := range []struct {
+		how   string
+		perf  []string // options
+		flags []string
+		most  string // what perftest says that it sends inline
+	}{
+		{"", nil, nil, "0[B]"}, // perftest sends inline data only on devices that it knows
+		{", inline", []string{"--inline"}, []string{"--set", "VERBENA_IDENTITY=mlx5"}, "220[B]"},
+	} {
+		ref := "verbena perf --poll memory, p50" + m.how
+		p := &perftest{lib: lib, args: []string{"ib_write_lat", "-s", "8"}, link: "local", flags: m.flags, says: "Max inline data : " + m.most, rate: 1e5}
+		cs = append(cs,
+			lib.perf(row{name: ref, unit: "µs"}, func(r *perfReport) float64 { return r.Lat.P50 },
+				append([]string{"--link", "local", "--lat", "--poll", "memory", "--size", "8"}, m.perf...)...),
+			p.contender(row{"ib_write_lat, typical" + m.how, "µs", ref, &goal{"≤", 1.3}},
+				func(us float64) (float64, float64) { return us, 1e6 / (2 * us) }))
+	}
+	return cs, nil
 }
 
 // libraryCalls runs programs of interop/programs that print one figure.
