@@ -171,6 +171,9 @@ func (d *Device) background() {
 	var seen, posted uint64
 	watch := watcher{interval: watchInterval}
 	recent := false // something came since the last time it lingered
+	// Nothing was posted since, nor between that and what came before. Who posts at length
+	// will poll, who answers each message watches for the next: both need the processor.
+	quiet := false
 	for vain := 0; !d.stopped.Load(); {
 		next := d.fireTimers()
 		if vain < tolerance {
@@ -180,7 +183,7 @@ func (d *Device) background() {
 			n := d.polls.Load()
 			alone := n == seen
 			posts := d.posts.Load()
-			quiet := posts == posted // who posts at length will poll, and needs the processor until then
+			quiet = posts == posted && (got || quiet)
 			posted = posts
 			switch {
 			case busy: // at this very moment: the link is theirs, and to spin until they are done would take a core from them
