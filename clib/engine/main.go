@@ -15,4 +15,12 @@
 // No pointer to Go memory is ever given to C.
 package main
 
+import "runtime"
+
+// A thread that has gone back to the program keeps its place among GOMAXPROCS, until the
+// runtime finds all places taken and takes it away: then the thread's next verb looks for
+// another one, and who makes progress in the background has to be woken to get this one.
+// So there are places to spare.
+func init() { runtime.GOMAXPROCS(2*runtime.GOMAXPROCS(0) + 2) }
+
 func main() {} // never called: the program is somebody else's
