@@ -46,6 +46,9 @@ func deviceAttr(a ib.DeviceAttr, odp ib.ODPCaps) C.struct_vbe_device_attr {
 	if hide["odp"] {
 		odp = ib.ODPCaps{}
 	}
+	// Atomics here are atomic with the processor's own too, which is more than adapters say.
+	// Programs that know those ask for what they say, and for nothing else (UCX before 1.16).
+	a.AtomicCap = min(a.AtomicCap, ib.AtomicHCA)
 	if a.VendorID == 0 {
 		a.VendorID, a.VendorPartID = vendor, part
 	}

@@ -61,8 +61,9 @@ type listed struct {
 	config      provider.Config
 }
 
-// list names the devices: those of VERBENA_ADDR, or one for each interface. Those
-// that reach other hosts come first: most programs take the first.
+// list names the devices: those of VERBENA_ADDR, or one for each interface. The loopback
+// interface is left out where there is another: its address is the same on every host, and
+// programs that take all devices they see (UCX) would take it for a second way to a peer.
 func list() ([]listed, error) {
 	s := conf()
 	base := provider.Config{Link: s.Link, Lock: ib.LockOff, Window: s.Window, PCAP: s.PCAP, Limits: limits(s)}
@@ -91,7 +92,9 @@ func list() ([]listed, error) {
 		all = append(all, listed{info.Name, info.Interface, c})
 	}
 	if s.Devices == nil {
-		slices.SortStableFunc(all, func(a, b listed) int { return rank(a) - rank(b) })
+		if len(all) > 1 {
+			all = slices.DeleteFunc(all, func(d listed) bool { return d.config.Addrs[0].IsLoopback() })
+		}
 		return all, nil
 	}
 	var chosen []listed
@@ -103,13 +106,6 @@ func list() ([]listed, error) {
 		}
 	}
 	return chosen, nil
-}
-
-func rank(d listed) int {
-	if d.config.Addrs[0].IsLoopback() {
-		return 1
-	}
-	return 0
 }
 
 // interfaceOf is the interface that has one of the addresses.

@@ -52,7 +52,32 @@ static inline void cq_unlock(struct vb_cq *c)
 		pthread_mutex_unlock(&c->lock);
 }
 
-enum { PATIENCE = 32 }; /* polls in vain before others may run */
+/* Whom a poll waits for may wait for this very core: after some polls in vain others may
+ * run. Where they are threads that only spin for a lock which the poller's caller holds, as
+ * those of UCX, that takes a long time and brings nothing; so it becomes the rarer the less
+ * it has helped. */
+enum { PATIENCE = 32, MOST_PATIENCE = 4096 };
+
+static inline void found_nothing(struct vb_cq *c)
+{
+	if (++c->vain < c->patience)
+		return;
+	sched_yield();
+	c->vain = 0;
+	c->yielded = true;
+	if (c->patience < MOST_PATIENCE)
+		c->patience *= 2;
+}
+
+static inline void found_some(struct vb_cq *c)
+{
+	if (c->yielded && c->vain < PATIENCE)
+		c->patience = PATIENCE;
+	else if (c->patience > PATIENCE)
+		c->patience /= 2;
+	c->vain = 0;
+	c->yielded = false;
+}
 
 /* ready returns how many completions wait, asking the engine if there seem to be
  * none; or a negative errno. A program that has armed the queue relies on getting
@@ -73,9 +98,9 @@ static inline int64_t ready(struct vb_cq *c, uint32_t want)
 	if (e < 0)
 		return e;
 	if (n)
-		c->vain = 0;
-	else if (++c->vain % PATIENCE == 0)
-		sched_yield(); /* whom it waits for may wait for this core */
+		found_some(c);
+	else
+		found_nothing(c);
 	return n;
 }
 
@@ -268,6 +293,7 @@ static struct vb_cq *create(struct ibv_context *context, int64_t cqe, void *cq_c
 	pthread_mutex_init(&c->lock, NULL);
 	c->h.handle = (uint64_t)h;
 	c->single = single;
+	c->patience = PATIENCE;
 	c->wc_flags = wc_flags;
 	struct ibv_cq_ex *p = &c->pub;
 	p->context = context;
@@ -335,7 +361,7 @@ PUBLIC int ibv_resize_cq(struct ibv_cq *cq, int cqe)
 	return vb_num(r);
 }
 
-/* Moderation: events are not put off, so any setting is kept. */
+/* Moderation: events are not put off, and cannot be. */
 int vb_modify_cq(struct ibv_cq *cq, struct ibv_modify_cq_attr *attr)
 {
 	(void)cq;

@@ -13,6 +13,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -113,6 +114,13 @@ static void complain(const char *what, const char *why)
 	fprintf(stderr, "libibverbs (Verbena): %s: %s\n", what, why ? why : strerror(errno));
 }
 
+void vb_say(const char *why)
+{
+	const char *log = getenv("VERBENA_LOG");
+	if (log && !strcmp(log, "1"))
+		fprintf(stderr, "verbena: %s\n", why);
+}
+
 /* engine_path finds the engine's file. */
 static bool engine_path(char *path, size_t size)
 {
@@ -168,6 +176,27 @@ static bool find_functions(void *lib, struct engine *e)
 	return true;
 }
 
+/* open_engine loads the file. Its threads must not take the program's signals: one that the
+ * program waits for with sigwait or signalfd, and has blocked in its own threads later,
+ * would end the process. So they begin with all blocked; Go opens those that it needs.
+ *
+ * Deep binding keeps the program's symbols out of the engine. Sanitizers must be in there,
+ * and refuse to run with it. */
+static void *open_engine(const char *path)
+{
+	static const char *const sanitizers[] = {"__asan_init", "__tsan_init", "__msan_init", "__hwasan_init"};
+	int flags = RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND;
+	for (size_t i = 0; i < sizeof sanitizers / sizeof *sanitizers; i++)
+		if (dlsym(RTLD_DEFAULT, sanitizers[i]))
+			flags &= ~RTLD_DEEPBIND;
+	sigset_t all, old;
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, &old);
+	void *lib = dlopen(path, flags);
+	pthread_sigmask(SIG_SETMASK, &old, NULL);
+	return lib;
+}
+
 static struct engine *load(void)
 {
 	char path[PATH_MAX], name[64];
@@ -184,7 +213,7 @@ static struct engine *load(void)
 		}
 		from = name;
 	}
-	void *lib = dlopen(from, RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND);
+	void *lib = open_engine(from);
 	if (fd >= 0)
 		close(fd);
 	if (!lib) {

@@ -169,7 +169,9 @@ struct vb_cq {
 	bool single; /* one thread alone uses it: no lock */
 	atomic_bool armed; /* and not asked the engine since for what it has */
 	pthread_mutex_t lock; /* guards the head of the ring, and cur */
-	uint32_t vain;	      /* polls that found nothing, in a row; guarded by lock */
+	uint32_t vain;	      /* polls that found nothing, in a row; guarded by lock, as the next two */
+	uint32_t patience;    /* how many of them until others may run */
+	bool yielded;	      /* they did since something was found */
 	uint32_t pending;     /* events not yet taken; guarded by the channel's lock */
 	struct vb_cq *next;   /* in the channel's list */
 	uint32_t taken;	      /* completion events taken; guarded by pub.mutex */
@@ -278,6 +280,9 @@ static inline struct vb_pd *live_vb_pd(struct ibv_pd *pub)
 		return NULL;
 	return vb_usable(&p->h, PD) ? p : vb_revive_pd(p);
 }
+
+/* vb_say tells why a verb fails, if VERBENA_LOG wants that: where the engine is not asked. */
+void vb_say(const char *why);
 
 /* fail sets errno and returns NULL: for verbs that return pointers. */
 static inline void *vb_fail(int err)

@@ -217,7 +217,12 @@ PUBLIC int ibv_destroy_qp(struct ibv_qp *qp)
 /* --- attributes --- */
 
 /* RoCE: there is nothing but global addresses, and one port. */
-static bool good_path(const struct ibv_ah_attr *a) { return a->is_global && a->port_num == 1; }
+static bool good_path(const struct ibv_ah_attr *a)
+{
+	if (!a->is_global)
+		vb_say("a path without a global address: RoCE wants is_global and a GID; many tools take the index of theirs, -g 0");
+	return a->is_global && a->port_num == 1;
+}
 
 static void path_of(const struct ibv_ah_attr *a, struct vbe_path *p)
 {

@@ -20,7 +20,7 @@ type Var struct {
 // Vars are the variables, in the order in which they are shown.
 var Vars = []Var{
 	{"VERBENA_ADDR", "every interface's own", "Addresses that devices stand on: those of one device separated by commas, devices by semicolons. They are called verbena0, verbena1, …"},
-	{"VERBENA_DEVICES", "all, loopback last", "Names of devices or network interfaces, separated by commas: what programs see, in this order."},
+	{"VERBENA_DEVICES", "all, loopback only if there is no other", "Names of devices or network interfaces, separated by commas: what programs see, in this order."},
 	{"VERBENA_LINK", "any", "How requests travel: any, loop (within the process), local (within the host), udp (packets only)."},
 	{"VERBENA_LOCK", "off", "Whether registered memory is locked: off, auto (where the limit allows it), strict (registration fails if it cannot be)."},
 	{"VERBENA_WINDOW", "by the socket buffer", "Packets that a queue pair may have under way to a peer."},

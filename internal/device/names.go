@@ -14,12 +14,14 @@ import (
 )
 
 // List names the devices that can be opened: one for each network interface
-// that is up and has an address.
+// that is up and has an address. The loopback interface comes last: most programs take
+// the first.
 func List() ([]ib.DeviceInfo, error) {
 	ifs, err := net.Interfaces()
 	if err != nil {
 		return nil, ib.Errorf("get_device_list", syscall.EIO, "%v", err)
 	}
+	slices.SortStableFunc(ifs, func(a, b net.Interface) int { return int(a.Flags&net.FlagLoopback) - int(b.Flags&net.FlagLoopback) })
 	var list []ib.DeviceInfo
 	for _, i := range ifs {
 		if i.Flags&net.FlagUp == 0 {
