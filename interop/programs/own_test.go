@@ -53,7 +53,7 @@ func TestOwn(t *testing.T) {
 		name string
 		args []string
 	}{
-		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"query", nil}, {"newer", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil},
+		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"query", nil}, {"newer", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil}, {"signals", nil},
 		{"threads", []string{"polling"}}, {"threads", []string{"events"}},
 		{"stopped", []string{"killed"}}, {"stopped", []string{"left"}},
 		{"fault", []string{"never"}}, {"fault", []string{"early"}}, {"fault", []string{"late"}},
@@ -64,6 +64,20 @@ func TestOwn(t *testing.T) {
 		}
 		t.Run(name, func(t *testing.T) {
 			out := run(t, side{args: append([]string{compile(t, c.name)}, c.args...), env: []string{"VERBENA_ADDR=" + address()}})
+			if !strings.HasSuffix(out, "ok\n") {
+				t.Errorf("it says\n%s", out)
+			}
+		})
+	}
+}
+
+// Programs that were built with sanitizers, which have wishes of their own about who is
+// loaded when.
+func TestSanitizers(t *testing.T) {
+	for _, kind := range []string{"address", "thread", "undefined"} {
+		t.Run(kind, func(t *testing.T) {
+			bin := compileWith(t, "threads", "-fsanitize="+kind, "-L", built(t)+"/lib", "-libverbs")
+			out := run(t, side{args: []string{bin, "events"}, env: []string{"VERBENA_ADDR=" + address()}})
 			if !strings.HasSuffix(out, "ok\n") {
 				t.Errorf("it says\n%s", out)
 			}

@@ -55,9 +55,11 @@ func newNetwork(t testing.TB) [2]string {
 }
 
 // Across two namespaces, as root and as an ordinary user: packets alone reach the
-// other side. The programs take the first device, which is not the loopback's.
+// other side. The programs take the first device, which is not the loopback's; UCX takes
+// all that it sees.
 func TestNamespaces(t *testing.T) {
 	program(t, "ib_write_bw", "perftest")
+	program(t, "ucx_perftest", "ucx-utils")
 	ns := newNetwork(t)
 	lib := installed(t)
 	for _, c := range []struct {
@@ -66,6 +68,7 @@ func TestNamespaces(t *testing.T) {
 	}{
 		{"ibv_rc_pingpong -g 0 -n 100 -e", false}, {"ib_write_bw -F -n 100", true}, {"ib_send_lat -F -n 100 -c UD", false},
 		{"ib_read_bw -F -n 100", true}, {"ib_atomic_lat -F -n 100", false},
+		{"ucx_perftest -t tag_bw -s 1000000 -n 100 -w 10", false},
 	} {
 		t.Run(c.args, func(t *testing.T) {
 			tcp := port()
@@ -75,7 +78,7 @@ func TestNamespaces(t *testing.T) {
 				if c.user {
 					wrap = append(wrap, noRights(t)...)
 				}
-				return side{args: args, wrap: wrap, env: []string{"VERBENA_LIB=" + lib}}
+				return side{args: args, wrap: wrap, env: []string{"VERBENA_LIB=" + lib, "UCX_TLS=rc_verbs,ud_verbs:aux"}}
 			}
 			pair(t, in(0, args), in(1, append(args, "10.79.0.1")), tcp)
 		})
