@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"slices"
 	"strings"
@@ -25,6 +26,9 @@ var conf = sync.OnceValue(func() *settings.Settings {
 	s, err := settings.Parse(os.Getenv, os.Getpid())
 	if err != nil {
 		fmt.Fprintf(os.Stderr, "verbena: %v\n", err)
+	}
+	if !s.Log {
+		slog.SetLogLoggerLevel(slog.LevelError) // a program's standard error is its own
 	}
 	return s
 })

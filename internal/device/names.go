@@ -19,7 +19,7 @@ import (
 func List() ([]ib.DeviceInfo, error) {
 	ifs, err := net.Interfaces()
 	if err != nil {
-		return nil, ib.Errorf("get_device_list", syscall.EIO, "%v", err)
+		return nil, opError("get_device_list", err)
 	}
 	slices.SortStableFunc(ifs, func(a, b net.Interface) int { return int(a.Flags&net.FlagLoopback) - int(b.Flags&net.FlagLoopback) })
 	var list []ib.DeviceInfo
