@@ -30,6 +30,9 @@ func Atomic(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, 
 	}
 	defer span.Release()
 	r, off := span.region, span.off
+	if r.kind == KindForeign { // nothing there can be changed in one step
+		return 0, r.fault(FaultAccess, off, 8, acc)
+	}
 	b, f := span.Next()
 	switch {
 	case !f.OK():

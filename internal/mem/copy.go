@@ -76,6 +76,10 @@ func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 			}
 			continue // they are back, and none of them is certain to have been moved
 		}
+		if d.kind() == KindForeign && !d.store(k, end) {
+			side = Dst
+			break
+		}
 		moved += k
 		d.b, s.b = d.b[k:], s.b[k:]
 		n -= uint64(k)
@@ -304,6 +308,14 @@ func (l *List) find(key uint32) *Region {
 		m.region = r
 	}
 	return r
+}
+
+// store brings the first k of the bytes in use, which have been moved there, to the
+// process that they belong to. It reports false if there is a fault.
+func (c *cursor) store(k int, last bool) bool {
+	off := c.off - uint64(len(c.b))
+	kind := c.region.backing.(foreign).Store(off, c.b[:k], last)
+	return kind == FaultNone || c.fail(c.region.fault(kind, off, uint64(k), c.list.Access))
 }
 
 // fillRaw is fill for a list of raw bytes, which needs no section.

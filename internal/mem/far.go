@@ -51,6 +51,10 @@ func copyFar(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 				continue
 			}
 		}
+		if d.kind() == KindForeign && !d.store(int(k), last && k == n) {
+			f, side = d.fault, Dst
+			break
+		}
 		count(&d, &s, int(k))
 		d.b = d.b[k:]
 		off, n = off+k, n-k

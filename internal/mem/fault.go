@@ -75,7 +75,7 @@ func (f Fault) orNone() Fault {
 	return f
 }
 
-var kindNames = [NumKinds]string{KindRaw: "raw", KindPinned: "pinned", KindOnDemand: "on-demand", KindImplicit: "implicit", KindDevice: "device", KindIndirect: "indirect"}
+var kindNames = [NumKinds]string{KindRaw: "raw", KindPinned: "pinned", KindOnDemand: "on-demand", KindImplicit: "implicit", KindDevice: "device", KindIndirect: "indirect", KindForeign: "foreign"}
 
 // String names the kind as counters do.
 func (k Kind) String() string {

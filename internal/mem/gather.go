@@ -57,8 +57,8 @@ func Gather(l *List, n uint64, out [][]byte, pins *Pins) ([][]byte, Fault) {
 }
 
 // GatherFew is Gather into the room that out has. If the bytes lie in more pieces
-// than that, which those of an indirect key may do, it appends nothing and returns
-// false.
+// than that, which those of an indirect key may do, or in another process, it appends
+// nothing and returns false: they have to be copied.
 func GatherFew(l *List, n uint64, out [][]byte, pins *Pins) ([][]byte, Fault, bool) {
 	return gather(l, n, out, pins, cap(out))
 }
@@ -67,7 +67,7 @@ func gather(l *List, n uint64, out [][]byte, pins *Pins, most int) (_ [][]byte, 
 	c := cursor{list: l, skip: l.Off}
 	given, held := len(out), pins.n
 	for n > 0 {
-		if !c.fill(n) || len(out) == most {
+		if !c.near(n, most) || !c.fill(n) || len(out) == most {
 			c.close()
 			pins.release(held)
 			clear(out[given:])
@@ -80,4 +80,14 @@ func gather(l *List, n uint64, out [][]byte, pins *Pins, most int) (_ [][]byte, 
 		}
 	}
 	return out, Fault{}, true
+}
+
+// near opens the next section, unless one is, and reports whether its bytes are there to
+// be kept: those of another process are not, but for one who takes them all.
+func (c *cursor) near(n uint64, most int) bool {
+	if c.left > 0 || c.list.Table == nil {
+		return true
+	}
+	c.close()
+	return c.open(min(n, Quantum)) && (c.region.kind != KindForeign || most == math.MaxInt)
 }

@@ -10,7 +10,7 @@
 //     that are open. rereg.go changes what a region is; window.go has keys that
 //     open a part of one, mkey.go keys that are made of several.
 //  3. a Backing finds the bytes. One file for each kind of memory: host.go,
-//     ondemand.go, device.go.
+//     ondemand.go, device.go, foreign.go.
 //  4. copy.go: one loop moves bytes between any two lists of any two kinds.
 //     gather.go hands them to the kernel instead, atomic.go changes 8 of them,
 //     flush.go makes them visible to all, or persistent.
@@ -36,6 +36,7 @@ const (
 	KindImplicit             // all host memory as it is
 	KindDevice               // memory of the device
 	KindIndirect             // made of other regions
+	KindForeign              // memory of another process
 	NumKinds
 )
 
@@ -69,6 +70,13 @@ type paged interface {
 	// called outside any read section: perhaps after Close, when it must do no
 	// harm.
 	Await(off, n uint64, acc ib.Access) FaultKind
+}
+
+// foreign is a Backing of bytes that are not of this process. What Run offers to be
+// written to is a copy, and Store brings n bytes of it, from off on, to where they
+// belong. Nobody keeps such bytes, or their addresses, longer than a copy takes.
+type foreign interface {
+	Store(off uint64, b []byte, last bool) FaultKind
 }
 
 // FaultKind says why memory could not be accessed. The zero value means that

@@ -307,9 +307,10 @@ func (t *Table) borrow(key uint32, addr, n uint64, access ib.Access, who Actor) 
 // carries tells whether a key with such rights may stand on the region: one that can
 // be written needs a region that can. The key's rights are its own besides: that
 // of peers to write does not need that of the program (mlx5dv_wr_mkey_configure(3)).
+// Nothing stands on memory of another process, which may take it away.
 func (r *Region) carries(access ib.Access) bool {
 	const changes = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteAtomic
-	return (access&changes == 0 || r.access&ib.AccessLocalWrite != 0) && access&ib.AccessFlush&^r.access == 0
+	return r.kind != KindForeign && (access&changes == 0 || r.access&ib.AccessLocalWrite != 0) && access&ib.AccessFlush&^r.access == 0
 }
 
 // grants tells whether the key could have such rights.

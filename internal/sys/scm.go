@@ -104,6 +104,19 @@ func SendNow(c *net.UnixConn, b []byte) error {
 	})
 }
 
+// HungUp reports whether the other end of a connection, or this one, is closed.
+func HungUp(c *net.UnixConn) bool {
+	fds := []unix.PollFd{{Events: unix.POLLRDHUP}}
+	return control(c, func(fd int) error {
+		fds[0].Fd = int32(fd)
+		for {
+			if _, err := unix.Poll(fds, 0); err != unix.EINTR {
+				return err
+			}
+		}
+	}) != nil || fds[0].Revents != 0
+}
+
 // control calls f with the connection's descriptor, which stays open meanwhile.
 func control(c syscall.Conn, f func(fd int) error) error {
 	raw, err := c.SyscallConn()

@@ -178,6 +178,17 @@ type watchedPager struct {
 	pager
 }
 
+// storer is the method of a backing whose bytes are another process's.
+type storer interface {
+	Store(off uint64, b []byte, last bool) mem.FaultKind
+}
+
+// watchedStorer is watched for such a backing.
+type watchedStorer struct {
+	*watched
+	storer
+}
+
 // Solid forwards what the backing says about itself.
 func (c *watched) Solid() bool {
 	s, ok := c.Backing.(interface{ Solid() bool })
@@ -215,6 +226,9 @@ func (e *env) registerRegion(n uint64, cfg mem.RegionConfig) (*mem.Region, Memor
 	cfg.Backing, cfg.Length = c, n
 	if p, ok := m.Backing.(pager); ok {
 		cfg.Backing = watchedPager{c, p}
+	}
+	if s, ok := m.Backing.(storer); ok {
+		cfg.Backing = watchedStorer{c, s}
 	}
 	cfg.Access |= e.mk.Access
 	if cfg.PD == 0 {

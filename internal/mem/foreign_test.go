@@ -1,0 +1,353 @@
+package mem_test
+
+// Memory of another process: a child, which maps files of the test's, so that the test
+// sees them too, and enters guards, in which it may die.
+
+import (
+	"bufio"
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/mem/memtest"
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+const foreignChild = "VERBENA_TEST_FOREIGN_CHILD"
+
+// other is the child.
+type other struct {
+	tb  testing.TB
+	cmd *exec.Cmd
+	in  io.WriteCloser
+	out *bufio.Scanner
+}
+
+// TestForeignChild is the child: it does what its input says, a line each.
+func TestForeignChild(t *testing.T) {
+	if os.Getenv(foreignChild) == "" {
+		return
+	}
+	mapped := map[uint64][]byte{}
+	for in := bufio.NewScanner(os.Stdin); in.Scan(); {
+		var what string
+		var n uint64
+		fmt.Sscan(in.Text(), &what, &n)
+		fd, err := 0, error(nil)
+		if what != "unmap" {
+			if fd, err = unix.Open(fmt.Sprintf("/proc/%d/fd/%d", os.Getppid(), n), unix.O_RDWR, 0); err != nil {
+				t.Fatal(err)
+			}
+		}
+		switch what {
+		case "map":
+			var st unix.Stat_t
+			if err := unix.Fstat(fd, &st); err != nil {
+				t.Fatal(err)
+			}
+			b := mmap(t, fd, uint64(st.Size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+			mapped[uint64(addrOf(b))] = b
+			fmt.Println("reply", addrOf(b))
+			unix.Close(fd)
+		case "unmap":
+			fmt.Println("reply", len(mapped[n]), unix.Munmap(mapped[n]))
+			delete(mapped, n)
+		case "enter":
+			g, err := mem.OpenGuard(fd)
+			if err != nil {
+				t.Fatal(err)
+			}
+			fmt.Println("reply", g.Enter())
+		}
+	}
+}
+
+func startOther(tb testing.TB) *other {
+	tb.Helper()
+	exe, err := os.Executable()
+	if err != nil {
+		tb.Fatal(err)
+	}
+	o := &other{tb: tb, cmd: exec.Command(exe, "-test.run=^TestForeignChild$")}
+	o.cmd.Env = append(os.Environ(), foreignChild+"=1")
+	o.cmd.Stderr = os.Stderr
+	if o.in, err = o.cmd.StdinPipe(); err != nil {
+		tb.Fatal(err)
+	}
+	out, err := o.cmd.StdoutPipe()
+	if err != nil {
+		tb.Fatal(err)
+	}
+	o.out = bufio.NewScanner(out)
+	if err := o.cmd.Start(); err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(o.kill)
+	return o
+}
+
+func (o *other) kill() {
+	_ = o.cmd.Process.Kill()
+	_ = o.cmd.Wait()
+}
+
+// ask has the child do something and returns what it answers.
+func (o *other) ask(format string, args ...any) (answer string) {
+	o.tb.Helper()
+	fmt.Fprintf(o.in, format+"\n", args...)
+	for o.out.Scan() {
+		if _, err := fmt.Sscanf(o.out.Text(), "reply %s", &answer); err == nil {
+			return answer
+		}
+	}
+	o.tb.Fatal("the child says nothing")
+	return ""
+}
+
+// foreign is memory of the child.
+type foreign struct {
+	*mem.Foreign
+	guard *mem.Guard // the owner's end
+	fd    int        // the user's
+	seen  []byte
+	addr  uint64
+}
+
+func (o *other) memory(n uint64) *foreign {
+	o.tb.Helper()
+	file := memfd(o.tb, n)
+	defer unix.Close(file)
+	f := &foreign{seen: mmap(o.tb, file, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)}
+	if _, err := fmt.Sscan(o.ask("map %d", file), &f.addr); err != nil {
+		o.tb.Fatal(err)
+	}
+	var err error
+	if f.guard, f.fd, err = mem.NewGuard(); err != nil {
+		o.tb.Fatal(err)
+	}
+	user, err := mem.OpenGuard(f.fd)
+	if err != nil {
+		o.tb.Fatal(err)
+	}
+	fd, err := sys.OpenMemory(o.cmd.Process.Pid)
+	if err != nil {
+		o.tb.Fatal(err)
+	}
+	f.Foreign = mem.NewForeign(mem.ForeignConfig{Memory: fd, Addr: f.addr, Length: n, Guard: user, Link: io.NopCloser(nil)})
+	return f
+}
+
+func (f *foreign) free() {
+	unix.Munmap(f.seen)
+	unix.Close(f.fd)
+	f.guard.Close()
+}
+
+// Memory of another process passes the suite, but for atomics.
+func TestConformanceOfForeign(t *testing.T) {
+	o := startOther(t)
+	memtest.Run(t, memtest.Constructor{Name: "foreign", NoAtomics: true, New: func(tb testing.TB, n uint64, _ ib.Access) memtest.Memory {
+		f := o.memory(n)
+		return memtest.Memory{Backing: f.Foreign, Bytes: f.seen, Free: func() {
+			o.ask("unmap %d", f.addr)
+			f.free()
+		}}
+	}})
+}
+
+var foreignUser = mem.Actor{PD: 1, QPN: 2}
+
+// foreignRegion registers foreign memory, and returns a list of all of it.
+func foreignRegion(t *testing.T, f *foreign) (*mem.Table, func(ib.Access) *mem.List) {
+	t.Helper()
+	table := mem.NewTable(mem.TableConfig{})
+	r, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite | ib.AccessRemote, IOVA: f.addr, Length: f.Len(), Backing: f.Foreign})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := errors.Join(r.Close(), r.Close()); err != nil {
+			t.Error(err)
+		}
+		f.free()
+	})
+	return table, func(access ib.Access) *mem.List {
+		return &mem.List{Table: table, Actor: foreignUser, Access: access, SGEs: []ib.SGE{{Addr: f.addr, Length: uint32(f.Len()), LKey: r.Key()}}}
+	}
+}
+
+// What copies takes nothing that would be kept: GatherFew, indirect keys, stores of words.
+func TestForeignIsNotKept(t *testing.T) {
+	f := startOther(t).memory(8192)
+	table, list := foreignRegion(t, f)
+	l := list(0)
+	var pins mem.Pins
+	if out, fault, whole := mem.GatherFew(l, 8192, make([][]byte, 0, 4), &pins); whole || !fault.OK() || len(out) != 0 || pins.Len() != 0 {
+		t.Errorf("%d pieces, %v, %v, %d sections", len(out), fault, whole, pins.Len())
+	}
+	key := l.SGEs[0].LKey
+	if table.IsHost(key, f.addr, 8, 0, foreignUser) {
+		t.Error("it counts as memory of this process")
+	}
+	table.Whole(key, f.addr, 0, foreignUser, func(*mem.Region, []byte) { t.Error("it can be had whole") })
+	if _, fault := mem.Atomic(table, foreignUser, key, f.addr, mem.Store, 0, 1); fault.Kind != mem.FaultAccess {
+		t.Errorf("a store of a word: %v", fault)
+	}
+	m, err := table.CreateMKey(1, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	if fault := table.Configure(&mem.Layout{Key: m.Key(), Repeat: 1, Pieces: []ib.Stride{{Addr: f.addr, Bytes: 64, LKey: key}}}, foreignUser); fault.Kind != mem.FaultAccess {
+		t.Errorf("an indirect key: %v", fault)
+	}
+}
+
+// farBytes is a source in another process, as copyFar has it.
+type farBytes struct{ b []byte }
+
+func (f farBytes) Mapped(_, _ uint64) []byte { return nil }
+func (f farBytes) Still() bool               { return true }
+func (f farBytes) ReadFar(b []byte, off uint64) (ok, own bool) {
+	copy(b, f.b[off:])
+	return true, false
+}
+
+// From one other process to another one.
+func TestForeignFromFar(t *testing.T) {
+	const n = 2*mem.Quantum + 77
+	f := startOther(t).memory(n)
+	_, list := foreignRegion(t, f)
+	want := bytes.Repeat([]byte("far away, "), n/10+1)[:n]
+	src := &mem.List{Far: farBytes{want}, FarLen: n - 64, Raw: [][]byte{want[n-64:]}}
+	if fault, side := mem.Copy(list(ib.AccessLocalWrite), src, n, true); !fault.OK() {
+		t.Fatal(side, fault)
+	}
+	if !bytes.Equal(f.seen, want) {
+		t.Error("other bytes came")
+	}
+	f.guard.Shut()
+	if fault, side := mem.Copy(list(ib.AccessLocalWrite), src, n, true); fault.Kind != mem.FaultDead || side != mem.Dst {
+		t.Errorf("after the end: %v: %v", side, fault)
+	}
+}
+
+// When the owner has shut the guard and waited, nothing changes any more, whoever is at it.
+func TestForeignRevoked(t *testing.T) {
+	o := startOther(t)
+	for range 20 {
+		const n = mem.Quantum + 4096
+		f := o.memory(n)
+		_, list := foreignRegion(t, f)
+		var running, wg sync.WaitGroup
+		for i := range 4 {
+			running.Add(1)
+			wg.Go(func() {
+				b := bytes.Repeat([]byte{byte(i + 1)}, n)
+				started := sync.OnceFunc(running.Done)
+				for round := 0; ; round++ {
+					dst, src, want := list(ib.AccessRemoteWrite), &mem.List{Raw: [][]byte{b}}, mem.Dst
+					if i == 3 {
+						dst, src, want = src, list(ib.AccessRemoteRead), mem.Src
+					}
+					fault, side := mem.Copy(dst, src, n, true)
+					started()
+					if !fault.OK() {
+						if fault.Kind != mem.FaultDead || side != want {
+							t.Errorf("%v: %v", side, fault)
+						}
+						return
+					}
+				}
+			})
+		}
+		running.Wait()
+		f.guard.Shut()
+		f.guard.Await(func() bool { return false })
+		before := bytes.Clone(f.seen)
+		wg.Wait()
+		if !bytes.Equal(before, f.seen) {
+			t.Fatal("bytes changed after the end")
+		}
+	}
+}
+
+// What is not mapped there, or not any more, is a fault, and so is all when the owner has
+// ended.
+func TestForeignGone(t *testing.T) {
+	o := startOther(t)
+	f, g := o.memory(3*4096), o.memory(4096)
+	table, list := foreignRegion(t, f)
+	_, other := foreignRegion(t, g)
+	buf := &mem.List{Raw: [][]byte{make([]byte, 3*4096)}}
+	try := func(what string, l func(ib.Access) *mem.List, n uint64, want mem.FaultKind) {
+		t.Helper()
+		if fault, _ := mem.Copy(l(ib.AccessLocalWrite), buf, n, true); fault.Kind != want {
+			t.Errorf("%s, written to: %v", what, fault)
+		}
+		if fault, _ := mem.Copy(buf, l(0), n, true); fault.Kind != want {
+			t.Errorf("%s, read from: %v", what, fault)
+		}
+	}
+	try("all there", list, 3*4096, mem.FaultNone)
+	o.ask("unmap %d", f.addr)
+	try("unmapped", list, 3*4096, mem.FaultStale)
+	try("other memory", other, 4096, mem.FaultNone)
+	o.kill()
+	try("the owner has ended", other, 4096, mem.FaultStale)
+	if table.StaleFaults() == 0 {
+		t.Error("nothing was counted")
+	}
+}
+
+// A user that dies inside holds nobody up, one that lives does; what it has written into
+// the guard does not matter then.
+func TestGuardOfTheDead(t *testing.T) {
+	o := startOther(t)
+	g, fd, err := mem.NewGuard()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { g.Close(); unix.Close(fd) }()
+	if o.ask("enter %d", fd) != "true" {
+		t.Fatal("nobody may enter")
+	}
+	g.Shut()
+	if o.ask("enter %d", fd) != "false" {
+		t.Error("one may enter what is shut")
+	}
+	var ended atomic.Bool
+	asked, done := make(chan struct{}, 1), make(chan struct{})
+	go func() {
+		defer close(done)
+		g.Await(func() bool {
+			select {
+			case asked <- struct{}{}:
+			default:
+			}
+			return ended.Load()
+		})
+	}()
+	for range 3 {
+		<-asked
+	}
+	select {
+	case <-done:
+		t.Fatal("nobody waited for the user")
+	case <-time.After(time.Millisecond):
+	}
+	o.kill()
+	ended.Store(true)
+	<-done
+}

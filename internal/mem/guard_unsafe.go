@@ -1,0 +1,96 @@
+package mem
+
+// A guard is one word that two processes share, the owner of memory and one who accesses
+// it from outside: a bit that says that it must not any more, and how many accesses are
+// under way.
+//
+// The user counts itself first and then looks at the bit, the owner sets the bit and then
+// looks at the count: one of them sees the other. So after Shut and Await nobody accesses
+// the memory, and nobody will.
+//
+// The owner believes nothing that it reads here. A user that dies inside leaves its count
+// behind, and one that is broken may write anything; so Await also ends when the user has,
+// and a wrong count holds the owner up as long as the user lives, no longer. (A user that
+// lives and does not keep to this can do no more than it could without: the kernel lets
+// only those have the memory who may debug the owner.)
+//
+// The unsafe code makes an atomic variable of the first bytes of a mapping. That is sound:
+// a page is aligned, its file is sealed, so that it cannot become shorter under those who
+// have mapped it, and the mapping stays until Close.
+
+import (
+	"runtime"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+const (
+	guardBytes = 4096
+	guardShut  = 1 << 63
+	guardLook  = 50 * time.Microsecond
+)
+
+// Guard is one end of a guard.
+type Guard struct{ b []byte }
+
+// NewGuard makes a guard, for the owner, and a descriptor for the user. That is the
+// caller's.
+func NewGuard() (*Guard, int, error) {
+	fd, err := sys.NewMemfd("verbena-guard", guardBytes)
+	if err != nil {
+		return nil, -1, err
+	}
+	g, err := OpenGuard(fd)
+	if err != nil {
+		_ = sys.CloseFD(fd) // the first error says more
+		return nil, -1, err
+	}
+	return g, fd, nil
+}
+
+// OpenGuard is the user's end. The descriptor stays the caller's.
+func OpenGuard(fd int) (*Guard, error) {
+	b, err := sys.MapMemfd(fd, guardBytes)
+	if err != nil {
+		return nil, err
+	}
+	return &Guard{b}, nil
+}
+
+func (g *Guard) word() *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Pointer(&g.b[0])) }
+
+// Enter begins an access, if there may be one: then Leave ends it.
+func (g *Guard) Enter() bool {
+	if g.word().Add(1)&guardShut != 0 {
+		g.Leave()
+		return false
+	}
+	return true
+}
+
+// Leave ends an access.
+func (g *Guard) Leave() { g.word().Add(^uint64(0)) }
+
+// Shut lets nobody begin an access any more.
+func (g *Guard) Shut() { g.word().Or(guardShut) }
+
+// Await waits for the accesses that are under way, or until gone says that the user has
+// ended.
+func (g *Guard) Await(gone func() bool) {
+	for i := 0; g.word().Load()&^guardShut != 0; i++ {
+		if i < spinsBeforeSleep {
+			runtime.Gosched()
+			continue
+		}
+		if gone() {
+			return
+		}
+		time.Sleep(guardLook)
+	}
+}
+
+// Close gives the guard up. Nobody uses it any more.
+func (g *Guard) Close() error { return sys.Unmap(g.b) }
