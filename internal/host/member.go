@@ -52,6 +52,9 @@ type Config struct {
 	// Memory returns a memory file that this process shares, by its token, and how
 	// many bytes of it. The descriptor is the caller's to close.
 	Memory func(token string) (fd int, length uint64, err error)
+	// Export lets a process import an object, by the token of who shares it and its
+	// number there. The connection stays open as long as the import lives.
+	Export func(token string, object uint64, c *net.UnixConn) (*Export, error)
 	// Segment, if set, returns a descriptor of a part of this process's memory that
 	// others may read. It is closed when it has been passed on.
 	Segment func(id uint64, write bool) (fd int, err error)

@@ -7,7 +7,6 @@ package host
 import (
 	"crypto/rand"
 	"encoding/hex"
-	"errors"
 	"fmt"
 	"net"
 	"strings"
@@ -31,19 +30,8 @@ func (m *Member) Handle(token string) string {
 // FetchMemory gets the memory file that a handle stands for. The descriptor is the
 // caller's.
 func FetchMemory(handle string) (fd int, length uint64, err error) {
-	name, token, ok := strings.Cut(handle, "#")
-	if !ok || name == "" || token == "" || len(handle) > maxMessage/4 {
-		return -1, 0, refuse(syscall.EINVAL, "%.40q is not the handle of a shared region", handle)
-	}
-	c, err := dial(namePrefix + name)
+	c, token, err := dialHandle(handle, "region")
 	if err != nil {
-		var no *refusal
-		switch {
-		case errors.Is(err, syscall.ECONNREFUSED):
-			err = refuse(syscall.ENOENT, "the process that shares the region is gone")
-		case errors.As(err, &no):
-			err = refuse(syscall.EACCES, "the process that shares the region belongs to another user")
-		}
 		return -1, 0, err
 	}
 	defer c.Close() //nolint:errcheck // nothing is lost with it
@@ -61,9 +49,7 @@ func FetchMemory(handle string) (fd int, length uint64, err error) {
 func (p *process) passMemory(c *net.UnixConn, token string) {
 	fd, length, err := p.cfg.Memory(token)
 	if err != nil {
-		errno := syscall.EIO
-		errors.As(err, &errno)
-		_ = send(c, &reply{Errno: errno, Err: err.Error()}, -1) // who asked may have gone
+		_ = send(c, refused(err), -1) // who asked may have gone
 		return
 	}
 	_ = send(c, &reply{Length: length}, fd)

@@ -37,6 +37,7 @@ const (
 	opStatus  = "status"  // tell what it is doing
 	opMemory  = "memory"  // pass on a memory file
 	opSegment = "segment" // pass a part of its memory
+	opImport  = "import"  // pass an object on: see imports.go
 )
 
 type request struct {
@@ -47,10 +48,11 @@ type request struct {
 	Nonce    uint64       `json:"nonce,omitempty"`
 	Slot     int          `json:"slot,omitempty"`  // rejoin, channel
 	ID       [2]uint64    `json:"id,omitempty"`    // rejoin: of the directory
-	Token    string       `json:"token,omitempty"` // memory: which
+	Token    string       `json:"token,omitempty"` // memory: which; import: whose
 	Brief    bool         `json:"brief,omitempty"` // status: totals, no lists
 	Segment  uint64       `json:"segment,omitempty"`
-	Write    bool         `json:"write,omitempty"` // the segment
+	Write    bool         `json:"write,omitempty"`  // the segment
+	Object   uint64       `json:"object,omitempty"` // import: which
 }
 
 type reply struct {
@@ -59,7 +61,8 @@ type reply struct {
 	Slot  int           `json:"slot"`
 	Range uint32        `json:"range"`
 
-	Length uint64 `json:"length,omitempty"` // memory: bytes
+	Length uint64  `json:"length,omitempty"` // memory: bytes
+	Extent *Extent `json:"extent,omitempty"` // import
 }
 
 // refusal is an error that the other side has told.

@@ -20,8 +20,9 @@ type process struct {
 	listener *net.UnixListener
 	cfg      *Config
 
-	mu    sync.Mutex // guards conns
-	conns map[*net.UnixConn]bool
+	mu     sync.Mutex // guards conns and closed
+	conns  map[*net.UnixConn]bool
+	closed bool
 
 	wg sync.WaitGroup
 }
@@ -83,6 +84,8 @@ func (p *process) answer(c *net.UnixConn) bool {
 		p.passMemory(c, q.Token)
 	case q.Op == opSegment && p.cfg.Segment != nil:
 		p.passSegment(c, q.Segment, q.Write)
+	case q.Op == opImport && p.cfg.Export != nil:
+		p.export(c, q.Token, q.Object)
 	case q.Op == opStatus && p.cfg.Status != nil:
 		if b, err := json.Marshal(p.cfg.Status(q.Brief)); err == nil {
 			_ = sendLong(c, b) // who asked may have gone
@@ -167,6 +170,7 @@ func receiveLong(c *net.UnixConn, deadline time.Time) ([]byte, error) {
 func (p *process) close() {
 	_ = p.listener.Close()
 	p.mu.Lock()
+	p.closed = true
 	for c := range p.conns {
 		_ = c.SetReadDeadline(time.Unix(1, 0)) // who is being answered is let go
 	}

@@ -1,0 +1,163 @@
+package host
+
+// Objects that a process imports from another one of its user: by a handle, which the
+// programs pass on, and a number. The conversation, on a connection to the exporter's
+// socket that stays open for as long as the import lives:
+//
+//  1. The importer asks for an object (opImport). The answer says what it is; for a region
+//     a guard comes with it.
+//  2. It opens the exporter's memory, by the number of the process that the kernel says is
+//     at the other end, and asks once more (opPing): if that is answered, it was the
+//     exporter's.
+//  3. It may ask to have the object destroyed (opDestroy).
+//  4. The connection ends: the import is given up, or one of the two has died.
+
+import (
+	"errors"
+	"io"
+	"net"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// Operations of a request on such a connection, after opImport.
+const (
+	opPing    = "ping"
+	opDestroy = "destroy"
+)
+
+// Extent is what a region is made of: addresses of the exporter's process.
+type Extent struct {
+	Addr   uint64 `json:"addr,omitempty"`
+	Length uint64 `json:"length,omitempty"`
+	IOVA   uint64 `json:"iova,omitempty"`
+	Access uint32 `json:"access,omitempty"`
+}
+
+// Export is the exporter's side of an import.
+type Export struct {
+	Extent
+	Guard   int          // a descriptor, closed when it has been passed on; -1: none
+	Destroy func() error // destroys the object
+	Close   func()       // the import has ended
+}
+
+// export answers one who imports, for as long as it is there.
+func (p *process) export(c *net.UnixConn, token string, object uint64) {
+	x, err := p.cfg.Export(token, object, c)
+	if err != nil {
+		_ = send(c, refused(err), -1) // who asked may have gone
+		return
+	}
+	defer x.Close()
+	err = send(c, &reply{Extent: &x.Extent}, x.Guard)
+	refuseFD(x.Guard) // a copy has been sent
+	for err == nil && p.stays(c) {
+		var q request
+		fd, bad := receive(c, &q)
+		refuseFD(fd)
+		r := &reply{}
+		switch {
+		case bad != nil:
+			return
+		case q.Op == opDestroy:
+			if bad = x.Destroy(); bad != nil {
+				r = refused(bad)
+			}
+		case q.Op != opPing:
+			return
+		}
+		err = send(c, r, -1)
+	}
+}
+
+// stays makes a connection one that may be silent for long, unless the process leaves.
+func (p *process) stays(c *net.UnixConn) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return !p.closed && c.SetReadDeadline(time.Time{}) == nil
+}
+
+func refused(err error) *reply {
+	errno := syscall.EIO
+	errors.As(err, &errno)
+	return &reply{Errno: errno, Err: err.Error()}
+}
+
+// Import is the importer's side.
+type Import struct {
+	Extent
+	PID   int // of the exporter, as the kernel says
+	Guard int // a descriptor, the caller's to close; -1: none
+	c     *net.UnixConn
+}
+
+// FetchObject imports the object with a number.
+func FetchObject(handle string, object uint64) (*Import, error) {
+	c, token, err := dialHandle(handle, "object")
+	if err != nil {
+		return nil, err
+	}
+	who, err := sys.PeerCred(c)
+	var r reply
+	fd := -1
+	if err == nil {
+		r, fd, err = ask(c, &request{Op: opImport, Token: token, Object: object})
+	}
+	if err != nil {
+		return nil, errors.Join(err, c.Close())
+	}
+	i := &Import{PID: who.PID, Guard: fd, c: c}
+	if r.Extent != nil {
+		i.Extent = *r.Extent
+	}
+	return i, nil
+}
+
+// Ping tells whether the exporter is still there.
+func (i *Import) Ping() error {
+	_, fd, err := ask(i.c, &request{Op: opPing})
+	refuseFD(fd)
+	return err
+}
+
+// Destroy has the exporter destroy the object. If it has ended, it has done so.
+func (i *Import) Destroy() error {
+	_, fd, err := ask(i.c, &request{Op: opDestroy})
+	refuseFD(fd)
+	if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) || errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET) {
+		return nil
+	}
+	return err
+}
+
+// Close ends the import. It is idempotent.
+func (i *Import) Close() error {
+	if err := i.c.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
+		return err
+	}
+	return nil
+}
+
+// dialHandle connects to the process that a handle names, and returns the token. what is
+// what the process shares.
+func dialHandle(handle, what string) (c *net.UnixConn, token string, err error) {
+	name, token, ok := strings.Cut(handle, "#")
+	if !ok || name == "" || token == "" || len(handle) > maxMessage/4 {
+		return nil, "", refuse(syscall.EINVAL, "%.40q is not the handle of a shared %s", handle, what)
+	}
+	if c, err = dial(namePrefix + name); err != nil {
+		var no *refusal
+		switch {
+		case errors.Is(err, syscall.ECONNREFUSED):
+			err = refuse(syscall.ENOENT, "the process that shares the %s is gone", what)
+		case errors.As(err, &no):
+			err = refuse(syscall.EACCES, "the process that shares the %s belongs to another user", what)
+		}
+		return nil, "", err
+	}
+	return c, token, nil
+}
