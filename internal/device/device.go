@@ -68,6 +68,7 @@ type Device struct {
 	peers   peerTable
 	mcast   mcast
 	shares  shares
+	exports exports // and objects that they import
 	dm      *mem.DevicePool
 	scatter bool // what queue pairs do that do not say
 

@@ -95,6 +95,7 @@ func (k *grants) revoke(r *mem.Region) {
 func (d *Device) killed(r *mem.Region) {
 	d.giveUpFetches()
 	d.grants.revoke(r)
+	d.exports.revoke(r)
 }
 
 // offer is told of a request that another process has sent: see link.SharedConfig.

@@ -63,12 +63,26 @@ func (p *PD) Close() error {
 	if p.closed {
 		return nil
 	}
-	if p.refs > 0 {
-		return ib.Errorf("dealloc_pd", syscall.EBUSY, "%d objects are left in the domain", p.refs)
+	if err := p.idleLocked(); err != nil {
+		return err
 	}
 	p.closed = true
 	p.dev.counts.pds--
 	p.dev.publishLocked()
+	return nil
+}
+
+// Idle tells whether the domain could be closed.
+func (p *PD) Idle() error {
+	p.dev.mu.Lock()
+	defer p.dev.mu.Unlock()
+	return p.idleLocked()
+}
+
+func (p *PD) idleLocked() error {
+	if p.refs > 0 {
+		return ib.Errorf("dealloc_pd", syscall.EBUSY, "%d objects are left in the domain", p.refs)
+	}
 	return nil
 }
 

@@ -56,6 +56,7 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 	m, err = host.Join(host.Config{
 		Status: dev.status,
 		Memory: dev.memory,
+		Export: dev.export,
 		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg), Become: s.Listen,
 		Packets: cfg.Link == linkUDP,
 		Segment: link.PassSegment,

@@ -53,6 +53,12 @@ type reacher struct {
 
 const yamaRestricted = 1
 
+// Allow lets another process access our memory, if that can be done, until Deny.
+func Allow(pid int) { reach.allow(pid) }
+
+// Deny undoes Allow.
+func Deny(pid int) { reach.deny(pid, false) }
+
 // allow lets a process read our memory, if that can be done.
 func (r *reachability) allow(pid int) {
 	r.mu.Lock()

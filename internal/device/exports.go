@@ -1,0 +1,208 @@
+package device
+
+// Objects that other processes import, as ibv_import_device(3) and its like have it: they
+// are known by a handle, which the program passes on, and by numbers.
+//
+//  1. Publish makes a handle for one who finds objects by their numbers.
+//  2. export, asked by another process that has the handle, tells where a region lies and
+//     gives a guard for it (mem.Guard).
+//  3. revoke, when the region is closed or changes, shuts its guards and waits until
+//     nobody is inside.
+//
+// What the other process does with it is in imports.go.
+
+import (
+	"fmt"
+	"net"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/internal/host"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/shm"
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// Published is an object that others may import.
+type Published struct {
+	MR      provider.MR  // nil: it is no region
+	Destroy func() error // for all who have it
+}
+
+// exports are those of a device.
+type exports struct {
+	some atomic.Bool // there have been leases
+
+	mu     sync.Mutex // guards what follows
+	find   map[string]func(object uint64) (Published, error)
+	leases map[*mem.Region][]*lease
+}
+
+// Publish makes a handle for the objects that find returns, by their numbers. Unpublish
+// ends that; what was imported stays so.
+func (d *Device) Publish(find func(object uint64) (Published, error)) (handle string) {
+	token := host.NewToken()
+	d.exports.mu.Lock()
+	if d.exports.find == nil {
+		d.exports.find = make(map[string]func(uint64) (Published, error))
+	}
+	d.exports.find[token] = find
+	d.exports.mu.Unlock()
+	if d.member == nil {
+		return "#" + token // a device on the loop link alone is not to be found by others
+	}
+	return d.member.Handle(token)
+}
+
+// Unpublish makes a handle useless.
+func (d *Device) Unpublish(handle string) {
+	d.exports.mu.Lock()
+	delete(d.exports.find, tokenOf(handle))
+	d.exports.mu.Unlock()
+}
+
+// tokenOf returns the part of a handle that is a secret.
+func tokenOf(handle string) string {
+	_, token, _ := strings.Cut(handle, "#")
+	return token
+}
+
+var errNotPublished = fmt.Errorf("the process has no such object, or not any more: %w", syscall.ENOENT)
+
+// export is asked by another process, by a connection that ends with the import.
+func (l *lateDevice) export(token string, object uint64, c *net.UnixConn) (*host.Export, error) {
+	d := l.Load()
+	if d == nil {
+		return nil, errNotPublished
+	}
+	d.exports.mu.Lock()
+	find := d.exports.find[token]
+	d.exports.mu.Unlock()
+	if find == nil {
+		return nil, errNotPublished
+	}
+	o, err := find(object)
+	if err != nil {
+		return nil, err
+	}
+	x := &host.Export{Guard: -1, Destroy: o.Destroy, Close: func() {}}
+	if m, ok := o.MR.(*MR); ok {
+		err = m.lease(x, c)
+	}
+	return x, err
+}
+
+// lease is a region that another process has imported.
+type lease struct {
+	region *mem.Region
+	c      *net.UnixConn
+	user   int // its process
+
+	mu     sync.Mutex // guards guard, and is held while somebody waits for it
+	guard  *mem.Guard
+	closed bool
+}
+
+// lease says where the region lies, and who may be there.
+func (m *MR) lease(x *host.Export, c *net.UnixConn) error {
+	m.mu.Lock() // the region stays what it is meanwhile
+	defer m.mu.Unlock()
+	if m.closed {
+		return errNotPublished
+	}
+	addr, ok := placeOf(m.region.Backing())
+	if !ok {
+		return fmt.Errorf("regions of %v memory cannot be imported: %w", m.region.Kind(), syscall.EOPNOTSUPP)
+	}
+	who, err := sys.PeerCred(c)
+	if err != nil {
+		return err
+	}
+	g, fd, err := mem.NewGuard()
+	if err != nil {
+		return err
+	}
+	l := &lease{region: m.region, c: c, user: who.PID, guard: g}
+	d := m.pd.dev
+	d.exports.add(l)
+	if !m.region.Alive() { // whoever killed it may have looked before the lease was there
+		d.exports.end(l)
+		_ = sys.CloseFD(fd) // it was open: it cannot fail
+		return errNotPublished
+	}
+	shm.Allow(l.user)
+	v := m.view.Load()
+	x.Extent = host.Extent{Addr: addr, Length: v.length, IOVA: v.addr, Access: uint32(v.access)}
+	x.Guard = fd
+	x.Close = func() {
+		shm.Deny(l.user)
+		d.exports.end(l)
+	}
+	return nil
+}
+
+// placeOf returns the address of a backing's first byte, if it is memory of this process.
+func placeOf(b mem.Backing) (uint64, bool) {
+	if h, ok := b.(interface{ Addr() uintptr }); ok {
+		return uint64(h.Addr()), true
+	}
+	if b.Kind() != mem.KindDevice {
+		return 0, false
+	}
+	first, kind := b.Run(0, 1, 0)
+	return sys.AddrOf(first), kind == mem.FaultNone
+}
+
+func (e *exports) add(l *lease) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.leases == nil {
+		e.leases = make(map[*mem.Region][]*lease)
+	}
+	e.leases[l.region] = append(e.leases[l.region], l)
+	e.some.Store(true)
+}
+
+// end gives a lease up, when nobody looks at its guard any more.
+func (e *exports) end(l *lease) {
+	e.mu.Lock()
+	list := slices.DeleteFunc(e.leases[l.region], func(o *lease) bool { return o == l })
+	if e.leases[l.region] = list; len(list) == 0 {
+		delete(e.leases, l.region)
+	}
+	e.mu.Unlock()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.closed = true
+	_ = l.guard.Close() // it was mapped: it cannot fail
+}
+
+// revoke takes a region away from those who have imported it, and waits until none of
+// them accesses it any more.
+func (e *exports) revoke(r *mem.Region) {
+	if !e.some.Load() {
+		return
+	}
+	e.mu.Lock()
+	list := slices.Clone(e.leases[r])
+	e.mu.Unlock()
+	for _, l := range list {
+		l.do(func() { l.guard.Shut() })
+	}
+	for _, l := range list {
+		l.do(func() { l.guard.Await(func() bool { return sys.HungUp(l.c) }) })
+	}
+}
+
+// do calls f while the guard is there.
+func (l *lease) do(f func()) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !l.closed {
+		f()
+	}
+}

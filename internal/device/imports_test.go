@@ -1,0 +1,329 @@
+package device
+
+// Regions that are imported: here by another device of the same process, which knows as
+// little of them as another process would. (Those with other processes are in
+// interop/programs.)
+
+import (
+	"bytes"
+	"fmt"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// exporter is a device with objects that others import.
+type exporter struct {
+	*end
+	handle string
+
+	mu  sync.Mutex    // guards mrs
+	mrs []provider.MR // by numbers from 1
+}
+
+func newExporter(t testing.TB, size int) *exporter {
+	t.Helper()
+	x := &exporter{end: newEnd(t, openDevice(t, provider.Config{Link: linkLocal}), ib.RC, size)}
+	t.Cleanup(x.close)
+	x.mrs = []provider.MR{x.mr}
+	x.handle = x.dev.Publish(func(object uint64) (Published, error) {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		switch {
+		case object == 0:
+			return Published{Destroy: func() error { return syscall.EINVAL }}, nil
+		case object > uint64(len(x.mrs)):
+			return Published{}, syscall.ENOENT
+		}
+		mr := x.mrs[object-1]
+		return Published{MR: mr, Destroy: mr.Close}, nil
+	})
+	return x
+}
+
+func (x *exporter) importTo(e *end, object uint64) (provider.MR, Origin) {
+	e.t.Helper()
+	mr, o, err := e.pd.(*PD).ImportMR(x.handle, object)
+	if err != nil {
+		e.t.Fatal(err)
+	}
+	e.t.Cleanup(func() { closeAll(e.t, mr, o) })
+	return mr, o
+}
+
+// at is a piece of an imported region.
+func at(mr provider.MR, off, n int) []ib.SGE {
+	return []ib.SGE{{Addr: mr.Addr() + uint64(off), Length: uint32(n), LKey: mr.LKey()}}
+}
+
+// Imported memory is sent from and received to, written and read, by whoever has its keys.
+func TestImportedMR(t *testing.T) {
+	for _, mode := range allLinks {
+		t.Run(mode, func(t *testing.T) {
+			const size = 1 << 20
+			x := newExporter(t, size)
+			a, b := connected(t, openFor(t, mode), openFor(t, mode), ib.RC, size, nil)
+			mr, _ := x.importTo(a, 1)
+			if mr.Length() != size || mr.Addr() != x.mr.Addr() || mr.Access() != ib.AccessLocalWrite|ib.AccessRemoteRead|ib.AccessRemoteWrite {
+				t.Fatalf("%d bytes at %#x, %v", mr.Length(), mr.Addr(), mr.Access())
+			}
+			for i, m := range []struct{ off, n int }{{0, 1}, {3, 8}, {5, 60}, {4090, 4096}, {777, 100_000}, {0, size}} {
+				seed := byte(i + 1)
+				remote := b.mr.Addr() + uint64(m.off)
+				is := func(what string, got, from []byte) {
+					t.Helper()
+					if k := firstDifference(got[m.off:][:m.n], from[m.off:][:m.n]); k >= 0 {
+						t.Fatalf("%s of %d bytes: byte %d", what, m.n, k)
+					}
+				}
+				fill(x.buf, seed)
+				clear(b.buf)
+				a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: at(mr, m.off, m.n), RemoteAddr: remote, RKey: b.mr.RKey()})
+				a.ok()
+				is("WRITE from it", b.buf, x.buf)
+				clear(b.buf)
+				b.recv(ib.RecvWR{SGL: b.sge(m.off, m.n)})
+				a.post(ib.SendWR{Op: ib.OpSend, SGL: at(mr, m.off, m.n)})
+				a.ok()
+				b.ok()
+				is("SEND", b.buf, x.buf)
+				clear(b.buf)
+				b.post(ib.SendWR{Op: ib.OpRDMARead, SGL: b.sge(m.off, m.n), RemoteAddr: mr.Addr() + uint64(m.off), RKey: mr.RKey()})
+				b.ok()
+				is("READ from it", b.buf, x.buf)
+
+				fill(b.buf, seed+100)
+				b.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: b.sge(m.off, m.n), RemoteAddr: mr.Addr() + uint64(m.off), RKey: mr.RKey()})
+				b.ok()
+				is("WRITE to it", x.buf, b.buf)
+				clear(x.buf)
+				a.post(ib.SendWR{Op: ib.OpRDMARead, SGL: at(mr, m.off, m.n), RemoteAddr: remote, RKey: b.mr.RKey()})
+				a.ok()
+				is("READ to it", x.buf, b.buf)
+				clear(x.buf)
+				a.recv(ib.RecvWR{SGL: at(mr, m.off, m.n)})
+				b.post(ib.SendWR{Op: ib.OpSend, SGL: b.sge(m.off, m.n)})
+				b.ok()
+				a.ok()
+				is("receive", x.buf, b.buf)
+			}
+			// The result of an atomic is written there; atomics are not executed there.
+			fill(b.buf, 3)
+			want := bytes.Clone(b.buf[:8])
+			a.post(ib.SendWR{Op: ib.OpAtomicFetchAdd, SGL: at(mr, 16, 8), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey(), CompareAdd: 1})
+			a.ok()
+			if !bytes.Equal(x.buf[16:24], want) {
+				t.Errorf("the result of an atomic is % x, should be % x", x.buf[16:24], want)
+			}
+			b.post(ib.SendWR{Op: ib.OpAtomicFetchAdd, SGL: b.sge(0, 8), RemoteAddr: mr.Addr(), RKey: mr.RKey(), CompareAdd: 1})
+			b.status(ib.WCRemAccessErr)
+		})
+	}
+}
+
+// Kinds of memory that can be imported, and what cannot.
+func TestImportedKinds(t *testing.T) {
+	x := newExporter(t, 4096)
+	a, b := connected(t, openFor(t, linkRings), openFor(t, linkRings), ib.RC, 4096, nil)
+	dm, dmr := x.deviceMemory(4096)
+	alloc := must[provider.MR](t)(x.pd.AllocMR(4096, allRemote))
+	od := make([]byte, 4096)
+	demand := must[provider.MR](t)(x.pd.RegMR(od, allRemote|ib.AccessOnDemand))
+	all := must[provider.MR](t)(x.pd.RegImplicitMR(allRemote | ib.AccessOnDemand))
+	zero := must[provider.MR](t)(x.pd.RegMR(x.buf, ib.AccessRemoteRead|ib.AccessZeroBased))
+	null := must[provider.MR](t)(x.pd.(*PD).AllocNullMR())
+	t.Cleanup(func() { closeAll(t, alloc, demand, all, zero, null) })
+	x.mu.Lock()
+	x.mrs = []provider.MR{x.mr, dmr, alloc, demand, all, zero, null}
+	x.mu.Unlock()
+	fill(x.buf, 1)
+	fill(alloc.Bytes(), 3)
+	fill(od, 4)
+	secret := make([]byte, 4096)
+	fill(secret, 2)
+	if _, err := dm.WriteAt(secret, 0); err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range []struct {
+		name  string
+		bytes []byte
+		off   uint64
+	}{{"heap", x.buf, 0}, {"device", secret, 0}, {"allocated", alloc.Bytes(), 0}, {"on demand", od, 0}, {"implicit", x.buf, x.mr.Addr()}, {"zero-based", x.buf, 0}} {
+		mr, _ := x.importTo(a, uint64(i+1))
+		a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: []ib.SGE{{Addr: mr.Addr() + want.off, Length: 4096, LKey: mr.LKey()}}, RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()})
+		a.ok()
+		if !bytes.Equal(b.buf, want.bytes) {
+			t.Errorf("%s: other bytes", want.name)
+		}
+	}
+	_, _, err := a.pd.(*PD).ImportMR(x.handle, 7)
+	wantErrno(t, "null", err, syscall.EOPNOTSUPP)
+	readOnly, _ := x.importTo(a, 6)
+	b.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: b.sge(0, 8), RemoteAddr: readOnly.Addr(), RKey: readOnly.RKey()})
+	b.status(ib.WCRemAccessErr)
+}
+
+func TestImportRefused(t *testing.T) {
+	x := newExporter(t, 4096)
+	e := newEnd(t, openDevice(t, provider.Config{Link: linkLoop, Limits: provider.Limits{MRs: 2}}), ib.RC, 64)
+	defer e.close()
+	mr, o := x.importTo(e, 1)
+	before := descriptors(t)
+	for _, c := range []struct {
+		name, handle string
+		object       uint64
+		errno        syscall.Errno
+	}{
+		{"no such object", x.handle, 9, syscall.ENOENT}, {"no region", x.handle, 0, syscall.EPROTO},
+		{"another secret", x.handle[:len(x.handle)-1] + "x", 1, syscall.ENOENT}, {"nobody", "127.1.2.3/1-0#00", 1, syscall.ENOENT},
+		{"nonsense", "nonsense", 1, syscall.EINVAL}, {"nothing", "", 1, syscall.EINVAL}, {"loop", "#12", 1, syscall.EOPNOTSUPP},
+		{"one more than there may be", x.handle, 1, syscall.ENOMEM},
+	} {
+		_, _, err := e.pd.(*PD).ImportMR(c.handle, c.object)
+		wantErrno(t, c.name, err, c.errno)
+	}
+	if h := e.dev.Publish(nil); !strings.HasPrefix(h, "#") {
+		t.Errorf("a device on the loop link alone is %s to others", h)
+	}
+	rights := ib.AccessLocalWrite
+	wantErrno(t, "other rights", mr.Rereg(provider.MRChange{Access: &rights}), syscall.EOPNOTSUPP)
+	eventually(t, "nothing is left of what was refused", func() bool { return descriptors(t) <= before })
+	closeAll(t, mr, o, mr, o)
+	x.dev.Unpublish(x.handle)
+	_, err := Import("import_device", x.handle, 0)
+	wantErrno(t, "what is not published any more", err, syscall.ENOENT)
+}
+
+// count returns how many imports of its regions a device knows.
+func (e *exports) count() (n int) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, l := range e.leases {
+		n += len(l)
+	}
+	return n
+}
+
+// However a region ends, or changes: its imports do, and nothing is stored any more.
+func TestImportRevoked(t *testing.T) {
+	access := allRemote
+	for name, end := range map[string]func(x *exporter, o Origin) error{
+		"closed":         func(x *exporter, _ Origin) error { return x.mr.Close() },
+		"destroyed":      func(_ *exporter, o Origin) error { return o.Destroy() },
+		"changed rights": func(x *exporter, _ Origin) error { return x.mr.Rereg(provider.MRChange{Access: &access}) },
+		"other memory":   func(x *exporter, _ Origin) error { return x.mr.Rereg(provider.MRChange{Buf: make([]byte, 64)}) },
+		"invalidated": func(x *exporter, _ Origin) error {
+			if f := x.dev.table.Invalidate(x.mr.RKey(), x.qp.(*QP).core.Actor()); !f.OK() {
+				return fmt.Errorf("%v", f)
+			}
+			return nil
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			const size = 256 << 10
+			x := newExporter(t, size)
+			invalidatable := allRemote | ib.AccessRemoteInvalidate
+			if err := x.mr.Rereg(provider.MRChange{Access: &invalidatable}); err != nil {
+				t.Fatal(err)
+			}
+			a, b := connected(t, openFor(t, linkLoop), openFor(t, linkLoop), ib.RC, size, nil)
+			mr, o := x.importTo(a, 1)
+			second, _ := x.importTo(a, 1)
+			stop, started := make(chan struct{}), make(chan struct{}, 1)
+			var wg sync.WaitGroup
+			wg.Go(func() {
+				for n := byte(0); ; n++ {
+					fill(b.buf, n)
+					b.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: b.sge(0, size), RemoteAddr: mr.Addr(), RKey: mr.RKey()})
+					if wc := b.wait(); wc.Status != ib.WCSuccess {
+						if wc.Status != ib.WCRemAccessErr {
+							t.Errorf("%v", wc.Status)
+						}
+						return
+					}
+					select {
+					case started <- struct{}{}:
+					case <-stop:
+						t.Error("it goes on")
+						return
+					default:
+					}
+				}
+			})
+			<-started
+			<-started
+			if err := end(x, o); err != nil {
+				t.Error(err)
+			}
+			before := bytes.Clone(x.buf)
+			time.AfterFunc(10*time.Second, func() { close(stop) })
+			wg.Wait()
+			if !bytes.Equal(before, x.buf) {
+				t.Error("bytes changed after the end")
+			}
+			closeAll(t, mr, second)
+			eventually(t, "no lease is left", func() bool { return x.dev.exports.count() == 0 })
+		})
+	}
+}
+
+// A user that ends inside holds nobody up; one that is there does, until it goes on.
+func TestImportEndsInside(t *testing.T) {
+	for _, ends := range []bool{true, false} {
+		t.Run(fmt.Sprint(ends), func(t *testing.T) {
+			x := newExporter(t, 4096)
+			a := newEnd(t, openDevice(t, provider.Config{Link: linkLoop}), ib.RC, 64)
+			defer a.close()
+			mr, o := x.importTo(a, 1)
+			x.dev.exports.mu.Lock()
+			l := x.dev.exports.leases[x.mr.(*MR).region][0]
+			x.dev.exports.mu.Unlock()
+			if !l.guard.Enter() {
+				t.Fatal("nobody may enter")
+			}
+			done := make(chan error)
+			go func() { done <- x.mr.Close() }()
+			eventually(t, "the region is dead", func() bool { return !x.mr.(*MR).region.Alive() })
+			select {
+			case err := <-done:
+				t.Fatalf("nobody waited for the user: %v", err)
+			case <-time.After(5 * time.Millisecond):
+			}
+			if ends {
+				closeAll(t, o) // as the kernel does for one that dies
+			} else {
+				l.guard.Leave()
+			}
+			if err := <-done; err != nil {
+				t.Error(err)
+			}
+			closeAll(t, mr)
+		})
+	}
+}
+
+// Imports that are left when the exporter closes its device end with it, and their
+// accesses fail.
+func TestImportOutlivesExporter(t *testing.T) {
+	d := must[*Device](t)(Open("", &provider.Config{Link: linkLocal}))
+	e := newEnd(t, d, ib.RC, 4096)
+	handle := d.Publish(func(uint64) (Published, error) { return Published{MR: e.mr, Destroy: e.mr.Close}, nil })
+	a, b := connected(t, openFor(t, linkLoop), openFor(t, linkLoop), ib.RC, 64, nil)
+	mr, o, err := a.pd.(*PD).ImportMR(handle, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.close()
+	closeAll(t, d) // does not wait for the importer
+	b.post(ib.SendWR{Op: ib.OpRDMARead, SGL: b.sge(0, 8), RemoteAddr: mr.Addr(), RKey: mr.RKey()})
+	b.status(ib.WCRemAccessErr)
+	if err := o.Destroy(); err != nil {
+		t.Errorf("destroying what has ended: %v", err)
+	}
+	closeAll(t, mr, o)
+}
