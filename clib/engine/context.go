@@ -18,6 +18,7 @@ type addrList = []netip.Addr
 type openContext struct {
 	shared *shared
 	cookie C.uint64_t // the front's object
+	name   string     // what other processes import it by, or of another process's if it is imported itself
 
 	mu      sync.Mutex // guards objects
 	objects map[uint64]closer
@@ -47,10 +48,21 @@ func vbe_open(name *C.char, cookie C.uint64_t) C.int64_t {
 	if err != nil {
 		return failed(err)
 	}
-	c := &openContext{shared: s, cookie: cookie, objects: map[uint64]closer{}}
+	c := newContext(s, cookie)
+	c.name = s.dev.Publish(c.find)
+	return c.enter()
+}
+
+func newContext(s *shared, cookie C.uint64_t) *openContext {
+	return &openContext{shared: s, cookie: cookie, objects: map[uint64]closer{}}
+}
+
+// enter gives a context its handle.
+func (c *openContext) enter() C.int64_t {
 	h := contexts.add(c)
 	if h == 0 {
-		_ = s.release() // there was no handle, which says more
+		c.shared.dev.Unpublish(c.name)
+		_ = c.shared.release() // there was no handle, which says more
 		return -C.int64_t(C.ENOMEM)
 	}
 	contexts.mu.Lock()
@@ -68,6 +80,7 @@ func vbe_close(h C.uint64_t) C.int64_t {
 	contexts.mu.Lock()
 	contexts.list = slices.DeleteFunc(contexts.list, func(o *openContext) bool { return o == c })
 	contexts.mu.Unlock()
+	c.shared.dev.Unpublish(c.name)
 	c.closeAll()
 	return result(c.shared.release())
 }
@@ -131,12 +144,14 @@ func (c *openContext) destroy(h uint64) error {
 type object interface {
 	closer
 	owner() *openContext
+	abolish() error // destroys what it was imported from, if it was
 }
 
 // inContext is what all objects begin with.
 type inContext struct{ ctx *openContext }
 
 func (o inContext) owner() *openContext { return o.ctx }
+func (inContext) abolish() error        { return nil }
 
 // object is get, for those who do not know the kind.
 func (t *table[T]) object(h uint64) object {
@@ -152,23 +167,32 @@ var tables = map[uint64]interface {
 	remove(h uint64) bool
 }{C.VBE_PD: &pds, C.VBE_MR: &mrs, C.VBE_MW: &mws, C.VBE_CQ: &cqs, C.VBE_SRQ: &srqs, C.VBE_XRCD: &xrcds, C.VBE_QP: &qps, C.VBE_DM: &dms, C.VBE_AH: &ahs, C.VBE_MKEY: &mkeys}
 
+// objectOf finds an object of any kind, or nil.
+func objectOf(h uint64) object {
+	if t := tables[h>>32]; t != nil {
+		return t.object(h)
+	}
+	return nil
+}
+
 // ownerOf is the context that an object belongs to, or nil if there is no such object.
 func ownerOf(h uint64) *openContext {
-	if t := tables[h>>32]; t != nil {
-		if o := t.object(h); o != nil {
-			return o.owner()
-		}
+	if o := objectOf(h); o != nil {
+		return o.owner()
 	}
 	return nil
 }
 
 //export vbe_destroy
 func vbe_destroy(h C.uint64_t) C.int64_t {
-	c := ownerOf(uint64(h))
-	if c == nil {
+	o := objectOf(uint64(h))
+	if o == nil {
 		return failed(errStale)
 	}
-	return result(c.destroy(uint64(h)))
+	if err := o.abolish(); err != nil {
+		return failed(err)
+	}
+	return result(o.owner().destroy(uint64(h)))
 }
 
 // vbe_has tells whether an object belongs to a context.

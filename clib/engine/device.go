@@ -138,12 +138,17 @@ func vbe_list(out *C.struct_vbe_device, room C.int64_t) C.int64_t {
 	}
 	to := view(out, int(room))
 	n := min(len(all), len(to))
-	for i, d := range all[:n] {
-		to[i] = C.struct_vbe_device{guid: C.uint64_t(device.GUID(d.config.Addrs[0]))}
-		setChars(to[i].name[:], d.name)
-		setChars(to[i]._interface[:], d.iface)
+	for i := range all[:n] {
+		to[i] = cDevice(&all[i])
 	}
 	return C.int64_t(n)
+}
+
+func cDevice(d *listed) C.struct_vbe_device {
+	c := C.struct_vbe_device{guid: C.uint64_t(device.GUID(d.config.Addrs[0]))}
+	setChars(c.name[:], d.name)
+	setChars(c._interface[:], d.iface)
+	return c
 }
 
 // setChars writes a C string.

@@ -19,11 +19,13 @@ import (
 type protectionDomain struct {
 	inContext
 	provider.PD
+	origin device.Origin // if it is imported from another process
 }
 
 type memoryRegion struct {
 	inContext
 	provider.MR
+	origin device.Origin
 }
 
 type memoryWindow struct {
@@ -51,13 +53,12 @@ type addressHandle struct {
 	*ib.AH
 }
 
-func (o *protectionDomain) close() error { return o.Close() }
-func (o *memoryRegion) close() error     { return o.Close() }
-func (o *memoryWindow) close() error     { return o.Close() }
-func (o *indirectKey) close() error      { return o.Close() }
-func (o *deviceMemory) close() error     { return o.Close() }
-func (o *xrcDomain) close() error        { return o.Close() }
-func (o *addressHandle) close() error    { return o.Close() }
+func (o *memoryRegion) close() error  { return o.Close() }
+func (o *memoryWindow) close() error  { return o.Close() }
+func (o *indirectKey) close() error   { return o.Close() }
+func (o *deviceMemory) close() error  { return o.Close() }
+func (o *xrcDomain) close() error     { return o.Close() }
+func (o *addressHandle) close() error { return o.Close() }
 
 var (
 	pds   = table[protectionDomain]{kind: C.VBE_PD}
@@ -79,7 +80,7 @@ func vbe_alloc_pd(h C.uint64_t) C.int64_t {
 	if err != nil {
 		return failed(err)
 	}
-	return newHandle(&pds, c, &protectionDomain{inContext{c}, p})
+	return newHandle(&pds, c, &protectionDomain{inContext{c}, p, nil})
 }
 
 //export vbe_reg_mr
@@ -107,7 +108,7 @@ func vbe_reg_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 	if err != nil {
 		return failed(err)
 	}
-	n := newHandle(&mrs, pd.ctx, &memoryRegion{inContext{pd.ctx}, r})
+	n := newHandle(&mrs, pd.ctx, &memoryRegion{inContext{pd.ctx}, r, nil})
 	if n > 0 {
 		m.handle, m.lkey, m.rkey = C.uint64_t(n), C.uint32_t(r.LKey()), C.uint32_t(r.RKey())
 	}

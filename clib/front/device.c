@@ -20,7 +20,6 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards what follows 
 static struct vb_device *known[MAX_DEVICES];		 /* all that were ever listed: programs keep pointers */
 static int num_known;
 static struct vb_context *opened; /* by next_open */
-static uint32_t last_number;
 
 static void before_fork(void) { pthread_mutex_lock(&lock); }
 static void after_fork_in_parent(void) { pthread_mutex_unlock(&lock); }
@@ -116,14 +115,59 @@ PUBLIC int ibv_get_device_index(struct ibv_device *device)
 
 /* A context's cmd_fd names the context, for ibv_import_device: there is no other
  * use for it. */
-static int make_cmd_fd(struct vb_context *c)
+static int make_cmd_fd(struct vb_context *c, struct engine *e, int64_t h)
 {
+	int64_t r = e->vbe_name((uint64_t)h, c->name, sizeof c->name);
+	if (r < 0) {
+		errno = (int)-r;
+		return -1;
+	}
 	int fd = memfd_create("verbena", MFD_CLOEXEC);
-	if (fd >= 0 && dprintf(fd, "verbena %d %u\n", (int)getpid(), c->number) < 0) {
+	if (fd >= 0 && dprintf(fd, "verbena %s\n", c->name) < 0) {
 		close(fd);
 		return -1;
 	}
 	return fd;
+}
+
+static void enter_locked(struct vb_context *c)
+{
+	c->opens = 1;
+	c->next_open = opened;
+	opened = c;
+}
+
+/* start makes a context ready that the engine has, or has failed to make. fd names it, if
+ * it is another process's, and is then taken over. */
+static struct ibv_context *start(struct vb_context *c, int64_t h, struct ibv_device *device, int fd)
+{
+	struct engine *e = c->h.engine;
+	if (h < 0) {
+		vb_free(CONTEXT, &c->h);
+		return vb_fail((int)-h);
+	}
+	c->h.handle = (uint64_t)h;
+	pthread_mutex_lock(&lock);
+	enter_locked(c);
+	pthread_mutex_unlock(&lock);
+
+	struct ibv_context *pub = &c->v.context;
+	pub->device = device;
+	pub->num_comp_vectors = 1;
+	pthread_mutex_init(&pub->mutex, NULL);
+	pub->cmd_fd = c->foreign ? -1 : make_cmd_fd(c, e, h);
+	pub->async_fd = -1;
+	int err = !c->foreign && pub->cmd_fd < 0 ? errno : vb_start_events(c);
+	if (!err)
+		err = (int)-e->vbe_query_device(c->h.handle, &c->attr);
+	if (err) {
+		ibv_close_device(pub);
+		return vb_fail(err);
+	}
+	if (c->foreign)
+		pub->cmd_fd = fd;
+	vb_set_ops(c);
+	return pub;
 }
 
 PUBLIC struct ibv_context *ibv_open_device(struct ibv_device *device)
@@ -136,34 +180,26 @@ PUBLIC struct ibv_context *ibv_open_device(struct ibv_device *device)
 	struct vb_context *c = vb_new(CONTEXT, e);
 	if (!c)
 		return NULL;
-	int64_t h = e->vbe_open(device->name, (uintptr_t)c);
-	if (h < 0) {
-		vb_free(CONTEXT, &c->h);
-		return vb_fail((int)-h);
-	}
-	c->h.handle = (uint64_t)h;
-	pthread_mutex_lock(&lock);
-	c->number = ++last_number;
-	c->opens = 1;
-	c->next_open = opened;
-	opened = c;
-	pthread_mutex_unlock(&lock);
+	return start(c, e->vbe_open(device->name, (uintptr_t)c), device, -1);
+}
 
-	struct ibv_context *pub = &c->v.context;
-	pub->device = device;
-	pub->num_comp_vectors = 1;
-	pthread_mutex_init(&pub->mutex, NULL);
-	pub->cmd_fd = make_cmd_fd(c);
-	pub->async_fd = -1;
-	int err = pub->cmd_fd < 0 ? errno : vb_start_events(c);
-	if (!err)
-		err = (int)-e->vbe_query_device(c->h.handle, &c->attr);
-	if (err) {
-		ibv_close_device(pub);
-		return vb_fail(err);
-	}
-	vb_set_ops(c);
-	return pub;
+/* open_again opens the device of a parent's context in its child. Its cmd_fd then names the
+ * child's context, unless that is another process's anyway. */
+static int64_t open_again(struct vb_context *c, struct engine *e)
+{
+	struct vbe_device d;
+	if (c->foreign)
+		return e->vbe_import(c->name, (uintptr_t)c, &d);
+	int64_t h = e->vbe_open(c->v.context.device->name, (uintptr_t)c);
+	int fd = h < 0 ? -1 : make_cmd_fd(c, e, h);
+	if (h < 0)
+		return h;
+	int err = fd < 0 || dup3(fd, c->v.context.cmd_fd, O_CLOEXEC) < 0 ? errno : 0;
+	if (fd >= 0)
+		close(fd);
+	if (err)
+		e->vbe_close((uint64_t)h);
+	return err ? -err : h;
 }
 
 struct vb_context *vb_revive_context(struct vb_context *c)
@@ -173,7 +209,7 @@ struct vb_context *vb_revive_context(struct vb_context *c)
 		return NULL;
 	pthread_mutex_lock(&lock);
 	if (c->h.engine != e) {
-		int64_t h = e->vbe_open(c->v.context.device->name, (uintptr_t)c);
+		int64_t h = open_again(c, e);
 		int err = h < 0 ? (int)-h : vb_renew_events(c);
 		if (err) {
 			if (h > 0)
@@ -183,9 +219,7 @@ struct vb_context *vb_revive_context(struct vb_context *c)
 		}
 		c->h.handle = (uint64_t)h;
 		c->h.engine = e;
-		c->opens = 1;
-		c->next_open = opened;
-		opened = c;
+		enter_locked(c);
 	}
 	pthread_mutex_unlock(&lock);
 	return c;
@@ -218,20 +252,38 @@ PUBLIC int ibv_close_device(struct ibv_context *context)
 	return 0;
 }
 
+/* import_foreign makes a context of this process that knows whose objects are imported in
+ * it. */
+static struct ibv_context *import_foreign(char *name, int cmd_fd)
+{
+	struct engine *e = vb_engine();
+	struct vb_context *c = e ? vb_new(CONTEXT, e) : NULL;
+	struct vbe_device found;
+	if (!c)
+		return NULL;
+	c->foreign = true;
+	memcpy(c->name, name, sizeof c->name);
+	int64_t h = e->vbe_import(name, (uintptr_t)c, &found);
+	pthread_mutex_lock(&lock);
+	struct vb_device *d = h < 0 ? NULL : device_locked(&found);
+	pthread_mutex_unlock(&lock);
+	if (h > 0 && !d) {
+		e->vbe_close((uint64_t)h);
+		h = -ENOMEM;
+	}
+	return start(c, h, d ? &d->pub : NULL, cmd_fd);
+}
+
 PUBLIC struct ibv_context *ibv_import_device(int cmd_fd)
 {
-	char text[64] = "";
-	int pid;
-	unsigned number;
+	char text[VBE_NAME + 16] = "", name[VBE_NAME] = "";
 	if (pread(cmd_fd, text, sizeof text - 1, 0) < 0)
 		return vb_fail(errno == EBADF ? EBADF : EINVAL);
-	if (sscanf(text, "verbena %d %u", &pid, &number) != 2)
+	if (sscanf(text, "verbena %255s", name) != 1)
 		return vb_fail(EINVAL);
-	if (pid != getpid()) /* a context of another process: its engine cannot be shared */
-		return vb_fail(EOPNOTSUPP);
 	pthread_mutex_lock(&lock);
 	struct vb_context *c = opened;
-	while (c && c->number != number)
+	while (c && (c->foreign || strcmp(c->name, name)))
 		c = c->next_open;
 	int *fds = c ? realloc(c->imported, c->opens * sizeof *fds) : NULL;
 	if (fds) {
@@ -239,7 +291,9 @@ PUBLIC struct ibv_context *ibv_import_device(int cmd_fd)
 		c->imported = fds;
 	}
 	pthread_mutex_unlock(&lock);
-	return fds ? &c->v.context : vb_fail(c ? ENOMEM : EINVAL);
+	if (!c)
+		return import_foreign(name, cmd_fd);
+	return fds ? &c->v.context : vb_fail(ENOMEM);
 }
 
 /* --- what a device says of itself --- */

@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#define VBE_VERSION 2 /* of this file: the front refuses another engine */
+#define VBE_VERSION 3 /* of this file: the front refuses another engine */
 
 /* A handle is a kind, in the upper half, and a number, which programs see. */
 #define VBE_CONTEXT 1
@@ -25,6 +25,8 @@
 #define VBE_DM 10
 #define VBE_MKEY 11
 #define VBE_HANDLE(kind, number) ((uint64_t)(kind) << 32 | (number))
+
+#define VBE_NAME 256 /* how long the name of a context can be */
 
 struct vbe_device {
 	char name[64];
@@ -199,6 +201,11 @@ struct vbe_front {
 	X(int64_t, vbe_version, (struct vbe_front *))                                                      \
 	X(int64_t, vbe_list, (struct vbe_device *, int64_t))                                               \
 	X(int64_t, vbe_open, (char *, uint64_t))                                                           \
+	X(int64_t, vbe_name, (uint64_t, char *, int64_t))                                                  \
+	X(int64_t, vbe_import, (char *, uint64_t, struct vbe_device *))                                    \
+	X(int64_t, vbe_import_pd, (uint64_t, uint32_t))                                                    \
+	X(int64_t, vbe_import_mr, (uint64_t, uint32_t, struct vbe_mr *))                                   \
+	X(int64_t, vbe_unimport, (uint64_t))                                                               \
 	X(int64_t, vbe_close, (uint64_t))                                                                  \
 	X(int64_t, vbe_query_device, (uint64_t, struct vbe_device_attr *))                                 \
 	X(int64_t, vbe_query_port, (uint64_t, uint32_t, struct vbe_port_attr *))                           \

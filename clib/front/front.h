@@ -110,9 +110,10 @@ struct event {
 
 struct vb_context {
 	struct head h;
-	uint32_t number; /* of the process: what cmd_fd names */
-	uint32_t opens;	 /* ibv_open_device and imports; guarded by the list's lock */
-	int *imported;	 /* descriptors that it was imported by, one less than opens */
+	char name[VBE_NAME]; /* what cmd_fd says */
+	bool foreign;	     /* it is imported from another process, whose name that is */
+	uint32_t opens;	     /* ibv_open_device and imports; guarded by the list's lock */
+	int *imported;	     /* descriptors that it was imported by, one less than opens */
 	struct vb_context *next_open;
 	struct vbe_device_attr attr;
 	pthread_mutex_t events_lock; /* guards what follows */
@@ -127,6 +128,7 @@ struct vb_pd {
 	struct vb_td *td;
 	struct ibv_parent_domain_init_attr init;
 	bool imported;
+	bool foreign; /* from another process */
 };
 
 struct vb_td {
@@ -137,6 +139,7 @@ struct vb_td {
 struct vb_mr {
 	struct head h;
 	struct ibv_mr pub;
+	bool foreign; /* imported from another process */
 };
 
 struct vb_dm {
@@ -311,7 +314,8 @@ enum { VB_MAX_GIDS = 256 };
 struct vb_device *vb_find_device(const char *name, bool by_node);
 
 /* import makes another object for what an object of the context stands for; NULL with
- * errno ENOENT if the context has no such thing. */
+ * errno ENOENT if the context has no such thing, or EOPNOTSUPP if it is imported from
+ * another process. */
 void *vb_import(enum kind kind, struct ibv_context *context, uint64_t handle);
 
 void vb_set_ops(struct vb_context *c); /* device.c fills the tables with: */

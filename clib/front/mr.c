@@ -257,15 +257,20 @@ int vb_advise_mr(struct ibv_pd *pd, enum ibv_advise_mr_advice advice, uint32_t f
 					      (uintptr_t)sgl, n));
 }
 
-/* --- import: only within this process, where the context is the same one --- */
+/* --- import: from a context of this process, or of another one --- */
 
 /* Whoever destroys one of the objects that stand for the same thing destroys the thing;
- * the others are good for nothing then but to be unimported, the first one too. */
+ * the others are good for nothing then but to be unimported, the first one too.
+ *
+ * Within the process they are the same to the engine. A thing of another process is one
+ * of its own here, which knows what it stands for. */
 void *vb_import(enum kind kind, struct ibv_context *context, uint64_t handle)
 {
 	struct vb_context *c = live_context(context);
 	if (!c)
 		return vb_fail(EINVAL);
+	if (c->foreign)
+		return vb_fail(EOPNOTSUPP);
 	if (c->h.engine->vbe_has(c->h.handle, handle) < 0)
 		return vb_fail(ENOENT);
 	struct head *h = vb_new(kind, c->h.engine);
@@ -274,31 +279,58 @@ void *vb_import(enum kind kind, struct ibv_context *context, uint64_t handle)
 	return h;
 }
 
+/* foreign makes an object of what the engine has imported from another process, or has
+ * failed to. */
+static void *foreign(enum kind kind, struct engine *e, int64_t h)
+{
+	struct head *o = h < 0 ? vb_fail((int)-h) : vb_new(kind, e);
+	if (o)
+		o->handle = (uint64_t)h;
+	else if (h > 0)
+		e->vbe_unimport((uint64_t)h);
+	return o;
+}
+
+/* forget ends an import. */
+static void forget(enum kind kind, struct head *h, bool foreign)
+{
+	if (foreign && vb_usable(h, kind))
+		h->engine->vbe_unimport(h->handle);
+	vb_free(kind, h);
+}
+
 PUBLIC struct ibv_pd *ibv_import_pd(struct ibv_context *context, uint32_t handle)
 {
-	struct vb_pd *p = vb_import(PD, context, VBE_HANDLE(VBE_PD, handle));
+	struct vb_context *c = live_context(context);
+	bool far = c && c->foreign;
+	struct vb_pd *p = far ? foreign(PD, c->h.engine, c->h.engine->vbe_import_pd(c->h.handle, handle))
+			      : vb_import(PD, context, VBE_HANDLE(VBE_PD, handle));
 	if (!p)
 		return NULL;
 	p->pub.context = context;
 	p->pub.handle = handle;
 	p->imported = true;
+	p->foreign = far;
 	return &p->pub;
 }
 
 PUBLIC void ibv_unimport_pd(struct ibv_pd *pd)
 {
 	if (pd && vb_is(&OUTER(vb_pd, pd)->h, PD) && !OUTER(vb_pd, pd)->of)
-		vb_free(PD, &OUTER(vb_pd, pd)->h);
+		forget(PD, &OUTER(vb_pd, pd)->h, OUTER(vb_pd, pd)->foreign);
 }
 
 PUBLIC struct ibv_mr *ibv_import_mr(struct ibv_pd *pd, uint32_t handle)
 {
 	struct vb_pd *p = LIVE(vb_pd, PD, pd);
 	struct vbe_mr r = {0};
-	struct vb_mr *m = p ? vb_import(MR, pd->context, VBE_HANDLE(VBE_MR, handle)) : vb_fail(EINVAL);
+	bool far = p && to_context(pd->context)->foreign;
+	struct vb_mr *m = far ? foreign(MR, p->h.engine, p->h.engine->vbe_import_mr(p->h.handle, handle, &r))
+			: p   ? vb_import(MR, pd->context, VBE_HANDLE(VBE_MR, handle))
+			      : vb_fail(EINVAL);
 	if (!m)
 		return NULL;
-	int64_t e = p->h.engine->vbe_query_mr(m->h.handle, &r);
+	int64_t e = far ? 0 : p->h.engine->vbe_query_mr(m->h.handle, &r);
 	if (e < 0) {
 		vb_free(MR, &m->h);
 		return vb_fail((int)-e);
@@ -309,6 +341,7 @@ PUBLIC struct ibv_mr *ibv_import_mr(struct ibv_pd *pd, uint32_t handle)
 				 .handle = handle,
 				 .lkey = r.lkey,
 				 .rkey = r.rkey};
+	m->foreign = far;
 	vb_enter(&m->h, p);
 	return &m->pub;
 }
@@ -316,7 +349,7 @@ PUBLIC struct ibv_mr *ibv_import_mr(struct ibv_pd *pd, uint32_t handle)
 PUBLIC void ibv_unimport_mr(struct ibv_mr *mr)
 {
 	if (mr && vb_is(&OUTER(vb_mr, mr)->h, MR))
-		vb_free(MR, &OUTER(vb_mr, mr)->h);
+		forget(MR, &OUTER(vb_mr, mr)->h, OUTER(vb_mr, mr)->foreign);
 }
 
 /* --- what newer headers have: rdma-core 60 and later --- */

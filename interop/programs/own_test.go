@@ -1,6 +1,7 @@
 package programs
 
 import (
+	"fmt"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -82,6 +83,31 @@ func TestSanitizers(t *testing.T) {
 				t.Errorf("it says\n%s", out)
 			}
 		})
+	}
+}
+
+// Regions of one process that another one imports and uses, on both ways between
+// processes, as root and as an ordinary user.
+func TestImports(t *testing.T) {
+	lib := installed(t)
+	bin := lib + "/imports" // where everybody can read it
+	if out, err := exec.Command("cp", compile(t, "imports"), bin).CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	for _, what := range []string{"traffic", "dereg", "destroy", "owner killed", "user killed", "refused"} {
+		for _, link := range []string{"local", "udp"} {
+			for _, user := range []bool{false, true} {
+				t.Run(fmt.Sprintf("%s/%s/%v", what, link, user), func(t *testing.T) {
+					s := side{args: []string{bin, what}, env: []string{"VERBENA_ADDR=" + address(), "VERBENA_LINK=" + link, "VERBENA_LIB=" + lib}}
+					if user {
+						s.wrap = noRights(t)
+					}
+					if out := run(t, s); !strings.HasSuffix(out, "ok\n") {
+						t.Errorf("it says\n%s", out)
+					}
+				})
+			}
+		}
 	}
 }
 
