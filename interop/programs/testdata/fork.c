@@ -1,7 +1,8 @@
 /*
  * A program that forks before the first verb, with a context open, with a domain,
  * and in the middle of it all. Everybody goes on: the parent with what it has, a
- * child with its parent's context and domain, or with ones of its own.
+ * child with its parent's context and domain, or with ones of its own, or with regions of
+ * its parent's that it imports.
  */
 #include <sys/wait.h>
 #include <unistd.h>
@@ -13,6 +14,32 @@ static void await(pid_t child)
 	int status;
 	WANT(child > 0 && waitpid(child, &status, 0) == child);
 	WANT(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+/* import_parents imports a parent's region in its child, whose own memory there differs. */
+static void import_parents(struct ibv_context *ctx, struct ibv_pd *pd, struct ibv_mr *mr, char *buf)
+{
+	int parents = dup(ctx->cmd_fd), own;
+	WANT(!strcmp(buf, "parent"));
+	strcpy(buf, "child");
+	struct ibv_context *there = ibv_import_device(parents);
+	WANT(there && there != ctx);
+	struct ibv_pd *domain = ibv_import_pd(there, pd->handle);
+	WANT(domain);
+	struct ibv_mr *far = ibv_import_mr(domain, mr->handle);
+	char got[16] = "";
+	struct ibv_mr *near = ibv_reg_mr(domain, got, sizeof got, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+	WANT(far && near);
+	struct self s = connect_in(there, domain);
+	WANT(write_to(&s, buf, far->lkey, (uintptr_t)got, near->rkey, 7) == IBV_WC_SUCCESS && !strcmp(got, "parent"));
+	WANT(!ibv_dereg_mr(near));
+	ibv_unimport_mr(far);
+	WANT(!ibv_destroy_qp(s.qp[0]) && !ibv_destroy_qp(s.qp[1]) && !ibv_destroy_cq(s.cq));
+	ibv_unimport_pd(domain);
+	WANT(!ibv_close_device(there));
+	/* When the child has used its parent's context, cmd_fd says that it is its own. */
+	WANT((pd = ibv_alloc_pd(ctx)) && (own = dup(ctx->cmd_fd)) >= 0);
+	WANT(ibv_import_device(own) == ctx && !ibv_close_device(ctx) && !ibv_dealloc_pd(pd));
 }
 
 static void everything(void)
@@ -46,6 +73,15 @@ int main(void)
 	WANT(pd);
 	struct self s = connect_in(ctx, pd);
 	use_self(&s);
+	char *shared = strdup("parent");
+	struct ibv_mr *mr = ibv_reg_mr(pd, shared, 7, IBV_ACCESS_LOCAL_WRITE);
+	WANT(mr);
+	if (!(child = fork())) { /* what is its parent's stays so, and can be imported */
+		import_parents(ctx, pd, mr, shared);
+		_exit(0);
+	}
+	await(child);
+	WANT(!strcmp(shared, "parent") && !ibv_dereg_mr(mr));
 	if (!(child = fork())) { /* in the middle: its parent's domain, but not its queue pairs */
 		struct ibv_send_wr wr = {.opcode = IBV_WR_SEND}, *bad;
 		WANT(ibv_post_send(s.qp[0], &wr, &bad) == EINVAL && bad == &wr);

@@ -134,7 +134,7 @@ static enum ibv_wc_status poll_for(struct end *e, int q)
 
 /* --- the processes that are told what to do --- */
 
-enum { EXPORT = 1, IMPORT, CONNECT, POST, POST_RECV, POLL, FILL, IS_FILLED, STREAM, DEREG, DEALLOC, UNIMPORT, REIMPORT, BAD, CLOSE, FORK, CLOSE_CTX };
+enum { EXPORT = 1, IMPORT, CONNECT, POST, POST_RECV, POLL, FILL, IS_FILLED, STREAM, DEREG, DEALLOC, UNIMPORT, REIMPORT, BAD, CLOSE, FORK, HIDE };
 
 static int64_t import(struct end *e, int fd, uint32_t pd, uint32_t mr)
 {
@@ -232,6 +232,9 @@ static void serve(int sock)
 			break;
 		case CLOSE: /* what is left is let go of */
 			WANT(!ibv_close_device(e.ctx));
+			break;
+		case HIDE: /* as programs do that have secrets: who may not debug it may not import */
+			WANT(!prctl(PR_SET_DUMPABLE, 0));
 			break;
 		case FORK: /* a child that lives on, and has nothing of all this */
 			if (!fork()) {
@@ -476,6 +479,8 @@ static void test_refused(struct proc *owner, struct proc *user, struct proc *els
 	WANT(import_by(user, wrong) == -EINVAL); /* nobody is there */
 	export_from(owner);
 	WANT(import_by(elsewhere, shared.fd) == -ENODEV);
+	ASK(owner, .what = HIDE, .fd = -1);
+	WANT(import_by(user, shared.fd) == (geteuid() ? -EACCES : 0));
 	ASK(owner, .what = CLOSE, .fd = -1);
 	WANT(import_by(user, shared.fd) == -EINVAL); /* the context is closed */
 	export_from(loop);
