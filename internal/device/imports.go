@@ -29,7 +29,16 @@ type Origin interface {
 const importedAccess = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteRead | ib.AccessFlushGlobal | ib.AccessRelaxedOrdering
 
 // Import imports an object that is no region, which only tells that it is there.
-func Import(op, handle string, object uint64) (Origin, error) { return fetch(op, handle, object) }
+func Import(op, handle string, object uint64) (Origin, error) {
+	i, err := fetch(op, handle, object)
+	if err != nil {
+		return nil, err
+	}
+	if i.Guard >= 0 { // nobody has asked for it
+		_ = sys.CloseFD(i.Guard) // it was open: it cannot fail
+	}
+	return i, nil
+}
 
 func fetch(op, handle string, object uint64) (*host.Import, error) {
 	if strings.HasPrefix(handle, "#") {
