@@ -245,6 +245,175 @@ func TestLocalUCPeerGone(t *testing.T) {
 	})
 }
 
+// fillWithDatagrams sends datagrams to a peer that does not read until they wait for
+// room. It returns the first number that was not sent, and that has not completed.
+func fillWithDatagrams(t *testing.T, patience time.Duration) (a, b *end, ah *ib.AH, next, left int) {
+	t.Helper()
+	x, y := openDevice(t, provider.Config{Link: linkLocal}), openDevice(t, provider.Config{Link: linkLocal})
+	x.loopback, y.loopback = false, false
+	x.patience = patience
+	a, b = newMember(t, x), newEnd(t, y, ib.UD, 8<<10)
+	t.Cleanup(b.close)
+	closeAll(t, b.qp)
+	b.qp = must[provider.QP](t)(b.pd.CreateQP(provider.QPConfig{Type: ib.UD, SendCQ: b.cq, RecvCQ: b.cq,
+		Cap: ib.QPCap{MaxSendWR: 1, MaxRecvWR: 1024, MaxRecvSGE: 1}}))
+	b.openDatagrams(mcastKey)
+	for range 1024 {
+		b.recv(ib.RecvWR{SGL: b.sge(0, 8<<10)})
+	}
+	ah = must[*ib.AH](t)(a.pd.CreateAH(ib.AHAttr{DGID: y.GIDs()[0]}))
+	a.datagram(ah, b, 0) // makes the channel
+	a.ok()
+	b.ok()
+	b.dev.rx.Lock() // as if its process were stopped
+	q := a.qp.(*QP)
+	waits := func() bool {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		return q.heldUntil != 0
+	}
+	for next, left = 1, 1; next < 1000 && !waits(); next++ {
+		a.datagram(ah, b, next)
+		for ; a.cq.(*CQ).Len() > 0; left++ {
+			a.completed(left)
+		}
+	}
+	for ; a.cq.(*CQ).Len() > 0; left++ { // it may not have been we who sent the last one
+		a.completed(left)
+	}
+	if next == 1000 || next == left {
+		t.Fatalf("%d of %d datagrams have left, to a peer that reads none", left, next)
+	}
+	return a, b, ah, next, left
+}
+
+// datagram posts a datagram of 4 KiB, or as much as the device takes.
+func (e *end) datagram(ah *ib.AH, to *end, number int) {
+	e.t.Helper()
+	e.post(ib.SendWR{ID: uint64(number), Op: ib.OpSendImm, Imm: uint32(number), SGL: e.sge(0, min(4096, e.dev.mtu)), AH: ah,
+		RemoteQPN: to.qp.Number(), RemoteQKey: mcastKey})
+}
+
+// completed waits for the completion of a request.
+func (e *end) completed(number int) {
+	e.t.Helper()
+	if wc := e.ok(); wc.ID != uint64(number) {
+		e.t.Fatalf("%+v, want %d", wc, number)
+	}
+}
+
+// Datagrams wait for room in the ring to a process that is slow, and none is lost. They
+// complete when they have left.
+func TestLocalDatagramsWait(t *testing.T) {
+	a, b, ah, next, left := fillWithDatagrams(t, time.Hour)
+	for range 20 { // more than are sent at once
+		a.datagram(ah, b, next)
+		next++
+	}
+	closeAll(t, ah) // they do not need it any more
+	b.dev.rx.Unlock()
+	for i := 1; i < next; i++ {
+		if wc := b.ok(); wc.Imm != uint32(i) {
+			t.Fatalf("%+v, want %d", wc, i)
+		}
+	}
+	for ; left < next; left++ {
+		a.completed(left)
+	}
+	if n := countsOf(a.dev)["local_undelivered"]; n != 0 {
+		t.Errorf("%d were lost", n)
+	}
+}
+
+// They do not wait for ever, and those to others behind them not for each of them.
+func TestLocalDatagramsPatience(t *testing.T) {
+	const patience = 200 * time.Millisecond
+	a, b, ah, next, left := fillWithDatagrams(t, patience)
+	begin := time.Now()
+	other := openDevice(t, provider.Config{Link: linkLocal})
+	other.loopback = false
+	c := newEnd(t, other, ib.UD, 8<<10)
+	t.Cleanup(c.close)
+	c.openDatagrams(mcastKey)
+	c.recv(ib.RecvWR{SGL: c.sge(0, 8<<10)})
+	ah2 := must[*ib.AH](t)(a.pd.CreateAH(ib.AHAttr{DGID: other.GIDs()[0]}))
+	for range a.qp.(*QP).Room() - 1 {
+		a.datagram(ah, b, next)
+		next++
+	}
+	waiting := next - left
+	a.datagram(ah2, c, next)
+	if wc := c.ok(); wc.Imm != uint32(next) {
+		t.Fatalf("%+v", wc)
+	}
+	if took := time.Since(begin); took > 10*patience {
+		t.Errorf("it has waited for %v, behind %d datagrams to a process that is stopped", took, waiting)
+	}
+	for ; left <= next; left++ {
+		a.completed(left)
+	}
+	lost := countsOf(a.dev)["local_undelivered"]
+	if lost != uint64(waiting) {
+		t.Errorf("%d were lost of %d that found no room", lost, waiting)
+	}
+	// Once it reads again, nothing is lost any more.
+	b.dev.rx.Unlock()
+	for i := 1; i < next-waiting; i++ {
+		if wc := b.ok(); wc.Imm != uint32(i) {
+			t.Fatalf("%+v, want %d", wc, i)
+		}
+	}
+	a.datagram(ah, b, next+1)
+	a.completed(next + 1)
+	if wc := b.ok(); wc.Imm != uint32(next+1) {
+		t.Errorf("%+v", wc)
+	}
+	closeAll(t, ah, ah2)
+}
+
+// A queue pair whose datagrams wait can fail, be reset and be closed, and does not wait
+// for a process that has gone.
+func TestLocalDatagramsGone(t *testing.T) {
+	for _, how := range []string{"close", "reset", "error", "peer"} {
+		t.Run(how, func(t *testing.T) {
+			a, b, ah, next, left := fillWithDatagrams(t, time.Hour)
+			defer closeAll(t, ah)
+			switch how {
+			case "close":
+				closeAll(t, a.qp)
+			case "reset":
+				a.modify(ib.QPAttr{State: ib.QPReset}, 0)
+				a.openDatagrams(mcastKey)
+			case "error":
+				a.modify(ib.QPAttr{State: ib.QPErr}, 0)
+				for range next - left {
+					a.status(ib.WCWRFlushErr)
+				}
+			case "peer":
+				closeAll(t, b.qp, b.mr, b.cq, b.pd, b.dev)
+				for ; left < next; left++ {
+					a.completed(left)
+				}
+				return
+			}
+			b.dev.rx.Unlock()
+			for i := 1; i < left; i++ {
+				if wc := b.ok(); wc.Imm != uint32(i) {
+					t.Fatalf("%+v, want %d", wc, i)
+				}
+			}
+			if how == "reset" {
+				a.datagram(ah, b, next)
+				a.completed(next)
+				if wc := b.ok(); wc.Imm != uint32(next) {
+					t.Fatalf("%+v, want %d", wc, next)
+				}
+			}
+			b.hearNothing()
+		})
+	}
+}
+
 // shareMemory gives an end memory that other processes may map.
 func (e *end) shareMemory(size int) {
 	e.t.Helper()

@@ -50,6 +50,7 @@ type progress struct {
 		sync.Mutex       // guards list
 		list       []*QP // hold trains until the link is less busy
 	}
+	patience time.Duration // of datagrams among those trains
 
 	ready struct {
 		sync.Mutex           // guards list
@@ -60,6 +61,7 @@ type progress struct {
 
 func (d *Device) start() {
 	d.rx.receiver.dev = d
+	d.patience = datagramPatience
 	d.done = make(chan struct{})
 	go d.background()
 }

@@ -53,6 +53,9 @@ type QP struct {
 	closed bool
 	near   *QP // guarded by mu: the queue pair that neighbour found last; perhaps it is closed
 
+	heldUntil qp.Time // guarded by mu: how long the first held train may wait, if it is a datagram; or 0
+	heldLate  bool    // guarded by mu: and it has
+
 	grants []*grant // guarded by mu: how the peer accesses our memory by itself
 
 	posted   bool // guarded by mu: since the last message came

@@ -125,6 +125,9 @@ func (t *timerHeap) due(now qp.Time) *QP {
 // heap knows. The queue pair's lock is held.
 func (d *Device) rearmLocked(q *QP) {
 	at := q.core.Deadline()
+	if h := q.heldUntil; h != 0 && (at == 0 || h < at) {
+		at = h
+	}
 	if at == 0 || q.armed != 0 && q.armed <= at || q.closed {
 		return
 	}
@@ -149,6 +152,9 @@ func (d *Device) fireTimers() time.Duration {
 		q.mu.Lock()
 		q.armed = 0
 		q.core.Tick(now)
+		if q.heldUntil != 0 && q.heldUntil <= now {
+			q.heldUntil, q.heldLate = 0, true
+		}
 		d.rearmLocked(q)
 		q.mu.Unlock()
 		d.answer(q, now) // its window is smaller now: what is left goes to others

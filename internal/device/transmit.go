@@ -8,18 +8,21 @@ package device
 //
 // A link may be busy (link.ErrBusy). Then the trains that it did not take stay with
 // the queue pair, which is stalled until the link has room, and go before all
-// others.
+// others. A datagram waits like this for datagramPatience at most: those behind it are
+// for other peers, perhaps.
 
 import (
 	"errors"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/qp"
 	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
 // States of the token.
@@ -32,6 +35,11 @@ const (
 // txQuantum is how many bytes one call moves; the rest is left to whoever makes
 // progress next, so that a post does not take a second.
 const txQuantum = 1 << 20
+
+// datagramPatience is how long a datagram waits for room in a ring; then it is lost. A
+// peer that shares its processor with a few busy ones reads again within that time, and
+// a peer that is stopped holds up those to others only once: see link.Shared.
+const datagramPatience = 50 * time.Millisecond
 
 // batch is the trains that are pulled and sent together.
 type batch struct {
@@ -118,7 +126,7 @@ func (d *Device) drain(q *QP, now qp.Time) bool {
 		}
 		left, ok := d.send(q, b.ptrs[:n], now)
 		if len(left) > 0 {
-			d.hold(q, b, left)
+			d.hold(q, b, left, 0)
 			return false
 		}
 		if ok && n < len(b.trains) && bytes < txQuantum && direct == 0 {
@@ -246,9 +254,19 @@ func (q *QP) notSent(ts []*train.Train) {
 
 // hold keeps trains that the link is too busy for. Who frees the link after this
 // finds the queue pair in the list; who did so before, since the link refused them,
-// is seen here.
-func (d *Device) hold(q *QP, b *batch, left []*train.Train) {
+// is seen here. If the first one is a datagram, it waits until a time; 0 if it begins to
+// wait now.
+func (d *Device) hold(q *QP, b *batch, left []*train.Train, until qp.Time) {
 	q.held, q.heldLeft = b, left
+	if left[0].Transport == wire.UD {
+		if until == 0 {
+			until = d.now() + d.patience
+		}
+		q.mu.Lock()
+		q.heldUntil = until
+		d.rearmLocked(q)
+		q.mu.Unlock()
+	}
 	q.stalled.Store(slices.ContainsFunc(left, (*train.Train).IsAnswer))
 	l := d.link.(*link.Shared) // no other is ever busy
 	d.stalled.Lock()
@@ -271,6 +289,8 @@ func (d *Device) sendHeld(q *QP, now qp.Time) bool {
 	q.stalled.Store(false)
 	q.mu.Lock()
 	state, resets := q.core.State(), q.core.Resets()
+	until, late := q.heldUntil, q.heldLate
+	q.heldUntil, q.heldLate = 0, false
 	q.mu.Unlock()
 	live := ts[:0]
 	for _, t := range ts {
@@ -278,10 +298,16 @@ func (d *Device) sendHeld(q *QP, now qp.Time) bool {
 			live = append(live, t)
 		}
 	}
+	if late && len(live) > 0 {
+		live[0].Late = true
+	}
 	q.heldAt = d.frees()
 	left, _ := d.send(q, live, now) // if one could not be read, the queue pair has heard of it
 	if len(left) > 0 {
-		d.hold(q, b, left)
+		if len(left) < len(live) {
+			until = 0
+		}
+		d.hold(q, b, left, until)
 		return false
 	}
 	b.release()

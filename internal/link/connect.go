@@ -108,6 +108,11 @@ type tag struct {
 	sent int
 	in   [maxPairs]pair // what the peer has told; Poll's own
 
+	// A datagram was lost that had waited for room long enough, and what the peer had
+	// given back by then; who is sending has it.
+	stuck   bool
+	stuckAt uint64
+
 	offers [16]offers // by queue pair, see lane.go; Poll's own
 }
 

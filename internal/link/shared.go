@@ -256,8 +256,7 @@ func (s *Shared) Send(ts []*train.Train) (int, error) {
 }
 
 // sendTrain puts a train into the ring to its process. What cannot be delivered is
-// lost, as on any network; what cannot be delivered now is ErrBusy, unless it is a
-// datagram.
+// lost, as on any network; what cannot be delivered now is ErrBusy.
 func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 	t := one[0]
 	process, ok := f.dev.Find(t.DestQP)
@@ -334,8 +333,7 @@ func (s *Shared) deliver() {
 
 // reserve takes a channel and room in its ring for a train, or returns nil: it is
 // lost, or ErrBusy says that it has to wait. Half of the ring is for those who send
-// again what is lost: the others must not be in their way. Datagrams do not wait,
-// for their queue pair has other peers.
+// again what is lost: the others must not be in their way.
 func (s *Shared) reserve(c *shm.Channel, typ byte, n int, t *train.Train) (b []byte, err error) {
 	if !c.Begin() {
 		s.lost.Add(1)
@@ -345,19 +343,28 @@ func (s *Shared) reserve(c *shm.Channel, typ byte, n int, t *train.Train) (b []b
 	if t.Transport == wire.RC || t.Transport == wire.XRC {
 		leave = 0
 	}
-	waits, ok := t.Transport != wire.UD, false
-	if waits || c.Has(leave+n) {
-		b, ok = c.ReserveLeaving(typ, n, leave)
-	}
+	b, ok := c.ReserveLeaving(typ, n, leave)
 	if ok {
 		return b, nil
 	}
+	waits := t.Transport != wire.UD || c.Tag().(*tag).patient(c, t)
 	c.End()
 	if waits && c.Err() == nil && n <= c.MaxRecord() {
 		return nil, ErrBusy
 	}
 	s.lost.Add(1)
 	return nil, nil
+}
+
+// patient tells whether a datagram waits for room in the ring. Its queue pair has other
+// peers, so it does not wait for long: where one has done so in vain, none waits any more
+// until the peer has read something.
+func (k *tag) patient(c *shm.Channel, t *train.Train) bool {
+	given := c.Given()
+	if t.Late {
+		k.stuck, k.stuckAt = true, given
+	}
+	return !k.stuck || k.stuckAt != given
 }
 
 // Route implements Router.

@@ -185,6 +185,61 @@ func TestSharedTrains(t *testing.T) {
 	}
 }
 
+// Datagrams to a process that does not read find the link busy. When one has waited for
+// long enough, it and those that follow are lost, until the process has read something.
+func TestSharedDatagramsLate(t *testing.T) {
+	a, b := sharedPair(t)
+	flow := reached(t, a, b)
+	sent := 0
+	send := func(late bool) error {
+		tr := &train.Train{Flow: flow, Transport: wire.UD, Kind: wire.KindSend, Start: true, End: true, DestQP: 9, MTU: 4096, N: 1, Len: 4096,
+			PSN: wire.PSN(sent), Late: late, Payload: mem.List{Raw: [][]byte{make([]byte, 4096)}}}
+		n, err := a.Send([]*train.Train{tr})
+		if n != 1 && err == nil {
+			t.Fatalf("%d sent", n)
+		}
+		return err
+	}
+	fill := func() {
+		t.Helper()
+		for ; sent < 10*ringBytes/4096; sent++ {
+			if err := send(false); err == ErrBusy {
+				return
+			} else if err != nil || a.Lost() > 0 {
+				t.Fatalf("%v, %d lost", err, a.Lost())
+			}
+		}
+		t.Fatal("the ring is never full")
+	}
+	fill()
+	if err := send(false); err != ErrBusy || a.Lost() != 0 {
+		t.Errorf("%v, %d lost", err, a.Lost())
+	}
+	if err := send(true); err != nil || a.Lost() != 1 {
+		t.Errorf("a late one: %v, %d lost", err, a.Lost())
+	}
+	if err := send(false); err != nil || a.Lost() != 2 {
+		t.Errorf("the next one: %v, %d lost", err, a.Lost())
+	}
+	var k taker
+	for deadline := time.Now().Add(5 * time.Second); len(k.psns) < sent/2 && time.Now().Before(deadline); {
+		b.Poll(&k, sent/2)
+	}
+	a.lost.Store(0)
+	fill()
+	for deadline := time.Now().Add(5 * time.Second); len(k.psns) < sent && time.Now().Before(deadline); {
+		b.Poll(&k, 100)
+	}
+	for i, p := range k.psns {
+		if p != wire.PSN(i) {
+			t.Fatalf("datagram %d has PSN %v", i, p)
+		}
+	}
+	if len(k.psns) != sent || k.bad != 0 {
+		t.Errorf("%d of %d came, %d bad", len(k.psns), sent, k.bad)
+	}
+}
+
 // passedOn makes packets from outside for a queue pair at a link, three of 16 bytes.
 func passedOn(to *Shared) *Packets {
 	from := netip.MustParseAddrPort("127.98.9.9:50001")

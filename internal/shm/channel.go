@@ -134,6 +134,10 @@ func (c *Channel) PeerTicket() uint64 { return c.bell.ticket.Load() }
 // that of its bytes, and somewhat more. It is called between Begin and End.
 func (c *Channel) Has(n int) bool { return c.tx.ring.Has(n) }
 
+// Given returns how many bytes the peer has given back since the ring was made, as
+// the latest Reserve has found. It is called between Begin and End.
+func (c *Channel) Given() uint64 { return c.tx.ring.given }
+
 // Commit makes visible what was reserved since Begin or the latest Commit, and
 // tells the peer.
 func (c *Channel) Commit() {

@@ -71,6 +71,8 @@ type Train struct {
 	Bounce bool
 	// Again tells that it was sent before, or something that it is a part of.
 	Again bool
+	// Late tells that a datagram has waited for a busy link as long as it may.
+	Late bool
 
 	// Cookie is the sending queue pair's own; it comes back in Sent.
 	Cookie uint64
@@ -142,7 +144,7 @@ func (t *Train) Reset() {
 	t.DestQP, t.SRQ, t.PSN, t.N, t.MTU = 0, 0, 0, 0, 0
 	t.AckReq, t.Solicited = false, false
 	t.RETH, t.Atomic, t.AETH, t.Orig, t.Imm, t.DETH = wire.RETH{}, wire.AtomicETH{}, wire.AETH{}, 0, 0, wire.DETH{}
-	t.Len, t.Bounce, t.Again, t.Cookie = 0, false, false, 0
+	t.Len, t.Bounce, t.Again, t.Late, t.Cookie = 0, false, false, false, 0
 	t.Payload = mem.List{} // by itself: among others it would be made elsewhere and copied
 }
 

@@ -2,6 +2,7 @@ package programs
 
 import (
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -109,6 +110,7 @@ func TestPerftest(t *testing.T) {
 		{"ib_write_bw", anyone, plain, true}, {"ib_write_lat", anyone, plain, true}, {"ib_read_bw", anyone, plain, true}, {"ib_read_lat", anyone, plain, true},
 		{"ib_send_bw", anyone, plain, true}, {"ib_send_lat", anyone, plain, true}, {"ib_atomic_bw", anyone, plain, true}, {"ib_atomic_lat -A FETCH_AND_ADD", anyone, plain, true},
 		{"ib_send_bw -c UD", anyone, plain, true}, {"ib_send_lat -c UD", anyone, plain, false}, {"ib_send_bw -c UC", anyone, plain, true},
+		{"ib_send_bw -c UD -s 2048 -n 5000", anyone, plain, true},
 		{"ib_send_bw -c UC -s 1048576", anyone, plain, false}, {"ib_send_lat -c UC", anyone, plain, false},
 		{"ib_write_bw -c UC", anyone, plain, false}, {"ib_write_lat -c UC", anyone, plain, false}, {"ib_send_bw -c XRC", anyone, srq, true}, {"ib_write_bw -c XRC", anyone, plain, false},
 		{"ib_read_bw -c XRC", anyone, plain, false}, {"ib_send_lat -c XRC", anyone, srq, false},
@@ -128,7 +130,8 @@ func TestPerftest(t *testing.T) {
 			continue
 		}
 		t.Run(strings.TrimSpace(c.args+" "+c.id), func(t *testing.T) {
-			args := append(strings.Fields(c.args), "-F", "-n", "200")
+			args := strings.Fields(c.args)
+			args = slices.Insert(args, 1, "-F", "-n", "200") // if it says otherwise, that counts
 			_, out := between(t, args, "VERBENA_ADDR="+address(), "VERBENA_IDENTITY="+c.id)
 			if !strings.Contains(out, "#bytes") || !regexp.MustCompile(c.says).MatchString(out) {
 				t.Errorf("the client says\n%s\nwant %q", out, c.says)
