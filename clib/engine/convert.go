@@ -138,6 +138,9 @@ func putWC(to *C.struct_vbe_wc, wc *ib.WC, note *device.Note) {
 	to.byte_len, to.qp_num, to.src_qp = C.uint32_t(wc.ByteLen), C.uint32_t(wc.QPN), C.uint32_t(wc.SrcQP)
 	to.pkey_index, to.sl = C.uint16_t(wc.PKeyIndex), C.uint8_t(wc.SL)
 	to.when, to.event = C.uint64_t(note.At), C.uint32_t(note.Event)
+	if note.Solicited {
+		to.solicited = 1
+	}
 	if int(wc.Op) < len(wcOpcodes) {
 		to.opcode = wcOpcodes[wc.Op]
 	}

@@ -62,6 +62,7 @@ func vbe_create_cq(h C.uint64_t, entries C.int64_t, ring *C.struct_vbe_ring, coo
 	}
 	if flags&C.VBE_CQ_EVENTS != 0 { // the channel is the front's affair
 		q.OnEvent = func() { C.call_cq_event(cookie) }
+		q.Earlier = q.earlier
 	}
 	q.Taker = q.take
 	c.shared.cqs.add(q.Number(), q)
@@ -104,6 +105,21 @@ func (q *completionQueue) take(wc *ib.WC, note *device.Note) bool {
 	putWC(&q.ring.slot[tail%C.VBE_RING], wc, note)
 	atomic.StoreUint32(word(&q.ring.tail), tail+1)
 	return true
+}
+
+// earlier gives an event to the first completion in the ring that has raised none. The
+// program may be taking it meanwhile: then the event tells of nothing new, as it may
+// with an adapter.
+func (q *completionQueue) earlier(event uint32, solicitedOnly bool) bool {
+	tail := uint32(q.ring.tail)
+	for at := atomic.LoadUint32(word(&q.ring.head)); at != tail; at++ {
+		wc := &q.ring.slot[at%C.VBE_RING]
+		if wc.event == 0 && (wc.solicited != 0 || !solicitedOnly) {
+			atomic.StoreUint32(word(&wc.event), event)
+			return true
+		}
+	}
+	return false
 }
 
 // vbe_poll_cq is called when the ring is empty: it makes the device's progress, as

@@ -9,6 +9,10 @@
  * An event's way: the engine calls vb_on_cq_event, which notes it with the queue,
  * puts the queue into its channel's list and adds one to the channel's eventfd.
  * ibv_get_cq_event takes one from the eventfd and a queue off the list.
+ *
+ * Arming raises the event at once if there is a completion that has raised none and
+ * has not been polled, as with adapters: programs (UCX) poll until there is nothing,
+ * arm, and sleep.
  */
 #define _GNU_SOURCE
 #include <sched.h>
@@ -81,7 +85,7 @@ static inline void found_some(struct vb_cq *c)
 
 /* ready returns how many completions wait, asking the engine if there seem to be
  * none; or a negative errno. A program that has armed the queue relies on getting
- * all that was there then, since no event will tell of it: it asks if there are
+ * all that was there then, since one event at most tells of it: it asks if there are
  * fewer than it wants. */
 static inline int64_t ready(struct vb_cq *c, uint32_t want)
 {
@@ -185,10 +189,11 @@ static int start_poll(struct ibv_cq_ex *cq, struct ibv_poll_cq_attr *attr)
  * not taken yet. */
 static bool told_apart(struct vb_cq *c, const struct vbe_wc *wc)
 {
-	if (!wc->event)
+	uint32_t event = __atomic_load_n(&wc->event, __ATOMIC_RELAXED);
+	if (!event)
 		return false;
 	pthread_mutex_lock(&c->pub.mutex);
-	bool waits = (int32_t)(wc->event - c->taken) > 0;
+	bool waits = (int32_t)(event - c->taken) > 0;
 	pthread_mutex_unlock(&c->pub.mutex);
 	return waits;
 }

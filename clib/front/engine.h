@@ -167,7 +167,9 @@ struct vbe_wc {
 	uint16_t pkey_index, slid;
 	uint8_t sl, dlid_path_bits;
 	uint64_t when;	/* nanoseconds of CLOCK_MONOTONIC at which it was made */
-	uint32_t event; /* which event of its queue it has raised, counted from 1; 0: none */
+	uint32_t event; /* which event of its queue it has raised, counted from 1; 0: none.
+			 * The engine may set it while the completion waits in the ring */
+	uint32_t solicited; /* or failed */
 };
 
 /*

@@ -25,6 +25,12 @@ type CQ struct {
 	// Nothing is offered while it is held: see Hold.
 	// It is set before the queue is used.
 	Taker func(*ib.WC, *Note) bool
+	// Earlier, if it is set, makes arming count what is there already: the first
+	// completion that has raised no event raises one. It looks for that among those
+	// which were taken or polled and still wait to be seen, notes the event with it, and
+	// reports whether there is one; if not, the queue looks among its own. It is called
+	// as Taker is, and set before the queue is used.
+	Earlier func(event uint32, solicitedOnly bool) bool
 
 	count    atomic.Int64 // entries in the ring; lets an empty poll go without the lock
 	overflow atomic.Bool
@@ -34,7 +40,7 @@ type CQ struct {
 	head  int // the oldest entry
 	armed arming
 	fired uint32 // how many events there were
-	held  bool   // the taker gets nothing
+	held  bool   // the taker gets nothing, and some completions may be on their way there
 
 	late     []Late // bytes that wait beside their completions, by number less 1
 	lateFree uint32 // a place there that is free; 0: none
@@ -77,11 +83,12 @@ type entry struct {
 	note  Note
 }
 
-// Note is what is known of a completion besides: when it was pushed, and which
-// event it has raised, counted from 1; 0: none.
+// Note is what is known of a completion besides: when it was pushed, which event it
+// has raised, counted from 1 (0: none), and whether it is solicited or has failed.
 type Note struct {
-	At    int64
-	Event uint32
+	At        int64
+	Event     uint32
+	Solicited bool
 }
 
 type arming uint8
@@ -137,8 +144,8 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *Freed, upto uint32, l *Late)
 	if l != nil {
 		late = c.keepLocked(l)
 	}
-	note := Note{At: at}
-	fire := c.armed == armedNext || c.armed == armedSolicited && (solicited || wc.Status != ib.WCSuccess)
+	note := Note{At: at, Solicited: solicited || wc.Status != ib.WCSuccess}
+	fire := c.armed == armedNext || c.armed == armedSolicited && note.Solicited
 	if fire {
 		c.armed = notArmed
 		c.fired++
@@ -181,7 +188,6 @@ func (c *CQ) PollNotes(out []ib.WC, notes []Note) int {
 func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 	c.mu.Lock()
 	count := int(c.count.Load())
-	c.held = c.held || notes != nil
 	for n < len(out) && count > 0 {
 		e := &c.ring[c.head]
 		var failed func(mem.Fault) uint16
@@ -199,7 +205,7 @@ func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 		}
 		out[n] = e.wc
 		if notes != nil {
-			notes[n] = e.note
+			notes[n], c.held = e.note, true
 		}
 		if e.freed != nil {
 			e.freed.polled.Store(e.upto)
@@ -218,18 +224,20 @@ func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 		n++
 	}
 	c.count.Store(int64(count))
-	if n == 0 && notes != nil {
-		c.held = false
-	}
 	c.mu.Unlock()
 	return n, f
 }
 
-// Hold keeps completions from the taker, or lets it have them again.
+// Hold keeps completions from the taker, or lets it have them again. Who armed the queue
+// meanwhile has not been told of what was on its way.
 func (c *CQ) Hold(hold bool) {
 	c.mu.Lock()
 	c.held = hold
+	fire := c.earlierLocked()
 	c.mu.Unlock()
+	if fire && c.OnEvent != nil {
+		c.OnEvent()
+	}
 }
 
 // Len returns the number of completions that wait.
@@ -240,7 +248,7 @@ func (c *CQ) Overflowed() bool { return c.overflow.Load() }
 
 // Arm asks for one event at the next completion, or at the next solicited or
 // failed one. An arming for any completion is not weakened by a later one for
-// solicited ones (IBA 11.4.2.2).
+// solicited ones (IBA 11.4.2.2). What is there already counts if Earlier is set.
 func (c *CQ) Arm(solicitedOnly bool) {
 	c.mu.Lock()
 	if !solicitedOnly {
@@ -248,7 +256,32 @@ func (c *CQ) Arm(solicitedOnly bool) {
 	} else if c.armed == notArmed {
 		c.armed = armedSolicited
 	}
+	fire := c.earlierLocked()
 	c.mu.Unlock()
+	if fire && c.OnEvent != nil {
+		c.OnEvent()
+	}
+}
+
+// earlierLocked looks for a completion that an armed queue has already, and reports
+// whether it raises the event. While some are on their way nobody can look at all of
+// them: Hold does so then.
+func (c *CQ) earlierLocked() bool {
+	if c.Earlier == nil || c.armed == notArmed || c.held {
+		return false
+	}
+	event, only := c.fired+1, c.armed == armedSolicited
+	found := c.Earlier(event, only)
+	for i := 0; !found && i < int(c.count.Load()); i++ {
+		note := &c.ring[wrap(c.head+i, len(c.ring))].note
+		if found = note.Event == 0 && (note.Solicited || !only); found {
+			note.Event = event
+		}
+	}
+	if found {
+		c.armed, c.fired = notArmed, event
+	}
+	return found
 }
 
 // Resize replaces the ring by one of n entries. It returns false, and changes

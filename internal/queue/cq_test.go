@@ -8,6 +8,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
 )
@@ -169,6 +170,182 @@ func TestCQArm(t *testing.T) {
 	cq := NewCQ(1) // without anybody to tell
 	cq.Arm(next)
 	push(cq, 1, 1)
+}
+
+// TestCQArmEarlier: with Earlier, arming raises the event of the first completion that is
+// there and has raised none, be it with the taker, or on its way there, or in the queue.
+func TestCQArmEarlier(t *testing.T) {
+	const next, solicited = false, true
+	for _, c := range []struct {
+		name string
+		what string // completions: p(lain), s(olicited), f(ailed); n and o arm for the next or the solicited ones
+		want []uint32
+	}{
+		{"nothing there", "np", []uint32{1}},
+		{"one there", "pnp", []uint32{1, 0}},
+		{"the first of several", "ppn", []uint32{1, 0}},
+		{"each arming the next one", "ppnnn", []uint32{1, 2}},
+		{"its own event was before", "npn", []uint32{1}},
+		{"behind one that had its event", "nppn", []uint32{1, 2}},
+		{"plain for solicited", "ppo", []uint32{0, 0}},
+		{"and the next solicited one", "pops", []uint32{0, 0, 1}},
+		{"solicited behind plain", "pspso", []uint32{0, 1, 0, 0}},
+		{"failed behind plain", "pfo", []uint32{0, 1}},
+		{"solicited, then all", "pson", []uint32{2, 1}},
+		{"a wider arming", "pon", []uint32{1}},
+		{"an arming that stays wider", "nop", []uint32{1}},
+	} {
+		for _, taken := range []int{0, 1, 8} { // how many the taker takes
+			t.Run(fmt.Sprintf("%s, %d taken", c.name, taken), func(t *testing.T) {
+				cq, seen, events := takerCQ(8, taken)
+				for i, what := range c.what {
+					switch wc := (ib.WC{ID: uint64(i)}); what {
+					case 'n', 'o':
+						cq.Arm(what == 'o')
+					case 'f':
+						wc.Status = ib.WCWRFlushErr
+						fallthrough
+					default:
+						cq.Push(&wc, what == 's')
+					}
+				}
+				var notes [8]Note
+				n := cq.PollNotes(make([]ib.WC, 8), notes[:])
+				var got []uint32
+				for _, e := range append(*seen, notes[:n]...) {
+					got = append(got, e.Event)
+				}
+				if !slices.Equal(got, c.want) || *events != slices.Max(c.want) {
+					t.Errorf("events %v of %d, want %v", got, *events, c.want)
+				}
+			})
+		}
+	}
+
+	for _, how := range []bool{next, solicited} { // armed while they are on their way
+		cq, seen, events := takerCQ(8, 0)
+		cq.Push(&ib.WC{ID: 1}, true)
+		var notes [8]Note
+		n := cq.PollNotes(make([]ib.WC, 8), notes[:])
+		cq.Arm(how)
+		if *events != 0 {
+			t.Errorf("%d events when nobody can see the completion", *events)
+		}
+		*seen = append(*seen, notes[:n]...)
+		if cq.Hold(false); *events != 1 || (*seen)[0].Event != 1 {
+			t.Errorf("%d events when it is there, %v", *events, *seen)
+		}
+		if cq.Hold(false); *events != 1 {
+			t.Errorf("%d events of one arming", *events)
+		}
+	}
+}
+
+// takerCQ is a queue with a taker that takes so many, and then sees no more; and its events.
+func takerCQ(entries, takes int) (c *CQ, seen *[]Note, events *uint32) {
+	c, seen, events = NewCQ(entries), new([]Note), new(uint32)
+	c.OnEvent = func() {
+		*events++
+		_ = c.Cap() // no lock is held
+	}
+	c.Taker = func(_ *ib.WC, n *Note) bool {
+		if len(*seen) == takes {
+			return false
+		}
+		*seen = append(*seen, *n)
+		return true
+	}
+	c.Earlier = func(event uint32, solicitedOnly bool) bool {
+		i := slices.IndexFunc(*seen, func(n Note) bool { return n.Event == 0 && (n.Solicited || !solicitedOnly) })
+		if i >= 0 {
+			(*seen)[i].Event = event
+		}
+		return i >= 0
+	}
+	return c, seen, events
+}
+
+// Poll until there is nothing, arm, wait: with Earlier no completion is lost to that,
+// though somebody else polls, too, and may have it on its way.
+func TestCQArmEarlierConcurrent(t *testing.T) {
+	const rounds = 5000
+	c := NewCQ(8)
+	event := make(chan struct{}, 2*rounds)
+	c.OnEvent = func() { event <- struct{}{} }
+	var mu sync.Mutex // guards those that wait to be seen
+	var waiting []Note
+	c.Taker = func(wc *ib.WC, n *Note) bool {
+		mu.Lock()
+		defer mu.Unlock()
+		if wc.ID%3 == 0 {
+			waiting = append(waiting, *n)
+		}
+		return wc.ID%3 == 0
+	}
+	c.Earlier = func(event uint32, _ bool) bool {
+		mu.Lock()
+		defer mu.Unlock()
+		i := slices.IndexFunc(waiting, func(n Note) bool { return n.Event == 0 })
+		if i >= 0 {
+			waiting[i].Event = event
+		}
+		return i >= 0
+	}
+	var polling sync.Mutex
+	poll := func() {
+		polling.Lock()
+		defer polling.Unlock()
+		var notes [8]Note
+		if n := c.PollNotes(make([]ib.WC, 8), notes[:]); n > 0 {
+			runtime.Gosched() // somebody may arm now,
+			mu.Lock()
+			waiting = append(waiting, notes[:n]...)
+			mu.Unlock()
+			c.Hold(false)
+		}
+	}
+	see := func() int {
+		poll()
+		mu.Lock()
+		defer mu.Unlock()
+		n := len(waiting)
+		waiting = nil
+		return n
+	}
+
+	var seen atomic.Int64
+	var stop atomic.Bool
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for i := int64(0); i < rounds; i++ {
+			push(c, uint64(i), 1)
+			for seen.Load() <= i && !stop.Load() { // nothing comes after it that could make up for it
+				runtime.Gosched()
+			}
+		}
+	})
+	wg.Go(func() {
+		for !stop.Load() {
+			poll()
+			runtime.Gosched()
+		}
+	})
+	for seen.Load() < rounds {
+		if n := see(); n > 0 {
+			seen.Add(int64(n))
+			continue
+		}
+		runtime.Gosched() // and somebody push
+		c.Arm(false)
+		select {
+		case <-event:
+		case <-time.After(10 * time.Second):
+			t.Errorf("no event after %d of %d", seen.Load(), rounds)
+			seen.Store(rounds)
+		}
+	}
+	stop.Store(true)
+	wg.Wait()
 }
 
 // TestCQFreed: polling the completion of a send request tells how far the send

@@ -55,7 +55,7 @@ func TestOwn(t *testing.T) {
 		args []string
 	}{
 		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"query", nil}, {"newer", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil}, {"signals", nil},
-		{"threads", []string{"polling"}}, {"threads", []string{"events"}},
+		{"threads", []string{"polling"}}, {"threads", []string{"events"}}, {"threads", []string{"armed-after"}},
 		{"stopped", []string{"killed"}}, {"stopped", []string{"left"}},
 		{"fault", []string{"never"}}, {"fault", []string{"early"}}, {"fault", []string{"late"}},
 	} {

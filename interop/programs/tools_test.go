@@ -77,6 +77,7 @@ func TestUCX(t *testing.T) {
 		{"rc_verbs,ud_verbs:aux", "-t tag_bw -s 65536", true}, {"rc_verbs,ud_verbs:aux", "-t tag_lat", false},
 		{"rc_verbs,ud_verbs:aux", "-t ucp_put_bw -s 100000", false}, {"rc_verbs,ud_verbs:aux", "-t ucp_get -s 100000", false},
 		{"rc_verbs,ud_verbs:aux", "-t ucp_fadd", true}, {"ud_verbs", "-t tag_lat -s 1000", true}, {"ud_verbs", "-t stream_bw", false},
+		{"rc_verbs,ud_verbs:aux", "-t tag_lat -E sleep -n 5000", true}, {"ud_verbs", "-t tag_lat -E sleep", false},
 		{"rc_verbs", "-t fadd -x rc_verbs -d verbena0:1", true}, // atomics of the device, not made of messages
 	} {
 		if !c.short && !full {

@@ -1,7 +1,9 @@
 /*
  * One event, one list of completions: a list ends before a completion whose own event
- * has not been taken, so that every event finds one. What came before the arming,
- * and what raised an event that was taken, is in the list.
+ * has not been taken, so that every event finds one. What raised an event that was
+ * taken is in the list, and what has raised none.
+ *
+ * Arming raises the event of the first completion that waits and has raised none.
  */
 #include <fcntl.h>
 
@@ -35,7 +37,8 @@ static void take(int want)
 		ibv_ack_cq_events(of, 1);
 }
 
-static void arm(void) { WANT(!ibv_req_notify_cq(ibv_cq_ex_to_cq(cq), 0)); }
+static void arm_for(int solicited) { WANT(!ibv_req_notify_cq(ibv_cq_ex_to_cq(cq), solicited)); }
+static void arm(void) { arm_for(0); }
 
 int main(void)
 {
@@ -50,27 +53,56 @@ int main(void)
 		struct ibv_qp_init_attr a = {.send_cq = s.cq,
 					     .recv_cq = s.cq,
 					     .qp_type = IBV_QPT_RC,
-					     .cap = {.max_send_wr = 16, .max_send_sge = 1}};
+					     .cap = {.max_send_wr = 64, .max_send_sge = 1, .max_recv_wr = 16}};
 		WANT(s.qp[i] = ibv_create_qp(s.pd, &a));
 	}
 	to_rts(&s, 0);
 	to_rts(&s, 1);
 	struct ibv_send_wr wr = {.opcode = IBV_WR_RDMA_WRITE, .send_flags = IBV_SEND_SIGNALED}, *bad;
+	struct ibv_send_wr msg = {.opcode = IBV_WR_SEND};
+	struct ibv_recv_wr recv = {0}, *bad_recv;
 #define WRITE() WANT(!ibv_post_send(s.qp[0], &wr, &bad)) /* within a process it completes at once */
+#define SEND(flags)                                                                                                    \
+	WANT(!ibv_post_recv(s.qp[1], &recv, &bad_recv) && (msg.send_flags = (flags), !ibv_post_send(s.qp[0], &msg, &bad)))
 
 	WRITE(); /* nobody has armed the queue: no event */
 	take(0);
 	list(1);
+	list(0);
+
+	WRITE();
+	arm(); /* it waits: the event comes at once, and once */
+	take(1);
+	take(0);
+	arm(); /* it has had its event */
+	take(0);
+	list(1);
+	WRITE(); /* that arming was not used up */
+	take(1);
+	list(1);
+	list(0);
 
 	arm();
 	WRITE();
 	WRITE();
 	take(1); /* of the first */
 	take(0);
+	arm(); /* of the second, at once */
+	WRITE();
+	WRITE();
+	list(1);
+	take(1);
+	list(3); /* the queue was not armed any more */
+	list(0);
+	take(0);
+
+	arm();
+	WRITE();
+	take(1);
 	arm();
 	WRITE(); /* raises the next event */
 	WRITE();
-	list(2); /* what was there when the queue was armed */
+	list(1); /* what was there when the queue was armed */
 	take(1);
 	list(2);
 	list(0);
@@ -91,6 +123,53 @@ int main(void)
 	list(1);
 	list(0);
 	take(1);
+
+	WRITE();
+	SEND(0);
+	arm_for(1); /* neither is solicited */
+	take(0);
+	SEND(IBV_SEND_SOLICITED);
+	take(1);
+	list(3);
+	SEND(0);
+	SEND(IBV_SEND_SOLICITED);
+	SEND(IBV_SEND_SOLICITED);
+	arm_for(1); /* the second is */
+	list(1);
+	take(1);
+	take(0);
+	arm_for(1); /* and the third */
+	list(1);
+	take(1);
+	take(0);
+	list(1);
+	list(0);
+
+	for (int i = 0; i < 2; i++) { /* more than the ring takes: the last one waits behind it */
+		for (int k = 0; k < 130; k++)
+			WRITE();
+		SEND(IBV_SEND_SOLICITED);
+		arm_for(1);
+		if (i)
+			list(130);
+		take(1);
+		take(0);
+		list(i ? 1 : 131);
+		list(0);
+	}
+
+	struct ibv_sge nowhere = {1, 8, 0};
+	struct ibv_wc wc;
+	wr.sg_list = &nowhere;
+	wr.num_sge = 1;
+	SEND(0);
+	WRITE();
+	arm_for(1); /* that failed */
+	take(1);
+	take(0);
+	WANT(ibv_poll_cq(s.cq, 1, &wc) == 1 && wc.status == IBV_WC_SUCCESS);
+	WANT(ibv_poll_cq(s.cq, 1, &wc) == 1 && wc.status == IBV_WC_LOC_PROT_ERR);
+	WANT(ibv_poll_cq(s.cq, 1, &wc) == 0);
 	close_self(&s);
 	WANT(!ibv_destroy_comp_channel(ch));
 	puts("ok");

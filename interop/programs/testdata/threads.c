@@ -1,7 +1,8 @@
 /*
  * Threads that post to queue pairs of their own, WRITEs and SENDs of several lengths,
  * while one thread takes all completions from one queue, polling or by events: each
- * comes once, in the order of its queue pair, and no event is missed.
+ * comes once, in the order of its queue pair, and no event is missed, whether the queue
+ * is armed before it is polled or afterwards.
  */
 #include <poll.h>
 #include <pthread.h>
@@ -87,7 +88,8 @@ static uint64_t take_all(void)
 	return n;
 }
 
-/* An event must come for whatever comes after a poll that found nothing. */
+/* An event must come for whatever comes after a poll that found nothing, before the
+ * queue was armed or since. */
 static void await_event(void)
 {
 	struct pollfd p = {channel->fd, POLLIN, 0};
@@ -100,7 +102,8 @@ static void await_event(void)
 
 int main(int argc, char **argv)
 {
-	int by_events = argc > 1 && !strcmp(argv[1], "events");
+	int armed_after = argc > 1 && !strcmp(argv[1], "armed-after");
+	int by_events = armed_after || (argc > 1 && !strcmp(argv[1], "events"));
 	struct ibv_context *ctx = open_first();
 	struct ibv_pd *pd = ibv_alloc_pd(ctx);
 	WANT(pd && (channel = ibv_create_comp_channel(ctx)) && (cq = ibv_create_cq(ctx, 4 * THREADS * DEPTH, NULL, channel, 0)));
@@ -114,9 +117,11 @@ int main(int argc, char **argv)
 		WANT(!pthread_create(&f->thread, NULL, post_all, f));
 	uint64_t all = THREADS * (EACH + EACH / 5);
 	for (uint64_t n = 0; n < all;) {
-		if (by_events)
+		if (by_events && !armed_after)
 			WANT(!ibv_req_notify_cq(cq, 0));
 		n += take_all();
+		if (armed_after)
+			WANT(!ibv_req_notify_cq(cq, 0));
 		if (by_events && n < all)
 			await_event();
 	}
