@@ -134,7 +134,11 @@ func vbe_unimport(h C.uint64_t) C.int64_t {
 	if c == nil {
 		return failed(errStale)
 	}
-	return result(c.destroy(uint64(h)))
+	err := c.destroy(uint64(h))
+	if p := pds.get(uint64(h)); err != nil && p != nil && p.origin != nil {
+		_ = p.origin.Close() // objects are left in it: it ends with the context, the import now
+	}
+	return result(err)
 }
 
 // close closes a domain, and lets go of the one that it stands for.

@@ -147,17 +147,18 @@ static struct ibv_context *start(struct vb_context *c, int64_t h, struct ibv_dev
 		return vb_fail((int)-h);
 	}
 	c->h.handle = (uint64_t)h;
-	pthread_mutex_lock(&lock);
-	enter_locked(c);
-	pthread_mutex_unlock(&lock);
-
 	struct ibv_context *pub = &c->v.context;
 	pub->device = device;
 	pub->num_comp_vectors = 1;
 	pthread_mutex_init(&pub->mutex, NULL);
 	pub->cmd_fd = c->foreign ? -1 : make_cmd_fd(c, e, h);
 	pub->async_fd = -1;
-	int err = !c->foreign && pub->cmd_fd < 0 ? errno : vb_start_events(c);
+	int err = !c->foreign && pub->cmd_fd < 0 ? errno : 0;
+	pthread_mutex_lock(&lock);
+	enter_locked(c); /* from now on others look at its name */
+	pthread_mutex_unlock(&lock);
+	if (!err)
+		err = vb_start_events(c);
 	if (!err)
 		err = (int)-e->vbe_query_device(c->h.handle, &c->attr);
 	if (err) {

@@ -316,7 +316,7 @@ PUBLIC struct ibv_pd *ibv_import_pd(struct ibv_context *context, uint32_t handle
 
 PUBLIC void ibv_unimport_pd(struct ibv_pd *pd)
 {
-	if (pd && vb_is(&OUTER(vb_pd, pd)->h, PD) && !OUTER(vb_pd, pd)->of)
+	if (pd && vb_is(&OUTER(vb_pd, pd)->h, PD) && !OUTER(vb_pd, pd)->of && !vb_busy(&OUTER(vb_pd, pd)->h))
 		forget(PD, &OUTER(vb_pd, pd)->h, OUTER(vb_pd, pd)->foreign);
 }
 

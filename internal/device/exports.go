@@ -20,6 +20,7 @@ import (
 	"sync/atomic"
 	"syscall"
 
+	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/provider"
@@ -118,6 +119,18 @@ func (m *MR) lease(x *host.Export, c *net.UnixConn) error {
 	if !ok {
 		return fmt.Errorf("regions of %v memory cannot be imported: %w", m.region.Kind(), syscall.EOPNOTSUPP)
 	}
+	v := m.view.Load()
+	access := v.access
+	// The kernel writes through /proc/PID/mem also to what the owner has mapped read-only.
+	// Memory that was pinned for writing was writable; for the rest nobody has seen to that.
+	switch m.region.Kind() {
+	case mem.KindImplicit:
+		return fmt.Errorf("the whole address space cannot be imported: %w", syscall.EOPNOTSUPP)
+	case mem.KindOnDemand:
+		if writable, err := sys.Mapped(uintptr(addr), uintptr(v.length), true); err != nil || !writable {
+			access &^= ib.AccessLocalWrite | ib.AccessRemoteWrite
+		}
+	}
 	who, err := sys.PeerCred(c)
 	if err != nil {
 		return err
@@ -135,8 +148,7 @@ func (m *MR) lease(x *host.Export, c *net.UnixConn) error {
 		return errNotPublished
 	}
 	shm.Allow(l.user)
-	v := m.view.Load()
-	x.Extent = host.Extent{Addr: addr, Length: v.length, IOVA: v.addr, Access: uint32(v.access)}
+	x.Extent = host.Extent{Addr: addr, Length: v.length, IOVA: v.addr, Access: uint32(access), Proof: sys.AddrOf(g.Proof())}
 	x.Guard = fd
 	x.Close = func() {
 		shm.Deny(l.user)
@@ -178,6 +190,7 @@ func (e *exports) end(l *lease) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closed = true
+	l.guard.Shut()      // who is at the other end may live, and only have said nonsense
 	_ = l.guard.Close() // it was mapped: it cannot fail
 }
 

@@ -6,6 +6,7 @@ package device
 // atomics, windows, persistence, and paging, which the owner does.
 
 import (
+	"bytes"
 	"errors"
 	"math"
 	"strings"
@@ -87,7 +88,7 @@ func reachMemory(i *host.Import) (mem.Backing, error) {
 	if err != nil {
 		return nil, opError(op, err)
 	}
-	fd, err := openMemory(i)
+	fd, err := openMemory(i, g.Proof())
 	if err != nil {
 		_ = g.Close() // the first error says more
 		return nil, err
@@ -96,7 +97,7 @@ func reachMemory(i *host.Import) (mem.Backing, error) {
 }
 
 // openMemory opens the memory of the process at the other end.
-func openMemory(i *host.Import) (int, error) {
+func openMemory(i *host.Import, proof []byte) (int, error) {
 	const op = "import_mr"
 	if i.Length == 0 || i.Length > math.MaxInt64 || i.Addr > math.MaxInt64-i.Length {
 		return -1, ib.Errorf(op, syscall.EPROTO, "%d bytes at %#x are no memory of a process", i.Length, i.Addr)
@@ -109,14 +110,17 @@ func openMemory(i *host.Import) (int, error) {
 	case errors.Is(err, syscall.EACCES), errors.Is(err, syscall.EPERM):
 		return -1, ib.Errorf(op, syscall.EACCES, "the kernel does not let this process access the memory of process %d, as a debugger would (kernel.yama.ptrace_scope is %d)",
 			i.PID, sys.YamaScope())
+	case errors.Is(err, syscall.EMFILE), errors.Is(err, syscall.ENFILE), errors.Is(err, syscall.ENOMEM):
+		return -1, opError(op, err)
 	case err != nil:
 		return -1, ib.Errorf(op, syscall.EOPNOTSUPP, "the memory of process %d: %v", i.PID, err)
 	}
-	// It answers, and so has not ended: what was opened is its memory, and not that of
-	// another process with the same number.
-	if err := i.Ping(); err != nil {
+	// The number may be that of another process: where /proc has those of another namespace,
+	// or if the one at the other end has ended.
+	there := make([]byte, len(proof))
+	if !sys.ReadMemory(fd, there, i.Proof) || !bytes.Equal(there, proof) {
 		_ = sys.CloseFD(fd) // the first error says more
-		return -1, ib.Errorf(op, syscall.ENOENT, "the process that shares the region is gone: %v", err)
+		return -1, ib.Errorf(op, syscall.EOPNOTSUPP, "the process that shares the region is gone, or /proc does not show it as process %d", i.PID)
 	}
 	return fd, nil
 }

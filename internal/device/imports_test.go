@@ -13,8 +13,11 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // exporter is a device with objects that others import.
@@ -126,6 +129,17 @@ func TestImportedMR(t *testing.T) {
 	}
 }
 
+// readOnlyPage is memory that cannot be written to.
+func readOnlyPage(t *testing.T) []byte {
+	t.Helper()
+	b, err := unix.Mmap(-1, 0, 4096, unix.PROT_READ, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = unix.Munmap(b) }) // it was mapped: it cannot fail
+	return b
+}
+
 // Kinds of memory that can be imported, and what cannot.
 func TestImportedKinds(t *testing.T) {
 	x := newExporter(t, 4096)
@@ -137,9 +151,11 @@ func TestImportedKinds(t *testing.T) {
 	all := must[provider.MR](t)(x.pd.RegImplicitMR(allRemote | ib.AccessOnDemand))
 	zero := must[provider.MR](t)(x.pd.RegMR(x.buf, ib.AccessRemoteRead|ib.AccessZeroBased))
 	null := must[provider.MR](t)(x.pd.(*PD).AllocNullMR())
-	t.Cleanup(func() { closeAll(t, alloc, demand, all, zero, null) })
+	page := readOnlyPage(t)
+	fixed := must[provider.MR](t)(x.pd.RegMRAddr(uintptr(sys.AddrOf(page)), uint64(len(page)), 0, allRemote|ib.AccessOnDemand))
+	t.Cleanup(func() { closeAll(t, alloc, demand, all, zero, null, fixed) })
 	x.mu.Lock()
-	x.mrs = []provider.MR{x.mr, dmr, alloc, demand, all, zero, null}
+	x.mrs = []provider.MR{x.mr, dmr, alloc, demand, zero, null, all, fixed}
 	x.mu.Unlock()
 	fill(x.buf, 1)
 	fill(alloc.Bytes(), 3)
@@ -153,7 +169,7 @@ func TestImportedKinds(t *testing.T) {
 		name  string
 		bytes []byte
 		off   uint64
-	}{{"heap", x.buf, 0}, {"device", secret, 0}, {"allocated", alloc.Bytes(), 0}, {"on demand", od, 0}, {"implicit", x.buf, x.mr.Addr()}, {"zero-based", x.buf, 0}} {
+	}{{"heap", x.buf, 0}, {"device", secret, 0}, {"allocated", alloc.Bytes(), 0}, {"on demand", od, 0}, {"zero-based", x.buf, 0}} {
 		mr, _ := x.importTo(a, uint64(i+1))
 		a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: []ib.SGE{{Addr: mr.Addr() + want.off, Length: 4096, LKey: mr.LKey()}}, RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()})
 		a.ok()
@@ -161,9 +177,17 @@ func TestImportedKinds(t *testing.T) {
 			t.Errorf("%s: other bytes", want.name)
 		}
 	}
-	_, _, err := a.pd.(*PD).ImportMR(x.handle, 7)
-	wantErrno(t, "null", err, syscall.EOPNOTSUPP)
-	readOnly, _ := x.importTo(a, 6)
+	for name, object := range map[string]uint64{"null": 6, "implicit": 7} {
+		_, _, err := a.pd.(*PD).ImportMR(x.handle, object)
+		wantErrno(t, name, err, syscall.EOPNOTSUPP)
+	}
+	// The kernel would write to pages that the owner itself cannot.
+	for object, want := range map[uint64]ib.Access{4: ib.AccessRemoteWrite, 8: 0} {
+		if mr, _ := x.importTo(a, object); mr.Access()&ib.AccessRemoteWrite != want {
+			t.Errorf("object %d has the rights %v", object, mr.Access())
+		}
+	}
+	readOnly, _ := x.importTo(a, 5)
 	b.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: b.sge(0, 8), RemoteAddr: readOnly.Addr(), RKey: readOnly.RKey()})
 	b.status(ib.WCRemAccessErr)
 }

@@ -7,8 +7,7 @@ package host
 //  1. The importer asks for an object (opImport). The answer says what it is; for a region
 //     a guard comes with it.
 //  2. It opens the exporter's memory, by the number of the process that the kernel says is
-//     at the other end, and asks once more (opPing): if that is answered, it was the
-//     exporter's.
+//     at the other end, and finds there what the guard has: so it is the exporter's.
 //  3. It may ask to have the object destroyed (opDestroy).
 //  4. The connection ends: the import is given up, or one of the two has died.
 
@@ -23,10 +22,11 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// Operations of a request on such a connection, after opImport.
+// opDestroy is the operation of a request on such a connection, after opImport. The answer
+// takes as long as the exporter does: it has happened, or the exporter has ended.
 const (
-	opPing    = "ping"
 	opDestroy = "destroy"
+	untilGone = time.Duration(1 << 62)
 )
 
 // Extent is what a region is made of: addresses of the exporter's process.
@@ -35,6 +35,7 @@ type Extent struct {
 	Length uint64 `json:"length,omitempty"`
 	IOVA   uint64 `json:"iova,omitempty"`
 	Access uint32 `json:"access,omitempty"`
+	Proof  uint64 `json:"proof,omitempty"` // where the guard's random bytes are
 }
 
 // Export is the exporter's side of an import.
@@ -59,16 +60,12 @@ func (p *process) export(c *net.UnixConn, token string, object uint64) {
 		var q request
 		fd, bad := receive(c, &q)
 		refuseFD(fd)
+		if bad != nil || q.Op != opDestroy {
+			return
+		}
 		r := &reply{}
-		switch {
-		case bad != nil:
-			return
-		case q.Op == opDestroy:
-			if bad = x.Destroy(); bad != nil {
-				r = refused(bad)
-			}
-		case q.Op != opPing:
-			return
+		if bad = x.Destroy(); bad != nil {
+			r = refused(bad)
 		}
 		err = send(c, r, -1)
 	}
@@ -117,16 +114,9 @@ func FetchObject(handle string, object uint64) (*Import, error) {
 	return i, nil
 }
 
-// Ping tells whether the exporter is still there.
-func (i *Import) Ping() error {
-	_, fd, err := ask(i.c, &request{Op: opPing})
-	refuseFD(fd)
-	return err
-}
-
 // Destroy has the exporter destroy the object. If it has ended, it has done so.
 func (i *Import) Destroy() error {
-	_, fd, err := ask(i.c, &request{Op: opDestroy})
+	_, fd, err := askWithin(i.c, &request{Op: opDestroy}, untilGone)
 	refuseFD(fd)
 	if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) || errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET) {
 		return nil

@@ -14,11 +14,15 @@ package mem
 // lives and does not keep to this can do no more than it could without: the kernel lets
 // only those have the memory who may debug the owner.)
 //
+// Behind the word stand random bytes, which the owner has at an address of its own: who
+// reads them there, in what it takes for the owner's memory, knows that it is.
+//
 // The unsafe code makes an atomic variable of the first bytes of a mapping. That is sound:
 // a page is aligned, its file is sealed, so that it cannot become shorter under those who
 // have mapped it, and the mapping stays until Close.
 
 import (
+	"crypto/rand"
 	"runtime"
 	"sync/atomic"
 	"time"
@@ -31,6 +35,8 @@ const (
 	guardBytes = 4096
 	guardShut  = 1 << 63
 	guardLook  = 50 * time.Microsecond
+
+	proofAt, proofBytes = 64, 16
 )
 
 // Guard is one end of a guard.
@@ -48,6 +54,7 @@ func NewGuard() (*Guard, int, error) {
 		_ = sys.CloseFD(fd) // the first error says more
 		return nil, -1, err
 	}
+	_, _ = rand.Read(g.Proof()) // it never fails
 	return g, fd, nil
 }
 
@@ -60,10 +67,16 @@ func OpenGuard(fd int) (*Guard, error) {
 	return &Guard{b}, nil
 }
 
+// Proof are the random bytes.
+func (g *Guard) Proof() []byte { return g.b[proofAt:][:proofBytes] }
+
 func (g *Guard) word() *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Pointer(&g.b[0])) }
 
 // Enter begins an access, if there may be one: then Leave ends it.
 func (g *Guard) Enter() bool {
+	if g.word().Load()&guardShut != 0 { // who hammers does not move the count
+		return false
+	}
 	if g.word().Add(1)&guardShut != 0 {
 		g.Leave()
 		return false

@@ -10,6 +10,9 @@ import (
 // those in who may debug it: EACCES or EPERM otherwise. The descriptor stands for the
 // memory that the process has now. It never leads to another process which gets the same
 // number later, nor to what the process has after exec.
+//
+// The numbers in /proc are those of the namespace that it was mounted in, which need not be
+// ours.
 func OpenMemory(pid int) (int, error) {
 	return unix.Open(fmt.Sprintf("/proc/%d/mem", pid), unix.O_RDWR|unix.O_CLOEXEC, 0)
 }

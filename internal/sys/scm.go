@@ -58,6 +58,9 @@ func RecvFDs(c *net.UnixConn, b []byte) (n int, fds []int, err error) {
 		return 0, nil, err
 	}
 	fds, err = passedFDs(oob[:oobn])
+	if err == nil && flags&unix.MSG_CTRUNC != 0 && len(fds) < MaxPassedFDs { // there was room: descriptors have run out
+		err = fmt.Errorf("descriptors cannot be received: %w", unix.EMFILE)
+	}
 	if err == nil && flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
 		err = fmt.Errorf("message cut short (flags %#x): %w", flags, unix.EMSGSIZE)
 	}
