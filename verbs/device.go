@@ -22,9 +22,11 @@ type Counter struct {
 
 // Devices lists the devices that can be opened: one for each network interface
 // that is up and has an address, loopback included. The order, and with it the
-// names, follow the interfaces' indexes. See ibv_get_device_list(3).
+// names, follow the interfaces' indexes, but that loopback comes last. See
+// ibv_get_device_list(3).
 //
-// Errors: EIO if the interfaces cannot be read.
+// Errors: those of the system, EMFILE for one, if the interfaces cannot be read; EIO if it
+// gives no reason.
 func Devices() ([]DeviceInfo, error) { return listProviders() }
 
 // Open opens a device. The name is one of

@@ -96,8 +96,8 @@ func list() ([]listed, error) {
 		all = append(all, listed{info.Name, info.Interface, c})
 	}
 	if s.Devices == nil {
-		if len(all) > 1 {
-			all = slices.DeleteFunc(all, func(d listed) bool { return d.config.Addrs[0].IsLoopback() })
+		if others := slices.DeleteFunc(slices.Clone(all), isLoopback); len(others) > 0 {
+			return others, nil
 		}
 		return all, nil
 	}
@@ -111,6 +111,8 @@ func list() ([]listed, error) {
 	}
 	return chosen, nil
 }
+
+func isLoopback(d listed) bool { return d.config.Addrs[0].IsLoopback() }
 
 // interfaceOf is the interface that has one of the addresses.
 func interfaceOf(infos []ib.DeviceInfo, addrs addrList) string {
