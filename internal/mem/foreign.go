@@ -61,8 +61,7 @@ func (f *Foreign) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
 	}
 	// Eight bytes off a vector's alignment: see crooked, which would make two of each Store.
 	b := make([]byte, aside+min(n, Quantum))[aside:]
-	const writes = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteAtomic
-	if acc&writes != 0 {
+	if acc&writing != 0 {
 		return b, FaultNone
 	}
 	return b, f.move(sys.ReadMemory, off, b)

@@ -20,6 +20,10 @@ package mem
 
 import "github.com/verbena-rdma/verbena/ib"
 
+// writing are the rights of accesses that write: a backing that is asked for bytes
+// with any of them must be prepared for a store.
+const writing = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteAtomic
+
 // Actor is on whose behalf memory is accessed.
 type Actor struct {
 	PD  uint32 // the protection domain of the queue pair

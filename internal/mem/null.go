@@ -9,7 +9,7 @@ import (
 // Null is memory that is not there: what is read from it is zero, what is written
 // to it is discarded. It is as long as can be. See ibv_alloc_null_mr(3).
 type Null struct {
-	sink []byte // of its own, so that nobody reads what another has written
+	sink []byte // of its own: what is written here nobody reads, not even through another null region
 }
 
 // nullRun is how many bytes it offers at a time.
@@ -32,7 +32,7 @@ func (n *Null) Solid() bool { return true }
 // Run returns zeros to read, or a place to write to.
 func (n *Null) Run(_, length uint64, acc ib.Access) ([]byte, FaultKind) {
 	b := zeros
-	if acc&ib.AccessLocalWrite != 0 {
+	if acc&writing != 0 {
 		b = n.sink
 	}
 	return b[:min(length, nullRun)], FaultNone

@@ -178,8 +178,6 @@ func (m *OnDemand) pageAt(addr uintptr) uint64 {
 	return uint64(addr>>pageShift - m.addr>>pageShift)
 }
 
-const writing = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteAtomic
-
 // Run returns the bytes at off that are present, after fetching the first of
 // them if that is quick.
 func (m *OnDemand) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
