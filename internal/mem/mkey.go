@@ -94,11 +94,7 @@ func (t *Table) CreateMKey(pd uint32, pieces int) (*MKey, error) {
 	m.r.table, m.r.pd, m.r.mkey = t, pd, m
 	m.r.kind = KindIndirect
 	m.r.state.Store(stateInvalidated)
-	_, ok := t.slots.AddFunc(func(index uint32) *Region {
-		m.r.setIndex(index)
-		return &m.r
-	})
-	if !ok {
+	if !t.add(&m.r) {
 		return nil, ib.Errorf(op, syscall.ENOMEM, "the device has its %d regions and windows already", t.slots.max)
 	}
 	return m, nil
@@ -309,8 +305,7 @@ func (t *Table) borrow(key uint32, addr, n uint64, access ib.Access, who Actor) 
 // of peers to write does not need that of the program (mlx5dv_wr_mkey_configure(3)).
 // Nothing stands on memory of another process, which may take it away.
 func (r *Region) carries(access ib.Access) bool {
-	const changes = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteAtomic
-	return r.kind != KindForeign && (access&changes == 0 || r.access&ib.AccessLocalWrite != 0) && access&ib.AccessFlush&^r.access == 0
+	return r.kind != KindForeign && (access&writing == 0 || r.access&ib.AccessLocalWrite != 0) && access&ib.AccessFlush&^r.access == 0
 }
 
 // grants tells whether the key could have such rights.
@@ -379,7 +374,7 @@ func (m *MKey) Close() error {
 	}
 	r.killLocked(stateDead)
 	m.forgetLocked()
-	r.table.slots.Remove(r.Key() >> tagBits)
+	r.remove()
 	return nil
 }
 

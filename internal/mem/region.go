@@ -97,11 +97,7 @@ func (t *Table) Register(cfg RegionConfig) (*Region, error) {
 		backing:       cfg.Backing,
 		table:         t,
 	}
-	_, ok := t.slots.AddFunc(func(index uint32) *Region {
-		r.setIndex(index)
-		return r
-	})
-	if !ok {
+	if !t.add(r) {
 		return nil, ib.Errorf(op, syscall.ENOMEM, "the device has its %d regions already", t.slots.max)
 	}
 	return r, nil
@@ -154,16 +150,36 @@ func (r *Region) Number() uint32 {
 	return number
 }
 
-// setIndex gives a new region its first key.
-func (r *Region) setIndex(index uint32) {
-	random := r.table.random()
-	r.key.Store(index<<tagBits | random&(1<<tagBits-1))
-	r.step = uint8(random>>tagBits) | 1
+// add puts a region into the table and gives it its first key.
+//
+// A slot's first tag is random. From then on every key that has the slot's index,
+// of one region after another, has the tag that follows the last one's (after). So
+// an old key is valid again only after its slot has had 256 keys; and slots are
+// reused in turn (quarantine), so that with few regions this takes some 262,000
+// registrations.
+func (t *Table) add(r *Region) bool {
+	_, ok := t.slots.addNext(func(index uint32, memo uint16) *Region {
+		tag, step := uint8(memo), uint8(memo>>tagBits)
+		if step == 0 { // a fresh slot
+			random := t.random()
+			tag, step = uint8(random), uint8(random>>tagBits)|1
+		}
+		r.step = step
+		r.key.Store(index<<tagBits | uint32(tag))
+		return r
+	})
+	return ok
 }
 
-// after returns the key that follows another one of the region: the same index,
-// the next tag. The step between tags is odd, so that all others come before one
-// is used again, and nobody else's to know.
+// remove takes the region out of the table.
+func (r *Region) remove() {
+	key := r.Key()
+	r.table.slots.removeLeaving(key>>tagBits, uint16(r.step)<<tagBits|uint16(uint8(r.after(key))))
+}
+
+// after returns the key that follows another one of the slot: the same index, the
+// next tag. The step between tags is odd, so that all others come before one is
+// used again, and peers cannot know it.
 func (r *Region) after(key uint32) uint32 {
 	return key&^(1<<tagBits-1) | uint32(uint8(key)+r.step)
 }
@@ -321,7 +337,7 @@ func (r *Region) Close() error {
 	}
 	r.killLocked(stateDead)
 	err := r.backing.Close()
-	r.table.slots.Remove(r.key.Load() >> tagBits)
+	r.remove()
 	return err
 }
 

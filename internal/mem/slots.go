@@ -141,6 +141,7 @@ type Slots[T any] struct {
 type slot[T any] struct {
 	object atomic.Pointer[T]
 	next   uint32 // in the queue of freed slots
+	memo   uint16 // what the last object left for the next one; 0: there was none
 }
 
 // NewSlots returns an empty table for at most max objects (0, and anything
@@ -227,6 +228,12 @@ func (s *Slots[T]) Add(object *T) (index uint32, ok bool) {
 // AddFunc is Add for an object that has to know its index before anyone can
 // look it up: make is called with the index, under the table's lock.
 func (s *Slots[T]) AddFunc(make func(index uint32) *T) (index uint32, ok bool) {
+	return s.addNext(func(index uint32, _ uint16) *T { return make(index) })
+}
+
+// addNext is AddFunc for an object that continues what the last one in its slot
+// has left (removeLeaving): 0 in a fresh slot.
+func (s *Slots[T]) addNext(make func(index uint32, memo uint16) *T) (index uint32, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.used >= s.max {
@@ -237,7 +244,8 @@ func (s *Slots[T]) AddFunc(make func(index uint32) *T) (index uint32, ok bool) {
 		return 0, false
 	}
 	index = s.index(number)
-	s.at(number).object.Store(make(index))
+	at := s.at(number)
+	at.object.Store(make(index, at.memo))
 	s.used++
 	return index, true
 }
@@ -292,7 +300,10 @@ func (s *Slots[T]) Get(index uint32) *T {
 
 // Remove takes the object with an index out of the table and returns it, or
 // nil if there is none.
-func (s *Slots[T]) Remove(index uint32) *T {
+func (s *Slots[T]) Remove(index uint32) *T { return s.removeLeaving(index, 0) }
+
+// removeLeaving is Remove, and leaves something for the next object in the slot.
+func (s *Slots[T]) removeLeaving(index uint32, memo uint16) *T {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	object := s.Get(index)
@@ -300,7 +311,9 @@ func (s *Slots[T]) Remove(index uint32) *T {
 		return nil
 	}
 	number, _ := s.number(index)
-	s.at(number).object.Store(nil)
+	at := s.at(number)
+	at.memo = memo
+	at.object.Store(nil)
 	if s.free == 0 {
 		s.head = number
 	} else {

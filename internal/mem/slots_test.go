@@ -287,3 +287,34 @@ func TestSharedSlots(t *testing.T) {
 		t.Error("a freed slot is not used again")
 	}
 }
+
+// A key that was closed stays useless while its slot has other tags to give out: with
+// one region at a time for a quarter of a million registrations, and correspondingly
+// fewer if each region has several keys.
+func TestClosedKeyStaysUseless(t *testing.T) {
+	for _, each := range []int{1, 4} {
+		guaranteed := (quarantine + 1) << tagBits / each
+		table := NewTable(TableConfig{})
+		last := make(map[uint32]int, guaranteed*each)
+		backing := NewNull()
+		for n := range guaranteed + guaranteed/2 {
+			r, err := table.Register(RegionConfig{PD: 1, Length: 8, Backing: backing})
+			if err != nil {
+				t.Fatal(err)
+			}
+			for left := each; ; {
+				if at, was := last[r.Key()]; was && n-at < guaranteed {
+					t.Fatalf("%d keys for each region: key %#x is valid again after %d registrations, should be after %d", each, r.Key(), n-at, guaranteed)
+				}
+				last[r.Key()] = n
+				if left--; left == 0 {
+					break
+				}
+				if err := r.Rereg(RegionConfig{PD: 1, Length: 8, Backing: backing}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			r.Close()
+		}
+	}
+}

@@ -13,9 +13,10 @@ import (
 // out; Resolve finds the region again and opens it; Invalidate takes the key
 // from whoever has it, on behalf of a peer; the counters come last.
 
-// A key is 32 bits: a 24-bit index, which is the permuted number of a slot,
-// and an 8-bit tag, random at each allocation. (The tag of a type 2 window is
-// its owner's to choose, at each bind.)
+// A key is 32 bits: a 24-bit index, which is the permuted number of a slot, and
+// an 8-bit tag, which is another one for each of the 256 keys that the slot has in
+// turn (Table.add). The tag of a type 2 window is its owner's to choose, at each
+// bind.
 const tagBits = 8
 
 // DefaultMaxRegions is the limit of a table that was not told one.
@@ -34,7 +35,7 @@ type TableConfig struct {
 // the regions again.
 type Table struct {
 	slots  *Slots[Region]
-	random func() uint32 // 16 bits: tags and their steps; called under the table's lock
+	random func() uint32 // 16 bits: a slot's first tag and its step; called under the table's lock
 	killed func(*Region)
 
 	stale  atomic.Uint64

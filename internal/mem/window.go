@@ -46,11 +46,7 @@ func (t *Table) AllocWindow(pd uint32, typ ib.MWType) (*Window, error) {
 	w := &Window{typ: typ}
 	w.r.table, w.r.pd, w.r.window = t, pd, w
 	w.r.state.Store(stateInvalidated)
-	_, ok := t.slots.AddFunc(func(index uint32) *Region {
-		w.r.setIndex(index)
-		return &w.r
-	})
-	if !ok {
+	if !t.add(&w.r) {
 		return nil, ib.Errorf(op, syscall.ENOMEM, "the device has its %d regions and windows already", t.slots.max)
 	}
 	w.last.Store(w.r.Key())
@@ -269,7 +265,7 @@ func (w *Window) Close() error {
 	}
 	w.freeLocked()
 	w.r.killLocked(stateDead)
-	w.r.table.slots.Remove(w.r.Key() >> tagBits)
+	w.r.remove()
 	return nil
 }
 
