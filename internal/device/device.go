@@ -246,6 +246,7 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 		link:   l,
 		member: member,
 	}
+	d.slow.closing = make(chan struct{})
 	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs + d.limits.MWs, Killed: d.killed})
 	reserved := func(i uint32) bool { return i <= 1 || i == wire.MulticastQP } // management and multicast
 	if member != nil {

@@ -92,7 +92,7 @@ func (k *grants) revoke(r *mem.Region) {
 }
 
 // killed is told of every region that is closed or changes.
-func (d *Device) killed(r *mem.Region) {
+func (d *Device) killed(r *mem.Region, _ bool) {
 	d.giveUpFetches()
 	d.grants.revoke(r)
 	d.exports.revoke(r)
@@ -151,6 +151,10 @@ func (q *QP) giveLocked(t *train.Train, r *mem.Region, b []byte, via link.Via) b
 // stoppedLocked is told by the core that requests are given up, or that the queue pair
 // has failed. Nobody waits here: who makes progress must not stand still for one peer.
 func (q *QP) stoppedLocked() {
+	if q.gaveUp != nil {
+		close(q.gaveUp)
+		q.gaveUp = nil
+	}
 	q.dev.giveUpFetches()
 	for _, g := range q.grants {
 		g.Shut()

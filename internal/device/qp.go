@@ -58,6 +58,8 @@ type QP struct {
 
 	grants []*grant // guarded by mu: how the peer accesses our memory by itself
 
+	gaveUp chan struct{} // guarded by mu: closed when requests are given up; nil while nobody waits for it
+
 	posted   bool // guarded by mu: since the last message came
 	answered int  // guarded by mu: how many messages in a row were followed by a post, up to conversation
 

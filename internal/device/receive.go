@@ -96,6 +96,9 @@ func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due, patient boo
 // executedLocked follows up on what was received or begun, and tells whether something is to
 // be sent.
 func (q *QP) executedLocked() (due bool) {
+	if q.core.Holding() {
+		q.core.HoldFrom(q.dev.now())
+	}
 	q.dev.rearmLocked(q)
 	if slow := q.core.WantsWork(); slow != 0 {
 		q.dev.slowly(q, slow)

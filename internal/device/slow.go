@@ -38,6 +38,7 @@ type slowList struct {
 	running int
 	closed  bool
 
+	closing chan struct{}  // closed by close
 	workers sync.WaitGroup // all end when the list is empty; close waits
 }
 
@@ -45,7 +46,10 @@ type slowList struct {
 // all queue pairs are closed.
 func (s *slowList) close() {
 	s.mu.Lock()
-	s.closed = true
+	if !s.closed {
+		s.closed = true
+		close(s.closing)
+	}
 	s.mu.Unlock()
 	s.workers.Wait()
 }
@@ -60,11 +64,7 @@ func (d *Device) slowly(q *QP, lanes uint8) {
 		s.mu.Lock()
 		if !s.closed {
 			s.list.push(slowLane{q, l})
-			if s.running < slowWorkers {
-				s.running++
-				s.workers.Add(1)
-				go d.slowWorker()
-			}
+			d.startWorkerLocked()
 		}
 		s.mu.Unlock()
 	}
@@ -101,14 +101,58 @@ func (d *Device) carryOut(q *QP, l qp.Lane) {
 			return
 		}
 		d.runWaiting(q.peer.Load(), d.now()) // it stands still, and others have its credits
+		if c := w.Suspended(); c != nil {
+			d.carryOutWhen(q, w, l, c)
+			return
+		}
 		if !w.Do(d.table) {
 			time.Sleep(slowPause)
 		}
-		now := d.now()
-		q.mu.Lock()
-		q.core.Finished(&w, now)
-		d.rearmLocked(q)
-		q.mu.Unlock()
-		d.answer(q, now)
+		d.carriedOut(q, &w)
+	}
+}
+
+// carriedOut lets a queue pair go on after its work was done.
+func (d *Device) carriedOut(q *QP, w *qp.Work) {
+	now := d.now()
+	q.mu.Lock()
+	q.core.Finished(w, now)
+	q.executedLocked()
+	q.mu.Unlock()
+	d.answer(q, now)
+}
+
+// carryOutWhen goes on with work when its memory is suspended no more, which may take
+// long: no worker waits for it, but a goroutine, which costs no thread. It ends early if
+// the queue pair gives its requests up, or the device closes.
+func (d *Device) carryOutWhen(q *QP, w qp.Work, l qp.Lane, reopened <-chan struct{}) {
+	q.mu.Lock()
+	if q.gaveUp == nil {
+		q.gaveUp = make(chan struct{})
+	}
+	gaveUp := q.gaveUp
+	q.mu.Unlock()
+	s := &d.slow
+	s.workers.Go(func() {
+		select {
+		case <-reopened:
+		case <-gaveUp:
+		case <-s.closing:
+		}
+		d.carriedOut(q, &w)
+		s.mu.Lock()
+		s.list.push(slowLane{q, l}) // there may be more work
+		d.startWorkerLocked()
+		s.mu.Unlock()
+	})
+}
+
+// startWorkerLocked starts a worker, if there may be one more.
+func (d *Device) startWorkerLocked() {
+	s := &d.slow
+	if s.running < slowWorkers {
+		s.running++
+		s.workers.Add(1)
+		go d.slowWorker()
 	}
 }

@@ -233,11 +233,8 @@ func (d *Device) sendFailed(q *QP, t *train.Train, f mem.Fault, now qp.Time) {
 	if q.core.Resets() == q.heldResets {
 		q.core.SendFailed(t, f, now)
 	}
-	slow := q.core.WantsWork()
+	q.executedLocked()
 	q.mu.Unlock()
-	if slow != 0 {
-		d.slowly(q, slow)
-	}
 }
 
 // notSent tells the core of trains that have not left.

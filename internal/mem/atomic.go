@@ -30,18 +30,28 @@ func Atomic(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, 
 	}
 	defer span.Release()
 	r, off := span.region, span.off
-	if r.kind == KindForeign { // nothing there can be changed in one step
-		return 0, r.fault(FaultAccess, off, 8, acc)
-	}
-	b, f := span.Next()
-	switch {
-	case !f.OK():
-		return 0, f
-	case addr%8 != 0 || len(b) < 8 || !aligned(b):
-		return 0, r.fault(FaultAlign, off, 8, acc)
-	}
 	for times := 1; ; times++ {
-		if orig, ok := swapOrAdd(b, op, compare, swapAdd); ok {
+		b, at, f := span.run(off, 8, acc)
+		switch {
+		case !f.OK():
+			return 0, f
+		case span.leaf.staged != nil: // nothing there can be changed in one step
+			return 0, r.fault(FaultAccess, off, 8, acc)
+		case addr%8 != 0 || len(b) < 8 || !aligned(b):
+			return 0, r.fault(FaultAlign, off, 8, acc)
+		}
+		in, known := bracket(8, mapped{span.leaf.pinned, at}, mapped{})
+		if !known {
+			if times < maxGone {
+				continue
+			}
+			return 0, span.fault(FaultPending, off, 8, acc)
+		}
+		orig, ok := swapOrAdd(b, op, compare, swapAdd)
+		if in != nil {
+			in.Leave(span.leaf.pinned.shard)
+		}
+		if ok {
 			return orig, Fault{}
 		}
 		if f := r.gone(off, 8, acc, times); !f.OK() {

@@ -1,6 +1,7 @@
 package mem_test
 
 import (
+	"os"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -19,6 +20,29 @@ func TestConformance(t *testing.T) {
 	memtest.Run(t, memtest.Constructor{Name: "memfd", New: memfdMemory})
 	memtest.Run(t, memtest.Constructor{Name: "scattered", New: scatteredMemory})
 	memtest.Run(t, memtest.Constructor{Name: "allocated", New: allocatedMemory})
+	memtest.Run(t, memtest.Constructor{Name: "null", New: nullMemory, Discards: true})
+}
+
+// nullMemory is memory that is not there.
+func nullMemory(testing.TB, uint64, ib.Access) memtest.Memory {
+	return memtest.Memory{Backing: mem.NewNull(), Read: func(_ uint64, b []byte) { clear(b) }, Write: func(uint64, []byte) {}}
+}
+
+// movesInFile returns what moves memory of a file, of n bytes, that is seen in a mapping:
+// its pages are given up, after poison was written to them, and fresh ones take their
+// place under the same addresses.
+func movesInFile(tb testing.TB, fd int, seen []byte) func(poison byte) {
+	kept := make([]byte, len(seen))
+	return func(poison byte) {
+		copy(kept, seen)
+		for i := range seen {
+			seen[i] = poison
+		}
+		if err := unix.Fallocate(fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, int64(len(seen)+os.Getpagesize()-1)/int64(os.Getpagesize())*int64(os.Getpagesize())); err != nil {
+			tb.Error(err)
+		}
+		copy(seen, kept)
+	}
 }
 
 // Windows on all of them pass it too.
@@ -56,7 +80,7 @@ func allocatedMemory(tb testing.TB, n uint64, access ib.Access) memtest.Memory {
 		tb.Fatalf("at %d, shared: %v", off, ok)
 	}
 	b := mmap(tb, fd, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-	return memtest.Memory{Backing: a, Bytes: b, Free: func() { unix.Munmap(b) }}
+	return memtest.Memory{Backing: a, Bytes: b, Move: movesInFile(tb, fd, b), Free: func() { unix.Munmap(b) }}
 }
 
 func heapMemory(tb testing.TB, n uint64, access ib.Access) memtest.Memory {
@@ -79,16 +103,16 @@ func mmapMemory(tb testing.TB, n uint64, access ib.Access) memtest.Memory {
 
 func memfdMemory(tb testing.TB, n uint64, access ib.Access) memtest.Memory {
 	fd := memfd(tb, n)
-	defer unix.Close(fd)
 	registered := mmap(tb, fd, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	seen := mmap(tb, fd, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	h, err := mem.NewHost(addrOf(registered), n, access, ib.LockAuto, nil)
 	if err != nil {
 		tb.Fatal(err)
 	}
-	return memtest.Memory{Backing: h, Bytes: seen, Free: func() {
+	return memtest.Memory{Backing: h, Bytes: seen, Move: movesInFile(tb, fd, seen), Free: func() {
 		unix.Munmap(registered)
 		unix.Munmap(seen)
+		unix.Close(fd)
 	}}
 }
 

@@ -6,7 +6,9 @@ package mem
 //     together need none (CopyWhole).
 //  2. A cursor opens a read section on the next piece of its list, for a
 //     quantum at most, and offers the bytes.
-//  3. move, in move_unsafe.go, copies what both cursors offer.
+//  3. move, in move_unsafe.go, copies what both cursors offer. Memory that the program
+//     may remap meanwhile is copied where the notifier sees it (remap.go); what is
+//     staged is brought to its owner behind each step.
 //  4. Sections close as soon as their bytes are used up, and bytes are counted
 //     by the kinds of memory they went between.
 //
@@ -68,20 +70,35 @@ func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 			k = aside
 		}
 		end := last && uint64(k) == n
-		if d.solid() && s.solid() {
+		var bad uintptr
+		known := true
+		switch {
+		case d.remappable() || s.remappable():
+			bad, known = moveRemappable(d.b[:k], s.b[:k], end, d.mapped(), s.mapped())
+		case d.solid() && s.solid():
 			move(d.b[:k], s.b[:k], end)
-		} else if bad := moveGuarded(d.b[:k], s.b[:k], end); bad != 0 {
+		default:
+			bad = moveGuarded(d.b[:k], s.b[:k], end)
+		}
+		if !known {
+			if side = again(&d, &s); side != 0 {
+				break
+			}
+			continue
+		}
+		if bad != 0 {
 			if side = gone(&d, &s, bad); side != 0 {
 				break
 			}
 			continue // they are back, and none of them is certain to have been moved
 		}
-		if d.kind() == KindForeign && !d.store(k, end) {
+		if d.isStaged() && !d.store(k, end) {
 			side = Dst
 			break
 		}
 		moved += k
-		d.b, s.b = d.b[k:], s.b[k:]
+		d.use(k)
+		s.use(k)
 		n -= uint64(k)
 	}
 	count(&d, &s, moved)
@@ -99,12 +116,12 @@ func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 // CopyWhole is Copy for memory that is near and lies together on both sides, as most does:
 // it needs no cursors. It reports whether it could; if not, it may have copied bytes.
 func CopyWhole(dst, src *List, n uint64, last bool) bool {
-	to, d := dst.whole(n)
+	to, d, dAt := dst.whole(n)
 	if d == nil {
 		return false
 	}
-	from, s := src.whole(n)
-	ok := s != nil && moveWhole(to, from, d, s, last)
+	from, s, sAt := src.whole(n)
+	ok := s != nil && moveWhole(to, from, d, s, dAt, sAt, last)
 	if from != nil {
 		from.exit()
 	}
@@ -115,36 +132,37 @@ func CopyWhole(dst, src *List, n uint64, last bool) bool {
 }
 
 // whole returns the n bytes of a list of one piece, if they are there and lie together,
-// with the region whose section is open then; that is nil for raw bytes.
-func (l *List) whole(n uint64) (r *Region, b []byte) {
+// with the region whose section is open then, nil for raw bytes, and their place in its
+// backing.
+func (l *List) whole(n uint64) (r *Region, b []byte, at uint64) {
 	if n == 0 || n > Quantum {
-		return nil, nil
+		return nil, nil, 0
 	}
 	if l.Table == nil {
 		if len(l.Raw) == 1 && !l.Frail && holds(uint64(len(l.Raw[0])), l.Off, n) {
 			b = l.Raw[0][l.Off : l.Off+n]
 		}
-		return nil, b
+		return nil, b, 0
 	}
 	if len(l.SGEs) != 1 || !holds(uint64(l.SGEs[0].Length), l.Off, n) {
-		return nil, nil
+		return nil, nil, 0
 	}
 	e := &l.SGEs[0]
 	addr := e.Addr + l.Off
 	if r = l.find(e.LKey); r == nil || addr < e.Addr {
-		return nil, nil
+		return nil, nil, 0
 	}
-	off, kind := r.open(e.LKey, addr, n, l.Access, l.Actor)
+	at, _, kind := r.open(e.LKey, addr, n, l.Access, l.Actor, shutToBytes)
 	if kind != FaultNone {
-		return nil, nil
+		return nil, nil, 0
 	}
-	if r.kind == KindPinned || r.kind == KindDevice {
-		if b, kind = r.backing.Run(off, n, l.Access); kind == FaultNone && uint64(len(b)) == n {
-			return r, b
+	if (r.kind == KindPinned || r.kind == KindDevice) && r.staged == nil {
+		if b, kind = r.backing.Run(at, n, l.Access); kind == FaultNone && uint64(len(b)) == n {
+			return r, b, at
 		}
 	}
 	r.exit()
-	return nil, nil
+	return nil, nil, 0
 }
 
 // holds reports whether n bytes from off on are within size.
@@ -152,21 +170,29 @@ func holds(size, off, n uint64) bool { return off <= size && n <= size-off }
 
 // moveWhole moves bytes between two sections, of which either may be nil: raw bytes. It
 // reports whether they were there, and not better moved in pieces.
-func moveWhole(to, from *Region, d, s []byte, last bool) bool {
+func moveWhole(to, from *Region, d, s []byte, dAt, sAt uint64, last bool) bool {
 	toKind, fromKind, solid, counts := KindRaw, KindRaw, true, from
+	var dst, src mapped
 	if from != nil {
-		fromKind, solid = from.kind, from.solid
+		fromKind, solid, src = from.kind, from.solid, mapped{from.pinned, sAt}
 	}
 	if to != nil {
-		toKind, solid, counts = to.kind, solid && to.solid, to
+		toKind, solid, counts, dst = to.kind, solid && to.solid, to, mapped{to.pinned, dAt}
 	}
 	if len(d) >= longPiece && crooked(d, s) {
 		return false
 	}
-	if solid {
+	switch {
+	case solid:
 		move(d, s, last)
-	} else if moveGuarded(d, s, last) != 0 {
-		return false
+	case dst.host != nil || src.host != nil:
+		if bad, known := moveRemappable(d, s, last, dst, src); bad != 0 || !known {
+			return false
+		}
+	default:
+		if moveGuarded(d, s, last) != 0 {
+			return false
+		}
 	}
 	if counts != nil {
 		counts.count(fromKind, toKind, len(d))
@@ -209,26 +235,18 @@ func (r *Region) count(from, to Kind, k int) {
 	r.table.moved[r.Key()>>tagBits%counterShards].bytes[from][to].Add(uint64(k))
 }
 
-// cursor is a place in a list, with the section that is open there.
+// cursor is a place in a list, with the sections that are open there.
 type cursor struct {
-	list   *List
-	next   int     // the piece that is used next
-	skip   uint64  // bytes to skip from its start
-	region *Region // where the bytes in use lie, if in a region: the open section
-	off    uint64  // how far its bytes have been offered in b
-	left   uint64  // bytes of the section that have not
-	b      []byte  // bytes that are offered and not used yet
-	lost   int     // how often they were gone when they were used
-	piece  int     // in an indirect key: the piece that was used last
-	fault  Fault   // why it cannot go on
-}
-
-// close closes the section that is open, if any.
-func (c *cursor) close() {
-	if c.region != nil {
-		c.region.exit()
-		c.region = nil
-	}
+	place
+	list  *List
+	next  int    // the piece that is used next
+	skip  uint64 // bytes to skip from its start
+	off   uint64 // how far the region's bytes have been offered in b
+	left  uint64 // bytes of the section that have not
+	b     []byte // bytes that are offered and not used yet
+	at    uint64 // where in the leaf b begins
+	lost  int    // how often they were gone when they were used
+	fault Fault  // why it cannot go on
 }
 
 // fill makes b the next bytes of the list: between 1 and n of them. It reports false if
@@ -239,18 +257,13 @@ func (c *cursor) fill(n uint64) bool {
 		if c.list.Table == nil {
 			return c.fillRaw(n)
 		}
-		if !c.open(min(n, Quantum)) {
+		if !c.enter(min(n, Quantum), shutToBytes) {
 			return false
 		}
 	}
-	var kind FaultKind
-	if m := c.region.mkey; m != nil {
-		c.b, kind = m.layout.run(c.off, c.left, c.list.Access, &c.piece)
-	} else {
-		c.b, kind = c.region.backing.Run(c.off, c.left, c.list.Access)
-	}
-	if kind != FaultNone {
-		return c.fail(c.region.fault(kind, c.off, c.left, c.list.Access))
+	var f Fault
+	if c.b, c.at, f = c.run(c.off, c.left, c.list.Access); !f.OK() {
+		return c.fail(f)
 	}
 	if len(c.b) == 0 {
 		panic("mem: a backing returned neither bytes nor a fault")
@@ -260,13 +273,20 @@ func (c *cursor) fill(n uint64) bool {
 	return true
 }
 
+// use takes k bytes of those that are offered.
+func (c *cursor) use(k int) {
+	c.b = c.b[k:]
+	c.at += uint64(k)
+}
+
 func (c *cursor) fail(f Fault) bool {
 	c.fault = f
 	return false
 }
 
-// open opens a section on at most n bytes of the next piece.
-func (c *cursor) open(n uint64) bool {
+// enter opens a section on at most n bytes of the next piece, unless one of the bits of
+// shut is set there.
+func (c *cursor) enter(n, shut uint64) bool {
 	l := c.list
 	for c.next < len(l.SGEs) {
 		e := &l.SGEs[c.next]
@@ -281,14 +301,15 @@ func (c *cursor) open(n uint64) bool {
 		if addr < e.Addr { // the piece passes the end of the address space
 			return c.fail(Fault{Kind: FaultBounds, Key: e.LKey, Extent: Extent{e.Addr, size}})
 		}
-		r, off, kind := l.find(e.LKey), uint64(0), FaultKey
-		if r != nil {
-			off, kind = r.open(e.LKey, addr, n, l.Access, l.Actor)
+		r := l.find(e.LKey)
+		if r == nil {
+			return c.fail(Fault{Kind: FaultKey, Key: e.LKey, Extent: Extent{addr, n}})
 		}
-		if kind != FaultNone {
-			return c.fail(Fault{Kind: kind, Key: e.LKey, Extent: Extent{addr, n}})
+		off, f := c.open(r, e.LKey, addr, n, l.Access, l.Actor, shut)
+		if !f.OK() {
+			return c.fail(f)
 		}
-		c.region, c.off, c.left = r, off, n
+		c.off, c.left = off, n
 		c.skip += n
 		return true
 	}
@@ -310,12 +331,17 @@ func (l *List) find(key uint32) *Region {
 	return r
 }
 
-// store brings the first k of the bytes in use, which have been moved there, to the
-// process that they belong to. It reports false if there is a fault.
+// isStaged reports whether the bytes in use are copies, which the leaf's backing stores.
+func (c *cursor) isStaged() bool { return c.leaf != nil && c.leaf.staged != nil }
+
+// store brings the first k of the bytes in use, which have been moved there, to where
+// they belong. It reports false if there is a fault.
 func (c *cursor) store(k int, last bool) bool {
-	off := c.off - uint64(len(c.b))
-	kind := c.region.backing.(foreign).Store(off, c.b[:k], last)
-	return kind == FaultNone || c.fail(c.region.fault(kind, off, uint64(k), c.list.Access))
+	kind := c.leaf.staged.Store(c.at, c.b[:k], last)
+	if kind == FaultNone {
+		return true
+	}
+	return c.fail(c.place.fault(kind, c.off-uint64(len(c.b)), uint64(k), c.list.Access))
 }
 
 // fillRaw is fill for a list of raw bytes, which needs no section.
@@ -351,10 +377,10 @@ func (c *cursor) gone(bad uintptr) Fault {
 
 // solid reports whether the bytes in use cannot fault.
 func (c *cursor) solid() bool {
-	if c.region == nil {
+	if c.leaf == nil {
 		return !c.list.Frail
 	}
-	return c.region.solid
+	return c.leaf.solid
 }
 
 // kind returns the kind of the bytes in use.
@@ -365,8 +391,9 @@ func (c *cursor) kind() Kind {
 	return c.region.kind
 }
 
-// Check tells whether n bytes of a list could be accessed: keys, rights and
-// bounds. It touches no bytes, and what it found may change at any time.
+// Check reports what would keep n bytes of a list from being accessed: keys, rights,
+// bounds, memory that was revoked. It touches no bytes, which may have to be fetched or
+// be suspended, and what it found may change at any time.
 func Check(l *List, n uint64) Fault {
 	c := cursor{list: l, skip: l.Off}
 	for n > 0 {
@@ -377,7 +404,7 @@ func Check(l *List, n uint64) Fault {
 			n -= uint64(len(c.b))
 			continue
 		}
-		if !c.open(n) {
+		if !c.enter(n, shutToLooks) {
 			return c.fault
 		}
 		c.close()

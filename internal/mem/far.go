@@ -27,7 +27,14 @@ func copyFar(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 		k := uint64(len(d.b))
 		if off < src.FarLen {
 			k = min(k, src.FarLen-off)
-			ok, own, bad := src.readFar(d.b[:k], off)
+			ok, own, known, bad := src.readFar(d.b[:k], off, d.mapped())
+			if !known {
+				if side = again(&d, &s); side != 0 {
+					f = d.fault
+					break
+				}
+				continue
+			}
 			if !ok {
 				if !own || d.region == nil {
 					f, side = Fault{Kind: FaultStale, Extent: Extent{Len: k}}, Src
@@ -44,38 +51,53 @@ func copyFar(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 				f, side = Fault{Kind: FaultBounds, Extent: Extent{Len: n}}, Src
 				break
 			}
-			if bad := moveGuarded(d.b[:k], tail[:k], last && k == n); bad != 0 {
+			bad, known := moveRemappable(d.b[:k], tail[:k], last && k == n, d.mapped(), mapped{})
+			if !known {
+				if side = again(&d, &s); side != 0 {
+					f = d.fault
+					break
+				}
+				continue
+			}
+			if bad != 0 {
 				if f, side = d.gone(bad), Dst; !f.OK() {
 					break
 				}
 				continue
 			}
 		}
-		if d.kind() == KindForeign && !d.store(int(k), last && k == n) {
+		if d.isStaged() && !d.store(int(k), last && k == n) {
 			f, side = d.fault, Dst
 			break
 		}
 		count(&d, &s, int(k))
-		d.b = d.b[k:]
+		d.use(int(k))
 		off, n = off+k, n-k
 	}
 	d.close()
 	return f, side
 }
 
-// readFar reads far bytes into b: by itself where both processes have mapped
-// them, or by asking. own says that it failed because b is not there, and bad
+// readFar reads far bytes into b, which lies at a place: by itself where both processes
+// have mapped them, or by asking. known is false if it is not known what lies at the
+// place: then nothing was done. own says that it failed because b is not there, and bad
 // where, if that is known.
-func (l *List) readFar(b []byte, off uint64) (ok, own bool, bad uintptr) {
-	m := l.Far.Mapped(off, uint64(len(b)))
-	if m == nil {
+func (l *List) readFar(b []byte, off uint64, at mapped) (ok, own, known bool, bad uintptr) {
+	in, known := bracket(len(b), at, mapped{})
+	if !known {
+		return false, false, false, 0
+	}
+	if m := l.Far.Mapped(off, uint64(len(b))); m == nil {
 		ok, own = l.Far.ReadFar(b, off)
-		return ok, own, 0
+	} else if bad = moveGuarded(b, m, false); bad != 0 {
+		own = within(bad, b)
+	} else {
+		ok = l.Far.Still()
 	}
-	if bad = moveGuarded(b, m, false); bad != 0 {
-		return false, within(bad, b), bad
+	if in != nil {
+		in.Leave(at.host.shard)
 	}
-	return l.Far.Still(), false, 0
+	return ok, own, true, bad
 }
 
 // near returns the bytes that are at hand, from an offset on.

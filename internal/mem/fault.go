@@ -19,6 +19,7 @@ var faultNames = [numFaultKinds]string{
 	FaultNotFree:          "indirect key is not free",
 	FaultLayout:           "indirect key cannot be made like this",
 	FaultDepth:            "too many indirect keys on each other",
+	FaultRevoked:          "the memory's owner has taken it away",
 }
 
 // String describes the kind.
@@ -37,14 +38,23 @@ func (f Fault) String() string {
 	return fmt.Sprintf("%v: key %#08x, %d bytes at %#x", f.Kind, f.Key, f.Len, f.Addr)
 }
 
-// Await fetches the bytes that an access could not wait for (FaultPending),
-// which may take as long as storage does: call it with no lock held. It returns
-// what is still in the way, if anything; then the access can be tried again,
-// and may fault again.
+// Await waits until an access that found its bytes out of reach (FaultPending) has a
+// chance: until they are fetched, the changes of mappings are known, or the region is
+// suspended no more. That may take as long as storage, or as whoever has suspended the
+// region: call it with no lock held. It returns what is still in the way, if anything;
+// then the access can be tried again, and may fault again.
 func (f Fault) Await() Fault {
-	w := f.wanted
-	if f.Kind != FaultPending || w == nil || !w.region.enter() {
+	if f.Kind != FaultPending || f.wanted == nil {
 		return Fault{} // nothing to wait for: the next access says what is wrong
+	}
+	w := f.wanted
+	if w.shut != nil {
+		w.shut.awaitReopened()
+		return Fault{}
+	}
+	theSpace.settle()
+	if w.region.enter(shutToLooks) != FaultNone {
+		return Fault{}
 	}
 	p, ok := w.region.backing.(paged)
 	w.region.leave()
@@ -55,11 +65,27 @@ func (f Fault) Await() Fault {
 	return f.orNone()
 }
 
+// Suspended returns a channel that is closed when Await would end, if what it waits for
+// is a region that is suspended; nil if not.
+func (f Fault) Suspended() <-chan struct{} {
+	if f.Kind != FaultPending || f.wanted == nil || f.wanted.shut == nil {
+		return nil
+	}
+	return f.wanted.shut.Reopened()
+}
+
+// Brief reports whether the bytes are out of reach for a moment only, as far as is known:
+// no storage is waited for.
+func (f Fault) Brief() bool { return f.Kind == FaultPending && f.wanted != nil && f.wanted.brief }
+
 // Ahead makes Await fetch n bytes if those are more, as far as the region goes.
 func (f Fault) Ahead(n uint64) Fault {
+	w := f.wanted
+	if f.Kind != FaultPending || w == nil || w.shut != nil {
+		return f
+	}
 	// A section, since the region may become another.
-	if w := f.wanted; f.Kind == FaultPending && w != nil && w.region.enter() {
-		r := w.region
+	if r := w.region; r.enter(shutToLooks) == FaultNone {
 		f.Len = max(f.Len, min(n, r.length-min(w.off-r.base, r.length)))
 		r.leave()
 	}

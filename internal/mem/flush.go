@@ -88,9 +88,12 @@ func (t *Table) openFlush(f *FlushRange, who Actor) (r *Region, off, n uint64, f
 			addr, n = now.IOVA, now.Length // if it becomes another region now, its key does not fit any more
 		}
 	}
-	r, off, kind := t.open(f.Key, addr, n, f.Acc, who)
+	if r = t.Lookup(f.Key); r == nil {
+		return nil, 0, 0, Fault{Kind: FaultKey, Key: f.Key, Extent: Extent{addr, n}}
+	}
+	off, leaf, kind := r.open(f.Key, addr, n, f.Acc, who, shutToBytes)
 	if kind != FaultNone {
-		return nil, 0, 0, Fault{Kind: kind, Key: f.Key, Extent: Extent{addr, n}}
+		return nil, 0, 0, shutFault(leaf, kind, f.Key, addr, n)
 	}
 	return r, off, n, Fault{}
 }

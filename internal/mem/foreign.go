@@ -4,9 +4,11 @@ package mem
 // registration (ibv_import_mr). It is not mapped here and cannot be; the kernel copies,
 // for those whom it lets debug the owner. The way of an access:
 //
-//  1. Enter the guard: from when the owner has deregistered on, nobody can.
+//  1. Enter the guard: from when the owner has deregistered on, nobody can; while the
+//     owner has suspended the memory, not yet.
 //  2. Read or write the owner's memory, by a descriptor of it.
-//  3. Leave the guard.
+//  3. Leave the guard. If the owner has suspended the memory meanwhile, it is to be done
+//     again.
 //
 // What is read is a copy, for the collector to free. What is to be written is written to
 // fresh bytes first, and Store brings them to the owner. The copy loop calls it (copy.go,
@@ -83,13 +85,29 @@ func (f *Foreign) Store(off uint64, b []byte, last bool) FaultKind {
 }
 
 func (f *Foreign) move(call func(fd int, b []byte, addr uint64) bool, off uint64, b []byte) FaultKind {
-	if !f.Guard.Enter() {
-		return FaultDead
+	since, kind := f.Guard.Enter()
+	if kind != FaultNone {
+		return kind
 	}
 	ok := call(f.Memory, b, f.Addr+off)
+	still := f.Guard.Still(since)
 	f.Guard.Leave()
-	if !ok {
+	switch {
+	case !still:
+		return FaultPending // the owner has moved the memory meanwhile: it is to be done again
+	case !ok:
 		return FaultStale
+	}
+	return FaultNone
+}
+
+// Gone is never called: what Run offers cannot be gone.
+func (f *Foreign) Gone(uint64, uint64, ib.Access) FaultKind { return FaultStale }
+
+// Await waits for an owner that moves the memory.
+func (f *Foreign) Await(uint64, uint64, ib.Access) FaultKind {
+	if !f.Guard.AwaitResumed() {
+		return FaultPending
 	}
 	return FaultNone
 }

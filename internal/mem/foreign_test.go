@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"sync"
@@ -68,7 +69,8 @@ func TestForeignChild(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			fmt.Println("reply", g.Enter())
+			_, kind := g.Enter()
+			fmt.Println("reply", kind == mem.FaultNone)
 		}
 	}
 }
@@ -120,15 +122,25 @@ type foreign struct {
 	*mem.Foreign
 	guard *mem.Guard // the owner's end
 	fd    int        // the user's
+	file  int
 	seen  []byte
 	addr  uint64
+}
+
+// move moves the memory, as its owner would.
+func (f *foreign) move(tb testing.TB) func(poison byte) {
+	move := movesInFile(tb, f.file, f.seen)
+	return func(poison byte) {
+		f.guard.Suspend()
+		move(poison)
+		f.guard.Resume()
+	}
 }
 
 func (o *other) memory(n uint64) *foreign {
 	o.tb.Helper()
 	file := memfd(o.tb, n)
-	defer unix.Close(file)
-	f := &foreign{seen: mmap(o.tb, file, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)}
+	f := &foreign{file: file, seen: mmap(o.tb, file, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)}
 	if _, err := fmt.Sscan(o.ask("map %d", file), &f.addr); err != nil {
 		o.tb.Fatal(err)
 	}
@@ -150,6 +162,7 @@ func (o *other) memory(n uint64) *foreign {
 
 func (f *foreign) free() {
 	unix.Munmap(f.seen)
+	unix.Close(f.file)
 	unix.Close(f.fd)
 	f.guard.Close()
 }
@@ -159,11 +172,71 @@ func TestConformanceOfForeign(t *testing.T) {
 	o := startOther(t)
 	memtest.Run(t, memtest.Constructor{Name: "foreign", NoAtomics: true, New: func(tb testing.TB, n uint64, _ ib.Access) memtest.Memory {
 		f := o.memory(n)
-		return memtest.Memory{Backing: f.Foreign, Bytes: f.seen, Free: func() {
+		return memtest.Memory{Backing: f.Foreign, Bytes: f.seen, Move: f.move(tb), Free: func() {
 			o.ask("unmap %d", f.addr)
 			f.free()
 		}}
 	}})
+}
+
+// The owner moves memory while its importer, which knows nothing of it, reads and writes
+// there: no poison is read, and what was written is there at the end.
+func TestForeignMovedByItsOwner(t *testing.T) {
+	const n, poison = 3*4096 + 80, 0xdb
+	rng := rand.New(rand.NewPCG(memtest.Seed(t), 0))
+	f := startOther(t).memory(n)
+	_, list := foreignRegion(t, f)
+	move := f.move(t)
+	var stop atomic.Bool
+	var wg sync.WaitGroup
+	var reads, writes atomic.Int64
+	insist := func(copy func() mem.Fault) {
+		for {
+			fault := copy()
+			switch {
+			case fault.OK():
+				return
+			case fault.Kind != mem.FaultPending || !fault.Brief():
+				t.Error(fault)
+				stop.Store(true)
+				return
+			}
+			fault.Await()
+		}
+	}
+	last := byte(0)
+	wg.Go(func() {
+		for b := byte(1); !stop.Load(); b = b%100 + 1 {
+			msg := bytes.Repeat([]byte{b}, n)
+			insist(func() mem.Fault {
+				fault, _ := mem.Copy(list(ib.AccessRemoteWrite), &mem.List{Raw: [][]byte{msg}}, n, true)
+				return fault
+			})
+			last = b
+			writes.Add(1)
+		}
+	})
+	wg.Go(func() {
+		for got := make([]byte, n); !stop.Load(); reads.Add(1) {
+			insist(func() mem.Fault {
+				fault, _ := mem.Copy(&mem.List{Raw: [][]byte{got}}, list(ib.AccessRemoteRead), n, true)
+				return fault
+			})
+			if bytes.IndexByte(got, poison) >= 0 {
+				t.Error("poison was read")
+				stop.Store(true)
+			}
+		}
+	})
+	for moves := 0; !stop.Load() && (moves < 200 || reads.Load() < 20 || writes.Load() < 20); moves++ {
+		move(poison)
+		time.Sleep(time.Duration(rng.IntN(100)) * time.Microsecond)
+	}
+	stop.Store(true)
+	wg.Wait()
+	if !bytes.Equal(f.seen, bytes.Repeat([]byte{last}, n)) {
+		t.Error("what was written last is not there")
+	}
 }
 
 var foreignUser = mem.Actor{PD: 1, QPN: 2}

@@ -1,6 +1,10 @@
 package mem
 
-import "math"
+import (
+	"math"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
 
 // Pins holds read sections open while somebody else, usually the kernel in a
 // send, reads the bytes. The zero value is empty; it is reused after Release
@@ -10,20 +14,52 @@ type Pins struct {
 	n     int
 	first [64]*Region
 	more  []*Region // beyond the first; its storage is kept
+
+	// in is not nil while memory is among them that may be remapped (remap.go); shard
+	// is where the notifier counts it.
+	in    *sys.Notifier
+	shard uint32
 }
 
-// take takes over the section that is open at a cursor.
+// hold takes over a section.
+func (p *Pins) hold(r *Region) {
+	if p.n < len(p.first) {
+		p.first[p.n] = r
+	} else {
+		p.more = append(p.more, r)
+	}
+	p.n++
+}
+
+// take takes over the sections that are open at a cursor.
 func (p *Pins) take(c *cursor) {
 	switch {
 	case c.region == nil: // raw bytes
 		return
-	case p.n < len(p.first):
-		p.first[p.n] = c.region
-	default:
-		p.more = append(p.more, c.region)
+	case c.region.mkey != nil:
+		c.leaf.leave() // it is held besides (keepLeaf)
+	case c.leaf != c.region: // behind a window
+		p.hold(c.leaf)
 	}
-	p.n++
-	c.region = nil
+	p.hold(c.region)
+	c.region, c.leaf = nil, nil
+}
+
+// keepLeaf holds the leaf in use for as long as its bytes are needed, where the cursor
+// itself may go on to another one.
+func (p *Pins) keepLeaf(c *cursor) {
+	if c.leaf == nil || c.region.mkey == nil || p.n > 0 && p.last() == c.leaf {
+		return
+	}
+	c.leaf.state.Add(1) // the cursor's own section keeps it open
+	p.hold(c.leaf)
+}
+
+func (p *Pins) last() *Region {
+	if p.n <= len(p.first) {
+		return p.first[p.n-1]
+	}
+	return p.more[p.n-1-len(p.first)]
 }
 
 // Len returns the number of sections that are open.
@@ -34,15 +70,19 @@ func (p *Pins) Release() { p.release(0) }
 
 // release closes all but the first keep sections.
 func (p *Pins) release(keep int) {
+	if keep == 0 && p.in != nil {
+		p.in.Leave(p.shard)
+		p.in = nil
+	}
 	for p.n > keep {
 		p.n--
 		if p.n < len(p.first) {
-			p.first[p.n].exit()
+			p.first[p.n].leave()
 			p.first[p.n] = nil
 			continue
 		}
 		i := p.n - len(p.first)
-		p.more[i].exit()
+		p.more[i].leave()
 		p.more[i] = nil
 		p.more = p.more[:i]
 	}
@@ -57,8 +97,8 @@ func Gather(l *List, n uint64, out [][]byte, pins *Pins) ([][]byte, Fault) {
 }
 
 // GatherFew is Gather into the room that out has. If the bytes lie in more pieces
-// than that, which those of an indirect key may do, or in another process, it appends
-// nothing and returns false: they have to be copied.
+// than that, which those of an indirect key may do, or are staged, it appends nothing
+// and returns false: they have to be copied.
 func GatherFew(l *List, n uint64, out [][]byte, pins *Pins) ([][]byte, Fault, bool) {
 	return gather(l, n, out, pins, cap(out))
 }
@@ -67,11 +107,14 @@ func gather(l *List, n uint64, out [][]byte, pins *Pins, most int) (_ [][]byte, 
 	c := cursor{list: l, skip: l.Off}
 	given, held := len(out), pins.n
 	for n > 0 {
-		if !c.near(n, most) || !c.fill(n) || len(out) == most {
+		if !c.fill(n) || c.isStaged() && most != math.MaxInt || len(out) == most || !pins.keep(&c) {
 			c.close()
 			pins.release(held)
 			clear(out[given:])
 			return out[:given], c.fault, false
+		}
+		if len(c.b) == 0 {
+			continue // they were given back
 		}
 		out = append(out, c.b)
 		n -= uint64(len(c.b))
@@ -82,12 +125,25 @@ func gather(l *List, n uint64, out [][]byte, pins *Pins, most int) (_ [][]byte, 
 	return out, Fault{}, true
 }
 
-// near opens the next section, unless one is, and reports whether its bytes are there to
-// be kept: those of another process are not, but for one who takes them all.
-func (c *cursor) near(n uint64, most int) bool {
-	if c.left > 0 || c.list.Table == nil {
+// keep makes sure that the bytes in use stay what they are, where they may be remapped:
+// it enters the bracket, once for all. If that cannot be had the bytes are given back.
+// It reports false if there is a fault.
+func (p *Pins) keep(c *cursor) bool {
+	p.keepLeaf(c)
+	if !c.remappable() {
 		return true
 	}
-	c.close()
-	return c.open(min(n, Quantum)) && (c.region.kind != KindForeign || most == math.MaxInt)
+	at := c.mapped()
+	switch {
+	case p.in != nil && !at.stale(len(c.b)):
+		return true
+	case p.in != nil:
+		return c.giveBack()
+	}
+	in, known := bracket(len(c.b), mapped{}, at)
+	if !known {
+		return c.giveBack()
+	}
+	p.in, p.shard = in, at.host.shard
+	return true
 }

@@ -1,12 +1,17 @@
 package mem
 
-// A guard is one word that two processes share, the owner of memory and one who accesses
-// it from outside: a bit that says that it must not any more, and how many accesses are
-// under way.
+// A guard is a word that two processes share, the owner of memory and one who accesses it
+// from outside: a bit that says that it must not any more, one that says that it must not
+// for a moment, and how many accesses are under way.
 //
 // The user counts itself first and then looks at the bit, the owner sets the bit and then
 // looks at the count: one of them sees the other. So after Shut and Await nobody accesses
 // the memory, and nobody will.
+//
+// For a moment in which the memory moves the owner only suspends the guard, and does not
+// wait: a user that was inside finds that out when it has copied (Still), and does it
+// again when the guard is resumed. Each suspension has another number, so that none is
+// missed.
 //
 // The owner believes nothing that it reads here. A user that dies inside leaves its count
 // behind, and one that is broken may write anything; so Await also ends when the user has,
@@ -17,7 +22,7 @@ package mem
 // Behind the word stand random bytes, which the owner has at an address of its own: who
 // reads them there, in what it takes for the owner's memory, knows that it is.
 //
-// The unsafe code makes an atomic variable of the first bytes of a mapping. That is sound:
+// The unsafe code makes atomic variables of the first bytes of a mapping. That is sound:
 // a page is aligned, its file is sealed, so that it cannot become shorter under those who
 // have mapped it, and the mapping stays until Close.
 
@@ -32,9 +37,13 @@ import (
 )
 
 const (
-	guardBytes = 4096
-	guardShut  = 1 << 63
-	guardLook  = 50 * time.Microsecond
+	guardBytes     = 4096
+	guardShut      = 1 << 63
+	guardSuspended = 1 << 62
+	guardCount     = guardSuspended - 1
+	guardLook      = 50 * time.Microsecond
+	guardWait      = 2 * time.Millisecond // how long AwaitResumed waits at most
+	suspensionsAt  = 8
 
 	proofAt, proofBytes = 64, 16
 )
@@ -72,16 +81,31 @@ func (g *Guard) Proof() []byte { return g.b[proofAt:][:proofBytes] }
 
 func (g *Guard) word() *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Pointer(&g.b[0])) }
 
-// Enter begins an access, if there may be one: then Leave ends it.
-func (g *Guard) Enter() bool {
-	if g.word().Load()&guardShut != 0 { // who hammers does not move the count
-		return false
-	}
-	if g.word().Add(1)&guardShut != 0 {
+// suspensions counts how often the owner has suspended the guard.
+func (g *Guard) suspensions() *atomic.Uint64 {
+	return (*atomic.Uint64)(unsafe.Pointer(&g.b[suspensionsAt]))
+}
+
+// Enter begins an access, if there may be one: then Leave ends it, and before that Still
+// tells whether it counts, by the number that is returned. Otherwise the fault says
+// whether there may be one later.
+func (g *Guard) Enter() (since uint64, kind FaultKind) {
+	w := g.word().Load()
+	if w&^guardCount == 0 { // who hammers does not move the count
+		if w = g.word().Add(1); w&^guardCount == 0 {
+			return g.suspensions().Load(), FaultNone
+		}
 		g.Leave()
-		return false
 	}
-	return true
+	if w&guardShut != 0 {
+		return 0, FaultDead
+	}
+	return 0, FaultPending
+}
+
+// Still reports whether the guard was open all the time since Enter.
+func (g *Guard) Still(since uint64) bool {
+	return g.word().Load()&guardSuspended == 0 && g.suspensions().Load() == since
 }
 
 // Leave ends an access.
@@ -90,10 +114,32 @@ func (g *Guard) Leave() { g.word().Add(^uint64(0)) }
 // Shut lets nobody begin an access any more.
 func (g *Guard) Shut() { g.word().Or(guardShut) }
 
+// Suspend lets nobody begin an access until Resume, and makes those that are under way
+// count for nothing. Shut does so for ever, and Await waits for them besides.
+func (g *Guard) Suspend() {
+	g.word().Or(guardSuspended)
+	g.suspensions().Add(1)
+}
+
+// Resume ends Suspend.
+func (g *Guard) Resume() { g.word().And(^uint64(guardSuspended)) }
+
+// AwaitResumed waits until the guard is suspended no more, for a short time at most. It
+// reports whether it is.
+func (g *Guard) AwaitResumed() bool {
+	for left := guardWait; g.word().Load()&guardSuspended != 0; left -= guardLook {
+		if left <= 0 {
+			return false
+		}
+		time.Sleep(guardLook)
+	}
+	return true
+}
+
 // Await waits for the accesses that are under way, or until gone says that the user has
 // ended.
 func (g *Guard) Await(gone func() bool) {
-	for i := 0; g.word().Load()&^guardShut != 0; i++ {
+	for i := 0; g.word().Load()&guardCount != 0; i++ {
 		if i < spinsBeforeSleep {
 			runtime.Gosched()
 			continue

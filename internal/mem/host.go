@@ -14,6 +14,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -31,8 +32,12 @@ type Host struct {
 	writes bool   // it was found to be writable
 	inFile bool   // it is known to be a file's, which keeps it
 	note   string // why the pages are not locked; empty if they are
+	shard  uint32 // where the notifier counts accesses to it (remap.go)
 	fate   pinnedWatch
 }
+
+// hosts counts those that were made, to spread them over the notifier's counters.
+var hosts atomic.Uint32
 
 const (
 	noteOff  = "off"
@@ -73,7 +78,7 @@ func newHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, ow
 	if length > math.MaxInt || uintptr(length) > math.MaxInt-min(addr, math.MaxInt) { // nor does user space reach that far
 		return nil, ib.Errorf(op, syscall.EFAULT, "%d bytes at %#x are not memory of this process", length, addr)
 	}
-	h := &Host{addr: addr, length: length, owner: owner, writes: access&ib.AccessLocalWrite != 0}
+	h := &Host{addr: addr, length: length, owner: owner, writes: access&ib.AccessLocalWrite != 0, shard: hosts.Add(1)}
 	if raw && (goheap.Contains(addr) || goheap.Contains(addr+uintptr(length)-1)) {
 		return nil, heapError(addr, length)
 	}
@@ -225,6 +230,14 @@ func (h *Host) Len() uint64 { return h.length }
 // while something refers to it, other memory may be unmapped at any time.
 func (h *Host) Solid() bool { return h.inHeap }
 
+// Pinned returns the Host itself if its memory may be remapped under it; nil if not.
+func (h *Host) Pinned() *Host {
+	if h.inHeap {
+		return nil
+	}
+	return h
+}
+
 // Locked reports whether the pages are locked in memory.
 func (h *Host) Locked() bool { return h.note == "" }
 
@@ -238,7 +251,10 @@ func (h *Host) Run(off, n uint64, _ ib.Access) ([]byte, FaultKind) {
 		return nil, FaultBounds
 	}
 	if !h.inHeap {
-		if theSpace.settle(); h.staleAt(off, n) {
+		if !theSpace.settleSoon() {
+			return nil, FaultPending // what has changed is not known yet
+		}
+		if h.staleAt(off, n) {
 			return nil, FaultStale
 		}
 	}

@@ -4,11 +4,12 @@
 //
 //  1. table.go: a key's index is unpermuted to a slot; the slot holds a Region
 //     or nothing. No lock, no hash. (Who comes again with the same key has a Memo.)
-//  2. region.go: a read section on the region is opened (Resolve) and closed
-//     (Release); the state, the domain, the rights and the bounds are checked,
-//     once. Whoever kills a region marks it dead, then waits for the sections
-//     that are open. rereg.go changes what a region is; window.go has keys that
-//     open a part of one, mkey.go keys that are made of several.
+//  2. region.go: a read section on the region is opened and closed; the state, the
+//     domain, the rights and the bounds are checked, once. Whoever kills a region
+//     marks it dead, then waits for the sections that are open; suspend.go shuts it
+//     for a moment. rereg.go changes what a region is; window.go has keys that open a
+//     part of one, mkey.go keys that are made of several: place.go leads through both
+//     to the region whose bytes they are.
 //  3. a Backing finds the bytes. One file for each kind of memory: host.go,
 //     ondemand.go, device.go, foreign.go.
 //  4. copy.go: one loop moves bytes between any two lists of any two kinds.
@@ -76,10 +77,12 @@ type paged interface {
 	Await(off, n uint64, acc ib.Access) FaultKind
 }
 
-// foreign is a Backing of bytes that are not of this process. What Run offers to be
-// written to is a copy, and Store brings n bytes of it, from off on, to where they
-// belong. Nobody keeps such bytes, or their addresses, longer than a copy takes.
-type foreign interface {
+// staged is a Backing of bytes that the CPU does not reach where they are: what Run
+// offers are copies. Run fills them for an access that reads; what was written to them,
+// Store brings to where it belongs. off is that of b's first byte; last says that a
+// message ends with it. Nobody keeps such bytes, or their addresses, longer than a copy
+// takes.
+type staged interface {
 	Store(off uint64, b []byte, last bool) FaultKind
 }
 
@@ -100,10 +103,11 @@ const (
 	FaultStorage                    // the storage behind the memory failed
 	FaultWindow                     // the window cannot be bound like this: its type forbids it, or it is bound
 	FaultUnmapped                   // on demand: nothing is mapped there, or not for this access
-	FaultPending                    // the bytes have to be fetched first: Fault.Await
+	FaultPending                    // the bytes cannot be had at once: Fault.Await
 	FaultNotFree                    // the indirect key is configured already
 	FaultLayout                     // an indirect key cannot be made like this: no bytes, too many pieces or bytes
 	FaultDepth                      // too many indirect keys would stand on each other
+	FaultRevoked                    // the owner of the memory has taken it away, for good
 	numFaultKinds
 )
 
@@ -114,14 +118,18 @@ type Fault struct {
 	Kind FaultKind
 	Key  uint32
 	Extent
-	wanted *wanted // FaultPending: what Await fetches
+	wanted *wanted // FaultPending: what Await waits for
 }
 
 // Extent is a range of addresses.
 type Extent struct{ Addr, Len uint64 }
 
-// wanted is what the bytes of a FaultPending are wanted for, and where they are.
+// wanted is what a FaultPending waits for: a region that is shut for a moment, or the
+// bytes at off in a region.
 type wanted struct {
+	shut  *Region // nil: bytes
+	brief bool    // no storage is waited for
+
 	acc    ib.Access
 	region *Region
 	off    uint64

@@ -8,10 +8,10 @@ package mem
 //  2. Configure, which a queue pair executes in the order of its send queue,
 //     checks every piece, borrows the regions that they lie in, and opens the key.
 //     A region that is borrowed can be neither closed nor changed nor
-//     invalidated, so no access need look whether it is still there.
-//  3. Every access opens a section on the key alone. find leads from an offset to
-//     a piece, and its backing to the bytes; if that is another indirect key, once
-//     more.
+//     invalidated; but it can be suspended and revoked.
+//  3. Every access opens a section on the key. find leads from an offset to a piece,
+//     and bottom through indirect keys among the pieces to one of a leaf, on which
+//     the access opens a section too while it is in that leaf (place.go).
 //  4. Invalidate and Close keep new sections out, wait for the open ones, and give
 //     the regions back. Then the key can be configured again; or Configure is told
 //     to do that itself (ib.MKeyInPlace).
@@ -73,13 +73,13 @@ type layout struct {
 
 // piece is a source of bytes in each round.
 type piece struct {
-	start   uint64 // bytes of the round before it
-	n       uint64 // its bytes
-	off     uint64 // where in the backing they lie, in the first round
-	step    uint64 // and how much farther on in each of the next
-	backing Backing
-	flat    []byte  // all bytes of the backing, if they are always there; then off counts from its start
-	owner   *Region // what was borrowed for it; nil: the piece before it did
+	start  uint64  // bytes of the round before it
+	n      uint64  // its bytes
+	off    uint64  // where in the backing they lie, in the first round
+	step   uint64  // and how much farther on in each of the next
+	region *Region // whose bytes they are
+	flat   []byte  // all bytes of the region's backing, if they are always there
+	lent   bool    // the region was borrowed for it; otherwise for a piece before it
 }
 
 // CreateMKey makes an indirect key of at most so many pieces, in a protection
@@ -238,10 +238,10 @@ func (b *builder) add(p *ib.Stride) FaultKind {
 		if kind != FaultNone {
 			return kind
 		}
-		next.off, next.owner = off, r
+		next.off, next.lent = off, true
 		b.last, b.key, b.flat = r, p.LKey, flatBytes(r)
 	}
-	next.backing, next.flat = b.last.backing, b.flat
+	next.region, next.flat = b.last, b.flat
 	l.pieces = append(l.pieces, next)
 	l.round += p.Bytes
 	if l.round < p.Bytes {
@@ -289,7 +289,7 @@ func (b *builder) finish() FaultKind {
 func (t *Table) borrow(key uint32, addr, n uint64, access ib.Access, who Actor) (*Region, uint64, FaultKind) {
 	// A section keeps the region as it is while it is looked at. Windows give none:
 	// they have no local rights.
-	p, off, kind := t.open(key, addr, n, 0, who)
+	p, off, kind := t.open(key, addr, n, 0, who, shutToLooks)
 	if kind != FaultNone {
 		return nil, 0, kind
 	}
@@ -311,7 +311,7 @@ func (r *Region) carries(access ib.Access) bool {
 // grants tells whether the key could have such rights.
 func (l *layout) grants(access ib.Access) bool {
 	for i := range l.pieces {
-		if r := l.pieces[i].owner; r != nil && !r.carries(access) {
+		if p := &l.pieces[i]; p.lent && !p.region.carries(access) {
 			return false
 		}
 	}
@@ -321,8 +321,8 @@ func (l *layout) grants(access ib.Access) bool {
 // giveBack gives back what was borrowed, and forgets all pieces.
 func (l *layout) giveBack() {
 	for i := range l.pieces {
-		if r := l.pieces[i].owner; r != nil {
-			r.bound.Add(-1)
+		if p := &l.pieces[i]; p.lent {
+			p.region.bound.Add(-1)
 		}
 	}
 	clear(l.pieces) // nothing is kept alive
@@ -387,23 +387,26 @@ func (l *layout) Len() uint64 { return l.round * l.repeat }
 // Close does nothing: the key gives back what it stands on.
 func (l *layout) Close() error { return nil }
 
-// Run returns the bytes at off, as far as the piece goes.
-func (l *layout) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
-	hint := 0
-	return l.run(off, n, acc, &hint)
+// Run is never called: place.run goes on to the leaf.
+func (l *layout) Run(uint64, uint64, ib.Access) ([]byte, FaultKind) {
+	panic("mem: the bytes of an indirect key are those of its leaves")
 }
 
-// run is Run for those who go through the bytes in order: hint remembers the piece.
-func (l *layout) run(off, n uint64, acc ib.Access, hint *int) ([]byte, FaultKind) {
-	p, at, left := l.find(off, hint)
-	if p.flat != nil {
-		return p.flat[at:][:min(n, left)], FaultNone
+// bottom returns the piece of a leaf that the byte at off lies in, through indirect keys
+// among the pieces; and as find does where it lies in the leaf, and how many bytes there
+// are from there on. hint is about the first of the keys. Inside a section.
+func (l *layout) bottom(off uint64, hint *int) (p *piece, at, left uint64) {
+	p, at, left = l.find(off, hint)
+	for p.region.mkey != nil {
+		below, n, first := &p.region.mkey.layout, left, 0
+		p, at, left = below.find(at, &first)
+		left = min(left, n)
 	}
-	return p.backing.Run(at, min(n, left), acc)
+	return p, at, left
 }
 
 // find returns the piece that the byte at off lies in, where it lies in the piece's
-// backing, and how many bytes there are from there on.
+// region, and how many bytes there are from there on.
 func (l *layout) find(off uint64, hint *int) (p *piece, at, left uint64) {
 	round := uint64(0)
 	if l.repeat > 1 {
@@ -434,11 +437,11 @@ func (l *layout) pieceAt(off uint64, hint *int) *piece {
 	return &l.pieces[*hint]
 }
 
-// Gone is told that bytes were not there: the piece's backing may bring them back.
+// Gone is told that bytes were not there: the leaf's backing may bring them back.
 func (l *layout) Gone(off, n uint64, acc ib.Access) FaultKind {
 	hint := 0
-	p, at, left := l.find(off, &hint)
-	if b, ok := p.backing.(paged); ok {
+	p, at, left := l.bottom(off, &hint)
+	if b, ok := p.region.backing.(paged); ok {
 		return b.Gone(at, min(n, left), acc)
 	}
 	return FaultStale
@@ -449,7 +452,8 @@ func (l *layout) Gone(off, n uint64, acc ib.Access) FaultKind {
 func (l *layout) Await(off, n uint64, acc ib.Access) FaultKind {
 	first := true
 	kind := FaultNone
-	l.each(off, n, func(b Backing, at, n uint64) bool {
+	l.each(off, n, func(leaf *Region, b Backing, at, n uint64) bool {
+		leaf.awaitReopened()
 		if p, ok := b.(paged); ok {
 			if k := p.Await(at, n, acc); k != FaultNone {
 				if first {
@@ -470,7 +474,7 @@ func (l *layout) Durable() bool { return true }
 
 // Persist brings bytes to storage, piece by piece; see Await.
 func (l *layout) Persist(off, n uint64) (err error) {
-	l.each(off, n, func(b Backing, at, n uint64) bool {
+	l.each(off, n, func(_ *Region, b Backing, at, n uint64) bool {
 		d, ok := b.(durable)
 		if !ok {
 			err = syscall.ENOMEM
@@ -482,34 +486,25 @@ func (l *layout) Persist(off, n uint64) (err error) {
 	return err
 }
 
-// each calls f with the backings that n bytes at off lie in, none of them another
-// layout. It is called outside any section, and opens one to look at each piece,
-// not for f.
-func (l *layout) each(off, n uint64, f func(b Backing, at, n uint64) bool) {
+// each calls f with the leaves that n bytes at off lie in, and their backings. It is
+// called outside any section, and opens one to look at each piece, not for f.
+func (l *layout) each(off, n uint64, f func(leaf *Region, b Backing, at, n uint64) bool) {
 	r := &l.key.r
 	for n > 0 {
-		if !r.enter() {
+		if r.enter(shutToLooks) != FaultNone {
 			return
 		}
 		if off >= r.length {
 			r.leave()
 			return
 		}
-		b, at, k := l.leaf(off, n)
+		hint := 0
+		p, at, left := l.bottom(off, &hint)
+		leaf, b, k := p.region, p.region.backing, min(n, left) // the leaf is borrowed, and so does not change
 		r.leave()
-		if !f(b, at, k) {
+		if !f(leaf, b, at, k) {
 			return
 		}
 		off, n = off+k, n-k
 	}
-}
-
-// leaf follows an offset down to a backing that is no layout. Inside a section.
-func (l *layout) leaf(off, n uint64) (b Backing, at, k uint64) {
-	hint := 0
-	p, at, left := l.find(off, &hint)
-	if down, ok := p.backing.(*layout); ok {
-		return down.leaf(at, min(n, left))
-	}
-	return p.backing, at, min(n, left)
 }

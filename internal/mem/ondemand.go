@@ -184,7 +184,7 @@ func (m *OnDemand) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
 	if off >= m.length || n > m.length-off {
 		return nil, FaultBounds
 	}
-	theSpace.settle()
+	theSpace.settleSoon() // if not all is known yet, the table is a little out of date
 	have := m.have(off, n, acc)
 	if have != 0 && theSpace.doubtful.Load() {
 		have = m.stillThere(off, have)
@@ -235,7 +235,7 @@ func (m *OnDemand) stillThere(off, n uint64) uint64 {
 // vanished takes pages out of the table that were found to be gone.
 func (m *OnDemand) vanished(start, end uintptr) bool {
 	if m.takeAway(start, end) {
-		theSpace.lost()
+		theSpace.foundGone()
 	}
 	return true
 }
@@ -287,9 +287,9 @@ func (m *OnDemand) hasFailed(at uintptr) bool {
 
 // disturbed reports whether mappings of a range have changed since the space had
 // seen before changes. Then pages of it that were noted since may be gone, and are
-// taken away again.
+// taken away again. What has changed and is not known yet takes them away when it is.
 func (m *OnDemand) disturbed(u *pagedIn, before uint64, start, end uintptr) bool {
-	theSpace.settle()
+	theSpace.settleSoon()
 	if !theSpace.changedSince(before, start, end) {
 		return false
 	}
@@ -368,7 +368,7 @@ func (m *OnDemand) Await(off, n uint64, acc ib.Access) FaultKind {
 // Gone is told that an access has failed at off. Either the kernel has told why,
 // by now, or it does not tell that: the rights or the file have changed.
 func (m *OnDemand) Gone(off, n uint64, acc ib.Access) FaultKind {
-	theSpace.settle()
+	theSpace.settleSoon()
 	start, end := sys.PageAlign(m.addr+uintptr(off), uintptr(n))
 	m.takeAway(m.useless(start, end, acc&writing != 0))
 	return m.fetch(off, n, acc, false)

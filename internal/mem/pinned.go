@@ -8,6 +8,7 @@ package mem
 // is noticed, when it is accessed.
 
 import (
+	"sync"
 	"sync/atomic"
 
 	"github.com/verbena-rdma/verbena/internal/sys"
@@ -16,6 +17,7 @@ import (
 // pinnedWatch is what a Host knows about the fate of its pages.
 type pinnedWatch struct {
 	place *membership                 // nil: nothing can happen to them, or nobody tells
+	mu    sync.Mutex                  // held while lost changes
 	lost  atomic.Pointer[[]addrRange] // the parts that are stale; nil: none
 	all   atomic.Bool                 // all of it is watched, but for what becomes stale
 }
@@ -56,8 +58,10 @@ func (h *Host) staleAt(off, n uint64) bool {
 	return false
 }
 
-// changed makes a part stale. The space's lock makes it one at a time.
+// changed makes a part stale.
 func (h *Host) changed(start, end uintptr) {
+	h.fate.mu.Lock()
+	defer h.fate.mu.Unlock()
 	lost := []addrRange{{start, end}}
 	if old := h.fate.lost.Load(); old != nil {
 		for _, r := range *old {

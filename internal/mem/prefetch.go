@@ -70,7 +70,7 @@ func countPrefetch(regions map[*OnDemand]struct{}) {
 // part makes one part present.
 func (p *Prefetch) part(of *Part) (*OnDemand, FaultKind) {
 	r := of.Region
-	if !r.enter() {
+	if r.enter(shutToLooks) != FaultNone {
 		return nil, FaultDead
 	}
 	m, ok := r.backing.(*OnDemand)

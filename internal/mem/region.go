@@ -3,14 +3,16 @@ package mem
 // A region's life, top-down:
 //
 //  1. Register checks what was asked, gives out a key and makes it findable.
-//  2. enter and exit bracket every access: a read section is one atomic
-//     add at each end of it.
+//  2. enter and leave bracket every access: a read section is one atomic add at
+//     each end of it. Whoever touches bytes has a section on the region whose
+//     backing they are (the leaf), also through windows and indirect keys.
 //  3. Invalidate and Close set a bit that keeps new sections out, then wait for
 //     the open ones. When they return, nobody reads or writes through the
 //     region any more, and nobody ever will.
 //
-// rereg.go makes another region of it; window.go opens a part of it by a key of
-// its own, and mkey.go makes one key of several.
+// suspend.go takes a region's memory away for a moment, or for ever; rereg.go makes
+// another region of it; window.go opens a part of it by a key of its own, and
+// mkey.go makes one key of several.
 
 import (
 	"log/slog"
@@ -42,8 +44,8 @@ type RegionConfig struct {
 
 // Region is registered memory: rights, bounds, a key and a state, on a Backing.
 type Region struct {
-	// state counts the open sections in its low bits; statePaused,
-	// stateInvalidated and stateDead keep new ones out.
+	// state counts the open sections in its low bits; each of the bits above keeps
+	// new ones out.
 	state atomic.Uint64
 
 	// key changes, as most of what follows, only while no section can be open
@@ -53,7 +55,9 @@ type Region struct {
 	pd            uint32
 	access        ib.Access
 	kind          Kind
-	solid         bool // the bytes cannot fault: they need no safety net
+	solid         bool   // the bytes cannot fault: they need no safety net
+	staged        staged // not nil: the backing's bytes are copies, which it stores
+	pinned        *Host  // not nil: the bytes lie where they may be remapped, and the kernel tells of it
 	invalidatable bool
 	told          atomic.Bool // that its memory is gone
 	iova          uint64
@@ -68,15 +72,23 @@ type Region struct {
 	// taken keeps new ones out.
 	bound atomic.Int32
 
-	mu   sync.Mutex                    // serialises those who kill the region
-	wake atomic.Pointer[chan struct{}] // set while somebody sleeps until the count is zero
+	mu      sync.Mutex                    // serialises those who change state's bits; guards suspend
+	suspend *suspension                   // nil until the region is first suspended
+	wake    atomic.Pointer[chan struct{}] // set while somebody sleeps until the count is zero
 }
 
 const (
 	stateDead        = 1 << 63 // closed, or about to be
 	stateInvalidated = 1 << 62
-	statePaused      = 1 << 61 // becomes another region, and will be open again
-	stateCount       = statePaused - 1
+	stateRevoked     = 1 << 61 // the owner of the memory has taken it away, for good
+	statePaused      = 1 << 60 // becomes another region, and will be open again
+	stateSuspended   = 1 << 59 // the memory is taken away for a moment
+	stateCount       = stateSuspended - 1
+
+	// What keeps accesses to bytes out, and what keeps out those who only look at the
+	// region's rights and bounds.
+	shutToBytes = stateDead | stateInvalidated | stateRevoked | statePaused | stateSuspended
+	shutToLooks = shutToBytes &^ stateSuspended
 )
 
 // Register makes a region and gives it a key. On failure the backing is still
@@ -89,18 +101,26 @@ func (t *Table) Register(cfg RegionConfig) (*Region, error) {
 	r := &Region{
 		pd:            cfg.PD,
 		access:        cfg.Access,
-		kind:          cfg.Backing.Kind(),
-		solid:         isSolid(cfg.Backing),
 		invalidatable: cfg.Invalidatable || cfg.Access&ib.AccessRemoteInvalidate != 0,
 		iova:          cfg.IOVA,
 		length:        cfg.Length,
-		backing:       cfg.Backing,
 		table:         t,
 	}
+	r.stand(cfg.Backing)
 	if !t.add(r) {
 		return nil, ib.Errorf(op, syscall.ENOMEM, "the device has its %d regions already", t.slots.max)
 	}
 	return r, nil
+}
+
+// stand makes b what the region's bytes are made of. Nobody has access meanwhile.
+func (r *Region) stand(b Backing) {
+	r.backing, r.kind, r.solid = b, b.Kind(), isSolid(b)
+	r.staged, _ = b.(staged)
+	r.pinned = nil
+	if h, ok := b.(interface{ Pinned() *Host }); ok {
+		r.pinned = h.Pinned()
+	}
 }
 
 // check tells whether there can be such a region, and completes its address.
@@ -206,9 +226,9 @@ func (r *Region) Length() uint64 { return r.length }
 
 // Snapshot returns what the region is, all of it at one time; the other methods
 // are for those who know that it does not change meanwhile. ok is false if it is
-// closed, invalidated, or about to change.
+// closed, invalidated, revoked, or about to change.
 func (r *Region) Snapshot() (cfg RegionConfig, ok bool) {
-	if ok = r.state.Add(1) < statePaused; ok {
+	if ok = r.state.Add(1)&shutToLooks == 0; ok {
 		cfg = RegionConfig{PD: r.pd, Access: r.access, IOVA: r.iova, Length: r.length, Backing: r.backing, Invalidatable: r.invalidatable}
 	}
 	r.leave()
@@ -218,25 +238,40 @@ func (r *Region) Snapshot() (cfg RegionConfig, ok bool) {
 // Backing returns what the region's bytes are made of.
 func (r *Region) Backing() Backing { return r.backing }
 
-// Alive reports whether the key is good: neither invalidated nor closed.
-func (r *Region) Alive() bool { return r.state.Load()&^stateCount == 0 }
+// Alive reports whether the key is good: neither invalidated nor closed. Its memory
+// may be suspended or revoked.
+func (r *Region) Alive() bool { return r.state.Load()&(stateDead|stateInvalidated|statePaused) == 0 }
+
+// Open reports whether nothing at all keeps accesses out.
+func (r *Region) Open() bool { return r.state.Load()&shutToBytes == 0 }
 
 // Closed reports whether the region is closed, for good.
 func (r *Region) Closed() bool { return r.state.Load()&stateDead != 0 }
 
-// enter opens a read section, if the region is alive; not that on the region
-// behind a window.
-func (r *Region) enter() bool {
+// enter opens a read section, unless one of the bits of shut is set: then it returns
+// why not. It opens none on the region behind a window.
+func (r *Region) enter(shut uint64) FaultKind {
 	// The first look keeps a peer that hammers a dead key from moving the
 	// count, which somebody may be waiting on; the second decides.
-	if r.state.Load() >= statePaused {
-		return false
+	if s := r.state.Load(); s&shut != 0 {
+		return whyShut(s)
 	}
-	if r.state.Add(1) >= statePaused {
+	if s := r.state.Add(1); s&shut != 0 {
 		r.leave()
-		return false
+		return whyShut(s)
 	}
-	return true
+	return FaultNone
+}
+
+// whyShut returns what an access to a region in such a state ends with.
+func whyShut(state uint64) FaultKind {
+	switch {
+	case state&(stateDead|stateInvalidated) != 0:
+		return FaultDead
+	case state&stateRevoked != 0:
+		return FaultRevoked
+	}
+	return FaultPending
 }
 
 // exit closes a read section, and that on the region behind a window.
@@ -251,9 +286,9 @@ func (r *Region) exit() {
 }
 
 // leave is exit for one of the two. The last one out of a region that is being
-// killed wakes the killer.
+// shut wakes whoever waits for that.
 func (r *Region) leave() {
-	if s := r.state.Add(^uint64(0)); s >= statePaused && s&stateCount == 0 {
+	if s := r.state.Add(^uint64(0)); s > stateCount && s&stateCount == 0 {
 		r.wakeKiller()
 	}
 }
@@ -272,15 +307,18 @@ func (r *Region) wakeKiller() {
 const spinsBeforeSleep = 32
 
 // killLocked keeps new sections out, for the reason bit, and waits for the open
-// ones.
+// ones. Those who wait for the region to open again learn that it may never.
 //
 // No wake-up is lost: either the killer, having published its channel, sees the
 // count at zero, or the section that takes it to zero comes after that and sees
 // the channel (and the bit, which was set before).
 func (r *Region) killLocked(bit uint64) {
 	open := r.state.Or(bit)&stateCount != 0
+	if bit != stateSuspended {
+		r.wakeWaitersLocked()
+	}
 	if r.window == nil && r.table.killed != nil { // requests never send from a window
-		r.table.killed(r)
+		r.table.killed(r, bit != stateSuspended)
 	}
 	if !open {
 		return
@@ -341,48 +379,6 @@ func (r *Region) Close() error {
 	return err
 }
 
-// Span is a range of a region with an open read section: what Resolve returns.
-// The zero Span is empty and has no section.
-type Span struct {
-	region *Region
-	off    uint64 // of the next byte in the region
-	left   uint64 // bytes that Next has not returned
-	acc    ib.Access
-}
-
-// Next returns the next contiguous bytes of the range, nil at its end.
-func (s *Span) Next() ([]byte, Fault) {
-	if s.left == 0 {
-		return nil, Fault{}
-	}
-	b, kind := s.region.backing.Run(s.off, s.left, s.acc)
-	if kind != FaultNone {
-		return nil, s.region.fault(kind, s.off, s.left, s.acc)
-	}
-	s.off += uint64(len(b))
-	s.left -= uint64(len(b))
-	return b, Fault{}
-}
-
-// Left returns how many bytes Next has not returned.
-func (s *Span) Left() uint64 { return s.left }
-
-// Kind returns the kind of memory.
-func (s *Span) Kind() Kind {
-	if s.region == nil {
-		return KindRaw
-	}
-	return s.region.kind
-}
-
-// Release closes the read section; it may be called again.
-func (s *Span) Release() {
-	if r := s.region; r != nil {
-		s.region, s.left = nil, 0
-		r.exit()
-	}
-}
-
 // maxGone is how often an access tries again because bytes were gone that had
 // just been there: somebody else then has to wait until they stay.
 const maxGone = 16
@@ -407,9 +403,19 @@ func (r *Region) gone(off, n uint64, acc ib.Access, times int) Fault {
 func (r *Region) fault(kind FaultKind, off, n uint64, acc ib.Access) Fault {
 	f := Fault{Kind: kind, Key: r.Key(), Extent: Extent{r.iova + off - r.base, n}}
 	if kind == FaultPending {
-		f.wanted = &wanted{acc, r, off}
+		f.wanted = &wanted{acc: acc, region: r, off: off}
 	}
 	return r.report(f)
+}
+
+// shutFault is the fault of an access by a key that was not let in; with FaultPending,
+// by shut: the key's own region, or one behind a window or under an indirect key.
+func shutFault(shut *Region, kind FaultKind, key uint32, addr, n uint64) Fault {
+	f := Fault{Kind: kind, Key: key, Extent: Extent{addr, n}}
+	if kind == FaultPending {
+		f.wanted = &wanted{shut: shut, brief: true}
+	}
+	return f
 }
 
 // report counts that memory is gone, and logs it once for each region.

@@ -49,8 +49,8 @@ func (r *Region) Rereg(cfg RegionConfig) error {
 // changeLocked does it, and returns the backing that is to be closed.
 func (r *Region) changeLocked(cfg *RegionConfig) (old Backing, err error) {
 	const op = "rereg_mr"
-	if !r.Alive() {
-		return nil, &ib.ReregError{State: ib.ReregUnusable, Err: ib.Errorf(op, syscall.EINVAL, "the region is closed, or a peer has invalidated it")}
+	if r.state.Load()&shutToLooks != 0 {
+		return nil, &ib.ReregError{State: ib.ReregUnusable, Err: ib.Errorf(op, syscall.EINVAL, "the region is closed, or was invalidated or revoked")}
 	}
 	if isPeerMemory(r.backing) || isPeerMemory(cfg.Backing) {
 		return nil, oldValid(ib.Errorf(op, syscall.EOPNOTSUPP, "peer memory cannot be registered again"))
@@ -66,7 +66,7 @@ func (r *Region) changeLocked(cfg *RegionConfig) (old Backing, err error) {
 		old = r.backing
 	}
 	r.pd, r.access, r.iova, r.length = cfg.PD, cfg.Access, cfg.IOVA, cfg.Length
-	r.backing, r.kind, r.solid = cfg.Backing, cfg.Backing.Kind(), isSolid(cfg.Backing)
+	r.stand(cfg.Backing)
 	r.invalidatable = cfg.Invalidatable || cfg.Access&ib.AccessRemoteInvalidate != 0
 	r.told.Store(false)
 	if old != nil || !cfg.KeepKey {

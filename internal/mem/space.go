@@ -6,9 +6,10 @@ package mem
 //     the range that it knows something about (join, leave).
 //  2. Before memory in the range is used, cover has the kernel tell about
 //     changes there, where it can (sys.Notifier).
-//  3. Whoever is about to rely on what was cached calls settle, which takes what
-//     the kernel has told and passes it on. It costs two loads while there is
-//     nothing new.
+//  3. Whoever is about to rely on what was cached calls settleSoon, which takes what
+//     the kernel has told and passes it on, if that is had at once. It costs two
+//     loads while there is nothing new. Whoever holds neither a lock nor a read
+//     section may call settle, which waits.
 //  4. Not everything is told, and in some places nothing is. So a sweep looks
 //     from time to time whether present pages are still present.
 //
@@ -32,7 +33,8 @@ type member interface {
 	// member's. It is called under the space's lock: it must be quick, and call
 	// nothing that takes the lock.
 	changed(start, end uintptr)
-	// missed tells that something may have changed anywhere. As changed.
+	// missed tells that something may have changed anywhere. It is called without the
+	// lock, and may make system calls; changed may be called meanwhile.
 	missed()
 	// sweep looks for pages that are gone. It is called without the lock.
 	sweep()
@@ -46,6 +48,7 @@ type space struct {
 	members rangeIndex
 	swept   int // of the members
 	buf     [64]sys.MapChange
+	lost    bool          // something was not told, and not everybody has looked for himself yet
 	stop    chan struct{} // ends the sweeper; nil while there is none
 
 	changes atomic.Uint64            // how many there were; written under mu
@@ -56,6 +59,8 @@ type space struct {
 	vanished atomic.Uint64
 	doubtful atomic.Bool
 
+	recovering sync.Mutex // held while everybody looks for himself: one at a time
+
 	covering sync.Mutex // guards the order of cover and uncover
 	sweeping sync.Mutex // held for a sweep: one at a time; guards found
 	found    uint64     // what vanished was after the last one
@@ -65,22 +70,53 @@ var theSpace space
 
 // settle passes on the changes that the kernel has told. When it returns, all
 // that was done to mappings before the call has been passed on, where there is a
-// notifier that covers them.
+// notifier that covers them. It may wait for the notifier's thread, up to a tenth of
+// a second: no lock is held, and no section open.
 func (s *space) settle() {
-	if n := s.notifier.Load(); n != nil && n.Changed() {
+	for n := s.notifier.Load(); n != nil && n.Changed(); n = s.notifier.Load() {
 		s.mu.Lock()
-		s.settleLocked()
+		missed := s.settleLocked(n, true)
 		s.mu.Unlock()
+		if !missed {
+			return
+		}
+		s.missed(n)
 	}
 }
 
-func (s *space) settleLocked() {
+// settleTries is how often settleSoon looks for what the notifier's thread has
+// announced and not yet told: for some microseconds in all.
+const settleTries = 64
+
+// settleSoon is settle for those who must not wait: inside sections, under locks. It
+// reports whether all has been passed on.
+func (s *space) settleSoon() bool {
 	n := s.notifier.Load()
-	for rounds := 0; n != nil; rounds++ {
-		k, lost, more := n.Take(s.buf[:])
-		if lost {
-			s.missedLocked(n)
+	if n == nil || !n.Changed() {
+		return true
+	}
+	for range settleTries {
+		if s.mu.TryLock() {
+			missed := s.settleLocked(n, false)
+			s.mu.Unlock()
+			if missed {
+				return false // whoever may wait finds out what it was
+			}
 		}
+		if !n.Changed() {
+			return true
+		}
+	}
+	return false
+}
+
+// settleLocked passes on what there is; with wait, all that was announced before. It
+// reports whether something was not told: then Changed stays true, and missed is to be
+// called.
+func (s *space) settleLocked(n *sys.Notifier, wait bool) (missed bool) {
+	for rounds := 0; !s.lost; rounds++ {
+		k, lost, more := n.Take(s.buf[:], wait)
+		s.lost = lost
 		for _, c := range s.buf[:k] {
 			s.noteLocked(c.Start, c.End)
 			s.members.overlapping(c.Start, c.End, func(m *membership) bool {
@@ -88,29 +124,66 @@ func (s *space) settleLocked() {
 				return true
 			})
 		}
+		if lost {
+			break
+		}
 		if k == 0 {
-			return // only now others see that there is nothing new: all is passed on
+			return false // only now others see that there is nothing new: all is passed on
 		}
 		if !more && rounds >= settleRounds {
-			return // all that had been told when this began is, and others do the rest
+			return false // all that had been told when this began is, and others do the rest
 		}
 	}
+	return true
 }
 
 // settleRounds bounds how long one settles while others go on changing mappings.
 const settleRounds = 16
 
-// missedLocked passes on that something was not told. A notifier that has ended
-// is given up.
-func (s *space) missedLocked(n *sys.Notifier) {
+// missed passes on that something was not told: everybody has to look for himself, which
+// takes system calls, and so is done without the lock. Until it is done nothing is taken
+// from the notifier, so that Changed stays true and nobody relies on anything. A notifier
+// that has ended is given up.
+func (s *space) missed(n *sys.Notifier) {
+	s.recovering.Lock()
+	defer s.recovering.Unlock()
+	s.mu.Lock()
+	lost := s.lost
+	if lost {
+		s.noteLocked(0, ^uintptr(0))
+	}
+	s.mu.Unlock()
+	if !lost {
+		return // somebody else has just done it
+	}
 	if n.Err() != nil {
 		s.notifier.Store(nil)
 	}
-	s.noteLocked(0, ^uintptr(0))
-	s.members.overlapping(0, ^uintptr(0), func(m *membership) bool {
-		m.who.missed()
-		return true
-	})
+	s.eachMember(func(m *membership) bool { m.who.missed(); return true })
+	s.mu.Lock()
+	s.lost = false
+	s.mu.Unlock()
+}
+
+// eachMember calls f with all members, without the lock, until it returns false. Those
+// that come and go meanwhile may be missed or seen.
+func (s *space) eachMember(f func(m *membership) bool) {
+	var batch [64]*membership
+	var after *membership
+	for {
+		s.mu.Lock()
+		n := s.members.next(after, batch[:])
+		s.mu.Unlock()
+		if n == 0 {
+			return
+		}
+		for _, m := range batch[:n] {
+			if !f(m) {
+				return
+			}
+		}
+		after = batch[n-1]
+	}
 }
 
 // recentChanges is how many changes are remembered.
@@ -157,10 +230,8 @@ type membership struct {
 // join makes a member. From now on it is told of changes in what is covered,
 // and swept if it wants to be.
 func (s *space) join(start, end uintptr, who member, swept bool) *membership {
-	s.mu.Lock()
+	s.lockSettled()
 	defer s.mu.Unlock()
-	s.openLocked()
-	s.settleLocked() // what was before is not about the new member
 	m := &membership{start: start, end: end, who: who, swept: swept}
 	s.members.add(m)
 	if swept {
@@ -171,6 +242,18 @@ func (s *space) join(start, end uintptr, who member, swept bool) *membership {
 		go s.sweeper(s.stop)
 	}
 	return m
+}
+
+// lockSettled takes the lock at a moment when all that was done to mappings before has
+// been passed on: it is not about a new member.
+func (s *space) lockSettled() {
+	s.mu.Lock()
+	s.openLocked()
+	for n := s.notifier.Load(); n != nil && s.settleLocked(n, true); n = s.notifier.Load() {
+		s.mu.Unlock()
+		s.missed(n)
+		s.mu.Lock()
+	}
 }
 
 // leave ends a membership. When it returns, the member is told nothing any more,
@@ -312,24 +395,18 @@ func (s *space) sweep(stop chan struct{}) {
 
 func (s *space) sweepLocked(stop chan struct{}) {
 	s.settle()
-	var batch [64]*membership
-	var after *membership
-	for {
-		s.mu.Lock()
-		n := s.members.next(after, batch[:])
-		s.mu.Unlock()
-		if n == 0 {
-			break
+	stopped := false
+	s.eachMember(func(m *membership) bool {
+		select {
+		case <-stop:
+			stopped = true
+		default:
+			m.who.sweep()
 		}
-		for _, m := range batch[:n] {
-			select {
-			case <-stop:
-				return
-			default:
-				m.who.sweep()
-			}
-		}
-		after = batch[n-1]
+		return !stopped
+	})
+	if stopped {
+		return
 	}
 	if now := s.vanished.Load(); now != s.found {
 		s.found = now
@@ -338,8 +415,8 @@ func (s *space) sweepLocked(stop chan struct{}) {
 	}
 }
 
-// lost tells that pages were found to be gone.
-func (s *space) lost() {
+// foundGone notes that pages were found to be gone.
+func (s *space) foundGone() {
 	s.vanished.Add(1)
 	s.doubtful.Store(true)
 }

@@ -10,7 +10,7 @@ import (
 )
 
 // The way of a key, top-down: Register, in region.go, takes a slot and gives it
-// out; Resolve finds the region again and opens it; Invalidate takes the key
+// out; open finds the region again and opens a section on it; Invalidate takes the key
 // from whoever has it, on behalf of a peer; the counters come last.
 
 // A key is 32 bits: a 24-bit index, which is the permuted number of a slot, and
@@ -26,9 +26,13 @@ const DefaultMaxRegions = 1 << 20
 type TableConfig struct {
 	MaxRegions int    // regions and windows at the same time; 0 means DefaultMaxRegions, and there can be no more than MaxSlots
 	Seed       uint64 // tests: makes the keys repeatable; 0 means unpredictable ones
-	// Killed, if set, is called when a region is closed or invalidated, before
-	// its owner may use the memory for something else.
-	Killed func(*Region)
+	// Killed, if set, is called when a region is closed, invalidated, revoked, changed
+	// or suspended: it ends what other processes do with the memory by themselves. With
+	// wait it returns when they have ended it, and the memory may be used for something
+	// else. Otherwise the memory is suspended, and about to move to other pages: it
+	// waits for nobody, and Resumed is called when that is over.
+	Killed  func(r *Region, wait bool)
+	Resumed func(r *Region)
 }
 
 // Table is the key table of a device: it gives out keys for regions and finds
@@ -36,7 +40,9 @@ type TableConfig struct {
 type Table struct {
 	slots  *Slots[Region]
 	random func() uint32 // 16 bits: a slot's first tag and its step; called under the table's lock
-	killed func(*Region)
+
+	killed  func(r *Region, wait bool)
+	resumed func(r *Region)
 
 	stale  atomic.Uint64
 	paging Paging
@@ -89,7 +95,7 @@ func NewTable(cfg TableConfig) *Table {
 	// The index 0 stays unused, so that no key is 0: programs take a zero key
 	// for "none".
 	zero := func(index uint32) bool { return index == 0 }
-	return &Table{slots: NewSlots[Region](cfg.MaxRegions, zero, key), random: random, killed: cfg.Killed}
+	return &Table{slots: NewSlots[Region](cfg.MaxRegions, zero, key), random: random, killed: cfg.Killed, resumed: cfg.Resumed}
 }
 
 func randomTag() uint32 {
@@ -114,12 +120,12 @@ func (t *Table) Lookup(key uint32) *Region {
 // Whole calls f, inside a read section, with all bytes of the region that a key and an
 // address name, if they are host memory in one piece and there are such rights to them.
 func (t *Table) Whole(key uint32, addr uint64, acc ib.Access, who Actor, f func(r *Region, b []byte)) {
-	r, _, kind := t.open(key, addr, 1, acc, who)
+	r, _, kind := t.open(key, addr, 1, acc, who, shutToBytes)
 	if kind != FaultNone {
 		return
 	}
 	defer r.exit()
-	if r.window != nil || r.mkey != nil || r.kind != KindPinned {
+	if r.window != nil || r.mkey != nil || r.kind != KindPinned || r.staged != nil {
 		return
 	}
 	if b, kind := r.backing.Run(0, r.length, acc); kind == FaultNone && uint64(len(b)) == r.length {
@@ -127,39 +133,29 @@ func (t *Table) Whole(key uint32, addr uint64, acc ib.Access, who Actor, f func(
 	}
 }
 
-// Resolve opens a read section on n bytes of the region with a key: the bytes
-// of the Span may be accessed as acc says until the caller calls Release, and
-// whoever closes or invalidates the region waits for that. No section may
-// span a blocking call or the killing of a region by the same goroutine.
-//
-// All checks of an access are made here, in the order key, state, domain,
-// rights, bounds. Operations of no bytes at all do not check their key (IBA
-// 9.7.4.1.5, C9-88): their callers do not come here.
-func (t *Table) Resolve(key uint32, addr, n uint64, acc ib.Access, who Actor) (Span, Fault) {
-	r, off, kind := t.open(key, addr, n, acc, who)
-	if kind != FaultNone {
-		return Span{}, Fault{Kind: kind, Key: key, Extent: Extent{addr, n}}
-	}
-	return Span{region: r, off: off, left: n, acc: acc}, Fault{}
-}
-
-// open is what Resolve does: it finds the region, opens a section on it and
-// returns the place of the range in its backing.
-func (t *Table) open(key uint32, addr, n uint64, acc ib.Access, who Actor) (r *Region, off uint64, kind FaultKind) {
+// open finds a region by its key, opens a section on it (region.open) and returns the
+// place of a range in its backing.
+func (t *Table) open(key uint32, addr, n uint64, acc ib.Access, who Actor, shut uint64) (r *Region, off uint64, kind FaultKind) {
 	if r = t.Lookup(key); r == nil {
 		return nil, 0, FaultKey
 	}
-	if off, kind = r.open(key, addr, n, acc, who); kind != FaultNone {
+	if off, _, kind = r.open(key, addr, n, acc, who, shut); kind != FaultNone {
 		r = nil
 	}
 	return r, off, kind
 }
 
-// open opens a section on a region that was found by a key, and returns the place of the
-// range in its backing.
-func (r *Region) open(key uint32, addr, n uint64, acc ib.Access, who Actor) (off uint64, kind FaultKind) {
-	if !r.enter() {
-		return 0, FaultDead
+// open opens a section on a region that was found by a key, and on the region behind a
+// window, unless one of the bits of shut is set there. It returns the place of the range
+// in the backing, and the leaf: the region whose backing that is, nil for an indirect
+// key, which has several. With FaultPending the leaf is the region that is shut.
+//
+// All checks of an access are made here, in the order state, key, domain, rights,
+// bounds, and last whether the memory is there. Operations of no bytes at all do not
+// check their key (IBA 9.7.4.1.5, C9-88): their callers do not come here.
+func (r *Region) open(key uint32, addr, n uint64, acc ib.Access, who Actor, shut uint64) (off uint64, leaf *Region, kind FaultKind) {
+	if kind = r.enter(shutToLooks); kind != FaultNone {
+		return 0, r, kind
 	}
 	// What follows stands inside the section, because a region's key, bounds and
 	// rights may change while it is out of use.
@@ -174,20 +170,26 @@ func (r *Region) open(key uint32, addr, n uint64, acc ib.Access, who Actor) (off
 	case off > r.length || n > r.length-off: // addr below iova: off is larger than any length (Register)
 		kind = FaultBounds
 	case r.window != nil:
-		if kind = r.window.enterParent(acc, who); kind == FaultNone {
-			return r.base + off, FaultNone
+		if leaf, kind = r.window.enterParent(acc, who, shut); kind == FaultNone {
+			return r.base + off, leaf, FaultNone
 		}
+	case r.mkey != nil:
+		return off, nil, FaultNone
 	default:
-		return off, FaultNone
+		s := r.state.Load() // whoever shuts it sets the bit first and then looks for sections
+		if s&shut == 0 {
+			return off, r, FaultNone
+		}
+		leaf, kind = r, whyShut(s)
 	}
 	r.leave()
-	return 0, kind
+	return 0, leaf, kind
 }
 
 // IsHost reports whether n bytes can be accessed, as far as is known without touching
-// them, and are memory of the host.
+// them, and are memory of the host. They may be suspended.
 func (t *Table) IsHost(key uint32, addr, n uint64, acc ib.Access, who Actor) bool {
-	r, _, kind := t.open(key, addr, n, acc, who)
+	r, _, kind := t.open(key, addr, n, acc, who, shutToLooks)
 	if kind != FaultNone {
 		return false
 	}

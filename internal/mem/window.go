@@ -132,6 +132,7 @@ func (t *Table) Bind(b *ib.MWBind, verb bool, who Actor) Fault {
 	w.parent = parent
 	r.access = b.Access & peerAccess
 	r.kind, r.solid, r.backing = parent.kind, parent.solid, parent.backing
+	r.staged, r.pinned = parent.staged, parent.pinned
 	r.iova, r.length, r.base = b.Addr, b.Length, b.Addr-parent.iova
 	if b.Access&ib.AccessZeroBased != 0 {
 		r.iova = 0
@@ -169,7 +170,7 @@ func (w *Window) mayBindLocked(b *ib.MWBind, verb bool, who Actor) FaultKind {
 func (t *Table) lend(b *ib.MWBind, who Actor) (*Region, FaultKind) {
 	// A section keeps the region as it is while it is looked at, and then being
 	// lent does.
-	p, _, kind := t.open(b.LKey, b.Addr, b.Length, 0, who)
+	p, _, kind := t.open(b.LKey, b.Addr, b.Length, 0, who, shutToLooks)
 	if kind != FaultNone {
 		return nil, kind
 	}
@@ -212,20 +213,16 @@ func (r *Region) takeLocked(op string) error {
 
 func (r *Region) giveLocked() { r.bound.Store(0) }
 
-// enterParent opens a section on the region behind a window. Inside the window's
-// own section, which keeps the region bound.
-func (w *Window) enterParent(acc ib.Access, who Actor) FaultKind {
+// enterParent opens a section on the region behind a window, unless one of the bits of
+// shut is set there. Inside the window's own section, which keeps the region bound.
+func (w *Window) enterParent(acc ib.Access, who Actor, shut uint64) (parent *Region, kind FaultKind) {
 	switch {
 	case w.qpn != 0 && w.qpn != who.QPN: // a 2B window answers to its queue pair alone
-		return FaultDomain
+		return nil, FaultDomain
 	case acc&peerAccess == 0: // the key is no local one
-		return FaultAccess
+		return nil, FaultAccess
 	}
-	if w.parent.state.Add(1) >= statePaused { // invalidated by a peer as the window was bound
-		w.parent.leave()
-		return FaultDead
-	}
-	return FaultNone
+	return w.parent, w.parent.enter(shut)
 }
 
 // invalidateLocked is Invalidate for windows: those of type 2, by the queue pair

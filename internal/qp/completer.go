@@ -301,6 +301,7 @@ const minWindow = 4
 
 // Tick lets time act: call it at Deadline.
 func (q *QP) Tick(now Time) {
+	q.holdTick(now)
 	r := &q.req
 	if q.state != ib.QPRTS && q.state != ib.QPSQD || r.rnrWait(now) {
 		return
@@ -328,10 +329,14 @@ func (q *QP) Tick(now Time) {
 
 // Deadline returns when Tick should be called next, 0 for never.
 func (q *QP) Deadline() Time {
+	at := q.holdDeadline()
 	if q.state != ib.QPRTS && q.state != ib.QPSQD {
-		return 0
+		return at
 	}
-	return q.req.deadline()
+	if d := q.req.deadline(); at == 0 || d != 0 && d < at {
+		return d
+	}
+	return at
 }
 
 // fail ends the oldest request with an error. RC and UC queue pairs with a

@@ -33,6 +33,7 @@ const (
 	CntFaultRNR                       // requests put off because memory had to be fetched (RNR NAK)
 	CntFaultWaits                     // times that the send side stood still while its memory was fetched
 	CntDropFault                      // UC and UD messages whose memory had to be fetched
+	CntHeld                           // requests and answers held because memory was out of reach for a moment (hold.go)
 	CntInline                         // messages and results that waited beside their completion (inline.go)
 	CntDirect                         // WRITEs and READs that this side has executed at the peer's (direct.go)
 	NumCounters
@@ -44,7 +45,7 @@ var counterNames = [NumCounters]string{
 	"duplicate_requests", "out_of_sequence", "implied_nak_seq_err", "ghost_acks",
 	"drop_qp_state", "drop_transport", "drop_source_address", "drop_bad_qkey", "drop_no_receive",
 	"drop_broken_message", "drop_malformed", "resp_invalid_request", "resp_remote_access_errors",
-	"resp_remote_operation_errors", "page_fault_rnr_naks", "page_fault_waits", "drop_page_fault", "inline_receives",
+	"resp_remote_operation_errors", "page_fault_rnr_naks", "page_fault_waits", "drop_page_fault", "memory_holds", "inline_receives",
 	"local_direct",
 }
 

@@ -72,7 +72,7 @@ func (q *QP) receiveDatagram(t *train.Train) mem.Fault {
 // be fetched first, the message is lost, and the next one takes the receive.
 func (q *QP) datagramFault(f mem.Fault) mem.Fault {
 	if f.Kind == mem.FaultPending {
-		return q.notPresent(f, q.resp.taken.SGEs)
+		return q.notPresent(nil, f, q.resp.taken.SGEs)
 	}
 	return q.refuseDatagram(ib.WCLocProtErr, vendorFault(f))
 }

@@ -28,7 +28,7 @@ func (q *QP) executeFlush(t *train.Train) mem.Fault {
 		return q.notReady()
 	}
 	if fault := q.Table.Flush(f, q.Actor()); !fault.OK() {
-		return q.refuseFault(accessError, fault, nil)
+		return q.refuseFault(accessError, t, fault, nil)
 	}
 	psn, h := t.PSN, t.RETH
 	q.accept(t, 1)

@@ -85,12 +85,23 @@ func (q *QP) NextWork(l Lane, w *Work) bool {
 	return true
 }
 
+// Suspended returns a channel that is closed when the work can be done, if it is to wait
+// for memory that is suspended; nil if not.
+func (w *Work) Suspended() <-chan struct{} {
+	if w.lane == LaneSync {
+		return nil
+	}
+	return w.fault.Suspended()
+}
+
 // Do does the work. It may block for as long as storage takes: the caller holds
 // no lock. It reports whether the work is done; if not, there is no sense in
 // trying again at once.
 func (w *Work) Do(t *mem.Table) bool {
 	if w.lane == LaneSync {
-		w.left = t.Persist(w.sync.rng, w.sync.actor)
+		for w.left = t.Persist(w.sync.rng, w.sync.actor); w.left.Kind == mem.FaultPending; w.left = t.Persist(w.sync.rng, w.sync.actor) {
+			w.left.Await()
+		}
 		return true
 	}
 	w.left = w.fault.Await()
@@ -108,6 +119,8 @@ func (q *QP) Finished(w *Work, now Time) {
 		q.synced(&w.sync, w.left)
 	case LaneSend:
 		q.req.goOn(now)
+	case LaneReceive:
+		q.letGo()
 	}
 }
 
@@ -135,19 +148,23 @@ func (q *QP) fetch(l Lane, f mem.Fault, list []ib.SGE) {
 
 // refuseFault ends a request whose memory cannot be accessed, unless its bytes
 // only have to be fetched first.
-func (q *QP) refuseFault(why refusal, f mem.Fault, list []ib.SGE) mem.Fault {
+func (q *QP) refuseFault(why refusal, t *train.Train, f mem.Fault, list []ib.SGE) mem.Fault {
 	if f.Kind == mem.FaultPending {
-		return q.notPresent(f, list)
+		return q.notPresent(t, f, list)
 	}
 	return q.refuse(why, vendorFault(f))
 }
 
-// notPresent: a request's bytes have to be fetched first. RC has the peer come
-// again later (IBA 9.7.5.2.8); it has not moved on, though some of the bytes may
+// notPresent: a request's bytes have to be fetched first. If that takes a moment only,
+// RC holds the request (hold.go); else it has the peer come again later (IBA 9.7.5.2.8); it has not moved on, though some of the bytes may
 // have been written, as they will be again. A receive that the message has taken
 // stays taken. UC loses the message, and the next one takes its receive.
-func (q *QP) notPresent(f mem.Fault, list []ib.SGE) mem.Fault {
+func (q *QP) notPresent(t *train.Train, f mem.Fault, list []ib.SGE) mem.Fault {
 	q.fetch(LaneReceive, f, list)
+	kept, unread := q.hold(t, f)
+	if kept || !unread.OK() {
+		return unread
+	}
 	if q.reliable {
 		q.Counters.add(CntFaultRNR, 1)
 		q.rnr()
@@ -170,17 +187,22 @@ func (q *QP) readAbsent(t *train.Train, f mem.Fault) {
 		}
 	}
 	q.fetch(LaneReceive, f, list)
-	if again {
-		return // it was asked for again meanwhile, and is not made yet
+	if !again { // it was asked for again meanwhile, and is not made yet
+		q.absent(t.PSN)
 	}
-	r.forget(t.PSN)
+}
+
+// absent makes the peer ask again for the answer from psn on.
+func (q *QP) absent(psn wire.PSN) {
+	r := &q.resp
+	r.forget(psn)
 	if r.n == MaxRDAtomic {
 		return // FLUSHes have all places: their answers will show what is missing
 	}
 	q.Counters.add(CntFaultRNR, 1)
 	// It makes room, like any that may have been answered before: a peer that asks
 	// for more than can be had at a time has had this one.
-	r.insert(job{absent: true, again: true, waiting: true, tell: true, psn: t.PSN, n: 1})
+	r.insert(job{absent: true, again: true, waiting: true, tell: true, psn: psn, n: 1})
 }
 
 // wentBack notes that the peer sends again from psn on. If that is behind a READ

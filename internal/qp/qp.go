@@ -302,6 +302,9 @@ func (q *QP) NotSent(t *train.Train) {
 		i := ackCounter(t.AETH.Syndrome)
 		c[i] -= min(c[i], 1)
 	}
+	if h := q.resp.held; h != nil && h.answers && t.IsAnswer() {
+		q.unsent(t)
+	}
 }
 
 // complete puts the completion of a receive into its queue.

@@ -7,7 +7,7 @@ package qp
 //  3. executeSend, executeWrite, executeRead, executeAtomic, executeAtomicWrite,
 //     executeFlush (flush.go).
 //  4. accept: PSN and message numbers move on, the answer is noted.
-//     Or refuse, notReady, or notPresent (pending.go).
+//     Or refuse, notReady, or notPresent (pending.go), which may hold (hold.go).
 //
 // What is answered, and when, is in responses.go.
 
@@ -42,11 +42,17 @@ type responder struct {
 	have  bool
 
 	answers
+	held *held // what waits for memory that is out of reach for a moment; nil until something does
 }
 
 // receiveRequest checks the PSN of a request (IBA 9.7.4.1.2) and executes it.
 func (q *QP) receiveRequest(t *train.Train) mem.Fault {
 	r := &q.resp
+	if r.held != nil && len(r.held.requests) > 0 {
+		if taken, f := q.keepBehind(t); taken {
+			return f
+		}
+	}
 	d := t.PSN.Sub(r.epsn)
 	switch {
 	case q.Type == ib.UC:
@@ -151,7 +157,7 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 		if side == mem.Src {
 			return f
 		}
-		return q.refuseFault(receiveError, f, r.taken.SGEs)
+		return q.refuseFault(receiveError, t, f, r.taken.SGEs)
 	}
 	r.kind = wire.KindSend
 	r.off += uint64(t.Len)
@@ -220,7 +226,11 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 		if side == mem.Src {
 			return f
 		}
-		return q.refuseWrite(t, f)
+		f = q.refuseWrite(t, f)
+		if notReady && r.holding() {
+			r.held.lost = true // the last packet is not with it
+		}
+		return f
 	}
 	r.kind = wire.KindWrite
 	r.off += uint64(t.Len)
@@ -241,7 +251,7 @@ func (q *QP) refuseWrite(t *train.Train, f mem.Fault) mem.Fault {
 	r := &q.resp
 	if f.Kind == mem.FaultPending {
 		q.named.sge[0].Length = uint32(uint64(r.reth.Len) - r.off) // all that is to come
-		return q.notPresent(f, q.named.sge[:])
+		return q.notPresent(t, f, q.named.sge[:])
 	}
 	if t.End && t.Extra == wire.WithImm && !r.have {
 		r.have = q.Recv.Take(&r.taken)
@@ -287,7 +297,7 @@ func (q *QP) executeAtomic(t *train.Train) mem.Fault {
 	}
 	orig, f := mem.Atomic(q.Table, q.Actor(), t.Atomic.RKey, t.Atomic.VA, op, t.Atomic.Compare, t.Atomic.SwapAdd)
 	if !f.OK() {
-		return q.refuseFault(accessError, f, nil)
+		return q.refuseFault(accessError, t, f, nil)
 	}
 	psn := t.PSN
 	q.accept(t, 1)
@@ -323,7 +333,7 @@ func (q *QP) executeAtomicWrite(t *train.Train) mem.Fault {
 	}
 	value := binary.NativeEndian.Uint64(r.word[:]) // as the bytes came, so they lie
 	if _, f := mem.Atomic(q.Table, q.Actor(), t.RETH.RKey, t.RETH.VA, mem.Store, 0, value); !f.OK() {
-		return q.refuseFault(accessError, f, nil)
+		return q.refuseFault(accessError, t, f, nil)
 	}
 	psn := t.PSN
 	q.accept(t, 1)

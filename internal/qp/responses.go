@@ -42,7 +42,10 @@ type job struct {
 	atomic  bool
 	flush   bool     // a FLUSH
 	absent  bool     // a READ whose bytes have to be fetched first: it is to be asked for again
-	waiting bool     // a FLUSH whose bytes have not reached storage yet, or an absent one: nothing is answered before it
+	waiting bool     // a FLUSH whose bytes have not reached storage yet, or an absent or held one: nothing is answered before it
+	held    bool     // its bytes are out of reach for a moment (hold.go)
+	cont    bool     // the packets before it have left: it does not begin the answer
+	part    bool     // those behind it are another's: it does not end the answer
 	tell    bool     // … and the peer is to hear of it
 	again   bool     // it was answered before
 	psn     wire.PSN // of the first response
@@ -322,7 +325,7 @@ func (q *QP) pullJob(t *train.Train, j *job) {
 	} else {
 		t.Kind = wire.KindReadResponse
 		t.N = min(j.n-j.done, train.MaxBytes/q.mtu)
-		t.Start, t.End = j.done == 0, j.done+t.N == j.n
+		t.Start, t.End = j.done == 0 && !j.cont, j.done+t.N == j.n && !j.part
 		off := j.done * q.mtu
 		t.SetNone()
 		if n := min(t.N*q.mtu, int(j.reth.Len)-off); n > 0 {
@@ -343,6 +346,9 @@ func (q *QP) pullJob(t *train.Train, j *job) {
 func (q *QP) readFailed(t *train.Train, f mem.Fault) {
 	switch q.state {
 	case ib.QPRTR, ib.QPRTS, ib.QPSQD:
+		if q.holdAnswer(t, f) {
+			return
+		}
 		if f.Kind == mem.FaultPending {
 			q.readAbsent(t, f)
 			return

@@ -281,6 +281,7 @@ func (q *QP) startSending() {
 // enterError is the transition to ERR: everything that waits is flushed, in
 // order, the send queue first (IBA 10.3.1.7). Nothing is answered any more.
 func (q *QP) enterError() {
+	q.forgetHeld()
 	q.resp.answers.n = 0
 	q.resp.ack.pending = false
 	q.enterErrorAnswering()
@@ -343,6 +344,7 @@ func (q *QP) reset() {
 		q.Recv.Clear()
 	}
 	sges := q.resp.taken.SGEs
+	q.forgetHeld()
 	q.req, q.resp, q.slow = requester{}, responder{}, slowWork{}
 	q.mine.memo, q.named.memo = mem.Memo{}, mem.Memo{}
 	q.resets++

@@ -166,7 +166,8 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *Freed, upto uint32, l *Late)
 }
 
 // Poll takes up to len(out) completions. It waits only for bytes that have to be
-// fetched, and only if it would return nothing else.
+// fetched, and only if it would return nothing else; where those bytes go to memory that
+// is suspended it returns nothing.
 func (c *CQ) Poll(out []ib.WC) int { return c.PollNotes(out, nil) }
 
 // PollNotes is Poll with what is known besides; notes has room for as many. If it returns
@@ -176,6 +177,10 @@ func (c *CQ) PollNotes(out []ib.WC, notes []Note) int {
 		n, f := c.take(out, notes)
 		if n > 0 || f.OK() {
 			return n
+		}
+		if f.Suspended() != nil { // whoever has suspended it may keep it for long
+			c.fetched()
+			return 0
 		}
 		f.Await() // what is left in the way shows when they are written
 		c.fetched()
@@ -193,7 +198,7 @@ func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 		var failed func(mem.Fault) uint16
 		if e.late != 0 {
 			f = c.writeLocked(e.late)
-			if f.Kind == mem.FaultPending && c.late[e.late-1].fetches < maxFetches {
+			if f.Kind == mem.FaultPending && (f.Brief() || c.late[e.late-1].fetches < maxFetches) {
 				if n > 0 || c.fetchLocked(e.late) {
 					break
 				}

@@ -38,7 +38,7 @@ func (c *consumer) settle() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for {
-		k, lost, _ := c.n.Take(c.buf[:])
+		k, lost, _ := c.n.Take(c.buf[:], true)
 		for _, change := range c.buf[:k] {
 			c.seen[change.Start]++
 		}
@@ -230,7 +230,7 @@ func TestNotifierCloseStorm(t *testing.T) {
 						t.Error(err)
 					}
 					unix.MunmapPtr(p, 4*pageSize)
-					n.Take(buf)
+					n.Take(buf, true)
 					started.Add(1)
 				}
 			})
@@ -278,7 +278,7 @@ func TestNotifierFork(t *testing.T) {
 		t.Error(err)
 	}
 	munmapRange(t, a+2*p, a+4*p) // would hang if it were still watched
-	if k, lost, more := n.Take(make([]MapChange, 4)); k != 0 || lost || more {
+	if k, lost, more := n.Take(make([]MapChange, 4), true); k != 0 || lost || more {
 		t.Error(k, lost, more)
 	}
 }
@@ -338,7 +338,7 @@ func TestNotifierDead(t *testing.T) {
 		t.Error(err)
 	}
 	for range 3 {
-		if _, lost, _ := n.Take(make([]MapChange, 4)); !lost || !n.Changed() {
+		if _, lost, _ := n.Take(make([]MapChange, 4), true); !lost || !n.Changed() {
 			t.Error("nothing is lost")
 		}
 	}

@@ -197,19 +197,24 @@ const (
 // many. If lost is set, events are missing, and everything may have changed: also
 // when the thread was not given the processor for long, and when it is dead (Err).
 // If more is set, buf was too small. Otherwise everything that was announced
-// before the call has been taken.
+// before the call has been taken; without wait, all that was published.
 //
 // A Take that returns nothing tells that all that earlier ones returned has been
 // applied, and only then Changed becomes false: nobody gets past Changed between
 // the taking and the applying.
-func (n *Notifier) Take(buf []MapChange) (k int, lost, more bool) {
+func (n *Notifier) Take(buf []MapChange, wait bool) (k int, lost, more bool) {
 	n.taking.Lock()
 	defer n.taking.Unlock()
 	if n.r.open.Load() == 0 {
 		return 0, false, false // closed, or the child of a fork
 	}
 	announced := n.r.announced.Load()
-	late := !n.await(announced)
+	late := false
+	if wait {
+		late = !n.await(announced)
+	} else if n.r.published.Load() < announced && n.r.dead.Load() == 0 {
+		announced = n.r.consumed.Load() // nothing is certain to have been taken
+	}
 	dead := n.r.dead.Load() != 0
 	lost = n.r.lost.Swap(0) != 0 || late || dead
 	head, tail := n.r.head.Load(), n.r.tail.Load()

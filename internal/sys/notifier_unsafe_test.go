@@ -82,7 +82,7 @@ func takeAll(t testing.TB, n *Notifier) (all []MapChange, lost bool) {
 	t.Helper()
 	buf := make([]MapChange, 8)
 	for {
-		k, l, more := n.Take(buf)
+		k, l, more := n.Take(buf, true)
 		all = append(all, buf[:k]...)
 		lost = lost || l
 		if k == 0 && !l {
@@ -424,7 +424,7 @@ func TestNotifierOne(t *testing.T) {
 	if err := n.Watch(a+2*pageSize, a+4*pageSize); !errors.Is(err, unix.EBADF) {
 		t.Errorf("watching after the end: %v", err)
 	}
-	if k, lost, more := n.Take(make([]MapChange, 4)); k != 0 || lost || more || n.Changed() {
+	if k, lost, more := n.Take(make([]MapChange, 4), true); k != 0 || lost || more || n.Changed() {
 		t.Error("events after the end", k, lost, more, n.Changed())
 	}
 	again := openTestNotifier(t)
@@ -444,17 +444,17 @@ func TestNotifierSmallBuffer(t *testing.T) {
 	for i := range uintptr(8) {
 		munmapRange(t, a+2*i*p, a+2*i*p+p)
 	}
-	if k, lost, more := n.Take(nil); k != 0 || lost || !more {
+	if k, lost, more := n.Take(nil, true); k != 0 || lost || !more {
 		t.Fatal("without room:", k, lost, more)
 	}
 	for i := range uintptr(8) {
 		var buf [1]MapChange
-		k, lost, more := n.Take(buf[:])
+		k, lost, more := n.Take(buf[:], true)
 		if want := (MapChange{Unmapped, a + 2*i*p, a + 2*i*p + p, 0}); k != 1 || buf[0] != want || lost || more != (i < 7) || !n.Changed() {
 			t.Fatalf("%d: %d %v, lost %v, more %v, changed %v", i, k, buf, lost, more, n.Changed())
 		}
 	}
-	if k, lost, more := n.Take(make([]MapChange, 1)); k != 0 || lost || more || n.Changed() {
+	if k, lost, more := n.Take(make([]MapChange, 1), true); k != 0 || lost || more || n.Changed() {
 		t.Fatal("at the end:", k, lost, more, n.Changed())
 	}
 }
@@ -490,7 +490,7 @@ func TestNotifierAllocs(t *testing.T) {
 		n.Watch(a, a+4*pageSize)
 		madvise(a, a+pageSize, unix.MADV_DONTNEED)
 		for n.Changed() {
-			n.Take(buf)
+			n.Take(buf, true)
 		}
 	}); k != 0 {
 		t.Errorf("%v allocations", k)
@@ -510,7 +510,7 @@ func BenchmarkNotifier(b *testing.B) {
 	})
 	b.Run("take nothing", func(b *testing.B) {
 		for b.Loop() {
-			n.Take(buf)
+			n.Take(buf, true)
 		}
 	})
 	for name, size := range map[string]uintptr{"1 MiB": 1 << 20, "64 GiB": 64 << 30} {
@@ -541,7 +541,7 @@ func BenchmarkNotifier(b *testing.B) {
 			for b.Loop() {
 				madvise(a, a+2*pageSize, unix.MADV_DONTNEED)
 				for n.Changed() {
-					n.Take(buf)
+					n.Take(buf, true)
 				}
 			}
 		})

@@ -70,7 +70,7 @@ func workout(bad *problems, seen bool) {
 	}
 	if n != nil {
 		var buf [4]MapChange
-		if k, lost, more := n.Take(buf[:]); k != 1 || buf[0] != (MapChange{Unmapped, a, a + 8*p, 0}) || lost || more {
+		if k, lost, more := n.Take(buf[:], true); k != 1 || buf[0] != (MapChange{Unmapped, a, a + 8*p, 0}) || lost || more {
 			bad.addf("%v, %v, %v", buf[:k], lost, more)
 		}
 	}

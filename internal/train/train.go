@@ -148,6 +148,21 @@ func (t *Train) Reset() {
 	t.Payload = mem.List{} // by itself: among others it would be made elsewhere and copied
 }
 
+// Keep returns a train like this one that came, with a payload of its own: it outlives
+// what the link has lent. A fault says why the payload could not be read.
+func (t *Train) Keep() (*Train, mem.Fault) {
+	c := new(Train)
+	*c = *t
+	if t.Len == 0 {
+		c.Payload = mem.List{}
+		return c, mem.Fault{}
+	}
+	c.raw[0] = make([]byte, t.Len)
+	c.Payload = mem.List{Raw: c.raw[:]}
+	f, _ := mem.Copy(&c.Payload, &t.Payload, uint64(t.Len), false)
+	return c, f
+}
+
 // IsAnswer tells whether a train answers requests of the peer.
 func (t *Train) IsAnswer() bool {
 	switch t.Kind {

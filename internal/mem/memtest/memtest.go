@@ -29,6 +29,8 @@ type Constructor struct {
 	Access ib.Access
 	// NoAtomics says that the kind refuses atomics (with FaultAccess).
 	NoAtomics bool
+	// Discards says that the kind forgets what is written: it reads as zeros.
+	Discards bool
 	// Window, if not 0, has everything done through windows of that type on
 	// the memory, and not by its regions' own keys (windows.go).
 	Window ib.MWType
@@ -44,6 +46,10 @@ type Memory struct {
 	Bytes []byte
 	// Read and Write access the memory as its owner; nil means by Bytes.
 	Read, Write func(off uint64, b []byte)
+	// Move moves the memory, which is suspended, to other pages, and leaves poison in
+	// those that it gives up, for as long as they are there; nil means that the owner
+	// writes poison and then the old bytes again.
+	Move func(poison byte)
 	// Free gives up what New made, after the backing is closed; may be nil.
 	Free func()
 }
@@ -76,6 +82,13 @@ func Run(t *testing.T, mk Constructor) {
 		{"Invalidate", testInvalidate},
 		{"InvalidateRevokes", testInvalidateRevokes},
 		{"AfterClose", testAfterClose},
+		{"Suspended", testSuspended},
+		{"SuspendWaits", testSuspendWaits},
+		{"Moves", testMoves},
+		{"Revoke", testRevoke},
+	}
+	if mk.Discards {
+		tests = slices.DeleteFunc(tests, func(test test) bool { return !discarding[test.name] })
 	}
 	if mk.Window != 0 {
 		tests = slices.DeleteFunc(tests, func(test test) bool { return !throughWindows(test.name, mk.Window) })
@@ -92,6 +105,13 @@ func Run(t *testing.T, mk Constructor) {
 			e.finish()
 		})
 	}
+}
+
+// discarding are the tests that make sense for memory that forgets what is written.
+var discarding = map[string]bool{
+	"Rights": true, "Bounds": true, "ShortList": true, "CloseWaits": true, "CloseRevokes": true, "CloseRace": true,
+	"Invalidate": true, "InvalidateRevokes": true, "AfterClose": true,
+	"Suspended": true, "SuspendWaits": true, "Moves": true, "Revoke": true,
 }
 
 // Seed returns the seed of a test and prints it.
@@ -187,6 +207,14 @@ type storer interface {
 type watchedStorer struct {
 	*watched
 	storer
+}
+
+// Pinned forwards whether the memory may be remapped.
+func (c *watched) Pinned() *mem.Host {
+	if h, ok := c.Backing.(interface{ Pinned() *mem.Host }); ok {
+		return h.Pinned()
+	}
+	return nil
 }
 
 // Solid forwards what the backing says about itself.

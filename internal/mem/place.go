@@ -1,0 +1,154 @@
+package mem
+
+// Where bytes are found: between a key, whose section is open, and the bytes of a leaf,
+// a region that stands on memory itself.
+//
+//  1. open finds the region of a key and opens a section on it; for a window, on the
+//     region behind it too.
+//  2. run asks the leaf for its bytes. Under an indirect key each piece has a leaf of its
+//     own: run opens a section on the one that it comes to, and closes that on the one
+//     before. So one leaf at a time is in use, whatever the key is made of.
+//  3. close closes all sections, before anything is waited for.
+//
+// Span is a place with a range, for those who do not copy.
+
+import "github.com/verbena-rdma/verbena/ib"
+
+// place is where an access has come to.
+type place struct {
+	region *Region // the key's, with an open section; nil: no key is in use
+	leaf   *Region // whose bytes are in use, with an open section; nil: none yet
+	piece  int     // in an indirect key: the piece that was used last
+}
+
+// open opens a region that was found by a key for an access to n bytes, unless one of the
+// bits of shut is set. It returns their place in it, or a fault.
+func (p *place) open(r *Region, key uint32, addr, n uint64, acc ib.Access, who Actor, shut uint64) (off uint64, f Fault) {
+	off, leaf, kind := r.open(key, addr, n, acc, who, shut)
+	if kind != FaultNone {
+		return 0, shutFault(leaf, kind, key, addr, n)
+	}
+	p.region, p.leaf = r, leaf
+	return off, Fault{}
+}
+
+// run returns the bytes at off of the open region, at most n of them, and where in the
+// leaf they lie.
+func (p *place) run(off, n uint64, acc ib.Access) (b []byte, at uint64, f Fault) {
+	var kind FaultKind
+	if m := p.region.mkey; m == nil {
+		b, kind = p.leaf.backing.Run(off, n, acc)
+		at = off
+	} else {
+		piece, in, left := m.layout.bottom(off, &p.piece)
+		at = in
+		if piece.region != p.leaf {
+			if f = p.step(piece.region, off, n); !f.OK() {
+				return nil, 0, f
+			}
+		}
+		n = min(n, left)
+		if piece.flat != nil {
+			return piece.flat[at:][:n], at, Fault{}
+		}
+		b, kind = p.leaf.backing.Run(at, n, acc)
+	}
+	if kind != FaultNone {
+		return nil, 0, p.fault(kind, off, n, acc)
+	}
+	return b, at, Fault{}
+}
+
+// step goes on to another leaf, for n bytes at off of the indirect key.
+func (p *place) step(leaf *Region, off, n uint64) Fault {
+	if p.leaf != nil {
+		p.leaf.leave()
+		p.leaf = nil
+	}
+	if kind := leaf.enter(shutToBytes); kind != FaultNone {
+		r := p.region
+		return shutFault(leaf, kind, r.Key(), r.iova+off, n)
+	}
+	p.leaf = leaf
+	return Fault{}
+}
+
+// fault completes a fault that the leaf's backing has found at off.
+func (p *place) fault(kind FaultKind, off, n uint64, acc ib.Access) Fault {
+	f := p.region.fault(kind, off, n, acc)
+	if f.wanted != nil {
+		// Where nothing is fetched, mappings are changing, or the owner moves the bytes.
+		_, fetches := p.leaf.backing.(paged)
+		f.wanted.brief = !fetches || p.leaf.staged != nil
+	}
+	return f
+}
+
+// close closes the sections that are open.
+func (p *place) close() {
+	if p.leaf != nil && p.leaf != p.region {
+		p.leaf.leave()
+	}
+	if p.region != nil {
+		p.region.leave()
+	}
+	p.region, p.leaf = nil, nil
+}
+
+// Span is a range of a region with an open read section: what Resolve returns.
+// The zero Span is empty and has no section.
+type Span struct {
+	place
+	off  uint64 // of the next byte in the region
+	left uint64 // bytes that Next has not returned
+	acc  ib.Access
+}
+
+// Resolve opens a read section on n bytes of the region with a key: the bytes of the
+// Span may be accessed as acc says until the caller calls Release, and whoever closes,
+// invalidates or suspends the region waits for that. No section may span a blocking
+// call or the killing of a region by the same goroutine. Under an indirect key, bytes
+// that Next has returned are good until it is called again.
+func (t *Table) Resolve(key uint32, addr, n uint64, acc ib.Access, who Actor) (Span, Fault) {
+	r := t.Lookup(key)
+	if r == nil {
+		return Span{}, Fault{Kind: FaultKey, Key: key, Extent: Extent{addr, n}}
+	}
+	s := Span{left: n, acc: acc}
+	var f Fault
+	if s.off, f = s.open(r, key, addr, n, acc, who, shutToBytes); !f.OK() {
+		return Span{}, f
+	}
+	return s, Fault{}
+}
+
+// Next returns the next contiguous bytes of the range, nil at its end.
+func (s *Span) Next() ([]byte, Fault) {
+	if s.left == 0 {
+		return nil, Fault{}
+	}
+	b, _, f := s.run(s.off, s.left, s.acc)
+	if !f.OK() {
+		return nil, f
+	}
+	s.off += uint64(len(b))
+	s.left -= uint64(len(b))
+	return b, Fault{}
+}
+
+// Left returns how many bytes Next has not returned.
+func (s *Span) Left() uint64 { return s.left }
+
+// Kind returns the kind of memory.
+func (s *Span) Kind() Kind {
+	if s.region == nil {
+		return KindRaw
+	}
+	return s.region.kind
+}
+
+// Release closes the read section; it may be called again.
+func (s *Span) Release() {
+	s.left = 0
+	s.close()
+}

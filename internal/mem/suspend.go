@@ -1,0 +1,103 @@
+package mem
+
+// Memory that is taken away: for a moment, because it moves (Suspend, Resume), or for
+// good, because its owner wants it back (Revoke). Both are about a leaf, a region that
+// stands on memory and not on other regions; windows and indirect keys that lead to it
+// stay as they are, and accesses through them meet what accesses by its own key do.
+//
+//   - While a region is suspended, accesses to its bytes end in FaultPending, and
+//     Fault.Await waits until it is resumed, revoked or closed. Its rights and bounds
+//     can be looked at, windows bound to it and keys made of it.
+//   - A region that is revoked answers FaultRevoked until it is closed. It keeps its
+//     key, and those who stand on it keep it from being closed.
+//
+// When Suspend or Revoke returns, nobody in this process touches the bytes. Suspend does
+// not wait for other processes that copy to or from the memory by themselves: those look
+// again after the copy and repeat it if the memory was taken meanwhile. Whoever moves the
+// bytes therefore moves them to other pages.
+
+// suspension is what a region has that is suspended, or was.
+type suspension struct {
+	by       int           // how many have suspended it
+	reopened chan struct{} // closed when it is suspended no more, or gone; nil until somebody waits
+}
+
+// Suspend keeps accesses out and waits for those under way. It nests: as many calls of
+// Resume end it. It reports whether it was done; a region that is closed, invalidated or
+// revoked, or is no leaf, cannot be suspended.
+func (r *Region) Suspend() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.window != nil || r.mkey != nil || r.state.Load()&(shutToLooks) != 0 {
+		return false
+	}
+	if r.suspend == nil {
+		r.suspend = new(suspension)
+	}
+	if r.suspend.by++; r.suspend.by == 1 {
+		r.killLocked(stateSuspended)
+	}
+	return true
+}
+
+// Resume ends a Suspend that was done. The region may have been closed since.
+func (r *Region) Resume() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.suspend == nil || r.suspend.by == 0 {
+		panic("mem: Resume of a region that is not suspended")
+	}
+	if r.suspend.by--; r.suspend.by > 0 {
+		return
+	}
+	r.state.And(^uint64(stateSuspended))
+	if r.table.resumed != nil {
+		r.table.resumed(r)
+	}
+	r.wakeWaitersLocked()
+}
+
+// Revoke ends all access to the region's memory: when it returns nobody touches it, in
+// this process or another, and nobody will. The key stays allocated until Close. Revoking
+// again, or a region that is closed, does nothing; a region that is no leaf cannot be
+// revoked, and it reports false.
+func (r *Region) Revoke() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.window != nil || r.mkey != nil {
+		return false
+	}
+	if r.state.Load()&(stateDead|stateRevoked) == 0 {
+		r.killLocked(stateRevoked)
+	}
+	return true
+}
+
+// Reopened returns a channel that is closed when the region is suspended no more, or is
+// gone; nil if it is not suspended.
+func (r *Region) Reopened() <-chan struct{} {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if s := r.state.Load(); s&stateSuspended == 0 || s&shutToLooks != 0 {
+		return nil
+	}
+	if r.suspend.reopened == nil {
+		r.suspend.reopened = make(chan struct{})
+	}
+	return r.suspend.reopened
+}
+
+// awaitReopened waits until the region is suspended no more, or is gone.
+func (r *Region) awaitReopened() {
+	if c := r.Reopened(); c != nil {
+		<-c
+	}
+}
+
+// wakeWaitersLocked ends the waiting of those who have a channel of Reopened.
+func (r *Region) wakeWaitersLocked() {
+	if s := r.suspend; s != nil && s.reopened != nil {
+		close(s.reopened)
+		s.reopened = nil
+	}
+}

@@ -1,0 +1,294 @@
+package qp
+
+// Memory that is out of reach for a moment (mem.Fault.Brief): somebody moves it, or its
+// mappings are changing. An RNR NAK would cost the peer its whole timer, which may be 655
+// ms, and one of few retries, where the memory is back after microseconds. So the
+// responder of an RC queue pair waits a little before it says "not now":
+//
+//  1. hold keeps a request that found its memory shut, with its payload, and keepBehind
+//     those that come after it. putBack keeps the answer to a READ that could not be
+//     read, and those behind it.
+//  2. The memory is back (Finished): letGo executes the requests as if they had just come,
+//     and lets the answers go.
+//  3. HoldTime has passed (Tick), or there is no room for more: giveUp sends the RNR NAK
+//     that the first of them is due, and forgets the rest. The peer sends them again.
+
+import (
+	"sync/atomic"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// HoldTime is how long requests and answers are held.
+const HoldTime = Time(time.Millisecond)
+
+// How many bytes of requests are held: for one queue pair, and for all of the process. A
+// request counts for so many besides its payload.
+const (
+	maxHeld    = 4 << 20
+	maxHeldAll = 64 << 20
+	heldCost   = 2 << 10
+)
+
+var heldAll atomic.Int64 // bytes that are held
+
+// held is what a responder holds.
+type held struct {
+	requests []*train.Train // in the order of their PSNs
+	bytes    int
+	again    *train.Train // the one that is being executed again
+	lost     bool         // requests behind them came and were not kept
+	answers  bool         // answers were put back
+	until    Time         // 0: nobody has said what time it is
+}
+
+// holding reports whether requests or answers are held.
+func (r *responder) holding() bool {
+	return r.held != nil && (len(r.held.requests) > 0 || r.held.answers)
+}
+
+// HoldFrom tells a queue pair that holds something what time it is.
+func (q *QP) HoldFrom(now Time) {
+	if h := q.resp.held; h != nil && h.until == 0 && q.resp.holding() {
+		h.until = now + HoldTime
+	}
+}
+
+// Holding reports whether the queue pair wants to be told the time (HoldFrom).
+func (q *QP) Holding() bool { return q.resp.held != nil && q.resp.held.until == 0 && q.resp.holding() }
+
+// mayHold reports whether a fault is worth waiting for, and makes what it takes.
+func (q *QP) mayHold(f mem.Fault) bool {
+	if q.Type != ib.RC || !f.Brief() {
+		return false
+	}
+	if q.resp.held == nil {
+		q.resp.held = new(held)
+	}
+	return true
+}
+
+// hold keeps a request whose memory is shut. It reports whether it could; a fault is that
+// of the request's payload.
+func (q *QP) hold(t *train.Train, f mem.Fault) (kept bool, _ mem.Fault) {
+	if t == nil || !q.mayHold(f) {
+		return false, mem.Fault{}
+	}
+	h := q.resp.held
+	if t == h.again {
+		h.push(t)
+		return true, mem.Fault{}
+	}
+	q.Counters.add(CntHeld, 1)
+	return h.keep(t)
+}
+
+// push appends a request, which is the queue pair's own.
+func (h *held) push(t *train.Train) {
+	h.requests = append(h.requests, t)
+	h.bytes += t.Len + heldCost
+	heldAll.Add(int64(t.Len + heldCost))
+}
+
+// keep keeps a request, with a copy of its payload, if there is room.
+func (h *held) keep(t *train.Train) (kept bool, _ mem.Fault) {
+	if h.bytes+t.Len > maxHeld || heldAll.Load() > maxHeldAll {
+		return false, mem.Fault{}
+	}
+	c, f := t.Keep()
+	if !f.OK() {
+		return false, f
+	}
+	h.push(c)
+	return true, mem.Fault{}
+}
+
+// keepBehind takes a request that comes while others are held. It reports whether it has:
+// repetitions of what was executed are answered as ever.
+func (q *QP) keepBehind(t *train.Train) (taken bool, _ mem.Fault) {
+	r := &q.resp
+	h := r.held
+	if len(h.requests) == 0 {
+		return false, mem.Fault{} // answers alone are held
+	}
+	last := h.requests[len(h.requests)-1]
+	switch next := last.PSN.Add(q.takes(last)); {
+	case t.PSN == next:
+		kept, f := h.keep(t)
+		if !kept && f.OK() {
+			q.giveUp()
+		}
+		return true, f
+	case !t.PSN.Less(next):
+		h.lost = true
+		return true, mem.Fault{}
+	}
+	return !t.PSN.Less(r.epsn), mem.Fault{} // what is held already
+}
+
+// takes returns how many PSNs a request takes.
+func (q *QP) takes(t *train.Train) int {
+	if t.Kind == wire.KindReadRequest {
+		return q.packets(int(min(t.RETH.Len, MaxMsgSize)))
+	}
+	return t.N
+}
+
+// letGo goes on with what was held: the memory may be back.
+func (q *QP) letGo() {
+	r := &q.resp
+	h := r.held
+	if h == nil {
+		return
+	}
+	if h.answers {
+		h.answers = false
+		if j := r.at(0); r.n > 0 && j.held {
+			j.held, j.waiting = false, false
+		}
+	}
+	requests := h.drop()
+	for i, t := range requests {
+		if q.state != ib.QPRTR && q.state != ib.QPRTS && q.state != ib.QPSQD {
+			return
+		}
+		h.again = t
+		q.receiveRequest(t) // its payload is here: it has no fault of its own
+		h.again = nil
+		if len(h.requests) > 0 { // shut again, for what is left of the time
+			for _, behind := range requests[i+1:] {
+				h.push(behind)
+			}
+			return
+		}
+	}
+	if h.lost && len(requests) > 0 {
+		h.lost = false
+		if !r.quiet {
+			q.nak(wire.NakPSNSequence, r.epsn)
+		}
+	}
+	if !r.holding() {
+		h.until = 0
+	}
+}
+
+// drop forgets the requests and returns them.
+func (h *held) drop() []*train.Train {
+	requests := h.requests
+	heldAll.Add(-int64(h.bytes))
+	h.requests, h.bytes = nil, 0
+	return requests
+}
+
+// giveUp tells the peer to come again later.
+func (q *QP) giveUp() {
+	r := &q.resp
+	h := r.held
+	requests := h.drop()
+	h.lost, h.until = false, 0
+	if h.answers {
+		h.answers = false
+		if j := r.at(0); r.n > 0 && j.held {
+			q.absent(j.psn.Add(j.done))
+		}
+	}
+	if len(requests) > 0 {
+		q.Counters.add(CntFaultRNR, 1)
+		q.rnr()
+	}
+}
+
+// forgetHeld forgets all that is held: the queue pair is reset, or has failed.
+func (q *QP) forgetHeld() {
+	if h := q.resp.held; h != nil {
+		h.drop()
+		q.resp.held = nil
+	}
+}
+
+// holdTick gives up what was held too long.
+func (q *QP) holdTick(now Time) {
+	if h := q.resp.held; h != nil && h.until != 0 && h.until <= now {
+		if q.resp.holding() {
+			q.giveUp()
+		}
+		h.until = 0
+	}
+}
+
+// holdDeadline returns when holdTick is due, 0 for never.
+func (q *QP) holdDeadline() Time {
+	if h := q.resp.held; h != nil {
+		return h.until
+	}
+	return 0
+}
+
+// holdAnswer keeps the answer to a READ that could not be read, from a train on that has
+// not left. It reports whether it could.
+func (q *QP) holdAnswer(t *train.Train, f mem.Fault) bool {
+	if !q.mayHold(f) || !q.resp.putBack(t) {
+		return false
+	}
+	q.Counters.add(CntHeld, 1)
+	q.resp.held.answers = true
+	q.fetch(LaneReceive, f, nil)
+	if j := q.resp.at(0); !j.waiting { // if something before it waits, it is made when that is done
+		j.held, j.waiting = true, true
+	}
+	return true
+}
+
+// putBack makes an answer that has not left one to be made, in its place among the
+// others. It reports false if there is no room for it.
+func (a *answers) putBack(t *train.Train) bool {
+	for i := range a.n {
+		switch j := a.at(i); {
+		case t.PSN.Less(j.psn):
+		case t.PSN.Less(j.end()): // of one that is not all made yet
+			j.done = min(j.done, t.PSN.Sub(j.psn))
+			return true
+		case j.part && j.end() == t.PSN && t.Kind == wire.KindReadResponse: // of one that was put back before
+			j.n += t.N
+			j.reth.Len += uint32(t.Len)
+			j.part = !t.End
+			return true
+		}
+	}
+	if a.n == MaxRDAtomic {
+		return false
+	}
+	j := job{psn: t.PSN, n: t.N, msn: t.AETH.MSN, again: t.Again}
+	if t.Kind == wire.KindAtomicAck {
+		j.atomic, j.orig = true, t.Orig
+	} else {
+		j.cont, j.part = !t.Start, !t.End
+		if t.Len > 0 {
+			e := &t.Payload.SGEs[0]
+			j.reth = wire.RETH{VA: e.Addr + t.Payload.Off, RKey: e.LKey, Len: uint32(t.Len)}
+			j.pd = t.Payload.Actor.PD
+		}
+	}
+	a.insert(j)
+	return true
+}
+
+// unsent takes back an answer behind one that is held.
+func (q *QP) unsent(t *train.Train) {
+	r := &q.resp
+	switch t.Kind {
+	case wire.KindReadResponse, wire.KindAtomicAck:
+		if !r.putBack(t) {
+			q.giveUp() // the peer asks for all of it again
+		}
+	case wire.KindAck:
+		if !r.ack.pending {
+			r.ack.pending, r.ack.psn, r.ack.syndrome = true, t.PSN, t.AETH.Syndrome
+		}
+	}
+}
