@@ -101,12 +101,15 @@ func (d *Device) carryOut(q *QP, l qp.Lane) {
 			return
 		}
 		d.runWaiting(q.peer.Load(), d.now()) // it stands still, and others have its credits
-		if c := w.Suspended(); c != nil {
+		c := w.Suspended()
+		if c == nil && !w.Do(d.table) {
+			if c = w.Suspended(); c == nil {
+				time.Sleep(slowPause)
+			}
+		}
+		if c != nil {
 			d.carryOutWhen(q, w, l, c)
 			return
-		}
-		if !w.Do(d.table) {
-			time.Sleep(slowPause)
 		}
 		d.carriedOut(q, &w)
 	}

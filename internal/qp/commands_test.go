@@ -571,6 +571,15 @@ func (s *script) absent(a *cmdArgs) {
 }
 
 // fetch does what waits for memory, and shows what was fetched; or it fails.
+func (s *script) suspend(a *cmdArgs) {
+	if e := a.end(); !e.regions[a.word()].Suspend() {
+		s.printf("%s cannot be suspended", e.name)
+	}
+}
+
+func (s *script) resume(a *cmdArgs) { e := a.end(); e.regions[a.word()].Resume() }
+func (s *script) revoke(a *cmdArgs) { e := a.end(); e.regions[a.word()].Revoke() }
+
 func (s *script) fetch(a *cmdArgs) {
 	e := a.end()
 	gone := a.flag("gone")

@@ -64,6 +64,7 @@ type game struct {
 	prompt             bool    // nobody is kept waiting: answers do not wait for more, receives are there, storage is quick
 	revoke             func()  // what happens when this many requests are left, if anything
 	revokeAt           int
+	mover              *mover // nil: memory lies still
 }
 
 // storage is a side's, for one lane: what it is at, and until when.
@@ -79,7 +80,7 @@ func (g *game) storage() (next Time) {
 	for k := range g.store {
 		l, s := Lane(k%int(NumLanes)), g.sides[k/int(NumLanes)]
 		st := &g.store[k]
-		if st.busy && st.until <= g.w.now {
+		if st.busy && st.until <= g.w.now && !st.work.suspended() {
 			st.busy = false
 			st.work.Do(s.table)
 			s.q.Finished(&st.work, g.w.now)
@@ -90,7 +91,7 @@ func (g *game) storage() (next Time) {
 				st.until += time.Duration(g.rng.IntN(80)) * time.Millisecond
 			}
 		}
-		if st.busy {
+		if st.busy && !st.work.suspended() {
 			next = min(next, st.until)
 		}
 	}
@@ -187,6 +188,10 @@ func (g *game) takeBack(to *end, t *train.Train) {
 		return t.Kind != wire.KindReadResponse && x.Kind != wire.KindReadResponse && x.Kind != wire.KindAck &&
 			x.Kind != wire.KindAtomicAck && !x.PSN.Less(t.PSN)
 	}
+	if g.mover != nil && t.IsAnswer() {
+		g.takeBackAnswers(to, t)
+		return
+	}
 	to.wire = slices.DeleteFunc(to.wire, behind)
 	g.net = slices.DeleteFunc(g.net, func(p parcel) bool { return p.to.end == to && behind(p.t) })
 	heap.Init(&g.net)
@@ -228,7 +233,7 @@ func (g *game) step() error {
 		g.revoke = nil
 	}
 	g.pull()
-	next := min(g.w.now+100*time.Microsecond, max(g.w.now, g.storage())) // programs run again
+	next := min(g.w.now+100*time.Microsecond, max(g.w.now, g.storage()), max(g.w.now, g.mover.step())) // programs run again
 	if len(g.net) > 0 {
 		next = min(next, g.net[0].at)
 	}

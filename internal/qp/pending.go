@@ -53,7 +53,7 @@ type Work struct {
 	lane  Lane
 	reset uint32    // of which life of the queue pair
 	sync  flushSync // LaneSync: what to bring to storage
-	fault mem.Fault // otherwise: what to fetch
+	fault mem.Fault // otherwise: what to fetch; of LaneSync, what Do has met
 	left  mem.Fault // what was in the way
 }
 
@@ -87,22 +87,16 @@ func (q *QP) NextWork(l Lane, w *Work) bool {
 
 // Suspended returns a channel that is closed when the work can be done, if it is to wait
 // for memory that is suspended; nil if not.
-func (w *Work) Suspended() <-chan struct{} {
-	if w.lane == LaneSync {
-		return nil
-	}
-	return w.fault.Suspended()
-}
+func (w *Work) Suspended() <-chan struct{} { return w.fault.Suspended() }
 
 // Do does the work. It may block for as long as storage takes: the caller holds
 // no lock. It reports whether the work is done; if not, there is no sense in
 // trying again at once.
 func (w *Work) Do(t *mem.Table) bool {
 	if w.lane == LaneSync {
-		for w.left = t.Persist(w.sync.rng, w.sync.actor); w.left.Kind == mem.FaultPending; w.left = t.Persist(w.sync.rng, w.sync.actor) {
-			w.left.Await()
-		}
-		return true
+		w.left = t.Persist(w.sync.rng, w.sync.actor)
+		w.fault = w.left
+		return w.left.Kind != mem.FaultPending
 	}
 	w.left = w.fault.Await()
 	return w.left.Kind != mem.FaultPending
@@ -116,6 +110,10 @@ func (q *QP) Finished(w *Work, now Time) {
 	q.slow.busy &^= w.lane.bit()
 	switch w.lane {
 	case LaneSync:
+		if w.left.Kind == mem.FaultPending { // it is to be done once more
+			q.slow.want |= LaneSync.bit()
+			return
+		}
 		q.synced(&w.sync, w.left)
 	case LaneSend:
 		q.req.goOn(now)

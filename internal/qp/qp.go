@@ -284,7 +284,7 @@ func (q *QP) Sent(t *train.Train, now Time) {
 // SendFailed tells that a train's payload could not be read: a request fails
 // here, a READ response becomes a NAK; or they wait, if it has to be fetched.
 func (q *QP) SendFailed(t *train.Train, f mem.Fault, now Time) {
-	q.NotSent(t)
+	q.uncount(t)
 	if t.Kind == wire.KindReadResponse {
 		q.readFailed(t, f)
 		return
@@ -293,17 +293,22 @@ func (q *QP) SendFailed(t *train.Train, f mem.Fault, now Time) {
 }
 
 // NotSent tells that a train has not left, because one before it could not be
-// read. It counts for nothing.
+// read. It counts for nothing; an answer behind one that is held is held too.
 func (q *QP) NotSent(t *train.Train) {
+	q.uncount(t)
+	if h := q.resp.held; h != nil && h.answers && t.IsAnswer() {
+		q.unsent(t)
+	}
+}
+
+// uncount takes back what Pull has counted.
+func (q *QP) uncount(t *train.Train) {
 	c := &q.Counters
 	c[CntTxPackets] -= min(c[CntTxPackets], uint64(t.N))
 	c[CntTxBytes] -= min(c[CntTxBytes], uint64(max(t.Len, 0)))
 	if t.Kind == wire.KindAck {
 		i := ackCounter(t.AETH.Syndrome)
 		c[i] -= min(c[i], 1)
-	}
-	if h := q.resp.held; h != nil && h.answers && t.IsAnswer() {
-		q.unsent(t)
 	}
 }
 

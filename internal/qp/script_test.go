@@ -38,6 +38,7 @@ package qp
 //	begin b [receive] | end b        … in two steps; or what it has to fetch is fetched
 //	absent b mem+0 [len=]            memory (of a "lazy" pair) has to be fetched first
 //	fetch b [gone]                   what waits for memory gets it; or it turns out to be gone
+//	suspend b mem | resume b mem     memory is taken away for a moment; "revoke": for ever
 //	stored b mem+8                   shows eight bytes as storage has them
 //	u64 b mem+8 [=5]                 shows or sets eight bytes
 //	same a mem+0 b mem+100 len=      compares memory
@@ -104,6 +105,7 @@ var commands = map[string]func(*script, *cmdArgs){
 	"counters": (*script).counters, "sync": (*script).sync, "begin": (*script).begin, "end": (*script).end, "stored": (*script).stored,
 	"srq": (*script).srq, "window": (*script).window, "bind": (*script).bind, "mkey": (*script).mkey,
 	"absent": (*script).absent, "answering": (*script).answering, "fetch": (*script).fetch,
+	"suspend": (*script).suspend, "resume": (*script).resume, "revoke": (*script).revoke,
 }
 
 func (s *script) run(_ testing.TB, d *datadriven.TestData) string {

@@ -336,6 +336,7 @@ func (e *end) pull() int {
 		if !f.OK() {
 			e.w.log("%s link: cannot read the payload of psn=%06x: %v", e.name, t.PSN, f.Kind)
 			e.q.SendFailed(t, f, e.w.now)
+			e.q.HoldFrom(e.w.now)
 			continue
 		}
 		e.put(t)
@@ -446,6 +447,7 @@ func (e *end) receive(t *train.Train) {
 	} else if e.w.byRef {
 		e.peer.q.Sent(t, e.w.now)
 	}
+	e.q.HoldFrom(e.w.now)
 }
 
 // copyTrain copies a train whose payload is bytes of its own.

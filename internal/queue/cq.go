@@ -199,7 +199,7 @@ func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 		if e.late != 0 {
 			f = c.writeLocked(e.late)
 			if f.Kind == mem.FaultPending && (f.Brief() || c.late[e.late-1].fetches < maxFetches) {
-				if n > 0 || c.fetchLocked(e.late) {
+				if n > 0 || c.fetchLocked(e.late, f) {
 					break
 				}
 				count, f = int(c.count.Load()), mem.Fault{}

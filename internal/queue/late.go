@@ -106,13 +106,15 @@ const maxFetches = 16
 // fetchLocked is told that the bytes of the first completion have to be fetched. It
 // reports whether the caller is to do so, and then to say fetched; otherwise somebody
 // else has done it.
-func (c *CQ) fetchLocked(i uint32) bool {
+func (c *CQ) fetchLocked(i uint32, f mem.Fault) bool {
 	if c.fetching {
 		c.fetchDone.Wait()
 		return false
 	}
 	c.fetching = true
-	c.late[i-1].fetches++
+	if !f.Brief() {
+		c.late[i-1].fetches++
+	}
 	return true
 }
 
