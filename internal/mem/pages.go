@@ -1,0 +1,153 @@
+package mem
+
+// Pinned memory as an adapter has it: the pages of registration time are held, and are
+// read and written whatever the program does with their addresses afterwards
+// (sys.PinnedPages). The kernel copies; nobody here has an address of the pages. The way
+// of an access:
+//
+//  1. Run returns staging bytes: a copy of the pages' bytes, or a place for what is to
+//     be written.
+//  2. The copy loop reads them, or writes them and calls Store, which brings them to the
+//     pages.
+//  3. Done takes the staging bytes back. If nobody calls it the collector frees them.
+
+import (
+	"errors"
+	"sync"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// Pages is a Backing of pages that are held.
+type Pages struct {
+	pinned *sys.PinnedPages
+	addr   uint64 // of the first byte, when it was registered
+	length uint64
+}
+
+// accessWrites are the rights by which memory is written.
+const accessWrites = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteAtomic
+
+// NewPages pins the pages of memory at addr. The error is a *sys.PinError: if pages like
+// these cannot be pinned at all, it is ENOSYS, EPERM, EINVAL, EFAULT or EOPNOTSUPP.
+func NewPages(addr uintptr, length uint64, access ib.Access) (*Pages, error) {
+	if uint64(uintptr(length)) != length {
+		return nil, &sys.PinError{Reason: "longer than the address space", Err: syscall.EINVAL}
+	}
+	pinned, err := sys.PinPages(addr, uintptr(length), access&accessWrites != 0)
+	if err != nil {
+		return nil, err
+	}
+	return &Pages{pinned: pinned, addr: uint64(addr), length: length}, nil
+}
+
+// Kind returns KindPinned.
+func (p *Pages) Kind() Kind { return KindPinned }
+
+// Len returns the number of bytes.
+func (p *Pages) Len() uint64 { return p.length }
+
+// Solid reports whether what Run offers cannot be gone: it cannot.
+func (p *Pages) Solid() bool { return true }
+
+// Run returns a copy of bytes, or if they are to be written a place for them.
+func (p *Pages) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
+	if off >= p.length || n > p.length-off {
+		return nil, FaultBounds
+	}
+	b := staging.get(int(min(n, Quantum)))
+	if acc&accessWrites != 0 {
+		return b, FaultNone
+	}
+	if kind := pinFault(p.pinned.ReadAt(b, off)); kind != FaultNone {
+		staging.put(b)
+		return nil, kind
+	}
+	return b, FaultNone
+}
+
+// Done takes back bytes that Run has returned, as they were returned. Nobody uses them
+// any more.
+func (p *Pages) Done(b []byte) { staging.put(b) }
+
+// Store writes bytes. If they end a message, what lies in their last word goes after the
+// rest: the program may be looking at it.
+func (p *Pages) Store(off uint64, b []byte, last bool) FaultKind {
+	if last && len(b) > 0 {
+		end := int((p.addr+off+uint64(len(b))-1)%wordSize) + 1
+		if head := len(b) - end; head > 0 {
+			if kind := pinFault(p.pinned.WriteAt(b[:head], off)); kind != FaultNone {
+				return kind
+			}
+			off, b = off+uint64(head), b[head:]
+		}
+	}
+	return pinFault(p.pinned.WriteAt(b, off))
+}
+
+// Close lets go of the pages.
+func (p *Pages) Close() error { return p.pinned.Close() }
+
+// pinFault returns what an access to pinned pages failed for.
+func pinFault(err error) FaultKind {
+	switch {
+	case err == nil:
+		return FaultNone
+	case errors.Is(err, syscall.EBADF):
+		return FaultDead
+	case errors.Is(err, syscall.EINVAL):
+		return FaultBounds
+	case errors.Is(err, syscall.EACCES):
+		return FaultAccess
+	case errors.Is(err, syscall.EFAULT):
+		return FaultStale
+	}
+	return FaultStorage // the kernel lacks memory, or descriptors, to do it
+}
+
+// stagingSizes are the lengths of staging bytes, and how many of each are kept.
+var stagingSizes = [...]struct{ bytes, kept int }{{4 << 10, 64}, {64 << 10, 16}, {Quantum, 16}}
+
+// staging keeps staging bytes for the next Run.
+var staging stagingPool
+
+type stagingPool struct {
+	mu   sync.Mutex // guards idle
+	idle [len(stagingSizes)][][]byte
+}
+
+// get returns n bytes with anything in them; n is a Quantum at most.
+func (s *stagingPool) get(n int) []byte {
+	class := 0
+	for stagingSizes[class].bytes < n {
+		class++
+	}
+	s.mu.Lock()
+	if k := len(s.idle[class]); k > 0 {
+		b := s.idle[class][k-1]
+		s.idle[class] = s.idle[class][:k-1]
+		s.mu.Unlock()
+		return b[:n]
+	}
+	s.mu.Unlock()
+	// Eight bytes off a vector's alignment: see crooked, which would make two of each Store.
+	return make([]byte, aside+stagingSizes[class].bytes)[aside:][:n]
+}
+
+// put takes back what get has returned.
+func (s *stagingPool) put(b []byte) {
+	b = b[:cap(b)]
+	for class, size := range stagingSizes {
+		if len(b) != size.bytes {
+			continue
+		}
+		s.mu.Lock()
+		if len(s.idle[class]) < size.kept {
+			s.idle[class] = append(s.idle[class], b)
+		}
+		s.mu.Unlock()
+		return
+	}
+}
