@@ -27,7 +27,11 @@ func List() ([]ib.DeviceInfo, error) {
 		if i.Flags&net.FlagUp == 0 {
 			continue
 		}
-		if addrs := interfaceAddrs(i); len(addrs) > 0 {
+		addrs, err := interfaceAddrs(i)
+		if err != nil {
+			return nil, opError("get_device_list", err)
+		}
+		if len(addrs) > 0 {
 			list = append(list, ib.DeviceInfo{Name: fmt.Sprintf("verbena%d", len(list)), Interface: i.Name, Addrs: addrs})
 		}
 	}
@@ -36,10 +40,10 @@ func List() ([]ib.DeviceInfo, error) {
 
 // interfaceAddrs returns an interface's addresses, IPv4 first. IPv6 link-local
 // ones are left out: a GID has no zone.
-func interfaceAddrs(i net.Interface) []netip.Addr {
-	all, err := i.Addrs()
+func interfaceAddrs(i net.Interface) ([]netip.Addr, error) {
+	all, err := i.Addrs() // none, if the interface went away
 	if err != nil {
-		return nil
+		return nil, err
 	}
 	var v4, v6 []netip.Addr
 	for _, a := range all {
@@ -57,7 +61,7 @@ func interfaceAddrs(i net.Interface) []netip.Addr {
 			v6 = append(v6, ip)
 		}
 	}
-	return append(v4, v6...)
+	return append(v4, v6...), nil
 }
 
 // resolve finds the addresses that a name stands for, as a list of lists to try

@@ -231,7 +231,9 @@ func endMTU(a netip.Addr) (int, error) {
 	}
 	name, netMTU, err := sys.Interface(a)
 	if err != nil {
-		return 0, ib.Errorf("open_device", syscall.EADDRNOTAVAIL, "no network interface has the address %v", a)
+		errno := syscall.EADDRNOTAVAIL
+		errors.As(err, &errno) // no descriptor is free, for one
+		return 0, ib.Errorf("open_device", errno, "no network interface is found that has the address %v", a)
 	}
 	mtu := PathMTU(netMTU, a.Is6())
 	if mtu == 0 {

@@ -16,9 +16,9 @@ func Interface(addr netip.Addr) (name string, mtu int, err error) {
 		return "", 0, err
 	}
 	for _, i := range ifs {
-		addrs, err := i.Addrs()
+		addrs, err := i.Addrs() // none, if the interface went away
 		if err != nil {
-			continue // it went away
+			return "", 0, err // no descriptor is free, for one
 		}
 		for _, a := range addrs {
 			n, ok := a.(*net.IPNet)
