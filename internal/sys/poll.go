@@ -18,6 +18,7 @@ type Poller struct {
 	timeout unix.Timespec // Wait's own
 	event   int
 	state   atomic.Uint32
+	deaf    bool // the own event was closed by somebody else: Wake is not heard; Wait's own
 
 	mu     sync.Mutex // guards what follows, and event against use after close
 	added  []int      // descriptors that the next Wait adds
@@ -31,6 +32,9 @@ const (
 	pollWaiting        // somebody is in the kernel, or on the way there
 	pollWoken          // Wake was called, and Wait has not seen it yet
 )
+
+// deafWait is how long a Wait takes at most that no Wake can end.
+const deafWait = 10 * time.Millisecond
 
 // NewPoller makes a poller of sockets and events, which must outlive it.
 func NewPoller(socks []*UDPSocket, events ...*Event) (*Poller, error) {
@@ -97,6 +101,9 @@ func (p *Poller) merge() {
 // Wait blocks until there is something to read, d has passed (negative: for
 // ever), an event was signalled or Wake was called; it may return early for no
 // reason. Events are silent again when it returns. One at a time.
+//
+// A program that closes descriptors which are not its own may close those of a poller.
+// Wait forgets such a descriptor: the kernel would report it at once, each time.
 func (p *Poller) Wait(d time.Duration) {
 	if !p.state.CompareAndSwap(pollIdle, pollWaiting) {
 		p.state.Store(pollIdle) // woken before
@@ -104,6 +111,9 @@ func (p *Poller) Wait(d time.Duration) {
 	}
 	p.merge()
 	var timeout *unix.Timespec
+	if p.deaf && (d < 0 || d > deafWait) {
+		d = deafWait
+	}
 	if d >= 0 {
 		p.timeout = unix.NsecToTimespec(int64(d))
 		timeout = &p.timeout
@@ -112,6 +122,12 @@ func (p *Poller) Wait(d time.Duration) {
 	p.state.Store(pollIdle)
 	if errno != 0 {
 		return // what the kernel says about descriptors is left from before
+	}
+	for i := range p.fds {
+		if p.fds[i].Revents&unix.POLLNVAL != 0 { // there is no such descriptor
+			p.fds[i] = unix.PollFd{Fd: -1} // the kernel skips it
+			p.deaf = p.deaf || i == 0
+		}
 	}
 	for i, e := range p.events {
 		if p.fds[1+i].Revents != 0 {

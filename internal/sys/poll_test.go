@@ -151,3 +151,41 @@ func TestPollerAdd(t *testing.T) {
 		t.Errorf("data did not end the wait: %v", d)
 	}
 }
+
+// TestPollerClosed: descriptors that somebody else has closed are reported once, and then
+// do not keep Wait from sleeping.
+func TestPollerClosed(t *testing.T) {
+	const none = 1 << 30 // no descriptor has this number
+	event, err := NewEvent()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer event.Close()
+	p, err := NewPoller(nil, event)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	p.watch(none)
+	p.fds[1].Fd = none + 1 // the event's
+	// A signal may end a wait early; hardly ten times.
+	lasts := func(d, want time.Duration) (ok bool) {
+		for range 10 {
+			ok = ok || waitTime(p, d) >= want
+		}
+		return ok
+	}
+	const short = 20 * time.Millisecond
+	p.Wait(-1) // returns at once: both are reported
+	if !lasts(short, short) {
+		t.Error("no wait lasted until its timeout: Wait still looks at what is closed")
+	}
+	p.Wake() // nobody waits: kept for the next
+	p.Wait(-1)
+
+	p.fds[0].Fd = none // the poller's own: nobody can end a Wait
+	p.Wait(-1)
+	if !lasts(-1, deafWait) {
+		t.Error("no wait lasted: Wait still looks at what is closed")
+	}
+}
