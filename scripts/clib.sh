@@ -46,5 +46,9 @@ if [ -f clib/include/verbena/verbs.h ]; then cp -u clib/include/verbena/verbs.h 
 # The runtime does not interrupt threads (SIGURG) to take turns: one that has just gone
 # back to the program would have its system calls fail with EINTR, and programs that know
 # of no signals do not expect that.
-go build -buildmode=c-shared -pgo=cmd/verbena/default.pgo -ldflags '-X=runtime.godebugDefault=asyncpreemptoff=1' -o "$OUT/libverbena-engine.so" ./clib/engine
+#
+# The engine moves the descriptors of the runtime's poller out of the program's way, and
+# needs two variables of the runtime for that (internal/sys/poller_unsafe.go).
+go build -buildmode=c-shared -tags verbena_engine -pgo=cmd/verbena/default.pgo \
+  -ldflags '-X=runtime.godebugDefault=asyncpreemptoff=1 -checklinkname=0' -o "$OUT/libverbena-engine.so" ./clib/engine
 rm -f "$OUT/libverbena-engine.h" # the front has a header of its own

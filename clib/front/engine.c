@@ -32,7 +32,7 @@ static pthread_mutex_t loading = PTHREAD_MUTEX_INITIALIZER; /* guards what follo
 static struct engine *current;				     /* also read without the lock */
 static bool forked;					     /* an engine was loaded before a fork */
 
-static struct vbe_front front_functions = {vb_on_cq_event, vb_on_async_event};
+static struct vbe_front front_functions = {0, vb_on_cq_event, vb_on_async_event};
 
 /* Nobody may be loading while memory is copied. */
 static void before_fork(void) { pthread_mutex_lock(&loading); }
@@ -197,6 +197,26 @@ static void *open_engine(const char *path)
 	return lib;
 }
 
+/* load_at loads the engine that a file holds. path is the name by which people know it. */
+static struct engine *load_at(const char *file, const char *path)
+{
+	void *lib = open_engine(file);
+	if (!lib) {
+		complain("the engine cannot be loaded", dlerror());
+		return vb_fail(ENOSYS);
+	}
+	struct engine *e = calloc(1, sizeof *e);
+	if (!e)
+		return vb_fail(ENOMEM);
+	/* The runtime starts in a thread of its own; the first call waits until it has. */
+	if (!find_functions(lib, e) || e->vbe_version(&front_functions) != VBE_VERSION) {
+		complain(path, "this is an engine of another version");
+		free(e);
+		return vb_fail(ENOSYS);
+	}
+	return e;
+}
+
 static struct engine *load(void)
 {
 	char path[PATH_MAX], name[64];
@@ -205,7 +225,9 @@ static struct engine *load(void)
 		return vb_fail(ENOSYS);
 	}
 	const char *from = path;
-	int fd = -1;
+	int fd = -1, room = vb_check_room();
+	if (room)
+		return vb_fail(room);
 	if (forked) {
 		if ((fd = copy(path, name, sizeof name)) < 0) {
 			complain(path, NULL);
@@ -213,21 +235,16 @@ static struct engine *load(void)
 		}
 		from = name;
 	}
-	void *lib = open_engine(from);
+	struct vb_descriptors d;
+	vb_lend_descriptors(&d);
+	front_functions.descriptors = d.above;
+	struct engine *e = load_at(from, path);
+	int err = errno;
+	vb_return_descriptors(&d);
 	if (fd >= 0)
 		close(fd);
-	if (!lib) {
-		complain("the engine cannot be loaded", dlerror());
-		return vb_fail(ENOSYS);
-	}
-	struct engine *e = calloc(1, sizeof *e);
 	if (!e)
-		return vb_fail(ENOMEM);
-	if (!find_functions(lib, e) || e->vbe_version(&front_functions) != VBE_VERSION) {
-		complain(path, "this is an engine of another version");
-		free(e);
-		return vb_fail(ENOSYS);
-	}
+		return vb_fail(err);
 	vb_start_guard((void *)e->vbe_version);
 	return e;
 }

@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#define VBE_VERSION 3 /* of this file: the front refuses another engine */
+#define VBE_VERSION 4 /* of this file: the front refuses another engine */
 
 /* A handle is a kind, in the upper half, and a number, which programs see. */
 #define VBE_CONTEXT 1
@@ -194,6 +194,7 @@ struct vbe_ring {
 #define VBE_OF_SRQ 3
 #define VBE_OF_PORT 4
 struct vbe_front {
+	int32_t descriptors; /* the runtime's own ones go to this number, or a higher one */
 	void (*cq_event)(uint64_t cookie);
 	void (*async_event)(uint64_t context, uint32_t of, uint64_t cookie, uint32_t type);
 };

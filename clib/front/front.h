@@ -12,6 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/resource.h>
 
 #include <infiniband/mlx5dv.h>
 #include <infiniband/verbs.h>
@@ -43,6 +44,18 @@ struct engine {
 	VBE_FUNCTIONS(X)
 #undef X
 };
+
+/* --- limits of the process: limits.c --- */
+
+struct vb_descriptors {
+	bool noted;
+	struct rlimit limit; /* the program's own */
+	int above;	     /* where the runtime's descriptors are safe from the program */
+};
+
+int vb_check_room(void); /* an errno if the engine has no room to start */
+void vb_lend_descriptors(struct vb_descriptors *d);
+void vb_return_descriptors(const struct vb_descriptors *d);
 
 /* engine returns the engine, loading it at first use; NULL with errno if it cannot. */
 struct engine *vb_engine(void);

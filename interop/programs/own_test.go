@@ -56,12 +56,14 @@ func TestOwn(t *testing.T) {
 	}{
 		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"query", nil}, {"newer", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil}, {"signals", nil},
 		{"threads", []string{"polling"}}, {"threads", []string{"events"}}, {"threads", []string{"armed-after"}},
+		{"limits", []string{"same"}}, {"limits", []string{"full"}}, {"limits", []string{"later"}}, {"limits", []string{"space"}},
+		{"closed", []string{"list", "1024"}}, {"closed", []string{"open", "1024"}}, {"closed", []string{"open", "0"}},
 		{"stopped", []string{"killed"}}, {"stopped", []string{"left"}},
 		{"fault", []string{"never"}}, {"fault", []string{"early"}}, {"fault", []string{"late"}},
 	} {
 		name := c.name
-		if len(c.args) == 1 {
-			name += " " + c.args[0]
+		if c.name != "bad" { // whose arguments are random
+			name = strings.Join(append([]string{name}, c.args...), " ")
 		}
 		t.Run(name, func(t *testing.T) {
 			out := run(t, side{args: append([]string{compile(t, c.name)}, c.args...), env: []string{"VERBENA_ADDR=" + address()}})
