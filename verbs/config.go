@@ -32,7 +32,10 @@ type Config struct {
 	// Wireshark; an existing file is overwritten. Requests between two queue
 	// pairs of one process are written as the packets that they would have
 	// been. (tshark guesses at what messages carry, and may call that malformed:
-	// see docs/errors.md.) Empty: no capture.
+	// see docs/errors.md.) If the file cannot be written on, as on a full disk, it
+	// ends with the last whole packet: the log says so once, the counter
+	// capture_lost_packets counts the rest, and Close of the device returns the
+	// error. Empty: no capture.
 	PCAP string
 
 	// Window is the largest number of packets that one queue pair has under way

@@ -194,7 +194,8 @@ func (d *Device) CreateCQ(entries int, ch *Channel) (*CQ, error) {
 //
 // Errors: EBUSY while anything of the device is open, domains, completion
 // queues or channels; the device then goes on as before. EINVAL for a nil
-// device.
+// device. ENOSPC, EIO and the like if the packet capture is not complete; the
+// device is closed then.
 func (d *Device) Close() error {
 	if !d.ok() {
 		return invalid("close_device", "nil device")

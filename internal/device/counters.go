@@ -82,6 +82,9 @@ func (d *Device) Counters() []provider.Counter {
 			all = append(all, provider.Counter{Name: name, Value: d.table.Moved(from, to)})
 		}
 	}
+	if d.capture != nil {
+		all = append(all, provider.Counter{Name: "capture_lost_packets", Value: d.capture.Lost()})
+	}
 	if u, ok := d.link.(*link.Shared); ok {
 		s := u.Stats()
 		fetched, direct := u.Fetched()

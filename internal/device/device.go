@@ -268,7 +268,8 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 
 func (d *Device) now() qp.Time { return time.Since(d.base) }
 
-// Close closes the device. It fails with EBUSY while objects are left.
+// Close closes the device. It fails with EBUSY while objects are left. Any other error
+// is of a device that is closed: that its packet capture is not complete, for one.
 func (d *Device) Close() error {
 	d.mu.Lock()
 	if d.closed {
@@ -292,7 +293,7 @@ func (d *Device) Close() error {
 	d.events.close()
 	if d.capture != nil {
 		if e := d.capture.Close(); err == nil {
-			err = e
+			err = opError("close_device", e)
 		}
 	}
 	return err

@@ -2,8 +2,11 @@ package device
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"net/netip"
+	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -197,5 +200,27 @@ func TestOperations(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// TestCaptureFull: a capture that cannot be written does not hold up traffic; what is not
+// in it is counted, and Close says so, of a device that is closed all the same.
+func TestCaptureFull(t *testing.T) {
+	d := openDevice(t, provider.Config{Link: linkUDP, PCAP: "/dev/full"})
+	a, b := connected(t, d, d, ib.RC, 4096, nil)
+	for range 20 {
+		a.post(a.write(b, 0, 4096))
+		a.ok()
+	}
+	if n := countsOf(d)["capture_lost_packets"]; n < 20 {
+		t.Errorf("%d packets counted as lost, of more than 20", n)
+	}
+	closeAll(t, a.qp, b.qp, a.mr, b.mr, a.cq, b.cq, a.pd, b.pd)
+	if err := d.Close(); !errors.Is(err, syscall.ENOSPC) || !strings.Contains(err.Error(), "packets are missing from /dev/full") {
+		t.Errorf("Close says %v, want %v", err, syscall.ENOSPC)
+	}
+	d = openDevice(t, provider.Config{Link: linkUDP, Addrs: d.addrs}) // its address is free
+	if _, ok := countsOf(d)["capture_lost_packets"]; ok {
+		t.Error("a device without a capture counts its packets")
 	}
 }

@@ -9,10 +9,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net/netip"
 	"os"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/gopacket/gopacket"
@@ -26,12 +28,19 @@ import (
 const maxUDPPayload = 1<<16 - 1 - wire.IPv4Len - wire.UDPLen
 
 // Writer writes packets to a pcapng stream. It may be used by any number of
-// goroutines.
+// goroutines. The first error ends the capture: it is logged, the packets from
+// there on are counted, and Close returns it. A file is readable up to the last
+// whole packet then.
 type Writer struct {
+	name string        // what the log calls it
+	lost atomic.Uint64 // packets that are not in the capture
+
 	mu     sync.Mutex       // guards all below
 	ng     *pcapgo.NgWriter // nil when closed
+	out    blocks           // what ng writes to
 	closer io.Closer        // what Create opened; nil after New
 	err    error            // the first one; nothing is written after it
+	logged bool             // err is in the log
 	buf    []byte
 }
 
@@ -46,39 +55,71 @@ func Create(path string) (*Writer, error) {
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
-	w.closer = f
+	w.name, w.closer = path, f
 	return w, nil
 }
 
 // New begins a capture on w, which Close flushes and does not close.
 func New(w io.Writer) (*Writer, error) {
-	ng, err := pcapgo.NewNgWriterInterface(w,
+	n := &Writer{name: "capture", out: blocks{to: w}}
+	var err error
+	n.ng, err = pcapgo.NewNgWriterInterface(&n.out,
 		pcapgo.NgInterface{Name: "verbena", OS: runtime.GOOS, LinkType: layers.LinkTypeRaw, TimestampResolution: 9},
 		pcapgo.NgWriterOptions{SectionInfo: pcapgo.NgSectionInfo{Application: "verbena", OS: runtime.GOOS, Hardware: runtime.GOARCH}})
 	if err != nil {
 		return nil, fmt.Errorf("pcap: %w", err)
 	}
-	return &Writer{ng: ng}, nil
+	return n, nil
 }
+
+// Lost returns how many packets an error has kept out of the capture.
+func (w *Writer) Lost() uint64 { return w.lost.Load() }
 
 // Packet writes one datagram. The udpPayload is all from the BTH through the
 // ICRC, id is the IPv4 identification. Nothing on the data path can do anything
-// about a failure: the first one is kept for Flush and Close, and ends the
-// capture.
+// about a failure: the first one is logged, kept for Flush and Close, and ends
+// the capture.
 func (w *Writer) Packet(ts time.Time, src, dst netip.AddrPort, tclass, hopLimit uint8, id uint16, udpPayload []byte) {
 	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.ng == nil || w.err != nil {
+	defer w.unlock()
+	switch {
+	case w.ng == nil: // closed
+		return
+	case w.err != nil:
+		w.lost.Add(1)
 		return
 	}
 	if n := len(udpPayload); n > maxUDPPayload {
-		w.err = fmt.Errorf("pcap: datagram of %d bytes is longer than UDP carries", n)
+		w.lost.Add(1)
+		w.failLocked(fmt.Errorf("datagram of %d bytes is longer than UDP carries", n))
 		return
 	}
 	w.buf = appendPacket(w.buf[:0], src, dst, tclass, hopLimit, id, udpPayload)
 	ci := gopacket.CaptureInfo{Timestamp: ts, CaptureLength: len(w.buf), Length: len(w.buf)}
-	if err := w.ng.WritePacket(ci, w.buf); err != nil {
+	if err := errors.Join(w.ng.WritePacket(ci, w.buf), w.ng.Flush()); err != nil {
+		w.lost.Add(1)
+		w.failLocked(err)
+		return
+	}
+	if len(w.out.waiting) >= enoughWaiting {
+		w.flushLocked()
+	}
+}
+
+func (w *Writer) failLocked(err error) {
+	if w.err == nil {
 		w.err = fmt.Errorf("pcap: %w", err)
+	}
+}
+
+// unlock gives up the lock, and then logs the first error: the log may block.
+func (w *Writer) unlock() {
+	log := w.err != nil && !w.logged
+	w.logged = w.logged || log
+	err := w.err
+	w.mu.Unlock()
+	if log {
+		slog.Error("verbena: the packet capture ends here: it cannot be written", "file", w.name, "err", err)
 	}
 }
 
@@ -96,34 +137,40 @@ func appendPacket(b []byte, src, dst netip.AddrPort, tclass, hopLimit uint8, id 
 // Flush hands what is buffered to the file, and returns the first error.
 func (w *Writer) Flush() error {
 	w.mu.Lock()
-	defer w.mu.Unlock()
+	defer w.unlock()
 	w.flushLocked()
 	return w.err
 }
 
-// flushLocked flushes after an error, too: what came before it is good.
+// flushLocked flushes after an error that is not the file's, too: what came before
+// it is good.
 func (w *Writer) flushLocked() {
 	if w.ng == nil {
 		return
 	}
-	if err := w.ng.Flush(); err != nil && w.err == nil {
-		w.err = fmt.Errorf("pcap: %w", err)
+	lost, err := w.out.flush()
+	w.lost.Add(lost)
+	if err != nil {
+		w.failLocked(err)
 	}
 }
 
 // Close flushes, closes what Create opened, and returns the first error since
-// the capture began. Packets that come later are dropped; a second Close returns
-// the same error again.
+// the capture began, with the number of packets that are missing. Packets that come
+// later are dropped; a second Close returns the same error again.
 func (w *Writer) Close() error {
 	w.mu.Lock()
-	defer w.mu.Unlock()
+	defer w.unlock()
 	w.flushLocked()
 	w.ng = nil
 	if w.closer != nil {
-		if err := w.closer.Close(); err != nil && w.err == nil {
-			w.err = fmt.Errorf("pcap: %w", err)
+		if err := w.closer.Close(); err != nil {
+			w.failLocked(err)
 		}
 		w.closer = nil
 	}
-	return w.err
+	if w.err != nil {
+		return fmt.Errorf("%w; %d packets are missing from %s", w.err, w.lost.Load(), w.name)
+	}
+	return nil
 }
