@@ -48,7 +48,8 @@ if [ -f clib/include/verbena/verbs.h ]; then cp -u clib/include/verbena/verbs.h 
 # of no signals do not expect that.
 #
 # The engine moves the descriptors of the runtime's poller out of the program's way, and
-# needs two variables of the runtime for that (internal/sys/poller_unsafe.go).
+# needs two variables of the runtime for that (internal/sys/poller_unsafe.go). It names
+# its threads (clib/engine/thread.c).
 go build -buildmode=c-shared -tags verbena_engine -pgo=cmd/verbena/default.pgo \
-  -ldflags '-X=runtime.godebugDefault=asyncpreemptoff=1 -checklinkname=0' -o "$OUT/libverbena-engine.so" ./clib/engine
+  -ldflags '-X=runtime.godebugDefault=asyncpreemptoff=1 -checklinkname=0 -extldflags=-Wl,--wrap=pthread_create' -o "$OUT/libverbena-engine.so" ./clib/engine
 rm -f "$OUT/libverbena-engine.h" # the front has a header of its own

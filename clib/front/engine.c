@@ -246,8 +246,11 @@ static struct engine *load(void)
 	if (!e)
 		return vb_fail(err);
 	vb_start_guard((void *)e->vbe_version);
+	vb_watch_main();
 	return e;
 }
+
+bool vb_has_engine(void) { return __atomic_load_n(&current, __ATOMIC_ACQUIRE); }
 
 struct engine *vb_engine(void)
 {

@@ -26,6 +26,9 @@
 #define VBE_MKEY 11
 #define VBE_HANDLE(kind, number) ((uint64_t)(kind) << 32 | (number))
 
+#define VBE_THREAD "verbena-engine" /* what threads of the engine are called, or otherwise, but */
+#define VBE_THREADS "verbena-"	    /* all begin with this */
+
 #define VBE_NAME 256 /* how long the name of a context can be */
 
 struct vbe_device {

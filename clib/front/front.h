@@ -59,6 +59,11 @@ void vb_return_descriptors(const struct vb_descriptors *d);
 
 /* engine returns the engine, loading it at first use; NULL with errno if it cannot. */
 struct engine *vb_engine(void);
+bool vb_has_engine(void);
+
+/* --- whose threads there are: threads.c --- */
+
+void vb_watch_main(void); /* if this is the main thread, its end is noticed */
 
 /* --- memory for objects: object.c --- */
 

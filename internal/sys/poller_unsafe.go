@@ -49,9 +49,10 @@ func movePoller(above int) error {
 	return nil
 }
 
-// kind names the kind of file behind a descriptor.
+// kind names the kind of file behind a descriptor. /proc/self/fd is empty when the main
+// thread has ended.
 func kind(fd int) string {
-	name, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
+	name, err := os.Readlink(fmt.Sprintf("/proc/thread-self/fd/%d", fd))
 	if err != nil {
 		return ""
 	}

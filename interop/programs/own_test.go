@@ -58,6 +58,7 @@ func TestOwn(t *testing.T) {
 		{"threads", []string{"polling"}}, {"threads", []string{"events"}}, {"threads", []string{"armed-after"}},
 		{"limits", []string{"same"}}, {"limits", []string{"full"}}, {"limits", []string{"later"}}, {"limits", []string{"space"}},
 		{"closed", []string{"list", "1024"}}, {"closed", []string{"open", "1024"}}, {"closed", []string{"open", "0"}},
+		{"leave", []string{"nobody"}}, {"leave", []string{"worker"}}, {"leave", []string{"term"}}, {"leave", []string{"sigwait"}}, {"leave", []string{"blocked"}},
 		{"stopped", []string{"killed"}}, {"stopped", []string{"left"}},
 		{"fault", []string{"never"}}, {"fault", []string{"early"}}, {"fault", []string{"late"}},
 	} {
