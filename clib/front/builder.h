@@ -9,6 +9,7 @@
 
 struct builder {
 	pthread_mutex_t lock; /* held from start to complete or abort; guards all of it */
+	int cancel_type; /* of the thread between wr_start and wr_complete */
 	struct vbe_send_wr *wrs;
 	struct ibv_sge *sges;  /* max_send_sge for each */
 	uint8_t *inline_bytes; /* max_inline_data for each */

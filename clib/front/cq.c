@@ -19,6 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -117,6 +118,7 @@ int vb_poll_cq(struct ibv_cq *cq, int num, struct ibv_wc *wc)
 	}
 	if (num == 0)
 		return 0;
+	VB_WHOLE;
 	cq_lock(c);
 	int64_t n = ready(c, (uint32_t)num);
 	if (n > num)
@@ -175,12 +177,15 @@ static int start_poll(struct ibv_cq_ex *cq, struct ibv_poll_cq_attr *attr)
 	struct vb_cq *c = ex(cq);
 	if (!vb_usable(&c->h, CQ) || (attr && attr->comp_mask))
 		return EINVAL;
+	int type = vb_defer_cancel();
 	cq_lock(c);
 	int64_t n = ready(c, 1);
 	if (n <= 0) {
 		cq_unlock(c);
+		vb_allow_cancel(&type);
 		return n < 0 ? (int)-n : ENOENT;
 	}
+	c->cancel_type = type;
 	look_at(c, c->ring->head);
 	return 0;
 }
@@ -218,7 +223,9 @@ static void end_poll(struct ibv_cq_ex *cq)
 	if (c->cur)
 		__atomic_store_n(&c->ring->head, c->at + 1, __ATOMIC_RELEASE);
 	c->cur = NULL;
+	int type = c->cancel_type;
 	cq_unlock(c);
+	vb_allow_cancel(&type);
 }
 
 static enum ibv_wc_opcode read_opcode(struct ibv_cq_ex *cq) { return (enum ibv_wc_opcode)ex(cq)->cur->opcode; }
@@ -454,6 +461,7 @@ int vb_req_notify_cq(struct ibv_cq *cq, int solicited_only)
 	struct vb_cq *c = to_cq(cq);
 	if (!vb_usable(&c->h, CQ) || !cq->channel)
 		return vb_num(-EINVAL);
+	VB_WHOLE;
 	int64_t r = c->h.engine->vbe_arm_cq(c->h.handle, solicited_only != 0);
 	atomic_store(&c->armed, true);
 	return vb_num(r);
@@ -471,7 +479,7 @@ void vb_on_cq_event(uint64_t cookie)
 		ch->last = c;
 	}
 	pthread_mutex_unlock(&ch->lock);
-	if (write(ch->pub.fd, &one, sizeof one) < 0) {
+	if (syscall(SYS_write, ch->pub.fd, &one, sizeof one) < 0) { /* write(2) could be cancelled, within Go */
 		/* The counter is full, at 2^64 - 2: whoever reads is woken anyway. */
 	}
 }

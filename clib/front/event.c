@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "front.h"
@@ -74,7 +75,7 @@ void vb_on_async_event(uint64_t context, uint32_t of, uint64_t cookie, uint32_t 
 	pthread_mutex_lock(&c->events_lock);
 	*c->last = e;
 	c->last = &e->next;
-	if (write(c->v.context.async_fd, &one, sizeof one) < 0) {
+	if (syscall(SYS_write, c->v.context.async_fd, &one, sizeof one) < 0) { /* write(2) could be cancelled, within Go */
 		/* The counter is full, at 2^64 - 2: whoever reads is woken anyway. */
 	}
 	pthread_mutex_unlock(&c->events_lock);

@@ -95,6 +95,7 @@ int vb_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr *
 		*bad = wr;
 		return EINVAL;
 	}
+	VB_WHOLE;
 	while (w) {
 		int n = 0, err = 0;
 		for (; w && n < BATCH; w = w->next, n++) {
@@ -126,6 +127,7 @@ static inline int post_receives(post_recv_function *post, uint64_t handle, struc
 	struct vbe_recv_wr flat[BATCH];
 	struct ibv_recv_wr *from[BATCH];
 	struct ibv_recv_wr *w = wr;
+	VB_WHOLE;
 	while (w) {
 		int n = 0;
 		bool wrong = false;

@@ -267,7 +267,9 @@ static void wr_set_inline_data(struct ibv_qp_ex *qp, void *addr, size_t length)
 static void wr_start(struct ibv_qp_ex *qp)
 {
 	struct builder *b = of(qp)->builder;
+	int type = vb_defer_cancel();
 	pthread_mutex_lock(&b->lock);
+	b->cancel_type = type;
 	b->count = b->setters = 0;
 	b->num_layouts = b->num_pieces = 0;
 	b->err = vb_usable(&of(qp)->h, QP) ? 0 : EINVAL;
@@ -294,11 +296,19 @@ static int wr_complete(struct ibv_qp_ex *qp)
 		int64_t r = q->h.engine->vbe_post_send(q->h.handle, b->wrs, b->count, &posted);
 		err = r < 0 ? (int)-r : 0;
 	}
+	int type = b->cancel_type;
 	pthread_mutex_unlock(&b->lock);
+	vb_allow_cancel(&type);
 	return err;
 }
 
-static void wr_abort(struct ibv_qp_ex *qp) { pthread_mutex_unlock(&of(qp)->builder->lock); }
+static void wr_abort(struct ibv_qp_ex *qp)
+{
+	struct builder *b = of(qp)->builder;
+	int type = b->cancel_type;
+	pthread_mutex_unlock(&b->lock);
+	vb_allow_cancel(&type);
+}
 
 int vb_start_builder(struct vb_qp *q, uint64_t ops)
 {

@@ -47,6 +47,9 @@ func badArgs() []string {
 	return []string{seed, rounds}
 }
 
+// cancelArgs are those of "cancel": threads are cancelled after a random time.
+func cancelArgs(how string) []string { return append([]string{how}, badArgs()[0], "300") }
+
 // Programs of our own, for what no tool does; each says "ok" when all was as it
 // should be.
 func TestOwn(t *testing.T) {
@@ -59,11 +62,16 @@ func TestOwn(t *testing.T) {
 		{"limits", []string{"same"}}, {"limits", []string{"full"}}, {"limits", []string{"later"}}, {"limits", []string{"space"}},
 		{"closed", []string{"list", "1024"}}, {"closed", []string{"open", "1024"}}, {"closed", []string{"open", "0"}},
 		{"leave", []string{"nobody"}}, {"leave", []string{"worker"}}, {"leave", []string{"term"}}, {"leave", []string{"sigwait"}}, {"leave", []string{"blocked"}},
+		{"cancel", cancelArgs("async")}, {"cancel", cancelArgs("deferred")},
 		{"stopped", []string{"killed"}}, {"stopped", []string{"left"}},
 		{"fault", []string{"never"}}, {"fault", []string{"early"}}, {"fault", []string{"late"}},
 	} {
 		name := c.name
-		if c.name != "bad" { // whose arguments are random
+		switch c.name { // seeds are not part of a name
+		case "bad":
+		case "cancel":
+			name += " " + c.args[0]
+		default:
 			name = strings.Join(append([]string{name}, c.args...), " ")
 		}
 		t.Run(name, func(t *testing.T) {
