@@ -19,7 +19,6 @@ import (
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/device"
 	"github.com/verbena-rdma/verbena/internal/provider"
-	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // conf is the configuration, read when it is first needed.
@@ -59,7 +58,7 @@ var errStale = ib.Errorf("handle", syscall.EINVAL, "an object that is not there,
 //export vbe_version
 func vbe_version(f *C.struct_vbe_front) C.int64_t {
 	C.set_front(f)
-	if err := sys.StartPoller(int(f.descriptors)); err != nil && conf().Log {
+	if err := device.StartPoller(int(f.descriptors)); err != nil && conf().Log {
 		fmt.Fprintf(os.Stderr, "verbena: a program that closes descriptors which are not its own ends with the engine: %v\n", err)
 	}
 	return C.VBE_VERSION

@@ -266,6 +266,10 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 	return d
 }
 
+// StartPoller has the runtime start its network poller, with descriptors from a number on:
+// for an engine that shares its process with a program in C (internal/sys/poller.go).
+func StartPoller(above int) error { return sys.StartPoller(above) }
+
 func (d *Device) now() qp.Time { return time.Since(d.base) }
 
 // Close closes the device. It fails with EBUSY while objects are left. Any other error
