@@ -70,17 +70,20 @@ var theSpace space
 
 // settle passes on the changes that the kernel has told. When it returns, all
 // that was done to mappings before the call has been passed on, where there is a
-// notifier that covers them. It may wait for the notifier's thread, up to a tenth of
-// a second: no lock is held, and no section open.
+// notifier that covers them. It may wait for the notifier's thread, or for a thread of
+// the program that is mapping something over watched memory: no lock is held, and no
+// section open.
 func (s *space) settle() {
 	for n := s.notifier.Load(); n != nil && n.Changed(); n = s.notifier.Load() {
 		s.mu.Lock()
-		missed := s.settleLocked(n, true)
+		all, missed := s.settleLocked(n, true)
 		s.mu.Unlock()
-		if !missed {
+		switch {
+		case missed:
+			s.missed(n)
+		case all:
 			return
 		}
-		s.missed(n)
 	}
 }
 
@@ -97,7 +100,7 @@ func (s *space) settleSoon() bool {
 	}
 	for range settleTries {
 		if s.mu.TryLock() {
-			missed := s.settleLocked(n, false)
+			_, missed := s.settleLocked(n, false)
 			s.mu.Unlock()
 			if missed {
 				return false // whoever may wait finds out what it was
@@ -110,10 +113,10 @@ func (s *space) settleSoon() bool {
 	return false
 }
 
-// settleLocked passes on what there is; with wait, all that was announced before. It
-// reports whether something was not told: then Changed stays true, and missed is to be
-// called.
-func (s *space) settleLocked(n *sys.Notifier, wait bool) (missed bool) {
+// settleLocked passes on what there is; with wait, all that was announced before, unless
+// that takes very long: then all is false. missed says that something was not told:
+// Changed stays true, and missed is to be called.
+func (s *space) settleLocked(n *sys.Notifier, wait bool) (all, missed bool) {
 	for rounds := 0; !s.lost; rounds++ {
 		k, lost, more := n.Take(s.buf[:], wait)
 		s.lost = lost
@@ -128,13 +131,13 @@ func (s *space) settleLocked(n *sys.Notifier, wait bool) (missed bool) {
 			break
 		}
 		if k == 0 {
-			return false // only now others see that there is nothing new: all is passed on
+			return !more, false // only now others see that there is nothing new: all is passed on
 		}
 		if !more && rounds >= settleRounds {
-			return false // all that had been told when this began is, and others do the rest
+			return true, false // all that had been told when this began is, and others do the rest
 		}
 	}
-	return true
+	return false, true
 }
 
 // settleRounds bounds how long one settles while others go on changing mappings.
@@ -249,9 +252,15 @@ func (s *space) join(start, end uintptr, who member, swept bool) *membership {
 func (s *space) lockSettled() {
 	s.mu.Lock()
 	s.openLocked()
-	for n := s.notifier.Load(); n != nil && s.settleLocked(n, true); n = s.notifier.Load() {
+	for n := s.notifier.Load(); n != nil; n = s.notifier.Load() {
+		all, missed := s.settleLocked(n, true)
+		if all {
+			return
+		}
 		s.mu.Unlock()
-		s.missed(n)
+		if missed {
+			s.missed(n)
+		}
 		s.mu.Lock()
 	}
 }

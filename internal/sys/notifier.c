@@ -5,15 +5,17 @@
 // Whoever unmaps watched memory sleeps in the kernel until this thread has read
 // the event. That may be any thread with any lock held: the Go runtime that gives
 // memory back with the world stopped, the C library in free(). So this thread
-// waits for nobody. It calls no Go, takes no lock, allocates no memory, and has
+// waits for nobody, but for accesses under way, and for these not for long
+// (notifier_access.c). It calls no Go, takes no lock, allocates no memory, and has
 // all signals blocked; when the ring is full it says so and goes on.
 //
-// Stages of one turn: wait for something to read; announce it; read it, with
-// which those who unmap go on; write it to the ring; publish.
+// Stages of one turn: wait for something to read; announce it; wait for accesses that
+// are under way; read it, with which those who unmap go on; write it to the ring;
+// publish.
 //
 // Announcing comes first, because the one who unmapped may use the address again
 // before the event stands in the ring: he, and everybody whom he tells, then finds
-// announced changed, and knows that there is something to wait for.
+// "moved" changed, and knows that there is something to wait for.
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -69,6 +71,17 @@ static void put(struct vn_ring *r, const struct message *m)
 	__atomic_store_n(&r->head, head + 1, __ATOMIC_RELEASE);
 }
 
+// hold waits for accesses under way, unless somebody who has closed a range has done so
+// and is not ready: then none has begun since, and none will before Go has applied what
+// the caller has announced.
+static void hold(struct vn_ring *r)
+{
+	uint64_t held = __atomic_load_n(&r->held, __ATOMIC_SEQ_CST);
+
+	if (held != __atomic_load_n(&r->begun, __ATOMIC_SEQ_CST) || held == __atomic_load_n(&r->done, __ATOMIC_SEQ_CST))
+		vn_hold_accesses(r);
+}
+
 // turn reads once. It returns 0, or the errno after which there is no point in
 // reading again.
 static int turn(int uffd, struct vn_ring *r)
@@ -77,6 +90,8 @@ static int turn(int uffd, struct vn_ring *r)
 	uint64_t now = __atomic_load_n(&r->announced, __ATOMIC_RELAXED) + 1;
 
 	__atomic_store_n(&r->announced, now, __ATOMIC_SEQ_CST);
+	__atomic_add_fetch(&r->moved, 1, __ATOMIC_SEQ_CST);
+	hold(r);
 	ssize_t n = read(uffd, got, sizeof got);
 	int err = n < 0 ? errno : 0;
 	for (ssize_t i = 0; i < n / (ssize_t)sizeof got[0]; i++)
@@ -129,6 +144,7 @@ static void forked(void)
 	if (state.stop >= 0)
 		close(state.stop);
 	state.uffd = state.stop = -1;
+	vn_withdraw_closing();
 }
 
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
@@ -174,8 +190,10 @@ int vn_start(int uffd, int stop, struct vn_ring *ring)
 	if (err != 0) {
 		state.uffd = state.stop = -1;
 		munmap(stack, stack_size);
+		return err;
 	}
-	return err;
+	vn_offer_closing(ring);
+	return 0;
 }
 
 void vn_stop(void)

@@ -3,7 +3,7 @@
 package sys
 
 // #cgo CFLAGS: -O2 -Wall
-// #cgo LDFLAGS: -pthread
+// #cgo LDFLAGS: -pthread -ldl
 // #include <stddef.h>
 // #include "notifier.h"
 import "C"
@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The C side of the notifier, in notifier.c. It is sound to hand over the ring:
+// The C side of the notifier, in notifier*.c. It is sound to hand over the ring:
 // it is no Go memory, and it is never unmapped. The constants below do not compile
 // if the two sides disagree about where its fields are.
 
@@ -26,6 +26,16 @@ const (
 	_ = uint(unsafe.Sizeof(slot{}) - C.sizeof_struct_vn_slot)
 	_ = uint(C.VN_SLOTS - ringSlots)
 	_ = uint(ringSlots - C.VN_SLOTS)
+	_ = -(unsafe.Offsetof(ring{}.consumed) ^ unsafe.Offsetof(C.struct_vn_ring{}.consumed))
+	_ = -(unsafe.Offsetof(ring{}.overruns) ^ unsafe.Offsetof(C.struct_vn_ring{}.overruns))
+	_ = -(unsafe.Offsetof(ring{}.done) ^ unsafe.Offsetof(C.struct_vn_ring{}.done))
+	_ = -(unsafe.Offsetof(ring{}.open) ^ unsafe.Offsetof(C.struct_vn_ring{}.open))
+	_ = -(unsafe.Offsetof(ring{}.tickets) ^ unsafe.Offsetof(C.struct_vn_ring{}.tickets))
+	_ = -(unsafe.Offsetof(ring{}.moving) ^ unsafe.Offsetof(C.struct_vn_ring{}.moving))
+	_ = -(unsafe.Offsetof(ring{}.accesses) ^ unsafe.Offsetof(C.struct_vn_ring{}.accesses))
+	_ = -(unsafe.Offsetof(ring{}.closed) ^ unsafe.Offsetof(C.struct_vn_ring{}.closed))
+	_ = -(unsafe.Offsetof(ring{}.slots) ^ unsafe.Offsetof(C.struct_vn_ring{}.slots))
+	_ = -(unsafe.Offsetof(ring{}.units) ^ unsafe.Offsetof(C.struct_vn_ring{}.units))
 )
 
 // startThread starts the thread that reads userfault into r, until stopThread. On

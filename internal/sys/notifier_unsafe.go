@@ -10,8 +10,11 @@ package sys
 // in both cases no other goroutine runs again, the reader neither. So a C thread
 // reads (notifier.c), and leaves what it read in a ring that is no Go memory.
 //
-// Stages: the thread announces, reads, and publishes in the ring; Changed sees the
-// announcement; Take waits for what is announced to be published, and takes it.
+// Stages: the thread announces, waits for accesses that are under way, reads, and
+// publishes in the ring; Changed and Enter see the announcement; Take waits for what is
+// announced to be published, and takes it. Before some system calls a preloaded library
+// closes a range of addresses (notifier_close.c), which is announced and published in the
+// same manner. What accesses do is in notifier_access.go.
 //
 // The child of a fork has no notifier. It has no such thread, and its copy of the
 // ring reads as zeros (MADV_WIPEONFORK), by which every method here notices that it
@@ -70,25 +73,61 @@ type MapChange struct {
 	To         uintptr // Moved: where Start is now
 }
 
-const ringSlots = 4096
+const (
+	ringSlots    = 4096
+	closedSlots  = 64
+	accessShards = 64
+	ticketSlots  = 64
+
+	unitBits  = 21
+	unitWords = 1 << (48 - unitBits - 6)
+)
 
 type slot struct{ kind, a, b, c uint64 }
 
-// ring has the layout of struct vn_ring of notifier.h.
+// accessCount counts the accesses under way of one shard, and those that have ended, on
+// a cache line of its own.
+type accessCount struct {
+	word atomic.Uint64
+	_    [7]uint64
+}
+
+// ring has the layout of struct vn_ring of notifier.h, which says what the words mean.
 type ring struct {
+	moved    atomic.Uint64
+	consumed atomic.Uint64
+	_        [6]uint64
+
 	announced atomic.Uint64
 	published atomic.Uint64
 	head      atomic.Uint64
 	lost      atomic.Uint64
 	dead      atomic.Uint64
-	_         [3]uint64
+	overruns  atomic.Uint64
+	_         [2]uint64
 
-	tail     atomic.Uint64
-	consumed atomic.Uint64
-	open     atomic.Uint64
-	_        [5]uint64
+	lock       uint64
+	begun      atomic.Uint64
+	done       atomic.Uint64
+	closedHead atomic.Uint64
+	closings   atomic.Uint64
+	held       atomic.Uint64
+	owner      uint64
+	_          uint64
 
-	slots [ringSlots]slot
+	tail       atomic.Uint64
+	closedTail atomic.Uint64
+	open       atomic.Uint64
+	low, high  atomic.Uint64
+	_          [3]uint64
+
+	tickets  [ticketSlots]atomic.Uint64
+	moving   atomic.Uint64
+	_        [7]uint64
+	accesses [accessShards]accessCount
+	closed   [closedSlots]slot
+	slots    [ringSlots]slot
+	units    [unitWords]atomic.Uint64
 }
 
 // Notifier tells about changes of mappings that are watched. There is at most one
@@ -104,7 +143,7 @@ type Notifier struct {
 	closed   bool
 	fd       int
 
-	taking sync.Mutex // guards the ring's Go side: tail, consumed, lost
+	taking sync.Mutex // guards the ring's Go side: the tails, consumed, lost
 }
 
 var notifier struct {
@@ -139,9 +178,7 @@ func OpenNotifier() (*Notifier, error) {
 		_ = unix.Close(fd)
 		return nil, fmt.Errorf("eventfd: %w", err)
 	}
-	for _, word := range []*atomic.Uint64{&r.announced, &r.published, &r.head, &r.lost, &r.dead, &r.tail, &r.consumed} {
-		word.Store(0)
-	}
+	r.beginLocked()
 	if err := startThread(fd, stop, r); err != nil {
 		_ = unix.Close(fd)
 		_ = unix.Close(stop)
@@ -165,7 +202,9 @@ func theRingLocked() (*ring, error) {
 		return notifier.ring, nil
 	}
 	size := unsafe.Sizeof(ring{})
-	p, err := unix.MmapPtr(-1, 0, nil, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	// Most of it are the bits of units, of which few pages are ever used.
+	p, err := unix.MmapPtr(-1, 0, nil, size, unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
 	if err != nil {
 		return nil, err
 	}
@@ -174,30 +213,45 @@ func theRingLocked() (*ring, error) {
 		_ = unix.MunmapPtr(p, size)
 		return nil, err
 	}
+	_ = madvise(uintptr(p), end, unix.MADV_NOHUGEPAGE) // a kernel without huge pages refuses
 	notifier.ring = (*ring)(p)
+	notifier.ring.low.Store(unitWords)
 	return notifier.ring, nil
+}
+
+// beginLocked makes the ring ready for another notifier. Nothing of the one before is
+// pending. The other words only grow: an access or a closing may still be under way.
+func (r *ring) beginLocked() {
+	r.lost.Store(0)
+	r.dead.Store(0)
+	r.tail.Store(r.head.Load())
+	r.closedTail.Store(r.closedHead.Load())
+	r.consumed.Store(r.moved.Load())
 }
 
 // Changed reports whether there is something to Take. After an munmap, mremap or
 // madvise of watched memory has returned it is true for everybody who knows that
 // it has returned, and stays so until all of it was taken and applied.
-func (n *Notifier) Changed() bool { return n.r.announced.Load() != n.r.consumed.Load() }
+func (n *Notifier) Changed() bool { return n.r.moved.Load() != n.r.consumed.Load() }
 
 // How often Take looks for what the thread has announced: at first at once, then
 // after letting other threads run (often the thread has the processor that we are
-// on), then after naps, for about a tenth of a second.
+// on), then after naps: for about a fifth of a second, since the thread itself may wait
+// for accesses for half of that.
 const (
 	takeSpins  = 64
 	takeYields = 256
-	takeNaps   = 1000
+	takeNaps   = 1500
 	takeNap    = 100 * time.Microsecond
 )
 
 // Take takes events in the order in which they were published, and returns how
 // many. If lost is set, events are missing, and everything may have changed: also
 // when the thread was not given the processor for long, and when it is dead (Err).
-// If more is set, buf was too small. Otherwise everything that was announced
-// before the call has been taken; without wait, all that was published.
+// If more is set, buf was too small, or a range is being closed for longer than a tenth
+// of a second: what that changes comes later. Otherwise everything that was announced
+// before the call has been taken. Without wait it does not wait for what is announced
+// and not published, but says that there is more.
 //
 // A Take that returns nothing tells that all that earlier ones returned has been
 // applied, and only then Changed becomes false: nobody gets past Changed between
@@ -205,40 +259,51 @@ const (
 func (n *Notifier) Take(buf []MapChange, wait bool) (k int, lost, more bool) {
 	n.taking.Lock()
 	defer n.taking.Unlock()
-	if n.r.open.Load() == 0 {
+	r := n.r
+	if r.open.Load() == 0 {
 		return 0, false, false // closed, or the child of a fork
 	}
-	announced := n.r.announced.Load()
-	late := false
+	// In this order: who announces moves these two before.
+	moved := r.moved.Load()
+	announced, begun := r.announced.Load(), r.begun.Load()
+	late, closing := false, false
 	if wait {
-		late = !n.await(announced)
-	} else if n.r.published.Load() < announced && n.r.dead.Load() == 0 {
-		announced = n.r.consumed.Load() // nothing is certain to have been taken
+		late, closing = !await(&r.published, announced), !await(&r.done, begun)
+	} else {
+		closing = r.published.Load() < announced || r.done.Load() < begun
 	}
-	dead := n.r.dead.Load() != 0
-	lost = n.r.lost.Swap(0) != 0 || late || dead
-	head, tail := n.r.head.Load(), n.r.tail.Load()
-	taken := head != tail
-	for ; tail != head && k < len(buf); tail++ {
-		if c, ok := n.r.slots[tail%ringSlots].change(); ok {
-			buf[k] = c
-			k++
+	dead := r.dead.Load() != 0
+	lost = r.lost.Swap(0) != 0 || late || dead
+	taken := false
+	for _, q := range [...]struct {
+		head, tail *atomic.Uint64
+		slots      []slot
+	}{{&r.closedHead, &r.closedTail, r.closed[:]}, {&r.head, &r.tail, r.slots[:]}} {
+		head, tail := q.head.Load(), q.tail.Load()
+		taken = taken || head != tail
+		for ; tail != head && k < len(buf); tail++ {
+			if c, ok := q.slots[tail%uint64(len(q.slots))].change(); ok {
+				buf[k] = c
+				k++
+			}
 		}
+		q.tail.Store(tail)
+		more = more || tail != head
 	}
-	n.r.tail.Store(tail)
-	if !taken && !lost {
-		n.r.consumed.Store(announced)
+	if !taken && !lost && !closing {
+		r.consumed.Store(moved)
 	}
-	return k, lost, tail != head
+	return k, lost, more || closing
 }
 
-// await waits until what was announced is published. The thread waits for nobody,
-// so that takes as long as it takes the kernel to run it. The runtime's own sleep
-// would take a millisecond where nothing else is to be done.
-func (n *Notifier) await(announced uint64) bool {
+// await waits until a word has reached a value. The thread waits for nobody for long,
+// so that takes as long as it takes the kernel to run it; a closer takes as long as
+// its system call. The runtime's own sleep would take a millisecond where nothing else
+// is to be done.
+func await(word *atomic.Uint64, value uint64) bool {
 	nap := unix.NsecToTimespec(int64(takeNap))
 	for i := range takeSpins + takeYields + takeNaps {
-		if n.r.published.Load() >= announced {
+		if word.Load() >= value {
 			return true
 		}
 		switch {
@@ -272,6 +337,9 @@ func (s *slot) change() (MapChange, bool) {
 // wait for that program; and EBADF, the notifier is closed or dead, or we are in the
 // child of a fork.
 func (n *Notifier) Watch(start, end uintptr) error {
+	if start < end {
+		n.r.noteWatched(start, end) // first: who closes a range must not miss it
+	}
 	return n.withDescriptor(start, end, userfaultRegister)
 }
 
@@ -323,7 +391,7 @@ func (n *Notifier) Close() error {
 	n.taking.Lock()
 	defer n.taking.Unlock()
 	n.r.open.Store(0)
-	n.r.consumed.Store(n.r.announced.Load())
+	n.r.consumed.Store(n.r.moved.Load())
 	notifier.open = false
 	return nil
 }
@@ -334,3 +402,7 @@ func unwatchAll(fd int) {
 		_ = userfaultUnregister(fd, m.Start, m.End)
 	}
 }
+
+// addressOf returns where a word lies. The caller of AddTicket answers for it that the
+// collector neither moves nor frees it.
+func addressOf(word *atomic.Uint64) uint64 { return uint64(uintptr(unsafe.Pointer(word))) }

@@ -1,0 +1,3 @@
+// Package closetest stands for the library that "verbena exec" preloads, in tests: it
+// closes ranges of addresses before it maps something there. Without cgo it is empty.
+package closetest
