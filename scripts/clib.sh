@@ -4,8 +4,9 @@
 #   libibverbs.so.1          the C front, clib/front; librdmacm.so.1, libmlx5.so.1
 #                            and libefa.so.1 are other names of the same file
 #   libverbena-engine.so     the Go engine, clib/engine, which the front loads
-#   libverbena-files.so      files that a kernel driver would have, clib/files,
-#                            which "verbena exec" preloads
+#   libverbena-files.so      files that a kernel driver would have, and a look at calls
+#                            that map over memory; clib/files, which "verbena exec"
+#                            preloads
 #   include/verbena/verbs.h  names that the usual header has not
 #
 # What is newer than its sources is left alone.
@@ -33,9 +34,9 @@ if [ -z "$(find "$front" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find 
   mv "$front.new" "$front"
 fi
 files=$OUT/libverbena-files.so
-if [ -z "$(find "$files" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find clib/files -newer "$files")" ]; then
+if [ -z "$(find "$files" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find clib/files internal/sys/notifier_hook.h -newer "$files")" ]; then
   "$CC" -std=gnu11 -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror \
-    -shared -o "$files.new" clib/files/files.c -Wl,-z,now -Wl,--no-undefined -ldl
+    -shared -o "$files.new" clib/files/*.c -Wl,-z,now -Wl,--no-undefined -ldl
   mv "$files.new" "$files"
 fi
 for name in libibverbs.so librdmacm.so.1 librdmacm.so libmlx5.so.1 libmlx5.so libefa.so.1 libefa.so; do
