@@ -28,6 +28,16 @@ static void install(void)
 	WANT(!sigaction(SIGSEGV, &a, NULL) && !sigaction(SIGBUS, &a, NULL));
 }
 
+/* map_guarded maps n bytes above memory without rights: what is unmapped there is a hole of
+ * its own size, into which the large mappings of other threads do not fit. */
+static char *map_guarded(size_t n)
+{
+	enum { GUARD = 64 << 10 };
+	char *p = mmap(NULL, GUARD + n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	WANT(p != MAP_FAILED && !mprotect(p, GUARD, PROT_NONE));
+	return p + GUARD;
+}
+
 static void own_fault(volatile char *gone)
 {
 	int before = faults;
@@ -47,8 +57,7 @@ int main(int argc, char **argv)
 		install();
 	use_self(&s);
 
-	char *p = mmap(NULL, 2 * N, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	WANT(p != MAP_FAILED);
+	char *p = map_guarded(2 * N);
 	char *target = malloc(N);
 	struct ibv_mr *mr = ibv_reg_mr(s.pd, p, 2 * N, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
 	struct ibv_mr *tr = ibv_reg_mr(s.pd, target, N, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
@@ -71,7 +80,7 @@ int main(int argc, char **argv)
 
 	/* The other side: a peer writes to memory that is gone. */
 	s = connect_self();
-	p = mmap(NULL, N, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	p = map_guarded(N);
 	mr = ibv_reg_mr(s.pd, p, N, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
 	tr = ibv_reg_mr(s.pd, target, N, IBV_ACCESS_LOCAL_WRITE);
 	WANT(mr && tr && !munmap(p, N));
