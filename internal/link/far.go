@@ -195,17 +195,26 @@ func (r *farSource) ReadFar(b []byte, off uint64) (ok, own bool) {
 	return r.Still(), false
 }
 
-// tickets are what GiveUpFetches counts up.
+// tickets is the word that GiveUpFetches counts up, where other processes see it. Whoever
+// remaps memory that is watched counts it up, too (mem.AddTicket).
 type tickets struct {
-	now atomic.Uint64 // what Ticket returns
-
-	mu     sync.Mutex     // guards what follows
-	shown  *atomic.Uint64 // the same, where other processes see it
-	closed bool           // shown is not there any more
+	shown atomic.Pointer[atomic.Uint64] // nil: the link is closed
+	mu    sync.Mutex                    // held while the word is counted up: it does not go away meanwhile
 }
 
-// Ticket is for trains that are about to be sent: see Train.Ticket.
-func (s *Shared) Ticket() uint64 { return s.tickets.now.Load() }
+// Ticket is for trains that are about to be sent: see Train.Ticket. Nobody sends when the
+// link is closed.
+func (s *Shared) Ticket() uint64 {
+	if shown := s.tickets.shown.Load(); shown != nil {
+		return shown.Load()
+	}
+	return 0
+}
+
+func (k *tickets) open(word *atomic.Uint64) {
+	k.shown.Store(word)
+	mem.AddTicket(word)
+}
 
 // GiveUpFetches makes other processes drop what they have not fetched yet. It is
 // called before the memory of requests is given back.
@@ -213,14 +222,15 @@ func (s *Shared) GiveUpFetches() {
 	k := &s.tickets
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if !k.closed {
-		// What is sent in between carries the old one, and is sent again.
-		k.now.Store(k.shown.Add(1))
+	if shown := k.shown.Load(); shown != nil {
+		shown.Add(1) // what is about to be sent carries the old one, and is sent again
 	}
 }
 
 func (k *tickets) close() {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.closed = true
+	if shown := k.shown.Swap(nil); shown != nil {
+		mem.RemoveTicket(shown)
+	}
 }

@@ -18,6 +18,7 @@ package mem
 
 import (
 	"math/bits"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -46,6 +47,7 @@ type space struct {
 	mu      sync.Mutex // guards what follows
 	opened  bool       // it was tried to open the notifier
 	members rangeIndex
+	tickets []*atomic.Uint64 // see AddTicket
 	swept   int // of the members
 	buf     [64]sys.MapChange
 	lost    bool          // something was not told, and not everybody has looked for himself yet
@@ -288,9 +290,14 @@ func (s *space) openLocked() {
 		return
 	}
 	s.opened = true
-	if n, err := sys.OpenNotifier(); err == nil {
-		s.notifier.Store(n)
+	n, err := sys.OpenNotifier()
+	if err != nil {
+		return
 	}
+	for _, word := range s.tickets {
+		_ = n.AddTicket(word) // there is room for as many devices as a process has
+	}
+	s.notifier.Store(n)
 }
 
 // coverUnit is how much is covered at least, as far as the mapping goes: each
@@ -508,6 +515,29 @@ func (x *rangeIndex) next(after *membership, into []*membership) (n int) {
 		})
 	}
 	return n
+}
+
+// AddTicket has a word counted up whenever watched memory is about to be unmapped, moved
+// or discarded: other processes that read this one's memory by its address look at the
+// word before and after, and what they have read counts only if it has not changed. The
+// word is no Go memory, and stays until RemoveTicket.
+func AddTicket(word *atomic.Uint64) {
+	theSpace.mu.Lock()
+	defer theSpace.mu.Unlock()
+	theSpace.tickets = append(theSpace.tickets, word)
+	if n := theSpace.notifier.Load(); n != nil {
+		_ = n.AddTicket(word) // as above
+	}
+}
+
+// RemoveTicket ends AddTicket. When it returns nobody uses the word any more.
+func RemoveTicket(word *atomic.Uint64) {
+	theSpace.mu.Lock()
+	defer theSpace.mu.Unlock()
+	theSpace.tickets = slices.DeleteFunc(theSpace.tickets, func(w *atomic.Uint64) bool { return w == word })
+	if n := theSpace.notifier.Load(); n != nil {
+		n.RemoveTicket(word)
+	}
 }
 
 // Sweep looks now for pages that are gone, as happens from time to time anyway.

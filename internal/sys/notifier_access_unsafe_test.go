@@ -326,7 +326,7 @@ func (v *victims) settle(t *testing.T) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for {
-		k, lost, _ := v.n.Take(v.buf[:])
+		k, lost, _ := v.n.Take(v.buf[:], true)
 		if lost {
 			t.Error("lost")
 			return
@@ -447,7 +447,7 @@ func BenchmarkNotifierAccess(b *testing.B) {
 	settle := func() {
 		taking.Lock()
 		for k := 1; k != 0; {
-			k, _, _ = n.Take(buf)
+			k, _, _ = n.Take(buf, true)
 		}
 		taking.Unlock()
 	}
