@@ -49,6 +49,7 @@ type Device struct {
 	mtu    int
 
 	link     link.Link
+	freer    link.Freer   // the same, if it tells when it is not busy any more; or nil
 	loopback bool         // queue pairs of this process are reached directly
 	capture  *pcap.Writer // nil: no capture
 
@@ -247,7 +248,8 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 		member: member,
 	}
 	d.slow.closing = make(chan struct{})
-	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs + d.limits.MWs, Killed: d.killed})
+	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs + d.limits.MWs, Killed: d.killed, Resumed: d.resumed})
+	d.freer, _ = l.(link.Freer)
 	reserved := func(i uint32) bool { return i <= 1 || i == wire.MulticastQP } // management and multicast
 	if member != nil {
 		d.qps = mem.NewSharedSlots[QP](d.limits.QPs, reserved, member.Key())

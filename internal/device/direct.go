@@ -58,9 +58,6 @@ func (q *QP) writeNext(wrs []ib.SendWR) (done int) {
 	return done
 }
 
-// leaveToken gives the token back, and tells whether somebody has left a note.
-func (q *QP) leaveToken() bool { return q.tx.Swap(txIdle) == txAgain }
-
 // neighbour returns the queue pair at the other end if it is one of this process to
 // which there is a short way; and the difference of its device's time.
 func (q *QP) neighbour() (peer *QP, shift qp.Time) {

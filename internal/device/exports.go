@@ -7,7 +7,8 @@ package device
 //  2. export, asked by another process that has the handle, tells where a region lies and
 //     gives a guard for it (mem.Guard).
 //  3. revoke, when the region is closed or changes, shuts its guards and waits until
-//     nobody is inside.
+//     nobody is inside. While its memory moves they are only suspended, and resumed
+//     afterwards.
 //
 // What the other process does with it is in imports.go.
 
@@ -17,7 +18,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -36,9 +36,7 @@ type Published struct {
 
 // exports are those of a device.
 type exports struct {
-	some atomic.Bool // there have been leases
-
-	mu     sync.Mutex // guards what follows
+	mu     sync.Mutex // guards what follows, and what is said so of leases; nobody waits under it
 	find   map[string]func(object uint64) (Published, error)
 	leases map[*mem.Region][]*lease
 }
@@ -102,10 +100,27 @@ type lease struct {
 	region *mem.Region
 	c      *net.UnixConn
 	user   int // its process
-
-	mu     sync.Mutex // guards guard, and is held while somebody waits for it
+	pidfd  int // of that process; -1: none
 	guard  *mem.Guard
-	closed bool
+	uses   int // guarded by the exports' lock: the last one closes guard and pidfd
+}
+
+// gone reports whether the process that imports has ended. Where there is no pidfd of it,
+// the end of its connection is taken for that.
+func (l *lease) gone() bool {
+	if l.pidfd >= 0 {
+		return sys.Exited(l.pidfd)
+	}
+	return sys.HungUp(l.c)
+}
+
+// follow makes the guard what the region is: suspended, or not.
+func (l *lease) follow() {
+	if l.region.Open() {
+		l.guard.Resume()
+	} else {
+		l.guard.Suspend()
+	}
 }
 
 // lease says where the region lies, and who may be there.
@@ -139,7 +154,12 @@ func (m *MR) lease(x *host.Export, c *net.UnixConn) error {
 	if err != nil {
 		return err
 	}
-	l := &lease{region: m.region, c: c, user: who.PID, guard: g}
+	l := &lease{region: m.region, c: c, user: who.PID, pidfd: -1, guard: g, uses: 1}
+	if who.PID > 0 {
+		if p, err := sys.OpenPidfd(who.PID); err == nil {
+			l.pidfd = p
+		}
+	}
 	d := m.pd.dev
 	d.exports.add(l)
 	if !m.region.Alive() { // whoever killed it may have looked before the lease was there
@@ -176,46 +196,68 @@ func (e *exports) add(l *lease) {
 		e.leases = make(map[*mem.Region][]*lease)
 	}
 	e.leases[l.region] = append(e.leases[l.region], l)
-	e.some.Store(true)
+	l.follow() // the region may have been suspended a moment ago
 }
 
-// end gives a lease up, when nobody looks at its guard any more.
+// end gives a lease up, when the importer is not inside any more, or has ended: until then
+// whoever wants the memory back finds the lease. The importer may live, and only have lost
+// the connection, or said nonsense on it.
 func (e *exports) end(l *lease) {
+	l.guard.Shut()
+	l.guard.Await(l.gone)
 	e.mu.Lock()
 	list := slices.DeleteFunc(e.leases[l.region], func(o *lease) bool { return o == l })
 	if e.leases[l.region] = list; len(list) == 0 {
 		delete(e.leases, l.region)
 	}
+	e.letGoLocked(l)
 	e.mu.Unlock()
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.closed = true
-	l.guard.Shut()      // who is at the other end may live, and only have said nonsense
+}
+
+func (e *exports) letGoLocked(l *lease) {
+	if l.uses--; l.uses > 0 {
+		return
+	}
 	_ = l.guard.Close() // it was mapped: it cannot fail
+	if l.pidfd >= 0 {
+		_ = sys.CloseFD(l.pidfd) // it was open: it cannot fail
+	}
 }
 
 // revoke takes a region away from those who have imported it, and waits until none of
-// them accesses it any more.
-func (e *exports) revoke(r *mem.Region) {
-	if !e.some.Load() {
+// them accesses it any more. Without wait it only suspends them.
+func (e *exports) revoke(r *mem.Region, wait bool) {
+	if !wait {
+		e.follow(r)
 		return
 	}
 	e.mu.Lock()
 	list := slices.Clone(e.leases[r])
+	for _, l := range list {
+		l.guard.Shut()
+		l.uses++
+	}
 	e.mu.Unlock()
 	for _, l := range list {
-		l.do(func() { l.guard.Shut() })
+		l.guard.Await(l.gone)
 	}
+	e.mu.Lock()
 	for _, l := range list {
-		l.do(func() { l.guard.Await(func() bool { return sys.HungUp(l.c) }) })
+		e.letGoLocked(l)
+	}
+	e.mu.Unlock()
+}
+
+// follow makes the guards of a region what the region is now. It is called after every
+// change of that, so the last call sets the guards right, in whatever order they come.
+func (e *exports) follow(r *mem.Region) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, l := range e.leases[r] {
+		l.follow()
 	}
 }
 
-// do calls f while the guard is there.
-func (l *lease) do(f func()) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if !l.closed {
-		f()
-	}
-}
+// resumed is told that a region is open again whose memory has moved. (Lanes are given
+// anew: see grant.go.)
+func (d *Device) resumed(r *mem.Region) { d.exports.follow(r) }

@@ -4,8 +4,9 @@ package device
 // file says who may do what by himself, and keeps the queue pairs of both sides in step.
 //
 //   - offer gives a peer a lane to a region that its queue pair has accessed.
-//   - revoke takes lanes away: by region, when that is closed or changes; by queue pair,
-//     when that changes, fails or is closed.
+//   - revoke takes lanes away by region, when that is closed, changes or moves; barGrants
+//     by queue pair, when that changes or is closed. Nobody waits for another process under
+//     a lock: lanes are shut under it, and waited for without.
 //   - absorb moves a queue pair on past what was done.
 //   - granted takes a lane that a peer has given; lanes use it.
 
@@ -56,19 +57,24 @@ const maxVain = 4
 // grants are those of all queue pairs of a device, by region.
 type grants struct {
 	off      atomic.Bool // none are given: tests
-	some     atomic.Bool // there have been some
 	mu       sync.Mutex  // guards byRegion
 	byRegion map[*mem.Region][]*grant
 }
 
-func (k *grants) add(g *grant) {
+// add notes a grant that the peer has not been told of, and reports whether it may be:
+// whether the region is open. Whoever keeps accesses out of the region calls revoke after
+// that. So either revoke finds the grant, or add finds the region not open.
+func (k *grants) add(g *grant) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	if !g.region.Open() {
+		return false
+	}
 	if k.byRegion == nil {
 		k.byRegion = make(map[*mem.Region][]*grant)
 	}
 	k.byRegion[g.region] = append(k.byRegion[g.region], g)
-	k.some.Store(true)
+	return true
 }
 
 func (k *grants) remove(g *grant) {
@@ -80,22 +86,22 @@ func (k *grants) remove(g *grant) {
 	}
 }
 
-// revoke takes away the lanes to a region, and waits until nobody writes there any more.
-func (k *grants) revoke(r *mem.Region) {
-	if !k.some.Load() {
-		return
-	}
+// revoke takes away the lanes to a region. With wait, nobody accesses the region by a lane
+// any more when it returns. Without, a peer may still be inside: what it does there is not
+// counted.
+func (k *grants) revoke(r *mem.Region, wait bool) {
 	k.mu.Lock()
 	list := slices.Clone(k.byRegion[r])
 	k.mu.Unlock()
-	shut(list)
+	shut(list, wait)
 }
 
-// killed is told of every region that is closed or changes.
-func (d *Device) killed(r *mem.Region, _ bool) {
+// killed is told of every region that is closed or changes, and without wait of one whose
+// memory is about to move: see mem.TableConfig.
+func (d *Device) killed(r *mem.Region, wait bool) {
 	d.giveUpFetches()
-	d.grants.revoke(r)
-	d.exports.revoke(r)
+	d.grants.revoke(r, wait)
+	d.exports.revoke(r, wait)
 }
 
 // offer is told of a request that another process has sent: see link.SharedConfig.
@@ -129,22 +135,26 @@ func (q *QP) giveLocked(t *train.Train, r *mem.Region, b []byte, via link.Via) b
 	if i := slices.IndexFunc(q.grants, func(g *grant) bool { return g.region == r && g.Open() }); i >= 0 {
 		return q.grants[i].doubt() // the peer will use it soon
 	}
-	if len(q.grants) == maxGrants {
+	if len(q.grants) == maxGrants || q.barred > 0 {
 		return false
 	}
 	may := func(acc ib.Access) bool { return r.Access()&acc == acc && q.core.Grants(acc) }
-	given := via.Give(&link.Offer{QPN: q.number, Peer: q.core.DestQPN(), RKey: t.RETH.RKey, VA: r.IOVA(), Bytes: b, Segment: segment, Off: off,
-		Write: may(ib.AccessRemoteWrite), Read: may(ib.AccessRemoteRead)})
-	if given == nil {
+	lane := via.NewGrant()
+	if lane == nil {
 		return false
 	}
-	g := &grant{Grant: given, region: r}
-	q.grants = append(q.grants, g)
-	q.dev.grants.add(g)
-	if !r.Alive() { // whoever kills it may have looked before the grant was there; he waits for the read section
-		g.Shut()
-		g.Await() // the peer may have been faster than we
+	g := &grant{Grant: lane, region: r}
+	if !q.dev.grants.add(g) {
+		g.Free()
+		return false
 	}
+	if !g.Tell(&link.Offer{QPN: q.number, Peer: q.core.DestQPN(), RKey: t.RETH.RKey, VA: r.IOVA(), Bytes: b, Segment: segment, Off: off,
+		Write: may(ib.AccessRemoteWrite), Read: may(ib.AccessRemoteRead)}) {
+		q.dev.grants.remove(g)
+		g.Free()
+		return false
+	}
+	q.grants = append(q.grants, g)
 	return true
 }
 
@@ -161,39 +171,40 @@ func (q *QP) stoppedLocked() {
 	}
 }
 
-// shut takes lanes away, and waits until nobody writes there any more.
-func shut(list []*grant) {
+// shut takes lanes away; with wait, it also waits until no peer is inside any more. The
+// caller then holds no lock of a queue pair: a peer that is stopped inside stays for long.
+func shut(list []*grant, wait bool) {
 	for _, g := range list {
 		g.Shut()
 	}
 	for _, g := range list {
-		g.Await()
+		if wait {
+			g.Await()
+		}
 	}
 }
 
-// revoke takes away the lanes to the queue pair's memory. It waits without the lock: a
-// peer that is stopped while it writes stays there for long.
-func (q *QP) revoke() {
+// barGrants takes away the lanes to the queue pair's memory, waits until the peer is not
+// inside any more, and keeps new ones from being given until unbarLocked.
+func (q *QP) barGrants() {
 	q.mu.Lock()
+	q.barred++
 	list := slices.Clone(q.grants)
 	q.mu.Unlock()
-	shut(list)
+	shut(list, true)
 }
 
-// revokeLocked does so with those that were given since, and moves the queue pair on past
-// what was written. None is left: one that the peer tries in vain at this very moment
-// looks as if it were in use.
-func (q *QP) revokeLocked() {
-	for len(q.grants) > 0 {
-		shut(q.grants)
-		q.absorbLocked()
-	}
+// unbarLocked ends what barGrants began: the queue pair moves on past what the peer has
+// done by itself, and no lane is left. New ones may be given when the caller unlocks.
+func (q *QP) unbarLocked() {
+	q.absorbLocked()
+	q.barred--
 }
 
 // absorbLocked moves the queue pair on past what the peer has written by itself.
 func (q *QP) absorbLocked() {
 	q.grants = slices.DeleteFunc(q.grants, func(g *grant) bool {
-		over := !g.Open() && (!g.Inside() || g.Gone()) // before the counts are read
+		over := g.Over() // before the counts are read
 		counts := g.Counts()
 		if n := counts.Less(&g.absorbed); n != (shm.LaneCounts{}) {
 			q.core.Absorb(n[shm.LaneWrites], n[shm.LaneWritePackets], n[shm.LaneWritten], false)

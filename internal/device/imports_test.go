@@ -7,6 +7,7 @@ package device
 import (
 	"bytes"
 	"fmt"
+	"os/exec"
 	"strings"
 	"sync"
 	"syscall"
@@ -297,7 +298,8 @@ func TestImportRevoked(t *testing.T) {
 	}
 }
 
-// A user that ends inside holds nobody up; one that is there does, until it goes on.
+// A user that ends inside holds nobody up; one that is there does, until it goes on, also
+// when its connection has ended.
 func TestImportEndsInside(t *testing.T) {
 	for _, ends := range []bool{true, false} {
 		t.Run(fmt.Sprint(ends), func(t *testing.T) {
@@ -305,8 +307,14 @@ func TestImportEndsInside(t *testing.T) {
 			a := newEnd(t, openDevice(t, provider.Config{Link: linkLoop}), ib.RC, 64)
 			defer a.close()
 			mr, o := x.importTo(a, 1)
+			// The user is ourselves; another process stands in for it.
+			user := exec.Command("/bin/sleep", "100")
+			must0(t, user.Start())
 			x.dev.exports.mu.Lock()
 			l := x.dev.exports.leases[x.mr.(*MR).region][0]
+			fd := must[int](t)(sys.OpenPidfd(user.Process.Pid))
+			must0(t, unix.Dup3(fd, l.pidfd, unix.O_CLOEXEC))
+			must0(t, sys.CloseFD(fd))
 			x.dev.exports.mu.Unlock()
 			if _, kind := l.guard.Enter(); kind != mem.FaultNone {
 				t.Fatal("nobody may enter")
@@ -314,19 +322,22 @@ func TestImportEndsInside(t *testing.T) {
 			done := make(chan error)
 			go func() { done <- x.mr.Close() }()
 			eventually(t, "the region is dead", func() bool { return !x.mr.(*MR).region.Alive() })
+			closeAll(t, o)
 			select {
 			case err := <-done:
 				t.Fatalf("nobody waited for the user: %v", err)
-			case <-time.After(5 * time.Millisecond):
+			case <-time.After(50 * time.Millisecond):
 			}
 			if ends {
-				closeAll(t, o) // as the kernel does for one that dies
+				must0(t, user.Process.Kill())
 			} else {
 				l.guard.Leave()
 			}
 			if err := <-done; err != nil {
 				t.Error(err)
 			}
+			_ = user.Process.Kill() // if it has not ended yet
+			_ = user.Wait()         // it was killed
 			closeAll(t, mr)
 		})
 	}

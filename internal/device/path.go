@@ -60,8 +60,9 @@ func (d *Device) makeFlow(op string, a *ib.AHAttr, destQP uint32) (*train.Flow, 
 	return f, nil
 }
 
-// makePath prepares the path of a connected queue pair.
-func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, error) {
+// makePath prepares the path of a connected queue pair, and its use of the peer's credits:
+// nil where there are none. The use is the caller's, to leave.
+func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *peerUse, error) {
 	mtu := a.PathMTU
 	if mask&ib.QPMaskPathMTU == 0 {
 		q.mu.Lock()
@@ -69,10 +70,10 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, er
 		q.mu.Unlock()
 	}
 	if a.AV.DGID.IsMulticast() {
-		return nil, ib.Errorf("modify_qp", syscall.EINVAL, "%v: a multicast group is reached by datagrams alone", a.AV.DGID)
+		return nil, nil, ib.Errorf("modify_qp", syscall.EINVAL, "%v: a multicast group is reached by datagrams alone", a.AV.DGID)
 	}
 	if mtu.Bytes() > d.mtu {
-		return nil, ib.Errorf("modify_qp", syscall.EINVAL, "path_mtu %v: the port's MTU is %d", mtu, d.mtu)
+		return nil, nil, ib.Errorf("modify_qp", syscall.EINVAL, "path_mtu %v: the port's MTU is %d", mtu, d.mtu)
 	}
 	dest := a.DestQPN
 	if mask&ib.QPMaskDestQPN == 0 {
@@ -82,34 +83,45 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, er
 	}
 	f, err := d.makeFlow("modify_qp", &a.AV, dest)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	if _, loop := f.Link.(*loopPeer); loop {
-		return &qp.Path{Flow: f, Window: loopWindow, Lossless: true}, nil
+		return &qp.Path{Flow: f, Window: loopWindow, Lossless: true}, nil, nil
 	}
 	if s, ok := d.link.(*link.Shared); ok && s.IsLocal(f) {
 		if err := s.Reach(f, dest); err != nil {
-			return nil, opError("modify_qp", err)
+			return nil, nil, opError("modify_qp", err)
 		}
 	}
 	if s, ok := d.link.(*link.Shared); ok && s.IsLocal(f) { // still
 		window, short, below := s.LocalWindow(f, dest)
-		p := d.peers.get(peerKey{f.Dst, true}, max(1, window/peerWindows))
-		q.peer.Store(p)
-		return &qp.Path{Flow: f, Window: window, Short: qp.Short{Below: below, Window: short}, Credits: p.credits, Lossless: true}, nil
+		use := d.peers.use(q, peerKey{f.Dst, true})
+		credits := use.credits.Costing(cost(max(1, window/peerWindows))) // a ring is shared by all
+		return &qp.Path{Flow: f, Window: window, Short: qp.Short{Below: below, Window: short}, Credits: credits, Lossless: true}, use, nil
 	}
 	window := d.cfg.Window
 	if window <= 0 {
 		window = d.link.Window(mtu.Bytes())
 	}
-	p := d.peers.get(peerKey{f.Dst, false}, window)
-	q.peer.Store(p)
-	return &qp.Path{Flow: f, Window: window, Credits: p.credits}, nil
+	use := d.peers.use(q, peerKey{f.Dst, false})
+	return &qp.Path{Flow: f, Window: window, Credits: use.credits.Costing(cost(window))}, use, nil
 }
 
-// peerTable knows the peers of a device by address.
+// All queue pairs together may have peerWindows windows' worth of packets under way to one
+// peer. Windows differ, as MTUs do: so a window costs windowCredits, whatever its length,
+// and a packet its share of them.
+const (
+	peerWindows   = 4
+	windowCredits = 1 << 24
+)
+
+// cost returns how many credits a packet costs that is one of so many in a window.
+func cost(window int) int { return (windowCredits + window - 1) / max(window, 1) }
+
+// peerTable knows the peers of a device by address, as long as queue pairs have a path to
+// them.
 type peerTable struct {
-	mu     sync.Mutex // guards byAddr
+	mu     sync.Mutex // guards byAddr, and how many use each
 	byAddr map[peerKey]*peer
 }
 
@@ -122,59 +134,101 @@ type peerKey struct {
 
 // peer is what queue pairs to one address share: the room in its socket buffer.
 type peer struct {
+	key     peerKey
+	users   int // guarded by the table's lock
 	credits *qp.Credits
-	starved atomic.Bool // somebody waits
+	starved atomic.Bool // some use waits
 
-	mu      sync.Mutex // guards waiting
-	waiting ring[*QP]  // queue pairs that found no credits, oldest first
+	mu   sync.Mutex     // guards line, and the uses' waits and left
+	line ring[*peerUse] // of queue pairs that found no credits, oldest first
 }
 
-// peerWindows is how many windows' worth of packets all queue pairs together
-// may have under way to one peer.
-const peerWindows = 4
+// peerUse is one queue pair's use of one peer. When the queue pair gets another path, or
+// none, it leaves the use, and with it the line.
+type peerUse struct {
+	*peer
+	q     *QP
+	waits bool // it is in the line
+	left  bool
+}
 
-func (t *peerTable) get(a peerKey, window int) *peer {
+// use returns a new use of the peer at an address.
+func (t *peerTable) use(q *QP, k peerKey) *peerUse {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.byAddr == nil {
 		t.byAddr = make(map[peerKey]*peer)
 	}
-	p := t.byAddr[a]
+	p := t.byAddr[k]
 	if p == nil {
-		p = &peer{credits: qp.NewCredits(peerWindows * window)}
-		t.byAddr[a] = p
+		p = &peer{key: k, credits: qp.NewCredits(peerWindows * windowCredits)}
+		t.byAddr[k] = p
 	}
-	return p
+	p.users++
+	return &peerUse{peer: p, q: q}
 }
 
-// await notes a queue pair that found no credits. The credits may have come
-// back meanwhile: then it goes on at once.
-func (d *Device) await(q *QP) {
-	p := q.peer.Load()
-	if p == nil || !q.waiting.CompareAndSwap(false, true) {
+// leave ends a use, once; the last one ends the peer. Nil is none. The credits have been
+// given back.
+func (t *peerTable) leave(u *peerUse) {
+	if u == nil {
 		return
 	}
-	p.mu.Lock()
-	p.waiting.push(q)
-	p.starved.Store(true)
-	p.mu.Unlock()
-	if p.credits.Free() {
-		d.later(q)
+	u.mu.Lock()
+	u.left = true
+	if u.waits {
+		u.waits = false
+		u.line.remove(func(o *peerUse) bool { return o == u })
+		u.starved.Store(u.line.len() > 0)
+	}
+	u.mu.Unlock()
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if u.users--; u.users == 0 {
+		delete(t.byAddr, u.key)
 	}
 }
 
-// runWaiting lets queue pairs go on that wait for credits, while there are any.
-func (d *Device) runWaiting(p *peer, now qp.Time) {
-	for p != nil && p.credits.Free() {
+// leavePeer ends a use of a queue pair, and lets others go on with its credits.
+func (d *Device) leavePeer(u *peerUse) {
+	d.peers.leave(u)
+	d.runWaiting(u, d.now())
+}
+
+// await puts a queue pair that found no credits into the line, unless it has another peer
+// by now. The credits may have come back meanwhile: then it goes on at once.
+func (d *Device) await(u *peerUse) {
+	if u == nil {
+		return
+	}
+	u.mu.Lock()
+	if u.waits || u.left {
+		u.mu.Unlock()
+		return
+	}
+	u.waits = true
+	u.line.push(u)
+	u.starved.Store(true)
+	u.mu.Unlock()
+	if u.credits.Free() {
+		d.later(u.q)
+	}
+}
+
+// runWaiting lets the queue pairs in a peer's line go on, while there are credits. Nil is
+// no peer.
+func (d *Device) runWaiting(u *peerUse, now qp.Time) {
+	for u != nil && u.credits.Free() {
+		p := u.peer
 		p.mu.Lock()
-		if p.waiting.len() == 0 {
+		if p.line.len() == 0 {
 			p.mu.Unlock()
 			return
 		}
-		q := p.waiting.pop()
-		p.starved.Store(p.waiting.len() > 0)
+		next := p.line.pop()
+		next.waits = false
+		p.starved.Store(p.line.len() > 0)
 		p.mu.Unlock()
-		q.waiting.Store(false)
-		d.transmit(q, now)
+		d.transmit(next.q, now)
 	}
 }

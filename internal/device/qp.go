@@ -1,7 +1,6 @@
 package device
 
 import (
-	"runtime"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -35,9 +34,10 @@ type QP struct {
 	heldAt     uint64 // frees before they were sent
 	heldResets uint32 // of the core when they were made
 
-	queued  atomic.Bool // waits in the device's list of ready queue pairs
-	peer    atomic.Pointer[peer]
-	waiting atomic.Bool // waits for its peer's credits
+	tokenFree chan struct{} // set before tx becomes txClosing; whoever holds the token then closes it
+
+	queued atomic.Bool             // waits in the device's list of ready queue pairs
+	peer   atomic.Pointer[peerUse] // changes under mu; nil without credits
 
 	domain *xrcDomain // of an XRC target; or nil
 	opens  int        // guarded by dev.mu: of an XRC target, how often it is open
@@ -55,8 +55,10 @@ type QP struct {
 
 	heldUntil qp.Time // guarded by mu: how long the first held train may wait, if it is a datagram; or 0
 	heldLate  bool    // guarded by mu: and it has
+	heldRetry qp.Time // guarded by mu: when to try the held trains again, on a link that does not tell; or 0
 
 	grants []*grant // guarded by mu: how the peer accesses our memory by itself
+	barred int      // guarded by mu: how many calls keep new ones from being given
 
 	gaveUp chan struct{} // guarded by mu: closed when requests are given up; nil while nobody waits for it
 
@@ -326,6 +328,7 @@ func (q *QP) PostRecv(wrs []ib.RecvWR) (int, error) {
 func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 	d := q.dev
 	var path *qp.Path
+	var use *peerUse
 	if mask&ib.QPMaskAV != 0 {
 		// Preparing a path may open a socket: not under the lock.
 		q.mu.Lock()
@@ -334,7 +337,7 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 		if err != nil {
 			return err
 		}
-		if path, err = d.makePath(q, a, mask); err != nil {
+		if path, use, err = d.makePath(q, a, mask); err != nil {
 			return err
 		}
 	}
@@ -342,14 +345,19 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 		d.finishAnswers(q)
 		q.endTurns()
 	}
-	q.revoke()
+	q.barGrants()
 	q.mu.Lock()
+	q.unbarLocked()
 	if q.closed {
 		q.mu.Unlock()
+		d.peers.leave(use)
 		return ib.Errorf("modify_qp", syscall.EINVAL, "the queue pair is closed")
 	}
-	q.revokeLocked()
 	err := q.core.Modify(a, mask, path, d.now())
+	left := use // on failure
+	if reset := err == nil && q.core.State() == ib.QPReset; err == nil && (path != nil || reset) {
+		left = q.peer.Swap(use)
+	}
 	if !q.sendsLocked() || path != nil {
 		q.core.Direct = nil
 	}
@@ -361,6 +369,7 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 		d.transmit(q, d.now())
 		d.runWaiting(q.peer.Load(), d.now())
 	}
+	d.leavePeer(left)
 	return err
 }
 
@@ -382,17 +391,16 @@ func (q *QP) Close() error {
 		d.qps.Remove(q.number)
 		q.endTurns()
 		d.finishAnswers(q)
-		q.revoke()
+		q.barGrants()
 		q.mu.Lock()
 		q.closed = true
-		q.revokeLocked()
+		q.unbarLocked()
 		q.core.Direct = nil
 		_ = q.core.Modify(&ib.QPAttr{State: ib.QPReset}, ib.QPMaskState, nil, d.now())
+		use := q.peer.Swap(nil)
 		q.mu.Unlock()
 		q.detachAll()
-		for !q.tx.CompareAndSwap(txIdle, txBusy) { // somebody is handing its last trains to a link
-			runtime.Gosched()
-		}
+		q.takeToken()
 		if q.core.Bound {
 			d.table.ReleaseQP(q.number)
 		}
@@ -400,10 +408,9 @@ func (q *QP) Close() error {
 			q.held.release()
 			q.held = nil
 		}
-		q.tx.Store(txIdle) // it has nothing more to send, whoever asks for it
 		d.timers.remove(q)
 		d.counters.remove(q)
-		d.runWaiting(q.peer.Load(), d.now())
+		d.leavePeer(use)
 		q.eachCQ(func(c *CQ) { c.Remove(q.number) })
 		q.release()
 		q.owner.unuse(&d.counts.qps)

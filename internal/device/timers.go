@@ -125,8 +125,10 @@ func (t *timerHeap) due(now qp.Time) *QP {
 // heap knows. The queue pair's lock is held.
 func (d *Device) rearmLocked(q *QP) {
 	at := q.core.Deadline()
-	if h := q.heldUntil; h != 0 && (at == 0 || h < at) {
-		at = h
+	for _, h := range [...]qp.Time{q.heldUntil, q.heldRetry} {
+		if h != 0 && (at == 0 || h < at) {
+			at = h
+		}
 	}
 	if at == 0 || q.armed != 0 && q.armed <= at || q.closed {
 		return
@@ -154,6 +156,9 @@ func (d *Device) fireTimers() time.Duration {
 		q.core.Tick(now)
 		if q.heldUntil != 0 && q.heldUntil <= now {
 			q.heldUntil, q.heldLate = 0, true
+		}
+		if q.heldRetry <= now {
+			q.heldRetry = 0
 		}
 		d.rearmLocked(q)
 		q.mu.Unlock()

@@ -3,13 +3,15 @@ package device
 // Sending. A queue pair's trains must leave in order, so one goroutine at a
 // time sends for it: the one that holds the transmit token. Handing a train to
 // a link may take long (a system call may fault on memory), so the queue pair's
-// lock is not held meanwhile, and nobody waits for the token: who finds it
-// taken leaves a note, and the holder looks again.
+// lock is not held meanwhile, and no sender waits for the token: one that finds it
+// taken leaves a note, and the holder looks again. Close alone waits, asleep, and is
+// woken by the holder; from then on nobody gets the token any more.
 //
 // A link may be busy (link.ErrBusy). Then the trains that it did not take stay with
 // the queue pair, which is stalled until the link has room, and go before all
-// others. A datagram waits like this for datagramPatience at most: those behind it are
-// for other peers, perhaps.
+// others. A link tells when that is (link.Freer); one that does not is tried again
+// every busyRetry. A datagram waits like this for datagramPatience at most: those behind
+// it are for other peers, perhaps.
 
 import (
 	"errors"
@@ -27,9 +29,10 @@ import (
 
 // States of the token.
 const (
-	txIdle  = iota
-	txBusy  // somebody sends
-	txAgain // somebody sends, and must look again before leaving
+	txIdle    = iota
+	txBusy    // somebody sends
+	txAgain   // somebody sends, and must look again before leaving
+	txClosing // Close has the token, or waits for its holder to leave; it stays so
 )
 
 // txQuantum is how many bytes one call moves; the rest is left to whoever makes
@@ -40,6 +43,10 @@ const txQuantum = 1 << 20
 // peer that shares its processor with a few busy ones reads again within that time, and
 // a peer that is stopped holds up those to others only once: see link.Shared.
 const datagramPatience = 50 * time.Millisecond
+
+// busyRetry is how long trains wait that a link was too busy for, if the link does not tell
+// when it is free again.
+const busyRetry = time.Millisecond
 
 // batch is the trains that are pulled and sent together.
 type batch struct {
@@ -62,11 +69,35 @@ func (d *Device) transmit(q *QP, now qp.Time) {
 	}
 	more := d.drain(q, now)
 	for !q.tx.CompareAndSwap(txBusy, txIdle) {
-		q.tx.Store(txBusy)
+		if !q.tx.CompareAndSwap(txAgain, txBusy) {
+			close(q.tokenFree) // txClosing
+			return
+		}
 		more = d.drain(q, d.now())
 	}
 	if more {
 		d.later(q)
+	}
+}
+
+// leaveToken gives the token back, and reports whether somebody has left a note.
+func (q *QP) leaveToken() bool {
+	if q.tx.CompareAndSwap(txBusy, txIdle) {
+		return false
+	}
+	if q.tx.CompareAndSwap(txAgain, txIdle) {
+		return true
+	}
+	close(q.tokenFree) // txClosing
+	return false
+}
+
+// takeToken takes the token for good: it waits until whoever hands the last trains to a
+// link has left. It is called once, by Close.
+func (q *QP) takeToken() {
+	q.tokenFree = make(chan struct{})
+	if q.tx.Swap(txClosing) != txIdle {
+		<-q.tokenFree
 	}
 }
 
@@ -82,7 +113,7 @@ func (q *QP) claimToken() bool {
 			if q.tx.CompareAndSwap(txBusy, txAgain) {
 				return false
 			}
-		case txAgain:
+		default: // txAgain, or there is nothing to send any more
 			return false
 		}
 	}
@@ -112,11 +143,11 @@ func (d *Device) drain(q *QP, now qp.Time) bool {
 		}
 		direct := q.core.TakeDirect()
 		bytes += direct
-		stalled := q.core.Stalled()
+		stalled, use := q.core.Stalled(), q.peer.Load()
 		q.executedLocked()
 		q.mu.Unlock()
 		if stalled {
-			d.await(q)
+			d.await(use)
 		}
 		if n == 0 && direct > 0 {
 			continue
@@ -249,30 +280,39 @@ func (q *QP) notSent(ts []*train.Train) {
 	q.mu.Unlock()
 }
 
-// hold keeps trains that the link is too busy for. Who frees the link after this
-// finds the queue pair in the list; who did so before, since the link refused them,
-// is seen here. If the first one is a datagram, it waits until a time; 0 if it begins to
+// hold keeps trains that the link is too busy for. If the link tells when it is free
+// again: whoever frees it after this finds the queue pair in the list, and whoever did so
+// before, since the link refused the trains, is seen here. If it does not, a timer has them
+// sent again. If the first one is a datagram, it waits until a time; 0 if it begins to
 // wait now.
 func (d *Device) hold(q *QP, b *batch, left []*train.Train, until qp.Time) {
 	q.held, q.heldLeft = b, left
-	if left[0].Transport == wire.UD {
-		if until == 0 {
-			until = d.now() + d.patience
-		}
+	q.stalled.Store(slices.ContainsFunc(left, (*train.Train).IsAnswer))
+	if datagram := left[0].Transport == wire.UD; datagram || d.freer == nil {
+		now := d.now()
 		q.mu.Lock()
-		q.heldUntil = until
+		if datagram && until == 0 {
+			until = now + d.patience
+		}
+		if datagram {
+			q.heldUntil = until
+		}
+		if d.freer == nil {
+			q.heldRetry = now + busyRetry
+		}
 		d.rearmLocked(q)
 		q.mu.Unlock()
 	}
-	q.stalled.Store(slices.ContainsFunc(left, (*train.Train).IsAnswer))
-	l := d.link.(*link.Shared) // no other is ever busy
+	if d.freer == nil {
+		return
+	}
 	d.stalled.Lock()
 	if !q.listed {
 		q.listed = true
 		d.stalled.list = append(d.stalled.list, q)
 	}
 	d.stalled.Unlock()
-	if q.heldAt != l.Frees() {
+	if q.heldAt != d.freer.Frees() {
 		d.later(q)
 	}
 }
@@ -287,7 +327,7 @@ func (d *Device) sendHeld(q *QP, now qp.Time) bool {
 	q.mu.Lock()
 	state, resets := q.core.State(), q.core.Resets()
 	until, late := q.heldUntil, q.heldLate
-	q.heldUntil, q.heldLate = 0, false
+	q.heldUntil, q.heldLate, q.heldRetry = 0, false, 0
 	q.mu.Unlock()
 	live := ts[:0]
 	for _, t := range ts {
@@ -299,7 +339,13 @@ func (d *Device) sendHeld(q *QP, now qp.Time) bool {
 		live[0].Late = true
 	}
 	q.heldAt = d.frees()
-	left, _ := d.send(q, live, now) // if one could not be read, the queue pair has heard of it
+	left, _ := d.send(q, live, now)    // if one could not be read, the queue pair has heard of it
+	if len(left) > 0 && left[0].Late { // the link has not dropped it, as it might have
+		q.sent(left[:1], now)
+		if left = left[1:]; len(left) > 0 {
+			left, _ = d.send(q, left, now)
+		}
+	}
 	if len(left) > 0 {
 		if len(left) < len(live) {
 			until = 0
@@ -321,10 +367,10 @@ func (b *batch) release() {
 
 // frees counts how often the link may have become less busy.
 func (d *Device) frees() uint64 {
-	if s, ok := d.link.(*link.Shared); ok {
-		return s.Frees()
+	if d.freer == nil {
+		return 0
 	}
-	return 0
+	return d.freer.Frees()
 }
 
 // resume lets the queue pairs go on that were stalled.

@@ -368,13 +368,15 @@ func (d *Device) newTwin(k twinKey, w *words) (*QP, error) {
 	if _, err := q.core.CheckModify(&a, mask); err != nil {
 		return nil, err
 	}
-	path, err := d.makePath(q, &a, mask)
+	path, use, err := d.makePath(q, &a, mask)
 	if err != nil {
 		return nil, err
 	}
 	if err := q.core.Modify(&a, mask, path, d.now()); err != nil {
+		d.peers.leave(use)
 		return nil, err
 	}
+	q.peer.Store(use)
 	q.core.TakeTurn(w.stand)
 	d.counters.add(q)
 	return q, nil

@@ -9,9 +9,10 @@ package link
 // and the segment that it lies in, which the peer maps. From then on the peer may copy
 // there and from there, until the owner takes the lane's pass away: before the region is
 // closed or changes, and before the queue pair changes, when he waits until the peer is
-// not copying; and when the queue pair fails. What was done is counted on the lane, and
+// not copying; before the region's memory moves, and when the queue pair fails, when he
+// does not wait. What was done before the pass was taken away is counted on the lane, and
 // the owner moves the queue pair on past it before he looks at anything else that comes
-// for it.
+// for it; what was not counted is done again by the ring.
 //
 // A sender uses a lane only when everything before has been acknowledged, so that
 // requests are executed in order, and each one either by a lane or by the ring.
@@ -49,17 +50,11 @@ type Offer struct {
 	Segment, Off uint64
 }
 
-// Grant is a lane that was given away: the owner's end.
+// Grant is a lane that is given to a peer: the owner's end.
 type Grant struct {
 	*shm.Lane
 	c *shm.Channel
 }
-
-// Await waits until the peer does not store any more: after Shut.
-func (g *Grant) Await() { g.Lane.Await(g.c) }
-
-// Gone tells whether the peer has ended.
-func (g *Grant) Gone() bool { return g.c.Err() != nil }
 
 // offer looks at a request, the start of which has just been executed.
 func (s *Shared) offer(c *shm.Channel, t *train.Train) {
@@ -72,7 +67,7 @@ func (s *Shared) offer(c *shm.Channel, t *train.Train) {
 		return
 	}
 	o.requests = 0
-	if s.cfg.Offer(t, Via{s, c}) {
+	if s.cfg.Offer(t, Via{c}) {
 		o.at = offerMin
 	} else {
 		o.at = min(max(2*o.at+1, offerMin), offerMax)
@@ -86,18 +81,21 @@ type offers struct {
 }
 
 // Via is the way that a request has come.
-type Via struct {
-	s *Shared
-	c *shm.Channel
-}
+type Via struct{ c *shm.Channel }
 
-// Give gives the peer a lane; or returns nil, if it cannot be told of it.
-func (v Via) Give(o *Offer) *Grant {
-	s, c := v.s, v.c
-	l := s.inbox.NewLane()
+// NewGrant opens a lane for the peer, which Tell then tells it of; or returns nil, if there
+// is none left.
+func (v Via) NewGrant() *Grant {
+	l := v.c.NewLane()
 	if l == nil {
 		return nil
 	}
+	return &Grant{l, v.c}
+}
+
+// Tell tells the peer of the lane, once, and reports whether it will hear of it. If not,
+// the lane is of no use.
+func (g *Grant) Tell(o *Offer) bool {
 	var rights uint32
 	if o.Write {
 		mem.OpenSegment(o.Segment)
@@ -112,18 +110,13 @@ func (v Via) Give(o *Offer) *Grant {
 	p.u32(o.QPN)
 	p.u32(o.RKey)
 	p.u32(rights)
-	p.u32(uint32(l.Number()))
-	p.u64(l.Pass())
+	p.u32(uint32(g.Number()))
+	p.u64(g.Pass())
 	p.u64(o.VA)
 	p.u64(uint64(len(o.Bytes)))
 	p.u64(o.Segment)
 	p.u64(o.Off)
-	if err := c.Send(recLane, b); err != nil {
-		l.Shut()
-		l.Free() // nobody knows of it
-		return nil
-	}
-	return &Grant{l, c}
+	return g.c.Send(recLane, b) == nil
 }
 
 // Rights, as the record has them.
@@ -276,8 +269,9 @@ func (l *Lane) Good() bool {
 
 // Copy copies n bytes of a list to where the peer's address is, which the lane covers, or
 // from there if read is set, and counts them as so many packets. It reports false, and the
-// request has to go another way, if the lane is not good any more, or our own memory could
-// not be accessed: some bytes may have been copied. One at a time.
+// request has to go another way, if the lane is not good any more, also if the owner has
+// taken it away during the copy, or our own memory could not be accessed: some bytes may
+// have been copied. One at a time.
 func (l *Lane) Copy(va uint64, own *mem.List, n, packets int, read bool) bool {
 	l.m.mu.RLock()
 	defer l.m.mu.RUnlock()
@@ -291,12 +285,10 @@ func (l *Lane) Copy(va uint64, own *mem.List, n, packets int, read bool) bool {
 		to, from, what = own, &l.there, shm.LaneReads
 	}
 	f, _ := mem.Copy(to, from, uint64(n), true)
-	if f.OK() {
-		l.lane.Count(what, packets, n)
-	}
+	done := f.OK() && l.lane.Count(what, packets, n)
 	l.lane.Leave()
 	if !l.s.lively.Load() {
 		l.s.lively.Store(true)
 	}
-	return f.OK()
+	return done
 }

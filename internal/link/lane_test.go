@@ -35,8 +35,8 @@ func newLaneWorld(t *testing.T) *laneWorld {
 	granted := make(chan *Lane, 1)
 	w.b.cfg.Offer = func(_ *train.Train, via Via) bool {
 		id, off := mem.SegmentOf(w.buf[laneAt:][:laneSize])
-		w.grant = via.Give(&Offer{QPN: 9, Peer: 5, RKey: 77, VA: laneVA, Bytes: w.buf[laneAt:][:laneSize], Segment: id, Off: off, Write: true, Read: true})
-		return w.grant != nil
+		w.grant = via.NewGrant()
+		return w.grant.Tell(&Offer{QPN: 9, Peer: 5, RKey: 77, VA: laneVA, Bytes: w.buf[laneAt:][:laneSize], Segment: id, Off: off, Write: true, Read: true})
 	}
 	w.a.cfg.Granted = func(qpn, remote uint32, l *Lane) {
 		if qpn != 5 || remote != 9 {

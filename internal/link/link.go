@@ -24,7 +24,8 @@ type Link interface {
 	// Send sends trains in order and returns how many it took. The payload has
 	// been read when Send returns. It stops at a train whose payload it could
 	// not read, and says so with a *PayloadError; a full socket buffer or an
-	// unreachable peer is not an error but a loss: the train counts as sent.
+	// unreachable peer is not an error but a loss: the train counts as sent. It also
+	// stops, with ErrBusy, at a train for which there is no room now but will be.
 	Send(ts []*train.Train) (int, error)
 
 	// Poll hands what has arrived to the sink, without blocking, and returns
@@ -48,6 +49,14 @@ type Link interface {
 	Offloads() []string
 
 	Close() error
+}
+
+// Freer is a Link that tells when Send, after an ErrBusy, is worth trying again: it counts,
+// and after each count calls what its configuration has for that (SharedConfig.Freed).
+// The trains that a Link without this was too busy for are tried again from time to time.
+type Freer interface {
+	// Frees returns how often what made Send return ErrBusy may have ended.
+	Frees() uint64
 }
 
 // Sink takes what a link received. A train and its payload are valid until

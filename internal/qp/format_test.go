@@ -179,7 +179,7 @@ func describeQP(e *end) string {
 		r := &q.req
 		s += fmt.Sprintf(" una=%06x nxt=%06x max=%06x window=%d", r.una, r.nxt, r.max, min(r.cwnd, q.path.Window))
 		if e.credits != nil {
-			s += fmt.Sprintf(" credits=%d/%d", r.held, e.credits.free.Load())
+			s += fmt.Sprintf(" credits=%d/%d", r.held, e.credits.pool.free.Load())
 		}
 		if q.Stalled() {
 			s += " stalled"

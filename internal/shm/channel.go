@@ -37,9 +37,9 @@ type Channel struct {
 	down atomic.Pointer[cause]
 	done chan struct{} // closed when down is set
 
-	mu     sync.Mutex // guards conn and pidfd against use after close
+	mu     sync.Mutex // guards conn and life against use after close
 	conn   *net.UnixConn
-	pidfd  int // -1: none
+	life   *life // the peer process's
 	closed bool
 }
 

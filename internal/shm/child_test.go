@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"os/signal"
 	"strconv"
 	"time"
 
@@ -287,8 +288,10 @@ func childMemory(in *Inbox, c *Channel) error {
 	return nil
 }
 
-// childLane enters the lane that it is told of, and stays there.
+// childLane enters the lane that it is told of, and stays there until SIGUSR1.
 func childLane(in *Inbox) error {
+	leave := make(chan os.Signal, 1)
+	signal.Notify(leave, unix.SIGUSR1)
 	var p *PeerLane
 	s := &recorder{record: func(c *Channel, _ byte, b []byte) {
 		c.Hold()
@@ -300,6 +303,12 @@ func childLane(in *Inbox) error {
 	if !p.Enter() {
 		return errors.New("it cannot enter")
 	}
-	time.Sleep(patience)
-	return errors.New("it was left alone")
+	select {
+	case <-leave:
+		p.Count(LaneWrites, 1, 8)
+		p.Leave()
+		return nil
+	case <-time.After(patience):
+		return errors.New("it was left alone")
+	}
 }

@@ -6,7 +6,7 @@ package shm
 //	dialer                                       acceptor
 //	is it our user? may it read our memory?      is it our user? (otherwise: refuse)
 //	hello: version, slot, ring, nonce ─────────▶ map its ring and inbox
-//	  + descriptors: ring, inbox, event
+//	  + descriptors: ring, inbox, event, life
 //	                              ◀───────────── hello, with its own
 //	map its ring and inbox
 //	try to read its nonce                        try to read its nonce
@@ -34,7 +34,7 @@ import (
 var ErrRefused = errors.New("refused")
 
 const (
-	version    = 3
+	version    = 4
 	magic      = 0x4d485356 // "VSHM"
 	maxMessage = 256
 )
@@ -115,7 +115,7 @@ func (in *Inbox) Accept(ctx context.Context, conn *net.UnixConn, tag any) (*Chan
 }
 
 func (in *Inbox) join(ctx context.Context, conn *net.UnixConn, tag any, dialer bool) (*Channel, error) {
-	c := &Channel{tag: tag, in: in, conn: conn, pidfd: -1, done: make(chan struct{})}
+	c := &Channel{tag: tag, in: in, conn: conn, done: make(chan struct{})}
 	h := handshake{c: c, in: in, conn: conn, dialer: dialer, uid: os.Geteuid()}
 	if err := h.join(ctx); err != nil {
 		_ = conn.Close() // the first error says more
@@ -265,7 +265,7 @@ func (h *handshake) sendHello() error {
 		nonce:     in.nonce,
 		nonceAddr: sys.AddrOf(in.mem[nonceAt:]),
 	}
-	return sys.SendFDs(h.conn, m.append(message(msgHello)), h.ringfd, in.memfd, in.event.FD())
+	return sys.SendFDs(h.conn, m.append(message(msgHello)), h.ringfd, in.memfd, in.event.FD(), in.life)
 }
 
 // receive receives a message of a kind, or the reason for a refusal.
@@ -307,33 +307,35 @@ func (h *handshake) recvHello() error {
 		return err
 	}
 	m, err := parseHello(b)
-	if err == nil && len(fds) != 3 {
-		err = fmt.Errorf("%w: %d descriptors with a hello", ErrBroken, len(fds))
+	if err == nil && (len(fds) != 4 || !sys.IsPipe(fds[3])) {
+		err = fmt.Errorf("%w: %d descriptors with a hello, or the fourth is no pipe", ErrBroken, len(fds))
 	}
 	if err != nil {
 		closeAll(fds)
 		return h.refuse(err)
 	}
-	if err := h.take(m, fds[0], fds[1], fds[2]); err != nil {
+	if err := h.take(m, fds[0], fds[1], fds[2], fds[3]); err != nil {
 		return h.refuse(err)
 	}
 	return nil
 }
 
 // take maps what the peer has sent. It closes the descriptors, or keeps them.
-func (h *handshake) take(m hello, ringfd, inboxfd, eventfd int) error {
+func (h *handshake) take(m hello, ringfd, inboxfd, eventfd, lifefd int) error {
 	defer closeAll([]int{ringfd, inboxfd})
 	event, err := sys.OpenEvent(eventfd)
 	if err != nil {
-		closeAll([]int{eventfd})
+		closeAll([]int{eventfd, lifefd})
 		return err
 	}
 	inbox, err := sys.MapMemfd(inboxfd, inboxBytes)
 	if err != nil {
+		closeAll([]int{lifefd})
 		return errors.Join(err, event.Close())
 	}
 	ring, err := sys.MapMemfd(ringfd, controlPage+int(m.ring))
 	if err != nil {
+		closeAll([]int{lifefd})
 		return errors.Join(err, sys.Unmap(inbox), event.Close())
 	}
 	c := h.c
@@ -343,21 +345,24 @@ func (h *handshake) take(m hello, ringfd, inboxfd, eventfd int) error {
 	c.limit = c.tx.ring.MaxRecord()
 	c.peer.nonce, c.peer.nonceAddr = m.nonce, m.nonceAddr
 	c.peer.pid = h.cred.PID
-	h.openPidfd(int(m.pid))
+	c.life = newLife(h.lifeOf(int(m.pid), lifefd))
 	return nil
 }
 
-// openPidfd gets a descriptor of the process, so that its end is noticed even if
-// a child that it forked keeps the socket open. That needs its number for sure:
-// the kernel says who made the socket, which may be the parent of who uses it.
-func (h *handshake) openPidfd(claimed int) {
-	c := h.c
+// lifeOf returns the descriptor by which the end of the process is noticed: a pidfd, even
+// if a child that the process forked keeps the socket and the pipe open; or the pipe that
+// came with the hello. A pidfd needs the process's number for sure: the kernel says who
+// made the socket, which may be the parent of the process that uses it.
+func (h *handshake) lifeOf(claimed, pipe int) int {
 	if h.cred.PID == 0 || h.cred.PID != claimed {
-		return
+		return pipe
 	}
-	if fd, err := sys.OpenPidfd(h.cred.PID); err == nil {
-		c.pidfd = fd
+	fd, err := sys.OpenPidfd(h.cred.PID)
+	if err != nil {
+		return pipe
 	}
+	closeAll([]int{pipe})
+	return fd
 }
 
 // tryDirect finds out whether we can read the peer's memory, tells it, and
@@ -391,8 +396,8 @@ func (h *handshake) undo() {
 	if h.allowed {
 		reach.deny(h.cred.PID, false)
 	}
-	if c.pidfd >= 0 {
-		_ = sys.CloseFD(c.pidfd) // it was open: it cannot fail
+	if c.life != nil {
+		c.life.drop()
 	}
 	c.closed = true
 	c.setDown(ErrClosed)

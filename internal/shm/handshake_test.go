@@ -32,7 +32,7 @@ func goodOffer(t *testing.T) offer {
 	}
 	t.Cleanup(func() { sys.Unmap(mem); sys.CloseFD(ring) })
 	h := hello{pid: uint32(os.Getpid()), ring: MinRing, nonce: in.nonce, nonceAddr: sys.AddrOf(in.mem[nonceAt:])}
-	return offer{h.append(message(msgHello)), []int{ring, in.memfd, in.event.FD()}}
+	return offer{h.append(message(msgHello)), []int{ring, in.memfd, in.event.FD(), in.life}}
 }
 
 func memfd(t *testing.T, size int64, seals int, flags int) int {
@@ -79,7 +79,7 @@ func TestHandshakeRefuses(t *testing.T) {
 		{"ring not whole pages", func(_ *testing.T, o *offer) { put(o.msg, 16, MinRing+64) }},
 		{"ring longer than its memory", func(_ *testing.T, o *offer) { put(o.msg, 16, MinRing+RingUnit) }},
 		{"no descriptors", func(_ *testing.T, o *offer) { o.fds = nil }},
-		{"too few descriptors", func(_ *testing.T, o *offer) { o.fds = o.fds[:2] }},
+		{"too few descriptors", func(_ *testing.T, o *offer) { o.fds = o.fds[:3] }},
 		{"too many descriptors", func(_ *testing.T, o *offer) { o.fds = append(o.fds, o.fds[0]) }},
 		{"far too many descriptors", func(t *testing.T, o *offer) {
 			for len(o.fds) < 2*sys.MaxPassedFDs {
@@ -99,6 +99,7 @@ func TestHandshakeRefuses(t *testing.T) {
 		{"inbox of another size", func(t *testing.T, o *offer) { o.fds[1] = memfd(t, inboxBytes+1, seals, 0) }},
 		{"a file as ring", func(t *testing.T, o *offer) { o.fds[0] = file(t) }},
 		{"a file as event", func(t *testing.T, o *offer) { o.fds[2] = file(t) }},
+		{"a file as life", func(t *testing.T, o *offer) { o.fds[3] = file(t) }},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			in := newInbox(t, nil)
@@ -183,7 +184,7 @@ func TestHandshakeRefusesUser(t *testing.T) {
 			}
 			told <- err
 		}()
-		c := &Channel{in: ours, conn: a, pidfd: -1, done: make(chan struct{})}
+		c := &Channel{in: ours, conn: a, done: make(chan struct{})}
 		h := handshake{c: c, in: ours, conn: a, dialer: dialer, uid: os.Geteuid() + 1}
 		err := h.join(testContext(t))
 		a.Close()

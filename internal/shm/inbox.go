@@ -64,6 +64,7 @@ type Inbox struct {
 	mem   []byte
 	memfd int
 	event *sys.Event
+	life  int // a descriptor of the process's own, see life.go
 	nonce uint64
 	words inboxWords
 
@@ -118,6 +119,9 @@ func (in *Inbox) open() (err error) {
 		return err
 	}
 	in.words = wordsOf(in.mem)
+	if in.life, err = ownLife(); err != nil {
+		return err
+	}
 	var b [8]byte
 	_, _ = rand.Read(b[:]) // it never fails
 	in.nonce = binary.NativeEndian.Uint64(b[:])

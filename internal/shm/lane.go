@@ -4,9 +4,13 @@ package shm
 //
 // The owner of an inbox gives a peer a lane with a pass, a number that is never used
 // again, and shows the pass on the lane. The peer enters the lane with it, looks
-// whether it is still shown, stores or loads, counts and leaves. The owner takes the pass away
-// and then looks whether the peer is inside: one of the two sees the other, so when the
-// owner has seen nobody, nobody is in there and nobody will be.
+// whether it is still shown, stores or loads, looks again, counts and leaves. The owner
+// takes the pass away and then looks whether the peer is inside: one of the two sees the
+// other, so when the owner has seen nobody, nobody is in there and nobody will be.
+//
+// An owner that only moves the memory elsewhere need not wait for a peer that is inside.
+// What the peer counts, it has stored or loaded before the pass was taken away; the rest
+// it does not count, and repeats it by the ring.
 //
 // A lane is used again for other peers. One that comes with an old pass may get in the
 // way of the new one, who then goes another way for once; it stores nothing.
@@ -64,9 +68,11 @@ type lanes struct {
 // Lane is the owner's end of a lane.
 type Lane struct {
 	in    *Inbox
+	life  *life // the peer's
 	index int
 	pass  uint64
 	words laneWords
+	over  atomic.Bool // see Over
 }
 
 type laneWords struct {
@@ -79,8 +85,22 @@ func laneOf(mem []byte, index int) laneWords {
 	return laneWords{pass: word(b, 0), inside: word(b, insideAt), counts: b[countsAt:]}
 }
 
-// NewLane opens a lane, or returns nil if there is none left.
-func (in *Inbox) NewLane() *Lane {
+// NewLane opens a lane to our inbox for the peer, or returns nil if there is none left, or
+// the channel is closed. The peer does not know of it yet.
+func (c *Channel) NewLane() *Lane {
+	if !c.life.hold() {
+		return nil
+	}
+	l := c.in.newLane()
+	if l == nil {
+		c.life.drop()
+		return nil
+	}
+	l.life = c.life
+	return l
+}
+
+func (in *Inbox) newLane() *Lane {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	k := &in.lanes
@@ -117,29 +137,49 @@ func (l *Lane) Open() bool { return l.words.pass.Load() == l.pass }
 // Inside tells whether the peer is inside.
 func (l *Lane) Inside() bool { return l.words.inside.Load() == l.pass }
 
-// Await waits until the peer is not inside, or has ended. A peer stays for the time of a
-// copy; one that is stopped inside keeps us waiting, as the memory is not free before. A
-// channel that is down is mostly that of a peer that has ended; if it lives, and has only
-// lost the channel, it has the time for a copy.
-func (l *Lane) Await(c *Channel) {
-	left := laneGrace
-	for i := 0; l.Inside(); i++ {
-		if c.down.Load() != nil {
-			if left -= laneLook; left < 0 {
-				return
-			}
-		}
-		if i < 64 && left == laneGrace {
-			runtime.Gosched()
-		} else {
-			time.Sleep(laneLook)
-		}
+// Over reports whether the peer will neither store nor count any more: the lane is shut,
+// and since then the peer was seen outside, or has ended. (It may seem to be inside again
+// for a moment, if it tries to enter in vain.) Whether the channel works says nothing.
+func (l *Lane) Over() bool {
+	if l.over.Load() {
+		return true
 	}
+	if l.Open() || l.Inside() && !l.life.ended() {
+		return false
+	}
+	l.over.Store(true)
+	return true
 }
 
+// Await waits until a lane that is shut is over. A peer stays inside for the time of a
+// copy. One that is stopped there keeps us waiting until it goes on, or is killed: the
+// memory is not free before.
+func (l *Lane) Await() {
+	if !l.life.hold() {
+		return // the lane is freed: it was over
+	}
+	defer l.life.drop()
+	pause := minLaneLook
+	for i := 0; l.Inside() && !l.over.Load(); i++ {
+		if i < laneSpins {
+			runtime.Gosched()
+			continue
+		}
+		if l.Over() {
+			return
+		}
+		time.Sleep(pause)
+		pause = min(2*pause, maxLaneLook)
+	}
+	l.over.Store(true)
+}
+
+// Await first gives way laneSpins times, and then sleeps between two looks: a copy is soon
+// done, a peer that is stopped may stay for hours.
 const (
-	laneLook  = 50 * time.Microsecond
-	laneGrace = 20 * time.Millisecond
+	laneSpins   = 64
+	minLaneLook = 50 * time.Microsecond
+	maxLaneLook = 2 * time.Millisecond
 )
 
 // Counts returns what the peer has done.
@@ -150,13 +190,15 @@ func (l *Lane) Counts() (c LaneCounts) {
 	return c
 }
 
-// Free gives the lane back. It is shut, and the peer is not inside, or has ended there.
+// Free gives the lane back, once. It is over, or the peer was never told of it.
 func (l *Lane) Free() {
+	defer l.life.drop()
 	l.in.mu.Lock()
 	defer l.in.mu.Unlock()
 	if l.in.closed {
 		return // the words may be gone
 	}
+	l.Shut()
 	l.words.inside.CompareAndSwap(l.pass, 0)
 	l.in.lanes.free = append(l.in.lanes.free, l.index)
 }
@@ -195,9 +237,17 @@ func (l *PeerLane) back() { l.words.inside.CompareAndSwap(l.pass, 0) }
 // Shown tells whether the pass is still good.
 func (l *PeerLane) Shown() bool { return l.words.pass.Load() == l.pass }
 
-// Count counts a message of so many packets and bytes, before Leave: what is LaneWrites or
-// LaneReads.
-func (l *PeerLane) Count(what, packets, bytes int) {
+// Count counts a message of so many packets and bytes, which has been stored or loaded,
+// before Leave: what is LaneWrites or LaneReads. It reports false, and counts nothing, if
+// the pass was taken away meanwhile: the owner may have moved the memory, and the message
+// has to go by the ring.
+//
+// The compare-and-swap changes nothing. It is a full barrier between the copy and the look
+// at the pass: an owner that takes the pass away after that look finds everything stored.
+func (l *PeerLane) Count(what, packets, bytes int) bool {
+	if !l.words.inside.CompareAndSwap(l.pass, l.pass) || !l.Shown() {
+		return false
+	}
 	c := l.counts[what : what+3 : what+3]
 	c[0]++
 	c[1] += uint64(packets)
@@ -205,6 +255,7 @@ func (l *PeerLane) Count(what, packets, bytes int) {
 	for i, v := range c {
 		store(l.words.counts, 8*(what+i), v)
 	}
+	return true
 }
 
 // Leave ends what Enter began.

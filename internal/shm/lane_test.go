@@ -20,9 +20,9 @@ func lanePair(t testing.TB) (owner *Inbox, own, peer *Channel) {
 }
 
 // give opens a lane, and returns both ends.
-func give(t testing.TB, owner *Inbox, peer *Channel) (*Lane, *PeerLane) {
+func give(t testing.TB, own, peer *Channel) (*Lane, *PeerLane) {
 	t.Helper()
-	l := owner.NewLane()
+	l := own.NewLane()
 	if l == nil {
 		t.Fatal("no lane")
 	}
@@ -42,8 +42,8 @@ func wantCounts(t *testing.T, l *Lane, packets, messages, bytes uint64) {
 
 // A lane from one end to the other: what each side sees of the other.
 func TestLane(t *testing.T) {
-	owner, own, peer := lanePair(t)
-	l, p := give(t, owner, peer)
+	_, own, peer := lanePair(t)
+	l, p := give(t, own, peer)
 	if !l.Open() || l.Inside() || !p.Shown() {
 		t.Fatalf("open %v, inside %v, shown %v", l.Open(), l.Inside(), p.Shown())
 	}
@@ -69,17 +69,19 @@ func TestLane(t *testing.T) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		l.Await(own)
+		l.Await()
 		if !left.Load() {
 			t.Error("the owner did not wait for the peer")
 		}
 	}()
 	time.Sleep(time.Millisecond)
 	left.Store(true)
-	p.Count(LaneWrites, 1, 8)
+	if p.Count(LaneWrites, 1, 8) {
+		t.Error("it counts what it may not have stored in time")
+	}
 	p.Leave()
 	<-done
-	wantCounts(t, l, 4, 2, 2008)
+	wantCounts(t, l, 3, 1, 2000)
 	if p.Enter() || l.Inside() {
 		t.Error("the peer enters a lane that is shut")
 	}
@@ -105,14 +107,14 @@ func TestLaneNone(t *testing.T) {
 // A lane is used again, with another pass: the old one is good for nothing but to be in
 // the way for a moment.
 func TestLaneReused(t *testing.T) {
-	owner, _, peer := lanePair(t)
-	l1, p1 := give(t, owner, peer)
+	_, own, peer := lanePair(t)
+	l1, p1 := give(t, own, peer)
 	p1.Enter()
 	p1.Count(LaneWrites, 1, 100)
 	p1.Leave()
 	l1.Shut()
 	l1.Free()
-	l2, p2 := give(t, owner, peer)
+	l2, p2 := give(t, own, peer)
 	if l2.Number() != l1.Number() || l2.Pass() == l1.Pass() {
 		t.Fatalf("lane %d with pass %d after lane %d with pass %d", l2.Number(), l2.Pass(), l1.Number(), l1.Pass())
 	}
@@ -143,27 +145,27 @@ func TestLaneReused(t *testing.T) {
 }
 
 func TestLanesExhausted(t *testing.T) {
-	owner, _, _ := lanePair(t)
+	owner, own, _ := lanePair(t)
 	seen := map[int]bool{}
 	var all []*Lane
 	for range MaxLanes {
-		l := owner.NewLane()
+		l := own.NewLane()
 		if l == nil || seen[l.Number()] {
 			t.Fatalf("after %d lanes: %+v", len(all), l)
 		}
 		seen[l.Number()] = true
 		all = append(all, l)
 	}
-	if owner.NewLane() != nil {
+	if own.NewLane() != nil {
 		t.Error("one more than there are")
 	}
 	all[17].Shut()
 	all[17].Free()
-	if l := owner.NewLane(); l == nil || l.Number() != all[17].Number() {
+	if l := own.NewLane(); l == nil || l.Number() != all[17].Number() {
 		t.Errorf("%+v after lane %d was freed", l, all[17].Number())
 	}
 	owner.Close()
-	if owner.NewLane() != nil {
+	if own.NewLane() != nil {
 		t.Error("a lane of an inbox that is closed")
 	}
 	all[1].Free() // touches nothing
@@ -178,7 +180,7 @@ func TestLaneKilled(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := owner.NewLane()
+	l := c.NewLane()
 	told := binary.NativeEndian.AppendUint64(nil, uint64(l.Number()))
 	if err := c.Send(recData, binary.NativeEndian.AppendUint64(told, l.Pass())); err != nil {
 		t.Fatal(err)
@@ -190,7 +192,7 @@ func TestLaneKilled(t *testing.T) {
 	}
 	l.Shut()
 	done := make(chan struct{})
-	go func() { l.Await(c); close(done) }()
+	go func() { l.Await(); close(done) }()
 	select {
 	case <-done:
 		t.Fatal("the owner does not wait")
@@ -205,7 +207,7 @@ func TestLaneKilled(t *testing.T) {
 		t.Error("who has died inside has left")
 	}
 	l.Free()
-	if again := owner.NewLane(); again.Number() != l.Number() || again.words.inside.Load() != 0 {
+	if again := c.NewLane(); again.Number() != l.Number() || again.words.inside.Load() != 0 {
 		t.Errorf("lane %d, in which %d is, after lane %d", again.Number(), again.words.inside.Load(), l.Number())
 	}
 }
@@ -230,8 +232,8 @@ func TestCheck(t *testing.T) {
 // Hold keeps the peer's inbox mapped beyond the channel.
 func TestLaneHeld(t *testing.T) {
 	before := holding(t).maps
-	owner, own, peer := lanePair(t)
-	l, p := give(t, owner, peer)
+	_, own, peer := lanePair(t)
+	l, p := give(t, own, peer)
 	peer.Hold()
 	peer.Close()
 	if !p.Enter() { // or this is a fault
@@ -261,7 +263,7 @@ func TestLaneTorture(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %#x", seed)
 	rng := rand.New(rand.NewPCG(seed, 0))
-	owner, own, peer := lanePair(t)
+	_, own, peer := lanePair(t)
 	words := make([]atomic.Uint64, 16)
 	var next atomic.Pointer[PeerLane]
 	var stop atomic.Bool
@@ -276,8 +278,9 @@ func TestLaneTorture(t *testing.T) {
 			for i := range words {
 				words[i].Store(n)
 			}
-			n++
-			p.Count(LaneWrites, 1, 8*len(words))
+			if p.Count(LaneWrites, 1, 8*len(words)) {
+				n++ // otherwise the same again
+			}
 			p.Leave()
 		}
 	})
@@ -293,13 +296,13 @@ func TestLaneTorture(t *testing.T) {
 	})
 	stored := uint64(0)
 	for round := range rounds {
-		l, p := give(t, owner, peer)
+		l, p := give(t, own, peer)
 		next.Store(p)
 		for range rng.IntN(200) {
 			runtime.Gosched()
 		}
 		l.Shut()
-		l.Await(own)
+		l.Await()
 		first := words[0].Load()
 		c := l.Counts()
 		messages, bytes := c[LaneWrites], c[LaneWritten]
@@ -312,8 +315,8 @@ func TestLaneTorture(t *testing.T) {
 			}
 			runtime.Gosched()
 		}
-		if stored != first || bytes != messages*uint64(8*len(words)) {
-			t.Fatalf("round %d: %d are counted, %d were stored", round, stored, first)
+		if stored != first && stored+1 != first || bytes != messages*uint64(8*len(words)) {
+			t.Fatalf("round %d: %d are counted, %d was stored", round, stored, first)
 		}
 		l.Free()
 		old.Store(peer.PeerLane(l.Number(), l.Pass()))

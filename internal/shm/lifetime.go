@@ -46,7 +46,7 @@ func (c *Channel) hear() {
 	}
 	var b [maxMessage]byte
 	n, err := sys.RecvNow(c.conn, b[:])
-	exited := c.pidfd >= 0 && sys.Exited(c.pidfd)
+	exited := c.life.ended()
 	c.mu.Unlock()
 
 	switch {
@@ -95,8 +95,8 @@ func (c *Channel) watch() error {
 		return ErrClosed
 	}
 	err := c.in.watch.AddConn(c.conn, int32(c.slot))
-	if err == nil && c.pidfd >= 0 {
-		err = c.in.watch.Add(c.pidfd, int32(c.slot))
+	if err == nil {
+		err = c.in.watch.Add(c.life.fd, int32(c.slot))
 	}
 	return err
 }
@@ -112,9 +112,7 @@ func (c *Channel) unwatch() {
 
 func (c *Channel) unwatchLocked() {
 	_ = c.in.watch.RemoveConn(c.conn) // an error: it is not watched
-	if c.pidfd >= 0 {
-		_ = c.in.watch.Remove(c.pidfd) // likewise
-	}
+	_ = c.in.watch.Remove(c.life.fd)  // likewise
 }
 
 // Close ends the channel: the peer is told, what has arrived and was not polled
@@ -131,9 +129,7 @@ func (c *Channel) Close() {
 	c.unwatchLocked()
 	_ = sys.SendNow(c.conn, message(msgBye)) // if it does not arrive, the end does
 	_ = c.conn.Close()                       // likewise
-	if c.pidfd >= 0 {
-		_ = sys.CloseFD(c.pidfd) // it was open: it cannot fail
-	}
+	c.life.drop()
 	c.mu.Unlock()
 
 	reach.deny(c.peer.pid, c.in.cfg.NoDirect)

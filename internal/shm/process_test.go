@@ -378,9 +378,9 @@ func TestSocketOutlivesPeer(t *testing.T) {
 		t.Fatal(err)
 	}
 	c.mu.Lock()
-	in.watch.Remove(c.pidfd)
-	unix.Close(c.pidfd)
-	c.pidfd = fd
+	in.watch.Remove(c.life.fd)
+	unix.Close(c.life.fd)
+	c.life.fd = fd
 	err = in.watch.Add(fd, int32(c.slot))
 	c.mu.Unlock()
 	if err != nil {

@@ -97,9 +97,26 @@ func (w *Watch) Close() error { return w.file.Close() }
 // Kernels older than 5.3 have none: ENOSYS.
 func OpenPidfd(pid int) (int, error) { return unix.PidfdOpen(pid, 0) }
 
-// Exited reports whether the process of a descriptor has ended.
-func Exited(pidfd int) bool {
-	fds := []unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}}
+// NewPipe makes a pipe, closed on exec. When all copies of the write end are closed, as
+// those of a process are when it ends, Exited reports so of the read end.
+func NewPipe() (read, write int, err error) {
+	var fds [2]int
+	if err := unix.Pipe2(fds[:], unix.O_CLOEXEC); err != nil {
+		return -1, -1, fmt.Errorf("pipe2: %w", err)
+	}
+	return fds[0], fds[1], nil
+}
+
+// IsPipe reports whether a descriptor is an end of a pipe.
+func IsPipe(fd int) bool {
+	var st unix.Stat_t
+	return unix.Fstat(fd, &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFIFO
+}
+
+// Exited reports whether the process of a descriptor has ended: of a pidfd, or of the read
+// end of a pipe that nobody writes to.
+func Exited(fd int) bool {
+	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
 	for {
 		n, err := unix.Poll(fds, 0)
 		if err != unix.EINTR {

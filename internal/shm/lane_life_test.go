@@ -1,0 +1,118 @@
+package shm
+
+// Lanes of peers whose channel has broken: the owner waits for the process, not for the
+// connection.
+
+import (
+	"encoding/binary"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// laneChild starts a process that is inside a lane of ours, with a channel that we then
+// break from here: the process does not notice, it is stopped.
+func laneChild(t *testing.T, attr *syscall.SysProcAttr) (*child, *Lane) {
+	t.Helper()
+	owner := newInbox(t, nil)
+	k := startAs(t, listen(t), "lane", 0, attr)
+	c, err := k.accept(t, owner)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := c.NewLane()
+	told := binary.NativeEndian.AppendUint64(nil, uint64(l.Number()))
+	if err := c.Send(recData, binary.NativeEndian.AppendUint64(told, l.Pass())); err != nil {
+		t.Fatal(err)
+	}
+	for end := time.Now().Add(patience); !l.Inside(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("it does not enter")
+		}
+	}
+	k.signal(t, unix.SIGSTOP)
+	raw, err := c.conn.SyscallConn()
+	if err == nil {
+		err = raw.Control(func(fd uintptr) { err = unix.Shutdown(int(fd), unix.SHUT_RDWR) })
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	gone := false
+	pollUntil(t, owner, &recorder{gone: func(*Channel, error) { gone = true }}, "the channel is down", func() bool { return gone })
+	return k, l
+}
+
+func (k *child) signal(t *testing.T, s syscall.Signal) {
+	t.Helper()
+	if err := k.cmd.Process.Signal(s); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// awaits calls Await elsewhere, and checks that it does not return for some time.
+func awaits(t *testing.T, l *Lane) (done chan struct{}) {
+	t.Helper()
+	l.Shut()
+	done = make(chan struct{})
+	go func() { l.Await(); close(done) }()
+	select {
+	case <-done:
+		t.Error("the owner has not waited for a process that lives, and is inside")
+	case <-time.After(100 * time.Millisecond):
+	}
+	return done
+}
+
+func returns(t *testing.T, done chan struct{}, what string) {
+	t.Helper()
+	select {
+	case <-done:
+	case <-time.After(patience):
+		t.Fatalf("the owner still waits, though the process %s", what)
+	}
+}
+
+// laneChildren are peers whose end is noticed by their pidfd, and, in a PID namespace of
+// their own, by their pipe.
+func laneChildren(t *testing.T, test func(t *testing.T, attr *syscall.SysProcAttr)) {
+	t.Run("pidfd", func(t *testing.T) { test(t, nil) })
+	t.Run("pipe", func(t *testing.T) {
+		if unix.Geteuid() != 0 {
+			t.Skip("needs privilege, to make a PID namespace")
+		}
+		test(t, &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWPID})
+	})
+}
+
+func TestLaneBrokenChannelKilled(t *testing.T) {
+	laneChildren(t, func(t *testing.T, attr *syscall.SysProcAttr) {
+		k, l := laneChild(t, attr)
+		done := awaits(t, l)
+		k.kill()
+		returns(t, done, "has ended")
+		if !l.Inside() || !l.Over() {
+			t.Errorf("inside %v, over %v: it has died inside", l.Inside(), l.Over())
+		}
+		l.Free()
+		if !l.Over() {
+			t.Error("a lane that was freed is not over")
+		}
+		l.Await() // at once
+	})
+}
+
+func TestLaneBrokenChannelLeft(t *testing.T) {
+	laneChildren(t, func(t *testing.T, attr *syscall.SysProcAttr) {
+		k, l := laneChild(t, attr)
+		done := awaits(t, l)
+		k.signal(t, unix.SIGUSR1)
+		k.signal(t, unix.SIGCONT)
+		returns(t, done, "has left")
+		wantCounts(t, l, 0, 0, 0) // it has done nothing in time
+		k.wait(t)
+		l.Free()
+	})
+}

@@ -1,0 +1,226 @@
+package shm
+
+// A model of how a request is done exactly once, though its owner takes lanes away without
+// waiting: because the memory moves.
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"os"
+	"runtime"
+	"slices"
+	"strconv"
+	"sync/atomic"
+	"testing"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// modelPages is how many places the memory moves between, modelBytes how long it is.
+const (
+	modelPages = 8
+	modelBytes = 4096
+)
+
+// modelLane is a lane and the page that it leads to.
+type modelLane struct {
+	p    *PeerLane
+	page []byte
+}
+
+// modelRequest is a request that comes by the ring.
+type modelRequest struct {
+	n     uint64 // it is the n-th of all
+	write []byte // nil: a READ
+	read  []byte
+}
+
+// laneModel is the owner, as the peer sees it. The pages are mapped, as shared memory is:
+// copies are ordinary ones, which a processor may delay.
+type laneModel struct {
+	now  atomic.Pointer[modelLane]
+	ring chan *modelRequest
+	done chan struct{}
+}
+
+// The owner moves its memory again and again, at any moment of the peer's copies, and
+// scribbles over what it leaves. It executes requests that come by the ring: then it has
+// counted exactly those before. The peer WRITEs and READs, by lanes where it can, and finds
+// what it has written last.
+func TestLaneModel(t *testing.T) {
+	seed := rand.Uint64()
+	if s := os.Getenv("VERBENA_SEED"); s != "" {
+		var err error
+		if seed, err = strconv.ParseUint(s, 10, 64); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Logf("VERBENA_SEED=%d repeats this", seed)
+	requests := 20000
+	if testing.Short() {
+		requests = 5000
+	}
+	_, own, peer := lanePair(t)
+	fd, b, err := newSegment("verbena-model", modelPages*modelBytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { sys.Unmap(b); sys.CloseFD(fd) }()
+	pages := make([][]byte, modelPages)
+	for i := range pages {
+		pages[i] = b[i*modelBytes:][:modelBytes]
+	}
+	m := &laneModel{ring: make(chan *modelRequest), done: make(chan struct{})}
+	var total, byLane, repeated int
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		total, byLane, repeated = m.peer(t, rand.New(rand.NewPCG(seed, 1)), requests)
+	}()
+	moves := m.owner(t, rand.New(rand.NewPCG(seed, 2)), own, peer, pages, ended)
+	t.Logf("%d of %d requests by lanes, %d repeated, %d moves", byLane, total, repeated, moves.count)
+	if moves.counted != uint64(total) && !t.Failed() {
+		t.Errorf("%d were counted in all, of %d", moves.counted, total)
+	}
+	if repeated < enoughRepeated && !t.Failed() {
+		t.Error("too few to show anything")
+	}
+}
+
+// enoughRepeated is how many requests must have been inside when the pass was taken away.
+const enoughRepeated = 20
+
+// peer does requests, one after the other, so many and more until it had to repeat some. It
+// returns how many, how many by lanes, and how many it had to repeat.
+func (m *laneModel) peer(t *testing.T, rng *rand.Rand, requests int) (n, byLane, repeated int) {
+	last, buf := make([]byte, modelBytes), make([]byte, modelBytes)
+	for (n < requests || repeated < enoughRepeated && n < 50*requests) && !t.Failed() {
+		n++
+		r := &modelRequest{n: uint64(n)}
+		what := LaneReads
+		if rng.IntN(2) == 0 {
+			what = LaneWrites
+			r.write = bytes.Repeat([]byte{byte(1 + rng.IntN(250))}, modelBytes)
+			copy(last, r.write)
+		} else {
+			r.read = buf
+		}
+		cut := rng.IntN(modelBytes)
+		if rng.IntN(4) > 0 {
+			cut = modelBytes // nothing happens in the middle, or so it seems
+		}
+		done := false
+		if l := m.now.Load(); l != nil && l.p.Enter() {
+			if what == LaneWrites {
+				copy(l.page[:cut], r.write)
+			} else {
+				copy(buf[:cut], l.page)
+			}
+			if cut < modelBytes {
+				runtime.Gosched()
+				if what == LaneWrites {
+					copy(l.page[cut:], r.write[cut:])
+				} else {
+					copy(buf[cut:], l.page[cut:])
+				}
+			}
+			done = l.p.Count(what, 1, modelBytes)
+			l.p.Leave()
+			if done {
+				byLane++
+			} else {
+				repeated++
+			}
+		}
+		if !done {
+			m.ring <- r
+			<-m.done
+		}
+		if what == LaneReads && !bytes.Equal(buf, last) {
+			t.Errorf("READ %d finds %d…%d, written was %d", n, buf[0], buf[modelBytes-1], last[0])
+		}
+	}
+	return n, byLane, repeated
+}
+
+// modelMoves is how often the memory moved, and how many requests the owner has counted.
+type modelMoves struct {
+	count   int
+	counted uint64
+}
+
+// owner gives lanes, takes them away, moves the memory and executes what comes by the ring,
+// until the peer has ended.
+func (m *laneModel) owner(t *testing.T, rng *rand.Rand, own, peer *Channel, pages [][]byte, ended <-chan struct{}) (moves modelMoves) {
+	type given struct {
+		*Lane
+		page int
+	}
+	var lanes []given // whose counts may still change
+	var freed, byRing uint64
+	counted := func() (n uint64) {
+		kept := lanes[:0]
+		for _, l := range lanes {
+			over := l.Over() // before the counts are read
+			c := l.Counts()
+			if over && c[LaneWritten]+c[LaneRead] != modelBytes*(c[LaneWrites]+c[LaneReads]) {
+				t.Errorf("counts %v", c)
+			}
+			n += c[LaneWrites] + c[LaneReads]
+			if over {
+				freed += c[LaneWrites] + c[LaneReads]
+				n -= c[LaneWrites] + c[LaneReads]
+				l.Free()
+			} else {
+				kept = append(kept, l)
+			}
+		}
+		lanes = kept
+		return n + freed + byRing
+	}
+	page := 0
+	serve := func(r *modelRequest) {
+		if n := counted(); n != r.n-1 {
+			t.Errorf("request %d comes by the ring, %d were counted before", r.n, n)
+		}
+		if r.write != nil {
+			copy(pages[page], r.write)
+		} else {
+			copy(r.read, pages[page])
+		}
+		byRing++
+		m.done <- struct{}{}
+	}
+	var open *Lane
+	for {
+		select {
+		case r := <-m.ring:
+			serve(r)
+		case <-ended:
+			moves.counted = counted()
+			return moves
+		default:
+			switch k := rng.IntN(8); {
+			case open == nil && k < 4:
+				l, p := give(t, own, peer)
+				open, lanes = l, append(lanes, given{l, page})
+				m.now.Store(&modelLane{p, pages[page]})
+			case open != nil && k == 0: // nobody waits
+				open.Shut()
+				open = nil
+				counted() // which frees lanes
+				old := page
+				for page = (page + 1) % len(pages); slices.ContainsFunc(lanes, func(g given) bool { return g.page == page }); {
+					page = (page + 1) % len(pages) // a peer may still be there
+				}
+				copy(pages[page], pages[old])
+				for i := range pages[old] {
+					pages[old][i] = 0xff
+				}
+				moves.count++
+			default:
+				runtime.Gosched()
+			}
+		}
+	}
+}
