@@ -140,26 +140,28 @@ func TestLanePassive(t *testing.T) {
 // Random mixtures of what goes by lanes and by rings, in both directions at the same
 // time. Atomics see exactly what was written before them, messages find it, READs
 // nothing older.
-func TestLaneMixed(t *testing.T) { testLaneMixed(t, func(*mixer) {}) }
+func TestLaneMixed(t *testing.T) { testLaneMixed(t, 200, func(*mixer) {}) }
 
 // The same, while regions are suspended again and again, as if their memory moved: the peers
 // lose their lanes at any moment of a copy, and nobody waits. Nothing is counted twice, nor
 // lost: that would be a packet out of sequence.
 func TestLaneMixedSuspended(t *testing.T) {
 	var suspended atomic.Int64
-	testLaneMixed(t, func(m *mixer) {
-		if m.rng.IntN(64) == 0 {
+	testLaneMixed(t, 50, func(m *mixer) {
+		if n := m.e.directs(); n >= m.suspendAt {
+			m.suspendAt = n + 8 + m.rng.Uint64N(32) // by then there is another lane
 			m.o.dev.killed(m.o.mr.(*MR).region, false)
 			suspended.Add(1)
 		}
 	})
-	if suspended.Load() == 0 {
-		t.Error("never suspended")
+	if n := suspended.Load(); n < 10 {
+		t.Errorf("suspended %d times: too few to show anything", n)
 	}
 }
 
-// testLaneMixed calls beside between two steps of each side.
-func testLaneMixed(t *testing.T, beside func(*mixer)) {
+// testLaneMixed calls beside between two steps of each side, and wants so many WRITEs by lanes
+// at least.
+func testLaneMixed(t *testing.T, least uint64, beside func(*mixer)) {
 	t.Helper()
 	seed := testSeed(t)
 	a, b := byLanes(t, mixedBytes)
@@ -191,7 +193,7 @@ func testLaneMixed(t *testing.T, beside func(*mixer)) {
 		}
 		c := m.e.counted()
 		t.Logf("%d WRITEs by lanes, %d packets in all", c[qp.CntDirect], c[qp.CntTxPackets])
-		if c[qp.CntDirect] < 200 {
+		if c[qp.CntDirect] < least {
 			t.Errorf("%d WRITEs by lanes: too few to show anything", c[qp.CntDirect])
 		}
 		if n := c[qp.CntOutOfSequence] + c[qp.CntNaksSent]; n != 0 {
@@ -211,15 +213,16 @@ const (
 
 // mixer is one side of a mixture. Requests are numbered, and a WRITE writes its number.
 type mixer struct {
-	e, o   *end
-	beside func(*mixer)
-	rng    *rand.Rand
-	next   uint32
-	done   uint32             // the last request that is known to be done
-	quiet  int                // requests in a row that asked for no completion
-	last   [mixedSlots]uint32 // what was written there last
-	size   [mixedSlots]int
-	want   [mixedPlaces]uint32 // of READs and atomics: what their place is to hold, at least
+	e, o      *end
+	beside    func(*mixer)
+	suspendAt uint64 // at how many WRITEs and READs by lanes its peer's region is suspended next
+	rng       *rand.Rand
+	next      uint32
+	done      uint32             // the last request that is known to be done
+	quiet     int                // requests in a row that asked for no completion
+	last      [mixedSlots]uint32 // what was written there last
+	size      [mixedSlots]int
+	want      [mixedPlaces]uint32 // of READs and atomics: what their place is to hold, at least
 }
 
 // run posts so many requests, and receives until nobody works any more.

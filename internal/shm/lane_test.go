@@ -200,7 +200,7 @@ func TestLaneKilled(t *testing.T) {
 	}
 	k.kill()
 	<-done
-	if err := c.Err(); !errors.Is(err, ErrPeerDied) {
+	if err := c.Check(); !errors.Is(err, ErrPeerDied) {
 		t.Error(err)
 	}
 	if !l.Inside() {
