@@ -122,9 +122,9 @@ func (d *Device) makeBacking(op string, m memory, access ib.Access) (mem.Backing
 	case onDemand:
 		b, err = mem.NewOnDemand(m.addr, m.length, access, d.table.Paging())
 	case m.buf != nil:
-		b, err = mem.NewHostBytes(m.buf, access, d.cfg.Lock)
+		b, err = mem.NewPinnedBytes(m.buf, access, d.cfg.Lock)
 	default:
-		b, err = mem.NewHost(m.addr, m.length, access, d.cfg.Lock, nil)
+		b, err = mem.NewPinned(m.addr, m.length, access, d.cfg.Lock, nil)
 	}
 	if err != nil {
 		return nil, named(op, err)

@@ -31,16 +31,14 @@ func Atomic(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, 
 	defer span.Release()
 	r, off := span.region, span.off
 	for times := 1; ; times++ {
-		b, at, f := span.run(off, 8, acc)
-		switch {
-		case !f.OK():
+		b, at, f := span.word(off, acc)
+		if !f.OK() {
 			return 0, f
-		case span.leaf.staged != nil: // nothing there can be changed in one step
-			return 0, r.fault(FaultAccess, off, 8, acc)
-		case addr%8 != 0 || len(b) < 8 || !aligned(b):
+		}
+		if addr%8 != 0 || len(b) < 8 || !aligned(b) {
 			return 0, r.fault(FaultAlign, off, 8, acc)
 		}
-		in, known := bracket(8, mapped{span.leaf.pinned, at}, mapped{})
+		in, known := bracket(8, at, mapped{})
 		if !known {
 			if times < maxGone {
 				continue
@@ -49,7 +47,7 @@ func Atomic(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, 
 		}
 		orig, ok := swapOrAdd(b, op, compare, swapAdd)
 		if in != nil {
-			in.Leave(span.leaf.pinned.shard)
+			in.Leave(at.host.shard)
 		}
 		if ok {
 			return orig, Fault{}
@@ -58,4 +56,26 @@ func Atomic(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, 
 			return 0, f
 		}
 	}
+}
+
+// word returns 8 bytes where they can be changed in one step, and their place if they may
+// be remapped.
+func (s *Span) word(off uint64, acc ib.Access) (b []byte, at mapped, f Fault) {
+	b, in, f := s.run(off, 8, acc)
+	if !f.OK() {
+		return nil, mapped{}, f
+	}
+	at = mapped{s.leaf.pinned, in}
+	if s.leaf.staged == nil {
+		return b, at, Fault{}
+	}
+	where, ok := s.leaf.backing.(addressed)
+	if !ok {
+		return nil, mapped{}, s.region.fault(FaultAccess, off, 8, acc)
+	}
+	var kind FaultKind
+	if b, at.host, kind = where.InPlace(in, 8); kind != FaultNone {
+		return nil, mapped{}, s.fault(kind, off, 8, acc)
+	}
+	return b, at, Fault{}
 }

@@ -10,8 +10,8 @@ package mem
 //  3. Leave the guard. If the owner has suspended the memory meanwhile, it is to be done
 //     again.
 //
-// What is read is a copy, for the collector to free. What is to be written is written to
-// fresh bytes first, and Store brings them to the owner. The copy loop calls it (copy.go,
+// What is read is a copy, in staging bytes. What is to be written is written to such bytes
+// first, and Store brings them to the owner. The copy loop calls it (copy.go,
 // far.go); nobody else writes to memory that it is not told to be near (gather.go, IsHost,
 // Whole), and nobody changes it in one step (atomic.go).
 //
@@ -61,13 +61,19 @@ func (f *Foreign) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
 	if off >= f.Length || n > f.Length-off {
 		return nil, FaultBounds
 	}
-	// Eight bytes off a vector's alignment: see crooked, which would make two of each Store.
-	b := make([]byte, aside+min(n, Quantum))[aside:]
+	b := staging.get(int(min(n, Quantum)))
 	if acc&writing != 0 {
 		return b, FaultNone
 	}
-	return b, f.move(sys.ReadMemory, off, b)
+	if kind := f.move(sys.ReadMemory, off, b); kind != FaultNone {
+		staging.put(b)
+		return nil, kind
+	}
+	return b, FaultNone
 }
+
+// Done takes back bytes that Run has returned.
+func (f *Foreign) Done(b []byte) { staging.put(b) }
 
 // Store writes bytes. If they end a message, what lies in their last word goes after the
 // rest: the owner may be looking at it.

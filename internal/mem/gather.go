@@ -116,6 +116,7 @@ func gather(l *List, n uint64, out [][]byte, pins *Pins, most int) (_ [][]byte, 
 		if len(c.b) == 0 {
 			continue // they were given back
 		}
+		c.staging = nil // they are kept: the collector frees them
 		out = append(out, c.b)
 		n -= uint64(len(c.b))
 		if c.left == 0 {

@@ -31,7 +31,8 @@ type Host struct {
 	inHeap bool   // it is the Go heap's
 	writes bool   // it was found to be writable
 	inFile bool   // it is known to be a file's, which keeps it
-	note   string // why the pages are not locked; empty if they are
+	note   string // why the pages are neither locked nor held; empty if they are
+	locked bool   // by mlock
 	shard  uint32 // where the notifier counts accesses to it (remap.go)
 	fate   pinnedWatch
 }
@@ -186,6 +187,7 @@ func (h *Host) lock(mode ib.LockMode) error {
 	} else {
 		err := sys.LockPages(h.addr, uintptr(h.length))
 		if err == nil {
+			h.locked = true
 			return nil
 		}
 		errors.As(err, &errno)
@@ -203,10 +205,14 @@ func lockNote(errno syscall.Errno, limit uint64) string {
 	if limit == math.MaxUint64 || errno != syscall.ENOMEM && errno != syscall.EPERM {
 		return "mlock: " + errno.Error()
 	}
+	return "RLIMIT_MEMLOCK (" + limitText(limit) + ")"
+}
+
+func limitText(limit uint64) string {
 	if limit%1024 != 0 {
-		return fmt.Sprintf("RLIMIT_MEMLOCK (%d bytes)", limit)
+		return fmt.Sprintf("%d bytes", limit)
 	}
-	return fmt.Sprintf("RLIMIT_MEMLOCK (%d KiB)", limit/1024)
+	return fmt.Sprintf("%d KiB", limit/1024)
 }
 
 // Source returns what the backing was made of: a slice, or an address.
@@ -238,10 +244,10 @@ func (h *Host) Pinned() *Host {
 	return h
 }
 
-// Locked reports whether the pages are locked in memory.
+// Locked reports whether the pages are locked in memory, or held there.
 func (h *Host) Locked() bool { return h.note == "" }
 
-// LockNote says why the pages are not locked: "off", "Go heap", or the limit
+// LockNote says why the pages are not: "off", "Go heap", or the limit
 // that was in the way. It is empty if they are.
 func (h *Host) LockNote() string { return h.note }
 
@@ -273,7 +279,7 @@ func (h *Host) Persist(off, n uint64) error {
 // Close unlocks the pages that no other region keeps locked.
 func (h *Host) Close() error {
 	h.unwatch()
-	if h.Locked() {
+	if h.locked {
 		sys.UnlockPages(h.addr, uintptr(h.length))
 	}
 	h.owner = nil

@@ -82,8 +82,23 @@ type paged interface {
 // Store brings to where it belongs. off is that of b's first byte; last says that a
 // message ends with it. Nobody keeps such bytes, or their addresses, longer than a copy
 // takes.
+//
+// A type that implements it may say with a method Staged() bool that a particular backing
+// is none.
 type staged interface {
 	Store(off uint64, b []byte, last bool) FaultKind
+	// Done takes back bytes that Run has returned, as they were returned, when they are
+	// not used any more.
+	Done(b []byte)
+}
+
+// asStaged returns the backing as a staged one, nil if it is none.
+func asStaged(b Backing) staged {
+	s, ok := b.(staged)
+	if is, says := b.(interface{ Staged() bool }); !ok || says && !is.Staged() {
+		return nil
+	}
+	return s
 }
 
 // FaultKind says why memory could not be accessed. The zero value means that

@@ -27,16 +27,13 @@ type Pages struct {
 	length uint64
 }
 
-// accessWrites are the rights by which memory is written.
-const accessWrites = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteAtomic
-
 // NewPages pins the pages of memory at addr. The error is a *sys.PinError: if pages like
 // these cannot be pinned at all, it is ENOSYS, EPERM, EINVAL, EFAULT or EOPNOTSUPP.
 func NewPages(addr uintptr, length uint64, access ib.Access) (*Pages, error) {
 	if uint64(uintptr(length)) != length {
 		return nil, &sys.PinError{Reason: "longer than the address space", Err: syscall.EINVAL}
 	}
-	pinned, err := sys.PinPages(addr, uintptr(length), access&accessWrites != 0)
+	pinned, err := sys.PinPages(addr, uintptr(length), access&writing != 0)
 	if err != nil {
 		return nil, err
 	}
@@ -58,7 +55,7 @@ func (p *Pages) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
 		return nil, FaultBounds
 	}
 	b := staging.get(int(min(n, Quantum)))
-	if acc&accessWrites != 0 {
+	if acc&writing != 0 {
 		return b, FaultNone
 	}
 	if kind := pinFault(p.pinned.ReadAt(b, off)); kind != FaultNone {

@@ -34,12 +34,6 @@ func newPages(tb testing.TB, b []byte, access ib.Access) *mem.Pages {
 	return p
 }
 
-// stored is pages in a form that the copy loop stores to, as it does to memory of another
-// process.
-type stored struct{ *mem.Pages }
-
-func (s stored) Kind() mem.Kind { return mem.KindForeign }
-
 // Pinned pages pass the suite, but for atomics: those of private memory, and those of a
 // shared file in memory that are not mapped where they were any more.
 func TestConformanceOfPages(t *testing.T) {
@@ -52,7 +46,7 @@ func TestConformanceOfPages(t *testing.T) {
 	}
 	memtest.Run(t, memtest.Constructor{Name: "private", NoAtomics: true, New: func(tb testing.TB, n uint64, access ib.Access) memtest.Memory {
 		b := mmap(tb, -1, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
-		return memtest.Memory{Backing: stored{newPages(tb, b, access)}, Bytes: b, Free: func() { unix.Munmap(b) }}
+		return memtest.Memory{Backing: newPages(tb, b, access), Bytes: b, Free: func() { unix.Munmap(b) }}
 	}})
 	memtest.Run(t, memtest.Constructor{Name: "unmapped", NoAtomics: true, New: func(tb testing.TB, n uint64, access ib.Access) memtest.Memory {
 		fd := memfd(tb, n)
@@ -63,7 +57,7 @@ func TestConformanceOfPages(t *testing.T) {
 		if err := unix.Munmap(registered); err != nil {
 			tb.Fatal(err)
 		}
-		return memtest.Memory{Backing: stored{p}, Bytes: seen, Free: func() { unix.Munmap(seen) }}
+		return memtest.Memory{Backing: p, Bytes: seen, Free: func() { unix.Munmap(seen) }}
 	}})
 }
 

@@ -16,9 +16,10 @@ import "github.com/verbena-rdma/verbena/ib"
 
 // place is where an access has come to.
 type place struct {
-	region *Region // the key's, with an open section; nil: no key is in use
-	leaf   *Region // whose bytes are in use, with an open section; nil: none yet
-	piece  int     // in an indirect key: the piece that was used last
+	region  *Region // the key's, with an open section; nil: no key is in use
+	leaf    *Region // whose bytes are in use, with an open section; nil: none yet
+	piece   int     // in an indirect key: the piece that was used last
+	staging []byte  // what the leaf, which is staged, has offered last, and wants back
 }
 
 // open opens a region that was found by a key for an access to n bytes, unless one of the
@@ -35,6 +36,9 @@ func (p *place) open(r *Region, key uint32, addr, n uint64, acc ib.Access, who A
 // run returns the bytes at off of the open region, at most n of them, and where in the
 // leaf they lie.
 func (p *place) run(off, n uint64, acc ib.Access) (b []byte, at uint64, f Fault) {
+	if p.staging != nil {
+		p.giveStaging()
+	}
 	var kind FaultKind
 	if m := p.region.mkey; m == nil {
 		b, kind = p.leaf.backing.Run(off, n, acc)
@@ -56,11 +60,20 @@ func (p *place) run(off, n uint64, acc ib.Access) (b []byte, at uint64, f Fault)
 	if kind != FaultNone {
 		return nil, 0, p.fault(kind, off, n, acc)
 	}
+	if p.leaf.staged != nil {
+		p.staging = b
+	}
 	return b, at, Fault{}
 }
 
+// giveStaging gives back what the leaf has offered.
+func (p *place) giveStaging() {
+	p.leaf.staged.Done(p.staging)
+	p.staging = nil
+}
+
 // step goes on to another leaf, for n bytes at off of the indirect key.
-func (p *place) step(leaf *Region, off, n uint64) Fault {
+func (p *place) step(leaf *Region, off, n uint64) Fault { // whose staging was given back by run
 	if p.leaf != nil {
 		p.leaf.leave()
 		p.leaf = nil
@@ -86,6 +99,9 @@ func (p *place) fault(kind FaultKind, off, n uint64, acc ib.Access) Fault {
 
 // close closes the sections that are open.
 func (p *place) close() {
+	if p.staging != nil {
+		p.giveStaging()
+	}
 	if p.leaf != nil && p.leaf != p.region {
 		p.leaf.leave()
 	}

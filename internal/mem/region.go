@@ -116,7 +116,7 @@ func (t *Table) Register(cfg RegionConfig) (*Region, error) {
 // stand makes b what the region's bytes are made of. Nobody has access meanwhile.
 func (r *Region) stand(b Backing) {
 	r.backing, r.kind, r.solid = b, b.Kind(), isSolid(b)
-	r.staged, _ = b.(staged)
+	r.staged = asStaged(b)
 	r.pinned = nil
 	if h, ok := b.(interface{ Pinned() *Host }); ok {
 		r.pinned = h.Pinned()

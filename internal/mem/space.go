@@ -48,7 +48,7 @@ type space struct {
 	opened  bool       // it was tried to open the notifier
 	members rangeIndex
 	tickets []*atomic.Uint64 // see AddTicket
-	swept   int // of the members
+	swept   int              // of the members
 	buf     [64]sys.MapChange
 	lost    bool          // something was not told, and not everybody has looked for himself yet
 	stop    chan struct{} // ends the sweeper; nil while there is none

@@ -186,7 +186,7 @@ func (c *watched) Run(off, n uint64, acc ib.Access) ([]byte, mem.FaultKind) {
 	return b, kind
 }
 
-// pager are the methods of a backing whose bytes come and go.
+// pager are the methods of a backing whose bytes come and go, or may have to be waited for.
 type pager interface {
 	Gone(off, n uint64, acc ib.Access) mem.FaultKind
 	Await(off, n uint64, acc ib.Access) mem.FaultKind
@@ -201,12 +201,37 @@ type watchedPager struct {
 // storer is the method of a backing whose bytes are another process's.
 type storer interface {
 	Store(off uint64, b []byte, last bool) mem.FaultKind
+	Done(b []byte)
 }
 
 // watchedStorer is watched for such a backing.
 type watchedStorer struct {
 	*watched
 	storer
+}
+
+// watchedStoringPager is watched for a backing that is both.
+type watchedStoringPager struct {
+	*watched
+	storer
+	pager
+}
+
+// placer is the method of such a backing whose bytes have an address all the same.
+type placer interface {
+	InPlace(off, n uint64) ([]byte, *mem.Host, mem.FaultKind)
+}
+
+// watchedPlacer is watched for such a backing.
+type watchedPlacer struct {
+	watchedStorer
+	placer
+}
+
+// Staged forwards what the backing says about itself.
+func (c *watched) Staged() bool {
+	s, ok := c.Backing.(interface{ Staged() bool })
+	return !ok || s.Staged()
 }
 
 // Pinned forwards whether the memory may be remapped.
@@ -257,6 +282,12 @@ func (e *env) registerRegion(n uint64, cfg mem.RegionConfig) (*mem.Region, Memor
 	}
 	if s, ok := m.Backing.(storer); ok {
 		cfg.Backing = watchedStorer{c, s}
+		if p, pages := m.Backing.(pager); pages {
+			cfg.Backing = watchedStoringPager{c, s, p}
+		}
+		if _, in := m.Backing.(placer); in {
+			cfg.Backing = watchedPlacer{watchedStorer{c, s}, m.Backing.(placer)}
+		}
 	}
 	cfg.Access |= e.mk.Access
 	if cfg.PD == 0 {
