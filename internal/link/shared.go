@@ -125,7 +125,6 @@ func OpenShared(cfg *SharedConfig) (*Shared, error) {
 	if s.inbox, err = shm.NewInbox(&shm.Config{RingBytes: ringBytes}); err != nil {
 		return nil, err
 	}
-	s.tickets.open(s.inbox.Ticket())
 	s.unwatch = mem.WatchSegments(s.forgetSegment)
 	s.cfg.UDP.Router, s.cfg.UDP.Event, s.cfg.UDP.NearGroups = s, s.inbox.Event(), s.cfg.NoPackets
 	if s.UDP, err = OpenUDP(&s.cfg.UDP); err != nil {
@@ -133,6 +132,7 @@ func OpenShared(cfg *SharedConfig) (*Shared, error) {
 		s.inbox.Close()
 		return nil, err
 	}
+	s.tickets.open(s.inbox.Ticket())
 	return s, nil
 }
 

@@ -61,7 +61,11 @@ func newPinned(lock ib.LockMode, register func(ib.LockMode) (*Host, error)) (Bac
 		return &Held{h, pages}, nil
 	case errors.Is(err, syscall.ENOMEM), errors.Is(err, syscall.EAGAIN):
 		_ = h.Close() // the first error says more
-		return nil, ib.Errorf("reg_mr", syscall.ENOMEM, "%d bytes at %#x cannot be held: %v (RLIMIT_MEMLOCK is %s)", h.length, h.addr, err, limitText(sys.MemlockLimit()))
+		errno, limit := syscall.ENOMEM, sys.MemlockLimit()
+		if limit == 0 {
+			errno = syscall.EPERM // as mlock(2) says it
+		}
+		return nil, ib.Errorf("reg_mr", errno, "%d bytes at %#x cannot be held: %v (RLIMIT_MEMLOCK is %s)", h.length, h.addr, err, limitText(limit))
 	}
 	_ = h.Close() // it had nothing
 	return register(ib.LockStrict)

@@ -14,7 +14,7 @@
 #define VN_SLOTS 4096	 // of events of the kernel; a power of two
 #define VN_CLOSED_SLOTS 64 // of ranges that were closed; a power of two
 #define VN_SHARDS 64	 // of the count of accesses under way; a power of two
-#define VN_TICKETS 64
+#define VN_TICKETS 256
 
 // A unit of the address space is watched as a whole or not at all, as far as
 // vn_close_begin can see. Addresses above the last unit count as watched.

@@ -77,7 +77,7 @@ const (
 	ringSlots    = 4096
 	closedSlots  = 64
 	accessShards = 64
-	ticketSlots  = 64
+	ticketSlots  = 256
 
 	unitBits  = 21
 	unitWords = 1 << (48 - unitBits - 6)

@@ -1,0 +1,221 @@
+package device
+
+// Memory that moves while peers use it, on every link: by rings also where the peer copies
+// by itself.
+
+import (
+	"bytes"
+	"encoding/binary"
+	"math/rand/v2"
+	"runtime"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+const movingPoison = 0xdb
+
+// moving is memory of an end that moves: a file in memory, whose pages are replaced.
+type moving struct {
+	e    *end
+	fd   int
+	seen []byte // another mapping of it
+	kept []byte
+}
+
+// makeMoving gives an end such memory, which other processes may map if shared is set.
+func (e *end) makeMoving(size int, shared bool) *moving {
+	e.t.Helper()
+	m := &moving{e: e, fd: must[int](e.t)(sys.NewMemfd("verbena-test", size)), kept: make([]byte, size)}
+	closeAll(e.t, e.mr)
+	e.buf = must[[]byte](e.t)(sys.MapMemfd(m.fd, size))
+	m.seen = must[[]byte](e.t)(sys.MapMemfd(m.fd, size))
+	var s *mem.Segment
+	if shared {
+		s = mem.AddSegment(e.buf, m.fd)
+	}
+	e.mr = must[provider.MR](e.t)(e.pd.RegMR(e.buf, allRemote))
+	buf := e.buf
+	e.t.Cleanup(func() { // what is registered last is closed first: the region is still there
+		closeAll(e.t, e.qp, e.mr)
+		if s != nil {
+			s.Close()
+		}
+		_, _ = sys.Unmap(buf), sys.Unmap(m.seen)
+		_ = sys.CloseFD(m.fd)
+	})
+	return m
+}
+
+// move suspends the region, gives its pages up full of poison, and resumes it on others.
+func (m *moving) move(t testing.TB) {
+	r := m.e.mr.(*MR).region
+	if !r.Suspend() {
+		t.Error("not suspended")
+		return
+	}
+	defer r.Resume()
+	copy(m.kept, m.seen)
+	for i := range m.seen {
+		m.seen[i] = movingPoison
+	}
+	if err := unix.Fallocate(m.fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, int64(len(m.seen))); err != nil {
+		t.Error(err)
+	}
+	copy(m.seen, m.kept)
+}
+
+// WRITEs, READs, SENDs and atomics go on while the memory of both sides moves: nothing
+// is lost, nothing is done twice, and nobody reads poison.
+func TestMovingMemory(t *testing.T) {
+	const size, counter = 256 << 10, 256<<10 - 4096
+	for _, way := range []struct {
+		name, link    string
+		rings, shared bool
+	}{{"loop", linkLoop, false, false}, {"rings", "", true, false}, {"grants", "", true, true}, {"udp", linkUDP, false, false}} {
+		t.Run(way.name, func(t *testing.T) {
+			rng := rand.New(rand.NewPCG(testSeed(t), 0))
+			var a, b *end
+			if way.rings {
+				a, b = byRings(t, ib.RC, 4096)
+			} else {
+				a, b = pair(t, way.link, ib.RC, 4096)
+			}
+			both := []*moving{a.makeMoving(size, way.shared), b.makeMoving(size, way.shared)}
+			var stop atomic.Bool
+			moved := make(chan int)
+			seed := rng.Uint64()
+			go func() {
+				rng, n := rand.New(rand.NewPCG(seed, 1)), 0
+				for ; !stop.Load(); n++ {
+					both[min(rng.IntN(4), 1)].move(t)
+					for until := time.Now().Add(time.Duration(rng.IntN(200)) * time.Microsecond); time.Now().Before(until); {
+						runtime.Gosched() // sleeping would take a millisecond
+					}
+				}
+				moved <- n
+			}()
+			adds := uint64(0)
+			for began, i := time.Now(), 0; (i < 200 || time.Since(began) < lasting(time.Second, 10*time.Second)) && !t.Failed(); i++ {
+				n := 8 * (1 + rng.IntN(1+rng.IntN(12<<10)))
+				at := rng.IntN((counter-n)/8) * 8
+				from := rng.IntN((counter-n)/8) * 8
+				want := make([]byte, n)
+				letter(want, uint32(i%200))
+				place := func(to *end, off int) { // as a program writes: into memory that does not move just now
+					r := to.mr.(*MR).region
+					for {
+						l := mem.List{Table: to.dev.table, Actor: mem.Actor{PD: r.PD()}, Access: ib.AccessLocalWrite,
+							SGEs: []ib.SGE{{Addr: to.mr.Addr() + uint64(off), Length: uint32(n), LKey: to.mr.LKey()}}}
+						f, _ := mem.Copy(&l, &mem.List{Raw: [][]byte{want}}, uint64(n), true)
+						if f.OK() {
+							return
+						}
+						f.Await()
+					}
+				}
+				look := func(at *end, off int) []byte {
+					got := make([]byte, n)
+					r := at.mr.(*MR).region
+					for {
+						l := mem.List{Table: at.dev.table, Actor: mem.Actor{PD: r.PD()},
+							SGEs: []ib.SGE{{Addr: at.mr.Addr() + uint64(off), Length: uint32(n), LKey: at.mr.LKey()}}}
+						f, _ := mem.Copy(&mem.List{Raw: [][]byte{got}}, &l, uint64(n), true)
+						if f.OK() {
+							return got
+						}
+						f.Await()
+					}
+				}
+				pause := func() { time.Sleep(time.Duration(rng.IntN(200)) * time.Microsecond) } // or all of it would come just after a move
+				switch i % 4 {
+				case 0:
+					place(a, from)
+					pause()
+					a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(from, n), RemoteAddr: b.mr.Addr() + uint64(at), RKey: b.mr.RKey()})
+					a.ok()
+					if !bytes.Equal(look(b, at), want) {
+						t.Errorf("WRITE %d of %d bytes has left other bytes", i, n)
+					}
+				case 1:
+					place(b, at)
+					pause()
+					a.post(ib.SendWR{Op: ib.OpRDMARead, SGL: a.sge(from, n), RemoteAddr: b.mr.Addr() + uint64(at), RKey: b.mr.RKey()})
+					a.ok()
+					if got := look(a, from); !bytes.Equal(got, want) {
+						t.Errorf("READ %d of %d bytes has brought other bytes, poison at %d", i, n, bytes.IndexByte(got, movingPoison))
+					}
+				case 2:
+					b.recv(ib.RecvWR{SGL: b.sge(at, n)})
+					place(a, from)
+					pause()
+					a.post(ib.SendWR{Op: ib.OpSend, SGL: a.sge(from, n)})
+					a.ok()
+					b.ok()
+					if !bytes.Equal(look(b, at), want) {
+						t.Errorf("SEND %d of %d bytes has left other bytes", i, n)
+					}
+				case 3:
+					pause()
+					a.post(ib.SendWR{Op: ib.OpAtomicFetchAdd, SGL: a.sge(counter, 8), CompareAdd: 3, RemoteAddr: b.mr.Addr() + counter, RKey: b.mr.RKey()})
+					a.ok()
+					adds += 3
+				}
+			}
+			stop.Store(true)
+			t.Logf("%d moves", <-moved)
+			if got := binary.NativeEndian.Uint64(b.buf[counter:]); got != adds {
+				t.Errorf("additions of %d have left %d", adds, got)
+			}
+			if held := countsOf(b.dev)["memory_holds"]; held == 0 && !t.Failed() {
+				t.Error("no request ever found its memory suspended")
+			}
+		})
+	}
+}
+
+// Memory that stays suspended keeps nobody waiting but those who need it, also when more
+// queue pairs do than there are workers; and a queue pair that is closed meanwhile, or a
+// region that is revoked, ends the wait.
+func TestSuspendedKeepsNobodyWaiting(t *testing.T) {
+	const many = slowWorkers + 8
+	x, y := openDevice(t, provider.Config{Link: linkUDP}), openDevice(t, provider.Config{Link: linkUDP})
+	var as, bs [many]*end
+	for i := range as {
+		as[i], bs[i] = connected(t, x, y, ib.RC, 4096, nil)
+	}
+	free, other := connected(t, x, y, ib.RC, 4096, nil)
+	for _, b := range bs {
+		if !b.mr.(*MR).region.Suspend() {
+			t.Fatal("not suspended")
+		}
+	}
+	for i, a := range as {
+		a.post(a.write(bs[i], 0, 4096))
+	}
+	eventually(t, "all of them wait", func() bool { return countsOf(y)["page_fault_rnr_naks"] >= many })
+	for range 200 {
+		free.post(free.write(other, 0, 4096))
+		free.ok()
+	}
+	// Fetching from a disk finds a worker all the same.
+	s := newSlowMemory(t, other.pd, 64<<10)
+	free.post(ib.SendWR{Op: ib.OpRDMARead, SGL: free.sge(0, 4096), RemoteAddr: uint64(s.addr), RKey: s.mr.RKey()})
+	free.ok()
+	closeAll(t, as[0].qp, bs[0].qp)
+	bs[1].mr.(*MR).region.Revoke()
+	as[1].status(ib.WCRemAccessErr)
+	for i := 2; i < many; i++ {
+		bs[i].mr.(*MR).region.Resume()
+		as[i].ok()
+	}
+	bs[0].mr.(*MR).region.Resume()
+	bs[1].mr.(*MR).region.Resume()
+}
