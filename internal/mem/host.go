@@ -27,14 +27,14 @@ import (
 type Host struct {
 	addr   uintptr
 	length uint64
-	owner  any    // what keeps the memory alive
-	inHeap bool   // it is the Go heap's
-	writes bool   // it was found to be writable
-	inFile bool   // it is known to be a file's, which keeps it
-	note   string // why the pages are neither locked nor held; empty if they are
-	locked bool   // by mlock
-	shard  uint32 // where the notifier counts accesses to it (remap.go)
-	fate   pinnedWatch
+	owner  any          // what keeps the memory alive
+	inHeap bool         // it is the Go heap's
+	writes bool         // it was found to be writable
+	inFile bool         // it is known to be a file's, which keeps it
+	note   string       // why the pages are neither locked nor held; empty if they are
+	locked bool         // by mlock
+	shard  uint32       // where the notifier counts accesses to it (remap.go)
+	fate   *pinnedWatch // nil: nothing can happen to the pages
 }
 
 // hosts counts those that were made, to spread them over the notifier's counters.

@@ -16,7 +16,7 @@ import (
 
 // pinnedWatch is what a Host knows about the fate of its pages.
 type pinnedWatch struct {
-	place *membership                 // nil: nothing can happen to them, or nobody tells
+	place *membership
 	mu    sync.Mutex                  // held while lost changes
 	lost  atomic.Pointer[[]addrRange] // the parts that are stale; nil: none
 	all   atomic.Bool                 // all of it is watched, but for what becomes stale
@@ -26,6 +26,7 @@ type pinnedWatch struct {
 // there after it.
 func (h *Host) watch() {
 	start, end := sys.PageAlign(h.addr, uintptr(h.length))
+	h.fate = new(pinnedWatch)
 	h.fate.place = theSpace.join(start, end, h, false)
 	all := true
 	err := sys.Mappings(start, end, func(m *sys.Mapping) bool {
@@ -37,7 +38,7 @@ func (h *Host) watch() {
 
 // unwatch ends it.
 func (h *Host) unwatch() {
-	if h.fate.place != nil {
+	if h.fate != nil && h.fate.place != nil {
 		theSpace.leave(h.fate.place)
 		h.fate.place = nil
 	}
@@ -45,6 +46,9 @@ func (h *Host) unwatch() {
 
 // staleAt reports whether a part of n bytes at off is stale.
 func (h *Host) staleAt(off, n uint64) bool {
+	if h.fate == nil {
+		return false
+	}
 	lost := h.fate.lost.Load()
 	if lost == nil {
 		return false
