@@ -248,7 +248,7 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 		member: member,
 	}
 	d.slow.closing = make(chan struct{})
-	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs + d.limits.MWs, Killed: d.killed, Resumed: d.resumed})
+	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs + d.limits.MWs, Killed: d.killed, Resumed: d.resumed, Invalidated: d.invalidated})
 	d.freer, _ = l.(link.Freer)
 	reserved := func(i uint32) bool { return i <= 1 || i == wire.MulticastQP } // management and multicast
 	if member != nil {

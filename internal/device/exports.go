@@ -248,6 +248,22 @@ func (e *exports) revoke(r *mem.Region, wait bool) {
 	e.mu.Unlock()
 }
 
+// shut lets nobody who has imported a region begin an access any more.
+func (e *exports) shut(r *mem.Region) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, l := range e.leases[r] {
+		l.guard.Shut()
+	}
+}
+
+// inside reports whether one of them is at it.
+func (e *exports) inside(r *mem.Region) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return slices.ContainsFunc(e.leases[r], func(l *lease) bool { return l.guard.Busy() })
+}
+
 // follow makes the guards of a region what the region is now. It is called after every
 // change of that, so the last call sets the guards right, in whatever order they come.
 func (e *exports) follow(r *mem.Region) {

@@ -104,6 +104,30 @@ func (d *Device) killed(r *mem.Region, wait bool) {
 	d.exports.revoke(r, wait)
 }
 
+// invalidated is told of a region that was invalidated, under the lock of a queue pair:
+// see mem.TableConfig.
+func (d *Device) invalidated(r *mem.Region) <-chan struct{} {
+	d.giveUpFetches()
+	d.grants.revoke(r, false)
+	d.exports.shut(r)
+	if !d.grants.inside(r) && !d.exports.inside(r) {
+		return nil
+	}
+	left := make(chan struct{})
+	d.slow.workers.Go(func() {
+		d.killed(r, true)
+		close(left)
+	})
+	return left
+}
+
+// inside reports whether a peer is inside a lane to a region.
+func (k *grants) inside(r *mem.Region) bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return slices.ContainsFunc(k.byRegion[r], func(g *grant) bool { return g.Inside() })
+}
+
 // offer is told of a request that another process has sent: see link.SharedConfig.
 func (d *Device) offer(t *train.Train, via link.Via) (given bool) {
 	q := d.qps.Get(t.DestQP)

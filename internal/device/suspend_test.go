@@ -219,3 +219,46 @@ func TestSuspendedKeepsNobodyWaiting(t *testing.T) {
 	bs[0].mr.(*MR).region.Resume()
 	bs[1].mr.(*MR).region.Resume()
 }
+
+// A peer that stays inside a lane holds up the invalidation of the region, and nobody
+// else: neither who posts it, nor the queue pair's other half, nor other connections.
+func TestInvalidateWaitsForNobodyUnderLocks(t *testing.T) {
+	a, b := byLanes(t, 4096)
+	closeAll(t, b.mr)
+	b.mr = must[provider.MR](t)(b.pd.RegMR(b.buf, allRemote|ib.AccessRemoteInvalidate))
+	a.warm(b)
+	fa, fb := connected(t, a.dev, b.dev, ib.RC, 4096, nil)
+	c := *b // another queue pair of the same domain, connected with itself
+	c.cq = must[provider.CQ](t)(b.dev.CreateCQ(16, nil))
+	c.qp = must[provider.QP](t)(b.pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: c.cq, RecvCQ: c.cq, Cap: ib.QPCap{MaxSendWR: 4, MaxRecvWR: 4, MaxSendSGE: 1, MaxRecvSGE: 1}}))
+	defer closeAll(t, c.qp, c.cq)
+	c.connect(&c)
+	stuck, r, wr := a.stuckWrite(b, "late word")
+	defer closeAll(t, r)
+	posted := make(chan struct{})
+	go func() {
+		a.post(wr)
+		close(posted)
+	}()
+	<-stuck.begun
+	c.post(ib.SendWR{ID: 7, Op: ib.OpLocalInv, InvalidateKey: b.mr.RKey()})
+	if b.mr.(*MR).region.Alive() {
+		t.Error("the key is still good")
+	}
+	must[ib.QPAttr](t)(b.qp.Query())
+	must[ib.QPAttr](t)(c.qp.Query())
+	for range 100 {
+		fa.post(fa.write(fb, 0, 64))
+		fa.ok()
+	}
+	var wc [1]ib.WC
+	if n := must[int](t)(c.cq.Poll(wc[:])); n != 0 {
+		t.Fatalf("it is done though the peer is inside: %+v", wc[0])
+	}
+	close(stuck.end)
+	if done := c.ok(); done.ID != 7 || done.Op != ib.WCLocalInv {
+		t.Errorf("%+v", done)
+	}
+	<-posted
+	a.status(ib.WCRemAccessErr) // it comes again, by the ring
+}

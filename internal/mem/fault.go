@@ -48,8 +48,10 @@ func (f Fault) Await() Fault {
 		return Fault{} // nothing to wait for: the next access says what is wrong
 	}
 	w := f.wanted
-	if w.shut != nil {
-		w.shut.awaitReopened()
+	if c := f.Suspended(); c != nil {
+		<-c
+	}
+	if w.region == nil {
 		return Fault{}
 	}
 	theSpace.settle()
@@ -66,12 +68,17 @@ func (f Fault) Await() Fault {
 }
 
 // Suspended returns a channel that is closed when Await would end, if what it waits for
-// is a region that is suspended; nil if not.
+// is not fetched but given back by somebody: by whoever has suspended a region, or by
+// another process. It is nil if not.
 func (f Fault) Suspended() <-chan struct{} {
-	if f.Kind != FaultPending || f.wanted == nil || f.wanted.shut == nil {
+	switch w := f.wanted; {
+	case f.Kind != FaultPending || w == nil:
 		return nil
+	case w.shut != nil:
+		return w.shut.Reopened()
+	default:
+		return w.left
 	}
-	return f.wanted.shut.Reopened()
 }
 
 // Brief reports whether the bytes are out of reach for a moment only, as far as is known:
@@ -81,7 +88,7 @@ func (f Fault) Brief() bool { return f.Kind == FaultPending && f.wanted != nil &
 // Ahead makes Await fetch n bytes if those are more, as far as the region goes.
 func (f Fault) Ahead(n uint64) Fault {
 	w := f.wanted
-	if f.Kind != FaultPending || w == nil || w.shut != nil {
+	if f.Kind != FaultPending || w == nil || w.region == nil {
 		return f
 	}
 	// A section, since the region may become another.

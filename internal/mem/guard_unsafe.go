@@ -111,6 +111,9 @@ func (g *Guard) Still(since uint64) bool {
 // Leave ends an access.
 func (g *Guard) Leave() { g.word().Add(^uint64(0)) }
 
+// Busy reports whether accesses are under way.
+func (g *Guard) Busy() bool { return g.word().Load()&guardCount != 0 }
+
 // Shut lets nobody begin an access any more.
 func (g *Guard) Shut() { g.word().Or(guardShut) }
 

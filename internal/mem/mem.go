@@ -139,11 +139,12 @@ type Fault struct {
 // Extent is a range of addresses.
 type Extent struct{ Addr, Len uint64 }
 
-// wanted is what a FaultPending waits for: a region that is shut for a moment, or the
-// bytes at off in a region.
+// wanted is what a FaultPending waits for: a region that is shut for a moment, another
+// process that is still at memory which was taken away, or the bytes at off in a region.
 type wanted struct {
-	shut  *Region // nil: bytes
-	brief bool    // no storage is waited for
+	shut  *Region         // nil: not that
+	left  <-chan struct{} // closed when the other process is gone from there; nil: not that
+	brief bool            // no storage is waited for
 
 	acc    ib.Access
 	region *Region

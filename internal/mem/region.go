@@ -307,25 +307,30 @@ func (r *Region) wakeKiller() {
 const spinsBeforeSleep = 32
 
 // killLocked keeps new sections out, for the reason bit, and waits for the open
-// ones. Those who wait for the region to open again learn that it may never.
+// ones. Those who wait for the region to open again learn that it may never. What it
+// returns is that of TableConfig.Invalidated.
 //
 // No wake-up is lost: either the killer, having published its channel, sees the
 // count at zero, or the section that takes it to zero comes after that and sees
 // the channel (and the bit, which was set before).
-func (r *Region) killLocked(bit uint64) {
+func (r *Region) killLocked(bit uint64) (left <-chan struct{}) {
 	open := r.state.Or(bit)&stateCount != 0
 	if bit != stateSuspended {
 		r.wakeWaitersLocked()
 	}
-	if r.window == nil && r.table.killed != nil { // requests never send from a window
-		r.table.killed(r, bit != stateSuspended)
+	switch t := r.table; {
+	case r.window != nil: // requests never send from a window
+	case bit == stateInvalidated && r.mkey == nil && t.invalidated != nil:
+		left = t.invalidated(r)
+	case t.killed != nil:
+		t.killed(r, bit != stateSuspended)
 	}
 	if !open {
-		return
+		return left
 	}
 	for range spinsBeforeSleep {
 		if r.state.Load()&stateCount == 0 {
-			return
+			return left
 		}
 		runtime.Gosched()
 	}
@@ -335,29 +340,33 @@ func (r *Region) killLocked(bit uint64) {
 		<-wake
 	}
 	r.wake.Store(nil)
+	return left
 }
 
 // invalidate kills the key on behalf of a peer, or of the program.
-func (r *Region) invalidate(key uint32, who Actor, forPeer bool) FaultKind {
+func (r *Region) invalidate(key uint32, who Actor, forPeer bool) (kind FaultKind, left <-chan struct{}) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	switch {
 	case r.state.Load()&stateDead != 0:
-		return FaultDead
+		return FaultDead, nil
 	case r.Key() != key: // another one since it was found: bound anew, or registered again
-		return FaultKey
+		return FaultKey, nil
 	case r.pd != who.PD:
-		return FaultDomain
+		return FaultDomain, nil
 	case r.window != nil:
-		return r.window.invalidateLocked(who)
+		return r.window.invalidateLocked(who), nil
 	case r.mkey != nil:
-		return r.mkey.invalidateLocked(forPeer)
+		return r.mkey.invalidateLocked(forPeer), nil
 	case !r.invalidatable || !r.bound.CompareAndSwap(0, taken):
-		return FaultNotInvalidatable
+		return FaultNotInvalidatable, nil
 	}
-	r.killLocked(stateInvalidated)
+	left = r.killLocked(stateInvalidated)
 	r.giveLocked()
-	return FaultNone
+	if left != nil {
+		return FaultPending, left
+	}
+	return FaultNone, nil
 }
 
 // Close ends the region: its key becomes useless at once, and when Close

@@ -33,6 +33,10 @@ type TableConfig struct {
 	// waits for nobody, and Resumed is called when that is over.
 	Killed  func(r *Region, wait bool)
 	Resumed func(r *Region)
+	// Invalidated, if set, is called instead when a region is invalidated, which happens
+	// under the locks of queue pairs: it waits for nobody. If other processes are still at
+	// the memory it returns a channel that is closed when they are not.
+	Invalidated func(r *Region) <-chan struct{}
 }
 
 // Table is the key table of a device: it gives out keys for regions and finds
@@ -41,8 +45,9 @@ type Table struct {
 	slots  *Slots[Region]
 	random func() uint32 // 16 bits: a slot's first tag and its step; called under the table's lock
 
-	killed  func(r *Region, wait bool)
-	resumed func(r *Region)
+	killed      func(r *Region, wait bool)
+	resumed     func(r *Region)
+	invalidated func(r *Region) <-chan struct{}
 
 	stale  atomic.Uint64
 	paging Paging
@@ -95,7 +100,7 @@ func NewTable(cfg TableConfig) *Table {
 	// The index 0 stays unused, so that no key is 0: programs take a zero key
 	// for "none".
 	zero := func(index uint32) bool { return index == 0 }
-	return &Table{slots: NewSlots[Region](cfg.MaxRegions, zero, key), random: random, killed: cfg.Killed, resumed: cfg.Resumed}
+	return &Table{slots: NewSlots[Region](cfg.MaxRegions, zero, key), random: random, killed: cfg.Killed, resumed: cfg.Resumed, invalidated: cfg.Invalidated}
 }
 
 func randomTag() uint32 {
@@ -202,7 +207,8 @@ func (t *Table) IsHost(key uint32, addr, n uint64, acc ib.Access, who Actor) boo
 // invalidate; it returns when nobody accesses the region any more. From then
 // on the key faults with FaultDead until the region is closed. Only regions
 // that allow it can be invalidated, and doing it again is no fault (IBA
-// 10.6.5).
+// 10.6.5). FaultPending means that the key is useless, but another process is still at
+// the memory: it is to be done again after Await.
 func (t *Table) Invalidate(key uint32, who Actor) Fault { return t.invalidate(key, who, true) }
 
 // InvalidateOwn is Invalidate on behalf of the program, that is, of LOCAL_INV: it may
@@ -214,7 +220,12 @@ func (t *Table) invalidate(key uint32, who Actor, forPeer bool) Fault {
 	if r == nil {
 		return Fault{Kind: FaultKey, Key: key}
 	}
-	return Fault{Kind: r.invalidate(key, who, forPeer), Key: key}.orNone()
+	kind, left := r.invalidate(key, who, forPeer)
+	f := Fault{Kind: kind, Key: key}
+	if left != nil {
+		f.wanted = &wanted{left: left, brief: true}
+	}
+	return f.orNone()
 }
 
 // Moved returns how many bytes have been copied from memory of one kind to

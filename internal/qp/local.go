@@ -123,7 +123,12 @@ func (q *QP) passLocal(now Time) bool {
 	if w.flags&ib.SendFence != 0 && !q.settled() {
 		return false
 	}
-	if f := q.execute(w); !f.OK() {
+	f := q.execute(w)
+	if f.Kind == mem.FaultPending { // another process is still at memory that is invalidated
+		q.standStill(f, nil)
+		return false
+	}
+	if !f.OK() {
 		q.failLocal(ib.WCMWBindErr, vendorFault(f), now)
 		return r.failing != 0 && r.cur != r.failAt // what askAgain left
 	}

@@ -143,6 +143,7 @@ func (q *QP) sequence(t *train.Train) bool {
 // executeSend puts a SEND into the receive that it takes at its start.
 func (q *QP) executeSend(t *train.Train) mem.Fault {
 	r := &q.resp
+	kind, off := r.kind, r.off
 	if t.Start {
 		if !r.have && !q.Recv.Take(&r.taken) {
 			return q.notReady()
@@ -170,7 +171,8 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 		wc.Imm, wc.Flags = t.Imm, ib.WCWithImm
 	case wire.WithInv:
 		if f := q.Table.Invalidate(t.Imm, q.Actor()); !f.OK() {
-			return q.refuse(accessError, vendorFault(f))
+			r.kind, r.off = kind, off // it is executed again if another process has to leave the memory first
+			return q.refuseFault(accessError, t, f, nil)
 		}
 		wc.InvalidatedKey, wc.Flags = t.Imm, ib.WCWithInv
 	}

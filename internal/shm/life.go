@@ -50,9 +50,25 @@ func (l *life) drop() {
 // ended reports whether the process has ended. The caller holds the life.
 func (l *life) ended() bool { return sys.Exited(l.fd) }
 
+// own is this process's pipe.
+var own struct {
+	mu   sync.Mutex // guards read
+	read int        // 0: it was not made yet
+}
+
 // ownLife returns the read end of this process's pipe, which every peer gets a copy of. It
-// is made once. Nobody ever closes the write end, nor writes to it.
-var ownLife = sync.OnceValues(func() (int, error) {
+// is made once; if that fails, as for want of descriptors, the next one tries again. Nobody
+// ever closes the write end, nor writes to it.
+func ownLife() (int, error) {
+	own.mu.Lock()
+	defer own.mu.Unlock()
+	if own.read != 0 {
+		return own.read, nil
+	}
 	read, _, err := sys.NewPipe()
-	return read, err
-})
+	if err != nil {
+		return -1, err
+	}
+	own.read = read
+	return read, nil
+}
