@@ -92,7 +92,7 @@ type DeviceAttr struct {
 	StalePinnedRange      string   // how a pinned range that was unmapped is noticed
 }
 
-// LockMode says what registration of pinned memory does about mlock(2).
+// LockMode says how registration keeps pinned memory where it is.
 type LockMode uint8
 
 const (
@@ -101,7 +101,11 @@ const (
 	LockAuto LockMode = iota
 	// LockOff never locks.
 	LockOff
-	// LockStrict refuses a region that cannot be locked, as hardware drivers do.
+	// LockStrict holds the pages themselves, as an adapter's driver does: they stay
+	// the region's when the program unmaps them, or maps something else at their
+	// address. Each access costs a microsecond or more. Pages that cannot be held
+	// (read-only mappings, shared mappings of files, no io_uring) are locked; a
+	// region that can neither be held nor locked is refused.
 	LockStrict
 )
 

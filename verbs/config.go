@@ -21,8 +21,9 @@ type Config struct {
 	// by RoCE v2 packets if not.
 	Link LinkMode
 
-	// Lock says what registration does about mlock(2). Zero (LockAuto): memory
-	// outside the Go heap is locked where the limit allows it.
+	// Lock says how registration keeps pinned memory where it is. Zero (LockAuto):
+	// memory outside the Go heap is locked where the limit allows it. LockStrict:
+	// the device holds the pages themselves, also after munmap(2).
 	Lock LockMode
 
 	// Limits lower what the device offers. Zero fields: the device's own.

@@ -308,5 +308,5 @@ const (
 const (
 	LockAuto   = ib.LockAuto   // lock memory outside the Go heap where the limit allows it
 	LockOff    = ib.LockOff    // never lock
-	LockStrict = ib.LockStrict // refuse a region that cannot be locked
+	LockStrict = ib.LockStrict // hold the pages themselves, or refuse the region
 )

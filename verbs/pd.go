@@ -42,9 +42,9 @@ func (pd *PD) ok() bool { return pd != nil && pd.p != nil }
 // not such a file's; ENOMEM if the device has no more regions (MaxMR in
 // [DeviceAttr]), or the host has no memory to back the range; EFAULT if a slice
 // outside the Go heap is not mapped, or is not writable though AccessLocalWrite
-// is asked for. With LockStrict, ENOMEM if locking would exceed RLIMIT_MEMLOCK,
-// and EPERM if that limit is 0 or the slice is of the Go heap, which is never
-// locked. EINVAL for a domain that is nil or closed.
+// is asked for. With LockStrict, ENOMEM if holding the pages would exceed
+// RLIMIT_MEMLOCK, and EPERM if that limit is 0, or if the slice is of the Go heap and
+// pages cannot be held here. EINVAL for a domain that is nil or closed.
 func (pd *PD) RegMR(buf []byte, access Access) (*MR, error) {
 	if !pd.ok() {
 		return nil, invalid("reg_mr", "nil protection domain")

@@ -22,7 +22,7 @@ var Vars = []Var{
 	{"VERBENA_ADDR", "every interface's own", "Addresses that devices stand on: those of one device separated by commas, devices by semicolons. They are called verbena0, verbena1, …"},
 	{"VERBENA_DEVICES", "all, loopback only if there is no other", "Names of devices or network interfaces, separated by commas: what programs see, in this order."},
 	{"VERBENA_LINK", "any", "How requests travel: any, loop (within the process), local (within the host), udp (packets only)."},
-	{"VERBENA_LOCK", "off", "Whether registered memory is locked: off, auto (where the limit allows it), strict (registration fails if it cannot be)."},
+	{"VERBENA_LOCK", "off", "Whether registered memory is locked: off, auto (where the limit allows it), strict (its pages are held, also after munmap; registration fails if they can neither be held nor locked)."},
 	{"VERBENA_WINDOW", "by the socket buffer", "Packets that a queue pair may have under way to a peer."},
 	{"VERBENA_LIMITS", "the device's own", "Lower limits, as qp=16,cq=8: of qp, cq, mr, mw, pd, ah, srq, qp_wr, cqe, srq_wr."},
 	{"VERBENA_HIDE", "nothing", "Capabilities that programs are not told of, separated by commas: odp, xrc, mw, atomic, flush, atomic_write, srq."},

@@ -25,9 +25,11 @@ import (
 // Host is a Backing of memory in this process: a slice of the Go heap, or
 // memory that was mapped or came from C.
 type Host struct {
-	addr   uintptr
+	addr   uintptr // where it was registered
+	at     uintptr // where it is accessed
 	length uint64
 	owner  any          // what keeps the memory alive
+	sysv   *sys.SysV    // not nil: the attachment of our own where it is accessed
 	inHeap bool         // it is the Go heap's
 	writes bool         // it was found to be writable
 	inFile bool         // it is known to be a file's, which keeps it
@@ -79,12 +81,12 @@ func newHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, ow
 	if length > math.MaxInt || uintptr(length) > math.MaxInt-min(addr, math.MaxInt) { // nor does user space reach that far
 		return nil, ib.Errorf(op, syscall.EFAULT, "%d bytes at %#x are not memory of this process", length, addr)
 	}
-	h := &Host{addr: addr, length: length, owner: owner, writes: access&ib.AccessLocalWrite != 0, shard: hosts.Add(1)}
+	h := &Host{addr: addr, at: addr, length: length, owner: owner, writes: access&ib.AccessLocalWrite != 0, shard: hosts.Add(1)}
 	if raw && (goheap.Contains(addr) || goheap.Contains(addr+uintptr(length)-1)) {
 		return nil, heapError(addr, length)
 	}
 	h.inHeap = goheap.Contains(addr)
-	if !h.inHeap {
+	if !h.inHeap && !h.attach() {
 		h.watch()
 	}
 	if err := h.take(access, lock); err != nil {
@@ -92,6 +94,17 @@ func newHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, ow
 		return nil, err
 	}
 	return h, nil
+}
+
+// attach attaches memory of System V once more, to be accessed there: nobody is told when
+// a program detaches it. It reports whether it was such memory. As with an adapter, the
+// segment then lasts until the region is closed.
+func (h *Host) attach() bool {
+	v, ok := sys.AttachSysV(h.addr, uintptr(h.length))
+	if ok {
+		h.at, h.sysv = v.At, &v
+	}
+	return ok
 }
 
 // take makes sure of the memory.
@@ -185,7 +198,7 @@ func (h *Host) lock(mode ib.LockMode) error {
 	if h.inHeap {
 		h.note = noteHeap
 	} else {
-		err := sys.LockPages(h.addr, uintptr(h.length))
+		err := sys.LockPages(h.at, uintptr(h.length))
 		if err == nil {
 			h.locked = true
 			return nil
@@ -238,7 +251,7 @@ func (h *Host) Solid() bool { return h.inHeap }
 
 // Pinned returns the Host itself if its memory may be remapped under it; nil if not.
 func (h *Host) Pinned() *Host {
-	if h.inHeap {
+	if h.fate == nil {
 		return nil
 	}
 	return h
@@ -256,7 +269,7 @@ func (h *Host) Run(off, n uint64, _ ib.Access) ([]byte, FaultKind) {
 	if off >= h.length || n > h.length-off {
 		return nil, FaultBounds
 	}
-	if !h.inHeap {
+	if h.fate != nil {
 		if !theSpace.settleSoon() {
 			return nil, FaultPending // what has changed is not known yet
 		}
@@ -264,7 +277,7 @@ func (h *Host) Run(off, n uint64, _ ib.Access) ([]byte, FaultKind) {
 			return nil, FaultStale
 		}
 	}
-	return bytesAt(h.addr+uintptr(off), int(n)), FaultNone
+	return bytesAt(h.at+uintptr(off), int(n)), FaultNone
 }
 
 // Durable reports whether Persist makes the bytes persistent: that they were
@@ -280,7 +293,7 @@ func (h *Host) Persist(off, n uint64) error {
 func (h *Host) Close() error {
 	h.unwatch()
 	if h.locked {
-		sys.UnlockPages(h.addr, uintptr(h.length))
+		sys.UnlockPages(h.at, uintptr(h.length))
 	}
 	h.owner = nil
 	return nil

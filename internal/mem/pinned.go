@@ -42,6 +42,9 @@ func (h *Host) unwatch() {
 		theSpace.leave(h.fate.place)
 		h.fate.place = nil
 	}
+	if h.sysv != nil {
+		h.sysv.Detach()
+	}
 }
 
 // staleAt reports whether a part of n bytes at off is stale.

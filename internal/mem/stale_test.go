@@ -212,3 +212,62 @@ func (broken) Kind() mem.Kind                                        { return me
 func (broken) Len() uint64                                           { return 8 }
 func (broken) Close() error                                          { return nil }
 func (broken) Run(uint64, uint64, ib.Access) ([]byte, mem.FaultKind) { return nil, mem.FaultNone }
+
+// Memory of System V that a program has detached is still the region's, and what is mapped
+// there next is not; the segment lasts until the region is closed.
+func TestSysVDetached(t *testing.T) {
+	const n = 8192
+	id, err := unix.SysvShmGet(unix.IPC_PRIVATE, n, unix.IPC_CREAT|0o600)
+	if err != nil {
+		t.Skipf("kernel: %v", err)
+	}
+	b, err := unix.SysvShmAttach(id, 0, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	seen, err := unix.SysvShmAttach(id, 0, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := unix.SysvShmCtl(id, unix.IPC_RMID, nil); err != nil {
+		t.Fatal(err)
+	}
+	table := mem.NewTable(mem.TableConfig{})
+	h, err := mem.NewHost(addrOf(b)+100, n-200, ib.AccessLocalWrite, ib.LockOff, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite | ib.AccessRemote, Length: n - 200, Backing: h})
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr := addrOf(b)
+	if err := unix.SysvShmDetach(b); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, errno := unix.Syscall6(unix.SYS_MMAP, addr, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_FIXED, ^uintptr(0), 0); errno != 0 {
+		t.Fatal(errno)
+	}
+	defer unix.Syscall(unix.SYS_MUNMAP, addr, n, 0)
+	msg := bytes.Repeat([]byte{'w'}, n-200)
+	l := &mem.List{Table: table, Actor: mem.Actor{PD: 1}, Access: ib.AccessRemoteWrite, SGEs: []ib.SGE{{Length: n - 200, LKey: r.Key()}}}
+	if f, side := mem.Copy(l, &mem.List{Raw: [][]byte{msg}}, n-200, true); !f.OK() {
+		t.Fatal(side, f)
+	}
+	if !bytes.Equal(seen[100:n-100], msg) || seen[99] != 0 || seen[n-100] != 0 {
+		t.Error("the segment has other bytes")
+	}
+	next := make([]byte, n)
+	if f, side := mem.Copy(&mem.List{Raw: [][]byte{next[:n-200]}}, &mem.List{Table: table, Actor: mem.Actor{PD: 1}, Access: ib.AccessRemoteRead, SGEs: l.SGEs}, n-200, true); !f.OK() || !bytes.Equal(next[:n-200], msg) {
+		t.Errorf("READ: %v: %v", side, f)
+	}
+	if err := r.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := unix.SysvShmDetach(seen); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := unix.SysvShmCtl(id, unix.IPC_STAT, new(unix.SysvShmDesc)); err == nil {
+		t.Error("the segment is still there: an attachment is left")
+	}
+}

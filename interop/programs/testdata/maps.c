@@ -197,13 +197,17 @@ static void segments(void)
 	FAILS(EINVAL, shmat(-1, p, SHM_REMAP));
 	FAILS(EINVAL, shmat(b, NULL, SHM_REMAP));
 	STALE(0, 0);
+	/* The region keeps the segment, whatever is attached in its place, or nothing. */
 	GIVES(p + 4 * PAGE, shmat(b, p + 4 * PAGE + 7, SHM_REMAP | SHM_RND));
-	STALE(4, 6);
+	STALE(0, 0);
+	WANT(p[4 * PAGE] == 0 && p[5 * PAGE] == 0);
 	GIVES(0, shmdt(p + 4 * PAGE));
-	STALE(4, 6);
+	STALE(0, 0);
 	GIVES(0, shmdt(p)); /* both parts of it */
+	STALE(0, 0);
 	GIVES(p, shmat(a, p, 0));
-	STALE(0, N);
+	WANT(p[4 * PAGE] != 0); /* it was written to all the time */
+	STALE(0, 0);
 	WANT(!ibv_dereg_mr(mr) && !shmdt(p));
 	WANT(!shmctl(a, IPC_RMID, NULL) && !shmctl(b, IPC_RMID, NULL));
 }
