@@ -24,7 +24,7 @@ import (
 )
 
 // HoldTime is how long requests and answers are held.
-const HoldTime = Time(time.Millisecond)
+const HoldTime = time.Millisecond
 
 // How many bytes of requests are held: for one queue pair, and for all of the process. A
 // request counts for so many besides its payload.
