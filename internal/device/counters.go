@@ -76,6 +76,10 @@ func (d *Device) Counters() []provider.Counter {
 	all = append(all,
 		provider.Counter{Name: "drop_no_qp", Value: d.noQP.Load()},
 		provider.Counter{Name: "stale_faults", Value: d.table.StaleFaults()})
+	closed, overruns := mem.Remapped() // of the process, whatever the device
+	all = append(all,
+		provider.Counter{Name: "remap_ranges_closed", Value: closed},
+		provider.Counter{Name: "remap_overruns", Value: overruns})
 	for from := range mem.NumKinds {
 		for to := range mem.NumKinds {
 			name := fmt.Sprintf("copied_bytes_%v_to_%v", from, to)

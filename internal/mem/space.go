@@ -540,6 +540,15 @@ func RemoveTicket(word *atomic.Uint64) {
 	}
 }
 
+// Remapped returns how often a range was closed before something was mapped over it, and
+// how often a change of mappings went on although an access was still under way.
+func Remapped() (closed, overruns uint64) {
+	if n := theSpace.notifier.Load(); n != nil {
+		return n.Closings(), n.Overruns()
+	}
+	return 0, 0
+}
+
 // Sweep looks now for pages that are gone, as happens from time to time anyway.
 func Sweep() { theSpace.sweep(nil) }
 
