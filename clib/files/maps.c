@@ -135,9 +135,17 @@ PUBLIC void *mmap(void *addr, size_t n, int prot, int flags, int fd, off_t off)
 	struct vn_range r = range(addr, n);
 	if (flags & MAP_HUGETLB)
 		r = huge(r, flags);
+	/* Nobody waits while pages are fetched: that is done afterwards, and as mmap does it,
+	 * it may fail without a word. */
 	struct closed c = begin(f, &r, 1);
-	void *got = do_mmap(addr, n, prot, flags, fd, off);
+	void *got = do_mmap(addr, n, prot, flags & ~MAP_POPULATE, fd, off);
+	int err = errno;
 	end(&c, &r, got != MAP_FAILED);
+	if (got != MAP_FAILED && flags & MAP_POPULATE && !(flags & MAP_NONBLOCK)) {
+		bool writes = prot & PROT_WRITE;
+		(void)syscall(SYS_madvise, got, r.end - r.start, writes ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
+	}
+	errno = err;
 	return got;
 }
 

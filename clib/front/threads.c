@@ -41,12 +41,13 @@ static bool is_programs(const char *tid)
 	snprintf(path, sizeof path, "/proc/self/task/%.20s/stat", tid);
 	int fd = open(path, O_RDONLY | O_CLOEXEC);
 	if (fd < 0)
-		return false;
+		return errno != ENOENT && errno != ESRCH; /* short of descriptors, say: it may be there */
 	ssize_t n = read(fd, line, sizeof line - 1);
+	bool gone = n < 0 && errno == ESRCH;
 	close(fd);
 	char *name = n > 0 ? strchr(line, '(') : NULL, *end = n > 0 ? strrchr(line, ')') : NULL;
 	if (!name || !end || end < name || !end[1] || !end[2])
-		return false;
+		return !gone;
 	*end = 0;
 	name++;
 	char state = end[2];

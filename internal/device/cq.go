@@ -208,6 +208,7 @@ func (c *CQ) Close() error {
 	}
 	c.closed.Store(true)
 	d.mu.Unlock()
+	c.End()
 
 	c.acks.Lock()
 	c.acks.closing = true

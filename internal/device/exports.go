@@ -116,9 +116,12 @@ func (l *lease) gone() bool {
 
 // follow makes the guard what the region is: suspended, or not.
 func (l *lease) follow() {
-	if l.region.Open() {
+	switch _, usable := l.region.Snapshot(); {
+	case !usable:
+		l.guard.Shut()
+	case l.region.Open():
 		l.guard.Resume()
-	} else {
+	default:
 		l.guard.Suspend()
 	}
 }
@@ -131,6 +134,9 @@ func (m *MR) lease(x *host.Export, c *net.UnixConn) error {
 		return errNotPublished
 	}
 	addr, ok := placeOf(m.region.Backing())
+	if _, held := m.region.Backing().(*mem.Held); held {
+		return fmt.Errorf("a region that is pinned strictly cannot be imported: it has no address: %w", syscall.EOPNOTSUPP)
+	}
 	if !ok {
 		return fmt.Errorf("regions of %v memory cannot be imported: %w", m.region.Kind(), syscall.EOPNOTSUPP)
 	}
@@ -162,7 +168,7 @@ func (m *MR) lease(x *host.Export, c *net.UnixConn) error {
 	}
 	d := m.pd.dev
 	d.exports.add(l)
-	if !m.region.Alive() { // whoever killed it may have looked before the lease was there
+	if _, usable := m.region.Snapshot(); !usable { // whoever killed it may have looked before the lease was there
 		d.exports.end(l)
 		_ = sys.CloseFD(fd) // it was open: it cannot fail
 		return errNotPublished

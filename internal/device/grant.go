@@ -57,8 +57,9 @@ const maxVain = 4
 // grants are those of all queue pairs of a device, by region.
 type grants struct {
 	off      atomic.Bool // none are given: tests
-	mu       sync.Mutex  // guards byRegion
+	mu       sync.Mutex  // guards what follows
 	byRegion map[*mem.Region][]*grant
+	leaving  map[*mem.Region]chan struct{} // invalidated regions that peers are still at: closed when they are not
 }
 
 // add notes a grant that the peer has not been told of, and reports whether it may be:
@@ -113,9 +114,22 @@ func (d *Device) invalidated(r *mem.Region) <-chan struct{} {
 	if !d.grants.inside(r) && !d.exports.inside(r) {
 		return nil
 	}
+	k := &d.grants
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if left := k.leaving[r]; left != nil {
+		return left // somebody waits for them already
+	}
+	if k.leaving == nil {
+		k.leaving = make(map[*mem.Region]chan struct{})
+	}
 	left := make(chan struct{})
+	k.leaving[r] = left
 	d.slow.workers.Go(func() {
 		d.killed(r, true)
+		k.mu.Lock()
+		delete(k.leaving, r)
+		k.mu.Unlock()
 		close(left)
 	})
 	return left

@@ -5,6 +5,7 @@ package device
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"math/rand/v2"
 	"runtime"
@@ -220,45 +221,151 @@ func TestSuspendedKeepsNobodyWaiting(t *testing.T) {
 	bs[1].mr.(*MR).region.Resume()
 }
 
-// A peer that stays inside a lane holds up the invalidation of the region, and nobody
-// else: neither who posts it, nor the queue pair's other half, nor other connections.
-func TestInvalidateWaitsForNobodyUnderLocks(t *testing.T) {
-	a, b := byLanes(t, 4096)
+// stuckInside makes a peer stay inside a lane to the memory of b, which may be invalidated;
+// letGo lets it go on. key is that of b's region.
+func stuckInside(t *testing.T) (a, b *end, letGo func()) {
+	t.Helper()
+	a, b = byLanes(t, 4096)
 	closeAll(t, b.mr)
 	b.mr = must[provider.MR](t)(b.pd.RegMR(b.buf, allRemote|ib.AccessRemoteInvalidate))
 	a.warm(b)
-	fa, fb := connected(t, a.dev, b.dev, ib.RC, 4096, nil)
-	c := *b // another queue pair of the same domain, connected with itself
-	c.cq = must[provider.CQ](t)(b.dev.CreateCQ(16, nil))
-	c.qp = must[provider.QP](t)(b.pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: c.cq, RecvCQ: c.cq, Cap: ib.QPCap{MaxSendWR: 4, MaxRecvWR: 4, MaxSendSGE: 1, MaxRecvSGE: 1}}))
-	defer closeAll(t, c.qp, c.cq)
-	c.connect(&c)
 	stuck, r, wr := a.stuckWrite(b, "late word")
-	defer closeAll(t, r)
+	t.Cleanup(func() { closeAll(t, r) })
 	posted := make(chan struct{})
 	go func() {
 		a.post(wr)
 		close(posted)
 	}()
 	<-stuck.begun
+	return a, b, func() {
+		close(stuck.end)
+		<-posted
+	}
+}
+
+// beside makes another queue pair in the domain of an end, connected with itself.
+func (e *end) beside() *end {
+	e.t.Helper()
+	c := *e
+	c.cq = must[provider.CQ](e.t)(e.dev.CreateCQ(16, nil))
+	c.qp = must[provider.QP](e.t)(e.pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: c.cq, RecvCQ: c.cq,
+		Cap: ib.QPCap{MaxSendWR: 4, MaxRecvWR: 4, MaxSendSGE: 1, MaxRecvSGE: 1}}))
+	c.connect(&c)
+	e.t.Cleanup(func() { closeAll(e.t, c.qp, c.cq) })
+	return &c
+}
+
+// goesOn wants a connection to work.
+func goesOn(t *testing.T, a, b *end) {
+	t.Helper()
+	for range 100 {
+		a.post(a.write(b, 0, 64))
+		a.ok()
+	}
+}
+
+// A peer that stays inside a lane holds up the invalidation of the region, and nobody
+// else: neither who posts it, nor the queue pair's other half, nor other connections.
+func TestInvalidateWaitsForNobodyUnderLocks(t *testing.T) {
+	a, b, letGo := stuckInside(t)
+	fa, fb := connected(t, a.dev, b.dev, ib.RC, 4096, nil)
+	c := b.beside()
 	c.post(ib.SendWR{ID: 7, Op: ib.OpLocalInv, InvalidateKey: b.mr.RKey()})
 	if b.mr.(*MR).region.Alive() {
 		t.Error("the key is still good")
 	}
 	must[ib.QPAttr](t)(b.qp.Query())
 	must[ib.QPAttr](t)(c.qp.Query())
-	for range 100 {
-		fa.post(fa.write(fb, 0, 64))
-		fa.ok()
+	goesOn(t, fa, fb)
+	// However often it is tried, one goroutine waits for the peer.
+	before := runtime.NumGoroutine()
+	for range 1000 {
+		if f := b.dev.table.Invalidate(b.mr.RKey(), b.qp.(*QP).core.Actor()); f.Kind != mem.FaultPending {
+			t.Fatal(f)
+		}
+	}
+	if n := runtime.NumGoroutine(); n > before+10 {
+		t.Errorf("%d goroutines, %d before", n, before)
 	}
 	var wc [1]ib.WC
 	if n := must[int](t)(c.cq.Poll(wc[:])); n != 0 {
 		t.Fatalf("it is done though the peer is inside: %+v", wc[0])
 	}
-	close(stuck.end)
+	letGo()
 	if done := c.ok(); done.ID != 7 || done.Op != ib.WCLocalInv {
 		t.Errorf("%+v", done)
 	}
-	<-posted
 	a.status(ib.WCRemAccessErr) // it comes again, by the ring
+}
+
+// While the closing of a region waits for a peer, a request that invalidates it is refused
+// at once, by whoever it was sent, and nobody else notices.
+func TestInvalidateDuringClose(t *testing.T) {
+	a, b, letGo := stuckInside(t)
+	fa, fb := connected(t, a.dev, b.dev, ib.RC, 4096, nil)
+	ga, gb := connected(t, a.dev, b.dev, ib.RC, 4096, nil)
+	c := b.beside()
+	key := b.mr.RKey()
+	closed := make(chan struct{})
+	go func() {
+		closeAll(t, b.mr)
+		close(closed)
+	}()
+	eventually(t, "the key is dead", func() bool { return !b.mr.(*MR).region.Alive() })
+	gb.recv(ib.RecvWR{SGL: gb.sge(0, 64)})
+	ga.post(ib.SendWR{Op: ib.OpSendInv, SGL: ga.sge(0, 8), InvalidateKey: key})
+	ga.status(ib.WCRemAccessErr) // another domain: it is not looked at for longer than that
+	c.post(ib.SendWR{Op: ib.OpLocalInv, InvalidateKey: key})
+	c.status(ib.WCMWBindErr)
+	must[ib.QPAttr](t)(c.qp.Query())
+	goesOn(t, fa, fb)
+	select {
+	case <-closed:
+		t.Error("the region is closed though the peer is inside")
+	default:
+	}
+	letGo()
+	<-closed
+	a.status(ib.WCRemAccessErr)
+}
+
+// A completion whose bytes go to suspended memory is announced when the memory is back:
+// the program has polled nothing, armed, polled nothing, and sleeps.
+func TestSuspendedCompletionIsAnnounced(t *testing.T) {
+	x, y := openDevice(t, provider.Config{Link: linkUDP}), openDevice(t, provider.Config{Link: linkUDP})
+	var ch provider.Channel
+	a, b := connected(t, x, y, ib.RC, 4096, func(e *end) {
+		if e.dev == y {
+			ch = must[provider.Channel](t)(y.CreateChannel())
+			e.withQueue(16, ch)
+			e.channel = ch
+		}
+	})
+	b.recv(ib.RecvWR{ID: 1, SGL: b.sge(0, 8)})
+	must0(t, b.cq.RequestNotify(false))
+	r := b.mr.(*MR).region
+	if !r.Suspend() {
+		t.Fatal("not suspended")
+	}
+	a.post(ib.SendWR{Op: ib.OpSend, SGL: a.sge(0, 8)})
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	next := func() {
+		t.Helper()
+		_, err := ch.Next(ctx)
+		must0(t, err)
+		b.cq.Ack(1)
+	}
+	next()
+	var wc [1]ib.WC
+	for range 2 {
+		if n := must[int](t)(b.cq.Poll(wc[:])); n != 0 {
+			t.Fatalf("%+v", wc[0])
+		}
+		must0(t, b.cq.RequestNotify(false))
+	}
+	r.Resume()
+	next()
+	b.ok()
+	a.ok()
 }

@@ -92,6 +92,9 @@ type Import struct {
 	c     *net.UnixConn
 }
 
+// HungUp reports whether the exporter has ended, or let go of the connection.
+func (i *Import) HungUp() bool { return sys.HungUp(i.c) }
+
 // FetchObject imports the object with a number.
 func FetchObject(handle string, object uint64) (*Import, error) {
 	c, token, err := dialHandle(handle, "object")

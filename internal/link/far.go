@@ -72,6 +72,9 @@ func mayFetch(c *shm.Channel, t *train.Train) bool {
 // sendFar sends a train without its payload. done is false if it must go another
 // way: the memory is in too many pieces.
 func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done bool, err error) {
+	if s.tickets.none {
+		return false, nil
+	}
 	g := scratches.Get().(*scratch)
 	defer scratches.Put(g)
 	runs, fault, whole := mem.GatherFew(&t.Payload, uint64(t.Len), g.runs[:0:maxFarRuns], &g.pins)
@@ -200,6 +203,7 @@ func (r *farSource) ReadFar(b []byte, off uint64) (ok, own bool) {
 type tickets struct {
 	shown atomic.Pointer[atomic.Uint64] // nil: the link is closed
 	mu    sync.Mutex                    // held while the word is counted up: it does not go away meanwhile
+	none  bool                          // remapping does not count the word up: nothing is sent by reference
 }
 
 // Ticket is for trains that are about to be sent: see Train.Ticket. Nobody sends when the
@@ -213,7 +217,7 @@ func (s *Shared) Ticket() uint64 {
 
 func (k *tickets) open(word *atomic.Uint64) {
 	k.shown.Store(word)
-	mem.AddTicket(word)
+	k.none = !mem.AddTicket(word)
 }
 
 // GiveUpFetches makes other processes drop what they have not fetched yet. It is

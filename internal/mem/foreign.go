@@ -22,6 +22,9 @@ package mem
 import (
 	"errors"
 	"io"
+	"sync"
+	"sync/atomic"
+	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/sys"
@@ -30,6 +33,10 @@ import (
 // Foreign is a Backing of memory of another process.
 type Foreign struct {
 	ForeignConfig
+
+	ended  atomic.Bool  // the owner has ended while the memory was suspended
+	mu     sync.RWMutex // held for reading while somebody who waits looks at the guard
+	closed bool         // guarded by mu
 }
 
 // ForeignConfig says where the memory is. The Foreign closes all of it.
@@ -37,11 +44,19 @@ type ForeignConfig struct {
 	Memory       int // a descriptor of the owner's memory: sys.OpenMemory
 	Addr, Length uint64
 	Guard        *Guard
-	Link         io.Closer // what tells the owner that nobody is there any more
+	Link         ForeignLink
+}
+
+// ForeignLink is the connection with the owner: closing it tells the owner that nobody is
+// there any more.
+type ForeignLink interface {
+	io.Closer
+	// HungUp reports whether the owner has ended, or let go of it.
+	HungUp() bool
 }
 
 // NewForeign makes a backing. The caller has seen that Addr+Length does not wrap.
-func NewForeign(cfg ForeignConfig) *Foreign { return &Foreign{cfg} }
+func NewForeign(cfg ForeignConfig) *Foreign { return &Foreign{ForeignConfig: cfg} }
 
 // Kind returns KindForeign.
 func (f *Foreign) Kind() Kind { return KindForeign }
@@ -92,6 +107,9 @@ func (f *Foreign) Store(off uint64, b []byte, last bool) FaultKind {
 
 func (f *Foreign) move(call func(fd int, b []byte, addr uint64) bool, off uint64, b []byte) FaultKind {
 	since, kind := f.Guard.Enter()
+	if kind == FaultPending && f.ended.Load() {
+		return FaultStale // nobody will resume it
+	}
 	if kind != FaultNone {
 		return kind
 	}
@@ -112,13 +130,26 @@ func (f *Foreign) Gone(uint64, uint64, ib.Access) FaultKind { return FaultStale 
 
 // Await waits for an owner that moves the memory.
 func (f *Foreign) Await(uint64, uint64, ib.Access) FaultKind {
-	if !f.Guard.AwaitResumed() {
-		return FaultPending
+	for range guardWait / guardLook {
+		f.mu.RLock()
+		waits := !f.closed && f.Guard.Suspended()
+		if waits && f.Link.HungUp() {
+			f.ended.Store(true)
+			waits = false
+		}
+		f.mu.RUnlock()
+		if !waits {
+			return FaultNone
+		}
+		time.Sleep(guardLook)
 	}
-	return FaultNone
+	return FaultPending
 }
 
 // Close lets go of everything, the link last.
 func (f *Foreign) Close() error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.closed = true
 	return errors.Join(sys.CloseFD(f.Memory), f.Guard.Close(), f.Link.Close())
 }

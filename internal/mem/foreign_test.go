@@ -117,6 +117,12 @@ func (o *other) ask(format string, args ...any) (answer string) {
 	return ""
 }
 
+// noLink is a connection that never ends.
+type noLink struct{ io.Closer }
+
+func (noLink) Close() error { return nil }
+func (noLink) HungUp() bool { return false }
+
 // foreign is memory of the child.
 type foreign struct {
 	*mem.Foreign
@@ -156,7 +162,7 @@ func (o *other) memory(n uint64) *foreign {
 	if err != nil {
 		o.tb.Fatal(err)
 	}
-	f.Foreign = mem.NewForeign(mem.ForeignConfig{Memory: fd, Addr: f.addr, Length: n, Guard: user, Link: io.NopCloser(nil)})
+	f.Foreign = mem.NewForeign(mem.ForeignConfig{Memory: fd, Addr: f.addr, Length: n, Guard: user, Link: noLink{}})
 	return f
 }
 
@@ -236,6 +242,64 @@ func TestForeignMovedByItsOwner(t *testing.T) {
 	wg.Wait()
 	if !bytes.Equal(f.seen, bytes.Repeat([]byte{last}, n)) {
 		t.Error("what was written last is not there")
+	}
+}
+
+// brokenLink is a connection whose other end has gone.
+type brokenLink struct{ noLink }
+
+func (brokenLink) HungUp() bool { return true }
+
+// Who waits for memory that its owner has suspended is not harmed when the region is closed
+// meanwhile, and learns it when the owner has ended.
+func TestForeignSuspendedForGood(t *testing.T) {
+	for _, link := range []mem.ForeignLink{noLink{}, brokenLink{}} {
+		owner, fd, err := mem.NewGuard()
+		if err != nil {
+			t.Fatal(err)
+		}
+		user, err := mem.OpenGuard(fd)
+		if err != nil {
+			t.Fatal(err)
+		}
+		unix.Close(fd)
+		memory, err := sys.OpenMemory(os.Getpid())
+		if err != nil {
+			t.Fatal(err)
+		}
+		table := mem.NewTable(mem.TableConfig{})
+		b := mem.NewForeign(mem.ForeignConfig{Memory: memory, Addr: 4096, Length: 4096, Guard: user, Link: link})
+		r, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite, Length: 4096, Backing: b})
+		if err != nil {
+			t.Fatal(err)
+		}
+		owner.Suspend()
+		write := func() mem.Fault {
+			l := mem.List{Table: table, Actor: mem.Actor{PD: 1}, Access: ib.AccessLocalWrite, SGEs: []ib.SGE{{Length: 8, LKey: r.Key()}}}
+			f, _ := mem.Copy(&l, &mem.List{Raw: [][]byte{make([]byte, 8)}}, 8, true)
+			return f
+		}
+		f := write()
+		if f.Kind != mem.FaultPending {
+			t.Fatal(f)
+		}
+		if link.HungUp() {
+			f.Await()
+			if f = write(); f.Kind != mem.FaultStale {
+				t.Errorf("after the owner's end: %v", f)
+			}
+		}
+		waited := make(chan struct{})
+		go func() {
+			f.Await()
+			close(waited)
+		}()
+		time.Sleep(300 * time.Microsecond) // it waits
+		if err := r.Close(); err != nil {
+			t.Error(err)
+		}
+		<-waited
+		owner.Close()
 	}
 }
 

@@ -42,7 +42,7 @@ const (
 	guardSuspended = 1 << 62
 	guardCount     = guardSuspended - 1
 	guardLook      = 50 * time.Microsecond
-	guardWait      = 2 * time.Millisecond // how long AwaitResumed waits at most
+	guardWait      = 2 * time.Millisecond // how long who waits for a suspended guard does so at a time
 	suspensionsAt  = 8
 
 	proofAt, proofBytes = 64, 16
@@ -90,10 +90,11 @@ func (g *Guard) suspensions() *atomic.Uint64 {
 // tells whether it counts, by the number that is returned. Otherwise the fault says
 // whether there may be one later.
 func (g *Guard) Enter() (since uint64, kind FaultKind) {
+	since = g.suspensions().Load() // before: a suspension from here on makes Still false
 	w := g.word().Load()
 	if w&^guardCount == 0 { // who hammers does not move the count
 		if w = g.word().Add(1); w&^guardCount == 0 {
-			return g.suspensions().Load(), FaultNone
+			return since, FaultNone
 		}
 		g.Leave()
 	}
@@ -120,24 +121,15 @@ func (g *Guard) Shut() { g.word().Or(guardShut) }
 // Suspend lets nobody begin an access until Resume, and makes those that are under way
 // count for nothing. Shut does so for ever, and Await waits for them besides.
 func (g *Guard) Suspend() {
-	g.word().Or(guardSuspended)
 	g.suspensions().Add(1)
+	g.word().Or(guardSuspended)
 }
 
 // Resume ends Suspend.
 func (g *Guard) Resume() { g.word().And(^uint64(guardSuspended)) }
 
-// AwaitResumed waits until the guard is suspended no more, for a short time at most. It
-// reports whether it is.
-func (g *Guard) AwaitResumed() bool {
-	for left := guardWait; g.word().Load()&guardSuspended != 0; left -= guardLook {
-		if left <= 0 {
-			return false
-		}
-		time.Sleep(guardLook)
-	}
-	return true
-}
+// Suspended reports whether the owner has suspended the guard.
+func (g *Guard) Suspended() bool { return g.word().Load()&guardSuspended != 0 }
 
 // Await waits for the accesses that are under way, or until gone says that the user has
 // ended.

@@ -59,6 +59,9 @@ func newPinned(lock ib.LockMode, register func(ib.LockMode) (*Host, error)) (Bac
 		h.note = ""
 		h.locked = false // not by mlock
 		return &Held{h, pages}, nil
+	case errors.Is(err, syscall.EMFILE), errors.Is(err, syscall.ENFILE):
+		_ = h.Close() // the first error says more
+		return nil, ib.Errorf("reg_mr", syscall.ENOMEM, "%d bytes at %#x cannot be held: %v", h.length, h.addr, err)
 	case errors.Is(err, syscall.ENOMEM), errors.Is(err, syscall.EAGAIN):
 		_ = h.Close() // the first error says more
 		errno, limit := syscall.ENOMEM, sys.MemlockLimit()

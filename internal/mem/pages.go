@@ -15,6 +15,7 @@ import (
 	"errors"
 	"sync"
 	"syscall"
+	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/sys"
@@ -101,8 +102,19 @@ func pinFault(err error) FaultKind {
 	case errors.Is(err, syscall.EFAULT):
 		return FaultStale
 	}
-	return FaultStorage // the kernel lacks memory, or descriptors, to do it
+	return FaultPending // the kernel lacks memory, or the process descriptors, just now
 }
+
+// Gone is never called: what Run offers cannot be gone.
+func (p *Pages) Gone(uint64, uint64, ib.Access) FaultKind { return FaultStale }
+
+// Await gives others the time to let go of memory or descriptors.
+func (p *Pages) Await(uint64, uint64, ib.Access) FaultKind {
+	time.Sleep(pagesPause)
+	return FaultNone
+}
+
+const pagesPause = time.Millisecond
 
 // stagingSizes are the lengths of staging bytes, and how many of each are kept.
 var stagingSizes = [...]struct{ bytes, kept int }{{4 << 10, 64}, {64 << 10, 16}, {Quantum, 16}}

@@ -72,7 +72,7 @@ type Region struct {
 	// taken keeps new ones out.
 	bound atomic.Int32
 
-	mu      sync.Mutex                    // serialises those who change state's bits; guards suspend
+	mu      sync.Mutex                    // serialises those who change state's bits; held while other processes are waited for
 	suspend *suspension                   // nil until the region is first suspended
 	wake    atomic.Pointer[chan struct{}] // set while somebody sleeps until the count is zero
 }
@@ -266,7 +266,7 @@ func (r *Region) enter(shut uint64) FaultKind {
 // whyShut returns what an access to a region in such a state ends with.
 func whyShut(state uint64) FaultKind {
 	switch {
-	case state&(stateDead|stateInvalidated) != 0:
+	case state&(stateDead|stateInvalidated|statePaused) != 0:
 		return FaultDead
 	case state&stateRevoked != 0:
 		return FaultRevoked
@@ -316,7 +316,7 @@ const spinsBeforeSleep = 32
 func (r *Region) killLocked(bit uint64) (left <-chan struct{}) {
 	open := r.state.Or(bit)&stateCount != 0
 	if bit != stateSuspended {
-		r.wakeWaitersLocked()
+		r.wakeWaiters()
 	}
 	switch t := r.table; {
 	case r.window != nil: // requests never send from a window
@@ -345,7 +345,13 @@ func (r *Region) killLocked(bit uint64) (left <-chan struct{}) {
 
 // invalidate kills the key on behalf of a peer, or of the program.
 func (r *Region) invalidate(key uint32, who Actor, forPeer bool) (kind FaultKind, left <-chan struct{}) {
-	r.mu.Lock()
+	for !r.mu.TryLock() {
+		// Whoever has the lock may be waiting for another process. The caller must not.
+		if s := r.state.Load(); s&(stateDead|stateRevoked|statePaused) != 0 {
+			return whyShut(s), nil
+		}
+		runtime.Gosched()
+	}
 	defer r.mu.Unlock()
 	switch {
 	case r.state.Load()&stateDead != 0:

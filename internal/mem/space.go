@@ -268,7 +268,7 @@ func (s *space) lockSettled() {
 }
 
 // leave ends a membership. When it returns, the member is told nothing any more,
-// except that a sweep of it may still be under way.
+// except that a sweep of it, or a look at what it has missed, may still be under way.
 func (s *space) leave(m *membership) {
 	s.mu.Lock()
 	s.members.remove(m)
@@ -295,7 +295,7 @@ func (s *space) openLocked() {
 		return
 	}
 	for _, word := range s.tickets {
-		_ = n.AddTicket(word) // there is room for as many devices as a process has
+		_ = n.AddTicket(word) // there is room: see there
 	}
 	s.notifier.Store(n)
 }
@@ -521,13 +521,19 @@ func (x *rangeIndex) next(after *membership, into []*membership) (n int) {
 // or discarded: other processes that read this one's memory by its address look at the
 // word before and after, and what they have read counts only if it has not changed. The
 // word is no Go memory, and stays until RemoveTicket.
-func AddTicket(word *atomic.Uint64) {
+//
+// It reports false if there are too many: then nobody may read by the word.
+func AddTicket(word *atomic.Uint64) bool {
 	theSpace.mu.Lock()
 	defer theSpace.mu.Unlock()
-	theSpace.tickets = append(theSpace.tickets, word)
-	if n := theSpace.notifier.Load(); n != nil {
-		_ = n.AddTicket(word) // as above
+	if len(theSpace.tickets) == sys.MaxTickets {
+		return false
 	}
+	if n := theSpace.notifier.Load(); n != nil && n.AddTicket(word) != nil {
+		return false
+	}
+	theSpace.tickets = append(theSpace.tickets, word)
+	return true
 }
 
 // RemoveTicket ends AddTicket. When it returns nobody uses the word any more.

@@ -16,10 +16,24 @@ package mem
 // again after the copy and repeat it if the memory was taken meanwhile. Whoever moves the
 // bytes therefore moves them to other pages.
 
-// suspension is what a region has that is suspended, or was.
+import "sync"
+
+// suspension is what a region has that was ever suspended.
 type suspension struct {
-	by       int           // how many have suspended it
-	reopened chan struct{} // closed when it is suspended no more, or gone; nil until somebody waits
+	by       int           // how many have suspended it; guarded by the region's lock
+	reopened chan struct{} // closed when it is suspended no more, or gone; nil until somebody waits; guarded by waiters
+}
+
+// waiters guards what those who wait for regions share with those who wake them: whoever
+// shuts a region may hold the region's own lock for long, to wait for another process.
+var waiters sync.Mutex
+
+// suspensionLocked returns what the region has for it. The caller holds waiters.
+func (r *Region) suspensionLocked() *suspension {
+	if r.suspend == nil {
+		r.suspend = new(suspension)
+	}
+	return r.suspend
 }
 
 // Suspend keeps accesses out and waits for those under way. It nests: as many calls of
@@ -31,10 +45,10 @@ func (r *Region) Suspend() bool {
 	if r.window != nil || r.mkey != nil || r.state.Load()&(shutToLooks) != 0 {
 		return false
 	}
-	if r.suspend == nil {
-		r.suspend = new(suspension)
-	}
-	if r.suspend.by++; r.suspend.by == 1 {
+	waiters.Lock()
+	s := r.suspensionLocked()
+	waiters.Unlock()
+	if s.by++; s.by == 1 {
 		r.killLocked(stateSuspended)
 	}
 	return true
@@ -44,17 +58,20 @@ func (r *Region) Suspend() bool {
 func (r *Region) Resume() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.suspend == nil || r.suspend.by == 0 {
+	waiters.Lock()
+	s := r.suspensionLocked()
+	waiters.Unlock()
+	if s.by == 0 {
 		panic("mem: Resume of a region that is not suspended")
 	}
-	if r.suspend.by--; r.suspend.by > 0 {
+	if s.by--; s.by > 0 {
 		return
 	}
 	r.state.And(^uint64(stateSuspended))
 	if r.table.resumed != nil {
 		r.table.resumed(r)
 	}
-	r.wakeWaitersLocked()
+	r.wakeWaiters()
 }
 
 // Revoke ends all access to the region's memory: when it returns nobody touches it, in
@@ -76,15 +93,17 @@ func (r *Region) Revoke() bool {
 // Reopened returns a channel that is closed when the region is suspended no more, or is
 // gone; nil if it is not suspended.
 func (r *Region) Reopened() <-chan struct{} {
-	r.mu.Lock()
-	defer r.mu.Unlock()
+	waiters.Lock()
+	defer waiters.Unlock()
+	// Whoever opens the region again, or ends it, changes the state first.
 	if s := r.state.Load(); s&stateSuspended == 0 || s&shutToLooks != 0 {
 		return nil
 	}
-	if r.suspend.reopened == nil {
-		r.suspend.reopened = make(chan struct{})
+	s := r.suspensionLocked()
+	if s.reopened == nil {
+		s.reopened = make(chan struct{})
 	}
-	return r.suspend.reopened
+	return s.reopened
 }
 
 // awaitReopened waits until the region is suspended no more, or is gone.
@@ -94,8 +113,10 @@ func (r *Region) awaitReopened() {
 	}
 }
 
-// wakeWaitersLocked ends the waiting of those who have a channel of Reopened.
-func (r *Region) wakeWaitersLocked() {
+// wakeWaiters ends the waiting of those who have a channel of Reopened.
+func (r *Region) wakeWaiters() {
+	waiters.Lock()
+	defer waiters.Unlock()
 	if s := r.suspend; s != nil && s.reopened != nil {
 		close(s.reopened)
 		s.reopened = nil

@@ -205,9 +205,14 @@ func (q *QP) giveUp() {
 
 // forgetHeld forgets all that is held: the queue pair is reset, or has failed.
 func (q *QP) forgetHeld() {
-	if h := q.resp.held; h != nil {
-		h.drop()
-		q.resp.held = nil
+	r := &q.resp
+	if r.held == nil {
+		return
+	}
+	r.held.drop()
+	r.held = nil
+	if j := r.at(0); r.n > 0 && j.held {
+		j.held, j.waiting = false, false // what comes behind it is to be said
 	}
 }
 

@@ -294,6 +294,7 @@ func (q *QP) enterErrorAnswering() {
 		return
 	}
 	q.state = ib.QPErr
+	q.forgetHeld()
 	q.flushSend()
 	q.flushReceive()
 }

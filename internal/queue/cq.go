@@ -48,6 +48,10 @@ type CQ struct {
 	// fetchDone is told when that has been done.
 	fetchDone sync.Cond
 	writer    writer
+
+	reopening bool           // a goroutine waits for memory that is suspended (awaitReopened)
+	ended     chan struct{}  // closed by End
+	waits     sync.WaitGroup // for that goroutine
 }
 
 // Freed is the number of the first request of a send queue that still holds its place:
@@ -101,7 +105,7 @@ const (
 
 // NewCQ makes a ring of the given number of entries, at least 1.
 func NewCQ(entries int) *CQ {
-	c := &CQ{ring: make([]entry, entries)}
+	c := &CQ{ring: make([]entry, entries), ended: make(chan struct{})}
 	c.fetchDone.L = &c.mu
 	return c
 }
@@ -178,8 +182,9 @@ func (c *CQ) PollNotes(out []ib.WC, notes []Note) int {
 		if n > 0 || f.OK() {
 			return n
 		}
-		if f.Suspended() != nil { // whoever has suspended it may keep it for long
+		if reopened := f.Suspended(); reopened != nil { // whoever has suspended it may keep it for long
 			c.fetched()
+			c.awaitReopened(reopened)
 			return 0
 		}
 		f.Await() // what is left in the way shows when they are written
@@ -272,8 +277,8 @@ func (c *CQ) Arm(solicitedOnly bool) {
 // whether it raises the event. While some are on their way nobody can look at all of
 // them: Hold does so then.
 func (c *CQ) earlierLocked() bool {
-	if c.Earlier == nil || c.armed == notArmed || c.held {
-		return false
+	if c.Earlier == nil || c.armed == notArmed || c.held || c.reopening {
+		return false // while the first one waits for suspended memory, none can be had: awaitReopened
 	}
 	event, only := c.fired+1, c.armed == armedSolicited
 	found := c.Earlier(event, only)

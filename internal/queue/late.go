@@ -125,6 +125,56 @@ func (c *CQ) fetched() {
 	c.fetchDone.Broadcast()
 }
 
+// awaitReopened has the event of an armed queue raised when memory is open again that the
+// bytes of the first completion go to: whoever polled in vain may have gone to sleep.
+func (c *CQ) awaitReopened(reopened <-chan struct{}) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	select {
+	case <-c.ended:
+		return
+	default:
+	}
+	if c.reopening {
+		return
+	}
+	c.reopening = true
+	c.waits.Go(func() {
+		select {
+		case <-reopened:
+		case <-c.ended:
+			return
+		}
+		c.mu.Lock()
+		c.reopening = false
+		fire := false
+		if c.count.Load() > 0 && c.armed != notArmed {
+			note := &c.ring[c.head].note
+			if fire = c.armed == armedNext || note.Solicited; fire {
+				c.armed = notArmed
+				c.fired++
+				note.Event = c.fired
+			}
+		}
+		c.mu.Unlock()
+		if fire && c.OnEvent != nil {
+			c.OnEvent()
+		}
+	})
+}
+
+// End ends what the queue has under way, before it is forgotten. Nobody polls any more.
+func (c *CQ) End() {
+	c.mu.Lock()
+	select {
+	case <-c.ended:
+	default:
+		close(c.ended)
+	}
+	c.mu.Unlock()
+	c.waits.Wait()
+}
+
 // Settle writes bytes that wait, in their order, though nobody has polled. A fault is
 // what it has met: those before were written.
 func (c *CQ) Settle(w *Waiting) mem.Fault {

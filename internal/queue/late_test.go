@@ -335,3 +335,60 @@ func TestSettle(t *testing.T) {
 		t.Fatalf("%+v", wcs[0])
 	}
 }
+
+// A poll that returns nothing because memory is suspended is made good by an event when the
+// memory is back: a program that has armed the queue and gone to sleep wakes up.
+func TestSuspendedRaisesEvent(t *testing.T) {
+	for _, earlier := range []bool{false, true} {
+		c := NewCQ(4)
+		events := make(chan struct{}, 4)
+		c.OnEvent = func() { events <- struct{}{} }
+		if earlier {
+			c.Earlier = func(uint32, bool) bool { return false }
+		}
+		table := mem.NewTable(mem.TableConfig{})
+		b := make([]byte, 64)
+		h, err := mem.NewHostBytes(b, ib.AccessLocalWrite, ib.LockOff)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite, Length: 64, Backing: h})
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.Arm(false)
+		var waiting Waiting
+		l := Late{Table: table, Actor: mem.Actor{PD: 1}, SGE: ib.SGE{Length: 8, LKey: r.Key()}, Waiting: &waiting, N: 8}
+		copy(l.Data[:], "8 bytes.")
+		if !r.Suspend() {
+			t.Fatal("not suspended")
+		}
+		c.PushLate(&ib.WC{ID: 5}, false, &l)
+		<-events
+		var wc [1]ib.WC
+		c.Arm(false)
+		if n := c.Poll(wc[:]); n != 0 {
+			t.Fatalf("%d completions", n)
+		}
+		c.Arm(false) // once more, as programs do that are woken in vain
+		select {
+		case <-events:
+			t.Fatal("an event though nothing can be had")
+		default:
+		}
+		r.Resume()
+		<-events
+		if n := c.Poll(wc[:]); n != 1 || wc[0].ID != 5 || string(b[:8]) != "8 bytes." {
+			t.Fatalf("%d completions, %+v, %q", n, wc[0], b[:8])
+		}
+		// A queue that ends while memory is suspended waits for nobody.
+		if !r.Suspend() {
+			t.Fatal("not suspended")
+		}
+		c.PushLate(&ib.WC{ID: 6}, false, &l)
+		c.Poll(wc[:])
+		c.End()
+		c.End()
+		r.Resume()
+	}
+}

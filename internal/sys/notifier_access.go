@@ -48,6 +48,9 @@ func (n *Notifier) Overruns() uint64 { return n.r.overruns.Load() }
 // Closings returns how often a range was closed before a system call.
 func (n *Notifier) Closings() uint64 { return n.r.closings.Load() }
 
+// MaxTickets is how many words can be counted up.
+const MaxTickets = ticketSlots
+
 // AddTicket has a word counted up by one before any change of mappings that is announced
 // goes on, by the thread that reads events or by whoever closes a range. Other processes
 // that read memory of this one compare the word before and after: what they have read
