@@ -53,7 +53,7 @@ func newPinned(lock ib.LockMode, register func(ib.LockMode) (*Host, error)) (Bac
 	if err != nil {
 		return nil, err
 	}
-	pages, err := NewPages(h.at, h.length, writing)
+	pages, err := NewPages(h.at(), h.length, writing)
 	switch {
 	case err == nil:
 		h.note = ""

@@ -26,17 +26,15 @@ import (
 // memory that was mapped or came from C.
 type Host struct {
 	addr   uintptr // where it was registered
-	at     uintptr // where it is accessed
 	length uint64
 	owner  any          // what keeps the memory alive
-	sysv   *sys.SysV    // not nil: the attachment of our own where it is accessed
 	inHeap bool         // it is the Go heap's
 	writes bool         // it was found to be writable
 	inFile bool         // it is known to be a file's, which keeps it
 	note   string       // why the pages are neither locked nor held; empty if they are
 	locked bool         // by mlock
 	shard  uint32       // where the notifier counts accesses to it (remap.go)
-	fate   *pinnedWatch // nil: nothing can happen to the pages
+	fate   *pinnedWatch // nil: it is the Go heap's, to which nothing can happen
 }
 
 // hosts counts those that were made, to spread them over the notifier's counters.
@@ -81,7 +79,7 @@ func newHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, ow
 	if length > math.MaxInt || uintptr(length) > math.MaxInt-min(addr, math.MaxInt) { // nor does user space reach that far
 		return nil, ib.Errorf(op, syscall.EFAULT, "%d bytes at %#x are not memory of this process", length, addr)
 	}
-	h := &Host{addr: addr, at: addr, length: length, owner: owner, writes: access&ib.AccessLocalWrite != 0, shard: hosts.Add(1)}
+	h := &Host{addr: addr, length: length, owner: owner, writes: access&ib.AccessLocalWrite != 0, shard: hosts.Add(1)}
 	if raw && (goheap.Contains(addr) || goheap.Contains(addr+uintptr(length)-1)) {
 		return nil, heapError(addr, length)
 	}
@@ -102,9 +100,17 @@ func newHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, ow
 func (h *Host) attach() bool {
 	v, ok := sys.AttachSysV(h.addr, uintptr(h.length))
 	if ok {
-		h.at, h.sysv = v.At, &v
+		h.fate = &pinnedWatch{sysv: &v}
 	}
 	return ok
+}
+
+// at returns where the memory is accessed.
+func (h *Host) at() uintptr {
+	if h.fate != nil && h.fate.sysv != nil {
+		return h.fate.sysv.At
+	}
+	return h.addr
 }
 
 // take makes sure of the memory.
@@ -198,7 +204,7 @@ func (h *Host) lock(mode ib.LockMode) error {
 	if h.inHeap {
 		h.note = noteHeap
 	} else {
-		err := sys.LockPages(h.at, uintptr(h.length))
+		err := sys.LockPages(h.at(), uintptr(h.length))
 		if err == nil {
 			h.locked = true
 			return nil
@@ -251,7 +257,7 @@ func (h *Host) Solid() bool { return h.inHeap }
 
 // Pinned returns the Host itself if its memory may be remapped under it; nil if not.
 func (h *Host) Pinned() *Host {
-	if h.fate == nil {
+	if !h.watched() {
 		return nil
 	}
 	return h
@@ -269,7 +275,7 @@ func (h *Host) Run(off, n uint64, _ ib.Access) ([]byte, FaultKind) {
 	if off >= h.length || n > h.length-off {
 		return nil, FaultBounds
 	}
-	if h.fate != nil {
+	if h.watched() {
 		if !theSpace.settleSoon() {
 			return nil, FaultPending // what has changed is not known yet
 		}
@@ -277,7 +283,7 @@ func (h *Host) Run(off, n uint64, _ ib.Access) ([]byte, FaultKind) {
 			return nil, FaultStale
 		}
 	}
-	return bytesAt(h.at+uintptr(off), int(n)), FaultNone
+	return bytesAt(h.at()+uintptr(off), int(n)), FaultNone
 }
 
 // Durable reports whether Persist makes the bytes persistent: that they were
@@ -291,10 +297,10 @@ func (h *Host) Persist(off, n uint64) error {
 
 // Close unlocks the pages that no other region keeps locked.
 func (h *Host) Close() error {
-	h.unwatch()
 	if h.locked {
-		sys.UnlockPages(h.at, uintptr(h.length))
+		sys.UnlockPages(h.at(), uintptr(h.length))
 	}
+	h.unwatch()
 	h.owner = nil
 	return nil
 }

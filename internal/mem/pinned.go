@@ -17,6 +17,7 @@ import (
 // pinnedWatch is what a Host knows about the fate of its pages.
 type pinnedWatch struct {
 	place *membership
+	sysv  *sys.SysV                   // not nil: memory of System V, with an attachment of our own: it is not watched
 	mu    sync.Mutex                  // held while lost changes
 	lost  atomic.Pointer[[]addrRange] // the parts that are stale; nil: none
 	all   atomic.Bool                 // all of it is watched, but for what becomes stale
@@ -42,10 +43,13 @@ func (h *Host) unwatch() {
 		theSpace.leave(h.fate.place)
 		h.fate.place = nil
 	}
-	if h.sysv != nil {
-		h.sysv.Detach()
+	if h.fate != nil && h.fate.sysv != nil {
+		h.fate.sysv.Detach()
 	}
 }
+
+// watched reports whether something may happen to the pages that the kernel tells of.
+func (h *Host) watched() bool { return h.fate != nil && h.fate.sysv == nil }
 
 // staleAt reports whether a part of n bytes at off is stale.
 func (h *Host) staleAt(off, n uint64) bool {

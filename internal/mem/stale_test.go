@@ -2,6 +2,7 @@ package mem_test
 
 import (
 	"bytes"
+	"runtime"
 	"runtime/debug"
 	"testing"
 
@@ -216,6 +217,18 @@ func (broken) Run(uint64, uint64, ib.Access) ([]byte, mem.FaultKind) { return ni
 // Memory of System V that a program has detached is still the region's, and what is mapped
 // there next is not; the segment lasts until the region is closed.
 func TestSysVDetached(t *testing.T) {
+	testSysVDetached(t)
+	// The first segment of all has the number 0.
+	t.Run("the first", func(t *testing.T) {
+		runtime.LockOSThread() // and the thread ends with the test
+		if err := unix.Unshare(unix.CLONE_NEWIPC); err != nil {
+			t.Skipf("kernel: %v", err)
+		}
+		testSysVDetached(t)
+	})
+}
+
+func testSysVDetached(t *testing.T) {
 	const n = 8192
 	id, err := unix.SysvShmGet(unix.IPC_PRIVATE, n, unix.IPC_CREAT|0o600)
 	if err != nil {

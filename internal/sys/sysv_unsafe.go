@@ -28,14 +28,14 @@ func AttachSysV(addr, n uintptr) (SysV, bool) {
 		return SysV{}, false
 	}
 	m, err := s.find(addr, false)
-	if err != nil || !m.File || !m.Shared || m.End-addr < n || !strings.HasPrefix(s.name(&m), "/SYSV") {
+	if err != nil || !m.Shared || m.End-addr < n || !strings.HasPrefix(s.name(&m), "/SYSV") {
 		return SysV{}, false
 	}
 	flags := uintptr(0)
 	if !m.Write {
 		flags = unix.SHM_RDONLY
 	}
-	base, _, errno := unix.Syscall(unix.SYS_SHMAT, uintptr(m.Inode), 0, flags) // the inode's number is the segment's
+	base, _, errno := unix.Syscall(unix.SYS_SHMAT, uintptr(m.Inode), 0, flags) // the inode's number is the segment's, which may be 0
 	if errno != 0 {
 		return SysV{}, false
 	}
