@@ -104,8 +104,9 @@ func TestNotifierAccess(t *testing.T) {
 func TestNotifierOverrun(t *testing.T) {
 	n := openTestNotifier(t)
 	for i, c := range changes {
-		a := mapPages(t, 4, readWrite, unix.MAP_PRIVATE)
-		if err := n.Watch(a, a+4*pageSize); err != nil {
+		const more = 5
+		a := mapPages(t, 1+more+2, readWrite, unix.MAP_PRIVATE)
+		if err := n.Watch(a, a+(1+more+2)*pageSize); err != nil {
 			t.Fatal(err)
 		}
 		takeAll(t, n)
@@ -123,15 +124,20 @@ func TestNotifierOverrun(t *testing.T) {
 			t.Errorf("%s: it took %v", c.name, took)
 		}
 		// The same access is not waited for again; that it goes on is counted all the same.
-		began = time.Now()
-		if err := c.do(a + pageSize); err != nil {
-			t.Error(c.name, err)
+		// (Any one of them may take long on a busy machine, but not all of them.)
+		shortest := time.Hour
+		for k := range uintptr(more) {
+			began = time.Now()
+			if err := c.do(a + (1+k)*pageSize); err != nil {
+				t.Error(c.name, err)
+			}
+			shortest = min(shortest, time.Since(began))
 		}
-		if took := time.Since(began); took > 80*time.Millisecond {
-			t.Errorf("%s: waited again, %v", c.name, took)
+		if shortest > 80*time.Millisecond {
+			t.Errorf("%s: waited again, %v at least", c.name, shortest)
 		}
 		n.Leave(uint32(i))
-		if got := n.Overruns() - before; got != 2 {
+		if got := n.Overruns() - before; got < 2 || got > 1+more { // a turn of the thread may be for several
 			t.Errorf("%s: %d overruns", c.name, got)
 		}
 		if _, lost := takeAll(t, n); lost {
@@ -147,9 +153,17 @@ func TestNotifierClosing(t *testing.T) {
 		t.Fatal("the functions are not offered")
 	}
 	const unit = 1 << unitBits
-	// A range of units of its own, of which the middle one is watched in part.
-	area := mapPages(t, 4*unit/pageSize, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_NORESERVE)
-	a := (area + 2*unit - 1) &^ (unit - 1)
+	// A range of units of its own, of which the middle one is watched in part. Units stay
+	// noted, so it is one where no other test has been.
+	noted := func(at uintptr) bool { return n.r.units[at>>unitBits/64].Load()>>(at>>unitBits%64)&1 != 0 }
+	var a uintptr
+	for tries := 0; a == 0 || noted(a-unit) || noted(a) || noted(a+unit); tries++ {
+		if tries == 100 {
+			t.Fatal("all units are noted")
+		}
+		area := mapPages(t, 4*unit/pageSize, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_NORESERVE)
+		a = (area + 2*unit - 1) &^ (unit - 1)
+	}
 	_, _, errno := unix.Syscall6(unix.SYS_MMAP, a, unit, readWrite, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_FIXED, ^uintptr(0), 0)
 	if errno != 0 {
 		t.Fatal(errno)
