@@ -137,7 +137,7 @@ func TestNotifierOverrun(t *testing.T) {
 			t.Errorf("%s: waited again, %v at least", c.name, shortest)
 		}
 		n.Leave(uint32(i))
-		if got := n.Overruns() - before; got < 2 || got > 1+more { // a turn of the thread may be for several
+		if got := n.Overruns() - before; got < 1 || got > 1+more { // the thread may read several changes at once
 			t.Errorf("%s: %d overruns", c.name, got)
 		}
 		if _, lost := takeAll(t, n); lost {
