@@ -254,7 +254,7 @@ func (e *exports) revoke(r *mem.Region, wait bool) {
 	e.mu.Unlock()
 }
 
-// shut lets nobody who has imported a region begin an access any more.
+// shut keeps the processes that have imported a region from beginning another access.
 func (e *exports) shut(r *mem.Region) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

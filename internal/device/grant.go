@@ -118,7 +118,7 @@ func (d *Device) invalidated(r *mem.Region) <-chan struct{} {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if left := k.leaving[r]; left != nil {
-		return left // somebody waits for them already
+		return left // a goroutine waits for these peers already
 	}
 	if k.leaving == nil {
 		k.leaving = make(map[*mem.Region]chan struct{})

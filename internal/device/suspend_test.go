@@ -265,7 +265,7 @@ func goesOn(t *testing.T, a, b *end) {
 }
 
 // A peer that stays inside a lane holds up the invalidation of the region, and nobody
-// else: neither who posts it, nor the queue pair's other half, nor other connections.
+// else: neither the poster, nor the queue pair's other half, nor other connections.
 func TestInvalidateWaitsForNobodyUnderLocks(t *testing.T) {
 	a, b, letGo := stuckInside(t)
 	fa, fb := connected(t, a.dev, b.dev, ib.RC, 4096, nil)

@@ -68,8 +68,8 @@ func (f Fault) Await() Fault {
 }
 
 // Suspended returns a channel that is closed when Await would end, if what it waits for
-// is not fetched but given back by somebody: by whoever has suspended a region, or by
-// another process. It is nil if not.
+// is not fetched but given back: by the caller of Suspend, or by another process that
+// leaves the memory. It is nil if not.
 func (f Fault) Suspended() <-chan struct{} {
 	switch w := f.wanted; {
 	case f.Kind != FaultPending || w == nil:

@@ -35,7 +35,7 @@ type Foreign struct {
 	ForeignConfig
 
 	ended  atomic.Bool  // the owner has ended while the memory was suspended
-	mu     sync.RWMutex // held for reading while somebody who waits looks at the guard
+	mu     sync.RWMutex // held for reading while Await looks at the guard
 	closed bool         // guarded by mu
 }
 

@@ -87,7 +87,7 @@ func (g *Guard) suspensions() *atomic.Uint64 {
 }
 
 // Enter begins an access, if there may be one: then Leave ends it, and before that Still
-// tells whether it counts, by the number that is returned. Otherwise the fault says
+// reports whether it counts, by the number that is returned. Otherwise the fault says
 // whether there may be one later.
 func (g *Guard) Enter() (since uint64, kind FaultKind) {
 	since = g.suspensions().Load() // before: a suspension from here on makes Still false

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"errors"
 	"math/rand/v2"
-	"os"
 	"sync"
 	"syscall"
 	"testing"
@@ -38,9 +37,7 @@ func newPages(tb testing.TB, b []byte, access ib.Access) *mem.Pages {
 // shared file in memory that are not mapped where they were any more.
 func TestConformanceOfPages(t *testing.T) {
 	needPins(t)
-	if limit := sys.MemlockLimit(); os.Getuid() != 0 && limit < 16<<20 {
-		t.Skipf("RLIMIT_MEMLOCK is %d bytes, the suite needs more", limit)
-	}
+	needMemlock(t)
 	if k := (&mem.Pages{}).Kind(); k != mem.KindPinned {
 		t.Errorf("they are %v", k)
 	}
