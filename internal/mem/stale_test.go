@@ -61,6 +61,7 @@ func TestStale(t *testing.T) {
 			if err := vanish(); err != nil {
 				t.Fatal(err)
 			}
+			mem.Sweep() // or an access may be told to wait until the change is known
 			goodList := &mem.List{Table: table, Actor: who, SGEs: []ib.SGE{{Length: size, LKey: good.Key()}}}
 			faults := uint64(0)
 			for _, c := range []struct{ off, n uint64 }{
