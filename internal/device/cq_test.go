@@ -362,7 +362,7 @@ func TestEventNoneLost(t *testing.T) {
 	for _, mode := range []string{linkLoop, linkUDP} {
 		t.Run(mode, func(t *testing.T) {
 			a, b := eventPair(t, mode)
-			n := lastingOps(2000, 50000)
+			n := lastingOps(2000, 15000)
 			var wg sync.WaitGroup
 			wg.Go(func() {
 				for i := range n {

@@ -170,7 +170,7 @@ func TestFaultyTriangle(t *testing.T) {
 		t.Cleanup(owner.close)
 		var sides []*side
 		for i := range devs {
-			two := newSides(t, fmt.Sprint(i), devs[i], devs[(i+1)%3], rng, lastingOps(30, 300), ib.MTU512, 8<<10, func(e *end) {
+			two := newSides(t, fmt.Sprint(i), devs[i], devs[(i+1)%3], rng, lastingOps(30, 100), ib.MTU512, 8<<10, func(e *end) {
 				e.pause = virtualPause
 			})
 			for _, s := range two {

@@ -269,7 +269,7 @@ func TestFetchFaulty(t *testing.T) {
 				fabric, devs := simulated(t, 2, cfg, nil)
 				var sides []*side
 				for c := range 2 {
-					two := newSides(t, fmt.Sprint(c), devs[0], devs[1], rng, lastingOps(40, 150), ib.MTU1024, 64<<10, func(e *end) {
+					two := newSides(t, fmt.Sprint(c), devs[0], devs[1], rng, lastingOps(40, 80), ib.MTU1024, 64<<10, func(e *end) {
 						e.rd, e.pause = uint8(1+rng.IntN(16)), virtualPause
 						withChannel(t, e)
 						p := e.lazily()
@@ -390,7 +390,7 @@ func TestFetchChurn(t *testing.T) {
 			for w := range 4 {
 				rng := rand.New(rand.NewPCG(uint64(w), 4))
 				wg.Go(func() {
-					for range lastingOps(15, 1000) {
+					for range lastingOps(15, 200) {
 						rec := &recorder{}
 						func() {
 							defer func() { _ = recover() }() // Fatal: rec has it

@@ -83,7 +83,7 @@ func TestLaneRevoked(t *testing.T) {
 	} {
 		for _, size := range laneSizes {
 			t.Run(fmt.Sprintf("%s/%d", tt.name, size), func(t *testing.T) {
-				for range lastingOps(3, 50) {
+				for range lastingOps(3, 12) {
 					a, b := byRings(t, ib.RC, 2*size)
 					hurryNow(a, b)
 					b.shareMemory(2 * size)
@@ -118,7 +118,7 @@ func TestLaneRevokedOften(t *testing.T) {
 		}
 	})
 	access := allRemote
-	for round := range lastingOps(100, 2000) {
+	for round := range lastingOps(100, 800) {
 		before := a.directs()
 		eventually(t, "WRITEs go by a lane", func() bool { return a.directs() > before })
 		b.dev.rx.Lock() // what comes by the ring stays there
@@ -211,7 +211,7 @@ func hurryNow(ends ...*end) {
 // the message is there, nobody writes any more.
 func TestLaneInvalidated(t *testing.T) {
 	const size = 64 << 10
-	for range lastingOps(5, 100) {
+	for range lastingOps(5, 30) {
 		a, b := byRings(t, ib.RC, 2*size)
 		b.shareMemory(2 * size)
 		closeAll(t, b.mr)

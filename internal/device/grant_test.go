@@ -178,7 +178,7 @@ func testLaneMixed(t *testing.T, least uint64, beside func(*mixer)) {
 	}
 	for _, m := range sides {
 		wg.Go(func() {
-			if err := m.run(lastingOps(3000, 100000), &working); err != nil {
+			if err := m.run(lastingOps(3000, 30000), &working); err != nil {
 				t.Error(err)
 				working.Store(0)
 			}

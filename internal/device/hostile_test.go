@@ -485,7 +485,7 @@ func TestHostileFlood(t *testing.T) {
 	before, sent := countsOf(y), uint64(0)
 	tx := countsOf(x)["tx_packets"]
 	outside := bytes.Clone(prey.arena)
-	for i := range lastingOps(3000, 100000) {
+	for i := range lastingOps(3000, 30000) {
 		a := prey.impostor
 		if i%5 == 0 {
 			a = prey.stranger

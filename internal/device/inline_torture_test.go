@@ -112,7 +112,7 @@ func TestInlineReceiveTorture(t *testing.T) {
 		for _, absent := range []bool{false, true} {
 			t.Run(mode+map[bool]string{true: "/absent"}[absent], func(t *testing.T) {
 				seed := testSeed(t)
-				until := time.Now().Add(lasting(300*time.Millisecond, 30*time.Second))
+				until := time.Now().Add(lasting(300*time.Millisecond, 6*time.Second))
 				inlineTorture(t, openFor(t, mode), openFor(t, mode), seed, absent, until)
 			})
 		}

@@ -61,7 +61,7 @@ func (f *family) dependents() map[closer][]closer {
 func TestCloseOrders(t *testing.T) {
 	seed := testSeed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
-	for range lastingOps(40, 1000) {
+	for range lastingOps(40, 300) {
 		f := newFamily(t, linkLoop)
 		needs := f.dependents()
 		var objects []closer

@@ -48,7 +48,7 @@ func TestLivePages(t *testing.T) {
 				defer wg.Wait()
 				defer stop.Store(true)
 				n := 0
-				for end := time.Now().Add(lasting(200*time.Millisecond, 5*time.Second)); n < 3 || time.Now().Before(end); n++ {
+				for end := time.Now().Add(lasting(200*time.Millisecond, 2*time.Second)); n < 3 || time.Now().Before(end); n++ {
 					if op == ib.OpSend {
 						b.recv(ib.RecvWR{SGL: b.sge(0, size)})
 					}
@@ -135,7 +135,7 @@ func TestSpinOnMemory(t *testing.T) {
 				t.Cleanup(func() { closeAll(t, mr) })
 				var wg sync.WaitGroup
 				var seen atomic.Uint64
-				rounds := uint64(lastingOps(30, 4000))
+				rounds := uint64(lastingOps(30, 400))
 				if mode == linkLoop { // one copy takes it all, and long enough to be caught in it
 					rounds *= 2
 				}

@@ -189,7 +189,7 @@ func TestAddressHandleOutlivesPeer(t *testing.T) {
 func TestLoopCrossing(t *testing.T) {
 	a, b := pair(t, linkLoop, ib.RC, 256<<10)
 	var wg sync.WaitGroup
-	until := time.Now().Add(lasting(300*time.Millisecond, 10*time.Second))
+	until := time.Now().Add(lasting(300*time.Millisecond, 5*time.Second))
 	for _, two := range [][2]*end{{a, b}, {b, a}} {
 		wg.Go(func() {
 			e, o := two[0], two[1]

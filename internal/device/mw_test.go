@@ -195,7 +195,7 @@ func TestWindowRevokedUnderLoad(t *testing.T) {
 		for _, op := range []ib.Opcode{ib.OpRDMAWrite, ib.OpRDMARead, ib.OpAtomicFetchAdd} {
 			for _, revoke := range revocations {
 				t.Run(fmt.Sprintf("%s/%v/%v %s", mode, op, revoke.typ, revoke.name), func(t *testing.T) {
-					for range lastingOps(1, 20) {
+					for range lastingOps(1, 5) {
 						a, b := windowed(t, mode, 2*size)
 						copy(a.buf, noise) // the two halves differ
 						w := b.window(revoke.typ)
@@ -240,7 +240,7 @@ func TestWindowInvalidatedByPeer(t *testing.T) {
 			a, b := windowed(t, mode, 64<<10)
 			w := b.window(ib.MWType2)
 			fill(a.buf, 1)
-			for round := range lastingOps(20, 500) {
+			for round := range lastingOps(20, 150) {
 				key := b.bind(w, 0, 64<<10, ib.AccessRemoteWrite)
 				b.recv(ib.RecvWR{SGL: b.sge(0, 8)})
 				n := 1 + round*997%(64<<10)

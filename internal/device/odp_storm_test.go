@@ -84,7 +84,7 @@ func TestOnDemandTraffic(t *testing.T) {
 				var areas []area
 				var sides []*side
 				for i := range 2 {
-					s := newSides(t, fmt.Sprint(i), x, y, rng, lastingOps(70, 1500), ib.MTU1024, 64<<10, func(e *end) {
+					s := newSides(t, fmt.Sprint(i), x, y, rng, lastingOps(70, 400), ib.MTU1024, 64<<10, func(e *end) {
 						m, fd := e.onDemandShared(implicit)
 						areas = append(areas, area{m, fd})
 						e.pause = func() { time.Sleep(10 * time.Microsecond) }
@@ -205,7 +205,7 @@ func TestOnDemandStormOfHoles(t *testing.T) {
 				defer stop.Store(true)
 				rng := rand.New(rand.NewPCG(seed, 2))
 				outcomes := map[ib.WCStatus]int{}
-				for end := time.Now().Add(lasting(400*time.Millisecond, 20*time.Second)); time.Now().Before(end); {
+				for end := time.Now().Add(lasting(400*time.Millisecond, 6*time.Second)); time.Now().Before(end); {
 					p := rng.IntN(pages)
 					n := 1 + rng.IntN(min(6, pages-p))<<12
 					wr := a.write(b, p<<12, n)
@@ -280,7 +280,7 @@ func TestPrefetchStorm(t *testing.T) {
 			m.remap()
 		}
 	})
-	for range lastingOps(40, 2000) {
+	for range lastingOps(40, 500) {
 		var list []ib.SGE
 		var mrs []closer
 		for i := range 3 {

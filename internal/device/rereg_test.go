@@ -143,7 +143,7 @@ func TestReregUnderLoad(t *testing.T) {
 	for _, mode := range allLinks {
 		for _, op := range []ib.Opcode{ib.OpRDMAWrite, ib.OpRDMARead, ib.OpAtomicFetchAdd} {
 			t.Run(fmt.Sprintf("%s/%v", mode, op), func(t *testing.T) {
-				for range lastingOps(1, 20) {
+				for range lastingOps(1, 5) {
 					a, b := connected(t, openFor(t, mode), openFor(t, mode), ib.RC, 2*size, nil)
 					copy(a.buf, noise)
 					wr := ib.SendWR{Op: op, SGL: a.sge(0, size), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey(), CompareAdd: 1}

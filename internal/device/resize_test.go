@@ -75,7 +75,7 @@ func TestResizeUnderLoad(t *testing.T) {
 					done++
 				}
 			}
-			for until := time.Now().Add(lasting(400*time.Millisecond, 10*time.Second)); time.Now().Before(until); {
+			for until := time.Now().Add(lasting(400*time.Millisecond, 4*time.Second)); time.Now().Before(until); {
 				for sent-done < deep/2 {
 					at := int(sent%deep) * slot
 					size := 8 * (1 + int(sent%(slot/8)))

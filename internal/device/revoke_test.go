@@ -67,7 +67,7 @@ func TestRegionClosedUnderLoad(t *testing.T) {
 	for _, mode := range []string{linkLoop, linkUDP} {
 		for _, op := range []ib.Opcode{ib.OpRDMAWrite, ib.OpRDMARead, ib.OpAtomicFetchAdd, ib.OpSend} {
 			t.Run(fmt.Sprintf("%s/%v", mode, op), func(t *testing.T) {
-				for range lastingOps(2, 20) {
+				for range lastingOps(2, 6) {
 					a, b := pair(t, mode, ib.RC, 2*size)
 					copy(a.buf, noise) // the two halves differ
 					wr := ib.SendWR{Op: op, SGL: a.sge(0, size), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey(), CompareAdd: 1}
@@ -195,7 +195,7 @@ func TestCloseAfterReceive(t *testing.T) {
 		for _, op := range []ib.Opcode{ib.OpSend, ib.OpRDMAWriteImm} {
 			t.Run(fmt.Sprintf("%s/%v", mode, op), func(t *testing.T) {
 				x, y := openDevice(t, provider.Config{Link: mode}), openDevice(t, provider.Config{Link: mode})
-				for i := range lastingOps(20, 500) {
+				for i := range lastingOps(20, 120) {
 					a, b := newEnd(t, x, ib.RC, 64), newEnd(t, y, ib.RC, 64)
 					hurry(a)
 					a.connect(b)
@@ -219,7 +219,7 @@ func TestCloseAfterReceive(t *testing.T) {
 func TestCloseStorm(t *testing.T) {
 	for _, mode := range []string{linkLoop, linkUDP} {
 		t.Run(mode, func(t *testing.T) {
-			for range lastingOps(3, 50) {
+			for range lastingOps(3, 15) {
 				x, y := openDevice(t, provider.Config{Link: mode}), openDevice(t, provider.Config{Link: mode})
 				var ends []*end
 				var wg sync.WaitGroup

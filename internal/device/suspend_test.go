@@ -104,7 +104,7 @@ func TestMovingMemory(t *testing.T) {
 				moved <- n
 			}()
 			adds := uint64(0)
-			for began, i := time.Now(), 0; (i < 200 || time.Since(began) < lasting(time.Second, 10*time.Second)) && !t.Failed(); i++ {
+			for began, i := time.Now(), 0; (i < 200 || time.Since(began) < lasting(time.Second, 4*time.Second)) && !t.Failed(); i++ {
 				n := 8 * (1 + rng.IntN(1+rng.IntN(12<<10)))
 				at := rng.IntN((counter-n)/8) * 8
 				from := rng.IntN((counter-n)/8) * 8

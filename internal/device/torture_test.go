@@ -195,7 +195,7 @@ func (h *hall) take(wc *ib.WC) {
 // completion queue and one shared receive queue, everything at once in both
 // directions: each request completes once and in order, each message arrives
 // once and in order, and the words count each addition.
-func TestTorture(t *testing.T) { torture(t, lasting(1500*time.Millisecond, time.Minute)) }
+func TestTorture(t *testing.T) { torture(t, lasting(1500*time.Millisecond, 20*time.Second)) }
 
 // TestSoak is the same for as long as VERBENA_SOAK says.
 func TestSoak(t *testing.T) {
@@ -261,7 +261,7 @@ func TestTortureChurn(t *testing.T) {
 			x, y := openDevice(t, provider.Config{Link: mode}), openDevice(t, provider.Config{Link: mode})
 			var wg sync.WaitGroup
 			var rounds atomic.Int64
-			until := time.Now().Add(lasting(400*time.Millisecond, 20*time.Second))
+			until := time.Now().Add(lasting(400*time.Millisecond, 5*time.Second))
 			for w := range 6 {
 				wg.Go(func() {
 					for i := 0; time.Now().Before(until) && !t.Failed(); i++ {

@@ -118,7 +118,7 @@ func TestOnDemandStormCounts(t *testing.T) {
 				r.backing.Stats()
 				time.Sleep(time.Millisecond)
 			})
-			s.pass(lasting(250*time.Millisecond, 20*time.Second))
+			s.pass(lasting(250*time.Millisecond, 6*time.Second))
 			st := r.backing.Stats()
 			if in, out := st.PageFaultPages+st.PrefetchPages, st.InvalidationPages+r.backing.Present(); in < out || in-out > 20*st.Contentions+in/100 {
 				t.Errorf("%d pages came, %d went or are there: %+v", in, out, st)
@@ -234,7 +234,7 @@ func TestOnDemandStormOfAll(t *testing.T) {
 		mem.Sweep()
 		time.Sleep(2 * time.Millisecond)
 	})
-	s.pass(lasting(300*time.Millisecond, 30*time.Second))
+	s.pass(lasting(300*time.Millisecond, 10*time.Second))
 	if !bytes.Equal(private, make([]byte, 2*page)) {
 		t.Error("the child of a fork has written into its parent")
 	}
@@ -303,6 +303,6 @@ func TestOnDemandStormOfGC(t *testing.T) {
 		debug.FreeOSMemory()
 		time.Sleep(time.Millisecond)
 	})
-	s.pass(lasting(250*time.Millisecond, 20*time.Second))
+	s.pass(lasting(250*time.Millisecond, 6*time.Second))
 	t.Logf("%+v", all.backing.Stats())
 }
