@@ -80,7 +80,7 @@ func reclaim(t *testing.T, file string, size, limit int64) {
 func TestReclaimFile(t *testing.T) {
 	size, limit := int64(224<<20), int64(96<<20)
 	if fullMatrix() {
-		size, limit = 16<<30, 1<<30
+		size, limit = 2<<30, 128<<20
 	}
 	dir := t.TempDir()
 	var st unix.Statfs_t
@@ -104,20 +104,20 @@ func TestReclaimFile(t *testing.T) {
 
 // Anonymous memory and shared memory, which go to a compressed device.
 func TestReclaimAnonymous(t *testing.T) {
-	modetest.Swap(t, "6G")
-	t.Run("private", func(t *testing.T) { reclaim(t, "", 4<<30, 512<<20) })
+	modetest.Swap(t, "2G")
+	t.Run("private", func(t *testing.T) { reclaim(t, "", 1<<30, 128<<20) })
 	t.Run("shared", func(t *testing.T) {
 		f, err := os.CreateTemp("/dev/shm", "verbena-test")
 		if err != nil {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { _ = os.Remove(f.Name()) })
-		const size = 2 << 30
+		const size = 512 << 20
 		if err := f.Truncate(size); err != nil {
 			t.Fatal(err)
 		}
 		_ = f.Close()
-		reclaim(t, f.Name(), size, 256<<20)
+		reclaim(t, f.Name(), size, 64<<20)
 	})
 }
 

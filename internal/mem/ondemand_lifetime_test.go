@@ -170,7 +170,7 @@ func TestOnDemandCloseRace(t *testing.T) {
 	o.mapAt(0, n, readWrite, anonPages, -1)
 	rounds := 60
 	if os.Getenv("VERBENA_FULL") != "" {
-		rounds = 2000
+		rounds = 500
 	}
 	for round := range rounds {
 		r := o.on(o.addr, n)
