@@ -156,7 +156,7 @@ func (l *List) whole(n uint64) (r *Region, b []byte, at uint64) {
 	if kind != FaultNone {
 		return nil, nil, 0
 	}
-	if (r.kind == KindPinned || r.kind == KindDevice) && r.staged == nil {
+	if (r.kind == KindPinned || r.kind == KindDevice) && r.staged == nil && !r.byEngine {
 		if b, kind = r.backing.Run(at, n, l.Access); kind == FaultNone && uint64(len(b)) == n {
 			return r, b, at
 		}
@@ -217,7 +217,7 @@ func gone(d, s *cursor, bad uintptr) Side {
 // count adds k bytes to the counters of the target's table, or of the source's
 // where the target is raw. It returns 0: that nothing is left to count.
 func count(d, s *cursor, k int) int {
-	if k == 0 {
+	if k == 0 || d.list.uncounted {
 		return 0
 	}
 	r := d.region
@@ -386,7 +386,7 @@ func (c *cursor) solid() bool {
 // kind returns the kind of the bytes in use.
 func (c *cursor) kind() Kind {
 	if c.region == nil {
-		return KindRaw
+		return c.list.rawKind
 	}
 	return c.region.kind
 }

@@ -305,7 +305,7 @@ func (t *Table) borrow(key uint32, addr, n uint64, access ib.Access, who Actor) 
 // of peers to write does not need that of the program (mlx5dv_wr_mkey_configure(3)).
 // Nothing stands on memory of another process, which may take it away.
 func (r *Region) carries(access ib.Access) bool {
-	return r.kind != KindForeign && (access&writing == 0 || r.access&ib.AccessLocalWrite != 0) && access&ib.AccessFlush&^r.access == 0
+	return (r.kind != KindForeign || r.byEngine) && (access&writing == 0 || r.access&ib.AccessLocalWrite != 0) && access&ib.AccessFlush&^r.access == 0
 }
 
 // grants tells whether the key could have such rights.

@@ -41,6 +41,9 @@ func (p *place) run(off, n uint64, acc ib.Access) (b []byte, at uint64, f Fault)
 	}
 	var kind FaultKind
 	if m := p.region.mkey; m == nil {
+		if p.leaf.byEngine {
+			return nil, 0, p.byEngine(off, n)
+		}
 		b, kind = p.leaf.backing.Run(off, n, acc)
 		at = off
 	} else {
@@ -55,6 +58,9 @@ func (p *place) run(off, n uint64, acc ib.Access) (b []byte, at uint64, f Fault)
 		if piece.flat != nil {
 			return piece.flat[at:][:n], at, Fault{}
 		}
+		if p.leaf.byEngine {
+			return nil, 0, p.byEngine(off, n)
+		}
 		b, kind = p.leaf.backing.Run(at, n, acc)
 	}
 	if kind != FaultNone {
@@ -64,6 +70,12 @@ func (p *place) run(off, n uint64, acc ib.Access) (b []byte, at uint64, f Fault)
 		p.staging = b
 	}
 	return b, at, Fault{}
+}
+
+// byEngine is the fault of an access to memory that the CPU does not address.
+func (p *place) byEngine(off, n uint64) Fault {
+	r := p.region
+	return Fault{Kind: FaultPending, Key: r.Key(), Extent: Extent{r.iova + off - r.base, n}, wanted: stagedBytes}
 }
 
 // giveStaging gives back what the leaf has offered.

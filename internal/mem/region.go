@@ -59,6 +59,7 @@ type Region struct {
 	staged        staged // not nil: the backing's bytes are copies, which it stores
 	pinned        *Host  // not nil: the bytes lie where they may be remapped, and the kernel tells of it
 	invalidatable bool
+	byEngine      bool        // the backing is an Engine: the CPU does not address the bytes
 	told          atomic.Bool // that its memory is gone
 	iova          uint64
 	length        uint64
@@ -117,6 +118,7 @@ func (t *Table) Register(cfg RegionConfig) (*Region, error) {
 func (r *Region) stand(b Backing) {
 	r.backing, r.kind, r.solid = b, b.Kind(), isSolid(b)
 	r.staged = asStaged(b)
+	_, r.byEngine = b.(Engine)
 	r.pinned = nil
 	if h, ok := b.(interface{ Pinned() *Host }); ok {
 		r.pinned = h.Pinned()

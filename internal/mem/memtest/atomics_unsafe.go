@@ -30,7 +30,7 @@ func (r *region) setWord(off, v uint64) {
 func testAtomics(t *testing.T, e *env) {
 	r := e.all(page)
 	if e.mk.NoAtomics {
-		_, f := mem.Atomic(e.table, self, r.Key(), r.IOVA(), mem.FetchAdd, 0, 1)
+		_, f := changeWord(e.table, self, r.Key(), r.IOVA(), mem.FetchAdd, 0, 1)
 		if f.Kind != mem.FaultAccess {
 			t.Fatalf("a kind without atomics: %v", f)
 		}
@@ -54,7 +54,7 @@ func testAtomics(t *testing.T, e *env) {
 			r.setWord(off, c.before)
 			model := r.contents()
 			binary.NativeEndian.PutUint64(model[off:], c.want)
-			orig, f := mem.Atomic(e.table, self, r.Key(), r.IOVA()+off, c.op, c.compare, c.swapAdd)
+			orig, f := changeWord(e.table, self, r.Key(), r.IOVA()+off, c.op, c.compare, c.swapAdd)
 			if !f.OK() || orig != c.before {
 				t.Fatalf("%s at %d: %d, %v, should be %d", c.name, off, orig, f, c.before)
 			}
@@ -65,31 +65,31 @@ func testAtomics(t *testing.T, e *env) {
 	model := e.fill(r)
 	for off := uint64(1); off < 8; off++ {
 		for _, op := range []mem.AtomicOp{mem.FetchAdd, mem.Store} {
-			if _, f := mem.Atomic(e.table, self, r.Key(), r.IOVA()+off, op, 0, 1); f.Kind != mem.FaultAlign {
+			if _, f := changeWord(e.table, self, r.Key(), r.IOVA()+off, op, 0, 1); f.Kind != mem.FaultAlign {
 				t.Errorf("atomic %d at offset %d: %v", op, off, f)
 			}
 		}
 	}
 	for _, off := range []uint64{0, 64, page - 8} {
 		binary.NativeEndian.PutUint64(model[off:], 0x0123456789abcdef+off)
-		if _, f := mem.Atomic(e.table, self, r.Key(), r.IOVA()+off, mem.Store, 0, 0x0123456789abcdef+off); !f.OK() {
+		if _, f := changeWord(e.table, self, r.Key(), r.IOVA()+off, mem.Store, 0, 0x0123456789abcdef+off); !f.OK() {
 			t.Errorf("store at %d: %v", off, f)
 		}
 	}
 	// Storing is writing: it needs that right, and no other.
 	writable := e.register(page, mem.RegionConfig{Access: ib.AccessLocalWrite | ib.AccessRemoteWrite, IOVA: iova})
-	if _, f := mem.Atomic(e.table, self, writable.Key(), iova, mem.Store, 0, 1); !f.OK() {
+	if _, f := changeWord(e.table, self, writable.Key(), iova, mem.Store, 0, 1); !f.OK() {
 		t.Errorf("store with the right to write: %v", f)
 	}
 	other := e.register(page, mem.RegionConfig{Access: ib.AccessLocalWrite | ib.AccessRemoteRead | ib.AccessRemoteAtomic, IOVA: iova})
-	if _, f := mem.Atomic(e.table, self, other.Key(), iova, mem.Store, 0, 1); f.Kind != mem.FaultAccess {
+	if _, f := changeWord(e.table, self, other.Key(), iova, mem.Store, 0, 1); f.Kind != mem.FaultAccess {
 		t.Errorf("store without the right to write: %v", f)
 	}
 	// The request's address is aligned, the memory is not, and the other way
 	// round: on regions that begin off a word.
 	odd := e.register(page, mem.RegionConfig{Access: allAccess, IOVA: iova + 4})
 	for _, off := range []uint64{4, 0} {
-		if _, f := mem.Atomic(e.table, self, odd.Key(), odd.IOVA()+off, mem.FetchAdd, 0, 1); f.Kind != mem.FaultAlign {
+		if _, f := changeWord(e.table, self, odd.Key(), odd.IOVA()+off, mem.FetchAdd, 0, 1); f.Kind != mem.FaultAlign {
 			t.Errorf("atomic at offset %d of a region at %#x: %v", off, odd.IOVA(), f)
 		}
 	}
@@ -102,7 +102,7 @@ func testAtomics(t *testing.T, e *env) {
 		{math.MaxUint64 - 7, self, mem.FaultBounds}, {0, self, mem.FaultBounds},
 		{iova, mem.Actor{PD: domain + 1}, mem.FaultDomain},
 	} {
-		if _, f := mem.Atomic(e.table, c.who, r.Key(), c.addr, mem.CmpSwap, 0, 1); f.Kind != c.want {
+		if _, f := changeWord(e.table, c.who, r.Key(), c.addr, mem.CmpSwap, 0, 1); f.Kind != c.want {
 			t.Errorf("atomic at %#x: %v, should be %v", c.addr, f, c.want)
 		}
 	}
@@ -130,15 +130,15 @@ func testAtomicsTogether(t *testing.T, e *env) {
 	}
 	const off = 128
 	run(func(n uint64) bool {
-		_, f := mem.Atomic(e.table, self, r.Key(), iova+off, mem.FetchAdd, 0, n)
+		_, f := changeWord(e.table, self, r.Key(), iova+off, mem.FetchAdd, 0, n)
 		return f.OK()
 	})
 	run(func(n uint64) bool {
-		now, f := mem.Atomic(e.table, self, r.Key(), iova+off, mem.FetchAdd, 0, 0)
+		now, f := changeWord(e.table, self, r.Key(), iova+off, mem.FetchAdd, 0, 0)
 		if !f.OK() {
 			return false
 		}
-		was, f := mem.Atomic(e.table, self, r.Key(), iova+off, mem.CmpSwap, now, now+n)
+		was, f := changeWord(e.table, self, r.Key(), iova+off, mem.CmpSwap, now, now+n)
 		return f.OK() && was == now
 	})
 	if r.Bytes != nil {

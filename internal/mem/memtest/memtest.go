@@ -228,6 +228,27 @@ type watchedPlacer struct {
 	placer
 }
 
+// watchedEngine is watched for memory that the CPU does not address.
+type watchedEngine struct {
+	*watched
+	mem.Engine
+}
+
+func (w watchedEngine) Kind() mem.Kind { return w.watched.Kind() }
+func (w watchedEngine) Len() uint64    { return w.watched.Len() }
+func (w watchedEngine) Close() error   { return w.watched.Close() }
+func (w watchedEngine) Run(off, n uint64, acc ib.Access) ([]byte, mem.FaultKind) {
+	return w.watched.Run(off, n, acc)
+}
+
+// Begin lets the engine see its own memory.
+func (w watchedEngine) Begin(op *mem.Op) {
+	if from, ok := op.From.(watchedEngine); ok {
+		op.From = from.Engine
+	}
+	w.Engine.Begin(op)
+}
+
 // Staged forwards what the backing says about itself.
 func (c *watched) Staged() bool {
 	s, ok := c.Backing.(interface{ Staged() bool })
@@ -288,6 +309,9 @@ func (e *env) registerRegion(n uint64, cfg mem.RegionConfig) (*mem.Region, Memor
 		if _, in := m.Backing.(placer); in {
 			cfg.Backing = watchedPlacer{watchedStorer{c, s}, m.Backing.(placer)}
 		}
+	}
+	if g, ok := m.Backing.(mem.Engine); ok {
+		cfg.Backing = watchedEngine{c, g}
 	}
 	cfg.Access |= e.mk.Access
 	if cfg.PD == 0 {
@@ -383,6 +407,35 @@ func (e *env) list(access ib.Access, sges ...ib.SGE) *mem.List {
 // raw makes a list of raw bytes.
 func raw(pieces ...[]byte) *mem.List { return &mem.List{Raw: pieces} }
 
+// moveBytes is mem.Copy, and changeWord mem.Atomic, where the memory may be an engine's.
+func moveBytes(dst, src *mem.List, n uint64, last bool) (mem.Fault, mem.Side) {
+	var s mem.Stream
+	defer s.Close()
+	return mem.CopyWaiting(dst, src, n, last, &s)
+}
+
+func changeWord(t *mem.Table, who mem.Actor, key uint32, addr uint64, op mem.AtomicOp, compare, swapAdd uint64) (uint64, mem.Fault) {
+	var s mem.Stream
+	defer s.Close()
+	return mem.AtomicWaiting(t, who, key, addr, op, compare, swapAdd, &s)
+}
+
+// section opens a section on a piece, and on the leaf that it lies in. It returns what
+// closes them.
+func (e *env) section(sge ib.SGE, n uint64) (release func()) {
+	e.t.Helper()
+	span, f := e.table.Resolve(sge.LKey, sge.Addr, n, e.acc(0), self)
+	if f.OK() {
+		if _, f = span.Next(); f.Staged() {
+			f = mem.Fault{}
+		}
+	}
+	if !f.OK() {
+		e.t.Fatal(f)
+	}
+	return func() { span.Release() }
+}
+
 // mustCopy copies, and fails the test on a fault. An odd number of bytes goes to a list
 // of two pieces at least, since memory that lies together takes a shorter way.
 func mustCopy(t *testing.T, dst, src *mem.List, n uint64, last bool) {
@@ -395,7 +448,7 @@ func mustCopy(t *testing.T, dst, src *mem.List, n uint64, last bool) {
 		cut.SGEs = []ib.SGE{one, rest}
 		dst = &cut
 	}
-	if f, side := mem.Copy(dst, src, n, last); !f.OK() {
+	if f, side := moveBytes(dst, src, n, last); !f.OK() {
 		t.Fatalf("Copy of %d bytes: %v: %v", n, side, f)
 	}
 }

@@ -38,10 +38,7 @@ func testCloseWaits(t *testing.T, e *env) {
 		if !f.OK() {
 			t.Fatal(f)
 		}
-		var pins mem.Pins
-		if _, f = mem.Gather(e.list(0, r.at(0, 64)), 64, nil, &pins); !f.OK() {
-			t.Fatal(f)
-		}
+		second := e.section(r.at(0, 64), 64)
 		var done atomic.Bool
 		var wg sync.WaitGroup
 		wg.Go(func() { kill.run(r); done.Store(true) })
@@ -57,7 +54,7 @@ func testCloseWaits(t *testing.T, e *env) {
 			t.Fatalf("%s did not wait for the open sections", kill.name)
 		}
 		b, f := span.Next()
-		if !f.OK() || len(b) == 0 {
+		if !f.Staged() && (!f.OK() || len(b) == 0) {
 			t.Fatalf("an open section gave %d bytes, %v", len(b), f)
 		}
 		span.Release()
@@ -66,7 +63,7 @@ func testCloseWaits(t *testing.T, e *env) {
 		if done.Load() || r.watch.closes != 0 {
 			t.Fatalf("%s did not wait for the second section", kill.name)
 		}
-		pins.Release()
+		second()
 		wg.Wait()
 	}
 }
@@ -124,23 +121,23 @@ func (e *env) revoke(t *testing.T, round int, kill func(r *region)) {
 	small, big := make([]byte, 100), make([]byte, size)
 	fire(func(n byte) mem.Fault {
 		small[0] = n
-		f, _ := mem.Copy(e.list(ib.AccessRemoteWrite, r.at(page-50, 100)), raw(small), 100, true)
+		f, _ := moveBytes(e.list(ib.AccessRemoteWrite, r.at(page-50, 100)), raw(small), 100, true)
 		return f
 	})
 	fire(func(n byte) mem.Fault {
 		for i := range big {
 			big[i] = n
 		}
-		f, _ := mem.Copy(e.list(ib.AccessLocalWrite, r.at(0, size)), raw(big), size, true)
+		f, _ := moveBytes(e.list(ib.AccessLocalWrite, r.at(0, size)), raw(big), size, true)
 		return f
 	})
 	fire(func(byte) mem.Fault {
-		f, _ := mem.Copy(e.list(ib.AccessLocalWrite, other.at(0, 300)), e.list(0, r.at(5, 300)), 300, false)
+		f, _ := moveBytes(e.list(ib.AccessLocalWrite, other.at(0, 300)), e.list(0, r.at(5, 300)), 300, false)
 		return f
 	})
 	if !e.mk.NoAtomics {
 		fire(func(byte) mem.Fault {
-			_, f := mem.Atomic(e.table, self, r.Key(), iova, mem.FetchAdd, 0, 1)
+			_, f := changeWord(e.table, self, r.Key(), iova, mem.FetchAdd, 0, 1)
 			return f
 		})
 	}

@@ -28,20 +28,23 @@ func (e *env) access(sge ib.SGE, n uint64, access ib.Access, who mem.Actor) mem.
 		return f.Kind
 	}
 	var pins mem.Pins
-	_, gather := mem.Gather(l, n, nil, &pins)
+	_, gather, _ := mem.GatherFew(l, n, make([][]byte, 0, 64), &pins)
 	pins.Release()
+	if gather.Staged() {
+		gather = mem.Fault{}
+	}
 	if check := mem.Check(l, n); check.Kind != f.Kind || gather.Kind != f.Kind {
 		t.Fatalf("Resolve: %v, Check: %v, Gather: %v", f, check, gather)
 	}
 	// Whether the list is source or target, the fault is the same.
 	if n <= 1<<20 {
 		buf := raw(make([]byte, n))
-		out, _ := mem.Copy(buf, l, n, false)
+		out, _ := moveBytes(buf, l, n, false)
 		if out.Kind != f.Kind {
 			t.Fatalf("Resolve: %v, Copy from it: %v", f, out)
 		}
 		if access&(ib.AccessLocalWrite|ib.AccessRemoteWrite) != 0 {
-			if in, _ := mem.Copy(l, buf, n, true); in.Kind != f.Kind {
+			if in, _ := moveBytes(l, buf, n, true); in.Kind != f.Kind {
 				t.Fatalf("Resolve: %v, Copy to it: %v", f, in)
 			}
 		}
@@ -73,7 +76,7 @@ func testRights(t *testing.T, e *env) {
 		if e.mk.NoAtomics {
 			continue
 		}
-		_, f := mem.Atomic(e.table, self, r.Key(), r.IOVA(), mem.FetchAdd, 0, 1)
+		_, f := changeWord(e.table, self, r.Key(), r.IOVA(), mem.FetchAdd, 0, 1)
 		if f.OK() != (granted&ib.AccessRemoteAtomic != 0) {
 			t.Fatalf("atomic on a region with %v: %v", granted, f)
 		}
@@ -151,7 +154,7 @@ func testZeroBased(t *testing.T, e *env) {
 	wraps := ib.SGE{Addr: math.MaxUint64 - 7, Length: 64, LKey: r.Key()}
 	l := e.list(ib.AccessRemoteWrite, wraps)
 	for _, l.Off = range []uint64{0, 7, 8, 9, 40} {
-		f, side := mem.Copy(l, raw(make([]byte, 64)), 16, false)
+		f, side := moveBytes(l, raw(make([]byte, 64)), 16, false)
 		wantFault(t, "wrapping piece", f, side, mem.FaultBounds, mem.Dst)
 		if f := mem.Check(l, 16); f.Kind != mem.FaultBounds {
 			t.Fatalf("Check of a wrapping piece: %v", f)
@@ -169,15 +172,15 @@ func testShortList(t *testing.T, e *env) {
 	} {
 		for _, off := range []uint64{0, 3, 15, 16, math.MaxUint64} {
 			short.Off = off
-			f, side := mem.Copy(short, whole, 16, true)
+			f, side := moveBytes(short, whole, 16, true)
 			wantFault(t, "short target", f, side, mem.FaultBounds, mem.Dst)
-			f, side = mem.Copy(whole, short, 16, true)
+			f, side = moveBytes(whole, short, 16, true)
 			wantFault(t, "short source", f, side, mem.FaultBounds, mem.Src)
 			if f := mem.Check(short, 16); f.Kind != mem.FaultBounds {
 				t.Fatalf("Check of a short list: %v", f)
 			}
 			var pins mem.Pins
-			if out, f := mem.Gather(short, 16, nil, &pins); f.Kind != mem.FaultBounds || len(out) != 0 || pins.Len() != 0 {
+			if out, f, _ := mem.GatherFew(short, 16, make([][]byte, 0, 64), &pins); !f.Staged() && f.Kind != mem.FaultBounds || len(out) != 0 || pins.Len() != 0 {
 				t.Fatalf("Gather of a short list: %v, %d pieces, %d pins", f, len(out), pins.Len())
 			}
 			mustCopy(t, short, whole, 0, true)

@@ -1,0 +1,138 @@
+package mem
+
+// Memory that the CPU does not address: a GPU's, another process's. Only an engine of its
+// owner reaches it, and takes its time. So nobody who must not wait touches such memory:
+// the copy loop ends in a fault that says so (Fault.Staged), and whoever may wait has the
+// bytes moved by a Transfer (transfer.go), which makes operations of it:
+//
+//  1. Begin hands an operation to the engine, and returns at once.
+//  2. The engine does it, in the order of its stream, beside whatever else it does.
+//  3. End tells that it is over.
+
+import (
+	"sync"
+	"sync/atomic"
+)
+
+// Engine is a Backing of bytes that the CPU does not address. Its Run is never called.
+type Engine interface {
+	Backing
+	// Begin begins an operation. It neither waits nor calls End, which the engine calls
+	// once, from a goroutine of its own. The region's section stays open until then, and
+	// the bytes stay the engine's.
+	Begin(op *Op)
+	// Owner tells engines apart: one of them copies between all backings that have it as
+	// their owner. It is compared with ==.
+	Owner() any
+}
+
+// OpKind is what an operation does.
+type OpKind uint8
+
+const (
+	OpLoad   OpKind = iota + 1 // from the memory to Bytes
+	OpStore                    // from Bytes to the memory
+	OpCopy                     // from another backing of the same owner to the memory
+	OpAtomic                   // changes 8 aligned bytes in one step
+)
+
+// Op is an operation of an engine. Operations of one stream take effect in the order in
+// which they were begun: what one has stored, the next one loads, and whoever watches the
+// memory sees the first before the second. An engine may work at several at a time as long
+// as nobody can tell.
+type Op struct {
+	Kind   OpKind
+	Stream *Stream
+	Off    uint64 // where in the backing
+	Bytes  []byte // OpLoad, OpStore
+
+	// OpCopy: where from, and how many bytes.
+	From    Engine
+	FromOff uint64
+	N       uint64
+
+	// Last says of OpStore and OpCopy that a message ends with these bytes: those in their
+	// last aligned word are stored after all others.
+	Last bool
+
+	// OpAtomic: what to do; and what was there before, when it is over.
+	Atomic           AtomicOp
+	Compare, SwapAdd uint64
+	Orig             uint64
+
+	fault FaultKind
+	over  chan struct{}
+	held  [2]place // whose sections are open while the operation is under way
+}
+
+// End tells how the operation has ended.
+func (op *Op) End(kind FaultKind) {
+	op.fault = kind
+	for i := range op.held {
+		op.held[i].close()
+	}
+	op.Stream.open.Add(-1)
+	close(op.over)
+}
+
+// begin hands the operation to the engine.
+func (op *Op) begin(e Engine) {
+	op.over = make(chan struct{})
+	op.Stream.open.Add(1)
+	e.Begin(op)
+}
+
+// wait waits until the operation is over.
+func (op *Op) wait() FaultKind {
+	<-op.over
+	return op.fault
+}
+
+// Stream is an order of operations: each queue pair has one. The zero value is ready.
+type Stream struct {
+	open atomic.Int64 // operations that are not over
+
+	mu     sync.Mutex // guards states
+	states []streamState
+}
+
+// streamState is what an owner keeps for a stream.
+type streamState struct {
+	owner any
+	state any
+}
+
+// State returns what an owner keeps for the stream, and makes it with f if there is
+// nothing yet. If it has a method Close() it is called when the stream is closed.
+func (s *Stream) State(owner any, f func() any) any {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for i := range s.states {
+		if s.states[i].owner == owner {
+			return s.states[i].state
+		}
+	}
+	state := f()
+	s.states = append(s.states, streamState{owner, state})
+	return state
+}
+
+// Close gives up what owners keep for the stream. No operation is under way.
+func (s *Stream) Close() {
+	s.mu.Lock()
+	states := s.states
+	s.states = nil
+	s.mu.Unlock()
+	for _, e := range states {
+		if c, ok := e.state.(interface{ Close() }); ok {
+			c.Close()
+		}
+	}
+}
+
+// Staged reports whether the access has found memory that the CPU does not address: who
+// may wait moves the bytes with a Transfer.
+func (f Fault) Staged() bool { return f.Kind == FaultPending && f.wanted == stagedBytes }
+
+// stagedBytes is what a fault wants that says so. There is nothing to wait for.
+var stagedBytes = new(wanted)

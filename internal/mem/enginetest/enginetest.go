@@ -1,0 +1,236 @@
+// Package enginetest is a model of a device whose memory the CPU does not address: an
+// engine that takes a while for each operation, moves so many bytes in a second, and has
+// a few operations under way at a time. Tests and benchmarks put regions on it.
+package enginetest
+
+import (
+	"errors"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+)
+
+// Config is how fast an engine is. The zero value takes no time.
+type Config struct {
+	Latency   time.Duration // of each operation
+	Bandwidth float64       // bytes a second, of all operations together; 0: no limit
+	Width     int           // operations under way at a time; 0: as many as there are
+
+	// Idle says that the engine takes its time and moves nothing but the first and the
+	// last bytes of each operation: what the rest of the software does can be measured
+	// where no CPU copies as fast as the engine.
+	Idle bool
+
+	// Reaches says that the engine reads and writes memory of the host by itself.
+	Reaches bool
+}
+
+// Engine is a device with memory.
+type Engine struct {
+	cfg Config
+
+	mu     sync.Mutex // guards what follows
+	queue  []job      // oldest first
+	slots  []time.Time
+	bus    time.Time // until when bytes are moved
+	runs   bool      // the goroutine is there
+	closed bool
+
+	begun, most atomic.Int64
+}
+
+// job is an operation that was begun.
+type job struct {
+	*mem.Op
+	memory *Memory
+	at     time.Time // when it is over
+}
+
+// New makes an engine.
+func New(cfg Config) *Engine {
+	e := &Engine{cfg: cfg}
+	if cfg.Width > 0 {
+		e.slots = make([]time.Time, cfg.Width)
+	}
+	return e
+}
+
+// Begun returns how many operations were begun.
+func (e *Engine) Begun() int64 { return e.begun.Load() }
+
+// Most returns how many were under way at a time, at most.
+func (e *Engine) Most() int64 { return e.most.Load() }
+
+// Memory is memory of the device. The owner sees it in Bytes, under Lock.
+type Memory struct {
+	engine *Engine
+	sync.Mutex
+	Bytes []byte
+	// OnClose, if set, is called when the region's backing is closed.
+	OnClose func()
+	failing atomic.Uint32
+}
+
+// Alloc makes n bytes of memory.
+func (e *Engine) Alloc(n uint64) *Memory { return &Memory{engine: e, Bytes: make([]byte, n)} }
+
+// Fail makes all operations on the memory end in a fault from now on; FaultNone ends that.
+func (m *Memory) Fail(kind mem.FaultKind) { m.failing.Store(uint32(kind)) }
+
+// Kind returns KindForeign: the memory is not the host's.
+func (m *Memory) Kind() mem.Kind { return mem.KindForeign }
+
+// Len returns the number of bytes.
+func (m *Memory) Len() uint64 { return uint64(len(m.Bytes)) }
+
+// Solid tells that no fault of the CPU's is to be expected.
+func (m *Memory) Solid() bool { return true }
+
+// Run is never called.
+func (m *Memory) Run(uint64, uint64, ib.Access) ([]byte, mem.FaultKind) {
+	panic("enginetest: the CPU does not address this memory")
+}
+
+// Close gives the memory up.
+func (m *Memory) Close() error {
+	if m.OnClose != nil {
+		m.OnClose()
+	}
+	return nil
+}
+
+// Owner is the engine.
+func (m *Memory) Owner() any { return m.engine }
+
+// Reaches tells whether the engine accesses memory of the host by itself.
+func (m *Memory) Reaches([]byte) bool { return m.engine.cfg.Reaches }
+
+var errBounds = errors.New("enginetest: an operation that is out of bounds")
+
+// Begin begins an operation.
+func (m *Memory) Begin(op *mem.Op) {
+	n := uint64(len(op.Bytes))
+	switch op.Kind {
+	case mem.OpCopy:
+		n = op.N
+		if from := op.From.(*Memory); from.engine != m.engine || op.FromOff > from.Len() || n > from.Len()-op.FromOff {
+			panic(errBounds)
+		}
+	case mem.OpAtomic:
+		n = 8
+	}
+	if op.Off > m.Len() || n > m.Len()-op.Off || n == 0 {
+		panic(errBounds)
+	}
+	e := m.engine
+	e.begun.Add(1)
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.queue = append(e.queue, job{op, m, e.takes(n)})
+	if k := int64(len(e.queue)); k > e.most.Load() {
+		e.most.Store(k)
+	}
+	if !e.runs {
+		e.runs = true
+		go e.run()
+	}
+}
+
+// takes returns when an operation that begins now is over. Bytes go one after the other, so
+// operations end in the order in which they were begun.
+func (e *Engine) takes(n uint64) time.Time {
+	start := time.Now()
+	slot := -1
+	for i, free := range e.slots {
+		if slot < 0 || free.Before(e.slots[slot]) {
+			slot = i
+		}
+	}
+	if slot >= 0 && e.slots[slot].After(start) {
+		start = e.slots[slot]
+	}
+	end := start.Add(e.cfg.Latency)
+	if e.bus.After(end) {
+		end = e.bus
+	}
+	if e.cfg.Bandwidth > 0 {
+		end = end.Add(time.Duration(float64(n) / e.cfg.Bandwidth * 1e9))
+	}
+	e.bus = end
+	if slot >= 0 {
+		e.slots[slot] = end
+	}
+	return end
+}
+
+// run does operations while there are any.
+func (e *Engine) run() {
+	for {
+		e.mu.Lock()
+		if len(e.queue) == 0 {
+			e.runs = false
+			e.mu.Unlock()
+			return
+		}
+		j := e.queue[0]
+		e.mu.Unlock()
+		for e.cfg.Latency > 0 || e.cfg.Bandwidth > 0 {
+			left := time.Until(j.at)
+			if left <= 0 {
+				break
+			}
+			if left > 200*time.Microsecond {
+				time.Sleep(left - 150*time.Microsecond)
+			} else {
+				runtime.Gosched()
+			}
+		}
+		kind := j.do()
+		e.mu.Lock()
+		e.queue[0] = job{}
+		e.queue = e.queue[1:]
+		e.mu.Unlock()
+		j.End(kind)
+	}
+}
+
+// do moves the bytes.
+func (j *job) do() mem.FaultKind {
+	m := j.memory
+	if kind := mem.FaultKind(m.failing.Load()); kind != mem.FaultNone {
+		return kind
+	}
+	m.Lock()
+	defer m.Unlock()
+	switch j.Kind {
+	case mem.OpLoad:
+		m.engine.copy(j.Bytes, m.Bytes[j.Off:][:len(j.Bytes)])
+	case mem.OpStore:
+		m.engine.copy(m.Bytes[j.Off:][:len(j.Bytes)], j.Bytes)
+	case mem.OpCopy:
+		from := j.From.(*Memory)
+		if from != m {
+			from.Lock()
+			defer from.Unlock()
+		}
+		m.engine.copy(m.Bytes[j.Off:][:j.N], from.Bytes[j.FromOff:][:j.N])
+	case mem.OpAtomic:
+		j.Orig = change(m.Bytes[j.Off:][:8], j.Atomic, j.Compare, j.SwapAdd)
+	}
+	return mem.FaultNone
+}
+
+const edge = 64
+
+func (e *Engine) copy(to, from []byte) {
+	if n := len(to); e.cfg.Idle && n > 2*edge {
+		copy(to[:edge], from)
+		copy(to[n-edge:], from[n-edge:])
+		return
+	}
+	copy(to, from)
+}

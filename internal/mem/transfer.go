@@ -1,0 +1,354 @@
+package mem
+
+// Copies to, from and between memory that the CPU does not address. A Transfer goes
+// through both lists, as the copy loop does, and makes of each run of bytes that lies
+// together on both sides
+//
+//   - a store, if the target is staged: the source's bytes are copied to staging bytes,
+//     unless they are the engine's own already;
+//   - a load, if the source is: the bytes go on from staging bytes to the target when
+//     Wait finds them there;
+//   - a copy, if both are and have the same owner; load and store if not;
+//   - what the copy loop does, if neither is: a list may have pieces of all kinds.
+//
+// Begin begins the operations and Wait waits for them, so that those of several transfers
+// are under way together. Both may block, and are called with no lock held and in no
+// section. Transfers of one stream are begun and waited for in the same order, by one
+// goroutine at a time.
+
+import "github.com/verbena-rdma/verbena/ib"
+
+// Transfer is a copy that engines take part in.
+type Transfer struct {
+	Dst, Src *List // as for Copy; the caller leaves them alone until the transfer is over
+	N        uint64
+	Last     bool
+	Stream   *Stream
+
+	begun uint64 // bytes whose operations have begun
+	parts []part // operations under way, oldest first
+	fault Fault
+	side  Side
+}
+
+// part is one operation of a transfer.
+type part struct {
+	*Op
+	staging []byte // to give back when it is over
+	off, n  uint64 // which of the transfer's bytes
+	out     bool   // staging is to be copied to the target then
+	from    Kind   // what it was loaded from
+}
+
+// Begin begins what has not begun. FaultPending means that memory is out of reach for a
+// moment, or has to be fetched: when that is over (Fault.Await) Begin goes on. Any other
+// fault ends the transfer, but what has begun is still to be waited for.
+func (t *Transfer) Begin() (Fault, Side) {
+	for t.begun < t.N {
+		n, f, side := t.next(t.begun, t.N-t.begun)
+		if !f.OK() {
+			return f, side
+		}
+		t.begun += n
+	}
+	return Fault{}, 0
+}
+
+// next begins an operation on at most n bytes from off on, and returns how many it is about.
+func (t *Transfer) next(off, n uint64) (uint64, Fault, Side) {
+	dst, n, f := t.Dst.reach(off, n)
+	if !f.OK() {
+		return 0, f, Dst
+	}
+	src, n, f := t.Src.reach(off, n)
+	if !f.OK() {
+		dst.close()
+		return 0, f, Src
+	}
+	switch {
+	case dst.engine == nil && src.engine == nil:
+		return t.byHand(off, n)
+	case src.engine == nil:
+		return t.store(dst, off, n)
+	case dst.engine == nil:
+		return t.load(src, off, min(n, Quantum))
+	case dst.engine.Owner() == src.engine.Owner():
+		op := &Op{Kind: OpCopy, Stream: t.Stream, Off: dst.at, From: src.engine, FromOff: src.at, N: n, Last: t.ends(off, n)}
+		op.held = [2]place{dst.place, src.place}
+		dst.region.count(src.region.kind, dst.region.kind, int(n))
+		t.begin(dst.engine, op, part{off: off, n: n})
+		return n, Fault{}, 0
+	}
+	return t.carry(dst, src, off, min(n, Quantum))
+}
+
+// ends reports whether the message ends with n bytes at off.
+func (t *Transfer) ends(off, n uint64) bool { return t.Last && off+n == t.N }
+
+func (t *Transfer) begin(e Engine, op *Op, p part) {
+	p.Op = op
+	op.begin(e)
+	t.parts = append(t.parts, p)
+}
+
+// store begins to store bytes of the source, which the CPU reaches.
+func (t *Transfer) store(dst reached, off, n uint64) (uint64, Fault, Side) {
+	op := &Op{Kind: OpStore, Stream: t.Stream, Off: dst.at, Last: false}
+	p := part{off: off}
+	if b := t.Src.own(off, n); b != nil {
+		op.Bytes = b
+	} else {
+		n = min(n, Quantum)
+		p.staging = staging.get(int(n))
+		op.Bytes = p.staging
+		if f, side := copyOut(p.staging, t.Src, off); !f.OK() {
+			staging.put(p.staging)
+			dst.close()
+			return 0, f, side
+		}
+	}
+	op.held[0], op.Last, p.n = dst.place, t.ends(off, n), n
+	dst.region.count(t.Src.kindAt(off), dst.region.kind, int(n))
+	t.begin(dst.engine, op, p)
+	return n, Fault{}, 0
+}
+
+// load begins to load bytes for the target, which the CPU reaches.
+func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
+	op := &Op{Kind: OpLoad, Stream: t.Stream, Off: src.at}
+	p := part{off: off, n: n}
+	if op.Bytes = t.Dst.own(off, n); op.Bytes == nil {
+		p.staging, p.out = staging.get(int(n)), true
+		op.Bytes = p.staging
+	}
+	op.held[0] = src.place
+	if t.Dst.Table == nil {
+		src.region.count(src.region.kind, KindRaw, int(n))
+	}
+	p.from = src.region.kind
+	t.begin(src.engine, op, p)
+	return n, Fault{}, 0
+}
+
+// carry moves bytes from one owner to another.
+func (t *Transfer) carry(dst, src reached, off, n uint64) (uint64, Fault, Side) {
+	b := staging.get(int(n))
+	load := &Op{Kind: OpLoad, Stream: t.Stream, Off: src.at, Bytes: b, held: [2]place{src.place}}
+	load.begin(src.engine)
+	if kind := load.wait(); kind != FaultNone {
+		staging.put(b)
+		dst.close()
+		return 0, t.faultAt(t.Src, off, n, kind), Src
+	}
+	op := &Op{Kind: OpStore, Stream: t.Stream, Off: dst.at, Bytes: b, Last: t.ends(off, n), held: [2]place{dst.place}}
+	dst.region.count(src.region.kind, dst.region.kind, int(n))
+	t.begin(dst.engine, op, part{staging: b, off: off, n: n})
+	return n, Fault{}, 0
+}
+
+// byHand has the copy loop move bytes, when all before them have been moved.
+func (t *Transfer) byHand(off, n uint64) (uint64, Fault, Side) {
+	if f, side := t.settle(); !f.OK() {
+		return 0, f, side
+	}
+	d, s := *t.Dst, *t.Src
+	d.Off += off
+	s.Off += off
+	f, side := Copy(&d, &s, n, t.ends(off, n))
+	return n, f, side
+}
+
+// Wait waits for what has begun, and tells whether all of it was done. FaultPending is as
+// with Begin: Wait goes on.
+func (t *Transfer) Wait() (Fault, Side) {
+	if f, side := t.settle(); !f.OK() {
+		return f, side
+	}
+	return t.fault, t.side
+}
+
+// Over reports whether all is done: Wait would not wait.
+func (t *Transfer) Over() bool {
+	for i := range t.parts {
+		select {
+		case <-t.parts[i].over:
+		default:
+			return false
+		}
+	}
+	return t.begun == t.N
+}
+
+// settle waits for the operations under way.
+func (t *Transfer) settle() (Fault, Side) {
+	for len(t.parts) > 0 {
+		p := &t.parts[0]
+		kind := p.wait()
+		if kind != FaultNone && t.fault.OK() {
+			l, side := t.Dst, Dst
+			if p.Kind == OpLoad {
+				l, side = t.Src, Src
+			}
+			t.fault, t.side = t.faultAt(l, p.off, p.n, kind), side
+		}
+		if p.out && t.fault.OK() {
+			if f, side := copyIn(t.Dst, p.off, p.staging, p.from, t.ends(p.off, p.n)); f.Kind == FaultPending {
+				return f, side
+			} else if !f.OK() {
+				t.fault, t.side = f, side
+			}
+		}
+		if p.staging != nil {
+			staging.put(p.staging)
+		}
+		*p = part{}
+		t.parts = t.parts[1:]
+	}
+	return t.fault, t.side
+}
+
+// faultAt is a fault that an engine has found at bytes of a list.
+func (t *Transfer) faultAt(l *List, off, n uint64, kind FaultKind) Fault {
+	f := Fault{Kind: kind, Extent: Extent{Len: n}}
+	skip := l.Off + off
+	for i := range l.SGEs {
+		e := &l.SGEs[i]
+		if skip < uint64(e.Length) {
+			f.Key, f.Addr = e.LKey, e.Addr+skip
+			if r := l.Table.Lookup(e.LKey); r != nil {
+				return r.report(f)
+			}
+			return f
+		}
+		skip -= uint64(e.Length)
+	}
+	return f
+}
+
+// reached is what some bytes of a list are.
+type reached struct {
+	place         // with open sections; none if the CPU reaches the bytes
+	engine Engine // the leaf's
+	at     uint64 // where in the leaf
+}
+
+// reach tells what the bytes of a list from off on are: at most n of them, and how many
+// are of one kind and lie together.
+func (l *List) reach(off, n uint64) (reached, uint64, Fault) {
+	if l.Table == nil {
+		return reached{}, n, Fault{}
+	}
+	c := cursor{list: l, skip: l.Off + off}
+	if c.skip < off { // it wraps: no list is as long
+		return reached{}, 0, Fault{Kind: FaultBounds, Extent: Extent{Len: n}}
+	}
+	if !c.enter(n, shutToBytes) {
+		return reached{}, 0, c.fault
+	}
+	n = c.left
+	at := c.off
+	if m := c.region.mkey; m != nil {
+		piece, in, left := m.layout.bottom(c.off, &c.piece)
+		if f := c.step(piece.region, c.off, n); !f.OK() {
+			c.close()
+			return reached{}, 0, f
+		}
+		at, n = in, min(n, left)
+	}
+	if !c.leaf.byEngine {
+		c.close()
+		return reached{}, n, Fault{}
+	}
+	return reached{c.place, c.leaf.backing.(Engine), at}, n, Fault{}
+}
+
+// own returns n bytes at off of a list of bytes that are the engine's own and lie together,
+// nil if they are not.
+func (l *List) own(off, n uint64) []byte {
+	if l.Table != nil || l.Far != nil || l.Frail || len(l.Raw) != 1 || !holds(uint64(len(l.Raw[0])), l.Off+off, n) {
+		return nil
+	}
+	return l.Raw[0][l.Off+off:][:n]
+}
+
+// kindAt returns the kind of memory that a list has at off, as far as is known.
+func (l *List) kindAt(off uint64) Kind {
+	if l.Table == nil {
+		return KindRaw
+	}
+	off += l.Off
+	for i := range l.SGEs {
+		if e := &l.SGEs[i]; off < uint64(e.Length) {
+			if r := l.Table.Lookup(e.LKey); r != nil {
+				return r.kind
+			}
+			break
+		} else {
+			off -= uint64(e.Length)
+		}
+	}
+	return KindRaw
+}
+
+// copyOut copies bytes of a list from off on to b, copyIn those of b to a list.
+func copyOut(b []byte, l *List, off uint64) (Fault, Side) {
+	from := *l
+	from.Off += off
+	to := &List{Raw: [][]byte{b}, uncounted: true}
+	if l.Far != nil {
+		return copyFar(to, &from, uint64(len(b)), false)
+	}
+	return CopyPieces(to, &from, uint64(len(b)), false)
+}
+
+func copyIn(l *List, off uint64, b []byte, from Kind, last bool) (Fault, Side) {
+	to := *l
+	to.Off += off
+	return CopyPieces(&to, &List{Raw: [][]byte{b}, rawKind: from}, uint64(len(b)), last)
+}
+
+// CopyWaiting is Copy for those who may wait for an engine.
+func CopyWaiting(dst, src *List, n uint64, last bool, s *Stream) (Fault, Side) {
+	f, side := Copy(dst, src, n, last)
+	if !f.Staged() {
+		return f, side
+	}
+	t := Transfer{Dst: dst, Src: src, N: n, Last: last, Stream: s}
+	f, side = t.Begin()
+	if g, at := t.Wait(); f.OK() {
+		f, side = g, at
+	}
+	return f, side
+}
+
+// AtomicWaiting is Atomic for those who may wait for an engine.
+func AtomicWaiting(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, swapAdd uint64, s *Stream) (orig uint64, f Fault) {
+	if orig, f = Atomic(t, who, key, addr, op, compare, swapAdd); !f.Staged() {
+		return orig, f
+	}
+	if addr%8 != 0 {
+		return 0, Fault{Kind: FaultAlign, Key: key, Extent: Extent{addr, 8}}
+	}
+	acc := ib.AccessRemoteAtomic
+	if op == Store {
+		acc = ib.AccessRemoteWrite
+	}
+	l := &List{Table: t, Actor: who, Access: acc, SGEs: []ib.SGE{{Addr: addr, Length: 8, LKey: key}}}
+	to, n, f := l.reach(0, 8)
+	switch {
+	case !f.OK():
+		return 0, f
+	case to.engine == nil: // it has become something else
+		return Atomic(t, who, key, addr, op, compare, swapAdd)
+	case n < 8 || to.at%8 != 0:
+		to.close()
+		return 0, Fault{Kind: FaultAlign, Key: key, Extent: Extent{addr, 8}}
+	}
+	o := &Op{Kind: OpAtomic, Stream: s, Off: to.at, Atomic: op, Compare: compare, SwapAdd: swapAdd, held: [2]place{to.place}}
+	o.begin(to.engine)
+	if kind := o.wait(); kind != FaultNone {
+		tr := Transfer{}
+		return 0, tr.faultAt(l, 0, 8, kind)
+	}
+	return o.Orig, Fault{}
+}
