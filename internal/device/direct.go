@@ -121,7 +121,8 @@ func (q *QP) exchange(peer *QP, now, there qp.Time) (note bool) {
 		q.train = new(train.Train)
 	}
 	t := q.train
-	for left := directQuantum; left > 0 && !note && hand(t, q, peer, now, there); {
+	q.core.AllLeft()
+	for left := directQuantum; left > 0 && !note && !peer.core.Full() && hand(t, q, peer, now, there); {
 		left -= max(t.Len, directTrain)
 		if q.core.AckedBy(peer.core, now) {
 			continue

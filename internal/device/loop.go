@@ -114,6 +114,9 @@ func (p *loopPeer) deliver(from *Device, one []*train.Train, now qp.Time, owed *
 	if owed.q != q {
 		owed.settle()
 	}
+	if q.full.Load() {
+		return mem.Fault{}, true // its mover has us go on
+	}
 	now += to.shift
 	var due bool
 	if fault, due, _ = q.receive(t, now); due {

@@ -85,8 +85,9 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 	if err != nil {
 		return nil, nil, err
 	}
-	if _, loop := f.Link.(*loopPeer); loop {
-		return &qp.Path{Flow: f, Window: loopWindow, Lossless: true}, nil, nil
+	if p, loop := f.Link.(*loopPeer); loop {
+		seen := d.capture != nil || p.target.Load().dev.capture != nil // then packets are made, for which bytes are needed
+		return &qp.Path{Flow: f, Window: loopWindow, Lossless: true, ByReference: !seen}, nil, nil
 	}
 	if s, ok := d.link.(*link.Shared); ok && s.IsLocal(f) {
 		if err := s.Reach(f, dest); err != nil {

@@ -60,6 +60,8 @@ type QP struct {
 	grants []*grant // guarded by mu: how the peer accesses our memory by itself
 	barred int      // guarded by mu: how many calls keep new ones from being given
 
+	mover  bool          // guarded by mu: somebody moves bytes by engines (move.go)
+	full   atomic.Bool   // it can take no more by the loop link, until its mover says so
 	gaveUp chan struct{} // guarded by mu: closed when requests are given up; nil while nobody waits for it
 
 	posted   bool // guarded by mu: since the last message came

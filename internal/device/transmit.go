@@ -136,6 +136,7 @@ func (d *Device) drain(q *QP, now qp.Time) bool {
 		q.mu.Lock()
 		ticket := d.ticket()
 		q.heldAt, q.heldResets = d.frees(), q.core.Resets()
+		q.core.AllLeft()
 		for n < len(b.trains) && bytes < txQuantum && q.core.Pull(&b.trains[n], now) {
 			b.trains[n].Ticket = ticket
 			bytes += b.trains[n].Len

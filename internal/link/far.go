@@ -59,7 +59,7 @@ func (g *scratch) copyOut(b []byte, payload *mem.List, off, n int) mem.Fault {
 
 // mayFetch tells whether the peer may fetch a train's payload.
 func mayFetch(c *shm.Channel, t *train.Train) bool {
-	if t.Len < farMin || t.Again || t.Transport != wire.RC {
+	if t.Len < farMin || t.Again || t.Lent || t.Transport != wire.RC {
 		return false
 	}
 	switch t.Kind {

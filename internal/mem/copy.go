@@ -396,6 +396,7 @@ func (c *cursor) kind() Kind {
 // be suspended, and what it found may change at any time.
 func Check(l *List, n uint64) Fault {
 	c := cursor{list: l, skip: l.Off}
+	l.Staged = false
 	for n > 0 {
 		if l.Table == nil {
 			if !c.fillRaw(n) {
@@ -406,6 +407,9 @@ func Check(l *List, n uint64) Fault {
 		}
 		if !c.enter(n, shutToLooks) {
 			return c.fault
+		}
+		if c.region.byEngine {
+			l.Staged = true
 		}
 		c.close()
 		n -= c.left

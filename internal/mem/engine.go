@@ -136,3 +136,56 @@ func (f Fault) Staged() bool { return f.Kind == FaultPending && f.wanted == stag
 
 // stagedBytes is what a fault wants that says so. There is nothing to wait for.
 var stagedBytes = new(wanted)
+
+// Owner returns whose engine moves the first n bytes of a list, nil if the CPU reaches some
+// of them or several do. Under an indirect key nobody is told.
+func (l *List) Owner(n uint64) (owner any) {
+	if l.Table == nil {
+		return nil
+	}
+	skip := l.Off
+	for i := range l.SGEs {
+		e := &l.SGEs[i]
+		if n == 0 {
+			break
+		}
+		if skip >= uint64(e.Length) {
+			skip -= uint64(e.Length)
+			continue
+		}
+		n -= min(n, uint64(e.Length)-skip)
+		skip = 0
+		o := l.Table.ownerOf(e.LKey)
+		if o == nil || owner != nil && o != owner {
+			return nil
+		}
+		owner = o
+	}
+	return owner
+}
+
+// Staged reports whether there may be bytes in a region that the CPU does not address.
+func (t *Table) Staged(key uint32) bool {
+	r := t.Lookup(key)
+	return r != nil && r.byEngine
+}
+
+// ownerOf returns whose engine moves the bytes of a region, nil if none does.
+func (t *Table) ownerOf(key uint32) (owner any) {
+	r := t.Lookup(key)
+	if r == nil || !r.byEngine || r.enter(shutToLooks) != FaultNone {
+		return nil
+	}
+	if e, ok := r.backing.(Engine); ok {
+		owner = e.Owner()
+	}
+	r.leave()
+	return owner
+}
+
+// Staging returns n bytes, a Quantum at most, with anything in them, for bytes on their way
+// to or from an engine. GiveStaging takes them back, when nobody uses them any more.
+func Staging(n int) []byte { return staging.get(n) }
+
+// GiveStaging takes back what Staging has returned, from its first byte on.
+func GiveStaging(b []byte) { staging.put(b) }

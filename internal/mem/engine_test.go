@@ -22,6 +22,7 @@ func onEngine(e *enginetest.Engine) func(testing.TB, uint64, ib.Access) memtest.
 			Backing: m,
 			Read:    func(off uint64, b []byte) { see(func(all []byte) { copy(b, all[off:]) }) },
 			Write:   func(off uint64, b []byte) { see(func(all []byte) { copy(all[off:], b) }) },
+			Free:    m.Free,
 			Move: func(poison byte) {
 				see(func(all []byte) {
 					m.Bytes = append([]byte(nil), all...)

@@ -177,7 +177,7 @@ func (m *MKey) layLocked(l *Layout, who Actor) Fault {
 			}
 		}
 	}
-	m.r.solid = b.solid
+	m.r.solid, m.r.byEngine = b.solid, b.byEngine
 	return Fault{Kind: b.finish(), Key: l.Key}.orNone()
 }
 
@@ -204,6 +204,8 @@ type builder struct {
 	key   uint32  // by which that was found
 	flat  []byte  // of the same region
 	solid bool
+	// byEngine tells that there is a piece that the CPU does not address.
+	byEngine bool
 }
 
 // flatBytes returns all bytes of a region that are always there and in one piece, so
@@ -248,6 +250,7 @@ func (b *builder) add(p *ib.Stride) FaultKind {
 		return FaultLayout
 	}
 	b.solid = b.solid && b.last.solid
+	b.byEngine = b.byEngine || b.last.byEngine
 	if m := b.last.mkey; m != nil {
 		if l.depth = max(l.depth, m.layout.depth); l.depth >= MaxMKeyDepth {
 			return FaultDepth

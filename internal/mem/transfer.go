@@ -167,6 +167,15 @@ func (t *Transfer) Wait() (Fault, Side) {
 	return t.fault, t.side
 }
 
+// GiveUp has the transfer end without its bytes reaching the target, as far as they have not.
+// What has begun is still to be waited for.
+func (t *Transfer) GiveUp() {
+	if t.fault.OK() {
+		t.fault, t.side = Fault{Kind: FaultDead}, Dst
+	}
+	t.N = t.begun
+}
+
 // Over reports whether all is done: Wait would not wait.
 func (t *Transfer) Over() bool {
 	for i := range t.parts {

@@ -32,6 +32,16 @@ func (q *QP) receiveResponse(t *train.Train, now Time) mem.Fault {
 	if t.Kind != wire.KindAck {
 		return q.receiveData(t, now)
 	}
+	if r.waits() {
+		r.keepAck(t)
+		return mem.Fault{}
+	}
+	q.receiveAnswer(t, now)
+	return mem.Fault{}
+}
+
+// receiveAnswer takes an acknowledgement or a NAK.
+func (q *QP) receiveAnswer(t *train.Train, now Time) {
 	switch s := t.AETH.Syndrome; {
 	case s.IsAck():
 		q.receiveAck(t.PSN, now)
@@ -44,7 +54,6 @@ func (q *QP) receiveResponse(t *train.Train, now Time) mem.Fault {
 	default:
 		q.Counters.add(CntGhostAcks, 1) // the reserved type
 	}
-	return mem.Fault{}
 }
 
 // receiveAck: all requests up to psn are done (acknowledgements are coalesced,
@@ -113,7 +122,7 @@ func (q *QP) receiveRNR(psn wire.PSN, code uint8, now Time) {
 // where the request says; the response also acknowledges all that came before.
 func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 	r := &q.req
-	if d := r.una.Sub(t.PSN); d > 0 {
+	if d := q.expected().Sub(t.PSN); d > 0 {
 		if d >= t.N {
 			q.Counters.add(CntGhostAcks, t.N)
 			if r.started != 0 { // the peer works at what was asked for twice: asking again would not help
@@ -123,43 +132,82 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 		}
 		t.TrimFront(d) // the front of the train has been taken before
 	}
-	q.advance(t.PSN, now)
-	if r.una != t.PSN {
+	at, ok := q.reached(t.PSN, now)
+	if !ok {
 		q.lost(now)
 		return mem.Fault{}
 	}
-	if q.sq.head == q.sq.tail || q.state == ib.QPErr {
+	if at == q.sq.tail || q.state == ib.QPErr {
 		return mem.Fault{}
 	}
-	w := q.sq.at(q.sq.head)
-	f := w.facts()
+	w := q.sq.at(at)
 	done := t.PSN.Sub(w.first)
-	if !w.started || !f.rd || f.atomic != (t.Kind == wire.KindAtomicAck) || t.N > int(w.n)-done || t.N > r.max.Sub(t.PSN) || !t.AETH.Syndrome.IsAck() {
-		q.fail(ib.WCBadRespErr, vendorResponseKind, now)
+	if vendor := q.checkAnswer(t, w, done); vendor != 0 {
+		if !r.waits() {
+			q.fail(ib.WCBadRespErr, vendor, now)
+		} // else those before it may still succeed: it is asked for again, and fails then
 		return mem.Fault{}
+	}
+	if w.facts().atomic {
+		setOrig(t)
+	}
+	return q.land(t, at, done, now)
+}
+
+// checkAnswer checks a READ response or atomic acknowledge against the request that it is to
+// answer, from a packet on. It returns 0, or what is wrong.
+func (q *QP) checkAnswer(t *train.Train, w *wqe, done int) (vendor uint16) {
+	f := w.facts()
+	if !w.started || !f.rd || f.atomic != (t.Kind == wire.KindAtomicAck) || t.N > int(w.n)-done || t.N > q.req.max.Sub(t.PSN) || !t.AETH.Syndrome.IsAck() {
+		return vendorResponseKind
 	}
 	if f.atomic {
-		setOrig(t)
-	} else if t.End != (t.PSN.Add(t.N) == r.rd.at(0).end()) {
-		// The last packet, and no other, ends what was asked for (IBA 9.7.5.1.8).
-		q.fail(ib.WCBadRespErr, vendorResponseKind, now)
-		return mem.Fault{}
-	} else if want := q.answerLen(w, done, t.N); t.Len != want || t.N > 1 && t.MTU != q.mtu {
-		q.fail(ib.WCBadRespErr, vendorResponseSize, now)
-		return mem.Fault{}
+		return 0
 	}
-	list := q.localList(q.sq.head, uint64(done)*uint64(q.mtu))
+	if end, ok := q.req.rd.endOf(t.PSN); !ok || t.End != (t.PSN.Add(t.N) == end) {
+		return vendorResponseKind // the last packet, and no other, ends what was asked for (IBA 9.7.5.1.8)
+	}
+	if want := q.answerLen(w, done, t.N); t.Len != want || t.N > 1 && t.MTU != q.mtu {
+		return vendorResponseSize
+	}
+	return 0
+}
+
+// land puts the payload of an answer to request at where it belongs.
+func (q *QP) land(t *train.Train, at uint32, done int, now Time) mem.Fault {
+	r, w := &q.req, q.sq.at(at)
+	list := q.localList(at, uint64(done)*uint64(q.mtu))
 	last := done+t.N == int(w.n)
-	waits, fault, side := q.deliver(list, t, last, last && done == 0 && w.flags&ib.SendSignaled != 0, true)
-	if !fault.OK() {
-		if side == mem.Src {
-			return fault
+	waits, fault, side := q.deliver(list, t, last, last && done == 0 && w.flags&ib.SendSignaled != 0 && !r.waits(), true)
+	switch {
+	case fault.Staged():
+		m, f := q.stage(moveAnswer, t, list, last)
+		if m == nil {
+			if f.OK() {
+				q.lost(now) // there is no room: it is asked for again
+			}
+			return f
 		}
-		if fault.Kind == mem.FaultPending {
+		q.landed(m, at, now)
+		return mem.Fault{}
+	case !fault.OK() && side == mem.Src:
+		return fault
+	case fault.Kind == mem.FaultPending:
+		if !r.waits() {
 			q.targetAbsent(fault)
+		} else {
+			q.lost(now)
+		}
+		return mem.Fault{}
+	case !fault.OK():
+		if !r.waits() {
+			q.fail(ib.WCLocProtErr, vendorFault(fault), now)
 			return mem.Fault{}
 		}
-		q.fail(ib.WCLocProtErr, vendorFault(fault), now)
+		q.landed(&Move{kind: moveAnswer, over: true, fault: fault, side: mem.Dst, psn: t.PSN, n: t.N}, at, now)
+		return mem.Fault{}
+	case r.waits():
+		q.landed(&Move{kind: moveAnswer, over: true, psn: t.PSN, n: t.N}, at, now)
 		return mem.Fault{}
 	}
 	r.una = r.una.Add(t.N)
@@ -262,10 +310,11 @@ func (q *QP) progressed(n int, now Time) {
 // under way behind it says the same.
 func (q *QP) lost(now Time) {
 	r := &q.req
-	if q.state == ib.QPErr || r.lostAt == r.una && r.lostValid || r.nxt == r.una {
+	from := q.expected()
+	if q.state == ib.QPErr || r.lostAt == from && r.lostValid || r.nxt == from {
 		return
 	}
-	r.lostAt, r.lostValid = r.una, true
+	r.lostAt, r.lostValid = from, true
 	q.Counters.add(CntResponseLost, 1)
 	q.retry(now)
 }
@@ -291,7 +340,7 @@ func (q *QP) retry(now Time) {
 
 func (q *QP) goBack(now Time) {
 	q.req.cwnd = max(minWindow, q.req.cwnd/2)
-	q.rewind(q.req.una)
+	q.rewind(q.expected())
 	q.req.askNow = true
 	q.req.restart(now)
 }
@@ -364,6 +413,7 @@ func (q *QP) fail(status ib.WCStatus, vendor uint16, _ Time) {
 
 // stopped tells that requests are given up.
 func (q *QP) stopped() {
+	q.lease.End()
 	if q.Stopped != nil {
 		q.Stopped()
 	}

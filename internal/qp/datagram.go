@@ -9,8 +9,15 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-func (q *QP) pullDatagram(t *train.Train, w *wqe) int {
+func (q *QP) pullDatagram(t *train.Train, w *wqe, now Time) int {
 	cur := q.req.cur
+	var b []byte
+	if w.staged {
+		var ok bool
+		if b, ok = q.loadRequest(0, now); !ok {
+			return 0
+		}
+	}
 	t.N, t.Start, t.End = 1, true, true
 	t.Flow, t.DestQP = q.sq.flows[q.sq.slot(cur)], w.qpn
 	t.DETH = wire.DETH{QKey: w.qkey, SrcQP: q.Number}
@@ -19,7 +26,11 @@ func (q *QP) pullDatagram(t *train.Train, w *wqe) int {
 	}
 	t.Imm = w.imm
 	t.Solicited = w.flags&ib.SendSolicited != 0
-	q.setPayload(t, cur, 0, int(w.len))
+	if b != nil {
+		t.SetRaw(b)
+	} else {
+		q.setPayload(t, cur, 0, int(w.len))
+	}
 	t.Cookie = uint64(cur) + 1
 	return 1
 }
@@ -47,13 +58,20 @@ func (q *QP) receiveDatagram(t *train.Train) mem.Fault {
 	r.grh = wire.AppendGRH(r.grh[:0], t.From, t.To, t.TClass, t.HopLimit, datagramLen(t))
 	r.raw[0] = r.grh
 	r.from = mem.List{Raw: r.raw[:]}
-	if f, _ := mem.Copy(q.receiveList(0), &r.from, ib.GRHLength, false); !f.OK() {
-		return q.datagramFault(f)
-	}
-	if f, side := mem.Copy(q.receiveList(ib.GRHLength), &t.Payload, uint64(t.Len), true); !f.OK() {
-		if side == mem.Src {
+	var m *Move
+	f, _ := mem.Copy(q.receiveList(0), &r.from, ib.GRHLength, false)
+	if f.OK() {
+		var side mem.Side
+		if f, side = mem.Copy(q.receiveList(ib.GRHLength), &t.Payload, uint64(t.Len), true); !f.OK() && side == mem.Src {
 			return f // the receive stays for the next message
 		}
+	}
+	if f.Staged() {
+		if m, f = q.takeDatagram(t); m == nil {
+			return f
+		}
+	}
+	if !f.OK() {
 		return q.datagramFault(f)
 	}
 	wc := ib.WC{ID: r.taken.ID, Op: ib.WCRecv, ByteLen: uint32(t.Len) + ib.GRHLength, SrcQP: t.DETH.SrcQP, Flags: ib.WCGRH, SL: ib.WCIPv6}
@@ -64,8 +82,29 @@ func (q *QP) receiveDatagram(t *train.Train) mem.Fault {
 		wc.Imm = t.Imm
 		wc.Flags |= ib.WCWithImm
 	}
-	q.completeReceive(&wc, t.Solicited)
+	q.completeBehind(m, &wc, t.Solicited)
 	return mem.Fault{}
+}
+
+// takeDatagram makes a move of a message whose receive lies where the CPU does not address
+// it, with the routing header in front. It returns nil if there is no room: then the message
+// is lost.
+func (q *QP) takeDatagram(t *train.Train) (*Move, mem.Fault) {
+	whole := *t
+	b := make([]byte, len(q.resp.grh)+t.Len)
+	copy(b, q.resp.grh)
+	if f, _ := mem.Copy(&mem.List{Raw: [][]byte{b[len(q.resp.grh):]}}, &t.Payload, uint64(t.Len), false); !f.OK() {
+		return nil, f
+	}
+	whole.SetRaw(b)
+	m, f := q.stage(moveRequest, &whole, q.receiveList(0), true)
+	if m == nil {
+		q.Counters.add(CntDropFault, 1)
+		return nil, f
+	}
+	m.cq = q.RecvCQ
+	q.resp.moves = append(q.resp.moves, m)
+	return m, mem.Fault{}
 }
 
 // datagramFault: the memory of the receive cannot be accessed. If it only has to

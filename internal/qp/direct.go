@@ -22,7 +22,7 @@ func (q *QP) Joined(p *QP) bool {
 // said it, and the answer to a READ is on its way.
 func (q *QP) AckedBy(p *QP, now Time) bool {
 	r, a := &q.req, &p.resp
-	if a.n > 0 || a.quiet || a.holding() || r.rd.len() > 0 || p.state == ib.QPErr || a.ack.pending && !a.ack.syndrome.IsAck() ||
+	if a.n > 0 || a.quiet || a.busy() || r.rd.len() > 0 || p.state == ib.QPErr || a.ack.pending && !a.ack.syndrome.IsAck() ||
 		a.epsn != r.nxt || r.nxt != r.max || q.state != ib.QPRTS && q.state != ib.QPSQD {
 		return false
 	}
@@ -103,7 +103,7 @@ func (q *QP) atRest() bool {
 func (q *QP) expects(from *QP) bool {
 	r := &q.resp
 	return q.state == ib.QPRTS && q.established && q.attr.Access&ib.AccessRemoteWrite != 0 &&
-		r.kind == 0 && r.n == 0 && !r.ack.pending && !r.quiet && r.epsn == from.req.nxt && !r.holding()
+		r.kind == 0 && r.n == 0 && !r.ack.pending && !r.quiet && r.epsn == from.req.nxt && !r.busy()
 }
 
 // written moves both sides on past a WRITE of n bytes.

@@ -41,6 +41,7 @@ type held struct {
 	requests []*train.Train // in the order of their PSNs
 	bytes    int
 	again    *train.Train // the one that is being executed again
+	inOrder  bool         // they wait until moves before them are over, however long that takes
 	lost     bool         // requests behind them came and were not kept
 	answers  bool         // answers were put back
 	until    Time         // 0: nobody has said what time it is
@@ -51,15 +52,21 @@ func (r *responder) holding() bool {
 	return r.held != nil && (len(r.held.requests) > 0 || r.held.answers)
 }
 
+// busy reports whether something of the peer's is held, or waits for an engine.
+func (r *responder) busy() bool { return r.holding() || len(r.moves) > 0 }
+
 // HoldFrom tells a queue pair that holds something what time it is.
 func (q *QP) HoldFrom(now Time) {
-	if h := q.resp.held; h != nil && h.until == 0 && q.resp.holding() {
+	if h := q.resp.held; h != nil && h.until == 0 && !h.inOrder && q.resp.holding() {
 		h.until = now + HoldTime
 	}
 }
 
 // Holding reports whether the queue pair wants to be told the time (HoldFrom).
-func (q *QP) Holding() bool { return q.resp.held != nil && q.resp.held.until == 0 && q.resp.holding() }
+func (q *QP) Holding() bool {
+	h := q.resp.held
+	return h != nil && h.until == 0 && !h.inOrder && q.resp.holding()
+}
 
 // mayHold reports whether a fault is worth waiting for, and makes what it takes.
 func (q *QP) mayHold(f mem.Fault) bool {
@@ -116,6 +123,13 @@ func (q *QP) keepBehind(t *train.Train) (taken bool, _ mem.Fault) {
 		return false, mem.Fault{} // answers alone are held
 	}
 	last := h.requests[len(h.requests)-1]
+	if q.Type == ib.UC { // which has no order but that of arrival
+		kept, f := h.keep(t)
+		if !kept && f.OK() {
+			q.pushBack()
+		}
+		return true, f
+	}
 	switch next := last.PSN.Add(q.takes(last)); {
 	case t.PSN == next:
 		kept, f := h.keep(t)
@@ -190,7 +204,7 @@ func (q *QP) giveUp() {
 	r := &q.resp
 	h := r.held
 	requests := h.drop()
-	h.lost, h.until = false, 0
+	h.lost, h.inOrder, h.until = false, false, 0
 	if h.answers {
 		h.answers = false
 		if j := r.at(0); r.n > 0 && j.held {
@@ -273,7 +287,9 @@ func (a *answers) putBack(t *train.Train) bool {
 		j.atomic, j.orig = true, t.Orig
 	} else {
 		j.cont, j.part = !t.Start, !t.End
-		if t.Len > 0 {
+		if t.Len > 0 && t.Payload.Table == nil { // it was loaded
+			j.reth, j.pd = t.RETH, t.DETH.SrcQP
+		} else if t.Len > 0 {
 			e := &t.Payload.SGEs[0]
 			j.reth = wire.RETH{VA: e.Addr + t.Payload.Off, RKey: e.LKey, Len: uint32(t.Len)}
 			j.pd = t.Payload.Actor.PD

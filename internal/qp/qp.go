@@ -79,6 +79,9 @@ type Path struct {
 	// Lossless paths lose nothing while the peer is there: an answer that takes
 	// long is late, and asking again would not help.
 	Lossless bool
+
+	// ByReference: who takes a train in this process can keep its payload by reference.
+	ByReference bool
 }
 
 // Short is how many packets of messages below a length may be under way: those take more
@@ -109,6 +112,9 @@ type QP struct {
 	resp responder
 
 	slow slowWork
+
+	moves moves       // to, from and between memory that the CPU does not address
+	lease train.Lease // of what is sent by reference
 
 	// Direct, if set, is a shorter way for WRITEs and READs (direct.go).
 	Direct Direct
@@ -251,6 +257,9 @@ func (q *QP) Pull(t *train.Train, now Time) bool {
 	}
 	t.Flow = cmpOr(t.Flow, q.path.Flow)
 	t.Transport = q.transport
+	if q.path.ByReference && t.Payload.Table != nil {
+		q.lease.Grant(t)
+	}
 	q.Counters.add(CntTxPackets, t.N)
 	if t.Len > 0 {
 		q.Counters.add(CntTxBytes, t.Len)

@@ -48,6 +48,9 @@ type requester struct {
 
 	list mem.List // scratch, to build one without allocating
 
+	loads   loads // of what is to be sent
+	landing       // answers that wait for engines
+
 	timers
 }
 
@@ -74,6 +77,16 @@ func (r *rdRing) push(first wire.PSN, n int) {
 	*r.at(r.n) = rdRange{first, uint32(n)}
 	r.n++
 	r.sent++
+}
+
+// endOf returns where the range ends that a PSN lies in.
+func (r *rdRing) endOf(psn wire.PSN) (end wire.PSN, ok bool) {
+	for i := range r.n {
+		if e := r.at(i); !psn.Less(e.first) && psn.Less(e.end()) {
+			return e.end(), true
+		}
+	}
+	return 0, false
 }
 
 // left returns how much of the range that is sent again next there is from psn
@@ -135,17 +148,17 @@ func (q *QP) pullRequest(t *train.Train, now Time) bool {
 	var n int // PSNs taken
 	switch {
 	case q.Type == ib.UD:
-		n = q.pullDatagram(t, w)
+		n = q.pullDatagram(t, w, now)
 	case f.single:
-		n = q.pullSingle(t, w)
+		n = q.pullSingle(t, w, now)
 	case f.rd:
 		n = q.pullRead(t, w)
 	default:
-		n = q.pullMessage(t, w)
+		n = q.pullMessage(t, w, now)
 	}
 	if n == 0 {
-		t.Reset() // an answer may go instead
-		return false
+		t.Reset()                                                           // an answer may go instead
+		return r.failing != 0 && r.cur != r.failAt && q.pullRequest(t, now) // what askAgain left
 	}
 	if again {
 		t.Again, t.Bounce = true, true // its checksum may have failed for a change of the source
@@ -193,6 +206,7 @@ func (q *QP) begin(w *wqe, now Time) bool {
 		return false
 	}
 	w.started, w.first, w.n = true, r.max, uint32(q.packets(int(w.len)))
+	w.staged = !w.inline && w.len > 0 && f.data != dataIn && f.data != dataInWord && r.list.Staged
 	return true
 }
 
@@ -238,15 +252,28 @@ func (q *QP) room(want int) int {
 }
 
 // pullMessage makes a train of a SEND or WRITE.
-func (q *QP) pullMessage(t *train.Train, w *wqe) int {
+func (q *QP) pullMessage(t *train.Train, w *wqe, now Time) int {
 	done := q.req.nxt.Sub(w.first)
-	n := q.room(min(int(w.n)-done, train.MaxBytes/q.mtu))
+	most := min(int(w.n)-done, train.MaxBytes/q.mtu)
+	var b []byte
+	if q.needsLoad(w, q.req.nxt != q.req.max) {
+		var ok bool
+		if b, ok = q.loadRequest(done, now); !ok {
+			return 0
+		}
+		most = min(most, q.packets(len(b)))
+	}
+	n := q.room(most)
 	if n == 0 {
 		return 0
 	}
 	t.N, t.Start, t.End = n, done == 0, done+n == int(w.n)
 	off := done * q.mtu
-	q.setPayload(t, q.req.cur, uint64(off), min(n*q.mtu, int(w.len)-off))
+	if size := min(n*q.mtu, int(w.len)-off); b != nil {
+		t.SetRaw(b[:size])
+	} else {
+		q.setPayload(t, q.req.cur, uint64(off), size)
+	}
 	if t.Kind == wire.KindWrite {
 		t.RETH = wire.RETH{VA: w.remote, RKey: w.rkey, Len: w.len}
 	}
@@ -365,9 +392,16 @@ func (q *QP) readAgain() int {
 
 // pullSingle makes a request that is always one packet, and one PSN, and counts
 // as a READ does: an atomic, an ATOMIC WRITE or a FLUSH.
-func (q *QP) pullSingle(t *train.Train, w *wqe) int {
+func (q *QP) pullSingle(t *train.Train, w *wqe, now Time) int {
 	r := &q.req
 	again := r.nxt != r.max
+	var b []byte
+	if w.staged { // one word is never carried by reference
+		var ok bool
+		if b, ok = q.loadRequest(0, now); !ok {
+			return 0
+		}
+	}
 	if !again && r.rd.len() >= int(q.attr.MaxRDAtomic) || q.room(1) == 0 {
 		return 0
 	}
@@ -379,7 +413,11 @@ func (q *QP) pullSingle(t *train.Train, w *wqe) int {
 		t.Atomic = wire.AtomicETH{VA: w.remote, RKey: w.rkey, SwapAdd: w.compareAdd}
 	case wire.KindAtomicWrite:
 		t.RETH = wire.RETH{VA: w.remote, RKey: w.rkey, Len: w.len}
-		q.setPayload(t, r.cur, 0, int(w.len))
+		if b != nil {
+			t.SetInline(b)
+		} else {
+			q.setPayload(t, r.cur, 0, int(w.len))
+		}
 	case wire.KindFlush:
 		t.RETH = wire.RETH{VA: w.remote, RKey: w.rkey, Len: w.remoteLen, Flush: w.flush}
 	}
@@ -407,6 +445,9 @@ func (q *QP) requestFailed(t *train.Train, f mem.Fault, now Time) {
 		return // from before a reset, or flushed meanwhile
 	}
 	switch {
+	case f.Staged():
+		q.sourceStaged(t)
+		return
 	case f.Kind == mem.FaultPending:
 		q.sourceAbsent(t, f)
 		return

@@ -42,7 +42,13 @@ type responder struct {
 	have  bool
 
 	answers
-	held *held // what waits for memory that is out of reach for a moment; nil until something does
+	loads loads   // of answers
+	moves []*Move // requests that wait for engines, oldest first (staged.go)
+	// tellMoves: the peer asks again for a request that waits for an engine, and is to hear
+	// that it must wait.
+	tellMoves bool
+	partly    bool  // requests of those have come into effect that an acknowledgement was asked for
+	held      *held // what waits for memory that is out of reach for a moment; nil until something does
 }
 
 // receiveRequest checks the PSN of a request (IBA 9.7.4.1.2) and executes it.
@@ -75,6 +81,12 @@ func (q *QP) receiveRequest(t *train.Train) mem.Fault {
 		t.TrimFront(-d)
 	}
 	r.quiet = false
+	if !t.Leased() {
+		return mem.Fault{} // it was kept, and its sender has given it up
+	}
+	if len(r.moves) > 0 && !(q.half == target && !q.bind(t)) && !q.follows(t) {
+		return q.keepInOrder(t)
+	}
 	if q.half == target && !q.bind(t) {
 		return q.refuse(invalidRequest, vendorSRQ)
 	}
@@ -154,6 +166,13 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 		return q.refuse(tooLong, vendorTooLong)
 	}
 	waits, f, side := q.deliver(q.receiveList(r.off), t, t.End, t.Start && t.End, false)
+	var m *Move
+	if f.Staged() {
+		if m, f = q.take(t, q.receiveList(r.off)); m == nil {
+			return f
+		}
+		m.before = responderState{kind, off, r.msn}
+	}
 	if !f.OK() {
 		if side == mem.Src {
 			return f
@@ -170,7 +189,9 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 	case wire.WithImm:
 		wc.Imm, wc.Flags = t.Imm, ib.WCWithImm
 	case wire.WithInv:
-		if f := q.Table.Invalidate(t.Imm, q.Actor()); !f.OK() {
+		if m != nil {
+			m.invalidate = true
+		} else if f := q.Table.Invalidate(t.Imm, q.Actor()); !f.OK() {
 			r.kind, r.off = kind, off // it is executed again if another process has to leave the memory first
 			return q.refuseFault(accessError, t, f, nil)
 		}
@@ -183,7 +204,7 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 		q.pushed(q.RecvCQ.PushLate(&wc, t.Solicited, &q.late.Late))
 		return mem.Fault{}
 	}
-	q.completeReceive(&wc, t.Solicited)
+	q.completeBehind(m, &wc, t.Solicited)
 	return mem.Fault{}
 }
 
@@ -224,7 +245,14 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 		}
 	}
 	dst := q.remoteList(ib.AccessRemoteWrite, q.Actor(), r.reth.RKey, r.reth.VA+r.off, t.Len)
-	if f, side := mem.Copy(dst, &t.Payload, uint64(t.Len), t.End); !f.OK() {
+	f, side := mem.Copy(dst, &t.Payload, uint64(t.Len), t.End)
+	var m *Move
+	if f.Staged() {
+		if m, f = q.take(t, dst); m == nil {
+			return f
+		}
+	}
+	if !f.OK() {
 		if side == mem.Src {
 			return f
 		}
@@ -241,7 +269,7 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 		q.rnr()
 	}
 	if t.End && t.Extra == wire.WithImm {
-		q.completeReceive(&ib.WC{ID: r.taken.ID, Op: ib.WCRecvRDMAWithImm, ByteLen: r.reth.Len,
+		q.completeBehind(m, &ib.WC{ID: r.taken.ID, Op: ib.WCRecvRDMAWithImm, ByteLen: r.reth.Len,
 			Imm: t.Imm, Flags: ib.WCWithImm}, t.Solicited)
 	}
 	return mem.Fault{}
@@ -298,6 +326,9 @@ func (q *QP) executeAtomic(t *train.Train) mem.Fault {
 		op = mem.CmpSwap
 	}
 	orig, f := mem.Atomic(q.Table, q.Actor(), t.Atomic.RKey, t.Atomic.VA, op, t.Atomic.Compare, t.Atomic.SwapAdd)
+	if f.Staged() {
+		return q.takeAtomic(t, &atomicMove{key: t.Atomic.RKey, addr: t.Atomic.VA, op: op, compare: t.Atomic.Compare, swapAdd: t.Atomic.SwapAdd})
+	}
 	if !f.OK() {
 		return q.refuseFault(accessError, t, f, nil)
 	}
@@ -331,10 +362,14 @@ func (q *QP) executeAtomicWrite(t *train.Train) mem.Fault {
 	r.raw[0] = r.word[:]
 	r.from = mem.List{Raw: r.raw[:]}
 	if f, _ := mem.Copy(&r.from, &t.Payload, 8, false); !f.OK() {
-		return f
+		return f // its sender loads it first: one word is not carried by reference
 	}
 	value := binary.NativeEndian.Uint64(r.word[:]) // as the bytes came, so they lie
-	if _, f := mem.Atomic(q.Table, q.Actor(), t.RETH.RKey, t.RETH.VA, mem.Store, 0, value); !f.OK() {
+	_, f := mem.Atomic(q.Table, q.Actor(), t.RETH.RKey, t.RETH.VA, mem.Store, 0, value)
+	if f.Staged() {
+		return q.takeAtomic(t, &atomicMove{key: t.RETH.RKey, addr: t.RETH.VA, op: mem.Store, swapAdd: value})
+	}
+	if !f.OK() {
 		return q.refuseFault(accessError, t, f, nil)
 	}
 	psn := t.PSN

@@ -25,6 +25,8 @@ type answers struct {
 	// yielded: the acknowledgement has let a request go first.
 	yielded bool
 
+	serials uint32 // how many jobs there were
+
 	// saved are the results of the last atomics, for repetitions.
 	saved     [MaxRDAtomic]savedAtomic
 	nextSaved uint8
@@ -41,6 +43,8 @@ type answers struct {
 type job struct {
 	atomic  bool
 	flush   bool     // a FLUSH
+	serial  uint32   // tells it from others
+	loading bool     // its bytes are being loaded (loads.go)
 	absent  bool     // a READ whose bytes have to be fetched first: it is to be asked for again
 	waiting bool     // a FLUSH whose bytes have not reached storage yet, or an absent or held one: nothing is answered before it
 	held    bool     // its bytes are out of reach for a moment (hold.go)
@@ -69,12 +73,16 @@ func (a *answers) at(i uint8) *job { return &a.jobs[(a.head+i)%MaxRDAtomic] }
 
 // due reports whether there is something to answer now. While the oldest answer
 // waits, all that can be said is that it is not ready yet.
-func (a *answers) due() bool {
-	if a.n > 0 && a.at(0).waiting {
-		return a.at(0).tell
+func (r *responder) due() bool {
+	if r.n > 0 && r.at(0).waiting {
+		return r.at(0).tell
 	}
-	return a.n > 0 || a.ack.pending
+	return r.n > 0 || r.partly || r.tellMoves || r.ack.pending && !r.early()
 }
+
+// early reports whether the acknowledgement that is to be sent is of requests that have not
+// come into effect yet.
+func (r *responder) early() bool { return len(r.moves) > 0 && !r.ack.psn.Less(r.moves[0].psn) }
 
 // asked returns how many READs and atomics are to be answered. FLUSHes do not
 // count here: there are peers that do not count them either (Linux rxe).
@@ -107,6 +115,8 @@ func (a *answers) full(limit uint8) bool {
 }
 
 func (a *answers) push(j job) {
+	a.serials++
+	j.serial = a.serials
 	*a.at(a.n) = j
 	a.n++
 	a.ack.pending = false
@@ -196,13 +206,17 @@ func (r *responder) ackUpTo(psn wire.PSN) wire.PSN {
 	if r.rdAny && psn.Add(1).Less(r.rdEnd) {
 		return psn
 	}
-	return r.epsn.Add(-1)
+	return r.front().Add(-1)
 }
 
 // acknowledgeAgain acknowledges a SEND or WRITE that was executed before.
 func (q *QP) acknowledgeAgain(t *train.Train) {
 	r := &q.resp
 	end := t.PSN.Add(t.N)
+	if len(r.moves) > 0 && r.front().Less(end) {
+		r.tellMoves = t.AckReq
+		return
+	}
 	psn := r.ackUpTo(end.Add(-1))
 	answered := r.n > 0 && end.Less(r.at(r.n-1).end()) || // by the answer to a later READ
 		r.ack.pending && (!r.ack.syndrome.IsAck() || !r.ack.psn.Less(psn))
@@ -227,6 +241,8 @@ func (a *answers) answerAgain(j job, limit uint8) {
 
 // insert puts an answer before those of later PSNs: FLUSHes that forget has left.
 func (a *answers) insert(j job) {
+	a.serials++
+	j.serial = a.serials
 	i := a.n
 	for a.n++; i > 0 && j.psn.Less(a.at(i-1).psn); i-- {
 		*a.at(i) = *a.at(i - 1)
@@ -285,18 +301,23 @@ func (q *QP) pullResponse(t *train.Train) bool {
 	}
 	t.DestQP, t.MTU = q.attr.DestQPN, q.mtu
 	if r.n > 0 && !r.at(0).waiting {
-		q.pullJob(t, r.at(0))
-		return true
+		return q.pullJob(t, r.at(0))
 	}
 	s, psn := r.ack.syndrome, r.ack.psn
-	if r.n > 0 {
+	switch {
+	case r.n > 0:
 		j := r.at(0)
 		s, psn, j.tell = wire.RNRNak(q.attr.MinRNRTimer), j.psn, false
-	} else {
+	case r.tellMoves:
+		s, psn, r.tellMoves = wire.RNRNak(q.attr.MinRNRTimer), r.front(), false
+	case !r.ack.pending || r.early():
+		s, psn = wire.AckNoCredits, r.front().Add(-1)
+	default:
 		r.ack.pending, r.yielded = false, false
 	}
+	r.partly = false
 	t.Kind, t.PSN, t.N, t.Start, t.End = wire.KindAck, psn, 1, true, true
-	t.AETH = wire.AETH{Syndrome: s, MSN: r.msn}
+	t.AETH = wire.AETH{Syndrome: s, MSN: r.done()}
 	if s.IsAck() {
 		t.PSN = r.ackUpTo(psn) // more may have come since it was asked for
 	}
@@ -316,8 +337,15 @@ func ackCounter(s wire.Syndrome) Counter {
 }
 
 // pullJob makes the next train of a READ's or atomic's answer.
-func (q *QP) pullJob(t *train.Train, j *job) {
+func (q *QP) pullJob(t *train.Train, j *job) bool {
 	r := &q.resp
+	var b []byte
+	if !j.atomic && j.reth.Len > 0 && !q.path.ByReference && q.Table.Staged(j.reth.RKey) {
+		var ok bool
+		if b, ok = q.loadAnswer(j); !ok {
+			return r.due() && q.pullResponse(t) // it waits, or was refused
+		}
+	}
 	t.AETH = wire.AETH{Syndrome: wire.AckNoCredits, MSN: j.msn}
 	t.PSN = j.psn.Add(j.done)
 	if j.atomic {
@@ -328,7 +356,13 @@ func (q *QP) pullJob(t *train.Train, j *job) {
 		t.Start, t.End = j.done == 0 && !j.cont, j.done+t.N == j.n && !j.part
 		off := j.done * q.mtu
 		t.SetNone()
-		if n := min(t.N*q.mtu, int(j.reth.Len)-off); n > 0 {
+		n := min(t.N*q.mtu, int(j.reth.Len)-off)
+		if b != nil {
+			t.SetRaw(b)
+			t.Lent = true
+			t.RETH = wire.RETH{VA: j.reth.VA + uint64(off), RKey: j.reth.RKey, Len: uint32(n)} // if it does not leave
+			t.DETH.SrcQP = j.pd
+		} else if n > 0 {
 			t.SetRange(q.Table, mem.Actor{PD: j.pd, QPN: q.Number}, ib.AccessRemoteRead, j.reth.RKey, j.reth.VA+uint64(off), n)
 		}
 		t.Bounce = true // the CPU may write what is being read
@@ -339,6 +373,7 @@ func (q *QP) pullJob(t *train.Train, j *job) {
 		r.head = (r.head + 1) % MaxRDAtomic
 		r.n--
 	}
+	return true
 }
 
 // readFailed: the memory of a READ response went away after it was checked, or
@@ -346,6 +381,13 @@ func (q *QP) pullJob(t *train.Train, j *job) {
 func (q *QP) readFailed(t *train.Train, f mem.Fault) {
 	switch q.state {
 	case ib.QPRTR, ib.QPRTS, ib.QPSQD:
+		if f.Staged() { // as with sourceStaged
+			q.path.ByReference = false
+			if !q.resp.putBack(t) {
+				q.absent(t.PSN)
+			}
+			return
+		}
 		if q.holdAnswer(t, f) {
 			return
 		}

@@ -90,6 +90,7 @@ type wqe struct {
 	nsge       uint8
 	inline     bool
 	started    bool
+	staged     bool // its data lies where the CPU does not address it, or some of it
 	verb       bool // a bind by the verb, of a type 1 window
 }
 

@@ -282,6 +282,7 @@ func (q *QP) startSending() {
 // order, the send queue first (IBA 10.3.1.7). Nothing is answered any more.
 func (q *QP) enterError() {
 	q.forgetHeld()
+	q.forgetMoves()
 	q.resp.answers.n = 0
 	q.resp.ack.pending = false
 	q.enterErrorAnswering()
@@ -295,6 +296,7 @@ func (q *QP) enterErrorAnswering() {
 	}
 	q.state = ib.QPErr
 	q.forgetHeld()
+	q.forgetMoves()
 	q.flushSend()
 	q.flushReceive()
 }
@@ -346,6 +348,7 @@ func (q *QP) reset() {
 	}
 	sges := q.resp.taken.SGEs
 	q.forgetHeld()
+	q.forgetMoves()
 	q.req, q.resp, q.slow = requester{}, responder{}, slowWork{}
 	q.mine.memo, q.named.memo = mem.Memo{}, mem.Memo{}
 	q.resets++

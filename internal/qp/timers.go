@@ -88,7 +88,7 @@ func (r *requester) deadline() Time {
 		return 0
 	case r.rnrUntil != 0:
 		return r.rnrUntil
-	case r.started == 0 || r.una == r.nxt:
+	case r.started == 0 || r.una == r.nxt || r.waits() && r.next == r.nxt:
 		return 0
 	case r.quiet() && !r.patient: // who is patient asks at his timeout
 		return r.started + quietTime

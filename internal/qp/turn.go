@@ -26,7 +26,7 @@ func (q *QP) Expected() wire.PSN { return q.resp.epsn }
 // that more than an acknowledgement would do for.
 func (q *QP) Between() bool {
 	r := &q.resp
-	return r.kind == 0 && !r.have && r.n == 0 && (!r.ack.pending || r.ack.syndrome.IsAck())
+	return r.kind == 0 && !r.have && r.n == 0 && !r.busy() && (!r.ack.pending || r.ack.syndrome.IsAck())
 }
 
 // Settled is Between with nothing to be answered at all.

@@ -9,6 +9,7 @@ package train
 
 import (
 	"net/netip"
+	"sync/atomic"
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
@@ -69,10 +70,17 @@ type Train struct {
 	// the CPU may write it meanwhile and that is legal or has happened before:
 	// READ responses and retransmissions.
 	Bounce bool
+	// Lent tells that the payload is good only until the train has been taken.
+	Lent bool
 	// Again tells that it was sent before, or something that it is a part of.
 	Again bool
 	// Late tells that a datagram has waited for a busy link as long as it may.
 	Late bool
+
+	// Lease is set where the payload, by reference, may be kept by who takes the train: it
+	// is good as long as Leased says so.
+	Lease   *Lease
+	LeaseAt uint64
 
 	// Cookie is the sending queue pair's own; it comes back in Sent.
 	Cookie uint64
@@ -144,7 +152,8 @@ func (t *Train) Reset() {
 	t.DestQP, t.SRQ, t.PSN, t.N, t.MTU = 0, 0, 0, 0, 0
 	t.AckReq, t.Solicited = false, false
 	t.RETH, t.Atomic, t.AETH, t.Orig, t.Imm, t.DETH = wire.RETH{}, wire.AtomicETH{}, wire.AETH{}, 0, 0, wire.DETH{}
-	t.Len, t.Bounce, t.Again, t.Late, t.Cookie = 0, false, false, false, 0
+	t.Len, t.Bounce, t.Again, t.Late, t.Lent, t.Cookie = 0, false, false, false, false, 0
+	t.Lease, t.LeaseAt = nil, 0
 	t.Payload = mem.List{} // by itself: among others it would be made elsewhere and copied
 }
 
@@ -160,7 +169,76 @@ func (t *Train) Keep() (*Train, mem.Fault) {
 	c.raw[0] = make([]byte, t.Len)
 	c.Payload = mem.List{Raw: c.raw[:]}
 	f, _ := mem.Copy(&c.Payload, &t.Payload, uint64(t.Len), false)
+	if f.Staged() && t.Lease != nil {
+		c.raw[0] = nil
+		c.Payload = t.Payload
+		c.refer(t)
+		return c, mem.Fault{}
+	}
+	c.Lease = nil
 	return c, f
+}
+
+// Lease is for how long what a queue pair sends by reference may be read: End ends it
+// before the memory is given back to the program.
+type Lease struct{ ends atomic.Uint64 }
+
+// End ends the lease of all trains that were made so far.
+func (l *Lease) End() { l.ends.Add(1) }
+
+// Grant has a train's payload be kept by reference.
+func (l *Lease) Grant(t *Train) { t.Lease, t.LeaseAt = l, l.ends.Load() }
+
+// Leased reports whether a payload that is kept by reference may still be read. It is asked
+// before and after.
+func (t *Train) Leased() bool { return t.Lease == nil || t.Lease.ends.Load() == t.LeaseAt }
+
+// KeepStaged is Keep for a train that an engine takes the payload of: by reference where
+// the payload itself is out of the CPU's reach, else in staging bytes, which Free gives
+// back. It returns how many bytes were copied.
+func (t *Train) KeepStaged() (*Train, int, mem.Fault) {
+	c := new(Train)
+	*c = *t
+	c.raw[0] = nil
+	if t.Len == 0 {
+		c.Payload = mem.List{}
+		return c, 0, mem.Fault{}
+	}
+	if t.Lease != nil && t.Payload.Table != nil {
+		c.refer(t)
+		return c, 0, mem.Fault{}
+	}
+	c.Lease = nil
+	c.raw[0] = mem.Staging(t.Len)
+	c.Payload = mem.List{Raw: c.raw[:]}
+	f, _ := mem.Copy(&c.Payload, &t.Payload, uint64(t.Len), false)
+	if !f.OK() {
+		mem.GiveStaging(c.raw[0])
+		return nil, 0, f
+	}
+	return c, t.Len, mem.Fault{}
+}
+
+// refer makes the payload that of another train, by reference.
+func (t *Train) refer(o *Train) {
+	n := copy(t.sges[:], o.Payload.SGEs)
+	t.Payload.SGEs = t.sges[:n]
+	t.Payload.Memo = nil
+}
+
+// Free gives back what KeepStaged has taken.
+func (t *Train) Free() {
+	if b := t.raw[0]; b != nil {
+		t.raw[0] = nil
+		mem.GiveStaging(b)
+	}
+}
+
+// SetRaw makes the payload b, which stays as it is until the train has left.
+func (t *Train) SetRaw(b []byte) {
+	t.raw[0] = b
+	t.Len = len(b)
+	t.Payload = mem.List{Raw: t.raw[:]}
 }
 
 // IsAnswer tells whether a train answers requests of the peer.

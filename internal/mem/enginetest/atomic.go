@@ -7,6 +7,8 @@ import (
 )
 
 // change does an atomic operation on 8 bytes, under the memory's lock.
+//
+//go:norace
 func change(b []byte, op mem.AtomicOp, compare, swapAdd uint64) (orig uint64) {
 	orig = binary.NativeEndian.Uint64(b)
 	switch {

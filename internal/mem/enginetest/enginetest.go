@@ -10,6 +10,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
 )
@@ -69,14 +71,30 @@ func (e *Engine) Most() int64 { return e.most.Load() }
 type Memory struct {
 	engine *Engine
 	sync.Mutex
-	Bytes []byte
+	Bytes  []byte
+	mapped []byte
 	// OnClose, if set, is called when the region's backing is closed.
 	OnClose func()
 	failing atomic.Uint32
 }
 
-// Alloc makes n bytes of memory.
-func (e *Engine) Alloc(n uint64) *Memory { return &Memory{engine: e, Bytes: make([]byte, n)} }
+// Alloc makes n bytes of memory, outside the Go heap: who looks there does so as the owner
+// of a device would. Free gives them up.
+func (e *Engine) Alloc(n uint64) *Memory {
+	b, err := unix.Mmap(-1, 0, int(n), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		panic(err) // there is no memory
+	}
+	return &Memory{engine: e, Bytes: b, mapped: b}
+}
+
+// Free gives the memory up, when no region stands on it any more and nobody looks there.
+func (m *Memory) Free() {
+	m.Bytes = nil
+	if err := unix.Munmap(m.mapped); err != nil {
+		panic(err) // it was freed before
+	}
+}
 
 // Fail makes all operations on the memory end in a fault from now on; FaultNone ends that.
 func (m *Memory) Fail(kind mem.FaultKind) { m.failing.Store(uint32(kind)) }
@@ -226,11 +244,16 @@ func (j *job) do() mem.FaultKind {
 
 const edge = 64
 
+// copy is outside the memory model of the language, as a device is.
 func (e *Engine) copy(to, from []byte) {
 	if n := len(to); e.cfg.Idle && n > 2*edge {
-		copy(to[:edge], from)
-		copy(to[n-edge:], from[n-edge:])
+		move(to[:edge], from[:edge])
+		move(to[n-edge:], from[n-edge:])
 		return
 	}
-	copy(to, from)
+	move(to, from)
+}
+
+func move(to, from []byte) {
+	mem.Copy(&mem.List{Raw: [][]byte{to}}, &mem.List{Raw: [][]byte{from}}, uint64(len(to)), true)
 }

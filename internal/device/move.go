@@ -1,0 +1,131 @@
+package device
+
+// Moves of a queue pair's bytes by engines, to, from and between memory that the CPU does
+// not address (qp/staged.go). A goroutine of the queue pair's own, its mover, which is there
+// as long as there are moves, begins them in order, some at a time, and waits for them: no
+// lock is held and no worker is taken meanwhile, and nobody waits but this queue pair.
+
+import (
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/qp"
+	"github.com/verbena-rdma/verbena/internal/train"
+)
+
+// moveDepth is how many moves of a queue pair are under way.
+const moveDepth = 16
+
+// moveLocked has the queue pair's moves done.
+func (d *Device) moveLocked(q *QP) {
+	q.full.Store(q.core.Full())
+	if q.mover {
+		return
+	}
+	s := &d.slow
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.closed {
+		q.mover = true
+		s.workers.Go(func() { d.move(q) })
+	}
+}
+
+// move does moves while there are some.
+func (d *Device) move(q *QP) {
+	var under []*qp.Move // oldest first
+	for {
+		var next *qp.Move
+		q.mu.Lock()
+		if len(under) < moveDepth {
+			next = q.core.NextMove()
+		}
+		if next == nil && len(under) == 0 {
+			q.mover = false
+			q.mu.Unlock()
+			return
+		}
+		gaveUp := q.gaveUpLocked()
+		q.mu.Unlock()
+		if next != nil {
+			d.reach(next, gaveUp, next.Begin)
+			under = append(under, next)
+			continue
+		}
+		n := 0
+		for n == 0 || n < len(under) && under[n].Over() {
+			m := under[n]
+			d.reach(m, gaveUp, func() mem.Fault { return m.Wait(q.core.Stream()) })
+			n++
+		}
+		d.moved(q, under[:n])
+		under = append(under[:0], under[n:]...)
+	}
+}
+
+// gaveUpLocked returns a channel that is closed when the queue pair gives its requests up.
+func (q *QP) gaveUpLocked() <-chan struct{} {
+	if q.gaveUp == nil {
+		q.gaveUp = make(chan struct{})
+	}
+	return q.gaveUp
+}
+
+// reach does a step of a move, when the memory that it needs is there. It is given up if the
+// queue pair is, or the device closes.
+func (d *Device) reach(m *qp.Move, gaveUp <-chan struct{}, step func() mem.Fault) {
+	for {
+		f := step()
+		if f.OK() {
+			return
+		}
+		if c := f.Suspended(); c != nil {
+			select {
+			case <-c:
+			case <-gaveUp:
+				m.GiveUp()
+			case <-d.slow.closing:
+				m.GiveUp()
+			}
+			continue
+		}
+		select {
+		case <-gaveUp:
+			m.GiveUp()
+		default:
+			if left := f.Await(); left.Kind == mem.FaultPending {
+				time.Sleep(slowPause)
+			}
+		}
+	}
+}
+
+// moved lets the queue pair go on after moves.
+func (d *Device) moved(q *QP, moves []*qp.Move) {
+	now := d.now()
+	var unread *train.Train
+	var why mem.Fault
+	q.mu.Lock()
+	for _, m := range moves {
+		if t, f := q.core.Moved(m, now); t != nil {
+			unread, why = t, f
+		}
+	}
+	q.executedLocked()
+	wasFull := q.full.Load()
+	full := q.core.Full()
+	q.full.Store(full)
+	peer, shift := q.neighbour()
+	q.mu.Unlock()
+	if unread != nil && peer != nil {
+		peer.mu.Lock()
+		peer.core.SendFailed(unread, why, now+shift)
+		peer.executedLocked()
+		peer.mu.Unlock()
+		peer.dev.answer(peer, now+shift)
+	}
+	d.answer(q, now)
+	if wasFull && !full && peer != nil {
+		peer.dev.later(peer)
+	}
+}

@@ -1,0 +1,133 @@
+package qp
+
+// Answers to READs and atomics whose bytes an engine has to move (staged.go). They are taken
+// one behind the other, and come into effect in this order, when their bytes are there:
+// until then una stays where it is, and acknowledgements that come meanwhile wait.
+
+import (
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// landing is what of a requester waits for engines.
+type landing struct {
+	answers []*Move        // oldest first
+	next    wire.PSN       // of the next answer, if there are some
+	nextAt  uint32         // the request that it belongs to
+	acks    []*train.Train // acknowledgements and NAKs that came behind them
+}
+
+// waits reports whether there are answers that have not come into effect.
+func (l *landing) waits() bool { return len(l.answers) > 0 }
+
+// expected returns the PSN of the oldest packet that has not been answered.
+func (q *QP) expected() wire.PSN {
+	if q.req.waits() {
+		return q.req.next
+	}
+	return q.req.una
+}
+
+// reached goes on to the request that an answer of a PSN belongs to. It reports false if
+// answers are missing before it.
+func (q *QP) reached(psn wire.PSN, now Time) (at uint32, ok bool) {
+	r := &q.req
+	if !r.waits() {
+		q.advance(psn, now)
+		return q.sq.head, r.una == psn
+	}
+	for r.next != psn && r.nextAt != q.sq.tail { // past requests that it acknowledges
+		w := q.sq.at(r.nextAt)
+		if !w.started || w.facts().rd || psn.Less(w.end()) {
+			break
+		}
+		r.next, r.nextAt = w.end(), r.nextAt+1
+	}
+	return r.nextAt, r.next == psn
+}
+
+// landed notes an answer, to request at, that comes into effect when its move is over.
+func (q *QP) landed(m *Move, at uint32, now Time) {
+	r := &q.req
+	r.answers = append(r.answers, m)
+	r.next, r.nextAt = m.psn.Add(m.n), at
+	if w := q.sq.at(at); r.next == w.end() {
+		r.nextAt++
+	}
+	r.tries, r.lostValid = 0, false
+	if r.started != 0 {
+		r.started, r.progAt = now, now
+	}
+}
+
+// keepAck keeps an acknowledgement or a NAK until what came before it has come into effect.
+// One is enough, but for a NAK, behind which nothing comes that matters.
+func (l *landing) keepAck(t *train.Train) {
+	c := new(train.Train)
+	*c = *t
+	c.SetNone()
+	if n := len(l.acks); n > 0 && l.acks[n-1].AETH.Syndrome.IsAck() {
+		if !c.PSN.Less(l.acks[n-1].PSN) {
+			l.acks[n-1] = c
+		}
+		return
+	}
+	if len(l.acks) == 0 {
+		l.acks = append(l.acks, c)
+	}
+}
+
+// finishAnswers lets answers come into effect whose moves are over.
+func (q *QP) finishAnswers(now Time) {
+	r := &q.req
+	for r.waits() && r.answers[0].over {
+		m := r.answers[0]
+		if q.state != ib.QPRTS && q.state != ib.QPSQD {
+			r.landing = landing{}
+			return
+		}
+		if !m.fault.OK() {
+			q.answerFailed(m, now)
+			return
+		}
+		if r.answers = r.answers[1:]; len(r.answers) == 0 {
+			r.answers = nil
+		}
+		q.advance(m.psn, now) // what it acknowledges
+		if r.una != m.psn || q.sq.head == q.sq.tail || q.state == ib.QPErr {
+			continue // a completion did not fit
+		}
+		r.una = r.una.Add(m.n)
+		q.progressed(m.n, now)
+		q.advance(r.una, now)
+	}
+	if r.waits() {
+		return
+	}
+	acks := r.acks
+	r.landing = landing{}
+	for _, t := range acks {
+		if q.state == ib.QPRTS || q.state == ib.QPSQD {
+			q.receiveAnswer(t, now)
+		}
+	}
+}
+
+// answerFailed ends a request whose answer could not be put where it belongs; or if the
+// answer itself could not be read, asks for it again.
+func (q *QP) answerFailed(m *Move, now Time) {
+	r := &q.req
+	q.moves.forgetKind(moveAnswer)
+	r.landing = landing{}
+	q.advance(m.psn, now)
+	if m.side == mem.Src {
+		q.rewind(r.una)
+		q.AnswerUnread(now)
+		return
+	}
+	if q.state == ib.QPRTS || q.state == ib.QPSQD {
+		q.fail(ib.WCLocProtErr, vendorFault(m.fault), now)
+	}
+}

@@ -1,0 +1,264 @@
+package qp
+
+// Bytes that are to be sent from memory that the CPU does not address, over a link that
+// does not carry them by reference. Each train's are loaded to staging bytes first, some
+// trains ahead of the one that is sent:
+//
+//   - of the queue pair's own requests; those stay until they are acknowledged, since they
+//     may have to be sent again;
+//   - of answers to READs; those are given up with the train.
+//
+// Staging bytes are given back when the owner says that nobody sends what was pulled before
+// (AllLeft).
+
+import (
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/train"
+)
+
+// maxLoads is how many bytes are loaded ahead, for requests and for answers.
+const maxLoads = 4 << 20
+
+// load is the payload of a train.
+type load struct {
+	key   loadKey
+	bytes []byte
+	state loadState
+	fault mem.Fault
+	from  mem.List
+	sges  []ib.SGE
+}
+
+// loadKey names a train: by the request or answer that it is a part of, and which of its
+// packets it begins with.
+type loadKey struct {
+	of     uint32
+	packet int
+}
+
+type loadState uint8
+
+const (
+	loading loadState = iota
+	loaded
+	given // nobody needs it any more, when all has left
+)
+
+// loads are the loads of one side of a queue pair, oldest first.
+type loads struct {
+	list  []*load
+	bytes int
+}
+
+func (ls *loads) find(k loadKey) *load {
+	for _, l := range ls.list {
+		if l.key == k && l.state != given {
+			return l
+		}
+	}
+	return nil
+}
+
+// forget gives all up. Somebody may be sending them, or an engine be at them: the collector
+// frees them.
+func (ls *loads) forget() { ls.list, ls.bytes = nil, 0 }
+
+// free gives back those that nobody needs.
+func (ls *loads) free() {
+	kept := ls.list[:0]
+	for _, l := range ls.list {
+		if l.state == given {
+			ls.bytes -= len(l.bytes)
+			mem.GiveStaging(l.bytes)
+			continue
+		}
+		kept = append(kept, l)
+	}
+	clear(ls.list[len(kept):])
+	ls.list = kept
+}
+
+// startLoad begins to load n bytes of a list.
+func (q *QP) startLoad(ls *loads, k loadKey, from *mem.List, n int) *load {
+	l := &load{key: k, bytes: mem.Staging(n), from: *from}
+	l.sges = append(l.sges, from.SGEs...)
+	l.from.SGEs, l.from.Memo = l.sges, nil
+	m := &Move{kind: moveLoad, life: q.moves.life, load: l}
+	m.to = mem.List{Raw: [][]byte{l.bytes}}
+	m.transfer = mem.Transfer{Dst: &m.to, Src: &l.from, N: uint64(n), Stream: &q.moves.stream}
+	ls.list = append(ls.list, l)
+	ls.bytes += n
+	q.moves.push(m)
+	return l
+}
+
+// perLoad is how many packets one load has.
+func (q *QP) perLoad() int { return train.MaxBytes / q.mtu }
+
+// needsLoad reports whether the payload of a request has to be loaded before it is sent.
+func (q *QP) needsLoad(w *wqe, again bool) bool { return w.staged && (!q.path.ByReference || again) }
+
+// loadRequest returns the bytes of the request that is sent next from a packet on, at most so
+// many as are loaded together. It is not ok if they are not here yet, or the request has failed.
+func (q *QP) loadRequest(done int, now Time) (b []byte, ok bool) {
+	r, per := &q.req, q.perLoad()
+	k := loadKey{r.cur, done / per * per}
+	l := r.loads.find(k)
+	if l == nil {
+		l = q.loadPart(r.cur, k.packet)
+	}
+	q.loadAhead(k)
+	switch {
+	case l.state == loading:
+		return nil, false
+	case !l.fault.OK():
+		r.unacked = max(r.unacked, 1) // nobody knows whether what went before has asked
+		q.failLocal(ib.WCLocProtErr, vendorFault(l.fault), now)
+		return nil, false
+	}
+	return l.bytes[(done-k.packet)*q.mtu:], true
+}
+
+// sourceStaged: who took a train that was sent by reference cannot keep it. Its bytes are
+// loaded, and so are all others from now on.
+func (q *QP) sourceStaged(t *train.Train) {
+	r := &q.req
+	q.path.ByReference = false
+	if t.Bounce || q.state == ib.QPSQD {
+		if t.PSN.Less(r.nxt) {
+			q.rewind(t.PSN)
+		}
+	} else {
+		q.unsend(t.PSN)
+	}
+	if r.cur != q.sq.tail {
+		q.sq.at(r.cur).staged = true
+	}
+	r.unacked = 1 // nobody knows whether what went before has asked
+}
+
+// loadPart begins to load what a train of a request has.
+func (q *QP) loadPart(i uint32, packet int) *load {
+	w := q.sq.at(i)
+	off := packet * q.mtu
+	return q.startLoad(&q.req.loads, loadKey{i, packet}, q.localList(i, uint64(off)), min(train.MaxBytes/q.mtu*q.mtu, int(w.len)-off))
+}
+
+// loadAhead begins to load what follows, of the request and of those behind it.
+func (q *QP) loadAhead(k loadKey) {
+	r, per := &q.req, q.perLoad()
+	for i, packet := k.of, k.packet+per; i != q.sq.tail; i, packet = i+1, 0 {
+		w := q.sq.at(i)
+		if i != k.of && !q.loadsAhead(i, w) {
+			return
+		}
+		for ; packet*q.mtu < int(w.len); packet += per {
+			if r.loads.bytes >= maxLoads {
+				return
+			}
+			if r.loads.find(loadKey{i, packet}) == nil {
+				q.loadPart(i, packet)
+			}
+		}
+	}
+}
+
+// loadsAhead reports whether the bytes of a request that has not begun may be loaded.
+func (q *QP) loadsAhead(i uint32, w *wqe) bool {
+	return w.facts().data == dataOut && !w.facts().local && !w.inline && w.len > 0 && w.flags&ib.SendFence == 0 && q.state == ib.QPRTS &&
+		q.localList(i, 0).Owner(uint64(w.len)) != nil
+}
+
+// over notes that a load is done, or has failed.
+func (l *load) over(m *Move) {
+	l.state, l.fault = loaded, m.fault
+}
+
+// givePast gives up the loads of requests that are acknowledged.
+func (q *QP) givePast() {
+	r := &q.req
+	for _, l := range r.loads.list {
+		if l.state != loaded {
+			continue
+		}
+		if l.key.of-q.sq.head >= q.sq.tail-q.sq.head {
+			l.state = given
+			continue
+		}
+		if w := q.sq.at(l.key.of); w.started && q.reliable {
+			if end := w.first.Add(min(l.key.packet+q.perLoad(), int(w.n))); !r.una.Less(end) {
+				l.state = given
+			}
+		}
+	}
+}
+
+// AllLeft tells that all trains have left that Pull has made: what they were made of is not
+// needed any more.
+func (q *QP) AllLeft() {
+	if len(q.req.loads.list) > 0 {
+		q.givePast()
+		q.req.loads.free()
+	}
+	if len(q.resp.loads.list) > 0 {
+		q.resp.loads.free()
+	}
+}
+
+// loadAnswer returns the bytes of the next train of an answer. It is not ok if they are not
+// here yet: then the answer waits.
+func (q *QP) loadAnswer(j *job) (b []byte, ok bool) {
+	r, per := &q.resp, q.perLoad()
+	for _, l := range r.loads.list { // of answers that are not made any more
+		if l.state == loaded && l.key.of != j.serial && !q.answersStill(l.key.of) {
+			l.state = given
+		}
+	}
+	l := r.loads.find(loadKey{j.serial, j.done})
+	if l == nil {
+		l = q.loadAnswerPart(j, j.done)
+	}
+	for packet := j.done + per; packet < j.n && r.loads.bytes < maxLoads; packet += per {
+		if r.loads.find(loadKey{j.serial, packet}) == nil {
+			q.loadAnswerPart(j, packet)
+		}
+	}
+	if l.state == loading {
+		j.waiting, j.loading = true, true
+		return nil, false
+	}
+	if !l.fault.OK() {
+		l.state = given
+		q.nakAnswer(accessError, j.psn.Add(j.done))
+		return nil, false
+	}
+	l.state = given // with the train
+	return l.bytes, true
+}
+
+func (q *QP) answersStill(serial uint32) bool {
+	for i := range q.resp.n {
+		if q.resp.at(i).serial == serial {
+			return true
+		}
+	}
+	return false
+}
+
+func (q *QP) loadAnswerPart(j *job, packet int) *load {
+	off := packet * q.mtu
+	n := min(train.MaxBytes/q.mtu*q.mtu, int(j.reth.Len)-off)
+	from := mem.List{Table: q.Table, Actor: mem.Actor{PD: j.pd, QPN: q.Number}, Access: ib.AccessRemoteRead,
+		SGEs: []ib.SGE{{Addr: j.reth.VA + uint64(off), Length: uint32(n), LKey: j.reth.RKey}}}
+	return q.startLoad(&q.resp.loads, loadKey{j.serial, packet}, &from, n)
+}
+
+// answerLoaded lets an answer go on that waited for its bytes.
+func (q *QP) answerLoaded(serial uint32) {
+	for i := range q.resp.n {
+		if j := q.resp.at(i); j.serial == serial && j.loading {
+			j.waiting, j.loading = false, false
+		}
+	}
+}

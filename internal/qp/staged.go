@@ -1,0 +1,571 @@
+package qp
+
+// Memory that the CPU does not address (mem.Engine): an engine moves its bytes, beside
+// everything else, and takes its time. Each queue pair is one ordered stream of such moves.
+//
+//  1. A copy ends in a fault that says that an engine has to do it (mem.Fault.Staged).
+//     The request, or the answer, is taken all the same, with its payload, as a Move. What
+//     the peer and the program hear of it waits: acknowledgements, completions.
+//  2. The owner begins the moves in their order and waits for them, with no lock held
+//     (NextMove, Move.Begin, Move.Wait), and tells that they are over (Moved).
+//  3. Moves that are over come into effect in their order: requests in finishRequests,
+//     answers in finishAnswers.
+//
+// A request that is to be seen behind moves, and is not done by the same engine in the same
+// direction, waits until they are over (keepInOrder): so a WRITE and a flag behind it,
+// wherever the two lie, are seen in this order.
+//
+// What is to be sent from such memory is loaded first (loads.go), where the link does not
+// carry it by reference.
+
+import (
+	"slices"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/queue"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// How much of one queue pair may wait for engines: moves, and bytes of their payload.
+// Windows are smaller; only a peer that does not keep to them, or that sends by reference,
+// comes to these bounds (Full).
+const (
+	maxMoves     = 256
+	maxMoveBytes = 16 << 20
+)
+
+// moveKind is what a move is for.
+type moveKind uint8
+
+const (
+	moveRequest moveKind = iota // of the peer
+	moveAnswer                  // of the peer, to a request of the queue pair
+	moveLoad                    // of bytes that are to be sent
+)
+
+// Move is bytes on their way to, from or between memory that the CPU does not address.
+type Move struct {
+	kind     moveKind
+	life     uint32 // which of moves' it was made in
+	transfer mem.Transfer
+	train    *train.Train // what came; nil for a load
+	to       mem.List
+	sges     [1]ib.SGE
+	bytes    int // of payload that is kept for it
+	toEngine bool
+	owner    any // of the engine; nil if there are several
+
+	atomic *atomicMove // not nil: it changes a word
+
+	over  bool
+	fault mem.Fault
+	side  mem.Side
+
+	psn    wire.PSN // of the first packet
+	n      int      // PSNs that it takes
+	ends   bool     // the message ends with it
+	ackReq bool
+	before responderState
+
+	// The receive that completes with it, if any.
+	completes  bool
+	wc         ib.WC
+	cq         *queue.CQ
+	solicited  bool
+	invalidate bool // wc.InvalidatedKey, before it completes
+
+	load *load
+}
+
+// responderState is where the responder stood before a request.
+type responderState struct {
+	kind wire.Kind
+	off  uint64
+	msn  uint32
+}
+
+// atomicMove is an atomic on memory that the CPU does not address.
+type atomicMove struct {
+	table            *mem.Table
+	who              mem.Actor
+	key              uint32
+	addr             uint64
+	op               mem.AtomicOp
+	compare, swapAdd uint64
+	orig             uint64
+}
+
+// moves is what of a queue pair waits for engines.
+type moves struct {
+	stream mem.Stream
+	queue  []*Move // have not been handed to the owner, oldest first
+	n      int     // that are not over
+	bytes  int     // of payload that is kept for those
+	life   uint32  // how often all were forgotten
+}
+
+// Full reports whether the queue pair can take no more requests for the time being: whoever
+// delivers them directly waits, and comes again.
+func (q *QP) Full() bool {
+	m := &q.moves
+	return m.n >= maxMoves/2 || m.bytes >= maxMoveBytes/2 || q.resp.held != nil && q.resp.held.bytes > maxHeld/2
+}
+
+// Moving reports whether there are moves that nobody has begun.
+func (q *QP) Moving() bool { return len(q.moves.queue) > 0 }
+
+// NextMove returns the next move to begin, nil if there is none.
+func (q *QP) NextMove() *Move {
+	m := &q.moves
+	if len(m.queue) == 0 {
+		return nil
+	}
+	next := m.queue[0]
+	m.queue[0] = nil
+	m.queue = m.queue[1:]
+	if len(m.queue) == 0 {
+		m.queue = nil
+	}
+	return next
+}
+
+// Begin begins the move. FaultPending is something to be waited for first: then it is to be
+// called again.
+func (m *Move) Begin() mem.Fault {
+	if m.atomic != nil || !m.fault.OK() {
+		return mem.Fault{}
+	}
+	if m.train != nil && !m.train.Leased() {
+		m.fail(mem.Fault{Kind: mem.FaultDead}, mem.Src)
+		return mem.Fault{}
+	}
+	f, side := m.transfer.Begin()
+	if f.Kind == mem.FaultPending {
+		return f
+	}
+	if !f.OK() {
+		m.fail(f, side)
+	}
+	return mem.Fault{}
+}
+
+func (m *Move) fail(f mem.Fault, side mem.Side) {
+	if m.fault.OK() {
+		m.fault, m.side = f, side
+	}
+}
+
+// Wait waits until the move is over. FaultPending is as with Begin.
+func (m *Move) Wait(s *mem.Stream) mem.Fault {
+	if a := m.atomic; a != nil {
+		if !m.fault.OK() {
+			return mem.Fault{}
+		}
+		var f mem.Fault
+		if a.orig, f = mem.AtomicWaiting(a.table, a.who, a.key, a.addr, a.op, a.compare, a.swapAdd, s); f.Kind == mem.FaultPending {
+			return f
+		}
+		if !f.OK() {
+			m.fail(f, mem.Dst)
+		}
+		return mem.Fault{}
+	}
+	f, side := m.transfer.Wait()
+	if f.Kind == mem.FaultPending {
+		return f
+	}
+	if !f.OK() {
+		m.fail(f, side)
+	}
+	if m.train != nil && !m.train.Leased() {
+		m.fail(mem.Fault{Kind: mem.FaultDead}, mem.Src) // what was read was perhaps something else
+	}
+	return mem.Fault{}
+}
+
+// Over reports whether Wait would not wait.
+func (m *Move) Over() bool { return m.atomic == nil && m.transfer.Over() }
+
+// GiveUp ends the move, which is not to be begun, or not to be waited for, any more: its
+// queue pair has been reset, or has failed.
+func (m *Move) GiveUp() {
+	m.fail(mem.Fault{Kind: mem.FaultDead}, mem.Dst)
+	m.transfer.GiveUp()
+}
+
+// Stream returns the order of the queue pair's moves.
+func (q *QP) Stream() *mem.Stream { return &q.moves.stream }
+
+// stage makes a move of a train that came, and where it goes. It returns nil if there is no
+// room for it, with a fault if the payload cannot be read.
+func (q *QP) stage(kind moveKind, t *train.Train, to *mem.List, last bool) (*Move, mem.Fault) {
+	ms := &q.moves
+	if ms.n >= maxMoves || ms.bytes+t.Len > maxMoveBytes {
+		return nil, mem.Fault{}
+	}
+	kept, by, f := t.KeepStaged()
+	if !f.OK() {
+		return nil, f
+	}
+	m := &Move{kind: kind, life: q.moves.life, train: kept, to: *to, psn: t.PSN, n: t.N, ends: t.End, ackReq: t.AckReq, bytes: by}
+	if len(to.SGEs) == 1 { // the list is the queue pair's own, and used again
+		m.sges[0] = to.SGEs[0]
+		m.to.SGEs = m.sges[:]
+	} else {
+		m.to.SGEs = append([]ib.SGE(nil), to.SGEs...)
+	}
+	m.to.Memo = nil
+	m.toEngine, m.owner = engineOf(&m.to, &kept.Payload, uint64(t.Len))
+	m.transfer = mem.Transfer{Dst: &m.to, Src: &kept.Payload, N: uint64(t.Len), Last: last, Stream: &ms.stream}
+	ms.push(m)
+	return m, mem.Fault{}
+}
+
+func (ms *moves) push(m *Move) {
+	ms.queue = append(ms.queue, m)
+	ms.n++
+	ms.bytes += m.bytes
+}
+
+// engineOf tells whose engine moves n bytes from one list to another, and whether to or from
+// its memory.
+func engineOf(to, from *mem.List, n uint64) (toEngine bool, owner any) {
+	if owner = to.Owner(n); owner != nil {
+		return true, owner
+	}
+	return false, from.Owner(n)
+}
+
+// front returns the PSN up to which the peer's requests have come into effect.
+func (r *responder) front() wire.PSN {
+	if len(r.moves) > 0 {
+		return r.moves[0].psn
+	}
+	return r.epsn
+}
+
+// done returns how many of the peer's messages have come into effect, 24 bits.
+func (r *responder) done() uint32 {
+	if len(r.moves) > 0 {
+		return r.moves[0].before.msn
+	}
+	return r.msn
+}
+
+// follows reports whether a request may be begun while others move: the same engine does
+// it, in the same direction, behind them.
+func (q *QP) follows(t *train.Train) bool {
+	r := &q.resp
+	last := r.moves[len(r.moves)-1]
+	if last.owner == nil || t.Len == 0 || t.Extra == wire.WithInv {
+		return false
+	}
+	if !q.sequence(t) {
+		return false // it is to be refused, when those before it are done
+	}
+	var to *mem.List
+	n := uint64(t.Len) // that are to be checked
+	switch t.Kind {
+	case wire.KindWrite:
+		h, off := r.reth, r.off
+		if t.Start {
+			h, off = t.RETH, 0
+		}
+		left := uint64(h.Len) - off
+		if q.attr.Access&ib.AccessRemoteWrite == 0 || h.Len > MaxMsgSize || n > left || t.End && n != left {
+			return false
+		}
+		n = left
+		to = q.remoteList(ib.AccessRemoteWrite, q.Actor(), h.RKey, h.VA+off, int(left))
+	case wire.KindSend:
+		if t.Start && !r.have {
+			if r.have = q.Recv.Take(&r.taken); !r.have {
+				return false
+			}
+		}
+		off := r.off
+		if t.Start {
+			off = 0
+		}
+		if n > min(r.taken.Len, MaxMsgSize)-off {
+			return false
+		}
+		to = q.receiveList(off)
+	default:
+		return false
+	}
+	if f := mem.Check(to, n); !f.OK() {
+		return false
+	}
+	toEngine, owner := engineOf(to, &t.Payload, uint64(t.Len))
+	return owner == last.owner && toEngine == last.toEngine
+}
+
+// take makes a move of a request whose bytes an engine has to move. It reports whether the
+// request is to be accepted; if not, the fault is the payload's, or there is none and the
+// peer has been told to come again.
+func (q *QP) take(t *train.Train, to *mem.List) (*Move, mem.Fault) {
+	r := &q.resp
+	m, f := q.stage(moveRequest, t, to, t.End)
+	if m == nil {
+		if f.OK() {
+			q.pushBack()
+		}
+		return nil, f
+	}
+	m.before = responderState{r.kind, r.off, r.msn}
+	m.cq = q.RecvCQ
+	r.moves = append(r.moves, m)
+	return m, mem.Fault{}
+}
+
+// pushBack: there is no room for a request. RC has the peer come again, the others lose the
+// message.
+func (q *QP) pushBack() {
+	if q.reliable {
+		q.Counters.add(CntFaultRNR, 1)
+		q.rnr()
+		return
+	}
+	q.Counters.add(CntDropFault, 1)
+	q.resp.kind, q.resp.skip = 0, true
+}
+
+// completeBehind has a receive complete when a move is over, which is nil if there is none.
+func (q *QP) completeBehind(m *Move, wc *ib.WC, solicited bool) {
+	r := &q.resp
+	if m == nil && len(r.moves) > 0 { // it must not overtake those before it
+		m = &Move{kind: moveRequest, life: q.moves.life, over: true, psn: r.epsn, cq: q.RecvCQ, before: responderState{msn: r.msn}}
+		r.moves = append(r.moves, m)
+	}
+	if m == nil {
+		q.completeReceive(wc, solicited)
+		return
+	}
+	r.have = false
+	m.completes, m.wc, m.solicited = true, *wc, solicited
+}
+
+// Moved tells that a move is over. It returns a train whose payload could not be read, for
+// its sender, and why.
+func (q *QP) Moved(m *Move, now Time) (*train.Train, mem.Fault) {
+	if m.train != nil {
+		defer m.train.Free()
+	}
+	if m.life != q.moves.life {
+		return nil, mem.Fault{}
+	}
+	q.moves.drop(m)
+	m.over = true
+	switch m.kind {
+	case moveRequest:
+		if !slices.Contains(q.resp.moves, m) {
+			break // it was given up
+		}
+		return q.finishRequests(now)
+	case moveAnswer:
+		if slices.Contains(q.req.answers, m) {
+			q.finishAnswers(now)
+		}
+	case moveLoad:
+		m.load.over(m)
+		q.answerLoaded(m.load.key.of)
+	}
+	return nil, mem.Fault{}
+}
+
+// finishRequests lets the requests come into effect whose moves are over.
+func (q *QP) finishRequests(now Time) (*train.Train, mem.Fault) {
+	r := &q.resp
+	for len(r.moves) > 0 && r.moves[0].over {
+		m := r.moves[0]
+		if q.state != ib.QPRTR && q.state != ib.QPRTS && q.state != ib.QPSQD && q.state != ib.QPSQE {
+			r.moves = nil
+			return nil, mem.Fault{}
+		}
+		switch {
+		case !m.fault.OK() && m.side == mem.Src:
+			return q.unreadMove(m)
+		case !m.fault.OK():
+			q.moveFailed(m)
+			return nil, mem.Fault{}
+		}
+		if m.invalidate {
+			if f := q.Table.Invalidate(m.wc.InvalidatedKey, q.Actor()); f.Kind == mem.FaultPending {
+				q.fetch(LaneReceive, f, nil) // another process has to leave the memory first
+				return nil, mem.Fault{}
+			} else if !f.OK() {
+				m.fault = f
+				q.moveFailed(m)
+				return nil, mem.Fault{}
+			}
+		}
+		r.moves = r.moves[1:]
+		if len(r.moves) == 0 {
+			r.moves = nil
+		}
+		if m.ackReq && q.reliable {
+			r.partly = true
+		}
+		if a := m.atomic; a != nil { // the answer acknowledges
+			if a.op == mem.Store {
+				r.answerRead(m.psn, 1, wire.RETH{}, a.who.PD, (m.before.msn+1)&(1<<24-1))
+			} else {
+				r.answerAtomic(m.psn, a.orig, (m.before.msn+1)&(1<<24-1))
+			}
+		}
+		if m.completes {
+			m.wc.QPN = q.Number
+			q.pushed(m.cq.Push(&m.wc, m.solicited))
+		}
+	}
+	if len(r.moves) == 0 && r.held != nil && r.held.inOrder {
+		r.held.inOrder = false
+		q.letGo()
+	}
+	return nil, mem.Fault{}
+}
+
+// unreadMove: the payload of a request could not be read from where it lies, in the memory
+// of its sender, who is told. It and those behind it count as not sent.
+func (q *QP) unreadMove(m *Move) (*train.Train, mem.Fault) {
+	r := &q.resp
+	behind := r.moves
+	r.moves, r.ack.pending, r.partly = nil, false, false
+	q.moves.forgetKind(moveRequest)
+	if r.have { // of the last message, which is not the first
+		behind = append(behind, &Move{completes: true, cq: q.RecvCQ, to: mem.List{SGEs: append([]ib.SGE(nil), r.taken.SGEs...)}, wc: ib.WC{ID: r.taken.ID}})
+		r.have = false
+	}
+	for _, b := range behind {
+		switch {
+		case !b.completes:
+		case !r.have: // the first message's: it comes again
+			r.have = true
+			r.taken.ID, r.taken.Len = b.wc.ID, 0
+			r.taken.SGEs = append(r.taken.SGEs[:0], b.to.SGEs...)
+			for _, e := range r.taken.SGEs {
+				r.taken.Len += uint64(e.Length)
+			}
+		default:
+			q.pushed(b.cq.Push(&ib.WC{ID: b.wc.ID, Status: ib.WCWRFlushErr, Op: ib.WCRecv, QPN: q.Number}, false))
+		}
+	}
+	r.epsn, r.msn, r.kind, r.off = m.psn, m.before.msn, m.before.kind, m.before.off
+	return m.train, m.fault
+}
+
+// forgetKind forgets moves of a kind that nobody has begun; those that were begun do not
+// count any more.
+func (ms *moves) forgetKind(kind moveKind) {
+	kept := ms.queue[:0]
+	for _, m := range ms.queue {
+		if m.kind == kind {
+			ms.drop(m)
+		} else {
+			kept = append(kept, m)
+		}
+	}
+	clear(ms.queue[len(kept):])
+	ms.queue = kept
+}
+
+// drop takes a move out of the count.
+func (ms *moves) drop(m *Move) {
+	ms.n--
+	ms.bytes -= m.bytes
+	m.life--
+}
+
+// moveFailed refuses a request that was accepted: its memory could not be accessed. The
+// receive that its message has taken tells of it, and those of later messages are flushed.
+func (q *QP) moveFailed(m *Move) {
+	r := &q.resp
+	why := accessError
+	if m.train != nil && m.train.Kind == wire.KindSend {
+		why = receiveError
+	}
+	behind := r.moves
+	r.moves, r.partly = nil, false
+	q.moves.forgetKind(moveRequest)
+	status, vendor, told := why.status, vendorFault(m.fault), false
+	for _, b := range behind {
+		if b.completes {
+			q.pushed(b.cq.Push(&ib.WC{ID: b.wc.ID, Status: status, Op: ib.WCRecv, VendorErr: vendor, QPN: q.Number}, false))
+			status, vendor, told = ib.WCWRFlushErr, 0, true
+		}
+	}
+	switch {
+	case q.state == ib.QPErr: // a completion did not fit
+	case q.Type == ib.UD:
+		q.enterError()
+	case !told:
+		r.rollBack(q, m)
+		q.refuse(why, vendor)
+	case q.reliable:
+		r.rollBack(q, m)
+		q.Counters.add(why.count, 1)
+		q.nak(why.nak, m.psn)
+		q.enterErrorAnswering()
+	case why.nak == wire.NakRemoteOpError:
+		q.enterErrorAnswering()
+	default:
+		r.kind, r.skip = 0, true
+	}
+}
+
+// rollBack makes a request of a reliable connection the one that is expected.
+func (r *responder) rollBack(q *QP, m *Move) {
+	if q.reliable {
+		r.drop(m.psn)
+		r.epsn = m.psn
+	}
+}
+
+// takeAtomic makes a move of an atomic on memory that the CPU does not address.
+func (q *QP) takeAtomic(t *train.Train, a *atomicMove) mem.Fault {
+	r := &q.resp
+	a.table, a.who = q.Table, q.Actor()
+	m := &Move{kind: moveRequest, life: q.moves.life, atomic: a, psn: t.PSN, n: 1, ends: true, before: responderState{msn: r.msn}}
+	q.moves.push(m)
+	r.moves = append(r.moves, m)
+	r.epsn = r.epsn.Add(1)
+	r.kind, r.msn = 0, (r.msn+1)&(1<<24-1)
+	r.rdEnd, r.rdAny = r.epsn, true
+	return mem.Fault{}
+}
+
+// keepInOrder keeps a request until the moves before it are over. A fault is that of the
+// payload.
+func (q *QP) keepInOrder(t *train.Train) mem.Fault {
+	r := &q.resp
+	if r.held == nil {
+		r.held = new(held)
+	}
+	kept, f := r.held.keep(t)
+	if !f.OK() {
+		return f
+	}
+	if !kept {
+		q.pushBack()
+		return mem.Fault{}
+	}
+	r.held.inOrder = true
+	return mem.Fault{}
+}
+
+// forgetMoves forgets all moves: the queue pair is reset, or has failed. Those that were
+// begun end by themselves.
+func (q *QP) forgetMoves() {
+	q.resp.moves, q.resp.partly = nil, false
+	q.req.landing = landing{}
+	for _, m := range q.moves.queue {
+		m.GiveUp()
+	}
+	q.moves.queue, q.moves.n, q.moves.bytes = nil, 0, 0
+	q.moves.life++
+	q.req.loads.forget()
+	q.resp.loads.forget()
+}
