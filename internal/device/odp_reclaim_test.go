@@ -80,7 +80,7 @@ func reclaim(t *testing.T, file string, size, limit int64) {
 func TestReclaimFile(t *testing.T) {
 	size, limit := int64(224<<20), int64(96<<20)
 	if fullMatrix() {
-		size, limit = 2<<30, 128<<20
+		size, limit = 512<<20, 48<<20
 	}
 	dir := t.TempDir()
 	var st unix.Statfs_t
@@ -105,19 +105,19 @@ func TestReclaimFile(t *testing.T) {
 // Anonymous memory and shared memory, which go to a compressed device.
 func TestReclaimAnonymous(t *testing.T) {
 	modetest.Swap(t, "2G")
-	t.Run("private", func(t *testing.T) { reclaim(t, "", 1<<30, 128<<20) })
+	t.Run("private", func(t *testing.T) { reclaim(t, "", 512<<20, 64<<20) })
 	t.Run("shared", func(t *testing.T) {
 		f, err := os.CreateTemp("/dev/shm", "verbena-test")
 		if err != nil {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { _ = os.Remove(f.Name()) })
-		const size = 512 << 20
+		const size = 256 << 20
 		if err := f.Truncate(size); err != nil {
 			t.Fatal(err)
 		}
 		_ = f.Close()
-		reclaim(t, f.Name(), size, 64<<20)
+		reclaim(t, f.Name(), size, 32<<20)
 	})
 }
 

@@ -13,7 +13,7 @@ import (
 func TestOnDemandModes(t *testing.T) {
 	tests, checks := "TestOnDemand(SeesWhatTheCPUSees|Sweep|Huge|BehindEnd|StormOfAll|Model)|TestPrefetch|TestMeans", "20"
 	if os.Getenv("VERBENA_FULL") != "" {
-		tests, checks = "TestOnDemand.*|TestPrefetch|TestStale.*|TestMeans|TestConformanceOnDemand.*", "300"
+		tests, checks = "TestOnDemand.*|TestPrefetch|TestStale.*|TestMeans|TestConformanceOnDemand.*", "100"
 	}
 	for _, mode := range []modetest.Mode{modetest.NoUserfault, modetest.OldKernel, modetest.Unprivileged} {
 		t.Run(string(mode), func(t *testing.T) {

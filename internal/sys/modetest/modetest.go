@@ -80,7 +80,7 @@ func Rerun(t *testing.T, mode Mode, pattern string, flags ...string) {
 	}
 	cmd := exec.Command("/proc/self/exe", append([]string{"-test.run=" + pattern, "-test.v", "-test.timeout=9m"}, flags...)...)
 	cmd.Dir = "/"
-	cmd.Env = append(os.Environ(), variable+"="+string(mode), "CI=") // what cannot be there may be skipped
+	cmd.Env = append(os.Environ(), variable+"="+string(mode), "CI=", "VERBENA_FULL=") // what cannot be there may be skipped; the long forms are for this machine as it is
 	if mode == Unprivileged && os.Getuid() == 0 {
 		const nobody = 65534
 		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
