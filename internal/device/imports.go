@@ -3,7 +3,7 @@ package device
 // Objects of other processes: see exports.go for their side. A region that is imported is
 // one of this device, with keys of its own, on memory that is another process's
 // (mem.Foreign). Its rights are those of the original, but for what cannot be done there:
-// atomics, windows, persistence, and paging, which the owner does.
+// atomics, persistence, and paging, which the owner does.
 
 import (
 	"bytes"
@@ -27,7 +27,7 @@ type Origin interface {
 }
 
 // importedAccess are the rights that an imported region can have.
-const importedAccess = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteRead | ib.AccessFlushGlobal | ib.AccessRelaxedOrdering
+const importedAccess = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteRead | ib.AccessMWBind | ib.AccessFlushGlobal | ib.AccessRelaxedOrdering
 
 // Import imports an object that is no region, which only tells that it is there.
 func Import(op, handle string, object uint64) (Origin, error) {

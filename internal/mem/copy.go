@@ -395,24 +395,27 @@ func (c *cursor) kind() Kind {
 // bounds, memory that was revoked. It touches no bytes, which may have to be fetched or
 // be suspended, and what it found may change at any time.
 func Check(l *List, n uint64) Fault {
+	f, _ := CheckStaged(l, n)
+	return f
+}
+
+// CheckStaged is Check, and reports whether there may be bytes that the CPU does not address.
+func CheckStaged(l *List, n uint64) (f Fault, staged bool) {
 	c := cursor{list: l, skip: l.Off}
-	l.Staged = false
 	for n > 0 {
 		if l.Table == nil {
 			if !c.fillRaw(n) {
-				return c.fault
+				return c.fault, false
 			}
 			n -= uint64(len(c.b))
 			continue
 		}
 		if !c.enter(n, shutToLooks) {
-			return c.fault
+			return c.fault, false
 		}
-		if c.region.byEngine {
-			l.Staged = true
-		}
+		staged = staged || c.region.byEngine
 		c.close()
 		n -= c.left
 	}
-	return Fault{}
+	return Fault{}, staged
 }

@@ -75,6 +75,18 @@ func (op *Op) End(kind FaultKind) {
 	close(op.over)
 }
 
+// Unwanted reports whether the memory is being taken away for good: an engine that waits for
+// something else may give the operation up.
+func (op *Op) Unwanted() bool {
+	for i := range op.held {
+		p := &op.held[i]
+		if p.region != nil && p.region.state.Load()&shutToLooks != 0 || p.leaf != nil && p.leaf.state.Load()&shutToLooks != 0 {
+			return true
+		}
+	}
+	return false
+}
+
 // begin hands the operation to the engine.
 func (op *Op) begin(e Engine) {
 	op.over = make(chan struct{})

@@ -43,10 +43,10 @@ func TestConformanceOfEngine(t *testing.T) {
 		{Name: "fast", New: onEngine(enginetest.New(enginetest.Config{}))},
 		{Name: "slow", New: onEngine(enginetest.New(slow))},
 		{Name: "reaching", New: onEngine(enginetest.New(enginetest.Config{Reaches: true}))},
-		{Name: "window1", New: onEngine(enginetest.New(slow)), Window: ib.MWType1},
-		{Name: "window2", New: onEngine(enginetest.New(slow)), Window: ib.MWType2},
+		{Name: "window1", New: onEngine(enginetest.New(enginetest.Config{})), Window: ib.MWType1},
+		{Name: "window2", New: onEngine(enginetest.New(enginetest.Config{})), Window: ib.MWType2},
 		{Name: "list", New: onEngine(enginetest.New(slow)), Shape: memtest.List},
-		{Name: "nested", New: onEngine(enginetest.New(slow)), Shape: memtest.Nested},
+		{Name: "nested", New: onEngine(enginetest.New(enginetest.Config{})), Shape: memtest.Nested},
 	} {
 		memtest.Run(t, c)
 	}

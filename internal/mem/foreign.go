@@ -10,19 +10,16 @@ package mem
 //  3. Leave the guard. If the owner has suspended the memory meanwhile, it is to be done
 //     again.
 //
-// What is read is a copy, in staging bytes. What is to be written is written to such bytes
-// first, and Store brings them to the owner. The copy loop calls it (copy.go,
-// far.go); nobody else writes to memory that it is not told to be near (gather.go, IsHost,
-// Whole), and nobody changes it in one step (atomic.go).
+// The kernel may have to fetch the owner's pages first, and the owner may move them for as
+// long as it likes: so it is an Engine, and a goroutine for each stream waits. Nobody changes
+// such memory in one step.
 //
 // The descriptor leads to the memory of that process alone: if it is gone, or something
-// is not mapped there, an access fails. An access waits for the owner's pages if they have
-// to be fetched, as one to pinned memory that is not locked does.
+// is not mapped there, an access fails.
 
 import (
 	"errors"
 	"io"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -34,9 +31,7 @@ import (
 type Foreign struct {
 	ForeignConfig
 
-	ended  atomic.Bool  // the owner has ended while the memory was suspended
-	mu     sync.RWMutex // held for reading while Await looks at the guard
-	closed bool         // guarded by mu
+	ended atomic.Bool // the owner has ended while the memory was suspended
 }
 
 // ForeignConfig says where the memory is. The Foreign closes all of it.
@@ -67,42 +62,76 @@ func (f *Foreign) Len() uint64 { return f.Length }
 // Solid tells that what Run offers cannot be gone.
 func (f *Foreign) Solid() bool { return true }
 
-// PeerMemory tells that it takes no windows, and is not registered again, which is its
-// owner's to do.
-func (f *Foreign) PeerMemory() bool { return true }
+// Borrowed tells that it is not registered again, which is its owner's to do.
+func (f *Foreign) Borrowed() bool { return true }
 
-// Run returns a copy of bytes, or if they are to be written a place for them.
-func (f *Foreign) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
-	if off >= f.Length || n > f.Length-off {
-		return nil, FaultBounds
+// Run is never called.
+func (f *Foreign) Run(uint64, uint64, ib.Access) ([]byte, FaultKind) { return nil, FaultAccess }
+
+// Owner is the memory itself: nobody copies within another process.
+func (f *Foreign) Owner() any { return f }
+
+// Begin has an operation done by the goroutine of its stream.
+func (f *Foreign) Begin(op *Op) { inOrder(f, op, f.do) }
+
+// do does an operation.
+func (f *Foreign) do(op *Op) FaultKind {
+	switch op.Kind {
+	case OpLoad:
+		return f.insist(op, sys.ReadMemory, op.Off, op.Bytes)
+	case OpStore:
+		return f.store(op, op.Off, op.Bytes, op.Last)
+	case OpCopy:
+		return f.copy(op)
 	}
-	b := staging.get(int(min(n, Quantum)))
-	if acc&writing != 0 {
-		return b, FaultNone
-	}
-	if kind := f.move(sys.ReadMemory, off, b); kind != FaultNone {
-		staging.put(b)
-		return nil, kind
-	}
-	return b, FaultNone
+	return FaultAccess // an atomic
 }
 
-// Done takes back bytes that Run has returned.
-func (f *Foreign) Done(b []byte) { staging.put(b) }
-
-// Store writes bytes. If they end a message, what lies in their last word goes after the
+// store writes bytes. If they end a message, what lies in their last word goes after the
 // rest: the owner may be looking at it.
-func (f *Foreign) Store(off uint64, b []byte, last bool) FaultKind {
+func (f *Foreign) store(op *Op, off uint64, b []byte, last bool) FaultKind {
 	if last {
 		end := int((f.Addr+off+uint64(len(b))-1)%wordSize) + 1
 		if head := len(b) - end; head > 0 {
-			if kind := f.move(sys.WriteMemory, off, b[:head]); kind != FaultNone {
+			if kind := f.insist(op, sys.WriteMemory, off, b[:head]); kind != FaultNone {
 				return kind
 			}
 			off, b = off+uint64(head), b[head:]
 		}
 	}
-	return f.move(sys.WriteMemory, off, b)
+	return f.insist(op, sys.WriteMemory, off, b)
+}
+
+// copy copies within the memory.
+func (f *Foreign) copy(op *Op) FaultKind {
+	b := staging.get(int(min(op.N, Quantum)))
+	defer staging.put(b)
+	for done := uint64(0); done < op.N; {
+		k := min(op.N-done, uint64(len(b)))
+		if kind := f.insist(op, sys.ReadMemory, op.FromOff+done, b[:k]); kind != FaultNone {
+			return kind
+		}
+		if kind := f.store(op, op.Off+done, b[:k], op.Last && done+k == op.N); kind != FaultNone {
+			return kind
+		}
+		done += k
+	}
+	return FaultNone
+}
+
+// insist moves bytes, again and again while the owner moves the memory, unless nobody wants
+// them any more.
+func (f *Foreign) insist(op *Op, call func(fd int, b []byte, addr uint64) bool, off uint64, b []byte) FaultKind {
+	for {
+		kind := f.move(call, off, b)
+		if kind != FaultPending {
+			return kind
+		}
+		if op.Unwanted() {
+			return FaultDead
+		}
+		f.await()
+	}
 }
 
 func (f *Foreign) move(call func(fd int, b []byte, addr uint64) bool, off uint64, b []byte) FaultKind {
@@ -125,31 +154,19 @@ func (f *Foreign) move(call func(fd int, b []byte, addr uint64) bool, off uint64
 	return FaultNone
 }
 
-// Gone is never called: what Run offers cannot be gone.
-func (f *Foreign) Gone(uint64, uint64, ib.Access) FaultKind { return FaultStale }
-
-// Await waits for an owner that moves the memory.
-func (f *Foreign) Await(uint64, uint64, ib.Access) FaultKind {
-	for range guardWait / guardLook {
-		f.mu.RLock()
-		waits := !f.closed && f.Guard.Suspended()
-		if waits && f.Link.HungUp() {
-			f.ended.Store(true)
-			waits = false
-		}
-		f.mu.RUnlock()
-		if !waits {
-			return FaultNone
-		}
-		time.Sleep(guardLook)
+// await waits for a moment, while the owner moves the memory.
+func (f *Foreign) await() {
+	if !f.Guard.Suspended() {
+		return
 	}
-	return FaultPending
+	if f.Link.HungUp() {
+		f.ended.Store(true)
+		return
+	}
+	time.Sleep(guardLook)
 }
 
 // Close lets go of everything, the link last.
 func (f *Foreign) Close() error {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.closed = true
 	return errors.Join(sys.CloseFD(f.Memory), f.Guard.Close(), f.Link.Close())
 }

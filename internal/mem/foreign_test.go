@@ -176,13 +176,17 @@ func (f *foreign) free() {
 // Memory of another process passes the suite, but for atomics.
 func TestConformanceOfForeign(t *testing.T) {
 	o := startOther(t)
-	memtest.Run(t, memtest.Constructor{Name: "foreign", NoAtomics: true, New: func(tb testing.TB, n uint64, _ ib.Access) memtest.Memory {
-		f := o.memory(n)
-		return memtest.Memory{Backing: f.Foreign, Bytes: f.seen, Move: f.move(tb), Free: func() {
-			o.ask("unmap %d", f.addr)
-			f.free()
-		}}
-	}})
+	for _, how := range []memtest.Constructor{{Name: "foreign"}, {Name: "window", Window: ib.MWType2}, {Name: "indirect", Shape: memtest.List}} {
+		how.NoAtomics = true
+		how.New = func(tb testing.TB, n uint64, _ ib.Access) memtest.Memory {
+			f := o.memory(n)
+			return memtest.Memory{Backing: f.Foreign, Bytes: f.seen, Move: f.move(tb), Free: func() {
+				o.ask("unmap %d", f.addr)
+				f.free()
+			}}
+		}
+		memtest.Run(t, how)
+	}
 }
 
 // The owner moves memory while its importer, which knows nothing of it, reads and writes
@@ -197,25 +201,18 @@ func TestForeignMovedByItsOwner(t *testing.T) {
 	var wg sync.WaitGroup
 	var reads, writes atomic.Int64
 	insist := func(copy func() mem.Fault) {
-		for {
-			fault := copy()
-			switch {
-			case fault.OK():
-				return
-			case fault.Kind != mem.FaultPending || !fault.Brief():
-				t.Error(fault)
-				stop.Store(true)
-				return
-			}
-			fault.Await()
+		if fault := copy(); !fault.OK() {
+			t.Error(fault)
+			stop.Store(true)
 		}
 	}
+	var readStream, writeStream mem.Stream
 	last := byte(0)
 	wg.Go(func() {
 		for b := byte(1); !stop.Load(); b = b%100 + 1 {
 			msg := bytes.Repeat([]byte{b}, n)
 			insist(func() mem.Fault {
-				fault, _ := mem.Copy(list(ib.AccessRemoteWrite), &mem.List{Raw: [][]byte{msg}}, n, true)
+				fault, _ := mem.CopyWaiting(list(ib.AccessRemoteWrite), &mem.List{Raw: [][]byte{msg}}, n, true, &writeStream)
 				return fault
 			})
 			last = b
@@ -225,7 +222,7 @@ func TestForeignMovedByItsOwner(t *testing.T) {
 	wg.Go(func() {
 		for got := make([]byte, n); !stop.Load(); reads.Add(1) {
 			insist(func() mem.Fault {
-				fault, _ := mem.Copy(&mem.List{Raw: [][]byte{got}}, list(ib.AccessRemoteRead), n, true)
+				fault, _ := mem.CopyWaiting(&mem.List{Raw: [][]byte{got}}, list(ib.AccessRemoteRead), n, true, &readStream)
 				return fault
 			})
 			if bytes.IndexByte(got, poison) >= 0 {
@@ -274,31 +271,31 @@ func TestForeignSuspendedForGood(t *testing.T) {
 			t.Fatal(err)
 		}
 		owner.Suspend()
-		write := func() mem.Fault {
+		var stream mem.Stream
+		waited := make(chan mem.Fault)
+		go func() {
 			l := mem.List{Table: table, Actor: mem.Actor{PD: 1}, Access: ib.AccessLocalWrite, SGEs: []ib.SGE{{Length: 8, LKey: r.Key()}}}
-			f, _ := mem.Copy(&l, &mem.List{Raw: [][]byte{make([]byte, 8)}}, 8, true)
-			return f
-		}
-		f := write()
-		if f.Kind != mem.FaultPending {
-			t.Fatal(f)
-		}
-		if link.HungUp() {
-			f.Await()
-			if f = write(); f.Kind != mem.FaultStale {
-				t.Errorf("after the owner's end: %v", f)
+			f, _ := mem.CopyWaiting(&l, &mem.List{Raw: [][]byte{make([]byte, 8)}}, 8, true, &stream)
+			waited <- f
+		}()
+		want := mem.FaultStale // after the owner's end
+		if !link.HungUp() {
+			select {
+			case f := <-waited:
+				t.Fatalf("it did not wait: %v", f)
+			case <-time.After(3 * time.Millisecond):
+			}
+			want = mem.FaultDead
+			if err := r.Close(); err != nil {
+				t.Error(err)
 			}
 		}
-		waited := make(chan struct{})
-		go func() {
-			f.Await()
-			close(waited)
-		}()
-		time.Sleep(300 * time.Microsecond) // it waits
+		if f := <-waited; f.Kind != want {
+			t.Errorf("%v, should be %v", f, want)
+		}
 		if err := r.Close(); err != nil {
 			t.Error(err)
 		}
-		<-waited
 		owner.Close()
 	}
 }
@@ -324,13 +321,13 @@ func foreignRegion(t *testing.T, f *foreign) (*mem.Table, func(ib.Access) *mem.L
 	}
 }
 
-// What copies takes nothing that would be kept: GatherFew, indirect keys, stores of words.
-func TestForeignIsNotKept(t *testing.T) {
+// Nobody reaches the memory but by its engine, which changes no words.
+func TestForeignIsNotAddressed(t *testing.T) {
 	f := startOther(t).memory(8192)
 	table, list := foreignRegion(t, f)
 	l := list(0)
 	var pins mem.Pins
-	if out, fault, whole := mem.GatherFew(l, 8192, make([][]byte, 0, 4), &pins); whole || !fault.OK() || len(out) != 0 || pins.Len() != 0 {
+	if out, fault, whole := mem.GatherFew(l, 8192, make([][]byte, 0, 4), &pins); whole || !fault.Staged() || len(out) != 0 || pins.Len() != 0 {
 		t.Errorf("%d pieces, %v, %v, %d sections", len(out), fault, whole, pins.Len())
 	}
 	key := l.SGEs[0].LKey
@@ -338,16 +335,9 @@ func TestForeignIsNotKept(t *testing.T) {
 		t.Error("it counts as memory of this process")
 	}
 	table.Whole(key, f.addr, 0, foreignUser, func(*mem.Region, []byte) { t.Error("it can be had whole") })
-	if _, fault := mem.Atomic(table, foreignUser, key, f.addr, mem.Store, 0, 1); fault.Kind != mem.FaultAccess {
+	var stream mem.Stream
+	if _, fault := mem.AtomicWaiting(table, foreignUser, key, f.addr, mem.Store, 0, 1, &stream); fault.Kind != mem.FaultAccess {
 		t.Errorf("a store of a word: %v", fault)
-	}
-	m, err := table.CreateMKey(1, 1)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
-	if fault := table.Configure(&mem.Layout{Key: m.Key(), Repeat: 1, Pieces: []ib.Stride{{Addr: f.addr, Bytes: 64, LKey: key}}}, foreignUser); fault.Kind != mem.FaultAccess {
-		t.Errorf("an indirect key: %v", fault)
 	}
 }
 
@@ -368,14 +358,14 @@ func TestForeignFromFar(t *testing.T) {
 	_, list := foreignRegion(t, f)
 	want := bytes.Repeat([]byte("far away, "), n/10+1)[:n]
 	src := &mem.List{Far: farBytes{want}, FarLen: n - 64, Raw: [][]byte{want[n-64:]}}
-	if fault, side := mem.Copy(list(ib.AccessLocalWrite), src, n, true); !fault.OK() {
+	if fault, side := mem.CopyWaiting(list(ib.AccessLocalWrite), src, n, true, new(mem.Stream)); !fault.OK() {
 		t.Fatal(side, fault)
 	}
 	if !bytes.Equal(f.seen, want) {
 		t.Error("other bytes came")
 	}
 	f.guard.Shut()
-	if fault, side := mem.Copy(list(ib.AccessLocalWrite), src, n, true); fault.Kind != mem.FaultDead || side != mem.Dst {
+	if fault, side := mem.CopyWaiting(list(ib.AccessLocalWrite), src, n, true, new(mem.Stream)); fault.Kind != mem.FaultDead || side != mem.Dst {
 		t.Errorf("after the end: %v: %v", side, fault)
 	}
 }
@@ -398,7 +388,7 @@ func TestForeignRevoked(t *testing.T) {
 					if i == 3 {
 						dst, src, want = src, list(ib.AccessRemoteRead), mem.Src
 					}
-					fault, side := mem.Copy(dst, src, n, true)
+					fault, side := mem.CopyWaiting(dst, src, n, true, new(mem.Stream))
 					started()
 					if !fault.OK() {
 						if fault.Kind != mem.FaultDead || side != want {
@@ -430,10 +420,10 @@ func TestForeignGone(t *testing.T) {
 	buf := &mem.List{Raw: [][]byte{make([]byte, 3*4096)}}
 	try := func(what string, l func(ib.Access) *mem.List, n uint64, want mem.FaultKind) {
 		t.Helper()
-		if fault, _ := mem.Copy(l(ib.AccessLocalWrite), buf, n, true); fault.Kind != want {
+		if fault, _ := mem.CopyWaiting(l(ib.AccessLocalWrite), buf, n, true, new(mem.Stream)); fault.Kind != want {
 			t.Errorf("%s, written to: %v", what, fault)
 		}
-		if fault, _ := mem.Copy(buf, l(0), n, true); fault.Kind != want {
+		if fault, _ := mem.CopyWaiting(buf, l(0), n, true, new(mem.Stream)); fault.Kind != want {
 			t.Errorf("%s, read from: %v", what, fault)
 		}
 	}

@@ -42,7 +42,6 @@ const (
 	guardSuspended = 1 << 62
 	guardCount     = guardSuspended - 1
 	guardLook      = 50 * time.Microsecond
-	guardWait      = 2 * time.Millisecond // how long who waits for a suspended guard does so at a time
 	suspensionsAt  = 8
 
 	proofAt, proofBytes = 64, 16

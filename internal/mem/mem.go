@@ -166,8 +166,6 @@ type List struct {
 	// Raw is staging bytes: copies to them are not counted, those from them as from rawKind.
 	uncounted bool
 	rawKind   Kind
-	// Staged is set by Check if there are bytes that the CPU does not address.
-	Staged bool
 	Off    uint64 // bytes of the pieces to skip first
 	Memo   *Memo  // if set, where a region is remembered for the next list; all its lists have one Table
 

@@ -306,9 +306,8 @@ func (t *Table) borrow(key uint32, addr, n uint64, access ib.Access, who Actor) 
 // carries tells whether a key with such rights may stand on the region: one that can
 // be written needs a region that can. The key's rights are its own besides: that
 // of peers to write does not need that of the program (mlx5dv_wr_mkey_configure(3)).
-// Nothing stands on memory of another process, which may take it away.
 func (r *Region) carries(access ib.Access) bool {
-	return (r.kind != KindForeign || r.byEngine) && (access&writing == 0 || r.access&ib.AccessLocalWrite != 0) && access&ib.AccessFlush&^r.access == 0
+	return (access&writing == 0 || r.access&ib.AccessLocalWrite != 0) && access&ib.AccessFlush&^r.access == 0
 }
 
 // grants tells whether the key could have such rights.

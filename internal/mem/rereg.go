@@ -55,6 +55,9 @@ func (r *Region) changeLocked(cfg *RegionConfig) (old Backing, err error) {
 	if isPeerMemory(r.backing) || isPeerMemory(cfg.Backing) {
 		return nil, oldValid(ib.Errorf(op, syscall.EOPNOTSUPP, "peer memory cannot be registered again"))
 	}
+	if b, ok := r.backing.(interface{ Borrowed() bool }); ok && b.Borrowed() {
+		return nil, oldValid(ib.Errorf(op, syscall.EOPNOTSUPP, "memory of another process is registered again by its owner alone"))
+	}
 	if err := cfg.check(op); err != nil {
 		return nil, oldValid(err)
 	}

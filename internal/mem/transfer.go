@@ -26,6 +26,7 @@ type Transfer struct {
 	Stream   *Stream
 
 	begun uint64 // bytes whose operations have begun
+	owner any    // whose the last of them is
 	parts []part // operations under way, oldest first
 	fault Fault
 	side  Side
@@ -65,6 +66,18 @@ func (t *Transfer) next(off, n uint64) (uint64, Fault, Side) {
 		dst.close()
 		return 0, f, Src
 	}
+	engine := dst.engine
+	if engine == nil {
+		engine = src.engine
+	}
+	if engine != nil && len(t.parts) > 0 && engine.Owner() != t.owner {
+		// Engines know nothing of each other's order.
+		if f, side := t.settle(); !f.OK() {
+			dst.close()
+			src.close()
+			return 0, f, side
+		}
+	}
 	switch {
 	case dst.engine == nil && src.engine == nil:
 		return t.byHand(off, n)
@@ -86,7 +99,7 @@ func (t *Transfer) next(off, n uint64) (uint64, Fault, Side) {
 func (t *Transfer) ends(off, n uint64) bool { return t.Last && off+n == t.N }
 
 func (t *Transfer) begin(e Engine, op *Op, p part) {
-	p.Op = op
+	p.Op, t.owner = op, e.Owner()
 	op.begin(e)
 	t.parts = append(t.parts, p)
 }

@@ -201,12 +201,13 @@ func (q *QP) begin(w *wqe, now Time) bool {
 		q.failLocal(ib.WCLocQPOpErr, vendorAddressPD, now)
 		return false
 	}
-	if fault := q.checkLocal(r.cur); !fault.OK() {
+	fault, staged := q.checkLocal(r.cur)
+	if !fault.OK() {
 		q.failLocal(ib.WCLocProtErr, vendorFault(fault), now)
 		return false
 	}
 	w.started, w.first, w.n = true, r.max, uint32(q.packets(int(w.len)))
-	w.staged = !w.inline && w.len > 0 && f.data != dataIn && f.data != dataInWord && r.list.Staged
+	w.staged = staged && !f.data.in()
 	return true
 }
 

@@ -323,13 +323,14 @@ func (q *QP) setPayload(t *train.Train, i uint32, off uint64, n int) {
 	}
 }
 
-// checkLocal checks a request's own memory before anything is sent of it.
-func (q *QP) checkLocal(i uint32) mem.Fault {
+// checkLocal checks a request's own memory before anything is sent of it, and reports
+// whether the CPU does not address some of it.
+func (q *QP) checkLocal(i uint32) (f mem.Fault, staged bool) {
 	w := q.sq.at(i)
 	if w.inline || w.len == 0 {
-		return mem.Fault{}
+		return mem.Fault{}, false
 	}
-	return mem.Check(q.localList(i, 0), uint64(w.len))
+	return mem.CheckStaged(q.localList(i, 0), uint64(w.len))
 }
 
 // localList is the request's scatter/gather list from off on, with the rights

@@ -1,0 +1,42 @@
+package mem
+
+// Engines that have none: their operations are system calls that may block. Those of one
+// stream are done one after the other by a goroutine, which is there as long as there are
+// some.
+
+import "sync"
+
+// serial is what such an engine keeps for a stream.
+type serial struct {
+	mu    sync.Mutex // guards what follows
+	queue []*Op
+	runs  bool
+}
+
+// inOrder does an operation behind those before it of its stream and owner. It returns at
+// once.
+func inOrder(owner any, op *Op, do func(*Op) FaultKind) {
+	s := op.Stream.State(owner, func() any { return new(serial) }).(*serial)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.queue = append(s.queue, op)
+	if !s.runs {
+		s.runs = true
+		go s.run(do) // ends with the queue; the region's section is open until then
+	}
+}
+
+func (s *serial) run(do func(*Op) FaultKind) {
+	for {
+		s.mu.Lock()
+		if len(s.queue) == 0 {
+			s.runs, s.queue = false, nil
+			s.mu.Unlock()
+			return
+		}
+		op := s.queue[0]
+		s.queue = s.queue[1:]
+		s.mu.Unlock()
+		op.End(do(op))
+	}
+}
