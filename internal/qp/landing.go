@@ -79,18 +79,18 @@ func (l *landing) keepAck(t *train.Train) {
 	}
 }
 
-// finishAnswers lets answers come into effect whose moves are over.
-func (q *QP) finishAnswers(now Time) {
+// finishAnswers lets answers come into effect whose moves are over. It returns one that could
+// not be read, for its sender, and why.
+func (q *QP) finishAnswers(now Time) (*train.Train, mem.Fault) {
 	r := &q.req
 	for r.waits() && r.answers[0].over {
 		m := r.answers[0]
 		if q.state != ib.QPRTS && q.state != ib.QPSQD {
 			r.landing = landing{}
-			return
+			return nil, mem.Fault{}
 		}
 		if !m.fault.OK() {
-			q.answerFailed(m, now)
-			return
+			return q.answerFailed(m, now)
 		}
 		if r.answers = r.answers[1:]; len(r.answers) == 0 {
 			r.answers = nil
@@ -104,7 +104,7 @@ func (q *QP) finishAnswers(now Time) {
 		q.advance(r.una, now)
 	}
 	if r.waits() {
-		return
+		return nil, mem.Fault{}
 	}
 	acks := r.acks
 	r.landing = landing{}
@@ -113,21 +113,24 @@ func (q *QP) finishAnswers(now Time) {
 			q.receiveAnswer(t, now)
 		}
 	}
+	return nil, mem.Fault{}
 }
 
-// answerFailed ends a request whose answer could not be put where it belongs; or if the
-// answer itself could not be read, asks for it again.
-func (q *QP) answerFailed(m *Move, now Time) {
+// answerFailed ends a request whose answer could not be put where it belongs. If the answer
+// itself could not be read from the peer's memory, the peer is to be told; or it is asked for
+// again, if the peer has given it up.
+func (q *QP) answerFailed(m *Move, now Time) (*train.Train, mem.Fault) {
 	r := &q.req
 	q.moves.forgetKind(moveAnswer)
 	r.landing = landing{}
 	q.advance(m.psn, now)
-	if m.side == mem.Src {
-		q.rewind(r.una)
+	switch {
+	case m.side == mem.Src && m.train.Leased():
+		return m.train, m.fault
+	case m.side == mem.Src:
 		q.AnswerUnread(now)
-		return
-	}
-	if q.state == ib.QPRTS || q.state == ib.QPSQD {
+	case q.state == ib.QPRTS || q.state == ib.QPSQD:
 		q.fail(ib.WCLocProtErr, vendorFault(m.fault), now)
 	}
+	return nil, mem.Fault{}
 }

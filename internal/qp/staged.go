@@ -367,7 +367,7 @@ func (q *QP) Moved(m *Move, now Time) (*train.Train, mem.Fault) {
 		return q.finishRequests(now)
 	case moveAnswer:
 		if slices.Contains(q.req.answers, m) {
-			q.finishAnswers(now)
+			return q.finishAnswers(now)
 		}
 	case moveLoad:
 		m.load.over(m)
