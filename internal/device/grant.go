@@ -18,6 +18,7 @@ import (
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/qp"
 	"github.com/verbena-rdma/verbena/internal/shm"
 	"github.com/verbena-rdma/verbena/internal/train"
 	"github.com/verbena-rdma/verbena/internal/wire"
@@ -269,10 +270,10 @@ func (d *Device) granted(qpn, remote uint32, l *link.Lane) {
 	if q.closed || q.core.Type != ib.RC || !q.sendsLocked() || q.core.DestQPN() != remote || !local || !s.LeadsTo(q.core.Flow(), remote, l) {
 		return
 	}
-	k, _ := q.core.Direct.(*lanes)
+	k, _ := q.core.Shortcut.(*lanes)
 	if k == nil {
 		k = &lanes{q: q}
-		q.core.Direct = k
+		q.core.Shortcut = k
 	}
 	k.list = slices.DeleteFunc(k.list, func(l *link.Lane) bool { return !l.Good() })
 	if len(k.list) == maxGrants {
@@ -288,7 +289,7 @@ func (q *QP) sendsLocked() bool {
 	return s == ib.QPRTS || s == ib.QPSQD
 }
 
-// lanes are how a queue pair accesses its peer's memory: qp.Direct. The queue pair's
+// lanes are how a queue pair accesses its peer's memory: a qp.Shortcut. The queue pair's
 // lock guards them.
 type lanes struct {
 	q    *QP
@@ -296,10 +297,10 @@ type lanes struct {
 	next *link.Lane // what Covers has found
 }
 
-// Covers implements qp.Direct.
-func (k *lanes) Covers(rkey uint32, va uint64, n int, read bool) bool {
+// Covers implements qp.Shortcut.
+func (k *lanes) Covers(x *qp.Request) bool {
 	for _, l := range k.list {
-		if l.Covers(rkey, va, n, read) {
+		if l.Covers(x.RKey, x.VA, x.Len, x.Read) {
 			k.next = l
 			return true
 		}
@@ -307,34 +308,18 @@ func (k *lanes) Covers(rkey uint32, va uint64, n int, read bool) bool {
 	return false
 }
 
-// Copy implements qp.Direct: behind Covers.
-func (k *lanes) Copy(va uint64, own *mem.List, n, packets int, read bool) bool {
-	if k.next.Copy(va, own, n, packets, read) {
+// Copy implements qp.Shortcut: behind Covers. The owner absorbs what was done.
+func (k *lanes) Copy(x *qp.Request) bool {
+	if k.next.Copy(x.VA, x.Own, x.Len, x.Packets, x.Read) {
+		k.q.core.Counters[qp.CntByGrant]++
 		return true
 	}
 	if !k.next.Good() {
 		k.list = slices.DeleteFunc(k.list, func(l *link.Lane) bool { return l == k.next })
 		if len(k.list) == 0 {
-			k.q.core.Direct = nil
+			k.q.core.Shortcut = nil
 		}
 	}
 	k.next = nil
 	return false
-}
-
-// byLanes executes the first requests of a list by the direct way, and returns how
-// many. The caller holds q's lock. While the token is free nobody has trains of q's in
-// hand, nor gets any without the lock.
-func (q *QP) byLanes(wrs []ib.SendWR) (done int) {
-	if q.tx.Load() != txIdle {
-		return 0
-	}
-	for left := directQuantum; done < len(wrs) && left > 0 && q.core.Direct != nil; done++ {
-		n := q.core.PostDirect(&wrs[done])
-		if n == 0 {
-			break
-		}
-		left -= max(n, directTrain)
-	}
-	return done
 }

@@ -33,7 +33,7 @@ func byLanes(t testing.TB, size int) (a, b *end) {
 }
 
 // directs counts the WRITEs that an end has stored itself.
-func (e *end) directs() uint64 { return e.counted()[qp.CntDirect] }
+func (e *end) directs() uint64 { return e.counted()[qp.CntByGrant] }
 
 // absorbed is what an end has counted, with what its peer has stored itself.
 func (e *end) absorbed() qp.Counters {
@@ -192,9 +192,9 @@ func testLaneMixed(t *testing.T, least uint64, beside func(*mixer)) {
 			}
 		}
 		c := m.e.counted()
-		t.Logf("%d WRITEs by lanes, %d packets in all", c[qp.CntDirect], c[qp.CntTxPackets])
-		if c[qp.CntDirect] < least {
-			t.Errorf("%d WRITEs by lanes: too few to show anything", c[qp.CntDirect])
+		t.Logf("%d WRITEs by lanes, %d packets in all", c[qp.CntByGrant], c[qp.CntTxPackets])
+		if c[qp.CntByGrant] < least {
+			t.Errorf("%d WRITEs by lanes: too few to show anything", c[qp.CntByGrant])
 		}
 		if n := c[qp.CntOutOfSequence] + c[qp.CntNaksSent]; n != 0 {
 			t.Errorf("%d packets out of sequence, %d NAKs", c[qp.CntOutOfSequence], c[qp.CntNaksSent])

@@ -24,7 +24,7 @@ type QP struct {
 	number uint32
 
 	tx      atomic.Int32 // the transmit token, see transmit.go
-	train   *train.Train // of the token's holder, for the short way, see direct.go
+	train   *train.Train // of the token's holder, for exchange
 	stalled atomic.Bool  // there are answers among the held trains
 	listed  bool         // in the device's list of stalled queue pairs, whose lock guards it
 
@@ -271,12 +271,7 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 		return 0, ib.Errorf("post_send", syscall.EINVAL, "the queue pair is closed")
 	}
 	q.posted = true
-	var done int
-	if q.core.Direct != nil {
-		done = q.byLanes(wrs)
-	} else {
-		done = q.writeNext(wrs)
-	}
+	done := q.byShortcut(wrs)
 	if done == len(wrs) && done > 0 {
 		owes := q.core.Answering() // what a poll has left
 		q.mu.Unlock()
@@ -291,7 +286,7 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 		return done, err
 	}
 	now := q.dev.now()
-	owed, rest := q.direct(now)
+	owed, rest := q.exchange(now)
 	q.mu.Unlock()
 	owed.settle()
 	if rest {
@@ -361,7 +356,7 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 		left = q.peer.Swap(use)
 	}
 	if !q.sendsLocked() || path != nil {
-		q.core.Direct = nil
+		q.core.Shortcut = nil
 	}
 	if err == nil && q.core.State() == ib.QPReset {
 		q.eachCQ(func(c *CQ) { c.Remove(q.number) })
@@ -397,7 +392,7 @@ func (q *QP) Close() error {
 		q.mu.Lock()
 		q.closed = true
 		q.unbarLocked()
-		q.core.Direct = nil
+		q.core.Shortcut = nil
 		_ = q.core.Modify(&ib.QPAttr{State: ib.QPReset}, ib.QPMaskState, nil, d.now())
 		use := q.peer.Swap(nil)
 		q.mu.Unlock()

@@ -142,15 +142,15 @@ func (d *Device) drain(q *QP, now qp.Time) bool {
 			bytes += b.trains[n].Len
 			n++
 		}
-		direct := q.core.TakeDirect()
-		bytes += direct
+		copied := q.core.TakeShortcut()
+		bytes += copied
 		stalled, use := q.core.Stalled(), q.peer.Load()
 		q.executedLocked()
 		q.mu.Unlock()
 		if stalled {
 			d.await(use)
 		}
-		if n == 0 && direct > 0 {
+		if n == 0 && copied > 0 {
 			continue
 		}
 		if n == 0 {
@@ -161,7 +161,7 @@ func (d *Device) drain(q *QP, now qp.Time) bool {
 			d.hold(q, b, left, 0)
 			return false
 		}
-		if ok && n < len(b.trains) && bytes < txQuantum && direct == 0 {
+		if ok && n < len(b.trains) && bytes < txQuantum && copied == 0 {
 			return false // the last Pull has found nothing
 		}
 	}

@@ -35,7 +35,7 @@ const (
 	CntDropFault                      // UC and UD messages whose memory had to be fetched
 	CntHeld                           // requests and answers held because memory was out of reach for a moment (hold.go)
 	CntInline                         // messages and results that waited beside their completion (inline.go)
-	CntDirect                         // WRITEs and READs that this side has executed at the peer's (direct.go)
+	CntByGrant                        // WRITEs and READs that this side has executed by a grant of the peer's (shortcut.go); the grant counts them
 	NumCounters
 )
 

@@ -103,7 +103,7 @@ func (p *pieceQueue) clear() { p.list, p.head = p.list[:0], 0 }
 // passLocal carries out the local request at the front and goes on behind it. It
 // returns false if the request must wait or has failed. One that was done before,
 // and is met again because the queue has gone back, is passed only; it completes here
-// if what was before it has just been done by the direct way, without an answer.
+// if what was before it has just taken a shortcut, without an answer.
 func (q *QP) passLocal(now Time) bool {
 	r := &q.req
 	w := q.sq.at(r.cur)

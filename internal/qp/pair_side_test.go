@@ -254,7 +254,7 @@ func (s *side) post() bool {
 		p.signaled = true
 		wr.Flags |= ib.SendSignaled
 	}
-	if s.q.Direct != nil && s.q.PostDirect(&wr) > 0 {
+	if s.q.Shortcut != nil && s.postShort(wr) {
 		s.w.log("%s: %v %d was done at once", s.name, wr.Op, id)
 	} else if _, err := s.q.PostSend([]ib.SendWR{wr}); err != nil {
 		return false // the queue is full

@@ -302,10 +302,10 @@ func pairSeeds() uint64 {
 
 func TestPair(t *testing.T) { testPair(t, ib.RC, ib.RC, false, false) }
 
-// TestPairDirect is the same where WRITEs may take a shorter way, now and then.
-func TestPairDirect(t *testing.T) { testPair(t, ib.RC, ib.RC, false, true) }
+// TestPairShortcut is the same where WRITEs and READs may take a shortcut, now and then.
+func TestPairShortcut(t *testing.T) { testPair(t, ib.RC, ib.RC, false, true) }
 
-func TestPairDirectPending(t *testing.T) { testPair(t, ib.RC, ib.RC, true, true) }
+func TestPairShortcutPending(t *testing.T) { testPair(t, ib.RC, ib.RC, true, true) }
 
 // TestPairXRC is the same for an initiator and a target.
 func TestPairXRC(t *testing.T) { testPair(t, ib.XRCSend, ib.XRCRecv, false, false) }
@@ -316,7 +316,7 @@ func TestPairPending(t *testing.T) { testPair(t, ib.RC, ib.RC, true, false) }
 
 func TestPairPendingXRC(t *testing.T) { testPair(t, ib.XRCSend, ib.XRCRecv, true, false) }
 
-func testPair(t *testing.T, typeA, typeB ib.QPType, lazy, direct bool) {
+func testPair(t *testing.T, typeA, typeB ib.QPType, lazy, shortcut bool) {
 	var sum Counters
 	ran, seeds := uint64(0), pairSeeds()
 	if lazy {
@@ -326,7 +326,7 @@ func testPair(t *testing.T, typeA, typeB ib.QPType, lazy, direct bool) {
 		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
 			ran++
 			g := newGameOf(t, seed, 150, typeA, typeB, lazy)
-			if direct {
+			if shortcut {
 				g.shortcuts(seed)
 			}
 			g.trace()
@@ -351,7 +351,7 @@ func testPair(t *testing.T, typeA, typeB ib.QPType, lazy, direct bool) {
 				if s.credits != nil && s.q.req.held != 0 {
 					t.Errorf("%s holds %d credits", s.name, s.q.req.held)
 				}
-				if direct {
+				if shortcut {
 					g.w.tap(s.peer.end, nil)
 					if s.q.req.max != s.peer.q.resp.epsn {
 						t.Errorf("%s sends %06x next, its peer expects %06x", s.name, s.q.req.max, s.peer.q.resp.epsn)
@@ -361,8 +361,8 @@ func testPair(t *testing.T, typeA, typeB ib.QPType, lazy, direct bool) {
 			}
 		})
 	}
-	if direct && sum[CntDirect] < 2*ran {
-		t.Errorf("%d WRITEs took the shorter way: too few to show anything", sum[CntDirect])
+	if shortcut && sum[CntByGrant] < 2*ran {
+		t.Errorf("%d WRITEs took the shortcut: too few to show anything", sum[CntByGrant])
 	}
 	if lazy && (sum[CntFaultRNR] < ran || sum[CntFaultWaits] < ran) {
 		t.Errorf("%d requests were put off and %d waited: too few to show anything", sum[CntFaultRNR], sum[CntFaultWaits])

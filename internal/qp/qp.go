@@ -116,11 +116,12 @@ type QP struct {
 	moves moves       // to, from and between memory that the CPU does not address
 	lease train.Lease // of what is sent by reference
 
-	// Direct, if set, is a shorter way for WRITEs and READs (direct.go).
-	Direct Direct
+	// Shortcut, if set, is for the WRITEs and READs in the send queue (shortcut.go).
+	Shortcut Shortcut
 
 	late   *lateBytes // what waits for its completion; nil: nothing ever did
 	layout mem.Layout // scratch, to configure an indirect key without allocating
+	short  Request    // scratch: the request that may take a shortcut
 	mine   piece      // what a request writes
 	named  piece      // what the peer names
 
@@ -142,6 +143,7 @@ func New(cfg Config) *QP {
 	q.mine.init(cfg.Table)
 	q.mine.list.Actor = q.Actor()
 	q.named.init(cfg.Table)
+	q.short.from = q
 	return q
 }
 

@@ -34,8 +34,8 @@ type requester struct {
 	draining bool   // SQD: tell when everything is done
 	fetching bool   // stands still until its own memory is there
 	late     bool   // the result of the request at the head waits for its completion
-	direct   int    // bytes that went by the direct way in this call
-	other    uint32 // number of the last request that was to be begun and cannot go that way
+	copied   int    // bytes that took the shortcut in this call
+	other    uint32 // number of the last request that came to the front and cannot take the shortcut
 	hasOther bool   // there was one
 	wide     int    // the window to return to, when the peer is ready again; 0: it has it
 
@@ -125,8 +125,8 @@ func (q *QP) pullRequest(t *train.Train, now Time) bool {
 			continue
 		}
 		how := byTrain
-		if q.Direct != nil && !w.started {
-			how = q.direct(w)
+		if q.Shortcut != nil && !w.started {
+			how = q.pullShortcut(w)
 		}
 		if how == waits {
 			return false

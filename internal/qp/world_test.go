@@ -315,7 +315,7 @@ func (e *end) pull() int {
 		t := new(train.Train)
 		pending := e.q.Pending()
 		if !e.q.Pull(t, e.w.now) {
-			if e.q.TakeDirect() > 0 {
+			if e.q.TakeShortcut() > 0 {
 				continue // there may be more
 			}
 			return n

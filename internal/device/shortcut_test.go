@@ -1,6 +1,6 @@
 package device
 
-// The short way between queue pairs of one process, where it must not be taken.
+// Shortcuts and exchanges between queue pairs of one process, where they must not be taken.
 
 import (
 	"fmt"
@@ -14,10 +14,10 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// Who sends to a queue pair that is connected to another one hears nothing, on the
-// short way as on any other: whether that one takes the packets, since they come
+// Who sends to a queue pair that is connected to another one hears nothing, by a
+// shortcut as by any other way: whether that one takes the packets, since they come
 // from its peer's address, or not; and whatever PSN it expects.
-func TestDirectToOthersPeer(t *testing.T) {
+func TestShortcutToOthersPeer(t *testing.T) {
 	for _, one := range []bool{true, false} {
 		t.Run(map[bool]string{true: "same address", false: "another address"}[one], func(t *testing.T) {
 			x, y := openDevice(t, provider.Config{Link: linkLoop}), openDevice(t, provider.Config{Link: linkLoop})
@@ -48,7 +48,7 @@ func TestDirectToOthersPeer(t *testing.T) {
 
 // A neighbour is remembered, and forgotten: when it is closed nobody answers, and a queue
 // pair that is connected anew writes to whom it is connected with.
-func TestDirectNeighbourGone(t *testing.T) {
+func TestShortcutNeighbourGone(t *testing.T) {
 	x, y := openDevice(t, provider.Config{Link: linkLoop}), openDevice(t, provider.Config{Link: linkLoop})
 	a, b := connected(t, x, y, ib.RC, 4096, hurry)
 	a.buf[0] = 1
@@ -71,9 +71,9 @@ func TestDirectNeighbourGone(t *testing.T) {
 	}
 }
 
-// The answer to a READ is on the long way when a WRITE is executed on the short one:
-// the WRITE's acknowledgement must not be lost behind it.
-func TestDirectOvertakesRead(t *testing.T) {
+// The answer to a READ goes by token when a WRITE is executed by an exchange: the
+// WRITE's acknowledgement must not be lost behind it.
+func TestShortcutOvertakesRead(t *testing.T) {
 	a, b := pair(t, linkLoop, ib.RC, 4096)
 	x, y := a.qp.(*QP), b.qp.(*QP)
 	before := countsOf(a.dev)

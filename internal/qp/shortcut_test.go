@@ -1,6 +1,6 @@
 package qp
 
-// WRITEs and READs that take the direct way: which do, in what order with those that do not, and
+// WRITEs and READs that take a shortcut: which do, in what order with those that do not, and
 // what both sides know afterwards.
 
 import (
@@ -14,7 +14,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// shortcut is a direct way to one region of the peer's, and from another.
+// shortcut is a Shortcut to one region of the peer's, and from another: a grant.
 type shortcut struct {
 	to     *end
 	region string      // to be written to
@@ -22,6 +22,7 @@ type shortcut struct {
 	closed func() bool // if set: it cannot be used now
 	fails  func() bool // if set: it breaks, when the bytes have been copied
 	n      int         // requests done
+	access ib.Access   // the rights that the last one wanted to its own memory
 
 	untold [2]struct{ messages, packets, bytes uint64 } // WRITEs and READs that the peer has not been told of
 }
@@ -33,26 +34,34 @@ func (s *shortcut) area(read bool) *region {
 	return s.to.regions[s.region]
 }
 
-func (s *shortcut) Covers(rkey uint32, va uint64, n int, read bool) bool {
-	r := s.area(read)
-	return r != nil && rkey == r.Key() && r.Alive() && va >= r.IOVA() && va-r.IOVA()+uint64(n) <= uint64(len(r.buf)) && (s.closed == nil || !s.closed())
+func (s *shortcut) Covers(x *Request) bool {
+	r := s.area(x.Read)
+	return r != nil && x.RKey == r.Key() && r.Alive() && x.VA >= r.IOVA() && x.VA-r.IOVA()+uint64(x.Len) <= uint64(len(r.buf)) && (s.closed == nil || !s.closed())
 }
 
-func (s *shortcut) Copy(va uint64, own *mem.List, n, packets int, read bool) bool {
-	r, kind := s.area(read), 0
-	there := &mem.List{Raw: [][]byte{r.buf[va-r.IOVA():][:n]}, Frail: true}
-	to, from := there, own
-	if read {
-		to, from, kind = own, there, 1
+func (s *shortcut) Copy(x *Request) bool {
+	r, kind := s.area(x.Read), 0
+	there := &mem.List{Raw: [][]byte{r.buf[x.VA-r.IOVA():][:x.Len]}, Frail: true}
+	to, from := there, x.Own
+	if x.Read {
+		to, from, kind = x.Own, there, 1
 	}
-	f, _ := mem.Copy(to, from, uint64(n), true)
+	s.access = x.Own.Access
+	f, _ := mem.Copy(to, from, uint64(x.Len), true)
 	if !f.OK() || s.fails != nil && s.fails() {
 		return false
 	}
 	s.n++
+	x.from.Counters.add(CntByGrant, 1)
 	u := &s.untold[kind]
-	u.messages, u.packets, u.bytes = u.messages+1, u.packets+uint64(packets), u.bytes+uint64(n)
+	u.messages, u.packets, u.bytes = u.messages+1, u.packets+uint64(x.Packets), u.bytes+uint64(x.Len)
 	return true
+}
+
+// postShort posts a request by the end's shortcut, and reports whether that has executed
+// it. If not, the request is not posted.
+func (e *end) postShort(wr ib.SendWR) bool {
+	return e.q.PostShortcut(e.q.Shortcut, []ib.SendWR{wr}) == 1
 }
 
 // tell tells the peer, as its owner does before it gives it a train.
@@ -64,7 +73,7 @@ func (s *shortcut) tell() {
 	}
 }
 
-// shortcuts gives both sides of a game a shorter way, which is there at some times and
+// shortcuts gives both sides of a game a shortcut, which is there at some times and
 // not at others.
 func (g *game) shortcuts(seed uint64) {
 	rng := rand.New(rand.NewPCG(seed, 2))
@@ -78,16 +87,16 @@ func (g *game) shortcuts(seed uint64) {
 			}
 			return !open
 		}
-		s.q.Direct, ways[way.to] = way, way
+		s.q.Shortcut, ways[way.to] = way, way
 	}
 	g.w.tap = func(e *end, _ any) { ways[e].tell() }
 }
 
-// directWorld is a pair whose end a has a direct way to b's region, and what b receives.
-func directWorld(t *testing.T, a setup) (w *world, way *shortcut) {
+// shortcutWorld is a pair whose end a has a shortcut to b's region, and what b receives.
+func shortcutWorld(t *testing.T, a setup) (w *world, way *shortcut) {
 	w = newPair(t, a, usual())
 	way = &shortcut{to: w.b, region: "mem"}
-	w.a.q.Direct = way
+	w.a.q.Shortcut = way
 	w.tap = func(e *end, _ any) {
 		if e == w.b {
 			way.tell()
@@ -145,18 +154,18 @@ func (w *world) inStep(way *shortcut) {
 	}
 }
 
-// TestDirectOrder: a WRITE goes the direct way when what was before it is done, and not
+// TestShortcutOrder: a WRITE takes the shortcut when what was before it is done, and not
 // before; what is behind it waits for it.
-func TestDirectOrder(t *testing.T) {
-	w, way := directWorld(t, usual())
+func TestShortcutOrder(t *testing.T) {
+	w, way := shortcutWorld(t, usual())
 	w.b.recv.Post([]ib.RecvWR{{}})
 	before, first, second := w.a.write(700, 8, ib.SendSignaled), w.a.write(0, 500, ib.SendSignaled), w.a.write(600, 8, 0)
 	before.ID, first.ID, second.ID = 1, 2, 3
 	last := ib.SendWR{ID: 4, Op: ib.OpSend, Flags: ib.SendSignaled}
-	w.a.q.Direct = nil // there was none yet
+	w.a.q.Shortcut = nil // there was none yet
 	w.a.post(before)
 	w.pullAll()
-	w.a.q.Direct = way
+	w.a.q.Shortcut = way
 	w.a.post(first, second, last)
 	w.pullAll()
 	if len(w.b.wire) != 1 || way.n != 0 {
@@ -190,11 +199,11 @@ func TestDirectOrder(t *testing.T) {
 	}
 }
 
-// TestDirectBehindLocal: requests are sent, and a local one between them is done; then they
-// are taken back, since the first has to be fetched, and those behind it go the direct way.
+// TestShortcutBehindLocal: requests are sent, and a local one between them is done; then they
+// are taken back, since the first has to be fetched, and those behind it take the shortcut.
 // The local one is not done twice, completes in its turn, and nothing passes it over.
-func TestDirectBehindLocal(t *testing.T) {
-	w, way := directWorld(t, usual())
+func TestShortcutBehindLocal(t *testing.T) {
+	w, way := shortcutWorld(t, usual())
 	w.b.recv.Post(make([]ib.RecvWR, 1))
 	m, err := w.a.table.CreateMKey(testPD, 1)
 	if err != nil {
@@ -205,7 +214,7 @@ func TestDirectBehindLocal(t *testing.T) {
 		Configure: &ib.MKeyConfig{MKey: m.Key(), Access: ib.AccessLocalWrite, List: []ib.SGE{w.a.regions["mem"].at(0, 8)}}}
 	second, fourth := w.a.write(0, 8, ib.SendSignaled), w.a.write(600, 8, ib.SendSignaled)
 	second.ID, fourth.ID = 2, 4
-	w.a.q.Direct = nil // there is none yet
+	w.a.q.Shortcut = nil // there is none yet
 	w.a.post(send, second, local, fourth)
 	w.pullAll()
 	if len(w.b.wire) != 3 {
@@ -226,19 +235,19 @@ func TestDirectBehindLocal(t *testing.T) {
 	}
 	again.From, again.To = again.Flow.Src, again.Flow.Dst
 	w.a.put(again)
-	w.a.q.Direct = way
+	w.a.q.Shortcut = way
 	w.pullAll()
 	w.arrive()
 	if ids := w.a.completed(); way.n != 2 || !slices.Equal(ids, []uint64{1, 2, 3, 4}) {
-		t.Errorf("%d WRITEs by the direct way, %v have completed", way.n, ids)
+		t.Errorf("%d WRITEs by the shortcut, %v have completed", way.n, ids)
 	}
 	w.inStep(way)
 }
 
-// TestDirectMixed: WRITEs between other requests do not wait for those: trains follow each
+// TestShortcutMixed: WRITEs between other requests do not wait for those: trains follow each
 // other.
-func TestDirectMixed(t *testing.T) {
-	w, way := directWorld(t, usual())
+func TestShortcutMixed(t *testing.T) {
+	w, way := shortcutWorld(t, usual())
 	w.b.recv.Post(make([]ib.RecvWR, 4))
 	send, write := ib.SendWR{Op: ib.OpSend, Flags: ib.SendSignaled}, w.a.write(0, 8, ib.SendSignaled)
 	w.a.post(write, send, write, write, send, write)
@@ -254,7 +263,7 @@ func TestDirectMixed(t *testing.T) {
 	}
 	w.inStep(way)
 
-	// The same with WRITEs that cannot go the direct way, for they go elsewhere.
+	// The same with WRITEs that cannot take the shortcut, for they go elsewhere.
 	elsewhere := write
 	elsewhere.Flags |= ib.SendFence
 	w.a.post(elsewhere, write, elsewhere, write)
@@ -266,19 +275,18 @@ func TestDirectMixed(t *testing.T) {
 	w.inStep(way)
 }
 
-// TestDirectAccess: a READ needs the right to write to its own memory, a WRITE behind it
+// TestShortcutAccess: a READ needs the right to write to its own memory, a WRITE behind it
 // does not.
-func TestDirectAccess(t *testing.T) {
-	w, way := directWorld(t, usual())
+func TestShortcutAccess(t *testing.T) {
+	w, way := shortcutWorld(t, usual())
 	way.source = "mem"
 	read := w.a.write(0, 8, ib.SendSignaled)
 	read.Op = ib.OpRDMARead
-	if w.a.q.PostDirect(&read) != 8 {
-		t.Fatal("the READ did not go the direct way")
+	if !w.a.postShort(read) || way.access != ib.AccessLocalWrite {
+		t.Fatalf("the READ did not take the shortcut, or wants %v", way.access)
 	}
-	write := w.a.write(0, 8, ib.SendSignaled)
-	if src := w.a.q.source(&write); src.Access != 0 {
-		t.Errorf("a WRITE wants %v", src.Access)
+	if !w.a.postShort(w.a.write(0, 8, ib.SendSignaled)) || way.access != 0 {
+		t.Errorf("the WRITE did not take the shortcut, or wants %v", way.access)
 	}
 	w.inStep(way)
 }
@@ -287,7 +295,7 @@ func TestDirectAccess(t *testing.T) {
 // but a poll to free places.
 func TestSendQueueGoesRound(t *testing.T) {
 	for _, start := range []uint32{1<<31 - 20, ^uint32(0) - 20} {
-		w, way := directWorld(t, usual())
+		w, way := shortcutWorld(t, usual())
 		s := &w.a.q.sq
 		s.head, s.tail, w.a.q.req.cur = start, start, start
 		s.freed.Store(0)
@@ -299,7 +307,7 @@ func TestSendQueueGoesRound(t *testing.T) {
 		}
 		for i := range 60 {
 			wr := w.a.write(0, 8, ib.SendSignaled)
-			if w.a.q.PostDirect(&wr) != 8 || len(w.a.completed()) != 1 {
+			if !w.a.postShort(wr) || len(w.a.completed()) != 1 {
 				t.Fatalf("request %d behind %#x: %d places are free", i, start, w.a.q.Room())
 			}
 		}
@@ -307,9 +315,9 @@ func TestSendQueueGoesRound(t *testing.T) {
 	}
 }
 
-// TestDirectNot: what cannot go the direct way does not, nor what is behind requests that
+// TestShortcutNot: what cannot take the shortcut does not, nor what is behind requests that
 // nobody has asked to be acknowledged.
-func TestDirectNot(t *testing.T) {
+func TestShortcutNot(t *testing.T) {
 	quiet := ib.SendWR{Op: ib.OpSend}
 	for name, c := range map[string]func(e *end) []ib.SendWR{
 		"fence":    func(e *end) []ib.SendWR { return []ib.SendWR{e.write(0, 8, ib.SendFence)} },
@@ -332,10 +340,10 @@ func TestDirectNot(t *testing.T) {
 		"behind a quiet one": func(e *end) []ib.SendWR { return []ib.SendWR{quiet, e.write(0, 8, 0)} },
 	} {
 		t.Run(name, func(t *testing.T) {
-			w, way := directWorld(t, usual())
+			w, way := shortcutWorld(t, usual())
 			w.b.recv.Post([]ib.RecvWR{{}, {}})
 			wrs := c(w.a)
-			if len(wrs) == 1 && w.a.q.PostDirect(&wrs[0]) != 0 {
+			if len(wrs) == 1 && w.a.postShort(wrs[0]) {
 				t.Error("it was done at once")
 			}
 			w.a.post(wrs...)
@@ -347,15 +355,15 @@ func TestDirectNot(t *testing.T) {
 	}
 }
 
-// TestDirectFails: a way that breaks leaves the request to trains, with the same PSNs.
-func TestDirectFails(t *testing.T) {
-	w, way := directWorld(t, usual())
+// TestShortcutFails: a way that breaks leaves the request to trains, with the same PSNs.
+func TestShortcutFails(t *testing.T) {
+	w, way := shortcutWorld(t, usual())
 	w.a.post(w.a.write(0, 8, ib.SendSignaled))
 	w.pullAll()
 	fail := true
 	way.fails = func() bool { return fail }
 	wr := w.a.write(0, 600, ib.SendSignaled)
-	if w.a.q.PostDirect(&wr) != 0 {
+	if w.a.postShort(wr) {
 		t.Error("it was done at once")
 	}
 	w.a.post(wr)
@@ -365,20 +373,20 @@ func TestDirectFails(t *testing.T) {
 	}
 	w.arrive()
 	fail = false
-	if w.a.q.PostDirect(&wr) != 600 {
+	if !w.a.postShort(wr) {
 		t.Error("it was not done")
 	}
 	if n := len(w.a.completed()); n != 3 || way.n != 2 {
-		t.Errorf("%d completed, %d the direct way", n, way.n)
+		t.Errorf("%d completed, %d by the shortcut", n, way.n)
 	}
 	w.inStep(way)
 }
 
-// TestDirectQuantum: one call does so much; there is more, and it says so.
-func TestDirectQuantum(t *testing.T) {
+// TestShortcutQuantum: one call does so much; there is more, and it says so.
+func TestShortcutQuantum(t *testing.T) {
 	s := usual()
 	s.sq, s.cq = 400, 400
-	w, way := directWorld(t, s)
+	w, way := shortcutWorld(t, s)
 	for range 300 {
 		w.a.post(w.a.write(0, 8, ib.SendSignaled))
 	}
@@ -387,25 +395,25 @@ func TestDirectQuantum(t *testing.T) {
 		if w.a.q.Pull(&tr, w.now) || way.n != want {
 			t.Fatalf("%d WRITEs are done, want %d", way.n, want)
 		}
-		if n := w.a.q.TakeDirect(); n == 0 || n > train.MaxBytes {
+		if n := w.a.q.TakeShortcut(); n == 0 || n > train.MaxBytes {
 			t.Errorf("%d bytes", n)
 		}
 	}
-	if w.a.q.Pull(&tr, w.now) || w.a.q.TakeDirect() != 0 || w.a.q.Pending() {
+	if w.a.q.Pull(&tr, w.now) || w.a.q.TakeShortcut() != 0 || w.a.q.Pending() {
 		t.Error("there is more")
 	}
 	w.inStep(way)
 }
 
-// TestDirectStates: nothing goes the direct way in a queue that drains or has failed.
-func TestDirectStates(t *testing.T) {
+// TestShortcutStates: nothing takes the shortcut in a queue that drains or has failed.
+func TestShortcutStates(t *testing.T) {
 	t.Run("SQD", func(t *testing.T) {
-		w, way := directWorld(t, usual())
+		w, way := shortcutWorld(t, usual())
 		if err := w.a.modify(ib.QPAttr{State: ib.QPSQD}, ib.QPMaskState, 0); err != nil {
 			t.Fatal(err)
 		}
 		wr := w.a.write(0, 8, ib.SendSignaled)
-		if w.a.q.PostDirect(&wr) != 0 {
+		if w.a.postShort(wr) {
 			t.Error("it was done at once")
 		}
 		w.a.post(wr)
@@ -424,11 +432,11 @@ func TestDirectStates(t *testing.T) {
 	t.Run("overflow", func(t *testing.T) {
 		s := usual()
 		s.cq = 2
-		w, way := directWorld(t, s)
+		w, way := shortcutWorld(t, s)
 		for i := range 8 {
 			wr := w.a.write(0, 8, ib.SendSignaled)
 			if i%2 == 0 {
-				w.a.q.PostDirect(&wr)
+				w.a.postShort(wr)
 				continue
 			}
 			w.a.post(wr)
@@ -439,7 +447,7 @@ func TestDirectStates(t *testing.T) {
 		}
 	})
 	t.Run("local failure", func(t *testing.T) {
-		w, way := directWorld(t, usual())
+		w, way := shortcutWorld(t, usual())
 		bad := w.a.write(0, 8, ib.SendSignaled)
 		bad.SGL[0].LKey++
 		w.a.post(bad, w.a.write(0, 8, ib.SendSignaled))
@@ -450,18 +458,18 @@ func TestDirectStates(t *testing.T) {
 	})
 }
 
-// TestDirectFull: a place in the queue is taken until its completion is polled.
-func TestDirectFull(t *testing.T) {
+// TestShortcutFull: a place in the queue is taken until its completion is polled.
+func TestShortcutFull(t *testing.T) {
 	s := usual()
 	s.sq, s.signalAll = 3, true
-	w, way := directWorld(t, s)
+	w, way := shortcutWorld(t, s)
 	wr := w.a.write(0, 8, 0)
 	for i := range 5 {
-		if done := w.a.q.PostDirect(&wr) > 0; done != (i < 3) {
+		if done := w.a.postShort(wr); done != (i < 3) {
 			t.Errorf("WRITE %d of 3: %v", i, done)
 		}
 	}
-	if n := len(w.a.completed()); n != 3 || w.a.q.PostDirect(&wr) != 8 || way.n != 4 {
+	if n := len(w.a.completed()); n != 3 || !w.a.postShort(wr) || way.n != 4 {
 		t.Errorf("%d completed, %d WRITEs", n, way.n)
 	}
 }

@@ -1,0 +1,163 @@
+package device
+
+// What a poster does at the peer's queue pair itself, before requests go by train and token:
+//
+//  1. byShortcut: the requests never enter the send queue (qp.Shortcut).
+//  2. exchange: trains and answers, under the locks of both queue pairs of one process.
+
+import (
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/qp"
+	"github.com/verbena-rdma/verbena/internal/train"
+)
+
+// byShortcut executes the first of the requests that are being posted at the peer, as many
+// as can take a shortcut, and returns how many. The shortcut is a grant of the peer's if
+// there is one, and otherwise the neighbour.
+//
+// The caller holds q's lock. While the token is free nobody has trains of q's in hand, nor
+// gets any without the lock. The neighbour's lock is only tried: the neighbour may be
+// trying ours.
+func (q *QP) byShortcut(wrs []ib.SendWR) (n int) {
+	if len(wrs) == 0 || q.tx.Load() != txIdle {
+		return 0
+	}
+	if q.core.Shortcut != nil {
+		return q.core.PostShortcut(q.core.Shortcut, wrs)
+	}
+	if !q.core.MayWrite(&wrs[0]) {
+		return 0
+	}
+	peer, _ := q.neighbour()
+	if peer == nil || !peer.mu.TryLock() {
+		return 0
+	}
+	if q.joined(peer) {
+		n = q.core.PostShortcut(peer.core.Neighbour(), wrs)
+	}
+	peer.mu.Unlock()
+	return n
+}
+
+// exchange executes posted requests at the neighbour, and takes its answers, under the
+// locks of both. So most requests of the loop link that take no shortcut are done, instead
+// of going there and back by two transmit tokens.
+//
+// The caller holds q's lock, and the neighbour's is only tried. exchange returns what the
+// neighbour still owes, and whether something is left for whoever holds q's token.
+func (q *QP) exchange(now qp.Time) (owed debt, rest bool) {
+	peer, shift := q.neighbour()
+	if peer == nil || !q.tx.CompareAndSwap(txIdle, txBusy) {
+		return owed, true
+	}
+	if q.held == nil && peer.mu.TryLock() {
+		if q.joined(peer) {
+			note := q.exchangeLocked(peer, now, now+shift)
+			if due := peer.executedLocked(); due || note {
+				owed = debt{peer, now + shift}
+			}
+		}
+		peer.mu.Unlock()
+	}
+	rest = q.core.Pending()
+	return owed, q.leaveToken() || rest
+}
+
+// neighbour returns the peer's queue pair if it is in this process and reached by the loop
+// link; and the difference of its device's time.
+func (q *QP) neighbour() (peer *QP, shift qp.Time) {
+	to := q.looped()
+	if to == nil || q.core.Type != ib.RC {
+		return nil, 0
+	}
+	if peer = q.near; peer == nil || peer.number != q.core.DestQPN() || peer.dev != to.dev {
+		peer = to.dev.qps.Get(q.core.DestQPN())
+		q.near = peer
+	}
+	if peer == q {
+		return nil, 0
+	}
+	return peer, to.shift
+}
+
+// joined reports whether the queue pairs are connected with each other by the loop link.
+// Both are locked. One that is closed is connected with nobody, and is forgotten: there
+// may be another with its number.
+func (q *QP) joined(peer *QP) bool {
+	back := peer.looped()
+	if back != nil && back.dev == q.dev && q.core.Joined(peer.core) {
+		return true
+	}
+	q.near = nil
+	return false
+}
+
+// looped returns where the loop link leads, nil if the queue pair does not use it, or
+// if somebody wants to see the packets. The queue pair is locked.
+func (q *QP) looped() *loopTarget {
+	flow := q.core.Flow()
+	if flow == nil || q.dev.capture != nil {
+		return nil
+	}
+	p, ok := flow.Link.(*loopPeer)
+	if !ok {
+		return nil
+	}
+	to := p.target.Load()
+	if to.dev.stopped.Load() || to.dev.capture != nil {
+		return nil
+	}
+	return to
+}
+
+// exchangeQuantum is how many bytes one exchange moves, as both locks are held meanwhile:
+// no more than one long train. A train counts for exchangeLeast at least, which takes
+// about as long to copy as a short train to execute.
+const (
+	exchangeQuantum = train.MaxBytes
+	exchangeLeast   = 2 << 10
+)
+
+// exchangeLocked lets requests go to the peer and its answers come back, as many as one
+// call may move. It reports whether somebody has left the peer a note. Both are
+// locked.
+func (q *QP) exchangeLocked(peer *QP, now, there qp.Time) (note bool) {
+	if q.train == nil {
+		q.train = new(train.Train)
+	}
+	t := q.train
+	q.core.AllLeft()
+	for left := exchangeQuantum; left > 0 && !note && !peer.core.Full() && hand(t, q, peer, now, there); {
+		left -= max(t.Len, exchangeLeast)
+		if q.core.AckedBy(peer.core, now) {
+			continue
+		}
+		if !peer.core.Answering() || !peer.tx.CompareAndSwap(txIdle, txBusy) {
+			break
+		}
+		stuck := peer.held != nil // what goes before all others
+		for !stuck && left > 0 && peer.core.Answering() && hand(t, peer, q, there, now) {
+			left -= max(t.Len, exchangeLeast)
+		}
+		note = peer.leaveToken()
+		if stuck {
+			break
+		}
+	}
+	q.executedLocked()
+	return note
+}
+
+// hand pulls a train from one queue pair and gives it to the other, and reports
+// whether there was one and it arrived.
+func hand(t *train.Train, from, to *QP, now, there qp.Time) bool {
+	if !from.core.Pull(t, now) {
+		return false
+	}
+	t.From, t.To = t.Flow.Src, t.Flow.Dst
+	f := to.core.Receive(t, there)
+	if !f.OK() {
+		from.core.SendFailed(t, f, now)
+	}
+	return f.OK()
+}

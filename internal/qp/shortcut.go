@@ -1,0 +1,312 @@
+package qp
+
+// Shortcuts: WRITEs and READs that the requester executes at the peer by itself, without
+// a train and without an acknowledgement.
+//
+//  1. PostShortcut takes requests that are being posted, and pullShortcut takes the
+//     request at the front of the send queue. Both fill in a Request.
+//  2. try decides whether the request can take the shortcut now, and lets it copy. The
+//     Shortcut is a grant of another process (the device implements it), or the
+//     neighbour: the peer's queue pair, in the same process.
+//  3. pass moves the requester past the request. Absorb moves the responder past it: the
+//     neighbour at once, the owner of a grant when it reads how much was done.
+//
+// Everything else goes by train. If the peer is a neighbour, AckedBy saves the train of
+// the acknowledgement.
+
+import (
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/train"
+)
+
+// Shortcut copies to and from the peer's memory at once.
+type Shortcut interface {
+	// Covers reports whether the shortcut leads to the peer's memory that a request names.
+	Covers(x *Request) bool
+	// Copy executes a request for which Covers has just returned true. The peer's
+	// responder is moved past it (Absorb) at once or later. If Copy returns false the
+	// request must go by train; some bytes may have been copied.
+	Copy(x *Request) bool
+}
+
+// Request is a WRITE or READ that may take a shortcut.
+type Request struct {
+	RKey    uint32
+	VA      uint64 // of the peer's memory
+	Len     int    // bytes; 0 if the request cannot take any shortcut
+	Packets int    // how many packets the bytes would be
+	Read    bool
+	Own     *mem.List // the requester's memory
+
+	from     *QP // the requester
+	id       uint64
+	signaled bool
+}
+
+// PostShortcut executes the first of the requests that are being posted, as many as can
+// take the shortcut, and returns how many. The caller posts the others.
+func (q *QP) PostShortcut(s Shortcut, wrs []ib.SendWR) (n int) {
+	x := &q.short
+	for n < len(wrs) && q.sq.head == q.sq.tail {
+		wr := &wrs[n]
+		x.RKey, x.VA, x.Len, x.Read = wr.RKey, wr.RemoteAddr, q.shortLen(wr), wr.Op == ib.OpRDMARead
+		x.id, x.signaled = wr.ID, wr.Flags&ib.SendSignaled != 0 || q.SignalAll
+		if x.Len == 0 {
+			break
+		}
+		if wr.Inline != nil {
+			q.useInline(wr.Inline)
+		} else {
+			q.mine.sge[0] = wr.SGL[0]
+			x.Own = &q.mine.list
+		}
+		if q.try(s) != done {
+			break
+		}
+		n++
+	}
+	q.req.copied = 0
+	return n
+}
+
+// shortLen returns how many bytes a request has that is being posted; 0 if it cannot take
+// a shortcut: it has to be a plain WRITE or READ of one piece, and have a place in the queue.
+func (q *QP) shortLen(wr *ib.SendWR) int {
+	s := &q.sq
+	if wr.Op != ib.OpRDMAWrite && wr.Op != ib.OpRDMARead || wr.Flags&^ib.SendSignaled != 0 || s.tail-s.freed.Load() >= s.max {
+		return 0
+	}
+	switch {
+	case wr.Inline == nil && len(wr.SGL) == 1 && s.maxSGE > 0:
+		return int(wr.SGL[0].Length)
+	case wr.Inline != nil && len(wr.SGL) == 0 && len(wr.Inline) <= s.maxInline && wr.Op == ib.OpRDMAWrite:
+		return len(wr.Inline)
+	}
+	return 0
+}
+
+// useInline makes bytes the requester's memory of the request.
+func (q *QP) useInline(b []byte) {
+	q.resp.raw[0] = b
+	q.req.list = mem.List{Raw: q.resp.raw[:]}
+	q.short.Own = &q.req.list
+}
+
+// outcome is what became of a request that might take a shortcut.
+type outcome uint8
+
+const (
+	byTrain outcome = iota // it goes by train
+	waits                  // it waits for the requests before it
+	done
+)
+
+// pullShortcut executes the request at the front of the queue, if it can take the
+// shortcut.
+func (q *QP) pullShortcut(w *wqe) outcome {
+	r, x := &q.req, &q.short
+	x.RKey, x.VA, x.Len, x.Read = w.rkey, w.remote, int(w.len), w.op == ib.OpRDMARead
+	x.id, x.signaled = w.id, w.flags&ib.SendSignaled != 0
+	switch {
+	case w.op != ib.OpRDMAWrite && !x.Read || w.flags&ib.SendFence != 0:
+		x.Len = 0
+	case w.inline:
+		q.useInline(q.sq.inlineData(r.cur))
+	default:
+		x.Own = q.localList(r.cur, 0)
+	}
+	return q.try(q.Shortcut)
+}
+
+// try executes the request in q.short by a shortcut, if that leads there and nothing is
+// under way. The request has number r.cur, also if it is not in the queue.
+func (q *QP) try(s Shortcut) outcome {
+	r, x := &q.req, &q.short
+	x.Packets = q.packets(x.Len)
+	if x.Len == 0 || x.Len > train.MaxBytes || !s.Covers(x) {
+		r.other, r.hasOther = r.cur, true
+		return byTrain
+	}
+	if !q.free() {
+		if r.nxt == r.max && r.unacked == 0 && q.state == ib.QPRTS && r.failing == 0 && !q.mixed() {
+			return waits // for acknowledgements that were asked for
+		}
+		return byTrain
+	}
+	if r.copied >= train.MaxBytes {
+		return waits // so much in one call; the owner calls again
+	}
+	if x.Read {
+		x.Own.Access = ib.AccessLocalWrite
+		if !q.mayRead() {
+			return byTrain
+		}
+	} else {
+		x.Own.Access = 0
+	}
+	if !s.Copy(x) {
+		return byTrain
+	}
+	q.pass()
+	return done
+}
+
+// free reports whether a new request could be executed now: nothing is under way.
+func (q *QP) free() bool {
+	r := &q.req
+	return q.state == ib.QPRTS && r.una == r.max && r.nxt == r.max && r.failing == 0 && r.rnrUntil == 0 && !r.fetching && !r.draining
+}
+
+// mixed reports whether a request is under way that could not take the shortcut. More of
+// its kind will come, and to wait for each of them would take longer than trains do.
+func (q *QP) mixed() bool {
+	r := &q.req
+	return r.hasOther && r.other-q.sq.head < r.cur-q.sq.head
+}
+
+// mayRead reports whether the result of a READ can be written now: it does not overtake an
+// earlier one.
+func (q *QP) mayRead() bool {
+	if q.attr.MaxRDAtomic == 0 {
+		return false
+	}
+	f := q.writeResults()
+	return f.OK()
+}
+
+// pass moves the requester past the request in q.short, which is executed: the PSNs, the
+// counters, the queue, and the completion.
+func (q *QP) pass() {
+	r, x, c := &q.req, &q.short, &q.Counters
+	wc := ib.WC{ID: x.id, Op: ib.WCRDMAWrite, QPN: q.Number} // made early: see docs/performance.md, structures that are copied too soon
+	if x.Read {
+		wc.Op, wc.ByteLen = ib.WCRDMARead, uint32(x.Len)
+		c.add(CntTxPackets, 1)
+		c.add(CntRxPackets, x.Packets)
+		c.add(CntRxBytes, x.Len)
+	} else {
+		c.add(CntTxPackets, x.Packets)
+		c.add(CntTxBytes, x.Len)
+	}
+	r.max = r.max.Add(x.Packets)
+	r.una, r.nxt, r.unacked = r.max, r.max, 0
+	r.copied += max(x.Len, shortcutLeast)
+	if r.cur == q.sq.tail {
+		q.sq.tail++ // it was never in the queue
+	}
+	r.cur++
+	q.sq.head = r.cur
+	if x.signaled {
+		q.pushed(q.SendCQ.PushSend(&wc, q.sq.freed, q.sq.head))
+	}
+}
+
+// Absorb moves the responder past requests that the peer has executed by itself: so many,
+// of so many packets and bytes.
+func (q *QP) Absorb(messages, packets, bytes uint64, read bool) {
+	r, c := &q.resp, &q.Counters
+	if read {
+		c[CntRxPackets] += messages
+		c[CntTxPackets] += packets
+		c[CntTxBytes] += bytes
+	} else {
+		c[CntRxPackets] += packets
+		c[CntRxBytes] += bytes
+	}
+	r.epsn = r.epsn.Add(int(packets & (1<<24 - 1)))
+	r.msn = (r.msn + uint32(messages)) & (1<<24 - 1)
+}
+
+// shortcutLeast is how many bytes a short request counts for: as many as are copied in the
+// time that the rest of it takes.
+const shortcutLeast = 2 << 10
+
+// TakeShortcut returns about how many bytes Pull has copied by the shortcut since it was
+// last asked. If there are some, there may be more to Pull.
+func (q *QP) TakeShortcut() (n int) {
+	n, q.req.copied = q.req.copied, 0
+	return n
+}
+
+// DestQPN returns the number of the peer's queue pair.
+func (q *QP) DestQPN() uint32 { return q.attr.DestQPN }
+
+// Joined reports whether two queue pairs are connected with each other: what one sends,
+// the other takes and answers.
+func (q *QP) Joined(p *QP) bool {
+	return q.Type == p.Type && q.attr.DestQPN == p.Number && p.attr.DestQPN == q.Number &&
+		q.path.Flow != nil && p.path.Flow != nil && q.peer == p.path.Flow.Src && p.peer == q.path.Flow.Src
+}
+
+// neighbour is a queue pair as the Shortcut of the one in the same process that it is
+// joined with, for WRITEs. The caller has locked both.
+type neighbour QP
+
+// Neighbour returns the queue pair as the Shortcut of the one that it is joined with.
+func (q *QP) Neighbour() Shortcut { return (*neighbour)(q) }
+
+// MayWrite reports whether it is worth while to lock the neighbour for a request: it is a
+// WRITE, and the queue is empty.
+func (q *QP) MayWrite(wr *ib.SendWR) bool { return wr.Op == ib.OpRDMAWrite && q.sq.head == q.sq.tail }
+
+// open reports whether neither the window nor an answer that is due keeps the queue pair
+// from sending.
+func (q *QP) open() bool {
+	return q.req.cwnd >= q.path.Window && q.path.Credits == nil && !q.Answering()
+}
+
+// expects reports whether a queue pair would execute a WRITE of its peer's at once, and
+// has nothing to say before it acknowledges it.
+func (q *QP) expects(from *QP) bool {
+	r := &q.resp
+	return q.state == ib.QPRTS && q.established && q.attr.Access&ib.AccessRemoteWrite != 0 &&
+		r.kind == 0 && r.n == 0 && !r.ack.pending && !r.quiet && r.epsn == from.req.nxt && !r.busy()
+}
+
+// Covers implements Shortcut. Whether the key is good is seen when it is used.
+func (p *neighbour) Covers(x *Request) bool {
+	q := x.from
+	return !x.Read && q.mtu == p.mtu && x.Packets <= q.path.Window && q.open() && (*QP)(p).expects(q)
+}
+
+// Copy implements Shortcut: all that the train and the acknowledgement would change here.
+func (p *neighbour) Copy(x *Request) bool {
+	q := (*QP)(p)
+	dst := q.remoteList(ib.AccessRemoteWrite, q.Actor(), x.RKey, x.VA, x.Len)
+	if !mem.CopyWhole(dst, x.Own, uint64(x.Len), true) {
+		if f, _ := mem.CopyPieces(dst, x.Own, uint64(x.Len), true); !f.OK() {
+			return false // the train will find out why
+		}
+	}
+	q.Absorb(1, uint64(x.Packets), uint64(x.Len), false)
+	if x.signaled {
+		q.acked(x.from)
+	}
+	return true
+}
+
+// acked counts an acknowledgement that is not made a train.
+func (q *QP) acked(to *QP) {
+	q.Counters.add(CntAcksSent, 1)
+	q.Counters.add(CntTxPackets, 1)
+	to.Counters.add(CntRxPackets, 1)
+}
+
+// AckedBy takes the acknowledgement of everything sent so far straight from the neighbour,
+// which has just executed it. It reports false, and has done nothing, if the neighbour has
+// anything else to say; or has said it, and the answer to a READ is on its way.
+func (q *QP) AckedBy(p *QP, now Time) bool {
+	r, a := &q.req, &p.resp
+	if a.n > 0 || a.quiet || a.busy() || r.rd.len() > 0 || p.state == ib.QPErr || a.ack.pending && !a.ack.syndrome.IsAck() ||
+		a.epsn != r.nxt || r.nxt != r.max || q.state != ib.QPRTS && q.state != ib.QPSQD {
+		return false
+	}
+	if a.ack.pending {
+		a.ack.pending, a.yielded = false, false
+		p.acked(q)
+	}
+	r.unacked = 0
+	q.advance(r.nxt, now)
+	return true
+}
