@@ -104,7 +104,7 @@ func (q *QP) receiveRNR(psn wire.PSN, code uint8, now Time) {
 		q.lost(now)
 		return
 	}
-	if q.sq.head == q.sq.tail || q.state == ib.QPErr || r.rnrUntil != 0 && r.nxt == psn {
+	if q.sq.head == q.sq.tail || q.state == ib.QPErr || r.congestion.waits() && r.nxt == psn {
 		return // the last is a copy: nothing has been sent since
 	}
 	if q.attr.RNRRetry != 7 {
@@ -115,7 +115,8 @@ func (q *QP) receiveRNR(psn wire.PSN, code uint8, now Time) {
 		r.rnrTries++
 	}
 	q.rewind(psn)
-	r.waitRNR(r.rnrPause(wire.RNRDelay(code), now), now)
+	r.congestion.notReady(wire.RNRDelay(code), now)
+	r.sampleAt = 0
 }
 
 // receiveData takes a READ response or an atomic acknowledge. The payload goes
@@ -297,12 +298,7 @@ func (q *QP) progressed(n int, now Time) {
 	q.giveBack(n)
 	r.rd.popBefore(r.una)
 	r.progress(r.una, now)
-	if r.cwnd < q.path.Window {
-		if r.wide != 0 {
-			r.cwnd, r.wide = r.wide, 0
-		}
-		r.cwnd = min(q.path.Window, r.cwnd+max(1, n/8))
-	}
+	r.congestion.acked(n)
 }
 
 // lost: an answer shows that the response to the oldest READ or atomic is
@@ -339,14 +335,11 @@ func (q *QP) retry(now Time) {
 }
 
 func (q *QP) goBack(now Time) {
-	q.req.cwnd = max(minWindow, q.req.cwnd/2)
+	q.req.congestion.lost()
 	q.rewind(q.expected())
 	q.req.askNow = true
 	q.req.restart(now)
 }
-
-// minWindow is what the window shrinks to under loss.
-const minWindow = 4
 
 // Tick lets time act: call it at Deadline.
 func (q *QP) Tick(now Time) {
@@ -450,6 +443,7 @@ func (q *QP) flushSend() {
 	q.stopped()
 	q.giveBack(q.req.held)
 	q.req.timers.stop()
+	q.req.congestion.stop()
 	q.req.rd = rdRing{}
 	q.req.failing, q.req.stalled, q.req.draining, q.req.fetching = 0, false, false, false
 	for q.sq.head != q.sq.tail {

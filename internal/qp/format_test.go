@@ -177,7 +177,7 @@ func describeQP(e *end) string {
 	s := fmt.Sprintf("%s %v", e.name, q.State())
 	if q.reliable && q.half != target {
 		r := &q.req
-		s += fmt.Sprintf(" una=%06x nxt=%06x max=%06x window=%d", r.una, r.nxt, r.max, min(r.cwnd, q.path.Window))
+		s += fmt.Sprintf(" una=%06x nxt=%06x max=%06x window=%d", r.una, r.nxt, r.max, r.congestion.allowance(MaxMsgSize))
 		if e.credits != nil {
 			s += fmt.Sprintf(" credits=%d/%d", r.held, e.credits.pool.free.Load())
 		}

@@ -20,8 +20,6 @@ package qp
 // Each side of a queue pair has one fetch under way at a time.
 
 import (
-	"time"
-
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/train"
@@ -293,25 +291,4 @@ func (r *requester) goOn(now Time) {
 		r.restart(now)
 		r.progAt = now
 	}
-}
-
-// A peer that is not ready may stay so for as long as its storage takes, and 7
-// retries mean for ever. It names the shortest wait that it wants (IBA
-// 9.7.5.2.8); the longer it has lasted, the longer the next: by an eighth, within
-// bounds. And while it lasts, one packet asks for all.
-const (
-	rnrShare   = 8
-	maxRNRWait = 50 * time.Millisecond
-)
-
-// rnrPause returns how long to wait after an RNR NAK that asks for d.
-func (r *requester) rnrPause(d, now Time) Time {
-	if r.rnrSince == 0 {
-		r.rnrSince = now
-		return d
-	}
-	if r.wide == 0 {
-		r.wide, r.cwnd = r.cwnd, 1
-	}
-	return max(d, min((now-r.rnrSince)/rnrShare, maxRNRWait))
 }

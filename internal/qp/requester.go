@@ -28,7 +28,6 @@ type requester struct {
 	unacked  int    // packets since the last one that asked for an acknowledgement
 	askNow   bool   // the next message that ends asks for one
 	probing  bool   // the next packet is sent again only to ask for one
-	cwnd     int    // window after losses, at most the path's
 	held     int    // credits held
 	stalled  bool   // waits for credits
 	draining bool   // SQD: tell when everything is done
@@ -37,7 +36,6 @@ type requester struct {
 	copied   int    // bytes that took the shortcut in this call
 	other    uint32 // number of the last request that came to the front and cannot take the shortcut
 	hasOther bool   // there was one
-	wide     int    // the window to return to, when the peer is ready again; 0: it has it
 
 	// failing is the status of request failAt, which failed locally: it is
 	// completed when the ones before it are (IBA 10.8.5: completions keep the
@@ -51,6 +49,7 @@ type requester struct {
 	loads   loads // of what is to be sent
 	landing       // answers that wait for engines
 
+	congestion congestion
 	timers
 }
 
@@ -219,15 +218,6 @@ func (q *QP) packets(n int) int {
 	return (n + q.mtu - 1) / q.mtu
 }
 
-// window returns how many packets may be under way when one of a message of n bytes is sent.
-func (q *QP) window(n int) int {
-	w := min(q.req.cwnd, q.path.Window)
-	if s := &q.path.Short; n < s.Below {
-		w = min(w, s.Window)
-	}
-	return w
-}
-
 // room returns how many PSNs may be taken now, at most want: bounded by the
 // window and, with credits, by what the peer's other queue pairs leave. What it
 // returns is held until acknowledged.
@@ -236,7 +226,7 @@ func (q *QP) room(want int) int {
 	if !q.reliable {
 		return want
 	}
-	window, out := q.window(int(q.sq.at(r.cur).len)), r.nxt.Sub(r.una)
+	window, out := r.congestion.allowance(int(q.sq.at(r.cur).len)), r.nxt.Sub(r.una)
 	n := min(want, window-out)
 	if q.path.Lossless && out > 0 && n < min(want, window/4) {
 		return 0 // trains go whole: an acknowledgement is on its way (askAck), and makes room
@@ -300,7 +290,7 @@ func (q *QP) askAck(t *train.Train, w *wqe) {
 	ask := w.flags&ib.SendSignaled != 0 || q.state == ib.QPSQD || r.failing != 0 || r.askNow ||
 		r.cur+1 == q.sq.tail && r.unacked >= quietPackets ||
 		r.cur+1 != q.sq.tail && q.sq.at(r.cur+1).facts().local // which will not ask itself
-	if t.End && ask || r.unacked >= q.window(0)/4 || q.path.Credits != nil && q.path.Credits.scarce() {
+	if t.End && ask || r.unacked >= r.congestion.allowance(0)/4 || q.path.Credits != nil && q.path.Credits.scarce() {
 		t.AckReq, r.unacked, r.askNow = true, 0, false
 	}
 }
@@ -368,7 +358,7 @@ func (q *QP) readMore(left int) int {
 		return 0
 	}
 	// Not in small pieces, while others are under way: each costs a request.
-	window := q.window(int(q.sq.at(r.cur).len))
+	window := r.congestion.allowance(int(q.sq.at(r.cur).len))
 	if open := window - r.nxt.Sub(r.una); open < min(left, window/2) && r.rd.len() > 0 {
 		return 0
 	}

@@ -155,7 +155,7 @@ func (q *QP) try(s Shortcut) outcome {
 // free reports whether a new request could be executed now: nothing is under way.
 func (q *QP) free() bool {
 	r := &q.req
-	return q.state == ib.QPRTS && r.una == r.max && r.nxt == r.max && r.failing == 0 && r.rnrUntil == 0 && !r.fetching && !r.draining
+	return q.state == ib.QPRTS && r.una == r.max && r.nxt == r.max && r.failing == 0 && !r.congestion.waits() && !r.fetching && !r.draining
 }
 
 // mixed reports whether a request is under way that could not take the shortcut. More of
@@ -253,7 +253,7 @@ func (q *QP) MayWrite(wr *ib.SendWR) bool { return wr.Op == ib.OpRDMAWrite && q.
 // open reports whether neither the window nor an answer that is due keeps the queue pair
 // from sending.
 func (q *QP) open() bool {
-	return q.req.cwnd >= q.path.Window && q.path.Credits == nil && !q.Answering()
+	return q.req.congestion.open() && q.path.Credits == nil && !q.Answering()
 }
 
 // expects reports whether a queue pair would execute a WRITE of its peer's at once, and
@@ -267,7 +267,7 @@ func (q *QP) expects(from *QP) bool {
 // Covers implements Shortcut. Whether the key is good is seen when it is used.
 func (p *neighbour) Covers(x *Request) bool {
 	q := x.from
-	return !x.Read && q.mtu == p.mtu && x.Packets <= q.path.Window && q.open() && (*QP)(p).expects(q)
+	return !x.Read && q.mtu == p.mtu && x.Packets <= q.req.congestion.allowance(x.Len) && q.open() && (*QP)(p).expects(q)
 }
 
 // Copy implements Shortcut: all that the train and the acknowledgement would change here.

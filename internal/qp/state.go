@@ -221,7 +221,8 @@ func (q *QP) set(a *ib.QPAttr, mask ib.QPAttrMask, path *Path) {
 		q.giveBack(q.req.held) // they are the old path's
 		q.path = *path
 		q.peer = path.Flow.Dst
-		q.req.cwnd, q.req.wide, q.req.patient = path.Window, 0, path.Lossless
+		q.req.congestion.begin(path)
+		q.req.patient = path.Lossless
 	}
 	if has(ib.QPMaskPathMTU) {
 		b.PathMTU = a.PathMTU

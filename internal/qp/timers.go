@@ -34,8 +34,6 @@ type timers struct {
 	srtt     Time
 	sampleAt Time // when sample was sent, 0: none
 	sample   wire.PSN
-	rnrUntil Time
-	rnrSince Time // when the peer was first not ready, 0: it was
 
 	tries     int // retries since the last progress
 	rnrTries  int
@@ -43,7 +41,7 @@ type timers struct {
 	lostValid bool
 }
 
-func (r *timers) stop() { r.started, r.rnrUntil, r.rnrSince, r.sampleAt = 0, 0, 0, 0 }
+func (r *timers) stop() { r.started, r.sampleAt = 0, 0 }
 
 // sent notes that a request has left.
 func (r *requester) sent(t *train.Train, now Time) {
@@ -69,7 +67,7 @@ func (r *requester) progress(una wire.PSN, now Time) {
 	// Without a sample nobody knows which copy was answered, and the patience
 	// that was learnt stays, within bounds.
 	r.rto = min(r.rto, maxPatience*max(minRTO, 8*r.srtt))
-	r.tries, r.rnrTries, r.lostValid, r.rnrSince = 0, 0, false, 0
+	r.tries, r.rnrTries, r.lostValid = 0, 0, false
 	r.progAt, r.started = now, now
 	if una == r.max {
 		r.started = 0
@@ -86,8 +84,8 @@ func (r *requester) deadline() Time {
 	switch {
 	case r.fetching:
 		return 0
-	case r.rnrUntil != 0:
-		return r.rnrUntil
+	case r.congestion.waits():
+		return r.congestion.deadline()
 	case r.started == 0 || r.una == r.nxt || r.waits() && r.next == r.nxt:
 		return 0
 	case r.quiet() && !r.patient: // who is patient asks at his timeout
@@ -118,18 +116,14 @@ func (r *requester) expired(now Time) bool {
 
 // rnrWait reports whether the requester is still waiting after an RNR NAK.
 func (r *requester) rnrWait(now Time) bool {
-	if r.rnrUntil == 0 {
+	if !r.congestion.waits() {
 		return false
 	}
-	if now < r.rnrUntil {
+	if now < r.congestion.deadline() {
 		return true
 	}
-	r.rnrUntil = 0
+	r.congestion.askAgain()
 	r.restart(now)
 	r.progAt = now
 	return false
-}
-
-func (r *requester) waitRNR(d time.Duration, now Time) {
-	r.rnrUntil, r.sampleAt = now+d, 0
 }
