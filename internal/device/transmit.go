@@ -191,46 +191,59 @@ func (d *Device) sendRest(q *QP, ts []*train.Train, fault mem.Fault, busy bool, 
 	var owed debt
 	defer owed.settle()
 	var stays [2]bool // requests, answers
-	all := true
+	ok = true
 	for len(ts) > 0 {
-		if busy {
-			return q.withoutKinds(ts, stays), all
-		}
-		if !fault.OK() {
-			all = false
-			d.sendFailed(q, ts[0], fault, now)
-			if fault.Kind != mem.FaultPending {
-				q.notSent(ts[1:])
-				break
-			}
-			stays[kindOf(ts[0])] = true
-			ts, fault = ts[1:], mem.Fault{}
-			continue
-		}
-		n, run := 0, ts
-		if !all { // one by one
-			if run = ts[:1]; stays[kindOf(ts[0])] {
-				q.notSent(run)
-				ts = ts[1:]
-				continue
-			}
-		}
-		switch p := ts[0].Flow.Link.(type) {
-		case *loopPeer:
-			if fault, busy = p.deliver(d, ts[:1], now, &owed); fault.OK() && !busy {
-				n = 1
-			}
-		case *groupPeer:
-			if fault = p.send(d, ts[:1], now); fault.OK() {
-				n = 1
-			}
+		switch {
+		case busy:
+			return q.withoutKinds(ts, stays), ok
+		case !fault.OK():
+			ok = false
+			ts = d.unreadable(q, ts, fault, &stays, now)
+			fault = mem.Fault{}
+		case stays[kindOf(ts[0])]:
+			q.notSent(ts[:1])
+			ts = ts[1:]
 		default:
-			n, fault, busy = d.sendLink(run)
+			run := ts
+			if !ok {
+				run = ts[:1] // one by one: of those behind it some may stay
+			}
+			var n int
+			n, fault, busy = d.sendRun(run, now, &owed)
+			q.sent(ts[:n], now)
+			ts = ts[n:]
 		}
-		q.sent(ts[:n], now)
-		ts = ts[n:]
 	}
-	return nil, all
+	return nil, ok
+}
+
+// unreadable tells the core that the first of some trains could not be read, and returns those
+// that may still be sent. If its memory only has to be fetched, what is of its kind stays.
+func (d *Device) unreadable(q *QP, ts []*train.Train, f mem.Fault, stays *[2]bool, now qp.Time) []*train.Train {
+	d.sendFailed(q, ts[0], f, now)
+	if f.Kind != mem.FaultPending {
+		q.notSent(ts[1:])
+		return nil
+	}
+	stays[kindOf(ts[0])] = true
+	return ts[1:]
+}
+
+// sendRun sends the first of some trains, and others behind it that go to the same link. It
+// returns how many have left; a fault or busy is that of the next.
+func (d *Device) sendRun(ts []*train.Train, now qp.Time, owed *debt) (n int, fault mem.Fault, busy bool) {
+	switch p := ts[0].Flow.Link.(type) {
+	case *loopPeer:
+		fault, busy = p.deliver(d, ts[:1], now, owed)
+	case *groupPeer:
+		fault = p.send(d, ts[:1], now)
+	default:
+		return d.sendLink(ts)
+	}
+	if fault.OK() && !busy {
+		n = 1
+	}
+	return n, fault, busy
 }
 
 // kindOf is 0 for a request and 1 for an answer.

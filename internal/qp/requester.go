@@ -2,10 +2,11 @@ package qp
 
 // The requester: send queue → request trains.
 //
-//  1. begin: a request that comes to the front is checked and gets its PSNs.
-//     Those that concern this device alone are done then (local.go).
-//  2. room: how many packets may go now (window, credits).
-//  3. pullMessage, pullRead, pullSingle: the train.
+//  1. nextRequest: the request at the front that goes by train. Those before it that
+//     concern this device alone (local.go), or take a shortcut (shortcut.go), are done.
+//  2. begin: a request that comes to the front is checked and gets its PSNs.
+//  3. room: how many packets may go now (window, credits).
+//  4. pullMessage, pullRead, pullSingle: the train.
 //
 // PSNs, oldest first:  una ≤ nxt ≤ max. Everything before una is acknowledged;
 // nxt is sent next; nxt < max while sending again (go-back-N).
@@ -112,54 +113,19 @@ func (r *rdRing) rewind(psn wire.PSN) {
 func (q *QP) pullRequest(t *train.Train, now Time) bool {
 	r := &q.req
 	r.stalled = false
-	for {
-		if q.state != ib.QPRTS && q.state != ib.QPSQD || r.cur == q.sq.tail || r.fetching || r.failing != 0 && r.cur == r.failAt || r.rnrWait(now) {
-			return false
-		}
-		w := q.sq.at(r.cur)
-		if w.facts().local {
-			if !q.passLocal(now) {
-				return false
-			}
-			continue
-		}
-		how := byTrain
-		if q.Shortcut != nil && !w.started {
-			how = q.pullShortcut(w)
-		}
-		if how == waits {
-			return false
-		}
-		if how == byTrain {
-			break
-		}
+	w := q.nextRequest(now)
+	if w == nil {
+		return false
 	}
-	w := q.sq.at(r.cur)
 	if !w.started && !q.begin(w, now) {
 		return r.failing != 0 && r.cur != r.failAt && q.pullRequest(t, now) // what askAgain left
 	}
-	f := w.facts()
-	t.Kind, t.Extra, t.PSN, t.MTU, t.DestQP = f.kind, f.extra, r.nxt, q.mtu, q.attr.DestQPN
-	if q.half == initiator {
-		t.SRQ = w.qpn
-	}
-	again := r.nxt != r.max
-	var n int // PSNs taken
-	switch {
-	case q.Type == ib.UD:
-		n = q.pullDatagram(t, w, now)
-	case f.single:
-		n = q.pullSingle(t, w, now)
-	case f.rd:
-		n = q.pullRead(t, w)
-	default:
-		n = q.pullMessage(t, w, now)
-	}
+	n := q.makeRequest(t, w, now)
 	if n == 0 {
 		t.Reset()                                                           // an answer may go instead
 		return r.failing != 0 && r.cur != r.failAt && q.pullRequest(t, now) // what askAgain left
 	}
-	if again {
+	if r.nxt != r.max {
 		t.Again, t.Bounce = true, true // its checksum may have failed for a change of the source
 		if !r.probing {
 			q.Counters.add(CntRetransmits, t.N)
@@ -177,6 +143,58 @@ func (q *QP) pullRequest(t *train.Train, now Time) bool {
 		r.sent(t, now)
 	}
 	return true
+}
+
+// nextRequest returns the request at the front that goes by train; nil if none may be sent
+// now. Requests before it that need no train are executed.
+func (q *QP) nextRequest(now Time) *wqe {
+	for q.maySend(now) {
+		w := q.sq.at(q.req.cur)
+		if w.facts().local {
+			if !q.passLocal(now) {
+				return nil
+			}
+			continue
+		}
+		if q.Shortcut == nil || w.started {
+			return w
+		}
+		switch q.pullShortcut(w) {
+		case byTrain:
+			return w
+		case waits:
+			return nil
+		}
+	}
+	return nil
+}
+
+// maySend reports whether there is a request at the front, and nothing keeps the requester
+// from looking at it.
+func (q *QP) maySend(now Time) bool {
+	r := &q.req
+	return (q.state == ib.QPRTS || q.state == ib.QPSQD) && r.cur != q.sq.tail && !r.fetching &&
+		(r.failing == 0 || r.cur != r.failAt) && !r.rnrWait(now)
+}
+
+// makeRequest makes the next train of a request that has begun, and returns how many PSNs
+// it takes; 0 if it must wait.
+func (q *QP) makeRequest(t *train.Train, w *wqe, now Time) int {
+	f := w.facts()
+	t.Kind, t.Extra, t.PSN, t.MTU, t.DestQP = f.kind, f.extra, q.req.nxt, q.mtu, q.attr.DestQPN
+	if q.half == initiator {
+		t.SRQ = w.qpn
+	}
+	switch {
+	case q.Type == ib.UD:
+		return q.pullDatagram(t, w, now)
+	case f.single:
+		return q.pullSingle(t, w, now)
+	case f.rd:
+		return q.pullRead(t, w)
+	default:
+		return q.pullMessage(t, w, now)
+	}
 }
 
 // begin starts a request, or returns false if it must wait or has failed.
