@@ -310,7 +310,7 @@ func (k *lanes) Covers(x *qp.Request) bool {
 
 // Copy implements qp.Shortcut: behind Covers. The owner absorbs what was done.
 func (k *lanes) Copy(x *qp.Request) bool {
-	if k.next.Copy(x.VA, x.Own, x.Len, x.Packets, x.Read) {
+	if k.next.Copy(x.VA, x.Own, x.Len, x.Packets(), x.Read) {
 		k.q.core.Counters[qp.CntByGrant]++
 		return true
 	}

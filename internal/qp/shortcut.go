@@ -32,17 +32,19 @@ type Shortcut interface {
 
 // Request is a WRITE or READ that may take a shortcut.
 type Request struct {
-	RKey    uint32
-	VA      uint64 // of the peer's memory
-	Len     int    // bytes; 0 if the request cannot take any shortcut
-	Packets int    // how many packets the bytes would be
-	Read    bool
-	Own     *mem.List // the requester's memory
-
-	from     *QP // the requester
-	id       uint64
+	RKey     uint32
+	Read     bool
 	signaled bool
+	VA       uint64    // of the peer's memory
+	Len      int       // bytes; 0 if the request cannot take any shortcut
+	Own      *mem.List // the requester's memory
+
+	id   uint64
+	from *QP // the requester
 }
+
+// Packets returns how many packets the bytes would be.
+func (x *Request) Packets() int { return x.from.packets(x.Len) }
 
 // PostShortcut executes the first of the requests that are being posted, as many as can
 // take the shortcut, and returns how many. The caller posts the others.
@@ -123,7 +125,6 @@ func (q *QP) pullShortcut(w *wqe) outcome {
 // under way. The request has number r.cur, also if it is not in the queue.
 func (q *QP) try(s Shortcut) outcome {
 	r, x := &q.req, &q.short
-	x.Packets = q.packets(x.Len)
 	if x.Len == 0 || x.Len > train.MaxBytes || !s.Covers(x) {
 		r.other, r.hasOther = r.cur, true
 		return byTrain
@@ -179,17 +180,18 @@ func (q *QP) mayRead() bool {
 // counters, the queue, and the completion.
 func (q *QP) pass() {
 	r, x, c := &q.req, &q.short, &q.Counters
+	packets := x.Packets()
 	wc := ib.WC{ID: x.id, Op: ib.WCRDMAWrite, QPN: q.Number} // made early: see docs/performance.md, structures that are copied too soon
 	if x.Read {
 		wc.Op, wc.ByteLen = ib.WCRDMARead, uint32(x.Len)
 		c.add(CntTxPackets, 1)
-		c.add(CntRxPackets, x.Packets)
+		c.add(CntRxPackets, packets)
 		c.add(CntRxBytes, x.Len)
 	} else {
-		c.add(CntTxPackets, x.Packets)
+		c.add(CntTxPackets, packets)
 		c.add(CntTxBytes, x.Len)
 	}
-	r.max = r.max.Add(x.Packets)
+	r.max = r.max.Add(packets)
 	r.una, r.nxt, r.unacked = r.max, r.max, 0
 	r.copied += max(x.Len, shortcutLeast)
 	if r.cur == q.sq.tail {
@@ -267,7 +269,7 @@ func (q *QP) expects(from *QP) bool {
 // Covers implements Shortcut. Whether the key is good is seen when it is used.
 func (p *neighbour) Covers(x *Request) bool {
 	q := x.from
-	return !x.Read && q.mtu == p.mtu && x.Packets <= q.req.congestion.allowance(x.Len) && q.open() && (*QP)(p).expects(q)
+	return !x.Read && q.mtu == p.mtu && x.Packets() <= q.req.congestion.allowance(x.Len) && q.open() && (*QP)(p).expects(q)
 }
 
 // Copy implements Shortcut: all that the train and the acknowledgement would change here.
@@ -279,7 +281,7 @@ func (p *neighbour) Copy(x *Request) bool {
 			return false // the train will find out why
 		}
 	}
-	q.Absorb(1, uint64(x.Packets), uint64(x.Len), false)
+	q.Absorb(1, uint64(x.Packets()), uint64(x.Len), false)
 	if x.signaled {
 		q.acked(x.from)
 	}

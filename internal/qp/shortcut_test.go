@@ -54,7 +54,7 @@ func (s *shortcut) Copy(x *Request) bool {
 	s.n++
 	x.from.Counters.add(CntByGrant, 1)
 	u := &s.untold[kind]
-	u.messages, u.packets, u.bytes = u.messages+1, u.packets+uint64(x.Packets), u.bytes+uint64(x.Len)
+	u.messages, u.packets, u.bytes = u.messages+1, u.packets+uint64(x.Packets()), u.bytes+uint64(x.Len)
 	return true
 }
 
