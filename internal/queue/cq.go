@@ -32,12 +32,10 @@ type CQ struct {
 	// as Taker is, and set before the queue is used.
 	Earlier func(event uint32, solicitedOnly bool) bool
 
-	count    atomic.Int64 // entries in the ring; lets an empty poll go without the lock
 	overflow atomic.Bool
 
-	mu    sync.Mutex // guards what follows, and changes of the above
-	ring  []entry
-	head  int // the oldest entry
+	mu    sync.Mutex  // guards what follows, and changes of the above
+	ring  ring[entry] // an empty poll asks for its length without the lock
 	armed arming
 	fired uint32 // how many events there were
 	held  bool   // the taker gets nothing, and some completions may be on their way there
@@ -105,7 +103,7 @@ const (
 
 // NewCQ makes a ring of the given number of entries, at least 1.
 func NewCQ(entries int) *CQ {
-	c := &CQ{ring: make([]entry, entries), ended: make(chan struct{})}
+	c := &CQ{ring: ring[entry]{slots: make([]entry, entries)}, ended: make(chan struct{})}
 	c.fetchDone.L = &c.mu
 	return c
 }
@@ -114,7 +112,7 @@ func NewCQ(entries int) *CQ {
 func (c *CQ) Cap() int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return len(c.ring)
+	return len(c.ring.slots)
 }
 
 // Push appends a completion. It returns false if the queue has overflowed, now
@@ -135,8 +133,8 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *Freed, upto uint32, l *Late)
 		at = c.Clock()
 	}
 	c.mu.Lock()
-	n := int(c.count.Load())
-	if c.overflow.Load() || n == len(c.ring) {
+	n := c.ring.len()
+	if c.overflow.Load() || n == len(c.ring.slots) {
 		first := c.overflow.CompareAndSwap(false, true)
 		c.mu.Unlock()
 		if first && c.OnOverflow != nil {
@@ -148,24 +146,17 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *Freed, upto uint32, l *Late)
 	if l != nil {
 		late = c.keepLocked(l)
 	}
-	note := Note{At: at, Solicited: solicited || wc.Status != ib.WCSuccess}
-	fire := c.armed == armedNext || c.armed == armedSolicited && note.Solicited
-	if fire {
-		c.armed = notArmed
-		c.fired++
-		note.Event = c.fired
-	}
-	e := &c.ring[wrap(c.head+n, len(c.ring))]
-	e.wc, e.freed, e.upto, e.late, e.note = *wc, freed, upto, late, note
+	e := c.ring.at(n)
+	e.wc, e.freed, e.upto, e.late = *wc, freed, upto, late
+	e.note = Note{At: at, Solicited: solicited || wc.Status != ib.WCSuccess}
+	fire := c.fireLocked(&e.note)
 	if c.Taker == nil || n > 0 || late != 0 || c.held || !c.Taker(&e.wc, &e.note) {
-		c.count.Store(int64(n + 1))
+		c.ring.add(1)
 	} else if freed != nil {
 		freed.taken = upto
 	}
 	c.mu.Unlock()
-	if fire && c.OnEvent != nil {
-		c.OnEvent()
-	}
+	c.raise(fire)
 	return true
 }
 
@@ -177,7 +168,7 @@ func (c *CQ) Poll(out []ib.WC) int { return c.PollNotes(out, nil) }
 // PollNotes is Poll with what is known besides; notes has room for as many. If it returns
 // completions the taker is held, until the caller has them where the taker puts others.
 func (c *CQ) PollNotes(out []ib.WC, notes []Note) int {
-	for c.count.Load() > 0 {
+	for c.ring.len() > 0 {
 		n, f := c.take(out, notes)
 		if n > 0 || f.OK() {
 			return n
@@ -197,9 +188,9 @@ func (c *CQ) PollNotes(out []ib.WC, notes []Note) int {
 // the first, the fault is the caller's to await.
 func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 	c.mu.Lock()
-	count := int(c.count.Load())
-	for n < len(out) && count > 0 {
-		e := &c.ring[c.head]
+	taken := 0 // completions that are still in the ring, and in out already
+	for n < len(out) && taken < c.ring.len() {
+		e := c.ring.at(taken)
 		var failed func(mem.Fault) uint16
 		if e.late != 0 {
 			f = c.writeLocked(e.late)
@@ -207,8 +198,8 @@ func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 				if n > 0 || c.fetchLocked(e.late, f) {
 					break
 				}
-				count, f = int(c.count.Load()), mem.Fault{}
-				continue
+				f = mem.Fault{}
+				continue // another poll has fetched them, and may have taken completions
 			}
 			failed = c.late[e.late-1].Failed
 			c.dropLocked(e.late)
@@ -220,20 +211,18 @@ func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 		if e.freed != nil {
 			e.freed.polled.Store(e.upto)
 		}
-		c.head = wrap(c.head+1, len(c.ring))
-		count--
+		taken++
 		if !f.OK() {
-			// Others may push and poll meanwhile.
-			c.count.Store(int64(count))
-			c.mu.Unlock()
+			c.ring.drop(taken)
+			taken = 0
+			c.mu.Unlock() // others may push and poll meanwhile
 			out[n].Status, out[n].VendorErr = ib.WCLocProtErr, failed(f)
 			f = mem.Fault{}
 			c.mu.Lock()
-			count = int(c.count.Load())
 		}
 		n++
 	}
-	c.count.Store(int64(count))
+	c.ring.drop(taken)
 	c.mu.Unlock()
 	return n, f
 }
@@ -245,13 +234,11 @@ func (c *CQ) Hold(hold bool) {
 	c.held = hold
 	fire := c.earlierLocked()
 	c.mu.Unlock()
-	if fire && c.OnEvent != nil {
-		c.OnEvent()
-	}
+	c.raise(fire)
 }
 
 // Len returns the number of completions that wait.
-func (c *CQ) Len() int { return int(c.count.Load()) }
+func (c *CQ) Len() int { return c.ring.len() }
 
 // Overflowed reports whether a completion was lost. Nothing mends the queue.
 func (c *CQ) Overflowed() bool { return c.overflow.Load() }
@@ -268,6 +255,23 @@ func (c *CQ) Arm(solicitedOnly bool) {
 	}
 	fire := c.earlierLocked()
 	c.mu.Unlock()
+	c.raise(fire)
+}
+
+// fireLocked reports whether the queue is armed for a completion. If it is, that one
+// raises the event.
+func (c *CQ) fireLocked(note *Note) bool {
+	fire := c.armed == armedNext || c.armed == armedSolicited && note.Solicited
+	if fire {
+		c.armed = notArmed
+		c.fired++
+		note.Event = c.fired
+	}
+	return fire
+}
+
+// raise calls OnEvent if a completion has raised the event. The caller has no lock.
+func (c *CQ) raise(fire bool) {
 	if fire && c.OnEvent != nil {
 		c.OnEvent()
 	}
@@ -282,8 +286,8 @@ func (c *CQ) earlierLocked() bool {
 	}
 	event, only := c.fired+1, c.armed == armedSolicited
 	found := c.Earlier(event, only)
-	for i := 0; !found && i < int(c.count.Load()); i++ {
-		note := &c.ring[wrap(c.head+i, len(c.ring))].note
+	for i := 0; !found && i < c.ring.len(); i++ {
+		note := &c.ring.at(i).note
 		if found = note.Event == 0 && (note.Solicited || !only); found {
 			note.Event = event
 		}
@@ -297,16 +301,13 @@ func (c *CQ) earlierLocked() bool {
 // Resize replaces the ring by one of n entries. It returns false, and changes
 // nothing, if more than n completions wait.
 func (c *CQ) Resize(n int) bool {
-	ring := make([]entry, n)
+	slots := make([]entry, n)
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	count := int(c.count.Load())
-	if count > n {
+	if c.ring.len() > n {
 		return false
 	}
-	k := copy(ring[:count], c.ring[c.head:])
-	copy(ring[k:count], c.ring)
-	c.ring, c.head = ring, 0
+	c.ring.moveTo(slots)
 	return true
 }
 
@@ -316,26 +317,15 @@ func (c *CQ) Resize(n int) bool {
 func (c *CQ) Remove(qpn uint32) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	count, kept := int(c.count.Load()), 0
-	for i := range count {
-		e := c.ring[wrap(c.head+i, len(c.ring))]
+	kept := 0
+	for i := range c.ring.len() {
+		e := *c.ring.at(i)
 		if e.wc.QPN != qpn {
-			c.ring[wrap(c.head+kept, len(c.ring))] = e
+			*c.ring.at(kept) = e
 			kept++
 		} else {
 			c.dropLocked(e.late)
 		}
 	}
-	for i := kept; i < count; i++ {
-		c.ring[wrap(c.head+i, len(c.ring))] = entry{} // let go of the queue pair
-	}
-	c.count.Store(int64(kept))
-}
-
-// wrap reduces an index below twice the size of a ring.
-func wrap(i, size int) int {
-	if i >= size {
-		i -= size
-	}
-	return i
+	c.ring.truncate(kept) // whose slots let go of the queue pair
 }

@@ -147,19 +147,9 @@ func (c *CQ) awaitReopened(reopened <-chan struct{}) {
 		}
 		c.mu.Lock()
 		c.reopening = false
-		fire := false
-		if c.count.Load() > 0 && c.armed != notArmed {
-			note := &c.ring[c.head].note
-			if fire = c.armed == armedNext || note.Solicited; fire {
-				c.armed = notArmed
-				c.fired++
-				note.Event = c.fired
-			}
-		}
+		fire := c.ring.len() > 0 && c.fireLocked(&c.ring.at(0).note)
 		c.mu.Unlock()
-		if fire && c.OnEvent != nil {
-			c.OnEvent()
-		}
+		c.raise(fire)
 	})
 }
 

@@ -2,7 +2,6 @@ package queue
 
 import (
 	"sync"
-	"sync/atomic"
 
 	"github.com/verbena-rdma/verbena/ib"
 )
@@ -14,13 +13,10 @@ type Recv struct {
 	// below the limit. The limit is then disarmed. It is set before use.
 	OnLimit func()
 
-	count atomic.Int64 // receives that wait
-
 	mu     sync.Mutex // guards what follows
-	wqes   []recvWQE
+	wqes   ring[recvWQE]
 	sges   []ib.SGE // maxSGE for each slot of wqes
 	maxSGE int
-	head   int
 	limit  int // 0: not armed
 }
 
@@ -38,7 +34,7 @@ type Taken struct {
 
 // NewRecv makes a queue of size receives with up to maxSGE pieces each.
 func NewRecv(size, maxSGE int) *Recv {
-	return &Recv{wqes: make([]recvWQE, size), sges: make([]ib.SGE, size*maxSGE), maxSGE: maxSGE}
+	return &Recv{wqes: ring[recvWQE]{slots: make([]recvWQE, size)}, sges: make([]ib.SGE, size*maxSGE), maxSGE: maxSGE}
 }
 
 // MaxSGE returns the longest list that a receive may have.
@@ -48,49 +44,46 @@ func (r *Recv) MaxSGE() int { return r.maxSGE }
 func (r *Recv) Size() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return len(r.wqes)
+	return len(r.wqes.slots)
 }
 
 // Len returns the number of receives that wait.
-func (r *Recv) Len() int { return int(r.count.Load()) }
+func (r *Recv) Len() int { return r.wqes.len() }
 
 // Post appends receives and returns how many there was room for. The caller has
 // checked the lengths of the lists.
 func (r *Recv) Post(wrs []ib.RecvWR) int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	count := int(r.count.Load())
-	n := min(len(wrs), len(r.wqes)-count)
+	count := r.wqes.len()
+	n := min(len(wrs), len(r.wqes.slots)-count)
 	for i := range n {
-		slot := wrap(r.head+count+i, len(r.wqes))
-		r.wqes[slot] = recvWQE{id: wrs[i].ID, nsge: len(wrs[i].SGL)}
-		copy(r.sges[slot*r.maxSGE:], wrs[i].SGL)
+		*r.wqes.at(count + i) = recvWQE{id: wrs[i].ID, nsge: len(wrs[i].SGL)}
+		copy(r.sgesOf(count+i), wrs[i].SGL)
 	}
-	r.count.Store(int64(count + n))
+	r.wqes.add(n)
 	return n
 }
 
 // Take removes the oldest receive. It returns false if there is none.
 func (r *Recv) Take(t *Taken) bool {
-	if r.count.Load() == 0 {
+	if r.wqes.len() == 0 {
 		return false
 	}
 	r.mu.Lock()
-	count := int(r.count.Load())
-	if count == 0 {
+	if r.wqes.len() == 0 {
 		r.mu.Unlock()
 		return false
 	}
-	w := &r.wqes[r.head]
+	w := r.wqes.at(0)
 	t.ID = w.id
-	t.SGEs = append(t.SGEs[:0], r.sges[r.head*r.maxSGE:][:w.nsge]...)
+	t.SGEs = append(t.SGEs[:0], r.sgesOf(0)[:w.nsge]...)
 	t.Len = 0
 	for i := range t.SGEs {
 		t.Len += uint64(t.SGEs[i].Length) // at most 32 times 2^32
 	}
-	r.head = wrap(r.head+1, len(r.wqes))
-	r.count.Store(int64(count - 1))
-	fire := r.limit > 0 && count-1 < r.limit
+	r.wqes.drop(1)
+	fire := r.limit > 0 && r.wqes.len() < r.limit
 	if fire {
 		r.limit = 0
 	}
@@ -104,9 +97,12 @@ func (r *Recv) Take(t *Taken) bool {
 // Clear forgets all receives.
 func (r *Recv) Clear() {
 	r.mu.Lock()
-	r.count.Store(0)
+	r.wqes.drop(r.wqes.len())
 	r.mu.Unlock()
 }
+
+// sgesOf returns the room for the list of receive i, counted from the oldest.
+func (r *Recv) sgesOf(i int) []ib.SGE { return r.sges[r.wqes.slot(i)*r.maxSGE:][:r.maxSGE] }
 
 // Limit returns the armed limit, 0 if none is.
 func (r *Recv) Limit() int {
@@ -129,15 +125,14 @@ func (r *Recv) Resize(size int) bool {
 	wqes, sges := make([]recvWQE, size), make([]ib.SGE, size*r.maxSGE)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	count := int(r.count.Load())
+	count := r.wqes.len()
 	if count > size || r.limit > size {
 		return false
 	}
 	for i := range count {
-		slot := wrap(r.head+i, len(r.wqes))
-		wqes[i] = r.wqes[slot]
-		copy(sges[i*r.maxSGE:][:r.maxSGE], r.sges[slot*r.maxSGE:])
+		copy(sges[i*r.maxSGE:], r.sgesOf(i))
 	}
-	r.wqes, r.sges, r.head = wqes, sges, 0
+	r.wqes.moveTo(wqes)
+	r.sges = sges
 	return true
 }
