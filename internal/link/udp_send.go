@@ -300,39 +300,20 @@ func (s *sender) copyPackets(t *train.Train, f *udpFlow) error {
 }
 
 // referPackets makes packets whose payload stays where it is.
-func (s *sender) referPackets(t *train.Train, f *udpFlow) (err error) {
-	if s.pinned > 0 && t.Len > train.MaxBytes-s.pinned {
-		if !s.push() {
-			return nil
-		}
-		s.unpin()
+func (s *sender) referPackets(t *train.Train, f *udpFlow) error {
+	if !s.pinWithinLimit(t.Len) {
+		return nil
 	}
-	s.pinned += t.Len
-	src := &s.cut.src
-	skip := s.at.packet * t.MTU
-	src.Off = t.Payload.Off + uint64(skip)
-	runs, fault, whole := mem.GatherFew(src, uint64(t.Len-skip), s.runs, &s.pins)
+	runs, fault, whole := s.gatherRest(t)
 	if !fault.OK() {
 		return &PayloadError{Fault: fault, Packet: s.at.packet}
 	}
 	if !whole { // too many pieces
 		return s.copyPackets(t, f)
 	}
-
-	// A panic on a fault leaves the packet at hand half made: forget its part.
-	pieces, arena, added := s.batch.Pieces(), len(s.arena), s.added
+	made := s.mark()
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
-	defer func() {
-		if e := recover(); e != nil {
-			if !faultIn(s.reading, e) {
-				panic(e)
-			}
-			s.batch.Truncate(pieces)
-			s.arena, s.added = s.arena[:arena], added
-			s.copy = true
-		}
-	}()
-
+	defer s.copyAfterFault(&made)
 	for s.at.packet < t.N {
 		h, n, err := s.cut.header(s.at.packet)
 		if err != nil {
@@ -343,29 +324,80 @@ func (s *sender) referPackets(t *train.Train, f *udpFlow) (err error) {
 		if !ok {
 			return nil
 		}
-		pieces, arena, added = s.batch.Pieces(), len(s.arena), s.added
-
-		s.arena = h.Append(s.arena)
-		crc := f.pseudo.Start(id, size).Header(s.arena[arena:])
-		s.addArena()
-		for n > 0 {
-			p := runs[0]
-			if len(p) > n {
-				p, runs[0] = p[:n], p[n:]
-			} else {
-				runs = runs[1:]
-			}
-			n -= len(p)
-			s.reading = p
-			crc = crc.Add(p)
-			s.batch.Add(p)
-		}
-		crc = crc.AddPad(h.Pad)
-		s.arena = crc.Append(append(s.arena, zeros[:h.Pad]...))
+		made = s.mark()
+		runs = s.referPacket(h, f.pseudo.Start(id, size), n, runs)
 		s.commit(f, size)
 	}
 	s.at = cursor{train: s.at.train + 1}
 	return nil
+}
+
+// pinWithinLimit counts n bytes as pinned. If one batch must not pin so many, it sends
+// the batch and unpins its memory first; it returns false if push has set s.at back.
+func (s *sender) pinWithinLimit(n int) bool {
+	if s.pinned > 0 && n > train.MaxBytes-s.pinned {
+		if !s.push() {
+			return false
+		}
+		s.unpin()
+	}
+	s.pinned += n
+	return true
+}
+
+// gatherRest pins the payload of a train from packet s.at on, and returns it where it
+// lies. It is not whole if it has more pieces than maxRuns.
+func (s *sender) gatherRest(t *train.Train) (runs [][]byte, f mem.Fault, whole bool) {
+	skip := s.at.packet * t.MTU
+	s.cut.src.Off = t.Payload.Off + uint64(skip)
+	return mem.GatherFew(&s.cut.src, uint64(t.Len-skip), s.runs, &s.pins)
+}
+
+// referPacket makes one packet: header, padding and checksum in the arena, and between
+// them the first n bytes of the runs, where they lie. It returns the rest of the runs.
+func (s *sender) referPacket(h *wire.Header, crc wire.CRC, n int, runs [][]byte) [][]byte {
+	start := len(s.arena)
+	s.arena = h.Append(s.arena)
+	crc = crc.Header(s.arena[start:])
+	s.addArena()
+	for n > 0 {
+		p := runs[0]
+		if len(p) > n {
+			p, runs[0] = p[:n], p[n:]
+		} else {
+			runs = runs[1:]
+		}
+		n -= len(p)
+		s.reading = p
+		crc = crc.Add(p)
+		s.batch.Add(p)
+	}
+	crc = crc.AddPad(h.Pad)
+	s.arena = crc.Append(append(s.arena, zeros[:h.Pad]...))
+	return runs
+}
+
+// mark is how much a sender has made.
+type mark struct{ pieces, arena, added int }
+
+func (s *sender) mark() mark {
+	return mark{pieces: s.batch.Pieces(), arena: len(s.arena), added: s.added}
+}
+
+// copyAfterFault is deferred where payload is read that may be unmapped meanwhile. After
+// a fault it forgets the half-made packet, all that is behind made, and has this and all
+// further packets copied.
+func (s *sender) copyAfterFault(made *mark) {
+	e := recover()
+	if e == nil {
+		return
+	}
+	if !faultIn(s.reading, e) {
+		panic(e)
+	}
+	s.batch.Truncate(made.pieces)
+	s.arena, s.added = s.arena[:made.arena], made.added
+	s.copy = true
 }
 
 // unpin lets go of memory that has been sent.
