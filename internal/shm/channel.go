@@ -35,7 +35,6 @@ type Channel struct {
 	blocked atomic.Bool // waits for room, and is counted in the inbox
 
 	down atomic.Pointer[cause]
-	done chan struct{} // closed when down is set
 
 	mu     sync.Mutex // guards conn and life against use after close
 	conn   *net.UnixConn
@@ -67,17 +66,11 @@ type peer struct {
 // Tag returns what Dial or Accept was given.
 func (c *Channel) Tag() any { return c.tag }
 
-// PeerPID returns the peer's process number, or 0 if it cannot be seen from
-// here.
-func (c *Channel) PeerPID() int { return c.peer.pid }
-
 // MaxRecord returns the longest record that can be sent.
 func (c *Channel) MaxRecord() int { return c.limit }
 
-// Done is closed when the channel is down: closed by us, by the peer, or broken.
-func (c *Channel) Done() <-chan struct{} { return c.done }
-
-// Err returns why the channel is down, or nil.
+// Err returns why the channel is down, or nil: it was closed by us, or by the peer, or
+// it is broken.
 func (c *Channel) Err() error {
 	if d := c.down.Load(); d != nil {
 		return d.err

@@ -167,7 +167,7 @@ func (x *exchange) run(in *Inbox, c *Channel) error {
 			told = c.Send(255) == nil
 		}
 		if !busy && (told || x.checked < x.count) {
-			in.Wait(time.Second)
+			wait(in, time.Second)
 		}
 	}
 	return x.bad
@@ -184,7 +184,7 @@ func childFlood(in *Inbox, c *Channel, arg string) error {
 	for f.gone == nil && f.bad == nil {
 		f.push(c, rng)
 		if in.Poll(&f, 64) == 0 {
-			in.Wait(time.Millisecond)
+			wait(in, time.Millisecond)
 		}
 	}
 	return f.bad
@@ -282,7 +282,7 @@ func childMemory(in *Inbox, c *Channel) error {
 	for gone := false; !gone; {
 		s := &recorder{gone: func(*Channel, error) { gone = true }}
 		if in.Poll(s, 1) == 0 {
-			in.Wait(time.Second)
+			wait(in, time.Second)
 		}
 	}
 	return nil
@@ -298,7 +298,7 @@ func childLane(in *Inbox) error {
 		p = c.PeerLane(int(binary.NativeEndian.Uint64(b)), binary.NativeEndian.Uint64(b[8:]))
 	}}
 	for in.Poll(s, 1) == 0 || p == nil {
-		in.Wait(time.Second)
+		wait(in, time.Second)
 	}
 	if !p.Enter() {
 		return errors.New("it cannot enter")

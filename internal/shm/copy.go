@@ -40,9 +40,6 @@ type Copier struct {
 	check [8]byte
 }
 
-// CanRead reports whether CopyFrom works; PeerReads, whether the peer's does.
-func (c *Channel) CanRead() bool { return c.peer.canRead }
-
 // PeerReads reports whether the peer can read our memory.
 func (c *Channel) PeerReads() bool { return c.peer.readsUs }
 

@@ -115,7 +115,7 @@ func (in *Inbox) Accept(ctx context.Context, conn *net.UnixConn, tag any) (*Chan
 }
 
 func (in *Inbox) join(ctx context.Context, conn *net.UnixConn, tag any, dialer bool) (*Channel, error) {
-	c := &Channel{tag: tag, in: in, conn: conn, done: make(chan struct{})}
+	c := &Channel{tag: tag, in: in, conn: conn}
 	h := handshake{c: c, in: in, conn: conn, dialer: dialer, uid: os.Geteuid()}
 	if err := h.join(ctx); err != nil {
 		_ = conn.Close() // the first error says more
@@ -212,10 +212,8 @@ func (h *handshake) run() (err error) {
 	if h.cred.UID != h.uid {
 		return h.refuse(fmt.Errorf("%w: the processes belong to different users, %d and %d", ErrRefused, h.uid, h.cred.UID))
 	}
-	if !h.in.cfg.NoDirect {
-		reach.allow(h.cred.PID)
-		h.allowed = true
-	}
+	reach.allow(h.cred.PID)
+	h.allowed = true
 	if err := h.makeRing(); err != nil {
 		return h.refuse(err)
 	}
@@ -369,7 +367,7 @@ func (h *handshake) lifeOf(claimed, pipe int) int {
 // learns whether it can read ours.
 func (h *handshake) tryDirect() error {
 	p := &h.c.peer
-	p.canRead = !h.in.cfg.NoDirect && p.pid > 0 && h.c.readNonce() == nil
+	p.canRead = p.pid > 0 && h.c.readNonce() == nil
 	var can byte
 	if p.canRead {
 		can = 1
@@ -394,7 +392,7 @@ func (h *handshake) tryDirect() error {
 func (h *handshake) undo() {
 	c := h.c
 	if h.allowed {
-		reach.deny(h.cred.PID, false)
+		reach.deny(h.cred.PID)
 	}
 	if c.life != nil {
 		c.life.drop()

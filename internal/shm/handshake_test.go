@@ -139,8 +139,8 @@ func TestHandshakeRefuses(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if !c.CanRead() || !c.PeerReads() {
-			t.Errorf("can read %v, is read %v", c.CanRead(), c.PeerReads())
+		if !c.peer.canRead || !c.PeerReads() {
+			t.Errorf("can read %v, is read %v", c.peer.canRead, c.PeerReads())
 		}
 	})
 }
@@ -184,7 +184,7 @@ func TestHandshakeRefusesUser(t *testing.T) {
 			}
 			told <- err
 		}()
-		c := &Channel{in: ours, conn: a, done: make(chan struct{})}
+		c := &Channel{in: ours, conn: a}
 		h := handshake{c: c, in: ours, conn: a, dialer: dialer, uid: os.Geteuid() + 1}
 		err := h.join(testContext(t))
 		a.Close()
@@ -236,17 +236,14 @@ func TestHandshakeEnds(t *testing.T) {
 	}
 }
 
-// Whoever wants no direct access neither reads nor is read.
-func TestNoDirect(t *testing.T) {
-	ab, ba := joinPair(t, newInbox(t, &Config{NoDirect: true}), newInbox(t, nil))
-	if ab.CanRead() || ba.PeerReads() {
-		t.Error("reads")
-	}
-	if !ba.CanRead() || !ab.PeerReads() { // without Yama nobody can be kept out
+// A channel has its own tag, and what the handshake found out about the peer.
+func TestHandshakeResult(t *testing.T) {
+	ab, ba := joinPair(t, newInbox(t, nil), newInbox(t, nil))
+	if !ba.peer.canRead || !ab.PeerReads() { // a process can always read its own memory
 		t.Error("is not read")
 	}
-	if ab.PeerPID() != os.Getpid() || ab.Tag() != "dialled" || ba.Tag() != "accepted" || ab.MaxRecord() != maxRecord(defaultRing) {
-		t.Error(ab.PeerPID(), ab.Tag(), ba.Tag(), ab.MaxRecord())
+	if ab.peer.pid != os.Getpid() || ab.Tag() != "dialled" || ba.Tag() != "accepted" || ab.MaxRecord() != maxRecord(defaultRing) {
+		t.Error(ab.peer.pid, ab.Tag(), ba.Tag(), ab.MaxRecord())
 	}
 }
 

@@ -23,9 +23,6 @@ type Config struct {
 	// RingBytes is the size of the rings that peers write to us: a multiple of
 	// RingUnit between MinRing and MaxRing. 0 is 512 KiB.
 	RingBytes int
-	// NoDirect keeps us from reading the memory of peers, and from letting
-	// them read ours where the kernel wants it allowed. False allows both.
-	NoDirect bool
 }
 
 const (
@@ -78,8 +75,7 @@ type Inbox struct {
 	inUse   atomic.Int32 // words of bits whose slots have ever been used
 	blocked atomic.Int32 // channels that wait for room
 
-	epoch  uint64 // Announce's own
-	poller *sys.Poller
+	epoch uint64 // Announce's own
 
 	watch   *sys.Watch
 	ended   chan struct{}  // closed when the goroutine that watches has ended
@@ -129,9 +125,6 @@ func (in *Inbox) open() (err error) {
 	if in.event, err = sys.NewEvent(); err != nil {
 		return err
 	}
-	if in.poller, err = sys.NewPoller(nil, in.event); err != nil {
-		return err
-	}
 	in.watch, err = sys.NewWatch()
 	return err
 }
@@ -152,9 +145,6 @@ func newSegment(name string, size int) (fd int, mem []byte, err error) {
 // which open makes last.
 func (in *Inbox) release() {
 	var errs []error
-	if in.poller != nil {
-		errs = append(errs, in.poller.Close())
-	}
 	if in.event != nil {
 		errs = append(errs, in.event.Close())
 	}
@@ -305,7 +295,8 @@ func (in *Inbox) pollRoom(s Sink) int {
 // there until Close.
 func (in *Inbox) Ticket() *atomic.Uint64 { return word(in.mem, ticketAt) }
 
-// Peers returns how many channels there are, those included that are being made.
+// Peers returns how many channels there are, those included that are being made. A
+// test of the link asks whether one is left of two that were made at the same time.
 func (in *Inbox) Peers() (n int) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -329,8 +320,8 @@ func (in *Inbox) poke(slot int) {
 	in.event.Signal()
 }
 
-// Close closes all channels and gives up the inbox. Nobody may be in Poll or
-// Wait, nor call them afterwards. It is idempotent.
+// Close closes all channels and gives up the inbox. Nobody may be in Poll, or
+// wait for Event, nor do so afterwards. It is idempotent.
 func (in *Inbox) Close() {
 	in.mu.Lock()
 	was := in.closed

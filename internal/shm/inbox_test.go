@@ -8,6 +8,8 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // Many peers at once: every record arrives, in order, at the right channel.
@@ -35,7 +37,7 @@ func TestManyPeers(t *testing.T) {
 					number++
 				case errors.Is(err, ErrFull):
 					if inboxes[i].Poll(s, 1) == 0 {
-						inboxes[i].Wait(time.Second) // for Room
+						wait(inboxes[i], time.Second) // for Room
 					}
 				default:
 					t.Error(err)
@@ -68,7 +70,7 @@ func TestSleep(t *testing.T) {
 		s := &recorder{record: func(*Channel, byte, []byte) { got.Add(1) }}
 		for got.Load() < count {
 			if b.Poll(s, 16) == 0 && got.Load() < count {
-				b.Wait(-1)
+				wait(b, -1)
 			}
 		}
 	})
@@ -84,7 +86,7 @@ func TestSleep(t *testing.T) {
 		}
 		for end := time.Now().Add(patience); got.Load() <= i; runtime.Gosched() {
 			if time.Now().After(end) {
-				b.Wake()
+				b.event.Signal()
 				t.Fatalf("record %d: the receiver sleeps, at %d", i, got.Load())
 			}
 		}
@@ -199,7 +201,7 @@ func TestRoom(t *testing.T) {
 			case errors.Is(err, ErrFull):
 				for before := rooms; rooms == before; {
 					if a.Poll(s, 1) == 0 {
-						a.Wait(-1)
+						wait(a, -1)
 					}
 				}
 			default:
@@ -310,11 +312,7 @@ func TestBrokenRing(t *testing.T) {
 			if other.Err() != nil {
 				t.Errorf("another channel: %v", other.Err())
 			}
-			select {
-			case <-ab.Done():
-			case <-time.After(patience):
-				t.Fatal("the peer does not notice")
-			}
+			awaitDown(t, ab)
 			if !errors.Is(ab.Err(), ErrPeerClosed) {
 				t.Error(ab.Err())
 			}
@@ -348,7 +346,7 @@ func TestCloseUnderLoad(t *testing.T) {
 				}}
 				for !stop.Load() {
 					if in.Poll(s, 16) == 0 {
-						in.Wait(time.Millisecond)
+						wait(in, time.Millisecond)
 					}
 				}
 			})
@@ -384,8 +382,8 @@ func TestCloseUnderLoad(t *testing.T) {
 				ba.Close()
 			}
 			senders.Wait()
-			<-ab.Done()
-			<-ba.Done()
+			awaitDown(t, ab)
+			awaitDown(t, ba)
 		}
 		stop.Store(true)
 		wg.Wait()
@@ -429,7 +427,7 @@ func TestInboxCloses(t *testing.T) {
 	if !errors.Is(ab.Err(), ErrClosed) || ab.Begin() {
 		t.Errorf("own channel: %v", ab.Err())
 	}
-	<-ba.Done()
+	awaitDown(t, ba)
 	if !errors.Is(ba.Err(), ErrPeerClosed) {
 		t.Errorf("the other's: %v", ba.Err())
 	}
@@ -481,6 +479,11 @@ func TestInboxAllocs(t *testing.T) {
 	ab, _ := joinPair(t, a, b)
 	s := &recorder{}
 	msg := make([]byte, 100)
+	p, err := sys.NewPoller(nil, b.Event())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
 	if n := testing.AllocsPerRun(1000, func() {
 		if ab.Begin() {
 			p, _ := ab.Reserve(recData, len(msg))
@@ -490,7 +493,10 @@ func TestInboxAllocs(t *testing.T) {
 		}
 		b.Poll(s, 16)
 		b.Poll(s, 16)
-		b.Wait(0)
+		if b.Announce() {
+			p.Wait(0)
+			b.Awake()
+		}
 	}); n != 0 {
 		t.Errorf("%v allocations a record", n)
 	}

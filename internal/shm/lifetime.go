@@ -79,13 +79,7 @@ func (c *Channel) fail(err error) {
 	c.in.poke(c.slot)
 }
 
-func (c *Channel) setDown(err error) bool {
-	if !c.down.CompareAndSwap(nil, &cause{err}) {
-		return false
-	}
-	close(c.done)
-	return true
-}
+func (c *Channel) setDown(err error) bool { return c.down.CompareAndSwap(nil, &cause{err}) }
 
 // watch begins to watch for the peer's end.
 func (c *Channel) watch() error {
@@ -132,7 +126,7 @@ func (c *Channel) Close() {
 	c.life.drop()
 	c.mu.Unlock()
 
-	reach.deny(c.peer.pid, c.in.cfg.NoDirect)
+	reach.deny(c.peer.pid)
 	c.tx.close()
 	c.rx.close()
 	c.unblock()

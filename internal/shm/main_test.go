@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 const (
@@ -197,12 +199,36 @@ func (r *recorder) Gone(c *Channel, err error) {
 	}
 }
 
+// wait blocks until there may be something to poll, d has passed (negative: for ever),
+// or the event is signalled. One at a time for each inbox.
+func wait(in *Inbox, d time.Duration) {
+	p, err := sys.NewPoller(nil, in.Event())
+	if err != nil {
+		panic(err)
+	}
+	defer func() { _ = p.Close() }() // it has nothing to lose
+	if in.Announce() {
+		p.Wait(d)
+		in.Awake()
+	}
+}
+
+// awaitDown waits until a channel is down.
+func awaitDown(t testing.TB, c *Channel) {
+	t.Helper()
+	for end := time.Now().Add(patience); c.Err() == nil; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("the end of the channel is not noticed within %v", patience)
+		}
+	}
+}
+
 // pollUntil polls, and sleeps when there is nothing, until done.
 func pollUntil(t testing.TB, in *Inbox, s Sink, what string, done func() bool) {
 	t.Helper()
 	for end := time.Now().Add(patience); !done(); {
 		if in.Poll(s, 128) == 0 && !done() {
-			in.Wait(time.Second)
+			wait(in, time.Second)
 		}
 		if time.Now().After(end) {
 			t.Fatalf("%s: not within %v", what, patience)

@@ -17,8 +17,7 @@ package shm
 //     takes the way through the ring.
 //
 // There is only one such name in a process: if the program sets it too, for a
-// debugger or a crash reporter, the later of the two wins. An inbox with NoDirect
-// does not touch it.
+// debugger or a crash reporter, the later of the two wins.
 
 import (
 	"os"
@@ -57,7 +56,7 @@ const yamaRestricted = 1
 func Allow(pid int) { reach.allow(pid) }
 
 // Deny undoes Allow.
-func Deny(pid int) { reach.deny(pid, false) }
+func Deny(pid int) { reach.deny(pid) }
 
 // allow lets a process read our memory, if that can be done.
 func (r *reachability) allow(pid int) {
@@ -81,12 +80,12 @@ func (r *reachability) allow(pid int) {
 	}
 }
 
-// deny undoes allow, unless that was not called (never).
-func (r *reachability) deny(pid int, never bool) {
+// deny undoes allow.
+func (r *reachability) deny(pid int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	p := r.peers[pid]
-	if never || p == nil {
+	if p == nil {
 		return
 	}
 	if p.channels--; p.channels > 0 {

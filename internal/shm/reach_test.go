@@ -58,7 +58,7 @@ func TestReach(t *testing.T) {
 				if s.pid >= 0 {
 					r.allow(s.pid)
 				} else {
-					r.deny(-s.pid, false)
+					r.deny(-s.pid)
 				}
 				if named != s.want {
 					t.Fatalf("step %d: %d is named, should be %d", i, named, s.want)
@@ -100,7 +100,7 @@ func TestReachCrowd(t *testing.T) {
 		t.Errorf("%d looks, %d is named", looks, named)
 	}
 	for i := range crowd {
-		r.deny(2000+i, false)
+		r.deny(2000 + i)
 	}
 	if len(r.peers) != crowd {
 		t.Errorf("%d are left", len(r.peers))

@@ -6,7 +6,6 @@ package shm
 
 import (
 	"math/bits"
-	"time"
 
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
@@ -30,21 +29,6 @@ func (in *Inbox) Awake() { in.words.sleep.Store(in.epoch) }
 // Event is signalled when something arrives after Announce. It can be waited
 // for beside sockets: see sys.NewPoller.
 func (in *Inbox) Event() *sys.Event { return in.event }
-
-// FD returns the descriptor of Event, which is readable when it is signalled.
-func (in *Inbox) FD() int { return in.event.FD() }
-
-// Wait blocks until there may be something to poll, d has passed (negative: for
-// ever) or Wake is called. It is for who waits for nothing else; one at a time.
-func (in *Inbox) Wait(d time.Duration) {
-	if in.Announce() {
-		in.poller.Wait(d)
-		in.Awake()
-	}
-}
-
-// Wake makes Wait return: the one that is under way, or else the next.
-func (in *Inbox) Wake() { in.poller.Wake() }
 
 // ready reports whether Poll would find something.
 func (in *Inbox) ready() bool {
