@@ -11,26 +11,29 @@ import (
 	"path"
 	"path/filepath"
 	"strings"
+
+	"github.com/cavaliergopher/cpio"
 )
 
 // archiver writes an initramfs: a cpio archive in the form "newc", which the
 // kernel documents under driver-api/early-userspace/buffer-format. Directories
 // are made as they are needed.
 type archiver struct {
-	w    *bufio.Writer
+	w    *cpio.Writer
+	buf  *bufio.Writer // what w writes to
 	seen map[string]bool
-	ino  int
 }
 
 func newArchiver(w io.Writer) *archiver {
-	return &archiver{w: bufio.NewWriterSize(w, 1<<20), seen: map[string]bool{".": true}}
+	buf := bufio.NewWriterSize(w, 1<<20)
+	return &archiver{w: cpio.NewWriter(buf), buf: buf, seen: map[string]bool{".": true}}
 }
 
 const (
-	modeDir  = 0o040755
-	modeFile = 0o100644
-	modeExec = 0o100755
-	modeLink = 0o120777
+	modeDir  = cpio.TypeDir | 0o755
+	modeFile = cpio.TypeReg | 0o644
+	modeExec = cpio.TypeReg | 0o755
+	modeLink = cpio.TypeSymlink | 0o777
 )
 
 // clean makes a name in the archive of a path. There is one /usr, as on Debian:
@@ -48,7 +51,7 @@ func clean(name string) string {
 }
 
 // entry writes one entry, with size bytes of content.
-func (a *archiver) entry(name string, mode int, content io.Reader, size int64) error {
+func (a *archiver) entry(name string, mode cpio.FileMode, content io.Reader, size int64) error {
 	name = clean(name)
 	if a.seen[name] {
 		return nil
@@ -62,33 +65,17 @@ func (a *archiver) entry(name string, mode int, content io.Reader, size int64) e
 		return fmt.Errorf("%s: %d bytes do not fit the archive", name, size)
 	}
 	a.seen[name] = true
-	a.ino++
-	return a.record(name, mode, content, size)
-}
-
-func (a *archiver) record(name string, mode int, content io.Reader, size int64) error {
-	// magic, ino, mode, uid, gid, nlink, mtime, size, device twice, namesize, check
-	head := fmt.Sprintf("070701%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x%s\x00",
-		a.ino, mode, 0, 0, 1, 0, size, 0, 0, 0, 0, len(name)+1, 0, name)
-	if _, err := a.w.WriteString(head + pad(len(head))); err != nil {
+	if err := a.w.WriteHeader(&cpio.Header{Name: name, Mode: mode, Links: 1, Size: size}); err != nil {
 		return err
 	}
 	if size == 0 {
 		return nil
 	}
-	n, err := io.Copy(a.w, io.LimitReader(content, size))
-	if err == nil && n != size {
-		err = fmt.Errorf("%s: %d bytes, want %d", name, n, size)
+	if _, err := io.CopyN(a.w, content, size); err != nil {
+		return fmt.Errorf("%s, of %d bytes: %w", name, size, err)
 	}
-	if err != nil {
-		return err
-	}
-	_, err = a.w.WriteString(pad(int(size % 4)))
-	return err
+	return nil
 }
-
-// pad fills up to a multiple of four.
-func pad(n int) string { return "\x00\x00\x00"[:(4-n%4)%4] }
 
 func (a *archiver) dir(name string) error { return a.entry(name, modeDir, nil, 0) }
 
@@ -96,7 +83,7 @@ func (a *archiver) link(name, to string) error {
 	return a.entry(name, modeLink, strings.NewReader(to), int64(len(to)))
 }
 
-func (a *archiver) text(name, text string, mode int) error {
+func (a *archiver) text(name, text string, mode cpio.FileMode) error {
 	return a.entry(name, mode, strings.NewReader(text), int64(len(text)))
 }
 
@@ -114,7 +101,7 @@ func (a *archiver) file(name, from string) (err error) {
 	if !st.Mode().IsRegular() {
 		return &fs.PathError{Op: "copy", Path: from, Err: errors.New("not a regular file")}
 	}
-	mode := modeFile
+	mode := cpio.FileMode(modeFile)
 	if st.Mode()&0o111 != 0 {
 		mode = modeExec
 	}
@@ -123,11 +110,10 @@ func (a *archiver) file(name, from string) (err error) {
 
 // close ends the archive.
 func (a *archiver) close() error {
-	a.ino++
-	if err := a.record("TRAILER!!!", 0, nil, 0); err != nil {
+	if err := a.w.Close(); err != nil {
 		return err
 	}
-	return a.w.Flush()
+	return a.buf.Flush()
 }
 
 // writeFile makes a file that is whole from the moment it is there.
