@@ -6,6 +6,8 @@
 //
 // It ends with status 1 when something failed, when nothing was tested at all, and
 // with -strict when a test was skipped for a reason that the machine could mend.
+// gotestsum prints such a summary too, but cannot fail for skipped tests, and does not
+// look at their reasons.
 //
 // Stages, in the order of this file: events come in (read), are collected by
 // package and test (add), and each package is reported when it ends (report);

@@ -4,7 +4,8 @@
 //
 // The way of a value, top-down: Record finds its bucket (bucketOf) and counts;
 // Quantile walks the counts and returns the middle of the bucket it ends in
-// (middleOf). Minimum, maximum and mean are kept exactly.
+// (middleOf). Minimum, maximum and mean are kept exactly: hdrhistogram-go, which
+// counts in such buckets too, returns approximations of all three.
 package hist
 
 import (
@@ -50,9 +51,6 @@ func (h *Histogram) Record(d time.Duration) {
 
 // Reset empties the histogram.
 func (h *Histogram) Reset() { *h = Histogram{} }
-
-// Count returns how many durations were recorded.
-func (h *Histogram) Count() uint64 { return h.n }
 
 // Min returns the smallest duration recorded, 0 if there is none.
 func (h *Histogram) Min() time.Duration { return time.Duration(h.min) }

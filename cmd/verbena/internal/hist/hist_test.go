@@ -77,8 +77,8 @@ func TestQuantileAccuracy(t *testing.T) {
 			if h.Min() != values[0] || h.Max() != values[len(values)-1] {
 				t.Errorf("min and max are %v and %v, want %v and %v", h.Min(), h.Max(), values[0], values[len(values)-1])
 			}
-			if want := sum / time.Duration(len(values)); h.Mean() != want || h.Count() != uint64(len(values)) {
-				t.Errorf("mean of %d is %v, want %v of %d", h.Count(), h.Mean(), want, len(values))
+			if want := sum / time.Duration(len(values)); h.Mean() != want || h.n != uint64(len(values)) {
+				t.Errorf("mean of %d is %v, want %v of %d", h.n, h.Mean(), want, len(values))
 			}
 		})
 	}
@@ -96,8 +96,8 @@ func TestEmptyResetAndClockGoingBack(t *testing.T) {
 	}
 	h.Reset()
 	h.Record(time.Second)
-	if h.Count() != 1 || h.Min() != time.Second || h.Quantile(0.5) != time.Second {
-		t.Errorf("after Reset: count %d, min %v, median %v", h.Count(), h.Min(), h.Quantile(0.5))
+	if h.n != 1 || h.Min() != time.Second || h.Quantile(0.5) != time.Second {
+		t.Errorf("after Reset: count %d, min %v, median %v", h.n, h.Min(), h.Quantile(0.5))
 	}
 }
 
