@@ -560,3 +560,10 @@ func TestHundred(t *testing.T) {
 		t.Errorf("%d slots", len(slots))
 	}
 }
+
+// IsOwner reports whether packets from outside come to this process.
+func (m *Member) IsOwner() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.owner != nil
+}

@@ -369,16 +369,8 @@ func (m *Member) tryTakeOver() error {
 // ID tells devices apart, also those that follow each other at one address.
 func (m *Member) ID() [2]uint64 { return m.dir.id }
 
-// Slot is this process's number in the device; IsOwner tells whether it has the
-// port.
+// Slot is this process's number in the device.
 func (m *Member) Slot() int { return m.slot }
-
-// IsOwner tells whether packets from outside come to this process.
-func (m *Member) IsOwner() bool {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	return m.owner != nil
-}
 
 // Key selects the permutation that hides queue pair numbers.
 func (m *Member) Key() mem.PermKey { return m.dir.key }

@@ -134,14 +134,6 @@ func appendPacket(b []byte, src, dst netip.AddrPort, tclass, hopLimit uint8, id 
 	return wire.AppendUDP6(b, src, dst, udpPayload)
 }
 
-// Flush hands what is buffered to the file, and returns the first error.
-func (w *Writer) Flush() error {
-	w.mu.Lock()
-	defer w.unlock()
-	w.flushLocked()
-	return w.err
-}
-
 // flushLocked flushes after an error that is not the file's, too: what came before
 // it is good.
 func (w *Writer) flushLocked() {

@@ -121,9 +121,6 @@ func (c CRC) Append(b []byte) []byte {
 	return append(b, byte(c), byte(c>>8), byte(c>>16), byte(c>>24))
 }
 
-// Put stores the finished ICRC in the first four bytes of b.
-func (c CRC) Put(b []byte) { b[0], b[1], b[2], b[3] = byte(c), byte(c>>8), byte(c>>16), byte(c>>24) }
-
 // Check reports whether a received UDP payload ends with its ICRC, and over
 // IPv4 with which identification. The one expected is tried first, at the cost
 // of the CRC alone; any other one is solved for, which weakens the check from 32

@@ -6,17 +6,14 @@ type PSN uint32
 
 const psnMask = 1<<24 - 1
 
-// MaxOutstanding is the largest distance at which two PSNs can still be told
-// apart as earlier and later (IBA 9.7.2: half of the number space).
-const MaxOutstanding = 1 << 23
-
 // MakePSN keeps the low 24 bits.
 func MakePSN(v uint32) PSN { return PSN(v & psnMask) }
 
 // Add returns the PSN n packets later, or earlier for negative n.
 func (p PSN) Add(n int) PSN { return PSN((uint32(p) + uint32(n)) & psnMask) }
 
-// Sub returns the signed distance from q to p, -2^23 ≤ d < 2^23.
+// Sub returns the signed distance from q to p, -2^23 ≤ d < 2^23. Up to half of the
+// number space two PSNs can be told apart as earlier and later (IBA 9.7.2).
 func (p PSN) Sub(q PSN) int { return int(int32(uint32(p-q)<<8) >> 8) }
 
 // Less reports whether p comes before q.

@@ -42,7 +42,7 @@ func TestPSNDistance(t *testing.T) {
 func TestPSNLaws(t *testing.T) {
 	r, seed := seeded(t)
 	for range 200_000 {
-		p, n := MakePSN(r.Uint32()), int(r.Uint32N(2*MaxOutstanding))-MaxOutstanding
+		p, n := MakePSN(r.Uint32()), int(r.Uint32N(2*maxOutstanding))-maxOutstanding
 		q := p.Add(n)
 		if q > psnMask {
 			t.Fatalf("seed %d: %#x.Add(%d) = %#x has more than 24 bits", seed, p, n, q)
@@ -50,7 +50,7 @@ func TestPSNLaws(t *testing.T) {
 		if q.Sub(p) != n || q.Add(-n) != p {
 			t.Fatalf("seed %d: %#x + %d = %#x, back %d and %#x", seed, p, n, q, q.Sub(p), q.Add(-n))
 		}
-		if n == -MaxOutstanding {
+		if n == -maxOutstanding {
 			continue // its own opposite
 		}
 		if p.Sub(q) != -n || (n != 0) != (p.Less(q) != q.Less(p)) || p.Less(q) != (n > 0) {
@@ -74,3 +74,6 @@ func seeded(t testing.TB) (*rand.Rand, uint64) {
 	t.Logf("seed %d (repeat with -seed=%d)", seed, seed)
 	return rand.New(rand.NewPCG(seed, 0)), seed
 }
+
+// maxOutstanding is half of the number space.
+const maxOutstanding = 1 << 23

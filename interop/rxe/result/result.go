@@ -46,9 +46,6 @@ type Case struct {
 	Capture string        `json:"capture,omitempty"` // a file in CaptureDir
 }
 
-// Passed tells whether all was well.
-func (c *Case) Passed() bool { return c.Err == "" && c.Skip == "" }
-
 // Speed compares the kernel's device with ours, in one guest, over the same pair
 // of interfaces.
 type Speed struct {
