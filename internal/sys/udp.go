@@ -19,7 +19,6 @@ type UDPSocket struct {
 	gso   bool
 	gro   bool
 	rcv   int
-	snd   int
 	joins int // index of the interface that it has joined a group on
 }
 
@@ -100,7 +99,6 @@ func (s *UDPSocket) setup(o UDPOptions) error {
 	_ = option{unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, o.RcvBuf}.set(s.fd)
 	_ = option{unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, o.SndBuf}.set(s.fd)
 	s.rcv, _ = unix.GetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_RCVBUF)
-	s.snd, _ = unix.GetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_SNDBUF)
 
 	_, err := unix.GetsockoptInt(s.fd, unix.IPPROTO_UDP, unix.UDP_SEGMENT)
 	s.gso = err == nil
@@ -153,9 +151,6 @@ func (s *UDPSocket) GRO() bool { return s.gro }
 // RcvBuf returns the size of the receive buffer as the kernel counts: with what
 // it needs around every datagram, about as much again.
 func (s *UDPSocket) RcvBuf() int { return s.rcv }
-
-// SndBuf returns the size of the send buffer, counted likewise.
-func (s *UDPSocket) SndBuf() int { return s.snd }
 
 // Close closes the socket. Nobody may be using it.
 func (s *UDPSocket) Close() error { return unix.Close(s.fd) }

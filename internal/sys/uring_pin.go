@@ -173,9 +173,6 @@ func pinReason(err error, length uintptr) string {
 	return fmt.Sprintf("%d bytes", length)
 }
 
-// Len returns the number of bytes.
-func (p *PinnedPages) Len() uint64 { return uint64(p.length) }
-
 // ReadAt copies len(b) bytes of the pages, from an offset on, to b. The error is a
 // *PinAccessError.
 func (p *PinnedPages) ReadAt(b []byte, off uint64) error {

@@ -109,8 +109,9 @@ func (t *pinTable) drop(tb testing.TB) {
 		if n != 0 || err != nil || p.source.Base != nil {
 			tb.Errorf("an idle pipe has %d bytes, %v", n, err)
 		}
+		p.close()
 	}
-	t.pipes.drop()
+	t.pipes.idle = nil
 }
 
 // pinKinds are the kinds of memory that can be pinned.
@@ -243,8 +244,8 @@ func TestPinnedRefuses(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer reader.Close()
-	if p.Len() != 100 {
-		t.Errorf("%d bytes", p.Len())
+	if p.length != 100 {
+		t.Errorf("%d bytes", p.length)
 	}
 	for _, c := range []struct {
 		n    int

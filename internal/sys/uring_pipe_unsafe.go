@@ -90,17 +90,6 @@ func (s *pinPipes) put(p *pinPipe, empty bool) {
 	p.close()
 }
 
-// drop closes the pipes that are idle.
-func (s *pinPipes) drop() {
-	s.mu.Lock()
-	idle := s.idle
-	s.idle = nil
-	s.mu.Unlock()
-	for _, p := range idle {
-		p.close()
-	}
-}
-
 func (p *pinPipe) close() {
 	_ = unix.Close(p.w) // a pipe has nothing to write back
 	_ = unix.Close(p.r)
