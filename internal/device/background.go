@@ -1,0 +1,223 @@
+package device
+
+// The background goroutine makes progress when the program does not poll. It is in
+// one of two modes:
+//
+//   - It receives (receiveOrBlock): it reads the link, and blocks on it when nothing
+//     came. It stays in this mode as long as it gets packets that way.
+//   - It watches (watchPollers): pollers get the packets first. To wake up for each
+//     packet would be in vain, and take a core from the pollers. So it leaves the link
+//     to them and looks from time to time whether they still poll. A program that polls
+//     now and then, and waits for its memory to change in between, leaves packets
+//     unread: after one such finding the goroutine receives again.
+//
+// Answers that it or a poll has deferred wait for the program's own post, so that a
+// ping-pong by memory is one train each way. A program that waits for the completion
+// of its own message gets the peer's next message with it, and does not need this
+// goroutine at all.
+
+import (
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/qp"
+)
+
+const (
+	// tolerance is how often in a row the background goroutine wakes up in vain
+	// before it leaves the link to the pollers.
+	tolerance = 3
+	// manyPolls is how many polls since the background goroutine was last awake prove
+	// that the program is polling, though it is not seen to poll: with one processor
+	// the two never run at the same time.
+	manyPolls = 8
+	// steadyPolls is how many polls between two looks prove that the program polls all
+	// the time.
+	steadyPolls = 512
+	// lingerTime is how long the background goroutine waits for more packets without
+	// sleeping.
+	lingerTime = 20 * time.Microsecond
+	// watchInterval is how often the background goroutine looks whether the program
+	// still polls.
+	watchInterval = 200 * time.Microsecond
+	// The interval grows, up to maxWatch, until looking takes at most one
+	// watchShare-th of the time. A look takes some 2 µs, and in an emulated machine 50
+	// and more.
+	watchShare = 64
+	maxWatch   = 5 * time.Millisecond
+)
+
+// background is what the background goroutine remembers from one round to the next.
+type background struct {
+	dev   *Device
+	watch watcher
+	vain  int    // wake-ups in vain, in a row; from tolerance on it watches
+	polls uint64 // Device.polls when it last looked
+	posts uint64 // Device.posts when it last looked
+	// recent: the last round received something.
+	recent bool
+	// unanswered: the program has posted nothing since something came, nor between
+	// that and what came before. A program that posts at length will poll, and one that
+	// answers each message watches for the next: both need the processor.
+	unanswered bool
+}
+
+// runBackground is the background goroutine.
+func (d *Device) runBackground() {
+	defer close(d.done)
+	b := background{dev: d, watch: watcher{interval: watchInterval}}
+	for !d.stopped.Load() {
+		next := d.fireTimers()
+		if b.vain < tolerance {
+			b.receiveOrBlock()
+		} else {
+			b.watchPollers(next)
+		}
+	}
+}
+
+// receiveOrBlock reads the link, and blocks on it if nothing came.
+func (b *background) receiveOrBlock() {
+	d := b.dev
+	b.watch.woke = 0
+	d.runReady(1)
+	got, busy := d.receive()
+	polls := b.newPolls()
+	b.notePosts(got)
+	b.noteVain(got, busy, polls)
+	switch {
+	case busy:
+	case d.deferred.Load():
+		d.block(b.watch.interval)
+		if d.deferred.Load() {
+			d.flushDeferred()
+		}
+	case got:
+	case polls == 0 && b.unanswered && b.recent && d.linger():
+	default:
+		d.block(forever)
+	}
+	b.recent = got
+}
+
+// watchPollers sleeps, and then ends the watch if the program does not poll any more,
+// or polls so rarely that a packet was left unread.
+func (b *background) watchPollers(next time.Duration) {
+	d := b.dev
+	if d.deferred.Load() {
+		d.flushDeferred()
+	}
+	b.watch.sleep(d, next)
+	polls := b.newPolls()
+	if polls == 0 || polls < steadyPolls && !d.polling() && d.unread() {
+		b.vain = 0
+	}
+}
+
+// newPolls returns the number of polls since it was last called.
+func (b *background) newPolls() uint64 {
+	before := b.polls
+	b.polls = b.dev.polls.Load()
+	return b.polls - before
+}
+
+// notePosts brings unanswered up to date.
+func (b *background) notePosts(got bool) {
+	before := b.posts
+	b.posts = b.dev.posts.Load()
+	b.unanswered = b.posts == before && (got || b.unanswered)
+}
+
+// noteVain counts the wake-up if it was in vain: a poller would have received what
+// came.
+func (b *background) noteVain(got, busy bool, polls uint64) {
+	switch {
+	case busy: // a poller reads the link now; to spin until it is done would take a core from it
+		b.vain = tolerance
+	case polls > 0 && (!got || polls >= manyPolls || b.dev.polling()):
+		b.vain++
+	case got:
+		b.vain = 0
+	}
+}
+
+// linger waits for more packets where some came just now, for about as long as it takes
+// to fall asleep and be woken: a peer that sends at the pace of our answers need not
+// wake this goroutine for each. It reports whether there is something to do, or the
+// program polls.
+func (d *Device) linger() bool {
+	polls := d.polls.Load()
+	for start, looks := d.now(), 0; ; looks++ {
+		if t := d.now() - start; t >= lingerTime || t == 0 && looks > 8 { // time stands still in simulations
+			return false
+		}
+		got, busy := d.receive()
+		if got || busy || d.polls.Load() != polls || d.ready.some.Load() || d.stopped.Load() {
+			return true
+		}
+	}
+}
+
+// unread reads the link, and reports whether a packet lay there.
+func (d *Device) unread() bool {
+	got, _ := d.receive()
+	return got
+}
+
+// polling reports whether the program polls just now: again within a few
+// microseconds. It counts looks, not time, which stands still in simulations.
+func (d *Device) polling() bool {
+	n := d.polls.Load()
+	for range 4000 {
+		if d.polls.Load() != n {
+			return true
+		}
+	}
+	return false
+}
+
+// watcher paces the looks of the background goroutine while the program polls.
+type watcher struct {
+	interval time.Duration
+	woke     qp.Time // when sleep last returned; 0: not since the watch began
+}
+
+// sleep sleeps for the interval, or until next. The interval is watchInterval,
+// unless the machine is so slow, or so busy, that looking takes a good part of
+// that: the pollers need the processor more.
+func (w *watcher) sleep(d *Device, next time.Duration) {
+	if w.woke != 0 { // half of the way there, since one look says little
+		w.interval = min(max((w.interval+watchShare*(d.now()-w.woke))/2, watchInterval), maxWatch)
+	}
+	time.Sleep(min(w.interval, next))
+	w.woke = d.now()
+}
+
+// block waits for packets, timers or work, and not longer than most: forever is
+// allowed only while no answers are deferred. It announces until when it sleeps before
+// it looks for work a last time. So whoever brings work is either seen, or sees that
+// the goroutine must be woken.
+func (d *Device) block(most qp.Time) {
+	d.sleepUntil.Store(int64(forever))
+	wait := time.Duration(-1)
+	if most != forever {
+		wait = most
+	}
+	if t := d.timers.first(); t != 0 {
+		d.sleepUntil.Store(int64(t))
+		wait = min(max(0, t-d.now()), most)
+	}
+	if !d.ready.some.Load() && (most != forever || !d.deferred.Load()) && !d.stopped.Load() {
+		d.link.Wait(wait)
+	}
+	d.sleepUntil.Store(0)
+}
+
+const forever = qp.Time(1<<63 - 1)
+
+// wakeBefore wakes the background goroutine if it would sleep longer than
+// until t.
+func (d *Device) wakeBefore(t qp.Time) {
+	if d.sleepUntil.Load() > int64(t) {
+		d.link.Wake()
+	}
+}
