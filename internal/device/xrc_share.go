@@ -57,56 +57,93 @@ func (d *Device) say(process int, w *words, t *train.Train) (bool, mem.Fault) {
 	return s.Say(process, w.append(b[:0]), t)
 }
 
-// passOn deals with a request that names a queue of another process, or comes while
-// another one has the turn. It reports whether that is so; due is as for receive.
+// passOn deals with a request that another process executes, or has to wait for. It
+// reports whether the request is such a one; due is as for receive.
 func (q *QP) passOn(t *train.Train, now qp.Time) (passed bool, f mem.Fault, due bool) {
-	d := q.dev
-	process, known := d.member.Find(t.SRQ)
-	own := !known || process == d.member.Slot()
+	process, known := q.dev.member.Find(t.SRQ)
+	own := !known || process == q.dev.member.Slot()
 	q.mu.Lock()
-	g, state := q.target, q.core.State()
-	old := t.PSN.Add(t.N).Sub(q.core.Expected()) <= 0
-	w := words{kind: saysMore, qpn: q.number, turn: g.turn}
-	switch {
-	case state != ib.QPRTR && state != ib.QPRTS && state != ib.QPSQD, // it is dropped
-		own && (g.away == here || old):
-		q.mu.Unlock()
-		return false, f, false
-	case g.away == process && !own:
-		g.sent++
-	case old:
-		w.turn = 0
-	case g.away != here:
-		g.missed = true
-		process, t, w.kind = g.away, nil, saysRecall
-	case t.PSN.Sub(q.core.Expected()) > 0: // something is missing before it
-		q.mu.Unlock()
-		return false, f, false
-	default:
-		q.mu.Unlock()
-		f, due = q.giveTurn(process, t, now)
-		return true, f, due
+	to := q.routeLocked(t, process, own)
+	turn, holder := q.target.turn, q.target.away
+	switch to {
+	case toHolder:
+		q.target.sent++
+	case afterRecall:
+		q.target.missed = true
 	}
 	q.mu.Unlock()
-	ok, f := d.say(process, &w, t)
-	if ok || w.kind != saysMore || w.turn == 0 {
-		return true, f, false
+	switch to {
+	case toHolder:
+		f = q.sendMore(process, turn, t)
+	case toFormerHolder:
+		_, f = q.dev.say(process, &words{kind: saysMore, qpn: q.number, turn: 0}, t)
+	case afterRecall:
+		q.recallTurn(holder, turn)
+	case withTurn:
+		f, due = q.giveTurn(process, t, now)
 	}
-	// It is lost, as on any network. Who has the turn waits for it, or offers the
-	// turn and then the peer is told.
+	return to != executeHere, f, due
+}
+
+// route is where a request of a target goes.
+type route uint8
+
+const (
+	executeHere    route = iota
+	toHolder             // to the process that has the turn: its queue is named
+	toFormerHolder       // a repetition, to the process that executed the request
+	afterRecall          // nowhere: the peer repeats it when the turn is back
+	withTurn             // to the process whose queue is named, which gets the turn
+)
+
+// routeLocked decides where a request goes that names a queue of a process. own: that
+// is this process, or no process has the queue.
+func (q *QP) routeLocked(t *train.Train, process int, own bool) route {
+	away, expected := q.target.away, q.core.Expected()
+	repeated := t.PSN.Add(t.N).Sub(expected) <= 0
+	switch state := q.core.State(); {
+	case state != ib.QPRTR && state != ib.QPRTS && state != ib.QPSQD:
+		return executeHere // which drops it
+	case own && (away == here || repeated):
+		return executeHere
+	case !own && away == process:
+		return toHolder
+	case repeated:
+		return toFormerHolder
+	case away != here:
+		return afterRecall
+	case t.PSN.Sub(expected) > 0:
+		return executeHere // which finds that a request before it is missing
+	default:
+		return withTurn
+	}
+}
+
+// sendMore sends a train to the process that has the turn. If that fails, the train is
+// lost, as on any network: that process waits for it, or it offers the turn, and then
+// the peer is told to send again.
+func (q *QP) sendMore(process int, turn uint32, t *train.Train) mem.Fault {
+	ok, f := q.dev.say(process, &words{kind: saysMore, qpn: q.number, turn: turn}, t)
+	if ok {
+		return f
+	}
 	far := t.Payload.Far != nil
 	q.mu.Lock()
-	if g.turn == w.turn && g.away == process {
+	if g := q.target; g.turn == turn && g.away == process {
 		g.sent--
 		g.missed = true
 	}
 	q.mu.Unlock()
-	w.kind = saysRecall
-	_, _ = d.say(process, &w, nil) // if that is lost too, the peer will ask
+	q.recallTurn(process, turn)
 	if far {
-		f = mem.Fault{} // the sender need not know: it will send again
+		return mem.Fault{} // the sender need not know: it will send again
 	}
-	return true, f, false
+	return f
+}
+
+// recallTurn asks the process that has the turn for an offer.
+func (q *QP) recallTurn(process int, turn uint32) {
+	_, _ = q.dev.say(process, &words{kind: saysRecall, qpn: q.number, turn: turn}, nil) // if that is lost, the peer will ask
 }
 
 // giveTurn gives the turn to a process, with a train.
