@@ -53,7 +53,7 @@ func onBusyLinks(t *testing.T, typ ib.QPType, tells bool) (a, b *end, l freeingL
 	if links[0] = l.busyLink; tells {
 		links[0] = l
 	}
-	x, y := OpenOn("test", links[0], nil), OpenOn("test", links[1], nil)
+	x, y := openOn("test", links[0], nil), openOn("test", links[1], nil)
 	t.Cleanup(func() { closeAll(t, x, y) })
 	a, b = connected(t, x, y, typ, 4096, func(e *end) { e.pause = virtualPause })
 	return a, b, l

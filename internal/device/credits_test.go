@@ -161,7 +161,7 @@ func TestCreditsMTUs(t *testing.T) {
 			f := link.NewFabric(link.FaultyConfig{})
 			var devs [2]*Device
 			for i := range devs {
-				devs[i] = OpenOn("test", bufferLink{f.Attach(netip.AddrFrom4([4]byte{10, 78, 0, byte(1 + i)}))}, nil)
+				devs[i] = openOn("test", bufferLink{f.Attach(netip.AddrFrom4([4]byte{10, 78, 0, byte(1 + i)}))}, nil)
 				t.Cleanup(func() { closeAll(t, devs[i]) })
 			}
 			x, y := devs[0], devs[1]

@@ -222,17 +222,6 @@ func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *lateTap
 	return openShared(addrs, cfg, alone, nil, dev)
 }
 
-// OpenOn opens a device on a link that the caller made, for tests on simulated
-// networks: it reaches its peers by that link alone.
-func OpenOn(name string, l link.Link, cfg *provider.Config) *Device {
-	if cfg == nil {
-		cfg = &provider.Config{}
-	}
-	d := newDevice(name, l, nil, cfg)
-	d.start()
-	return d
-}
-
 func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Config) *Device {
 	if name == "" {
 		name = "verbena-" + l.Addrs()[0].String()

@@ -100,7 +100,7 @@ func simulated(t testing.TB, n int, net link.FaultyConfig, cfg *provider.Config)
 	f := link.NewFabric(net)
 	devs := make([]*Device, n)
 	for i := range devs {
-		devs[i] = OpenOn("test", f.Attach(netip.AddrFrom4([4]byte{10, 77, 0, byte(1 + i)})), cfg)
+		devs[i] = openOn("test", f.Attach(netip.AddrFrom4([4]byte{10, 77, 0, byte(1 + i)})), cfg)
 		t.Cleanup(func() { closeAll(t, devs[i]) })
 	}
 	return f, devs
@@ -225,3 +225,14 @@ func descriptors(t testing.TB) int {
 }
 
 func isErrno(err error, want syscall.Errno) bool { return errors.Is(err, want) }
+
+// openOn opens a device on a link, for a simulated network: it reaches its peers by that
+// link alone.
+func openOn(name string, l link.Link, cfg *provider.Config) *Device {
+	if cfg == nil {
+		cfg = &provider.Config{}
+	}
+	d := newDevice(name, l, nil, cfg)
+	d.start()
+	return d
+}

@@ -106,12 +106,6 @@ func NewFabric(cfg FaultyConfig) *Fabric {
 	return &Fabric{cfg: cfg, rng: rand.New(rand.NewPCG(cfg.Seed, 0x76657262656e61))}
 }
 
-// NewPair makes a network with two ends, at 10.77.0.1 and 10.77.0.2.
-func NewPair(cfg FaultyConfig) (a, b *Faulty) {
-	f := NewFabric(cfg)
-	return f.Attach(netip.AddrFrom4([4]byte{10, 77, 0, 1})), f.Attach(netip.AddrFrom4([4]byte{10, 77, 0, 2}))
-}
-
 // Attach adds an end with one or more addresses. Of two ends with the same
 // address the first gets the packets.
 func (f *Fabric) Attach(addrs ...netip.Addr) *Faulty {
@@ -166,9 +160,6 @@ type Faulty struct {
 }
 
 var _, _ Link = (*Faulty)(nil), (*UDP)(nil)
-
-// Fabric returns the network that the end is attached to.
-func (e *Faulty) Fabric() *Fabric { return e.fabric }
 
 // faultyFlow is a flow prepared for this link.
 type faultyFlow struct {

@@ -102,7 +102,7 @@ func TestFaults(t *testing.T) {
 			_, seed := newRand(t)
 			c.cfg.Seed = seed
 			synctest.Test(t, func(t *testing.T) {
-				a, b := NewPair(c.cfg)
+				a, b := newPair(c.cfg)
 				defer a.Close()
 				defer b.Close()
 				f := flow(t, a, b.Addrs()[0], train.Flow{})
@@ -111,7 +111,7 @@ func TestFaults(t *testing.T) {
 				}
 				var r recorder
 				drain(b, &r)
-				c.check(t, a.Fabric().Stats(), &r)
+				c.check(t, a.fabric.Stats(), &r)
 			})
 		})
 	}
@@ -138,7 +138,7 @@ func inOrder(v []uint32) bool {
 func TestFaultySeed(t *testing.T) {
 	run := func(seed uint64) (out string) {
 		synctest.Test(t, func(t *testing.T) {
-			a, b := NewPair(FaultyConfig{Seed: seed, Drop: 0.1, Duplicate: 0.1, Corrupt: 0.1, Reorder: 0.1,
+			a, b := newPair(FaultyConfig{Seed: seed, Drop: 0.1, Duplicate: 0.1, Corrupt: 0.1, Reorder: 0.1,
 				MaxDelay: time.Millisecond})
 			defer a.Close()
 			defer b.Close()
@@ -146,7 +146,7 @@ func TestFaultySeed(t *testing.T) {
 			mustSend(t, a, numbered(f, 300))
 			var r recorder
 			drain(b, &r)
-			out = fmt.Sprint(imms(&r), r.drops, a.Fabric().Stats())
+			out = fmt.Sprint(imms(&r), r.drops, a.fabric.Stats())
 		})
 		return out
 	}
@@ -162,7 +162,7 @@ func TestFaultySeed(t *testing.T) {
 // Time under way is what was asked for, and Wait sleeps exactly that long.
 func TestFaultyDelay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		a, b := NewPair(FaultyConfig{MinDelay: 3 * time.Millisecond, MaxDelay: 5 * time.Millisecond})
+		a, b := newPair(FaultyConfig{MinDelay: 3 * time.Millisecond, MaxDelay: 5 * time.Millisecond})
 		defer a.Close()
 		defer b.Close()
 		f := flow(t, a, b.Addrs()[0], train.Flow{})
@@ -233,7 +233,7 @@ func TestFaultyFilter(t *testing.T) {
 			}
 			return Pass
 		}}
-		a, b := NewPair(cfg)
+		a, b := newPair(cfg)
 		defer a.Close()
 		defer b.Close()
 		f := flow(t, a, b.Addrs()[0], train.Flow{})
@@ -244,7 +244,7 @@ func TestFaultyFilter(t *testing.T) {
 			t.Errorf("%s came, dropped %v", got, r.drops)
 		}
 		want := FaultyStats{Packets: 7, Discarded: 1, Duplicated: 1, Reordered: 1, Dropped: 1}
-		if s := a.Fabric().Stats(); s != want {
+		if s := a.fabric.Stats(); s != want {
 			t.Errorf("stats %+v, want %+v", s, want)
 		}
 		if len(hops) != 7 || hops[0] != (Hop{From: a.Addrs()[0], To: b.Addrs()[0]}) {

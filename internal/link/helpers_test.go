@@ -291,3 +291,9 @@ func region(t testing.TB, buf []byte, run int) (*mem.Table, uint32) {
 }
 
 var actor = mem.Actor{PD: 1, QPN: 7}
+
+// newPair makes a network with two ends, at 10.77.0.1 and 10.77.0.2.
+func newPair(cfg FaultyConfig) (a, b *Faulty) {
+	f := NewFabric(cfg)
+	return f.Attach(netip.AddrFrom4([4]byte{10, 77, 0, 1})), f.Attach(netip.AddrFrom4([4]byte{10, 77, 0, 2}))
+}

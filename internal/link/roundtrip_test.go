@@ -191,7 +191,7 @@ func links(t *testing.T) map[string]func(t *testing.T) (from, to Link) {
 			return u, u
 		},
 		"faulty": func(t *testing.T) (Link, Link) {
-			a, b := NewPair(FaultyConfig{})
+			a, b := newPair(FaultyConfig{})
 			t.Cleanup(func() { a.Close(); b.Close() })
 			return a, b
 		},

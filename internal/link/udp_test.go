@@ -114,7 +114,7 @@ func simple(f *train.Flow, table *mem.Table, key uint32, n int) *train.Train {
 // Malformed trains are refused, and those before them are sent.
 func TestMalformedTrains(t *testing.T) {
 	udp, to := openUDP(t, UDPConfig{}), openUDP(t, UDPConfig{})
-	a, b := NewPair(FaultyConfig{})
+	a, b := newPair(FaultyConfig{})
 	defer a.Close()
 	defer b.Close()
 	table, key := region(t, make([]byte, 1<<20), 1<<20)
