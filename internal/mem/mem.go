@@ -166,8 +166,8 @@ type List struct {
 	// Raw is staging bytes: copies to them are not counted, those from them as from rawKind.
 	uncounted bool
 	rawKind   Kind
-	Off    uint64 // bytes of the pieces to skip first
-	Memo   *Memo  // if set, where a region is remembered for the next list; all its lists have one Table
+	Off       uint64 // bytes of the pieces to skip first
+	Memo      *Memo  // if set, where a region is remembered for the next list; all its lists have one Table
 
 	// Far, if set, is where the first FarLen bytes lie; Raw's one piece follows
 	// them. Only a source can be far.

@@ -300,14 +300,15 @@ func (l *List) kindAt(off uint64) Kind {
 	}
 	off += l.Off
 	for i := range l.SGEs {
-		if e := &l.SGEs[i]; off < uint64(e.Length) {
-			if r := l.Table.Lookup(e.LKey); r != nil {
-				return r.kind
-			}
-			break
-		} else {
+		e := &l.SGEs[i]
+		if off >= uint64(e.Length) {
 			off -= uint64(e.Length)
+			continue
 		}
+		if r := l.Table.Lookup(e.LKey); r != nil {
+			return r.kind
+		}
+		break
 	}
 	return KindRaw
 }

@@ -35,12 +35,11 @@ type Config struct {
 type Engine struct {
 	cfg Config
 
-	mu     sync.Mutex // guards what follows
-	queue  []job      // oldest first
-	slots  []time.Time
-	bus    time.Time // until when bytes are moved
-	runs   bool      // the goroutine is there
-	closed bool
+	mu    sync.Mutex // guards what follows
+	queue []job      // oldest first
+	slots []time.Time
+	bus   time.Time // until when bytes are moved
+	runs  bool      // the goroutine is there
 
 	begun, most atomic.Int64
 }
