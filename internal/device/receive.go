@@ -103,7 +103,7 @@ func (q *QP) executedLocked() (due bool) {
 	if slow := q.core.WantsWork(); slow != 0 {
 		q.dev.slowly(q, slow)
 	}
-	if q.core.Moving() {
+	if q.mover || q.core.Moving() {
 		q.dev.moveLocked(q)
 	}
 	return q.core.Pending()

@@ -127,7 +127,7 @@ func (q *QP) exchangeLocked(peer *QP, now, there qp.Time) (note bool) {
 	}
 	t := q.train
 	q.core.AllLeft()
-	for left := exchangeQuantum; left > 0 && !note && !peer.core.Full() && hand(t, q, peer, now, there); {
+	for left := exchangeQuantum; left > 0 && !note && !peer.full.Load() && hand(t, q, peer, now, there); {
 		left -= max(t.Len, exchangeLeast)
 		if q.core.AckedBy(peer.core, now) {
 			continue

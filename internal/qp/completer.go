@@ -123,7 +123,11 @@ func (q *QP) receiveRNR(psn wire.PSN, code uint8, now Time) {
 // where the request says; the response also acknowledges all that came before.
 func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 	r := &q.req
-	if d := q.expected().Sub(t.PSN); d > 0 {
+	next, at := r.una, q.sq.head
+	if r.waits() {
+		next, at = r.next, r.nextAt
+	}
+	if d := next.Sub(t.PSN); d > 0 {
 		if d >= t.N {
 			q.Counters.add(CntGhostAcks, t.N)
 			if r.started != 0 { // the peer works at what was asked for twice: asking again would not help
@@ -133,10 +137,12 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 		}
 		t.TrimFront(d) // the front of the train has been taken before
 	}
-	at, ok := q.reached(t.PSN, now)
-	if !ok {
-		q.lost(now)
-		return mem.Fault{}
+	if next.Less(t.PSN) {
+		var ok bool
+		if at, ok = q.reached(t.PSN, now); !ok {
+			q.lost(now)
+			return mem.Fault{}
+		}
 	}
 	if at == q.sq.tail || q.state == ib.QPErr {
 		return mem.Fault{}
@@ -165,7 +171,11 @@ func (q *QP) checkAnswer(t *train.Train, w *wqe, done int) (vendor uint16) {
 	if f.atomic {
 		return 0
 	}
-	if end, ok := q.req.rd.endOf(t.PSN); !ok || t.End != (t.PSN.Add(t.N) == end) {
+	end := q.req.rd.at(0).end()
+	if !t.PSN.Less(end) { // those before it wait for engines
+		end = q.req.rd.endOf(t.PSN)
+	}
+	if t.End != (t.PSN.Add(t.N) == end) {
 		return vendorResponseKind // the last packet, and no other, ends what was asked for (IBA 9.7.5.1.8)
 	}
 	if want := q.answerLen(w, done, t.N); t.Len != want || t.N > 1 && t.MTU != q.mtu {
@@ -181,6 +191,12 @@ func (q *QP) land(t *train.Train, at uint32, done int, now Time) mem.Fault {
 	last := done+t.N == int(w.n)
 	waits, fault, side := q.deliver(list, t, last, last && done == 0 && w.flags&ib.SendSignaled != 0 && !r.waits(), true)
 	switch {
+	case fault.OK() && !r.waits():
+		r.una = r.una.Add(t.N)
+		r.late = waits
+		q.progressed(t.N, now)
+		q.advance(r.una, now)
+		r.late = false
 	case fault.Staged():
 		m, f := q.stage(moveAnswer, t, list, last)
 		if m == nil {
@@ -190,7 +206,6 @@ func (q *QP) land(t *train.Train, at uint32, done int, now Time) mem.Fault {
 			return f
 		}
 		q.landed(m, at, now)
-		return mem.Fault{}
 	case !fault.OK() && side == mem.Src:
 		return fault
 	case fault.Kind == mem.FaultPending:
@@ -199,23 +214,11 @@ func (q *QP) land(t *train.Train, at uint32, done int, now Time) mem.Fault {
 		} else {
 			q.lost(now)
 		}
-		return mem.Fault{}
-	case !fault.OK():
-		if !r.waits() {
-			q.fail(ib.WCLocProtErr, vendorFault(fault), now)
-			return mem.Fault{}
-		}
+	case !fault.OK() && !r.waits():
+		q.fail(ib.WCLocProtErr, vendorFault(fault), now)
+	default: // done or failed, and not before those that wait
 		q.landed(&Move{kind: moveAnswer, over: true, fault: fault, side: mem.Dst, psn: t.PSN, n: t.N}, at, now)
-		return mem.Fault{}
-	case r.waits():
-		q.landed(&Move{kind: moveAnswer, over: true, psn: t.PSN, n: t.N}, at, now)
-		return mem.Fault{}
 	}
-	r.una = r.una.Add(t.N)
-	r.late = waits
-	q.progressed(t.N, now)
-	q.advance(r.una, now)
-	r.late = false
 	return mem.Fault{}
 }
 

@@ -170,6 +170,9 @@ func (q *QP) letGo() {
 		if q.state != ib.QPRTR && q.state != ib.QPRTS && q.state != ib.QPSQD {
 			return
 		}
+		if !t.Leased() {
+			continue // its sender has given it up
+		}
 		h.again = t
 		q.receiveRequest(t) // its payload is here: it has no fault of its own
 		h.again = nil

@@ -197,13 +197,15 @@ func (q *QP) givePast() {
 // AllLeft tells that all trains have left that Pull has made: what they were made of is not
 // needed any more.
 func (q *QP) AllLeft() {
-	if len(q.req.loads.list) > 0 {
-		q.givePast()
-		q.req.loads.free()
+	if len(q.req.loads.list) > 0 || len(q.resp.loads.list) > 0 {
+		q.freeLoads()
 	}
-	if len(q.resp.loads.list) > 0 {
-		q.resp.loads.free()
-	}
+}
+
+func (q *QP) freeLoads() {
+	q.givePast()
+	q.req.loads.free()
+	q.resp.loads.free()
 }
 
 // loadAnswer returns the bytes of the next train of an answer. It is not ok if they are not

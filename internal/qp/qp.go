@@ -113,9 +113,6 @@ type QP struct {
 
 	slow slowWork
 
-	moves moves       // to, from and between memory that the CPU does not address
-	lease train.Lease // of what is sent by reference
-
 	// Shortcut, if set, is for the WRITEs and READs in the send queue (shortcut.go).
 	Shortcut Shortcut
 
@@ -133,6 +130,9 @@ type QP struct {
 
 	established bool   // a packet has come since RTR
 	resets      uint32 // how often it was reset
+
+	lease train.Lease // of what is sent by reference
+	moves moves       // to, from and between memory that the CPU does not address
 }
 
 // New makes a queue pair in the RESET state.

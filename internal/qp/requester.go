@@ -47,11 +47,11 @@ type requester struct {
 
 	list mem.List // scratch, to build one without allocating
 
-	loads   loads // of what is to be sent
-	landing       // answers that wait for engines
-
 	congestion congestion
 	timers
+
+	landing       // answers that wait for engines
+	loads   loads // of what is to be sent
 }
 
 // rdRing holds the READs and atomics, and what counts as such, that are not
@@ -79,14 +79,14 @@ func (r *rdRing) push(first wire.PSN, n int) {
 	r.sent++
 }
 
-// endOf returns where the range ends that a PSN lies in.
-func (r *rdRing) endOf(psn wire.PSN) (end wire.PSN, ok bool) {
+// endOf returns where the range ends that a PSN lies in, or the PSN itself if in none.
+func (r *rdRing) endOf(psn wire.PSN) wire.PSN {
 	for i := range r.n {
 		if e := r.at(i); !psn.Less(e.first) && psn.Less(e.end()) {
-			return e.end(), true
+			return e.end()
 		}
 	}
-	return 0, false
+	return psn
 }
 
 // left returns how much of the range that is sent again next there is from psn

@@ -81,9 +81,6 @@ func (q *QP) receiveRequest(t *train.Train) mem.Fault {
 		t.TrimFront(-d)
 	}
 	r.quiet = false
-	if !t.Leased() {
-		return mem.Fault{} // it was kept, and its sender has given it up
-	}
 	if len(r.moves) > 0 && !(q.half == target && !q.bind(t)) && !q.follows(t) {
 		return q.keepInOrder(t)
 	}
@@ -167,16 +164,16 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 	}
 	waits, f, side := q.deliver(q.receiveList(r.off), t, t.End, t.Start && t.End, false)
 	var m *Move
-	if f.Staged() {
+	switch {
+	case f.OK():
+	case f.Staged():
 		if m, f = q.take(t, q.receiveList(r.off)); m == nil {
 			return f
 		}
 		m.before = responderState{kind, off, r.msn}
-	}
-	if !f.OK() {
-		if side == mem.Src {
-			return f
-		}
+	case side == mem.Src:
+		return f
+	default:
 		return q.refuseFault(receiveError, t, f, r.taken.SGEs)
 	}
 	r.kind = wire.KindSend
@@ -247,15 +244,15 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 	dst := q.remoteList(ib.AccessRemoteWrite, q.Actor(), r.reth.RKey, r.reth.VA+r.off, t.Len)
 	f, side := mem.Copy(dst, &t.Payload, uint64(t.Len), t.End)
 	var m *Move
-	if f.Staged() {
+	switch {
+	case f.OK():
+	case f.Staged():
 		if m, f = q.take(t, dst); m == nil {
 			return f
 		}
-	}
-	if !f.OK() {
-		if side == mem.Src {
-			return f
-		}
+	case side == mem.Src:
+		return f
+	default:
 		f = q.refuseWrite(t, f)
 		if notReady && r.holding() {
 			r.held.lost = true // the last packet is not with it
@@ -326,10 +323,10 @@ func (q *QP) executeAtomic(t *train.Train) mem.Fault {
 		op = mem.CmpSwap
 	}
 	orig, f := mem.Atomic(q.Table, q.Actor(), t.Atomic.RKey, t.Atomic.VA, op, t.Atomic.Compare, t.Atomic.SwapAdd)
-	if f.Staged() {
-		return q.takeAtomic(t, &atomicMove{key: t.Atomic.RKey, addr: t.Atomic.VA, op: op, compare: t.Atomic.Compare, swapAdd: t.Atomic.SwapAdd})
-	}
 	if !f.OK() {
+		if f.Staged() {
+			return q.takeAtomic(t, &atomicMove{key: t.Atomic.RKey, addr: t.Atomic.VA, op: op, compare: t.Atomic.Compare, swapAdd: t.Atomic.SwapAdd})
+		}
 		return q.refuseFault(accessError, t, f, nil)
 	}
 	psn := t.PSN

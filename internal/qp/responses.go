@@ -74,6 +74,14 @@ func (a *answers) at(i uint8) *job { return &a.jobs[(a.head+i)%MaxRDAtomic] }
 // due reports whether there is something to answer now. While the oldest answer
 // waits, all that can be said is that it is not ready yet.
 func (r *responder) due() bool {
+	if r.n == 0 && r.moves == nil {
+		return r.ack.pending || r.partly
+	}
+	return r.dueAmong()
+}
+
+// dueAmong is due where there are answers to READs or atomics, or requests wait for engines.
+func (r *responder) dueAmong() bool {
 	if r.n > 0 && r.at(0).waiting {
 		return r.at(0).tell
 	}
@@ -308,7 +316,7 @@ func (q *QP) pullResponse(t *train.Train) bool {
 	case r.n > 0:
 		j := r.at(0)
 		s, psn, j.tell = wire.RNRNak(q.attr.MinRNRTimer), j.psn, false
-	case r.tellMoves:
+	case r.tellMoves && len(r.moves) > 0:
 		s, psn, r.tellMoves = wire.RNRNak(q.attr.MinRNRTimer), r.front(), false
 	case !r.ack.pending || r.early():
 		s, psn = wire.AckNoCredits, r.front().Add(-1)

@@ -402,9 +402,8 @@ func (q *QP) finishRequests(now Time) (*train.Train, mem.Fault) {
 				return nil, mem.Fault{}
 			}
 		}
-		r.moves = r.moves[1:]
-		if len(r.moves) == 0 {
-			r.moves = nil
+		if r.moves = r.moves[1:]; len(r.moves) == 0 {
+			r.moves, r.tellMoves = nil, false
 		}
 		if m.ackReq && q.reliable {
 			r.partly = true
