@@ -158,6 +158,17 @@ func (p *PD) register(m memory, access ib.Access) (provider.MR, error) {
 	return p.registerWith(m, access, func() (mem.Backing, error) { return p.dev.makeBacking("reg_mr", m, access) })
 }
 
+// RegBacking registers memory of a kind that is made elsewhere, at an address for requests.
+// If it fails the backing is closed.
+func (p *PD) RegBacking(b mem.Backing, iova uint64, access ib.Access) (provider.MR, error) {
+	opened := false
+	mr, err := p.registerWith(memoryAt(0, 0, iova), access, func() (mem.Backing, error) { opened = true; return b, nil })
+	if err != nil && !opened {
+		_ = b.Close() // the first error says more
+	}
+	return mr, err
+}
+
 func (p *PD) registerWith(m memory, access ib.Access, open func() (mem.Backing, error)) (provider.MR, error) {
 	d := p.dev
 	if err := p.use("reg_mr", &d.counts.mrs, d.limits.MRs); err != nil {

@@ -33,7 +33,7 @@ func (e *end) onEngine(g *enginetest.Engine) *enginetest.Memory {
 		closeAll(e.t, e.qp, e.mr)
 		m.Free()
 	})
-	e.mr = must[provider.MR](e.t)(e.pd.(*PD).registerWith(memoryAt(0, 0, 0x7000_0000), allRemote, func() (mem.Backing, error) { return m, nil }))
+	e.mr = must[provider.MR](e.t)(e.pd.(*PD).RegBacking(m, 0x7000_0000, allRemote))
 	return m
 }
 

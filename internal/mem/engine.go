@@ -10,6 +10,7 @@ package mem
 //  3. End tells that it is over.
 
 import (
+	"runtime"
 	"sync"
 	"sync/atomic"
 )
@@ -51,8 +52,8 @@ type Op struct {
 	FromOff uint64
 	N       uint64
 
-	// Last says of OpStore and OpCopy that a message ends with these bytes: those in their
-	// last aligned word are stored after all others.
+	// Last says that a message ends with these bytes: those in their last aligned word are
+	// stored after all others.
 	Last bool
 
 	// OpAtomic: what to do; and what was there before, when it is over.
@@ -61,7 +62,7 @@ type Op struct {
 	Orig             uint64
 
 	fault FaultKind
-	over  chan struct{}
+	over  atomic.Bool
 	held  [2]place // whose sections are open while the operation is under way
 }
 
@@ -71,8 +72,14 @@ func (op *Op) End(kind FaultKind) {
 	for i := range op.held {
 		op.held[i].close()
 	}
-	op.Stream.open.Add(-1)
-	close(op.over)
+	s := op.Stream
+	op.over.Store(true) // from here on the operation is its maker's again
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.waits {
+		s.waits = false
+		s.wake <- struct{}{} // there is room: one waits at a time
+	}
 }
 
 // Unwanted reports whether the memory is being taken away for good: an engine that waits for
@@ -88,24 +95,42 @@ func (op *Op) Unwanted() bool {
 }
 
 // begin hands the operation to the engine.
-func (op *Op) begin(e Engine) {
-	op.over = make(chan struct{})
-	op.Stream.open.Add(1)
-	e.Begin(op)
+func (op *Op) begin(e Engine) { e.Begin(op) }
+
+// wait waits until the operation is over: awake for about as long as it takes to fall asleep
+// and be woken.
+func (op *Op) wait() FaultKind {
+	for range opLooks {
+		if op.over.Load() {
+			return op.fault
+		}
+		runtime.Gosched()
+	}
+	s := op.Stream
+	for {
+		s.mu.Lock()
+		if op.over.Load() {
+			s.mu.Unlock()
+			return op.fault
+		}
+		if s.wake == nil {
+			s.wake = make(chan struct{}, 1)
+		}
+		s.waits = true
+		s.mu.Unlock()
+		<-s.wake
+	}
 }
 
-// wait waits until the operation is over.
-func (op *Op) wait() FaultKind {
-	<-op.over
-	return op.fault
-}
+// opLooks is how often wait looks before it sleeps.
+const opLooks = 64
 
 // Stream is an order of operations: each queue pair has one. The zero value is ready.
 type Stream struct {
-	open atomic.Int64 // operations that are not over
-
-	mu     sync.Mutex // guards states
+	mu     sync.Mutex // guards what follows
 	states []streamState
+	waits  bool          // somebody sleeps until an operation is over
+	wake   chan struct{} // wakes him; nil until somebody has slept
 }
 
 // streamState is what an owner keeps for a stream.

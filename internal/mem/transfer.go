@@ -16,7 +16,11 @@ package mem
 // section. Transfers of one stream are begun and waited for in the same order, by one
 // goroutine at a time.
 
-import "github.com/verbena-rdma/verbena/ib"
+import (
+	"math"
+
+	"github.com/verbena-rdma/verbena/ib"
+)
 
 // Transfer is a copy that engines take part in.
 type Transfer struct {
@@ -39,6 +43,35 @@ type part struct {
 	off, n  uint64 // which of the transfer's bytes
 	out     bool   // staging is to be copied to the target then
 	from    Kind   // what it was loaded from
+}
+
+// Join makes one transfer of two that follow each other and have not begun, where the bytes
+// of the second lie behind those of the first, on both sides. It reports whether they do.
+func (t *Transfer) Join(next *Transfer) bool {
+	if t.begun != 0 || t.Last || t.N > math.MaxUint32-next.N || !t.Dst.continues(next.Dst, t.N) || !t.Src.continues(next.Src, t.N) {
+		return false
+	}
+	t.Dst.lengthen(t.N + next.N)
+	t.Src.lengthen(t.N + next.N)
+	t.N += next.N
+	t.Last = next.Last
+	return true
+}
+
+// continues reports whether another list begins where n bytes of this one end, and lengthen
+// can make one of the two.
+func (l *List) continues(next *List, n uint64) bool {
+	if l.Table == nil || l.Table != next.Table || l.Actor != next.Actor || l.Access != next.Access || len(l.SGEs) != 1 || len(next.SGEs) != 1 {
+		return false
+	}
+	a, b := &l.SGEs[0], &next.SGEs[0]
+	return a.LKey == b.LKey && a.Addr+l.Off+n == b.Addr+next.Off && l.Off+n <= math.MaxUint32-uint64(b.Length)
+}
+
+// lengthen makes a list of one piece have n bytes at least.
+func (l *List) lengthen(n uint64) {
+	e := &l.SGEs[0]
+	e.Length = uint32(max(uint64(e.Length), l.Off+n))
 }
 
 // Begin begins what has not begun. FaultPending means that memory is out of reach for a
@@ -84,7 +117,7 @@ func (t *Transfer) next(off, n uint64) (uint64, Fault, Side) {
 	case src.engine == nil:
 		return t.store(dst, off, n)
 	case dst.engine == nil:
-		return t.load(src, off, min(n, Quantum))
+		return t.load(src, off, n)
 	case dst.engine.Owner() == src.engine.Owner():
 		op := &Op{Kind: OpCopy, Stream: t.Stream, Off: dst.at, From: src.engine, FromOff: src.at, N: n, Last: t.ends(off, n)}
 		op.held = [2]place{dst.place, src.place}
@@ -106,10 +139,12 @@ func (t *Transfer) begin(e Engine, op *Op, p part) {
 
 // store begins to store bytes of the source, which the CPU reaches.
 func (t *Transfer) store(dst reached, off, n uint64) (uint64, Fault, Side) {
-	op := &Op{Kind: OpStore, Stream: t.Stream, Off: dst.at, Last: false}
+	op := &Op{Kind: OpStore, Stream: t.Stream, Off: dst.at}
 	p := part{off: off}
 	if b := t.Src.own(off, n); b != nil {
 		op.Bytes = b
+	} else if b, from := t.Src.still(off, n, dst.engine); b != nil {
+		op.Bytes, op.held[1], n = b, from, uint64(len(b))
 	} else {
 		n = min(n, Quantum)
 		p.staging = staging.get(int(n))
@@ -129,11 +164,19 @@ func (t *Transfer) store(dst reached, off, n uint64) (uint64, Fault, Side) {
 // load begins to load bytes for the target, which the CPU reaches.
 func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
 	op := &Op{Kind: OpLoad, Stream: t.Stream, Off: src.at}
-	p := part{off: off, n: n}
+	p := part{off: off}
 	if op.Bytes = t.Dst.own(off, n); op.Bytes == nil {
-		p.staging, p.out = staging.get(int(n)), true
-		op.Bytes = p.staging
+		var to place
+		if op.Bytes, to = t.Dst.still(off, n, src.engine); op.Bytes != nil {
+			op.held[1], op.Last = to, t.ends(off, uint64(len(op.Bytes)))
+			to.region.count(src.region.kind, to.region.kind, len(op.Bytes))
+		} else {
+			op.Bytes = staging.get(int(min(n, Quantum)))
+			p.staging, p.out = op.Bytes, true
+		}
 	}
+	n = uint64(len(op.Bytes))
+	p.n = n
 	op.held[0] = src.place
 	if t.Dst.Table == nil {
 		src.region.count(src.region.kind, KindRaw, int(n))
@@ -192,9 +235,7 @@ func (t *Transfer) GiveUp() {
 // Over reports whether all is done: Wait would not wait.
 func (t *Transfer) Over() bool {
 	for i := range t.parts {
-		select {
-		case <-t.parts[i].over:
-		default:
+		if !t.parts[i].over.Load() {
 			return false
 		}
 	}
@@ -291,6 +332,36 @@ func (l *List) own(off, n uint64) []byte {
 		return nil
 	}
 	return l.Raw[0][l.Off+off:][:n]
+}
+
+// reaching is an Engine that may access memory of the host by itself.
+type reaching interface {
+	// Reaches reports whether the engine reads and writes such bytes, which stay where they
+	// are until the operation is over.
+	Reaches(b []byte) bool
+}
+
+// still returns bytes at off of a list, at most n of them, that cannot be gone and that an
+// engine reaches, with the open sections that keep them; nil if there are none.
+func (l *List) still(off, n uint64, e Engine) ([]byte, place) {
+	r, ok := e.(reaching)
+	if !ok || l.Table == nil || l.Far != nil {
+		return nil, place{}
+	}
+	c := cursor{list: l, skip: l.Off + off}
+	if !c.enter(n, shutToBytes) {
+		return nil, place{}
+	}
+	if leaf := c.leaf; leaf == nil || !leaf.solid || leaf.staged != nil || leaf.kind == KindRaw { // null memory is used by many at a time
+		c.close()
+		return nil, place{}
+	}
+	b, _, f := c.run(c.off, c.left, l.Access)
+	if !f.OK() || !r.Reaches(b) {
+		c.close()
+		return nil, place{}
+	}
+	return b, c.place
 }
 
 // kindAt returns the kind of memory that a list has at off, as far as is known.

@@ -76,7 +76,8 @@ type Move struct {
 	solicited  bool
 	invalidate bool // wc.InvalidatedKey, before it completes
 
-	load *load
+	load   *load
+	joined []*Move // moves behind it that were made a part of it
 }
 
 // responderState is where the responder stood before a request.
@@ -122,14 +123,32 @@ func (q *QP) NextMove() *Move {
 	if len(m.queue) == 0 {
 		return nil
 	}
-	next := m.queue[0]
-	m.queue[0] = nil
-	m.queue = m.queue[1:]
-	if len(m.queue) == 0 {
-		m.queue = nil
+	next := m.pop()
+	for len(m.queue) > 0 && next.joins(m.queue[0]) {
+		next.joined = append(next.joined, m.pop())
 	}
 	return next
 }
+
+// pop takes the oldest out of the queue.
+func (ms *moves) pop() *Move {
+	m := ms.queue[0]
+	ms.queue[0] = nil
+	if ms.queue = ms.queue[1:]; len(ms.queue) == 0 {
+		ms.queue = nil
+	}
+	return m
+}
+
+// joins makes one of two moves that follow each other, if both are parts of one message and
+// by reference: an engine moves a message in the time of a packet.
+func (m *Move) joins(next *Move) bool {
+	return m.kind == next.kind && m.kind != moveLoad && m.atomic == nil && next.atomic == nil && !m.ends && m.transfer.N < maxJoined &&
+		m.train.Lease != nil && m.train.Lease == next.train.Lease && m.train.LeaseAt == next.train.LeaseAt && m.transfer.Join(&next.transfer)
+}
+
+// maxJoined is from how many bytes on a move is long enough.
+const maxJoined = 16 << 20
 
 // Begin begins the move. FaultPending is something to be waited for first: then it is to be
 // called again.
@@ -351,6 +370,13 @@ func (q *QP) completeBehind(m *Move, wc *ib.WC, solicited bool) {
 // Moved tells that a move is over. It returns a train whose payload could not be read, for
 // its sender, and why.
 func (q *QP) Moved(m *Move, now Time) (*train.Train, mem.Fault) {
+	for _, j := range m.joined {
+		j.fault, j.side = m.fault, m.side
+		if j.life == q.moves.life {
+			q.moves.drop(j)
+			j.over = true
+		}
+	}
 	if m.train != nil {
 		defer m.train.Free()
 	}

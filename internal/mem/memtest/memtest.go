@@ -241,6 +241,12 @@ func (w watchedEngine) Run(off, n uint64, acc ib.Access) ([]byte, mem.FaultKind)
 	return w.watched.Run(off, n, acc)
 }
 
+// Reaches forwards what the engine says about itself.
+func (w watchedEngine) Reaches(b []byte) bool {
+	r, ok := w.Engine.(interface{ Reaches(b []byte) bool })
+	return ok && r.Reaches(b)
+}
+
 // Begin lets the engine see its own memory.
 func (w watchedEngine) Begin(op *mem.Op) {
 	if from, ok := op.From.(watchedEngine); ok {

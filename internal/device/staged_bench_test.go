@@ -1,0 +1,100 @@
+package device
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/mem/enginetest"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// BenchmarkStaged compares WRITEs and READs between memory of an engine, or of an engine and
+// the host, with what the engine does by itself. It takes its time, but moves nothing: no
+// CPU here copies as fast.
+func BenchmarkStaged(b *testing.B) {
+	config := slowEngine
+	config.Idle, config.Reaches = true, true
+	for _, c := range []struct {
+		size, depth int
+	}{{64 << 10, 16}, {1 << 20, 8}, {64 << 20, 2}} {
+		b.Run(fmt.Sprintf("%d/engine", c.size), func(b *testing.B) {
+			g := enginetest.New(config)
+			m := g.Alloc(uint64(2 * c.size))
+			b.Cleanup(m.Free)
+			table := mem.NewTable(mem.TableConfig{})
+			r, err := table.Register(mem.RegionConfig{PD: 1, Access: allRemote, Length: uint64(2 * c.size), Backing: m})
+			if err != nil {
+				b.Fatal(err)
+			}
+			defer r.Close()
+			list := func(at int, acc ib.Access) *mem.List {
+				return &mem.List{Table: table, Actor: mem.Actor{PD: 1}, Access: acc, SGEs: []ib.SGE{{Addr: uint64(at), Length: uint32(c.size), LKey: r.Key()}}}
+			}
+			var s mem.Stream
+			var under []*mem.Transfer
+			b.SetBytes(int64(c.size))
+			for b.Loop() {
+				t := &mem.Transfer{Dst: list(0, ib.AccessLocalWrite), Src: list(c.size, 0), N: uint64(c.size), Stream: &s}
+				if f, _ := t.Begin(); !f.OK() {
+					b.Fatal(f)
+				}
+				if under = append(under, t); len(under) == c.depth {
+					under[0].Wait()
+					under = under[1:]
+				}
+			}
+			for _, t := range under {
+				t.Wait()
+			}
+		})
+		for _, way := range []string{"loop", "rings", "udp"} {
+			for _, where := range []string{"ab", "a-", "-b"} {
+				for _, op := range []ib.Opcode{ib.OpRDMAWrite, ib.OpRDMARead} {
+					b.Run(fmt.Sprintf("%d/%s/%s/%v", c.size, way, where, op), func(b *testing.B) {
+						cfg := provider.Config{Link: map[string]string{"loop": linkLoop, "rings": linkLocal, "udp": linkUDP}[way]}
+						x, y := openDevice(b, cfg), openDevice(b, cfg)
+						if way == "rings" {
+							x.loopback, y.loopback = false, false
+						}
+						g := enginetest.New(config)
+						i := 0
+						near, far := connected(b, x, y, ib.RC, c.size, func(e *end) {
+							if where[i] != '-' {
+								e.onEngine(g)
+							}
+							i++
+							e.mtu = ib.MTU4096
+						})
+						wr := near.write(far, 0, c.size)
+						wr.Op, wr.Flags = op, ib.SendSignaled
+						b.SetBytes(int64(c.size))
+						posted, done := 0, 0
+						var wcs [16]ib.WC
+						for b.Loop() {
+							near.post(wr)
+							posted++
+							for posted-done == c.depth {
+								n, err := near.cq.Poll(wcs[:])
+								if err != nil {
+									b.Fatal(err)
+								}
+								for i := range n {
+									if wcs[i].Status != ib.WCSuccess {
+										b.Fatal(wcs[i].Status)
+									}
+								}
+								done += n
+							}
+						}
+						for done < posted {
+							n, _ := near.cq.Poll(wcs[:])
+							done += n
+						}
+					})
+				}
+			}
+		}
+	}
+}
