@@ -106,13 +106,13 @@ func (d *Device) moved(q *QP, moves []*qp.Move) {
 	var unread *train.Train
 	var why mem.Fault
 	q.mu.Lock()
+	wasFull := q.full.Load()
 	for _, m := range moves {
 		if t, f := q.core.Moved(m, now); t != nil {
 			unread, why = t, f
 		}
 	}
 	q.executedLocked()
-	wasFull := q.full.Load()
 	full := q.core.Full()
 	q.full.Store(full)
 	peer, shift := q.neighbour()

@@ -10,10 +10,9 @@ import (
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // Config is how fast an engine is. The zero value takes no time.
@@ -68,10 +67,10 @@ func (e *Engine) Most() int64 { return e.most.Load() }
 
 // Memory is memory of the device. The owner sees it in Bytes, under Lock.
 type Memory struct {
-	engine *Engine
-	sync.Mutex
-	Bytes  []byte
-	mapped []byte
+	engine     *Engine
+	sync.Mutex // guards Bytes
+	Bytes      []byte
+	mapped     []byte
 	// OnClose, if set, is called when the region's backing is closed.
 	OnClose func()
 	failing atomic.Uint32
@@ -80,9 +79,14 @@ type Memory struct {
 // Alloc makes n bytes of memory, outside the Go heap: who looks there does so as the owner
 // of a device would. Free gives them up.
 func (e *Engine) Alloc(n uint64) *Memory {
-	b, err := unix.Mmap(-1, 0, int(n), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	fd, err := sys.NewMemfd("verbena-engine", int(n))
 	if err != nil {
 		panic(err) // there is no memory
+	}
+	b, err := sys.MapMemfd(fd, int(n))
+	_ = sys.CloseFD(fd) // it was open: it cannot fail
+	if err != nil {
+		panic(err)
 	}
 	return &Memory{engine: e, Bytes: b, mapped: b}
 }
@@ -90,7 +94,7 @@ func (e *Engine) Alloc(n uint64) *Memory {
 // Free gives the memory up, when no region stands on it any more and nobody looks there.
 func (m *Memory) Free() {
 	m.Bytes = nil
-	if err := unix.Munmap(m.mapped); err != nil {
+	if err := sys.Unmap(m.mapped); err != nil {
 		panic(err) // it was freed before
 	}
 }
