@@ -6,6 +6,7 @@ package device
 // lock is held and no worker is taken meanwhile, and nobody waits but this queue pair.
 
 import (
+	"runtime"
 	"time"
 
 	"github.com/verbena-rdma/verbena/internal/mem"
@@ -35,22 +36,24 @@ func (d *Device) moveLocked(q *QP) {
 func (d *Device) move(q *QP) {
 	var under []*qp.Move // oldest first
 	for {
-		var next *qp.Move
-		q.mu.Lock()
-		if len(under) < moveDepth {
-			next = q.core.NextMove()
+		begun := len(under)
+		q.lockSoon()
+		for len(under) < moveDepth {
+			m := q.core.NextMove()
+			if m == nil {
+				break
+			}
+			under = append(under, m)
 		}
-		if next == nil && len(under) == 0 {
+		if len(under) == 0 {
 			q.mover = false
 			q.mu.Unlock()
 			return
 		}
 		gaveUp := q.gaveUpLocked()
 		q.mu.Unlock()
-		if next != nil {
-			d.reach(next, gaveUp, next.Begin)
-			under = append(under, next)
-			continue
+		for _, m := range under[begun:] {
+			d.reach(m, gaveUp, m.Begin)
 		}
 		n := 0
 		for n == 0 || n < len(under) && under[n].Over() {
@@ -62,6 +65,20 @@ func (d *Device) move(q *QP) {
 		under = append(under[:0], under[n:]...)
 	}
 }
+
+// lockSoon locks the queue pair for its mover, who comes often, and mostly while somebody
+// posts, who is about to leave: to sleep until then would take longer.
+func (q *QP) lockSoon() {
+	for range moverTries {
+		if q.mu.TryLock() {
+			return
+		}
+		runtime.Gosched()
+	}
+	q.mu.Lock()
+}
+
+const moverTries = 16
 
 // gaveUpLocked returns a channel that is closed when the queue pair gives its requests up.
 func (q *QP) gaveUpLocked() <-chan struct{} {
@@ -105,7 +122,7 @@ func (d *Device) moved(q *QP, moves []*qp.Move) {
 	now := d.now()
 	var unread *train.Train
 	var why mem.Fault
-	q.mu.Lock()
+	q.lockSoon()
 	wasFull := q.full.Load()
 	for _, m := range moves {
 		if t, f := q.core.Moved(m, now); t != nil {

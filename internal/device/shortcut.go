@@ -127,8 +127,8 @@ func (q *QP) exchangeLocked(peer *QP, now, there qp.Time) (note bool) {
 	}
 	t := q.train
 	q.core.AllLeft()
-	for left := exchangeQuantum; left > 0 && !note && !peer.full.Load() && hand(t, q, peer, now, there); {
-		left -= max(t.Len, exchangeLeast)
+	for left := exchangeQuantum; left > 0 && !note && !peer.core.Full() && hand(t, q, peer, now, there); {
+		left -= t.Moved(exchangeLeast)
 		if q.core.AckedBy(peer.core, now) {
 			continue
 		}
@@ -137,7 +137,7 @@ func (q *QP) exchangeLocked(peer *QP, now, there qp.Time) (note bool) {
 		}
 		stuck := peer.held != nil // what goes before all others
 		for !stuck && left > 0 && peer.core.Answering() && hand(t, peer, q, there, now) {
-			left -= max(t.Len, exchangeLeast)
+			left -= t.Moved(exchangeLeast)
 		}
 		note = peer.leaveToken()
 		if stuck {

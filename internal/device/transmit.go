@@ -156,13 +156,19 @@ func (d *Device) drain(q *QP, now qp.Time) bool {
 		if n == 0 {
 			return false
 		}
+		all := n < len(b.trains) && bytes < txQuantum // the last Pull has found nothing
 		left, ok := d.send(q, b.ptrs[:n], now)
+		for i := range n {
+			if t := &b.trains[i]; t.Kept {
+				bytes -= max(t.Len-exchangeLeast, 0)
+			}
+		}
 		if len(left) > 0 {
 			d.hold(q, b, left, 0)
 			return false
 		}
-		if ok && n < len(b.trains) && bytes < txQuantum && copied == 0 {
-			return false // the last Pull has found nothing
+		if ok && all && copied == 0 {
+			return false
 		}
 	}
 	q.mu.Lock()

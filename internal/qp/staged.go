@@ -148,7 +148,7 @@ func (m *Move) joins(next *Move) bool {
 }
 
 // maxJoined is from how many bytes on a move is long enough.
-const maxJoined = 16 << 20
+const maxJoined = 4 << 20
 
 // Begin begins the move. FaultPending is something to be waited for first: then it is to be
 // called again.

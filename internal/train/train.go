@@ -72,6 +72,8 @@ type Train struct {
 	Bounce bool
 	// Lent tells that the payload is good only until the train has been taken.
 	Lent bool
+	// Kept tells that who took it has kept its payload by reference: no byte was moved yet.
+	Kept bool
 	// Again tells that it was sent before, or something that it is a part of.
 	Again bool
 	// Late tells that a datagram has waited for a busy link as long as it may.
@@ -152,7 +154,7 @@ func (t *Train) Reset() {
 	t.DestQP, t.SRQ, t.PSN, t.N, t.MTU = 0, 0, 0, 0, 0
 	t.AckReq, t.Solicited = false, false
 	t.RETH, t.Atomic, t.AETH, t.Orig, t.Imm, t.DETH = wire.RETH{}, wire.AtomicETH{}, wire.AETH{}, 0, 0, wire.DETH{}
-	t.Len, t.Bounce, t.Again, t.Late, t.Lent, t.Cookie = 0, false, false, false, false, 0
+	t.Len, t.Bounce, t.Again, t.Late, t.Lent, t.Kept, t.Cookie = 0, false, false, false, false, false, 0
 	t.Lease, t.LeaseAt = nil, 0
 	t.Payload = mem.List{} // by itself: among others it would be made elsewhere and copied
 }
@@ -206,6 +208,7 @@ func (t *Train) KeepStaged() (*Train, int, mem.Fault) {
 	}
 	if t.Lease != nil && t.Payload.Table != nil {
 		c.refer(t)
+		t.Kept = true
 		return c, 0, mem.Fault{}
 	}
 	c.Lease = nil
@@ -239,6 +242,15 @@ func (t *Train) SetRaw(b []byte) {
 	t.raw[0] = b
 	t.Len = len(b)
 	t.Payload = mem.List{Raw: t.raw[:]}
+}
+
+// Moved returns how many bytes were moved when the train was taken: those of its payload, or
+// about what the rest of it takes as long as.
+func (t *Train) Moved(least int) int {
+	if t.Kept {
+		return least
+	}
+	return max(t.Len, least)
 }
 
 // IsAnswer tells whether a train answers requests of the peer.
