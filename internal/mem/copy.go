@@ -8,7 +8,8 @@ package mem
 //     quantum at most, and offers the bytes.
 //  3. move, in move_unsafe.go, copies what both cursors offer. Memory that the program
 //     may remap meanwhile is copied where the notifier sees it (remap.go); what is
-//     staged is brought to its owner behind each step.
+//     staged is brought to its owner behind each step. A source in another process
+//     offers no bytes: they are read into those of the target (far.go).
 //  4. Sections close as soon as their bytes are used up, and bytes are counted
 //     by the kinds of memory they went between.
 //
@@ -29,22 +30,22 @@ const Quantum = 256 << 10
 // What lists that overlap in memory contain afterwards is undefined, as on
 // hardware.
 //
-// It is CopyWhole where that will do, and CopyPieces or copyFar where not.
+// It is CopyWhole where that will do, and CopyPieces where not.
 func Copy(dst, src *List, n uint64, last bool) (Fault, Side) {
-	switch {
-	case src.Far != nil:
-		return copyFar(dst, src, n, last)
-	case CopyWhole(dst, src, n, last):
+	if src.Far == nil && CopyWhole(dst, src, n, last) {
 		return Fault{}, 0
 	}
 	return CopyPieces(dst, src, n, last)
 }
 
-// CopyPieces is Copy for lists of any shape, of memory that is near.
+// CopyPieces is Copy for lists of any shape.
 func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 	var d, s cursor
 	d.list, d.skip = dst, dst.Off
 	s.list, s.skip = src, src.Off
+	if src.Far != nil {
+		s.startFar()
+	}
 	moved := 0 // bytes that are not counted yet, all between the same two sections
 	for n > 0 {
 		if len(d.b) == 0 {
@@ -55,6 +56,15 @@ func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 				side = Dst
 				break
 			}
+		}
+		if s.far > 0 {
+			var k int
+			if k, side = readFar(&d, &s, n, last); side != 0 {
+				break
+			}
+			moved += k
+			n -= uint64(k)
+			continue
 		}
 		if len(s.b) == 0 {
 			if s.left == 0 && src.Table != nil {
@@ -241,6 +251,7 @@ type cursor struct {
 	list  *List
 	next  int    // the piece that is used next
 	skip  uint64 // bytes to skip from its start
+	far   uint64 // bytes ahead of all pieces that lie in another process
 	off   uint64 // how far the region's bytes have been offered in b
 	left  uint64 // bytes of the section that have not
 	b     []byte // bytes that are offered and not used yet

@@ -12,70 +12,37 @@ type Far interface {
 	ReadFar(b []byte, off uint64) (ok, own bool)
 }
 
-// copyFar is Copy from a list that lies in another process but for its last
-// bytes, which are at hand: they are stored last.
-func copyFar(dst, src *List, n uint64, last bool) (f Fault, side Side) {
-	d, s := cursor{list: dst, skip: dst.Off}, cursor{list: src}
-	off := src.Off
-	for n > 0 {
-		if len(d.b) == 0 {
-			if !d.fill(n) {
-				f, side = d.fault, Dst
-				break
-			}
+// startFar makes the cursor begin with the bytes that lie in another process, unless the
+// list skips all of them.
+func (c *cursor) startFar() {
+	skipped := min(c.skip, c.list.FarLen)
+	c.far = c.list.FarLen - skipped
+	c.skip -= skipped
+}
+
+// readFar is a step of the copy loop whose source lies in another process: the next bytes
+// of it, n at most, go straight to those that the target offers. It returns how many did;
+// none if the target's have to be asked for once more, or if a side has a fault.
+func readFar(d, s *cursor, n uint64, last bool) (k int, side Side) {
+	k = int(min(uint64(len(d.b)), s.far))
+	ok, own, known, bad := s.list.readFar(d.b[:k], s.list.FarLen-s.far, d.mapped())
+	switch {
+	case !known:
+		return 0, again(d, s)
+	case !ok && own && d.region != nil:
+		if d.fault = d.gone(bad); !d.fault.OK() {
+			return 0, Dst
 		}
-		k := uint64(len(d.b))
-		if off < src.FarLen {
-			k = min(k, src.FarLen-off)
-			ok, own, known, bad := src.readFar(d.b[:k], off, d.mapped())
-			if !known {
-				if side = again(&d, &s); side != 0 {
-					f = d.fault
-					break
-				}
-				continue
-			}
-			if !ok {
-				if !own || d.region == nil {
-					f, side = Fault{Kind: FaultStale, Extent: Extent{Len: k}}, Src
-					break
-				}
-				if f, side = d.gone(bad), Dst; !f.OK() {
-					break
-				}
-				continue
-			}
-		} else {
-			tail := src.near(off - src.FarLen)
-			if k = min(k, uint64(len(tail))); k == 0 {
-				f, side = Fault{Kind: FaultBounds, Extent: Extent{Len: n}}, Src
-				break
-			}
-			bad, known := moveRemappable(d.b[:k], tail[:k], last && k == n, d.mapped(), mapped{})
-			if !known {
-				if side = again(&d, &s); side != 0 {
-					f = d.fault
-					break
-				}
-				continue
-			}
-			if bad != 0 {
-				if f, side = d.gone(bad), Dst; !f.OK() {
-					break
-				}
-				continue
-			}
-		}
-		if d.isStaged() && !d.store(int(k), last && k == n) {
-			f, side = d.fault, Dst
-			break
-		}
-		count(&d, &s, int(k))
-		d.use(int(k))
-		off, n = off+k, n-k
+		return 0, 0
+	case !ok:
+		s.fault = Fault{Kind: FaultStale, Extent: Extent{Len: uint64(k)}}
+		return 0, Src
+	case d.isStaged() && !d.store(k, last && uint64(k) == n):
+		return 0, Dst
 	}
-	d.close()
-	return f, side
+	d.use(k)
+	s.far -= uint64(k)
+	return k, 0
 }
 
 // readFar reads far bytes into b, which lies at a place: by itself where both processes
@@ -98,12 +65,4 @@ func (l *List) readFar(b []byte, off uint64, at mapped) (ok, own, known bool, ba
 		in.Leave(at.host.shard)
 	}
 	return ok, own, true, bad
-}
-
-// near returns the bytes that are at hand, from an offset on.
-func (l *List) near(off uint64) []byte {
-	if len(l.Raw) == 0 || off >= uint64(len(l.Raw[0])) {
-		return nil
-	}
-	return l.Raw[0][off:]
 }

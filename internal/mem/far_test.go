@@ -2,6 +2,7 @@ package mem
 
 import (
 	"bytes"
+	"fmt"
 	"math/rand/v2"
 	"testing"
 
@@ -78,5 +79,38 @@ func TestCopyFar(t *testing.T) {
 	src := &List{Far: &otherProcess{own: true}, FarLen: 4000, Raw: [][]byte{make([]byte, 96)}}
 	if f, side := Copy(dst, src, 4096, true); f.Kind != FaultStale || side != Dst {
 		t.Errorf("own memory is gone: %v, side %v", f, side)
+	}
+}
+
+// BenchmarkCopyFar copies from another process's memory that is mapped here, into a region
+// of one piece and into one of 16.
+func BenchmarkCopyFar(b *testing.B) {
+	const n, tail = 64 << 10, 64
+	table := NewTable(TableConfig{})
+	h, err := NewHostBytes(make([]byte, n), ib.AccessLocalWrite, ib.LockOff)
+	if err != nil {
+		b.Fatal(err)
+	}
+	r, err := table.Register(RegionConfig{PD: 1, Access: ib.AccessLocalWrite, Backing: h, Length: n})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer r.Close()
+	src := &List{Far: &otherProcess{b: make([]byte, n-tail), mapped: true}, FarLen: n - tail, Raw: [][]byte{make([]byte, tail)}}
+	for _, pieces := range []int{1, 16} {
+		dst := &List{Table: table, Actor: Actor{PD: 1}, Access: ib.AccessLocalWrite}
+		for i := range pieces {
+			dst.SGEs = append(dst.SGEs, ib.SGE{Addr: uint64(n / pieces * i), Length: uint32(n / pieces), LKey: r.Key()})
+		}
+		for _, size := range []uint64{4096, n} {
+			b.Run(fmt.Sprintf("%d/%d", pieces, size), func(b *testing.B) {
+				src.Off = n - size
+				for b.Loop() {
+					if f, _ := Copy(dst, src, size, true); !f.OK() {
+						b.Fatal(f)
+					}
+				}
+			})
+		}
 	}
 }

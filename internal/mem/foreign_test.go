@@ -341,7 +341,7 @@ func TestForeignIsNotAddressed(t *testing.T) {
 	}
 }
 
-// farBytes is a source in another process, as copyFar has it.
+// farBytes is a source in another process.
 type farBytes struct{ b []byte }
 
 func (f farBytes) Mapped(_, _ uint64) []byte { return nil }

@@ -388,11 +388,7 @@ func (l *List) kindAt(off uint64) Kind {
 func copyOut(b []byte, l *List, off uint64) (Fault, Side) {
 	from := *l
 	from.Off += off
-	to := &List{Raw: [][]byte{b}, uncounted: true}
-	if l.Far != nil {
-		return copyFar(to, &from, uint64(len(b)), false)
-	}
-	return CopyPieces(to, &from, uint64(len(b)), false)
+	return CopyPieces(&List{Raw: [][]byte{b}, uncounted: true}, &from, uint64(len(b)), false)
 }
 
 func copyIn(l *List, off uint64, b []byte, from Kind, last bool) (Fault, Side) {
