@@ -24,14 +24,18 @@ func Atomic(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, 
 	if op == Store {
 		acc = ib.AccessRemoteWrite // and tells nobody what was there
 	}
-	span, f := t.Resolve(key, addr, 8, acc, who)
+	r := t.Lookup(key)
+	if r == nil {
+		return 0, Fault{Kind: FaultKey, Key: key, Extent: Extent{addr, 8}}
+	}
+	var p place
+	off, f := p.open(r, key, addr, 8, acc, who, shutToBytes)
 	if !f.OK() {
 		return 0, f
 	}
-	defer span.Release()
-	r, off := span.region, span.off
+	defer p.close()
 	for times := 1; ; times++ {
-		b, at, f := span.word(off, acc)
+		b, at, f := p.word(off, acc)
 		if !f.OK() {
 			return 0, f
 		}
@@ -43,7 +47,7 @@ func Atomic(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, 
 			if times < maxGone {
 				continue
 			}
-			return 0, span.fault(FaultPending, off, 8, acc)
+			return 0, p.fault(FaultPending, off, 8, acc)
 		}
 		orig, ok := swapOrAdd(b, op, compare, swapAdd)
 		if in != nil {
@@ -60,22 +64,22 @@ func Atomic(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, 
 
 // word returns 8 bytes where they can be changed in one step, and their place if they may
 // be remapped.
-func (s *Span) word(off uint64, acc ib.Access) (b []byte, at mapped, f Fault) {
-	b, in, f := s.run(off, 8, acc)
+func (p *place) word(off uint64, acc ib.Access) (b []byte, at mapped, f Fault) {
+	b, in, f := p.run(off, 8, acc)
 	if !f.OK() {
 		return nil, mapped{}, f
 	}
-	at = mapped{s.leaf.pinned, in}
-	if s.leaf.staged == nil {
+	at = mapped{p.leaf.pinned, in}
+	if p.leaf.staged == nil {
 		return b, at, Fault{}
 	}
-	where, ok := s.leaf.backing.(addressed)
+	where, ok := p.leaf.backing.(addressed)
 	if !ok {
-		return nil, mapped{}, s.region.fault(FaultAccess, off, 8, acc)
+		return nil, mapped{}, p.region.fault(FaultAccess, off, 8, acc)
 	}
 	var kind FaultKind
 	if b, at.host, kind = where.InPlace(in, 8); kind != FaultNone {
-		return nil, mapped{}, s.fault(kind, off, 8, acc)
+		return nil, mapped{}, p.fault(kind, off, 8, acc)
 	}
 	return b, at, Fault{}
 }

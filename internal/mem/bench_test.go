@@ -58,15 +58,14 @@ func BenchmarkLookup(b *testing.B) {
 	}
 }
 
-func BenchmarkResolve(b *testing.B) {
+func BenchmarkCheck(b *testing.B) {
 	t := mem.NewTable(mem.TableConfig{})
 	r, _ := benchRegion(b, t, 4096, false)
+	l := one(t, r, ib.AccessRemoteWrite)
 	for b.Loop() {
-		s, f := t.Resolve(r.Key(), r.IOVA()+8, 64, ib.AccessRemoteWrite, who)
-		if !f.OK() {
+		if f := mem.Check(l, 64); !f.OK() {
 			b.Fatal(f)
 		}
-		s.Release()
 	}
 }
 
@@ -180,16 +179,20 @@ func hostOf(tb testing.TB, n int) *mem.Host {
 	return h
 }
 
-func BenchmarkResolveWindow(b *testing.B) {
+func BenchmarkCheckWindow(b *testing.B) {
 	t := mem.NewTable(mem.TableConfig{})
 	w, bound := benchWindow(b, t)
+	l := through(t, w, &bound)
 	for b.Loop() {
-		s, f := t.Resolve(w.Key(), bound.Addr, 8, ib.AccessRemoteRead, who)
-		if !f.OK() {
+		if f := mem.Check(l, 8); !f.OK() {
 			b.Fatal(f)
 		}
-		s.Release()
 	}
+}
+
+// through returns a list of the bytes that a window is bound to.
+func through(t *mem.Table, w *mem.Window, bound *ib.MWBind) *mem.List {
+	return &mem.List{Table: t, Actor: who, Access: ib.AccessRemoteRead, SGEs: []ib.SGE{{Addr: bound.Addr, Length: uint32(bound.Length), LKey: w.Key()}}}
 }
 
 func BenchmarkBind(b *testing.B) {
@@ -214,21 +217,18 @@ func TestNoAllocations(t *testing.T) {
 	var pins mem.Pins
 	out := make([][]byte, 0, 8)
 	packet := &mem.List{Raw: [][]byte{make([]byte, 4096)}}
-	target, source := one(table, a, ib.AccessRemoteWrite), one(table, m, 0)
+	target, source, windowed := one(table, a, ib.AccessRemoteWrite), one(table, m, 0), through(table, w, &bound)
 	for name, f := range map[string]func(){
-		"Resolve":        func() { s, _ := table.Resolve(a.Key(), 0x1000, 8, 0, who); s.Release() },
-		"Resolve, fault": func() { table.Resolve(a.Key(), 0, 8, 0, who) },
 		"Copy":           func() { mem.Copy(target, source, 4096, true) },
 		"Copy, mapped":   func() { mem.Copy(source, target, 4096, true) },
 		"Copy, raw":      func() { mem.Copy(target, packet, 4096, false) },
 		"Copy, fault":    func() { mem.Copy(target, source, 5000, false) },
+		"Copy, window":   func() { mem.Copy(packet, windowed, 4096, true) },
 		"Check":          func() { mem.Check(target, 4096) },
-		"Gather":         func() { out, _ = mem.Gather(target, 4096, out[:0], &pins); pins.Release() },
+		"Check, fault":   func() { mem.Check(target, 5000) },
+		"Check, window":  func() { mem.Check(windowed, 8) },
+		"Gather":         func() { mem.Gather(target, 4096, out, &pins); pins.Release() },
 		"Atomic":         func() { mem.Atomic(table, who, a.Key(), 0x1000, mem.CmpSwap, 0, 1) },
-		"Resolve, window": func() {
-			s, _ := table.Resolve(w.Key(), bound.Addr, 8, ib.AccessRemoteRead, who)
-			s.Release()
-		},
 		"Bind, free":     func() { table.Bind(&bound, true, who); table.Bind(&free, true, who); table.Bind(&bound, true, who) },
 		"Atomic, mapped": func() { mem.Atomic(table, who, m.Key(), 0x1000, mem.FetchAdd, 0, 1) },
 	} {

@@ -11,6 +11,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/mem/memtest"
 )
 
+func init() { memtest.Hold = mem.Hold }
+
 // All kinds of host memory pass the suite: by slice and by address, of the Go
 // heap, of a private mapping, and of a mapping whose other side is the one that
 // the test looks at. So does memory in short runs.

@@ -1,5 +1,24 @@
 package mem
 
+import "github.com/verbena-rdma/verbena/ib"
+
+// Hold opens a read section on n bytes of the region with a key, which stays open until
+// release is called. bytes returns the first of them that lie together; under an indirect
+// key it opens the section on the leaf that they belong to. After a fault nothing is open,
+// and release does nothing, as when it is called again.
+func Hold(t *Table, key uint32, addr, n uint64, acc ib.Access, who Actor) (bytes func() ([]byte, Fault), release func(), f Fault) {
+	p := new(place)
+	r := t.Lookup(key)
+	if r == nil {
+		return nil, p.close, Fault{Kind: FaultKey, Key: key, Extent: Extent{addr, n}}
+	}
+	off, f := p.open(r, key, addr, n, acc, who, shutToBytes)
+	return func() ([]byte, Fault) {
+		b, _, f := p.run(off, n, acc)
+		return b, f
+	}, p.close, f
+}
+
 // WithoutSweeper calls f while nobody sweeps, but when f calls the function that
 // it is given.
 func WithoutSweeper(f func(sweep func())) {

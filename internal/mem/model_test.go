@@ -377,9 +377,9 @@ func (m *model) list(a *modelRange) *mem.List {
 
 func (m *model) resolve(t *rapid.T) {
 	a := m.drawRange(t, rapid.SampledFrom(rights).Draw(t, "right"))
-	span, f := m.table.Resolve(a.sge.LKey, a.sge.Addr, uint64(a.sge.Length), a.right, a.who)
+	look, release, f := mem.Hold(m.table, a.sge.LKey, a.sge.Addr, uint64(a.sge.Length), a.right, a.who)
 	if f.Kind != a.fault {
-		t.Fatalf("Resolve: %v, should be %v", f, a.fault)
+		t.Fatalf("Hold: %v, should be %v", f, a.fault)
 	}
 	m.saw("resolve", f)
 	if a.r != nil && a.r.window != nil {
@@ -391,11 +391,11 @@ func (m *model) resolve(t *rapid.T) {
 	if !f.OK() {
 		return
 	}
-	b, f := span.Next()
-	if !f.OK() || !bytes.Equal(b, a.bytes(m)) || span.Left() != 0 || span.Kind() != mem.KindPinned {
-		t.Fatalf("Next: %v, %d bytes, %d left, %v", f, len(b), span.Left(), span.Kind())
+	b, f := look()
+	if !f.OK() || !bytes.Equal(b, a.bytes(m)) {
+		t.Fatalf("held: %v, %d bytes of %d", f, len(b), a.sge.Length)
 	}
-	span.Release()
+	release()
 }
 
 // copy copies between two regions. Where both are on the same memory and the

@@ -18,35 +18,34 @@ func TestNull(t *testing.T) {
 	}
 	noise := bytes.Repeat([]byte("noise"), 40000)
 	for _, addr := range []uint64{0, 1, 65535, 1 << 47, math.MaxUint64 - 300000} {
-		for _, acc := range []ib.Access{ib.AccessLocalWrite, 0} {
-			span, fault := table.Resolve(r.Key(), addr, uint64(len(noise)), acc, mem.Actor{PD: 1})
-			if !fault.OK() {
-				t.Fatalf("%#x: %v", addr, fault)
-			}
-			for got := 0; span.Left() > 0; {
-				run, fault := span.Next()
-				if !fault.OK() || len(run) == 0 {
-					t.Fatalf("%#x, %d bytes further: %v", addr, got, fault)
-				}
-				if acc == 0 && !bytes.Equal(run, make([]byte, len(run))) {
-					t.Errorf("%#x, %d bytes further: not zero", addr, got)
-				}
-				if acc != 0 {
-					copy(run, noise)
-				}
-				got += len(run)
-			}
-			span.Release()
+		l := nullList(table, r, addr, len(noise))
+		l.Access = ib.AccessLocalWrite
+		if fault, side := mem.Copy(l, &mem.List{Raw: [][]byte{noise}}, uint64(len(noise)), true); !fault.OK() {
+			t.Fatalf("%#x, written to: %v: %v", addr, side, fault)
+		}
+		l.Access = 0
+		got := bytes.Clone(noise)
+		if fault, side := mem.Copy(&mem.List{Raw: [][]byte{got}}, l, uint64(len(got)), true); !fault.OK() {
+			t.Fatalf("%#x, read from: %v: %v", addr, side, fault)
+		}
+		if !bytes.Equal(got, make([]byte, len(got))) {
+			t.Errorf("%#x: not zero", addr)
 		}
 	}
 	for _, remote := range []ib.Access{ib.AccessRemoteRead, ib.AccessRemoteWrite} {
-		if _, fault := table.Resolve(r.Key(), 0, 8, remote, mem.Actor{PD: 1}); fault.Kind != mem.FaultAccess {
+		l := nullList(table, r, 0, 8)
+		l.Access = remote
+		if fault := mem.Check(l, 8); fault.Kind != mem.FaultAccess {
 			t.Errorf("a peer gets %v", fault)
 		}
 	}
 	if err := r.Close(); err != nil {
 		t.Error(err)
 	}
+}
+
+func nullList(table *mem.Table, r *mem.Region, addr uint64, n int) *mem.List {
+	return &mem.List{Table: table, Actor: mem.Actor{PD: 1}, SGEs: []ib.SGE{{Addr: addr, Length: uint32(n), LKey: r.Key()}}}
 }
 
 // What a peer writes through an indirect key into memory that is not there is gone:

@@ -9,8 +9,6 @@ package mem
 //     own: run opens a section on the one that it comes to, and closes that on the one
 //     before. So one leaf at a time is in use, whatever the key is made of.
 //  3. close closes all sections, before anything is waited for.
-//
-// Span is a place with a range, for those who do not copy.
 
 import "github.com/verbena-rdma/verbena/ib"
 
@@ -121,62 +119,4 @@ func (p *place) close() {
 		p.region.leave()
 	}
 	p.region, p.leaf = nil, nil
-}
-
-// Span is a range of a region with an open read section: what Resolve returns.
-// The zero Span is empty and has no section.
-type Span struct {
-	place
-	off  uint64 // of the next byte in the region
-	left uint64 // bytes that Next has not returned
-	acc  ib.Access
-}
-
-// Resolve opens a read section on n bytes of the region with a key: the bytes of the
-// Span may be accessed as acc says until the caller calls Release, and whoever closes,
-// invalidates or suspends the region waits for that. No section may span a blocking
-// call or the killing of a region by the same goroutine. Under an indirect key, bytes
-// that Next has returned are good until it is called again.
-func (t *Table) Resolve(key uint32, addr, n uint64, acc ib.Access, who Actor) (Span, Fault) {
-	r := t.Lookup(key)
-	if r == nil {
-		return Span{}, Fault{Kind: FaultKey, Key: key, Extent: Extent{addr, n}}
-	}
-	s := Span{left: n, acc: acc}
-	var f Fault
-	if s.off, f = s.open(r, key, addr, n, acc, who, shutToBytes); !f.OK() {
-		return Span{}, f
-	}
-	return s, Fault{}
-}
-
-// Next returns the next contiguous bytes of the range, nil at its end.
-func (s *Span) Next() ([]byte, Fault) {
-	if s.left == 0 {
-		return nil, Fault{}
-	}
-	b, _, f := s.run(s.off, s.left, s.acc)
-	if !f.OK() {
-		return nil, f
-	}
-	s.off += uint64(len(b))
-	s.left -= uint64(len(b))
-	return b, Fault{}
-}
-
-// Left returns how many bytes Next has not returned.
-func (s *Span) Left() uint64 { return s.left }
-
-// Kind returns the kind of memory.
-func (s *Span) Kind() Kind {
-	if s.region == nil {
-		return KindRaw
-	}
-	return s.region.kind
-}
-
-// Release closes the read section; it may be called again.
-func (s *Span) Release() {
-	s.left = 0
-	s.close()
 }

@@ -37,8 +37,8 @@ func wantState(t *testing.T, what string, err error, state ib.ReregState, errno 
 // works tells what an access of a domain, with a right, to the first 8 bytes of a
 // region says.
 func works(table *mem.Table, key uint32, addr uint64, right ib.Access, pd uint32) mem.FaultKind {
-	span, f := table.Resolve(key, addr, 8, right, mem.Actor{PD: pd})
-	span.Release()
+	_, release, f := mem.Hold(table, key, addr, 8, right, mem.Actor{PD: pd})
+	release()
 	return f.Kind
 }
 

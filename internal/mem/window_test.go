@@ -37,7 +37,7 @@ func bound(t *testing.T) (*Table, *Region, *Window, *ib.MWBind) {
 // noticed by those who come later.
 func TestWindowHoldsRegion(t *testing.T) {
 	table, r, w, _ := bound(t)
-	span, f := table.Resolve(w.Key(), 0, 8, ib.AccessRemoteRead, Actor{PD: 1})
+	_, release, f := Hold(table, w.Key(), 0, 8, ib.AccessRemoteRead, Actor{PD: 1})
 	if !f.OK() {
 		t.Fatal(f)
 	}
@@ -56,10 +56,10 @@ func TestWindowHoldsRegion(t *testing.T) {
 	if done.Load() {
 		t.Error("the region did not wait for the section on the window")
 	}
-	if _, f := table.Resolve(w.Key(), 0, 8, ib.AccessRemoteRead, Actor{PD: 1}); f.Kind != FaultDead {
+	if _, _, f := Hold(table, w.Key(), 0, 8, ib.AccessRemoteRead, Actor{PD: 1}); f.Kind != FaultDead {
 		t.Errorf("an access behind which the region is dead: %v", f)
 	}
-	span.Release()
+	release()
 	wg.Wait()
 	if n, m := r.state.Load()&stateCount, w.r.state.Load()&stateCount; n != 0 || m != 0 {
 		t.Errorf("%d sections are open on the region, %d on the window", n, m)
@@ -179,11 +179,11 @@ func TestInvalidateOldKey(t *testing.T) {
 			t.Fatal(f)
 		}
 		wg.Wait()
-		span, f := table.Resolve(b.RKey, 0, 8, ib.AccessRemoteRead, who)
+		_, release, f := Hold(table, b.RKey, 0, 8, ib.AccessRemoteRead, who)
 		if !f.OK() {
 			t.Fatalf("round %d: the new key is dead too: %v", round, f)
 		}
-		span.Release()
+		release()
 		if f := table.InvalidateOwn(b.RKey, who); !f.OK() {
 			t.Fatal(f)
 		}
@@ -224,12 +224,12 @@ func TestFetchAheadInWindow(t *testing.T) {
 	if f := table.Bind(&ib.MWBind{MW: w.Key(), RKey: w.NextKey(), LKey: r.Key(), Addr: 500, Length: 100, Access: ib.AccessRemote}, true, who); !f.OK() {
 		t.Fatal(f)
 	}
-	span, f := table.Resolve(w.Key(), 520, 4, ib.AccessRemoteRead, who)
+	bytes, release, f := Hold(table, w.Key(), 520, 4, ib.AccessRemoteRead, who)
 	if !f.OK() {
 		t.Fatal(f)
 	}
-	_, f = span.Next()
-	span.Release()
+	_, f = bytes()
+	release()
 	for ahead, want := range map[uint64]uint64{0: 4, 50: 50, 80: 80, 1000: 80} {
 		f.Ahead(ahead).Await()
 		if m.off != 520 || m.n != want {

@@ -523,7 +523,7 @@ func testIndirectRace(t *testing.T, e *env) {
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		for !stop.Load() {
-			span, f := e.table.Resolve(r.Key(), iova, 8, ib.AccessRemoteWrite, self)
+			_, release, f := Hold(e.table, r.Key(), iova, 8, ib.AccessRemoteWrite, self)
 			if !f.OK() {
 				if !dead(f.Kind) {
 					t.Errorf("%v", f)
@@ -539,7 +539,7 @@ func testIndirectRace(t *testing.T, e *env) {
 					break
 				}
 			}
-			span.Release()
+			release()
 			if opened.Add(1)%16 == 0 {
 				runtime.Gosched() // there may be one core only
 			}

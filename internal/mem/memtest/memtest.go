@@ -54,6 +54,13 @@ type Memory struct {
 	Free func()
 }
 
+// Hold opens a read section on n bytes of the region with a key, until release is called.
+// bytes returns the first of them that lie together; under an indirect key it opens the
+// section on the leaf that they belong to. After a fault nothing is open.
+//
+// Only tests hold sections, so the tests of package mem have the function and set it.
+var Hold func(t *mem.Table, key uint32, addr, n uint64, acc ib.Access, who mem.Actor) (bytes func() ([]byte, mem.Fault), release func(), f mem.Fault)
+
 // test is one test of the suite.
 type test struct {
 	name string
@@ -430,16 +437,16 @@ func changeWord(t *mem.Table, who mem.Actor, key uint32, addr uint64, op mem.Ato
 // closes them.
 func (e *env) section(sge ib.SGE, n uint64) (release func()) {
 	e.t.Helper()
-	span, f := e.table.Resolve(sge.LKey, sge.Addr, n, e.acc(0), self)
+	bytes, release, f := Hold(e.table, sge.LKey, sge.Addr, n, e.acc(0), self)
 	if f.OK() {
-		if _, f = span.Next(); f.Staged() {
+		if _, f = bytes(); f.Staged() {
 			f = mem.Fault{}
 		}
 	}
 	if !f.OK() {
 		e.t.Fatal(f)
 	}
-	return func() { span.Release() }
+	return release
 }
 
 // mustCopy copies, and fails the test on a fault. An odd number of bytes goes to a list

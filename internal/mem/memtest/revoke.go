@@ -34,7 +34,7 @@ func testCloseWaits(t *testing.T, e *env) {
 			continue // there is no such thing
 		}
 		r := e.register(page, mem.RegionConfig{Access: allAccess, Invalidatable: true})
-		span, f := e.table.Resolve(r.Key(), iova, 64, e.acc(ib.AccessLocalWrite), self)
+		bytes, release, f := Hold(e.table, r.Key(), iova, 64, e.acc(ib.AccessLocalWrite), self)
 		if !f.OK() {
 			t.Fatal(f)
 		}
@@ -53,12 +53,12 @@ func testCloseWaits(t *testing.T, e *env) {
 		if done.Load() {
 			t.Fatalf("%s did not wait for the open sections", kill.name)
 		}
-		b, f := span.Next()
+		b, f := bytes()
 		if !f.Staged() && (!f.OK() || len(b) == 0) {
 			t.Fatalf("an open section gave %d bytes, %v", len(b), f)
 		}
-		span.Release()
-		span.Release() // does nothing
+		release()
+		release() // does nothing
 		time.Sleep(time.Millisecond)
 		if done.Load() || r.watch.closes != 0 {
 			t.Fatalf("%s did not wait for the second section", kill.name)
@@ -171,7 +171,7 @@ func testCloseRace(t *testing.T, e *env) {
 			if at == nil {
 				return
 			}
-			span, f := e.table.Resolve(at.key, iova, 8, 0, self)
+			_, release, f := Hold(e.table, at.key, iova, 8, 0, self)
 			if !f.OK() {
 				if !dead(f.Kind) {
 					t.Errorf("%v", f)
@@ -186,7 +186,7 @@ func testCloseRace(t *testing.T, e *env) {
 					break
 				}
 			}
-			span.Release()
+			release()
 			if opened.Add(1)%16 == 0 {
 				runtime.Gosched() // there may be one core only
 			}

@@ -18,10 +18,9 @@ func (e *env) access(sge ib.SGE, n uint64, access ib.Access, who mem.Actor) mem.
 	access = e.acc(access)
 	l := e.list(access, sge)
 	l.Actor = who
-	span, f := e.table.Resolve(sge.LKey, sge.Addr, n, access, who)
-	if f.OK() {
-		span.Release()
-	} else if f.Key != sge.LKey || f.Addr != sge.Addr || f.Len != n {
+	_, release, f := Hold(e.table, sge.LKey, sge.Addr, n, access, who)
+	release()
+	if !f.OK() && (f.Key != sge.LKey || f.Addr != sge.Addr || f.Len != n) {
 		t.Fatalf("the fault %v does not name key %#x, address %#x, length %d", f, sge.LKey, sge.Addr, n)
 	}
 	if n == 0 || n > math.MaxUint32 { // lists skip the one and cannot say the other
@@ -41,11 +40,11 @@ func (e *env) access(sge ib.SGE, n uint64, access ib.Access, who mem.Actor) mem.
 		buf := raw(make([]byte, n))
 		out, _ := moveBytes(buf, l, n, false)
 		if out.Kind != f.Kind {
-			t.Fatalf("Resolve: %v, Copy from it: %v", f, out)
+			t.Fatalf("Hold: %v, Copy from it: %v", f, out)
 		}
 		if access&(ib.AccessLocalWrite|ib.AccessRemoteWrite) != 0 {
 			if in, _ := moveBytes(l, buf, n, true); in.Kind != f.Kind {
-				t.Fatalf("Resolve: %v, Copy to it: %v", f, in)
+				t.Fatalf("Hold: %v, Copy to it: %v", f, in)
 			}
 		}
 	}

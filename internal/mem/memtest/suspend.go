@@ -150,11 +150,11 @@ func testSuspended(t *testing.T, e *env) {
 // testSuspendWaits suspends memory while sections are open on it.
 func testSuspendWaits(t *testing.T, e *env) {
 	r := e.all(page)
-	span, f := e.table.Resolve(r.Key(), iova, 8, e.acc(ib.AccessLocalWrite), self)
+	bytes, release, f := Hold(e.table, r.Key(), iova, 8, e.acc(ib.AccessLocalWrite), self)
 	if !f.OK() {
 		t.Fatal(f)
 	}
-	if _, f = span.Next(); !f.OK() && !f.Staged() { // under an indirect key, this opens the leaf's
+	if _, f = bytes(); !f.OK() && !f.Staged() { // under an indirect key, this opens the leaf's
 		t.Fatal(f)
 	}
 	second := e.section(r.at(0, 8), 8)
@@ -171,7 +171,7 @@ func testSuspendWaits(t *testing.T, e *env) {
 	if done.Load() {
 		t.Fatal("Suspend did not wait for the open sections")
 	}
-	span.Release()
+	release()
 	time.Sleep(time.Millisecond)
 	if done.Load() {
 		t.Fatal("Suspend did not wait for the second section")

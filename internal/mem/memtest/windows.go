@@ -167,11 +167,11 @@ func testWindowRights(t *testing.T, e *env) {
 				if right == 0 || right&^granted != 0 {
 					want = mem.FaultAccess // a local right, which it never has, or one that was not granted
 				}
-				span, f := e.table.Resolve(r.Key(), r.IOVA(), 64, right, self)
+				_, release, f := Hold(e.table, r.Key(), r.IOVA(), 64, right, self)
 				if f.Kind != want {
 					t.Fatalf("%v on a window with %v: %v, should be %v", right, granted, f, want)
 				}
-				span.Release()
+				release()
 			}
 		}
 	}
@@ -353,7 +353,7 @@ func testWindowRace(t *testing.T, e *env) {
 				return
 			}
 			was := at.dead.Load()
-			span, f := e.table.Resolve(at.key, iova, 8, ib.AccessRemoteWrite, self)
+			_, release, f := Hold(e.table, at.key, iova, 8, ib.AccessRemoteWrite, self)
 			if !f.OK() {
 				if !dead(f.Kind) {
 					t.Errorf("%v", f)
@@ -368,7 +368,7 @@ func testWindowRace(t *testing.T, e *env) {
 					break
 				}
 			}
-			span.Release()
+			release()
 			if opened.Add(1)%16 == 0 {
 				runtime.Gosched() // there may be one core only
 			}
