@@ -77,7 +77,7 @@ func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done boo
 	}
 	g := scratches.Get().(*scratch)
 	defer scratches.Put(g)
-	runs, fault, whole := mem.GatherFew(&t.Payload, uint64(t.Len), g.runs[:0:maxFarRuns], &g.pins)
+	runs, fault, whole := mem.Gather(&t.Payload, uint64(t.Len), g.runs[:0:maxFarRuns], &g.pins)
 	if !fault.OK() {
 		return true, &PayloadError{Fault: fault}
 	}

@@ -350,7 +350,7 @@ func (s *sender) pinWithinLimit(n int) bool {
 func (s *sender) gatherRest(t *train.Train) (runs [][]byte, f mem.Fault, whole bool) {
 	skip := s.at.packet * t.MTU
 	s.cut.src.Off = t.Payload.Off + uint64(skip)
-	return mem.GatherFew(&s.cut.src, uint64(t.Len-skip), s.runs, &s.pins)
+	return mem.Gather(&s.cut.src, uint64(t.Len-skip), s.runs, &s.pins)
 }
 
 // referPacket makes one packet: header, padding and checksum in the arena, and between

@@ -115,10 +115,9 @@ func BenchmarkGather(b *testing.B) {
 	r, _ := benchRegion(b, t, 4096, false)
 	l := one(t, r, 0)
 	var pins mem.Pins
-	var out [][]byte
+	out := make([][]byte, 0, 1)
 	for b.Loop() {
-		var f mem.Fault
-		if out, f = mem.Gather(l, 4096, out[:0], &pins); !f.OK() {
+		if _, f, whole := mem.Gather(l, 4096, out, &pins); !whole {
 			b.Fatal(f)
 		}
 		pins.Release()

@@ -327,7 +327,7 @@ func TestForeignIsNotAddressed(t *testing.T) {
 	table, list := foreignRegion(t, f)
 	l := list(0)
 	var pins mem.Pins
-	if out, fault, whole := mem.GatherFew(l, 8192, make([][]byte, 0, 4), &pins); whole || !fault.Staged() || len(out) != 0 || pins.Len() != 0 {
+	if out, fault, whole := mem.Gather(l, 8192, make([][]byte, 0, 4), &pins); whole || !fault.Staged() || len(out) != 0 || pins.Len() != 0 {
 		t.Errorf("%d pieces, %v, %v, %d sections", len(out), fault, whole, pins.Len())
 	}
 	key := l.SGEs[0].LKey

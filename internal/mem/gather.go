@@ -1,10 +1,6 @@
 package mem
 
-import (
-	"math"
-
-	"github.com/verbena-rdma/verbena/internal/sys"
-)
+import "github.com/verbena-rdma/verbena/internal/sys"
 
 // Pins holds read sections open while somebody else, usually the kernel in a
 // send, reads the bytes. The zero value is empty; it is reused after Release
@@ -89,25 +85,15 @@ func (p *Pins) release(keep int) {
 }
 
 // Gather appends to out the bytes that n bytes of a list consist of. They stay
-// accessible until pins are released. On a fault nothing is appended, and
-// nothing stays open that was not before.
-func Gather(l *List, n uint64, out [][]byte, pins *Pins) ([][]byte, Fault) {
-	out, f, _ := gather(l, n, out, pins, math.MaxInt)
-	return out, f
-}
-
-// GatherFew is Gather into the room that out has. If the bytes lie in more pieces
-// than that, which those of an indirect key may do, or are staged, it appends nothing
-// and returns false: they have to be copied.
-func GatherFew(l *List, n uint64, out [][]byte, pins *Pins) ([][]byte, Fault, bool) {
-	return gather(l, n, out, pins, cap(out))
-}
-
-func gather(l *List, n uint64, out [][]byte, pins *Pins, most int) (_ [][]byte, _ Fault, whole bool) {
+// accessible until pins are released. If they lie in more pieces than out has room for,
+// which those of an indirect key may do, or are staged, whole is false: they have to be
+// copied. Then, and on a fault, nothing is appended, and nothing stays open that was not
+// before.
+func Gather(l *List, n uint64, out [][]byte, pins *Pins) (_ [][]byte, _ Fault, whole bool) {
 	c := cursor{list: l, skip: l.Off}
 	given, held := len(out), pins.n
 	for n > 0 {
-		if !c.fill(n) || c.isStaged() && most != math.MaxInt || len(out) == most || !pins.keep(&c) {
+		if !c.fill(n) || c.isStaged() || len(out) == cap(out) || !pins.keep(&c) {
 			c.close()
 			pins.release(held)
 			clear(out[given:])
@@ -116,7 +102,6 @@ func gather(l *List, n uint64, out [][]byte, pins *Pins, most int) (_ [][]byte, 
 		if len(c.b) == 0 {
 			continue // they were given back
 		}
-		c.staging = nil // they are kept: the collector frees them
 		out = append(out, c.b)
 		n -= uint64(len(c.b))
 		if c.left == 0 {

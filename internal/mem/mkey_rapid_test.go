@@ -67,8 +67,8 @@ func TestMKeyProperty(t *testing.T) {
 				}
 			}
 			var pins mem.Pins
-			runs, fault := mem.Gather(l, uint64(n), nil, &pins)
-			if !fault.OK() || !bytes.Equal(bytes.Join(runs, nil), got) {
+			runs, fault, whole := mem.Gather(l, uint64(n), make([][]byte, 0, n), &pins)
+			if !whole || !bytes.Equal(bytes.Join(runs, nil), got) {
 				t.Fatalf("gathered bytes differ: %v", fault)
 			}
 			pins.Release()

@@ -253,8 +253,8 @@ func BenchmarkMKeyCopy(b *testing.B) {
 	}
 }
 
-// GatherFew takes what fits, and leaves nothing behind of what does not.
-func TestGatherFew(t *testing.T) {
+// Gather takes what fits, and leaves nothing behind of what does not.
+func TestGather(t *testing.T) {
 	table, r, b := keysOf(t, 4096)
 	for i := range b {
 		b[i] = byte(i)
@@ -267,7 +267,7 @@ func TestGatherFew(t *testing.T) {
 		ok   bool
 	}{{64, 512, true}, {63, 512, false}, {63, 504, true}, {0, 8, false}, {1, 8, true}, {1, 9, false}} {
 		var pins mem.Pins
-		out, f, whole := mem.GatherFew(l, c.n, make([][]byte, 0, c.room), &pins)
+		out, f, whole := mem.Gather(l, c.n, make([][]byte, 0, c.room), &pins)
 		if !f.OK() || whole != c.ok || whole && pins.Len() != 2 || !whole && pins.Len()+len(out) > 0 { // a section on the key, one on its leaf
 			t.Errorf("%d bytes into %d pieces: %v, %v, %d pieces, %d pins", c.n, c.room, f, whole, len(out), pins.Len())
 		}

@@ -123,7 +123,7 @@ func testQuanta(t *testing.T, e *env) {
 	}
 }
 
-// testGather reads what GatherFew gives, where the CPU reads the memory itself, and
+// testGather reads what Gather gives, where the CPU reads the memory itself, and
 // checks that a fault leaves nothing behind.
 func testGather(t *testing.T, e *env) {
 	a, b := e.all(2*page), e.all(mem.Quantum+page)
@@ -134,7 +134,7 @@ func testGather(t *testing.T, e *env) {
 	const n = 300 + mem.Quantum + 1000 + 2 - 7
 	room := make([][]byte, 1, 1<<16)
 	room[0] = []byte("kept")
-	out, f, whole := mem.GatherFew(l, n, room, &pins)
+	out, f, whole := mem.Gather(l, n, room, &pins)
 	if f.Staged() || f.OK() && !whole {
 		if len(out) != 1 || pins.Len() != 0 {
 			t.Fatalf("%d pieces, %d sections of memory that the CPU does not address", len(out)-1, pins.Len())
@@ -157,7 +157,7 @@ func testGather(t *testing.T, e *env) {
 	}
 	held := pins.Len()
 	bad := e.list(0, a.at(0, 8), b.at(0, 8), a.at(2*page-1, 2))
-	got, f, whole := mem.GatherFew(bad, 18, out, &pins)
+	got, f, whole := mem.Gather(bad, 18, out, &pins)
 	if f.Kind != mem.FaultBounds || whole || len(got) != len(out) || pins.Len() != held {
 		t.Fatalf("%v, %d pieces, %d pins, should be out of bounds, %d, %d", f, len(got), pins.Len(), len(out), held)
 	}
@@ -172,7 +172,7 @@ func testGather(t *testing.T, e *env) {
 		many[i] = a.at(uint64(i)*16, 16)
 	}
 	for range 2 {
-		out, f, whole = mem.GatherFew(e.list(0, many...), 200*16, room[:0], &pins)
+		out, f, whole = mem.Gather(e.list(0, many...), 200*16, room[:0], &pins)
 		if !f.OK() || !whole || !bytes.Equal(bytes.Join(out, nil), ma[:200*16]) {
 			t.Fatalf("200 pieces: %v", f)
 		}

@@ -27,13 +27,13 @@ func (e *env) access(sge ib.SGE, n uint64, access ib.Access, who mem.Actor) mem.
 		return f.Kind
 	}
 	var pins mem.Pins
-	_, gather, _ := mem.GatherFew(l, n, make([][]byte, 0, 64), &pins)
+	_, gather, _ := mem.Gather(l, n, make([][]byte, 0, 64), &pins)
 	pins.Release()
 	if gather.Staged() {
 		gather = mem.Fault{}
 	}
 	if check := mem.Check(l, n); check.Kind != f.Kind || gather.Kind != f.Kind {
-		t.Fatalf("Resolve: %v, Check: %v, Gather: %v", f, check, gather)
+		t.Fatalf("Hold: %v, Check: %v, Gather: %v", f, check, gather)
 	}
 	// Whether the list is source or target, the fault is the same.
 	if n <= 1<<20 {
@@ -179,7 +179,7 @@ func testShortList(t *testing.T, e *env) {
 				t.Fatalf("Check of a short list: %v", f)
 			}
 			var pins mem.Pins
-			if out, f, _ := mem.GatherFew(short, 16, make([][]byte, 0, 64), &pins); !f.Staged() && f.Kind != mem.FaultBounds || len(out) != 0 || pins.Len() != 0 {
+			if out, f, _ := mem.Gather(short, 16, make([][]byte, 0, 64), &pins); !f.Staged() && f.Kind != mem.FaultBounds || len(out) != 0 || pins.Len() != 0 {
 				t.Fatalf("Gather of a short list: %v, %d pieces, %d pins", f, len(out), pins.Len())
 			}
 			mustCopy(t, short, whole, 0, true)

@@ -101,7 +101,7 @@ func testSuspended(t *testing.T, e *env) {
 			wantFault(t, "an atomic", f, mem.Dst, mem.FaultPending, mem.Dst)
 		}
 		var pins mem.Pins
-		if _, f, _ = mem.GatherFew(e.list(0, r.at(8, 64)), 64, make([][]byte, 0, 64), &pins); f.Kind != mem.FaultPending || pins.Len() != 0 {
+		if _, f, _ = mem.Gather(e.list(0, r.at(8, 64)), 64, make([][]byte, 0, 64), &pins); f.Kind != mem.FaultPending || pins.Len() != 0 {
 			t.Errorf("gathering: %v, %d sections", f, pins.Len())
 		}
 		if f = mem.Check(e.list(ib.AccessLocalWrite, r.at(0, page)), page); !f.OK() {
