@@ -300,37 +300,64 @@ func (m *OnDemand) disturbed(u *pagedIn, before uint64, start, end uintptr) bool
 
 // bringIn makes pages of one mapping present, as many as it can from at on.
 func (m *OnDemand) bringIn(at, end uintptr, write, wait bool) (upto uintptr, kind FaultKind) {
-	swappable := m.inHeap && sys.Swappable()
-	if !m.inHeap {
-		where, err := sys.QueryMapping(at)
-		switch {
-		case err == nil && where.Allows(write):
-			end = min(end, where.End)
-			theSpace.cover(m.used.Load().place, at, end, &where)
-			swappable = where.Swappable()
-		case err == nil, errors.Is(err, syscall.ENOENT):
-			return at, FaultUnmapped
-		}
+	end, swappable, ok := m.cover(at, end, write)
+	if !ok {
+		return at, FaultUnmapped
 	}
-	slow := wait
-	if !wait || swappable {
-		var err error
-		if slow, err = sys.Slow(at, end, write); slow && !wait && err == nil && !m.hasFailed(at) {
-			return at, FaultPending
-		}
-		slow = slow || err != nil
+	slow, kind := m.speed(at, end, write, wait, swappable)
+	if kind != FaultNone {
+		return at, kind
 	}
-	upto, can := at, false
-	if !swappable {
-		upto, can = populate(at, end, write)
-	}
-	if !can {
-		upto = touchPages(at, end, write, slow)
-	}
-	if upto == at {
+	if upto = makePresent(at, end, write, swappable, slow); upto == at {
 		return at, FaultUnmapped
 	}
 	return min(upto, end), FaultNone
+}
+
+// cover finds the mapping of an address and has the kernel tell about changes there, up to
+// end or the end of the mapping, which it returns. swappable reports whether its pages may
+// be swapped out. ok is false if nothing is mapped there, or not for this access; where
+// the kernel cannot be asked, making the pages present finds out. The Go heap stays mapped.
+func (m *OnDemand) cover(at, end uintptr, write bool) (upto uintptr, swappable, ok bool) {
+	if m.inHeap {
+		return end, sys.Swappable(), true
+	}
+	where, err := sys.QueryMapping(at)
+	switch {
+	case errors.Is(err, syscall.ENOENT), err == nil && !where.Allows(write):
+		return at, false, false
+	case err != nil:
+		return end, false, true
+	}
+	end = min(end, where.End)
+	theSpace.cover(m.used.Load().place, at, end, &where)
+	return end, where.Swappable(), true
+}
+
+// speed reports whether pages of one mapping may have to be read from storage. If they
+// have to, and the caller must not wait, it returns FaultPending, unless somebody has
+// waited for them in vain. Where the kernel cannot be asked they count as slow, but nobody
+// is made to wait. Who waits asks only about pages that can be swapped out.
+func (m *OnDemand) speed(at, end uintptr, write, wait, swappable bool) (slow bool, kind FaultKind) {
+	if wait && !swappable {
+		return true, FaultNone
+	}
+	slow, err := sys.Slow(at, end, write)
+	if slow && err == nil && !wait && !m.hasFailed(at) {
+		return true, FaultPending
+	}
+	return slow || err != nil, FaultNone
+}
+
+// makePresent makes pages of one mapping present: at one stroke, or one by one where the
+// kernel cannot, or they can be swapped out (see populate). It returns where it has stopped.
+func makePresent(at, end uintptr, write, swappable, slow bool) (upto uintptr) {
+	if !swappable {
+		if upto, can := populate(at, end, write); can {
+			return upto
+		}
+	}
+	return touchPages(at, end, write, slow)
 }
 
 // populate makes pages present at one stroke, where the kernel can do that.
