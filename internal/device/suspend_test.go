@@ -111,9 +111,8 @@ func TestMovingMemory(t *testing.T) {
 				want := make([]byte, n)
 				letter(want, uint32(i%200))
 				place := func(to *end, off int) { // as a program writes: into memory that does not move just now
-					r := to.mr.(*MR).region
 					for {
-						l := mem.List{Table: to.dev.table, Actor: mem.Actor{PD: r.PD()}, Access: ib.AccessLocalWrite,
+						l := mem.List{Table: to.dev.table, Actor: mem.Actor{PD: to.pd.(*PD).id}, Access: ib.AccessLocalWrite,
 							SGEs: []ib.SGE{{Addr: to.mr.Addr() + uint64(off), Length: uint32(n), LKey: to.mr.LKey()}}}
 						f, _ := mem.Copy(&l, &mem.List{Raw: [][]byte{want}}, uint64(n), true)
 						if f.OK() {
@@ -124,9 +123,8 @@ func TestMovingMemory(t *testing.T) {
 				}
 				look := func(at *end, off int) []byte {
 					got := make([]byte, n)
-					r := at.mr.(*MR).region
 					for {
-						l := mem.List{Table: at.dev.table, Actor: mem.Actor{PD: r.PD()},
+						l := mem.List{Table: at.dev.table, Actor: mem.Actor{PD: at.pd.(*PD).id},
 							SGEs: []ib.SGE{{Addr: at.mr.Addr() + uint64(off), Length: uint32(n), LKey: at.mr.LKey()}}}
 						f, _ := mem.Copy(&mem.List{Raw: [][]byte{got}}, &l, uint64(n), true)
 						if f.OK() {

@@ -19,6 +19,9 @@ func Hold(t *Table, key uint32, addr, n uint64, acc ib.Access, who Actor) (bytes
 	}, p.close, f
 }
 
+// Sweep looks now for pages that are gone, as happens from time to time anyway.
+func Sweep() { theSpace.sweep(nil) }
+
 // WithoutSweeper calls f while nobody sweeps, but when f calls the function that
 // it is given.
 func WithoutSweeper(f func(sweep func())) {

@@ -214,9 +214,6 @@ func (r *Region) before(key uint32) uint32 {
 // Kind says what the region's memory is.
 func (r *Region) Kind() Kind { return r.kind }
 
-// PD returns the protection domain.
-func (r *Region) PD() uint32 { return r.pd }
-
 // Access returns the rights.
 func (r *Region) Access() ib.Access { return r.access }
 

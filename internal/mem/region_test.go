@@ -80,7 +80,7 @@ func TestRegionFields(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer r.Close()
-	if r.PD() != 5 || r.Access() != access || r.IOVA() != 0x1234 || r.Length() != 99 || r.Backing() != h || !r.Alive() {
+	if is, ok := r.Snapshot(); !ok || is.PD != 5 || r.Access() != access || r.IOVA() != 0x1234 || r.Length() != 99 || r.Backing() != h || !r.Alive() {
 		t.Errorf("%+v", r)
 	}
 	if table.Len() != 1 || table.Lookup(r.Key()) != r || table.Lookup(r.Key()^1) != nil {

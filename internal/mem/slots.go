@@ -219,14 +219,9 @@ func (s *Slots[T]) number(index uint32) (number uint32, ok bool) {
 	return (r-1)<<RangeBits | number&(1<<RangeBits-1), r != 0
 }
 
-// Add puts an object in the table and returns its index; ok is false when the
-// table is full.
-func (s *Slots[T]) Add(object *T) (index uint32, ok bool) {
-	return s.AddFunc(func(uint32) *T { return object })
-}
-
-// AddFunc is Add for an object that has to know its index before anyone can
-// look it up: make is called with the index, under the table's lock.
+// AddFunc puts an object in the table and returns its index; ok is false when the
+// table is full. make makes the object: it is called with the index, under the table's
+// lock, since the object has to know the index before anyone can look it up.
 func (s *Slots[T]) AddFunc(make func(index uint32) *T) (index uint32, ok bool) {
 	return s.addNext(func(index uint32, _ uint16) *T { return make(index) })
 }

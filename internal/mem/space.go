@@ -555,8 +555,5 @@ func Remapped() (closed, overruns uint64) {
 	return 0, 0
 }
 
-// Sweep looks now for pages that are gone, as happens from time to time anyway.
-func Sweep() { theSpace.sweep(nil) }
-
 // PagingMeans tells what on-demand paging runs on here.
 func PagingMeans() sys.PagingSupport { return sys.FindPagingSupport() }

@@ -81,7 +81,8 @@ func (e *env) registerWindow(n uint64, cfg mem.RegionConfig) *region {
 	access := cfg.Access & (ib.AccessRemote | ib.AccessZeroBased)
 	cfg.IOVA, cfg.Access = cfg.IOVA-lo, cfg.Access&ib.AccessLocalWrite|ib.AccessMWBind
 	parent, m, watch := e.registerRegion(lo+n+hi, cfg)
-	w, err := e.table.AllocWindow(parent.PD(), e.mk.Window)
+	is, _ := parent.Snapshot()
+	w, err := e.table.AllocWindow(is.PD, e.mk.Window)
 	if err != nil {
 		e.t.Fatal(err)
 	}
