@@ -166,6 +166,12 @@ func testZeroBased(t *testing.T, e *env) {
 func testShortList(t *testing.T, e *env) {
 	r := e.all(page)
 	whole := e.list(ib.AccessLocalWrite, r.at(0, page))
+	var pins mem.Pins
+	// copied reports whether Gather leaves bytes to be copied.
+	copied := func(f mem.Fault, all bool) bool { return !all && (f.OK() || f.Staged()) }
+	_, f, all := mem.Gather(whole, 16, make([][]byte, 0, 64), &pins)
+	pins.Release()
+	mayGiveUp := copied(f, all) // before it comes to the end of a list
 	for _, short := range []*mem.List{
 		e.list(ib.AccessLocalWrite, r.at(0, 10), r.at(20, 5)), e.list(ib.AccessLocalWrite), raw(make([]byte, 15)), raw(),
 	} {
@@ -178,8 +184,8 @@ func testShortList(t *testing.T, e *env) {
 			if f := mem.Check(short, 16); f.Kind != mem.FaultBounds {
 				t.Fatalf("Check of a short list: %v", f)
 			}
-			var pins mem.Pins
-			if out, f, _ := mem.Gather(short, 16, make([][]byte, 0, 64), &pins); !f.Staged() && f.Kind != mem.FaultBounds || len(out) != 0 || pins.Len() != 0 {
+			out, f, all := mem.Gather(short, 16, make([][]byte, 0, 64), &pins)
+			if f.Kind != mem.FaultBounds && !(mayGiveUp && copied(f, all)) || len(out) != 0 || pins.Len() != 0 {
 				t.Fatalf("Gather of a short list: %v, %d pieces, %d pins", f, len(out), pins.Len())
 			}
 			mustCopy(t, short, whole, 0, true)
