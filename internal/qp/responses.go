@@ -173,6 +173,10 @@ func (q *QP) rnr() { q.nak(wire.RNRNak(q.attr.MinRNRTimer), q.resp.epsn) }
 func (q *QP) repeat(t *train.Train) {
 	r := &q.resp
 	r.wentBack(t.PSN)
+	if len(r.moves) > 0 && r.front().Less(t.PSN.Add(t.N)) { // it has not come into effect yet
+		r.tellMoves = r.tellMoves || t.AckReq
+		return
+	}
 	switch t.Kind {
 	case wire.KindReadRequest:
 		if t.RETH.Len > MaxMsgSize {
@@ -221,10 +225,6 @@ func (r *responder) ackUpTo(psn wire.PSN) wire.PSN {
 func (q *QP) acknowledgeAgain(t *train.Train) {
 	r := &q.resp
 	end := t.PSN.Add(t.N)
-	if len(r.moves) > 0 && r.front().Less(end) {
-		r.tellMoves = t.AckReq
-		return
-	}
 	psn := r.ackUpTo(end.Add(-1))
 	answered := r.n > 0 && end.Less(r.at(r.n-1).end()) || // by the answer to a later READ
 		r.ack.pending && (!r.ack.syndrome.IsAck() || !r.ack.psn.Less(psn))

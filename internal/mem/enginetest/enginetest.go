@@ -39,6 +39,8 @@ type Engine struct {
 	slots []time.Time
 	bus   time.Time // until when bytes are moved
 	runs  bool      // the goroutine is there
+	held  bool
+	free  *sync.Cond // of mu: held ends
 
 	begun, most atomic.Int64
 }
@@ -53,6 +55,7 @@ type job struct {
 // New makes an engine.
 func New(cfg Config) *Engine {
 	e := &Engine{cfg: cfg}
+	e.free = sync.NewCond(&e.mu)
 	if cfg.Width > 0 {
 		e.slots = make([]time.Time, cfg.Width)
 	}
@@ -64,6 +67,21 @@ func (e *Engine) Begun() int64 { return e.begun.Load() }
 
 // Most returns how many were under way at a time, at most.
 func (e *Engine) Most() int64 { return e.most.Load() }
+
+// Hold keeps the engine from doing operations until Release; one that it is at is done.
+func (e *Engine) Hold() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.held = true
+}
+
+// Release ends Hold.
+func (e *Engine) Release() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.held = false
+	e.free.Broadcast()
+}
 
 // Memory is memory of the device. The owner sees it in Bytes, under Lock.
 type Memory struct {
@@ -210,6 +228,11 @@ func (e *Engine) run() {
 				runtime.Gosched()
 			}
 		}
+		e.mu.Lock()
+		for e.held {
+			e.free.Wait()
+		}
+		e.mu.Unlock()
 		kind := j.do()
 		e.mu.Lock()
 		e.queue[0] = job{}
