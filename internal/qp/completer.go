@@ -389,13 +389,13 @@ func (q *QP) Deadline() Time {
 // (IBA 10.3.1.7 and 10.3.1.6).
 func (q *QP) fail(status ib.WCStatus, vendor uint16, _ Time) {
 	q.stopped()
-	r := &q.req
-	r.failing = 0
-	if q.sq.head != q.sq.tail {
-		w := q.sq.at(q.sq.head)
-		q.sq.head++
-		q.completeFailed(w, status, vendor)
+	q.req.failing = 0
+	if q.reliable && q.moves.begun > 0 {
+		q.moves.status, q.moves.vendor = status, vendor
+		q.enterError()
+		return
 	}
+	q.failOldest(status, vendor)
 	if q.state == ib.QPErr { // the completion itself did not fit
 		return
 	}
@@ -405,6 +405,15 @@ func (q *QP) fail(status ib.WCStatus, vendor uint16, _ Time) {
 	}
 	q.state = ib.QPSQE
 	q.flushSend()
+}
+
+// failOldest completes the oldest request, which has failed.
+func (q *QP) failOldest(status ib.WCStatus, vendor uint16) {
+	if q.sq.head != q.sq.tail {
+		w := q.sq.at(q.sq.head)
+		q.sq.head++
+		q.completeFailed(w, status, vendor)
+	}
 }
 
 // stopped tells that requests are given up.
@@ -441,14 +450,19 @@ func (q *QP) completeFailed(w *wqe, status ib.WCStatus, vendor uint16) {
 	q.pushed(q.SendCQ.PushSend(&wc, q.sq.freed, q.sq.head))
 }
 
-// flushSend completes all requests as flushed.
-func (q *QP) flushSend() {
+// stopSending gives up what is under way.
+func (q *QP) stopSending() {
 	q.stopped()
 	q.giveBack(q.req.held)
 	q.req.timers.stop()
 	q.req.congestion.stop()
 	q.req.rd = rdRing{}
 	q.req.failing, q.req.stalled, q.req.draining, q.req.fetching = 0, false, false, false
+}
+
+// flushSend completes all requests as flushed.
+func (q *QP) flushSend() {
+	q.stopSending()
 	for q.sq.head != q.sq.tail {
 		w := q.sq.at(q.sq.head)
 		q.sq.head++

@@ -170,7 +170,7 @@ func (q *QP) Room() int {
 // flushIfFailed flushes what was posted to a queue that does not send any more
 // (IBA 10.3.1.7: requests posted in the error states complete flushed).
 func (q *QP) flushIfFailed() {
-	if q.state == ib.QPErr || q.state == ib.QPSQE {
+	if (q.state == ib.QPErr || q.state == ib.QPSQE) && !q.moves.flushing {
 		q.flushSend()
 	}
 }

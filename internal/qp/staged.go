@@ -105,6 +105,20 @@ type moves struct {
 	n      int     // that are not over
 	bytes  int     // of payload that is kept for those
 	life   uint32  // how often all were forgotten
+	begun  int     // that the owner has and has not said to be over, of any life
+
+	// What the queue pair, which has failed, completes when those are over: until then
+	// engines may be at the memory.
+	flushing bool
+	status   ib.WCStatus // of the oldest request, if that is what has failed
+	vendor   uint16
+	taken    []takenReceive // by messages that waited for engines
+}
+
+// takenReceive is how a receive completes that a message had taken.
+type takenReceive struct {
+	wc ib.WC
+	cq *queue.CQ
 }
 
 // Full reports whether the queue pair can take no more requests for the time being: whoever
@@ -123,6 +137,7 @@ func (q *QP) NextMove() *Move {
 	if len(m.queue) == 0 {
 		return nil
 	}
+	m.begun++
 	next := m.pop()
 	for len(m.queue) > 0 && next.joins(m.queue[0]) {
 		next.joined = append(next.joined, m.pop())
@@ -356,7 +371,7 @@ func (q *QP) pushBack() {
 func (q *QP) completeBehind(m *Move, wc *ib.WC, solicited bool) {
 	r := &q.resp
 	if m == nil && len(r.moves) > 0 { // it must not overtake those before it
-		m = &Move{kind: moveRequest, life: q.moves.life, over: true, psn: r.epsn, cq: q.RecvCQ, before: responderState{msn: r.msn}}
+		m = &Move{kind: moveRequest, life: q.moves.life, over: true, ends: true, psn: r.epsn, cq: q.RecvCQ, before: responderState{msn: r.msn}}
 		r.moves = append(r.moves, m)
 	}
 	if m == nil {
@@ -379,6 +394,9 @@ func (q *QP) Moved(m *Move, now Time) (*train.Train, mem.Fault) {
 	}
 	if m.train != nil {
 		defer m.train.Free()
+	}
+	if q.moves.begun--; q.moves.begun == 0 && q.moves.flushing {
+		q.flush()
 	}
 	if m.life != q.moves.life {
 		return nil, mem.Fault{}
@@ -414,8 +432,9 @@ func (q *QP) finishRequests(now Time) (*train.Train, mem.Fault) {
 		switch {
 		case !m.fault.OK() && m.side == mem.Src:
 			return q.unreadMove(m)
+		case !m.fault.OK() && q.moveFailed(m):
+			continue
 		case !m.fault.OK():
-			q.moveFailed(m)
 			return nil, mem.Fault{}
 		}
 		if m.invalidate {
@@ -424,8 +443,7 @@ func (q *QP) finishRequests(now Time) (*train.Train, mem.Fault) {
 				return nil, mem.Fault{}
 			} else if !f.OK() {
 				m.fault = f
-				q.moveFailed(m)
-				return nil, mem.Fault{}
+				continue
 			}
 		}
 		if r.moves = r.moves[1:]; len(r.moves) == 0 {
@@ -506,46 +524,73 @@ func (ms *moves) drop(m *Move) {
 
 // moveFailed refuses a request that was accepted: its memory could not be accessed. The
 // receive that its message has taken tells of it, and those of later messages are flushed.
-func (q *QP) moveFailed(m *Move) {
+// UC only loses the message, unless the memory is its own: then it reports true, and what
+// comes behind goes on.
+func (q *QP) moveFailed(m *Move) (goesOn bool) {
 	r := &q.resp
 	why := accessError
-	if m.train != nil && m.train.Kind == wire.KindSend {
+	if m.train != nil && m.train.Kind == wire.KindSend && !m.invalidate {
 		why = receiveError
 	}
-	behind := r.moves
-	r.moves, r.partly = nil, false
-	q.moves.forgetKind(moveRequest)
-	status, vendor, told := why.status, vendorFault(m.fault), false
-	for _, b := range behind {
-		if b.completes {
-			q.pushed(b.cq.Push(&ib.WC{ID: b.wc.ID, Status: status, Op: ib.WCRecv, VendorErr: vendor, QPN: q.Number}, false))
-			status, vendor, told = ib.WCWRFlushErr, 0, true
+	goesOn = q.Type == ib.UC && why.nak != wire.NakRemoteOpError
+	own, told := true, false // of the message that has failed
+	var behind []*Move
+	for i, b := range r.moves {
+		switch {
+		case b.completes && own:
+			q.giveTaken(b.cq, b.wc.ID, why.status, vendorFault(m.fault))
+			told = true
+		case b.completes && !goesOn:
+			q.giveTaken(b.cq, b.wc.ID, ib.WCWRFlushErr, 0)
+		}
+		if own && b.ends {
+			own = false
+			behind = r.moves[i+1:]
 		}
 	}
-	switch {
-	case q.state == ib.QPErr: // a completion did not fit
-	case q.Type == ib.UD:
-		q.enterError()
-	case !told:
-		r.rollBack(q, m)
-		q.refuse(why, vendor)
-	case q.reliable:
-		r.rollBack(q, m)
+	if goesOn {
+		r.moves = behind
+		q.pushTaken()
 		q.Counters.add(why.count, 1)
-		q.nak(why.nak, m.psn)
-		q.enterErrorAnswering()
-	case why.nak == wire.NakRemoteOpError:
-		q.enterErrorAnswering()
-	default:
-		r.kind, r.skip = 0, true
+		q.Counters.add(CntDropMalformed, 1)
+		if own { // the rest of it is to come
+			r.kind, r.skip = 0, true
+		}
+		return true
 	}
-}
-
-// rollBack makes a request of a reliable connection the one that is expected.
-func (r *responder) rollBack(q *QP, m *Move) {
+	if own && r.have {
+		r.have, told = false, true
+		q.giveTaken(q.RecvCQ, r.taken.ID, why.status, vendorFault(m.fault))
+	}
+	r.moves, r.partly = nil, false
+	q.moves.forgetKind(moveRequest)
+	if q.Type == ib.UD {
+		q.enterError()
+		return false
+	}
+	q.Counters.add(why.count, 1)
 	if q.reliable {
 		r.drop(m.psn)
 		r.epsn = m.psn
+		q.nak(why.nak, m.psn)
+	}
+	if !told {
+		q.Event(why.event)
+	}
+	q.enterErrorAnswering()
+	return false
+}
+
+// giveTaken has a receive complete that a message had taken, with an error.
+func (q *QP) giveTaken(cq *queue.CQ, id uint64, status ib.WCStatus, vendor uint16) {
+	q.moves.taken = append(q.moves.taken, takenReceive{ib.WC{ID: id, Status: status, Op: ib.WCRecv, VendorErr: vendor, QPN: q.Number}, cq})
+}
+
+func (q *QP) pushTaken() {
+	taken := q.moves.taken
+	q.moves.taken = nil
+	for i := range taken {
+		q.pushed(taken[i].cq.Push(&taken[i].wc, false))
 	}
 }
 
@@ -581,9 +626,31 @@ func (q *QP) keepInOrder(t *train.Train) mem.Fault {
 	return mem.Fault{}
 }
 
+// flush completes all that the queue pair has, which has failed, when no engine is at the
+// memory of it any more: requests first (IBA 10.3.1.7).
+func (q *QP) flush() {
+	m := &q.moves
+	if m.flushing = m.begun > 0; m.flushing {
+		q.stopSending()
+		return
+	}
+	if status := m.status; status != 0 {
+		m.status = 0
+		q.failOldest(status, m.vendor)
+	}
+	q.flushSend()
+	q.pushTaken()
+	q.flushReceive()
+}
+
 // forgetMoves forgets all moves: the queue pair is reset, or has failed. Those that were
-// begun end by themselves.
+// begun end by themselves. The receives that their messages had taken are to be flushed.
 func (q *QP) forgetMoves() {
+	for _, m := range q.resp.moves {
+		if m.completes {
+			q.giveTaken(m.cq, m.wc.ID, ib.WCWRFlushErr, 0)
+		}
+	}
 	q.resp.moves, q.resp.partly = nil, false
 	q.req.landing = landing{}
 	for _, m := range q.moves.queue {

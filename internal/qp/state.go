@@ -298,13 +298,12 @@ func (q *QP) enterErrorAnswering() {
 	q.state = ib.QPErr
 	q.forgetHeld()
 	q.forgetMoves()
-	q.flushSend()
-	q.flushReceive()
+	q.flush()
 }
 
 // FlushReceive flushes what was posted to the receive queue in the error state.
 func (q *QP) FlushReceive() {
-	if q.state == ib.QPErr {
+	if q.state == ib.QPErr && !q.moves.flushing {
 		q.flushReceive()
 	}
 }
@@ -350,6 +349,7 @@ func (q *QP) reset() {
 	sges := q.resp.taken.SGEs
 	q.forgetHeld()
 	q.forgetMoves()
+	q.moves.taken, q.moves.flushing, q.moves.status = nil, false, 0
 	q.req, q.resp, q.slow = requester{}, responder{}, slowWork{}
 	q.mine.memo, q.named.memo = mem.Memo{}, mem.Memo{}
 	q.resets++
