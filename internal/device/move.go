@@ -32,33 +32,43 @@ func (d *Device) moveLocked(q *QP) {
 	}
 }
 
+// underWay is a move that was begun, and what tells that its queue pair has given it up.
+type underWay struct {
+	*qp.Move
+	gaveUp <-chan struct{}
+}
+
 // move does moves while there are some.
 func (d *Device) move(q *QP) {
-	var under []*qp.Move // oldest first
+	var under []underWay // oldest first
 	for {
 		begun := len(under)
 		q.lockSoon()
+		gaveUp := q.gaveUpLocked()
 		for len(under) < moveDepth {
 			m := q.core.NextMove()
 			if m == nil {
 				break
 			}
-			under = append(under, m)
+			under = append(under, underWay{m, gaveUp})
 		}
 		if len(under) == 0 {
 			q.mover = false
+			if q.moverGone != nil {
+				close(q.moverGone)
+				q.moverGone = nil
+			}
 			q.mu.Unlock()
 			return
 		}
-		gaveUp := q.gaveUpLocked()
 		q.mu.Unlock()
 		for _, m := range under[begun:] {
-			d.reach(m, gaveUp, m.Begin)
+			d.reach(m, m.Begin)
 		}
 		n := 0
 		for n == 0 || n < len(under) && under[n].Over() {
 			m := under[n]
-			d.reach(m, gaveUp, func() mem.Fault { return m.Wait(q.core.Stream()) })
+			d.reach(m, func() mem.Fault { return m.Wait(q.core.Stream()) })
 			n++
 		}
 		d.moved(q, under[:n])
@@ -80,6 +90,22 @@ func (q *QP) lockSoon() {
 
 const moverTries = 16
 
+// awaitMoves waits until no engine is at the memory of the queue pair, which has been reset:
+// its program may use that for something else.
+func (q *QP) awaitMoves() {
+	q.mu.Lock()
+	if !q.mover {
+		q.mu.Unlock()
+		return
+	}
+	if q.moverGone == nil {
+		q.moverGone = make(chan struct{})
+	}
+	gone := q.moverGone
+	q.mu.Unlock()
+	<-gone
+}
+
 // gaveUpLocked returns a channel that is closed when the queue pair gives its requests up.
 func (q *QP) gaveUpLocked() <-chan struct{} {
 	if q.gaveUp == nil {
@@ -90,7 +116,7 @@ func (q *QP) gaveUpLocked() <-chan struct{} {
 
 // reach does a step of a move, when the memory that it needs is there. It is given up if the
 // queue pair is, or the device closes.
-func (d *Device) reach(m *qp.Move, gaveUp <-chan struct{}, step func() mem.Fault) {
+func (d *Device) reach(m underWay, step func() mem.Fault) {
 	for {
 		f := step()
 		if f.OK() {
@@ -99,7 +125,7 @@ func (d *Device) reach(m *qp.Move, gaveUp <-chan struct{}, step func() mem.Fault
 		if c := f.Suspended(); c != nil {
 			select {
 			case <-c:
-			case <-gaveUp:
+			case <-m.gaveUp:
 				m.GiveUp()
 			case <-d.slow.closing:
 				m.GiveUp()
@@ -107,7 +133,7 @@ func (d *Device) reach(m *qp.Move, gaveUp <-chan struct{}, step func() mem.Fault
 			continue
 		}
 		select {
-		case <-gaveUp:
+		case <-m.gaveUp:
 			m.GiveUp()
 		default:
 			if left := f.Await(); left.Kind == mem.FaultPending {
@@ -118,14 +144,14 @@ func (d *Device) reach(m *qp.Move, gaveUp <-chan struct{}, step func() mem.Fault
 }
 
 // moved lets the queue pair go on after moves.
-func (d *Device) moved(q *QP, moves []*qp.Move) {
+func (d *Device) moved(q *QP, moves []underWay) {
 	now := d.now()
 	var unread *train.Train
 	var why mem.Fault
 	q.lockSoon()
 	wasFull := q.full.Load()
 	for _, m := range moves {
-		if t, f := q.core.Moved(m, now); t != nil {
+		if t, f := q.core.Moved(m.Move, now); t != nil {
 			unread, why = t, f
 		}
 	}

@@ -60,9 +60,10 @@ type QP struct {
 	grants []*grant // guarded by mu: how the peer accesses our memory by itself
 	barred int      // guarded by mu: how many calls keep new ones from being given
 
-	mover  bool          // guarded by mu: somebody moves bytes by engines (move.go)
-	full   atomic.Bool   // it can take no more by the loop link, until its mover says so
-	gaveUp chan struct{} // guarded by mu: closed when requests are given up; nil while nobody waits for it
+	mover     bool          // guarded by mu: somebody moves bytes by engines (move.go)
+	moverGone chan struct{} // guarded by mu: closed when the mover ends; nil while nobody waits for it
+	full      atomic.Bool   // it can take no more by the loop link, until its mover says so
+	gaveUp    chan struct{} // guarded by mu: closed when requests are given up; nil while nobody waits for it
 
 	posted   bool // guarded by mu: since the last message came
 	answered int  // guarded by mu: how many messages in a row were followed by a post, up to conversation
@@ -358,10 +359,14 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 	if !q.sendsLocked() || path != nil {
 		q.core.Shortcut = nil
 	}
-	if err == nil && q.core.State() == ib.QPReset {
+	reset := err == nil && q.core.State() == ib.QPReset
+	if reset {
 		q.eachCQ(func(c *CQ) { c.Remove(q.number) })
 	}
 	q.mu.Unlock()
+	if reset {
+		q.awaitMoves()
+	}
 	if err == nil {
 		d.transmit(q, d.now())
 		d.runWaiting(q.peer.Load(), d.now())
@@ -398,6 +403,8 @@ func (q *QP) Close() error {
 		q.mu.Unlock()
 		q.detachAll()
 		q.takeToken()
+		q.awaitMoves()
+		q.core.Stream().Close()
 		if q.core.Bound {
 			d.table.ReleaseQP(q.number)
 		}

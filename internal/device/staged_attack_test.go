@@ -11,6 +11,7 @@ import (
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem/enginetest"
+	"github.com/verbena-rdma/verbena/internal/qp"
 )
 
 // heldEngine is an engine that stands still, until the test ends at the latest.
@@ -107,4 +108,97 @@ func TestStagedAcknowledgedBehindBytes(t *testing.T) {
 			})
 		}
 	})
+}
+
+// A queue pair that fails while messages wait for an engine completes each of their receives
+// once, flushed.
+func TestStagedReceivesFlushed(t *testing.T) {
+	onStagedWays(t, func(t *testing.T, way string) {
+		g := heldEngine()
+		a, b := stagedPair(t, way, ib.RC, g, "b")
+		for i := range 8 {
+			b.recv(ib.RecvWR{ID: uint64(i), SGL: b.sge(i*4096, 4096)})
+		}
+		for i := range 5 {
+			a.post(ib.SendWR{ID: uint64(i), Op: ib.OpSend, SGL: a.sge(i*4096, 1000)})
+		}
+		eventually(t, "all have come", func() bool { return b.counted()[qp.CntRxPackets] >= 5 })
+		waitBegun(t, g, 1)
+		b.modify(ib.QPAttr{State: ib.QPErr}, 0)
+		g.Release()
+		for i := range 8 {
+			if wc := b.status(ib.WCWRFlushErr); wc.ID != uint64(i) {
+				t.Errorf("receive %d, want %d", wc.ID, i)
+			}
+		}
+		b.silent("all are flushed")
+	})
+}
+
+// Bytes of a queue pair that has failed do not arrive in a buffer that its program was given
+// back.
+func TestStagedFlushedBehindBytes(t *testing.T) {
+	onStagedWays(t, func(t *testing.T, way string) {
+		g := heldEngine()
+		a, b := stagedPair(t, way, ib.RC, g, "b")
+		b.recv(ib.RecvWR{ID: 1, SGL: b.sge(0, 4096)})
+		b.recv(ib.RecvWR{ID: 2, SGL: b.sge(4096, 4096)})
+		a.post(ib.SendWR{ID: 1, Op: ib.OpSend, SGL: a.sge(0, 1000)})
+		waitBegun(t, g, 1)
+		b.modify(ib.QPAttr{State: ib.QPErr}, 0)
+		b.silent("an engine is at its receive")
+		g.Release()
+		b.status(ib.WCWRFlushErr)
+		b.status(ib.WCWRFlushErr)
+	})
+}
+
+// A queue pair that is reset or closed leaves memory alone when the call has returned.
+func TestStagedEndsBehindBytes(t *testing.T) {
+	onStagedWays(t, func(t *testing.T, way string) {
+		for _, how := range []string{"reset", "close"} {
+			t.Run(how, func(t *testing.T) {
+				g := heldEngine()
+				a, b := stagedPair(t, way, ib.RC, g, "b")
+				for i := range 20 {
+					a.post(a.write(b, i*4096, 4096))
+				}
+				waitBegun(t, g, 1)
+				done := make(chan struct{})
+				go func() {
+					defer close(done)
+					if how == "close" {
+						closeAll(t, b.qp)
+					} else {
+						b.modify(ib.QPAttr{State: ib.QPReset}, 0)
+					}
+				}()
+				select {
+				case <-done:
+					t.Error("an engine is at its memory")
+				case <-time.After(20 * time.Millisecond):
+				}
+				g.Release()
+				<-done
+			})
+		}
+	})
+}
+
+// Reset does not wait for memory that is suspended: nothing is moved there any more.
+func TestStagedResetSuspended(t *testing.T) {
+	g := heldEngine()
+	a, b := stagedPair(t, "loop", ib.RC, g, "a") // what is loaded goes to the host's memory
+	a.post(a.write(b, 0, 4096))
+	waitBegun(t, g, 1)
+	r := b.mr.(*MR).region
+	if !r.Suspend() {
+		t.Fatal("not suspended")
+	}
+	defer r.Resume()
+	go func() {
+		time.Sleep(5 * time.Millisecond)
+		g.Release()
+	}()
+	b.modify(ib.QPAttr{State: ib.QPReset}, 0)
 }
