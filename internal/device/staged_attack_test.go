@@ -10,7 +10,9 @@ import (
 	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/mem/enginetest"
+	"github.com/verbena-rdma/verbena/internal/provider"
 	"github.com/verbena-rdma/verbena/internal/qp"
 )
 
@@ -201,4 +203,104 @@ func TestStagedResetSuspended(t *testing.T) {
 		g.Release()
 	}()
 	b.modify(ib.QPAttr{State: ib.QPReset}, 0)
+}
+
+// memory returns the memory of an end that is on an engine.
+func (e *end) memory() *enginetest.Memory { return e.mr.(*MR).region.Backing().(*enginetest.Memory) }
+
+// registerAgain registers the memory of an end, which is on an engine, with other rights.
+func (e *end) registerAgain(access ib.Access) {
+	e.t.Helper()
+	m := e.memory()
+	closeAll(e.t, e.mr)
+	e.mr = must[provider.MR](e.t)(e.pd.(*PD).registerWith(memoryAt(0, 0, 0x7000_0000), access, func() (mem.Backing, error) { return m, nil }))
+}
+
+// An invalidation of memory that an engine is at waits for that, by whatever request, and
+// holds up nobody else; then it is done.
+func TestStagedInvalidateWaitsForNobody(t *testing.T) {
+	for _, way := range stagedWays {
+		for _, kind := range []string{"SEND_INV", "LOCAL_INV", "BIND"} {
+			for _, region := range []bool{false, true} {
+				if region && kind == "BIND" || way != "loop" && kind != "SEND_INV" && !fullMatrix() {
+					continue
+				}
+				t.Run(fmt.Sprintf("%s/%s/region %v", way, kind, region), func(t *testing.T) {
+					g := heldEngine()
+					a, b := stagedPair(t, way, ib.RC, g, "b")
+					c, d := connected(t, a.dev, b.dev, ib.RC, 4096, nil) // others
+					b.registerAgain(allRemote | ib.AccessMWBind | ib.AccessRemoteInvalidate)
+					typ := ib.MWType2
+					if kind == "BIND" {
+						typ = ib.MWType1 // the others cannot be bound again
+					}
+					w := b.window(typ)
+					key := b.bind(w, 0, 64<<10, ib.AccessRemoteWrite)
+					if region {
+						closeAll(t, w)
+						key = b.mr.RKey()
+					}
+					b.recv(ib.RecvWR{ID: 3, SGL: d.sge(0, 64)}) // of another domain: nothing comes there
+					wr := a.write(b, 0, 512) // one packet, or the rest might find the key dead
+					wr.RKey = key
+					a.post(wr)
+					waitBegun(t, g, 1)
+					switch kind {
+					case "SEND_INV":
+						a.post(ib.SendWR{ID: 2, Op: ib.OpSendInv, InvalidateKey: key})
+					case "LOCAL_INV":
+						b.post(ib.SendWR{ID: 2, Op: ib.OpLocalInv, InvalidateKey: key})
+					case "BIND":
+						must[uint32](t)(b.qp.BindMW(w, 2, ib.SendSignaled, b.onto(w, 0, 4096, ib.AccessRemoteWrite)))
+					}
+					b.silent("an engine is at the memory")
+					must[ib.QPAttr](t)(b.qp.Query())
+					goesOn(t, c, d)
+					g.Release()
+					a.ok()
+					if kind == "SEND_INV" {
+						a.ok()
+					}
+					b.ok()
+					wr.ID = 9
+					a.post(wr)
+					a.status(ib.WCRemAccessErr)
+				})
+			}
+		}
+	}
+}
+
+// A SEND that invalidates what another queue pair's engine is at completes when that is over.
+func TestStagedSendInvalidates(t *testing.T) {
+	onStagedWays(t, func(t *testing.T, way string) {
+		if way == "rings" {
+			return // a queue pair is not connected with itself there
+		}
+		g, h := heldEngine(), enginetest.New(enginetest.Config{})
+		a, b := stagedPair(t, way, ib.RC, h, "b") // its receives
+		b.registerAgain(allRemote | ib.AccessRemoteInvalidate)
+		m := g.Alloc(4096)
+		mr := must[provider.MR](t)(b.pd.(*PD).registerWith(memoryAt(0, 0, 0x100_0000), allRemote|ib.AccessRemoteInvalidate, func() (mem.Backing, error) { return m, nil }))
+		t.Cleanup(m.Free)
+		t.Cleanup(func() { closeAll(t, mr) })
+		t.Cleanup(g.Release)
+		c := b.beside() // works on what is invalidated
+		c.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: c.sge(0, 64), RemoteAddr: mr.Addr(), RKey: mr.RKey()})
+		waitBegun(t, g, 1)
+		b.recv(ib.RecvWR{ID: 1, SGL: b.sge(0, 4096)})
+		b.recv(ib.RecvWR{ID: 2, SGL: b.sge(4096, 4096)})
+		a.post(ib.SendWR{ID: 1, Op: ib.OpSendInv, SGL: a.sge(0, 4096), InvalidateKey: mr.RKey()})
+		a.post(ib.SendWR{ID: 2, Op: ib.OpSend, SGL: a.sge(0, 4096)})
+		waitBegun(t, h, 1)
+		b.silent("its key is in use")
+		g.Release()
+		for id := range uint64(2) {
+			if wc := b.ok(); wc.ID != id+1 {
+				t.Errorf("%+v", wc)
+			}
+			a.ok()
+		}
+		c.ok()
+	})
 }

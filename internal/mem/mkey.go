@@ -123,8 +123,10 @@ func (t *Table) Configure(l *Layout, who Actor) Fault {
 	if kind := m.mayConfigureLocked(l, who); kind != FaultNone {
 		return Fault{Kind: kind, Key: l.Key}
 	}
-	free := m.Free()
-	if kind := m.suspendLocked(); kind != FaultNone {
+	free := r.backing == nil
+	if kind, left := m.suspendLocked(); left != nil {
+		return leaving(l.Key, left)
+	} else if kind != FaultNone {
 		return Fault{Kind: kind, Key: l.Key}
 	}
 	if free { // there is nothing to keep
@@ -332,28 +334,33 @@ func (l *layout) giveBack() {
 }
 
 // invalidateLocked is Invalidate for indirect keys. One that is free stays so.
-func (m *MKey) invalidateLocked(forPeer bool) FaultKind {
+func (m *MKey) invalidateLocked(forPeer bool) (FaultKind, <-chan struct{}) {
 	if forPeer && m.sheltered {
-		return FaultNotInvalidatable
+		return FaultNotInvalidatable, nil
 	}
-	kind := m.suspendLocked()
+	kind, left := m.suspendLocked()
 	if kind == FaultNone {
 		m.forgetLocked()
 	}
-	return kind
+	return kind, left
 }
 
-// suspendLocked makes the key useless and waits for those who use it.
-func (m *MKey) suspendLocked() FaultKind {
+// suspendLocked makes the key useless and waits for those who use it; but not for engines
+// (Region.invalidateLocked).
+func (m *MKey) suspendLocked() (FaultKind, <-chan struct{}) {
 	r := &m.r
 	if !r.bound.CompareAndSwap(0, taken) {
-		return FaultNotInvalidatable // another key stands on it
+		return FaultNotInvalidatable, nil // another key stands on it
 	}
-	if r.state.Load()&stateInvalidated == 0 {
+	defer r.giveLocked()
+	if r.byEngine {
+		if left := r.invalidateLocked(); left != nil {
+			return FaultPending, left
+		}
+	} else if r.state.Load()&stateInvalidated == 0 {
 		r.killLocked(stateInvalidated)
 	}
-	r.giveLocked()
-	return FaultNone
+	return FaultNone, nil
 }
 
 // forgetLocked gives back what a key stands on that nobody can use.

@@ -76,6 +76,7 @@ type Region struct {
 	mu      sync.Mutex                    // serialises those who change state's bits; held while other processes are waited for
 	suspend *suspension                   // nil until the region is first suspended
 	wake    atomic.Pointer[chan struct{}] // set while somebody sleeps until the count is zero
+	left    atomic.Pointer[chan struct{}] // closed when the count is zero (lastLeaves); nil while nobody waits for it
 }
 
 const (
@@ -299,6 +300,9 @@ func (r *Region) wakeKiller() {
 		default: // it has been told already and will look at the count
 		}
 	}
+	if r.left.Load() != nil {
+		r.tellLeft()
+	}
 }
 
 // spinsBeforeSleep is how often a killer gives way before it sleeps: sections
@@ -313,25 +317,9 @@ const spinsBeforeSleep = 32
 // count at zero, or the section that takes it to zero comes after that and sees
 // the channel (and the bit, which was set before).
 func (r *Region) killLocked(bit uint64) (left <-chan struct{}) {
-	open := r.state.Or(bit)&stateCount != 0
-	if bit != stateSuspended {
-		r.wakeWaiters()
-	}
-	switch t := r.table; {
-	case r.window != nil: // requests never send from a window
-	case bit == stateInvalidated && r.mkey == nil && t.invalidated != nil:
-		left = t.invalidated(r)
-	case t.killed != nil:
-		t.killed(r, bit != stateSuspended)
-	}
-	if !open {
+	open, left := r.shutLocked(bit)
+	if !open || !r.inside() {
 		return left
-	}
-	for range spinsBeforeSleep {
-		if r.state.Load()&stateCount == 0 {
-			return left
-		}
-		runtime.Gosched()
 	}
 	wake := make(chan struct{}, 1)
 	r.wake.Store(&wake)
@@ -342,12 +330,82 @@ func (r *Region) killLocked(bit uint64) (left <-chan struct{}) {
 	return left
 }
 
+// invalidateLocked is killLocked on behalf of a request: it does not wait for engines. If
+// some are inside it returns a channel that is closed when they are not.
+func (r *Region) invalidateLocked() (left <-chan struct{}) {
+	if !r.byEngine {
+		return r.killLocked(stateInvalidated)
+	}
+	if r.state.Load()&stateInvalidated == 0 {
+		r.shutLocked(stateInvalidated)
+	}
+	return r.lastLeaves()
+}
+
+// shutLocked keeps new sections out, and reports whether there are open ones.
+func (r *Region) shutLocked(bit uint64) (open bool, left <-chan struct{}) {
+	open = r.state.Or(bit)&stateCount != 0
+	if bit != stateSuspended {
+		r.wakeWaiters()
+	}
+	switch t := r.table; {
+	case r.window != nil: // requests never send from a window
+	case bit == stateInvalidated && r.mkey == nil && t.invalidated != nil:
+		left = t.invalidated(r)
+	case t.killed != nil:
+		t.killed(r, bit != stateSuspended)
+	}
+	return open, left
+}
+
+// inside reports whether sections are open, after it has given way to them for a moment.
+func (r *Region) inside() bool {
+	for range spinsBeforeSleep {
+		if r.state.Load()&stateCount == 0 {
+			return false
+		}
+		runtime.Gosched()
+	}
+	return true
+}
+
+// lastLeaves returns a channel that is closed when no section is open, of a region that is
+// shut; nil if none is.
+func (r *Region) lastLeaves() <-chan struct{} {
+	if !r.inside() {
+		return nil
+	}
+	c := r.left.Load()
+	for c == nil {
+		made := make(chan struct{})
+		if r.left.CompareAndSwap(nil, &made) {
+			c = &made
+		} else {
+			c = r.left.Load()
+		}
+	}
+	if r.state.Load()&stateCount == 0 {
+		r.tellLeft() // perhaps the last one has not seen it
+	}
+	return *c
+}
+
+func (r *Region) tellLeft() {
+	if c := r.left.Swap(nil); c != nil {
+		close(*c)
+	}
+}
+
 // invalidate kills the key on behalf of a peer, or of the program.
 func (r *Region) invalidate(key uint32, who Actor, forPeer bool) (kind FaultKind, left <-chan struct{}) {
 	for !r.mu.TryLock() {
 		// Whoever has the lock may be waiting for another process. The caller must not.
 		if s := r.state.Load(); s&(stateDead|stateRevoked|statePaused) != 0 {
 			return whyShut(s), nil
+		} else if s&stateSuspended != 0 { // or for an engine
+			if left = r.lastLeaves(); left != nil {
+				return FaultPending, left
+			}
 		}
 		runtime.Gosched()
 	}
@@ -360,13 +418,13 @@ func (r *Region) invalidate(key uint32, who Actor, forPeer bool) (kind FaultKind
 	case r.pd != who.PD:
 		return FaultDomain, nil
 	case r.window != nil:
-		return r.window.invalidateLocked(who), nil
+		return r.window.invalidateLocked(who)
 	case r.mkey != nil:
-		return r.mkey.invalidateLocked(forPeer), nil
+		return r.mkey.invalidateLocked(forPeer)
 	case !r.invalidatable || !r.bound.CompareAndSwap(0, taken):
 		return FaultNotInvalidatable, nil
 	}
-	left = r.killLocked(stateInvalidated)
+	left = r.invalidateLocked()
 	r.giveLocked()
 	if left != nil {
 		return FaultPending, left

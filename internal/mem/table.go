@@ -221,11 +221,16 @@ func (t *Table) invalidate(key uint32, who Actor, forPeer bool) Fault {
 		return Fault{Kind: FaultKey, Key: key}
 	}
 	kind, left := r.invalidate(key, who, forPeer)
-	f := Fault{Kind: kind, Key: key}
 	if left != nil {
-		f.wanted = &wanted{left: left, brief: true}
+		return leaving(key, left)
 	}
-	return f.orNone()
+	return Fault{Kind: kind, Key: key}.orNone()
+}
+
+// leaving is the fault of an invalidation that has to wait until others have left the memory,
+// which a channel tells.
+func leaving(key uint32, left <-chan struct{}) Fault {
+	return Fault{Kind: FaultPending, Key: key, wanted: &wanted{left: left, brief: true}}
 }
 
 // Moved returns how many bytes have been copied from memory of one kind to

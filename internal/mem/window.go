@@ -124,7 +124,12 @@ func (t *Table) Bind(b *ib.MWBind, verb bool, who Actor) Fault {
 			return Fault{Kind: kind, Key: b.LKey, Extent: Extent{b.Addr, b.Length}}
 		}
 	}
-	w.freeLocked()
+	if left := w.freeLocked(); left != nil {
+		if parent != nil {
+			parent.bound.Add(-1)
+		}
+		return leaving(b.MW, left)
+	}
 	r.key.Store(r.Key()&^(1<<tagBits-1) | b.RKey&(1<<tagBits-1))
 	if parent == nil {
 		return Fault{}
@@ -227,26 +232,44 @@ func (w *Window) enterParent(acc ib.Access, who Actor, shut uint64) (parent *Reg
 
 // invalidateLocked is Invalidate for windows: those of type 2, by the queue pair
 // that they answer to. One that is free stays so.
-func (w *Window) invalidateLocked(who Actor) FaultKind {
+func (w *Window) invalidateLocked(who Actor) (FaultKind, <-chan struct{}) {
 	switch {
 	case w.typ != ib.MWType2:
-		return FaultNotInvalidatable
+		return FaultNotInvalidatable, nil
 	case w.parent == nil:
-		return FaultNone
+		return FaultNone, nil
 	case w.qpn != who.QPN:
-		return FaultDomain
+		return FaultDomain, nil
 	}
-	w.freeLocked()
-	return FaultNone
+	if left := w.freeLocked(); left != nil {
+		return FaultPending, left
+	}
+	return FaultNone, nil
 }
 
 // freeLocked makes the key useless, waits for those who use it, and lets go of
-// the region.
-func (w *Window) freeLocked() {
+// the region. It does not wait for engines: if some use it, it returns a channel that is
+// closed when they do not, and is to be called again then.
+func (w *Window) freeLocked() (left <-chan struct{}) {
 	if w.parent == nil {
-		return
+		return nil
 	}
-	w.r.killLocked(stateInvalidated)
+	if left = w.r.invalidateLocked(); left != nil {
+		return left
+	}
+	w.letGoLocked()
+	return nil
+}
+
+// takeBackLocked is freeLocked for those who may wait.
+func (w *Window) takeBackLocked() {
+	if w.parent != nil {
+		w.r.killLocked(stateInvalidated)
+		w.letGoLocked()
+	}
+}
+
+func (w *Window) letGoLocked() {
 	w.parent.bound.Add(-1)
 	w.parent, w.qpn = nil, 0
 	w.r.backing = nil
@@ -260,7 +283,7 @@ func (w *Window) Close() error {
 	if w.r.state.Load()&stateDead != 0 {
 		return nil
 	}
-	w.freeLocked()
+	w.takeBackLocked()
 	w.r.killLocked(stateDead)
 	w.r.remove()
 	return nil
@@ -276,7 +299,7 @@ func (t *Table) ReleaseQP(qpn uint32) {
 		}
 		r.mu.Lock()
 		if w.qpn == qpn {
-			w.freeLocked()
+			w.takeBackLocked()
 		}
 		r.mu.Unlock()
 	}

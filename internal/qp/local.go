@@ -124,7 +124,7 @@ func (q *QP) passLocal(now Time) bool {
 		return false
 	}
 	f := q.execute(w)
-	if f.Kind == mem.FaultPending { // another process is still at memory that is invalidated
+	if f.Kind == mem.FaultPending { // another process, or an engine, is still at memory that is invalidated
 		q.standStill(f, nil)
 		return false
 	}
@@ -154,7 +154,11 @@ func (q *QP) execute(w *wqe) mem.Fault {
 	case ib.OpConfigureMKey:
 		q.layout = mem.Layout{Key: w.imm, Access: ib.Access(w.swap & math.MaxUint32), Update: ib.MKeyUpdate(w.swap >> 32),
 			Addr: w.remote, Repeat: w.compareAdd, Pieces: q.sq.pieces.take(w.remoteLen)}
-		return q.Table.Configure(&q.layout, q.Actor())
+		f := q.Table.Configure(&q.layout, q.Actor())
+		if f.Kind == mem.FaultPending { // it comes again
+			q.sq.pieces.head -= int(w.remoteLen)
+		}
+		return f
 	}
 	q.Bound = q.Bound || !w.verb
 	b := w.bind()

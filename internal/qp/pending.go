@@ -116,6 +116,7 @@ func (q *QP) Finished(w *Work, now Time) {
 	case LaneSend:
 		q.req.goOn(now)
 	case LaneReceive:
+		q.finishRequests(now) // one that invalidates may have waited; its payload has been read
 		q.letGo()
 	}
 }
