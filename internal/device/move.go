@@ -41,8 +41,8 @@ type underWay struct {
 // move does moves while there are some.
 func (d *Device) move(q *QP) {
 	var under []underWay // oldest first
+	begun := 0           // how many of them
 	for {
-		begun := len(under)
 		q.lockSoon()
 		gaveUp := q.gaveUpLocked()
 		for len(under) < moveDepth {
@@ -62,18 +62,29 @@ func (d *Device) move(q *QP) {
 			return
 		}
 		q.mu.Unlock()
-		for _, m := range under[begun:] {
-			d.reach(m, m.Begin)
+		for ; begun < len(under) && (begun == 0 || !under[begun-1].Failed()); begun++ { // nothing is begun behind one that has failed
+			d.begin(under[begun])
 		}
 		n := 0
-		for n == 0 || n < len(under) && under[n].Over() {
+		for n == 0 || n < begun && under[n].Over() {
 			m := under[n]
 			d.reach(m, func() mem.Fault { return m.Wait(q.core.Stream()) })
 			n++
 		}
 		d.moved(q, under[:n])
 		under = append(under[:0], under[n:]...)
+		begun -= n
 	}
+}
+
+// begin begins a move, unless the queue pair has given it up.
+func (d *Device) begin(m underWay) {
+	select {
+	case <-m.gaveUp:
+		m.GiveUp()
+	default:
+	}
+	d.reach(m, m.Begin)
 }
 
 // lockSoon locks the queue pair for its mover, who comes often, and mostly while somebody

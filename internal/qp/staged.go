@@ -219,6 +219,10 @@ func (m *Move) Wait(s *mem.Stream) mem.Fault {
 	return mem.Fault{}
 }
 
+// Failed reports whether the move is known to have failed: none is begun behind it, until the
+// queue pair has been told (Moved) and has decided about those.
+func (m *Move) Failed() bool { return !m.fault.OK() }
+
 // Over reports whether Wait would not wait.
 func (m *Move) Over() bool { return m.atomic == nil && m.transfer.Over() }
 
