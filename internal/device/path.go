@@ -86,8 +86,10 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 		return nil, nil, err
 	}
 	if p, loop := f.Link.(*loopPeer); loop {
+		// UC completes a request when it has left, and its memory is the program's again.
+		copied := q.Type() == ib.UC
 		seen := d.capture != nil || p.target.Load().dev.capture != nil // then packets are made, for which bytes are needed
-		return &qp.Path{Flow: f, Window: loopWindow, Lossless: true, ByReference: !seen}, nil, nil
+		return &qp.Path{Flow: f, Window: loopWindow, Lossless: true, ByReference: !seen && !copied}, nil, nil
 	}
 	if s, ok := d.link.(*link.Shared); ok && s.IsLocal(f) {
 		if err := s.Reach(f, dest); err != nil {
