@@ -4,7 +4,9 @@ package device
 // fail, queue pairs that end, and memory that is taken away, while bytes are on their way.
 
 import (
+	"bytes"
 	"fmt"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -14,6 +16,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/mem/enginetest"
 	"github.com/verbena-rdma/verbena/internal/provider"
 	"github.com/verbena-rdma/verbena/internal/qp"
+	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
 // heldEngine is an engine that stands still, until the test ends at the latest.
@@ -424,4 +428,74 @@ func TestStagedFlagBehindFailedData(t *testing.T) {
 			t.Error("the flag is there, and the data is not")
 		}
 	})
+}
+
+// arrive gives a request of a peer to the end's queue pair, as if it had come by its link.
+func (e *end) arrive(from *end, t train.Train) {
+	q := e.qp.(*QP)
+	t.Transport, t.From, t.To, t.N, t.Start, t.End, t.MTU = wire.RC, from.dev.addrs[0], e.dev.addrs[0], 1, true, true, 1024
+	now := e.dev.now()
+	q.receive(&t, now)
+	e.dev.answer(q, now)
+}
+
+// A peer that asks for a READ again and again, while its bytes are loaded, takes no more room
+// and no more time than one that asks once.
+func TestStagedReadAskedAgain(t *testing.T) {
+	for _, whole := range []bool{true, false} {
+		t.Run(fmt.Sprintf("whole %v", whole), func(t *testing.T) {
+			const n = 512 << 10
+			g := heldEngine()
+			a, b := stagedPair(t, "udp", ib.RC, g, "b")
+			fill(b.buf, 3)
+			a.post(a.read(b, 0, n))
+			waitBegun(t, g, 1)
+			var before, after runtime.MemStats
+			runtime.ReadMemStats(&before)
+			for i := range 1000 {
+				again := train.Train{Kind: wire.KindReadRequest, PSN: wire.MakePSN(a.psn), AckReq: true,
+					RETH: wire.RETH{VA: b.mr.Addr(), RKey: b.mr.RKey(), Len: n}}
+				if !whole { // a part of it, another one each time
+					again.RETH.Len -= uint32(1 + i)
+				}
+				b.arrive(a, again)
+			}
+			runtime.ReadMemStats(&after)
+			if grown := after.TotalAlloc - before.TotalAlloc; grown > 32<<20 {
+				t.Errorf("%d bytes", grown)
+			}
+			g.Release()
+			if wc := a.ok(); wc.ByteLen != n || !bytes.Equal(a.buf[:n], b.buf[:n]) {
+				t.Error("other bytes have come")
+			}
+		})
+	}
+}
+
+// What is loaded ahead of many short WRITEs does not count as what a peer has sent.
+func TestStagedLoadsDoNotPushBack(t *testing.T) {
+	g, h := heldEngine(), enginetest.New(enginetest.Config{})
+	x, y := openDevice(t, provider.Config{Link: linkUDP}), openDevice(t, provider.Config{Link: linkUDP})
+	a, b := connected(t, x, y, ib.RC, 4096, func(e *end) {
+		closeAll(t, e.qp)
+		e.qp = must[provider.QP](t)(e.pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: e.cq, RecvCQ: e.cq,
+			Cap: ib.QPCap{MaxSendWR: 1024, MaxRecvWR: 16, MaxSendSGE: 1, MaxRecvSGE: 1}}))
+	})
+	a.onEngine(g)
+	b.onEngine(h)
+	t.Cleanup(g.Release)
+	for range 500 {
+		a.post(a.write(b, 0, 64))
+	}
+	waitBegun(t, g, 1)
+	b.post(b.write(a, 128, 64))
+	eventually(t, "it has come", func() bool { return a.counted()[qp.CntRxPackets] > 0 })
+	if n := a.counted()[qp.CntFaultRNR]; n != 0 {
+		t.Errorf("pushed back %d times", n)
+	}
+	g.Release()
+	for range 500 {
+		a.ok()
+	}
+	b.ok()
 }

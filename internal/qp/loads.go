@@ -12,13 +12,19 @@ package qp
 // (AllLeft).
 
 import (
+	"slices"
+
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// maxLoads is how many bytes are loaded ahead, for requests and for answers.
-const maxLoads = 4 << 20
+// How much is loaded ahead, for requests and for answers: bytes, and of requests trains.
+const (
+	maxLoads = 4 << 20
+	maxAhead = 64
+)
 
 // load is the payload of a train.
 type load struct {
@@ -148,13 +154,14 @@ func (q *QP) loadPart(i uint32, packet int) *load {
 // loadAhead begins to load what follows, of the request and of those behind it.
 func (q *QP) loadAhead(k loadKey) {
 	r, per := &q.req, q.perLoad()
+	ahead := 0
 	for i, packet := k.of, k.packet+per; i != q.sq.tail; i, packet = i+1, 0 {
 		w := q.sq.at(i)
 		if i != k.of && !q.loadsAhead(i, w) {
 			return
 		}
 		for ; packet*q.mtu < int(w.len); packet += per {
-			if r.loads.bytes >= maxLoads {
+			if ahead++; ahead > maxAhead || r.loads.bytes >= maxLoads {
 				return
 			}
 			if r.loads.find(loadKey{i, packet}) == nil {
@@ -218,6 +225,10 @@ func (q *QP) loadAnswer(j *job) (b []byte, ok bool) {
 		}
 	}
 	l := r.loads.find(loadKey{j.serial, j.done})
+	if l == nil && r.loads.bytes >= maxLoads && r.loads.loading() { // for what is not answered any more
+		j.waiting, j.loading = true, true
+		return nil, false
+	}
 	if l == nil {
 		l = q.loadAnswerPart(j, j.done)
 	}
@@ -256,11 +267,30 @@ func (q *QP) loadAnswerPart(j *job, packet int) *load {
 	return q.startLoad(&q.resp.loads, loadKey{j.serial, packet}, &from, n)
 }
 
-// answerLoaded lets an answer go on that waited for its bytes.
-func (q *QP) answerLoaded(serial uint32) {
+// answerLoaded lets an answer go on that waited for its bytes, or for those of others.
+func (q *QP) answerLoaded() {
 	for i := range q.resp.n {
-		if j := q.resp.at(i); j.serial == serial && j.loading {
+		if j := q.resp.at(i); j.loading {
 			j.waiting, j.loading = false, false
 		}
 	}
+}
+
+// isLoading reports whether the bytes of a READ that the peer asks for again are being loaded.
+// Then they are its answer, and the peer is told to wait: to load them anew would take longer
+// each time, and more room.
+func (a *answers) isLoading(psn wire.PSN, h *wire.RETH, pd uint32) bool {
+	for i := range a.n {
+		if j := a.at(i); j.loading && j.psn == psn && j.done == 0 && !j.cont && !j.part && j.reth == *h && j.pd == pd {
+			j.tell = true
+			a.forget(j.end())
+			return true
+		}
+	}
+	return false
+}
+
+// loading reports whether bytes are being loaded.
+func (ls *loads) loading() bool {
+	return slices.ContainsFunc(ls.list, func(l *load) bool { return l.state == loading })
 }

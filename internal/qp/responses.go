@@ -191,6 +191,9 @@ func (q *QP) repeat(t *train.Train) {
 			q.nakAnswer(accessError, t.PSN)
 			return
 		}
+		if r.isLoading(t.PSN, &t.RETH, who.PD) {
+			return
+		}
 		r.answerAgain(job{again: true, psn: t.PSN, n: n, reth: t.RETH, pd: who.PD, msn: r.msn}, q.attr.MaxDestRDAtomic)
 	case wire.KindAtomicWrite:
 		r.answerAgain(job{again: true, psn: t.PSN, n: 1, msn: r.msn}, q.attr.MaxDestRDAtomic)

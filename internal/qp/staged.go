@@ -102,7 +102,7 @@ type atomicMove struct {
 type moves struct {
 	stream mem.Stream
 	queue  []*Move // have not been handed to the owner, oldest first
-	n      int     // that are not over
+	n      int     // that are not over, but for loads, which have bounds of their own
 	bytes  int     // of payload that is kept for those
 	life   uint32  // how often all were forgotten
 	begun  int     // that the owner has and has not said to be over, of any life
@@ -263,7 +263,9 @@ func (q *QP) stage(kind moveKind, t *train.Train, to *mem.List, last bool) (*Mov
 
 func (ms *moves) push(m *Move) {
 	ms.queue = append(ms.queue, m)
-	ms.n++
+	if m.kind != moveLoad {
+		ms.n++
+	}
 	ms.bytes += m.bytes
 }
 
@@ -419,7 +421,7 @@ func (q *QP) Moved(m *Move, now Time) (*train.Train, mem.Fault) {
 		}
 	case moveLoad:
 		m.load.over(m)
-		q.answerLoaded(m.load.key.of)
+		q.answerLoaded()
 	}
 	return nil, mem.Fault{}
 }
@@ -521,7 +523,9 @@ func (ms *moves) forgetKind(kind moveKind) {
 
 // drop takes a move out of the count.
 func (ms *moves) drop(m *Move) {
-	ms.n--
+	if m.kind != moveLoad {
+		ms.n--
+	}
 	ms.bytes -= m.bytes
 	m.life--
 }
