@@ -459,10 +459,15 @@ func (q *QP) finishRequests(now Time) (*train.Train, mem.Fault) {
 			r.partly = true
 		}
 		if a := m.atomic; a != nil { // the answer acknowledges
+			r.full(q.attr.MaxDestRDAtomic) // repetitions make room for it
+			behind := r.ack
 			if a.op == mem.Store {
 				r.answerRead(m.psn, 1, wire.RETH{}, a.who.PD, (m.before.msn+1)&(1<<24-1))
 			} else {
 				r.answerAtomic(m.psn, a.orig, (m.before.msn+1)&(1<<24-1))
+			}
+			if behind.pending && m.psn.Less(behind.psn) { // a NAK of what came meanwhile
+				r.ack = behind
 			}
 		}
 		if m.completes {
