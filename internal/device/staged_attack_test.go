@@ -5,7 +5,9 @@ package device
 
 import (
 	"bytes"
+	"encoding/binary"
 	"fmt"
+	"math/rand/v2"
 	"runtime"
 	"strings"
 	"testing"
@@ -498,4 +500,220 @@ func TestStagedLoadsDoNotPushBack(t *testing.T) {
 		a.ok()
 	}
 	b.ok()
+}
+
+// Whoever watches the memory sees the data of a message before the flag behind it, wherever
+// the two lie: on an engine or in the host's memory.
+func TestStagedOrderSeen(t *testing.T) {
+	onStagedWays(t, func(t *testing.T, way string) {
+		for _, where := range []string{"engine engine", "engine host", "host engine", "engine other"} {
+			t.Run(where, func(t *testing.T) {
+				const size = 64 << 10
+				g, h := enginetest.New(slowEngine), enginetest.New(slowEngine)
+				a, b := stagedPair(t, way, ib.RC, g, "")
+				place := func(name string, iova uint64) (*enginetest.Memory, *end) {
+					e := *b
+					switch name {
+					case "engine", "other":
+						m := map[string]*enginetest.Engine{"engine": g, "other": h}[name].Alloc(size)
+						e.mr = must[provider.MR](t)(b.pd.(*PD).registerWith(memoryAt(0, 0, iova), allRemote, func() (mem.Backing, error) { return m, nil }))
+						t.Cleanup(m.Free)
+						t.Cleanup(func() { closeAll(t, b.qp, e.mr) })
+						return m, &e
+					}
+					m := enginetest.New(enginetest.Config{}).Alloc(size)
+					e.mr = must[provider.MR](t)(b.pd.RegMR(m.Bytes, allRemote))
+					t.Cleanup(m.Free)
+					t.Cleanup(func() { closeAll(t, b.qp, e.mr) })
+					return m, &e
+				}
+				names := strings.Fields(where)
+				data, toData := place(names[0], 0x100_0000)
+				flag, toFlag := place(names[1], 0x200_0000)
+				stop, watched := make(chan struct{}), make(chan struct{})
+				go func() {
+					defer close(watched)
+					for {
+						select {
+						case <-stop:
+							return
+						default:
+						}
+						flag.Lock()
+						n := lookWord(flag.Bytes)
+						flag.Unlock()
+						data.Lock()
+						first, last := lookWord(data.Bytes), lookWord(data.Bytes[size-8:])
+						data.Unlock()
+						if first < n || last < n {
+							t.Errorf("the flag says %d, the data %d and %d", n, first, last)
+							return
+						}
+						time.Sleep(10 * time.Microsecond)
+					}
+				}()
+				a.pause = runtime.Gosched
+				for i := range uint64(lastingOps(9, 300)) {
+					binary.NativeEndian.PutUint64(a.buf, i+1)
+					binary.NativeEndian.PutUint64(a.buf[size-8:], i+1)
+					a.post(a.write(toData, 0, size))
+					wr := a.write(toFlag, 0, 8)
+					switch i % 3 {
+					case 1:
+						wr.Op = ib.OpAtomicWrite
+					case 2:
+						wr = ib.SendWR{Op: ib.OpAtomicFetchAdd, SGL: a.sge(size, 8), RemoteAddr: wr.RemoteAddr, RKey: wr.RKey, CompareAdd: 1}
+					}
+					a.post(wr)
+					a.ok()
+					a.ok()
+				}
+				close(stop)
+				<-watched
+			})
+		}
+	})
+}
+
+// lookWord looks at a word that an engine or a peer may be storing.
+//
+//go:norace
+func lookWord(b []byte) uint64 { return binary.NativeEndian.Uint64(b) }
+
+// Queue pairs fail, are reset and closed, memory is revoked, suspended and deregistered, and
+// engines fail, at random moments while messages of every kind are under way: each receive
+// and each request completes once at most, all of them unless the queue pair is reset or
+// closed, and nothing stays behind.
+func TestStagedEndsAtRandom(t *testing.T) {
+	seed := testSeed(t)
+	for i := range lastingOps(12, 300) {
+		way := stagedWays[i%3]
+		t.Run(fmt.Sprintf("%d/%s", i, way), func(t *testing.T) {
+			rng := rand.New(rand.NewPCG(seed, uint64(i)))
+			const n = 40
+			g := enginetest.New(slowEngine)
+			a, b := stagedPair(t, way, ib.RC, g, []string{"a", "b", "ab"}[rng.IntN(3)])
+			a.timeoutSoon()
+			for id := range uint64(n) {
+				b.recv(ib.RecvWR{ID: 1000 + id, SGL: b.sge(int(id)*8192, 8192)})
+			}
+			how := rng.IntN(6)
+			at := time.Duration(rng.IntN(600)) * time.Microsecond
+			ended := make(chan struct{})
+			victim := []*end{a, b}[rng.IntN(2)]
+			go func() {
+				defer close(ended)
+				time.Sleep(at)
+				switch how {
+				case 0:
+					victim.modify(ib.QPAttr{State: ib.QPErr}, 0)
+				case 1:
+					victim.modify(ib.QPAttr{State: ib.QPReset}, 0)
+				case 2:
+					closeAll(t, victim.qp)
+				case 3:
+					victim.mr.(*MR).region.Revoke()
+				case 4:
+					if m, ok := victim.mr.(*MR).region.Backing().(*enginetest.Memory); ok {
+						m.Fail(mem.FaultStorage)
+					} else {
+						victim.mr.(*MR).region.Revoke()
+					}
+				case 5:
+					if r := victim.mr.(*MR).region; r.Suspend() {
+						victim.modify(ib.QPAttr{State: ib.QPErr}, 0)
+						r.Resume()
+					}
+				}
+			}()
+			posted := 0
+			for id := range n {
+				wr := a.write(b, id*8192, 8*(1+rng.IntN(1024)))
+				wr.ID, wr.Flags = uint64(id), ib.SendSignaled
+				switch rng.IntN(5) {
+				case 0:
+					wr.Op, wr.RemoteAddr, wr.RKey = ib.OpSend, 0, 0
+				case 1:
+					wr.Op = ib.OpRDMAWriteImm
+				case 2:
+					wr.Op = ib.OpRDMARead
+				case 3:
+					wr.Op, wr.SGL = ib.OpAtomicFetchAdd, a.sge(id*8192, 8)
+				}
+				if _, err := a.qp.PostSend([]ib.SendWR{wr}); err != nil {
+					break // it was reset or closed
+				}
+				posted++
+			}
+			<-ended
+			seen := map[uint64]bool{}
+			sent, received := 0, 0
+			gone := how == 1 || how == 2
+			poll := func(e *end) {
+				var wcs [8]ib.WC
+				k := must[int](t)(e.cq.Poll(wcs[:]))
+				for _, wc := range wcs[:k] {
+					if seen[wc.ID] {
+						t.Errorf("%d has completed twice", wc.ID)
+					}
+					seen[wc.ID] = true
+					if wc.ID >= 1000 {
+						received++
+					} else {
+						sent++
+					}
+				}
+			}
+			for until := time.Now().Add(10 * time.Second); !(gone && victim == a) && sent < posted && time.Now().Before(until); time.Sleep(20 * time.Microsecond) {
+				poll(a)
+				poll(b)
+			}
+			if sent != posted && !(gone && victim == a) {
+				t.Errorf("%d of %d requests have completed", sent, posted)
+			}
+			if !(gone && victim == b) {
+				b.modify(ib.QPAttr{State: ib.QPErr}, 0)
+				for until := time.Now().Add(10 * time.Second); received < n && time.Now().Before(until); time.Sleep(20 * time.Microsecond) {
+					poll(b)
+				}
+				if received != n {
+					t.Errorf("%d of %d receives have completed", received, n)
+				}
+			}
+		})
+	}
+}
+
+// A UC queue pair loses the message whose memory is gone, and none of those that wait behind it.
+func TestStagedUCGoesOn(t *testing.T) {
+	onStagedWays(t, func(t *testing.T, way string) {
+		g := heldEngine()
+		a, b := stagedPair(t, way, ib.UC, g, "b")
+		m := g.Alloc(4096)
+		mr := must[provider.MR](t)(b.pd.(*PD).registerWith(memoryAt(0, 0, 0x100_0000), allRemote, func() (mem.Backing, error) { return m, nil }))
+		t.Cleanup(m.Free)
+		t.Cleanup(func() { closeAll(t, mr) })
+		t.Cleanup(g.Release)
+		b.recv(ib.RecvWR{ID: 1, SGL: b.sge(0, 4096)})
+		b.recv(ib.RecvWR{ID: 2, SGL: b.sge(4096, 4096)})
+		a.post(a.write(b, 8192, 64)) // the engine is at this
+		waitBegun(t, g, 1)
+		a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, 512), RemoteAddr: mr.Addr(), RKey: mr.RKey()})
+		a.post(ib.SendWR{Op: ib.OpSend, SGL: a.sge(0, 512)})
+		a.post(ib.SendWR{Op: ib.OpSend, SGL: a.sge(0, 4096)})
+		for range 4 {
+			a.ok()
+		}
+		eventually(t, "all have come", func() bool { return b.counted()[qp.CntRxPackets] >= 7 })
+		mr.(*MR).region.Revoke()
+		g.Release()
+		for id := range uint64(2) {
+			if wc := b.ok(); wc.ID != id+1 {
+				t.Errorf("%+v", wc)
+			}
+		}
+		if s := b.state(); s != ib.QPRTS {
+			t.Error(s)
+		}
+	})
 }
