@@ -717,3 +717,20 @@ func TestStagedUCGoesOn(t *testing.T) {
 		}
 	})
 }
+
+// A request that fails, behind one that is loaded to be sent again, waits for that.
+func TestStagedFailsBehindLoad(t *testing.T) {
+	g := heldEngine()
+	a, b := stagedPair(t, "loop", ib.RC, g, "a")
+	bad := a.write(b, 0, 64)
+	bad.ID, bad.SGL[0].LKey, bad.Flags = 2, bad.SGL[0].LKey^1, ib.SendSignaled
+	if _, err := a.qp.PostSend([]ib.SendWR{a.write(b, 0, 4096), bad}); err != nil {
+		t.Fatal(err)
+	}
+	waitBegun(t, g, 1)
+	a.silent("the first is not done")
+	g.Release()
+	if wc := a.status(ib.WCLocProtErr); wc.ID != 2 {
+		t.Errorf("%+v", wc)
+	}
+}

@@ -117,13 +117,15 @@ func (q *QP) pullRequest(t *train.Train, now Time) bool {
 	if w == nil {
 		return false
 	}
+	failing, failAt := r.failing, r.failAt
 	if !w.started && !q.begin(w, now) {
 		return r.failing != 0 && r.cur != r.failAt && q.pullRequest(t, now) // what askAgain left
 	}
 	n := q.makeRequest(t, w, now)
 	if n == 0 {
-		t.Reset()                                                           // an answer may go instead
-		return r.failing != 0 && r.cur != r.failAt && q.pullRequest(t, now) // what askAgain left
+		t.Reset() // an answer may go instead
+		failed := r.failing != 0 && (failing == 0 || r.failAt != failAt)
+		return failed && r.cur != r.failAt && q.pullRequest(t, now) // what askAgain left
 	}
 	if r.nxt != r.max {
 		t.Again, t.Bounce = true, true // its checksum may have failed for a change of the source
