@@ -308,7 +308,8 @@ func (q *QP) notSent(ts []*train.Train) {
 func (d *Device) hold(q *QP, b *batch, left []*train.Train, until qp.Time) {
 	q.held, q.heldLeft = b, left
 	q.stalled.Store(slices.ContainsFunc(left, (*train.Train).IsAnswer))
-	if datagram := left[0].Transport == wire.UD; datagram || d.freer == nil {
+	own := isOwn(left[0].Flow) // who takes those may not be able to tell
+	if datagram := left[0].Transport == wire.UD; datagram || d.freer == nil || own {
 		now := d.now()
 		q.mu.Lock()
 		if datagram && until == 0 {
@@ -317,7 +318,7 @@ func (d *Device) hold(q *QP, b *batch, left []*train.Train, until qp.Time) {
 		if datagram {
 			q.heldUntil = until
 		}
-		if d.freer == nil {
+		if d.freer == nil || own {
 			q.heldRetry = now + busyRetry
 		}
 		d.rearmLocked(q)
