@@ -65,7 +65,7 @@ func BenchmarkStaged(b *testing.B) {
 								e.onEngine(g)
 							}
 							i++
-							e.mtu = ib.MTU4096
+							e.mtu, e.rd = ib.MTU4096, 16
 						})
 						wr := near.write(far, 0, c.size)
 						wr.Op, wr.Flags = op, ib.SendSignaled

@@ -74,9 +74,8 @@ type Region struct {
 	bound atomic.Int32
 
 	mu      sync.Mutex                    // serialises those who change state's bits; held while other processes are waited for
-	suspend *suspension                   // nil until the region is first suspended
+	suspend *suspension                   // nil until the region is first suspended, or somebody waits for its sections
 	wake    atomic.Pointer[chan struct{}] // set while somebody sleeps until the count is zero
-	left    atomic.Pointer[chan struct{}] // closed when the count is zero (lastLeaves); nil while nobody waits for it
 }
 
 const (
@@ -300,9 +299,7 @@ func (r *Region) wakeKiller() {
 		default: // it has been told already and will look at the count
 		}
 	}
-	if r.left.Load() != nil {
-		r.tellLeft()
-	}
+	r.tellLeft()
 }
 
 // spinsBeforeSleep is how often a killer gives way before it sleeps: sections
@@ -375,24 +372,25 @@ func (r *Region) lastLeaves() <-chan struct{} {
 	if !r.inside() {
 		return nil
 	}
-	c := r.left.Load()
-	for c == nil {
-		made := make(chan struct{})
-		if r.left.CompareAndSwap(nil, &made) {
-			c = &made
-		} else {
-			c = r.left.Load()
-		}
+	waiters.Lock()
+	u := r.suspensionLocked()
+	if u.left == nil {
+		u.left = make(chan struct{})
 	}
+	c := u.left
+	waiters.Unlock()
 	if r.state.Load()&stateCount == 0 {
 		r.tellLeft() // perhaps the last one has not seen it
 	}
-	return *c
+	return c
 }
 
 func (r *Region) tellLeft() {
-	if c := r.left.Swap(nil); c != nil {
-		close(*c)
+	waiters.Lock()
+	defer waiters.Unlock()
+	if u := r.suspend; u != nil && u.left != nil {
+		close(u.left)
+		u.left = nil
 	}
 }
 

@@ -21,6 +21,7 @@ import "sync"
 // suspension is what a region has that was ever suspended.
 type suspension struct {
 	by       int           // how many have suspended it; guarded by the region's lock
+	left     chan struct{} // closed when no section is open any more (lastLeaves); nil until somebody waits; guarded by waiters
 	reopened chan struct{} // closed when it is suspended no more, or gone; nil until somebody waits; guarded by waiters
 }
 

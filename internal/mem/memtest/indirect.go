@@ -292,7 +292,9 @@ func (x *indirect) check(t *testing.T) {
 }
 
 // again configures the key as it was, after it was invalidated.
-func (e *env) again(r *region) mem.Fault { return e.table.Configure(&r.indirect.layout, self) }
+func (e *env) again(r *region) mem.Fault {
+	return insist(func() mem.Fault { return e.table.Configure(&r.indirect.layout, self) })
+}
 
 // testIndirectInvalidate checks who may invalidate an indirect key, what is left of
 // it, and that it can be configured again, not before.
@@ -324,7 +326,7 @@ func testIndirectBusy(t *testing.T, e *env) {
 			if busy != errors.Is(k.Close(), syscall.EBUSY) {
 				t.Fatalf("closing a key that another stands on: busy should be %v", busy)
 			}
-			if f := e.table.Invalidate(k.Key(), self); busy && f.Kind != mem.FaultNotInvalidatable {
+			if f := e.kill(k.Key(), self); busy && f.Kind != mem.FaultNotInvalidatable {
 				t.Fatalf("invalidating a key that another stands on: %v", f)
 			}
 		}
@@ -337,7 +339,7 @@ func testIndirectBusy(t *testing.T, e *env) {
 			if err := p.Rereg(cfg); !errors.Is(err, syscall.EBUSY) || !errors.As(err, &state) || state.State != ib.ReregOldValid {
 				t.Fatalf("registering again: %v", err)
 			}
-			if f := e.table.Invalidate(p.Key(), self); f.Kind != mem.FaultNotInvalidatable {
+			if f := e.kill(p.Key(), self); f.Kind != mem.FaultNotInvalidatable {
 				t.Fatalf("invalidating: %v", f)
 			}
 			if err := p.Region.Close(); !errors.Is(err, syscall.EBUSY) {
@@ -349,12 +351,12 @@ func testIndirectBusy(t *testing.T, e *env) {
 	if got := e.access(r.at(0, 8), 8, 0, self); got != mem.FaultNone {
 		t.Fatalf("access after that: %v", got)
 	}
-	if f := e.table.Invalidate(r.Key(), self); !f.OK() {
+	if f := e.kill(r.Key(), self); !f.OK() {
 		t.Fatal(f)
 	}
 	tryAll(false)
 	for _, p := range x.parts {
-		if f := e.table.Invalidate(p.Key(), self); !f.OK() {
+		if f := e.kill(p.Key(), self); !f.OK() {
 			t.Fatalf("a region that nobody stands on any more: %v", f)
 		}
 	}
@@ -368,7 +370,7 @@ func testIndirectBusy(t *testing.T, e *env) {
 func testIndirectRefused(t *testing.T, e *env) {
 	r := e.all(page)
 	x := r.indirect
-	if f := e.table.Invalidate(r.Key(), self); !f.OK() {
+	if f := e.kill(r.Key(), self); !f.OK() {
 		t.Fatal(f)
 	}
 	good := x.layout
@@ -420,7 +422,7 @@ func testIndirectRefused(t *testing.T, e *env) {
 func (e *env) nothingBorrowed(t *testing.T, x *indirect) {
 	t.Helper()
 	for _, k := range x.keys {
-		if f := e.table.Invalidate(k.Key(), self); !f.OK() {
+		if f := e.kill(k.Key(), self); !f.OK() {
 			t.Errorf("a key below: %v", f)
 		}
 	}
@@ -495,7 +497,7 @@ func testIndirectSheltered(t *testing.T, e *env) {
 	if f := e.table.Configure(&under, self); f.Kind != mem.FaultNotInvalidatable {
 		t.Errorf("changing a key that another stands on: %v", f)
 	}
-	if f := e.table.Invalidate(above.Key(), self); f.Kind != mem.FaultNotInvalidatable || above.Free() {
+	if f := e.kill(above.Key(), self); f.Kind != mem.FaultNotInvalidatable || above.Free() {
 		t.Errorf("a peer invalidates a sheltered key: %v", f)
 	}
 	if got := e.access(ib.SGE{Length: 8, LKey: above.Key()}, 8, 0, self); got != mem.FaultNone {
@@ -551,7 +553,7 @@ func testIndirectRace(t *testing.T, e *env) {
 		for opened.Load() < before+3 {
 			runtime.Gosched()
 		}
-		if f := e.table.Invalidate(r.Key(), self); !f.OK() {
+		if f := e.kill(r.Key(), self); !f.OK() {
 			t.Fatal(f)
 		}
 		epoch.Add(1)

@@ -433,6 +433,11 @@ func changeWord(t *mem.Table, who mem.Actor, key uint32, addr uint64, op mem.Ato
 	return mem.AtomicWaiting(t, who, key, addr, op, compare, swapAdd, &s)
 }
 
+// kill is Table.Invalidate, which does not wait for engines.
+func (e *env) kill(key uint32, who mem.Actor) mem.Fault {
+	return insist(func() mem.Fault { return e.table.Invalidate(key, who) })
+}
+
 // section opens a section on a piece, and on the leaf that it lies in. It returns what
 // closes them.
 func (e *env) section(sge ib.SGE, n uint64) (release func()) {

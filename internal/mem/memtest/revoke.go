@@ -25,7 +25,7 @@ func testCloseWaits(t *testing.T, e *env) {
 	}{
 		{"Close", func(r *region) { r.Close() }},
 		{"Invalidate", func(r *region) {
-			if f := e.table.Invalidate(r.Key(), self); !f.OK() {
+			if f := e.kill(r.Key(), self); !f.OK() {
 				t.Errorf("Invalidate: %v", f)
 			}
 		}},
@@ -80,7 +80,7 @@ func testCloseRevokes(t *testing.T, e *env) {
 func testInvalidateRevokes(t *testing.T, e *env) {
 	for round := range e.revocations() {
 		e.revoke(t, round, func(r *region) {
-			if f := e.table.Invalidate(r.Key(), self); !f.OK() {
+			if f := e.kill(r.Key(), self); !f.OK() {
 				t.Errorf("Invalidate: %v", f)
 			}
 		})
@@ -228,7 +228,7 @@ func (lasting) Close() error { return nil }
 // testInvalidate checks who may invalidate what, and what is left of it.
 func testInvalidate(t *testing.T, e *env) {
 	plain := e.all(page)
-	if f := e.table.Invalidate(plain.Key(), self); f.Kind != mem.FaultNotInvalidatable {
+	if f := e.kill(plain.Key(), self); f.Kind != mem.FaultNotInvalidatable {
 		t.Errorf("an ordinary region: %v", f)
 	}
 	if got := e.access(plain.at(0, 8), 8, 0, self); got != mem.FaultNone {
@@ -243,7 +243,7 @@ func testInvalidate(t *testing.T, e *env) {
 			t.Error("the key is gone before Close")
 		}
 		r.Close()
-		if f := e.table.Invalidate(r.Key(), self); f.Kind != mem.FaultKey {
+		if f := e.kill(r.Key(), self); f.Kind != mem.FaultKey {
 			t.Errorf("Invalidate after Close: %v", f)
 		}
 	}
@@ -264,7 +264,7 @@ func (e *env) invalidate(t *testing.T, r *region, before func()) {
 		{"once more", r.Key(), self, mem.FaultNone},
 	} {
 		before()
-		if f := e.table.Invalidate(c.key, c.who); f.Kind != c.want {
+		if f := e.kill(c.key, c.who); f.Kind != c.want {
 			t.Errorf("Invalidate, %s: %v", c.name, f)
 		}
 		want := mem.FaultNone

@@ -115,7 +115,7 @@ func (e *env) bind(r *region, access ib.Access, n uint64) mem.Fault {
 	if verb {
 		b.RKey = w.NextKey()
 	}
-	return e.table.Bind(&b, verb, self)
+	return insist(func() mem.Fault { return e.table.Bind(&b, verb, self) })
 }
 
 // Close closes a region of the suite, and what is behind it.
@@ -192,7 +192,7 @@ func (e *env) mustFree(r *region) {
 	if e.mk.Window == ib.MWType1 {
 		f = e.bind(r, 0, 0)
 	} else {
-		f = e.table.Invalidate(r.Key(), self)
+		f = e.kill(r.Key(), self)
 	}
 	if !f.OK() || r.Alive() {
 		e.t.Fatalf("%v, alive: %v", f, r.Alive())
@@ -215,7 +215,7 @@ func testWindowQP(t *testing.T, e *env) {
 		if want == mem.FaultNone {
 			return
 		}
-		if f := e.table.Invalidate(r.Key(), other); f.Kind != mem.FaultDomain {
+		if f := e.kill(r.Key(), other); f.Kind != mem.FaultDomain {
 			t.Errorf("Invalidate by another queue pair: %v", f)
 		}
 		e.table.ReleaseQP(other.QPN)
@@ -273,7 +273,7 @@ func testWindowBusy(t *testing.T, e *env) {
 func testWindowInvalidate(t *testing.T, e *env) {
 	r := e.all(page)
 	if e.mk.Window == ib.MWType1 {
-		if f := e.table.Invalidate(r.Key(), self); f.Kind != mem.FaultNotInvalidatable || !r.Alive() {
+		if f := e.kill(r.Key(), self); f.Kind != mem.FaultNotInvalidatable || !r.Alive() {
 			t.Errorf("a window of type 1: %v", f)
 		}
 		return
@@ -289,7 +289,7 @@ func testWindowInvalidate(t *testing.T, e *env) {
 		{"the right key", r.Key(), self, mem.FaultNone},
 		{"once more", r.Key(), self, mem.FaultNone},
 	} {
-		if f := e.table.Invalidate(c.key, c.who); f.Kind != c.want {
+		if f := e.kill(c.key, c.who); f.Kind != c.want {
 			t.Errorf("%s: %v", c.name, f)
 		}
 	}
