@@ -87,8 +87,9 @@ func (d *Device) begin(m underWay) {
 	d.reach(m, m.Begin)
 }
 
-// lockSoon locks the queue pair for its mover, who comes often, and mostly while somebody
-// posts, who is about to leave: to sleep until then would take longer.
+// lockSoon locks the queue pair for its mover. The lock is mostly held by a post, which
+// gives it back within a microsecond or two: the mover tries again before it sleeps, since
+// to be woken would take longer.
 func (q *QP) lockSoon() {
 	for range moverTries {
 		if q.mu.TryLock() {
@@ -173,8 +174,10 @@ func (d *Device) moved(q *QP, moves []underWay) {
 	q.mu.Unlock()
 	if unread != nil && peer != nil {
 		peer.mu.Lock()
-		peer.core.SendFailed(unread, why, now+shift)
-		peer.executedLocked()
+		if peer.core.Lends(unread) { // it is the sender's, and not from before a reset
+			peer.core.SendFailed(unread, why, now+shift)
+			peer.executedLocked()
+		}
 		peer.mu.Unlock()
 		peer.dev.answer(peer, now+shift)
 	}

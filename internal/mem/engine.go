@@ -94,9 +94,6 @@ func (op *Op) Unwanted() bool {
 	return false
 }
 
-// begin hands the operation to the engine.
-func (op *Op) begin(e Engine) { e.Begin(op) }
-
 // wait waits until the operation is over: awake for about as long as it takes to fall asleep
 // and be woken.
 func (op *Op) wait() FaultKind {
@@ -129,8 +126,8 @@ const opLooks = 64
 type Stream struct {
 	mu     sync.Mutex // guards what follows
 	states []streamState
-	waits  bool          // somebody sleeps until an operation is over
-	wake   chan struct{} // wakes him; nil until somebody has slept
+	waits  bool          // a goroutine sleeps in wait
+	wake   chan struct{} // wakes that goroutine; nil until one has slept
 }
 
 // streamState is what an owner keeps for a stream.

@@ -133,7 +133,7 @@ func (t *Transfer) ends(off, n uint64) bool { return t.Last && off+n == t.N }
 
 func (t *Transfer) begin(e Engine, op *Op, p part) {
 	p.Op, t.owner = op, e.Owner()
-	op.begin(e)
+	e.Begin(op)
 	t.parts = append(t.parts, p)
 }
 
@@ -190,11 +190,11 @@ func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
 func (t *Transfer) carry(dst, src reached, off, n uint64) (uint64, Fault, Side) {
 	b := staging.get(int(n))
 	load := &Op{Kind: OpLoad, Stream: t.Stream, Off: src.at, Bytes: b, held: [2]place{src.place}}
-	load.begin(src.engine)
+	src.engine.Begin(load)
 	if kind := load.wait(); kind != FaultNone {
 		staging.put(b)
 		dst.close()
-		return 0, t.faultAt(t.Src, off, n, kind), Src
+		return 0, t.Src.faultAt(off, n, kind), Src
 	}
 	op := &Op{Kind: OpStore, Stream: t.Stream, Off: dst.at, Bytes: b, Last: t.ends(off, n), held: [2]place{dst.place}}
 	dst.region.count(src.region.kind, dst.region.kind, int(n))
@@ -214,7 +214,7 @@ func (t *Transfer) byHand(off, n uint64) (uint64, Fault, Side) {
 	return n, f, side
 }
 
-// Wait waits for what has begun, and tells whether all of it was done. FaultPending is as
+// Wait waits for what has begun, and returns what went wrong, if anything. FaultPending is as
 // with Begin: Wait goes on.
 func (t *Transfer) Wait() (Fault, Side) {
 	if f, side := t.settle(); !f.OK() {
@@ -252,7 +252,7 @@ func (t *Transfer) settle() (Fault, Side) {
 			if p.Kind == OpLoad {
 				l, side = t.Src, Src
 			}
-			t.fault, t.side = t.faultAt(l, p.off, p.n, kind), side
+			t.fault, t.side = l.faultAt(p.off, p.n, kind), side
 		}
 		if p.out && t.fault.OK() {
 			if f, side := copyIn(t.Dst, p.off, p.staging, p.from, t.ends(p.off, p.n)); f.Kind == FaultPending {
@@ -270,22 +270,31 @@ func (t *Transfer) settle() (Fault, Side) {
 	return t.fault, t.side
 }
 
-// faultAt is a fault that an engine has found at bytes of a list.
-func (t *Transfer) faultAt(l *List, off, n uint64, kind FaultKind) Fault {
+// faultAt is a fault that an engine has found at n bytes of a list, from off on.
+func (l *List) faultAt(off, n uint64, kind FaultKind) Fault {
 	f := Fault{Kind: kind, Extent: Extent{Len: n}}
-	skip := l.Off + off
-	for i := range l.SGEs {
-		e := &l.SGEs[i]
-		if skip < uint64(e.Length) {
-			f.Key, f.Addr = e.LKey, e.Addr+skip
-			if r := l.Table.Lookup(e.LKey); r != nil {
-				return r.report(f)
-			}
-			return f
-		}
-		skip -= uint64(e.Length)
+	e, in := l.pieceAt(off)
+	if e == nil {
+		return f
+	}
+	f.Key, f.Addr = e.LKey, e.Addr+in
+	if r := l.Table.Lookup(e.LKey); r != nil {
+		return r.report(f)
 	}
 	return f
+}
+
+// pieceAt returns the piece of a list that the byte at off lies in, and where in it; nil if
+// the list has none.
+func (l *List) pieceAt(off uint64) (e *ib.SGE, in uint64) {
+	in = l.Off + off
+	for i := range l.SGEs {
+		if e = &l.SGEs[i]; in < uint64(e.Length) {
+			return e, in
+		}
+		in -= uint64(e.Length)
+	}
+	return nil, 0
 }
 
 // reached is what some bytes of a list are.
@@ -366,20 +375,10 @@ func (l *List) still(off, n uint64, e Engine) ([]byte, place) {
 
 // kindAt returns the kind of memory that a list has at off, as far as is known.
 func (l *List) kindAt(off uint64) Kind {
-	if l.Table == nil {
-		return KindRaw
-	}
-	off += l.Off
-	for i := range l.SGEs {
-		e := &l.SGEs[i]
-		if off >= uint64(e.Length) {
-			off -= uint64(e.Length)
-			continue
-		}
+	if e, _ := l.pieceAt(off); e != nil {
 		if r := l.Table.Lookup(e.LKey); r != nil {
 			return r.kind
 		}
-		break
 	}
 	return KindRaw
 }
@@ -435,10 +434,9 @@ func AtomicWaiting(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, co
 		return 0, Fault{Kind: FaultAlign, Key: key, Extent: Extent{addr, 8}}
 	}
 	o := &Op{Kind: OpAtomic, Stream: s, Off: to.at, Atomic: op, Compare: compare, SwapAdd: swapAdd, held: [2]place{to.place}}
-	o.begin(to.engine)
+	to.engine.Begin(o)
 	if kind := o.wait(); kind != FaultNone {
-		tr := Transfer{}
-		return 0, tr.faultAt(l, 0, 8, kind)
+		return 0, l.faultAt(0, 8, kind)
 	}
 	return o.Orig, Fault{}
 }

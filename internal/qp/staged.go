@@ -233,6 +233,10 @@ func (m *Move) GiveUp() {
 	m.transfer.GiveUp()
 }
 
+// Lends reports whether a train is one of the queue pair's that it sent by reference, and
+// whose memory it has not given back.
+func (q *QP) Lends(t *train.Train) bool { return t.Lease == &q.lease && t.Leased() }
+
 // Stream returns the order of the queue pair's moves.
 func (q *QP) Stream() *mem.Stream { return &q.moves.stream }
 

@@ -42,7 +42,7 @@ type Engine struct {
 	held  bool
 	free  *sync.Cond // of mu: held ends
 
-	begun, most atomic.Int64
+	begun atomic.Int64
 }
 
 // job is an operation that was begun.
@@ -65,9 +65,6 @@ func New(cfg Config) *Engine {
 // Begun returns how many operations were begun.
 func (e *Engine) Begun() int64 { return e.begun.Load() }
 
-// Most returns how many were under way at a time, at most.
-func (e *Engine) Most() int64 { return e.most.Load() }
-
 // Hold keeps the engine from doing operations until Release; one that it is at is done.
 func (e *Engine) Hold() {
 	e.mu.Lock()
@@ -89,9 +86,7 @@ type Memory struct {
 	sync.Mutex // guards Bytes
 	Bytes      []byte
 	mapped     []byte
-	// OnClose, if set, is called when the region's backing is closed.
-	OnClose func()
-	failing atomic.Uint32
+	failing    atomic.Uint32
 }
 
 // Alloc makes n bytes of memory, outside the Go heap: who looks there does so as the owner
@@ -134,18 +129,13 @@ func (m *Memory) Run(uint64, uint64, ib.Access) ([]byte, mem.FaultKind) {
 	panic("enginetest: the CPU does not address this memory")
 }
 
-// Close gives the memory up.
-func (m *Memory) Close() error {
-	if m.OnClose != nil {
-		m.OnClose()
-	}
-	return nil
-}
+// Close leaves the memory to Free.
+func (m *Memory) Close() error { return nil }
 
 // Owner is the engine.
 func (m *Memory) Owner() any { return m.engine }
 
-// Reaches tells whether the engine accesses memory of the host by itself.
+// Reaches reports whether the engine accesses memory of the host by itself.
 func (m *Memory) Reaches([]byte) bool { return m.engine.cfg.Reaches }
 
 var errBounds = errors.New("enginetest: an operation that is out of bounds")
@@ -170,9 +160,6 @@ func (m *Memory) Begin(op *mem.Op) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.queue = append(e.queue, job{op, m, e.takes(n)})
-	if k := int64(len(e.queue)); k > e.most.Load() {
-		e.most.Store(k)
-	}
 	if !e.runs {
 		e.runs = true
 		go e.run()
