@@ -184,7 +184,9 @@ func (m *OnDemand) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
 	if off >= m.length || n > m.length-off {
 		return nil, FaultBounds
 	}
-	theSpace.settleSoon() // if not all is known yet, the table is a little out of date
+	if !theSpace.settleSoon() {
+		return nil, FaultPending // what has changed is not known yet, and the table out of date
+	}
 	have := m.have(off, n, acc)
 	if have != 0 && theSpace.doubtful.Load() {
 		have = m.stillThere(off, have)
@@ -384,6 +386,9 @@ func touchPages(at, end uintptr, write, slow bool) (upto uintptr) {
 func (m *OnDemand) Await(off, n uint64, acc ib.Access) FaultKind {
 	if off >= m.length || n > m.length-off {
 		return FaultNone // another region by now
+	}
+	if m.have(off, n, acc) == n {
+		return FaultNone // it was waited for the changes of mappings only, or somebody else has fetched them
 	}
 	if kind := m.fetch(off, n, acc, true); kind != FaultDead {
 		return kind

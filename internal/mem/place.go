@@ -102,7 +102,7 @@ func (p *place) fault(kind FaultKind, off, n uint64, acc ib.Access) Fault {
 	if f.wanted != nil {
 		// Where nothing is fetched, mappings are changing, or the owner moves the bytes.
 		_, fetches := p.leaf.backing.(paged)
-		f.wanted.brief = !fetches || p.leaf.staged != nil
+		f.wanted.brief = !fetches || p.leaf.staged != nil || theSpace.unsettled()
 	}
 	return f
 }

@@ -89,9 +89,9 @@ func (s *space) settle() {
 	}
 }
 
-// settleTries is how often settleSoon looks for what the notifier's thread has
-// announced and not yet told: for some microseconds in all.
-const settleTries = 64
+// settleSoonTime is how long settleSoon looks for what the notifier's thread has
+// announced and not yet told: some times what it takes to wake that thread.
+const settleSoonTime = 20 * time.Microsecond
 
 // settleSoon is settle for those who must not wait: inside sections, under locks. It
 // reports whether all has been passed on.
@@ -100,7 +100,7 @@ func (s *space) settleSoon() bool {
 	if n == nil || !n.Changed() {
 		return true
 	}
-	for range settleTries {
+	for begun := time.Now(); ; {
 		if s.mu.TryLock() {
 			_, missed := s.settleLocked(n, false)
 			s.mu.Unlock()
@@ -111,8 +111,17 @@ func (s *space) settleSoon() bool {
 		if !n.Changed() {
 			return true
 		}
+		if time.Since(begun) > settleSoonTime {
+			return false
+		}
 	}
-	return false
+}
+
+// unsettled reports whether there are changes that the kernel has announced or told and
+// that have not been passed on.
+func (s *space) unsettled() bool {
+	n := s.notifier.Load()
+	return n != nil && n.Changed()
 }
 
 // settleLocked passes on what there is; with wait, all that was announced before, unless

@@ -420,17 +420,39 @@ func (e *env) list(access ib.Access, sges ...ib.SGE) *mem.List {
 // raw makes a list of raw bytes.
 func raw(pieces ...[]byte) *mem.List { return &mem.List{Raw: pieces} }
 
-// moveBytes is mem.Copy, and changeWord mem.Atomic, where the memory may be an engine's.
-func moveBytes(dst, src *mem.List, n uint64, last bool) (mem.Fault, mem.Side) {
+// moveBytes is mem.Copy, and changeWord mem.Atomic, where the memory may be an engine's, or
+// its mappings have just changed.
+func moveBytes(dst, src *mem.List, n uint64, last bool) (f mem.Fault, side mem.Side) {
 	var s mem.Stream
 	defer s.Close()
-	return mem.CopyWaiting(dst, src, n, last, &s)
+	settled(func() mem.Fault {
+		f, side = mem.CopyWaiting(dst, src, n, last, &s)
+		return f
+	})
+	return f, side
 }
 
 func changeWord(t *mem.Table, who mem.Actor, key uint32, addr uint64, op mem.AtomicOp, compare, swapAdd uint64) (uint64, mem.Fault) {
 	var s mem.Stream
 	defer s.Close()
-	return mem.AtomicWaiting(t, who, key, addr, op, compare, swapAdd, &s)
+	var old uint64
+	f := settled(func() (f mem.Fault) {
+		old, f = mem.AtomicWaiting(t, who, key, addr, op, compare, swapAdd, &s)
+		return f
+	})
+	return old, f
+}
+
+// settled does something again while only changes of mappings are in its way, which the
+// kernel has announced and are not known yet.
+func settled(f func() mem.Fault) mem.Fault {
+	for {
+		fault := f()
+		if !fault.Brief() || fault.Suspended() != nil {
+			return fault
+		}
+		fault.Await()
+	}
 }
 
 // kill is Table.Invalidate, which does not wait for engines.
