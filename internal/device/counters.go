@@ -97,6 +97,7 @@ func (d *Device) Counters() []provider.Counter {
 			provider.Counter{Name: "rx_overflow_packets", Value: s.Overflows},
 			provider.Counter{Name: "local_undelivered", Value: u.Lost()},
 			provider.Counter{Name: "local_fetched_trains", Value: fetched},
+			provider.Counter{Name: "local_named_trains", Value: u.Named()},
 			provider.Counter{Name: "local_mapped_trains", Value: direct})
 	}
 	return all

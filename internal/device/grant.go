@@ -205,6 +205,9 @@ func (q *QP) stoppedLocked() {
 		q.gaveUp = nil
 	}
 	q.dev.giveUpFetches()
+	if u := q.peer.Load(); u != nil && u.carrier != nil {
+		u.carrier.GiveUp()
+	}
 	for _, g := range q.grants {
 		g.Shut()
 	}

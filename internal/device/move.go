@@ -167,10 +167,17 @@ func (d *Device) moved(q *QP, moves []underWay) {
 			unread, why = t, f
 		}
 	}
+	peer, shift := q.neighbour()
+	if unread != nil && peer == nil { // it lies in another process, which must send it
+		if unread.IsAnswer() {
+			q.core.AnswerUnread(now)
+		} else {
+			q.core.Unread()
+		}
+	}
 	q.executedLocked()
 	full := q.core.Full()
 	q.full.Store(full)
-	peer, shift := q.neighbour()
 	q.mu.Unlock()
 	if unread != nil && peer != nil {
 		peer.mu.Lock()

@@ -100,7 +100,11 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 		window, short, below := s.LocalWindow(f, dest)
 		use := d.peers.use(q, peerKey{f.Dst, true})
 		credits := use.credits.Costing(cost(max(1, window/peerWindows))) // a ring is shared by all
-		return &qp.Path{Flow: f, Window: window, Short: qp.Short{Below: below, Window: short}, Credits: credits, Lossless: true}, use, nil
+		p := &qp.Path{Flow: f, Window: window, Short: qp.Short{Below: below, Window: short}, Credits: credits, Lossless: true}
+		if c := s.NewCarrier(f, dest); c != nil && q.Type() == ib.RC {
+			use.carrier, p.Carrier = c, c
+		}
+		return p, use, nil
 	}
 	window := d.cfg.Window
 	if window <= 0 {
@@ -150,9 +154,10 @@ type peer struct {
 // none, it leaves the use, and with it the line.
 type peerUse struct {
 	*peer
-	q     *QP
-	waits bool // it is in the line
-	left  bool
+	q       *QP
+	carrier *link.Carrier // nil: none; used under the queue pair's lock
+	waits   bool          // it is in the line
+	left    bool
 }
 
 // use returns a new use of the peer at an address.
@@ -176,6 +181,9 @@ func (t *peerTable) use(q *QP, k peerKey) *peerUse {
 func (t *peerTable) leave(u *peerUse) {
 	if u == nil {
 		return
+	}
+	if u.carrier != nil {
+		u.carrier.Close()
 	}
 	u.mu.Lock()
 	u.left = true

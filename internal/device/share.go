@@ -15,6 +15,7 @@ import (
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/link"
+	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/provider"
 	"github.com/verbena-rdma/verbena/internal/train"
 )
@@ -60,6 +61,7 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg), Become: s.Listen,
 		Packets: cfg.Link == linkUDP,
 		Segment: link.PassSegment,
+		Shared:  mem.PassShared,
 		Trouble: func(err error) {
 			<-ready
 			if d := dev.Load(); d != nil {

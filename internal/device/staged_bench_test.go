@@ -49,16 +49,14 @@ func BenchmarkStaged(b *testing.B) {
 				t.Wait()
 			}
 		})
-		for _, way := range []string{"loop", "rings", "udp"} {
+		for _, way := range []string{"loop", "rings", "named", "udp"} {
 			for _, where := range []string{"ab", "a-", "-b"} {
 				for _, op := range []ib.Opcode{ib.OpRDMAWrite, ib.OpRDMARead} {
 					b.Run(fmt.Sprintf("%d/%s/%s/%v", c.size, way, where, op), func(b *testing.B) {
-						cfg := provider.Config{Link: map[string]string{"loop": linkLoop, "rings": linkLocal, "udp": linkUDP}[way]}
+						cfg := provider.Config{Link: linkOf(way)}
 						x, y := openDevice(b, cfg), openDevice(b, cfg)
-						if way == "rings" {
-							x.loopback, y.loopback = false, false
-						}
-						g := enginetest.New(config)
+						inRings(way, x, y)
+						g := newEngine(b, way, config)
 						i := 0
 						near, far := connected(b, x, y, ib.RC, c.size, func(e *end) {
 							if where[i] != '-' {

@@ -37,11 +37,48 @@ func (e *end) onEngine(g *enginetest.Engine) *enginetest.Memory {
 	return m
 }
 
+// newEngine makes an engine, whose memory other processes open if way is "named".
+func newEngine(tb testing.TB, way string, cfg enginetest.Config) *enginetest.Engine {
+	if way != "named" {
+		return enginetest.New(cfg)
+	}
+	cfg.Name = fmt.Sprintf("%s %d", tb.Name(), engineNumber.Add(1))
+	g := enginetest.New(cfg)
+	tb.Cleanup(g.Close)
+	return g
+}
+
+var engineNumber atomic.Int64
+
+// inRings has two devices of this process talk by rings, if the way is one.
+func inRings(way string, ds ...*Device) bool {
+	if way != "rings" && way != "named" {
+		return false
+	}
+	for _, d := range ds {
+		d.loopback = false
+	}
+	return true
+}
+
+// linkOf is the link of a way.
+func linkOf(way string) string {
+	return map[string]string{"loop": linkLoop, "rings": linkLocal, "named": linkLocal, "udp": linkUDP}[way]
+}
+
+// namedTrains returns how many trains came whose payload was named.
+func namedTrains(ds ...*Device) (n uint64) {
+	for _, d := range ds {
+		n += d.link.(*link.Shared).Named()
+	}
+	return n
+}
+
 // Random traffic of every kind in both directions, in memory of an engine on one side or on
 // both, of the same engine or of two: all of it is done and right.
 func TestStagedTraffic(t *testing.T) {
 	seed := testSeed(t)
-	for _, way := range []string{"loop", "rings", "udp", "captured"} {
+	for _, way := range []string{"loop", "rings", "named", "udp", "captured"} {
 		for _, where := range []string{"ab", "a-", "-b", "ac"} {
 			for _, slow := range []bool{false, true} {
 				if way == "captured" && (where != "ab" || slow) && !fullMatrix() {
@@ -49,24 +86,17 @@ func TestStagedTraffic(t *testing.T) {
 				}
 				t.Run(fmt.Sprintf("%s/%s/slow %v", way, where, slow), func(t *testing.T) {
 					rng := rand.New(rand.NewPCG(seed, 0))
-					cfg := provider.Config{Link: linkLoop}
-					switch way {
-					case "rings":
-						cfg.Link = linkLocal
-					case "udp":
-						cfg.Link = linkUDP
-					case "captured":
-						cfg.PCAP = t.TempDir() + "/packets"
+					cfg := provider.Config{Link: linkOf(way)}
+					if way == "captured" {
+						cfg.Link, cfg.PCAP = linkLoop, t.TempDir()+"/packets"
 					}
 					x, y := openDevice(t, cfg), openDevice(t, cfg)
-					if way == "rings" {
-						x.loopback, y.loopback = false, false
-					}
+					inRings(way, x, y)
 					config := enginetest.Config{}
 					if slow {
 						config = slowEngine
 					}
-					engines := map[byte]*enginetest.Engine{'a': enginetest.New(config), 'c': enginetest.New(config)}
+					engines := map[byte]*enginetest.Engine{'a': newEngine(t, way, config), 'c': newEngine(t, way, config)}
 					engines['b'] = engines['a']
 					i := 0
 					sides := newSides(t, way, x, y, rng, lastingOps(100, 400), ib.MTU1024, 1<<20, func(e *end) {
@@ -82,6 +112,9 @@ func TestStagedTraffic(t *testing.T) {
 					for _, s := range sides {
 						s.finish(t)
 					}
+					if way == "named" && namedTrains(x, y) == 0 {
+						t.Error("nothing was named")
+					}
 				})
 			}
 		}
@@ -91,15 +124,13 @@ func TestStagedTraffic(t *testing.T) {
 // The same while the memory is suspended at random.
 func TestStagedTrafficSuspended(t *testing.T) {
 	seed := testSeed(t)
-	for _, way := range []string{"loop", "rings", "udp"} {
+	for _, way := range []string{"loop", "rings", "named", "udp"} {
 		t.Run(way, func(t *testing.T) {
 			rng := rand.New(rand.NewPCG(seed, 0))
-			cfg := provider.Config{Link: map[string]string{"loop": linkLoop, "rings": linkLocal, "udp": linkUDP}[way]}
+			cfg := provider.Config{Link: linkOf(way)}
 			x, y := openDevice(t, cfg), openDevice(t, cfg)
-			if way == "rings" {
-				x.loopback, y.loopback = false, false
-			}
-			g := enginetest.New(slowEngine)
+			inRings(way, x, y)
+			g := newEngine(t, way, slowEngine)
 			var regions []*mem.Region
 			sides := newSides(t, way, x, y, rng, lastingOps(100, 400), ib.MTU1024, 256<<10, func(e *end) {
 				e.pause = func() { runtime.Gosched() }

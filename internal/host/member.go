@@ -58,6 +58,9 @@ type Config struct {
 	// Segment, if set, returns a descriptor of a part of this process's memory that
 	// others may read. It is closed when it has been passed on.
 	Segment func(id uint64, write bool) (fd int, err error)
+	// Shared, if set, returns what an opener needs to know of memory that engines of other
+	// processes reach, and a descriptor, -1 if there is none.
+	Shared func(id uint64) (what []byte, fd int, err error)
 	// Trouble, if set, tells that the owner has gone and this process cannot take
 	// its place nor join another, and why; nil, that it has now. An error that is
 	// ESTALE is final: the device is another one now. A goroutine of the member's

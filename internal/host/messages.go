@@ -37,6 +37,7 @@ const (
 	opStatus  = "status"  // tell what it is doing
 	opMemory  = "memory"  // pass on a memory file
 	opSegment = "segment" // pass a part of its memory
+	opShared  = "shared"  // tell how to open a part of an engine's memory
 	opImport  = "import"  // pass an object on: see imports.go
 )
 
@@ -61,6 +62,7 @@ type reply struct {
 	Slot  int           `json:"slot"`
 	Range uint32        `json:"range"`
 
+	What   []byte  `json:"what,omitempty"`   // shared: for the opener
 	Length uint64  `json:"length,omitempty"` // memory: bytes
 	Extent *Extent `json:"extent,omitempty"` // import
 }

@@ -84,6 +84,8 @@ func (p *process) answer(c *net.UnixConn) bool {
 		p.passMemory(c, q.Token)
 	case q.Op == opSegment && p.cfg.Segment != nil:
 		p.passSegment(c, q.Segment, q.Write)
+	case q.Op == opShared && p.cfg.Shared != nil:
+		p.passShared(c, q.Segment)
 	case q.Op == opImport && p.cfg.Export != nil:
 		p.export(c, q.Token, q.Object)
 	case q.Op == opStatus && p.cfg.Status != nil:
@@ -117,20 +119,51 @@ func (d *Directory) Segment(process int, id uint64, write bool) (fd int, err err
 }
 
 func (m *Member) askSegment(d *directory, process int, id uint64, write bool) (int, error) {
-	if process < 0 || process >= MaxProcesses || d.process[process].state.Load() != processAlive {
-		return -1, syscall.ESRCH
-	}
-	e := &d.process[process]
-	c, err := dial(processName(d.first(), e.pid.Load(), e.nonce.Load()))
-	if err != nil {
-		return -1, err
-	}
-	defer c.Close() //nolint:errcheck // nothing is lost with it
-	_, fd, err := ask(c, &request{Op: opSegment, Segment: id, Write: write})
+	_, fd, err := d.askProcess(process, &request{Op: opSegment, Segment: id, Write: write})
 	if err == nil && fd < 0 {
 		err = errors.New("a segment without a descriptor")
 	}
 	return fd, err
+}
+
+// askProcess asks a process for something.
+func (d *directory) askProcess(process int, q *request) (r reply, fd int, err error) {
+	if process < 0 || process >= MaxProcesses || d.process[process].state.Load() != processAlive {
+		return r, -1, syscall.ESRCH
+	}
+	e := &d.process[process]
+	c, err := dial(processName(d.first(), e.pid.Load(), e.nonce.Load()))
+	if err != nil {
+		return r, -1, err
+	}
+	defer c.Close() //nolint:errcheck // nothing is lost with it
+	return ask(c, q)
+}
+
+// passShared tells one of the same user how to open a part of an engine's memory.
+func (p *process) passShared(c *net.UnixConn, id uint64) {
+	what, fd, err := p.cfg.Shared(id)
+	if err != nil {
+		_ = send(c, &reply{Errno: syscall.ENOENT, Err: err.Error()}, -1) // who asked may have gone
+		return
+	}
+	_ = send(c, &reply{What: what}, fd) // likewise
+	if fd >= 0 {
+		_ = sys.CloseFD(fd) // it was open: it cannot fail
+	}
+}
+
+// Shared gets what an opener needs to know of a part of another process's memory, and a
+// descriptor, -1 if there is none.
+func (m *Member) Shared(process int, id uint64) (what []byte, fd int, err error) {
+	r, fd, err := m.dir.askProcess(process, &request{Op: opShared, Segment: id})
+	return r.What, fd, err
+}
+
+// Shared is the same with a process of the directory.
+func (d *Directory) Shared(process int, id uint64) (what []byte, fd int, err error) {
+	r, fd, err := d.dir.askProcess(process, &request{Op: opShared, Segment: id})
+	return r.What, fd, err
 }
 
 // sendLong sends what may be longer than a packet; the end of the connection is

@@ -84,6 +84,11 @@ func (d *device) Segment(process int, id uint64, write bool) (fd int, err error)
 	return d.view.Segment(process, id, write)
 }
 
+func (d *device) Shared(process int, id uint64) (what []byte, fd int, err error) {
+	defer runtime.KeepAlive(d)
+	return d.view.Shared(process, id)
+}
+
 func (d *device) ID() [2]uint64 {
 	defer runtime.KeepAlive(d)
 	return d.view.ID()
@@ -114,6 +119,9 @@ type tag struct {
 	stuckAt uint64
 
 	offers [16]offers // by queue pair, see lane.go; Poll's own
+
+	reached sync.Map   // from the numbers of our memory that the peer was told of to whether it has opened it, see opened.go
+	leases  peerLeases // of what the peer sends by name; Poll's own
 }
 
 // working returns the channel to a process, if there is one that works.

@@ -224,10 +224,15 @@ func (k *tickets) open(word *atomic.Uint64) {
 // called before the memory of requests is given back.
 func (s *Shared) GiveUpFetches() {
 	k := &s.tickets
+	k.change(func() { k.shown.Load().Add(1) }) // what is about to be sent carries the old one, and is sent again
+}
+
+// change changes a word that peers look at, unless the link is closed.
+func (k *tickets) change(f func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if shown := k.shown.Load(); shown != nil {
-		shown.Add(1) // what is about to be sent carries the old one, and is sent again
+	if k.shown.Load() != nil {
+		f()
 	}
 }
 

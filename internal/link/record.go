@@ -21,6 +21,9 @@ const (
 	recPair               // a number for two addresses, see short.go
 	recShort              // some of the fields, payload
 	recLane               // a way into the sender's memory, see lane.go
+	recShare              // memory that can be opened, see opened.go
+	recOpened             // the receiver's memory that the sender has opened
+	recNamed              // fields, and which memory that was opened the payload is
 )
 
 // trainBytes is the length of a train's fields.

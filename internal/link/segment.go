@@ -141,6 +141,7 @@ func (s *Shared) dropSegments(match func(segmentKey) bool) {
 			m.close()
 		}
 	}
+	s.dropOpened(match)
 }
 
 // forgetSegment tells all other processes that a segment of this one is gone. One
@@ -162,6 +163,7 @@ func (s *Shared) forgetSegment(id uint64) {
 			if c == nil || !c.Begin() {
 				continue
 			}
+			c.Tag().(*tag).reached.Delete(id)
 			if b, ok := c.Reserve(recForget, 8); ok {
 				le.PutUint64(b, id)
 				c.Commit()

@@ -42,6 +42,9 @@ type Neighbours interface {
 	// Segment gets a descriptor of a segment of a process's memory, to read from or
 	// also to write to.
 	Segment(process int, id uint64, write bool) (fd int, err error)
+	// Shared gets what an opener needs to know of memory of a process, and a descriptor, -1
+	// if there is none (mem.Sharing).
+	Shared(process int, id uint64) (what []byte, fd int, err error)
 	// ID tells devices apart, also those that follow each other at an address.
 	ID() [2]uint64
 	// Close ends the view of it.
@@ -89,9 +92,12 @@ type Shared struct {
 	tickets tickets // see far.go
 
 	segments segmentMaps // see segment.go
+	opened   opened      // see opened.go
+	leases   leases      // of requests that are carried, likewise
 	unwatch  func()
 	fetched  atomic.Uint64 // trains whose payload was fetched from another process
 	direct   atomic.Uint64 // and copied from memory that both have mapped
+	named    atomic.Uint64 // trains whose payload stays in memory that both have opened
 	lost     atomic.Uint64 // trains and packets that did not fit, or whose process is gone
 	lively   atomic.Bool   // something went by a lane since the last poll
 
@@ -280,6 +286,9 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 		}
 		s.lost.Add(1)
 		return nil
+	}
+	if t.Carried {
+		return s.sendNamed(c, f, t)
 	}
 	s.capture(t)
 	if mayFetch(c, t) {
@@ -474,6 +483,20 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		s.deliver()
 		s.far.c, s.far.direct = nil, nil
 		s.offer(c, &s.t)
+	case recNamed:
+		if !unpackTrain(b, &s.t) || !s.takeNamed(c, &s.t, b[trainBytes:]) {
+			s.sink.Drop(DropOther)
+			return
+		}
+		s.named.Add(1)
+		s.deliver()
+		s.t.Lease = nil
+	case recShare:
+		s.openShared(c, b)
+	case recOpened:
+		if len(b) == 8 {
+			c.Tag().(*tag).reached.Store(le.Uint64(b), true)
+		}
 	case recPackets:
 		if !unpackPackets(b, &s.p) {
 			s.sink.Drop(DropOther)
@@ -525,6 +548,9 @@ func (s *Shared) Wait(d time.Duration) {
 // Fetched returns how many trains' payloads were fetched from another process, and
 // how many copied from memory of its that is mapped here.
 func (s *Shared) Fetched() (fetched, direct uint64) { return s.fetched.Load(), s.direct.Load() }
+
+// Named returns how many trains came whose payload is in an engine's memory that was opened.
+func (s *Shared) Named() uint64 { return s.named.Load() }
 
 // Lost returns how many trains and packets could not be given to another
 // process.

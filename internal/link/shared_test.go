@@ -32,9 +32,10 @@ func (o *others) ID() [2]uint64 { return [2]uint64{o.id} }
 func (o *others) Segment(_ int, id uint64, write bool) (int, error) {
 	return PassSegment(id, write)
 }
-func (o *others) ByPackets(int) bool                       { return o.packets }
-func (o *others) Find(qpn uint32) (int, bool)              { return 7, qpn != 404 }
-func (o *others) Dial(int) (conn *net.UnixConn, err error) { return o.dial() }
+func (o *others) Shared(_ int, id uint64) ([]byte, int, error) { return mem.PassShared(id) }
+func (o *others) ByPackets(int) bool                           { return o.packets }
+func (o *others) Find(qpn uint32) (int, bool)                  { return 7, qpn != 404 }
+func (o *others) Dial(int) (conn *net.UnixConn, err error)     { return o.dial() }
 
 func (o *others) Close() error {
 	if o.closed != nil {

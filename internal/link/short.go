@@ -32,7 +32,7 @@ type pair struct{ src, dst netip.Addr }
 
 // isShort tells whether a train can travel so.
 func isShort(t *train.Train) bool {
-	if t.Transport != wire.RC || t.N != 1 || !t.Start || !t.End {
+	if t.Transport != wire.RC || t.N != 1 || !t.Start || !t.End || t.Carried {
 		return false
 	}
 	switch t.Kind {

@@ -168,6 +168,9 @@ func (s *Stream) Close() {
 // may wait moves the bytes with a Transfer.
 func (f Fault) Staged() bool { return f.Kind == FaultPending && f.wanted == stagedBytes }
 
+// StagedFault is such a fault.
+func StagedFault() Fault { return Fault{Kind: FaultPending, wanted: stagedBytes} }
+
 // stagedBytes is what a fault wants that says so. There is nothing to wait for.
 var stagedBytes = new(wanted)
 

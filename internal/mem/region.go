@@ -444,7 +444,7 @@ func (r *Region) Close() error {
 		return err
 	}
 	r.killLocked(stateDead)
-	err := r.backing.Close()
+	err := closeBacking(r.backing)
 	r.remove()
 	return err
 }

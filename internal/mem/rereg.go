@@ -40,7 +40,7 @@ func (r *Region) Rereg(cfg RegionConfig) error {
 		return err
 	}
 	// Without the lock: giving memory back may take long, and nobody uses it.
-	if err := old.Close(); err != nil {
+	if err := closeBacking(old); err != nil {
 		return &ib.ReregError{State: ib.ReregNewValid, Err: err}
 	}
 	return nil

@@ -75,17 +75,25 @@ func (s *Segment) Close() {
 	}
 	list = slices.Delete(list, i, i+1)
 	segments.list.Store(&list)
+	segments.mu.Unlock()
+	tellSegmentGone(s.id)
+}
+
+// tellSegmentGone tells those who watch.
+func tellSegmentGone(id uint64) {
+	segments.mu.Lock()
 	tell := make([]func(uint64), 0, len(segments.watchers))
 	for w := range segments.watchers {
 		tell = append(tell, *w)
 	}
 	segments.mu.Unlock()
 	for _, f := range tell {
-		f(s.id)
+		f(id)
 	}
 }
 
-// WatchSegments makes f be called with every segment that is closed, until stop is.
+// WatchSegments makes f be called with every segment that is closed, and every memory that
+// others may have opened (shared.go), until stop is.
 func WatchSegments(f func(id uint64)) (stop func()) {
 	segments.mu.Lock()
 	defer segments.mu.Unlock()

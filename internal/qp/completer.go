@@ -34,6 +34,11 @@ func (q *QP) receiveResponse(t *train.Train, now Time) mem.Fault {
 	}
 	if r.waits() {
 		r.keepAck(t)
+		end := t.PSN // a NAK acknowledges what is before it
+		if t.AETH.Syndrome.IsAck() {
+			end = end.Add(1)
+		}
+		r.arrived(end)
 		return mem.Fault{}
 	}
 	q.receiveAnswer(t, now)
@@ -272,6 +277,9 @@ func (q *QP) advance(target wire.PSN, now Time) bool {
 	if n := r.una.Sub(start); n > 0 {
 		q.progressed(n, now)
 	}
+	if len(r.carried) > 0 {
+		r.arrived(r.una)
+	}
 	if r.nxt.Less(r.una) { // answered before it was sent again
 		r.nxt, r.cur = r.una, q.sq.head
 	}
@@ -422,6 +430,7 @@ func (q *QP) stopped() {
 	if q.Stopped != nil {
 		q.Stopped()
 	}
+	q.req.dropCarried()
 }
 
 // completeSend completes the request before head, which succeeded, if it asked

@@ -52,6 +52,7 @@ func (q *QP) reached(psn wire.PSN, now Time) (at uint32, ok bool) {
 func (q *QP) landed(m *Move, at uint32, now Time) {
 	r := &q.req
 	r.answers = append(r.answers, m)
+	r.arrived(m.psn) // what it acknowledges
 	r.next, r.nextAt = m.psn.Add(m.n), at
 	if w := q.sq.at(at); r.next == w.end() {
 		r.nextAt++

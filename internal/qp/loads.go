@@ -102,8 +102,81 @@ func (q *QP) startLoad(ls *loads, k loadKey, from *mem.List, n int) *load {
 // perLoad is how many packets one load has.
 func (q *QP) perLoad() int { return train.MaxBytes / q.mtu }
 
-// needsLoad reports whether the payload of a request has to be loaded before it is sent.
-func (q *QP) needsLoad(w *wqe, again bool) bool { return w.staged && (!q.path.ByReference || again) }
+// needsLoad reports whether n packets of a request that is being sent have to be loaded
+// first. If not, they may be carried.
+func (q *QP) needsLoad(t *train.Train, w *wqe, done, n int) bool {
+	again := q.req.nxt != q.req.max
+	switch {
+	case !w.staged, q.path.ByReference && !again:
+		return false
+	case q.path.Carrier == nil:
+		return true
+	}
+	off := done * q.mtu
+	list, size := q.localList(q.req.cur, uint64(off)), uint64(min(n*q.mtu, int(w.len)-off))
+	if again {
+		if _, _, f := mem.SharedAt(list, size); f.Kind == mem.FaultPending && !f.Staged() {
+			q.recall()
+		}
+		return true
+	}
+	return !q.path.Carrier.Carries(t, list, size, true)
+}
+
+// recall is for a requester that stands still until its memory is back, and would send again
+// what it has carried: the peer has dropped that, most likely, and will never acknowledge it.
+// So it must not be what whoever has the memory waits for.
+func (q *QP) recall() {
+	r := &q.req
+	if n := len(r.carried); n > 0 && q.path.Carrier != nil && !r.carried[n-1].first.Less(r.nxt) {
+		q.path.Carrier.GiveUp()
+		r.uncarry(r.nxt)
+	}
+}
+
+// carried is what of a request is on its way, and stays in its memory.
+type carried struct {
+	first, end wire.PSN
+	hold       mem.EngineHold
+}
+
+// carry keeps the memory of a train that is carried until it is acknowledged. It reports false
+// if that is out of reach.
+func (r *requester) carry(t *train.Train, first wire.PSN) bool {
+	r.uncarry(first)
+	h, ok := mem.HoldEngine(&t.Payload, uint64(t.Len))
+	if ok {
+		r.carried = append(r.carried, carried{first, first.Add(t.N), h})
+	}
+	return ok
+}
+
+// uncarry lets go of the memory of what has not left, from a PSN on.
+func (r *requester) uncarry(first wire.PSN) {
+	for n := len(r.carried); n > 0 && !r.carried[n-1].first.Less(first); n-- {
+		r.carried[n-1].hold.Release()
+		r.carried = r.carried[:n-1]
+	}
+}
+
+// arrived lets go of memory whose bytes the peer has, up to a PSN. Also if that comes into
+// effect later only: what it waits for may be suspended, and who suspends it wait for us.
+func (r *requester) arrived(upTo wire.PSN) {
+	for len(r.carried) > 0 && !upTo.Less(r.carried[0].end) {
+		r.carried[0].hold.Release()
+		if r.carried = r.carried[1:]; len(r.carried) == 0 {
+			r.carried = nil
+		}
+	}
+}
+
+// dropCarried lets go of all of it: the requests are given up.
+func (r *requester) dropCarried() {
+	for i := range r.carried {
+		r.carried[i].hold.Release()
+	}
+	r.carried = nil
+}
 
 // loadRequest returns the bytes of the request that is sent next from a packet on, at most so
 // many as are loaded together. It is not ok if they are not here yet, or the request has failed.
@@ -130,7 +203,7 @@ func (q *QP) loadRequest(done int, now Time) (b []byte, ok bool) {
 // loaded, and so are all others from now on.
 func (q *QP) sourceStaged(t *train.Train) {
 	r := &q.req
-	q.path.ByReference = false
+	q.path.ByReference, q.path.Carrier = false, nil
 	if t.Bounce || q.state == ib.QPSQD {
 		if t.PSN.Less(r.nxt) {
 			q.rewind(t.PSN)
@@ -260,11 +333,24 @@ func (q *QP) answersStill(serial uint32) bool {
 }
 
 func (q *QP) loadAnswerPart(j *job, packet int) *load {
+	from, n := q.answerPart(j, packet)
+	return q.startLoad(&q.resp.loads, loadKey{j.serial, packet}, from, n)
+}
+
+// answerPart returns the bytes of the train of an answer that begins with a packet.
+func (q *QP) answerPart(j *job, packet int) (from *mem.List, n int) {
 	off := packet * q.mtu
-	n := min(train.MaxBytes/q.mtu*q.mtu, int(j.reth.Len)-off)
-	from := mem.List{Table: q.Table, Actor: mem.Actor{PD: j.pd, QPN: q.Number}, Access: ib.AccessRemoteRead,
-		SGEs: []ib.SGE{{Addr: j.reth.VA + uint64(off), Length: uint32(n), LKey: j.reth.RKey}}}
-	return q.startLoad(&q.resp.loads, loadKey{j.serial, packet}, &from, n)
+	n = min(train.MaxBytes/q.mtu*q.mtu, int(j.reth.Len)-off)
+	return q.remoteList(ib.AccessRemoteRead, mem.Actor{PD: j.pd, QPN: q.Number}, j.reth.RKey, j.reth.VA+uint64(off), n), n
+}
+
+// carriesAnswer reports whether the next train of an answer need not be loaded.
+func (q *QP) carriesAnswer(t *train.Train, j *job) bool {
+	if q.path.Carrier == nil || j.again {
+		return false
+	}
+	from, n := q.answerPart(j, j.done)
+	return q.path.Carrier.Carries(t, from, uint64(n), false)
 }
 
 // answerLoaded lets an answer go on that waited for its bytes, or for those of others.

@@ -281,6 +281,7 @@ func (q *QP) standStill(f mem.Fault, list []ib.SGE) {
 		q.Counters.add(CntFaultWaits, 1)
 	}
 	r.fetching, r.sampleAt = true, 0
+	q.recall()
 	q.giveBack(r.held)
 	q.fetch(LaneSend, f, list)
 }

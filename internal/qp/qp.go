@@ -82,6 +82,18 @@ type Path struct {
 
 	// ByReference: who takes a train in this process can keep its payload by reference.
 	ByReference bool
+
+	// Carrier, if set, sends from memory that the CPU does not address, without loading it.
+	Carrier Carrier
+}
+
+// Carrier is a way to a process that opens such memory.
+type Carrier interface {
+	// Carries reports whether n bytes of a list need not be loaded to be sent, and notes so in
+	// the train. With lease, they are a request's, whose memory stays until GiveUp.
+	Carries(t *train.Train, l *mem.List, n uint64, lease bool) bool
+	// GiveUp keeps the peer from using what requests have carried so far.
+	GiveUp()
 }
 
 // Short is how many packets of messages below a length may be under way: those take more
@@ -312,8 +324,11 @@ func (q *QP) NotSent(t *train.Train) {
 	}
 }
 
-// uncount takes back what Pull has counted.
+// uncount takes back what Pull has counted, and held.
 func (q *QP) uncount(t *train.Train) {
+	if t.Carried && !t.IsAnswer() {
+		q.req.uncarry(t.PSN)
+	}
 	c := &q.Counters
 	c[CntTxPackets] -= min(c[CntTxPackets], uint64(t.N))
 	c[CntTxBytes] -= min(c[CntTxBytes], uint64(max(t.Len, 0)))

@@ -50,8 +50,9 @@ type requester struct {
 	congestion congestion
 	timers
 
-	landing       // answers that wait for engines
-	loads   loads // of what is to be sent
+	landing           // answers that wait for engines
+	loads   loads     // of what is to be sent
+	carried []carried // what is sent by name, oldest first
 }
 
 // rdRing holds the READs and atomics, and what counts as such, that are not
@@ -267,7 +268,7 @@ func (q *QP) pullMessage(t *train.Train, w *wqe, now Time) int {
 	done := q.req.nxt.Sub(w.first)
 	most := min(int(w.n)-done, train.MaxBytes/q.mtu)
 	var b []byte
-	if q.needsLoad(w, q.req.nxt != q.req.max) {
+	if q.needsLoad(t, w, done, most) {
 		var ok bool
 		if b, ok = q.loadRequest(done, now); !ok {
 			return 0
@@ -284,6 +285,9 @@ func (q *QP) pullMessage(t *train.Train, w *wqe, now Time) int {
 		t.SetRaw(b[:size])
 	} else {
 		q.setPayload(t, q.req.cur, uint64(off), size)
+	}
+	if t.Carried && !q.req.carry(t, q.req.nxt) {
+		t.Carried = false // the link finds out what is in the way
 	}
 	if t.Kind == wire.KindWrite {
 		t.RETH = wire.RETH{VA: w.remote, RKey: w.rkey, Len: w.len}
@@ -303,14 +307,15 @@ func (q *QP) pullMessage(t *train.Train, w *wqe, now Time) int {
 // askAck decides whether a train asks for an acknowledgement: when somebody
 // waits for it, and often enough to keep the window open and the credits in
 // motion. A few short messages whose completion nobody has asked for are left
-// alone for a while, since others will follow and ask for all of them (probe).
+// alone for a while, since others will follow and ask for all of them (probe). What is
+// carried asks, since its memory is held until it is acknowledged.
 func (q *QP) askAck(t *train.Train, w *wqe) {
 	r := &q.req
 	r.unacked += t.N
 	ask := w.flags&ib.SendSignaled != 0 || q.state == ib.QPSQD || r.failing != 0 || r.askNow ||
 		r.cur+1 == q.sq.tail && r.unacked >= quietPackets ||
 		r.cur+1 != q.sq.tail && q.sq.at(r.cur+1).facts().local // which will not ask itself
-	if t.End && ask || r.unacked >= r.congestion.allowance(0)/4 || q.path.Credits != nil && q.path.Credits.scarce() {
+	if t.End && ask || t.Carried || r.unacked >= r.congestion.allowance(0)/4 || q.path.Credits != nil && q.path.Credits.scarce() {
 		t.AckReq, r.unacked, r.askNow = true, 0, false
 	}
 }

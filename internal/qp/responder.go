@@ -40,6 +40,7 @@ type responder struct {
 	// message has left for the next.
 	taken queue.Taken
 	have  bool
+	owed  []queue.Taken // by messages behind it that come again, oldest first
 
 	answers
 	loads loads   // of answers
@@ -149,12 +150,26 @@ func (q *QP) sequence(t *train.Train) bool {
 	return last <= q.mtu && (last > 0 || last == 0 && t.Start && t.N == 1)
 }
 
+// takeReceive takes a receive for a message: one that the message had taken before, if it
+// comes again.
+func (q *QP) takeReceive() bool {
+	r := &q.resp
+	if len(r.owed) == 0 {
+		return q.Recv.Take(&r.taken)
+	}
+	r.taken = r.owed[0]
+	if r.owed = r.owed[1:]; len(r.owed) == 0 {
+		r.owed = nil
+	}
+	return true
+}
+
 // executeSend puts a SEND into the receive that it takes at its start.
 func (q *QP) executeSend(t *train.Train) mem.Fault {
 	r := &q.resp
 	kind, off := r.kind, r.off
 	if t.Start {
-		if !r.have && !q.Recv.Take(&r.taken) {
+		if !r.have && !q.takeReceive() {
 			return q.notReady()
 		}
 		r.have, r.off = true, 0
@@ -233,7 +248,7 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 	}
 	notReady := false
 	if t.End && t.Extra == wire.WithImm && !r.have {
-		if r.have = q.Recv.Take(&r.taken); !r.have {
+		if r.have = q.takeReceive(); !r.have {
 			if q.Type == ib.UC || t.N == 1 {
 				return q.notReady()
 			}
@@ -281,7 +296,7 @@ func (q *QP) refuseWrite(t *train.Train, f mem.Fault) mem.Fault {
 		return q.notPresent(t, f, q.named.sge[:])
 	}
 	if t.End && t.Extra == wire.WithImm && !r.have {
-		r.have = q.Recv.Take(&r.taken)
+		r.have = q.takeReceive()
 	}
 	return q.refuse(accessError, vendorFault(f))
 }

@@ -352,9 +352,11 @@ func (q *QP) pullJob(t *train.Train, j *job) bool {
 	r := &q.resp
 	var b []byte
 	if !j.atomic && j.reth.Len > 0 && !q.path.ByReference && q.Table.Staged(j.reth.RKey) {
-		var ok bool
-		if b, ok = q.loadAnswer(j); !ok {
-			return r.due() && q.pullResponse(t) // it waits, or was refused
+		if !q.carriesAnswer(t, j) {
+			var ok bool
+			if b, ok = q.loadAnswer(j); !ok {
+				return r.due() && q.pullResponse(t) // it waits, or was refused
+			}
 		}
 	}
 	t.AETH = wire.AETH{Syndrome: wire.AckNoCredits, MSN: j.msn}
@@ -393,7 +395,7 @@ func (q *QP) readFailed(t *train.Train, f mem.Fault) {
 	switch q.state {
 	case ib.QPRTR, ib.QPRTS, ib.QPSQD:
 		if f.Staged() { // as with sourceStaged
-			q.path.ByReference = false
+			q.path.ByReference, q.path.Carrier = false, nil
 			if !q.resp.putBack(t) {
 				q.absent(t.PSN)
 			}

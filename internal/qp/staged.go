@@ -325,7 +325,7 @@ func (q *QP) follows(t *train.Train) bool {
 		to = q.remoteList(ib.AccessRemoteWrite, q.Actor(), h.RKey, h.VA+off, int(left))
 	case wire.KindSend:
 		if t.Start && !r.have {
-			if r.have = q.Recv.Take(&r.taken); !r.have {
+			if r.have = q.takeReceive(); !r.have {
 				return false
 			}
 		}
@@ -487,32 +487,54 @@ func (q *QP) finishRequests(now Time) (*train.Train, mem.Fault) {
 }
 
 // unreadMove: the payload of a request could not be read from where it lies, in the memory
-// of its sender, who is told. It and those behind it count as not sent.
+// of its sender, who is told. It and those behind it count as not sent; the receives that
+// they had taken stay theirs.
 func (q *QP) unreadMove(m *Move) (*train.Train, mem.Fault) {
 	r := &q.resp
 	behind := r.moves
 	r.moves, r.ack.pending, r.partly = nil, false, false
 	q.moves.forgetKind(moveRequest)
-	if r.have { // of the last message, which is not the first
-		behind = append(behind, &Move{completes: true, cq: q.RecvCQ, to: mem.List{SGEs: append([]ib.SGE(nil), r.taken.SGEs...)}, wc: ib.WC{ID: r.taken.ID}})
-		r.have = false
-	}
-	for _, b := range behind {
-		switch {
-		case !b.completes:
-		case !r.have: // the first message's: it comes again
-			r.have = true
-			r.taken.ID, r.taken.Len = b.wc.ID, 0
-			r.taken.SGEs = append(r.taken.SGEs[:0], b.to.SGEs...)
-			for _, e := range r.taken.SGEs {
-				r.taken.Len += uint64(e.Length)
-			}
-		default:
-			q.pushed(b.cq.Push(&ib.WC{ID: b.wc.ID, Status: ib.WCWRFlushErr, Op: ib.WCRecv, QPN: q.Number}, false))
+	if h := r.held; h != nil && len(h.requests) > 0 {
+		h.drop() // what waited behind them comes again, too
+		h.inOrder, h.lost = false, false
+		if !h.answers {
+			h.until = 0
 		}
 	}
+	if r.have { // of the last message
+		r.owed = slices.Insert(r.owed, 0, queue.Taken{ID: r.taken.ID, Len: r.taken.Len, SGEs: slices.Clone(r.taken.SGEs)})
+		r.have = false
+	}
+	var owed []queue.Taken
+	for _, b := range behind {
+		if b != m {
+			b.GiveUp() // no atomic of them is done
+		}
+		switch {
+		case !b.completes:
+		case q.half != bothHalves && len(owed) > 0: // it may be another queue's
+			q.pushed(b.cq.Push(&ib.WC{ID: b.wc.ID, Status: ib.WCWRFlushErr, Op: ib.WCRecv, QPN: q.Number}, false))
+		default:
+			owed = append(owed, b.receive())
+		}
+	}
+	r.owed = append(owed, r.owed...)
 	r.epsn, r.msn, r.kind, r.off = m.psn, m.before.msn, m.before.kind, m.before.off
 	return m.train, m.fault
+}
+
+// receive returns the receive that the message of a move has taken: of a WRITE, which does not
+// use them, without its pieces.
+func (m *Move) receive() (t queue.Taken) {
+	t.ID = m.wc.ID
+	if m.train == nil || m.train.Kind != wire.KindSend {
+		return t
+	}
+	t.SGEs = slices.Clone(m.to.SGEs)
+	for i := range t.SGEs {
+		t.Len += uint64(t.SGEs[i].Length)
+	}
+	return t
 }
 
 // forgetKind forgets moves of a kind that nobody has begun; those that were begun do not

@@ -319,6 +319,9 @@ func (q *QP) flushReceive() {
 		r.have = false
 		flush()
 	}
+	for len(r.owed) > 0 && q.takeReceive() {
+		flush()
+	}
 	if q.half != bothHalves {
 		return // it has no queue of its own, nor one that it shares alone with others of its kind
 	}

@@ -16,6 +16,7 @@ import (
 //	         there may be room again
 //	nonce    a random number that only this process has at this address
 //	ticket   a number of the owner's own, which its peers can look at
+//	leases   more of these, for single queue pairs
 //
 // pending and sleep share a cache line, which nobody writes while owner and
 // peers are busy with each other: the owner leaves the bits of busy rings set.
@@ -28,11 +29,15 @@ const (
 	roomAt    = line
 	nonceAt   = 2 * line
 	ticketAt  = 3 * line
+	leasesAt  = 4 * line
 
 	slotWords = 4
 
 	// MaxPeers is how many channels an inbox has at most.
 	MaxPeers = slotWords*64 - 1
+
+	// MaxLeases is how many leases an inbox has.
+	MaxLeases = (inboxPage - leasesAt) / 8
 )
 
 // inboxWords are the words of an inbox segment.

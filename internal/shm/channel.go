@@ -3,6 +3,7 @@ package shm
 import (
 	"errors"
 	"net"
+	"runtime"
 	"sync"
 	"sync/atomic"
 )
@@ -122,6 +123,30 @@ func (c *Channel) ReserveLeaving(typ byte, n, leave int) (p []byte, ok bool) {
 // PeerTicket returns what the peer's Ticket is now. A sink may call it while it is
 // given a record of the channel.
 func (c *Channel) PeerTicket() uint64 { return c.bell.ticket.Load() }
+
+// PeerWords are the words of a peer that it lets us look at. They stay mapped as long as
+// somebody refers to them.
+type PeerWords struct{ bell *bell }
+
+// PeerWords returns the words of the peer. A sink may call it while it is given a record of
+// the channel.
+func (c *Channel) PeerWords() *PeerWords {
+	w := &PeerWords{c.bell}
+	c.Hold()
+	runtime.AddCleanup(w, (*bell).drop, c.bell)
+	return w
+}
+
+// Ticket returns the peer's Inbox.Ticket.
+func (w *PeerWords) Ticket() *atomic.Uint64 { return w.bell.ticket }
+
+// Lease returns the peer's Inbox.Lease, nil if there is no such.
+func (w *PeerWords) Lease(i int) *atomic.Uint64 {
+	if i < 0 || i >= MaxLeases {
+		return nil
+	}
+	return word(w.bell.mem, leasesAt+8*i)
+}
 
 // Has tells whether about n bytes of the ring are free: the room of a record is
 // that of its bytes, and somewhat more. It is called between Begin and End.

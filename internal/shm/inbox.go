@@ -295,6 +295,9 @@ func (in *Inbox) pollRoom(s Sink) int {
 // there until Close.
 func (in *Inbox) Ticket() *atomic.Uint64 { return word(in.mem, ticketAt) }
 
+// Lease is another such word, of MaxLeases.
+func (in *Inbox) Lease(i int) *atomic.Uint64 { return word(in.mem, leasesAt+8*i) }
+
 // Peers returns how many channels there are, those included that are being made. A
 // test of the link asks whether one is left of two that were made at the same time.
 func (in *Inbox) Peers() (n int) {

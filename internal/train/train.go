@@ -72,6 +72,10 @@ type Train struct {
 	Bounce bool
 	// Lent tells that the payload is good only until the train has been taken.
 	Lent bool
+	// Carried tells that the payload, which the CPU does not address, stays where it is: who
+	// takes the train in another process has opened that memory (mem.Sharing).
+	Carried bool
+	Name    Name
 	// Kept tells that who took it has kept its payload by reference: no byte was moved yet.
 	Kept bool
 	// Again tells that it was sent before, or something that it is a part of.
@@ -154,8 +158,8 @@ func (t *Train) Reset() {
 	t.DestQP, t.SRQ, t.PSN, t.N, t.MTU = 0, 0, 0, 0, 0
 	t.AckReq, t.Solicited = false, false
 	t.RETH, t.Atomic, t.AETH, t.Orig, t.Imm, t.DETH = wire.RETH{}, wire.AtomicETH{}, wire.AETH{}, 0, 0, wire.DETH{}
-	t.Len, t.Bounce, t.Again, t.Late, t.Lent, t.Kept, t.Cookie = 0, false, false, false, false, false, 0
-	t.Lease, t.LeaseAt = nil, 0
+	t.Len, t.Bounce, t.Again, t.Late, t.Lent, t.Carried, t.Kept, t.Cookie = 0, false, false, false, false, false, false, 0
+	t.Lease, t.LeaseAt, t.Name = nil, 0, Name{}
 	t.Payload = mem.List{} // by itself: among others it would be made elsewhere and copied
 }
 
@@ -181,19 +185,43 @@ func (t *Train) Keep() (*Train, mem.Fault) {
 	return c, f
 }
 
-// Lease is for how long what a queue pair sends by reference may be read: End ends it
-// before the memory is given back to the program.
-type Lease struct{ ends atomic.Uint64 }
+// Name is where a payload lies that is carried.
+type Name struct {
+	Memory, Off uint64
+	// Lease is which of the sending device's leases it is good for, and At what that is; 0 is
+	// the Ticket.
+	Lease uint32
+	At    uint64
+}
+
+// Lease is for how long what a queue pair, or another process, sends by reference may be
+// read: it ends before the memory is given back to the program.
+type Lease struct {
+	own  atomic.Uint64
+	word *atomic.Uint64 // another process's; nil: own counts
+	keep any            // what keeps the word where it is
+}
+
+// LeaseOf is a lease that ends when a word of another process's changes, which is there as
+// long as somebody refers to keep.
+func LeaseOf(word *atomic.Uint64, keep any) *Lease { return &Lease{word: word, keep: keep} }
+
+func (l *Lease) now() uint64 {
+	if l.word != nil {
+		return l.word.Load()
+	}
+	return l.own.Load()
+}
 
 // End ends the lease of all trains that were made so far.
-func (l *Lease) End() { l.ends.Add(1) }
+func (l *Lease) End() { l.own.Add(1) }
 
 // Grant has a train's payload be kept by reference.
-func (l *Lease) Grant(t *Train) { t.Lease, t.LeaseAt = l, l.ends.Load() }
+func (l *Lease) Grant(t *Train) { t.Lease, t.LeaseAt = l, l.now() }
 
 // Leased reports whether a payload that is kept by reference may still be read. It is asked
 // before and after.
-func (t *Train) Leased() bool { return t.Lease == nil || t.Lease.ends.Load() == t.LeaseAt }
+func (t *Train) Leased() bool { return t.Lease == nil || t.Lease.now() == t.LeaseAt }
 
 // KeepStaged is Keep for a train that an engine takes the payload of: by reference where
 // the payload itself is out of the CPU's reach, else in staging bytes, which Free gives

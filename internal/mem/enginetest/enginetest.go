@@ -26,6 +26,10 @@ type Config struct {
 	// where no CPU copies as fast as the engine.
 	Idle bool
 
+	// Name, if set, is what engines of other processes, and of this one, know the memory by:
+	// they open it (mem.Sharing). One engine has it at a time.
+	Name string
+
 	// Reaches says that the engine reads and writes memory of the host by itself.
 	Reaches bool
 }
@@ -42,8 +46,35 @@ type Engine struct {
 	held  bool
 	free  *sync.Cond // of mu: held ends
 
-	begun atomic.Int64
+	begun  atomic.Int64
+	opened atomic.Int64 // memories that are open
+	stop   func()       // see Close
 }
+
+// Name is what other processes know the engine by.
+func (e *Engine) Name() string { return e.cfg.Name }
+
+// Close ends an engine that has a name: nothing more is opened.
+func (e *Engine) Close() { e.stop() }
+
+// Opened returns how many memories of others are open.
+func (e *Engine) Opened() int64 { return e.opened.Load() }
+
+// open opens memory of another process.
+func (e *Engine) open(what []byte, fd int) (mem.Engine, error) {
+	if fd < 0 {
+		return nil, errNoFile
+	}
+	b, err := sys.MapMemfdWhole(fd, true)
+	if err != nil {
+		_ = sys.CloseFD(fd) // it was open: it cannot fail
+		return nil, err
+	}
+	e.opened.Add(1)
+	return &Memory{engine: e, Bytes: b, mapped: b, fd: fd, other: true}, nil
+}
+
+var errNoFile = errors.New("enginetest: memory without a file")
 
 // job is an operation that was begun.
 type job struct {
@@ -56,6 +87,9 @@ type job struct {
 func New(cfg Config) *Engine {
 	e := &Engine{cfg: cfg}
 	e.free = sync.NewCond(&e.mu)
+	if cfg.Name != "" {
+		e.stop = mem.AddOpener(cfg.Name, e.open)
+	}
 	if cfg.Width > 0 {
 		e.slots = make([]time.Time, cfg.Width)
 	}
@@ -86,6 +120,8 @@ type Memory struct {
 	sync.Mutex // guards Bytes
 	Bytes      []byte
 	mapped     []byte
+	fd         int
+	other      bool // it is another process's, and was opened
 	failing    atomic.Uint32
 }
 
@@ -97,12 +133,22 @@ func (e *Engine) Alloc(n uint64) *Memory {
 		panic(err) // there is no memory
 	}
 	b, err := sys.MapMemfd(fd, int(n))
-	_ = sys.CloseFD(fd) // it was open: it cannot fail
 	if err != nil {
 		panic(err)
 	}
-	return &Memory{engine: e, Bytes: b, mapped: b}
+	return &Memory{engine: e, Bytes: b, mapped: b, fd: fd}
 }
+
+// Share tells other processes how to open the memory.
+func (m *Memory) Share() (opener string, what []byte, fd int, err error) {
+	if m.engine.cfg.Name == "" {
+		return "", nil, -1, errNoName
+	}
+	fd, err = sys.DupFD(m.fd)
+	return m.engine.cfg.Name, nil, fd, err
+}
+
+var errNoName = errors.New("enginetest: others do not know the engine")
 
 // Free gives the memory up, when no region stands on it any more and nobody looks there.
 func (m *Memory) Free() {
@@ -110,6 +156,7 @@ func (m *Memory) Free() {
 	if err := sys.Unmap(m.mapped); err != nil {
 		panic(err) // it was freed before
 	}
+	_ = sys.CloseFD(m.fd) // it was open: it cannot fail
 }
 
 // Fail makes all operations on the memory end in a fault from now on; FaultNone ends that.
@@ -129,8 +176,14 @@ func (m *Memory) Run(uint64, uint64, ib.Access) ([]byte, mem.FaultKind) {
 	panic("enginetest: the CPU does not address this memory")
 }
 
-// Close leaves the memory to Free.
-func (m *Memory) Close() error { return nil }
+// Close leaves the memory to Free, unless it is another process's.
+func (m *Memory) Close() error {
+	if m.other {
+		m.Free()
+		m.engine.opened.Add(-1)
+	}
+	return nil
+}
 
 // Owner is the engine.
 func (m *Memory) Owner() any { return m.engine }

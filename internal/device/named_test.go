@@ -1,0 +1,274 @@
+package device
+
+// Memory of an engine whose bytes go to another process without passing through the host
+// (mem.Sharing, link/opened.go).
+
+import (
+	"bufio"
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem/enginetest"
+	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/qp"
+)
+
+// openedPair connects two ends by rings, with memory of one engine that both open.
+func openedPair(t *testing.T, size int, cfg enginetest.Config) (a, b *end, g *enginetest.Engine) {
+	t.Helper()
+	x, y := openDevice(t, provider.Config{Link: linkLocal}), openDevice(t, provider.Config{Link: linkLocal})
+	inRings("named", x, y)
+	g = newEngine(t, "named", cfg)
+	a, b = connected(t, x, y, ib.RC, size, func(e *end) { e.onEngine(g) })
+	a.getOpened(b)
+	b.getOpened(a)
+	return a, b, g
+}
+
+// getOpened writes to the peer until that has opened the memory.
+func (e *end) getOpened(o *end) {
+	e.t.Helper()
+	before := namedTrains(o.dev)
+	eventually(e.t, "the peer has opened the memory", func() bool {
+		e.post(e.write(o, 0, 64))
+		e.ok()
+		return namedTrains(o.dev) > before
+	})
+}
+
+// paint makes all bytes of a range the same.
+func paint(b []byte, v byte) {
+	for i := range b {
+		b[i] = v
+	}
+}
+
+// A flag behind data is seen when the data is there, and nothing is sent twice, while the
+// sender's process registers and closes other memory all the time.
+func TestNamedOrder(t *testing.T) {
+	const size = 600 << 10 // three trains
+	a, b, _ := openedPair(t, size+8, slowEngine)
+	stop, stopped := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(stopped)
+		for {
+			select {
+			case <-stop:
+				return
+			default:
+			}
+			mr, err := a.pd.RegMR(make([]byte, 8192), allRemote)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			if err := mr.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+	}()
+	sent := a.counted()[qp.CntRetransmits]
+	for round := byte(1); int(round) <= lastingOps(60, 250); round++ {
+		paint(a.buf[:size], round)
+		paint(a.buf[size:], round)
+		data, flag := a.write(b, 0, size), a.write(b, size, 8)
+		data.Flags = 0
+		a.post(data)
+		a.post(flag)
+		eventually(t, "the flag comes", func() bool { return byte(b.word(size)) == round })
+		for i, v := range b.buf[:size] {
+			if v != round {
+				t.Fatalf("round %d: byte %d is %d when the flag is there", round, i, v)
+			}
+		}
+		a.ok()
+	}
+	close(stop)
+	<-stopped
+	if n := a.counted()[qp.CntRetransmits] - sent; n != 0 {
+		t.Errorf("%d packets were sent again", n)
+	}
+}
+
+// Who closes the memory of a request waits until the peer's engine is not at it any more.
+func TestNamedClose(t *testing.T) {
+	a, b, g := openedPair(t, 64<<10, enginetest.Config{})
+	paint(a.buf, 7)
+	g.Hold()
+	a.post(a.write(b, 0, 64<<10))
+	closed := make(chan error, 1)
+	go func() { closed <- a.mr.Close() }()
+	select {
+	case err := <-closed:
+		t.Fatalf("closed (%v) while the peer reads it", err)
+	case <-time.After(20 * time.Millisecond):
+	}
+	g.Release()
+	if err := <-closed; err != nil {
+		t.Fatal(err)
+	}
+	a.ok()
+	if b.buf[64<<10-1] != 7 {
+		t.Error("it was not written")
+	}
+	eventually(t, "the peer closes it", func() bool { return g.Opened() <= 1 }) // the other end's
+}
+
+// What a queue pair has given up does not count, though the peer's engine was at it.
+func TestNamedReset(t *testing.T) {
+	const size = 64 << 10
+	a, b, g := openedPair(t, size, enginetest.Config{})
+	b.recv(ib.RecvWR{ID: 5, SGL: b.sge(0, size)})
+	g.Hold()
+	a.post(ib.SendWR{ID: 1, Op: ib.OpSend, Flags: ib.SendSignaled, SGL: a.sge(0, size)})
+	eventually(t, "the peer has it", func() bool { return b.counted()[qp.CntRxBytes] >= size })
+	a.modify(ib.QPAttr{State: ib.QPReset}, ib.QPMaskState)
+	paint(a.buf, 0xEE)
+	g.Release()
+	b.silent("what was given up")
+}
+
+// Memory that is registered anew is opened anew.
+func TestNamedAgain(t *testing.T) {
+	const size = 64 << 10
+	a, b, g := openedPair(t, size, enginetest.Config{})
+	for round := range byte(5) {
+		closeAll(t, a.mr)
+		m := g.Alloc(size)
+		a.buf = m.Bytes
+		a.mr = must[provider.MR](t)(a.pd.(*PD).RegBacking(m, 0x7000_0000, allRemote))
+		t.Cleanup(func() { closeAll(t, a.qp, a.mr); m.Free() })
+		a.getOpened(b)
+		paint(a.buf, round)
+		a.post(a.write(b, 0, size))
+		a.ok()
+		if b.buf[0] != round || b.buf[size-1] != round {
+			t.Fatalf("round %d: %d, %d", round, b.buf[0], b.buf[size-1])
+		}
+	}
+	eventually(t, "what was closed is closed", func() bool { return g.Opened() <= 2 })
+}
+
+const namedChild = "VERBENA_TEST_NAMED_CHILD"
+
+// namedPeer is what two processes tell each other.
+type namedPeer struct {
+	stoppedPeer
+	Engine string
+	Kill   bool // the child only waits
+}
+
+// Two processes whose engines know the same memory.
+func TestNamedProcesses(t *testing.T) {
+	if arg := os.Getenv(namedChild); arg != "" {
+		runNamedChild(t, arg)
+		return
+	}
+	for _, kill := range []bool{false, true} {
+		t.Run(fmt.Sprintf("killed %v", kill), func(t *testing.T) {
+			d := openDevice(t, provider.Config{Link: linkLocal})
+			g := newEngine(t, "named", enginetest.Config{})
+			b := newEnd(t, d, ib.RC, namedSize)
+			t.Cleanup(b.close)
+			b.onEngine(g)
+			arg := must[[]byte](t)(json.Marshal(namedPeer{stoppedPeer{d.addrs[0], b.qp.Number(), b.mr.Addr(), b.mr.RKey()}, g.Name(), kill}))
+			cmd := exec.Command(must[string](t)(os.Executable()), "-test.run=^TestNamedProcesses$", "-test.v")
+			cmd.Env, cmd.Stderr = append(os.Environ(), namedChild+"="+string(arg)), os.Stderr
+			in, err := cmd.StdinPipe()
+			must0(t, err)
+			out, err := cmd.StdoutPipe()
+			must0(t, err)
+			must0(t, cmd.Start())
+			defer func() {
+				if cmd.ProcessState == nil {
+					_ = cmd.Process.Kill()
+					_ = cmd.Wait() // it was killed
+				}
+			}()
+			lines := bufio.NewScanner(out)
+			said := func(what string) string {
+				t.Helper()
+				for lines.Scan() {
+					if rest, ok := strings.CutPrefix(lines.Text(), what); ok {
+						return rest
+					}
+				}
+				t.Fatalf("the other process has not said %q", what)
+				return ""
+			}
+			var o stoppedPeer
+			must0(t, json.Unmarshal([]byte(said("PEER ")), &o))
+			b.connectTo(o.Addr, o.QPN, b.psn, b.rd)
+			_, err = in.Write([]byte("\n"))
+			must0(t, err)
+			if !kill {
+				said("DONE")
+				if namedTrains(d) == 0 {
+					t.Error("no WRITE was named")
+				}
+				return
+			}
+			said("READY")
+			wr := ib.SendWR{Op: ib.OpRDMAWrite, Flags: ib.SendSignaled, SGL: b.sge(0, namedSize), RemoteAddr: o.Remote, RKey: o.RKey}
+			for i := range 200 {
+				b.post(wr)
+				b.ok()
+				if i == 100 {
+					b.post(wr)
+					b.post(wr)
+					must0(t, cmd.Process.Kill())
+					break
+				}
+			}
+			_ = cmd.Wait()                // it was killed
+			closeAll(t, b.qp, b.mr, b.pd) // nobody waits for the dead
+		})
+	}
+}
+
+const namedSize = 256 << 10
+
+// runNamedChild is the other process: it writes, and reads what it has written.
+func runNamedChild(t *testing.T, arg string) {
+	var o namedPeer
+	must0(t, json.Unmarshal([]byte(arg), &o))
+	d := openDevice(t, provider.Config{Link: linkLocal})
+	g := enginetest.New(enginetest.Config{Name: o.Engine})
+	defer g.Close()
+	a := newEnd(t, d, ib.RC, 2*namedSize)
+	a.onEngine(g)
+	fmt.Println("PEER " + string(must[[]byte](t)(json.Marshal(stoppedPeer{d.addrs[0], a.qp.Number(), a.mr.Addr(), a.mr.RKey()}))))
+	in := bufio.NewScanner(os.Stdin)
+	in.Scan() // the test has connected
+	a.connectTo(o.Addr, o.QPN, a.psn, a.rd)
+	if o.Kill {
+		fmt.Println("READY")
+		in.Scan() // until it is killed
+		return
+	}
+	wr := ib.SendWR{Op: ib.OpRDMAWrite, Flags: ib.SendSignaled, SGL: a.sge(0, namedSize), RemoteAddr: o.Remote, RKey: o.RKey}
+	back := wr
+	back.Op, back.SGL = ib.OpRDMARead, a.sge(namedSize, namedSize)
+	for i := 0; i < 20 || namedTrains(d) == 0; i++ {
+		if i == 10_000 {
+			t.Fatal("no READ was named")
+		}
+		paint(a.buf[:namedSize], byte(i))
+		a.post(wr)
+		a.ok()
+		a.post(back)
+		a.ok()
+		for k, v := range a.buf[namedSize:] {
+			if v != byte(i) {
+				t.Fatalf("round %d: byte %d is %d", i, k, v)
+			}
+		}
+	}
+	fmt.Println("DONE")
+}

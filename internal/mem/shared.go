@@ -1,0 +1,176 @@
+package mem
+
+// Memory of an engine that engines of other processes reach too, as one reaches CUDA's by
+// its handles: its bytes go from one process to another without passing through the host.
+//
+//  1. Who sends from such memory to a process of this host names it by a number (SharedAt).
+//  2. That process asks for the number, gets what its engine needs to know (PassShared), and
+//     opens the memory (OpenShared): an Engine of its own, by which transfers reach the bytes.
+//  3. When the region is closed, those who have opened its memory are told, as they are of
+//     segments (WatchSegments).
+
+import (
+	"bytes"
+	"fmt"
+	"sync"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// Sharing is an Engine whose memory can be opened in other processes.
+type Sharing interface {
+	Engine
+	// Share returns what an opener needs to know, the name that the opener goes by, and a
+	// descriptor, which is the caller's to close; -1 if there is none.
+	Share() (opener string, what []byte, fd int, err error)
+}
+
+// Opener opens memory that another process shares. The descriptor is its to close, -1 if
+// there is none. What it is given was said by another process of the same user, and may be
+// nonsense.
+type Opener func(what []byte, fd int) (Engine, error)
+
+// maxShared is how long what Share says may be, with the name.
+const maxShared = 1024
+
+// shares are the memories of this process that others may open, and how others' are opened.
+var shares struct {
+	ids sync.Map // from Sharing to its number
+
+	mu      sync.Mutex // guards what follows
+	byID    map[uint64]Sharing
+	openers map[string]Opener
+}
+
+// AddOpener makes memory be opened that others share by a name, until stop is called.
+func AddOpener(name string, open Opener) (stop func()) {
+	shares.mu.Lock()
+	defer shares.mu.Unlock()
+	if shares.openers == nil {
+		shares.openers = make(map[string]Opener)
+	}
+	shares.openers[name] = open
+	return func() {
+		shares.mu.Lock()
+		defer shares.mu.Unlock()
+		delete(shares.openers, name)
+	}
+}
+
+// SharedAt returns the number of the memory that the first n bytes of a list lie in, together,
+// and where in it. If they do not, or others cannot open it, the fault is that of memory
+// which the CPU does not address.
+func SharedAt(l *List, n uint64) (id, off uint64, f Fault) {
+	r, k, f := l.reach(0, n)
+	if !f.OK() {
+		return 0, 0, f
+	}
+	if r.engine == nil {
+		return 0, 0, StagedFault()
+	}
+	defer r.close()
+	if s, ok := r.engine.(Sharing); ok && k == n {
+		return shareID(s), r.at, Fault{}
+	}
+	return 0, 0, StagedFault()
+}
+
+// EngineHold is a section that stays open: whoever closes or suspends the memory waits for its end.
+// The zero value is none.
+type EngineHold struct{ at place }
+
+// HoldEngine opens sections on the first n bytes of a list, which lie together in memory that
+// the CPU does not address. It is not ok if they do not, or are out of reach.
+func HoldEngine(l *List, n uint64) (h EngineHold, ok bool) {
+	r, k, f := l.reach(0, n)
+	if !f.OK() || r.engine == nil {
+		return EngineHold{}, false
+	}
+	if k < n {
+		r.close()
+		return EngineHold{}, false
+	}
+	return EngineHold{r.place}, true
+}
+
+// Release closes the sections. It is idempotent.
+func (h *EngineHold) Release() {
+	h.at.close()
+	h.at = place{}
+}
+
+// shareID returns the number of memory. A section on it is open, so that its region is not
+// closed meanwhile.
+func shareID(s Sharing) uint64 {
+	if id, ok := shares.ids.Load(s); ok {
+		return id.(uint64)
+	}
+	segments.mu.Lock() // the numbers are those of segments, too
+	segments.last++
+	id := segments.last
+	segments.mu.Unlock()
+	shares.mu.Lock()
+	defer shares.mu.Unlock()
+	if old, had := shares.ids.LoadOrStore(s, id); had {
+		return old.(uint64)
+	}
+	if shares.byID == nil {
+		shares.byID = make(map[uint64]Sharing)
+	}
+	shares.byID[id] = s
+	return id
+}
+
+// closeBacking closes the backing of a region, which nobody uses any more, after those who
+// have opened its memory were told.
+func closeBacking(b Backing) error {
+	if s, ok := b.(Sharing); ok {
+		if id, had := shares.ids.LoadAndDelete(s); had {
+			shares.mu.Lock()
+			delete(shares.byID, id.(uint64))
+			shares.mu.Unlock()
+			tellSegmentGone(id.(uint64))
+		}
+	}
+	return b.Close()
+}
+
+// PassShared is for who is asked for memory by its number: it returns what OpenShared needs,
+// and a descriptor, which is the caller's to close, -1 if there is none.
+func PassShared(id uint64) (what []byte, fd int, err error) {
+	shares.mu.Lock()
+	s := shares.byID[id]
+	shares.mu.Unlock()
+	if s == nil {
+		return nil, -1, ErrNoSegment
+	}
+	opener, more, fd, err := s.Share()
+	if err != nil {
+		return nil, -1, err
+	}
+	return append(append([]byte(opener), 0), more...), fd, nil
+}
+
+// OpenShared opens memory that another process shares. The descriptor is taken in any case.
+func OpenShared(what []byte, fd int) (Engine, error) {
+	name, more, ok := bytes.Cut(what, []byte{0})
+	if !ok || len(what) > maxShared {
+		closeIfOpen(fd)
+		return nil, fmt.Errorf("mem: what was said of shared memory is nonsense: %w", syscall.EINVAL)
+	}
+	shares.mu.Lock()
+	open := shares.openers[string(name)]
+	shares.mu.Unlock()
+	if open == nil {
+		closeIfOpen(fd)
+		return nil, fmt.Errorf("mem: nobody here opens memory of %q: %w", name, syscall.ENODEV)
+	}
+	return open(more, fd)
+}
+
+func closeIfOpen(fd int) {
+	if fd >= 0 {
+		_ = sys.CloseFD(fd) // it was open: it cannot fail
+	}
+}
