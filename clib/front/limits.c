@@ -9,10 +9,12 @@
  *  2. vb_lend_descriptors notes the limit on descriptors. The runtime raises the soft
  *     limit to one below the hard one while it starts, and the engine moves the runtime's
  *     own descriptors above the program's limit, where a loop that closes "all" does not
- *     come.
+ *     come. The kernel's table of descriptors is made that long before there are threads:
+ *     with them the kernel waits some milliseconds until nobody looks at the old one.
  *  3. vb_return_descriptors sets the soft limit back. Descriptors above it stay open.
  */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <stdio.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -76,6 +78,26 @@ int vb_check_room(void)
 	return err;
 }
 
+/* lengthen_table makes the kernel's table of descriptors have the number above. If it
+ * cannot, the engine does, and takes longer for it. */
+static void lengthen_table(const struct vb_descriptors *d)
+{
+	struct rlimit more = d->limit;
+	int raised = 0, fd = eventfd(0, EFD_CLOEXEC);
+	if (fd < 0)
+		return;
+	if (d->limit.rlim_cur <= (rlim_t)d->above && d->limit.rlim_max > (rlim_t)d->above) {
+		more.rlim_cur = d->above + 1;
+		raised = !setrlimit(RLIMIT_NOFILE, &more);
+	}
+	int high = fcntl(fd, F_DUPFD_CLOEXEC, d->above);
+	if (high >= 0)
+		close(high);
+	if (raised)
+		setrlimit(RLIMIT_NOFILE, &d->limit);
+	close(fd);
+}
+
 void vb_lend_descriptors(struct vb_descriptors *d)
 {
 	d->noted = !getrlimit(RLIMIT_NOFILE, &d->limit);
@@ -83,6 +105,8 @@ void vb_lend_descriptors(struct vb_descriptors *d)
 	if (d->noted && d->limit.rlim_cur > USUALLY_CLOSED && d->limit.rlim_cur < HIGHEST &&
 	    d->limit.rlim_cur < d->limit.rlim_max)
 		d->above = (int)d->limit.rlim_cur;
+	if (d->noted)
+		lengthen_table(d);
 }
 
 void vb_return_descriptors(const struct vb_descriptors *d)
