@@ -69,26 +69,33 @@ func (s *Shared) NewCarrier(f *train.Flow, qpn uint32) *Carrier {
 	return &Carrier{s: s, flow: to, qpn: qpn, slot: -1}
 }
 
-// Carries reports whether the peer's process takes n bytes of a list, which the CPU does not
-// address, by name. If not, it may later. With lease, it is for a request.
-func (c *Carrier) Carries(t *train.Train, l *mem.List, n uint64, lease bool) bool {
+// Carries has n bytes of a list, which the CPU does not address, go to the peer's process by
+// name, and notes that in the train, if it can. If not, it may later. For a request, with
+// lease, the memory is held when it returns, and is the caller's to release.
+func (c *Carrier) Carries(t *train.Train, l *mem.List, n uint64, lease bool) (h mem.SharedHold, ok bool) {
 	process, ok := c.flow.dev.Find(c.qpn)
 	if !ok || c.flow.dev.ByPackets(process) {
-		return false
+		return h, false
 	}
 	to := c.flow.dev.channels[process].Load()
 	if to == nil {
-		return false
+		return h, false
 	}
-	id, off, fault := mem.SharedAt(l, n)
-	if !fault.OK() || !c.s.reaches(to, id) || lease && c.slot < 0 && !c.take() {
-		return false
+	h, fault := mem.HoldShared(l, n)
+	if !fault.OK() {
+		return h, false
 	}
-	t.Carried, t.Name = true, train.Name{Memory: id, Off: off}
+	if !c.s.reaches(to, h.ID) || lease && c.slot < 0 && !c.take() {
+		h.Release()
+		return h, false
+	}
+	t.Carried, t.Name = true, train.Name{Memory: h.ID, Off: h.Off}
 	if lease {
 		t.Name.Lease, t.Name.At = uint32(c.slot)+1, c.s.inbox.Lease(c.slot).Load()
+	} else {
+		h.Release()
 	}
-	return true
+	return h, true
 }
 
 // take takes a lease.

@@ -68,7 +68,11 @@ func namedPair(t *testing.T) (a, b *Shared, f *train.Flow, c *Carrier, m *engine
 	m, r, l = onEngine(t, g, 1<<20)
 	c = a.NewCarrier(f, 9)
 	var k keeper
-	for end := time.Now().Add(10 * time.Second); !c.Carries(new(train.Train), l, 4096, true); {
+	for end := time.Now().Add(10 * time.Second); ; {
+		if h, ok := c.Carries(new(train.Train), l, 4096, true); ok {
+			h.Release()
+			break
+		}
 		b.Poll(&k, 16)
 		a.Poll(&k, 16)
 		if time.Now().After(end) {
@@ -99,9 +103,11 @@ func TestNamed(t *testing.T) {
 		if !lease {
 			tr.Kind = wire.KindReadResponse
 		}
-		if !c.Carries(tr, &from, n, lease) {
+		h, ok := c.Carries(tr, &from, n, lease)
+		if !ok {
 			t.Fatal("it is not carried")
 		}
+		h.Release()
 		if k, err := a.Send([]*train.Train{tr}); k != 1 || err != nil {
 			t.Fatal(k, err)
 		}
@@ -157,10 +163,12 @@ func TestNamed(t *testing.T) {
 // A peer that lies about memory, leases and places gets nothing but its own trains lost.
 func TestNamedLies(t *testing.T) {
 	_, b, f, c, _, _, l, g := namedPair(t)
-	id, _, fault := mem.SharedAt(l, 1)
+	h, fault := mem.HoldShared(l, 1)
 	if !fault.OK() {
 		t.Fatal(fault)
 	}
+	h.Release()
+	id := h.ID
 	to := c.flow.dev.channels[7].Load()
 	var k keeper
 	poll := func() {

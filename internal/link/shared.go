@@ -495,7 +495,7 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		s.openShared(c, b)
 	case recOpened:
 		if len(b) == 8 {
-			c.Tag().(*tag).reached.Store(le.Uint64(b), true)
+			c.Tag().(*tag).reached.CompareAndSwap(le.Uint64(b), false, true) // if it was told of it
 		}
 	case recPackets:
 		if !unpackPackets(b, &s.p) {

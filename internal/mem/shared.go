@@ -3,7 +3,7 @@ package mem
 // Memory of an engine that engines of other processes reach too, as one reaches CUDA's by
 // its handles: its bytes go from one process to another without passing through the host.
 //
-//  1. Who sends from such memory to a process of this host names it by a number (SharedAt).
+//  1. Who sends from such memory to a process of this host names it by a number (HoldShared).
 //  2. That process asks for the number, gets what its engine needs to know (PassShared), and
 //     opens the memory (OpenShared): an Engine of its own, by which transfers reach the bytes.
 //  3. When the region is closed, those who have opened its memory are told, as they are of
@@ -58,44 +58,29 @@ func AddOpener(name string, open Opener) (stop func()) {
 	}
 }
 
-// SharedAt returns the number of the memory that the first n bytes of a list lie in, together,
-// and where in it. If they do not, or others cannot open it, the fault is that of memory
-// which the CPU does not address.
-func SharedAt(l *List, n uint64) (id, off uint64, f Fault) {
-	r, k, f := l.reach(0, n)
-	if !f.OK() {
-		return 0, 0, f
-	}
-	if r.engine == nil {
-		return 0, 0, StagedFault()
-	}
-	defer r.close()
-	if s, ok := r.engine.(Sharing); ok && k == n {
-		return shareID(s), r.at, Fault{}
-	}
-	return 0, 0, StagedFault()
+// SharedHold is memory that is shared, with sections that stay open: whoever closes or suspends
+// it waits for their end. The zero value is none.
+type SharedHold struct {
+	ID, Off uint64 // its number, and where in it
+	at      place
 }
 
-// EngineHold is a section that stays open: whoever closes or suspends the memory waits for its end.
-// The zero value is none.
-type EngineHold struct{ at place }
-
-// HoldEngine opens sections on the first n bytes of a list, which lie together in memory that
-// the CPU does not address. It is not ok if they do not, or are out of reach.
-func HoldEngine(l *List, n uint64) (h EngineHold, ok bool) {
+// HoldShared opens sections on the first n bytes of a list, which lie together in memory that
+// others can open. If they do not, the fault is that of memory which the CPU does not address.
+func HoldShared(l *List, n uint64) (SharedHold, Fault) {
 	r, k, f := l.reach(0, n)
-	if !f.OK() || r.engine == nil {
-		return EngineHold{}, false
+	if !f.OK() {
+		return SharedHold{}, f
 	}
-	if k < n {
-		r.close()
-		return EngineHold{}, false
+	if s, ok := r.engine.(Sharing); ok && k == n {
+		return SharedHold{shareID(s), r.at, r.place}, Fault{}
 	}
-	return EngineHold{r.place}, true
+	r.close()
+	return SharedHold{}, StagedFault()
 }
 
 // Release closes the sections. It is idempotent.
-func (h *EngineHold) Release() {
+func (h *SharedHold) Release() {
 	h.at.close()
 	h.at = place{}
 }

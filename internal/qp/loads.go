@@ -102,25 +102,28 @@ func (q *QP) startLoad(ls *loads, k loadKey, from *mem.List, n int) *load {
 // perLoad is how many packets one load has.
 func (q *QP) perLoad() int { return train.MaxBytes / q.mtu }
 
-// needsLoad reports whether n packets of a request that is being sent have to be loaded
-// first. If not, they may be carried.
-func (q *QP) needsLoad(t *train.Train, w *wqe, done, n int) bool {
+// needsLoad reports whether n packets of a request that is being sent, from memory that the
+// CPU does not address, have to be loaded first. If not, they may be carried: then their memory is held.
+func (q *QP) needsLoad(t *train.Train, w *wqe, done, n int) (h mem.SharedHold, needs bool) {
 	again := q.req.nxt != q.req.max
 	switch {
-	case !w.staged, q.path.ByReference && !again:
-		return false
+	case q.path.ByReference && !again:
+		return h, false
 	case q.path.Carrier == nil:
-		return true
+		return h, true
 	}
 	off := done * q.mtu
 	list, size := q.localList(q.req.cur, uint64(off)), uint64(min(n*q.mtu, int(w.len)-off))
 	if again {
-		if _, _, f := mem.SharedAt(list, size); f.Kind == mem.FaultPending && !f.Staged() {
+		h, f := mem.HoldShared(list, size)
+		h.Release()
+		if f.Kind == mem.FaultPending && !f.Staged() {
 			q.recall()
 		}
-		return true
+		return h, true
 	}
-	return !q.path.Carrier.Carries(t, list, size, true)
+	h, ok := q.path.Carrier.Carries(t, list, size, true)
+	return h, !ok
 }
 
 // recall is for a requester that stands still until its memory is back, and would send again
@@ -137,18 +140,13 @@ func (q *QP) recall() {
 // carried is what of a request is on its way, and stays in its memory.
 type carried struct {
 	first, end wire.PSN
-	hold       mem.EngineHold
+	hold       mem.SharedHold
 }
 
-// carry keeps the memory of a train that is carried until it is acknowledged. It reports false
-// if that is out of reach.
-func (r *requester) carry(t *train.Train, first wire.PSN) bool {
+// carry keeps the memory of n packets that are carried until they are acknowledged.
+func (r *requester) carry(h mem.SharedHold, first wire.PSN, n int) {
 	r.uncarry(first)
-	h, ok := mem.HoldEngine(&t.Payload, uint64(t.Len))
-	if ok {
-		r.carried = append(r.carried, carried{first, first.Add(t.N), h})
-	}
-	return ok
+	r.carried = append(r.carried, carried{first, first.Add(n), h})
 }
 
 // uncarry lets go of the memory of what has not left, from a PSN on.
@@ -350,7 +348,8 @@ func (q *QP) carriesAnswer(t *train.Train, j *job) bool {
 		return false
 	}
 	from, n := q.answerPart(j, j.done)
-	return q.path.Carrier.Carries(t, from, uint64(n), false)
+	_, ok := q.path.Carrier.Carries(t, from, uint64(n), false)
+	return ok
 }
 
 // answerLoaded lets an answer go on that waited for its bytes, or for those of others.

@@ -89,9 +89,10 @@ type Path struct {
 
 // Carrier is a way to a process that opens such memory.
 type Carrier interface {
-	// Carries reports whether n bytes of a list need not be loaded to be sent, and notes so in
-	// the train. With lease, they are a request's, whose memory stays until GiveUp.
-	Carries(t *train.Train, l *mem.List, n uint64, lease bool) bool
+	// Carries has n bytes of a list be sent without loading them, and notes that in the train,
+	// if it can. With lease, they are a request's: their memory is held, for the caller to
+	// release, and the peer may use it until GiveUp.
+	Carries(t *train.Train, l *mem.List, n uint64, lease bool) (mem.SharedHold, bool)
 	// GiveUp keeps the peer from using what requests have carried so far.
 	GiveUp()
 }

@@ -268,15 +268,20 @@ func (q *QP) pullMessage(t *train.Train, w *wqe, now Time) int {
 	done := q.req.nxt.Sub(w.first)
 	most := min(int(w.n)-done, train.MaxBytes/q.mtu)
 	var b []byte
-	if q.needsLoad(t, w, done, most) {
-		var ok bool
-		if b, ok = q.loadRequest(done, now); !ok {
-			return 0
+	var hold mem.SharedHold
+	if w.staged {
+		var load, ok bool
+		if hold, load = q.needsLoad(t, w, done, most); load {
+			if b, ok = q.loadRequest(done, now); !ok {
+				return 0
+			}
+			most = min(most, q.packets(len(b)))
 		}
-		most = min(most, q.packets(len(b)))
 	}
 	n := q.room(most)
 	if n == 0 {
+		hold.Release()
+		t.Carried = false // it may become another
 		return 0
 	}
 	t.N, t.Start, t.End = n, done == 0, done+n == int(w.n)
@@ -286,8 +291,8 @@ func (q *QP) pullMessage(t *train.Train, w *wqe, now Time) int {
 	} else {
 		q.setPayload(t, q.req.cur, uint64(off), size)
 	}
-	if t.Carried && !q.req.carry(t, q.req.nxt) {
-		t.Carried = false // the link finds out what is in the way
+	if t.Carried {
+		q.req.carry(hold, q.req.nxt, n)
 	}
 	if t.Kind == wire.KindWrite {
 		t.RETH = wire.RETH{VA: w.remote, RKey: w.rkey, Len: w.len}
