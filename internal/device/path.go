@@ -101,8 +101,10 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 		use := d.peers.use(q, peerKey{f.Dst, true})
 		credits := use.credits.Costing(cost(max(1, window/peerWindows))) // a ring is shared by all
 		p := &qp.Path{Flow: f, Window: window, Short: qp.Short{Below: below, Window: short}, Credits: credits, Lossless: true}
-		if c := s.NewCarrier(f, dest); c != nil && q.Type() == ib.RC {
-			use.carrier, p.Carrier = c, c
+		if q.Type() == ib.RC {
+			if c := s.NewCarrier(f, dest); c != nil {
+				use.carrier, p.Carrier = c, c
+			}
 		}
 		return p, use, nil
 	}

@@ -110,15 +110,15 @@ func (p *process) passSegment(c *net.UnixConn, id uint64, write bool) {
 // Segment gets a descriptor of a part of another process's memory, to read from or
 // also to write to.
 func (m *Member) Segment(process int, id uint64, write bool) (fd int, err error) {
-	return m.askSegment(m.dir, process, id, write)
+	return m.dir.askSegment(process, id, write)
 }
 
 // Segment gets a descriptor of a part of a process's memory.
 func (d *Directory) Segment(process int, id uint64, write bool) (fd int, err error) {
-	return d.me.askSegment(d.dir, process, id, write)
+	return d.dir.askSegment(process, id, write)
 }
 
-func (m *Member) askSegment(d *directory, process int, id uint64, write bool) (int, error) {
+func (d *directory) askSegment(process int, id uint64, write bool) (int, error) {
 	_, fd, err := d.askProcess(process, &request{Op: opSegment, Segment: id, Write: write})
 	if err == nil && fd < 0 {
 		err = errors.New("a segment without a descriptor")

@@ -4,8 +4,8 @@ package link
 // (mem.Sharing): the record names the memory, and the receiver's engine takes the bytes from
 // there.
 //
-//  1. Who is about to send from such memory asks whether the peer has opened it (Carries). If
-//     not, the peer is told of it, once, and the bytes are loaded first, as ever.
+//  1. A sender asks whether the peer has opened the memory (Carries). If it has not, the sender
+//     tells the peer of it, once, and loads the bytes first, as ever.
 //  2. The peer opens it, off its poller, and says so.
 //  3. From then on trains name it, by the number of the memory and the place in it.
 //  4. When the memory's region is closed the peer is told, and closes it.
@@ -37,6 +37,13 @@ type opened struct {
 	mu    sync.Mutex // guards what follows
 	table *mem.Table // of the regions; nil: there was none yet
 	byKey map[segmentKey]*openedMemory
+}
+
+// makeTable makes the table, if there is none yet. The caller holds mu.
+func (o *opened) makeTable() {
+	if o.table == nil {
+		o.table = mem.NewTable(mem.TableConfig{})
+	}
 }
 
 // openedMemory is one of them.
@@ -205,9 +212,7 @@ func (s *Shared) takeNamed(c *shm.Channel, t *train.Train, b []byte) bool {
 	o := &s.opened
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if o.table == nil {
-		o.table = mem.NewTable(mem.TableConfig{})
-	}
+	o.makeTable()
 	o.sge[0] = ib.SGE{Addr: off, Length: uint32(t.Len)}
 	if m := o.byKey[segmentKey{c, id}]; m != nil && m.region != nil {
 		o.sge[0].LKey = m.region.Key()
@@ -259,9 +264,7 @@ func (s *Shared) openShared(c *shm.Channel, b []byte) {
 	if o.byKey == nil {
 		o.byKey = make(map[segmentKey]*openedMemory)
 	}
-	if o.table == nil {
-		o.table = mem.NewTable(mem.TableConfig{})
-	}
+	o.makeTable()
 	m := new(openedMemory)
 	o.byKey[k] = m
 	t := c.Tag().(*tag)

@@ -117,8 +117,14 @@ func mapSegment(k segmentKey, t *tag, write bool) ([]byte, error) {
 	return b, nil
 }
 
-// dropSegments unmaps those that match. Who polls calls it, or nobody does any more.
+// dropSegments gives up those that match, and memory that was opened (opened.go). Who polls
+// calls it, or nobody does any more.
 func (s *Shared) dropSegments(match func(segmentKey) bool) {
+	s.unmapSegments(match)
+	s.dropOpened(match)
+}
+
+func (s *Shared) unmapSegments(match func(segmentKey) bool) {
 	s.segments.mu.Lock()
 	defer s.segments.mu.Unlock()
 	for _, m := range []map[segmentKey][]byte{s.segments.byKey, s.segments.arrived} {
@@ -141,7 +147,6 @@ func (s *Shared) dropSegments(match func(segmentKey) bool) {
 			m.close()
 		}
 	}
-	s.dropOpened(match)
 }
 
 // forgetSegment tells all other processes that a segment of this one is gone. One

@@ -388,7 +388,7 @@ func (m *OnDemand) Await(off, n uint64, acc ib.Access) FaultKind {
 		return FaultNone // another region by now
 	}
 	if m.have(off, n, acc) == n {
-		return FaultNone // it was waited for the changes of mappings only, or somebody else has fetched them
+		return FaultNone // only the changes of mappings were to be waited for, or another access has fetched them
 	}
 	if kind := m.fetch(off, n, acc, true); kind != FaultDead {
 		return kind

@@ -22,7 +22,7 @@ import (
 type Sharing interface {
 	Engine
 	// Share returns what an opener needs to know, the name that the opener goes by, and a
-	// descriptor, which is the caller's to close; -1 if there is none.
+	// descriptor, which is the caller's to close; -1 if there is none. It does not take long.
 	Share() (opener string, what []byte, fd int, err error)
 }
 
@@ -121,12 +121,12 @@ func closeBacking(b Backing) error {
 	return b.Close()
 }
 
-// PassShared is for who is asked for memory by its number: it returns what OpenShared needs,
+// PassShared returns what another process needs to open the memory with a number (OpenShared),
 // and a descriptor, which is the caller's to close, -1 if there is none.
 func PassShared(id uint64) (what []byte, fd int, err error) {
-	shares.mu.Lock()
+	shares.mu.Lock() // the memory is not closed meanwhile: see closeBacking
+	defer shares.mu.Unlock()
 	s := shares.byID[id]
-	shares.mu.Unlock()
 	if s == nil {
 		return nil, -1, ErrNoSegment
 	}

@@ -281,7 +281,6 @@ func (q *QP) pullMessage(t *train.Train, w *wqe, now Time) int {
 	n := q.room(most)
 	if n == 0 {
 		hold.Release()
-		t.Carried = false // it may become another
 		return 0
 	}
 	t.N, t.Start, t.End = n, done == 0, done+n == int(w.n)

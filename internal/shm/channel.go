@@ -125,7 +125,7 @@ func (c *Channel) ReserveLeaving(typ byte, n, leave int) (p []byte, ok bool) {
 func (c *Channel) PeerTicket() uint64 { return c.bell.ticket.Load() }
 
 // PeerWords are the words of a peer that it lets us look at. They stay mapped as long as
-// somebody refers to them.
+// they are referred to.
 type PeerWords struct{ bell *bell }
 
 // PeerWords returns the words of the peer. A sink may call it while it is given a record of

@@ -203,7 +203,7 @@ type Lease struct {
 }
 
 // LeaseOf is a lease that ends when a word of another process's changes, which is there as
-// long as somebody refers to keep.
+// long as keep is referred to.
 func LeaseOf(word *atomic.Uint64, keep any) *Lease { return &Lease{word: word, keep: keep} }
 
 func (l *Lease) now() uint64 {
