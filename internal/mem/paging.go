@@ -81,8 +81,8 @@ func (m *OnDemand) count(u *pagedIn, add func(*pagingCounts)) {
 // countFault counts a page fault that ended in kind. One that is left to
 // somebody who may wait is counted by him.
 func (m *OnDemand) countFault(u *pagedIn, pages uint64, acc ib.Access, kind FaultKind) {
-	if kind == FaultPending && pages == 0 {
-		return
+	if pages == 0 && (kind == FaultPending || kind == FaultNone) {
+		return // it has to be waited for, or another access has brought in the pages meanwhile
 	}
 	m.count(u, func(c *pagingCounts) {
 		c.faults.Add(1)
