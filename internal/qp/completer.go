@@ -80,7 +80,8 @@ func (q *QP) receiveNak(psn wire.PSN, s wire.Syndrome, now Time) {
 		q.Counters.add(CntGhostAcks, 1)
 		return
 	}
-	if !q.advance(psn, now) {
+	missing := !q.advance(psn, now)
+	if missing && (s == wire.NakPSNSequence || !psn.Less(q.sq.at(q.sq.head).end())) {
 		q.lost(now) // the answer to a READ before it is missing: ask for that first
 		return
 	}
@@ -90,6 +91,7 @@ func (q *QP) receiveNak(psn wire.PSN, s wire.Syndrome, now Time) {
 		}
 		return
 	}
+	// Where a part of the answer to this READ is missing: it would not come any more.
 	status, ok := nakStatus[s]
 	if !ok {
 		status = ib.WCBadRespErr
