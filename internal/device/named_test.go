@@ -55,6 +55,10 @@ func TestNamedOrder(t *testing.T) {
 	const size = 600 << 10 // three trains
 	a, b, _ := openedPair(t, size+8, slowEngine)
 	stop, stopped := make(chan struct{}), make(chan struct{})
+	defer func() {
+		close(stop)
+		<-stopped
+	}()
 	go func() {
 		defer close(stopped)
 		for {
@@ -77,10 +81,8 @@ func TestNamedOrder(t *testing.T) {
 	for round := byte(1); int(round) <= lastingOps(60, 250); round++ {
 		paint(a.buf[:size], round)
 		paint(a.buf[size:], round)
-		data, flag := a.write(b, 0, size), a.write(b, size, 8)
-		data.Flags = 0
-		a.post(data)
-		a.post(flag)
+		a.post(a.write(b, 0, size))
+		a.post(a.write(b, size, 8))
 		eventually(t, "the flag comes", func() bool { return byte(b.word(size)) == round })
 		for i, v := range b.buf[:size] {
 			if v != round {
@@ -88,9 +90,8 @@ func TestNamedOrder(t *testing.T) {
 			}
 		}
 		a.ok()
+		a.ok()
 	}
-	close(stop)
-	<-stopped
 	if n := a.counted()[qp.CntRetransmits] - sent; n != 0 {
 		t.Errorf("%d packets were sent again", n)
 	}
