@@ -10,5 +10,5 @@ run=/dev/shm/verbena.test # the profile names the file: one that is called so ev
 trap 'rm -f "$run" "$run.pgo"' EXIT
 go test -c -trimpath -o "$run" ./internal/device
 "$run" -test.run '^$' -test.benchtime 2s -test.cpuprofile "$run.pgo" \
-  -test.bench 'LoopWrite|LocalPingPong|LocalWrite|UDPPingPong'
+  -test.bench 'LoopWrite|LocalPingPong|LocalWrite|UDPPingPong|InlineReceive/loop'
 cp "$run.pgo" cmd/verbena/default.pgo # whole, or not at all

@@ -51,7 +51,8 @@ type QP struct {
 	core   *qp.QP
 	armed  qp.Time // when the timer heap will look at it, 0: never
 	closed bool
-	near   *QP // guarded by mu: the queue pair that neighbour found last; perhaps it is closed
+	near   *QP    // guarded by mu: the queue pair that neighbour found last; perhaps it is closed
+	nearAt uint64 // guarded by mu: how often both had been modified when they were found to be joined; 0: they were not
 
 	heldUntil qp.Time // guarded by mu: how long the first held train may wait, if it is a datagram; or 0
 	heldLate  bool    // guarded by mu: and it has

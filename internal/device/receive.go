@@ -85,7 +85,8 @@ func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due, patient boo
 	}
 	f = q.core.Receive(t, now)
 	patient = q.conversesLocked(t)
-	due = q.executedLocked()
+	q.executedLocked()
+	due = q.core.Pending()
 	q.mu.Unlock()
 	if p := q.peer.Load(); p != nil && p.starved.Load() {
 		due, patient = true, false
@@ -93,9 +94,8 @@ func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due, patient boo
 	return f, due, patient
 }
 
-// executedLocked follows up on what was received or begun, and tells whether something is to
-// be sent.
-func (q *QP) executedLocked() (due bool) {
+// executedLocked follows up on what was received or begun.
+func (q *QP) executedLocked() {
 	if q.core.Holding() {
 		q.core.HoldFrom(q.dev.now())
 	}
@@ -106,7 +106,6 @@ func (q *QP) executedLocked() (due bool) {
 	if q.mover || q.core.Moving() {
 		q.dev.moveLocked(q)
 	}
-	return q.core.Pending()
 }
 
 // conversation is after how many messages, each followed by a post, the next one

@@ -53,7 +53,8 @@ func (q *QP) exchange(now qp.Time) (owed debt, rest bool) {
 	if q.held == nil && peer.mu.TryLock() {
 		if q.joined(peer) {
 			note := q.exchangeLocked(peer, now, now+shift)
-			if due := peer.executedLocked(); due || note {
+			peer.executedLocked()
+			if note || peer.core.Pending() {
 				owed = debt{peer, now + shift}
 			}
 		}
@@ -72,7 +73,7 @@ func (q *QP) neighbour() (peer *QP, shift qp.Time) {
 	}
 	if peer = q.near; peer == nil || peer.number != q.core.DestQPN() || peer.dev != to.dev {
 		peer = to.dev.qps.Get(q.core.DestQPN())
-		q.near = peer
+		q.near, q.nearAt = peer, 0
 	}
 	if peer == q {
 		return nil, 0
@@ -80,15 +81,23 @@ func (q *QP) neighbour() (peer *QP, shift qp.Time) {
 	return peer, to.shift
 }
 
-// joined reports whether the queue pairs are connected with each other by the loop link.
-// Both are locked. One that is closed is connected with nobody, and is forgotten: there
-// may be another with its number.
+// joined reports whether a queue pair that neighbour has returned is connected with this one
+// by the loop link, too. Both are locked. One that is closed is connected with nobody, and is
+// forgotten: there may be another with its number.
+//
+// What was found stays so until one of the two is modified: neither number ever falls, so
+// that their sum tells.
 func (q *QP) joined(peer *QP) bool {
-	back := peer.looped()
-	if back != nil && back.dev == q.dev && q.core.Joined(peer.core) {
+	at := q.core.Modified() + peer.core.Modified()
+	if q.nearAt == at && !q.dev.stopped.Load() {
 		return true
 	}
-	q.near = nil
+	back := peer.looped()
+	if back != nil && back.dev == q.dev && q.core.Joined(peer.core) {
+		q.nearAt = at
+		return true
+	}
+	q.near, q.nearAt = nil, 0
 	return false
 }
 

@@ -125,10 +125,11 @@ func (t *timerHeap) due(now qp.Time) *QP {
 // heap knows. The queue pair's lock is held.
 func (d *Device) rearmLocked(q *QP) {
 	at := q.core.Deadline()
-	for _, h := range [...]qp.Time{q.heldUntil, q.heldRetry} {
-		if h != 0 && (at == 0 || h < at) {
-			at = h
-		}
+	if q.heldUntil != 0 {
+		at = sooner(at, q.heldUntil)
+	}
+	if q.heldRetry != 0 {
+		at = sooner(at, q.heldRetry)
 	}
 	if at == 0 || q.armed != 0 && q.armed <= at || q.closed {
 		return
@@ -137,6 +138,14 @@ func (d *Device) rearmLocked(q *QP) {
 	if d.timers.set(q, at) {
 		d.wakeBefore(at)
 	}
+}
+
+// sooner returns the earlier of two times, of which the first may be 0: never.
+func sooner(a, b qp.Time) qp.Time {
+	if a == 0 {
+		return b
+	}
+	return min(a, b)
 }
 
 // fireTimers lets time act on the queue pairs that are due, and returns how

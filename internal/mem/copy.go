@@ -154,25 +154,43 @@ func (l *List) whole(n uint64) (r *Region, b []byte, at uint64) {
 		}
 		return nil, b, 0
 	}
-	if len(l.SGEs) != 1 || !holds(uint64(l.SGEs[0].Length), l.Off, n) {
+	if len(l.SGEs) != 1 {
 		return nil, nil, 0
 	}
-	e := &l.SGEs[0]
-	addr := e.Addr + l.Off
-	if r = l.find(e.LKey); r == nil || addr < e.Addr {
+	if r, at = l.open(n, shutToBytes); r == nil {
 		return nil, nil, 0
 	}
-	at, _, kind := r.open(e.LKey, addr, n, l.Access, l.Actor, shutToBytes)
-	if kind != FaultNone {
-		return nil, nil, 0
-	}
-	if (r.kind == KindPinned || r.kind == KindDevice) && r.staged == nil && !r.byEngine {
+	if r.plain {
+		var kind FaultKind
 		if b, kind = r.backing.Run(at, n, l.Access); kind == FaultNone && uint64(len(b)) == n {
 			return r, b, at
 		}
 	}
 	r.exit()
 	return nil, nil, 0
+}
+
+// open opens a section for the n bytes of a list of one piece. It returns nil if they cannot
+// be accessed.
+func (l *List) open(n, shut uint64) (r *Region, at uint64) {
+	e := &l.SGEs[0]
+	addr := e.Addr + l.Off
+	if !holds(uint64(e.Length), l.Off, n) || addr < e.Addr {
+		return nil, 0
+	}
+	if l.Memo != nil {
+		r = l.Memo.region
+	}
+	if r == nil || r.Key() != e.LKey || r.table != l.Table { // if it is closed it cannot be opened
+		if r = l.find(e.LKey); r == nil {
+			return nil, 0
+		}
+	}
+	at, _, kind := r.open(e.LKey, addr, n, l.Access, l.Actor, shut)
+	if kind != FaultNone {
+		return nil, 0
+	}
+	return r, at
 }
 
 // holds reports whether n bytes from off on are within size.
@@ -272,9 +290,11 @@ func (c *cursor) fill(n uint64) bool {
 			return false
 		}
 	}
-	var f Fault
-	if c.b, c.at, f = c.run(c.off, c.left, c.list.Access); !f.OK() {
-		return c.fail(f)
+	if c.b, c.at = c.flat(c.off, c.left); c.b == nil {
+		var f Fault
+		if c.b, c.at, f = c.run(c.off, c.left, c.list.Access); !f.OK() {
+			return c.fail(f)
+		}
 	}
 	if len(c.b) == 0 {
 		panic("mem: a backing returned neither bytes nor a fault")
@@ -327,15 +347,15 @@ func (c *cursor) enter(n, shut uint64) bool {
 	return c.fail(Fault{Kind: FaultBounds, Extent: Extent{Len: n}}) // the list is too short
 }
 
-// find returns the region with a key: the one that is remembered, if it still has that
-// key. When a region is closed its key may become another's.
+// find returns the region with a key: the one that is remembered, if it is of this table
+// and still has that key. When a region is closed its key may become another's.
 func (l *List) find(key uint32) *Region {
 	m := l.Memo
 	if m == nil {
 		return l.Table.Lookup(key)
 	}
 	r := m.region
-	if r == nil || r.Key() != key || r.Closed() {
+	if r == nil || r.Key() != key || r.table != l.Table || r.Closed() {
 		r = l.Table.Lookup(key)
 		m.region = r
 	}
@@ -412,6 +432,13 @@ func Check(l *List, n uint64) Fault {
 
 // CheckStaged is Check, and reports whether there may be bytes that the CPU does not address.
 func CheckStaged(l *List, n uint64) (f Fault, staged bool) {
+	if len(l.SGEs) == 1 && l.Table != nil && n > 0 { // most have one piece, which needs no cursor
+		if r, _ := l.open(n, shutToLooks); r != nil {
+			staged = r.byEngine
+			r.exit()
+			return Fault{}, staged
+		}
+	}
 	c := cursor{list: l, skip: l.Off}
 	for n > 0 {
 		if l.Table == nil {

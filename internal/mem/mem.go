@@ -167,7 +167,7 @@ type List struct {
 	uncounted bool
 	rawKind   Kind
 	Off       uint64 // bytes of the pieces to skip first
-	Memo      *Memo  // if set, where a region is remembered for the next list; all its lists have one Table
+	Memo      *Memo  // if set, where a region is remembered for the next list
 
 	// Far, if set, is where the first FarLen bytes lie; Raw's one piece follows
 	// them. Only a source can be far.

@@ -70,6 +70,20 @@ func (p *place) run(off, n uint64, acc ib.Access) (b []byte, at uint64, f Fault)
 	return b, at, Fault{}
 }
 
+// flat is run for another piece of an indirect key that lies in the leaf in use, where that is
+// not to be asked for its bytes: most of many pieces are such. It returns nil if it is not.
+func (p *place) flat(off, n uint64) (b []byte, at uint64) {
+	m := p.region.mkey
+	if m == nil || p.staging != nil {
+		return nil, 0
+	}
+	piece, at, left := m.layout.bottom(off, &p.piece)
+	if piece.flat == nil || piece.region != p.leaf {
+		return nil, 0
+	}
+	return piece.flat[at:][:min(n, left)], at
+}
+
 // byEngine is the fault of an access to memory that the CPU does not address.
 func (p *place) byEngine(off, n uint64) Fault {
 	r := p.region

@@ -60,6 +60,7 @@ type Region struct {
 	pinned        *Host  // not nil: the bytes lie where they may be remapped, and the kernel tells of it
 	invalidatable bool
 	byEngine      bool        // the backing is an Engine: the CPU does not address the bytes
+	plain         bool        // the bytes lie where the CPU reads and writes them, mostly together
 	told          atomic.Bool // that its memory is gone
 	iova          uint64
 	length        uint64
@@ -119,6 +120,7 @@ func (r *Region) stand(b Backing) {
 	r.backing, r.kind, r.solid = b, b.Kind(), isSolid(b)
 	r.staged = asStaged(b)
 	_, r.byEngine = b.(Engine)
+	r.plain = (r.kind == KindPinned || r.kind == KindDevice) && r.staged == nil && !r.byEngine
 	r.pinned = nil
 	if h, ok := b.(interface{ Pinned() *Host }); ok {
 		r.pinned = h.Pinned()
@@ -287,7 +289,7 @@ func (r *Region) exit() {
 // leave is exit for one of the two. The last one out of a region that is being
 // shut wakes whoever waits for that.
 func (r *Region) leave() {
-	if s := r.state.Add(^uint64(0)); s > stateCount && s&stateCount == 0 {
+	if s := r.state.Add(^uint64(0)); s != 0 && s&stateCount == 0 {
 		r.wakeKiller()
 	}
 }

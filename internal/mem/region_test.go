@@ -142,8 +142,8 @@ func TestFaultStrings(t *testing.T) {
 }
 
 // A list that remembers its region follows the key: to nothing when the region is closed,
-// to a region that gets the same key later, and from one key to the next when the region
-// is registered again.
+// to a region that gets the same key later, to that of another table, and from one key to the
+// next when the region is registered again.
 func TestMemo(t *testing.T) {
 	table := mem.NewTable(mem.TableConfig{Seed: 7})
 	register := func(b []byte) *mem.Region {
@@ -166,6 +166,16 @@ func TestMemo(t *testing.T) {
 	first, second := make([]byte, 1), make([]byte, 1)
 	r := register(first)
 	key := r.Key()
+	put(key, 1)
+	one := table
+	table = mem.NewTable(mem.TableConfig{Seed: 7})
+	if twin := register(second); twin.Key() != key {
+		t.Fatal("tables of one seed have different keys")
+	}
+	if k := put(key, 8); k != mem.FaultNone || first[0] != 1 || second[0] != 8 {
+		t.Errorf("another table's: %v, %v, %v", k, first, second)
+	}
+	table = one
 	if k := put(key, 1); k != mem.FaultNone || first[0] != 1 {
 		t.Fatalf("%v, %v", k, first)
 	}

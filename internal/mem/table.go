@@ -159,8 +159,13 @@ func (t *Table) open(key uint32, addr, n uint64, acc ib.Access, who Actor, shut 
 // bounds, and last whether the memory is there. Operations of no bytes at all do not
 // check their key (IBA 9.7.4.1.5, C9-88): their callers do not come here.
 func (r *Region) open(key uint32, addr, n uint64, acc ib.Access, who Actor, shut uint64) (off uint64, leaf *Region, kind FaultKind) {
-	if kind = r.enter(shutToLooks); kind != FaultNone {
-		return 0, r, kind
+	s := r.state.Load() // both looks are those of enter
+	if s&shutToLooks != 0 {
+		return 0, r, whyShut(s)
+	}
+	if s = r.state.Add(1); s&shutToLooks != 0 {
+		r.leave()
+		return 0, r, whyShut(s)
 	}
 	// What follows stands inside the section, because a region's key, bounds and
 	// rights may change while it is out of use.
@@ -180,11 +185,9 @@ func (r *Region) open(key uint32, addr, n uint64, acc ib.Access, who Actor, shut
 		}
 	case r.mkey != nil:
 		return off, nil, FaultNone
+	case s&shut == 0: // whoever shuts it from here on sees the section
+		return off, r, FaultNone
 	default:
-		s := r.state.Load() // whoever shuts it sets the bit first and then looks for sections
-		if s&shut == 0 {
-			return off, r, FaultNone
-		}
 		leaf, kind = r, whyShut(s)
 	}
 	r.leave()

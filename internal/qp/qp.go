@@ -134,6 +134,8 @@ type QP struct {
 	short  Request    // scratch: the request that may take a shortcut
 	mine   piece      // what a request writes
 	named  piece      // what the peer names
+	posted piece      // what a request in the queue sends, or where its result goes
+	taken  piece      // what a receive names
 
 	// Counters count what the queue pair did.
 	Counters Counters
@@ -143,6 +145,7 @@ type QP struct {
 
 	established bool   // a packet has come since RTR
 	resets      uint32 // how often it was reset
+	modified    uint64 // how often its attributes were changed
 
 	lease train.Lease // of what is sent by reference
 	moves moves       // to, from and between memory that the CPU does not address
@@ -154,13 +157,15 @@ func New(cfg Config) *QP {
 	q.sq.init(cfg.Cap, cfg.Type == ib.UD)
 	q.attr.Cap = cfg.Cap
 	q.mine.init(cfg.Table)
-	q.mine.list.Actor = q.Actor()
 	q.named.init(cfg.Table)
+	q.posted.init(cfg.Table)
+	q.taken.init(cfg.Table)
+	q.mine.list.Actor, q.posted.list.Actor = q.Actor(), q.Actor()
 	q.short.from = q
 	return q
 }
 
-// piece is a list of one piece of memory, again and again.
+// piece is a list, of one piece of memory or of others, that is made again and again.
 type piece struct {
 	list mem.List
 	sge  [1]ib.SGE
@@ -171,6 +176,9 @@ func (p *piece) init(t *mem.Table) { p.list = mem.List{Table: t, SGEs: p.sge[:],
 
 // Flow is how the queue pair's packets travel, nil if it is not connected.
 func (q *QP) Flow() *train.Flow { return q.path.Flow }
+
+// Modified counts how often Modify has changed the queue pair.
+func (q *QP) Modified() uint64 { return q.modified }
 
 // Resets counts how often the queue pair was reset.
 func (q *QP) Resets() uint32 { return q.resets }

@@ -45,8 +45,6 @@ type requester struct {
 	failAt  uint32
 	vendor  uint16
 
-	list mem.List // scratch, to build one without allocating
-
 	congestion congestion
 	timers
 

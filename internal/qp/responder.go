@@ -464,9 +464,9 @@ func (q *QP) refuse(why refusal, vendor uint16) mem.Fault {
 // receiveList is the current receive's memory from off on.
 func (q *QP) receiveList(off uint64) *mem.List {
 	r := &q.resp
-	r.list = mem.List{Table: q.Table, Actor: mem.Actor{PD: q.RecvPD, QPN: q.Number},
-		Access: ib.AccessLocalWrite, SGEs: r.taken.SGEs, Off: off}
-	return &r.list
+	l := &q.taken.list
+	l.Actor, l.Access, l.SGEs, l.Off = mem.Actor{PD: q.RecvPD, QPN: q.Number}, ib.AccessLocalWrite, r.taken.SGEs, off
+	return l
 }
 
 // remoteList is a range that the peer named.

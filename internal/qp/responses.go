@@ -32,7 +32,6 @@ type answers struct {
 	nextSaved uint8
 
 	// scratch for building lists without allocating
-	list mem.List
 	from mem.List
 	raw  [1][]byte
 	word [8]byte

@@ -336,9 +336,11 @@ func (q *QP) checkLocal(i uint32) (f mem.Fault, staged bool) {
 // localList is the request's scatter/gather list from off on, with the rights
 // it needs: results are written.
 func (q *QP) localList(i uint32, off uint64) *mem.List {
-	l := &q.req.list
-	*l = mem.List{Table: q.Table, Actor: q.Actor(), SGEs: q.sq.list(i), Off: off}
-	if q.sq.at(i).facts().data.in() {
+	l := &q.posted.list
+	k := q.sq.slot(i)
+	w := &q.sq.wqes[k]
+	l.SGEs, l.Off, l.Access = q.sq.sges[k*q.sq.maxSGE:][:w.nsge], off, 0
+	if w.facts().data.in() {
 		l.Access = ib.AccessLocalWrite
 	}
 	return l

@@ -91,8 +91,8 @@ func (q *QP) shortLen(wr *ib.SendWR) int {
 // useInline makes bytes the requester's memory of the request.
 func (q *QP) useInline(b []byte) {
 	q.resp.raw[0] = b
-	q.req.list = mem.List{Raw: q.resp.raw[:]}
-	q.short.Own = &q.req.list
+	q.resp.from = mem.List{Raw: q.resp.raw[:]}
+	q.short.Own = &q.resp.from
 }
 
 // outcome is what became of a request that might take a shortcut.

@@ -175,6 +175,7 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask, path *Path, now Time) erro
 	if err != nil {
 		return err
 	}
+	q.modified++
 	q.set(a, mask, path)
 	switch {
 	case to == ib.QPReset:
@@ -354,7 +355,9 @@ func (q *QP) reset() {
 	q.forgetMoves()
 	q.moves.taken, q.moves.flushing, q.moves.status = nil, false, 0
 	q.req, q.resp, q.slow = requester{}, responder{}, slowWork{}
-	q.mine.memo, q.named.memo = mem.Memo{}, mem.Memo{}
+	for _, p := range []*piece{&q.mine, &q.named, &q.posted, &q.taken} {
+		p.memo = mem.Memo{}
+	}
 	q.resets++
 	q.resp.taken.SGEs = sges
 	q.req.cur = q.sq.head

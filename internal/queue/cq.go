@@ -189,7 +189,7 @@ func (c *CQ) PollNotes(out []ib.WC, notes []Note) int {
 func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 	c.mu.Lock()
 	taken := 0 // completions that are still in the ring, and in out already
-	for n < len(out) && taken < c.ring.len() {
+	for have := c.ring.len(); n < len(out) && taken < have; {
 		e := c.ring.at(taken)
 		var failed func(mem.Fault) uint16
 		if e.late != 0 {
@@ -198,7 +198,7 @@ func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 				if n > 0 || c.fetchLocked(e.late, f) {
 					break
 				}
-				f = mem.Fault{}
+				f, have = mem.Fault{}, c.ring.len()
 				continue // another poll has fetched them, and may have taken completions
 			}
 			failed = c.late[e.late-1].Failed
@@ -219,6 +219,7 @@ func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 			out[n].Status, out[n].VendorErr = ib.WCLocProtErr, failed(f)
 			f = mem.Fault{}
 			c.mu.Lock()
+			have = c.ring.len()
 		}
 		n++
 	}

@@ -98,6 +98,7 @@ type Train struct {
 	sges   [MaxSGE]ib.SGE
 	raw    [1][]byte
 	inline [MaxInline]byte
+	memo   mem.Memo
 }
 
 // Flow is the way from one of our addresses to a peer's: made once for each
@@ -127,7 +128,7 @@ func (t *Train) SetSGEs(table *mem.Table, actor mem.Actor, access ib.Access, sge
 	}
 	k = copy(t.sges[:], sges[:k])
 	t.Len = n
-	t.Payload = mem.List{Table: table, Actor: actor, Access: access, SGEs: t.sges[:k], Off: off}
+	t.Payload = mem.List{Table: table, Actor: actor, Access: access, SGEs: t.sges[:k], Off: off, Memo: &t.memo}
 }
 
 // SetInline makes the payload a copy of b, which is at most MaxInline long.
@@ -141,7 +142,7 @@ func (t *Train) SetInline(b []byte) {
 func (t *Train) SetRange(table *mem.Table, actor mem.Actor, access ib.Access, key uint32, addr uint64, n int) {
 	t.sges[0] = ib.SGE{Addr: addr, Length: uint32(n), LKey: key}
 	t.Len = n
-	t.Payload = mem.List{Table: table, Actor: actor, Access: access, SGEs: t.sges[:1]}
+	t.Payload = mem.List{Table: table, Actor: actor, Access: access, SGEs: t.sges[:1], Memo: &t.memo}
 }
 
 // SetNone makes the payload empty.
