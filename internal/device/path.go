@@ -103,7 +103,7 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 		p := &qp.Path{Flow: f, Window: window, Short: qp.Short{Below: below, Window: short}, Credits: credits, Lossless: true}
 		if q.Type() == ib.RC {
 			if c := s.NewCarrier(f, dest); c != nil {
-				use.carrier, p.Carrier = c, c
+				use.carrier, p.Carrier, p.Named = c, c, namedWindow/max(mtu.Bytes(), 1)
 			}
 		}
 		return p, use, nil
@@ -115,6 +115,11 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 	use := d.peers.use(q, peerKey{f.Dst, false})
 	return &qp.Path{Flow: f, Window: window, Credits: use.credits.Costing(cost(window))}, use, nil
 }
+
+// namedWindow is how many bytes may be under way to another process that its engine takes by
+// name: enough for an engine to have work for as long as it takes to say that some is done, and
+// to send more.
+const namedWindow = 16 << 20
 
 // All queue pairs together may have peerWindows windows' worth of packets under way to one
 // peer. Windows differ, as MTUs do: so a window costs windowCredits, whatever its length,

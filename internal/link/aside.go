@@ -94,7 +94,7 @@ func (s *Shared) takeAside(c *shm.Channel, b []byte) {
 		sink.Aside(from.process, words, nil)
 		return
 	}
-	if !unpackTrain(b, &s.t) || s.t.Len != len(b)-trainBytes {
+	if !unpackTrain(b, &s.t, train.MaxBytes) || s.t.Len != len(b)-trainBytes {
 		s.sink.Drop(DropOther)
 		return
 	}

@@ -76,25 +76,29 @@ func (s *Shared) NewCarrier(f *train.Flow, qpn uint32) *Carrier {
 	return &Carrier{s: s, flow: to, qpn: qpn, slot: -1}
 }
 
-// Carries has n bytes of a list, which the CPU does not address, go to the peer's process by
-// name, and notes that in the train, if it can. If not, it may later. For a request, with
-// lease, the memory is held when it returns, and is the caller's to release.
-func (c *Carrier) Carries(t *train.Train, l *mem.List, n uint64, lease bool) (h mem.SharedHold, ok bool) {
+// Carries has the first of n bytes of a list, which the CPU does not address, go to the peer's
+// process by name, and notes that in the train, if it can. If not, it may later. It returns how
+// many: a multiple of unit, or all. For a request, with lease, the memory is held when it
+// returns, and is the caller's to release.
+func (c *Carrier) Carries(t *train.Train, l *mem.List, n, unit uint64, lease bool) (h mem.SharedHold, carried uint64) {
 	process, ok := c.flow.dev.Find(c.qpn)
 	if !ok || c.flow.dev.ByPackets(process) {
-		return h, false
+		return h, 0
 	}
 	to := c.flow.dev.channels[process].Load()
 	if to == nil {
-		return h, false
+		return h, 0
 	}
 	h, fault := mem.HoldShared(l, n)
 	if !fault.OK() {
-		return h, false
+		return h, 0
 	}
-	if !c.s.reaches(to, h.ID) || lease && c.slot < 0 && !c.take() {
+	if h.Len < n {
+		n = h.Len / unit * unit
+	}
+	if n == 0 || !c.s.reaches(to, h.ID) || lease && c.slot < 0 && !c.take() {
 		h.Release()
-		return h, false
+		return h, 0
 	}
 	t.Carried, t.Name = true, train.Name{Memory: h.ID, Off: h.Off}
 	if lease {
@@ -102,7 +106,7 @@ func (c *Carrier) Carries(t *train.Train, l *mem.List, n uint64, lease bool) (h 
 	} else {
 		h.Release()
 	}
-	return h, true
+	return h, n
 }
 
 // take takes a lease.

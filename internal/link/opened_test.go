@@ -69,7 +69,7 @@ func namedPair(t *testing.T) (a, b *Shared, f *train.Flow, c *Carrier, m *engine
 	c = a.NewCarrier(f, 9)
 	var k keeper
 	for end := time.Now().Add(10 * time.Second); ; {
-		if h, ok := c.Carries(new(train.Train), l, 4096, true); ok {
+		if h, n := c.Carries(new(train.Train), l, 4096, 1, true); n == 4096 {
 			h.Release()
 			break
 		}
@@ -103,8 +103,8 @@ func TestNamed(t *testing.T) {
 		if !lease {
 			tr.Kind = wire.KindReadResponse
 		}
-		h, ok := c.Carries(tr, &from, n, lease)
-		if !ok {
+		h, carried := c.Carries(tr, &from, n, 1, lease)
+		if carried != n {
 			t.Fatal("it is not carried")
 		}
 		h.Release()

@@ -113,8 +113,8 @@ func packTrain(b []byte, t *train.Train, src, dst netip.Addr) {
 }
 
 // unpackTrain reads them. It reports false if no peer packs such ones: what is
-// used as a number of bytes or packets must make sense.
-func unpackTrain(b []byte, t *train.Train) bool {
+// used as a number of bytes, at most so many, or of packets must make sense.
+func unpackTrain(b []byte, t *train.Train, most int) bool {
 	if len(b) < trainBytes {
 		return false
 	}
@@ -139,16 +139,16 @@ func unpackTrain(b []byte, t *train.Train) bool {
 	t.Orig, t.Imm = p.u64(), p.u32()
 	t.DETH.QKey, t.DETH.SrcQP = p.u32(), p.u32()
 	t.Len = int(p.u32())
-	return sensible(t)
+	return sensible(t, most)
 }
 
 // sensible tells whether a train could have been made of packets: all of its
-// packets are full, but for the message's last.
-func sensible(t *train.Train) bool {
+// packets are full, but for the message's last, and they are most bytes at most.
+func sensible(t *train.Train, most int) bool {
 	if t.N == 1 {
 		return t.Len <= wire.MaxPayload && t.MTU <= wire.MaxPayload
 	}
-	if t.N < 1 || t.N > train.MaxBytes/minRun || t.MTU < minRun || t.MTU > wire.MaxPayload || t.Len > train.MaxBytes {
+	if t.N < 1 || t.N > most/minRun || t.MTU < minRun || t.MTU > wire.MaxPayload || t.Len > most {
 		return false
 	}
 	if t.End {

@@ -52,7 +52,7 @@ func TestRecordTrain(t *testing.T) {
 		in.Flow = &train.Flow{TClass: in.TClass, HopLimit: in.HopLimit}
 		b := make([]byte, trainBytes+1)
 		packTrain(b, &in, in.From, in.To)
-		if b[trainBytes] != 0 || !unpackTrain(b, &out) {
+		if b[trainBytes] != 0 || !unpackTrain(b, &out, train.MaxBytes) {
 			t.Fatalf("%+v is refused", in)
 		}
 		out.Flow = in.Flow
@@ -61,7 +61,7 @@ func TestRecordTrain(t *testing.T) {
 				t.Fatalf("%s: sent %v, got %v", v.Type().Field(i).Name, a, b)
 			}
 		}
-		if unpackTrain(b[:trainBytes-1], &out) {
+		if unpackTrain(b[:trainBytes-1], &out, train.MaxBytes) {
 			t.Fatal("a short record is taken")
 		}
 	}
@@ -73,9 +73,16 @@ func TestRecordNonsense(t *testing.T) {
 		{N: 0}, {N: -1}, {N: 1, Len: 4097}, {N: 1, MTU: 5000}, {N: 2, MTU: 255, Len: 510}, {N: 2, MTU: 1024, Len: 1024, End: true},
 		{N: 2, MTU: 1024, Len: 2047}, {N: 2, MTU: 1024, Len: 2049, End: true}, {N: 1 << 20, MTU: 4096, Len: 1 << 32},
 	} {
-		if sensible(&bad) {
+		if sensible(&bad, train.MaxBytes) {
 			t.Errorf("%+v is taken", bad)
 		}
+	}
+	long := train.Train{N: train.MaxCarried / 4096, MTU: 4096, Len: train.MaxCarried}
+	if sensible(&long, train.MaxBytes) || !sensible(&long, train.MaxCarried) {
+		t.Error("what is carried may be longer, and nothing else")
+	}
+	if long.N, long.Len = long.N+1, long.Len+4096; sensible(&long, train.MaxCarried) {
+		t.Error("more is taken than a train carries")
 	}
 	rng := rand.New(rand.NewPCG(1, 2))
 	b := make([]byte, 4096)
@@ -84,7 +91,7 @@ func TestRecordNonsense(t *testing.T) {
 			b[i] = byte(rng.Uint32())
 		}
 		var out train.Train
-		if unpackTrain(b, &out) && !sensible(&out) {
+		if unpackTrain(b, &out, train.MaxBytes) && !sensible(&out, train.MaxBytes) {
 			t.Fatalf("%+v", out)
 		}
 		var p Packets

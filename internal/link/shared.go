@@ -454,7 +454,7 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 			s.sink.Drop(DropOther)
 		}
 	case recTrain:
-		if !unpackTrain(b, &s.t) || s.t.Len != len(b)-trainBytes {
+		if !unpackTrain(b, &s.t, train.MaxBytes) || s.t.Len != len(b)-trainBytes {
 			s.sink.Drop(DropOther)
 			return
 		}
@@ -465,7 +465,7 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		s.deliver()
 		s.offer(c, &s.t)
 	case recFar:
-		if !unpackTrain(b, &s.t) || !s.far.unpackFar(s, c, &s.t, b[trainBytes:]) {
+		if !unpackTrain(b, &s.t, train.MaxBytes) || !s.far.unpackFar(s, c, &s.t, b[trainBytes:]) {
 			s.sink.Drop(DropOther)
 			return
 		}
@@ -484,7 +484,7 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		s.far.c, s.far.direct = nil, nil
 		s.offer(c, &s.t)
 	case recNamed:
-		if !unpackTrain(b, &s.t) || !s.takeNamed(c, &s.t, b[trainBytes:]) {
+		if !unpackTrain(b, &s.t, train.MaxCarried) || !s.takeNamed(c, &s.t, b[trainBytes:]) {
 			s.sink.Drop(DropOther)
 			return
 		}

@@ -52,7 +52,7 @@ func TestShortRecord(t *testing.T) {
 		long := make([]byte, trainBytes)
 		packTrain(long, &in, p.src, p.dst)
 		var want, got train.Train
-		if !unpackTrain(long, &want) {
+		if !unpackTrain(long, &want, train.MaxBytes) {
 			t.Fatal("the long one is refused")
 		}
 		rest, ok := peer.unpackShort(b, &got)
@@ -100,7 +100,7 @@ func TestShortNonsense(t *testing.T) {
 		}
 		peer.takePair(b)
 		var got train.Train
-		if payload, ok := peer.unpackShort(b, &got); ok && (!sensible(&got) || got.Len != len(payload)) {
+		if payload, ok := peer.unpackShort(b, &got); ok && (!sensible(&got, train.MaxBytes) || got.Len != len(payload)) {
 			t.Fatalf("%+v", got)
 		}
 	}

@@ -62,18 +62,20 @@ func AddOpener(name string, open Opener) (stop func()) {
 // it waits for their end. The zero value is none.
 type SharedHold struct {
 	ID, Off uint64 // its number, and where in it
+	Len     uint64 // bytes that lie together there
 	at      place
 }
 
-// HoldShared opens sections on the first n bytes of a list, which lie together in memory that
-// others can open. If they do not, the fault is that of memory which the CPU does not address.
+// HoldShared opens sections on the first of n bytes of a list, as many as lie together in
+// memory that others can open. If they do not, the fault is that of memory which the CPU does
+// not address.
 func HoldShared(l *List, n uint64) (SharedHold, Fault) {
-	r, k, f := l.reach(0, n)
+	r, n, f := l.reach(0, n)
 	if !f.OK() {
 		return SharedHold{}, f
 	}
-	if s, ok := r.engine.(Sharing); ok && k == n {
-		return SharedHold{shareID(s), r.at, r.place}, Fault{}
+	if s, ok := r.engine.(Sharing); ok {
+		return SharedHold{shareID(s), r.at, n, r.place}, Fault{}
 	}
 	r.close()
 	return SharedHold{}, StagedFault()

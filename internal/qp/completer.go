@@ -164,6 +164,8 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 	}
 	if w.facts().atomic {
 		setOrig(t)
+	} else if t.Len > 0 {
+		r.named = t.Lease != nil
 	}
 	return q.land(t, at, done, now)
 }

@@ -12,6 +12,7 @@ import "time"
 //     eighth of what was acknowledged.
 type congestion struct {
 	path   int // the path's window
+	named  int // the same for what goes by name, if it is wider
 	short  Short
 	window int // at most the path's, but for minWindow
 	wide   int // the window to return to when the peer is ready again; 0 if it was not narrowed
@@ -34,7 +35,7 @@ const (
 
 // begin sets the window of a new path, which nothing has narrowed yet.
 func (c *congestion) begin(p *Path) {
-	c.path, c.short, c.window, c.wide = p.Window, p.Short, p.Window, 0
+	c.path, c.named, c.short, c.window, c.wide = p.Window, p.Named, p.Short, p.Window, 0
 }
 
 // allowance returns how many packets may be under way when one of a message of n bytes is
@@ -46,6 +47,17 @@ func (c *congestion) allowance(n int) int {
 	}
 	return w
 }
+
+// allowanceNamed is allowance for bytes that go by name, and take no room on the way. Of short
+// messages the peer could not take as many.
+func (c *congestion) allowanceNamed(n int) int {
+	if n >= namedLeast && c.open() {
+		return max(c.path, c.named)
+	}
+	return c.allowance(n)
+}
+
+const namedLeast = 64 << 10
 
 // open reports whether the window is as wide as the path's.
 func (c *congestion) open() bool { return c.window >= c.path }

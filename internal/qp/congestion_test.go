@@ -89,6 +89,18 @@ func TestCongestion(t *testing.T) {
 	}
 }
 
+// TestCongestionNamed: what goes by name has a wider window, but for short messages, and after a loss.
+func TestCongestionNamed(t *testing.T) {
+	var g congestion
+	g.begin(&Path{Window: 64, Named: 500})
+	if s, l := g.allowanceNamed(namedLeast-1), g.allowanceNamed(namedLeast); s != 64 || l != 500 {
+		t.Errorf("%d packets of short messages, %d of long ones", s, l)
+	}
+	if g.lost(); g.allowanceNamed(namedLeast) != 32 {
+		t.Errorf("%d packets after a loss", g.allowanceNamed(namedLeast))
+	}
+}
+
 // TestCongestionShort: short messages have a window of their own, within the other.
 func TestCongestionShort(t *testing.T) {
 	var g congestion

@@ -102,9 +102,10 @@ func (q *QP) startLoad(ls *loads, k loadKey, from *mem.List, n int) *load {
 // perLoad is how many packets one load has.
 func (q *QP) perLoad() int { return train.MaxBytes / q.mtu }
 
-// needsLoad reports whether n packets of a request that is being sent, from memory that the
-// CPU does not address, have to be loaded first. If not, they may be carried: then their memory is held.
-func (q *QP) needsLoad(t *train.Train, w *wqe, done, n int) (h mem.SharedHold, needs bool) {
+// needsLoad reports whether the next packets of a request that is being sent, from memory that
+// the CPU does not address, have to be loaded first. If not, some may be carried: then their
+// memory is held.
+func (q *QP) needsLoad(t *train.Train, w *wqe, done int) (h mem.SharedHold, needs bool) {
 	again := q.req.nxt != q.req.max
 	switch {
 	case q.path.ByReference && !again:
@@ -113,7 +114,7 @@ func (q *QP) needsLoad(t *train.Train, w *wqe, done, n int) (h mem.SharedHold, n
 		return h, true
 	}
 	off := done * q.mtu
-	list, size := q.localList(q.req.cur, uint64(off)), uint64(min(n*q.mtu, int(w.len)-off))
+	list, size := q.localList(q.req.cur, uint64(off)), uint64(min(q.perCarried(), int(w.len)-off))
 	if again {
 		h, f := mem.HoldShared(list, size)
 		h.Release()
@@ -122,9 +123,13 @@ func (q *QP) needsLoad(t *train.Train, w *wqe, done, n int) (h mem.SharedHold, n
 		}
 		return h, true
 	}
-	h, ok := q.path.Carrier.Carries(t, list, size, true)
-	return h, !ok
+	h, n := q.path.Carrier.Carries(t, list, size, uint64(q.mtu), true)
+	h.Len = n
+	return h, n == 0
 }
+
+// perCarried is how many bytes one train carries at most.
+func (q *QP) perCarried() int { return train.MaxCarried / q.mtu * q.mtu }
 
 // recall is for a requester that stands still until its memory is back, and would send again
 // what it has carried: the peer has dropped that, most likely, and will never acknowledge it.
@@ -331,25 +336,26 @@ func (q *QP) answersStill(serial uint32) bool {
 }
 
 func (q *QP) loadAnswerPart(j *job, packet int) *load {
-	from, n := q.answerPart(j, packet)
+	from, n := q.answerPart(j, packet, train.MaxBytes/q.mtu*q.mtu)
 	return q.startLoad(&q.resp.loads, loadKey{j.serial, packet}, from, n)
 }
 
-// answerPart returns the bytes of the train of an answer that begins with a packet.
-func (q *QP) answerPart(j *job, packet int) (from *mem.List, n int) {
+// answerPart returns the bytes of the train of an answer that begins with a packet: at most so
+// many.
+func (q *QP) answerPart(j *job, packet, most int) (from *mem.List, n int) {
 	off := packet * q.mtu
-	n = min(train.MaxBytes/q.mtu*q.mtu, int(j.reth.Len)-off)
+	n = min(most, int(j.reth.Len)-off)
 	return q.remoteList(ib.AccessRemoteRead, mem.Actor{PD: j.pd, QPN: q.Number}, j.reth.RKey, j.reth.VA+uint64(off), n), n
 }
 
-// carriesAnswer reports whether the next train of an answer need not be loaded.
-func (q *QP) carriesAnswer(t *train.Train, j *job) bool {
+// carriesAnswer returns how many of the next bytes of an answer need not be loaded.
+func (q *QP) carriesAnswer(t *train.Train, j *job) int {
 	if q.path.Carrier == nil || j.again {
-		return false
+		return 0
 	}
-	from, n := q.answerPart(j, j.done)
-	_, ok := q.path.Carrier.Carries(t, from, uint64(n), false)
-	return ok
+	from, n := q.answerPart(j, j.done, q.perCarried())
+	_, carried := q.path.Carrier.Carries(t, from, uint64(n), uint64(q.mtu), false)
+	return int(carried)
 }
 
 // answerLoaded lets an answer go on that waited for its bytes, or for those of others.

@@ -85,14 +85,16 @@ type Path struct {
 
 	// Carrier, if set, sends from memory that the CPU does not address, without loading it.
 	Carrier Carrier
+	Named   int // packets that may be under way of what goes so
 }
 
 // Carrier is a way to a process that opens such memory.
 type Carrier interface {
-	// Carries has n bytes of a list be sent without loading them, and notes that in the train,
-	// if it can. With lease, they are a request's: their memory is held, for the caller to
-	// release, and the peer may use it until GiveUp.
-	Carries(t *train.Train, l *mem.List, n uint64, lease bool) (mem.SharedHold, bool)
+	// Carries has the first of n bytes of a list be sent without loading them, and notes that
+	// in the train, if it can. It returns how many: a multiple of unit, or all. With lease, they
+	// are a request's: their memory is held, for the caller to release, and the peer may use it
+	// until GiveUp.
+	Carries(t *train.Train, l *mem.List, n, unit uint64, lease bool) (mem.SharedHold, uint64)
 	// GiveUp keeps the peer from using what requests have carried so far.
 	GiveUp()
 }

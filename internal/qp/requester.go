@@ -33,6 +33,7 @@ type requester struct {
 	stalled  bool   // waits for credits
 	draining bool   // SQD: tell when everything is done
 	fetching bool   // stands still until its own memory is there
+	named    bool   // the last answer with data came by name
 	late     bool   // the result of the request at the head waits for its completion
 	copied   int    // bytes that took the shortcut in this call
 	other    uint32 // number of the last request that came to the front and cannot take the shortcut
@@ -240,17 +241,19 @@ func (q *QP) packets(n int) int {
 // room returns how many PSNs may be taken now, at most want: bounded by the
 // window and, with credits, by what the peer's other queue pairs leave. What it
 // returns is held until acknowledged.
-func (q *QP) room(want int) int {
+//
+// What goes by name takes no room on the way but for its record, and needs no credits.
+func (q *QP) room(want int, named bool) int {
 	r := &q.req
 	if !q.reliable {
 		return want
 	}
-	window, out := r.congestion.allowance(int(q.sq.at(r.cur).len)), r.nxt.Sub(r.una)
+	window, out := q.window(named), r.nxt.Sub(r.una)
 	n := min(want, window-out)
 	if q.path.Lossless && out > 0 && n < min(want, window/4) {
 		return 0 // trains go whole: an acknowledgement is on its way (askAck), and makes room
 	}
-	if n <= 0 || q.path.Credits == nil {
+	if n <= 0 || q.path.Credits == nil || named {
 		return max(n, 0)
 	}
 	n = q.path.Credits.acquire(n)
@@ -261,6 +264,16 @@ func (q *QP) room(want int) int {
 	return n
 }
 
+// window returns how many packets may be under way when one of the request at the front is
+// sent.
+func (q *QP) window(named bool) int {
+	n := int(q.sq.at(q.req.cur).len)
+	if named {
+		return q.req.congestion.allowanceNamed(n)
+	}
+	return q.req.congestion.allowance(n)
+}
+
 // pullMessage makes a train of a SEND or WRITE.
 func (q *QP) pullMessage(t *train.Train, w *wqe, now Time) int {
 	done := q.req.nxt.Sub(w.first)
@@ -269,14 +282,16 @@ func (q *QP) pullMessage(t *train.Train, w *wqe, now Time) int {
 	var hold mem.SharedHold
 	if w.staged {
 		var load, ok bool
-		if hold, load = q.needsLoad(t, w, done, most); load {
+		if hold, load = q.needsLoad(t, w, done); load {
 			if b, ok = q.loadRequest(done, now); !ok {
 				return 0
 			}
 			most = min(most, q.packets(len(b)))
+		} else if t.Carried {
+			most = q.packets(int(hold.Len))
 		}
 	}
-	n := q.room(most)
+	n := q.room(most, t.Carried)
 	if n == 0 {
 		hold.Release()
 		return 0
@@ -385,11 +400,11 @@ func (q *QP) readMore(left int) int {
 		return 0
 	}
 	// Not in small pieces, while others are under way: each costs a request.
-	window := r.congestion.allowance(int(q.sq.at(r.cur).len))
+	window := q.window(r.named)
 	if open := window - r.nxt.Sub(r.una); open < min(left, window/2) && r.rd.len() > 0 {
 		return 0
 	}
-	n := q.room(left)
+	n := q.room(left, r.named)
 	if n > 0 {
 		r.rd.push(r.nxt, n)
 	}
@@ -401,7 +416,7 @@ func (q *QP) readMore(left int) int {
 func (q *QP) readAgain() int {
 	r := &q.req
 	n := r.rd.left(r.nxt)
-	if q.room(n) == 0 {
+	if q.room(n, r.named) == 0 {
 		return 0
 	}
 	r.rd.sent++
@@ -420,7 +435,7 @@ func (q *QP) pullSingle(t *train.Train, w *wqe, now Time) int {
 			return 0
 		}
 	}
-	if !again && r.rd.len() >= int(q.attr.MaxRDAtomic) || q.room(1) == 0 {
+	if !again && r.rd.len() >= int(q.attr.MaxRDAtomic) || q.room(1, false) == 0 {
 		return 0
 	}
 	t.N, t.Start, t.End, t.AckReq, r.unacked = 1, true, true, true, 0

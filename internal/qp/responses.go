@@ -350,8 +350,11 @@ func ackCounter(s wire.Syndrome) Counter {
 func (q *QP) pullJob(t *train.Train, j *job) bool {
 	r := &q.resp
 	var b []byte
+	most := train.MaxBytes / q.mtu
 	if !j.atomic && j.reth.Len > 0 && !q.path.ByReference && q.Table.Staged(j.reth.RKey) {
-		if !q.carriesAnswer(t, j) {
+		if n := q.carriesAnswer(t, j); n > 0 {
+			most = q.packets(n)
+		} else {
 			var ok bool
 			if b, ok = q.loadAnswer(j); !ok {
 				return r.due() && q.pullResponse(t) // it waits, or was refused
@@ -364,7 +367,7 @@ func (q *QP) pullJob(t *train.Train, j *job) bool {
 		t.Kind, t.N, t.Start, t.End, t.Orig = wire.KindAtomicAck, 1, true, true, j.orig
 	} else {
 		t.Kind = wire.KindReadResponse
-		t.N = min(j.n-j.done, train.MaxBytes/q.mtu)
+		t.N = min(j.n-j.done, most)
 		t.Start, t.End = j.done == 0 && !j.cont, j.done+t.N == j.n && !j.part
 		off := j.done * q.mtu
 		t.SetNone()

@@ -20,6 +20,9 @@ import (
 // It bounds how long a queue pair's lock and a region's read section are held.
 const MaxBytes = 256 << 10
 
+// MaxCarried is the most payload of a train that is carried: nobody copies it under a lock.
+const MaxCarried = 1 << 20
+
 // MaxSGE is the longest scatter/gather list of a request.
 const MaxSGE = 32
 
