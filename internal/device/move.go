@@ -21,6 +21,7 @@ const moveDepth = 16
 func (d *Device) moveLocked(q *QP) {
 	q.full.Store(q.core.Full())
 	if q.mover {
+		q.more.Store(q.core.Moving())
 		return
 	}
 	s := &d.slow
@@ -42,6 +43,7 @@ type underWay struct {
 func (d *Device) move(q *QP) {
 	var under []underWay // oldest first
 	begun := 0           // how many of them
+	idle := false
 	for {
 		q.lockSoon()
 		gaveUp := q.gaveUpLocked()
@@ -51,6 +53,12 @@ func (d *Device) move(q *QP) {
 				break
 			}
 			under = append(under, underWay{m, gaveUp})
+		}
+		if len(under) == 0 && !idle {
+			q.more.Store(false)
+			q.mu.Unlock()
+			idle = !q.moreSoon()
+			continue
 		}
 		if len(under) == 0 {
 			q.mover = false
@@ -62,6 +70,7 @@ func (d *Device) move(q *QP) {
 			return
 		}
 		q.mu.Unlock()
+		idle = false
 		for ; begun < len(under) && (begun == 0 || !under[begun-1].Failed()); begun++ { // nothing is begun behind one that has failed
 			d.begin(under[begun])
 		}
@@ -77,6 +86,20 @@ func (d *Device) move(q *QP) {
 	}
 }
 
+// moreSoon reports whether there are moves again within the time that it would take to start
+// another mover: to wake a processor takes longer than most engines need for a message.
+func (q *QP) moreSoon() bool {
+	for range moverLooks {
+		if q.more.Load() {
+			return true
+		}
+		runtime.Gosched()
+	}
+	return false
+}
+
+const moverLooks = 256 // some 50 µs
+
 // begin begins a move, unless the queue pair has given it up.
 func (d *Device) begin(m underWay) {
 	select {
@@ -87,11 +110,10 @@ func (d *Device) begin(m underWay) {
 	d.reach(m, m.Begin)
 }
 
-// lockSoon locks the queue pair for its mover. The lock is mostly held by a post, which
-// gives it back within a microsecond or two: the mover tries again before it sleeps, since
-// to be woken would take longer.
+// lockSoon locks the queue pair. The lock is mostly held by a post, which gives it back within
+// a microsecond or two: it tries again before it sleeps, since to be woken would take longer.
 func (q *QP) lockSoon() {
-	for range moverTries {
+	for range lockTries {
 		if q.mu.TryLock() {
 			return
 		}
@@ -100,7 +122,7 @@ func (q *QP) lockSoon() {
 	q.mu.Lock()
 }
 
-const moverTries = 16
+const lockTries = 64
 
 // awaitMoves waits until no engine is at the memory of the queue pair, which has been reset:
 // its program may use that for something else.

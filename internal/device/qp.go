@@ -62,6 +62,7 @@ type QP struct {
 	barred int      // guarded by mu: how many calls keep new ones from being given
 
 	mover     bool          // guarded by mu: there is a mover (move.go)
+	more      atomic.Bool   // moves have come since the mover last looked
 	moverGone chan struct{} // guarded by mu: closed when the mover ends; nil while nobody waits for it
 	full      atomic.Bool   // it can take no more by the loop link, until its mover says so
 	gaveUp    chan struct{} // guarded by mu: closed when requests are given up; nil while nobody waits for it

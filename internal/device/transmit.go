@@ -133,7 +133,7 @@ func (d *Device) drain(q *QP, now qp.Time) bool {
 	}()
 	for bytes := 0; bytes < txQuantum; {
 		n := 0
-		q.mu.Lock()
+		q.lockSoon()
 		ticket := d.ticket()
 		q.heldAt, q.heldResets = d.frees(), q.core.Resets()
 		q.core.AllLeft()
