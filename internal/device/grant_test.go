@@ -140,14 +140,16 @@ func TestLanePassive(t *testing.T) {
 // Random mixtures of what goes by lanes and by rings, in both directions at the same
 // time. Atomics see exactly what was written before them, messages find it, READs
 // nothing older.
-func TestLaneMixed(t *testing.T) { testLaneMixed(t, 200, func(*mixer) {}) }
+func TestLaneMixed(t *testing.T) {
+	testLaneMixed(t, 200, func() bool { return true }, func(*mixer) {})
+}
 
 // The same, while regions are suspended again and again, as if their memory moved: the peers
 // lose their lanes at any moment of a copy, and nobody waits. Nothing is counted twice, nor
 // lost: that would be a packet out of sequence.
 func TestLaneMixedSuspended(t *testing.T) {
 	var suspended atomic.Int64
-	testLaneMixed(t, 50, func(m *mixer) {
+	testLaneMixed(t, 50, func() bool { return suspended.Load() >= 10 }, func(m *mixer) {
 		if n := m.e.directs(); n >= m.suspendAt {
 			m.suspendAt = n + 8 + m.rng.Uint64N(32) // by then there is another lane
 			m.o.dev.killed(m.o.mr.(*MR).region, false)
@@ -160,8 +162,8 @@ func TestLaneMixedSuspended(t *testing.T) {
 }
 
 // testLaneMixed calls beside between two steps of each side, and wants so many WRITEs by lanes
-// at least.
-func testLaneMixed(t *testing.T, least uint64, beside func(*mixer)) {
+// at least, and enough to be true: it goes on for some time until that is so.
+func testLaneMixed(t *testing.T, least uint64, enough func() bool, beside func(*mixer)) {
 	t.Helper()
 	seed := testSeed(t)
 	a, b := byLanes(t, mixedBytes)
@@ -171,6 +173,7 @@ func testLaneMixed(t *testing.T, least uint64, beside func(*mixer)) {
 	sides := []*mixer{{e: a, o: b}, {e: b, o: a}}
 	for i, m := range sides {
 		m.beside = beside
+		m.enough = func() bool { return m.e.counted()[qp.CntByGrant] >= least && enough() }
 		m.rng = rand.New(rand.NewPCG(seed, uint64(i)))
 		for range mixedPlaces {
 			m.e.recv(ib.RecvWR{})
@@ -215,6 +218,7 @@ const (
 type mixer struct {
 	e, o      *end
 	beside    func(*mixer)
+	enough    func() bool
 	suspendAt uint64 // at how many WRITEs and READs by lanes its peer's region is suspended next
 	rng       *rand.Rand
 	next      uint32
@@ -225,8 +229,10 @@ type mixer struct {
 	want      [mixedPlaces]uint32 // of READs and atomics: what their place is to hold, at least
 }
 
-// run posts so many requests, and receives until nobody works any more.
+// run posts so many requests, or if they do not show enough up to 20 times as many, and
+// receives until nobody works any more.
 func (m *mixer) run(count int, working *atomic.Int32) error {
+	most := 20 * count
 	rest := false // now and then: lanes are for when nothing else is under way
 	for finished := false; working.Load() > 0; {
 		if rest = rest && m.done != m.next; !rest && m.next < uint32(count) && m.next-m.done < mixedPlaces/2 {
@@ -243,6 +249,9 @@ func (m *mixer) run(count int, working *atomic.Int32) error {
 			return err
 		}
 		m.beside(m)
+		if !finished && m.next >= uint32(count) && m.done == m.next && count < most && !m.enough() {
+			count = min(count+1000, most)
+		}
 		if !finished && m.next >= uint32(count) && m.done == m.next {
 			finished = true
 			working.Add(-1)
