@@ -1,6 +1,7 @@
 package link
 
 import (
+	"errors"
 	"testing"
 	"time"
 
@@ -143,6 +144,18 @@ func TestNamed(t *testing.T) {
 			t.Errorf("lease %v: what was given up is still good", lease)
 		}
 	}
+	// The peer's process wants packets by now: the bytes have to be loaded first.
+	const long = train.MaxCarried
+	tr := &train.Train{Flow: f, Transport: wire.RC, Kind: wire.KindWrite, Start: true, End: true, DestQP: 9, MTU: 4096, N: long / 4096, Len: long, Payload: *l}
+	h, carried := c.Carries(tr, l, long, 4096, true)
+	h.Release()
+	others := c.flow.dev.view.(*others)
+	others.packets = true
+	var unread *PayloadError
+	if sent, err := a.Send([]*train.Train{tr}); carried != long || sent != 0 || !errors.As(err, &unread) || !unread.Fault.Staged() {
+		t.Errorf("to a process that wants packets: %d, %v", sent, err)
+	}
+	others.packets = false
 	late := send(true)
 	if err := r.Close(); err != nil {
 		t.Fatal(err)

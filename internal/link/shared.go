@@ -271,6 +271,9 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 		return nil
 	}
 	if f.dev.ByPackets(process) {
+		if t.Carried { // since it was asked: its bytes are needed now
+			return &PayloadError{Fault: mem.StagedFault()}
+		}
 		return s.sendRest(f, one)
 	}
 	c := f.dev.channels[process].Load()
