@@ -113,7 +113,7 @@ func (e *stagedEnd) poll(wcs []ib.WC) (int, error) {
 // pump keeps depth requests under way until done, and returns how many have completed.
 func (e *stagedEnd) pump(wrs []ib.SendWR, depth int, done func() bool) (completed int, err error) {
 	var wcs [16]ib.WC
-	for posted := 0; posted == 0 || completed < posted; {
+	for posted := 0; completed < posted || !done(); {
 		for posted-completed < depth && !done() {
 			if _, err := e.qp.PostSend(wrs); err != nil {
 				return completed, err

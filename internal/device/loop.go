@@ -114,7 +114,7 @@ func (p *loopPeer) deliver(from *Device, one []*train.Train, now qp.Time, owed *
 	if owed.q != q {
 		owed.settle()
 	}
-	if q.full.Load() {
+	if q.full.Load() && q.stillFull() {
 		return mem.Fault{}, true // its mover has us go on
 	}
 	now += to.shift

@@ -54,7 +54,7 @@ func (d *Device) move(q *QP) {
 			}
 			under = append(under, underWay{m, gaveUp})
 		}
-		if len(under) == 0 && !idle {
+		if len(under) == 0 && !idle && q.moverGone == nil {
 			q.more.Store(false)
 			q.mu.Unlock()
 			idle = !q.moreSoon()
@@ -99,6 +99,16 @@ func (q *QP) moreSoon() bool {
 }
 
 const moverLooks = 256 // some 50 µs
+
+// stillFull reports whether the queue pair can take no more: what it has held may have been
+// let go when there was no mover.
+func (q *QP) stillFull() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	full := q.core.Full()
+	q.full.Store(full)
+	return full
+}
 
 // begin begins a move, unless the queue pair has given it up.
 func (d *Device) begin(m underWay) {

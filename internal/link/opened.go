@@ -94,7 +94,9 @@ func (c *Carrier) Carries(t *train.Train, l *mem.List, n, unit uint64, lease boo
 		return h, 0
 	}
 	if h.Len < n {
-		n = h.Len / unit * unit
+		if n = h.Len / unit * unit; n < leastCarried {
+			n = 0 // many short ones would be more than the peer can take
+		}
 	}
 	if n == 0 || !c.s.reaches(to, h.ID) || lease && c.slot < 0 && !c.take() {
 		h.Release()
@@ -108,6 +110,9 @@ func (c *Carrier) Carries(t *train.Train, l *mem.List, n, unit uint64, lease boo
 	}
 	return h, n
 }
+
+// leastCarried is how many bytes that lie together are carried, where more follow elsewhere.
+const leastCarried = 64 << 10
 
 // take takes a lease.
 func (c *Carrier) take() bool {

@@ -122,6 +122,7 @@ func (q *QP) receiveRNR(psn wire.PSN, code uint8, now Time) {
 		r.rnrTries++
 	}
 	q.rewind(psn)
+	r.cutOff(psn)
 	r.congestion.notReady(wire.RNRDelay(code), now)
 	r.sampleAt = 0
 }

@@ -97,18 +97,31 @@ func (q *QP) hold(t *train.Train, f mem.Fault) (kept bool, _ mem.Fault) {
 // push appends a request, which is the queue pair's own.
 func (h *held) push(t *train.Train) {
 	h.requests = append(h.requests, t)
-	h.bytes += t.Len + heldCost
-	heldAll.Add(int64(t.Len + heldCost))
+	n := heldBytes(t) + heldCost
+	h.bytes += n
+	heldAll.Add(int64(n))
+}
+
+// heldBytes returns how many bytes a request that is kept has of its own: none if they are
+// kept by reference.
+func heldBytes(t *train.Train) int {
+	if t.Payload.Table != nil {
+		return 0
+	}
+	return t.Len
 }
 
 // keep keeps a request, with a copy of its payload, if there is room.
 func (h *held) keep(t *train.Train) (kept bool, _ mem.Fault) {
-	if h.bytes+t.Len > maxHeld || heldAll.Load() > maxHeldAll {
+	if h.bytes > maxHeld || t.Lease == nil && h.bytes+t.Len > maxHeld || heldAll.Load() > maxHeldAll {
 		return false, mem.Fault{}
 	}
 	c, f := t.Keep()
 	if !f.OK() {
 		return false, f
+	}
+	if h.bytes+heldBytes(c) > maxHeld {
+		return false, mem.Fault{}
 	}
 	h.push(c)
 	return true, mem.Fault{}

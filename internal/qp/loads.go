@@ -154,6 +154,14 @@ func (r *requester) carry(h mem.SharedHold, first wire.PSN, n int) {
 	r.carried = append(r.carried, carried{first, first.Add(n), h})
 }
 
+// carriedPackets returns how many packets are under way that are carried.
+func (r *requester) carriedPackets() (n int) {
+	for i := range r.carried {
+		n += r.carried[i].end.Sub(r.carried[i].first)
+	}
+	return n
+}
+
 // uncarry lets go of the memory of what has not left, from a PSN on.
 func (r *requester) uncarry(first wire.PSN) {
 	for n := len(r.carried); n > 0 && !r.carried[n-1].first.Less(first); n-- {
@@ -170,6 +178,14 @@ func (r *requester) arrived(upTo wire.PSN) {
 		if r.carried = r.carried[1:]; len(r.carried) == 0 {
 			r.carried = nil
 		}
+	}
+}
+
+// cutOff lets go of the memory of what the peer has taken up to a PSN only, and of which the
+// rest is sent again: it is loaded then.
+func (r *requester) cutOff(psn wire.PSN) {
+	for len(r.carried) > 0 && r.carried[0].first.Less(psn) {
+		r.arrived(r.carried[0].end)
 	}
 }
 
@@ -295,6 +311,7 @@ func (q *QP) freeLoads() {
 // here yet: then the answer waits.
 func (q *QP) loadAnswer(j *job) (b []byte, ok bool) {
 	r, per := &q.resp, q.perLoad()
+	j.loaded = true                  // to its end: loads are found by where they begin
 	for _, l := range r.loads.list { // of answers that are not made any more
 		if l.state == loaded && l.key.of != j.serial && !q.answersStill(l.key.of) {
 			l.state = given
@@ -350,7 +367,7 @@ func (q *QP) answerPart(j *job, packet, most int) (from *mem.List, n int) {
 
 // carriesAnswer returns how many of the next bytes of an answer need not be loaded.
 func (q *QP) carriesAnswer(t *train.Train, j *job) int {
-	if q.path.Carrier == nil || j.again {
+	if q.path.Carrier == nil || j.again || j.loaded {
 		return 0
 	}
 	from, n := q.answerPart(j, j.done, q.perCarried())

@@ -249,6 +249,9 @@ func (q *QP) room(want int, named bool) int {
 		return want
 	}
 	window, out := q.window(named), r.nxt.Sub(r.una)
+	if !named && len(r.carried) > 0 {
+		out -= min(out, r.carriedPackets())
+	}
 	n := min(want, window-out)
 	if q.path.Lossless && out > 0 && n < min(want, window/4) {
 		return 0 // trains go whole: an acknowledgement is on its way (askAck), and makes room

@@ -44,6 +44,7 @@ type job struct {
 	flush   bool     // a FLUSH
 	serial  uint32   // tells it from others
 	loading bool     // its bytes are being loaded (loads.go)
+	loaded  bool     // some of them were, or are
 	absent  bool     // a READ whose bytes have to be fetched first: it is to be asked for again
 	waiting bool     // a FLUSH whose bytes have not reached storage yet, or an absent or held one: nothing is answered before it
 	held    bool     // its bytes are out of reach for a moment (hold.go)

@@ -220,7 +220,7 @@ func (q *QP) set(a *ib.QPAttr, mask ib.QPAttrMask, path *Path) {
 	if has(ib.QPMaskAV) {
 		b.AV = a.AV
 		q.giveBack(q.req.held) // they are the old path's
-		q.path = *path
+		q.path, q.req.named = *path, false
 		q.peer = path.Flow.Dst
 		q.req.congestion.begin(path)
 		q.req.patient = path.Lossless

@@ -172,20 +172,21 @@ func (t *Train) Reset() {
 func (t *Train) Keep() (*Train, mem.Fault) {
 	c := new(Train)
 	*c = *t
+	c.raw[0] = nil
 	if t.Len == 0 {
 		c.Payload = mem.List{}
 		return c, mem.Fault{}
 	}
+	if t.Lease != nil {
+		if _, staged := mem.CheckStaged(&t.Payload, uint64(t.Len)); staged {
+			c.refer(t)
+			return c, mem.Fault{}
+		}
+	}
+	c.Lease = nil
 	c.raw[0] = make([]byte, t.Len)
 	c.Payload = mem.List{Raw: c.raw[:]}
 	f, _ := mem.Copy(&c.Payload, &t.Payload, uint64(t.Len), false)
-	if f.Staged() && t.Lease != nil {
-		c.raw[0] = nil
-		c.Payload = t.Payload
-		c.refer(t)
-		return c, mem.Fault{}
-	}
-	c.Lease = nil
 	return c, f
 }
 
