@@ -8,6 +8,8 @@ package main
 import (
 	"errors"
 	"fmt"
+	"runtime"
+	"sync/atomic"
 	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -191,7 +193,8 @@ func engineAlone(g *enginetest.Engine, size, depth int, d time.Duration) (n int,
 }
 
 // stagedLatency is what others notice of it: 8-byte WRITEs of a queue pair of the same devices,
-// to memory of the host, with and without 1 MiB WRITEs to the engine's beside them.
+// to memory of the host, beside 1 MiB WRITEs to the engine's; and beside as many goroutines, as
+// those keep busy, that do nothing: processors are not as fast when others of their core work.
 func (b *bench) stagedLatency() ([]contender, error) {
 	const size = 1 << 20
 	g := enginetest.New(modelEngine)
@@ -226,25 +229,35 @@ func (b *bench) stagedLatency() ([]contender, error) {
 			}
 		}
 	}
-	const alone = "8-byte WRITE"
-	return []contender{
-		b.quantiles(alone, "ns", 1, "", nil, func(d time.Duration, keep *sampler) error { return timeOnce(once, d, keep) }),
-		b.quantiles(alone+", engine busy", "ns", 1, alone, &goal{"≤", 1.25}, func(d time.Duration, keep *sampler) error {
-			stop, stopped := make(chan struct{}), make(chan error)
-			go func() {
-				_, err := near.pump(long, 8, func() bool {
-					select {
-					case <-stop:
-						return true
-					default:
-						return false
-					}
-				})
-				stopped <- err
-			}()
+	beside := func(loads ...func(done func() bool) error) func(time.Duration, *sampler) error {
+		return func(d time.Duration, keep *sampler) error {
+			var stop atomic.Bool
+			ended := make(chan error)
+			for _, load := range loads {
+				go func() { ended <- load(stop.Load) }()
+			}
 			err := timeOnce(once, d, keep)
-			close(stop)
-			return errors.Join(err, <-stopped)
-		}),
+			stop.Store(true)
+			for range loads {
+				err = errors.Join(err, <-ended)
+			}
+			return err
+		}
+	}
+	engine := func(done func() bool) error {
+		_, err := near.pump(long, 8, done)
+		return err
+	}
+	spin := func(done func() bool) error {
+		for !done() {
+			runtime.Gosched()
+		}
+		return nil
+	}
+	const alone, busy = "8-byte WRITE", "8-byte WRITE, other processors busy"
+	return []contender{
+		b.quantiles(alone, "ns", 1, "", nil, beside()),
+		b.quantiles(busy, "ns", 1, "", nil, beside(spin, spin, spin)),
+		b.quantiles("8-byte WRITE, engine busy", "ns", 1, busy, &goal{"≤", 1.25}, beside(engine)),
 	}, nil
 }
