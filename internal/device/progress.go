@@ -22,17 +22,19 @@ const (
 )
 
 type progress struct {
-	polls      atomic.Uint64 // polls that read the link
-	posts      atomic.Uint64 // posts that left something for the link
 	stopped    atomic.Bool
 	deferred   atomic.Bool   // there are answers that a poll has left
 	done       chan struct{} // closed when the background goroutine has ended
 	sleepUntil atomic.Int64  // qp.Time until which it sleeps, when it blocks
 
-	rx struct {
+	_     [64]byte      // keeps what every post looks at off the lines that every poll in vain writes
+	polls atomic.Uint64 // polls that read the link
+	posts atomic.Uint64 // posts that left something for the link
+	rx    struct {
 		sync.Mutex // guards the receiver; only ever tried by pollers
 		receiver
 	}
+	_ [64]byte
 
 	stalled struct {
 		sync.Mutex       // guards list
