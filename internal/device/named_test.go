@@ -121,6 +121,61 @@ func TestNamedClose(t *testing.T) {
 	eventually(t, "the peer closes it", func() bool { return g.Opened() <= 1 }) // the other end's
 }
 
+// A message of pieces goes by name where those are long, and is loaded where they are not: a
+// peer could not take as many moves.
+func TestNamedPieces(t *testing.T) {
+	const pieces, far = 4, 100 << 10
+	a, b, _ := openedPair(t, pieces*far, enginetest.Config{})
+	for i, c := range []struct{ size, named int }{{16 << 10, 0}, {64 << 10, pieces}} {
+		paint(a.buf, 0)
+		wr := a.write(b, 0, 0)
+		wr.SGL = nil
+		for p := range pieces {
+			paint(a.buf[p*far:][:c.size], byte(10*i+p+1))
+			wr.SGL = append(wr.SGL, a.sge(p*far, c.size)...)
+		}
+		before := namedTrains(b.dev)
+		a.post(wr)
+		a.ok()
+		if n := int(namedTrains(b.dev) - before); n != c.named {
+			t.Errorf("pieces of %d bytes: %d trains by name, want %d", c.size, n, c.named)
+		}
+		for at, v := range b.buf[:pieces*c.size] {
+			if v != byte(10*i+at/c.size+1) {
+				t.Fatalf("pieces of %d bytes: byte %d is %d", c.size, at, v)
+			}
+		}
+	}
+}
+
+// Requests that wait in order behind one of another kind take no room for bytes that stay where
+// they are: more of them wait than could be copied, and none is refused.
+func TestNamedInOrder(t *testing.T) {
+	const size, n = 1 << 20, 8
+	a, b, g := openedPair(t, size, enginetest.Config{})
+	buf := make([]byte, size)
+	host := must[provider.MR](t)(b.pd.RegMR(buf, allRemote))
+	t.Cleanup(func() { closeAll(t, host) })
+	paint(a.buf, 7)
+	before := a.counted()[qp.CntRetransmits]
+	g.Hold()
+	a.post(a.write(b, 0, 64))
+	for range n {
+		a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, size), RemoteAddr: host.Addr(), RKey: host.RKey()})
+	}
+	eventually(t, "all have come", func() bool { return b.counted()[qp.CntRxBytes] >= n*size+64 })
+	g.Release()
+	for range n + 1 {
+		a.ok()
+	}
+	if c := b.counted(); c[qp.CntRNRNaksSent] != 0 || a.counted()[qp.CntRetransmits] != before {
+		t.Errorf("%d RNR NAKs, %d packets sent again", c[qp.CntRNRNaksSent], a.counted()[qp.CntRetransmits]-before)
+	}
+	if buf[0] != 7 || buf[size-1] != 7 {
+		t.Error("it has not arrived")
+	}
+}
+
 // What a queue pair has given up does not count, though the peer's engine was at it.
 func TestNamedReset(t *testing.T) {
 	const size = 64 << 10
