@@ -444,16 +444,24 @@ func changeWord(t *mem.Table, who mem.Actor, key uint32, addr uint64, op mem.Ato
 }
 
 // settled does something again while only changes of mappings are in its way, which the
-// kernel has announced and are not known yet.
+// kernel has announced and are not known yet. A fault may not say that it is about those, if
+// they have become known since it was found: then there is nothing to wait for any more.
 func settled(f func() mem.Fault) mem.Fault {
-	for {
+	for vague := 0; ; {
 		fault := f()
-		if !fault.Brief() || fault.Suspended() != nil {
+		if fault.Kind != mem.FaultPending || fault.Staged() || fault.Suspended() != nil {
 			return fault
+		}
+		if !fault.Brief() {
+			if vague++; vague > maxVague {
+				return fault
+			}
 		}
 		fault.Await()
 	}
 }
+
+const maxVague = 3
 
 // kill is Table.Invalidate, which does not wait for engines.
 func (e *env) kill(key uint32, who mem.Actor) mem.Fault {
