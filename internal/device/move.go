@@ -43,7 +43,7 @@ type underWay struct {
 func (d *Device) move(q *QP) {
 	var under []underWay // oldest first
 	begun := 0           // how many of them
-	idle := false
+	idle := false        // there was nothing to do for a while
 	for {
 		q.lockSoon()
 		gaveUp := q.gaveUpLocked()

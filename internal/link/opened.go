@@ -77,30 +77,29 @@ func (s *Shared) NewCarrier(f *train.Flow, qpn uint32) *Carrier {
 }
 
 // Carries has the first of n bytes of a list, which the CPU does not address, go to the peer's
-// process by name, and notes that in the train, if it can. If not, it may later. It returns how
+// process by name, and notes that in the train, if it can. If not, it may later. Len tells how
 // many: a multiple of unit, or all. For a request, with lease, the memory is held when it
 // returns, and is the caller's to release.
-func (c *Carrier) Carries(t *train.Train, l *mem.List, n, unit uint64, lease bool) (h mem.SharedHold, carried uint64) {
+func (c *Carrier) Carries(t *train.Train, l *mem.List, n, unit uint64, lease bool) (none mem.SharedHold) {
 	process, ok := c.flow.dev.Find(c.qpn)
 	if !ok || c.flow.dev.ByPackets(process) {
-		return h, 0
+		return none
 	}
 	to := c.flow.dev.channels[process].Load()
 	if to == nil {
-		return h, 0
+		return none
 	}
 	h, fault := mem.HoldShared(l, n)
 	if !fault.OK() {
-		return h, 0
+		return none
 	}
-	if h.Len < n {
-		if n = h.Len / unit * unit; n < leastCarried {
-			n = 0 // many short ones would be more than the peer can take
-		}
+	short := h.Len < n
+	if short {
+		h.Len -= h.Len % unit
 	}
-	if n == 0 || !c.s.reaches(to, h.ID) || lease && c.slot < 0 && !c.take() {
+	if short && h.Len < train.LeastCarried || !c.s.reaches(to, h.ID) || lease && c.slot < 0 && !c.take() {
 		h.Release()
-		return h, 0
+		return none
 	}
 	t.Carried, t.Name = true, train.Name{Memory: h.ID, Off: h.Off}
 	if lease {
@@ -108,11 +107,8 @@ func (c *Carrier) Carries(t *train.Train, l *mem.List, n, unit uint64, lease boo
 	} else {
 		h.Release()
 	}
-	return h, n
+	return h
 }
-
-// leastCarried is how many bytes that lie together are carried, where more follow elsewhere.
-const leastCarried = 64 << 10
 
 // take takes a lease.
 func (c *Carrier) take() bool {

@@ -70,7 +70,7 @@ func namedPair(t *testing.T) (a, b *Shared, f *train.Flow, c *Carrier, m *engine
 	c = a.NewCarrier(f, 9)
 	var k keeper
 	for end := time.Now().Add(10 * time.Second); ; {
-		if h, n := c.Carries(new(train.Train), l, 4096, 1, true); n == 4096 {
+		if h := c.Carries(new(train.Train), l, 4096, 1, true); h.Len == 4096 {
 			h.Release()
 			break
 		}
@@ -104,8 +104,8 @@ func TestNamed(t *testing.T) {
 		if !lease {
 			tr.Kind = wire.KindReadResponse
 		}
-		h, carried := c.Carries(tr, &from, n, 1, lease)
-		if carried != n {
+		h := c.Carries(tr, &from, n, 1, lease)
+		if h.Len != n {
 			t.Fatal("it is not carried")
 		}
 		h.Release()
@@ -147,12 +147,12 @@ func TestNamed(t *testing.T) {
 	// The peer's process wants packets by now: the bytes have to be loaded first.
 	const long = train.MaxCarried
 	tr := &train.Train{Flow: f, Transport: wire.RC, Kind: wire.KindWrite, Start: true, End: true, DestQP: 9, MTU: 4096, N: long / 4096, Len: long, Payload: *l}
-	h, carried := c.Carries(tr, l, long, 4096, true)
+	h := c.Carries(tr, l, long, 4096, true)
 	h.Release()
 	others := c.flow.dev.view.(*others)
 	others.packets = true
 	var unread *PayloadError
-	if sent, err := a.Send([]*train.Train{tr}); carried != long || sent != 0 || !errors.As(err, &unread) || !unread.Fault.Staged() {
+	if sent, err := a.Send([]*train.Train{tr}); h.Len != long || sent != 0 || !errors.As(err, &unread) || !unread.Fault.Staged() {
 		t.Errorf("to a process that wants packets: %d, %v", sent, err)
 	}
 	others.packets = false

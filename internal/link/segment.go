@@ -117,8 +117,8 @@ func mapSegment(k segmentKey, t *tag, write bool) ([]byte, error) {
 	return b, nil
 }
 
-// dropSegments gives up those that match, and memory that was opened (opened.go). Who polls
-// calls it, or nobody does any more.
+// dropSegments gives up the segments that match, and the memory that was opened (opened.go).
+// The goroutine that polls calls it, or any other when none polls any more.
 func (s *Shared) dropSegments(match func(segmentKey) bool) {
 	s.unmapSegments(match)
 	s.dropOpened(match)

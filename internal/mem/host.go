@@ -277,7 +277,7 @@ func (h *Host) Run(off, n uint64, _ ib.Access) ([]byte, FaultKind) {
 	}
 	if h.watched() {
 		if !theSpace.settleSoon() {
-			return nil, FaultPending // what has changed is not known yet
+			return nil, faultChanging // what has changed is not known yet
 		}
 		if h.staleAt(off, n) {
 			return nil, FaultStale

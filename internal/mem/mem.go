@@ -124,6 +124,10 @@ const (
 	FaultDepth                      // too many indirect keys would stand on each other
 	FaultRevoked                    // the owner of the memory has taken it away, for good
 	numFaultKinds
+
+	// faultChanging is what Run returns instead of FaultPending if nothing but changes of
+	// mappings is to be waited for. No Fault has it: see place.fault.
+	faultChanging FaultKind = 0xff
 )
 
 // Fault is why an access failed. It is a value: compare with Fault{} or call OK.

@@ -185,18 +185,21 @@ func (m *OnDemand) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
 		return nil, FaultBounds
 	}
 	if !theSpace.settleSoon() {
-		return nil, FaultPending // what has changed is not known yet, and the table out of date
+		return nil, faultChanging // what has changed is not known yet, and the table out of date
 	}
 	have := m.have(off, n, acc)
 	if have != 0 && theSpace.doubtful.Load() {
 		have = m.stillThere(off, have)
 	}
 	if have == 0 {
-		if kind := m.fetch(off, n, acc, false); kind != FaultNone {
+		before := theSpace.changes.Load()
+		kind := m.fetch(off, n, acc, false)
+		have = m.have(off, n, acc)
+		switch {
+		case kind == FaultNone && have == 0, kind == FaultPending && theSpace.changes.Load() != before:
+			return nil, faultChanging // gone again already
+		case kind != FaultNone:
 			return nil, kind
-		}
-		if have = m.have(off, n, acc); have == 0 {
-			return nil, FaultPending // gone again already
 		}
 	}
 	return bytesAt(m.addr+uintptr(off), int(have)), FaultNone

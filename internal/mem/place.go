@@ -112,11 +112,15 @@ func (p *place) step(leaf *Region, off, n uint64) Fault { // whose staging was g
 
 // fault completes a fault that the leaf's backing has found at off.
 func (p *place) fault(kind FaultKind, off, n uint64, acc ib.Access) Fault {
+	changing := kind == faultChanging
+	if changing {
+		kind = FaultPending
+	}
 	f := p.region.fault(kind, off, n, acc)
 	if f.wanted != nil {
-		// Where nothing is fetched, mappings are changing, or the owner moves the bytes.
+		// Where nothing is fetched the owner moves the bytes.
 		_, fetches := p.leaf.backing.(paged)
-		f.wanted.brief = !fetches || p.leaf.staged != nil || theSpace.unsettled()
+		f.wanted.brief = changing || !fetches || p.leaf.staged != nil
 	}
 	return f
 }

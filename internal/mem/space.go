@@ -117,13 +117,6 @@ func (s *space) settleSoon() bool {
 	}
 }
 
-// unsettled reports whether there are changes that the kernel has announced or told and
-// that have not been passed on.
-func (s *space) unsettled() bool {
-	n := s.notifier.Load()
-	return n != nil && n.Changed()
-}
-
 // settleLocked passes on what there is; with wait, all that was announced before, unless
 // that takes very long: then all is false. missed says that something was not told:
 // Changed stays true, and missed is to be called.

@@ -130,7 +130,7 @@ func (t *Table) Whole(key uint32, addr uint64, acc ib.Access, who Actor, f func(
 		return
 	}
 	defer r.exit()
-	if r.window != nil || r.mkey != nil || r.kind != KindPinned || r.staged != nil || r.byEngine {
+	if r.window != nil || r.mkey != nil || r.kind != KindPinned || !r.plain {
 		return
 	}
 	if b, kind := r.backing.Run(0, r.length, acc); kind == FaultNone && uint64(len(b)) == r.length {

@@ -91,7 +91,8 @@ func (q *QP) receiveNak(psn wire.PSN, s wire.Syndrome, now Time) {
 		}
 		return
 	}
-	// Where a part of the answer to this READ is missing: it would not come any more.
+	// If a part of the answer to this READ is missing, the peer, which has failed, does not
+	// send it any more.
 	status, ok := nakStatus[s]
 	if !ok {
 		status = ib.WCBadRespErr

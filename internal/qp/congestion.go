@@ -1,6 +1,10 @@
 package qp
 
-import "time"
+import (
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/train"
+)
 
 // congestion decides how many packets may be under way, and when none may be sent: the
 // window of a requester. A path has a window of its own, which is never exceeded.
@@ -51,13 +55,11 @@ func (c *congestion) allowance(n int) int {
 // allowanceNamed is allowance for bytes that go by name, and take no room on the way. Of short
 // messages the peer could not take as many.
 func (c *congestion) allowanceNamed(n int) int {
-	if n >= namedLeast && c.open() {
+	if n >= train.LeastCarried && c.open() {
 		return max(c.path, c.named)
 	}
 	return c.allowance(n)
 }
-
-const namedLeast = 64 << 10
 
 // open reports whether the window is as wide as the path's.
 func (c *congestion) open() bool { return c.window >= c.path }

@@ -3,6 +3,8 @@ package qp
 import (
 	"testing"
 	"time"
+
+	"github.com/verbena-rdma/verbena/internal/train"
 )
 
 // TestCongestion: what each event does to the window and to the time of the next packet.
@@ -93,11 +95,11 @@ func TestCongestion(t *testing.T) {
 func TestCongestionNamed(t *testing.T) {
 	var g congestion
 	g.begin(&Path{Window: 64, Named: 500})
-	if s, l := g.allowanceNamed(namedLeast-1), g.allowanceNamed(namedLeast); s != 64 || l != 500 {
+	if s, l := g.allowanceNamed(train.LeastCarried-1), g.allowanceNamed(train.LeastCarried); s != 64 || l != 500 {
 		t.Errorf("%d packets of short messages, %d of long ones", s, l)
 	}
-	if g.lost(); g.allowanceNamed(namedLeast) != 32 {
-		t.Errorf("%d packets after a loss", g.allowanceNamed(namedLeast))
+	if g.lost(); g.allowanceNamed(train.LeastCarried) != 32 {
+		t.Errorf("%d packets after a loss", g.allowanceNamed(train.LeastCarried))
 	}
 }
 

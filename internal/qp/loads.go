@@ -123,9 +123,8 @@ func (q *QP) needsLoad(t *train.Train, w *wqe, done int) (h mem.SharedHold, need
 		}
 		return h, true
 	}
-	h, n := q.path.Carrier.Carries(t, list, size, uint64(q.mtu), true)
-	h.Len = n
-	return h, n == 0
+	h = q.path.Carrier.Carries(t, list, size, uint64(q.mtu), true)
+	return h, h.Len == 0
 }
 
 // perCarried is how many bytes one train carries at most.
@@ -353,7 +352,7 @@ func (q *QP) answersStill(serial uint32) bool {
 }
 
 func (q *QP) loadAnswerPart(j *job, packet int) *load {
-	from, n := q.answerPart(j, packet, train.MaxBytes/q.mtu*q.mtu)
+	from, n := q.answerPart(j, packet, q.perLoad()*q.mtu)
 	return q.startLoad(&q.resp.loads, loadKey{j.serial, packet}, from, n)
 }
 
@@ -371,8 +370,7 @@ func (q *QP) carriesAnswer(t *train.Train, j *job) int {
 		return 0
 	}
 	from, n := q.answerPart(j, j.done, q.perCarried())
-	_, carried := q.path.Carrier.Carries(t, from, uint64(n), uint64(q.mtu), false)
-	return int(carried)
+	return int(q.path.Carrier.Carries(t, from, uint64(n), uint64(q.mtu), false).Len)
 }
 
 // answerLoaded lets an answer go on that waited for its bytes, or for those of others.

@@ -91,10 +91,10 @@ type Path struct {
 // Carrier is a way to a process that opens such memory.
 type Carrier interface {
 	// Carries has the first of n bytes of a list be sent without loading them, and notes that
-	// in the train, if it can. It returns how many: a multiple of unit, or all. With lease, they
-	// are a request's: their memory is held, for the caller to release, and the peer may use it
-	// until GiveUp.
-	Carries(t *train.Train, l *mem.List, n, unit uint64, lease bool) (mem.SharedHold, uint64)
+	// in the train, if it can. Len tells how many: a multiple of unit, or all; 0 if it cannot.
+	// With lease, they are a request's: their memory is held, for the caller to release, and
+	// the peer may use it until GiveUp.
+	Carries(t *train.Train, l *mem.List, n, unit uint64, lease bool) mem.SharedHold
 	// GiveUp keeps the peer from using what requests have carried so far.
 	GiveUp()
 }

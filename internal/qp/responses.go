@@ -351,7 +351,7 @@ func ackCounter(s wire.Syndrome) Counter {
 func (q *QP) pullJob(t *train.Train, j *job) bool {
 	r := &q.resp
 	var b []byte
-	most := train.MaxBytes / q.mtu
+	most := q.perLoad()
 	if !j.atomic && j.reth.Len > 0 && !q.path.ByReference && q.Table.Staged(j.reth.RKey) {
 		if n := q.carriesAnswer(t, j); n > 0 {
 			most = q.packets(n)

@@ -337,10 +337,8 @@ func (q *QP) checkLocal(i uint32) (f mem.Fault, staged bool) {
 // it needs: results are written.
 func (q *QP) localList(i uint32, off uint64) *mem.List {
 	l := &q.posted.list
-	k := q.sq.slot(i)
-	w := &q.sq.wqes[k]
-	l.SGEs, l.Off, l.Access = q.sq.sges[k*q.sq.maxSGE:][:w.nsge], off, 0
-	if w.facts().data.in() {
+	l.SGEs, l.Off, l.Access = q.sq.list(i), off, 0
+	if q.sq.at(i).facts().data.in() {
 		l.Access = ib.AccessLocalWrite
 	}
 	return l

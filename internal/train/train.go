@@ -23,6 +23,10 @@ const MaxBytes = 256 << 10
 // MaxCarried is the most payload of a train that is carried: nobody copies it under a lock.
 const MaxCarried = 1 << 20
 
+// LeastCarried is from which length on messages, and parts of them that lie together, are
+// carried in large numbers: each is a move of its own, of which the receiver takes so many.
+const LeastCarried = 64 << 10
+
 // MaxSGE is the longest scatter/gather list of a request.
 const MaxSGE = 32
 

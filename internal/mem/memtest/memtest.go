@@ -444,24 +444,16 @@ func changeWord(t *mem.Table, who mem.Actor, key uint32, addr uint64, op mem.Ato
 }
 
 // settled does something again while only changes of mappings are in its way, which the
-// kernel has announced and are not known yet. A fault may not say that it is about those, if
-// they have become known since it was found: then there is nothing to wait for any more.
+// kernel has announced and are not known yet.
 func settled(f func() mem.Fault) mem.Fault {
-	for vague := 0; ; {
+	for {
 		fault := f()
-		if fault.Kind != mem.FaultPending || fault.Staged() || fault.Suspended() != nil {
+		if !fault.Brief() || fault.Suspended() != nil {
 			return fault
-		}
-		if !fault.Brief() {
-			if vague++; vague > maxVague {
-				return fault
-			}
 		}
 		fault.Await()
 	}
 }
-
-const maxVague = 3
 
 // kill is Table.Invalidate, which does not wait for engines.
 func (e *env) kill(key uint32, who mem.Actor) mem.Fault {
