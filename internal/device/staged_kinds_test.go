@@ -224,3 +224,39 @@ func TestStagedFlushAndRereg(t *testing.T) {
 		})
 	}
 }
+
+// Where bytes pass through memory of the host it is page-locked, if the owner wants that.
+func TestStagedPageLocked(t *testing.T) {
+	const size = 200 << 10
+	for _, way := range []string{"loop", "rings", "udp"} {
+		for _, where := range []string{"ab", "a-", "-b"} {
+			t.Run(way+"/"+where, func(t *testing.T) {
+				x, y := openDevice(t, provider.Config{Link: linkOf(way)}), openDevice(t, provider.Config{Link: linkOf(way)})
+				inRings(way, x, y)
+				cfg := slowEngine
+				cfg.Locks = true
+				g := newEngine(t, way, cfg)
+				i := 0
+				a, b := connected(t, x, y, ib.RC, size, func(e *end) {
+					if where[i] != '-' {
+						e.onEngine(g)
+					}
+					i++
+				})
+				for n, wr := range []ib.SendWR{a.write(b, 0, size), {Op: ib.OpSend, SGL: a.sge(0, size)}, a.read(b, 0, size), a.write(b, 0, 8), a.read(b, 0, 8)} {
+					fill(a.buf, byte(n))
+					fill(b.buf, byte(10+n))
+					if wr.Op == ib.OpSend {
+						b.recv(ib.RecvWR{SGL: b.sge(0, size)})
+					}
+					a.post(wr)
+					a.ok()
+					a.same(wr.Op.String(), 0, b, 0, int(wr.SGL[0].Length))
+				}
+				if g.Begun() == 0 || g.Unlocked() != 0 {
+					t.Errorf("%d of %d operations had bytes that are not locked", g.Unlocked(), g.Begun())
+				}
+			})
+		}
+	}
+}

@@ -39,10 +39,9 @@ func (e *end) onEngine(g *enginetest.Engine) *enginetest.Memory {
 
 // newEngine makes an engine, whose memory other processes open if way is "named".
 func newEngine(tb testing.TB, way string, cfg enginetest.Config) *enginetest.Engine {
-	if way != "named" {
-		return enginetest.New(cfg)
+	if way == "named" {
+		cfg.Name = fmt.Sprintf("%s %d", tb.Name(), engineNumber.Add(1))
 	}
-	cfg.Name = fmt.Sprintf("%s %d", tb.Name(), engineNumber.Add(1))
 	g := enginetest.New(cfg)
 	tb.Cleanup(g.Close)
 	return g

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem/enginetest"
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
@@ -37,11 +38,26 @@ const inboxSlot = 4096
 
 func newInbox(t testing.TB, d *Device, x provider.XRCD, slots int) *inbox {
 	t.Helper()
-	b := &inbox{t: t, buf: make([]byte, (slots+1)*inboxSlot)}
+	return newInboxOn(t, d, x, slots, nil)
+}
+
+// newInboxOn makes one with memory of an engine, if that is not nil.
+func newInboxOn(t testing.TB, d *Device, x provider.XRCD, slots int, g *enginetest.Engine) *inbox {
+	t.Helper()
+	const access = allRemote | ib.AccessFlushGlobal
+	b := &inbox{t: t}
 	b.pd = must[provider.PD](t)(d.AllocPD())
 	b.cq = must[provider.CQ](t)(d.CreateCQ(1024, nil))
 	b.srq = must[provider.SRQ](t)(b.pd.CreateSRQ(provider.SRQConfig{MaxWR: slots, MaxSGE: 1, XRCD: x, CQ: b.cq}))
-	b.mr = must[provider.MR](t)(b.pd.RegMR(b.buf, allRemote|ib.AccessFlushGlobal))
+	if size := (slots + 1) * inboxSlot; g == nil {
+		b.buf = make([]byte, size)
+		b.mr = must[provider.MR](t)(b.pd.RegMR(b.buf, access))
+	} else {
+		m := g.Alloc(uint64(size))
+		t.Cleanup(m.Free)
+		b.buf = m.Bytes
+		b.mr = must[provider.MR](t)(b.pd.(*PD).RegBacking(m, 0x7000_0000, access))
+	}
 	for i := range slots {
 		b.post(i)
 	}
@@ -116,13 +132,25 @@ func onXRCLinks(t *testing.T, test func(t *testing.T, x, y *Device, domain provi
 // once, where it was sent to, in the order in which its initiator sent it, and
 // names its target; READs, WRITEs and atomics reach the memory of the queue's
 // domain.
-func TestXRCTraffic(t *testing.T) {
+func TestXRCTraffic(t *testing.T) { xrcTraffic(t, nil) }
+
+// The same in memory that the CPU does not address.
+func TestXRCStaged(t *testing.T) { xrcTraffic(t, enginetest.New(slowEngine)) }
+
+func xrcTraffic(t *testing.T, g *enginetest.Engine) {
 	onXRCLinks(t, func(t *testing.T, x, y *Device, domain provider.XRCD) {
+		initiator := func() (*end, provider.QP) {
+			a, target := initiatorTo(t, x, y, domain)
+			if g != nil {
+				a.onEngine(g)
+			}
+			return a, target
+		}
 		const initiators, queues, messages, slots = 4, 3, 120, 16
 		seed := testSeed(t)
 		boxes := make([]*inbox, queues)
 		for i := range boxes {
-			boxes[i] = newInbox(t, y, domain, slots)
+			boxes[i] = newInboxOn(t, y, domain, slots, g)
 			defer boxes[i].close()
 		}
 		var expected [queues]atomic.Int64
@@ -132,7 +160,7 @@ func TestXRCTraffic(t *testing.T) {
 		var sending atomic.Bool
 		sending.Store(true)
 		for i := range initiators {
-			a, target := initiatorTo(t, x, y, domain)
+			a, target := initiator()
 			a.pause = func() { time.Sleep(time.Microsecond) }
 			targets[target.Number()] = i
 			defer func() { closeAll(t, a.qp, target, a.mr, a.cq, a.pd) }()
@@ -201,7 +229,7 @@ func TestXRCTraffic(t *testing.T) {
 		wg.Wait()
 		sending.Store(false)
 		readers.Wait()
-		a, target := initiatorTo(t, x, y, domain)
+		a, target := initiator()
 		defer func() { closeAll(t, a.qp, target, a.mr, a.cq, a.pd) }()
 		for q, box := range boxes {
 			a.post(ib.SendWR{Op: ib.OpRDMARead, RemoteSRQN: box.srq.Number(), RKey: box.mr.RKey(), SGL: a.sge(0, 8), RemoteAddr: box.mr.Addr() + slots*inboxSlot})

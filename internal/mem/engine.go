@@ -219,10 +219,3 @@ func (t *Table) ownerOf(key uint32) (owner any) {
 	r.leave()
 	return owner
 }
-
-// Staging returns n bytes, a Quantum at most, with anything in them, for bytes on their way
-// to or from an engine. GiveStaging takes them back, when nobody uses them any more.
-func Staging(n int) []byte { return staging.get(n) }
-
-// GiveStaging takes back what Staging has returned, from its first byte on.
-func GiveStaging(b []byte) { staging.put(b) }

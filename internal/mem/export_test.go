@@ -43,3 +43,13 @@ func Watched(addr uintptr) (bool, error) { return watchedBySmaps(addr) }
 func (m *OnDemand) HasPage(off uint64) (read, write bool) {
 	return m.have(off, 1, 0) == 1, m.have(off, 1, writing) == 1
 }
+
+// Store1 has an engine store bytes at the beginning of its memory, and waits.
+func Store1(e Engine, b []byte) {
+	op := &Op{Kind: OpStore, Stream: new(Stream), Bytes: b}
+	e.Begin(op)
+	op.wait()
+}
+
+// LockedMost is how many pieces of a Quantum of staging bytes are page-locked at most.
+var LockedMost = stagingSizes[len(stagingSizes)-1].kept

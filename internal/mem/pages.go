@@ -13,7 +13,6 @@ package mem
 
 import (
 	"errors"
-	"sync"
 	"syscall"
 	"time"
 
@@ -115,48 +114,3 @@ func (p *Pages) Await(uint64, uint64, ib.Access) FaultKind {
 }
 
 const pagesPause = time.Millisecond
-
-// stagingSizes are the lengths of staging bytes, and how many of each are kept.
-var stagingSizes = [...]struct{ bytes, kept int }{{4 << 10, 64}, {64 << 10, 16}, {Quantum, 16}}
-
-// staging keeps staging bytes for the next Run.
-var staging stagingPool
-
-type stagingPool struct {
-	mu   sync.Mutex // guards idle
-	idle [len(stagingSizes)][][]byte
-}
-
-// get returns n bytes with anything in them; n is a Quantum at most.
-func (s *stagingPool) get(n int) []byte {
-	class := 0
-	for stagingSizes[class].bytes < n {
-		class++
-	}
-	s.mu.Lock()
-	if k := len(s.idle[class]); k > 0 {
-		b := s.idle[class][k-1]
-		s.idle[class] = s.idle[class][:k-1]
-		s.mu.Unlock()
-		return b[:n]
-	}
-	s.mu.Unlock()
-	// Eight bytes off a vector's alignment: see crooked, which would make two of each Store.
-	return make([]byte, aside+stagingSizes[class].bytes)[aside:][:n]
-}
-
-// put takes back what get has returned.
-func (s *stagingPool) put(b []byte) {
-	b = b[:cap(b)]
-	for class, size := range stagingSizes {
-		if len(b) != size.bytes {
-			continue
-		}
-		s.mu.Lock()
-		if len(s.idle[class]) < size.kept {
-			s.idle[class] = append(s.idle[class], b)
-		}
-		s.mu.Unlock()
-		return
-	}
-}

@@ -32,6 +32,10 @@ type Config struct {
 
 	// Reaches says that the engine reads and writes memory of the host by itself.
 	Reaches bool
+
+	// Locks says that the engine has staging bytes page-locked (mem.LockStaging), until
+	// Close, and counts operations that have others (Unlocked).
+	Locks bool
 }
 
 // Engine is a device with memory.
@@ -48,14 +52,59 @@ type Engine struct {
 
 	begun  atomic.Int64
 	opened atomic.Int64 // memories that are open
-	stop   func()       // see Close
+	stop   []func()     // see Close
+
+	locking  sync.Mutex        // guards locked
+	locked   map[uint64]uint64 // staging bytes that are page-locked: from where to where
+	unlocked atomic.Int64
 }
 
 // Name is what other processes know the engine by.
 func (e *Engine) Name() string { return e.cfg.Name }
 
-// Close ends an engine that has a name: nothing more is opened.
-func (e *Engine) Close() { e.stop() }
+// Close ends an engine that has a name, or locks pages: nothing more is opened or locked.
+func (e *Engine) Close() {
+	for _, stop := range e.stop {
+		stop()
+	}
+}
+
+// lock page-locks staging bytes.
+func (e *Engine) lock(b []byte) (unlock func(), err error) {
+	from := sys.AddrOf(b)
+	e.locking.Lock()
+	defer e.locking.Unlock()
+	e.locked[from] = from + uint64(len(b))
+	return func() {
+		e.locking.Lock()
+		defer e.locking.Unlock()
+		delete(e.locked, from)
+	}, nil
+}
+
+// isLocked reports whether bytes are page-locked.
+func (e *Engine) isLocked(b []byte) bool {
+	from := sys.AddrOf(b)
+	e.locking.Lock()
+	defer e.locking.Unlock()
+	for start, end := range e.locked {
+		if start <= from && from+uint64(len(b)) <= end {
+			return true
+		}
+	}
+	return false
+}
+
+// Locked returns how many pieces of staging bytes are page-locked, and Unlocked how many
+// operations had bytes that are not.
+func (e *Engine) Locked() int {
+	e.locking.Lock()
+	defer e.locking.Unlock()
+	return len(e.locked)
+}
+
+// Unlocked is described with Locked.
+func (e *Engine) Unlocked() int64 { return e.unlocked.Load() }
 
 // Opened returns how many memories of others are open.
 func (e *Engine) Opened() int64 { return e.opened.Load() }
@@ -88,7 +137,11 @@ func New(cfg Config) *Engine {
 	e := &Engine{cfg: cfg}
 	e.free = sync.NewCond(&e.mu)
 	if cfg.Name != "" {
-		e.stop = mem.AddOpener(cfg.Name, e.open)
+		e.stop = append(e.stop, mem.AddOpener(cfg.Name, e.open))
+	}
+	if cfg.Locks {
+		e.locked = make(map[uint64]uint64)
+		e.stop = append(e.stop, mem.LockStaging(e.lock))
 	}
 	if cfg.Width > 0 {
 		e.slots = make([]time.Time, cfg.Width)
@@ -210,6 +263,9 @@ func (m *Memory) Begin(op *mem.Op) {
 	}
 	e := m.engine
 	e.begun.Add(1)
+	if e.cfg.Locks && len(op.Bytes) > 0 && !e.isLocked(op.Bytes) {
+		e.unlocked.Add(1)
+	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.queue = append(e.queue, job{op, m, e.takes(n)})
