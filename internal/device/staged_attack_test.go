@@ -738,3 +738,46 @@ func TestStagedFailsBehindLoad(t *testing.T) {
 		t.Errorf("%+v", wc)
 	}
 }
+
+// A flag behind a WRITE whose memory has failed is never seen, though the engine had been
+// handed both before that.
+func TestStagedFailedThenFlag(t *testing.T) {
+	onStagedWays(t, func(t *testing.T, way string) {
+		g := heldEngine()
+		a, b := stagedPair(t, way, ib.RC, g, "b")
+		data := g.Alloc(4096)
+		mr := must[provider.MR](t)(b.pd.(*PD).RegBacking(data, 0x1000, allRemote))
+		t.Cleanup(func() {
+			g.Release()
+			closeAll(t, b.qp, mr)
+			data.Free()
+		})
+		clear(b.buf)
+		fill(a.buf, 1)
+		wrs := []ib.SendWR{{Op: ib.OpRDMAWrite, SGL: a.sge(0, 4096), RemoteAddr: mr.Addr(), RKey: mr.RKey()}}
+		for i := range 4 {
+			wrs = append(wrs, a.write(b, 4096*i, 4096))
+		}
+		if n, err := a.qp.PostSend(wrs); err != nil {
+			t.Fatalf("%d were posted: %v", n, err)
+		}
+		waitBegun(t, g, 1)
+		data.Fail(mem.FaultStale)
+		g.Release()
+		a.status(ib.WCRemAccessErr)
+		for range 4 {
+			a.status(ib.WCWRFlushErr)
+		}
+		b.modify(ib.QPAttr{State: ib.QPReset}, 0) // no engine is at its memory any more
+		if k := firstDifference(b.buf, make([]byte, len(b.buf))); k >= 0 {
+			t.Errorf("byte %d was written", k)
+		}
+		data.Fail(mem.FaultNone)
+		a.modify(ib.QPAttr{State: ib.QPReset}, 0)
+		a.connect(b)
+		b.connect(a)
+		a.post(a.write(b, 0, 4096))
+		a.ok()
+		a.same("a WRITE after that", 0, b, 0, 4096)
+	})
+}

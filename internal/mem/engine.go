@@ -39,8 +39,10 @@ const (
 
 // Op is an operation of an engine. Operations of one stream take effect in the order in
 // which they were begun: what one has stored, the next one loads, and whoever watches the
-// memory sees the first before the second. An engine may work at several at a time as long
-// as nobody can tell.
+// memory sees the first before the second. Once one has failed those behind it must not change
+// anything, if the stream is a Chain: who sees a flag takes it that what was written before is
+// there. The engine asks Dropped just before it does an operation. It may work at several at a
+// time as long as nobody can tell.
 type Op struct {
 	Kind   OpKind
 	Stream *Stream
@@ -62,6 +64,7 @@ type Op struct {
 	Orig             uint64
 
 	fault FaultKind
+	chain uint32 // which of the stream's it belongs to
 	over  atomic.Bool
 	held  [2]place // whose sections are open while the operation is under way
 }
@@ -69,10 +72,13 @@ type Op struct {
 // End tells how the operation has ended.
 func (op *Op) End(kind FaultKind) {
 	op.fault = kind
+	s := op.Stream
+	if kind != FaultNone && op.Kind != OpLoad {
+		s.failed.Store(op.chain + 1)
+	}
 	for i := range op.held {
 		op.held[i].close()
 	}
-	s := op.Stream
 	op.over.Store(true) // from here on the operation is its maker's again
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -80,6 +86,13 @@ func (op *Op) End(kind FaultKind) {
 		s.waits = false
 		s.wake <- struct{}{} // there is room: one waits at a time
 	}
+}
+
+// Dropped reports whether the operation is not to be done, and ends with FaultDead: one before it
+// has failed.
+func (op *Op) Dropped() bool {
+	s := op.Stream
+	return s.Chain && op.Kind != OpLoad && s.failed.Load() == op.chain+1
 }
 
 // Unwanted reports whether the memory is being taken away for good: an engine that waits for
@@ -124,6 +137,12 @@ const opLooks = 64
 
 // Stream is an order of operations: each queue pair has one. The zero value is ready.
 type Stream struct {
+	// Chain says that operations which change memory are dropped behind one that has failed,
+	// until Mend. It is set before the first is begun.
+	Chain  bool
+	chain  atomic.Uint32 // how often it was mended
+	failed atomic.Uint32 // 1 + the chain that has failed
+
 	mu     sync.Mutex // guards what follows
 	states []streamState
 	waits  bool          // a goroutine sleeps in wait
@@ -149,6 +168,16 @@ func (s *Stream) State(owner any, f func() any) any {
 	state := f()
 	s.states = append(s.states, streamState{owner, state})
 	return state
+}
+
+// Mend has operations that begin from now on not count as behind those that have failed. Those
+// that have begun do.
+func (s *Stream) Mend() { s.chain.Add(1) }
+
+// begin hands an operation to an engine.
+func (s *Stream) begin(e Engine, op *Op) {
+	op.Stream, op.chain = s, s.chain.Load()
+	e.Begin(op)
 }
 
 // Close gives up what owners keep for the stream. No operation is under way.

@@ -46,8 +46,8 @@ func (m *OnDemand) HasPage(off uint64) (read, write bool) {
 
 // Store1 has an engine store bytes at the beginning of its memory, and waits.
 func Store1(e Engine, b []byte) {
-	op := &Op{Kind: OpStore, Stream: new(Stream), Bytes: b}
-	e.Begin(op)
+	op := &Op{Kind: OpStore, Bytes: b}
+	new(Stream).begin(e, op)
 	op.wait()
 }
 

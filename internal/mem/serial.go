@@ -37,6 +37,10 @@ func (s *serial) run(do func(*Op) FaultKind) {
 		op := s.queue[0]
 		s.queue = s.queue[1:]
 		s.mu.Unlock()
-		op.End(do(op))
+		kind := FaultDead
+		if !op.Dropped() {
+			kind = do(op)
+		}
+		op.End(kind)
 	}
 }

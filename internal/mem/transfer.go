@@ -119,7 +119,7 @@ func (t *Transfer) next(off, n uint64) (uint64, Fault, Side) {
 	case dst.engine == nil:
 		return t.load(src, off, n)
 	case dst.engine.Owner() == src.engine.Owner():
-		op := &Op{Kind: OpCopy, Stream: t.Stream, Off: dst.at, From: src.engine, FromOff: src.at, N: n, Last: t.ends(off, n)}
+		op := &Op{Kind: OpCopy, Off: dst.at, From: src.engine, FromOff: src.at, N: n, Last: t.ends(off, n)}
 		op.held = [2]place{dst.place, src.place}
 		dst.region.count(src.region.kind, dst.region.kind, int(n))
 		t.begin(dst.engine, op, part{off: off, n: n})
@@ -133,13 +133,13 @@ func (t *Transfer) ends(off, n uint64) bool { return t.Last && off+n == t.N }
 
 func (t *Transfer) begin(e Engine, op *Op, p part) {
 	p.Op, t.owner = op, e.Owner()
-	e.Begin(op)
+	t.Stream.begin(e, op)
 	t.parts = append(t.parts, p)
 }
 
 // store begins to store bytes of the source, which the CPU reaches.
 func (t *Transfer) store(dst reached, off, n uint64) (uint64, Fault, Side) {
-	op := &Op{Kind: OpStore, Stream: t.Stream, Off: dst.at}
+	op := &Op{Kind: OpStore, Off: dst.at}
 	p := part{off: off}
 	if b := t.Src.own(off, n); b != nil {
 		op.Bytes = b
@@ -163,7 +163,7 @@ func (t *Transfer) store(dst reached, off, n uint64) (uint64, Fault, Side) {
 
 // load begins to load bytes for the target, which the CPU reaches.
 func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
-	op := &Op{Kind: OpLoad, Stream: t.Stream, Off: src.at}
+	op := &Op{Kind: OpLoad, Off: src.at}
 	p := part{off: off}
 	if op.Bytes = t.Dst.own(off, n); op.Bytes == nil {
 		var to place
@@ -189,14 +189,14 @@ func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
 // carry moves bytes from one owner to another.
 func (t *Transfer) carry(dst, src reached, off, n uint64) (uint64, Fault, Side) {
 	b := staging.get(int(n))
-	load := &Op{Kind: OpLoad, Stream: t.Stream, Off: src.at, Bytes: b, held: [2]place{src.place}}
-	src.engine.Begin(load)
+	load := &Op{Kind: OpLoad, Off: src.at, Bytes: b, held: [2]place{src.place}}
+	t.Stream.begin(src.engine, load)
 	if kind := load.wait(); kind != FaultNone {
 		staging.put(b)
 		dst.close()
 		return 0, t.Src.faultAt(off, n, kind), Src
 	}
-	op := &Op{Kind: OpStore, Stream: t.Stream, Off: dst.at, Bytes: b, Last: t.ends(off, n), held: [2]place{dst.place}}
+	op := &Op{Kind: OpStore, Off: dst.at, Bytes: b, Last: t.ends(off, n), held: [2]place{dst.place}}
 	dst.region.count(src.region.kind, dst.region.kind, int(n))
 	t.begin(dst.engine, op, part{staging: b, off: off, n: n})
 	return n, Fault{}, 0
@@ -433,8 +433,8 @@ func AtomicWaiting(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, co
 		to.close()
 		return 0, Fault{Kind: FaultAlign, Key: key, Extent: Extent{addr, 8}}
 	}
-	o := &Op{Kind: OpAtomic, Stream: s, Off: to.at, Atomic: op, Compare: compare, SwapAdd: swapAdd, held: [2]place{to.place}}
-	to.engine.Begin(o)
+	o := &Op{Kind: OpAtomic, Off: to.at, Atomic: op, Compare: compare, SwapAdd: swapAdd, held: [2]place{to.place}}
+	s.begin(to.engine, o)
 	if kind := o.wait(); kind != FaultNone {
 		return 0, l.faultAt(0, 8, kind)
 	}

@@ -164,6 +164,7 @@ func New(cfg Config) *QP {
 	q.taken.init(cfg.Table)
 	q.mine.list.Actor, q.posted.list.Actor = q.Actor(), q.Actor()
 	q.short.from = q
+	q.moves.stream.Chain = q.reliable
 	return q
 }
 

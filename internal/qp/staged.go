@@ -402,6 +402,9 @@ func (q *QP) Moved(m *Move, now Time) (*train.Train, mem.Fault) {
 			j.over = true
 		}
 	}
+	if !m.fault.OK() {
+		q.moves.stream.Mend() // whether what follows is done is decided here
+	}
 	if m.train != nil {
 		defer m.train.Free()
 	}

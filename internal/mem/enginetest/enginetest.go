@@ -341,6 +341,9 @@ func (e *Engine) run() {
 // do moves the bytes.
 func (j *job) do() mem.FaultKind {
 	m := j.memory
+	if j.Dropped() {
+		return mem.FaultDead
+	}
 	if kind := mem.FaultKind(m.failing.Load()); kind != mem.FaultNone {
 		return kind
 	}
