@@ -8,6 +8,7 @@ package main
 //	stop      end serving → the CPU time that it took
 //	listen    for a TCP connection → the port
 //	pin       keep to one processor
+//	staged, connect-staged   the same as make and connect, with memory of an engine
 //	memory, idle, regions, close   measure something that needs a process of its own
 //
 // The end of its input ends it.
@@ -41,6 +42,9 @@ const (
 	opRegions peerOp = "regions"
 	opClose   peerOp = "close"
 
+	opStaged        peerOp = "staged"
+	opConnectStaged peerOp = "connect-staged"
+
 	modePassive   mode = "passive"    // sleep: the device does it all
 	modePoll      mode = "poll"       // poll a completion queue that stays empty
 	modeSink      mode = "sink"       // take messages and post receives
@@ -61,6 +65,9 @@ type request struct {
 	CPU     int           `json:",omitempty"`
 	Regions int           `json:",omitempty"`
 	For     time.Duration `json:",omitempty"`
+
+	Staged      *stagedSpec  `json:",omitempty"`
+	StagedOffer *stagedOffer `json:",omitempty"`
 }
 
 type reply struct {
@@ -69,6 +76,8 @@ type reply struct {
 	CPU    int64     `json:",omitempty"` // nanoseconds
 	Port   int       `json:",omitempty"`
 	Values []float64 `json:",omitempty"`
+
+	Staged *stagedOffer `json:",omitempty"`
 }
 
 func peerMain() int {
@@ -82,6 +91,7 @@ func peerMain() int {
 // peerState is what a peer process holds between requests.
 type peerState struct {
 	side     *side
+	staged   *stagedEnd
 	listener *sys.Listener
 	conn     *sys.Conn
 	requests chan request
@@ -175,6 +185,12 @@ func (p *peerState) handle(q *request) (r reply, err error) {
 		r.Values, err = measureIdle(q.QPs, q.For)
 	case opRegions:
 		r.Values, err = measureRegions(q.Regions, q.For)
+	case opStaged:
+		if p.staged, err = makeStaged(q.Staged); err == nil {
+			r.Staged = p.staged.offer()
+		}
+	case opConnectStaged:
+		err = p.staged.connect(q.StagedOffer)
 	case opClose:
 		r.Values, err = measureClosing(q.Regions)
 	default:
@@ -220,6 +236,9 @@ func (p *peerState) close() error {
 	}
 	if p.listener != nil {
 		p.listener.Close()
+	}
+	if p.staged != nil {
+		return p.staged.close()
 	}
 	if p.side != nil {
 		return p.side.close()

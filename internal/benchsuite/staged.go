@@ -8,7 +8,9 @@ package main
 import (
 	"errors"
 	"fmt"
+	"os"
 	"runtime"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -23,58 +25,84 @@ var modelEngine = enginetest.Config{Latency: 7 * time.Microsecond, Bandwidth: 50
 
 // stagedEnd is a queue pair with memory of the engine.
 type stagedEnd struct {
-	dev *device.Device
-	pd  provider.PD
-	cq  provider.CQ
-	qp  provider.QP
-	mr  provider.MR
+	dev     *device.Device
+	pd      provider.PD
+	cq      provider.CQ
+	qp      provider.QP
+	mr      provider.MR
+	closers []func() error
 }
 
-// newStagedEnd makes one on a device of its own. The group closes it.
-func (b *bench) newStagedEnd(g *enginetest.Engine, size int) (*stagedEnd, error) {
+// stagedOffer is what the other side must know of an end.
+type stagedOffer struct {
+	GID  ib.GID
+	QPN  uint32
+	Addr uint64
+	RKey uint32
+}
+
+// newStagedEnd makes one on a device of its own.
+func newStagedEnd(link string, g *enginetest.Engine, size int) (*stagedEnd, error) {
 	e := new(stagedEnd)
 	var err error
-	if e.dev, err = device.Open("", &provider.Config{Link: "loop"}); err != nil {
+	if e.dev, err = device.Open("", &provider.Config{Link: link}); err != nil {
 		return nil, err
 	}
-	b.later(e.dev.Close)
-	return e, b.addStaged(e, g, size)
+	e.closers = append(e.closers, e.dev.Close)
+	if err := e.fill(g, size); err != nil {
+		return nil, errors.Join(err, e.close())
+	}
+	return e, nil
 }
 
-// addStaged gives an end with a device all the rest.
-func (b *bench) addStaged(e *stagedEnd, g *enginetest.Engine, size int) (err error) {
+// close closes all that the end has, newest first.
+func (e *stagedEnd) close() (err error) {
+	for _, f := range slices.Backward(e.closers) {
+		err = errors.Join(err, f())
+	}
+	e.closers = nil
+	return err
+}
+
+// fill gives an end with a device all the rest.
+func (e *stagedEnd) fill(g *enginetest.Engine, size int) (err error) {
+	later := func(f func() error) { e.closers = append(e.closers, f) }
 	if e.pd, err = e.dev.AllocPD(); err != nil {
 		return err
 	}
-	b.later(e.pd.Close)
+	later(e.pd.Close)
 	m := g.Alloc(uint64(size))
-	b.later(func() error { m.Free(); return nil })
+	later(func() error { m.Free(); return nil })
 	if e.mr, err = e.pd.(*device.PD).RegBacking(m, 1<<32, everything); err != nil {
 		return err
 	}
-	b.later(e.mr.Close)
+	later(e.mr.Close)
 	if e.cq, err = e.dev.CreateCQ(64, nil); err != nil {
 		return err
 	}
-	b.later(e.cq.Close)
+	later(e.cq.Close)
 	e.qp, err = e.pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: e.cq, RecvCQ: e.cq, Cap: ib.QPCap{MaxSendWR: 32, MaxSendSGE: 1}})
 	if err != nil {
 		return err
 	}
-	b.later(e.qp.Close)
+	later(e.qp.Close)
 	return nil
+}
+
+func (e *stagedEnd) offer() *stagedOffer {
+	return &stagedOffer{e.dev.GIDs()[0], e.qp.Number(), e.mr.Addr(), e.mr.RKey()}
 }
 
 const stagedReads = 16
 
 // connect brings the queue pair to RTS.
-func (e *stagedEnd) connect(o *stagedEnd) error {
+func (e *stagedEnd) connect(o *stagedOffer) error {
 	for _, step := range []struct {
 		attr ib.QPAttr
 		mask ib.QPAttrMask
 	}{
 		{ib.QPAttr{State: ib.QPInit, Port: 1, Access: ib.AccessRemote}, ib.QPMaskPort | ib.QPMaskPKeyIndex | ib.QPMaskAccess},
-		{ib.QPAttr{State: ib.QPRTR, AV: ib.AHAttr{DGID: o.dev.GIDs()[0]}, PathMTU: ib.MTU4096, DestQPN: o.qp.Number(), MaxDestRDAtomic: stagedReads, MinRNRTimer: 12},
+		{ib.QPAttr{State: ib.QPRTR, AV: ib.AHAttr{DGID: o.GID}, PathMTU: ib.MTU4096, DestQPN: o.QPN, MaxDestRDAtomic: stagedReads, MinRNRTimer: 12},
 			ib.QPMaskAV | ib.QPMaskPathMTU | ib.QPMaskDestQPN | ib.QPMaskRQPSN | ib.QPMaskMaxDestRDAtomic | ib.QPMaskMinRNRTimer},
 		{ib.QPAttr{State: ib.QPRTS, Timeout: 17, RetryCnt: 7, RNRRetry: 7, MaxRDAtomic: stagedReads},
 			ib.QPMaskSQPSN | ib.QPMaskTimeout | ib.QPMaskRetryCnt | ib.QPMaskRNRRetry | ib.QPMaskMaxRDAtomic},
@@ -86,21 +114,66 @@ func (e *stagedEnd) connect(o *stagedEnd) error {
 	return nil
 }
 
-// newStagedPair makes two ends that are connected.
+// newStagedPair makes two ends within the process that are connected. The group closes them.
 func (b *bench) newStagedPair(g *enginetest.Engine, size int) (near, far *stagedEnd, err error) {
-	if near, err = b.newStagedEnd(g, size); err != nil {
+	if near, err = b.newStaged("loop", g, size); err != nil {
 		return nil, nil, err
 	}
-	if far, err = b.newStagedEnd(g, size); err != nil {
+	if far, err = b.newStaged("loop", g, size); err != nil {
 		return nil, nil, err
 	}
-	return near, far, errors.Join(near.connect(far), far.connect(near))
+	return near, far, errors.Join(near.connect(far.offer()), far.connect(near.offer()))
+}
+
+// newStaged makes an end. The group closes it.
+func (b *bench) newStaged(link string, g *enginetest.Engine, size int) (*stagedEnd, error) {
+	e, err := newStagedEnd(link, g, size)
+	if err == nil {
+		b.later(e.close)
+	}
+	return e, err
+}
+
+// stagedSpec says what a peer process makes an end of.
+type stagedSpec struct {
+	Engine string // by which name engines of other processes know its memory
+	Size   int
+}
+
+// newStagedPeer makes two ends in two processes, by shared memory, that are connected. Each
+// process has an engine of its own, which opens the memory of the other's. The group closes them.
+func (b *bench) newStagedPeer(size int) (g *enginetest.Engine, near *stagedEnd, far *stagedOffer, err error) {
+	cfg := modelEngine
+	cfg.Name = fmt.Sprintf("benchsuite %d", os.Getpid())
+	g = enginetest.New(cfg)
+	b.later(func() error { g.Close(); return nil })
+	if near, err = b.newStaged("local", g, size); err != nil {
+		return nil, nil, nil, err
+	}
+	p, err := b.newPeer()
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	made, err := p.call(request{Op: opStaged, Staged: &stagedSpec{cfg.Name, size}})
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	_, err = p.call(request{Op: opConnectStaged, StagedOffer: near.offer()})
+	return g, near, made.Staged, errors.Join(err, near.connect(made.Staged))
+}
+
+// makeStaged makes the end of a peer process.
+func makeStaged(sp *stagedSpec) (*stagedEnd, error) {
+	cfg := modelEngine
+	cfg.Name = sp.Engine
+	g := enginetest.New(cfg) // to the end of the process
+	return newStagedEnd("local", g, sp.Size)
 }
 
 // request is a WRITE or READ of size bytes.
-func (e *stagedEnd) request(o *stagedEnd, op ib.Opcode, size int) []ib.SendWR {
+func (e *stagedEnd) request(o *stagedOffer, op ib.Opcode, size int) []ib.SendWR {
 	return []ib.SendWR{{Op: op, Flags: ib.SendSignaled, SGL: []ib.SGE{{Addr: e.mr.Addr(), Length: uint32(size), LKey: e.mr.LKey()}},
-		RemoteAddr: o.mr.Addr(), RKey: o.mr.RKey()}}
+		RemoteAddr: o.Addr, RKey: o.RKey}}
 }
 
 // poll returns how many requests have completed.
@@ -131,13 +204,26 @@ func (e *stagedEnd) pump(wrs []ib.SendWR, depth int, done func() bool) (complete
 	return completed, nil
 }
 
-// stagedBandwidth compares WRITEs and READs with the engine.
-func (b *bench) stagedBandwidth(size, depth int, least float64) ([]contender, error) {
+// stagedLoop compares WRITEs and READs within the process with the engine.
+func (b *bench) stagedLoop(size, depth int, least float64) ([]contender, error) {
 	g := enginetest.New(modelEngine)
 	near, far, err := b.newStagedPair(g, size)
 	if err != nil {
 		return nil, err
 	}
+	return stagedBandwidth(g, near, far.offer(), size, depth, least), nil
+}
+
+// stagedLocal compares those between two processes.
+func (b *bench) stagedLocal(size, depth int, least float64) ([]contender, error) {
+	g, near, far, err := b.newStagedPeer(size)
+	if err != nil {
+		return nil, err
+	}
+	return stagedBandwidth(g, near, far, size, depth, least), nil
+}
+
+func stagedBandwidth(g *enginetest.Engine, near *stagedEnd, far *stagedOffer, size, depth int, least float64) []contender {
 	const alone = "the engine by itself"
 	rate := func(n int, start time.Time) []float64 {
 		return []float64{float64(n) * float64(size) / time.Since(start).Seconds() / 1e9}
@@ -155,7 +241,7 @@ func (b *bench) stagedBandwidth(size, depth int, least float64) ([]contender, er
 			return rate(n, start), err
 		}})
 	}
-	return cs, nil
+	return cs
 }
 
 // engineAlone has the engine copy within its memory for a while, and returns how often.
@@ -204,20 +290,21 @@ func (b *bench) stagedLatency() ([]contender, error) {
 	}
 	x, y := &stagedEnd{dev: near.dev}, &stagedEnd{dev: far.dev}
 	for _, e := range []*stagedEnd{x, y} {
-		if err := b.addStaged(e, g, 64); err != nil {
+		b.later(e.close)
+		if err := e.fill(g, 64); err != nil {
 			return nil, err
 		}
 		host, err := e.pd.RegMR(make([]byte, 64), everything)
 		if err != nil {
 			return nil, err
 		}
-		b.later(host.Close)
+		e.closers = append(e.closers, host.Close)
 		e.mr = host
 	}
-	if err := errors.Join(x.connect(y), y.connect(x)); err != nil {
+	if err := errors.Join(x.connect(y.offer()), y.connect(x.offer())); err != nil {
 		return nil, err
 	}
-	short, long := x.request(y, ib.OpRDMAWrite, 8), near.request(far, ib.OpRDMAWrite, size)
+	short, long := x.request(y.offer(), ib.OpRDMAWrite, 8), near.request(far.offer(), ib.OpRDMAWrite, size)
 	once := func() error {
 		if _, err := x.qp.PostSend(short); err != nil {
 			return err

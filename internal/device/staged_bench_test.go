@@ -67,11 +67,14 @@ func BenchmarkStaged(b *testing.B) {
 						})
 						wr := near.write(far, 0, c.size)
 						wr.Op, wr.Flags = op, ib.SendSignaled
+						wrs := []ib.SendWR{wr}
 						b.SetBytes(int64(c.size))
 						posted, done := 0, 0
 						var wcs [16]ib.WC
 						for b.Loop() {
-							near.post(wr)
+							if _, err := near.qp.PostSend(wrs); err != nil { // post would look for its caller
+								b.Fatal(err)
+							}
 							posted++
 							for posted-done == c.depth {
 								n, err := near.cq.Poll(wcs[:])
