@@ -34,6 +34,20 @@ type Transfer struct {
 	parts []part // operations under way, oldest first
 	fault Fault
 	side  Side
+
+	// Most transfers are one operation.
+	op   Op
+	used bool // op is taken
+	one  [1]part
+}
+
+// newOp returns an operation of the transfer's, to be filled in.
+func (t *Transfer) newOp() *Op {
+	if t.used {
+		return new(Op)
+	}
+	t.used = true
+	return &t.op
 }
 
 // part is one operation of a transfer.
@@ -119,7 +133,8 @@ func (t *Transfer) next(off, n uint64) (uint64, Fault, Side) {
 	case dst.engine == nil:
 		return t.load(src, off, n)
 	case dst.engine.Owner() == src.engine.Owner():
-		op := &Op{Kind: OpCopy, Off: dst.at, From: src.engine, FromOff: src.at, N: n, Last: t.ends(off, n)}
+		op := t.newOp()
+		op.Kind, op.Off, op.From, op.FromOff, op.N, op.Last = OpCopy, dst.at, src.engine, src.at, n, t.ends(off, n)
 		op.held = [2]place{dst.place, src.place}
 		dst.region.count(src.region.kind, dst.region.kind, int(n))
 		t.begin(dst.engine, op, part{off: off, n: n})
@@ -134,12 +149,16 @@ func (t *Transfer) ends(off, n uint64) bool { return t.Last && off+n == t.N }
 func (t *Transfer) begin(e Engine, op *Op, p part) {
 	p.Op, t.owner = op, e.Owner()
 	t.Stream.begin(e, op)
+	if t.parts == nil {
+		t.parts = t.one[:0]
+	}
 	t.parts = append(t.parts, p)
 }
 
 // store begins to store bytes of the source, which the CPU reaches.
 func (t *Transfer) store(dst reached, off, n uint64) (uint64, Fault, Side) {
-	op := &Op{Kind: OpStore, Off: dst.at}
+	op := t.newOp()
+	op.Kind, op.Off = OpStore, dst.at
 	p := part{off: off}
 	if b := t.Src.own(off, n); b != nil {
 		op.Bytes = b
@@ -163,7 +182,8 @@ func (t *Transfer) store(dst reached, off, n uint64) (uint64, Fault, Side) {
 
 // load begins to load bytes for the target, which the CPU reaches.
 func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
-	op := &Op{Kind: OpLoad, Off: src.at}
+	op := t.newOp()
+	op.Kind, op.Off = OpLoad, src.at
 	p := part{off: off}
 	if op.Bytes = t.Dst.own(off, n); op.Bytes == nil {
 		var to place

@@ -100,12 +100,35 @@ type Train struct {
 	// Ticket is the sending device's: see link.Shared.
 	Ticket uint64
 
-	// storage for Payload of outgoing trains: a train outlives the queue slot
-	// it was made from
+	// What Payload of an outgoing train is made of: a train outlives the queue slot it was
+	// made from.
+	sge  [1]ib.SGE
+	raw  [1][]byte
+	memo mem.Memo
+	room *room // for more than that; nil until it is needed, and used again
+}
+
+// room is what a train has for payload that is not one piece.
+type room struct {
 	sges   [MaxSGE]ib.SGE
-	raw    [1][]byte
 	inline [MaxInline]byte
-	memo   mem.Memo
+}
+
+// more returns the train's room.
+func (t *Train) more() *room {
+	if t.room == nil {
+		t.room = new(room)
+	}
+	return t.room
+}
+
+// copySGEs copies a list, which is at most MaxSGE long.
+func (t *Train) copySGEs(sges []ib.SGE) []ib.SGE {
+	if len(sges) <= len(t.sge) {
+		return t.sge[:copy(t.sge[:], sges)]
+	}
+	to := &t.more().sges
+	return to[:copy(to[:], sges)]
 }
 
 // Flow is the way from one of our addresses to a peer's: made once for each
@@ -133,23 +156,23 @@ func (t *Train) SetSGEs(table *mem.Table, actor mem.Actor, access ib.Access, sge
 		end -= min(end, uint64(sges[k].Length))
 		k++
 	}
-	k = copy(t.sges[:], sges[:k])
 	t.Len = n
-	t.Payload = mem.List{Table: table, Actor: actor, Access: access, SGEs: t.sges[:k], Off: off, Memo: &t.memo}
+	t.Payload = mem.List{Table: table, Actor: actor, Access: access, SGEs: t.copySGEs(sges[:k]), Off: off, Memo: &t.memo}
 }
 
 // SetInline makes the payload a copy of b, which is at most MaxInline long.
 func (t *Train) SetInline(b []byte) {
-	t.raw[0] = t.inline[:copy(t.inline[:], b)]
+	to := &t.more().inline
+	t.raw[0] = to[:copy(to[:], b)]
 	t.Len = len(t.raw[0])
 	t.Payload = mem.List{Raw: t.raw[:]}
 }
 
 // SetRange makes the payload a range of one region.
 func (t *Train) SetRange(table *mem.Table, actor mem.Actor, access ib.Access, key uint32, addr uint64, n int) {
-	t.sges[0] = ib.SGE{Addr: addr, Length: uint32(n), LKey: key}
+	t.sge[0] = ib.SGE{Addr: addr, Length: uint32(n), LKey: key}
 	t.Len = n
-	t.Payload = mem.List{Table: table, Actor: actor, Access: access, SGEs: t.sges[:1], Memo: &t.memo}
+	t.Payload = mem.List{Table: table, Actor: actor, Access: access, SGEs: t.sge[:], Memo: &t.memo}
 }
 
 // SetNone makes the payload empty.
@@ -176,7 +199,7 @@ func (t *Train) Reset() {
 func (t *Train) Keep() (*Train, mem.Fault) {
 	c := new(Train)
 	*c = *t
-	c.raw[0] = nil
+	c.raw[0], c.room = nil, nil
 	if t.Len == 0 {
 		c.Payload = mem.List{}
 		return c, mem.Fault{}
@@ -238,7 +261,7 @@ func (t *Train) Leased() bool { return t.Lease == nil || t.Lease.now() == t.Leas
 func (t *Train) KeepStaged() (*Train, int, mem.Fault) {
 	c := new(Train)
 	*c = *t
-	c.raw[0] = nil
+	c.raw[0], c.room = nil, nil
 	if t.Len == 0 {
 		c.Payload = mem.List{}
 		return c, 0, mem.Fault{}
@@ -261,8 +284,7 @@ func (t *Train) KeepStaged() (*Train, int, mem.Fault) {
 
 // refer makes the payload that of another train, by reference.
 func (t *Train) refer(o *Train) {
-	n := copy(t.sges[:], o.Payload.SGEs)
-	t.Payload.SGEs = t.sges[:n]
+	t.Payload.SGEs = t.copySGEs(o.Payload.SGEs)
 	t.Payload.Memo = nil
 }
 

@@ -54,6 +54,10 @@ type Engine struct {
 	opened atomic.Int64 // memories that are open
 	stop   []func()     // see Close
 
+	// What is copied.
+	to, from mem.List
+	raw      [2][]byte
+
 	locking  sync.Mutex        // guards locked
 	locked   map[uint64]uint64 // staging bytes that are page-locked: from where to where
 	unlocked atomic.Int64
@@ -372,13 +376,17 @@ const edge = 64
 // copy is outside the memory model of the language, as a device is.
 func (e *Engine) copy(to, from []byte) {
 	if n := len(to); e.cfg.Idle && n > 2*edge {
-		move(to[:edge], from[:edge])
-		move(to[n-edge:], from[n-edge:])
+		e.move(to[:edge], from[:edge])
+		e.move(to[n-edge:], from[n-edge:])
 		return
 	}
-	move(to, from)
+	e.move(to, from)
 }
 
-func move(to, from []byte) {
-	mem.Copy(&mem.List{Raw: [][]byte{to}}, &mem.List{Raw: [][]byte{from}}, uint64(len(to)), true)
+// move is called by the engine's goroutine alone.
+func (e *Engine) move(to, from []byte) {
+	e.raw[0], e.raw[1] = to, from
+	e.to.Raw, e.from.Raw = e.raw[:1], e.raw[1:]
+	mem.Copy(&e.to, &e.from, uint64(len(to)), true)
+	clear(e.raw[:])
 }
