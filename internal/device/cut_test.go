@@ -24,7 +24,7 @@ func (s *scissors) filter(link.Hop, []byte) link.Verdict {
 	if s.cut.Load() {
 		return link.Discard
 	}
-	return link.Pass
+	return link.Deliver
 }
 
 // The acknowledgement timeout T is 4.096 µs × 2^timeout, and a request fails

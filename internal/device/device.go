@@ -62,7 +62,7 @@ type Device struct {
 	noQP     atomic.Uint64 // packets for a queue pair that does not exist
 
 	progress
-	slow    slowList
+	work    deferredWork
 	advisor advisor
 	timers  timerHeap
 	events  eventQueue
@@ -77,7 +77,7 @@ type Device struct {
 	counts  objectCounts
 	member  *host.Member // nil: nobody shares the device; never changes
 	domains xrcDomains
-	twins   twins
+	proxies proxies
 	nextPD  uint32
 	nextCQ  uint32
 	nextDM  uint32
@@ -147,8 +147,8 @@ const (
 
 // openAt opens a device at addresses. alone wants addresses that nobody has.
 func openAt(name string, addrs []netip.Addr, cfg *provider.Config, alone bool) (*Device, error) {
-	tap := new(lateTap)
-	dev := new(lateDevice)
+	tap := new(futureTap)
+	dev := new(futureDevice)
 	l, member, err := openLink(addrs, cfg, alone, tap, dev)
 	if err != nil {
 		return nil, opError("open_device", err)
@@ -172,21 +172,21 @@ func openAt(name string, addrs []netip.Addr, cfg *provider.Config, alone bool) (
 	return d, nil
 }
 
-// lateTap lets a capture be made after the link: only a device that has its
+// futureTap lets a capture be made after the link: only a device that has its
 // address may overwrite a file.
-type lateTap struct{ *pcap.Writer }
+type futureTap struct{ *pcap.Writer }
 
-// lateDevice answers other processes for a device, as soon as it is there.
-type lateDevice struct{ atomic.Pointer[Device] }
+// futureDevice answers other processes for a device, as soon as it is there.
+type futureDevice struct{ atomic.Pointer[Device] }
 
-func (l *lateDevice) status(brief bool) any {
+func (l *futureDevice) status(brief bool) any {
 	if d := l.Load(); d != nil {
 		return d.status(brief)
 	}
 	return nil
 }
 
-func (l *lateDevice) memory(token string) (fd int, length uint64, err error) {
+func (l *futureDevice) memory(token string) (fd int, length uint64, err error) {
 	if d := l.Load(); d != nil {
 		return d.shares.get(token)
 	}
@@ -207,7 +207,7 @@ func opError(op string, err error) error {
 	return ib.Errorf(op, errno, "%v", err)
 }
 
-func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *lateTap, dev *lateDevice) (link.Link, *host.Member, error) {
+func openLink(addrs []netip.Addr, cfg *provider.Config, alone bool, tap *futureTap, dev *futureDevice) (link.Link, *host.Member, error) {
 	if cfg.Link == linkLoop {
 		for _, a := range addrs {
 			if _, _, err := sys.Interface(a); err != nil {
@@ -236,7 +236,7 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 		link:   l,
 		member: member,
 	}
-	d.slow.closing = make(chan struct{})
+	d.work.closing = make(chan struct{})
 	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs + d.limits.MWs, Killed: d.killed, Resumed: d.resumed, Invalidated: d.invalidated})
 	d.freer, _ = l.(link.Freer)
 	reserved := func(i uint32) bool { return i <= 1 || i == wire.MulticastQP } // management and multicast
@@ -280,10 +280,10 @@ func (d *Device) Close() error {
 	d.closed = true
 	d.mu.Unlock()
 	unregister(d)
-	d.slow.close()
+	d.work.close()
 	d.advisor.close()
 	d.stop()
-	d.closeTwins()
+	d.closeProxies()
 	err := errors.Join(d.closeLink(), d.dm.Close())
 	d.events.close()
 	if d.capture != nil {

@@ -73,7 +73,7 @@ func tokenOf(handle string) string {
 var errNotPublished = fmt.Errorf("the process has no such object, or not any more: %w", syscall.ENOENT)
 
 // export is asked by another process, by a connection that ends with the import.
-func (l *lateDevice) export(token string, object uint64, c *net.UnixConn) (*host.Export, error) {
+func (l *futureDevice) export(token string, object uint64, c *net.UnixConn) (*host.Export, error) {
 	d := l.Load()
 	if d == nil {
 		return nil, errNotPublished

@@ -38,7 +38,7 @@ type pages struct {
 
 const pageSize = 4 << 10
 
-func (p *pages) Solid() bool { return false }
+func (p *pages) NeverFaults() bool { return false }
 
 // drop makes all pages of a range absent.
 func (p *pages) drop(off, n int) {
@@ -433,7 +433,7 @@ func TestFetchMany(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		_, devs := simulated(t, 2, link.FaultyConfig{MinDelay: near, MaxDelay: near}, nil)
 		var senders []*end
-		for range slowWorkers + 8 {
+		for range maxWorkers + 8 {
 			a, b := connected(t, devs[0], devs[1], ib.RC, 8192, func(e *end) {
 				e.pause = virtualPause
 				e.lazily().fetch = func() { time.Sleep(20 * time.Millisecond) }

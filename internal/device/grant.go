@@ -33,9 +33,9 @@ type grant struct {
 	region *mem.Region
 
 	// Guarded by the queue pair's lock.
-	absorbed shm.LaneCounts
-	met      shm.LaneCounts // what it was at the last doubt
-	vain     int            // doubts since then
+	absorbed shm.GrantCounts
+	met      shm.GrantCounts // what it was at the last doubt
+	vain     int             // doubts since then
 }
 
 // doubt is told of a request that did not come by the lane, though it could have. If that
@@ -126,7 +126,7 @@ func (d *Device) invalidated(r *mem.Region) <-chan struct{} {
 	}
 	left := make(chan struct{})
 	k.leaving[r] = left
-	d.slow.workers.Go(func() {
+	d.work.workers.Go(func() {
 		d.killed(r, true)
 		k.mu.Lock()
 		delete(k.leaving, r)
@@ -248,9 +248,9 @@ func (q *QP) absorbLocked() {
 	q.grants = slices.DeleteFunc(q.grants, func(g *grant) bool {
 		over := g.Over() // before the counts are read
 		counts := g.Counts()
-		if n := counts.Less(&g.absorbed); n != (shm.LaneCounts{}) {
-			q.core.Absorb(n[shm.LaneWrites], n[shm.LaneWritePackets], n[shm.LaneWritten], false)
-			q.core.Absorb(n[shm.LaneReads], n[shm.LaneReadPackets], n[shm.LaneRead], true)
+		if n := counts.Less(&g.absorbed); n != (shm.GrantCounts{}) {
+			q.core.Absorb(n[shm.GrantWrites], n[shm.GrantWritePackets], n[shm.GrantWritten], false)
+			q.core.Absorb(n[shm.GrantReads], n[shm.GrantReadPackets], n[shm.GrantRead], true)
 			g.absorbed = counts
 		}
 		if over {
@@ -262,7 +262,7 @@ func (q *QP) absorbLocked() {
 }
 
 // granted is told of a lane that a peer has given.
-func (d *Device) granted(qpn, remote uint32, l *link.Lane) {
+func (d *Device) granted(qpn, remote uint32, l *link.PeerGrant) {
 	q := d.qps.Get(qpn)
 	if q == nil || d.capture != nil {
 		return
@@ -273,12 +273,12 @@ func (d *Device) granted(qpn, remote uint32, l *link.Lane) {
 	if q.closed || q.core.Type != ib.RC || !q.sendsLocked() || q.core.DestQPN() != remote || !local || !s.LeadsTo(q.core.Flow(), remote, l) {
 		return
 	}
-	k, _ := q.core.Shortcut.(*lanes)
+	k, _ := q.core.Shortcut.(*peerGrants)
 	if k == nil {
-		k = &lanes{q: q}
+		k = &peerGrants{q: q}
 		q.core.Shortcut = k
 	}
-	k.list = slices.DeleteFunc(k.list, func(l *link.Lane) bool { return !l.Good() })
+	k.list = slices.DeleteFunc(k.list, func(l *link.PeerGrant) bool { return !l.Good() })
 	if len(k.list) == maxGrants {
 		k.list = slices.Delete(k.list, 0, 1)
 	}
@@ -294,14 +294,14 @@ func (q *QP) sendsLocked() bool {
 
 // lanes are how a queue pair accesses its peer's memory: a qp.Shortcut. The queue pair's
 // lock guards them.
-type lanes struct {
+type peerGrants struct {
 	q    *QP
-	list []*link.Lane
-	next *link.Lane // what Covers has found
+	list []*link.PeerGrant
+	next *link.PeerGrant // what Covers has found
 }
 
 // Covers implements qp.Shortcut.
-func (k *lanes) Covers(x *qp.Request) bool {
+func (k *peerGrants) Covers(x *qp.Request) bool {
 	for _, l := range k.list {
 		if l.Covers(x.RKey, x.VA, x.Len, x.Read) {
 			k.next = l
@@ -312,13 +312,13 @@ func (k *lanes) Covers(x *qp.Request) bool {
 }
 
 // Copy implements qp.Shortcut: behind Covers. The owner absorbs what was done.
-func (k *lanes) Copy(x *qp.Request) bool {
+func (k *peerGrants) Copy(x *qp.Request) bool {
 	if k.next.Copy(x.VA, x.Own, x.Len, x.Packets(), x.Read) {
 		k.q.core.Counters[qp.CntByGrant]++
 		return true
 	}
 	if !k.next.Good() {
-		k.list = slices.DeleteFunc(k.list, func(l *link.Lane) bool { return l == k.next })
+		k.list = slices.DeleteFunc(k.list, func(l *link.PeerGrant) bool { return l == k.next })
 		if len(k.list) == 0 {
 			k.q.core.Shortcut = nil
 		}

@@ -11,7 +11,7 @@ import (
 
 // READs by a lane bring what is there, in order with WRITEs by lanes and with what goes
 // by the ring; the passive side counts them without having seen them.
-func TestLaneRead(t *testing.T) {
+func TestGrantRead(t *testing.T) {
 	seed := testSeed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
 	const size = 1 << 20
@@ -72,7 +72,7 @@ func TestLaneRead(t *testing.T) {
 }
 
 // A region that may be read from and not written to gives a lane for that alone.
-func TestLaneReadOnly(t *testing.T) {
+func TestGrantReadOnly(t *testing.T) {
 	a, b := byRings(t, ib.RC, 4096)
 	b.shareMemory(4096)
 	access := ib.AccessRemoteRead

@@ -23,7 +23,7 @@ import (
 func hammer(t *testing.T, a, b *end, size int, meanwhile func(), want ...ib.WCStatus) {
 	t.Helper()
 	copy(a.buf, noise) // the two halves differ
-	before := a.directs()
+	before := a.byGrant()
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		wc := a.keepPosting(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, size), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()}, 3)
@@ -35,7 +35,7 @@ func hammer(t *testing.T, a, b *end, size int, meanwhile func(), want ...ib.WCSt
 		}
 	})
 	defer wg.Wait()
-	eventually(t, "WRITEs go by a lane", func() bool { return a.directs() > before+10 })
+	eventually(t, "WRITEs go by a lane", func() bool { return a.byGrant() > before+10 })
 	meanwhile()
 }
 
@@ -51,12 +51,12 @@ func stays(t *testing.T, buf []byte, what string) {
 	}
 }
 
-// laneSizes are of WRITEs that are done in an instant, and that take some time.
-var laneSizes = []int{8, 250 << 10}
+// grantSizes are of WRITEs that are done in an instant, and that take some time.
+var grantSizes = []int{8, 250 << 10}
 
 // Whoever takes a right away gets the memory back: nothing is stored there any more, and
 // the sender learns why, as if it had come by the ring.
-func TestLaneRevoked(t *testing.T) {
+func TestGrantRevoked(t *testing.T) {
 	for _, tt := range []struct {
 		name string
 		end  func(t *testing.T, a, b *end)
@@ -81,7 +81,7 @@ func TestLaneRevoked(t *testing.T) {
 		}, []ib.WCStatus{ib.WCRetryExcErr}},
 		{"sender's error", func(_ *testing.T, a, _ *end) { a.modify(ib.QPAttr{State: ib.QPErr}, 0) }, []ib.WCStatus{ib.WCWRFlushErr}},
 	} {
-		for _, size := range laneSizes {
+		for _, size := range grantSizes {
 			t.Run(fmt.Sprintf("%s/%d", tt.name, size), func(t *testing.T) {
 				for range lastingOps(3, 12) {
 					a, b := byRings(t, ib.RC, 2*size)
@@ -99,9 +99,9 @@ func TestLaneRevoked(t *testing.T) {
 
 // Rights are taken away again and again, each time while the peer writes, and nothing but
 // a lane could: when that is over, the memory stays.
-func TestLaneRevokedOften(t *testing.T) {
+func TestGrantRevokedOften(t *testing.T) {
 	const size = 250 << 10
-	a, b := byLanes(t, 2*size)
+	a, b := byGrants(t, 2*size)
 	for _, e := range []*end{a, b} { // the two halves differ everywhere
 		for i := range e.buf {
 			e.buf[i] = byte(i / size)
@@ -119,8 +119,8 @@ func TestLaneRevokedOften(t *testing.T) {
 	})
 	access := allRemote
 	for round := range lastingOps(100, 800) {
-		before := a.directs()
-		eventually(t, "WRITEs go by a lane", func() bool { return a.directs() > before })
+		before := a.byGrant()
+		eventually(t, "WRITEs go by a lane", func() bool { return a.byGrant() > before })
 		b.dev.rx.Lock() // what comes by the ring stays there
 		what := "Modify"
 		if round%2 == 0 {
@@ -148,8 +148,8 @@ func TestLaneRevokedOften(t *testing.T) {
 
 // Queue pairs that are reset and connected again begin anew, whatever went by lanes
 // before.
-func TestLaneReconnected(t *testing.T) {
-	a, b := byLanes(t, 4096)
+func TestGrantReconnected(t *testing.T) {
+	a, b := byGrants(t, 4096)
 	for range 5 {
 		for i, e := range []*end{a, b} {
 			o := []*end{b, a}[i]
@@ -173,9 +173,9 @@ func TestLaneReconnected(t *testing.T) {
 }
 
 // A queue pair that is closed while it writes by a lane writes nothing any more.
-func TestLaneSenderClosed(t *testing.T) {
-	for _, size := range laneSizes {
-		a, b := byLanes(t, 2*size)
+func TestGrantSenderClosed(t *testing.T) {
+	for _, size := range grantSizes {
+		a, b := byGrants(t, 2*size)
 		copy(a.buf, noise)
 		var wg sync.WaitGroup
 		wg.Go(func() {
@@ -190,8 +190,8 @@ func TestLaneSenderClosed(t *testing.T) {
 				}
 			}
 		})
-		before := a.directs()
-		eventually(t, "WRITEs go by a lane", func() bool { return a.directs() > before+10 })
+		before := a.byGrant()
+		eventually(t, "WRITEs go by a lane", func() bool { return a.byGrant() > before+10 })
 		closeAll(t, a.qp)
 		stays(t, b.buf, "the sender's Close")
 		wg.Wait()
@@ -209,7 +209,7 @@ func hurryNow(ends ...*end) {
 
 // A peer invalidates a region by a message, and another one writes to it meanwhile: when
 // the message is there, nobody writes any more.
-func TestLaneInvalidated(t *testing.T) {
+func TestGrantInvalidated(t *testing.T) {
 	const size = 64 << 10
 	for range lastingOps(5, 30) {
 		a, b := byRings(t, ib.RC, 2*size)
@@ -238,31 +238,31 @@ func TestLaneInvalidated(t *testing.T) {
 }
 
 // A region whose rights stay is written to by the ring, and by a new lane soon.
-func TestLaneAgain(t *testing.T) {
-	a, b := byLanes(t, 4096)
+func TestGrantAgain(t *testing.T) {
+	a, b := byGrants(t, 4096)
 	access := allRemote
 	for range 20 {
 		must0(t, b.mr.Rereg(provider.MRChange{Access: &access, KeepKeys: true}))
-		if n := b.lanesOpen(); n != 0 {
+		if n := b.grantsOpen(); n != 0 {
 			t.Fatalf("%d lanes are open", n)
 		}
 		a.warm(b)
 	}
-	if n := b.lanesOpen(); n != 1 || grantsOf(b.dev) != 1 {
+	if n := b.grantsOpen(); n != 1 || grantsOf(b.dev) != 1 {
 		t.Errorf("%d lanes are open, %d are known by their region", n, grantsOf(b.dev))
 	}
 }
 
 // The sender keeps its lanes when it is modified, as long as it stays connected.
-func TestLaneModifiedSender(t *testing.T) {
-	a, b := byLanes(t, 4096)
+func TestGrantModifiedSender(t *testing.T) {
+	a, b := byGrants(t, 4096)
 	for _, s := range []ib.QPState{ib.QPRTS, ib.QPSQD, ib.QPRTS} {
 		a.modify(ib.QPAttr{State: s}, 0)
 	}
-	before := a.directs()
+	before := a.byGrant()
 	a.post(a.write(b, 0, 8))
 	a.ok()
-	if a.directs() != before+1 {
+	if a.byGrant() != before+1 {
 		t.Error("the lane is not used any more")
 	}
 	// While the queue drains nothing is begun.

@@ -44,7 +44,7 @@ func runStoppedChild(t *testing.T, arg string) {
 	eventually(t, "a lane comes into use", func() bool {
 		a.post(wr)
 		a.ok()
-		return a.directs() > 0
+		return a.byGrant() > 0
 	})
 	stuck, r, late := a.stuckWrite(a, "late word")
 	late.RemoteAddr, late.RKey = o.Remote, o.RKey
@@ -64,7 +64,7 @@ func withStoppedPeer(t *testing.T) (b *end, kill func()) {
 	t.Cleanup(b.close)
 	b.shareMemory(4096)
 	exe := must[string](t)(os.Executable())
-	cmd := exec.Command(exe, "-test.run=^TestLaneStopped$", "-test.v")
+	cmd := exec.Command(exe, "-test.run=^TestGrantStopped$", "-test.v")
 	arg := must[[]byte](t)(json.Marshal(stoppedPeer{d.addrs[0], b.qp.Number(), b.mr.Addr(), b.mr.RKey()}))
 	cmd.Env = append(os.Environ(), stoppedChild+"="+string(arg))
 	cmd.Stderr = os.Stderr
@@ -100,8 +100,8 @@ func withStoppedPeer(t *testing.T) (b *end, kill func()) {
 	return b, kill
 }
 
-// lanesShut reports whether all lanes that an end has given are taken away.
-func (e *end) lanesShut() bool {
+// grantsShut reports whether all lanes that an end has given are taken away.
+func (e *end) grantsShut() bool {
 	q := e.qp.(*QP)
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -113,7 +113,7 @@ func (e *end) lanesShut() bool {
 	return true
 }
 
-func TestLaneStopped(t *testing.T) {
+func TestGrantStopped(t *testing.T) {
 	if arg := os.Getenv(stoppedChild); arg != "" {
 		runStoppedChild(t, arg)
 		return
@@ -133,7 +133,7 @@ func TestLaneStopped(t *testing.T) {
 			b, kill := withStoppedPeer(t)
 			done := make(chan struct{})
 			go func() { call(t, b); close(done) }()
-			eventually(t, "the lane is taken away", b.lanesShut)
+			eventually(t, "the lane is taken away", b.grantsShut)
 
 			// The same queue pair goes on.
 			must[ib.QPAttr](t)(b.qp.Query())
@@ -171,12 +171,12 @@ func TestLaneStopped(t *testing.T) {
 
 // A region that is only suspended, as its memory moves, waits for nobody; when it is closed
 // afterwards, it does.
-func TestLaneStoppedSuspended(t *testing.T) {
+func TestGrantStoppedSuspended(t *testing.T) {
 	b, kill := withStoppedPeer(t)
 	region := b.mr.(*MR).region
 	b.dev.killed(region, false) // or this would not return
-	if !b.lanesShut() || b.lanesOpen() != 1 {
-		t.Errorf("the lane is shut %v, %d lanes are left", b.lanesShut(), b.lanesOpen())
+	if !b.grantsShut() || b.grantsOpen() != 1 {
+		t.Errorf("the lane is shut %v, %d lanes are left", b.grantsShut(), b.grantsOpen())
 	}
 	done := make(chan struct{})
 	go func() { closeAll(t, b.mr); close(done) }()

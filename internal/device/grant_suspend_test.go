@@ -16,15 +16,15 @@ import (
 )
 
 // While a call takes the lanes of a queue pair away, none is given.
-func TestLaneBarred(t *testing.T) {
-	a, b := byLanes(t, 4096)
+func TestGrantBarred(t *testing.T) {
+	a, b := byGrants(t, 4096)
 	q := b.qp.(*QP)
 	q.barGrants()
 	for range 200 {
 		a.post(a.write(b, 0, 8))
 		a.ok()
 	}
-	if n := b.lanesOpen(); n != 0 {
+	if n := b.grantsOpen(); n != 0 {
 		t.Errorf("%d lanes were given meanwhile", n)
 	}
 	q.mu.Lock()
@@ -36,14 +36,14 @@ func TestLaneBarred(t *testing.T) {
 // A lane to a region that is not open is refused before the peer hears of it: whoever has
 // closed the region may have looked for lanes already.
 func TestGrantTooLate(t *testing.T) {
-	_, b := byLanes(t, 4096)
+	_, b := byGrants(t, 4096)
 	region := b.mr.(*MR).region
 	before := grantsOf(b.dev)
 	closeAll(t, b.mr)
 	if b.dev.grants.add(&grant{region: region}) {
 		t.Error("a lane to a region that is closed")
 	}
-	if n := b.lanesOpen(); n != 0 || grantsOf(b.dev) != before-1 {
+	if n := b.grantsOpen(); n != 0 || grantsOf(b.dev) != before-1 {
 		t.Errorf("%d lanes, %d are known by their region", n, grantsOf(b.dev))
 	}
 }

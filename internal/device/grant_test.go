@@ -20,9 +20,9 @@ import (
 	"github.com/verbena-rdma/verbena/internal/qp"
 )
 
-// byLanes makes a connection by rings whose both ends have memory that the other may
+// byGrants makes a connection by rings whose both ends have memory that the other may
 // write to, and which they do write to.
-func byLanes(t testing.TB, size int) (a, b *end) {
+func byGrants(t testing.TB, size int) (a, b *end) {
 	t.Helper()
 	a, b = byRings(t, ib.RC, size)
 	a.shareMemory(size)
@@ -33,28 +33,28 @@ func byLanes(t testing.TB, size int) (a, b *end) {
 }
 
 // directs counts the WRITEs that an end has stored itself.
-func (e *end) directs() uint64 { return e.counted()[qp.CntByGrant] }
+func (e *end) byGrant() uint64 { return e.counted()[qp.CntByGrant] }
 
 // absorbed is what an end has counted, with what its peer has stored itself.
 func (e *end) absorbed() qp.Counters {
-	e.lanesOpen()
+	e.grantsOpen()
 	return e.counted()
 }
 
 // warm writes to a peer until that goes by a lane.
 func (e *end) warm(o *end) {
 	e.t.Helper()
-	before := e.directs()
+	before := e.byGrant()
 	eventually(e.t, "a lane comes into use", func() bool {
 		e.post(e.write(o, 0, 8))
 		e.ok()
-		return e.directs() > before
+		return e.byGrant() > before
 	})
 }
 
-// lanesOpen counts the lanes that an end has given, once it has moved on past those that
+// grantsOpen counts the lanes that an end has given, once it has moved on past those that
 // are not used any more.
-func (e *end) lanesOpen() int {
+func (e *end) grantsOpen() int {
 	q := e.qp.(*QP)
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -81,13 +81,13 @@ func grantsOf(d *Device) (n int) {
 
 // A lane comes into use when a few WRITEs have come by the ring; then the owner need not
 // do anything, and knows all the same what was written.
-func TestLanePassive(t *testing.T) {
+func TestGrantPassive(t *testing.T) {
 	a, b := byRings(t, ib.RC, 1<<20)
 	b.shareMemory(1 << 20)
 	a.warm(b)
 	b.dev.rx.Lock() // as if its process were stopped
 	defer b.dev.rx.Unlock()
-	before, sent := b.absorbed(), a.directs()
+	before, sent := b.absorbed(), a.byGrant()
 	was := must[ib.QPAttr](t)(b.qp.Query())
 	copy(a.buf, noise)
 	packets, total := 0, 0
@@ -132,7 +132,7 @@ func TestLanePassive(t *testing.T) {
 			t.Errorf("%d packets of %d bytes came, %d of %d were sent", p, n-before[qp.CntRxBytes], packets, total)
 		}
 	}
-	if n := a.directs() - sent; n != 303 {
+	if n := a.byGrant() - sent; n != 303 {
 		t.Errorf("%d of 303 WRITEs went by a lane", n)
 	}
 }
@@ -140,17 +140,17 @@ func TestLanePassive(t *testing.T) {
 // Random mixtures of what goes by lanes and by rings, in both directions at the same
 // time. Atomics see exactly what was written before them, messages find it, READs
 // nothing older.
-func TestLaneMixed(t *testing.T) {
-	testLaneMixed(t, 200, func() bool { return true }, func(*mixer) {})
+func TestGrantMixed(t *testing.T) {
+	testGrantMixed(t, 200, func() bool { return true }, func(*mixer) {})
 }
 
 // The same, while regions are suspended again and again, as if their memory moved: the peers
 // lose their lanes at any moment of a copy, and nobody waits. Nothing is counted twice, nor
 // lost: that would be a packet out of sequence.
-func TestLaneMixedSuspended(t *testing.T) {
+func TestGrantMixedSuspended(t *testing.T) {
 	var suspended atomic.Int64
-	testLaneMixed(t, 50, func() bool { return suspended.Load() >= 10 }, func(m *mixer) {
-		if n := m.e.directs(); n >= m.suspendAt {
+	testGrantMixed(t, 50, func() bool { return suspended.Load() >= 10 }, func(m *mixer) {
+		if n := m.e.byGrant(); n >= m.suspendAt {
 			m.suspendAt = n + 8 + m.rng.Uint64N(32) // by then there is another lane
 			m.o.dev.killed(m.o.mr.(*MR).region, false)
 			suspended.Add(1)
@@ -161,12 +161,12 @@ func TestLaneMixedSuspended(t *testing.T) {
 	}
 }
 
-// testLaneMixed calls beside between two steps of each side, and wants so many WRITEs by lanes
+// testGrantMixed calls beside between two steps of each side, and wants so many WRITEs by lanes
 // at least, and enough to be true: it goes on for some time until that is so.
-func testLaneMixed(t *testing.T, least uint64, enough func() bool, beside func(*mixer)) {
+func testGrantMixed(t *testing.T, least uint64, enough func() bool, beside func(*mixer)) {
 	t.Helper()
 	seed := testSeed(t)
-	a, b := byLanes(t, mixedBytes)
+	a, b := byGrants(t, mixedBytes)
 	var working atomic.Int32
 	working.Store(2)
 	var wg sync.WaitGroup
@@ -342,8 +342,8 @@ func (m *mixer) poll() error {
 
 // More regions than a queue pair has lanes to, and more queue pairs: each WRITE gets where
 // it is to, and nothing is left when all is closed.
-func TestLaneMany(t *testing.T) {
-	a, b := byLanes(t, 64<<10)
+func TestGrantMany(t *testing.T) {
+	a, b := byGrants(t, 64<<10)
 	var regions []provider.MR
 	for i := range 2 * maxGrants {
 		regions = append(regions, must[provider.MR](t)(b.pd.RegMR(b.buf[i*4096:][:4096], allRemote)))
@@ -360,7 +360,7 @@ func TestLaneMany(t *testing.T) {
 			check(a, i, r, n)
 		}
 	}
-	if n := b.lanesOpen(); n != maxGrants {
+	if n := b.grantsOpen(); n != maxGrants {
 		t.Errorf("%d lanes, %d are possible", n, maxGrants)
 	}
 	var others []*end
@@ -380,7 +380,7 @@ func TestLaneMany(t *testing.T) {
 	}
 	used := 0
 	for i := 0; i < len(others); i += 2 {
-		if others[i].directs() > 0 {
+		if others[i].byGrant() > 0 {
 			used++
 		}
 	}
@@ -400,17 +400,17 @@ func TestLaneMany(t *testing.T) {
 }
 
 // A post that goes by a lane takes along the acknowledgements that a poll has left.
-func TestLaneAnswers(t *testing.T) {
-	a, b := byLanes(t, 4096)
+func TestGrantAnswers(t *testing.T) {
+	a, b := byGrants(t, 4096)
 	direct := 0
 	for range 50 {
 		b.recv(ib.RecvWR{})
 		a.post(ib.SendWR{Op: ib.OpSend})
 		for wc := b.ok(); wc.Op != ib.WCRecv; wc = b.ok() { // the WRITE of the time before
 		}
-		before := b.directs()
+		before := b.byGrant()
 		b.post(b.write(a, 0, 8))
-		if b.directs() > before { // it does not while somebody else is about to answer
+		if b.byGrant() > before { // it does not while somebody else is about to answer
 			direct++
 			q := b.qp.(*QP)
 			q.mu.Lock()
@@ -427,7 +427,7 @@ func TestLaneAnswers(t *testing.T) {
 }
 
 // Who wants to see the packets sees all of them, on either side.
-func TestLaneCapture(t *testing.T) {
+func TestGrantCapture(t *testing.T) {
 	for _, side := range []string{"sender", "owner"} {
 		t.Run(side, func(t *testing.T) {
 			file := filepath.Join(t.TempDir(), "capture.pcap")
@@ -441,38 +441,38 @@ func TestLaneCapture(t *testing.T) {
 				a.post(a.write(b, 0, 8))
 				a.ok()
 			}
-			if n := a.directs(); n != 0 {
+			if n := a.byGrant(); n != 0 {
 				t.Errorf("%d WRITEs went by a lane", n)
 			}
-			if n := b.lanesOpen(); side == "owner" && n != 0 {
+			if n := b.grantsOpen(); side == "owner" && n != 0 {
 				t.Errorf("%d lanes were given", n)
 			}
 			closeAll(t, a.qp, a.mr, a.cq, a.pd, b.qp, b.mr, b.cq, b.pd, x, y)
-			if n := bytes.Count(must[[]byte](t)(os.ReadFile(file)), b.laneNeedle()); n < 200 {
+			if n := bytes.Count(must[[]byte](t)(os.ReadFile(file)), b.grantNeedle()); n < 200 {
 				t.Errorf("%d of 200 WRITEs are in the capture", n)
 			}
 		})
 	}
 }
 
-// laneNeedle is what a packet of a WRITE to the start of an end's memory contains: address,
+// grantNeedle is what a packet of a WRITE to the start of an end's memory contains: address,
 // key and length.
-func (e *end) laneNeedle() []byte {
+func (e *end) grantNeedle() []byte {
 	b := binary.BigEndian.AppendUint64(nil, e.mr.Addr())
 	b = binary.BigEndian.AppendUint32(b, e.mr.RKey())
 	return binary.BigEndian.AppendUint32(b, 8)
 }
 
 // A lane allocates nothing, on either side.
-func TestLaneAlloc(t *testing.T) {
-	a, b := byLanes(t, 64<<10)
+func TestGrantAlloc(t *testing.T) {
+	a, b := byGrants(t, 64<<10)
 	inline := make([]byte, 8)
 	wrs := []ib.SendWR{
 		{Op: ib.OpRDMAWrite, Flags: ib.SendSignaled, SGL: a.sge(0, 32<<10), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()},
 		{Op: ib.OpRDMAWrite, Flags: ib.SendSignaled, Inline: inline, RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()},
 	}
 	wcs := make([]ib.WC, 2)
-	before, runs := a.directs(), uint64(0)
+	before, runs := a.byGrant(), uint64(0)
 	if n := testing.AllocsPerRun(1000, func() {
 		runs++
 		if _, err := a.qp.PostSend(wrs); err != nil {
@@ -496,7 +496,7 @@ func TestLaneAlloc(t *testing.T) {
 	}); n != 0 {
 		t.Errorf("%v allocations", n)
 	}
-	if n := a.directs() - before; n < 2*runs-runs/50 {
+	if n := a.byGrant() - before; n < 2*runs-runs/50 {
 		t.Errorf("%d of %d WRITEs went by a lane", n, 2*runs)
 	}
 }
@@ -536,10 +536,10 @@ func (e *end) stuckWrite(o *end, text string) (*stuckSource, *mem.Region, ib.Sen
 // A peer that stays inside a lane, as one does that is stopped there, holds up who wants
 // the memory back, and nobody else. What it still stores is not counted: it comes again by
 // the ring, and ends as it would have without a lane.
-func TestLaneStuck(t *testing.T) {
+func TestGrantStuck(t *testing.T) {
 	for _, what := range []string{"region", "modify", "close"} {
 		t.Run(what, func(t *testing.T) {
-			a, b := byLanes(t, 4096)
+			a, b := byGrants(t, 4096)
 			hurryNow(a)
 			a.warm(b)
 			stuck, r, wr := a.stuckWrite(b, "late word")

@@ -93,7 +93,7 @@ func reachMemory(i *host.Import) (mem.Backing, error) {
 		_ = g.Close() // the first error says more
 		return nil, err
 	}
-	return mem.NewForeign(mem.ForeignConfig{Memory: fd, Addr: i.Addr, Length: i.Length, Guard: g, Link: i}), nil
+	return mem.NewImported(mem.ImportedConfig{Memory: fd, Addr: i.Addr, Length: i.Length, Guard: g, Link: i}), nil
 }
 
 // openMemory opens the memory of the process at the other end.

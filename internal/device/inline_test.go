@@ -97,7 +97,7 @@ func TestInlineReceive(t *testing.T) {
 
 // The bytes are there when a completion event has led to a poll; the region that was
 // closed before the poll fails it, and the queue pair.
-func TestInlineReceiveLate(t *testing.T) {
+func TestInlineReceiveWrittenBack(t *testing.T) {
 	for _, mode := range allLinks {
 		t.Run(mode, func(t *testing.T) {
 			x, y := openFor(t, mode), openFor(t, mode)

@@ -18,7 +18,7 @@ import (
 )
 
 const (
-	relayLanes  = 4
+	relayConns  = 4
 	relaySlots  = 8   // of a lane: rounds under way
 	relaySlot   = 256 // bytes of a slot, here and in the peer's memory
 	relayRounds = 64  // of a lane at a time, then what has arrived is compared
@@ -125,10 +125,10 @@ func inlineTorture(t *testing.T, x, y *Device, seed uint64, absent bool, until t
 	for i := range source {
 		source[i] = byte(rng.Uint32())
 	}
-	first := newEnd(t, x, ib.RC, relayLanes*relayMemory)
-	b := newEnd(t, y, ib.RC, relayLanes*relayMemory+len(source))
+	first := newEnd(t, x, ib.RC, relayConns*relayMemory)
+	b := newEnd(t, y, ib.RC, relayConns*relayMemory+len(source))
 	t.Cleanup(b.close)
-	copy(b.buf[relayLanes*relayMemory:], source)
+	copy(b.buf[relayConns*relayMemory:], source)
 	if absent {
 		p := first.lazily()
 		p.rng = rng
@@ -137,7 +137,7 @@ func inlineTorture(t *testing.T, x, y *Device, seed uint64, absent bool, until t
 	t.Cleanup(first.close)
 	byQPN := map[uint32]*relay{}
 	var lanes []*relay
-	for i := range relayLanes {
+	for i := range relayConns {
 		e, peer := *first, *b
 		e.rd, peer.rd = 8, 8
 		create := func(e *end) {
@@ -195,5 +195,5 @@ func inlineTorture(t *testing.T, x, y *Device, seed uint64, absent bool, until t
 	if countsOf(x)["inline_receives"] == 0 {
 		t.Error("no result has waited")
 	}
-	t.Logf("%d times %d rounds, %d results waited", rounds, relayLanes*relayRounds, countsOf(x)["inline_receives"])
+	t.Logf("%d times %d rounds, %d results waited", rounds, relayConns*relayRounds, countsOf(x)["inline_receives"])
 }

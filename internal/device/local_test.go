@@ -178,8 +178,8 @@ func fillRing(t *testing.T) (a, b *end, left int) {
 
 // waitsForRoom tells whether the end has trains that the link is too busy for.
 func (e *end) waitsForRoom() bool {
-	e.dev.stalled.Lock()
-	defer e.dev.stalled.Unlock()
+	e.dev.heldQPs.Lock()
+	defer e.dev.heldQPs.Unlock()
 	return e.qp.(*QP).listed
 }
 

@@ -73,7 +73,7 @@ type debt struct {
 }
 
 // settle lets the queue pair send.
-func (o *debt) settle() {
+func (o *debt) pay() {
 	if o.q != nil {
 		o.q.dev.answer(o.q, o.now)
 		o.q = nil
@@ -112,7 +112,7 @@ func (p *loopPeer) deliver(from *Device, one []*train.Train, now qp.Time, owed *
 		return mem.Fault{}, false
 	}
 	if owed.q != q {
-		owed.settle()
+		owed.pay()
 	}
 	if q.full.Load() && q.stillFull() {
 		return mem.Fault{}, true // its mover has us go on

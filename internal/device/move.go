@@ -24,7 +24,7 @@ func (d *Device) moveLocked(q *QP) {
 		q.more.Store(q.core.Moving())
 		return
 	}
-	s := &d.slow
+	s := &d.work
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !s.closed {
@@ -171,7 +171,7 @@ func (d *Device) reach(m underWay, step func() mem.Fault) {
 			case <-c:
 			case <-m.gaveUp:
 				m.GiveUp()
-			case <-d.slow.closing:
+			case <-d.work.closing:
 				m.GiveUp()
 			}
 			continue
@@ -181,7 +181,7 @@ func (d *Device) reach(m underWay, step func() mem.Fault) {
 			m.GiveUp()
 		default:
 			if left := f.Await(); left.Kind == mem.FaultPending {
-				time.Sleep(slowPause)
+				time.Sleep(retryPause)
 			}
 		}
 	}

@@ -48,10 +48,10 @@ func (o *odpEnd) at(off, n int) []ib.SGE {
 
 // spoilers make the second half of memory bad, for writing or for everything.
 var spoilers = []struct {
-	name  string
-	reads bool // it can still be read
-	slow  bool // it looks as if it only had to be fetched
-	spoil func(t testing.TB, m *mapped)
+	name     string
+	reads    bool // it can still be read
+	deferred bool // it looks as if it only had to be fetched
+	spoil    func(t testing.TB, m *mapped)
 }{
 	{"unmapped", false, false, func(t testing.TB, m *mapped) { m.half(t, unix.SYS_MUNMAP, 0) }},
 	{"forbidden", false, false, func(t testing.TB, m *mapped) { m.half(t, unix.SYS_MPROTECT, unix.PROT_NONE) }},
@@ -226,7 +226,7 @@ func TestOnDemandFaultsUC(t *testing.T) {
 						}
 						eventually(t, "the failure is counted", func() bool { return b.odp.PagingStats().FailedResolutions > 0 })
 						if op == ib.OpSend {
-							if spoiler.slow { // that one was dropped, to be on the safe side
+							if spoiler.deferred { // that one was dropped, to be on the safe side
 								a.end.post(ib.SendWR{ID: 2, Op: op, SGL: a.at(off, n)})
 								a.ok()
 							}
@@ -274,7 +274,7 @@ func TestOnDemandFaultsUD(t *testing.T) {
 						return
 					}
 					eventually(t, "the failure is counted", func() bool { return b.odp.PagingStats().FailedResolutions > 0 })
-					if spoiler.slow {
+					if spoiler.deferred {
 						a.end.post(ib.SendWR{ID: 2, Op: ib.OpSend, SGL: a.at(odpSize/2-100, n), AH: ah, RemoteQPN: b.qp.Number(), RemoteQKey: qkey})
 						a.ok()
 					}

@@ -17,7 +17,7 @@ import (
 func TestOnDemandModes(t *testing.T) {
 	tests, slow := "TestOnDemand(LargerThanMemory|FaultsUD|HalfDone|StormOfHoles)", "|TestSlowMemoryKeepsNobodyWaiting"
 	if fullMatrix() {
-		tests, slow = "TestOnDemand.*|TestPrefetchStorm", "|TestSlowMemory.*"
+		tests, slow = "TestOnDemand.*|TestPrefetchStorm", "|TestMayBlockMemory.*"
 	}
 	for _, mode := range []modetest.Mode{modetest.NoUserfault, modetest.OldKernel, modetest.Unprivileged} {
 		which := tests

@@ -227,7 +227,7 @@ func TestOnDemandStormOfHoles(t *testing.T) {
 							break
 						}
 						// A short one waits beside its completion, and finds out when that is polled.
-						if wc := b.wait(); n <= queue.MaxLate && wc.Status == ib.WCLocProtErr {
+						if wc := b.wait(); n <= queue.MaxInlineData && wc.Status == ib.WCLocProtErr {
 							again(a, b)
 						} else if wc.Status != ib.WCSuccess {
 							t.Fatalf("the receive of %d bytes: %v", n, wc.Status)

@@ -348,7 +348,7 @@ func TestFlushMany(t *testing.T) {
 	onLinks(t, func(t *testing.T, a, b *end) {
 		_, mr := mappedFile(t, b, 64<<10, ib.AccessLocalWrite|ib.AccessRemoteWrite|ib.AccessFlush)
 		var wg sync.WaitGroup
-		for i := range slowWorkers + 8 {
+		for i := range maxWorkers + 8 {
 			c, d := connected(t, a.dev, b.dev, ib.RC, 4096, nil)
 			_, own := mappedFile(t, d, 8<<10, ib.AccessLocalWrite|ib.AccessFlush)
 			c.pause = virtualPause

@@ -36,7 +36,7 @@ type progress struct {
 	}
 	_ [64]byte
 
-	stalled struct {
+	heldQPs struct {
 		sync.Mutex       // guards list
 		list       []*QP // hold trains until the link is less busy
 	}

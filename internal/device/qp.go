@@ -23,10 +23,10 @@ type QP struct {
 	recv   *recvQueue // nil with a shared queue, and for XRC
 	number uint32
 
-	tx      atomic.Int32 // the transmit token, see transmit.go
-	train   *train.Train // of the token's holder, for exchange
-	stalled atomic.Bool  // there are answers among the held trains
-	listed  bool         // in the device's list of stalled queue pairs, whose lock guards it
+	tx          atomic.Int32 // the transmit token, see transmit.go
+	train       *train.Train // of the token's holder, for exchange
+	heldAnswers atomic.Bool  // there are answers among the held trains
+	listed      bool         // in the device's list of stalled queue pairs, whose lock guards it
 
 	// Trains that the link is too busy for; all of it belongs to the token's holder.
 	held       *batch
@@ -43,9 +43,9 @@ type QP struct {
 	opens  int        // guarded by dev.mu: of an XRC target, how often it is open
 
 	target *target // an XRC target whose domain other processes may have open; or nil
-	twin   *twin   // the twin of such a target of another process; or nil
+	proxy  *proxy  // the twin of such a target of another process; or nil
 
-	working [qp.NumLanes]atomic.Bool // a worker is at its slow work, or about to be
+	working [qp.NumWorkKinds]atomic.Bool // a worker is at its slow work, or about to be
 
 	mu     sync.Mutex // guards core; held only for steps that never wait
 	core   *qp.QP
@@ -54,9 +54,9 @@ type QP struct {
 	near   *QP    // guarded by mu: the queue pair that neighbour found last; perhaps it is closed
 	nearAt uint64 // guarded by mu: how often both had been modified when they were found to be joined; 0: they were not
 
-	heldUntil qp.Time // guarded by mu: how long the first held train may wait, if it is a datagram; or 0
-	heldLate  bool    // guarded by mu: and it has
-	heldRetry qp.Time // guarded by mu: when to try the held trains again, on a link that does not tell; or 0
+	heldUntil   qp.Time // guarded by mu: how long the first held train may wait, if it is a datagram; or 0
+	heldExpired bool    // guarded by mu: and it has
+	heldRetry   qp.Time // guarded by mu: when to try the held trains again, on a link that does not tell; or 0
 
 	grants []*grant // guarded by mu: how the peer accesses our memory by itself
 	barred int      // guarded by mu: how many calls keep new ones from being given
@@ -291,7 +291,7 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 	now := q.dev.now()
 	owed, rest := q.exchange(now)
 	q.mu.Unlock()
-	owed.settle()
+	owed.pay()
 	if rest {
 		q.dev.posts.Add(1)
 		q.dev.transmit(q, now)

@@ -75,7 +75,7 @@ func (r *receiver) flush() {
 // the answer can go.
 func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due, patient bool) {
 	if q.target != nil {
-		if passed, f, due := q.passOn(t, now); passed {
+		if passed, f, due := q.forward(t, now); passed {
 			return f, due, false
 		}
 	}
@@ -101,7 +101,7 @@ func (q *QP) executedLocked() {
 	}
 	q.dev.rearmLocked(q)
 	if slow := q.core.WantsWork(); slow != 0 {
-		q.dev.slowly(q, slow)
+		q.dev.deferWork(q, slow)
 	}
 	if q.mover || q.core.Moving() {
 		q.dev.moveLocked(q)
@@ -133,7 +133,7 @@ func (q *QP) conversesLocked(t *train.Train) bool {
 func (d *Device) finishAnswers(q *QP) {
 	for range 1000 { // somebody else may be about to send them
 		q.mu.Lock()
-		due := q.core.Answering() || q.stalled.Load()
+		due := q.core.Answering() || q.heldAnswers.Load()
 		q.mu.Unlock()
 		if !due {
 			return
@@ -150,7 +150,7 @@ func (d *Device) answer(q *QP, now qp.Time) {
 	if p := q.peer.Load(); p != nil {
 		d.runWaiting(p, now)
 	}
-	if q.twin != nil {
-		q.offerTurn()
+	if q.proxy != nil {
+		q.offerHandoff()
 	}
 }

@@ -31,7 +31,7 @@ func nth(lost map[wire.Opcode][]int) func(link.Hop, []byte) link.Verdict {
 				return link.Discard
 			}
 		}
-		return link.Pass
+		return link.Deliver
 	}
 }
 
@@ -85,7 +85,7 @@ func TestReadSourceVanishesMidway(t *testing.T) {
 					}
 					responses++
 				}
-				return link.Pass
+				return link.Deliver
 			}}, nil)
 			var a *end
 			a, b = connected(t, devs[0], devs[1], ib.RC, 128<<10, func(e *end) { e.pause = virtualPause })

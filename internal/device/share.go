@@ -25,7 +25,7 @@ var _ [link.MaxNeighbours]struct{} = [host.MaxProcesses]struct{}{}
 
 // openShared opens the link of a device that other processes may have open too.
 // alone wants an address that nobody has.
-func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.Tap, dev *lateDevice) (*link.Shared, *host.Member, error) {
+func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.Tap, dev *futureDevice) (*link.Shared, *host.Member, error) {
 	var m *host.Member
 	ready := make(chan struct{}) // closed when the link knows its processes
 	s, err := link.OpenShared(&link.SharedConfig{
@@ -45,7 +45,7 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 			d := dev.Load()
 			return d != nil && d.offer(t, via)
 		},
-		Granted: func(qpn, remote uint32, l *link.Lane) {
+		Granted: func(qpn, remote uint32, l *link.PeerGrant) {
 			if d := dev.Load(); d != nil {
 				d.granted(qpn, remote, l)
 			}

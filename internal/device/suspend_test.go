@@ -184,7 +184,7 @@ func TestMovingMemory(t *testing.T) {
 // queue pairs do than there are workers; and a queue pair that is closed meanwhile, or a
 // region that is revoked, ends the wait.
 func TestSuspendedKeepsNobodyWaiting(t *testing.T) {
-	const many = slowWorkers + 8
+	const many = maxWorkers + 8
 	x, y := openDevice(t, provider.Config{Link: linkUDP}), openDevice(t, provider.Config{Link: linkUDP})
 	var as, bs [many]*end
 	for i := range as {
@@ -223,7 +223,7 @@ func TestSuspendedKeepsNobodyWaiting(t *testing.T) {
 // letGo lets it go on. key is that of b's region.
 func stuckInside(t *testing.T) (a, b *end, letGo func()) {
 	t.Helper()
-	a, b = byLanes(t, 4096)
+	a, b = byGrants(t, 4096)
 	closeAll(t, b.mr)
 	b.mr = must[provider.MR](t)(b.pd.RegMR(b.buf, allRemote|ib.AccessRemoteInvalidate))
 	a.warm(b)

@@ -164,7 +164,7 @@ func (d *Device) fireTimers() time.Duration {
 		q.armed = 0
 		q.core.Tick(now)
 		if q.heldUntil != 0 && q.heldUntil <= now {
-			q.heldUntil, q.heldLate = 0, true
+			q.heldUntil, q.heldExpired = 0, true
 		}
 		if q.heldRetry <= now {
 			q.heldRetry = 0

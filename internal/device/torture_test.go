@@ -27,7 +27,7 @@ type hall struct {
 	srq   provider.SRQ
 	mr    provider.MR
 	buf   []byte
-	lanes []*lane
+	conns []*trafficConn
 	byQPN sync.Map // QPN → *lane
 
 	// polling is held from a poll until its completions are checked: otherwise
@@ -40,7 +40,7 @@ type hall struct {
 }
 
 // lane is one queue pair of a hall, driven by one goroutine.
-type lane struct {
+type trafficConn struct {
 	*end
 	index int
 	out   atomic.Int64  // requests outstanding
@@ -51,29 +51,29 @@ type lane struct {
 }
 
 const (
-	tortureLanes = 8
-	laneBytes    = 48 << 10
-	laneDeep     = 16
+	tortureConns = 8
+	connBytes    = 48 << 10
+	connDeep     = 16
 	letterBytes  = 64
 	srqDeep      = 256
 )
 
 func newHall(t testing.TB, dev *Device) *hall {
 	t.Helper()
-	h := &hall{t: t, dev: dev, buf: make([]byte, tortureLanes*laneBytes+srqDeep*letterBytes+8)}
+	h := &hall{t: t, dev: dev, buf: make([]byte, tortureConns*connBytes+srqDeep*letterBytes+8)}
 	h.pd = must[provider.PD](t)(dev.AllocPD())
 	h.cq = must[provider.CQ](t)(dev.CreateCQ(4096, nil))
 	h.mr = must[provider.MR](t)(h.pd.RegMR(h.buf, allRemote))
 	h.srq = must[provider.SRQ](t)(h.pd.CreateSRQ(provider.SRQConfig{MaxWR: srqDeep, MaxSGE: 1}))
 	t.Cleanup(func() { closeAll(t, h.srq, h.mr, h.cq, h.pd) })
-	for i := range tortureLanes {
+	for i := range tortureConns {
 		e := &end{t: t, dev: dev, pd: h.pd, cq: h.cq, mr: h.mr, buf: h.buf, psn: uint32(i) << 20, mtu: ib.MTU4096,
 			timeout: 17, retries: 7, rnrRetries: 7, rd: 8}
 		e.qp = must[provider.QP](t)(h.pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: h.cq, RecvCQ: h.cq, SRQ: h.srq,
-			Cap: ib.QPCap{MaxSendWR: laneDeep, MaxSendSGE: 1, MaxInlineData: letterBytes}}))
+			Cap: ib.QPCap{MaxSendWR: connDeep, MaxSendSGE: 1, MaxInlineData: letterBytes}}))
 		t.Cleanup(func() { closeAll(t, e.qp) })
-		l := &lane{end: e, index: i}
-		h.lanes = append(h.lanes, l)
+		l := &trafficConn{end: e, index: i}
+		h.conns = append(h.conns, l)
 		h.byQPN.Store(e.qp.Number(), l)
 	}
 	for i := range srqDeep {
@@ -82,11 +82,11 @@ func newHall(t testing.TB, dev *Device) *hall {
 	return h
 }
 
-func (h *hall) letterAt(i uint64) int { return tortureLanes*laneBytes + int(i)*letterBytes }
+func (h *hall) letterAt(i uint64) int { return tortureConns*connBytes + int(i)*letterBytes }
 func (h *hall) wordAt() int           { return len(h.buf) - 8 }
 
 func (h *hall) repost(i uint64) {
-	l := h.lanes[0]
+	l := h.conns[0]
 	if _, err := h.srq.PostRecv([]ib.RecvWR{{ID: recvID + i, SGL: l.sge(h.letterAt(i), letterBytes)}}); err != nil {
 		h.t.Errorf("receive %d: %v", i, err)
 	}
@@ -94,7 +94,7 @@ func (h *hall) repost(i uint64) {
 
 // drive posts requests on a lane and takes completions, of whichever lane, until
 // it is told to stop and its own are done.
-func (h *hall) drive(l *lane, peer *hall, seed uint64, stop *atomic.Bool) {
+func (h *hall) drive(l *trafficConn, peer *hall, seed uint64, stop *atomic.Bool) {
 	rng := rand.New(rand.NewPCG(seed, uint64(l.index)))
 	var deadline time.Time // for what is outstanding when it is told
 	for !h.t.Failed() {
@@ -108,7 +108,7 @@ func (h *hall) drive(l *lane, peer *hall, seed uint64, stop *atomic.Bool) {
 			h.t.Errorf("lane %d: %d requests outstanding", l.index, l.out.Load())
 			return
 		}
-		for !stop.Load() && l.out.Load() < laneDeep/2 {
+		for !stop.Load() && l.out.Load() < connDeep/2 {
 			var wrs [4]ib.SendWR
 			n := 1 + rng.IntN(len(wrs))
 			for i := range n {
@@ -127,17 +127,17 @@ func (h *hall) drive(l *lane, peer *hall, seed uint64, stop *atomic.Bool) {
 }
 
 // draw makes the next request of a lane.
-func (h *hall) draw(l *lane, peer *hall, rng *rand.Rand) ib.SendWR {
+func (h *hall) draw(l *trafficConn, peer *hall, rng *rand.Rand) ib.SendWR {
 	size := 1 << rng.IntN(15)
-	at := l.index * laneBytes
+	at := l.index * connBytes
 	wr := ib.SendWR{ID: l.next, Flags: ib.SendSignaled, SGL: l.sge(at, size), RKey: peer.mr.RKey(),
-		RemoteAddr: peer.mr.Addr() + uint64(at+rng.IntN(laneBytes-size+1))}
+		RemoteAddr: peer.mr.Addr() + uint64(at+rng.IntN(connBytes-size+1))}
 	l.next++
 	switch rng.IntN(5) {
 	case 0:
 		wr.Op = ib.OpRDMAWrite
 	case 1:
-		wr.Op, wr.SGL = ib.OpRDMARead, l.sge(at+laneBytes/2, size)
+		wr.Op, wr.SGL = ib.OpRDMARead, l.sge(at+connBytes/2, size)
 	case 2:
 		wr.Op, wr.SGL = ib.OpAtomicFetchAdd, l.sge(at, 8)
 		wr.CompareAdd, wr.RemoteAddr = uint64(1+rng.IntN(9)), peer.mr.Addr()+uint64(peer.wordAt())
@@ -172,7 +172,7 @@ func (h *hall) take(wc *ib.WC) {
 		h.t.Errorf("completion %+v: %v", *wc, wc.Err())
 		return
 	}
-	l := v.(*lane)
+	l := v.(*trafficConn)
 	if wc.ID < recvID {
 		if want := l.done.Add(1) - 1; wc.ID != want {
 			h.t.Errorf("lane %d: completion of %d, want %d", l.index, wc.ID, want)
@@ -215,15 +215,15 @@ func torture(t *testing.T, d time.Duration) {
 				x.loopback, y.loopback = false, false
 			}
 			a, b := newHall(t, x), newHall(t, y)
-			for i := range tortureLanes {
-				a.lanes[i].connect(b.lanes[i].end)
-				b.lanes[i].connect(a.lanes[i].end)
+			for i := range tortureConns {
+				a.conns[i].connect(b.conns[i].end)
+				b.conns[i].connect(a.conns[i].end)
 			}
 			var stop atomic.Bool
 			var wg sync.WaitGroup
-			for i := range tortureLanes {
-				wg.Go(func() { a.drive(a.lanes[i], b, seed, &stop) })
-				wg.Go(func() { b.drive(b.lanes[i], a, seed+1, &stop) })
+			for i := range tortureConns {
+				wg.Go(func() { a.drive(a.conns[i], b, seed, &stop) })
+				wg.Go(func() { b.drive(b.conns[i], a, seed+1, &stop) })
 			}
 			time.Sleep(d)
 			stop.Store(true)
@@ -235,9 +235,9 @@ func torture(t *testing.T, d time.Duration) {
 			for _, two := range [][2]*hall{{a, b}, {b, a}} {
 				h, o := two[0], two[1]
 				said := uint64(0)
-				for i, l := range h.lanes {
+				for i, l := range h.conns {
 					said += l.said
-					if got := o.lanes[i].heard.Load(); got != l.said {
+					if got := o.conns[i].heard.Load(); got != l.said {
 						t.Errorf("lane %d: %d messages arrived of %d", i, got, l.said)
 					}
 				}

@@ -144,7 +144,7 @@ func (d *Device) drain(q *QP, now qp.Time) bool {
 		}
 		copied := q.core.TakeShortcut()
 		bytes += copied
-		stalled, use := q.core.Stalled(), q.peer.Load()
+		stalled, use := q.core.StalledOnCredits(), q.peer.Load()
 		q.executedLocked()
 		q.mu.Unlock()
 		if stalled {
@@ -195,7 +195,7 @@ func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) (left []*train.Trai
 // nor requests for answers.
 func (d *Device) sendRest(q *QP, ts []*train.Train, fault mem.Fault, busy bool, now qp.Time) (left []*train.Train, ok bool) {
 	var owed debt
-	defer owed.settle()
+	defer owed.pay()
 	var stays [2]bool // requests, answers
 	ok = true
 	for len(ts) > 0 {
@@ -307,7 +307,7 @@ func (q *QP) notSent(ts []*train.Train) {
 // wait now.
 func (d *Device) hold(q *QP, b *batch, left []*train.Train, until qp.Time) {
 	q.held, q.heldLeft = b, left
-	q.stalled.Store(slices.ContainsFunc(left, (*train.Train).IsAnswer))
+	q.heldAnswers.Store(slices.ContainsFunc(left, (*train.Train).IsAnswer))
 	own := isOwn(left[0].Flow) // who takes those may not be able to tell
 	if datagram := left[0].Transport == wire.UD; datagram || d.freer == nil || own {
 		now := d.now()
@@ -327,12 +327,12 @@ func (d *Device) hold(q *QP, b *batch, left []*train.Train, until qp.Time) {
 	if d.freer == nil {
 		return
 	}
-	d.stalled.Lock()
+	d.heldQPs.Lock()
 	if !q.listed {
 		q.listed = true
-		d.stalled.list = append(d.stalled.list, q)
+		d.heldQPs.list = append(d.heldQPs.list, q)
 	}
-	d.stalled.Unlock()
+	d.heldQPs.Unlock()
 	if q.heldAt != d.freer.Frees() {
 		d.later(q)
 	}
@@ -344,11 +344,11 @@ func (d *Device) hold(q *QP, b *batch, left []*train.Train, until qp.Time) {
 func (d *Device) sendHeld(q *QP, now qp.Time) bool {
 	b, ts := q.held, q.heldLeft
 	q.held, q.heldLeft = nil, nil
-	q.stalled.Store(false)
+	q.heldAnswers.Store(false)
 	q.mu.Lock()
 	state, resets := q.core.State(), q.core.Resets()
-	until, late := q.heldUntil, q.heldLate
-	q.heldUntil, q.heldLate, q.heldRetry = 0, false, 0
+	until, late := q.heldUntil, q.heldExpired
+	q.heldUntil, q.heldExpired, q.heldRetry = 0, false, 0
 	q.mu.Unlock()
 	live := ts[:0]
 	for _, t := range ts {
@@ -357,11 +357,11 @@ func (d *Device) sendHeld(q *QP, now qp.Time) bool {
 		}
 	}
 	if late && len(live) > 0 {
-		live[0].Late = true
+		live[0].Expired = true
 	}
 	q.heldAt = d.frees()
-	left, _ := d.send(q, live, now)    // if one could not be read, the queue pair has heard of it
-	if len(left) > 0 && left[0].Late { // the link has not dropped it, as it might have
+	left, _ := d.send(q, live, now)       // if one could not be read, the queue pair has heard of it
+	if len(left) > 0 && left[0].Expired { // the link has not dropped it, as it might have
 		q.sent(left[:1], now)
 		if left = left[1:]; len(left) > 0 {
 			left, _ = d.send(q, left, now)
@@ -396,13 +396,13 @@ func (d *Device) frees() uint64 {
 
 // resume lets the queue pairs go on that were stalled.
 func (d *Device) resume() {
-	d.stalled.Lock()
-	list := d.stalled.list
-	d.stalled.list = nil
+	d.heldQPs.Lock()
+	list := d.heldQPs.list
+	d.heldQPs.list = nil
 	for _, q := range list {
 		q.listed = false
 	}
-	d.stalled.Unlock()
+	d.heldQPs.Unlock()
 	for _, q := range list {
 		d.later(q)
 	}

@@ -37,34 +37,34 @@ import (
 
 // target is what a target in a named domain needs; the queue pair's lock guards it.
 type target struct {
-	domain host.Domain
-	away   int    // the process that has the turn; here: this one
-	turn   uint32 // counts the turns that were given away
-	sent   uint32 // trains sent along with this one
-	missed bool   // requests for others came meanwhile
-	given  []int  // processes that have a twin
+	domain  host.Domain
+	away    int    // the process that has the turn; here: this one
+	handoff uint32 // counts the turns that were given away
+	sent    uint32 // trains sent along with this one
+	missed  bool   // requests for others came meanwhile
+	given   []int  // processes that have a twin
 }
 
 const here = -1
 
 // say says something to another process.
-func (d *Device) say(process int, w *words, t *train.Train) (bool, mem.Fault) {
+func (d *Device) say(process int, w *controlMessage, t *train.Train) (bool, mem.Fault) {
 	s, ok := d.link.(*link.Shared)
 	if !ok {
 		return false, mem.Fault{}
 	}
-	var b [longWords]byte
-	return s.Say(process, w.append(b[:0]), t)
+	var b [longControl]byte
+	return s.SendControl(process, w.append(b[:0]), t)
 }
 
 // passOn deals with a request that another process executes, or has to wait for. It
 // reports whether the request is such a one; due is as for receive.
-func (q *QP) passOn(t *train.Train, now qp.Time) (passed bool, f mem.Fault, due bool) {
+func (q *QP) forward(t *train.Train, now qp.Time) (passed bool, f mem.Fault, due bool) {
 	process, known := q.dev.member.Find(t.SRQ)
 	own := !known || process == q.dev.member.Slot()
 	q.mu.Lock()
 	to := q.routeLocked(t, process, own)
-	turn, holder := q.target.turn, q.target.away
+	turn, holder := q.target.handoff, q.target.away
 	switch to {
 	case toHolder:
 		q.target.sent++
@@ -76,11 +76,11 @@ func (q *QP) passOn(t *train.Train, now qp.Time) (passed bool, f mem.Fault, due 
 	case toHolder:
 		f = q.sendMore(process, turn, t)
 	case toFormerHolder:
-		_, f = q.dev.say(process, &words{kind: saysMore, qpn: q.number, turn: 0}, t)
+		_, f = q.dev.say(process, &controlMessage{kind: ctlMore, qpn: q.number, handoff: 0}, t)
 	case afterRecall:
-		q.recallTurn(holder, turn)
-	case withTurn:
-		f, due = q.giveTurn(process, t, now)
+		q.recallHandoff(holder, turn)
+	case withHandoff:
+		f, due = q.handOff(process, t, now)
 	}
 	return to != executeHere, f, due
 }
@@ -93,7 +93,7 @@ const (
 	toHolder             // to the process that has the turn: its queue is named
 	toFormerHolder       // a repetition, to the process that executed the request
 	afterRecall          // nowhere: the peer repeats it when the turn is back
-	withTurn             // to the process whose queue is named, which gets the turn
+	withHandoff          // to the process whose queue is named, which gets the turn
 )
 
 // routeLocked decides where a request goes that names a queue of a process. own: that
@@ -115,7 +115,7 @@ func (q *QP) routeLocked(t *train.Train, process int, own bool) route {
 	case t.PSN.Sub(expected) > 0:
 		return executeHere // which finds that a request before it is missing
 	default:
-		return withTurn
+		return withHandoff
 	}
 }
 
@@ -123,31 +123,31 @@ func (q *QP) routeLocked(t *train.Train, process int, own bool) route {
 // lost, as on any network: that process waits for it, or it offers the turn, and then
 // the peer is told to send again.
 func (q *QP) sendMore(process int, turn uint32, t *train.Train) mem.Fault {
-	ok, f := q.dev.say(process, &words{kind: saysMore, qpn: q.number, turn: turn}, t)
+	ok, f := q.dev.say(process, &controlMessage{kind: ctlMore, qpn: q.number, handoff: turn}, t)
 	if ok {
 		return f
 	}
-	far := t.Payload.Far != nil
+	far := t.Payload.Ref != nil
 	q.mu.Lock()
-	if g := q.target; g.turn == turn && g.away == process {
+	if g := q.target; g.handoff == turn && g.away == process {
 		g.sent--
 		g.missed = true
 	}
 	q.mu.Unlock()
-	q.recallTurn(process, turn)
+	q.recallHandoff(process, turn)
 	if far {
 		return mem.Fault{} // the sender need not know: it will send again
 	}
 	return f
 }
 
-// recallTurn asks the process that has the turn for an offer.
-func (q *QP) recallTurn(process int, turn uint32) {
-	_, _ = q.dev.say(process, &words{kind: saysRecall, qpn: q.number, turn: turn}, nil) // if that is lost, the peer will ask
+// recallHandoff asks the process that has the turn for an offer.
+func (q *QP) recallHandoff(process int, turn uint32) {
+	_, _ = q.dev.say(process, &controlMessage{kind: ctlRecall, qpn: q.number, handoff: turn}, nil) // if that is lost, the peer will ask
 }
 
-// giveTurn gives the turn to a process, with a train.
-func (q *QP) giveTurn(process int, t *train.Train, now qp.Time) (f mem.Fault, due bool) {
+// handOff gives the turn to a process, with a train.
+func (q *QP) handOff(process int, t *train.Train, now qp.Time) (f mem.Fault, due bool) {
 	d := q.dev
 	q.mu.Lock()
 	between := q.core.Between()
@@ -162,15 +162,15 @@ func (q *QP) giveTurn(process int, t *train.Train, now qp.Time) (f mem.Fault, du
 		q.mu.Unlock()
 		return f, true
 	}
-	g.turn++
-	if g.turn == 0 {
-		g.turn = 1
+	g.handoff++
+	if g.handoff == 0 {
+		g.handoff = 1
 	}
 	g.away, g.sent, g.missed = process, 1, false
 	if !slices.Contains(g.given, process) {
 		g.given = append(g.given, process)
 	}
-	w := words{kind: saysTurn, qpn: q.number, turn: g.turn, stand: q.core.GiveTurn(), domain: g.domain, attr: q.core.Query()}
+	w := controlMessage{kind: ctlHandoff, qpn: q.number, handoff: g.handoff, stand: q.core.HandOff(), domain: g.domain, attr: q.core.Query()}
 	q.mu.Unlock()
 
 	ok, f := d.say(process, &w, t)
@@ -179,49 +179,49 @@ func (q *QP) giveTurn(process int, t *train.Train, now qp.Time) (f mem.Fault, du
 	}
 	q.mu.Lock()
 	g.away = here
-	q.core.TakeTurn(w.stand)
+	q.core.TakeOver(w.stand)
 	q.core.Unread()
 	q.mu.Unlock()
 	return f, true
 }
 
 // Aside takes what another process says.
-func (r *receiver) Aside(process int, b []byte, t *train.Train) {
-	var w words
-	if !w.parse(b) || (t != nil) != (w.kind == saysTurn || w.kind == saysMore) {
+func (r *receiver) Control(process int, b []byte, t *train.Train) {
+	var w controlMessage
+	if !w.parse(b) || (t != nil) != (w.kind == ctlHandoff || w.kind == ctlMore) {
 		r.Drop(link.DropOther)
 		return
 	}
 	if r.now == 0 {
 		r.now = r.dev.now()
 	}
-	if w.kind == saysOffer {
+	if w.kind == ctlOffer {
 		r.takeOffer(process, &w)
 		return
 	}
-	k := twinKey{process, w.qpn}
-	switch q := r.dev.twins.get(k); {
-	case w.kind == saysEnd:
-		r.dev.endTwin(k)
-	case w.kind == saysTurn && (q == nil || q.twin.attr != twinAttr(&w.attr)):
-		r.dev.makeTwin(k, &w)
+	k := proxyKey{process, w.qpn}
+	switch q := r.dev.proxies.get(k); {
+	case w.kind == ctlEnd:
+		r.dev.endProxy(k)
+	case w.kind == ctlHandoff && (q == nil || q.proxy.attr != proxyAttr(&w.attr)):
+		r.dev.makeProxy(k, &w)
 	case q == nil: // it is being made, or gone
 	default:
 		r.touched = append(r.touched, q) // to answer, and to offer the turn
 		q.mu.Lock()
-		q.twin.offered = false
+		q.proxy.offered = false
 		switch {
-		case w.kind == saysTurn:
-			q.twin.turn, q.twin.got = w.turn, 1
+		case w.kind == ctlHandoff:
+			q.proxy.handoff, q.proxy.got = w.handoff, 1
 			q.core.SetDomain(r.dev.domainOf(w.domain))
-			q.core.TakeTurn(w.stand)
-		case w.turn == q.twin.turn && w.kind == saysMore:
-			q.twin.got++
-		case w.turn == q.twin.turn: // recall
+			q.core.TakeOver(w.stand)
+		case w.handoff == q.proxy.handoff && w.kind == ctlMore:
+			q.proxy.got++
+		case w.handoff == q.proxy.handoff: // recall
 			if !q.core.Between() {
 				q.core.Unread()
 			}
-		case w.turn != 0:
+		case w.handoff != 0:
 			t = nil // of a turn that is over
 		}
 		q.mu.Unlock()
@@ -232,7 +232,7 @@ func (r *receiver) Aside(process int, b []byte, t *train.Train) {
 }
 
 // takeOffer takes the turn back.
-func (r *receiver) takeOffer(process int, w *words) {
+func (r *receiver) takeOffer(process int, w *controlMessage) {
 	q := r.dev.qps.Get(w.qpn)
 	if q == nil || q.target == nil {
 		return
@@ -241,9 +241,9 @@ func (r *receiver) takeOffer(process int, w *words) {
 	g := q.target
 	failed := ib.EventType(0)
 	due := false
-	if g.away == process && g.turn == w.turn && (g.sent == w.count || w.lost || w.failed != 0) {
+	if g.away == process && g.handoff == w.handoff && (g.sent == w.count || w.lost || w.failed != 0) {
 		g.away = here
-		q.core.TakeTurn(w.stand)
+		q.core.TakeOver(w.stand)
 		if failed = w.failed; failed != 0 {
 			_ = q.core.Modify(&ib.QPAttr{State: ib.QPErr}, ib.QPMaskState, nil, r.now) // from every state
 		} else if g.missed || w.lost {
@@ -264,8 +264,8 @@ func (r *receiver) takeOffer(process int, w *words) {
 // Parted deals with the end of a process.
 func (r *receiver) Parted(process int) {
 	d := r.dev
-	for _, k := range d.twins.of(process) {
-		d.endTwin(k)
+	for _, k := range d.proxies.of(process) {
+		d.endProxy(k)
 	}
 	for _, q := range d.qps.All() {
 		if q.target == nil {
@@ -296,43 +296,43 @@ func (q *QP) endTurns() {
 	q.target.given, q.target.away, q.target.missed = nil, here, false
 	q.mu.Unlock()
 	for _, p := range given {
-		_, _ = q.dev.say(p, &words{kind: saysEnd, qpn: q.number}, nil) // it may have gone, or forgets when this process does
+		_, _ = q.dev.say(p, &controlMessage{kind: ctlEnd, qpn: q.number}, nil) // it may have gone, or forgets when this process does
 	}
 }
 
 // twin is what the twin of another process's target needs; the queue pair's lock
 // guards what changes.
-type twin struct {
-	key     twinKey
+type proxy struct {
+	key     proxyKey
 	attr    ib.QPAttr // what it was made with
-	turn    uint32
+	handoff uint32
 	got     uint32
 	failed  ib.EventType
 	offered bool
 }
 
-type twinKey struct {
+type proxyKey struct {
 	process int
 	qpn     uint32
 }
 
 // twins are the twins of a device.
-type twins struct {
+type proxies struct {
 	mu     sync.Mutex // guards what follows
-	byKey  map[twinKey]*QP
-	making map[twinKey]bool
+	byKey  map[proxyKey]*QP
+	making map[proxyKey]bool
 	closed bool
 	wg     sync.WaitGroup // those that make and end them
 }
 
-func (s *twins) get(k twinKey) *QP {
+func (s *proxies) get(k proxyKey) *QP {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.byKey[k]
 }
 
 // of returns those of a process.
-func (s *twins) of(process int) (keys []twinKey) {
+func (s *proxies) of(process int) (keys []proxyKey) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for k := range s.byKey {
@@ -348,37 +348,37 @@ func (s *twins) of(process int) (keys []twinKey) {
 	return keys
 }
 
-func twinAttr(a *ib.QPAttr) ib.QPAttr {
+func proxyAttr(a *ib.QPAttr) ib.QPAttr {
 	return ib.QPAttr{Access: a.Access, PathMTU: a.PathMTU, DestQPN: a.DestQPN, MinRNRTimer: a.MinRNRTimer, MaxDestRDAtomic: a.MaxDestRDAtomic, AV: a.AV}
 }
 
-// makeTwin makes a twin. That may take its time, to find the way to the peer: who
+// makeProxy makes a twin. That may take its time, to find the way to the peer: who
 // has the turn meanwhile has lost a train.
-func (d *Device) makeTwin(k twinKey, w *words) {
-	d.endTwin(k) // one that has become different
+func (d *Device) makeProxy(k proxyKey, w *controlMessage) {
+	d.endProxy(k) // one that has become different
 	first := *w
-	d.twins.mu.Lock()
-	defer d.twins.mu.Unlock()
-	if d.twins.closed || d.twins.making[k] {
+	d.proxies.mu.Lock()
+	defer d.proxies.mu.Unlock()
+	if d.proxies.closed || d.proxies.making[k] {
 		return
 	}
-	if d.twins.making == nil {
-		d.twins.making, d.twins.byKey = make(map[twinKey]bool), make(map[twinKey]*QP)
+	if d.proxies.making == nil {
+		d.proxies.making, d.proxies.byKey = make(map[proxyKey]bool), make(map[proxyKey]*QP)
 	}
-	d.twins.making[k] = true
-	d.twins.wg.Go(func() {
-		offer := words{kind: saysOffer, qpn: k.qpn, turn: first.turn, stand: first.stand, lost: true}
-		q, err := d.newTwin(k, &first)
+	d.proxies.making[k] = true
+	d.proxies.wg.Go(func() {
+		offer := controlMessage{kind: ctlOffer, qpn: k.qpn, handoff: first.handoff, stand: first.stand, lost: true}
+		q, err := d.newProxy(k, &first)
 		if err != nil {
 			offer.failed = ib.EventQPFatal
 		}
-		d.twins.mu.Lock()
-		wanted := d.twins.making[k] && !d.twins.closed
-		delete(d.twins.making, k)
+		d.proxies.mu.Lock()
+		wanted := d.proxies.making[k] && !d.proxies.closed
+		delete(d.proxies.making, k)
 		if wanted && q != nil {
-			d.twins.byKey[k] = q
+			d.proxies.byKey[k] = q
 		}
-		d.twins.mu.Unlock()
+		d.proxies.mu.Unlock()
 		if !wanted {
 			if q != nil {
 				_ = q.Close() // it never fails
@@ -389,12 +389,12 @@ func (d *Device) makeTwin(k twinKey, w *words) {
 	})
 }
 
-// newTwin makes the queue pair.
-func (d *Device) newTwin(k twinKey, w *words) (*QP, error) {
-	q := &QP{dev: d, owner: nobody{}, timerIndex: -1, number: k.qpn, twin: &twin{key: k, attr: twinAttr(&w.attr), turn: w.turn, offered: true}}
+// newProxy makes the queue pair.
+func (d *Device) newProxy(k proxyKey, w *controlMessage) (*QP, error) {
+	q := &QP{dev: d, owner: nobody{}, timerIndex: -1, number: k.qpn, proxy: &proxy{key: k, attr: proxyAttr(&w.attr), handoff: w.handoff, offered: true}}
 	q.core = qp.New(qp.Config{Type: ib.XRCRecv, Number: k.qpn, XRC: qp.XRC{Domain: d.domainOf(w.domain), Find: d.findSRQ},
-		Table: d.table, Event: q.twinEvent, Stopped: d.giveUpFetches})
-	a := twinAttr(&w.attr)
+		Table: d.table, Event: q.proxyEvent, Stopped: d.giveUpFetches})
+	a := proxyAttr(&w.attr)
 	a.Port, a.State = 1, ib.QPInit
 	err := q.core.Modify(&a, ib.QPMaskState|ib.QPMaskPort|ib.QPMaskPKeyIndex|ib.QPMaskAccess, nil, d.now())
 	if err != nil {
@@ -414,7 +414,7 @@ func (d *Device) newTwin(k twinKey, w *words) (*QP, error) {
 		return nil, err
 	}
 	q.peer.Store(use)
-	q.core.TakeTurn(w.stand)
+	q.core.TakeOver(w.stand)
 	d.counters.add(q)
 	return q, nil
 }
@@ -424,47 +424,47 @@ type nobody struct{}
 
 func (nobody) unuse(*int) {}
 
-// twinEvent is for the process that has the target.
-func (q *QP) twinEvent(t ib.EventType) {
-	if t != ib.EventCommEst && q.twin.failed == 0 {
-		q.twin.failed = t
+// proxyEvent is for the process that has the target.
+func (q *QP) proxyEvent(t ib.EventType) {
+	if t != ib.EventCommEst && q.proxy.failed == 0 {
+		q.proxy.failed = t
 	}
 }
 
-// endTwin forgets a twin.
-func (d *Device) endTwin(k twinKey) {
-	d.twins.mu.Lock()
-	defer d.twins.mu.Unlock()
-	delete(d.twins.making, k)
-	q := d.twins.byKey[k]
-	delete(d.twins.byKey, k)
-	if q != nil && !d.twins.closed {
-		d.twins.wg.Go(func() { _ = q.Close() }) // it never fails
+// endProxy forgets a twin.
+func (d *Device) endProxy(k proxyKey) {
+	d.proxies.mu.Lock()
+	defer d.proxies.mu.Unlock()
+	delete(d.proxies.making, k)
+	q := d.proxies.byKey[k]
+	delete(d.proxies.byKey, k)
+	if q != nil && !d.proxies.closed {
+		d.proxies.wg.Go(func() { _ = q.Close() }) // it never fails
 	}
 }
 
-// closeTwins ends them all, and waits for it.
-func (d *Device) closeTwins() {
-	d.twins.mu.Lock()
-	d.twins.closed = true
-	all := d.twins.byKey
-	d.twins.byKey = nil
-	d.twins.mu.Unlock()
+// closeProxies ends them all, and waits for it.
+func (d *Device) closeProxies() {
+	d.proxies.mu.Lock()
+	d.proxies.closed = true
+	all := d.proxies.byKey
+	d.proxies.byKey = nil
+	d.proxies.mu.Unlock()
 	for _, q := range all {
 		_ = q.Close() // it never fails
 	}
-	d.twins.wg.Wait()
+	d.proxies.wg.Wait()
 }
 
-// offerTurn offers the turn back when nothing is left to do.
-func (q *QP) offerTurn() {
-	tw := q.twin
+// offerHandoff offers the turn back when nothing is left to do.
+func (q *QP) offerHandoff() {
+	tw := q.proxy
 	q.mu.Lock()
 	dead := q.core.State() == ib.QPErr && !q.core.Answering()
-	ready := !tw.offered && (q.core.Settled() || dead)
-	w := words{kind: saysOffer, qpn: q.number, turn: tw.turn, count: tw.got}
+	ready := !tw.offered && (q.core.Quiescent() || dead)
+	w := controlMessage{kind: ctlOffer, qpn: q.number, handoff: tw.handoff, count: tw.got}
 	if ready {
-		w.stand = q.core.GiveTurn()
+		w.stand = q.core.HandOff()
 		tw.offered = true
 	}
 	if dead {

@@ -18,28 +18,28 @@ import (
 
 // What processes say to each other about targets is read as it was written, every
 // field of it; and nothing of any other length is read.
-func TestXRCWords(t *testing.T) {
-	w := words{kind: saysTurn, qpn: 0x123456, turn: 0x11223344, count: 77, lost: true, failed: ib.EventQPAccessErr,
-		stand:  qp.Turn{Expected: wire.PSN(0xabcdef), Messages: 0x654321, ReadEnd: wire.PSN(0x13579b), AnyRead: true, Owes: true, Quiet: true},
+func TestXRCControl(t *testing.T) {
+	w := controlMessage{kind: ctlHandoff, qpn: 0x123456, handoff: 0x11223344, count: 77, lost: true, failed: ib.EventQPAccessErr,
+		stand:  qp.Handoff{Expected: wire.PSN(0xabcdef), Messages: 0x654321, ReadEnd: wire.PSN(0x13579b), AnyRead: true, Owes: true, NakSent: true},
 		domain: host.Domain{1 << 40, 1<<63 + 5},
 		attr: ib.QPAttr{Access: ib.AccessRemoteWrite | ib.AccessFlushGlobal, PathMTU: ib.MTU2048, DestQPN: 0xfedcba, MinRNRTimer: 31, MaxDestRDAtomic: 16,
 			AV: ib.AHAttr{DGID: ib.GID{1, 2, 15: 9}, FlowLabel: 0xfffff, SGIDIndex: 3, TrafficClass: 0x48, HopLimit: 9}}}
 	long := w.append(nil)
-	var got words
-	if len(long) != longWords || !got.parse(long) || got != w {
+	var got controlMessage
+	if len(long) != longControl || !got.parse(long) || got != w {
 		t.Errorf("%d bytes: %+v, want %+v", len(long), got, w)
 	}
-	w.kind, w.domain, w.attr = saysOffer, host.Domain{}, ib.QPAttr{}
+	w.kind, w.domain, w.attr = ctlOffer, host.Domain{}, ib.QPAttr{}
 	short := w.append(nil)
-	if len(short) != shortWords || !got.parse(short) || got != w {
+	if len(short) != shortControl || !got.parse(short) || got != w {
 		t.Errorf("%d bytes: %+v, want %+v", len(short), got, w)
 	}
 	for n := range long {
-		if n != shortWords && got.parse(long[:n]) || n < shortWords && got.parse(short[:n]) {
+		if n != shortControl && got.parse(long[:n]) || n < shortControl && got.parse(short[:n]) {
 			t.Errorf("%d bytes were read", n)
 		}
 	}
-	if got.parse(long[:shortWords]) || got.parse(append(short, make([]byte, longWords-shortWords)...)) {
+	if got.parse(long[:shortControl]) || got.parse(append(short, make([]byte, longControl-shortControl)...)) {
 		t.Error("words of the wrong length for their kind were read")
 	}
 }
@@ -56,27 +56,27 @@ func TestXRCNonsense(t *testing.T) {
 	name := host.Domain(x.(*XRCD).domain.name.Words())
 	rng := rand.New(rand.NewPCG(seed, 0))
 	for i := range 5000 {
-		b := make([]byte, []int{shortWords, longWords, rng.IntN(200)}[i%3])
+		b := make([]byte, []int{shortControl, longControl, rng.IntN(200)}[i%3])
 		for k := range b {
 			b[k] = byte(rng.Uint32())
 		}
 		if len(b) > 0 {
 			b[0] = byte(rng.IntN(7))
 		}
-		if len(b) == longWords && i%2 == 0 {
-			b[0] = saysTurn
+		if len(b) == longControl && i%2 == 0 {
+			b[0] = ctlHandoff
 		}
 		var tr *train.Train
 		if i%5 != 0 {
 			tr = &train.Train{Transport: wire.XRC, Kind: wire.KindSend, N: 1, Start: true, End: true, SRQ: box.srq.Number()}
 		}
-		if i%4 == 0 && len(b) == longWords { // one that a twin could be made of
+		if i%4 == 0 && len(b) == longControl { // one that a twin could be made of
 			a := ib.QPAttr{PathMTU: ib.MTU1024, DestQPN: 5, AV: ib.AHAttr{DGID: d.GIDs()[0]}}
-			w := words{kind: saysTurn, qpn: uint32(rng.IntN(4)), turn: rng.Uint32(), domain: name, attr: a}
+			w := controlMessage{kind: ctlHandoff, qpn: uint32(rng.IntN(4)), handoff: rng.Uint32(), domain: name, attr: a}
 			b = w.append(nil)
 		}
 		d.rx.Lock()
-		d.rx.Aside(rng.IntN(8), bytes.Clone(b), tr)
+		d.rx.Control(rng.IntN(8), bytes.Clone(b), tr)
 		if i%100 == 0 {
 			d.rx.Parted(rng.IntN(8))
 		}

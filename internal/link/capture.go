@@ -24,7 +24,7 @@ func Capture(t *train.Train, tap Tap, ts time.Time) error {
 	if hop == 0 {
 		hop = sys.DefaultHopLimit
 	}
-	var c cutter
+	var c packetizer
 	if err := c.start(t); err != nil {
 		return err
 	}
@@ -43,7 +43,7 @@ func Capture(t *train.Train, tap Tap, ts time.Time) error {
 
 // whole makes packet i, with identification 0, in a slice that has room for
 // wire.MaxPacket bytes.
-func (c *cutter) whole(buf []byte, i int, ps *wire.Pseudo) ([]byte, error) {
+func (c *packetizer) whole(buf []byte, i int, ps *wire.Pseudo) ([]byte, error) {
 	h, n, err := c.header(i)
 	if err != nil {
 		return nil, err

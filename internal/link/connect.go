@@ -118,7 +118,7 @@ type tag struct {
 	stuck   bool
 	stuckAt uint64
 
-	offers [16]offers // by queue pair, see lane.go; Poll's own
+	offers [16]offers // by queue pair, see grant.go; Poll's own
 
 	reached sync.Map   // from the numbers of our memory that the peer was told of to whether it has opened it, see opened.go
 	leases  peerLeases // of what the peer sends by name; Poll's own

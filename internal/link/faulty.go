@@ -60,10 +60,10 @@ type Verdict uint8
 
 const (
 	Chance    Verdict = iota // let the probabilities decide
-	Pass                     // deliver it, whatever they say
+	Deliver                  // deliver it, whatever they say
 	Discard                  // lose it
 	Duplicate                // deliver it twice
-	Late                     // deliver it ReorderDelay later
+	Delay                    // deliver it ReorderDelay later
 )
 
 // FaultyStats count what a fabric did.
@@ -154,9 +154,9 @@ type Faulty struct {
 	wake chan struct{} // Wake was called
 	done chan struct{} // closed by Close
 
-	polling sync.Mutex // guards what Poll uses
-	coupler coupler
-	taken   []flightPacket
+	polling     sync.Mutex // guards what Poll uses
+	reassembler reassembler
+	taken       []flightPacket
 }
 
 var _, _ Link = (*Faulty)(nil), (*UDP)(nil)
@@ -204,7 +204,7 @@ func (e *Faulty) Send(ts []*train.Train) (int, error) {
 	if e.closed {
 		return 0, ErrClosed
 	}
-	var c cutter
+	var c packetizer
 	for k, t := range ts {
 		if t.Flow == nil {
 			return k, ErrTrain
@@ -250,7 +250,7 @@ func (f *Fabric) sendLocked(way *faultyFlow, b []byte) {
 		return
 	default:
 		drop, corrupt = false, false
-		twice, late = verdict == Duplicate, verdict == Late
+		twice, late = verdict == Duplicate, verdict == Delay
 	}
 	if drop {
 		f.stats.Dropped++
@@ -324,11 +324,11 @@ func (e *Faulty) Poll(sink Sink, budget int) int {
 	for i := range e.taken {
 		p := &e.taken[i]
 		ps := wire.NewPseudo(p.from.Addr(), p.to, p.from.Port(), wire.RoCEPort)
-		e.coupler.packet(sink, &ps, &arrival{
+		e.reassembler.packet(sink, &ps, &arrival{
 			from: p.from, to: p.to, tclass: p.tclass, hopLimit: p.hopLimit, b: p.b,
 		})
 	}
-	e.coupler.flush(sink)
+	e.reassembler.flush(sink)
 	n := len(e.taken)
 	clear(e.taken)
 	return n

@@ -225,13 +225,13 @@ func TestFaultyFilter(t *testing.T) {
 			case 2:
 				return Duplicate
 			case 3:
-				return Late
+				return Delay
 			case 4:
 				pkt[len(pkt)-1] ^= 1
 			case 6:
 				return Chance
 			}
-			return Pass
+			return Deliver
 		}}
 		a, b := newPair(cfg)
 		defer a.Close()

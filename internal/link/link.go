@@ -2,8 +2,8 @@
 // for any RoCEv2 peer, and a seeded faulty link for tests. (The loop link needs
 // no transport; it lives with the engine, which calls the peer directly.)
 //
-// The way of a train, top-down: cut.go makes packets of it, udp_send.go hands
-// them to the kernel; udp_recv.go takes them back, couple.go makes trains of
+// The way of a train, top-down: packetize.go makes packets of it, udp_send.go hands
+// them to the kernel; udp_recv.go takes them back, reassemble.go makes trains of
 // them again and hands them to a Sink.
 package link
 

@@ -11,7 +11,7 @@ package link
 //  4. When the memory's region is closed the peer is told, and closes it.
 //
 // What keeps a peer from using what was given up is a word that it compares before and
-// after. For answers that is the ticket, as in far.go: if it has changed they are asked for
+// after. For answers that is the ticket, as in reference.go: if it has changed they are asked for
 // again, and then loaded. Requests must not come again when others behind them were seen: so
 // theirs is a word of the queue pair's own, a lease, which changes when it gives its requests
 // up; and while they are under way the sender has a section open on their memory.

@@ -16,11 +16,11 @@ const (
 	recTrain   = iota + 1 // fields, payload
 	recPackets            // the fields of Packets, their bytes
 	recFar                // fields, where the payload lies in the sender's memory, its last bytes
-	recAside              // see aside.go
+	recControl            // see control.go
 	recForget             // a segment, see segment.go
 	recPair               // a number for two addresses, see short.go
 	recShort              // some of the fields, payload
-	recLane               // a way into the sender's memory, see lane.go
+	recGrant              // a way into the sender's memory, see grant.go
 	recShare              // memory that can be opened, see opened.go
 	recOpened             // the receiver's memory that the sender has opened
 	recNamed              // fields, and which memory that was opened the payload is

@@ -2,7 +2,7 @@ package link
 
 // Long payloads that lie in memory which both processes can map: copied straight
 // from there to where they go, without a system call. The record names the segment,
-// besides the addresses that it can be fetched from (far.go). The first record of a
+// besides the addresses that it can be fetched from (reference.go). The first record of a
 // segment makes the receiver ask for it; what comes before it has the answer is
 // fetched.
 //
@@ -26,8 +26,8 @@ type segmentKey struct {
 	id uint64
 }
 
-// laneKey is a segment that lanes lead to.
-type laneKey struct {
+// grantKey is a segment that lanes lead to.
+type grantKey struct {
 	segmentKey
 	write bool // it is mapped to be written to
 }
@@ -39,8 +39,8 @@ type segmentMaps struct {
 
 	mu      sync.Mutex // guards what follows
 	arrived map[segmentKey][]byte
-	lanes   map[laneKey]*mapping // see lane.go
-	asked   map[*bool]segmentKey // by mapLane, which is not there yet
+	grants  map[grantKey]*mapping // see grant.go
+	asked   map[*bool]segmentKey  // by mapGranted, which is not there yet
 }
 
 // ask notes that somebody asks for a segment, and returns what tells whether it was dropped
@@ -141,9 +141,9 @@ func (s *Shared) unmapSegments(match func(segmentKey) bool) {
 	for forgotten, k := range s.segments.asked {
 		*forgotten = *forgotten || match(k)
 	}
-	for k, m := range s.segments.lanes {
+	for k, m := range s.segments.grants {
 		if match(k.segmentKey) {
-			delete(s.segments.lanes, k)
+			delete(s.segments.grants, k)
 			m.close()
 		}
 	}

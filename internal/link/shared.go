@@ -8,7 +8,7 @@ package link
 //     at the address. Then queue pair numbers say which process a train is for.
 //  2. Send packs trains into the ring to that process (record.go, short.go), or says
 //     that the way is busy; channels are made elsewhere (connect.go). Long payload
-//     stays where it is, for the receiver to get it (far.go, segment.go).
+//     stays where it is, for the receiver to get it (reference.go, segment.go).
 //  3. Poll unpacks them. The owner of the UDP port passes on packets for others
 //     (Router), which arrive by the same rings.
 
@@ -70,9 +70,9 @@ type SharedConfig struct {
 	// Offer, if set, is told of WRITEs and READs that came by a ring, now and then. If the
 	// device lets the peer do them by itself, it gives it a lane, and returns true. Granted,
 	// if set, is told that the peer has let us: that our queue pair may access what remote's
-	// requests do. See lane.go.
+	// requests do. See grant.go.
 	Offer   func(t *train.Train, via Via) bool
-	Granted func(qpn, remote uint32, l *Lane)
+	Granted func(qpn, remote uint32, l *PeerGrant)
 }
 
 // Shared is the link.
@@ -89,14 +89,14 @@ type Shared struct {
 
 	wg      sync.WaitGroup // dials and accepts under way
 	frees   atomic.Uint64
-	tickets tickets // see far.go
+	tickets tickets // see reference.go
 
 	segments segmentMaps // see segment.go
 	opened   opened      // see opened.go
 	leases   leases      // of requests that are carried, likewise
 	unwatch  func()
 	fetched  atomic.Uint64 // trains whose payload was fetched from another process
-	direct   atomic.Uint64 // and copied from memory that both have mapped
+	mapped   atomic.Uint64 // and copied from memory that both have mapped
 	named    atomic.Uint64 // trains whose payload stays in memory that both have opened
 	lost     atomic.Uint64 // trains and packets that did not fit, or whose process is gone
 	lively   atomic.Bool   // something went by a lane since the last poll
@@ -105,13 +105,13 @@ type Shared struct {
 	sink   Sink
 	t      train.Train
 	piece  [1][]byte
-	words  [MaxWords]byte
+	words  [MaxControl]byte
 	p      Packets
-	far    farSource
+	ref    refSource
 	long   int          // bytes that this poll has fetched
 	longOf *shm.Channel // from whom
 	calm   int          // polls since something came from another process
-	turn   uint         // polls
+	polls  uint         // polls
 }
 
 const (
@@ -220,7 +220,7 @@ func (s *Shared) LocalWindow(f *train.Flow, qpn uint32) (window, short, below in
 	if l, ok := f.Link.(*localFlow); ok {
 		if p, ok := l.dev.Find(qpn); ok {
 			if c := l.dev.working(p); c != nil && c.PeerReads() {
-				return longWindows * short, short, farMin
+				return longWindows * short, short, refMin
 			}
 		}
 	}
@@ -359,7 +359,7 @@ func (s *Shared) reserve(c *shm.Channel, typ byte, n int, t *train.Train) (b []b
 	if ok {
 		return b, nil
 	}
-	waits := t.Transport != wire.UD || c.Tag().(*tag).patient(c, t)
+	waits := t.Transport != wire.UD || c.Tag().(*tag).waitsForRoom(c, t)
 	c.End()
 	if waits && c.Err() == nil && n <= c.MaxRecord() {
 		return nil, ErrBusy
@@ -371,9 +371,9 @@ func (s *Shared) reserve(c *shm.Channel, typ byte, n int, t *train.Train) (b []b
 // patient tells whether a datagram waits for room in the ring. Its queue pair has other
 // peers, so it does not wait for long: where one has done so in vain, none waits any more
 // until the peer has read something.
-func (k *tag) patient(c *shm.Channel, t *train.Train) bool {
+func (k *tag) waitsForRoom(c *shm.Channel, t *train.Train) bool {
 	given := c.Given()
-	if t.Late {
+	if t.Expired {
 		k.stuck, k.stuckAt = true, given
 	}
 	return !k.stuck || k.stuckAt != given
@@ -427,7 +427,7 @@ func (s *Shared) Poll(sink Sink, budget int) int {
 	} else {
 		s.calm++
 	}
-	if s.turn++; s.calm >= calmPolls || s.turn%udpPollRate == 0 {
+	if s.polls++; s.calm >= calmPolls || s.polls%udpPollRate == 0 {
 		n += s.UDP.Poll(sink, budget)
 	}
 	return n
@@ -468,12 +468,12 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		s.deliver()
 		s.offer(c, &s.t)
 	case recFar:
-		if !unpackTrain(b, &s.t, train.MaxBytes) || !s.far.unpackFar(s, c, &s.t, b[trainBytes:]) {
+		if !unpackTrain(b, &s.t, train.MaxBytes) || !s.ref.unpackFar(s, c, &s.t, b[trainBytes:]) {
 			s.sink.Drop(DropOther)
 			return
 		}
-		if s.far.direct != nil {
-			s.direct.Add(1)
+		if s.ref.mapped != nil {
+			s.mapped.Add(1)
 		} else {
 			s.fetched.Add(1)
 		}
@@ -481,10 +481,10 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 			s.longOf, s.long = c, 0
 		}
 		s.long += s.t.Len
-		s.piece[0] = b[len(b)-farTail:]
-		s.t.Payload = mem.List{Far: &s.far, FarLen: uint64(s.t.Len - farTail), Raw: s.piece[:]}
+		s.piece[0] = b[len(b)-refTail:]
+		s.t.Payload = mem.List{Ref: &s.ref, RefLen: uint64(s.t.Len - refTail), Raw: s.piece[:]}
 		s.deliver()
-		s.far.c, s.far.direct = nil, nil
+		s.ref.c, s.ref.mapped = nil, nil
 		s.offer(c, &s.t)
 	case recNamed:
 		if !unpackTrain(b, &s.t, train.MaxCarried) || !s.takeNamed(c, &s.t, b[trainBytes:]) {
@@ -512,10 +512,10 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 			id := le.Uint64(b)
 			s.dropSegments(func(k segmentKey) bool { return k.c == c && k.id == id })
 		}
-	case recAside:
-		s.takeAside(c, b)
-	case recLane:
-		if !s.takeLane(c, b) {
+	case recControl:
+		s.takeControl(c, b)
+	case recGrant:
+		if !s.takeGrant(c, b) {
 			s.sink.Drop(DropOther)
 		}
 	default:
@@ -550,7 +550,7 @@ func (s *Shared) Wait(d time.Duration) {
 
 // Fetched returns how many trains' payloads were fetched from another process, and
 // how many copied from memory of its that is mapped here.
-func (s *Shared) Fetched() (fetched, direct uint64) { return s.fetched.Load(), s.direct.Load() }
+func (s *Shared) Fetched() (fetched, direct uint64) { return s.fetched.Load(), s.mapped.Load() }
 
 // Named returns how many trains came whose payload is in an engine's memory that was opened.
 func (s *Shared) Named() uint64 { return s.named.Load() }

@@ -194,7 +194,7 @@ func TestSharedDatagramsLate(t *testing.T) {
 	sent := 0
 	send := func(late bool) error {
 		tr := &train.Train{Flow: flow, Transport: wire.UD, Kind: wire.KindSend, Start: true, End: true, DestQP: 9, MTU: 4096, N: 1, Len: 4096,
-			PSN: wire.PSN(sent), Late: late, Payload: mem.List{Raw: [][]byte{make([]byte, 4096)}}}
+			PSN: wire.PSN(sent), Expired: late, Payload: mem.List{Raw: [][]byte{make([]byte, 4096)}}}
 		n, err := a.Send([]*train.Train{tr})
 		if n != 1 && err == nil {
 			t.Fatalf("%d sent", n)

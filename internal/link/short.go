@@ -135,7 +135,7 @@ func packPayload(b []byte, t *train.Train) mem.Fault {
 	if t.Len == 0 {
 		return mem.Fault{}
 	}
-	if p := &t.Payload; len(p.Raw) == 1 && len(p.SGEs) == 0 && p.Far == nil && p.Off == 0 && len(p.Raw[0]) >= t.Len {
+	if p := &t.Payload; len(p.Raw) == 1 && len(p.SGEs) == 0 && p.Ref == nil && p.Off == 0 && len(p.Raw[0]) >= t.Len {
 		copy(b[:t.Len], p.Raw[0]) // inline
 		return mem.Fault{}
 	}

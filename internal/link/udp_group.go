@@ -102,8 +102,8 @@ func (u *UDP) LeaveGroup(group netip.Addr) error {
 func (r *receiver) pollGroups(sink Sink) int {
 	packets := 0
 	for range min(groupsAtOnce, len(r.groups)) {
-		r.turn = (r.turn + 1) % len(r.groups)
-		g := &r.groups[r.turn]
+		r.first = (r.first + 1) % len(r.groups)
+		g := &r.groups[r.first]
 		n, err := g.sock.Recv(r.batch, r.batch.Cap())
 		if err != nil {
 			continue // a loss
@@ -112,7 +112,7 @@ func (r *receiver) pollGroups(sink Sink) int {
 			r.batch.Get(k, &r.d)
 			packets += r.groupDatagram(sink, g.addr, &r.d)
 		}
-		r.coupler.flush(sink)
+		r.reassembler.flush(sink)
 	}
 	return packets
 }

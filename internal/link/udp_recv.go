@@ -16,7 +16,7 @@ import (
 //  1. Poll takes datagrams from every address's socket, each up to 64 KiB that
 //     the kernel may have put together of many packets;
 //  2. datagram cuts them into packets again;
-//  3. the coupler (couple.go) checks the packets and makes trains of them.
+//  3. the reassembler (reassemble.go) checks the packets and makes trains of them.
 
 // datagramSize is the longest datagram there is, rounded up.
 const datagramSize = 64 << 10
@@ -28,20 +28,20 @@ const bigDatagram = 16 << 10
 type receiver struct {
 	u *UDP
 
-	mu      sync.Mutex // guards everything below; held by Poll, the sink's code included
-	batch   *sys.RecvBatch
-	pace    []pace // by end
-	next    int    // the end to begin with
-	coupler coupler
-	d       sys.Datagram
-	a       arrival
-	peers   [peerSlots]peer
-	all     Packets // what came together
-	run     Packets // the part of it for one process
-	headers bool    // traffic class and hop limit are wanted
-	groups  []groupEnd
-	turn    int // the group to begin with
-	closed  bool
+	mu          sync.Mutex // guards everything below; held by Poll, the sink's code included
+	batch       *sys.RecvBatch
+	pace        []pace // by end
+	next        int    // the end to begin with
+	reassembler reassembler
+	d           sys.Datagram
+	a           arrival
+	peers       [peerSlots]peer
+	all         Packets // what came together
+	run         Packets // the part of it for one process
+	headers     bool    // traffic class and hop limit are wanted
+	groups      []groupEnd
+	first       int // the group to begin with
+	closed      bool
 }
 
 // pace is how fast a socket is read.
@@ -111,7 +111,7 @@ func (r *receiver) pollEnd(i int, sink Sink, budget int) (packets int) {
 			r.batch.Get(k, &r.d)
 			packets += r.datagram(sink, end.addr, &r.d)
 		}
-		r.coupler.flush(sink)
+		r.reassembler.flush(sink)
 		full := n == pace.want
 		switch {
 		case len(r.d.Bytes) >= bigDatagram:
@@ -158,7 +158,7 @@ func (r *receiver) take(sink Sink, to netip.Addr, d *sys.Datagram) bool {
 	return true
 }
 
-// packets gives packets to the coupler, and returns how many they were.
+// packets gives packets to the reassembler, and returns how many they were.
 func (r *receiver) packets(sink Sink, p *Packets) int {
 	ps := r.peer(p.From, p.To)
 	a := &r.a
@@ -169,7 +169,7 @@ func (r *receiver) packets(sink Sink, p *Packets) int {
 		// A segmented send counts its identifications from 0, and usually
 		// arrives whole.
 		a.id = p.ID + uint16(n)
-		if r.coupler.packet(sink, ps, a) && r.u.cfg.Tap != nil {
+		if r.reassembler.packet(sink, ps, a) && r.u.cfg.Tap != nil {
 			r.u.cfg.Tap.Packet(time.Now(), a.from, netip.AddrPortFrom(a.to, wire.RoCEPort),
 				a.tclass, a.hopLimit, a.id, a.b)
 		}
@@ -234,7 +234,7 @@ func (u *UDP) Inject(sink Sink, p *Packets) int {
 		return 0
 	}
 	n := r.packets(sink, p)
-	r.coupler.flush(sink)
+	r.reassembler.flush(sink)
 	return n
 }
 

@@ -65,12 +65,12 @@ type sender struct {
 	arena []byte
 	added int // how much of the arena the batch has as pieces
 
-	at      cursor // the packet to make next
-	cut     cutter
-	runs    [][]byte // a train's payload where it lies
-	reading []byte   // the piece of it that is being checksummed
-	pins    mem.Pins // keeps the runs of all trains in the batch accessible
-	pinned  int      // their bytes
+	at         cursor // the packet to make next
+	packetizer packetizer
+	runs       [][]byte // a train's payload where it lies
+	reading    []byte   // the piece of it that is being checksummed
+	pins       mem.Pins // keeps the runs of all trains in the batch accessible
+	pinned     int      // their bytes
 }
 
 // cursor is a packet of the trains at hand.
@@ -197,14 +197,14 @@ func (s *sender) isLone(t *train.Train, f *udpFlow) bool {
 
 // lone makes and sends a lone packet, without a batch.
 func (s *sender) lone(t *train.Train, f *udpFlow) error {
-	if err := s.cut.start(t); err != nil {
+	if err := s.packetizer.start(t); err != nil {
 		return err
 	}
-	h, n, err := s.cut.header(0)
+	h, n, err := s.packetizer.header(0)
 	if err != nil {
 		return err
 	}
-	b, fault := s.cut.appendPacket(s.arena, h, 0, n)
+	b, fault := s.packetizer.appendPacket(s.arena, h, 0, n)
 	if !fault.OK() {
 		return &PayloadError{Fault: fault}
 	}
@@ -254,7 +254,7 @@ func (s *sender) send(ts []*train.Train) (int, error) {
 // train makes the packets of a train, from s.at on. It returns early, without an
 // error, if push has set s.at back.
 func (s *sender) train(t *train.Train) error {
-	if err := s.cut.start(t); err != nil {
+	if err := s.packetizer.start(t); err != nil {
 		return err
 	}
 	f := t.Flow.Link.(*udpFlow) // Send has checked
@@ -274,7 +274,7 @@ func (s *sender) copyPackets(t *train.Train, f *udpFlow) error {
 	}
 	for s.at.packet < count {
 		i := min(s.at.packet, t.N-1)
-		h, n, err := s.cut.header(i)
+		h, n, err := s.packetizer.header(i)
 		if err != nil {
 			return err
 		}
@@ -284,7 +284,7 @@ func (s *sender) copyPackets(t *train.Train, f *udpFlow) error {
 			return nil
 		}
 		start := len(s.arena)
-		b, fault := s.cut.appendPacket(s.arena, h, i, n)
+		b, fault := s.packetizer.appendPacket(s.arena, h, i, n)
 		if !fault.OK() {
 			return &PayloadError{Fault: fault, Packet: s.at.packet}
 		}
@@ -315,7 +315,7 @@ func (s *sender) referPackets(t *train.Train, f *udpFlow) error {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	defer s.copyAfterFault(&made)
 	for s.at.packet < t.N {
-		h, n, err := s.cut.header(s.at.packet)
+		h, n, err := s.packetizer.header(s.at.packet)
 		if err != nil {
 			return err
 		}
@@ -349,8 +349,8 @@ func (s *sender) pinWithinLimit(n int) bool {
 // lies. It is not whole if it has more pieces than maxRuns.
 func (s *sender) gatherRest(t *train.Train) (runs [][]byte, f mem.Fault, whole bool) {
 	skip := s.at.packet * t.MTU
-	s.cut.src.Off = t.Payload.Off + uint64(skip)
-	return mem.Gather(&s.cut.src, uint64(t.Len-skip), s.runs, &s.pins)
+	s.packetizer.src.Off = t.Payload.Off + uint64(skip)
+	return mem.Gather(&s.packetizer.src, uint64(t.Len-skip), s.runs, &s.pins)
 }
 
 // referPacket makes one packet: header, padding and checksum in the arena, and between

@@ -9,7 +9,7 @@ package mem
 //  3. move, in move_unsafe.go, copies what both cursors offer. Memory that the program
 //     may remap meanwhile is copied where the notifier sees it (remap.go); what is
 //     staged is brought to its owner behind each step. A source in another process
-//     offers no bytes: they are read into those of the target (far.go).
+//     offers no bytes: they are read into those of the target (reference.go).
 //  4. Sections close as soon as their bytes are used up, and bytes are counted
 //     by the kinds of memory they went between.
 //
@@ -32,7 +32,7 @@ const Quantum = 256 << 10
 //
 // It is CopyWhole where that will do, and CopyPieces where not.
 func Copy(dst, src *List, n uint64, last bool) (Fault, Side) {
-	if src.Far == nil && CopyWhole(dst, src, n, last) {
+	if src.Ref == nil && CopyWhole(dst, src, n, last) {
 		return Fault{}, 0
 	}
 	return CopyPieces(dst, src, n, last)
@@ -43,7 +43,7 @@ func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 	var d, s cursor
 	d.list, d.skip = dst, dst.Off
 	s.list, s.skip = src, src.Off
-	if src.Far != nil {
+	if src.Ref != nil {
 		s.startFar()
 	}
 	moved := 0 // bytes that are not counted yet, all between the same two sections
@@ -57,7 +57,7 @@ func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 				break
 			}
 		}
-		if s.far > 0 {
+		if s.ref > 0 {
 			var k int
 			if k, side = readFar(&d, &s, n, last); side != 0 {
 				break
@@ -76,8 +76,8 @@ func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 			}
 		}
 		k := min(len(d.b), len(s.b))
-		if k >= longPiece && crooked(d.b, s.b) {
-			k = aside
+		if k >= longPiece && misaligned(d.b, s.b) {
+			k = skew
 		}
 		end := last && uint64(k) == n
 		var bad uintptr
@@ -85,7 +85,7 @@ func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 		switch {
 		case d.remappable() || s.remappable():
 			bad, known = moveRemappable(d.b[:k], s.b[:k], end, d.mapped(), s.mapped())
-		case d.solid() && s.solid():
+		case d.neverFaults() && s.neverFaults():
 			move(d.b[:k], s.b[:k], end)
 		default:
 			bad = moveGuarded(d.b[:k], s.b[:k], end)
@@ -149,7 +149,7 @@ func (l *List) whole(n uint64) (r *Region, b []byte, at uint64) {
 		return nil, nil, 0
 	}
 	if l.Table == nil {
-		if len(l.Raw) == 1 && !l.Frail && holds(uint64(len(l.Raw[0])), l.Off, n) {
+		if len(l.Raw) == 1 && !l.MayFault && holds(uint64(len(l.Raw[0])), l.Off, n) {
 			b = l.Raw[0][l.Off : l.Off+n]
 		}
 		return nil, b, 0
@@ -202,12 +202,12 @@ func moveWhole(to, from *Region, d, s []byte, dAt, sAt uint64, last bool) bool {
 	toKind, fromKind, solid, counts := KindRaw, KindRaw, true, from
 	var dst, src mapped
 	if from != nil {
-		fromKind, solid, src = from.kind, from.solid, mapped{from.pinned, sAt}
+		fromKind, solid, src = from.kind, from.neverFaults, mapped{from.pinned, sAt}
 	}
 	if to != nil {
-		toKind, solid, counts, dst = to.kind, solid && to.solid, to, mapped{to.pinned, dAt}
+		toKind, solid, counts, dst = to.kind, solid && to.neverFaults, to, mapped{to.pinned, dAt}
 	}
-	if len(d) >= longPiece && crooked(d, s) {
+	if len(d) >= longPiece && misaligned(d, s) {
 		return false
 	}
 	switch {
@@ -269,7 +269,7 @@ type cursor struct {
 	list  *List
 	next  int    // the piece that is used next
 	skip  uint64 // bytes to skip from its start
-	far   uint64 // bytes ahead of all pieces that lie in another process
+	ref   uint64 // bytes ahead of all pieces that lie in another process
 	off   uint64 // how far the region's bytes have been offered in b
 	left  uint64 // bytes of the section that have not
 	b     []byte // bytes that are offered and not used yet
@@ -407,11 +407,11 @@ func (c *cursor) gone(bad uintptr) Fault {
 }
 
 // solid reports whether the bytes in use cannot fault.
-func (c *cursor) solid() bool {
+func (c *cursor) neverFaults() bool {
 	if c.leaf == nil {
-		return !c.list.Frail
+		return !c.list.MayFault
 	}
-	return c.leaf.solid
+	return c.leaf.neverFaults
 }
 
 // kind returns the kind of the bytes in use.

@@ -300,7 +300,7 @@ func (d *deviceBacking) Len() uint64 { return uint64(len(d.b)) }
 
 // Solid reports whether accesses can never fault. Who has the address of coherent
 // memory could unmap it.
-func (d *deviceBacking) Solid() bool { return !d.m.coherent }
+func (d *deviceBacking) NeverFaults() bool { return !d.m.coherent }
 
 // Run returns all of the bytes at off.
 func (d *deviceBacking) Run(off, n uint64, _ ib.Access) ([]byte, FaultKind) {

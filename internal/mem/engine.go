@@ -63,10 +63,10 @@ type Op struct {
 	Compare, SwapAdd uint64
 	Orig             uint64
 
-	fault FaultKind
-	chain uint32 // which of the stream's it belongs to
-	over  atomic.Bool
-	held  [2]place // whose sections are open while the operation is under way
+	fault    FaultKind
+	chain    uint32 // which of the stream's it belongs to
+	over     atomic.Bool
+	sections [2]place // whose sections are open while the operation is under way
 }
 
 // End tells how the operation has ended.
@@ -76,8 +76,8 @@ func (op *Op) End(kind FaultKind) {
 	if kind != FaultNone && op.Kind != OpLoad {
 		s.failed.Store(op.chain + 1)
 	}
-	for i := range op.held {
-		op.held[i].close()
+	for i := range op.sections {
+		op.sections[i].close()
 	}
 	op.over.Store(true) // from here on the operation is its maker's again
 	s.mu.Lock()
@@ -98,8 +98,8 @@ func (op *Op) Dropped() bool {
 // Unwanted reports whether the memory is being taken away for good: an engine that waits for
 // something else may give the operation up.
 func (op *Op) Unwanted() bool {
-	for i := range op.held {
-		p := &op.held[i]
+	for i := range op.sections {
+		p := &op.sections[i]
 		if p.region != nil && p.region.state.Load()&shutToLooks != 0 || p.leaf != nil && p.leaf.state.Load()&shutToLooks != 0 {
 			return true
 		}

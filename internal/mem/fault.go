@@ -54,7 +54,7 @@ func (f Fault) Await() Fault {
 	if w.region == nil {
 		return Fault{}
 	}
-	theSpace.settle()
+	theSpace.applyChanges()
 	if w.region.enter(shutToLooks) != FaultNone {
 		return Fault{}
 	}
@@ -108,7 +108,7 @@ func (f Fault) orNone() Fault {
 	return f
 }
 
-var kindNames = [NumKinds]string{KindRaw: "raw", KindPinned: "pinned", KindOnDemand: "on-demand", KindImplicit: "implicit", KindDevice: "device", KindIndirect: "indirect", KindForeign: "foreign"}
+var kindNames = [NumKinds]string{KindRaw: "raw", KindPinned: "pinned", KindOnDemand: "on-demand", KindImplicit: "implicit", KindDevice: "device", KindIndirect: "indirect", KindImported: "foreign"}
 
 // String names the kind as counters do.
 func (k Kind) String() string {

@@ -82,7 +82,7 @@ func (h *Held) Len() uint64 { return h.Host.length }
 
 // Solid reports whether what Run offers cannot be gone: staging bytes cannot, nor can the
 // Go heap.
-func (h *Held) Solid() bool { return true }
+func (h *Held) NeverFaults() bool { return true }
 
 // Staged reports whether what Run offers are copies.
 func (h *Held) Staged() bool { return !h.inHeap }

@@ -253,7 +253,7 @@ func (h *Host) Len() uint64 { return h.length }
 
 // Solid reports whether accesses can never fault: the Go heap does not go away
 // while something refers to it, other memory may be unmapped at any time.
-func (h *Host) Solid() bool { return h.inHeap }
+func (h *Host) NeverFaults() bool { return h.inHeap }
 
 // Pinned returns the Host itself if its memory may be remapped under it; nil if not.
 func (h *Host) Pinned() *Host {
@@ -276,7 +276,7 @@ func (h *Host) Run(off, n uint64, _ ib.Access) ([]byte, FaultKind) {
 		return nil, FaultBounds
 	}
 	if h.watched() {
-		if !theSpace.settleSoon() {
+		if !theSpace.applyChangesSoon() {
 			return nil, faultChanging // what has changed is not known yet
 		}
 		if h.staleAt(off, n) {

@@ -114,8 +114,8 @@ func TestHostTakes(t *testing.T) {
 			t.Errorf("%s: %v", c.name, err)
 			continue
 		}
-		if !h.Locked() || h.LockNote() != "" || h.Solid() || h.Addr() != c.addr || h.Len() != c.n {
-			t.Errorf("%s: locked %v (%s), solid %v", c.name, h.Locked(), h.LockNote(), h.Solid())
+		if !h.Locked() || h.LockNote() != "" || h.NeverFaults() || h.Addr() != c.addr || h.Len() != c.n {
+			t.Errorf("%s: locked %v (%s), solid %v", c.name, h.Locked(), h.LockNote(), h.NeverFaults())
 		}
 		h.Close()
 	}
@@ -143,8 +143,8 @@ func TestHostPopulates(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer h.Close()
-	if h.Locked() || h.LockNote() != "Go heap" || !h.Solid() {
-		t.Errorf("locked %v (%s), solid %v", h.Locked(), h.LockNote(), h.Solid())
+	if h.Locked() || h.LockNote() != "Go heap" || !h.NeverFaults() {
+		t.Errorf("locked %v (%s), solid %v", h.Locked(), h.LockNote(), h.NeverFaults())
 	}
 	if got := present(t, inside); got != 0 {
 		t.Errorf("%d pages of the Go heap have become present", got)

@@ -11,7 +11,7 @@
 //     part of one, mkey.go keys that are made of several: place.go leads through both
 //     to the region whose bytes they are.
 //  3. a Backing finds the bytes. One file for each kind of memory: host.go,
-//     ondemand.go, device.go, foreign.go.
+//     ondemand.go, device.go, imported.go.
 //  4. copy.go: one loop moves bytes between any two lists of any two kinds.
 //     gather.go hands them to the kernel instead, atomic.go changes 8 of them,
 //     flush.go makes them visible to all, or persistent.
@@ -41,7 +41,7 @@ const (
 	KindImplicit             // all host memory as it is
 	KindDevice               // memory of the device
 	KindIndirect             // made of other regions
-	KindForeign              // memory of another process
+	KindImported             // memory of another process
 	NumKinds
 )
 
@@ -161,22 +161,22 @@ func (f Fault) OK() bool { return f.Kind == FaultNone }
 // List is memory by reference: the bytes of a message, in order. Either SGEs
 // in a Table, checked for an Actor and an Access, or Raw bytes.
 type List struct {
-	Table  *Table
-	Actor  Actor
-	Access ib.Access // what every piece must grant; 0 is local read
-	SGEs   []ib.SGE
-	Raw    [][]byte // used when Table is nil
-	Frail  bool     // Raw may be gone when it is accessed
+	Table    *Table
+	Actor    Actor
+	Access   ib.Access // what every piece must grant; 0 is local read
+	SGEs     []ib.SGE
+	Raw      [][]byte // used when Table is nil
+	MayFault bool     // Raw may be gone when it is accessed
 	// Raw is staging bytes: copies to them are not counted, those from them as from rawKind.
 	uncounted bool
 	rawKind   Kind
 	Off       uint64 // bytes of the pieces to skip first
 	Memo      *Memo  // if set, where a region is remembered for the next list
 
-	// Far, if set, is where the first FarLen bytes lie; Raw's one piece follows
+	// Far, if set, is where the first RefLen bytes lie; Raw's one piece follows
 	// them. Only a source can be far.
-	Far    Far
-	FarLen uint64
+	Ref    Reference
+	RefLen uint64
 }
 
 // Memo remembers the region that a list has last led to: who uses the same one again

@@ -156,7 +156,7 @@ func (m *MKey) changeLocked(l *Layout, who Actor) Fault {
 			return f
 		}
 		r.iova, r.length = l.Addr, m.layout.Len()
-	case !m.layout.grants(l.Access):
+	case !m.layout.allows(l.Access):
 		return Fault{Kind: FaultAccess, Key: l.Key}
 	}
 	if r.access = l.Access; l.Access&ib.AccessZeroBased != 0 {
@@ -171,7 +171,7 @@ func (m *MKey) layLocked(l *Layout, who Actor) Fault {
 	if len(l.Pieces) > m.max || l.Repeat == 0 {
 		return Fault{Kind: FaultLayout, Key: l.Key}
 	}
-	b := builder{table: m.r.table, who: who, want: l, to: &m.layout, solid: true}
+	b := builder{table: m.r.table, who: who, want: l, to: &m.layout, neverFaults: true}
 	for i := range l.Pieces {
 		if p := &l.Pieces[i]; p.Bytes > 0 {
 			if kind := b.add(p); kind != FaultNone {
@@ -179,7 +179,7 @@ func (m *MKey) layLocked(l *Layout, who Actor) Fault {
 			}
 		}
 	}
-	m.r.solid, m.r.byEngine = b.solid, b.byEngine
+	m.r.neverFaults, m.r.byEngine = b.neverFaults, b.byEngine
 	return Fault{Kind: b.finish(), Key: l.Key}.orNone()
 }
 
@@ -198,14 +198,14 @@ func (m *MKey) mayConfigureLocked(l *Layout, who Actor) FaultKind {
 
 // builder makes a layout.
 type builder struct {
-	table *Table
-	who   Actor
-	want  *Layout
-	to    *layout
-	last  *Region // of the piece before
-	key   uint32  // by which that was found
-	flat  []byte  // of the same region
-	solid bool
+	table       *Table
+	who         Actor
+	want        *Layout
+	to          *layout
+	last        *Region // of the piece before
+	key         uint32  // by which that was found
+	flat        []byte  // of the same region
+	neverFaults bool
 	// byEngine tells that there is a piece that the CPU does not address.
 	byEngine bool
 }
@@ -251,7 +251,7 @@ func (b *builder) add(p *ib.Stride) FaultKind {
 	if l.round < p.Bytes {
 		return FaultLayout
 	}
-	b.solid = b.solid && b.last.solid
+	b.neverFaults = b.neverFaults && b.last.neverFaults
 	b.byEngine = b.byEngine || b.last.byEngine
 	if m := b.last.mkey; m != nil {
 		if l.depth = max(l.depth, m.layout.depth); l.depth >= MaxMKeyDepth {
@@ -313,7 +313,7 @@ func (r *Region) carries(access ib.Access) bool {
 }
 
 // grants tells whether the key could have such rights.
-func (l *layout) grants(access ib.Access) bool {
+func (l *layout) allows(access ib.Access) bool {
 	for i := range l.pieces {
 		if p := &l.pieces[i]; p.lent && !p.region.carries(access) {
 			return false

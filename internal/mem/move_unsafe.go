@@ -52,12 +52,12 @@ func moveGuarded(d, s []byte, last bool) (bad uintptr) {
 const (
 	longPiece = 2048
 	vector    = 16
-	aside     = 8
+	skew      = 8
 )
 
 // crooked reports whether source and target lie like that. A target that begins within the
 // source is left alone. Neither is touched.
-func crooked(d, s []byte) bool {
+func misaligned(d, s []byte) bool {
 	to, from := uintptr(unsafe.Pointer(unsafe.SliceData(d))), uintptr(unsafe.Pointer(unsafe.SliceData(s)))
 	return to%vector == 0 && from%vector != 0 && to-from >= uintptr(len(d))
 }

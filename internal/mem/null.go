@@ -27,7 +27,7 @@ func (n *Null) Kind() Kind { return KindRaw }
 func (n *Null) Len() uint64 { return math.MaxUint64 }
 
 // Solid tells that the bytes cannot be gone.
-func (n *Null) Solid() bool { return true }
+func (n *Null) NeverFaults() bool { return true }
 
 // Run returns zeros to read, or a place to write to.
 func (n *Null) Run(_, length uint64, acc ib.Access) ([]byte, FaultKind) {

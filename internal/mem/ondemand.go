@@ -166,7 +166,7 @@ func (m *OnDemand) Addr() uintptr { return m.addr }
 func (m *OnDemand) Len() uint64 { return m.length }
 
 // Solid reports whether accesses can never fault: see Host.Solid.
-func (m *OnDemand) Solid() bool { return m.inHeap }
+func (m *OnDemand) NeverFaults() bool { return m.inHeap }
 
 // pageOf returns the page that the byte at off lies in.
 func (m *OnDemand) pageOf(off uint64) uint64 {
@@ -184,7 +184,7 @@ func (m *OnDemand) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
 	if off >= m.length || n > m.length-off {
 		return nil, FaultBounds
 	}
-	if !theSpace.settleSoon() {
+	if !theSpace.applyChangesSoon() {
 		return nil, faultChanging // what has changed is not known yet, and the table out of date
 	}
 	have := m.have(off, n, acc)
@@ -294,7 +294,7 @@ func (m *OnDemand) hasFailed(at uintptr) bool {
 // seen before changes. Then pages of it that were noted since may be gone, and are
 // taken away again. What has changed and is not known yet takes them away when it is.
 func (m *OnDemand) disturbed(u *pagedIn, before uint64, start, end uintptr) bool {
-	theSpace.settleSoon()
+	theSpace.applyChangesSoon()
 	if !theSpace.changedSince(before, start, end) {
 		return false
 	}
@@ -347,7 +347,7 @@ func (m *OnDemand) speed(at, end uintptr, write, wait, swappable bool) (slow boo
 	if wait && !swappable {
 		return true, FaultNone
 	}
-	slow, err := sys.Slow(at, end, write)
+	slow, err := sys.MayBlock(at, end, write)
 	if slow && err == nil && !wait && !m.hasFailed(at) {
 		return true, FaultPending
 	}
@@ -403,7 +403,7 @@ func (m *OnDemand) Await(off, n uint64, acc ib.Access) FaultKind {
 // Gone is told that an access has failed at off. Either the kernel has told why,
 // by now, or it does not tell that: the rights or the file have changed.
 func (m *OnDemand) Gone(off, n uint64, acc ib.Access) FaultKind {
-	theSpace.settleSoon()
+	theSpace.applyChangesSoon()
 	start, end := sys.PageAlign(m.addr+uintptr(off), uintptr(n))
 	m.takeAway(m.useless(start, end, acc&writing != 0))
 	return m.fetch(off, n, acc, false)

@@ -20,7 +20,7 @@ func (o *odp) pageOut(off, n uint64) {
 		at := o.addr + uintptr(p)
 		for tries := 0; ; tries++ { // it may leave pages that somebody else is looking at
 			o.call(unix.SYS_MADVISE, p, page, unix.MADV_PAGEOUT)
-			if slow, err := sys.Slow(at, at+page, false); slow && err == nil {
+			if slow, err := sys.MayBlock(at, at+page, false); slow && err == nil {
 				break
 			}
 			if tries == 1000 {

@@ -47,7 +47,7 @@ func (p *Pages) Kind() Kind { return KindPinned }
 func (p *Pages) Len() uint64 { return p.length }
 
 // Solid reports whether what Run offers cannot be gone: it cannot.
-func (p *Pages) Solid() bool { return true }
+func (p *Pages) NeverFaults() bool { return true }
 
 // Run returns a copy of bytes, or if they are to be written a place for them.
 func (p *Pages) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {

@@ -34,7 +34,7 @@ type Paging struct {
 
 // Stats returns the device's counters, after taking in what the kernel has told.
 func (p *Paging) Stats() ib.PagingStats {
-	theSpace.settle()
+	theSpace.applyChanges()
 	s := p.counts.stats()
 	s.MRs, s.MRPages, s.MRsNotFound = p.regions.Load(), p.regionPages.Load(), p.regionsNotFound.Load()
 	return s
@@ -42,7 +42,7 @@ func (p *Paging) Stats() ib.PagingStats {
 
 // Stats returns the region's counters.
 func (m *OnDemand) Stats() ib.PagingStats {
-	theSpace.settle()
+	theSpace.applyChanges()
 	u := m.used.Load()
 	if u == nil {
 		return ib.PagingStats{}
@@ -53,7 +53,7 @@ func (m *OnDemand) Stats() ib.PagingStats {
 // Present returns how many pages of the region are present, as far as the device
 // knows.
 func (m *OnDemand) Present() uint64 {
-	theSpace.settle()
+	theSpace.applyChanges()
 	u := m.used.Load()
 	if u == nil {
 		return 0

@@ -55,7 +55,7 @@ type Region struct {
 	pd            uint32
 	access        ib.Access
 	kind          Kind
-	solid         bool   // the bytes cannot fault: they need no safety net
+	neverFaults   bool   // the bytes cannot fault: they need no safety net
 	staged        staged // not nil: the backing's bytes are copies, which it stores
 	pinned        *Host  // not nil: the bytes lie where they may be remapped, and the kernel tells of it
 	invalidatable bool
@@ -117,7 +117,7 @@ func (t *Table) Register(cfg RegionConfig) (*Region, error) {
 
 // stand makes b what the region's bytes are made of. Nobody has access meanwhile.
 func (r *Region) stand(b Backing) {
-	r.backing, r.kind, r.solid = b, b.Kind(), isSolid(b)
+	r.backing, r.kind, r.neverFaults = b, b.Kind(), backingNeverFaults(b)
 	r.staged = asStaged(b)
 	_, r.byEngine = b.(Engine)
 	r.plain = (r.kind == KindPinned || r.kind == KindDevice) && r.staged == nil && !r.byEngine
@@ -157,11 +157,11 @@ func (cfg *RegionConfig) check(op string) error {
 	return nil
 }
 
-// isSolid asks a backing whether its bytes are always there, whatever the
+// backingNeverFaults asks a backing whether its bytes are always there, whatever the
 // application does: the Go heap is, and memory that is not the application's.
-func isSolid(b Backing) bool {
-	s, ok := b.(interface{ Solid() bool })
-	return ok && s.Solid()
+func backingNeverFaults(b Backing) bool {
+	s, ok := b.(interface{ NeverFaults() bool })
+	return ok && s.NeverFaults()
 }
 
 // Key returns the region's local and remote key.

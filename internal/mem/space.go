@@ -6,7 +6,7 @@ package mem
 //     the range that it knows something about (join, leave).
 //  2. Before memory in the range is used, cover has the kernel tell about
 //     changes there, where it can (sys.Notifier).
-//  3. Whoever is about to rely on what was cached calls settleSoon, which takes what
+//  3. Whoever is about to rely on what was cached calls applyChangesSoon, which takes what
 //     the kernel has told and passes it on, if that is had at once. It costs two
 //     loads while there is nothing new. Whoever holds neither a lock nor a read
 //     section may call settle, which waits.
@@ -75,10 +75,10 @@ var theSpace space
 // notifier that covers them. It may wait for the notifier's thread, or for a thread of
 // the program that is mapping something over watched memory: no lock is held, and no
 // section open.
-func (s *space) settle() {
+func (s *space) applyChanges() {
 	for n := s.notifier.Load(); n != nil && n.Changed(); n = s.notifier.Load() {
 		s.mu.Lock()
-		all, missed := s.settleLocked(n, true)
+		all, missed := s.applyChangesLocked(n, true)
 		s.mu.Unlock()
 		switch {
 		case missed:
@@ -89,20 +89,20 @@ func (s *space) settle() {
 	}
 }
 
-// settleSoonTime is how long settleSoon looks for what the notifier's thread has
+// applySoonTime is how long applyChangesSoon looks for what the notifier's thread has
 // announced and not yet told: some times what it takes to wake that thread.
-const settleSoonTime = 20 * time.Microsecond
+const applySoonTime = 20 * time.Microsecond
 
-// settleSoon is settle for those who must not wait: inside sections, under locks. It
+// applyChangesSoon is settle for those who must not wait: inside sections, under locks. It
 // reports whether all has been passed on.
-func (s *space) settleSoon() bool {
+func (s *space) applyChangesSoon() bool {
 	n := s.notifier.Load()
 	if n == nil || !n.Changed() {
 		return true
 	}
 	for begun := time.Now(); ; {
 		if s.mu.TryLock() {
-			_, missed := s.settleLocked(n, false)
+			_, missed := s.applyChangesLocked(n, false)
 			s.mu.Unlock()
 			if missed {
 				return false // whoever may wait finds out what it was
@@ -111,16 +111,16 @@ func (s *space) settleSoon() bool {
 		if !n.Changed() {
 			return true
 		}
-		if time.Since(begun) > settleSoonTime {
+		if time.Since(begun) > applySoonTime {
 			return false
 		}
 	}
 }
 
-// settleLocked passes on what there is; with wait, all that was announced before, unless
+// applyChangesLocked passes on what there is; with wait, all that was announced before, unless
 // that takes very long: then all is false. missed says that something was not told:
 // Changed stays true, and missed is to be called.
-func (s *space) settleLocked(n *sys.Notifier, wait bool) (all, missed bool) {
+func (s *space) applyChangesLocked(n *sys.Notifier, wait bool) (all, missed bool) {
 	for rounds := 0; !s.lost; rounds++ {
 		k, lost, more := n.Take(s.buf[:], wait)
 		s.lost = lost
@@ -137,15 +137,15 @@ func (s *space) settleLocked(n *sys.Notifier, wait bool) (all, missed bool) {
 		if k == 0 {
 			return !more, false // only now others see that there is nothing new: all is passed on
 		}
-		if !more && rounds >= settleRounds {
+		if !more && rounds >= applyRounds {
 			return true, false // all that had been told when this began is, and others do the rest
 		}
 	}
 	return false, true
 }
 
-// settleRounds bounds how long one settles while others go on changing mappings.
-const settleRounds = 16
+// applyRounds bounds how long one settles while others go on changing mappings.
+const applyRounds = 16
 
 // missed passes on that something was not told: everybody has to look for himself, which
 // takes system calls, and so is done without the lock. Until it is done nothing is taken
@@ -237,7 +237,7 @@ type membership struct {
 // join makes a member. From now on it is told of changes in what is covered,
 // and swept if it wants to be.
 func (s *space) join(start, end uintptr, who member, swept bool) *membership {
-	s.lockSettled()
+	s.lockUpToDate()
 	defer s.mu.Unlock()
 	m := &membership{start: start, end: end, who: who, swept: swept}
 	s.members.add(m)
@@ -251,13 +251,13 @@ func (s *space) join(start, end uintptr, who member, swept bool) *membership {
 	return m
 }
 
-// lockSettled takes the lock at a moment when all that was done to mappings before has
+// lockUpToDate takes the lock at a moment when all that was done to mappings before has
 // been passed on: it is not about a new member.
-func (s *space) lockSettled() {
+func (s *space) lockUpToDate() {
 	s.mu.Lock()
 	s.openLocked()
 	for n := s.notifier.Load(); n != nil; n = s.notifier.Load() {
-		all, missed := s.settleLocked(n, true)
+		all, missed := s.applyChangesLocked(n, true)
 		if all {
 			return
 		}
@@ -412,7 +412,7 @@ func (s *space) sweep(stop chan struct{}) {
 }
 
 func (s *space) sweepLocked(stop chan struct{}) {
-	s.settle()
+	s.applyChanges()
 	stopped := false
 	s.eachMember(func(m *membership) bool {
 		select {

@@ -91,8 +91,8 @@ func (s *stagingPool) get(n int) []byte {
 	}
 	s.mu.Unlock()
 	// Eight bytes off a vector's alignment: see crooked, which would make two of each Store.
-	whole := make([]byte, aside+stagingSizes[class].bytes)
-	b := whole[aside:]
+	whole := make([]byte, skew+stagingSizes[class].bytes)
+	b := whole[skew:]
 	if lock {
 		s.lock(whole, weak.Make(&b[0]), lockedPiece{class, lockers})
 	}

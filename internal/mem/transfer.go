@@ -119,7 +119,7 @@ func (t *Transfer) next(off, n uint64) (uint64, Fault, Side) {
 	}
 	if engine != nil && len(t.parts) > 0 && engine.Owner() != t.owner {
 		// Engines know nothing of each other's order.
-		if f, side := t.settle(); !f.OK() {
+		if f, side := t.waitAll(); !f.OK() {
 			dst.close()
 			src.close()
 			return 0, f, side
@@ -135,7 +135,7 @@ func (t *Transfer) next(off, n uint64) (uint64, Fault, Side) {
 	case dst.engine.Owner() == src.engine.Owner():
 		op := t.newOp()
 		op.Kind, op.Off, op.From, op.FromOff, op.N, op.Last = OpCopy, dst.at, src.engine, src.at, n, t.ends(off, n)
-		op.held = [2]place{dst.place, src.place}
+		op.sections = [2]place{dst.place, src.place}
 		dst.region.count(src.region.kind, dst.region.kind, int(n))
 		t.begin(dst.engine, op, part{off: off, n: n})
 		return n, Fault{}, 0
@@ -163,7 +163,7 @@ func (t *Transfer) store(dst reached, off, n uint64) (uint64, Fault, Side) {
 	if b := t.Src.own(off, n); b != nil {
 		op.Bytes = b
 	} else if b, from := t.Src.still(off, n, dst.engine); b != nil {
-		op.Bytes, op.held[1], n = b, from, uint64(len(b))
+		op.Bytes, op.sections[1], n = b, from, uint64(len(b))
 	} else {
 		n = min(n, Quantum)
 		p.staging = staging.get(int(n))
@@ -174,7 +174,7 @@ func (t *Transfer) store(dst reached, off, n uint64) (uint64, Fault, Side) {
 			return 0, f, side
 		}
 	}
-	op.held[0], op.Last, p.n = dst.place, t.ends(off, n), n
+	op.sections[0], op.Last, p.n = dst.place, t.ends(off, n), n
 	dst.region.count(t.Src.kindAt(off), dst.region.kind, int(n))
 	t.begin(dst.engine, op, p)
 	return n, Fault{}, 0
@@ -188,7 +188,7 @@ func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
 	if op.Bytes = t.Dst.own(off, n); op.Bytes == nil {
 		var to place
 		if op.Bytes, to = t.Dst.still(off, n, src.engine); op.Bytes != nil {
-			op.held[1], op.Last = to, t.ends(off, uint64(len(op.Bytes)))
+			op.sections[1], op.Last = to, t.ends(off, uint64(len(op.Bytes)))
 			to.region.count(src.region.kind, to.region.kind, len(op.Bytes))
 		} else {
 			op.Bytes = staging.get(int(min(n, Quantum)))
@@ -197,7 +197,7 @@ func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
 	}
 	n = uint64(len(op.Bytes))
 	p.n = n
-	op.held[0] = src.place
+	op.sections[0] = src.place
 	if t.Dst.Table == nil {
 		src.region.count(src.region.kind, KindRaw, int(n))
 	}
@@ -209,14 +209,14 @@ func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
 // carry moves bytes from one owner to another.
 func (t *Transfer) carry(dst, src reached, off, n uint64) (uint64, Fault, Side) {
 	b := staging.get(int(n))
-	load := &Op{Kind: OpLoad, Off: src.at, Bytes: b, held: [2]place{src.place}}
+	load := &Op{Kind: OpLoad, Off: src.at, Bytes: b, sections: [2]place{src.place}}
 	t.Stream.begin(src.engine, load)
 	if kind := load.wait(); kind != FaultNone {
 		staging.put(b)
 		dst.close()
 		return 0, t.Src.faultAt(off, n, kind), Src
 	}
-	op := &Op{Kind: OpStore, Off: dst.at, Bytes: b, Last: t.ends(off, n), held: [2]place{dst.place}}
+	op := &Op{Kind: OpStore, Off: dst.at, Bytes: b, Last: t.ends(off, n), sections: [2]place{dst.place}}
 	dst.region.count(src.region.kind, dst.region.kind, int(n))
 	t.begin(dst.engine, op, part{staging: b, off: off, n: n})
 	return n, Fault{}, 0
@@ -224,7 +224,7 @@ func (t *Transfer) carry(dst, src reached, off, n uint64) (uint64, Fault, Side) 
 
 // byHand has the copy loop move bytes, when all before them have been moved.
 func (t *Transfer) byHand(off, n uint64) (uint64, Fault, Side) {
-	if f, side := t.settle(); !f.OK() {
+	if f, side := t.waitAll(); !f.OK() {
 		return 0, f, side
 	}
 	d, s := *t.Dst, *t.Src
@@ -237,7 +237,7 @@ func (t *Transfer) byHand(off, n uint64) (uint64, Fault, Side) {
 // Wait waits for what has begun, and returns what went wrong, if anything. FaultPending is as
 // with Begin: Wait goes on.
 func (t *Transfer) Wait() (Fault, Side) {
-	if f, side := t.settle(); !f.OK() {
+	if f, side := t.waitAll(); !f.OK() {
 		return f, side
 	}
 	return t.fault, t.side
@@ -263,7 +263,7 @@ func (t *Transfer) Over() bool {
 }
 
 // settle waits for the operations under way.
-func (t *Transfer) settle() (Fault, Side) {
+func (t *Transfer) waitAll() (Fault, Side) {
 	for len(t.parts) > 0 {
 		p := &t.parts[0]
 		kind := p.wait()
@@ -357,7 +357,7 @@ func (l *List) reach(off, n uint64) (reached, uint64, Fault) {
 // own returns n bytes at off of a list of bytes that are the engine's own and lie together,
 // nil if they are not.
 func (l *List) own(off, n uint64) []byte {
-	if l.Table != nil || l.Far != nil || l.Frail || len(l.Raw) != 1 || !holds(uint64(len(l.Raw[0])), l.Off+off, n) {
+	if l.Table != nil || l.Ref != nil || l.MayFault || len(l.Raw) != 1 || !holds(uint64(len(l.Raw[0])), l.Off+off, n) {
 		return nil
 	}
 	return l.Raw[0][l.Off+off:][:n]
@@ -374,14 +374,14 @@ type reaching interface {
 // engine reaches, with the open sections that keep them; nil if there are none.
 func (l *List) still(off, n uint64, e Engine) ([]byte, place) {
 	r, ok := e.(reaching)
-	if !ok || l.Table == nil || l.Far != nil {
+	if !ok || l.Table == nil || l.Ref != nil {
 		return nil, place{}
 	}
 	c := cursor{list: l, skip: l.Off + off}
 	if !c.enter(n, shutToBytes) {
 		return nil, place{}
 	}
-	if leaf := c.leaf; leaf == nil || !leaf.solid || leaf.staged != nil || leaf.kind == KindRaw { // null memory is used by many at a time
+	if leaf := c.leaf; leaf == nil || !leaf.neverFaults || leaf.staged != nil || leaf.kind == KindRaw { // null memory is used by many at a time
 		c.close()
 		return nil, place{}
 	}
@@ -453,7 +453,7 @@ func AtomicWaiting(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, co
 		to.close()
 		return 0, Fault{Kind: FaultAlign, Key: key, Extent: Extent{addr, 8}}
 	}
-	o := &Op{Kind: OpAtomic, Off: to.at, Atomic: op, Compare: compare, SwapAdd: swapAdd, held: [2]place{to.place}}
+	o := &Op{Kind: OpAtomic, Off: to.at, Atomic: op, Compare: compare, SwapAdd: swapAdd, sections: [2]place{to.place}}
 	s.begin(to.engine, o)
 	if kind := o.wait(); kind != FaultNone {
 		return 0, l.faultAt(0, 8, kind)

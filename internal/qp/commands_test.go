@@ -529,7 +529,7 @@ func (s *script) sync(a *cmdArgs) {
 			r.disk.err = errno
 		}
 	}
-	if !e.work(LaneSync) {
+	if !e.work(WorkSync) {
 		s.printf("nothing waits for %s's storage", e.name)
 	}
 }
@@ -537,7 +537,7 @@ func (s *script) sync(a *cmdArgs) {
 // begin lets storage begin; "end" ends it.
 func (s *script) begin(a *cmdArgs) {
 	e := a.end()
-	if l := a.lane(LaneSync); !e.q.NextWork(l, &s.begun) {
+	if l := a.workKind(WorkSync); !e.q.NextWork(l, &s.begun) {
 		s.printf("nothing waits for %s's storage", e.name)
 	}
 }
@@ -549,14 +549,14 @@ func (s *script) end(a *cmdArgs) {
 	e.q.Finished(&s.begun, s.w.now)
 }
 
-var laneNames = map[string]Lane{"sync": LaneSync, "send": LaneSend, "receive": LaneReceive}
+var workKindNames = map[string]WorkKind{"sync": WorkSync, "send": WorkSend, "receive": WorkReceive}
 
-func (a *cmdArgs) lane(def Lane) Lane {
+func (a *cmdArgs) workKind(def WorkKind) WorkKind {
 	w := a.word()
 	if w == "" {
 		return def
 	}
-	l, ok := laneNames[w]
+	l, ok := workKindNames[w]
 	if !ok {
 		a.s.fatalf("no lane %q", w)
 	}
@@ -584,7 +584,7 @@ func (s *script) fetch(a *cmdArgs) {
 	e := a.end()
 	gone := a.flag("gone")
 	some := false
-	for _, l := range []Lane{LaneSend, LaneReceive} {
+	for _, l := range []WorkKind{WorkSend, WorkReceive} {
 		for _, r := range e.regions {
 			if r.lazy != nil {
 				r.lazy.gone = gone

@@ -123,7 +123,7 @@ func (q *QP) receiveRNR(psn wire.PSN, code uint8, now Time) {
 		r.rnrTries++
 	}
 	q.rewind(psn)
-	r.cutOff(psn)
+	r.releaseUpTo(psn)
 	r.congestion.notReady(wire.RNRDelay(code), now)
 	r.sampleAt = 0
 }
@@ -204,10 +204,10 @@ func (q *QP) land(t *train.Train, at uint32, done int, now Time) mem.Fault {
 	switch {
 	case fault.OK() && !r.waits():
 		r.una = r.una.Add(t.N)
-		r.late = waits
+		r.resultWaits = waits
 		q.progressed(t.N, now)
 		q.advance(r.una, now)
-		r.late = false
+		r.resultWaits = false
 	case fault.Staged():
 		m, f := q.stage(moveAnswer, t, list, last)
 		if m == nil {
@@ -289,13 +289,13 @@ func (q *QP) advance(target wire.PSN, now Time) bool {
 	if r.nxt.Less(r.una) { // answered before it was sent again
 		r.nxt, r.cur = r.una, q.sq.head
 	}
-	q.settle(now)
+	q.resumeWaiting(now)
 	return ok
 }
 
 // settle does what waits for earlier requests to be done: a local failure, and
 // the end of draining.
-func (q *QP) settle(now Time) {
+func (q *QP) resumeWaiting(now Time) {
 	r := &q.req
 	if r.failing != 0 && q.sq.head == r.failAt {
 		q.fail(r.failing, r.vendor, now)
@@ -370,12 +370,12 @@ func (q *QP) Tick(now Time) {
 		return
 	}
 	r.progAt += now - d // who was late did not run, and the peer is not to blame
-	if r.quiet() {
+	if r.unasked() {
 		q.probe(now)
 		return
 	}
 	if r.timeout == 0 {
-		q.giveBack(r.held)
+		q.giveBack(r.heldCredits)
 		return
 	}
 	q.Counters.add(CntTimeouts, 1)
@@ -450,9 +450,9 @@ func (q *QP) completeSend(w *wqe) {
 	if f.data.in() {
 		wc.ByteLen = w.len
 	}
-	if q.req.late { // the first that completes now is the one whose result waits
-		q.req.late = false
-		q.pushed(q.SendCQ.PushLateSend(&wc, q.sq.freed, q.sq.head, &q.late.Late))
+	if q.req.resultWaits { // the first that completes now is the one whose result waits
+		q.req.resultWaits = false
+		q.pushed(q.SendCQ.PushInlineSend(&wc, q.sq.freed, q.sq.head, &q.inlineData.InlineData))
 		return
 	}
 	q.pushed(q.SendCQ.PushSend(&wc, q.sq.freed, q.sq.head))
@@ -468,11 +468,11 @@ func (q *QP) completeFailed(w *wqe, status ib.WCStatus, vendor uint16) {
 // stopSending gives up what is under way.
 func (q *QP) stopSending() {
 	q.stopped()
-	q.giveBack(q.req.held)
+	q.giveBack(q.req.heldCredits)
 	q.req.timers.stop()
 	q.req.congestion.stop()
 	q.req.rd = rdRing{}
-	q.req.failing, q.req.stalled, q.req.draining, q.req.fetching = 0, false, false, false
+	q.req.failing, q.req.stalledOnCredits, q.req.draining, q.req.fetching = 0, false, false, false
 }
 
 // flushSend completes all requests as flushed.

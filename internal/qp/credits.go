@@ -53,4 +53,4 @@ func (c *Credits) acquire(want int) int {
 func (c *Credits) release(n int) { c.pool.free.Add(int64(n) * c.cost) }
 
 // Stalled reports whether the queue pair waits for credits.
-func (q *QP) Stalled() bool { return q.req.stalled }
+func (q *QP) StalledOnCredits() bool { return q.req.stalledOnCredits }

@@ -34,7 +34,7 @@ func (q *QP) executeFlush(t *train.Train) mem.Fault {
 	q.accept(t, 1)
 	r.rdEnd, r.rdAny = r.epsn, true
 	if r.answerFlush(psn, h, q.PD, r.msn) {
-		q.slow.want |= LaneSync.bit()
+		q.deferred.want |= WorkSync.bit()
 	}
 	return mem.Fault{}
 }
@@ -56,7 +56,7 @@ func (q *QP) flushRange(h *wire.RETH) (f mem.FlushRange, ok bool) {
 // answerFlush notes the answer to a FLUSH, without data, and reports whether it
 // has to wait for storage.
 func (a *answers) answerFlush(psn wire.PSN, h wire.RETH, pd, msn uint32) bool {
-	j := job{flush: true, psn: psn, n: 1, pd: pd, msn: msn}
+	j := resource{flush: true, psn: psn, n: 1, pd: pd, msn: msn}
 	if h.Flush.Placement&wire.PlacePersistent != 0 {
 		j.waiting, j.reth = true, h
 	}

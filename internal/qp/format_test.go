@@ -179,9 +179,9 @@ func describeQP(e *end) string {
 		r := &q.req
 		s += fmt.Sprintf(" una=%06x nxt=%06x max=%06x window=%d", r.una, r.nxt, r.max, r.congestion.allowance(MaxMsgSize))
 		if e.credits != nil {
-			s += fmt.Sprintf(" credits=%d/%d", r.held, e.credits.pool.free.Load())
+			s += fmt.Sprintf(" credits=%d/%d", r.heldCredits, e.credits.pool.free.Load())
 		}
-		if q.Stalled() {
+		if q.StalledOnCredits() {
 			s += " stalled"
 		}
 	}

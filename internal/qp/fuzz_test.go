@@ -225,7 +225,7 @@ func (v *victim) step(t *testing.T, r *record) {
 		v.recvs += v.recv.Post([]ib.RecvWR{wr})
 		v.q.FlushReceive()
 	case opSync:
-		for l := range NumLanes {
+		for l := range NumWorkKinds {
 			v.work(l)
 		}
 	case opAbsent:

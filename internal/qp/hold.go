@@ -37,7 +37,7 @@ const (
 var heldAll atomic.Int64 // bytes that are held
 
 // held is what a responder holds.
-type held struct {
+type heldRequests struct {
 	requests []*train.Train // in the order of their PSNs
 	bytes    int
 	again    *train.Train // the one that is being executed again
@@ -74,7 +74,7 @@ func (q *QP) mayHold(f mem.Fault) bool {
 		return false
 	}
 	if q.resp.held == nil {
-		q.resp.held = new(held)
+		q.resp.held = new(heldRequests)
 	}
 	return true
 }
@@ -95,7 +95,7 @@ func (q *QP) hold(t *train.Train, f mem.Fault) (kept bool, _ mem.Fault) {
 }
 
 // push appends a request, which is the queue pair's own.
-func (h *held) push(t *train.Train) {
+func (h *heldRequests) push(t *train.Train) {
 	h.requests = append(h.requests, t)
 	n := heldBytes(t) + heldCost
 	h.bytes += n
@@ -112,7 +112,7 @@ func heldBytes(t *train.Train) int {
 }
 
 // keep keeps a request, with a copy of its payload, if there is room.
-func (h *held) keep(t *train.Train) (kept bool, _ mem.Fault) {
+func (h *heldRequests) keep(t *train.Train) (kept bool, _ mem.Fault) {
 	if h.bytes > maxHeld || t.Lease == nil && h.bytes+t.Len > maxHeld || heldAll.Load() > maxHeldAll {
 		return false, mem.Fault{}
 	}
@@ -198,7 +198,7 @@ func (q *QP) letGo() {
 	}
 	if h.lost && len(requests) > 0 {
 		h.lost = false
-		if !r.quiet {
+		if !r.nakSent {
 			q.nak(wire.NakPSNSequence, r.epsn)
 		}
 	}
@@ -208,7 +208,7 @@ func (q *QP) letGo() {
 }
 
 // drop forgets the requests and returns them.
-func (h *held) drop() []*train.Train {
+func (h *heldRequests) drop() []*train.Train {
 	requests := h.requests
 	heldAll.Add(-int64(h.bytes))
 	h.requests, h.bytes = nil, 0
@@ -272,7 +272,7 @@ func (q *QP) holdAnswer(t *train.Train, f mem.Fault) bool {
 	}
 	q.Counters.add(CntHeld, 1)
 	q.resp.held.answers = true
-	q.fetch(LaneReceive, f, nil)
+	q.fetch(WorkReceive, f, nil)
 	if j := q.resp.at(0); !j.waiting { // if something before it waits, it is made when that is done
 		j.held, j.waiting = true, true
 	}
@@ -298,7 +298,7 @@ func (a *answers) putBack(t *train.Train) bool {
 	if a.n == MaxRDAtomic {
 		return false
 	}
-	j := job{psn: t.PSN, n: t.N, msn: t.AETH.MSN, again: t.Again}
+	j := resource{psn: t.PSN, n: t.N, msn: t.AETH.MSN, again: t.Again}
 	if t.Kind == wire.KindAtomicAck {
 		j.atomic, j.orig = true, t.Orig
 	} else {

@@ -27,17 +27,17 @@ import (
 
 // mayWait tells whether a message of n bytes that goes to a list may wait.
 func (q *QP) mayWait(list *mem.List, n int) bool {
-	return n > 0 && n <= queue.MaxLate && list.Off == 0 && len(list.SGEs) > 0 && uint64(n) <= uint64(list.SGEs[0].Length) &&
+	return n > 0 && n <= queue.MaxInlineData && list.Off == 0 && len(list.SGEs) > 0 && uint64(n) <= uint64(list.SGEs[0].Length) &&
 		q.Table.IsHost(list.SGEs[0].LKey, list.SGEs[0].Addr, uint64(n), list.Access, list.Actor)
 }
 
 // keep makes the payload of a train wait for its completion. A fault is that of the
 // payload.
 func (q *QP) keep(list *mem.List, t *train.Train, result bool) mem.Fault {
-	l := q.late
+	l := q.inlineData
 	if l == nil {
-		l = &lateBytes{Late: queue.Late{Failed: q.ScatterFailed, Table: q.Table}}
-		q.late = l
+		l = &inlineData{InlineData: queue.InlineData{Failed: q.ScatterFailed, Table: q.Table}}
+		q.inlineData = l
 	}
 	l.Waiting = &l.receives
 	if result {
@@ -50,9 +50,9 @@ func (q *QP) keep(list *mem.List, t *train.Train, result bool) mem.Fault {
 	return f
 }
 
-// lateBytes is what waits, until it is pushed, and what it takes to fill it.
-type lateBytes struct {
-	queue.Late
+// inlineData is what waits, until it is pushed, and what it takes to fill it.
+type inlineData struct {
+	queue.InlineData
 	raw               [1][]byte
 	to                mem.List
 	results, receives queue.Waiting // what has been pushed, and waits still
@@ -61,21 +61,21 @@ type lateBytes struct {
 // writeResults writes the results of earlier requests that still wait, writeReceives
 // what was received. A fault is what keeps it from doing so.
 func (q *QP) writeResults() mem.Fault {
-	if q.late == nil || q.late.results.None() {
+	if q.inlineData == nil || q.inlineData.results.None() {
 		return mem.Fault{}
 	}
-	return q.SendCQ.Settle(&q.late.results)
+	return q.SendCQ.WriteBack(&q.inlineData.results)
 }
 
 func (q *QP) writeReceives() mem.Fault {
-	if q.late == nil || q.late.receives.None() {
+	if q.inlineData == nil || q.inlineData.receives.None() {
 		return mem.Fault{}
 	}
-	return q.RecvCQ.Settle(&q.late.receives)
+	return q.RecvCQ.WriteBack(&q.inlineData.receives)
 }
 
 // settled is writeResults, for a request that starts behind it: it reports whether it may.
-func (q *QP) settled() bool {
+func (q *QP) writtenBack() bool {
 	f := q.writeResults()
 	switch f.Kind {
 	case mem.FaultNone:

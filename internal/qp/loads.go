@@ -180,9 +180,9 @@ func (r *requester) arrived(upTo wire.PSN) {
 	}
 }
 
-// cutOff lets go of the memory of what the peer has taken up to a PSN only, and of which the
+// releaseUpTo lets go of the memory of what the peer has taken up to a PSN only, and of which the
 // rest is sent again: it is loaded then.
-func (r *requester) cutOff(psn wire.PSN) {
+func (r *requester) releaseUpTo(psn wire.PSN) {
 	for len(r.carried) > 0 && r.carried[0].first.Less(psn) {
 		r.arrived(r.carried[0].end)
 	}
@@ -308,7 +308,7 @@ func (q *QP) freeLoads() {
 
 // loadAnswer returns the bytes of the next train of an answer. It is not ok if they are not
 // here yet: then the answer waits.
-func (q *QP) loadAnswer(j *job) (b []byte, ok bool) {
+func (q *QP) loadAnswer(j *resource) (b []byte, ok bool) {
 	r, per := &q.resp, q.perLoad()
 	j.loaded = true                  // to its end: loads are found by where they begin
 	for _, l := range r.loads.list { // of answers that are not made any more
@@ -351,21 +351,21 @@ func (q *QP) answersStill(serial uint32) bool {
 	return false
 }
 
-func (q *QP) loadAnswerPart(j *job, packet int) *load {
+func (q *QP) loadAnswerPart(j *resource, packet int) *load {
 	from, n := q.answerPart(j, packet, q.perLoad()*q.mtu)
 	return q.startLoad(&q.resp.loads, loadKey{j.serial, packet}, from, n)
 }
 
 // answerPart returns the bytes of the train of an answer that begins with a packet: at most so
 // many.
-func (q *QP) answerPart(j *job, packet, most int) (from *mem.List, n int) {
+func (q *QP) answerPart(j *resource, packet, most int) (from *mem.List, n int) {
 	off := packet * q.mtu
 	n = min(most, int(j.reth.Len)-off)
 	return q.remoteList(ib.AccessRemoteRead, mem.Actor{PD: j.pd, QPN: q.Number}, j.reth.RKey, j.reth.VA+uint64(off), n), n
 }
 
 // carriesAnswer returns how many of the next bytes of an answer need not be loaded.
-func (q *QP) carriesAnswer(t *train.Train, j *job) int {
+func (q *QP) carriesAnswer(t *train.Train, j *resource) int {
 	if q.path.Carrier == nil || j.again || j.loaded {
 		return 0
 	}

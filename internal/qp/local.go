@@ -120,7 +120,7 @@ func (q *QP) passLocal(now Time) bool {
 	if w.flags&ib.SendFence != 0 && q.sq.head != r.cur {
 		return q.askAgain()
 	}
-	if w.flags&ib.SendFence != 0 && !q.settled() {
+	if w.flags&ib.SendFence != 0 && !q.writtenBack() {
 		return false
 	}
 	f := q.execute(w)
@@ -138,7 +138,7 @@ func (q *QP) passLocal(now Time) bool {
 		q.advance(r.una, now)
 	} else {
 		q.completeLocal()
-		q.settle(now)
+		q.resumeWaiting(now)
 	}
 	if w.flags&ib.SendSignaled != 0 && q.sq.head != r.cur {
 		q.askAgain() // it waits for those before it

@@ -58,7 +58,7 @@ type game struct {
 	sides [2]*side
 	net   parcels
 	order int
-	store [2 * NumLanes]storage
+	store [2 * NumWorkKinds]storage
 
 	lose, repeat, late float64 // how often
 	prompt             bool    // nobody is kept waiting: answers do not wait for more, receives are there, storage is quick
@@ -78,7 +78,7 @@ type storage struct {
 func (g *game) storage() (next Time) {
 	next = 1 << 62
 	for k := range g.store {
-		l, s := Lane(k%int(NumLanes)), g.sides[k/int(NumLanes)]
+		l, s := WorkKind(k%int(NumWorkKinds)), g.sides[k/int(NumWorkKinds)]
 		st := &g.store[k]
 		if st.busy && st.until <= g.w.now && !st.work.suspended() {
 			st.busy = false
@@ -348,8 +348,8 @@ func testPair(t *testing.T, typeA, typeB ib.QPType, lazy, shortcut bool) {
 						t.Errorf("%s's atomics have left %d, not %d", s.name, got, want)
 					}
 				}
-				if s.credits != nil && s.q.req.held != 0 {
-					t.Errorf("%s holds %d credits", s.name, s.q.req.held)
+				if s.credits != nil && s.q.req.heldCredits != 0 {
+					t.Errorf("%s holds %d credits", s.name, s.q.req.heldCredits)
 				}
 				if shortcut {
 					g.w.tap(s.peer.end, nil)

@@ -28,46 +28,46 @@ import (
 
 // Lane is a kind of slow work. Work of one lane is done piece by piece, in
 // order; lanes do not wait for each other.
-type Lane uint8
+type WorkKind uint8
 
 const (
-	LaneSync    Lane = iota // FLUSHes: bytes to storage
-	LaneSend                // bytes of the queue pair's own requests
-	LaneReceive             // bytes that the peer's requests are about
-	NumLanes
+	WorkSync    WorkKind = iota // FLUSHes: bytes to storage
+	WorkSend                    // bytes of the queue pair's own requests
+	WorkReceive                 // bytes that the peer's requests are about
+	NumWorkKinds
 )
 
-func (l Lane) bit() uint8 { return 1 << l }
+func (l WorkKind) bit() uint8 { return 1 << l }
 
-// slowWork is what a queue pair's owner has to do, by lanes.
-type slowWork struct {
+// deferredWork is what a queue pair's owner has to do, by lanes.
+type deferredWork struct {
 	want  uint8 // bit set: there may be work
 	busy  uint8 // bit set: the owner is at it
-	fault [NumLanes]mem.Fault
+	fault [NumWorkKinds]mem.Fault
 }
 
 // Work is something slow.
 type Work struct {
-	lane  Lane
+	kind  WorkKind
 	reset uint32    // of which life of the queue pair
-	sync  flushSync // LaneSync: what to bring to storage
-	fault mem.Fault // otherwise: what to fetch; of LaneSync, what Do has met
+	sync  flushSync // WorkSync: what to bring to storage
+	fault mem.Fault // otherwise: what to fetch; of WorkSync, what Do has met
 	left  mem.Fault // what was in the way
 }
 
 // WantsWork returns a set of lanes, bit by bit, for which there may be work that
 // nobody is at.
-func (q *QP) WantsWork() uint8 { return q.slow.want &^ q.slow.busy }
+func (q *QP) WantsWork() uint8 { return q.deferred.want &^ q.deferred.busy }
 
 // NextWork returns the next work of a lane, if there is some and nobody is at
 // it. The owner then calls Do, and then Finished.
-func (q *QP) NextWork(l Lane, w *Work) bool {
-	s := &q.slow
+func (q *QP) NextWork(l WorkKind, w *Work) bool {
+	s := &q.deferred
 	if s.busy&l.bit() != 0 || s.want&l.bit() == 0 {
 		return false
 	}
-	*w = Work{lane: l, reset: q.resets}
-	if l == LaneSync {
+	*w = Work{kind: l, reset: q.resets}
+	if l == WorkSync {
 		if !q.nextSync(&w.sync) {
 			s.want &^= l.bit()
 			return false
@@ -91,7 +91,7 @@ func (w *Work) Suspended() <-chan struct{} { return w.fault.Suspended() }
 // no lock. It reports whether the work is done; if not, there is no sense in
 // trying again at once.
 func (w *Work) Do(t *mem.Table) bool {
-	if w.lane == LaneSync {
+	if w.kind == WorkSync {
 		w.left = t.Persist(w.sync.rng, w.sync.actor)
 		w.fault = w.left
 		return w.left.Kind != mem.FaultPending
@@ -105,17 +105,17 @@ func (q *QP) Finished(w *Work, now Time) {
 	if w.reset != q.resets {
 		return
 	}
-	q.slow.busy &^= w.lane.bit()
-	switch w.lane {
-	case LaneSync:
+	q.deferred.busy &^= w.kind.bit()
+	switch w.kind {
+	case WorkSync:
 		if w.left.Kind == mem.FaultPending { // it is to be done once more
-			q.slow.want |= LaneSync.bit()
+			q.deferred.want |= WorkSync.bit()
 			return
 		}
 		q.synced(&w.sync, w.left)
-	case LaneSend:
+	case WorkSend:
 		q.req.goOn(now)
-	case LaneReceive:
+	case WorkReceive:
 		q.finishRequests(now) // one that invalidates may have waited; its payload has been read
 		q.letGo()
 	}
@@ -127,8 +127,8 @@ const fetchAhead = 1 << 20
 
 // fetch has bytes fetched for one side, unless that is being done for others: who
 // needs these will come again. What follows them in the list is fetched too.
-func (q *QP) fetch(l Lane, f mem.Fault, list []ib.SGE) {
-	s := &q.slow
+func (q *QP) fetch(l WorkKind, f mem.Fault, list []ib.SGE) {
+	s := &q.deferred
 	if (s.want|s.busy)&l.bit() != 0 {
 		return
 	}
@@ -157,7 +157,7 @@ func (q *QP) refuseFault(why refusal, t *train.Train, f mem.Fault, list []ib.SGE
 // have been written, as they will be again. A receive that the message has taken
 // stays taken. UC loses the message, and the next one takes its receive.
 func (q *QP) notPresent(t *train.Train, f mem.Fault, list []ib.SGE) mem.Fault {
-	q.fetch(LaneReceive, f, list)
+	q.fetch(WorkReceive, f, list)
 	kept, unread := q.hold(t, f)
 	if kept || !unread.OK() {
 		return unread
@@ -183,7 +183,7 @@ func (q *QP) readAbsent(t *train.Train, f mem.Fault) {
 			list, again = q.named.sge[:], !t.PSN.Less(j.psn.Add(j.done))
 		}
 	}
-	q.fetch(LaneReceive, f, list)
+	q.fetch(WorkReceive, f, list)
 	if !again { // it was asked for again meanwhile, and is not made yet
 		q.absent(t.PSN)
 	}
@@ -199,7 +199,7 @@ func (q *QP) absent(psn wire.PSN) {
 	q.Counters.add(CntFaultRNR, 1)
 	// It makes room, like any that may have been answered before: a peer that asks
 	// for more than can be had at a time has had this one.
-	r.insert(job{absent: true, again: true, waiting: true, tell: true, psn: psn, n: 1})
+	r.insert(resource{absent: true, again: true, waiting: true, tell: true, psn: psn, n: 1})
 }
 
 // wentBack notes that the peer sends again from psn on. If that is behind a READ
@@ -253,12 +253,12 @@ func (q *QP) unsend(psn wire.PSN) {
 		}
 		w.started = w.first.Less(psn)
 	}
-	r.rd.cut(psn)
+	r.rd.truncate(psn)
 	r.max = psn
 }
 
 // cut forgets the ranges from psn on.
-func (r *rdRing) cut(psn wire.PSN) {
+func (r *rdRing) truncate(psn wire.PSN) {
 	for r.n > 0 && !r.at(r.n-1).first.Less(psn) {
 		r.n--
 	}
@@ -282,8 +282,8 @@ func (q *QP) standStill(f mem.Fault, list []ib.SGE) {
 	}
 	r.fetching, r.sampleAt = true, 0
 	q.recall()
-	q.giveBack(r.held)
-	q.fetch(LaneSend, f, list)
+	q.giveBack(r.heldCredits)
+	q.fetch(WorkSend, f, list)
 }
 
 // goOn ends that.

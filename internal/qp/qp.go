@@ -126,18 +126,18 @@ type QP struct {
 	req  requester
 	resp responder
 
-	slow slowWork
+	deferred deferredWork
 
 	// Shortcut, if set, is for the WRITEs and READs in the send queue (shortcut.go).
 	Shortcut Shortcut
 
-	late   *lateBytes // what waits for its completion; nil: nothing ever did
-	layout mem.Layout // scratch, to configure an indirect key without allocating
-	short  Request    // scratch: the request that may take a shortcut
-	mine   piece      // what a request writes
-	named  piece      // what the peer names
-	posted piece      // what a request in the queue sends, or where its result goes
-	taken  piece      // what a receive names
+	inlineData *inlineData // what waits for its completion; nil: nothing ever did
+	layout     mem.Layout  // scratch, to configure an indirect key without allocating
+	short      Request     // scratch: the request that may take a shortcut
+	mine       piece       // what a request writes
+	named      piece       // what the peer names
+	posted     piece       // what a request in the queue sends, or where its result goes
+	taken      piece       // what a receive names
 
 	// Counters count what the queue pair did.
 	Counters Counters
@@ -274,7 +274,7 @@ func (q *QP) IsPeer(t *train.Train) bool { return t.From == q.peer && t.To == q.
 // since the peer's window waits for them.
 func (q *QP) Pull(t *train.Train, now Time) bool {
 	if !q.Pending() {
-		q.req.stalled = false
+		q.req.stalledOnCredits = false
 		return false
 	}
 	t.Reset()
@@ -284,7 +284,7 @@ func (q *QP) Pull(t *train.Train, now Time) bool {
 	t.Flow = cmpOr(t.Flow, q.path.Flow)
 	t.Transport = q.transport
 	if q.path.ByReference && t.Payload.Table != nil {
-		q.lease.Grant(t)
+		q.lease.Attach(t)
 	}
 	q.Counters.add(CntTxPackets, t.N)
 	if t.Len > 0 {

@@ -25,19 +25,19 @@ type requester struct {
 
 	una, nxt, max wire.PSN
 
-	rd       rdRing // READs, atomics and FLUSHes under way
-	unacked  int    // packets since the last one that asked for an acknowledgement
-	askNow   bool   // the next message that ends asks for one
-	probing  bool   // the next packet is sent again only to ask for one
-	held     int    // credits held
-	stalled  bool   // waits for credits
-	draining bool   // SQD: tell when everything is done
-	fetching bool   // stands still until its own memory is there
-	named    bool   // the last answer with data came by name
-	late     bool   // the result of the request at the head waits for its completion
-	copied   int    // bytes that took the shortcut in this call
-	other    uint32 // number of the last request that came to the front and cannot take the shortcut
-	hasOther bool   // there was one
+	rd               rdRing // READs, atomics and FLUSHes under way
+	unacked          int    // packets since the last one that asked for an acknowledgement
+	askNow           bool   // the next message that ends asks for one
+	probing          bool   // the next packet is sent again only to ask for one
+	heldCredits      int    // credits held
+	stalledOnCredits bool   // waits for credits
+	draining         bool   // SQD: tell when everything is done
+	fetching         bool   // stands still until its own memory is there
+	named            bool   // the last answer with data came by name
+	resultWaits      bool   // the result of the request at the head waits for its completion
+	copied           int    // bytes that took the shortcut in this call
+	other            uint32 // number of the last request that came to the front and cannot take the shortcut
+	hasOther         bool   // there was one
 
 	// failing is the status of request failAt, which failed locally: it is
 	// completed when the ones before it are (IBA 10.8.5: completions keep the
@@ -112,7 +112,7 @@ func (r *rdRing) rewind(psn wire.PSN) {
 // pullRequest makes the next request train.
 func (q *QP) pullRequest(t *train.Train, now Time) bool {
 	r := &q.req
-	r.stalled = false
+	r.stalledOnCredits = false
 	w := q.nextRequest(now)
 	if w == nil {
 		return false
@@ -205,7 +205,7 @@ func (q *QP) begin(w *wqe, now Time) bool {
 	if q.state == ib.QPSQD {
 		return false // IBA 10.3.1.5: nothing new is started while draining
 	}
-	if w.flags&ib.SendFence != 0 && (r.rd.len() > 0 || !q.settled()) {
+	if w.flags&ib.SendFence != 0 && (r.rd.len() > 0 || !q.writtenBack()) {
 		return false
 	}
 	if f.rd && q.attr.MaxRDAtomic == 0 {
@@ -260,8 +260,8 @@ func (q *QP) room(want int, named bool) int {
 		return max(n, 0)
 	}
 	n = q.path.Credits.acquire(n)
-	r.held += n
-	if r.stalled = n == 0; r.stalled && r.nxt == r.una {
+	r.heldCredits += n
+	if r.stalledOnCredits = n == 0; r.stalledOnCredits && r.nxt == r.una {
 		r.started = 0 // nothing is under way: the peer is not to blame for the wait
 	}
 	return n
@@ -333,23 +333,23 @@ func (q *QP) askAck(t *train.Train, w *wqe) {
 	r := &q.req
 	r.unacked += t.N
 	ask := w.flags&ib.SendSignaled != 0 || q.state == ib.QPSQD || r.failing != 0 || r.askNow ||
-		r.cur+1 == q.sq.tail && r.unacked >= quietPackets ||
+		r.cur+1 == q.sq.tail && r.unacked >= maxUnasked ||
 		r.cur+1 != q.sq.tail && q.sq.at(r.cur+1).facts().local // which will not ask itself
 	if t.End && ask || t.Carried || r.unacked >= r.congestion.allowance(0)/4 || q.path.Credits != nil && q.path.Credits.scarce() {
 		t.AckReq, r.unacked, r.askNow = true, 0, false
 	}
 }
 
-// quietPackets is how many packets may be under way without any having asked for
-// an acknowledgement, when nothing follows; quietTime is for how long.
+// maxUnasked is how many packets may be under way without any having asked for
+// an acknowledgement, when nothing follows; probeAfter is for how long.
 const (
-	quietPackets = 8
-	quietTime    = time.Millisecond
+	maxUnasked = 8
+	probeAfter = time.Millisecond
 )
 
 // quiet reports whether packets are under way, and none of them has asked for an
 // acknowledgement.
-func (r *requester) quiet() bool { return r.unacked > 0 && r.nxt.Sub(r.una) <= r.unacked }
+func (r *requester) unasked() bool { return r.unacked > 0 && r.nxt.Sub(r.una) <= r.unacked }
 
 // probe asks for the acknowledgement of what has been quiet for too long.
 func (q *QP) probe(now Time) {
@@ -523,9 +523,9 @@ func (q *QP) rewind(psn wire.PSN) {
 // giveBack returns n credits.
 func (q *QP) giveBack(n int) {
 	r := &q.req
-	n = min(n, r.held)
+	n = min(n, r.heldCredits)
 	if n > 0 && q.path.Credits != nil {
-		r.held -= n
+		r.heldCredits -= n
 		q.path.Credits.release(n)
 	}
 }
@@ -543,5 +543,5 @@ func (q *QP) sentUnreliable(i uint32, now Time) {
 		q.completeSend(w)
 	}
 	q.completeLocal()
-	q.settle(now)
+	q.resumeWaiting(now)
 }

@@ -22,11 +22,11 @@ import (
 )
 
 type responder struct {
-	epsn  wire.PSN // the next request
-	msn   uint32   // messages completed, 24 bits
-	quiet bool     // a NAK is out: say nothing until the expected request comes
-	rdEnd wire.PSN // the PSN after the last READ or atomic
-	rdAny bool     // there was one
+	epsn    wire.PSN // the next request
+	msn     uint32   // messages completed, 24 bits
+	nakSent bool     // a NAK is out: say nothing until the expected request comes
+	rdEnd   wire.PSN // the PSN after the last READ or atomic
+	rdAny   bool     // there was one
 
 	// The message under way: 0 if none.
 	kind wire.Kind
@@ -48,8 +48,8 @@ type responder struct {
 	// tellMoves: the peer asks again for a request that waits for an engine, and is to hear
 	// that it must wait.
 	tellMoves bool
-	partly    bool  // requests of those have come into effect that an acknowledgement was asked for
-	held      *held // what waits for memory that is out of reach for a moment; nil until something does
+	partly    bool          // requests of those have come into effect that an acknowledgement was asked for
+	held      *heldRequests // what waits for memory that is out of reach for a moment; nil until something does
 }
 
 // receiveRequest checks the PSN of a request (IBA 9.7.4.1.2) and executes it.
@@ -68,7 +68,7 @@ func (q *QP) receiveRequest(t *train.Train) mem.Fault {
 		}
 	case d > 0:
 		q.Counters.add(CntOutOfSequence, t.N)
-		if !r.quiet {
+		if !r.nakSent {
 			q.nak(wire.NakPSNSequence, r.epsn)
 		}
 		return mem.Fault{}
@@ -81,7 +81,7 @@ func (q *QP) receiveRequest(t *train.Train) mem.Fault {
 		r.wentBack(t.PSN)
 		t.TrimFront(-d)
 	}
-	r.quiet = false
+	r.nakSent = false
 	if len(r.moves) > 0 && !(q.half == target && !q.bind(t)) && !q.follows(t) {
 		return q.keepInOrder(t)
 	}
@@ -213,7 +213,7 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 	if waits {
 		r.have = false
 		wc.QPN = q.Number
-		q.pushed(q.RecvCQ.PushLate(&wc, t.Solicited, &q.late.Late))
+		q.pushed(q.RecvCQ.PushInline(&wc, t.Solicited, &q.inlineData.InlineData))
 		return mem.Fault{}
 	}
 	q.completeBehind(m, &wc, t.Solicited)

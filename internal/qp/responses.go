@@ -13,8 +13,8 @@ import (
 )
 
 type answers struct {
-	jobs    [MaxRDAtomic]job
-	head, n uint8
+	resources [MaxRDAtomic]resource
+	head, n   uint8
 
 	ack struct {
 		pending  bool
@@ -39,7 +39,7 @@ type answers struct {
 }
 
 // job is a READ or atomic to answer.
-type job struct {
+type resource struct {
 	atomic  bool
 	flush   bool     // a FLUSH
 	serial  uint32   // tells it from others
@@ -61,7 +61,7 @@ type job struct {
 	orig    uint64
 }
 
-func (j *job) end() wire.PSN { return j.psn.Add(j.n) }
+func (j *resource) end() wire.PSN { return j.psn.Add(j.n) }
 
 type savedAtomic struct {
 	valid bool
@@ -69,7 +69,7 @@ type savedAtomic struct {
 	orig  uint64
 }
 
-func (a *answers) at(i uint8) *job { return &a.jobs[(a.head+i)%MaxRDAtomic] }
+func (a *answers) at(i uint8) *resource { return &a.resources[(a.head+i)%MaxRDAtomic] }
 
 // due reports whether there is something to answer now. While the oldest answer
 // waits, all that can be said is that it is not ready yet.
@@ -122,7 +122,7 @@ func (a *answers) full(limit uint8) bool {
 	return true
 }
 
-func (a *answers) push(j job) {
+func (a *answers) push(j resource) {
 	a.serials++
 	j.serial = a.serials
 	*a.at(a.n) = j
@@ -131,7 +131,7 @@ func (a *answers) push(j job) {
 }
 
 func (a *answers) answerRead(psn wire.PSN, n int, h wire.RETH, pd, msn uint32) {
-	a.push(job{psn: psn, n: n, reth: h, pd: pd, msn: msn})
+	a.push(resource{psn: psn, n: n, reth: h, pd: pd, msn: msn})
 }
 
 func (a *answers) answerAtomic(psn wire.PSN, orig uint64, msn uint32) {
@@ -140,7 +140,7 @@ func (a *answers) answerAtomic(psn wire.PSN, orig uint64, msn uint32) {
 	}
 	a.saved[a.nextSaved] = savedAtomic{true, psn, orig}
 	a.nextSaved = (a.nextSaved + 1) % MaxRDAtomic
-	a.push(job{atomic: true, psn: psn, n: 1, orig: orig, msn: msn})
+	a.push(resource{atomic: true, psn: psn, n: 1, orig: orig, msn: msn})
 }
 
 // acknowledge notes that everything up to psn is done.
@@ -160,7 +160,7 @@ func (q *QP) Unread() {
 // nak notes a NAK for request psn, which is the expected one.
 func (q *QP) nak(s wire.Syndrome, psn wire.PSN) {
 	r := &q.resp
-	r.quiet = true
+	r.nakSent = true
 	r.ack.pending, r.ack.psn, r.ack.syndrome = true, psn, s
 }
 
@@ -194,17 +194,17 @@ func (q *QP) repeat(t *train.Train) {
 		if r.isLoading(t.PSN, &t.RETH, who.PD) {
 			return
 		}
-		r.answerAgain(job{again: true, psn: t.PSN, n: n, reth: t.RETH, pd: who.PD, msn: r.msn}, q.attr.MaxDestRDAtomic)
+		r.answerAgain(resource{again: true, psn: t.PSN, n: n, reth: t.RETH, pd: who.PD, msn: r.msn}, q.attr.MaxDestRDAtomic)
 	case wire.KindAtomicWrite:
-		r.answerAgain(job{again: true, psn: t.PSN, n: 1, msn: r.msn}, q.attr.MaxDestRDAtomic)
+		r.answerAgain(resource{again: true, psn: t.PSN, n: 1, msn: r.msn}, q.attr.MaxDestRDAtomic)
 	case wire.KindFlush:
 		if !q.notYet(t.PSN) {
-			r.answerAgain(job{again: true, flush: true, psn: t.PSN, n: 1, msn: r.msn}, MaxRDAtomic)
+			r.answerAgain(resource{again: true, flush: true, psn: t.PSN, n: 1, msn: r.msn}, MaxRDAtomic)
 		}
 	case wire.KindCmpSwap, wire.KindFetchAdd:
 		for i := range r.saved {
 			if s := &r.saved[i]; s.valid && s.psn == t.PSN {
-				r.answerAgain(job{again: true, atomic: true, psn: s.psn, n: 1, orig: s.orig, msn: r.msn}, q.attr.MaxDestRDAtomic)
+				r.answerAgain(resource{again: true, atomic: true, psn: s.psn, n: 1, orig: s.orig, msn: r.msn}, q.attr.MaxDestRDAtomic)
 				return
 			}
 		}
@@ -241,7 +241,7 @@ func (q *QP) acknowledgeAgain(t *train.Train) {
 
 // answerAgain answers a READ or atomic instead of it and all that follow it: the
 // peer has gone back. A peer that exceeds the limit gets no answer.
-func (a *answers) answerAgain(j job, limit uint8) {
+func (a *answers) answerAgain(j resource, limit uint8) {
 	a.forget(j.psn)
 	if a.full(limit) {
 		return
@@ -251,7 +251,7 @@ func (a *answers) answerAgain(j job, limit uint8) {
 }
 
 // insert puts an answer before those of later PSNs: FLUSHes that forget has left.
-func (a *answers) insert(j job) {
+func (a *answers) insert(j resource) {
 	a.serials++
 	j.serial = a.serials
 	i := a.n
@@ -348,7 +348,7 @@ func ackCounter(s wire.Syndrome) Counter {
 }
 
 // pullJob makes the next train of a READ's or atomic's answer.
-func (q *QP) pullJob(t *train.Train, j *job) bool {
+func (q *QP) pullJob(t *train.Train, j *resource) bool {
 	r := &q.resp
 	var b []byte
 	most := q.perLoad()

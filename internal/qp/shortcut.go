@@ -149,7 +149,7 @@ func (q *QP) try(s Shortcut) outcome {
 	if !s.Copy(x) {
 		return byTrain
 	}
-	q.pass()
+	q.movePast()
 	return done
 }
 
@@ -176,9 +176,9 @@ func (q *QP) mayRead() bool {
 	return f.OK()
 }
 
-// pass moves the requester past the request in q.short, which is executed: the PSNs, the
+// movePast moves the requester past the request in q.short, which is executed: the PSNs, the
 // counters, the queue, and the completion.
-func (q *QP) pass() {
+func (q *QP) movePast() {
 	r, x, c := &q.req, &q.short, &q.Counters
 	packets := x.Packets()
 	wc := ib.WC{ID: x.id, Op: ib.WCRDMAWrite, QPN: q.Number} // made early: see docs/performance.md, structures that are copied too soon
@@ -263,7 +263,7 @@ func (q *QP) open() bool {
 func (q *QP) expects(from *QP) bool {
 	r := &q.resp
 	return q.state == ib.QPRTS && q.established && q.attr.Access&ib.AccessRemoteWrite != 0 &&
-		r.kind == 0 && r.n == 0 && !r.ack.pending && !r.quiet && r.epsn == from.req.nxt && !r.busy()
+		r.kind == 0 && r.n == 0 && !r.ack.pending && !r.nakSent && r.epsn == from.req.nxt && !r.busy()
 }
 
 // Covers implements Shortcut. Whether the key is good is seen when it is used.
@@ -300,7 +300,7 @@ func (q *QP) acked(to *QP) {
 // anything else to say; or has said it, and the answer to a READ is on its way.
 func (q *QP) AckedBy(p *QP, now Time) bool {
 	r, a := &q.req, &p.resp
-	if a.n > 0 || a.quiet || a.busy() || r.rd.len() > 0 || p.state == ib.QPErr || a.ack.pending && !a.ack.syndrome.IsAck() ||
+	if a.n > 0 || a.nakSent || a.busy() || r.rd.len() > 0 || p.state == ib.QPErr || a.ack.pending && !a.ack.syndrome.IsAck() ||
 		a.epsn != r.nxt || r.nxt != r.max || q.state != ib.QPRTS && q.state != ib.QPSQD {
 		return false
 	}

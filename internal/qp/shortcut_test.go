@@ -41,7 +41,7 @@ func (s *shortcut) Covers(x *Request) bool {
 
 func (s *shortcut) Copy(x *Request) bool {
 	r, kind := s.area(x.Read), 0
-	there := &mem.List{Raw: [][]byte{r.buf[x.VA-r.IOVA():][:x.Len]}, Frail: true}
+	there := &mem.List{Raw: [][]byte{r.buf[x.VA-r.IOVA():][:x.Len]}, MayFault: true}
 	to, from := there, x.Own
 	if x.Read {
 		to, from, kind = x.Own, there, 1
@@ -224,7 +224,7 @@ func TestShortcutBehindLocal(t *testing.T) {
 	w.b.wire = nil // a link sends nothing behind what it cannot read
 	w.a.q.SendFailed(first, mem.Fault{Kind: mem.FaultPending}, w.now)
 	var work Work
-	if !w.a.q.NextWork(LaneSend, &work) {
+	if !w.a.q.NextWork(WorkSend, &work) {
 		t.Fatal("nothing is fetched")
 	}
 	work.Do(w.a.table)

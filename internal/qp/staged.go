@@ -452,7 +452,7 @@ func (q *QP) finishRequests(now Time) (*train.Train, mem.Fault) {
 		}
 		if m.invalidate {
 			if f := q.Table.Invalidate(m.wc.InvalidatedKey, q.Actor()); f.Kind == mem.FaultPending {
-				q.fetch(LaneReceive, f, nil) // another process has to leave the memory first
+				q.fetch(WorkReceive, f, nil) // another process has to leave the memory first
 				return nil, mem.Fault{}
 			} else if !f.OK() {
 				m.fault = f
@@ -654,7 +654,7 @@ func (q *QP) takeAtomic(t *train.Train, a *atomicMove) mem.Fault {
 func (q *QP) keepInOrder(t *train.Train) mem.Fault {
 	r := &q.resp
 	if r.held == nil {
-		r.held = new(held)
+		r.held = new(heldRequests)
 	}
 	kept, f := r.held.keep(t)
 	if !f.OK() {

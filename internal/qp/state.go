@@ -190,7 +190,7 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask, path *Path, now Time) erro
 		q.state = to
 		q.req.draining = true
 		q.attr.SQDAsyncNotify = a.SQDAsyncNotify && mask&ib.QPMaskSQDAsyncNotify != 0
-		q.settle(now)
+		q.resumeWaiting(now)
 		if r := &q.req; r.cur == q.sq.tail || !q.sq.at(r.cur).started {
 			q.askAgain()
 		}
@@ -219,11 +219,11 @@ func (q *QP) set(a *ib.QPAttr, mask ib.QPAttrMask, path *Path) {
 	}
 	if has(ib.QPMaskAV) {
 		b.AV = a.AV
-		q.giveBack(q.req.held) // they are the old path's
+		q.giveBack(q.req.heldCredits) // they are the old path's
 		q.path, q.req.named = *path, false
 		q.peer = path.Flow.Dst
 		q.req.congestion.begin(path)
-		q.req.patient = path.Lossless
+		q.req.noEarlyProbe = path.Lossless
 	}
 	if has(ib.QPMaskPathMTU) {
 		b.PathMTU = a.PathMTU
@@ -339,7 +339,7 @@ func (q *QP) flushReceive() {
 // (IBA 10.3.1.1).
 func (q *QP) reset() {
 	q.stopped()
-	q.giveBack(q.req.held)
+	q.giveBack(q.req.heldCredits)
 	q.sq.head = q.sq.tail         // numbers go on, so that a late Sent finds nothing
 	q.sq.freed = new(queue.Freed) // a completion of before frees nothing
 	q.sq.freed.Store(q.sq.tail)
@@ -354,7 +354,7 @@ func (q *QP) reset() {
 	q.forgetHeld()
 	q.forgetMoves()
 	q.moves.taken, q.moves.flushing, q.moves.status = nil, false, 0
-	q.req, q.resp, q.slow = requester{}, responder{}, slowWork{}
+	q.req, q.resp, q.deferred = requester{}, responder{}, deferredWork{}
 	for _, p := range []*piece{&q.mine, &q.named, &q.posted, &q.taken} {
 		p.memo = mem.Memo{}
 	}

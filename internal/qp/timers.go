@@ -26,14 +26,14 @@ const maxPatience = 4
 const holdTime = 100 * time.Millisecond
 
 type timers struct {
-	timeout  Time // T; 0: never
-	patient  bool // nothing is overdue before T
-	started  Time // when the current wait began, 0: no wait
-	progAt   Time // the last progress
-	rto      Time
-	srtt     Time
-	sampleAt Time // when sample was sent, 0: none
-	sample   wire.PSN
+	timeout      Time // T; 0: never
+	noEarlyProbe bool // nothing is overdue before T
+	started      Time // when the current wait began, 0: no wait
+	progAt       Time // the last progress
+	rto          Time
+	srtt         Time
+	sampleAt     Time // when sample was sent, 0: none
+	sample       wire.PSN
 
 	tries     int // retries since the last progress
 	rnrTries  int
@@ -88,15 +88,15 @@ func (r *requester) deadline() Time {
 		return r.congestion.deadline()
 	case r.started == 0 || r.una == r.nxt || r.waits() && r.next == r.nxt:
 		return 0
-	case r.quiet() && !r.patient: // who is patient asks at his timeout
-		return r.started + quietTime
+	case r.unasked() && !r.noEarlyProbe: // who is patient asks at his timeout
+		return r.started + probeAfter
 	case r.timeout == 0: // waits for ever, but not with credits that others need
-		if r.held == 0 {
+		if r.heldCredits == 0 {
 			return 0
 		}
 		return r.started + holdTime
 	}
-	if r.patient {
+	if r.noEarlyProbe {
 		return r.started + r.timeout
 	}
 	return r.started + min(r.timeout, max(r.rto, minRTO))

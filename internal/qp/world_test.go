@@ -99,7 +99,7 @@ func (d *disk) Persist(off, n uint64) error {
 }
 
 // work does a piece of slow work, if there is one in the lane.
-func (e *end) work(l Lane) bool {
+func (e *end) work(l WorkKind) bool {
 	var w Work
 	if !e.q.NextWork(l, &w) {
 		return false
@@ -537,16 +537,16 @@ func (q *QP) broken() error {
 		return fmt.Errorf("request %d is next, the queue is %d to %d", r.cur, s.head, s.tail)
 	case q.resp.n > MaxRDAtomic:
 		return fmt.Errorf("%d answers wait", q.resp.n)
-	case q.resp.flushing() && (q.slow.want|q.slow.busy)&LaneSync.bit() == 0:
+	case q.resp.flushing() && (q.deferred.want|q.deferred.busy)&WorkSync.bit() == 0:
 		return fmt.Errorf("a FLUSH waits and nobody is told")
-	case r.fetching && (q.slow.want|q.slow.busy)&LaneSend.bit() == 0:
+	case r.fetching && (q.deferred.want|q.deferred.busy)&WorkSend.bit() == 0:
 		return fmt.Errorf("it waits for its memory and nobody is told")
 	case q.state == ib.QPErr && s.tail != s.head:
 		return fmt.Errorf("%d requests were not flushed", s.tail-s.head)
 	case q.state == ib.QPErr && q.Deadline() != 0:
 		return fmt.Errorf("a deadline in the error state")
-	case r.held < 0:
-		return fmt.Errorf("%d credits held", r.held)
+	case r.heldCredits < 0:
+		return fmt.Errorf("%d credits held", r.heldCredits)
 	}
 	for i := uint8(1); i < q.resp.n; i++ {
 		if q.resp.at(i).psn.Less(q.resp.at(i - 1).psn) {
@@ -559,8 +559,8 @@ func (q *QP) broken() error {
 	switch {
 	case r.nxt.Less(r.una) || r.max.Less(r.nxt):
 		return fmt.Errorf("una %06x, nxt %06x, max %06x are not in order", r.una, r.nxt, r.max)
-	case r.held > r.nxt.Sub(r.una):
-		return fmt.Errorf("%d credits held for %d packets under way", r.held, r.nxt.Sub(r.una))
+	case r.heldCredits > r.nxt.Sub(r.una):
+		return fmt.Errorf("%d credits held for %d packets under way", r.heldCredits, r.nxt.Sub(r.una))
 	case r.rd.len() > int(q.attr.MaxRDAtomic):
 		return fmt.Errorf("%d READs and atomics under way, %d are allowed", r.rd.len(), q.attr.MaxRDAtomic)
 	}

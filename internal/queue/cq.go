@@ -40,9 +40,9 @@ type CQ struct {
 	fired uint32 // how many events there were
 	held  bool   // the taker gets nothing, and some completions may be on their way there
 
-	late     []Late // bytes that wait beside their completions, by number less 1
-	lateFree uint32 // a place there that is free; 0: none
-	fetching bool   // somebody who polls fetches those that the first completion needs
+	inline     []InlineData // bytes that wait beside their completions, by number less 1
+	inlineFree uint32       // a place there that is free; 0: none
+	fetching   bool         // somebody who polls fetches those that the first completion needs
 	// fetchDone is told when that has been done.
 	fetchDone sync.Cond
 	writer    writer
@@ -78,11 +78,11 @@ func (f *Freed) Store(n uint32) {
 // entry is a completion in the ring. When that of a send request is polled, freed becomes
 // upto.
 type entry struct {
-	wc    ib.WC
-	freed *Freed
-	upto  uint32
-	late  uint32 // the number of the bytes that are to be placed; 0: none
-	note  Note
+	wc     ib.WC
+	freed  *Freed
+	upto   uint32
+	inline uint32 // the number of the bytes that are to be placed; 0: none
+	note   Note
 }
 
 // Note is what is known of a completion besides: when it was pushed, which event it
@@ -127,7 +127,7 @@ func (c *CQ) PushSend(wc *ib.WC, freed *Freed, upto uint32) bool {
 	return c.push(wc, false, freed, upto, nil)
 }
 
-func (c *CQ) push(wc *ib.WC, solicited bool, freed *Freed, upto uint32, l *Late) bool {
+func (c *CQ) push(wc *ib.WC, solicited bool, freed *Freed, upto uint32, l *InlineData) bool {
 	at := int64(0)
 	if c.Clock != nil {
 		at = c.Clock()
@@ -147,7 +147,7 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *Freed, upto uint32, l *Late)
 		late = c.keepLocked(l)
 	}
 	e := c.ring.at(n)
-	e.wc, e.freed, e.upto, e.late = *wc, freed, upto, late
+	e.wc, e.freed, e.upto, e.inline = *wc, freed, upto, late
 	e.note = Note{At: at, Solicited: solicited || wc.Status != ib.WCSuccess}
 	fire := c.fireLocked(&e.note)
 	if c.Taker == nil || n > 0 || late != 0 || c.held || !c.Taker(&e.wc, &e.note) {
@@ -192,17 +192,17 @@ func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 	for have := c.ring.len(); n < len(out) && taken < have; {
 		e := c.ring.at(taken)
 		var failed func(mem.Fault) uint16
-		if e.late != 0 {
-			f = c.writeLocked(e.late)
-			if f.Kind == mem.FaultPending && (f.Brief() || c.late[e.late-1].fetches < maxFetches) {
-				if n > 0 || c.fetchLocked(e.late, f) {
+		if e.inline != 0 {
+			f = c.writeLocked(e.inline)
+			if f.Kind == mem.FaultPending && (f.Brief() || c.inline[e.inline-1].fetches < maxFetches) {
+				if n > 0 || c.fetchLocked(e.inline, f) {
 					break
 				}
 				f, have = mem.Fault{}, c.ring.len()
 				continue // another poll has fetched them, and may have taken completions
 			}
-			failed = c.late[e.late-1].Failed
-			c.dropLocked(e.late)
+			failed = c.inline[e.inline-1].Failed
+			c.dropLocked(e.inline)
 		}
 		out[n] = e.wc
 		if notes != nil {
@@ -325,7 +325,7 @@ func (c *CQ) Remove(qpn uint32) {
 			*c.ring.at(kept) = e
 			kept++
 		} else {
-			c.dropLocked(e.late)
+			c.dropLocked(e.inline)
 		}
 	}
 	c.ring.truncate(kept) // whose slots let go of the queue pair

@@ -522,7 +522,7 @@ func TestCQTaker(t *testing.T) {
 		t.Errorf("taken %v with events %v, %d events", taken, events, fired)
 	}
 	// Bytes that are to be placed are for a poll.
-	c.PushLate(&ib.WC{ID: 5}, false, &Late{Waiting: new(Waiting)})
+	c.PushInline(&ib.WC{ID: 5}, false, &InlineData{Waiting: new(Waiting)})
 	if len(taken) != 2 || c.Len() != 1 {
 		t.Errorf("taken %v, %d wait", taken, c.Len())
 	}

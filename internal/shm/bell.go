@@ -7,7 +7,7 @@ import (
 )
 
 // The inbox segment is a page of words that its owner polls and its peers set, and
-// lanes (lane.go).
+// lanes (grant.go).
 //
 //	pending  a bit for each slot: its ring may hold records
 //	sleep    odd: the owner sleeps, or is about to. It counts up with every
@@ -22,7 +22,7 @@ import (
 // peers are busy with each other: the owner leaves the bits of busy rings set.
 const (
 	inboxPage  = 4096
-	inboxBytes = inboxPage + MaxLanes*laneBytes
+	inboxBytes = inboxPage + MaxGrants*grantBytes
 
 	pendingAt = 0
 	sleepAt   = slotWords * 8

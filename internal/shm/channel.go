@@ -44,12 +44,12 @@ type Channel struct {
 }
 
 type txEnd struct {
-	gate
+	endLock
 	ring *Writer
 }
 
 type rxEnd struct {
-	gate
+	endLock
 	ring *Reader
 }
 

@@ -74,7 +74,7 @@ func runChild(ctx context.Context, mode, addr, arg string) error {
 	case "memory", "private":
 		return childMemory(in, c)
 	case "lane":
-		return childLane(in)
+		return childGrant(in)
 	case "close":
 		c.Send(recDone)
 		c.Close()
@@ -288,14 +288,14 @@ func childMemory(in *Inbox, c *Channel) error {
 	return nil
 }
 
-// childLane enters the lane that it is told of, and stays there until SIGUSR1.
-func childLane(in *Inbox) error {
+// childGrant enters the lane that it is told of, and stays there until SIGUSR1.
+func childGrant(in *Inbox) error {
 	leave := make(chan os.Signal, 1)
 	signal.Notify(leave, unix.SIGUSR1)
-	var p *PeerLane
+	var p *PeerGrant
 	s := &recorder{record: func(c *Channel, _ byte, b []byte) {
 		c.Hold()
-		p = c.PeerLane(int(binary.NativeEndian.Uint64(b)), binary.NativeEndian.Uint64(b[8:]))
+		p = c.PeerGrant(int(binary.NativeEndian.Uint64(b)), binary.NativeEndian.Uint64(b[8:]))
 	}}
 	for in.Poll(s, 1) == 0 || p == nil {
 		wait(in, time.Second)
@@ -305,7 +305,7 @@ func childLane(in *Inbox) error {
 	}
 	select {
 	case <-leave:
-		p.Count(LaneWrites, 1, 8)
+		p.Count(GrantWrites, 1, 8)
 		p.Leave()
 		return nil
 	case <-time.After(patience):

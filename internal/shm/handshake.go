@@ -233,7 +233,7 @@ func (h *handshake) run() (err error) {
 			return err
 		}
 	}
-	return h.tryDirect()
+	return h.tryReading()
 }
 
 // refuse tells the peer why there will be no channel.
@@ -363,9 +363,9 @@ func (h *handshake) lifeOf(claimed, pipe int) int {
 	return fd
 }
 
-// tryDirect finds out whether we can read the peer's memory, tells it, and
+// tryReading finds out whether we can read the peer's memory, tells it, and
 // learns whether it can read ours.
-func (h *handshake) tryDirect() error {
+func (h *handshake) tryReading() error {
 	p := &h.c.peer
 	p.canRead = p.pid > 0 && h.c.readNonce() == nil
 	var can byte

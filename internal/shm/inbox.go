@@ -70,7 +70,7 @@ type Inbox struct {
 	// Poll's own; active is read by others.
 	active [slotWords]atomic.Uint64 // rings that Poll looks at
 	idle   [MaxPeers]uint16         // how often each was found empty
-	turn   int                      // the slot to begin with
+	first  int                      // the slot to begin with
 
 	inUse   atomic.Int32 // words of bits whose slots have ever been used
 	blocked atomic.Int32 // channels that wait for room
@@ -85,7 +85,7 @@ type Inbox struct {
 
 	mu     sync.Mutex // guards what follows, and the segment against poke after Close
 	used   [MaxPeers]bool
-	lanes  lanes
+	grants grantSlots
 	closed bool
 }
 
@@ -163,7 +163,7 @@ func (in *Inbox) Poll(s Sink, budget int) int {
 	if in.blocked.Load() > 0 {
 		n = in.pollRoom(s)
 	}
-	turn := in.turn
+	turn := in.first
 	for index := turn / 64; index < int(in.inUse.Load()); index++ {
 		if n = in.visitAll(s, index, turn, MaxPeers, n, budget); n >= budget {
 			return n
@@ -174,7 +174,7 @@ func (in *Inbox) Poll(s Sink, budget int) int {
 			return n
 		}
 	}
-	in.turn = 0
+	in.first = 0
 	return n
 }
 
@@ -187,7 +187,7 @@ func (in *Inbox) visitAll(s Sink, index, from, below, n, budget int) int {
 			continue
 		}
 		if n += in.visit(s, slot); n >= budget {
-			in.turn = (slot + 1) % MaxPeers
+			in.first = (slot + 1) % MaxPeers
 			return n
 		}
 	}
@@ -209,7 +209,7 @@ func (in *Inbox) gather(index int) uint64 {
 func (in *Inbox) visit(s Sink, slot int) int {
 	c := in.channel(slot)
 	if c == nil {
-		in.quiet(slot, nil) // it was closed, or somebody set a bit that is not his
+		in.unlist(slot, nil) // it was closed, or somebody set a bit that is not his
 		return 0
 	}
 	if !c.rx.tryEnter() {
@@ -244,7 +244,7 @@ func (in *Inbox) visit(s Sink, slot int) int {
 	if n > 0 {
 		in.idle[slot] = 0
 	} else if in.idle[slot]++; in.idle[slot] >= idleVisits {
-		in.quiet(slot, c)
+		in.unlist(slot, c)
 	}
 	return n
 }
@@ -259,7 +259,7 @@ func (in *Inbox) channel(slot int) *Channel {
 
 // quiet ends the visits to a slot until its bit is set again. c is who was found
 // there, or nil; the caller is inside its ring.
-func (in *Inbox) quiet(slot int, c *Channel) {
+func (in *Inbox) unlist(slot int, c *Channel) {
 	index, bit := slotBit(slot)
 	in.words.pending[index].And(^bit)
 	// Who did something before may not have set the bit, and is seen now; who

@@ -140,7 +140,7 @@ func TestLookAgain(t *testing.T) {
 	// that is set: it must not be forgotten.
 	commit()
 	b.slots[ba.slot].Load().rx.enter()
-	b.quiet(ba.slot, ba)
+	b.unlist(ba.slot, ba)
 	ba.rx.leave()
 	if b.active[index].Load()&bit == 0 {
 		t.Fatal("a ring with a record was left alone")
@@ -149,12 +149,12 @@ func TestLookAgain(t *testing.T) {
 	// Likewise a peer that ends, and a slot that is taken, in that moment.
 	ba.rx.enter()
 	ba.setDown(ErrPeerDied)
-	b.quiet(ba.slot, ba)
+	b.unlist(ba.slot, ba)
 	ba.rx.leave()
 	if b.active[index].Load()&bit == 0 || b.Announce() {
 		t.Fatal("the end of a peer was forgotten")
 	}
-	b.quiet(ba.slot, nil)
+	b.unlist(ba.slot, nil)
 	if b.active[index].Load()&bit == 0 {
 		t.Fatal("a new peer was forgotten")
 	}
@@ -219,7 +219,7 @@ func TestRoom(t *testing.T) {
 }
 
 // A ring that goes quiet is not looked at, until its writer rings.
-func TestQuiet(t *testing.T) {
+func TestUnlist(t *testing.T) {
 	a, b := newInbox(t, nil), newInbox(t, nil)
 	ab, ba := joinPair(t, a, b)
 	got := 0

@@ -58,7 +58,7 @@ func workout(bad *problems, seen bool) {
 		if m, err := QueryMapping(a); err != nil || m.Start > a || m.End < a+8*p || !m.Write || m.PageSize != p {
 			bad.addf("mapping: %+v, %v", m, err)
 		}
-		if slow, err := Slow(a, a+8*p, true); slow || err != nil {
+		if slow, err := MayBlock(a, a+8*p, true); slow || err != nil {
 			bad.addf("slow: %v, %v", slow, err)
 		}
 		if at := firstAbsent(a, a+8*p); at == a {
@@ -154,7 +154,7 @@ func oldKernelChild() error {
 	if m, err := QueryMapping(a); err != nil || !m.Allows(true) || m.PageSize != pageSize {
 		bad.addf("%+v, %v", m, err)
 	}
-	if slow, err := Slow(a, end, true); slow || err != nil {
+	if slow, err := MayBlock(a, end, true); slow || err != nil {
 		bad.addf("%v, %v", slow, err)
 	}
 	if at := firstAbsent(a, end); at != end {
@@ -182,7 +182,7 @@ func noProcChild() error {
 	if err := Present(0, pageSize, func(_, _ uintptr) bool { return true }); !errors.Is(err, unix.ENOTSUP) {
 		bad.addf("present: %v", err)
 	}
-	if _, err := Slow(0, pageSize, true); !errors.Is(err, unix.ENOTSUP) {
+	if _, err := MayBlock(0, pageSize, true); !errors.Is(err, unix.ENOTSUP) {
 		bad.addf("slow: %v", err)
 	}
 	if r := PopulateRange(0, pageSize, true); r.Outcome != NoMemory && r.Outcome != NotMapped || r.Upto != 0 {

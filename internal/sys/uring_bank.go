@@ -347,7 +347,7 @@ func (b *pinBank) lock(hint int) *pinRing {
 }
 
 // settle waits until each access that has a ring locked now has ended.
-func (b *pinBank) settle() {
+func (b *pinBank) drain() {
 	for _, r := range b.rings {
 		r.mu.Lock()
 		r.mu.Unlock() //nolint:staticcheck // an empty section is what waits

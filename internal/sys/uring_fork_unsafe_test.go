@@ -92,7 +92,7 @@ func TestPinnedInChild(t *testing.T) {
 		t.Errorf("%d KiB are pinned, before the child %d", got, pinned)
 	}
 	// The parent's own Close, which in this process was the child's.
-	p.bank.settle()
+	p.bank.drain()
 	if err := p.table.remove(p.bank, p.slot, p.slots, p.length); err != nil {
 		t.Error(err)
 	}

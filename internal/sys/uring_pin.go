@@ -295,7 +295,7 @@ func (p *PinnedPages) Close() error {
 			p.err = errForked
 			return
 		}
-		p.bank.settle()
+		p.bank.drain()
 		p.err = p.table.remove(p.bank, p.slot, p.slots, p.length)
 	})
 	return p.err

@@ -88,7 +88,7 @@ type Train struct {
 	// Again tells that it was sent before, or something that it is a part of.
 	Again bool
 	// Late tells that a datagram has waited for a busy link as long as it may.
-	Late bool
+	Expired bool
 
 	// Lease is set where the payload, by reference, may be kept by who takes the train: it
 	// is good as long as Leased says so.
@@ -189,7 +189,7 @@ func (t *Train) Reset() {
 	t.DestQP, t.SRQ, t.PSN, t.N, t.MTU = 0, 0, 0, 0, 0
 	t.AckReq, t.Solicited = false, false
 	t.RETH, t.Atomic, t.AETH, t.Orig, t.Imm, t.DETH = wire.RETH{}, wire.AtomicETH{}, wire.AETH{}, 0, 0, wire.DETH{}
-	t.Len, t.Bounce, t.Again, t.Late, t.Lent, t.Carried, t.Kept, t.Cookie = 0, false, false, false, false, false, false, 0
+	t.Len, t.Bounce, t.Again, t.Expired, t.Lent, t.Carried, t.Kept, t.Cookie = 0, false, false, false, false, false, false, 0
 	t.Lease, t.LeaseAt, t.Name = nil, 0, Name{}
 	t.Payload = mem.List{} // by itself: among others it would be made elsewhere and copied
 }
@@ -249,7 +249,7 @@ func (l *Lease) now() uint64 {
 func (l *Lease) End() { l.own.Add(1) }
 
 // Grant has a train's payload be kept by reference.
-func (l *Lease) Grant(t *Train) { t.Lease, t.LeaseAt = l, l.now() }
+func (l *Lease) Attach(t *Train) { t.Lease, t.LeaseAt = l, l.now() }
 
 // Leased reports whether a payload that is kept by reference may still be read. It is asked
 // before and after.

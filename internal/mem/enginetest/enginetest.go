@@ -219,14 +219,14 @@ func (m *Memory) Free() {
 // Fail makes all operations on the memory end in a fault from now on; FaultNone ends that.
 func (m *Memory) Fail(kind mem.FaultKind) { m.failing.Store(uint32(kind)) }
 
-// Kind returns KindForeign: the memory is not the host's.
-func (m *Memory) Kind() mem.Kind { return mem.KindForeign }
+// Kind returns KindImported: the memory is not the host's.
+func (m *Memory) Kind() mem.Kind { return mem.KindImported }
 
 // Len returns the number of bytes.
 func (m *Memory) Len() uint64 { return uint64(len(m.Bytes)) }
 
 // Solid tells that no fault of the CPU's is to be expected.
-func (m *Memory) Solid() bool { return true }
+func (m *Memory) NeverFaults() bool { return true }
 
 // Run is never called.
 func (m *Memory) Run(uint64, uint64, ib.Access) ([]byte, mem.FaultKind) {

@@ -277,9 +277,9 @@ func (c *watched) Pinned() *mem.Host {
 }
 
 // Solid forwards what the backing says about itself.
-func (c *watched) Solid() bool {
-	s, ok := c.Backing.(interface{ Solid() bool })
-	return ok && s.Solid()
+func (c *watched) NeverFaults() bool {
+	s, ok := c.Backing.(interface{ NeverFaults() bool })
+	return ok && s.NeverFaults()
 }
 
 // iova is where regions begin in requests: no kind of memory may care. It is
@@ -425,7 +425,7 @@ func raw(pieces ...[]byte) *mem.List { return &mem.List{Raw: pieces} }
 func moveBytes(dst, src *mem.List, n uint64, last bool) (f mem.Fault, side mem.Side) {
 	var s mem.Stream
 	defer s.Close()
-	settled(func() mem.Fault {
+	unlessChanging(func() mem.Fault {
 		f, side = mem.CopyWaiting(dst, src, n, last, &s)
 		return f
 	})
@@ -436,7 +436,7 @@ func changeWord(t *mem.Table, who mem.Actor, key uint32, addr uint64, op mem.Ato
 	var s mem.Stream
 	defer s.Close()
 	var old uint64
-	f := settled(func() (f mem.Fault) {
+	f := unlessChanging(func() (f mem.Fault) {
 		old, f = mem.AtomicWaiting(t, who, key, addr, op, compare, swapAdd, &s)
 		return f
 	})
@@ -445,7 +445,7 @@ func changeWord(t *mem.Table, who mem.Actor, key uint32, addr uint64, op mem.Ato
 
 // settled does something again while only changes of mappings are in its way, which the
 // kernel has announced and are not known yet.
-func settled(f func() mem.Fault) mem.Fault {
+func unlessChanging(f func() mem.Fault) mem.Fault {
 	for {
 		fault := f()
 		if !fault.Brief() || fault.Suspended() != nil {

@@ -36,17 +36,17 @@ func evict(t testing.TB, fd int, start, end uintptr) {
 func mustBeSlow(t testing.TB, what string, start, end uintptr, want bool) {
 	t.Helper()
 	for _, write := range []bool{false, true} {
-		if slow, err := Slow(start, end, write); slow != want || err != nil {
+		if slow, err := MayBlock(start, end, write); slow != want || err != nil {
 			t.Errorf("%s, write %v: %v, %v", what, write, slow, err)
 		}
 	}
 }
 
-func TestSlowMemory(t *testing.T) {
+func TestMayBlockMemory(t *testing.T) {
 	p := pageSize
 	for _, kind := range kinds {
 		if strings.Contains(kind.name, "file") || strings.Contains(kind.name, "program") {
-			continue // TestSlowFile
+			continue // TestMayBlockFile
 		}
 		t.Run(kind.name, func(t *testing.T) {
 			if kind.file && !strings.Contains(kind.name, "hugetlb") && swapInUse() {
@@ -96,9 +96,9 @@ func TestSlowMemory(t *testing.T) {
 	})
 }
 
-// TestSlowFile: pages of a file on a disk that are in memory, in it but not in our
+// TestMayBlockFile: pages of a file on a disk that are in memory, in it but not in our
 // page tables, and not in it.
-func TestSlowFile(t *testing.T) {
+func TestMayBlockFile(t *testing.T) {
 	onDisk(t)
 	p := pageSize
 	for name, flags := range map[string]int{"shared": unix.MAP_SHARED, "private": unix.MAP_PRIVATE} {
@@ -169,7 +169,7 @@ func unprivilegedFileChild() error {
 		a := uintptr(ptr)
 		var vec [8]byte
 		expect := func(what string, want bool) {
-			if slow, err := Slow(a, a+8*pageSize, false); slow != want || err != nil {
+			if slow, err := MayBlock(a, a+8*pageSize, false); slow != want || err != nil {
 				mincore(a, a+8*pageSize, vec[:])
 				bad.addf("%s, %s: slow %v, %v; mincore says %v", c.name, what, slow, err, vec)
 			}
@@ -189,9 +189,9 @@ func unprivilegedFileChild() error {
 	return bad.err()
 }
 
-// TestSlowUnprivileged: mincore says that everything is in memory to those who may
+// TestMayBlockUnprivileged: mincore says that everything is in memory to those who may
 // not write a file.
-func TestSlowUnprivileged(t *testing.T) {
+func TestMayBlockUnprivileged(t *testing.T) {
 	onDisk(t)
 	if os.Getuid() != 0 {
 		t.Skip("only root can be two users")
@@ -223,9 +223,9 @@ func TestSlowUnprivileged(t *testing.T) {
 		"VERBENA_TEST_THEIRS="+filepath.Join(dir, "theirs"), "VERBENA_TEST_OURS="+filepath.Join(dir, "ours"))
 }
 
-// TestSlowSwap: anonymous and shared memory in swap on a compressed memory device,
+// TestMayBlockSwap: anonymous and shared memory in swap on a compressed memory device,
 // which root can make for the time of the test.
-func TestSlowSwap(t *testing.T) {
+func TestMayBlockSwap(t *testing.T) {
 	modetest.Swap(t, "64M")
 	const pages = 64
 	for _, c := range []struct {
@@ -297,7 +297,7 @@ func TestParseMount(t *testing.T) {
 	}
 }
 
-func TestSlowAllocs(t *testing.T) {
+func TestMayBlockAllocs(t *testing.T) {
 	a := mapPages(t, 8, readWrite, unix.MAP_PRIVATE)
 	m := mapFile(t, 8, readWrite, unix.MAP_SHARED, memfd(t, 8, 0))
 	f := mapFile(t, 8, readWrite, unix.MAP_SHARED, tempFile(t, 8))
@@ -310,14 +310,14 @@ func TestSlowAllocs(t *testing.T) {
 	}
 	if n := testing.AllocsPerRun(100, func() {
 		for _, at := range []uintptr{a, m, f} {
-			Slow(at, at+pageSize, true)
+			MayBlock(at, at+pageSize, true)
 		}
 	}); n != 0 {
 		t.Errorf("%v allocations", n)
 	}
 }
 
-func BenchmarkSlow(b *testing.B) {
+func BenchmarkMayBlock(b *testing.B) {
 	a := mapPages(b, 8, readWrite, unix.MAP_PRIVATE)
 	PopulateRange(a, a+pageSize, true)
 	fd, err := unix.MemfdCreate("verbena-test", unix.MFD_CLOEXEC)
@@ -340,7 +340,7 @@ func BenchmarkSlow(b *testing.B) {
 	} {
 		b.Run(c.name, func(b *testing.B) {
 			for b.Loop() {
-				Slow(c.start, c.start+pageSize, true)
+				MayBlock(c.start, c.start+pageSize, true)
 			}
 		})
 	}

@@ -31,7 +31,7 @@ import (
 // Slow reports whether making the pages of a range present, for writing if write is
 // set, would wait for a device. The range is of whole pages. What is not mapped is
 // quick: it fails at once. The error says that it cannot be known here.
-func Slow(start, end uintptr, write bool) (bool, error) {
+func MayBlock(start, end uintptr, write bool) (bool, error) {
 	_ = write // a copy of a page, or a page that becomes writable, waits for nothing more
 	p, err := pagemapFile()
 	if err != nil {
@@ -50,7 +50,7 @@ func Slow(start, end uintptr, write bool) (bool, error) {
 		if k == 0 {
 			return false, nil // above the last address of a process
 		}
-		if slow, err := slowEntries(maps, start, few[:k]); slow || err != nil {
+		if slow, err := mayBlockEntries(maps, start, few[:k]); slow || err != nil {
 			return slow, err
 		}
 		start += uintptr(k) * pageSize
@@ -58,8 +58,8 @@ func Slow(start, end uintptr, write bool) (bool, error) {
 	return false, nil
 }
 
-// slowEntries judges pages from start on by their entries in the page tables.
-func slowEntries(maps mapsSource, start uintptr, entries []uint64) (bool, error) {
+// mayBlockEntries judges pages from start on by their entries in the page tables.
+func mayBlockEntries(maps mapsSource, start uintptr, entries []uint64) (bool, error) {
 	first, last := -1, -1 // the pages that the entries say nothing about
 	for i, e := range entries {
 		switch {
@@ -90,7 +90,7 @@ func slowEntries(maps mapsSource, start uintptr, entries []uint64) (bool, error)
 		}
 		to := min(end, m.End)
 		from := (at - start) / pageSize
-		if slow, err := slowMapping(maps, &m, at, to, entries[from:(to-start)/pageSize]); slow || err != nil {
+		if slow, err := mayBlockMapping(maps, &m, at, to, entries[from:(to-start)/pageSize]); slow || err != nil {
 			return slow, err
 		}
 		at = to
@@ -98,8 +98,8 @@ func slowEntries(maps mapsSource, start uintptr, entries []uint64) (bool, error)
 	return false, nil
 }
 
-// slowMapping judges the pages of one mapping that are neither present nor in swap.
-func slowMapping(maps mapsSource, m *Mapping, start, end uintptr, entries []uint64) (bool, error) {
+// mayBlockMapping judges the pages of one mapping that are neither present nor in swap.
+func mayBlockMapping(maps mapsSource, m *Mapping, start, end uintptr, entries []uint64) (bool, error) {
 	if !m.File || m.PageSize != pageSize {
 		return false, nil // untouched memory; hugetlb pages are never swapped
 	}

@@ -48,7 +48,7 @@ func TestCopyFar(t *testing.T) {
 		tail := min(n, 1+rng.IntN(64))
 		off := rng.IntN(n)
 		o := &otherProcess{b: all[:n-tail], mapped: rng.IntN(2) == 0}
-		src := &List{Far: o, FarLen: uint64(n - tail), Raw: [][]byte{all[n-tail : n]}, Off: uint64(off)}
+		src := &List{Ref: o, RefLen: uint64(n - tail), Raw: [][]byte{all[n-tail : n]}, Off: uint64(off)}
 		cut := rng.IntN(n - off + 1)
 		got := make([]byte, n-off)
 		dst := &List{Raw: [][]byte{got[:cut], got[cut:]}}
@@ -76,7 +76,7 @@ func TestCopyFar(t *testing.T) {
 	}
 	defer r.Close()
 	dst := &List{Table: table, Actor: Actor{PD: 1}, Access: ib.AccessLocalWrite, SGEs: []ib.SGE{{Addr: r.IOVA(), Length: 4096, LKey: r.Key()}}}
-	src := &List{Far: &otherProcess{own: true}, FarLen: 4000, Raw: [][]byte{make([]byte, 96)}}
+	src := &List{Ref: &otherProcess{own: true}, RefLen: 4000, Raw: [][]byte{make([]byte, 96)}}
 	if f, side := Copy(dst, src, 4096, true); f.Kind != FaultStale || side != Dst {
 		t.Errorf("own memory is gone: %v, side %v", f, side)
 	}
@@ -96,7 +96,7 @@ func BenchmarkCopyFar(b *testing.B) {
 		b.Fatal(err)
 	}
 	defer r.Close()
-	src := &List{Far: &otherProcess{b: make([]byte, n-tail), mapped: true}, FarLen: n - tail, Raw: [][]byte{make([]byte, tail)}}
+	src := &List{Ref: &otherProcess{b: make([]byte, n-tail), mapped: true}, RefLen: n - tail, Raw: [][]byte{make([]byte, tail)}}
 	for _, pieces := range []int{1, 16} {
 		dst := &List{Table: table, Actor: Actor{PD: 1}, Access: ib.AccessLocalWrite}
 		for i := range pieces {

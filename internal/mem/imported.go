@@ -28,54 +28,54 @@ import (
 )
 
 // Foreign is a Backing of memory of another process.
-type Foreign struct {
-	ForeignConfig
+type Imported struct {
+	ImportedConfig
 
 	ended atomic.Bool // the owner has ended while the memory was suspended
 }
 
-// ForeignConfig says where the memory is. The Foreign closes all of it.
-type ForeignConfig struct {
+// ImportedConfig says where the memory is. The Foreign closes all of it.
+type ImportedConfig struct {
 	Memory       int // a descriptor of the owner's memory: sys.OpenMemory
 	Addr, Length uint64
 	Guard        *Guard
-	Link         ForeignLink
+	Link         ImportedLink
 }
 
-// ForeignLink is the connection with the owner: closing it tells the owner that nobody is
+// ImportedLink is the connection with the owner: closing it tells the owner that nobody is
 // there any more.
-type ForeignLink interface {
+type ImportedLink interface {
 	io.Closer
 	// HungUp reports whether the owner has ended, or let go of it.
 	HungUp() bool
 }
 
-// NewForeign makes a backing. The caller has seen that Addr+Length does not wrap.
-func NewForeign(cfg ForeignConfig) *Foreign { return &Foreign{ForeignConfig: cfg} }
+// NewImported makes a backing. The caller has seen that Addr+Length does not wrap.
+func NewImported(cfg ImportedConfig) *Imported { return &Imported{ImportedConfig: cfg} }
 
-// Kind returns KindForeign.
-func (f *Foreign) Kind() Kind { return KindForeign }
+// Kind returns KindImported.
+func (f *Imported) Kind() Kind { return KindImported }
 
 // Len returns the number of bytes.
-func (f *Foreign) Len() uint64 { return f.Length }
+func (f *Imported) Len() uint64 { return f.Length }
 
 // Solid tells that what Run offers cannot be gone.
-func (f *Foreign) Solid() bool { return true }
+func (f *Imported) NeverFaults() bool { return true }
 
 // Borrowed tells that it is not registered again, which is its owner's to do.
-func (f *Foreign) Borrowed() bool { return true }
+func (f *Imported) Borrowed() bool { return true }
 
 // Run is never called.
-func (f *Foreign) Run(uint64, uint64, ib.Access) ([]byte, FaultKind) { return nil, FaultAccess }
+func (f *Imported) Run(uint64, uint64, ib.Access) ([]byte, FaultKind) { return nil, FaultAccess }
 
 // Owner is the memory itself: nobody copies within another process.
-func (f *Foreign) Owner() any { return f }
+func (f *Imported) Owner() any { return f }
 
 // Begin has an operation done by the goroutine of its stream.
-func (f *Foreign) Begin(op *Op) { inOrder(f, op, f.do) }
+func (f *Imported) Begin(op *Op) { inOrder(f, op, f.do) }
 
 // do does an operation.
-func (f *Foreign) do(op *Op) FaultKind {
+func (f *Imported) do(op *Op) FaultKind {
 	switch op.Kind {
 	case OpLoad:
 		return f.insist(op, sys.ReadMemory, op.Off, op.Bytes)
@@ -89,7 +89,7 @@ func (f *Foreign) do(op *Op) FaultKind {
 
 // store writes bytes. If they end a message, what lies in their last word goes after the
 // rest: the owner may be looking at it.
-func (f *Foreign) store(op *Op, off uint64, b []byte, last bool) FaultKind {
+func (f *Imported) store(op *Op, off uint64, b []byte, last bool) FaultKind {
 	if last {
 		end := int((f.Addr+off+uint64(len(b))-1)%wordSize) + 1
 		if head := len(b) - end; head > 0 {
@@ -103,7 +103,7 @@ func (f *Foreign) store(op *Op, off uint64, b []byte, last bool) FaultKind {
 }
 
 // copy copies within the memory.
-func (f *Foreign) copy(op *Op) FaultKind {
+func (f *Imported) copy(op *Op) FaultKind {
 	b := staging.get(int(min(op.N, Quantum)))
 	defer staging.put(b)
 	for done := uint64(0); done < op.N; {
@@ -121,7 +121,7 @@ func (f *Foreign) copy(op *Op) FaultKind {
 
 // insist moves bytes, again and again while the owner moves the memory, unless nobody wants
 // them any more.
-func (f *Foreign) insist(op *Op, call func(fd int, b []byte, addr uint64) bool, off uint64, b []byte) FaultKind {
+func (f *Imported) insist(op *Op, call func(fd int, b []byte, addr uint64) bool, off uint64, b []byte) FaultKind {
 	for {
 		kind := f.move(call, off, b)
 		if kind != FaultPending {
@@ -134,7 +134,7 @@ func (f *Foreign) insist(op *Op, call func(fd int, b []byte, addr uint64) bool, 
 	}
 }
 
-func (f *Foreign) move(call func(fd int, b []byte, addr uint64) bool, off uint64, b []byte) FaultKind {
+func (f *Imported) move(call func(fd int, b []byte, addr uint64) bool, off uint64, b []byte) FaultKind {
 	since, kind := f.Guard.Enter()
 	if kind == FaultPending && f.ended.Load() {
 		return FaultStale // nobody will resume it
@@ -155,7 +155,7 @@ func (f *Foreign) move(call func(fd int, b []byte, addr uint64) bool, off uint64
 }
 
 // await waits for a moment, while the owner moves the memory.
-func (f *Foreign) await() {
+func (f *Imported) await() {
 	if !f.Guard.Suspended() {
 		return
 	}
@@ -167,6 +167,6 @@ func (f *Foreign) await() {
 }
 
 // Close lets go of everything, the link last.
-func (f *Foreign) Close() error {
+func (f *Imported) Close() error {
 	return errors.Join(sys.CloseFD(f.Memory), f.Guard.Close(), f.Link.Close())
 }

@@ -10,7 +10,7 @@ import (
 // gate guards one end of a ring: one goroutine at a time is inside, and when
 // the gate has been shut and nobody is inside any more, the ring is unmapped. To
 // shut it waits for nobody: then whoever is inside unmaps when he leaves.
-type gate struct {
+type endLock struct {
 	mu   sync.Mutex // guards the end of the ring, and mem
 	mem  []byte     // the segment; nil when it is unmapped
 	shut atomic.Bool
@@ -19,15 +19,15 @@ type gate struct {
 
 // enter waits its turn. It reports false, and is not inside, if the gate is
 // shut.
-func (g *gate) enter() bool {
+func (g *endLock) enter() bool {
 	g.mu.Lock()
 	return g.stay()
 }
 
 // tryEnter does not wait.
-func (g *gate) tryEnter() bool { return g.mu.TryLock() && g.stay() }
+func (g *endLock) tryEnter() bool { return g.mu.TryLock() && g.stay() }
 
-func (g *gate) stay() bool {
+func (g *endLock) stay() bool {
 	if g.shut.Load() {
 		g.leave()
 		return false
@@ -35,7 +35,7 @@ func (g *gate) stay() bool {
 	return true
 }
 
-func (g *gate) leave() {
+func (g *endLock) leave() {
 	g.mu.Unlock()
 	if g.shut.Load() {
 		g.clean()
@@ -43,14 +43,14 @@ func (g *gate) leave() {
 }
 
 // close shuts the gate. It is idempotent.
-func (g *gate) close() {
+func (g *endLock) close() {
 	g.shut.Store(true)
 	g.clean()
 }
 
 // clean unmaps the segment, unless somebody is inside: he cleans when he leaves,
 // since he looks at shut after he has let go.
-func (g *gate) clean() {
+func (g *endLock) clean() {
 	if !g.mu.TryLock() {
 		return
 	}

@@ -18,23 +18,23 @@ import (
 )
 
 const (
-	// slowWorkers is how many lanes of queue pairs are served at a time. Each
+	// maxWorkers is how many lanes of queue pairs are served at a time. Each
 	// costs a thread, while it waits.
-	slowWorkers = 32
-	// slowPause is how long a worker waits when bytes that it has fetched are
+	maxWorkers = 32
+	// retryPause is how long a worker waits when bytes that it has fetched are
 	// gone again at once: there is more in use than memory holds.
-	slowPause = time.Millisecond
+	retryPause = time.Millisecond
 )
 
-// slowLane is one kind of slow work of a queue pair.
-type slowLane struct {
+// deferredItem is one kind of slow work of a queue pair.
+type deferredItem struct {
 	q    *QP
-	lane qp.Lane
+	kind qp.WorkKind
 }
 
-type slowList struct {
-	mu      sync.Mutex     // guards what follows
-	list    ring[slowLane] // wait for a worker
+type deferredWork struct {
+	mu      sync.Mutex         // guards what follows
+	list    ring[deferredItem] // wait for a worker
 	running int
 	closed  bool
 
@@ -44,7 +44,7 @@ type slowList struct {
 
 // close waits until storage has done what it is at. Nothing is begun any more:
 // all queue pairs are closed.
-func (s *slowList) close() {
+func (s *deferredWork) close() {
 	s.mu.Lock()
 	if !s.closed {
 		s.closed = true
@@ -55,24 +55,24 @@ func (s *slowList) close() {
 }
 
 // slowly has slow work of a queue pair done, in the lanes of the set.
-func (d *Device) slowly(q *QP, lanes uint8) {
-	for l := range qp.NumLanes {
+func (d *Device) deferWork(q *QP, lanes uint8) {
+	for l := range qp.NumWorkKinds {
 		if lanes&(1<<l) == 0 || !q.working[l].CompareAndSwap(false, true) {
 			continue // none, or whoever is at it looks again before leaving
 		}
-		s := &d.slow
+		s := &d.work
 		s.mu.Lock()
 		if !s.closed {
-			s.list.push(slowLane{q, l})
+			s.list.push(deferredItem{q, l})
 			d.startWorkerLocked()
 		}
 		s.mu.Unlock()
 	}
 }
 
-// slowWorker serves queue pairs while there are any.
-func (d *Device) slowWorker() {
-	s := &d.slow
+// deferredWorker serves queue pairs while there are any.
+func (d *Device) deferredWorker() {
+	s := &d.work
 	defer s.workers.Done()
 	for {
 		s.mu.Lock()
@@ -83,12 +83,12 @@ func (d *Device) slowWorker() {
 		}
 		w := s.list.pop()
 		s.mu.Unlock()
-		d.carryOut(w.q, w.lane)
+		d.carryOut(w.q, w.kind)
 	}
 }
 
 // carryOut does the work of one lane, oldest first.
-func (d *Device) carryOut(q *QP, l qp.Lane) {
+func (d *Device) carryOut(q *QP, l qp.WorkKind) {
 	var w qp.Work
 	for {
 		q.mu.Lock()
@@ -104,7 +104,7 @@ func (d *Device) carryOut(q *QP, l qp.Lane) {
 		c := w.Suspended()
 		if c == nil && !w.Do(d.table) {
 			if c = w.Suspended(); c == nil {
-				time.Sleep(slowPause)
+				time.Sleep(retryPause)
 			}
 		}
 		if c != nil {
@@ -128,14 +128,14 @@ func (d *Device) carriedOut(q *QP, w *qp.Work) {
 // carryOutWhen goes on with work when its memory is suspended no more, which may take
 // long: no worker waits for it, but a goroutine, which costs no thread. It ends early if
 // the queue pair gives its requests up, or the device closes.
-func (d *Device) carryOutWhen(q *QP, w qp.Work, l qp.Lane, reopened <-chan struct{}) {
+func (d *Device) carryOutWhen(q *QP, w qp.Work, l qp.WorkKind, reopened <-chan struct{}) {
 	q.mu.Lock()
 	if q.gaveUp == nil {
 		q.gaveUp = make(chan struct{})
 	}
 	gaveUp := q.gaveUp
 	q.mu.Unlock()
-	s := &d.slow
+	s := &d.work
 	s.workers.Go(func() {
 		select {
 		case <-reopened:
@@ -144,7 +144,7 @@ func (d *Device) carryOutWhen(q *QP, w qp.Work, l qp.Lane, reopened <-chan struc
 		}
 		d.carriedOut(q, &w)
 		s.mu.Lock()
-		s.list.push(slowLane{q, l}) // there may be more work
+		s.list.push(deferredItem{q, l}) // there may be more work
 		d.startWorkerLocked()
 		s.mu.Unlock()
 	})
@@ -152,10 +152,10 @@ func (d *Device) carryOutWhen(q *QP, w qp.Work, l qp.Lane, reopened <-chan struc
 
 // startWorkerLocked starts a worker, if there may be one more.
 func (d *Device) startWorkerLocked() {
-	s := &d.slow
-	if s.running < slowWorkers {
+	s := &d.work
+	if s.running < maxWorkers {
 		s.running++
 		s.workers.Add(1)
-		go d.slowWorker()
+		go d.deferredWorker()
 	}
 }

@@ -22,8 +22,8 @@ import (
 // each other: a mistake of its maker, never of a peer.
 var ErrTrain = errors.New("link: malformed train")
 
-// A cutter makes the packets of one train at a time.
-type cutter struct {
+// A packetizer makes the packets of one train at a time.
+type packetizer struct {
 	t *train.Train
 	h wire.Header
 
@@ -33,7 +33,7 @@ type cutter struct {
 }
 
 // start takes a train to be cut.
-func (c *cutter) start(t *train.Train) error {
+func (c *packetizer) start(t *train.Train) error {
 	if !wellFormed(t) {
 		return ErrTrain
 	}
@@ -86,7 +86,7 @@ func packetLen(t *train.Train, i int) int {
 
 // header makes the header of packet i, which is valid until the next call, and
 // the length of its payload.
-func (c *cutter) header(i int) (h *wire.Header, n int, err error) {
+func (c *packetizer) header(i int) (h *wire.Header, n int, err error) {
 	t := c.t
 	last := i == t.N-1
 	starts, ends := t.Start && i == 0, t.End && last
@@ -122,7 +122,7 @@ func packetSize(h *wire.Header, n int) int { return h.Len() + n + int(h.Pad) + w
 // appendPacket appends packet i, of which h is the header and n the payload, up
 // to its padding: seal makes it whole. The payload is a copy. The slice must
 // have room for wire.MaxPacket bytes.
-func (c *cutter) appendPacket(b []byte, h *wire.Header, i, n int) ([]byte, mem.Fault) {
+func (c *packetizer) appendPacket(b []byte, h *wire.Header, i, n int) ([]byte, mem.Fault) {
 	b = h.Append(b)
 	if n == 0 {
 		return b, mem.Fault{}

@@ -70,7 +70,7 @@ func TestCoupling(t *testing.T) {
 		{"a read", []p{{op: rFirst, n: 1024}, {op: rMiddle, psn: 1, n: 1024}, {op: rLast, psn: 2, n: 3}}, "^3/2051/1024$"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			var cp coupler
+			var cp reassembler
 			var rec recorder
 			for _, p := range c.in {
 				if !p.from.IsValid() {
@@ -107,14 +107,14 @@ func TestCoupling(t *testing.T) {
 }
 
 // The flags and extra headers of every packet of a train.
-func TestCutFlags(t *testing.T) {
+func TestPacketFlags(t *testing.T) {
 	for _, start := range []bool{false, true} {
 		for _, end := range []bool{false, true} {
 			tr := &train.Train{Transport: wire.RC, Kind: wire.KindSend, Start: start, End: end, N: 3, MTU: 256,
 				PSN: 0xffffff, AckReq: true, Solicited: true, Extra: wire.WithImm, Imm: 77}
 			tr.SetInline(make([]byte, 512))
 			tr.Len = 768
-			var c cutter
+			var c packetizer
 			if err := c.start(tr); err != nil {
 				t.Fatal(err)
 			}
@@ -138,7 +138,7 @@ func TestCutFlags(t *testing.T) {
 func TestCouplingLimit(t *testing.T) {
 	for _, n := range []int{4096, 256, 4} {
 		ps := wire.NewPseudo(peerA.Addr(), local, peerA.Port(), wire.RoCEPort)
-		var cp coupler
+		var cp reassembler
 		var rec recorder
 		const packets = 3000
 		for i := range packets {
@@ -208,7 +208,7 @@ func TestGolden(t *testing.T) {
 		t.Run(filepath.Base(file), func(t *testing.T) {
 			in := recorded(t, file)
 			total += len(in)
-			var cp coupler
+			var cp reassembler
 			var rec recorder
 			for i, p := range in {
 				ps := wire.NewPseudo(p.src.Addr(), p.dst.Addr(), p.src.Port(), p.dst.Port())
@@ -226,7 +226,7 @@ func TestGolden(t *testing.T) {
 			for i := range rec.got {
 				g := &rec.got[i]
 				g.Payload = mem.List{Raw: [][]byte{g.payload}}
-				var c cutter
+				var c packetizer
 				if err := c.start(&g.Train); err != nil {
 					t.Fatalf("%v: %s", err, describe(g))
 				}
@@ -285,7 +285,7 @@ func (s *checkSink) Deliver(t *train.Train) {
 	// What came can be sent on, unless a packet that ends nothing was odd.
 	if t.End || t.MTU%4 == 0 && t.MTU > 0 {
 		out := *t
-		var c cutter
+		var c packetizer
 		if err := c.start(&out); err != nil {
 			s.t.Errorf("%v: packets %d, bytes %d, mtu %d", err, t.N, t.Len, t.MTU)
 			return
@@ -301,7 +301,7 @@ func (s *checkSink) Deliver(t *train.Train) {
 // Datagrams of any content, cut by any segment size. Two bytes of the input are
 // the segment size, one how many datagrams to make of the rest, and one whether
 // segments get a correct checksum, which no fuzzer would find.
-func FuzzCouple(f *testing.F) {
+func FuzzReassemble(f *testing.F) {
 	files, _ := filepath.Glob("../wire/testdata/golden/*.pcap")
 	for _, file := range files {
 		var all []byte
@@ -338,10 +338,10 @@ func FuzzCouple(f *testing.F) {
 			}
 			taken += u.recv.datagram(sink, local, &d)
 			if fix&2 != 0 {
-				u.recv.coupler.flush(sink)
+				u.recv.reassembler.flush(sink)
 			}
 		}
-		u.recv.coupler.flush(sink)
+		u.recv.reassembler.flush(sink)
 		if sink.packets+sink.drops != taken {
 			t.Errorf("%d packets in, %d delivered, %d dropped", taken, sink.packets, sink.drops)
 		}

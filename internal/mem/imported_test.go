@@ -25,7 +25,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-const foreignChild = "VERBENA_TEST_FOREIGN_CHILD"
+const importedChild = "VERBENA_TEST_FOREIGN_CHILD"
 
 // other is the child.
 type other struct {
@@ -35,9 +35,9 @@ type other struct {
 	out *bufio.Scanner
 }
 
-// TestForeignChild is the child: it does what its input says, a line each.
-func TestForeignChild(t *testing.T) {
-	if os.Getenv(foreignChild) == "" {
+// TestImportedChild is the child: it does what its input says, a line each.
+func TestImportedChild(t *testing.T) {
+	if os.Getenv(importedChild) == "" {
 		return
 	}
 	mapped := map[uint64][]byte{}
@@ -81,8 +81,8 @@ func startOther(tb testing.TB) *other {
 	if err != nil {
 		tb.Fatal(err)
 	}
-	o := &other{tb: tb, cmd: exec.Command(exe, "-test.run=^TestForeignChild$")}
-	o.cmd.Env = append(os.Environ(), foreignChild+"=1")
+	o := &other{tb: tb, cmd: exec.Command(exe, "-test.run=^TestImportedChild$")}
+	o.cmd.Env = append(os.Environ(), importedChild+"=1")
 	o.cmd.Stderr = os.Stderr
 	if o.in, err = o.cmd.StdinPipe(); err != nil {
 		tb.Fatal(err)
@@ -124,8 +124,8 @@ func (noLink) Close() error { return nil }
 func (noLink) HungUp() bool { return false }
 
 // foreign is memory of the child.
-type foreign struct {
-	*mem.Foreign
+type imported struct {
+	*mem.Imported
 	guard *mem.Guard // the owner's end
 	fd    int        // the user's
 	file  int
@@ -134,7 +134,7 @@ type foreign struct {
 }
 
 // move moves the memory, as its owner would.
-func (f *foreign) move(tb testing.TB) func(poison byte) {
+func (f *imported) move(tb testing.TB) func(poison byte) {
 	move := movesInFile(tb, f.file, f.seen)
 	return func(poison byte) {
 		f.guard.Suspend()
@@ -143,10 +143,10 @@ func (f *foreign) move(tb testing.TB) func(poison byte) {
 	}
 }
 
-func (o *other) memory(n uint64) *foreign {
+func (o *other) memory(n uint64) *imported {
 	o.tb.Helper()
 	file := memfd(o.tb, n)
-	f := &foreign{file: file, seen: mmap(o.tb, file, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)}
+	f := &imported{file: file, seen: mmap(o.tb, file, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)}
 	if _, err := fmt.Sscan(o.ask("map %d", file), &f.addr); err != nil {
 		o.tb.Fatal(err)
 	}
@@ -162,11 +162,11 @@ func (o *other) memory(n uint64) *foreign {
 	if err != nil {
 		o.tb.Fatal(err)
 	}
-	f.Foreign = mem.NewForeign(mem.ForeignConfig{Memory: fd, Addr: f.addr, Length: n, Guard: user, Link: noLink{}})
+	f.Imported = mem.NewImported(mem.ImportedConfig{Memory: fd, Addr: f.addr, Length: n, Guard: user, Link: noLink{}})
 	return f
 }
 
-func (f *foreign) free() {
+func (f *imported) free() {
 	unix.Munmap(f.seen)
 	unix.Close(f.file)
 	unix.Close(f.fd)
@@ -174,13 +174,13 @@ func (f *foreign) free() {
 }
 
 // Memory of another process passes the suite, but for atomics.
-func TestConformanceOfForeign(t *testing.T) {
+func TestConformanceOfImported(t *testing.T) {
 	o := startOther(t)
 	for _, how := range []memtest.Constructor{{Name: "foreign"}, {Name: "window", Window: ib.MWType2}, {Name: "indirect", Shape: memtest.List}} {
 		how.NoAtomics = true
 		how.New = func(tb testing.TB, n uint64, _ ib.Access) memtest.Memory {
 			f := o.memory(n)
-			return memtest.Memory{Backing: f.Foreign, Bytes: f.seen, Move: f.move(tb), Free: func() {
+			return memtest.Memory{Backing: f.Imported, Bytes: f.seen, Move: f.move(tb), Free: func() {
 				o.ask("unmap %d", f.addr)
 				f.free()
 			}}
@@ -191,11 +191,11 @@ func TestConformanceOfForeign(t *testing.T) {
 
 // The owner moves memory while its importer, which knows nothing of it, reads and writes
 // there: no poison is read, and what was written is there at the end.
-func TestForeignMovedByItsOwner(t *testing.T) {
+func TestImportedMovedByItsOwner(t *testing.T) {
 	const n, poison = 3*4096 + 80, 0xdb
 	rng := rand.New(rand.NewPCG(memtest.Seed(t), 0))
 	f := startOther(t).memory(n)
-	_, list := foreignRegion(t, f)
+	_, list := importedRegion(t, f)
 	move := f.move(t)
 	var stop atomic.Bool
 	var wg sync.WaitGroup
@@ -249,8 +249,8 @@ func (brokenLink) HungUp() bool { return true }
 
 // Who waits for memory that its owner has suspended is not harmed when the region is closed
 // meanwhile, and learns it when the owner has ended.
-func TestForeignSuspendedForGood(t *testing.T) {
-	for _, link := range []mem.ForeignLink{noLink{}, brokenLink{}} {
+func TestImportedSuspendedForGood(t *testing.T) {
+	for _, link := range []mem.ImportedLink{noLink{}, brokenLink{}} {
 		owner, fd, err := mem.NewGuard()
 		if err != nil {
 			t.Fatal(err)
@@ -265,7 +265,7 @@ func TestForeignSuspendedForGood(t *testing.T) {
 			t.Fatal(err)
 		}
 		table := mem.NewTable(mem.TableConfig{})
-		b := mem.NewForeign(mem.ForeignConfig{Memory: memory, Addr: 4096, Length: 4096, Guard: user, Link: link})
+		b := mem.NewImported(mem.ImportedConfig{Memory: memory, Addr: 4096, Length: 4096, Guard: user, Link: link})
 		r, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite, Length: 4096, Backing: b})
 		if err != nil {
 			t.Fatal(err)
@@ -300,13 +300,13 @@ func TestForeignSuspendedForGood(t *testing.T) {
 	}
 }
 
-var foreignUser = mem.Actor{PD: 1, QPN: 2}
+var importedUser = mem.Actor{PD: 1, QPN: 2}
 
-// foreignRegion registers foreign memory, and returns a list of all of it.
-func foreignRegion(t *testing.T, f *foreign) (*mem.Table, func(ib.Access) *mem.List) {
+// importedRegion registers foreign memory, and returns a list of all of it.
+func importedRegion(t *testing.T, f *imported) (*mem.Table, func(ib.Access) *mem.List) {
 	t.Helper()
 	table := mem.NewTable(mem.TableConfig{})
-	r, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite | ib.AccessRemote, IOVA: f.addr, Length: f.Len(), Backing: f.Foreign})
+	r, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite | ib.AccessRemote, IOVA: f.addr, Length: f.Len(), Backing: f.Imported})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -317,47 +317,47 @@ func foreignRegion(t *testing.T, f *foreign) (*mem.Table, func(ib.Access) *mem.L
 		f.free()
 	})
 	return table, func(access ib.Access) *mem.List {
-		return &mem.List{Table: table, Actor: foreignUser, Access: access, SGEs: []ib.SGE{{Addr: f.addr, Length: uint32(f.Len()), LKey: r.Key()}}}
+		return &mem.List{Table: table, Actor: importedUser, Access: access, SGEs: []ib.SGE{{Addr: f.addr, Length: uint32(f.Len()), LKey: r.Key()}}}
 	}
 }
 
 // Nobody reaches the memory but by its engine, which changes no words.
-func TestForeignIsNotAddressed(t *testing.T) {
+func TestImportedIsNotAddressed(t *testing.T) {
 	f := startOther(t).memory(8192)
-	table, list := foreignRegion(t, f)
+	table, list := importedRegion(t, f)
 	l := list(0)
 	var pins mem.Pins
 	if out, fault, whole := mem.Gather(l, 8192, make([][]byte, 0, 4), &pins); whole || !fault.Staged() || len(out) != 0 || pins.Len() != 0 {
 		t.Errorf("%d pieces, %v, %v, %d sections", len(out), fault, whole, pins.Len())
 	}
 	key := l.SGEs[0].LKey
-	if table.IsHost(key, f.addr, 8, 0, foreignUser) {
+	if table.IsHost(key, f.addr, 8, 0, importedUser) {
 		t.Error("it counts as memory of this process")
 	}
-	table.Whole(key, f.addr, 0, foreignUser, func(*mem.Region, []byte) { t.Error("it can be had whole") })
+	table.Whole(key, f.addr, 0, importedUser, func(*mem.Region, []byte) { t.Error("it can be had whole") })
 	var stream mem.Stream
-	if _, fault := mem.AtomicWaiting(table, foreignUser, key, f.addr, mem.Store, 0, 1, &stream); fault.Kind != mem.FaultAccess {
+	if _, fault := mem.AtomicWaiting(table, importedUser, key, f.addr, mem.Store, 0, 1, &stream); fault.Kind != mem.FaultAccess {
 		t.Errorf("a store of a word: %v", fault)
 	}
 }
 
-// farBytes is a source in another process.
-type farBytes struct{ b []byte }
+// refBytes is a source in another process.
+type refBytes struct{ b []byte }
 
-func (f farBytes) Mapped(_, _ uint64) []byte { return nil }
-func (f farBytes) Still() bool               { return true }
-func (f farBytes) ReadFar(b []byte, off uint64) (ok, own bool) {
+func (f refBytes) Mapped(_, _ uint64) []byte { return nil }
+func (f refBytes) Still() bool               { return true }
+func (f refBytes) ReadFar(b []byte, off uint64) (ok, own bool) {
 	copy(b, f.b[off:])
 	return true, false
 }
 
 // From one other process to another one.
-func TestForeignFromFar(t *testing.T) {
+func TestImportedFromReference(t *testing.T) {
 	const n = 2*mem.Quantum + 77
 	f := startOther(t).memory(n)
-	_, list := foreignRegion(t, f)
+	_, list := importedRegion(t, f)
 	want := bytes.Repeat([]byte("far away, "), n/10+1)[:n]
-	src := &mem.List{Far: farBytes{want}, FarLen: n - 64, Raw: [][]byte{want[n-64:]}}
+	src := &mem.List{Ref: refBytes{want}, RefLen: n - 64, Raw: [][]byte{want[n-64:]}}
 	if fault, side := mem.CopyWaiting(list(ib.AccessLocalWrite), src, n, true, new(mem.Stream)); !fault.OK() {
 		t.Fatal(side, fault)
 	}
@@ -371,12 +371,12 @@ func TestForeignFromFar(t *testing.T) {
 }
 
 // When the owner has shut the guard and waited, nothing changes any more, whoever is at it.
-func TestForeignRevoked(t *testing.T) {
+func TestImportedRevoked(t *testing.T) {
 	o := startOther(t)
 	for range 20 {
 		const n = mem.Quantum + 4096
 		f := o.memory(n)
-		_, list := foreignRegion(t, f)
+		_, list := importedRegion(t, f)
 		var running, wg sync.WaitGroup
 		for i := range 4 {
 			running.Add(1)
@@ -412,11 +412,11 @@ func TestForeignRevoked(t *testing.T) {
 
 // What is not mapped there, or not any more, is a fault, and so is all when the owner has
 // ended.
-func TestForeignGone(t *testing.T) {
+func TestImportedGone(t *testing.T) {
 	o := startOther(t)
 	f, g := o.memory(3*4096), o.memory(4096)
-	table, list := foreignRegion(t, f)
-	_, other := foreignRegion(t, g)
+	table, list := importedRegion(t, f)
+	_, other := importedRegion(t, g)
 	buf := &mem.List{Raw: [][]byte{make([]byte, 3*4096)}}
 	try := func(what string, l func(ib.Access) *mem.List, n uint64, want mem.FaultKind) {
 		t.Helper()

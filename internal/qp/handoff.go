@@ -10,13 +10,13 @@ import (
 )
 
 // Turn is where a target stands between two messages.
-type Turn struct {
+type Handoff struct {
 	Expected wire.PSN // the next request
 	Messages uint32   // completed, as acknowledgements tell
 	ReadEnd  wire.PSN // the PSN after the last READ or atomic
 	AnyRead  bool     // there was one
 	Owes     bool     // an acknowledgement of everything before Expected
-	Quiet    bool     // the peer was told that Expected is missing, or must wait
+	NakSent  bool     // the peer was told that Expected is missing, or must wait
 }
 
 // Expected returns the PSN of the next request.
@@ -30,24 +30,24 @@ func (q *QP) Between() bool {
 }
 
 // Settled is Between with nothing to be answered at all.
-func (q *QP) Settled() bool { return q.Between() && !q.resp.ack.pending }
+func (q *QP) Quiescent() bool { return q.Between() && !q.resp.ack.pending }
 
-// GiveTurn returns where the target stands, between messages, for another one to go
-// on there. Until TakeTurn only repetitions may be received.
-func (q *QP) GiveTurn() Turn {
+// HandOff returns where the target stands, between messages, for another one to go
+// on there. Until TakeOver only repetitions may be received.
+func (q *QP) HandOff() Handoff {
 	r := &q.resp
-	t := Turn{Expected: r.epsn, Messages: r.msn, ReadEnd: r.rdEnd, AnyRead: r.rdAny, Owes: r.ack.pending, Quiet: r.quiet}
+	t := Handoff{Expected: r.epsn, Messages: r.msn, ReadEnd: r.rdEnd, AnyRead: r.rdAny, Owes: r.ack.pending, NakSent: r.nakSent}
 	r.ack.pending = false
 	return t
 }
 
-// TakeTurn goes on where another one has stopped.
-func (q *QP) TakeTurn(t Turn) {
+// TakeOver goes on where another one has stopped.
+func (q *QP) TakeOver(t Handoff) {
 	if q.state != ib.QPRTR && q.state != ib.QPRTS {
 		return
 	}
 	r := &q.resp
-	r.epsn, r.msn, r.rdEnd, r.rdAny, r.quiet = t.Expected, t.Messages&(1<<24-1), t.ReadEnd, t.AnyRead, t.Quiet
+	r.epsn, r.msn, r.rdEnd, r.rdAny, r.nakSent = t.Expected, t.Messages&(1<<24-1), t.ReadEnd, t.AnyRead, t.NakSent
 	if t.Owes {
 		r.acknowledge(r.epsn.Add(-1))
 	}

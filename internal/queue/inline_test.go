@@ -12,7 +12,7 @@ import (
 )
 
 // memory registers n bytes and returns them with a Late that puts bytes there.
-func memory(t testing.TB, n int) ([]byte, func(at, id int) *Late, *mem.Region) {
+func memory(t testing.TB, n int) ([]byte, func(at, id int) *InlineData, *mem.Region) {
 	t.Helper()
 	table := mem.NewTable(mem.TableConfig{})
 	b := make([]byte, n)
@@ -24,8 +24,8 @@ func memory(t testing.TB, n int) ([]byte, func(at, id int) *Late, *mem.Region) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return b, func(at, id int) *Late {
-		l := &Late{Table: table, Waiting: new(Waiting), Actor: mem.Actor{PD: 1}, SGE: ib.SGE{Addr: uint64(at), Length: 8, LKey: r.Key()}, N: 8}
+	return b, func(at, id int) *InlineData {
+		l := &InlineData{Table: table, Waiting: new(Waiting), Actor: mem.Actor{PD: 1}, SGE: ib.SGE{Addr: uint64(at), Length: 8, LKey: r.Key()}, N: 8}
 		copy(l.Data[:], fmt.Sprintf("%08d", id))
 		l.Failed = func(f mem.Fault) uint16 { return 0x100 + uint16(f.Kind) }
 		return l
@@ -35,19 +35,19 @@ func memory(t testing.TB, n int) ([]byte, func(at, id int) *Late, *mem.Region) {
 // Bytes are placed when their completion is polled, not before: through resizing,
 // removal of others, and around the end of the ring. What is removed is not placed,
 // and its place is used again.
-func TestLate(t *testing.T) {
+func TestInlineData(t *testing.T) {
 	b, late, region := memory(t, 800)
 	c := NewCQ(8)
 	var freed Freed
 	for round := range 20 {
 		clear(b)
 		for i := range 3 {
-			if !c.PushLate(&ib.WC{ID: uint64(i), QPN: uint32(i)}, false, late(8*i, round*10+i)) {
+			if !c.PushInline(&ib.WC{ID: uint64(i), QPN: uint32(i)}, false, late(8*i, round*10+i)) {
 				t.Fatal("refused")
 			}
 			push(c, 100, 9)
 		}
-		c.PushLateSend(&ib.WC{ID: 3, QPN: 3}, &freed, uint32(round), late(24, round*10+3))
+		c.PushInlineSend(&ib.WC{ID: 3, QPN: 3}, &freed, uint32(round), late(24, round*10+3))
 		if !c.Resize(7+round%3) || !bytes.Equal(b, make([]byte, 800)) {
 			t.Fatal("placed too early")
 		}
@@ -62,11 +62,11 @@ func TestLate(t *testing.T) {
 			t.Fatalf("%q", b[:32])
 		}
 	}
-	if len(c.late) > 4 {
-		t.Errorf("%d places for at most 4", len(c.late))
+	if len(c.inline) > 4 {
+		t.Errorf("%d places for at most 4", len(c.inline))
 	}
 	// Memory that is gone by then.
-	c.PushLate(&ib.WC{ID: 7}, false, late(0, 1))
+	c.PushInline(&ib.WC{ID: 7}, false, late(0, 1))
 	if err := region.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -89,7 +89,7 @@ func TestLateTogether(t *testing.T) {
 				if i%3 == 0 {
 					c.Push(&ib.WC{ID: uint64(id)}, false)
 				} else {
-					c.PushLate(&ib.WC{ID: uint64(id)}, false, late(8*id, id))
+					c.PushInline(&ib.WC{ID: uint64(id)}, false, late(8*id, id))
 				}
 			}
 		})
@@ -126,8 +126,8 @@ func TestLateAllocs(t *testing.T) {
 	c, l := NewCQ(4), late(0, 5)
 	var wcs [4]ib.WC
 	if n := testing.AllocsPerRun(100, func() {
-		c.PushLate(&ib.WC{}, false, l)
-		c.PushLate(&ib.WC{}, false, l)
+		c.PushInline(&ib.WC{}, false, l)
+		c.PushInline(&ib.WC{}, false, l)
 		if c.Poll(wcs[:]) != 2 {
 			t.Fatal("not two")
 		}
@@ -144,7 +144,7 @@ type absent struct {
 	fetch   func() (there bool)
 }
 
-func (a *absent) Solid() bool { return false }
+func (a *absent) NeverFaults() bool { return false }
 
 func (a *absent) Run(off, n uint64, acc ib.Access) ([]byte, mem.FaultKind) {
 	if !a.there.Load() {
@@ -162,7 +162,7 @@ func (a *absent) Await(uint64, uint64, ib.Access) mem.FaultKind {
 }
 
 // absentMemory is memory that is not there.
-func absentMemory(t testing.TB, fetch func() bool) (*absent, []byte, func(at, id int, w *Waiting) *Late) {
+func absentMemory(t testing.TB, fetch func() bool) (*absent, []byte, func(at, id int, w *Waiting) *InlineData) {
 	t.Helper()
 	table := mem.NewTable(mem.TableConfig{})
 	b := make([]byte, 64)
@@ -175,8 +175,8 @@ func absentMemory(t testing.TB, fetch func() bool) (*absent, []byte, func(at, id
 	if err != nil {
 		t.Fatal(err)
 	}
-	return a, b, func(at, id int, w *Waiting) *Late {
-		l := &Late{Table: table, Waiting: w, Actor: mem.Actor{PD: 1}, SGE: ib.SGE{Addr: uint64(at), Length: 8, LKey: r.Key()}, N: 8}
+	return a, b, func(at, id int, w *Waiting) *InlineData {
+		l := &InlineData{Table: table, Waiting: w, Actor: mem.Actor{PD: 1}, SGE: ib.SGE{Addr: uint64(at), Length: 8, LKey: r.Key()}, N: 8}
 		copy(l.Data[:], fmt.Sprintf("%08d", id))
 		l.Failed = func(f mem.Fault) uint16 { return uint16(f.Kind) }
 		return l
@@ -192,7 +192,7 @@ func TestCQHold(t *testing.T) {
 	c.Taker = func(wc *ib.WC, _ *Note) bool { taken = append(taken, wc.ID); return true }
 	l := late(0, 1)
 	l.Failed = func(mem.Fault) uint16 { push(c, 2, 0); return 9 }
-	c.PushLate(&ib.WC{ID: 1}, false, l)
+	c.PushInline(&ib.WC{ID: 1}, false, l)
 	region.Close()
 	wcs, notes := make([]ib.WC, 1), make([]Note, 1)
 	if n := c.PollNotes(wcs, notes); n != 1 || wcs[0].ID != 1 || wcs[0].VendorErr != 9 {
@@ -225,7 +225,7 @@ func TestLateAbsent(t *testing.T) {
 	a, b, late := absentMemory(t, func() bool { fetching <- true; return <-goOn })
 	c, w := NewCQ(8), new(Waiting)
 	push(c, 1, 1)
-	c.PushLateSend(&ib.WC{ID: 2}, new(Freed), 1, late(0, 2, w))
+	c.PushInlineSend(&ib.WC{ID: 2}, new(Freed), 1, late(0, 2, w))
 	push(c, 3, 1)
 	if got := poll(c, 8); fmt.Sprint(got) != "[1]" || a.fetches.Load() != 0 {
 		t.Fatalf("%v, %d fetches", got, a.fetches.Load())
@@ -236,21 +236,21 @@ func TestLateAbsent(t *testing.T) {
 	<-fetching
 	go one()
 	// What is fetched may be settled meanwhile, or its queue pair be removed.
-	if f := c.Settle(w); f.Kind != mem.FaultPending || w.None() {
+	if f := c.WriteBack(w); f.Kind != mem.FaultPending || w.None() {
 		t.Fatalf("%v", f)
 	}
 	if n := c.Len(); n != 2 {
 		t.Fatalf("%d completions while the first is fetched", n)
 	}
 	a.there.Store(true)
-	if f := c.Settle(w); !f.OK() || !w.None() || string(b[:8]) != "00000002" {
+	if f := c.WriteBack(w); !f.OK() || !w.None() || string(b[:8]) != "00000002" {
 		t.Fatalf("%v, %q", f, b)
 	}
 	goOn <- false
 	if x, y := <-polled, <-polled; len(x) != 1 || len(y) != 1 || x[0]+y[0] != 5 || a.fetches.Load() != 1 {
 		t.Fatalf("%v and %v", x, y)
 	}
-	c.PushLate(&ib.WC{ID: 4, QPN: 4}, false, late(8, 4, w))
+	c.PushInline(&ib.WC{ID: 4, QPN: 4}, false, late(8, 4, w))
 	push(c, 5, 5)
 	go one()
 	<-fetching
@@ -265,7 +265,7 @@ func TestLateAbsent(t *testing.T) {
 func TestLateNeverThere(t *testing.T) {
 	a, _, late := absentMemory(t, func() bool { return false })
 	c := NewCQ(8)
-	c.PushLate(&ib.WC{ID: 1}, false, late(0, 1, new(Waiting)))
+	c.PushInline(&ib.WC{ID: 1}, false, late(0, 1, new(Waiting)))
 	var got atomic.Int32
 	var wg sync.WaitGroup
 	for range 40 {
@@ -290,21 +290,21 @@ func TestLateNeverThere(t *testing.T) {
 // Settle writes what waits on behalf of one, in its order, and nothing else; and finds
 // it again and again without looking at what others have in the queue. What it cannot
 // write fails the poll, even if it could be written by then.
-func TestSettle(t *testing.T) {
+func TestWriteBack(t *testing.T) {
 	b, late, _ := memory(t, 80)
 	c := NewCQ(100)
 	var ours, others Waiting
 	add := func(w *Waiting, at, id int) {
 		l := late(at, id)
 		l.Waiting = w
-		c.PushLate(&ib.WC{ID: uint64(id)}, false, l)
+		c.PushInline(&ib.WC{ID: uint64(id)}, false, l)
 	}
 	for i := range 10 {
 		add(&others, 8, i)
 		add(&ours, 0, 100+i) // all at one place: the last one stays
 		push(c, 50, 1)
 	}
-	if f := c.Settle(&ours); !f.OK() || string(b[:16]) != "00000109"+string(make([]byte, 8)) || !ours.None() || others.None() {
+	if f := c.WriteBack(&ours); !f.OK() || string(b[:16]) != "00000109"+string(make([]byte, 8)) || !ours.None() || others.None() {
 		t.Fatalf("%v, %q", f, b[:16])
 	}
 	copy(b, "a program")
@@ -313,21 +313,21 @@ func TestSettle(t *testing.T) {
 	}
 	c.Resize(60)
 	add(&ours, 16, 200)
-	if f := c.Settle(&others); !f.OK() || string(b[8:16]) != "00000009" || b[16] != 0 {
+	if f := c.WriteBack(&others); !f.OK() || string(b[8:16]) != "00000009" || b[16] != 0 {
 		t.Fatalf("%v, %q", f, b[:24])
 	}
 	if got := poll(c, 100); len(got) != 25 || string(b[16:24]) != "00000200" || !ours.None() {
 		t.Fatalf("%v, %q", got, b[:24])
 	}
-	if len(c.late) > 20 {
-		t.Errorf("%d places for 20", len(c.late))
+	if len(c.inline) > 20 {
+		t.Errorf("%d places for 20", len(c.inline))
 	}
 
 	a, _, late2 := absentMemory(t, func() bool { return true })
 	bad := late2(60, 1, &ours) // beyond the end
 	a.there.Store(true)
-	c.PushLate(&ib.WC{ID: 7}, false, bad)
-	if f := c.Settle(&ours); f.Kind != mem.FaultBounds {
+	c.PushInline(&ib.WC{ID: 7}, false, bad)
+	if f := c.WriteBack(&ours); f.Kind != mem.FaultBounds {
 		t.Fatal(f)
 	}
 	var wcs [2]ib.WC
@@ -358,12 +358,12 @@ func TestSuspendedRaisesEvent(t *testing.T) {
 		}
 		c.Arm(false)
 		var waiting Waiting
-		l := Late{Table: table, Actor: mem.Actor{PD: 1}, SGE: ib.SGE{Length: 8, LKey: r.Key()}, Waiting: &waiting, N: 8}
+		l := InlineData{Table: table, Actor: mem.Actor{PD: 1}, SGE: ib.SGE{Length: 8, LKey: r.Key()}, Waiting: &waiting, N: 8}
 		copy(l.Data[:], "8 bytes.")
 		if !r.Suspend() {
 			t.Fatal("not suspended")
 		}
-		c.PushLate(&ib.WC{ID: 5}, false, &l)
+		c.PushInline(&ib.WC{ID: 5}, false, &l)
 		<-events
 		var wc [1]ib.WC
 		c.Arm(false)
@@ -385,7 +385,7 @@ func TestSuspendedRaisesEvent(t *testing.T) {
 		if !r.Suspend() {
 			t.Fatal("not suspended")
 		}
-		c.PushLate(&ib.WC{ID: 6}, false, &l)
+		c.PushInline(&ib.WC{ID: 6}, false, &l)
 		c.Poll(wc[:])
 		c.End()
 		c.End()

@@ -12,9 +12,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// laneChild starts a process that is inside a lane of ours, with a channel that we then
+// grantChild starts a process that is inside a lane of ours, with a channel that we then
 // break from here: the process does not notice, it is stopped.
-func laneChild(t *testing.T, attr *syscall.SysProcAttr) (*child, *Lane) {
+func grantChild(t *testing.T, attr *syscall.SysProcAttr) (*child, *Grant) {
 	t.Helper()
 	owner := newInbox(t, nil)
 	k := startAs(t, listen(t), "lane", 0, attr)
@@ -22,9 +22,9 @@ func laneChild(t *testing.T, attr *syscall.SysProcAttr) (*child, *Lane) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := c.NewLane()
+	l := c.NewGrant()
 	told := binary.NativeEndian.AppendUint64(nil, uint64(l.Number()))
-	if err := c.Send(recData, binary.NativeEndian.AppendUint64(told, l.Pass())); err != nil {
+	if err := c.Send(recData, binary.NativeEndian.AppendUint64(told, l.Serial())); err != nil {
 		t.Fatal(err)
 	}
 	for end := time.Now().Add(patience); !l.Inside(); time.Sleep(time.Millisecond) {
@@ -53,7 +53,7 @@ func (k *child) signal(t *testing.T, s syscall.Signal) {
 }
 
 // awaits calls Await elsewhere, and checks that it does not return for some time.
-func awaits(t *testing.T, l *Lane) (done chan struct{}) {
+func awaits(t *testing.T, l *Grant) (done chan struct{}) {
 	t.Helper()
 	l.Shut()
 	done = make(chan struct{})
@@ -75,9 +75,9 @@ func returns(t *testing.T, done chan struct{}, what string) {
 	}
 }
 
-// laneChildren are peers whose end is noticed by their pidfd, and, in a PID namespace of
+// grantChildren are peers whose end is noticed by their pidfd, and, in a PID namespace of
 // their own, by their pipe.
-func laneChildren(t *testing.T, test func(t *testing.T, attr *syscall.SysProcAttr)) {
+func grantChildren(t *testing.T, test func(t *testing.T, attr *syscall.SysProcAttr)) {
 	t.Run("pidfd", func(t *testing.T) { test(t, nil) })
 	t.Run("pipe", func(t *testing.T) {
 		if unix.Geteuid() != 0 {
@@ -87,9 +87,9 @@ func laneChildren(t *testing.T, test func(t *testing.T, attr *syscall.SysProcAtt
 	})
 }
 
-func TestLaneBrokenChannelKilled(t *testing.T) {
-	laneChildren(t, func(t *testing.T, attr *syscall.SysProcAttr) {
-		k, l := laneChild(t, attr)
+func TestGrantBrokenChannelKilled(t *testing.T) {
+	grantChildren(t, func(t *testing.T, attr *syscall.SysProcAttr) {
+		k, l := grantChild(t, attr)
 		done := awaits(t, l)
 		k.kill()
 		returns(t, done, "has ended")
@@ -104,9 +104,9 @@ func TestLaneBrokenChannelKilled(t *testing.T) {
 	})
 }
 
-func TestLaneBrokenChannelLeft(t *testing.T) {
-	laneChildren(t, func(t *testing.T, attr *syscall.SysProcAttr) {
-		k, l := laneChild(t, attr)
+func TestGrantBrokenChannelLeft(t *testing.T) {
+	grantChildren(t, func(t *testing.T, attr *syscall.SysProcAttr) {
+		k, l := grantChild(t, attr)
 		done := awaits(t, l)
 		k.signal(t, unix.SIGUSR1)
 		k.signal(t, unix.SIGCONT)

@@ -11,8 +11,8 @@ import (
 	"time"
 )
 
-// lanePair returns an owner of lanes, its channel to a peer, and the peer's.
-func lanePair(t testing.TB) (owner *Inbox, own, peer *Channel) {
+// grantPair returns an owner of lanes, its channel to a peer, and the peer's.
+func grantPair(t testing.TB) (owner *Inbox, own, peer *Channel) {
 	t.Helper()
 	owner = newInbox(t, nil)
 	peer, own = joinPair(t, newInbox(t, nil), owner)
@@ -20,29 +20,29 @@ func lanePair(t testing.TB) (owner *Inbox, own, peer *Channel) {
 }
 
 // give opens a lane, and returns both ends.
-func give(t testing.TB, own, peer *Channel) (*Lane, *PeerLane) {
+func give(t testing.TB, own, peer *Channel) (*Grant, *PeerGrant) {
 	t.Helper()
-	l := own.NewLane()
+	l := own.NewGrant()
 	if l == nil {
 		t.Fatal("no lane")
 	}
-	p := peer.PeerLane(l.Number(), l.Pass())
+	p := peer.PeerGrant(l.Number(), l.Serial())
 	if p == nil {
-		t.Fatalf("lane %d with pass %d is none", l.Number(), l.Pass())
+		t.Fatalf("lane %d with pass %d is none", l.Number(), l.Serial())
 	}
 	return l, p
 }
 
-func wantCounts(t *testing.T, l *Lane, packets, messages, bytes uint64) {
+func wantCounts(t *testing.T, l *Grant, packets, messages, bytes uint64) {
 	t.Helper()
-	if c := l.Counts(); c != (LaneCounts{LaneWrites: messages, LaneWritePackets: packets, LaneWritten: bytes}) {
+	if c := l.Counts(); c != (GrantCounts{GrantWrites: messages, GrantWritePackets: packets, GrantWritten: bytes}) {
 		t.Errorf("%v; want %d messages of %d packets and %d bytes", c, messages, packets, bytes)
 	}
 }
 
 // A lane from one end to the other: what each side sees of the other.
-func TestLane(t *testing.T) {
-	_, own, peer := lanePair(t)
+func TestGrant(t *testing.T) {
+	_, own, peer := grantPair(t)
 	l, p := give(t, own, peer)
 	if !l.Open() || l.Inside() || !p.Shown() {
 		t.Fatalf("open %v, inside %v, shown %v", l.Open(), l.Inside(), p.Shown())
@@ -50,7 +50,7 @@ func TestLane(t *testing.T) {
 	if !p.Enter() || !l.Inside() {
 		t.Fatal("the peer is not inside")
 	}
-	p.Count(LaneWrites, 3, 2000)
+	p.Count(GrantWrites, 3, 2000)
 	p.Leave()
 	if l.Inside() {
 		t.Error("the peer has not left")
@@ -76,7 +76,7 @@ func TestLane(t *testing.T) {
 	}()
 	time.Sleep(time.Millisecond)
 	left.Store(true)
-	if p.Count(LaneWrites, 1, 8) {
+	if p.Count(GrantWrites, 1, 8) {
 		t.Error("it counts what it may not have stored in time")
 	}
 	p.Leave()
@@ -89,41 +89,41 @@ func TestLane(t *testing.T) {
 }
 
 // Numbers that no lane has.
-func TestLaneNone(t *testing.T) {
-	_, _, peer := lanePair(t)
+func TestGrantNone(t *testing.T) {
+	_, _, peer := grantPair(t)
 	for _, k := range []struct {
 		number int
-		pass   uint64
-	}{{-1, 1}, {MaxLanes, 1}, {0, 0}} {
-		if peer.PeerLane(k.number, k.pass) != nil {
-			t.Errorf("there is a lane %d with pass %d", k.number, k.pass)
+		serial uint64
+	}{{-1, 1}, {MaxGrants, 1}, {0, 0}} {
+		if peer.PeerGrant(k.number, k.serial) != nil {
+			t.Errorf("there is a lane %d with pass %d", k.number, k.serial)
 		}
 	}
-	if peer.PeerLane(MaxLanes-1, 1) == nil {
+	if peer.PeerGrant(MaxGrants-1, 1) == nil {
 		t.Error("the last lane is missing")
 	}
 }
 
 // A lane is used again, with another pass: the old one is good for nothing but to be in
 // the way for a moment.
-func TestLaneReused(t *testing.T) {
-	_, own, peer := lanePair(t)
+func TestGrantReused(t *testing.T) {
+	_, own, peer := grantPair(t)
 	l1, p1 := give(t, own, peer)
 	p1.Enter()
-	p1.Count(LaneWrites, 1, 100)
+	p1.Count(GrantWrites, 1, 100)
 	p1.Leave()
 	l1.Shut()
 	l1.Free()
 	l2, p2 := give(t, own, peer)
-	if l2.Number() != l1.Number() || l2.Pass() == l1.Pass() {
-		t.Fatalf("lane %d with pass %d after lane %d with pass %d", l2.Number(), l2.Pass(), l1.Number(), l1.Pass())
+	if l2.Number() != l1.Number() || l2.Serial() == l1.Serial() {
+		t.Fatalf("lane %d with pass %d after lane %d with pass %d", l2.Number(), l2.Serial(), l1.Number(), l1.Serial())
 	}
 	wantCounts(t, l2, 0, 0, 0)
 	if p1.Enter() || p1.Shown() || l2.Inside() {
 		t.Error("the old pass is good for the new lane")
 	}
 	// Between the two steps of Enter, the old one stands in the way of the new.
-	l2.words.inside.Store(l1.Pass())
+	l2.words.inside.Store(l1.Serial())
 	if l2.Inside() || p2.Enter() {
 		t.Error("the old one is taken for the new one, or not seen")
 	}
@@ -139,33 +139,33 @@ func TestLaneReused(t *testing.T) {
 	if !l2.Open() {
 		t.Error("the old lane's end has shut the new one")
 	}
-	p2.Count(LaneWrites, 1, 1)
+	p2.Count(GrantWrites, 1, 1)
 	p2.Leave()
 	wantCounts(t, l2, 1, 1, 1)
 }
 
-func TestLanesExhausted(t *testing.T) {
-	owner, own, _ := lanePair(t)
+func TestGrantsExhausted(t *testing.T) {
+	owner, own, _ := grantPair(t)
 	seen := map[int]bool{}
-	var all []*Lane
-	for range MaxLanes {
-		l := own.NewLane()
+	var all []*Grant
+	for range MaxGrants {
+		l := own.NewGrant()
 		if l == nil || seen[l.Number()] {
 			t.Fatalf("after %d lanes: %+v", len(all), l)
 		}
 		seen[l.Number()] = true
 		all = append(all, l)
 	}
-	if own.NewLane() != nil {
+	if own.NewGrant() != nil {
 		t.Error("one more than there are")
 	}
 	all[17].Shut()
 	all[17].Free()
-	if l := own.NewLane(); l == nil || l.Number() != all[17].Number() {
+	if l := own.NewGrant(); l == nil || l.Number() != all[17].Number() {
 		t.Errorf("%+v after lane %d was freed", l, all[17].Number())
 	}
 	owner.Close()
-	if own.NewLane() != nil {
+	if own.NewGrant() != nil {
 		t.Error("a lane of an inbox that is closed")
 	}
 	all[1].Free() // touches nothing
@@ -173,16 +173,16 @@ func TestLanesExhausted(t *testing.T) {
 
 // A process that ends inside a lane is waited for until it has ended, not for ever; the
 // lane can be used again.
-func TestLaneKilled(t *testing.T) {
+func TestGrantKilled(t *testing.T) {
 	owner := newInbox(t, nil)
 	k := startChild(t, listen(t), "lane", 0)
 	c, err := k.accept(t, owner)
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := c.NewLane()
+	l := c.NewGrant()
 	told := binary.NativeEndian.AppendUint64(nil, uint64(l.Number()))
-	if err := c.Send(recData, binary.NativeEndian.AppendUint64(told, l.Pass())); err != nil {
+	if err := c.Send(recData, binary.NativeEndian.AppendUint64(told, l.Serial())); err != nil {
 		t.Fatal(err)
 	}
 	for end := time.Now().Add(patience); !l.Inside(); time.Sleep(time.Millisecond) {
@@ -207,7 +207,7 @@ func TestLaneKilled(t *testing.T) {
 		t.Error("who has died inside has left")
 	}
 	l.Free()
-	if again := c.NewLane(); again.Number() != l.Number() || again.words.inside.Load() != 0 {
+	if again := c.NewGrant(); again.Number() != l.Number() || again.words.inside.Load() != 0 {
 		t.Errorf("lane %d, in which %d is, after lane %d", again.Number(), again.words.inside.Load(), l.Number())
 	}
 }
@@ -230,16 +230,16 @@ func TestCheck(t *testing.T) {
 }
 
 // Hold keeps the peer's inbox mapped beyond the channel.
-func TestLaneHeld(t *testing.T) {
+func TestGrantHeld(t *testing.T) {
 	before := holding(t).maps
-	_, own, peer := lanePair(t)
+	_, own, peer := grantPair(t)
 	l, p := give(t, own, peer)
 	peer.Hold()
 	peer.Close()
 	if !p.Enter() { // or this is a fault
 		t.Error("it cannot enter")
 	}
-	p.Count(LaneWrites, 1, 1)
+	p.Count(GrantWrites, 1, 1)
 	p.Leave()
 	wantCounts(t, l, 1, 1, 1)
 	peer.Release()
@@ -255,7 +255,7 @@ func TestLaneHeld(t *testing.T) {
 
 // The owner gives lanes and takes them away, the peer stores all the time: when the owner
 // has waited, nothing changes any more, and the counts say what was stored.
-func TestLaneTorture(t *testing.T) {
+func TestGrantTorture(t *testing.T) {
 	rounds := 3000
 	if testing.Short() {
 		rounds = 500
@@ -263,9 +263,9 @@ func TestLaneTorture(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %#x", seed)
 	rng := rand.New(rand.NewPCG(seed, 0))
-	_, own, peer := lanePair(t)
+	_, own, peer := grantPair(t)
 	words := make([]atomic.Uint64, 16)
-	var next atomic.Pointer[PeerLane]
+	var next atomic.Pointer[PeerGrant]
 	var stop atomic.Bool
 	var wg sync.WaitGroup
 	wg.Go(func() {
@@ -278,13 +278,13 @@ func TestLaneTorture(t *testing.T) {
 			for i := range words {
 				words[i].Store(n)
 			}
-			if p.Count(LaneWrites, 1, 8*len(words)) {
+			if p.Count(GrantWrites, 1, 8*len(words)) {
 				n++ // otherwise the same again
 			}
 			p.Leave()
 		}
 	})
-	var old atomic.Pointer[PeerLane]
+	var old atomic.Pointer[PeerGrant]
 	wg.Go(func() { // comes too late, always
 		for !stop.Load() {
 			if p := old.Load(); p != nil && p.Enter() {
@@ -305,7 +305,7 @@ func TestLaneTorture(t *testing.T) {
 		l.Await()
 		first := words[0].Load()
 		c := l.Counts()
-		messages, bytes := c[LaneWrites], c[LaneWritten]
+		messages, bytes := c[GrantWrites], c[GrantWritten]
 		stored += messages
 		for range 1 + rng.IntN(50) {
 			for i := range words {
@@ -319,7 +319,7 @@ func TestLaneTorture(t *testing.T) {
 			t.Fatalf("round %d: %d are counted, %d was stored", round, stored, first)
 		}
 		l.Free()
-		old.Store(peer.PeerLane(l.Number(), l.Pass()))
+		old.Store(peer.PeerGrant(l.Number(), l.Serial()))
 	}
 	stop.Store(true)
 	wg.Wait()

@@ -2,7 +2,7 @@ package mem
 
 // Far is memory of another process, which is read by asking for it, or directly if
 // it is mapped here.
-type Far interface {
+type Reference interface {
 	// Mapped returns n bytes from an offset on if they are mapped here, or nil.
 	// What was copied from them counts only if Still says so then.
 	Mapped(off, n uint64) []byte
@@ -15,8 +15,8 @@ type Far interface {
 // startFar makes the cursor begin with the bytes that lie in another process, unless the
 // list skips all of them.
 func (c *cursor) startFar() {
-	skipped := min(c.skip, c.list.FarLen)
-	c.far = c.list.FarLen - skipped
+	skipped := min(c.skip, c.list.RefLen)
+	c.ref = c.list.RefLen - skipped
 	c.skip -= skipped
 }
 
@@ -24,8 +24,8 @@ func (c *cursor) startFar() {
 // of it, n at most, go straight to those that the target offers. It returns how many did;
 // none if the target's have to be asked for once more, or if a side has a fault.
 func readFar(d, s *cursor, n uint64, last bool) (k int, side Side) {
-	k = int(min(uint64(len(d.b)), s.far))
-	ok, own, known, bad := s.list.readFar(d.b[:k], s.list.FarLen-s.far, d.mapped())
+	k = int(min(uint64(len(d.b)), s.ref))
+	ok, own, known, bad := s.list.readFar(d.b[:k], s.list.RefLen-s.ref, d.mapped())
 	switch {
 	case !known:
 		return 0, again(d, s)
@@ -41,7 +41,7 @@ func readFar(d, s *cursor, n uint64, last bool) (k int, side Side) {
 		return 0, Dst
 	}
 	d.use(k)
-	s.far -= uint64(k)
+	s.ref -= uint64(k)
 	return k, 0
 }
 
@@ -54,12 +54,12 @@ func (l *List) readFar(b []byte, off uint64, at mapped) (ok, own, known bool, ba
 	if !known {
 		return false, false, false, 0
 	}
-	if m := l.Far.Mapped(off, uint64(len(b))); m == nil {
-		ok, own = l.Far.ReadFar(b, off)
+	if m := l.Ref.Mapped(off, uint64(len(b))); m == nil {
+		ok, own = l.Ref.ReadFar(b, off)
 	} else if bad = moveGuarded(b, m, false); bad != 0 {
 		own = within(bad, b)
 	} else {
-		ok = l.Far.Still()
+		ok = l.Ref.Still()
 	}
 	if in != nil {
 		in.Leave(at.host.shard)

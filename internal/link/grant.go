@@ -35,8 +35,8 @@ const (
 	offerMax = 4093
 )
 
-// laneRecord is the length of a record that gives a lane.
-const laneRecord = 5*4 + 5*8
+// grantRecord is the length of a record that gives a lane.
+const grantRecord = 5*4 + 5*8
 
 // Offer is what a device lets a peer access.
 type Offer struct {
@@ -52,7 +52,7 @@ type Offer struct {
 
 // Grant is a lane that is given to a peer: the owner's end.
 type Grant struct {
-	*shm.Lane
+	*shm.Grant
 	c *shm.Channel
 }
 
@@ -86,7 +86,7 @@ type Via struct{ c *shm.Channel }
 // NewGrant opens a lane for the peer, which Tell then tells it of; or returns nil, if there
 // is none left.
 func (v Via) NewGrant() *Grant {
-	l := v.c.NewLane()
+	l := v.c.NewGrant()
 	if l == nil {
 		return nil
 	}
@@ -99,37 +99,37 @@ func (g *Grant) Tell(o *Offer) bool {
 	var rights uint32
 	if o.Write {
 		mem.OpenSegment(o.Segment)
-		rights = laneWrite
+		rights = grantWrite
 	}
 	if o.Read {
-		rights |= laneRead
+		rights |= grantRead
 	}
-	b := make([]byte, laneRecord)
+	b := make([]byte, grantRecord)
 	p := packer{b}
 	p.u32(o.Peer)
 	p.u32(o.QPN)
 	p.u32(o.RKey)
 	p.u32(rights)
 	p.u32(uint32(g.Number()))
-	p.u64(g.Pass())
+	p.u64(g.Serial())
 	p.u64(o.VA)
 	p.u64(uint64(len(o.Bytes)))
 	p.u64(o.Segment)
 	p.u64(o.Off)
-	return g.c.Send(recLane, b) == nil
+	return g.c.Send(recGrant, b) == nil
 }
 
 // Rights, as the record has them.
 const (
-	laneWrite = 1 << iota
-	laneRead
+	grantWrite = 1 << iota
+	grantRead
 )
 
 // Lane is the initiator's end: memory of another process, and rights to it.
-type Lane struct {
-	s    *Shared
-	m    *mapping
-	lane *shm.PeerLane
+type PeerGrant struct {
+	s     *Shared
+	m     *mapping
+	grant *shm.PeerGrant
 
 	rkey     uint32
 	rights   uint32
@@ -148,30 +148,30 @@ type mapping struct {
 	b  []byte       // nil: it is gone
 }
 
-// takeLane takes a lane that the peer has given us. The segment is got by a goroutine
+// takeGrant takes a lane that the peer has given us. The segment is got by a goroutine
 // of the link's own, if it is not there.
-func (s *Shared) takeLane(c *shm.Channel, b []byte) bool {
-	if len(b) != laneRecord {
+func (s *Shared) takeGrant(c *shm.Channel, b []byte) bool {
+	if len(b) != grantRecord {
 		return false
 	}
-	var own [laneRecord]byte
+	var own [grantRecord]byte
 	copy(own[:], b)
 	p := unpacker{own[:]}
 	qpn, remote := p.u32(), p.u32()
-	l := &Lane{s: s, rkey: p.u32(), rights: p.u32()}
+	l := &PeerGrant{s: s, rkey: p.u32(), rights: p.u32()}
 	number, pass := p.u32(), p.u64()
 	l.va, l.size = p.u64(), p.u64()
 	k := segmentKey{c, p.u64()}
 	l.off = p.u64()
-	if l.lane = c.PeerLane(int(number), pass); l.lane == nil || s.cfg.Granted == nil || s.cfg.UDP.Tap != nil {
-		return l.lane != nil
+	if l.grant = c.PeerGrant(int(number), pass); l.grant == nil || s.cfg.Granted == nil || s.cfg.UDP.Tap != nil {
+		return l.grant != nil
 	}
 	s.dropSegments(func(k segmentKey) bool { return k.c.Err() != nil }) // of processes whose place was taken: nobody else says so
 	t := c.Tag().(*tag)
 	c.Hold()
 	if !s.start(func() {
 		defer c.Release() // the mapping has its own hold
-		m := s.mapLane(k, t, l.rights&laneWrite != 0)
+		m := s.mapGranted(k, t, l.rights&grantWrite != 0)
 		if m == nil || !m.has(l.off, l.size) {
 			return
 		}
@@ -183,11 +183,11 @@ func (s *Shared) takeLane(c *shm.Channel, b []byte) bool {
 	return true
 }
 
-// mapLane returns a segment of a process, mapped to read from or also to write to.
-func (s *Shared) mapLane(k segmentKey, t *tag, write bool) *mapping {
-	key := laneKey{k, write}
+// mapGranted returns a segment of a process, mapped to read from or also to write to.
+func (s *Shared) mapGranted(k segmentKey, t *tag, write bool) *mapping {
+	key := grantKey{k, write}
 	s.segments.mu.Lock()
-	m, n := s.segments.lanes[key], len(s.segments.lanes)
+	m, n := s.segments.grants[key], len(s.segments.grants)
 	s.segments.mu.Unlock()
 	if m != nil {
 		return m
@@ -203,16 +203,16 @@ func (s *Shared) mapLane(k segmentKey, t *tag, write bool) *mapping {
 	if err != nil {
 		return nil // it goes by the ring, as before
 	}
-	if m = s.segments.lanes[key]; m != nil || k.c.Err() != nil || *forgotten { // somebody else was faster; or it is gone, and nobody would unmap it
+	if m = s.segments.grants[key]; m != nil || k.c.Err() != nil || *forgotten { // somebody else was faster; or it is gone, and nobody would unmap it
 		_ = sys.Unmap(b)
 		return m
 	}
-	if s.segments.lanes == nil {
-		s.segments.lanes = make(map[laneKey]*mapping)
+	if s.segments.grants == nil {
+		s.segments.grants = make(map[grantKey]*mapping)
 	}
 	m = &mapping{c: k.c, b: b}
 	k.c.Hold()
-	s.segments.lanes[key] = m
+	s.segments.grants[key] = m
 	return m
 }
 
@@ -237,7 +237,7 @@ func (m *mapping) close() {
 }
 
 // LeadsTo tells whether a lane is one to the process that a flow reaches a queue pair of.
-func (s *Shared) LeadsTo(f *train.Flow, qpn uint32, l *Lane) bool {
+func (s *Shared) LeadsTo(f *train.Flow, qpn uint32, l *PeerGrant) bool {
 	if f == nil {
 		return false
 	}
@@ -251,20 +251,20 @@ func (s *Shared) LeadsTo(f *train.Flow, qpn uint32, l *Lane) bool {
 
 // Covers tells whether a range of the peer's memory is one that the lane leads to, to be
 // written to or read from.
-func (l *Lane) Covers(rkey uint32, va uint64, n int, read bool) bool {
-	right := uint32(laneWrite)
+func (l *PeerGrant) Covers(rkey uint32, va uint64, n int, read bool) bool {
+	right := uint32(grantWrite)
 	if read {
-		right = laneRead
+		right = grantRead
 	}
 	off := va - l.va // below va it is larger than any size
 	return rkey == l.rkey && l.rights&right != 0 && off <= l.size && uint64(n) <= l.size-off
 }
 
 // Good tells whether the lane may still be used.
-func (l *Lane) Good() bool {
+func (l *PeerGrant) Good() bool {
 	l.m.mu.RLock()
 	defer l.m.mu.RUnlock()
-	return l.m.good() && l.lane.Shown()
+	return l.m.good() && l.grant.Shown()
 }
 
 // Copy copies n bytes of a list to where the peer's address is, which the lane covers, or
@@ -272,21 +272,21 @@ func (l *Lane) Good() bool {
 // request has to go another way, if the lane is not good any more, also if the owner has
 // taken it away during the copy, or our own memory could not be accessed: some bytes may
 // have been copied. One at a time.
-func (l *Lane) Copy(va uint64, own *mem.List, n, packets int, read bool) bool {
+func (l *PeerGrant) Copy(va uint64, own *mem.List, n, packets int, read bool) bool {
 	l.m.mu.RLock()
 	defer l.m.mu.RUnlock()
-	if !l.m.good() || !l.lane.Enter() {
+	if !l.m.good() || !l.grant.Enter() {
 		return false
 	}
 	l.piece[0] = l.m.b[l.off+(va-l.va):][:n]
-	l.there = mem.List{Raw: l.piece[:], Frail: true}
-	to, from, what := &l.there, own, shm.LaneWrites
+	l.there = mem.List{Raw: l.piece[:], MayFault: true}
+	to, from, what := &l.there, own, shm.GrantWrites
 	if read {
-		to, from, what = own, &l.there, shm.LaneReads
+		to, from, what = own, &l.there, shm.GrantReads
 	}
 	f, _ := mem.Copy(to, from, uint64(n), true)
-	done := f.OK() && l.lane.Count(what, packets, n)
-	l.lane.Leave()
+	done := f.OK() && l.grant.Count(what, packets, n)
+	l.grant.Leave()
 	if !l.s.lively.Load() {
 		l.s.lively.Store(true)
 	}

@@ -12,33 +12,33 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// laneWorld is a link that writes to memory of another one's.
-type laneWorld struct {
+// grantWorld is a link that writes to memory of another one's.
+type grantWorld struct {
 	t     *testing.T
 	a, b  *Shared
 	flow  *train.Flow
 	k     taker
 	seg   *mem.Segment
 	buf   []byte
-	grant *Grant
-	lane  *Lane
+	given *Grant
+	got   *PeerGrant
 }
 
-const laneVA, laneAt, laneSize = 0x7000_0000, 4096, 8192 // of the region, which is a part of the segment
+const grantVA, grantAt, grantSize = 0x7000_0000, 4096, 8192 // of the region, which is a part of the segment
 
-// newLaneWorld lets b give a lane as soon as it is asked for one, and waits until a has it.
-func newLaneWorld(t *testing.T) *laneWorld {
+// newGrantWorld lets b give a lane as soon as it is asked for one, and waits until a has it.
+func newGrantWorld(t *testing.T) *grantWorld {
 	t.Helper()
-	w := &laneWorld{t: t}
+	w := &grantWorld{t: t}
 	w.a, w.b = sharedPair(t)
 	w.buf, w.seg = newSegment(t, 1<<16)
-	granted := make(chan *Lane, 1)
+	granted := make(chan *PeerGrant, 1)
 	w.b.cfg.Offer = func(_ *train.Train, via Via) bool {
-		id, off := mem.SegmentOf(w.buf[laneAt:][:laneSize])
-		w.grant = via.NewGrant()
-		return w.grant.Tell(&Offer{QPN: 9, Peer: 5, RKey: 77, VA: laneVA, Bytes: w.buf[laneAt:][:laneSize], Segment: id, Off: off, Write: true, Read: true})
+		id, off := mem.SegmentOf(w.buf[grantAt:][:grantSize])
+		w.given = via.NewGrant()
+		return w.given.Tell(&Offer{QPN: 9, Peer: 5, RKey: 77, VA: grantVA, Bytes: w.buf[grantAt:][:grantSize], Segment: id, Off: off, Write: true, Read: true})
 	}
-	w.a.cfg.Granted = func(qpn, remote uint32, l *Lane) {
+	w.a.cfg.Granted = func(qpn, remote uint32, l *PeerGrant) {
 		if qpn != 5 || remote != 9 {
 			t.Errorf("a lane from %d to %d", remote, qpn)
 		}
@@ -46,14 +46,14 @@ func newLaneWorld(t *testing.T) *laneWorld {
 	}
 	w.flow = reached(t, w.a, w.b)
 	w.send()
-	for deadline := time.Now().Add(10 * time.Second); w.lane == nil; {
+	for deadline := time.Now().Add(10 * time.Second); w.got == nil; {
 		if time.Now().After(deadline) {
 			t.Fatal("no lane is given")
 		}
 		w.b.Poll(&w.k, 10)
 		w.a.Poll(&w.k, 10)
 		select {
-		case w.lane = <-granted:
+		case w.got = <-granted:
 		default:
 		}
 	}
@@ -61,7 +61,7 @@ func newLaneWorld(t *testing.T) *laneWorld {
 }
 
 // send sends WRITEs by the ring, as many as one of them is looked at.
-func (w *laneWorld) send() {
+func (w *grantWorld) send() {
 	w.t.Helper()
 	for range offerMin {
 		tr := &train.Train{Flow: w.flow, Transport: wire.RC, Kind: wire.KindWrite, Start: true, End: true, DestQP: 9, MTU: 4096, N: 1}
@@ -74,59 +74,59 @@ func (w *laneWorld) send() {
 }
 
 // write stores bytes by the lane.
-func (w *laneWorld) write(off uint64, b []byte) bool {
-	return w.lane.Copy(laneVA+off, &mem.List{Raw: [][]byte{b}}, len(b), 1, false)
+func (w *grantWorld) write(off uint64, b []byte) bool {
+	return w.got.Copy(grantVA+off, &mem.List{Raw: [][]byte{b}}, len(b), 1, false)
 }
 
 // What is written by a lane is where it belongs, and counted; it ends when the owner says
 // so, or closes the segment, or is gone.
-func TestLane(t *testing.T) {
-	for name, end := range map[string]func(w *laneWorld){
-		"shut":    func(w *laneWorld) { w.grant.Shut() },
-		"segment": func(w *laneWorld) { w.seg.Close(); w.a.Poll(&w.k, 10) },
-		"closed":  func(w *laneWorld) { w.lane.m.c.Close() }, // as if another process had the number
-		"gone": func(w *laneWorld) {
+func TestGrant(t *testing.T) {
+	for name, end := range map[string]func(w *grantWorld){
+		"shut":    func(w *grantWorld) { w.given.Shut() },
+		"segment": func(w *grantWorld) { w.seg.Close(); w.a.Poll(&w.k, 10) },
+		"closed":  func(w *grantWorld) { w.got.m.c.Close() }, // as if another process had the number
+		"gone": func(w *grantWorld) {
 			if err := w.b.Close(); err != nil {
 				w.t.Error(err)
 			}
-			for deadline := time.Now().Add(10 * time.Second); w.lane.Good() && time.Now().Before(deadline); {
+			for deadline := time.Now().Add(10 * time.Second); w.got.Good() && time.Now().Before(deadline); {
 				w.a.Poll(&w.k, 10)
 			}
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newLaneWorld(t)
-			if !w.lane.Good() || !w.a.LeadsTo(w.flow, 9, w.lane) {
+			w := newGrantWorld(t)
+			if !w.got.Good() || !w.a.LeadsTo(w.flow, 9, w.got) {
 				t.Fatal("the lane is no good")
 			}
 			text := []byte("where it belongs")
-			if !w.write(100, text) || !bytes.Equal(w.buf[laneAt+100:][:len(text)], text) {
+			if !w.write(100, text) || !bytes.Equal(w.buf[grantAt+100:][:len(text)], text) {
 				t.Error("it is not there")
 			}
-			if !w.write(laneSize-3, []byte("end")) || string(w.buf[laneAt+laneSize-3:][:3]) != "end" {
+			if !w.write(grantSize-3, []byte("end")) || string(w.buf[grantAt+grantSize-3:][:3]) != "end" {
 				t.Error("the end is not there")
 			}
 			back := make([]byte, len(text))
-			if !w.lane.Copy(laneVA+100, &mem.List{Raw: [][]byte{back}}, len(back), 1, true) || !bytes.Equal(back, text) {
+			if !w.got.Copy(grantVA+100, &mem.List{Raw: [][]byte{back}}, len(back), 1, true) || !bytes.Equal(back, text) {
 				t.Errorf("%q comes back", back)
 			}
-			if c, want := w.grant.Counts(), (shm.LaneCounts{2, 2, uint64(len(text) + 3), 1, 1, uint64(len(text))}); c != want {
+			if c, want := w.given.Counts(), (shm.GrantCounts{2, 2, uint64(len(text) + 3), 1, 1, uint64(len(text))}); c != want {
 				t.Errorf("counted are %v, want %v", c, want)
 			}
 			end(w)
-			if w.lane.Good() || w.write(100, []byte("too late")) {
+			if w.got.Good() || w.write(100, []byte("too late")) {
 				t.Error("the lane is still good")
 			}
-			if !bytes.Equal(w.buf[laneAt+100:][:len(text)], text) {
+			if !bytes.Equal(w.buf[grantAt+100:][:len(text)], text) {
 				t.Error("something was written")
 			}
 		})
 	}
 }
 
-func TestLaneCovers(t *testing.T) {
-	l := &Lane{rkey: 77, rights: laneRead, va: laneVA, size: laneSize}
-	if l.Covers(77, laneVA, 1, false) {
+func TestGrantCovers(t *testing.T) {
+	l := &PeerGrant{rkey: 77, rights: grantRead, va: grantVA, size: grantSize}
+	if l.Covers(77, grantVA, 1, false) {
 		t.Error("it may be written to")
 	}
 	for _, c := range []struct {
@@ -135,8 +135,8 @@ func TestLaneCovers(t *testing.T) {
 		n    int
 		want bool
 	}{
-		{77, laneVA, laneSize, true}, {77, laneVA + laneSize - 1, 1, true}, {78, laneVA, 1, false},
-		{77, laneVA, laneSize + 1, false}, {77, laneVA - 1, 2, false}, {77, laneVA + laneSize, 1, false}, {77, ^uint64(0), 1, false},
+		{77, grantVA, grantSize, true}, {77, grantVA + grantSize - 1, 1, true}, {78, grantVA, 1, false},
+		{77, grantVA, grantSize + 1, false}, {77, grantVA - 1, 2, false}, {77, grantVA + grantSize, 1, false}, {77, ^uint64(0), 1, false},
 	} {
 		if l.Covers(c.key, c.va, c.n, true) != c.want {
 			t.Errorf("%d bytes at %#x with key %d: %v", c.n, c.va, c.key, !c.want)
@@ -145,46 +145,46 @@ func TestLaneCovers(t *testing.T) {
 }
 
 // A source that cannot be read is not counted.
-func TestLaneUnread(t *testing.T) {
-	w := newLaneWorld(t)
-	if w.lane.Copy(laneVA, &mem.List{Raw: [][]byte{{1}}}, 2, 1, false) {
+func TestGrantUnread(t *testing.T) {
+	w := newGrantWorld(t)
+	if w.got.Copy(grantVA, &mem.List{Raw: [][]byte{{1}}}, 2, 1, false) {
 		t.Error("two bytes of one are written")
 	}
-	if c := w.grant.Counts(); c != (shm.LaneCounts{}) || w.grant.Inside() || !w.lane.Good() {
-		t.Errorf("counted are %v, inside %v, good %v", c, w.grant.Inside(), w.lane.Good())
+	if c := w.given.Counts(); c != (shm.GrantCounts{}) || w.given.Inside() || !w.got.Good() {
+		t.Errorf("counted are %v, inside %v, good %v", c, w.given.Inside(), w.got.Good())
 	}
 }
 
 // Records of lanes that there are not.
-func TestLaneRecord(t *testing.T) {
-	w := newLaneWorld(t)
-	w.a.cfg.Granted = func(uint32, uint32, *Lane) { t.Error("a lane is granted") }
+func TestGrantRecord(t *testing.T) {
+	w := newGrantWorld(t)
+	w.a.cfg.Granted = func(uint32, uint32, *PeerGrant) { t.Error("a lane is granted") }
 	id, _ := mem.SegmentOf(w.buf)
 	record := func(number uint32, pass, size, segment, off uint64) []byte {
-		b := make([]byte, laneRecord)
+		b := make([]byte, grantRecord)
 		p := packer{b}
 		p.u32(5)
 		p.u32(9)
 		p.u32(77)
-		p.u32(laneWrite | laneRead)
+		p.u32(grantWrite | grantRead)
 		p.u32(number)
 		p.u64(pass)
-		p.u64(laneVA)
+		p.u64(grantVA)
 		p.u64(size)
 		p.u64(segment)
 		p.u64(off)
 		return b
 	}
-	c := w.lane.m.c
-	for _, bad := range [][]byte{nil, make([]byte, laneRecord-1), make([]byte, laneRecord+1),
-		record(shm.MaxLanes, 1, 8, id, 0), record(1<<31, 1, 8, id, 0), record(0, 0, 8, id, 0)} {
-		if w.a.takeLane(c, bad) {
+	c := w.got.m.c
+	for _, bad := range [][]byte{nil, make([]byte, grantRecord-1), make([]byte, grantRecord+1),
+		record(shm.MaxGrants, 1, 8, id, 0), record(1<<31, 1, 8, id, 0), record(0, 0, 8, id, 0)} {
+		if w.a.takeGrant(c, bad) {
 			t.Errorf("%x is taken", bad)
 		}
 	}
 	for _, useless := range [][]byte{record(0, 1, 1<<16+1, id, 0), record(0, 1, 8, id, 1<<16-7), record(0, 1, ^uint64(0), id, 1),
 		record(0, 1, 8, id, ^uint64(0)), record(0, 1, 8, 99999, 0)} {
-		if !w.a.takeLane(c, useless) {
+		if !w.a.takeGrant(c, useless) {
 			t.Errorf("%x is none", useless)
 		}
 	}
@@ -217,7 +217,7 @@ func TestPassSegmentWritable(t *testing.T) {
 }
 
 // Of queue pairs that take turns, each is looked at, also if the answer is always no.
-func TestLaneTurns(t *testing.T) {
+func TestGrantByTurns(t *testing.T) {
 	a, b := sharedPair(t)
 	for turns := uint32(2); turns <= 8; turns++ {
 		looked := map[uint32]bool{}

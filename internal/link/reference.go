@@ -24,14 +24,14 @@ import (
 )
 
 const (
-	// farMin is from which length on a system call is cheaper than a second
+	// refMin is from which length on a system call is cheaper than a second
 	// copy.
-	farMin = 16 << 10
-	// farTail is how many of the last bytes go in the record: they are stored
+	refMin = 16 << 10
+	// refTail is how many of the last bytes go in the record: they are stored
 	// last, in one piece, for those who watch the end of a message.
-	farTail = 64
-	// farBytes is how much the record says before the runs.
-	farBytes = 3*8 + 4
+	refTail = 64
+	// refBytes is how much the record says before the runs.
+	refBytes = 3*8 + 4
 	// maxFarRuns is how many pieces the memory may be made of.
 	maxFarRuns = 32
 )
@@ -59,7 +59,7 @@ func (g *scratch) copyOut(b []byte, payload *mem.List, off, n int) mem.Fault {
 
 // mayFetch tells whether the peer may fetch a train's payload.
 func mayFetch(c *shm.Channel, t *train.Train) bool {
-	if t.Len < farMin || t.Again || t.Lent || t.Transport != wire.RC {
+	if t.Len < refMin || t.Again || t.Lent || t.Transport != wire.RC {
 		return false
 	}
 	switch t.Kind {
@@ -86,7 +86,7 @@ func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done boo
 	}
 	defer g.pins.Release()
 	defer clear(runs)
-	b, err := s.reserve(c, recFar, trainBytes+farBytes+16*len(runs)+farTail, t)
+	b, err := s.reserve(c, recFar, trainBytes+refBytes+16*len(runs)+refTail, t)
 	if b == nil {
 		return true, err
 	}
@@ -105,15 +105,15 @@ func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done boo
 		p.u64(addrOf(r))
 		p.u64(uint64(len(r)))
 	}
-	if fault := g.copyOut(p.b, &t.Payload, t.Len-farTail, farTail); !fault.OK() {
+	if fault := g.copyOut(p.b, &t.Payload, t.Len-refTail, refTail); !fault.OK() {
 		return true, &PayloadError{Fault: fault}
 	}
 	c.Commit()
 	return true, nil
 }
 
-// farSource is the payload of a train that lies in another process: Poll's own.
-type farSource struct {
+// refSource is the payload of a train that lies in another process: Poll's own.
+type refSource struct {
 	c      *shm.Channel
 	ranges [maxFarRuns]shm.Range
 	n      int
@@ -122,19 +122,19 @@ type farSource struct {
 	dst    [1][]byte
 	want   uint64        // the ticket
 	fence  atomic.Uint32 // see Still
-	direct []byte        // the payload, if it is mapped here
+	mapped []byte        // the payload, if it is mapped here
 }
 
 // unpackFar reads where the payload of a train lies.
-func (r *farSource) unpackFar(s *Shared, c *shm.Channel, t *train.Train, b []byte) bool {
-	if len(b) < farBytes || t.Len < farMin {
+func (r *refSource) unpackFar(s *Shared, c *shm.Channel, t *train.Train, b []byte) bool {
+	if len(b) < refBytes || t.Len < refMin {
 		return false
 	}
 	p := unpacker{b}
 	r.want = p.u64()
 	segment, at := p.u64(), p.u64()
 	n := p.u32()
-	if n < 1 || n > maxFarRuns || len(p.b) != int(n)*16+farTail {
+	if n < 1 || n > maxFarRuns || len(p.b) != int(n)*16+refTail {
 		return false
 	}
 	left := t.Len
@@ -149,31 +149,31 @@ func (r *farSource) unpackFar(s *Shared, c *shm.Channel, t *train.Train, b []byt
 	if left != 0 {
 		return false
 	}
-	r.c, r.n, r.direct = c, int(n), nil
+	r.c, r.n, r.mapped = c, int(n), nil
 	if segment != 0 {
 		if m := s.findSegment(c, segment); at <= uint64(len(m)) && uint64(t.Len) <= uint64(len(m))-at {
-			r.direct = m[at:][:t.Len]
+			r.mapped = m[at:][:t.Len]
 		}
 	}
 	return true
 }
 
 // Mapped implements mem.Far.
-func (r *farSource) Mapped(off, n uint64) []byte {
-	if r.direct == nil || r.c.PeerTicket() != r.want {
+func (r *refSource) Mapped(off, n uint64) []byte {
+	if r.mapped == nil || r.c.PeerTicket() != r.want {
 		return nil
 	}
-	return r.direct[off:][:n]
+	return r.mapped[off:][:n]
 }
 
 // Still implements mem.Far.
-func (r *farSource) Still() bool {
+func (r *refSource) Still() bool {
 	r.fence.Add(1) // what was read was read before the ticket is: not every processor orders two loads
 	return r.c.PeerTicket() == r.want
 }
 
 // ReadFar implements mem.Far.
-func (r *farSource) ReadFar(b []byte, off uint64) (ok, own bool) {
+func (r *refSource) ReadFar(b []byte, off uint64) (ok, own bool) {
 	if r.c.PeerTicket() != r.want {
 		return false, false
 	}

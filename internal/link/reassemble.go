@@ -32,8 +32,8 @@ type arrival struct {
 	b        []byte
 }
 
-// A coupler makes trains of packets.
-type coupler struct {
+// A reassembler makes trains of packets.
+type reassembler struct {
 	t      train.Train // at hand, if t.N is not 0
 	h      wire.Header
 	pieces [train.MaxBytes / minRun][]byte
@@ -42,7 +42,7 @@ type coupler struct {
 
 // packet takes one packet. Its bytes must stay until the next flush. It reports
 // whether the ICRC was right, and sets a.id.
-func (c *coupler) packet(sink Sink, ps *wire.Pseudo, a *arrival) bool {
+func (c *reassembler) packet(sink Sink, ps *wire.Pseudo, a *arrival) bool {
 	switch n := len(a.b); {
 	case n < wire.BTHLen+wire.ICRCLen:
 		sink.Drop(DropShort)
@@ -99,7 +99,7 @@ func reasonOf(err error) Reason {
 // follows reports whether the packet just parsed, with n bytes of payload, is
 // the next one of the message at hand and leaves the train one with a single
 // payload size.
-func (c *coupler) follows(info *wire.OpInfo, a *arrival, n int) bool {
+func (c *reassembler) follows(info *wire.OpInfo, a *arrival, n int) bool {
 	t := &c.t
 	if t.N == 0 || t.End || t.MTU == 0 || info.Pos.Starts() ||
 		info.Kind != t.Kind || info.Transport != t.Transport ||
@@ -118,7 +118,7 @@ func (c *coupler) follows(info *wire.OpInfo, a *arrival, n int) bool {
 }
 
 // begin makes the packet just parsed the first of a train.
-func (c *coupler) begin(info *wire.OpInfo, a *arrival) {
+func (c *reassembler) begin(info *wire.OpInfo, a *arrival) {
 	t := &c.t
 	t.Reset()
 	t.From, t.To = a.from.Addr(), a.to
@@ -131,7 +131,7 @@ func (c *coupler) begin(info *wire.OpInfo, a *arrival) {
 }
 
 // grow appends the packet just parsed.
-func (c *coupler) grow(info *wire.OpInfo, payload []byte) {
+func (c *reassembler) grow(info *wire.OpInfo, payload []byte) {
 	t := &c.t
 	if t.N == 0 {
 		t.MTU = len(payload)
@@ -152,7 +152,7 @@ func (c *coupler) grow(info *wire.OpInfo, payload []byte) {
 }
 
 // flush delivers the train at hand, if there is one.
-func (c *coupler) flush(sink Sink) {
+func (c *reassembler) flush(sink Sink) {
 	if c.t.N == 0 {
 		return
 	}

@@ -14,22 +14,22 @@ import (
 
 // Kinds of words.
 const (
-	saysTurn   = iota + 1 // T to S, with a train
-	saysMore              // T to S, with a train; of turn 0: a repetition
-	saysRecall            // T to S: make an offer, or have the peer send again what is missing
-	saysEnd               // T to S: forget the twin
-	saysOffer             // S to T
+	ctlHandoff = iota + 1 // T to S, with a train
+	ctlMore               // T to S, with a train; of turn 0: a repetition
+	ctlRecall             // T to S: make an offer, or have the peer send again what is missing
+	ctlEnd                // T to S: forget the twin
+	ctlOffer              // S to T
 )
 
 // words are what T and S say to each other.
-type words struct {
-	kind   uint8
-	qpn    uint32
-	turn   uint32
-	count  uint32 // offer: trains of this turn that were executed
-	stand  qp.Turn
-	lost   bool         // offer: trains were lost, also if the count is right
-	failed ib.EventType // offer: the twin has failed, of this
+type controlMessage struct {
+	kind    uint8
+	qpn     uint32
+	handoff uint32
+	count   uint32 // offer: trains of this turn that were executed
+	stand   qp.Handoff
+	lost    bool         // offer: trains were lost, also if the count is right
+	failed  ib.EventType // offer: the twin has failed, of this
 
 	// turn: what the twin must know
 	domain host.Domain
@@ -37,27 +37,27 @@ type words struct {
 }
 
 const (
-	shortWords = 1 + 4 + 4 + 4 + 4 + 4 + 4 + 1 + 1
-	longWords  = shortWords + 16 + 4 + 1 + 4 + 1 + 1 + 16 + 4 + 3
+	shortControl = 1 + 4 + 4 + 4 + 4 + 4 + 4 + 1 + 1
+	longControl  = shortControl + 16 + 4 + 1 + 4 + 1 + 1 + 16 + 4 + 3
 )
 
-func (w *words) append(b []byte) []byte {
+func (w *controlMessage) append(b []byte) []byte {
 	le := binary.LittleEndian
 	var flags uint8
-	for i, set := range [...]bool{w.stand.AnyRead, w.stand.Owes, w.lost, w.stand.Quiet} {
+	for i, set := range [...]bool{w.stand.AnyRead, w.stand.Owes, w.lost, w.stand.NakSent} {
 		if set {
 			flags |= 1 << i
 		}
 	}
 	b = append(b, w.kind)
 	b = le.AppendUint32(b, w.qpn)
-	b = le.AppendUint32(b, w.turn)
+	b = le.AppendUint32(b, w.handoff)
 	b = le.AppendUint32(b, w.count)
 	b = le.AppendUint32(b, uint32(w.stand.Expected))
 	b = le.AppendUint32(b, w.stand.Messages)
 	b = le.AppendUint32(b, uint32(w.stand.ReadEnd))
 	b = append(b, flags, uint8(w.failed))
-	if w.kind != saysTurn {
+	if w.kind != ctlHandoff {
 		return b
 	}
 	a := &w.attr
@@ -73,19 +73,19 @@ func (w *words) append(b []byte) []byte {
 }
 
 // parse reads words. What they say is checked where it is used.
-func (w *words) parse(b []byte) bool {
+func (w *controlMessage) parse(b []byte) bool {
 	le := binary.LittleEndian
-	if len(b) != shortWords && len(b) != longWords || b[0] == saysTurn != (len(b) == longWords) {
+	if len(b) != shortControl && len(b) != longControl || b[0] == ctlHandoff != (len(b) == longControl) {
 		return false
 	}
 	flags := b[25]
-	*w = words{kind: b[0], qpn: le.Uint32(b[1:]) & 0xffffff, turn: le.Uint32(b[5:]), count: le.Uint32(b[9:]), lost: flags&4 != 0,
-		stand: qp.Turn{Expected: wire.MakePSN(le.Uint32(b[13:])), Messages: le.Uint32(b[17:]), ReadEnd: wire.MakePSN(le.Uint32(b[21:])),
-			AnyRead: flags&1 != 0, Owes: flags&2 != 0, Quiet: flags&8 != 0}, failed: ib.EventType(b[26])}
-	if w.kind != saysTurn {
+	*w = controlMessage{kind: b[0], qpn: le.Uint32(b[1:]) & 0xffffff, handoff: le.Uint32(b[5:]), count: le.Uint32(b[9:]), lost: flags&4 != 0,
+		stand: qp.Handoff{Expected: wire.MakePSN(le.Uint32(b[13:])), Messages: le.Uint32(b[17:]), ReadEnd: wire.MakePSN(le.Uint32(b[21:])),
+			AnyRead: flags&1 != 0, Owes: flags&2 != 0, NakSent: flags&8 != 0}, failed: ib.EventType(b[26])}
+	if w.kind != ctlHandoff {
 		return true
 	}
-	b = b[shortWords:]
+	b = b[shortControl:]
 	a := &w.attr
 	w.domain = host.Domain{le.Uint64(b), le.Uint64(b[8:])}
 	a.Access, a.PathMTU, a.DestQPN = ib.Access(le.Uint32(b[16:])), ib.MTU(b[20]), le.Uint32(b[21:])

@@ -17,11 +17,11 @@ import (
 	"github.com/verbena-rdma/verbena/internal/mem"
 )
 
-// MaxLate is the longest message that waits in the completion queue.
-const MaxLate = 64
+// MaxInlineData is the longest message that waits in the completion queue.
+const MaxInlineData = 64
 
 // Late is bytes that are to be placed when their completion is polled.
-type Late struct {
+type InlineData struct {
 	Table *mem.Table
 	Actor mem.Actor
 	SGE   ib.SGE // where they go: all of them
@@ -29,7 +29,7 @@ type Late struct {
 	// to say about it.
 	Failed  func(mem.Fault) (vendor uint16)
 	Waiting *Waiting // what they wait with
-	Data    [MaxLate]byte
+	Data    [MaxInlineData]byte
 	N       uint8
 
 	placed  bool          // they have been written
@@ -48,32 +48,32 @@ type Waiting struct {
 // None reports whether none wait.
 func (w *Waiting) None() bool { return w.n.Load() == 0 }
 
-// PushLate appends the completion of a receive whose bytes are to be placed when it
-// is polled; PushLateSend that of a send request, whose result they are.
-func (c *CQ) PushLate(wc *ib.WC, solicited bool, l *Late) bool {
+// PushInline appends the completion of a receive whose bytes are to be placed when it
+// is polled; PushInlineSend that of a send request, whose result they are.
+func (c *CQ) PushInline(wc *ib.WC, solicited bool, l *InlineData) bool {
 	return c.push(wc, solicited, nil, 0, l)
 }
 
-// PushLateSend is explained at PushLate.
-func (c *CQ) PushLateSend(wc *ib.WC, freed *Freed, upto uint32, l *Late) bool {
+// PushInlineSend is explained at PushInline.
+func (c *CQ) PushInlineSend(wc *ib.WC, freed *Freed, upto uint32, l *InlineData) bool {
 	return c.push(wc, false, freed, upto, l)
 }
 
 // keepLocked keeps bytes until their completion is polled, and returns their number.
-func (c *CQ) keepLocked(l *Late) uint32 {
-	i := c.lateFree
+func (c *CQ) keepLocked(l *InlineData) uint32 {
+	i := c.inlineFree
 	if i == 0 {
-		c.late = append(c.late, Late{})
-		i = uint32(len(c.late))
+		c.inline = append(c.inline, InlineData{})
+		i = uint32(len(c.inline))
 	} else {
-		c.lateFree = c.late[i-1].next
+		c.inlineFree = c.inline[i-1].next
 	}
-	c.late[i-1] = *l
+	c.inline[i-1] = *l
 	w := l.Waiting
 	if w.n.Add(1) == 1 {
 		w.first = i
 	} else {
-		c.late[w.last-1].next = i
+		c.inline[w.last-1].next = i
 	}
 	w.last = i
 	return i
@@ -84,15 +84,15 @@ func (c *CQ) dropLocked(i uint32) {
 	if i == 0 {
 		return
 	}
-	c.settledLocked(i)
-	c.late[i-1] = Late{next: c.lateFree}
-	c.lateFree = i
+	c.writtenLocked(i)
+	c.inline[i-1] = InlineData{next: c.inlineFree}
+	c.inlineFree = i
 }
 
-// settledLocked tells that bytes wait no longer. They are the first that did: what
+// writtenLocked tells that bytes wait no longer. They are the first that did: what
 // comes before them was settled, polled or removed before.
-func (c *CQ) settledLocked(i uint32) {
-	if l := &c.late[i-1]; !l.placed {
+func (c *CQ) writtenLocked(i uint32) {
+	if l := &c.inline[i-1]; !l.placed {
 		l.placed = true
 		l.Waiting.first = l.next
 		l.Waiting.n.Add(-1)
@@ -113,7 +113,7 @@ func (c *CQ) fetchLocked(i uint32, f mem.Fault) bool {
 	}
 	c.fetching = true
 	if !f.Brief() {
-		c.late[i-1].fetches++
+		c.inline[i-1].fetches++
 	}
 	return true
 }
@@ -167,7 +167,7 @@ func (c *CQ) End() {
 
 // Settle writes bytes that wait, in their order, though nobody has polled. A fault is
 // what it has met: those before were written.
-func (c *CQ) Settle(w *Waiting) mem.Fault {
+func (c *CQ) WriteBack(w *Waiting) mem.Fault {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for !w.None() {
@@ -180,7 +180,7 @@ func (c *CQ) Settle(w *Waiting) mem.Fault {
 
 // writeLocked writes bytes, once. What is wrong with them remains so, for all to hear.
 func (c *CQ) writeLocked(i uint32) mem.Fault {
-	l := &c.late[i-1]
+	l := &c.inline[i-1]
 	if l.placed || l.fault != mem.FaultNone {
 		return mem.Fault{Kind: l.fault}
 	}
@@ -191,7 +191,7 @@ func (c *CQ) writeLocked(i uint32) mem.Fault {
 	f, _ := mem.Copy(&w.to, &w.from, uint64(l.N), true)
 	switch f.Kind {
 	case mem.FaultNone:
-		c.settledLocked(i)
+		c.writtenLocked(i)
 	case mem.FaultPending:
 	default:
 		l.fault = f.Kind

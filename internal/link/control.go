@@ -10,24 +10,24 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// AsideSink is a Sink that takes such words.
-type AsideSink interface {
+// ControlSink is a Sink that takes such words.
+type ControlSink interface {
 	Sink
 	// Aside takes what a process has said. The words are the sink's own, the
 	// train, which may be nil, is valid until it returns.
-	Aside(process int, words []byte, t *train.Train)
+	Control(process int, words []byte, t *train.Train)
 	// Parted tells that a process has gone, or the channel to it has.
 	Parted(process int)
 }
 
-// MaxWords is the longest that can be said at once.
-const MaxWords = 255
+// MaxControl is the longest that can be said at once.
+const MaxControl = 255
 
 // Say says something to a process of this device, with a train that came from
 // elsewhere, or nil. It reports false if that could not be done now. A fault is the
 // train's: its payload could not be read.
-func (s *Shared) Say(process int, words []byte, t *train.Train) (ok bool, fault mem.Fault) {
-	if process < 0 || process >= MaxNeighbours || len(words) > MaxWords {
+func (s *Shared) SendControl(process int, words []byte, t *train.Train) (ok bool, fault mem.Fault) {
+	if process < 0 || process >= MaxNeighbours || len(words) > MaxControl {
 		return false, mem.Fault{}
 	}
 	c := s.home.channels[process].Load()
@@ -46,7 +46,7 @@ func (s *Shared) Say(process int, words []byte, t *train.Train) (ok bool, fault 
 		return false, mem.Fault{}
 	}
 	defer c.End()
-	b, ok := c.Reserve(recAside, n)
+	b, ok := c.Reserve(recControl, n)
 	if !ok {
 		return false, mem.Fault{}
 	}
@@ -76,10 +76,10 @@ func packIncoming(b []byte, t *train.Train) {
 	t.Flow = was
 }
 
-// takeAside takes in what another process has said.
-func (s *Shared) takeAside(c *shm.Channel, b []byte) {
+// takeControl takes in what another process has said.
+func (s *Shared) takeControl(c *shm.Channel, b []byte) {
 	from := c.Tag().(*tag)
-	sink, ok := s.sink.(AsideSink)
+	sink, ok := s.sink.(ControlSink)
 	if len(b) == 0 || !ok || from.dev != s.home {
 		s.sink.Drop(DropOther)
 		return
@@ -91,7 +91,7 @@ func (s *Shared) takeAside(c *shm.Channel, b []byte) {
 	}
 	words := s.words[:copy(s.words[:], b[1:1+n])] // the peer may change its copy at any time
 	if b = b[1+n:]; len(b) == 0 {
-		sink.Aside(from.process, words, nil)
+		sink.Control(from.process, words, nil)
 		return
 	}
 	if !unpackTrain(b, &s.t, train.MaxBytes) || s.t.Len != len(b)-trainBytes {
@@ -102,14 +102,14 @@ func (s *Shared) takeAside(c *shm.Channel, b []byte) {
 		s.piece[0] = b[trainBytes:]
 		s.t.Payload = mem.List{Raw: s.piece[:]}
 	}
-	sink.Aside(from.process, words, &s.t)
+	sink.Control(from.process, words, &s.t)
 	s.t.Reset()
 	s.piece[0] = nil
 }
 
 // partner tells the sink that a process has gone.
 func (s *Shared) partner(process int) {
-	if sink, ok := s.sink.(AsideSink); ok {
+	if sink, ok := s.sink.(ControlSink); ok {
 		sink.Parted(process)
 	}
 }

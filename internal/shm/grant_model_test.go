@@ -22,9 +22,9 @@ const (
 	modelBytes = 4096
 )
 
-// modelLane is a lane and the page that it leads to.
-type modelLane struct {
-	p    *PeerLane
+// modelGrant is a lane and the page that it leads to.
+type modelGrant struct {
+	p    *PeerGrant
 	page []byte
 }
 
@@ -35,10 +35,10 @@ type modelRequest struct {
 	read  []byte
 }
 
-// laneModel is the owner, as the peer sees it. The pages are mapped, as shared memory is:
+// grantModel is the owner, as the peer sees it. The pages are mapped, as shared memory is:
 // copies are ordinary ones, which a processor may delay.
-type laneModel struct {
-	now  atomic.Pointer[modelLane]
+type grantModel struct {
+	now  atomic.Pointer[modelGrant]
 	ring chan *modelRequest
 	done chan struct{}
 }
@@ -47,7 +47,7 @@ type laneModel struct {
 // scribbles over what it leaves. It executes requests that come by the ring: then it has
 // counted exactly those before. The peer WRITEs and READs, by lanes where it can, and finds
 // what it has written last.
-func TestLaneModel(t *testing.T) {
+func TestGrantModel(t *testing.T) {
 	seed := rand.Uint64()
 	if s := os.Getenv("VERBENA_SEED"); s != "" {
 		var err error
@@ -60,7 +60,7 @@ func TestLaneModel(t *testing.T) {
 	if testing.Short() {
 		requests = 5000
 	}
-	_, own, peer := lanePair(t)
+	_, own, peer := grantPair(t)
 	fd, b, err := newSegment("verbena-model", modelPages*modelBytes)
 	if err != nil {
 		t.Fatal(err)
@@ -70,7 +70,7 @@ func TestLaneModel(t *testing.T) {
 	for i := range pages {
 		pages[i] = b[i*modelBytes:][:modelBytes]
 	}
-	m := &laneModel{ring: make(chan *modelRequest), done: make(chan struct{})}
+	m := &grantModel{ring: make(chan *modelRequest), done: make(chan struct{})}
 	var total, byLane, repeated int
 	ended := make(chan struct{})
 	go func() {
@@ -92,14 +92,14 @@ const enoughRepeated = 20
 
 // peer does requests, one after the other, so many and more until it had to repeat some. It
 // returns how many, how many by lanes, and how many it had to repeat.
-func (m *laneModel) peer(t *testing.T, rng *rand.Rand, requests int) (n, byLane, repeated int) {
+func (m *grantModel) peer(t *testing.T, rng *rand.Rand, requests int) (n, byLane, repeated int) {
 	last, buf := make([]byte, modelBytes), make([]byte, modelBytes)
 	for (n < requests || repeated < enoughRepeated && n < 50*requests) && !t.Failed() {
 		n++
 		r := &modelRequest{n: uint64(n)}
-		what := LaneReads
+		what := GrantReads
 		if rng.IntN(2) == 0 {
-			what = LaneWrites
+			what = GrantWrites
 			r.write = bytes.Repeat([]byte{byte(1 + rng.IntN(250))}, modelBytes)
 			copy(last, r.write)
 		} else {
@@ -111,14 +111,14 @@ func (m *laneModel) peer(t *testing.T, rng *rand.Rand, requests int) (n, byLane,
 		}
 		done := false
 		if l := m.now.Load(); l != nil && l.p.Enter() {
-			if what == LaneWrites {
+			if what == GrantWrites {
 				copy(l.page[:cut], r.write)
 			} else {
 				copy(buf[:cut], l.page)
 			}
 			if cut < modelBytes {
 				runtime.Gosched()
-				if what == LaneWrites {
+				if what == GrantWrites {
 					copy(l.page[cut:], r.write[cut:])
 				} else {
 					copy(buf[cut:], l.page[cut:])
@@ -136,7 +136,7 @@ func (m *laneModel) peer(t *testing.T, rng *rand.Rand, requests int) (n, byLane,
 			m.ring <- r
 			<-m.done
 		}
-		if what == LaneReads && !bytes.Equal(buf, last) {
+		if what == GrantReads && !bytes.Equal(buf, last) {
 			t.Errorf("READ %d finds %d…%d, written was %d", n, buf[0], buf[modelBytes-1], last[0])
 		}
 	}
@@ -151,9 +151,9 @@ type modelMoves struct {
 
 // owner gives lanes, takes them away, moves the memory and executes what comes by the ring,
 // until the peer has ended.
-func (m *laneModel) owner(t *testing.T, rng *rand.Rand, own, peer *Channel, pages [][]byte, ended <-chan struct{}) (moves modelMoves) {
+func (m *grantModel) owner(t *testing.T, rng *rand.Rand, own, peer *Channel, pages [][]byte, ended <-chan struct{}) (moves modelMoves) {
 	type given struct {
-		*Lane
+		*Grant
 		page int
 	}
 	var lanes []given // whose counts may still change
@@ -163,13 +163,13 @@ func (m *laneModel) owner(t *testing.T, rng *rand.Rand, own, peer *Channel, page
 		for _, l := range lanes {
 			over := l.Over() // before the counts are read
 			c := l.Counts()
-			if over && c[LaneWritten]+c[LaneRead] != modelBytes*(c[LaneWrites]+c[LaneReads]) {
+			if over && c[GrantWritten]+c[GrantRead] != modelBytes*(c[GrantWrites]+c[GrantReads]) {
 				t.Errorf("counts %v", c)
 			}
-			n += c[LaneWrites] + c[LaneReads]
+			n += c[GrantWrites] + c[GrantReads]
 			if over {
-				freed += c[LaneWrites] + c[LaneReads]
-				n -= c[LaneWrites] + c[LaneReads]
+				freed += c[GrantWrites] + c[GrantReads]
+				n -= c[GrantWrites] + c[GrantReads]
 				l.Free()
 			} else {
 				kept = append(kept, l)
@@ -191,7 +191,7 @@ func (m *laneModel) owner(t *testing.T, rng *rand.Rand, own, peer *Channel, page
 		byRing++
 		m.done <- struct{}{}
 	}
-	var open *Lane
+	var open *Grant
 	for {
 		select {
 		case r := <-m.ring:
@@ -204,7 +204,7 @@ func (m *laneModel) owner(t *testing.T, rng *rand.Rand, own, peer *Channel, page
 			case open == nil && k < 4:
 				l, p := give(t, own, peer)
 				open, lanes = l, append(lanes, given{l, page})
-				m.now.Store(&modelLane{p, pages[page]})
+				m.now.Store(&modelGrant{p, pages[page]})
 			case open != nil && k == 0: // nobody waits
 				open.Shut()
 				open = nil

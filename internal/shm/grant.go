@@ -19,7 +19,7 @@ package shm
 //
 //	pass      the owner's: who may enter; 0: nobody
 //	inside    the peer's: the pass of who is inside; 0: nobody
-//	counts    the peer's: what it has done with this pass (LaneCounts)
+//	counts    the peer's: what it has done with this pass (GrantCounts)
 
 import (
 	"runtime"
@@ -28,30 +28,30 @@ import (
 )
 
 const (
-	// MaxLanes is how many lanes an inbox has.
-	MaxLanes = 1024
+	// MaxGrants is how many lanes an inbox has.
+	MaxGrants = 1024
 
-	lanesAt   = inboxPage
-	laneBytes = 2 * line
-	insideAt  = line
-	countsAt  = insideAt + 8
+	grantsAt   = inboxPage
+	grantBytes = 2 * line
+	insideAt   = line
+	countsAt   = insideAt + 8
 )
 
-// LaneCounts is what a peer has done by a lane.
-type LaneCounts [6]uint64
+// GrantCounts is what a peer has done by a lane.
+type GrantCounts [6]uint64
 
-// Indexes of LaneCounts. Packets are those that it would have been.
+// Indexes of GrantCounts. Packets are those that it would have been.
 const (
-	LaneWrites = iota
-	LaneWritePackets
-	LaneWritten // bytes
-	LaneReads
-	LaneReadPackets // of the answers
-	LaneRead        // bytes
+	GrantWrites = iota
+	GrantWritePackets
+	GrantWritten // bytes
+	GrantReads
+	GrantReadPackets // of the answers
+	GrantRead        // bytes
 )
 
 // Less returns what came since.
-func (c LaneCounts) Less(before *LaneCounts) LaneCounts {
+func (c GrantCounts) Less(before *GrantCounts) GrantCounts {
 	for i := range c {
 		c[i] -= before[i]
 	}
@@ -59,39 +59,39 @@ func (c LaneCounts) Less(before *LaneCounts) LaneCounts {
 }
 
 // lanes are those of an inbox.
-type lanes struct {
+type grantSlots struct {
 	free []int  // have been used before; guarded by the inbox's lock, as is what follows
 	used int    // have ever been
 	last uint64 // pass
 }
 
 // Lane is the owner's end of a lane.
-type Lane struct {
-	in    *Inbox
-	life  *life // the peer's
-	index int
-	pass  uint64
-	words laneWords
-	over  atomic.Bool // see Over
+type Grant struct {
+	in     *Inbox
+	life   *life // the peer's
+	index  int
+	serial uint64
+	words  grantWords
+	over   atomic.Bool // see Over
 }
 
-type laneWords struct {
-	pass, inside *atomic.Uint64
-	counts       []byte
+type grantWords struct {
+	serial, inside *atomic.Uint64
+	counts         []byte
 }
 
-func laneOf(mem []byte, index int) laneWords {
-	b := mem[lanesAt+index*laneBytes:][:laneBytes]
-	return laneWords{pass: word(b, 0), inside: word(b, insideAt), counts: b[countsAt:]}
+func grantWordsOf(mem []byte, index int) grantWords {
+	b := mem[grantsAt+index*grantBytes:][:grantBytes]
+	return grantWords{serial: word(b, 0), inside: word(b, insideAt), counts: b[countsAt:]}
 }
 
-// NewLane opens a lane to our inbox for the peer, or returns nil if there is none left, or
+// NewGrant opens a lane to our inbox for the peer, or returns nil if there is none left, or
 // the channel is closed. The peer does not know of it yet.
-func (c *Channel) NewLane() *Lane {
+func (c *Channel) NewGrant() *Grant {
 	if !c.life.hold() {
 		return nil
 	}
-	l := c.in.newLane()
+	l := c.in.newGrant()
 	if l == nil {
 		c.life.drop()
 		return nil
@@ -100,14 +100,14 @@ func (c *Channel) NewLane() *Lane {
 	return l
 }
 
-func (in *Inbox) newLane() *Lane {
+func (in *Inbox) newGrant() *Grant {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	k := &in.lanes
-	if in.closed || len(k.free) == 0 && k.used == MaxLanes {
+	k := &in.grants
+	if in.closed || len(k.free) == 0 && k.used == MaxGrants {
 		return nil
 	}
-	l := &Lane{in: in, index: k.used}
+	l := &Grant{in: in, index: k.used}
 	if n := len(k.free); n > 0 {
 		l.index = k.free[n-1]
 		k.free = k.free[:n-1]
@@ -115,32 +115,32 @@ func (in *Inbox) newLane() *Lane {
 		k.used++
 	}
 	k.last++
-	l.pass, l.words = k.last, laneOf(in.mem, l.index)
-	for i := range (LaneCounts{}) {
+	l.serial, l.words = k.last, grantWordsOf(in.mem, l.index)
+	for i := range (GrantCounts{}) {
 		word(l.words.counts, 8*i).Store(0) // nobody is inside who would count
 	}
 	l.words.inside.Store(0) // nor is anybody, but one who came in vain and ended there
-	l.words.pass.Store(l.pass)
+	l.words.serial.Store(l.serial)
 	return l
 }
 
 // Number and Pass are what the peer must be told.
-func (l *Lane) Number() int  { return l.index }
-func (l *Lane) Pass() uint64 { return l.pass }
+func (l *Grant) Number() int    { return l.index }
+func (l *Grant) Serial() uint64 { return l.serial }
 
 // Shut takes the pass away. Who is inside may still store; nobody else will.
-func (l *Lane) Shut() { l.words.pass.CompareAndSwap(l.pass, 0) }
+func (l *Grant) Shut() { l.words.serial.CompareAndSwap(l.serial, 0) }
 
 // Open tells whether the pass is still shown.
-func (l *Lane) Open() bool { return l.words.pass.Load() == l.pass }
+func (l *Grant) Open() bool { return l.words.serial.Load() == l.serial }
 
 // Inside tells whether the peer is inside.
-func (l *Lane) Inside() bool { return l.words.inside.Load() == l.pass }
+func (l *Grant) Inside() bool { return l.words.inside.Load() == l.serial }
 
 // Over reports whether the peer will neither store nor count any more: the lane is shut,
 // and since then the peer was seen outside, or has ended. (It may seem to be inside again
 // for a moment, if it tries to enter in vain.) Whether the channel works says nothing.
-func (l *Lane) Over() bool {
+func (l *Grant) Over() bool {
 	if l.over.Load() {
 		return true
 	}
@@ -154,14 +154,14 @@ func (l *Lane) Over() bool {
 // Await waits until a lane that is shut is over. A peer stays inside for the time of a
 // copy. One that is stopped there keeps us waiting until it goes on, or is killed: the
 // memory is not free before.
-func (l *Lane) Await() {
+func (l *Grant) Await() {
 	if !l.life.hold() {
 		return // the lane is freed: it was over
 	}
 	defer l.life.drop()
-	pause := minLaneLook
+	pause := minGrantLook
 	for i := 0; l.Inside() && !l.over.Load(); i++ {
-		if i < laneSpins {
+		if i < grantSpins {
 			runtime.Gosched()
 			continue
 		}
@@ -169,21 +169,21 @@ func (l *Lane) Await() {
 			return
 		}
 		time.Sleep(pause)
-		pause = min(2*pause, maxLaneLook)
+		pause = min(2*pause, maxGrantLook)
 	}
 	l.over.Store(true)
 }
 
-// Await first gives way laneSpins times, and then sleeps between two looks: a copy is soon
+// Await first gives way grantSpins times, and then sleeps between two looks: a copy is soon
 // done, a peer that is stopped may stay for hours.
 const (
-	laneSpins   = 64
-	minLaneLook = 50 * time.Microsecond
-	maxLaneLook = 2 * time.Millisecond
+	grantSpins   = 64
+	minGrantLook = 50 * time.Microsecond
+	maxGrantLook = 2 * time.Millisecond
 )
 
 // Counts returns what the peer has done.
-func (l *Lane) Counts() (c LaneCounts) {
+func (l *Grant) Counts() (c GrantCounts) {
 	for i := range c {
 		c[i] = word(l.words.counts, 8*i).Load()
 	}
@@ -191,7 +191,7 @@ func (l *Lane) Counts() (c LaneCounts) {
 }
 
 // Free gives the lane back, once. It is over, or the peer was never told of it.
-func (l *Lane) Free() {
+func (l *Grant) Free() {
 	defer l.life.drop()
 	l.in.mu.Lock()
 	defer l.in.mu.Unlock()
@@ -199,29 +199,29 @@ func (l *Lane) Free() {
 		return // the words may be gone
 	}
 	l.Shut()
-	l.words.inside.CompareAndSwap(l.pass, 0)
-	l.in.lanes.free = append(l.in.lanes.free, l.index)
+	l.words.inside.CompareAndSwap(l.serial, 0)
+	l.in.grants.free = append(l.in.grants.free, l.index)
 }
 
-// PeerLane is the peer's end: one user at a time.
-type PeerLane struct {
-	pass   uint64
-	words  laneWords
-	counts LaneCounts
+// PeerGrant is the peer's end: one user at a time.
+type PeerGrant struct {
+	serial uint64
+	words  grantWords
+	counts GrantCounts
 }
 
-// PeerLane returns a lane that the peer has given us, nil if there is no such. It is
+// PeerGrant returns a lane that the peer has given us, nil if there is no such. It is
 // used between Hold and Release.
-func (c *Channel) PeerLane(number int, pass uint64) *PeerLane {
-	if number < 0 || number >= MaxLanes || pass == 0 {
+func (c *Channel) PeerGrant(number int, pass uint64) *PeerGrant {
+	if number < 0 || number >= MaxGrants || pass == 0 {
 		return nil
 	}
-	return &PeerLane{pass: pass, words: laneOf(c.bell.mem, number)}
+	return &PeerGrant{serial: pass, words: grantWordsOf(c.bell.mem, number)}
 }
 
 // Enter reports whether we may access the memory now; then Leave follows.
-func (l *PeerLane) Enter() bool {
-	if !l.Shown() || !l.words.inside.CompareAndSwap(0, l.pass) {
+func (l *PeerGrant) Enter() bool {
+	if !l.Shown() || !l.words.inside.CompareAndSwap(0, l.serial) {
 		return false
 	}
 	if l.Shown() {
@@ -232,20 +232,20 @@ func (l *PeerLane) Enter() bool {
 }
 
 // back ends an Enter in vain. The lane may be somebody else's already, who is inside.
-func (l *PeerLane) back() { l.words.inside.CompareAndSwap(l.pass, 0) }
+func (l *PeerGrant) back() { l.words.inside.CompareAndSwap(l.serial, 0) }
 
 // Shown tells whether the pass is still good.
-func (l *PeerLane) Shown() bool { return l.words.pass.Load() == l.pass }
+func (l *PeerGrant) Shown() bool { return l.words.serial.Load() == l.serial }
 
 // Count counts a message of so many packets and bytes, which has been stored or loaded,
-// before Leave: what is LaneWrites or LaneReads. It reports false, and counts nothing, if
+// before Leave: what is GrantWrites or GrantReads. It reports false, and counts nothing, if
 // the pass was taken away meanwhile: the owner may have moved the memory, and the message
 // has to go by the ring.
 //
 // The compare-and-swap changes nothing. It is a full barrier between the copy and the look
 // at the pass: an owner that takes the pass away after that look finds everything stored.
-func (l *PeerLane) Count(what, packets, bytes int) bool {
-	if !l.words.inside.CompareAndSwap(l.pass, l.pass) || !l.Shown() {
+func (l *PeerGrant) Count(what, packets, bytes int) bool {
+	if !l.words.inside.CompareAndSwap(l.serial, l.serial) || !l.Shown() {
 		return false
 	}
 	c := l.counts[what : what+3 : what+3]
@@ -259,7 +259,7 @@ func (l *PeerLane) Count(what, packets, bytes int) bool {
 }
 
 // Leave ends what Enter began.
-func (l *PeerLane) Leave() { l.words.inside.Store(0) } // and with it is seen what was stored
+func (l *PeerGrant) Leave() { l.words.inside.Store(0) } // and with it is seen what was stored
 
 // Hold keeps the peer's inbox mapped, until Release. A sink may call it while it is
 // given a record of the channel.
