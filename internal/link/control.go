@@ -23,7 +23,7 @@ type ControlSink interface {
 // MaxControl is the longest that can be said at once.
 const MaxControl = 255
 
-// Say says something to a process of this device, with a train that came from
+// SendControl says something to a process of this device, with a train that came from
 // elsewhere, or nil. It reports false if that could not be done now. A fault is the
 // train's: its payload could not be read.
 func (s *Shared) SendControl(process int, words []byte, t *train.Train) (ok bool, fault mem.Fault) {

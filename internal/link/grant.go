@@ -125,7 +125,7 @@ const (
 	grantRead
 )
 
-// Lane is the initiator's end: memory of another process, and rights to it.
+// PeerGrant is the initiator's end: memory of another process, and rights to it.
 type PeerGrant struct {
 	s     *Shared
 	m     *mapping

@@ -39,10 +39,8 @@ const (
 
 // Op is an operation of an engine. Operations of one stream take effect in the order in
 // which they were begun: what one has stored, the next one loads, and whoever watches the
-// memory sees the first before the second. Once one has failed those behind it must not change
-// anything, if the stream is a Chain: who sees a flag takes it that what was written before is
-// there. The engine asks Dropped just before it does an operation. It may work at several at a
-// time as long as nobody can tell.
+// memory sees the first before the second. An engine asks Dropped just before it does an
+// operation. It may work at several at a time as long as nobody can tell.
 type Op struct {
 	Kind   OpKind
 	Stream *Stream
@@ -64,7 +62,7 @@ type Op struct {
 	Orig             uint64
 
 	fault    FaultKind
-	chain    uint32 // which of the stream's it belongs to
+	link     Link
 	over     atomic.Bool
 	sections [2]place // whose sections are open while the operation is under way
 }
@@ -73,8 +71,8 @@ type Op struct {
 func (op *Op) End(kind FaultKind) {
 	op.fault = kind
 	s := op.Stream
-	if kind != FaultNone && op.Kind != OpLoad {
-		s.failed.Store(op.chain + 1)
+	if kind != FaultNone {
+		op.link.Fail()
 	}
 	for i := range op.sections {
 		op.sections[i].close()
@@ -89,11 +87,8 @@ func (op *Op) End(kind FaultKind) {
 }
 
 // Dropped reports whether the operation is not to be done, and ends with FaultDead: one before it
-// has failed.
-func (op *Op) Dropped() bool {
-	s := op.Stream
-	return s.Chain && op.Kind != OpLoad && s.failed.Load() == op.chain+1
-}
+// in its chain has failed.
+func (op *Op) Dropped() bool { return op.link.Broken() }
 
 // Unwanted reports whether the memory is being taken away for good: an engine that waits for
 // something else may give the operation up.
@@ -137,12 +132,6 @@ const opLooks = 64
 
 // Stream is an order of operations: each queue pair has one. The zero value is ready.
 type Stream struct {
-	// Chain says that operations which change memory are dropped behind one that has failed,
-	// until Mend. It is set before the first is begun.
-	Chain  bool
-	chain  atomic.Uint32 // how often it was mended
-	failed atomic.Uint32 // 1 + the chain that has failed
-
 	mu     sync.Mutex // guards what follows
 	states []streamState
 	waits  bool          // a goroutine sleeps in wait
@@ -153,6 +142,45 @@ type Stream struct {
 type streamState struct {
 	owner any
 	state any
+}
+
+// Chain is transfers and atomics that depend on those before them: once one has failed, those
+// behind it change nothing. So whoever sees a flag may take it that what was written before the
+// flag is there.
+type Chain struct {
+	links  uint64        // how many have been added
+	failed atomic.Uint64 // the first one that has failed, from 1 on; 0: none
+}
+
+// Link is a place in a chain. The zero value is in none: it never breaks.
+type Link struct {
+	chain *Chain
+	at    uint64 // from 1 on
+}
+
+// Add returns the place behind all others. It is called by one goroutine at a time.
+func (c *Chain) Add() Link {
+	c.links++
+	return Link{c, c.links}
+}
+
+// Fail tells the chain that what is at the link has failed.
+func (l Link) Fail() {
+	for l.chain != nil {
+		first := l.chain.failed.Load()
+		if first != 0 && first <= l.at || l.chain.failed.CompareAndSwap(first, l.at) {
+			return
+		}
+	}
+}
+
+// Broken reports whether something before the link has failed.
+func (l Link) Broken() bool {
+	if l.chain == nil {
+		return false
+	}
+	first := l.chain.failed.Load()
+	return first != 0 && first < l.at
 }
 
 // State returns what an owner keeps for the stream, and makes it with f if there is
@@ -168,16 +196,6 @@ func (s *Stream) State(owner any, f func() any) any {
 	state := f()
 	s.states = append(s.states, streamState{owner, state})
 	return state
-}
-
-// Mend has operations that begin from now on not count as behind those that have failed. Those
-// that have begun do.
-func (s *Stream) Mend() { s.chain.Add(1) }
-
-// begin hands an operation to an engine.
-func (s *Stream) begin(e Engine, op *Op) {
-	op.Stream, op.chain = s, s.chain.Load()
-	e.Begin(op)
 }
 
 // Close gives up what owners keep for the stream. No operation is under way.

@@ -44,12 +44,6 @@ func (m *OnDemand) HasPage(off uint64) (read, write bool) {
 	return m.have(off, 1, 0) == 1, m.have(off, 1, writing) == 1
 }
 
-// Store1 has an engine store bytes at the beginning of its memory, and waits.
-func Store1(e Engine, b []byte) {
-	op := &Op{Kind: OpStore, Bytes: b}
-	new(Stream).begin(e, op)
-	op.wait()
-}
-
-// LockedMost is how many pieces of a Quantum of staging bytes are page-locked at most.
-var LockedMost = stagingSizes[len(stagingSizes)-1].kept
+// LockedPieces is how many pieces of staging bytes are page-locked, and LockedLargest how many of
+// the largest.
+var LockedPieces, LockedLargest = stagingSizes[1].kept + stagingSizes[2].kept, stagingSizes[2].kept

@@ -80,7 +80,7 @@ func (h *Held) Kind() Kind { return KindPinned }
 // Len returns the number of bytes.
 func (h *Held) Len() uint64 { return h.Host.length }
 
-// Solid reports whether what Run offers cannot be gone: staging bytes cannot, nor can the
+// NeverFaults reports whether what Run offers cannot be gone: staging bytes cannot, nor can the
 // Go heap.
 func (h *Held) NeverFaults() bool { return true }
 

@@ -251,7 +251,7 @@ func (h *Host) Addr() uintptr { return h.addr }
 // Len returns the number of bytes.
 func (h *Host) Len() uint64 { return h.length }
 
-// Solid reports whether accesses can never fault: the Go heap does not go away
+// NeverFaults reports whether accesses can never fault: the Go heap does not go away
 // while something refers to it, other memory may be unmapped at any time.
 func (h *Host) NeverFaults() bool { return h.inHeap }
 

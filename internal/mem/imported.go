@@ -27,7 +27,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// Foreign is a Backing of memory of another process.
+// Imported is a Backing of memory of another process.
 type Imported struct {
 	ImportedConfig
 
@@ -59,7 +59,7 @@ func (f *Imported) Kind() Kind { return KindImported }
 // Len returns the number of bytes.
 func (f *Imported) Len() uint64 { return f.Length }
 
-// Solid tells that what Run offers cannot be gone.
+// NeverFaults tells that what Run offers cannot be gone.
 func (f *Imported) NeverFaults() bool { return true }
 
 // Borrowed tells that it is not registered again, which is its owner's to do.

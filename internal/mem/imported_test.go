@@ -336,7 +336,7 @@ func TestImportedIsNotAddressed(t *testing.T) {
 	}
 	table.Whole(key, f.addr, 0, importedUser, func(*mem.Region, []byte) { t.Error("it can be had whole") })
 	var stream mem.Stream
-	if _, fault := mem.AtomicWaiting(table, importedUser, key, f.addr, mem.Store, 0, 1, &stream); fault.Kind != mem.FaultAccess {
+	if _, fault := mem.AtomicWaiting(table, importedUser, key, f.addr, mem.Store, 0, 1, &stream, mem.Link{}); fault.Kind != mem.FaultAccess {
 		t.Errorf("a store of a word: %v", fault)
 	}
 }

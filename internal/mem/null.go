@@ -26,7 +26,7 @@ func (n *Null) Kind() Kind { return KindRaw }
 // Len returns the largest length there is.
 func (n *Null) Len() uint64 { return math.MaxUint64 }
 
-// Solid tells that the bytes cannot be gone.
+// NeverFaults tells that the bytes cannot be gone.
 func (n *Null) NeverFaults() bool { return true }
 
 // Run returns zeros to read, or a place to write to.

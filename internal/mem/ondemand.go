@@ -165,7 +165,7 @@ func (m *OnDemand) Addr() uintptr { return m.addr }
 // Len returns the number of bytes.
 func (m *OnDemand) Len() uint64 { return m.length }
 
-// Solid reports whether accesses can never fault: see Host.Solid.
+// NeverFaults reports whether accesses can never fault: see Host.Solid.
 func (m *OnDemand) NeverFaults() bool { return m.inHeap }
 
 // pageOf returns the page that the byte at off lies in.

@@ -46,7 +46,7 @@ func (p *Pages) Kind() Kind { return KindPinned }
 // Len returns the number of bytes.
 func (p *Pages) Len() uint64 { return p.length }
 
-// Solid reports whether what Run offers cannot be gone: it cannot.
+// NeverFaults reports whether what Run offers cannot be gone: it cannot.
 func (p *Pages) NeverFaults() bool { return true }
 
 // Run returns a copy of bytes, or if they are to be written a place for them.

@@ -1,6 +1,6 @@
 package mem
 
-// Far is memory of another process, which is read by asking for it, or directly if
+// Reference is memory of another process, which is read by asking for it, or directly if
 // it is mapped here.
 type Reference interface {
 	// Mapped returns n bytes from an offset on if they are mapped here, or nil.

@@ -5,10 +5,10 @@ package mem
 // They are allocated in three lengths, and kept for the next one who needs some. Whoever
 // does not give them back leaves them to the collector.
 //
-// An engine may move bytes much faster if their pages are locked. Its owner says so with
-// LockStaging. From then on staging bytes are allocated in lengths that share no page with
-// anything else, and so many as are kept are locked when they are allocated, and unlocked
-// before they are freed.
+// An engine may move bytes much faster if their pages are locked. Its owner asks for that with
+// LockStaging: then so many pieces as are kept are allocated and locked at once, in lengths that
+// share no page with anything else. Nobody who takes a piece waits for a page to be locked: when
+// all are in use the next one is not locked. One that is lost to the collector is replaced.
 
 import (
 	"runtime"
@@ -34,9 +34,9 @@ func Staging(n int) []byte { return staging.get(n) }
 func GiveStaging(b []byte) { staging.put(b) }
 
 // LockStaging has staging bytes page-locked for an owner of engines. lock is called for each
-// piece of them, one at a time, and what it returns when the piece is not needed any more. If
-// it fails the piece is used as it is. After stop has returned none of either is called, and
-// none is locked.
+// piece of them, one at a time, and what it returns when the piece is not needed any more; that
+// must not refer to the piece, which would never be freed. If lock fails the piece is used as it
+// is. After stop has returned none of either is called, and none is locked.
 func LockStaging(lock func(b []byte) (unlock func(), err error)) (stop func()) {
 	return staging.addLocker(lock)
 }
@@ -45,8 +45,8 @@ type stagingPool struct {
 	mu      sync.Mutex // guards what follows
 	idle    [len(stagingSizes)][][]byte
 	lockers []*stagingLocker // is replaced, not changed
+	changes int              // of lockers
 	locked  map[pieceID]lockedPiece
-	alive   [len(stagingSizes)]int // pieces that are locked
 }
 
 // pieceID tells a piece of staging bytes from all others, and does not keep it.
@@ -55,14 +55,18 @@ type pieceID = weak.Pointer[byte]
 // lockedPiece is a piece that was locked when it was allocated.
 type lockedPiece struct {
 	class int
-	by    []*stagingLocker
+	of    lockerSet
+}
+
+// lockerSet is the owners who lock pages at a time.
+type lockerSet struct {
+	lockers []*stagingLocker
+	changes int
 }
 
 // stagingLocker is an owner who locks pages.
 type stagingLocker struct {
-	// mu guards what follows, and is held while pages are locked or unlocked, so that none
-	// are after stop. Nobody who holds another lock waits for it.
-	mu      sync.Mutex
+	mu      sync.Mutex // guards what follows; it is held while pages are locked or unlocked, so that none are after stop
 	lock    func([]byte) (func(), error)
 	unlocks map[pieceID]func()
 	stopped bool
@@ -71,9 +75,8 @@ type stagingLocker struct {
 // get returns n bytes with anything in them; n is a Quantum at most.
 func (s *stagingPool) get(n int) []byte {
 	s.mu.Lock()
-	lockers := s.lockers
 	class := 0
-	if len(lockers) > 0 {
+	if len(s.lockers) > 0 {
 		class = lockedClass
 	}
 	for stagingSizes[class].bytes < n {
@@ -81,50 +84,18 @@ func (s *stagingPool) get(n int) []byte {
 	}
 	if k := len(s.idle[class]); k > 0 {
 		b := s.idle[class][k-1]
+		s.idle[class][k-1] = nil // it may be lost
 		s.idle[class] = s.idle[class][:k-1]
 		s.mu.Unlock()
 		return b[:n]
 	}
-	lock := len(lockers) > 0 && s.alive[class] < stagingSizes[class].kept
-	if lock {
-		s.alive[class]++
-	}
 	s.mu.Unlock()
-	// Eight bytes off a vector's alignment: see crooked, which would make two of each Store.
-	whole := make([]byte, skew+stagingSizes[class].bytes)
-	b := whole[skew:]
-	if lock {
-		s.lock(whole, weak.Make(&b[0]), lockedPiece{class, lockers})
-	}
-	return b[:n]
+	return newPiece(class)[skew:][:n]
 }
 
-// lock locks the pages of a piece that was just allocated, until the collector frees it.
-func (s *stagingPool) lock(whole []byte, id pieceID, p lockedPiece) {
-	for _, l := range p.by {
-		l.lockPiece(whole, id)
-	}
-	s.mu.Lock()
-	if s.locked == nil {
-		s.locked = make(map[pieceID]lockedPiece)
-	}
-	s.locked[id] = p
-	s.mu.Unlock()
-	// Not a cleanup: that may run when something else lies there.
-	runtime.SetFinalizer(&whole[0], func(*byte) { s.unlock(id) })
-}
-
-// unlock unlocks the pages of a piece that nobody uses any more.
-func (s *stagingPool) unlock(id pieceID) {
-	s.mu.Lock()
-	p := s.locked[id]
-	delete(s.locked, id)
-	s.alive[p.class]--
-	s.mu.Unlock()
-	for _, l := range p.by {
-		l.unlockPiece(id)
-	}
-}
+// newPiece allocates a piece, and eight bytes in front of it: see misaligned, which would make two
+// of each Store.
+func newPiece(class int) []byte { return make([]byte, skew+stagingSizes[class].bytes) }
 
 // put takes back what get has returned.
 func (s *stagingPool) put(b []byte) {
@@ -134,12 +105,18 @@ func (s *stagingPool) put(b []byte) {
 			continue
 		}
 		s.mu.Lock()
-		if len(s.idle[class]) < size.kept && (len(s.lockers) == 0 || slices.Equal(s.locked[weak.Make(&b[0])].by, s.lockers)) {
+		if len(s.idle[class]) < size.kept && (len(s.lockers) == 0 || s.isLocked(b)) {
 			s.idle[class] = append(s.idle[class], b)
 		}
 		s.mu.Unlock()
 		return
 	}
+}
+
+// isLocked reports whether all who lock pages now have locked a piece.
+func (s *stagingPool) isLocked(b []byte) bool {
+	p, ok := s.locked[weak.Make(&b[0])]
+	return ok && p.of.changes == s.changes
 }
 
 func (s *stagingPool) addLocker(lock func([]byte) (func(), error)) (stop func()) {
@@ -156,9 +133,53 @@ func (s *stagingPool) addLocker(lock func([]byte) (func(), error)) (stop func())
 // setLockers changes who locks staging bytes. Those that are idle are left to the collector.
 func (s *stagingPool) setLockers(change func([]*stagingLocker) []*stagingLocker) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	s.lockers = change(slices.Clone(s.lockers))
+	s.changes++
 	clear(s.idle[:])
+	set := lockerSet{s.lockers, s.changes}
+	s.mu.Unlock()
+	if len(set.lockers) == 0 {
+		return
+	}
+	for class := lockedClass; class < len(stagingSizes); class++ {
+		for range stagingSizes[class].kept {
+			s.addLocked(lockedPiece{class, set})
+		}
+	}
+}
+
+// addLocked allocates a piece and locks its pages, until the collector frees it.
+func (s *stagingPool) addLocked(p lockedPiece) {
+	whole := newPiece(p.class)
+	b := whole[skew:]
+	id := weak.Make(&b[0])
+	for _, l := range p.of.lockers {
+		l.lockPiece(whole, id)
+	}
+	s.mu.Lock()
+	if s.locked == nil {
+		s.locked = make(map[pieceID]lockedPiece)
+	}
+	s.locked[id] = p
+	s.mu.Unlock()
+	// Not a cleanup: that may run when something else lies there.
+	runtime.SetFinalizer(&whole[0], func(*byte) { s.lost(id) })
+	s.put(b)
+}
+
+// lost unlocks the pages of a piece that the collector frees, and replaces it.
+func (s *stagingPool) lost(id pieceID) {
+	s.mu.Lock()
+	p := s.locked[id]
+	delete(s.locked, id)
+	wanted := p.of.changes == s.changes
+	s.mu.Unlock()
+	for _, l := range p.of.lockers {
+		l.unlockPiece(id)
+	}
+	if wanted {
+		s.addLocked(p)
+	}
 }
 
 func (l *stagingLocker) lockPiece(b []byte, id pieceID) {

@@ -28,6 +28,7 @@ type Transfer struct {
 	N        uint64
 	Last     bool
 	Stream   *Stream
+	Link     Link // its place in a chain
 
 	begun uint64 // bytes whose operations have begun
 	owner any    // whose the last of them is
@@ -93,6 +94,9 @@ func (l *List) lengthen(n uint64) {
 // fault ends the transfer, but what has begun is still to be waited for.
 func (t *Transfer) Begin() (Fault, Side) {
 	for t.begun < t.N {
+		if t.Link.Broken() {
+			return Fault{Kind: FaultDead}, Dst
+		}
 		n, f, side := t.next(t.begun, t.N-t.begun)
 		if !f.OK() {
 			return f, side
@@ -148,7 +152,8 @@ func (t *Transfer) ends(off, n uint64) bool { return t.Last && off+n == t.N }
 
 func (t *Transfer) begin(e Engine, op *Op, p part) {
 	p.Op, t.owner = op, e.Owner()
-	t.Stream.begin(e, op)
+	op.Stream, op.link = t.Stream, t.Link
+	e.Begin(op)
 	if t.parts == nil {
 		t.parts = t.one[:0]
 	}
@@ -210,7 +215,8 @@ func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
 func (t *Transfer) carry(dst, src reached, off, n uint64) (uint64, Fault, Side) {
 	b := staging.get(int(n))
 	load := &Op{Kind: OpLoad, Off: src.at, Bytes: b, sections: [2]place{src.place}}
-	t.Stream.begin(src.engine, load)
+	load.Stream = t.Stream
+	src.engine.Begin(load)
 	if kind := load.wait(); kind != FaultNone {
 		staging.put(b)
 		dst.close()
@@ -226,6 +232,9 @@ func (t *Transfer) carry(dst, src reached, off, n uint64) (uint64, Fault, Side) 
 func (t *Transfer) byHand(off, n uint64) (uint64, Fault, Side) {
 	if f, side := t.waitAll(); !f.OK() {
 		return 0, f, side
+	}
+	if t.Link.Broken() {
+		return 0, Fault{Kind: FaultDead}, Dst
 	}
 	d, s := *t.Dst, *t.Src
 	d.Off += off
@@ -273,6 +282,9 @@ func (t *Transfer) waitAll() (Fault, Side) {
 				l, side = t.Src, Src
 			}
 			t.fault, t.side = l.faultAt(p.off, p.n, kind), side
+		}
+		if p.out && t.fault.OK() && t.Link.Broken() {
+			t.fault, t.side = Fault{Kind: FaultDead}, Dst
 		}
 		if p.out && t.fault.OK() {
 			if f, side := copyIn(t.Dst, p.off, p.staging, p.from, t.ends(p.off, p.n)); f.Kind == FaultPending {
@@ -431,7 +443,10 @@ func CopyWaiting(dst, src *List, n uint64, last bool, s *Stream) (Fault, Side) {
 }
 
 // AtomicWaiting is Atomic for those who may wait for an engine.
-func AtomicWaiting(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, swapAdd uint64, s *Stream) (orig uint64, f Fault) {
+func AtomicWaiting(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, swapAdd uint64, s *Stream, link Link) (orig uint64, f Fault) {
+	if link.Broken() {
+		return 0, Fault{Kind: FaultDead, Key: key, Extent: Extent{addr, 8}}
+	}
 	if orig, f = Atomic(t, who, key, addr, op, compare, swapAdd); !f.Staged() {
 		return orig, f
 	}
@@ -454,7 +469,8 @@ func AtomicWaiting(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, co
 		return 0, Fault{Kind: FaultAlign, Key: key, Extent: Extent{addr, 8}}
 	}
 	o := &Op{Kind: OpAtomic, Off: to.at, Atomic: op, Compare: compare, SwapAdd: swapAdd, sections: [2]place{to.place}}
-	s.begin(to.engine, o)
+	o.Stream, o.link = s, link
+	to.engine.Begin(o)
 	if kind := o.wait(); kind != FaultNone {
 		return 0, l.faultAt(0, 8, kind)
 	}

@@ -52,5 +52,5 @@ func (c *Credits) acquire(want int) int {
 // release gives back the credits of n packets.
 func (c *Credits) release(n int) { c.pool.free.Add(int64(n) * c.cost) }
 
-// Stalled reports whether the queue pair waits for credits.
+// StalledOnCredits reports whether the queue pair waits for credits.
 func (q *QP) StalledOnCredits() bool { return q.req.stalledOnCredits }

@@ -9,7 +9,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// Turn is where a target stands between two messages.
+// Handoff is where a target stands between two messages.
 type Handoff struct {
 	Expected wire.PSN // the next request
 	Messages uint32   // completed, as acknowledgements tell
@@ -29,7 +29,7 @@ func (q *QP) Between() bool {
 	return r.kind == 0 && !r.have && r.n == 0 && !r.busy() && (!r.ack.pending || r.ack.syndrome.IsAck())
 }
 
-// Settled is Between with nothing to be answered at all.
+// Quiescent is Between with nothing to be answered at all.
 func (q *QP) Quiescent() bool { return q.Between() && !q.resp.ack.pending }
 
 // HandOff returns where the target stands, between messages, for another one to go

@@ -26,7 +26,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// Lane is a kind of slow work. Work of one lane is done piece by piece, in
+// WorkKind is a kind of slow work. Work of one lane is done piece by piece, in
 // order; lanes do not wait for each other.
 type WorkKind uint8
 

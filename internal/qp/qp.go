@@ -164,7 +164,6 @@ func New(cfg Config) *QP {
 	q.taken.init(cfg.Table)
 	q.mine.list.Actor, q.posted.list.Actor = q.Actor(), q.Actor()
 	q.short.from = q
-	q.moves.stream.Chain = q.reliable
 	return q
 }
 

@@ -101,6 +101,9 @@ type atomicMove struct {
 // moves is what of a queue pair waits for engines.
 type moves struct {
 	stream mem.Stream
+	// chains hold the requests and the answers of a reliable connection, by kind. A failure ends
+	// one, and what comes when the queue pair has dealt with it begins another.
+	chains [moveLoad]*mem.Chain
 	queue  []*Move // have not been handed to the owner, oldest first
 	n      int     // that are not over, but for loads, which have bounds of their own
 	bytes  int     // of payload that is kept for those
@@ -186,6 +189,7 @@ func (m *Move) Begin() mem.Fault {
 }
 
 func (m *Move) fail(f mem.Fault, side mem.Side) {
+	m.transfer.Link.Fail() // those behind it change nothing
 	if m.fault.OK() {
 		m.fault, m.side = f, side
 	}
@@ -198,7 +202,7 @@ func (m *Move) Wait(s *mem.Stream) mem.Fault {
 			return mem.Fault{}
 		}
 		var f mem.Fault
-		if a.orig, f = mem.AtomicWaiting(a.table, a.who, a.key, a.addr, a.op, a.compare, a.swapAdd, s); f.Kind == mem.FaultPending {
+		if a.orig, f = mem.AtomicWaiting(a.table, a.who, a.key, a.addr, a.op, a.compare, a.swapAdd, s, m.transfer.Link); f.Kind == mem.FaultPending {
 			return f
 		}
 		if !f.OK() {
@@ -260,9 +264,21 @@ func (q *QP) stage(kind moveKind, t *train.Train, to *mem.List, last bool) (*Mov
 	}
 	m.to.Memo = nil
 	m.toEngine, m.owner = engineOf(&m.to, &kept.Payload, uint64(t.Len))
-	m.transfer = mem.Transfer{Dst: &m.to, Src: &kept.Payload, N: uint64(t.Len), Last: last, Stream: &ms.stream}
+	m.transfer = mem.Transfer{Dst: &m.to, Src: &kept.Payload, N: uint64(t.Len), Last: last, Stream: &ms.stream, Link: q.chain(kind)}
 	ms.push(m)
 	return m, mem.Fault{}
+}
+
+// chain returns the place of a move that comes last.
+func (q *QP) chain(kind moveKind) (l mem.Link) {
+	if !q.reliable {
+		return l
+	}
+	c := &q.moves.chains[kind]
+	if *c == nil {
+		*c = new(mem.Chain)
+	}
+	return (*c).Add()
 }
 
 func (ms *moves) push(m *Move) {
@@ -402,9 +418,6 @@ func (q *QP) Moved(m *Move, now Time) (*train.Train, mem.Fault) {
 			j.over = true
 		}
 	}
-	if !m.fault.OK() {
-		q.moves.stream.Mend() // whether what follows is done is decided here
-	}
 	if m.train != nil {
 		defer m.train.Free()
 	}
@@ -510,9 +523,6 @@ func (q *QP) unreadMove(m *Move) (*train.Train, mem.Fault) {
 	}
 	var owed []queue.Taken
 	for _, b := range behind {
-		if b != m {
-			b.GiveUp() // no atomic of them is done
-		}
 		switch {
 		case !b.completes:
 		case q.half != bothHalves && len(owed) > 0: // it may be another queue's
@@ -543,6 +553,7 @@ func (m *Move) receive() (t queue.Taken) {
 // forgetKind forgets moves of a kind that nobody has begun; those that were begun do not
 // count any more.
 func (ms *moves) forgetKind(kind moveKind) {
+	ms.chains[kind] = nil // what was begun breaks with the old one
 	kept := ms.queue[:0]
 	for _, m := range ms.queue {
 		if m.kind == kind {
@@ -641,6 +652,7 @@ func (q *QP) takeAtomic(t *train.Train, a *atomicMove) mem.Fault {
 	r := &q.resp
 	a.table, a.who = q.Table, q.Actor()
 	m := &Move{kind: moveRequest, life: q.moves.life, atomic: a, psn: t.PSN, n: 1, ends: true, before: responderState{msn: r.msn}}
+	m.transfer.Link = q.chain(moveRequest)
 	q.moves.push(m)
 	r.moves = append(r.moves, m)
 	r.epsn = r.epsn.Add(1)
@@ -700,6 +712,7 @@ func (q *QP) forgetMoves() {
 	}
 	q.moves.queue, q.moves.n, q.moves.bytes = nil, 0, 0
 	q.moves.life++
+	q.moves.chains = [moveLoad]*mem.Chain{}
 	q.req.loads.forget()
 	q.resp.loads.forget()
 }

@@ -20,7 +20,7 @@ import (
 // MaxInlineData is the longest message that waits in the completion queue.
 const MaxInlineData = 64
 
-// Late is bytes that are to be placed when their completion is polled.
+// InlineData is bytes that are to be placed when their completion is polled.
 type InlineData struct {
 	Table *mem.Table
 	Actor mem.Actor
@@ -165,7 +165,7 @@ func (c *CQ) End() {
 	c.waits.Wait()
 }
 
-// Settle writes bytes that wait, in their order, though nobody has polled. A fault is
+// WriteBack writes bytes that wait, in their order, though nobody has polled. A fault is
 // what it has met: those before were written.
 func (c *CQ) WriteBack(w *Waiting) mem.Fault {
 	c.mu.Lock()

@@ -65,7 +65,7 @@ type grantSlots struct {
 	last uint64 // pass
 }
 
-// Lane is the owner's end of a lane.
+// Grant is the owner's end of a lane.
 type Grant struct {
 	in     *Inbox
 	life   *life // the peer's

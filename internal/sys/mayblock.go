@@ -28,7 +28,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Slow reports whether making the pages of a range present, for writing if write is
+// MayBlock reports whether making the pages of a range present, for writing if write is
 // set, would wait for a device. The range is of whole pages. What is not mapped is
 // quick: it fails at once. The error says that it cannot be known here.
 func MayBlock(start, end uintptr, write bool) (bool, error) {

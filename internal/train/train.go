@@ -248,7 +248,7 @@ func (l *Lease) now() uint64 {
 // End ends the lease of all trains that were made so far.
 func (l *Lease) End() { l.own.Add(1) }
 
-// Grant has a train's payload be kept by reference.
+// Attach has a train's payload be kept by reference.
 func (l *Lease) Attach(t *Train) { t.Lease, t.LeaseAt = l, l.now() }
 
 // Leased reports whether a payload that is kept by reference may still be read. It is asked

@@ -86,8 +86,8 @@ func (e *Engine) lock(b []byte) (unlock func(), err error) {
 	}, nil
 }
 
-// isLocked reports whether bytes are page-locked.
-func (e *Engine) isLocked(b []byte) bool {
+// IsLocked reports whether bytes are page-locked.
+func (e *Engine) IsLocked(b []byte) bool {
 	from := sys.AddrOf(b)
 	e.locking.Lock()
 	defer e.locking.Unlock()
@@ -225,7 +225,7 @@ func (m *Memory) Kind() mem.Kind { return mem.KindImported }
 // Len returns the number of bytes.
 func (m *Memory) Len() uint64 { return uint64(len(m.Bytes)) }
 
-// Solid tells that no fault of the CPU's is to be expected.
+// NeverFaults tells that no fault of the CPU's is to be expected.
 func (m *Memory) NeverFaults() bool { return true }
 
 // Run is never called.
@@ -267,7 +267,7 @@ func (m *Memory) Begin(op *mem.Op) {
 	}
 	e := m.engine
 	e.begun.Add(1)
-	if e.cfg.Locks && len(op.Bytes) > 0 && !e.isLocked(op.Bytes) {
+	if e.cfg.Locks && len(op.Bytes) > 0 && !e.IsLocked(op.Bytes) {
 		e.unlocked.Add(1)
 	}
 	e.mu.Lock()

@@ -437,7 +437,7 @@ func changeWord(t *mem.Table, who mem.Actor, key uint32, addr uint64, op mem.Ato
 	defer s.Close()
 	var old uint64
 	f := unlessChanging(func() (f mem.Fault) {
-		old, f = mem.AtomicWaiting(t, who, key, addr, op, compare, swapAdd, &s)
+		old, f = mem.AtomicWaiting(t, who, key, addr, op, compare, swapAdd, &s, mem.Link{})
 		return f
 	})
 	return old, f
