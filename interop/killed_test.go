@@ -159,7 +159,7 @@ func TestKilledAtRandom(t *testing.T) {
 	}
 	for _, c := range dev.Counters() {
 		if c.Name == "local_direct" {
-			if t.Logf("%d WRITEs by lanes", c.Value); c.Value == 0 {
+			if t.Logf("%d WRITEs by grants", c.Value); c.Value == 0 {
 				t.Error("memory was shared in vain")
 			}
 		}

@@ -11,10 +11,10 @@ package device
 //     now and then, and waits for its memory to change in between, leaves packets
 //     unread: after one such finding the goroutine receives again.
 //
-// Answers that it or a poll has deferred wait for the program's own post, so that a
-// ping-pong by memory is one train each way. A program that waits for the completion
-// of its own message gets the peer's next message with it, and does not need this
-// goroutine at all.
+// Answers that the background goroutine or a poll has deferred wait for the program's own
+// post, so that a ping-pong by memory is one train each way. A program that waits for the
+// completion of its own message gets the peer's next message with it, and does not need
+// this goroutine at all.
 
 import (
 	"time"
@@ -50,14 +50,14 @@ const (
 type background struct {
 	dev   *Device
 	watch watcher
-	vain  int    // wake-ups in vain, in a row; from tolerance on it watches
+	vain  int    // wake-ups in vain, in a row; from tolerance on the goroutine watches
 	polls uint64 // Device.polls when it last looked
 	posts uint64 // Device.posts when it last looked
 	// recent: the last round received something.
 	recent bool
-	// unanswered: the program has posted nothing since something came, nor between
-	// that and what came before. A program that posts at length will poll, and one that
-	// answers each message watches for the next: both need the processor.
+	// unanswered: something came, and the program has posted nothing since the round
+	// before that. A program that goes on posting will poll, and one that answers each
+	// message watches for the next: both need the processor.
 	unanswered bool
 }
 
@@ -185,17 +185,17 @@ type watcher struct {
 // unless the machine is so slow, or so busy, that looking takes a good part of
 // that: the pollers need the processor more.
 func (w *watcher) sleep(d *Device, next time.Duration) {
-	if w.woke != 0 { // half of the way there, since one look says little
+	if w.woke != 0 { // half of the way to the new value, since one look may be an exception
 		w.interval = min(max((w.interval+watchShare*(d.now()-w.woke))/2, watchInterval), maxWatch)
 	}
 	time.Sleep(min(w.interval, next))
 	w.woke = d.now()
 }
 
-// block waits for packets, timers or work, and not longer than most: forever is
-// allowed only while no answers are deferred. It announces until when it sleeps before
-// it looks for work a last time. So whoever brings work is either seen, or sees that
-// the goroutine must be woken.
+// block waits for packets, timers or work, and not longer than most: forever only while no
+// answers are deferred. It announces until when it sleeps before it looks for work a last
+// time. So either block sees new work, or the goroutine that brings it sees that it must
+// wake this one (wakeBefore).
 func (d *Device) block(most qp.Time) {
 	d.sleepUntil.Store(int64(forever))
 	wait := time.Duration(-1)

@@ -14,7 +14,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// busyLink is a link that is busy while somebody says so. It does not tell when that ends.
+// busyLink is a link that is busy while busy is set. It does not report when that ends.
 type busyLink struct {
 	link.Link
 	busy  *atomic.Bool
@@ -33,7 +33,7 @@ func (l busyLink) Send(ts []*train.Train) (int, error) {
 	return l.Link.Send(ts)
 }
 
-// freeingLink tells when it is not busy any more.
+// freeingLink is a busyLink that counts when it may be free: a link.Freer.
 type freeingLink struct {
 	busyLink
 	frees *atomic.Uint64
@@ -60,7 +60,7 @@ func onBusyLinks(t *testing.T, typ ib.QPType, tells bool) (a, b *end, l freeingL
 }
 
 // Trains that a link is too busy for are sent when it is not any more, in order, and
-// nobody spins meanwhile: whether the link tells or not.
+// no goroutine spins meanwhile: whether the link reports when it is free or not.
 func TestBusyLink(t *testing.T) {
 	for _, tells := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {
@@ -122,7 +122,7 @@ func TestBusyLinkDatagram(t *testing.T) {
 		for range 2 {
 			start := time.Now()
 			a.post(ib.SendWR{Op: ib.OpSend, SGL: a.sge(0, 1), AH: ah, RemoteQPN: b.qp.Number(), RemoteQKey: 7})
-			a.ok() // it has left, as far as anybody knows
+			a.ok() // it was dropped, and completes like one that has left
 			if d := time.Since(start); d < datagramPatience || d > 2*datagramPatience {
 				t.Errorf("it has waited for %v, not %v", d, datagramPatience)
 			}
@@ -131,8 +131,8 @@ func TestBusyLinkDatagram(t *testing.T) {
 	})
 }
 
-// Close waits for whoever hands the queue pair's last trains to a link, and sleeps
-// meanwhile; who comes later gets nothing to send.
+// Close waits, asleep, for the token's holder, which hands the queue pair's last trains to a
+// link; no later sender gets the token.
 func TestCloseWaitsForToken(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a, _, l := onBusyLinks(t, ib.RC, false)
@@ -142,14 +142,14 @@ func TestCloseWaitsForToken(t *testing.T) {
 		synctest.Wait() // the poster is inside Send
 		closed := make(chan struct{})
 		go func() { closeAll(t, a.qp); close(closed) }()
-		synctest.Wait() // everybody sleeps: nobody spins
+		synctest.Wait() // all goroutines sleep: none spins
 		select {
 		case <-closed:
 			t.Error("Close has not waited")
 		default:
 		}
 		q := a.qp.(*QP)
-		a.dev.transmit(q, a.dev.now()) // waits for nobody
+		a.dev.transmit(q, a.dev.now()) // does not wait for the token
 		close(stuck)
 		<-closed
 		l.stuck.Store(nil)

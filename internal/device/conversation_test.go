@@ -57,7 +57,7 @@ func look(b []byte, i int) byte { return b[i] }
 
 // Two programs that write to each other in turn, and watch their memory, send one
 // train each way for every message. When one falls silent its peer's last message
-// is acknowledged all the same, long before anybody would ask again. The time is
+// is acknowledged all the same, long before that peer would send it again. The time is
 // virtual.
 func TestConversationEnds(t *testing.T) {
 	bubble(t, "watching memory", func(t *testing.T) {
@@ -74,7 +74,7 @@ func TestConversationEnds(t *testing.T) {
 				b.ok()
 			}
 		}
-		// Nobody polls any more: b's last message waits for its acknowledgement.
+		// Neither side polls any more: b's last message waits for its acknowledgement.
 		eventually(t, "the last message is acknowledged", func() bool { return b.cq.(*CQ).Len() > 0 })
 		b.ok()
 		for _, e := range []*end{a, b} {

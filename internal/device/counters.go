@@ -10,8 +10,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/qp"
 )
 
-// deviceCounters knows whose counters to add up: a queue pair counts for itself,
-// under its own lock, and leaves what it counted behind when it is closed.
+// deviceCounters adds up the counters of queue pairs: each queue pair counts under its own
+// lock, and when it is closed its counters are added to past.
 type deviceCounters struct {
 	mu     sync.Mutex // guards what follows; taken before a queue pair's lock
 	living map[*QP]struct{}

@@ -7,8 +7,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
-// A queue pair counts for itself, and says why it refused something; its device has
-// the sum, also when the queue pair is closed; and others are told by name.
+// A queue pair counts for itself, with a counter for each reason to refuse something; its
+// device has the sum, also when the queue pair is closed, and reports it by name.
 func TestQPCounters(t *testing.T) {
 	d := openDevice(t, provider.Config{})
 	a, b := connected(t, d, d, ib.RC, 4096, nil)

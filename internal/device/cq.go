@@ -117,11 +117,11 @@ func (d *Device) CreateCQ(entries int, ch provider.Channel) (provider.CQ, error)
 
 func (c *CQ) Number() uint32 { return c.number }
 
-// Poll takes completions. An empty queue makes the device's progress first:
-// packets are read by whoever waits for them.
+// Poll takes completions. If the queue is empty, it makes the device's progress first: the
+// poller itself reads the packets that it waits for.
 func (c *CQ) Poll(wcs []ib.WC) (int, error) { return c.PollNotes(wcs, nil) }
 
-// Note is what is known of a completion besides.
+// Note is what a poll returns about a completion beyond its ib.WC.
 type Note = queue.Note
 
 // PollNotes is Poll; notes, if it is not nil, has room for as many.

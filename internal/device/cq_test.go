@@ -90,7 +90,7 @@ func TestCQOverflowTakesAll(t *testing.T) {
 }
 
 // Completions neither get lost nor out of order while the queue is resized, up
-// and down, by somebody who knows nothing of the traffic.
+// and down, by a goroutine that is not in step with the traffic.
 func TestCQResizeUnderLoad(t *testing.T) {
 	for _, mode := range []string{linkLoop, linkUDP} {
 		t.Run(mode, func(t *testing.T) {
@@ -318,7 +318,7 @@ func TestEventManyWaiters(t *testing.T) {
 }
 
 // Close of a queue waits until the events that were taken are acknowledged, and
-// takes those along that nobody took.
+// drops those that were not taken.
 func TestEventCloseWaitsForAcks(t *testing.T) {
 	d := openDevice(t, provider.Config{Link: linkLoop})
 	e := newEnd(t, d, ib.RC, 64)

@@ -1,6 +1,6 @@
 package device
 
-// Credits (path.go): what queue pairs to one peer share, and who gets on when.
+// Credits (path.go): what queue pairs to one peer share, and which of them goes on when.
 
 import (
 	"net/netip"

@@ -84,8 +84,8 @@ func (e *end) cutAt(start time.Time, unit time.Duration, retries int) {
 }
 
 // All connections to a peer that goes away fail, also those that could not send
-// anything because others held all the credits of the peer, and also when nobody
-// polls.
+// anything because others had all the credits of the peer, and also when the program
+// does not poll.
 func TestCutManyConnections(t *testing.T) {
 	for _, polled := range []bool{false, true} {
 		t.Run(fmt.Sprintf("polled=%v", polled), func(t *testing.T) {
@@ -145,7 +145,8 @@ func TestCutAndMended(t *testing.T) {
 		if k := firstDifference(b.buf, a.buf); k >= 0 {
 			t.Errorf("wrong from byte %d on", k)
 		}
-		// (The last repetition leaves after seven timeouts.) A cut as long again does not add up with the first one.
+		// (The last repetition leaves after seven timeouts.) A cut as long again does not add
+		// up with the first one.
 		s.cut.Store(true)
 		a.post(a.read(b, 0, len(a.buf)))
 		time.Sleep(wire.AckTimeout(14)*7 - time.Millisecond)

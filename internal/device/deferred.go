@@ -1,14 +1,14 @@
 package device
 
-// Slow work of queue pairs: memory that has to be fetched before a request can go
-// on, FLUSHes to persistence. Storage may take milliseconds, or hang. So the work
-// is done by goroutines of its own, which hold no lock and no read section over
-// it; nobody waits but the queue pair, or the half of it, whose work it is.
+// Deferred work of queue pairs: memory that has to be fetched before a request can go
+// on, FLUSHes to persistence. Storage may take milliseconds, or hang. So workers,
+// goroutines of their own, do this work, and hold no lock and no read section meanwhile;
+// only the queue pair whose work it is, or the half of it, waits.
 //
-//  1. receive (receive.go) and send (transmit.go) find that a queue pair has slow
-//     work, and slowly puts it on the list, by lanes.
-//  2. A worker does the work, piece by piece, and lets the queue pair go on after
-//     each.
+//  1. executedLocked (receive.go) finds that a queue pair has deferred work, and
+//     deferWork lists it, each kind by itself.
+//  2. A worker does the work of one kind, piece by piece, and lets the queue pair go on
+//     after each.
 
 import (
 	"sync"
@@ -18,15 +18,15 @@ import (
 )
 
 const (
-	// maxWorkers is how many lanes of queue pairs are served at a time. Each
-	// costs a thread, while it waits.
+	// maxWorkers is how many workers there are at most. Each takes a thread while it
+	// waits for storage.
 	maxWorkers = 32
 	// retryPause is how long a worker waits when bytes that it has fetched are
 	// gone again at once: there is more in use than memory holds.
 	retryPause = time.Millisecond
 )
 
-// deferredItem is one kind of slow work of a queue pair.
+// deferredItem is one kind of deferred work of a queue pair.
 type deferredItem struct {
 	q    *QP
 	kind qp.WorkKind
@@ -35,15 +35,15 @@ type deferredItem struct {
 type deferredWork struct {
 	mu      sync.Mutex         // guards what follows
 	list    ring[deferredItem] // wait for a worker
-	running int
+	running int                // workers
 	closed  bool
 
 	closing chan struct{}  // closed by close
-	workers sync.WaitGroup // all end when the list is empty; close waits
+	workers sync.WaitGroup // workers, and goroutines that wait for memory; close waits for all
 }
 
-// close waits until storage has done what it is at. Nothing is begun any more:
-// all queue pairs are closed.
+// close waits until storage has done what was asked of it. No new work comes: all queue
+// pairs are closed.
 func (s *deferredWork) close() {
 	s.mu.Lock()
 	if !s.closed {
@@ -54,11 +54,11 @@ func (s *deferredWork) close() {
 	s.workers.Wait()
 }
 
-// slowly has slow work of a queue pair done, in the lanes of the set.
+// deferWork has the deferred work of a queue pair done, of the kinds whose bits are set.
 func (d *Device) deferWork(q *QP, lanes uint8) {
 	for l := range qp.NumWorkKinds {
 		if lanes&(1<<l) == 0 || !q.working[l].CompareAndSwap(false, true) {
-			continue // none, or whoever is at it looks again before leaving
+			continue // no work of this kind, or its worker will look again before it leaves
 		}
 		s := &d.work
 		s.mu.Lock()
@@ -70,7 +70,7 @@ func (d *Device) deferWork(q *QP, lanes uint8) {
 	}
 }
 
-// deferredWorker serves queue pairs while there are any.
+// deferredWorker does listed work until the list is empty.
 func (d *Device) deferredWorker() {
 	s := &d.work
 	defer s.workers.Done()
@@ -87,20 +87,21 @@ func (d *Device) deferredWorker() {
 	}
 }
 
-// carryOut does the work of one lane, oldest first.
+// carryOut does the work of one kind for a queue pair, oldest first. If the memory is
+// suspended, it leaves the rest to carryOutWhen.
 func (d *Device) carryOut(q *QP, l qp.WorkKind) {
 	var w qp.Work
 	for {
 		q.mu.Lock()
 		more := q.core.NextWork(l, &w)
 		if !more {
-			q.working[l].Store(false) // under the lock: what comes later finds it so
+			q.working[l].Store(false) // under the lock: work that comes later finds it false
 		}
 		q.mu.Unlock()
 		if !more {
 			return
 		}
-		d.runWaiting(q.peer.Load(), d.now()) // it stands still, and others have its credits
+		d.runWaiting(q.peer.Load(), d.now()) // q stands still: others may use its credits
 		c := w.Suspended()
 		if c == nil && !w.Do(d.table) {
 			if c = w.Suspended(); c == nil {
@@ -115,7 +116,7 @@ func (d *Device) carryOut(q *QP, l qp.WorkKind) {
 	}
 }
 
-// carriedOut lets a queue pair go on after its work was done.
+// carriedOut lets a queue pair go on after a piece of its work was done.
 func (d *Device) carriedOut(q *QP, w *qp.Work) {
 	now := d.now()
 	q.mu.Lock()
@@ -125,9 +126,9 @@ func (d *Device) carriedOut(q *QP, w *qp.Work) {
 	d.answer(q, now)
 }
 
-// carryOutWhen goes on with work when its memory is suspended no more, which may take
-// long: no worker waits for it, but a goroutine, which costs no thread. It ends early if
-// the queue pair gives its requests up, or the device closes.
+// carryOutWhen goes on with work when its memory is not suspended any more. That may take
+// long, so a goroutine of its own waits, which takes no thread, and not a worker. The wait
+// ends early if the queue pair gives its requests up, or the device closes.
 func (d *Device) carryOutWhen(q *QP, w qp.Work, l qp.WorkKind, reopened <-chan struct{}) {
 	q.mu.Lock()
 	if q.gaveUp == nil {

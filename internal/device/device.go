@@ -1,20 +1,24 @@
-// Package device is the engine: it owns what the protocol core does not want
-// to know of: tables, locks, links, time and the one goroutine.
+// Package device is the engine around the protocol core (package qp). It has what the core
+// is free of: tables, locks, links, time and goroutines.
 //
 // The way of a work request, top-down:
 //
 //  1. qp.go: PostSend appends to the send queue under the queue pair's lock.
-//  2. transmit.go: whoever gets the queue pair's transmit token pulls trains
-//     and hands them to a link, without holding the lock.
+//  2. transmit.go: the holder of the queue pair's transmit token pulls trains and hands
+//     them to a link, without holding the lock.
 //  3. loop.go, or package link: the train reaches the peer's queue pair.
-//  4. receive.go: the peer's lock is taken, the train is executed, the answer is
-//     pulled and sent in the same way.
+//  4. receive.go: the receiver takes the peer's lock, executes the train, and pulls and
+//     sends the answer in the same way.
 //  5. cq.go: the completion waits in the completion queue.
 //
-// Never are two queue pairs' locks held. A lock is held only for steps that
-// never wait; the token is only ever tried. progress.go says who runs all this
-// when: the poster, the poller, or the background goroutine. The other files
-// are the objects of the provider interface, their limits and lifetimes.
+// A poster takes a shorter way where it can (shortcut.go): by a grant (grant.go), or
+// under the locks of both queue pairs of one process. Work that may block is deferred to
+// workers (deferred.go).
+//
+// A lock of a queue pair is held only for steps that never wait. A goroutine that holds
+// one only ever tries another, and only Close waits for a token. progress.go describes
+// which goroutine does all this when: the poster, the poller, or the background goroutine.
+// The other files are the objects of the provider interface, their limits and lifetimes.
 package device
 
 import (
@@ -49,8 +53,8 @@ type Device struct {
 	mtu    int
 
 	link     link.Link
-	freer    link.Freer   // the same, if it tells when it is not busy any more; or nil
-	loopback bool         // queue pairs of this process are reached directly
+	freer    link.Freer   // the same, if it reports when it is not busy any more; or nil
+	loopback bool         // queue pairs of this process are reached by the loop link
 	capture  *pcap.Writer // nil: no capture
 
 	table    *mem.Table
@@ -69,13 +73,13 @@ type Device struct {
 	peers   peerTable
 	mcast   mcast
 	shares  shares
-	exports exports // and objects that they import
+	exports exports
 	dm      *mem.DevicePool
-	scatter bool // what queue pairs do that do not say
+	scatter bool // short messages wait beside their completions, unless a queue pair refuses
 
 	mu      sync.Mutex // guards object counts, reference counts and closed
 	counts  objectCounts
-	member  *host.Member // nil: nobody shares the device; never changes
+	member  *host.Member // nil: no other process can share the device; never changes
 	domains xrcDomains
 	proxies proxies
 	nextPD  uint32
@@ -145,7 +149,7 @@ const (
 	linkUDP   = "udp"
 )
 
-// openAt opens a device at addresses. alone wants addresses that nobody has.
+// openAt opens a device at addresses; with alone, only if no process has them yet.
 func openAt(name string, addrs []netip.Addr, cfg *provider.Config, alone bool) (*Device, error) {
 	tap := new(futureTap)
 	dev := new(futureDevice)
@@ -176,7 +180,7 @@ func openAt(name string, addrs []netip.Addr, cfg *provider.Config, alone bool) (
 // address may overwrite a file.
 type futureTap struct{ *pcap.Writer }
 
-// futureDevice answers other processes for a device, as soon as it is there.
+// futureDevice answers other processes for a device, from when the device is stored in it.
 type futureDevice struct{ atomic.Pointer[Device] }
 
 func (l *futureDevice) status(brief bool) any {
@@ -263,8 +267,8 @@ func StartPoller(above int) error { return sys.StartPoller(above) }
 
 func (d *Device) now() qp.Time { return time.Since(d.base) }
 
-// Close closes the device. It fails with EBUSY while objects are left. Any other error
-// is of a device that is closed: that its packet capture is not complete, for one.
+// Close closes the device. It fails with EBUSY while objects are left. On any other error
+// the device is closed all the same; its packet capture may not be complete, for one.
 func (d *Device) Close() error {
 	d.mu.Lock()
 	if d.closed {
@@ -294,8 +298,8 @@ func (d *Device) Close() error {
 	return err
 }
 
-// closeLink closes the link, and then leaves the other processes: who takes over
-// finds the port free.
+// closeLink closes the link, and only then leaves the other processes: the one that takes
+// over finds the port free.
 func (d *Device) closeLink() error {
 	err := d.link.Close()
 	if d.member != nil {
@@ -355,7 +359,7 @@ func (d *Device) Attr() ib.DeviceAttr {
 	}
 }
 
-// stalePinnedRange says what happens to a pinned region whose memory is unmapped.
+// stalePinnedRange describes what happens to a pinned region whose memory is unmapped.
 func stalePinnedRange() string {
 	if mem.PagingMeans().Notifier == "userfaultfd" {
 		return "told by the kernel: what is unmapped, mapped anew or discarded under a region fails from then on"

@@ -203,8 +203,8 @@ func TestOperations(t *testing.T) {
 	}
 }
 
-// TestCaptureFull: a capture that cannot be written does not hold up traffic; what is not
-// in it is counted, and Close says so, of a device that is closed all the same.
+// TestCaptureFull: a capture that cannot be written does not delay traffic; the packets that
+// are not in it are counted, and Close reports them, and closes the device all the same.
 func TestCaptureFull(t *testing.T) {
 	d := openDevice(t, provider.Config{Link: linkUDP, PCAP: "/dev/full"})
 	a, b := connected(t, d, d, ib.RC, 4096, nil)

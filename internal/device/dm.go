@@ -1,8 +1,8 @@
 package device
 
-// Device memory as a device offers it. The memory is each process's own, since
-// nobody reaches it but through that process's queue pairs; what the processes
-// share is how much of it there is: a number of bytes, counted like any object.
+// Device memory as a device offers it. Each process has memory of its own, since it is
+// reached only through that process's queue pairs; the processes share only the limit: its
+// bytes are counted like objects.
 
 import (
 	"math"
@@ -21,7 +21,7 @@ import (
 // defaultDM is how much device memory an unconfigured device has.
 const defaultDM = 256 << 20
 
-// dmSizeVar is the environment variable that says how much it has.
+// dmSizeVar is the environment variable that sets how much it has.
 const dmSizeVar = "VERBENA_DM_SIZE"
 
 // dmSize returns how much device memory is asked for.

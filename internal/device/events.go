@@ -42,7 +42,7 @@ func (f *fifo[T]) pop() (v T, ok, closed bool) {
 		v, ok = f.items.pop(), true
 	}
 	if f.items.len() > 0 || f.closed {
-		f.signal() // for the next who waits
+		f.signal() // for the next goroutine that waits
 	}
 	return v, ok, f.closed
 }

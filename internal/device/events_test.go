@@ -159,8 +159,8 @@ func TestSRQLastWQE(t *testing.T) {
 	}
 }
 
-// A packet that comes before the queue pair is told to send raises "communication
-// established", once.
+// A packet that comes before the queue pair is in RTS raises "communication established",
+// once.
 func TestEventCommEst(t *testing.T) {
 	for _, mode := range []string{linkLoop, linkUDP} {
 		t.Run(mode, func(t *testing.T) {

@@ -1,16 +1,16 @@
 package device
 
-// Objects that other processes import, as ibv_import_device(3) and its like have it: they
-// are known by a handle, which the program passes on, and by numbers.
+// Objects that other processes import, as with ibv_import_device(3) and its like. A process
+// names an object by a handle, which the program passes on, and by a number.
 //
-//  1. Publish makes a handle for one who finds objects by their numbers.
-//  2. export, asked by another process that has the handle, tells where a region lies and
-//     gives a guard for it (mem.Guard).
-//  3. revoke, when the region is closed or changes, shuts its guards and waits until
-//     nobody is inside. While its memory moves they are only suspended, and resumed
+//  1. Publish makes a handle, with a function that finds objects by their numbers.
+//  2. export, on the request of another process that has the handle, returns where a region
+//     lies and a guard for it (mem.Guard).
+//  3. revoke, when the region is closed or changes, shuts its guards and waits until no
+//     process accesses it. While its memory moves they are only suspended, and resumed
 //     afterwards.
 //
-// What the other process does with it is in imports.go.
+// imports.go is the side of the process that imports.
 
 import (
 	"fmt"
@@ -28,21 +28,21 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// Published is an object that others may import.
+// Published is an object that other processes may import.
 type Published struct {
 	MR      provider.MR  // nil: it is no region
-	Destroy func() error // for all who have it
+	Destroy func() error // destroys the object, for all processes that have it
 }
 
-// exports are those of a device.
+// exports are the objects of a device that other processes import.
 type exports struct {
-	mu     sync.Mutex // guards what follows, and what is said so of leases; nobody waits under it
+	mu     sync.Mutex // guards what follows, and lease.uses; no call waits for a process under it
 	find   map[string]func(object uint64) (Published, error)
 	leases map[*mem.Region][]*lease
 }
 
 // Publish makes a handle for the objects that find returns, by their numbers. Unpublish
-// ends that; what was imported stays so.
+// ends that; objects that were imported before stay imported.
 func (d *Device) Publish(find func(object uint64) (Published, error)) (handle string) {
 	token := host.NewToken()
 	d.exports.mu.Lock()
@@ -52,7 +52,7 @@ func (d *Device) Publish(find func(object uint64) (Published, error)) (handle st
 	d.exports.find[token] = find
 	d.exports.mu.Unlock()
 	if d.member == nil {
-		return "#" + token // a device on the loop link alone is not to be found by others
+		return "#" + token // other processes cannot find a device that has the loop link alone
 	}
 	return d.member.Handle(token)
 }
@@ -72,7 +72,8 @@ func tokenOf(handle string) string {
 
 var errNotPublished = fmt.Errorf("the process has no such object, or not any more: %w", syscall.ENOENT)
 
-// export is asked by another process, by a connection that ends with the import.
+// export returns an object for another process, which has asked for it by a connection that
+// lasts as long as the import.
 func (l *futureDevice) export(token string, object uint64, c *net.UnixConn) (*host.Export, error) {
 	d := l.Load()
 	if d == nil {
@@ -99,14 +100,14 @@ func (l *futureDevice) export(token string, object uint64, c *net.UnixConn) (*ho
 type lease struct {
 	region *mem.Region
 	c      *net.UnixConn
-	user   int // its process
+	user   int // PID of the process that has imported it
 	pidfd  int // of that process; -1: none
 	guard  *mem.Guard
 	uses   int // guarded by the exports' lock: the last one closes guard and pidfd
 }
 
-// gone reports whether the process that imports has ended. Where there is no pidfd of it,
-// the end of its connection is taken for that.
+// gone reports whether the process that has imported the region has ended. Without a pidfd of
+// it, the end of its connection is taken for that.
 func (l *lease) gone() bool {
 	if l.pidfd >= 0 {
 		return sys.Exited(l.pidfd)
@@ -114,7 +115,7 @@ func (l *lease) gone() bool {
 	return sys.HungUp(l.c)
 }
 
-// follow makes the guard what the region is: suspended, or not.
+// follow makes the guard what the region is now: shut, suspended or open.
 func (l *lease) follow() {
 	switch _, usable := l.region.Snapshot(); {
 	case !usable:
@@ -126,9 +127,9 @@ func (l *lease) follow() {
 	}
 }
 
-// lease says where the region lies, and who may be there.
+// lease fills in where the region lies, and leases it to the process at the other end of c.
 func (m *MR) lease(x *host.Export, c *net.UnixConn) error {
-	m.mu.Lock() // the region stays what it is meanwhile
+	m.mu.Lock() // the region does not change meanwhile
 	defer m.mu.Unlock()
 	if m.closed {
 		return errNotPublished
@@ -143,7 +144,7 @@ func (m *MR) lease(x *host.Export, c *net.UnixConn) error {
 	v := m.view.Load()
 	access := v.access
 	// The kernel writes through /proc/PID/mem also to what the owner has mapped read-only.
-	// Memory that was pinned for writing was writable; for the rest nobody has seen to that.
+	// Memory that was pinned for writing was writable; on-demand memory is checked here.
 	switch m.region.Kind() {
 	case mem.KindImplicit:
 		return fmt.Errorf("the whole address space cannot be imported: %w", syscall.EOPNOTSUPP)
@@ -168,7 +169,7 @@ func (m *MR) lease(x *host.Export, c *net.UnixConn) error {
 	}
 	d := m.pd.dev
 	d.exports.add(l)
-	if _, usable := m.region.Snapshot(); !usable { // whoever killed it may have looked before the lease was there
+	if _, usable := m.region.Snapshot(); !usable { // the call that closed it may have looked for leases before add
 		d.exports.end(l)
 		_ = sys.CloseFD(fd) // it was open: it cannot fail
 		return errNotPublished
@@ -205,9 +206,9 @@ func (e *exports) add(l *lease) {
 	l.follow() // the region may have been suspended a moment ago
 }
 
-// end gives a lease up, when the importer is not inside any more, or has ended: until then
-// whoever wants the memory back finds the lease. The importer may live, and only have lost
-// the connection, or said nonsense on it.
+// end removes a lease when its process does not access the region any more, or has ended:
+// until then a call that takes the memory back must find the lease. The process may live,
+// and only have lost the connection, or broken its protocol.
 func (e *exports) end(l *lease) {
 	l.guard.Shut()
 	l.guard.Await(l.gone)
@@ -230,8 +231,9 @@ func (e *exports) letGoLocked(l *lease) {
 	}
 }
 
-// revoke takes a region away from those who have imported it, and waits until none of
-// them accesses it any more. Without wait it only suspends them.
+// revoke takes a region away from the processes that have imported it, and waits until none
+// of them accesses it any more. Without wait it only makes their guards what the region is
+// now, suspended for one, and does not wait.
 func (e *exports) revoke(r *mem.Region, wait bool) {
 	if !wait {
 		e.follow(r)
@@ -263,15 +265,15 @@ func (e *exports) shut(r *mem.Region) {
 	}
 }
 
-// inside reports whether one of them is at it.
+// inside reports whether a process that has imported a region is accessing it.
 func (e *exports) inside(r *mem.Region) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return slices.ContainsFunc(e.leases[r], func(l *lease) bool { return l.guard.Busy() })
 }
 
-// follow makes the guards of a region what the region is now. It is called after every
-// change of that, so the last call sets the guards right, in whatever order they come.
+// follow makes the guards of a region what the region is now. It is called after every change
+// of the region, so the last call sets the guards right, in whatever order the calls come.
 func (e *exports) follow(r *mem.Region) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -280,6 +282,6 @@ func (e *exports) follow(r *mem.Region) {
 	}
 }
 
-// resumed is told that a region is open again whose memory has moved. (Lanes are given
-// anew: see grant.go.)
+// resumed opens the guards of a region that is open again after its memory has moved. The
+// table calls it. (Grants are not resumed: new ones are given, see grant.go.)
 func (d *Device) resumed(r *mem.Region) { d.exports.follow(r) }

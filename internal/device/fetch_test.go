@@ -1,7 +1,7 @@
 package device
 
 // Memory that has to be fetched before it can be read or written, by storage that
-// takes as long as a test wants it to: nobody waits but who needs it, nothing is
+// takes as long as a test wants it to: only the requests that need it wait, nothing is
 // sent in vain, and everything arrives.
 
 import (

@@ -1,14 +1,15 @@
 package device
 
-// WRITEs and READs of other processes that do not come by here: see link's lanes. This
-// file says who may do what by himself, and keeps the queue pairs of both sides in step.
+// Grants: WRITEs and READs that a peer process executes by itself, in mapped memory (see
+// link/grant.go). This file decides which peer gets a grant to which region, and keeps the
+// queue pairs of both sides in step.
 //
-//   - offer gives a peer a lane to a region that its queue pair has accessed.
-//   - revoke takes lanes away by region, when that is closed, changes or moves; barGrants
-//     by queue pair, when that changes or is closed. Nobody waits for another process under
-//     a lock: lanes are shut under it, and waited for without.
-//   - absorb moves a queue pair on past what was done.
-//   - granted takes a lane that a peer has given; lanes use it.
+//   - offer gives the peer of a queue pair a grant to a region that the peer has accessed.
+//   - revoke takes grants away by region, when the region is closed, changes or moves;
+//     barGrants by queue pair, when the queue pair changes or is closed. No call waits for
+//     another process while it holds a queue pair's lock.
+//   - absorbLocked moves a queue pair on past the requests that its peer has executed.
+//   - granted takes a grant that a peer has given; peerGrants uses it.
 
 import (
 	"slices"
@@ -24,23 +25,24 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// maxGrants is how many lanes lead to the memory of one queue pair, or from one.
+// maxGrants is how many grants a queue pair gives at most, and how many of its peer's it
+// keeps.
 const maxGrants = 4
 
-// grant is a lane that was given to the peer of a queue pair.
+// grant is a grant that was given to the peer of a queue pair: the owner's end.
 type grant struct {
 	*link.Grant
 	region *mem.Region
 
 	// Guarded by the queue pair's lock.
 	absorbed shm.GrantCounts
-	met      shm.GrantCounts // what it was at the last doubt
-	vain     int             // doubts since then
+	met      shm.GrantCounts // absorbed, as it was at the last call of doubt that found it changed
+	vain     int             // calls of doubt since then, and that one
 }
 
-// doubt is told of a request that did not come by the lane, though it could have. If that
-// happens again and again while nothing comes by the lane, the peer has not got it: it is
-// taken away, and another one may be given.
+// doubt counts a request that came by the ring, though the grant covers it. After maxVain of
+// them, with none by the grant in between, the peer has not got the grant: doubt takes it
+// away, and another one may be given. It returns false: nothing new was given.
 func (g *grant) doubt() bool {
 	if g.absorbed != g.met {
 		g.met, g.vain = g.absorbed, 0
@@ -51,21 +53,21 @@ func (g *grant) doubt() bool {
 	return false
 }
 
-// maxVain is how many of those requests that are looked at do not come by a lane before
-// it is given up.
+// maxVain is how many requests in a row that offer looks at come by the ring before the grant
+// that covers them is taken away.
 const maxVain = 4
 
-// grants are those of all queue pairs of a device, by region.
+// grants are the grants that all queue pairs of a device have given, by region.
 type grants struct {
-	off      atomic.Bool // none are given: tests
+	off      atomic.Bool // set by tests: none are given
 	mu       sync.Mutex  // guards what follows
 	byRegion map[*mem.Region][]*grant
-	leaving  map[*mem.Region]chan struct{} // invalidated regions that peers are still at: closed when they are not
+	leaving  map[*mem.Region]chan struct{} // of an invalidated region that peers still access: closed when none does
 }
 
-// add notes a grant that the peer has not been told of, and reports whether it may be:
-// whether the region is open. Whoever keeps accesses out of the region calls revoke after
-// that. So either revoke finds the grant, or add finds the region not open.
+// add lists a grant before the peer hears of it, and reports whether the peer may: whether
+// the region is open. A call that shuts the region calls revoke afterwards, so either revoke
+// finds the grant, or add finds the region not open.
 func (k *grants) add(g *grant) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -88,8 +90,8 @@ func (k *grants) remove(g *grant) {
 	}
 }
 
-// revoke takes away the lanes to a region. With wait, nobody accesses the region by a lane
-// any more when it returns. Without, a peer may still be inside: what it does there is not
+// revoke takes away the grants to a region. With wait, no peer accesses the region by a grant
+// any more when revoke returns. Without, a peer may still be copying: that copy is not
 // counted.
 func (k *grants) revoke(r *mem.Region, wait bool) {
 	k.mu.Lock()
@@ -98,16 +100,17 @@ func (k *grants) revoke(r *mem.Region, wait bool) {
 	shut(list, wait)
 }
 
-// killed is told of every region that is closed or changes, and without wait of one whose
-// memory is about to move: see mem.TableConfig.
+// killed keeps other processes out of a region that is closed or changes, and, without wait,
+// out of one whose memory is about to move. The table calls it: see mem.TableConfig.
 func (d *Device) killed(r *mem.Region, wait bool) {
 	d.giveUpFetches()
 	d.grants.revoke(r, wait)
 	d.exports.revoke(r, wait)
 }
 
-// invalidated is told of a region that was invalidated, under the lock of a queue pair:
-// see mem.TableConfig.
+// invalidated keeps other processes out of a region that was invalidated. The table calls it
+// under the lock of a queue pair (see mem.TableConfig), so it does not wait: it returns a
+// channel that is closed when no peer accesses the region any more, or nil if none does now.
 func (d *Device) invalidated(r *mem.Region) <-chan struct{} {
 	d.giveUpFetches()
 	d.grants.revoke(r, false)
@@ -136,14 +139,15 @@ func (d *Device) invalidated(r *mem.Region) <-chan struct{} {
 	return left
 }
 
-// inside reports whether a peer is inside a lane to a region.
+// inside reports whether a peer is copying by a grant to a region.
 func (k *grants) inside(r *mem.Region) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return slices.ContainsFunc(k.byRegion[r], func(g *grant) bool { return g.Inside() })
 }
 
-// offer is told of a request that another process has sent: see link.SharedConfig.
+// offer gives another process a grant to the region that its request t names, if it may have
+// one, and reports whether it did. The link calls it: see link.SharedConfig.
 func (d *Device) offer(t *train.Train, via link.Via) (given bool) {
 	q := d.qps.Get(t.DestQP)
 	if q == nil || d.capture != nil || d.grants.off.Load() {
@@ -164,7 +168,8 @@ func (d *Device) offer(t *train.Train, via link.Via) (given bool) {
 	return given
 }
 
-// giveLocked gives the peer a lane to a region whose read section is open.
+// giveLocked gives the peer a grant to a region, and reports whether it did. The caller is in
+// a read section of the region.
 func (q *QP) giveLocked(t *train.Train, r *mem.Region, b []byte, via link.Via) bool {
 	segment, off := mem.SegmentOf(b)
 	if segment == 0 {
@@ -172,7 +177,7 @@ func (q *QP) giveLocked(t *train.Train, r *mem.Region, b []byte, via link.Via) b
 	}
 	q.absorbLocked()
 	if i := slices.IndexFunc(q.grants, func(g *grant) bool { return g.region == r && g.Open() }); i >= 0 {
-		return q.grants[i].doubt() // the peer will use it soon
+		return q.grants[i].doubt() // the peer may only not have read it yet
 	}
 	if len(q.grants) == maxGrants || q.barred > 0 {
 		return false
@@ -197,8 +202,9 @@ func (q *QP) giveLocked(t *train.Train, r *mem.Region, b []byte, via link.Via) b
 	return true
 }
 
-// stoppedLocked is told by the core that requests are given up, or that the queue pair
-// has failed. Nobody waits here: who makes progress must not stand still for one peer.
+// stoppedLocked takes back what a queue pair has lent out when it gives up requests or fails.
+// The core calls it. It does not wait: the goroutine that makes progress for all queue pairs
+// must not stand still for one peer.
 func (q *QP) stoppedLocked() {
 	if q.gaveUp != nil {
 		close(q.gaveUp)
@@ -213,8 +219,9 @@ func (q *QP) stoppedLocked() {
 	}
 }
 
-// shut takes lanes away; with wait, it also waits until no peer is inside any more. The
-// caller then holds no lock of a queue pair: a peer that is stopped inside stays for long.
+// shut takes grants away; with wait, it also waits until no peer copies by them any more. The
+// caller then holds no lock of a queue pair: a peer process that was stopped amid a copy may
+// stay there for long.
 func shut(list []*grant, wait bool) {
 	for _, g := range list {
 		g.Shut()
@@ -226,8 +233,8 @@ func shut(list []*grant, wait bool) {
 	}
 }
 
-// barGrants takes away the lanes to the queue pair's memory, waits until the peer is not
-// inside any more, and keeps new ones from being given until unbarLocked.
+// barGrants takes away the grants that the queue pair has given, waits until the peer copies
+// by none of them any more, and keeps new ones from being given until unbarLocked.
 func (q *QP) barGrants() {
 	q.mu.Lock()
 	q.barred++
@@ -237,16 +244,18 @@ func (q *QP) barGrants() {
 }
 
 // unbarLocked ends what barGrants began: the queue pair moves on past what the peer has
-// done by itself, and no lane is left. New ones may be given when the caller unlocks.
+// executed by grants. New grants may be given when the caller unlocks, unless another call
+// still bars them.
 func (q *QP) unbarLocked() {
 	q.absorbLocked()
 	q.barred--
 }
 
-// absorbLocked moves the queue pair on past what the peer has written by itself.
+// absorbLocked moves the queue pair on past what the peer has executed by grants, and frees
+// the grants that the peer can use no more.
 func (q *QP) absorbLocked() {
 	q.grants = slices.DeleteFunc(q.grants, func(g *grant) bool {
-		over := g.Over() // before the counts are read
+		over := g.Over() // before the counts are read: from then on they do not change
 		counts := g.Counts()
 		if n := counts.Less(&g.absorbed); n != (shm.GrantCounts{}) {
 			q.core.Absorb(n[shm.GrantWrites], n[shm.GrantWritePackets], n[shm.GrantWritten], false)
@@ -261,7 +270,8 @@ func (q *QP) absorbLocked() {
 	})
 }
 
-// granted is told of a lane that a peer has given.
+// granted adds a grant that a peer has given to those that queue pair qpn uses. The link
+// calls it.
 func (d *Device) granted(qpn, remote uint32, l *link.PeerGrant) {
 	q := d.qps.Get(qpn)
 	if q == nil || d.capture != nil {
@@ -285,19 +295,19 @@ func (d *Device) granted(qpn, remote uint32, l *link.PeerGrant) {
 	k.list = append(k.list, l)
 }
 
-// sendsLocked tells whether the queue pair is connected with the peer that its lanes
-// lead to.
+// sendsLocked reports whether the queue pair is in a state in which the grants of its peer
+// hold: RTS or SQD.
 func (q *QP) sendsLocked() bool {
 	s := q.core.State()
 	return s == ib.QPRTS || s == ib.QPSQD
 }
 
-// lanes are how a queue pair accesses its peer's memory: a qp.Shortcut. The queue pair's
-// lock guards them.
+// peerGrants are the grants by which a queue pair accesses its peer's memory: a qp.Shortcut.
+// The queue pair's lock guards them.
 type peerGrants struct {
 	q    *QP
 	list []*link.PeerGrant
-	next *link.PeerGrant // what Covers has found
+	next *link.PeerGrant // the one that Covers has found, for Copy
 }
 
 // Covers implements qp.Shortcut.
@@ -311,7 +321,8 @@ func (k *peerGrants) Covers(x *qp.Request) bool {
 	return false
 }
 
-// Copy implements qp.Shortcut: behind Covers. The owner absorbs what was done.
+// Copy implements qp.Shortcut, by the grant that Covers has found. The owner process absorbs
+// what was executed.
 func (k *peerGrants) Copy(x *qp.Request) bool {
 	if k.next.Copy(x.VA, x.Own, x.Len, x.Packets(), x.Read) {
 		k.q.core.Counters[qp.CntByGrant]++

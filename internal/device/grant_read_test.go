@@ -9,8 +9,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
-// READs by a lane bring what is there, in order with WRITEs by lanes and with what goes
-// by the ring; the passive side counts them without having seen them.
+// READs by grant return what is there, in order with WRITEs by grant and with requests by the
+// ring; the passive side counts them without having executed them.
 func TestGrantRead(t *testing.T) {
 	seed := testSeed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
@@ -54,7 +54,7 @@ func TestGrantRead(t *testing.T) {
 		t.Error("other bytes have been written")
 	}
 	if n := countsOf(a.dev)["local_direct"]; n < 200 {
-		t.Errorf("%d requests went by a lane", n)
+		t.Errorf("%d requests went by a grant", n)
 	}
 	far := countsOf(b.dev)
 	if far["rx_bytes"] != written || far["tx_bytes"] != read {
@@ -71,7 +71,7 @@ func TestGrantRead(t *testing.T) {
 	}
 }
 
-// A region that may be read from and not written to gives a lane for that alone.
+// A grant to a region that may be read from and not written to is for READs alone.
 func TestGrantReadOnly(t *testing.T) {
 	a, b := byRings(t, ib.RC, 4096)
 	b.shareMemory(4096)
@@ -88,7 +88,7 @@ func TestGrantReadOnly(t *testing.T) {
 		}
 	}
 	if n := countsOf(a.dev)["local_direct"]; n < 50 {
-		t.Errorf("%d READs went by a lane", n)
+		t.Errorf("%d READs went by a grant", n)
 	}
 	a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, 8), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey(), Flags: ib.SendSignaled})
 	if wc := a.wait(); wc.Status != ib.WCRemAccessErr {

@@ -1,6 +1,6 @@
 package device
 
-// Lanes (grant.go) that are taken back, by either side: nothing is stored afterwards.
+// Grants (grant.go) that end, by either side: nothing is stored afterwards.
 
 import (
 	"bytes"
@@ -18,8 +18,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/qp"
 )
 
-// hammer lets an end write to its peer by lanes until a request fails, meanwhile ends
-// that, and how the request ended is checked. What it writes changes all the time.
+// hammer has a write to b by grant until a request fails, which meanwhile causes, and checks
+// how that request ended. What a writes changes all the time.
 func hammer(t *testing.T, a, b *end, size int, meanwhile func(), want ...ib.WCStatus) {
 	t.Helper()
 	copy(a.buf, noise) // the two halves differ
@@ -35,14 +35,14 @@ func hammer(t *testing.T, a, b *end, size int, meanwhile func(), want ...ib.WCSt
 		}
 	})
 	defer wg.Wait()
-	eventually(t, "WRITEs go by a lane", func() bool { return a.byGrant() > before+10 })
+	eventually(t, "WRITEs go by a grant", func() bool { return a.byGrant() > before+10 })
 	meanwhile()
 }
 
 // stays checks that memory does not change any more.
 func stays(t *testing.T, buf []byte, what string) {
 	t.Helper()
-	// The end first: whoever is still writing has not come there.
+	// The end first: a writer that is not done yet has not come there.
 	end := [8]byte(buf[len(buf)-8:])
 	after := bytes.Clone(buf)
 	time.Sleep(3 * time.Millisecond)
@@ -54,8 +54,8 @@ func stays(t *testing.T, buf []byte, what string) {
 // grantSizes are of WRITEs that are done in an instant, and that take some time.
 var grantSizes = []int{8, 250 << 10}
 
-// Whoever takes a right away gets the memory back: nothing is stored there any more, and
-// the sender learns why, as if it had come by the ring.
+// When a call that takes a right away returns, nothing is stored in the memory any more, and
+// the sender gets the same error as for a request by the ring.
 func TestGrantRevoked(t *testing.T) {
 	for _, tt := range []struct {
 		name string
@@ -97,8 +97,8 @@ func TestGrantRevoked(t *testing.T) {
 	}
 }
 
-// Rights are taken away again and again, each time while the peer writes, and nothing but
-// a lane could: when that is over, the memory stays.
+// Rights are taken away again and again, each time while the peer writes, and can only write
+// by grant: afterwards the memory does not change.
 func TestGrantRevokedOften(t *testing.T) {
 	const size = 250 << 10
 	a, b := byGrants(t, 2*size)
@@ -120,7 +120,7 @@ func TestGrantRevokedOften(t *testing.T) {
 	access := allRemote
 	for round := range lastingOps(100, 800) {
 		before := a.byGrant()
-		eventually(t, "WRITEs go by a lane", func() bool { return a.byGrant() > before })
+		eventually(t, "WRITEs go by a grant", func() bool { return a.byGrant() > before })
 		b.dev.rx.Lock() // what comes by the ring stays there
 		what := "Modify"
 		if round%2 == 0 {
@@ -146,8 +146,7 @@ func TestGrantRevokedOften(t *testing.T) {
 	}
 }
 
-// Queue pairs that are reset and connected again begin anew, whatever went by lanes
-// before.
+// Queue pairs that are reset and connected again begin anew, whatever went by grant before.
 func TestGrantReconnected(t *testing.T) {
 	a, b := byGrants(t, 4096)
 	for range 5 {
@@ -172,7 +171,7 @@ func TestGrantReconnected(t *testing.T) {
 	}
 }
 
-// A queue pair that is closed while it writes by a lane writes nothing any more.
+// A queue pair that is closed while it writes by grant writes nothing any more.
 func TestGrantSenderClosed(t *testing.T) {
 	for _, size := range grantSizes {
 		a, b := byGrants(t, 2*size)
@@ -191,7 +190,7 @@ func TestGrantSenderClosed(t *testing.T) {
 			}
 		})
 		before := a.byGrant()
-		eventually(t, "WRITEs go by a lane", func() bool { return a.byGrant() > before+10 })
+		eventually(t, "WRITEs go by a grant", func() bool { return a.byGrant() > before+10 })
 		closeAll(t, a.qp)
 		stays(t, b.buf, "the sender's Close")
 		wg.Wait()
@@ -208,7 +207,7 @@ func hurryNow(ends ...*end) {
 }
 
 // A peer invalidates a region by a message, and another one writes to it meanwhile: when
-// the message is there, nobody writes any more.
+// the message is there, no peer writes any more.
 func TestGrantInvalidated(t *testing.T) {
 	const size = 64 << 10
 	for range lastingOps(5, 30) {
@@ -237,23 +236,24 @@ func TestGrantInvalidated(t *testing.T) {
 	}
 }
 
-// A region whose rights stay is written to by the ring, and by a new lane soon.
+// After its grant was taken away, a region whose rights stay is written to by the ring, and
+// soon by a new grant.
 func TestGrantAgain(t *testing.T) {
 	a, b := byGrants(t, 4096)
 	access := allRemote
 	for range 20 {
 		must0(t, b.mr.Rereg(provider.MRChange{Access: &access, KeepKeys: true}))
 		if n := b.grantsOpen(); n != 0 {
-			t.Fatalf("%d lanes are open", n)
+			t.Fatalf("%d grants are open", n)
 		}
 		a.warm(b)
 	}
 	if n := b.grantsOpen(); n != 1 || grantsOf(b.dev) != 1 {
-		t.Errorf("%d lanes are open, %d are known by their region", n, grantsOf(b.dev))
+		t.Errorf("%d grants are open, %d are known by their region", n, grantsOf(b.dev))
 	}
 }
 
-// The sender keeps its lanes when it is modified, as long as it stays connected.
+// The sender keeps its peer's grants when it is modified, as long as it stays connected.
 func TestGrantModifiedSender(t *testing.T) {
 	a, b := byGrants(t, 4096)
 	for _, s := range []ib.QPState{ib.QPRTS, ib.QPSQD, ib.QPRTS} {
@@ -263,7 +263,7 @@ func TestGrantModifiedSender(t *testing.T) {
 	a.post(a.write(b, 0, 8))
 	a.ok()
 	if a.byGrant() != before+1 {
-		t.Error("the lane is not used any more")
+		t.Error("the grant is not used any more")
 	}
 	// While the queue drains nothing is begun.
 	a.modify(ib.QPAttr{State: ib.QPSQD}, 0)

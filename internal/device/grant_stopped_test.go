@@ -1,7 +1,7 @@
 package device
 
-// A peer process that is stopped inside a lane (grant.go): only the call that must wait for
-// it waits.
+// A peer process that is stopped amid a copy by grant (grant.go): only the call that must
+// wait for it waits.
 
 import (
 	"bufio"
@@ -21,7 +21,7 @@ import (
 
 const stoppedChild = "VERBENA_TEST_STOPPED_CHILD"
 
-// stoppedPeer is what both processes tell each other.
+// stoppedPeer is what the two processes send each other.
 type stoppedPeer struct {
 	Addr   netip.Addr
 	QPN    uint32
@@ -29,8 +29,8 @@ type stoppedPeer struct {
 	RKey   uint32
 }
 
-// runStoppedChild is the other process: it writes to the test's memory until it does so by a
-// lane, and then stays inside.
+// runStoppedChild is the other process: it writes to the test's memory until a WRITE goes by
+// grant, and then stays amid such a WRITE.
 func runStoppedChild(t *testing.T, arg string) {
 	var o stoppedPeer
 	must0(t, json.Unmarshal([]byte(arg), &o))
@@ -41,7 +41,7 @@ func runStoppedChild(t *testing.T, arg string) {
 	in.Scan() // the test has connected
 	a.connectTo(o.Addr, o.QPN, a.psn, a.rd)
 	wr := ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, 8), RemoteAddr: o.Remote, RKey: o.RKey}
-	eventually(t, "a lane comes into use", func() bool {
+	eventually(t, "a grant comes into use", func() bool {
 		a.post(wr)
 		a.ok()
 		return a.byGrant() > 0
@@ -55,8 +55,8 @@ func runStoppedChild(t *testing.T, arg string) {
 	_ = r
 }
 
-// withStoppedPeer makes an end whose peer is another process, which is stopped inside a lane
-// to the end's memory. kill ends that process.
+// withStoppedPeer makes an end whose peer is another process, which is stopped amid a copy by
+// grant to the end's memory. kill ends that process.
 func withStoppedPeer(t *testing.T) (b *end, kill func()) {
 	t.Helper()
 	d := openDevice(t, provider.Config{Link: linkLocal})
@@ -100,7 +100,7 @@ func withStoppedPeer(t *testing.T) (b *end, kill func()) {
 	return b, kill
 }
 
-// grantsShut reports whether all lanes that an end has given are taken away.
+// grantsShut reports whether all grants that an end has given are taken away.
 func (e *end) grantsShut() bool {
 	q := e.qp.(*QP)
 	q.mu.Lock()
@@ -133,7 +133,7 @@ func TestGrantStopped(t *testing.T) {
 			b, kill := withStoppedPeer(t)
 			done := make(chan struct{})
 			go func() { call(t, b); close(done) }()
-			eventually(t, "the lane is taken away", b.grantsShut)
+			eventually(t, "the grant is taken away", b.grantsShut)
 
 			// The same queue pair goes on.
 			must[ib.QPAttr](t)(b.qp.Query())
@@ -169,14 +169,14 @@ func TestGrantStopped(t *testing.T) {
 	}
 }
 
-// A region that is only suspended, as its memory moves, waits for nobody; when it is closed
-// afterwards, it does.
+// A call that only suspends a region, as its memory moves, does not wait for the peer; the
+// call that closes it afterwards does.
 func TestGrantStoppedSuspended(t *testing.T) {
 	b, kill := withStoppedPeer(t)
 	region := b.mr.(*MR).region
 	b.dev.killed(region, false) // or this would not return
 	if !b.grantsShut() || b.grantsOpen() != 1 {
-		t.Errorf("the lane is shut %v, %d lanes are left", b.grantsShut(), b.grantsOpen())
+		t.Errorf("the grant is shut %v, %d grants are left", b.grantsShut(), b.grantsOpen())
 	}
 	done := make(chan struct{})
 	go func() { closeAll(t, b.mr); close(done) }()

@@ -1,6 +1,6 @@
 package device
 
-// Lanes and leases that are given at the very moment at which they are taken away (grant.go,
+// Grants and leases that are given at the very moment at which they are taken away (grant.go,
 // exports.go).
 
 import (
@@ -15,7 +15,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// While a call takes the lanes of a queue pair away, none is given.
+// While a call takes the grants of a queue pair away, none is given.
 func TestGrantBarred(t *testing.T) {
 	a, b := byGrants(t, 4096)
 	q := b.qp.(*QP)
@@ -25,7 +25,7 @@ func TestGrantBarred(t *testing.T) {
 		a.ok()
 	}
 	if n := b.grantsOpen(); n != 0 {
-		t.Errorf("%d lanes were given meanwhile", n)
+		t.Errorf("%d grants were given meanwhile", n)
 	}
 	q.mu.Lock()
 	q.unbarLocked()
@@ -33,23 +33,23 @@ func TestGrantBarred(t *testing.T) {
 	a.warm(b)
 }
 
-// A lane to a region that is not open is refused before the peer hears of it: whoever has
-// closed the region may have looked for lanes already.
+// A grant to a region that is not open is refused before the peer hears of it: the call that
+// closed the region may have looked for grants already.
 func TestGrantTooLate(t *testing.T) {
 	_, b := byGrants(t, 4096)
 	region := b.mr.(*MR).region
 	before := grantsOf(b.dev)
 	closeAll(t, b.mr)
 	if b.dev.grants.add(&grant{region: region}) {
-		t.Error("a lane to a region that is closed")
+		t.Error("a grant to a region that is closed")
 	}
 	if n := b.grantsOpen(); n != 0 || grantsOf(b.dev) != before-1 {
-		t.Errorf("%d lanes, %d are known by their region", n, grantsOf(b.dev))
+		t.Errorf("%d grants, %d are known by their region", n, grantsOf(b.dev))
 	}
 }
 
-// A process that has imported a region, is inside, and has lost its connection is waited
-// for: it lives.
+// The call that ends a lease waits for a process that is accessing the imported region, also
+// if its connection is lost: the process lives.
 func TestLeaseBroken(t *testing.T) {
 	d := openDevice(t, provider.Config{Link: linkLoop})
 	e := newEnd(t, d, ib.RC, 64)

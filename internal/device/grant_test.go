@@ -1,6 +1,6 @@
 package device
 
-// WRITEs that the sender stores itself (grant.go): when, and in what order.
+// WRITEs that the sender executes by grant (grant.go): when, and in what order.
 
 import (
 	"bytes"
@@ -20,8 +20,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/qp"
 )
 
-// byGrants makes a connection by rings whose both ends have memory that the other may
-// write to, and which they do write to.
+// byGrants makes a connection by rings in which each end has a grant to the memory of the
+// other, and uses it.
 func byGrants(t testing.TB, size int) (a, b *end) {
 	t.Helper()
 	a, b = byRings(t, ib.RC, size)
@@ -32,28 +32,27 @@ func byGrants(t testing.TB, size int) (a, b *end) {
 	return a, b
 }
 
-// directs counts the WRITEs that an end has stored itself.
+// byGrant returns how many requests an end has executed by grant.
 func (e *end) byGrant() uint64 { return e.counted()[qp.CntByGrant] }
 
-// absorbed is what an end has counted, with what its peer has stored itself.
+// absorbed returns the counters of an end, with what its peer has executed by grant.
 func (e *end) absorbed() qp.Counters {
 	e.grantsOpen()
 	return e.counted()
 }
 
-// warm writes to a peer until that goes by a lane.
+// warm writes to a peer until a WRITE goes by grant.
 func (e *end) warm(o *end) {
 	e.t.Helper()
 	before := e.byGrant()
-	eventually(e.t, "a lane comes into use", func() bool {
+	eventually(e.t, "a grant comes into use", func() bool {
 		e.post(e.write(o, 0, 8))
 		e.ok()
 		return e.byGrant() > before
 	})
 }
 
-// grantsOpen counts the lanes that an end has given, once it has moved on past those that
-// are not used any more.
+// grantsOpen returns how many grants an end has given, without those that are over.
 func (e *end) grantsOpen() int {
 	q := e.qp.(*QP)
 	q.mu.Lock()
@@ -62,14 +61,14 @@ func (e *end) grantsOpen() int {
 	return len(q.grants)
 }
 
-// letterAt returns the number of a letter that somebody may be writing.
+// letterAt returns the number of a letter that the peer may be writing just now.
 func (e *end) letterAt(off int) uint32 {
 	var b [8]byte
 	binary.NativeEndian.PutUint64(b[:], e.word(off))
 	return binary.BigEndian.Uint32(b[:])
 }
 
-// grantsOf counts the lanes to regions of a device.
+// grantsOf returns how many grants lead to regions of a device.
 func grantsOf(d *Device) (n int) {
 	d.grants.mu.Lock()
 	defer d.grants.mu.Unlock()
@@ -79,8 +78,8 @@ func grantsOf(d *Device) (n int) {
 	return n
 }
 
-// A lane comes into use when a few WRITEs have come by the ring; then the owner need not
-// do anything, and knows all the same what was written.
+// A grant comes into use when a few WRITEs have come by the ring. From then on the owner
+// process does nothing, and its PSN and counters include what was written all the same.
 func TestGrantPassive(t *testing.T) {
 	a, b := byRings(t, ib.RC, 1<<20)
 	b.shareMemory(1 << 20)
@@ -108,7 +107,7 @@ func TestGrantPassive(t *testing.T) {
 	if s := must[ib.QPAttr](t)(a.qp.Query()); s.SQPSN != now.RQPSN {
 		t.Errorf("sq_psn is %#x, the peer's rq_psn %#x", s.SQPSN, now.RQPSN)
 	}
-	// Whoever asks is told, and need not ask for something else before.
+	// Each way to ask returns counters that are up to date, without any other call before it.
 	for _, ask := range []func() (packets, bytes uint64){
 		func() (uint64, uint64) {
 			c := counts{}
@@ -133,25 +132,25 @@ func TestGrantPassive(t *testing.T) {
 		}
 	}
 	if n := a.byGrant() - sent; n != 303 {
-		t.Errorf("%d of 303 WRITEs went by a lane", n)
+		t.Errorf("%d of 303 WRITEs went by a grant", n)
 	}
 }
 
-// Random mixtures of what goes by lanes and by rings, in both directions at the same
-// time. Atomics see exactly what was written before them, messages find it, READs
-// nothing older.
+// Random mixtures of requests by grants and by rings, in both directions at the same time.
+// An atomic sees exactly what was written before it, a message and a READ that or something
+// newer.
 func TestGrantMixed(t *testing.T) {
 	testGrantMixed(t, 200, func() bool { return true }, func(*mixer) {})
 }
 
 // The same, while regions are suspended again and again, as if their memory moved: the peers
-// lose their lanes at any moment of a copy, and nobody waits. Nothing is counted twice, nor
-// lost: that would be a packet out of sequence.
+// lose their grants at any moment of a copy, and no call waits for that. No request is
+// counted twice, nor lost: either would make a packet out of sequence.
 func TestGrantMixedSuspended(t *testing.T) {
 	var suspended atomic.Int64
 	testGrantMixed(t, 50, func() bool { return suspended.Load() >= 10 }, func(m *mixer) {
 		if n := m.e.byGrant(); n >= m.suspendAt {
-			m.suspendAt = n + 8 + m.rng.Uint64N(32) // by then there is another lane
+			m.suspendAt = n + 8 + m.rng.Uint64N(32) // by then there is another grant
 			m.o.dev.killed(m.o.mr.(*MR).region, false)
 			suspended.Add(1)
 		}
@@ -161,8 +160,8 @@ func TestGrantMixedSuspended(t *testing.T) {
 	}
 }
 
-// testGrantMixed calls beside between two steps of each side, and wants so many WRITEs by lanes
-// at least, and enough to be true: it goes on for some time until that is so.
+// testGrantMixed calls beside between two steps of each side. It goes on, for a limited time,
+// until at least so many requests went by grants, and enough returns true.
 func testGrantMixed(t *testing.T, least uint64, enough func() bool, beside func(*mixer)) {
 	t.Helper()
 	seed := testSeed(t)
@@ -195,9 +194,9 @@ func testGrantMixed(t *testing.T, least uint64, enough func() bool, beside func(
 			}
 		}
 		c := m.e.counted()
-		t.Logf("%d WRITEs by lanes, %d packets in all", c[qp.CntByGrant], c[qp.CntTxPackets])
+		t.Logf("%d WRITEs by grants, %d packets in all", c[qp.CntByGrant], c[qp.CntTxPackets])
 		if c[qp.CntByGrant] < least {
-			t.Errorf("%d WRITEs by lanes: too few to show anything", c[qp.CntByGrant])
+			t.Errorf("%d WRITEs by grants: too few to show anything", c[qp.CntByGrant])
 		}
 		if n := c[qp.CntOutOfSequence] + c[qp.CntNaksSent]; n != 0 {
 			t.Errorf("%d packets out of sequence, %d NAKs", c[qp.CntOutOfSequence], c[qp.CntNaksSent])
@@ -219,7 +218,7 @@ type mixer struct {
 	e, o      *end
 	beside    func(*mixer)
 	enough    func() bool
-	suspendAt uint64 // at how many WRITEs and READs by lanes its peer's region is suspended next
+	suspendAt uint64 // at how many WRITEs and READs by grants its peer's region is suspended next
 	rng       *rand.Rand
 	next      uint32
 	done      uint32             // the last request that is known to be done
@@ -229,11 +228,11 @@ type mixer struct {
 	want      [mixedPlaces]uint32 // of READs and atomics: what their place is to hold, at least
 }
 
-// run posts so many requests, or if they do not show enough up to 20 times as many, and
-// receives until nobody works any more.
+// run posts so many requests, up to 20 times as many until enough returns true, and receives
+// until both sides have finished.
 func (m *mixer) run(count int, working *atomic.Int32) error {
 	most := 20 * count
-	rest := false // now and then: lanes are for when nothing else is under way
+	rest := false // wait for all requests, now and then: grants are used only when none is under way
 	for finished := false; working.Load() > 0; {
 		if rest = rest && m.done != m.next; !rest && m.next < uint32(count) && m.next-m.done < mixedPlaces/2 {
 			var wrs []ib.SendWR
@@ -340,8 +339,8 @@ func (m *mixer) poll() error {
 	return nil
 }
 
-// More regions than a queue pair has lanes to, and more queue pairs: each WRITE gets where
-// it is to, and nothing is left when all is closed.
+// There are more regions than a queue pair may have grants to, and more queue pairs: each
+// WRITE arrives in its region, and no grant is left when all is closed.
 func TestGrantMany(t *testing.T) {
 	a, b := byGrants(t, 64<<10)
 	var regions []provider.MR
@@ -361,7 +360,7 @@ func TestGrantMany(t *testing.T) {
 		}
 	}
 	if n := b.grantsOpen(); n != maxGrants {
-		t.Errorf("%d lanes, %d are possible", n, maxGrants)
+		t.Errorf("%d grants, %d are possible", n, maxGrants)
 	}
 	var others []*end
 	for range 8 {
@@ -385,7 +384,7 @@ func TestGrantMany(t *testing.T) {
 		}
 	}
 	if used < len(others)/4 {
-		t.Errorf("%d of %d queue pairs use lanes", used, len(others)/2)
+		t.Errorf("%d of %d queue pairs use grants", used, len(others)/2)
 	}
 	for _, r := range regions {
 		closeAll(t, r)
@@ -395,11 +394,11 @@ func TestGrantMany(t *testing.T) {
 	}
 	closeAll(t, b.qp)
 	if n := grantsOf(b.dev); n != 0 {
-		t.Errorf("%d lanes are left", n)
+		t.Errorf("%d grants are left", n)
 	}
 }
 
-// A post that goes by a lane takes along the acknowledgements that a poll has left.
+// A post that goes by grant also sends the acknowledgements that a poll has left.
 func TestGrantAnswers(t *testing.T) {
 	a, b := byGrants(t, 4096)
 	direct := 0
@@ -410,11 +409,11 @@ func TestGrantAnswers(t *testing.T) {
 		}
 		before := b.byGrant()
 		b.post(b.write(a, 0, 8))
-		if b.byGrant() > before { // it does not while somebody else is about to answer
+		if b.byGrant() > before { // not so while another goroutine has the token, to answer
 			direct++
 			q := b.qp.(*QP)
 			q.mu.Lock()
-			if q.core.Answering() && q.tx.Load() == txIdle { // nobody is at it
+			if q.core.Answering() && q.tx.Load() == txIdle { // no goroutine is sending it
 				t.Error("the answer waits for a poll")
 			}
 			q.mu.Unlock()
@@ -422,11 +421,11 @@ func TestGrantAnswers(t *testing.T) {
 		a.ok()
 	}
 	if direct < 5 {
-		t.Errorf("%d of 50 went by a lane", direct)
+		t.Errorf("%d of 50 went by a grant", direct)
 	}
 }
 
-// Who wants to see the packets sees all of them, on either side.
+// A device that captures packets captures all of them, on either side: no grant is used.
 func TestGrantCapture(t *testing.T) {
 	for _, side := range []string{"sender", "owner"} {
 		t.Run(side, func(t *testing.T) {
@@ -442,10 +441,10 @@ func TestGrantCapture(t *testing.T) {
 				a.ok()
 			}
 			if n := a.byGrant(); n != 0 {
-				t.Errorf("%d WRITEs went by a lane", n)
+				t.Errorf("%d WRITEs went by a grant", n)
 			}
 			if n := b.grantsOpen(); side == "owner" && n != 0 {
-				t.Errorf("%d lanes were given", n)
+				t.Errorf("%d grants were given", n)
 			}
 			closeAll(t, a.qp, a.mr, a.cq, a.pd, b.qp, b.mr, b.cq, b.pd, x, y)
 			if n := bytes.Count(must[[]byte](t)(os.ReadFile(file)), b.grantNeedle()); n < 200 {
@@ -463,7 +462,7 @@ func (e *end) grantNeedle() []byte {
 	return binary.BigEndian.AppendUint32(b, 8)
 }
 
-// A lane allocates nothing, on either side.
+// A WRITE by grant allocates nothing, on either side.
 func TestGrantAlloc(t *testing.T) {
 	a, b := byGrants(t, 64<<10)
 	inline := make([]byte, 8)
@@ -497,11 +496,11 @@ func TestGrantAlloc(t *testing.T) {
 		t.Errorf("%v allocations", n)
 	}
 	if n := a.byGrant() - before; n < 2*runs-runs/50 {
-		t.Errorf("%d of %d WRITEs went by a lane", n, 2*runs)
+		t.Errorf("%d of %d WRITEs went by a grant", n, 2*runs)
 	}
 }
 
-// stuckSource is memory at which the first one that reads it stays until it is let go.
+// stuckSource is memory whose first reader is stopped until the test lets it go.
 type stuckSource struct {
 	*mem.Host
 	once       sync.Once
@@ -533,9 +532,9 @@ func (e *end) stuckWrite(o *end, text string) (*stuckSource, *mem.Region, ib.Sen
 	return stuck, r, wr
 }
 
-// A peer that stays inside a lane, as one does that is stopped there, holds up who wants
-// the memory back, and nobody else. What it still stores is not counted: it comes again by
-// the ring, and ends as it would have without a lane.
+// A peer that stays amid a copy by grant, as a stopped process does, delays the call that
+// takes the memory back, and no other. The WRITE that it still stores is not counted: it
+// comes again by the ring, and ends as it would have without a grant.
 func TestGrantStuck(t *testing.T) {
 	for _, what := range []string{"region", "modify", "close"} {
 		t.Run(what, func(t *testing.T) {
@@ -566,7 +565,7 @@ func TestGrantStuck(t *testing.T) {
 			})
 			time.Sleep(5 * time.Millisecond)
 			if what != "close" {
-				must[ib.QPAttr](t)(b.qp.Query()) // waits for nobody
+				must[ib.QPAttr](t)(b.qp.Query()) // does not wait for the peer
 			}
 			c, d := connected(t, a.dev, b.dev, ib.RC, 4096, nil)
 			for range 50 {

@@ -107,7 +107,7 @@ func simulated(t testing.TB, n int, net link.FaultyConfig, cfg *provider.Config)
 }
 
 // virtualPause lets virtual time go on between two polls: in a bubble nothing
-// happens while somebody spins.
+// happens while a goroutine spins.
 func virtualPause() { time.Sleep(100 * time.Microsecond) }
 
 // connected makes two ends on two devices and connects them.

@@ -2,8 +2,8 @@ package device
 
 // Packets that no honest peer sends, from a plain UDP socket to a device on a
 // real one: malformed, truncated, replayed, forged. A device never crashes for
-// them, changes no memory, counts each by its reason, and goes on serving those
-// who behave.
+// them, changes no memory, counts each by its reason, and goes on serving honest
+// peers.
 //
 // A stranger has an address of its own. An impostor has the peer's address, as
 // any other program on the peer's host has, and another port.
@@ -148,7 +148,7 @@ func (s *scene) settled(before counts, packets int) counts {
 	return grown
 }
 
-// Packets that are dropped without a word: the connection does not notice.
+// Packets that are dropped without an answer: the connection is not affected.
 func TestHostileDropped(t *testing.T) {
 	x, y := openDevice(t, provider.Config{Link: linkUDP}), openDevice(t, provider.Config{Link: linkUDP})
 	s := newScene(t, x, y)
@@ -308,7 +308,7 @@ func TestHostileReplayed(t *testing.T) {
 	}
 }
 
-// Requests that come in their turn but may not be: they are refused, with the
+// Requests with the expected PSN that are not allowed: they are refused, with the
 // error that an honest peer would get, and touch no memory.
 func TestHostileRefused(t *testing.T) {
 	x, y := openDevice(t, provider.Config{Link: linkUDP}), openDevice(t, provider.Config{Link: linkUDP})

@@ -1,9 +1,9 @@
 package device
 
-// Objects of other processes: see exports.go for their side. A region that is imported is
-// one of this device, with keys of its own, on memory that is another process's
-// (mem.Foreign). Its rights are those of the original, but for what cannot be done there:
-// atomics, persistence, and paging, which the owner does.
+// Objects of other processes that this one imports: exports.go is the other side. An imported
+// region is one of this device, with keys of its own, on memory of another process
+// (mem.Imported). Its rights are those of the original, but for what cannot be done in
+// another process's memory: atomics, persistence, and paging, which the owner process does.
 
 import (
 	"bytes"
@@ -19,8 +19,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// Origin is an object of another process that one of this process stands for. Close lets
-// go of it; that of a region ends with the region.
+// Origin is an object of another process that was imported. Destroy destroys it there. Close
+// ends the import; that of a region ends with the region.
 type Origin interface {
 	Destroy() error
 	Close() error
@@ -29,13 +29,13 @@ type Origin interface {
 // importedAccess are the rights that an imported region can have.
 const importedAccess = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteRead | ib.AccessMWBind | ib.AccessFlushGlobal | ib.AccessRelaxedOrdering
 
-// Import imports an object that is no region, which only tells that it is there.
+// Import imports an object that is no region: it only shows that the object is there.
 func Import(op, handle string, object uint64) (Origin, error) {
 	i, err := fetch(op, handle, object)
 	if err != nil {
 		return nil, err
 	}
-	if i.Guard >= 0 { // nobody has asked for it
+	if i.Guard >= 0 { // of a region, which was not asked for
 		_ = sys.CloseFD(i.Guard) // it was open: it cannot fail
 	}
 	return i, nil
@@ -52,7 +52,7 @@ func fetch(op, handle string, object uint64) (*host.Import, error) {
 	return i, nil
 }
 
-// ImportMR registers a region of another process, which is to be closed before its
+// ImportMR registers a region of another process. The region is to be closed before its
 // origin is forgotten.
 func (p *PD) ImportMR(handle string, object uint64) (provider.MR, Origin, error) {
 	i, err := fetch("import_mr", handle, object)
@@ -65,7 +65,7 @@ func (p *PD) ImportMR(handle string, object uint64) (provider.MR, Origin, error)
 	}
 	mr, err := p.registerWith(memoryAt(0, 0, i.IOVA), ib.Access(i.Access)&importedAccess, func() (mem.Backing, error) {
 		mine := b
-		b = nil // now it is the region's
+		b = nil // the region closes it
 		return mine, nil
 	})
 	if b != nil {
@@ -96,7 +96,7 @@ func reachMemory(i *host.Import) (mem.Backing, error) {
 	return mem.NewImported(mem.ImportedConfig{Memory: fd, Addr: i.Addr, Length: i.Length, Guard: g, Link: i}), nil
 }
 
-// openMemory opens the memory of the process at the other end.
+// openMemory opens the memory of the process that exports, and checks that it is that one.
 func openMemory(i *host.Import, proof []byte) (int, error) {
 	const op = "import_mr"
 	if i.Length == 0 || i.Length > math.MaxInt64 || i.Addr > math.MaxInt64-i.Length {
@@ -115,8 +115,8 @@ func openMemory(i *host.Import, proof []byte) (int, error) {
 	case err != nil:
 		return -1, ib.Errorf(op, syscall.EOPNOTSUPP, "the memory of process %d: %v", i.PID, err)
 	}
-	// The number may be that of another process: where /proc has those of another namespace,
-	// or if the one at the other end has ended.
+	// The PID may be another process's: if /proc is that of another PID namespace, or if the
+	// process that exports has ended.
 	there := make([]byte, len(proof))
 	if !sys.ReadMemory(fd, there, i.Proof) || !bytes.Equal(there, proof) {
 		_ = sys.CloseFD(fd) // the first error says more

@@ -1,8 +1,7 @@
 package device
 
-// Regions that are imported: here by another device of the same process, which knows as
-// little of them as another process would. (Those with other processes are in
-// interop/programs.)
+// Imported regions, here of another device of the same process, by the same means as between
+// processes. (The tests with other processes are in interop/programs.)
 
 import (
 	"bytes"
@@ -66,7 +65,7 @@ func at(mr provider.MR, off, n int) []ib.SGE {
 	return []ib.SGE{{Addr: mr.Addr() + uint64(off), Length: uint32(n), LKey: mr.LKey()}}
 }
 
-// Imported memory is sent from and received to, written and read, by whoever has its keys.
+// Imported memory is sent from and received to, written and read, by peers that have its keys.
 func TestImportedMR(t *testing.T) {
 	for _, mode := range allLinks {
 		t.Run(mode, func(t *testing.T) {
@@ -225,7 +224,7 @@ func TestImportRefused(t *testing.T) {
 	wantErrno(t, "what is not published any more", err, syscall.ENOENT)
 }
 
-// count returns how many imports of its regions a device knows.
+// count returns how many leases of its regions a device has.
 func (e *exports) count() (n int) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -298,8 +297,8 @@ func TestImportRevoked(t *testing.T) {
 	}
 }
 
-// A user that ends inside holds nobody up; one that is there does, until it goes on, also
-// when its connection has ended.
+// The call that closes a region waits for a process that is accessing it, also when its
+// connection has ended, until the process leaves or ends.
 func TestImportEndsInside(t *testing.T) {
 	for _, ends := range []bool{true, false} {
 		t.Run(fmt.Sprint(ends), func(t *testing.T) {
@@ -307,7 +306,7 @@ func TestImportEndsInside(t *testing.T) {
 			a := newEnd(t, openDevice(t, provider.Config{Link: linkLoop}), ib.RC, 64)
 			defer a.close()
 			mr, o := x.importTo(a, 1)
-			// The user is ourselves; another process stands in for it.
+			// The importer is this process; another process stands in for it.
 			user := exec.Command("/bin/sleep", "100")
 			must0(t, user.Start())
 			x.dev.exports.mu.Lock()

@@ -6,16 +6,15 @@ import (
 	"github.com/verbena-rdma/verbena/internal/mem"
 )
 
-// scatterWanted tells whether short messages wait beside their completions, as the
-// environment has it: they do, unless it says 0, by our name or, where that says
-// nothing, by that of another driver.
+// scatterWanted reports whether short messages wait beside their completions (inline data).
+// They do, unless VERBENA_SCATTER_TO_CQE is 0 or, if that is not set, MLX5_SCATTER_TO_CQE.
 func scatterWanted() bool {
 	own := os.Getenv("VERBENA_SCATTER_TO_CQE")
 	return own != "0" && (own != "" || os.Getenv("MLX5_SCATTER_TO_CQE") != "0")
 }
 
-// scatterFailed is told by a poll, which holds nothing, that bytes could not be
-// written.
+// scatterFailed fails the queue pair because inline data could not be written back, and
+// returns the vendor error of the completion. The poll that calls it holds no lock.
 func (q *QP) scatterFailed(f mem.Fault) (vendor uint16) {
 	q.mu.Lock()
 	vendor = q.core.ScatterBroke(f)

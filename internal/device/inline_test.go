@@ -14,7 +14,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
-// What the environment says, and what a queue pair says for itself.
+// Inline data is as the environment has it, and as a queue pair's configuration has it.
 func TestScatterMode(t *testing.T) {
 	for _, c := range []struct {
 		own, other string
@@ -187,8 +187,9 @@ func reconnect(a, b *end) {
 	b.connect(a)
 }
 
-// What waits when its queue pair is reset is never written, and keeps nobody waiting
-// after that. What waits when it fails is there when it is polled.
+// Inline data that waits when its queue pair is reset is never written back, and later fenced
+// requests do not wait for it. Inline data that waits when the queue pair fails is written back
+// when it is polled.
 func TestInlineReceiveReset(t *testing.T) {
 	for _, mode := range allLinks {
 		t.Run(mode, func(t *testing.T) {
@@ -217,8 +218,8 @@ func TestInlineReceiveReset(t *testing.T) {
 	}
 }
 
-// A result whose region is closed while it waits fails with the fenced request that
-// counts on it, and each says what happened.
+// A request whose result waits as inline data while its region is closed fails with a
+// protection error, and the fenced request behind it is flushed.
 func TestInlineReceiveGone(t *testing.T) {
 	for _, mode := range allLinks {
 		t.Run(mode, func(t *testing.T) {

@@ -1,7 +1,7 @@
 package device
 
-// Results that wait in a completion queue that several share, polled by several, while
-// fenced requests use them and their pages come and go.
+// Results of requests as inline data, in a completion queue that several queue pairs share and
+// several goroutines poll, while fenced requests use them and their pages come and go.
 
 import (
 	"bytes"
@@ -19,11 +19,11 @@ import (
 
 const (
 	relayConns  = 4
-	relaySlots  = 8   // of a lane: rounds under way
+	relaySlots  = 8   // of a relay: rounds under way
 	relaySlot   = 256 // bytes of a slot, here and in the peer's memory
-	relayRounds = 64  // of a lane at a time, then what has arrived is compared
+	relayRounds = 64  // of a relay at a time, then what has arrived is compared
 	relayLog    = relayRounds * relaySlot
-	relayMemory = relayLog + relaySlot // of a lane: its copies and its word, or its slots
+	relayMemory = relayLog + relaySlot // of a relay: its copies and its word, or its slots
 )
 
 // relay is a queue pair that copies from one part of its peer's memory to another: a

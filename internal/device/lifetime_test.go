@@ -17,7 +17,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
-// family is one object of every kind, and who needs whom.
+// family is one object of every kind, with what each needs.
 type family struct {
 	dev     *Device
 	pd      provider.PD
@@ -57,7 +57,7 @@ func (f *family) dependents() map[closer][]closer {
 }
 
 // In whatever order objects are closed, one that others use stays, with EBUSY,
-// and one that nobody uses goes; closing again changes nothing.
+// and one that is not used goes; closing again changes nothing.
 func TestCloseOrders(t *testing.T) {
 	seed := testSeed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
@@ -112,7 +112,7 @@ func TestBusyParentWorksOn(t *testing.T) {
 	}
 }
 
-// What is closed is of no use any more, and says so.
+// A call with an object that is closed fails.
 func TestUseAfterClose(t *testing.T) {
 	f := newFamily(t, linkLoop)
 	in := provider.QPConfig{Type: ib.RC, SendCQ: f.cq, RecvCQ: f.cq}
@@ -195,7 +195,7 @@ func TestFailedCreationsLeaveNothing(t *testing.T) {
 	closeAll(t, pd, cq)
 }
 
-// Closing wakes all who wait.
+// Closing wakes all goroutines that wait.
 func TestCloseWakesWaiters(t *testing.T) {
 	f := newFamily(t, linkLoop)
 	var wg sync.WaitGroup

@@ -273,7 +273,7 @@ func TestAddressLimits(t *testing.T) {
 		if err == nil {
 			closeAll(t, d)
 		}
-		// The device that is there closes its end of our visit by itself.
+		// The device that is there closes its end of the connection a little later.
 		eventually(t, "no descriptor is left open", func() bool { return descriptors(t) == fds })
 		return err
 	}
@@ -331,8 +331,9 @@ type lockReport struct {
 
 const lockChild = "VERBENA_TEST_LOCK_CHILD"
 
-// Locking memory is limited for everybody but root. A strict device refuses a
-// region that cannot be locked; by default it works all the same and says so.
+// Locking memory is limited for all users but root. A strict device refuses a region
+// that cannot be locked; by default the region works all the same, and reports why
+// it is not locked.
 // A child process tries, as an unprivileged user with a small limit.
 func TestMemlockLimit(t *testing.T) {
 	if os.Getenv(lockChild) != "" {

@@ -16,7 +16,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
-// scribble changes memory without telling anybody, as programs do with pages
+// scribble changes memory without any synchronization, as programs do with pages
 // that peers read: the race is the point.
 //
 //go:norace
@@ -75,7 +75,7 @@ func TestPassiveTarget(t *testing.T) {
 		t.Run(mode, func(t *testing.T) {
 			const words = 128 << 10 // behind what is read and written
 			a, b := pair(t, mode, ib.RC, words+8)
-			time.Sleep(5 * time.Millisecond) // whoever was awake sleeps now
+			time.Sleep(5 * time.Millisecond) // the background goroutines sleep by now
 			for i := range 20 {
 				size := 1 << (i % 18)
 				fill(a.buf[:size], byte(i))

@@ -40,7 +40,7 @@ func BenchmarkLocalPingPong(b *testing.B) {
 		x, y := byRings(b, ib.RC, 4096)
 		benchPingPong(b, x, y)
 	})
-	b.Run("lane", func(b *testing.B) {
+	b.Run("grant", func(b *testing.B) {
 		x, y := byRings(b, ib.RC, 4096)
 		x.shareMemory(4096)
 		y.shareMemory(4096)
@@ -176,7 +176,7 @@ func fillRing(t *testing.T) (a, b *end, left int) {
 	return a, b, left
 }
 
-// waitsForRoom tells whether the end has trains that the link is too busy for.
+// waitsForRoom reports whether the end has trains that the link is too busy for.
 func (e *end) waitsForRoom() bool {
 	e.dev.heldQPs.Lock()
 	defer e.dev.heldQPs.Unlock()
@@ -185,7 +185,7 @@ func (e *end) waitsForRoom() bool {
 
 // UC messages wait for room in the ring to a process that is slow, and none is lost.
 // Meanwhile connections to the same process have their half of it, and connections
-// to others are not held up.
+// to others are not delayed.
 func TestLocalUCWaits(t *testing.T) {
 	a, b, left := fillRing(t)
 	c, d := connected(t, a.dev, b.dev, ib.RC, fullSize, nil)
@@ -224,7 +224,7 @@ func TestLocalUCWaits(t *testing.T) {
 }
 
 // A queue pair that waits for room can be closed, and if the peer goes, its requests
-// complete, as they do on a network where nobody is.
+// complete, as they do on a network without that peer.
 func TestLocalUCPeerGone(t *testing.T) {
 	t.Run("closed", func(t *testing.T) {
 		a, b, _ := fillRing(t)
@@ -278,7 +278,7 @@ func fillWithDatagrams(t *testing.T, patience time.Duration) (a, b *end, ah *ib.
 			a.completed(left)
 		}
 	}
-	for ; a.cq.(*CQ).Len() > 0; left++ { // it may not have been we who sent the last one
+	for ; a.cq.(*CQ).Len() > 0; left++ { // the background goroutine may have sent the last one
 		a.completed(left)
 	}
 	if next == 1000 || next == left {
@@ -495,7 +495,7 @@ func TestLocalRead(t *testing.T) {
 			if c["local_fetched_trains"]+c["local_mapped_trains"] != 50 || shared && c["local_mapped_trains"] < 20 || c["implied_nak_seq_err"] != 0 {
 				t.Errorf("%v", c)
 			}
-			a.dev.rx.Lock() // the answer comes, and nobody looks
+			a.dev.rx.Lock() // the answer comes, and is not read
 			read(func() {
 				eventually(t, "it is answered", func() bool { return b.counted()[qp.CntTxBytes] == 51*size })
 				b.dev.giveUpFetches()

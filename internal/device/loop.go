@@ -12,8 +12,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// loopPeer is the loop link to an address of this process: a direct call, and
-// one copy from the source's region to the target's.
+// loopPeer is the loop link to an address of this process: the sender calls the receiver,
+// and each byte is copied once, from the source's region to the target's.
 type loopPeer struct {
 	addr   netip.Addr
 	target atomic.Pointer[loopTarget]
@@ -26,9 +26,9 @@ type loopTarget struct {
 	shift qp.Time // from the sender's time to the device's
 }
 
-// newLoopPeer returns the loop link from a device to an address, or nil if no
-// device of this process that takes part in it is there, or if other processes
-// share that device and the queue pair is theirs.
+// newLoopPeer returns the loop link from a device to an address. It returns nil if no device
+// of this process with a loop link is there, or if other processes share that device and it
+// has no queue pair destQP in this process.
 func newLoopPeer(from *Device, f *train.Flow, destQP uint32) *loopPeer {
 	p := &loopPeer{addr: f.Dst}
 	to := p.find(from)
@@ -62,17 +62,17 @@ func (p *loopPeer) find(from *Device) *loopTarget {
 	return t
 }
 
-// loopWindow is the loop link's: only the number space bounds it.
+// loopWindow is the loop link's window, in packets: only the space of PSNs bounds it.
 const loopWindow = 1 << 21
 
-// debt is a queue pair that has something to send because of what it received,
-// and when.
+// debt is a queue pair that has something to send because of a train that it received, and
+// the time of that.
 type debt struct {
 	q   *QP
 	now qp.Time
 }
 
-// settle lets the queue pair send.
+// pay lets the queue pair send.
 func (o *debt) pay() {
 	if o.q != nil {
 		o.q.dev.answer(o.q, o.now)
@@ -80,11 +80,11 @@ func (o *debt) pay() {
 	}
 }
 
-// deliver gives a train to the peer's queue pair. What that has to answer is
-// owed: one answer does for several trains, so it is sent when there are no more
-// for the same queue pair. The sender holds its token, never its lock. A fault
-// is the sender's: the payload could not be read. busy is that of the link, where
-// the queue pair is another process's.
+// deliver gives a train to the peer's queue pair. The answer is put into owed: one answer
+// does for several trains, so it is sent when no more follow for the same queue pair. The
+// sender holds its token, never its lock. A fault is the sender's: the payload could not be
+// read. busy is that the peer's queue pair can take no more now or, where it is another
+// process's, that the link cannot.
 func (p *loopPeer) deliver(from *Device, one []*train.Train, now qp.Time, owed *debt) (fault mem.Fault, busy bool) {
 	t := one[0]
 	t.From, t.To = t.Flow.Src, t.Flow.Dst
@@ -95,7 +95,7 @@ func (p *loopPeer) deliver(from *Device, one []*train.Train, now qp.Time, owed *
 	to := p.target.Load()
 	if to.dev.stopped.Load() {
 		if to = p.find(from); to == nil {
-			return mem.Fault{}, false // lost: nobody is there
+			return mem.Fault{}, false // lost: no device is there
 		}
 	}
 	if to.dev.capture != nil && to.dev != from {
@@ -115,7 +115,7 @@ func (p *loopPeer) deliver(from *Device, one []*train.Train, now qp.Time, owed *
 		owed.pay()
 	}
 	if q.full.Load() && q.stillFull() {
-		return mem.Fault{}, true // its mover has us go on
+		return mem.Fault{}, true // its mover has the sender go on
 	}
 	now += to.shift
 	var due bool
@@ -125,8 +125,8 @@ func (p *loopPeer) deliver(from *Device, one []*train.Train, now qp.Time, owed *
 	return fault, false
 }
 
-// captureLoop writes the packets that the train would have been on a wire. What
-// cannot be read is left out: the receiver is about to find out why.
+// captureLoop writes the packets that the train would have been on a wire. What cannot be
+// read is left out: the receiver will report the fault.
 func (d *Device) captureLoop(t *train.Train, tap *pcap.Writer) {
 	_ = link.Capture(t, tap, time.Now())
 }

@@ -87,7 +87,7 @@ func TestLoopOneDevice(t *testing.T) {
 }
 
 // Two devices of one process reach each other without packets, unless one of
-// them is told to use the network.
+// them is configured to use the network.
 func TestLoopBetweenDevices(t *testing.T) {
 	for _, tt := range []struct {
 		x, y  string

@@ -2,14 +2,14 @@ package device
 
 // Multicast: a message to a group reaches every UD queue pair that is attached to
 // it, the sender's own too if it is a member, as with adapters and with Linux's
-// soft-RoCE driver. (Who does not want to hear himself compares SrcQP and the
-// source in the header with his own.)
+// soft-RoCE driver. (A program that does not want its own messages compares SrcQP and the
+// source in the header with its own.)
 //
 //  1. AttachMcast makes a queue pair a member; the first one of a group makes the
 //     link join it.
 //  2. A sender's packets go to the group's address, and the kernel gives a copy to
 //     every process of this host and every host that has joined. Devices without a
-//     network link are reached directly, within the process (groupPeer).
+//     network link are reached by a call, within the process (groupPeer).
 //  3. deliverGroup gives what came to all members.
 
 import (
@@ -39,8 +39,8 @@ const (
 type mcast struct {
 	mu sync.Mutex // orders attaching and detaching, with the joining and leaving that they need
 
-	// members by group. What it points to never changes: it is replaced, under
-	// mu, and read by those who deliver.
+	// members by group. The map never changes: setLocked replaces it, under mu, and
+	// deliverGroup reads it without.
 	members atomic.Pointer[map[netip.Addr][]*QP]
 }
 
@@ -194,7 +194,7 @@ func (d *Device) joinGroup(op string, group netip.Addr) error {
 	return nil
 }
 
-// network tells whether the device has a link that leaves the process.
+// network reports whether the device has a link that leaves the process.
 func (d *Device) network() bool {
 	_, none := d.link.(*noLink)
 	return !none
@@ -232,15 +232,14 @@ func (d *Device) newGroupPeer(f *train.Flow) (*groupPeer, error) {
 	return &groupPeer{&rest}, nil
 }
 
-// send sends a message to a group: to devices of this process that have no network
-// link directly, and if this one has none, to all others too; to everybody else by
-// packets.
+// send sends a message to a group. It calls the devices of this process that have no network
+// link and, if the sender has none, those that have one, too. All others get packets.
 func (p *groupPeer) send(from *Device, one []*train.Train, now qp.Time) mem.Fault {
 	t := one[0]
 	t.From, t.To = t.Flow.Src, t.Flow.Dst
 	t.TClass, t.HopLimit = t.Flow.TClass, t.Flow.HopLimit
 	if from.capture != nil && p.rest == nil {
-		_ = link.Capture(t, from.capture, time.Now()) // what cannot be read is about to be found out
+		_ = link.Capture(t, from.capture, time.Now()) // deliverGroup returns the fault, if any
 	}
 	for _, to := range openDevices() {
 		if !to.loopback || p.rest != nil && to.network() || len(to.mcast.of(t.To)) == 0 {
@@ -254,6 +253,6 @@ func (p *groupPeer) send(from *Device, one []*train.Train, now qp.Time) mem.Faul
 		return mem.Fault{}
 	}
 	t.Flow = p.rest
-	_, fault, _ := from.sendLink(one) // packets are never held up
+	_, fault, _ := from.sendLink(one) // packets to a group never find the link busy
 	return fault
 }

@@ -66,7 +66,7 @@ func (e *end) hear(from *end, group ib.GID, text string) {
 }
 
 // hearNothing checks that nothing but completions of sends waits, when what was
-// sent last has been heard by somebody else.
+// sent last has arrived at another member.
 func (e *end) hearNothing() {
 	e.t.Helper()
 	wcs := make([]ib.WC, 8)
@@ -80,7 +80,7 @@ func (e *end) hearNothing() {
 	}
 }
 
-// joined tells whether somebody in this network namespace has joined a group.
+// joined reports whether a process in this network namespace has joined a group.
 func joined(t testing.TB, group ib.GID) bool {
 	t.Helper()
 	b, err := os.ReadFile("/proc/net/igmp")
@@ -115,7 +115,7 @@ func TestMulticast(t *testing.T) {
 			if tt.packets && !joined(t, group) {
 				t.Error("the group was not joined")
 			}
-			// One from each device, members and not: everybody in the group hears
+			// One from each device, members and not: every member of the group gets
 			// it, the sender too.
 			for i, from := range []*end{a, c, b} {
 				if from != a && tt.x != tt.y {
@@ -225,7 +225,7 @@ func TestMulticastErrors(t *testing.T) {
 	wantErrno(t, "IPv6 on the loopback interface", err, syscall.EHOSTUNREACH)
 }
 
-// The limits that the device tells are those that hold.
+// The limits that the device reports are those that hold.
 func TestMulticastLimits(t *testing.T) {
 	d := openDevice(t, provider.Config{Link: linkLoop})
 	a := d.Attr()

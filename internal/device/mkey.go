@@ -1,7 +1,7 @@
 package device
 
-// Indirect memory keys: what they are is package mem's business, when they are
-// configured that of the queue pair. They count as regions.
+// Indirect memory keys. Package mem implements them, and a request of a queue pair configures
+// them. They count as regions.
 
 import (
 	"sync"
@@ -35,11 +35,11 @@ func (p *PD) CreateMKey(pieces int) (provider.MKey, error) {
 
 func (k *MKey) Key() uint32 { return k.key.Key() }
 
-// Shelter keeps peers from invalidating the key, before it is told anybody.
+// Shelter keeps peers from invalidating the key. It is called before a peer learns the key.
 func (k *MKey) Shelter() { k.key.Shelter() }
 
-// Close ends the key, configured or not, unless another stands on it: when it
-// returns, nobody accesses memory through it.
+// Close ends the key, configured or not, unless another key refers to it: when Close has
+// succeeded, no request accesses memory through it.
 func (k *MKey) Close() error {
 	k.mu.Lock()
 	defer k.mu.Unlock()

@@ -1,9 +1,9 @@
 package device
 
 // Moves of a queue pair's bytes by engines, to, from and between memory that the CPU does
-// not address (qp/staged.go). A goroutine of the queue pair's own, its mover, which is there
-// as long as there are moves, begins them in order, some at a time, and waits for them: no
-// lock is held and no worker is taken meanwhile, and nobody waits but this queue pair.
+// not address (qp/staged.go). The queue pair has a goroutine of its own, its mover, as long as
+// there are moves. The mover begins them in order, some at a time, and waits for them: it
+// holds no lock and takes no worker meanwhile, and only this queue pair waits.
 
 import (
 	"runtime"
@@ -14,10 +14,10 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// moveDepth is how many moves of a queue pair are under way.
+// moveDepth is how many moves of a queue pair are under way at most.
 const moveDepth = 16
 
-// moveLocked has the queue pair's moves done.
+// moveLocked has the queue pair's mover do its moves; it starts one if there is none.
 func (d *Device) moveLocked(q *QP) {
 	q.full.Store(q.core.Full())
 	if q.mover {
@@ -33,16 +33,17 @@ func (d *Device) moveLocked(q *QP) {
 	}
 }
 
-// underWay is a move that was begun, and what tells that its queue pair has given it up.
+// underWay is a move that the mover has taken; gaveUp is closed when its queue pair gives it
+// up.
 type underWay struct {
 	*qp.Move
 	gaveUp <-chan struct{}
 }
 
-// move does moves while there are some.
+// move is a mover: it does moves while there are some.
 func (d *Device) move(q *QP) {
 	var under []underWay // oldest first
-	begun := 0           // how many of them
+	begun := 0           // how many of them were begun
 	idle := false        // there was nothing to do for a while
 	for {
 		q.lockSoon()
@@ -100,8 +101,8 @@ func (q *QP) moreSoon() bool {
 
 const moverLooks = 256 // some 50 µs
 
-// stillFull reports whether the queue pair can take no more: what it has held may have been
-// let go when there was no mover.
+// stillFull brings full up to date, and returns it: the queue pair may have got room while it
+// had no mover.
 func (q *QP) stillFull() bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -110,7 +111,7 @@ func (q *QP) stillFull() bool {
 	return full
 }
 
-// begin begins a move, unless the queue pair has given it up.
+// begin begins a move; one that the queue pair has given up moves nothing.
 func (d *Device) begin(m underWay) {
 	select {
 	case <-m.gaveUp:
@@ -120,8 +121,9 @@ func (d *Device) begin(m underWay) {
 	d.reach(m, m.Begin)
 }
 
-// lockSoon locks the queue pair. The lock is mostly held by a post, which gives it back within
-// a microsecond or two: it tries again before it sleeps, since to be woken would take longer.
+// lockSoon locks the queue pair. The lock's holder is mostly a post, which unlocks within a
+// microsecond or two. So lockSoon tries a few times before it sleeps: to be woken would take
+// longer.
 func (q *QP) lockSoon() {
 	for range lockTries {
 		if q.mu.TryLock() {
@@ -134,8 +136,8 @@ func (q *QP) lockSoon() {
 
 const lockTries = 64
 
-// awaitMoves waits until no engine is at the memory of the queue pair, which has been reset:
-// its program may use that for something else.
+// awaitMoves waits until no engine accesses memory for the queue pair any more. The queue pair
+// has been reset, so the program may use that memory for something else afterwards.
 func (q *QP) awaitMoves() {
 	q.mu.Lock()
 	if !q.mover {
@@ -158,8 +160,8 @@ func (q *QP) gaveUpLocked() <-chan struct{} {
 	return q.gaveUp
 }
 
-// reach does a step of a move, when the memory that it needs is there. It is given up if the
-// queue pair is, or the device closes.
+// reach does a step of a move, as soon as the memory that it needs is there. It gives the move
+// up if the queue pair does, or if the device closes.
 func (d *Device) reach(m underWay, step func() mem.Fault) {
 	for {
 		f := step()
@@ -200,7 +202,7 @@ func (d *Device) moved(q *QP, moves []underWay) {
 		}
 	}
 	peer, shift := q.neighbour()
-	if unread != nil && peer == nil { // it lies in another process, which must send it
+	if unread != nil && peer == nil { // the payload lies in another process, which must send it
 		if unread.IsAnswer() {
 			q.core.AnswerUnread(now)
 		} else {
@@ -213,7 +215,7 @@ func (d *Device) moved(q *QP, moves []underWay) {
 	q.mu.Unlock()
 	if unread != nil && peer != nil {
 		peer.mu.Lock()
-		if peer.core.Lends(unread) { // it is the sender's, and not from before a reset
+		if peer.core.Lends(unread) { // the train is of this peer, and not from before a reset
 			peer.core.SendFailed(unread, why, now+shift)
 			peer.executedLocked()
 		}

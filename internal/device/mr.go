@@ -2,10 +2,10 @@ package device
 
 // Memory regions, from registration to deregistration:
 //
-//  1. RegMR and RegMRAddr say what the memory is; makeBacking chooses what kind
-//     of memory that makes, and register puts a region on it.
-//  2. Rereg makes another region of it, in place.
-//  3. Close ends it.
+//  1. RegMR and RegMRAddr take the memory; makeBacking chooses the kind of backing for it,
+//     and register makes the region.
+//  2. Rereg changes the region in place.
+//  3. Close deregisters it.
 
 import (
 	"errors"
@@ -23,22 +23,21 @@ type MR struct {
 	region *mem.Region
 	view   atomic.Pointer[mrView] // what it is now
 
-	mu      sync.Mutex // held by who changes the region, or looks at its backing; guards what follows
+	mu      sync.Mutex // guards what follows; held also while the region changes, or its backing is looked at
 	pd      *PD
-	iova    uint64 // where requests find it, if somebody has chosen that
-	ownIOVA bool   // somebody has
+	iova    uint64 // where requests find it, if the program has chosen that
+	ownIOVA bool   // the program has
 	closed  bool
 }
 
-// mrView is what a region tells of itself. It never changes.
+// mrView is what a region's getters return. A view never changes: another one replaces it.
 type mrView struct {
 	key          uint32
 	access       ib.Access
 	addr, length uint64
 }
 
-// memory is what somebody wants to register: a slice or, if that is nil, a range
-// by address.
+// memory is what is to be registered: a slice or, if that is nil, a range by address.
 type memory struct {
 	buf    []byte
 	addr   uintptr
@@ -92,7 +91,7 @@ func (m *MR) memoryLocked() memory {
 	return to
 }
 
-// useLocked notes where requests find the memory that the region is made of.
+// useLocked records where requests find the memory that the region is made of.
 func (m *MR) useLocked(from *memory) {
 	if m.ownIOVA = from.iova != nil; m.ownIOVA {
 		m.iova = *from.iova
@@ -105,8 +104,8 @@ func memoryAt(addr uintptr, length, iova uint64) memory {
 	return memory{addr: addr, length: length, iova: &iova}
 }
 
-// makeBacking makes what a region with such rights stands on: here, and nowhere
-// else, a kind of memory is chosen.
+// makeBacking makes the backing of a region with such rights. Here, and nowhere else, the kind
+// of memory is chosen.
 func (d *Device) makeBacking(op string, m memory, access ib.Access) (mem.Backing, error) {
 	var b mem.Backing
 	var err error
@@ -132,7 +131,7 @@ func (d *Device) makeBacking(op string, m memory, access ib.Access) (mem.Backing
 	return b, nil
 }
 
-// named makes the error of a part of a verb that of the verb.
+// named gives an error the name of the verb that it is returned from.
 func named(op string, err error) error {
 	var e *ib.OpError
 	if !errors.As(err, &e) || e.Op == op {
@@ -186,7 +185,7 @@ func (p *PD) registerWith(m memory, access ib.Access, open func() (mem.Backing, 
 		return nil, err
 	}
 	r := &MR{region: region, pd: p}
-	r.useLocked(&m) // nobody else has it yet
+	r.useLocked(&m) // no other goroutine has it yet
 	return r, nil
 }
 
@@ -210,9 +209,9 @@ func (m *MR) Locked() (bool, string) {
 	return b.Locked(), b.LockNote()
 }
 
-// Rereg changes the region. Everything that may fail comes before the region
-// itself changes, so that a failure leaves it as it was; memory that it is given
-// up may fail to be given back, when it is what it was to become.
+// Rereg changes the region. Everything that may fail comes before the region itself changes,
+// so that a failure leaves it as it was; only to close its former backing may fail after it
+// has changed.
 func (m *MR) Rereg(c provider.MRChange) error {
 	const op = "rereg_mr"
 	m.mu.Lock()
@@ -272,8 +271,7 @@ func (m *MR) Rereg(c provider.MRChange) error {
 	return err
 }
 
-// backingFor returns what the changed region stands on: what it stands on now, if
-// that will do.
+// backingFor returns the backing of the changed region: its present one, if that will do.
 func (m *MR) backingFor(op string, had mem.Backing, c *provider.MRChange, to memory, access ib.Access) (mem.Backing, error) {
 	if c.Buf != nil || c.Range != nil || (m.view.Load().access^access)&ib.AccessOnDemand != 0 {
 		if _, ours := had.(*mem.Alloc); ours && c.Buf == nil && c.Range == nil {

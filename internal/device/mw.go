@@ -1,7 +1,6 @@
 package device
 
-// Memory windows: what they are is package mem's business, when a bind happens
-// that of the queue pair.
+// Memory windows. Package mem implements them, and a queue pair executes their binds.
 
 import (
 	"sync"

@@ -1,7 +1,7 @@
 package device
 
-// Memory windows between devices: who may do what through which key, and that
-// nobody does anything through one that was taken away.
+// Memory windows between devices: what a peer may do through which key, and that a key that
+// was taken away gives no access.
 
 import (
 	"bytes"
@@ -187,8 +187,8 @@ var revocations = []struct {
 }
 
 // A window is taken away while its peer uses it, as fast as it can, on every
-// link. When that is done, the memory does not change any more, and the peer is
-// told.
+// link. When that is done, the memory does not change any more, and the peer's request
+// fails.
 func TestWindowRevokedUnderLoad(t *testing.T) {
 	const size = 256 << 10
 	for _, mode := range allLinks {
@@ -214,7 +214,7 @@ func TestWindowRevokedUnderLoad(t *testing.T) {
 						})
 						eventually(t, "some requests are done", func() bool { return countsOf(b.dev)["tx_packets"] > 0 })
 						revoke.run(b, w)
-						// The end first: whoever is still writing has not come there.
+						// The end first: a writer that is not done yet has not come there.
 						end := [8]byte(b.buf[size-8:])
 						after := bytes.Clone(b.buf)
 						time.Sleep(5 * time.Millisecond)
@@ -264,7 +264,7 @@ func TestWindowInvalidatedByPeer(t *testing.T) {
 	}
 }
 
-// Windows, regions, domains and queue pairs: who keeps whom from being closed.
+// Windows, regions, domains and queue pairs: which keeps which from being closed.
 func TestWindowLives(t *testing.T) {
 	d := openDevice(t, provider.Config{Link: linkLoop, Limits: provider.Limits{MWs: 2}})
 	a, b := connected(t, d, d, ib.RC, 4096, nil)

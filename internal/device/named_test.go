@@ -97,7 +97,8 @@ func TestNamedOrder(t *testing.T) {
 	}
 }
 
-// Who closes the memory of a request waits until the peer's engine is not at it any more.
+// A call that closes the memory of a request waits until the peer's engine does not access it
+// any more.
 func TestNamedClose(t *testing.T) {
 	a, b, g := openedPair(t, 64<<10, enginetest.Config{})
 	paint(a.buf, 7)
@@ -213,7 +214,7 @@ func TestNamedAgain(t *testing.T) {
 
 const namedChild = "VERBENA_TEST_NAMED_CHILD"
 
-// namedPeer is what two processes tell each other.
+// namedPeer is what two processes send each other.
 type namedPeer struct {
 	stoppedPeer
 	Engine string
@@ -283,7 +284,7 @@ func TestNamedProcesses(t *testing.T) {
 				}
 			}
 			_ = cmd.Wait()                // it was killed
-			closeAll(t, b.qp, b.mr, b.pd) // nobody waits for the dead
+			closeAll(t, b.qp, b.mr, b.pd) // does not wait for a process that has ended
 		})
 	}
 }

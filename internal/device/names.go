@@ -64,10 +64,10 @@ func interfaceAddrs(i net.Interface) ([]netip.Addr, error) {
 	return append(v4, v6...), nil
 }
 
-// resolve finds the addresses that a name stands for, as a list of lists to try
-// in turn, and the name of the device if it has one. Explicit addresses go first; the empty name is the first free one of
-// 127.77.0.1 to 127.77.0.254, which work wherever there is a loopback
-// interface, without any set-up.
+// resolve returns the addresses that a name stands for, as a list of lists to try one after
+// the other, and the name of the device if it has one. Explicit addresses take precedence; the
+// empty name is the first free one of 127.77.0.1 to 127.77.0.254, which work wherever there is
+// a loopback interface, without any set-up.
 func resolve(name string, addrs []netip.Addr) (string, [][]netip.Addr, error) {
 	if len(addrs) > 0 {
 		for i, a := range addrs {
@@ -129,8 +129,8 @@ func openDevices() []*Device {
 	return nil
 }
 
-// registry knows the open devices of this process by address: their queue pairs
-// are reached by the loop link.
+// registry is the open devices of this process by address: the loop link reaches their queue
+// pairs.
 var registry = struct {
 	mu     sync.Mutex // guards byAddr
 	byAddr map[netip.Addr]*Device

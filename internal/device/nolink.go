@@ -11,12 +11,12 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// noLink is the link of a device that talks within its process only: it has
-// addresses, and somebody can wait on it.
+// noLink is the link of a device that reaches its own process only: it has addresses, and the
+// background goroutine can wait on it, but it carries nothing.
 type noLink struct {
 	addrs []netip.Addr
 	wake  chan struct{}
-	timer *time.Timer // of the one who waits
+	timer *time.Timer // of the goroutine that waits
 }
 
 func newNoLink(addrs []netip.Addr) *noLink {

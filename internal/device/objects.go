@@ -72,7 +72,7 @@ func (p *PD) Close() error {
 	return nil
 }
 
-// Idle tells whether the domain could be closed.
+// Idle returns nil if the domain could be closed, and otherwise the error of Close.
 func (p *PD) Idle() error {
 	p.dev.mu.Lock()
 	defer p.dev.mu.Unlock()

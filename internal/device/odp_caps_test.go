@@ -1,7 +1,7 @@
 package device
 
-// What the device says that it can do with on-demand memory is what it does: a walk
-// over all bits of all transports.
+// The device supports on-demand memory exactly as ODPCaps reports: a walk over all bits of
+// all transports.
 
 import (
 	"fmt"
@@ -99,7 +99,7 @@ func testCapRefused(t *testing.T, d *Device, typ ib.QPType, bit ib.ODPTransportC
 }
 
 // testCapWorks: a bit that is set is an operation that works, with on-demand memory
-// on both sides that nobody has touched.
+// on both sides that was never touched.
 func testCapWorks(t *testing.T, d *Device, typ ib.QPType, bit ib.ODPTransportCaps, ops []ib.Opcode) {
 	a, b := newEnd(t, d, typ, 64), newEnd(t, d, typ, 64)
 	t.Cleanup(a.close)

@@ -1,6 +1,6 @@
 package device
 
-// On-demand memory that is not there, or not with the rights: who is told what,
+// On-demand memory that is not there, or not with the rights: which side gets which error,
 // for every operation, on every transport.
 
 import (
@@ -84,7 +84,7 @@ type odpOp struct {
 	name   string
 	writes struct{ local, remote bool } // which side's memory is written
 	post   func(a, b *odpEnd, off, n int)
-	remote ib.WCStatus // what the requester is told if the peer's memory is bad
+	remote ib.WCStatus // the requester's error if the peer's memory is bad
 	recv   ib.WCStatus // what the receive of the peer ends with then; 0: there is none
 	atomic bool
 	n      int

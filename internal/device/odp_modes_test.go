@@ -17,20 +17,19 @@ import (
 func TestOnDemandModes(t *testing.T) {
 	tests, slow := "TestOnDemand(LargerThanMemory|FaultsUD|HalfDone|StormOfHoles)", "|TestSlowMemoryKeepsNobodyWaiting"
 	if fullMatrix() {
-		tests, slow = "TestOnDemand.*|TestPrefetchStorm", "|TestMayBlockMemory.*"
+		tests, slow = "TestOnDemand.*|TestPrefetchStorm", "|TestSlowMemory.*"
 	}
 	for _, mode := range []modetest.Mode{modetest.NoUserfault, modetest.OldKernel, modetest.Unprivileged} {
 		which := tests
-		if mode != modetest.Unprivileged { // who has no file system of his own that is slow
+		if mode != modetest.Unprivileged { // an unprivileged process cannot mount the slow file system
 			which += slow
 		}
 		t.Run(string(mode), func(t *testing.T) { modetest.Rerun(t, mode, "^("+which+")$") })
 	}
 }
 
-// 64 GiB are registered, written and read, by somebody who may lock as good as
-// nothing, on a machine that may have less; nothing is locked, and only what was
-// touched is in memory.
+// 64 GiB are registered, written and read, by a process that may lock hardly any memory, on a
+// machine that may have less; nothing is locked, and only what was touched is in memory.
 func TestOnDemandLargerThanMemory(t *testing.T) {
 	const n = 64 << 30
 	x, y := openDevice(t, provider.Config{Link: linkLoop}), openDevice(t, provider.Config{Link: linkLoop})

@@ -1,7 +1,7 @@
 package device
 
-// Memory on a file system that takes as long as it likes. Whoever needs it waits,
-// nobody else does, and the network does not suffer.
+// Memory on a file system that takes as long as it likes. Only the requests that need it wait,
+// and the network does not suffer.
 
 import (
 	"bytes"
@@ -39,7 +39,7 @@ func newSlowMemory(t testing.TB, pd provider.PD, n uint64) *slowMemory {
 	}
 	s.mr = mr
 	t.Cleanup(func() { closeAll(t, mr) })
-	t.Cleanup(s.fs.Kill) // before the region is closed: somebody may wait for it
+	t.Cleanup(s.fs.Kill) // before the region is closed: a request may wait for the file system
 	return s
 }
 
@@ -125,7 +125,7 @@ func TestSlowMemoryKeepsNobodyWaiting(t *testing.T) {
 						t.Fatalf("it is done: %+v, %v", wc[0], err)
 					}
 				}
-				// Nobody hammers: a few attempts at first, then one in 50 ms.
+				// The sender does not hammer: a few attempts at first, then one in 50 ms.
 				took := time.Since(began)
 				cx, cy := countsOf(x).since(beforeX), countsOf(y).since(beforeY)
 				// (On a busy machine the others' packets may be sent again, too.)
@@ -224,7 +224,7 @@ func TestSlowMemoryUnreliable(t *testing.T) {
 	}
 }
 
-// A file system that ends while somebody waits for it: the request fails at the
+// A file system that ends while a request waits for it: the request fails at the
 // right side, the process lives, and regions and devices can be closed.
 func TestSlowMemoryDies(t *testing.T) {
 	const n = 16 << 10
@@ -253,7 +253,7 @@ func TestSlowMemoryDies(t *testing.T) {
 	}
 }
 
-// A region, its queue pair and its device are closed while somebody waits for its
+// A region, its queue pair and its device are closed while a request waits for its
 // memory, and a prefetch is under way. When the storage answers, all end.
 func TestCloseWhileSlow(t *testing.T) {
 	const n = 4 << 20
@@ -274,15 +274,15 @@ func TestCloseWhileSlow(t *testing.T) {
 			if err := b.pd.Advise(ib.AdvisePrefetch, false, []ib.SGE{{Addr: uint64(s.addr) + n/2, Length: n / 2, LKey: other.LKey()}}); err != nil {
 				t.Fatal(err)
 			}
-			// A fault that waits keeps nobody from closing the region; then the peer
-			// learns that it is gone.
+			// A fault that waits does not keep the region from being closed; then the
+			// peer's request fails.
 			closeAll(t, s.mr)
 			a.status(ib.WCRemAccessErr)
 			// Of the prefetch one step is waited for.
 			closed := make(chan error)
 			go func() { closed <- other.Close() }()
 			time.Sleep(5 * time.Millisecond)
-			_ = other.PagingStats() // who asks does not wait
+			_ = other.PagingStats() // does not wait for storage
 			s.fs.Go()
 			if err := <-closed; err != nil {
 				t.Fatal(err)

@@ -58,8 +58,8 @@ func (e *end) onDemandShared(implicit bool) (m *mapped, fd int) {
 	return m, fd
 }
 
-// mapFile maps a part of a file over what is there: whoever looks sees the one or
-// the other, and never nothing.
+// mapFile maps a part of a file over what is there: an access sees the one or the other, and
+// never nothing.
 func (m *mapped) mapFile(fd int, off, n uint64) {
 	if _, _, e := unix.Syscall6(unix.SYS_MMAP, m.addr+uintptr(off), uintptr(n), unix.PROT_READ|unix.PROT_WRITE,
 		unix.MAP_SHARED|unix.MAP_FIXED, uintptr(fd), uintptr(off)); e != 0 {

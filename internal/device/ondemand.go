@@ -3,8 +3,8 @@ package device
 // On-demand paging as a device offers it: what it can do, the region that is the
 // whole address space, advice about memory that is going to be used.
 //
-// The stages of advice: Advise checks every element, then prefetches in the
-// caller if it wants to wait; if not, the advisor's goroutine does.
+// The stages of advice: Advise checks every element. Then it prefetches, if the caller wants
+// to wait (flush); if not, the advisor's goroutine does.
 
 import (
 	"sync"
@@ -14,7 +14,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/mem"
 )
 
-// ODPCaps says what on-demand paging the device does.
+// ODPCaps returns what on-demand paging the device supports.
 func (d *Device) ODPCaps() ib.ODPCaps {
 	const reliable = ib.ODPSend | ib.ODPRecv | ib.ODPWrite | ib.ODPRead | ib.ODPAtomic | ib.ODPSRQRecv | ib.ODPFlush | ib.ODPAtomicWrite
 	means := mem.PagingMeans()
@@ -34,7 +34,7 @@ func (d *Device) PagingStats() ib.PagingStats { return d.table.Paging().Stats() 
 // it is not on demand.
 func (m *MR) PagingStats() ib.PagingStats {
 	is, ok := m.region.Snapshot()
-	if !ok { // closed, or about to be, or about to change: whoever is at it may have to wait for storage
+	if !ok { // it is closed, or a call is closing or changing it, which may have to wait for storage
 		if !m.mu.TryLock() {
 			return ib.PagingStats{}
 		}
@@ -47,7 +47,7 @@ func (m *MR) PagingStats() ib.PagingStats {
 	return ib.PagingStats{}
 }
 
-// advisor does prefetches that nobody waits for.
+// advisor does prefetches that no caller waits for.
 type advisor struct {
 	mu      sync.Mutex // guards what follows
 	list    []mem.Prefetch
@@ -57,11 +57,11 @@ type advisor struct {
 	worker sync.WaitGroup // ends when the list is empty; close waits
 }
 
-// maxAdvice is how many parts of prefetches wait at most: who gives more advice
-// waits himself.
+// maxAdvice is how many parts of prefetches wait at most: a call that gives more advice
+// prefetches itself.
 const maxAdvice = 1024
 
-// Advise tells that memory is going to be used. The errors are those of
+// Advise prefetches memory that is going to be used. The errors are those of
 // ibv_advise_mr(3).
 func (p *PD) Advise(advice ib.Advice, flush bool, sgl []ib.SGE) error {
 	const op = "advise_mr"
@@ -155,7 +155,7 @@ func (a *advisor) work() {
 			return
 		}
 		for i := range list {
-			list[i].Do(false) // a hint: nobody is told that it came to nothing
+			list[i].Do(false) // a hint: a failure is not reported
 		}
 	}
 }

@@ -118,7 +118,7 @@ func TestOnDemandSurvivesRemap(t *testing.T) {
 						t.Errorf("%+v", s)
 					}
 				}
-				// What is not mapped is the error of him whose memory it is.
+				// The side whose memory is not mapped gets the error.
 				src.unmap()
 				defer src.remap()
 				if _, err := b.qp.PostRecv([]ib.RecvWR{{ID: 1, SGL: sge(dst, to)}}); err != nil {

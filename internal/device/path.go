@@ -17,8 +17,8 @@ const defaultHopLimit = 64
 
 var flowSeed = maphash.MakeSeed()
 
-// makeFlow prepares the way to an address; destQP is the queue pair there, 0 if
-// there will be several.
+// makeFlow prepares the flow to an address; destQP is the queue pair there, 0 if there will
+// be several.
 func (d *Device) makeFlow(op string, a *ib.AHAttr, destQP uint32) (*train.Flow, error) {
 	if a.PortNum > 1 {
 		return nil, ib.Errorf(op, syscall.EINVAL, "port %d: the device has port 1 alone", a.PortNum)
@@ -86,9 +86,10 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 		return nil, nil, err
 	}
 	if p, loop := f.Link.(*loopPeer); loop {
-		// UC completes a request when it has left, and its memory is the program's again.
+		// UC completes a request when its trains have left: then the program may change its
+		// memory, so the bytes must be copied by then.
 		copied := q.Type() == ib.UC
-		seen := d.capture != nil || p.target.Load().dev.capture != nil // then packets are made, for which bytes are needed
+		seen := d.capture != nil || p.target.Load().dev.capture != nil // a capture needs the bytes
 		return &qp.Path{Flow: f, Window: loopWindow, Lossless: true, ByReference: !seen && !copied}, nil, nil
 	}
 	if s, ok := d.link.(*link.Shared); ok && s.IsLocal(f) {
@@ -99,7 +100,7 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 	if s, ok := d.link.(*link.Shared); ok && s.IsLocal(f) { // still
 		window, short, below := s.LocalWindow(f, dest)
 		use := d.peers.use(q, peerKey{f.Dst, true})
-		credits := use.credits.Costing(cost(max(1, window/peerWindows))) // a ring is shared by all
+		credits := use.credits.Costing(cost(max(1, window/peerWindows))) // all queue pairs share the ring
 		p := &qp.Path{Flow: f, Window: window, Short: qp.Short{Below: below, Window: short}, Credits: credits, Lossless: true}
 		if q.Type() == ib.RC {
 			if c := s.NewCarrier(f, dest); c != nil {
@@ -116,9 +117,8 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 	return &qp.Path{Flow: f, Window: window, Credits: use.credits.Costing(cost(window))}, use, nil
 }
 
-// namedWindow is how many bytes may be under way to another process that its engine takes by
-// name: enough for an engine to have work for as long as it takes to say that some is done, and
-// to send more.
+// namedWindow is how many bytes may be under way by name, for another process's engine to
+// move: enough work for the engine while an acknowledgement goes back and more is sent.
 const namedWindow = 16 << 20
 
 // All queue pairs together may have peerWindows windows' worth of packets under way to one
@@ -129,29 +129,27 @@ const (
 	windowCredits = 1 << 24
 )
 
-// cost returns how many credits a packet costs that is one of so many in a window.
+// cost returns how many credits a packet costs, with a window of so many packets.
 func cost(window int) int { return (windowCredits + window - 1) / max(window, 1) }
 
-// peerTable knows the peers of a device by address, as long as queue pairs have a path to
-// them.
+// peerTable is the peers of a device by address, as long as queue pairs have a path to them.
 type peerTable struct {
-	mu     sync.Mutex // guards byAddr, and how many use each
+	mu     sync.Mutex // guards byAddr, and the peers' users
 	byAddr map[peerKey]*peer
 }
 
-// peerKey is an address, reached by rings or by packets: these have room of their
-// own.
+// peerKey is an address, reached by rings (local) or by packets: each has credits of its own.
 type peerKey struct {
 	addr  netip.Addr
 	local bool
 }
 
-// peer is what queue pairs to one address share: the room in its socket buffer.
+// peer is what queue pairs to one address share: the room in its socket buffer, or its ring.
 type peer struct {
 	key     peerKey
 	users   int // guarded by the table's lock
 	credits *qp.Credits
-	starved atomic.Bool // some use waits
+	starved atomic.Bool // the line is not empty
 
 	mu   sync.Mutex     // guards line, and the uses' waits and left
 	line ring[*peerUse] // of queue pairs that found no credits, oldest first
@@ -183,8 +181,8 @@ func (t *peerTable) use(q *QP, k peerKey) *peerUse {
 	return &peerUse{peer: p, q: q}
 }
 
-// leave ends a use, once; the last one ends the peer. Nil is none. The credits have been
-// given back.
+// leave ends a use, once; the last one ends the peer. The queue pair has given its credits
+// back. A nil use is ignored.
 func (t *peerTable) leave(u *peerUse) {
 	if u == nil {
 		return
@@ -213,8 +211,8 @@ func (d *Device) leavePeer(u *peerUse) {
 	d.runWaiting(u, d.now())
 }
 
-// await puts a queue pair that found no credits into the line, unless it has another peer
-// by now. The credits may have come back meanwhile: then it goes on at once.
+// await puts a queue pair that is stalled on credits into the line, unless it has another peer
+// by now. If credits have come back meanwhile, the queue pair goes on soon.
 func (d *Device) await(u *peerUse) {
 	if u == nil {
 		return
@@ -233,8 +231,8 @@ func (d *Device) await(u *peerUse) {
 	}
 }
 
-// runWaiting lets the queue pairs in a peer's line go on, while there are credits. Nil is
-// no peer.
+// runWaiting lets the queue pairs in a peer's line go on, while there are credits. A nil use is
+// ignored.
 func (d *Device) runWaiting(u *peerUse, now qp.Time) {
 	for u != nil && u.credits.Free() {
 		p := u.peer

@@ -37,7 +37,7 @@ func onLinks(t *testing.T, test func(t *testing.T, a, b *end)) {
 // word loads 8 bytes that the device may store at any time.
 func (e *end) word(off int) uint64 { return atomic.LoadUint64((*uint64)(unsafe.Pointer(&e.buf[off]))) }
 
-// quietly posts a request that makes no completion.
+// quietly posts a request that asks for no completion.
 func (e *end) quietly(wr ib.SendWR) {
 	e.t.Helper()
 	if _, err := e.qp.PostSend([]ib.SendWR{wr}); err != nil {
@@ -230,7 +230,7 @@ func TestFlushRegistration(t *testing.T) {
 	}
 }
 
-// slowDisk is memory with storage that waits for a word.
+// slowDisk is memory with storage that waits until the test lets it go on.
 type slowDisk struct {
 	*mem.Host
 	begun chan struct{}
@@ -262,7 +262,7 @@ func flushRegion(r *mem.Region) ib.SendWR {
 	return ib.SendWR{Op: ib.OpFlush, Flags: ib.SendSignaled, RKey: r.Key(), FlushType: ib.FlushPersistent, FlushLevel: ib.FlushMR}
 }
 
-// While storage works nobody waits but the FLUSH: other queue pairs, the same
+// While storage works only the FLUSH waits: other queue pairs, the same
 // queue pair's later requests on this side, the closing of the region.
 func TestFlushSlowStorage(t *testing.T) {
 	onLinks(t, func(t *testing.T, a, b *end) {

@@ -1,10 +1,10 @@
 package device
 
-// Who does the work when. A post sends in its caller. A poll that finds its
-// completion queue empty reads the link itself. One background goroutine
-// (background.go) watches whether the program polls, and blocks in the kernel for
-// packets and timers while it does not. So there is no hand-off while the program
-// polls, and a passive target makes progress all the same.
+// Which goroutine does the work when. A post sends in its caller. A poll that finds its
+// completion queue empty reads the link itself. One background goroutine (background.go)
+// watches whether the program polls, and blocks in the kernel for packets and timers while
+// it does not. So no work goes from goroutine to goroutine while the program polls, and a
+// passive target makes progress all the same.
 
 import (
 	"sync"
@@ -15,7 +15,7 @@ import (
 )
 
 const (
-	// timerPolls is how many polls in vain it takes for a look at the clock.
+	// timerPolls is after how many polls of an empty completion queue one looks at the clock.
 	timerPolls = 32
 	// rxBudget is how many packets are read before they are answered.
 	rxBudget = 128
@@ -25,22 +25,22 @@ type progress struct {
 	stopped    atomic.Bool
 	deferred   atomic.Bool   // there are answers that a poll has left
 	done       chan struct{} // closed when the background goroutine has ended
-	sleepUntil atomic.Int64  // qp.Time until which it sleeps, when it blocks
+	sleepUntil atomic.Int64  // qp.Time until which the background goroutine blocks; 0: it does not
 
-	_     [64]byte      // keeps what every post looks at off the lines that every poll in vain writes
+	_     [64]byte      // keeps what every post reads off the cache lines that every empty poll writes
 	polls atomic.Uint64 // polls that read the link
 	posts atomic.Uint64 // posts that left something for the link
 	rx    struct {
-		sync.Mutex // guards the receiver; only ever tried by pollers
+		sync.Mutex // guards the receiver; it is only ever tried
 		receiver
 	}
 	_ [64]byte
 
 	heldQPs struct {
 		sync.Mutex       // guards list
-		list       []*QP // hold trains until the link is less busy
+		list       []*QP // that have trains which wait until the link is less busy
 	}
-	patience time.Duration // of datagrams among those trains
+	patience time.Duration // how long a datagram among those trains waits
 
 	ready struct {
 		sync.Mutex           // guards list
@@ -62,14 +62,14 @@ func (d *Device) stop() {
 	<-d.done
 }
 
-// poll makes progress for somebody who polls, and returns how many completions
-// he found then. Answers to what arrived wait until he has seen it: he may have
-// an answer of his own, and both go out together. They leave with his next post,
-// his next poll, or by the background goroutine.
+// poll makes progress for a poller that found cq empty, and returns how many completions
+// there are then. Answers to what arrived wait until the poller has seen it: it may post an
+// answer of its own, and both go out together. They leave with the poller's next post, its
+// next poll, or by the background goroutine.
 func (d *Device) poll(cq *CQ, wcs []ib.WC, notes []Note) int {
 	if d.polls.Add(1)%timerPolls == 0 {
 		if t := d.timers.first(); t != 0 && t <= d.now() {
-			d.fireTimers() // the background goroutine may sleep while somebody polls
+			d.fireTimers() // the background goroutine may sleep while the program polls
 		}
 	}
 	if d.rx.TryLock() {
@@ -80,7 +80,7 @@ func (d *Device) poll(cq *CQ, wcs []ib.WC, notes []Note) int {
 		}
 		d.rx.Unlock()
 		if left {
-			d.wakeBefore(0) // were it asleep, nobody might send them
+			d.wakeBefore(0) // the poller may not come back: then the background goroutine sends the answers
 		}
 	}
 	if d.ready.some.Load() {
@@ -100,9 +100,9 @@ func (d *Device) flushDeferred() {
 	d.rx.Unlock()
 }
 
-// receive reads the link, and reports whether anything came. It is busy if somebody
-// else does so. Answers are left, as by poll, where the program has answered the
-// messages before with some of its own.
+// receive reads the link, and reports whether anything came; busy is that another goroutine
+// reads it. Answers are left, as by poll, if the program has followed each of the last
+// messages with a post of its own.
 func (d *Device) receive() (got, busy bool) {
 	if !d.rx.TryLock() {
 		return false, true
@@ -120,7 +120,8 @@ func (d *Device) receive() (got, busy bool) {
 	return n > 0, false
 }
 
-// later leaves the rest of a queue pair's work to whoever makes progress next.
+// later lists a queue pair that has more to send: the next poll or the background goroutine
+// goes on with it.
 func (d *Device) later(q *QP) {
 	if !q.queued.CompareAndSwap(false, true) {
 		return

@@ -24,17 +24,17 @@ type QP struct {
 	number uint32
 
 	tx          atomic.Int32 // the transmit token, see transmit.go
-	train       *train.Train // of the token's holder, for exchange
-	heldAnswers atomic.Bool  // there are answers among the held trains
-	listed      bool         // in the device's list of stalled queue pairs, whose lock guards it
+	train       *train.Train // for exchange, and its caller's while it has the token
+	heldAnswers atomic.Bool  // there are answers in heldLeft
+	listed      bool         // guarded by heldQPs' lock: in the device's list of queue pairs that wait for the link
 
-	// Trains that the link is too busy for; all of it belongs to the token's holder.
-	held       *batch
+	// Trains that wait until the link is less busy: the token's holder's alone.
+	held       *batch // that heldLeft are from; nil: none wait
 	heldLeft   []*train.Train
-	heldAt     uint64 // frees before they were sent
-	heldResets uint32 // of the core when they were made
+	heldAt     uint64 // Device.frees before the last batch was sent
+	heldResets uint32 // resets of the core when that batch was pulled
 
-	tokenFree chan struct{} // set before tx becomes txClosing; whoever holds the token then closes it
+	tokenFree chan struct{} // set before tx becomes txClosing; the token's holder at that time closes it
 
 	queued atomic.Bool             // waits in the device's list of ready queue pairs
 	peer   atomic.Pointer[peerUse] // changes under mu; nil without credits
@@ -43,31 +43,31 @@ type QP struct {
 	opens  int        // guarded by dev.mu: of an XRC target, how often it is open
 
 	target *target // an XRC target whose domain other processes may have open; or nil
-	proxy  *proxy  // the twin of such a target of another process; or nil
+	proxy  *proxy  // of a proxy of such a target of another process; or nil
 
-	working [qp.NumWorkKinds]atomic.Bool // a worker is at its slow work, or about to be
+	working [qp.NumWorkKinds]atomic.Bool // deferred work of this kind is listed, or a worker does it
 
 	mu     sync.Mutex // guards core; held only for steps that never wait
 	core   *qp.QP
-	armed  qp.Time // when the timer heap will look at it, 0: never
-	closed bool
-	near   *QP    // guarded by mu: the queue pair that neighbour found last; perhaps it is closed
-	nearAt uint64 // guarded by mu: how often both had been modified when they were found to be joined; 0: they were not
+	armed  qp.Time // guarded by mu: when the timer heap will look at it; 0: never
+	closed bool    // guarded by mu
+	near   *QP     // guarded by mu: the queue pair that neighbour found last; perhaps it is closed
+	nearAt uint64  // guarded by mu: how often both had been modified when they were found to be joined; 0: they were not
 
-	heldUntil   qp.Time // guarded by mu: how long the first held train may wait, if it is a datagram; or 0
-	heldExpired bool    // guarded by mu: and it has
-	heldRetry   qp.Time // guarded by mu: when to try the held trains again, on a link that does not tell; or 0
+	heldUntil   qp.Time // guarded by mu: how long the first of heldLeft may wait, if it is a datagram; or 0
+	heldExpired bool    // guarded by mu: heldUntil has passed
+	heldRetry   qp.Time // guarded by mu: when to send heldLeft again, if the link does not report when it is free; or 0
 
-	grants []*grant // guarded by mu: how the peer accesses our memory by itself
-	barred int      // guarded by mu: how many calls keep new ones from being given
+	grants []*grant // guarded by mu: those given to the peer, by which it accesses our memory
+	barred int      // guarded by mu: how many calls keep new grants from being given
 
 	mover     bool          // guarded by mu: there is a mover (move.go)
 	more      atomic.Bool   // moves have come since the mover last looked
-	moverGone chan struct{} // guarded by mu: closed when the mover ends; nil while nobody waits for it
-	full      atomic.Bool   // it can take no more by the loop link, until its mover says so
-	gaveUp    chan struct{} // guarded by mu: closed when requests are given up; nil while nobody waits for it
+	moverGone chan struct{} // guarded by mu: closed when the mover ends; nil while no goroutine waits for that
+	full      atomic.Bool   // at the last look, the queue pair could take no more by the loop link
+	gaveUp    chan struct{} // guarded by mu: closed when requests are given up; nil while no goroutine waits for that
 
-	posted   bool // guarded by mu: since the last message came
+	posted   bool // guarded by mu: there was a post since the last message came
 	answered int  // guarded by mu: how many messages in a row were followed by a post, up to conversation
 
 	timerIndex int // place in the heap, guarded by the heap's lock
@@ -164,7 +164,7 @@ func (d *Device) addQP(q *QP, c qp.Config) error {
 	return nil
 }
 
-// wantHeaders makes the link tell the fields of the IP header that a datagram's
+// wantHeaders makes the link report the fields of the IP header that a datagram's
 // routing header shows. It costs time for every packet, so only UD asks for it.
 func (d *Device) wantHeaders(t ib.QPType) error {
 	l, ok := d.link.(interface{ WantHeaders() error })
@@ -248,7 +248,7 @@ func (q *QP) release() {
 	q.dev.mu.Unlock()
 }
 
-// eachCQ calls f with the completion queues that it has.
+// eachCQ calls f once with each completion queue of the queue pair.
 func (q *QP) eachCQ(f func(c *CQ)) {
 	if q.sendCQ != nil {
 		f(q.sendCQ)
@@ -276,7 +276,7 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 	q.posted = true
 	done := q.byShortcut(wrs)
 	if done == len(wrs) && done > 0 {
-		owes := q.core.Answering() // what a poll has left
+		owes := q.core.Answering() // a poll may have left answers
 		q.mu.Unlock()
 		if owes {
 			q.dev.transmit(q, q.dev.now())
@@ -343,7 +343,7 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 	}
 	if mask&ib.QPMaskState != 0 && (a.State == ib.QPReset || a.State == ib.QPErr) {
 		d.finishAnswers(q)
-		q.endTurns()
+		q.endHandoffs()
 	}
 	q.barGrants()
 	q.mu.Lock()
@@ -393,7 +393,7 @@ func (q *QP) Close() error {
 	q.closeOnce.Do(func() {
 		d := q.dev
 		d.qps.Remove(q.number)
-		q.endTurns()
+		q.endHandoffs()
 		d.finishAnswers(q)
 		q.barGrants()
 		q.mu.Lock()

@@ -10,14 +10,14 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// receiver is the sink of the device's link. It executes trains as they come
-// and remembers which queue pairs have something to answer, so that one
-// acknowledgement covers a whole batch. Whoever holds the progress lock owns it.
+// receiver is the sink of the device's link. It executes trains as they come and lists the
+// queue pairs that have something to answer, so that one acknowledgement covers a whole
+// batch. progress.rx's lock guards it.
 type receiver struct {
 	dev     *Device
 	now     qp.Time // 0: not known yet; flush needs it
 	touched []*QP
-	urgent  bool // an answer is due that the program is not likely to send along
+	urgent  bool // an answer is due, and the program is not likely to post something soon that it can go with
 }
 
 // Deliver executes a train.
@@ -38,7 +38,7 @@ func (r *receiver) Deliver(t *train.Train) {
 		r.now = r.dev.now() // requests are executed whatever the time
 	}
 	fault, due, patient := q.receive(t, r.now)
-	if !fault.OK() { // it lies in another process, which must send it
+	if !fault.OK() { // the payload, by reference, could not be read: the peer must send it again
 		q.mu.Lock()
 		if t.IsAnswer() {
 			q.core.AnswerUnread(r.now)
@@ -69,10 +69,10 @@ func (r *receiver) flush() {
 	r.touched = r.touched[:0]
 }
 
-// receive executes a train on a queue pair, and tells whether something is to
-// be sent now: an answer, requests that had to wait, or what others had to wait
-// with. It is patient if the program is likely to post something soon, with which
-// the answer can go.
+// receive executes a train on a queue pair. It reports in due whether there is something to
+// send: an answer, requests of the queue pair that had to wait, or requests of others that
+// wait for the peer's credits. It reports in patient that the answer may wait: the program is
+// likely to post something soon, with which the answer can go.
 func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due, patient bool) {
 	if q.target != nil {
 		if passed, f, due := q.forward(t, now); passed {
@@ -94,7 +94,8 @@ func (q *QP) receive(t *train.Train, now qp.Time) (f mem.Fault, due, patient boo
 	return f, due, patient
 }
 
-// executedLocked follows up on what was received or begun.
+// executedLocked follows up on what the core was just given to do: it sets the timer, and
+// starts deferred work and moves.
 func (q *QP) executedLocked() {
 	if q.core.Holding() {
 		q.core.HoldFrom(q.dev.now())
@@ -108,12 +109,12 @@ func (q *QP) executedLocked() {
 	}
 }
 
-// conversation is after how many messages, each followed by a post, the next one
-// is taken to be.
+// conversation is after how many messages in a row, each followed by a post, the program is
+// expected to follow the next one with a post, too.
 const conversation = 3
 
-// conversesLocked notes a message, and tells whether the program has answered those
-// before it.
+// conversesLocked counts a message, and reports whether the program has followed each of the
+// last ones before it with a post.
 func (q *QP) conversesLocked(t *train.Train) bool {
 	if t.Kind != wire.KindSend && t.Kind != wire.KindWrite || !t.End {
 		return false
@@ -128,10 +129,10 @@ func (q *QP) conversesLocked(t *train.Train) bool {
 	return q.answered == conversation
 }
 
-// finishAnswers sends the answers of a queue pair that is about to fall silent:
-// what it has completed, its peer must hear of. A poll may have left them.
+// finishAnswers sends the answers that a poll may have left, before the queue pair is reset,
+// fails or is closed: its peer must hear of the requests that it has executed.
 func (d *Device) finishAnswers(q *QP) {
-	for range 1000 { // somebody else may be about to send them
+	for range 1000 { // the token's holder may be about to send them
 		q.mu.Lock()
 		due := q.core.Answering() || q.heldAnswers.Load()
 		q.mu.Unlock()
@@ -143,8 +144,8 @@ func (d *Device) finishAnswers(q *QP) {
 	}
 }
 
-// answer sends what a queue pair has to send after it received something, and
-// lets others go on that waited for its credits.
+// answer sends what a queue pair has to send after it received something, and lets other
+// queue pairs go on that wait for credits of the same peer. A proxy offers its target back.
 func (d *Device) answer(q *QP, now qp.Time) {
 	d.transmit(q, now)
 	if p := q.peer.Load(); p != nil {

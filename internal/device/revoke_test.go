@@ -61,7 +61,7 @@ func (e *end) keepPosting(wr ib.SendWR, deep int) ib.WC {
 }
 
 // The target closes the region that its peer writes, reads, adds to or sends
-// into. From then on the memory stays as it is, and the peer is told why.
+// into. From then on the memory stays as it is, and the peer gets the error.
 func TestRegionClosedUnderLoad(t *testing.T) {
 	const size = 256 << 10
 	for _, mode := range []string{linkLoop, linkUDP} {
@@ -96,7 +96,7 @@ func TestRegionClosedUnderLoad(t *testing.T) {
 					}
 					eventually(t, "some requests are done", func() bool { return countsOf(b.dev)["tx_packets"] > 0 })
 					closeAll(t, b.mr)
-					// The end first: whoever is still writing has not come there.
+					// The end first: a writer that is not done yet has not come there.
 					end := [8]byte(b.buf[size-8:])
 					after := bytes.Clone(b.buf)
 					time.Sleep(5 * time.Millisecond)
@@ -188,8 +188,8 @@ func TestQPClosedUnderItsPeer(t *testing.T) {
 }
 
 // A receiver that has its message and closes its queue pair at once owes the
-// sender nothing: the message was acknowledged before it was delivered. Whoever
-// has seen a completion of the target's may rely on the initiator's.
+// sender nothing: the message was acknowledged before it was delivered. A program
+// that has seen the target's completion may rely on the initiator's.
 func TestCloseAfterReceive(t *testing.T) {
 	for _, mode := range []string{linkLoop, linkUDP} {
 		for _, op := range []ib.Opcode{ib.OpSend, ib.OpRDMAWriteImm} {

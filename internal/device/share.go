@@ -1,8 +1,7 @@
 package device
 
-// Sharing a device with other processes of the host: who they are is package
-// host's business, how trains reach them that of link.Shared; this file ties both
-// to the device.
+// Sharing a device with other processes of the host. Package host finds these processes,
+// link.Shared carries trains to them; this file ties both to the device.
 
 import (
 	"errors"
@@ -20,14 +19,14 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// Numbers of processes are indexes on both sides.
+// Numbers of processes index arrays in both packages, which must be of the same length.
 var _ [link.MaxNeighbours]struct{} = [host.MaxProcesses]struct{}{}
 
 // openShared opens the link of a device that other processes may have open too.
-// alone wants an address that nobody has.
+// With alone, it fails if a process has an address already.
 func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.Tap, dev *futureDevice) (*link.Shared, *host.Member, error) {
 	var m *host.Member
-	ready := make(chan struct{}) // closed when the link knows its processes
+	ready := make(chan struct{}) // closed when m is set, and the link has it
 	s, err := link.OpenShared(&link.SharedConfig{
 		UDP:       link.UDPConfig{Addrs: addrs, NoGSO: cfg.NoGSO, NoGRO: cfg.NoGRO, Tap: tap},
 		Packets:   cfg.Link == linkUDP,
@@ -72,7 +71,7 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 		Channel: func(c *net.UnixConn, from netip.Addr, process int) { s.Accept(c, from, process, ready) },
 	})
 	if err != nil {
-		close(ready)  // who waits finds no member
+		close(ready)  // callbacks that wait find no member
 		_ = s.Close() // the first error says more
 		return nil, nil, err
 	}
@@ -81,8 +80,9 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 	return s, m, nil
 }
 
-// trouble says that packets from outside do not reach the device, since the process
-// that took them has gone and no other can take its place; nil, that they do again.
+// trouble reports to the log and to the program that packets from outside do not reach the
+// device, since the process that took them has gone and no other can take its place; with a
+// nil error, that they do again.
 func (d *Device) trouble(err error) {
 	ev := ib.AsyncEvent{Type: ib.EventPortErr, Port: 1}
 	switch {
@@ -109,14 +109,14 @@ func hostLimits(cfg *provider.Config) (h [host.NumObjects]uint64) {
 	return h
 }
 
-// countsLocked are the counts by the names that the other processes know them by.
+// countsLocked returns the counts of objects, by the index that all processes use.
 func (d *Device) countsLocked() [host.NumObjects]*int {
 	c := &d.counts
 	return [...]*int{host.QPs: &c.qps, host.CQs: &c.cqs, host.MRs: &c.mrs, host.PDs: &c.pds,
 		host.AHs: &c.ahs, host.SRQs: &c.srqs, host.Channels: &c.channels, host.XRCDs: &c.xrcds, host.Mcasts: &c.mcasts, host.MWs: &c.mws, host.DMBytes: &c.dm}
 }
 
-// publishLocked tells the other processes how many objects this one has.
+// publishLocked publishes to the other processes how many objects this one has.
 func (d *Device) publishLocked() {
 	if d.member == nil {
 		return
@@ -126,12 +126,12 @@ func (d *Device) publishLocked() {
 	}
 }
 
-// overLimitLocked reports whether all processes together have more of what n
-// counts than the device has, and how many that are.
+// overLimitLocked reports whether all processes together have more of the objects that n
+// counts than the device's limit, and that limit.
 func (d *Device) overLimitLocked(n *int) (limit int, over bool) {
 	counts := d.countsLocked()
 	o := host.Object(slices.Index(counts[:], n))
-	if d.member == nil || o < 0 { // or it is this process's own affair
+	if d.member == nil || o < 0 { // o < 0: these objects are counted in this process alone
 		return 0, false
 	}
 	return d.member.Limit(o), d.member.Over(o)
@@ -154,16 +154,16 @@ func (d *Device) moreNumbers(op string, table interface {
 	return nil
 }
 
-// giveUpFetches keeps other processes from fetching what was sent by reference
-// and is still under way: the memory is about to be the application's again.
+// giveUpFetches keeps other processes from fetching payload by reference that is still under
+// way: the memory is about to be the program's again.
 func (d *Device) giveUpFetches() {
 	if s, ok := d.link.(*link.Shared); ok {
 		s.GiveUpFetches()
 	}
 }
 
-// ticket is what trains carry that may be fetched: taken while the queue pair's
-// lock keeps its requests from being given up.
+// ticket returns the ticket for trains whose payload may be fetched. The caller holds the
+// queue pair's lock, which keeps its requests from being given up.
 func (d *Device) ticket() uint64 {
 	if s, ok := d.link.(*link.Shared); ok {
 		return s.Ticket()

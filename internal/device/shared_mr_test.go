@@ -156,7 +156,7 @@ func TestSharedMR(t *testing.T) {
 	if !bytes.Equal(second.Bytes(), want) {
 		t.Error("the second region's memory went with the first")
 	}
-	// And on: whoever has it can share it.
+	// A process that has opened it can share it, too.
 	third := must[provider.MR](t)(a.pd.OpenSharedMR(must[string](t)(second.Share()), 0))
 	closeAll(t, second)
 	if !bytes.Equal(third.Bytes(), want) {
@@ -208,7 +208,7 @@ func TestSharedMRBetweenProcesses(t *testing.T) {
 	}
 
 	if os.Getuid() != 0 {
-		return // only root can be somebody else
+		return // only root can become another user
 	}
 	mr = must[provider.MR](t)(pd.AllocMR(4096, ib.AccessLocalWrite))
 	defer func() { closeAll(t, mr) }()

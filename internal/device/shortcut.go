@@ -1,9 +1,13 @@
 package device
 
-// What a poster does at the peer's queue pair itself, before requests go by train and token:
+// What a poster itself executes at the peer. PostSend tries both ways before it leaves the
+// requests to the token's holder:
 //
-//  1. byShortcut: the requests never enter the send queue (qp.Shortcut).
-//  2. exchange: trains and answers, under the locks of both queue pairs of one process.
+//  1. byShortcut: the poster copies, by a grant or at the neighbour, and the requests never
+//     enter the send queue (qp.Shortcut).
+//  2. exchange: trains and answers go under the locks of both queue pairs of one process.
+//
+// The neighbour of a queue pair is the peer's queue pair, if it is in this process.
 
 import (
 	"github.com/verbena-rdma/verbena/ib"
@@ -11,13 +15,13 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// byShortcut executes the first of the requests that are being posted at the peer, as many
-// as can take a shortcut, and returns how many. The shortcut is a grant of the peer's if
-// there is one, and otherwise the neighbour.
+// byShortcut executes the first of the requests that are being posted, as many as can take a
+// shortcut, and returns how many. The shortcut is a grant of the peer's if there is one, and
+// otherwise the neighbour.
 //
-// The caller holds q's lock. While the token is free nobody has trains of q's in hand, nor
-// gets any without the lock. The neighbour's lock is only tried: the neighbour may be
-// trying ours.
+// The caller holds q's lock. The token must be free: then no goroutine has pulled trains of
+// q's that have yet to leave, nor can one pull any without the lock. The neighbour's lock is
+// only tried: a poster there may hold it and want q's.
 func (q *QP) byShortcut(wrs []ib.SendWR) (n int) {
 	if len(wrs) == 0 || q.tx.Load() != txIdle {
 		return 0
@@ -40,11 +44,11 @@ func (q *QP) byShortcut(wrs []ib.SendWR) (n int) {
 }
 
 // exchange executes posted requests at the neighbour, and takes its answers, under the
-// locks of both. So most requests of the loop link that take no shortcut are done, instead
-// of going there and back by two transmit tokens.
+// locks of both. This is how most requests of the loop link that take no shortcut are
+// executed, instead of going there and back by two transmit tokens.
 //
 // The caller holds q's lock, and the neighbour's is only tried. exchange returns what the
-// neighbour still owes, and whether something is left for whoever holds q's token.
+// neighbour still owes, and whether the caller must call transmit for q.
 func (q *QP) exchange(now qp.Time) (owed debt, rest bool) {
 	peer, shift := q.neighbour()
 	if peer == nil || !q.tx.CompareAndSwap(txIdle, txBusy) {
@@ -65,7 +69,7 @@ func (q *QP) exchange(now qp.Time) (owed debt, rest bool) {
 }
 
 // neighbour returns the peer's queue pair if it is in this process and reached by the loop
-// link; and the difference of its device's time.
+// link, or nil; and what to add to this device's time for that of the peer's device.
 func (q *QP) neighbour() (peer *QP, shift qp.Time) {
 	to := q.looped()
 	if to == nil || q.core.Type != ib.RC {
@@ -82,11 +86,11 @@ func (q *QP) neighbour() (peer *QP, shift qp.Time) {
 }
 
 // joined reports whether a queue pair that neighbour has returned is connected with this one
-// by the loop link, too. Both are locked. One that is closed is connected with nobody, and is
-// forgotten: there may be another with its number.
+// by the loop link, too. Both are locked. A closed one is not, and is forgotten: there may be
+// another with its number.
 //
-// What was found stays so until one of the two is modified: neither number ever falls, so
-// that their sum tells.
+// The result holds until one of the two is modified. Neither count of modifications ever
+// falls, so their sum is the same only if both are.
 func (q *QP) joined(peer *QP) bool {
 	at := q.core.Modified() + peer.core.Modified()
 	if q.nearAt == at && !q.dev.stopped.Load() {
@@ -101,8 +105,8 @@ func (q *QP) joined(peer *QP) bool {
 	return false
 }
 
-// looped returns where the loop link leads, nil if the queue pair does not use it, or
-// if somebody wants to see the packets. The queue pair is locked.
+// looped returns where the loop link leads. It returns nil if the queue pair does not use it,
+// or if either device captures packets: only deliver does. The queue pair is locked.
 func (q *QP) looped() *loopTarget {
 	flow := q.core.Flow()
 	if flow == nil || q.dev.capture != nil {
@@ -127,9 +131,9 @@ const (
 	exchangeLeast   = 2 << 10
 )
 
-// exchangeLocked lets requests go to the peer and its answers come back, as many as one
-// call may move. It reports whether somebody has left the peer a note. Both are
-// locked.
+// exchangeLocked gives requests to the peer and takes its answers, as many as one call may
+// move. It reports whether a sender has left a note for the holder of the peer's token, which
+// exchangeLocked was for a moment. Both queue pairs are locked.
 func (q *QP) exchangeLocked(peer *QP, now, there qp.Time) (note bool) {
 	if q.train == nil {
 		q.train = new(train.Train)
@@ -144,7 +148,7 @@ func (q *QP) exchangeLocked(peer *QP, now, there qp.Time) (note bool) {
 		if !peer.core.Answering() || !peer.tx.CompareAndSwap(txIdle, txBusy) {
 			break
 		}
-		stuck := peer.held != nil // what goes before all others
+		stuck := peer.held != nil // trains that wait for the link: they go before the answers
 		for !stuck && left > 0 && peer.core.Answering() && hand(t, peer, q, there, now) {
 			left -= t.Moved(exchangeLeast)
 		}

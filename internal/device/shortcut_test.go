@@ -14,9 +14,9 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// Who sends to a queue pair that is connected to another one hears nothing, by a
-// shortcut as by any other way: whether that one takes the packets, since they come
-// from its peer's address, or not; and whatever PSN it expects.
+// A sender to a queue pair that is connected with another one gets no answer, by a shortcut as
+// by any other way: whether that queue pair takes the packets, since they come from its peer's
+// address, or not; and whatever PSN it expects.
 func TestShortcutToOthersPeer(t *testing.T) {
 	for _, one := range []bool{true, false} {
 		t.Run(map[bool]string{true: "same address", false: "another address"}[one], func(t *testing.T) {
@@ -46,8 +46,8 @@ func TestShortcutToOthersPeer(t *testing.T) {
 	}
 }
 
-// A neighbour is remembered, and forgotten: when it is closed nobody answers, and a queue
-// pair that is connected anew writes to whom it is connected with.
+// A queue pair remembers its neighbour, and forgets it: when the neighbour is closed requests
+// get no answer, and a queue pair that is connected anew writes to its new peer.
 func TestShortcutNeighbourGone(t *testing.T) {
 	x, y := openDevice(t, provider.Config{Link: linkLoop}), openDevice(t, provider.Config{Link: linkLoop})
 	a, b := connected(t, x, y, ib.RC, 4096, hurry)
@@ -77,7 +77,7 @@ func TestShortcutOvertakesRead(t *testing.T) {
 	a, b := pair(t, linkLoop, ib.RC, 4096)
 	x, y := a.qp.(*QP), b.qp.(*QP)
 	before := countsOf(a.dev)
-	y.tx.Store(txBusy) // somebody sends for b
+	y.tx.Store(txBusy) // as if another goroutine sent for b
 	a.post(a.read(b, 0, 64))
 	var answer train.Train
 	y.mu.Lock()
@@ -156,7 +156,7 @@ func someRequests(t *testing.T, rng *rand.Rand, a, b *end) (log string) {
 
 func someRequest(rng *rand.Rand, a, b *end) ib.SendWR {
 	n := []int{0, 1, 7, 8, 64, 100, 4095, 4096, 4097, 8192}[rng.IntN(10)]
-	wr := a.write(b, 8+rng.IntN(4096-8), n) // behind what READs write to: nobody says which would be first
+	wr := a.write(b, 8+rng.IntN(4096-8), n) // behind what READs write to: the order of the two is not defined
 	wr.Flags = ib.SendFlags(rng.IntN(2)) * ib.SendSignaled
 	switch rng.IntN(100) {
 	case 0:

@@ -70,13 +70,13 @@ func (e *end) silent(what string) {
 	}
 }
 
-// waitBegun waits until an engine has been told of n operations.
+// waitBegun waits until an engine has begun n operations.
 func waitBegun(t testing.TB, g *enginetest.Engine, n int64) {
 	t.Helper()
 	eventually(t, fmt.Sprintf("%d operations", n), func() bool { return g.Begun() >= n })
 }
 
-// Nobody hears of a message before its bytes are there: neither the sender nor the receiver,
+// A message completes neither at the sender nor at the receiver before its bytes are there,
 // nor does a READ or an atomic behind it overtake it.
 func TestStagedAcknowledgedBehindBytes(t *testing.T) {
 	onStagedWays(t, func(t *testing.T, way string) {
@@ -222,8 +222,8 @@ func (e *end) registerAgain(access ib.Access) {
 	e.mr = must[provider.MR](e.t)(e.pd.(*PD).registerWith(memoryAt(0, 0, 0x7000_0000), access, func() (mem.Backing, error) { return m, nil }))
 }
 
-// An invalidation of memory that an engine is at waits for that, by whatever request, and
-// holds up nobody else; then it is done.
+// An invalidation of memory that an engine accesses, by whatever request, waits for the engine,
+// and delays no other queue pair; then it is done.
 func TestStagedInvalidateWaitsForNobody(t *testing.T) {
 	for _, way := range stagedWays {
 		for _, kind := range []string{"SEND_INV", "LOCAL_INV", "BIND"} {
@@ -506,8 +506,8 @@ func TestStagedLoadsDoNotPushBack(t *testing.T) {
 	b.ok()
 }
 
-// Whoever watches the memory sees the data of a message before the flag behind it, wherever
-// the two lie: on an engine or in the host's memory.
+// A program that watches the memory sees the data of a message before the flag behind it,
+// wherever the two lie: on an engine or in the host's memory.
 func TestStagedOrderSeen(t *testing.T) {
 	onStagedWays(t, func(t *testing.T, way string) {
 		for _, where := range []string{"engine engine", "engine host", "host engine", "engine other"} {

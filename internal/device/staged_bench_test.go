@@ -11,8 +11,8 @@ import (
 )
 
 // BenchmarkStaged compares WRITEs and READs between memory of an engine, or of an engine and
-// the host, with what the engine does by itself. It takes its time, but moves nothing: no
-// CPU here copies as fast.
+// the host, with the engine alone. The engine takes its time, but moves nothing: no CPU here
+// copies as fast.
 func BenchmarkStaged(b *testing.B) {
 	config := slowEngine
 	config.Idle, config.Reaches = true, true

@@ -1,6 +1,6 @@
 package device
 
-// What a process says about its part of a device, and what all of them say.
+// What a process reports about its part of a device, and what all of them report.
 
 import (
 	"encoding/json"
@@ -16,8 +16,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/qp"
 )
 
-// status is what this process has: asked for by another one. The lists of queue
-// pairs, regions and so on, which may be long, are left out if it wants to be brief.
+// status returns what this process has, for another process that asks. With brief, the lists
+// of queue pairs, regions and so on, which may be long, are left out.
 func (d *Device) status(brief bool) any {
 	s := ib.ProcessResources{Program: filepath.Base(os.Args[0]), Device: d.name, Paging: d.PagingStats(), Counters: counted(d.Counters())}
 	d.mu.Lock()
@@ -91,7 +91,7 @@ func (d *Device) domainsNow() (list []ib.XRCDResource) {
 	return list
 }
 
-// counted are the counters that are not 0.
+// counted returns the counters that are not 0.
 func counted(all []provider.Counter) map[string]uint64 {
 	m := map[string]uint64{}
 	for _, c := range all {

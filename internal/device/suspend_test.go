@@ -1,7 +1,6 @@
 package device
 
-// Memory that moves while peers use it, on every link: by rings also where the peer copies
-// by itself.
+// Memory that moves while peers use it, on every link, and by grant.
 
 import (
 	"bytes"
@@ -74,7 +73,7 @@ func (m *moving) move(t testing.TB) {
 }
 
 // WRITEs, READs, SENDs and atomics go on while the memory of both sides moves: nothing
-// is lost, nothing is done twice, and nobody reads poison.
+// is lost, nothing is done twice, and no request reads poison.
 func TestMovingMemory(t *testing.T) {
 	const size, counter = 256 << 10, 256<<10 - 4096
 	for _, way := range []struct {
@@ -180,9 +179,9 @@ func TestMovingMemory(t *testing.T) {
 	}
 }
 
-// Memory that stays suspended keeps nobody waiting but those who need it, also when more
-// queue pairs do than there are workers; and a queue pair that is closed meanwhile, or a
-// region that is revoked, ends the wait.
+// Only the queue pairs that need suspended memory wait, also when there are more of them than
+// workers; and a queue pair that is closed meanwhile, or a region that is revoked, ends the
+// wait.
 func TestSuspendedKeepsNobodyWaiting(t *testing.T) {
 	const many = maxWorkers + 8
 	x, y := openDevice(t, provider.Config{Link: linkUDP}), openDevice(t, provider.Config{Link: linkUDP})
@@ -219,8 +218,8 @@ func TestSuspendedKeepsNobodyWaiting(t *testing.T) {
 	bs[1].mr.(*MR).region.Resume()
 }
 
-// stuckInside makes a peer stay inside a lane to the memory of b, which may be invalidated;
-// letGo lets it go on. key is that of b's region.
+// stuckInside makes a stay amid a copy by grant to the memory of b, which may be invalidated;
+// letGo lets it go on.
 func stuckInside(t *testing.T) (a, b *end, letGo func()) {
 	t.Helper()
 	a, b = byGrants(t, 4096)
@@ -262,7 +261,7 @@ func goesOn(t *testing.T, a, b *end) {
 	}
 }
 
-// A peer that stays inside a lane holds up the invalidation of the region, and nobody
+// A peer that stays amid a copy by grant delays the invalidation of the region, and nothing
 // else: neither the poster, nor the queue pair's other half, nor other connections.
 func TestInvalidateWaitsForNobodyUnderLocks(t *testing.T) {
 	a, b, letGo := stuckInside(t)
@@ -297,7 +296,7 @@ func TestInvalidateWaitsForNobodyUnderLocks(t *testing.T) {
 }
 
 // While the closing of a region waits for a peer, a request that invalidates it is refused
-// at once, by whoever it was sent, and nobody else notices.
+// at once, whichever peer has sent it, and no other queue pair is affected.
 func TestInvalidateDuringClose(t *testing.T) {
 	a, b, letGo := stuckInside(t)
 	fa, fb := connected(t, a.dev, b.dev, ib.RC, 4096, nil)

@@ -1,9 +1,8 @@
 package device
 
-// Timers of queue pairs. A queue pair's deadline moves with every
-// acknowledgement, so the heap is not told each time: it holds the time at
-// which to look at the queue pair next, never later than its deadline, and
-// looks again later if it was too early.
+// Timers of queue pairs. A queue pair's deadline moves with every acknowledgement, so the heap
+// is not changed each time: it has the time at which to look at the queue pair next, never
+// later than its deadline. A look that comes too early sets the next one.
 
 import (
 	"sync"
@@ -19,7 +18,7 @@ type timerHeap struct {
 	next atomic.Int64 // the earliest time, 0 if there is none
 }
 
-// changedLocked notes the earliest time.
+// changedLocked brings next up to date.
 func (t *timerHeap) changedLocked() {
 	at := qp.Time(0)
 	if len(t.heap) > 0 {
@@ -33,7 +32,7 @@ type entry struct {
 	q  *QP
 }
 
-// entries is a binary heap by time, which knows the place of every queue pair.
+// entries is a binary heap by time; each queue pair's timerIndex is its place there.
 // (container/heap would allocate for each entry it moves in or out.)
 type entries []entry
 
@@ -108,7 +107,7 @@ func (t *timerHeap) remove(q *QP) {
 // first returns the earliest time, 0 if there is none.
 func (t *timerHeap) first() qp.Time { return qp.Time(t.next.Load()) }
 
-// due takes a queue pair whose time has come.
+// due removes and returns a queue pair whose time has come, or returns nil.
 func (t *timerHeap) due(now qp.Time) *QP {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -121,8 +120,8 @@ func (t *timerHeap) due(now qp.Time) *QP {
 	return q
 }
 
-// rearmLocked tells the heap if the queue pair's deadline is earlier than the
-// heap knows. The queue pair's lock is held.
+// rearmLocked has the heap look at the queue pair by its deadline, if it would look later or
+// not at all. The caller holds the queue pair's lock.
 func (d *Device) rearmLocked(q *QP) {
 	at := q.core.Deadline()
 	if q.heldUntil != 0 {
@@ -148,11 +147,11 @@ func sooner(a, b qp.Time) qp.Time {
 	return min(a, b)
 }
 
-// fireTimers lets time act on the queue pairs that are due, and returns how
-// long nothing will be.
+// fireTimers ticks the queue pairs whose time has come, and returns how long it is until the
+// next one's.
 func (d *Device) fireTimers() time.Duration {
 	if t := d.timers.first(); t != 0 && t <= d.now() {
-		d.receive() // after a time without a processor the answers may lie here
+		d.receive() // if this process had no processor for a while, the awaited answers may lie unread
 	}
 	for {
 		now := d.now()
@@ -171,7 +170,7 @@ func (d *Device) fireTimers() time.Duration {
 		}
 		d.rearmLocked(q)
 		q.mu.Unlock()
-		d.answer(q, now) // its window is smaller now: what is left goes to others
+		d.answer(q, now) // after a timeout its window is smaller: others may use its credits
 	}
 	if t := d.timers.first(); t != 0 {
 		return max(0, t-d.now())

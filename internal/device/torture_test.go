@@ -28,7 +28,7 @@ type hall struct {
 	mr    provider.MR
 	buf   []byte
 	conns []*trafficConn
-	byQPN sync.Map // QPN → *lane
+	byQPN sync.Map // QPN → *trafficConn
 
 	// polling is held from a poll until its completions are checked: otherwise
 	// two pollers could each hold one of two, and check them in the wrong order
@@ -39,7 +39,7 @@ type hall struct {
 	received atomic.Int64
 }
 
-// lane is one queue pair of a hall, driven by one goroutine.
+// trafficConn is one queue pair of a hall, driven by one goroutine.
 type trafficConn struct {
 	*end
 	index int
@@ -92,11 +92,11 @@ func (h *hall) repost(i uint64) {
 	}
 }
 
-// drive posts requests on a lane and takes completions, of whichever lane, until
-// it is told to stop and its own are done.
+// drive posts requests on a connection and takes completions, of any connection, until stop is
+// set and its own are done.
 func (h *hall) drive(l *trafficConn, peer *hall, seed uint64, stop *atomic.Bool) {
 	rng := rand.New(rand.NewPCG(seed, uint64(l.index)))
-	var deadline time.Time // for what is outstanding when it is told
+	var deadline time.Time // for what is outstanding when stop is set
 	for !h.t.Failed() {
 		if stop.Load() && l.out.Load() == 0 {
 			return
@@ -126,7 +126,7 @@ func (h *hall) drive(l *trafficConn, peer *hall, seed uint64, stop *atomic.Bool)
 	}
 }
 
-// draw makes the next request of a lane.
+// draw makes the next request of a connection.
 func (h *hall) draw(l *trafficConn, peer *hall, rng *rand.Rand) ib.SendWR {
 	size := 1 << rng.IntN(15)
 	at := l.index * connBytes
@@ -151,7 +151,7 @@ func (h *hall) draw(l *trafficConn, peer *hall, rng *rand.Rand) ib.SendWR {
 	return wr
 }
 
-// poll takes completions of any lane.
+// poll takes completions of any connection.
 func (h *hall) poll() int {
 	h.polling.Lock()
 	defer h.polling.Unlock()

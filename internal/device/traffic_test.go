@@ -1,13 +1,13 @@
 package device
 
-// Random traffic that checks itself. A plan says what one side of a connection
+// Random traffic that checks itself. A plan lists what one side of a connection
 // does, operation by operation, and is made before anything starts, so that the
-// other side knows what must arrive:
+// other side can check what arrives:
 //
 //  1. newPlan draws operations of every kind and size;
 //  2. side.post prepares an operation's memory on both sides and posts it;
 //  3. side.sent and side.received check each completion: that it is the next
-//     one that is due, that it says the right thing, that all bytes are there
+//     one that is due, that its fields are right, that all bytes are there
 //     and none behind them;
 //  4. side.finish checks that nothing else ever completes, and the counters
 //     that atomics counted in.
@@ -471,8 +471,8 @@ func firstDifference(a, b []byte) int {
 	return len(a)
 }
 
-// checkAtomic checks the value that an atomic returned: it tells that each
-// atomic before it was done exactly once.
+// checkAtomic checks the value that an atomic returned: it proves that each atomic before it
+// was done exactly once.
 func (s *side) checkAtomic(a *action, got []byte) error {
 	orig := binary.NativeEndian.Uint64(got)
 	if !stamped(got[8:]) {

@@ -4,14 +4,13 @@ package device
 // time sends for it: the one that holds the transmit token. Handing a train to
 // a link may take long (a system call may fault on memory), so the queue pair's
 // lock is not held meanwhile, and no sender waits for the token: one that finds it
-// taken leaves a note, and the holder looks again. Close alone waits, asleep, and is
-// woken by the holder; from then on nobody gets the token any more.
+// taken leaves a note (txAgain), and the holder looks again. Close alone waits, asleep, until
+// the holder wakes it; it keeps the token for good.
 //
-// A link may be busy (link.ErrBusy). Then the trains that it did not take stay with
-// the queue pair, which is stalled until the link has room, and go before all
-// others. A link tells when that is (link.Freer); one that does not is tried again
-// every busyRetry. A datagram waits like this for datagramPatience at most: those behind
-// it are for other peers, perhaps.
+// A link may be busy (link.ErrBusy). Then the trains that it did not take wait with the queue
+// pair, and go before all others when the link has room. A link.Freer reports when that is;
+// any other link is tried again every busyRetry. A datagram waits for datagramPatience at
+// most: the trains behind it may be for other peers.
 
 import (
 	"errors"
@@ -30,22 +29,22 @@ import (
 // States of the token.
 const (
 	txIdle    = iota
-	txBusy    // somebody sends
-	txAgain   // somebody sends, and must look again before leaving
+	txBusy    // the token has a holder
+	txAgain   // the token has a holder, which must look again before it leaves
 	txClosing // Close has the token, or waits for its holder to leave; it stays so
 )
 
-// txQuantum is how many bytes one call moves; the rest is left to whoever makes
-// progress next, so that a post does not take a second.
+// txQuantum is how many bytes one call moves; the rest is left to the next poll or the
+// background goroutine (later), so that a post does not take a second.
 const txQuantum = 1 << 20
 
-// datagramPatience is how long a datagram waits for room in a ring; then it is lost. A
-// peer that shares its processor with a few busy ones reads again within that time, and
-// a peer that is stopped holds up those to others only once: see link.Shared.
+// datagramPatience is how long a datagram waits for room in a ring; then it is lost. A peer
+// process that shares its processor with a few busy ones reads again within that time, and
+// one that is stopped delays the datagrams to other peers only once: see link.Shared.
 const datagramPatience = 50 * time.Millisecond
 
-// busyRetry is how long trains wait that a link was too busy for, if the link does not tell
-// when it is free again.
+// busyRetry is after how long trains that a link was too busy for are sent again, if the link
+// does not report when it is free.
 const busyRetry = time.Millisecond
 
 // batch is the trains that are pulled and sent together.
@@ -80,7 +79,8 @@ func (d *Device) transmit(q *QP, now qp.Time) {
 	}
 }
 
-// leaveToken gives the token back, and reports whether somebody has left a note.
+// leaveToken gives the token back, and reports whether a sender has left a note: then the
+// caller must see to it that transmit is called.
 func (q *QP) leaveToken() bool {
 	if q.tx.CompareAndSwap(txBusy, txIdle) {
 		return false
@@ -92,8 +92,8 @@ func (q *QP) leaveToken() bool {
 	return false
 }
 
-// takeToken takes the token for good: it waits until whoever hands the last trains to a
-// link has left. It is called once, by Close.
+// takeToken takes the token for good: it waits until the holder, which may be handing the
+// last trains to a link, has left. It is called once, by Close.
 func (q *QP) takeToken() {
 	q.tokenFree = make(chan struct{})
 	if q.tx.Swap(txClosing) != txIdle {
@@ -113,14 +113,14 @@ func (q *QP) claimToken() bool {
 			if q.tx.CompareAndSwap(txBusy, txAgain) {
 				return false
 			}
-		default: // txAgain, or there is nothing to send any more
+		default: // txAgain: there is a note already; txClosing: there is nothing to send any more
 			return false
 		}
 	}
 }
 
-// drain pulls and sends until there is nothing more, or the quantum is used up
-// and it returns true.
+// drain pulls and sends until there is nothing more, the link is busy, or the quantum is used
+// up. It reports whether it has left something that later must go on with.
 func (d *Device) drain(q *QP, now qp.Time) bool {
 	if q.held != nil && !d.sendHeld(q, now) {
 		return false
@@ -176,9 +176,8 @@ func (d *Device) drain(q *QP, now qp.Time) bool {
 	return q.core.Pending()
 }
 
-// send hands trains to their links, in order. It returns those that the link is too
-// busy for; and false if one could not be read, which the queue pair may have
-// something to say about.
+// send hands trains to their links, in order. It returns those that the link is too busy for,
+// and false if one could not be read: the core may have something else to send then.
 func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) (left []*train.Train, ok bool) {
 	n, fault, busy := d.sendLink(ts)
 	q.sent(ts[:n], now)
@@ -188,11 +187,11 @@ func (d *Device) send(q *QP, ts []*train.Train, now qp.Time) (left []*train.Trai
 	return d.sendRest(q, ts[n:], fault, busy, now)
 }
 
-// sendRest goes on with trains of which the first is the device's own affair, or could
-// not be read, or found the link busy. What follows one that could not be read is pulled
-// again, or flushed. If its memory only has to be fetched first, then only what is of its
-// kind stays behind: answers, which the peer asks for again, do not wait for requests,
-// nor requests for answers.
+// sendRest goes on with trains of which the first goes by the loop link or to a group, could
+// not be read, or found the link busy. The trains behind one that could not be read are
+// pulled again, or flushed. If its memory only has to be fetched, then only those of its kind
+// stay behind: answers, which the peer asks for again, do not wait for requests, nor requests
+// for answers.
 func (d *Device) sendRest(q *QP, ts []*train.Train, fault mem.Fault, busy bool, now qp.Time) (left []*train.Train, ok bool) {
 	var owed debt
 	defer owed.pay()
@@ -223,8 +222,9 @@ func (d *Device) sendRest(q *QP, ts []*train.Train, fault mem.Fault, busy bool, 
 	return nil, ok
 }
 
-// unreadable tells the core that the first of some trains could not be read, and returns those
-// that may still be sent. If its memory only has to be fetched, what is of its kind stays.
+// unreadable reports to the core that the first of some trains could not be read, and returns
+// those that may still be sent. If its memory only has to be fetched, it marks the kind of
+// that train in stays, else it returns none.
 func (d *Device) unreadable(q *QP, ts []*train.Train, f mem.Fault, stays *[2]bool, now qp.Time) []*train.Train {
 	d.sendFailed(q, ts[0], f, now)
 	if f.Kind != mem.FaultPending {
@@ -235,8 +235,8 @@ func (d *Device) unreadable(q *QP, ts []*train.Train, f mem.Fault, stays *[2]boo
 	return ts[1:]
 }
 
-// sendRun sends the first of some trains, and others behind it that go to the same link. It
-// returns how many have left; a fault or busy is that of the next.
+// sendRun sends the first of some trains, and those behind it that go by the device's link as
+// well. It returns how many have left; a fault or busy is that of the next.
 func (d *Device) sendRun(ts []*train.Train, now qp.Time, owed *debt) (n int, fault mem.Fault, busy bool) {
 	switch p := ts[0].Flow.Link.(type) {
 	case *loopPeer:
@@ -260,7 +260,8 @@ func kindOf(t *train.Train) int {
 	return 0
 }
 
-// withoutKinds returns the trains but for those of a kind that stays behind.
+// withoutKinds returns the trains but for those of a kind that stays behind, which it reports
+// to the core.
 func (q *QP) withoutKinds(ts []*train.Train, stays [2]bool) []*train.Train {
 	if !stays[0] && !stays[1] {
 		return ts
@@ -276,9 +277,8 @@ func (q *QP) withoutKinds(ts []*train.Train, stays [2]bool) []*train.Train {
 	return left
 }
 
-// sendFailed tells the core of a train that could not be read, unless it is one
-// from before a reset: the queue pair has another peer now, which is not to suffer
-// for it.
+// sendFailed reports a train that could not be read to the core, unless the train is from
+// before a reset: the queue pair may be connected with another peer now.
 func (d *Device) sendFailed(q *QP, t *train.Train, f mem.Fault, now qp.Time) {
 	q.mu.Lock()
 	if q.core.Resets() == q.heldResets {
@@ -288,7 +288,7 @@ func (d *Device) sendFailed(q *QP, t *train.Train, f mem.Fault, now qp.Time) {
 	q.mu.Unlock()
 }
 
-// notSent tells the core of trains that have not left.
+// notSent reports trains that have not left to the core.
 func (q *QP) notSent(ts []*train.Train) {
 	if len(ts) == 0 {
 		return
@@ -300,15 +300,15 @@ func (q *QP) notSent(ts []*train.Train) {
 	q.mu.Unlock()
 }
 
-// hold keeps trains that the link is too busy for. If the link tells when it is free
-// again: whoever frees it after this finds the queue pair in the list, and whoever did so
-// before, since the link refused the trains, is seen here. If it does not, a timer has them
-// sent again. If the first one is a datagram, it waits until a time; 0 if it begins to
+// hold keeps trains that the link is too busy for. If the link is a link.Freer, none is
+// forgotten: if it becomes free after the queue pair is listed, resume finds it in the list;
+// if it did before, since heldAt was read, hold sees that. Otherwise a timer has the trains
+// sent again. A datagram that is the first one waits until the given time; 0: it begins to
 // wait now.
 func (d *Device) hold(q *QP, b *batch, left []*train.Train, until qp.Time) {
 	q.held, q.heldLeft = b, left
 	q.heldAnswers.Store(slices.ContainsFunc(left, (*train.Train).IsAnswer))
-	own := isOwn(left[0].Flow) // who takes those may not be able to tell
+	own := isOwn(left[0].Flow) // the loop link may not report when it is free
 	if datagram := left[0].Transport == wire.UD; datagram || d.freer == nil || own {
 		now := d.now()
 		q.mu.Lock()
@@ -338,9 +338,9 @@ func (d *Device) hold(q *QP, b *batch, left []*train.Train, until qp.Time) {
 	}
 }
 
-// sendHeld sends the trains that were held, and reports whether none are left. What
-// the queue pair has given up meanwhile is not sent any more: its memory may be in
-// use for something else.
+// sendHeld sends the trains that waited until the link is less busy, and reports whether none
+// are left. What the queue pair has given up meanwhile is not sent any more: its memory may be
+// in use for something else.
 func (d *Device) sendHeld(q *QP, now qp.Time) bool {
 	b, ts := q.held, q.heldLeft
 	q.held, q.heldLeft = nil, nil
@@ -360,8 +360,8 @@ func (d *Device) sendHeld(q *QP, now qp.Time) bool {
 		live[0].Expired = true
 	}
 	q.heldAt = d.frees()
-	left, _ := d.send(q, live, now)       // if one could not be read, the queue pair has heard of it
-	if len(left) > 0 && left[0].Expired { // the link has not dropped it, as it might have
+	left, _ := d.send(q, live, now)       // if one could not be read, that was reported to the core
+	if len(left) > 0 && left[0].Expired { // the link could have dropped it, and has not
 		q.sent(left[:1], now)
 		if left = left[1:]; len(left) > 0 {
 			left, _ = d.send(q, left, now)
@@ -378,7 +378,7 @@ func (d *Device) sendHeld(q *QP, now qp.Time) bool {
 	return true
 }
 
-// release puts a batch back whose list was changed.
+// release puts a batch back into the pool, with all its pointers: ptrs may have been changed.
 func (b *batch) release() {
 	for i := range b.trains {
 		b.ptrs[i] = &b.trains[i]
@@ -386,7 +386,7 @@ func (b *batch) release() {
 	batches.Put(b)
 }
 
-// frees counts how often the link may have become less busy.
+// frees returns how often the link may have become less busy; 0 if it does not count that.
 func (d *Device) frees() uint64 {
 	if d.freer == nil {
 		return 0
@@ -394,7 +394,8 @@ func (d *Device) frees() uint64 {
 	return d.freer.Frees()
 }
 
-// resume lets the queue pairs go on that were stalled.
+// resume lets the queue pairs go on whose trains wait until the link is less busy. The link
+// calls it when it may be.
 func (d *Device) resume() {
 	d.heldQPs.Lock()
 	list := d.heldQPs.list
@@ -408,7 +409,8 @@ func (d *Device) resume() {
 	}
 }
 
-// isOwn tells whether a flow is the device's own affair, not the link's.
+// isOwn reports whether the device itself delivers the trains of a flow, by the loop link or
+// to a multicast group, and not its link.
 func isOwn(f *train.Flow) bool {
 	switch f.Link.(type) {
 	case *loopPeer, *groupPeer:
@@ -417,7 +419,7 @@ func isOwn(f *train.Flow) bool {
 	return false
 }
 
-// sendLink hands the trains up to the first one that is the device's own affair to
+// sendLink hands the trains up to the first one that the device itself delivers (isOwn) to
 // the device's link.
 func (d *Device) sendLink(ts []*train.Train) (n int, fault mem.Fault, busy bool) {
 	k := 0
@@ -437,14 +439,14 @@ func (d *Device) sendLink(ts []*train.Train) (n int, fault mem.Fault, busy bool)
 	var pe *link.PayloadError
 	if errors.As(err, &pe) {
 		if pe.Packet > 0 {
-			ts[n].TrimFront(pe.Packet) // what failed begins there
+			ts[n].TrimFront(pe.Packet) // the packets before it have left
 		}
 		return n, pe.Fault, false
 	}
 	return k, mem.Fault{}, false
 }
 
-// sent tells the core which trains left, if it wants to know.
+// sent reports the trains that have left to the core: those with a cookie.
 func (q *QP) sent(ts []*train.Train, now qp.Time) {
 	locked := false
 	for _, t := range ts {

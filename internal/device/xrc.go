@@ -21,11 +21,11 @@ type xrcDomains struct {
 	last   uint32
 }
 
-// xrcDomain is one, however often it is open.
+// xrcDomain is an XRC domain, however often it is open here.
 type xrcDomain struct {
 	id    uint32
 	name  sys.FileID
-	file  io.Closer // keeps the file that names it from being another one; nil: it has no name
+	file  io.Closer // keeps the identity of the file that names it in use; nil: it has no name
 	opens int
 }
 
@@ -56,7 +56,7 @@ func (d *Device) OpenXRCD(cfg provider.XRCDConfig) (provider.XRCD, error) {
 	}
 	drop := func() {
 		if fresh.file != nil {
-			_ = fresh.file.Close() // a duplicate that was only looked at
+			_ = fresh.file.Close() // a duplicate descriptor, for the lookup alone
 		}
 	}
 	d.mu.Lock()
@@ -110,8 +110,8 @@ func (d *Device) OpenXRCD(cfg provider.XRCDConfig) (provider.XRCD, error) {
 	return &XRCD{dev: d, domain: domain}, nil
 }
 
-// announceDomain tells other processes that this one has a domain open, which must
-// be new if exclusive is set.
+// announceDomain announces to other processes that this one has a domain open. With exclusive,
+// it fails if another process has it open.
 func (d *Device) announceDomain(name host.Domain, exclusive bool) error {
 	if !d.member.AddDomain(name) {
 		return ib.Errorf("open_xrcd", syscall.ENOMEM, "%d domains that files name are open", host.MaxDomains)
@@ -169,8 +169,8 @@ func (x *XRCD) CreateQP() (provider.QP, error) {
 	return &openTarget{QP: q, xrcd: x}, nil
 }
 
-// openTarget is a target as one of those has it who made or opened it. It is gone
-// when the last of them has closed it.
+// openTarget is a handle of a target: CreateQP and each OpenQP return one. The target is gone
+// when the last handle is closed.
 type openTarget struct {
 	*QP
 	xrcd   *XRCD
@@ -198,7 +198,7 @@ func (x *XRCD) OpenQP(number uint32) (provider.QP, error) {
 	return &openTarget{QP: q, xrcd: x}, nil
 }
 
-// isElsewhere tells whether a number is one of another process of the device.
+// isElsewhere reports whether a number is one of another process of the device.
 func (d *Device) isElsewhere(number uint32) bool {
 	if d.member == nil {
 		return false
@@ -207,7 +207,7 @@ func (d *Device) isElsewhere(number uint32) bool {
 	return known && process != d.member.Slot()
 }
 
-// Modify changes attributes and state, for all who have it open.
+// Modify changes attributes and state of the target, for all handles.
 func (o *openTarget) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 	if o.closed.Load() {
 		return ib.Errorf("modify_qp", syscall.EINVAL, "the queue pair is closed")
@@ -223,7 +223,7 @@ func (o *openTarget) Query() (ib.QPAttr, error) {
 	return o.QP.Query()
 }
 
-// Close closes it, and destroys it if nobody else has it open.
+// Close closes the handle, and destroys the target if it was the last.
 func (o *openTarget) Close() error {
 	if o.closed.Swap(true) {
 		return nil
@@ -233,7 +233,7 @@ func (o *openTarget) Close() error {
 	o.opens--
 	last := o.opens == 0
 	if last {
-		o.owner = o.xrcd // which it is counted with until it is gone
+		o.owner = o.xrcd // until the target is gone, it counts in this domain
 	} else {
 		o.xrcd.refs--
 	}
@@ -244,7 +244,7 @@ func (o *openTarget) Close() error {
 	return nil
 }
 
-// findSRQ is how targets find the queues that requests name.
+// findSRQ returns the shared receive queue that a request to a target names.
 func (d *Device) findSRQ(number uint32) *qp.SharedQueue {
 	if s := d.srqs.Get(number); s != nil && !s.closed.Load() {
 		return &s.core
@@ -252,8 +252,8 @@ func (d *Device) findSRQ(number uint32) *qp.SharedQueue {
 	return nil
 }
 
-// Close closes the domain, unless something that was made with it is left. It
-// goes with the last that has it open.
+// Close closes the domain, unless something that was made with it is left. The domain is gone
+// when it is open nowhere in this process.
 func (x *XRCD) Close() error {
 	d := x.dev
 	d.mu.Lock()

@@ -1,7 +1,7 @@
 package device
 
-// What processes say to each other about the targets of a shared XRC domain, as it
-// travels: see xrc_share.go.
+// The wire format of the control messages between processes about the targets of a shared
+// XRC domain: see xrc_share.go, which also explains T and S.
 
 import (
 	"encoding/binary"
@@ -12,26 +12,26 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// Kinds of words.
+// Kinds of control messages.
 const (
 	ctlHandoff = iota + 1 // T to S, with a train
-	ctlMore               // T to S, with a train; of turn 0: a repetition
+	ctlMore               // T to S, with a train; of hand-off 0: a repetition
 	ctlRecall             // T to S: make an offer, or have the peer send again what is missing
-	ctlEnd                // T to S: forget the twin
-	ctlOffer              // S to T
+	ctlEnd                // T to S: forget the proxy
+	ctlOffer              // S to T: take the target back
 )
 
-// words are what T and S say to each other.
+// controlMessage is a message between T and S.
 type controlMessage struct {
 	kind    uint8
 	qpn     uint32
 	handoff uint32
-	count   uint32 // offer: trains of this turn that were executed
+	count   uint32 // offer: trains of this hand-off that S has got
 	stand   qp.Handoff
 	lost    bool         // offer: trains were lost, also if the count is right
-	failed  ib.EventType // offer: the twin has failed, of this
+	failed  ib.EventType // offer: the event of a proxy that has failed; or 0
 
-	// turn: what the twin must know
+	// Hand-off: what the proxy is made with.
 	domain host.Domain
 	attr   ib.QPAttr // Access, PathMTU, DestQPN, MinRNRTimer, MaxDestRDAtomic, AV
 }
@@ -72,7 +72,8 @@ func (w *controlMessage) append(b []byte) []byte {
 	return append(b, uint8(a.AV.SGIDIndex), a.AV.TrafficClass, a.AV.HopLimit)
 }
 
-// parse reads words. What they say is checked where it is used.
+// parse reads a control message, and reports whether its length fits its kind. The values are
+// checked where they are used.
 func (w *controlMessage) parse(b []byte) bool {
 	le := binary.LittleEndian
 	if len(b) != shortControl && len(b) != longControl || b[0] == ctlHandoff != (len(b) == longControl) {

@@ -1,26 +1,26 @@
 package device
 
-// XRC domains that several processes have open. A message that names a shared
-// receive queue is executed by the process that has the queue: its receives, its
-// completion queue and its memory are there, and so is who checks the rights. The
-// process that has the target receives everything, and gives away the turn:
+// XRC domains that several processes have open. The process that has a shared receive queue
+// executes the messages that name it: the queue's receives, its completion queue and its
+// memory are there, and their rights are checked there. The process that has the target
+// receives everything, and hands the target off:
 //
 //	process with the target (T)              process with the queue (S)
 //	a request names a queue of S
-//	turn: where I stand, the train ────────▶ executes it on a twin of the target,
+//	hand-off: target's state, train ───────▶ executes it on a proxy of the target,
 //	more trains for S ─────────────────────▶ which answers the peer by itself
-//	                       ◀──────────────── offer: this is where I stand, after so
-//	takes the turn back, unless                many trains; nothing is left to answer
+//	                       ◀──────────────── offer: the proxy's state after so many
+//	takes the target back, unless              trains; nothing is left to answer
 //	it has sent more meanwhile
 //
-// T alone decides who has the turn. A request for another queue that comes while S
-// has it is dropped, S is asked for an offer (recall), and when the turn is back the
-// peer is told to go on from there. Repetitions of what was executed are answered
-// where that was.
+// T alone decides which process holds the target. T drops a request for another queue that
+// comes while S holds it, asks S for an offer (recall), and with the target back asks the peer
+// to send again from there. A repetition of an executed request is answered by the process
+// that executed it.
 //
-// If S dies while it has the turn, nobody knows what it has done, and the target
-// fails; if it dies otherwise, only its queues are gone. If T dies, so does the
-// connection, and S forgets the twin.
+// If S dies while it holds the target, T cannot learn what S has executed, and the target
+// fails; if S dies otherwise, only its queues are gone. If T dies, the connection is gone, and
+// S forgets the proxy.
 
 import (
 	"slices"
@@ -38,16 +38,17 @@ import (
 // target is what a target in a named domain needs; the queue pair's lock guards it.
 type target struct {
 	domain  host.Domain
-	away    int    // the process that has the turn; here: this one
-	handoff uint32 // counts the turns that were given away
-	sent    uint32 // trains sent along with this one
-	missed  bool   // requests for others came meanwhile
-	given   []int  // processes that have a twin
+	away    int    // the process that holds the target; here: this one
+	handoff uint32 // serial of the last hand-off; 0 before the first
+	sent    uint32 // trains sent with this hand-off
+	missed  bool   // requests were dropped meanwhile: the peer must send again
+	given   []int  // processes that have a proxy
 }
 
-const here = -1
+const here = -1 // for a target's away
 
-// say says something to another process.
+// say sends another process a control message, with a train or without. It reports whether
+// it was sent; a fault is the train's.
 func (d *Device) say(process int, w *controlMessage, t *train.Train) (bool, mem.Fault) {
 	s, ok := d.link.(*link.Shared)
 	if !ok {
@@ -57,8 +58,9 @@ func (d *Device) say(process int, w *controlMessage, t *train.Train) (bool, mem.
 	return s.SendControl(process, w.append(b[:0]), t)
 }
 
-// passOn deals with a request that another process executes, or has to wait for. It
-// reports whether the request is such a one; due is as for receive.
+// forward sends a request to the process that executes it, or drops it until the target is
+// back. It reports false, having done nothing, if this process executes the request; due is as
+// for receive.
 func (q *QP) forward(t *train.Train, now qp.Time) (passed bool, f mem.Fault, due bool) {
 	process, known := q.dev.member.Find(t.SRQ)
 	own := !known || process == q.dev.member.Slot()
@@ -90,13 +92,13 @@ type route uint8
 
 const (
 	executeHere    route = iota
-	toHolder             // to the process that has the turn: its queue is named
+	toHolder             // to the process that holds the target: its queue is named
 	toFormerHolder       // a repetition, to the process that executed the request
-	afterRecall          // nowhere: the peer repeats it when the turn is back
-	withHandoff          // to the process whose queue is named, which gets the turn
+	afterRecall          // nowhere: the peer repeats it when the target is back
+	withHandoff          // to the process whose queue is named, with the target
 )
 
-// routeLocked decides where a request goes that names a queue of a process. own: that
+// routeLocked returns where a request goes that names a queue of a process. With own, that
 // is this process, or no process has the queue.
 func (q *QP) routeLocked(t *train.Train, process int, own bool) route {
 	away, expected := q.target.away, q.core.Expected()
@@ -119,9 +121,9 @@ func (q *QP) routeLocked(t *train.Train, process int, own bool) route {
 	}
 }
 
-// sendMore sends a train to the process that has the turn. If that fails, the train is
-// lost, as on any network: that process waits for it, or it offers the turn, and then
-// the peer is told to send again.
+// sendMore sends a train to the process that holds the target. If that fails, the train is
+// lost, as on any network: the recall has that process either ask the peer for it, or offer
+// the target, and then this process asks.
 func (q *QP) sendMore(process int, turn uint32, t *train.Train) mem.Fault {
 	ok, f := q.dev.say(process, &controlMessage{kind: ctlMore, qpn: q.number, handoff: turn}, t)
 	if ok {
@@ -136,17 +138,18 @@ func (q *QP) sendMore(process int, turn uint32, t *train.Train) mem.Fault {
 	q.mu.Unlock()
 	q.recallHandoff(process, turn)
 	if far {
-		return mem.Fault{} // the sender need not know: it will send again
+		return mem.Fault{} // no fault for the sender: it is asked to send again
 	}
 	return f
 }
 
-// recallHandoff asks the process that has the turn for an offer.
+// recallHandoff asks the process that holds the target for an offer.
 func (q *QP) recallHandoff(process int, turn uint32) {
-	_, _ = q.dev.say(process, &controlMessage{kind: ctlRecall, qpn: q.number, handoff: turn}, nil) // if that is lost, the peer will ask
+	_, _ = q.dev.say(process, &controlMessage{kind: ctlRecall, qpn: q.number, handoff: turn}, nil) // if lost, a repetition causes another
 }
 
-// handOff gives the turn to a process, with a train.
+// handOff hands the target off to a process, with a train. If it cannot now, the train counts
+// as lost, and due is true: the peer must be asked to send it again.
 func (q *QP) handOff(process int, t *train.Train, now qp.Time) (f mem.Fault, due bool) {
 	d := q.dev
 	q.mu.Lock()
@@ -158,7 +161,7 @@ func (q *QP) handOff(process int, t *train.Train, now qp.Time) (f mem.Fault, due
 	q.mu.Lock()
 	g := q.target
 	if g.away != here || !q.core.Between() {
-		q.core.Unread() // again, in a moment
+		q.core.Unread() // the peer sends it again in a moment
 		q.mu.Unlock()
 		return f, true
 	}
@@ -185,7 +188,7 @@ func (q *QP) handOff(process int, t *train.Train, now qp.Time) (f mem.Fault, due
 	return f, true
 }
 
-// Aside takes what another process says.
+// Control takes a control message from another process, with its train, if it has one.
 func (r *receiver) Control(process int, b []byte, t *train.Train) {
 	var w controlMessage
 	if !w.parse(b) || (t != nil) != (w.kind == ctlHandoff || w.kind == ctlMore) {
@@ -205,9 +208,9 @@ func (r *receiver) Control(process int, b []byte, t *train.Train) {
 		r.dev.endProxy(k)
 	case w.kind == ctlHandoff && (q == nil || q.proxy.attr != proxyAttr(&w.attr)):
 		r.dev.makeProxy(k, &w)
-	case q == nil: // it is being made, or gone
+	case q == nil: // the proxy is being made, or gone
 	default:
-		r.touched = append(r.touched, q) // to answer, and to offer the turn
+		r.touched = append(r.touched, q) // to answer, and to offer the target
 		q.mu.Lock()
 		q.proxy.offered = false
 		switch {
@@ -222,7 +225,7 @@ func (r *receiver) Control(process int, b []byte, t *train.Train) {
 				q.core.Unread()
 			}
 		case w.handoff != 0:
-			t = nil // of a turn that is over
+			t = nil // of a hand-off that is over
 		}
 		q.mu.Unlock()
 		if t != nil {
@@ -231,7 +234,8 @@ func (r *receiver) Control(process int, b []byte, t *train.Train) {
 	}
 }
 
-// takeOffer takes the turn back.
+// takeOffer takes the target back, if the process has got all the trains that were sent to it
+// or has lost some, or if its proxy has failed.
 func (r *receiver) takeOffer(process int, w *controlMessage) {
 	q := r.dev.qps.Get(w.qpn)
 	if q == nil || q.target == nil {
@@ -261,7 +265,8 @@ func (r *receiver) takeOffer(process int, w *controlMessage) {
 	}
 }
 
-// Parted deals with the end of a process.
+// Parted forgets the proxies of targets of a process that has ended, and fails the targets
+// that it held.
 func (r *receiver) Parted(process int) {
 	d := r.dev
 	for _, k := range d.proxies.of(process) {
@@ -285,9 +290,9 @@ func (r *receiver) Parted(process int) {
 	}
 }
 
-// endTurns makes other processes forget the twins of a target that starts anew, or
+// endTurns makes other processes forget their proxies of a target that starts anew, fails or
 // is closed.
-func (q *QP) endTurns() {
+func (q *QP) endHandoffs() {
 	if q.target == nil {
 		return
 	}
@@ -296,19 +301,19 @@ func (q *QP) endTurns() {
 	q.target.given, q.target.away, q.target.missed = nil, here, false
 	q.mu.Unlock()
 	for _, p := range given {
-		_, _ = q.dev.say(p, &controlMessage{kind: ctlEnd, qpn: q.number}, nil) // it may have gone, or forgets when this process does
+		_, _ = q.dev.say(p, &controlMessage{kind: ctlEnd, qpn: q.number}, nil) // if lost, the proxy ends with this process
 	}
 }
 
-// twin is what the twin of another process's target needs; the queue pair's lock
-// guards what changes.
+// proxy is what the queue pair needs that stands in here for another process's target; the
+// queue pair's lock guards what changes.
 type proxy struct {
 	key     proxyKey
-	attr    ib.QPAttr // what it was made with
-	handoff uint32
-	got     uint32
-	failed  ib.EventType
-	offered bool
+	attr    ib.QPAttr    // what it was made with
+	handoff uint32       // serial of the hand-off
+	got     uint32       // trains that came with it
+	failed  ib.EventType // the first event, but for EventCommEst; or 0
+	offered bool         // the target was offered back, and nothing has come since
 }
 
 type proxyKey struct {
@@ -316,13 +321,13 @@ type proxyKey struct {
 	qpn     uint32
 }
 
-// twins are the twins of a device.
+// proxies are the proxies of a device.
 type proxies struct {
 	mu     sync.Mutex // guards what follows
 	byKey  map[proxyKey]*QP
 	making map[proxyKey]bool
 	closed bool
-	wg     sync.WaitGroup // those that make and end them
+	wg     sync.WaitGroup // goroutines that make and end proxies
 }
 
 func (s *proxies) get(k proxyKey) *QP {
@@ -331,7 +336,7 @@ func (s *proxies) get(k proxyKey) *QP {
 	return s.byKey[k]
 }
 
-// of returns those of a process.
+// of returns the proxies of a process's targets, and cancels those that are being made.
 func (s *proxies) of(process int) (keys []proxyKey) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -342,20 +347,21 @@ func (s *proxies) of(process int) (keys []proxyKey) {
 	}
 	for k := range s.making {
 		if k.process == process {
-			delete(s.making, k) // who makes it finds that out
+			delete(s.making, k) // the goroutine that makes it sees that it is not wanted
 		}
 	}
 	return keys
 }
 
+// proxyAttr returns the attributes that a proxy has in common with its target.
 func proxyAttr(a *ib.QPAttr) ib.QPAttr {
 	return ib.QPAttr{Access: a.Access, PathMTU: a.PathMTU, DestQPN: a.DestQPN, MinRNRTimer: a.MinRNRTimer, MaxDestRDAtomic: a.MaxDestRDAtomic, AV: a.AV}
 }
 
-// makeProxy makes a twin. That may take its time, to find the way to the peer: who
-// has the turn meanwhile has lost a train.
+// makeProxy makes a proxy for a hand-off, in a goroutine: to prepare the path to the peer may
+// take long. The hand-off's train is lost, so the goroutine offers the target back (lost).
 func (d *Device) makeProxy(k proxyKey, w *controlMessage) {
-	d.endProxy(k) // one that has become different
+	d.endProxy(k) // one with other attributes
 	first := *w
 	d.proxies.mu.Lock()
 	defer d.proxies.mu.Unlock()
@@ -385,11 +391,11 @@ func (d *Device) makeProxy(k proxyKey, w *controlMessage) {
 			}
 			return
 		}
-		_, _ = d.say(k.process, &offer, nil) // it asks again if it does not arrive
+		_, _ = d.say(k.process, &offer, nil) // if it does not arrive, there will be a recall
 	})
 }
 
-// newProxy makes the queue pair.
+// newProxy makes the queue pair that is a proxy, in state RTR.
 func (d *Device) newProxy(k proxyKey, w *controlMessage) (*QP, error) {
 	q := &QP{dev: d, owner: nobody{}, timerIndex: -1, number: k.qpn, proxy: &proxy{key: k, attr: proxyAttr(&w.attr), handoff: w.handoff, offered: true}}
 	q.core = qp.New(qp.Config{Type: ib.XRCRecv, Number: k.qpn, XRC: qp.XRC{Domain: d.domainOf(w.domain), Find: d.findSRQ},
@@ -419,19 +425,19 @@ func (d *Device) newProxy(k proxyKey, w *controlMessage) (*QP, error) {
 	return q, nil
 }
 
-// nobody owns a twin here.
+// nobody is the owner of a proxy: it counts in no domain here.
 type nobody struct{}
 
 func (nobody) unuse(*int) {}
 
-// proxyEvent is for the process that has the target.
+// proxyEvent keeps the event for the process that has the target: offerHandoff sends it.
 func (q *QP) proxyEvent(t ib.EventType) {
 	if t != ib.EventCommEst && q.proxy.failed == 0 {
 		q.proxy.failed = t
 	}
 }
 
-// endProxy forgets a twin.
+// endProxy forgets a proxy, and closes it in the background.
 func (d *Device) endProxy(k proxyKey) {
 	d.proxies.mu.Lock()
 	defer d.proxies.mu.Unlock()
@@ -443,7 +449,7 @@ func (d *Device) endProxy(k proxyKey) {
 	}
 }
 
-// closeProxies ends them all, and waits for it.
+// closeProxies closes all proxies, and waits for those that are being made or closed.
 func (d *Device) closeProxies() {
 	d.proxies.mu.Lock()
 	d.proxies.closed = true
@@ -456,7 +462,8 @@ func (d *Device) closeProxies() {
 	d.proxies.wg.Wait()
 }
 
-// offerHandoff offers the turn back when nothing is left to do.
+// offerHandoff offers the target back when the proxy has nothing left to answer, or has
+// failed.
 func (q *QP) offerHandoff() {
 	tw := q.proxy
 	q.mu.Lock()
@@ -478,7 +485,7 @@ func (q *QP) offerHandoff() {
 	}
 }
 
-// domainOf returns the number here of a domain, or 0 if it is not open.
+// domainOf returns this process's number of a domain, or 0 if it is not open here.
 func (d *Device) domainOf(name host.Domain) uint32 {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -488,8 +495,8 @@ func (d *Device) domainOf(name host.Domain) uint32 {
 	return 0
 }
 
-// meet makes channels to the processes that have a domain open, before they are
-// needed.
+// meet connects channels to the processes that have a domain open, before a hand-off needs
+// them.
 func (d *Device) meet(name host.Domain) {
 	if s, ok := d.link.(*link.Shared); ok && d.member != nil {
 		for _, p := range d.member.DomainHolders(name) {

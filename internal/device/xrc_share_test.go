@@ -70,7 +70,7 @@ func TestXRCNonsense(t *testing.T) {
 		if i%5 != 0 {
 			tr = &train.Train{Transport: wire.XRC, Kind: wire.KindSend, N: 1, Start: true, End: true, SRQ: box.srq.Number()}
 		}
-		if i%4 == 0 && len(b) == longControl { // one that a twin could be made of
+		if i%4 == 0 && len(b) == longControl { // one that a proxy could be made of
 			a := ib.QPAttr{PathMTU: ib.MTU1024, DestQPN: 5, AV: ib.AHAttr{DGID: d.GIDs()[0]}}
 			w := controlMessage{kind: ctlHandoff, qpn: uint32(rng.IntN(4)), handoff: rng.Uint32(), domain: name, attr: a}
 			b = w.append(nil)

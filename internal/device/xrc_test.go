@@ -415,9 +415,9 @@ func TestXRCDomains(t *testing.T) {
 	}
 }
 
-// A target that was opened again is one queue pair: what one changes the other sees,
-// and it serves its peer until both have closed it. Its domain cannot be closed by who
-// still has it open.
+// A target that was opened again is one queue pair: what is changed by one handle is seen by
+// the other, and it serves its peer until both are closed. A domain cannot be closed while a
+// handle that was opened with it is open.
 func TestXRCOpenQP(t *testing.T) {
 	x, y := openDevice(t, provider.Config{}), openDevice(t, provider.Config{})
 	file := must[*os.File](t)(os.Create(filepath.Join(t.TempDir(), "domain")))

@@ -9,9 +9,9 @@ import (
 // MaxProcesses is how many processes can share a device.
 const MaxProcesses = 256
 
-// Numbers of queue pairs and shared receive queues are leased in ranges of slots,
-// before the permutation that hides them. A range is for the one or the other, so
-// no two of them have the same number.
+// Numbers of queue pairs and shared receive queues are leased in ranges of slots: a slot becomes
+// a number by the permutation that hides it. A range is for queue pairs or for shared receive
+// queues, so no two objects have the same number.
 const (
 	RangeBits = mem.RangeBits
 	NumRanges = mem.NumRanges
@@ -62,7 +62,7 @@ func (d *directory) find(slot uint32) (process int, ok bool) {
 	return p, true
 }
 
-// byPackets tells whether a process wants packets.
+// byPackets reports whether a process wants to be reached by packets alone.
 func (d *directory) byPackets(process int) bool {
 	return process >= 0 && process < MaxProcesses && d.process[process].packets.Load() != 0
 }
@@ -76,8 +76,8 @@ func (d *directory) first() netip.Addr {
 	return a
 }
 
-// claim takes a free entry for a process: the next one after the last, so that
-// they come back late. Only the owner calls it.
+// claim takes a free entry for a process: the next one after the last taken, so that an entry
+// is not soon used again. Only the owner calls it.
 func (d *directory) claim(pid int, nonce uint64) (slot int, ok bool) {
 	last := int(d.claimed.Load())
 	for k := range d.process {
@@ -113,8 +113,8 @@ func (d *directory) release(slot int) {
 	}
 }
 
-// grant leases a range to a process: the next free one after the last, so that
-// numbers come back late. Only the owner calls it.
+// grant leases a range to a process: the next free one after the last leased, so that numbers
+// are not soon used again. Only the owner calls it.
 func (d *directory) grant(slot int) (r uint32, ok bool) {
 	last := d.granted.Load() % NumRanges
 	for i := range uint32(NumRanges) {

@@ -15,9 +15,9 @@ import (
 // This is sound: the segment is as long as the layout, which openDirectory
 // checks, page-aligned, and mapped for as long as the directory is used. All
 // fields that change are atomics, so that another process's writes are no data
-// race; those that do not are written before the segment is passed on. What is
-// read from it is used as an index only after a check, since a process of the
-// same user may have written anything.
+// race; the others are written before the segment is passed on. What is read from
+// it is used as an index only after a check, since a process of the same user may
+// have written anything.
 type layout struct {
 	magic  uint64
 	id     [2]uint64
@@ -26,7 +26,7 @@ type layout struct {
 	addr   [16]byte // the device's first address, by which its processes are named
 	v4     bool
 
-	owner   atomic.Uint32 // slot of the owner, or of the last one
+	owner   atomic.Uint32 // slot of the owner, or of the one that has gone
 	granted atomic.Uint32 // the range that was leased last
 	claimed atomic.Uint32 // the entry that was taken last
 	_       [64]byte
@@ -34,8 +34,8 @@ type layout struct {
 	lease   [NumRanges]atomic.Uint32 // by range: slot+1 of the process that holds it
 }
 
-// entry is one process. Packets, counts and domains are its own to write, the rest
-// is the owner's.
+// entry is one process. While it is alive, the process itself writes packets, count and
+// domains; the owner writes the rest.
 type entry struct {
 	state   atomic.Uint32
 	pid     atomic.Uint32
@@ -46,7 +46,7 @@ type entry struct {
 	_       [64]byte
 }
 
-// domainEntry is an XRC domain that a process has open, if it is used.
+// domainEntry is an XRC domain that a process has open, if used is not 0.
 type domainEntry struct {
 	used atomic.Uint32
 	name [2]atomic.Uint64
@@ -56,7 +56,7 @@ const layoutMagic = 0x7665726265_6e61_04 // "verbena", version 4
 
 var errDirectory = errors.New("the directory of the device is damaged, or of another version")
 
-// directory is a mapped one.
+// directory is a directory that this process has mapped.
 type directory struct {
 	fd   int
 	mem  []byte
@@ -106,5 +106,5 @@ func mapDirectory(fd int) (*directory, error) {
 	return &directory{fd: fd, mem: b, layout: (*layout)(unsafe.Pointer(unsafe.SliceData(b)))}, nil
 }
 
-// close unmaps the directory, which nobody may use any more.
+// close unmaps the directory. No goroutine may use it any more.
 func (d *directory) close() error { return errors.Join(sys.Unmap(d.mem), sys.CloseFD(d.fd)) }

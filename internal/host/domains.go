@@ -1,7 +1,7 @@
 package host
 
-// XRC domains that files name, which any process of the device may open: each
-// notes its own in the directory, where the others see them.
+// XRC domains that files name, which any process of the device may open. Each process writes
+// those that it has open to its entry of the directory, where the others see them.
 
 // MaxDomains is how many named domains a process has open at most.
 const MaxDomains = 128
@@ -9,9 +9,9 @@ const MaxDomains = 128
 // Domain is the name of a domain: which file it is, by device and inode.
 type Domain [2]uint64
 
-// AddDomain notes that this process has a domain open. It reports false if there
-// is no room. Of two processes that add one and then look whether it is open
-// elsewhere, at least one sees the other.
+// AddDomain enters a domain that this process has open in the directory. It reports false if there
+// is no room. Of two processes that add the same domain and then call DomainElsewhere, at
+// least one sees the other.
 func (m *Member) AddDomain(d Domain) bool {
 	own := &m.dir.process[m.slot]
 	for i := range own.domains {
@@ -36,7 +36,7 @@ func (m *Member) DropDomain(d Domain) {
 	}
 }
 
-// DomainElsewhere tells whether another process has a domain open.
+// DomainElsewhere reports whether another process has a domain open.
 func (m *Member) DomainElsewhere(d Domain) bool { return len(m.DomainHolders(d)) > 0 }
 
 // DomainHolders returns the other processes that have a domain open.

@@ -21,8 +21,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/mem"
 )
 
-// Each test has addresses of its own. Nothing is bound to them: names are made of
-// them.
+// Each test has addresses of its own. Nothing is bound to them: they only make names of
+// sockets.
 func addr(n byte) netip.Addr { return netip.AddrFrom4([4]byte{127, 99, 0, n}) }
 
 type joined struct {
@@ -104,7 +104,7 @@ func TestJoin(t *testing.T) {
 		t.Error("a number that cannot be is somebody's")
 	}
 
-	// Each can be reached.
+	// Each process can be reached.
 	for _, j := range []*joined{a, b} {
 		conn, err := a.Dial(j.Slot())
 		if err != nil {
@@ -120,7 +120,7 @@ func TestJoin(t *testing.T) {
 		t.Errorf("a process that is not there: %v", err)
 	}
 
-	// One that leaves is forgotten, and its ranges are free.
+	// The entry and the ranges of a process that leaves are freed.
 	if err := b.Close(); err != nil {
 		t.Error(err)
 	}
@@ -150,7 +150,7 @@ func TestLimits(t *testing.T) {
 	eventually(t, "what it had is free", func() bool { return !a.Over(MRs) })
 }
 
-// When the owner goes, another one takes its place; numbers stay whose they were.
+// When the owner goes, another process takes its place; each process keeps its numbers.
 func TestTakeOver(t *testing.T) {
 	first := join(t, addr(4))
 	rest := []*joined{join(t, addr(4)), join(t, addr(4)), join(t, addr(4))}
@@ -167,7 +167,7 @@ func TestTakeOver(t *testing.T) {
 			t.Errorf("it became the owner %d times", n)
 		}
 		for _, j := range rest {
-			r := j.lease(t) // which works with every one, and so with the new owner
+			r := j.lease(t) // which works for every process, and so with the new owner
 			if _, twice := ranges[r]; twice {
 				t.Fatalf("range %d is leased twice", r)
 			}
@@ -187,7 +187,7 @@ func TestTakeOver(t *testing.T) {
 	}
 }
 
-// A member that cannot become the owner says so, and when it can at last.
+// Trouble is called when a member cannot become the owner, and again when it can at last.
 func TestTakeOverTrouble(t *testing.T) {
 	first := join(t, addr(20))
 	var busy atomic.Bool
@@ -227,8 +227,8 @@ func TestTakeOverStale(t *testing.T) {
 	}
 	defer func() { _ = m.Close() }()
 	other := join(t, addr(21))
-	// What the new owner finds is as if the member had come back too late, and
-	// somebody else had its entry.
+	// The new owner finds the member's entry as if the member had come back too late, and
+	// another process had it.
 	m.dir.process[m.slot].nonce.Store(1)
 	_ = first.Close()
 	eventually(t, "there is a new owner", func() bool { return other.IsOwner() })
@@ -300,7 +300,7 @@ func TestListStopped(t *testing.T) {
 	}
 }
 
-// A process that is refused gets told why.
+// A process that is refused receives the reason.
 func TestRefused(t *testing.T) {
 	join(t, addr(5), addr(6))
 	for _, addrs := range [][]netip.Addr{{addr(5)}, {addr(6)}, {addr(6), addr(5)}, {addr(7), addr(6)}} {
@@ -313,7 +313,7 @@ func TestRefused(t *testing.T) {
 	if _, err := Join(Config{Addrs: []netip.Addr{addr(7)}, Become: func() error { return busy }}); !errors.Is(err, busy) {
 		t.Errorf("%v", err)
 	}
-	join(t, addr(7)) // which has left nothing behind
+	join(t, addr(7)) // the refused one has left nothing behind
 }
 
 func TestLook(t *testing.T) {
@@ -376,7 +376,7 @@ func TestList(t *testing.T) {
 	}
 }
 
-// another is a child process.
+// another is a process of its own, which runs child.
 type another struct {
 	cmd   *exec.Cmd
 	in    io.WriteCloser
@@ -389,7 +389,7 @@ func start(t *testing.T, a netip.Addr, uid int) *another {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if uid >= 0 { // who may not look where the test lies
+	if uid >= 0 { // another user may not see the directory of the test binary
 		b, err := os.ReadFile(exe)
 		if err == nil {
 			dir := t.TempDir()
@@ -500,7 +500,7 @@ func TestKilled(t *testing.T) {
 	for _, c := range living {
 		c.expect(t, "slot")
 	}
-	// Everybody still gets numbers, and no two the same.
+	// Every process still gets numbers, and no two processes the same.
 	seen := map[string]bool{}
 	for _, c := range living {
 		if _, err := fmt.Fprintln(c.in); err != nil {
@@ -512,7 +512,7 @@ func TestKilled(t *testing.T) {
 		}
 		seen[l] = true
 	}
-	// The directory comes to know who is left.
+	// In the end the directory has exactly the processes that are left.
 	defer func() {
 		if t.Failed() {
 			for _, c := range living {
@@ -561,7 +561,7 @@ func TestHundred(t *testing.T) {
 	}
 }
 
-// IsOwner reports whether packets from outside come to this process.
+// IsOwner reports whether this process receives the packets from other hosts.
 func (m *Member) IsOwner() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()

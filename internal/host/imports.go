@@ -1,15 +1,16 @@
 package host
 
-// Objects that a process imports from another one of its user: by a handle, which the
-// programs pass on, and a number. The conversation, on a connection to the exporter's
-// socket that stays open for as long as the import lives:
+// Imported objects: a process imports an object of another process of its user by a handle,
+// which the programs pass on, and a number. The two processes exchange messages on a connection
+// to the exporter's socket, which stays open for as long as the import lives:
 //
-//  1. The importer asks for an object (opImport). The answer says what it is; for a region
-//     a guard comes with it.
-//  2. It opens the exporter's memory, by the number of the process that the kernel says is
-//     at the other end, and finds there what the guard has: so it is the exporter's.
-//  3. It may ask to have the object destroyed (opDestroy).
-//  4. The connection ends: the import is given up, or one of the two has died.
+//  1. The importer asks for an object (opImport). The reply describes it; for a region a guard
+//     comes with it.
+//  2. The importer opens the exporter's memory by the process number that the kernel reports
+//     for the other end. Random bytes of the guard that it finds there prove that the memory
+//     is the exporter's.
+//  3. The importer may ask to have the object destroyed (opDestroy).
+//  4. The connection ends: the importer gives the import up, or one of the two has died.
 
 import (
 	"errors"
@@ -22,14 +23,14 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// opDestroy is the operation of a request on such a connection, after opImport. The answer
-// takes as long as the exporter does: it has happened, or the exporter has ended.
+// opDestroy is the operation of a request on such a connection, after opImport. The importer
+// waits until the exporter has destroyed the object or has ended, however long that takes.
 const (
 	opDestroy = "destroy"
 	untilGone = time.Duration(1 << 62)
 )
 
-// Extent is what a region is made of: addresses of the exporter's process.
+// Extent describes a region by addresses of the exporter's process.
 type Extent struct {
 	Addr   uint64 `json:"addr,omitempty"`
 	Length uint64 `json:"length,omitempty"`
@@ -41,16 +42,16 @@ type Extent struct {
 // Export is the exporter's side of an import.
 type Export struct {
 	Extent
-	Guard   int          // a descriptor, closed when it has been passed on; -1: none
+	Guard   int          // a descriptor, closed once it has been sent; -1: none
 	Destroy func() error // destroys the object
-	Close   func()       // the import has ended
+	Close   func()       // called when the import has ended
 }
 
-// export answers one who imports, for as long as it is there.
+// export answers the requests of an importer until the connection ends.
 func (p *process) export(c *net.UnixConn, token string, object uint64) {
 	x, err := p.cfg.Export(token, object, c)
 	if err != nil {
-		_ = send(c, refused(err), -1) // who asked may have gone
+		_ = send(c, refused(err), -1) // the importer may have gone
 		return
 	}
 	defer x.Close()
@@ -71,7 +72,8 @@ func (p *process) export(c *net.UnixConn, token string, object uint64) {
 	}
 }
 
-// stays makes a connection one that may be silent for long, unless the process leaves.
+// stays lets a connection be silent for any time. It reports false if this process leaves the
+// device.
 func (p *process) stays(c *net.UnixConn) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -84,18 +86,18 @@ func refused(err error) *reply {
 	return &reply{Errno: errno, Err: err.Error()}
 }
 
-// Import is the importer's side.
+// Import is the importer's side of an import.
 type Import struct {
 	Extent
-	PID   int // of the exporter, as the kernel says
+	PID   int // of the exporter, as the kernel reports it
 	Guard int // a descriptor, the caller's to close; -1: none
 	c     *net.UnixConn
 }
 
-// HungUp reports whether the exporter has ended, or let go of the connection.
+// HungUp reports whether the exporter has ended, or closed the connection.
 func (i *Import) HungUp() bool { return sys.HungUp(i.c) }
 
-// FetchObject imports the object with a number.
+// FetchObject imports an object by a handle and the object's number.
 func FetchObject(handle string, object uint64) (*Import, error) {
 	c, token, err := dialHandle(handle, "object")
 	if err != nil {
@@ -117,7 +119,8 @@ func FetchObject(handle string, object uint64) (*Import, error) {
 	return i, nil
 }
 
-// Destroy has the exporter destroy the object. If it has ended, it has done so.
+// Destroy has the exporter destroy the object. If the exporter has ended, its objects are gone,
+// and Destroy returns nil.
 func (i *Import) Destroy() error {
 	_, fd, err := askWithin(i.c, &request{Op: opDestroy}, untilGone)
 	refuseFD(fd)
@@ -135,8 +138,8 @@ func (i *Import) Close() error {
 	return nil
 }
 
-// dialHandle connects to the process that a handle names, and returns the token. what is
-// what the process shares.
+// dialHandle connects to the process that a handle names, and returns the handle's token. what
+// names the kind of object in errors.
 func dialHandle(handle, what string) (c *net.UnixConn, token string, err error) {
 	name, token, ok := strings.Cut(handle, "#")
 	if !ok || name == "" || token == "" || len(handle) > maxMessage/4 {

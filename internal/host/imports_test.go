@@ -12,7 +12,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// exporting joins with one object, number 7, and returns what tells that its import ended.
+// exporting joins with one object, number 7, and returns what signals the end of its import.
 func exporting(t *testing.T, a netip.Addr) (*Member, <-chan struct{}) {
 	t.Helper()
 	ended := make(chan struct{}, 10)
@@ -60,7 +60,7 @@ func TestImport(t *testing.T) {
 	}
 	<-ended
 
-	// What makes no sense ends it.
+	// An invalid request ends the import.
 	i = fetch()
 	if _, _, err := ask(i.c, &request{Op: opJoin}); !errors.Is(err, io.EOF) && !errors.Is(err, net.ErrClosed) {
 		t.Errorf("an operation of another kind: %v", err)
@@ -80,7 +80,7 @@ func TestImport(t *testing.T) {
 		}
 	}
 
-	// The exporter leaves, and does not wait for who says nothing.
+	// The exporter leaves, and does not wait for an importer that sends nothing.
 	i = fetch()
 	if sys.HungUp(i.c) {
 		t.Error("it has ended before")

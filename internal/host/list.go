@@ -1,6 +1,6 @@
 package host
 
-// What is open on this host, for those who want to look at it.
+// A listing of the devices that are open on this host, and of their processes.
 
 import (
 	"encoding/json"
@@ -14,21 +14,21 @@ import (
 	"time"
 )
 
-// Listing is one device: its processes, those of this user alone.
+// Listing is one device of this user and its processes.
 type Listing struct {
 	Addr      netip.Addr
 	Processes []Process
 }
 
-// Process is one process of a device. Status is what it says itself, nil if it
+// Process is one process of a device. Status is what the process itself returned, nil if it
 // did not answer.
 type Process struct {
 	Slot   int
 	PID    int
-	Owner  bool // packets from outside come to it
+	Owner  bool // it receives the packets from other hosts
 	Status json.RawMessage
 
-	name string // of its socket; empty: it has just gone
+	name string // of its socket; empty if the socket is gone
 }
 
 // List returns the devices of this user that are open in this network namespace,
@@ -63,22 +63,22 @@ func List(brief bool) ([]Listing, error) {
 	return list, nil
 }
 
-// listTime is how long the owners together have to answer, and then all processes.
-// One that is stopped does not, and keeps nobody waiting for longer.
+// listTime is how long List waits for an owner, and then for all processes together: a process
+// that is stopped does not answer.
 const listTime = 2 * time.Second
 
-// finding is what is at an address.
+// finding is the directory of the device at an address, or why there is none.
 type finding struct {
 	addr netip.Addr
 	dir  *directory
 	err  error
 }
 
-// lookAll looks at all addresses that have names, at once.
+// lookAll looks, in parallel, for the devices at all addresses that have names.
 func lookAll(names []string) []finding {
 	var all []finding
 	for _, n := range slices.Compact(slices.Sorted(slices.Values(names))) {
-		if a, err := netip.ParseAddr(strings.TrimPrefix(n, namePrefix)); err == nil { // not a process's
+		if a, err := netip.ParseAddr(strings.TrimPrefix(n, namePrefix)); err == nil { // an owner's name
 			all = append(all, finding{addr: a})
 		}
 	}
@@ -95,8 +95,8 @@ func lookAll(names []string) []finding {
 	return all
 }
 
-// silent lists the processes of a device whose owner does not answer: all that is
-// known of them is their names.
+// silent lists the processes of a device whose owner does not answer, by the names of their
+// sockets alone.
 func silent(a netip.Addr, names []string) (list []Process) {
 	for _, n := range names {
 		rest, ok := strings.CutPrefix(n, ownerName(a)+"/")
@@ -109,8 +109,8 @@ func silent(a netip.Addr, names []string) (list []Process) {
 	return list
 }
 
-// askAll asks all processes what they are doing, at once, and only for totals if
-// brief is set.
+// askAll asks all processes, in parallel, for their status, and only for totals if brief is
+// set.
 func askAll(list []Listing, brief bool) {
 	deadline := time.Now().Add(listTime)
 	var wg sync.WaitGroup
@@ -124,15 +124,14 @@ func askAll(list []Listing, brief bool) {
 			wg.Go(func() {
 				places <- struct{}{}
 				defer func() { <-places }()
-				p.Status, _ = status(p.name, brief, deadline) // it may have gone meanwhile
+				p.Status, _ = status(p.name, brief, deadline) // the process may have gone meanwhile
 			})
 		}
 	}
 	wg.Wait()
 }
 
-// processes lists the processes of a device. Their names tell the address that it
-// is known by.
+// processes lists the processes of a device, and finds the socket of each among names.
 func (d *directory) processes(names []string) []Process {
 	var list []Process
 	for i := range d.process {

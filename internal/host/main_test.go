@@ -21,7 +21,7 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// child joins, gets two ranges, and says so; it says when it becomes the owner.
+// child joins, gets two ranges, and prints so; it prints when it becomes the owner.
 // It leaves when its input ends.
 func child(a netip.Addr) int {
 	m, err := Join(Config{Addrs: []netip.Addr{a}, Limits: manyObjects(), Become: func() error {

@@ -2,9 +2,9 @@ package host
 
 // A process's place in a device, from joining to leaving:
 //
-//  1. Join becomes the owner, if nobody is, or finds him and joins.
-//  2. watch waits for the owner to go. Then takeOver: become the owner, or find
-//     the new one.
+//  1. Join makes this process the owner, if there is none, or joins the owner.
+//  2. watch waits for the owner to go. Then takeOver makes this process the owner, or
+//     joins the new one.
 //  3. Close leaves.
 
 import (
@@ -24,47 +24,48 @@ import (
 	"github.com/verbena-rdma/verbena/internal/mem"
 )
 
-// Config says what to join.
+// Config configures Join: the device, and what this process does for the others.
 type Config struct {
 	// Addrs are the device's addresses: the same in every process of a device.
 	Addrs []netip.Addr
-	// Alone wants nobody else at the addresses.
+	// Alone makes Join fail if a device is open at the addresses already.
 	Alone bool
-	// Packets says that this process wants to be reached by packets, also by those
-	// who could do without.
+	// Packets makes other processes reach this one by packets, even those that could use
+	// shared memory.
 	Packets bool
 	// Limits are those of the device, if this process is the first.
 	Limits [NumObjects]uint64
 
-	// Become makes this process the one that packets from outside reach. It is
+	// Become makes this process the one that receives packets from other hosts. It is
 	// called before Join returns, or later by a goroutine of the member's.
 	Become func() error
-	// Joined tells that another process has become the owner, or was when this
-	// one joined, and which.
+	// Joined, if set, is called with the owner's slot when this process has joined an
+	// owner: the first, or a new one after the previous one has gone.
 	Joined func(owner int)
-	// Channel takes over a connection by which another process wants to talk
-	// to this one: of the device at an address, and its number there. It may be
-	// called before Join returns, and must not wait for that.
+	// Channel takes over a connection that another process has opened for a channel to
+	// this one. from is an address of that process's device, process its slot there.
+	// It may be called before Join returns, and must not wait for that.
 	Channel func(c *net.UnixConn, from netip.Addr, process int)
-	// Status tells what this process is doing, as something for encoding/json;
-	// only totals if brief is set.
+	// Status returns what this process is doing, as a value for encoding/json; only
+	// totals if brief is set.
 	Status func(brief bool) any
 	// Memory returns a memory file that this process shares, by its token, and how
 	// many bytes of it. The descriptor is the caller's to close.
 	Memory func(token string) (fd int, length uint64, err error)
-	// Export lets a process import an object, by the token of who shares it and its
-	// number there. The connection stays open as long as the import lives.
+	// Export lets a process import an object, by the token under which this process
+	// shares objects, and the object's number there. The connection stays open as long as
+	// the import lives.
 	Export func(token string, object uint64, c *net.UnixConn) (*Export, error)
 	// Segment, if set, returns a descriptor of a part of this process's memory that
-	// others may read. It is closed when it has been passed on.
+	// others may read or, if write is set, also write. The caller closes it.
 	Segment func(id uint64, write bool) (fd int, err error)
-	// Shared, if set, returns what an opener needs to know of memory that engines of other
-	// processes reach, and a descriptor, -1 if there is none.
+	// Shared, if set, returns a description by which another process opens memory that its
+	// engine is to access, and a descriptor, -1 if there is none. The caller closes it.
 	Shared func(id uint64) (what []byte, fd int, err error)
-	// Trouble, if set, tells that the owner has gone and this process cannot take
-	// its place nor join another, and why; nil, that it has now. An error that is
-	// ESTALE is final: the device is another one now. A goroutine of the member's
-	// calls it.
+	// Trouble, if set, is called with the reason when the owner has gone and this process
+	// could neither take its place nor join another for troubleTime, and with nil when it
+	// has done so after all. An ESTALE is final, and reported at once: another device has
+	// the address now. A goroutine of the member's calls it.
 	Trouble func(err error)
 }
 
@@ -77,33 +78,33 @@ type Member struct {
 	proc  *process
 
 	mu    sync.Mutex    // guards what follows
-	owner *owner        // if this process is it
-	conn  *net.UnixConn // to the owner, if it is another
+	owner *owner        // if this process is the owner
+	conn  *net.UnixConn // to the owner, if that is another process
 	gone  chan struct{} // closed when conn has ended
 	ready chan struct{} // closed while owner or conn is set
-	stale error         // set when the device is another one
+	stale error         // set when another device has the address
 
 	orphan chan struct{} // closed with stale
 
-	asking  sync.Mutex // held by who waits for a reply
+	asking  sync.Mutex // guards the exchange of one request and its reply
 	replies chan reply
 	stop    chan struct{}
 	once    sync.Once
 	wg      sync.WaitGroup
 }
 
-// joinTime is how long to try while owners come and go.
+// joinTime is how long Join and Lease try while owners come and go.
 const (
 	joinTime  = 5 * time.Second
 	retry     = 10 * time.Millisecond
 	slowRetry = 100 * time.Millisecond
-	// troubleTime is how long a take-over may fail before that is said: the port of
-	// an owner that was killed may be free a moment later.
+	// troubleTime is how long a take-over may fail before Trouble is called: the port of
+	// an owner that was killed may be free only a moment later.
 	troubleTime = time.Second
 	dialTries   = 20
 )
 
-// Join makes this process one of the device's.
+// Join makes this process one of the device's processes.
 func Join(cfg Config) (*Member, error) {
 	m := &Member{cfg: cfg, nonce: random(), replies: make(chan reply, 1), stop: make(chan struct{}), ready: make(chan struct{}), orphan: make(chan struct{})}
 	for deadline := time.Now().Add(joinTime); ; time.Sleep(retry) {
@@ -118,18 +119,18 @@ func Join(cfg Config) (*Member, error) {
 			return nil, err
 		}
 	}
-	if cfg.Packets { // nobody knows a queue pair of this process yet
+	if cfg.Packets { // this process has no queue pair yet that others could reach
 		m.dir.process[m.slot].packets.Store(1)
 	}
 	m.wg.Go(m.watch)
 	return m, nil
 }
 
-// announce opens this process's socket, whose name tells that there is a device.
-// (Not before joining: those who come first to an address at the same time would
-// take each other for what is left of an older device.) If the owner has gone
-// before the name was there, a newcomer may have founded another device
-// meanwhile: then everything begins again.
+// announce opens this process's socket, whose name shows that the device has processes
+// (othersLeft). It is called after joining: otherwise two processes that come first to an
+// address at the same time would take each other for what is left of an older device. If the
+// owner has gone before the name was there, a newcomer may have founded another device
+// meanwhile: then Join begins again.
 func (m *Member) announce() (again bool, err error) {
 	m.proc, err = startProcess(processName(m.cfg.Addrs[0], uint32(os.Getpid()), m.nonce), &m.cfg)
 	if err == nil && m.conn != nil {
@@ -153,7 +154,7 @@ func (m *Member) announce() (again bool, err error) {
 	return again, err
 }
 
-// rejoin tells the owner that this process is here, with the entry that it has.
+// rejoin joins the owner with the entry that this process has in the directory.
 func (m *Member) rejoin(c *net.UnixConn) error {
 	_, _, err := ask(c, &request{Op: opRejoin, PID: os.Getpid(), Nonce: m.nonce, Slot: m.slot, ID: m.dir.id})
 	return err
@@ -165,7 +166,8 @@ func random() uint64 {
 	return binary.LittleEndian.Uint64(b[:])
 }
 
-// tryJoin becomes the owner or joins him. again says that a failure may pass.
+// tryJoin makes this process the owner, or joins the owner. again reports whether it is worth
+// trying again after a failure.
 func (m *Member) tryJoin() (again bool, err error) {
 	c, err := dial(ownerName(m.cfg.Addrs[0]))
 	switch {
@@ -180,7 +182,7 @@ func (m *Member) tryJoin() (again bool, err error) {
 	return m.found()
 }
 
-// join joins an owner. It takes the connection over.
+// join joins the owner at the other end of a connection, which it takes over.
 func (m *Member) join(c *net.UnixConn) (again bool, err error) {
 	r, fd, err := ask(c, &request{Op: opJoin, Addrs: m.cfg.Addrs, PID: os.Getpid(), Nonce: m.nonce})
 	if err == nil {
@@ -191,7 +193,7 @@ func (m *Member) join(c *net.UnixConn) (again bool, err error) {
 	}
 	if err != nil {
 		var no *refusal
-		return !errors.As(err, &no), errors.Join(err, c.Close()) // it may have gone meanwhile
+		return !errors.As(err, &no), errors.Join(err, c.Close()) // again: the owner may have gone
 	}
 	m.slot = r.Slot
 	m.setOwner(nil, c)
@@ -207,13 +209,13 @@ func (m *Member) found() (again bool, err error) {
 		}
 		if c, e := dial(ownerName(m.cfg.Addrs[0])); e == nil {
 			_ = c.Close()
-			return true, err // somebody was quicker
+			return true, err // another process was quicker
 		}
 		return false, refuse(syscall.EADDRINUSE, "another device has one of the addresses %v", m.cfg.Addrs)
 	}
-	// If the device has processes all the same, their owner has just gone, and
-	// one of them is about to take its place. (Who holds the names can be sure:
-	// nobody else becomes one of its processes now.)
+	// If the device has processes all the same, their owner has just gone, and one of
+	// them is about to take its place. (No further process can join while this one holds
+	// the names.)
 	if others, err := m.othersLeft(); err != nil || others {
 		closeAll(names)
 		return true, errors.Join(err, refuse(syscall.EADDRINUSE, "the device's owner is gone, and nobody has taken its place"))
@@ -228,14 +230,14 @@ func (m *Member) found() (again bool, err error) {
 		return false, err
 	}
 	m.dir = dir
-	m.slot, _ = dir.claim(os.Getpid(), m.nonce) // it is empty
+	m.slot, _ = dir.claim(os.Getpid(), m.nonce) // it is empty: this cannot fail
 	o := &owner{dir: dir, addrs: m.cfg.Addrs, names: names}
 	o.start(m.slot, false)
 	m.setOwner(o, nil)
 	return false, nil
 }
 
-// othersLeft tells whether other processes of the device are there.
+// othersLeft reports whether other processes of the device are there.
 func (m *Member) othersLeft() (bool, error) {
 	all, err := names()
 	if err != nil {
@@ -245,7 +247,7 @@ func (m *Member) othersLeft() (bool, error) {
 	return slices.ContainsFunc(all, func(n string) bool { return strings.HasPrefix(n, prefix) }), nil
 }
 
-// setOwner notes who the owner is: this process, or the one at the other end.
+// setOwner sets the owner: o if it is this process, or else the process at the other end of c.
 func (m *Member) setOwner(o *owner, c *net.UnixConn) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -260,14 +262,14 @@ func (m *Member) watch() {
 		c := m.conn
 		m.mu.Unlock()
 		select {
-		case <-m.stop: // also if it came while there was no connection to close
+		case <-m.stop: // Close may have come while there was no connection to close
 			c = nil
 		default:
 		}
 		if c == nil {
 			return // this process is the owner, or leaves
 		}
-		if m.cfg.Joined != nil { // beside reading: it may take its time
+		if m.cfg.Joined != nil { // in a goroutine of its own: Joined may block
 			m.wg.Go(func() { m.cfg.Joined(int(m.dir.owner.Load())) })
 		}
 		m.read(c)
@@ -282,7 +284,7 @@ func (m *Member) watch() {
 	}
 }
 
-// read passes replies on until the connection ends.
+// read passes replies to askOwner until the connection ends.
 func (m *Member) read(c *net.UnixConn) {
 	for {
 		var r reply
@@ -293,13 +295,13 @@ func (m *Member) read(c *net.UnixConn) {
 		}
 		select {
 		case m.replies <- r:
-		default: // nobody has asked
+		default: // an earlier reply still waits: askOwner drops it
 		}
 	}
 }
 
-// takeOver becomes the owner or joins the new one. It gives up when the member
-// is closed, or the device is another one now.
+// takeOver makes this process the owner, or joins the new one. It reports false if the member
+// is closed, or another device has the address now.
 func (m *Member) takeOver() bool {
 	begin, told := time.Now(), false
 	for wait := time.Duration(0); ; {
@@ -309,7 +311,7 @@ func (m *Member) takeOver() bool {
 		case <-time.After(wait):
 		}
 		select {
-		case <-m.stop: // also if the time was up as well: it was this process that has gone
+		case <-m.stop: // select picks at random if both are ready; stop comes first
 			return false
 		default:
 		}
@@ -349,7 +351,7 @@ func (m *Member) tryTakeOver() error {
 	names, err := listenAll(m.cfg.Addrs)
 	if err == nil {
 		if err := m.cfg.Become(); err != nil {
-			closeAll(names) // for others to try
+			closeAll(names) // another process may succeed
 			return err
 		}
 		o := &owner{dir: m.dir, addrs: m.cfg.Addrs, names: names}
@@ -362,41 +364,43 @@ func (m *Member) tryTakeOver() error {
 		return err
 	}
 	if err := m.rejoin(c); err != nil {
-		_ = c.Close() // the first error says more
+		_ = c.Close() // the first error is the useful one
 		return err
 	}
 	m.setOwner(nil, c)
 	return nil
 }
 
-// ID tells devices apart, also those that follow each other at one address.
+// ID returns the device's identity, which no other device has, not even a later one at the
+// same address.
 func (m *Member) ID() [2]uint64 { return m.dir.id }
 
-// Slot is this process's number in the device.
+// Slot returns this process's number in the device.
 func (m *Member) Slot() int { return m.slot }
 
-// Key selects the permutation that hides queue pair numbers.
+// Key returns the key of the permutation that hides queue pair numbers.
 func (m *Member) Key() mem.PermKey { return m.dir.key }
 
 // Find returns the process that a queue pair or a shared receive queue belongs to.
 func (m *Member) Find(qpn uint32) (process int, ok bool) { return m.dir.findQP(qpn) }
 
-// ByPackets tells whether a process wants to be reached by packets alone.
+// ByPackets reports whether a process wants to be reached by packets alone.
 func (m *Member) ByPackets(process int) bool { return m.dir.byPackets(process) }
 
-// Set tells how many objects of a kind this process has; Over reports whether all
-// processes together have more than the device's limit. Who wants one more sets
-// first and asks then: of two that want the last one, at most one gets it.
+// Set publishes how many objects of a kind this process has; Over reports whether all
+// processes together have more than the device's limit. A process that wants one more object
+// calls Set first and then Over: of two that want the last one, at most one gets it.
 func (m *Member) Set(o Object, n int) { m.dir.process[m.slot].count[o].Store(uint64(n)) }
 
-// Limit is how many objects of a kind all processes together may have.
+// Limit returns how many objects of a kind all processes together may have.
 func (m *Member) Limit(o Object) int { return int(m.dir.limits[o]) }
 
-// Over is explained at Set.
+// Over reports whether all processes together have more objects of a kind than the device's
+// limit: see Set.
 func (m *Member) Over(o Object) bool { return m.dir.total(o) > m.dir.limits[o] }
 
-// Lease gets another range of slots for numbers: range r is
-// r<<RangeBits and the following.
+// Lease gets another range of slots for numbers. Range r has the 1<<RangeBits slots from
+// r<<RangeBits on.
 func (m *Member) Lease() (r uint32, err error) {
 	for deadline := time.Now().Add(joinTime); time.Now().Before(deadline); {
 		m.mu.Lock()
@@ -414,7 +418,7 @@ func (m *Member) Lease() (r uint32, err error) {
 			}
 		}
 		select {
-		case <-ready: // of the owner that has gone, if c was set: then soon again
+		case <-ready: // if c was set, watch may not have noticed yet that the owner has gone
 			time.Sleep(retry)
 		case <-m.stop:
 			return 0, net.ErrClosed
@@ -426,12 +430,12 @@ func (m *Member) Lease() (r uint32, err error) {
 	return 0, refuse(syscall.ETIMEDOUT, "the device has no owner")
 }
 
-// askOwner asks for a range. It fails if the owner goes.
+// askOwner asks the owner for a range. It is not ok if the owner goes or does not reply.
 func (m *Member) askOwner(c *net.UnixConn, gone <-chan struct{}) (reply, bool) {
 	m.asking.Lock()
 	defer m.asking.Unlock()
 	select {
-	case <-m.replies: // a late one
+	case <-m.replies: // the reply to an earlier request that was given up
 	default:
 	}
 	if send(c, &request{Op: opLease, Protocol: protocol}, -1) != nil {
@@ -460,7 +464,7 @@ func (m *Member) dial(d *directory, process int) (*net.UnixConn, error) {
 	e := &d.process[process]
 	name := processName(a, e.pid.Load(), e.nonce.Load())
 	c, err := dial(name)
-	// One that has just joined opens its socket a moment later.
+	// A process that has just joined opens its socket a moment later.
 	for i := 0; i < dialTries && errors.Is(err, syscall.ECONNREFUSED) && e.state.Load() == processAlive; i++ {
 		time.Sleep(retry)
 		c, err = dial(name)

@@ -1,8 +1,8 @@
 package host
 
-// Memory files that a process shares with others of its user: by a handle, which
-// the programs pass on themselves. It names the process's socket and, by a token
-// that cannot be guessed, the memory.
+// Memory files that a process shares with other processes of its user, by a handle that the
+// programs pass on themselves. The handle names the process's socket and, by a token that
+// cannot be guessed, the memory.
 
 import (
 	"crypto/rand"
@@ -15,20 +15,20 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// NewToken makes a token.
+// NewToken returns a new random token.
 func NewToken() string {
 	var b [16]byte
 	rand.Read(b[:]) // never fails: it ends the program instead
 	return hex.EncodeToString(b[:])
 }
 
-// Handle returns what other processes get the memory with a token by.
+// Handle returns the handle by which other processes get what this process shares under a token
+// (FetchMemory, FetchObject).
 func (m *Member) Handle(token string) string {
 	return strings.TrimPrefix(m.proc.listener.Addr().String(), namePrefix) + "#" + token
 }
 
-// FetchMemory gets the memory file that a handle stands for. The descriptor is the
-// caller's.
+// FetchMemory gets the memory file that a handle stands for. The caller closes the descriptor.
 func FetchMemory(handle string) (fd int, length uint64, err error) {
 	c, token, err := dialHandle(handle, "region")
 	if err != nil {
@@ -45,11 +45,11 @@ func FetchMemory(handle string) (fd int, length uint64, err error) {
 	return fd, r.Length, nil
 }
 
-// passMemory answers one who has a token.
+// passMemory sends a memory file to a process that has its token.
 func (p *process) passMemory(c *net.UnixConn, token string) {
 	fd, length, err := p.cfg.Memory(token)
 	if err != nil {
-		_ = send(c, refused(err), -1) // who asked may have gone
+		_ = send(c, refused(err), -1) // the process that asked may have gone
 		return
 	}
 	_ = send(c, &reply{Length: length}, fd)

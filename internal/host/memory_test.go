@@ -9,7 +9,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// A process passes its memory on to those who have the token, and to nobody else.
+// A process passes its memory on to processes that have the token, and to no others.
 func TestMemory(t *testing.T) {
 	token := NewToken()
 	if other := NewToken(); other == token || len(token) != 32 {

@@ -14,8 +14,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// Messages are JSON, one to a packet of a SOCK_SEQPACKET socket: they are few,
-// and a person with strace can read them.
+// Messages are JSON, one in each packet of a SOCK_SEQPACKET socket: they are few, and readable
+// in the output of strace.
 
 const (
 	protocol   = 2
@@ -25,34 +25,34 @@ const (
 
 // Operations of a request to an owner.
 const (
-	opJoin   = "join"   // be a process of the device
-	opRejoin = "rejoin" // the same, with the entry that it has
-	opLook   = "look"   // see the directory
-	opLease  = "lease"  // get a range
+	opJoin   = "join"   // become a process of the device
+	opRejoin = "rejoin" // the same, with the entry that the process has in the directory
+	opLook   = "look"   // get the directory
+	opLease  = "lease"  // get a range of slots for numbers
 )
 
 // Operations of a request to a process.
 const (
-	opChannel = "channel" // hand the connection over
-	opStatus  = "status"  // tell what it is doing
-	opMemory  = "memory"  // pass on a memory file
-	opSegment = "segment" // pass a part of its memory
-	opShared  = "shared"  // tell how to open a part of an engine's memory
-	opImport  = "import"  // pass an object on: see imports.go
+	opChannel = "channel" // use the connection for a channel
+	opStatus  = "status"  // get what the process is doing
+	opMemory  = "memory"  // get a memory file
+	opSegment = "segment" // get a part of the process's memory
+	opShared  = "shared"  // get a description by which an engine opens memory
+	opImport  = "import"  // import an object: see imports.go
 )
 
 type request struct {
 	Op       string       `json:"op"`
 	Protocol int          `json:"protocol"`
-	Addrs    []netip.Addr `json:"addrs,omitempty"` // join: all addresses of the device; channel: who asks
+	Addrs    []netip.Addr `json:"addrs,omitempty"` // join: all of the device; channel: the asker's first
 	PID      int          `json:"pid,omitempty"`
 	Nonce    uint64       `json:"nonce,omitempty"`
 	Slot     int          `json:"slot,omitempty"`  // rejoin, channel
 	ID       [2]uint64    `json:"id,omitempty"`    // rejoin: of the directory
-	Token    string       `json:"token,omitempty"` // memory: which; import: whose
+	Token    string       `json:"token,omitempty"` // memory: which; import: of which set of objects
 	Brief    bool         `json:"brief,omitempty"` // status: totals, no lists
 	Segment  uint64       `json:"segment,omitempty"`
-	Write    bool         `json:"write,omitempty"`  // the segment
+	Write    bool         `json:"write,omitempty"`  // segment: also to write to
 	Object   uint64       `json:"object,omitempty"` // import: which
 }
 
@@ -67,7 +67,7 @@ type reply struct {
 	Extent *Extent `json:"extent,omitempty"` // import
 }
 
-// refusal is an error that the other side has told.
+// refusal is an error that one side sends to the other, as the receiver has it.
 type refusal struct {
 	errno syscall.Errno
 	text  string
@@ -87,10 +87,10 @@ func (r *reply) err() error {
 	return &refusal{r.Errno, r.Err}
 }
 
-// replyTime is how long an answer may take: the other side only looks at memory.
+// replyTime is how long sending a message, and waiting for the reply, may take.
 const replyTime = 5 * time.Second
 
-// ownerName and processName are the names of sockets.
+// ownerName and processName return the names of sockets.
 func ownerName(a netip.Addr) string { return namePrefix + a.String() }
 
 func processName(a netip.Addr, pid uint32, nonce uint64) string {
@@ -114,7 +114,7 @@ func dial(name string) (*net.UnixConn, error) {
 	return c, nil
 }
 
-// checkPeer refuses the processes of another user.
+// checkPeer returns a refusal if the other end is a process of another user.
 func checkPeer(c *net.UnixConn) error {
 	who, err := sys.PeerCred(c)
 	if err != nil {
@@ -151,7 +151,7 @@ func receive(c *net.UnixConn, v any) (fd int, err error) {
 	}
 	switch {
 	case n == 0:
-		err = net.ErrClosed // the end
+		err = net.ErrClosed // the end of the connection
 	case len(fds) > 1:
 		err = errors.New("more descriptors than were asked for")
 	default:
@@ -169,14 +169,14 @@ func receive(c *net.UnixConn, v any) (fd int, err error) {
 	return -1, nil
 }
 
-// refuseFD closes a descriptor that nobody has asked for.
+// refuseFD closes a descriptor that is not wanted, unless it is -1.
 func refuseFD(fd int) {
 	if fd >= 0 {
-		_ = sys.CloseFD(fd) // it is the kernel's gift
+		_ = sys.CloseFD(fd) // it was open: it cannot fail
 	}
 }
 
-// ask sends a request and takes its reply.
+// ask sends a request and receives the reply.
 func ask(c *net.UnixConn, q *request) (r reply, fd int, err error) { return askWithin(c, q, replyTime) }
 
 func askWithin(c *net.UnixConn, q *request, most time.Duration) (r reply, fd int, err error) {

@@ -1,12 +1,12 @@
 package host
 
-// The owner's part: it has the name of every address of the device, and answers
-// those who come.
+// The owner: it has the name of every address of the device, and answers the processes that
+// connect to it.
 //
 //  1. listenAll gets the names: all or none.
-//  2. serve takes connections; answer deals with one, from its first message to
-//     its end, which is the end of the process.
-//  3. adopt, after a take-over, waits for those who were there before.
+//  2. serve accepts connections; answer serves one until it ends. The end of a connection that
+//     has joined is taken for the end of its process.
+//  3. adopt, after a take-over, waits for the processes of the previous owner.
 
 import (
 	"errors"
@@ -27,7 +27,7 @@ type owner struct {
 
 	mu     sync.Mutex // guards what follows, and writes to the directory
 	conns  map[*net.UnixConn]int
-	absent map[int]bool // processes of an earlier owner that have not come back yet
+	absent map[int]bool // slots of an earlier owner's processes that have not rejoined yet
 	closed bool
 
 	stop chan struct{}
@@ -54,15 +54,15 @@ func closeAll(ls []*net.UnixListener) {
 	}
 }
 
-// start begins to answer. self is the owner's own entry; after a take-over the
-// others are to come back.
+// start begins to serve. self is the slot of the owner's own entry; after is set after a
+// take-over, when the other processes have to rejoin.
 func (o *owner) start(self int, after bool) {
 	o.self = self
 	o.conns = make(map[*net.UnixConn]int)
 	o.absent = make(map[int]bool)
 	o.stop = make(chan struct{})
 	if after {
-		o.adopt() // who has the names is the only one to do so
+		o.adopt() // only the process that has the names does so
 	}
 	o.dir.owner.Store(uint32(self))
 	for _, l := range o.names {
@@ -88,7 +88,7 @@ func (o *owner) serve(l *net.UnixListener) {
 	}
 }
 
-// enter counts a connection, unless the owner is going.
+// enter registers a connection. It reports false if the owner is closed.
 func (o *owner) enter(c *net.UnixConn) bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -99,7 +99,7 @@ func (o *owner) enter(c *net.UnixConn) bool {
 	return true
 }
 
-// answer deals with a connection until it ends.
+// answer serves a connection until it ends.
 func (o *owner) answer(c *net.UnixConn) {
 	defer o.leave(c)
 	if err := checkPeer(c); err != nil {
@@ -131,7 +131,7 @@ func (o *owner) answer(c *net.UnixConn) {
 	}
 }
 
-// leave ends a connection, and frees what its process had.
+// leave closes a connection, and frees the entry and the ranges of its process.
 func (o *owner) leave(c *net.UnixConn) {
 	_ = c.Close()
 	o.mu.Lock()
@@ -172,7 +172,7 @@ func (o *owner) handle(c *net.UnixConn, q *request) (reply, error) {
 			return reply{}, refuse(syscall.ESTALE, "the device there is another one")
 		}
 		delete(o.absent, q.Slot)
-		for other, slot := range o.conns { // one that it has given up
+		for other, slot := range o.conns { // an earlier connection, which the process has given up
 			if slot == q.Slot && other != c {
 				o.conns[other] = -1
 				_ = other.Close()
@@ -200,8 +200,8 @@ func (o *owner) grantLocked(slot int) (reply, error) {
 	return reply{Range: r}, nil
 }
 
-// adopt takes over from an owner that is gone: its entry is freed now, those of
-// processes that went with it when they have had time to come back.
+// adopt takes over from an owner that is gone: it frees that one's entry now, and the entries of
+// processes that ended with it once they have had returnTime to rejoin.
 func (o *owner) adopt() {
 	if previous := int(o.dir.owner.Load()); previous < MaxProcesses && previous != o.self {
 		o.dir.release(previous)
@@ -222,8 +222,8 @@ func (o *owner) adopt() {
 	})
 }
 
-// bury frees the entries of processes that have not come back and whose sockets
-// are gone. It reports whether some are still to come.
+// bury frees the entries of processes that have not rejoined and whose sockets are gone. It
+// reports whether some are still absent.
 func (o *owner) bury() bool {
 	o.mu.Lock()
 	missing := slices.Collect(maps.Keys(o.absent))
@@ -232,7 +232,7 @@ func (o *owner) bury() bool {
 		e := &o.dir.process[slot]
 		c, err := dial(processName(o.addrs[0], e.pid.Load(), e.nonce.Load()))
 		if err == nil {
-			_ = c.Close() // it lives, and will come
+			_ = c.Close() // the process lives, and will rejoin
 		}
 		if !errors.Is(err, syscall.ECONNREFUSED) {
 			continue
@@ -249,10 +249,10 @@ func (o *owner) bury() bool {
 	return len(o.absent) > 0
 }
 
-// returnTime is how long the processes of an earlier owner have to come back.
+// returnTime is how long the processes of an earlier owner have to rejoin.
 const returnTime = 2 * time.Second
 
-// close lets go of the names and of everybody.
+// close gives up the names, closes all connections and frees the owner's entry.
 func (o *owner) close() {
 	close(o.stop)
 	o.mu.Lock()

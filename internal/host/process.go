@@ -1,7 +1,7 @@
 package host
 
-// A process's own socket, where others ask for a channel to it or for what it is
-// doing.
+// A process's own socket, where other processes ask for a channel to it, for its status, for
+// memory and for objects to import; and how this process asks others.
 
 import (
 	"encoding/json"
@@ -61,8 +61,7 @@ func (p *process) serve() {
 	}
 }
 
-// answer deals with a connection, and reports whether somebody else goes on
-// with it.
+// answer serves a connection. It reports whether Config.Channel has taken it over.
 func (p *process) answer(c *net.UnixConn) bool {
 	if checkPeer(c) != nil || c.SetReadDeadline(time.Now().Add(replyTime)) != nil {
 		return false
@@ -90,17 +89,18 @@ func (p *process) answer(c *net.UnixConn) bool {
 		p.export(c, q.Token, q.Object)
 	case q.Op == opStatus && p.cfg.Status != nil:
 		if b, err := json.Marshal(p.cfg.Status(q.Brief)); err == nil {
-			_ = sendLong(c, b) // who asked may have gone
+			_ = sendLong(c, b) // the process that asked may have gone
 		}
 	}
 	return false
 }
 
-// passSegment passes a part of this process's memory to one of the same user.
+// passSegment sends a descriptor of a part of this process's memory to a process of the same
+// user.
 func (p *process) passSegment(c *net.UnixConn, id uint64, write bool) {
 	fd, err := p.cfg.Segment(id, write)
 	if err != nil {
-		_ = send(c, &reply{Errno: syscall.ENOENT, Err: err.Error()}, -1) // who asked may have gone
+		_ = send(c, &reply{Errno: syscall.ENOENT, Err: err.Error()}, -1) // the asker may have gone
 		return
 	}
 	_ = send(c, &reply{}, fd) // likewise
@@ -126,7 +126,7 @@ func (d *directory) askSegment(process int, id uint64, write bool) (int, error) 
 	return fd, err
 }
 
-// askProcess asks a process for something.
+// askProcess sends a request to a process of the device and receives the reply.
 func (d *directory) askProcess(process int, q *request) (r reply, fd int, err error) {
 	if process < 0 || process >= MaxProcesses || d.process[process].state.Load() != processAlive {
 		return r, -1, syscall.ESRCH
@@ -140,11 +140,11 @@ func (d *directory) askProcess(process int, q *request) (r reply, fd int, err er
 	return ask(c, q)
 }
 
-// passShared tells one of the same user how to open a part of an engine's memory.
+// passShared sends a process of the same user the description by which it opens memory.
 func (p *process) passShared(c *net.UnixConn, id uint64) {
 	what, fd, err := p.cfg.Shared(id)
 	if err != nil {
-		_ = send(c, &reply{Errno: syscall.ENOENT, Err: err.Error()}, -1) // who asked may have gone
+		_ = send(c, &reply{Errno: syscall.ENOENT, Err: err.Error()}, -1) // the asker may have gone
 		return
 	}
 	_ = send(c, &reply{What: what}, fd) // likewise
@@ -153,21 +153,21 @@ func (p *process) passShared(c *net.UnixConn, id uint64) {
 	}
 }
 
-// Shared gets what an opener needs to know of a part of another process's memory, and a
-// descriptor, -1 if there is none.
+// Shared gets the description by which this process opens a part of another process's memory,
+// and a descriptor, -1 if there is none: see Config.Shared.
 func (m *Member) Shared(process int, id uint64) (what []byte, fd int, err error) {
 	r, fd, err := m.dir.askProcess(process, &request{Op: opShared, Segment: id})
 	return r.What, fd, err
 }
 
-// Shared is the same with a process of the directory.
+// Shared is Member.Shared for a process of the directory.
 func (d *Directory) Shared(process int, id uint64) (what []byte, fd int, err error) {
 	r, fd, err := d.dir.askProcess(process, &request{Op: opShared, Segment: id})
 	return r.What, fd, err
 }
 
-// sendLong sends what may be longer than a packet; the end of the connection is
-// its end.
+// sendLong sends bytes that may be more than a packet holds. The end of the connection marks
+// their end.
 func sendLong(c *net.UnixConn, b []byte) error {
 	for len(b) > 0 {
 		n := min(len(b), maxMessage)
@@ -205,7 +205,7 @@ func (p *process) close() {
 	p.mu.Lock()
 	p.closed = true
 	for c := range p.conns {
-		_ = c.SetReadDeadline(time.Unix(1, 0)) // who is being answered is let go
+		_ = c.SetReadDeadline(time.Unix(1, 0)) // answer stops waiting for the next request
 	}
 	p.mu.Unlock()
 	p.wg.Wait()
@@ -218,7 +218,7 @@ type Directory struct {
 }
 
 // Look finds the device at an address of this host, if a process of this user
-// has one open. It fails with ECONNREFUSED if nobody has.
+// has one open. It fails with ECONNREFUSED if there is none.
 func (m *Member) Look(a netip.Addr) (*Directory, error) {
 	dir, err := look(a)
 	if err != nil {
@@ -245,7 +245,7 @@ func lookWithin(a netip.Addr, most time.Duration) (*directory, error) {
 // Find returns the process that a queue pair belongs to.
 func (d *Directory) Find(qpn uint32) (process int, ok bool) { return d.dir.findQP(qpn) }
 
-// ByPackets tells whether a process wants to be reached by packets alone.
+// ByPackets reports whether a process wants to be reached by packets alone.
 func (d *Directory) ByPackets(process int) bool { return d.dir.byPackets(process) }
 
 // Dial opens a connection to a process.
@@ -253,8 +253,8 @@ func (d *Directory) Dial(process int) (*net.UnixConn, error) {
 	return d.me.dial(d.dir, process)
 }
 
-// ID tells devices apart, also those that follow each other at one address.
+// ID returns the device's identity: see Member.ID.
 func (d *Directory) ID() [2]uint64 { return d.dir.id }
 
-// Close unmaps the directory. Nobody may use it any more.
+// Close unmaps the directory. No goroutine may use it any more.
 func (d *Directory) Close() error { return d.dir.close() }

@@ -2,7 +2,7 @@ package link
 
 import "unsafe"
 
-// addrOf is where bytes lie in this process. This is sound: another process
-// fetches them from there by a system call that checks the address; nothing in
-// this one makes a pointer of it again.
+// addrOf returns the address of b in this process. This is sound: another process
+// fetches the bytes by a system call that checks the address, and nothing in this
+// process makes the number a pointer again.
 func addrOf(b []byte) uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b)))) }

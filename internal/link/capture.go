@@ -10,8 +10,8 @@ import (
 )
 
 // Capture shows a tap the packets that a train would be on a network, without
-// sending them: for trains that travel within the process or the host. Its flow
-// needs no preparation.
+// sending them: for trains that travel within the process or the host. The train's
+// flow need not be prepared.
 func Capture(t *train.Train, tap Tap, ts time.Time) error {
 	f := t.Flow
 	if f == nil {

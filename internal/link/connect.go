@@ -1,11 +1,11 @@
 package link
 
-// Channels to other processes: made by goroutines of the link's own, never by who
-// sends. A sender that finds no channel asks for one and is told whether to wait
-// (ErrBusy) or that there will be none.
+// Channels to other processes: goroutines of the link make them, never a sender. A sender
+// that finds no channel calls connect, which reports whether there will be one (then the
+// sender returns ErrBusy) or not.
 //
-// Two processes may dial each other at the same time. Then the one with the smaller
-// number goes on, and refuses the other, who accepts: one channel is left.
+// Two processes may dial each other at the same time. Then the one that comes first
+// (before) refuses the other's dial, and the other accepts: one channel is left.
 
 import (
 	"context"
@@ -31,23 +31,23 @@ const (
 	// maxEarly is how many packets wait for a channel to be made.
 	maxEarly = 64
 
-	failedLooks = 15 // for a channel, a tenth of failedTime apart: one more dial
+	failedLooks = 15 // looks for a channel, a tenth of failedTime apart: long enough to dial again
 )
 
-// device is what is known of one device of this host.
+// device is one device of this host, and the channels to its processes.
 type device struct {
-	view     Neighbours // reached by the methods alone: it ends when nobody has the device
+	view     Neighbours // used by the methods alone, which keep the device, and so the view, alive
 	channels [MaxNeighbours]atomic.Pointer[shm.Channel]
 
 	mu    sync.Mutex // guards calls
 	calls [MaxNeighbours]call
 
-	unneeded runtime.Cleanup // closes the view of a device that nobody refers to any more
+	unneeded runtime.Cleanup // closes the view when nothing refers to the device any more
 }
 
-// newDevice makes one of a view that ends when the device is closed, or nobody needs
-// it any more: flows do not tell when they end, and devices of other addresses come
-// and go as long as this process lives.
+// newDevice makes a device that closes its view when it is closed itself, or is garbage:
+// flows are not closed, and devices of other addresses come and go as long as this process
+// lives.
 func newDevice(n Neighbours) *device {
 	d := &device{view: n}
 	d.unneeded = runtime.AddCleanup(d, func(n Neighbours) { _ = n.Close() }, n) // it was mapped: it cannot fail
@@ -60,7 +60,7 @@ func (d *device) Close() error {
 	return d.view.Close()
 }
 
-// The others of Neighbours.
+// The other methods of Neighbours.
 
 func (d *device) Find(qpn uint32) (process int, ok bool) {
 	process, ok = d.view.Find(qpn)
@@ -94,37 +94,41 @@ func (d *device) ID() [2]uint64 {
 	return d.view.ID()
 }
 
-// call is how far the making of a channel is.
+// call is the state of making a channel to one process.
 type call struct {
 	dialing   bool
-	accepting int
-	ended     chan struct{} // closed when there is neither; nil: there is neither
-	failed    time.Time     // when it failed last
-	err       error         // and why
-	early     [][]byte      // records of packets for the process, which came before the channel
+	accepting int           // accepts under way
+	ended     chan struct{} // closed when no dial or accept is under way any more; nil: none is
+	failed    time.Time     // when the latest ended, if it failed; else zero
+	err       error         // why the latest failure was
+	early     [][]byte      // recPackets records for the process, until there is a channel
 }
 
-// tag says whose channel it is.
+// tag is what the link knows of a channel: its peer, and what either side has told the
+// other. Fields that Poll uses are used by it alone; those of the sending side are used
+// between Begin and End.
 type tag struct {
 	dev     *device
 	process int
 
-	out  [maxPairs]pair // what the peer has been told; who is sending has it
-	sent int
-	in   [maxPairs]pair // what the peer has told; Poll's own
+	out  [maxPairs]pair // pairs that the peer was told of; sending side
+	sent int            // how many those are; sending side
+	in   [maxPairs]pair // pairs that the peer has told of; Poll
 
-	// A datagram was lost that had waited for room long enough, and what the peer had
-	// given back by then; who is sending has it.
+	// stuck: a datagram expired waiting for room, when the peer had given stuckAt bytes
+	// back (shm.Channel.Given); sending side.
 	stuck   bool
 	stuckAt uint64
 
-	offers [16]offers // by queue pair, see grant.go; Poll's own
+	offers [16]offers // by queue pair number modulo 16, see grant.go; Poll
 
-	reached sync.Map   // from the numbers of our memory that the peer was told of to whether it has opened it, see opened.go
-	leases  peerLeases // of what the peer sends by name; Poll's own
+	// reached maps the number of each memory of ours that the peer was told of to whether
+	// the peer has opened it, see opened.go.
+	reached sync.Map
+	leases  peerLeases // of payloads that the peer sends by name; Poll
 }
 
-// working returns the channel to a process, if there is one that works.
+// working returns the channel to a process, or nil if there is none that works.
 func (d *device) working(process int) *shm.Channel {
 	if c := d.channels[process].Load(); c != nil && c.Err() == nil {
 		return c
@@ -132,8 +136,9 @@ func (d *device) working(process int) *shm.Channel {
 	return nil
 }
 
-// connect sees to it that there will be a channel to a process. It waits for
-// nothing, and reports false if there is no hope: it was tried a moment ago.
+// connect starts to make a channel to a process, unless there is one or a call is under
+// way. It does not wait. It reports false if it starts none, because the latest call failed
+// a moment ago or the link is closed.
 func (s *Shared) connect(d *device, process int) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -152,13 +157,13 @@ func (s *Shared) connect(d *device, process int) bool {
 	return true
 }
 
-// finishLocked ends a dial.
+// finishLocked ends a dial, of which *what is the mark.
 func (c *call) finishLocked(what *bool, err error) {
 	*what = false
 	c.endLocked(err)
 }
 
-// endLocked notes that a call has ended, and how.
+// endLocked notes that a dial or accept has ended, and with which error.
 func (c *call) endLocked(err error) {
 	if err != nil {
 		c.failed, c.err = time.Now(), err
@@ -171,8 +176,8 @@ func (c *call) endLocked(err error) {
 	}
 }
 
-// start runs something that Close waits for. It reports false if the link is
-// closed.
+// start runs f in a goroutine that Close waits for. It reports false, and does not run f, if
+// the link is closed.
 func (s *Shared) start(f func()) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -183,7 +188,7 @@ func (s *Shared) start(f func()) bool {
 	return true
 }
 
-// dial makes a channel.
+// dial makes a channel to a process by connecting to it.
 func (s *Shared) dial(d *device, process int) {
 	conn, err := d.Dial(process)
 	var c *shm.Channel
@@ -202,9 +207,9 @@ func (s *Shared) dial(d *device, process int) {
 	s.freed()
 }
 
-// keepEarly keeps packets for a process until there is a channel to it; or returns
-// the channel if there is one. The first datagrams of a conversation come while it is
-// being made, and who sends datagrams may not send them again.
+// keepEarly keeps a copy of packets for a process until there is a channel to it, or returns
+// the channel if there is one by now. The first datagrams of a conversation arrive while the
+// channel is being made, and their senders may not send them again.
 func (s *Shared) keepEarly(process int, p *Packets) *shm.Channel {
 	d := s.home
 	s.connect(d, process)
@@ -225,8 +230,8 @@ func (s *Shared) keepEarly(process int, p *Packets) *shm.Channel {
 	return nil
 }
 
-// sendEarlyLocked sends what was kept, when a call has ended: if there is no channel
-// and no other call is under way, it is lost.
+// sendEarlyLocked sends what keepEarly has kept, when a dial or accept has ended. Without a
+// channel the packets wait for the next call to end, or are lost if none is under way.
 func (s *Shared) sendEarlyLocked(d *device, process int) {
 	call, c := &d.calls[process], d.working(process)
 	if c == nil && call.ended != nil {
@@ -240,27 +245,27 @@ func (s *Shared) sendEarlyLocked(d *device, process int) {
 	call.early = nil
 }
 
-// keepLocked notes a new channel. One that worked was of a process that had the
-// number before, or made itself another link.
+// keepLocked makes c the channel to a process, and closes an older one: it is of a process
+// that had the number before, or of an earlier link of the same process.
 func (d *device) keepLocked(process int, c *shm.Channel) {
 	if old := d.channels[process].Swap(c); old != nil && old != c {
 		old.Close()
 	}
-	if c.Err() != nil { // Gone may have looked before the channel was here
+	if c.Err() != nil { // Gone may have been called before the channel was stored
 		d.channels[process].CompareAndSwap(c, nil)
 	}
 }
 
-// Accept makes a channel of a connection that a process of the device at an
-// address has dialled. It returns at once; ready is waited for first.
+// Accept makes a channel of a connection that a process of the device at address from has
+// dialled. It returns at once; a goroutine waits for ready and then shakes hands.
 func (s *Shared) Accept(conn *net.UnixConn, from netip.Addr, process int, ready <-chan struct{}) {
 	if !s.start(func() {
 		<-ready
 		if err := s.accept(conn, from, process); err != nil {
-			_ = conn.Close() // if it is not closed yet
+			_ = conn.Close() // it may be closed already
 		}
 	}) {
-		_ = conn.Close() // there is nobody to talk to
+		_ = conn.Close() // the link is closed
 	}
 }
 
@@ -276,8 +281,8 @@ func (s *Shared) accept(conn *net.UnixConn, from netip.Addr, process int) error 
 	}
 	d.mu.Lock()
 	call := &d.calls[process]
-	// If our dial has ended already, the other side is about to see that too. (Or it
-	// has lost that channel, and asks again when we have noticed.)
+	// If our dial has made a channel, the peer is about to find that out. (Or the peer has
+	// lost that channel, and dials again until this process has noticed.)
 	if s.before(d, process) && (call.dialing || d.working(process) != nil) {
 		d.mu.Unlock()
 		return errDialling
@@ -303,7 +308,8 @@ func (s *Shared) accept(conn *net.UnixConn, from netip.Addr, process int) error 
 	return err
 }
 
-// before tells whether this process comes before another one.
+// before reports whether this process's dial prevails over that of another process: within
+// the device the smaller number does, between devices the smaller ID.
 func (s *Shared) before(d *device, process int) bool {
 	if d == s.home {
 		return s.self < process
@@ -312,8 +318,8 @@ func (s *Shared) before(d *device, process int) bool {
 	return slices.Compare(own[:], other[:]) < 0
 }
 
-// channel returns the channel to a process, and waits until there is one, or none
-// will be.
+// channel returns the channel to a process. It waits until there is one, or has failed to be
+// made several times.
 func (s *Shared) channel(d *device, process int) (*shm.Channel, error) {
 	for range failedLooks {
 		if c := d.working(process); c != nil {
@@ -326,7 +332,7 @@ func (s *Shared) channel(d *device, process int) (*shm.Channel, error) {
 		if ended != nil {
 			<-ended
 		} else {
-			time.Sleep(failedTime / 10) // it was refused, perhaps because the other side is about to dial
+			time.Sleep(failedTime / 10) // the dial failed, perhaps because the peer refused it and dials itself
 		}
 	}
 	if c := d.working(process); c != nil {
@@ -337,15 +343,16 @@ func (s *Shared) channel(d *device, process int) (*shm.Channel, error) {
 	return nil, d.calls[process].err
 }
 
-// Connect makes the channel to a process of this device, before it is needed.
+// Connect makes the channel to a process of this device before it is needed, and waits for
+// it.
 func (s *Shared) Connect(process int) {
-	_, _ = s.channel(s.home, process) // what is passed on asks again
+	_, _ = s.channel(s.home, process) // Forward and SendControl try again
 }
 
-// Reach makes the channel to the process that has a queue pair, before it is
-// needed: who connects may wait, who sends should not. Where there can be none, or
-// that process wants packets, the flow becomes one of packets; if those are not
-// wanted here, that is an error.
+// Reach makes the channel to the process that has a queue pair before it is needed, and
+// waits for it: connecting a queue pair may wait, sending should not. Where no channel can
+// be made, or that process wants packets, the flow becomes one of packets; with NoPackets
+// Reach fails.
 func (s *Shared) Reach(f *train.Flow, qpn uint32) error {
 	l, ok := f.Link.(*localFlow)
 	if !ok {
@@ -353,7 +360,7 @@ func (s *Shared) Reach(f *train.Flow, qpn uint32) error {
 	}
 	p, ok := l.dev.Find(qpn)
 	if !ok {
-		return nil // nobody has it, and nothing will answer
+		return nil // no process has it: requests will not be answered
 	}
 	err := errPackets
 	if !l.dev.ByPackets(p) {
@@ -371,11 +378,11 @@ func (s *Shared) Reach(f *train.Flow, qpn uint32) error {
 
 var errPackets = errors.New("it takes nothing else")
 
-// ErrBusy means that the way to a process is not free now: its ring is full, or
-// the channel to it is being made. Freed is called when it may be.
+// ErrBusy means that a train cannot go to its process now: the ring is full, or the channel
+// is being made. SharedConfig.Freed is called when sending may work again.
 var ErrBusy = errors.New("link: busy")
 
-// freed tells that something that was busy may not be any more.
+// freed counts and reports that the cause of an ErrBusy may have ended.
 func (s *Shared) freed() {
 	s.frees.Add(1)
 	if s.cfg.Freed != nil {
@@ -383,5 +390,5 @@ func (s *Shared) freed() {
 	}
 }
 
-// Frees counts the calls of Freed.
+// Frees implements Freer.
 func (s *Shared) Frees() uint64 { return s.frees.Load() }

@@ -65,8 +65,8 @@ func TestSharedBothDial(t *testing.T) {
 	}
 }
 
-// Who sends never waits for a channel to be made: it is told that the way is busy,
-// and when that has changed. Datagrams go by packets meanwhile, if they may.
+// A sender never waits for a channel to be made: Send returns ErrBusy, and Freed is called
+// when that has changed. Datagrams go by packets meanwhile, unless NoPackets forbids it.
 func TestSharedNotConnected(t *testing.T) {
 	a, b := sharedPair(t)
 	if err := b.Listen(); err != nil {
@@ -100,8 +100,8 @@ func TestSharedNotConnected(t *testing.T) {
 	}
 }
 
-// A process that cannot be reached by rings is reached by packets, or it is said
-// that it cannot be reached.
+// A process that cannot be reached by rings is reached by packets; with NoPackets, Reach
+// fails.
 func TestSharedNoChannel(t *testing.T) {
 	for _, packets := range []bool{true, false} {
 		a, b := sharedPair(t)
@@ -121,8 +121,8 @@ func TestSharedNoChannel(t *testing.T) {
 	}
 }
 
-// A full ring holds up those who send, and the others before they are in the way of
-// those who send again what is lost; nothing is lost.
+// A full ring makes Send return ErrBusy, for datagrams at half of the ring already, so that
+// connections, which send again what is lost, keep room; nothing is lost.
 func TestSharedFull(t *testing.T) {
 	a, b := sharedPair(t)
 	f := flowBetween(t, a, b)
@@ -136,7 +136,7 @@ func TestSharedFull(t *testing.T) {
 		_, err := a.Send([]*train.Train{tr})
 		return err
 	}
-	// Datagrams alone: half of the ring is theirs, and then they wait.
+	// Datagrams alone may use half of the ring, and then wait.
 	datagrams := 0
 	for ; ; datagrams++ {
 		err := send(wire.UD, 0)
@@ -163,7 +163,7 @@ func TestSharedFull(t *testing.T) {
 	if sent*len(payload) < ringBytes/3 {
 		t.Errorf("only %d trains of a connection found room", sent)
 	}
-	// It goes on as the peer reads.
+	// Sending goes on as the peer reads.
 	var k taker
 	total := 4 * sent
 	for deadline := time.Now().Add(20 * time.Second); sent < total; {

@@ -1,8 +1,7 @@
 package link
 
-// What processes of a device have to say to each other beside trains to queue
-// pairs: some words that mean something to the devices alone, perhaps with a train
-// that one passes on to the other.
+// Control messages between the processes of one device: some bytes that only package
+// device interprets, and with them perhaps a train that one process hands to the other.
 
 import (
 	"github.com/verbena-rdma/verbena/internal/mem"
@@ -10,22 +9,22 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// ControlSink is a Sink that takes such words.
+// ControlSink is a Sink that takes control messages.
 type ControlSink interface {
 	Sink
-	// Aside takes what a process has said. The words are the sink's own, the
-	// train, which may be nil, is valid until it returns.
+	// Control takes a control message of a process. The bytes, which the peer cannot
+	// change any more, and the train, which may be nil, are valid until Control returns.
 	Control(process int, words []byte, t *train.Train)
-	// Parted tells that a process has gone, or the channel to it has.
+	// Parted is called when a process of this device, or the channel to it, has ended.
 	Parted(process int)
 }
 
-// MaxControl is the longest that can be said at once.
+// MaxControl is the length of the longest control message, without its train.
 const MaxControl = 255
 
-// SendControl says something to a process of this device, with a train that came from
-// elsewhere, or nil. It reports false if that could not be done now. A fault is the
-// train's: its payload could not be read.
+// SendControl sends a control message to a process of this device, with a train that
+// this process has received, or nil. It reports false if it could not send the message
+// now; a fault then says that the train's payload could not be read.
 func (s *Shared) SendControl(process int, words []byte, t *train.Train) (ok bool, fault mem.Fault) {
 	if process < 0 || process >= MaxNeighbours || len(words) > MaxControl {
 		return false, mem.Fault{}
@@ -67,7 +66,7 @@ func (s *Shared) SendControl(process int, words []byte, t *train.Train) (ok bool
 	return true, mem.Fault{}
 }
 
-// packIncoming writes the fields of a train that has come.
+// packIncoming writes the fields of a train that this process has received.
 func packIncoming(b []byte, t *train.Train) {
 	flow := train.Flow{TClass: t.TClass, HopLimit: t.HopLimit}
 	was := t.Flow
@@ -76,7 +75,7 @@ func packIncoming(b []byte, t *train.Train) {
 	t.Flow = was
 }
 
-// takeControl takes in what another process has said.
+// takeControl hands a control message of another process to the sink.
 func (s *Shared) takeControl(c *shm.Channel, b []byte) {
 	from := c.Tag().(*tag)
 	sink, ok := s.sink.(ControlSink)
@@ -107,7 +106,7 @@ func (s *Shared) takeControl(c *shm.Channel, b []byte) {
 	s.piece[0] = nil
 }
 
-// partner tells the sink that a process has gone.
+// partner tells the sink that a process of this device has ended.
 func (s *Shared) partner(process int) {
 	if sink, ok := s.sink.(ControlSink); ok {
 		sink.Parted(process)

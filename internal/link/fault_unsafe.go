@@ -5,8 +5,8 @@ import (
 	"unsafe"
 )
 
-// faultIn reports whether a panic is that of an access to memory in b. It is
-// sound: addresses are compared as numbers, and never made pointers again.
+// faultIn reports whether e, the value of a panic, is that of an access to memory in
+// b. This is sound: addresses are compared as numbers, and never made pointers again.
 func faultIn(b []byte, e any) bool {
 	f, ok := e.(interface {
 		runtime.Error

@@ -14,18 +14,20 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// A network in memory that mistreats packets, for tests. They are real packets:
-// cut, checksummed, checked and coupled by the code that the udp link uses.
+// A network in memory that loses, duplicates, corrupts and delays packets, for tests.
+// They are real packets: the code that the UDP link uses packetizes, checksums, checks
+// and reassembles them.
 //
-//  1. Send makes packets, and the fabric decides the fate of each.
+//  1. Send makes packets, and the fabric decides what happens to each.
 //  2. A packet waits at its destination, in order of its time of arrival.
-//  3. Poll takes those whose time has come.
+//  3. Poll takes the packets whose time has come.
 //
-// It knows no system call and no goroutine, asks package time alone for the time
-// and waits on channels alone, so it works in a testing/synctest bubble. Driven
-// by one goroutine, it does the same again for the same seed.
+// The fabric makes no system calls and starts no goroutines, takes the time from package
+// time and waits only on channels, so it works in a testing/synctest bubble. Driven by
+// one goroutine, it repeats itself for the same seed.
 
-// FaultyConfig says how a fabric mistreats packets. Its zero value does not.
+// FaultyConfig says what a fabric does to packets. The zero value delivers all of them
+// unchanged and at once.
 type FaultyConfig struct {
 	Seed uint64
 
@@ -38,17 +40,16 @@ type FaultyConfig struct {
 	// Every packet takes between MinDelay and MaxDelay, evenly distributed; if
 	// both are 0 it is there at once. Different delays reorder packets too.
 	MinDelay, MaxDelay time.Duration
-	// ReorderDelay is by how much a reordered packet is late; 0 means 50 µs.
+	// ReorderDelay is how much later a reordered packet arrives; 0 means 50 µs.
 	ReorderDelay time.Duration
 
-	// Filter, if not nil, decides about every packet before chance does. It may
-	// change the packet's bytes. It must not call the link.
+	// Filter, if not nil, is called for every packet, and its verdict overrides the
+	// probabilities. It may change the packet's bytes. It must not call the link.
 	Filter func(h Hop, pkt []byte) Verdict
 
 	MTU    int // 0 means 4096
 	Window int // packets under way to a queue pair; 0 means 128
-	// Buffer is how many packets wait unread at one end; more are lost. 0 means
-	// 4096.
+	// Buffer is how many packets one end holds unread; more are lost. 0 means 4096.
 	Buffer int
 }
 
@@ -59,8 +60,8 @@ type Hop struct{ From, To netip.Addr }
 type Verdict uint8
 
 const (
-	Chance    Verdict = iota // let the probabilities decide
-	Deliver                  // deliver it, whatever they say
+	Chance    Verdict = iota // the probabilities decide
+	Deliver                  // deliver it once, unchanged
 	Discard                  // lose it
 	Duplicate                // deliver it twice
 	Delay                    // deliver it ReorderDelay later
@@ -74,7 +75,7 @@ type FaultyStats struct {
 	Corrupted  uint64
 	Reordered  uint64
 	Discarded  uint64 // by the filter
-	Unreached  uint64 // nobody had the address
+	Unreached  uint64 // no end had the address
 	Overflowed uint64 // the destination's buffer was full
 }
 
@@ -227,15 +228,15 @@ func (e *Faulty) Send(ts []*train.Train) (int, error) {
 	return len(ts), nil
 }
 
-// sendLocked decides a packet's fate.
+// sendLocked decides what happens to a packet, and delivers it or not.
 func (f *Fabric) sendLocked(way *faultyFlow, b []byte) {
 	f.stats.Packets++
 	verdict := Chance
 	if f.cfg.Filter != nil {
 		verdict = f.cfg.Filter(Hop{From: way.src.Addr(), To: way.dst}, b)
 	}
-	// The numbers are drawn whether they count or not, so that a filter's
-	// verdict on one packet does not change the fate of all later ones.
+	// All numbers are drawn for every packet, so that a filter's verdict on one
+	// packet does not change what happens to later ones.
 	drop := f.chance(f.cfg.Drop)
 	twice := f.chance(f.cfg.Duplicate)
 	corrupt := f.chance(f.cfg.Corrupt)
@@ -375,8 +376,8 @@ func (e *Faulty) Wait(d time.Duration) {
 	}
 }
 
-// sleep waits for something, and reports whether it was news: a packet that may
-// be due earlier than those known.
+// sleep waits for news, the timeout, Wake or Close, and reports whether it was news: a
+// packet that may be due earlier than those before.
 func (e *Faulty) sleep(timeout <-chan time.Time) bool {
 	select {
 	case <-e.news:
@@ -388,8 +389,8 @@ func (e *Faulty) sleep(timeout <-chan time.Time) bool {
 	return false
 }
 
-// nextDue returns when the first packet is due, or the deadline if that is
-// earlier; zero means never.
+// nextDue returns when the first packet is due, or the deadline if that is earlier. A zero
+// deadline means none, and a zero result never.
 func (e *Faulty) nextDue(deadline time.Time) time.Time {
 	e.fabric.mu.Lock()
 	defer e.fabric.mu.Unlock()
@@ -399,7 +400,7 @@ func (e *Faulty) nextDue(deadline time.Time) time.Time {
 	return deadline
 }
 
-// Wake makes Wait return: the one that is under way, or else the next.
+// Wake makes Wait return: the call that is under way, or else the next.
 func (e *Faulty) Wake() { signal(e.wake) }
 
 // MTU returns the configured MTU.

@@ -83,7 +83,7 @@ func TestFaults(t *testing.T) {
 					late++
 				}
 			}
-			// The late ones come after all others, in order of their own.
+			// The delayed packets come after all others, in the order they were sent.
 			if len(r.got) != n || late != 1 || inOrder(imms(r)) {
 				t.Errorf("%+v, %d came, %d steps back", s, len(r.got), late)
 			}
@@ -197,7 +197,7 @@ func TestFaultyDelay(t *testing.T) {
 			t.Errorf("the wait took %v", d)
 		}
 
-		// So does Close, and the bubble must not find anybody still waiting.
+		// So does Close: the bubble must not end with a goroutine still in Wait.
 		go func() {
 			time.Sleep(time.Second)
 			b.Close()

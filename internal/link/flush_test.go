@@ -9,15 +9,15 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// payloadTap keeps what it sees.
+// payloadTap keeps the packets that it is shown.
 type payloadTap struct{ sent [][]byte }
 
 func (p *payloadTap) Packet(_ time.Time, _, _ netip.AddrPort, _, _ uint8, _ uint16, b []byte) {
 	p.sent = append(p.sent, append([]byte(nil), b...))
 }
 
-// A FLUSH that goes again goes twice: as the specification has it, and with the
-// ICRC that Linux's device wants. We take both for what they are.
+// A FLUSH that is sent again goes twice: as the specification has it, and with the
+// ICRC that Linux's device wants. Our receiver accepts both.
 func TestFlushAgain(t *testing.T) {
 	for _, noGSO := range []bool{false, true} {
 		tap := new(payloadTap)

@@ -1,21 +1,25 @@
 package link
 
-// WRITEs into memory that both processes can map, and READs from there, by the initiator
-// itself: one copy, and nobody there has to do anything.
+// Grants: the initiator executes WRITEs to, and READs from, memory that both processes can
+// map. That takes one copy, and the owner process does nothing for it.
 //
-// Rights are the owner's to check, as ever; here he does so beforehand. When a queue
-// pair has got a few requests for a region of such memory by the ring, its owner gives
-// the peer a lane (shm): the record names the queue pairs, the region's key and bounds,
-// and the segment that it lies in, which the peer maps. From then on the peer may copy
-// there and from there, until the owner takes the lane's pass away: before the region is
-// closed or changes, and before the queue pair changes, when he waits until the peer is
-// not copying; before the region's memory moves, and when the queue pair fails, when he
-// does not wait. What was done before the pass was taken away is counted on the lane, and
-// the owner moves the queue pair on past it before he looks at anything else that comes
-// for it; what was not counted is done again by the ring.
+// The owner process checks rights, as for every request, but beforehand. After a queue pair
+// has received a few requests by the ring for a region of such memory, its owner process
+// gives the peer a grant (package shm). The record names the queue pairs, the region's key
+// and bounds, and the segment that the region lies in, which the peer maps. From then on the
+// peer copies to and from the region, until the owner process revokes the grant by taking
+// its serial away:
 //
-// A sender uses a lane only when everything before has been acknowledged, so that
-// requests are executed in order, and each one either by a lane or by the ring.
+//   - before the region is closed or changes, and before the queue pair is modified or
+//     closed: then the owner process waits until the peer is not copying;
+//   - before the region's memory moves, and when the queue pair fails: then it does not wait.
+//
+// The grant counts what the peer completed before the serial was taken away, and the owner
+// process moves the queue pair on past that before it handles anything else that arrives for
+// the queue pair. The peer repeats by the ring what was not counted.
+//
+// A sender uses a grant only when all its earlier requests have been acknowledged. So
+// requests are executed in order, and each either by grant or by the ring.
 
 import (
 	"sync"
@@ -27,36 +31,38 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// After so many requests of a queue pair, or of a few, by a channel's ring one of them is looked at, whether a lane would
-// do instead; while the answer is no, after twice as many each time. The numbers are odd:
-// of queue pairs that take turns, not always the same one is looked at.
+// offerMin is after how many requests by a channel's ring, counted for each entry of
+// tag.offers, one is offered to the device for a grant. Each refusal doubles the number, up
+// to about offerMax. The numbers are odd: where queue pairs that share an entry send in
+// rotation, the request that is offered is not always the same queue pair's.
 const (
 	offerMin = 7
 	offerMax = 4093
 )
 
-// grantRecord is the length of a record that gives a lane.
+// grantRecord is the length of a record that gives a grant.
 const grantRecord = 5*4 + 5*8
 
-// Offer is what a device lets a peer access.
+// Offer is the memory that a device lets a peer access by grant.
 type Offer struct {
 	QPN, Peer uint32 // the queue pairs, ours and the peer's
 	RKey      uint32
-	Write     bool   // it may be written to
-	Read      bool   // and read from
+	Write     bool   // the peer may write it
+	Read      bool   // the peer may read it
 	VA        uint64 // of the first byte
 	Bytes     []byte
-	// Segment and Off are where the bytes lie.
+	// Segment and Off say where the bytes lie: in which segment, and at which offset.
 	Segment, Off uint64
 }
 
-// Grant is a lane that is given to a peer: the owner's end.
+// Grant is the owner's end of a grant.
 type Grant struct {
 	*shm.Grant
 	c *shm.Channel
 }
 
-// offer looks at a request, the start of which has just been executed.
+// offer counts a request whose first train has just been delivered, and offers one in so
+// many of them to the device.
 func (s *Shared) offer(c *shm.Channel, t *train.Train) {
 	if t.Kind != wire.KindWrite && t.Kind != wire.KindReadRequest || !t.Start || t.RETH.Len == 0 || s.cfg.Offer == nil || s.cfg.UDP.Tap != nil {
 		return
@@ -74,17 +80,17 @@ func (s *Shared) offer(c *shm.Channel, t *train.Train) {
 	}
 }
 
-// offers is how long it is until a request is looked at.
+// offers counts the requests until the next one is offered to the device.
 type offers struct {
-	requests uint // since one was
-	at       uint // at how many the next one is
+	requests uint // since the latest that was offered
+	at       uint // the next is offered at so many; below offerMin: at offerMin
 }
 
-// Via is the way that a request has come.
+// Via is the channel that a request has come by.
 type Via struct{ c *shm.Channel }
 
-// NewGrant opens a lane for the peer, which Tell then tells it of; or returns nil, if there
-// is none left.
+// NewGrant makes a grant for the peer, which learns of it by Tell. It returns nil if none is
+// left or the channel is closed.
 func (v Via) NewGrant() *Grant {
 	l := v.c.NewGrant()
 	if l == nil {
@@ -93,8 +99,8 @@ func (v Via) NewGrant() *Grant {
 	return &Grant{l, v.c}
 }
 
-// Tell tells the peer of the lane, once, and reports whether it will hear of it. If not,
-// the lane is of no use.
+// Tell sends the grant to the peer, once, and reports whether the record is in the ring. If
+// it is not, the peer never learns of the grant.
 func (g *Grant) Tell(o *Offer) bool {
 	var rights uint32
 	if o.Write {
@@ -119,13 +125,13 @@ func (g *Grant) Tell(o *Offer) bool {
 	return g.c.Send(recGrant, b) == nil
 }
 
-// Rights, as the record has them.
+// Rights, as bits in the record.
 const (
 	grantWrite = 1 << iota
 	grantRead
 )
 
-// PeerGrant is the initiator's end: memory of another process, and rights to it.
+// PeerGrant is the initiator's end of a grant: memory of another process, and rights to it.
 type PeerGrant struct {
 	s     *Shared
 	m     *mapping
@@ -134,22 +140,22 @@ type PeerGrant struct {
 	rkey     uint32
 	rights   uint32
 	va, size uint64
-	off      uint64 // where in the mapping the first byte lies
+	off      uint64 // of the first byte, in the mapping
 
 	piece [1][]byte
 	there mem.List
 }
 
-// mapping is a segment of another process, which lanes lead to.
+// mapping is a segment of another process that grants give access to.
 type mapping struct {
 	c *shm.Channel
 
-	mu sync.RWMutex // held for reading while somebody copies
-	b  []byte       // nil: it is gone
+	mu sync.RWMutex // guards b; held for reading during a copy
+	b  []byte       // nil: it is unmapped
 }
 
-// takeGrant takes a lane that the peer has given us. The segment is got by a goroutine
-// of the link's own, if it is not there.
+// takeGrant takes a grant from the peer. A goroutine of the link maps the segment, if it is
+// not mapped yet, and calls Granted. takeGrant reports false if the record is malformed.
 func (s *Shared) takeGrant(c *shm.Channel, b []byte) bool {
 	if len(b) != grantRecord {
 		return false
@@ -166,11 +172,12 @@ func (s *Shared) takeGrant(c *shm.Channel, b []byte) bool {
 	if l.grant = c.PeerGrant(int(number), pass); l.grant == nil || s.cfg.Granted == nil || s.cfg.UDP.Tap != nil {
 		return l.grant != nil
 	}
-	s.dropSegments(func(k segmentKey) bool { return k.c.Err() != nil }) // of processes whose place was taken: nobody else says so
+	// Channels that this process closed itself (keepLocked): Gone is not called for them.
+	s.dropSegments(func(k segmentKey) bool { return k.c.Err() != nil })
 	t := c.Tag().(*tag)
 	c.Hold()
 	if !s.start(func() {
-		defer c.Release() // the mapping has its own hold
+		defer c.Release() // the mapping has a hold of its own
 		m := s.mapGranted(k, t, l.rights&grantWrite != 0)
 		if m == nil || !m.has(l.off, l.size) {
 			return
@@ -183,7 +190,8 @@ func (s *Shared) takeGrant(c *shm.Channel, b []byte) bool {
 	return true
 }
 
-// mapGranted returns a segment of a process, mapped to read from or also to write to.
+// mapGranted returns a mapping of another process's segment, for reading, or with write also
+// for writing. It returns nil if there is none: requests then keep going by the ring.
 func (s *Shared) mapGranted(k segmentKey, t *tag, write bool) *mapping {
 	key := grantKey{k, write}
 	s.segments.mu.Lock()
@@ -201,9 +209,11 @@ func (s *Shared) mapGranted(k segmentKey, t *tag, write bool) *mapping {
 	defer s.segments.mu.Unlock()
 	delete(s.segments.asked, forgotten)
 	if err != nil {
-		return nil // it goes by the ring, as before
+		return nil
 	}
-	if m = s.segments.grants[key]; m != nil || k.c.Err() != nil || *forgotten { // somebody else was faster; or it is gone, and nobody would unmap it
+	// Another goroutine has mapped it meanwhile; or the segment has been dropped, and nothing
+	// would unmap it later.
+	if m = s.segments.grants[key]; m != nil || k.c.Err() != nil || *forgotten {
 		_ = sys.Unmap(b)
 		return m
 	}
@@ -216,27 +226,29 @@ func (s *Shared) mapGranted(k segmentKey, t *tag, write bool) *mapping {
 	return m
 }
 
-// has tells whether so many bytes are there.
+// has reports whether the mapping has n bytes at off.
 func (m *mapping) has(off, n uint64) bool {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
 	return off <= uint64(len(m.b)) && n <= uint64(len(m.b))-off
 }
 
-// good tells whether the mapping is, and whose memory it is. Who has ended takes no pass
-// away. The caller holds mu.
+// good reports whether the segment is mapped and the channel to its owner process works. A
+// process that has ended takes no serial away, so a shown serial alone proves nothing. The
+// caller holds mu.
 func (m *mapping) good() bool { return m.b != nil && m.c.Err() == nil }
 
-// close ends the mapping, when nobody stores there.
+// close unmaps the segment, once no copy is under way.
 func (m *mapping) close() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	_ = sys.Unmap(m.b) // it was mapped: it cannot fail
+	_ = sys.Unmap(m.b) // cannot fail for a whole mapping
 	m.b = nil
 	m.c.Release()
 }
 
-// LeadsTo tells whether a lane is one to the process that a flow reaches a queue pair of.
+// LeadsTo reports whether a grant is of the process that has queue pair qpn of the device
+// that the flow leads to.
 func (s *Shared) LeadsTo(f *train.Flow, qpn uint32, l *PeerGrant) bool {
 	if f == nil {
 		return false
@@ -249,29 +261,29 @@ func (s *Shared) LeadsTo(f *train.Flow, qpn uint32, l *PeerGrant) bool {
 	return ok && to.dev.channels[process].Load() == l.m.c
 }
 
-// Covers tells whether a range of the peer's memory is one that the lane leads to, to be
-// written to or read from.
+// Covers reports whether the grant allows to write, or with read to read, n bytes at va of
+// the peer's memory.
 func (l *PeerGrant) Covers(rkey uint32, va uint64, n int, read bool) bool {
 	right := uint32(grantWrite)
 	if read {
 		right = grantRead
 	}
-	off := va - l.va // below va it is larger than any size
+	off := va - l.va // an address below l.va wraps to an offset beyond any size
 	return rkey == l.rkey && l.rights&right != 0 && off <= l.size && uint64(n) <= l.size-off
 }
 
-// Good tells whether the lane may still be used.
+// Good reports whether the grant may still be used.
 func (l *PeerGrant) Good() bool {
 	l.m.mu.RLock()
 	defer l.m.mu.RUnlock()
 	return l.m.good() && l.grant.Shown()
 }
 
-// Copy copies n bytes of a list to where the peer's address is, which the lane covers, or
-// from there if read is set, and counts them as so many packets. It reports false, and the
-// request has to go another way, if the lane is not good any more, also if the owner has
-// taken it away during the copy, or our own memory could not be accessed: some bytes may
-// have been copied. One at a time.
+// Copy copies n bytes from the list own to the peer's address va, or with read from va to
+// own, and counts them as a message of so many packets. Covers has allowed it. Copy reports
+// false if the grant is not good, if its owner revoked it during the copy, or if memory
+// could not be accessed: the request then has to go by the ring, though some bytes may have
+// been copied. Only one goroutine at a time may call it.
 func (l *PeerGrant) Copy(va uint64, own *mem.List, n, packets int, read bool) bool {
 	l.m.mu.RLock()
 	defer l.m.mu.RUnlock()

@@ -12,7 +12,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// grantWorld is a link that writes to memory of another one's.
+// grantWorld is two links, a of which has a grant to memory of b.
 type grantWorld struct {
 	t     *testing.T
 	a, b  *Shared
@@ -26,7 +26,7 @@ type grantWorld struct {
 
 const grantVA, grantAt, grantSize = 0x7000_0000, 4096, 8192 // of the region, which is a part of the segment
 
-// newGrantWorld lets b give a lane as soon as it is asked for one, and waits until a has it.
+// newGrantWorld makes b give a grant as soon as a request is offered, and waits until a has it.
 func newGrantWorld(t *testing.T) *grantWorld {
 	t.Helper()
 	w := &grantWorld{t: t}
@@ -40,7 +40,7 @@ func newGrantWorld(t *testing.T) *grantWorld {
 	}
 	w.a.cfg.Granted = func(qpn, remote uint32, l *PeerGrant) {
 		if qpn != 5 || remote != 9 {
-			t.Errorf("a lane from %d to %d", remote, qpn)
+			t.Errorf("a grant from %d to %d", remote, qpn)
 		}
 		granted <- l
 	}
@@ -48,7 +48,7 @@ func newGrantWorld(t *testing.T) *grantWorld {
 	w.send()
 	for deadline := time.Now().Add(10 * time.Second); w.got == nil; {
 		if time.Now().After(deadline) {
-			t.Fatal("no lane is given")
+			t.Fatal("no grant is given")
 		}
 		w.b.Poll(&w.k, 10)
 		w.a.Poll(&w.k, 10)
@@ -60,7 +60,7 @@ func newGrantWorld(t *testing.T) *grantWorld {
 	return w
 }
 
-// send sends WRITEs by the ring, as many as one of them is looked at.
+// send sends WRITEs by the ring, just enough for one of them to be offered.
 func (w *grantWorld) send() {
 	w.t.Helper()
 	for range offerMin {
@@ -73,13 +73,13 @@ func (w *grantWorld) send() {
 	}
 }
 
-// write stores bytes by the lane.
+// write stores bytes by grant.
 func (w *grantWorld) write(off uint64, b []byte) bool {
 	return w.got.Copy(grantVA+off, &mem.List{Raw: [][]byte{b}}, len(b), 1, false)
 }
 
-// What is written by a lane is where it belongs, and counted; it ends when the owner says
-// so, or closes the segment, or is gone.
+// Bytes written by grant are where they belong, and counted. The grant ends when its owner
+// shuts it, closes the segment, or is gone.
 func TestGrant(t *testing.T) {
 	for name, end := range map[string]func(w *grantWorld){
 		"shut":    func(w *grantWorld) { w.given.Shut() },
@@ -97,7 +97,7 @@ func TestGrant(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newGrantWorld(t)
 			if !w.got.Good() || !w.a.LeadsTo(w.flow, 9, w.got) {
-				t.Fatal("the lane is no good")
+				t.Fatal("the grant is no good")
 			}
 			text := []byte("where it belongs")
 			if !w.write(100, text) || !bytes.Equal(w.buf[grantAt+100:][:len(text)], text) {
@@ -115,7 +115,7 @@ func TestGrant(t *testing.T) {
 			}
 			end(w)
 			if w.got.Good() || w.write(100, []byte("too late")) {
-				t.Error("the lane is still good")
+				t.Error("the grant is still good")
 			}
 			if !bytes.Equal(w.buf[grantAt+100:][:len(text)], text) {
 				t.Error("something was written")
@@ -144,7 +144,7 @@ func TestGrantCovers(t *testing.T) {
 	}
 }
 
-// A source that cannot be read is not counted.
+// A copy whose source cannot be read is not counted.
 func TestGrantUnread(t *testing.T) {
 	w := newGrantWorld(t)
 	if w.got.Copy(grantVA, &mem.List{Raw: [][]byte{{1}}}, 2, 1, false) {
@@ -155,10 +155,11 @@ func TestGrantUnread(t *testing.T) {
 	}
 }
 
-// Records of lanes that there are not.
+// Malformed records are refused; records of grants to memory that does not exist have no
+// effect.
 func TestGrantRecord(t *testing.T) {
 	w := newGrantWorld(t)
-	w.a.cfg.Granted = func(uint32, uint32, *PeerGrant) { t.Error("a lane is granted") }
+	w.a.cfg.Granted = func(uint32, uint32, *PeerGrant) { t.Error("a grant is granted") }
 	id, _ := mem.SegmentOf(w.buf)
 	record := func(number uint32, pass, size, segment, off uint64) []byte {
 		b := make([]byte, grantRecord)
@@ -188,10 +189,10 @@ func TestGrantRecord(t *testing.T) {
 			t.Errorf("%x is none", useless)
 		}
 	}
-	w.a.wg.Wait() // or Granted is called later
+	w.a.wg.Wait() // the goroutines that would call Granted
 }
 
-// A segment is passed on to be written to when a lane leads there, and not before.
+// A segment can be had for writing once it was opened for that, as Tell does, and not before.
 func TestPassSegmentWritable(t *testing.T) {
 	memory, _ := newSegment(t, 4096)
 	id, _ := mem.SegmentOf(memory)
@@ -216,7 +217,8 @@ func TestPassSegmentWritable(t *testing.T) {
 	}
 }
 
-// Of queue pairs that take turns, each is looked at, also if the answer is always no.
+// Of queue pairs that send in rotation, each has requests offered, also if every offer is
+// refused.
 func TestGrantByTurns(t *testing.T) {
 	a, b := sharedPair(t)
 	for turns := uint32(2); turns <= 8; turns++ {

@@ -39,7 +39,7 @@ func newRand(t testing.TB) (*rand.Rand, uint64) {
 	return rand.New(rand.NewPCG(seed, 1)), seed
 }
 
-// openUDP opens a link on a loopback address that nobody else has.
+// openUDP opens a link on the given addresses, or on a random loopback address.
 func openUDP(t testing.TB, cfg UDPConfig) *UDP {
 	t.Helper()
 	for try := 0; ; try++ {
@@ -49,7 +49,7 @@ func openUDP(t testing.TB, cfg UDPConfig) *UDP {
 		}
 		u, err := OpenUDP(&c)
 		if errors.Is(err, syscall.EADDRINUSE) && try < 100 {
-			time.Sleep(20 * time.Millisecond) // ::1 is one for all
+			time.Sleep(20 * time.Millisecond) // another test may have ::1, which all share
 			continue
 		}
 		if err != nil {

@@ -1,10 +1,11 @@
-// Package link moves trains between queue pairs that do not share memory: udp
-// for any RoCEv2 peer, and a seeded faulty link for tests. (The loop link needs
-// no transport; it lives with the engine, which calls the peer directly.)
+// Package link moves trains between queue pairs of different processes or hosts: UDP
+// reaches any RoCEv2 peer, Shared also the processes of this host through shared memory,
+// and Faulty is a seeded network for tests. (The loop link, within a process, needs no
+// transport: package device calls the peer queue pair itself.)
 //
-// The way of a train, top-down: packetize.go makes packets of it, udp_send.go hands
-// them to the kernel; udp_recv.go takes them back, reassemble.go makes trains of
-// them again and hands them to a Sink.
+// A train by UDP, top-down: packetize.go makes packets of it and udp_send.go hands them to
+// the kernel; udp_recv.go receives them, and reassemble.go makes trains of them again and
+// hands those to a Sink. A train to another process of this host: shared.go.
 package link
 
 import (
@@ -15,17 +16,17 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// Link carries trains. Send may be called by any number of goroutines; Poll by
-// one at a time; Wait by one at a time, also while somebody polls.
+// Link carries trains. Any number of goroutines may call Send at once; one at a time
+// may call Poll, and one at a time Wait, also during a Poll.
 type Link interface {
 	// Prepare fills in f.Link. It fails if the peer cannot be reached this way.
 	Prepare(f *train.Flow) error
 
-	// Send sends trains in order and returns how many it took. The payload has
-	// been read when Send returns. It stops at a train whose payload it could
-	// not read, and says so with a *PayloadError; a full socket buffer or an
-	// unreachable peer is not an error but a loss: the train counts as sent. It also
-	// stops, with ErrBusy, at a train for which there is no room now but will be.
+	// Send sends trains in order and returns how many it took. When it returns, the
+	// payload has been read, unless the receiver fetches it (reference.go, opened.go).
+	// Send stops at a train whose payload it could not read, with a *PayloadError, and
+	// at one for which there is no room now but will be, with ErrBusy. A full socket
+	// buffer or an unreachable peer is not an error but a loss: the train counts as sent.
 	Send(ts []*train.Train) (int, error)
 
 	// Poll hands what has arrived to the sink, without blocking, and returns
@@ -45,17 +46,17 @@ type Link interface {
 	Window(mtu int) int
 	// Addrs are the local addresses.
 	Addrs() []netip.Addr
-	// Offloads names what was found at open: "gso", "gro".
+	// Offloads names the kernel's offloads in use: "gso", "gro".
 	Offloads() []string
 
 	Close() error
 }
 
-// Freer is a Link that tells when Send, after an ErrBusy, is worth trying again: it counts,
-// and after each count calls what its configuration has for that (SharedConfig.Freed).
-// The trains that a Link without this was too busy for are tried again from time to time.
+// Freer is a Link that reports when Send, after an ErrBusy, is worth trying again: it counts
+// such events, and after each calls what its configuration names (SharedConfig.Freed). With
+// a Link that is no Freer, the sender of trains that met ErrBusy tries from time to time.
 type Freer interface {
-	// Frees returns how often what made Send return ErrBusy may have ended.
+	// Frees returns how often the cause of an ErrBusy may have ended.
 	Frees() uint64
 }
 
@@ -63,7 +64,7 @@ type Freer interface {
 // Deliver returns.
 type Sink interface {
 	Deliver(t *train.Train)
-	// Drop counts a packet that was not even made a train.
+	// Drop counts a packet, or a record of a ring, that the link discards.
 	Drop(r Reason)
 }
 
@@ -81,8 +82,8 @@ const (
 	NumReasons
 )
 
-// PayloadError reports that a train's payload could not be read. The packets
-// before Packet were sent.
+// PayloadError means that a train's payload could not be read. The packets before
+// Packet were sent.
 type PayloadError struct {
 	Fault  mem.Fault
 	Packet int

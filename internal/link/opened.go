@@ -1,20 +1,21 @@
 package link
 
-// Payloads in memory that the CPU does not address, but that engines of both processes reach
-// (mem.Sharing): the record names the memory, and the receiver's engine takes the bytes from
-// there.
+// Carried trains: their payload lies in memory that the CPU does not address but that engines
+// of both processes reach (mem.Sharing). The record names the memory, and the receiver's
+// engine moves the bytes from there.
 //
-//  1. A sender asks whether the peer has opened the memory (Carries). If it has not, the sender
-//     tells the peer of it, once, and loads the bytes first, as ever.
-//  2. The peer opens it, off its poller, and says so.
-//  3. From then on trains name it, by the number of the memory and the place in it.
-//  4. When the memory's region is closed the peer is told, and closes it.
+//  1. The sending queue pair calls Carries. If the peer has not opened the memory, the sender
+//     tells the peer of it, once, and meanwhile loads the bytes before it sends them.
+//  2. A goroutine of the peer opens the memory and tells the sender.
+//  3. From then on trains name the memory by its number, and the offset in it.
+//  4. When the memory's region is closed the sender tells the peer, which closes the memory.
 //
-// What keeps a peer from using what was given up is a word that it compares before and
-// after. For answers that is the ticket, as in reference.go: if it has changed they are asked for
-// again, and then loaded. Requests must not come again when others behind them were seen: so
-// theirs is a word of the queue pair's own, a lease, which changes when it gives its requests
-// up; and while they are under way the sender has a section open on their memory.
+// A word of the sender keeps the receiver from using what was given up: the receiver compares
+// the word with the value in the record before and after the move. For answers that word is
+// the ticket, as in reference.go: if it has changed, the requester asks for them again, and
+// gets them loaded. A request must not be repeated after requests behind it were executed, so
+// its word is a lease of its queue pair, which changes only when that gives its requests up;
+// and while the request is under way the sender keeps a section open on its memory.
 
 import (
 	"errors"
@@ -27,12 +28,13 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// namedBytes is what the record of a train says besides its fields: lease, number, place.
+// namedBytes is the length of what a recNamed record has behind the train's fields: the
+// lease's number and value, the memory's number, and the offset in it.
 const namedBytes = 4 + 3*8
 
-// opened is memory of other processes that was opened.
+// opened is the memory of other processes that this one has opened.
 type opened struct {
-	sge [1]ib.SGE // of the train that is delivered; Poll's own
+	sge [1]ib.SGE // of the train being delivered; only Poll uses it
 
 	mu    sync.Mutex // guards what follows
 	table *mem.Table // of the regions; nil: there was none yet
@@ -46,40 +48,42 @@ func (o *opened) makeTable() {
 	}
 }
 
-// openedMemory is one of them.
+// openedMemory is one memory of another process.
 type openedMemory struct {
-	region  *mem.Region // nil: it is not open, or could not be opened
-	dropped bool        // it is not wanted any more
+	region  *mem.Region // nil: it is not open yet, or could not be opened
+	dropped bool        // dropOpened has removed it: openNow must not open it any more
 }
 
-// leases are the words that tell peers whether requests that are under way may still be read.
+// leases are the slots of the inbox for words that show peers whether carried requests under
+// way may still be read.
 type leases struct {
 	mu   sync.Mutex // guards used
 	used [shm.MaxLeases]bool
 }
 
-// Carrier is a queue pair's way to send from memory that the peer's process has opened. It
+// Carrier sends a queue pair's trains from memory that the peer's process has opened. It
 // implements qp.Carrier.
 type Carrier struct {
 	s    *Shared
 	flow *localFlow
 	qpn  uint32 // the peer
-	slot int    // of the lease; -1: there was none left
+	slot int    // of the lease; -1: it has none
 }
 
-// NewCarrier makes one for the queue pair at the other end of a flow, nil if none is needed.
+// NewCarrier returns a Carrier to queue pair qpn at the other end of a flow, or nil if the
+// flow does not go by a ring, or a tap needs the bytes.
 func (s *Shared) NewCarrier(f *train.Flow, qpn uint32) *Carrier {
 	to, ok := f.Link.(*localFlow)
-	if !ok || s.cfg.UDP.Tap != nil { // who listens wants the bytes
+	if !ok || s.cfg.UDP.Tap != nil {
 		return nil
 	}
 	return &Carrier{s: s, flow: to, qpn: qpn, slot: -1}
 }
 
-// Carries has the first of n bytes of a list, which the CPU does not address, go to the peer's
-// process by name, and notes that in the train, if it can. If not, it may later. Len tells how
-// many: a multiple of unit, or all. For a request, with lease, the memory is held when it
-// returns, and is the caller's to release.
+// Carries makes t a carried train of the first of n bytes of a list that the CPU does not
+// address, if the peer's process has opened their memory. The result's Len is how many bytes:
+// a multiple of unit, or all. The zero result means that t is not carried; a later call may
+// succeed. With lease, for a request, the result holds the memory, and the caller releases it.
 func (c *Carrier) Carries(t *train.Train, l *mem.List, n, unit uint64, lease bool) (none mem.SharedHold) {
 	process, ok := c.flow.dev.Find(c.qpn)
 	if !ok || c.flow.dev.ByPackets(process) {
@@ -110,7 +114,7 @@ func (c *Carrier) Carries(t *train.Train, l *mem.List, n, unit uint64, lease boo
 	return h
 }
 
-// take takes a lease.
+// take takes a lease, and reports whether one was left.
 func (c *Carrier) take() bool {
 	k := &c.s.leases
 	k.mu.Lock()
@@ -124,14 +128,14 @@ func (c *Carrier) take() bool {
 	return false
 }
 
-// GiveUp tells the peer that nothing may be read that was sent so far.
+// GiveUp ends the lease of all requests that were sent so far: the peer must not read them.
 func (c *Carrier) GiveUp() {
 	if c.slot >= 0 {
 		c.s.tickets.change(func() { c.s.inbox.Lease(c.slot).Add(1) })
 	}
 }
 
-// Close gives the lease back. Nothing is sent any more.
+// Close gives the lease back. The queue pair sends nothing by this Carrier any more.
 func (c *Carrier) Close() {
 	c.GiveUp()
 	if c.slot < 0 {
@@ -144,8 +148,8 @@ func (c *Carrier) Close() {
 	c.slot = -1
 }
 
-// reaches reports whether the peer has opened memory of ours, and has it told of it if it was
-// never told: by a goroutine, since who asks holds a lock.
+// reaches reports whether the peer has opened a memory of ours. If the peer was never told of
+// it, reaches starts a goroutine that tells it: the caller holds a lock and must not wait.
 func (s *Shared) reaches(c *shm.Channel, id uint64) bool {
 	k := c.Tag().(*tag)
 	if open, told := k.reached.LoadOrStore(id, false); told {
@@ -153,13 +157,14 @@ func (s *Shared) reaches(c *shm.Channel, id uint64) bool {
 	}
 	s.start(func() {
 		if !s.tell(c, recShare, id) {
-			k.reached.Delete(id) // another time
+			k.reached.Delete(id) // a later call tries again
 		}
 	})
 	return false
 }
 
-// tell sends a number to a peer, and waits a while if its ring is full.
+// tell sends the number of a memory to a peer, waiting a while for room in the ring. It
+// reports whether the record is in the ring.
 func (s *Shared) tell(c *shm.Channel, typ byte, id uint64) bool {
 	var b [8]byte
 	le.PutUint64(b[:], id)
@@ -178,9 +183,10 @@ func (s *Shared) tell(c *shm.Channel, typ byte, id uint64) bool {
 
 const tellTries = 100
 
-// sendNamed sends a train whose payload stays where it is.
+// sendNamed sends a carried train.
 func (s *Shared) sendNamed(c *shm.Channel, f *localFlow, t *train.Train) error {
-	if open, _ := c.Tag().(*tag).reached.Load(t.Name.Memory); open != true { // another channel by now, or it is closed
+	// Since Carries the channel may have been replaced, or the memory closed.
+	if open, _ := c.Tag().(*tag).reached.Load(t.Name.Memory); open != true {
 		return &PayloadError{Fault: mem.StagedFault()}
 	}
 	b, err := s.reserve(c, recNamed, trainBytes+namedBytes, t)
@@ -195,15 +201,16 @@ func (s *Shared) sendNamed(c *shm.Channel, f *localFlow, t *train.Train) error {
 		at = t.Ticket
 	}
 	p.u32(t.Name.Lease)
-	p.u64(at) // from before the memory was looked at
+	p.u64(at) // read before the train was made
 	p.u64(t.Name.Memory)
 	p.u64(t.Name.Off)
 	c.Commit()
 	return nil
 }
 
-// takeNamed finds the payload of a train. If it is not open here the train has one that
-// cannot be read, and the peer is asked to send it again.
+// takeNamed sets the payload of a carried train. If its memory is not open here, reading the
+// payload faults, and the receiving queue pair has the peer send the train again. takeNamed
+// reports false if the record is malformed.
 func (s *Shared) takeNamed(c *shm.Channel, t *train.Train, b []byte) bool {
 	if len(b) != namedBytes || t.Len == 0 {
 		return false
@@ -227,13 +234,13 @@ func (s *Shared) takeNamed(c *shm.Channel, t *train.Train, b []byte) bool {
 	return true
 }
 
-// peerLeases are the leases of a peer that were met with.
+// peerLeases are the leases of a peer that its records have named.
 type peerLeases struct {
-	words *shm.PeerWords // nil: there was none
+	words *shm.PeerWords // nil: no record has named one yet
 	byNum map[uint32]*train.Lease
 }
 
-// find returns a lease: 0 is the ticket. It is nil if there is no such.
+// find returns the lease with a number, of which 0 is the ticket, or nil if there is none.
 func (k *peerLeases) find(c *shm.Channel, number uint32) *train.Lease {
 	if l := k.byNum[number]; l != nil {
 		return l
@@ -253,7 +260,7 @@ func (k *peerLeases) find(c *shm.Channel, number uint32) *train.Lease {
 	return l
 }
 
-// openShared opens memory that the peer has told of, in a goroutine of the link's own.
+// openShared starts a goroutine that opens a memory which the peer has told of.
 func (s *Shared) openShared(c *shm.Channel, b []byte) {
 	if len(b) != 8 || s.cfg.UDP.Tap != nil {
 		return
@@ -276,7 +283,8 @@ func (s *Shared) openShared(c *shm.Channel, b []byte) {
 	s.start(func() { s.openNow(k, t, m) })
 }
 
-// openNow opens memory and tells the peer. What cannot be opened is loaded there, as before.
+// openNow opens a memory and tells the peer. If it cannot be opened, the peer keeps loading
+// the bytes before it sends them.
 func (s *Shared) openNow(k segmentKey, t *tag, m *openedMemory) {
 	what, fd, err := t.dev.Shared(t.process, k.id)
 	if err != nil {
@@ -289,22 +297,22 @@ func (s *Shared) openNow(k segmentKey, t *tag, m *openedMemory) {
 	o := &s.opened
 	r, err := o.table.Register(mem.RegionConfig{Length: e.Len(), Backing: e})
 	if err != nil {
-		_ = e.Close() // there is nothing to lose in it
+		_ = e.Close() // nothing was written
 		return
 	}
 	o.mu.Lock()
-	if m.dropped || k.c.Check() != nil { // another process may have the peer's number, and have answered
+	if m.dropped || k.c.Check() != nil { // another process may have the peer's number by now, and have answered
 		o.mu.Unlock()
-		_ = r.Close() // nobody stands on it
+		_ = r.Close() // nothing is bound to it: it cannot fail
 		return
 	}
 	m.region = r
 	o.mu.Unlock()
-	s.tell(k.c, recOpened, k.id) // if it does not hear of it, it goes on as before
+	s.tell(k.c, recOpened, k.id) // a peer that is not told keeps loading the bytes
 }
 
-// dropOpened closes what matches, when no engine is at it any more: nobody waits for that,
-// but whoever closes the link.
+// dropOpened closes the opened memory that matches, once no engine uses it. Goroutines wait
+// for that, and Close waits for the goroutines.
 func (s *Shared) dropOpened(match func(segmentKey) bool) {
 	o := &s.opened
 	o.mu.Lock()
@@ -321,7 +329,7 @@ func (s *Shared) dropOpened(match func(segmentKey) bool) {
 	}
 	o.mu.Unlock()
 	for _, r := range gone {
-		if !s.start(func() { _ = r.Close() }) { // nobody stands on it: it cannot fail
+		if !s.start(func() { _ = r.Close() }) { // nothing is bound to it: it cannot fail
 			_ = r.Close()
 		}
 	}

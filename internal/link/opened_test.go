@@ -13,7 +13,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// onEngine makes memory of an engine that others open, and a list of all of it.
+// onEngine makes memory of an engine that other processes can open, and a list of all of it.
 func onEngine(t *testing.T, g *enginetest.Engine, size int) (*enginetest.Memory, *mem.Region, *mem.List) {
 	t.Helper()
 	m := g.Alloc(uint64(size))
@@ -31,7 +31,7 @@ func onEngine(t *testing.T, g *enginetest.Engine, size int) (*enginetest.Memory,
 	return m, r, &mem.List{Table: table, Actor: mem.Actor{PD: 1}, SGEs: []ib.SGE{{Length: uint32(size), LKey: r.Key()}}}
 }
 
-// keeper keeps the trains that come, as an engine's user does.
+// keeper is a Sink that keeps trains by KeepStaged.
 type keeper struct {
 	kept []*train.Train
 	bad  int
@@ -47,7 +47,7 @@ func (k *keeper) Deliver(t *train.Train) {
 }
 func (k *keeper) Drop(Reason) { k.bad++ }
 
-// read takes a train's bytes from where they are.
+// read reads a train's payload from where it lies.
 func read(c *train.Train) ([]byte, mem.Fault) {
 	b := make([]byte, c.Len)
 	var s mem.Stream
@@ -56,7 +56,7 @@ func read(c *train.Train) ([]byte, mem.Fault) {
 	return b, f
 }
 
-// namedPair is two links, the memory of one of which the other has opened.
+// namedPair is two links, one of which has opened memory of the other.
 func namedPair(t *testing.T) (a, b *Shared, f *train.Flow, c *Carrier, m *enginetest.Memory, r *mem.Region, l *mem.List, g *enginetest.Engine) {
 	t.Helper()
 	a, b = sharedPair(t)
@@ -86,8 +86,8 @@ func namedPair(t *testing.T) (a, b *Shared, f *train.Flow, c *Carrier, m *engine
 	return a, b, f, c, m, r, l, g
 }
 
-// A payload that is named is read where it lies, until it is given up; when the memory is
-// closed the peer closes it, too.
+// A payload in opened memory is read where it lies, until the sender gives it up. When the
+// sender closes the memory, the peer closes it too.
 func TestNamed(t *testing.T) {
 	a, b, f, c, m, r, l, g := namedPair(t)
 	for i := range m.Bytes {
@@ -128,7 +128,7 @@ func TestNamed(t *testing.T) {
 			t.Fatalf("lease %v: %v, %v", lease, fault, got.Leased())
 		}
 		if lease {
-			a.GiveUpFetches() // of others
+			a.GiveUpFetches() // changes the ticket, not the lease
 			if !got.Leased() {
 				t.Error("a request is given up with others'")
 			}
@@ -144,7 +144,7 @@ func TestNamed(t *testing.T) {
 			t.Errorf("lease %v: what was given up is still good", lease)
 		}
 	}
-	// The peer's process wants packets by now: the bytes have to be loaded first.
+	// If the peer's process wants packets by now, the bytes have to be loaded first.
 	const long = train.MaxCarried
 	tr := &train.Train{Flow: f, Transport: wire.RC, Kind: wire.KindWrite, Start: true, End: true, DestQP: 9, MTU: 4096, N: long / 4096, Len: long, Payload: *l}
 	h := c.Carries(tr, l, long, 4096, true)
@@ -173,7 +173,7 @@ func TestNamed(t *testing.T) {
 	c.Close()
 }
 
-// A peer that lies about memory, leases and places gets nothing but its own trains lost.
+// A peer that names memory, leases or offsets that do not exist only loses its own trains.
 func TestNamedLies(t *testing.T) {
 	_, b, f, c, _, _, l, g := namedPair(t)
 	h, fault := mem.HoldShared(l, 1)

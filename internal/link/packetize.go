@@ -10,16 +10,16 @@ import (
 
 // From a train to packets, for every link and for captures:
 //
-//  1. start checks that the train's numbers fit each other and takes over the
-//     headers that all its packets share;
+//  1. start checks that the train's numbers agree, and sets the headers that all
+//     its packets share;
 //  2. header makes the header of one packet: its opcode by its place in the
 //     message, its PSN, its flags;
-//  3. appendPacket puts a whole packet together, with a private copy of the
-//     payload; who sends the payload from where it lies (udp_send.go) does
-//     that part himself.
+//  3. appendPacket makes a packet with a private copy of its payload. The UDP
+//     sender calls header alone where it sends the payload from where it lies
+//     (udp_send.go).
 
 // ErrTrain is returned for a train whose packets, length and headers contradict
-// each other: a mistake of its maker, never of a peer.
+// each other: an error in this process, never a peer's.
 var ErrTrain = errors.New("link: malformed train")
 
 // A packetizer makes the packets of one train at a time.
@@ -27,27 +27,27 @@ type packetizer struct {
 	t *train.Train
 	h wire.Header
 
-	// for appendPacket: lists of its own, so that no call makes them anew
+	// used by appendPacket, kept here so that its calls do not allocate
 	src, dst mem.List
 	piece    [1][]byte
 }
 
-// start takes a train to be cut.
+// start takes the train to packetize.
 func (c *packetizer) start(t *train.Train) error {
 	if !wellFormed(t) {
 		return ErrTrain
 	}
 	c.t = t
 	c.src = t.Payload
-	// What header does not set, and each by itself, which is faster than a literal.
+	// The fields that header does not set. One by one is faster than a literal.
 	h := &c.h
-	// The path has migrated, as far as there is another one: the state of every
-	// queue pair that never heard of migration (IBA 17.2.8). Adapters send it so
-	// and some take its absence for a migration.
+	// Set means migrated, the state of a queue pair that does not use path
+	// migration (IBA 17.2.8). Adapters set it, and some take a clear bit for a
+	// request to migrate.
 	h.MigReq = true
 	h.PKey = wire.DefaultPKey
 	h.DestQP = t.DestQP
-	// Those that a packet's opcode does not call for are not sent.
+	// Append leaves out the headers that a packet's opcode does not have.
 	h.DETH = t.DETH
 	h.XRCSRQ = t.SRQ
 	h.RETH = t.RETH
@@ -84,8 +84,8 @@ func packetLen(t *train.Train, i int) int {
 	return t.MTU
 }
 
-// header makes the header of packet i, which is valid until the next call, and
-// the length of its payload.
+// header returns the header of packet i, valid until the next call, and the
+// length of its payload.
 func (c *packetizer) header(i int) (h *wire.Header, n int, err error) {
 	t := c.t
 	last := i == t.N-1
@@ -119,9 +119,9 @@ func (c *packetizer) header(i int) (h *wire.Header, n int, err error) {
 // packetSize returns the length of a packet with its ICRC: a UDP payload.
 func packetSize(h *wire.Header, n int) int { return h.Len() + n + int(h.Pad) + wire.ICRCLen }
 
-// appendPacket appends packet i, of which h is the header and n the payload, up
-// to its padding: seal makes it whole. The payload is a copy. The slice must
-// have room for wire.MaxPacket bytes.
+// appendPacket appends packet i, with header h and a copy of its n bytes of
+// payload, up to its padding; seal appends the ICRC. b must have room for
+// wire.MaxPacket bytes.
 func (c *packetizer) appendPacket(b []byte, h *wire.Header, i, n int) ([]byte, mem.Fault) {
 	b = h.Append(b)
 	if n == 0 {

@@ -11,37 +11,36 @@ import (
 
 // From packets to trains, for every link:
 //
-//  1. packet checks the ICRC and the headers of what came, in this order: a
-//     damaged packet is counted as damaged, whatever the damage looks like;
-//  2. follows tells whether the packet continues the train at hand; if not, the
+//  1. packet checks the ICRC and then the headers of a packet: a damaged packet is
+//     counted as damaged, whatever its headers look like;
+//  2. follows reports whether the packet continues the current train; if not, that
 //     train is delivered and the packet begins the next one;
-//  3. flush delivers what is left, before the bytes are overwritten.
+//  3. flush delivers the current train, before the link overwrites its bytes.
 
-// minRun is the least payload of a packet that trains are coupled of, the
-// smallest path MTU. It bounds the number of pieces; a peer with smaller packets
-// gets them delivered in shorter trains.
+// minRun is the smallest path MTU. It bounds how many pieces a reassembled train
+// needs; smaller packets are delivered in shorter trains.
 const minRun = 256
 
-// arrival is a UDP payload as it came.
+// arrival is one packet as it came: a UDP payload and what its IP header held.
 type arrival struct {
 	from     netip.AddrPort
 	to       netip.Addr
 	tclass   uint8
 	hopLimit uint8
-	id       uint16 // the IPv4 identification to expect, and then the one found
+	id       uint16 // the IPv4 identification to try first; packet sets it to the right one
 	b        []byte
 }
 
 // A reassembler makes trains of packets.
 type reassembler struct {
-	t      train.Train // at hand, if t.N is not 0
+	t      train.Train // the current train; none if t.N is 0
 	h      wire.Header
 	pieces [train.MaxBytes / minRun][]byte
 	used   int // of pieces
 }
 
-// packet takes one packet. Its bytes must stay until the next flush. It reports
-// whether the ICRC was right, and sets a.id.
+// packet takes one packet, whose bytes must stay until the next flush. It reports
+// whether the ICRC was right; if so, it has set a.id.
 func (c *reassembler) packet(sink Sink, ps *wire.Pseudo, a *arrival) bool {
 	switch n := len(a.b); {
 	case n < wire.BTHLen+wire.ICRCLen:
@@ -68,8 +67,8 @@ func (c *reassembler) packet(sink Sink, ps *wire.Pseudo, a *arrival) bool {
 		sink.Drop(DropOpcode)
 		return true
 	case c.h.PKey&0x7fff != wire.DefaultPKey&0x7fff:
-		// The default partition's limited members may talk to us, who are a
-		// full one (IBA 10.9.3).
+		// This port is a full member of the default partition: full and limited
+		// members may send to it (IBA 10.9.3).
 		sink.Drop(DropPKey)
 		return true
 	}
@@ -96,9 +95,9 @@ func reasonOf(err error) Reason {
 	return DropOther
 }
 
-// follows reports whether the packet just parsed, with n bytes of payload, is
-// the next one of the message at hand and leaves the train one with a single
-// payload size.
+// follows reports whether the packet just parsed, with n bytes of payload,
+// continues the current train: it is the message's next packet, and all packets of
+// the train but the message's last keep the same payload size.
 func (c *reassembler) follows(info *wire.OpInfo, a *arrival, n int) bool {
 	t := &c.t
 	if t.N == 0 || t.End || t.MTU == 0 || info.Pos.Starts() ||
@@ -130,7 +129,7 @@ func (c *reassembler) begin(info *wire.OpInfo, a *arrival) {
 	c.used = 0
 }
 
-// grow appends the packet just parsed.
+// grow appends the packet just parsed to the current train.
 func (c *reassembler) grow(info *wire.OpInfo, payload []byte) {
 	t := &c.t
 	if t.N == 0 {
@@ -144,14 +143,14 @@ func (c *reassembler) grow(info *wire.OpInfo, payload []byte) {
 	}
 	t.AckReq = t.AckReq || c.h.AckReq
 	if info.Headers&wire.HasAETH != 0 {
-		t.AETH = c.h.AETH // of a READ response, the last word counts
+		t.AETH = c.h.AETH // a READ response has two, and its last packet's counts
 	}
 	if info.Pos.Ends() {
 		t.End, t.Extra, t.Imm, t.Solicited = true, info.Extra, c.h.Imm, c.h.Solicited
 	}
 }
 
-// flush delivers the train at hand, if there is one.
+// flush delivers the current train, if there is one.
 func (c *reassembler) flush(sink Sink) {
 	if c.t.N == 0 {
 		return

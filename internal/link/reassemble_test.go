@@ -196,8 +196,8 @@ func recorded(t testing.TB, file string) (out []tapped) {
 	return out
 }
 
-// Packets that Linux sent are coupled, cut again, and must be the same bytes,
-// but for one bit: Linux's driver leaves MigReq clear, adapters and we set it.
+// Packets that Linux sent are reassembled and packetized again, and must be the same
+// bytes but for one bit: Linux's driver leaves MigReq clear, adapters and we set it.
 func TestGolden(t *testing.T) {
 	files, err := filepath.Glob("../wire/testdata/golden/*.pcap")
 	if err != nil || len(files) < 8 {
@@ -298,7 +298,7 @@ func (s *checkSink) Deliver(t *train.Train) {
 	}
 }
 
-// Datagrams of any content, cut by any segment size. Two bytes of the input are
+// Datagrams of any content, split by any segment size. Two bytes of the input are
 // the segment size, one how many datagrams to make of the rest, and one whether
 // segments get a correct checksum, which no fuzzer would find.
 func FuzzReassemble(f *testing.F) {

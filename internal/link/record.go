@@ -1,7 +1,8 @@
 package link
 
-// How a train travels in shared memory, whole: its fields, then its payload. A
-// field that is missing here would be lost on the way; a test fills all of them.
+// Records: how trains and packets are laid out in a ring. A train's record has its
+// fields, then its payload. A field that is not packed here would be lost on the way;
+// TestRecordTrain fills all of them.
 
 import (
 	"encoding/binary"
@@ -13,17 +14,17 @@ import (
 
 // Types of records.
 const (
-	recTrain   = iota + 1 // fields, payload
+	recTrain   = iota + 1 // a train: its fields, its payload
 	recPackets            // the fields of Packets, their bytes
-	recFar                // fields, where the payload lies in the sender's memory, its last bytes
-	recControl            // see control.go
-	recForget             // a segment, see segment.go
+	recFar                // a train with payload by reference: its fields, where the payload lies, its last bytes
+	recControl            // a control message, see control.go
+	recForget             // a segment of the sender that is gone, see segment.go
 	recPair               // a number for two addresses, see short.go
-	recShort              // some of the fields, payload
-	recGrant              // a way into the sender's memory, see grant.go
-	recShare              // memory that can be opened, see opened.go
-	recOpened             // the receiver's memory that the sender has opened
-	recNamed              // fields, and which memory that was opened the payload is
+	recShort              // a train: some of its fields, its payload, see short.go
+	recGrant              // a grant to the sender's memory, see grant.go
+	recShare              // memory of the sender that the receiver can open, see opened.go
+	recOpened             // memory of the receiver that the sender has opened
+	recNamed              // a train: its fields, and where in opened memory its payload lies
 )
 
 // trainBytes is the length of a train's fields.
@@ -39,7 +40,7 @@ const (
 
 var le = binary.LittleEndian
 
-// packer and unpacker walk over a record.
+// packer writes the fields of a record one after the other; unpacker reads them.
 type packer struct{ b []byte }
 
 func (p *packer) u8(v uint8)   { p.b[0] = v; p.b = p.b[1:] }
@@ -112,8 +113,8 @@ func packTrain(b []byte, t *train.Train, src, dst netip.Addr) {
 	p.u32(uint32(t.Len))
 }
 
-// unpackTrain reads them. It reports false if no peer packs such ones: what is
-// used as a number of bytes, at most so many, or of packets must make sense.
+// unpackTrain reads the fields of a train from b. It reports false if b is too short, or if
+// the numbers of packets and bytes contradict each other or the payload exceeds most bytes.
 func unpackTrain(b []byte, t *train.Train, most int) bool {
 	if len(b) < trainBytes {
 		return false
@@ -142,8 +143,8 @@ func unpackTrain(b []byte, t *train.Train, most int) bool {
 	return sensible(t, most)
 }
 
-// sensible tells whether a train could have been made of packets: all of its
-// packets are full, but for the message's last, and they are most bytes at most.
+// sensible reports whether packets could have made up a train: all of them are full, but
+// for the message's last, and their payload does not exceed most bytes.
 func sensible(t *train.Train, most int) bool {
 	if t.N == 1 {
 		return t.Len <= wire.MaxPayload && t.MTU <= wire.MaxPayload

@@ -9,7 +9,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// notSent are the fields of a train that belong to one side.
+// notSent are the fields of a train that mean something to one side only.
 var notSent = map[string]bool{"Flow": true, "Payload": true, "Bounce": true, "Again": true, "Expired": true, "Cookie": true, "Ticket": true, "sges": true, "raw": true, "inline": true, "Lease": true, "LeaseAt": true, "Lent": true, "Carried": true, "Name": true, "Kept": true}
 
 // fill sets every exported field to something random, so that one that is lost
@@ -67,7 +67,7 @@ func TestRecordTrain(t *testing.T) {
 	}
 }
 
-// What no peer sends is refused, and nothing crashes.
+// Records that no peer sends are refused without a crash.
 func TestRecordNonsense(t *testing.T) {
 	for _, bad := range []train.Train{
 		{N: 0}, {N: -1}, {N: 1, Len: 4097}, {N: 1, MTU: 5000}, {N: 2, MTU: 255, Len: 510}, {N: 2, MTU: 1024, Len: 1024, End: true},

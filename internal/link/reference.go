@@ -1,17 +1,17 @@
 package link
 
-// Long payloads between processes, in one copy: the record says where they lie in
-// the sender's memory, and the receiver fetches them when it has found out where
-// they go. Only requests of reliable connections, and the answers to READs, travel
-// so: their memory is left alone until they are acknowledged, or may change while it
-// is read, and they can be sent again, by the ring, if fetching fails.
+// Payload by reference: a long payload reaches another process in one copy. The record says
+// where the payload lies in the sender's memory, and the receiver fetches it once it has
+// determined where it goes. Only SENDs, WRITEs and READ responses of reliable connections
+// travel so. The application leaves the memory of a request alone until the request is
+// acknowledged, and that of a READ may change while it is read; and if fetching fails, the
+// train can be sent again, with its payload in the ring.
 //
-// They may also be given up: the queue pair fails or is closed, the region is
-// closed, and the memory is the application's again, while the record still lies
-// in the ring of a process that is slow. So every record carries a ticket, the
-// value of a word of the sender's that changes before any such thing. It lies in
-// memory that the receiver has mapped; it looks there before it fetches and when it
-// has, and the train counts only if the word still has that value.
+// The sender may give a train up while its record still lies in the ring of a receiver that
+// is behind: the queue pair fails or is closed, or the region is closed, and the memory is
+// the application's again. So every record carries a ticket: the value of a word of the
+// sender that changes before any such thing. The receiver has that word mapped. It reads the
+// word before and after fetching, and the train counts only if both values are the ticket.
 
 import (
 	"sync"
@@ -24,19 +24,19 @@ import (
 )
 
 const (
-	// refMin is from which length on a system call is cheaper than a second
-	// copy.
+	// refMin is the length from which on a system call is cheaper than a second copy.
 	refMin = 16 << 10
-	// refTail is how many of the last bytes go in the record: they are stored
-	// last, in one piece, for those who watch the end of a message.
+	// refTail is how many of the last bytes travel in the record: the receiver stores them
+	// last, in one piece, for programs that poll the end of a message.
 	refTail = 64
-	// refBytes is how much the record says before the runs.
+	// refBytes is the length of what precedes the runs: ticket, segment, offset, and how
+	// many runs there are.
 	refBytes = 3*8 + 4
-	// maxFarRuns is how many pieces the memory may be made of.
+	// maxFarRuns is the most pieces of memory that a payload by reference may lie in.
 	maxFarRuns = 32
 )
 
-// scratch is what sending needs and must not allocate.
+// scratch is storage for one send, pooled so that sending does not allocate.
 type scratch struct {
 	runs  [maxFarRuns + 1][]byte
 	pins  mem.Pins
@@ -47,7 +47,7 @@ type scratch struct {
 
 var scratches = sync.Pool{New: func() any { return new(scratch) }}
 
-// copyOut copies n bytes of a payload, from an offset on, into b.
+// copyOut copies n bytes of a payload, from off on, into b.
 func (g *scratch) copyOut(b []byte, payload *mem.List, off, n int) mem.Fault {
 	g.piece[0] = b[:n]
 	g.to, g.from = mem.List{Raw: g.piece[:]}, *payload
@@ -57,7 +57,8 @@ func (g *scratch) copyOut(b []byte, payload *mem.List, off, n int) mem.Fault {
 	return f
 }
 
-// mayFetch tells whether the peer may fetch a train's payload.
+// mayFetch reports whether a train's payload may go by reference. One that was sent before
+// goes in the ring, since fetching may have failed; so does one whose memory is only lent.
 func mayFetch(c *shm.Channel, t *train.Train) bool {
 	if t.Len < refMin || t.Again || t.Lent || t.Transport != wire.RC {
 		return false
@@ -69,8 +70,9 @@ func mayFetch(c *shm.Channel, t *train.Train) bool {
 	return false
 }
 
-// sendFar sends a train without its payload. done is false if it must go another
-// way: the memory is in too many pieces.
+// sendFar sends a train with its payload by reference. done is false if the payload has to
+// go in the ring: the memory lies in too many pieces or is not addressable by the CPU, or
+// tickets do not follow remapping (tickets.none).
 func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done bool, err error) {
 	if s.tickets.none {
 		return false, nil
@@ -93,7 +95,7 @@ func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done boo
 	defer c.End()
 	packTrain(b, t, f.src, f.dst)
 	p := packer{b[trainBytes:]}
-	p.u64(t.Ticket) // from before the memory was looked at
+	p.u64(t.Ticket) // read before the memory was resolved
 	var segment, at uint64
 	if len(runs) == 1 {
 		segment, at = mem.SegmentOf(runs[0])
@@ -112,7 +114,7 @@ func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done boo
 	return true, nil
 }
 
-// refSource is the payload of a train that lies in another process: Poll's own.
+// refSource is the payload by reference of the train being delivered; only Poll uses it.
 type refSource struct {
 	c      *shm.Channel
 	ranges [maxFarRuns]shm.Range
@@ -120,12 +122,13 @@ type refSource struct {
 	copier shm.Copier
 	part   [maxFarRuns]shm.Range
 	dst    [1][]byte
-	want   uint64        // the ticket
+	want   uint64        // the ticket in the record
 	fence  atomic.Uint32 // see Still
-	mapped []byte        // the payload, if it is mapped here
+	mapped []byte        // the payload, if its segment is mapped here; else nil
 }
 
-// unpackFar reads where the payload of a train lies.
+// unpackFar reads from a record where a train's payload lies. It reports false if the record
+// is malformed.
 func (r *refSource) unpackFar(s *Shared, c *shm.Channel, t *train.Train, b []byte) bool {
 	if len(b) < refBytes || t.Len < refMin {
 		return false
@@ -158,7 +161,7 @@ func (r *refSource) unpackFar(s *Shared, c *shm.Channel, t *train.Train, b []byt
 	return true
 }
 
-// Mapped implements mem.Far.
+// Mapped implements mem.Reference.
 func (r *refSource) Mapped(off, n uint64) []byte {
 	if r.mapped == nil || r.c.PeerTicket() != r.want {
 		return nil
@@ -166,13 +169,13 @@ func (r *refSource) Mapped(off, n uint64) []byte {
 	return r.mapped[off:][:n]
 }
 
-// Still implements mem.Far.
+// Still implements mem.Reference.
 func (r *refSource) Still() bool {
-	r.fence.Add(1) // what was read was read before the ticket is: not every processor orders two loads
+	r.fence.Add(1) // orders the loads of the payload before that of the ticket, on every processor
 	return r.c.PeerTicket() == r.want
 }
 
-// ReadFar implements mem.Far.
+// ReadFar implements mem.Reference.
 func (r *refSource) ReadFar(b []byte, off uint64) (ok, own bool) {
 	if r.c.PeerTicket() != r.want {
 		return false, false
@@ -198,16 +201,16 @@ func (r *refSource) ReadFar(b []byte, off uint64) (ok, own bool) {
 	return r.Still(), false
 }
 
-// tickets is the word that GiveUpFetches counts up, where other processes see it. Whoever
-// remaps memory that is watched counts it up, too (mem.AddTicket).
+// tickets holds the word that tickets are read from, in memory that other processes see.
+// GiveUpFetches counts the word up, and so does remapping of watched memory (mem.AddTicket).
 type tickets struct {
 	shown atomic.Pointer[atomic.Uint64] // nil: the link is closed
-	mu    sync.Mutex                    // held while the word is counted up: it does not go away meanwhile
+	mu    sync.Mutex                    // guards the words that peers read: close waits for change
 	none  bool                          // remapping does not count the word up: nothing is sent by reference
 }
 
-// Ticket is for trains that are about to be sent: see Train.Ticket. Nobody sends when the
-// link is closed.
+// Ticket returns the ticket for trains that are about to be sent: see Train.Ticket. It
+// returns 0 when the link is closed and sends nothing.
 func (s *Shared) Ticket() uint64 {
 	if shown := s.tickets.shown.Load(); shown != nil {
 		return shown.Load()
@@ -220,14 +223,14 @@ func (k *tickets) open(word *atomic.Uint64) {
 	k.none = !mem.AddTicket(word)
 }
 
-// GiveUpFetches makes other processes drop what they have not fetched yet. It is
-// called before the memory of requests is given back.
+// GiveUpFetches makes other processes drop what they have not fetched yet. The device calls
+// it before it gives the memory of requests back to the application.
 func (s *Shared) GiveUpFetches() {
 	k := &s.tickets
-	k.change(func() { k.shown.Load().Add(1) }) // what is about to be sent carries the old one, and is sent again
+	k.change(func() { k.shown.Load().Add(1) }) // trains about to leave carry the old ticket, and are sent again
 }
 
-// change changes a word that peers look at, unless the link is closed.
+// change calls f, which changes a word that peers read, unless the link is closed.
 func (k *tickets) change(f func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()

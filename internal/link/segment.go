@@ -1,13 +1,12 @@
 package link
 
-// Long payloads that lie in memory which both processes can map: copied straight
-// from there to where they go, without a system call. The record names the segment,
-// besides the addresses that it can be fetched from (reference.go). The first record of a
-// segment makes the receiver ask for it; what comes before it has the answer is
-// fetched.
+// Payload by reference in memory that both processes can map: the receiver copies it from
+// its mapping to where it goes, without a system call. The record names the segment besides
+// the addresses to fetch the payload from (reference.go). The first record that names a
+// segment makes the receiver ask for it; until the segment is mapped, the receiver fetches.
 //
-// The receiver gets a descriptor that can only be read from, and of the very file
-// that the sender's memory is. Rights to where the bytes go are checked as ever.
+// The receiver gets a descriptor of the file that the sender's memory is, for reading only.
+// Rights to the destination are checked as for every request.
 
 import (
 	"sync"
@@ -17,7 +16,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// maxMapped is how many segments of others are mapped at most.
+// maxMapped is the most segments of other processes that each of the maps below holds.
 const maxMapped = 256
 
 // segmentKey is a segment of another process.
@@ -26,25 +25,25 @@ type segmentKey struct {
 	id uint64
 }
 
-// grantKey is a segment that lanes lead to.
+// grantKey is a segment that grants give access to.
 type grantKey struct {
 	segmentKey
-	write bool // it is mapped to be written to
+	write bool // it is mapped for writing
 }
 
-// segmentMaps are the segments of others. Who polls looks them up; those who ask for them
-// leave them in arrived.
+// segmentMaps are the segments of other processes. The goroutine that polls looks them up in
+// byKey; the goroutines that map them leave them in arrived.
 type segmentMaps struct {
-	byKey map[segmentKey][]byte // nil: asked for, or not to be had; Poll's own
+	byKey map[segmentKey][]byte // nil: asked for, or it could not be mapped; only Poll uses it
 
 	mu      sync.Mutex // guards what follows
 	arrived map[segmentKey][]byte
 	grants  map[grantKey]*mapping // see grant.go
-	asked   map[*bool]segmentKey  // by mapGranted, which is not there yet
+	asked   map[*bool]segmentKey  // what calls of mapGranted are about to map, see ask
 }
 
-// ask notes that somebody asks for a segment, and returns what tells whether it was dropped
-// meanwhile: both guarded by mu.
+// ask notes that mapGranted is about to map a segment. unmapSegments sets *forgotten, under
+// mu, if the segment is dropped meanwhile.
 func (m *segmentMaps) ask(k segmentKey) (forgotten *bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -56,7 +55,8 @@ func (m *segmentMaps) ask(k segmentKey) (forgotten *bool) {
 	return forgotten
 }
 
-// findSegment returns the bytes of a segment, if it is mapped. If it is not, it asks for it.
+// findSegment returns the bytes of a segment, or nil if it is not mapped. The first call for
+// a segment starts a goroutine that maps it.
 func (s *Shared) findSegment(c *shm.Channel, id uint64) []byte {
 	k := segmentKey{c, id}
 	b, asked := s.segments.byKey[k]
@@ -85,11 +85,11 @@ func (s *Shared) findSegment(c *shm.Channel, id uint64) []byte {
 	return b
 }
 
-// askSegment gets a segment for findSegment.
+// askSegment maps a segment for findSegment.
 func (s *Shared) askSegment(k segmentKey, t *tag) {
 	b, err := mapSegment(k, t, false)
 	if err != nil {
-		return // it is fetched as before
+		return // its payloads are fetched, as before
 	}
 	s.segments.mu.Lock()
 	defer s.segments.mu.Unlock()
@@ -99,7 +99,7 @@ func (s *Shared) askSegment(k segmentKey, t *tag) {
 	s.segments.arrived[k] = b
 }
 
-// mapSegment gets a segment from its process and maps it.
+// mapSegment gets the descriptor of a segment from its owner process and maps it.
 func mapSegment(k segmentKey, t *tag, write bool) ([]byte, error) {
 	fd, err := t.dev.Segment(t.process, k.id, write)
 	if err != nil {
@@ -110,15 +110,15 @@ func mapSegment(k segmentKey, t *tag, write bool) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := k.c.Check(); err != nil { // another process may have its number, and have answered
-		_ = sys.Unmap(b) // it was mapped: it cannot fail
+	if err := k.c.Check(); err != nil { // another process may have the number by now, and have answered
+		_ = sys.Unmap(b) // cannot fail for a whole mapping
 		return nil, err
 	}
 	return b, nil
 }
 
-// dropSegments gives up the segments that match, and the memory that was opened (opened.go).
-// The goroutine that polls calls it, or any other when none polls any more.
+// dropSegments unmaps the segments that match, and closes the opened memory that does
+// (opened.go). Only the goroutine that polls may call it, or Close when none polls any more.
 func (s *Shared) dropSegments(match func(segmentKey) bool) {
 	s.unmapSegments(match)
 	s.dropOpened(match)
@@ -134,7 +134,7 @@ func (s *Shared) unmapSegments(match func(segmentKey) bool) {
 			}
 			delete(m, k)
 			if b != nil {
-				_ = sys.Unmap(b) // it was mapped: it cannot fail
+				_ = sys.Unmap(b) // cannot fail for a whole mapping
 			}
 		}
 	}
@@ -149,8 +149,8 @@ func (s *Shared) unmapSegments(match func(segmentKey) bool) {
 	}
 }
 
-// forgetSegment tells all other processes that a segment of this one is gone. One
-// that does not hear it keeps the memory until the channel ends.
+// forgetSegment tells all peers that a segment of this process is gone. A peer whose ring is
+// full is not told, and keeps the memory mapped until the channel ends.
 func (s *Shared) forgetSegment(id uint64) {
 	s.mu.Lock()
 	devices := []*device{s.home}
@@ -178,9 +178,9 @@ func (s *Shared) forgetSegment(id uint64) {
 	}
 }
 
-// PassSegment is for who is asked for a segment of this process: it returns a
-// descriptor, which is the caller's to close. It can only be read from, unless it was
-// asked for to write to and has been opened for that.
+// PassSegment returns a descriptor of a segment of this process, to be passed to the process
+// that has asked for it; the caller closes it. The descriptor is for reading only, or with
+// write for writing: then PassSegment fails unless mem.OpenSegment has allowed that.
 func PassSegment(id uint64, write bool) (fd int, err error) {
 	err = mem.ErrNoSegment
 	mem.SegmentFile(id, func(own int, writable bool) {

@@ -11,7 +11,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// newSegment makes memory that others may map.
+// newSegment makes memory that other processes may map.
 func newSegment(t testing.TB, size int) ([]byte, *mem.Segment) {
 	t.Helper()
 	fd, err := sys.NewMemfd("verbena-test", size)
@@ -35,15 +35,15 @@ func newSegment(t testing.TB, size int) ([]byte, *mem.Segment) {
 	return b, s
 }
 
-// What lies in memory that others may map is copied from there, once it is mapped,
-// and fetched before that and when it is gone; what was given up is neither.
+// A payload in a segment is copied from the mapping once there is one, and fetched
+// before that and when the segment is gone; what was given up is neither.
 func TestSharedSegment(t *testing.T) {
 	a, b := sharedPair(t)
 	f := flowBetween(t, a, b)
 	if err := a.Reach(f, 9); err != nil {
 		t.Fatal(err)
 	}
-	_, _ = newSegment(t, 4096) // others, before and behind
+	_, _ = newSegment(t, 4096) // other segments before and behind must not be taken for this one
 	memory, segment := newSegment(t, 1<<20)
 	_, _ = newSegment(t, 8192)
 	for i := range memory {
@@ -87,7 +87,7 @@ func TestSharedSegment(t *testing.T) {
 	if fetched == 0 {
 		t.Error("it was mapped before anybody knew of it")
 	}
-	// Given up before it was looked at.
+	// Given up before the receiver polls.
 	send()
 	a.GiveUpFetches()
 	if take(); k.bad != 1 {
@@ -107,7 +107,7 @@ func TestSharedSegment(t *testing.T) {
 	}
 }
 
-// What was passed on can be read, not written.
+// A descriptor that was passed for reading cannot be written by.
 func TestPassSegment(t *testing.T) {
 	memory, _ := newSegment(t, 4096)
 	id, off := mem.SegmentOf(memory[100:200])

@@ -1,16 +1,17 @@
 package link
 
-// The link of a device that several processes share, and to the other devices of
-// the host: trains go to other processes through rings in shared memory, whole
-// and without checksums, and everything else goes by udp.
+// The link of a device that several processes share: trains to other processes of this
+// host, of the same device or another, go through rings in shared memory, whole and
+// without checksums. All others go by UDP.
 //
-//  1. Prepare finds out whether a device of this host, of the same user, stands
-//     at the address. Then queue pair numbers say which process a train is for.
-//  2. Send packs trains into the ring to that process (record.go, short.go), or says
-//     that the way is busy; channels are made elsewhere (connect.go). Long payload
-//     stays where it is, for the receiver to get it (reference.go, segment.go).
-//  3. Poll unpacks them. The owner of the UDP port passes on packets for others
-//     (Router), which arrive by the same rings.
+//  1. Prepare looks for a device of this host, of the same user, at the peer's address.
+//     If there is one, queue pair numbers say which of its processes a train is for.
+//  2. Send packs trains into the ring to that process (record.go, short.go), or returns
+//     ErrBusy; goroutines of the link make channels (connect.go). A long payload stays
+//     where it is and goes by reference (reference.go, segment.go, opened.go).
+//  3. Poll unpacks records and delivers their trains. The process that owns the UDP port
+//     passes packets for other processes on (Router) by the same rings.
+//  4. Of memory that both processes map, a peer may WRITE and READ by itself (grant.go).
 
 import (
 	"errors"
@@ -35,23 +36,23 @@ import (
 type Neighbours interface {
 	// Find returns the process that a queue pair belongs to.
 	Find(qpn uint32) (process int, ok bool)
-	// ByPackets tells whether a process wants trains as packets, not by a ring.
+	// ByPackets reports whether a process wants trains as packets, not by a ring.
 	ByPackets(process int) bool
-	// Dial connects to a process, and tells it who dials.
+	// Dial connects to a process, and tells it which process dials.
 	Dial(process int) (*net.UnixConn, error)
-	// Segment gets a descriptor of a segment of a process's memory, to read from or
-	// also to write to.
+	// Segment returns a descriptor of a segment of a process's memory, for reading, or
+	// with write also for writing.
 	Segment(process int, id uint64, write bool) (fd int, err error)
-	// Shared gets what an opener needs to know of memory of a process, and a descriptor, -1
-	// if there is none (mem.Sharing).
+	// Shared returns what mem.OpenShared needs to open memory of a process: a description
+	// and a descriptor, which is -1 if there is none.
 	Shared(process int, id uint64) (what []byte, fd int, err error)
-	// ID tells devices apart, also those that follow each other at an address.
+	// ID identifies the device. A later device at the same address has another ID.
 	ID() [2]uint64
-	// Close ends the view of it.
+	// Close ends this view of the device.
 	Close() error
 }
 
-// MaxNeighbours is how many processes a device has at most.
+// MaxNeighbours is the most processes that a device has.
 const MaxNeighbours = 256
 
 // SharedConfig says what to open.
@@ -59,23 +60,23 @@ type SharedConfig struct {
 	UDP UDPConfig // without Router and Event
 	// Packets makes all traffic go by packets, also to processes of this host.
 	Packets bool
-	// NoPackets makes flows to other hosts fail, and keeps multicast on this one.
+	// NoPackets makes flows to other hosts fail, and keeps multicast on this host.
 	NoPackets bool
 	// Look finds the device at another address of this host.
 	Look func(netip.Addr) (Neighbours, error)
-	// Freed, if set, is called when what made Send return ErrBusy may be over. It
-	// must not wait.
+	// Freed, if set, is called when the cause of an ErrBusy may have ended. It must not
+	// block.
 	Freed func()
 
-	// Offer, if set, is told of WRITEs and READs that came by a ring, now and then. If the
-	// device lets the peer do them by itself, it gives it a lane, and returns true. Granted,
-	// if set, is told that the peer has let us: that our queue pair may access what remote's
-	// requests do. See grant.go.
+	// Offer, if set, is called now and then with a WRITE or READ that came by a ring. It
+	// returns true if it has given the peer a grant to execute such requests by itself.
+	// Granted, if set, is called with a grant that the peer has given: queue pair qpn of
+	// this process may use it for its requests to queue pair remote. See grant.go.
 	Offer   func(t *train.Train, via Via) bool
 	Granted func(qpn, remote uint32, l *PeerGrant)
 }
 
-// Shared is the link.
+// Shared is the link of a device that several processes share.
 type Shared struct {
 	*UDP
 	cfg   SharedConfig
@@ -87,44 +88,44 @@ type Shared struct {
 	closed  bool
 	devices map[[2]uint64]weak.Pointer[device] // of other addresses, while a flow or a channel needs them
 
-	wg      sync.WaitGroup // dials and accepts under way
+	wg      sync.WaitGroup // what start has started
 	frees   atomic.Uint64
 	tickets tickets // see reference.go
 
 	segments segmentMaps // see segment.go
 	opened   opened      // see opened.go
-	leases   leases      // of requests that are carried, likewise
+	leases   leases      // of carried requests, see opened.go
 	unwatch  func()
-	fetched  atomic.Uint64 // trains whose payload was fetched from another process
-	mapped   atomic.Uint64 // and copied from memory that both have mapped
-	named    atomic.Uint64 // trains whose payload stays in memory that both have opened
+	fetched  atomic.Uint64 // trains received with payload by reference, not mapped here
+	mapped   atomic.Uint64 // trains received with payload by reference, mapped here
+	named    atomic.Uint64 // trains received with payload in opened memory
 	lost     atomic.Uint64 // trains and packets that did not fit, or whose process is gone
-	lively   atomic.Bool   // something went by a lane since the last poll
+	lively   atomic.Bool   // this process has copied by grant since the last poll
 
-	// Poll's own.
+	// What follows is used by Poll alone.
 	sink   Sink
 	t      train.Train
 	piece  [1][]byte
 	words  [MaxControl]byte
 	p      Packets
 	ref    refSource
-	long   int          // bytes that this poll has fetched
-	longOf *shm.Channel // from whom
-	calm   int          // polls since something came from another process
-	polls  uint         // polls
+	long   int          // bytes of payload by reference that this poll has got from longOf
+	longOf *shm.Channel // the channel that the latest of them came by
+	calm   int          // polls since a record came or a grant was used
+	polls  uint
 }
 
 const (
-	fetchRun  = 1 << 20 // bytes to fetch before what has come is answered
-	ringBytes = 2 << 20 // in each direction, touched only as far as it is used
+	fetchRun  = 1 << 20 // bytes to fetch from one channel before answers are sent
+	ringBytes = 2 << 20 // in each direction; pages not used take no memory
 
-	// After so many polls without anything from a ring the socket is looked at
-	// every time, and up to then once in so many polls.
+	// After calmPolls polls without traffic between processes every poll looks at the
+	// sockets, and until then one in udpPollRate.
 	calmPolls   = 4096
 	udpPollRate = 32
 )
 
-// OpenShared opens the link. Join must follow before it is used.
+// OpenShared opens the link. Join must be called before the link is used.
 func OpenShared(cfg *SharedConfig) (*Shared, error) {
 	s := &Shared{cfg: *cfg, devices: make(map[[2]uint64]weak.Pointer[device]), calm: calmPolls}
 	var err error
@@ -142,8 +143,8 @@ func OpenShared(cfg *SharedConfig) (*Shared, error) {
 	return s, nil
 }
 
-// Join tells the link which processes share its device, and which of them this
-// one is.
+// Join sets the processes that share the link's device, and this process's number
+// among them.
 func (s *Shared) Join(home Neighbours, self int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -155,7 +156,7 @@ func (s *Shared) deviceAt(a netip.Addr) (*device, error) {
 	if slices.Contains(s.UDP.Addrs(), a) {
 		return s.home, nil
 	}
-	// Every time: another device may stand there now.
+	// Not cached: another device may have the address by now.
 	n, err := s.cfg.Look(a)
 	if err != nil {
 		return nil, err
@@ -179,7 +180,7 @@ type localFlow struct {
 	link     *Shared
 	dev      *device
 	src, dst netip.Addr
-	rest     *train.Flow // the same by packets; nil: they are not wanted
+	rest     *train.Flow // the same flow by packets; nil with NoPackets
 }
 
 // Prepare prepares a flow: to a device of this host if one is there.
@@ -204,17 +205,18 @@ func (s *Shared) Prepare(f *train.Flow) error {
 	return s.UDP.Prepare(f)
 }
 
-// IsLocal tells whether a flow stays on this host, where nothing is lost.
+// IsLocal reports whether a flow goes by the rings of this host, not by packets.
 func (s *Shared) IsLocal(f *train.Flow) bool {
 	_, ok := f.Link.(*localFlow)
 	return ok
 }
 
-// LocalWindow returns how many packets may be under way to the process that has a queue
-// pair: as many as 3/8 of a ring hold, of the longest. As much again is for answers; if
-// several queue pairs have more under way than there is room for, they wait for it. Where
-// long messages are fetched, there may be more packets of those, so that the receiver does
-// not run out of them between two answers.
+// LocalWindow returns how many packets may be under way to the process that has queue pair
+// qpn, and how many of them, short, may be of messages shorter than below. short is how many
+// of the longest packets fit into 3/8 of a ring; as much again is for answers. Queue pairs
+// that together have more under way wait for room. Where the peer fetches long payloads,
+// more packets of long messages may be under way, so that the receiver does not run out of
+// them between two answers.
 func (s *Shared) LocalWindow(f *train.Flow, qpn uint32) (window, short, below int) {
 	short = 3 * ringBytes / 8 / (wire.MaxPayload + 2*trainBytes)
 	if l, ok := f.Link.(*localFlow); ok {
@@ -227,10 +229,10 @@ func (s *Shared) LocalWindow(f *train.Flow, qpn uint32) (window, short, below in
 	return short, short, 0
 }
 
-// longWindows is how many times as many packets of long messages may be under way.
+// longWindows is how many times more packets may be under way where the peer fetches.
 const longWindows = 4
 
-// Send sends trains in order, in runs that go the same way.
+// Send sends trains in order, in runs that go by packets or to one queue pair.
 func (s *Shared) Send(ts []*train.Train) (int, error) {
 	done := 0
 	for done < len(ts) {
@@ -261,8 +263,9 @@ func (s *Shared) Send(ts []*train.Train) (int, error) {
 	return done, nil
 }
 
-// sendTrain puts a train into the ring to its process. What cannot be delivered is
-// lost, as on any network; what cannot be delivered now is ErrBusy.
+// sendTrain puts a train into the ring to its process. A train that cannot be delivered
+// counts as sent and is lost, as on any network; for one that cannot be delivered now but
+// may be later, sendTrain returns ErrBusy.
 func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 	t := one[0]
 	process, ok := f.dev.Find(t.DestQP)
@@ -271,7 +274,7 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 		return nil
 	}
 	if f.dev.ByPackets(process) {
-		if t.Carried { // since it was asked: its bytes are needed now
+		if t.Carried { // the process wants packets since Carries was called: they need the bytes
 			return &PayloadError{Fault: mem.StagedFault()}
 		}
 		return s.sendRest(f, one)
@@ -281,8 +284,8 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 		soon := s.connect(f.dev, process)
 		switch {
 		case t.Transport == wire.UD && f.rest != nil:
-			// The queue pair has other peers, who must not wait for this one. (Who is
-			// connected has looked for another way before.)
+			// A UD queue pair has other peers, which must not wait for this one. (For
+			// a connected queue pair Reach has chosen rings or packets.)
 			return s.sendRest(f, one)
 		case soon:
 			return ErrBusy
@@ -312,7 +315,7 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 	return nil
 }
 
-// sendRest sends a train by packets, if they are wanted here.
+// sendRest sends a train by packets; with NoPackets the train is lost.
 func (s *Shared) sendRest(f *localFlow, one []*train.Train) error {
 	if f.rest == nil {
 		s.lost.Add(1)
@@ -323,15 +326,15 @@ func (s *Shared) sendRest(f *localFlow, one []*train.Train) error {
 	return err
 }
 
-// capture shows a train to the tap, as the packets that it would be. What cannot
-// be read is left out: somebody is about to find out why.
+// capture shows a train to the tap, as the packets that it would be. A payload that
+// cannot be read is left out: the copy that follows reports the fault.
 func (s *Shared) capture(t *train.Train) {
 	if tap := s.cfg.UDP.Tap; tap != nil {
 		_ = Capture(t, tap, time.Now())
 	}
 }
 
-// deliver hands on a train that has come by a ring.
+// deliver hands s.t, which has come by a ring, to the sink.
 func (s *Shared) deliver() {
 	t := &s.t
 	if s.cfg.UDP.Tap != nil {
@@ -340,12 +343,13 @@ func (s *Shared) deliver() {
 		t.Flow = nil
 	}
 	s.sink.Deliver(t)
-	t.Payload, s.piece[0] = mem.List{}, nil // the next one clears the rest
+	t.Payload, s.piece[0] = mem.List{}, nil // unpacking the next train resets the other fields
 }
 
-// reserve takes a channel and room in its ring for a train, or returns nil: it is
-// lost, or ErrBusy says that it has to wait. Half of the ring is for those who send
-// again what is lost: the others must not be in their way.
+// reserve begins to send on a channel and reserves n bytes for a train; the caller calls
+// End. If b is nil, the train is lost, or has to wait if err is ErrBusy. Only RC and XRC
+// trains may use the second half of the ring: those transports send again what is lost,
+// and other traffic must not crowd them out.
 func (s *Shared) reserve(c *shm.Channel, typ byte, n int, t *train.Train) (b []byte, err error) {
 	if !c.Begin() {
 		s.lost.Add(1)
@@ -368,9 +372,9 @@ func (s *Shared) reserve(c *shm.Channel, typ byte, n int, t *train.Train) (b []b
 	return nil, nil
 }
 
-// patient tells whether a datagram waits for room in the ring. Its queue pair has other
-// peers, so it does not wait for long: where one has done so in vain, none waits any more
-// until the peer has read something.
+// waitsForRoom reports whether a datagram waits for room in the ring. Its queue pair has
+// other peers, so it must not wait for long: after one has expired waiting, no datagram
+// waits until the peer has read something.
 func (k *tag) waitsForRoom(c *shm.Channel, t *train.Train) bool {
 	given := c.Given()
 	if t.Expired {
@@ -385,9 +389,9 @@ func (s *Shared) Route(qpn uint32) (process int, here bool) {
 	return p, !ok || p == s.self
 }
 
-// Forward implements Router. It does not wait: who has the port reads it for
-// everybody. Nor does it take the last quarter of the ring, which is for those who
-// share it.
+// Forward implements Router. It does not wait for room, because the process that owns
+// the port reads it for all processes. It leaves a quarter of the ring to the trains of
+// this process.
 func (s *Shared) Forward(process int, p *Packets) {
 	c := s.home.channels[process].Load()
 	if c == nil {
@@ -414,8 +418,8 @@ func (s *Shared) Forward(process int, p *Packets) {
 	c.Commit()
 }
 
-// Poll hands what has arrived to the sink. The socket is looked at less often
-// while there is talk with other processes: a system call takes longer than a
+// Poll hands what has arrived to the sink. While there is traffic with other processes
+// of this host it looks at the sockets less often: a system call takes longer than a
 // whole message through a ring.
 func (s *Shared) Poll(sink Sink, budget int) int {
 	s.sink, s.long = sink, 0
@@ -433,10 +437,10 @@ func (s *Shared) Poll(sink Sink, budget int) int {
 	return n
 }
 
-// fromRings is what shm calls with what came.
+// fromRings implements shm.Sink.
 type fromRings Shared
 
-// Record takes in what another process has sent.
+// Record handles one record of a peer.
 func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 	s := (*Shared)(r)
 	switch typ {
@@ -498,7 +502,7 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		s.openShared(c, b)
 	case recOpened:
 		if len(b) == 8 {
-			c.Tag().(*tag).reached.CompareAndSwap(le.Uint64(b), false, true) // if it was told of it
+			c.Tag().(*tag).reached.CompareAndSwap(le.Uint64(b), false, true) // only memory that the peer was told of
 		}
 	case recPackets:
 		if !unpackPackets(b, &s.p) {
@@ -523,21 +527,21 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 	}
 }
 
-// Full says that what was fetched should be answered first: the sender can then go on while
-// the rest is fetched.
+// Full reports whether so much was fetched from a channel that it should be answered first:
+// the sender can then go on while the rest is fetched.
 func (r *fromRings) Full(c *shm.Channel) bool { return r.longOf == c && r.long >= fetchRun }
 
-// Room says that a ring has room again.
+// Room is called when a ring may have room again.
 func (r *fromRings) Room(*shm.Channel) { (*Shared)(r).freed() }
 
-// Gone forgets a channel whose process has ended.
+// Gone forgets a channel whose peer has ended, or whose ring is broken.
 func (r *fromRings) Gone(c *shm.Channel, _ error) {
 	t := c.Tag().(*tag)
 	(*Shared)(r).dropSegments(func(k segmentKey) bool { return k.c == c })
 	if t.dev.channels[t.process].CompareAndSwap(c, nil) && t.dev == (*Shared)(r).home {
 		(*Shared)(r).partner(t.process)
 	}
-	(*Shared)(r).freed() // what waits for room there has nobody to wait for
+	(*Shared)(r).freed() // trains that wait for room there would wait for ever
 }
 
 // Wait blocks until something may have arrived.
@@ -548,15 +552,14 @@ func (s *Shared) Wait(d time.Duration) {
 	}
 }
 
-// Fetched returns how many trains' payloads were fetched from another process, and
-// how many copied from memory of its that is mapped here.
+// Fetched returns how many trains came with payload by reference: fetched counts those
+// whose memory is not mapped here, direct those copied from mapped memory.
 func (s *Shared) Fetched() (fetched, direct uint64) { return s.fetched.Load(), s.mapped.Load() }
 
-// Named returns how many trains came whose payload is in an engine's memory that was opened.
+// Named returns how many trains came whose payload lies in opened memory (opened.go).
 func (s *Shared) Named() uint64 { return s.named.Load() }
 
-// Lost returns how many trains and packets could not be given to another
-// process.
+// Lost returns how many trains and packets could not be delivered to another process.
 func (s *Shared) Lost() uint64 { return s.lost.Load() }
 
 // Close closes the link.

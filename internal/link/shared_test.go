@@ -18,12 +18,12 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// others are the processes of a device as a test has them: one, numbered 7, which
-// has every queue pair.
+// others implements Neighbours for tests: a device of one process, numbered 7, which has
+// every queue pair.
 type others struct {
 	id   uint64
 	dial func() (*net.UnixConn, error)
-	// packets: it wants them
+	// packets: the process wants trains as packets
 	packets bool
 	closed  *atomic.Int32 // if set, counts
 }
@@ -44,7 +44,7 @@ func (o *others) Close() error {
 	return nil
 }
 
-// reached returns a flow from one link to the other, by which queue pair 9 is there.
+// reached returns a flow from one link to the other, with a channel to queue pair 9.
 func reached(t testing.TB, a, b *Shared) *train.Flow {
 	t.Helper()
 	flow := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0]}
@@ -57,8 +57,8 @@ func reached(t testing.TB, a, b *Shared) *train.Flow {
 	return flow
 }
 
-// sharedPair makes two links of this process that know each other as links of two
-// processes would.
+// sharedPair makes two links in this process that reach each other as links of two
+// processes do.
 func sharedPair(t testing.TB) (a, b *Shared) {
 	t.Helper()
 	addrs := [2]netip.Addr{netip.AddrFrom4([4]byte{127, 98, byte(rand.Uint32()), 1}), netip.AddrFrom4([4]byte{127, 98, byte(rand.Uint32()), 2})}
@@ -106,7 +106,7 @@ func dialFails(err error) func() (*net.UnixConn, error) {
 	return func() (*net.UnixConn, error) { return nil, err }
 }
 
-// taker keeps what is delivered.
+// taker is a Sink that keeps what is delivered.
 type taker struct {
 	got  []byte
 	psns []wire.PSN
@@ -124,8 +124,8 @@ func (k *taker) Deliver(t *train.Train) {
 }
 func (k *taker) Drop(Reason) { k.bad++ }
 
-// Trains of all lengths arrive in order and whole, through the ring and from the
-// sender's memory.
+// Trains of all lengths arrive in order and whole, with their payload in the ring or by
+// reference.
 func TestSharedTrains(t *testing.T) {
 	a, b := sharedPair(t)
 	flow := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0]}
@@ -150,7 +150,7 @@ func TestSharedTrains(t *testing.T) {
 		if m, err := a.Send([]*train.Train{tr}); m != 1 || err != nil {
 			t.Fatalf("%d bytes: %d, %v", n, m, err)
 		}
-		// At once: memory that is fetched must still be there.
+		// Polled at once: memory that the receiver fetches must still be there.
 		for deadline := time.Now().Add(5 * time.Second); len(k.psns) <= i && time.Now().Before(deadline); {
 			b.Wait(time.Millisecond)
 			b.Poll(&k, 100)
@@ -164,7 +164,7 @@ func TestSharedTrains(t *testing.T) {
 			t.Fatalf("train %d has PSN %v", i, p)
 		}
 	}
-	// What was given up meanwhile is not fetched any more.
+	// A payload that was given up meanwhile is not fetched any more.
 	n := 64 << 10
 	late := &train.Train{Flow: flow, Transport: wire.RC, Kind: wire.KindWrite, Start: true, End: true, DestQP: 9, MTU: 4096, N: n / 4096, Len: n,
 		Ticket: a.Ticket(), Payload: mem.List{Raw: [][]byte{make([]byte, n)}}}
@@ -179,15 +179,15 @@ func TestSharedTrains(t *testing.T) {
 	if k.bad != 1 || len(k.got) != len(sent) {
 		t.Errorf("%d trains bad, %d bytes of %d", k.bad, len(k.got), len(sent))
 	}
-	// Nobody's queue pair: lost, and said so.
+	// A train to a queue pair that no process has is lost, and counted.
 	tr := &train.Train{Flow: flow, Transport: wire.RC, Kind: wire.KindAck, Start: true, End: true, DestQP: 404, N: 1}
 	if m, err := a.Send([]*train.Train{tr}); m != 1 || err != nil || a.Lost() != 1 {
 		t.Errorf("%d, %v, %d lost", m, err, a.Lost())
 	}
 }
 
-// Datagrams to a process that does not read find the link busy. When one has waited for
-// long enough, it and those that follow are lost, until the process has read something.
+// Datagrams to a process that does not read meet ErrBusy. When one has expired waiting, it
+// and those that follow are lost, until the process has read something.
 func TestSharedDatagramsLate(t *testing.T) {
 	a, b := sharedPair(t)
 	flow := reached(t, a, b)
@@ -241,7 +241,7 @@ func TestSharedDatagramsLate(t *testing.T) {
 	}
 }
 
-// passedOn makes packets from outside for a queue pair at a link, three of 16 bytes.
+// passedOn makes three packets of 16 bytes from outside for a queue pair at a link.
 func passedOn(to *Shared) *Packets {
 	from := netip.MustParseAddrPort("127.98.9.9:50001")
 	ps := wire.NewPseudo(from.Addr(), to.Addrs()[0], from.Port(), wire.RoCEPort)
@@ -269,7 +269,7 @@ func TestSharedForward(t *testing.T) {
 		}
 		p := passedOn(b)
 		a.Forward(7, p)
-		clear(p.Bytes) // they lie in a buffer for the next ones
+		clear(p.Bytes) // as if the buffer were used for the next datagram
 		var k taker
 		for deadline := time.Now().Add(5 * time.Second); len(k.psns) < 3 && time.Now().Before(deadline); {
 			b.Wait(time.Millisecond)
@@ -281,8 +281,7 @@ func TestSharedForward(t *testing.T) {
 	}
 }
 
-// What waits for a channel that does not come about is lost, and no more is kept than
-// somebody may send in a moment.
+// Packets that wait for a channel are lost if it cannot be made, and at most maxEarly wait.
 func TestSharedForwardInVain(t *testing.T) {
 	a, b := sharedPair(t)
 	answer := make(chan struct{})
@@ -346,8 +345,8 @@ func (k *counter) Deliver(t *train.Train) {
 }
 func (k *counter) Drop(Reason) {}
 
-// A process that wants packets gets them, also from who could reach it by a ring, and
-// no ring is made for it. Who may not send packets is told so.
+// A process that wants packets gets them, also from a process of this host, and no ring is
+// made for it. With NoPackets, Reach fails.
 func TestSharedByPackets(t *testing.T) {
 	a, b := sharedPair(t)
 	look := a.cfg.Look
@@ -396,8 +395,8 @@ func TestSharedByPackets(t *testing.T) {
 	}
 }
 
-// What is known of other devices is forgotten when no flow needs it any more, and at
-// the latest with the link; each once.
+// The view of another device is closed, once, when no flow needs it any more, and at the
+// latest with the link.
 func TestSharedForgets(t *testing.T) {
 	a, b := sharedPair(t)
 	var closed atomic.Int32
@@ -432,7 +431,7 @@ func TestSharedForgets(t *testing.T) {
 		t.Error(err)
 	}
 	collect(7)
-	runtime.GC() // nothing is left for it
+	runtime.GC() // must not close a view a second time
 	if n := closed.Load(); n != 7 {
 		t.Errorf("%d of 7 are closed", n)
 	}

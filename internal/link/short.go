@@ -1,12 +1,11 @@
 package link
 
-// Short records: a message of one packet on a reliable connection, or an
-// acknowledgement, with only the fields that it uses. A WRITE of 8 bytes then takes
-// one cache line of the ring instead of three, and each line is a trip from one core
-// to another.
+// Short records: a SEND or WRITE of one packet, or an acknowledgement, of a reliable
+// connection, with only the fields that it uses. A WRITE of 8 bytes then takes one cache
+// line of the ring instead of three, and each line is a trip from one core to another.
 //
-// The addresses are not in it but a number for the pair of them, which the channel
-// has been told before (recPair).
+// Instead of the addresses the record has a number for the pair of them, which the sender
+// has announced in a recPair record before.
 
 import (
 	"net/netip"
@@ -19,18 +18,18 @@ import (
 
 const (
 	shortBytes = 16                // kind, flags, pair, syndrome; queue pair and class, PSN and hops, MSN or immediate data
-	shortWrite = shortBytes + 12   // and where to, and with which key
-	maxPairs   = 16                // that a channel knows
-	shortRun   = 512               // bytes of payload that do not wait for more
+	shortWrite = shortBytes + 12   // of a WRITE: also address and key
+	maxPairs   = 16                // of a channel, in each direction
+	shortRun   = 512               // bytes of payload after which records are committed without more
 	pairBytes  = 1 + 2*17          // the number, and both addresses
-	extraShift = 4                 // of the extra among the flags
-	flagsMask  = 1<<extraShift - 1 // the others
+	extraShift = 4                 // where train.Train.Extra begins in the byte of flags
+	flagsMask  = 1<<extraShift - 1 // the flags in it
 )
 
-// pair is where trains come from and go to.
+// pair is the addresses that trains come from and go to.
 type pair struct{ src, dst netip.Addr }
 
-// isShort tells whether a train can travel so.
+// isShort reports whether a short record can hold a train.
 func isShort(t *train.Train) bool {
 	if t.Transport != wire.RC || t.N != 1 || !t.Start || !t.End || t.Carried {
 		return false
@@ -53,8 +52,9 @@ func shortLen(t *train.Train) int {
 	return shortBytes + t.Len
 }
 
-// pairOf returns the number of a pair on a channel, whose sending side the caller
-// has, and tells the peer of it if it is new. It is not ok if there is no room.
+// pairOf returns the number of a pair on a channel, and announces it to the peer if it is
+// new. It is not ok if all numbers are taken or the ring is full. The caller has called
+// Begin.
 func (k *tag) pairOf(c *shm.Channel, src, dst netip.Addr) (n int, ok bool) {
 	p := pair{src, dst}
 	for i := range k.sent {
@@ -79,7 +79,8 @@ func (k *tag) pairOf(c *shm.Channel, src, dst netip.Addr) (n int, ok bool) {
 	return k.sent - 1, true
 }
 
-// takePair notes a pair that the peer will use.
+// takePair notes a pair that the peer has announced. It reports false if the record is
+// malformed.
 func (k *tag) takePair(b []byte) bool {
 	if len(b) != pairBytes || int(b[0]) >= maxPairs {
 		return false
@@ -93,12 +94,13 @@ func (k *tag) takePair(b []byte) bool {
 	return true
 }
 
-// sendShorts sends the first trains as short records, as far as they are some and go
-// to one queue pair. The peer sees them all at once: an answer and the request behind
-// it are one trip. It returns how many those were; none, if the first must go another
-// way, which knows what to do if there is no channel, no room or no payload.
+// sendShorts sends trains as short records, up to the first that is not short or goes to
+// another queue pair, and returns how many it sent. The peer sees them all at once: an
+// answer and the request behind it are one trip between cores. It returns 0 if the first
+// has to go by sendTrain, which also handles a missing channel, a full ring and a payload
+// that cannot be read.
 func (s *Shared) sendShorts(f *localFlow, ts []*train.Train) int {
-	if !isShort(ts[0]) || s.cfg.UDP.Tap != nil { // who listens wants all of it
+	if !isShort(ts[0]) || s.cfg.UDP.Tap != nil { // sendTrain shows trains to the tap
 		return 0
 	}
 	process, ok := f.dev.Find(ts[0].DestQP)
@@ -122,7 +124,7 @@ func (s *Shared) sendShorts(f *localFlow, ts []*train.Train) int {
 			break
 		}
 		if fault := packPayload(packShort(b, t, pair), t); !fault.OK() {
-			return 0 // and nothing of this is seen: one by one they show which it is
+			return 0 // nothing is committed: sent one by one, the trains before this one leave
 		}
 		bytes += t.Len
 	}
@@ -136,7 +138,7 @@ func packPayload(b []byte, t *train.Train) mem.Fault {
 		return mem.Fault{}
 	}
 	if p := &t.Payload; len(p.Raw) == 1 && len(p.SGEs) == 0 && p.Ref == nil && p.Off == 0 && len(p.Raw[0]) >= t.Len {
-		copy(b[:t.Len], p.Raw[0]) // inline
+		copy(b[:t.Len], p.Raw[0]) // inline data
 		return mem.Fault{}
 	}
 	g := scratches.Get().(*scratch)
@@ -145,7 +147,8 @@ func packPayload(b []byte, t *train.Train) mem.Fault {
 	return fault
 }
 
-// packShort writes the fields, and returns where the payload goes.
+// packShort writes the fields of a short record to b, and returns the part of b for the
+// payload.
 func packShort(b []byte, t *train.Train, pair int) []byte {
 	_ = b[shortBytes-1]
 	flags := uint8(t.Extra) << extraShift
@@ -171,7 +174,8 @@ func packShort(b []byte, t *train.Train, pair int) []byte {
 	return b[shortWrite:]
 }
 
-// unpackShort reads them. It reports false if no peer packs such ones.
+// unpackShort reads the fields of a short record into t, and returns its payload. It is not
+// ok if the record is malformed.
 func (k *tag) unpackShort(b []byte, t *train.Train) (payload []byte, ok bool) {
 	var own [shortWrite]byte // the peer may change its copy at any time
 	n := copy(own[:], b)

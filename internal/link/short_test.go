@@ -14,7 +14,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// A short record says of a train what a long one does.
+// A short record carries a train as a long one does.
 func TestShortRecord(t *testing.T) {
 	const seed = 9
 	rng := rand.New(rand.NewPCG(seed, 0))
@@ -85,7 +85,7 @@ func TestShortRecord(t *testing.T) {
 	}
 }
 
-// Nonsense is refused, or is a train that could have been sent.
+// A record of random bytes is refused, or is a train that could have been sent.
 func TestShortNonsense(t *testing.T) {
 	const seed = 10
 	rng := rand.New(rand.NewPCG(seed, 0))
@@ -106,8 +106,8 @@ func TestShortNonsense(t *testing.T) {
 	}
 }
 
-// An answer and a request that are sent together are seen together. One that cannot
-// be read is told of, and does not keep those before it from leaving.
+// An answer and a request that are sent together arrive in one poll. A train whose payload
+// cannot be read is reported, and does not keep those before it from leaving.
 func TestShortTogether(t *testing.T) {
 	a, b := sharedPair(t)
 	flow := reached(t, a, b)
@@ -119,7 +119,7 @@ func TestShortTogether(t *testing.T) {
 	answer := &train.Train{Flow: flow, Transport: wire.RC, Kind: wire.KindAck, Start: true, End: true, N: 1, DestQP: 9, PSN: 1}
 
 	var k taker
-	poll := func() { // until something has come, at once
+	poll := func() { // until a poll has delivered something
 		for deadline := time.Now().Add(5 * time.Second); len(k.psns) == 0 && time.Now().Before(deadline); {
 			b.Poll(&k, 100)
 		}
@@ -137,7 +137,7 @@ func TestShortTogether(t *testing.T) {
 		for i := range trips {
 			for {
 				if n, _ := a.Send([]*train.Train{answer, message(wire.PSN(i), good)}); n == 2 {
-					break // or the ring was full
+					break // else the ring was full
 				}
 			}
 		}

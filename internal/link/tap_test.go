@@ -16,7 +16,7 @@ type discardTap struct{}
 
 func (discardTap) Packet(time.Time, netip.AddrPort, netip.AddrPort, uint8, uint8, uint16, []byte) {}
 
-// tapped is a packet that a tap saw.
+// tapped is a packet that a tap was shown.
 type tapped struct {
 	src, dst         netip.AddrPort
 	tclass, hopLimit uint8

@@ -22,29 +22,30 @@ import (
 //
 //  1. OpenUDP binds one receiving socket for each local address to port 4791,
 //     the only port that RoCE v2 fixes. Where several processes share the
-//     addresses, one of them does so, when it is told to (Listen), and passes on
-//     what is for the others (Router), who take it in (Inject).
+//     addresses, only the process that calls Listen binds them, and passes packets
+//     for the other processes on (Router), which take them in (Inject).
 //  2. Prepare gives a flow one of a few sending sockets of its address, on random
 //     ports: routers spread flows by the source port.
-//  3. Send (udp_send.go) and Poll (udp_recv.go) move the packets. What is sent to
-//     multicast groups comes by sockets of their own (udp_group.go).
-//  4. Close wakes who waits, waits for who is inside, and closes the sockets.
+//  3. Send (udp_send.go) and Poll (udp_recv.go) move the packets. Each multicast
+//     group is received by sockets of its own (udp_group.go).
+//  4. Close wakes Wait, waits until no Send, Poll or Wait is under way, and closes
+//     the sockets.
 
 // UDPConfig says what to open.
 type UDPConfig struct {
 	// Addrs are the local addresses to be reached at: at least one.
 	Addrs []netip.Addr
-	// Tap sees every packet; nil: nobody does.
+	// Tap, if set, is shown every packet.
 	Tap Tap
-	// NoGSO and NoGRO do without the kernel's help with long trains.
+	// NoGSO and NoGRO turn the kernel's offloads for long trains off.
 	NoGSO, NoGRO bool
 	// RecvBuffers is how many datagrams, of up to 64 KiB each, one system call
 	// takes; 0 means 8.
 	RecvBuffers int
-	// Router is set where several processes share the addresses. Then nothing
-	// is received before Listen.
+	// Router is set where several processes share the addresses. Then the sockets
+	// receive nothing before Listen.
 	Router Router
-	// Event, if there is one, ends Wait.
+	// Event, if set, ends Wait.
 	Event *sys.Event
 	// NearGroups keeps what is sent to multicast groups on this host.
 	NearGroups bool
@@ -53,21 +54,21 @@ type UDPConfig struct {
 	SocketBuffer int
 }
 
-// Tap sees packets: those sent, and those received whose ICRC was right.
+// Tap is shown packets: those sent, and those received whose ICRC was right.
 type Tap interface {
 	// Packet takes a packet's UDP payload, from the BTH through the ICRC, which
-	// is valid during the call, and what the headers around it held. It may be
-	// called by several goroutines at once.
+	// is valid during the call, and what the IP and UDP headers held. Several
+	// goroutines may call it at once.
 	Packet(ts time.Time, src, dst netip.AddrPort, tclass, hopLimit uint8, id uint16, udpPayload []byte)
 }
 
-// Router knows the processes that share the addresses of a link.
+// Router routes packets to the processes that share the addresses of a link.
 type Router interface {
 	// Route returns the process that a queue pair belongs to. here is true if
-	// it is this one's, or nobody's.
+	// that is this process, or no process has the queue pair.
 	Route(qpn uint32) (process int, here bool)
 	// Forward passes packets on to another process. They are valid during the
-	// call. What cannot be passed on is lost.
+	// call. Packets that cannot be passed on are lost.
 	Forward(process int, p *Packets)
 }
 
@@ -78,7 +79,7 @@ type Packets struct {
 	To       netip.Addr
 	TClass   uint8
 	HopLimit uint8
-	ID       uint16 // the IPv4 identification to expect of the first
+	ID       uint16 // the IPv4 identification to try first for the first packet
 	Segment  int
 	Bytes    []byte
 }
@@ -114,15 +115,15 @@ type UDP struct {
 
 	recv receiver
 
-	waiting sync.Mutex // held in Wait: Close must not pull the poller away
+	waiting sync.Mutex // guards the poller: Wait holds it, and Close before it closes the poller
 
-	first  atomic.Pointer[sender] // the sender that is tried first, nil while it is at work
+	first  atomic.Pointer[sender] // the sender that is tried first; nil while it is in use
 	closed atomic.Bool            // changed under mu
 
 	mu      sync.Mutex // guards the fields below and the ends' sending sockets
 	idle    []*sender
-	busy    int        // senders at work besides the first
-	allIdle *sync.Cond // nobody may be at work
+	busy    int        // senders in use besides the first
+	allIdle *sync.Cond // signalled when a sender was released
 }
 
 // udpEnd is one local address.
@@ -183,7 +184,7 @@ func (u *UDP) open() error {
 			u.rcvBuf = rx.RcvBuf()
 		}
 		if u.cfg.Router != nil {
-			_ = rx.Close() // it has told what it can
+			_ = rx.Close() // it was only probed
 			rx = nil
 		} else {
 			socks = append(socks, rx)
@@ -201,7 +202,8 @@ func (u *UDP) open() error {
 	return err
 }
 
-// openEnd opens the receiving socket of an address.
+// openEnd opens the receiving socket of an address, and returns the largest payload of
+// the address's packets.
 func (u *UDP) openEnd(a netip.Addr) (*sys.UDPSocket, int, error) {
 	mtu, err := endMTU(a)
 	if err != nil {
@@ -211,7 +213,8 @@ func (u *UDP) openEnd(a netip.Addr) (*sys.UDPSocket, int, error) {
 	return rx, mtu, err
 }
 
-// probeEnd opens a socket on any port: to see what the receiving one will be.
+// probeEnd opens a socket on any port, to find out the buffer size and offloads that the
+// receiving socket will have.
 func (u *UDP) probeEnd(a netip.Addr) (*sys.UDPSocket, int, error) {
 	mtu, err := endMTU(a)
 	if err != nil {
@@ -232,7 +235,7 @@ func endMTU(a netip.Addr) (int, error) {
 	name, netMTU, err := sys.Interface(a)
 	if err != nil {
 		errno := syscall.EADDRNOTAVAIL
-		errors.As(err, &errno) // no descriptor is free, for one
+		errors.As(err, &errno) // for example, that no descriptor is free
 		return 0, ib.Errorf("open_device", errno, "no network interface is found that has the address %v", a)
 	}
 	mtu := PathMTU(netMTU, a.Is6())
@@ -262,8 +265,8 @@ func (u *UDP) bind(a netip.Addr) (*sys.UDPSocket, error) {
 	return rx, nil
 }
 
-// Listen makes this process the one that packets from outside reach. Only a link
-// with a Router needs it, once.
+// Listen binds the receiving sockets: packets from outside then reach this process. Only
+// a link with a Router needs it, once.
 func (u *UDP) Listen() error {
 	r := &u.recv
 	r.mu.Lock()
@@ -294,7 +297,7 @@ func (u *UDP) Listen() error {
 	return nil
 }
 
-// checkAddr refuses what is no address of one host that RoCE can reach.
+// checkAddr returns an error unless a is the address of one interface that RoCE can reach.
 func checkAddr(a netip.Addr) error {
 	switch {
 	case !a.IsValid():
@@ -309,8 +312,8 @@ func checkAddr(a netip.Addr) error {
 	return nil
 }
 
-// PathMTU returns the largest payload, of 256 to 4096, that fits an interface
-// with its longest headers around it, or 0 if none does.
+// PathMTU returns the largest payload, of 256 to 4096, whose packets fit an interface of
+// MTU netMTU even with the longest headers, or 0 if none does.
 func PathMTU(netMTU int, v6 bool) int {
 	overhead := wire.IPv4Len + wire.UDPLen + wire.MaxPacket - wire.MaxPayload
 	if v6 {
@@ -332,19 +335,19 @@ type udpFlow struct {
 	to       sys.Sockaddr
 	tclass   uint8
 	hopLimit uint8
-	plain    bool // traffic class and hop limit are the socket's own
+	plain    bool // traffic class and hop limit are the socket's defaults
 	pseudo   wire.Pseudo
 }
 
-// sameWay reports whether packets of both flows may share a send.
+// sameWay reports whether packets of both flows may share a segmented send.
 func (f *udpFlow) sameWay(g *udpFlow) bool {
 	return f == g || f.sock == g.sock && f.dst == g.dst && f.tclass == g.tclass && f.hopLimit == g.hopLimit
 }
 
-// Prepare gives the flow a sending socket, and its port to f.SrcPort.
+// Prepare gives the flow a sending socket, and sets f.SrcPort to its port.
 //
-// An IPv6 flow label is not sent: the kernel makes its own of addresses and
-// ports. It only helps to choose the port.
+// The IPv6 flow label is not sent, because the kernel makes its own of addresses and
+// ports. It only helps to choose the socket.
 func (u *UDP) Prepare(f *train.Flow) error {
 	src, dst := f.Src.Unmap(), f.Dst.Unmap()
 	group := dst.IsMulticast()
@@ -382,7 +385,7 @@ func (u *UDP) Prepare(f *train.Flow) error {
 	hop := f.HopLimit
 	switch {
 	case group && u.cfg.NearGroups:
-		hop = 0 // the socket's own
+		hop = 0 // the socket's default
 	case hop == 0:
 		hop = sys.DefaultHopLimit
 	}
@@ -413,14 +416,14 @@ func flowHash(dst netip.Addr, port uint16, label uint32) uint32 {
 	return h ^ h>>16
 }
 
-// txSocketLocked returns a sending socket of an address, opened if need be on a
-// random port.
+// txSocketLocked returns a sending socket of an address, and opens it on a random port
+// when it is first needed.
 func (u *UDP) txSocketLocked(e *udpEnd, slot uint32) (*sys.UDPSocket, error) {
 	if e.tx[slot] != nil {
 		return e.tx[slot], nil
 	}
 	o := sys.UDPOptions{
-		RcvBuf: 1, // nothing is read here: the kernel's least
+		RcvBuf: 1, // nothing is read here: the kernel rounds up to its minimum
 		SndBuf: u.cfg.SocketBuffer,
 	}
 	var err error
@@ -446,10 +449,10 @@ func (u *UDP) txSocketLocked(e *udpEnd, slot uint32) (*sys.UDPSocket, error) {
 	return nil, fmt.Errorf("UDP socket to send from %v: %w", e.addr, err)
 }
 
-// WantHeaders asks for the traffic class and the hop limit of trains that arrive
-// from now on; before, and for who does not ask, they are 0 and 64. A device asks
-// when its first UD queue pair is made, which needs them for the routing header:
-// the kernel takes about a tenth of a microsecond for it, for every datagram.
+// WantHeaders makes trains that arrive from now on carry the traffic class and the hop
+// limit of their packets; without it they are 0 and 64. A device calls it when its first
+// UD queue pair is made, which needs them for the routing header: the kernel takes about
+// a tenth of a microsecond for them, for every datagram.
 func (u *UDP) WantHeaders() error {
 	u.recv.mu.Lock()
 	defer u.recv.mu.Unlock()
@@ -465,7 +468,7 @@ func (u *UDP) WantHeaders() error {
 			return fmt.Errorf("link: headers of packets on %v: %w", e.addr, err)
 		}
 	}
-	return nil // groups always tell
+	return nil // JoinGroup asks for them always
 }
 
 // Wait blocks until something may have arrived.
@@ -484,13 +487,13 @@ func (u *UDP) Wake() { u.poller.Wake() }
 // MTU returns the largest payload that fits the interfaces of all addresses.
 func (u *UDP) MTU() int { return u.mtu }
 
-// fullWindow is how many bytes under way to one queue pair reach full speed:
+// fullWindow is how many bytes under way to one queue pair suffice for full speed:
 // 128 packets of 4 KiB, measured.
 const fullWindow = 128 * 4096
 
-// Window returns how many packets may be under way to one queue pair: what
-// reaches full speed, but not more than half of what a receive buffer holds that
-// nobody reads. The peer's is taken to be as large as ours.
+// Window returns how many packets may be under way to one queue pair: as many as
+// suffice for full speed, but at most half of what the peer's receive buffer holds,
+// which is taken to be as large as ours.
 func (u *UDP) Window(mtu int) int {
 	mtu = max(mtu, 1)
 	// The kernel charges a packet about twice its size and 3/4 KiB: 990 packets
@@ -508,7 +511,7 @@ func (u *UDP) Addrs() []netip.Addr {
 	return out
 }
 
-// Offloads names what is in use of "gso" and "gro".
+// Offloads returns those of "gso" and "gro" that are in use.
 func (u *UDP) Offloads() []string {
 	var out []string
 	if u.gso.Load() {
@@ -524,8 +527,8 @@ func (u *UDP) Offloads() []string {
 type UDPStats struct {
 	TxPackets uint64        // handed to the kernel
 	TxLost    uint64        // refused by the kernel: buffer full, no route, …
-	TxErrno   syscall.Errno // why the last one was
-	Overflows uint64        // datagrams the kernel dropped because nobody read them in time
+	TxErrno   syscall.Errno // why the latest was refused
+	Overflows uint64        // datagrams the kernel dropped because Poll did not read them in time
 	RcvBuf    int           // the smallest receive buffer, as the kernel counts
 }
 
@@ -558,8 +561,8 @@ func (u *UDP) Stats() UDPStats {
 	return s
 }
 
-// Close closes the link: who waits returns, who sends or polls is waited for. It
-// is idempotent.
+// Close closes the link. It makes Wait return, and waits for every Send and Poll under
+// way. It is idempotent.
 func (u *UDP) Close() error {
 	u.mu.Lock()
 	if u.closed.Load() {

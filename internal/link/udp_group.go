@@ -1,10 +1,10 @@
 package link
 
-// Multicast groups. Whoever has a member of a group opens a socket for it, in its
-// own process: the kernel gives each of them a copy, whether what came is from
-// another host, from another process of this one, or from this very device. So
-// the owner of the port passes nothing on, a take-over changes nothing, and a
-// process that dies has left.
+// Multicast groups. Each process that has a member of a group opens sockets of its own
+// for it, and the kernel gives each socket a copy of a datagram, whether that is from
+// another host, from another process of this host, or from this very device. So the
+// process that owns the port passes no multicast on, a new owner changes nothing, and a
+// process that dies has left its groups.
 
 import (
 	"errors"
@@ -24,8 +24,8 @@ type groupEnd struct {
 	sock *sys.UDPSocket
 }
 
-// groupsAtOnce is how many groups one Poll looks at. With more of them it takes
-// several, so that each still finds most of its time for what is not multicast.
+// groupsAtOnce is how many group sockets one Poll reads at most, so that it spends most
+// of its time on unicast. More of them take several polls.
 const groupsAtOnce = 4
 
 // JoinGroup receives what is sent to a multicast group, on the interfaces of all
@@ -76,12 +76,12 @@ func (u *UDP) JoinGroup(group netip.Addr) error {
 	return nil
 }
 
-// LeaveGroup undoes JoinGroup. What has arrived and was not polled is lost.
+// LeaveGroup undoes JoinGroup. Datagrams that have arrived and were not polled are lost.
 func (u *UDP) LeaveGroup(group netip.Addr) error {
 	var socks []*sys.UDPSocket
 	r := &u.recv
 	r.mu.Lock()
-	if !r.closed { // or they are closed with the link
+	if !r.closed { // else Close closes the sockets
 		r.groups = slices.DeleteFunc(r.groups, func(g groupEnd) bool {
 			if g.addr == group {
 				socks = append(socks, g.sock)
@@ -98,7 +98,7 @@ func (u *UDP) LeaveGroup(group netip.Addr) error {
 	return errors.Join(errs...)
 }
 
-// pollGroups takes what came for some of the groups.
+// pollGroups reads some of the group sockets, in rotation.
 func (r *receiver) pollGroups(sink Sink) int {
 	packets := 0
 	for range min(groupsAtOnce, len(r.groups)) {
@@ -106,7 +106,7 @@ func (r *receiver) pollGroups(sink Sink) int {
 		g := &r.groups[r.first]
 		n, err := g.sock.Recv(r.batch, r.batch.Cap())
 		if err != nil {
-			continue // a loss
+			continue // as in pollEnd
 		}
 		for k := range n {
 			r.batch.Get(k, &r.d)
@@ -117,8 +117,8 @@ func (r *receiver) pollGroups(sink Sink) int {
 	return packets
 }
 
-// groupDatagram takes what the kernel delivered as one. What goes to a group is
-// for all of its members, and says so: its destination queue pair is 0xFFFFFF.
+// groupDatagram takes a datagram that was sent to a group, and drops it if a packet in it
+// has another destination queue pair than 0xFFFFFF, which means all members.
 func (r *receiver) groupDatagram(sink Sink, group netip.Addr, d *sys.Datagram) int {
 	if !r.take(sink, group, d) {
 		return 1

@@ -11,17 +11,19 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// What arrives, top-down:
+// Receiving by UDP, top-down:
 //
-//  1. Poll takes datagrams from every address's socket, each up to 64 KiB that
-//     the kernel may have put together of many packets;
-//  2. datagram cuts them into packets again;
+//  1. Poll takes datagrams from every address's socket, each up to 64 KiB, which the
+//     kernel may have joined from many packets (GRO);
+//  2. datagram splits them into packets again, and has the Router pass on those for
+//     other processes;
 //  3. the reassembler (reassemble.go) checks the packets and makes trains of them.
 
 // datagramSize is the longest datagram there is, rounded up.
 const datagramSize = 64 << 10
 
-// bigDatagram is from which length on a system call for each is worth its time.
+// bigDatagram is the length from which on a system call for each datagram is worth its
+// time.
 const bigDatagram = 16 << 10
 
 // receiver is the state of Poll.
@@ -31,23 +33,23 @@ type receiver struct {
 	mu          sync.Mutex // guards everything below; held by Poll, the sink's code included
 	batch       *sys.RecvBatch
 	pace        []pace // by end
-	next        int    // the end to begin with
+	next        int    // the end that Poll begins with
 	reassembler reassembler
 	d           sys.Datagram
 	a           arrival
 	peers       [peerSlots]peer
-	all         Packets // what came together
-	run         Packets // the part of it for one process
-	headers     bool    // traffic class and hop limit are wanted
+	all         Packets // the packets of one datagram
+	run         Packets // those of them for one process
+	headers     bool    // WantHeaders was called
 	groups      []groupEnd
-	first       int // the group to begin with
+	first       int // the group that was polled last
 	closed      bool
 }
 
-// pace is how fast a socket is read.
+// pace is how many datagrams are read from a socket at once.
 type pace struct {
-	want int  // how many datagrams to ask for next
-	full bool // so many came the last time
+	want int  // how many the next call asks for
+	full bool // the latest call got as many as it asked for
 }
 
 // peer is the checksum prefix of one sender's packets to one of our addresses:
@@ -66,11 +68,12 @@ func (r *receiver) init(u *UDP) {
 	r.pace = slices.Repeat([]pace{{want: 1}}, len(u.ends))
 }
 
-// Poll hands what has arrived to the sink, from one socket after another, each time
-// beginning with the next: what one system call yields, or, of long datagrams, as many as
-// the budget allows, one at a time. How many a call asks for adapts: after two that were
-// full twice as many, after another what came. Lone packets so cost one call for one
-// datagram each and are delivered at once; under load a call takes many.
+// Poll hands what has arrived to the sink. It reads one socket after another, and begins
+// with the next one each time. From each it takes what one system call yields, or of long
+// datagrams as many as the budget allows, one at a time. How many datagrams a call asks for
+// adapts: after two full calls in a row twice as many, after one that was not full as many
+// as came. So a lone packet costs one call for one datagram and is delivered at once, and
+// under load a call takes many.
 func (u *UDP) Poll(sink Sink, budget int) int {
 	r := &u.recv
 	r.mu.Lock()
@@ -101,8 +104,8 @@ func (r *receiver) pollEnd(i int, sink Sink, budget int) (packets int) {
 	for {
 		n, err := end.rx.Recv(r.batch, pace.want)
 		if err != nil || n == 0 {
-			// Nothing, or an error that an earlier packet of ours met on its way:
-			// a loss, which the queue pair notices by itself.
+			// Nothing has come, or the kernel reports what happened to an earlier
+			// packet of ours: a loss, which its queue pair finds by itself.
 			pace.want = 1
 			pace.full = false
 			return packets
@@ -115,8 +118,8 @@ func (r *receiver) pollEnd(i int, sink Sink, budget int) (packets int) {
 		full := n == pace.want
 		switch {
 		case len(r.d.Bytes) >= bigDatagram:
-			// One at a time, always into the same buffer, which the processor's
-			// cache so has when the bytes are checked and copied.
+			// One at a time, always into the same buffer: it is still in the
+			// processor's cache when the bytes are checked and copied.
 			if pace.want = 1; full && packets < budget {
 				continue
 			}
@@ -130,8 +133,7 @@ func (r *receiver) pollEnd(i int, sink Sink, budget int) (packets int) {
 	}
 }
 
-// datagram takes what the kernel delivered as one, and returns the number of
-// packets that it was.
+// datagram takes a datagram, which may be many packets, and returns how many it was.
 func (r *receiver) datagram(sink Sink, to netip.Addr, d *sys.Datagram) int {
 	if !r.take(sink, to, d) {
 		return 1
@@ -142,7 +144,8 @@ func (r *receiver) datagram(sink Sink, to netip.Addr, d *sys.Datagram) int {
 	return r.packets(sink, &r.all)
 }
 
-// take makes packets of a datagram, in r.all, unless it did not fit.
+// take sets r.all to the packets of a datagram. It reports false, and drops the datagram,
+// if that was truncated.
 func (r *receiver) take(sink Sink, to netip.Addr, d *sys.Datagram) bool {
 	if d.Truncated {
 		sink.Drop(DropTruncated)
@@ -158,7 +161,7 @@ func (r *receiver) take(sink Sink, to netip.Addr, d *sys.Datagram) bool {
 	return true
 }
 
-// packets gives packets to the reassembler, and returns how many they were.
+// packets gives packets to the reassembler, and returns how many there were.
 func (r *receiver) packets(sink Sink, p *Packets) int {
 	ps := r.peer(p.From, p.To)
 	a := &r.a
@@ -181,8 +184,8 @@ func (r *receiver) packets(sink Sink, p *Packets) int {
 	}
 }
 
-// route cuts what came into runs for one process each, takes its own in and
-// passes the others on.
+// route splits the packets of a datagram into runs for one process each, takes in those
+// for this process and passes the others on. It returns how many packets there were.
 func (r *receiver) route(sink Sink, all *Packets) int {
 	total := 0
 	for rest, id := all.Bytes, uint16(0); ; {
@@ -197,7 +200,7 @@ func (r *receiver) route(sink Sink, all *Packets) int {
 			n += min(all.Segment, len(rest)-n)
 			id++
 		}
-		run := all // as it is, if all of it is for one, as nearly always
+		run := all // nearly always, all packets are for one process
 		if n < len(all.Bytes) {
 			r.run = *all
 			run = &r.run
@@ -215,8 +218,8 @@ func (r *receiver) route(sink Sink, all *Packets) int {
 	}
 }
 
-// destQP is the number in a packet's BTH, or 0, which is nobody's, if it is
-// shorter than that.
+// destQP returns the destination queue pair in a packet's BTH, or 0, which no process
+// has, if the packet is shorter than a BTH.
 func destQP(b []byte) uint32 {
 	if len(b) < wire.BTHLen {
 		return 0
@@ -224,8 +227,8 @@ func destQP(b []byte) uint32 {
 	return binary.BigEndian.Uint32(b[4:]) & 0xffffff
 }
 
-// Inject takes in packets that another process has passed on, and returns how
-// many. Whoever polls may call it.
+// Inject takes in packets that another process has passed on, and returns how many there
+// were. Only the goroutine that polls may call it.
 func (u *UDP) Inject(sink Sink, p *Packets) int {
 	r := &u.recv
 	r.mu.Lock()
@@ -238,7 +241,7 @@ func (u *UDP) Inject(sink Sink, p *Packets) int {
 	return n
 }
 
-// peer returns the checksum prefix for a sender.
+// peer returns the checksum prefix for packets from a sender to one of our addresses.
 func (r *receiver) peer(from netip.AddrPort, to netip.Addr) *wire.Pseudo {
 	b := from.Addr().As16()
 	h := uint32(from.Port()) ^ uint32(b[13])<<8 ^ uint32(b[14])<<4 ^ uint32(b[15])

@@ -12,26 +12,27 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// What is sent, top-down:
+// Sending by UDP, top-down:
 //
-//  1. Send takes an idle sender, which nobody else uses meanwhile: no lock is
-//     held while memory is read, which may take its time.
-//  2. send makes packets of train after train. A packet's bytes are either all
-//     in the sender's arena (copyPackets: short messages, and trains that ask for
-//     a private copy) or only its header and checksum are, and the payload stays
-//     in the region for the kernel to fetch (referPackets).
+//  1. Send acquires a sender for itself, so that it holds no lock while it reads
+//     memory, which may take long.
+//  2. send makes packets of train after train. Either all bytes of a packet are in
+//     the sender's arena (copyPackets: short messages, and trains that ask for a
+//     private copy), or only its header and checksum are, and the kernel fetches the
+//     payload from the region (referPackets).
 //  3. room gives each packet a place in a message: packets of one size to one
 //     destination, and one shorter one behind them, go as one segmented send.
-//  4. push hands the messages to the kernel. What it refuses is lost, except that
-//     a refusal of segmentation or a fault on memory sends again what was not
-//     sent, without segmentation or out of private copies.
+//  4. push hands the messages to the kernel. A message that the kernel refuses is
+//     lost, with two exceptions: if the kernel refuses segmentation or faults on
+//     memory, the packets not sent yet are made again, without segmentation or with
+//     private copies.
 //
-// A fault on memory is met in three places. A copy reports it. A checksum over
-// memory that was unmapped meanwhile panics, and the kernel answers EFAULT; both
-// lead to a private copy, which then either succeeds or reports the fault.
+// A fault on memory shows in three places. A copy reports it. A checksum over
+// memory that was unmapped meanwhile panics, and a send from such memory returns
+// EFAULT; both lead to a private copy, which then succeeds or reports the fault.
 
 const (
-	// maxMessages and maxPieces are how much one system call takes.
+	// maxMessages and maxPieces bound what one batch hands to the kernel.
 	maxMessages = 64
 	maxPieces   = 2048
 	// arenaSize is the room for headers, checksums and copied payload: two
@@ -39,23 +40,23 @@ const (
 	arenaSize = 128 << 10
 	// maxSegments is the most that every kernel segments one send into.
 	maxSegments = 64
-	// maxMessage is the longest UDP payload over IPv4; IPv6 has a few more.
+	// maxMessage is the longest UDP payload over IPv4; over IPv6 it is 20 bytes longer.
 	maxMessage = 65507
-	// maxRuns is how many pieces of memory a train may be made of and still be
-	// sent from where it lies.
+	// maxRuns is the most pieces of memory that a train's payload may lie in and still
+	// be sent from there.
 	maxRuns = 128
-	// copyMax is up to which length copying a train is cheaper than handing
-	// the kernel one more piece for every packet.
+	// copyMax is the length up to which copying a train is cheaper than handing the
+	// kernel one more piece for every packet.
 	copyMax = 1024
 )
 
-// sender makes and sends packets: storage for one Send.
+// sender makes and sends packets: storage for one Send at a time.
 type sender struct {
 	u     *UDP
-	first bool // of the link
+	first bool // it is kept in UDP.first, not in UDP.idle
 	sock  *sys.UDPSocket
 	gso   bool
-	copy  bool // of all trains
+	copy  bool // every packet gets a private copy of its payload
 
 	batch *sys.SendBatch
 	from  [maxMessages]cursor // by message: its first packet
@@ -67,13 +68,13 @@ type sender struct {
 
 	at         cursor // the packet to make next
 	packetizer packetizer
-	runs       [][]byte // a train's payload where it lies
-	reading    []byte   // the piece of it that is being checksummed
+	runs       [][]byte // storage for the pieces of a train's payload
+	reading    []byte   // the piece that is being checksummed
 	pins       mem.Pins // keeps the runs of all trains in the batch accessible
-	pinned     int      // their bytes
+	pinned     int      // how many bytes those are
 }
 
-// cursor is a packet of the trains at hand.
+// cursor names a packet of the trains that send was given.
 type cursor struct{ train, packet int }
 
 // message is what one send carries.
@@ -135,9 +136,9 @@ func (u *UDP) flowOf(t *train.Train) (*udpFlow, error) {
 	return nil, ErrTrain
 }
 
-// acquire takes a sender that nobody uses: most often the first, by one exchange.
+// acquire takes a sender that is not in use: most often the first, by one exchange.
 func (u *UDP) acquire() (*sender, error) {
-	if !u.closed.Load() { // or Close may wait for ever
+	if !u.closed.Load() { // senders of a closed link would keep Close waiting
 		if s := u.first.Swap(nil); s != nil {
 			return s, nil
 		}
@@ -181,21 +182,21 @@ func (u *UDP) release(s *sender) {
 	u.allIdle.Broadcast()
 }
 
-// awaitSendersLocked waits until nobody sends over a link that is closed. It takes the
-// first sender away, so that nobody will.
+// awaitSendersLocked waits until no sender of a closed link is in use. It takes the first
+// sender away, so that acquire cannot.
 func (u *UDP) awaitSendersLocked() {
 	for u.busy > 0 || u.first.Swap(nil) == nil {
 		u.allIdle.Wait()
 	}
 }
 
-// isLone reports whether a train is one short packet with nothing unusual about it,
-// as in a conversation nearly all are.
+// isLone reports whether a train can go by lone: it is one short packet that needs neither
+// a tap, nor a traffic class or hop limit of its own, nor FLUSH's second ICRC.
 func (s *sender) isLone(t *train.Train, f *udpFlow) bool {
 	return t.N == 1 && t.Len <= copyMax && f.plain && s.u.cfg.Tap == nil && t.Kind != wire.KindFlush
 }
 
-// lone makes and sends a lone packet, without a batch.
+// lone makes and sends the packet of a train for which isLone is true, without a batch.
 func (s *sender) lone(t *train.Train, f *udpFlow) error {
 	if err := s.packetizer.start(t); err != nil {
 		return err
@@ -227,19 +228,19 @@ func (s *sender) sent(packets int, err error) {
 func (s *sender) begin(sock *sys.UDPSocket) {
 	s.sock = sock
 	s.gso = s.u.gso.Load()
-	s.copy = s.u.cfg.Tap != nil // a tap must see the very bytes that are sent
+	s.copy = s.u.cfg.Tap != nil // a tap must be shown the very bytes that are sent
 	s.at = cursor{}
 }
 
-// send sends trains, from s.at on. It returns how many it took: all, or those
-// before the one it says something about.
+// send sends trains, from s.at on. It returns how many it took: all, or with an error those
+// before the train that the error is about.
 func (s *sender) send(ts []*train.Train) (int, error) {
 	for {
 		var err error
 		if s.at.train < len(ts) {
 			err = s.train(ts[s.at.train])
 			if err == nil {
-				continue // with what s.at names: the next, or again an earlier one
+				continue // at s.at: the next train, or an earlier one if push has set s.at back
 			}
 		}
 		n := s.at.train
@@ -247,7 +248,7 @@ func (s *sender) send(ts []*train.Train) (int, error) {
 			s.unpin()
 			return n, err
 		}
-		// push has set s.at back, and what it met will not be met again
+		// push has set s.at back; what made it do so will not happen again
 	}
 }
 
@@ -257,16 +258,16 @@ func (s *sender) train(t *train.Train) error {
 	if err := s.packetizer.start(t); err != nil {
 		return err
 	}
-	f := t.Flow.Link.(*udpFlow) // Send has checked
+	f := t.Flow.Link.(*udpFlow) // Send has checked the type
 	if s.copy || t.Bounce || t.Len <= copyMax {
 		return s.copyPackets(t, f)
 	}
 	return s.referPackets(t, f)
 }
 
-// copyPackets makes packets wholly in the arena. A FLUSH that had no answer goes
-// again with the right ICRC, and once more with the one that Linux's own device
-// wants: who goes by the book drops that as damaged.
+// copyPackets makes packets wholly in the arena. A FLUSH that is sent again goes twice:
+// with the right ICRC, and with the one that Linux's own device wants, which a peer that
+// follows the specification drops as damaged.
 func (s *sender) copyPackets(t *train.Train, f *udpFlow) error {
 	count := t.N
 	if t.Kind == wire.KindFlush && t.Transport == wire.RC && t.Bounce {
@@ -299,7 +300,7 @@ func (s *sender) copyPackets(t *train.Train, f *udpFlow) error {
 	return nil
 }
 
-// referPackets makes packets whose payload stays where it is.
+// referPackets makes packets whose payload the kernel fetches from where it lies.
 func (s *sender) referPackets(t *train.Train, f *udpFlow) error {
 	if !s.pinWithinLimit(t.Len) {
 		return nil
@@ -345,8 +346,8 @@ func (s *sender) pinWithinLimit(n int) bool {
 	return true
 }
 
-// gatherRest pins the payload of a train from packet s.at on, and returns it where it
-// lies. It is not whole if it has more pieces than maxRuns.
+// gatherRest pins the payload of a train from packet s.at on, and returns the pieces that
+// it lies in. whole is false if those are more than maxRuns.
 func (s *sender) gatherRest(t *train.Train) (runs [][]byte, f mem.Fault, whole bool) {
 	skip := s.at.packet * t.MTU
 	s.packetizer.src.Off = t.Payload.Off + uint64(skip)
@@ -354,7 +355,7 @@ func (s *sender) gatherRest(t *train.Train) (runs [][]byte, f mem.Fault, whole b
 }
 
 // referPacket makes one packet: header, padding and checksum in the arena, and between
-// them the first n bytes of the runs, where they lie. It returns the rest of the runs.
+// header and padding the first n bytes of the runs. It returns the rest of the runs.
 func (s *sender) referPacket(h *wire.Header, crc wire.CRC, n int, runs [][]byte) [][]byte {
 	start := len(s.arena)
 	s.arena = h.Append(s.arena)
@@ -384,9 +385,9 @@ func (s *sender) mark() mark {
 	return mark{pieces: s.batch.Pieces(), arena: len(s.arena), added: s.added}
 }
 
-// copyAfterFault is deferred where payload is read that may be unmapped meanwhile. After
-// a fault it forgets the half-made packet, all that is behind made, and has this and all
-// further packets copied.
+// copyAfterFault is deferred by code that reads payload which may be unmapped meanwhile.
+// After a fault it removes the half-made packet, which is all behind the mark, and makes
+// this and all further packets be copied.
 func (s *sender) copyAfterFault(made *mark) {
 	e := recover()
 	if e == nil {
@@ -400,7 +401,7 @@ func (s *sender) copyAfterFault(made *mark) {
 	s.copy = true
 }
 
-// unpin lets go of memory that has been sent.
+// unpin releases the memory of trains that have been sent.
 func (s *sender) unpin() {
 	if s.pinned == 0 {
 		return
@@ -411,9 +412,9 @@ func (s *sender) unpin() {
 	clear(s.runs[:cap(s.runs)])
 }
 
-// room makes sure that a packet of size bytes fits: so many of them in the
-// arena, in so many pieces. It returns the place in its message, which is its
-// identification, or false if it had to push and something was set back.
+// room makes room for a packet of size bytes that takes so many bytes of the arena and so
+// many pieces. It returns the packet's place in its message, which is its identification,
+// or false if it had to push and push has set s.at back.
 func (s *sender) room(f *udpFlow, size, arena, pieces int) (id uint16, ok bool) {
 	m := &s.open
 	if m.n > 0 && (!s.gso || m.closed || size > m.size || m.n == maxSegments ||
@@ -429,7 +430,7 @@ func (s *sender) room(f *udpFlow, size, arena, pieces int) (id uint16, ok bool) 
 	return uint16(m.n), true
 }
 
-// commit counts the packet that was made into the open message.
+// commit adds the packet that was made to the open message.
 func (s *sender) commit(f *udpFlow, size int) {
 	m := &s.open
 	if m.n == 0 {
@@ -439,11 +440,11 @@ func (s *sender) commit(f *udpFlow, size int) {
 	m.closed = size < m.size
 	m.n++
 	m.bytes += size
-	m.pieces = s.batch.OpenPieces() + 1 // and what the arena has not added yet
+	m.pieces = s.batch.OpenPieces() + 1 // 1: the part of the arena that addArena has not added yet
 	s.at.packet++
 }
 
-// addArena makes a piece of what was appended to the arena since the last.
+// addArena adds what was appended to the arena since its last call to the batch, as a piece.
 func (s *sender) addArena() {
 	s.batch.Add(s.arena[s.added:])
 	s.added = len(s.arena)
@@ -465,9 +466,9 @@ func (s *sender) end() {
 	*m = message{}
 }
 
-// push sends all that was made. If the kernel refuses a segmented send, or faults
-// on memory that is not the sender's own, it sets s.at back to the first packet
-// not sent, sees to it that this will not happen again, and returns false.
+// push sends all messages of the batch. If the kernel refuses a segmented send, or faults
+// on memory that is not the arena, push sets s.at back to the first packet not sent, turns
+// segmentation off or copying on, and returns false.
 func (s *sender) push() bool {
 	s.end()
 	defer s.reset()
@@ -498,7 +499,7 @@ func (s *sender) push() bool {
 	return true
 }
 
-// reset forgets what was made.
+// reset empties the batch and the arena.
 func (s *sender) reset() {
 	s.batch.Reset()
 	s.arena, s.added = s.arena[:0], 0

@@ -194,8 +194,8 @@ func mapped(t *testing.T, n int) []byte {
 	return b
 }
 
-// Memory that is not accessible any more, from some byte on, is a stale payload:
-// noticed by the checksum.
+// Memory that is not accessible any more, from some byte on, is a stale payload: the
+// checksum faults on it.
 func TestStalePayload(t *testing.T) {
 	for _, intact := range []int{0, 8192} {
 		from, to := openUDP(t, UDPConfig{}), openUDP(t, UDPConfig{})
@@ -308,8 +308,8 @@ func TestResume(t *testing.T) {
 	}
 }
 
-// Close waits for whoever sends, with the first sender or another, and nobody sends
-// after it.
+// Close waits for every Send under way, with the first sender or another, and no Send
+// succeeds after it.
 func TestCloseWaits(t *testing.T) {
 	u := openUDP(t, UDPConfig{})
 	acquire := func() *sender {
@@ -410,8 +410,8 @@ func fdOf(t *testing.T, a netip.AddrPort) int {
 	return -1
 }
 
-// A kernel that refuses segmentation, as it does here for a socket without UDP
-// checksums, costs the link its GSO and nobody a packet.
+// A kernel that refuses segmentation, as it does here for a socket without UDP checksums,
+// makes the link turn GSO off, and no packet is lost.
 func TestSegmentationRefused(t *testing.T) {
 	from, to := openUDP(t, UDPConfig{}), openUDP(t, UDPConfig{})
 	rng, _ := newRand(t)
@@ -438,7 +438,7 @@ func TestSegmentationRefused(t *testing.T) {
 	}
 }
 
-// What the kernel will not send is lost, not an error.
+// A packet that the kernel refuses is lost, which is not an error.
 func TestLoss(t *testing.T) {
 	from := openUDP(t, UDPConfig{})
 	f := flow(t, from, netip.MustParseAddr("255.255.255.255"), train.Flow{}) // EACCES, and stays here

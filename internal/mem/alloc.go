@@ -73,7 +73,7 @@ func opErrorf(op string, err error) error {
 func (a *Alloc) Bytes() []byte { return a.mapped[:a.length:a.length] }
 
 // Shared returns the file that the memory is, and where in it the first byte
-// lies. The descriptor is good until Close, so that who keeps it duplicates it
+// lies. The descriptor is good until Close: a caller that keeps it duplicates it
 // inside a read section, or while the region cannot be closed.
 func (a *Alloc) Shared() (fd int, offset uint64, ok bool) { return a.fd, 0, true }
 

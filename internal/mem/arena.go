@@ -3,15 +3,14 @@ package mem
 // arena hands out ranges of a space of addresses, for device memory. What is free
 // is kept in bins by size, 16 for each power of two, so that a range is found and
 // given back in a time that does not depend on how many there are; neighbours that
-// are free become one at once. Nothing is written into the space itself: what lies
-// there is somebody else's.
+// are free become one at once. The arena writes nothing into the space itself.
 //
 // The ways through it:
 //
 //  1. alloc takes the smallest bin whose every range is large enough; if there is
 //     none, it looks at those that may be, one by one, so that it fails only if
 //     there really is no room.
-//  2. carve cuts off what is in front of the alignment and behind the end.
+//  2. carve splits off what is in front of the alignment and behind the end.
 //  3. release joins a range with its neighbours and puts it into its bin.
 
 import "math/bits"
@@ -129,7 +128,7 @@ func (a *arena) carve(e *extent, n, align uint64) *extent {
 	return e
 }
 
-// split cuts a range in two and returns the second.
+// split makes two ranges of one and returns the second.
 func (a *arena) split(e *extent, at uint64) *extent {
 	rest := a.spare
 	if rest == nil {

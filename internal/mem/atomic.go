@@ -22,7 +22,7 @@ const (
 func Atomic(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, swapAdd uint64) (orig uint64, f Fault) {
 	acc := ib.AccessRemoteAtomic
 	if op == Store {
-		acc = ib.AccessRemoteWrite // and tells nobody what was there
+		acc = ib.AccessRemoteWrite // an ATOMIC WRITE does not return what was there
 	}
 	r := t.Lookup(key)
 	if r == nil {
@@ -62,8 +62,8 @@ func Atomic(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, 
 	}
 }
 
-// word returns 8 bytes where they can be changed in one step, and their place if they may
-// be remapped.
+// word returns 8 bytes at an address of this process, and their place if the program may
+// remap them. A staged backing has them at an address only if it is addressed.
 func (p *place) word(off uint64, acc ib.Access) (b []byte, at mapped, f Fault) {
 	b, in, f := p.run(off, 8, acc)
 	if !f.OK() {

@@ -3,8 +3,8 @@
 package mem
 
 // The processor's own atomics, for the application's memory, which may be gone.
-// Those of sync/atomic are calls into foreign code under the race detector, where
-// a fault ends the program; here it is a panic like any other. They are sound
+// Those of sync/atomic call into C code under the race detector, where a fault ends
+// the program; here it is a panic like any other. They are sound
 // where the word is aligned and holds no pointer.
 
 // fetchAdd adds to a word and returns what it was.

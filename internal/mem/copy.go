@@ -2,14 +2,14 @@ package mem
 
 // The way of bytes, top-down:
 //
-//  1. Copy walks two lists at once, each with a cursor; those of one piece that lies
-//     together need none (CopyWhole).
+//  1. Copy walks two lists at once, each with a cursor; lists of one piece that is
+//     contiguous in this process need none (CopyWhole).
 //  2. A cursor opens a read section on the next piece of its list, for a
 //     quantum at most, and offers the bytes.
 //  3. move, in move_unsafe.go, copies what both cursors offer. Memory that the program
-//     may remap meanwhile is copied where the notifier sees it (remap.go); what is
-//     staged is brought to its owner behind each step. A source in another process
-//     offers no bytes: they are read into those of the target (reference.go).
+//     may remap meanwhile is copied inside a bracket that the notifier sees
+//     (remap.go); staging bytes are stored after each step. A cursor offers no bytes of
+//     payload by reference: they are read into the target's (reference.go).
 //  4. Sections close as soon as their bytes are used up, and bytes are counted
 //     by the kinds of memory they went between.
 //
@@ -19,18 +19,18 @@ package mem
 // long the closing of a region waits.
 const Quantum = 256 << 10
 
-// Copy copies n bytes from one list to another. On a fault it says on which
-// side, and bytes before it may have been copied already, as on hardware.
+// Copy copies n bytes from one list to another. On a fault it returns its side,
+// and bytes before it may have been copied already, as on hardware.
 //
-// last says that a message ends with these bytes: then what lies in their last
+// last is set if a message ends with these bytes: then what lies in their last
 // aligned word is stored after everything else, with release order, and in one
 // piece if it fills the word. A receiver that spins on the end of a buffer, and
-// never asks the device, sees the message whole once it sees the end.
+// polls no completion queue, sees the message whole once it sees the end.
 //
 // What lists that overlap in memory contain afterwards is undefined, as on
 // hardware.
 //
-// It is CopyWhole where that will do, and CopyPieces where not.
+// It calls CopyWhole, and CopyPieces where that cannot.
 func Copy(dst, src *List, n uint64, last bool) (Fault, Side) {
 	if src.Ref == nil && CopyWhole(dst, src, n, last) {
 		return Fault{}, 0
@@ -100,7 +100,7 @@ func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 			if side = gone(&d, &s, bad); side != 0 {
 				break
 			}
-			continue // they are back, and none of them is certain to have been moved
+			continue // they are back, and any of them may not have been moved
 		}
 		if d.isStaged() && !d.store(k, end) {
 			side = Dst
@@ -123,8 +123,9 @@ func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 	return f, side
 }
 
-// CopyWhole is Copy for memory that is near and lies together on both sides, as most does:
-// it needs no cursors. It reports whether it could; if not, it may have copied bytes.
+// CopyWhole is Copy for lists without payload by reference whose bytes are contiguous in this
+// process on both sides, as most are: it needs no cursors. It reports whether it has copied
+// all; if not, it may have copied some.
 func CopyWhole(dst, src *List, n uint64, last bool) bool {
 	to, d, dAt := dst.whole(n)
 	if d == nil {
@@ -141,9 +142,9 @@ func CopyWhole(dst, src *List, n uint64, last bool) bool {
 	return ok
 }
 
-// whole returns the n bytes of a list of one piece, if they are there and lie together,
-// with the region whose section is open then, nil for raw bytes, and their place in its
-// backing.
+// whole returns the n bytes of a list of one piece, if they are present and contiguous, or
+// nil. With them it returns the region, whose section is open then (nil for raw bytes), and
+// where in its backing they lie.
 func (l *List) whole(n uint64) (r *Region, b []byte, at uint64) {
 	if n == 0 || n > Quantum {
 		return nil, nil, 0
@@ -181,7 +182,7 @@ func (l *List) open(n, shut uint64) (r *Region, at uint64) {
 	if l.Memo != nil {
 		r = l.Memo.region
 	}
-	if r == nil || r.Key() != e.LKey || r.table != l.Table { // if it is closed it cannot be opened
+	if r == nil || r.Key() != e.LKey || r.table != l.Table { // r.open fails if it is closed
 		if r = l.find(e.LKey); r == nil {
 			return nil, 0
 		}
@@ -196,8 +197,9 @@ func (l *List) open(n, shut uint64) (r *Region, at uint64) {
 // holds reports whether n bytes from off on are within size.
 func holds(size, off, n uint64) bool { return off <= size && n <= size-off }
 
-// moveWhole moves bytes between two sections, of which either may be nil: raw bytes. It
-// reports whether they were there, and not better moved in pieces.
+// moveWhole moves bytes between two regions whose sections are open; nil stands for raw
+// bytes. It reports false if bytes were gone or remapped, or if CopyPieces is faster because
+// they are misaligned.
 func moveWhole(to, from *Region, d, s []byte, dAt, sAt uint64, last bool) bool {
 	toKind, fromKind, solid, counts := KindRaw, KindRaw, true, from
 	var dst, src mapped
@@ -228,8 +230,8 @@ func moveWhole(to, from *Region, d, s []byte, dAt, sAt uint64, last bool) bool {
 	return true
 }
 
-// gone deals with an address that could not be accessed: it asks the side that
-// it belongs to to bring it back, and returns that side if it cannot.
+// gone deals with an address that could not be accessed: it has the backing of the side
+// that the address belongs to fetch the bytes again, and returns that side if it cannot.
 func gone(d, s *cursor, bad uintptr) Side {
 	c, side := s, Src
 	if within(bad, d.b) {
@@ -243,7 +245,7 @@ func gone(d, s *cursor, bad uintptr) Side {
 }
 
 // count adds k bytes to the counters of the target's table, or of the source's
-// where the target is raw. It returns 0: that nothing is left to count.
+// where the target is raw. It returns 0, the bytes that are left to count.
 func count(d, s *cursor, k int) int {
 	if k == 0 || d.list.uncounted {
 		return 0
@@ -269,9 +271,9 @@ type cursor struct {
 	list  *List
 	next  int    // the piece that is used next
 	skip  uint64 // bytes to skip from its start
-	ref   uint64 // bytes ahead of all pieces that lie in another process
-	off   uint64 // how far the region's bytes have been offered in b
-	left  uint64 // bytes of the section that have not
+	ref   uint64 // bytes of payload by reference that are left, ahead of all pieces
+	off   uint64 // in the region: where the bytes begin that b has not offered yet
+	left  uint64 // bytes of the section that b has not offered yet
 	b     []byte // bytes that are offered and not used yet
 	at    uint64 // where in the leaf b begins
 	lost  int    // how often they were gone when they were used
@@ -304,7 +306,7 @@ func (c *cursor) fill(n uint64) bool {
 	return true
 }
 
-// use takes k bytes of those that are offered.
+// use takes the first k of the offered bytes off b.
 func (c *cursor) use(k int) {
 	c.b = c.b[k:]
 	c.at += uint64(k)
@@ -362,11 +364,11 @@ func (l *List) find(key uint32) *Region {
 	return r
 }
 
-// isStaged reports whether the bytes in use are copies, which the leaf's backing stores.
+// isStaged reports whether the bytes in use are staging bytes, which the leaf's backing stores.
 func (c *cursor) isStaged() bool { return c.leaf != nil && c.leaf.staged != nil }
 
-// store brings the first k of the bytes in use, which have been moved there, to where
-// they belong. It reports false if there is a fault.
+// store has the leaf's backing store the first k of the bytes in use, which the copy has
+// just written. It reports false if there is a fault.
 func (c *cursor) store(k int, last bool) bool {
 	kind := c.leaf.staged.Store(c.at, c.b[:k], last)
 	if kind == FaultNone {
@@ -406,7 +408,7 @@ func (c *cursor) gone(bad uintptr) Fault {
 	return c.region.gone(c.off-left, left, c.list.Access, c.lost)
 }
 
-// solid reports whether the bytes in use cannot fault.
+// neverFaults reports whether the bytes in use cannot fault.
 func (c *cursor) neverFaults() bool {
 	if c.leaf == nil {
 		return !c.list.MayFault
@@ -422,9 +424,9 @@ func (c *cursor) kind() Kind {
 	return c.region.kind
 }
 
-// Check reports what would keep n bytes of a list from being accessed: keys, rights,
-// bounds, memory that was revoked. It touches no bytes, which may have to be fetched or
-// be suspended, and what it found may change at any time.
+// Check returns the fault that an access to n bytes of a list would end with, by keys, rights,
+// bounds, or memory that was revoked. It touches no bytes: they may have to be fetched, or be
+// suspended. What it has found may change at any time.
 func Check(l *List, n uint64) Fault {
 	f, _ := CheckStaged(l, n)
 	return f

@@ -5,12 +5,12 @@ package mem
 //
 //  1. Alloc takes a range of the process's pool, a memory file that is mapped when
 //     the first buffer is wanted; pages come when they are touched. A buffer that
-//     is to be shown to other devices has a file of its own instead, so that whoever
-//     gets it sees nothing else.
-//  2. The program reaches it by ReadAt and WriteAt, or directly if it is of the
+//     is to be shown to other devices has a file of its own instead, which shows them
+//     nothing else.
+//  2. The program reaches it by ReadAt and WriteAt, or at its address if it is of the
 //     coherent class; Backing makes what a region stands on, any number of times.
 //  3. Free gives it back, unless regions are left, and clears it: a buffer is zero
-//     when it is handed out, whoever had it before.
+//     when it is handed out.
 //
 // How much of it all processes together may have is not decided here: each has a
 // pool as large as the whole.
@@ -55,11 +55,11 @@ type DeviceMem struct {
 	freed   bool
 }
 
-// DeviceMemConfig says what buffer is wanted.
+// DeviceMemConfig is what buffer is wanted.
 type DeviceMemConfig struct {
 	Length   uint64
 	LogAlign uint // its place in the pool is a multiple of 1<<LogAlign
-	Coherent bool // the program may access it directly
+	Coherent bool // the program may access it at its address
 	Export   bool // it may be shown to other devices
 }
 
@@ -152,7 +152,7 @@ func (m *DeviceMem) Regions() int {
 	return max(0, m.regions)
 }
 
-// Coherent reports whether the program may access the buffer directly.
+// Coherent reports whether the program may access the buffer at its address.
 func (m *DeviceMem) Coherent() bool { return m.coherent }
 
 // WriteAt copies from the program to the buffer, and ReadAt the other way round.
@@ -298,8 +298,8 @@ func (d *deviceBacking) Kind() Kind { return KindDevice }
 // Len returns the number of bytes.
 func (d *deviceBacking) Len() uint64 { return uint64(len(d.b)) }
 
-// Solid reports whether accesses can never fault. Who has the address of coherent
-// memory could unmap it.
+// NeverFaults reports whether accesses can never fault: the program has the address of a
+// coherent buffer, and could unmap it.
 func (d *deviceBacking) NeverFaults() bool { return !d.m.coherent }
 
 // Run returns all of the bytes at off.
@@ -310,11 +310,11 @@ func (d *deviceBacking) Run(off, n uint64, _ ib.Access) ([]byte, FaultKind) {
 	return d.b[off:][:n], FaultNone
 }
 
-// Close lets go of the buffer.
+// Close lets the buffer be freed.
 func (d *deviceBacking) Close() error {
 	d.m.mu.Lock()
 	d.m.regions--
 	d.m.mu.Unlock()
-	d.b = nil // a region may be remembered longer than its memory is there
+	d.b = nil // a Memo may keep the region longer than its memory is there
 	return nil
 }

@@ -98,8 +98,8 @@ func mustMove(tb testing.TB, move func([]byte, int64) (int, error), off uint64, 
 	}
 }
 
-// A buffer is zero when it is handed out, whoever had it before, and however long
-// it was.
+// A buffer is zero when it is handed out, whatever was in the memory before, and however
+// long the buffer is.
 func TestDeviceMemoryIsZero(t *testing.T) {
 	pool := mem.NewDevicePool(1 << 20)
 	defer pool.Close()
@@ -199,8 +199,8 @@ func TestDeviceMemoryRefuses(t *testing.T) {
 	}
 }
 
-// An exported buffer is the same memory for whoever maps the file, and shows nothing
-// else.
+// An exported buffer is the same memory in every mapping of its file, and the file shows
+// nothing else.
 func TestDeviceMemoryExport(t *testing.T) {
 	pool := mem.NewDevicePool(1 << 20)
 	defer pool.Close()

@@ -1,13 +1,13 @@
 package mem
 
 // Memory that the CPU does not address: a GPU's, another process's. Only an engine of its
-// owner reaches it, and takes its time. So nobody who must not wait touches such memory:
-// the copy loop ends in a fault that says so (Fault.Staged), and whoever may wait has the
-// bytes moved by a Transfer (transfer.go), which makes operations of it:
+// owner reaches it, and takes its time. So a caller that must not wait does not touch such
+// memory: the copy loop ends in a fault for which Fault.Staged is true, and a caller that
+// may wait then moves the bytes by a Transfer (transfer.go), which makes operations of them:
 //
 //  1. Begin hands an operation to the engine, and returns at once.
-//  2. The engine does it, in the order of its stream, beside whatever else it does.
-//  3. End tells that it is over.
+//  2. The engine does it, in the order of its stream, beside operations of other streams.
+//  3. The engine calls End when it is over.
 
 import (
 	"runtime"
@@ -19,11 +19,11 @@ import (
 type Engine interface {
 	Backing
 	// Begin begins an operation. It neither waits nor calls End, which the engine calls
-	// once, from a goroutine of its own. The region's section stays open until then, and
-	// the bytes stay the engine's.
+	// once, from a goroutine of its own. Until then the region's section stays open, and
+	// Op.Bytes are the engine's.
 	Begin(op *Op)
-	// Owner tells engines apart: one of them copies between all backings that have it as
-	// their owner. It is compared with ==.
+	// Owner returns what is the same, by ==, for all backings that one engine reaches: it
+	// copies between them.
 	Owner() any
 }
 
@@ -38,9 +38,9 @@ const (
 )
 
 // Op is an operation of an engine. Operations of one stream take effect in the order in
-// which they were begun: what one has stored, the next one loads, and whoever watches the
-// memory sees the first before the second. An engine asks Dropped just before it does an
-// operation. It may work at several at a time as long as nobody can tell.
+// which they were begun: what one has stored, the next one loads, and a program that watches
+// the memory sees the first before the second. An engine calls Dropped just before it does an
+// operation. It may do several at a time as long as their effects keep that order.
 type Op struct {
 	Kind   OpKind
 	Stream *Stream
@@ -52,7 +52,7 @@ type Op struct {
 	FromOff uint64
 	N       uint64
 
-	// Last says that a message ends with these bytes: those in their last aligned word are
+	// Last is set if a message ends with these bytes: those in their last aligned word are
 	// stored after all others.
 	Last bool
 
@@ -67,7 +67,7 @@ type Op struct {
 	sections [2]place // whose sections are open while the operation is under way
 }
 
-// End tells how the operation has ended.
+// End ends the operation: the engine calls it once, with the fault or FaultNone.
 func (op *Op) End(kind FaultKind) {
 	op.fault = kind
 	s := op.Stream
@@ -77,21 +77,21 @@ func (op *Op) End(kind FaultKind) {
 	for i := range op.sections {
 		op.sections[i].close()
 	}
-	op.over.Store(true) // from here on the operation is its maker's again
+	op.over.Store(true) // from here on the operation belongs to the goroutine that waits for it
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.waits {
 		s.waits = false
-		s.wake <- struct{}{} // there is room: one waits at a time
+		s.wake <- struct{}{} // there is room for one, and one goroutine waits at a time
 	}
 }
 
-// Dropped reports whether the operation is not to be done, and ends with FaultDead: one before it
-// in its chain has failed.
+// Dropped reports whether one before the operation in its chain has failed. Then the engine does
+// not do it, and ends it with FaultDead.
 func (op *Op) Dropped() bool { return op.link.Broken() }
 
-// Unwanted reports whether the memory is being taken away for good: an engine that waits for
-// something else may give the operation up.
+// Unwanted reports whether the region is shut for more than a suspension: an engine that waits
+// may give the operation up, so that the closing of the region does not wait for it.
 func (op *Op) Unwanted() bool {
 	for i := range op.sections {
 		p := &op.sections[i]
@@ -102,8 +102,8 @@ func (op *Op) Unwanted() bool {
 	return false
 }
 
-// wait waits until the operation is over: awake for about as long as it takes to fall asleep
-// and be woken.
+// wait waits until the operation is over, and returns how it has ended. It spins for about as
+// long as it takes to fall asleep and be woken, and then sleeps.
 func (op *Op) wait() FaultKind {
 	for range opLooks {
 		if op.over.Load() {
@@ -138,15 +138,15 @@ type Stream struct {
 	wake   chan struct{} // wakes that goroutine; nil until one has slept
 }
 
-// streamState is what an owner keeps for a stream.
+// streamState is what an engine's owner keeps for a stream.
 type streamState struct {
 	owner any
 	state any
 }
 
 // Chain is transfers and atomics that depend on those before them: once one has failed, those
-// behind it change nothing. So whoever sees a flag may take it that what was written before the
-// flag is there.
+// behind it change nothing. So a program that sees a flag may rely on what was written before
+// the flag.
 type Chain struct {
 	links  uint64        // how many have been added
 	failed atomic.Uint64 // the first one that has failed, from 1 on; 0: none
@@ -164,7 +164,7 @@ func (c *Chain) Add() Link {
 	return Link{c, c.links}
 }
 
-// Fail tells the chain that what is at the link has failed.
+// Fail breaks the chain behind the link: what is at the link has failed.
 func (l Link) Fail() {
 	for l.chain != nil {
 		first := l.chain.failed.Load()
@@ -184,7 +184,7 @@ func (l Link) Broken() bool {
 }
 
 // State returns what an owner keeps for the stream, and makes it with f if there is
-// nothing yet. If it has a method Close() it is called when the stream is closed.
+// nothing yet. Stream.Close calls its method Close(), if it has one.
 func (s *Stream) State(owner any, f func() any) any {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -211,18 +211,18 @@ func (s *Stream) Close() {
 	}
 }
 
-// Staged reports whether the access has found memory that the CPU does not address: who
-// may wait moves the bytes with a Transfer.
+// Staged reports whether the access has found memory that the CPU does not address: a caller
+// that may wait moves the bytes with a Transfer.
 func (f Fault) Staged() bool { return f.Kind == FaultPending && f.wanted == stagedBytes }
 
-// StagedFault is such a fault.
+// StagedFault returns a fault for which Staged is true.
 func StagedFault() Fault { return Fault{Kind: FaultPending, wanted: stagedBytes} }
 
-// stagedBytes is what a fault wants that says so. There is nothing to wait for.
+// stagedBytes marks a fault for which Staged is true. It has nothing to wait for.
 var stagedBytes = new(wanted)
 
-// Owner returns whose engine moves the first n bytes of a list, nil if the CPU reaches some
-// of them or several do. Under an indirect key nobody is told.
+// Owner returns the owner of the engine that moves the first n bytes of a list: nil if the CPU
+// reaches some of them, if several engines do, or if they lie under an indirect key.
 func (l *List) Owner(n uint64) (owner any) {
 	if l.Table == nil {
 		return nil
@@ -254,7 +254,8 @@ func (t *Table) Staged(key uint32) bool {
 	return r != nil && r.byEngine
 }
 
-// ownerOf returns whose engine moves the bytes of a region, nil if none does.
+// ownerOf returns the owner of the engine that moves the bytes of a region, nil if none does or
+// the key is indirect.
 func (t *Table) ownerOf(key uint32) (owner any) {
 	r := t.Lookup(key)
 	if r == nil || !r.byEngine || r.enter(shutToLooks) != FaultNone {

@@ -22,8 +22,8 @@ func Hold(t *Table, key uint32, addr, n uint64, acc ib.Access, who Actor) (bytes
 // Sweep looks now for pages that are gone, as happens from time to time anyway.
 func Sweep() { theSpace.sweep(nil) }
 
-// WithoutSweeper calls f while nobody sweeps, but when f calls the function that
-// it is given.
+// WithoutSweeper calls f while there are no sweeps but those that f makes, with the function
+// that it is given.
 func WithoutSweeper(f func(sweep func())) {
 	theSpace.sweeping.Lock()
 	defer theSpace.sweeping.Unlock()
@@ -34,11 +34,11 @@ func WithoutSweeper(f func(sweep func())) {
 func Doubt()   { theSpace.doubtful.Store(true) }
 func NoDoubt() { theSpace.doubtful.Store(false) }
 
-// Watched reports whether the kernel tells about changes at an address, which
-// must be mapped: it asks the kernel itself.
+// Watched reports whether the kernel reports changes at an address, which must be
+// mapped: it asks the kernel itself.
 func Watched(addr uintptr) (bool, error) { return watchedBySmaps(addr) }
 
-// HasPage tells whether the device's table has the page of an offset, for reading
+// HasPage reports whether the device's table has the page of an offset, for reading
 // and for writing.
 func (m *OnDemand) HasPage(off uint64) (read, write bool) {
 	return m.have(off, 1, 0) == 1, m.have(off, 1, writing) == 1

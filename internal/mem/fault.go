@@ -38,14 +38,14 @@ func (f Fault) String() string {
 	return fmt.Sprintf("%v: key %#08x, %d bytes at %#x", f.Kind, f.Key, f.Len, f.Addr)
 }
 
-// Await waits until an access that found its bytes out of reach (FaultPending) has a
-// chance: until they are fetched, the changes of mappings are known, or the region is
-// suspended no more. That may take as long as storage, or as whoever has suspended the
-// region: call it with no lock held. It returns what is still in the way, if anything;
-// then the access can be tried again, and may fault again.
+// Await waits until an access that ended in FaultPending may succeed: until its bytes are
+// fetched, pending changes of mappings are applied, or the region is suspended no more. That
+// may take as long as storage takes, or the caller of Suspend: the caller of Await holds no
+// lock. It returns a fault if bytes could not be fetched. If it returns none, the access can
+// be tried again, and may fault again.
 func (f Fault) Await() Fault {
 	if f.Kind != FaultPending || f.wanted == nil {
-		return Fault{} // nothing to wait for: the next access says what is wrong
+		return Fault{} // nothing to wait for: the next access returns the fault
 	}
 	w := f.wanted
 	if c := f.Suspended(); c != nil {
@@ -67,9 +67,8 @@ func (f Fault) Await() Fault {
 	return f.orNone()
 }
 
-// Suspended returns a channel that is closed when Await would end, if what it waits for
-// is not fetched but given back: by the caller of Suspend, or by another process that
-// leaves the memory. It is nil if not.
+// Suspended returns a channel that is closed when the region is suspended no more, or when
+// another process accesses the memory no more, if that is what Await waits for; nil if not.
 func (f Fault) Suspended() <-chan struct{} {
 	switch w := f.wanted; {
 	case f.Kind != FaultPending || w == nil:
@@ -81,17 +80,18 @@ func (f Fault) Suspended() <-chan struct{} {
 	}
 }
 
-// Brief reports whether the bytes are out of reach for a moment only, as far as is known:
-// no storage is waited for.
+// Brief reports whether Await does not wait for storage, as far as is known: the bytes are out
+// of reach for a moment only.
 func (f Fault) Brief() bool { return f.Kind == FaultPending && f.wanted != nil && f.wanted.brief }
 
-// Ahead makes Await fetch n bytes if those are more, as far as the region goes.
+// Ahead returns the fault with a length of at least n bytes, within the region, for Await to
+// fetch.
 func (f Fault) Ahead(n uint64) Fault {
 	w := f.wanted
 	if f.Kind != FaultPending || w == nil || w.region == nil {
 		return f
 	}
-	// A section, since the region may become another.
+	// Inside a section, since re-registration may change the region.
 	if r := w.region; r.enter(shutToLooks) == FaultNone {
 		f.Len = max(f.Len, min(n, r.length-min(w.off-r.base, r.length)))
 		r.leave()
@@ -99,8 +99,8 @@ func (f Fault) Ahead(n uint64) Fault {
 	return f
 }
 
-// orNone turns a fault whose kind is none into the zero value, which faults
-// are compared with.
+// orNone returns the zero value for a fault whose kind is FaultNone, since callers compare
+// with that.
 func (f Fault) orNone() Fault {
 	if f.OK() {
 		return Fault{}
@@ -108,7 +108,7 @@ func (f Fault) orNone() Fault {
 	return f
 }
 
-var kindNames = [NumKinds]string{KindRaw: "raw", KindPinned: "pinned", KindOnDemand: "on-demand", KindImplicit: "implicit", KindDevice: "device", KindIndirect: "indirect", KindImported: "foreign"}
+var kindNames = [NumKinds]string{KindRaw: "raw", KindPinned: "pinned", KindOnDemand: "on-demand", KindImplicit: "implicit", KindDevice: "device", KindIndirect: "indirect", KindImported: "imported"}
 
 // String names the kind as counters do.
 func (k Kind) String() string {

@@ -10,9 +10,9 @@ import (
 // FLUSH (IBA annex A19), in two steps:
 //
 //  1. Flush checks the request and makes what was written before it visible to
-//     all who can see the memory. That never waits.
-//  2. Persist, where that was asked for, brings it to storage. That may take
-//     long: no lock is held over it, and no read section.
+//     all processors and devices. It never waits.
+//  2. Persist, where the peer has asked for that, brings it to storage. That may take
+//     long: the caller holds no lock, and no read section is open.
 
 // FlushRange is what a peer asks to be flushed.
 type FlushRange struct {
@@ -23,7 +23,7 @@ type FlushRange struct {
 	Acc   ib.Access // what is asked for, as the rights that it needs
 }
 
-// durable is a Backing that can bring its bytes to storage, if Durable says so.
+// durable is a Backing that can bring its bytes to storage, if Durable returns true.
 // Persist may block, and is called outside any read section: perhaps after
 // Close, when it must do no harm. It touches no bytes.
 type durable interface {
@@ -79,7 +79,7 @@ func (t *Table) Persist(f FlushRange, who Actor) Fault {
 	return r.report(fault)
 }
 
-// openFlush opens a section on the region, and says where in it the range lies.
+// openFlush opens a section on the region, and returns where in it the range lies.
 func (t *Table) openFlush(f *FlushRange, who Actor) (r *Region, off, n uint64, fault Fault) {
 	addr, n := f.Addr, f.Len
 	if f.Whole {

@@ -38,8 +38,8 @@ func mapFile(t *testing.T, n int) []byte {
 	return b
 }
 
-// dirty returns how many KiB of a mapping have not reached its file: what the
-// kernel says of it.
+// dirty returns how many KiB of a mapping have not reached its file, by the kernel's
+// account.
 func dirty(t *testing.T, b []byte) (kib int) {
 	t.Helper()
 	text, err := os.ReadFile("/proc/self/smaps")

@@ -2,8 +2,8 @@ package mem
 
 import "github.com/verbena-rdma/verbena/internal/sys"
 
-// Pins holds read sections open while somebody else, usually the kernel in a
-// send, reads the bytes. The zero value is empty; it is reused after Release
+// Pins holds read sections open while the bytes are read outside the copy loop, usually by
+// the kernel in a send. The zero value is empty; it is reused after Release
 // and never allocates for lists of ordinary length. Pins must not be held over
 // a call that may block for long: closing a region waits for them.
 type Pins struct {
@@ -33,7 +33,7 @@ func (p *Pins) take(c *cursor) {
 	case c.region == nil: // raw bytes
 		return
 	case c.region.mkey != nil:
-		c.leaf.leave() // it is held besides (keepLeaf)
+		c.leaf.leave() // keepLeaf holds a section of its own
 	case c.leaf != c.region: // behind a window
 		p.hold(c.leaf)
 	}
@@ -41,8 +41,8 @@ func (p *Pins) take(c *cursor) {
 	c.region, c.leaf = nil, nil
 }
 
-// keepLeaf holds the leaf in use for as long as its bytes are needed, where the cursor
-// itself may go on to another one.
+// keepLeaf holds a section on the leaf in use until the pins are released, since the cursor
+// itself goes on to other leaves.
 func (p *Pins) keepLeaf(c *cursor) {
 	if c.leaf == nil || c.region.mkey == nil || p.n > 0 && p.last() == c.leaf {
 		return
@@ -111,9 +111,9 @@ func Gather(l *List, n uint64, out [][]byte, pins *Pins) (_ [][]byte, _ Fault, w
 	return out, Fault{}, true
 }
 
-// keep makes sure that the bytes in use stay what they are, where they may be remapped:
-// it enters the bracket, once for all. If that cannot be had the bytes are given back.
-// It reports false if there is a fault.
+// keep makes sure that the bytes in use are not remapped before the pins are released: it
+// enters the bracket (remap.go), once for all bytes. If it cannot, the cursor gives the bytes
+// back. It reports false if there is a fault.
 func (p *Pins) keep(c *cursor) bool {
 	p.keepLeaf(c)
 	if !c.remappable() {

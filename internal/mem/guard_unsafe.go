@@ -1,30 +1,31 @@
 package mem
 
-// A guard is a word that two processes share, the owner of memory and one who accesses it
-// from outside: a bit that says that it must not any more, one that says that it must not
-// for a moment, and how many accesses are under way.
+// A guard is a word that two processes share: the owner of memory, and a user that accesses
+// it from outside. It has a bit that ends accesses for good, a bit that ends them for a
+// moment, and the count of accesses under way.
 //
-// The user counts itself first and then looks at the bit, the owner sets the bit and then
-// looks at the count: one of them sees the other. So after Shut and Await nobody accesses
-// the memory, and nobody will.
+// The user counts its access first and then looks at the bits; the owner sets a bit and then
+// looks at the count: one of them sees the other. So after Shut and Await no access of the
+// user is under way, and none will begin.
 //
 // For a moment in which the memory moves the owner only suspends the guard, and does not
-// wait: a user that was inside finds that out when it has copied (Still), and does it
-// again when the guard is resumed. Each suspension has another number, so that none is
-// missed.
+// wait: a user whose access was under way finds that out after its copy (Still), and copies
+// again when the owner has resumed the guard. The owner counts suspensions, so that the user
+// misses none.
 //
-// The owner believes nothing that it reads here. A user that dies inside leaves its count
-// behind, and one that is broken may write anything; so Await also ends when the user has,
-// and a wrong count holds the owner up as long as the user lives, no longer. (A user that
-// lives and does not keep to this can do no more than it could without: the kernel lets
-// only those have the memory who may debug the owner.)
+// The owner trusts nothing that it reads here. A user that dies during an access leaves its
+// count behind, and a broken one may write anything; so Await returns also when the user has
+// ended: a wrong count delays the owner while the user lives, no longer. (A live user that
+// ignores the guard gains nothing: the kernel lets it have the memory only if it may debug
+// the owner.)
 //
-// Behind the word stand random bytes, which the owner has at an address of its own: who
-// reads them there, in what it takes for the owner's memory, knows that it is.
+// Random bytes follow the word. The owner has mapped them at an address of its own: a user
+// that reads the same bytes at that address, by its descriptor of the owner's memory, has
+// the right process.
 //
 // The unsafe code makes atomic variables of the first bytes of a mapping. That is sound:
-// a page is aligned, its file is sealed, so that it cannot become shorter under those who
-// have mapped it, and the mapping stays until Close.
+// a page is aligned, its file is sealed, so that it cannot become shorter under a process
+// that has mapped it, and the mapping stays until Close.
 
 import (
 	"crypto/rand"
@@ -50,8 +51,8 @@ const (
 // Guard is one end of a guard.
 type Guard struct{ b []byte }
 
-// NewGuard makes a guard, for the owner, and a descriptor for the user. That is the
-// caller's.
+// NewGuard makes a guard, for the owner, and a descriptor for the user. The caller closes the
+// descriptor.
 func NewGuard() (*Guard, int, error) {
 	fd, err := sys.NewMemfd("verbena-guard", guardBytes)
 	if err != nil {
@@ -66,7 +67,7 @@ func NewGuard() (*Guard, int, error) {
 	return g, fd, nil
 }
 
-// OpenGuard is the user's end. The descriptor stays the caller's.
+// OpenGuard makes the user's end of a guard. The descriptor stays the caller's.
 func OpenGuard(fd int) (*Guard, error) {
 	b, err := sys.MapMemfd(fd, guardBytes)
 	if err != nil {
@@ -75,7 +76,7 @@ func OpenGuard(fd int) (*Guard, error) {
 	return &Guard{b}, nil
 }
 
-// Proof are the random bytes.
+// Proof returns the random bytes.
 func (g *Guard) Proof() []byte { return g.b[proofAt:][:proofBytes] }
 
 func (g *Guard) word() *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Pointer(&g.b[0])) }
@@ -85,13 +86,13 @@ func (g *Guard) suspensions() *atomic.Uint64 {
 	return (*atomic.Uint64)(unsafe.Pointer(&g.b[suspensionsAt]))
 }
 
-// Enter begins an access, if there may be one: then Leave ends it, and before that Still
-// reports whether it counts, by the number that is returned. Otherwise the fault says
-// whether there may be one later.
+// Enter begins an access, if the guard is open: after the copy Still reports, by the number
+// that is returned, whether the copy is good, and then Leave ends the access. It returns
+// FaultDead if the guard is shut, FaultPending if it is suspended.
 func (g *Guard) Enter() (since uint64, kind FaultKind) {
 	since = g.suspensions().Load() // before: a suspension from here on makes Still false
 	w := g.word().Load()
-	if w&^guardCount == 0 { // who hammers does not move the count
+	if w&^guardCount == 0 { // a user that tries again and again does not move the count
 		if w = g.word().Add(1); w&^guardCount == 0 {
 			return since, FaultNone
 		}
@@ -114,11 +115,11 @@ func (g *Guard) Leave() { g.word().Add(^uint64(0)) }
 // Busy reports whether accesses are under way.
 func (g *Guard) Busy() bool { return g.word().Load()&guardCount != 0 }
 
-// Shut lets nobody begin an access any more.
+// Shut keeps the user from beginning an access, for good.
 func (g *Guard) Shut() { g.word().Or(guardShut) }
 
-// Suspend lets nobody begin an access until Resume, and makes those that are under way
-// count for nothing. Shut does so for ever, and Await waits for them besides.
+// Suspend keeps the user from beginning an access until Resume, and makes Still false for
+// those that are under way. It does not wait for them.
 func (g *Guard) Suspend() {
 	g.suspensions().Add(1)
 	g.word().Or(guardSuspended)
@@ -130,8 +131,7 @@ func (g *Guard) Resume() { g.word().And(^uint64(guardSuspended)) }
 // Suspended reports whether the owner has suspended the guard.
 func (g *Guard) Suspended() bool { return g.word().Load()&guardSuspended != 0 }
 
-// Await waits for the accesses that are under way, or until gone says that the user has
-// ended.
+// Await waits until no access is under way, or until gone reports that the user has ended.
 func (g *Guard) Await(gone func() bool) {
 	for i := 0; g.word().Load()&guardCount != 0; i++ {
 		if i < spinsBeforeSleep {
@@ -145,5 +145,5 @@ func (g *Guard) Await(gone func() bool) {
 	}
 }
 
-// Close gives the guard up. Nobody uses it any more.
+// Close unmaps this end of the guard. The caller does not use it any more.
 func (g *Guard) Close() error { return sys.Unmap(g.b) }

@@ -66,7 +66,7 @@ func newPinned(lock ib.LockMode, register func(ib.LockMode) (*Host, error)) (Bac
 		_ = h.Close() // the first error says more
 		errno, limit := syscall.ENOMEM, sys.MemlockLimit()
 		if limit == 0 {
-			errno = syscall.EPERM // as mlock(2) says it
+			errno = syscall.EPERM // as mlock(2) returns it
 		}
 		return nil, ib.Errorf("reg_mr", errno, "%d bytes at %#x cannot be held: %v (RLIMIT_MEMLOCK is %s)", h.length, h.addr, err, limitText(limit))
 	}
@@ -84,13 +84,13 @@ func (h *Held) Len() uint64 { return h.Host.length }
 // Go heap.
 func (h *Held) NeverFaults() bool { return true }
 
-// Staged reports whether what Run offers are copies.
+// Staged reports whether Run offers staging bytes.
 func (h *Held) Staged() bool { return !h.inHeap }
 
 // Pinned returns nil: what is mapped at the address is not what is accessed.
 func (h *Held) Pinned() *Host { return nil }
 
-// Run returns bytes: the Go heap's own, or copies.
+// Run returns bytes: the Go heap's own, or staging bytes.
 func (h *Held) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
 	if h.inHeap {
 		return h.Host.Run(off, n, acc)
@@ -104,5 +104,5 @@ func (h *Held) InPlace(off, n uint64) ([]byte, *Host, FaultKind) {
 	return b, h.Host.Pinned(), kind
 }
 
-// Close lets go of the pages.
+// Close unpins the pages.
 func (h *Held) Close() error { return errors.Join(h.Pages.Close(), h.Host.Close()) }

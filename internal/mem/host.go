@@ -30,7 +30,7 @@ type Host struct {
 	owner  any          // what keeps the memory alive
 	inHeap bool         // it is the Go heap's
 	writes bool         // it was found to be writable
-	inFile bool         // it is known to be a file's, which keeps it
+	inFile bool         // persistent has found it to be of a file that keeps it
 	note   string       // why the pages are neither locked nor held; empty if they are
 	locked bool         // by mlock
 	shard  uint32       // where the notifier counts accesses to it (remap.go)
@@ -94,9 +94,9 @@ func newHost(addr uintptr, length uint64, access ib.Access, lock ib.LockMode, ow
 	return h, nil
 }
 
-// attach attaches memory of System V once more, to be accessed there: nobody is told when
-// a program detaches it. It reports whether it was such memory. As with an adapter, the
-// segment then lasts until the region is closed.
+// attach attaches System V shared memory once more, for accesses: the kernel does not report
+// when a program detaches its own. It reports whether it was such memory. As with an adapter,
+// the segment then lasts until the region is closed.
 func (h *Host) attach() bool {
 	v, ok := sys.AttachSysV(h.addr, uintptr(h.length))
 	if ok {
@@ -113,7 +113,8 @@ func (h *Host) at() uintptr {
 	return h.addr
 }
 
-// take makes sure of the memory.
+// take makes the memory present, which checks that it is there and that the rights fit, and
+// locks it.
 func (h *Host) take(access ib.Access, lock ib.LockMode) error {
 	if !h.inHeap {
 		if err := h.present(access&ib.AccessLocalWrite != 0); err != nil {
@@ -134,7 +135,7 @@ func (h *Host) take(access ib.Access, lock ib.LockMode) error {
 }
 
 // Adapt makes sure that the memory is good for other rights than those it was made
-// for. It is called outside any access, by one at a time.
+// for. It is called while no access is under way, by one goroutine at a time.
 func (h *Host) Adapt(access ib.Access) error {
 	if access&ib.AccessLocalWrite != 0 && !h.writes {
 		if !h.inHeap {
@@ -180,7 +181,7 @@ func (h *Host) present(write bool) error {
 		mapped, lookErr := sys.Mapped(h.addr, uintptr(h.length), write)
 		switch {
 		case lookErr != nil:
-			return nil // cannot tell; the safety net of each access remains
+			return nil // it is not known; each access is guarded against faults
 		case mapped && err == syscall.EINVAL:
 			return nil
 		case mapped:
@@ -218,7 +219,7 @@ func (h *Host) lock(mode ib.LockMode) error {
 	return nil
 }
 
-// lockNote says why mlock failed. Of its errors these two mean the limit, if
+// lockNote returns why mlock failed. Of its errors these two mean the limit, if
 // there is one: ENOMEM that it is exceeded, EPERM that it is zero.
 func lockNote(errno syscall.Errno, limit uint64) string {
 	if limit == math.MaxUint64 || errno != syscall.ENOMEM && errno != syscall.EPERM {
@@ -266,7 +267,7 @@ func (h *Host) Pinned() *Host {
 // Locked reports whether the pages are locked in memory, or held there.
 func (h *Host) Locked() bool { return h.note == "" }
 
-// LockNote says why the pages are not: "off", "Go heap", or the limit
+// LockNote returns why the pages are neither locked nor held: "off", "Go heap", or the limit
 // that was in the way. It is empty if they are.
 func (h *Host) LockNote() string { return h.note }
 
@@ -277,7 +278,7 @@ func (h *Host) Run(off, n uint64, _ ib.Access) ([]byte, FaultKind) {
 	}
 	if h.watched() {
 		if !theSpace.applyChangesSoon() {
-			return nil, faultChanging // what has changed is not known yet
+			return nil, faultChanging // changes of mappings are pending
 		}
 		if h.staleAt(off, n) {
 			return nil, FaultStale

@@ -241,8 +241,8 @@ func TestHostLockCounts(t *testing.T) {
 	off.Close()
 }
 
-// A program without privilege runs into its limit: LockAuto goes on and says so,
-// LockStrict does not.
+// A program without privilege runs into its limit: with LockAuto the registration goes on
+// and notes the limit, with LockStrict it fails.
 func TestHostLockLimit(t *testing.T) {
 	var old unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &old); err != nil {

@@ -1,21 +1,21 @@
 package mem
 
-// Memory of another process, its owner, which has registered it and shares the
-// registration (ibv_import_mr). It is not mapped here and cannot be; the kernel copies,
-// for those whom it lets debug the owner. The way of an access:
+// Imported memory: another process, its owner, has registered it and shares the
+// registration (ibv_import_mr). This process cannot map it; the kernel copies to and from
+// it, for a process that may debug the owner. An access
 //
-//  1. Enter the guard: from when the owner has deregistered on, nobody can; while the
-//     owner has suspended the memory, not yet.
-//  2. Read or write the owner's memory, by a descriptor of it.
-//  3. Leave the guard. If the owner has suspended the memory meanwhile, it is to be done
-//     again.
+//  1. enters the guard, which fails for good once the owner has deregistered the memory,
+//     and for a while when the owner has suspended it;
+//  2. reads or writes the owner's memory, by a descriptor of it;
+//  3. leaves the guard, and begins again if the owner has suspended the memory meanwhile.
 //
-// The kernel may have to fetch the owner's pages first, and the owner may move them for as
-// long as it likes: so it is an Engine, and a goroutine for each stream waits. Nobody changes
-// such memory in one step.
+// The kernel may have to fetch the owner's pages first, and a suspension lasts as long as
+// the owner likes. So Imported is an Engine, with a goroutine for each stream that may
+// wait. It has no atomics: the kernel only copies.
 //
-// The descriptor leads to the memory of that process alone: if it is gone, or something
-// is not mapped there, an access fails.
+// The descriptor stands for the address space of that one process, also when its number is
+// another process's by now: if the owner has ended, or nothing is mapped at an address, the
+// access fails.
 
 import (
 	"errors"
@@ -27,14 +27,15 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// Imported is a Backing of memory of another process.
+// Imported is a Backing of imported memory.
 type Imported struct {
 	ImportedConfig
 
-	ended atomic.Bool // the owner has ended while the memory was suspended
+	ended atomic.Bool // the owner has hung up while the memory was suspended
 }
 
-// ImportedConfig says where the memory is. The Foreign closes all of it.
+// ImportedConfig is where the memory is, and how it is reached. Imported.Close closes
+// Memory, Guard and Link.
 type ImportedConfig struct {
 	Memory       int // a descriptor of the owner's memory: sys.OpenMemory
 	Addr, Length uint64
@@ -42,15 +43,15 @@ type ImportedConfig struct {
 	Link         ImportedLink
 }
 
-// ImportedLink is the connection with the owner: closing it tells the owner that nobody is
-// there any more.
+// ImportedLink is the connection with the owner, which takes its closing for the end of all
+// accesses from this process.
 type ImportedLink interface {
 	io.Closer
-	// HungUp reports whether the owner has ended, or let go of it.
+	// HungUp reports whether the owner has ended, or closed its end.
 	HungUp() bool
 }
 
-// NewImported makes a backing. The caller has seen that Addr+Length does not wrap.
+// NewImported makes a backing. The caller has checked that Addr+Length does not wrap.
 func NewImported(cfg ImportedConfig) *Imported { return &Imported{ImportedConfig: cfg} }
 
 // Kind returns KindImported.
@@ -59,19 +60,20 @@ func (f *Imported) Kind() Kind { return KindImported }
 // Len returns the number of bytes.
 func (f *Imported) Len() uint64 { return f.Length }
 
-// NeverFaults tells that what Run offers cannot be gone.
+// NeverFaults returns true: the CPU never touches the bytes.
 func (f *Imported) NeverFaults() bool { return true }
 
-// Borrowed tells that it is not registered again, which is its owner's to do.
+// Borrowed returns true: only the owner registers the memory again.
 func (f *Imported) Borrowed() bool { return true }
 
-// Run is never called.
+// Run is never called, since Imported is an Engine.
 func (f *Imported) Run(uint64, uint64, ib.Access) ([]byte, FaultKind) { return nil, FaultAccess }
 
-// Owner is the memory itself: nobody copies within another process.
+// Owner returns f itself: a copy between two imported memories is a load and a store, also
+// if they are of one process.
 func (f *Imported) Owner() any { return f }
 
-// Begin has an operation done by the goroutine of its stream.
+// Begin hands an operation to the goroutine of its stream.
 func (f *Imported) Begin(op *Op) { inOrder(f, op, f.do) }
 
 // do does an operation.
@@ -87,8 +89,8 @@ func (f *Imported) do(op *Op) FaultKind {
 	return FaultAccess // an atomic
 }
 
-// store writes bytes. If they end a message, what lies in their last word goes after the
-// rest: the owner may be looking at it.
+// store writes bytes. If they end a message, those in their last word are written after the
+// rest: the owner process may be spinning on that word.
 func (f *Imported) store(op *Op, off uint64, b []byte, last bool) FaultKind {
 	if last {
 		end := int((f.Addr+off+uint64(len(b))-1)%wordSize) + 1
@@ -119,8 +121,8 @@ func (f *Imported) copy(op *Op) FaultKind {
 	return FaultNone
 }
 
-// insist moves bytes, again and again while the owner moves the memory, unless nobody wants
-// them any more.
+// insist moves bytes, again for as long as the owner's suspensions come between. It gives up
+// when the region is being taken away for good (Op.Unwanted).
 func (f *Imported) insist(op *Op, call func(fd int, b []byte, addr uint64) bool, off uint64, b []byte) FaultKind {
 	for {
 		kind := f.move(call, off, b)
@@ -137,7 +139,7 @@ func (f *Imported) insist(op *Op, call func(fd int, b []byte, addr uint64) bool,
 func (f *Imported) move(call func(fd int, b []byte, addr uint64) bool, off uint64, b []byte) FaultKind {
 	since, kind := f.Guard.Enter()
 	if kind == FaultPending && f.ended.Load() {
-		return FaultStale // nobody will resume it
+		return FaultStale // the owner will not resume it
 	}
 	if kind != FaultNone {
 		return kind
@@ -147,14 +149,14 @@ func (f *Imported) move(call func(fd int, b []byte, addr uint64) bool, off uint6
 	f.Guard.Leave()
 	switch {
 	case !still:
-		return FaultPending // the owner has moved the memory meanwhile: it is to be done again
+		return FaultPending // the owner has suspended the memory meanwhile, and may have moved it
 	case !ok:
 		return FaultStale
 	}
 	return FaultNone
 }
 
-// await waits for a moment, while the owner moves the memory.
+// await sleeps for a moment if the memory is suspended, and notes if the owner has hung up.
 func (f *Imported) await() {
 	if !f.Guard.Suspended() {
 		return
@@ -166,7 +168,8 @@ func (f *Imported) await() {
 	time.Sleep(guardLook)
 }
 
-// Close lets go of everything, the link last.
+// Close closes the descriptor and the guard, and then the link, by which the owner learns
+// of it.
 func (f *Imported) Close() error {
 	return errors.Join(sys.CloseFD(f.Memory), f.Guard.Close(), f.Link.Close())
 }

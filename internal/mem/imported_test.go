@@ -35,7 +35,7 @@ type other struct {
 	out *bufio.Scanner
 }
 
-// TestImportedChild is the child: it does what its input says, a line each.
+// TestImportedChild is the child: it does one command for each line of its input.
 func TestImportedChild(t *testing.T) {
 	if os.Getenv(importedChild) == "" {
 		return
@@ -123,7 +123,7 @@ type noLink struct{ io.Closer }
 func (noLink) Close() error { return nil }
 func (noLink) HungUp() bool { return false }
 
-// foreign is memory of the child.
+// imported is memory of the child, imported here.
 type imported struct {
 	*mem.Imported
 	guard *mem.Guard // the owner's end
@@ -176,7 +176,7 @@ func (f *imported) free() {
 // Memory of another process passes the suite, but for atomics.
 func TestConformanceOfImported(t *testing.T) {
 	o := startOther(t)
-	for _, how := range []memtest.Constructor{{Name: "foreign"}, {Name: "window", Window: ib.MWType2}, {Name: "indirect", Shape: memtest.List}} {
+	for _, how := range []memtest.Constructor{{Name: "imported"}, {Name: "window", Window: ib.MWType2}, {Name: "indirect", Shape: memtest.List}} {
 		how.NoAtomics = true
 		how.New = func(tb testing.TB, n uint64, _ ib.Access) memtest.Memory {
 			f := o.memory(n)
@@ -189,8 +189,8 @@ func TestConformanceOfImported(t *testing.T) {
 	}
 }
 
-// The owner moves memory while its importer, which knows nothing of it, reads and writes
-// there: no poison is read, and what was written is there at the end.
+// The owner moves memory while its importer reads and writes there, without any message
+// between them: no poison is read, and what was written is there at the end.
 func TestImportedMovedByItsOwner(t *testing.T) {
 	const n, poison = 3*4096 + 80, 0xdb
 	rng := rand.New(rand.NewPCG(memtest.Seed(t), 0))
@@ -247,8 +247,8 @@ type brokenLink struct{ noLink }
 
 func (brokenLink) HungUp() bool { return true }
 
-// Who waits for memory that its owner has suspended is not harmed when the region is closed
-// meanwhile, and learns it when the owner has ended.
+// An access that waits for memory which its owner has suspended ends when the region is closed
+// meanwhile, and when the owner has ended.
 func TestImportedSuspendedForGood(t *testing.T) {
 	for _, link := range []mem.ImportedLink{noLink{}, brokenLink{}} {
 		owner, fd, err := mem.NewGuard()
@@ -302,7 +302,7 @@ func TestImportedSuspendedForGood(t *testing.T) {
 
 var importedUser = mem.Actor{PD: 1, QPN: 2}
 
-// importedRegion registers foreign memory, and returns a list of all of it.
+// importedRegion registers imported memory, and returns a list of all of it.
 func importedRegion(t *testing.T, f *imported) (*mem.Table, func(ib.Access) *mem.List) {
 	t.Helper()
 	table := mem.NewTable(mem.TableConfig{})
@@ -321,7 +321,7 @@ func importedRegion(t *testing.T, f *imported) (*mem.Table, func(ib.Access) *mem
 	}
 }
 
-// Nobody reaches the memory but by its engine, which changes no words.
+// Only its engine reaches the memory, and has no atomics.
 func TestImportedIsNotAddressed(t *testing.T) {
 	f := startOther(t).memory(8192)
 	table, list := importedRegion(t, f)
@@ -370,7 +370,8 @@ func TestImportedFromReference(t *testing.T) {
 	}
 }
 
-// When the owner has shut the guard and waited, nothing changes any more, whoever is at it.
+// When the owner has shut the guard and waited, the memory changes no more, whatever accesses
+// were under way.
 func TestImportedRevoked(t *testing.T) {
 	o := startOther(t)
 	for range 20 {
@@ -438,8 +439,8 @@ func TestImportedGone(t *testing.T) {
 	}
 }
 
-// A user that dies inside holds nobody up, one that lives does; what it has written into
-// the guard does not matter then.
+// The owner waits for a live user whose access is under way, and not for one that has died
+// during an access, whatever it has written into the guard.
 func TestGuardOfTheDead(t *testing.T) {
 	o := startOther(t)
 	g, fd, err := mem.NewGuard()

@@ -3,20 +3,22 @@
 // The way of an address, top-down:
 //
 //  1. table.go: a key's index is unpermuted to a slot; the slot holds a Region
-//     or nothing. No lock, no hash. (Who comes again with the same key has a Memo.)
-//  2. region.go: a read section on the region is opened and closed; the state, the
-//     domain, the rights and the bounds are checked, once. Whoever kills a region
+//     or nothing. No lock, no hash. (A Memo saves the lookup to a caller that uses
+//     one key again and again.)
+//  2. region.go: an access opens a read section on the region, which checks the state,
+//     the domain, the rights and the bounds once, and closes it. The closing of a region
 //     marks it dead, then waits for the sections that are open; suspend.go shuts it
 //     for a moment. rereg.go changes what a region is; window.go has keys that open a
 //     part of one, mkey.go keys that are made of several: place.go leads through both
 //     to the region whose bytes they are.
-//  3. a Backing finds the bytes. One file for each kind of memory: host.go,
-//     ondemand.go, device.go, imported.go.
+//  3. A Backing finds the bytes. There is a file for each kind of memory: host.go,
+//     held.go, ondemand.go, device.go, imported.go.
 //  4. copy.go: one loop moves bytes between any two lists of any two kinds.
 //     gather.go hands them to the kernel instead, atomic.go changes 8 of them,
-//     flush.go makes them visible to all, or persistent.
+//     flush.go makes them visible to all, or persistent. An engine moves bytes that
+//     the CPU does not address (engine.go, transfer.go).
 //
-// The package knows neither queue pairs nor packets.
+// Nothing here depends on queue pairs or packets.
 package mem
 
 import "github.com/verbena-rdma/verbena/ib"
@@ -25,23 +27,23 @@ import "github.com/verbena-rdma/verbena/ib"
 // with any of them must be prepared for a store.
 const writing = ib.AccessLocalWrite | ib.AccessRemoteWrite | ib.AccessRemoteAtomic
 
-// Actor is on whose behalf memory is accessed.
+// Actor is the queue pair on whose behalf memory is accessed.
 type Actor struct {
 	PD  uint32 // the protection domain of the queue pair
-	QPN uint32 // the queue pair: some keys answer to one alone
+	QPN uint32 // the queue pair: some keys are good for one alone
 }
 
 // Kind is a kind of memory, for counters and for people.
 type Kind uint8
 
 const (
-	KindRaw      Kind = iota // bytes that the engine owns: packets, inline data
+	KindRaw      Kind = iota // bytes of the device's own: packets, inline data, null memory
 	KindPinned               // host memory as it was when registered
 	KindOnDemand             // host memory as it is
 	KindImplicit             // all host memory as it is
 	KindDevice               // memory of the device
 	KindIndirect             // made of other regions
-	KindImported             // memory of another process
+	KindImported             // memory that another process has registered and shares
 	NumKinds
 )
 
@@ -49,9 +51,9 @@ const (
 // file that implements it and passes the conformance suite.
 //
 // Run is called inside a read section: concurrently with itself, never after
-// Close. A backing whose bytes cannot be gone, whatever the application does,
-// may say so with a method Solid() bool, and saves the copy loop its safety
-// net.
+// Close. A backing whose bytes cannot be gone, whatever the application does, may
+// have a method NeverFaults() bool that returns true: then the copy loop does not
+// guard against faults.
 type Backing interface {
 	Kind() Kind
 	// Len returns the number of bytes; no region on it is longer.
@@ -67,7 +69,7 @@ type Backing interface {
 
 // paged is a Backing whose bytes come and go. Its Run may answer FaultPending.
 type paged interface {
-	// Gone is told that bytes which Run has offered were not there when they
+	// Gone is called when bytes which Run has offered were not there when they
 	// were accessed, at off; n is how many were left from there. If it returns
 	// FaultNone they are there again. It is called inside the read section.
 	Gone(off, n uint64, acc ib.Access) FaultKind
@@ -78,13 +80,13 @@ type paged interface {
 }
 
 // staged is a Backing of bytes that the CPU does not reach where they are: what Run
-// offers are copies. Run fills them for an access that reads; what was written to them,
-// Store brings to where it belongs. off is that of b's first byte; last says that a
-// message ends with it. Nobody keeps such bytes, or their addresses, longer than a copy
-// takes.
+// offers are copies, staging bytes. Run fills them for an access that reads; Store brings
+// what was written to them to where it belongs. off is that of b's first byte; last is set
+// if a message ends with b. No caller keeps such bytes, or their addresses, longer than a
+// copy takes.
 //
-// A type that implements it may say with a method Staged() bool that a particular backing
-// is none.
+// A type that implements it may have a method Staged() bool that returns false for a backing
+// whose bytes the CPU does reach.
 type staged interface {
 	Store(off uint64, b []byte, last bool) FaultKind
 	// Done takes back bytes that Run has returned, as they were returned, when they are
@@ -101,7 +103,7 @@ func asStaged(b Backing) staged {
 	return s
 }
 
-// FaultKind says why memory could not be accessed. The zero value means that
+// FaultKind is why memory could not be accessed. The zero value means that
 // it could.
 type FaultKind uint8
 
@@ -125,14 +127,14 @@ const (
 	FaultRevoked                    // the owner of the memory has taken it away, for good
 	numFaultKinds
 
-	// faultChanging is what Run returns instead of FaultPending if nothing but changes of
-	// mappings is to be waited for. No Fault has it: see place.fault.
+	// faultChanging is what Run returns instead of FaultPending if the access has to wait
+	// for nothing but pending changes of mappings. place.fault makes FaultPending of it.
 	faultChanging FaultKind = 0xff
 )
 
 // Fault is why an access failed. It is a value: compare with Fault{} or call OK.
-// It is no longer than what the compiler keeps in registers, four words and four
-// fields: all that moves bytes returns one.
+// All that moves bytes returns one, so it is no longer than what the compiler keeps in
+// registers: four words and four fields.
 type Fault struct {
 	Kind FaultKind
 	Key  uint32
@@ -144,10 +146,10 @@ type Fault struct {
 type Extent struct{ Addr, Len uint64 }
 
 // wanted is what a FaultPending waits for: a region that is shut for a moment, another
-// process that is still at memory which was taken away, or the bytes at off in a region.
+// process that still accesses memory which was taken away, or the bytes at off in a region.
 type wanted struct {
 	shut  *Region         // nil: not that
-	left  <-chan struct{} // closed when the other process is gone from there; nil: not that
+	left  <-chan struct{} // closed when the other process accesses it no more; nil: not that
 	brief bool            // no storage is waited for
 
 	acc    ib.Access
@@ -173,14 +175,14 @@ type List struct {
 	Off       uint64 // bytes of the pieces to skip first
 	Memo      *Memo  // if set, where a region is remembered for the next list
 
-	// Far, if set, is where the first RefLen bytes lie; Raw's one piece follows
-	// them. Only a source can be far.
+	// Ref, if set, is payload by reference: the first RefLen bytes of the list. Raw's one
+	// piece follows them. Only a source has it.
 	Ref    Reference
 	RefLen uint64
 }
 
-// Memo remembers the region that a list has last led to: who uses the same one again
-// and again need not look it up.
+// Memo remembers the region that a list has last led to: the next list with the Memo looks a
+// region up only if it has another key, or that region is closed.
 type Memo struct{ region *Region }
 
 // Side names the list of a Copy that failed.

@@ -13,8 +13,8 @@ package mem
 //     and bottom through indirect keys among the pieces to one of a leaf, on which
 //     the access opens a section too while it is in that leaf (place.go).
 //  4. Invalidate and Close keep new sections out, wait for the open ones, and give
-//     the regions back. Then the key can be configured again; or Configure is told
-//     to do that itself (ib.MKeyInPlace).
+//     the regions back. Then the key can be configured again. With ib.MKeyInPlace
+//     Configure does all that itself.
 //
 // A list and an interleaved pattern are the same thing: rounds of pieces, of which
 // a list has one. No key can be part of itself, at any remove: what is configured is
@@ -47,7 +47,7 @@ type MKey struct {
 	r      Region // its place in the table: key, state, and when configured bounds and rights
 	layout layout
 	max    int
-	// sheltered: peers cannot invalidate it. It is set before anybody knows the key.
+	// sheltered: peers cannot invalidate it. It is set before the key is given out.
 	sheltered bool
 }
 
@@ -106,7 +106,7 @@ func (m *MKey) Key() uint32 { return m.r.Key() }
 // Free reports whether the key is free to be configured.
 func (m *MKey) Free() bool { return !m.r.Alive() }
 
-// Shelter keeps peers from invalidating the key. It is called before anybody knows it.
+// Shelter keeps peers from invalidating the key. It is called before the key is given out.
 func (m *MKey) Shelter() { m.sheltered = true }
 
 // Configure configures an indirect key, on behalf of a queue pair. On a fault it is
@@ -141,7 +141,7 @@ func (t *Table) Configure(l *Layout, who Actor) Fault {
 	return Fault{}
 }
 
-// changeLocked changes what is to be changed, while nobody can use the key.
+// changeLocked changes what is to be changed, while no section can be open on the key.
 func (m *MKey) changeLocked(l *Layout, who Actor) Fault {
 	r := &m.r
 	if l.Update&ib.MKeyKeepAccess != 0 {
@@ -206,7 +206,7 @@ type builder struct {
 	key         uint32  // by which that was found
 	flat        []byte  // of the same region
 	neverFaults bool
-	// byEngine tells that there is a piece that the CPU does not address.
+	// byEngine is set if there is a piece that the CPU does not address.
 	byEngine bool
 }
 
@@ -305,14 +305,14 @@ func (t *Table) borrow(key uint32, addr, n uint64, access ib.Access, who Actor) 
 	return p, off, p.lend()
 }
 
-// carries tells whether a key with such rights may stand on the region: one that can
-// be written needs a region that can. The key's rights are its own besides: that
+// carries reports whether a key with such rights may stand on the region: one that can
+// be written needs a region that can. For the rest the key's rights are its own: the right
 // of peers to write does not need that of the program (mlx5dv_wr_mkey_configure(3)).
 func (r *Region) carries(access ib.Access) bool {
 	return (access&writing == 0 || r.access&ib.AccessLocalWrite != 0) && access&ib.AccessFlush&^r.access == 0
 }
 
-// grants tells whether the key could have such rights.
+// grants reports whether the key could have such rights.
 func (l *layout) allows(access ib.Access) bool {
 	for i := range l.pieces {
 		if p := &l.pieces[i]; p.lent && !p.region.carries(access) {
@@ -345,8 +345,8 @@ func (m *MKey) invalidateLocked(forPeer bool) (FaultKind, <-chan struct{}) {
 	return kind, left
 }
 
-// suspendLocked makes the key useless and waits for those who use it; but not for engines
-// (Region.invalidateLocked).
+// suspendLocked makes the key useless and waits for the accesses under way, but not for those
+// of engines (Region.invalidateLocked).
 func (m *MKey) suspendLocked() (FaultKind, <-chan struct{}) {
 	r := &m.r
 	if !r.bound.CompareAndSwap(0, taken) {
@@ -363,13 +363,13 @@ func (m *MKey) suspendLocked() (FaultKind, <-chan struct{}) {
 	return FaultNone, nil
 }
 
-// forgetLocked gives back what a key stands on that nobody can use.
+// forgetLocked gives back what a key stands on, when no section can be open on it.
 func (m *MKey) forgetLocked() {
 	m.layout.giveBack()
 	m.r.backing = nil
 }
 
-// Close ends the key: when it returns, nobody accesses memory through it any more.
+// Close ends the key: when it returns, no access to memory through it is under way.
 // It fails with EBUSY while another key stands on it. Closing again does nothing.
 func (m *MKey) Close() error {
 	r := &m.r
@@ -446,7 +446,7 @@ func (l *layout) pieceAt(off uint64, hint *int) *piece {
 	return &l.pieces[*hint]
 }
 
-// Gone is told that bytes were not there: the leaf's backing may bring them back.
+// Gone is called when bytes were not there: the leaf's backing may bring them back.
 func (l *layout) Gone(off, n uint64, acc ib.Access) FaultKind {
 	hint := 0
 	p, at, left := l.bottom(off, &hint)
@@ -477,8 +477,7 @@ func (l *layout) Await(off, n uint64, acc ib.Access) FaultKind {
 	return kind
 }
 
-// Durable reports whether Persist makes the bytes persistent: the rights say so,
-// which all pieces grant.
+// Durable returns true: a key with the right to be made persistent has it from all its pieces.
 func (l *layout) Durable() bool { return true }
 
 // Persist brings bytes to storage, piece by piece; see Await.

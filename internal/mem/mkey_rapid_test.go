@@ -21,8 +21,8 @@ type flat struct {
 	depth int
 }
 
-// A random nest of list and interleaved keys shows the very bytes that a flat
-// reference says, to reads and to writes, of any range, and touches no others.
+// A random nest of list and interleaved keys leads reads and writes of any range to the
+// same bytes as a flat reference, and to no others.
 func TestMKeyProperty(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		table := mem.NewTable(mem.TableConfig{Seed: 1})

@@ -14,7 +14,7 @@ import (
 
 // The part of the model that is about windows and re-registration.
 
-// modelWindow is what the model knows of a window.
+// modelWindow is a window in the model.
 type modelWindow struct {
 	ib.MWBind // what it is bound to
 	real      *mem.Window
@@ -40,8 +40,7 @@ func (w *modelWindow) entry() *modelEntry {
 	return e
 }
 
-// behind is what the window says of an access that fits its domain, rights and
-// bounds.
+// behind returns how an access ends that fits the window's domain, rights and bounds.
 func (e *modelEntry) behind(who mem.Actor, right ib.Access) mem.FaultKind {
 	w := e.window
 	switch {
@@ -187,7 +186,7 @@ func (m *model) bindable(w *modelWindow) (good []*modelRegion) {
 	return good
 }
 
-// mayBind tells whether a window can be bound to what has a key.
+// mayBind reports whether a window can be bound to what has a key.
 func mayBind(on *modelEntry, b *ib.MWBind, who mem.Actor) mem.FaultKind {
 	switch {
 	case on == nil:

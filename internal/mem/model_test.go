@@ -28,7 +28,7 @@ const (
 	modelRegions = 14 // and windows, at most
 )
 
-// modelRegion is what the model knows of a region.
+// modelRegion is a region in the model.
 type modelRegion struct {
 	mem.RegionConfig
 	real        *mem.Region
@@ -38,8 +38,8 @@ type modelRegion struct {
 	windows     int // bound to it
 }
 
-// entry is what the model says of the region or window that has a key: where it
-// lies, and what it lets whom do.
+// entry returns the model of a region or window that has a key: where it lies, and which
+// accesses of which actors it allows.
 func (r *modelRegion) entry() *modelEntry {
 	return &modelEntry{RegionConfig: r.RegionConfig, region: r, memory: r.memory, start: r.start, dead: r.invalidated}
 }
@@ -193,7 +193,7 @@ func (m *model) unique(t *rapid.T, key uint32) {
 	}
 }
 
-// drawRegion draws what a region is to be, and tells whether there can be such.
+// drawRegion draws what a region is to be, and reports whether there can be such.
 func (m *model) drawRegion(t *rapid.T) (*modelRegion, bool) {
 	r := &modelRegion{memory: rapid.IntRange(0, 2).Draw(t, "memory")}
 	r.start = rapid.SampledFrom([]int{0, 8, 64, 200, 1, 77, 350, modelMemory - 1}).Draw(t, "start")
@@ -307,7 +307,7 @@ func (m *model) invalidate(t *rapid.T) {
 	}
 }
 
-// modelRange is a range that an access asks for, and what the model says of it.
+// modelRange is a range that an access asks for, and what the model expects of it.
 type modelRange struct {
 	sge   ib.SGE
 	who   mem.Actor

@@ -44,7 +44,7 @@ func TestFaultAddr(t *testing.T) {
 }
 
 // Every byte, and no other, wherever source and target lie in their lines; also where they
-// overlap, though nobody may rely on it.
+// overlap, though no caller may rely on that.
 func TestCopyAlignment(t *testing.T) {
 	src := make([]byte, 3*longest)
 	for i := range src {

@@ -9,24 +9,24 @@ import (
 // Null is memory that is not there: what is read from it is zero, what is written
 // to it is discarded. It is as long as can be. See ibv_alloc_null_mr(3).
 type Null struct {
-	sink []byte // of its own: what is written here nobody reads, not even through another null region
+	sink []byte // takes what is written; not shared with other null regions, and never read
 }
 
 // nullRun is how many bytes it offers at a time.
 const nullRun = 64 << 10
 
-var zeros = make([]byte, nullRun) // nobody writes here
+var zeros = make([]byte, nullRun) // never written
 
 // NewNull makes memory that is not there.
 func NewNull() *Null { return &Null{sink: make([]byte, nullRun)} }
 
-// Kind says that the bytes are the engine's own.
+// Kind returns KindRaw.
 func (n *Null) Kind() Kind { return KindRaw }
 
 // Len returns the largest length there is.
 func (n *Null) Len() uint64 { return math.MaxUint64 }
 
-// NeverFaults tells that the bytes cannot be gone.
+// NeverFaults returns true: the bytes are the device's own.
 func (n *Null) NeverFaults() bool { return true }
 
 // Run returns zeros to read, or a place to write to.

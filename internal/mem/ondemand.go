@@ -5,18 +5,18 @@ package mem
 //
 //  1. Run looks at the page table. Pages that are present are offered as they
 //     are, without a system call.
-//  2. fetch deals with a page fault: it finds the mapping, has the kernel tell
-//     about changes there, makes the pages present and notes them in the table,
-//     unless an invalidation came between; then it begins again. Run itself does
-//     only what is quick. What would wait for a device is a FaultPending, and
-//     somebody who may wait calls Await.
-//  3. changed, missed and sweep take pages out of the table: the kernel told, or
-//     might have, or they were found to be gone. Gone does so when an access has
-//     failed for it.
+//  2. fetch deals with a page fault: it finds the mapping, asks the kernel to report
+//     changes there, makes the pages present and enters them in the table; if an
+//     invalidation came between, it begins again. Run does not wait for storage:
+//     where that may be needed it returns FaultPending, and a caller that may wait
+//     calls Await.
+//  3. changed, missed and sweep take pages out of the table: the kernel has reported
+//     a change, or a report was lost, or the pages were found to be gone. Gone does
+//     so when an access has failed.
 //
 // Memory is accessed at its own address, so a device always reads and writes
 // what the CPU would. The page table can therefore be wrong without harm: it
-// decides what is counted, and who waits, not what is accessed.
+// decides what is counted, and which access waits, not what is accessed.
 
 import (
 	"errors"
@@ -40,24 +40,24 @@ type OnDemand struct {
 	device *Paging
 	used   atomic.Pointer[pagedIn]
 	kind   Kind
-	inHeap bool // it is the Go heap's
-	inFile bool
+	inHeap bool // the addresses are the Go heap's
+	inFile bool // all of it was a file that keeps it, when it was registered
 }
 
-// pagedIn is what only a region needs that has been accessed.
+// pagedIn is what an OnDemand needs from its first access on.
 type pagedIn struct {
 	pages  pageTable
 	begin  sync.Once
 	place  *membership
-	failed [4]atomic.Uint64 // pages that could not be fetched, plus one, each where its number says
+	failed [4]atomic.Uint64 // pages that could not be fetched: page+1, at page%4
 	counts pagingCounts
 
 	mu     sync.Mutex // guards closed; held while the region is swept, and for each step of a prefetch
 	closed bool
 }
 
-// addressSpace is the length of an implicit region: all that the kernel gives a
-// process that does not ask for more.
+// addressSpace is the length of an implicit region: all addresses that the kernel gives a
+// process that does not ask for higher ones.
 var addressSpace = addressSpaceOf(runtime.GOARCH)
 
 func addressSpaceOf(arch string) uint64 {
@@ -124,7 +124,7 @@ func newOnDemand(addr uintptr, length uint64, access ib.Access, p *Paging) (*OnD
 	return m, nil
 }
 
-// notDurable says why memory does not survive, if so.
+// notDurable returns why memory is not persistent, or an empty string if it is.
 func notDurable(addr uintptr, length uint64) string {
 	if goheap.Contains(addr) {
 		return noteHeap
@@ -136,7 +136,7 @@ func notDurable(addr uintptr, length uint64) string {
 	return why
 }
 
-// countedPages is the region's size as statistics have it.
+// countedPages returns the region's size for the statistics: 0 for the whole address space.
 func (m *OnDemand) countedPages() uint64 {
 	if pages := m.numPages(); pages != addressSpace>>pageShift {
 		return pages
@@ -165,7 +165,7 @@ func (m *OnDemand) Addr() uintptr { return m.addr }
 // Len returns the number of bytes.
 func (m *OnDemand) Len() uint64 { return m.length }
 
-// NeverFaults reports whether accesses can never fault: see Host.Solid.
+// NeverFaults reports whether accesses can never fault: see Host.NeverFaults.
 func (m *OnDemand) NeverFaults() bool { return m.inHeap }
 
 // pageOf returns the page that the byte at off lies in.
@@ -178,14 +178,14 @@ func (m *OnDemand) pageAt(addr uintptr) uint64 {
 	return uint64(addr>>pageShift - m.addr>>pageShift)
 }
 
-// Run returns the bytes at off that are present, after fetching the first of
-// them if that is quick.
+// Run returns the bytes at off that are present, after fetching them if they are absent
+// and that does not wait for storage.
 func (m *OnDemand) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
 	if off >= m.length || n > m.length-off {
 		return nil, FaultBounds
 	}
 	if !theSpace.applyChangesSoon() {
-		return nil, faultChanging // what has changed is not known yet, and the table out of date
+		return nil, faultChanging // changes are pending: the table may be out of date
 	}
 	have := m.have(off, n, acc)
 	if have != 0 && theSpace.doubtful.Load() {
@@ -223,9 +223,9 @@ func (m *OnDemand) have(off, n uint64, acc ib.Access) uint64 {
 	return pages<<pageShift - (uint64(m.addr)+off)%pageSize
 }
 
-// stillThere returns how many of n bytes at off are there that the table has. Who
-// accesses a page that was reclaimed waits for it where nobody must wait, in the middle
-// of a copy; so while the kernel reclaims, it is asked before.
+// stillThere returns how many of n bytes at off, whose pages are in the table, are still
+// present. An access to a page that was reclaimed waits for storage in the middle of a copy,
+// where it must not; so while the kernel reclaims pages, Run asks it before.
 func (m *OnDemand) stillThere(off, n uint64) uint64 {
 	at := m.addr + uintptr(off)
 	start, end := sys.PageAlign(at, uintptr(n))
@@ -245,8 +245,9 @@ func (m *OnDemand) vanished(start, end uintptr) bool {
 	return true
 }
 
-// fetch makes bytes present, from off on: all of n, or as many as lie before the
-// first that cannot be had; none of them is a fault. With wait it may take long.
+// fetch makes bytes present, from off on: all of n, or as many as lie before the first that
+// it cannot make present. It returns a fault only if there are none. With wait it may wait
+// for storage.
 func (m *OnDemand) fetch(off, n uint64, acc ib.Access, wait bool) FaultKind {
 	u := m.use()
 	if u == nil {
@@ -281,18 +282,18 @@ func (m *OnDemand) fetch(off, n uint64, acc ib.Access, wait bool) FaultKind {
 	return kind
 }
 
-// hasFailed reports whether somebody has waited for a page, in vain. Whether a
-// page is slow is a guess, and behind the end of a file a wrong one: who tries again
-// after that wait must not be told to wait once more, but what is wrong. It is true
-// once.
+// hasFailed reports whether an Await has failed to fetch a page. That a page may block is a
+// guess, and behind the end of a file a wrong one: the access that comes after the Await must
+// not end in FaultPending once more, but in the fault itself. It returns true once for each
+// failure.
 func (m *OnDemand) hasFailed(at uintptr) bool {
 	page, u := m.pageAt(at), m.used.Load()
 	return u.failed[page%uint64(len(u.failed))].CompareAndSwap(page+1, 0)
 }
 
-// disturbed reports whether mappings of a range have changed since the space had
-// seen before changes. Then pages of it that were noted since may be gone, and are
-// taken away again. What has changed and is not known yet takes them away when it is.
+// disturbed reports whether mappings of a range have changed since the space's count of
+// changes was before. Then pages that were entered in the table since may be gone, and it
+// takes them out again. A change that is still pending takes them out when it is applied.
 func (m *OnDemand) disturbed(u *pagedIn, before uint64, start, end uintptr) bool {
 	theSpace.applyChangesSoon()
 	if !theSpace.changedSince(before, start, end) {
@@ -319,10 +320,11 @@ func (m *OnDemand) bringIn(at, end uintptr, write, wait bool) (upto uintptr, kin
 	return min(upto, end), FaultNone
 }
 
-// cover finds the mapping of an address and has the kernel tell about changes there, up to
+// cover finds the mapping of an address and asks the kernel to report changes there, up to
 // end or the end of the mapping, which it returns. swappable reports whether its pages may
-// be swapped out. ok is false if nothing is mapped there, or not for this access; where
-// the kernel cannot be asked, making the pages present finds out. The Go heap stays mapped.
+// be swapped out. ok is false if nothing is mapped there, or not for this access; it is true
+// where the kernel cannot be asked: makePresent finds out. The Go heap stays mapped, and needs
+// no cover.
 func (m *OnDemand) cover(at, end uintptr, write bool) (upto uintptr, swappable, ok bool) {
 	if m.inHeap {
 		return end, sys.Swappable(), true
@@ -339,10 +341,10 @@ func (m *OnDemand) cover(at, end uintptr, write bool) (upto uintptr, swappable, 
 	return end, where.Swappable(), true
 }
 
-// speed reports whether pages of one mapping may have to be read from storage. If they
-// have to, and the caller must not wait, it returns FaultPending, unless somebody has
-// waited for them in vain. Where the kernel cannot be asked they count as slow, but nobody
-// is made to wait. Who waits asks only about pages that can be swapped out.
+// speed reports whether making pages of one mapping present may block, for storage. If it may
+// and wait is not set, it returns FaultPending, unless an Await has failed to fetch them. Where
+// the kernel cannot be asked, slow is true but there is no FaultPending. With wait the kernel is
+// asked only about pages that can be swapped out: others count as slow.
 func (m *OnDemand) speed(at, end uintptr, write, wait, swappable bool) (slow bool, kind FaultKind) {
 	if wait && !swappable {
 		return true, FaultNone
@@ -354,8 +356,9 @@ func (m *OnDemand) speed(at, end uintptr, write, wait, swappable bool) (slow boo
 	return slow || err != nil, FaultNone
 }
 
-// makePresent makes pages of one mapping present: at one stroke, or one by one where the
-// kernel cannot, or they can be swapped out (see populate). It returns where it has stopped.
+// makePresent makes pages of one mapping present: by one system call, or one by one if the
+// kernel has no such call or the pages can be swapped out (see populate). It returns the
+// address where it has stopped.
 func makePresent(at, end uintptr, write, swappable, slow bool) (upto uintptr) {
 	if !swappable {
 		if upto, can := populate(at, end, write); can {
@@ -365,17 +368,18 @@ func makePresent(at, end uintptr, write, swappable, slow bool) (upto uintptr) {
 	return touchPages(at, end, write, slow)
 }
 
-// populate makes pages present at one stroke, where the kernel can do that.
+// populate makes pages present by one system call; can is false if the kernel has none.
 //
-// But it marks them as used twice. If they can be swapped out, and all of a memory
-// cgroup's are so marked when it comes to its limit, Linux (seen: 6.18) finds none in
-// time that has not been used lately, and kills the process though swap is empty.
+// The call marks the pages as used twice. If they can be swapped out, and all pages of a
+// memory cgroup are so marked when it comes to its limit, Linux (seen: 6.18) finds in time
+// none that was not used lately, and kills the process though swap is empty.
 func populate(at, end uintptr, write bool) (upto uintptr, can bool) {
 	r := sys.PopulateRange(at, end, write)
 	return r.Upto, r.Outcome != sys.CannotPopulate
 }
 
-// touchPages makes pages present one by one, as the CPU would.
+// touchPages makes pages present one by one, by faults as the CPU's accesses would. It returns
+// the address where it has stopped.
 func touchPages(at, end uintptr, write, slow bool) (upto uintptr) {
 	for ; at < end; at += uintptr(pageSize) {
 		if (slow || !write) && !sys.Touch(at, false) || write && !sys.Touch(at, true) {
@@ -388,10 +392,10 @@ func touchPages(at, end uintptr, write, slow bool) (upto uintptr) {
 // Await fetches bytes, however long it takes.
 func (m *OnDemand) Await(off, n uint64, acc ib.Access) FaultKind {
 	if off >= m.length || n > m.length-off {
-		return FaultNone // another region by now
+		return FaultNone // the region has another backing by now
 	}
 	if m.have(off, n, acc) == n {
-		return FaultNone // only the changes of mappings were to be waited for, or another access has fetched them
+		return FaultNone // only changes of mappings were pending, or another access has fetched them
 	}
 	if kind := m.fetch(off, n, acc, true); kind != FaultDead {
 		return kind
@@ -400,8 +404,8 @@ func (m *OnDemand) Await(off, n uint64, acc ib.Access) FaultKind {
 	return FaultNone
 }
 
-// Gone is told that an access has failed at off. Either the kernel has told why,
-// by now, or it does not tell that: the rights or the file have changed.
+// Gone is called when an access has failed at off. Either the kernel has reported the change
+// by now, or it is one that the kernel does not report: of the rights, or of the file.
 func (m *OnDemand) Gone(off, n uint64, acc ib.Access) FaultKind {
 	theSpace.applyChangesSoon()
 	start, end := sys.PageAlign(m.addr+uintptr(off), uintptr(n))
@@ -409,8 +413,8 @@ func (m *OnDemand) Gone(off, n uint64, acc ib.Access) FaultKind {
 	return m.fetch(off, n, acc, false)
 }
 
-// useless returns how much of a range cannot be accessed as it should, though
-// its first page is in the table.
+// useless returns the part of a range, from its start on, whose pages do not belong in the
+// table: up to the next present page if the mapping allows the access, all of it if not.
 func (m *OnDemand) useless(start, end uintptr, write bool) (uintptr, uintptr) {
 	where, err := sys.QueryMapping(start)
 	if err != nil {
@@ -423,7 +427,7 @@ func (m *OnDemand) useless(start, end uintptr, write bool) (uintptr, uintptr) {
 	return start, end
 }
 
-// use returns what an accessed region has, or nil after Close.
+// use returns what the backing needs for accesses, and makes it at the first; nil after Close.
 func (m *OnDemand) use() *pagedIn {
 	u := m.used.Load()
 	if u == nil {
@@ -443,19 +447,19 @@ func (m *OnDemand) use() *pagedIn {
 	return u
 }
 
-// changed is told that mappings have changed.
+// changed takes the pages of a changed range out of the table: see member.
 func (m *OnDemand) changed(start, end uintptr) { _ = m.takeAway(start, end) }
 
-// missed is told that any mapping may have changed.
+// missed takes all pages out of the table, since any mapping may have changed: see member.
 func (m *OnDemand) missed() { m.changed(sys.PageAlign(m.addr, uintptr(m.length))) }
 
-// takeAway takes pages out of the table, if there are any.
+// takeAway takes the pages of a range out of the table, and reports whether there were any.
 func (m *OnDemand) takeAway(start, end uintptr) bool {
 	u := m.used.Load()
 	return u != nil && m.tookAway(u, u.pages.clear(m.pageAt(start), uint64(end-start)>>pageShift))
 }
 
-// tookAway counts an invalidation, if it was one.
+// tookAway counts an invalidation of so many pages, and reports whether there were any.
 func (m *OnDemand) tookAway(u *pagedIn, pages uint64) bool {
 	if pages == 0 {
 		return false
@@ -467,13 +471,13 @@ func (m *OnDemand) tookAway(u *pagedIn, pages uint64) bool {
 	return true
 }
 
-// sweep takes the pages away that are present no more, and of which nobody has
-// told: they were reclaimed, their file was cut short or punched, or the rights
-// of their mapping are others now.
+// sweep takes pages out of the table that are gone though the kernel has reported nothing:
+// they were reclaimed, their file was truncated or punched, or the rights of their mapping
+// have changed.
 func (m *OnDemand) sweep() {
 	u := m.used.Load()
 	if !u.mu.TryLock() {
-		return // a prefetch, which may have to wait for storage: the others' turn
+		return // a prefetch has the lock, and may be waiting for storage
 	}
 	defer u.mu.Unlock()
 	if u.closed {
@@ -494,7 +498,7 @@ func (m *OnDemand) sweep() {
 	})
 }
 
-// sweepRights takes away what a mapping does not allow any more.
+// sweepRights takes out of the table what a mapping does not allow any more.
 func (m *OnDemand) sweepRights(u *pagedIn, where *sys.Mapping, start, end uintptr) {
 	switch {
 	case !where.Read:
@@ -507,8 +511,8 @@ func (m *OnDemand) sweepRights(u *pagedIn, where *sys.Mapping, start, end uintpt
 // Durable reports whether Persist makes the bytes persistent: see Host.Durable.
 func (m *OnDemand) Durable() bool { return m.inFile }
 
-// Persist writes a range back to the file that is mapped there, which need not
-// be the one of registration time, if it is one.
+// Persist writes a range back to the file that is mapped there now, which need not be the one
+// of registration time. It returns ENOMEM if what is mapped there is not persistent.
 func (m *OnDemand) Persist(off, n uint64) error {
 	addr := m.addr + uintptr(off)
 	if notDurable(addr, n) != "" {
@@ -521,7 +525,7 @@ func (m *OnDemand) Persist(off, n uint64) error {
 // that is under way.
 func (m *OnDemand) Close() error {
 	u := orMake(&m.used)
-	u.begin.Do(func() {}) // who comes later finds no place
+	u.begin.Do(func() {}) // a later use finds no place, and returns nil
 	if u.place != nil {
 		theSpace.leave(u.place)
 	}

@@ -18,7 +18,7 @@ func (o *odp) pageOut(off, n uint64) {
 	o.tb.Helper()
 	for p := off; p < off+n; p += page {
 		at := o.addr + uintptr(p)
-		for tries := 0; ; tries++ { // it may leave pages that somebody else is looking at
+		for tries := 0; ; tries++ { // reclaim may leave pages that are in use just then
 			o.call(unix.SYS_MADVISE, p, page, unix.MADV_PAGEOUT)
 			if slow, err := sys.MayBlock(at, at+page, false); slow && err == nil {
 				break
@@ -31,8 +31,9 @@ func (o *odp) pageOut(off, n uint64) {
 	}
 }
 
-// The kernel does not tell what it reclaims. Once some is found to be gone, nobody
-// gets stuck on what is reclaimed next: it is asked before, until all is quiet.
+// The kernel does not report what it reclaims. Once pages are found to be gone, no access
+// gets stuck on those that are reclaimed next: each asks the kernel before, until a sweep
+// finds no more.
 func TestOnDemandDoubt(t *testing.T) {
 	if modetest.Current() == modetest.Unprivileged {
 		t.Skip("full: in the mode unprivileged the slow file system is somebody else's")

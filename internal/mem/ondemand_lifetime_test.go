@@ -47,7 +47,7 @@ func (o *odp) on(addr uintptr, n uint64) *odp {
 	return other
 }
 
-// The kernel tells about memory while a region that has it is open, and no
+// The kernel reports changes of memory while a region that has it is open, and no
 // longer.
 func TestOnDemandWatches(t *testing.T) {
 	needNotifier(t)
@@ -124,8 +124,8 @@ func implicitOver(o *odp) *odp {
 	return all
 }
 
-// Whoever waits for bytes when the region is closed does no harm, and is counted:
-// what he has brought in is nobody's, and the kernel tells nobody of it.
+// An Await that is under way when the region is closed does no harm, and is counted: the
+// pages that it has brought in are in no table, and the kernel does not watch them.
 func TestOnDemandAwaitAfterClose(t *testing.T) {
 	needNotifier(t)
 	const n = 16 * page
@@ -294,8 +294,8 @@ func TestNotifierThreads(t *testing.T) {
 	}
 }
 
-// Behind the end of a file nothing is to be had, though it looks as if it only had
-// to be read from the disk: who has waited for it in vain is told so.
+// Behind the end of a file there are no pages, though MayBlock takes them for pages that
+// have to be read from the disk: after an Await that has failed, the access ends in a fault.
 func TestOnDemandBehindEnd(t *testing.T) {
 	name := t.TempDir() + "/file"
 	if err := os.WriteFile(name, pattern(page+100, 1), 0o600); err != nil {

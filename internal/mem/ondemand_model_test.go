@@ -6,10 +6,10 @@ package mem_test
 //
 //   - what the device reads is what the CPU reads, it writes what the CPU would,
 //     and it fails where the CPU would fault, and only there;
-//   - every counter is what the model says: the kernel told, or it was found, once.
-//     (Not where the kernel tells nothing.)
+//   - every counter is as in the model: each change is counted once, whether the kernel
+//     has reported it or the device has found it. (Not where the kernel reports nothing.)
 //
-// The model knows the mappings page by page, the bytes, and the device's page
+// The model has the mappings page by page, the bytes, and the device's page
 // table. It asks the kernel only where one mapping ends and another begins, and
 // which pages a sweep will find absent; and it learns from the device what an access
 // has found.
@@ -50,7 +50,7 @@ type odpModel struct {
 	size int                // pages that the file has
 
 	want  ib.PagingStats
-	found int // pages of an access that met what nobody had told of
+	found int // pages that an access has found gone, which the kernel had not reported
 }
 
 // may reports whether the CPU may access a page.
@@ -170,7 +170,7 @@ func (m *odpModel) discard() {
 			return
 		}
 	}
-	m.mappings(p, n, m.invalidated) // told for each
+	m.mappings(p, n, m.invalidated) // the kernel reports each
 	m.syscall(unix.SYS_MADVISE, p, n, unix.MADV_DONTNEED)
 	for i := p; i < p+n; i++ {
 		m.pages[i].bytes = nil
@@ -302,8 +302,8 @@ func (m *odpModel) unmappedAt(f mem.Fault, what string, off, n, bad int) {
 	}
 }
 
-// foresee says what an access of the device does to its page table and to the
-// counters, and which page it fails at, or -1.
+// foresee applies to the model what an access of the device does to its page table and to
+// the counters, and returns the page that it fails at, or -1.
 func (m *odpModel) foresee(off, n int, write bool) (bad int) {
 	has := func(p int) bool { return m.pages[p].read && (m.pages[p].write || !write) }
 	end := (off+n-1)/page + 1
@@ -313,8 +313,8 @@ func (m *odpModel) foresee(off, n int, write bool) (bad int) {
 			continue
 		}
 		if has(p) {
-			// It is in the table, and nobody has told that it is gone: so it is
-			// found now. Which pages are found with it depends on where the copy
+			// It is in the table, and the kernel has not reported that it is gone: so
+			// it is found now. Which pages are found with it depends on where the copy
 			// begins, which may be at its end.
 			m.found = end - off/page
 			for q := p; q < end; q++ {
@@ -394,7 +394,7 @@ func (m *odpModel) prefetch() {
 	}
 }
 
-// sweepNow has the device look for what nobody has told.
+// sweepNow has the device look for changes that the kernel has not reported.
 func (m *odpModel) sweepNow() {
 	for p := 0; p < modelPages; {
 		n := 0

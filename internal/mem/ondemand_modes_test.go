@@ -8,8 +8,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys/modetest"
 )
 
-// On-demand memory works on machines that can do less: what needs the kernel to
-// tell of changes says so and is skipped, all the rest passes.
+// On-demand memory works on machines that can do less: tests that need the kernel's
+// reports of changes are skipped, all the rest pass.
 func TestOnDemandModes(t *testing.T) {
 	tests, checks := "TestOnDemand(SeesWhatTheCPUSees|Sweep|Huge|BehindEnd|StormOfAll|Model)|TestPrefetch|TestMeans", "20"
 	if os.Getenv("VERBENA_FULL") != "" {

@@ -169,8 +169,8 @@ func needNotifier(t *testing.T) {
 	}
 }
 
-// Faults happen once, and what the counters say is exact for all that the kernel
-// tells.
+// Faults happen once, and the counters are exact for all changes that the kernel
+// reports.
 func TestOnDemandCounts(t *testing.T) {
 	needNotifier(t)
 	o := newODP(t, 64*page)
@@ -288,7 +288,7 @@ func TestOnDemandSeesWhatTheCPUSees(t *testing.T) {
 	}
 }
 
-// A sweep finds what the kernel does not tell, and counts it once.
+// A sweep finds changes that the kernel does not report, and counts them once.
 func TestOnDemandSweep(t *testing.T) {
 	const n = 16 * page
 	fd := memfd(t, n)

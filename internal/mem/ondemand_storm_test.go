@@ -135,9 +135,9 @@ func TestOnDemandStormCounts(t *testing.T) {
 	}
 }
 
-// Words that the device writes say where and when they were written: whoever reads,
-// the device or the CPU, finds such words or zeros, and in the end everything
-// works. Files, protections, moves and forks included.
+// Words that the device writes contain where and when they were written: reads of the
+// device and of the CPU find such words or zeros, and in the end everything works.
+// Files, protections, moves and forks are included.
 func TestOnDemandStormOfAll(t *testing.T) {
 	const n = 64 * page
 	fd := memfd(t, n)

@@ -2,14 +2,14 @@ package mem
 
 // Pinned memory as an adapter has it: the pages of registration time are held, and are
 // read and written whatever the program does with their addresses afterwards
-// (sys.PinnedPages). The kernel copies; nobody here has an address of the pages. The way
+// (sys.PinnedPages). The kernel copies; the pages have no address in this process. The way
 // of an access:
 //
 //  1. Run returns staging bytes: a copy of the pages' bytes, or a place for what is to
 //     be written.
 //  2. The copy loop reads them, or writes them and calls Store, which brings them to the
 //     pages.
-//  3. Done takes the staging bytes back. If nobody calls it the collector frees them.
+//  3. Done takes the staging bytes back. If it is not called the collector frees them.
 
 import (
 	"errors"
@@ -46,7 +46,7 @@ func (p *Pages) Kind() Kind { return KindPinned }
 // Len returns the number of bytes.
 func (p *Pages) Len() uint64 { return p.length }
 
-// NeverFaults reports whether what Run offers cannot be gone: it cannot.
+// NeverFaults returns true: Run offers staging bytes.
 func (p *Pages) NeverFaults() bool { return true }
 
 // Run returns a copy of bytes, or if they are to be written a place for them.
@@ -65,12 +65,12 @@ func (p *Pages) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
 	return b, FaultNone
 }
 
-// Done takes back bytes that Run has returned, as they were returned. Nobody uses them
-// any more.
+// Done takes back bytes that Run has returned, as they were returned. The caller does not use
+// them any more.
 func (p *Pages) Done(b []byte) { staging.put(b) }
 
-// Store writes bytes. If they end a message, what lies in their last word goes after the
-// rest: the program may be looking at it.
+// Store writes bytes. If they end a message, those in their last word are written after the
+// rest: the program may be spinning on that word.
 func (p *Pages) Store(off uint64, b []byte, last bool) FaultKind {
 	if last && len(b) > 0 {
 		end := int((p.addr+off+uint64(len(b))-1)%wordSize) + 1
@@ -84,10 +84,10 @@ func (p *Pages) Store(off uint64, b []byte, last bool) FaultKind {
 	return pinFault(p.pinned.WriteAt(b, off))
 }
 
-// Close lets go of the pages.
+// Close unpins the pages.
 func (p *Pages) Close() error { return p.pinned.Close() }
 
-// pinFault returns what an access to pinned pages failed for.
+// pinFault returns the fault of an access to pinned pages that has failed.
 func pinFault(err error) FaultKind {
 	switch {
 	case err == nil:
@@ -107,7 +107,7 @@ func pinFault(err error) FaultKind {
 // Gone is never called: what Run offers cannot be gone.
 func (p *Pages) Gone(uint64, uint64, ib.Access) FaultKind { return FaultStale }
 
-// Await gives others the time to let go of memory or descriptors.
+// Await gives other threads and processes the time to free memory or descriptors.
 func (p *Pages) Await(uint64, uint64, ib.Access) FaultKind {
 	time.Sleep(pagesPause)
 	return FaultNone

@@ -16,7 +16,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// needPins skips a test where the kernel lets nobody pin pages.
+// needPins skips a test where the kernel does not let the process pin pages.
 func needPins(tb testing.TB) {
 	tb.Helper()
 	if err := sys.CanPin(); err != nil {
@@ -131,7 +131,7 @@ func TestPagesRefused(t *testing.T) {
 	}
 }
 
-// Those who write, read and close at once use the staging bytes one at a time.
+// Goroutines that write, read and close at the same time never share staging bytes.
 func TestPagesTogether(t *testing.T) {
 	needPins(t)
 	const n, workers = 64 << 10, 6

@@ -1,14 +1,14 @@
 package mem
 
-// pageTable is what the device knows about the pages of an on-demand region:
-// which ones are present, and which of those may be written. It is the cache
-// that a translation table is in hardware; the truth is the kernel's.
+// pageTable is the device's cache of the state of an on-demand region's pages: which
+// ones are present, and which of those may be written. It is what a translation table
+// is in hardware; the kernel's own page tables may differ.
 //
 // It is a tree of three levels whose parts are made when a page in them first
-// becomes present, so that a region costs nothing for pages that nobody
-// touches: a leaf for 512 pages (2 MiB), a branch for 512 leaves (1 GiB), and
+// becomes present, so that a region costs nothing for pages that are never
+// accessed: a leaf for 512 pages (2 MiB), a branch for 512 leaves (1 GiB), and
 // one slice of branches, with a bit for each that was made, so that the walk
-// through a whole address space skips what nobody touched. A region of at most
+// through a whole address space skips what was never accessed. A region of at most
 // 512 pages has a leaf and nothing else. Reading takes no lock; bits are set and
 // cleared atomically, and what was made is not freed before the region is.
 
@@ -24,8 +24,8 @@ const (
 )
 
 // leaf holds two bits for each page. A page that may be written can be read: the
-// bit that lets it be written is set first and cleared last, so that those who set
-// and clear at once leave at most a page that may only be read.
+// bit that lets it be written is set first and cleared last, so that a set and a
+// clear at the same time leave at most a page that may only be read.
 type leaf struct {
 	read, write [leafPages / wordPages]atomic.Uint64
 }
@@ -65,7 +65,7 @@ func (t *pageTable) leaf(page uint64) *leaf {
 	return b[page/leafPages%uint64(len(b))].Load()
 }
 
-// makeLeaf is leaf, and makes it.
+// makeLeaf is leaf, and makes the leaf if there is none.
 func (t *pageTable) makeLeaf(page uint64) *leaf {
 	if l := t.leaf(page); l != nil {
 		return l
@@ -125,8 +125,8 @@ func (t *pageTable) present(page, n uint64, write bool) uint64 {
 	return have
 }
 
-// set marks n pages present, and writable if write is set. It returns for how
-// many of them that is news.
+// set marks n pages present, and writable if write is set. It returns how many of
+// them were not so before.
 func (t *pageTable) set(page, n uint64, write bool) (news uint64) {
 	for w := range words(page, n) {
 		l := t.makeLeaf(w.page)
@@ -202,7 +202,7 @@ func (t *pageTable) nextBranch(i uint64) uint64 {
 }
 
 // runs visits the runs of pages that are present: whole words of them at a
-// time, so a run may be visited in pieces. It stops when visit says so.
+// time, so a run may be visited in pieces. It stops when visit returns false.
 func (t *pageTable) runs(visit func(page, n uint64) bool) {
 	for page := uint64(0); page < t.pages; {
 		if skip := t.empty(page); skip > 0 {
@@ -238,7 +238,7 @@ type word struct {
 	mask uint64
 }
 
-// words cuts a range of pages into words.
+// words splits a range of pages into words.
 func words(page, n uint64) func(yield func(word) bool) {
 	return func(yield func(word) bool) {
 		for n > 0 {

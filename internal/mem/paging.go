@@ -32,7 +32,7 @@ type Paging struct {
 	regions, regionPages, regionsNotFound atomic.Uint64
 }
 
-// Stats returns the device's counters, after taking in what the kernel has told.
+// Stats returns the device's counters, after applying pending changes of mappings.
 func (p *Paging) Stats() ib.PagingStats {
 	theSpace.applyChanges()
 	s := p.counts.stats()
@@ -50,8 +50,7 @@ func (m *OnDemand) Stats() ib.PagingStats {
 	return u.counts.stats()
 }
 
-// Present returns how many pages of the region are present, as far as the device
-// knows.
+// Present returns how many pages of the region are present by the device's page table.
 func (m *OnDemand) Present() uint64 {
 	theSpace.applyChanges()
 	u := m.used.Load()
@@ -78,11 +77,11 @@ func (m *OnDemand) count(u *pagedIn, add func(*pagingCounts)) {
 	add(&m.device.counts)
 }
 
-// countFault counts a page fault that ended in kind. One that is left to
-// somebody who may wait is counted by him.
+// countFault counts a page fault that ended in kind. A fault that ends in FaultPending is
+// counted when Await fetches its pages.
 func (m *OnDemand) countFault(u *pagedIn, pages uint64, acc ib.Access, kind FaultKind) {
 	if pages == 0 && (kind == FaultPending || kind == FaultNone) {
-		return // it has to be waited for, or another access has brought in the pages meanwhile
+		return // Await counts it, or another access has brought in the pages meanwhile
 	}
 	m.count(u, func(c *pagingCounts) {
 		c.faults.Add(1)

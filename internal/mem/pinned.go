@@ -1,11 +1,11 @@
 package mem
 
 // Pinned memory promises the pages of registration time. Hardware keeps them
-// when the program unmaps them, and works on in pages that nobody sees; we work
-// at addresses, and must never touch what is mapped there next. So the parts
-// that are unmapped, mapped anew or discarded become stale, for good: accesses
-// to them fail. That needs a notifier; without one, only memory that is not there
-// is noticed, when it is accessed.
+// when the program unmaps them, and goes on in pages that the program cannot see. A
+// Host is accessed at its address, where accesses must never touch what is mapped
+// next. So the parts that are unmapped, mapped anew or discarded become stale, for
+// good: accesses to them fail. That needs a notifier; without one, only memory that is
+// not mapped is noticed, when it is accessed.
 
 import (
 	"sync"
@@ -14,17 +14,17 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// pinnedWatch is what a Host knows about the fate of its pages.
+// pinnedWatch is what has become of a Host's pages since registration.
 type pinnedWatch struct {
 	place *membership
-	sysv  *sys.SysV                   // not nil: memory of System V, with an attachment of our own: it is not watched
+	sysv  *sys.SysV                   // not nil: System V shared memory, with an attachment of its own (attach): it is not watched
 	mu    sync.Mutex                  // held while lost changes
 	lost  atomic.Pointer[[]addrRange] // the parts that are stale; nil: none
 	all   atomic.Bool                 // all of it is watched, but for what becomes stale
 }
 
-// watch begins to listen. The pages of registration time are those that are
-// there after it.
+// watch begins to watch the memory. The pages of registration time are those that are
+// there when it has returned.
 func (h *Host) watch() {
 	start, end := sys.PageAlign(h.addr, uintptr(h.length))
 	h.fate = new(pinnedWatch)
@@ -48,7 +48,7 @@ func (h *Host) unwatch() {
 	}
 }
 
-// watched reports whether something may happen to the pages that the kernel tells of.
+// watched reports whether the program may remap the pages, and the kernel reports it.
 func (h *Host) watched() bool { return h.fate != nil && h.fate.sysv == nil }
 
 // staleAt reports whether a part of n bytes at off is stale.
@@ -86,9 +86,9 @@ func (h *Host) changed(start, end uintptr) {
 	h.fate.lost.Store(&lost)
 }
 
-// missed: something has happened, perhaps here. What was mapped anew is not watched,
-// and so tells itself. What was discarded does not: memory that works is not refused
-// for a suspicion.
+// missed makes stale what is not watched any more, since a report was lost: that was mapped
+// anew. What was discarded cannot be found out: memory that works is not refused on
+// suspicion.
 func (h *Host) missed() {
 	if !h.fate.all.Load() || theSpace.notifier.Load() == nil { // without one nothing is watched
 		return

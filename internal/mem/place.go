@@ -1,14 +1,13 @@
 package mem
 
-// Where bytes are found: between a key, whose section is open, and the bytes of a leaf,
-// a region that stands on memory itself.
+// The way from a key to the bytes of a leaf, a region that stands on memory itself.
 //
 //  1. open finds the region of a key and opens a section on it; for a window, on the
 //     region behind it too.
-//  2. run asks the leaf for its bytes. Under an indirect key each piece has a leaf of its
-//     own: run opens a section on the one that it comes to, and closes that on the one
-//     before. So one leaf at a time is in use, whatever the key is made of.
-//  3. close closes all sections, before anything is waited for.
+//  2. run gets bytes from the leaf's backing. Under an indirect key each piece has a leaf of
+//     its own: run closes the section on the leaf before and opens one on the piece's. So
+//     one leaf at a time is in use, whatever the key is made of.
+//  3. close closes all sections. The caller waits for nothing before that.
 
 import "github.com/verbena-rdma/verbena/ib"
 
@@ -17,7 +16,7 @@ type place struct {
 	region  *Region // the key's, with an open section; nil: no key is in use
 	leaf    *Region // whose bytes are in use, with an open section; nil: none yet
 	piece   int     // in an indirect key: the piece that was used last
-	staging []byte  // what the leaf, which is staged, has offered last, and wants back
+	staging []byte  // the staging bytes that the leaf's backing has offered last, to give back; nil: none
 }
 
 // open opens a region that was found by a key for an access to n bytes, unless one of the
@@ -70,8 +69,8 @@ func (p *place) run(off, n uint64, acc ib.Access) (b []byte, at uint64, f Fault)
 	return b, at, Fault{}
 }
 
-// flat is run for another piece of an indirect key that lies in the leaf in use, where that is
-// not to be asked for its bytes: most of many pieces are such. It returns nil if it is not.
+// flat is run for an indirect key whose piece at off lies in the leaf in use and has its bytes
+// in the layout already, as most pieces do where there are many. It returns nil for others.
 func (p *place) flat(off, n uint64) (b []byte, at uint64) {
 	m := p.region.mkey
 	if m == nil || p.staging != nil {
@@ -90,7 +89,7 @@ func (p *place) byEngine(off, n uint64) Fault {
 	return Fault{Kind: FaultPending, Key: r.Key(), Extent: Extent{r.iova + off - r.base, n}, wanted: stagedBytes}
 }
 
-// giveStaging gives back what the leaf has offered.
+// giveStaging gives the staging bytes back to the leaf's backing.
 func (p *place) giveStaging() {
 	p.leaf.staged.Done(p.staging)
 	p.staging = nil
@@ -118,7 +117,7 @@ func (p *place) fault(kind FaultKind, off, n uint64, acc ib.Access) Fault {
 	}
 	f := p.region.fault(kind, off, n, acc)
 	if f.wanted != nil {
-		// Where nothing is fetched the owner moves the bytes.
+		// Only a paged backing without staging bytes waits for storage.
 		_, fetches := p.leaf.backing.(paged)
 		f.wanted.brief = changing || !fetches || p.leaf.staged != nil
 	}

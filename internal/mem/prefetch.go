@@ -1,7 +1,7 @@
 package mem
 
-// Prefetching: parts of on-demand regions are brought in before somebody needs
-// them, as many regions as one call of the program names.
+// Prefetching: parts of on-demand regions are brought in before an access needs
+// them, of as many regions as one call of the program names.
 
 import "github.com/verbena-rdma/verbena/internal/sys"
 
@@ -15,19 +15,19 @@ type Prefetch struct {
 // Part is a part of a region.
 type Part struct {
 	Region *Region
-	Key    uint32 // that the region had; if it has another one, it is another
+	Key    uint32 // the region's at the call; if it has another by now, it was re-registered
 	Off, N uint64
 }
 
 // prefetchStep is how much a prefetch brings in at once: closing the region
-// waits for so much.
+// waits for one step.
 const prefetchStep = 2 << 20
 
 // Do makes the parts present. It may take long; a part ends early if its region is
-// closed, or becomes another one. A region that is not on demand needs nothing.
+// closed or re-registered. A region that is not on demand needs nothing.
 //
-// It returns the first part that could not be had and why, after doing the others,
-// or at once if it is to be strict. If all were had, the call is counted: once for
+// It returns the first part that could not be made present and why, after doing the
+// others, or at once if it is strict. If there is none, the call is counted: once for
 // the device and once for each region.
 func (p *Prefetch) Do(strict bool) (failed int, kind FaultKind) {
 	done := make(map[*OnDemand]struct{}, 1)

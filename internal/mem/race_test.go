@@ -2,5 +2,5 @@
 
 package mem
 
-// RaceEnabled tells tests that everything takes ten times as long.
+// RaceEnabled reports whether the race detector is on: then everything takes ten times as long.
 const RaceEnabled = true

@@ -1,28 +1,29 @@
 package mem
 
-// Reference is memory of another process, which is read by asking for it, or directly if
-// it is mapped here.
+// Reference is payload by reference: memory of another process, its owner. It is read where
+// it is mapped in this process, and by asking for a copy where it is not.
 type Reference interface {
-	// Mapped returns n bytes from an offset on if they are mapped here, or nil.
-	// What was copied from them counts only if Still says so then.
+	// Mapped returns n bytes from an offset on if they are mapped in this process, or nil.
+	// A copy of them is good only if Still returns true after it.
 	Mapped(off, n uint64) []byte
 	Still() bool
-	// ReadFar reads len(b) bytes from an offset on. own says that it failed
-	// because b is not there, and not the other process's memory.
+	// ReadFar reads len(b) bytes from an offset on. If it fails, own reports whether b
+	// is what is gone, and not the owner's memory.
 	ReadFar(b []byte, off uint64) (ok, own bool)
 }
 
-// startFar makes the cursor begin with the bytes that lie in another process, unless the
-// list skips all of them.
+// startFar makes the cursor begin with the list's payload by reference, as much of it as the
+// list does not skip.
 func (c *cursor) startFar() {
 	skipped := min(c.skip, c.list.RefLen)
 	c.ref = c.list.RefLen - skipped
 	c.skip -= skipped
 }
 
-// readFar is a step of the copy loop whose source lies in another process: the next bytes
-// of it, n at most, go straight to those that the target offers. It returns how many did;
-// none if the target's have to be asked for once more, or if a side has a fault.
+// readFar is a step of the copy loop whose source is payload by reference: its next bytes
+// are read into those that the target offers. It returns how many were read: none if the
+// cursor of the target has to offer its bytes once more, or if side, which is returned too,
+// has a fault. n is what the copy has left: last counts for the step that ends it.
 func readFar(d, s *cursor, n uint64, last bool) (k int, side Side) {
 	k = int(min(uint64(len(d.b)), s.ref))
 	ok, own, known, bad := s.list.readFar(d.b[:k], s.list.RefLen-s.ref, d.mapped())
@@ -45,10 +46,10 @@ func readFar(d, s *cursor, n uint64, last bool) (k int, side Side) {
 	return k, 0
 }
 
-// readFar reads far bytes into b, which lies at a place: by itself where both processes
-// have mapped them, or by asking. known is false if it is not known what lies at the
-// place: then nothing was done. own says that it failed because b is not there, and bad
-// where, if that is known.
+// readFar reads payload by reference, from off on, into b, whose place is at. known is false
+// if mappings at that place have changed: then nothing was read. If the read failed, own
+// reports whether b is what is gone, and bad is the address of the fault, 0 if it is not
+// known.
 func (l *List) readFar(b []byte, off uint64, at mapped) (ok, own, known bool, bad uintptr) {
 	in, known := bracket(len(b), at, mapped{})
 	if !known {

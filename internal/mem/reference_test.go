@@ -15,8 +15,8 @@ type otherProcess struct {
 	gone bool
 	own  bool
 
-	mapped bool // it is here
-	late   bool // and is given up while it is copied
+	mapped bool // it is mapped in this process
+	late   bool // with mapped: it is given up while it is copied
 }
 
 func (o *otherProcess) Mapped(off, n uint64) []byte {
@@ -35,7 +35,7 @@ func (o *otherProcess) ReadFar(b []byte, off uint64) (ok, own bool) {
 	return copy(b, o.b[off:]) == len(b), false
 }
 
-// What lies in another process arrives whole, from any offset, in any pieces.
+// Payload by reference arrives whole, from any offset, in any pieces.
 func TestCopyFar(t *testing.T) {
 	const seed = 11
 	rng := rand.New(rand.NewPCG(seed, 0))
@@ -63,7 +63,7 @@ func TestCopyFar(t *testing.T) {
 			t.Fatalf("a process that is gone: %v, side %v", f, side)
 		}
 	}
-	// Who fails for want of his own memory is told so.
+	// If the target's memory is gone, the fault is the target's.
 	table := NewTable(TableConfig{})
 	buf := make([]byte, 4096)
 	h, err := NewHostBytes(buf, ib.AccessLocalWrite, ib.LockOff)
@@ -82,7 +82,7 @@ func TestCopyFar(t *testing.T) {
 	}
 }
 
-// BenchmarkCopyFar copies from another process's memory that is mapped here, into a region
+// BenchmarkCopyFar copies payload by reference that is mapped in this process, into a region
 // of one piece and into one of 16.
 func BenchmarkCopyFar(b *testing.B) {
 	const n, tail = 64 << 10, 64

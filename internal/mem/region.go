@@ -4,11 +4,11 @@ package mem
 //
 //  1. Register checks what was asked, gives out a key and makes it findable.
 //  2. enter and leave bracket every access: a read section is one atomic add at
-//     each end of it. Whoever touches bytes has a section on the region whose
-//     backing they are (the leaf), also through windows and indirect keys.
+//     each end of it. An access to bytes has a section open on the leaf, the region
+//     whose backing they are, also through windows and indirect keys.
 //  3. Invalidate and Close set a bit that keeps new sections out, then wait for
-//     the open ones. When they return, nobody reads or writes through the
-//     region any more, and nobody ever will.
+//     the open ones. When they return, no access through the region is under way,
+//     and none will begin.
 //
 // suspend.go takes a region's memory away for a moment, or for ever; rereg.go makes
 // another region of it; window.go opens a part of it by a key of its own, and
@@ -29,11 +29,11 @@ import (
 const accessKnown = ib.AccessLocalWrite | ib.AccessRemote | ib.AccessMWBind | ib.AccessZeroBased |
 	ib.AccessOnDemand | ib.AccessFlush | ib.AccessRelaxedOrdering | ib.AccessRemoteInvalidate
 
-// RegionConfig says what a new region is made of.
+// RegionConfig is what a new region is made of.
 type RegionConfig struct {
 	PD            uint32    // the protection domain it belongs to
 	Access        ib.Access // the rights it grants
-	IOVA          uint64    // the address of its first byte in requests; with AccessZeroBased it is 0 whatever stands here
+	IOVA          uint64    // the address of its first byte in requests; AccessZeroBased makes it 0
 	Length        uint64    // bytes; at most Backing.Len()
 	Backing       Backing   // its bytes; the region closes it
 	Invalidatable bool      // peers may invalidate it, as with AccessRemoteInvalidate
@@ -48,20 +48,20 @@ type Region struct {
 	// new ones out.
 	state atomic.Uint64
 
-	// key changes, as most of what follows, only while no section can be open
-	// and mu is held. Its index never does.
+	// key, and most of what follows, changes only while mu is held and no section
+	// can be open. The key's index never changes.
 	key           atomic.Uint32
 	step          uint8 // odd: from one tag to the next
 	pd            uint32
 	access        ib.Access
 	kind          Kind
-	neverFaults   bool   // the bytes cannot fault: they need no safety net
-	staged        staged // not nil: the backing's bytes are copies, which it stores
-	pinned        *Host  // not nil: the bytes lie where they may be remapped, and the kernel tells of it
+	neverFaults   bool   // the bytes cannot fault: move needs no guard
+	staged        staged // not nil: the backing offers staging bytes, which it stores
+	pinned        *Host  // not nil: the program may remap the bytes, and the kernel reports it
 	invalidatable bool
 	byEngine      bool        // the backing is an Engine: the CPU does not address the bytes
-	plain         bool        // the bytes lie where the CPU reads and writes them, mostly together
-	told          atomic.Bool // that its memory is gone
+	plain         bool        // the CPU accesses the bytes where they lie, mostly in one piece
+	told          atomic.Bool // report has logged that the memory is gone
 	iova          uint64
 	length        uint64
 	backing       Backing
@@ -74,21 +74,21 @@ type Region struct {
 	// taken keeps new ones out.
 	bound atomic.Int32
 
-	mu      sync.Mutex                    // serialises those who change state's bits; held while other processes are waited for
-	suspend *suspension                   // nil until the region is first suspended, or somebody waits for its sections
-	wake    atomic.Pointer[chan struct{}] // set while somebody sleeps until the count is zero
+	mu      sync.Mutex                    // serialises changes of state's bits; held also over waits for other processes
+	suspend *suspension                   // nil until the region is first suspended, or a caller waits for its sections
+	wake    atomic.Pointer[chan struct{}] // set while killLocked sleeps until the count is zero
 }
 
 const (
 	stateDead        = 1 << 63 // closed, or about to be
 	stateInvalidated = 1 << 62
 	stateRevoked     = 1 << 61 // the owner of the memory has taken it away, for good
-	statePaused      = 1 << 60 // becomes another region, and will be open again
+	statePaused      = 1 << 60 // is being changed, and will be open again
 	stateSuspended   = 1 << 59 // the memory is taken away for a moment
 	stateCount       = stateSuspended - 1
 
-	// What keeps accesses to bytes out, and what keeps out those who only look at the
-	// region's rights and bounds.
+	// The bits that keep out accesses to bytes, and those that keep out also a look at
+	// the region's rights and bounds.
 	shutToBytes = stateDead | stateInvalidated | stateRevoked | statePaused | stateSuspended
 	shutToLooks = shutToBytes &^ stateSuspended
 )
@@ -115,7 +115,7 @@ func (t *Table) Register(cfg RegionConfig) (*Region, error) {
 	return r, nil
 }
 
-// stand makes b what the region's bytes are made of. Nobody has access meanwhile.
+// stand makes b the region's backing. No section can be open meanwhile.
 func (r *Region) stand(b Backing) {
 	r.backing, r.kind, r.neverFaults = b, b.Kind(), backingNeverFaults(b)
 	r.staged = asStaged(b)
@@ -127,7 +127,8 @@ func (r *Region) stand(b Backing) {
 	}
 }
 
-// check tells whether there can be such a region, and completes its address.
+// check returns an error if there cannot be such a region, and sets IOVA to 0 for
+// AccessZeroBased.
 func (cfg *RegionConfig) check(op string) error {
 	if unknown := cfg.Access &^ accessKnown; unknown != 0 {
 		return ib.Errorf(op, syscall.EINVAL, "unknown access bits %#x", uint32(unknown))
@@ -157,8 +158,8 @@ func (cfg *RegionConfig) check(op string) error {
 	return nil
 }
 
-// backingNeverFaults asks a backing whether its bytes are always there, whatever the
-// application does: the Go heap is, and memory that is not the application's.
+// backingNeverFaults reports whether a backing's bytes are always there, whatever the
+// application does: the Go heap's are, and those of memory that is not the application's.
 func backingNeverFaults(b Backing) bool {
 	s, ok := b.(interface{ NeverFaults() bool })
 	return ok && s.NeverFaults()
@@ -167,8 +168,8 @@ func backingNeverFaults(b Backing) bool {
 // Key returns the region's local and remote key.
 func (r *Region) Key() uint32 { return r.key.Load() }
 
-// Number tells the region from others of its table, without telling its key; when
-// it is closed, another one may get it.
+// Number returns a number that no other region of the table has, and that does not
+// disclose the key. Once the region is closed, another may get the number.
 func (r *Region) Number() uint32 {
 	number, _ := r.table.slots.number(r.key.Load() >> tagBits)
 	return number
@@ -176,11 +177,10 @@ func (r *Region) Number() uint32 {
 
 // add puts a region into the table and gives it its first key.
 //
-// A slot's first tag is random. From then on every key that has the slot's index,
-// of one region after another, has the tag that follows the last one's (after). So
-// an old key is valid again only after its slot has had 256 keys; and slots are
-// reused in turn (quarantine), so that with few regions this takes some 262,000
-// registrations.
+// A slot's first tag is random. Each later key with the slot's index, of this region or
+// the next in the slot, has the tag that follows the one before (after). So an old key is
+// valid again only after its slot has had 256 keys; and freed slots are reused in order
+// (quarantine), so that with few regions this takes some 262,000 registrations.
 func (t *Table) add(r *Region) bool {
 	_, ok := t.slots.addNext(func(index uint32, memo uint16) *Region {
 		tag, step := uint8(memo), uint8(memo>>tagBits)
@@ -202,8 +202,8 @@ func (r *Region) remove() {
 }
 
 // after returns the key that follows another one of the slot: the same index, the
-// next tag. The step between tags is odd, so that all others come before one is
-// used again, and peers cannot know it.
+// next tag. The step between tags is odd, so that a tag is used again only after all
+// others; and it is random, so that peers cannot compute the next key.
 func (r *Region) after(key uint32) uint32 {
 	return key&^(1<<tagBits-1) | uint32(uint8(key)+r.step)
 }
@@ -213,7 +213,7 @@ func (r *Region) before(key uint32) uint32 {
 	return key&^(1<<tagBits-1) | uint32(uint8(key)-r.step)
 }
 
-// Kind says what the region's memory is.
+// Kind returns the kind of the region's memory.
 func (r *Region) Kind() Kind { return r.kind }
 
 // Access returns the rights.
@@ -226,8 +226,8 @@ func (r *Region) IOVA() uint64 { return r.iova }
 func (r *Region) Length() uint64 { return r.length }
 
 // Snapshot returns what the region is, all of it at one time; the other methods
-// are for those who know that it does not change meanwhile. ok is false if it is
-// closed, invalidated, revoked, or about to change.
+// are for callers that keep it from changing meanwhile. ok is false if it is
+// closed, invalidated, revoked, or being changed.
 func (r *Region) Snapshot() (cfg RegionConfig, ok bool) {
 	if ok = r.state.Add(1)&shutToLooks == 0; ok {
 		cfg = RegionConfig{PD: r.pd, Access: r.access, IOVA: r.iova, Length: r.length, Backing: r.backing, Invalidatable: r.invalidatable}
@@ -239,8 +239,8 @@ func (r *Region) Snapshot() (cfg RegionConfig, ok bool) {
 // Backing returns what the region's bytes are made of.
 func (r *Region) Backing() Backing { return r.backing }
 
-// Alive reports whether the key is good: neither invalidated nor closed. Its memory
-// may be suspended or revoked.
+// Alive reports whether the key is good: neither invalidated, closed nor being changed.
+// Its memory may be suspended or revoked.
 func (r *Region) Alive() bool { return r.state.Load()&(stateDead|stateInvalidated|statePaused) == 0 }
 
 // Open reports whether nothing at all keeps accesses out.
@@ -250,10 +250,10 @@ func (r *Region) Open() bool { return r.state.Load()&shutToBytes == 0 }
 func (r *Region) Closed() bool { return r.state.Load()&stateDead != 0 }
 
 // enter opens a read section, unless one of the bits of shut is set: then it returns
-// why not. It opens none on the region behind a window.
+// the fault. It opens none on the region behind a window.
 func (r *Region) enter(shut uint64) FaultKind {
-	// The first look keeps a peer that hammers a dead key from moving the
-	// count, which somebody may be waiting on; the second decides.
+	// The first look keeps a peer that uses a dead key again and again from moving
+	// the count, which killLocked may be waiting on; the second decides.
 	if s := r.state.Load(); s&shut != 0 {
 		return whyShut(s)
 	}
@@ -278,7 +278,7 @@ func whyShut(state uint64) FaultKind {
 // exit closes a read section, and that on the region behind a window.
 func (r *Region) exit() {
 	if w := r.window; w != nil {
-		parent := w.parent // it is another's to change once this section is closed
+		parent := w.parent // the next Bind may change it once this section is closed
 		r.leave()
 		parent.leave()
 		return
@@ -286,8 +286,8 @@ func (r *Region) exit() {
 	r.leave()
 }
 
-// leave is exit for one of the two. The last one out of a region that is being
-// shut wakes whoever waits for that.
+// leave closes a read section on this region alone. The last one out of a region that
+// is shut wakes the goroutines that wait for that.
 func (r *Region) leave() {
 	if s := r.state.Add(^uint64(0)); s != 0 && s&stateCount == 0 {
 		r.wakeKiller()
@@ -298,22 +298,22 @@ func (r *Region) wakeKiller() {
 	if wake := r.wake.Load(); wake != nil {
 		select {
 		case *wake <- struct{}{}:
-		default: // it has been told already and will look at the count
+		default: // a wake-up is in the channel already: killLocked will look at the count
 		}
 	}
 	r.tellLeft()
 }
 
-// spinsBeforeSleep is how often a killer gives way before it sleeps: sections
-// last no longer than a copy of Quantum bytes.
+// spinsBeforeSleep is how often a goroutine that waits for sections yields before it
+// sleeps: most sections last no longer than a copy of Quantum bytes.
 const spinsBeforeSleep = 32
 
 // killLocked keeps new sections out, for the reason bit, and waits for the open
-// ones. Those who wait for the region to open again learn that it may never. What it
-// returns is that of TableConfig.Invalidated.
+// ones. It wakes the goroutines that wait for the region to open again, unless bit is
+// stateSuspended. It returns the channel of TableConfig.Invalidated.
 //
-// No wake-up is lost: either the killer, having published its channel, sees the
-// count at zero, or the section that takes it to zero comes after that and sees
+// No wake-up is lost: either killLocked, having published its channel, sees the
+// count at zero, or the section that takes it to zero closes after that and sees
 // the channel (and the bit, which was set before).
 func (r *Region) killLocked(bit uint64) (left <-chan struct{}) {
 	open, left := r.shutLocked(bit)
@@ -330,7 +330,7 @@ func (r *Region) killLocked(bit uint64) (left <-chan struct{}) {
 }
 
 // invalidateLocked is killLocked on behalf of a request: it does not wait for engines. If
-// some are inside it returns a channel that is closed when they are not.
+// operations of engines are under way it returns a channel that is closed when they are over.
 func (r *Region) invalidateLocked() (left <-chan struct{}) {
 	if !r.byEngine {
 		return r.killLocked(stateInvalidated)
@@ -341,7 +341,8 @@ func (r *Region) invalidateLocked() (left <-chan struct{}) {
 	return r.lastLeaves()
 }
 
-// shutLocked keeps new sections out, and reports whether there are open ones.
+// shutLocked keeps new sections out, for the reason bit, and reports whether there are open
+// ones. left is what TableConfig.Invalidated has returned, if it was called.
 func (r *Region) shutLocked(bit uint64) (open bool, left <-chan struct{}) {
 	open = r.state.Or(bit)&stateCount != 0
 	if bit != stateSuspended {
@@ -357,7 +358,7 @@ func (r *Region) shutLocked(bit uint64) (open bool, left <-chan struct{}) {
 	return open, left
 }
 
-// inside reports whether sections are open, after it has given way to them for a moment.
+// inside reports whether sections are still open after it has yielded to them for a moment.
 func (r *Region) inside() bool {
 	for range spinsBeforeSleep {
 		if r.state.Load()&stateCount == 0 {
@@ -368,8 +369,8 @@ func (r *Region) inside() bool {
 	return true
 }
 
-// lastLeaves returns a channel that is closed when no section is open, of a region that is
-// shut; nil if none is.
+// lastLeaves returns a channel that is closed when the last section of a region that is shut
+// is; nil if none is open.
 func (r *Region) lastLeaves() <-chan struct{} {
 	if !r.inside() {
 		return nil
@@ -382,7 +383,7 @@ func (r *Region) lastLeaves() <-chan struct{} {
 	c := u.left
 	waiters.Unlock()
 	if r.state.Load()&stateCount == 0 {
-		r.tellLeft() // perhaps the last one has not seen it
+		r.tellLeft() // the last section may have closed before the channel was there
 	}
 	return c
 }
@@ -399,10 +400,10 @@ func (r *Region) tellLeft() {
 // invalidate kills the key on behalf of a peer, or of the program.
 func (r *Region) invalidate(key uint32, who Actor, forPeer bool) (kind FaultKind, left <-chan struct{}) {
 	for !r.mu.TryLock() {
-		// Whoever has the lock may be waiting for another process. The caller must not.
+		// The lock's holder may be waiting for another process. The caller must not.
 		if s := r.state.Load(); s&(stateDead|stateRevoked|statePaused) != 0 {
 			return whyShut(s), nil
-		} else if s&stateSuspended != 0 { // or for an engine
+		} else if s&stateSuspended != 0 { // the holder may be waiting for an engine
 			if left = r.lastLeaves(); left != nil {
 				return FaultPending, left
 			}
@@ -432,10 +433,10 @@ func (r *Region) invalidate(key uint32, who Actor, forPeer bool) (kind FaultKind
 	return FaultNone, nil
 }
 
-// Close ends the region: its key becomes useless at once, and when Close
-// returns nobody accesses the memory through it any more. It then closes the
-// backing and frees the key. Closing again does nothing. While windows are bound
-// to it, or indirect keys stand on it, it cannot be closed: EBUSY.
+// Close ends the region: its key becomes useless at once. When no access through it is
+// under way any more, Close closes the backing and frees the key. Closing again does
+// nothing. While windows are bound to the region, or indirect keys stand on it, Close
+// returns EBUSY.
 func (r *Region) Close() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -452,10 +453,10 @@ func (r *Region) Close() error {
 }
 
 // maxGone is how often an access tries again because bytes were gone that had
-// just been there: somebody else then has to wait until they stay.
+// just been there. Then it ends in FaultPending, to go on when Fault.Await has returned.
 const maxGone = 16
 
-// gone deals with bytes that were not there when they were accessed, for the
+// gone deals with bytes that were not there when they were accessed; it is the
 // times-th time in one access. If it returns no fault, they are back.
 func (r *Region) gone(off, n uint64, acc ib.Access, times int) Fault {
 	kind := FaultStale
@@ -470,8 +471,8 @@ func (r *Region) gone(off, n uint64, acc ib.Access, times int) Fault {
 	return r.fault(kind, off, n, acc)
 }
 
-// fault completes a fault that a backing, which knows neither its key nor its
-// address, has found at off. The section is open.
+// fault makes a Fault of a kind that a backing has found at off, with the key and the
+// address, which a backing does not have. The section is open.
 func (r *Region) fault(kind FaultKind, off, n uint64, acc ib.Access) Fault {
 	f := Fault{Kind: kind, Key: r.Key(), Extent: Extent{r.iova + off - r.base, n}}
 	if kind == FaultPending {
@@ -480,8 +481,9 @@ func (r *Region) fault(kind FaultKind, off, n uint64, acc ib.Access) Fault {
 	return r.report(f)
 }
 
-// shutFault is the fault of an access by a key that was not let in; with FaultPending,
-// by shut: the key's own region, or one behind a window or under an indirect key.
+// shutFault is the fault of an access that could not open a section. With FaultPending,
+// shut is the region to wait for: the key's own, or one behind a window or under an
+// indirect key.
 func shutFault(shut *Region, kind FaultKind, key uint32, addr, n uint64) Fault {
 	f := Fault{Kind: kind, Key: key, Extent: Extent{addr, n}}
 	if kind == FaultPending {

@@ -21,7 +21,7 @@ func host(t *testing.T, n int) *mem.Host {
 }
 
 // wantErrno checks that an error is an OpError of reg_mr with an errno and that
-// its text says what it should.
+// its text contains says.
 func wantErrno(t *testing.T, err error, errno syscall.Errno, says string) {
 	t.Helper()
 	var op *ib.OpError

@@ -1,21 +1,20 @@
 package mem
 
-// Pinned memory that the program may remap while it is accessed. A look at whether it is
-// stale, and then a copy, would leave a moment between the two in which the program can
-// unmap the memory, map something else there, and have that overwritten. So the look and
-// the copy stand together in a bracket that the notifier sees: while an access is inside,
-// a call that unmaps or discards watched memory does not return (sys.Notifier.Enter).
+// Pinned memory that the program may remap while it is accessed. If the copy only followed
+// a check that the memory is not stale, the program could unmap the memory between the two
+// and map something else there, which the copy would overwrite. So the check and the copy
+// are inside a bracket that the notifier sees: while an access is inside, a call that unmaps
+// or discards watched memory does not return (sys.Notifier.Enter).
 //
-//  1. A backing has found bytes, after it has settled: what was done to the mappings
-//     before is known.
-//  2. moveRemappable enters the bracket, unless something has changed since, looks once
+//  1. A backing finds bytes, after it has applied the pending changes of mappings.
+//  2. moveRemappable enters the bracket, unless mappings have changed since, checks once
 //     more whether the bytes are stale, and moves them.
-//  3. If it could not, again gives the bytes back, and the cursor asks for them anew.
+//  3. If it could not, again gives the bytes back, and the cursor gets them anew.
 
 import "github.com/verbena-rdma/verbena/internal/sys"
 
-// mapped is a place in pinned memory that may be remapped. The zero value is memory that
-// cannot.
+// mapped is a place in pinned memory that the program may remap. The zero value stands for
+// memory that it cannot remap.
 type mapped struct {
 	host *Host
 	off  uint64
@@ -23,10 +22,10 @@ type mapped struct {
 
 func (m mapped) stale(n int) bool { return m.host != nil && m.host.staleAt(m.off, uint64(n)) }
 
-// bracket enters the bracket for an access to n bytes at each of two places. It reports
-// false, and has not entered, if mappings have changed, or the bytes are stale. Whoever
-// has entered calls Leave of the notifier that it returns, unless that is nil: there is
-// none, or nothing to see.
+// bracket enters the bracket for an access to n bytes at each of two places. ok is false, and
+// it has not entered, if mappings have changed or the bytes are stale. After the access the
+// caller calls Leave of the notifier that is returned, unless that is nil: then there is no
+// notifier, or neither place can be remapped.
 func bracket(n int, dst, src mapped) (in *sys.Notifier, ok bool) {
 	if in = theSpace.notifier.Load(); in == nil || dst.host == nil && src.host == nil {
 		return nil, true
@@ -49,8 +48,8 @@ func shardOf(dst, src mapped) uint32 {
 	return src.host.shard
 }
 
-// moveRemappable is moveGuarded where one of the two places may be remapped. It reports
-// whether it is known what lies there: if not, nothing was moved.
+// moveRemappable is moveGuarded where one of the two places may be remapped. known is false if
+// mappings have changed or bytes are stale: then nothing was moved.
 func moveRemappable(d, s []byte, last bool, dst, src mapped) (bad uintptr, known bool) {
 	in, known := bracket(len(d), dst, src)
 	if !known {
@@ -74,8 +73,8 @@ func (c *cursor) mapped() mapped {
 	return mapped{c.leaf.pinned, c.at}
 }
 
-// again gives back the bytes in use that may have been remapped, to be asked for once
-// more. It returns the side that this has happened to too often: it has to wait.
+// again gives back the bytes in use that may have been remapped, so that the cursors get them
+// once more. It returns the side to which this has happened too often: its access has to wait.
 func again(d, s *cursor) Side {
 	if d.remappable() && !d.giveBack() {
 		return Dst

@@ -10,7 +10,7 @@ package mem
 //  4. The old backing, if there is another, is closed.
 //
 // The key changes, so that no message is ever half in the old memory and half in
-// the new; a region that stays on its memory may be told to keep it (KeepKey).
+// the new; a region that stays on its memory keeps the key if KeepKey is set.
 
 import (
 	"syscall"
@@ -18,9 +18,8 @@ import (
 	"github.com/verbena-rdma/verbena/ib"
 )
 
-// peerMemory is a Backing that may say that it is peer memory: another device's,
-// reached through its driver. Such memory takes neither windows nor
-// re-registration, as with hardware.
+// peerMemory is a Backing that may be peer memory: another device's, reached through
+// its driver. Such memory takes neither windows nor re-registration, as with hardware.
 type peerMemory interface{ PeerMemory() bool }
 
 func isPeerMemory(b Backing) bool {
@@ -28,10 +27,9 @@ func isPeerMemory(b Backing) bool {
 	return ok && p.PeerMemory()
 }
 
-// Rereg makes the region what cfg says, on the same backing or on another; the
-// old one is then closed. The error is an *ib.ReregError, which says what the
-// region is now. Unless that is the new one, cfg's backing, if it is another, is
-// still the caller's.
+// Rereg changes the region to cfg, on the same backing or on another; the old one is
+// then closed. The error is an *ib.ReregError, which has what the region is now. Unless
+// that is the new one, cfg's backing, if it is another, is still the caller's.
 func (r *Region) Rereg(cfg RegionConfig) error {
 	r.mu.Lock()
 	old, err := r.changeLocked(&cfg)
@@ -39,14 +37,14 @@ func (r *Region) Rereg(cfg RegionConfig) error {
 	if err != nil || old == nil {
 		return err
 	}
-	// Without the lock: giving memory back may take long, and nobody uses it.
+	// Without the lock: giving memory back may take long, and no access uses it.
 	if err := closeBacking(old); err != nil {
 		return &ib.ReregError{State: ib.ReregNewValid, Err: err}
 	}
 	return nil
 }
 
-// changeLocked does it, and returns the backing that is to be closed.
+// changeLocked changes the region, and returns the backing that is to be closed.
 func (r *Region) changeLocked(cfg *RegionConfig) (old Backing, err error) {
 	const op = "rereg_mr"
 	if r.state.Load()&shutToLooks != 0 {

@@ -34,8 +34,8 @@ func wantState(t *testing.T, what string, err error, state ib.ReregState, errno 
 	}
 }
 
-// works tells what an access of a domain, with a right, to the first 8 bytes of a
-// region says.
+// works returns how an access of a domain, with a right, to the first 8 bytes of a
+// region ends.
 func works(table *mem.Table, key uint32, addr uint64, right ib.Access, pd uint32) mem.FaultKind {
 	_, release, f := mem.Hold(table, key, addr, 8, right, mem.Actor{PD: pd})
 	release()
@@ -101,7 +101,7 @@ func TestRereg(t *testing.T) {
 	}
 }
 
-// A failure says what the region is, and it is that.
+// The error of a failed Rereg has what the region is then.
 func TestReregFails(t *testing.T) {
 	table := mem.NewTable(mem.TableConfig{})
 	const access = ib.AccessRemoteRead | ib.AccessLocalWrite | ib.AccessRemoteInvalidate
@@ -142,7 +142,7 @@ func TestReregFails(t *testing.T) {
 		t.Error("the old region does not work")
 	}
 
-	// What the old memory says when it is given back.
+	// The old memory returns an error when it is given back.
 	r, c, good = register()
 	c.err = syscall.EIO
 	to = good

@@ -1,7 +1,7 @@
 package mem
 
-// Memory of this process that others may map: who sends from there need not have it
-// fetched, its peers on this host copy straight from it.
+// Segments: memory of this process that other processes of this host may map. They copy
+// payload by reference straight from there, without asking this process for it.
 //
 // The address of a slice is only compared with those of segments here; nothing makes
 // a pointer of a number again, so this is sound.
@@ -37,9 +37,9 @@ var segments struct {
 	watchers map[*func(id uint64)]bool
 }
 
-// AddSegment tells that memory is a memory file, sealed against shrinking, which fd
-// names and which is mapped from its start. Whoever allocates such memory calls it;
-// descriptor and mapping must stay until Close.
+// AddSegment makes a segment of memory that is a memory file, sealed against shrinking and
+// mapped from its start; fd is its descriptor. The descriptor and the mapping must stay until
+// Close.
 func AddSegment(mapped []byte, fd int) *Segment {
 	segments.mu.Lock()
 	defer segments.mu.Unlock()
@@ -63,8 +63,8 @@ func allSegments() []*Segment {
 	return nil
 }
 
-// Close forgets the segment, before it is unmapped: those who have mapped it too are
-// told to give it up. It is idempotent.
+// Close ends the segment, and has other processes that have mapped it give it up. The caller
+// unmaps it after that. It is idempotent.
 func (s *Segment) Close() {
 	segments.mu.Lock()
 	list := slices.Clone(allSegments())
@@ -79,7 +79,7 @@ func (s *Segment) Close() {
 	tellSegmentGone(s.id)
 }
 
-// tellSegmentGone tells those who watch.
+// tellSegmentGone calls the functions that WatchSegments was given.
 func tellSegmentGone(id uint64) {
 	segments.mu.Lock()
 	tell := make([]func(uint64), 0, len(segments.watchers))
@@ -92,8 +92,8 @@ func tellSegmentGone(id uint64) {
 	}
 }
 
-// WatchSegments makes f be called with every segment that is closed, and every memory that
-// others may have opened (shared.go), until stop is.
+// WatchSegments has f called with the number of every segment that is closed, and of every
+// closed memory that other processes may have opened (shared.go), until stop is called.
 func WatchSegments(f func(id uint64)) (stop func()) {
 	segments.mu.Lock()
 	defer segments.mu.Unlock()
@@ -108,8 +108,8 @@ func WatchSegments(f func(id uint64)) (stop func()) {
 	}
 }
 
-// SegmentOf returns which segment bytes lie in, and where; or 0. It does not
-// allocate.
+// SegmentOf returns the number of the segment that b lies in, and where in it; 0 if there is
+// none. It does not allocate.
 func SegmentOf(b []byte) (id, off uint64) {
 	at, n := uintptr(unsafe.Pointer(unsafe.SliceData(b))), uint64(len(b))
 	list := allSegments()
@@ -131,8 +131,8 @@ func SegmentOf(b []byte) (id, off uint64) {
 	return s.id, off
 }
 
-// SegmentFile calls f with the descriptor of a segment, which stays meanwhile, and
-// whether others may write to it; and reports whether there is one.
+// SegmentFile calls f with the descriptor of a segment, which stays open meanwhile, and
+// whether other processes may write to it. It reports whether there is such a segment.
 func SegmentFile(id uint64, f func(fd int, writable bool)) bool {
 	segments.mu.Lock()
 	defer segments.mu.Unlock()
@@ -145,7 +145,7 @@ func SegmentFile(id uint64, f func(fd int, writable bool)) bool {
 	return false
 }
 
-// OpenSegment lets others write to a segment, from now on.
+// OpenSegment lets other processes write to a segment, from now on.
 func OpenSegment(id uint64) {
 	for _, s := range allSegments() {
 		if s.id == id {

@@ -1,8 +1,7 @@
 package mem
 
-// Engines that have none: their operations are system calls that may block. Those of one
-// stream are done one after the other by a goroutine, which is there as long as there are
-// some.
+// Engines without hardware of their own, whose operations are system calls that may block. A
+// goroutine does those of one stream one after the other, and ends when there are none left.
 
 import "sync"
 
@@ -13,8 +12,8 @@ type serial struct {
 	runs  bool
 }
 
-// inOrder does an operation behind those before it of its stream and owner. It returns at
-// once.
+// inOrder has a goroutine do an operation after those begun before it of the same stream and
+// owner. It returns at once.
 func inOrder(owner any, op *Op, do func(*Op) FaultKind) {
 	s := op.Stream.State(owner, func() any { return new(serial) }).(*serial)
 	s.mu.Lock()

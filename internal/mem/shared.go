@@ -3,11 +3,11 @@ package mem
 // Memory of an engine that engines of other processes reach too, as one reaches CUDA's by
 // its handles: its bytes go from one process to another without passing through the host.
 //
-//  1. Who sends from such memory to a process of this host names it by a number (HoldShared).
-//  2. That process asks for the number, gets what its engine needs to know (PassShared), and
+//  1. The sender from such memory to a process of this host names it by a number (HoldShared).
+//  2. The receiving process sends the number back, gets what its engine needs (PassShared), and
 //     opens the memory (OpenShared): an Engine of its own, by which transfers reach the bytes.
-//  3. When the region is closed, those who have opened its memory are told, as they are of
-//     segments (WatchSegments).
+//  3. When the region is closed, the processes that have opened its memory give it up, as they
+//     do with segments (WatchSegments).
 
 import (
 	"bytes"
@@ -21,20 +21,20 @@ import (
 // Sharing is an Engine whose memory can be opened in other processes.
 type Sharing interface {
 	Engine
-	// Share returns what an opener needs to know, the name that the opener goes by, and a
+	// Share returns what an opener needs, the name of the opener (AddOpener), and a
 	// descriptor, which is the caller's to close; -1 if there is none. It does not take long.
 	Share() (opener string, what []byte, fd int, err error)
 }
 
-// Opener opens memory that another process shares. The descriptor is its to close, -1 if
-// there is none. What it is given was said by another process of the same user, and may be
-// nonsense.
+// Opener opens memory that another process shares. It closes the descriptor, -1 if there is
+// none. Its arguments come from another process of the same user, and may be nonsense.
 type Opener func(what []byte, fd int) (Engine, error)
 
-// maxShared is how long what Share says may be, with the name.
+// maxShared is how long what Share returns may be, with the name.
 const maxShared = 1024
 
-// shares are the memories of this process that others may open, and how others' are opened.
+// shares are the memories of this process that other processes may open, and the openers of
+// theirs.
 var shares struct {
 	ids sync.Map // from Sharing to its number
 
@@ -43,7 +43,8 @@ var shares struct {
 	openers map[string]Opener
 }
 
-// AddOpener makes memory be opened that others share by a name, until stop is called.
+// AddOpener has memory that other processes share under a name opened by an opener, until stop
+// is called.
 func AddOpener(name string, open Opener) (stop func()) {
 	shares.mu.Lock()
 	defer shares.mu.Unlock()
@@ -58,8 +59,8 @@ func AddOpener(name string, open Opener) (stop func()) {
 	}
 }
 
-// SharedHold is memory that is shared, with sections that stay open: whoever closes or suspends
-// it waits for their end. The zero value is none.
+// SharedHold is memory that is shared, with sections that stay open: closing or suspending its
+// region waits for Release. The zero value is none.
 type SharedHold struct {
 	ID, Off uint64 // its number, and where in it
 	Len     uint64 // bytes that lie together there
@@ -109,8 +110,8 @@ func shareID(s Sharing) uint64 {
 	return id
 }
 
-// closeBacking closes the backing of a region, which nobody uses any more, after those who
-// have opened its memory were told.
+// closeBacking closes the backing of a region, which no access uses any more, after it has called
+// the functions of WatchSegments, by which other processes give the memory up.
 func closeBacking(b Backing) error {
 	if s, ok := b.(Sharing); ok {
 		if id, had := shares.ids.LoadAndDelete(s); had {
@@ -139,7 +140,8 @@ func PassShared(id uint64) (what []byte, fd int, err error) {
 	return append(append([]byte(opener), 0), more...), fd, nil
 }
 
-// OpenShared opens memory that another process shares. The descriptor is taken in any case.
+// OpenShared opens memory that another process shares. It takes the descriptor over, also if it
+// fails.
 func OpenShared(what []byte, fd int) (Engine, error) {
 	name, more, ok := bytes.Cut(what, []byte{0})
 	if !ok || len(what) > maxShared {

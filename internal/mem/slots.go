@@ -4,8 +4,8 @@ package mem
 // them, top-down:
 //
 //  1. Add takes a slot: one that was freed long ago, or a fresh one.
-//  2. Perm24 hides the slot's number: the index that goes out tells nothing
-//     about how many there are or which comes next (predictable keys and
+//  2. Perm24 hides the slot's number: the index that goes out does not disclose
+//     how many there are or which comes next (predictable keys and
 //     queue pair numbers are a known attack on RoCE).
 //  3. Get goes back from index to slot to object: no lock and no hashing.
 //  4. Remove frees the slot, to be used again as late as possible.
@@ -127,7 +127,7 @@ type Slots[T any] struct {
 	ranges   *ranges // nil: all slots are this table's
 
 	// chunks are allocated when first needed and never move. A chunk is there
-	// before fresh says that one of its slots is: whoever has read fresh may
+	// before fresh includes one of its slots: a reader that has loaded fresh may
 	// read the chunks of the slots below it. Chunk c holds firstChunk<<c slots.
 	chunks [numChunks][]slot[T]
 	fresh  atomic.Uint32 // slots that have ever been used, or skipped
@@ -221,7 +221,7 @@ func (s *Slots[T]) number(index uint32) (number uint32, ok bool) {
 
 // AddFunc puts an object in the table and returns its index; ok is false when the
 // table is full. make makes the object: it is called with the index, under the table's
-// lock, since the object has to know the index before anyone can look it up.
+// lock, since the object has to have the index before a lookup can find it.
 func (s *Slots[T]) AddFunc(make func(index uint32) *T) (index uint32, ok bool) {
 	return s.addNext(func(index uint32, _ uint16) *T { return make(index) })
 }

@@ -30,7 +30,7 @@ func TestPerm24(t *testing.T) {
 	}
 }
 
-// Neighbouring slots must not have indexes that tell about each other: over many
+// The index of a slot must not disclose that of its neighbour: over many
 // keys, the distance between the first two is as often small as chance has it.
 func TestPerm24Spreads(t *testing.T) {
 	const keys = 1 << 16
@@ -53,7 +53,7 @@ func TestPerm24Spreads(t *testing.T) {
 	}
 }
 
-// add puts an object in the table that does not know its index.
+// add puts an object in the table that does not contain its index.
 func (s *Slots[T]) add(object *T) (index uint32, ok bool) {
 	return s.AddFunc(func(uint32) *T { return object })
 }
@@ -110,7 +110,7 @@ func TestSlots(t *testing.T) {
 	if seen != len(model) {
 		t.Fatalf("All saw %d objects of %d", seen, len(model))
 	}
-	for range s.All() { // ends when told
+	for range s.All() { // ends at the break
 		break
 	}
 	for _, index := range []uint32{1 << 24, 1<<32 - 1, 1<<31 | indexes[0]} {
@@ -246,8 +246,8 @@ func heapInUse() int64 {
 	return int64(m.HeapAlloc)
 }
 
-// Tables that share their indexes: none is given out twice, and each table knows
-// its own alone.
+// Tables that share their indexes: none is given out twice, and each table finds its
+// own alone.
 func TestSharedSlots(t *testing.T) {
 	key := SeededPermKey(7)
 	a, b := NewSharedSlots[int](0, nil, key), NewSharedSlots[int](0, nil, key)

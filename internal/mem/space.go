@@ -1,20 +1,20 @@
 package mem
 
-// The address space of this process, and who has cached something about it.
+// The address space of this process, and the backings that have cached something about
+// its mappings.
 //
-//  1. A backing whose memory may be unmapped or discarded under it joins with
-//     the range that it knows something about (join, leave).
-//  2. Before memory in the range is used, cover has the kernel tell about
-//     changes there, where it can (sys.Notifier).
-//  3. Whoever is about to rely on what was cached calls applyChangesSoon, which takes what
-//     the kernel has told and passes it on, if that is had at once. It costs two
-//     loads while there is nothing new. Whoever holds neither a lock nor a read
-//     section may call settle, which waits.
-//  4. Not everything is told, and in some places nothing is. So a sweep looks
-//     from time to time whether present pages are still present.
+//  1. A backing whose memory may be unmapped or discarded under it becomes a member,
+//     with the range of addresses that it caches something about (join, leave).
+//  2. Before memory in the range is used, cover asks the kernel to report changes of
+//     mappings there, where it can (sys.Notifier).
+//  3. An access that is about to rely on what a backing has cached calls
+//     applyChangesSoon, which takes the pending changes from the notifier and applies
+//     them to the members, if that takes no time. It costs two loads while there are
+//     none. A caller with no lock and no read section may call applyChanges, which waits.
+//  4. The kernel does not report every change, and in some places none. So a sweep
+//     looks from time to time whether present pages are still present.
 //
-// There is one address space, so there is one of these, whatever the number of
-// devices.
+// A process has one address space, so there is one space, whatever the number of devices.
 
 import (
 	"math/bits"
@@ -30,14 +30,14 @@ import (
 
 // member is a backing that has cached something about a range of addresses.
 type member interface {
-	// changed tells that mappings in a range have changed, which overlaps the
-	// member's. It is called under the space's lock: it must be quick, and call
-	// nothing that takes the lock.
+	// changed applies a change of mappings in a part of the member's range. The space
+	// calls it under its lock: it must be quick, and call nothing that takes the lock.
 	changed(start, end uintptr)
-	// missed tells that something may have changed anywhere. It is called without the
-	// lock, and may make system calls; changed may be called meanwhile.
+	// missed is called when a report was lost: any mapping may have changed. The space
+	// does not hold its lock, so missed may make system calls; changed may be called
+	// meanwhile.
 	missed()
-	// sweep looks for pages that are gone. It is called without the lock.
+	// sweep looks for pages that are gone. The space does not hold its lock.
 	sweep()
 }
 
@@ -45,36 +45,36 @@ type space struct {
 	notifier atomic.Pointer[sys.Notifier] // nil: there is none
 
 	mu      sync.Mutex // guards what follows
-	opened  bool       // it was tried to open the notifier
+	opened  bool       // openLocked has tried to open the notifier
 	members rangeIndex
 	tickets []*atomic.Uint64 // see AddTicket
-	swept   int              // of the members
+	swept   int              // how many members are swept
 	buf     [64]sys.MapChange
-	lost    bool          // something was not told, and not everybody has looked for himself yet
+	lost    bool          // a report was lost, and missed has not been called for all members since
 	stop    chan struct{} // ends the sweeper; nil while there is none
 
 	changes atomic.Uint64            // how many there were; written under mu
 	recent  [recentChanges]addrRange // where the last of them were
 
-	// vanished counts how often pages were found to be gone of which nobody had told,
-	// and doubtful is set while there are such: then presence is asked for at each access.
+	// vanished counts how often pages were found to be gone that the kernel had not
+	// reported. doubtful is set from then until a sweep finds no more: meanwhile each
+	// access asks the kernel whether its pages are present.
 	vanished atomic.Uint64
 	doubtful atomic.Bool
 
-	recovering sync.Mutex // held while everybody looks for himself: one at a time
+	recovering sync.Mutex // held while missed is called for all members: one at a time
 
 	covering sync.Mutex // guards the order of cover and uncover
 	sweeping sync.Mutex // held for a sweep: one at a time; guards found
-	found    uint64     // what vanished was after the last one
+	found    uint64     // vanished, after the last sweep
 }
 
 var theSpace space
 
-// settle passes on the changes that the kernel has told. When it returns, all
-// that was done to mappings before the call has been passed on, where there is a
-// notifier that covers them. It may wait for the notifier's thread, or for a thread of
-// the program that is mapping something over watched memory: no lock is held, and no
-// section open.
+// applyChanges applies the pending changes of mappings. When it returns, the members have
+// seen all changes that were made before the call, where the notifier covers them. It may
+// wait for the notifier's thread, or for a thread of the program that is mapping something
+// over watched memory: the caller holds no lock, and has no section open.
 func (s *space) applyChanges() {
 	for n := s.notifier.Load(); n != nil && n.Changed(); n = s.notifier.Load() {
 		s.mu.Lock()
@@ -89,12 +89,13 @@ func (s *space) applyChanges() {
 	}
 }
 
-// applySoonTime is how long applyChangesSoon looks for what the notifier's thread has
-// announced and not yet told: some times what it takes to wake that thread.
+// applySoonTime is how long applyChangesSoon looks for changes that are announced and that
+// the notifier's thread has not handed over yet: a few times what it takes to wake that
+// thread.
 const applySoonTime = 20 * time.Microsecond
 
-// applyChangesSoon is settle for those who must not wait: inside sections, under locks. It
-// reports whether all has been passed on.
+// applyChangesSoon is applyChanges for callers that must not wait: inside sections, under
+// locks. It reports whether all changes have been applied.
 func (s *space) applyChangesSoon() bool {
 	n := s.notifier.Load()
 	if n == nil || !n.Changed() {
@@ -105,7 +106,7 @@ func (s *space) applyChangesSoon() bool {
 			_, missed := s.applyChangesLocked(n, false)
 			s.mu.Unlock()
 			if missed {
-				return false // whoever may wait finds out what it was
+				return false // applyChanges has the members look for themselves
 			}
 		}
 		if !n.Changed() {
@@ -117,9 +118,9 @@ func (s *space) applyChangesSoon() bool {
 	}
 }
 
-// applyChangesLocked passes on what there is; with wait, all that was announced before, unless
-// that takes very long: then all is false. missed says that something was not told:
-// Changed stays true, and missed is to be called.
+// applyChangesLocked applies the changes that the notifier has; with wait, all that were
+// announced before the call, unless that takes very long: then all is false. If missed, a
+// report was lost: the caller is to call space.missed, and Changed stays true until then.
 func (s *space) applyChangesLocked(n *sys.Notifier, wait bool) (all, missed bool) {
 	for rounds := 0; !s.lost; rounds++ {
 		k, lost, more := n.Take(s.buf[:], wait)
@@ -135,22 +136,22 @@ func (s *space) applyChangesLocked(n *sys.Notifier, wait bool) (all, missed bool
 			break
 		}
 		if k == 0 {
-			return !more, false // only now others see that there is nothing new: all is passed on
+			return !more, false // Changed becomes false only now, when all has been applied
 		}
 		if !more && rounds >= applyRounds {
-			return true, false // all that had been told when this began is, and others do the rest
+			return true, false // all that was pending at the call is applied; later callers apply the rest
 		}
 	}
 	return false, true
 }
 
-// applyRounds bounds how long one settles while others go on changing mappings.
+// applyRounds bounds how long one call applies changes while the program goes on making them.
 const applyRounds = 16
 
-// missed passes on that something was not told: everybody has to look for himself, which
-// takes system calls, and so is done without the lock. Until it is done nothing is taken
-// from the notifier, so that Changed stays true and nobody relies on anything. A notifier
-// that has ended is given up.
+// missed deals with a lost report: it calls each member's missed, which may make system
+// calls, so s.mu is not held. Until all have returned nothing is taken from the notifier, so
+// that Changed stays true and no access relies on what is cached. A notifier that has ended
+// is given up.
 func (s *space) missed(n *sys.Notifier) {
 	s.recovering.Lock()
 	defer s.recovering.Unlock()
@@ -161,7 +162,7 @@ func (s *space) missed(n *sys.Notifier) {
 	}
 	s.mu.Unlock()
 	if !lost {
-		return // somebody else has just done it
+		return // another goroutine has just done it
 	}
 	if n.Err() != nil {
 		s.notifier.Store(nil)
@@ -172,8 +173,8 @@ func (s *space) missed(n *sys.Notifier) {
 	s.mu.Unlock()
 }
 
-// eachMember calls f with all members, without the lock, until it returns false. Those
-// that come and go meanwhile may be missed or seen.
+// eachMember calls f with all members, without the lock, until f returns false. It may or
+// may not visit those that join or leave meanwhile.
 func (s *space) eachMember(f func(m *membership) bool) {
 	var batch [64]*membership
 	var after *membership
@@ -198,15 +199,15 @@ const recentChanges = 256
 
 type addrRange struct{ start, end uintptr }
 
-// noteLocked remembers a change, before anybody is told of it: who has noted pages
-// meanwhile sees it.
+// noteLocked remembers a change, before the members see it: a backing that has put pages
+// into its table meanwhile finds the change with changedSince.
 func (s *space) noteLocked(start, end uintptr) {
 	s.recent[s.changes.Load()%recentChanges] = addrRange{start, end}
 	s.changes.Add(1)
 }
 
-// changedSince reports whether one of the changes after the first before ones was
-// in a range; also if they are too many to know.
+// changedSince reports whether a range has changed since the count of changes was before. It
+// returns true also if there were more changes since than are remembered.
 func (s *space) changedSince(before uint64, start, end uintptr) bool {
 	if s.changes.Load() == before {
 		return false
@@ -234,8 +235,8 @@ type membership struct {
 	left       atomic.Bool
 }
 
-// join makes a member. From now on it is told of changes in what is covered,
-// and swept if it wants to be.
+// join makes who a member with a range. From now on the space calls its changed for changes
+// in what is covered, and has it swept if swept is set.
 func (s *space) join(start, end uintptr, who member, swept bool) *membership {
 	s.lockUpToDate()
 	defer s.mu.Unlock()
@@ -251,8 +252,8 @@ func (s *space) join(start, end uintptr, who member, swept bool) *membership {
 	return m
 }
 
-// lockUpToDate takes the lock at a moment when all that was done to mappings before has
-// been passed on: it is not about a new member.
+// lockUpToDate takes the lock at a moment when all earlier changes of mappings have been
+// applied, so that a member that joins now sees none of them.
 func (s *space) lockUpToDate() {
 	s.mu.Lock()
 	s.openLocked()
@@ -269,8 +270,8 @@ func (s *space) lockUpToDate() {
 	}
 }
 
-// leave ends a membership. When it returns, the member is told nothing any more,
-// except that a sweep of it, or a look at what it has missed, may still be under way.
+// leave ends a membership. When it returns, the member's changed is not called any more; a
+// call of its sweep or missed may still be under way.
 func (s *space) leave(m *membership) {
 	s.mu.Lock()
 	s.members.remove(m)
@@ -297,13 +298,13 @@ func (s *space) openLocked() {
 		return
 	}
 	for _, word := range s.tickets {
-		_ = n.AddTicket(word) // there is room: see there
+		_ = n.AddTicket(word) // there is room: AddTicket takes no more than MaxTickets
 	}
 	s.notifier.Store(n)
 }
 
-// coverUnit is how much is covered at least, as far as the mapping goes: each
-// boundary splits a mapping of the process, of which there can be 65,530.
+// coverUnit is the least that is covered at a time, within one mapping: each boundary splits
+// a mapping, of which a process can have 65,530.
 const coverUnit = 2 << 20
 
 // units widens a range to whole units.
@@ -315,9 +316,9 @@ func units(start, end uintptr) (uintptr, uintptr) {
 	return start, end
 }
 
-// cover asks for the changes of a range inside a mapping, on behalf of a member.
-// Where the kernel refuses, the sweep must do. For one who has left, nothing is
-// covered: nobody would ever end it. It tells whether it was done.
+// cover asks the kernel to report changes of a range inside a mapping, on behalf of a member,
+// and reports whether it does. Where the kernel refuses, only the sweep finds changes. For a
+// member that has left nothing is covered, since nothing would uncover it.
 func (s *space) cover(who *membership, start, end uintptr, m *sys.Mapping) bool {
 	n := s.notifier.Load()
 	if n == nil {
@@ -330,7 +331,7 @@ func (s *space) cover(who *membership, start, end uintptr, m *sys.Mapping) bool 
 	return !who.left.Load() && n.Watch(start, end) == nil
 }
 
-// uncover ends the covering of a range, but for what others are members with.
+// uncover ends the covering of a range, except for what lies in the range of a member.
 func (s *space) uncover(start, end uintptr) {
 	n := s.notifier.Load()
 	if n == nil {
@@ -345,9 +346,9 @@ func (s *space) uncover(start, end uintptr) {
 	})
 }
 
-// unused visits the parts of a range, in whole units, that nobody is a member
-// with. What somebody is a member with is left out at once, however large: one of
-// the members may have the whole address space.
+// unused visits the parts of a range that no member's range, widened to whole units, has.
+// It leaves out each member's range in one step, however large: it may be the whole address
+// space.
 func (s *space) unused(start, end uintptr, visit func(start, end uintptr)) {
 	for start < end {
 		m := s.memberIn(start, end)
@@ -356,14 +357,14 @@ func (s *space) unused(start, end uintptr, visit func(start, end uintptr)) {
 			return
 		}
 		from, to := units(m.start, m.end)
-		// Of the members of about a size the first is found first, so this goes no
-		// deeper than there are sizes.
+		// memberIn finds, among members of about one size, the first, so the
+		// recursion is no deeper than there are sizes.
 		s.unused(start, min(from, end), visit)
 		start = max(start, to)
 	}
 }
 
-// memberIn returns somebody who is a member with a part of the range, or nil.
+// memberIn returns a membership that overlaps the range, or nil.
 func (s *space) memberIn(start, end uintptr) (found *membership) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -371,8 +372,8 @@ func (s *space) memberIn(start, end uintptr) (found *membership) {
 	return found
 }
 
-// How often the sweep looks: the rest between two looks is as long as keeps its
-// share of a core below a thousandth, but within these bounds.
+// The rest between two sweeps is so long that sweeps take less than a thousandth of a core,
+// but within these bounds.
 const (
 	sweepRest      = time.Second            // with a notifier
 	sweepRestAlone = 100 * time.Millisecond // without
@@ -396,7 +397,8 @@ func (s *space) sweeper(stop chan struct{}) {
 	}
 }
 
-// sweepRest is the shortest rest: the notifier may end before the process does.
+// sweepRest returns the shortest rest, which depends on whether there is a notifier now: it
+// may end before the process does.
 func (s *space) sweepRest() time.Duration {
 	if s.notifier.Load() == nil {
 		return sweepRestAlone
@@ -433,7 +435,7 @@ func (s *space) sweepLocked(stop chan struct{}) {
 	}
 }
 
-// foundGone notes that pages were found to be gone.
+// foundGone notes that pages were found to be gone that the kernel had not reported.
 func (s *space) foundGone() {
 	s.vanished.Add(1)
 	s.doubtful.Store(true)
@@ -494,8 +496,8 @@ func (x *rangeIndex) overlapping(start, end uintptr, visit func(*membership) boo
 	}
 }
 
-// next fills into with ranges that come after one, or with the first ones for
-// nil, and returns how many. The range that they come after may be gone.
+// next fills into with the ranges that come after one, or with the first ones for
+// nil, and returns how many. The range after may have been removed meanwhile.
 func (x *rangeIndex) next(after *membership, into []*membership) (n int) {
 	first := 0
 	if after != nil {
@@ -519,12 +521,12 @@ func (x *rangeIndex) next(after *membership, into []*membership) (n int) {
 	return n
 }
 
-// AddTicket has a word counted up whenever watched memory is about to be unmapped, moved
-// or discarded: other processes that read this one's memory by its address look at the
-// word before and after, and what they have read counts only if it has not changed. The
-// word is no Go memory, and stays until RemoveTicket.
+// AddTicket has the notifier count a word up whenever watched memory is about to be unmapped,
+// moved or discarded. A process that reads this one's memory by its address looks at the word
+// before and after; what it has read is good only if the word has not changed. The word is
+// not Go memory, and stays until RemoveTicket.
 //
-// It reports false if there are too many: then nobody may read by the word.
+// It returns false if there are too many tickets: then no process may rely on the word.
 func AddTicket(word *atomic.Uint64) bool {
 	theSpace.mu.Lock()
 	defer theSpace.mu.Unlock()
@@ -538,7 +540,7 @@ func AddTicket(word *atomic.Uint64) bool {
 	return true
 }
 
-// RemoveTicket ends AddTicket. When it returns nobody uses the word any more.
+// RemoveTicket ends AddTicket. When it returns the notifier does not use the word any more.
 func RemoveTicket(word *atomic.Uint64) {
 	theSpace.mu.Lock()
 	defer theSpace.mu.Unlock()
@@ -548,8 +550,8 @@ func RemoveTicket(word *atomic.Uint64) {
 	}
 }
 
-// Remapped returns how often a range was closed before something was mapped over it, and
-// how often a change of mappings went on although an access was still under way.
+// Remapped returns how often a range was closed to accesses before something was mapped over
+// it, and how often a change of mappings went on although an access was still under way.
 func Remapped() (closed, overruns uint64) {
 	if n := theSpace.notifier.Load(); n != nil {
 		return n.Closings(), n.Overruns()
@@ -557,5 +559,5 @@ func Remapped() (closed, overruns uint64) {
 	return 0, 0
 }
 
-// PagingMeans tells what on-demand paging runs on here.
+// PagingMeans returns what on-demand paging runs on here.
 func PagingMeans() sys.PagingSupport { return sys.FindPagingSupport() }

@@ -6,15 +6,15 @@ import (
 	"pgregory.net/rapid"
 )
 
-// What nobody is a member with is found whole, and in few steps however large the
-// ranges are.
+// unused visits all that lies in no member's range, in few steps however large the ranges
+// are.
 func TestSpaceUnused(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var s space
 		n := rapid.IntRange(0, 12).Draw(t, "members")
 		start := uintptr(rapid.IntRange(0, 1<<16).Draw(t, "from")) << 12
 		end := start + uintptr(rapid.IntRange(1, 1<<18).Draw(t, "pages"))<<12
-		in := map[uintptr]bool{} // units that somebody has
+		in := map[uintptr]bool{} // units in the range of a member
 		for range n {
 			at := uintptr(rapid.IntRange(0, 1<<16).Draw(t, "start")) << 12
 			m := &membership{start: at, end: at + uintptr(1)<<rapid.IntRange(12, 30).Draw(t, "length"), who: nobody{}}
@@ -27,7 +27,7 @@ func TestSpaceUnused(t *testing.T) {
 			}
 		}
 		next, parts := start, 0
-		used := func(upto uintptr) { // all until there is somebody's
+		used := func(upto uintptr) { // all until there are members'
 			for ; next < upto; next = next&^(coverUnit-1) + coverUnit {
 				if !in[next/coverUnit] {
 					t.Fatalf("[%#x, %#x): nobody has %#x, and it was not visited", start, end, next)

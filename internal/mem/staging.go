@@ -1,14 +1,15 @@
 package mem
 
-// Staging bytes: where bytes lie on their way to or from memory that nobody can copy to
-// directly, held pages (pages.go) and memory that the CPU does not address (engine.go).
-// They are allocated in three lengths, and kept for the next one who needs some. Whoever
-// does not give them back leaves them to the collector.
+// Staging bytes: where bytes lie on their way to or from memory that the copy loop cannot
+// reach, held pages (pages.go) and memory that the CPU does not address (engine.go).
+// They are allocated in three lengths, and kept for the next caller. The collector frees
+// those that are not given back.
 //
 // An engine may move bytes much faster if their pages are locked. Its owner asks for that with
 // LockStaging: then so many pieces as are kept are allocated and locked at once, in lengths that
-// share no page with anything else. Nobody who takes a piece waits for a page to be locked: when
-// all are in use the next one is not locked. One that is lost to the collector is replaced.
+// share no page with anything else. A caller that takes a piece never waits for a page to be
+// locked: when all locked pieces are in use it gets one that is not. A locked piece that the
+// collector frees is replaced.
 
 import (
 	"runtime"
@@ -27,7 +28,7 @@ const lockedClass = 1
 var staging stagingPool
 
 // Staging returns n bytes, a Quantum at most, with anything in them, for bytes on their way
-// to or from an engine. GiveStaging takes them back, when nobody uses them any more.
+// to or from an engine. The caller gives them back with GiveStaging when it is done with them.
 func Staging(n int) []byte { return staging.get(n) }
 
 // GiveStaging takes back what Staging has returned, from its first byte on.
@@ -49,7 +50,7 @@ type stagingPool struct {
 	locked  map[pieceID]lockedPiece
 }
 
-// pieceID tells a piece of staging bytes from all others, and does not keep it.
+// pieceID identifies a piece of staging bytes, and does not keep it alive.
 type pieceID = weak.Pointer[byte]
 
 // lockedPiece is a piece that was locked when it was allocated.
@@ -58,13 +59,13 @@ type lockedPiece struct {
 	of    lockerSet
 }
 
-// lockerSet is the owners who lock pages at a time.
+// lockerSet is the owners that lock pages at a time.
 type lockerSet struct {
 	lockers []*stagingLocker
 	changes int
 }
 
-// stagingLocker is an owner who locks pages.
+// stagingLocker is an owner that locks pages.
 type stagingLocker struct {
 	mu      sync.Mutex // guards what follows; it is held while pages are locked or unlocked, so that none are after stop
 	lock    func([]byte) (func(), error)
@@ -113,7 +114,7 @@ func (s *stagingPool) put(b []byte) {
 	}
 }
 
-// isLocked reports whether all who lock pages now have locked a piece.
+// isLocked reports whether a piece was locked by the owners that lock pages now.
 func (s *stagingPool) isLocked(b []byte) bool {
 	p, ok := s.locked[weak.Make(&b[0])]
 	return ok && p.of.changes == s.changes
@@ -130,7 +131,8 @@ func (s *stagingPool) addLocker(lock func([]byte) (func(), error)) (stop func())
 	}
 }
 
-// setLockers changes who locks staging bytes. Those that are idle are left to the collector.
+// setLockers changes the owners that lock staging bytes. It leaves idle pieces to the collector,
+// and makes new ones that are locked for all owners.
 func (s *stagingPool) setLockers(change func([]*stagingLocker) []*stagingLocker) {
 	s.mu.Lock()
 	s.lockers = change(slices.Clone(s.lockers))

@@ -24,9 +24,9 @@ func collected(t *testing.T, what string, is func() bool) {
 	t.Fatalf("%s is not so after 200 collections", what)
 }
 
-// Staging bytes are page-locked for an owner who wants that: as many as are kept, however often
-// they are used; when all are in use others do; one that is lost is replaced; and after Close
-// nothing is locked.
+// Staging bytes are page-locked for an owner that asks for it: as many as are kept, however often
+// they are used. When all are in use, unlocked ones are given out; a locked one that is lost is
+// replaced; and after Close nothing is locked.
 func TestLockStaging(t *testing.T) {
 	e := enginetest.New(enginetest.Config{Locks: true})
 	for range 100 {
@@ -56,7 +56,7 @@ func TestLockStaging(t *testing.T) {
 	if n := use(); n != mem.LockedLargest {
 		t.Errorf("%d of %d pieces were locked, want %d", n, many, mem.LockedLargest)
 	}
-	// The last one may still be on somebody's stack.
+	// The last one may still be on a goroutine's stack.
 	collected(t, "that lost pieces are replaced", func() bool { return use() >= mem.LockedLargest-1 && e.Locked() == mem.LockedPieces })
 	other := enginetest.New(enginetest.Config{Locks: true})
 	collected(t, "that both have locked the same", func() bool { return e.Locked() == mem.LockedPieces && other.Locked() == mem.LockedPieces })

@@ -61,7 +61,7 @@ func TestStale(t *testing.T) {
 			if err := vanish(); err != nil {
 				t.Fatal(err)
 			}
-			mem.Sweep() // or an access may be told to wait until the change is known
+			mem.Sweep() // or an access may end in FaultPending until the change is applied
 			goodList := &mem.List{Table: table, Actor: who, SGEs: []ib.SGE{{Length: size, LKey: good.Key()}}}
 			faults := uint64(0)
 			for _, c := range []struct{ off, n uint64 }{
@@ -159,7 +159,7 @@ func TestStalePinned(t *testing.T) {
 			o.mustWrite(0, pattern(2*page, 3))
 			o.mustRead(0, pattern(2*page, 3))
 
-			// Who registers it again gets what is there now.
+			// A new registration gets what is there now.
 			h2, err := mem.NewHost(o.addr, n, access, ib.LockOff, nil)
 			if err != nil {
 				t.Fatal(err)
@@ -176,7 +176,7 @@ func TestStalePinned(t *testing.T) {
 }
 
 // manyChanges makes changes of other pinned memory, more than the notifier keeps
-// until somebody asks.
+// until they are taken.
 func manyChanges(t *testing.T) {
 	t.Helper()
 	b := anon(t, page, unix.PROT_READ|unix.PROT_WRITE)
@@ -192,7 +192,7 @@ func manyChanges(t *testing.T) {
 	}
 }
 
-// A panic that is not about the memory goes on to whoever is to see it.
+// A panic that is not about the memory is raised again.
 func TestStaleIsNotEveryPanic(t *testing.T) {
 	table := mem.NewTable(mem.TableConfig{})
 	r, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite, Length: 8, Backing: broken{}})

@@ -3,33 +3,34 @@ package mem
 // Memory that is taken away: for a moment, because it moves (Suspend, Resume), or for
 // good, because its owner wants it back (Revoke). Both are about a leaf, a region that
 // stands on memory and not on other regions; windows and indirect keys that lead to it
-// stay as they are, and accesses through them meet what accesses by its own key do.
+// stay as they are, and accesses through them end as accesses by its own key do.
 //
 //   - While a region is suspended, accesses to its bytes end in FaultPending, and
 //     Fault.Await waits until it is resumed, revoked or closed. Its rights and bounds
 //     can be looked at, windows bound to it and keys made of it.
-//   - A region that is revoked answers FaultRevoked until it is closed. It keeps its
-//     key, and those who stand on it keep it from being closed.
+//   - Accesses to a region that is revoked end in FaultRevoked until it is closed. It keeps
+//     its key, and windows and indirect keys that stand on it keep it from being closed.
 //
-// When Suspend or Revoke returns, nobody in this process touches the bytes. Suspend does
-// not wait for other processes that copy to or from the memory by themselves: those look
-// again after the copy and repeat it if the memory was taken meanwhile. Whoever moves the
-// bytes therefore moves them to other pages.
+// When Suspend or Revoke returns, no access of this process is under way. Suspend does not
+// wait for other processes that copy to or from the memory themselves: they look at the
+// guard again after the copy, and repeat it if the memory was suspended meanwhile. So the
+// caller of Suspend moves the bytes to other pages.
 
 import "sync"
 
-// suspension is what a region has that was ever suspended.
+// suspension is what a region needs once it is suspended, or a goroutine waits for its sections.
 type suspension struct {
-	by       int           // how many have suspended it; guarded by the region's lock
-	left     chan struct{} // closed when no section is open any more (lastLeaves); nil until somebody waits; guarded by waiters
-	reopened chan struct{} // closed when it is suspended no more, or gone; nil until somebody waits; guarded by waiters
+	by       int           // calls of Suspend without a Resume; guarded by the region's lock
+	left     chan struct{} // closed when no section is open any more; nil: lastLeaves has given out none; guarded by waiters
+	reopened chan struct{} // closed when it is suspended no more, or gone; nil: Reopened has given out none; guarded by waiters
 }
 
-// waiters guards what those who wait for regions share with those who wake them: whoever
-// shuts a region may hold the region's own lock for long, to wait for another process.
+// waiters guards the channels by which goroutines wait for regions, and Region.suspend. The
+// region's own lock does not: its holder may wait for another process, for long.
 var waiters sync.Mutex
 
-// suspensionLocked returns what the region has for it. The caller holds waiters.
+// suspensionLocked returns the region's suspension, and makes it if there is none. The caller
+// holds waiters.
 func (r *Region) suspensionLocked() *suspension {
 	if r.suspend == nil {
 		r.suspend = new(suspension)
@@ -38,8 +39,8 @@ func (r *Region) suspensionLocked() *suspension {
 }
 
 // Suspend keeps accesses out and waits for those under way. It nests: as many calls of
-// Resume end it. It reports whether it was done; a region that is closed, invalidated or
-// revoked, or is no leaf, cannot be suspended.
+// Resume end it. It returns false, and has done nothing, if the region is closed, invalidated
+// or revoked, or is no leaf.
 func (r *Region) Suspend() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -55,7 +56,7 @@ func (r *Region) Suspend() bool {
 	return true
 }
 
-// Resume ends a Suspend that was done. The region may have been closed since.
+// Resume ends a Suspend that has returned true. The region may have been closed since.
 func (r *Region) Resume() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -75,10 +76,10 @@ func (r *Region) Resume() {
 	r.wakeWaiters()
 }
 
-// Revoke ends all access to the region's memory: when it returns nobody touches it, in
-// this process or another, and nobody will. The key stays allocated until Close. Revoking
-// again, or a region that is closed, does nothing; a region that is no leaf cannot be
-// revoked, and it reports false.
+// Revoke ends all access to the region's memory: when it returns no access is under way, of
+// this process or another, and none will begin. The key stays allocated until Close. Revoking
+// again, or a region that is closed, does nothing. Revoke returns false if the region is no
+// leaf.
 func (r *Region) Revoke() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -96,7 +97,7 @@ func (r *Region) Revoke() bool {
 func (r *Region) Reopened() <-chan struct{} {
 	waiters.Lock()
 	defer waiters.Unlock()
-	// Whoever opens the region again, or ends it, changes the state first.
+	// Resume, and what ends the region, changes the state first and then calls wakeWaiters.
 	if s := r.state.Load(); s&stateSuspended == 0 || s&shutToLooks != 0 {
 		return nil
 	}
@@ -114,7 +115,7 @@ func (r *Region) awaitReopened() {
 	}
 }
 
-// wakeWaiters ends the waiting of those who have a channel of Reopened.
+// wakeWaiters closes the channel that Reopened has given out.
 func (r *Region) wakeWaiters() {
 	waiters.Lock()
 	defer waiters.Unlock()

@@ -10,16 +10,16 @@ import (
 )
 
 // The way of a key, top-down: Register, in region.go, takes a slot and gives it
-// out; open finds the region again and opens a section on it; Invalidate takes the key
-// from whoever has it, on behalf of a peer; the counters come last.
+// out; open finds the region again and opens a section on it; Invalidate makes the key
+// useless, on behalf of a peer; the counters come last.
 
 // A key is 32 bits: a 24-bit index, which is the permuted number of a slot, and
-// an 8-bit tag, which is another one for each of the 256 keys that the slot has in
-// turn (Table.add). The tag of a type 2 window is its owner's to choose, at each
+// an 8-bit tag, which is another one for each of the 256 keys that the slot has one
+// after the other (Table.add). The program chooses the tag of a type 2 window, at each
 // bind.
 const tagBits = 8
 
-// DefaultMaxRegions is the limit of a table that was not told one.
+// DefaultMaxRegions is the limit of a table whose configuration has none.
 const DefaultMaxRegions = 1 << 20
 
 // TableConfig configures a key table; the zero value is good.
@@ -27,15 +27,15 @@ type TableConfig struct {
 	MaxRegions int    // regions and windows at the same time; 0 means DefaultMaxRegions, and there can be no more than MaxSlots
 	Seed       uint64 // tests: makes the keys repeatable; 0 means unpredictable ones
 	// Killed, if set, is called when a region is closed, invalidated, revoked, changed
-	// or suspended: it ends what other processes do with the memory by themselves. With
-	// wait it returns when they have ended it, and the memory may be used for something
-	// else. Otherwise the memory is suspended, and about to move to other pages: it
-	// waits for nobody, and Resumed is called when that is over.
+	// or suspended: it ends the accesses that other processes make to the memory
+	// themselves. With wait it returns when they are over, and the memory may be used for
+	// something else. Without, the memory is suspended, and about to move to other pages:
+	// Killed does not wait, and Resumed is called when the suspension is over.
 	Killed  func(r *Region, wait bool)
 	Resumed func(r *Region)
 	// Invalidated, if set, is called instead when a region is invalidated, which happens
-	// under the locks of queue pairs: it waits for nobody. If other processes are still at
-	// the memory it returns a channel that is closed when they are not.
+	// under the locks of queue pairs: it does not wait. If other processes still access
+	// the memory it returns a channel that is closed when they do not any more.
 	Invalidated func(r *Region) <-chan struct{}
 }
 
@@ -185,7 +185,7 @@ func (r *Region) open(key uint32, addr, n uint64, acc ib.Access, who Actor, shut
 		}
 	case r.mkey != nil:
 		return off, nil, FaultNone
-	case s&shut == 0: // whoever shuts it from here on sees the section
+	case s&shut == 0: // shutLocked sees the section from here on
 		return off, r, FaultNone
 	default:
 		leaf, kind = r, whyShut(s)
@@ -207,11 +207,11 @@ func (t *Table) IsHost(key uint32, addr, n uint64, acc ib.Access, who Actor) boo
 }
 
 // Invalidate makes a key useless on behalf of a peer, that is, of SEND with
-// invalidate; it returns when nobody accesses the region any more. From then
+// invalidate; it returns when no access to the region is under way any more. From then
 // on the key faults with FaultDead until the region is closed. Only regions
 // that allow it can be invalidated, and doing it again is no fault (IBA
-// 10.6.5). FaultPending means that the key is useless, but another process is still at
-// the memory: it is to be done again after Await.
+// 10.6.5). FaultPending means that the key is useless, but another process or an engine
+// still accesses the memory: the caller invalidates again after Await.
 func (t *Table) Invalidate(key uint32, who Actor) Fault { return t.invalidate(key, who, true) }
 
 // InvalidateOwn is Invalidate on behalf of the program, that is, of LOCAL_INV: it may
@@ -230,8 +230,8 @@ func (t *Table) invalidate(key uint32, who Actor, forPeer bool) Fault {
 	return Fault{Kind: kind, Key: key}.orNone()
 }
 
-// leaving is the fault of an invalidation that has to wait until others have left the memory,
-// which a channel tells.
+// leaving is the fault of an invalidation that has to wait until left is closed: then no other
+// process or engine accesses the memory any more.
 func leaving(key uint32, left <-chan struct{}) Fault {
 	return Fault{Kind: FaultPending, Key: key, wanted: &wanted{left: left, brief: true}}
 }

@@ -8,7 +8,7 @@ import "unsafe"
 // stored before. They end at last and lie in one aligned word.
 //
 // The word is swapped as a whole: the bytes around the tail are written back as
-// they were, and if somebody else has changed them meanwhile, the swap fails
+// they were, and if another thread has changed them meanwhile, the swap fails
 // and is made again. This is sound: an aligned word lies in one page, the one of
 // the tail, and holds no pointer.
 //

@@ -1,19 +1,20 @@
 package mem
 
 // Copies to, from and between memory that the CPU does not address. A Transfer goes
-// through both lists, as the copy loop does, and makes of each run of bytes that lies
-// together on both sides
+// through both lists, as the copy loop does, and does for each run of bytes that is
+// contiguous on both sides
 //
-//   - a store, if the target is staged: the source's bytes are copied to staging bytes,
-//     unless they are the engine's own already;
-//   - a load, if the source is: the bytes go on from staging bytes to the target when
-//     Wait finds them there;
-//   - a copy, if both are and have the same owner; load and store if not;
-//   - what the copy loop does, if neither is: a list may have pieces of all kinds.
+//   - a store, if the CPU does not address the target: from staging bytes, to which the
+//     source's are copied first, or from the source itself where it stays in place;
+//   - a load, if the CPU does not address the source: to staging bytes, which Wait copies
+//     to the target, or to the target itself where it stays in place;
+//   - a copy, if it addresses neither and both have the same owner; a load and a store if
+//     they have not;
+//   - what the copy loop does, if it addresses both: a list may have pieces of all kinds.
 //
 // Begin begins the operations and Wait waits for them, so that those of several transfers
-// are under way together. Both may block, and are called with no lock held and in no
-// section. Transfers of one stream are begun and waited for in the same order, by one
+// are under way together. Both may block: their caller holds no lock and has no section
+// open. Transfers of one stream are begun and waited for in the same order, by one
 // goroutine at a time.
 
 import (
@@ -31,7 +32,7 @@ type Transfer struct {
 	Link     Link // its place in a chain
 
 	begun uint64 // bytes whose operations have begun
-	owner any    // whose the last of them is
+	owner any    // of the engine that the last of them was begun on
 	parts []part // operations under way, oldest first
 	fault Fault
 	side  Side
@@ -56,12 +57,12 @@ type part struct {
 	*Op
 	staging []byte // to give back when it is over
 	off, n  uint64 // which of the transfer's bytes
-	out     bool   // staging is to be copied to the target then
+	out     bool   // staging is to be copied to the target when it is over
 	from    Kind   // what it was loaded from
 }
 
-// Join makes one transfer of two that follow each other and have not begun, where the bytes
-// of the second lie behind those of the first, on both sides. It reports whether they do.
+// Join appends a transfer that has not begun to this one, if this one has not begun either and
+// the bytes of next lie right behind its own on both sides. It reports whether it did.
 func (t *Transfer) Join(next *Transfer) bool {
 	if t.begun != 0 || t.Last || t.N > math.MaxUint32-next.N || !t.Dst.continues(next.Dst, t.N) || !t.Src.continues(next.Src, t.N) {
 		return false
@@ -73,8 +74,8 @@ func (t *Transfer) Join(next *Transfer) bool {
 	return true
 }
 
-// continues reports whether another list begins where n bytes of this one end, and lengthen
-// can make one of the two.
+// continues reports whether another list begins where n bytes of this one end, so that lengthen
+// can make one list of both.
 func (l *List) continues(next *List, n uint64) bool {
 	if l.Table == nil || l.Table != next.Table || l.Actor != next.Actor || l.Access != next.Access || len(l.SGEs) != 1 || len(next.SGEs) != 1 {
 		return false
@@ -90,8 +91,8 @@ func (l *List) lengthen(n uint64) {
 }
 
 // Begin begins what has not begun. FaultPending means that memory is out of reach for a
-// moment, or has to be fetched: when that is over (Fault.Await) Begin goes on. Any other
-// fault ends the transfer, but what has begun is still to be waited for.
+// moment, or has to be fetched: after Fault.Await the caller calls Begin again, which goes on.
+// Any other fault ends the transfer, but the caller still waits for what has begun.
 func (t *Transfer) Begin() (Fault, Side) {
 	for t.begun < t.N {
 		if t.Link.Broken() {
@@ -122,7 +123,7 @@ func (t *Transfer) next(off, n uint64) (uint64, Fault, Side) {
 		engine = src.engine
 	}
 	if engine != nil && len(t.parts) > 0 && engine.Owner() != t.owner {
-		// Engines know nothing of each other's order.
+		// Engines of different owners keep no order among each other.
 		if f, side := t.waitAll(); !f.OK() {
 			dst.close()
 			src.close()
@@ -211,7 +212,8 @@ func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
 	return n, Fault{}, 0
 }
 
-// carry moves bytes from one owner to another.
+// carry moves bytes from the memory of one owner to that of another: it waits for the load, and
+// begins the store.
 func (t *Transfer) carry(dst, src reached, off, n uint64) (uint64, Fault, Side) {
 	b := staging.get(int(n))
 	load := &Op{Kind: OpLoad, Off: src.at, Bytes: b, sections: [2]place{src.place}}
@@ -228,7 +230,7 @@ func (t *Transfer) carry(dst, src reached, off, n uint64) (uint64, Fault, Side) 
 	return n, Fault{}, 0
 }
 
-// byHand has the copy loop move bytes, when all before them have been moved.
+// byHand moves bytes with the copy loop, after all operations begun before are over.
 func (t *Transfer) byHand(off, n uint64) (uint64, Fault, Side) {
 	if f, side := t.waitAll(); !f.OK() {
 		return 0, f, side
@@ -243,8 +245,8 @@ func (t *Transfer) byHand(off, n uint64) (uint64, Fault, Side) {
 	return n, f, side
 }
 
-// Wait waits for what has begun, and returns what went wrong, if anything. FaultPending is as
-// with Begin: Wait goes on.
+// Wait waits for what has begun, and returns the first fault, if any. After FaultPending and
+// Fault.Await the caller calls Wait again, which goes on.
 func (t *Transfer) Wait() (Fault, Side) {
 	if f, side := t.waitAll(); !f.OK() {
 		return f, side
@@ -252,8 +254,8 @@ func (t *Transfer) Wait() (Fault, Side) {
 	return t.fault, t.side
 }
 
-// GiveUp has the transfer end without its bytes reaching the target, as far as they have not.
-// What has begun is still to be waited for.
+// GiveUp ends the transfer: nothing more begins, and what was loaded to staging bytes does not
+// reach the target. The caller still waits for what has begun.
 func (t *Transfer) GiveUp() {
 	if t.fault.OK() {
 		t.fault, t.side = Fault{Kind: FaultDead}, Dst
@@ -271,7 +273,8 @@ func (t *Transfer) Over() bool {
 	return t.begun == t.N
 }
 
-// settle waits for the operations under way.
+// waitAll waits for the operations under way, and copies what they have loaded to the target.
+// After FaultPending it is called again.
 func (t *Transfer) waitAll() (Fault, Side) {
 	for len(t.parts) > 0 {
 		p := &t.parts[0]
@@ -302,7 +305,7 @@ func (t *Transfer) waitAll() (Fault, Side) {
 	return t.fault, t.side
 }
 
-// faultAt is a fault that an engine has found at n bytes of a list, from off on.
+// faultAt makes a Fault of a kind that an engine has found in n bytes of a list, from off on.
 func (l *List) faultAt(off, n uint64, kind FaultKind) Fault {
 	f := Fault{Kind: kind, Extent: Extent{Len: n}}
 	e, in := l.pieceAt(off)
@@ -336,8 +339,8 @@ type reached struct {
 	at     uint64 // where in the leaf
 }
 
-// reach tells what the bytes of a list from off on are: at most n of them, and how many
-// are of one kind and lie together.
+// reach returns what the bytes of a list from off on are, and how many of them, n at most, are
+// of one kind and contiguous.
 func (l *List) reach(off, n uint64) (reached, uint64, Fault) {
 	if l.Table == nil {
 		return reached{}, n, Fault{}
@@ -366,8 +369,8 @@ func (l *List) reach(off, n uint64) (reached, uint64, Fault) {
 	return reached{c.place, c.leaf.backing.(Engine), at}, n, Fault{}
 }
 
-// own returns n bytes at off of a list of bytes that are the engine's own and lie together,
-// nil if they are not.
+// own returns n bytes at off of a list of raw bytes of one piece that never fault, nil for other
+// lists: an engine uses them in place.
 func (l *List) own(off, n uint64) []byte {
 	if l.Table != nil || l.Ref != nil || l.MayFault || len(l.Raw) != 1 || !holds(uint64(len(l.Raw[0])), l.Off+off, n) {
 		return nil
@@ -377,13 +380,13 @@ func (l *List) own(off, n uint64) []byte {
 
 // reaching is an Engine that may access memory of the host by itself.
 type reaching interface {
-	// Reaches reports whether the engine reads and writes such bytes, which stay where they
-	// are until the operation is over.
+	// Reaches reports whether the engine can read and write b in place. The bytes stay where
+	// they are until the operation is over.
 	Reaches(b []byte) bool
 }
 
-// still returns bytes at off of a list, at most n of them, that cannot be gone and that an
-// engine reaches, with the open sections that keep them; nil if there are none.
+// still returns bytes at off of a list, at most n of them, that never fault and that the engine
+// reads and writes in place, with the open sections that keep them there; nil if there are none.
 func (l *List) still(off, n uint64, e Engine) ([]byte, place) {
 	r, ok := e.(reaching)
 	if !ok || l.Table == nil || l.Ref != nil {
@@ -393,7 +396,7 @@ func (l *List) still(off, n uint64, e Engine) ([]byte, place) {
 	if !c.enter(n, shutToBytes) {
 		return nil, place{}
 	}
-	if leaf := c.leaf; leaf == nil || !leaf.neverFaults || leaf.staged != nil || leaf.kind == KindRaw { // null memory is used by many at a time
+	if leaf := c.leaf; leaf == nil || !leaf.neverFaults || leaf.staged != nil || leaf.kind == KindRaw { // null memory: many accesses use it at a time
 		c.close()
 		return nil, place{}
 	}
@@ -405,7 +408,7 @@ func (l *List) still(off, n uint64, e Engine) ([]byte, place) {
 	return b, c.place
 }
 
-// kindAt returns the kind of memory that a list has at off, as far as is known.
+// kindAt returns the kind of memory that a list has at off, KindRaw if its key is gone.
 func (l *List) kindAt(off uint64) Kind {
 	if e, _ := l.pieceAt(off); e != nil {
 		if r := l.Table.Lookup(e.LKey); r != nil {
@@ -428,7 +431,7 @@ func copyIn(l *List, off uint64, b []byte, from Kind, last bool) (Fault, Side) {
 	return CopyPieces(&to, &List{Raw: [][]byte{b}, rawKind: from}, uint64(len(b)), last)
 }
 
-// CopyWaiting is Copy for those who may wait for an engine.
+// CopyWaiting is Copy for callers that may wait for an engine.
 func CopyWaiting(dst, src *List, n uint64, last bool, s *Stream) (Fault, Side) {
 	f, side := Copy(dst, src, n, last)
 	if !f.Staged() {
@@ -442,7 +445,7 @@ func CopyWaiting(dst, src *List, n uint64, last bool, s *Stream) (Fault, Side) {
 	return f, side
 }
 
-// AtomicWaiting is Atomic for those who may wait for an engine.
+// AtomicWaiting is Atomic for callers that may wait for an engine.
 func AtomicWaiting(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, swapAdd uint64, s *Stream, link Link) (orig uint64, f Fault) {
 	if link.Broken() {
 		return 0, Fault{Kind: FaultDead, Key: key, Extent: Extent{addr, 8}}
@@ -462,7 +465,7 @@ func AtomicWaiting(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, co
 	switch {
 	case !f.OK():
 		return 0, f
-	case to.engine == nil: // it has become something else
+	case to.engine == nil: // the region has another backing by now
 		return Atomic(t, who, key, addr, op, compare, swapAdd)
 	case n < 8 || to.at%8 != 0:
 		to.close()

@@ -11,7 +11,7 @@ package mem
 //  3. Every access opens a section on the window and one on the region behind it
 //     (Table.open, enterParent).
 //  4. Invalidate, a bind of nothing (type 1), and Close keep new sections out
-//     and wait for the open ones, then let go of the region.
+//     and wait for the open ones, then give the region back.
 
 import (
 	"sync/atomic"
@@ -34,7 +34,7 @@ type Window struct {
 
 	// These change only while no section can be open, under the lock of r.
 	parent *Region // nil: free
-	qpn    uint32  // type 2: the queue pair that it answers to
+	qpn    uint32  // type 2: the only queue pair that may use it
 }
 
 // AllocWindow makes a window in a protection domain.
@@ -64,15 +64,15 @@ func (w *Window) Key() uint32 {
 
 // Bound is where a window is bound to.
 type Bound struct {
-	Region, QPN  uint32 // their numbers; of type 2 the queue pair that it answers to
+	Region, QPN  uint32 // their numbers; of type 2 the only queue pair that may use it
 	Addr, Length uint64
 	Access       ib.Access
 }
 
-// Number tells the window from others, and from regions, as Region.Number does.
+// Number returns a number that no other window or region has: see Region.Number.
 func (w *Window) Number() uint32 { return w.r.Number() }
 
-// Bound tells where the window is bound to. It is not ok if it is free.
+// Bound returns where the window is bound to. ok is false if it is free.
 func (w *Window) Bound() (b Bound, ok bool) {
 	w.r.mu.Lock()
 	defer w.r.mu.Unlock()
@@ -100,9 +100,9 @@ func (w *Window) NextKey() uint32 {
 // made since: the window's key is then what it was.
 func (w *Window) NoKey(key uint32) { w.last.CompareAndSwap(key, w.r.before(key)) }
 
-// Bind binds a window, on behalf of a queue pair. verb says that it was asked for
-// by the verb, which is for windows of type 1, and not by a work request, which is
-// for those of type 2 (IBA 10.6.7.2). On a fault everything is as before.
+// Bind binds a window, on behalf of a queue pair. verb is set for a bind by the verb,
+// which is for windows of type 1, and not for a work request, which is for those of
+// type 2 (IBA 10.6.7.2). On a fault everything is as before.
 //
 // A window of type 1 may be bound already; it is then taken from where it was.
 // Bound to no bytes it is free.
@@ -190,7 +190,8 @@ func (t *Table) lend(b *ib.MWBind, who Actor) (*Region, FaultKind) {
 	return p, p.lend()
 }
 
-// lend counts one more who needs the region as it is. Inside a section.
+// lend counts one more window or indirect key that keeps the region from changing. The caller
+// has a section open.
 func (r *Region) lend() FaultKind {
 	for {
 		n := r.bound.Load()
@@ -222,7 +223,7 @@ func (r *Region) giveLocked() { r.bound.Store(0) }
 // shut is set there. Inside the window's own section, which keeps the region bound.
 func (w *Window) enterParent(acc ib.Access, who Actor, shut uint64) (parent *Region, kind FaultKind) {
 	switch {
-	case w.qpn != 0 && w.qpn != who.QPN: // a 2B window answers to its queue pair alone
+	case w.qpn != 0 && w.qpn != who.QPN: // only its own queue pair may use a 2B window
 		return nil, FaultDomain
 	case acc&peerAccess == 0: // the key is no local one
 		return nil, FaultAccess
@@ -231,7 +232,7 @@ func (w *Window) enterParent(acc ib.Access, who Actor, shut uint64) (parent *Reg
 }
 
 // invalidateLocked is Invalidate for windows: those of type 2, by the queue pair
-// that they answer to. One that is free stays so.
+// that may use them. One that is free stays so.
 func (w *Window) invalidateLocked(who Actor) (FaultKind, <-chan struct{}) {
 	switch {
 	case w.typ != ib.MWType2:
@@ -247,9 +248,9 @@ func (w *Window) invalidateLocked(who Actor) (FaultKind, <-chan struct{}) {
 	return FaultNone, nil
 }
 
-// freeLocked makes the key useless, waits for those who use it, and lets go of
-// the region. It does not wait for engines: if some use it, it returns a channel that is
-// closed when they do not, and is to be called again then.
+// freeLocked makes the key useless, waits for the accesses under way, and gives the region
+// back. It does not wait for engines: if operations of theirs are under way, it returns a
+// channel that is closed when they are over, and is to be called again then.
 func (w *Window) freeLocked() (left <-chan struct{}) {
 	if w.parent == nil {
 		return nil
@@ -261,7 +262,7 @@ func (w *Window) freeLocked() (left <-chan struct{}) {
 	return nil
 }
 
-// takeBackLocked is freeLocked for those who may wait.
+// takeBackLocked is freeLocked for callers that may wait.
 func (w *Window) takeBackLocked() {
 	if w.parent != nil {
 		w.r.killLocked(stateInvalidated)
@@ -275,8 +276,8 @@ func (w *Window) letGoLocked() {
 	w.r.backing = nil
 }
 
-// Close frees the window: when it returns, nobody accesses memory through it any
-// more. Closing again does nothing.
+// Close frees the window: when it returns, no access through it is under way. Closing
+// again does nothing.
 func (w *Window) Close() error {
 	w.r.mu.Lock()
 	defer w.r.mu.Unlock()
@@ -289,7 +290,7 @@ func (w *Window) Close() error {
 	return nil
 }
 
-// ReleaseQP frees the windows that answer to a queue pair, which is gone: its
+// ReleaseQP frees the windows that only one queue pair may use, which is gone: its
 // number will be another's.
 func (t *Table) ReleaseQP(qpn uint32) {
 	for _, r := range t.slots.All() {

@@ -33,8 +33,8 @@ func bound(t *testing.T) (*Table, *Region, *Window, *ib.MWBind) {
 	return table, r, w, b
 }
 
-// Whatever ends a region waits for those who use it through a window, and is
-// noticed by those who come later.
+// Whatever ends a region waits for accesses under way through a window, and later ones
+// end in a fault.
 func TestWindowHoldsRegion(t *testing.T) {
 	table, r, w, _ := bound(t)
 	_, release, f := Hold(table, w.Key(), 0, 8, ib.AccessRemoteRead, Actor{PD: 1})
@@ -149,7 +149,7 @@ func TestBindAgainstClose(t *testing.T) {
 }
 
 // A peer invalidates a key while the program does so itself and binds the window
-// anew: the peer knows nothing of the new key, and does it no harm.
+// anew: the peer does not have the new key, and does it no harm.
 func TestInvalidateOldKey(t *testing.T) {
 	table, r, old, _ := bound(t)
 	if err := old.Close(); err != nil {

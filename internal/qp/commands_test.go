@@ -97,7 +97,7 @@ func (s *script) window(a *cmdArgs) {
 	e.regions[name] = &region{Region: e.table.Lookup(w.Key())}
 }
 
-// bind posts the verb.
+// bind posts the verb that binds a window of type 1.
 func (s *script) bind(a *cmdArgs) {
 	e := a.end()
 	name := a.word()
@@ -517,7 +517,7 @@ func (s *script) limit(a *cmdArgs) { e := a.end(); e.recv.SetLimit(int(a.parse(a
 
 func (s *script) unreadable(a *cmdArgs) { e := a.end(); e.unreadable = int(a.parse(a.word())) }
 
-// sync lets storage do its work: it succeeds, or fails as it is told to.
+// sync lets storage do its work: it succeeds, or fails if the script wants that.
 func (s *script) sync(a *cmdArgs) {
 	e := a.end()
 	var errno error
@@ -558,7 +558,7 @@ func (a *cmdArgs) workKind(def WorkKind) WorkKind {
 	}
 	l, ok := workKindNames[w]
 	if !ok {
-		a.s.fatalf("no lane %q", w)
+		a.s.fatalf("no kind of work %q", w)
 	}
 	return l
 }

@@ -128,8 +128,8 @@ func (q *QP) receiveRNR(psn wire.PSN, code uint8, now Time) {
 	r.sampleAt = 0
 }
 
-// receiveData takes a READ response or an atomic acknowledge. The payload goes
-// where the request says; the response also acknowledges all that came before.
+// receiveData takes a READ response or an atomic acknowledge. Its payload goes to the
+// request's memory; the response also acknowledges all that came before.
 func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 	r := &q.req
 	next, at := r.una, q.sq.head
@@ -139,7 +139,7 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 	if d := next.Sub(t.PSN); d > 0 {
 		if d >= t.N {
 			q.Counters.add(CntGhostAcks, t.N)
-			if r.started != 0 { // the peer works at what was asked for twice: asking again would not help
+			if r.started != 0 { // the peer is answering what was asked for twice: do not ask again
 				r.started, r.progAt = now, now
 			}
 			return mem.Fault{}
@@ -161,7 +161,7 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 	if vendor := q.checkAnswer(t, w, done); vendor != 0 {
 		if !r.waits() {
 			q.fail(ib.WCBadRespErr, vendor, now)
-		} // else those before it may still succeed: it is asked for again, and fails then
+		} // else the answers before it may still succeed: it is asked for again, and fails then
 		return mem.Fault{}
 	}
 	if w.facts().atomic {
@@ -183,7 +183,7 @@ func (q *QP) checkAnswer(t *train.Train, w *wqe, done int) (vendor uint16) {
 		return 0
 	}
 	end := q.req.rd.at(0).end()
-	if !t.PSN.Less(end) { // those before it wait for engines
+	if !t.PSN.Less(end) { // the answers before it wait for engines
 		end = q.req.rd.endOf(t.PSN)
 	}
 	if t.End != (t.PSN.Add(t.N) == end) {
@@ -195,7 +195,7 @@ func (q *QP) checkAnswer(t *train.Train, w *wqe, done int) (vendor uint16) {
 	return 0
 }
 
-// land puts the payload of an answer to request at where it belongs.
+// land writes the payload of an answer to the memory of its request, which has number at.
 func (q *QP) land(t *train.Train, at uint32, done int, now Time) mem.Fault {
 	r, w := &q.req, q.sq.at(at)
 	list := q.localList(at, uint64(done)*uint64(q.mtu))
@@ -227,14 +227,14 @@ func (q *QP) land(t *train.Train, at uint32, done int, now Time) mem.Fault {
 		}
 	case !fault.OK() && !r.waits():
 		q.fail(ib.WCLocProtErr, vendorFault(fault), now)
-	default: // done or failed, and not before those that wait
+	default: // written or failed: it comes into effect behind the answers that wait for engines
 		q.landed(&Move{kind: moveAnswer, over: true, fault: fault, side: mem.Dst, psn: t.PSN, n: t.N}, at, now)
 	}
 	return mem.Fault{}
 }
 
-// answerLen returns how many bytes n packets of a READ response have, the first
-// done of which came before.
+// answerLen returns how many bytes n packets of a READ response have, if done packets
+// come before them.
 func (q *QP) answerLen(w *wqe, done, n int) int {
 	if !w.facts().data.in() {
 		return 0 // IBA A19: to an ATOMIC WRITE and to a FLUSH
@@ -293,7 +293,7 @@ func (q *QP) advance(target wire.PSN, now Time) bool {
 	return ok
 }
 
-// settle does what waits for earlier requests to be done: a local failure, and
+// resumeWaiting does what waits for earlier requests to be done: a local failure, and
 // the end of draining.
 func (q *QP) resumeWaiting(now Time) {
 	r := &q.req
@@ -318,9 +318,9 @@ func (q *QP) progressed(n int, now Time) {
 	r.congestion.acked(n)
 }
 
-// lost: an answer shows that the response to the oldest READ or atomic is
-// missing (IBA 9.7.5.1.3, implied NAK). One such finding makes many: what is
-// under way behind it says the same.
+// lost: an answer shows that the response to the oldest READ or atomic is missing
+// (IBA 9.7.5.1.3, implied NAK). The answers behind it show the same: only the first
+// counts.
 func (q *QP) lost(now Time) {
 	r := &q.req
 	from := q.expected()
@@ -332,8 +332,8 @@ func (q *QP) lost(now Time) {
 	q.retry(now)
 }
 
-// AnswerUnread tells that the payload of an answer could not be fetched from the
-// peer: it counts as lost, and is asked for again.
+// AnswerUnread counts an answer as lost whose payload could not be fetched from the peer,
+// and asks for it again.
 func (q *QP) AnswerUnread(now Time) {
 	if q.state == ib.QPRTS || q.state == ib.QPSQD {
 		q.lost(now)
@@ -369,7 +369,7 @@ func (q *QP) Tick(now Time) {
 	if d == 0 || now < d {
 		return
 	}
-	r.progAt += now - d // who was late did not run, and the peer is not to blame
+	r.progAt += now - d // the delay of this call is not the peer's
 	if r.unasked() {
 		q.probe(now)
 		return
@@ -430,7 +430,8 @@ func (q *QP) failOldest(status ib.WCStatus, vendor uint16) {
 	}
 }
 
-// stopped tells that requests are given up.
+// stopped ends all use of the memory of requests that are given up: payloads by reference,
+// and whatever the owner ends in Stopped.
 func (q *QP) stopped() {
 	q.lease.End()
 	if q.Stopped != nil {
@@ -439,8 +440,7 @@ func (q *QP) stopped() {
 	q.req.dropCarried()
 }
 
-// completeSend completes the request before head, which succeeded, if it asked
-// for it.
+// completeSend completes the request before head, which succeeded, if it is signaled.
 func (q *QP) completeSend(w *wqe) {
 	if w.flags&ib.SendSignaled == 0 {
 		return
@@ -450,7 +450,7 @@ func (q *QP) completeSend(w *wqe) {
 	if f.data.in() {
 		wc.ByteLen = w.len
 	}
-	if q.req.resultWaits { // the first that completes now is the one whose result waits
+	if q.req.resultWaits { // the first that completes now is the one whose result is inline data
 		q.req.resultWaits = false
 		q.pushed(q.SendCQ.PushInlineSend(&wc, q.sq.freed, q.sq.head, &q.inlineData.InlineData))
 		return
@@ -458,8 +458,7 @@ func (q *QP) completeSend(w *wqe) {
 	q.pushed(q.SendCQ.PushSend(&wc, q.sq.freed, q.sq.head))
 }
 
-// completeFailed completes the request before head, which failed, asked for or
-// not.
+// completeFailed completes the request before head, which failed, signaled or not.
 func (q *QP) completeFailed(w *wqe, status ib.WCStatus, vendor uint16) {
 	wc := ib.WC{ID: w.id, Status: status, Op: w.facts().wc, VendorErr: vendor, QPN: q.Number}
 	q.pushed(q.SendCQ.PushSend(&wc, q.sq.freed, q.sq.head))

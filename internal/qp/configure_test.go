@@ -70,7 +70,7 @@ func TestConfigureLong(t *testing.T) {
 }
 
 // TestConfigureInPlace: a key is configured anew while it is in use, in the order of
-// the send queue, and keeps what it is told to keep.
+// the send queue, and keeps what the request's Update names.
 func TestConfigureInPlace(t *testing.T) {
 	w := newPair(t, usual(), usual())
 	a := w.a

@@ -11,12 +11,12 @@ import (
 //
 //   - lost halves the window, down to minWindow.
 //   - notReady stops the sending for a while. If the peer remains not ready, the window
-//     is one packet, which asks for all.
+//     is one packet, until that is acknowledged.
 //   - acked opens the window: to what it was before the peer was not ready, and by an
 //     eighth of what was acknowledged.
 type congestion struct {
 	path   int // the path's window
-	named  int // the same for what goes by name, if it is wider
+	named  int // the same for payloads by reference, if it is wider
 	short  Short
 	window int // at most the path's, but for minWindow
 	wide   int // the window to return to when the peer is ready again; 0 if it was not narrowed
@@ -29,9 +29,9 @@ type congestion struct {
 const minWindow = 4
 
 // A peer that is not ready may stay so for as long as its storage takes, and 7
-// retries mean for ever. It names the shortest wait that it wants (IBA
-// 9.7.5.2.8); the longer it has lasted, the longer the next: by an eighth, within
-// bounds.
+// retries mean for ever. The RNR NAK names the shortest wait (IBA 9.7.5.2.8). The next
+// wait is at least an eighth of the time that the peer has not been ready, up to
+// maxRNRWait.
 const (
 	rnrShare   = 8
 	maxRNRWait = 50 * time.Millisecond
@@ -52,8 +52,8 @@ func (c *congestion) allowance(n int) int {
 	return w
 }
 
-// allowanceNamed is allowance for bytes that go by name, and take no room on the way. Of short
-// messages the peer could not take as many.
+// allowanceNamed is allowance for a payload by reference, which takes no room on the link. The
+// wider window is not for short messages: the peer cannot take as many of those.
 func (c *congestion) allowanceNamed(n int) int {
 	if n >= train.LeastCarried && c.open() {
 		return max(c.path, c.named)

@@ -91,7 +91,8 @@ func TestCongestion(t *testing.T) {
 	}
 }
 
-// TestCongestionNamed: what goes by name has a wider window, but for short messages, and after a loss.
+// TestCongestionNamed: payloads by reference have a wider window, but for short messages, and
+// after a loss.
 func TestCongestionNamed(t *testing.T) {
 	var g congestion
 	g.begin(&Path{Window: 64, Named: 500})

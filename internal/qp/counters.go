@@ -1,6 +1,6 @@
 package qp
 
-// Counter names something that queue pairs count, once, where it happens.
+// Counter names a kind of event that queue pairs count, each event once, where it happens.
 type Counter uint8
 
 const (
@@ -30,12 +30,12 @@ const (
 	CntReqErr                         // requests refused as invalid (NAK)
 	CntAccessErr                      // requests refused for memory rights (NAK)
 	CntOpErr                          // requests that failed at this side (NAK)
-	CntFaultRNR                       // requests put off because memory had to be fetched (RNR NAK)
-	CntFaultWaits                     // times that the send side stood still while its memory was fetched
-	CntDropFault                      // UC and UD messages whose memory had to be fetched
-	CntHeld                           // requests and answers held because memory was out of reach for a moment (hold.go)
-	CntInline                         // messages and results that waited beside their completion (inline.go)
-	CntByGrant                        // WRITEs and READs that this side has executed by a grant of the peer's (shortcut.go); the grant counts them
+	CntFaultRNR                       // RNR NAKs because memory had to be fetched, or too much waits for engines
+	CntFaultWaits                     // times that the requester stopped while its memory was fetched
+	CntDropFault                      // UC and UD messages dropped for the same reasons as CntFaultRNR
+	CntHeld                           // requests and answers kept while memory was out of reach (hold.go)
+	CntInline                         // messages and results that became inline data (inline.go)
+	CntByGrant                        // WRITEs and READs executed by the peer's grant; the grant counts them
 	NumCounters
 )
 
@@ -57,7 +57,7 @@ type Counters [NumCounters]uint64
 
 func (c *Counters) add(i Counter, n int) { c[i] += uint64(n) }
 
-// Sum adds those of another.
+// Sum adds the counters o to c.
 func (c *Counters) Sum(o *Counters) {
 	for i := range c {
 		c[i] += o[i]

@@ -4,7 +4,7 @@ import "sync/atomic"
 
 // Credits bound the packets under way from all queue pairs of a device to one
 // peer, because they all end in one socket buffer there. A queue pair that gets none is
-// Stalled; the owner runs it again when there are credits.
+// stalled on credits (StalledOnCredits); the owner runs it again when there are some.
 type Credits struct {
 	pool *creditPool
 	cost int64 // of a packet
@@ -23,19 +23,19 @@ func NewCredits(n int) *Credits {
 	return c
 }
 
-// Costing returns the same credits for a queue pair whose packets cost so many each.
+// Costing returns the same credits for a queue pair whose packets cost each credits.
 func (c *Credits) Costing(each int) *Credits { return &Credits{c.pool, int64(each)} }
 
 // Free reports whether there are credits.
 func (c *Credits) Free() bool { return c.pool.free.Load() > 0 }
 
-// scarce reports whether less than half of the credits are left: then their
-// holders should see to it that they come back.
+// scarce reports whether less than half of the credits are left: then requesters ask for
+// acknowledgements, which give credits back.
 func (c *Credits) scarce() bool { return c.pool.free.Load() < c.pool.all/2 }
 
-// acquire takes credits for up to want packets, and returns for how many. The last one may
-// cost more than there is: were that not so, queue pairs with cheap packets would keep
-// those with dear ones waiting for ever.
+// acquire takes credits for up to want packets, and returns for how many. The last packet may
+// cost more than is left: otherwise queue pairs with cheap packets could keep those with
+// expensive ones waiting for ever.
 func (c *Credits) acquire(want int) int {
 	for {
 		free := c.pool.free.Load()

@@ -1,6 +1,6 @@
 package qp
 
-// UD: one packet a message, no memory of peers, nothing acknowledged.
+// UD: one packet a message, no state per peer, nothing acknowledged.
 
 import (
 	"github.com/verbena-rdma/verbena/ib"
@@ -86,8 +86,8 @@ func (q *QP) receiveDatagram(t *train.Train) mem.Fault {
 	return mem.Fault{}
 }
 
-// takeDatagram makes a move of a message whose receive lies where the CPU does not address
-// it, with the routing header in front. It returns nil if there is no room: then the message
+// takeDatagram makes a move of a message, with the routing header in front, whose receive
+// lies where the CPU does not address it. It returns nil if there is no room, and the message
 // is lost.
 func (q *QP) takeDatagram(t *train.Train) (*Move, mem.Fault) {
 	whole := *t

@@ -7,8 +7,8 @@ package qp
 //  2. For persistence the answer waits, in its place among the others, until the
 //     owner has brought the bytes to storage (pending.go): nextSync, then synced.
 //     Requests behind it are executed meanwhile, but for ATOMIC WRITEs.
-//  3. notYet: the peer asks again for one that still waits. It is told so by an
-//     RNR NAK, which keeps it from giving up.
+//  3. notYet: the peer asks again for one that still waits. It gets an RNR NAK,
+//     which keeps it from giving up.
 
 import (
 	"github.com/verbena-rdma/verbena/ib"
@@ -39,8 +39,8 @@ func (q *QP) executeFlush(t *train.Train) mem.Fault {
 	return mem.Fault{}
 }
 
-// flushRange is what a FLUSH asks for. It is not ok if that means nothing, or the
-// queue pair does not grant it.
+// flushRange returns what a FLUSH asks for. ok is false if its header is not valid, or the
+// queue pair does not grant the rights.
 func (q *QP) flushRange(h *wire.RETH) (f mem.FlushRange, ok bool) {
 	f = mem.FlushRange{Key: h.RKey, Addr: h.VA, Len: uint64(h.Len), Whole: h.Flush.Selectivity == wire.SelectRegion}
 	if h.Flush.Placement&wire.PlaceGlobal != 0 {
@@ -74,8 +74,8 @@ func (a *answers) flushing() bool {
 	return false
 }
 
-// notYet tells a peer that asks again for a FLUSH that it is at work, and reports
-// whether it is. A FLUSH that was accepted and does not wait is done.
+// notYet reports whether a FLUSH that the peer asks for again still waits for storage, and
+// if so has an RNR NAK sent. A FLUSH that was accepted and does not wait is done.
 func (q *QP) notYet(psn wire.PSN) bool {
 	r := &q.resp
 	for i := range r.n {
@@ -95,7 +95,7 @@ type flushSync struct {
 	psn   wire.PSN
 }
 
-// nextSync returns the oldest FLUSH that waits for storage.
+// nextSync sets s to the oldest FLUSH that waits for storage, and reports whether there is one.
 func (q *QP) nextSync(s *flushSync) bool {
 	r := &q.resp
 	for i := range r.n {
@@ -108,7 +108,7 @@ func (q *QP) nextSync(s *flushSync) bool {
 	return false
 }
 
-// synced tells how a FLUSH ended: now it can be answered.
+// synced lets a FLUSH be answered, which has reached storage, or refuses it if that failed.
 func (q *QP) synced(s *flushSync, f mem.Fault) {
 	r := &q.resp
 	for i := range r.n {
@@ -135,6 +135,6 @@ func (q *QP) flushFailed(psn wire.PSN, f mem.Fault) {
 	case ib.QPRTR, ib.QPRTS, ib.QPSQD:
 		q.nakAnswer(why, psn)
 	default:
-		q.resp.drop(psn) // something else has ended the queue pair: that is told
+		q.resp.drop(psn) // the queue pair has failed for another reason
 	}
 }

@@ -113,7 +113,7 @@ func (r *record) train(q *QP, peer *end) *train.Train {
 
 var garbage = bytes.Repeat([]byte{0xee}, 1<<20)
 
-// victim is the end that is fuzzed, with memory that nobody may touch.
+// victim is the end that is fuzzed, with memory around its region that must not change.
 type victim struct {
 	*end
 	world          *world

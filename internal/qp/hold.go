@@ -1,17 +1,20 @@
 package qp
 
-// Memory that is out of reach for a moment (mem.Fault.Brief): somebody moves it, or its
+// Memory that is out of reach for a moment (mem.Fault.Brief): it is being moved, or its
 // mappings are changing. An RNR NAK would cost the peer its whole timer, which may be 655
 // ms, and one of few retries, where the memory is back after microseconds. So the
-// responder of an RC queue pair waits a little before it says "not now":
+// responder of an RC queue pair waits a little before it sends one:
 //
-//  1. hold keeps a request that found its memory shut, with its payload, and keepBehind
-//     those that come after it. putBack keeps the answer to a READ that could not be
-//     read, and those behind it.
+//  1. hold keeps a request whose memory is out of reach, with its payload, and keepBehind
+//     those that come after it. holdAnswer keeps the answer to a READ whose memory is out
+//     of reach, and unsent those behind it.
 //  2. The memory is back (Finished): letGo executes the requests as if they had just come,
 //     and lets the answers go.
 //  3. HoldTime has passed (Tick), or there is no room for more: giveUp sends the RNR NAK
 //     that the first of them is due, and forgets the rest. The peer sends them again.
+//
+// Requests that wait for the moves before them (keepInOrder) are kept here too, without a
+// limit of time, also those of UC.
 
 import (
 	"sync/atomic"
@@ -23,52 +26,53 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// HoldTime is how long requests and answers are held.
+// HoldTime is how long requests and answers wait for memory that is out of reach.
 const HoldTime = time.Millisecond
 
-// How many bytes of requests are held: for one queue pair, and for all of the process. A
-// request counts for so many besides its payload.
+// How many bytes of requests are kept.
 const (
-	maxHeld    = 4 << 20
-	maxHeldAll = 64 << 20
-	heldCost   = 2 << 10
+	maxHeld    = 4 << 20  // for one queue pair
+	maxHeldAll = 64 << 20 // for all queue pairs of the process
+	heldCost   = 2 << 10  // what a request counts for besides its payload
 )
 
-var heldAll atomic.Int64 // bytes that are held
+var heldAll atomic.Int64 // bytes of requests that all queue pairs keep
 
-// held is what a responder holds.
+// heldRequests is what a responder keeps: requests, and whether answers wait too.
 type heldRequests struct {
 	requests []*train.Train // in the order of their PSNs
 	bytes    int
-	again    *train.Train // the one that is being executed again
-	inOrder  bool         // they wait until moves before them are over, however long that takes
+	again    *train.Train // the one that letGo is executing
+	inOrder  bool         // they wait until the moves before them are over, without a limit of time
 	lost     bool         // requests behind them came and were not kept
 	answers  bool         // answers were put back
-	until    Time         // 0: nobody has said what time it is
+	until    Time         // when they are given up; 0 before HoldFrom has set it
 }
 
-// holding reports whether requests or answers are held.
+// holding reports whether requests or answers are kept.
 func (r *responder) holding() bool {
 	return r.held != nil && (len(r.held.requests) > 0 || r.held.answers)
 }
 
-// busy reports whether something of the peer's is held, or waits for an engine.
+// busy reports whether a request or an answer is kept, or a request waits for an engine.
 func (r *responder) busy() bool { return r.holding() || len(r.moves) > 0 }
 
-// HoldFrom tells a queue pair that holds something what time it is.
+// HoldFrom starts the HoldTime of what the queue pair keeps, unless it runs already.
 func (q *QP) HoldFrom(now Time) {
 	if h := q.resp.held; h != nil && h.until == 0 && !h.inOrder && q.resp.holding() {
 		h.until = now + HoldTime
 	}
 }
 
-// Holding reports whether the queue pair wants to be told the time (HoldFrom).
+// Holding reports whether the queue pair keeps something whose HoldTime has not been
+// started (HoldFrom).
 func (q *QP) Holding() bool {
 	h := q.resp.held
 	return h != nil && h.until == 0 && !h.inOrder && q.resp.holding()
 }
 
-// mayHold reports whether a fault is worth waiting for, and makes what it takes.
+// mayHold reports whether the responder waits for memory with such a fault, and if so makes
+// sure that there is a heldRequests.
 func (q *QP) mayHold(f mem.Fault) bool {
 	if q.Type != ib.RC || !f.Brief() {
 		return false
@@ -79,8 +83,8 @@ func (q *QP) mayHold(f mem.Fault) bool {
 	return true
 }
 
-// hold keeps a request whose memory is shut. It reports whether it could; a fault is that
-// of the request's payload.
+// hold keeps a request whose memory is out of reach. It reports whether it did; a fault is
+// that of the request's payload.
 func (q *QP) hold(t *train.Train, f mem.Fault) (kept bool, _ mem.Fault) {
 	if t == nil || !q.mayHold(f) {
 		return false, mem.Fault{}
@@ -94,7 +98,7 @@ func (q *QP) hold(t *train.Train, f mem.Fault) (kept bool, _ mem.Fault) {
 	return h.keep(t)
 }
 
-// push appends a request, which is the queue pair's own.
+// push appends a request whose train is the queue pair's own, not the link's.
 func (h *heldRequests) push(t *train.Train) {
 	h.requests = append(h.requests, t)
 	n := heldBytes(t) + heldCost
@@ -102,8 +106,8 @@ func (h *heldRequests) push(t *train.Train) {
 	heldAll.Add(int64(n))
 }
 
-// heldBytes returns how many bytes a request that is kept has of its own: none if they are
-// kept by reference.
+// heldBytes returns how many bytes of payload a request that is kept has copied: none of a
+// payload by reference.
 func heldBytes(t *train.Train) int {
 	if t.Payload.Table != nil {
 		return 0
@@ -111,7 +115,7 @@ func heldBytes(t *train.Train) int {
 	return t.Len
 }
 
-// keep keeps a request, with a copy of its payload, if there is room.
+// keep keeps a request, with its payload (train.Keep), if there is room.
 func (h *heldRequests) keep(t *train.Train) (kept bool, _ mem.Fault) {
 	if h.bytes > maxHeld || t.Lease == nil && h.bytes+t.Len > maxHeld || heldAll.Load() > maxHeldAll {
 		return false, mem.Fault{}
@@ -127,13 +131,13 @@ func (h *heldRequests) keep(t *train.Train) (kept bool, _ mem.Fault) {
 	return true, mem.Fault{}
 }
 
-// keepBehind takes a request that comes while others are held. It reports whether it has:
-// repetitions of what was executed are answered as ever.
+// keepBehind takes a request that comes while others are kept. It reports false for a
+// repetition of a request that was executed, which is answered as ever.
 func (q *QP) keepBehind(t *train.Train) (taken bool, _ mem.Fault) {
 	r := &q.resp
 	h := r.held
 	if len(h.requests) == 0 {
-		return false, mem.Fault{} // answers alone are held
+		return false, mem.Fault{} // only answers are kept
 	}
 	last := h.requests[len(h.requests)-1]
 	if q.Type == ib.UC { // which has no order but that of arrival
@@ -154,7 +158,7 @@ func (q *QP) keepBehind(t *train.Train) (taken bool, _ mem.Fault) {
 		h.lost = true
 		return true, mem.Fault{}
 	}
-	return !t.PSN.Less(r.epsn), mem.Fault{} // what is held already
+	return !t.PSN.Less(r.epsn), mem.Fault{} // true: it is kept already
 }
 
 // takes returns how many PSNs a request takes.
@@ -165,7 +169,7 @@ func (q *QP) takes(t *train.Train) int {
 	return t.N
 }
 
-// letGo goes on with what was held: the memory may be back.
+// letGo goes on with the requests and answers that were kept: the memory may be back.
 func (q *QP) letGo() {
 	r := &q.resp
 	h := r.held
@@ -189,7 +193,7 @@ func (q *QP) letGo() {
 		h.again = t
 		q.receiveRequest(t) // its payload is here: it has no fault of its own
 		h.again = nil
-		if len(h.requests) > 0 { // shut again, for what is left of the time
+		if len(h.requests) > 0 { // kept again, for what is left of HoldTime
 			for _, behind := range requests[i+1:] {
 				h.push(behind)
 			}
@@ -215,7 +219,8 @@ func (h *heldRequests) drop() []*train.Train {
 	return requests
 }
 
-// giveUp tells the peer to come again later.
+// giveUp ends the wait: it sends an RNR NAK for the first of what was kept, and forgets the
+// requests.
 func (q *QP) giveUp() {
 	r := &q.resp
 	h := r.held
@@ -233,7 +238,7 @@ func (q *QP) giveUp() {
 	}
 }
 
-// forgetHeld forgets all that is held: the queue pair is reset, or has failed.
+// forgetHeld forgets all that is kept: the queue pair is reset, or has failed.
 func (q *QP) forgetHeld() {
 	r := &q.resp
 	if r.held == nil {
@@ -242,11 +247,11 @@ func (q *QP) forgetHeld() {
 	r.held.drop()
 	r.held = nil
 	if j := r.at(0); r.n > 0 && j.held {
-		j.held, j.waiting = false, false // what comes behind it is to be said
+		j.held, j.waiting = false, false // the answers behind it are still due
 	}
 }
 
-// holdTick gives up what was held too long.
+// holdTick gives up what was kept for HoldTime.
 func (q *QP) holdTick(now Time) {
 	if h := q.resp.held; h != nil && h.until != 0 && h.until <= now {
 		if q.resp.holding() {
@@ -264,8 +269,8 @@ func (q *QP) holdDeadline() Time {
 	return 0
 }
 
-// holdAnswer keeps the answer to a READ that could not be read, from a train on that has
-// not left. It reports whether it could.
+// holdAnswer keeps the answer to a READ whose memory is out of reach, from the train t on,
+// which has not left. It reports whether it did.
 func (q *QP) holdAnswer(t *train.Train, f mem.Fault) bool {
 	if !q.mayHold(f) || !q.resp.putBack(t) {
 		return false
@@ -273,13 +278,13 @@ func (q *QP) holdAnswer(t *train.Train, f mem.Fault) bool {
 	q.Counters.add(CntHeld, 1)
 	q.resp.held.answers = true
 	q.fetch(WorkReceive, f, nil)
-	if j := q.resp.at(0); !j.waiting { // if something before it waits, it is made when that is done
+	if j := q.resp.at(0); !j.waiting { // else the answer is made when the oldest no longer waits
 		j.held, j.waiting = true, true
 	}
 	return true
 }
 
-// putBack makes an answer that has not left one to be made, in its place among the
+// putBack makes a responder resource of an answer that has not left, in its place among the
 // others. It reports false if there is no room for it.
 func (a *answers) putBack(t *train.Train) bool {
 	for i := range a.n {
@@ -315,7 +320,7 @@ func (a *answers) putBack(t *train.Train) bool {
 	return true
 }
 
-// unsent takes back an answer behind one that is held.
+// unsent takes back an answer that has not left, behind one that is kept.
 func (q *QP) unsent(t *train.Train) {
 	r := &q.resp
 	switch t.Kind {

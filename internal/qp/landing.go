@@ -1,8 +1,8 @@
 package qp
 
-// Answers to READs and atomics whose bytes an engine has to move (staged.go). They are taken
-// one behind the other, and come into effect in this order, when their bytes are there:
-// until then una stays where it is, and acknowledgements that come meanwhile wait.
+// Answers to READs and atomics whose bytes an engine has to move (staged.go). The completer
+// accepts them as they come, and they come into effect in this order, when their bytes are
+// there. Until then una stays where it is, and acknowledgements that come meanwhile wait.
 
 import (
 	"github.com/verbena-rdma/verbena/ib"
@@ -11,10 +11,10 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// landing is what of a requester waits for engines.
+// landing is the answers of a requester that wait for engines, and what waits behind them.
 type landing struct {
 	answers []*Move        // oldest first
-	next    wire.PSN       // of the next answer, if there are some
+	next    wire.PSN       // of the answer expected behind them; valid if there are some
 	nextAt  uint32         // the request that it belongs to
 	acks    []*train.Train // acknowledgements and NAKs that came behind them
 }
@@ -22,7 +22,7 @@ type landing struct {
 // waits reports whether there are answers that have not come into effect.
 func (l *landing) waits() bool { return len(l.answers) > 0 }
 
-// expected returns the PSN of the oldest packet that has not been answered.
+// expected returns the PSN of the oldest packet whose answer has not come.
 func (q *QP) expected() wire.PSN {
 	if q.req.waits() {
 		return q.req.next
@@ -30,15 +30,15 @@ func (q *QP) expected() wire.PSN {
 	return q.req.una
 }
 
-// reached goes on to the request that an answer of a PSN belongs to. It reports false if
-// answers are missing before it.
+// reached goes on to the request that an answer with PSN psn belongs to, and returns its
+// number. It reports false if answers are missing before it.
 func (q *QP) reached(psn wire.PSN, now Time) (at uint32, ok bool) {
 	r := &q.req
 	if !r.waits() {
 		q.advance(psn, now)
 		return q.sq.head, r.una == psn
 	}
-	for r.next != psn && r.nextAt != q.sq.tail { // past requests that it acknowledges
+	for r.next != psn && r.nextAt != q.sq.tail { // past requests that the answer acknowledges
 		w := q.sq.at(r.nextAt)
 		if !w.started || w.facts().rd || psn.Less(w.end()) {
 			break
@@ -52,7 +52,7 @@ func (q *QP) reached(psn wire.PSN, now Time) (at uint32, ok bool) {
 func (q *QP) landed(m *Move, at uint32, now Time) {
 	r := &q.req
 	r.answers = append(r.answers, m)
-	r.arrived(m.psn) // what it acknowledges
+	r.arrived(m.psn) // the answer acknowledges all before it
 	r.next, r.nextAt = m.psn.Add(m.n), at
 	if w := q.sq.at(at); r.next == w.end() {
 		r.nextAt++
@@ -63,8 +63,8 @@ func (q *QP) landed(m *Move, at uint32, now Time) {
 	}
 }
 
-// keepAck keeps an acknowledgement or a NAK until what came before it has come into effect.
-// One is enough, but for a NAK, behind which nothing comes that matters.
+// keepAck keeps an acknowledgement or a NAK until the answers before it have come into effect.
+// A later one replaces an acknowledgement; nothing behind a NAK is kept.
 func (l *landing) keepAck(t *train.Train) {
 	c := new(train.Train)
 	*c = *t
@@ -80,8 +80,8 @@ func (l *landing) keepAck(t *train.Train) {
 	}
 }
 
-// finishAnswers lets answers come into effect whose moves are over. It returns one that could
-// not be read, for its sender, and why.
+// finishAnswers lets answers come into effect, in their order, as far as their moves are over.
+// It returns one whose payload could not be read, for its sender, and why.
 func (q *QP) finishAnswers(now Time) (*train.Train, mem.Fault) {
 	r := &q.req
 	for r.waits() && r.answers[0].over {
@@ -96,7 +96,7 @@ func (q *QP) finishAnswers(now Time) (*train.Train, mem.Fault) {
 		if r.answers = r.answers[1:]; len(r.answers) == 0 {
 			r.answers = nil
 		}
-		q.advance(m.psn, now) // what it acknowledges
+		q.advance(m.psn, now) // the answer acknowledges all before it
 		if r.una != m.psn || q.sq.head == q.sq.tail || q.state == ib.QPErr {
 			continue // a completion did not fit
 		}
@@ -117,9 +117,9 @@ func (q *QP) finishAnswers(now Time) (*train.Train, mem.Fault) {
 	return nil, mem.Fault{}
 }
 
-// answerFailed ends a request whose answer could not be put where it belongs. If the answer
-// itself could not be read from the peer's memory, the peer is to be told; or it is asked for
-// again, if the peer has given it up.
+// answerFailed ends a request whose answer could not be written to its memory. If the payload
+// could not be read from the peer's memory, it returns the train, for the peer; or asks for
+// the answer again, if the peer has ended the lease.
 func (q *QP) answerFailed(m *Move, now Time) (*train.Train, mem.Fault) {
 	r := &q.req
 	q.moves.forgetKind(moveAnswer)

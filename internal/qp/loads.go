@@ -1,15 +1,17 @@
 package qp
 
-// Bytes that are to be sent from memory that the CPU does not address, over a link that
-// does not carry them by reference. Each train's are loaded to staging bytes first, some
-// trains ahead of the one that is sent:
+// Payloads from memory that the CPU does not address, over a link that does not send them
+// by reference. The bytes of each train are loaded to staging bytes first, some trains
+// ahead of the one that is sent:
 //
-//   - of the queue pair's own requests; those stay until they are acknowledged, since they
+//   - those of the queue pair's own requests stay until they are acknowledged, since they
 //     may have to be sent again;
-//   - of answers to READs; those are given up with the train.
+//   - those of answers to READs are given up with the train.
 //
-// Staging bytes are given back when the owner says that nobody sends what was pulled before
-// (AllLeft).
+// Staging bytes are given back when all trains that Pull has made have left (AllLeft).
+//
+// A payload that is sent to another process by reference (Carrier) is called carried: it is
+// not loaded, and the requester holds its memory until the peer has it.
 
 import (
 	"slices"
@@ -20,10 +22,10 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// How much is loaded ahead, for requests and for answers: bytes, and of requests trains.
+// How much is loaded ahead.
 const (
-	maxLoads = 4 << 20
-	maxAhead = 64
+	maxLoads = 4 << 20 // bytes, of requests and of answers each
+	maxAhead = 64      // trains of requests
 )
 
 // load is the payload of a train.
@@ -36,8 +38,8 @@ type load struct {
 	sges  []ib.SGE
 }
 
-// loadKey names a train: by the request or answer that it is a part of, and which of its
-// packets it begins with.
+// loadKey names a train: by the number of the request or the serial of the responder
+// resource that it is a part of, and the packet of that which it begins with.
 type loadKey struct {
 	of     uint32
 	packet int
@@ -48,7 +50,7 @@ type loadState uint8
 const (
 	loading loadState = iota
 	loaded
-	given // nobody needs it any more, when all has left
+	given // not needed any more when all trains have left
 )
 
 // loads are the loads of one side of a queue pair, oldest first.
@@ -66,11 +68,11 @@ func (ls *loads) find(k loadKey) *load {
 	return nil
 }
 
-// forget gives all up. Somebody may be sending them, or an engine be at them: the collector
-// frees them.
+// forget forgets all loads, and leaves their bytes to the garbage collector: a sender or an
+// engine may still use them.
 func (ls *loads) forget() { ls.list, ls.bytes = nil, 0 }
 
-// free gives back those that nobody needs.
+// free gives back the staging bytes of loads that are not needed any more.
 func (ls *loads) free() {
 	kept := ls.list[:0]
 	for _, l := range ls.list {
@@ -103,8 +105,8 @@ func (q *QP) startLoad(ls *loads, k loadKey, from *mem.List, n int) *load {
 func (q *QP) perLoad() int { return train.MaxBytes / q.mtu }
 
 // needsLoad reports whether the next packets of a request that is being sent, from memory that
-// the CPU does not address, have to be loaded first. If not, some may be carried: then their
-// memory is held.
+// the CPU does not address, have to be loaded first. If not, and they are carried, h holds
+// their memory for the caller.
 func (q *QP) needsLoad(t *train.Train, w *wqe, done int) (h mem.SharedHold, needs bool) {
 	again := q.req.nxt != q.req.max
 	switch {
@@ -130,9 +132,9 @@ func (q *QP) needsLoad(t *train.Train, w *wqe, done int) (h mem.SharedHold, need
 // perCarried is how many bytes one train carries at most.
 func (q *QP) perCarried() int { return train.MaxCarried / q.mtu * q.mtu }
 
-// recall is for a requester that stands still until its memory is back, and would send again
-// what it has carried: the peer has dropped that, most likely, and will never acknowledge it.
-// So it must not be what whoever has the memory waits for.
+// recall releases the memory of carried packets that the requester is to send again, when it
+// stops until its memory is back. The peer has probably dropped them and will not acknowledge
+// them, and the suspender of the memory must not wait for that.
 func (q *QP) recall() {
 	r := &q.req
 	if n := len(r.carried); n > 0 && q.path.Carrier != nil && !r.carried[n-1].first.Less(r.nxt) {
@@ -141,19 +143,21 @@ func (q *QP) recall() {
 	}
 }
 
-// carried is what of a request is on its way, and stays in its memory.
+// carried is a part of a request that is under way by reference: packets, and the hold on
+// their memory.
 type carried struct {
 	first, end wire.PSN
 	hold       mem.SharedHold
 }
 
-// carry keeps the memory of n packets that are carried until they are acknowledged.
+// carry notes n packets that are carried: the requester holds their memory until they are
+// acknowledged.
 func (r *requester) carry(h mem.SharedHold, first wire.PSN, n int) {
 	r.uncarry(first)
 	r.carried = append(r.carried, carried{first, first.Add(n), h})
 }
 
-// carriedPackets returns how many packets are under way that are carried.
+// carriedPackets returns how many of the packets under way are carried.
 func (r *requester) carriedPackets() (n int) {
 	for i := range r.carried {
 		n += r.carried[i].end.Sub(r.carried[i].first)
@@ -161,7 +165,7 @@ func (r *requester) carriedPackets() (n int) {
 	return n
 }
 
-// uncarry lets go of the memory of what has not left, from a PSN on.
+// uncarry releases the memory of carried packets from first on.
 func (r *requester) uncarry(first wire.PSN) {
 	for n := len(r.carried); n > 0 && !r.carried[n-1].first.Less(first); n-- {
 		r.carried[n-1].hold.Release()
@@ -169,8 +173,9 @@ func (r *requester) uncarry(first wire.PSN) {
 	}
 }
 
-// arrived lets go of memory whose bytes the peer has, up to a PSN. Also if that comes into
-// effect later only: what it waits for may be suspended, and who suspends it wait for us.
+// arrived releases the memory of carried packets before upTo: the peer has acknowledged their
+// bytes. It does not wait until the acknowledgement comes into effect behind answers that wait
+// for engines: those may wait for suspended memory, and the suspender for this release.
 func (r *requester) arrived(upTo wire.PSN) {
 	for len(r.carried) > 0 && !upTo.Less(r.carried[0].end) {
 		r.carried[0].hold.Release()
@@ -180,15 +185,15 @@ func (r *requester) arrived(upTo wire.PSN) {
 	}
 }
 
-// releaseUpTo lets go of the memory of what the peer has taken up to a PSN only, and of which the
-// rest is sent again: it is loaded then.
+// releaseUpTo releases the memory of carried parts that begin before psn, also of one that the
+// peer has taken up to psn only: the rest is sent again, and is loaded then.
 func (r *requester) releaseUpTo(psn wire.PSN) {
 	for len(r.carried) > 0 && r.carried[0].first.Less(psn) {
 		r.arrived(r.carried[0].end)
 	}
 }
 
-// dropCarried lets go of all of it: the requests are given up.
+// dropCarried releases the memory of all carried packets: their requests are given up.
 func (r *requester) dropCarried() {
 	for i := range r.carried {
 		r.carried[i].hold.Release()
@@ -196,8 +201,8 @@ func (r *requester) dropCarried() {
 	r.carried = nil
 }
 
-// loadRequest returns the bytes of the request that is sent next from a packet on, at most so
-// many as are loaded together. It is not ok if they are not here yet, or the request has failed.
+// loadRequest returns the bytes of request cur from packet done on, to the end of their load.
+// ok is false if they are not loaded yet, or the request has failed.
 func (q *QP) loadRequest(done int, now Time) (b []byte, ok bool) {
 	r, per := &q.req, q.perLoad()
 	k := loadKey{r.cur, done / per * per}
@@ -210,15 +215,15 @@ func (q *QP) loadRequest(done int, now Time) (b []byte, ok bool) {
 	case l.state == loading:
 		return nil, false
 	case !l.fault.OK():
-		r.unacked = max(r.unacked, 1) // nobody knows whether what went before has asked
+		r.unacked = max(r.unacked, 1) // perhaps no packet before it has asked for an acknowledgement
 		q.failLocal(ib.WCLocProtErr, vendorFault(l.fault), now)
 		return nil, false
 	}
 	return l.bytes[(done-k.packet)*q.mtu:], true
 }
 
-// sourceStaged: who took a train that was sent by reference cannot keep it. Its bytes are
-// loaded, and so are all others from now on.
+// sourceStaged: the receiver of a train that was sent by reference cannot keep its payload.
+// The bytes are loaded, and so are all others from now on.
 func (q *QP) sourceStaged(t *train.Train) {
 	r := &q.req
 	q.path.ByReference, q.path.Carrier = false, nil
@@ -232,17 +237,17 @@ func (q *QP) sourceStaged(t *train.Train) {
 	if r.cur != q.sq.tail {
 		q.sq.at(r.cur).staged = true
 	}
-	r.unacked = 1 // nobody knows whether what went before has asked
+	r.unacked = 1 // perhaps no packet before it has asked for an acknowledgement
 }
 
-// loadPart begins to load what a train of a request has.
+// loadPart begins to load the payload of the train that begins with a packet of request i.
 func (q *QP) loadPart(i uint32, packet int) *load {
 	w := q.sq.at(i)
 	off := packet * q.mtu
 	return q.startLoad(&q.req.loads, loadKey{i, packet}, q.localList(i, uint64(off)), min(train.MaxBytes/q.mtu*q.mtu, int(w.len)-off))
 }
 
-// loadAhead begins to load what follows, of the request and of those behind it.
+// loadAhead begins to load what follows the load k, of its request and of those behind it.
 func (q *QP) loadAhead(k loadKey) {
 	r, per := &q.req, q.perLoad()
 	ahead := 0
@@ -262,7 +267,7 @@ func (q *QP) loadAhead(k loadKey) {
 	}
 }
 
-// loadsAhead reports whether the bytes of a request that has not begun may be loaded.
+// loadsAhead reports whether the bytes of a request behind the one being sent may be loaded.
 func (q *QP) loadsAhead(i uint32, w *wqe) bool {
 	return w.facts().data == dataOut && !w.facts().local && !w.inline && w.len > 0 && w.flags&ib.SendFence == 0 && q.state == ib.QPRTS &&
 		q.localList(i, 0).Owner(uint64(w.len)) != nil
@@ -292,8 +297,8 @@ func (q *QP) givePast() {
 	}
 }
 
-// AllLeft tells that all trains have left that Pull has made: what they were made of is not
-// needed any more.
+// AllLeft gives back staging bytes. The owner calls it when all trains that Pull has made have
+// left.
 func (q *QP) AllLeft() {
 	if len(q.req.loads.list) > 0 || len(q.resp.loads.list) > 0 {
 		q.freeLoads()
@@ -306,18 +311,19 @@ func (q *QP) freeLoads() {
 	q.resp.loads.free()
 }
 
-// loadAnswer returns the bytes of the next train of an answer. It is not ok if they are not
-// here yet: then the answer waits.
+// loadAnswer returns the bytes of the next train of an answer. ok is false if they are not
+// loaded yet, and the answer waits for them, or if the READ was refused.
 func (q *QP) loadAnswer(j *resource) (b []byte, ok bool) {
 	r, per := &q.resp, q.perLoad()
-	j.loaded = true                  // to its end: loads are found by where they begin
-	for _, l := range r.loads.list { // of answers that are not made any more
+	j.loaded = true                  // the rest is loaded too: loads are found by where they begin
+	for _, l := range r.loads.list { // give up loads of answers that are not made any more
 		if l.state == loaded && l.key.of != j.serial && !q.answersStill(l.key.of) {
 			l.state = given
 		}
 	}
 	l := r.loads.find(loadKey{j.serial, j.done})
-	if l == nil && r.loads.bytes >= maxLoads && r.loads.loading() { // for what is not answered any more
+	// Loads of answers that are not made any more take all the room, until they are over.
+	if l == nil && r.loads.bytes >= maxLoads && r.loads.loading() {
 		j.waiting, j.loading = true, true
 		return nil, false
 	}
@@ -356,15 +362,16 @@ func (q *QP) loadAnswerPart(j *resource, packet int) *load {
 	return q.startLoad(&q.resp.loads, loadKey{j.serial, packet}, from, n)
 }
 
-// answerPart returns the bytes of the train of an answer that begins with a packet: at most so
-// many.
+// answerPart returns where the bytes of an answer lie from a packet on, and how many there are,
+// at most most.
 func (q *QP) answerPart(j *resource, packet, most int) (from *mem.List, n int) {
 	off := packet * q.mtu
 	n = min(most, int(j.reth.Len)-off)
 	return q.remoteList(ib.AccessRemoteRead, mem.Actor{PD: j.pd, QPN: q.Number}, j.reth.RKey, j.reth.VA+uint64(off), n), n
 }
 
-// carriesAnswer returns how many of the next bytes of an answer need not be loaded.
+// carriesAnswer has the next bytes of an answer carried, and returns how many; 0 if they have
+// to be loaded.
 func (q *QP) carriesAnswer(t *train.Train, j *resource) int {
 	if q.path.Carrier == nil || j.again || j.loaded {
 		return 0
@@ -373,7 +380,7 @@ func (q *QP) carriesAnswer(t *train.Train, j *resource) int {
 	return int(q.path.Carrier.Carries(t, from, uint64(n), uint64(q.mtu), false).Len)
 }
 
-// answerLoaded lets an answer go on that waited for its bytes, or for those of others.
+// answerLoaded lets answers go on that wait for a load: of their own bytes, or to make room.
 func (q *QP) answerLoaded() {
 	for i := range q.resp.n {
 		if j := q.resp.at(i); j.loading {
@@ -383,8 +390,8 @@ func (q *QP) answerLoaded() {
 }
 
 // isLoading reports whether the bytes of a READ that the peer asks for again are being loaded.
-// Then they are its answer, and the peer is told to wait: to load them anew would take longer
-// each time, and more room.
+// If so, that load stays the answer, and the peer gets an RNR NAK: to load the bytes again
+// would take longer each time, and more room.
 func (a *answers) isLoading(psn wire.PSN, h *wire.RETH, pd uint32) bool {
 	for i := range a.n {
 		if j := a.at(i); j.loading && j.psn == psn && j.done == 0 && !j.cont && !j.part && j.reth == *h && j.pd == pd {

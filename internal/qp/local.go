@@ -5,10 +5,10 @@ package qp
 //
 //  1. PostBind posts the verb, PostSend the requests.
 //  2. passLocal carries them out when they come to the front: everything before
-//     them has been sent, and nothing behind them, so that whoever binds a
-//     window and then sends its key can be sure of it (IBA 10.8.3.3). They do
-//     not wait for answers unless they are fenced.
-//  3. They complete in their turn (advance, completeLocal).
+//     them has been sent, and nothing behind them, so that a window is bound
+//     before a later request sends its key (IBA 10.8.3.3). They do not wait for
+//     answers unless they are fenced.
+//  3. They complete in the order of posting (advance, completeLocal).
 
 import (
 	"math"
@@ -19,7 +19,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/mem"
 )
 
-// PostBind posts a bind as the verb does it, for windows of type 1.
+// PostBind posts the bind of the verb bind_mw, for windows of type 1.
 func (q *QP) PostBind(id uint64, flags ib.SendFlags, b *ib.MWBind) error {
 	_, err := q.PostSend([]ib.SendWR{{ID: id, Op: ib.OpBindMW, Flags: flags, Bind: *b}})
 	if err == nil {
@@ -66,9 +66,9 @@ func (w *wqe) setConfigure(c *ib.MKeyConfig) {
 }
 
 // pieceQueue holds the pieces of the indirect keys that are to be configured, in
-// the order of the requests. It is empty most of the time, and then begins anew, so
-// that it does not grow beyond what waits at once; and gives up the room that a very
-// long list has taken.
+// the order of the requests. Room in front that is not used any more is used again, so
+// that the queue does not grow beyond what waits at once; room for more than keptPieces is
+// given up when the queue is empty.
 type pieceQueue struct {
 	list []ib.Stride
 	head int
@@ -101,9 +101,9 @@ func (p *pieceQueue) take(n uint32) []ib.Stride {
 func (p *pieceQueue) clear() { p.list, p.head = p.list[:0], 0 }
 
 // passLocal carries out the local request at the front and goes on behind it. It
-// returns false if the request must wait or has failed. One that was done before,
-// and is met again because the queue has gone back, is passed only; it completes here
-// if what was before it has just taken a shortcut, without an answer.
+// returns false if the request must wait or has failed. A request that was done before
+// and is at the front again, because the requester has gone back, is only passed over; it
+// completes here if the requests before it have just taken a shortcut, without an answer.
 func (q *QP) passLocal(now Time) bool {
 	r := &q.req
 	w := q.sq.at(r.cur)
@@ -141,7 +141,7 @@ func (q *QP) passLocal(now Time) bool {
 		q.resumeWaiting(now)
 	}
 	if w.flags&ib.SendSignaled != 0 && q.sq.head != r.cur {
-		q.askAgain() // it waits for those before it
+		q.askAgain() // its completion waits for those before it
 	}
 	return true
 }
@@ -155,7 +155,7 @@ func (q *QP) execute(w *wqe) mem.Fault {
 		q.layout = mem.Layout{Key: w.imm, Access: ib.Access(w.swap & math.MaxUint32), Update: ib.MKeyUpdate(w.swap >> 32),
 			Addr: w.remote, Repeat: w.compareAdd, Pieces: q.sq.pieces.take(w.remoteLen)}
 		f := q.Table.Configure(&q.layout, q.Actor())
-		if f.Kind == mem.FaultPending { // it comes again
+		if f.Kind == mem.FaultPending { // the request is executed again
 			q.sq.pieces.head -= int(w.remoteLen)
 		}
 		return f

@@ -1,7 +1,7 @@
 package qp
 
 // Games with memory that moves: regions are suspended at any time, mostly for less than
-// the responder holds a request, and sometimes for longer.
+// HoldTime, for which the responder keeps a request, and sometimes for longer.
 
 import (
 	"bytes"
@@ -21,7 +21,7 @@ type mover struct {
 	g       *game
 	regions []*region // in an order that does not change
 	until   []Time    // 0: not suspended
-	briefly bool      // never longer than a request is held
+	briefly bool      // never longer than HoldTime
 }
 
 func (g *game) startMoving() {
@@ -119,8 +119,7 @@ func TestPairMoving(t *testing.T) {
 	}
 }
 
-// TestPairMovingBriefly: memory that is always back within the time that a responder
-// holds a request costs no RNR NAK.
+// TestPairMovingBriefly: memory that is always back within HoldTime costs no RNR NAK.
 func TestPairMovingBriefly(t *testing.T) {
 	for seed := range pairSeeds() {
 		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {

@@ -1,7 +1,6 @@
 package qp
 
-// One end's program in the games of pair_test.go: what it posts, and what it knows
-// must come of it.
+// One end's program in the games of pair_test.go: what it posts, and what must come of it.
 
 import (
 	"bytes"
@@ -103,7 +102,7 @@ func (s *side) size() int {
 	}
 }
 
-// pieces cuts a range of a region into a scatter/gather list.
+// pieces divides a range of a region into a scatter/gather list.
 func (s *side) pieces(r *region, off uint64, n int) (l []ib.SGE) {
 	for len(l) < 3 && n > 0 && s.rng.IntN(2) == 0 {
 		k := 1 + s.rng.IntN(n)
@@ -346,7 +345,7 @@ func (s *side) sent(wc *ib.WC) error {
 	return fmt.Errorf("%s: completion of %d, which is not outstanding", s.name, wc.ID)
 }
 
-// arrived checks a receive: its turn, and the message of its turn.
+// arrived checks a receive: it is the next one posted, with the next message.
 func (s *side) arrived(wc *ib.WC) error {
 	s.w.log("%s", describeWC(s.end, "recv", wc))
 	if wc.ID != s.recvPosted {

@@ -1,7 +1,7 @@
 package qp
 
 // Two queue pairs that talk at random over a network that loses, repeats,
-// overtakes and cuts trains, under virtual time. Everything is drawn from a seed
+// reorders and splits trains, under virtual time. Everything is drawn from a seed
 // that is in the name of the test:
 //
 //	go test ./internal/qp -run 'TestPair/seed=7$'
@@ -61,13 +61,13 @@ type game struct {
 	store [2 * NumWorkKinds]storage
 
 	lose, repeat, late float64 // how often
-	prompt             bool    // nobody is kept waiting: answers do not wait for more, receives are there, storage is quick
+	prompt             bool    // answers do not wait for more, receives are there, storage is quick
 	revoke             func()  // what happens when this many requests are left, if anything
 	revokeAt           int
 	mover              *mover // nil: memory lies still
 }
 
-// storage is a side's, for one lane: what it is at, and until when.
+// storage is a side's, for one kind of deferred work: what it is at, and until when.
 type storage struct {
 	busy  bool
 	until Time
@@ -170,7 +170,7 @@ func (g *game) ship() {
 		trains := s.wire
 		s.wire = nil
 		for _, t := range trains {
-			for !g.w.byRef && t.N > 1 && g.rng.IntN(3) == 0 { // it is cut on the way
+			for !g.w.byRef && t.N > 1 && g.rng.IntN(3) == 0 { // the train is split on the way
 				k := 1 + g.rng.IntN(t.N-1)
 				g.carry(s, cut(t, 0, k))
 				t = cut(t, k, t.N-k)
@@ -181,8 +181,8 @@ func (g *game) ship() {
 }
 
 // takeBack takes back the requests behind one that could not be read when it
-// arrived: a link that carries references delivers while it sends, and sends
-// nothing behind such a one.
+// arrived: a link that sends payloads by reference delivers while it sends, and sends
+// nothing behind such a request.
 func (g *game) takeBack(to *end, t *train.Train) {
 	behind := func(x *train.Train) bool {
 		return t.Kind != wire.KindReadResponse && x.Kind != wire.KindReadResponse && x.Kind != wire.KindAck &&
@@ -288,7 +288,7 @@ func (g *game) play() error {
 	return nil
 }
 
-// longMatrix tells whether thousands of seeds are tried. The race detector has nothing to
+// longMatrix reports whether thousands of seeds are tried. The race detector has nothing to
 // find here, where there are no goroutines, and takes ten times as long.
 func longMatrix() bool { return os.Getenv("VERBENA_FULL") != "" && !raceEnabled }
 
@@ -370,7 +370,7 @@ func testPair(t *testing.T, typeA, typeB ib.QPType, lazy, shortcut bool) {
 }
 
 // TestPairRepeated: a network that repeats packets, and does nothing else to them,
-// uses up no retry: nothing that is said to a repetition passes for a loss.
+// uses up no retry: the requester takes no answer to a repetition for a loss.
 func TestPairRepeated(t *testing.T) {
 	for seed := range pairSeeds() {
 		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
@@ -392,9 +392,9 @@ func TestPairRepeated(t *testing.T) {
 	}
 }
 
-// TestPairRevoked: a region goes away while requests use it. Whoever is hit gets
-// the right error, everything else is flushed, nobody waits for ever, and the
-// memory is not touched any more.
+// TestPairRevoked: a region goes away while requests use it. The request that it hits gets
+// the right error, everything else is flushed, no request waits for ever, and the memory
+// is not touched any more.
 func TestPairRevoked(t *testing.T) {
 	hit, ran := 0, 0
 	for seed := range pairSeeds() {
@@ -420,9 +420,8 @@ func TestPairRevoked(t *testing.T) {
 			if !bytes.Equal(victim.reg(name).buf, frozen) {
 				t.Errorf("%s of %s was changed after it was closed", name, victim.name)
 			}
-			// Who owned the region finds it missing himself, or is in the error
-			// state for having refused the peer; the peer hears of it, or of
-			// nothing any more.
+			// The region's owner meets the fault itself, or is in the error state because
+			// it refused the peer's request; the peer gets a NAK, or no answer any more.
 			own := map[string][]ib.WCStatus{"src": {ib.WCLocProtErr}, "res": {ib.WCLocProtErr}}[name]
 			theirs := map[string][]ib.WCStatus{"src": {ib.WCRemAccessErr}, "dst": {ib.WCRemAccessErr},
 				"ctr": {ib.WCRemAccessErr}, "rcv": {ib.WCRemOpErr}}[name]

@@ -1,21 +1,21 @@
 package qp
 
-// What takes long. A queue pair never waits: not for bytes that have to be
-// fetched from a disk before they can be read or written (mem.FaultPending), nor
-// for storage that a FLUSH is to reach. It notes the work for its owner, says to
-// the peer what there is to say, and goes on when the work is done:
+// Deferred work. A queue pair never waits: not for bytes that have to be fetched
+// from a disk before they can be read or written (mem.FaultPending), nor for
+// storage that a FLUSH is to reach. It notes the work for its owner, and goes on
+// when the owner has done it:
 //
 //  1. An access finds that its bytes have to be fetched.
-//     The responder answers "not now" and stays as if the request had not come:
+//     The responder sends an RNR NAK and stays as if the request had not come:
 //     notPresent, and readAbsent for a READ whose answer was under way. UC and
 //     UD drop the message.
-//     The requester and the completer stand still: sourceAbsent for what is to
-//     be sent, targetAbsent for an answer, which counts as lost.
-//  2. The owner asks what there is to do (WantsWork, NextWork), does it while it
-//     holds on to nothing (Work.Do), and tells that it is done (Finished).
-//  3. What was given up is tried again: by the peer when its RNR timer has run
-//     down, or by the requester at once. If the fetching has failed, the access
-//     finds out why by itself.
+//     The requester and the completer stop: sourceAbsent for what is to be sent,
+//     targetAbsent for an answer, which counts as lost.
+//  2. The owner asks for the work (WantsWork, NextWork), does it while it holds
+//     no lock (Work.Do), and hands it back (Finished).
+//  3. The access is tried again: by the peer when its RNR timer has run down, or
+//     by the requester at once. If the fetch has failed, the access meets the
+//     cause itself.
 //
 // Each side of a queue pair has one fetch under way at a time.
 
@@ -26,8 +26,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// WorkKind is a kind of slow work. Work of one lane is done piece by piece, in
-// order; lanes do not wait for each other.
+// WorkKind is a kind of deferred work. Work of one kind is done piece by piece, in
+// order; kinds do not wait for each other.
 type WorkKind uint8
 
 const (
@@ -39,28 +39,28 @@ const (
 
 func (l WorkKind) bit() uint8 { return 1 << l }
 
-// deferredWork is what a queue pair's owner has to do, by lanes.
+// deferredWork is the deferred work of a queue pair, one bit for each kind.
 type deferredWork struct {
-	want  uint8 // bit set: there may be work
-	busy  uint8 // bit set: the owner is at it
+	want  uint8 // there may be work
+	busy  uint8 // the owner is at it
 	fault [NumWorkKinds]mem.Fault
 }
 
-// Work is something slow.
+// Work is one piece of deferred work.
 type Work struct {
 	kind  WorkKind
-	reset uint32    // of which life of the queue pair
+	reset uint32    // the queue pair's count of resets when the work was made
 	sync  flushSync // WorkSync: what to bring to storage
 	fault mem.Fault // otherwise: what to fetch; of WorkSync, what Do has met
-	left  mem.Fault // what was in the way
+	left  mem.Fault // the result of Do
 }
 
-// WantsWork returns a set of lanes, bit by bit, for which there may be work that
-// nobody is at.
+// WantsWork returns the kinds, one bit each, of which there may be work that the owner is
+// not at.
 func (q *QP) WantsWork() uint8 { return q.deferred.want &^ q.deferred.busy }
 
-// NextWork returns the next work of a lane, if there is some and nobody is at
-// it. The owner then calls Do, and then Finished.
+// NextWork sets w to the next work of a kind, if there is some and the owner is not at work
+// of that kind yet. The owner then calls Do, and then Finished.
 func (q *QP) NextWork(l WorkKind, w *Work) bool {
 	s := &q.deferred
 	if s.busy&l.bit() != 0 || s.want&l.bit() == 0 {
@@ -83,13 +83,13 @@ func (q *QP) NextWork(l WorkKind, w *Work) bool {
 	return true
 }
 
-// Suspended returns a channel that is closed when the work can be done, if it is to wait
+// Suspended returns a channel that is closed when the work can be done, if the work waits
 // for memory that is suspended; nil if not.
 func (w *Work) Suspended() <-chan struct{} { return w.fault.Suspended() }
 
 // Do does the work. It may block for as long as storage takes: the caller holds
-// no lock. It reports whether the work is done; if not, there is no sense in
-// trying again at once.
+// no lock. It reports whether the work is done; if not, the caller pauses before
+// it tries again.
 func (w *Work) Do(t *mem.Table) bool {
 	if w.kind == WorkSync {
 		w.left = t.Persist(w.sync.rng, w.sync.actor)
@@ -100,7 +100,7 @@ func (w *Work) Do(t *mem.Table) bool {
 	return w.left.Kind != mem.FaultPending
 }
 
-// Finished tells that work was done.
+// Finished takes work back from the owner, after Do, and lets the side that it was for go on.
 func (q *QP) Finished(w *Work, now Time) {
 	if w.reset != q.resets {
 		return
@@ -108,7 +108,7 @@ func (q *QP) Finished(w *Work, now Time) {
 	q.deferred.busy &^= w.kind.bit()
 	switch w.kind {
 	case WorkSync:
-		if w.left.Kind == mem.FaultPending { // it is to be done once more
+		if w.left.Kind == mem.FaultPending { // it is to be done again
 			q.deferred.want |= WorkSync.bit()
 			return
 		}
@@ -116,17 +116,18 @@ func (q *QP) Finished(w *Work, now Time) {
 	case WorkSend:
 		q.req.goOn(now)
 	case WorkReceive:
-		q.finishRequests(now) // one that invalidates may have waited; its payload has been read
+		q.finishRequests(now) // a SEND that invalidates may have waited; its payload has been read
 		q.letGo()
 	}
 }
 
-// fetchAhead is the most that is fetched at once: packets come in sizes of a
-// page, and each would have to wait for its own.
+// fetchAhead is the most that is fetched at once. A packet is about as long as a
+// page: if each fetched its own bytes only, each would wait.
 const fetchAhead = 1 << 20
 
-// fetch has bytes fetched for one side, unless that is being done for others: who
-// needs these will come again. What follows them in the list is fetched too.
+// fetch notes that bytes have to be fetched for one side, unless other bytes are being fetched
+// for it: the access to these is tried again, and notes them then. What follows them in their
+// piece of the list is fetched too.
 func (q *QP) fetch(l WorkKind, f mem.Fault, list []ib.SGE) {
 	s := &q.deferred
 	if (s.want|s.busy)&l.bit() != 0 {
@@ -152,10 +153,11 @@ func (q *QP) refuseFault(why refusal, t *train.Train, f mem.Fault, list []ib.SGE
 	return q.refuse(why, vendorFault(f))
 }
 
-// notPresent: a request's bytes have to be fetched first. If that takes a moment only,
-// RC holds the request (hold.go); else it has the peer come again later (IBA 9.7.5.2.8); it has not moved on, though some of the bytes may
-// have been written, as they will be again. A receive that the message has taken
-// stays taken. UC loses the message, and the next one takes its receive.
+// notPresent: a request's bytes have to be fetched first. If that takes a moment only, RC
+// keeps the request (hold.go); otherwise it sends an RNR NAK (IBA 9.7.5.2.8). The responder
+// has not moved past the request, though some of its bytes may have been written: they are
+// written again. A receive that the message has taken stays taken. UC loses the message, and
+// the next one takes its receive.
 func (q *QP) notPresent(t *train.Train, f mem.Fault, list []ib.SGE) mem.Fault {
 	q.fetch(WorkReceive, f, list)
 	kept, unread := q.hold(t, f)
@@ -172,9 +174,9 @@ func (q *QP) notPresent(t *train.Train, f mem.Fault, list []ib.SGE) mem.Fault {
 	return mem.Fault{}
 }
 
-// readAbsent: the answer to a READ cannot be made from a PSN on. The peer is to
-// ask again from there, and for what follows. Until it does, nothing is answered:
-// an acknowledgement of later requests would tell it that the answer was lost.
+// readAbsent: the answer to a READ cannot be made from the train's PSN on. The peer is to
+// ask again from there. Until it does, nothing is answered: from an acknowledgement of later
+// requests the peer would conclude that the answer was lost.
 func (q *QP) readAbsent(t *train.Train, f mem.Fault) {
 	r, list, again := &q.resp, t.Payload.SGEs, false
 	for i := range r.n {
@@ -184,7 +186,7 @@ func (q *QP) readAbsent(t *train.Train, f mem.Fault) {
 		}
 	}
 	q.fetch(WorkReceive, f, list)
-	if !again { // it was asked for again meanwhile, and is not made yet
+	if !again { // else the peer has asked again meanwhile, and the answer is not made yet
 		q.absent(t.PSN)
 	}
 }
@@ -194,17 +196,16 @@ func (q *QP) absent(psn wire.PSN) {
 	r := &q.resp
 	r.forget(psn)
 	if r.n == MaxRDAtomic {
-		return // FLUSHes have all places: their answers will show what is missing
+		return // FLUSHes have all places: from their answers the peer sees what is missing
 	}
 	q.Counters.add(CntFaultRNR, 1)
-	// It makes room, like any that may have been answered before: a peer that asks
-	// for more than can be had at a time has had this one.
+	// again: this one makes room for others (full). A peer that asks for as much as is
+	// permitted behind it has had this answer.
 	r.insert(resource{absent: true, again: true, waiting: true, tell: true, psn: psn, n: 1})
 }
 
-// wentBack notes that the peer sends again from psn on. If that is behind a READ
-// that could not be answered, it had the answer before: the READ was a
-// repetition.
+// wentBack notes that the peer sends again from psn on. If psn is behind a READ whose bytes
+// are absent, the peer has had the answer before: the READ was a repetition, and is dropped.
 func (a *answers) wentBack(psn wire.PSN) {
 	if a.n > 0 && a.at(0).absent && a.at(0).psn.Less(psn) {
 		a.head = (a.head + 1) % MaxRDAtomic
@@ -212,8 +213,8 @@ func (a *answers) wentBack(psn wire.PSN) {
 	}
 }
 
-// tellAgain says again what a READ waits for, to a peer that is not past it: that
-// acknowledges what came before.
+// tellAgain sends the RNR NAK of an absent READ again, to a peer that asks for the
+// acknowledgement of an earlier request: the NAK acknowledges what came before it.
 func (a *answers) tellAgain() {
 	for i := range a.n {
 		if j := a.at(i); j.absent {
@@ -233,11 +234,11 @@ func (q *QP) sourceAbsent(t *train.Train, f mem.Fault) {
 	} else {
 		q.unsend(t.PSN)
 	}
-	r.unacked = 1 // nobody knows whether what went before has asked
+	r.unacked = 1 // perhaps no packet before these has asked for an acknowledgement
 	q.standStill(f, t.Payload.SGEs)
 }
 
-// unsend takes back what was made from psn on, which is all that ever was.
+// unsend takes back all packets from psn on: none of them has ever left.
 func (q *QP) unsend(psn wire.PSN) {
 	r := &q.req
 	if psn.Less(r.nxt) {
@@ -249,7 +250,7 @@ func (q *QP) unsend(psn wire.PSN) {
 			break
 		}
 		if w.facts().local {
-			continue // it is done, and must not be done twice
+			continue // a local request is done, and must not be done twice
 		}
 		w.started = w.first.Less(psn)
 	}
@@ -257,7 +258,7 @@ func (q *QP) unsend(psn wire.PSN) {
 	r.max = psn
 }
 
-// cut forgets the ranges from psn on.
+// truncate forgets the ranges from psn on.
 func (r *rdRing) truncate(psn wire.PSN) {
 	for r.n > 0 && !r.at(r.n-1).first.Less(psn) {
 		r.n--
@@ -272,9 +273,9 @@ func (q *QP) targetAbsent(f mem.Fault) {
 	q.standStill(f, q.sq.list(q.sq.head))
 }
 
-// standStill keeps the requester from sending until its own memory is there.
-// Time stands still for it as well: nobody is to blame. What it holds, others
-// can use.
+// standStill keeps the requester from sending until its own memory is there. No timeout
+// runs meanwhile, since the peer is not to blame. The requester gives back its credits,
+// which other queue pairs can use.
 func (q *QP) standStill(f mem.Fault, list []ib.SGE) {
 	r := &q.req
 	if !r.fetching {
@@ -286,7 +287,7 @@ func (q *QP) standStill(f mem.Fault, list []ib.SGE) {
 	q.fetch(WorkSend, f, list)
 }
 
-// goOn ends that.
+// goOn ends what standStill has begun.
 func (r *requester) goOn(now Time) {
 	r.fetching = false
 	if r.started != 0 {

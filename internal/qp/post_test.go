@@ -13,8 +13,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// TestPostRefused: what PostSend refuses on the spot (IBA 11.4.1.1), with which
-// errno and which words. The requests before the bad one are posted.
+// TestPostRefused: what PostSend refuses at once (IBA 11.4.1.1), with which errno
+// and which message. The requests before the bad one are posted.
 func TestPostRefused(t *testing.T) {
 	sge := ib.SGE{Length: 1 << 29}
 	ah := ib.NewAH(ib.AHAttr{}, &Address{}, nil)
@@ -222,7 +222,7 @@ func TestRNRTimers(t *testing.T) {
 	}
 }
 
-// TestTimeoutBound: with nobody to answer, a request fails after T has passed
+// TestTimeoutBound: if the peer does not answer, a request fails after T has passed
 // retry+1 times and before it has passed 4 × (retry+1) times, whatever T and the
 // count (IBA 9.7.6.1.3 lets a timer run for up to 4 T).
 func TestTimeoutBound(t *testing.T) {

@@ -1,8 +1,8 @@
 // Package qp is the protocol: what a queue pair does with work requests,
-// packets and time. It does no I/O, starts nothing, takes no lock and never
-// asks for the time.
+// packets and time. It does no I/O, starts no goroutine, has no lock of its own
+// and never reads the clock.
 //
-// A queue pair is three machines, in the field's own words:
+// A queue pair is three machines, under their usual names:
 //
 //   - requester.go makes request trains of the send queue (Pull),
 //   - responder.go executes a peer's requests (Receive), and responses.go makes
@@ -10,12 +10,17 @@
 //   - completer.go turns the peer's answers, and silence, into completions
 //     (Receive, Tick).
 //
-// datagram.go is all of that for UD, where there is nothing to remember, and
-// local.go the requests that no peer hears of.
+// datagram.go is all of that for UD, where nothing is acknowledged, and local.go
+// the requests that send nothing. shortcut.go executes WRITEs and READs without a
+// train.
 // state.go has the state transitions, send_queue.go the checks at posting,
-// faults.go the one place where faults become NAKs and statuses. flush.go is the
-// responder's part of FLUSH, which may have to wait for storage; pending.go is
-// what has to wait for memory, and how the owner does all this work.
+// faults.go the one place where faults become NAKs and statuses.
+//
+// Some requests have to wait for more than the peer. flush.go is the responder's
+// part of FLUSH, which may wait for storage; pending.go is memory that has to be
+// fetched, and the deferred work of the owner; hold.go is memory that is out of
+// reach for a moment; staged.go, landing.go and loads.go are memory that the CPU
+// does not address.
 //
 // The owner calls one method at a time. After any of them it should Pull until
 // there is nothing more, and call Tick at Deadline.
@@ -64,8 +69,8 @@ type Config struct {
 	Stopped func()
 
 	Scatter bool // short messages and results wait beside their completions (inline.go)
-	// ScatterFailed is told, with no lock held, that bytes could not be written when
-	// their completion was polled: it calls ScatterBroke.
+	// ScatterFailed is called by the poller, with no lock held, when inline data could not
+	// be written back: it calls ScatterBroke.
 	ScatterFailed func(mem.Fault) (vendor uint16)
 }
 
@@ -76,31 +81,32 @@ type Path struct {
 	Short   Short    // and how many where messages are short
 	Credits *Credits // shared with other queue pairs to the same peer; nil: unlimited
 
-	// Lossless paths lose nothing while the peer is there: an answer that takes
-	// long is late, and asking again would not help.
+	// Lossless paths lose nothing while the peer is there: an answer that takes long is
+	// only delayed, and asking again would not help.
 	Lossless bool
 
-	// ByReference: who takes a train in this process can keep its payload by reference.
+	// ByReference: the receiver of a train, in this process, can keep its payload by reference.
 	ByReference bool
 
 	// Carrier, if set, sends from memory that the CPU does not address, without loading it.
 	Carrier Carrier
-	Named   int // packets that may be under way of what goes so
+	Named   int // packets that may be under way of payloads that Carrier sends
 }
 
-// Carrier is a way to a process that opens such memory.
+// Carrier sends payloads by reference to a process that opens their memory.
 type Carrier interface {
-	// Carries has the first of n bytes of a list be sent without loading them, and notes that
-	// in the train, if it can. Len tells how many: a multiple of unit, or all; 0 if it cannot.
-	// With lease, they are a request's: their memory is held, for the caller to release, and
-	// the peer may use it until GiveUp.
+	// Carries makes the first of n bytes of a list the train's payload by reference. Len of
+	// the result is how many: a multiple of unit, or all; 0 if they have to be loaded. With
+	// lease, they are a request's: the result holds their memory, for the caller to release,
+	// and the peer may use it until GiveUp.
 	Carries(t *train.Train, l *mem.List, n, unit uint64, lease bool) mem.SharedHold
-	// GiveUp keeps the peer from using what requests have carried so far.
+	// GiveUp keeps the peer from using the payloads of requests that were carried so far.
 	GiveUp()
 }
 
-// Short is how many packets of messages below a length may be under way: those take more
-// room than longer ones, of which only the place is sent. The zero value is no limit.
+// Short is how many packets of messages below a length may be under way. Such messages take
+// more room on the link than longer ones, which are sent by reference. The zero value is no
+// limit.
 type Short struct {
 	Below, Window int
 }
@@ -131,7 +137,7 @@ type QP struct {
 	// Shortcut, if set, is for the WRITEs and READs in the send queue (shortcut.go).
 	Shortcut Shortcut
 
-	inlineData *inlineData // what waits for its completion; nil: nothing ever did
+	inlineData *inlineData // nil until there is some (inline.go)
 	layout     mem.Layout  // scratch, to configure an indirect key without allocating
 	short      Request     // scratch: the request that may take a shortcut
 	mine       piece       // what a request writes
@@ -142,7 +148,7 @@ type QP struct {
 	// Counters count what the queue pair did.
 	Counters Counters
 
-	// Bound tells that windows of type 2 may be bound to the queue pair.
+	// Bound is set once a window of type 2 may have been bound to the queue pair.
 	Bound bool
 
 	established bool   // a packet has come since RTR
@@ -167,7 +173,7 @@ func New(cfg Config) *QP {
 	return q
 }
 
-// piece is a list, of one piece of memory or of others, that is made again and again.
+// piece is a list that is used again for each request, with room for one piece of memory.
 type piece struct {
 	list mem.List
 	sge  [1]ib.SGE
@@ -222,7 +228,7 @@ type service struct {
 	half      half
 }
 
-// half says which part of a queue pair there is.
+// half is which machines a queue pair has.
 type half uint8
 
 const (
@@ -265,8 +271,8 @@ func (q *QP) accepts(t *train.Train) bool {
 	return true
 }
 
-// IsPeer tells whether a train is from where the peer is, to where the queue pair is,
-// which is connected.
+// IsPeer reports whether a train is from the peer's address, to the queue pair's. The queue
+// pair must be connected.
 func (q *QP) IsPeer(t *train.Train) bool { return t.From == q.peer && t.To == q.path.Flow.Src }
 
 // Pull makes the next train to send, if there is one: answers before requests,
@@ -307,7 +313,7 @@ func cmpOr(a, b *train.Flow) *train.Flow {
 	return b
 }
 
-// Sent tells that a link has taken a train: unacknowledged requests complete.
+// Sent completes requests of an unreliable queue pair: a link has taken the train.
 func (q *QP) Sent(t *train.Train, now Time) {
 	if t.Cookie == 0 || q.state != ib.QPRTS && q.state != ib.QPSQD {
 		return
@@ -315,8 +321,8 @@ func (q *QP) Sent(t *train.Train, now Time) {
 	q.sentUnreliable(uint32(t.Cookie-1), now)
 }
 
-// SendFailed tells that a train's payload could not be read: a request fails
-// here, a READ response becomes a NAK; or they wait, if it has to be fetched.
+// SendFailed takes back a train whose payload could not be read: the request fails, or the
+// READ response becomes a NAK; or they wait, if the memory is out of reach for now.
 func (q *QP) SendFailed(t *train.Train, f mem.Fault, now Time) {
 	q.uncount(t)
 	if t.Kind == wire.KindReadResponse {
@@ -326,8 +332,8 @@ func (q *QP) SendFailed(t *train.Train, f mem.Fault, now Time) {
 	q.requestFailed(t, f, now)
 }
 
-// NotSent tells that a train has not left, because one before it could not be
-// read. It counts for nothing; an answer behind one that is held is held too.
+// NotSent takes back a train that has not left, because the payload of one before it could
+// not be read. An answer behind one that waits for its memory (hold.go) waits too.
 func (q *QP) NotSent(t *train.Train) {
 	q.uncount(t)
 	if h := q.resp.held; h != nil && h.answers && t.IsAnswer() {
@@ -335,7 +341,8 @@ func (q *QP) NotSent(t *train.Train) {
 	}
 }
 
-// uncount takes back what Pull has counted, and held.
+// uncount takes back what Pull has counted, and releases the memory that it holds for the
+// train.
 func (q *QP) uncount(t *train.Train) {
 	if t.Carried && !t.IsAnswer() {
 		q.req.uncarry(t.PSN)
@@ -365,7 +372,7 @@ func (q *QP) pushed(ok bool) {
 	q.enterError()
 }
 
-// Grants tells whether the peer's requests have such a right, and would be executed.
+// Grants reports whether the peer's requests have the rights acc, and would be executed.
 func (q *QP) Grants(acc ib.Access) bool {
 	switch q.state {
 	case ib.QPRTR, ib.QPRTS, ib.QPSQD:
@@ -374,6 +381,6 @@ func (q *QP) Grants(acc ib.Access) bool {
 	return false
 }
 
-// Actor is on whose behalf memory is accessed: the same for the queue pair's
-// own requests and for the peer's, who acts with the queue pair's rights.
+// Actor returns on whose behalf memory is accessed: the same for the queue pair's own
+// requests and for the peer's, which have the queue pair's rights.
 func (q *QP) Actor() mem.Actor { return mem.Actor{PD: q.PD, QPN: q.Number} }

@@ -2,5 +2,5 @@
 
 package qp
 
-// raceEnabled tells tests that everything takes ten times as long.
+// raceEnabled reports whether the race detector is on: everything takes ten times as long.
 const raceEnabled = true

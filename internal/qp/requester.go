@@ -31,10 +31,10 @@ type requester struct {
 	probing          bool   // the next packet is sent again only to ask for one
 	heldCredits      int    // credits held
 	stalledOnCredits bool   // waits for credits
-	draining         bool   // SQD: tell when everything is done
-	fetching         bool   // stands still until its own memory is there
-	named            bool   // the last answer with data came by name
-	resultWaits      bool   // the result of the request at the head waits for its completion
+	draining         bool   // SQD: the requests that have begun are not all done
+	fetching         bool   // stopped until its own memory is there (standStill)
+	named            bool   // the last answer with data had its payload by reference
+	resultWaits      bool   // the result of the request at the head is inline data (inline.go)
 	copied           int    // bytes that took the shortcut in this call
 	other            uint32 // number of the last request that came to the front and cannot take the shortcut
 	hasOther         bool   // there was one
@@ -51,13 +51,12 @@ type requester struct {
 
 	landing           // answers that wait for engines
 	loads   loads     // of what is to be sent
-	carried []carried // what is sent by name, oldest first
+	carried []carried // payloads by reference under way (Carrier), oldest first
 }
 
-// rdRing holds the READs and atomics, and what counts as such, that are not
-// answered yet, oldest first,
-// as the PSN ranges of their responses. It keeps them while they are sent again:
-// a READ that is repeated must be a part of one original (IBA 9.4.4).
+// rdRing holds the READs, atomics, ATOMIC WRITEs and FLUSHes that are not answered yet,
+// oldest first, as the PSN ranges of their responses. It keeps them while they are sent
+// again: a READ that is repeated must be a part of one original (IBA 9.4.4).
 type rdRing struct {
 	e       [MaxRDAtomic]rdRange
 	head, n uint8
@@ -79,7 +78,7 @@ func (r *rdRing) push(first wire.PSN, n int) {
 	r.sent++
 }
 
-// endOf returns where the range ends that a PSN lies in, or the PSN itself if in none.
+// endOf returns the end of the range that psn lies in, or psn itself if it lies in none.
 func (r *rdRing) endOf(psn wire.PSN) wire.PSN {
 	for i := range r.n {
 		if e := r.at(i); !psn.Less(e.first) && psn.Less(e.end()) {
@@ -89,12 +88,10 @@ func (r *rdRing) endOf(psn wire.PSN) wire.PSN {
 	return psn
 }
 
-// left returns how much of the range that is sent again next there is from psn
-// on.
+// left returns how many PSNs, from psn on, are left of the range that is sent again next.
 func (r *rdRing) left(psn wire.PSN) int { return r.at(r.sent).end().Sub(psn) }
 
-// popBefore forgets ranges that end at or before psn; rewind notes that those
-// which reach beyond are to be sent again.
+// popBefore forgets ranges that end at or before psn.
 func (r *rdRing) popBefore(psn wire.PSN) {
 	for r.n > 0 && !psn.Less(r.at(0).end()) {
 		r.head = (r.head + 1) % MaxRDAtomic
@@ -103,6 +100,7 @@ func (r *rdRing) popBefore(psn wire.PSN) {
 	}
 }
 
+// rewind notes that the ranges that reach beyond psn are to be sent again.
 func (r *rdRing) rewind(psn wire.PSN) {
 	for r.sent > 0 && psn.Less(r.at(r.sent-1).end()) {
 		r.sent--
@@ -128,7 +126,8 @@ func (q *QP) pullRequest(t *train.Train, now Time) bool {
 		return failed && r.cur != r.failAt && q.pullRequest(t, now) // what askAgain left
 	}
 	if r.nxt != r.max {
-		t.Again, t.Bounce = true, true // its checksum may have failed for a change of the source
+		// Bounce: a write to the source meanwhile may have broken the checksum of the first copy.
+		t.Again, t.Bounce = true, true
 		if !r.probing {
 			q.Counters.add(CntRetransmits, t.N)
 		}
@@ -238,11 +237,12 @@ func (q *QP) packets(n int) int {
 	return (n + q.mtu - 1) / q.mtu
 }
 
-// room returns how many PSNs may be taken now, at most want: bounded by the
-// window and, with credits, by what the peer's other queue pairs leave. What it
-// returns is held until acknowledged.
+// room returns how many PSNs may be taken now, at most want: bounded by the window and, with
+// credits, by what the other queue pairs to the same peer leave. The requester keeps the
+// credits until the packets are acknowledged.
 //
-// What goes by name takes no room on the way but for its record, and needs no credits.
+// A payload by reference (named) takes no room on the link but for its record, and needs no
+// credits.
 func (q *QP) room(want int, named bool) int {
 	r := &q.req
 	if !q.reliable {
@@ -254,7 +254,7 @@ func (q *QP) room(want int, named bool) int {
 	}
 	n := min(want, window-out)
 	if q.path.Lossless && out > 0 && n < min(want, window/4) {
-		return 0 // trains go whole: an acknowledgement is on its way (askAck), and makes room
+		return 0 // not a short train: an acknowledgement that was asked for (askAck) makes room
 	}
 	if n <= 0 || q.path.Credits == nil || named {
 		return max(n, 0)
@@ -324,11 +324,11 @@ func (q *QP) pullMessage(t *train.Train, w *wqe, now Time) int {
 	return n
 }
 
-// askAck decides whether a train asks for an acknowledgement: when somebody
-// waits for it, and often enough to keep the window open and the credits in
-// motion. A few short messages whose completion nobody has asked for are left
-// alone for a while, since others will follow and ask for all of them (probe). What is
-// carried asks, since its memory is held until it is acknowledged.
+// askAck decides whether a train asks for an acknowledgement: at the end of a signaled
+// message, and often enough to keep the window open and the credits in motion. A few
+// unsignaled packets at the end of the queue do not ask: a later message asks for all of
+// them, or probe does. A payload by reference asks, since the requester holds its memory
+// until it is acknowledged.
 func (q *QP) askAck(t *train.Train, w *wqe) {
 	r := &q.req
 	r.unacked += t.N
@@ -340,28 +340,29 @@ func (q *QP) askAck(t *train.Train, w *wqe) {
 	}
 }
 
-// maxUnasked is how many packets may be under way without any having asked for
-// an acknowledgement, when nothing follows; probeAfter is for how long.
+// maxUnasked is how many packets at the end of the queue may be under way while no
+// acknowledgement was asked for; probeAfter is for how long.
 const (
 	maxUnasked = 8
 	probeAfter = time.Millisecond
 )
 
-// quiet reports whether packets are under way, and none of them has asked for an
+// unasked reports whether packets are under way, and none of them has asked for an
 // acknowledgement.
 func (r *requester) unasked() bool { return r.unacked > 0 && r.nxt.Sub(r.una) <= r.unacked }
 
-// probe asks for the acknowledgement of what has been quiet for too long.
+// probe asks for the acknowledgement of packets that have been under way for too long
+// without asking for one.
 func (q *QP) probe(now Time) {
 	q.Counters.add(CntProbes, 1)
 	q.askAgain()
 	q.req.restart(now)
-	q.req.progAt = now // nobody could have answered before
+	q.req.progAt = now // the peer had nothing to answer before
 }
 
-// askAgain sends the last packet again if it did not ask for an acknowledgement
-// that is now waited for: no request follows that would. It reports whether there
-// is something to send again.
+// askAgain has the last packet sent again, to ask for an acknowledgement, if it did not
+// ask: the requester now waits for one, and no request follows that would ask. It reports
+// whether there is a packet to send again.
 func (q *QP) askAgain() bool {
 	r := &q.req
 	if !q.reliable || r.unacked == 0 || r.cur == q.sq.head {
@@ -372,8 +373,8 @@ func (q *QP) askAgain() bool {
 	return true
 }
 
-// pullRead asks for as much of a READ as the window has room for. A peer cannot
-// tell such a piece from a READ of its own; its responses take the PSNs that the
+// pullRead asks for as much of a READ as the window has room for. To the peer such
+// a piece is like a whole READ; its responses take the PSNs that the
 // whole READ's would (IBA 9.7.4.1.4: a READ takes as many PSNs as it has
 // response packets).
 func (q *QP) pullRead(t *train.Train, w *wqe) int {
@@ -402,7 +403,7 @@ func (q *QP) readMore(left int) int {
 	if r.rd.len() >= int(q.attr.MaxRDAtomic) {
 		return 0
 	}
-	// Not in small pieces, while others are under way: each costs a request.
+	// No small piece is asked for while others are under way: each costs a request.
 	window := q.window(r.named)
 	if open := window - r.nxt.Sub(r.una); open < min(left, window/2) && r.rd.len() > 0 {
 		return 0
@@ -432,7 +433,7 @@ func (q *QP) pullSingle(t *train.Train, w *wqe, now Time) int {
 	r := &q.req
 	again := r.nxt != r.max
 	var b []byte
-	if w.staged { // one word is never carried by reference
+	if w.staged { // 8 bytes are never sent by reference
 		var ok bool
 		if b, ok = q.loadRequest(0, now); !ok {
 			return 0
@@ -465,9 +466,10 @@ func (q *QP) pullSingle(t *train.Train, w *wqe, now Time) int {
 	return 1
 }
 
-// requestFailed deals with a request whose memory went away between the check
-// and the sending: it fails as if the check had found it. (A later one may be
-// failing already.) Or it waits, if the memory has to be fetched first.
+// requestFailed deals with a request whose payload could not be read when it was sent. If
+// the memory has to be fetched or loaded first, the request waits for that. Otherwise it
+// fails, as if the check before it began had found the fault; a later request may be
+// failing already.
 func (q *QP) requestFailed(t *train.Train, f mem.Fault, now Time) {
 	r := &q.req
 	if q.state != ib.QPRTS && q.state != ib.QPSQD {
@@ -489,14 +491,14 @@ func (q *QP) requestFailed(t *train.Train, f mem.Fault, now Time) {
 		return
 	case q.reliable:
 		q.rewind(t.PSN)
-		r.unacked = 1 // nobody knows whether what went before has asked
+		r.unacked = 1 // perhaps no packet before it has asked for an acknowledgement
 	default:
 		r.cur = q.sq.head
 	}
 	q.failLocal(ib.WCLocProtErr, vendorFault(f), now)
 }
 
-// failLocal fails request cur, when those before it are done.
+// failLocal makes request cur fail when those before it are done.
 func (q *QP) failLocal(status ib.WCStatus, vendor uint16, now Time) {
 	r := &q.req
 	r.failing, r.failAt, r.vendor = status, r.cur, vendor

@@ -7,7 +7,11 @@ package qp
 //  3. executeSend, executeWrite, executeRead, executeAtomic, executeAtomicWrite,
 //     executeFlush (flush.go).
 //  4. accept: PSN and message numbers move on, the answer is noted.
-//     Or refuse, notReady, or notPresent (pending.go), which may hold (hold.go).
+//     Or refuse, notReady, or notPresent (pending.go), which may keep the request
+//     for a moment (hold.go).
+//
+// Requests whose bytes an engine has to move are accepted, and come into effect
+// later (staged.go).
 //
 // What is answered, and when, is in responses.go.
 
@@ -24,9 +28,9 @@ import (
 type responder struct {
 	epsn    wire.PSN // the next request
 	msn     uint32   // messages completed, 24 bits
-	nakSent bool     // a NAK is out: say nothing until the expected request comes
+	nakSent bool     // a NAK is out: a gap raises no other until the expected request comes
 	rdEnd   wire.PSN // the PSN after the last READ or atomic
-	rdAny   bool     // there was one
+	rdAny   bool     // rdEnd is valid
 
 	// The message under way: 0 if none.
 	kind wire.Kind
@@ -40,16 +44,19 @@ type responder struct {
 	// message has left for the next.
 	taken queue.Taken
 	have  bool
-	owed  []queue.Taken // by messages behind it that come again, oldest first
+	owed  []queue.Taken // receives of messages behind it that come again, oldest first
 
 	answers
 	loads loads   // of answers
 	moves []*Move // requests that wait for engines, oldest first (staged.go)
-	// tellMoves: the peer asks again for a request that waits for an engine, and is to hear
-	// that it must wait.
+	// tellMoves: the peer asks again for a request that waits for an engine, and is to get
+	// an RNR NAK.
 	tellMoves bool
-	partly    bool          // requests of those have come into effect that an acknowledgement was asked for
-	held      *heldRequests // what waits for memory that is out of reach for a moment; nil until something does
+	// partly: of those, requests that asked for an acknowledgement have come into effect.
+	partly bool
+	// held are requests and answers that wait for memory that is out of reach for a moment
+	// (hold.go), or requests that wait for the moves before them; nil until there are some.
+	held *heldRequests
 }
 
 // receiveRequest checks the PSN of a request (IBA 9.7.4.1.2) and executes it.
@@ -108,9 +115,9 @@ func (q *QP) receiveRequest(t *train.Train) mem.Fault {
 	return q.refuse(invalidRequest, 0)
 }
 
-// follow follows a UC stream: a message that misses a packet is dropped whole,
-// and the start of the next one, whatever its PSN, is where it goes on
-// (IBA 9.8.2.2).
+// follow follows a UC stream, and reports whether a train is to be executed. A message
+// that misses a packet is dropped whole, and the stream goes on with the start of the
+// next one, whatever its PSN (IBA 9.8.2.2).
 func (q *QP) follow(t *train.Train) bool {
 	r := &q.resp
 	broken := r.kind != 0 && (t.Start || t.PSN != r.epsn) || // the one under way
@@ -150,8 +157,8 @@ func (q *QP) sequence(t *train.Train) bool {
 	return last <= q.mtu && (last > 0 || last == 0 && t.Start && t.N == 1)
 }
 
-// takeReceive takes a receive for a message: one that the message had taken before, if it
-// comes again.
+// takeReceive takes a receive for a message. A message that comes again gets the one that it
+// had taken before.
 func (q *QP) takeReceive() bool {
 	r := &q.resp
 	if len(r.owed) == 0 {
@@ -204,7 +211,7 @@ func (q *QP) executeSend(t *train.Train) mem.Fault {
 		if m != nil {
 			m.invalidate = true
 		} else if f := q.Table.Invalidate(t.Imm, q.Actor()); !f.OK() {
-			r.kind, r.off = kind, off // it is executed again if another process has to leave the memory first
+			r.kind, r.off = kind, off // executed again, if another process has to leave the memory first
 			return q.refuseFault(accessError, t, f, nil)
 		}
 		wc.InvalidatedKey, wc.Flags = t.Imm, ib.WCWithInv
@@ -234,8 +241,8 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 			return q.refuse(invalidRequest, 0)
 		}
 		r.reth, r.off = t.RETH, 0
-		// What is here whole, and needs nothing else, is checked when it is
-		// written, before the first byte.
+		// A WRITE that is whole, without immediate data, is checked by Copy, before
+		// the first byte.
 		if whole := t.End && t.Extra == wire.NoExtra && int(t.RETH.Len) == t.Len; !whole {
 			if f := q.checkRemote(ib.AccessRemoteWrite, t.RETH, q.Actor()); !f.OK() {
 				return q.refuseWrite(t, f)
@@ -252,7 +259,7 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 			if q.Type == ib.UC || t.N == 1 {
 				return q.notReady()
 			}
-			t.TrimLast() // what comes before the last packet needs no receive
+			t.TrimLast() // the packets before the last need no receive
 			notReady = true
 		}
 	}
@@ -270,7 +277,7 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 	default:
 		f = q.refuseWrite(t, f)
 		if notReady && r.holding() {
-			r.held.lost = true // the last packet is not with it
+			r.held.lost = true // the last packet was trimmed, and must come again
 		}
 		return f
 	}
@@ -288,7 +295,7 @@ func (q *QP) executeWrite(t *train.Train) mem.Fault {
 }
 
 // refuseWrite refuses a WRITE for its memory. With immediate data it would have
-// taken a receive, which then tells of it.
+// taken a receive, which then completes with the error.
 func (q *QP) refuseWrite(t *train.Train, f mem.Fault) mem.Fault {
 	r := &q.resp
 	if f.Kind == mem.FaultPending {
@@ -301,7 +308,8 @@ func (q *QP) refuseWrite(t *train.Train, f mem.Fault) mem.Fault {
 	return q.refuse(accessError, vendorFault(f))
 }
 
-// executeRead checks a READ and leaves the work to the answering side.
+// executeRead checks a READ and makes it a responder resource: its bytes are read when it
+// is answered (responses.go).
 func (q *QP) executeRead(t *train.Train) mem.Fault {
 	if !q.reliable || q.attr.Access&ib.AccessRemoteRead == 0 || t.RETH.Len > MaxMsgSize {
 		return q.refuse(invalidRequest, 0)
@@ -354,8 +362,7 @@ func (q *QP) executeAtomic(t *train.Train) mem.Fault {
 // executeAtomicWrite stores 8 bytes in one step (IBA annex A19). It is ordered
 // behind everything that came before, FLUSHes too: with it a program publishes
 // what it has made persistent. One that comes while a FLUSH waits for storage is
-// therefore treated as lost on the way, which the peer hears behind the answer to
-// the FLUSH.
+// therefore treated as lost on the way: a NAK follows the answer to the FLUSH.
 func (q *QP) executeAtomicWrite(t *train.Train) mem.Fault {
 	r := &q.resp
 	if !q.reliable || q.attr.Access&ib.AccessRemoteWrite == 0 || t.RETH.Len != 8 {
@@ -374,9 +381,9 @@ func (q *QP) executeAtomicWrite(t *train.Train) mem.Fault {
 	r.raw[0] = r.word[:]
 	r.from = mem.List{Raw: r.raw[:]}
 	if f, _ := mem.Copy(&r.from, &t.Payload, 8, false); !f.OK() {
-		return f // its sender loads it first: one word is not carried by reference
+		return f // its sender loads it first: 8 bytes are not sent by reference
 	}
-	value := binary.NativeEndian.Uint64(r.word[:]) // as the bytes came, so they lie
+	value := binary.NativeEndian.Uint64(r.word[:]) // the bytes keep their order in memory
 	_, f := mem.Atomic(q.Table, q.Actor(), t.RETH.RKey, t.RETH.VA, mem.Store, 0, value)
 	if f.Staged() {
 		return q.takeAtomic(t, &atomicMove{key: t.RETH.RKey, addr: t.RETH.VA, op: mem.Store, swapAdd: value})
@@ -391,9 +398,9 @@ func (q *QP) executeAtomicWrite(t *train.Train) mem.Fault {
 	return mem.Fault{}
 }
 
-// admit tells whether there is room for the answer to a READ or atomic. A peer
-// that exceeds what it was told is refused. If FLUSHes have taken the places, it
-// is to come again.
+// admit reports whether there is room for the answer to a READ or atomic. It refuses the
+// request of a peer that exceeds MaxDestRDAtomic. If FLUSHes have taken the places, it
+// sends an RNR NAK.
 func (q *QP) admit() (bool, mem.Fault) {
 	switch r := &q.resp; {
 	case !r.full(q.attr.MaxDestRDAtomic):
@@ -424,7 +431,7 @@ func (q *QP) completeReceive(wc *ib.WC, solicited bool) {
 	q.complete(wc, solicited)
 }
 
-// notReady: no receive is posted. RC tells the peer to try again later
+// notReady: no receive is posted, or no place is free (admit). RC sends an RNR NAK
 // (IBA 9.7.5.2.8), UC loses the message.
 func (q *QP) notReady() mem.Fault {
 	if q.reliable {
@@ -437,7 +444,7 @@ func (q *QP) notReady() mem.Fault {
 }
 
 // refuse ends a request with an error. The receive that it had taken completes
-// with it; without one, an event tells the application. An RC queue pair
+// with it; without one, it raises an event. An RC queue pair
 // answers with a NAK and goes to the error state; a UC one drops the message
 // and goes on, unless its own memory failed (IBA 9.9.3, classes C to E).
 func (q *QP) refuse(why refusal, vendor uint16) mem.Fault {

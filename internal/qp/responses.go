@@ -3,7 +3,7 @@ package qp
 // Answers to the peer, in the order of PSNs (IBA 9.7.5.1.1): READ responses and
 // atomic results first in, first out, then one acknowledgement or NAK for
 // everything since. A READ response acknowledges what came before it, so an
-// acknowledgement is only kept while nothing later is answered.
+// acknowledgement is due only while no later answer is.
 
 import (
 	"github.com/verbena-rdma/verbena/ib"
@@ -25,7 +25,7 @@ type answers struct {
 	// yielded: the acknowledgement has let a request go first.
 	yielded bool
 
-	serials uint32 // how many jobs there were
+	serials uint32 // how many responder resources there were
 
 	// saved are the results of the last atomics, for repetitions.
 	saved     [MaxRDAtomic]savedAtomic
@@ -38,25 +38,25 @@ type answers struct {
 	grh  []byte
 }
 
-// job is a READ or atomic to answer.
+// resource is a responder resource: a READ, atomic, ATOMIC WRITE or FLUSH to answer.
 type resource struct {
 	atomic  bool
 	flush   bool     // a FLUSH
-	serial  uint32   // tells it from others
+	serial  uint32   // its number, which loads name it by
 	loading bool     // its bytes are being loaded (loads.go)
 	loaded  bool     // some of them were, or are
-	absent  bool     // a READ whose bytes have to be fetched first: it is to be asked for again
-	waiting bool     // a FLUSH whose bytes have not reached storage yet, or an absent or held one: nothing is answered before it
+	absent  bool     // a READ whose bytes have to be fetched first: the peer is to ask again
+	waiting bool     // not ready (flush, loading, absent, held): nothing is answered before it
 	held    bool     // its bytes are out of reach for a moment (hold.go)
 	cont    bool     // the packets before it have left: it does not begin the answer
-	part    bool     // those behind it are another's: it does not end the answer
-	tell    bool     // … and the peer is to hear of it
+	part    bool     // the packets behind it are another resource's: it does not end the answer
+	tell    bool     // it is waiting, and the peer is to get an RNR NAK
 	again   bool     // it was answered before
 	psn     wire.PSN // of the first response
 	n       int      // response packets
 	done    int      // packets already made
 	msn     uint32
-	pd      uint32 // whose memory it is about: the queue pair's domain, or for XRC that of the queue it names
+	pd      uint32 // domain of its memory: the queue pair's, or for XRC that of the queue it names
 	reth    wire.RETH
 	orig    uint64
 }
@@ -71,8 +71,8 @@ type savedAtomic struct {
 
 func (a *answers) at(i uint8) *resource { return &a.resources[(a.head+i)%MaxRDAtomic] }
 
-// due reports whether there is something to answer now. While the oldest answer
-// waits, all that can be said is that it is not ready yet.
+// due reports whether an answer can be made now. While the oldest resource waits, that
+// can only be an RNR NAK.
 func (r *responder) due() bool {
 	if r.n == 0 && r.moves == nil {
 		return r.ack.pending || r.partly
@@ -103,10 +103,10 @@ func (a *answers) asked() (n uint8) {
 	return n
 }
 
-// full reports whether the peer has more READs and atomics outstanding than the
-// queue pair was told to expect, or all places are taken. One that was answered
-// before makes room: the peer may not have asked again at all, networks repeat
-// packets.
+// full reports whether the peer has as many READs and atomics outstanding as the queue
+// pair permits (limit), or all places are taken. If so, it first drops one that was
+// answered before, to make room: networks repeat packets, and the peer may not have
+// asked again at all.
 func (a *answers) full(limit uint8) bool {
 	if a.n < min(limit, MaxRDAtomic) || a.n < MaxRDAtomic && a.asked() < limit {
 		return false
@@ -135,7 +135,7 @@ func (a *answers) answerRead(psn wire.PSN, n int, h wire.RETH, pd, msn uint32) {
 }
 
 func (a *answers) answerAtomic(psn wire.PSN, orig uint64, msn uint32) {
-	for i := range a.saved { // one of 2^24 requests ago, if there is one
+	for i := range a.saved { // one with the same PSN is 2^24 packets old
 		a.saved[i].valid = a.saved[i].valid && a.saved[i].psn != psn
 	}
 	a.saved[a.nextSaved] = savedAtomic{true, psn, orig}
@@ -148,8 +148,8 @@ func (a *answers) acknowledge(psn wire.PSN) {
 	a.ack.pending, a.ack.psn, a.ack.syndrome = true, psn, wire.AckNoCredits
 }
 
-// Unread tells that a request's payload could not be fetched from its sender, who
-// must send it again: it counts as lost.
+// Unread counts the expected request as lost: its payload could not be fetched from its
+// sender, which must send it again.
 func (q *QP) Unread() {
 	if q.state != ib.QPRTR && q.state != ib.QPRTS && q.state != ib.QPSQD || q.Type == ib.UC || q.Type == ib.UD {
 		return
@@ -168,8 +168,9 @@ func (q *QP) nak(s wire.Syndrome, psn wire.PSN) {
 func (q *QP) rnr() { q.nak(wire.RNRNak(q.attr.MinRNRTimer), q.resp.epsn) }
 
 // repeat answers a request that was executed before (IBA 9.7.4.3): a READ is
-// executed again, rights and all; an atomic's result is replayed; the others
-// are acknowledged again, ATOMIC WRITE and FLUSH by their response. Repetitions that are none are dropped.
+// checked and executed again; an atomic's result is replayed; the others are
+// acknowledged again, ATOMIC WRITE and FLUSH by their response. A READ that reaches
+// past the expected PSN is no repetition, and is dropped.
 func (q *QP) repeat(t *train.Train) {
 	r := &q.resp
 	r.wentBack(t.PSN)
@@ -184,7 +185,7 @@ func (q *QP) repeat(t *train.Train) {
 		}
 		n := q.packets(int(t.RETH.Len))
 		if t.PSN.Add(n).Sub(r.epsn) > 0 {
-			return // it is to be a part of the original (IBA 9.4.4)
+			return // a repetition must be a part of the original (IBA 9.4.4)
 		}
 		who := q.actorOf(t)
 		if q.attr.Access&ib.AccessRemoteRead == 0 || !q.checkRemote(ib.AccessRemoteRead, t.RETH, who).OK() {
@@ -208,15 +209,15 @@ func (q *QP) repeat(t *train.Train) {
 				return
 			}
 		}
-		// Older than what is kept: the peer has had its answer.
+		// It is older than all saved results: the peer has had its answer.
 	default:
 		q.acknowledgeAgain(t)
 	}
 }
 
-// ackUpTo returns how far an acknowledgement of psn goes: to all that came since,
-// but not past READs and atomics, which would tell the peer that it should have had
-// their answers.
+// ackUpTo returns the PSN that an acknowledgement of psn may name: that of the last request
+// in effect; but psn itself if READs or atomics follow, since the peer would conclude
+// that their answers were lost.
 func (r *responder) ackUpTo(psn wire.PSN) wire.PSN {
 	if r.rdAny && psn.Add(1).Less(r.rdEnd) {
 		return psn
@@ -239,8 +240,8 @@ func (q *QP) acknowledgeAgain(t *train.Train) {
 	}
 }
 
-// answerAgain answers a READ or atomic instead of it and all that follow it: the
-// peer has gone back. A peer that exceeds the limit gets no answer.
+// answerAgain replaces the answers from j.psn on by j: the peer has gone back. A peer
+// that exceeds the limit gets no answer.
 func (a *answers) answerAgain(j resource, limit uint8) {
 	a.forget(j.psn)
 	if a.full(limit) {
@@ -261,8 +262,8 @@ func (a *answers) insert(j resource) {
 	*a.at(i) = j
 }
 
-// nakAnswer refuses, instead of answering it, a request that was accepted: what
-// it needs is not permitted any more, or failed.
+// nakAnswer refuses a request that was accepted and is not answered yet: its access
+// is not permitted any more, or has failed.
 func (q *QP) nakAnswer(why refusal, psn wire.PSN) {
 	r := &q.resp
 	r.drop(psn)
@@ -279,9 +280,8 @@ func (a *answers) drop(psn wire.PSN) {
 	}
 }
 
-// forget drops the answers from psn on, since the peer has gone back and asks
-// again; but not those to FLUSHes that are not done, so that nothing is ever
-// acknowledged beyond them.
+// forget drops the answers from psn on, since the peer has gone back and asks again. It
+// keeps those to FLUSHes that are not done, so that nothing is acknowledged beyond them.
 func (a *answers) forget(psn wire.PSN) {
 	kept := uint8(0)
 	for i := range a.n {
@@ -312,7 +312,7 @@ func (q *QP) pullResponse(t *train.Train) bool {
 	}
 	t.DestQP, t.MTU = q.attr.DestQPN, q.mtu
 	if r.n > 0 && !r.at(0).waiting {
-		return q.pullJob(t, r.at(0))
+		return q.pullResource(t, r.at(0))
 	}
 	s, psn := r.ack.syndrome, r.ack.psn
 	switch {
@@ -336,7 +336,7 @@ func (q *QP) pullResponse(t *train.Train) bool {
 	return true
 }
 
-// ackCounter counts acknowledgements by what they say.
+// ackCounter returns the counter of acknowledgements with such a syndrome.
 func ackCounter(s wire.Syndrome) Counter {
 	switch {
 	case s.IsAck():
@@ -347,8 +347,8 @@ func ackCounter(s wire.Syndrome) Counter {
 	return CntNaksSent
 }
 
-// pullJob makes the next train of a READ's or atomic's answer.
-func (q *QP) pullJob(t *train.Train, j *resource) bool {
+// pullJob makes the next train of the answer to a responder resource.
+func (q *QP) pullResource(t *train.Train, j *resource) bool {
 	r := &q.resp
 	var b []byte
 	most := q.perLoad()
@@ -358,7 +358,7 @@ func (q *QP) pullJob(t *train.Train, j *resource) bool {
 		} else {
 			var ok bool
 			if b, ok = q.loadAnswer(j); !ok {
-				return r.due() && q.pullResponse(t) // it waits, or was refused
+				return r.due() && q.pullResponse(t) // the resource waits, or was refused
 			}
 		}
 	}
@@ -392,8 +392,8 @@ func (q *QP) pullJob(t *train.Train, j *resource) bool {
 	return true
 }
 
-// readFailed: the memory of a READ response went away after it was checked, or
-// has to be fetched first.
+// readFailed: the payload of a READ response could not be read. Its memory is out of reach
+// for now, or has gone since it was checked, or has to be loaded (loads.go).
 func (q *QP) readFailed(t *train.Train, f mem.Fault) {
 	switch q.state {
 	case ib.QPRTR, ib.QPRTS, ib.QPSQD:

@@ -22,10 +22,10 @@ package qp
 //	drop b [1 2 …]                   … are lost
 //	dup b 1                          … arrives twice
 //	move b 1 2                       … is overtaken: it takes the place of 2
-//	cut b [1]                        … is cut into packets, one train each
+//	cut b [1]                        … is split into packets, one train each
 //	alter b 1 psn=+1 len=9 …         … is changed on the way
 //	inject b KIND psn=+0 …           a train that b's peer never sent
-//	exchange                         everything arrives, and so do the answers, until all is quiet
+//	exchange                         everything arrives, and the answers, until none is on the way
 //	advance 10ms [lost]              time passes; deadlines are met; trains sent meanwhile are lost
 //	answering 10ms                   time passes, and everything arrives
 //	modify a state=sqd …             Modify; "query a" shows the attributes
@@ -171,7 +171,7 @@ func (a *cmdArgs) done() {
 	}
 }
 
-// word returns the next argument that is a word alone, "" if there is none.
+// word returns the next argument without a value, "" if there is none.
 func (a *cmdArgs) word() string {
 	for ; a.next < len(a.args); a.next++ {
 		if !a.used[a.next] && len(a.args[a.next].Vals) == 0 {

@@ -11,7 +11,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// opFacts is all that the requester knows about an operation.
+// opFacts is all that distinguishes an operation in the requester and the completer.
 type opFacts struct {
 	kind   wire.Kind
 	extra  wire.Extra
@@ -19,7 +19,7 @@ type opFacts struct {
 	types  uint8 // bit set of queue pair types
 	rd     bool  // counts against MaxRDAtomic, completes by its response
 	single bool  // rd: always one packet, also the response
-	atomic bool  // answered with what was there before
+	atomic bool  // answered with the value before it
 	remote bool  // has a remote address
 	local  bool  // concerns this device alone: no packet (local.go)
 	data   data
@@ -68,9 +68,9 @@ var opTable = [ib.NumOpcodes]opFacts{
 }
 
 // wqe is a send request in the queue. It holds no pointer, so that the
-// collector need not look at ten thousand idle queues. What a bind is made of
-// lies in fields that it has no other use for: see setBind; and so does what an
-// indirect key is made of, but for its pieces, which wait in their own queue.
+// collector need not look at ten thousand idle queues. The parameters of a bind, and
+// of an indirect key without its pieces, lie in fields that those requests do not use
+// otherwise (setBind, setConfigure); the pieces wait in their own queue.
 type wqe struct {
 	id         uint64
 	remote     uint64
@@ -90,7 +90,7 @@ type wqe struct {
 	nsge       uint8
 	inline     bool
 	started    bool
-	staged     bool // its data lies where the CPU does not address it, or some of it
+	staged     bool // its payload lies, at least in part, where the CPU does not address it
 	verb       bool // a bind by the verb, of a type 1 window
 }
 
@@ -283,7 +283,7 @@ func checkFlush(wr *ib.SendWR) error {
 	return nil
 }
 
-// feth is what a FLUSH asks for, as its header says it.
+// feth returns the header of a FLUSH.
 func feth(wr *ib.SendWR) wire.FETH {
 	h := wire.FETH{Placement: uint8(wr.FlushType)} // the bits are the same
 	if wr.FlushLevel == ib.FlushMR {

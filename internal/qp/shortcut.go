@@ -1,17 +1,18 @@
 package qp
 
-// Shortcuts: WRITEs and READs that the requester executes at the peer by itself, without
-// a train and without an acknowledgement.
+// Shortcuts: WRITEs and READs that the requester executes in the peer's memory by itself,
+// without a train and without an acknowledgement.
 //
 //  1. PostShortcut takes requests that are being posted, and pullShortcut takes the
 //     request at the front of the send queue. Both fill in a Request.
 //  2. try decides whether the request can take the shortcut now, and lets it copy. The
 //     Shortcut is a grant of another process (the device implements it), or the
 //     neighbour: the peer's queue pair, in the same process.
-//  3. pass moves the requester past the request. Absorb moves the responder past it: the
-//     neighbour at once, the owner of a grant when it reads how much was done.
+//  3. movePast moves the requester past the request. Absorb moves the responder past it:
+//     the neighbour's at once, that of a grant's owner process when it reads how much was
+//     done.
 //
-// Everything else goes by train. If the peer is a neighbour, AckedBy saves the train of
+// All other requests go by train. If the peer is a neighbour, AckedBy saves the train of
 // the acknowledgement.
 
 import (
@@ -20,7 +21,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// Shortcut copies to and from the peer's memory at once.
+// Shortcut copies to and from the peer's memory, within the call.
 type Shortcut interface {
 	// Covers reports whether the shortcut leads to the peer's memory that a request names.
 	Covers(x *Request) bool
@@ -46,8 +47,8 @@ type Request struct {
 // Packets returns how many packets the bytes would be.
 func (x *Request) Packets() int { return x.from.packets(x.Len) }
 
-// PostShortcut executes the first of the requests that are being posted, as many as can
-// take the shortcut, and returns how many. The caller posts the others.
+// PostShortcut executes requests that are being posted, from the first on, up to one that
+// cannot take the shortcut, and returns how many. The caller posts the others.
 func (q *QP) PostShortcut(s Shortcut, wrs []ib.SendWR) (n int) {
 	x := &q.short
 	for n < len(wrs) && q.sq.head == q.sq.tail {
@@ -72,8 +73,8 @@ func (q *QP) PostShortcut(s Shortcut, wrs []ib.SendWR) (n int) {
 	return n
 }
 
-// shortLen returns how many bytes a request has that is being posted; 0 if it cannot take
-// a shortcut: it has to be a plain WRITE or READ of one piece, and have a place in the queue.
+// shortLen returns the length of a request that is being posted; 0 if it cannot take a
+// shortcut: it has to be a plain WRITE or READ of one piece, and have a place in the queue.
 func (q *QP) shortLen(wr *ib.SendWR) int {
 	s := &q.sq
 	if wr.Op != ib.OpRDMAWrite && wr.Op != ib.OpRDMARead || wr.Flags&^ib.SendSignaled != 0 || s.tail-s.freed.Load() >= s.max {
@@ -121,7 +122,7 @@ func (q *QP) pullShortcut(w *wqe) outcome {
 	return q.try(q.Shortcut)
 }
 
-// try executes the request in q.short by a shortcut, if that leads there and nothing is
+// try executes the request in q.short by the shortcut s, if s covers it and nothing is
 // under way. The request has number r.cur, also if it is not in the queue.
 func (q *QP) try(s Shortcut) outcome {
 	r, x := &q.req, &q.short
@@ -136,7 +137,7 @@ func (q *QP) try(s Shortcut) outcome {
 		return byTrain
 	}
 	if r.copied >= train.MaxBytes {
-		return waits // so much in one call; the owner calls again
+		return waits // enough was copied in one call; the owner calls again
 	}
 	if x.Read {
 		x.Own.Access = ib.AccessLocalWrite
@@ -160,14 +161,14 @@ func (q *QP) free() bool {
 }
 
 // mixed reports whether a request is under way that could not take the shortcut. More of
-// its kind will come, and to wait for each of them would take longer than trains do.
+// its kind will probably come, and to wait for each takes longer than to send trains.
 func (q *QP) mixed() bool {
 	r := &q.req
 	return r.hasOther && r.other-q.sq.head < r.cur-q.sq.head
 }
 
-// mayRead reports whether the result of a READ can be written now: it does not overtake an
-// earlier one.
+// mayRead reports whether the result of a READ can be written now. It writes back earlier
+// results first, so that this one does not overtake them.
 func (q *QP) mayRead() bool {
 	if q.attr.MaxRDAtomic == 0 {
 		return false
@@ -204,8 +205,9 @@ func (q *QP) movePast() {
 	}
 }
 
-// Absorb moves the responder past requests that the peer has executed by itself: so many,
-// of so many packets and bytes.
+// Absorb moves the responder past requests that the peer has executed by itself, given
+// their number and how many packets and bytes they would have been. With read, they are
+// READs.
 func (q *QP) Absorb(messages, packets, bytes uint64, read bool) {
 	r, c := &q.resp, &q.Counters
 	if read {
@@ -220,12 +222,12 @@ func (q *QP) Absorb(messages, packets, bytes uint64, read bool) {
 	r.msn = (r.msn + uint32(messages)) & (1<<24 - 1)
 }
 
-// shortcutLeast is how many bytes a short request counts for: as many as are copied in the
-// time that the rest of it takes.
+// shortcutLeast is the least that a request counts for in copied: the bytes that are copied
+// in the time that everything but the copy takes.
 const shortcutLeast = 2 << 10
 
-// TakeShortcut returns about how many bytes Pull has copied by the shortcut since it was
-// last asked. If there are some, there may be more to Pull.
+// TakeShortcut returns about how many bytes Pull has copied by the shortcut since the last
+// call of TakeShortcut. If there are some, there may be more to Pull.
 func (q *QP) TakeShortcut() (n int) {
 	n, q.req.copied = q.req.copied, 0
 	return n
@@ -234,51 +236,51 @@ func (q *QP) TakeShortcut() (n int) {
 // DestQPN returns the number of the peer's queue pair.
 func (q *QP) DestQPN() uint32 { return q.attr.DestQPN }
 
-// Joined reports whether two queue pairs are connected with each other: what one sends,
-// the other takes and answers.
+// Joined reports whether two queue pairs are connected with each other.
 func (q *QP) Joined(p *QP) bool {
 	return q.Type == p.Type && q.attr.DestQPN == p.Number && p.attr.DestQPN == q.Number &&
 		q.path.Flow != nil && p.path.Flow != nil && q.peer == p.path.Flow.Src && p.peer == q.path.Flow.Src
 }
 
-// neighbour is a queue pair as the Shortcut of the one in the same process that it is
-// joined with, for WRITEs. The caller has locked both.
+// neighbour is a queue pair as the Shortcut, for WRITEs, of the queue pair in the same
+// process that it is joined with. The caller has locked both.
 type neighbour QP
 
 // Neighbour returns the queue pair as the Shortcut of the one that it is joined with.
 func (q *QP) Neighbour() Shortcut { return (*neighbour)(q) }
 
-// MayWrite reports whether it is worth while to lock the neighbour for a request: it is a
+// MayWrite reports whether the caller should lock the neighbour for a request: it is a
 // WRITE, and the queue is empty.
 func (q *QP) MayWrite(wr *ib.SendWR) bool { return wr.Op == ib.OpRDMAWrite && q.sq.head == q.sq.tail }
 
-// open reports whether neither the window nor an answer that is due keeps the queue pair
-// from sending.
+// open reports whether nothing keeps the queue pair from sending a request: the window is
+// open, the path has no credits, and no answer is due.
 func (q *QP) open() bool {
 	return q.req.congestion.open() && q.path.Credits == nil && !q.Answering()
 }
 
-// expects reports whether a queue pair would execute a WRITE of its peer's at once, and
-// has nothing to say before it acknowledges it.
+// expects reports whether the queue pair would execute the next WRITE of its peer at once,
+// and has no answer to send before the acknowledgement of that WRITE.
 func (q *QP) expects(from *QP) bool {
 	r := &q.resp
 	return q.state == ib.QPRTS && q.established && q.attr.Access&ib.AccessRemoteWrite != 0 &&
 		r.kind == 0 && r.n == 0 && !r.ack.pending && !r.nakSent && r.epsn == from.req.nxt && !r.busy()
 }
 
-// Covers implements Shortcut. Whether the key is good is seen when it is used.
+// Covers implements Shortcut. It does not check the key: Copy does.
 func (p *neighbour) Covers(x *Request) bool {
 	q := x.from
 	return !x.Read && q.mtu == p.mtu && x.Packets() <= q.req.congestion.allowance(x.Len) && q.open() && (*QP)(p).expects(q)
 }
 
-// Copy implements Shortcut: all that the train and the acknowledgement would change here.
+// Copy implements Shortcut: it changes all that the train and the acknowledgement would
+// change in the neighbour.
 func (p *neighbour) Copy(x *Request) bool {
 	q := (*QP)(p)
 	dst := q.remoteList(ib.AccessRemoteWrite, q.Actor(), x.RKey, x.VA, x.Len)
 	if !mem.CopyWhole(dst, x.Own, uint64(x.Len), true) {
 		if f, _ := mem.CopyPieces(dst, x.Own, uint64(x.Len), true); !f.OK() {
-			return false // the train will find out why
+			return false // the request goes by train, and meets the fault there
 		}
 	}
 	q.Absorb(1, uint64(x.Packets()), uint64(x.Len), false)
@@ -288,16 +290,16 @@ func (p *neighbour) Copy(x *Request) bool {
 	return true
 }
 
-// acked counts an acknowledgement that is not made a train.
+// acked counts an acknowledgement that goes without a train.
 func (q *QP) acked(to *QP) {
 	q.Counters.add(CntAcksSent, 1)
 	q.Counters.add(CntTxPackets, 1)
 	to.Counters.add(CntRxPackets, 1)
 }
 
-// AckedBy takes the acknowledgement of everything sent so far straight from the neighbour,
-// which has just executed it. It reports false, and has done nothing, if the neighbour has
-// anything else to say; or has said it, and the answer to a READ is on its way.
+// AckedBy takes the acknowledgement of everything sent so far from the neighbour, which has
+// just executed it, without a train. It reports false, and has done nothing, if the
+// neighbour has any other answer to send, or a READ or atomic is not answered yet.
 func (q *QP) AckedBy(p *QP, now Time) bool {
 	r, a := &q.req, &p.resp
 	if a.n > 0 || a.nakSent || a.busy() || r.rd.len() > 0 || p.state == ib.QPErr || a.ack.pending && !a.ack.syndrome.IsAck() ||

@@ -1,7 +1,7 @@
 package qp
 
 // WRITEs and READs that take a shortcut: which do, in what order with those that do not, and
-// what both sides know afterwards.
+// the state of both sides afterwards.
 
 import (
 	"bytes"
@@ -24,7 +24,7 @@ type shortcut struct {
 	n      int         // requests done
 	access ib.Access   // the rights that the last one wanted to its own memory
 
-	untold [2]struct{ messages, packets, bytes uint64 } // WRITEs and READs that the peer has not been told of
+	untold [2]struct{ messages, packets, bytes uint64 } // WRITEs and READs that the peer has not absorbed
 }
 
 func (s *shortcut) area(read bool) *region {
@@ -64,7 +64,8 @@ func (e *end) postShort(wr ib.SendWR) bool {
 	return e.q.PostShortcut(e.q.Shortcut, []ib.SendWR{wr}) == 1
 }
 
-// tell tells the peer, as its owner does before it gives it a train.
+// tell moves the peer's responder past what was done (Absorb), as the peer's owner does before
+// it delivers a train.
 func (s *shortcut) tell() {
 	for kind := range s.untold {
 		u := &s.untold[kind]
@@ -201,7 +202,7 @@ func TestShortcutOrder(t *testing.T) {
 
 // TestShortcutBehindLocal: requests are sent, and a local one between them is done; then they
 // are taken back, since the first has to be fetched, and those behind it take the shortcut.
-// The local one is not done twice, completes in its turn, and nothing passes it over.
+// The local one is not done twice, completes in the order of posting, and nothing overtakes it.
 func TestShortcutBehindLocal(t *testing.T) {
 	w, way := shortcutWorld(t, usual())
 	w.b.recv.Post(make([]ib.RecvWR, 1))
@@ -291,8 +292,8 @@ func TestShortcutAccess(t *testing.T) {
 	w.inStep(way)
 }
 
-// TestSendQueueGoesRound: numbers of requests go past half of all, and round, with nobody
-// but a poll to free places.
+// TestSendQueueGoesRound: numbers of requests go past half of their range, and wrap, while only
+// polls free places.
 func TestSendQueueGoesRound(t *testing.T) {
 	for _, start := range []uint32{1<<31 - 20, ^uint32(0) - 20} {
 		w, way := shortcutWorld(t, usual())
@@ -315,8 +316,8 @@ func TestSendQueueGoesRound(t *testing.T) {
 	}
 }
 
-// TestShortcutNot: what cannot take the shortcut does not, nor what is behind requests that
-// nobody has asked to be acknowledged.
+// TestShortcutNot: what cannot take the shortcut does not, nor what is behind requests for
+// which no acknowledgement was asked for.
 func TestShortcutNot(t *testing.T) {
 	quiet := ib.SendWR{Op: ib.OpSend}
 	for name, c := range map[string]func(e *end) []ib.SendWR{
@@ -355,7 +356,7 @@ func TestShortcutNot(t *testing.T) {
 	}
 }
 
-// TestShortcutFails: a way that breaks leaves the request to trains, with the same PSNs.
+// TestShortcutFails: a request whose shortcut fails goes by train, with the same PSNs.
 func TestShortcutFails(t *testing.T) {
 	w, way := shortcutWorld(t, usual())
 	w.a.post(w.a.write(0, 8, ib.SendSignaled))
@@ -382,7 +383,8 @@ func TestShortcutFails(t *testing.T) {
 	w.inStep(way)
 }
 
-// TestShortcutQuantum: one call does so much; there is more, and it says so.
+// TestShortcutQuantum: one call copies a bounded number of bytes, and TakeShortcut shows that
+// there may be more.
 func TestShortcutQuantum(t *testing.T) {
 	s := usual()
 	s.sq, s.cq = 400, 400

@@ -1,22 +1,22 @@
 package qp
 
-// Memory that the CPU does not address (mem.Engine): an engine moves its bytes, beside
-// everything else, and takes its time. Each queue pair is one ordered stream of such moves.
+// Memory that the CPU does not address (mem.Engine): an engine moves its bytes while the
+// queue pair goes on. The moves of a queue pair are one ordered stream.
 //
-//  1. A copy ends in a fault that says that an engine has to do it (mem.Fault.Staged).
-//     The request, or the answer, is taken all the same, with its payload, as a Move. What
-//     the peer and the program hear of it waits: acknowledgements, completions.
+//  1. A copy ends in a fault because an engine has to do it (mem.Fault.Staged). The
+//     responder or completer accepts the request or the answer all the same, with its
+//     payload, as a Move. Its acknowledgement and its completion wait.
 //  2. The owner begins the moves in their order and waits for them, with no lock held
-//     (NextMove, Move.Begin, Move.Wait), and tells that they are over (Moved).
+//     (NextMove, Move.Begin, Move.Wait), and hands them back (Moved).
 //  3. Moves that are over come into effect in their order: requests in finishRequests,
 //     answers in finishAnswers.
 //
-// A request that is to be seen behind moves, and is not done by the same engine in the same
-// direction, waits until they are over (keepInOrder): so a WRITE and a flag behind it,
-// wherever the two lie, are seen in this order.
+// A request behind moves that the same engine does not execute in the same direction waits
+// until they are over (keepInOrder): so a program sees a WRITE and a flag behind it in this
+// order, wherever the two lie.
 //
-// What is to be sent from such memory is loaded first (loads.go), where the link does not
-// carry it by reference.
+// Where the link does not send payloads by reference, what is to be sent from such memory is
+// loaded first (loads.go).
 
 import (
 	"slices"
@@ -29,8 +29,8 @@ import (
 )
 
 // How much of one queue pair may wait for engines: moves, and bytes of their payload.
-// Windows are smaller; only a peer that does not keep to them, or that sends by reference,
-// comes to these bounds (Full).
+// Windows are smaller; only a peer that exceeds them, or that sends by reference, reaches
+// these bounds (Full).
 const (
 	maxMoves     = 256
 	maxMoveBytes = 16 << 20
@@ -48,7 +48,7 @@ const (
 // Move is bytes on their way to, from or between memory that the CPU does not address.
 type Move struct {
 	kind     moveKind
-	life     uint32 // which of moves' it was made in
+	life     uint32 // moves.life when it was made; another value: it does not count any more
 	transfer mem.Transfer
 	train    *train.Train // what came; nil for a load
 	to       mem.List
@@ -57,7 +57,7 @@ type Move struct {
 	toEngine bool
 	owner    any // of the engine; nil if there are several
 
-	atomic *atomicMove // not nil: it changes a word
+	atomic *atomicMove // not nil: it is an atomic
 
 	over  bool
 	fault mem.Fault
@@ -74,7 +74,7 @@ type Move struct {
 	wc         ib.WC
 	cq         *queue.CQ
 	solicited  bool
-	invalidate bool // wc.InvalidatedKey, before it completes
+	invalidate bool // wc.InvalidatedKey is invalidated before it completes
 
 	load   *load
 	joined []*Move // moves behind it that were made a part of it
@@ -98,19 +98,19 @@ type atomicMove struct {
 	orig             uint64
 }
 
-// moves is what of a queue pair waits for engines.
+// moves are the moves of a queue pair.
 type moves struct {
 	stream mem.Stream
 	// chains hold the requests and the answers of a reliable connection, by kind. A failure ends
 	// one, and what comes when the queue pair has dealt with it begins another.
 	chains [moveLoad]*mem.Chain
-	queue  []*Move // have not been handed to the owner, oldest first
-	n      int     // that are not over, but for loads, which have bounds of their own
+	queue  []*Move // moves that NextMove has not returned yet, oldest first
+	n      int     // how many moves are not over; without loads, which have their own bounds
 	bytes  int     // of payload that is kept for those
 	life   uint32  // how often all were forgotten
-	begun  int     // that the owner has and has not said to be over, of any life
+	begun  int     // moves of any life between NextMove and Moved
 
-	// What the queue pair, which has failed, completes when those are over: until then
+	// A queue pair that has failed completes what follows when begun is 0: until then
 	// engines may be at the memory.
 	flushing bool
 	status   ib.WCStatus // of the oldest request, if that is what has failed
@@ -118,20 +118,20 @@ type moves struct {
 	taken    []takenReceive // by messages that waited for engines
 }
 
-// takenReceive is how a receive completes that a message had taken.
+// takenReceive is the completion of a receive that a message had taken, and where it goes.
 type takenReceive struct {
 	wc ib.WC
 	cq *queue.CQ
 }
 
-// Full reports whether the queue pair can take no more requests for the time being: whoever
-// delivers them directly waits, and comes again.
+// Full reports whether the queue pair should be given no more trains for now: a sender in
+// the same process that hands its trains over waits, and tries again.
 func (q *QP) Full() bool {
 	m := &q.moves
 	return m.n >= maxMoves/2 || m.bytes >= maxMoveBytes/2 || q.resp.held != nil && q.resp.held.bytes > maxHeld/2
 }
 
-// Moving reports whether there are moves that nobody has begun.
+// Moving reports whether NextMove has a move to return.
 func (q *QP) Moving() bool { return len(q.moves.queue) > 0 }
 
 // NextMove returns the next move to begin, nil if there is none.
@@ -158,18 +158,19 @@ func (ms *moves) pop() *Move {
 	return m
 }
 
-// joins makes one of two moves that follow each other, if both are parts of one message and
-// by reference: an engine moves a message in the time of a packet.
+// joins makes the next move a part of m, if both are parts of one message whose payload is
+// by reference, and reports whether it did: an engine moves a message in about the time of a
+// packet.
 func (m *Move) joins(next *Move) bool {
 	return m.kind == next.kind && m.kind != moveLoad && m.atomic == nil && next.atomic == nil && !m.ends && m.transfer.N < maxJoined &&
 		m.train.Lease != nil && m.train.Lease == next.train.Lease && m.train.LeaseAt == next.train.LeaseAt && m.transfer.Join(&next.transfer)
 }
 
-// maxJoined is from how many bytes on a move is long enough.
+// maxJoined is the length from which on no other move is joined to a move.
 const maxJoined = 4 << 20
 
-// Begin begins the move. FaultPending is something to be waited for first: then it is to be
-// called again.
+// Begin begins the move. If it returns FaultPending, the caller waits for that fault, and then
+// calls Begin again.
 func (m *Move) Begin() mem.Fault {
 	if m.atomic != nil || !m.fault.OK() {
 		return mem.Fault{}
@@ -189,7 +190,7 @@ func (m *Move) Begin() mem.Fault {
 }
 
 func (m *Move) fail(f mem.Fault, side mem.Side) {
-	m.transfer.Link.Fail() // those behind it change nothing
+	m.transfer.Link.Fail() // the moves behind it change nothing
 	if m.fault.OK() {
 		m.fault, m.side = f, side
 	}
@@ -218,34 +219,34 @@ func (m *Move) Wait(s *mem.Stream) mem.Fault {
 		m.fail(f, side)
 	}
 	if m.train != nil && !m.train.Leased() {
-		m.fail(mem.Fault{Kind: mem.FaultDead}, mem.Src) // what was read was perhaps something else
+		m.fail(mem.Fault{Kind: mem.FaultDead}, mem.Src) // the sender may have changed what was read
 	}
 	return mem.Fault{}
 }
 
-// Failed reports whether the move is known to have failed: none is begun behind it, until the
-// queue pair has been told (Moved) and has decided about those.
+// Failed reports whether the move has failed. The owner begins none behind it before it has
+// handed this one back (Moved) and the queue pair has decided about the others.
 func (m *Move) Failed() bool { return !m.fault.OK() }
 
 // Over reports whether Wait would not wait.
 func (m *Move) Over() bool { return m.atomic == nil && m.transfer.Over() }
 
-// GiveUp ends the move, which is not to be begun, or not to be waited for, any more: its
-// queue pair has been reset, or has failed.
+// GiveUp ends a move that is not to be begun or waited for any more: its queue pair has been
+// reset, or has failed.
 func (m *Move) GiveUp() {
 	m.fail(mem.Fault{Kind: mem.FaultDead}, mem.Dst)
 	m.transfer.GiveUp()
 }
 
-// Lends reports whether a train is one of the queue pair's that it sent by reference, and
-// whose memory it has not given back.
+// Lends reports whether the queue pair has sent the train by reference, and its lease has not
+// ended.
 func (q *QP) Lends(t *train.Train) bool { return t.Lease == &q.lease && t.Leased() }
 
 // Stream returns the order of the queue pair's moves.
 func (q *QP) Stream() *mem.Stream { return &q.moves.stream }
 
-// stage makes a move of a train that came, and where it goes. It returns nil if there is no
-// room for it, with a fault if the payload cannot be read.
+// stage makes a move of a received train to a list. It returns nil if there is no room for it,
+// or with a fault if the payload cannot be read.
 func (q *QP) stage(kind moveKind, t *train.Train, to *mem.List, last bool) (*Move, mem.Fault) {
 	ms := &q.moves
 	if ms.n >= maxMoves || ms.bytes+t.Len > maxMoveBytes {
@@ -269,7 +270,7 @@ func (q *QP) stage(kind moveKind, t *train.Train, to *mem.List, last bool) (*Mov
 	return m, mem.Fault{}
 }
 
-// chain returns the place of a move that comes last.
+// chain returns a new last place in the chain of a kind; none for unreliable queue pairs.
 func (q *QP) chain(kind moveKind) (l mem.Link) {
 	if !q.reliable {
 		return l
@@ -289,8 +290,8 @@ func (ms *moves) push(m *Move) {
 	ms.bytes += m.bytes
 }
 
-// engineOf tells whose engine moves n bytes from one list to another, and whether to or from
-// its memory.
+// engineOf returns the owner of the engine that moves n bytes from one list to another, and
+// whether they go to its memory.
 func engineOf(to, from *mem.List, n uint64) (toEngine bool, owner any) {
 	if owner = to.Owner(n); owner != nil {
 		return true, owner
@@ -298,7 +299,7 @@ func engineOf(to, from *mem.List, n uint64) (toEngine bool, owner any) {
 	return false, from.Owner(n)
 }
 
-// front returns the PSN up to which the peer's requests have come into effect.
+// front returns the PSN before which all requests of the peer have come into effect.
 func (r *responder) front() wire.PSN {
 	if len(r.moves) > 0 {
 		return r.moves[0].psn
@@ -314,8 +315,8 @@ func (r *responder) done() uint32 {
 	return r.msn
 }
 
-// follows reports whether a request may be begun while others move: the same engine does
-// it, in the same direction, behind them.
+// follows reports whether a request may be begun while others move: the same engine executes
+// it behind them, in the same direction.
 func (q *QP) follows(t *train.Train) bool {
 	r := &q.resp
 	last := r.moves[len(r.moves)-1]
@@ -323,10 +324,10 @@ func (q *QP) follows(t *train.Train) bool {
 		return false
 	}
 	if !q.sequence(t) {
-		return false // it is to be refused, when those before it are done
+		return false // it is refused when the requests before it are done
 	}
 	var to *mem.List
-	n := uint64(t.Len) // that are to be checked
+	n := uint64(t.Len) // bytes to check
 	switch t.Kind {
 	case wire.KindWrite:
 		h, off := r.reth, r.off
@@ -363,9 +364,9 @@ func (q *QP) follows(t *train.Train) bool {
 	return owner == last.owner && toEngine == last.toEngine
 }
 
-// take makes a move of a request whose bytes an engine has to move. It reports whether the
-// request is to be accepted; if not, the fault is the payload's, or there is none and the
-// peer has been told to come again.
+// take makes a move of a request whose bytes an engine has to move. If it returns nil, the
+// request is not accepted: the payload cannot be read, which is the fault; or, without a
+// fault, there is no room (pushBack).
 func (q *QP) take(t *train.Train, to *mem.List) (*Move, mem.Fault) {
 	r := &q.resp
 	m, f := q.stage(moveRequest, t, to, t.End)
@@ -381,8 +382,7 @@ func (q *QP) take(t *train.Train, to *mem.List) (*Move, mem.Fault) {
 	return m, mem.Fault{}
 }
 
-// pushBack: there is no room for a request. RC has the peer come again, the others lose the
-// message.
+// pushBack: there is no room for a request. RC sends an RNR NAK, the others lose the message.
 func (q *QP) pushBack() {
 	if q.reliable {
 		q.Counters.add(CntFaultRNR, 1)
@@ -393,10 +393,11 @@ func (q *QP) pushBack() {
 	q.resp.kind, q.resp.skip = 0, true
 }
 
-// completeBehind has a receive complete when a move is over, which is nil if there is none.
+// completeBehind completes a receive when the move m is over; if m is nil, when the moves
+// before it are, or at once if there are none.
 func (q *QP) completeBehind(m *Move, wc *ib.WC, solicited bool) {
 	r := &q.resp
-	if m == nil && len(r.moves) > 0 { // it must not overtake those before it
+	if m == nil && len(r.moves) > 0 { // the completion must not overtake those of the moves
 		m = &Move{kind: moveRequest, life: q.moves.life, over: true, ends: true, psn: r.epsn, cq: q.RecvCQ, before: responderState{msn: r.msn}}
 		r.moves = append(r.moves, m)
 	}
@@ -408,8 +409,8 @@ func (q *QP) completeBehind(m *Move, wc *ib.WC, solicited bool) {
 	m.completes, m.wc, m.solicited = true, *wc, solicited
 }
 
-// Moved tells that a move is over. It returns a train whose payload could not be read, for
-// its sender, and why.
+// Moved takes a move back from the owner: it is over, or was given up. It returns a train
+// whose payload could not be read, for its sender, and why.
 func (q *QP) Moved(m *Move, now Time) (*train.Train, mem.Fault) {
 	for _, j := range m.joined {
 		j.fault, j.side = m.fault, m.side
@@ -432,7 +433,7 @@ func (q *QP) Moved(m *Move, now Time) (*train.Train, mem.Fault) {
 	switch m.kind {
 	case moveRequest:
 		if !slices.Contains(q.resp.moves, m) {
-			break // it was given up
+			break // the request was given up
 		}
 		return q.finishRequests(now)
 	case moveAnswer:
@@ -446,7 +447,8 @@ func (q *QP) Moved(m *Move, now Time) (*train.Train, mem.Fault) {
 	return nil, mem.Fault{}
 }
 
-// finishRequests lets the requests come into effect whose moves are over.
+// finishRequests lets requests come into effect, in their order, as far as their moves are
+// over. It returns what Moved returns.
 func (q *QP) finishRequests(now Time) (*train.Train, mem.Fault) {
 	r := &q.resp
 	for len(r.moves) > 0 && r.moves[0].over {
@@ -486,7 +488,7 @@ func (q *QP) finishRequests(now Time) (*train.Train, mem.Fault) {
 			} else {
 				r.answerAtomic(m.psn, a.orig, (m.before.msn+1)&(1<<24-1))
 			}
-			if behind.pending && m.psn.Less(behind.psn) { // a NAK of what came meanwhile
+			if behind.pending && m.psn.Less(behind.psn) { // the answer to what came meanwhile
 				r.ack = behind
 			}
 		}
@@ -502,9 +504,9 @@ func (q *QP) finishRequests(now Time) (*train.Train, mem.Fault) {
 	return nil, mem.Fault{}
 }
 
-// unreadMove: the payload of a request could not be read from where it lies, in the memory
-// of its sender, who is told. It and those behind it count as not sent; the receives that
-// they had taken stay theirs.
+// unreadMove: the payload of a request could not be read from its sender's memory. It returns
+// the train, for the sender. The request and those behind it count as not sent; the receives
+// that they had taken are kept for them (owed).
 func (q *QP) unreadMove(m *Move) (*train.Train, mem.Fault) {
 	r := &q.resp
 	behind := r.moves
@@ -525,7 +527,7 @@ func (q *QP) unreadMove(m *Move) (*train.Train, mem.Fault) {
 	for _, b := range behind {
 		switch {
 		case !b.completes:
-		case q.half != bothHalves && len(owed) > 0: // it may be another queue's
+		case q.half != bothHalves && len(owed) > 0: // it may be a receive of another queue
 			q.pushed(b.cq.Push(&ib.WC{ID: b.wc.ID, Status: ib.WCWRFlushErr, Op: ib.WCRecv, QPN: q.Number}, false))
 		default:
 			owed = append(owed, b.receive())
@@ -536,8 +538,8 @@ func (q *QP) unreadMove(m *Move) (*train.Train, mem.Fault) {
 	return m.train, m.fault
 }
 
-// receive returns the receive that the message of a move has taken: of a WRITE, which does not
-// use them, without its pieces.
+// receive returns the receive that the message of a move has taken; for a WRITE, which does
+// not use them, without its pieces.
 func (m *Move) receive() (t queue.Taken) {
 	t.ID = m.wc.ID
 	if m.train == nil || m.train.Kind != wire.KindSend {
@@ -550,10 +552,10 @@ func (m *Move) receive() (t queue.Taken) {
 	return t
 }
 
-// forgetKind forgets moves of a kind that nobody has begun; those that were begun do not
-// count any more.
+// forgetKind forgets the moves of a kind that have not been begun. The caller forgets the
+// requests or answers of those that were, so that Moved ignores them.
 func (ms *moves) forgetKind(kind moveKind) {
-	ms.chains[kind] = nil // what was begun breaks with the old one
+	ms.chains[kind] = nil // moves that were begun fail with the old chain
 	kept := ms.queue[:0]
 	for _, m := range ms.queue {
 		if m.kind == kind {
@@ -566,7 +568,7 @@ func (ms *moves) forgetKind(kind moveKind) {
 	ms.queue = kept
 }
 
-// drop takes a move out of the count.
+// drop takes a move out of the counts, and out of this life.
 func (ms *moves) drop(m *Move) {
 	if m.kind != moveLoad {
 		ms.n--
@@ -576,9 +578,9 @@ func (ms *moves) drop(m *Move) {
 }
 
 // moveFailed refuses a request that was accepted: its memory could not be accessed. The
-// receive that its message has taken tells of it, and those of later messages are flushed.
-// UC only loses the message, unless the memory is its own: then it reports true, and what
-// comes behind goes on.
+// receive that its message has taken completes with the error, and those of later messages
+// are flushed. A UC queue pair whose receive is not at fault only loses the message:
+// moveFailed then reports true, and the requests behind go on.
 func (q *QP) moveFailed(m *Move) (goesOn bool) {
 	r := &q.resp
 	why := accessError
@@ -586,7 +588,7 @@ func (q *QP) moveFailed(m *Move) (goesOn bool) {
 		why = receiveError
 	}
 	goesOn = q.Type == ib.UC && why.nak != wire.NakRemoteOpError
-	own, told := true, false // of the message that has failed
+	own, told := true, false // b belongs to the failed message; its receive has completed
 	var behind []*Move
 	for i, b := range r.moves {
 		switch {
@@ -606,7 +608,7 @@ func (q *QP) moveFailed(m *Move) (goesOn bool) {
 		q.pushTaken()
 		q.Counters.add(why.count, 1)
 		q.Counters.add(CntDropMalformed, 1)
-		if own { // the rest of it is to come
+		if own { // the rest of the message is still to come
 			r.kind, r.skip = 0, true
 		}
 		return true
@@ -634,7 +636,8 @@ func (q *QP) moveFailed(m *Move) (goesOn bool) {
 	return false
 }
 
-// giveTaken has a receive complete that a message had taken, with an error.
+// giveTaken notes that a receive which a message had taken completes with an error; pushTaken
+// completes it.
 func (q *QP) giveTaken(cq *queue.CQ, id uint64, status ib.WCStatus, vendor uint16) {
 	q.moves.taken = append(q.moves.taken, takenReceive{ib.WC{ID: id, Status: status, Op: ib.WCRecv, VendorErr: vendor, QPN: q.Number}, cq})
 }
@@ -661,8 +664,8 @@ func (q *QP) takeAtomic(t *train.Train, a *atomicMove) mem.Fault {
 	return mem.Fault{}
 }
 
-// keepInOrder keeps a request until the moves before it are over. A fault is that of the
-// payload.
+// keepInOrder keeps a request until the moves before it are over. It returns a fault if the
+// payload cannot be read.
 func (q *QP) keepInOrder(t *train.Train) mem.Fault {
 	r := &q.resp
 	if r.held == nil {
@@ -680,8 +683,9 @@ func (q *QP) keepInOrder(t *train.Train) mem.Fault {
 	return mem.Fault{}
 }
 
-// flush completes all that the queue pair has, which has failed, when no engine is at the
-// memory of it any more: requests first (IBA 10.3.1.7).
+// flush completes all requests and receives of a queue pair that has failed, requests first
+// (IBA 10.3.1.7). While an engine is still at their memory it only stops sending, and Moved
+// calls it again.
 func (q *QP) flush() {
 	m := &q.moves
 	if m.flushing = m.begun > 0; m.flushing {
@@ -698,7 +702,8 @@ func (q *QP) flush() {
 }
 
 // forgetMoves forgets all moves: the queue pair is reset, or has failed. Those that were
-// begun end by themselves. The receives that their messages had taken are to be flushed.
+// begun end by themselves. The receives that their messages had taken are to be flushed
+// (pushTaken).
 func (q *QP) forgetMoves() {
 	for _, m := range q.resp.moves {
 		if m.completes {

@@ -112,8 +112,8 @@ func (q *QP) findRule(to ib.QPState) (rule, error) {
 	return rules[q.Type], nil
 }
 
-// CheckModify tells whether Modify would be accepted, and what the state would
-// be. The owner calls it before it prepares a path.
+// CheckModify returns the state that Modify would lead to, or the error that Modify would
+// return. The owner calls it before it prepares a path.
 func (q *QP) CheckModify(a *ib.QPAttr, mask ib.QPAttrMask) (ib.QPState, error) {
 	if mask&ib.QPMaskCurState != 0 && a.CurState != q.state {
 		return 0, invalid("the queue pair is in state %v, not %v", q.state, a.CurState)
@@ -290,8 +290,8 @@ func (q *QP) enterError() {
 	q.enterErrorAnswering()
 }
 
-// enterErrorAnswering goes to ERR but lets the answers out that are due, the
-// last of which says why.
+// enterErrorAnswering goes to ERR but lets the answers out that are due. The last of them,
+// if there are some, is the NAK with the cause.
 func (q *QP) enterErrorAnswering() {
 	if q.state == ib.QPErr || q.state == ib.QPReset {
 		return
@@ -324,7 +324,7 @@ func (q *QP) flushReceive() {
 		flush()
 	}
 	if q.half != bothHalves {
-		return // it has no queue of its own, nor one that it shares alone with others of its kind
+		return // an XRC queue pair has no receive queue of its own
 	}
 	if q.Shared {
 		q.Event(ib.EventQPLastWQEReached)
@@ -341,7 +341,7 @@ func (q *QP) reset() {
 	q.stopped()
 	q.giveBack(q.req.heldCredits)
 	q.sq.head = q.sq.tail         // numbers go on, so that a late Sent finds nothing
-	q.sq.freed = new(queue.Freed) // a completion of before frees nothing
+	q.sq.freed = new(queue.Freed) // an earlier completion frees nothing when it is polled
 	q.sq.freed.Store(q.sq.tail)
 	q.sq.pieces.clear()
 	for i := range q.sq.flows {

@@ -2,9 +2,9 @@ package qp
 
 // Time on the requester's side. The acknowledgement timeout is the one that the
 // queue pair was given, T = 4.096 µs × 2^timeout (IBA 9.7.6.1.3), and the
-// request fails when RetryCnt+1 times T has passed without progress. Within
-// that, packets are sent again earlier, when an answer is overdue by what round
-// trips have taken lately: T is often 67 ms, a round trip 10 µs.
+// request fails when RetryCnt+1 times T has passed without progress. Within that
+// time packets are sent again earlier, when an answer takes much longer than recent
+// round trips: T is often 67 ms, a round trip 10 µs.
 
 import (
 	"time"
@@ -13,21 +13,22 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// minRTO is the shortest time after which a packet counts as overdue: less than
-// a scheduler's slice would only send twice what a busy peer has not yet read.
+// minRTO is the shortest time after which an answer counts as overdue: with less than a
+// scheduler's slice, the requester would send twice what a busy peer has not yet read.
 const minRTO = 16 * time.Millisecond
 
-// maxPatience is how many times as long as what was measured a peer that answers
-// is waited for: where much is lost, nothing is measured for long.
+// maxPatience bounds the retransmission timeout after progress, as a multiple of the one
+// that was measured. Where much is lost, a long time passes between measurements, and
+// each loss doubles the timeout.
 const maxPatience = 4
 
-// holdTime is how long a queue pair whose timeout is 0 keeps the credits of
-// packets that nobody answers.
+// holdTime is how long a queue pair whose timeout is 0 keeps the credits of packets that
+// the peer does not answer.
 const holdTime = 100 * time.Millisecond
 
 type timers struct {
 	timeout      Time // T; 0: never
-	noEarlyProbe bool // nothing is overdue before T
+	noEarlyProbe bool // no answer counts as overdue, and nothing is probed, before T
 	started      Time // when the current wait began, 0: no wait
 	progAt       Time // the last progress
 	rto          Time
@@ -64,8 +65,8 @@ func (r *requester) progress(una wire.PSN, now Time) {
 		r.sampleAt = 0
 		r.rto = max(minRTO, 8*r.srtt)
 	}
-	// Without a sample nobody knows which copy was answered, and the patience
-	// that was learnt stays, within bounds.
+	// Without a sample it is open which copy was answered: the timeout that losses have
+	// made longer stays, within bounds.
 	r.rto = min(r.rto, maxPatience*max(minRTO, 8*r.srtt))
 	r.tries, r.rnrTries, r.lostValid = 0, 0, false
 	r.progAt, r.started = now, now
@@ -88,9 +89,9 @@ func (r *requester) deadline() Time {
 		return r.congestion.deadline()
 	case r.started == 0 || r.una == r.nxt || r.waits() && r.next == r.nxt:
 		return 0
-	case r.unasked() && !r.noEarlyProbe: // who is patient asks at his timeout
+	case r.unasked() && !r.noEarlyProbe: // with noEarlyProbe, Tick probes after T
 		return r.started + probeAfter
-	case r.timeout == 0: // waits for ever, but not with credits that others need
+	case r.timeout == 0: // it waits for ever, but gives back credits that others need
 		if r.heldCredits == 0 {
 			return 0
 		}
@@ -102,9 +103,8 @@ func (r *requester) deadline() Time {
 	return r.started + min(r.timeout, max(r.rto, minRTO))
 }
 
-// expired notes a timeout: the next wait is longer, and every T without
-// progress is one of the retries that were granted. It reports whether this was
-// such a one.
+// expired notes a timeout: the next wait is longer. It reports whether another T has
+// passed without progress, which uses up one of the retries.
 func (r *requester) expired(now Time) bool {
 	r.rto = min(r.timeout, 2*max(r.rto, minRTO))
 	if now-r.progAt < r.timeout*Time(r.tries+1) {

@@ -2,7 +2,7 @@ package qp
 
 // A world for the protocol core to live in: two ends, each with a queue pair,
 // its queues and its memory; a wire to each of them; and a clock that moves
-// only when it is told to. Everything in it is repeatable.
+// only when the test advances it. Everything in it is repeatable.
 //
 //  1. newEnd, connect: the ends and how they come to RTS.
 //  2. pull: what a queue pair wants to send goes onto a wire, as a link would
@@ -44,7 +44,7 @@ type world struct {
 	b *end
 	lazy     bool // memory may have to be fetched
 	byRef    bool // trains refer to the sender's memory, as on the loop link
-	holding  bool // nobody sends
+	holding  bool // no end sends
 	lossless bool // the paths say that they lose nothing
 	log      func(format string, args ...any)
 	seen     func(e *end, t *train.Train) // what is put on a wire
@@ -98,7 +98,7 @@ func (d *disk) Persist(off, n uint64) error {
 	return d.err
 }
 
-// work does a piece of slow work, if there is one in the lane.
+// work does a piece of deferred work of a kind, and reports whether there was one.
 func (e *end) work(l WorkKind) bool {
 	var w Work
 	if !e.q.NextWork(l, &w) {
@@ -283,7 +283,7 @@ func (e *end) toState(to ib.QPState, s, peer setup) {
 	e.state = e.q.State()
 }
 
-// firstPSN is 0x100 for a and 0x900 for b, unless told otherwise.
+// firstPSN is 0x100 for a and 0x900 for b, unless the setup names another.
 func (s setup) firstPSN(e *end) uint32 {
 	if e.name == "b" {
 		return orDefault(s.psn, 0x900)
@@ -370,7 +370,7 @@ func (e *end) sendFront(t *train.Train) {
 	}
 }
 
-// malformed tells why a link could not cut a train into packets.
+// malformed returns why a link could not packetize a train; nil if it could.
 func malformed(t *train.Train) error {
 	switch {
 	case t.Flow == nil:
@@ -432,8 +432,8 @@ func (w *world) pullAll() {
 	w.check()
 }
 
-// receive gives a train to an end. A payload that could not be read, which
-// happens when it lies in the sender's memory, is the sender's to know.
+// receive gives a train to an end. If the payload could not be read, which happens when it
+// lies in the sender's memory, the fault goes to the sender.
 func (e *end) receive(t *train.Train) {
 	if e.w.tap != nil {
 		e.w.tap(e, t)
@@ -478,7 +478,7 @@ func cut(t *train.Train, i, n int) *train.Train {
 		c.Payload = mem.List{Raw: [][]byte{t.Payload.Raw[0][from:to]}}
 	}
 	if n == 1 {
-		c.MTU = c.Len // as for a train that came: nobody knows more
+		c.MTU = c.Len // as for a received train of one packet, which does not show the MTU
 	}
 	return c
 }
@@ -527,7 +527,7 @@ func (w *world) check() {
 	}
 }
 
-// broken tells what is wrong inside a queue pair.
+// broken returns what is wrong inside a queue pair; nil if nothing is.
 func (q *QP) broken() error {
 	r, s := &q.req, &q.sq
 	switch {

@@ -18,7 +18,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// XRC is what a target needs to know.
+// XRC is the configuration of a target.
 type XRC struct {
 	Domain uint32 // its XRC domain; 0 is none
 	// Find returns the queue with a number, or nil. It must not wait.
@@ -34,7 +34,7 @@ type SharedQueue struct {
 	CQ     *queue.CQ
 }
 
-// find returns the queue that a request names, if it may.
+// find returns the queue that a request names; nil if there is none in the target's domain.
 func (q *QP) find(number uint32) *SharedQueue {
 	s := q.XRC.Find(number)
 	if s == nil || s.Domain == 0 || s.Domain != q.XRC.Domain {
@@ -44,7 +44,8 @@ func (q *QP) find(number uint32) *SharedQueue {
 }
 
 // bind makes the queue that a request names the queue pair's own, for the time
-// of the message. All packets of a message name the same.
+// of the message. It reports false if there is no such queue, or the packets of one
+// message name different ones.
 func (q *QP) bind(t *train.Train) bool {
 	r := &q.resp
 	s := q.find(t.SRQ)
@@ -52,7 +53,7 @@ func (q *QP) bind(t *train.Train) bool {
 		return false
 	}
 	if !t.Start || r.kind != 0 {
-		return true // the latter is refused for that
+		return true // sequence refuses a start within a message
 	}
 	if r.have && q.Recv != s.Recv { // a message broke off and left a receive of another queue
 		r.have = false
@@ -63,9 +64,9 @@ func (q *QP) bind(t *train.Train) bool {
 	return true
 }
 
-// actorOf is on whose behalf a repeated request accesses memory. The message
-// under way may be another queue's. What names no queue any more acts for nobody:
-// 0 is no domain.
+// actorOf returns on whose behalf a repeated request accesses memory: that of the queue that
+// it names, since the message under way may name another. If that queue is gone, the
+// protection domain is 0, which is none.
 func (q *QP) actorOf(t *train.Train) mem.Actor {
 	if q.half != target {
 		return q.Actor()

@@ -1,5 +1,6 @@
 // Package queue holds the rings that work requests and completions wait in.
-// Rings are sized once and never allocate afterwards; only Resize replaces one.
+// Rings are sized once and never allocate afterwards; only Resize replaces one. The places for
+// inline data grow with the most that has ever waited.
 package queue
 
 import (
@@ -12,24 +13,24 @@ import (
 
 // CQ is a ring of completions and its notification.
 type CQ struct {
-	// OnEvent is called, without any lock, when an armed queue gets a
+	// OnEvent is called, with no lock held, when an armed queue gets a
 	// completion that it was armed for. OnOverflow is called once, when a
 	// completion did not fit. Both are set before the queue is used.
 	OnEvent    func()
 	OnOverflow func()
-	// Clock, if it is set, tells the time that PollNotes returns with each
-	// completion: when it was pushed. It is set before the queue is used.
+	// Clock, if it is set, returns the current time. PollNotes returns with each
+	// completion when it was pushed. It is set before the queue is used.
 	Clock func() int64
-	// Taker, if it is set, is offered each completion that finds the queue empty, with
-	// the queue's lock held: it may take it at once, as a poll would. It must not wait.
-	// Nothing is offered while it is held: see Hold.
-	// It is set before the queue is used.
+	// Taker, if it is set, is called by a push that finds the queue empty, under the
+	// queue's lock, unless the completion has inline data or Hold keeps completions from
+	// it. It reports whether it has taken the completion, as a poll would. It must not
+	// wait. It is set before the queue is used.
 	Taker func(*ib.WC, *Note) bool
-	// Earlier, if it is set, makes arming count what is there already: the first
-	// completion that has raised no event raises one. It looks for that among those
-	// which were taken or polled and still wait to be seen, notes the event with it, and
-	// reports whether there is one; if not, the queue looks among its own. It is called
-	// as Taker is, and set before the queue is used.
+	// Earlier, if it is set, makes arming count completions that are there already: the
+	// first that has raised no event raises one. Earlier looks for it among those that
+	// Taker or PollNotes took and the program has not polled yet, stores event in its Note,
+	// and reports whether there is one; if not, the queue looks among its own. It is called
+	// under the queue's lock, must not wait, and is set before the queue is used.
 	Earlier func(event uint32, solicitedOnly bool) bool
 
 	overflow atomic.Bool
@@ -38,26 +39,26 @@ type CQ struct {
 	ring  ring[entry] // an empty poll asks for its length without the lock
 	armed arming
 	fired uint32 // how many events there were
-	held  bool   // the taker gets nothing, and some completions may be on their way there
+	held  bool   // Taker is not called: PollNotes's caller may not have stored what it got yet
 
-	inline     []InlineData // bytes that wait beside their completions, by number less 1
+	inline     []InlineData // waits beside its completion; by number less 1
 	inlineFree uint32       // a place there that is free; 0: none
-	fetching   bool         // somebody who polls fetches those that the first completion needs
-	// fetchDone is told when that has been done.
+	fetching   bool         // a poll fetches pages for the inline data of the first completion
+	// fetchDone is signalled when fetching becomes false.
 	fetchDone sync.Cond
 	writer    writer
 
-	reopening bool           // a goroutine waits for memory that is suspended (awaitReopened)
+	reopening bool           // a goroutine waits until suspended memory is open again (awaitReopened)
 	ended     chan struct{}  // closed by End
 	waits     sync.WaitGroup // for that goroutine
 }
 
-// Freed is the number of the first request of a send queue that still holds its place:
-// it keeps it until its completion is polled, as on hardware. The lock of who pushes
-// guards it.
+// Freed is the number of the first request of a send queue that still holds its place there:
+// a request keeps its place until its completion is polled, as on hardware. The lock of the
+// queue pair that pushes the completions guards it.
 type Freed struct {
-	polled atomic.Uint32 // also changed by a poll
-	taken  uint32        // by a taker, whatever was polled before
+	polled atomic.Uint32 // as of the latest poll, which stores it without that lock
+	taken  uint32        // as of the latest completion that Taker took, or Load
 }
 
 // Load returns the number. It brings taken up to what was polled: numbers go round, and
@@ -69,24 +70,24 @@ func (f *Freed) Load() uint32 {
 	return f.taken
 }
 
-// Store sets it; nothing of the send queue waits for a poll.
+// Store sets the number. No completion of the send queue may wait for a poll.
 func (f *Freed) Store(n uint32) {
 	f.polled.Store(n)
 	f.taken = n
 }
 
-// entry is a completion in the ring. When that of a send request is polled, freed becomes
-// upto.
+// entry is a completion in the ring. When the completion of a send request is polled, freed
+// becomes upto.
 type entry struct {
 	wc     ib.WC
 	freed  *Freed
 	upto   uint32
-	inline uint32 // the number of the bytes that are to be placed; 0: none
+	inline uint32 // the number of its inline data; 0: none
 	note   Note
 }
 
-// Note is what is known of a completion besides: when it was pushed, which event it
-// has raised, counted from 1 (0: none), and whether it is solicited or has failed.
+// Note is what the queue keeps about a completion besides its WC: when it was pushed, which
+// event it has raised, counted from 1 (0: none), and whether it is solicited or has failed.
 type Note struct {
 	At        int64
 	Event     uint32
@@ -160,35 +161,36 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *Freed, upto uint32, l *Inlin
 	return true
 }
 
-// Poll takes up to len(out) completions. It waits only for bytes that have to be
-// fetched, and only if it would return nothing else; where those bytes go to memory that
-// is suspended it returns nothing.
+// Poll takes up to len(out) completions. It waits only if the first completion has inline
+// data, and pages of the memory that the data are for have to be fetched. If that memory is
+// suspended, it returns 0 instead.
 func (c *CQ) Poll(out []ib.WC) int { return c.PollNotes(out, nil) }
 
-// PollNotes is Poll with what is known besides; notes has room for as many. If it returns
-// completions the taker is held, until the caller has them where the taker puts others.
+// PollNotes is Poll, and returns the Note of each completion; notes is as long as out, or nil.
+// If it returns notes, Taker is not called until the caller has stored the completions where
+// Taker stores its own, and calls Hold(false).
 func (c *CQ) PollNotes(out []ib.WC, notes []Note) int {
 	for c.ring.len() > 0 {
 		n, f := c.take(out, notes)
 		if n > 0 || f.OK() {
 			return n
 		}
-		if reopened := f.Suspended(); reopened != nil { // whoever has suspended it may keep it for long
+		if reopened := f.Suspended(); reopened != nil { // the memory may stay suspended for long
 			c.fetched()
 			c.awaitReopened(reopened)
 			return 0
 		}
-		f.Await() // what is left in the way shows when they are written
+		f.Await() // if a fault remains, the next take meets it
 		c.fetched()
 	}
 	return 0
 }
 
-// take takes completions up to one whose bytes have to be fetched first. If that is
-// the first, the fault is the caller's to await.
+// take takes completions up to one for whose inline data pages have to be fetched first. If
+// that is the first, take returns the fault: the caller awaits it, and calls fetched.
 func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 	c.mu.Lock()
-	taken := 0 // completions that are still in the ring, and in out already
+	taken := 0 // completions that are in out, and still in the ring
 	for have := c.ring.len(); n < len(out) && taken < have; {
 		e := c.ring.at(taken)
 		var failed func(mem.Fault) uint16
@@ -228,8 +230,9 @@ func (c *CQ) take(out []ib.WC, notes []Note) (n int, f mem.Fault) {
 	return n, f
 }
 
-// Hold keeps completions from the taker, or lets it have them again. Who armed the queue
-// meanwhile has not been told of what was on its way.
+// Hold keeps completions from Taker, or lets it have them again. If the queue was armed
+// meanwhile, Hold(false) looks for an earlier completion that raises the event, which Arm
+// could not do.
 func (c *CQ) Hold(hold bool) {
 	c.mu.Lock()
 	c.held = hold
@@ -278,12 +281,12 @@ func (c *CQ) raise(fire bool) {
 	}
 }
 
-// earlierLocked looks for a completion that an armed queue has already, and reports
-// whether it raises the event. While some are on their way nobody can look at all of
-// them: Hold does so then.
+// earlierLocked looks for a completion that is there already and that the queue is armed for,
+// and reports whether it raises the event. While the caller of PollNotes stores what it got,
+// neither the queue nor Earlier has all completions: Hold(false) looks afterwards.
 func (c *CQ) earlierLocked() bool {
 	if c.Earlier == nil || c.armed == notArmed || c.held || c.reopening {
-		return false // while the first one waits for suspended memory, none can be had: awaitReopened
+		return false // while reopening, no poll can return a completion: awaitReopened raises the event
 	}
 	event, only := c.fired+1, c.armed == armedSolicited
 	found := c.Earlier(event, only)
@@ -328,5 +331,5 @@ func (c *CQ) Remove(qpn uint32) {
 			c.dropLocked(e.inline)
 		}
 	}
-	c.ring.truncate(kept) // whose slots let go of the queue pair
+	c.ring.truncate(kept) // clears the other slots, so that they do not refer to the queue pair
 }

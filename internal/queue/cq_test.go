@@ -40,7 +40,7 @@ func TestCQModel(t *testing.T) {
 					wc := ib.WC{ID: id, QPN: rng.Uint32N(3), ByteLen: rng.Uint32()}
 					id++
 					if len(model) == size {
-						continue // it would overflow: for another test
+						continue // it would overflow: see TestCQOverflow
 					}
 					if !c.Push(&wc, false) {
 						t.Fatalf("step %d: refused with %d of %d entries", step, len(model), size)
@@ -104,7 +104,7 @@ func TestCQOverflow(t *testing.T) {
 	if c.Resize(10); push(c, 6, 1) {
 		t.Error("resizing has mended it")
 	}
-	c = NewCQ(1) // without anybody to tell
+	c = NewCQ(1) // without OnOverflow
 	push(c, 1, 1)
 	push(c, 2, 1)
 }
@@ -167,13 +167,14 @@ func TestCQArm(t *testing.T) {
 			}
 		})
 	}
-	cq := NewCQ(1) // without anybody to tell
+	cq := NewCQ(1) // without OnEvent
 	cq.Arm(next)
 	push(cq, 1, 1)
 }
 
 // TestCQArmEarlier: with Earlier, arming raises the event of the first completion that is
-// there and has raised none, be it with the taker, or on its way there, or in the queue.
+// there and has raised none: whether Taker took it, PollNotes has just returned it, or it is in
+// the queue.
 func TestCQArmEarlier(t *testing.T) {
 	const next, solicited = false, true
 	for _, c := range []struct {
@@ -195,7 +196,7 @@ func TestCQArmEarlier(t *testing.T) {
 		{"a wider arming", "pon", []uint32{1}},
 		{"an arming that stays wider", "nop", []uint32{1}},
 	} {
-		for _, taken := range []int{0, 1, 8} { // how many the taker takes
+		for _, taken := range []int{0, 1, 8} { // how many Taker takes
 			t.Run(fmt.Sprintf("%s, %d taken", c.name, taken), func(t *testing.T) {
 				cq, seen, events := takerCQ(8, taken)
 				for i, what := range c.what {
@@ -222,7 +223,7 @@ func TestCQArmEarlier(t *testing.T) {
 		}
 	}
 
-	for _, how := range []bool{next, solicited} { // armed while they are on their way
+	for _, how := range []bool{next, solicited} { // armed between PollNotes and Hold(false)
 		cq, seen, events := takerCQ(8, 0)
 		cq.Push(&ib.WC{ID: 1}, true)
 		var notes [8]Note
@@ -265,14 +266,14 @@ func takerCQ(entries, takes int) (c *CQ, seen *[]Note, events *uint32) {
 	return c, seen, events
 }
 
-// Poll until there is nothing, arm, wait: with Earlier no completion is lost to that,
-// though somebody else polls, too, and may have it on its way.
+// Poll until there is nothing, arm, wait: with Earlier no completion is missed, though another
+// goroutine polls too, and may not have stored yet what it got.
 func TestCQArmEarlierConcurrent(t *testing.T) {
 	const rounds = 5000
 	c := NewCQ(8)
 	event := make(chan struct{}, 2*rounds)
 	c.OnEvent = func() { event <- struct{}{} }
-	var mu sync.Mutex // guards those that wait to be seen
+	var mu sync.Mutex // guards the completions that wait to be seen
 	var waiting []Note
 	c.Taker = func(wc *ib.WC, n *Note) bool {
 		mu.Lock()
@@ -297,7 +298,7 @@ func TestCQArmEarlierConcurrent(t *testing.T) {
 		defer polling.Unlock()
 		var notes [8]Note
 		if n := c.PollNotes(make([]ib.WC, 8), notes[:]); n > 0 {
-			runtime.Gosched() // somebody may arm now,
+			runtime.Gosched() // the other goroutine may arm now,
 			mu.Lock()
 			waiting = append(waiting, notes[:n]...)
 			mu.Unlock()
@@ -319,7 +320,7 @@ func TestCQArmEarlierConcurrent(t *testing.T) {
 	wg.Go(func() {
 		for i := int64(0); i < rounds; i++ {
 			push(c, uint64(i), 1)
-			for seen.Load() <= i && !stop.Load() { // nothing comes after it that could make up for it
+			for seen.Load() <= i && !stop.Load() { // no later completion could make up for a missed event
 				runtime.Gosched()
 			}
 		}
@@ -335,7 +336,7 @@ func TestCQArmEarlierConcurrent(t *testing.T) {
 			seen.Add(int64(n))
 			continue
 		}
-		runtime.Gosched() // and somebody push
+		runtime.Gosched() // and the pusher push
 		c.Arm(false)
 		select {
 		case <-event:
@@ -348,8 +349,8 @@ func TestCQArmEarlierConcurrent(t *testing.T) {
 	wg.Wait()
 }
 
-// TestCQFreed: polling the completion of a send request tells how far the send
-// queue is free; removing it does not.
+// TestCQFreed: polling the completion of a send request frees the send queue up to that
+// request; removing the completion does not.
 func TestCQFreed(t *testing.T) {
 	c := NewCQ(4)
 	var freed, other Freed
@@ -465,8 +466,7 @@ func TestCQTimes(t *testing.T) {
 	}
 }
 
-// A completion that raises an event is told apart from those that do not, and events
-// are counted.
+// The Note of a completion that raises an event has the event's number; the others have 0.
 func TestCQEventNotes(t *testing.T) {
 	c := NewCQ(8)
 	events := uint32(0)
@@ -488,9 +488,9 @@ func TestCQEventNotes(t *testing.T) {
 	}
 }
 
-// A taker gets completions while the queue is empty, in order and with their notes; what
-// it refuses, and what comes behind that, waits for a poll. The place in the send queue
-// is free when one is taken, and events come as ever.
+// Taker gets completions while the queue is empty, in order and with their notes. A completion
+// that it refuses, and those behind, wait for a poll. A completion that it takes frees the
+// request's place in the send queue, and raises events as others do.
 func TestCQTaker(t *testing.T) {
 	c := NewCQ(4)
 	var freed Freed
@@ -521,7 +521,7 @@ func TestCQTaker(t *testing.T) {
 	if !slices.Equal(taken, []uint64{1, 4}) || !slices.Equal(events, []uint32{0, 2}) || fired != 2 {
 		t.Errorf("taken %v with events %v, %d events", taken, events, fired)
 	}
-	// Bytes that are to be placed are for a poll.
+	// Taker is not called for a completion with inline data.
 	c.PushInline(&ib.WC{ID: 5}, false, &InlineData{Waiting: new(Waiting)})
 	if len(taken) != 2 || c.Len() != 1 {
 		t.Errorf("taken %v, %d wait", taken, c.Len())

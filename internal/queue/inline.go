@@ -1,14 +1,16 @@
 package queue
 
-// Inline receive ("scatter to CQE"): the bytes of a short message wait beside its
-// completion, and are copied to where they belong when that is polled.
+// Inline data ("scatter to CQE"): the bytes of a short message wait beside their completion,
+// and the poll of the completion writes them to the memory that they are for.
 //
-//  1. Whoever completes makes a Late and pushes it with the completion.
-//  2. Poll takes a completion when its bytes are written. If they have to be fetched
-//     first, it returns what comes before; if that is nothing, it fetches them, with no
-//     lock held. The completion stays where it is meanwhile, as do those behind it:
-//     others who poll wait, too.
-//  3. Whoever cannot wait for a poll has them written before (Settle).
+//  1. The queue pair that completes a request fills an InlineData and pushes it with the
+//     completion.
+//  2. Poll takes a completion once it has written its inline data. If pages of that memory
+//     have to be fetched first, Poll returns the completions before it; if there are none,
+//     Poll fetches the pages without holding the lock. The completion and those behind it
+//     stay in the queue meanwhile, and other polls wait.
+//  3. A queue pair that cannot wait for a poll has its inline data written at once
+//     (WriteBack).
 
 import (
 	"sync/atomic"
@@ -17,49 +19,50 @@ import (
 	"github.com/verbena-rdma/verbena/internal/mem"
 )
 
-// MaxInlineData is the longest message that waits in the completion queue.
+// MaxInlineData is the most bytes that wait beside one completion.
 const MaxInlineData = 64
 
-// InlineData is bytes that are to be placed when their completion is polled.
+// InlineData is the bytes of a message that wait beside its completion until it is polled.
 type InlineData struct {
 	Table *mem.Table
 	Actor mem.Actor
-	SGE   ib.SGE // where they go: all of them
-	// Failed is told that they could not be placed, and says what the completion is
-	// to say about it.
+	SGE   ib.SGE // the memory that they are for, which holds all of them
+	// Failed is called, without a lock, by the poll that could not write the bytes. It
+	// returns the vendor error of the completion.
 	Failed  func(mem.Fault) (vendor uint16)
-	Waiting *Waiting // what they wait with
+	Waiting *Waiting // the inline data that they are part of
 	Data    [MaxInlineData]byte
 	N       uint8
 
-	placed  bool          // they have been written
-	fetches uint8         // how often a poll has had them fetched
-	fault   mem.FaultKind // why they cannot be written
-	next    uint32        // those that wait behind them; of a place that is free: the next one
+	placed  bool          // the bytes have been written, or dropped
+	fetches uint8         // how often a poll has fetched the pages that they are for
+	fault   mem.FaultKind // why the bytes cannot be written
+	next    uint32        // number of the next in Waiting; in a free place: of the next free place
 }
 
-// Waiting is all the bytes that wait in one completion queue on behalf of one side
-// of a queue pair, in the order of their completions. The zero value is none.
+// Waiting is the list of all inline data that wait in one completion queue for one side of a
+// queue pair, in the order of their completions. The zero value is empty.
 type Waiting struct {
 	n           atomic.Int32
-	first, last uint32 // numbers; guarded by the queue's lock
+	first, last uint32 // numbers, see CQ.inline; guarded by the queue's lock
 }
 
-// None reports whether none wait.
+// None reports whether no inline data wait.
 func (w *Waiting) None() bool { return w.n.Load() == 0 }
 
-// PushInline appends the completion of a receive whose bytes are to be placed when it
-// is polled; PushInlineSend that of a send request, whose result they are.
+// PushInline appends the completion of a receive, and the inline data that the poll of it
+// writes.
 func (c *CQ) PushInline(wc *ib.WC, solicited bool, l *InlineData) bool {
 	return c.push(wc, solicited, nil, 0, l)
 }
 
-// PushInlineSend is explained at PushInline.
+// PushInlineSend appends the completion of a send request, as PushSend does, and the inline
+// data that the request returned.
 func (c *CQ) PushInlineSend(wc *ib.WC, freed *Freed, upto uint32, l *InlineData) bool {
 	return c.push(wc, false, freed, upto, l)
 }
 
-// keepLocked keeps bytes until their completion is polled, and returns their number.
+// keepLocked keeps a copy of inline data until dropLocked, and returns its number.
 func (c *CQ) keepLocked(l *InlineData) uint32 {
 	i := c.inlineFree
 	if i == 0 {
@@ -79,7 +82,7 @@ func (c *CQ) keepLocked(l *InlineData) uint32 {
 	return i
 }
 
-// dropLocked forgets bytes.
+// dropLocked forgets the inline data of number i; 0 is none.
 func (c *CQ) dropLocked(i uint32) {
 	if i == 0 {
 		return
@@ -89,8 +92,8 @@ func (c *CQ) dropLocked(i uint32) {
 	c.inlineFree = i
 }
 
-// writtenLocked tells that bytes wait no longer. They are the first that did: what
-// comes before them was settled, polled or removed before.
+// writtenLocked takes inline data off its Waiting list, once. It is the first there: all
+// before it was written back, polled or removed.
 func (c *CQ) writtenLocked(i uint32) {
 	if l := &c.inline[i-1]; !l.placed {
 		l.placed = true
@@ -99,13 +102,13 @@ func (c *CQ) writtenLocked(i uint32) {
 	}
 }
 
-// maxFetches is how often bytes are fetched that were gone again when they were to be
-// written.
+// maxFetches is how often polls fetch the pages for one inline data, if the pages are gone
+// again each time it is to be written.
 const maxFetches = 16
 
-// fetchLocked is told that the bytes of the first completion have to be fetched. It
-// reports whether the caller is to do so, and then to say fetched; otherwise somebody
-// else has done it.
+// fetchLocked is called when pages have to be fetched before the inline data of the first
+// completion can be written. If it reports true, the caller fetches them and then calls
+// fetched. Otherwise another poll was fetching, and fetchLocked has waited until it was done.
 func (c *CQ) fetchLocked(i uint32, f mem.Fault) bool {
 	if c.fetching {
 		c.fetchDone.Wait()
@@ -118,6 +121,7 @@ func (c *CQ) fetchLocked(i uint32, f mem.Fault) bool {
 	return true
 }
 
+// fetched ends what fetchLocked began, and wakes the polls that wait.
 func (c *CQ) fetched() {
 	c.mu.Lock()
 	c.fetching = false
@@ -125,8 +129,9 @@ func (c *CQ) fetched() {
 	c.fetchDone.Broadcast()
 }
 
-// awaitReopened has the event of an armed queue raised when memory is open again that the
-// bytes of the first completion go to: whoever polled in vain may have gone to sleep.
+// awaitReopened starts a goroutine that raises the event of an armed queue when the suspended
+// memory is open again that the first completion's inline data are for: the caller of the
+// poll that returned nothing may wait for the event.
 func (c *CQ) awaitReopened(reopened <-chan struct{}) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -153,7 +158,8 @@ func (c *CQ) awaitReopened(reopened <-chan struct{}) {
 	})
 }
 
-// End ends what the queue has under way, before it is forgotten. Nobody polls any more.
+// End ends the goroutine that awaitReopened started, and waits for it. No goroutine polls the
+// queue any more.
 func (c *CQ) End() {
 	c.mu.Lock()
 	select {
@@ -165,8 +171,8 @@ func (c *CQ) End() {
 	c.waits.Wait()
 }
 
-// WriteBack writes bytes that wait, in their order, though nobody has polled. A fault is
-// what it has met: those before were written.
+// WriteBack writes the inline data on the list, in their order, before their completions are
+// polled. It stops at the first that cannot be written, and returns its fault.
 func (c *CQ) WriteBack(w *Waiting) mem.Fault {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -178,7 +184,8 @@ func (c *CQ) WriteBack(w *Waiting) mem.Fault {
 	return mem.Fault{}
 }
 
-// writeLocked writes bytes, once. What is wrong with them remains so, for all to hear.
+// writeLocked writes inline data, once. A fault other than FaultPending is final: every later
+// call returns it.
 func (c *CQ) writeLocked(i uint32) mem.Fault {
 	l := &c.inline[i-1]
 	if l.placed || l.fault != mem.FaultNone {
@@ -199,7 +206,7 @@ func (c *CQ) writeLocked(i uint32) mem.Fault {
 	return f
 }
 
-// writer is what writing needs and must not allocate.
+// writer is scratch space of writeLocked, so that it does not allocate.
 type writer struct {
 	raw      [1][]byte
 	sges     [1]ib.SGE

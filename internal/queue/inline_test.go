@@ -11,7 +11,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/mem"
 )
 
-// memory registers n bytes and returns them with a Late that puts bytes there.
+// memory registers n bytes and returns them with a function that makes inline data for them.
 func memory(t testing.TB, n int) ([]byte, func(at, id int) *InlineData, *mem.Region) {
 	t.Helper()
 	table := mem.NewTable(mem.TableConfig{})
@@ -32,9 +32,9 @@ func memory(t testing.TB, n int) ([]byte, func(at, id int) *InlineData, *mem.Reg
 	}, r
 }
 
-// Bytes are placed when their completion is polled, not before: through resizing,
-// removal of others, and around the end of the ring. What is removed is not placed,
-// and its place is used again.
+// Inline data are written when their completion is polled, not before: also after resizing, the
+// removal of other completions, and around the end of the ring. Inline data of a removed
+// completion are not written, and their place is used again.
 func TestInlineData(t *testing.T) {
 	b, late, region := memory(t, 800)
 	c := NewCQ(8)
@@ -65,7 +65,7 @@ func TestInlineData(t *testing.T) {
 	if len(c.inline) > 4 {
 		t.Errorf("%d places for at most 4", len(c.inline))
 	}
-	// Memory that is gone by then.
+	// Memory that is deregistered before the poll.
 	c.PushInline(&ib.WC{ID: 7}, false, late(0, 1))
 	if err := region.Close(); err != nil {
 		t.Fatal(err)
@@ -76,7 +76,7 @@ func TestInlineData(t *testing.T) {
 	}
 }
 
-// Several push and poll at once: every completion comes once, with its bytes.
+// Several goroutines push and poll at once: every completion comes once, with its inline data.
 func TestLateTogether(t *testing.T) {
 	const each, pushers = 2000, 2
 	b, late, _ := memory(t, 8*each*pushers)
@@ -120,7 +120,7 @@ func TestLateTogether(t *testing.T) {
 	}
 }
 
-// Placing allocates nothing.
+// Writing inline data allocates nothing.
 func TestLateAllocs(t *testing.T) {
 	_, late, _ := memory(t, 64)
 	c, l := NewCQ(4), late(0, 5)
@@ -183,8 +183,8 @@ func absentMemory(t testing.TB, fetch func() bool) (*absent, []byte, func(at, id
 	}
 }
 
-// Nothing goes to the taker while what was polled before it is on its way there: not even
-// what is pushed before the poll is back.
+// Taker is not called while the caller of PollNotes has not yet stored what it got: not even for
+// a completion that is pushed before PollNotes returns.
 func TestCQHold(t *testing.T) {
 	_, late, region := memory(t, 8)
 	c := NewCQ(8)
@@ -217,9 +217,9 @@ func TestCQHold(t *testing.T) {
 	}
 }
 
-// A poll gets what comes before a completion whose bytes have to be fetched. Whoever
-// finds that first fetches them, and others wait meanwhile: those behind it do not
-// overtake it.
+// A poll returns the completions before one for whose inline data pages have to be fetched. The
+// first poll that finds that one in front fetches them, and other polls wait meanwhile:
+// completions behind it do not overtake it.
 func TestLateAbsent(t *testing.T) {
 	fetching, goOn := make(chan bool), make(chan bool)
 	a, b, late := absentMemory(t, func() bool { fetching <- true; return <-goOn })
@@ -235,7 +235,8 @@ func TestLateAbsent(t *testing.T) {
 	go one()
 	<-fetching
 	go one()
-	// What is fetched may be settled meanwhile, or its queue pair be removed.
+	// While a poll fetches, the inline data may be written back, or the completions of the
+	// queue pair removed.
 	if f := c.WriteBack(w); f.Kind != mem.FaultPending || w.None() {
 		t.Fatalf("%v", f)
 	}
@@ -261,7 +262,8 @@ func TestLateAbsent(t *testing.T) {
 	}
 }
 
-// Bytes that are gone whenever they were fetched are given up, however many poll.
+// If the pages are gone again after every fetch, the inline data are given up, however many
+// goroutines poll.
 func TestLateNeverThere(t *testing.T) {
 	a, _, late := absentMemory(t, func() bool { return false })
 	c := NewCQ(8)
@@ -287,9 +289,9 @@ func TestLateNeverThere(t *testing.T) {
 	}
 }
 
-// Settle writes what waits on behalf of one, in its order, and nothing else; and finds
-// it again and again without looking at what others have in the queue. What it cannot
-// write fails the poll, even if it could be written by then.
+// WriteBack writes the inline data of one Waiting list, in their order, and no others; it does
+// not look through what other queue pairs have in the queue. Inline data that it could not write
+// fail the poll of their completion, even if they could be written by then.
 func TestWriteBack(t *testing.T) {
 	b, late, _ := memory(t, 80)
 	c := NewCQ(100)
@@ -336,8 +338,8 @@ func TestWriteBack(t *testing.T) {
 	}
 }
 
-// A poll that returns nothing because memory is suspended is made good by an event when the
-// memory is back: a program that has armed the queue and gone to sleep wakes up.
+// After a poll that returns nothing because memory is suspended, an armed queue raises its event
+// when the memory is open again: a program that waits for the event wakes up.
 func TestSuspendedRaisesEvent(t *testing.T) {
 	for _, earlier := range []bool{false, true} {
 		c := NewCQ(4)
@@ -370,7 +372,7 @@ func TestSuspendedRaisesEvent(t *testing.T) {
 		if n := c.Poll(wc[:]); n != 0 {
 			t.Fatalf("%d completions", n)
 		}
-		c.Arm(false) // once more, as programs do that are woken in vain
+		c.Arm(false) // as a program does whose poll found nothing after an event
 		select {
 		case <-events:
 			t.Fatal("an event though nothing can be had")
@@ -381,7 +383,7 @@ func TestSuspendedRaisesEvent(t *testing.T) {
 		if n := c.Poll(wc[:]); n != 1 || wc[0].ID != 5 || string(b[:8]) != "8 bytes." {
 			t.Fatalf("%d completions, %+v, %q", n, wc[0], b[:8])
 		}
-		// A queue that ends while memory is suspended waits for nobody.
+		// End does not wait for memory that is suspended.
 		if !r.Suspend() {
 			t.Fatal("not suspended")
 		}

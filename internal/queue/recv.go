@@ -9,7 +9,7 @@ import (
 // Recv is a queue of posted receives: the receive queue of one queue pair, or
 // one that several share.
 type Recv struct {
-	// OnLimit is called, without any lock, when the number of receives falls
+	// OnLimit is called, with no lock held, when the number of receives falls
 	// below the limit. The limit is then disarmed. It is set before use.
 	OnLimit func()
 
@@ -120,7 +120,7 @@ func (r *Recv) SetLimit(n int) {
 }
 
 // Resize makes room for size receives. It returns false, and changes nothing,
-// if more than that wait.
+// if more than that wait, or the armed limit is more.
 func (r *Recv) Resize(size int) bool {
 	wqes, sges := make([]recvWQE, size), make([]ib.SGE, size*r.maxSGE)
 	r.mu.Lock()

@@ -49,7 +49,7 @@ func TestRecvModel(t *testing.T) {
 					}
 					for _, wr := range wrs[:n] {
 						model = append(model, ib.RecvWR{ID: wr.ID, SGL: slices.Clone(wr.SGL)})
-						clear(wr.SGL) // the caller may use his lists again
+						clear(wr.SGL) // the caller may use its lists again
 					}
 				case k < 17:
 					ok := r.Take(&taken)
@@ -126,7 +126,7 @@ func TestRecvLimit(t *testing.T) {
 	}
 	take(1)
 	post(3)
-	r.SetLimit(8) // undercut already: at the next receive that is taken
+	r.SetLimit(8) // undercut already: the event comes with the next receive that is taken
 	if events != 1 {
 		t.Errorf("%d events at once", events)
 	}
@@ -142,7 +142,7 @@ func TestRecvLimit(t *testing.T) {
 	if r.Take(&taken) || events != 2 {
 		t.Errorf("%d events, %d receives", events, r.Len())
 	}
-	r.OnLimit = nil // without anybody to tell
+	r.OnLimit = nil // no function to call
 	r.SetLimit(1)
 	post(1)
 	r.Take(&taken)

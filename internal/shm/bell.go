@@ -7,19 +7,20 @@ import (
 )
 
 // The inbox segment is a page of words that its owner polls and its peers set, and
-// lanes (grant.go).
+// the slots of grants (grant.go).
 //
 //	pending  a bit for each slot: its ring may hold records
 //	sleep    odd: the owner sleeps, or is about to. It counts up with every
-//	         sleep, so that who wakes up late does not end the next one
-//	room     a bit for each slot: the peer has read from the ring to it, and
+//	         sleep, so that a peer that is late to end one sleep does not end the
+//	         next
+//	room     a bit for each slot: the peer has read from the owner's ring to it, where
 //	         there may be room again
 //	nonce    a random number that only this process has at this address
-//	ticket   a number of the owner's own, which its peers can look at
-//	leases   more of these, for single queue pairs
+//	ticket   a number that only the owner writes and its peers read
+//	leases   more such numbers, for single queue pairs
 //
-// pending and sleep share a cache line, which nobody writes while owner and
-// peers are busy with each other: the owner leaves the bits of busy rings set.
+// pending and sleep share a cache line, which neither the owner nor a peer writes while
+// records keep coming: the owner leaves the bits of busy rings set.
 const (
 	inboxPage  = 4096
 	inboxBytes = inboxPage + MaxGrants*grantBytes
@@ -58,7 +59,7 @@ func wordsOf(mem []byte) (w inboxWords) {
 // slotBit returns where the bit of a slot is.
 func slotBit(slot int) (index int, bit uint64) { return slot / 64, 1 << (slot % 64) }
 
-// bell is the peer's inbox, as far as one channel needs it.
+// bell is the part of the peer's inbox that one channel uses.
 type bell struct {
 	pending, room *atomic.Uint64 // the words with our bit
 	sleep         *atomic.Uint64
@@ -68,11 +69,11 @@ type bell struct {
 	ticket *atomic.Uint64
 
 	mem  []byte
-	uses atomic.Int32 // ends of rings that may still ring it, and who holds it; the last one closes
+	uses atomic.Int32 // the two ends of rings, and each Hold; the last drop closes
 }
 
 // newBell makes a bell of a mapped inbox and its event, for a channel of two
-// rings. The slot has been checked.
+// rings. The caller has checked the slot.
 func newBell(mem []byte, event *sys.Event, slot int) *bell {
 	index, bit := slotBit(slot)
 	w := wordsOf(mem)
@@ -82,12 +83,12 @@ func newBell(mem []byte, event *sys.Event, slot int) *bell {
 	return b
 }
 
-// record tells the peer that there is a record, which has just been stored with
-// full order: the peer either sees it when it looks a last time before it
-// clears its bit or sleeps, or we see here that it has done so.
+// record signals the peer that there is a record. The caller has just stored it with a full
+// barrier: either the peer sees it in its last look, after it has cleared our bit or announced
+// its sleep, or we see here that the bit is clear or the peer sleeps.
 func (b *bell) record() { b.ring(b.pending) }
 
-// roomAgain tells the peer that its ring has room.
+// roomAgain signals the peer that its ring to us has room.
 func (b *bell) roomAgain() { b.ring(b.room) }
 
 func (b *bell) ring(w *atomic.Uint64) {
@@ -95,8 +96,8 @@ func (b *bell) ring(w *atomic.Uint64) {
 		w.Or(b.bit)
 	}
 	if s := b.sleep.Load(); s&1 != 0 {
-		// First the event, then the word: were we to die in between, or be
-		// stopped, others would still see a peer that sleeps.
+		// First the event, then the word: if this process is killed or stopped in
+		// between, other processes still see that the peer sleeps, and wake it.
 		b.event.Signal()
 		b.sleep.CompareAndSwap(s, s+1)
 	}
@@ -106,6 +107,6 @@ func (b *bell) ring(w *atomic.Uint64) {
 func (b *bell) drop() {
 	if b.uses.Add(-1) == 0 {
 		_ = sys.Unmap(b.mem) // it was mapped: it cannot fail
-		_ = b.event.Close()  // there is nothing to lose in it
+		_ = b.event.Close()  // an event holds nothing that could be lost
 	}
 }

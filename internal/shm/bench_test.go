@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// best keeps the fastest of many short runs: what the code does when nobody
-// takes its core away. The machine's mean says more about its other users.
+// best keeps the fastest of many short runs: what the code takes when no other process
+// takes its core away. The mean would measure the machine's other users.
 type best struct {
 	start time.Time
 	n     int
@@ -78,8 +78,8 @@ func BenchmarkPingPong(b *testing.B) {
 	b.ReportMetric(float64(f.least.Nanoseconds())/2, "best-ns/half")
 }
 
-// One record and its poll in one process: what the code costs without the way
-// between the cores.
+// One record and its poll in one process: what the code costs without transfers between
+// cores.
 func BenchmarkRecord(b *testing.B) {
 	x, y := newInbox(b, nil), newInbox(b, nil)
 	c, _ := joinPair(b, x, y)

@@ -22,7 +22,7 @@ var ErrFull = errors.New("ring is full")
 //
 // To send, take the channel with Begin, Reserve room for one or more records,
 // fill them, make them visible with Commit, and let go with End. What arrives
-// is handed out by Inbox.Poll.
+// is handed to the sink of Inbox.Poll.
 type Channel struct {
 	tag   any
 	in    *Inbox
@@ -33,7 +33,7 @@ type Channel struct {
 	bell  *bell // the peer's
 	limit int   // of a record, to the peer
 
-	blocked atomic.Bool // waits for room, and is counted in the inbox
+	blocked atomic.Bool // a Reserve found no room; counted in Inbox.blocked
 
 	down atomic.Pointer[cause]
 
@@ -55,13 +55,13 @@ type rxEnd struct {
 
 type cause struct{ err error }
 
-// peer is what we know of the other process.
+// peer describes the other process.
 type peer struct {
 	pid       int    // in our numbering; 0: unknown
-	nonce     uint64 // the word that it has at nonceAddr
+	nonce     uint64 // the word at nonceAddr in its memory
 	nonceAddr uint64
 	canRead   bool // we can read its memory
-	readsUs   bool // it can read ours
+	readsUs   bool // it can read our memory
 }
 
 // Tag returns what Dial or Accept was given.
@@ -70,8 +70,7 @@ func (c *Channel) Tag() any { return c.tag }
 // MaxRecord returns the longest record that can be sent.
 func (c *Channel) MaxRecord() int { return c.limit }
 
-// Err returns why the channel is down, or nil: it was closed by us, or by the peer, or
-// it is broken.
+// Err returns why the channel is down, or nil if it is not.
 func (c *Channel) Err() error {
 	if d := c.down.Load(); d != nil {
 		return d.err
@@ -79,8 +78,8 @@ func (c *Channel) Err() error {
 	return nil
 }
 
-// Begin takes the channel for sending, and waits for others that do. It reports
-// false if the channel is down. Nothing may be waited for before End.
+// Begin takes the channel for sending, and waits for another sender's End. It reports false if
+// the channel is down. The caller must not block before it calls End.
 func (c *Channel) Begin() bool {
 	if !c.tx.enter() {
 		return false
@@ -92,14 +91,13 @@ func (c *Channel) Begin() bool {
 	return true
 }
 
-// Reserve returns room for a record of n bytes, at most MaxRecord. If it is not
-// ok, Err says why; if that is nil there is no room now, nor will be before the
-// peer has read, and the sink's Room will be called when it may be worth
-// trying again.
+// Reserve returns room for a record of n bytes, at most MaxRecord. If it is not ok, Err
+// returns why the channel is down, or nil if there is no room until the peer has read: Poll
+// then calls the sink's Room when there may be some.
 func (c *Channel) Reserve(typ byte, n int) (p []byte, ok bool) { return c.ReserveLeaving(typ, n, 0) }
 
-// ReserveLeaving does so if about that many bytes stay free for others: at most
-// half of the ring, which an empty one has.
+// ReserveLeaving is Reserve, but finds no room unless about leave bytes stay free for other
+// records. leave is at most half of the ring, so that an empty ring has room.
 func (c *Channel) ReserveLeaving(typ byte, n, leave int) (p []byte, ok bool) {
 	w := c.tx.ring
 	for {
@@ -112,7 +110,8 @@ func (c *Channel) ReserveLeaving(typ byte, n, leave int) (p []byte, ok bool) {
 			c.fail(err)
 			return nil, false
 		}
-		// In this order: who waits for a signal must be known to wait.
+		// block comes before Arm: Poll passes on the peer's signal only for channels
+		// that are counted as blocked.
 		c.block()
 		if !w.Arm() {
 			return nil, false
@@ -120,15 +119,15 @@ func (c *Channel) ReserveLeaving(typ byte, n, leave int) (p []byte, ok bool) {
 	}
 }
 
-// PeerTicket returns what the peer's Ticket is now. A sink may call it while it is
-// given a record of the channel.
+// PeerTicket returns what the peer's Ticket is now. A sink may call it while Poll hands it a
+// record of the channel.
 func (c *Channel) PeerTicket() uint64 { return c.bell.ticket.Load() }
 
-// PeerWords are the words of a peer that it lets us look at. They stay mapped as long as
-// they are referred to.
+// PeerWords are the words of a peer's inbox that we may read: its ticket and its leases. They
+// stay mapped as long as the PeerWords are reachable.
 type PeerWords struct{ bell *bell }
 
-// PeerWords returns the words of the peer. A sink may call it while it is given a record of
+// PeerWords returns the words of the peer. A sink may call it while Poll hands it a record of
 // the channel.
 func (c *Channel) PeerWords() *PeerWords {
 	w := &PeerWords{c.bell}
@@ -140,7 +139,7 @@ func (c *Channel) PeerWords() *PeerWords {
 // Ticket returns the peer's Inbox.Ticket.
 func (w *PeerWords) Ticket() *atomic.Uint64 { return w.bell.ticket }
 
-// Lease returns the peer's Inbox.Lease, nil if there is no such.
+// Lease returns the peer's Inbox.Lease, or nil if i is out of range.
 func (w *PeerWords) Lease(i int) *atomic.Uint64 {
 	if i < 0 || i >= MaxLeases {
 		return nil
@@ -148,16 +147,16 @@ func (w *PeerWords) Lease(i int) *atomic.Uint64 {
 	return word(w.bell.mem, leasesAt+8*i)
 }
 
-// Has tells whether about n bytes of the ring are free: the room of a record is
-// that of its bytes, and somewhat more. It is called between Begin and End.
+// Has reports whether about n bytes of the ring are free; a record takes somewhat more than
+// its bytes. It is called between Begin and End.
 func (c *Channel) Has(n int) bool { return c.tx.ring.Has(n) }
 
-// Given returns how many bytes the peer has given back since the ring was made, as
-// the latest Reserve has found. It is called between Begin and End.
+// Given returns how many bytes the peer has given back since the ring was made, as of the
+// latest Reserve or Has that had to look. It is called between Begin and End.
 func (c *Channel) Given() uint64 { return c.tx.ring.given }
 
-// Commit makes visible what was reserved since Begin or the latest Commit, and
-// tells the peer.
+// Commit makes visible what was reserved since Begin or the latest Commit, and signals the
+// peer.
 func (c *Channel) Commit() {
 	if c.tx.ring.Commit() {
 		c.bell.record()
@@ -168,13 +167,13 @@ func (c *Channel) Commit() {
 func (c *Channel) End() {
 	c.tx.ring.Abort()
 	if c.tx.shut.Load() {
-		c.unblock() // Close may have come too early to do so
+		c.unblock() // the sender may have blocked after Close had unblocked the channel
 	}
 	c.tx.leave()
 }
 
-// Send sends one record: the pieces in a row. The error is ErrFull, or why the
-// channel is down.
+// Send sends one record that consists of the pieces. The error is ErrFull, or why the channel
+// is down.
 func (c *Channel) Send(typ byte, pieces ...[]byte) error {
 	n := 0
 	for _, p := range pieces {

@@ -1,6 +1,6 @@
 package shm
 
-// What the other process does, by mode.
+// What the child process does in each mode.
 
 import (
 	"context"
@@ -73,7 +73,7 @@ func runChild(ctx context.Context, mode, addr, arg string) error {
 		return childDrain(in)
 	case "memory", "private":
 		return childMemory(in, c)
-	case "lane":
+	case "grant":
 		return childGrant(in)
 	case "close":
 		c.Send(recDone)
@@ -91,7 +91,7 @@ type exchange struct {
 	sent, checked uint64
 	next          int // size of the record that is sent next
 	bad           error
-	finished      bool // the peer has everything
+	finished      bool // the peer has received everything
 }
 
 // newExchange reads "seed,count".
@@ -190,7 +190,7 @@ func childFlood(in *Inbox, c *Channel, arg string) error {
 	return f.bad
 }
 
-// flood sends records that say themselves how they must look.
+// flood sends records from whose own bytes the receiver can check them.
 type flood struct {
 	sent, got uint64
 	gone, bad error
@@ -265,7 +265,7 @@ func childDrain(in *Inbox) error {
 	return nil
 }
 
-// childMemory tells where it has memory with known contents, and a hole behind.
+// childMemory sends the address of memory with known contents and a hole behind.
 func childMemory(in *Inbox, c *Channel) error {
 	const n = 1 << 20
 	b, err := unix.Mmap(-1, 0, 2*n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
@@ -288,7 +288,7 @@ func childMemory(in *Inbox, c *Channel) error {
 	return nil
 }
 
-// childGrant enters the lane that it is told of, and stays there until SIGUSR1.
+// childGrant enters the grant whose number it receives, and stays inside until SIGUSR1.
 func childGrant(in *Inbox) error {
 	leave := make(chan os.Signal, 1)
 	signal.Notify(leave, unix.SIGUSR1)

@@ -1,13 +1,11 @@
 package shm
 
-// Large payload: read from the peer's memory in one copy, by
-// process_vm_readv(2). Whether the kernel lets us is found out once, in the
-// handshake.
+// Payload by reference: what is too large for the ring is read from the peer's memory in one
+// copy, by process_vm_readv(2). The handshake tries once whether the kernel permits that.
 //
-// A process number may be used again after its process has ended. So every read
-// begins with the peer's nonce, a random word at an address that it told: one
-// system call reads one address space, and if the nonce is right, what follows
-// is the peer's.
+// A process number may be used again after its process has ended. So every read begins with
+// the peer's nonce, a random word at the address that its hello names: one system call reads
+// one address space, and if the nonce is right, what follows is the peer's.
 
 import (
 	"encoding/binary"
@@ -19,12 +17,12 @@ import (
 
 // Why a copy failed.
 var (
-	// ErrNotPermitted means that the kernel does not let us: Yama, a container,
-	// or a process that has made itself private.
+	// ErrNotPermitted means that the kernel does not permit the read: because of Yama, a
+	// container, or a peer that has made itself private.
 	ErrNotPermitted = errors.New("the peer's memory may not be read")
-	// ErrPeerMemory means that the peer's memory is not there.
+	// ErrPeerMemory means that the peer has not mapped the memory.
 	ErrPeerMemory = errors.New("the peer's memory is not mapped")
-	// ErrOwnMemory means that ours is not there.
+	// ErrOwnMemory means that this process has not mapped the memory to copy to.
 	ErrOwnMemory = errors.New("own memory is not mapped")
 	// ErrPeerGone means that the process has ended, or become another program.
 	ErrPeerGone = errors.New("the peer's memory is gone with the process")
@@ -45,10 +43,9 @@ func (c *Channel) PeerReads() bool { return c.peer.readsUs }
 
 // CopyFrom reads memory of the peer: the ranges in a row, into the pieces in a
 // row, as many bytes as the shorter side has. It returns how many bytes it has
-// read; if that is not all, why. It does not look at what the peer allows: the
-// caller reads what he was told to. What CanRead promises may end, with
-// ErrNotPermitted: the peer may make itself private, or the ancestor end that
-// it has named (reach.go).
+// read; if that is not all, why. It does not check what the peer allows: the caller reads only
+// what the peer has referred it to. Reads that worked may begin to fail with ErrNotPermitted:
+// if the peer makes itself private, or the ancestor that the peer has named ends (reach.go).
 func (c *Channel) CopyFrom(k *Copier, dst [][]byte, src []Range) (int, error) {
 	if !c.peer.canRead {
 		return 0, ErrNotPermitted
@@ -80,14 +77,14 @@ func (c *Channel) copyFrom(k *Copier, dst [][]byte, src []Range) (int, error) {
 	}
 }
 
-// fill makes one system call of as much as fits, and returns how many bytes.
+// fill prepares one system call for as much as fits. It returns 0 if there is nothing to read.
 func (k *Copier) fill(c *Channel, dst [][]byte, src []Range, dstOff, srcOff int) int {
 	v := &k.vec
 	v.Reset()
 	v.AddLocal(k.check[:])
 	v.AddRemote(Range{Addr: c.peer.nonceAddr, Len: len(k.check)})
-	// The kernel reads as much as both sides have; what is counted here is
-	// only whether there is anything.
+	// The kernel reads as much as both sides have. The counts only show whether there is
+	// anything.
 	local, remote := 0, 0
 	for _, b := range dst {
 		if b = b[dstOff:]; len(b) > 0 {
@@ -120,8 +117,8 @@ func (k *Copier) verify(c *Channel, got int) error {
 	return nil
 }
 
-// why explains an error at the current place. The kernel does not say whose
-// memory is missing, so the peer's first byte is read by itself.
+// why returns the error for a read that failed at srcOff of src. EFAULT does not distinguish
+// whose memory is missing, so why reads the peer's first byte by itself.
 func (c *Channel) why(k *Copier, err error, src []Range, srcOff int) error {
 	switch {
 	case errors.Is(err, syscall.EPERM):
@@ -146,8 +143,8 @@ func (c *Channel) why(k *Copier, err error, src []Range, srcOff int) error {
 	return ErrOwnMemory
 }
 
-// readNonce reads the peer's nonce alone: the test whether its memory can be
-// read at all.
+// readNonce reads and checks the peer's nonce alone. It returns an error if the peer's memory
+// cannot be read at all.
 func (c *Channel) readNonce() error {
 	var k Copier
 	k.fill(c, nil, nil, 0, 0)

@@ -7,9 +7,9 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// gate guards one end of a ring: one goroutine at a time is inside, and when
-// the gate has been shut and nobody is inside any more, the ring is unmapped. To
-// shut it waits for nobody: then whoever is inside unmaps when he leaves.
+// endLock is the lock of a ring's end: one goroutine at a time holds it. Once it is closed
+// and no goroutine holds it, the ring is unmapped. close does not wait for the holder: a
+// holder that leaves a closed lock unmaps the ring.
 type endLock struct {
 	mu   sync.Mutex // guards the end of the ring, and mem
 	mem  []byte     // the segment; nil when it is unmapped
@@ -17,16 +17,17 @@ type endLock struct {
 	bell *bell // dropped with the segment
 }
 
-// enter waits its turn. It reports false, and is not inside, if the gate is
-// shut.
+// enter waits for the lock and takes it. It reports false, and does not hold it, if it is
+// closed.
 func (g *endLock) enter() bool {
 	g.mu.Lock()
 	return g.stay()
 }
 
-// tryEnter does not wait.
+// tryEnter is enter, but reports false if another goroutine holds the lock.
 func (g *endLock) tryEnter() bool { return g.mu.TryLock() && g.stay() }
 
+// stay gives the lock, which was just taken, back if it is closed.
 func (g *endLock) stay() bool {
 	if g.shut.Load() {
 		g.leave()
@@ -42,14 +43,14 @@ func (g *endLock) leave() {
 	}
 }
 
-// close shuts the gate. It is idempotent.
+// close closes the lock for good. It is idempotent.
 func (g *endLock) close() {
 	g.shut.Store(true)
 	g.clean()
 }
 
-// clean unmaps the segment, unless somebody is inside: he cleans when he leaves,
-// since he looks at shut after he has let go.
+// clean unmaps the segment, unless a goroutine holds the lock: that one cleans when it
+// leaves, since it looks at shut after it has released the mutex.
 func (g *endLock) clean() {
 	if !g.mu.TryLock() {
 		return

@@ -1,25 +1,27 @@
 package shm
 
-// Lanes: how a peer accesses memory of ours by itself, while we let it.
+// Grants: while a grant is open, a peer accesses memory of the owner process by itself.
 //
-// The owner of an inbox gives a peer a lane with a pass, a number that is never used
-// again, and shows the pass on the lane. The peer enters the lane with it, looks
-// whether it is still shown, stores or loads, looks again, counts and leaves. The owner
-// takes the pass away and then looks whether the peer is inside: one of the two sees the
-// other, so when the owner has seen nobody, nobody is in there and nobody will be.
+// The owner of an inbox gives a grant a serial, a number that is never used again, and shows
+// the serial in a slot of the inbox. The peer enters: it writes the serial to the slot's
+// inside word and checks that the serial is still shown. Then it stores or loads, checks
+// again, counts and leaves. To revoke the grant, the owner clears the serial and then reads
+// the inside word. Each side writes its own word before it reads the other's, so at least one
+// of the two sees the other: if the owner finds the peer outside, the peer is not accessing
+// the memory and will not access it again.
 //
-// An owner that only moves the memory elsewhere need not wait for a peer that is inside.
-// What the peer counts, it has stored or loaded before the pass was taken away; the rest
-// it does not count, and repeats it by the ring.
+// An owner that only moves the memory elsewhere need not wait for a peer that is inside. The
+// peer counts only what it has stored or loaded before the serial was cleared; what it could
+// not count, it repeats by the ring.
 //
-// A lane is used again for other peers. One that comes with an old pass may get in the
-// way of the new one, who then goes another way for once; it stores nothing.
+// A slot is used again for other peers. A peer that still has an old serial stores nothing,
+// but its attempt to enter may keep the new peer out once: the new peer then uses the ring.
 //
-// Each lane has two cache lines, of which each side writes one:
+// Each slot has two cache lines. The owner writes the first, the peer the second:
 //
-//	pass      the owner's: who may enter; 0: nobody
-//	inside    the peer's: the pass of who is inside; 0: nobody
-//	counts    the peer's: what it has done with this pass (GrantCounts)
+//	serial    the owner's: the serial of the open grant; 0: no peer may enter
+//	inside    the peer's: the serial of the grant that it is inside; 0: none
+//	counts    the peer's: what it has done by this grant (GrantCounts)
 
 import (
 	"runtime"
@@ -28,7 +30,7 @@ import (
 )
 
 const (
-	// MaxGrants is how many lanes an inbox has.
+	// MaxGrants is how many grants an inbox has room for.
 	MaxGrants = 1024
 
 	grantsAt   = inboxPage
@@ -37,20 +39,20 @@ const (
 	countsAt   = insideAt + 8
 )
 
-// GrantCounts is what a peer has done by a lane.
+// GrantCounts is what a peer has done by a grant.
 type GrantCounts [6]uint64
 
-// Indexes of GrantCounts. Packets are those that it would have been.
+// Indexes of GrantCounts. Packets are those that the messages would have taken on a network.
 const (
 	GrantWrites = iota
 	GrantWritePackets
 	GrantWritten // bytes
 	GrantReads
-	GrantReadPackets // of the answers
+	GrantReadPackets // of the responses
 	GrantRead        // bytes
 )
 
-// Less returns what came since.
+// Less returns what was counted since before.
 func (c GrantCounts) Less(before *GrantCounts) GrantCounts {
 	for i := range c {
 		c[i] -= before[i]
@@ -58,14 +60,14 @@ func (c GrantCounts) Less(before *GrantCounts) GrantCounts {
 	return c
 }
 
-// lanes are those of an inbox.
+// grantSlots are the slots of an inbox for grants. The inbox's lock guards them.
 type grantSlots struct {
-	free []int  // have been used before; guarded by the inbox's lock, as is what follows
-	used int    // have ever been
-	last uint64 // pass
+	free []int  // indexes of free slots that have been used before
+	used int    // slots below this index have been used
+	last uint64 // the latest serial
 }
 
-// Grant is the owner's end of a lane.
+// Grant is the owner's end of a grant.
 type Grant struct {
 	in     *Inbox
 	life   *life // the peer's
@@ -85,8 +87,8 @@ func grantWordsOf(mem []byte, index int) grantWords {
 	return grantWords{serial: word(b, 0), inside: word(b, insideAt), counts: b[countsAt:]}
 }
 
-// NewGrant opens a lane to our inbox for the peer, or returns nil if there is none left, or
-// the channel is closed. The peer does not know of it yet.
+// NewGrant opens a grant in our inbox for the peer. It returns nil if no slot is free, or the
+// channel or the inbox is closed. The caller sends the peer Number and Serial.
 func (c *Channel) NewGrant() *Grant {
 	if !c.life.hold() {
 		return nil
@@ -117,29 +119,30 @@ func (in *Inbox) newGrant() *Grant {
 	k.last++
 	l.serial, l.words = k.last, grantWordsOf(in.mem, l.index)
 	for i := range (GrantCounts{}) {
-		word(l.words.counts, 8*i).Store(0) // nobody is inside who would count
+		word(l.words.counts, 8*i).Store(0) // no peer counts here: the slot's last grant was over
 	}
-	l.words.inside.Store(0) // nor is anybody, but one who came in vain and ended there
+	l.words.inside.Store(0) // left by a peer that died in an Enter with an old serial
 	l.words.serial.Store(l.serial)
 	return l
 }
 
-// Number and Pass are what the peer must be told.
+// Number and Serial are what the peer needs for Channel.PeerGrant.
 func (l *Grant) Number() int    { return l.index }
 func (l *Grant) Serial() uint64 { return l.serial }
 
-// Shut takes the pass away. Who is inside may still store; nobody else will.
+// Shut clears the serial. A peer that is inside may still store; no other can enter.
 func (l *Grant) Shut() { l.words.serial.CompareAndSwap(l.serial, 0) }
 
-// Open tells whether the pass is still shown.
+// Open reports whether the serial is still shown.
 func (l *Grant) Open() bool { return l.words.serial.Load() == l.serial }
 
-// Inside tells whether the peer is inside.
+// Inside reports whether the peer is inside.
 func (l *Grant) Inside() bool { return l.words.inside.Load() == l.serial }
 
-// Over reports whether the peer will neither store nor count any more: the lane is shut,
-// and since then the peer was seen outside, or has ended. (It may seem to be inside again
-// for a moment, if it tries to enter in vain.) Whether the channel works says nothing.
+// Over reports whether the peer will neither store nor count any more: the grant is shut, and
+// since then the peer was seen outside, or its process has ended. (Inside may be true again
+// for a moment, while the peer tries to enter in vain.) That the channel is down proves
+// nothing: the process may live on.
 func (l *Grant) Over() bool {
 	if l.over.Load() {
 		return true
@@ -151,12 +154,12 @@ func (l *Grant) Over() bool {
 	return true
 }
 
-// Await waits until a lane that is shut is over. A peer stays inside for the time of a
-// copy. One that is stopped there keeps us waiting until it goes on, or is killed: the
-// memory is not free before.
+// Await waits until a grant that is shut is over. A peer stays inside for the time of a copy.
+// For a peer process that is stopped inside, Await waits until it goes on or is killed: until
+// then it may store to the memory.
 func (l *Grant) Await() {
 	if !l.life.hold() {
-		return // the lane is freed: it was over
+		return // the grant was freed, so it was over
 	}
 	defer l.life.drop()
 	pause := minGrantLook
@@ -174,15 +177,15 @@ func (l *Grant) Await() {
 	l.over.Store(true)
 }
 
-// Await first gives way grantSpins times, and then sleeps between two looks: a copy is soon
-// done, a peer that is stopped may stay for hours.
+// Await first yields grantSpins times, and then sleeps between two looks: a copy is soon
+// done, but a peer that is stopped may stay inside for hours.
 const (
 	grantSpins   = 64
 	minGrantLook = 50 * time.Microsecond
 	maxGrantLook = 2 * time.Millisecond
 )
 
-// Counts returns what the peer has done.
+// Counts returns what the peer has counted.
 func (l *Grant) Counts() (c GrantCounts) {
 	for i := range c {
 		c[i] = word(l.words.counts, 8*i).Load()
@@ -190,7 +193,8 @@ func (l *Grant) Counts() (c GrantCounts) {
 	return c
 }
 
-// Free gives the lane back, once. It is over, or the peer was never told of it.
+// Free gives the slot back. It is called once, when the grant is over or if the peer never
+// got its number.
 func (l *Grant) Free() {
 	defer l.life.drop()
 	l.in.mu.Lock()
@@ -203,15 +207,15 @@ func (l *Grant) Free() {
 	l.in.grants.free = append(l.in.grants.free, l.index)
 }
 
-// PeerGrant is the peer's end: one user at a time.
+// PeerGrant is the peer's end of a grant. One goroutine at a time uses it.
 type PeerGrant struct {
 	serial uint64
 	words  grantWords
 	counts GrantCounts
 }
 
-// PeerGrant returns a lane that the peer has given us, nil if there is no such. It is
-// used between Hold and Release.
+// PeerGrant returns our end of a grant that the peer has opened for us, or nil if the number
+// or the serial is out of range. The caller uses it between Hold and Release.
 func (c *Channel) PeerGrant(number int, pass uint64) *PeerGrant {
 	if number < 0 || number >= MaxGrants || pass == 0 {
 		return nil
@@ -219,7 +223,7 @@ func (c *Channel) PeerGrant(number int, pass uint64) *PeerGrant {
 	return &PeerGrant{serial: pass, words: grantWordsOf(c.bell.mem, number)}
 }
 
-// Enter reports whether we may access the memory now; then Leave follows.
+// Enter reports whether we may access the memory now. If so, the caller must call Leave.
 func (l *PeerGrant) Enter() bool {
 	if !l.Shown() || !l.words.inside.CompareAndSwap(0, l.serial) {
 		return false
@@ -231,19 +235,19 @@ func (l *PeerGrant) Enter() bool {
 	return false
 }
 
-// back ends an Enter in vain. The lane may be somebody else's already, who is inside.
+// back undoes an Enter that came too late. The slot may belong to a new grant already, whose
+// peer is inside: its serial stays.
 func (l *PeerGrant) back() { l.words.inside.CompareAndSwap(l.serial, 0) }
 
-// Shown tells whether the pass is still good.
+// Shown reports whether the owner still shows our serial.
 func (l *PeerGrant) Shown() bool { return l.words.serial.Load() == l.serial }
 
-// Count counts a message of so many packets and bytes, which has been stored or loaded,
-// before Leave: what is GrantWrites or GrantReads. It reports false, and counts nothing, if
-// the pass was taken away meanwhile: the owner may have moved the memory, and the message
-// has to go by the ring.
+// Count counts a message that the caller has stored or loaded since Enter; what is GrantWrites
+// or GrantReads. It reports false, and counts nothing, if the owner has cleared the serial
+// meanwhile: the owner may have moved the memory, and the message has to go by the ring.
 //
-// The compare-and-swap changes nothing. It is a full barrier between the copy and the look
-// at the pass: an owner that takes the pass away after that look finds everything stored.
+// The compare-and-swap changes nothing. It is a full barrier between the copy and the check
+// of the serial: an owner that clears the serial after that check finds everything stored.
 func (l *PeerGrant) Count(what, packets, bytes int) bool {
 	if !l.words.inside.CompareAndSwap(l.serial, l.serial) || !l.Shown() {
 		return false
@@ -259,9 +263,9 @@ func (l *PeerGrant) Count(what, packets, bytes int) bool {
 }
 
 // Leave ends what Enter began.
-func (l *PeerGrant) Leave() { l.words.inside.Store(0) } // and with it is seen what was stored
+func (l *PeerGrant) Leave() { l.words.inside.Store(0) } // after the copy: Store is a barrier
 
-// Hold keeps the peer's inbox mapped, until Release. A sink may call it while it is
-// given a record of the channel.
+// Hold keeps the peer's inbox mapped until Release. Only a sink that is being called with a
+// record of the channel, or a caller that keeps the inbox mapped already, may call it.
 func (c *Channel) Hold()    { c.bell.uses.Add(1) }
 func (c *Channel) Release() { c.bell.drop() }

@@ -1,7 +1,7 @@
 package shm
 
-// Lanes of peers whose channel has broken: the owner waits for the process, not for the
-// connection.
+// Grants of peers whose channel has broken: the owner waits for the end of the process, not of
+// the connection.
 
 import (
 	"encoding/binary"
@@ -12,12 +12,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// grantChild starts a process that is inside a lane of ours, with a channel that we then
-// break from here: the process does not notice, it is stopped.
+// grantChild starts a process that is inside a grant of ours, stops it, and breaks its channel
+// from here: the process, being stopped, does not notice.
 func grantChild(t *testing.T, attr *syscall.SysProcAttr) (*child, *Grant) {
 	t.Helper()
 	owner := newInbox(t, nil)
-	k := startAs(t, listen(t), "lane", 0, attr)
+	k := startAs(t, listen(t), "grant", 0, attr)
 	c, err := k.accept(t, owner)
 	if err != nil {
 		t.Fatal(err)
@@ -52,7 +52,7 @@ func (k *child) signal(t *testing.T, s syscall.Signal) {
 	}
 }
 
-// awaits calls Await elsewhere, and checks that it does not return for some time.
+// awaits calls Await in another goroutine, and checks that it does not return for some time.
 func awaits(t *testing.T, l *Grant) (done chan struct{}) {
 	t.Helper()
 	l.Shut()
@@ -75,8 +75,8 @@ func returns(t *testing.T, done chan struct{}, what string) {
 	}
 }
 
-// grantChildren are peers whose end is noticed by their pidfd, and, in a PID namespace of
-// their own, by their pipe.
+// grantChildren runs a test with a peer whose end is noticed by its pidfd, and with one in a PID
+// namespace of its own, whose end is noticed by its pipe.
 func grantChildren(t *testing.T, test func(t *testing.T, attr *syscall.SysProcAttr)) {
 	t.Run("pidfd", func(t *testing.T) { test(t, nil) })
 	t.Run("pipe", func(t *testing.T) {
@@ -98,9 +98,9 @@ func TestGrantBrokenChannelKilled(t *testing.T) {
 		}
 		l.Free()
 		if !l.Over() {
-			t.Error("a lane that was freed is not over")
+			t.Error("a grant that was freed is not over")
 		}
-		l.Await() // at once
+		l.Await() // must return at once
 	})
 }
 
@@ -111,7 +111,7 @@ func TestGrantBrokenChannelLeft(t *testing.T) {
 		k.signal(t, unix.SIGUSR1)
 		k.signal(t, unix.SIGCONT)
 		returns(t, done, "has left")
-		wantCounts(t, l, 0, 0, 0) // it has done nothing in time
+		wantCounts(t, l, 0, 0, 0) // the process has counted nothing: the grant was shut before
 		k.wait(t)
 		l.Free()
 	})

@@ -1,7 +1,7 @@
 package shm
 
-// A model of how a request is done exactly once, though its owner takes lanes away without
-// waiting: because the memory moves.
+// A model of requests that are executed exactly once, though the owner shuts grants without
+// waiting for a peer that is inside, because it moves the memory.
 
 import (
 	"bytes"
@@ -22,7 +22,7 @@ const (
 	modelBytes = 4096
 )
 
-// modelGrant is a lane and the page that it leads to.
+// modelGrant is a grant and the page that it is for.
 type modelGrant struct {
 	p    *PeerGrant
 	page []byte
@@ -30,7 +30,7 @@ type modelGrant struct {
 
 // modelRequest is a request that comes by the ring.
 type modelRequest struct {
-	n     uint64 // it is the n-th of all
+	n     uint64 // its number among all requests of the peer, from 1
 	write []byte // nil: a READ
 	read  []byte
 }
@@ -43,10 +43,10 @@ type grantModel struct {
 	done chan struct{}
 }
 
-// The owner moves its memory again and again, at any moment of the peer's copies, and
-// scribbles over what it leaves. It executes requests that come by the ring: then it has
-// counted exactly those before. The peer WRITEs and READs, by lanes where it can, and finds
-// what it has written last.
+// TestGrantModel: the owner moves its memory again and again, at any moment of the peer's copies,
+// and scribbles over the page that it leaves. It executes requests that come by the ring: at
+// that time it has counted exactly the requests before. The peer WRITEs and READs, by grants
+// where it can, and reads what it has written last.
 func TestGrantModel(t *testing.T) {
 	seed := rand.Uint64()
 	if s := os.Getenv("VERBENA_SEED"); s != "" {
@@ -78,7 +78,7 @@ func TestGrantModel(t *testing.T) {
 		total, byLane, repeated = m.peer(t, rand.New(rand.NewPCG(seed, 1)), requests)
 	}()
 	moves := m.owner(t, rand.New(rand.NewPCG(seed, 2)), own, peer, pages, ended)
-	t.Logf("%d of %d requests by lanes, %d repeated, %d moves", byLane, total, repeated, moves.count)
+	t.Logf("%d of %d requests by grants, %d repeated, %d moves", byLane, total, repeated, moves.count)
 	if moves.counted != uint64(total) && !t.Failed() {
 		t.Errorf("%d were counted in all, of %d", moves.counted, total)
 	}
@@ -87,11 +87,12 @@ func TestGrantModel(t *testing.T) {
 	}
 }
 
-// enoughRepeated is how many requests must have been inside when the pass was taken away.
+// enoughRepeated is during how many requests the owner must have shut the grant.
 const enoughRepeated = 20
 
-// peer does requests, one after the other, so many and more until it had to repeat some. It
-// returns how many, how many by lanes, and how many it had to repeat.
+// peer does requests one after the other, at least so many, and more until it had to repeat
+// enoughRepeated of them. It returns how many it did, how many by grants, and how many it had
+// to repeat.
 func (m *grantModel) peer(t *testing.T, rng *rand.Rand, requests int) (n, byLane, repeated int) {
 	last, buf := make([]byte, modelBytes), make([]byte, modelBytes)
 	for (n < requests || repeated < enoughRepeated && n < 50*requests) && !t.Failed() {
@@ -107,7 +108,7 @@ func (m *grantModel) peer(t *testing.T, rng *rand.Rand, requests int) (n, byLane
 		}
 		cut := rng.IntN(modelBytes)
 		if rng.IntN(4) > 0 {
-			cut = modelBytes // nothing happens in the middle, or so it seems
+			cut = modelBytes // copy all at once, without a pause in the middle
 		}
 		done := false
 		if l := m.now.Load(); l != nil && l.p.Enter() {
@@ -149,19 +150,19 @@ type modelMoves struct {
 	counted uint64
 }
 
-// owner gives lanes, takes them away, moves the memory and executes what comes by the ring,
-// until the peer has ended.
+// owner opens and shuts grants, moves the memory and executes the requests that come by the
+// ring, until the peer has ended.
 func (m *grantModel) owner(t *testing.T, rng *rand.Rand, own, peer *Channel, pages [][]byte, ended <-chan struct{}) (moves modelMoves) {
 	type given struct {
 		*Grant
 		page int
 	}
-	var lanes []given // whose counts may still change
+	var lanes []given // grants whose counts may still change
 	var freed, byRing uint64
 	counted := func() (n uint64) {
 		kept := lanes[:0]
 		for _, l := range lanes {
-			over := l.Over() // before the counts are read
+			over := l.Over() // must come before Counts: what is over counts no more
 			c := l.Counts()
 			if over && c[GrantWritten]+c[GrantRead] != modelBytes*(c[GrantWrites]+c[GrantReads]) {
 				t.Errorf("counts %v", c)
@@ -205,13 +206,13 @@ func (m *grantModel) owner(t *testing.T, rng *rand.Rand, own, peer *Channel, pag
 				l, p := give(t, own, peer)
 				open, lanes = l, append(lanes, given{l, page})
 				m.now.Store(&modelGrant{p, pages[page]})
-			case open != nil && k == 0: // nobody waits
+			case open != nil && k == 0: // shut, without Await
 				open.Shut()
 				open = nil
-				counted() // which frees lanes
+				counted() // which frees grants that are over
 				old := page
 				for page = (page + 1) % len(pages); slices.ContainsFunc(lanes, func(g given) bool { return g.page == page }); {
-					page = (page + 1) % len(pages) // a peer may still be there
+					page = (page + 1) % len(pages) // the peer may still be inside a grant for that page
 				}
 				copy(pages[page], pages[old])
 				for i := range pages[old] {

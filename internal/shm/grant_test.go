@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// grantPair returns an owner of lanes, its channel to a peer, and the peer's.
+// grantPair returns an inbox that gives grants, its channel to a peer, and the peer's channel.
 func grantPair(t testing.TB) (owner *Inbox, own, peer *Channel) {
 	t.Helper()
 	owner = newInbox(t, nil)
@@ -19,16 +19,16 @@ func grantPair(t testing.TB) (owner *Inbox, own, peer *Channel) {
 	return owner, own, peer
 }
 
-// give opens a lane, and returns both ends.
+// give opens a grant, and returns both ends.
 func give(t testing.TB, own, peer *Channel) (*Grant, *PeerGrant) {
 	t.Helper()
 	l := own.NewGrant()
 	if l == nil {
-		t.Fatal("no lane")
+		t.Fatal("no grant")
 	}
 	p := peer.PeerGrant(l.Number(), l.Serial())
 	if p == nil {
-		t.Fatalf("lane %d with pass %d is none", l.Number(), l.Serial())
+		t.Fatalf("grant %d with serial %d is none", l.Number(), l.Serial())
 	}
 	return l, p
 }
@@ -40,7 +40,7 @@ func wantCounts(t *testing.T, l *Grant, packets, messages, bytes uint64) {
 	}
 }
 
-// A lane from one end to the other: what each side sees of the other.
+// TestGrant: what the owner and the peer of a grant see of each other.
 func TestGrant(t *testing.T) {
 	_, own, peer := grantPair(t)
 	l, p := give(t, own, peer)
@@ -57,7 +57,7 @@ func TestGrant(t *testing.T) {
 	}
 	wantCounts(t, l, 3, 1, 2000)
 	p.Enter()
-	p.Leave() // it could not read what it was to store
+	p.Leave() // without Count: the peer had nothing to store after all
 	wantCounts(t, l, 3, 1, 2000)
 
 	p.Enter()
@@ -83,12 +83,12 @@ func TestGrant(t *testing.T) {
 	<-done
 	wantCounts(t, l, 3, 1, 2000)
 	if p.Enter() || l.Inside() {
-		t.Error("the peer enters a lane that is shut")
+		t.Error("the peer enters a grant that is shut")
 	}
 	l.Free()
 }
 
-// Numbers that no lane has.
+// TestGrantNone: PeerGrant returns nil for numbers and serials that no grant has.
 func TestGrantNone(t *testing.T) {
 	_, _, peer := grantPair(t)
 	for _, k := range []struct {
@@ -96,16 +96,16 @@ func TestGrantNone(t *testing.T) {
 		serial uint64
 	}{{-1, 1}, {MaxGrants, 1}, {0, 0}} {
 		if peer.PeerGrant(k.number, k.serial) != nil {
-			t.Errorf("there is a lane %d with pass %d", k.number, k.serial)
+			t.Errorf("there is a grant %d with serial %d", k.number, k.serial)
 		}
 	}
 	if peer.PeerGrant(MaxGrants-1, 1) == nil {
-		t.Error("the last lane is missing")
+		t.Error("the last grant is missing")
 	}
 }
 
-// A lane is used again, with another pass: the old one is good for nothing but to be in
-// the way for a moment.
+// TestGrantReused: a slot is used again for a grant with another serial. A peer with the old
+// serial cannot enter, but may keep the new peer out for a moment.
 func TestGrantReused(t *testing.T) {
 	_, own, peer := grantPair(t)
 	l1, p1 := give(t, own, peer)
@@ -116,13 +116,13 @@ func TestGrantReused(t *testing.T) {
 	l1.Free()
 	l2, p2 := give(t, own, peer)
 	if l2.Number() != l1.Number() || l2.Serial() == l1.Serial() {
-		t.Fatalf("lane %d with pass %d after lane %d with pass %d", l2.Number(), l2.Serial(), l1.Number(), l1.Serial())
+		t.Fatalf("grant %d with serial %d after grant %d with serial %d", l2.Number(), l2.Serial(), l1.Number(), l1.Serial())
 	}
 	wantCounts(t, l2, 0, 0, 0)
 	if p1.Enter() || p1.Shown() || l2.Inside() {
-		t.Error("the old pass is good for the new lane")
+		t.Error("the old serial is good for the new grant")
 	}
-	// Between the two steps of Enter, the old one stands in the way of the new.
+	// Between the two steps of its Enter, the old peer keeps the new one out.
 	l2.words.inside.Store(l1.Serial())
 	if l2.Inside() || p2.Enter() {
 		t.Error("the old one is taken for the new one, or not seen")
@@ -131,13 +131,13 @@ func TestGrantReused(t *testing.T) {
 	if !p2.Enter() {
 		t.Error("the new one cannot enter")
 	}
-	p1.back() // the second step, late
+	p1.back() // the second step, after p2 has entered
 	if !l2.Inside() {
 		t.Error("the old one has put the new one out")
 	}
-	l1.Shut() // the old one's end is none of the new one's
+	l1.Shut() // leaves the new serial alone
 	if !l2.Open() {
-		t.Error("the old lane's end has shut the new one")
+		t.Error("the old grant's end has shut the new one")
 	}
 	p2.Count(GrantWrites, 1, 1)
 	p2.Leave()
@@ -151,7 +151,7 @@ func TestGrantsExhausted(t *testing.T) {
 	for range MaxGrants {
 		l := own.NewGrant()
 		if l == nil || seen[l.Number()] {
-			t.Fatalf("after %d lanes: %+v", len(all), l)
+			t.Fatalf("after %d grants: %+v", len(all), l)
 		}
 		seen[l.Number()] = true
 		all = append(all, l)
@@ -162,20 +162,20 @@ func TestGrantsExhausted(t *testing.T) {
 	all[17].Shut()
 	all[17].Free()
 	if l := own.NewGrant(); l == nil || l.Number() != all[17].Number() {
-		t.Errorf("%+v after lane %d was freed", l, all[17].Number())
+		t.Errorf("%+v after grant %d was freed", l, all[17].Number())
 	}
 	owner.Close()
 	if own.NewGrant() != nil {
-		t.Error("a lane of an inbox that is closed")
+		t.Error("a grant of an inbox that is closed")
 	}
-	all[1].Free() // touches nothing
+	all[1].Free() // must not touch memory, which is unmapped
 }
 
-// A process that ends inside a lane is waited for until it has ended, not for ever; the
-// lane can be used again.
+// TestGrantKilled: Await returns when a process that is inside a grant has ended, and the slot
+// can be used again.
 func TestGrantKilled(t *testing.T) {
 	owner := newInbox(t, nil)
-	k := startChild(t, listen(t), "lane", 0)
+	k := startChild(t, listen(t), "grant", 0)
 	c, err := k.accept(t, owner)
 	if err != nil {
 		t.Fatal(err)
@@ -208,14 +208,14 @@ func TestGrantKilled(t *testing.T) {
 	}
 	l.Free()
 	if again := c.NewGrant(); again.Number() != l.Number() || again.words.inside.Load() != 0 {
-		t.Errorf("lane %d, in which %d is, after lane %d", again.Number(), again.words.inside.Load(), l.Number())
+		t.Errorf("grant %d, in which %d is, after grant %d", again.Number(), again.words.inside.Load(), l.Number())
 	}
 }
 
-// Check finds out at once that a process has ended.
+// TestCheck: Check reports at once that a process has ended.
 func TestCheck(t *testing.T) {
 	owner := newInbox(t, nil)
-	k := startChild(t, listen(t), "lane", 0)
+	k := startChild(t, listen(t), "grant", 0)
 	c, err := k.accept(t, owner)
 	if err != nil {
 		t.Fatal(err)
@@ -229,14 +229,14 @@ func TestCheck(t *testing.T) {
 	}
 }
 
-// Hold keeps the peer's inbox mapped beyond the channel.
+// TestGrantHeld: Hold keeps the peer's inbox mapped after the channel is closed.
 func TestGrantHeld(t *testing.T) {
 	before := holding(t).maps
 	_, own, peer := grantPair(t)
 	l, p := give(t, own, peer)
 	peer.Hold()
 	peer.Close()
-	if !p.Enter() { // or this is a fault
+	if !p.Enter() { // faults if the inbox is unmapped
 		t.Error("it cannot enter")
 	}
 	p.Count(GrantWrites, 1, 1)
@@ -253,8 +253,8 @@ func TestGrantHeld(t *testing.T) {
 	}
 }
 
-// The owner gives lanes and takes them away, the peer stores all the time: when the owner
-// has waited, nothing changes any more, and the counts say what was stored.
+// TestGrantTorture: the owner opens and shuts grants while the peer stores all the time. After
+// Await nothing changes any more, and the counts are what was stored.
 func TestGrantTorture(t *testing.T) {
 	rounds := 3000
 	if testing.Short() {
@@ -279,13 +279,13 @@ func TestGrantTorture(t *testing.T) {
 				words[i].Store(n)
 			}
 			if p.Count(GrantWrites, 1, 8*len(words)) {
-				n++ // otherwise the same again
+				n++ // otherwise the peer stores the same value again
 			}
 			p.Leave()
 		}
 	})
 	var old atomic.Pointer[PeerGrant]
-	wg.Go(func() { // comes too late, always
+	wg.Go(func() { // a peer whose serial is always an old one
 		for !stop.Load() {
 			if p := old.Load(); p != nil && p.Enter() {
 				t.Error("a pass that was taken away is good")

@@ -13,7 +13,7 @@ package shm
 //	ready: could I? ───────────────────────────▶
 //	                              ◀───────────── ready: could I?
 //
-// The socket stays open afterwards, and says nothing but bye: its end is the
+// The socket stays open afterwards and carries no message but bye: its end is the
 // end of the peer.
 
 import (
@@ -30,7 +30,7 @@ import (
 )
 
 // ErrRefused means that the peer did not want the channel, or we did not want
-// the peer. The text says why.
+// the peer. The text gives the reason.
 var ErrRefused = errors.New("refused")
 
 const (
@@ -64,11 +64,11 @@ func kindOf(b []byte) byte {
 	return b[4]
 }
 
-// hello is what one side tells about itself.
+// hello describes the side that sends it.
 type hello struct {
-	pid       uint32 // as it sees itself
-	slot      uint32 // our bit in its inbox
-	ring      uint64 // bytes of the ring that we shall write
+	pid       uint32 // in its own PID namespace
+	slot      uint32 // the receiver's bit in the sender's inbox
+	ring      uint64 // bytes of the ring that the receiver will write
 	nonce     uint64
 	nonceAddr uint64
 }
@@ -102,14 +102,14 @@ func parseHello(b []byte) (h hello, err error) {
 
 // Dial makes a channel over a connection that we have dialled, Accept over one
 // that we have accepted. The connection belongs to the channel from then on,
-// and is closed on an error. The tag is the caller's: Channel.Tag.
+// and is closed on an error. Channel.Tag returns the tag.
 //
-// Records may reach the inbox's poller before Dial or Accept returns.
+// Poll may hand out records of the channel before Dial or Accept returns.
 func (in *Inbox) Dial(ctx context.Context, conn *net.UnixConn, tag any) (*Channel, error) {
 	return in.join(ctx, conn, tag, true)
 }
 
-// Accept is Dial's other side.
+// Accept makes a channel over a connection that we have accepted: see Dial.
 func (in *Inbox) Accept(ctx context.Context, conn *net.UnixConn, tag any) (*Channel, error) {
 	return in.join(ctx, conn, tag, false)
 }
@@ -133,7 +133,7 @@ func (h *handshake) join(ctx context.Context) error {
 	}
 	defer in.joining.Done()
 	// Both contexts end the handshake by making the connection time out.
-	expire := func() { _ = h.conn.SetDeadline(time.Unix(1, 0)) } // it fails on a closed one
+	expire := func() { _ = h.conn.SetDeadline(time.Unix(1, 0)) } // it fails on a closed connection
 	stop, stopIn := context.AfterFunc(ctx, expire), context.AfterFunc(in.ctx, expire)
 	err := h.run()
 	if !stop() {
@@ -153,8 +153,8 @@ func (h *handshake) join(ctx context.Context) error {
 	return in.attach(c)
 }
 
-// takeSlot gives a channel a place in the inbox, where nobody finds it yet, and
-// counts its handshake.
+// takeSlot takes a slot of the inbox for a channel, which Poll does not find there before
+// attach, and counts its handshake.
 func (in *Inbox) takeSlot(c *Channel) error {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -180,15 +180,15 @@ func (in *Inbox) freeSlot(slot int) {
 	in.mu.Unlock()
 }
 
-// attach puts a channel that is complete to use. From here on it is Close that
-// ends it, which a sink may call before this returns.
+// attach puts a channel that is complete to use. From here on Close ends it, which a sink may
+// call before attach returns.
 func (in *Inbox) attach(c *Channel) error {
 	in.slots[c.slot].Store(c)
 	if err := c.watch(); err != nil {
 		c.Close()
 		return err
 	}
-	in.poke(c.slot) // the peer may have sent, before anybody knew whose slot this is
+	in.poke(c.slot) // the peer may have sent before the slot was set, and Poll have dropped its bit
 	return nil
 }
 
@@ -202,7 +202,7 @@ type handshake struct {
 
 	cred    sys.Cred
 	ringfd  int
-	allowed bool // the peer may read our memory, if the kernel wants that said
+	allowed bool // reach.allow was called for the peer
 }
 
 func (h *handshake) run() (err error) {
@@ -224,7 +224,7 @@ func (h *handshake) run() (err error) {
 			return err
 		}
 	}
-	// A peer that is not there any more may have left word why, so go on to read.
+	// A peer that has closed the connection may have sent a refusal first: go on to read it.
 	if err := h.sendHello(); err != nil && !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
 		return h.refuse(err)
 	}
@@ -236,11 +236,11 @@ func (h *handshake) run() (err error) {
 	return h.tryReading()
 }
 
-// refuse tells the peer why there will be no channel.
+// refuse sends the peer the reason why there will be no channel, and returns it.
 func (h *handshake) refuse(err error) error {
 	text := err.Error()
 	b := append(message(msgRefuse), text[:min(len(text), maxMessage-preambleBytes)]...)
-	_ = sys.SendNow(h.conn, b) // if it does not arrive, the end does
+	_ = sys.SendNow(h.conn, b) // if it does not arrive, the end of the socket does
 	return err
 }
 
@@ -270,7 +270,7 @@ func (h *handshake) sendHello() error {
 func (h *handshake) receive(kind byte) (msg []byte, fds []int, err error) {
 	b := make([]byte, maxMessage)
 	n, fds, err := sys.RecvFDs(h.conn, b)
-	if errors.Is(err, syscall.ECONNRESET) { // the peer left; what it said before is still there
+	if errors.Is(err, syscall.ECONNRESET) { // the peer has closed; its last message can still be read
 		n, fds, err = sys.RecvFDs(h.conn, b)
 	}
 	if err != nil {
@@ -294,7 +294,7 @@ func (h *handshake) receive(kind byte) (msg []byte, fds []int, err error) {
 
 func closeAll(fds []int) {
 	for _, fd := range fds {
-		_ = sys.CloseFD(fd) // they are of no use whatever it says
+		_ = sys.CloseFD(fd) // an error changes nothing: they are not used any more
 	}
 }
 
@@ -349,8 +349,9 @@ func (h *handshake) take(m hello, ringfd, inboxfd, eventfd, lifefd int) error {
 
 // lifeOf returns the descriptor by which the end of the process is noticed: a pidfd, even
 // if a child that the process forked keeps the socket and the pipe open; or the pipe that
-// came with the hello. A pidfd needs the process's number for sure: the kernel says who
-// made the socket, which may be the parent of the process that uses it.
+// came with the hello. The kernel's number is that of the process that made the socket, which
+// may be the parent of the process that uses it: so a pidfd is used only if the hello claims
+// the same number.
 func (h *handshake) lifeOf(claimed, pipe int) int {
 	if h.cred.PID == 0 || h.cred.PID != claimed {
 		return pipe
@@ -363,8 +364,8 @@ func (h *handshake) lifeOf(claimed, pipe int) int {
 	return fd
 }
 
-// tryReading finds out whether we can read the peer's memory, tells it, and
-// learns whether it can read ours.
+// tryReading tries to read the peer's memory, sends the peer the result, and receives whether
+// the peer can read ours.
 func (h *handshake) tryReading() error {
 	p := &h.c.peer
 	p.canRead = p.pid > 0 && h.c.readNonce() == nil
@@ -387,8 +388,8 @@ func (h *handshake) tryReading() error {
 	return nil
 }
 
-// undo gives up what was made for a channel that will not be. It is in nobody's
-// hands yet.
+// undo gives up what was made for a channel whose handshake failed. No other goroutine has the
+// channel yet.
 func (h *handshake) undo() {
 	c := h.c
 	if h.allowed {

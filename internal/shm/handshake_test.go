@@ -16,13 +16,13 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// offer is what a peer that is not us sends as its hello.
+// offer is the hello of a peer that may not follow the protocol.
 type offer struct {
 	msg []byte
 	fds []int
 }
 
-// goodOffer is one that would be accepted, for tests to spoil.
+// goodOffer returns an offer that would be accepted, for tests to spoil.
 func goodOffer(t *testing.T) offer {
 	t.Helper()
 	in := newInbox(t, nil)
@@ -53,8 +53,8 @@ func memfd(t *testing.T, size int64, seals int, flags int) int {
 	return fd
 }
 
-// Whatever a peer offers is checked before it is used; it is told what was
-// wrong, and nothing stays behind.
+// Whatever a peer offers is checked before it is used. The peer receives the reason for a
+// refusal, and no mapping or descriptor stays behind.
 func TestHandshakeRefuses(t *testing.T) {
 	put := func(b []byte, at int, v uint64) []byte {
 		binary.LittleEndian.PutUint64(b[at:], v)
@@ -119,7 +119,7 @@ func TestHandshakeRefuses(t *testing.T) {
 			if used := in.used[0]; used {
 				t.Error("the slot is still taken")
 			}
-			// The peer is told, unless it did not even say hello.
+			// The peer receives the reason, unless it did not even send a hello.
 			buf := make([]byte, maxMessage)
 			n, err := a.Read(buf)
 			if c.name == "nothing" || strings.HasPrefix(c.name, "far too") || c.name == "too long" {
@@ -169,7 +169,7 @@ func send(t *testing.T, conn *net.UnixConn, o offer) {
 	}
 }
 
-// Another user is refused before anything is passed, and told why.
+// A process of another user is refused before anything is passed, and receives the reason.
 func TestHandshakeRefusesUser(t *testing.T) {
 	for _, dialer := range []bool{true, false} {
 		ours, theirs := newInbox(t, nil), newInbox(t, nil)

@@ -1,9 +1,8 @@
 package shm
 
-// What a process polls. Stages: bits of rings that may hold something are
-// gathered (Poll, gather), each such ring is visited (visit) and its records
-// handed to a sink; a ring that stays empty is left alone until its writer sets
-// the bit again (quiet).
+// The inbox that a process polls, in stages: Poll gathers the bits of the rings that may hold
+// records (gather), visits each such ring and hands its records to a sink (visit). A ring that
+// stays empty is not visited until its writer sets the bit again (unlist).
 
 import (
 	"context"
@@ -18,7 +17,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// Config is how an inbox is set up. Nil means all defaults.
+// Config configures an inbox. Nil means all defaults.
 type Config struct {
 	// RingBytes is the size of the rings that peers write to us: a multiple of
 	// RingUnit between MinRing and MaxRing. 0 is 512 KiB.
@@ -28,29 +27,28 @@ type Config struct {
 const (
 	defaultRing = 512 << 10
 
-	// visitRecords is how many records one ring may deliver before others have
-	// their turn.
+	// visitRecords is how many records one visit takes from a ring at most.
 	visitRecords = 32
-	// idleVisits is how often a ring is found empty before it is left alone
-	// until its writer sets the bit. Up to then the writer need not touch
-	// anything but the ring.
+	// idleVisits is after how many visits in a row that find it empty a ring is not
+	// visited until its writer sets the bit. Up to then the bit stays set, and the writer
+	// stores to nothing but the ring.
 	idleVisits = 256
 )
 
-// Sink takes what arrives. It is called by Poll, in the order of each peer's
-// records.
+// Sink takes what arrives. Poll calls it, with the records of each peer in their order.
 type Sink interface {
 	// Record takes a record. The bytes are valid until it returns, and a peer
 	// that misbehaves may change them at any time: what is checked must be
 	// copied first.
 	Record(c *Channel, typ byte, p []byte)
-	// Full says that what was handed out of a channel is enough for now.
+	// Full reports whether the sink wants no more records of a channel in this visit.
 	Full(c *Channel) bool
-	// Room says that a channel may have room, after a Reserve that found none.
+	// Room is called when a channel may have room again, after a Reserve that found none.
 	Room(c *Channel)
-	// Gone is the last call for a channel whose peer has ended, or whose ring
-	// is broken: ErrPeerClosed, ErrPeerDied or an ErrBroken. All that the peer
-	// had committed has been delivered. Poll then closes the channel.
+	// Gone is the last call for a channel that the peer has closed (ErrPeerClosed), whose
+	// peer has died (ErrPeerDied) or that is broken (an ErrBroken). All that the peer had
+	// committed has been delivered, up to where a ring is broken. Poll then closes the
+	// channel.
 	Gone(c *Channel, err error)
 }
 
@@ -67,18 +65,18 @@ type Inbox struct {
 
 	slots [MaxPeers]atomic.Pointer[Channel]
 
-	// Poll's own; active is read by others.
-	active [slotWords]atomic.Uint64 // rings that Poll looks at
-	idle   [MaxPeers]uint16         // how often each was found empty
+	// Only Poll writes these; Announce reads active.
+	active [slotWords]atomic.Uint64 // rings that Poll visits
+	idle   [MaxPeers]uint16         // how often in a row each ring was found empty
 	first  int                      // the slot to begin with
 
-	inUse   atomic.Int32 // words of bits whose slots have ever been used
-	blocked atomic.Int32 // channels that wait for room
+	inUse   atomic.Int32 // words of pending whose slots have ever been used
+	blocked atomic.Int32 // channels that wait for room in the ring to the peer
 
-	epoch uint64 // Announce's own
+	epoch uint64 // the sleep word when awake; only Announce changes it
 
 	watch   *sys.Watch
-	ended   chan struct{}  // closed when the goroutine that watches has ended
+	ended   chan struct{}  // closed when watchPeers has returned
 	joining sync.WaitGroup // handshakes under way
 	ctx     context.Context
 	cancel  context.CancelFunc
@@ -141,8 +139,8 @@ func newSegment(name string, size int) (fd int, mem []byte, err error) {
 	return fd, mem, nil
 }
 
-// release gives up what open has made, as far as it came; all but the watch,
-// which open makes last.
+// release gives up what open has made, as far as it came; all but the watch, which open
+// makes last, and the process's pipe, which no inbox closes.
 func (in *Inbox) release() {
 	var errs []error
 	if in.event != nil {
@@ -152,12 +150,12 @@ func (in *Inbox) release() {
 		errs = append(errs, sys.Unmap(in.mem), sys.CloseFD(in.memfd))
 	}
 	if err := errors.Join(errs...); err != nil {
-		panic(fmt.Sprintf("shm: closing what is our own: %v", err)) // somebody else has closed it, and may have done worse
+		panic(fmt.Sprintf("shm: closing what is our own: %v", err)) // other code has closed or unmapped it
 	}
 }
 
-// Poll hands up to about budget records to the sink, without blocking, and
-// returns how many calls it made. One at a time.
+// Poll hands up to about budget records to the sink, without blocking, and returns how many
+// calls of Record, Room and Gone it made. One goroutine at a time calls it.
 func (in *Inbox) Poll(s Sink, budget int) int {
 	n := 0
 	if in.blocked.Load() > 0 {
@@ -178,8 +176,9 @@ func (in *Inbox) Poll(s Sink, budget int) int {
 	return n
 }
 
-// visitAll visits the rings of one word that may hold something, from a slot on
-// and below another. When the budget is used up, the next Poll goes on behind.
+// visitAll visits the rings of word index of pending that may hold something and whose slots
+// are at least from and less than below. It returns n plus the calls made. When the budget is
+// used up, the next Poll begins with the slot after the last visited.
 func (in *Inbox) visitAll(s Sink, index, from, below, n, budget int) int {
 	for set := in.gather(index); set != 0; set &= set - 1 {
 		slot := index*64 + bits.TrailingZeros64(set)
@@ -194,7 +193,7 @@ func (in *Inbox) visitAll(s Sink, index, from, below, n, budget int) int {
 	return n
 }
 
-// gather returns which rings of one word may hold something.
+// gather returns which rings of word index of pending may hold something.
 func (in *Inbox) gather(index int) uint64 {
 	active := in.active[index].Load()
 	if more := in.words.pending[index].Load() &^ active; more != 0 {
@@ -204,19 +203,19 @@ func (in *Inbox) gather(index int) uint64 {
 	return active
 }
 
-// visit delivers what is in one ring. A broken ring and a peer that ended are
-// found out here too.
+// visit delivers records of one ring. If no record is left and the channel is down, or its ring
+// is broken, visit reports that to the sink and closes the channel.
 func (in *Inbox) visit(s Sink, slot int) int {
 	c := in.channel(slot)
 	if c == nil {
-		in.unlist(slot, nil) // it was closed, or somebody set a bit that is not his
+		in.unlist(slot, nil) // the channel was closed, or a peer set a bit that is not its own
 		return 0
 	}
 	if !c.rx.tryEnter() {
-		return 0 // it is being closed
+		return 0 // it is closed, or Announce looks at it
 	}
 	defer c.rx.leave()
-	down := c.down.Load() // before the ring: what came before the end is seen
+	down := c.down.Load() // read before the ring: what was committed before the end is then seen
 	n, r := 0, c.rx.ring
 	for n < visitRecords && !c.rx.shut.Load() && !(n > 0 && s.Full(c)) {
 		typ, p, ok := r.Next()
@@ -228,7 +227,7 @@ func (in *Inbox) visit(s Sink, slot int) int {
 			if down == nil {
 				break
 			}
-			if down.err != ErrClosed { // who closes it knows
+			if down.err != ErrClosed { // Close is ours: its caller needs no report
 				s.Gone(c, down.err)
 				n++
 			}
@@ -249,7 +248,7 @@ func (in *Inbox) visit(s Sink, slot int) int {
 	return n
 }
 
-// channel returns who has a slot, or nil; there is none beyond the last.
+// channel returns the channel of a slot, or nil. The last bit of pending has no slot.
 func (in *Inbox) channel(slot int) *Channel {
 	if slot >= MaxPeers {
 		return nil
@@ -257,13 +256,13 @@ func (in *Inbox) channel(slot int) *Channel {
 	return in.slots[slot].Load()
 }
 
-// quiet ends the visits to a slot until its bit is set again. c is who was found
-// there, or nil; the caller is inside its ring.
+// unlist ends the visits to a slot until its bit is set again. c is the channel that the
+// caller found there, whose reading end it holds, or nil.
 func (in *Inbox) unlist(slot int, c *Channel) {
 	index, bit := slotBit(slot)
 	in.words.pending[index].And(^bit)
-	// Who did something before may not have set the bit, and is seen now; who
-	// does something from now on sets it.
+	// A peer that stored a record while the bit was set did not set it: its record is
+	// seen now. A peer that stores a record from now on sets the bit.
 	if in.channel(slot) != c || c != nil && (c.down.Load() != nil || c.rx.ring.Ready()) {
 		return
 	}
@@ -273,7 +272,8 @@ func (in *Inbox) unlist(slot int, c *Channel) {
 	}
 }
 
-// pollRoom tells channels that wait for room which of them may have some.
+// pollRoom calls the sink's Room for the channels that wait for room and may have some now. It
+// returns how many.
 func (in *Inbox) pollRoom(s Sink) int {
 	n := 0
 	for index := range slotWords {
@@ -291,15 +291,15 @@ func (in *Inbox) pollRoom(s Sink) int {
 	return n
 }
 
-// Ticket is a word of the owner's own, which peers can look at (PeerTicket). It is
-// there until Close.
+// Ticket returns a word that only the owner process writes and peers read
+// (Channel.PeerTicket). It is mapped until Close.
 func (in *Inbox) Ticket() *atomic.Uint64 { return word(in.mem, ticketAt) }
 
-// Lease is another such word, of MaxLeases.
+// Lease returns word i of MaxLeases more such words.
 func (in *Inbox) Lease(i int) *atomic.Uint64 { return word(in.mem, leasesAt+8*i) }
 
-// Peers returns how many channels there are, those included that are being made. A
-// test of the link asks whether one is left of two that were made at the same time.
+// Peers returns how many channels there are, including those whose handshake is under way.
+// Only tests of the link call it: of two channels made at the same time, one is left.
 func (in *Inbox) Peers() (n int) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -311,7 +311,7 @@ func (in *Inbox) Peers() (n int) {
 	return n
 }
 
-// poke makes Poll visit a slot, and ends a sleep.
+// poke makes Poll visit a slot, and wakes an owner that sleeps.
 func (in *Inbox) poke(slot int) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -323,8 +323,8 @@ func (in *Inbox) poke(slot int) {
 	in.event.Signal()
 }
 
-// Close closes all channels and gives up the inbox. Nobody may be in Poll, or
-// wait for Event, nor do so afterwards. It is idempotent.
+// Close closes all channels and gives up the inbox. No goroutine may be in Poll or wait for
+// Event, now or later. It is idempotent.
 func (in *Inbox) Close() {
 	in.mu.Lock()
 	was := in.closed
@@ -334,7 +334,7 @@ func (in *Inbox) Close() {
 		return
 	}
 	in.cancel()
-	in.joining.Wait() // handshakes, which have been told to end
+	in.joining.Wait() // handshakes, which cancel ends
 	for i := range in.slots {
 		if c := in.slots[i].Load(); c != nil {
 			c.Close()

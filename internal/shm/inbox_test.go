@@ -94,8 +94,8 @@ func TestSleep(t *testing.T) {
 	wg.Wait()
 }
 
-// The moments that TestSleep meets by chance, one by one: what came before a
-// sleep is announced, without a bell, keeps the owner awake.
+// The moments that TestSleep meets by chance, one by one: a record that was stored before
+// Announce keeps the owner awake, though its sender has not rung the bell.
 func TestLookAgain(t *testing.T) {
 	a, b := newInbox(t, nil), newInbox(t, &Config{RingBytes: MinRing})
 	ab, ba := joinPair(t, a, b)
@@ -115,13 +115,13 @@ func TestLookAgain(t *testing.T) {
 		}
 		b.Awake()
 	}
-	commit := func() { // a record, and its sender is stopped before it rings
+	commit := func() { // a record whose sender is stopped before it rings the bell
 		ab.Begin()
 		ab.Reserve(recData, 1)
 		ab.tx.ring.Commit()
 		ab.End()
 	}
-	b.Poll(s, 8) // finds its first bit, which attaching has set
+	b.Poll(s, 8) // finds the bit that attach has set
 
 	commit()
 	expect("a ring that is looked at")
@@ -136,8 +136,8 @@ func TestLookAgain(t *testing.T) {
 	ab.Send(recData)
 	expect("a ring that is looked at again")
 
-	// The last look at a ring, and then a record, for which nobody sets a bit
-	// that is set: it must not be forgotten.
+	// A record that comes right after the last look at its ring, while the bit is still
+	// set, so that its sender does not set it: the record must be found.
 	commit()
 	b.slots[ba.slot].Load().rx.enter()
 	b.unlist(ba.slot, ba)
@@ -146,7 +146,7 @@ func TestLookAgain(t *testing.T) {
 		t.Fatal("a ring with a record was left alone")
 	}
 	expect("a ring that is left alone")
-	// Likewise a peer that ends, and a slot that is taken, in that moment.
+	// Likewise if the peer ends, or the slot is taken, at that moment.
 	ba.rx.enter()
 	ba.setDown(ErrPeerDied)
 	b.unlist(ba.slot, ba)
@@ -159,7 +159,7 @@ func TestLookAgain(t *testing.T) {
 		t.Fatal("a new peer was forgotten")
 	}
 
-	// Room, which the peer has signalled before.
+	// Room that the peer has signalled before Announce.
 	b.Poll(s, 8) // the end
 	ba, ab = joinPair(t, b, a)
 	for ba.Send(recData, make([]byte, 1000)) == nil {
@@ -218,7 +218,7 @@ func TestRoom(t *testing.T) {
 	wg.Wait()
 }
 
-// A ring that goes quiet is not looked at, until its writer rings.
+// A ring that stays empty is not visited until its writer rings the bell.
 func TestUnlist(t *testing.T) {
 	a, b := newInbox(t, nil), newInbox(t, nil)
 	ab, ba := joinPair(t, a, b)
@@ -240,7 +240,7 @@ func TestUnlist(t *testing.T) {
 			t.Fatal("an idle ring is looked at")
 		}
 	}
-	// Bits that belong to nobody do no harm.
+	// Bits without a channel do no harm.
 	for i := range slotWords {
 		b.words.pending[i].Store(^uint64(0))
 		b.words.room[i].Store(^uint64(0))
@@ -320,7 +320,7 @@ func TestBrokenRing(t *testing.T) {
 	}
 }
 
-// Channels are closed while they are used by everybody, and by sinks.
+// Channels are closed, also by sinks, while other goroutines use them.
 func TestCloseUnderLoad(t *testing.T) {
 	before := holding(t)
 	func() {
@@ -502,8 +502,7 @@ func TestInboxAllocs(t *testing.T) {
 	}
 }
 
-// A sink that has enough gets the rest with the next polls, also if it has enough all the
-// time.
+// A sink whose Full reports true gets the rest with the next polls, even if Full always does.
 func TestSinkFull(t *testing.T) {
 	a, b := newInbox(t, nil), newInbox(t, nil)
 	ab, _ := joinPair(t, a, b)

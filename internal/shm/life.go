@@ -1,16 +1,16 @@
 package shm
 
-// The end of a peer process, as the kernel tells it. A connection that has broken proves
-// nothing: a process that lives may have closed it, or somebody may have shut it down. A
-// process that has ended stores nothing any more, so whoever must know that, before memory
-// is used for something else, asks here:
+// The end of a peer process, as the kernel reports it. A broken connection proves nothing: a
+// process that lives may have closed it or shut it down. Only a process that has ended is
+// certain to store nothing any more. Before the owner of a grant uses the memory for something
+// else, it has to be certain of that, by one of two descriptors:
 //
-//   - by a descriptor of the process (pidfd), where its number is known for sure;
-//   - otherwise, as between PID namespaces, by a pipe whose write end the process never
-//     closes: the kernel does, when the process has ended. (A child that the process has
-//     forked keeps the write end open too. Then the end is noticed late, never early.)
+//   - a pidfd of the process, where its number is certain;
+//   - otherwise, as between PID namespaces, a pipe whose write end the process never closes:
+//     the kernel does, when the process has ended. (A child that the process has forked keeps
+//     the write end open too. Then the end is noticed late, never early.)
 //
-// The descriptor outlives the channel that brought it: lanes use it until they are freed.
+// The descriptor outlives the channel that brought it: grants use it until they are freed.
 
 import (
 	"sync"
@@ -18,11 +18,11 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// life is the life of a peer process.
+// life is the descriptor by which the end of a peer process is noticed.
 type life struct {
-	mu   sync.Mutex // guards what follows; nobody waits under it
+	mu   sync.Mutex // guards what follows; never held while waiting
 	fd   int        // a pidfd, or the read end of the peer's pipe
-	uses int        // the channel, its lanes, and those who wait for one; the last one closes fd
+	uses int        // the channel, its grants, and each Grant.Await; the last drop closes fd
 }
 
 func newLife(fd int) *life { return &life{fd: fd, uses: 1} }
@@ -53,12 +53,12 @@ func (l *life) ended() bool { return sys.Exited(l.fd) }
 // own is this process's pipe.
 var own struct {
 	mu   sync.Mutex // guards read
-	read int        // 0: it was not made yet
+	read int        // 0: not made yet
 }
 
-// ownLife returns the read end of this process's pipe, which every peer gets a copy of. It
-// is made once; if that fails, as for want of descriptors, the next one tries again. Nobody
-// ever closes the write end, nor writes to it.
+// ownLife returns the read end of this process's pipe, which every peer gets a copy of. The
+// first call that succeeds makes the pipe. This process never closes the write end, nor writes
+// to it.
 func ownLife() (int, error) {
 	own.mu.Lock()
 	defer own.mu.Unlock()

@@ -1,9 +1,9 @@
 package shm
 
 // The end of a channel. The peer closes it (a message on the socket), ends (the
-// end of the socket, or the process's own descriptor), or writes nonsense; or
-// we close it. The first of these is its cause (fail); the poller delivers what
-// the peer had committed before, reports the cause, and closes.
+// end of the socket, or of the process, see life.go), or writes nonsense; or we close it. The
+// first of these is its cause (fail). If it is not our own Close, Poll delivers what the peer
+// had committed before, reports the cause to the sink, and closes the channel.
 
 import (
 	"errors"
@@ -13,15 +13,15 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// watchPeers is the one goroutine that an inbox has. It waits for the ends of
-// all channels.
+// watchPeers is the one goroutine that an inbox has. It waits until a peer's socket or process
+// has something to report.
 func (in *Inbox) watchPeers() {
 	defer close(in.ended)
 	var tags [32]int32
 	for {
 		n, err := in.watch.Wait(tags[:])
 		if err != nil {
-			return // stopWatching
+			return // stopWatching has closed the watch
 		}
 		for _, slot := range tags[:n] {
 			if c := in.channel(int(slot)); c != nil {
@@ -36,8 +36,9 @@ func (in *Inbox) stopWatching() {
 	<-in.ended
 }
 
-// hear finds out what the socket or the process has to say. The slot may have
-// changed hands since, so there may be nothing.
+// hear takes the channel down if a message has come on the socket, or the socket or the
+// process has ended. There may be no such thing: the watch reported a slot, which may belong
+// to another channel since.
 func (c *Channel) hear() {
 	c.mu.Lock()
 	if c.closed {
@@ -63,14 +64,15 @@ func (c *Channel) hear() {
 	}
 }
 
-// Check is Err, but does not wait to be told that the peer has ended.
+// Check is Err, but first looks whether the peer has closed the channel or ended, which
+// watchPeers may not have noticed yet.
 func (c *Channel) Check() error {
 	c.hear()
 	return c.Err()
 }
 
-// fail takes the channel down, for the first cause only: nothing is sent any
-// more, and Poll will come by and report it.
+// fail takes the channel down, unless it is down already: Begin reports false from now on, and
+// Poll will report the cause.
 func (c *Channel) fail(err error) {
 	if !c.setDown(err) {
 		return
@@ -105,13 +107,13 @@ func (c *Channel) unwatch() {
 }
 
 func (c *Channel) unwatchLocked() {
-	_ = c.in.watch.RemoveConn(c.conn) // an error: it is not watched
+	_ = c.in.watch.RemoveConn(c.conn) // an error means that it is not watched
 	_ = c.in.watch.Remove(c.life.fd)  // likewise
 }
 
-// Close ends the channel: the peer is told, what has arrived and was not polled
-// is dropped. It waits for nobody; memory is unmapped when the last goroutine
-// that is inside leaves. It is idempotent, and may be called by a sink.
+// Close ends the channel: it sends the peer bye, and drops what has arrived and was not polled.
+// It does not wait for a goroutine that sends or polls: that one unmaps its ring when it
+// leaves. It is idempotent, and a sink may call it.
 func (c *Channel) Close() {
 	c.setDown(ErrClosed)
 	c.mu.Lock()
@@ -121,7 +123,7 @@ func (c *Channel) Close() {
 	}
 	c.closed = true
 	c.unwatchLocked()
-	_ = sys.SendNow(c.conn, message(msgBye)) // if it does not arrive, the end does
+	_ = sys.SendNow(c.conn, message(msgBye)) // if bye does not arrive, the end of the socket does
 	_ = c.conn.Close()                       // likewise
 	c.life.drop()
 	c.mu.Unlock()

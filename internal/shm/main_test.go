@@ -1,7 +1,7 @@
 package shm
 
-// The test binary is also the other process: started again with a mode in its
-// environment, it dials the test and does what the mode says (child_test.go).
+// The test binary is also the child process: started again with a mode in its environment, it
+// dials the test and runs that mode (child_test.go).
 
 import (
 	"context"
@@ -47,7 +47,7 @@ func testContext(t testing.TB) context.Context {
 
 var listeners atomic.Int64
 
-// listen opens a socket that nobody else has.
+// listen opens a socket with a name of its own.
 func listen(t testing.TB) *net.UnixListener {
 	t.Helper()
 	name := fmt.Sprintf("@verbena-shm-test-%d-%d", os.Getpid(), listeners.Add(1))
@@ -117,8 +117,8 @@ type child struct {
 	l   *net.UnixListener
 }
 
-// startOther starts a process of another user, which will dial. It takes
-// privilege.
+// startOther starts a process of another user, which will dial. The test needs privilege for
+// that.
 func startOther(t testing.TB, l *net.UnixListener) *child {
 	t.Helper()
 	return startAs(t, l, "close", 0, &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}})
@@ -163,7 +163,7 @@ func (k *child) kill() {
 	}
 }
 
-// wait waits for a process that ends by itself, and wants it to end well.
+// wait waits for a process that ends by itself, and fails the test if it fails.
 func (k *child) wait(t testing.TB) {
 	t.Helper()
 	if err := k.cmd.Wait(); err != nil {
@@ -171,7 +171,7 @@ func (k *child) wait(t testing.TB) {
 	}
 }
 
-// recorder is a sink that calls what is set.
+// recorder is a sink that calls those of its functions that are set.
 type recorder struct {
 	record func(c *Channel, typ byte, p []byte)
 	full   func() bool
@@ -200,13 +200,13 @@ func (r *recorder) Gone(c *Channel, err error) {
 }
 
 // wait blocks until there may be something to poll, d has passed (negative: for ever),
-// or the event is signalled. One at a time for each inbox.
+// or the event is signalled. One goroutine at a time calls it for an inbox.
 func wait(in *Inbox, d time.Duration) {
 	p, err := sys.NewPoller(nil, in.Event())
 	if err != nil {
 		panic(err)
 	}
-	defer func() { _ = p.Close() }() // it has nothing to lose
+	defer func() { _ = p.Close() }() // a poller holds nothing that could be lost
 	if in.Announce() {
 		p.Wait(d)
 		in.Awake()
@@ -236,7 +236,7 @@ func pollUntil(t testing.TB, in *Inbox, s Sink, what string, done func() bool) {
 	}
 }
 
-// held is what this process holds of descriptors and of our mappings.
+// held counts the descriptors of this process, and its mappings of our segments.
 type held struct{ fds, maps int }
 
 func holding(t testing.TB) (h held) {

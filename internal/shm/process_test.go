@@ -1,6 +1,6 @@
 package shm
 
-// With real processes.
+// Tests with two or more processes.
 
 import (
 	"encoding/binary"
@@ -44,8 +44,8 @@ func TestExchange(t *testing.T) {
 }
 
 // A process is killed under load, at any instruction, also while it connects.
-// The other notices, has everything that was committed, holds nothing more
-// afterwards, and can connect again.
+// The test process notices, receives everything that was committed, keeps no mapping or
+// descriptor, and can connect to the next one.
 func TestKill(t *testing.T) {
 	rounds := 40
 	if testing.Short() {
@@ -125,8 +125,8 @@ func TestKill(t *testing.T) {
 	}
 }
 
-// A process that is stopped delays nobody: the ring to it gets full, closing
-// does not wait for it.
+// A process that is stopped delays no other: the ring to it gets full, and Close does not
+// wait for it.
 func TestStopped(t *testing.T) {
 	in := newInbox(t, &Config{RingBytes: testRing})
 	k := startChild(t, listen(t), "flood", 1)
@@ -157,7 +157,7 @@ func TestStopped(t *testing.T) {
 	}
 }
 
-// A peer that closes is told from one that dies, and what it sent before comes
+// A peer that closes is distinguished from one that dies, and what it sent before comes
 // first.
 func TestPeerCloses(t *testing.T) {
 	in := newInbox(t, nil)
@@ -191,8 +191,8 @@ func memoryChild(t *testing.T, mode string, in *Inbox) (k *child, c *Channel, ad
 	return k, c, addr
 }
 
-// needReading skips a test where the administrator lets nobody read another
-// process, after seeing that the channel knows it.
+// needReading skips a test where the administrator permits no process to read another, after
+// checking that the channel reports it.
 func needReading(t *testing.T, c *Channel) {
 	t.Helper()
 	if scope := sys.YamaScope(); scope > yamaRestricted && !c.peer.canRead && !c.PeerReads() {
@@ -251,12 +251,12 @@ func TestCopyFrom(t *testing.T) {
 		}
 	}
 
-	// The shorter side counts.
+	// As many bytes are copied as the shorter side has.
 	buf := make([]byte, 100)
 	if m, err := c.CopyFrom(&copier, [][]byte{buf}, []Range{{Addr: addr, Len: 50}}); m != 50 || err != nil {
 		t.Errorf("%d, %v", m, err)
 	}
-	// A hole there, and a hole here, after some bytes.
+	// A hole in the peer's memory, and one in ours, after some bytes.
 	big := make([]byte, 64<<10)
 	m, err := c.CopyFrom(&copier, [][]byte{big}, []Range{{Addr: addr + n - 10_000, Len: 20_000}})
 	if m != 10_000 || !errors.Is(err, ErrPeerMemory) || string(big[:m]) != string(want[n-10_000:]) {
@@ -297,8 +297,8 @@ func TestCopyFrom(t *testing.T) {
 	}
 }
 
-// Several peers at once can read us, also where the kernel lets a process name
-// only one (Yama): they have an ancestor in common, ourselves.
+// Several peers at once can read our memory, also where the kernel lets a process name only
+// one (Yama): this process is their common ancestor.
 func TestManyRead(t *testing.T) {
 	in := newInbox(t, nil)
 	for range 3 {
@@ -310,7 +310,7 @@ func TestManyRead(t *testing.T) {
 	}
 }
 
-// Where the kernel does not let us read the peer, both sides know, and the ring
+// Where the kernel does not permit us to read the peer, both sides learn so, and the ring
 // works. The peer has made itself private, and this thread has no privilege.
 func TestCopyNotPermitted(t *testing.T) {
 	in := newInbox(t, nil)
@@ -366,7 +366,7 @@ func TestSocketOutlivesPeer(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The peer is ourselves; stand another process in for it.
+	// The peer is this process; another process takes its place.
 	k := startChild(t, listen(t), "flood", 1)
 	fd, err := unix.PidfdOpen(k.cmd.Process.Pid, 0)
 	if err != nil {
@@ -389,8 +389,8 @@ func TestSocketOutlivesPeer(t *testing.T) {
 	k.cmd.Wait()
 }
 
-// Another user is refused, and told why. The user is looked at by number, so
-// with privilege this is a process of a real other user.
+// A process of another user is refused, and receives the reason. The check compares user
+// numbers, so with privilege the test uses a process of a real other user.
 func TestOtherUser(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("needs a second user; TestHandshakeRefusesUser covers the check")

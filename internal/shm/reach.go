@@ -1,23 +1,23 @@
 package shm
 
-// Who may read our memory. Without the kernel's Yama module, or with its scope
-// 0, every process of our user may, as it may debug us; with scope 2 and more,
-// nobody without privilege may, and nothing here changes that.
+// Which processes may read our memory. Without the kernel's Yama module, or with
+// its scope 0, every process of our user may, as it may debug us; with scope 2 and
+// more, no process without privilege may, and nothing here changes that.
 //
-// With scope 1, the default of many distributions, a process can name one
-// other that may, which lets in that one's descendants too. Naming everybody is
-// possible, and what message-passing libraries usually do; it would undo for
+// With scope 1, the default of many distributions, a process can name one other
+// process, which may then read it, as may that one's descendants. A process can
+// also name all others, as message-passing libraries usually do; that would undo for
 // the whole program what the administrator has set up. So:
 //
-//   - with one peer, it is named;
-//   - with more, their nearest common ancestor is, provided that it is of our
-//     own session: the launcher of a job, or the shell of a terminal, but not
-//     what starts everything that a user has running;
-//   - otherwise things stay as they are, and payload from us to the later peers
-//     takes the way through the ring.
+//   - if there is one peer, we name it;
+//   - if there are more, we name their nearest common ancestor, provided that it is
+//     of our own session: the launcher of a parallel program, or the shell of a
+//     terminal, but not the process that starts all programs of a user;
+//   - otherwise the name stays as it is, and payload from us to the later peers goes
+//     through the ring.
 //
-// There is only one such name in a process: if the program sets it too, for a
-// debugger or a crash reporter, the later of the two wins.
+// A process has only one such name: if the program sets it too, for a debugger or a
+// crash reporter, the later of the two wins.
 
 import (
 	"os"
@@ -44,21 +44,21 @@ type reachability struct {
 	named int
 }
 
-// reacher is a process that should reach us.
+// reacher is a process that should be able to read our memory.
 type reacher struct {
-	channels int
-	line     []int // itself and its ancestors, when it came
+	channels int   // calls of allow less calls of deny
+	line     []int // itself and its ancestors at the first allow; nil if the scope was not 1
 }
 
 const yamaRestricted = 1
 
-// Allow lets another process access our memory, if that can be done, until Deny.
+// Allow permits another process to access our memory, if that can be done, until Deny.
 func Allow(pid int) { reach.allow(pid) }
 
 // Deny undoes Allow.
 func Deny(pid int) { reach.deny(pid) }
 
-// allow lets a process read our memory, if that can be done.
+// allow is Allow.
 func (r *reachability) allow(pid int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -74,7 +74,7 @@ func (r *reachability) allow(pid int) {
 	}
 	p := &reacher{channels: 1}
 	r.peers[pid] = p
-	if r.scope() == yamaRestricted { // hundreds of peers may come at once: each is looked at once
+	if r.scope() == yamaRestricted { // hundreds may come at once: one lineage is read for each
 		p.line = r.lineage(pid)
 		r.updateLocked()
 	}
@@ -116,7 +116,7 @@ func (r *reachability) commonLocked() int {
 	var common []int // ancestors of all peers so far, nearest first
 	for _, p := range r.peers {
 		switch {
-		case p.line == nil: // it came when nobody had to be named
+		case p.line == nil: // the scope was not 1 when it came
 		case common == nil:
 			common = p.line
 		default:
@@ -130,7 +130,7 @@ func (r *reachability) commonLocked() int {
 		return common[0]
 	}
 	_, ours, err := r.stat(os.Getpid())
-	_, session, bad := r.stat(common[0]) // farther ancestors would let in more
+	_, session, bad := r.stat(common[0]) // a farther ancestor would permit more processes
 	if err != nil || bad != nil || session != ours {
 		return 0
 	}
@@ -140,7 +140,7 @@ func (r *reachability) commonLocked() int {
 // lineage returns a process and its ancestors, without init.
 func (r *reachability) lineage(pid int) []int {
 	line := []int{pid}
-	for range 64 { // more generations than anybody has
+	for range 64 { // more generations than there are, but bounded
 		parent, _, err := r.stat(pid)
 		if err != nil || parent <= 1 {
 			break

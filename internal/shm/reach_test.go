@@ -6,8 +6,8 @@ import (
 	"testing"
 )
 
-// Who is named to the kernel, as peers come and go. Processes stand in a table:
-// ourselves and a job of two in session 10, started by 11; others elsewhere.
+// Which process is named to the kernel, as peers come and go. Processes stand in a table: this
+// process and a parallel program of two in session 10, started by 11; others elsewhere.
 func TestReach(t *testing.T) {
 	type proc struct{ parent, session int }
 	procs := map[int]proc{
@@ -18,11 +18,11 @@ func TestReach(t *testing.T) {
 		21:          {11, 10},
 		22:          {20, 10}, // started by a peer
 		30:          {5, 30},  // another session
-		5:           {1, 5},   // what starts sessions
+		5:           {1, 5},   // the process that starts sessions
 		40:          {1, 40},  // a service
 	}
 	type step struct {
-		pid  int // negative: it goes
+		pid  int // negative: process -pid goes
 		want int
 	}
 	for _, c := range []struct {
@@ -42,7 +42,7 @@ func TestReach(t *testing.T) {
 		{"closed", 2, []step{{20, -1}, {21, -1}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			named := -1 // never
+			named := -1 // none was named
 			r := reachability{
 				scope: func() int { return c.scope },
 				name:  func(pid int) { named = pid },
@@ -68,8 +68,8 @@ func TestReach(t *testing.T) {
 	}
 }
 
-// A crowd that comes at once, as to a process that takes over, is looked at once
-// each, and not at all where nobody needs to be named. The scope may change meanwhile.
+// When many peers come at once, as to a process that takes over, the lineage of each is read
+// once, and not at all where no process needs to be named. The scope may change meanwhile.
 func TestReachCrowd(t *testing.T) {
 	const crowd, depth = 200, 3
 	looks, scope, named := 0, 0, -1

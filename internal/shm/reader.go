@@ -15,7 +15,7 @@ type Reader struct {
 	pos      int    // where the next record starts
 	read     uint64 // count of what Next has returned
 	released uint64 // count of what has been released
-	told     uint64 // count that the writer knows of
+	told     uint64 // count that has been published in freed
 
 	err error
 }
@@ -36,7 +36,7 @@ func (r *Reader) Next() (typ byte, p []byte, ok bool) {
 	if h == 0 || r.err != nil {
 		return 0, nil, false
 	}
-	if h == filler && r.pos > 0 { // a writer has no reason to fill a whole ring
+	if h == filler && r.pos > 0 { // no correct writer fills a whole ring
 		if !r.advance(len(r.data) - r.pos) {
 			return 0, nil, false
 		}
@@ -56,13 +56,14 @@ func (r *Reader) Next() (typ byte, p []byte, ok bool) {
 	return h.typ(), r.data[at+headerBytes:][:n:n], true
 }
 
-// Ready reports whether Next may have something to return, or to complain of.
+// Ready reports whether Next would return a record or find the ring broken. It may be only
+// filler that is there.
 func (r *Reader) Ready() bool { return r.peek() != 0 && r.err == nil }
 
 func (r *Reader) peek() header { return header(word(r.data, r.pos).Load()) }
 
-// advance goes on by n bytes, which end in the ring. More than the whole ring
-// cannot be in use.
+// advance goes on by n bytes, which end in the ring. It fails if more bytes than the ring has
+// would be in use.
 func (r *Reader) advance(n int) bool {
 	if uint64(n) > uint64(len(r.data))-(r.read-r.released) {
 		r.err = fmt.Errorf("%w: the writer has overtaken the reader at %d", ErrBroken, r.pos)
@@ -79,9 +80,9 @@ func (r *Reader) fail(h header) {
 	r.err = fmt.Errorf("%w: %v at %d of %d", ErrBroken, h, r.pos, len(r.data))
 }
 
-// Release gives back the room of all records that Next has returned, and lets
-// the writer know when that has become much. It reports whether the writer has
-// asked for a signal (see Writer.Arm), which the caller sends.
+// Release gives back the room of all records that Next has returned. It publishes that to the
+// writer once it is at least publishEvery bytes, and then reports whether the writer has asked
+// for a signal (see Writer.Arm), which the caller sends.
 func (r *Reader) Release() (wanted bool) {
 	r.released = r.read
 	return r.released-r.told >= uint64(publishEvery(len(r.data))) && r.publish()
@@ -90,7 +91,8 @@ func (r *Reader) Release() (wanted bool) {
 func (r *Reader) publish() (wanted bool) {
 	r.told = r.released
 	r.freed.Store(r.told)
-	// In this order: a writer that asks now sees what was stored, or is seen.
+	// freed is stored before want is loaded: a writer that sets want and then reads freed
+	// either finds the new value, or its want is seen here.
 	if r.want.Load() == 0 {
 		return false
 	}

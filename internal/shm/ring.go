@@ -3,14 +3,12 @@ package shm
 // A ring carries records from one writer to one reader.
 //
 // A record is a header of one word and its bytes behind it, contiguous, in a
-// whole number of lines of 64 bytes. There is no index that says how far the
-// writer is: the header itself does. It is zero until the record is complete,
-// so a short record reaches the reader in a single cache line. The writer makes
-// sure of the zero: before it makes a record visible it clears the header
-// behind it, where the reader will look next. (So one line always stays free.)
-// Mostly it has done so before: after a record it clears one line ahead, for
-// the record that will be written next, if that is a short one. Then nothing
-// stands between the bytes of that record and its header.
+// whole number of lines of 64 bytes. No index shows how far the writer is: the header is zero
+// until the record is complete, so a short record reaches the reader in a single cache line.
+// Before the writer makes a record visible, it clears the header behind it, where the reader
+// will look next. (So one line always stays free.) Mostly it has done so before: after a
+// record it clears one line ahead, for the record that will be written next, if that is a
+// short one. Then it stores nothing between the bytes of that record and its header.
 //
 // Records written together become visible together, when the first of them
 // does: the reader cannot get past it.
@@ -19,9 +17,9 @@ package shm
 // record to the start.
 //
 // In the other direction there is one index, the number of bytes that the
-// reader has given back, and one flag, by which the writer asks to be told when
-// that changes. They lie on the control page in front of the records. The index
-// is brought up to date whenever an eighth of the ring has been given back, and
+// reader has given back, and one flag, by which the writer asks for a signal when
+// that changes. They lie on the control page in front of the records. The reader
+// updates the index whenever it has given back an eighth of the ring, so the index
 // may stay behind by less than that: a record is at most a quarter of the ring,
 // and finds room in what is left even if filler comes first.
 
@@ -38,8 +36,8 @@ const (
 	headerBytes = 8
 	controlPage = 4096
 
-	freedAt = 0    // bytes that the reader has given back; the reader's line
-	wantAt  = line // not zero: tell the writer when there is room; mostly the writer's
+	freedAt = 0    // bytes that the reader has given back; only the reader writes it
+	wantAt  = line // not zero: the writer wants a signal when there is room; the reader resets it
 
 	// MinRing and MaxRing bound the size of a ring, which is a multiple of
 	// RingUnit.
@@ -51,9 +49,9 @@ const (
 // validRing reports whether a ring may have so many bytes.
 func validRing(n uint64) bool { return n >= MinRing && n <= MaxRing && n%RingUnit == 0 }
 
-// maxRecord returns the longest record of a ring of n bytes, and publishEvery
-// after how many bytes the reader says what it has given back. An empty ring
-// must have room for the one, with filler, while it lacks the other.
+// maxRecord returns the longest record of a ring of n bytes, and publishEvery after how many
+// bytes the reader publishes what it has given back. An empty ring must have room for the
+// longest record and filler even if almost publishEvery bytes of it are not published yet.
 func maxRecord(n int) int    { return n/4 - headerBytes }
 func publishEvery(n int) int { return n / 8 }
 

@@ -60,8 +60,8 @@ func filled(p []byte, number uint64) bool {
 	return true
 }
 
-// A ring against a queue: every order of the operations that one writer and one
-// reader may do.
+// A ring compared with a queue, in any order of the operations that one writer and one reader
+// may do.
 func TestRingModel(t *testing.T) {
 	type rec struct {
 		typ    byte
@@ -158,7 +158,7 @@ func TestRingModel(t *testing.T) {
 	}
 }
 
-// The two ends at the same time.
+// Writer and reader at the same time, in two goroutines.
 func TestRingConcurrent(t *testing.T) {
 	w, r, _ := newRing(t, 16<<10)
 	const count = 200_000
@@ -230,7 +230,7 @@ func TestReaderRefuses(t *testing.T) {
 		{"round and round", map[int]uint64{0: rec(size - headerBytes)}, 1},
 	} {
 		testReaderRefuses(t, c.name, c.words, c.good, false)
-		if c.name != "round and round" { // who releases may be sent the same again
+		if c.name != "round and round" { // a reader that releases may find the same records again
 			testReaderRefuses(t, c.name, c.words, c.good, true)
 		}
 	}
@@ -286,7 +286,7 @@ func TestWriterRefuses(t *testing.T) {
 			t.Error("a broken ring went on")
 		}
 	}
-	// Back again is not possible either.
+	// Nor can the count go back.
 	w, r, mem := newRing(t, MinRing)
 	for range 2 {
 		w.Reserve(1, 1000)
@@ -312,7 +312,7 @@ func TestReserveTooLong(t *testing.T) {
 }
 
 // FuzzReader: a ring filled with anything, and changed while it is read. The
-// reader must stay inside and come to an end.
+// reader must stay inside the ring and come to an end.
 func FuzzReader(f *testing.F) {
 	good := func(ns ...int) []byte {
 		var b []byte
@@ -338,7 +338,7 @@ func FuzzReader(f *testing.F) {
 				break
 			}
 			_ = typ
-			// Inside, and no longer than it can be. Writing shows it.
+			// The record is in the mapping and not too long: writing to it does not fault.
 			if len(p) > len(data)-headerBytes {
 				t.Fatalf("%d bytes of %d", len(p), len(data))
 			}
@@ -368,7 +368,7 @@ func FuzzReader(f *testing.F) {
 }
 
 // FuzzWriter: a reader that gives back anything at any time. The writer must
-// stay inside, and no two records in use may overlap.
+// stay inside the ring, and no two records in use may overlap.
 func FuzzWriter(f *testing.F) {
 	f.Add([]byte{1, 2, 3, 200, 100, 0, 7}, uint64(64))
 	f.Add([]byte{255, 254, 253, 128, 128}, ^uint64(0))
@@ -416,8 +416,8 @@ func TestRingAllocs(t *testing.T) {
 	}
 }
 
-// A writer that leaves part of the ring free (link.Shared does, for who sends again)
-// is told of all room that the reader has given back, whatever it has used before.
+// A writer that leaves part of the ring free (link.Shared does, for retransmissions) finds all
+// room that the reader has given back, though the reader publishes it only now and then.
 func TestRingHas(t *testing.T) {
 	const size, n = 64 << 10, 3000
 	w, r, _ := newRing(t, size)

@@ -1,8 +1,8 @@
 package shm
 
-// How the owner of an inbox sleeps: he announces it, looks again, and blocks on
-// the event. A sender stores its record, then looks whether he sleeps. Both
-// stores are ordered before both loads, so one of the two sees the other.
+// How the owner of an inbox sleeps: it announces the sleep, looks at the rings again, and
+// blocks on the event. A sender stores its record, then looks whether the owner sleeps. Each
+// side's store is ordered before its load, so at least one of the two sees the other.
 
 import (
 	"math/bits"
@@ -10,9 +10,9 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// Announce says that the owner is about to block on Event. It reports false if
-// there is something to do first; otherwise Awake must follow. One at a time,
-// also while somebody polls.
+// Announce announces to the peers that the owner is about to block on Event. It reports false
+// if Poll would find something; otherwise Awake must follow. One goroutine at a time calls it,
+// possibly while another is in Poll.
 func (in *Inbox) Announce() bool {
 	in.epoch += 2
 	in.words.sleep.Store(in.epoch | 1)
@@ -23,7 +23,7 @@ func (in *Inbox) Announce() bool {
 	return true
 }
 
-// Awake ends what Announce began.
+// Awake ends the sleep that Announce announced.
 func (in *Inbox) Awake() { in.words.sleep.Store(in.epoch) }
 
 // Event is signalled when something arrives after Announce. It can be waited
@@ -50,8 +50,8 @@ func (in *Inbox) ready() bool {
 	return false
 }
 
-// ready reports whether a visit would find something. If somebody is inside the
-// ring it may, for who is inside may leave something behind.
+// ready reports whether a visit may find something. It may if another goroutine holds the
+// reading end, since that goroutine may leave records behind.
 func (c *Channel) ready() bool {
 	if !c.rx.tryEnter() {
 		return !c.rx.shut.Load()

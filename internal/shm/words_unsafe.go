@@ -16,7 +16,7 @@ func word(b []byte, off int) *atomic.Uint64 {
 }
 
 // store sets the word at off of a mapping with an ordinary store. It is sound
-// for the same reasons. Nobody else may rely on the word yet.
+// for the same reasons. No other process may rely on the word before a later atomic store.
 func store(b []byte, off int, v uint64) {
 	*(*uint64)(unsafe.Pointer(unsafe.SliceData(b[off : off+8]))) = v
 }

@@ -20,7 +20,7 @@ type Writer struct {
 
 	first  int    // where the records lie that are not visible yet
 	header header // the header that makes them visible; 0: there are none
-	clear  int    // where a header ahead is zero; pos, if nothing is known
+	clear  int    // where a zero header is, as of the latest Commit or Abort: a line ahead, or at pos
 
 	err error
 }
@@ -59,8 +59,7 @@ func (w *Writer) Reserve(typ byte, n int) (p []byte, ok bool) {
 	return p, true
 }
 
-// put writes a header at the current place, or keeps it for Commit if it is the
-// first that is not visible.
+// put writes a header at pos, or keeps it for Commit if it is the first that is not visible.
 func (w *Writer) put(h header) {
 	if w.header == 0 {
 		w.first, w.header = w.pos, h
@@ -89,8 +88,8 @@ func (w *Writer) fits(n int) bool {
 	return uint64(n)+line <= uint64(len(w.data))-(w.reserved-w.given)
 }
 
-// look reads how much the reader has given back: more than before perhaps, and
-// no more than it could have seen.
+// look reads how much the reader has given back. The ring is broken if that is less than
+// before, or more than was made visible.
 func (w *Writer) look() bool {
 	given := w.freed.Load()
 	if w.err == nil && (given-w.given > w.committed-w.given || given%line != 0) {
@@ -103,15 +102,15 @@ func (w *Writer) look() bool {
 	return true
 }
 
-// Has tells whether n bytes are free. It looks at what the reader has given back
-// only if they were not before; a broken ring has none.
+// Has reports whether n bytes are free. It reads what the reader has given back only if they
+// were not free before.
 func (w *Writer) Has(n int) bool {
 	free := func() int { return len(w.data) - int(w.reserved-w.given) }
 	return n <= free() || w.look() && n <= free()
 }
 
-// Arm asks the reader to tell when it gives something back. It reports whether
-// it has done so meanwhile, after the latest Reserve: then try again.
+// Arm asks the reader for a signal when it gives something back. It reports whether the reader
+// has given something back since the latest Reserve: then the caller tries Reserve again.
 func (w *Writer) Arm() bool {
 	before := w.given
 	w.want.Store(1)

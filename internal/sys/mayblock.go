@@ -1,24 +1,24 @@
 package sys
 
-// Whether making pages present would wait for a device: asked before somebody
-// faults who must not wait.
+// MayBlock: whether making pages present may block, because it would wait for a device. A
+// thread that must not wait asks before it touches the pages.
 //
-// Stages: the page tables say what is present (quick) and what is swapped out
-// (slow). What they know nothing about is memory that was never touched (quick), or
-// a page of a file, which may be in memory (quick) or not. For files mincore(2)
-// knows, with two exceptions:
+// The page tables show which pages are present (which do not block) and which are swapped
+// out (which may). A page without an entry is memory that was never touched, which does not
+// block, or a page of a file, which may block unless it is in the page cache. For files
+// mincore(2) reports that, with two exceptions:
 //
-//   - It says that everything is in memory to those who neither own the file nor may
-//     write it (Linux 5.0), so that nobody can watch what others read. Such a page is
-//     slow here. Whether mincore speaks the truth is asked once for each file.
+//   - To a process that neither owns the file nor may write it, mincore reports every
+//     page as in memory (Linux 5.0), so that no process can watch what others read. Such
+//     a page may block here. Whether mincore is honest is found out once for each file.
 //   - A page of a file that lives in memory (memfd, /dev/shm) is either a hole, which
-//     costs as much as untouched memory, or swapped out, and mincore says the same of
-//     both. Such a page is slow only if anything at all is in swap.
+//     costs as much as untouched memory, or swapped out, and mincore reports both alike.
+//     Such a page may block only if anything at all is in swap.
 //
 // The answer is a guess about the next moment, not a promise: what is in memory now
 // may be reclaimed before it is used. Writing to a page of a file may also wait for
-// the file system's journal; that is not foreseen. Nor are the handlers of a program
-// that answers its own page faults (a userfaultfd of its own).
+// the file system's journal, which MayBlock does not foresee; nor does it foresee a program
+// that handles its own page faults (by a userfaultfd of its own).
 
 import (
 	"sync"
@@ -29,8 +29,8 @@ import (
 )
 
 // MayBlock reports whether making the pages of a range present, for writing if write is
-// set, would wait for a device. The range is of whole pages. What is not mapped is
-// quick: it fails at once. The error says that it cannot be known here.
+// set, may wait for a device. The range is of whole pages. What is not mapped does not
+// block: touching it fails at once. An error means that the kernel cannot be asked.
 func MayBlock(start, end uintptr, write bool) (bool, error) {
 	_ = write // a copy of a page, or a page that becomes writable, waits for nothing more
 	p, err := pagemapFile()
@@ -41,7 +41,7 @@ func MayBlock(start, end uintptr, write bool) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	var few [64]uint64 // on the stack: faults are about few pages
+	var few [64]uint64 // on the stack: most calls are about few pages
 	for start < end {
 		k, err := p.entries(start, end, few[:])
 		if err != nil {
@@ -58,9 +58,9 @@ func MayBlock(start, end uintptr, write bool) (bool, error) {
 	return false, nil
 }
 
-// mayBlockEntries judges pages from start on by their entries in the page tables.
+// mayBlockEntries is MayBlock for the pages from start on whose page table entries are given.
 func mayBlockEntries(maps mapsSource, start uintptr, entries []uint64) (bool, error) {
-	first, last := -1, -1 // the pages that the entries say nothing about
+	first, last := -1, -1 // of the pages that are neither present nor swapped out
 	for i, e := range entries {
 		switch {
 		case e&(entryPresent|entryGuard) != 0: // a guard page fails at once
@@ -98,7 +98,7 @@ func mayBlockEntries(maps mapsSource, start uintptr, entries []uint64) (bool, er
 	return false, nil
 }
 
-// mayBlockMapping judges the pages of one mapping that are neither present nor in swap.
+// mayBlockMapping is MayBlock for pages of one mapping of which none is swapped out by its entry.
 func mayBlockMapping(maps mapsSource, m *Mapping, start, end uintptr, entries []uint64) (bool, error) {
 	if !m.File || m.PageSize != pageSize {
 		return false, nil // untouched memory; hugetlb pages are never swapped
@@ -110,7 +110,7 @@ func mayBlockMapping(maps mapsSource, m *Mapping, start, end uintptr, entries []
 	switch err := mincore(start, end, vec[:len(entries)]); err {
 	case nil:
 	case unix.ENOMEM, unix.EAGAIN:
-		return false, nil // unmapped meanwhile, and who touches it will learn that
+		return false, nil // unmapped meanwhile: touching it fails at once
 	default:
 		return false, err
 	}
@@ -131,9 +131,9 @@ type fileKey struct {
 	inode        uint64
 }
 
-// mincoreSaid remembers, by file, whether mincore tells us the truth about it. It
-// starts anew when it is full. A file that changes its owner meanwhile makes a slow
-// page look quick or a quick one slow, no more.
+// mincoreSaid remembers, by file, whether mincore is honest to this process about it. It
+// starts anew when it is full. If a file changes its owner meanwhile, the answers about its
+// pages are wrong, which is no more than a wrong guess.
 var mincoreSaid struct {
 	mu    sync.RWMutex // guards files
 	files map[fileKey]bool
@@ -159,12 +159,12 @@ func mincoreTrue(maps mapsSource, m *Mapping) bool {
 	return truth
 }
 
-// mayWriteFile asks what the kernel asks before mincore is honest, as far as it can
-// be asked from outside: of the file that is found by the mapping's name, if that is
-// the same file, and of the mapping itself.
+// mayWriteFile reports whether the process owns the mapped file or may write it, the
+// condition under which mincore is honest. It looks at the mapping, and at the file with the
+// mapping's name, if that is the same file; otherwise it returns false.
 func mayWriteFile(maps mapsSource, m *Mapping) bool {
 	if m.Shared && m.Write {
-		return true // it was opened for writing, hence by somebody who might, most likely us
+		return true // the file was opened for writing, most likely by this process
 	}
 	if unix.Geteuid() == 0 {
 		return true
@@ -180,13 +180,14 @@ func mayWriteFile(maps mapsSource, m *Mapping) bool {
 	return int(st.Uid) == unix.Geteuid() || unix.Faccessat(unix.AT_FDCWD, name, unix.W_OK, unix.AT_EACCESS) == nil
 }
 
-// swapKnown is what is known about swap: when it was asked, and in the lowest two
-// bits the answers. It is good for swapKnownFor: asking takes as long as all the rest.
+// swapKnown is the last answer of the kernel about swap: the time of the question, and the
+// answers in the lowest two bits. It is good for swapKnownFor: asking takes as long as all
+// the rest of MayBlock.
 var swapKnown atomic.Int64
 
 const swapKnownFor = int64(10 * time.Millisecond)
 
-// The answers.
+// The answers in swapKnown.
 const (
 	swapUsed  = 1 << iota // some memory of the machine is in swap
 	swapThere             // some could be
@@ -194,7 +195,7 @@ const (
 
 var processStart = time.Now()
 
-// swapNow returns the answers.
+// swapNow returns the answers, at most swapKnownFor old.
 func swapNow() int64 {
 	now := int64(time.Since(processStart)) &^ (swapUsed | swapThere)
 	if known := swapKnown.Load(); known != 0 && now-known < swapKnownFor {
@@ -214,8 +215,8 @@ func swapNow() int64 {
 // swapInUse reports whether any memory of the machine is in swap.
 func swapInUse() bool { return swapNow()&swapUsed != 0 }
 
-// Swappable reports whether the kernel would make room by putting pages into swap
-// that are the process's own, or a file's that lives in memory: whether there is any.
+// Swappable reports whether the machine has swap: then the kernel may make room by swapping
+// out the process's own pages, and those of files that live in memory.
 func Swappable() bool { return swapNow()&swapThere != 0 }
 
 // Swappable reports whether the mapping may have pages that go to swap.

@@ -12,7 +12,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys/modetest"
 )
 
-// onDisk skips a test where files for tests are not read from anywhere.
+// onDisk skips a test where the files of tests do not lie on a disk.
 func onDisk(t testing.TB) {
 	t.Helper()
 	var st unix.Statfs_t
@@ -150,8 +150,8 @@ func TestMayBlockFile(t *testing.T) {
 	})
 }
 
-// unprivilegedFileChild runs as a user who may read a file and not write it, and one
-// who owns another.
+// unprivilegedFileChild runs as a user that may read one file and not write it, and owns
+// another.
 func unprivilegedFileChild() error {
 	var bad problems
 	for _, c := range []struct {
@@ -174,7 +174,7 @@ func unprivilegedFileChild() error {
 				bad.addf("%s, %s: slow %v, %v; mincore says %v", c.name, what, slow, err, vec)
 			}
 		}
-		expect("in memory", !c.trusted) // of theirs nobody tells us whether it is
+		expect("in memory", !c.trusted) // mincore is not honest about a file of another user
 		if r := PopulateRange(a, a+8*pageSize, false); r.Outcome != Populated {
 			bad.addf("%s: %+v", c.name, r)
 		}
@@ -189,8 +189,8 @@ func unprivilegedFileChild() error {
 	return bad.err()
 }
 
-// TestMayBlockUnprivileged: mincore says that everything is in memory to those who may
-// not write a file.
+// TestMayBlockUnprivileged: mincore reports every page of a file as in memory to a process
+// that may not write the file.
 func TestMayBlockUnprivileged(t *testing.T) {
 	onDisk(t)
 	if os.Getuid() != 0 {
@@ -247,7 +247,7 @@ func TestMayBlockSwap(t *testing.T) {
 			if swapInUse() {
 				t.Log("something is in swap before")
 			}
-			for try := 0; ; try++ { // reclaim may leave pages that somebody else is looking at
+			for try := 0; ; try++ { // reclaim may leave pages that the kernel uses just then
 				syscall6(t, unix.SYS_MADVISE, a, pages*pageSize, unix.MADV_PAGEOUT)
 				if firstAbsent(a, end) == a {
 					break

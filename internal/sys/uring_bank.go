@@ -1,20 +1,20 @@
 package sys
 
-// Where pinned pages are held: in banks. A bank is a few rings with tables of the same
-// registered buffers. The kernel copies while it holds a ring's lock, so one ring serves
-// one thread at a time; as many threads as a bank has rings copy in parallel.
+// Banks keep pages pinned. A bank is a few rings with tables of the same registered
+// buffers. The kernel copies while it holds a ring's lock, so one ring serves one thread at
+// a time; as many threads as a bank has rings copy in parallel.
 //
 // The way of a registration (place):
 //
-//  1. The pages are pinned in a staging ring, which nobody else uses meanwhile: pinning
-//     1 GiB takes a long time, in which the kernel holds the ring's lock.
+//  1. The pages are pinned in a staging ring, which no access uses: pinning 1 GiB takes a
+//     long time, in which the kernel holds the ring's lock.
 //  2. Slots of a bank are reserved.
 //  3. Each of its rings clones the buffers: its table refers to the same pages. The
 //     kernel copies the table, some microseconds.
-//  4. The staging ring lets go of them.
+//  4. The staging ring gives the buffers up.
 //
 // The way back (remove) is the same in reverse, so that no access waits for the kernel
-// to let go of many pages.
+// to unpin many pages.
 //
 // Before Linux 6.13 buffers cannot be cloned one by one. Then a bank has one ring, and
 // its buffers are short, since accesses wait while one of them is pinned.
@@ -34,7 +34,7 @@ const (
 	pinMaxRings     = 8        // of a bank
 	pinStagingSlots = 16       // of an ordinary staging ring
 	pinShortBuffer  = 64 << 20 // bytes of a buffer where buffers cannot be cloned
-	pinQuickRelease = 1 << 20  // bytes that are let go of without a staging ring
+	pinQuickRelease = 1 << 20  // bytes that are unpinned without a staging ring
 )
 
 // pinRing is one of a bank's rings.
@@ -50,13 +50,13 @@ type pinBank struct {
 	used  []bool // which slots are reserved; guarded by pinTable.mu
 	count int    // how many of them
 
-	retired bool // no slot is reserved any more; guarded by pinTable.mu
+	retired bool // find reserves no slot here any more; guarded by pinTable.mu
 }
 
 // pinTable is all banks of the process.
 type pinTable struct {
 	clones     bool    // buffers can be cloned
-	bufferSize uintptr // of the buffers that longer memory is cut into
+	bufferSize uintptr // of the buffers that longer memory is split into
 	pipes      pinPipes
 
 	mu      sync.Mutex // guards what follows, and which slots of the banks are used
@@ -64,7 +64,8 @@ type pinTable struct {
 	staging []*uring // idle ones, with empty tables
 }
 
-// newPinTable finds out whether there is an io_uring and what it can do.
+// newPinTable makes a table without banks, if there is an io_uring, and finds out whether it
+// clones buffers.
 func newPinTable() (*pinTable, error) {
 	a, err := newRing(pinStagingSlots)
 	if err != nil {
@@ -137,12 +138,12 @@ func (t *pinTable) placeDirectly(buffers []uringBuffer) (*pinBank, int, error) {
 	return bank, slot, nil
 }
 
-// remove lets go of what place has pinned, of size bytes. Nobody uses the slots any more.
+// remove unpins what place has pinned, of size bytes. No access uses the slots any more.
 // If it fails, which no kernel has a reason for, the slots are never used again.
 func (t *pinTable) remove(bank *pinBank, slot, n int, size uintptr) error {
 	var stage *uring
 	if t.clones && size > pinQuickRelease {
-		// Without one it works as well, and takes the time of those who access others.
+		// Without a staging ring accesses to other buffers wait while pages are unpinned.
 		if s, err := t.stage(n); err == nil {
 			if stage = s; s.clone(0, bank.rings[0].uring, slot, n) != nil {
 				t.unstage(stage, n)
@@ -153,7 +154,7 @@ func (t *pinTable) remove(bank *pinBank, slot, n int, size uintptr) error {
 	var err error
 	step := n
 	if !t.clones {
-		step = 1 // the kernel lets go of the pages now: accesses go on in between
+		step = 1 // clearSlots unpins the pages: accesses go on in between
 	}
 	for _, r := range bank.rings {
 		for i := 0; i < n; i += step {
@@ -185,7 +186,8 @@ func (t *pinTable) stage(n int) (*uring, error) {
 	return newRing(pinStagingSlots)
 }
 
-// unstage empties the first n slots of a staging ring and takes it back.
+// unstage empties the first n slots of a staging ring, and keeps the ring for the next
+// caller of stage, or closes it.
 func (t *pinTable) unstage(r *uring, n int) {
 	if err := clearSlots(r, 0, n); err == nil && n <= pinStagingSlots {
 		t.mu.Lock()
@@ -215,7 +217,8 @@ func (t *pinTable) reserve(n int) (*pinBank, int, error) {
 	return b, 0, nil
 }
 
-// find reserves slots in the banks that there are; the newest is the emptiest.
+// find reserves slots in one of the banks that there are, the newest first, which is the
+// emptiest; nil if none has room.
 func (t *pinTable) find(n int) (*pinBank, int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -238,7 +241,7 @@ func (t *pinTable) find(n int) (*pinBank, int) {
 	return nil, 0
 }
 
-// take marks slots as used. The table's lock is held.
+// take marks slots as used. The caller holds pinTable.mu.
 func (b *pinBank) take(slot, n int) {
 	for i := range n {
 		b.used[slot+i] = true
@@ -246,7 +249,7 @@ func (b *pinBank) take(slot, n int) {
 	b.count += n
 }
 
-// release gives slots back, and gives up banks that are empty: all but one.
+// release gives slots back, and closes the banks that are empty, except for one.
 func (t *pinTable) release(bank *pinBank, slot, n int) {
 	t.mu.Lock()
 	for i := range n {
@@ -278,8 +281,8 @@ func (t *pinTable) retire() {
 	}
 }
 
-// unusedLocked takes the banks that are empty out of the table, but for some that can be
-// used again.
+// unusedLocked takes the banks that are empty out of the table, except for keep of them that
+// are not retired, and returns them.
 func (t *pinTable) unusedLocked(keep int) (unused []*pinBank) {
 	t.banks = slices.DeleteFunc(t.banks, func(b *pinBank) bool {
 		if b.count > 0 {
@@ -321,7 +324,8 @@ func (b *pinBank) close() {
 	}
 }
 
-// clone makes n buffers of a staging ring those of all rings, from slot on, or of none.
+// clone clones n buffers of a staging ring to all rings, from slot on. If it fails, none has
+// them.
 func (b *pinBank) clone(slot int, stage *uring, n int) error {
 	for i, r := range b.rings {
 		if err := r.clone(slot, stage, 0, n); err != nil {
@@ -334,7 +338,7 @@ func (b *pinBank) clone(slot int, stage *uring, n int) error {
 	return nil
 }
 
-// lock returns a ring that nobody else uses, until its mu is unlocked.
+// lock returns a ring whose mu it has locked: an idle one if there is one.
 func (b *pinBank) lock(hint int) *pinRing {
 	for i := range b.rings {
 		if r := b.rings[(hint+i)%len(b.rings)]; r.mu.TryLock() {
@@ -346,7 +350,7 @@ func (b *pinBank) lock(hint int) *pinRing {
 	return r
 }
 
-// settle waits until each access that has a ring locked now has ended.
+// drain waits until each access that has a ring locked now has ended.
 func (b *pinBank) drain() {
 	for _, r := range b.rings {
 		r.mu.Lock()
@@ -359,7 +363,7 @@ func updateAll(r *uring, slot int, buffers []uringBuffer) error {
 	for done := 0; done < len(buffers); {
 		n, err := r.update(slot+done, buffers[done:])
 		if err == nil && n == 0 {
-			err = unix.EIO // the kernel does some, or says why not
+			err = unix.EIO // the kernel pins at least one buffer, or returns an error
 		}
 		if err != nil {
 			if failed := clearSlots(r, slot, done); failed != nil {
@@ -374,8 +378,8 @@ func updateAll(r *uring, slot int, buffers []uringBuffer) error {
 
 var emptyBuffers [64]uringBuffer
 
-// clearSlots empties n slots of a ring. Where no other ring has the buffers, the kernel has
-// let go of their pages when it returns.
+// clearSlots empties n slots of a ring. If no other ring has the buffers, their pages are
+// unpinned when it returns.
 func clearSlots(r *uring, slot, n int) error {
 	for n > 0 {
 		done, err := r.update(slot, emptyBuffers[:min(n, len(emptyBuffers))])

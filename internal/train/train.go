@@ -1,10 +1,11 @@
 // Package train defines the unit that travels between queue pairs and links: a
 // run of consecutive packets of one message, with one set of headers, a range
-// of PSNs and a payload by reference.
+// of PSNs and a list that says where the payload lies.
 //
-// A single packet is a train of one. The loop link carries trains as they are;
-// the udp link cuts them into packets and couples received packets into trains
-// again. Queue pairs never see packets, links never see queue pairs.
+// A single packet is a train of one. The loop link delivers trains as they are, and
+// the link between processes of a host packs them whole; the UDP link packetizes them
+// and reassembles received packets into trains. Queue pairs never see packets, links
+// never see queue pairs.
 package train
 
 import (
@@ -16,15 +17,17 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// MaxBytes is the most payload that one train carries: the quantum of copying.
+// MaxBytes is the most payload of a train that is not Carried: the quantum of copying.
 // It bounds how long a queue pair's lock and a region's read section are held.
 const MaxBytes = 256 << 10
 
-// MaxCarried is the most payload of a train that is carried: nobody copies it under a lock.
+// MaxCarried is the most payload of a Carried train. It may exceed MaxBytes, because no
+// goroutine copies it under a lock.
 const MaxCarried = 1 << 20
 
-// LeastCarried is from which length on messages, and parts of them that lie together, are
-// carried in large numbers: each is a move of its own, of which the receiver takes so many.
+// LeastCarried is the length from which on messages are carried in large numbers, and parts
+// of messages are carried at all: each is a move of its own, and the receiver takes only so
+// many moves.
 const LeastCarried = 64 << 10
 
 // MaxSGE is the longest scatter/gather list of a request.
@@ -36,8 +39,8 @@ const MaxInline = 512
 // Train is a run of consecutive packets of one message.
 type Train struct {
 	Flow *Flow      // outgoing: the way to the peer
-	From netip.Addr // incoming: who sent it
-	To   netip.Addr // incoming: at which of our addresses it arrived
+	From netip.Addr // incoming: the peer's address
+	To   netip.Addr // incoming: the address of ours that it was sent to
 
 	// incoming: from the IP header of the first packet, for the routing header
 	// in front of a UD message
@@ -54,15 +57,16 @@ type Train struct {
 	SRQ    uint32   // XRC requests: the shared receive queue there; on every packet
 	PSN    wire.PSN // of the first packet
 	N      int      // packets, at least 1
-	// MTU is the payload of every packet but the message's last. In a train
-	// that came and is a message's last packet alone, nobody knows: it is Len.
+	// MTU is the payload of every packet but the message's last. In an incoming
+	// train that is a message's last packet alone it is Len, because that packet
+	// does not show the MTU.
 	MTU int
 
 	AckReq    bool // outgoing: on the last packet; incoming: on any
 	Solicited bool // on the packet that ends the message
 
-	// Headers, valid as Kind, Transport, Start and End say. The READ response's
-	// AETH stands on its message's first and last packet.
+	// Headers: Kind, Transport, Start and End determine which are valid. A READ
+	// response has an AETH on its message's first and last packet.
 	RETH   wire.RETH
 	Atomic wire.AtomicETH
 	AETH   wire.AETH
@@ -73,48 +77,50 @@ type Train struct {
 	Len     int      // payload bytes of the whole train, without padding
 	Payload mem.List // outgoing: what to send; incoming: what came
 
-	// Bounce asks the link to copy the payload before checksumming it, because
-	// the CPU may write it meanwhile and that is legal or has happened before:
-	// READ responses and retransmissions.
+	// Bounce asks the link to copy the payload before checksumming it. The CPU may
+	// write the payload meanwhile: of a READ response that is legal, and of a
+	// retransmission it may have broken the checksum before.
 	Bounce bool
-	// Lent tells that the payload is good only until the train has been taken.
+	// Lent is set if the payload is valid only until the link or the peer's queue pair has
+	// taken the train.
 	Lent bool
-	// Carried tells that the payload, which the CPU does not address, stays where it is: who
-	// takes the train in another process has opened that memory (mem.Sharing).
+	// Carried is set if the payload stays in memory that the CPU does not address: the
+	// receiving process has opened that memory (mem.Sharing), and Name says where it lies.
 	Carried bool
 	Name    Name
-	// Kept tells that who took it has kept its payload by reference: no byte was moved yet.
+	// Kept is set if the receiver has kept the payload by reference: no byte was moved yet.
 	Kept bool
-	// Again tells that it was sent before, or something that it is a part of.
+	// Again is set if the train, or the message that it is a part of, was sent before.
 	Again bool
-	// Late tells that a datagram has waited for a busy link as long as it may.
+	// Expired is set if a datagram has waited for a busy link as long as it may.
 	Expired bool
 
-	// Lease is set where the payload, by reference, may be kept by who takes the train: it
-	// is good as long as Leased says so.
+	// Lease, if set, allows the receiver to keep the payload by reference: the payload may
+	// be read as long as Leased returns true.
 	Lease   *Lease
 	LeaseAt uint64
 
-	// Cookie is the sending queue pair's own; it comes back in Sent.
+	// Cookie is for the sending queue pair, which gets it back in Sent.
 	Cookie uint64
-	// Ticket is the sending device's: see link.Shared.
+	// Ticket is the ticket of the sending device, from before the payload was resolved: see
+	// link.Shared.Ticket.
 	Ticket uint64
 
-	// What Payload of an outgoing train is made of: a train outlives the queue slot it was
-	// made from.
+	// Storage that Payload of an outgoing train refers to: the train outlives the queue slot
+	// that it was made from.
 	sge  [1]ib.SGE
 	raw  [1][]byte
 	memo mem.Memo
-	room *room // for more than that; nil until it is needed, and used again
+	room *room // for longer lists and inline data; nil until first needed, then reused
 }
 
-// room is what a train has for payload that is not one piece.
+// room is storage for scatter/gather lists of several entries, and for inline data.
 type room struct {
 	sges   [MaxSGE]ib.SGE
 	inline [MaxInline]byte
 }
 
-// more returns the train's room.
+// more returns the train's room, and allocates it when it is first needed.
 func (t *Train) more() *room {
 	if t.room == nil {
 		t.room = new(room)
@@ -122,7 +128,7 @@ func (t *Train) more() *room {
 	return t.room
 }
 
-// copySGEs copies a list, which is at most MaxSGE long.
+// copySGEs copies a list, which is at most MaxSGE long, into the train's storage.
 func (t *Train) copySGEs(sges []ib.SGE) []ib.SGE {
 	if len(sges) <= len(t.sge) {
 		return t.sge[:copy(t.sge[:], sges)]
@@ -131,8 +137,8 @@ func (t *Train) copySGEs(sges []ib.SGE) []ib.SGE {
 	return to[:copy(to[:], sges)]
 }
 
-// Flow is the way from one of our addresses to a peer's: made once for each
-// connection or address handle, immutable, shared.
+// Flow is the way from one of our addresses to a peer's. It is made once for each
+// connection or address handle, and shared by its trains, which do not change it.
 type Flow struct {
 	Src, Dst netip.Addr
 	SrcPort  uint16 // a hint: 0xC000 and up, for equal-cost paths
@@ -140,12 +146,12 @@ type Flow struct {
 	HopLimit uint8
 	Label    uint32
 
-	// Link is the link's own preparation (socket address, checksum prefix).
+	// Link is what the link's Prepare has made: socket address, checksum prefix.
 	Link any
 }
 
-// SetSGEs makes the payload n bytes of a list, from off on, copying those SGEs
-// that they lie in.
+// SetSGEs makes the payload n bytes of a list, from off on. It copies the SGEs that these
+// bytes lie in.
 func (t *Train) SetSGEs(table *mem.Table, actor mem.Actor, access ib.Access, sges []ib.SGE, off uint64, n int) {
 	for len(sges) > 0 && off >= uint64(sges[0].Length) {
 		off -= uint64(sges[0].Length)
@@ -181,7 +187,7 @@ func (t *Train) SetNone() {
 	t.Payload = mem.List{}
 }
 
-// Reset clears everything but the storage, which needs no clearing.
+// Reset clears everything but the Ticket and the storage of the payload.
 func (t *Train) Reset() {
 	t.Flow, t.From, t.To = nil, netip.Addr{}, netip.Addr{}
 	t.TClass, t.HopLimit = 0, 0
@@ -191,11 +197,12 @@ func (t *Train) Reset() {
 	t.RETH, t.Atomic, t.AETH, t.Orig, t.Imm, t.DETH = wire.RETH{}, wire.AtomicETH{}, wire.AETH{}, 0, 0, wire.DETH{}
 	t.Len, t.Bounce, t.Again, t.Expired, t.Lent, t.Carried, t.Kept, t.Cookie = 0, false, false, false, false, false, false, 0
 	t.Lease, t.LeaseAt, t.Name = nil, 0, Name{}
-	t.Payload = mem.List{} // by itself: among others it would be made elsewhere and copied
+	t.Payload = mem.List{} // alone: in a tuple assignment the compiler would build it elsewhere and copy it
 }
 
-// Keep returns a train like this one that came, with a payload of its own: it outlives
-// what the link has lent. A fault says why the payload could not be read.
+// Keep returns a copy of an incoming train that stays valid after Deliver has returned: with
+// a copy of the payload, or by reference if the CPU does not address it and there is a Lease.
+// A fault says why the payload could not be read.
 func (t *Train) Keep() (*Train, mem.Fault) {
 	c := new(Train)
 	*c = *t
@@ -217,25 +224,26 @@ func (t *Train) Keep() (*Train, mem.Fault) {
 	return c, f
 }
 
-// Name is where a payload lies that is carried.
+// Name says where the payload of a Carried train lies.
 type Name struct {
-	Memory, Off uint64
-	// Lease is which of the sending device's leases it is good for, and At what that is; 0 is
-	// the Ticket.
+	Memory, Off uint64 // the memory's number, and the offset in it
+	// Lease is the number of the sending device's lease that the payload may be read under,
+	// and At that lease's value. 0 stands for the Ticket.
 	Lease uint32
 	At    uint64
 }
 
-// Lease is for how long what a queue pair, or another process, sends by reference may be
-// read: it ends before the memory is given back to the program.
+// Lease is a word whose value is fixed as long as payloads that a queue pair, or another
+// process, has sent by reference may be read. It changes before their memory is given back
+// to the application.
 type Lease struct {
 	own  atomic.Uint64
-	word *atomic.Uint64 // another process's; nil: own counts
-	keep any            // what keeps the word where it is
+	word *atomic.Uint64 // of another process; nil: own is the word
+	keep any            // keeps word mapped
 }
 
-// LeaseOf is a lease that ends when a word of another process's changes, which is there as
-// long as keep is referred to.
+// LeaseOf returns the lease of another process, whose word stays mapped as long as keep is
+// reachable.
 func LeaseOf(word *atomic.Uint64, keep any) *Lease { return &Lease{word: word, keep: keep} }
 
 func (l *Lease) now() uint64 {
@@ -245,19 +253,19 @@ func (l *Lease) now() uint64 {
 	return l.own.Load()
 }
 
-// End ends the lease of all trains that were made so far.
+// End ends the lease for all trains that it was attached to so far.
 func (l *Lease) End() { l.own.Add(1) }
 
-// Attach has a train's payload be kept by reference.
+// Attach allows the receiver of a train to keep its payload by reference.
 func (l *Lease) Attach(t *Train) { t.Lease, t.LeaseAt = l, l.now() }
 
-// Leased reports whether a payload that is kept by reference may still be read. It is asked
-// before and after.
+// Leased reports whether a payload that is kept by reference may still be read. Its reader
+// calls it before and after, and what was read counts only if both return true.
 func (t *Train) Leased() bool { return t.Lease == nil || t.Lease.now() == t.LeaseAt }
 
-// KeepStaged is Keep for a train that an engine takes the payload of: by reference where
-// the payload itself is out of the CPU's reach, else in staging bytes, which Free gives
-// back. It returns how many bytes were copied.
+// KeepStaged is Keep for a train whose payload an engine will move: by reference where the
+// train has a Lease and its payload lies in registered memory, else in staging bytes, which
+// Free gives back. It returns how many bytes were copied.
 func (t *Train) KeepStaged() (*Train, int, mem.Fault) {
 	c := new(Train)
 	*c = *t
@@ -282,13 +290,13 @@ func (t *Train) KeepStaged() (*Train, int, mem.Fault) {
 	return c, t.Len, mem.Fault{}
 }
 
-// refer makes the payload that of another train, by reference.
+// refer makes the payload that of o, by reference. t is a copy of o.
 func (t *Train) refer(o *Train) {
 	t.Payload.SGEs = t.copySGEs(o.Payload.SGEs)
 	t.Payload.Memo = nil
 }
 
-// Free gives back what KeepStaged has taken.
+// Free gives back the staging bytes of KeepStaged.
 func (t *Train) Free() {
 	if b := t.raw[0]; b != nil {
 		t.raw[0] = nil
@@ -296,15 +304,15 @@ func (t *Train) Free() {
 	}
 }
 
-// SetRaw makes the payload b, which stays as it is until the train has left.
+// SetRaw makes the payload b, which must not change until the train has left.
 func (t *Train) SetRaw(b []byte) {
 	t.raw[0] = b
 	t.Len = len(b)
 	t.Payload = mem.List{Raw: t.raw[:]}
 }
 
-// Moved returns how many bytes were moved when the train was taken: those of its payload, or
-// about what the rest of it takes as long as.
+// Moved returns how many bytes the receiver has moved for the train, for callers that bound
+// their work. It is at least least, which stands for the work that any train takes.
 func (t *Train) Moved(least int) int {
 	if t.Kept {
 		return least
@@ -312,7 +320,7 @@ func (t *Train) Moved(least int) int {
 	return max(t.Len, least)
 }
 
-// IsAnswer tells whether a train answers requests of the peer.
+// IsAnswer reports whether a train answers requests of the peer.
 func (t *Train) IsAnswer() bool {
 	switch t.Kind {
 	case wire.KindAck, wire.KindReadResponse, wire.KindAtomicAck:
@@ -321,7 +329,7 @@ func (t *Train) IsAnswer() bool {
 	return false
 }
 
-// TrimFront drops the first k packets, which are full, of a train that has more.
+// TrimFront drops the first k packets, all of them full, of a train of more than k.
 func (t *Train) TrimFront(k int) {
 	t.PSN = t.PSN.Add(k)
 	t.N -= k
@@ -330,7 +338,7 @@ func (t *Train) TrimFront(k int) {
 	t.Payload.Off += uint64(k) * uint64(t.MTU)
 }
 
-// TrimLast drops the last packet of a train that has more.
+// TrimLast drops the last packet of a train of at least two.
 func (t *Train) TrimLast() {
 	t.N--
 	t.End = false
