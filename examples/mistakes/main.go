@@ -55,7 +55,7 @@ func noRight() {
 	bob.reportEvent("Bob")
 }
 
-// Bob closes his queue pair. Alice does not hear of it, and sends.
+// Bob closes his queue pair. Nothing reports that to Alice's device, and Alice sends.
 func peerGone() {
 	fmt.Println("peer gone")
 	alice, bob := connected(&verbs.ConnectConfig{Timeout: 12, RetryCnt: 2}) // 3 times 17 ms

@@ -18,7 +18,7 @@ func main() {
 	check(bob.qp.Connect(alice.qp.Endpoint(), nil))
 	copy(bob.buf[16:], "Bob's secret")
 
-	// What Bob tells Alice about his memory: an address and a key.
+	// Alice needs the address and the key of the memory that Bob registered.
 	addr, rkey := bob.mr.Addr(), bob.mr.RKey()
 
 	// WRITE: 10 bytes of Alice's memory go to the beginning of Bob's.

@@ -470,7 +470,7 @@ func (q *QP) finishRequests(now Time) (*train.Train, mem.Fault) {
 				q.fetch(WorkReceive, f, nil) // another process has to leave the memory first
 				return nil, mem.Fault{}
 			} else if !f.OK() {
-				m.fault = f
+				m.fail(f, mem.Dst) // those behind it change nothing
 				continue
 			}
 		}
