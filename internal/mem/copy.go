@@ -436,7 +436,7 @@ func Check(l *List, n uint64) Fault {
 func CheckStaged(l *List, n uint64) (f Fault, staged bool) {
 	if len(l.SGEs) == 1 && l.Table != nil && n > 0 { // most have one piece, which needs no cursor
 		if r, _ := l.open(n, shutToLooks); r != nil {
-			staged = r.byEngine
+			staged = r.byEngine.Load()
 			r.exit()
 			return Fault{}, staged
 		}
@@ -453,7 +453,7 @@ func CheckStaged(l *List, n uint64) (f Fault, staged bool) {
 		if !c.enter(n, shutToLooks) {
 			return c.fault, false
 		}
-		staged = staged || c.region.byEngine
+		staged = staged || c.region.byEngine.Load()
 		c.close()
 		n -= c.left
 	}

@@ -251,14 +251,14 @@ func (l *List) Owner(n uint64) (owner any) {
 // Staged reports whether there may be bytes in a region that the CPU does not address.
 func (t *Table) Staged(key uint32) bool {
 	r := t.Lookup(key)
-	return r != nil && r.byEngine
+	return r != nil && r.byEngine.Load()
 }
 
 // ownerOf returns the owner of the engine that moves the bytes of a region, nil if none does or
 // the key is indirect.
 func (t *Table) ownerOf(key uint32) (owner any) {
 	r := t.Lookup(key)
-	if r == nil || !r.byEngine || r.enter(shutToLooks) != FaultNone {
+	if r == nil || !r.byEngine.Load() || r.enter(shutToLooks) != FaultNone {
 		return nil
 	}
 	if e, ok := r.backing.(Engine); ok {

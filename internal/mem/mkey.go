@@ -179,7 +179,8 @@ func (m *MKey) layLocked(l *Layout, who Actor) Fault {
 			}
 		}
 	}
-	m.r.neverFaults, m.r.byEngine = b.neverFaults, b.byEngine
+	m.r.neverFaults = b.neverFaults
+	m.r.byEngine.Store(b.byEngine)
 	return Fault{Kind: b.finish(), Key: l.Key}.orNone()
 }
 
@@ -252,7 +253,7 @@ func (b *builder) add(p *ib.Stride) FaultKind {
 		return FaultLayout
 	}
 	b.neverFaults = b.neverFaults && b.last.neverFaults
-	b.byEngine = b.byEngine || b.last.byEngine
+	b.byEngine = b.byEngine || b.last.byEngine.Load()
 	if m := b.last.mkey; m != nil {
 		if l.depth = max(l.depth, m.layout.depth); l.depth >= MaxMKeyDepth {
 			return FaultDepth
@@ -353,7 +354,7 @@ func (m *MKey) suspendLocked() (FaultKind, <-chan struct{}) {
 		return FaultNotInvalidatable, nil // another key stands on it
 	}
 	defer r.giveLocked()
-	if r.byEngine {
+	if r.byEngine.Load() {
 		if left := r.invalidateLocked(); left != nil {
 			return FaultPending, left
 		}

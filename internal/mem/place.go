@@ -38,7 +38,7 @@ func (p *place) run(off, n uint64, acc ib.Access) (b []byte, at uint64, f Fault)
 	}
 	var kind FaultKind
 	if m := p.region.mkey; m == nil {
-		if p.leaf.byEngine {
+		if p.leaf.byEngine.Load() {
 			return nil, 0, p.byEngine(off, n)
 		}
 		b, kind = p.leaf.backing.Run(off, n, acc)
@@ -55,7 +55,7 @@ func (p *place) run(off, n uint64, acc ib.Access) (b []byte, at uint64, f Fault)
 		if piece.flat != nil {
 			return piece.flat[at:][:n], at, Fault{}
 		}
-		if p.leaf.byEngine {
+		if p.leaf.byEngine.Load() {
 			return nil, 0, p.byEngine(off, n)
 		}
 		b, kind = p.leaf.backing.Run(at, n, acc)

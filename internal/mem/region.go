@@ -59,7 +59,7 @@ type Region struct {
 	staged        staged // not nil: the backing offers staging bytes, which it stores
 	pinned        *Host  // not nil: the program may remap the bytes, and the kernel reports it
 	invalidatable bool
-	byEngine      bool        // the backing is an Engine: the CPU does not address the bytes
+	byEngine      atomic.Bool // the backing is an Engine: the CPU does not address the bytes; read also without a section
 	plain         bool        // the CPU accesses the bytes where they lie, mostly in one piece
 	told          atomic.Bool // report has logged that the memory is gone
 	iova          uint64
@@ -119,8 +119,9 @@ func (t *Table) Register(cfg RegionConfig) (*Region, error) {
 func (r *Region) stand(b Backing) {
 	r.backing, r.kind, r.neverFaults = b, b.Kind(), backingNeverFaults(b)
 	r.staged = asStaged(b)
-	_, r.byEngine = b.(Engine)
-	r.plain = (r.kind == KindPinned || r.kind == KindDevice) && r.staged == nil && !r.byEngine
+	_, byEngine := b.(Engine)
+	r.byEngine.Store(byEngine)
+	r.plain = (r.kind == KindPinned || r.kind == KindDevice) && r.staged == nil && !byEngine
 	r.pinned = nil
 	if h, ok := b.(interface{ Pinned() *Host }); ok {
 		r.pinned = h.Pinned()
@@ -332,7 +333,7 @@ func (r *Region) killLocked(bit uint64) (left <-chan struct{}) {
 // invalidateLocked is killLocked on behalf of a request: it does not wait for engines. If
 // operations of engines are under way it returns a channel that is closed when they are over.
 func (r *Region) invalidateLocked() (left <-chan struct{}) {
-	if !r.byEngine {
+	if !r.byEngine.Load() {
 		return r.killLocked(stateInvalidated)
 	}
 	if r.state.Load()&stateInvalidated == 0 {

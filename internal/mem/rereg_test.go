@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"math/rand/v2"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -250,6 +251,16 @@ func TestReregUnderFire(t *testing.T) {
 				t.Error(f)
 				return
 			}
+		}
+	})
+	wg.Go(func() { // what asks without an access finds the region as it was or as it is
+		for !stop.Load() {
+			l := &mem.List{Table: table, Actor: who, SGEs: []ib.SGE{{Length: size, LKey: r.Key()}}}
+			if table.Staged(r.Key()) || l.Owner(size) != nil {
+				t.Error("an engine moves plain memory")
+				return
+			}
+			runtime.Gosched()
 		}
 	})
 	for round := range 100 {

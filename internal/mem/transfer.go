@@ -362,7 +362,7 @@ func (l *List) reach(off, n uint64) (reached, uint64, Fault) {
 		}
 		at, n = in, min(n, left)
 	}
-	if !c.leaf.byEngine {
+	if !c.leaf.byEngine.Load() {
 		c.close()
 		return reached{}, n, Fault{}
 	}
@@ -408,14 +408,20 @@ func (l *List) still(off, n uint64, e Engine) ([]byte, place) {
 	return b, c.place
 }
 
-// kindAt returns the kind of memory that a list has at off, KindRaw if its key is gone.
-func (l *List) kindAt(off uint64) Kind {
-	if e, _ := l.pieceAt(off); e != nil {
-		if r := l.Table.Lookup(e.LKey); r != nil {
-			return r.kind
-		}
+// kindAt returns the kind of memory that a list has at off, KindRaw if its key is gone or the
+// region is being changed.
+func (l *List) kindAt(off uint64) (kind Kind) {
+	e, _ := l.pieceAt(off)
+	if e == nil {
+		return KindRaw
 	}
-	return KindRaw
+	r := l.Table.Lookup(e.LKey)
+	if r == nil || r.enter(shutToLooks) != FaultNone {
+		return KindRaw
+	}
+	kind = r.kind
+	r.leave()
+	return kind
 }
 
 // copyOut copies bytes of a list from off on to b, copyIn those of b to a list.

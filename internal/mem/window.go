@@ -137,7 +137,8 @@ func (t *Table) Bind(b *ib.MWBind, verb bool, who Actor) Fault {
 	w.parent = parent
 	r.access = b.Access & peerAccess
 	r.kind, r.neverFaults, r.backing = parent.kind, parent.neverFaults, parent.backing
-	r.staged, r.byEngine, r.plain, r.pinned = parent.staged, parent.byEngine, parent.plain, parent.pinned
+	r.staged, r.plain, r.pinned = parent.staged, parent.plain, parent.pinned
+	r.byEngine.Store(parent.byEngine.Load())
 	r.iova, r.length, r.base = b.Addr, b.Length, b.Addr-parent.iova
 	if b.Access&ib.AccessZeroBased != 0 {
 		r.iova = 0
