@@ -51,17 +51,16 @@ type Region struct {
 	// key, and most of what follows, changes only while mu is held and no section
 	// can be open. The key's index never changes.
 	key           atomic.Uint32
-	step          uint8 // odd: from one tag to the next
+	byEngine      atomic.Bool // the backing is an Engine: the CPU does not address the bytes; read also without a section
+	told          atomic.Bool // report has logged that the memory is gone
 	pd            uint32
 	access        ib.Access
 	kind          Kind
-	neverFaults   bool   // the bytes cannot fault: move needs no guard
+	neverFaults   bool // the bytes cannot fault: move needs no guard
+	plain         bool // the CPU accesses the bytes where they lie, mostly in one piece
+	invalidatable bool
 	staged        staged // not nil: the backing offers staging bytes, which it stores
 	pinned        *Host  // not nil: the program may remap the bytes, and the kernel reports it
-	invalidatable bool
-	byEngine      atomic.Bool // the backing is an Engine: the CPU does not address the bytes; read also without a section
-	plain         bool        // the CPU accesses the bytes where they lie, mostly in one piece
-	told          atomic.Bool // report has logged that the memory is gone
 	iova          uint64
 	length        uint64
 	backing       Backing
@@ -73,6 +72,7 @@ type Region struct {
 	// bound counts the windows on the region, and what indirect keys have borrowed;
 	// taken keeps new ones out.
 	bound atomic.Int32
+	step  uint8 // odd: from one tag of the key to the next
 
 	mu      sync.Mutex                    // serialises changes of state's bits; held also over waits for other processes
 	suspend *suspension                   // nil until the region is first suspended, or a caller waits for its sections

@@ -12,21 +12,31 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// textLines calls fn for each line of a file of /proc, until fn returns false.
+// reading guards the positions of the files that textLines reads. The kernel goes on after
+// the last mapping that it wrote only for a read from where the last one ended. For a read
+// from anywhere else it counts bytes from the beginning of the text, and would skip a line if
+// the text before it has become shorter.
+var reading sync.Mutex
+
+// textLines calls fn for each line of a file of /proc, until fn returns false. fn must not
+// call textLines.
 func textLines(fd int, fn func(line []byte) bool) error {
 	buf, _ := textBuffers.Get().(*[]byte)
 	defer textBuffers.Put(buf)
 	b := *buf
-	have := 0
-	for offset := int64(0); ; {
-		n, err := unix.Pread(fd, b[have:], offset)
+	reading.Lock()
+	defer reading.Unlock()
+	if _, err := unix.Seek(fd, 0, unix.SEEK_SET); err != nil {
+		return err
+	}
+	for have := 0; ; {
+		n, err := unix.Read(fd, b[have:])
 		if err == unix.EINTR {
 			continue
 		}
 		if err != nil {
 			return err
 		}
-		offset += int64(n)
 		rest := b[:have+n]
 		for {
 			line, after, ok := bytes.Cut(rest, []byte{'\n'})
@@ -131,18 +141,21 @@ func pageSizeOf(m *Mapping) uintptr {
 		return size.(uintptr)
 	}
 	size := pageSizeInText(m)
+	if size == 0 { // it is asked again for the next mapping
+		return pageSize
+	}
 	devicePageSizes.Store(device, size)
 	return size
 }
 
-// pageSizeInText reads /proc/self/smaps, which has it, and takes long.
-func pageSizeInText(of *Mapping) uintptr {
+// pageSizeInText returns the size of a mapping's pages, or 0 if it cannot be found out. It
+// reads /proc/self/smaps, which takes long.
+func pageSizeInText(of *Mapping) (size uintptr) {
 	fd, err := unix.Open("/proc/self/smaps", unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return pageSize
+		return 0
 	}
 	defer func() { _ = unix.Close(fd) }()
-	size := pageSize
 	inside := false
 	_ = textLines(fd, func(line []byte) bool {
 		if m, _, ok := parseMapping(line); ok {

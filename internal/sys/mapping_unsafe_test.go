@@ -3,6 +3,8 @@ package sys
 import (
 	"errors"
 	"slices"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"unsafe"
 
@@ -231,4 +233,47 @@ func BenchmarkQueryMapping(b *testing.B) {
 			}
 		})
 	}
+}
+
+// A mapping that stays is found in the text whatever is mapped and unmapped below it
+// meanwhile, and however many look at once.
+func TestFindInTextWhileOthersChange(t *testing.T) {
+	s, err := mapsFile()
+	if err != nil {
+		t.Fatal(err)
+	}
+	const others = 300 // several pages of text
+	area := anonymous(t, (2*others+2)*int(pageSize))
+	base := uintptr(unsafe.Pointer(unsafe.SliceData(area)))
+	stays := base + 2*others*pageSize
+	setRights := func(i int, rights int) {
+		at := 2 * i * int(pageSize)
+		if err := unix.Mprotect(area[at:at+int(pageSize)], rights); err != nil {
+			t.Error(err)
+		}
+	}
+	var stop atomic.Bool
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer stop.Store(true)
+	wg.Go(func() { // lines come and go below the one that is looked for
+		for i := 0; !stop.Load(); i = (i + 1) % others {
+			setRights(i, unix.PROT_READ)
+			if i%3 == 0 {
+				setRights((i+others/2)%others, unix.PROT_READ|unix.PROT_WRITE)
+			}
+		}
+	})
+	var looks sync.WaitGroup
+	for range 3 {
+		looks.Go(func() {
+			for range 300 {
+				if m, err := findInText(s.fd, stays, false); err != nil || m.Start > stays || m.End <= stays {
+					t.Errorf("%#x: %+v, %v", stays, m, err)
+					return
+				}
+			}
+		})
+	}
+	looks.Wait()
 }
