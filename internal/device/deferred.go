@@ -55,9 +55,9 @@ func (s *deferredWork) close() {
 }
 
 // deferWork has the deferred work of a queue pair done, of the kinds whose bits are set.
-func (d *Device) deferWork(q *QP, lanes uint8) {
+func (d *Device) deferWork(q *QP, kinds uint8) {
 	for l := range qp.NumWorkKinds {
-		if lanes&(1<<l) == 0 || !q.working[l].CompareAndSwap(false, true) {
+		if kinds&(1<<l) == 0 || !q.working[l].CompareAndSwap(false, true) {
 			continue // no work of this kind, or its worker will look again before it leaves
 		}
 		s := &d.work

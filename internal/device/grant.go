@@ -183,11 +183,11 @@ func (q *QP) giveLocked(t *train.Train, r *mem.Region, b []byte, via link.Via) b
 		return false
 	}
 	may := func(acc ib.Access) bool { return r.Access()&acc == acc && q.core.Grants(acc) }
-	lane := via.NewGrant()
-	if lane == nil {
+	fresh := via.NewGrant()
+	if fresh == nil {
 		return false
 	}
-	g := &grant{Grant: lane, region: r}
+	g := &grant{Grant: fresh, region: r}
 	if !q.dev.grants.add(g) {
 		g.Free()
 		return false

@@ -165,11 +165,11 @@ func (s *Shared) takeGrant(c *shm.Channel, b []byte) bool {
 	p := unpacker{own[:]}
 	qpn, remote := p.u32(), p.u32()
 	l := &PeerGrant{s: s, rkey: p.u32(), rights: p.u32()}
-	number, pass := p.u32(), p.u64()
+	number, serial := p.u32(), p.u64()
 	l.va, l.size = p.u64(), p.u64()
 	k := segmentKey{c, p.u64()}
 	l.off = p.u64()
-	if l.grant = c.PeerGrant(int(number), pass); l.grant == nil || s.cfg.Granted == nil || s.cfg.UDP.Tap != nil {
+	if l.grant = c.PeerGrant(int(number), serial); l.grant == nil || s.cfg.Granted == nil || s.cfg.UDP.Tap != nil {
 		return l.grant != nil
 	}
 	// Channels that this process closed itself (keepLocked): Gone is not called for them.

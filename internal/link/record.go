@@ -16,7 +16,7 @@ import (
 const (
 	recTrain   = iota + 1 // a train: its fields, its payload
 	recPackets            // the fields of Packets, their bytes
-	recFar                // a train with payload by reference: its fields, where the payload lies, its last bytes
+	recRef                // a train with payload by reference: its fields, where the payload lies, its last bytes
 	recControl            // a control message, see control.go
 	recForget             // a segment of the sender that is gone, see segment.go
 	recPair               // a number for two addresses, see short.go

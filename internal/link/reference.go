@@ -70,10 +70,10 @@ func mayFetch(c *shm.Channel, t *train.Train) bool {
 	return false
 }
 
-// sendFar sends a train with its payload by reference. done is false if the payload has to
+// sendRef sends a train with its payload by reference. done is false if the payload has to
 // go in the ring: the memory lies in too many pieces or is not addressable by the CPU, or
 // tickets do not follow remapping (tickets.none).
-func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done bool, err error) {
+func (s *Shared) sendRef(c *shm.Channel, f *localFlow, t *train.Train) (done bool, err error) {
 	if s.tickets.none {
 		return false, nil
 	}
@@ -88,7 +88,7 @@ func (s *Shared) sendFar(c *shm.Channel, f *localFlow, t *train.Train) (done boo
 	}
 	defer g.pins.Release()
 	defer clear(runs)
-	b, err := s.reserve(c, recFar, trainBytes+refBytes+16*len(runs)+refTail, t)
+	b, err := s.reserve(c, recRef, trainBytes+refBytes+16*len(runs)+refTail, t)
 	if b == nil {
 		return true, err
 	}
@@ -127,9 +127,9 @@ type refSource struct {
 	mapped []byte        // the payload, if its segment is mapped here; else nil
 }
 
-// unpackFar reads from a record where a train's payload lies. It reports false if the record
+// unpackRef reads from a record where a train's payload lies. It reports false if the record
 // is malformed.
-func (r *refSource) unpackFar(s *Shared, c *shm.Channel, t *train.Train, b []byte) bool {
+func (r *refSource) unpackRef(s *Shared, c *shm.Channel, t *train.Train, b []byte) bool {
 	if len(b) < refBytes || t.Len < refMin {
 		return false
 	}

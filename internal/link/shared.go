@@ -298,7 +298,7 @@ func (s *Shared) sendTrain(f *localFlow, one []*train.Train) error {
 	}
 	s.capture(t)
 	if mayFetch(c, t) {
-		if done, err := s.sendFar(c, f, t); done {
+		if done, err := s.sendRef(c, f, t); done {
 			return err
 		}
 	}
@@ -471,8 +471,8 @@ func (r *fromRings) Record(c *shm.Channel, typ byte, b []byte) {
 		}
 		s.deliver()
 		s.offer(c, &s.t)
-	case recFar:
-		if !unpackTrain(b, &s.t, train.MaxBytes) || !s.ref.unpackFar(s, c, &s.t, b[trainBytes:]) {
+	case recRef:
+		if !unpackTrain(b, &s.t, train.MaxBytes) || !s.ref.unpackRef(s, c, &s.t, b[trainBytes:]) {
 			s.sink.Drop(DropOther)
 			return
 		}

@@ -44,7 +44,7 @@ func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 	d.list, d.skip = dst, dst.Off
 	s.list, s.skip = src, src.Off
 	if src.Ref != nil {
-		s.startFar()
+		s.beginRef()
 	}
 	moved := 0 // bytes that are not counted yet, all between the same two sections
 	for n > 0 {
@@ -59,7 +59,7 @@ func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 		}
 		if s.ref > 0 {
 			var k int
-			if k, side = readFar(&d, &s, n, last); side != 0 {
+			if k, side = copyRef(&d, &s, n, last); side != 0 {
 				break
 			}
 			moved += k
@@ -201,19 +201,19 @@ func holds(size, off, n uint64) bool { return off <= size && n <= size-off }
 // bytes. It reports false if bytes were gone or remapped, or if CopyPieces is faster because
 // they are misaligned.
 func moveWhole(to, from *Region, d, s []byte, dAt, sAt uint64, last bool) bool {
-	toKind, fromKind, solid, counts := KindRaw, KindRaw, true, from
+	toKind, fromKind, neverFaults, counts := KindRaw, KindRaw, true, from
 	var dst, src mapped
 	if from != nil {
-		fromKind, solid, src = from.kind, from.neverFaults, mapped{from.pinned, sAt}
+		fromKind, neverFaults, src = from.kind, from.neverFaults, mapped{from.pinned, sAt}
 	}
 	if to != nil {
-		toKind, solid, counts, dst = to.kind, solid && to.neverFaults, to, mapped{to.pinned, dAt}
+		toKind, neverFaults, counts, dst = to.kind, neverFaults && to.neverFaults, to, mapped{to.pinned, dAt}
 	}
 	if len(d) >= longPiece && misaligned(d, s) {
 		return false
 	}
 	switch {
-	case solid:
+	case neverFaults:
 		move(d, s, last)
 	case dst.host != nil || src.host != nil:
 		if bad, known := moveRemappable(d, s, last, dst, src); bad != 0 || !known {

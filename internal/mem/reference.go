@@ -12,21 +12,21 @@ type Reference interface {
 	ReadFar(b []byte, off uint64) (ok, own bool)
 }
 
-// startFar makes the cursor begin with the list's payload by reference, as much of it as the
+// beginRef makes the cursor begin with the list's payload by reference, as much of it as the
 // list does not skip.
-func (c *cursor) startFar() {
+func (c *cursor) beginRef() {
 	skipped := min(c.skip, c.list.RefLen)
 	c.ref = c.list.RefLen - skipped
 	c.skip -= skipped
 }
 
-// readFar is a step of the copy loop whose source is payload by reference: its next bytes
+// copyRef is a step of the copy loop whose source is payload by reference: its next bytes
 // are read into those that the target offers. It returns how many were read: none if the
 // cursor of the target has to offer its bytes once more, or if side, which is returned too,
 // has a fault. n is what the copy has left: last counts for the step that ends it.
-func readFar(d, s *cursor, n uint64, last bool) (k int, side Side) {
+func copyRef(d, s *cursor, n uint64, last bool) (k int, side Side) {
 	k = int(min(uint64(len(d.b)), s.ref))
-	ok, own, known, bad := s.list.readFar(d.b[:k], s.list.RefLen-s.ref, d.mapped())
+	ok, own, known, bad := s.list.readRef(d.b[:k], s.list.RefLen-s.ref, d.mapped())
 	switch {
 	case !known:
 		return 0, again(d, s)
@@ -46,11 +46,11 @@ func readFar(d, s *cursor, n uint64, last bool) (k int, side Side) {
 	return k, 0
 }
 
-// readFar reads payload by reference, from off on, into b, whose place is at. known is false
+// readRef reads payload by reference, from off on, into b, whose place is at. known is false
 // if mappings at that place have changed: then nothing was read. If the read failed, own
 // reports whether b is what is gone, and bad is the address of the fault, 0 if it is not
 // known.
-func (l *List) readFar(b []byte, off uint64, at mapped) (ok, own, known bool, bad uintptr) {
+func (l *List) readRef(b []byte, off uint64, at mapped) (ok, own, known bool, bad uintptr) {
 	in, known := bracket(len(b), at, mapped{})
 	if !known {
 		return false, false, false, 0

@@ -430,8 +430,11 @@ func (s *space) sweepLocked(stop chan struct{}) {
 	}
 	if now := s.vanished.Load(); now != s.found {
 		s.found = now
-	} else {
-		s.doubtful.Store(false)
+		return
+	}
+	s.doubtful.Store(false)
+	if s.vanished.Load() != s.found { // foundGone may have set it just before
+		s.doubtful.Store(true)
 	}
 }
 

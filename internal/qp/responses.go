@@ -347,7 +347,7 @@ func ackCounter(s wire.Syndrome) Counter {
 	return CntNaksSent
 }
 
-// pullJob makes the next train of the answer to a responder resource.
+// pullResource makes the next train of the answer to a responder resource.
 func (q *QP) pullResource(t *train.Train, j *resource) bool {
 	r := &q.resp
 	var b []byte

@@ -143,15 +143,15 @@ func (c *CQ) push(wc *ib.WC, solicited bool, freed *Freed, upto uint32, l *Inlin
 		}
 		return false
 	}
-	late := uint32(0)
+	kept := uint32(0)
 	if l != nil {
-		late = c.keepLocked(l)
+		kept = c.keepLocked(l)
 	}
 	e := c.ring.at(n)
-	e.wc, e.freed, e.upto, e.inline = *wc, freed, upto, late
+	e.wc, e.freed, e.upto, e.inline = *wc, freed, upto, kept
 	e.note = Note{At: at, Solicited: solicited || wc.Status != ib.WCSuccess}
 	fire := c.fireLocked(&e.note)
-	if c.Taker == nil || n > 0 || late != 0 || c.held || !c.Taker(&e.wc, &e.note) {
+	if c.Taker == nil || n > 0 || kept != 0 || c.held || !c.Taker(&e.wc, &e.note) {
 		c.ring.add(1)
 	} else if freed != nil {
 		freed.taken = upto

@@ -157,11 +157,11 @@ func (m *grantModel) owner(t *testing.T, rng *rand.Rand, own, peer *Channel, pag
 		*Grant
 		page int
 	}
-	var lanes []given // grants whose counts may still change
+	var granted []given // grants whose counts may still change
 	var freed, byRing uint64
 	counted := func() (n uint64) {
-		kept := lanes[:0]
-		for _, l := range lanes {
+		kept := granted[:0]
+		for _, l := range granted {
 			over := l.Over() // must come before Counts: what is over counts no more
 			c := l.Counts()
 			if over && c[GrantWritten]+c[GrantRead] != modelBytes*(c[GrantWrites]+c[GrantReads]) {
@@ -176,7 +176,7 @@ func (m *grantModel) owner(t *testing.T, rng *rand.Rand, own, peer *Channel, pag
 				kept = append(kept, l)
 			}
 		}
-		lanes = kept
+		granted = kept
 		return n + freed + byRing
 	}
 	page := 0
@@ -204,14 +204,14 @@ func (m *grantModel) owner(t *testing.T, rng *rand.Rand, own, peer *Channel, pag
 			switch k := rng.IntN(8); {
 			case open == nil && k < 4:
 				l, p := give(t, own, peer)
-				open, lanes = l, append(lanes, given{l, page})
+				open, granted = l, append(granted, given{l, page})
 				m.now.Store(&modelGrant{p, pages[page]})
 			case open != nil && k == 0: // shut, without Await
 				open.Shut()
 				open = nil
 				counted() // which frees grants that are over
 				old := page
-				for page = (page + 1) % len(pages); slices.ContainsFunc(lanes, func(g given) bool { return g.page == page }); {
+				for page = (page + 1) % len(pages); slices.ContainsFunc(granted, func(g given) bool { return g.page == page }); {
 					page = (page + 1) % len(pages) // the peer may still be inside a grant for that page
 				}
 				copy(pages[page], pages[old])
