@@ -3,8 +3,8 @@ package ib
 import "strings"
 
 // Access is the set of rights of a memory region, with the bits of
-// IBV_ACCESS_*. Local read is always granted. As an attribute of a queue pair
-// it bounds what the peer may do: both must grant it.
+// IBV_ACCESS_*. Local reading is always allowed. As an attribute of a queue pair
+// it limits its peer: both the region and the queue pair must grant a right.
 type Access uint32
 
 const (
@@ -17,14 +17,14 @@ const (
 	AccessOnDemand     Access = 1 << 6 // pages are not pinned but faulted in when accessed
 	// AccessFlushGlobal lets peers FLUSH the region to global visibility.
 	AccessFlushGlobal Access = 1 << 8
-	// AccessFlushPersistent lets peers FLUSH the region to persistence: its
-	// memory is a file mapped shared, on a file system that keeps what is written.
+	// AccessFlushPersistent lets peers FLUSH the region to persistence. Its memory
+	// must be a file mapped shared, on a file system that has storage.
 	AccessFlushPersistent Access = 1 << 9
 	// AccessRelaxedOrdering is a hint; a software device keeps the order anyway.
 	AccessRelaxedOrdering Access = 1 << 20
-	// AccessRemoteInvalidate is Verbena's own: peers may kill the region's key
-	// by SEND with invalidate. Fast-registration keys and type 2 windows have
-	// this by nature; an ordinary region has it only when asked.
+	// AccessRemoteInvalidate is Verbena's own: peers may invalidate the region's
+	// key, by SEND with invalidate. Indirect keys and type 2 windows always can be
+	// invalidated; a region only with this right.
 	AccessRemoteInvalidate Access = 1 << 30
 )
 

@@ -12,7 +12,7 @@ type DeviceInfo struct {
 	Addrs     []netip.Addr // one GID each
 }
 
-// AtomicCap says how far the atomicity of remote atomics reaches.
+// AtomicCap is how far the atomicity of remote atomics reaches.
 type AtomicCap uint8
 
 const (
@@ -44,7 +44,7 @@ const (
 	CapFlushPersistent                        // FLUSH to persistence, of regions that are mapped files
 	CapXRC                                    // extended reliable connections
 	CapMemWindow                              // memory windows of type 1
-	CapMemWindowType2B                        // memory windows of type 2, which answer to one queue pair
+	CapMemWindowType2B                        // memory windows of type 2, which serve one queue pair
 )
 
 // DeviceAttr are a device's identity, capabilities and limits.
@@ -80,24 +80,25 @@ type DeviceAttr struct {
 	MaxQPInitRDAtom  int // as initiator, for each queue pair
 	MaxResRDAtom     int
 	MaxPKeys         int
-	MaxMcastGrp      int // multicast groups that a process has members of
-	MaxMcastQPAttach int // members of one group, in a process
-	// MaxTotalMcastQPAttach is how many members all groups have, of all processes.
+	MaxMcastGrp      int // multicast groups that one process may have members of
+	MaxMcastQPAttach int // members that one group may have in one process
+	// MaxTotalMcastQPAttach is how many members all groups together may have, in all
+	// processes that share the device.
 	MaxTotalMcastQPAttach int
 	LocalCAAckDelay       int
 	MaxDMSize             uint64   // bytes of device memory that all processes together may have
-	MemoryLock            LockMode // what the device does about locking pinned memory
-	Links                 []string // the links it runs on, as "loop", "udp"
-	Offloads              []string // what the links found at open, as "gso", "gro"
-	StalePinnedRange      string   // how a pinned range that was unmapped is noticed
+	MemoryLock            LockMode // how registration keeps pinned memory where it is
+	Links                 []string // the links that the device uses, as "loop", "udp"
+	Offloads              []string // kernel offloads that the links use, as "gso", "gro"
+	StalePinnedRange      string   // how the device notices that a pinned range was unmapped, for people
 }
 
-// LockMode says how registration keeps pinned memory where it is.
+// LockMode is how registration keeps pinned memory where it is.
 type LockMode uint8
 
 const (
-	// LockAuto locks memory outside the Go heap where the limit allows it; a
-	// region that could not be locked works all the same and says so.
+	// LockAuto locks memory outside the Go heap where RLIMIT_MEMLOCK allows it. A
+	// region that could not be locked works all the same; MR.Locked reports it.
 	LockAuto LockMode = iota
 	// LockOff never locks.
 	LockOff
@@ -148,12 +149,12 @@ type EventType uint8
 
 const (
 	EventCQErr            EventType = iota + 1 // a completion queue overflowed
-	EventQPFatal                               // a queue pair failed and its requests may not all be flushed
+	EventQPFatal                               // a queue pair failed, and no completion says why
 	EventQPReqErr                              // the responder side refused a malformed request
 	EventQPAccessErr                           // the responder side refused access
 	EventCommEst                               // a packet arrived before the queue pair was in RTS
 	EventSQDrained                             // the send queue is drained
-	EventQPLastWQEReached                      // a queue pair with SRQ in error took its last receive
+	EventQPLastWQEReached                      // a queue pair in ERR will take no more receives from its SRQ
 	EventSRQErr                                // a shared receive queue failed
 	EventSRQLimitReached                       // a shared receive queue fell below its limit
 	EventPortActive                            // the port came up
@@ -168,7 +169,7 @@ var eventNames = [...]string{EventCQErr: "CQ error", EventQPFatal: "local work q
 	EventSRQLimitReached: "SRQ limit reached", EventPortActive: "port active", EventPortErr: "port error",
 	EventDeviceFatal: "local catastrophic error"}
 
-// String returns the words of ibv_event_type_str.
+// String returns the text of ibv_event_type_str.
 func (t EventType) String() string { return nameOf(eventNames[:], int(t), "EventType") }
 
 // AsyncEvent is something that happened outside any work request.
@@ -180,7 +181,7 @@ type AsyncEvent struct {
 	Port uint8  // port events
 }
 
-// String says what happened to what.
+// String returns what happened, and to which object.
 func (e AsyncEvent) String() string {
 	switch {
 	case e.QPN != 0:

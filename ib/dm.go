@@ -4,10 +4,10 @@ package ib
 type DMClass uint8
 
 const (
-	// DMPlain: the program reaches it by copying to it and from it alone.
+	// DMPlain: the program only copies to it and from it.
 	DMPlain DMClass = iota
-	// DMCoherent: the program also accesses it directly, with loads, stores and
-	// atomic instructions, which are atomic with the device's.
+	// DMCoherent: the program also accesses it with loads, stores and atomic
+	// instructions; these and the device's atomics are atomic towards each other.
 	DMCoherent
 )
 

@@ -2,13 +2,14 @@
 // Verbena shares: access rights, work requests, completions, queue pair
 // attributes, addresses, limits and errors.
 //
-// Programs usually import package verbs alone, which re-exports everything here
-// under the same names. The package has no behaviour beyond formatting and
-// validation, starts nothing and imports nothing of Verbena.
+// Programs usually import package verbs alone, which re-exports all that programs
+// need under the same names. The package only formats, parses and adds up values. It
+// imports nothing of Verbena.
 //
-// Enumerations start at 1, so that a field somebody forgot to set is refused
-// rather than taken for the first value. There are two exceptions: [WCStatus]
-// keeps the numbers of ibv_wc_status, because people read them in logs, and the
-// zero [LockMode] is the default. Of the bit sets only [Access] has the numbers
-// of its C counterpart; the others share the names alone.
+// Most enumerations start at 1, so that a field that was forgotten is refused
+// rather than taken for the first value. The exceptions are [LockMode] and [DMClass],
+// whose zero values are defaults, and [WCStatus] and [Advice], which have the numbers
+// of their C counterparts, as [MTU] and [MWType] have. Of the bit sets, [Access],
+// [FlushType] and [ODPTransportCaps] have the bits of their C counterparts; the others
+// share the names alone.
 package ib

@@ -5,8 +5,8 @@ import (
 	"syscall"
 )
 
-// OpError is what every verb that fails returns: the verb, the errno that its
-// man page names, and what exactly was wrong. errors.Is finds the errno:
+// OpError is the error of a verb that fails: the verb, the errno that its manual
+// page names, and what exactly was wrong. errors.Is finds the errno:
 //
 //	if errors.Is(err, syscall.EBUSY) { … }
 type OpError struct {

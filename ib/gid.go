@@ -28,7 +28,7 @@ const MulticastQPN = 0xffffff
 // String formats the GID as an IPv6 address, as ibv_devinfo does.
 func (g GID) String() string { return netip.AddrFrom16(g).String() }
 
-// MarshalText and UnmarshalText let GIDs travel in JSON.
+// MarshalText formats the GID as String does, for JSON among others.
 func (g GID) MarshalText() ([]byte, error) { return []byte(g.String()), nil }
 
 // UnmarshalText parses an IPv6 or IPv4 address.
@@ -62,8 +62,8 @@ type AH struct {
 	close func() error
 }
 
-// NewAH is for providers: impl is the provider's own object, close is called by
-// Close and must be idempotent.
+// NewAH makes an address handle, for providers. impl is the provider's own object.
+// Close calls close, which must be idempotent.
 func NewAH(attr AHAttr, impl any, close func() error) *AH {
 	return &AH{attr: attr, impl: impl, close: close}
 }

@@ -6,12 +6,12 @@ import "fmt"
 type MWType uint8
 
 const (
-	// MWType1 is bound by a verb and gets a new rkey each time. It opens its
-	// range to all queue pairs of its protection domain.
+	// MWType1 is bound by a verb and gets a new rkey each time. It serves all
+	// queue pairs of its protection domain.
 	MWType1 MWType = 1
 	// MWType2 is bound by a work request, with an rkey whose low 8 bits the
-	// program chooses, and invalidated by one. It opens its range to the queue
-	// pair that it was bound on alone (what the specification calls type 2B).
+	// program chooses, and invalidated by one. It serves only the queue pair that
+	// it was bound on (the specification calls that type 2B).
 	MWType2 MWType = 2
 )
 
@@ -20,7 +20,7 @@ var mwTypeNames = [...]string{MWType1: "type 1", MWType2: "type 2"}
 // String returns "type 1" or "type 2".
 func (t MWType) String() string { return nameOf(mwTypeNames[:], int(t), "MWType") }
 
-// MWBind says what a memory window is bound to.
+// MWBind is what a memory window is bound to.
 type MWBind struct {
 	MW     uint32 // the window: any rkey that it has had
 	RKey   uint32 // type 2: the rkey that it is to have; only the low 8 bits count
@@ -34,19 +34,19 @@ type MWBind struct {
 type ReregState uint8
 
 const (
-	ReregOldValid ReregState = iota + 1 // it is what it was: nothing has changed, the old keys work
-	ReregNewValid                       // it is what was asked for: only the new keys work
-	ReregUnusable                       // it is neither: no key works
+	ReregOldValid ReregState = iota + 1 // nothing has changed: the old keys work
+	ReregNewValid                       // it is changed as asked for: only the new keys work
+	ReregUnusable                       // no key works
 )
 
 var reregStateNames = [...]string{ReregOldValid: "the old region is still valid",
 	ReregNewValid: "the new region is valid", ReregUnusable: "the region is unusable"}
 
-// String says what the region is.
+// String describes the state.
 func (s ReregState) String() string { return nameOf(reregStateNames[:], int(s), "ReregState") }
 
-// ReregError is what a re-registration that fails returns. Whatever the state,
-// the region can be closed.
+// ReregError is the error of a re-registration that fails. The region can be closed
+// in every state.
 type ReregError struct {
 	State ReregState
 	Err   error // an *OpError

@@ -1,30 +1,29 @@
 package ib
 
 // PagingStats counts what on-demand paging does, for a region or for a device
-// over its whole life. The comments give the names that the counters have in
-// the kernel's sysfs; JSON has the same names, and similar ones for what the
-// kernel does not count.
+// over its whole life. The names in JSON are those that the counters have in the
+// kernel's sysfs and debugfs, and similar ones for what the kernel does not count.
 type PagingStats struct {
-	PageFaults        uint64 `json:"num_page_faults"`                  // num_page_faults: how often an access met pages that were not present
-	PageFaultPages    uint64 `json:"num_page_fault_pages"`             // num_page_fault_pages: pages that this brought in
-	Invalidations     uint64 `json:"num_invalidations"`                // num_invalidations: how often mappings changed under present pages
-	InvalidationPages uint64 `json:"num_invalidation_pages"`           // num_invalidation_pages: present pages that this took away
-	Contentions       uint64 `json:"invalidations_faults_contentions"` // invalidations_faults_contentions: faults and prefetches begun again, because of an invalidation meanwhile
-	Prefetches        uint64 `json:"num_prefetches_handled"`           // num_prefetches_handled: calls that asked for prefetching, and got all they asked for; for a region, those that named it
-	PrefetchPages     uint64 `json:"num_prefetch_pages"`               // pages that they brought in
+	PageFaults        uint64 `json:"num_page_faults"`                  // how often an access met pages that were not present
+	PageFaultPages    uint64 `json:"num_page_fault_pages"`             // pages that these faults brought in
+	Invalidations     uint64 `json:"num_invalidations"`                // how often mappings of present pages changed
+	InvalidationPages uint64 `json:"num_invalidation_pages"`           // present pages that these changes took away
+	Contentions       uint64 `json:"invalidations_faults_contentions"` // faults and prefetches begun again, because of an invalidation meanwhile
+	Prefetches        uint64 `json:"num_prefetches_handled"`           // calls that prefetched all that they were asked to; for a region, those that named it
+	PrefetchPages     uint64 `json:"num_prefetch_pages"`               // pages that prefetches brought in
 
 	LocalFaults  uint64 `json:"num_local_page_faults"`  // the page faults that local requests met
 	RemoteFaults uint64 `json:"num_remote_page_faults"` // the page faults that a peer's requests met
 
-	FailedResolutions uint64 `json:"num_failed_resolutions"` // num_failed_resolutions: faults on memory that is not mapped, or not so
+	FailedResolutions uint64 `json:"num_failed_resolutions"` // faults on memory that is not mapped, or whose mapping does not allow the access
 
 	// Of a device only.
-	MRsNotFound uint64 `json:"num_mrs_not_found"` // num_mrs_not_found: faults whose region was gone when they were dealt with
-	MRs         uint64 `json:"num_odp_mrs"`       // num_odp_mrs: on-demand regions now
-	MRPages     uint64 `json:"num_odp_mr_pages"`  // num_odp_mr_pages: their size; that of implicit ones does not count
+	MRsNotFound uint64 `json:"num_mrs_not_found"` // faults whose region was closed before they were resolved
+	MRs         uint64 `json:"num_odp_mrs"`       // on-demand regions that exist
+	MRPages     uint64 `json:"num_odp_mr_pages"`  // pages of these regions; implicit ones do not count
 }
 
-// Plus returns the sum of two, counter by counter.
+// Plus returns the sum of s and t, counter by counter.
 func (s PagingStats) Plus(t PagingStats) PagingStats {
 	s.PageFaults += t.PageFaults
 	s.PageFaultPages += t.PageFaultPages
@@ -42,8 +41,8 @@ func (s PagingStats) Plus(t PagingStats) PagingStats {
 	return s
 }
 
-// TriggerCounters returns what the kernel does not tell apart: whose requests met
-// the page faults, and how many pages prefetches brought in.
+// TriggerCounters returns the counters that the kernel does not have: page faults of
+// local and of remote requests, and pages that prefetches brought in.
 func (s *PagingStats) TriggerCounters() []PagingCounter {
 	return []PagingCounter{
 		{"num_local_page_faults", s.LocalFaults},
@@ -58,8 +57,8 @@ type PagingCounter struct {
 	Value uint64
 }
 
-// Counters returns what the kernel's core keeps for a device, by its names
-// there.
+// Counters returns the counters that the kernel's core has for a device, by their
+// names there.
 func (s *PagingStats) Counters() []PagingCounter {
 	return []PagingCounter{
 		{"invalidations_faults_contentions", s.Contentions},
@@ -71,7 +70,8 @@ func (s *PagingStats) Counters() []PagingCounter {
 	}
 }
 
-// DebugCounters returns what a driver keeps for debugging, by its names there.
+// DebugCounters returns the counters that a driver has in debugfs, by their names
+// there.
 func (s *PagingStats) DebugCounters() []PagingCounter {
 	return []PagingCounter{
 		{"num_failed_resolutions", s.FailedResolutions},
@@ -82,7 +82,7 @@ func (s *PagingStats) DebugCounters() []PagingCounter {
 }
 
 // RegionCounters returns the counters of a region, by the names that "rdma
-// statistic" has for them: those without "handled" count pages.
+// statistic" has for them. Those without "handled" count pages.
 func (s *PagingStats) RegionCounters() []PagingCounter {
 	return []PagingCounter{
 		{"page_faults", s.PageFaultPages},
@@ -121,22 +121,22 @@ func (c ODPTransportCaps) Names() []string {
 	return names
 }
 
-// ODPCaps says what on-demand paging the device does.
+// ODPCaps is what on-demand paging the device does.
 type ODPCaps struct {
 	Supported bool // IBV_ODP_SUPPORT: regions may be on demand
 	Implicit  bool // IBV_ODP_SUPPORT_IMPLICIT: one region may be the whole address space
 
 	RC, UC, UD, XRC ODPTransportCaps
 
-	// What it runs on, in words: where changes of mappings are heard of, how
-	// pages are looked for that went unheard, how mappings are looked up, how pages
-	// are brought in that cannot be swapped out (those that can be are touched, one
-	// by one).
+	// The means of the kernel that the device uses here, for people: how changes of
+	// mappings are reported (Notifier); how pages are found that went away without a
+	// report (Scan); how mappings are looked up (Mappings); and how pages are brought
+	// in that cannot be swapped out (Fetch; others are touched one by one).
 	Notifier, Scan, Mappings, Fetch string
 }
 
-// Advice is what a program tells about memory that it is about to use, with the
-// values of IBV_ADVISE_MR_ADVICE_*.
+// Advice is what to do with memory that is about to be used, with the values of
+// IBV_ADVISE_MR_ADVICE_*.
 type Advice uint32
 
 const (

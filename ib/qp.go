@@ -28,7 +28,7 @@ var qpTypeNames = [...]string{RC: "RC", UC: "UC", UD: "UD", XRCSend: "XRC_SEND",
 // String returns the type's name without the prefix IBV_QPT_.
 func (t QPType) String() string { return nameOf(qpTypeNames[:], int(t), "QPType") }
 
-// QPState is a state of IBA 10.3.1's queue pair state machine.
+// QPState is a state of a queue pair (IBA 10.3.1).
 type QPState uint8
 
 const (
@@ -69,8 +69,8 @@ func (m MTU) Bytes() int {
 // String returns the number of bytes.
 func (m MTU) String() string { return fmt.Sprint(m.Bytes()) }
 
-// QPCap are the sizes of a queue pair's queues. What a new queue pair was given
-// is at least what was asked for; its Query tells.
+// QPCap are the sizes of a queue pair's queues. A new queue pair has at least what
+// was asked for; its Query returns what it has.
 type QPCap struct {
 	MaxSendWR     int // outstanding send requests
 	MaxRecvWR     int // outstanding receives; ignored with an SRQ
@@ -79,7 +79,7 @@ type QPCap struct {
 	MaxInlineData int // bytes of a send request's Inline
 }
 
-// QPAttrMask says which fields of a [QPAttr] count. The names are those of
+// QPAttrMask is which fields of a [QPAttr] Modify sets. The names are those of
 // IBV_QP_*, the bits are not.
 type QPAttrMask uint32
 
@@ -137,8 +137,8 @@ func (m QPAttrMask) String() string {
 // QPAttr are the attributes of a queue pair that Modify sets and Query returns.
 // Each that can be set has a bit in [QPAttrMask].
 type QPAttr struct {
-	State           QPState // the state to go to, or that it is in
-	CurState        QPState // the state that the caller takes it to be in
+	State           QPState // Modify: the state to go to; Query: the current state
+	CurState        QPState // Modify: the state that the caller believes to be current
 	Access          Access  // what peers may do: the remote rights
 	PKeyIndex       uint16  // there is one key, at 0
 	Port            uint8   // there is one port, 1
@@ -157,7 +157,7 @@ type QPAttr struct {
 	DestQPN         uint32  // the peer's queue pair
 	SQDAsyncNotify  bool    // raise EventSQDrained when SQD is reached
 
-	// SQDraining is what Query tells in SQD: requests that were begun are not done
-	// yet. It cannot be set.
+	// SQDraining is set by Query in SQD while requests that were begun are not done
+	// yet. Modify ignores it.
 	SQDraining bool
 }

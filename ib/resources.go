@@ -2,26 +2,26 @@ package ib
 
 import "net/netip"
 
-// DeviceResources is what the processes of this host that share a device have.
+// DeviceResources is a device and what each process that shares it has on it.
 type DeviceResources struct {
-	Addr      netip.Addr         `json:"addr"` // the device's first
+	Addr      netip.Addr         `json:"addr"` // the device's first address
 	Processes []ProcessResources `json:"processes"`
 }
 
-// ProcessResources is what one process has of a device.
+// ProcessResources is what one process has on a device.
 type ProcessResources struct {
-	Slot     int    `json:"slot"` // its place among those that share the device
+	Slot     int    `json:"slot"` // its place among the processes that share the device
 	PID      int    `json:"pid"`
 	Program  string `json:"program"`
 	Device   string `json:"device"`
-	Owner    bool   `json:"owner"`    // packets from outside reach it first
-	Answered bool   `json:"answered"` // if not, the process did not say what it has: it is stopped, or has just ended
+	Owner    bool   `json:"owner"`    // it has the UDP port, and forwards packets to the others
+	Answered bool   `json:"answered"` // false: the process did not answer, because it is stopped or has just ended
 
 	CQs      int            `json:"cqs"`
 	PDs      int            `json:"pds"`
 	SRQs     int            `json:"srqs"`
 	AHs      int            `json:"ahs"`
-	Channels int            `json:"channels"` // of completions
+	Channels int            `json:"channels"` // completion channels
 	QPs      []QPResource   `json:"qps"`
 	MRs      []MRResource   `json:"mrs"`
 	MWs      []MWResource   `json:"mws"`
@@ -31,7 +31,7 @@ type ProcessResources struct {
 	// Paging is what on-demand paging has done for this process.
 	Paging PagingStats `json:"paging"`
 
-	// Counters are those of the device that are not zero, for this process.
+	// Counters are the device's counters in this process that are not 0.
 	Counters map[string]uint64 `json:"counters"`
 }
 
@@ -48,13 +48,13 @@ type QPResource struct {
 	RxPackets   uint64 `json:"rx_packets"`
 	Retransmits uint64 `json:"retransmitted_packets"`
 
-	// Counters are all that it has counted, by name, but for those that are 0.
+	// Counters are the queue pair's counters that are not 0.
 	Counters map[string]uint64 `json:"counters"`
 }
 
-// MRResource is a memory region. Keys are not told: they are rights. Number tells
-// a region from the others that its process has now; when it is closed, another
-// one may get it.
+// MRResource is a memory region. It has no keys, since a key gives access. Number
+// identifies a region among those of its process; after the region is closed, another
+// one may get the number.
 type MRResource struct {
 	Number uint32 `json:"mrn"`
 	Kind   string `json:"kind"`
@@ -62,21 +62,21 @@ type MRResource struct {
 	Length uint64 `json:"length"`
 	Access string `json:"access"`
 
-	// Of on-demand regions only: what paging has done, and how many pages are
-	// present, as far as the device knows.
+	// Of on-demand regions only: what paging has done, and how many pages the
+	// device's page table has as present.
 	Paging  *PagingStats `json:"paging,omitempty"`
 	Present uint64       `json:"present_pages,omitempty"`
 }
 
-// MWResource is a memory window, and where it is bound to, if it is. Its number is
-// one of those that regions have.
+// MWResource is a memory window and, if it is bound, what it is bound to. Windows and
+// regions of a process are numbered together.
 type MWResource struct {
 	Number uint32 `json:"mwn"`
 	Type   string `json:"type"`
 	Bound  bool   `json:"bound"`
 
 	MR     uint32 `json:"mrn,omitempty"` // the region
-	QPN    uint32 `json:"qpn,omitempty"` // type 2: the queue pair that it answers to
+	QPN    uint32 `json:"qpn,omitempty"` // type 2: the queue pair that it is bound on
 	Addr   uint64 `json:"addr,omitempty"`
 	Length uint64 `json:"length,omitempty"`
 	Access string `json:"access,omitempty"`

@@ -2,8 +2,7 @@ package ib
 
 import "fmt"
 
-// WCStatus tells how a work request ended. The numbers are those of
-// ibv_wc_status.
+// WCStatus is how a work request ended. The numbers are those of ibv_wc_status.
 type WCStatus uint8
 
 const (
@@ -14,8 +13,8 @@ const (
 	WCLocProtErr     WCStatus = 4  // a local SGE failed: key, bounds, rights or domain
 	WCWRFlushErr     WCStatus = 5  // the queue pair was in, or went to, the error state
 	WCMWBindErr      WCStatus = 6  // a memory window could not be bound, an indirect key not configured, or a key not invalidated
-	WCBadRespErr     WCStatus = 7  // the peer's answer makes no sense
-	WCLocAccessErr   WCStatus = 8  // local protection while executing a peer's request
+	WCBadRespErr     WCStatus = 7  // the peer's answer does not fit the request
+	WCLocAccessErr   WCStatus = 8  // a peer's request took this receive and was refused for its key
 	WCRemInvReqErr   WCStatus = 9  // the peer calls the request invalid
 	WCRemAccessErr   WCStatus = 10 // the peer refuses access to its memory
 	WCRemOpErr       WCStatus = 11 // the peer could not complete the request
@@ -41,10 +40,10 @@ var wcStatusNames = [...]string{
 	"general error",
 }
 
-// String returns the words of ibv_wc_status_str.
+// String returns the text of ibv_wc_status_str.
 func (s WCStatus) String() string { return nameOf(wcStatusNames[:], int(s), "WCStatus") }
 
-// WCOpcode says what completed.
+// WCOpcode is what completed.
 type WCOpcode uint8
 
 const (
@@ -81,12 +80,12 @@ const (
 	WCWithInv                     // InvalidatedKey is valid
 )
 
-// What SL says of a datagram. RoCE v2 has no service level; adapters tell there which
-// header the message came with (IBA A17.4.5.1), and programs look: UCX drops what it
-// takes for a message to somebody else.
+// SL of a datagram's completion. RoCE v2 has no service level; adapters report there
+// which headers the message came with (IBA A17.4.5.1). UCX, for one, checks it and
+// drops messages that it takes for those of other programs.
 const (
-	WCIPv6 = 8 | 1 // UDP, and IPv6 below
-	WCIPv4 = 8 | 2 // UDP, and IPv4 below
+	WCIPv6 = 8 | 1 // UDP over IPv6
+	WCIPv4 = 8 | 2 // UDP over IPv4
 )
 
 // WC is a work completion. If Status is not WCSuccess only ID, Status, QPN and
@@ -101,7 +100,7 @@ type WC struct {
 	VendorErr      uint16 // which check failed, for people; see docs/errors.md
 	ByteLen        uint32 // received or read bytes; for UD with the 40 of the header
 	Imm            uint32 // with WCWithImm: as the sender wrote it, in host order
-	InvalidatedKey uint32 // with WCWithInv: the key that died
+	InvalidatedKey uint32 // with WCWithInv: the key that was invalidated
 	QPN            uint32 // the local queue pair
 	SrcQP          uint32 // UD: the sender's queue pair
 }

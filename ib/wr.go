@@ -7,7 +7,7 @@ type SGE struct {
 	LKey   uint32 // local key of the region that the piece lies in
 }
 
-// Opcode says what a send work request does.
+// Opcode is what a send work request does.
 type Opcode uint8
 
 const (
@@ -19,7 +19,7 @@ const (
 	OpRDMARead                         // READ of the peer's memory
 	OpAtomicCmpSwap                    // compare 8 bytes with CompareAdd and, if equal, store Swap
 	OpAtomicFetchAdd                   // add CompareAdd to 8 bytes
-	OpAtomicWrite                      // store 8 bytes in one step, behind all that came before
+	OpAtomicWrite                      // store 8 bytes in one step, after all earlier requests
 	OpFlush                            // make what was written visible to all, or persistent
 	OpBindMW                           // bind a type 2 memory window
 	OpLocalInv                         // invalidate a key of this device: a type 2 memory window, an indirect key
@@ -50,12 +50,12 @@ const (
 	SendFence                           // wait for earlier READs and atomics of this queue; BIND_MW, LOCAL_INV and CONFIGURE_MKEY: for all earlier requests
 )
 
-// FlushType is what a FLUSH makes of the bytes, with the bits of IBV_FLUSH_*.
+// FlushType is what a FLUSH ensures for the bytes, with the bits of IBV_FLUSH_*.
 type FlushType uint8
 
 const (
-	FlushGlobal     FlushType = 1 << 0 // visible to all that can see the memory
-	FlushPersistent FlushType = 1 << 1 // persistent: they survive the loss of power
+	FlushGlobal     FlushType = 1 << 0 // the bytes are visible to all that can see the memory
+	FlushPersistent FlushType = 1 << 1 // the bytes survive the loss of power
 )
 
 // FlushLevel is which bytes a FLUSH is about.
@@ -63,7 +63,7 @@ type FlushLevel uint8
 
 const (
 	FlushRange FlushLevel = iota + 1 // RemoteLength bytes at RemoteAddr
-	FlushMR                          // all of the region; RemoteAddr and RemoteLength mean nothing
+	FlushMR                          // all of the region; RemoteAddr and RemoteLength are ignored
 )
 
 // SendWR is a work request for a send queue. The queue copies it: slices may be
@@ -86,7 +86,7 @@ type SendWR struct {
 	RKey       uint32 // WRITE, READ, atomics and FLUSH: the peer's region
 
 	RemoteLength uint32     // FLUSH of a range: how many bytes there
-	FlushType    FlushType  // FLUSH: at least one
+	FlushType    FlushType  // FLUSH: at least one bit
 	FlushLevel   FlushLevel // FLUSH
 
 	CompareAdd uint64 // atomics: value to compare with, or to add

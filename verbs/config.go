@@ -10,19 +10,18 @@ import (
 // field, mean the default.
 type Config struct {
 	// Addrs are the addresses that the device stands on, one GID each, in this
-	// order. They must be addresses of this host. The
-	// name given to Open is then only what the device is called. Empty: the
-	// address, or all addresses of the device or interface, that was named in
-	// Open.
+	// order. They must be addresses of this host. The name given to Open is then
+	// only what the device is called. Empty: the address that was named in Open, or
+	// all addresses of the device or interface that was named there.
 	Addrs []netip.Addr
 
-	// Link restricts how requests may travel. Zero (LinkAny): directly if the
-	// peer lives in this process, through shared memory if in another of this host,
-	// by RoCE v2 packets if not.
+	// Link restricts how requests may travel. Zero (LinkAny): by a call if the peer
+	// is in this process, through shared memory if it is in another process of this
+	// user on this host, and otherwise by RoCE v2 packets.
 	Link LinkMode
 
-	// Lock says how registration keeps pinned memory where it is. Zero (LockAuto):
-	// memory outside the Go heap is locked where the limit allows it. LockStrict:
+	// Lock is how registration keeps pinned memory where it is. Zero (LockAuto): it
+	// locks memory outside the Go heap where RLIMIT_MEMLOCK allows it. LockStrict:
 	// the device holds the pages themselves, also after munmap(2).
 	Lock LockMode
 
@@ -33,10 +32,10 @@ type Config struct {
 	// Wireshark; an existing file is overwritten. Requests between two queue
 	// pairs of one process are written as the packets that they would have
 	// been. (tshark guesses at what messages carry, and may call that malformed:
-	// see docs/errors.md.) If the file cannot be written on, as on a full disk, it
-	// ends with the last whole packet: the log says so once, the counter
-	// capture_lost_packets counts the rest, and Close of the device returns the
-	// error. Empty: no capture.
+	// see docs/errors.md.) If a write fails, as on a full disk, the file ends with
+	// the last whole packet: the device logs that once, counts the packets that are
+	// missing (capture_lost_packets), and its Close returns the error. Empty: no
+	// capture.
 	PCAP string
 
 	// Window is the largest number of packets that one queue pair has under way
@@ -50,21 +49,21 @@ type Config struct {
 	NoGRO bool
 
 	// DMSize is how many bytes of device memory the device has, for all processes
-	// that share it: the first of them decides. Zero: what the environment variable
-	// VERBENA_DM_SIZE says (a number, with K, M or G behind it for KiB, MiB and
+	// that share it: the first of them decides. Zero: the value of the environment
+	// variable VERBENA_DM_SIZE (a number, with K, M or G after it for KiB, MiB and
 	// GiB), and otherwise 256 MiB. Negative: none. It takes memory only as it is
 	// used.
 	DMSize int64
 }
 
-// LinkMode says which links a device may use.
+// LinkMode is which links a device may use.
 type LinkMode string
 
 const (
 	LinkAny   LinkMode = ""      // the best that reaches the peer
 	LinkLoop  LinkMode = "loop"  // only peers in this process; opens no socket
 	LinkLocal LinkMode = "local" // only peers on this host: in this process, or by shared memory
-	LinkUDP   LinkMode = "udp"   // RoCE v2 packets both ways, even to oneself and whatever the peer on this host may use
+	LinkUDP   LinkMode = "udp"   // only RoCE v2 packets, both ways: also to peers on this host, and to the device itself
 )
 
 // Limits are upper bounds on what a device offers; a zero field keeps the

@@ -1,11 +1,12 @@
 package verbs
 
-// The way of a queue pair to its peer, top-down:
+// How a queue pair is connected, top-down:
 //
 //  1. Endpoint is what the peer must know.
 //  2. Connect makes attributes of the peer's Endpoint and a ConnectConfig, and
-//     goes through the states.
-//  3. ToInit, ToRTR and ToRTS are those steps: what a transition needs by type.
+//     takes the queue pair through the states.
+//  3. ToInit, ToRTR and ToRTS are those steps. transitionMasks lists the attributes
+//     that each needs, by type of queue pair.
 
 // Endpoint is what a peer must know of a queue pair to connect to it, or for UD
 // to send to it. It marshals to JSON.
@@ -38,30 +39,29 @@ type ConnectConfig struct {
 	MTU MTU
 
 	// Access is what the peer may do to regions that allow it too. Zero: all
-	// that the type can do, READ, WRITE, atomics and FLUSH for RC and WRITE for UC.
+	// that the type can do: READ, WRITE, atomics and FLUSH for RC, WRITE for UC.
 	// AccessLocalWrite alone grants nothing.
 	Access Access
 
 	// Timeout is how long to wait for an acknowledgement, 4.096 µs × 2^Timeout.
-	// Zero: 16, 268 ms, so that with seven retries a peer may be without a
-	// processor for two seconds. Packets that are lost are sent again much earlier.
-	// RC and XRC only, as all up to MaxDestRDAtomic.
+	// Zero: 16, 268 ms: with seven retries the peer's process may go without a
+	// processor for two seconds. Lost packets are sent again much earlier.
+	// This field and those up to MaxDestRDAtomic are for RC and XRC only.
 	Timeout uint8
-	// RetryCnt is how often to send again when none comes. Zero: 7.
+	// RetryCnt is how often to send again when no acknowledgement comes. Zero: 7.
 	RetryCnt uint8
 	// RNRRetry is how often to send again when the peer has no receive posted.
 	// Zero: 7, for ever.
 	RNRRetry uint8
-	// MinRNRTimer is how long the peer is asked to wait before that, as a code.
-	// Zero: 12, 0.64 ms.
+	// MinRNRTimer is how long the peer is to wait before it sends again, when this
+	// queue pair has no receive posted: a code of IBA table 45. Zero: 12, 0.64 ms.
 	MinRNRTimer uint8
-	// MaxRDAtomic is how many READs and atomics, ATOMIC_WRITEs and FLUSHes may be
-	// under way to the peer;
-	// not more than the peer's MaxDestRDAtomic. Zero: 16, or the device's limit
-	// if that is lower.
-	MaxRDAtomic uint8
-	// MaxDestRDAtomic is how many of the peer's are served at a time. Zero: 16,
+	// MaxRDAtomic is how many READs, atomics, ATOMIC_WRITEs and FLUSHes together may
+	// be under way to the peer; not more than the peer's MaxDestRDAtomic. Zero: 16,
 	// or the device's limit if that is lower.
+	MaxRDAtomic uint8
+	// MaxDestRDAtomic is how many such requests of the peer this queue pair serves
+	// at a time. Zero: 16, or the device's limit if that is lower.
 	MaxDestRDAtomic uint8
 
 	SGIDIndex    int   // which of the device's GIDs to connect from
@@ -82,10 +82,10 @@ const (
 const connectPort = 1
 
 // Connect takes a queue pair from RESET or INIT to RTS: connected to the remote
-// queue pair and ready for everything. The peer must do the same with this
-// queue pair's [QP.Endpoint]; the two need not be done at the same time,
-// requests to a peer that is not ready are repeated (RC) or lost (UC). A UD
-// queue pair has no peer; remote is ignored.
+// queue pair, ready to send and to receive. The peer must do the same with this
+// queue pair's [QP.Endpoint], before or after: requests to a peer that is not
+// connected yet are repeated (RC) or lost (UC). A UD queue pair has no peer;
+// remote is ignored.
 //
 // To have receives posted before the first message can come, go to INIT with
 // [QP.ToInit] first, post them, then Connect.
@@ -93,9 +93,8 @@ const connectPort = 1
 // A nil cfg means defaults. If Connect fails, the queue pair may be in any
 // state up to RTR: close it, or move it to RESET.
 //
-// Errors: those of [QP.Modify]. EINVAL thus means that the queue pair is not in
-// RESET or INIT, or that remote or cfg has a value that cannot be, such as an
-// unset GID.
+// Errors: those of [QP.Modify]. So EINVAL means that the queue pair is not in
+// RESET or INIT, or that a value in remote or cfg is invalid, such as an unset GID.
 func (qp *QP) Connect(remote Endpoint, cfg *ConnectConfig) error {
 	if !qp.ok() {
 		return invalid("modify_qp", "nil queue pair")
@@ -199,9 +198,9 @@ var transitionMasks = map[QPState]map[QPType]QPAttrMask{
 	},
 }
 
-// ToInit moves the queue pair from RESET, or INIT, to INIT: from now on receives
-// can be posted. Of attr it takes what the transition needs and nothing else,
-// and leaves attr as it is:
+// ToInit moves the queue pair from RESET or INIT to INIT: from now on receives
+// can be posted. It uses only those fields of attr that the transition needs, and
+// does not change attr:
 //
 //	RC, UC, XRC  PKeyIndex, Port, Access
 //	UD           PKeyIndex, Port, QKey
@@ -212,8 +211,8 @@ var transitionMasks = map[QPState]map[QPType]QPAttrMask{
 func (qp *QP) ToInit(attr *QPAttr) error { return qp.to(QPInit, attr) }
 
 // ToRTR moves the queue pair from INIT to RTR, ready to receive: from now on it
-// serves its peer. Of attr it takes what the transition needs and nothing else,
-// and leaves attr as it is:
+// serves its peer. It uses only those fields of attr that the transition needs, and
+// does not change attr:
 //
 //	RC, XRC_RECV  AV, PathMTU, DestQPN, RQPSN, MaxDestRDAtomic, MinRNRTimer
 //	UC, XRC_SEND  AV, PathMTU, DestQPN, RQPSN
@@ -224,8 +223,8 @@ func (qp *QP) ToInit(attr *QPAttr) error { return qp.to(QPInit, attr) }
 // Errors: those of [QP.Modify].
 func (qp *QP) ToRTR(attr *QPAttr) error { return qp.to(QPRTR, attr) }
 
-// ToRTS moves the queue pair from RTR to RTS, ready to send. Of attr it takes
-// what the transition needs and nothing else, and leaves attr as it is:
+// ToRTS moves the queue pair from RTR to RTS, ready to send. It uses only those
+// fields of attr that the transition needs, and does not change attr:
 //
 //	RC, XRC_SEND  SQPSN, Timeout, RetryCnt, RNRRetry, MaxRDAtomic
 //	XRC_RECV      SQPSN, Timeout

@@ -24,12 +24,12 @@ func (cq *CQ) Number() uint32 { return cq.p.Number() }
 func (cq *CQ) Cap() int { return cq.p.Cap() }
 
 // Poll takes up to len(wcs) completions out of the queue, oldest first, and
-// returns how many; 0 if there are none. It does not block, and it is where a
-// polling program's traffic is moved along. A completion that reports a failure
-// is no error of Poll: look at each Status. See ibv_poll_cq(3).
+// returns how many; 0 if there are none. It waits for no completion. In a program
+// that polls, it is Poll that receives packets and sends answers. A completion that
+// reports a failure is no error of Poll: look at each Status. See ibv_poll_cq(3).
 //
-// Errors: EOVERFLOW if the queue has overflowed, when those completions are
-// polled that were still in it; EINVAL for a nil queue.
+// Errors: EOVERFLOW if the queue has overflowed, once the completions that were
+// still in it are polled; EINVAL for a queue that is nil or closed.
 func (cq *CQ) Poll(wcs []WC) (int, error) {
 	if !cq.ok() {
 		return 0, invalid("poll_cq", "nil completion queue")
@@ -42,8 +42,9 @@ func (cq *CQ) Poll(wcs []WC) (int, error) {
 // completion that failed, or that received a message sent with [SendSolicited],
 // counts. Arming again before the event only ever widens what counts.
 //
-// Completions that are in the queue already raise nothing, so the order that
-// loses none is: arm, poll until empty, wait. See ibv_req_notify_cq(3).
+// Completions that are in the queue already raise no event. So arm first, then poll
+// until the queue is empty, then wait: no completion is missed. See
+// ibv_req_notify_cq(3).
 //
 // Errors: EINVAL if the queue is nil or has no channel.
 func (cq *CQ) RequestNotify(solicitedOnly bool) error {
@@ -68,8 +69,8 @@ func (cq *CQ) Resize(n int) error {
 // Close destroys the queue. Like ibv_destroy_cq(3) it first waits until all
 // events that [Channel.Next] has returned for the queue are acknowledged, so a
 // goroutine that holds such an event must call [Event.Ack] before it closes the
-// queue. Completions that were not polled are gone, and so are events that
-// nobody has taken from the channel. It is idempotent.
+// queue. Completions that were not polled are dropped, and so are events that Next has
+// not returned yet. It is idempotent.
 //
 // Errors: EBUSY, at once, while a queue pair uses the queue; EINVAL for a nil
 // queue.
@@ -114,8 +115,8 @@ func (ch *Channel) find(p provider.CQ) *CQ {
 }
 
 // Next waits for an event and returns it. Each event is returned once, to one
-// caller, who must call [Event.Ack]. An event says that the queue had a
-// completion, not that it still has one: poll, and expect 0. See
+// caller, which must call [Event.Ack]. An event means that the queue had a
+// completion, not that it still has one: Poll may return 0. See
 // ibv_get_cq_event(3).
 //
 // Errors: the context's error when ctx is done; EBADF when the channel is
@@ -129,8 +130,8 @@ func (ch *Channel) Next(ctx context.Context) (*Event, error) {
 		if err != nil {
 			return nil, err
 		}
-		// From here to Ack, Close of the queue waits, so the queue is found. An
-		// event of a queue that is gone all the same tells nobody anything.
+		// From here to Ack, Close of the queue waits, so find finds the queue. An
+		// event of a queue that is gone all the same is dropped.
 		if cq := ch.find(p); cq != nil {
 			return &Event{CQ: cq, p: p}, nil
 		}
@@ -138,7 +139,7 @@ func (ch *Channel) Next(ctx context.Context) (*Event, error) {
 	}
 }
 
-// Close destroys the channel and wakes all who wait in Next. It is idempotent.
+// Close destroys the channel; calls that wait in Next return EBADF. It is idempotent.
 // See ibv_destroy_comp_channel(3).
 //
 // Errors: EBUSY while a completion queue uses the channel; EINVAL for a nil
@@ -150,7 +151,7 @@ func (ch *Channel) Close() error {
 	return ch.p.Close()
 }
 
-// Event says that a completion queue that was armed has had a completion.
+// Event is the report that an armed completion queue has had a completion.
 type Event struct {
 	CQ *CQ
 

@@ -22,11 +22,11 @@ type Counter struct {
 
 // Devices lists the devices that can be opened: one for each network interface
 // that is up and has an address, loopback included. The order, and with it the
-// names, follow the interfaces' indexes, but that loopback comes last. See
+// names, follow the interfaces' indexes, except that loopback comes last. See
 // ibv_get_device_list(3).
 //
-// Errors: those of the system, EMFILE for one, if the interfaces cannot be read; EIO if it
-// gives no reason.
+// Errors: the system's errno, such as EMFILE, if the interfaces cannot be read; EIO
+// if the system returns none.
 func Devices() ([]DeviceInfo, error) { return listProviders() }
 
 // Open opens a device. The name is one of
@@ -39,16 +39,24 @@ func Devices() ([]DeviceInfo, error) { return listProviders() }
 //   - the name of a network interface, as "eth0".
 //
 // Several devices may be open in one process, each on an address of its own.
+// Processes of one user that open the same addresses share the device, as they would
+// share an adapter; the name "" always opens a device that no other process has.
 // A nil cfg means defaults.
 //
-// Errors: EINVAL if the Link is unknown, a limit or the window is negative, or an address cannot be that of a
-// device (unspecified, multicast, IPv6 link-local, given twice); ENODEV if
-// there is no device or interface of that name that is up and has an address;
-// EADDRNOTAVAIL if an address is not one of this host; EADDRINUSE if another
-// device, here or in another process, stands on the address, and for "" if all
-// 254 are taken; EMSGSIZE if the interface's MTU is too small for the smallest
-// packets; ENOENT, EACCES and the like if the PCAP file cannot be made; EMFILE and ENFILE if there is
-// no descriptor left for the sockets.
+// Errors:
+//
+//   - EINVAL if the Link is unknown, a limit or the window is negative, or a device
+//     cannot have the address (unspecified, multicast, IPv6 link-local, given twice);
+//   - ENODEV if no device or interface of that name is up and has an address;
+//   - EADDRNOTAVAIL if an address is not one of this host;
+//   - EADDRINUSE if this process has a device on the address already, another user
+//     or another program has taken the address, or a process has it in a device with
+//     other addresses; for "" if all 254 are taken;
+//   - EUSERS if as many processes as possible share the device;
+//   - EPROTONOSUPPORT if a process that shares it runs another version of Verbena;
+//   - EMSGSIZE if the interface's MTU is too small for the smallest packets;
+//   - ENOENT, EACCES and the like if the PCAP file cannot be made;
+//   - EMFILE and ENFILE if there is no descriptor left for the sockets.
 func Open(name string, cfg *Config) (*Device, error) {
 	p, err := openProvider(name, cfg.provider())
 	if err != nil {
@@ -59,11 +67,11 @@ func Open(name string, cfg *Config) (*Device, error) {
 
 func (d *Device) ok() bool { return d != nil && d.p != nil }
 
-// invalid is the error of a call on, or with, something that is not there.
+// invalid returns the error of a call on, or with, an object that is nil.
 func invalid(op, what string) error { return ib.Errorf(op, syscall.EINVAL, "%s", what) }
 
-// Name returns the device's name: that of [DeviceInfo] if it was opened by
-// device or interface, otherwise one made up for it.
+// Name returns the device's name: that of [DeviceInfo] if it was opened by the name
+// of a device or interface, otherwise one that Open has made of its address.
 func (d *Device) Name() string { return d.p.Attr().Name }
 
 // Attr returns the device's identity, capabilities and limits. See
@@ -153,14 +161,13 @@ func (d *Device) CreateChannel() (*Channel, error) {
 }
 
 // CreateCQ makes a completion queue of at least the given number of entries;
-// [CQ.Cap] tells how many it has. With a channel the queue can raise events
+// [CQ.Cap] returns how many it has. With a channel the queue can raise events
 // there; ch may be nil for a queue that is only polled. See ibv_create_cq(3).
 //
-// A queue must hold all completions that may be in it before they are polled. A
-// program that has no more requests outstanding than the queue has entries,
-// where a request is outstanding until its completion was polled, is safe. A
-// queue that overflows is lost: it raises [EventCQErr], and its queue pairs
-// fail.
+// A queue must have room for all completions that are not polled yet. It never
+// overflows if the program has no more requests outstanding than the queue has
+// entries, counting a request until its completion is polled. A queue that
+// overflows is lost: it raises [EventCQErr], and its queue pairs fail.
 //
 // Errors: EINVAL if entries is less than 1 or more than MaxCQE in [DeviceAttr],
 // or the channel belongs to another device or is closed; ENOMEM if the device
@@ -189,13 +196,12 @@ func (d *Device) CreateCQ(entries int, ch *Channel) (*CQ, error) {
 	return cq, nil
 }
 
-// Close closes the device. It is idempotent. If a peer's FLUSH is being brought
-// to storage, it waits for that. See ibv_close_device(3).
+// Close closes the device. If storage is executing a peer's FLUSH, Close waits for
+// it. It is idempotent. See ibv_close_device(3).
 //
-// Errors: EBUSY while anything of the device is open, domains, completion
-// queues or channels; the device then goes on as before. EINVAL for a nil
-// device. ENOSPC, EIO and the like if the packet capture is not complete; the
-// device is closed then.
+// Errors: EBUSY while an object of the device is open; the device then stays open.
+// EINVAL for a nil device. ENOSPC, EIO and the like if the packet capture is not
+// complete; the device is closed then.
 func (d *Device) Close() error {
 	if !d.ok() {
 		return invalid("close_device", "nil device")

@@ -12,17 +12,17 @@ import (
 // that [PD.RegDMMR] makes on it. See ibv_alloc_dm(3).
 //
 // All processes that share a device share its device memory (MaxDMSize in
-// [DeviceAttr]), but nobody sees another's. A new buffer is zero. What a process
-// had that was killed is free again.
+// [DeviceAttr]), but no process sees another's buffers. A new buffer is zero. The
+// buffers of a process that has ended are free again.
 type DM struct {
 	p provider.DM
 }
 
 func (dm *DM) ok() bool { return dm != nil && dm.p != nil }
 
-// DMConfig says what device memory is wanted.
+// DMConfig describes the buffer that [Device.AllocDMWith] allocates.
 type DMConfig struct {
-	// Length is the number of bytes, any but 0.
+	// Length is the number of bytes, at least 1.
 	Length uint64
 
 	// LogAlign is the alignment of the buffer's place in the device's memory, as a
@@ -32,12 +32,12 @@ type DMConfig struct {
 	// Class is what the program may do with the memory. Zero (DMPlain): copy.
 	Class DMClass
 
-	// Export allows [DM.Export]. Such a buffer takes whole pages of its own, from offset
-	// 0 on of a file of its own, which suits any LogAlign.
+	// Export allows [DM.Export]. Such a buffer has a file of its own, in whole pages,
+	// and begins at offset 0 of it, which suits any LogAlign.
 	Export bool
 }
 
-// AllocDM takes a buffer of device memory, of any length and with an alignment of
+// AllocDM allocates a buffer of device memory, of any length and with an alignment of
 // 1<<logAlign. See ibv_alloc_dm(3).
 //
 // Errors: those of [Device.AllocDMWith].
@@ -45,11 +45,11 @@ func (d *Device) AllocDM(length uint64, logAlign int) (*DM, error) {
 	return d.AllocDMWith(DMConfig{Length: length, LogAlign: logAlign})
 }
 
-// AllocDMWith takes a buffer of device memory.
+// AllocDMWith allocates a buffer of device memory.
 //
-// Errors: EINVAL for no bytes, an alignment that is negative or above 2^62, or an
-// unknown class; ENOMEM if the device has not so much left, in one piece and for
-// this process; ENODEV if the device is closed; EINVAL for a nil device.
+// Errors: EINVAL for a length of 0, an alignment that is negative or above 2^62, or an
+// unknown class; ENOMEM if the device does not have that much left, or not in one
+// piece; ENODEV if the device is closed; EINVAL for a nil device.
 func (d *Device) AllocDMWith(cfg DMConfig) (*DM, error) {
 	if !d.ok() {
 		return nil, invalid("alloc_dm", "nil device")
@@ -68,9 +68,9 @@ func (dm *DM) Length() uint64 { return dm.p.Length() }
 func (dm *DM) Class() DMClass { return dm.p.Class() }
 
 // WriteAt copies b to the buffer, from an offset on: all of it or, if it does not
-// fit, nothing. It is an io.WriterAt. See ibv_memcpy_to_dm(3).
+// fit, nothing. It makes DM an io.WriterAt. See ibv_memcpy_to_dm(3).
 //
-// Errors: EFAULT if the range is not inside the buffer, or b is not there; EINVAL
+// Errors: EFAULT if the range is not inside the buffer, or b is not mapped; EINVAL
 // for a negative offset, and for a buffer that is nil or freed.
 func (dm *DM) WriteAt(b []byte, off int64) (int, error) {
 	if !dm.ok() {
@@ -80,7 +80,7 @@ func (dm *DM) WriteAt(b []byte, off int64) (int, error) {
 }
 
 // ReadAt copies the buffer's bytes from an offset on to b: all of b or, if there
-// are fewer, nothing. It is an io.ReaderAt. See ibv_memcpy_from_dm(3).
+// are fewer, nothing. It makes DM an io.ReaderAt. See ibv_memcpy_from_dm(3).
 //
 // Errors: those of WriteAt.
 func (dm *DM) ReadAt(b []byte, off int64) (int, error) {
@@ -90,9 +90,9 @@ func (dm *DM) ReadAt(b []byte, off int64) (int, error) {
 	return dm.p.ReadAt(b, off)
 }
 
-// Bytes returns the buffer itself, which the program may access as its own memory,
-// beside the device; its atomic instructions and the device's atomics are atomic
-// towards each other. The slice must not be used after [DM.Close].
+// Bytes returns the buffer itself. The program may access it while the device does:
+// the program's atomic instructions and the device's atomics are atomic towards each
+// other. The slice must not be used after [DM.Close].
 //
 // Errors: EOPNOTSUPP if the memory is not of the class [DMCoherent]; EINVAL for a
 // buffer that is nil or freed.
@@ -104,9 +104,9 @@ func (dm *DM) Bytes() ([]byte, error) {
 }
 
 // Export returns an open file that shows the buffer from offset off on, for another
-// device or process: whoever maps it shared sees what the device sees, and the
-// device sees what he writes. It shows no other buffer. The file is the caller's to
-// close, and outlives the buffer; its length cannot be changed.
+// device or process. A process that maps the file shared sees what the device sees,
+// and the device sees what that process writes. The file shows no other buffer. It is
+// the caller's to close, and outlives the buffer; its length cannot be changed.
 //
 // Errors: EOPNOTSUPP if the memory was not allocated with Export; EMFILE if there
 // is no descriptor left; EINVAL for a buffer that is nil or freed.
@@ -127,10 +127,9 @@ func (dm *DM) Close() error {
 	return dm.p.Close()
 }
 
-// RegDMMR registers length bytes of device memory from offset off on; several
-// regions may stand on one buffer, and overlap. The rights must have
-// AccessZeroBased: requests name the region's first byte as 0. See
-// ibv_reg_dm_mr(3).
+// RegDMMR registers length bytes of device memory from offset off on. One buffer may
+// have several regions, which may overlap. The rights must include AccessZeroBased:
+// requests name the region's first byte as 0. See ibv_reg_dm_mr(3).
 //
 // Errors: EINVAL without AccessZeroBased, with AccessOnDemand or
 // AccessFlushPersistent, for a range that is not inside the buffer (an empty one may

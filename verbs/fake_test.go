@@ -11,9 +11,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
-// The fake provider does no RDMA. It writes down what it is asked, so that the
-// tests see what package verbs passes on, and returns what it is told to, so
-// that they see what comes back.
+// The fake provider does no RDMA. It records the arguments that package verbs calls it
+// with, and returns what the test has set.
 
 type fakeDevice struct {
 	attr  ib.DeviceAttr

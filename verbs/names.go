@@ -9,7 +9,7 @@ import (
 // The nouns of package ib, where they are documented field by field.
 type (
 	Access           = ib.Access           // rights of a memory region, and of a connected peer
-	Advice           = ib.Advice           // what a program tells about memory that it is about to use
+	Advice           = ib.Advice           // what AdviseMR is to do with memory that is about to be used
 	AH               = ib.AH               // address handle: a peer that UD requests can be sent to
 	AHAttr           = ib.AHAttr           // address of a peer
 	AsyncEvent       = ib.AsyncEvent       // something that happened outside any work request
@@ -20,11 +20,11 @@ type (
 	DMClass          = ib.DMClass          // class of device memory
 	EventType        = ib.EventType        // kind of an asynchronous event
 	FlushLevel       = ib.FlushLevel       // which bytes a FLUSH is about
-	FlushType        = ib.FlushType        // what a FLUSH makes of the bytes
+	FlushType        = ib.FlushType        // what a FLUSH ensures for the bytes
 	GID              = ib.GID              // global identifier: an IP address
-	LockMode         = ib.LockMode         // what registration does about mlock(2)
+	LockMode         = ib.LockMode         // how registration keeps pinned memory where it is
 	MKeyConfig       = ib.MKeyConfig       // what an indirect memory key is made of
-	MKeyUpdate       = ib.MKeyUpdate       // how one is configured that may be configured already
+	MKeyUpdate       = ib.MKeyUpdate       // how a key that may be configured already is configured
 	MTU              = ib.MTU              // path MTU
 	MWBind           = ib.MWBind           // what a memory window is bound to
 	MWType           = ib.MWType           // type of a memory window
@@ -32,12 +32,12 @@ type (
 	ODPTransportCaps = ib.ODPTransportCaps // the operations of one transport that may use on-demand memory
 	Opcode           = ib.Opcode           // what a send request does
 	OpError          = ib.OpError          // what every call that fails returns; wraps an errno
-	PagingCounter    = ib.PagingCounter    // one of them with its name
+	PagingCounter    = ib.PagingCounter    // one counter of PagingStats with its name
 	PagingStats      = ib.PagingStats      // counters of on-demand paging
 	PortAttr         = ib.PortAttr         // attributes of a port
 	PortState        = ib.PortState        // state of a port's link
 	QPAttr           = ib.QPAttr           // attributes of a queue pair
-	QPAttrMask       = ib.QPAttrMask       // which attributes count
+	QPAttrMask       = ib.QPAttrMask       // which attributes Modify sets
 	QPCap            = ib.QPCap            // sizes of a queue pair's queues
 	QPState          = ib.QPState          // state of a queue pair
 	QPType           = ib.QPType           // transport service of a queue pair
@@ -70,7 +70,7 @@ const (
 	AccessFlushGlobal      = ib.AccessFlushGlobal      // peers may FLUSH the region to global visibility
 	AccessFlushPersistent  = ib.AccessFlushPersistent  // peers may FLUSH the region, a mapped file, to persistence
 	AccessRelaxedOrdering  = ib.AccessRelaxedOrdering  // a hint without effect on this device
-	AccessRemoteInvalidate = ib.AccessRemoteInvalidate // peers may kill the region's key by SEND with invalidate
+	AccessRemoteInvalidate = ib.AccessRemoteInvalidate // peers may invalidate the region's key, by SEND with invalidate
 	AccessRemote           = ib.AccessRemote           // READ, WRITE and atomics
 	AccessFlush            = ib.AccessFlush            // both kinds of FLUSH
 )
@@ -142,7 +142,7 @@ const (
 	OpRDMARead       = ib.OpRDMARead       // READ of the peer's memory
 	OpAtomicCmpSwap  = ib.OpAtomicCmpSwap  // compare 8 bytes with CompareAdd and, if equal, store Swap
 	OpAtomicFetchAdd = ib.OpAtomicFetchAdd // add CompareAdd to 8 bytes
-	OpAtomicWrite    = ib.OpAtomicWrite    // store 8 bytes in one step, behind all that came before
+	OpAtomicWrite    = ib.OpAtomicWrite    // store 8 bytes in one step, after all earlier requests
 	OpFlush          = ib.OpFlush          // make what was written visible to all, or persistent
 	OpBindMW         = ib.OpBindMW         // bind a type 2 memory window
 	OpLocalInv       = ib.OpLocalInv       // invalidate a key of this device: a type 2 memory window, an indirect key
@@ -151,13 +151,13 @@ const (
 	NumOpcodes = ib.NumOpcodes // the size of a table by operation
 )
 
-// What a FLUSH makes of the bytes, and which bytes.
+// What a FLUSH ensures, and for which bytes.
 const (
-	FlushGlobal     = ib.FlushGlobal     // visible to all that can see the memory
-	FlushPersistent = ib.FlushPersistent // persistent: they survive the loss of power
+	FlushGlobal     = ib.FlushGlobal     // the bytes are visible to all that can see the memory
+	FlushPersistent = ib.FlushPersistent // the bytes survive the loss of power
 
 	FlushRange = ib.FlushRange // RemoteLength bytes at RemoteAddr
-	FlushMR    = ib.FlushMR    // all of the region; RemoteAddr and RemoteLength mean nothing
+	FlushMR    = ib.FlushMR    // all of the region; RemoteAddr and RemoteLength are ignored
 )
 
 // Flags of send requests.
@@ -167,9 +167,9 @@ const (
 	SendFence     = ib.SendFence     // wait for earlier READs and atomics of this queue; BIND_MW, LOCAL_INV and CONFIGURE_MKEY: for all earlier requests
 )
 
-// What of an indirect key changes that may be configured already.
+// How an indirect key that may be configured already is configured.
 const (
-	MKeyInPlace    = ib.MKeyInPlace    // it need not be free
+	MKeyInPlace    = ib.MKeyInPlace    // the key need not be free
 	MKeyKeepAccess = ib.MKeyKeepAccess // with MKeyInPlace: its rights stay
 	MKeyKeepLayout = ib.MKeyKeepLayout // with MKeyInPlace: its bytes stay
 )
@@ -189,8 +189,8 @@ const (
 	WCLocProtErr     = ib.WCLocProtErr     // a local SGE failed: key, bounds, rights or domain
 	WCWRFlushErr     = ib.WCWRFlushErr     // the queue pair was in, or went to, the error state
 	WCMWBindErr      = ib.WCMWBindErr      // a memory window could not be bound, an indirect key not configured, or a key not invalidated
-	WCBadRespErr     = ib.WCBadRespErr     // the peer's answer makes no sense
-	WCLocAccessErr   = ib.WCLocAccessErr   // local protection while executing a peer's request
+	WCBadRespErr     = ib.WCBadRespErr     // the peer's answer does not fit the request
+	WCLocAccessErr   = ib.WCLocAccessErr   // a peer's request took this receive and was refused for its key
 	WCRemInvReqErr   = ib.WCRemInvReqErr   // the peer calls the request invalid
 	WCRemAccessErr   = ib.WCRemAccessErr   // the peer refuses access to its memory
 	WCRemOpErr       = ib.WCRemOpErr       // the peer could not complete the request
@@ -229,21 +229,21 @@ const (
 	WCWithInv = ib.WCWithInv // InvalidatedKey is valid
 )
 
-// Which header a datagram came with: SL of its completion.
+// Which headers a datagram came with: SL of its completion.
 const (
-	WCIPv6 = ib.WCIPv6 // UDP, and IPv6 below
-	WCIPv4 = ib.WCIPv4 // UDP, and IPv4 below
+	WCIPv6 = ib.WCIPv6 // UDP over IPv6
+	WCIPv4 = ib.WCIPv4 // UDP over IPv4
 )
 
 // Kinds of asynchronous events.
 const (
 	EventCQErr            = ib.EventCQErr            // a completion queue overflowed
-	EventQPFatal          = ib.EventQPFatal          // a queue pair failed and its requests may not all be flushed
+	EventQPFatal          = ib.EventQPFatal          // a queue pair failed, and no completion says why
 	EventQPReqErr         = ib.EventQPReqErr         // the responder side refused a malformed request
 	EventQPAccessErr      = ib.EventQPAccessErr      // the responder side refused access
 	EventCommEst          = ib.EventCommEst          // a packet arrived before the queue pair was in RTS
 	EventSQDrained        = ib.EventSQDrained        // the send queue is drained
-	EventQPLastWQEReached = ib.EventQPLastWQEReached // a queue pair with SRQ in error took its last receive
+	EventQPLastWQEReached = ib.EventQPLastWQEReached // a queue pair in ERR will take no more receives from its SRQ
 	EventSRQErr           = ib.EventSRQErr           // a shared receive queue failed
 	EventSRQLimitReached  = ib.EventSRQLimitReached  // a shared receive queue fell below its limit
 	EventPortActive       = ib.EventPortActive       // the port came up
@@ -274,26 +274,26 @@ const (
 	CapFlushPersistent  = ib.CapFlushPersistent  // FLUSH to persistence, of regions that are mapped files
 	CapXRC              = ib.CapXRC              // extended reliable connections
 	CapMemWindow        = ib.CapMemWindow        // memory windows of type 1
-	CapMemWindowType2B  = ib.CapMemWindowType2B  // memory windows of type 2, which answer to one queue pair
+	CapMemWindowType2B  = ib.CapMemWindowType2B  // memory windows of type 2, which serve one queue pair
 )
 
 // Classes of device memory.
 const (
-	DMPlain    = ib.DMPlain    // the program reaches it by copying to it and from it alone
-	DMCoherent = ib.DMCoherent // the program also accesses it directly
+	DMPlain    = ib.DMPlain    // the program only copies to it and from it
+	DMCoherent = ib.DMCoherent // the program also accesses it with loads, stores and atomic instructions
 )
 
 // Types of memory windows.
 const (
-	MWType1 = ib.MWType1 // bound by the verb, for all queue pairs of its domain
-	MWType2 = ib.MWType2 // bound by a request, for the queue pair it is bound on
+	MWType1 = ib.MWType1 // bound by QP.BindMW, for all queue pairs of its domain
+	MWType2 = ib.MWType2 // bound by OpBindMW, for the queue pair it is bound on
 )
 
 // What a region is after a re-registration that failed.
 const (
-	ReregOldValid = ib.ReregOldValid // it is what it was: nothing has changed, the old keys work
-	ReregNewValid = ib.ReregNewValid // it is what was asked for: only the new keys work
-	ReregUnusable = ib.ReregUnusable // it is neither: no key works
+	ReregOldValid = ib.ReregOldValid // nothing has changed: the old keys work
+	ReregNewValid = ib.ReregNewValid // it is changed as asked for: only the new keys work
+	ReregUnusable = ib.ReregUnusable // no key works
 )
 
 // States of a port's link.
@@ -304,9 +304,9 @@ const (
 	PortActive = ib.PortActive // traffic flows
 )
 
-// What registration of memory does about mlock(2).
+// How registration keeps pinned memory where it is.
 const (
 	LockAuto   = ib.LockAuto   // lock memory outside the Go heap where the limit allows it
 	LockOff    = ib.LockOff    // never lock
-	LockStrict = ib.LockStrict // hold the pages themselves, or refuse the region
+	LockStrict = ib.LockStrict // hold the pages themselves; lock those that cannot be held, or refuse the region
 )

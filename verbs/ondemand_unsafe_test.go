@@ -36,7 +36,7 @@ func TestOnDemandUsage(t *testing.T) {
 			at := func(p uintptr, n int) []byte {
 				return unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&p))), n)
 			}
-			// Far from where anybody else would map something while it is free.
+			// Nothing else in the process maps memory there while it is free.
 			p := mmap(0x5800_0000_0000, 10*mb, unix.MAP_FIXED_NOREPLACE)
 			defer unix.Syscall(unix.SYS_MUNMAP, p, 10*mb, 0)
 			mr, err := alice.pd.RegMRAddr(p, 10*mb, verbs.AccessLocalWrite|verbs.AccessOnDemand)

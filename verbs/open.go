@@ -6,8 +6,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
-// The provider that stands behind Open and Devices is chosen here and nowhere
-// else: the software device.
+// This file alone chooses the provider behind Open, Devices, Resources and
+// Statistics: the software device.
 
 func openProvider(name string, cfg *provider.Config) (provider.Device, error) {
 	d, err := device.Open(name, cfg)

@@ -24,12 +24,12 @@ const (
 // AdviseFlags modify [PD.AdviseMR], with the values of IBV_ADVISE_MR_FLAG_*.
 type AdviseFlags uint32
 
-// AdviseFlush makes the call return when the advice has been followed, and tell
-// what stood in the way.
+// AdviseFlush makes AdviseMR wait until the pages are there, and return an error if
+// some could not be brought in.
 const AdviseFlush AdviseFlags = 1 << 0
 
-// QueryODPCaps returns what on-demand paging the device does, for each
-// transport, and what it runs on here. See ibv_query_device_ex(3).
+// QueryODPCaps returns which operations of each transport may use on-demand memory,
+// and by what means of the kernel this machine pages. See ibv_query_device_ex(3).
 func (d *Device) QueryODPCaps() (ODPCaps, error) {
 	if !d.ok() {
 		return ODPCaps{}, invalid("query_device", "nil device")
@@ -38,8 +38,9 @@ func (d *Device) QueryODPCaps() (ODPCaps, error) {
 }
 
 // PagingStats returns what on-demand paging has done on the device since it was
-// opened, in this process. What the kernel tells is counted exactly; what it does
-// not tell (mprotect, truncation, reclaim) is counted once, when it is found.
+// opened, in this process. Changes that the kernel reports are counted exactly. Those
+// that it does not report (mprotect, truncation, reclaim) are counted once, when the
+// device finds them.
 func (d *Device) PagingStats() (PagingStats, error) {
 	if !d.ok() {
 		return PagingStats{}, invalid("query_device", "nil device")
@@ -47,15 +48,15 @@ func (d *Device) PagingStats() (PagingStats, error) {
 	return d.p.PagingStats(), nil
 }
 
-// PagingStats returns what on-demand paging has done for the region. All is zero
-// if the region is not on demand.
+// PagingStats returns what on-demand paging has done for the region. All counters are
+// zero if the region is not on demand.
 func (mr *MR) PagingStats() PagingStats { return mr.p.PagingStats() }
 
-// RegImplicitMR registers the whole address space of the process, as it is and as
-// it will be: [MR.Addr] is 0, and requests name memory by its address. access must
-// have AccessOnDemand. A peer that gets the key may access everything that the
-// access grants; memory windows can narrow that. See ibv_reg_mr(3), for an address
-// of NULL and a length of SIZE_MAX.
+// RegImplicitMR registers the whole address space of the process, with all that is
+// mapped in it now or later: [MR.Addr] is 0, and requests name memory by its address.
+// access must have AccessOnDemand. A peer that gets the key may access all memory of
+// the process with the remote rights in access; memory windows can narrow that. See
+// ibv_reg_mr(3), for an address of NULL and a length of SIZE_MAX.
 //
 // Memory of the Go heap may be named only while the program keeps it alive, and
 // goroutine stacks never: they move.
@@ -72,16 +73,17 @@ func (pd *PD) RegImplicitMR(access Access) (*MR, error) {
 	return &MR{p: p}, nil
 }
 
-// AdviseMR tells that memory in on-demand regions is about to be used, so that it
-// is brought in before: the elements name it by the regions' local keys. It is a
-// hint, and returns at once unless flags has AdviseFlush. A prefetch ends when its
-// region is closed. See ibv_advise_mr(3).
+// AdviseMR prefetches memory of on-demand regions that is about to be used. The
+// elements of sgl name the memory by the regions' local keys. AdviseMR is a hint and
+// returns at once, unless flags has AdviseFlush or a lot of advice is waiting already. A
+// prefetch ends when its region is closed. See ibv_advise_mr(3).
 //
 // Errors: ENOENT if no region has the key of an element; EPERM if its region is
-// of another domain, or may not be written and AdvisePrefetchWrite is given;
-// EINVAL if it is not on demand, for an empty list, a flag that does not exist or
-// a nil domain; EFAULT if the element is not inside its region or, with
-// AdviseFlush, not all of it is mapped so; EOPNOTSUPP for any other advice.
+// of another domain, or may not be written and the advice is AdvisePrefetchWrite;
+// EINVAL if the region is not on demand, for an empty list, an unknown flag or a
+// domain that is nil or closed; EFAULT if the element is not inside its region or,
+// with AdviseFlush, not all of it is mapped and allows the access; EOPNOTSUPP for
+// unknown advice.
 func (pd *PD) AdviseMR(advice Advice, flags AdviseFlags, sgl ...SGE) error {
 	const op = "advise_mr"
 	if !pd.ok() {

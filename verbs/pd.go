@@ -8,9 +8,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
-// PD is a protection domain: regions, queue pairs, shared receive queues and
-// address handles work together only if they are of the same domain. See
-// ibv_alloc_pd(3).
+// PD is a protection domain: a queue pair uses only regions, memory windows, indirect
+// keys and address handles of its own domain. See ibv_alloc_pd(3).
 type PD struct {
 	p   provider.PD
 	dev *Device
@@ -19,32 +18,32 @@ type PD struct {
 func (pd *PD) ok() bool { return pd != nil && pd.p != nil }
 
 // RegMR registers a slice, which may lie anywhere in the Go heap or outside it.
-// The device, and with the remote rights the peers, may access it from now
-// until [MR.Close]; until then the slice is kept alive. See ibv_reg_mr(3), and
+// The device may access it from now until [MR.Close], and so may peers if access has
+// remote rights; until then the region keeps the slice alive. See ibv_reg_mr(3), and
 // the package comment for what a Go program must heed.
 //
 // Local reading is always allowed; access adds to that. AccessRemoteWrite and
 // AccessRemoteAtomic need AccessLocalWrite too.
 //
-// With AccessOnDemand nothing is pinned, made present or even looked at now:
-// pages are brought in when the device first accesses them, and the program may
-// unmap, remap and change the memory at will; the device sees what the CPU would
-// see. An access to what is not mapped, or not so, fails. A slice outside the Go
-// heap need not be mapped yet.
+// With AccessOnDemand, RegMR neither pins nor fetches nor checks the memory. Pages are
+// brought in when the device first accesses them. The program may unmap, remap and
+// change the memory at will; the device sees what the CPU would see. An access to
+// memory that is not mapped, or whose mapping does not allow it, fails. A slice
+// outside the Go heap need not be mapped yet.
 //
-// AccessFlushPersistent is a promise to peers that what they flush survives.
-// The memory must therefore be a file's: mapped shared (MAP_SHARED), not deleted,
-// and on a file system that has storage. A FLUSH writes its range back and waits
-// for the storage, as msync(2) with MS_SYNC does.
+// AccessFlushPersistent promises peers that what they flush survives. So the memory
+// must be that of a file which is mapped shared (MAP_SHARED), not deleted, and on a
+// file system that has storage. A FLUSH writes its range back and waits for the
+// storage, as msync(2) with MS_SYNC does.
 //
 // Errors: EINVAL for an empty slice, unknown rights, remote writing or
-// atomics without AccessLocalWrite, or AccessFlushPersistent for memory that is
-// not such a file's; ENOMEM if the device has no more regions (MaxMR in
+// atomics without AccessLocalWrite, or AccessFlushPersistent for other memory than
+// that of such a file; ENOMEM if the device has no more regions (MaxMR in
 // [DeviceAttr]), or the host has no memory to back the range; EFAULT if a slice
-// outside the Go heap is not mapped, or is not writable though AccessLocalWrite
-// is asked for. With LockStrict, ENOMEM if holding the pages would exceed
+// outside the Go heap is not mapped, or is not writable though access has
+// AccessLocalWrite. With LockStrict, ENOMEM if holding the pages would exceed
 // RLIMIT_MEMLOCK, and EPERM if that limit is 0, or if the slice is of the Go heap and
-// pages cannot be held here. EINVAL for a domain that is nil or closed.
+// this machine cannot hold pages. EINVAL for a domain that is nil or closed.
 func (pd *PD) RegMR(buf []byte, access Access) (*MR, error) {
 	if !pd.ok() {
 		return nil, invalid("reg_mr", "nil protection domain")
@@ -59,9 +58,9 @@ func (pd *PD) RegMR(buf []byte, access Access) (*MR, error) {
 // RegMRAddr registers memory by address: memory that is not Go's, such as a
 // mapping or what a C library allocated. It keeps nothing alive; the memory
 // must stay mapped until [MR.Close] has returned, unless access has
-// AccessOnDemand: then anything may be mapped there, at any time. A range that is
-// unmapped before fails the requests that touch it; StalePinnedRange in
-// [DeviceAttr] tells what the device does if something else is mapped there.
+// AccessOnDemand: then anything may be mapped there, at any time. Requests fail if
+// they touch a range that was unmapped earlier; StalePinnedRange in [DeviceAttr]
+// describes what the device does if something else is mapped there.
 //
 // The address of a Go variable is never right here: it may lie on a goroutine's
 // stack, which moves. For slices use [PD.RegMR].
@@ -78,9 +77,8 @@ func (pd *PD) RegMRAddr(addr uintptr, length uint64, access Access) (*MR, error)
 
 // RegMRIOVA registers memory by address, as [PD.RegMRAddr] does, and gives the
 // region an address of its own: requests name the first byte as iova, and
-// [MR.Addr] returns that. An iova of 0 has the effect of AccessZeroBased, and
-// AccessZeroBased that of an iova of 0, whatever stands there. See
-// ibv_reg_mr_iova(3).
+// [MR.Addr] returns iova. An iova of 0 has the effect of AccessZeroBased; with
+// AccessZeroBased the address is 0, whatever iova is. See ibv_reg_mr_iova(3).
 //
 // Errors: those of RegMRAddr; EINVAL also if iova and length wrap around.
 func (pd *PD) RegMRIOVA(addr uintptr, length, iova uint64, access Access) (*MR, error) {
@@ -94,22 +92,21 @@ func (pd *PD) RegMRIOVA(addr uintptr, length, iova uint64, access Access) (*MR, 
 	return &MR{p: p}, nil
 }
 
-// CreateQP makes a queue pair, in state [QPReset]. What its queues can hold is
-// at least what cfg.Cap asks for; [QP.Query] tells. See ibv_create_qp(3).
+// CreateQP makes a queue pair, in state [QPReset]. Its queues hold at least what
+// cfg.Cap asks for; [QP.Query] returns how much. See ibv_create_qp(3).
 //
-// An SRQ may be of another domain: receives are then checked against its domain,
-// everything else against this one.
+// An SRQ may be of another domain: the memory of receives is then checked against the
+// SRQ's domain, everything else against this one. UC has no shared receive queues.
 //
-// An XRCSend queue pair has no receive side: RecvCQ and SRQ stay nil. Queue pairs
+// An XRCSend queue pair has no receive side: RecvCQ and SRQ must be nil. Queue pairs
 // of type XRCRecv are made by [XRCD.CreateQP].
 //
 // Errors: EINVAL if cfg or one of its completion queues is nil, a queue belongs
-// to another device or is closed, the type is unknown or XRCRecv, the SRQ is one
-// for XRC, or Cap asks for a
-// negative number or for more than [DeviceAttr] offers (MaxQPWR, MaxSGE,
-// MaxInlineData), or the domain is closed; ENOMEM
-// if the device has no more queue pairs (MaxQP); ENODEV if the device is
-// closed; EINVAL for a nil domain.
+// to another device or is closed, the type is unknown or XRCRecv, the type does not
+// go with the SRQ or RecvCQ, the SRQ is one for XRC, or Cap asks for a negative
+// number or for more than [DeviceAttr] offers (MaxQPWR, MaxSGE, MaxInlineData);
+// ENOMEM if the device has no more queue pairs (MaxQP); ENODEV if the device is
+// closed; EINVAL for a domain that is nil or closed.
 func (pd *PD) CreateQP(cfg *QPConfig) (*QP, error) {
 	const op = "create_qp"
 	switch {
@@ -150,13 +147,13 @@ func (pd *PD) CreateQP(cfg *QPConfig) (*QP, error) {
 	return qp, nil
 }
 
-// randomPSN returns 24 bits that a stranger cannot guess: with a known PSN
-// packets can be forged into a connection.
+// randomPSN returns 24 bits that a stranger cannot guess: a stranger who knows the
+// PSN can forge packets into a connection.
 func randomPSN() uint32 { return random32() & (1<<24 - 1) }
 
 // randomQKey returns a Q_Key other than 0. The top bit stays clear: it marks
-// controlled keys, which are for privileged programs, and in a request it means
-// "the queue pair's own".
+// controlled Q_Keys, which are for privileged programs, and in a request it means
+// "send the queue pair's own Q_Key".
 func randomQKey() uint32 {
 	for {
 		if k := random32() &^ (1 << 31); k != 0 {
@@ -172,14 +169,14 @@ func random32() uint32 {
 }
 
 // CreateSRQ makes a shared receive queue, from which any number of queue pairs
-// of the domain take their receives, or with an XRCD any number of XRC targets.
-// See ibv_create_srq(3) and ibv_create_srq_ex(3).
+// take their receives, or with an XRCD any number of XRC targets. The memory of the
+// receives is of this domain. See ibv_create_srq(3) and ibv_create_srq_ex(3).
 //
 // Errors: EINVAL if cfg is nil, MaxWR is less than 1 or more than MaxSRQWR in
-// [DeviceAttr], MaxSGE is negative or more than MaxSRQSGE, or Limit is negative
-// or more than MaxWR, or XRCD or CQ is set without the other, closed or of another
-// device; ENOMEM if the device has no more shared receive queues
-// (MaxSRQ); ENODEV if the device is closed; EINVAL for a nil domain.
+// [DeviceAttr], MaxSGE is negative or more than MaxSRQSGE, Limit is negative or more
+// than MaxWR, or XRCD or CQ is set without the other, closed or of another device;
+// ENOMEM if the device has no more shared receive queues (MaxSRQ); ENODEV if the
+// device is closed; EINVAL for a domain that is nil or closed.
 func (pd *PD) CreateSRQ(cfg *SRQConfig) (*SRQ, error) {
 	if !pd.ok() {
 		return nil, invalid("create_srq", "nil protection domain")
@@ -238,10 +235,10 @@ type MR struct {
 	p provider.MR
 }
 
-// LKey returns the key that local requests name the region by, in their [SGE]s.
+// LKey returns the key by which local requests name the region, in their [SGE]s.
 func (mr *MR) LKey() uint32 { return mr.p.LKey() }
 
-// RKey returns the key that peers name the region by. Whoever has it, and is
+// RKey returns the key by which peers name the region. A peer that has it, and is
 // connected to a queue pair of the domain, has the region's remote rights.
 func (mr *MR) RKey() uint32 { return mr.p.RKey() }
 
@@ -255,14 +252,14 @@ func (mr *MR) Length() uint64 { return mr.p.Length() }
 // Access returns the rights that the region was registered with.
 func (mr *MR) Access() Access { return mr.p.Access() }
 
-// Locked reports whether the region's pages are locked in memory, and if they
-// are not, why. The Go heap never is.
+// Locked reports whether the region's pages are locked in memory, and returns why
+// they are not. The Go heap is never locked.
 func (mr *MR) Locked() (bool, string) { return mr.p.Locked() }
 
 // SGE returns the scatter/gather element for n bytes of the region from offset
-// off on. It checks nothing: a request with a range that is not inside the
-// region fails, and an n that does not fit an element becomes the longest
-// element, which fits no message.
+// off on. It checks nothing: a request whose range is not inside the region fails. If
+// n is negative or too large for an element, the element has the largest length, and
+// no message is that long.
 func (mr *MR) SGE(off, n int) SGE {
 	length := uint32(math.MaxUint32)
 	if n >= 0 && uint64(n) <= math.MaxUint32 {
@@ -275,8 +272,8 @@ func (mr *MR) SGE(off, n int) SGE {
 // any peer accesses the memory any more; requests that still name the region
 // fail. It is idempotent. See ibv_dereg_mr(3).
 //
-// Errors: EBUSY while memory windows are bound to it or indirect keys stand on it; it
-// then stays as it is. EINVAL for a nil region.
+// Errors: EBUSY while memory windows are bound to it or indirect keys are made of it;
+// it then stays as it is. EINVAL for a nil region.
 func (mr *MR) Close() error {
 	if mr == nil || mr.p == nil {
 		return invalid("dereg_mr", "nil memory region")

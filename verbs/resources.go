@@ -2,11 +2,11 @@ package verbs
 
 import "github.com/verbena-rdma/verbena/ib"
 
-// What processes have of devices: see Resources.
+// The objects that processes have on devices: see Resources.
 type (
-	// DeviceResources is a device, by its first address.
+	// DeviceResources is a device, by its first address, and its processes.
 	DeviceResources = ib.DeviceResources
-	// ProcessResources is what one process has of it.
+	// ProcessResources is what one process has on a device.
 	ProcessResources = ib.ProcessResources
 	// QPResource is a queue pair and its traffic.
 	QPResource = ib.QPResource
@@ -20,13 +20,14 @@ type (
 	XRCDResource = ib.XRCDResource
 )
 
-// Resources returns what every process of this user on this host, in this
-// network namespace, has of the devices that it has open: queue pairs, regions,
-// windows, device memory, XRC domains, traffic. It asks the processes, so it shows a moment of each, not the same one.
-// Devices that were opened with LinkLoop are their process's own and not listed.
+// Resources returns, for every process of this user on this host and in this network
+// namespace, what it has on the devices that it has open: queue pairs, regions,
+// windows, device memory, XRC domains, counters. It asks each process, so the answers
+// are not of the same moment; a process that is stopped delays it by a few seconds.
+// Devices that were opened with LinkLoop are not listed: no other process finds them.
 func Resources() ([]DeviceResources, error) { return listResources(false) }
 
-// Statistics is Resources without the lists of queue pairs, regions and so on: what
-// counters say, for each process. It costs little, however many objects a process
-// has, so it can be asked for again and again.
+// Statistics is Resources without the lists of queue pairs, regions and so on: only
+// the counters of each process. It costs little, however many objects a process has,
+// so it can be called again and again.
 func Statistics() ([]DeviceResources, error) { return listResources(true) }

@@ -8,8 +8,8 @@ type SRQConfig struct {
 	MaxSGE int // pieces of each receive. Zero: receives of messages without data
 	Limit  int // see [SRQ.SetLimit]. Zero: no limit
 
-	// XRCD makes it a queue for XRC: it serves the targets of that domain, not
-	// queue pairs that name it in their [QPConfig]. Nil: an ordinary one.
+	// XRCD makes it a queue for XRC: it serves the targets of that domain, and no
+	// queue pair may name it in its [QPConfig]. Nil: an ordinary shared receive queue.
 	XRCD *XRCD
 	CQ   *CQ // with XRCD: where its receives complete
 }
@@ -21,7 +21,7 @@ type SRQAttr struct {
 	Limit  int // 0 if no limit is set, or it has been reached
 }
 
-// SRQAttrMask says which fields of an SRQAttr count, as IBV_SRQ_*.
+// SRQAttrMask is which fields of an SRQAttr [SRQ.Modify] sets, as IBV_SRQ_*.
 type SRQAttrMask uint8
 
 const (
@@ -36,18 +36,18 @@ type SRQ struct {
 
 func (s *SRQ) ok() bool { return s != nil && s.p != nil }
 
-// Number returns the queue's number, as in [AsyncEvent]; and for XRC, what peers
-// put into RemoteSRQN. See ibv_get_srq_num(3).
+// Number returns the queue's number, as in [AsyncEvent]; for XRC, peers put it into
+// RemoteSRQN. See ibv_get_srq_num(3).
 func (s *SRQ) Number() uint32 { return s.p.Number() }
 
 // PostRecv adds receives to the queue, in order, and returns how many it took.
 // If that is fewer than len(wrs), it is the index of the first bad one, and err
 // says what is wrong with it; those before it are posted. The queue copies the
-// requests: the slices may be used again at once, the memory that they name
+// requests: the caller may use the slices again at once, and the memory that they name
 // when the receive has completed. See ibv_post_srq_recv(3).
 //
-// Errors: EINVAL if a request has more pieces than MaxSGE, or the queue is nil;
-// ENOMEM if the queue is full.
+// Errors: EINVAL if a request has more pieces than MaxSGE, or the queue is nil or
+// closed; ENOMEM if the queue is full.
 func (s *SRQ) PostRecv(wrs []RecvWR) (int, error) {
 	if !s.ok() {
 		return 0, invalid("post_srq_recv", "nil shared receive queue")
@@ -85,9 +85,9 @@ func (s *SRQ) Modify(attr SRQAttr, mask SRQAttrMask) error {
 }
 
 // SetLimit arms the queue's limit: when fewer than n receives are left, the
-// device raises one [EventSRQLimitReached] and the limit is 0 again. The
-// number is looked at when a receive is taken: if fewer are left already, the
-// next message raises the event. Zero disarms.
+// device raises one [EventSRQLimitReached] and the limit is 0 again. The device
+// compares when a message takes a receive: if fewer than n are left already, the
+// next message raises the event. Zero disarms the limit.
 //
 // Errors: those of [SRQ.Modify].
 func (s *SRQ) SetLimit(n int) error { return s.Modify(SRQAttr{Limit: n}, SRQMaskLimit) }
@@ -111,7 +111,7 @@ func (s *SRQ) Query() (SRQAttr, error) {
 	return SRQAttr{MaxWR: maxWR, MaxSGE: maxSGE, Limit: limit}, nil
 }
 
-// Close destroys the queue; receives in it are gone without a completion. It is
+// Close destroys the queue; receives in it are dropped without a completion. It is
 // idempotent. See ibv_destroy_srq(3).
 //
 // Errors: EBUSY while a queue pair uses the queue; EINVAL for a nil queue.

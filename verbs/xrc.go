@@ -6,11 +6,11 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
-// XRCDConfig is which XRC domain is opened. See ibv_open_xrcd(3).
+// XRCDConfig is which XRC domain [Device.OpenXRCD] opens. See ibv_open_xrcd(3).
 type XRCDConfig struct {
-	// File names the domain: whoever opens a domain of the device with the same
-	// file has the same domain. It may be closed afterwards. Nil: the domain has
-	// no name, and Create must be set.
+	// File names the domain: all processes that open a domain of the device with the
+	// same file have the same domain. The file may be closed afterwards. Nil: the
+	// domain has no name, and Create must be set.
 	File *os.File
 
 	Create    bool // make the domain if there is none
@@ -20,19 +20,20 @@ type XRCDConfig struct {
 // XRCD is an XRC domain. Extended reliable connections save connections: an
 // initiator ([XRCSend]) is connected to one target ([XRCRecv]) and reaches through
 // it all shared receive queues of the target's domain, naming one in each request
-// (RemoteSRQN in [SendWR]). Without it, each of the programs behind those queues
+// (RemoteSRQN in [SendWR]). Without XRC, each of the programs that have those queues
 // would need a connection of its own.
 //
-// The target has no queues, no completion queue and no protection domain; what a
-// request finds is that of the queue it names: its receives, its completion
-// queue, and the memory of its protection domain. A completion of a receive names
+// The target has no queues, no completion queue and no protection domain. A request
+// uses those of the shared receive queue that it names: its receives, its completion
+// queue, and the memory of its protection domain. The completion of a receive names
 // the target in QPN.
 //
 // Processes that share the device share its domains: a target made in one of them
 // serves the shared receive queues that others have made in the domain that the same
-// file names. Each process executes what names its own queues, with its own memory
-// and rights, and answers by itself; when it ends, its queues are gone, and the
-// connection stays for the others unless a message of its was just under way.
+// file names. Each process executes the requests that name its own queues, with its
+// own memory and rights, and answers them. When a process ends, its queues are gone.
+// The connection stays for the others, unless the process ended while it was executing
+// a message.
 //
 //	xrcd, err := dev.OpenXRCD(&verbs.XRCDConfig{Create: true})
 //	srq, err := pd.CreateSRQ(&verbs.SRQConfig{MaxWR: 64, MaxSGE: 1, XRCD: xrcd, CQ: cq})
@@ -45,14 +46,13 @@ type XRCD struct {
 func (x *XRCD) ok() bool { return x != nil && x.p != nil }
 
 // OpenXRCD opens an XRC domain: the one that a file names, or a new one without a
-// name. A nil cfg makes a new one. See ibv_open_xrcd(3).
+// name. A nil cfg makes a new one without a name. See ibv_open_xrcd(3).
 //
-// Errors: EINVAL if there is no file and nothing is to be created, Exclusive is
-// set without Create, or a new domain is wanted and there is one; EAGAIN if there
-// is none, and none is to be created; ENOMEM if the device has no more domains (as
-// many as MaxPD in [DeviceAttr]); EBADF if the file is closed; EMFILE and ENFILE
-// if there is no descriptor left; ENODEV if the device is closed; EINVAL for a nil
-// device.
+// Errors: EINVAL if there is neither a File nor Create, Exclusive is set without
+// Create, or Exclusive is set and the domain exists; EAGAIN if the domain does not
+// exist and Create is not set; ENOMEM if the device has no more domains (as many as
+// MaxPD in [DeviceAttr]); EBADF if the file is closed; EMFILE and ENFILE if there is
+// no descriptor left; ENODEV if the device is closed; EINVAL for a nil device.
 func (d *Device) OpenXRCD(cfg *XRCDConfig) (*XRCD, error) {
 	if !d.ok() {
 		return nil, invalid("open_xrcd", "nil device")
@@ -68,9 +68,8 @@ func (d *Device) OpenXRCD(cfg *XRCDConfig) (*XRCD, error) {
 	return &XRCD{p: p, dev: d}, nil
 }
 
-// CreateQP makes a queue pair of type [XRCRecv], in state [QPReset]: a target,
-// which receives for the shared receive queues of the domain. See
-// ibv_create_qp_ex(3).
+// CreateQP makes a queue pair of type [XRCRecv], in state [QPReset]: a target. It
+// receives for the shared receive queues of the domain. See ibv_create_qp_ex(3).
 //
 // Errors: ENOMEM if the device has no more queue pairs (MaxQP in [DeviceAttr]);
 // ENODEV if the device is closed; EINVAL for a domain that is nil or closed.
@@ -85,11 +84,11 @@ func (x *XRCD) CreateQP() (*QP, error) {
 	return &QP{p: p, dev: x.dev, psn: randomPSN()}, nil
 }
 
-// OpenQP opens a target of the domain once more, by its number: both can be used, and
-// the queue pair is gone when both are closed. A target belongs to the process that
-// has made it. See ibv_open_qp(3).
+// OpenQP opens a target of the domain again, by its number, and returns another QP for
+// the same queue pair. Both can be used; the queue pair is gone when both are closed.
+// Only the process that made a target can open it. See ibv_open_qp(3).
 //
-// Errors: EINVAL if the domain has no such target; EOPNOTSUPP if another process has
+// Errors: EINVAL if the domain has no such target; EOPNOTSUPP if another process made
 // it; EINVAL for a domain that is nil or closed.
 func (x *XRCD) OpenQP(number uint32) (*QP, error) {
 	if !x.ok() {
@@ -102,11 +101,11 @@ func (x *XRCD) OpenQP(number uint32) (*QP, error) {
 	return &QP{p: p, dev: x.dev, psn: randomPSN()}, nil
 }
 
-// Close closes the domain. It ends when everybody who has it open has closed it.
-// It is idempotent. See ibv_close_xrcd(3).
+// Close closes the domain. The domain ends when all that have it open have closed it.
+// Close is idempotent. See ibv_close_xrcd(3).
 //
-// Errors: EBUSY while queue pairs or shared receive queues that were made with it
-// are open; EINVAL for a nil domain.
+// Errors: EBUSY while queue pairs or shared receive queues that were made with this
+// XRCD are open; EINVAL for a nil domain.
 func (x *XRCD) Close() error {
 	if !x.ok() {
 		return invalid("close_xrcd", "nil XRC domain")

@@ -20,7 +20,7 @@ type demoCmd struct {
 func (demoCmd) Help() string {
 	return `Two devices are opened in this process, on two loopback addresses, and do everything that RDMA can do to each other: first over the loop link, which copies from memory to memory, then over the udp link, with RoCE v2 packets. It takes a few seconds, needs no privileges and leaves nothing behind.
 
-"verbena demo odp" shows four uses of the counters of on-demand paging, with memory that Linux really pages: warm-up against steady state, the efficiency of paging, thrashing, the effect of prefetch. What was counted is held against what must have happened, and all data is compared.
+"verbena demo odp" shows four uses of the counters of on-demand paging, with memory that Linux really pages: warm-up against steady state, the efficiency of paging, thrashing, the effect of prefetch. The counters are compared with what must have happened, and so is all data.
 
 With --pcap the first device's packets are captured; it sees both directions. tshark guesses at what messages carry, and may call that malformed (docs/errors.md).
 

@@ -1,8 +1,8 @@
 package main
 
-// The way of a device to the screen, top-down: Run opens each one and describes
-// it (describe); printDevices writes the description in the words of
-// ibv_devinfo, or encoding/json does.
+// How a device gets to the screen: Run opens each device and describes it (describe);
+// printDevices prints the description with the names of ibv_devinfo, or encoding/json
+// does.
 
 import (
 	"context"
@@ -26,7 +26,7 @@ type devinfoCmd struct {
 
 // Help is shown below the flags.
 func (devinfoCmd) Help() string {
-	return `The lines have the names that ibv_devinfo gives them, as far as they exist there; the others say what is special to a device in software: its links, what it found to speed them up, what it does about locking memory, how it notices that registered memory was unmapped, and what paging on demand runs on here: where changes of mappings are heard of (odp_notifier; without one they are swept for), how pages are looked for that went unheard (odp_scan), how mappings are looked up (odp_mappings), and how pages are brought in (odp_fetch; those that can be swapped out are always touched, one by one).
+	return `The lines have the names that ibv_devinfo gives them, as far as they exist there. The others are special to a device in software: its links, the kernel's offloads that they use, how pinned memory is locked, and how the device notices that registered memory was unmapped. The last ones are what on-demand paging uses here: how changes of mappings are reported (odp_notifier; without one the device sweeps for them), how pages are found that went away without a report (odp_scan), how mappings are looked up (odp_mappings), and how pages are brought in (odp_fetch; those that can be swapped out are always touched, one by one).
 
 A device whose address another user, or another program, has taken is shown without the links that need it.
 
@@ -38,7 +38,7 @@ Examples:
     verbena devinfo eth0 --json`
 }
 
-// device is what devinfo knows about a device: the JSON object.
+// device is what devinfo shows of a device: the JSON object.
 type device struct {
 	HCAID        string   `json:"hca_id"`
 	Transport    string   `json:"transport"`
@@ -64,7 +64,7 @@ type device struct {
 	Ports       []port   `json:"ports"`
 }
 
-// odp is what on-demand paging the device does, and what it runs on here.
+// odp is what on-demand paging the device does, and by what means of the kernel.
 type odp struct {
 	General  []string `json:"general_odp_caps"`
 	RC       []string `json:"rc_odp_caps"`
@@ -90,7 +90,7 @@ type port struct {
 	MaxMTU       int      `json:"max_mtu"`
 	ActiveMTU    int      `json:"active_mtu"`
 	maxMTUCode   int      // as ibv_devinfo prints it in parentheses
-	activeCode   int      // likewise
+	activeCode   int      // as ibv_devinfo prints it in parentheses
 	LinkLayer    string   `json:"link_layer"`
 	Interface    string   `json:"interface"`
 	MaxMsgSize   uint32   `json:"max_msg_sz"`
@@ -98,11 +98,11 @@ type port struct {
 	QKeyViolCntr uint32   `json:"qkey_viol_cntr"`
 	PKeyTblLen   int      `json:"pkey_tbl_len"`
 	GIDTblLen    int      `json:"gid_tbl_len"`
-	physState    string   // likewise
+	physState    string   // as ibv_devinfo prints it
 	GIDs         []string `json:"gids"`
 }
 
-// physState is what ibv_devinfo says of an interface that is up, or down.
+// physState returns what ibv_devinfo prints for an interface that is up, or down.
 func physState(s verbs.PortState) string {
 	if s == verbs.PortActive {
 		return "LINK_UP (5)"
@@ -149,9 +149,8 @@ func (c *devinfoCmd) Run(context.Context) error {
 	return errors.Join(failed...)
 }
 
-// inspect opens a device for a moment. If another process stands on its
-// address, the device is opened without sockets: all but what they would tell
-// is the same.
+// inspect opens a device for a moment. If its address is in use, inspect opens it
+// without sockets: then only what the sockets would show is missing.
 func inspect(name, pcap string) (d device, err error) {
 	note := ""
 	dev, err := verbs.Open(name, &verbs.Config{PCAP: pcap})
@@ -238,7 +237,7 @@ func describeODP(c *verbs.ODPCaps) odp {
 	return o
 }
 
-// num is for limits, which are never negative.
+// num converts a limit, which is never negative.
 func num(n int) uint64 { return uint64(max(n, 0)) }
 
 // nonNil makes an empty list appear as [] in JSON.

@@ -74,9 +74,11 @@ func libDir() (string, error) {
 	return "", fmt.Errorf("no libibverbs.so.1 in %s: build it with \"make clib\", or set %s to its directory", strings.Join(tried, " or "), libDirVar)
 }
 
-// variables are what the loader of a program is told: where the library is, and to
-// preload the files of a device, which some programs look for beside it. The address
-// sanitizer wants nothing to be preloaded before itself; here that does no harm.
+// variables returns the environment variables that make the loader of a program find the
+// library, and preload libverbena-files.so: it shows programs the files of a device in
+// sysfs, and closes ranges of memory before they are mapped over. The address sanitizer
+// refuses libraries that are preloaded before it; ASAN_OPTIONS switches that off, since
+// here it does no harm.
 func variables(dir string) map[string]string {
 	vars := map[string]string{"LD_LIBRARY_PATH": inFront("LD_LIBRARY_PATH", dir)}
 	if file := filepath.Join(dir, "libverbena-files.so"); isFile(file) {
@@ -86,7 +88,7 @@ func variables(dir string) map[string]string {
 	return vars
 }
 
-// inFront puts a path in front of those that a variable has.
+// inFront returns a variable's value with a path in front of the others.
 func inFront(name, path string) string {
 	old := os.Getenv(name)
 	if old == "" || old == path || strings.HasPrefix(old, path+":") {

@@ -28,12 +28,12 @@ func (f *optFlag) Decode(ctx *kong.DecodeContext) error {
 // IsBool implements kong.BoolMapperValue: the value may be left out.
 func (f *optFlag) IsBool() bool { return true }
 
-// watchFlag is how often to look: --watch, --watch=2s or --watch 2s. Zero is
-// never again.
+// watchFlag is the interval of --watch, --watch=2s or --watch 2s. Zero: the flag is not
+// given.
 type watchFlag time.Duration
 
 // Decode implements kong.MapperValue. What follows the flag is its value if it is
-// a duration: no device is called so.
+// a duration: no device has such a name.
 func (f *watchFlag) Decode(ctx *kong.DecodeContext) error {
 	*f = watchFlag(time.Second)
 	next := ctx.Scan.Peek()
@@ -53,7 +53,8 @@ func (f *watchFlag) Decode(ctx *kong.DecodeContext) error {
 	return nil
 }
 
-// minWatch keeps a process that is watched from doing nothing but answering.
+// minWatch is the shortest interval: the processes that are watched should not spend
+// their time on answering.
 const minWatch = 10 * time.Millisecond
 
 // IsBool implements kong.BoolMapperValue: the value may be left out.

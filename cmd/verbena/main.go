@@ -2,7 +2,7 @@
 //
 //	verbena demo      every operation between two devices, with the data compared
 //	verbena devinfo   what the devices of this host can do
-//	verbena ps        who has devices open, and what they have of them
+//	verbena ps        which processes have devices open, and what they have on them
 //	verbena stat      what on-demand paging does in those processes
 //	verbena perf      bandwidth and latency, in one process, in two, on two hosts
 //	verbena exec      run a program that was built for libibverbs
@@ -54,7 +54,7 @@ type cli struct {
 	PerfPeer perfPeerCmd `cmd:"" hidden:"" help:"The other side of perf, on standard input and output."`
 }
 
-// usageError is a command line that parses and yet makes no sense.
+// usageError is the error of a command line that parses but is wrong.
 type usageError struct{ error }
 
 func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
@@ -92,14 +92,14 @@ func run(args []string) int {
 		fmt.Fprintf(os.Stderr, "verbena %s: %v\nTry \"verbena %s --help\".\n", name, err, name)
 		return exitUsage
 	case errors.Is(err, tour.ErrFailed):
-		return exitFailed // it has said what
+		return exitFailed // tour.Run has printed what failed
 	default:
 		fmt.Fprintf(os.Stderr, "verbena %s: %v\n", parsed.Selected().Name, err)
 		return exitFailed
 	}
 }
 
-// hint names the help that explains what was wrong with a command line.
+// hint returns the command whose help explains what was wrong with a command line.
 func hint(err error) string {
 	var p *kong.ParseError
 	if errors.As(err, &p) && p.Context != nil && p.Context.Selected() != nil {
@@ -108,8 +108,8 @@ func hint(err error) string {
 	return `"verbena --help"`
 }
 
-// interruptible returns a context that ends with the first interrupt; the
-// second one ends the process as if nobody were listening.
+// interruptible returns a context that ends with the first interrupt. The second
+// interrupt ends the process.
 func interruptible() (context.Context, func()) {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	signals := make(chan os.Signal, 1)

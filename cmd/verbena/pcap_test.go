@@ -41,7 +41,7 @@ func tshark(t *testing.T, file string, args ...string) string {
 // and every checksum to be right. It returns the opcodes.
 func checkCapture(t *testing.T, file string) []string {
 	t.Helper()
-	// Payload is random: nobody should guess a protocol in it.
+	// Payload is random: tshark must not guess a protocol in it.
 	const plain = "infiniband.try_heuristic_first:FALSE"
 	bad := "_ws.malformed || _ws.expert.severity >= \"Warning\" || !infiniband.bth"
 	if out := tshark(t, file, "-o", plain, "-Y", bad); out != "" {

@@ -1,9 +1,8 @@
 package main
 
-// The way of a measurement, top-down: Run checks the flags and chooses where the
-// other side is: in this process (loop), in a child (udp), on a host that
-// listens (connect), or whoever calls (listen). Package perf measures; report
-// prints.
+// A measurement, top-down: Run checks the flags and chooses where the other side is: in
+// this process (inProcess), in a child process (withChild), on a host that listens
+// (connect), or on a host that connects (listen). Package perf measures; report prints.
 
 import (
 	"context"
@@ -119,7 +118,7 @@ func (c *perfCmd) Run(ctx context.Context, parsed *kong.Context) error {
 	return c.report(res)
 }
 
-// validate checks what concerns several flags, and settles the link.
+// validate checks flags that depend on each other, and sets the default of Link.
 func (c *perfCmd) validate(parsed *kong.Context) error {
 	remote := c.Listen.on || c.Connect != ""
 	if c.Link == "" {
@@ -149,7 +148,7 @@ func (c *perfCmd) validate(parsed *kong.Context) error {
 	if !c.Listen.on {
 		return nil
 	}
-	// What the listening side ignores must not look as if it counted.
+	// The listening side refuses flags that it would ignore.
 	for _, step := range parsed.Path {
 		if step.Flag != nil && !slices.Contains([]string{"listen", "device", "pcap", "json", "link"}, step.Flag.Name) {
 			return usagef("--%s: is decided by the side that connects", step.Flag.Name)
@@ -158,7 +157,7 @@ func (c *perfCmd) validate(parsed *kong.Context) error {
 	return nil
 }
 
-// given tells whether a flag is on the command line.
+// given reports whether a flag is on the command line.
 func given(parsed *kong.Context, name string) bool {
 	return slices.ContainsFunc(parsed.Path, func(p *kong.Path) bool { return p.Flag != nil && p.Flag.Name == name })
 }
@@ -230,7 +229,7 @@ var latKinds = map[string]string{
 	perf.LatLoaded:     "post to completion, under load",
 }
 
-// captureNote says what a capture will hold.
+// captureNote prints what a capture will hold.
 func (c *perfCmd) captureNote(dev *verbs.Device) {
 	if c.PCAP != "" {
 		fmt.Fprintf(os.Stderr, "verbena perf: capturing the packets of %v, both directions, to %s\n", dev.Addr(), c.PCAP)

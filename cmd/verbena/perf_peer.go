@@ -17,8 +17,8 @@ import (
 // defaultPerfPort is the TCP port on which --listen waits.
 const defaultPerfPort = 18791
 
-// perfPeerCmd is the other side of perf with a process of its own, started by it: the target of
-// one measurement, told what to do over standard input and output.
+// perfPeerCmd is the child process that perf starts: the target of one measurement. Its
+// standard input and output are the side channel.
 type perfPeerCmd struct {
 	Link   string `default:"udp"`
 	Device string
@@ -40,9 +40,9 @@ func (c *perfPeerCmd) Run(ctx context.Context) (err error) {
 	return err
 }
 
-// peerArgs are the arguments of the other side's process. By packets it takes
-// another loopback address, the first free one as this side's was before; by
-// shared memory it shares the address.
+// peerArgs returns the arguments of the child process. With packets the child takes
+// another loopback address, the first free one; with shared memory it shares this side's
+// address.
 func peerArgs(dev *verbs.Device, link string) []string {
 	args := []string{"perf-peer", "--link", link}
 	if link == string(verbs.LinkLocal) {
@@ -51,7 +51,7 @@ func peerArgs(dev *verbs.Device, link string) []string {
 	return args
 }
 
-// withChild measures against a process of its own.
+// withChild measures against a child process.
 func (c *perfCmd) withChild(ctx context.Context, p perf.Params, show *stages) (res *perf.Result, err error) {
 	dev, err := verbs.Open(c.Device, &verbs.Config{Link: verbs.LinkMode(c.Link), PCAP: c.PCAP})
 	if err != nil {
@@ -68,8 +68,8 @@ func (c *perfCmd) withChild(ctx context.Context, p perf.Params, show *stages) (r
 		return nil, err
 	}
 	defer func() {
-		// A child that could say what was wrong has said it over the side
-		// channel already, or echoes what this side told it.
+		// A child that knows what was wrong has sent it over the side channel
+		// already; or it repeats what this side has sent.
 		if childErr := child.Stop(); err == nil || errors.Is(err, perf.ErrPeerGone) {
 			err = errors.Join(err, childErr)
 		}
@@ -112,7 +112,7 @@ func (c *perfCmd) listen(ctx context.Context, show *stages) (res *perf.Result, e
 		return nil, err
 	}
 	fmt.Fprintf(os.Stderr, "verbena perf: listening on %v\n", l.Addr())
-	stop := context.AfterFunc(ctx, func() { _ = l.Close() }) // to end Accept, which tells
+	stop := context.AfterFunc(ctx, func() { _ = l.Close() }) // ends Accept with an error
 	conn, err := l.Accept()
 	stop()
 	if cause := context.Cause(ctx); cause != nil {

@@ -20,7 +20,7 @@ type psCmd struct {
 
 // Help is shown below the flags.
 func (psCmd) Help() string {
-	return `Lists the processes of this user that have a device open, in this network namespace, and what they have: like "rdma resource" does for adapters. One of the processes that share an address owns the UDP port, and passes on to the others what comes from outside; it is marked with *.
+	return `Lists the processes of this user that have a device open, in this network namespace, and what they have on it, as "rdma resource" does for adapters. One of the processes that share an address, the owner, has the UDP port and forwards packets to the others; it is marked with *.
 
 Examples:
 
@@ -114,7 +114,7 @@ func printMemory(w io.Writer, p *verbs.ProcessResources) {
 	}
 }
 
-// bytesOf writes a number of bytes for people: with one decimal.
+// bytesOf formats a number of bytes for people, with one decimal.
 func bytesOf(n uint64) string {
 	unit, v := 0, float64(n)
 	for ; v >= 1024 && unit < len(byteUnits)-1; unit++ {

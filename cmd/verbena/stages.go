@@ -9,14 +9,15 @@ import (
 	"github.com/verbena-rdma/verbena/cmd/verbena/internal/term"
 )
 
-// stages shows on a terminal what a measurement is doing, and for how long. A
-// goroutine of its own owns the line; four times a second it disturbs nothing.
+// stages shows on a terminal which stage a measurement is in, and for how long. A
+// goroutine of its own writes the line, four times a second, which disturbs no
+// measurement.
 type stages struct {
 	next chan string
 	done chan struct{}
 }
 
-// newStages starts to show, unless there is nobody to see it.
+// newStages starts to show stages, unless quiet is set or standard error is no terminal.
 func newStages(quiet bool) *stages {
 	out := term.New(os.Stderr)
 	if quiet || !out.Terminal() {
@@ -51,7 +52,7 @@ func (s *stages) set(stage string) {
 	}
 }
 
-// notify returns what a measurement calls with its stages.
+// notify returns the function that a measurement calls with each stage.
 func (s *stages) notify(p perf.Params) func(string) {
 	return func(stage string) {
 		if stage == "measuring" && p.Iters == 0 {

@@ -1,8 +1,8 @@
 package main
 
-// The way of a counter to the screen, top-down: Run asks all processes (look),
-// once or again and again (watch); a snapshot then goes to the screen
-// (stat_print.go), to encoding/json, or into files (stat_files.go).
+// How counters get to the screen, top-down: Run asks all processes, once or with --watch
+// again and again (looks); each snapshot goes to the screen (stat_print.go), to
+// encoding/json, or into files (stat_files.go).
 
 import (
 	"context"
@@ -33,7 +33,7 @@ type statCmd struct {
 func (statCmd) Help() string {
 	return `Shows what on-demand paging has done in the processes of this user that have a device open, in this network namespace; the owner of an address is marked with *. The names are those of the kernel's sysfs (num_page_faults, …), of its debugfs (num_odp_mrs, …) and, with --mr, of "rdma statistic show mr". A memory region goes by a number (mrn), not by its key: keys are rights.
 
-What the kernel tells is counted exactly. What it does not tell (mprotect, truncation, reclaim) is counted once, when it is found.
+Changes that the kernel reports are counted exactly. Those that it does not report (mprotect, truncation, reclaim) are counted once, when the device finds them.
 
 On a terminal --watch draws over what it drew before; elsewhere it prints one block after the other.
 
@@ -69,7 +69,7 @@ func (c *statCmd) Run(ctx context.Context) error {
 	})
 }
 
-// wanted says what the command line asks for.
+// wanted returns what the command line asks for, for an error message.
 func (c *statCmd) wanted() string {
 	what := "a device open"
 	if c.Device != "" {
@@ -81,15 +81,15 @@ func (c *statCmd) wanted() string {
 	return what
 }
 
-// snapshot is what all processes said at about one time.
+// snapshot is what all processes answered at about one time.
 type snapshot struct {
 	at      time.Time
 	devices []verbs.DeviceResources
 	before  *snapshot // the look before; nil for the first
 }
 
-// looks asks all processes what they count and passes it on, as often as is
-// wanted. An interrupt is how one ends it, not a failure.
+// looks asks all processes for their counters and calls pass with the answers, once or at
+// each interval of --watch. An interrupt ends it without an error.
 func (c *statCmd) looks(ctx context.Context, pass func(*snapshot) error) error {
 	ask := verbs.Statistics
 	if c.MR {
@@ -141,14 +141,14 @@ func (c *statCmd) choose(all []verbs.DeviceResources) []verbs.DeviceResources {
 	return chosen
 }
 
-// counter is a figure of a process or a region.
+// counter is a counter or a gauge of a process or a region.
 type counter struct {
 	name  string
 	value uint64
-	now   bool // how much there is now, rather than how often something happened
+	now   bool // a gauge: how much there is now, rather than how often something happened
 }
 
-// deviceCounters are the counters of a process, in the order of the screen.
+// deviceCounters returns the counters of a process, in the order of the screen.
 func deviceCounters(p *verbs.ProcessResources, all bool) []counter {
 	var list []counter
 	for _, group := range [][]verbs.PagingCounter{p.Paging.Counters(), p.Paging.TriggerCounters(), p.Paging.DebugCounters()} {
@@ -164,11 +164,11 @@ func deviceCounters(p *verbs.ProcessResources, all bool) []counter {
 	return list
 }
 
-// gauges are the counters that also fall.
+// gauges are the counters that can also fall.
 var gauges = map[string]bool{"num_odp_mrs": true, "num_odp_mr_pages": true}
 
-// regionCounters are the counters of a region, by the names of "rdma statistic",
-// and what that does not tell.
+// regionCounters returns the counters of a region: those of "rdma statistic", by their
+// names there, and some that it does not have.
 func regionCounters(m *verbs.MRResource) []counter {
 	var list []counter
 	for _, c := range m.Paging.RegionCounters() {
@@ -212,13 +212,14 @@ func (s *snapshot) rates(all bool) *rates {
 	return r
 }
 
-// figureKey names a figure; mrn is -1 for those of a process.
+// figureKey returns the key of a counter in rates.was; mrn is -1 for counters of a
+// process.
 func figureKey(addr netip.Addr, p *verbs.ProcessResources, mrn int, name string) string {
 	return fmt.Sprintf("%v/%d/%d/%d/%s", addr, p.Slot, p.PID, mrn, name)
 }
 
-// of returns how fast a figure grew. One that is smaller than it was is another's:
-// of a process, or of a region, that has the number now.
+// of returns how fast a counter grew. If it is smaller than it was, it is the counter of
+// another process or region that has got the same number.
 func (r *rates) of(addr netip.Addr, p *verbs.ProcessResources, mrn int, c counter) (perSecond float64, ok bool) {
 	if r.seconds <= 0 || c.now {
 		return 0, false
@@ -289,7 +290,7 @@ func (c *statCmd) describe(s *snapshot) []statDevice {
 	return list
 }
 
-// maps returns figures by name, and how fast they grew.
+// maps returns counters by name, and how fast they grew.
 func (r *rates) maps(addr netip.Addr, p *verbs.ProcessResources, mrn int, list []counter) (values map[string]uint64, perSecond map[string]float64) {
 	values = make(map[string]uint64)
 	for _, c := range list {
@@ -304,7 +305,7 @@ func (r *rates) maps(addr netip.Addr, p *verbs.ProcessResources, mrn int, list [
 	return values, perSecond
 }
 
-// printer returns what shows a snapshot.
+// printer returns the function that prints a snapshot.
 func (c *statCmd) printer() func(*snapshot) error {
 	if c.JSON {
 		enc := json.NewEncoder(os.Stdout)

@@ -2,11 +2,11 @@ package main
 
 // Counters as files, in the places where the kernel has them:
 //
-//  1. writeFiles takes the directory: one writer at a time, what another left is
-//     removed.
-//  2. At each look, update sums the processes of each device, with what those had
-//     counted that have ended since, and writes the files whose value has changed.
-//  3. At its end a --watch removes what it has written.
+//  1. writeFiles locks the directory, so that there is one writer at a time, and removes
+//     what an earlier writer has left.
+//  2. At each look, update adds up the counters of each device's processes, with those of
+//     processes that have ended since, and writes the files whose values have changed.
+//  3. When --watch ends, writeFiles removes what it has written.
 
 import (
 	"context"
@@ -53,9 +53,9 @@ func (c *statCmd) writeFiles(ctx context.Context) (err error) {
 	return err
 }
 
-// directory returns where the files go, and makes the default directory, which
-// nobody else may write to: there may be one in a place where everybody can make
-// directories.
+// directory returns where the files go, and makes the default directory. It refuses a
+// default directory that another user can write to: in a directory for temporary files,
+// any user may have made it.
 func (c *statCmd) directory() (string, error) {
 	if c.Files.value != "" {
 		return c.Files.value, os.MkdirAll(c.Files.value, 0o755)
@@ -87,15 +87,15 @@ type tree struct {
 
 // treeDevice is a device in a tree.
 type treeDevice struct {
-	number int // of uverbsN
-	gone   verbs.PagingStats
-	last   map[member]verbs.PagingStats
+	number int                          // of uverbsN
+	gone   verbs.PagingStats            // the sum of processes that have ended
+	last   map[member]verbs.PagingStats // the last answers of the others
 }
 
-// member is one opening of a device: a process may have several.
+// member is one opening of a device by a process, which may close it and open it again.
 type member struct{ slot, pid int }
 
-// openTree takes a directory. What a writer before has left is removed.
+// openTree locks a directory, and removes what an earlier writer has left.
 func openTree(dir string) (_ *tree, err error) {
 	root, err := os.OpenRoot(dir)
 	if err != nil {
@@ -116,7 +116,7 @@ func openTree(dir string) (_ *tree, err error) {
 	return t, t.clear()
 }
 
-// close gives the directory back.
+// close unlocks the directory.
 func (t *tree) close() error {
 	err := t.root.Close()
 	if t.lock != nil {
@@ -200,7 +200,7 @@ func (t *tree) freeNumber() int {
 	return n
 }
 
-// nameOf returns the name that the processes have a device open by.
+// nameOf returns the name by which the processes have the device open.
 func nameOf(d *verbs.DeviceResources) string {
 	for i := range d.Processes {
 		if p := &d.Processes[i]; p.Answered && p.Device != "" {
@@ -210,8 +210,8 @@ func nameOf(d *verbs.DeviceResources) string {
 	return d.Addr.String()
 }
 
-// sum adds up what the processes of a device have counted, those too that have
-// ended since the tree was opened. One that does not answer counts as before.
+// sum adds up the counters of a device's processes, also of those that have ended since
+// the tree was opened. For a process that does not answer, its last answer counts.
 func (d *treeDevice) sum(processes []verbs.ProcessResources) verbs.PagingStats {
 	now := make(map[member]verbs.PagingStats)
 	for i := range processes {
@@ -221,7 +221,7 @@ func (d *treeDevice) sum(processes []verbs.ProcessResources) verbs.PagingStats {
 		switch {
 		case !p.Answered:
 			now[who] = last
-		case p.Paging.PageFaults < last.PageFaults: // another one with the same numbers
+		case p.Paging.PageFaults < last.PageFaults: // another process with the same numbers
 			d.gone = afterwards(d.gone, last)
 			now[who] = p.Paging
 		default:
@@ -241,14 +241,14 @@ func (d *treeDevice) sum(processes []verbs.ProcessResources) verbs.PagingStats {
 	return total
 }
 
-// afterwards adds what a process had counted that has ended. Its regions are no more.
+// afterwards adds the counters of a process that has ended. It has no regions any more.
 func afterwards(total, s verbs.PagingStats) verbs.PagingStats {
 	s.MRs, s.MRPages = 0, 0
 	return total.Plus(s)
 }
 
-// write makes a file hold a line, if it does not yet. Who reads it meanwhile sees
-// the old line or the new one.
+// write makes a file hold a line, if it does not yet. A reader sees the old line or the
+// new one, never a part.
 func (t *tree) write(dir, name, line string) error {
 	file := path.Join(dir, name)
 	if had, ok := t.values[file]; ok && had == line {

@@ -7,7 +7,7 @@ import (
 	"runtime/debug"
 )
 
-// version is set by a release's build: -ldflags "-X main.version=v1.2.3".
+// version is set when a release is built: -ldflags "-X main.version=v1.2.3".
 var version string
 
 type versionCmd struct{}
@@ -17,8 +17,8 @@ func (versionCmd) Run(context.Context) error {
 	return nil
 }
 
-// versionLine says what this program was built from: the release, or the module
-// version, or the revision of the checkout.
+// versionLine returns what this program was built from: the release, or the module
+// version, and the revision of the checkout.
 func versionLine() string {
 	v, revision, dirty := version, "", ""
 	if info, ok := debug.ReadBuildInfo(); ok {

@@ -43,7 +43,7 @@ func startChild(program string, args ...string) (*child, error) {
 	started := make(chan error)
 	go func() {
 		// The kernel kills the child when the thread that started it ends, so
-		// this one stays until the child has ended.
+		// this thread stays until the child has ended.
 		runtime.LockOSThread()
 		defer close(c.ended)
 		err := c.cmd.Start()
@@ -53,15 +53,15 @@ func startChild(program string, args ...string) (*child, error) {
 		}
 	}()
 	err = <-started
-	_ = out.Close() // the child has its own; with ours open its end would not be seen
+	_ = out.Close() // the child has its own; with ours open, reads would not end when the child does
 	if err != nil {
 		return nil, fmt.Errorf("starting a helper process: %w", errors.Join(err, c.out.Close()))
 	}
 	return c, nil
 }
 
-// stop closes the child's input and waits for it to end, at first patiently. It
-// returns what the child wrote to its standard error, if it failed.
+// stop closes the child's input and waits for it to end; after 3 s it kills the child. If
+// the child failed, the error has what it wrote to its standard error.
 func (c *child) stop() error {
 	_ = c.in.Close() // it may have closed its end already
 	select {
@@ -69,7 +69,7 @@ func (c *child) stop() error {
 	case <-time.After(3 * time.Second):
 		c.kill()
 	}
-	_ = c.out.Close() // the second time after a kill
+	_ = c.out.Close() // kill may have closed it already
 	return c.failure()
 }
 
@@ -81,7 +81,7 @@ func (c *child) kill() {
 	_ = c.out.Close()
 }
 
-// failure says how a child that has ended failed; nil if it did not.
+// failure returns how a child that has ended failed, or nil.
 func (c *child) failure() error {
 	if c.err == nil {
 		return nil
@@ -94,8 +94,8 @@ const peerArg = "benchsuite-peer"
 
 func isPeer(args []string) bool { return len(args) == 2 && args[1] == peerArg }
 
-// peer is this end of the line to a peer process: requests and replies, one at a
-// time, as JSON.
+// peer is a peer process, as this process sees it: requests and replies go through its
+// standard input and output, one at a time, as JSON.
 type peer struct {
 	child *child
 	enc   *json.Encoder

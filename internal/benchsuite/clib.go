@@ -1,6 +1,6 @@
 package main
 
-// The drop-in libibverbs: programs that are linked with it, against the same work
+// The drop-in libibverbs: programs that are linked with it, compared with the same work
 // done by "verbena perf"; and what its calls cost by themselves.
 
 import (
@@ -64,7 +64,7 @@ func (l *library) output(args ...string) (string, error) {
 	return string(out), errors.Join(err, c.stop())
 }
 
-// perf is a measurement by "verbena perf"; column picks a figure.
+// perf is a contender that measures by "verbena perf"; column picks a figure.
 func (l *library) perf(rw row, column func(*perfReport) float64, args ...string) contender {
 	return contender{rows: []row{rw}, run: func(d time.Duration) ([]float64, error) {
 		out, err := l.output(append([]string{"perf", "--json", "--duration", d.String()}, args...)...)
@@ -79,7 +79,7 @@ func (l *library) perf(rw row, column func(*perfReport) float64, args ...string)
 	}}
 }
 
-// perfReport is what is read of the report of "verbena perf".
+// perfReport is the part of the report of "verbena perf" that is used here.
 type perfReport struct {
 	GBs float64 `json:"gbytes_per_s"`
 	Lat struct {
@@ -94,7 +94,7 @@ type perftest struct {
 	args  []string // the program and its options
 	link  string
 	flags []string // of "verbena exec", besides
-	says  string   // what its report must have
+	says  string   // text that its report must have
 	rate  float64  // iterations a second, for the next run
 }
 
@@ -134,11 +134,11 @@ func (p *perftest) run(d time.Duration) (float64, error) {
 	}
 }
 
-// errNoClock: perftest times the processor's clock before it reports, and where others
-// take the processor meanwhile it may give up and say 0.
+// errNoClock: perftest measures the processor's clock before it reports. If other
+// processes use the processor meanwhile, it may give up and report 0.
 var errNoClock = errors.New("perftest could not time the processor's clock")
 
-// fifth is a figure of perftest's report, which stands below its heading.
+// fifth returns the fifth column of perftest's report, from the line below its heading.
 func fifth(report string) (float64, error) {
 	_, table, _ := strings.Cut(report, "#bytes")
 	_, table, _ = strings.Cut(table, "\n")
@@ -154,8 +154,8 @@ func fifth(report string) (float64, error) {
 	return v, nil
 }
 
-// contender is the program as one of a group; figure makes its figure of what run
-// returns, and the rate.
+// contender returns the program as a contender. figure converts what run returns to the
+// figure of the row, and to iterations a second.
 func (p *perftest) contender(rw row, figure func(float64) (value, rate float64)) contender {
 	c := contender{rows: []row{rw}}
 	if _, err := exec.LookPath(p.args[0]); err != nil {
@@ -206,7 +206,7 @@ func (b *bench) libraryLatency() ([]contender, error) {
 		how   string
 		perf  []string // options
 		flags []string
-		most  string // what perftest says that it sends inline
+		most  string // what perftest reports as its limit for inline data
 	}{
 		{"", nil, nil, "0[B]"}, // perftest sends inline data only on devices that it knows
 		{", inline", []string{"--inline"}, []string{"--set", "VERBENA_IDENTITY=mlx5"}, "220[B]"},
@@ -238,7 +238,7 @@ func (b *bench) libraryCalls() ([]contender, error) {
 		rw        row
 		name, arg string
 	}{
-		{row{name: "a call into the engine", unit: "ns"}, "speed", "0"},
+		{row{name: "a call into the backend", unit: "ns"}, "speed", "0"},
 		{row{name: "WRITE, post and poll", unit: "ns", goal: &goal{"<", 300}}, "speed", "1"},
 		{row{name: "WRITE, lists of 16", unit: "ns"}, "speed", "16"},
 		{row{name: "the first ibv_get_device_list", unit: "ms", goal: &goal{"<", 50}}, "first", ""},

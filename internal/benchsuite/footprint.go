@@ -1,7 +1,7 @@
 package main
 
 // What idle queue pairs cost: memory and CPU time. Both are measured in a fresh
-// process, so that nothing else counts.
+// process, so that nothing else is counted.
 
 import (
 	"bytes"
@@ -40,8 +40,7 @@ func newCrowd() (_ *crowd, err error) {
 	if c.pd, err = c.dev.AllocPD(); err != nil {
 		return nil, err
 	}
-	// One queue for all: it needs to hold what is under way at a time, not all
-	// that ever could be.
+	// One queue for all: only two queue pairs at a time have requests under way.
 	c.cq, err = c.dev.CreateCQ(4096, nil)
 	return c, err
 }
@@ -85,8 +84,8 @@ func (c *crowd) close() error {
 }
 
 // measureMemory returns by how many MB n connected queue pairs make the process
-// grow: as long as they were never used, and when each has filled both its
-// queues once. Memory that nothing was written to takes no room.
+// grow: before they are used, and after each has filled both its queues once. (Memory
+// that was never written to is not counted.)
 func measureMemory(n int) (mb []float64, err error) {
 	c, err := newCrowd()
 	if err != nil {
@@ -196,7 +195,7 @@ func measureIdle(n int, d time.Duration) (percent []float64, err error) {
 	}
 	runtime.GC()
 	debug.FreeOSMemory()
-	time.Sleep(d / 10) // what the making left behind settles
+	time.Sleep(d / 10) // until work that creating them has left is done
 	start, before := time.Now(), sys.CPUTime()
 	time.Sleep(d)
 	used, elapsed := sys.CPUTime()-before, time.Since(start)

@@ -1,7 +1,7 @@
 package main
 
-// What is compared with what. Each group makes its contenders; the goals are
-// the project's.
+// What is compared with what: the list of groups, and the contenders of some of them. The
+// goals are the project's.
 
 import (
 	"errors"
@@ -68,8 +68,8 @@ var groups = []group{
 	{"idle", "CPU time of a device where nothing happens", (*bench).idleCPU},
 }
 
-// bandwidth is a contender that pumps; cpu adds a row with the CPU time of both
-// sides.
+// bandwidth is a contender that keeps requests under way (pump.go); cpu adds a row with
+// the CPU time of both sides.
 func (r *rig) bandwidth(rw row, cpu bool, op verbs.Opcode, list, depth int, t turn, m mode) contender {
 	p := newPump(r.near, op, list, depth, t)
 	c := contender{rows: []row{rw}, side: r.near}
@@ -104,7 +104,7 @@ func (r *rig) bandwidth(rw row, cpu bool, op verbs.Opcode, list, depth int, t tu
 	return c
 }
 
-// copies is a contender that copies between the rig's own buffers.
+// copies is a contender that copies between the rig's buffers with copy().
 func (r *rig) copies(name string) contender {
 	return contender{
 		rows: []row{{name: name, unit: "GB/s"}},
@@ -284,8 +284,8 @@ func (b *bench) rate() ([]contender, error) {
 	return cs, nil
 }
 
-// manyQPs: all contenders go round the same 16 slots, so that only the number
-// of queue pairs differs.
+// manyQPs compares many queue pairs with one. All contenders use the same 16 slots, so
+// that only the number of queue pairs differs.
 func (b *bench) manyQPs(newRig func(spec) (*rig, error), link verbs.LinkMode) ([]contender, error) {
 	const depth = 16
 	sp := spec{Link: link, Type: verbs.RC, QPs: 1, Size: 64 << 10, Slots: depth, Sends: depth}
@@ -329,8 +329,8 @@ func (b *bench) allocs() ([]contender, error) {
 				rows: []row{{name: o.name + ", " + l.name, goal: &goal{"≤", 0}}},
 				run: func(time.Duration) ([]float64, error) {
 					var failed error
-					// AllocsPerRun rounds down what one run makes, so one run is
-					// many operations.
+					// AllocsPerRun rounds down the allocations of a run, so one run
+					// is many operations.
 					n := testing.AllocsPerRun(1, func() {
 						for i := 0; i < operations && failed == nil; i++ {
 							failed = once()

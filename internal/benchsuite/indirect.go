@@ -1,6 +1,6 @@
 package main
 
-// Indirect keys and device memory, beside what programs do without them.
+// Indirect keys and device memory, compared with what programs do without them.
 
 import (
 	"errors"
@@ -24,8 +24,8 @@ type grid struct {
 
 const gridElements = 1024
 
-// newGrid makes a grid of elements, every second of which counts, and a key that
-// shows those.
+// newGrid makes a grid of elements with gaps of the same length, and a key that consists
+// of the elements.
 func (b *bench) newGrid(s *side, element int) (*grid, error) {
 	f := &grid{side: s, element: element, bytes: make([]byte, 2*element*gridElements), packed: make([]byte, element*gridElements)}
 	fill(f.bytes)
@@ -69,12 +69,13 @@ func (b *bench) grids(link verbs.LinkMode, element int) (from, to *grid, err err
 	return from, to, errors.Join(err1, err2)
 }
 
-// one is a WRITE of all elements by one key to another, and many of each by itself.
+// one returns one WRITE of all elements, by the indirect keys of both grids.
 func (f *grid) one(to *grid) []verbs.SendWR {
 	return []verbs.SendWR{{Op: verbs.OpRDMAWrite, Flags: verbs.SendSignaled, RKey: to.key.RKey(),
 		SGL: []verbs.SGE{{Length: uint32(gridElements * f.element), LKey: f.key.LKey()}}}}
 }
 
+// many returns a WRITE for each element.
 func (f *grid) many(to *grid) []verbs.SendWR {
 	wrs := make([]verbs.SendWR, gridElements)
 	for i := range wrs {
@@ -85,6 +86,7 @@ func (f *grid) many(to *grid) []verbs.SendWR {
 	return wrs
 }
 
+// packedOne returns one WRITE of the packed elements.
 func (f *grid) packedOne(to *grid) []verbs.SendWR {
 	return []verbs.SendWR{{Op: verbs.OpRDMAWrite, Flags: verbs.SendSignaled, SGL: []verbs.SGE{f.pmr.SGE(0, len(f.packed))},
 		RemoteAddr: to.pmr.Addr(), RKey: to.pmr.RKey()}}
@@ -101,9 +103,9 @@ func (f *grid) check(to *grid) error {
 	return nil
 }
 
-// umrWrite: scattered elements by one WRITE, against one for each, and against
-// packing them first and unpacking them there. Ratios are of time: the goals of the
-// project are how many times faster.
+// umrWrite compares one WRITE of scattered elements with a WRITE for each, and with
+// packing them first and unpacking them there. The ratios are of times; the goals are how
+// many times faster one WRITE is.
 func (b *bench) umrWrite(link verbs.LinkMode, element int, againstMany, againstPacked *goal) ([]contender, error) {
 	from, to, err := b.grids(link, element)
 	if err != nil {
@@ -144,8 +146,8 @@ func (b *bench) umrWrite(link verbs.LinkMode, element int, againstMany, againstP
 	}))), nil
 }
 
-// umrConfigure: making a key of 16 pieces, from post to completion. The keys are
-// made free again between two measurements.
+// umrConfigure measures configuring a key of 16 pieces, from post to completion. The keys
+// are invalidated between two measurements.
 func (b *bench) umrConfigure() ([]contender, error) {
 	const keys = 16
 	r, err := b.newRig(spec{Link: verbs.LinkLoop, Type: verbs.RC, QPs: 1, Size: 1 << 20, Slots: 1, Sends: keys})
@@ -200,7 +202,8 @@ func (b *bench) umrConfigure() ([]contender, error) {
 	return cs, nil
 }
 
-// deviceMemory: WRITEs and atomics into device memory and into pinned memory.
+// deviceMemory compares WRITEs and atomics into device memory with those into pinned
+// memory.
 func (b *bench) deviceMemory() ([]contender, error) {
 	sp := eight(verbs.LinkLoop, verbs.RC)
 	sp.Mapped = true

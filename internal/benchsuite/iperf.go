@@ -1,6 +1,6 @@
 package main
 
-// iperf3 as the measure of what TCP does on this machine.
+// iperf3, which shows how fast TCP is on this machine.
 
 import (
 	"encoding/json"
@@ -16,7 +16,7 @@ import (
 
 const iperfMissing = "iperf3 is not installed (Debian package iperf3)"
 
-// iperf is a server that runs, and what is known of its speed.
+// iperf is a running server, and how fast its last run was.
 type iperf struct {
 	path string
 	port int
@@ -39,7 +39,7 @@ func (b *bench) newIperf() (*iperf, error) {
 	}
 	go func() { _, _ = io.Copy(io.Discard, c.out) }() // ends with the child
 	b.later(func() error {
-		c.kill() // it has no other end
+		c.kill() // it never ends by itself
 		return nil
 	})
 	i := &iperf{path: path, port: port, rate: 2e9}
@@ -58,7 +58,7 @@ func freePort() (int, error) {
 	return port, l.Close()
 }
 
-// iperfResult is what we read of iperf3's JSON.
+// iperfResult is the part of iperf3's JSON that is used here.
 type iperfResult struct {
 	Error string `json:"error"`
 	End   struct {
@@ -87,7 +87,7 @@ func (i *iperf) run(length string, d time.Duration) ([]float64, error) {
 			cpu := (r.End.CPU.Host + r.End.CPU.Remote) / 100 * rc.Seconds
 			return []float64{i.rate / 1e9, cpu / (rc.Bytes / 1e9)}, nil
 		}
-		// The server may not listen yet, or not have put the last run away.
+		// The server may not listen yet, or not have finished the last run.
 		if !errors.Is(err, errNotReady) || time.Now().After(deadline) {
 			return nil, err
 		}

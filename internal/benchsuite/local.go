@@ -1,7 +1,7 @@
 package main
 
-// Two processes of one host, by shared memory; and packets from outside that one
-// process passes on to another.
+// Two processes of one host, by shared memory; and packets that the owner of an address
+// forwards to another process.
 
 import (
 	"errors"
@@ -10,7 +10,7 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-const mib = 1 << 20 / 1e9 // GB
+const mib = 1 << 20 / 1e9 // a MiB, in GB
 
 func (b *bench) localBandwidth(size, depth int, g *goal) ([]contender, error) {
 	sp := spec{Link: verbs.LinkLocal, Type: verbs.RC, QPs: 1, Size: size, Slots: 1, Sends: depth}
@@ -31,7 +31,7 @@ func (b *bench) localBandwidth(size, depth int, g *goal) ([]contender, error) {
 	}, nil
 }
 
-// sharedBandwidth is for memory that both processes can map.
+// sharedBandwidth measures memory that both processes can map.
 func (b *bench) sharedBandwidth(size, depth int) ([]contender, error) {
 	sp := spec{Link: verbs.LinkLocal, Type: verbs.RC, QPs: 1, Size: size, Slots: 1, Sends: depth, Into: shared, From: shared}
 	r, err := b.newPeerRig(sp)
@@ -68,7 +68,7 @@ func (b *bench) localLatency() ([]contender, error) {
 				_, stopErr := rc.finish()
 				return errors.Join(err, stopErr)
 			})
-			c.rows[1].against = "" // the other has a median alone
+			c.rows[1].against = "" // UCX has only a median
 			c.side = rc.near
 			all = append(all, c)
 		}
@@ -85,8 +85,8 @@ func (b *bench) localLatency() ([]contender, error) {
 	return all, nil
 }
 
-// forwarded measures packets to a process whose address another one owns: that
-// passes them on.
+// forwarded measures packets to a process that shares its address with another one: the
+// owner, which forwards them.
 func (b *bench) forwarded() ([]contender, error) {
 	const size, depth, addr = 64 << 10, 32, "127.77.1.77"
 	sp := spec{Link: verbs.LinkUDP, Type: verbs.RC, QPs: 1, Size: size, Slots: 1, Sends: depth}

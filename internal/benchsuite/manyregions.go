@@ -1,7 +1,7 @@
 package main
 
-// Many on-demand regions: measured in a process of its own, so that nothing else
-// takes room, and the time of a collection counts for nobody else.
+// Many on-demand regions: measured in a process of its own, so that no other memory is
+// counted, and garbage collection disturbs no other measurement.
 
 import (
 	"errors"
@@ -24,7 +24,7 @@ type plot struct {
 	wrs       []verbs.SendWR
 }
 
-// newPlot registers nothing yet; all is the plot's from now on.
+// newPlot makes a plot without regions. It owns all from now on.
 func newPlot(all []byte, piece int) (_ *plot, err error) {
 	p := &plot{all: all, piece: piece}
 	defer func() {
@@ -86,7 +86,7 @@ func (p *plot) write(mr *verbs.MR) error {
 }
 
 // visit writes to regions again and again, and returns the median time of a write
-// in nanoseconds. Each has been written to before.
+// in nanoseconds. The first write to each region is not counted.
 func (p *plot) visit(mrs []*verbs.MR, d time.Duration) (float64, error) {
 	for _, mr := range mrs {
 		if err := p.write(mr); err != nil {
@@ -124,10 +124,14 @@ func (p *plot) choose(k int) []*verbs.MR {
 // memory from then on.
 const mostTouched = 100_000
 
-// measureRegions returns how long a write takes to one of fewRegions, when there
-// are no others, and to the same ones when there are n; to any of n; by how many bytes each makes
-// the process grow, if nobody touches it, beyond the place where this program
-// keeps it; and how long it takes to register one.
+// measureRegions returns
+//
+//  1. how long a write to one of fewRegions takes while there are no others;
+//  2. how long it takes when there are n;
+//  3. how long a write to any of n takes;
+//  4. by how many bytes a region that is never accessed makes the process grow, without
+//     the pointer in this program's slice;
+//  5. how long it takes to register a region.
 func measureRegions(n int, d time.Duration) (values []float64, err error) {
 	page := os.Getpagesize()
 	all, err := sys.Reserve(max(n, fewRegions) * page)
@@ -139,7 +143,7 @@ func measureRegions(n int, d time.Duration) (values []float64, err error) {
 		return nil, errors.Join(err, sys.Unmap(all))
 	}
 	defer func() { err = errors.Join(err, p.close()) }()
-	p.mrs = make([]*verbs.MR, 0, max(n, fewRegions)) // its room is not the regions'
+	p.mrs = make([]*verbs.MR, 0, max(n, fewRegions)) // now, so that the slice does not grow meanwhile
 	if err := p.grow(fewRegions); err != nil {
 		return nil, err
 	}
@@ -175,9 +179,9 @@ func measureRegions(n int, d time.Duration) (values []float64, err error) {
 }
 
 // measureClosing returns how many seconds it takes, and how many of CPU time, to
-// close n regions of 2 MiB whose pages are all present. The regions' memory is the same 2 MiB, mapped n
-// times: the page tables are as large as for so much memory, of the kernel's and
-// of ours, but a machine need not have it.
+// close n regions of 2 MiB whose pages are all present. All regions have the same 2 MiB of
+// memory, mapped n times: the page tables of the kernel and of the device are as large as
+// for n times the memory, which the machine need not have.
 func measureClosing(n int) (values []float64, err error) {
 	const piece = 2 << 20
 	all, err := sys.Fold(piece, n)

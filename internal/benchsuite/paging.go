@@ -1,7 +1,7 @@
 package main
 
 // On-demand memory: what registering it costs, how fast it is once its pages are
-// present, and what it costs that they are not.
+// present, and what page faults cost.
 
 import (
 	"bytes"
@@ -15,7 +15,7 @@ import (
 
 const onDemandAccess = everything | verbs.AccessOnDemand
 
-// domain opens a device, and a protection domain that the group closes.
+// domain opens a device and makes a protection domain. The group closes both.
 func (b *bench) domain() (*verbs.PD, error) {
 	dev, err := verbs.Open("", &verbs.Config{Link: verbs.LinkLoop})
 	if err != nil {
@@ -30,7 +30,7 @@ func (b *bench) domain() (*verbs.PD, error) {
 	return pd, nil
 }
 
-// register: how long it takes to register large regions, against locking one.
+// register compares registering large on-demand regions with locking as much memory.
 func (b *bench) register() ([]contender, error) {
 	pd, err := b.domain()
 	if err != nil {
@@ -79,7 +79,7 @@ func (b *bench) register() ([]contender, error) {
 	return append(cs, locking), nil
 }
 
-// lockFresh locks memory that nobody has touched yet.
+// lockFresh locks fresh memory, and stores how long that took.
 func lockFresh(n int, took *time.Duration) error {
 	fresh, err := sys.Reserve(n)
 	if err != nil {
@@ -98,8 +98,8 @@ func sizeName(n int) string {
 	return fmt.Sprintf("%d MiB", n>>20)
 }
 
-// steadyState: writing into pages that are present. All buffers are mapped memory,
-// and differ in how they are registered alone.
+// steadyState measures WRITEs into pages that are present. All buffers are mapped memory,
+// and differ only in how they are registered.
 func (b *bench) steadyState(newRig func(spec) (*rig, error), link verbs.LinkMode, depth int) ([]contender, error) {
 	sp := spec{Link: link, Type: verbs.RC, QPs: 1, Size: 64 << 10, Slots: 1, Sends: depth, Mapped: true}
 	list, under := 1, depth
@@ -170,14 +170,14 @@ func (f *field) write(off, stride int) error {
 	return f.r.near.postAndWait(f.wrs)
 }
 
-// faults: what an access costs to a page that is absent, and to one that is there.
+// faults measures an access to a page that is absent, and to one that is present.
 func (b *bench) faults() ([]contender, error) {
 	const pages, page = 4096, 4096
 	f, err := b.newField(onDemand, pages*page, 8, 1)
 	if err != nil {
 		return nil, err
 	}
-	// pass times one access to each page.
+	// pass times an access to each page, again and again for d.
 	pass := func(d time.Duration, keep *sampler, absent bool) error {
 		for end := time.Now().Add(d); ; {
 			if absent {
@@ -209,8 +209,8 @@ func (b *bench) faults() ([]contender, error) {
 	}, nil
 }
 
-// firstPass: bandwidth of the first pass over a region, prefetched and not, against
-// pinned memory.
+// firstPass measures the bandwidth of the first pass over an on-demand region, prefetched
+// and not, compared with pinned memory.
 func (b *bench) firstPass() ([]contender, error) {
 	const block, list = 64 << 10, 16
 	pinned, err := b.newField("", b.region, block, list)
@@ -256,7 +256,7 @@ func (b *bench) firstPass() ([]contender, error) {
 	}, nil
 }
 
-// fewRegions is what many regions are compared with.
+// fewRegions is the number of regions that many regions are compared with.
 const fewRegions = 1000
 
 func (b *bench) manyRegions() ([]contender, error) {

@@ -2,16 +2,16 @@ package main
 
 // A peer process reads requests from its standard input and answers each:
 //
-//	make      a side, from a spec → what the other side must know
-//	connect   it to that other side
-//	serve     do the far side's part of a measurement; answered at once
+//	make      make a side, from a spec → what the other side must know
+//	connect   connect it to the other side
+//	serve     serve a measurement as the far side, until the next request; answered at once
 //	stop      end serving → the CPU time that it took
-//	listen    for a TCP connection → the port
+//	listen    listen for a TCP connection → the port
 //	pin       keep to one processor
 //	staged, connect-staged   the same as make and connect, with memory of an engine
 //	memory, idle, regions, close   measure something that needs a process of its own
 //
-// The end of its input ends it.
+// It ends when its input ends.
 
 import (
 	"encoding/json"
@@ -45,11 +45,11 @@ const (
 	opStaged        peerOp = "staged"
 	opConnectStaged peerOp = "connect-staged"
 
-	modePassive   mode = "passive"    // sleep: the device does it all
+	modePassive   mode = "passive"    // sleep: the device does everything
 	modePoll      mode = "poll"       // poll a completion queue that stays empty
 	modeSink      mode = "sink"       // take messages and post receives
 	modePongWrite mode = "pong-write" // answer WRITEs, seen in memory
-	modePongWatch mode = "pong-watch" // the same, but poll for one's own completions alone
+	modePongWatch mode = "pong-watch" // the same, but poll only for completions of one's own requests
 	modePongSend  mode = "pong-send"  // answer SENDs
 	modePongTCP   mode = "pong-tcp"
 )
@@ -95,13 +95,13 @@ type peerState struct {
 	listener *sys.Listener
 	conn     *sys.Conn
 	requests chan request
-	pending  atomic.Bool   // a request waits, or the input has ended: end serving
-	wake     chan struct{} // says the same to somebody who sleeps
+	pending  atomic.Bool   // a request waits, or the input has ended: serve must return
+	wake     chan struct{} // the same, for a serve that sleeps
 
 	verify bool
 	served error         // how serving ended
 	last   uint64        // the word in memory before the first ping
-	cpu    time.Duration // when serving began
+	cpu    time.Duration // CPU time of this process when serving began
 }
 
 func servePeer(in io.Reader, out io.Writer) (err error) {
@@ -129,7 +129,7 @@ func servePeer(in io.Reader, out io.Writer) (err error) {
 	return nil
 }
 
-// read passes requests on, and says that one has come to whoever is busy.
+// read sends requests to servePeer, and ends a serve that is under way when one has come.
 func (p *peerState) read(in io.Reader) {
 	defer close(p.requests)
 	dec := json.NewDecoder(in)
@@ -162,7 +162,7 @@ func (p *peerState) handle(q *request) (r reply, err error) {
 			p.side.forget()
 		}
 		if q.Mode == modePongTCP && p.conn == nil {
-			p.conn, err = p.listener.Accept() // it has connected by now
+			p.conn, err = p.listener.Accept() // does not wait: the suite has connected already
 		}
 		if q.Mode == modePongWrite || q.Mode == modePongWatch {
 			p.last = loadWord(p.side.rx.bytes) // the first ping may come before pongWrite looks
@@ -199,7 +199,7 @@ func (p *peerState) handle(q *request) (r reply, err error) {
 	return r, err
 }
 
-// serve does the far side's part until the next request has come.
+// serve is the far side of a measurement until the next request has come.
 func (p *peerState) serve(q *request) {
 	if q.Profile != "" {
 		stop, err := startProfile(q.Profile)

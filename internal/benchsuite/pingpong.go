@@ -9,8 +9,8 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// A ping-pong asks for the completion of every signalEvery-th request only: what
-// it waits for is the answer. The send queue holds several times as many.
+// A ping-pong waits for answers, not for completions of its own requests: only every
+// signalEvery-th request asks for one. The send queue has room for several times as many.
 const (
 	signalEvery  = 16
 	pingPongWRs  = 4 * signalEvery
@@ -64,7 +64,8 @@ func pingWrite(p *pinger, d time.Duration, keep *sampler) error {
 	})
 }
 
-// pongWrite writes back what it finds in its memory, when it is no longer last.
+// pongWrite writes each number that appears in its memory back. last is the number that
+// is there before the first ping.
 func (s *side) pongWrite(last uint64, stop *atomic.Bool) error {
 	p := newPinger(s, verbs.OpRDMAWrite)
 	var wait spinner
@@ -86,9 +87,8 @@ func (s *side) pongWrite(last uint64, stop *atomic.Bool) error {
 	return nil
 }
 
-// pingMemory is pingWrite in the manner of ib_write_lat, and of verbena perf with
-// --poll memory: post, wait for one's own completion, then watch the memory and
-// poll nothing.
+// pingMemory is pingWrite as ib_write_lat does it, and verbena perf with --poll memory:
+// post, wait for the completion, then watch the memory and poll nothing.
 func pingMemory(p *pinger, d time.Duration, keep *sampler) error {
 	return timeEach(oneWayParts, d, keep, func() error {
 		want := p.n + 1
@@ -108,7 +108,7 @@ func pingMemory(p *pinger, d time.Duration, keep *sampler) error {
 	})
 }
 
-// pongMemory is its other side.
+// pongMemory is the other side of pingMemory.
 func (s *side) pongMemory(last uint64, stop *atomic.Bool) error {
 	p := newPinger(s, verbs.OpRDMAWrite)
 	var wait spinner
@@ -187,8 +187,8 @@ func (s *side) pongSend(stop *atomic.Bool) error {
 	return nil
 }
 
-// takeMessage polls once, and reports whether a message has come. A receive is
-// posted for the next.
+// takeMessage polls once, and reports whether a message has come. If so, it posts a
+// receive for the next.
 func (s *side) takeMessage() (bool, error) {
 	wcs, err := s.poll()
 	if err != nil {
@@ -230,7 +230,7 @@ func (r *rig) once(op verbs.Opcode) func() error {
 			if sent && received {
 				return nil
 			}
-			// Over a link with packets the far side must be polled, too.
+			// Over a link with packets the far side must be polled too.
 			got, err := r.far.takeMessage()
 			if err != nil {
 				return err

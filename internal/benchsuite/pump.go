@@ -11,19 +11,19 @@ import (
 // completion, which stands for the whole list.
 type pump struct {
 	s     *side
-	lists [][]verbs.SendWR // used in turn, so that all slots are
+	lists [][]verbs.SendWR // used round robin, so that all slots are used
 	depth int              // lists under way
 	turn  turn
-	next  int // of lists
-	qp    int // whose turn it is
+	next  int // index of the next list
+	qp    int // index of the next queue pair, with inTurn
 }
 
-// turn says which queue pair posts next.
+// turn is which queue pair posts next.
 type turn int
 
 const (
-	inTurn      turn = iota // each in turn, whoever completed
-	whoComplete             // the one that completed: each has one list under way
+	inTurn      turn = iota // round robin
+	whoComplete             // the one whose list completed: each has one list under way
 )
 
 func newPump(s *side, op verbs.Opcode, list, depth int, t turn) *pump {
@@ -34,13 +34,13 @@ func newPump(s *side, op verbs.Opcode, list, depth int, t turn) *pump {
 	return p
 }
 
-// timeTurns is how many turns of a loop pass between two looks at the clock: a
-// look costs as much as a percent of a short copy.
+// timeTurns is how many iterations of a loop read the clock once: reading it costs a
+// percent of a short copy.
 const timeTurns = 16
 
-// run keeps requests under way for a time, longer if none completes in it, and
-// returns how many lists completed and how long it really was. When it returns nothing is under way. Nothing
-// in it allocates.
+// run keeps requests under way for d, or until the first completes, and returns how many
+// lists completed and how long it really took. When it returns nothing is under way. It
+// does not allocate.
 func (p *pump) run(d time.Duration) (lists int, elapsed time.Duration, err error) {
 	start := time.Now()
 	for range p.depth {
@@ -111,7 +111,7 @@ func (p *pump) drain(under int) error {
 	return nil
 }
 
-// copyLoop is what the loop link is measured against: copy() between the same
+// copyLoop is what the loop link is compared with: copy() between the same
 // buffers, slot by slot.
 func copyLoop(dst, src *side, d time.Duration) (messages int, elapsed time.Duration) {
 	start := time.Now()
@@ -127,7 +127,7 @@ func copyLoop(dst, src *side, d time.Duration) (messages int, elapsed time.Durat
 	}
 }
 
-// The far side's parts.
+// What the far side does meanwhile.
 
 // pollUntil polls a completion queue that stays empty.
 func (s *side) pollUntil(stop *atomic.Bool) error {
@@ -136,7 +136,7 @@ func (s *side) pollUntil(stop *atomic.Bool) error {
 		if _, err := s.poll(); err != nil {
 			return err
 		}
-		wait.pause() // whether something has arrived cannot be seen
+		wait.pause() // each time: the poll does not show whether something has arrived
 	}
 	return nil
 }

@@ -1,7 +1,7 @@
 package main
 
 // What it costs to give access to memory and to take it away again, and what an
-// access through a memory window costs, beside one by the region's own key.
+// access through a memory window costs, compared with one by the region's own key.
 
 import (
 	"errors"
@@ -22,9 +22,8 @@ func (b *bench) mapped() ([]byte, error) {
 	return m, nil
 }
 
-// each is a contender that does one thing again and again. The figure is how long
-// that takes, the median of short turns: what else the machine does falls into a
-// few of them.
+// each is a contender that calls do again and again. The figure is how long a call takes,
+// the median over short intervals: other work of the machine disturbs only a few of them.
 func each(r row, do func() error) contender {
 	const turn = 100 * time.Microsecond
 	r.unit = "µs"
@@ -44,7 +43,7 @@ func each(r row, do func() error) contender {
 	}}
 }
 
-// registerAndClose does both.
+// registerAndClose returns a function that registers memory and closes the region.
 func registerAndClose(pd *verbs.PD, m []byte) func() error {
 	return func() error {
 		mr, err := pd.RegMR(m, everything)
@@ -55,8 +54,8 @@ func registerAndClose(pd *verbs.PD, m []byte) func() error {
 	}
 }
 
-// window makes a type 2 window over memory, bound on a queue pair, and has it
-// closed with the group.
+// window makes a type 2 window that is bound to all of m on the side's first queue pair.
+// The group closes it.
 func (b *bench) window(s *side, m []byte) (*verbs.MW, *verbs.MR, error) {
 	mr, err := s.pd.RegMR(m, verbs.AccessLocalWrite|verbs.AccessMWBind)
 	if err != nil {
@@ -99,7 +98,7 @@ func (b *bench) windowBind() ([]contender, error) {
 	if err != nil {
 		return nil, err
 	}
-	other, err := b.mapped() // the window's: a region on the same pages would keep them locked
+	other, err := b.mapped() // for the window: a region on the same pages as m would keep them locked
 	if err != nil {
 		return nil, err
 	}
@@ -143,8 +142,8 @@ func (b *bench) windowBind() ([]contender, error) {
 	}, nil
 }
 
-// twoWays makes two rigs of the same kind: one to whose far side WRITEs go by the
-// region's key, and one where they go through a window.
+// twoWays makes two rigs of the same kind: in one, WRITEs to the far side use the region's
+// key, in the other that of a window.
 func (b *bench) twoWays(sp spec) (region, window *rig, err error) {
 	if region, err = b.newRig(sp); err != nil {
 		return nil, nil, err
@@ -160,10 +159,10 @@ func (b *bench) twoWays(sp spec) (region, window *rig, err error) {
 	return region, window, nil
 }
 
-// inTurns does the two ways in turns of a few operations, so that whatever else the
-// machine does happens to both. It returns how many nanoseconds an operation takes,
-// the median of all turns, for each way; and the median of how much more the second
-// takes, of each pair of turns.
+// inTurns alternates between two functions, turn calls of each at a time, so that other
+// work of the machine disturbs both. It returns how many nanoseconds a call of each takes,
+// the median over all turns; and the median of how much longer the second takes than the
+// first.
 func inTurns(ways [2]func() error, turn int, d time.Duration) (ns [2]float64, more float64, err error) {
 	var took [2][]float64
 	var diff []float64

@@ -7,8 +7,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/benchsuite/internal/sys"
 )
 
-// rig is two connected sides. The near one measures; the far one lives in this
-// process, or in one of its own.
+// rig is two connected sides. The near one measures; the far one is in this process, or
+// in a peer process.
 type rig struct {
 	b    *bench
 	near *side
@@ -34,8 +34,7 @@ func (b *bench) newRig(sp spec) (*rig, error) {
 	return r, errors.Join(r.near.connect(r.far.offer()), r.far.connect(r.near.offer()))
 }
 
-// newPeerRig makes a rig with the far side in a process of its own. The group
-// closes it.
+// newPeerRig makes a rig with the far side in a peer process. The group closes it.
 func (b *bench) newPeerRig(sp spec) (*rig, error) { return b.newPeerRigAt(sp, "") }
 
 // newPeerRigAt is newPeerRig with the far side's device at an address.
@@ -62,8 +61,8 @@ func (b *bench) newPeerRigAt(sp spec, addr string) (*rig, error) {
 	return r, err
 }
 
-// serve makes the far side do its part, until finish. With verify it must have
-// received what the near side's buffer holds by then.
+// serve makes the far side serve in a mode, until finish. With verify, finish fails unless
+// the far side has received what the near side's buffer holds.
 func (r *rig) serve(m mode, verify bool) (err error) {
 	r.verify = verify
 	if r.peer != nil {
@@ -88,9 +87,8 @@ func (r *rig) finish() (time.Duration, error) {
 	return cpu, nil
 }
 
-// apart keeps this process and peers on different processors, until the group is
-// done, if there are two: two loops that spin on one processor measure the
-// scheduler.
+// apart keeps this process and peers on different processors until the group is done, if
+// there are two: two loops that spin on one processor would measure the scheduler.
 func (b *bench) apart(peers ...*peer) error {
 	cpus, err := sys.CPUs()
 	if err != nil || len(cpus) < 2 {

@@ -1,7 +1,7 @@
 package main
 
-// Inline receive ("scatter to CQE"), which is on unless it is switched off: what it
-// costs, or saves, on each link.
+// Inline receive ("scatter to CQE"), which is on by default: what it costs, or saves, on
+// each link.
 
 import (
 	"errors"
@@ -10,8 +10,8 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// inlineReceive compares queue pairs that have it with queue pairs that have not:
-// SENDs, which arrive in a completion, and the results of READs and atomics.
+// inlineReceive compares queue pairs with inline receive and without it: for SENDs, which
+// wait beside a completion, and for the results of READs and atomics.
 func (b *bench) inlineReceive(make func(spec) (*rig, error), link verbs.LinkMode) ([]contender, error) {
 	sp := eight(link, verbs.RC)
 	with, err := make(sp)
@@ -52,7 +52,7 @@ func (r *rig) short(name string, op verbs.Opcode, against string) contender {
 	return r.served(name, modePoll, against, nil, func(d time.Duration, keep *sampler) error { return timeOnce(f, d, keep) })
 }
 
-// served is a contender that keeps durations while the far side does its part.
+// served is a contender that keeps durations while the far side serves.
 func (r *rig) served(name string, m mode, against string, g *goal, run func(time.Duration, *sampler) error) contender {
 	c := r.b.quantiles(name, "µs", 1e3, against, g, func(d time.Duration, keep *sampler) error {
 		if err := r.serve(m, false); err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// spec says what the two sides of a connection are made of.
+// spec is what the two sides of a connection are made of.
 type spec struct {
 	Link      verbs.LinkMode
 	Type      verbs.QPType
@@ -21,21 +21,21 @@ type spec struct {
 	Slots     int    // places for messages, on each side; all queue pairs share them
 	Sends     int    // room in each send queue
 	Recvs     int    // receives that each queue pair keeps posted
-	Inline    bool   // messages are passed inline
+	Inline    bool   // messages are inline data
 	NoScatter bool   // no inline receive
 	Mapped    bool   // buffers lie outside the Go heap
-	Into      memory // what the rx buffers are; others are pinned
-	From      memory // what the tx buffers are
-	Addr      string // of the device; empty: one that nobody has
+	Into      memory // kind of the rx buffers
+	From      memory // kind of the tx buffers
+	Addr      string // of the device; empty: a free one
 }
 
-// memory is a kind of memory. The empty one is pinned.
+// memory is a kind of memory. The zero value is pinned memory.
 type memory string
 
 const (
 	onDemand memory = "on demand"
 	implicit memory = "implicit" // the whole address space has one key
-	shared   memory = "shared"   // allocated by the device, which other processes can map
+	shared   memory = "shared"   // allocated by the device: other processes can map it
 )
 
 // stride is the distance of two slots. Slots start on a cache line, and have
@@ -61,7 +61,7 @@ type side struct {
 	ah   *verbs.AH // UD: the peer
 	peer offer
 	wcs  []verbs.WC
-	recv []verbs.RecvWR // one receive after the other, posted again and again
+	recv []verbs.RecvWR // one receive, posted again and again
 }
 
 type buffer struct {
@@ -71,7 +71,7 @@ type buffer struct {
 	mapped bool
 }
 
-// sge names n bytes from off on.
+// sge returns the element for n bytes from off on.
 func (b *buffer) sge(off, n int) verbs.SGE {
 	return verbs.SGE{Addr: b.addr + uint64(off), Length: uint32(n), LKey: b.mr.LKey()}
 }
@@ -186,9 +186,9 @@ func (s *side) connect(o offer) (err error) {
 	}
 	s.peer = o
 	s.makeRecv()
-	// A receiver that falls behind for a moment should cost a moment: 10 µs. A
-	// machine that lets a process wait for half a second should cost that, and
-	// not the connection: 1 s, seven times.
+	// The RNR timer is 10 µs: a receiver that falls behind for a moment should not cost
+	// more. The timeout is 1 s, with seven retries: a process that gets no processor for
+	// half a second should not cost the connection.
 	cfg := &verbs.ConnectConfig{MinRNRTimer: 1, Timeout: 18}
 	for i, qp := range s.qps {
 		if err := qp.Connect(o.Endpoints[i], cfg); err != nil {
@@ -262,10 +262,11 @@ func (s *side) poll() ([]verbs.WC, error) {
 	return s.wcs[:n], nil
 }
 
-// forget empties rx, arrived checks that all of it has come again: a figure for
-// bytes that were not moved would be worth nothing.
+// forget clears rx. arrived checks afterwards that all data has come again.
 func (s *side) forget() { clear(s.rx.bytes) }
 
+// arrived returns an error unless rx holds what every tx buffer holds: a figure for bytes
+// that were not moved would be worth nothing.
 func (s *side) arrived() error {
 	for slot := range s.Slots {
 		off := slot * s.stride()
@@ -282,7 +283,7 @@ func (s *side) arrived() error {
 	return nil
 }
 
-// troubles are the device's counters of what goes wrong on a network.
+// troubles returns the device's counters of what goes wrong on a network.
 func (s *side) troubles() map[string]uint64 {
 	t := make(map[string]uint64)
 	for _, c := range s.dev.Counters() {
@@ -317,10 +318,10 @@ func (s *side) close() error {
 	return errors.Join(errs...)
 }
 
-// spinner is for loops that wait by polling. Mostly it does nothing: a hand-off
-// would cost more than the wait. After some 20 µs without progress it lets other
-// goroutines and threads run, for the one that is waited for may be among them;
-// on a machine with a core for each side it never comes to that.
+// spinner is how a loop that polls waits. Mostly it does nothing: giving the processor
+// away would cost more than the wait. After some 20 µs without progress it lets other
+// goroutines and threads run, since the one that it waits for may be among them; on a
+// machine with a core for each side that hardly happens.
 type spinner struct {
 	turns uint32
 	looks uint32
@@ -339,8 +340,8 @@ var oneProcessor = runtime.GOMAXPROCS(0) == 1
 
 func (w *spinner) reset() { w.turns, w.since = 0, time.Time{} }
 
-// pause is called after each turn without progress by those who may wait for
-// ever: somebody else tells them to stop.
+// pause is called after each iteration without progress, by loops that may wait for ever
+// because a request of the suite ends them.
 func (w *spinner) pause() {
 	w.turns++
 	if w.turns%yieldTurns != 0 {
@@ -352,15 +353,15 @@ func (w *spinner) pause() {
 	}
 }
 
-// seldom is for those who look at memory: it is true once in as many looks as take
-// the time of a poll. Then they call one of the others.
+// seldom is for loops that watch memory. It returns true once in as many looks as take the
+// time of a poll; then the loop calls pause or idle.
 func (w *spinner) seldom() bool {
 	w.looks++
 	return w.looks%looksOfPoll == 0
 }
 
-// idle is called after each turn without progress by the others: after a long
-// time it gives up.
+// idle is called after each iteration without progress, by all other loops. After
+// stallLimit it returns an error.
 func (w *spinner) idle() error {
 	w.pause()
 	if w.turns%checkTurns != 0 {

@@ -1,9 +1,10 @@
 package main
 
-// Memory that the CPU does not address, against what its engine does by itself. The engine is
-// a model: an operation takes 7 µs, up to 4 are under way, and 50 GB/s go through all of them.
-// It moves nothing, since no CPU here copies as fast. Package verbs has no way to register
-// such memory: the ends are the device's own.
+// Memory that the CPU does not address, compared with what its engine does by itself. The
+// engine is a model (package enginetest): an operation takes 7 µs, up to 4 are under way, and
+// together they take as long as at 50 GB/s. Of each operation the model moves only the first
+// and the last bytes, since no CPU copies as fast. Package verbs has no way to register such
+// memory, so the ends use package device.
 
 import (
 	"errors"
@@ -23,7 +24,7 @@ import (
 
 var modelEngine = enginetest.Config{Latency: 7 * time.Microsecond, Bandwidth: 50e9, Width: 4, Idle: true, Reaches: true}
 
-// stagedEnd is a queue pair with memory of the engine.
+// stagedEnd is one end of a connection: a queue pair, and a region of the engine's memory.
 type stagedEnd struct {
 	dev     *device.Device
 	pd      provider.PD
@@ -33,7 +34,7 @@ type stagedEnd struct {
 	closers []func() error
 }
 
-// stagedOffer is what the other side must know of an end.
+// stagedOffer is what the other side must know to connect to an end.
 type stagedOffer struct {
 	GID  ib.GID
 	QPN  uint32
@@ -41,7 +42,7 @@ type stagedOffer struct {
 	RKey uint32
 }
 
-// newStagedEnd makes one on a device of its own.
+// newStagedEnd makes an end on a device of its own.
 func newStagedEnd(link string, g *enginetest.Engine, size int) (*stagedEnd, error) {
 	e := new(stagedEnd)
 	var err error
@@ -64,7 +65,7 @@ func (e *stagedEnd) close() (err error) {
 	return err
 }
 
-// fill gives an end with a device all the rest.
+// fill makes the objects of an end that has a device.
 func (e *stagedEnd) fill(g *enginetest.Engine, size int) (err error) {
 	later := func(f func() error) { e.closers = append(e.closers, f) }
 	if e.pd, err = e.dev.AllocPD(); err != nil {
@@ -114,7 +115,7 @@ func (e *stagedEnd) connect(o *stagedOffer) error {
 	return nil
 }
 
-// newStagedPair makes two ends within the process that are connected. The group closes them.
+// newStagedPair makes two connected ends within the process. The group closes them.
 func (b *bench) newStagedPair(g *enginetest.Engine, size int) (near, far *stagedEnd, err error) {
 	if near, err = b.newStaged("loop", g, size); err != nil {
 		return nil, nil, err
@@ -134,14 +135,14 @@ func (b *bench) newStaged(link string, g *enginetest.Engine, size int) (*stagedE
 	return e, err
 }
 
-// stagedSpec says what a peer process makes an end of.
+// stagedSpec is what a peer process makes an end of.
 type stagedSpec struct {
-	Engine string // by which name engines of other processes know its memory
+	Engine string // the engine's name, by which engines of other processes open its memory
 	Size   int
 }
 
-// newStagedPeer makes two ends in two processes, by shared memory, that are connected. Each
-// process has an engine of its own, which opens the memory of the other's. The group closes them.
+// newStagedPeer makes two ends in two processes, connected by shared memory. Each process has
+// an engine of its own, which opens the memory of the other's. The group closes them.
 func (b *bench) newStagedPeer(size int) (g *enginetest.Engine, near *stagedEnd, far *stagedOffer, err error) {
 	cfg := modelEngine
 	cfg.Name = fmt.Sprintf("benchsuite %d", os.Getpid())
@@ -166,11 +167,11 @@ func (b *bench) newStagedPeer(size int) (g *enginetest.Engine, near *stagedEnd, 
 func makeStaged(sp *stagedSpec) (*stagedEnd, error) {
 	cfg := modelEngine
 	cfg.Name = sp.Engine
-	g := enginetest.New(cfg) // to the end of the process
+	g := enginetest.New(cfg) // it ends with the process
 	return newStagedEnd("local", g, sp.Size)
 }
 
-// request is a WRITE or READ of size bytes.
+// request returns a WRITE or READ of size bytes.
 func (e *stagedEnd) request(o *stagedOffer, op ib.Opcode, size int) []ib.SendWR {
 	return []ib.SendWR{{Op: op, Flags: ib.SendSignaled, SGL: []ib.SGE{{Addr: e.mr.Addr(), Length: uint32(size), LKey: e.mr.LKey()}},
 		RemoteAddr: o.Addr, RKey: o.RKey}}
@@ -204,7 +205,7 @@ func (e *stagedEnd) pump(wrs []ib.SendWR, depth int, done func() bool) (complete
 	return completed, nil
 }
 
-// stagedLoop compares WRITEs and READs within the process with the engine.
+// stagedLoop compares WRITEs and READs within the process with the engine by itself.
 func (b *bench) stagedLoop(size, depth int, least float64) ([]contender, error) {
 	g := enginetest.New(modelEngine)
 	near, far, err := b.newStagedPair(g, size)
@@ -214,7 +215,7 @@ func (b *bench) stagedLoop(size, depth int, least float64) ([]contender, error) 
 	return stagedBandwidth(g, near, far.offer(), size, depth, least), nil
 }
 
-// stagedLocal compares those between two processes.
+// stagedLocal compares WRITEs and READs between two processes with the engine by itself.
 func (b *bench) stagedLocal(size, depth int, least float64) ([]contender, error) {
 	g, near, far, err := b.newStagedPeer(size)
 	if err != nil {
@@ -244,7 +245,7 @@ func stagedBandwidth(g *enginetest.Engine, near *stagedEnd, far *stagedOffer, si
 	return cs
 }
 
-// engineAlone has the engine copy within its memory for a while, and returns how often.
+// engineAlone has the engine copy within its memory for d, and returns how often it did.
 func engineAlone(g *enginetest.Engine, size, depth int, d time.Duration) (n int, err error) {
 	m := g.Alloc(2 * uint64(size))
 	defer m.Free()
@@ -278,9 +279,10 @@ func engineAlone(g *enginetest.Engine, size, depth int, d time.Duration) (n int,
 	return n, nil
 }
 
-// stagedLatency is what others notice of it: 8-byte WRITEs of a queue pair of the same devices,
-// to memory of the host, beside 1 MiB WRITEs to the engine's; and beside as many goroutines, as
-// those keep busy, that do nothing: processors are not as fast when others of their core work.
+// stagedLatency measures what other queue pairs notice of an engine's moves: 8-byte WRITEs to
+// host memory on the same devices, while another queue pair sends 1 MiB WRITEs to the engine's
+// memory. It compares them with 8-byte WRITEs beside as many goroutines as those keep busy,
+// which only spin: a processor is slower while others of its core work.
 func (b *bench) stagedLatency() ([]contender, error) {
 	const size = 1 << 20
 	g := enginetest.New(modelEngine)

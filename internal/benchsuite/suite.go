@@ -26,11 +26,11 @@ type settings struct {
 	duration time.Duration // of one measurement
 	idle     time.Duration // how long an idle device is watched
 
-	idleQPs   int // connected and silent, for memory
-	activeQPs int // sharing a link, against one; and connected and silent, for CPU time
+	idleQPs   int // connected and idle, for memory
+	activeQPs int // sharing a link, compared with one; and connected and idle, for CPU time
 
 	region    int // bytes of a large on-demand region
-	regions   int // on-demand regions of one process, against fewRegions
+	regions   int // on-demand regions of one process, compared with fewRegions
 	populated int // on-demand regions that are closed with all pages present
 
 	profiles string         // where CPU profiles go; empty: none
@@ -71,19 +71,19 @@ type row struct {
 // contender measures one or several figures at a time.
 type contender struct {
 	rows   []row
-	once   bool   // does not vary: the first round is enough
+	once   bool   // measured in the first round only: it does not vary
 	notRun string // why it cannot be measured here; empty: it can
 	run    func(d time.Duration) ([]float64, error)
-	side   *side // whose troubles are reported; nil: nobody's
+	side   *side // whose troubles are reported; nil: none are
 }
 
-// group is contenders that are measured in turn.
+// group is contenders that are measured one after the other in each round.
 type group struct {
 	name, title string
 	setup       func(b *bench) ([]contender, error)
 }
 
-// bench runs groups. While one runs it holds what that group made.
+// bench runs groups. While a group runs, bench has what the group made.
 type bench struct {
 	settings
 	report  *report
@@ -147,8 +147,8 @@ func (b *bench) measure(g *group, cs []contender, r *groupResult) error {
 	return errors.Join(errs...)
 }
 
-// measureOne lets a contender measure once, and notes what went wrong on the
-// network meanwhile.
+// measureOne lets a contender measure once, and records the troubles on the network
+// meanwhile.
 func (b *bench) measureOne(c *contender, r *groupResult) ([]float64, error) {
 	watchdog := time.AfterFunc(hangLimit+10*b.duration, hang)
 	defer watchdog.Stop()
@@ -184,7 +184,7 @@ func (b *bench) profiled(c *contender) ([]float64, error) {
 // waits gives up long before; this is for a call that never returns.
 const hangLimit = 2 * time.Minute
 
-// hang ends a suite that does nothing any more, and shows where.
+// hang ends a suite that makes no progress any more, and prints where it hangs.
 func hang() {
 	_ = pprof.Lookup("goroutine").WriteTo(os.Stderr, 2)
 	fmt.Fprintln(os.Stderr, "benchsuite: a measurement hangs; above is where")

@@ -1,7 +1,7 @@
 package main
 
 // A TCP ping-pong of the same kind as the one over Verbena: two processes, 8
-// bytes, both sides spin on a socket that never makes them wait.
+// bytes, both sides spin on a socket that does not block.
 
 import (
 	"encoding/binary"
@@ -70,7 +70,7 @@ func pongTCP(c *sys.Conn, stop *atomic.Bool) error {
 	}
 }
 
-// recvTCP spins until b is full, or, where there is one, stop is set.
+// recvTCP spins until b is full or, if stop is not nil, until stop is set.
 func recvTCP(c *sys.Conn, b []byte, stop *atomic.Bool) error {
 	var wait spinner
 	for len(b) > 0 {

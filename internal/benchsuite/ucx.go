@@ -1,6 +1,6 @@
 package main
 
-// UCX's own benchmark as the measure of what shared memory does on this machine.
+// UCX's own benchmark, which shows how fast shared memory is on this machine.
 
 import (
 	"encoding/csv"
@@ -15,10 +15,10 @@ import (
 
 const ucxMissing = "ucx_perftest is not installed (Debian package ucx-utils)"
 
-// ucxTest is one of its tests.
+// ucxTest is a test of ucx_perftest.
 type ucxTest struct {
 	path string
-	test string // the name that it has there
+	test string // its name there
 	tls  string // UCX_TLS: the transports
 	size int
 	rate float64 // iterations a second, for the next run
@@ -33,7 +33,7 @@ func newUCX(test, tls string, size int) *ucxTest {
 	return &ucxTest{path: path, test: test, tls: tls, size: size, rate: 1e5}
 }
 
-// Columns of its report that we read.
+// The columns of its report that are used here.
 const (
 	ucxMedian = "50.0_percentile_lat" // µs, half a round trip
 	ucxMBs    = "overall_bw"          // MB/s, of 2^20 bytes
@@ -100,7 +100,7 @@ func (u *ucxTest) client(port, iters int) (map[string]float64, error) {
 	return row, nil
 }
 
-// contender is the test as one of a group.
+// contender returns the test as a contender.
 func (u *ucxTest) contender(name, unit, column string, factor float64) contender {
 	c := contender{rows: []row{{name: name, unit: unit}}}
 	if u == nil {

@@ -5,11 +5,11 @@ import (
 	"unsafe"
 )
 
-// loadWord reads the first 8 bytes of a slice that a device may be writing, so
-// that the compiler reads them anew each time.
+// loadWord loads the first 8 bytes of a slice that a device may be writing. The load is
+// atomic, so the compiler does not omit it in a loop.
 //
 // This is sound because slots start on a cache line (side.go), so the word is
-// aligned, and slicing checks that it is there.
+// aligned, and slicing checks that the slice is long enough.
 func loadWord(b []byte) uint64 {
 	return atomic.LoadUint64((*uint64)(unsafe.Pointer(unsafe.SliceData(b[:8]))))
 }

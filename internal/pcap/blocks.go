@@ -5,15 +5,15 @@ import (
 	"io"
 )
 
-// blocks holds what a capture has made and not written yet, whole blocks of pcapng. It
-// writes them together, and knows which of them a file has when a write fails.
+// blocks collects whole pcapng blocks and writes them together. If a write fails, it
+// finds out which blocks the file has.
 type blocks struct {
 	to      io.Writer
-	written int64 // bytes that to has, up to the end of a block
-	waiting []byte
+	written int64  // bytes written, up to the end of a block
+	waiting []byte // whole blocks that are not written yet
 }
 
-// A block begins with its type and its length; these are of the file format.
+// A block of pcapng begins with its type and its length.
 const (
 	blockHeader   = 8
 	packetBlock   = 6 // Enhanced Packet Block
@@ -26,8 +26,9 @@ func (b *blocks) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// flush writes what waits, all of it whole blocks. If a write fails, to is cut off behind
-// the last whole block, where it can be, and lost is how many packets it does not have.
+// flush writes the blocks that wait. If a write fails, flush truncates the file after
+// the last whole block, if it can be truncated, and lost is how many packets are not in
+// it.
 func (b *blocks) flush() (lost uint64, err error) {
 	if len(b.waiting) == 0 {
 		return 0, nil
@@ -45,13 +46,13 @@ func (b *blocks) flush() (lost uint64, err error) {
 	return lost, err
 }
 
-// split reports how many of the first n bytes are whole blocks, and how many packets are
-// in the rest.
+// split returns how many of the first n waiting bytes are whole blocks, and how many
+// packets the rest of waiting has.
 func (b *blocks) split(n int) (whole int, lost uint64) {
 	for at := 0; len(b.waiting)-at >= blockHeader; {
 		kind, length := binary.LittleEndian.Uint32(b.waiting[at:]), int(binary.LittleEndian.Uint32(b.waiting[at+4:]))
 		if length < blockHeader || length > len(b.waiting)-at {
-			break // it is not ours
+			break // not a block that this package has written
 		}
 		at += length
 		if at <= n {

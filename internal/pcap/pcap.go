@@ -1,8 +1,8 @@
-// Package pcap writes packets to a pcapng file, as a network analyser reads it.
+// Package pcap writes packets to a pcapng file, for tshark and Wireshark.
 //
-// A UDP socket shows payloads alone; the IP and UDP headers around them are
-// rebuilt (internal/wire/ip.go), so that a capture needs no privilege and no
-// packet socket. Link type is raw IP: there is no Ethernet header to invent.
+// A UDP socket shows payloads alone. The package rebuilds the IP and UDP headers
+// around them (internal/wire/ip.go), so that a capture needs no privilege and no
+// packet socket. The link type is raw IP, so no Ethernet header is needed.
 package pcap
 
 import (
@@ -28,9 +28,9 @@ import (
 const maxUDPPayload = 1<<16 - 1 - wire.IPv4Len - wire.UDPLen
 
 // Writer writes packets to a pcapng stream. It may be used by any number of
-// goroutines. The first error ends the capture: it is logged, the packets from
-// there on are counted, and Close returns it. A file is readable up to the last
-// whole packet then.
+// goroutines. The first error ends the capture: the Writer logs it, counts the packets
+// from there on, and returns it from Close. The file is then readable up to the last
+// whole packet.
 type Writer struct {
 	name string        // what the log calls it
 	lost atomic.Uint64 // packets that are not in the capture
@@ -44,8 +44,8 @@ type Writer struct {
 	buf    []byte
 }
 
-// Create makes a capture file, or empties one that is there. Packets carry the
-// memory of applications, so nobody but the owner may read a new file.
+// Create makes a capture file, or empties one that exists. Packets carry the memory
+// of applications, so only the owner may read a new file.
 func Create(path string) (*Writer, error) {
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_TRUNC|os.O_WRONLY, 0o600)
 	if err != nil {
@@ -59,7 +59,8 @@ func Create(path string) (*Writer, error) {
 	return w, nil
 }
 
-// New begins a capture on w, which Close flushes and does not close.
+// New begins a capture on w. Close writes the rest of the capture to w, and does not
+// close w.
 func New(w io.Writer) (*Writer, error) {
 	n := &Writer{name: "capture", out: blocks{to: w}}
 	var err error
@@ -75,10 +76,10 @@ func New(w io.Writer) (*Writer, error) {
 // Lost returns how many packets an error has kept out of the capture.
 func (w *Writer) Lost() uint64 { return w.lost.Load() }
 
-// Packet writes one datagram. The udpPayload is all from the BTH through the
-// ICRC, id is the IPv4 identification. Nothing on the data path can do anything
-// about a failure: the first one is logged, kept for Flush and Close, and ends
-// the capture.
+// Packet writes one datagram. udpPayload is all from the BTH through the ICRC, id is
+// the IPv4 identification. Packet returns no error, since its callers on the data path
+// could not handle one: the first error is logged, kept for Close, and ends the
+// capture.
 func (w *Writer) Packet(ts time.Time, src, dst netip.AddrPort, tclass, hopLimit uint8, id uint16, udpPayload []byte) {
 	w.mu.Lock()
 	defer w.unlock()
@@ -112,7 +113,8 @@ func (w *Writer) failLocked(err error) {
 	}
 }
 
-// unlock gives up the lock, and then logs the first error: the log may block.
+// unlock unlocks mu and then logs the first error, without the lock: the log may
+// block.
 func (w *Writer) unlock() {
 	log := w.err != nil && !w.logged
 	w.logged = w.logged || log
@@ -134,8 +136,8 @@ func appendPacket(b []byte, src, dst netip.AddrPort, tclass, hopLimit uint8, id 
 	return wire.AppendUDP6(b, src, dst, udpPayload)
 }
 
-// flushLocked flushes after an error that is not the file's, too: what came before
-// it is good.
+// flushLocked writes what waits. It does so also after an error that is not of the
+// file: the packets before that error are good.
 func (w *Writer) flushLocked() {
 	if w.ng == nil {
 		return
@@ -147,9 +149,9 @@ func (w *Writer) flushLocked() {
 	}
 }
 
-// Close flushes, closes what Create opened, and returns the first error since
-// the capture began, with the number of packets that are missing. Packets that come
-// later are dropped; a second Close returns the same error again.
+// Close writes what waits, closes the file if Create opened it, and returns the first
+// error since the capture began, with the number of packets that are missing. Later
+// packets are dropped; a second Close returns the same error.
 func (w *Writer) Close() error {
 	w.mu.Lock()
 	defer w.unlock()

@@ -171,8 +171,8 @@ func (l *limited) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// TestErrors: the first error is kept and told; nothing is written after it, nor
-// after Close.
+// TestErrors: Close returns the first error; nothing is written after it, nor after
+// Close.
 func TestErrors(t *testing.T) {
 	w, err := New(&limited{n: 10_000})
 	if err != nil {

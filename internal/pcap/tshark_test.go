@@ -285,7 +285,7 @@ func (c *checker) absent(cols ...string) {
 	}
 }
 
-// tshark's words for a checksum
+// tshark's values for the state of a checksum.
 const (
 	checksumGood       = 1
 	checksumNotPresent = 3

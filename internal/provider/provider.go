@@ -1,11 +1,10 @@
-// Package provider is the interface between the public verbs API and whatever
-// does the work: the software device is one provider, a kernel device can be
-// another.
+// Package provider is the interface between package verbs and the device that does
+// the work: the software device is one provider, a kernel device can be another.
 //
-// It is small and batch-first: queues take and give slices. Objects check their
-// own arguments and return *ib.OpError; package verbs adds types, lifetimes and
-// documentation, not behaviour. All methods are safe for concurrent use, Close
-// is idempotent, and Close of an object that others still use fails with EBUSY.
+// It is small, and its queues take and return slices rather than single requests.
+// Providers check arguments and return *ib.OpError; package verbs adds types,
+// lifetimes and documentation. All methods are safe for concurrent use, Close is
+// idempotent, and Close of an object that other objects use fails with EBUSY.
 package provider
 
 import (
@@ -57,7 +56,7 @@ type Device interface {
 	Close() error
 }
 
-// Counter is one named number of a device.
+// Counter is one named number of a device or a queue pair.
 type Counter struct {
 	Name  string
 	Value uint64
@@ -69,7 +68,7 @@ type PD interface {
 	RegMRAddr(addr uintptr, length uint64, iova uint64, access ib.Access) (MR, error)
 	RegImplicitMR(access ib.Access) (MR, error)
 	RegDMMR(dm DM, off, length uint64, access ib.Access) (MR, error)
-	// Advise prefetches; with flush it returns when that is done.
+	// Advise prefetches; with flush it waits until that is done.
 	Advise(advice ib.Advice, flush bool, sgl []ib.SGE) error
 	AllocMR(length uint64, access ib.Access) (MR, error)
 	OpenSharedMR(handle string, access ib.Access) (MR, error)
@@ -89,21 +88,21 @@ type MR interface {
 	Addr() uint64 // the address that requests use: 0 if zero-based
 	Length() uint64
 	Access() ib.Access
-	Locked() (bool, string) // whether its pages are locked, and if not, why
-	Rereg(MRChange) error   // fails with an *ib.ReregError
+	Locked() (bool, string) // whether its pages are locked, and why they are not
+	Rereg(MRChange) error   // the error is an *ib.ReregError
 	Bytes() []byte          // the memory, if the library has allocated it
 	Share() (handle string, err error)
 	Close() error
 }
 
-// MRChange is what a region is to become; nil fields keep what it is.
+// MRChange is what Rereg changes of a region; nil fields change nothing.
 type MRChange struct {
 	Buf    []byte   // new memory by slice
 	Range  *MRRange // new memory by address
 	PD     PD
 	Access *ib.Access
 
-	KeepKeys bool // if the memory stays: as C programs expect it
+	KeepKeys bool // the keys stay if the memory does, as C programs expect
 }
 
 // MRRange is memory by address.
@@ -113,7 +112,7 @@ type MRRange struct {
 	IOVA   uint64 // its address in requests
 }
 
-// DMConfig says what device memory is wanted.
+// DMConfig describes the buffer that AllocDM allocates.
 type DMConfig struct {
 	Length   uint64
 	LogAlign int
@@ -175,8 +174,8 @@ type QPConfig struct {
 	Cap            ib.QPCap
 	SignalAll      bool
 	NoScatterToCQE bool // no inline receive
-	// AckFirst: what it has received is acknowledged before its own next request
-	// leaves, as adapters do; programs may rely on it that wait for events.
+	// AckFirst makes the queue pair send the acknowledgements that are due before its
+	// own next request, as adapters do. Programs that wait for events may rely on it.
 	AckFirst bool
 }
 
@@ -205,19 +204,19 @@ type SRQConfig struct {
 	CQ            CQ   // XRC: where receives complete
 }
 
-// XRCDConfig is which XRC domain is opened.
+// XRCDConfig is which XRC domain OpenXRCD opens.
 type XRCDConfig struct {
-	File      *os.File // names it; nil: it has no name
-	Create    bool     // if there is none
-	Exclusive bool     // with Create: it must be new
+	File      *os.File // names the domain; nil: it has no name
+	Create    bool     // make the domain if there is none
+	Exclusive bool     // with Create: fail if there is one
 }
 
 // XRCD is an open XRC domain.
 type XRCD interface {
 	// CreateQP makes a target in the domain, of type ib.XRCRecv.
 	CreateQP() (QP, error)
-	// OpenQP opens a target of the domain once more. It is gone when all who made
-	// or opened it have closed it.
+	// OpenQP opens a target of the domain again. The target is gone when every QP
+	// that CreateQP or OpenQP returned for it is closed.
 	OpenQP(number uint32) (QP, error)
 	Close() error
 }
@@ -226,7 +225,7 @@ type XRCD interface {
 type SRQ interface {
 	Number() uint32
 	PostRecv([]ib.RecvWR) (int, error)
-	Modify(maxWR, limit int) error // negative: keep
+	Modify(maxWR, limit int) error // a negative value keeps what is set
 	Query() (maxWR, maxSGE, limit int, err error)
 	Close() error
 }

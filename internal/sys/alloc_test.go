@@ -53,8 +53,7 @@ func TestMappedFile(t *testing.T) {
 	}
 }
 
-// Files that somebody could make shorter are refused, and so are those that are
-// no memory.
+// Files that could become shorter are refused, and so are those that are no memory files.
 func TestMapFileRefuses(t *testing.T) {
 	fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {

@@ -13,13 +13,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// hugePage is the size of a huge page on the common architectures. Where it is
-// another, a file on huge pages says so, and transparent ones are not found.
+// hugePage is the size of a huge page on the common architectures. Where it is another,
+// newHuge asks the file for the size, and transparent huge pages are not used.
 const hugePage = 2 << 20
 
 // NewMappedFile makes a memory file of at least size bytes, zero and sealed, and
-// maps it. Long ones are laid on huge pages: reserved ones if there are enough,
-// otherwise ordinary ones that the kernel is asked to join. The descriptor and the
+// maps it. A long file is on huge pages: on reserved ones if there are enough,
+// otherwise on ordinary ones that the kernel is asked to join. The descriptor and the
 // mapping are the caller's.
 func NewMappedFile(name string, size int) (fd int, b []byte, err error) {
 	if size <= 0 {
@@ -79,9 +79,8 @@ func newHuge(name string, size int) (fd int, b []byte, err error) {
 	return fd, b, nil
 }
 
-// MapFile maps a memory file that came from another process, all of it. It is
-// refused unless it is sealed: nobody can make it shorter. The descriptor stays
-// the caller's.
+// MapFile maps all of a memory file that came from another process. The file must be
+// sealed, so that no process can make it shorter. The descriptor stays the caller's.
 func MapFile(fd int) ([]byte, error) {
 	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	if err != nil {
@@ -126,7 +125,7 @@ func mapAligned(fd, size, align int) ([]byte, error) {
 		return nil, fmt.Errorf("mmap of %d bytes: %w", size, err)
 	}
 	if skip > 0 {
-		_ = unix.MunmapPtr(p, skip) // reserved, and nobody's
+		_ = unix.MunmapPtr(p, skip) // reserved, and not used
 	}
 	if rest := uintptr(align) - skip; rest > 0 {
 		_ = unix.MunmapPtr(unsafe.Add(at, size), rest)
@@ -134,8 +133,8 @@ func mapAligned(fd, size, align int) ([]byte, error) {
 	return unsafe.Slice((*byte)(at), size), nil
 }
 
-// FreeMapped gives up a mapping that NewMappedFile or MapFile has made. Nobody may
-// touch it any more.
+// FreeMapped unmaps what NewMappedFile or MapFile has mapped. No goroutine may touch
+// it any more.
 func FreeMapped(b []byte) error {
 	return unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b)))
 }

@@ -1,10 +1,18 @@
-// Package sys holds every system call that Verbena makes, each behind a function
-// that takes and returns Go values.
+// Package sys holds the system calls of the device, each behind a function that takes
+// and returns Go values. Groups of files:
 //
-// Groups of files: udp.go, mmsg_unsafe.go, poll.go and netif.go are what
-// the udp link stands on (sockets, batches of datagrams, waiting for them, the
-// interfaces they leave by); mlock.go locks memory; procmap.go says what is
-// mapped, file.go which of it is files and writes those back; memfd.go, event.go,
-// scm.go, watch.go, ptrace.go and process_vm_unsafe.go are what processes share
-// memory and messages by.
+//   - The udp link: udp.go and group.go (sockets, multicast), mmsg_unsafe.go (batches of
+//     datagrams), poll.go and ppoll_unsafe.go (waiting for them), netif.go (interfaces).
+//   - Processes that share memory and messages: memfd.go, event.go, scm.go, watch.go,
+//     ptrace.go, process_vm_unsafe.go, procmem.go.
+//   - Pinned memory: mlock.go (locking), procmap.go (what is mapped), file.go (mapped
+//     files, and writing them back), sysv_unsafe.go; uring_*.go holds pages.
+//   - Memory of the library: alloc_unsafe.go, devmem.go.
+//   - On-demand paging: notifier_*.go with userfault_unsafe.go (changes of mappings),
+//     pagemap_unsafe.go (present pages), mapping_*.go (mappings), mayblock.go with
+//     memfs.go (pages that lie on a device), populate.go and touch_unsafe.go (bringing
+//     pages in), paging.go (what this machine offers).
+//   - poller*.go: the Go runtime's poller, for the backend of the C library.
+//
+// The subdirectories are for tests.
 package sys

@@ -7,11 +7,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Event is an eventfd: a bell that other processes can ring, and that can be
-// waited for beside sockets (NewPoller).
+// Event is an eventfd that other processes can signal, and that a Poller can wait for
+// beside sockets.
 type Event struct{ fd int }
 
-// NewEvent makes a bell that has not been rung.
+// NewEvent makes an event that is not signalled.
 func NewEvent() (*Event, error) {
 	fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
 	if err != nil {
@@ -20,8 +20,8 @@ func NewEvent() (*Event, error) {
 	return &Event{fd}, nil
 }
 
-// OpenEvent takes over a descriptor that somebody sent. What is no eventfd is
-// refused, and left open.
+// OpenEvent takes over a descriptor that another process has sent. It refuses one that
+// is no eventfd, and leaves it open.
 func OpenEvent(fd int) (*Event, error) {
 	link := fmt.Sprintf("/proc/self/fd/%d", fd)
 	what, err := os.Readlink(link)
@@ -34,20 +34,20 @@ func OpenEvent(fd int) (*Event, error) {
 	return &Event{fd}, nil
 }
 
-// FD returns the descriptor: readable when the bell has been rung.
+// FD returns the descriptor, which is readable while the event is signalled.
 func (e *Event) FD() int { return e.fd }
 
-// Signal rings the bell.
+// Signal signals the event.
 func (e *Event) Signal() {
 	one := [8]byte{0: 1, 7: 1}      // not zero, and not the maximum, in any byte order
-	_, _ = unix.Write(e.fd, one[:]) // full is readable as well
+	_, _ = unix.Write(e.fd, one[:]) // if the counter is full, the event is signalled already
 }
 
-// Drain makes the bell silent again.
+// Drain clears the event.
 func (e *Event) Drain() {
 	var count [8]byte
-	_, _ = unix.Read(e.fd, count[:]) // nothing to read is as good
+	_, _ = unix.Read(e.fd, count[:]) // if there is nothing to read, it is clear already
 }
 
-// Close closes the descriptor. Nobody may be using it.
+// Close closes the descriptor. No goroutine may be using it.
 func (e *Event) Close() error { return unix.Close(e.fd) }

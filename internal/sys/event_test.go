@@ -74,8 +74,7 @@ func TestPollerEvents(t *testing.T) {
 	}
 }
 
-// A bell that has been rung more often than can be counted still rings, and
-// whoever rings it does not wait.
+// An event whose counter is full is still signalled, and Signal does not wait.
 func TestEventFull(t *testing.T) {
 	e, err := NewEvent()
 	if err != nil {

@@ -13,10 +13,10 @@ import (
 )
 
 // SyncFile writes what was changed in the pages of a range back to the files
-// that they are mapped from, and returns when the storage has it (msync with
+// that they are mapped from, and waits until the storage has it (msync with
 // MS_SYNC), which may take long. The error is an errno: ENOMEM if not all of
-// the range is mapped, EIO and others if the storage failed. A range that is no
-// file needs nothing and is no error.
+// the range is mapped, EIO and others if the storage failed. For memory that is not a
+// file's it does nothing.
 func SyncFile(addr, n uintptr) error {
 	start, end := PageAlign(addr, n)
 	for {
@@ -26,9 +26,9 @@ func SyncFile(addr, n uintptr) error {
 	}
 }
 
-// Durable tells whether all of a range is files, mapped shared, on file systems
-// that keep what is written to them: then SyncFile makes its bytes persistent.
-// If it is not, why says what is in the way.
+// Durable reports whether SyncFile makes the bytes of a range persistent: whether all
+// of it is files, mapped shared, on file systems that keep what is written to them.
+// Then why is ""; otherwise why says what is in the way.
 func Durable(addr, n uintptr) (why string, err error) {
 	f, err := os.Open("/proc/self/maps")
 	if err != nil {
@@ -39,8 +39,8 @@ func Durable(addr, n uintptr) (why string, err error) {
 	return durableIn(f, start, end, volatileFile)
 }
 
-// durableIn is Durable on the text of /proc/self/maps; volatile says why the
-// file with a name does not keep what is written to it, or "".
+// durableIn is Durable on the text of /proc/self/maps. volatile returns why the file
+// with a name does not keep what is written to it, or "".
 func durableIn(maps io.Reader, start, end uintptr, volatile func(name string) string) (why string, err error) {
 	whole, err := walkMaps(maps, start, end, func(rights, name string) bool {
 		switch {
@@ -61,7 +61,7 @@ func durableIn(maps io.Reader, start, end uintptr, volatile func(name string) st
 	return why, err
 }
 
-// volatileFile says why a file does not survive the machine, or "".
+// volatileFile returns why a file does not survive the loss of power, or "".
 func volatileFile(name string) string {
 	var fs unix.Statfs_t
 	if err := unix.Statfs(name, &fs); err != nil {
@@ -74,17 +74,17 @@ func volatileFile(name string) string {
 	return ""
 }
 
-// FileID tells files apart, whatever their names.
+// FileID identifies a file, whatever its names.
 type FileID struct{ dev, inode uint64 }
 
-// Words returns what it is made of, for other processes.
+// Words returns the ID as numbers, for other processes.
 func (f FileID) Words() [2]uint64 { return [2]uint64{f.dev, f.inode} }
 
 // FileIDOf is the inverse of Words.
 func FileIDOf(w [2]uint64) FileID { return FileID{w[0], w[1]} }
 
-// HoldFile returns which file is open, and keeps it so by a descriptor of its
-// own: as long as that is open, no other file is the same.
+// HoldFile returns the ID of an open file, and a descriptor of its own for the file.
+// Until that is closed, no other file gets the same ID.
 func HoldFile(f *os.File) (FileID, io.Closer, error) {
 	conn, err := f.SyscallConn()
 	if err != nil {
@@ -106,7 +106,7 @@ func HoldFile(f *os.File) (FileID, io.Closer, error) {
 	return FileID{st.Dev, st.Ino}, held, nil
 }
 
-// heldFile is a descriptor that is only kept.
+// heldFile is a descriptor that is only kept open.
 type heldFile int
 
 func (h heldFile) Close() error { return unix.Close(int(h)) }

@@ -8,10 +8,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Multicast. A group is joined by a socket that is bound to it, on one interface.
-// Any number of sockets, of any processes, may do so, and each gets a copy of
-// what is sent to the group; the kernel leaves the group with its last socket.
-// So nobody has to be told who is a member, nor cleaned up after.
+// Multicast. A socket that is bound to a group's address joins the group on one
+// interface. Any number of sockets, of any processes, may do so, and each gets a copy
+// of what is sent to the group. The kernel leaves the group when the last of them is
+// closed. So no list of members is needed, and nothing is left when a process dies.
 
 // OpenGroup opens a socket that receives what arrives for a multicast group on an
 // interface, and nothing else.
@@ -39,13 +39,14 @@ func InterfaceIndex(a netip.Addr) (int, error) {
 
 const ipv6MulticastAll = 29 // IPV6_MULTICAST_ALL, since Linux 4.20
 
-// groupOptions are set before a socket is bound.
+// groupOptions returns the options for multicast that are set before a socket is
+// bound.
 func (s *UDPSocket) groupOptions(o *UDPOptions) (opts []option) {
 	v4 := s.local.Addr().Is4()
 	if o.join != 0 {
 		opts = append(opts, option{unix.SOL_SOCKET, unix.SO_REUSEADDR, 1})
-		// Otherwise what arrives on other interfaces, for members there, would
-		// be seen too.
+		// Otherwise the socket would also receive what arrives on other interfaces,
+		// for members there.
 		if v4 {
 			opts = append(opts, option{unix.IPPROTO_IP, unix.IP_MULTICAST_ALL, 0})
 		} else {
@@ -63,7 +64,7 @@ func (s *UDPSocket) groupOptions(o *UDPOptions) (opts []option) {
 	return opts
 }
 
-// sendGroups sets what takes more than a number.
+// sendGroups sets the option for sending to groups that is not a number.
 func (s *UDPSocket) sendGroups(o *UDPOptions) error {
 	if o.Groups == 0 || !s.local.Addr().Is4() {
 		return nil
@@ -81,7 +82,7 @@ func (s *UDPSocket) joinGroup(ifindex int) error {
 		return unix.SetsockoptIPMreqn(s.fd, unix.IPPROTO_IP, unix.IP_ADD_MEMBERSHIP,
 			&unix.IPMreqn{Multiaddr: group.As4(), Ifindex: int32(ifindex)})
 	}
-	// A group of one link's scope needs to know which.
+	// A group of link-local scope needs the interface as its zone.
 	at := &unix.SockaddrInet6{Port: int(s.local.Port()), ZoneId: uint32(ifindex), Addr: group.As16()}
 	if err := unix.Bind(s.fd, at); err != nil {
 		return err
@@ -90,8 +91,8 @@ func (s *UDPSocket) joinGroup(ifindex int) error {
 		&unix.IPv6Mreq{Multiaddr: group.As16(), Interface: uint32(ifindex)})
 }
 
-// LeaveGroup ends the membership. Closing the socket does so too, but only when
-// nobody waits on it any more.
+// LeaveGroup ends the membership. Closing the socket does so too, but only once no
+// thread waits on the socket any more.
 func (s *UDPSocket) LeaveGroup() error {
 	group := s.local.Addr()
 	if group.Is4() {

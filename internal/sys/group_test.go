@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Every socket of a group gets a copy of what is sent to it, and a poller that was
-// told of a socket wakes up for it, until it is told to forget it.
+// Every socket of a group gets a copy of what is sent to the group, and a poller wakes up
+// for a socket from Add until Remove.
 func TestGroup(t *testing.T) {
 	group := netip.AddrPortFrom(netip.AddrFrom4([4]byte{239, 78, byte(os.Getpid() >> 8), byte(os.Getpid())}), 4791)
 	from := netip.AddrFrom4([4]byte{127, 78, byte(os.Getpid() >> 8), byte(os.Getpid()%250 + 1)})

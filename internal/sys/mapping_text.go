@@ -1,8 +1,8 @@
 package sys
 
-// Mappings from the text of /proc/self/maps, for kernels that cannot be asked about
-// one. Lines are in the order of addresses, of "start-end rights offset
-// major:minor inode name".
+// Mappings from the text of /proc/self/maps, for kernels without PROCMAP_QUERY. The
+// lines are in the order of addresses; each is "start-end rights offset major:minor
+// inode name".
 
 import (
 	"bytes"
@@ -128,8 +128,8 @@ func parseMapping(line []byte) (m Mapping, name []byte, ok bool) {
 	}, bytes.TrimLeft(rest, " "), true
 }
 
-// devicePageSizes remembers, by device number, the size of pages. It is a property
-// of a file system: those of hugetlb memory have one for each size.
+// devicePageSizes remembers the size of pages by device number. All files of a file
+// system have the same; hugetlb memory has a file system for each size.
 var devicePageSizes sync.Map // uint64 → uintptr
 
 func pageSizeOf(m *Mapping) uintptr {

@@ -18,14 +18,15 @@ type Mapping struct {
 	Read, Write bool
 	Exec        bool
 	Shared      bool
-	// File: it shows a file, with the three fields below; memory of memfd_create, of
-	// /dev/shm, shared anonymous memory and hugetlb memory are files, too.
+	// File reports whether it maps a file, which the fields below describe. Memory of
+	// memfd_create and of /dev/shm, shared anonymous memory and hugetlb memory are
+	// files too.
 	File         bool
 	Major, Minor uint32
 	Inode        uint64
 	Offset       uint64 // where Start is in the file
-	// PageSize is the unit in which its pages come and go: the size of a page, or
-	// larger in hugetlb memory. Transparent huge pages do not count.
+	// PageSize is the unit in which the kernel maps and takes away its pages: the
+	// size of a page, or larger in hugetlb memory. Transparent huge pages do not count.
 	PageSize uintptr
 }
 
@@ -69,8 +70,8 @@ type procmapArg struct {
 	nameAddr, buildIDAddr uint64
 }
 
-// mapsFile is /proc/self/maps, kept open, and whether it takes the ioctl. It shows
-// the memory of the process that opened it.
+// mapsFile returns /proc/self/maps, kept open, and whether it takes the ioctl. The file
+// shows the memory of the process that opened it.
 var mapsFile = sync.OnceValues(func() (mapsSource, error) {
 	fd, err := openProc("/proc/self/maps")
 	if err != nil {
@@ -82,8 +83,8 @@ var mapsFile = sync.OnceValues(func() (mapsSource, error) {
 	return s, nil
 })
 
-// openProc opens a file of /proc. The error wraps ENOTSUP rather than the errno,
-// which could be taken for an answer: ENOENT means that nothing is mapped.
+// openProc opens a file of /proc. The error wraps ENOTSUP rather than the errno of
+// open(2), which callers could take for an answer: ENOENT means that nothing is mapped.
 func openProc(name string) (int, error) {
 	fd, err := unix.Open(name, unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -136,8 +137,10 @@ func Mappings(start, end uintptr, visit func(m *Mapping) bool) error {
 	return nil
 }
 
-// find is sound: the struct is the one that the request is defined with, its size
-// is told besides, and no addresses of buffers are in it.
+// find returns the mapping that contains addr, or with orNext the first one above it.
+//
+// It is sound: the struct is the one that the request is defined with, its first field
+// has its size, and it holds no addresses of buffers.
 func (s mapsSource) find(addr uintptr, orNext bool) (Mapping, error) {
 	if !s.query {
 		return findInText(s.fd, addr, orNext)
@@ -161,7 +164,7 @@ func (s mapsSource) find(addr uintptr, orNext bool) (Mapping, error) {
 // name returns the path by which the mapped file was opened, "" if it is not known.
 //
 // It is sound: the buffer comes from a pool, so it is on the heap and stays where
-// it is, and the kernel is told its length.
+// it is, and the kernel gets its length.
 func (s mapsSource) name(m *Mapping) string {
 	if !s.query {
 		return nameInText(s.fd, m)

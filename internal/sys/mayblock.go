@@ -29,8 +29,8 @@ import (
 )
 
 // MayBlock reports whether making the pages of a range present, for writing if write is
-// set, may wait for a device. The range is of whole pages. What is not mapped does not
-// block: touching it fails at once. An error means that the kernel cannot be asked.
+// set, may wait for a device. The range is whole pages. A page that is not mapped does
+// not block: touching it fails at once. An error means that the kernel cannot be asked.
 func MayBlock(start, end uintptr, write bool) (bool, error) {
 	_ = write // a copy of a page, or a page that becomes writable, waits for nothing more
 	p, err := pagemapFile()
@@ -98,7 +98,8 @@ func mayBlockEntries(maps mapsSource, start uintptr, entries []uint64) (bool, er
 	return false, nil
 }
 
-// mayBlockMapping is MayBlock for pages of one mapping of which none is swapped out by its entry.
+// mayBlockMapping is MayBlock for pages of one mapping, none of which its entry shows as
+// swapped out.
 func mayBlockMapping(maps mapsSource, m *Mapping, start, end uintptr, entries []uint64) (bool, error) {
 	if !m.File || m.PageSize != pageSize {
 		return false, nil // untouched memory; hugetlb pages are never swapped

@@ -1,7 +1,7 @@
 package sys
 
-// Memory that processes share: a memfd, sealed so that nobody can make it
-// shorter under those who have mapped it.
+// Memory that processes share: a memfd, sealed so that no process can make it shorter
+// while others have it mapped.
 
 import (
 	"fmt"
@@ -10,13 +10,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// memfdSeals are what keeps a mapping good for as long as it exists: the file
-// neither shrinks (accesses behind its end would fault) nor grows, and nobody
-// can take the seals away.
+// memfdSeals keep a mapping valid for as long as it exists: the file neither shrinks
+// (accesses behind its end would fault) nor grows, and no process can remove the seals.
 const memfdSeals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
 
 // NewMemfd makes a memory file of size bytes, zero and sealed, and returns its
-// descriptor. The name is for people: it stands in /proc/PID/maps.
+// descriptor. The name is for people: /proc/PID/maps shows it.
 func NewMemfd(name string, size int) (int, error) {
 	flags := unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
 	fd, err := unix.MemfdCreate(name, flags|unix.MFD_NOEXEC_SEAL)
@@ -37,9 +36,9 @@ func sizeMemfd(fd, size int) error {
 	if err := unix.Ftruncate(fd, int64(size)); err != nil {
 		return fmt.Errorf("ftruncate to %d bytes: %w", size, err)
 	}
-	// Pages come when they are touched, and a page that cannot be had kills who
-	// touches it. That happens where the kernel counts strictly what it has
-	// promised, so there all of them are taken now.
+	// The kernel allocates pages when they are touched, and kills a process that
+	// touches a page which it cannot allocate. That happens where the kernel does not
+	// overcommit memory, so there all pages are allocated now.
 	if mode, _ := os.ReadFile("/proc/sys/vm/overcommit_memory"); len(mode) > 0 && mode[0] == '2' {
 		if err := unix.Fallocate(fd, 0, 0, int64(size)); err != nil {
 			return fmt.Errorf("fallocate of %d bytes: %w", size, err)
@@ -52,8 +51,8 @@ func sizeMemfd(fd, size int) error {
 }
 
 // MapMemfd maps a memory file of exactly size bytes, shared, for reading and
-// writing. The descriptor may come from somebody else: it is refused unless
-// accesses to the mapping are sure not to fault. It may be closed afterwards.
+// writing. The descriptor may come from another process: the file is refused unless
+// accesses to the mapping never fault. The descriptor may be closed afterwards.
 func MapMemfd(fd, size int) ([]byte, error) {
 	if size <= 0 {
 		return nil, fmt.Errorf("mapping %d bytes: %w", size, unix.EINVAL)
@@ -73,7 +72,7 @@ func MapMemfd(fd, size int) ([]byte, error) {
 	if st.Size != int64(size) {
 		return nil, fmt.Errorf("memory file of %d bytes, must be %d: %w", st.Size, size, unix.EINVAL)
 	}
-	// Huge pages can run out at an access, which is then a bus error.
+	// The machine may run out of huge pages; an access is then a bus error.
 	var fs unix.Statfs_t
 	if err := unix.Fstatfs(fd, &fs); err != nil {
 		return nil, fmt.Errorf("fstatfs: %w", err)
@@ -88,9 +87,9 @@ func MapMemfd(fd, size int) ([]byte, error) {
 	return b, nil
 }
 
-// MapMemfdWhole maps all of a memory file, shared, for reading, and for writing if that
-// is asked for. The descriptor comes from somebody else: it is refused unless the file
-// cannot become shorter.
+// MapMemfdWhole maps all of a memory file, shared, for reading, and for writing if write
+// is set. The descriptor comes from another process: the file is refused unless it is
+// sealed against becoming shorter.
 func MapMemfdWhole(fd int, write bool) ([]byte, error) {
 	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	if err != nil {
@@ -125,7 +124,7 @@ func ReopenRead(fd int) (int, error) {
 	return unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDONLY|unix.O_CLOEXEC, 0)
 }
 
-// Unmap gives up a mapping. Nobody may touch it any more.
+// Unmap unmaps memory. No goroutine may touch it any more.
 func Unmap(b []byte) error { return unix.Munmap(b) }
 
 // CloseFD closes a descriptor that is not wrapped in anything.

@@ -11,9 +11,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// livesInMemory reports whether files of this device are never read from anywhere:
-// memfd and shared anonymous memory, which are on a tmpfs of the kernel's own; and
-// mounted tmpfs, ramfs and hugetlbfs. What is not known is not.
+// livesInMemory reports whether files of this device exist in memory alone, and are never
+// read from storage: memfd and shared anonymous memory, which are on a tmpfs of the
+// kernel's own; and mounted tmpfs, ramfs and hugetlbfs. It returns false for a device
+// that is not known.
 func livesInMemory(major, minor uint32) bool {
 	if onKernelTmpfs(major, minor) {
 		return true
@@ -46,9 +47,9 @@ var kernelTmpfs = sync.OnceValues(func() (device uint64, ok bool) {
 	return uint64(unix.Major(st.Dev))<<32 | uint64(unix.Minor(st.Dev)), true
 })
 
-// mountTable is /proc/self/mountinfo and what was read of it. The numbers of devices
-// are used again for other file systems, so it is read again when poll(2) says that
-// something was mounted or unmounted.
+// mountTable is /proc/self/mountinfo and what was read from it. The kernel reuses the
+// numbers of devices for other file systems, so the file is read again when poll(2)
+// reports that something was mounted or unmounted.
 type mountTable struct {
 	fd      int
 	devices atomic.Pointer[map[uint64]bool] // those that are in memory
@@ -71,14 +72,14 @@ func (t *mountTable) inMemory(device uint64) bool {
 	return (*devices)[device]
 }
 
-// changed asks the kernel, which says it once.
+// changed reports whether mounts have changed. The kernel reports each change once.
 func (t *mountTable) changed() bool {
 	fds := [1]unix.PollFd{{Fd: int32(t.fd), Events: unix.POLLPRI}}
 	n, err := unix.Poll(fds[:], 0)
 	return n != 0 || err != nil
 }
 
-// read makes the list anew. A change during the reading is told by the next poll.
+// read makes the list anew. The next poll reports a change that happens meanwhile.
 func (t *mountTable) read() *map[uint64]bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()

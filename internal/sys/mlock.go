@@ -3,8 +3,8 @@ package sys
 // Locking pages in memory.
 //
 // mlock(2) does not count: two mlocks and one munlock leave a page unlocked. So
-// the locks of this process are counted here, by runs of pages, and a page is
-// unlocked when the last range that covers it is.
+// lockCounts counts the locks of this process, by runs of pages, and unlocks a page
+// when the last range that covers it is unlocked.
 //
 // The runs are kept in buckets of the address space, so that adding one moves
 // at most the runs of its bucket.
@@ -19,7 +19,7 @@ import (
 
 var pageSize = uintptr(os.Getpagesize())
 
-// PageAlign widens a range to whole pages. The range must not pass the end of
+// PageAlign widens a range to whole pages. The range must not reach beyond the end of
 // the address space.
 func PageAlign(addr, n uintptr) (start, end uintptr) {
 	start = addr &^ (pageSize - 1)
@@ -64,8 +64,8 @@ type lockCounts struct {
 func (c *lockCounts) lock(start, end uintptr) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	// All pages are locked, also those that were before: the program may have
-	// unmapped them and mapped others at the same place.
+	// All pages are locked, also those that are counted as locked: the program may
+	// have unmapped them and mapped others at the same place.
 	err := c.mlock(start, end)
 	c.changeLocked(start, end, 1)
 	if err != nil {
@@ -82,7 +82,7 @@ func (c *lockCounts) unlock(start, end uintptr) {
 
 func (c *lockCounts) unlockLocked(start, end uintptr) {
 	for _, r := range c.changeLocked(start, end, -1) {
-		_ = c.munlock(r.start, r.end) // fails if they are mapped no more: then they are not locked either
+		_ = c.munlock(r.start, r.end) // fails if they are not mapped any more: then they are not locked either
 	}
 }
 

@@ -6,10 +6,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Calls about ranges of addresses rather than slices: the memory may be mapped
-// only in part, and a slice of it would be a lie. They are sound because the
-// kernel checks every address, and because nothing of that memory is read or
-// written.
+// Calls that take ranges of addresses rather than slices: the memory may be mapped
+// only in part, and Go must not have a slice of memory that is not mapped. They are
+// sound because the kernel checks every address, and because the calls neither read nor
+// write the memory.
 
 func mlock(start, end uintptr) error {
 	return errnoOrNil(unix.Syscall(unix.SYS_MLOCK, start, end-start, 0))
@@ -27,8 +27,8 @@ func msync(start, end uintptr) error {
 	return errnoOrNil(unix.Syscall(unix.SYS_MSYNC, start, end-start, unix.MS_SYNC))
 }
 
-// mincore fills a byte for each page. The range has as many pages as vec has bytes,
-// which is checked, so the kernel writes nothing behind it.
+// mincore fills a byte of vec for each page. It checks that the range has at most as many
+// pages as vec has bytes, so the kernel writes nothing behind vec.
 func mincore(start, end uintptr, vec []byte) error {
 	if start >= end || uintptr(len(vec)) < (end-start+pageSize-1)/pageSize {
 		return unix.EINVAL

@@ -12,13 +12,14 @@ import (
 // Many datagrams in one system call, without an allocation.
 //
 // Why this is sound. Every pointer that the kernel follows (names, pieces,
-// control data) is stored as a Go pointer in a field that the collector knows,
+// control data) is stored as a Go pointer in a field that the collector sees,
 // in slices that live as long as their batch; uintptr occurs only in the
-// argument list of a system call. Lengths are taken from the very slices that
-// the pointers come from. The calls carry MSG_DONTWAIT, so they do not block
-// and may use the raw form, which does not tell the scheduler. It is package
-// syscall's RawSyscall6: after a system call every return is mispredicted, and the
-// others have one or two more.
+// argument list of a system call. Lengths are taken from the slices that the pointers
+// come from. The calls have MSG_DONTWAIT, so they do not block and may be raw system
+// calls, of which the scheduler has no notice.
+//
+// RawSyscall6 is that of package syscall: the processor mispredicts every return after a
+// system call, and the one of package unix has one or two more returns.
 
 // mmsghdr is the kernel's struct mmsghdr.
 type mmsghdr struct {
@@ -47,7 +48,7 @@ func MakeSockaddr(a netip.AddrPort) (s Sockaddr) {
 	return s
 }
 
-// Room for three control messages with an int each: segment size, traffic
+// ctlLen is room for three control messages with an int each: segment size, traffic
 // class, hop limit.
 const ctlLen = 3 * 24
 
@@ -74,8 +75,9 @@ func (c *ctlBuf) put(at int, level, typ int32, size int, v int) int {
 // segmented send (UIO_MAXIOV).
 const MaxPieces = 1024
 
-// SendBatch collects datagrams for one system call. A message is begun with its
-// destination, given its pieces and ended.
+// SendBatch collects messages for one system call. Add adds pieces to the open message;
+// End ends it, with its destination, and opens the next. A message is one datagram, or
+// several of the same size.
 type SendBatch struct {
 	hdrs []mmsghdr
 	iovs []unix.Iovec
@@ -94,21 +96,21 @@ func NewSendBatch(messages, pieces int) *SendBatch {
 	}
 }
 
-// Room returns how many more messages and pieces there is room for, the open
-// message's not counted.
+// Room returns how many more messages there is room for, with the open one, and how many
+// more pieces.
 func (b *SendBatch) Room() (messages, pieces int) { return len(b.hdrs) - b.n, len(b.iovs) - b.used }
 
 // Len returns the number of messages ended.
 func (b *SendBatch) Len() int { return b.n }
 
-// Pieces returns the number of pieces added, OpenPieces that of the open
-// message.
+// Pieces returns the number of pieces of all messages.
 func (b *SendBatch) Pieces() int { return b.used }
 
 // OpenPieces returns the number of pieces of the open message.
 func (b *SendBatch) OpenPieces() int { return b.used - b.open }
 
-// Truncate takes back the open message's latest pieces, down to so many in all.
+// Truncate removes the last pieces of the open message, until all messages together have
+// so many.
 func (b *SendBatch) Truncate(pieces int) { b.used = max(min(pieces, b.used), b.open) }
 
 // Reset forgets all messages, and with them the memory that they refer to.
@@ -129,8 +131,9 @@ func (b *SendBatch) Add(p []byte) {
 	b.used++
 }
 
-// End ends the message: to whom it goes, the size of the datagrams to cut it
-// into (0: it is one), and the traffic class and hop limit (0: the socket's own).
+// End ends the open message. segment is the size of the datagrams that the kernel makes
+// of it (0: it is one datagram). A traffic class and a hop limit of 0 mean the socket's
+// own.
 func (b *SendBatch) End(to *Sockaddr, segment int, tclass, hopLimit uint8) {
 	h := &b.hdrs[b.n].hdr
 	h.Name, h.Namelen = &to.raw[0], to.n
@@ -179,8 +182,8 @@ func (b *SendBatch) EachPiece(i int, f func(p []byte)) {
 	}
 }
 
-// Send sends the messages from the given one on. It returns how many the kernel
-// took; if that is none, why.
+// Send sends the messages from the given one on, and returns how many the kernel took.
+// There is an error only if it took none.
 func (s *UDPSocket) Send(b *SendBatch, from int) (int, error) {
 	if from >= b.n {
 		return 0, nil
@@ -206,8 +209,8 @@ func (s *UDPSocket) Send(b *SendBatch, from int) (int, error) {
 	}
 }
 
-// SendTo sends one datagram, with the socket's own traffic class and hop limit: cheaper
-// than a message whose header the kernel must fetch.
+// SendTo sends one datagram, with the socket's own traffic class and hop limit. It is
+// cheaper than Send, for which the kernel has to read a message header from memory.
 func (s *UDPSocket) SendTo(p []byte, to *Sockaddr) error {
 	for {
 		_, _, e := syscall.RawSyscall6(unix.SYS_SENDTO, uintptr(s.fd), uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p)),
@@ -257,8 +260,8 @@ func NewRecvBatch(n, size int) *RecvBatch {
 // Cap returns how many datagrams there is room for.
 func (b *RecvBatch) Cap() int { return len(b.hdrs) }
 
-// Recv takes at most limit datagrams that have arrived, over those that the
-// batch held before. It returns 0 if there are none.
+// Recv takes at most limit datagrams that have arrived, in place of those that the
+// batch had before, and returns how many; 0 if none has arrived.
 func (s *UDPSocket) Recv(b *RecvBatch, limit int) (int, error) {
 	limit = min(limit, len(b.hdrs))
 	if limit <= 0 {
@@ -291,15 +294,15 @@ func (s *UDPSocket) Recv(b *RecvBatch, limit int) (int, error) {
 	}
 }
 
-// Datagram is something received: one datagram, or several of Segment bytes
+// Datagram is what one receive returned: one datagram, or several of Segment bytes
 // each (the last may be shorter) from one sender.
 type Datagram struct {
 	From      netip.AddrPort
 	Bytes     []byte
-	Segment   int   // 0: it is one
+	Segment   int   // 0: it is one datagram
 	Truncated bool  // it was longer than the buffer
 	TClass    uint8 // 0 if RecvHeader was not called
-	HopLimit  uint8 // likewise DefaultHopLimit
+	HopLimit  uint8 // DefaultHopLimit if RecvHeader was not called
 }
 
 // Get describes datagram i of the last Recv. Bytes are valid until the next.

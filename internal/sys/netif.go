@@ -8,8 +8,8 @@ import (
 )
 
 // Interface returns the network interface that has a local address, and its
-// MTU. All of the loopback network counts as the loopback interface's, as it
-// does to the kernel.
+// MTU. The loopback interface has all addresses of the loopback network, as for the
+// kernel.
 func Interface(addr netip.Addr) (name string, mtu int, err error) {
 	ifs, err := net.Interfaces()
 	if err != nil {
@@ -18,7 +18,7 @@ func Interface(addr netip.Addr) (name string, mtu int, err error) {
 	for _, i := range ifs {
 		addrs, err := i.Addrs() // none, if the interface went away
 		if err != nil {
-			return "", 0, err // no descriptor is free, for one
+			return "", 0, err // such as EMFILE
 		}
 		for _, a := range addrs {
 			n, ok := a.(*net.IPNet)

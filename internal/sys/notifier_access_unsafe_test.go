@@ -43,8 +43,8 @@ var changes = []struct {
 	}},
 }
 
-// TestNotifierAccess: while an access is under way nobody's change of watched memory
-// returns; others turn back until what was announced is applied.
+// TestNotifierAccess: while an access is under way no change of watched memory returns;
+// Enter lets no other access in until the announced change is applied.
 func TestNotifierAccess(t *testing.T) {
 	n := openTestNotifier(t)
 	for _, c := range changes {
@@ -118,8 +118,8 @@ func TestNotifierOverrun(t *testing.T) {
 		if err := c.do(a); err != nil {
 			t.Error(c.name, err)
 		}
-		// Mapping over it, closed, raises an event of the kernel besides, which nobody
-		// waits for once more.
+		// Mapping over it, closed, also raises an event of the kernel, for which the thread
+		// does not wait a second time.
 		if took := time.Since(began); took < 90*time.Millisecond {
 			t.Errorf("%s: it took %v", c.name, took)
 		}
@@ -146,7 +146,7 @@ func TestNotifierOverrun(t *testing.T) {
 	}
 }
 
-// TestNotifierClosing: what is closed when, and what is told of it.
+// TestNotifierClosing: when a range is closed, and which changes are reported for it.
 func TestNotifierClosing(t *testing.T) {
 	n := openTestNotifier(t)
 	if !closetest.Offered() {
@@ -212,7 +212,7 @@ func TestNotifierClosing(t *testing.T) {
 	if closetest.OfferedInChild() {
 		t.Error("the child of a fork would close ranges of its parent")
 	}
-	// More than there are slots: something was lost, and that is told.
+	// More changes than there are slots: Take reports that some were lost.
 	for range closedSlots + 1 {
 		if _, err := closetest.MapOver(a, a+p); err != nil {
 			t.Fatal(err)
@@ -229,8 +229,8 @@ func TestNotifierClosing(t *testing.T) {
 	}
 }
 
-// TestNotifierTicket: the words change before a change of mappings returns, and are not
-// touched after RemoveTicket, whatever goes on.
+// TestNotifierTicket: tickets change before a change of mappings returns, and are not
+// touched after RemoveTicket, whatever happens meanwhile.
 func TestNotifierTicket(t *testing.T) {
 	n := openTestNotifier(t)
 	a := mapPages(t, 8, readWrite, unix.MAP_PRIVATE)
@@ -257,7 +257,7 @@ func TestNotifierTicket(t *testing.T) {
 	if err := madvise(a+4*pageSize, a+5*pageSize, unix.MADV_DONTNEED); err != nil || w.Load() != before {
 		t.Errorf("%v; the word went from %d to %d after it was removed", err, before, w.Load())
 	}
-	// Words that come and go, with their memory, while there are changes.
+	// Tickets that come and go, with their memory, while mappings change.
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
 	wg.Go(func() {
@@ -283,7 +283,7 @@ func TestNotifierTicket(t *testing.T) {
 			t.Fatal(err)
 		}
 		n.RemoveTicket(w)
-		if err := unix.MunmapPtr(p, pageSize); err != nil { // a late touch would end the process
+		if err := unix.MunmapPtr(p, pageSize); err != nil { // to touch it afterwards would end the process
 			t.Fatal(err)
 		}
 	}
@@ -328,7 +328,8 @@ type victim struct {
 	stale      atomic.Bool
 }
 
-// victims are the consumer's side: who finds something changed makes victims stale.
+// victims are the consumer's side: a goroutine that finds something changed makes victims
+// stale.
 type victims struct {
 	n   *Notifier
 	mu  sync.Mutex // guards what follows, and applying
@@ -441,8 +442,8 @@ func TestNotifierMapOver(t *testing.T) {
 	}
 }
 
-// What a bracket costs, and what it costs who unmaps: without accesses, and with some
-// that go on all the time.
+// What a bracket costs the access, and what it costs a thread that unmaps: without
+// accesses, and with accesses all the time.
 func BenchmarkNotifierAccess(b *testing.B) {
 	n := openTestNotifier(b)
 	b.Run("enter, leave", func(b *testing.B) {
@@ -458,7 +459,7 @@ func BenchmarkNotifierAccess(b *testing.B) {
 	}
 	buf := make([]MapChange, 16)
 	var taking sync.Mutex
-	settle := func() {
+	apply := func() {
 		taking.Lock()
 		for k := 1; k != 0; {
 			k, _, _ = n.Take(buf, true)
@@ -474,7 +475,7 @@ func BenchmarkNotifierAccess(b *testing.B) {
 					from, to := make([]byte, size), make([]byte, size)
 					for !stop.Load() {
 						if !n.Enter(1) {
-							settle()
+							apply()
 							continue
 						}
 						copy(to, from)
@@ -487,7 +488,7 @@ func BenchmarkNotifierAccess(b *testing.B) {
 				began := time.Now()
 				madvise(a, a+2*pageSize, unix.MADV_DONTNEED)
 				longest = max(longest, time.Since(began))
-				settle()
+				apply()
 			}
 			stop.Store(true)
 			wg.Wait()
@@ -499,7 +500,7 @@ func BenchmarkNotifierAccess(b *testing.B) {
 			if _, err := closetest.MapOver(a, a+pageSize); err != nil {
 				b.Fatal(err)
 			}
-			settle()
+			apply()
 		}
 	})
 }

@@ -14,9 +14,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The C side of the notifier, in notifier*.c. It is sound to hand over the ring:
-// it is no Go memory, and it is never unmapped. The constants below do not compile
-// if the two sides disagree about where its fields are.
+// The C side of the notifier, in notifier*.c. It is sound to give C the ring: it is not
+// Go memory, and it is never unmapped. The constants below do not compile if the two
+// sides disagree about where its fields are.
 
 const haveCgo = true
 

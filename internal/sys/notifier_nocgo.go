@@ -3,7 +3,7 @@
 package sys
 
 // Without cgo there is no thread that could read a userfaultfd: a goroutine must
-// not (see notifier_unsafe.go). OpenNotifier says so and starts nothing.
+// not (see notifier_unsafe.go). OpenNotifier returns an error and starts nothing.
 
 import "golang.org/x/sys/unix"
 

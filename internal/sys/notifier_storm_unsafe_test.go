@@ -20,9 +20,9 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys/forktest"
 )
 
-// consumer is a user of the notifier as it is meant: who finds something changed
-// takes a lock, takes and applies until nothing is left. Applying is counting, by
-// the page that a change begins with.
+// consumer uses the notifier as it is meant to be used: a goroutine that finds something
+// changed locks mu, then takes and applies changes until nothing is left. To apply a change
+// is to count it, by the page that it begins with.
 type consumer struct {
 	n    *Notifier
 	mu   sync.Mutex
@@ -57,9 +57,9 @@ func (c *consumer) count(start uintptr) int {
 	return c.seen[start]
 }
 
-// TestNotifierStorm: many unmap and map at once. Whoever has unmapped something and
-// then settles, if Changed says so, has it applied, every time: by himself, or by
-// another who was faster.
+// TestNotifierStorm: many goroutines unmap and map at once. When a goroutine has unmapped
+// something and then applied all changes, if Changed reports any, its own change is applied,
+// every time: by this goroutine, or by another that was faster.
 func TestNotifierStorm(t *testing.T) {
 	n := openTestNotifier(t)
 	c := &consumer{n: n, seen: make(map[uintptr]int)}
@@ -122,8 +122,8 @@ func TestNotifierStorm(t *testing.T) {
 
 // TestNotifierCollector: everything in the process is watched that can be, also the
 // Go heap and the stacks of threads, the notifier's too, while the collector runs,
-// gives memory back, and threads end. Were the reader a goroutine, or did the thread
-// wait for anybody, this would stand still. For a part of the time nobody takes.
+// gives memory back, and threads end. If the reader were a goroutine, or the thread waited
+// for one, this would stand still. For a part of the time no goroutine takes events.
 func TestNotifierCollector(t *testing.T) {
 	n := openTestNotifier(t)
 	watchEverything := func() {
@@ -205,8 +205,8 @@ func litter(with byte) {
 	runtime.KeepAlive(&b)
 }
 
-// TestNotifierCloseStorm: it is closed while others unmap, watch and take. Nobody
-// hangs, and nothing stays watched.
+// TestNotifierCloseStorm: the notifier is closed while other goroutines unmap, watch and
+// take. None hangs, and nothing stays watched.
 func TestNotifierCloseStorm(t *testing.T) {
 	rounds := 30
 	if testing.Short() {
@@ -295,9 +295,8 @@ func threadStopDescriptor(t *testing.T, userfault int) int {
 	return -1
 }
 
-// TestNotifierHeldDescriptor: somebody else holds a copy of the descriptor, as the
-// child of a bare clone(2) does until it calls exec. Closing ends the watching
-// nevertheless.
+// TestNotifierHeldDescriptor: another process has a copy of the descriptor, as the child of
+// a bare clone(2) has until it calls exec. Closing ends the watching nevertheless.
 func TestNotifierHeldDescriptor(t *testing.T) {
 	n := openTestNotifier(t)
 	a := mapPages(t, 8, readWrite, unix.MAP_PRIVATE)
@@ -315,8 +314,8 @@ func TestNotifierHeldDescriptor(t *testing.T) {
 	munmapRange(t, a, a+8*pageSize)
 }
 
-// TestNotifierDead: a program closes descriptors that are not its own. The notifier
-// says that it is dead, and nobody waits for it.
+// TestNotifierDead: a program closes descriptors that are not its own. Err reports that the
+// notifier is dead, and no call waits for it.
 func TestNotifierDead(t *testing.T) {
 	n := openTestNotifier(t)
 	a := mapPages(t, 8, readWrite, unix.MAP_PRIVATE)

@@ -1,29 +1,33 @@
 package sys
 
-// The notifier: the kernel tells what happens to mappings of this process.
+// The notifier: the kernel reports changes of this process's mappings.
 //
-// Memory is watched by registering it with a userfaultfd (userfault_unsafe.go).
-// Whoever then unmaps it, moves it or gives its pages back sleeps in the kernel
-// until the event has been read. A goroutine must not be the reader. The Go
-// runtime itself gives memory back, sometimes while the world is stopped; and a
-// goroutine that sleeps in a page fault or a raw system call cannot be stopped:
-// in both cases no other goroutine runs again, the reader neither. So a C thread
-// reads (notifier.c), and leaves what it read in a ring that is no Go memory.
+// Memory is watched by registering it with a userfaultfd (userfault_unsafe.go). A thread
+// that then unmaps it, moves it or gives its pages back sleeps in the kernel until the
+// event has been read. The reader must not be a goroutine. The Go runtime itself gives
+// memory back, sometimes while the world is stopped; and a goroutine that sleeps in a
+// page fault or a raw system call cannot be stopped. In both cases no other goroutine
+// runs until the event is read, so a goroutine would never read it. So a C thread reads
+// (notifier.c), and leaves what it read in a ring outside Go memory.
 //
-// Stages: the thread announces, waits for accesses that are under way, reads, and
-// publishes in the ring; Changed and Enter see the announcement; Take waits for what is
-// announced to be published, and takes it. Before some system calls a preloaded library
-// closes a range of addresses (notifier_close.c), which is announced and published in the
-// same manner. What accesses do is in notifier_access.go.
+// Stages:
+//
+//  1. The thread announces that there are events, waits for accesses that are under way,
+//     reads the events, and publishes them in the ring.
+//  2. Changed and Enter see the announcement.
+//  3. Take waits until what was announced is published, and takes it.
+//
+// Before some system calls a preloaded library closes a range of addresses
+// (notifier_close.c), which is announced and published in the same way. The brackets of
+// accesses are in notifier_access.go.
 //
 // The child of a fork has no notifier. It has no such thread, and its copy of the
 // ring reads as zeros (MADV_WIPEONFORK), by which every method here notices that it
-// is in a child and keeps its hands off the parent's descriptor.
+// is in a child and does not use the parent's descriptor.
 //
 // Why this is sound. The ring is mapped once, never unmapped, and has the layout of
-// the C side. Words that both sides use are used atomically. A slot is written
-// before head moves over it and read before tail does, so nobody reads a slot that
-// is being written.
+// the C side. Both sides use shared words atomically. A slot is written before head moves
+// over it and read before tail does, so no slot is read while it is being written.
 
 import (
 	"fmt"
@@ -41,14 +45,14 @@ type MapChangeKind uint8
 // The kinds of change.
 const (
 	// Unmapped: nothing is mapped there any more (munmap, a shrinking mremap), or
-	// something else is (mmap over it). It is told after it was done.
+	// something else is (mmap over it). It is reported after the change.
 	Unmapped MapChangeKind = iota + 1
-	// Discarded: the pages' content is given up, the mapping stays (MADV_DONTNEED,
-	// MADV_FREE, MADV_REMOVE). It is told before it is done: pages that are looked at
-	// at once may still be there.
+	// Discarded: the content of the pages is given up, the mapping stays (MADV_DONTNEED,
+	// MADV_FREE, MADV_REMOVE). It is reported before the change: the pages may still be
+	// present for a moment.
 	Discarded
-	// Moved: the mapping is at another address now, as long as before (mremap). Where
-	// it was, nothing is mapped; that is told as Unmapped besides, in either order.
+	// Moved: the mapping is at another address, as long as before (mremap). Nothing is
+	// mapped at the old address; that is also reported as Unmapped, before or after.
 	Moved
 )
 
@@ -92,7 +96,7 @@ type accessCount struct {
 	_    [7]uint64
 }
 
-// ring has the layout of struct vn_ring of notifier.h, which says what the words mean.
+// ring has the layout of struct vn_ring of notifier.h, which documents its fields.
 type ring struct {
 	moved    atomic.Uint64
 	consumed atomic.Uint64
@@ -130,12 +134,12 @@ type ring struct {
 	units    [unitWords]atomic.Uint64
 }
 
-// Notifier tells about changes of mappings that are watched. There is at most one
+// Notifier reports changes of mappings that are watched. There is at most one
 // in a process at a time: two could not watch the same memory. All methods may be
 // called from any goroutine.
 //
-// The events are taken by one consumer at a time, who holds a lock of his own from
-// before Take until he has applied what he took.
+// One consumer at a time takes events: it holds a lock of its own from before Take until
+// it has applied what it took.
 type Notifier struct {
 	r *ring
 
@@ -152,10 +156,10 @@ var notifier struct {
 	open bool
 }
 
-// OpenNotifier starts the process's notifier. The error says in words what is
-// missing and wraps an errno: ENOTSUP, the program was built without cgo; ENOSYS,
-// EPERM, the kernel or seccomp refuses userfaultfd; EINVAL, the kernel's is too old;
-// EBUSY, there is one already.
+// OpenNotifier starts the process's notifier. The error says what is missing and wraps
+// an errno: ENOTSUP, the program was built without cgo; ENOSYS or EPERM, the kernel or
+// seccomp refuses userfaultfd; EINVAL, the kernel's userfaultfd is too old; EBUSY, the
+// process has a notifier already.
 func OpenNotifier() (*Notifier, error) {
 	notifier.mu.Lock()
 	defer notifier.mu.Unlock()
@@ -202,7 +206,7 @@ func theRingLocked() (*ring, error) {
 		return notifier.ring, nil
 	}
 	size := unsafe.Sizeof(ring{})
-	// Most of it are the bits of units, of which few pages are ever used.
+	// Most of the ring is the bits of units, of which few pages are ever used.
 	p, err := unix.MmapPtr(-1, 0, nil, size, unix.PROT_READ|unix.PROT_WRITE,
 		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
 	if err != nil {
@@ -219,8 +223,8 @@ func theRingLocked() (*ring, error) {
 	return notifier.ring, nil
 }
 
-// beginLocked makes the ring ready for another notifier. Nothing of the one before is
-// pending. The other words only grow: an access or a closing may still be under way.
+// beginLocked makes the ring ready for another notifier, and drops what the previous one
+// left in it. The other words only grow: an access or a closing may still be under way.
 func (r *ring) beginLocked() {
 	r.lost.Store(0)
 	r.dead.Store(0)
@@ -229,15 +233,15 @@ func (r *ring) beginLocked() {
 	r.consumed.Store(r.moved.Load())
 }
 
-// Changed reports whether there is something to Take. After an munmap, mremap or
-// madvise of watched memory has returned it is true for everybody who knows that
-// it has returned, and stays so until all of it was taken and applied.
+// Changed reports whether there is something to Take. A goroutine that runs after an
+// munmap, mremap or madvise of watched memory has returned sees true, until the change
+// was taken and applied.
 func (n *Notifier) Changed() bool { return n.r.moved.Load() != n.r.consumed.Load() }
 
-// How often Take looks for what the thread has announced: at first at once, then
-// after letting other threads run (often the thread has the processor that we are
-// on), then after naps: for about a fifth of a second, since the thread itself may wait
-// for accesses for half of that.
+// How often await looks for what the thread has announced: first in a loop, then after
+// letting other threads run (the thread may need this processor), then after naps. All
+// that takes about a fifth of a second, since the thread itself may wait for accesses for
+// half of that.
 const (
 	takeSpins  = 64
 	takeYields = 256
@@ -245,17 +249,20 @@ const (
 	takeNap    = 100 * time.Microsecond
 )
 
-// Take takes events in the order in which they were published, and returns how
-// many. If lost is set, events are missing, and everything may have changed: also
-// when the thread was not given the processor for long, and when it is dead (Err).
-// If more is set, buf was too small, or a range is being closed for longer than a tenth
-// of a second: what that changes comes later. Otherwise everything that was announced
-// before the call has been taken. Without wait it does not wait for what is announced
-// and not published, but says that there is more.
+// Take takes events in the order in which they were published, and returns how many.
 //
-// A Take that returns nothing tells that all that earlier ones returned has been
-// applied, and only then Changed becomes false: nobody gets past Changed between
-// the taking and the applying.
+//   - If lost is set, events are missing, and everything may have changed. That is also
+//     so if the thread did not run for long, or is dead (Err).
+//   - If more is set, there are or will be more events: buf was too small, or a range is
+//     still being closed.
+//   - If neither is set, everything that was announced before the call has been taken.
+//
+// Without wait, Take does not wait for events that are announced and not published, but
+// sets more.
+//
+// A call of Take that returns nothing means that the caller has applied all that earlier
+// calls returned. Only then Changed becomes false: no goroutine gets past Changed between
+// taking and applying.
 func (n *Notifier) Take(buf []MapChange, wait bool) (k int, lost, more bool) {
 	n.taking.Lock()
 	defer n.taking.Unlock()
@@ -263,7 +270,7 @@ func (n *Notifier) Take(buf []MapChange, wait bool) (k int, lost, more bool) {
 	if r.open.Load() == 0 {
 		return 0, false, false // closed, or the child of a fork
 	}
-	// In this order: who announces moves these two before.
+	// In this order: the thread and the closers add to announced and begun before moved.
 	moved := r.moved.Load()
 	announced, begun := r.announced.Load(), r.begun.Load()
 	late, closing := false, false
@@ -296,10 +303,10 @@ func (n *Notifier) Take(buf []MapChange, wait bool) (k int, lost, more bool) {
 	return k, lost, more || closing
 }
 
-// await waits until a word has reached a value. The thread waits for nobody for long,
-// so that takes as long as it takes the kernel to run it; a closer takes as long as
-// its system call. The runtime's own sleep would take a millisecond where nothing else
-// is to be done.
+// await waits until a word has reached a value, and reports whether it has. The thread
+// never waits for long, so that takes as long as it takes the kernel to run the thread; a
+// closer takes as long as its system call. It does not use time.Sleep, which takes a
+// millisecond in an idle process.
 func await(word *atomic.Uint64, value uint64) bool {
 	nap := unix.NsecToTimespec(int64(takeNap))
 	for i := range takeSpins + takeYields + takeNaps {
@@ -316,7 +323,7 @@ func await(word *atomic.Uint64, value uint64) bool {
 	return false
 }
 
-// change says what an event of the kernel means.
+// change converts an event of the kernel.
 func (s *slot) change() (MapChange, bool) {
 	switch s.kind {
 	case eventUnmap:
@@ -331,14 +338,16 @@ func (s *slot) change() (MapChange, bool) {
 
 // Watch asks for the events of a range: whole pages of one mapping, of its PageSize
 // (Mapping.Clip). It may be watched already. A mapping that is made there later is
-// not watched. Errors are the kernel's: EINVAL, nothing is mapped there or not of a
-// kind that can be watched; ENOMEM, there would be too many mappings; EBUSY,
-// the program has it in a userfaultfd of its own, and making its pages present may
-// wait for that program; and EBADF, the notifier is closed or dead, or we are in the
-// child of a fork.
+// not watched. The errors:
+//
+//   - EINVAL: nothing is mapped there, or nothing that can be watched;
+//   - ENOMEM: there would be too many mappings;
+//   - EBUSY: the program has the range in a userfaultfd of its own, and making its pages
+//     present may wait for the program;
+//   - EBADF: the notifier is closed or dead, or this is the child of a fork.
 func (n *Notifier) Watch(start, end uintptr) error {
 	if start < end {
-		n.r.noteWatched(start, end) // first: who closes a range must not miss it
+		n.r.noteWatched(start, end) // first: the preloaded library must not miss it
 	}
 	return n.withDescriptor(start, end, userfaultRegister)
 }
@@ -360,9 +369,9 @@ func (n *Notifier) withDescriptor(start, end uintptr, do func(fd int, start, end
 	return do(n.fd, start, end)
 }
 
-// Err returns why the thread has ended by itself, or nil. It does so only if reading
-// fails, as when somebody closes descriptors that are not his. Nothing is watched
-// then, and Take always says lost.
+// Err returns why the thread has ended by itself, or nil. The thread ends only if reading
+// fails, as when the program closes descriptors that are not its own. Nothing is watched
+// then, and Take always sets lost.
 func (n *Notifier) Err() error {
 	if e := n.r.dead.Load(); e != 0 {
 		return fmt.Errorf("the notifier's userfaultfd: %w", unix.Errno(e))
@@ -382,8 +391,8 @@ func (n *Notifier) Close() error {
 	if closed || n.r.open.Load() == 0 {
 		return nil
 	}
-	// The child of a fork that came in an odd moment may hold the descriptor, and the
-	// kernel would go on watching after we have closed it. So it is told.
+	// The child of a fork may have inherited the descriptor, and the kernel would go on
+	// watching after this process has closed it. So everything is unregistered first.
 	if n.r.dead.Load() == 0 {
 		unwatchAll(n.fd)
 	}
@@ -396,13 +405,13 @@ func (n *Notifier) Close() error {
 	return nil
 }
 
-// unwatchAll goes through all mappings; those that were not watched refuse.
+// unwatchAll unregisters all mappings; the calls for those that were not watched fail.
 func unwatchAll(fd int) {
 	for m, err := NextMapping(0); err == nil; m, err = NextMapping(m.End) {
 		_ = userfaultUnregister(fd, m.Start, m.End)
 	}
 }
 
-// addressOf returns where a word lies. The caller of AddTicket answers for it that the
-// collector neither moves nor frees it.
+// addressOf returns where a word lies. This is sound because the caller of AddTicket
+// ensures that the word is outside the Go heap: the collector neither moves nor frees it.
 func addressOf(word *atomic.Uint64) uint64 { return uint64(uintptr(unsafe.Pointer(word))) }

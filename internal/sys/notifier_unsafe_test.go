@@ -96,7 +96,7 @@ func takeAll(t testing.TB, n *Notifier) (all []MapChange, lost bool) {
 
 const readWrite = unix.PROT_READ | unix.PROT_WRITE
 
-// TestNotifierEvents: what each change of a mapping of eight pages is told as.
+// TestNotifierEvents: how each change of a mapping of eight pages is reported.
 func TestNotifierEvents(t *testing.T) {
 	n := openTestNotifier(t)
 	p := pageSize
@@ -324,8 +324,8 @@ func allowHugePages(t *testing.T) {
 	}
 }
 
-// TestNotifierKinds: every kind of memory can be watched, is told about, and is not
-// disturbed by it.
+// TestNotifierKinds: every kind of memory can be watched, its changes are reported, and its
+// content stays.
 func TestNotifierKinds(t *testing.T) {
 	n := openTestNotifier(t)
 	for _, kind := range kinds {
@@ -459,8 +459,8 @@ func TestNotifierSmallBuffer(t *testing.T) {
 	}
 }
 
-// TestNotifierOverflow: nobody takes events, so some are lost; nobody waits for
-// that, it is told, and what comes afterwards is complete again.
+// TestNotifierOverflow: no goroutine takes events, so some are lost. No thread waits for
+// that, Take reports it, and later events are complete again.
 func TestNotifierOverflow(t *testing.T) {
 	n := openTestNotifier(t)
 	p := pageSize

@@ -1,8 +1,8 @@
 package sys
 
-// Which pages are present: the PAGEMAP_SCAN ioctl on /proc/self/pagemap (Linux
-// 6.7), which skips what is empty and returns runs; or else reading it, eight
-// bytes for a page.
+// Which pages are present: by the PAGEMAP_SCAN ioctl on /proc/self/pagemap (Linux
+// 6.7), which skips empty ranges and returns runs of pages; or else by reading the
+// file, eight bytes for a page.
 
 import (
 	"runtime"
@@ -34,8 +34,8 @@ type scanArg struct {
 	inverted, mask, anyOf, returned uint64
 }
 
-// pagemapFile is /proc/self/pagemap, kept open, and whether it takes the ioctl.
-// Opening fails without /proc, and in a program that has changed its user.
+// pagemapFile returns /proc/self/pagemap, kept open, and whether it takes the ioctl.
+// It fails without /proc, and in a program that has changed its user.
 var pagemapFile = sync.OnceValues(func() (pagemapSource, error) {
 	fd, err := openProc("/proc/self/pagemap")
 	if err != nil {
@@ -54,11 +54,10 @@ type pagemapSource struct {
 }
 
 // Present visits the runs of pages in a range that are present, in order, until
-// visit returns false. What it does not visit is absent, or not mapped. The range
-// is of whole pages. Present means that the page tables have a page: reading it
-// does not fault, unless the mapping forbids it; writing may. A mapping that
-// mprotect(2) has taken the rights from keeps its pages and they are present:
-// Mappings tells those.
+// visit returns false. Pages that it does not visit are absent, or not mapped. The range
+// is whole pages. Present means that the page tables have the page: reading it does not
+// fault, unless the mapping forbids it; writing may. A mapping that mprotect(2) has taken
+// the rights from keeps its pages, and they are present: see Mappings for the rights.
 func Present(start, end uintptr, visit func(start, end uintptr) bool) error {
 	p, err := pagemapFile()
 	if err != nil {
@@ -76,7 +75,7 @@ func Absent(start, end uintptr, visit func(start, end uintptr) bool) error {
 	return without(Present, start, end, visit)
 }
 
-// StillPresent returns where the pages end, from start on, that are present. It
+// StillPresent returns where the pages that are present from start on end. It
 // allocates nothing, and is for few pages.
 func StillPresent(start, end uintptr) (upto uintptr, err error) {
 	p, err := pagemapFile()
@@ -103,7 +102,7 @@ func StillPresent(start, end uintptr) (upto uintptr, err error) {
 }
 
 // Unwatched visits the parts of a range that no notifier watches, whether something is
-// mapped there or not, like Absent. The error says that it cannot be known here.
+// mapped there or not, like Absent. The error is ENOTSUP if the kernel lacks PAGEMAP_SCAN.
 func Unwatched(start, end uintptr, visit func(start, end uintptr) bool) error {
 	p, err := pagemapFile()
 	if err != nil {
@@ -116,7 +115,7 @@ func Unwatched(start, end uintptr, visit func(start, end uintptr) bool) error {
 	return without(p.present, start, end, visit)
 }
 
-// without visits what another function does not visit.
+// without visits the parts of a range that those does not visit.
 func without(those func(start, end uintptr, visit func(start, end uintptr) bool) error,
 	start, end uintptr, visit func(start, end uintptr) bool,
 ) error {
@@ -147,7 +146,7 @@ func (p pagemapSource) present(start, end uintptr, visit func(start, end uintptr
 	return err
 }
 
-// runs joins pieces that touch each other before somebody sees them.
+// runs joins adjacent runs of pages before they are visited.
 type runs struct {
 	start, end uintptr
 	stopped    bool
@@ -195,7 +194,7 @@ func (p pagemapSource) presentByScan(start, end uintptr, run *runs, visit func(s
 		case errno != 0:
 			return errno
 		case walked <= start:
-			return unix.EIO // it says that it has not moved
+			return unix.EIO // the kernel has made no progress
 		}
 		for _, r := range buf[:k] {
 			if !run.add(uintptr(r.start), uintptr(r.end), visit) {
@@ -223,10 +222,10 @@ func (p pagemapSource) scanLimit(buf *scanBuffer, start, end uintptr) uintptr {
 	return start + good*pageSize
 }
 
-// scanInto returns how many runs it has found, and how far it has looked.
+// scanInto scans a range. It returns how many runs it has found, and where it stopped.
 //
 // It is sound: the kernel writes at most vecLen regions to vec, which is the
-// buffer's length, and the buffer is on the heap and alive behind the call.
+// buffer's length, and the buffer is on the heap and kept alive until after the call.
 func (p pagemapSource) scanInto(buf *scanBuffer, start, end uintptr) (k int, walked uintptr, errno unix.Errno) {
 	arg := scanArg{
 		size: uint64(unsafe.Sizeof(scanArg{})), start: uint64(start), end: uint64(end),
@@ -271,8 +270,8 @@ func (p pagemapSource) presentByReading(start, end uintptr, run *runs, visit fun
 	return nil
 }
 
-// entries reads the entries of pages from start on, as many as there is room for
-// and the range has. It is sound: the length is that of the slice.
+// entries reads the pagemap entries of pages from start on: as many as the range has and
+// into has room for. It is sound: the length is that of the slice.
 func (p pagemapSource) entries(start, end uintptr, into []uint64) (int, error) {
 	k := min((end-start)/pageSize, uintptr(len(into)))
 	for {

@@ -44,7 +44,7 @@ func TestPresentKinds(t *testing.T) {
 		t.Run(kind.name, func(t *testing.T) {
 			start, end := kind.make(t)
 			for name, p := range pagemapSources(t) {
-				if kind.write { // others show what somebody has read before
+				if kind.write { // memory of other kinds may have been read, and be present, before
 					if got := presentPages(t, p, start, end); len(got) != 0 {
 						t.Errorf("%s, untouched: %v", name, got)
 					}
@@ -125,8 +125,8 @@ func TestPresentPattern(t *testing.T) {
 	}
 }
 
-// TestPresentEdges: empty ranges, ranges where nothing is mapped or can be, and what
-// is told of pages that a program took away without an event.
+// TestPresentEdges: empty ranges, ranges where nothing is mapped or can be, and pages that
+// a program took away without an event.
 func TestPresentEdges(t *testing.T) {
 	a := mapPages(t, 8, readWrite, unix.MAP_PRIVATE)
 	if err := Present(a, a, func(_, _ uintptr) bool { t.Error("called"); return true }); err != nil {

@@ -8,13 +8,13 @@ import (
 
 // PagingSupport is what this machine offers for paging on demand, for people.
 type PagingSupport struct {
-	Notifier string // how changes of mappings are told: "userfaultfd", or why not
+	Notifier string // how changes of mappings are reported: "userfaultfd", or why not
 	Scan     string // how present pages are found: "PAGEMAP_SCAN", "pagemap", or why not
 	Mappings string // how mappings are found: "PROCMAP_QUERY", "maps", or why not
 	Fetch    string // how pages are brought in: "MADV_POPULATE", or "touch", one by one
 }
 
-// FindPagingSupport finds out what there is, the first time, and remembers it.
+// FindPagingSupport returns what this machine offers. It finds out at the first call.
 func FindPagingSupport() PagingSupport { return findPagingSupport() }
 
 var findPagingSupport = sync.OnceValue(func() PagingSupport {

@@ -28,8 +28,8 @@ func TestPagingSupport(t *testing.T) {
 	}
 }
 
-// workout uses all of this package's paging, as far as this process can, and tells
-// what is wrong. It wants the pages of memory to be seen unless seen is not set.
+// workout uses all of this package's paging, as far as this process can, and adds what is
+// wrong to bad. If seen is set, Present must show the pages of memory.
 func workout(bad *problems, seen bool) {
 	p := pageSize
 	ptr, err := unix.MmapPtr(-1, 0, nil, 8*p, readWrite, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
@@ -76,7 +76,7 @@ func workout(bad *problems, seen bool) {
 	}
 }
 
-// unprivilegedChild is nobody: everything works.
+// unprivilegedChild runs as the user nobody: everything works.
 func unprivilegedChild() error {
 	var bad problems
 	if os.Getuid() == 0 {

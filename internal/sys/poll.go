@@ -9,31 +9,30 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Poller blocks one thread until a socket has something to read, an event was
-// signalled, or somebody calls Wake. A Wake that finds nobody waiting is kept
-// for the next Wait.
+// Poller blocks one thread until a socket has something to read, an event is
+// signalled, or Wake is called. A Wake while no thread waits ends the next Wait.
 type Poller struct {
-	fds     []unix.PollFd // the own event, the given ones, sockets; Wait's own
+	fds     []unix.PollFd // the poller's own event, the given events, the sockets; used by Wait alone
 	events  []*Event
-	timeout unix.Timespec // Wait's own
-	event   int
+	timeout unix.Timespec // used by Wait alone
+	event   int           // the poller's own event, which Wake signals
 	state   atomic.Uint32
-	deaf    bool // the own event was closed by somebody else: Wake is not heard; Wait's own
+	deaf    bool // the program has closed the poller's own event: Wake has no effect; used by Wait alone
 
 	mu     sync.Mutex // guards what follows, and event against use after close
 	added  []int      // descriptors that the next Wait adds
-	gone   []int      // and those that it forgets
+	gone   []int      // descriptors that the next Wait removes
 	closed bool
 }
 
 // What a Poller is doing.
 const (
-	pollIdle    = iota // nobody waits
-	pollWaiting        // somebody is in the kernel, or on the way there
+	pollIdle    = iota // no thread waits
+	pollWaiting        // a thread is in the kernel, or about to enter it
 	pollWoken          // Wake was called, and Wait has not seen it yet
 )
 
-// deafWait is how long a Wait takes at most that no Wake can end.
+// deafWait is the longest Wait of a poller whose own event is closed: no Wake can end it.
 const deafWait = 10 * time.Millisecond
 
 // NewPoller makes a poller of sockets and events, which must outlive it.
@@ -67,12 +66,12 @@ func (p *Poller) Add(socks []*UDPSocket) {
 	p.Wake()
 }
 
-// Remove makes the poller forget sockets, which may be closed then: a Wait that is
-// under way may return early for it.
+// Remove makes the poller wait for sockets no more. They may be closed then: a Wait that
+// is under way may return early for that.
 func (p *Poller) Remove(socks []*UDPSocket) {
 	p.mu.Lock()
 	for _, s := range socks {
-		if i := slices.Index(p.added, s.fd); i >= 0 { // nobody has looked at it yet
+		if i := slices.Index(p.added, s.fd); i >= 0 { // no Wait has added it yet
 			p.added = slices.Delete(p.added, i, i+1)
 		} else {
 			p.gone = append(p.gone, s.fd)
@@ -82,11 +81,11 @@ func (p *Poller) Remove(socks []*UDPSocket) {
 	p.Wake()
 }
 
-// merge takes over what Add and Remove have left.
+// merge applies what Add and Remove have recorded.
 func (p *Poller) merge() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for _, fd := range p.gone { // before those added: a number may have come back
+	for _, fd := range p.gone { // before those added: a new socket may have the number of a removed one
 		if i := slices.IndexFunc(p.fds, func(f unix.PollFd) bool { return int(f.Fd) == fd }); i > len(p.events) {
 			p.fds = slices.Delete(p.fds, i, i+1)
 		}
@@ -99,14 +98,14 @@ func (p *Poller) merge() {
 }
 
 // Wait blocks until there is something to read, d has passed (negative: for
-// ever), an event was signalled or Wake was called; it may return early for no
-// reason. Events are silent again when it returns. One at a time.
+// ever), an event is signalled or Wake is called; it may return early for no
+// reason. It clears the events before it returns. One thread at a time may call it.
 //
 // A program that closes descriptors which are not its own may close those of a poller.
-// Wait forgets such a descriptor: the kernel would report it at once, each time.
+// Wait drops such a descriptor: otherwise the kernel would report it at once, each time.
 func (p *Poller) Wait(d time.Duration) {
 	if !p.state.CompareAndSwap(pollIdle, pollWaiting) {
-		p.state.Store(pollIdle) // woken before
+		p.state.Store(pollIdle) // Wake was called before
 		return
 	}
 	p.merge()
@@ -121,7 +120,7 @@ func (p *Poller) Wait(d time.Duration) {
 	errno := ppoll(p.fds, timeout) // an error, EINTR, is an early return
 	p.state.Store(pollIdle)
 	if errno != 0 {
-		return // what the kernel says about descriptors is left from before
+		return // Revents are those of an earlier call
 	}
 	for i := range p.fds {
 		if p.fds[i].Revents&unix.POLLNVAL != 0 { // there is no such descriptor
@@ -134,10 +133,10 @@ func (p *Poller) Wait(d time.Duration) {
 			e.Drain()
 		}
 	}
-	// A waker that has not written yet makes the next Wait return early.
+	// A Wake that has not written to the event yet makes the next Wait return early.
 	if p.fds[0].Revents != 0 {
 		var count [8]byte
-		_, _ = unix.Read(p.event, count[:]) // nothing to read is as good
+		_, _ = unix.Read(p.event, count[:]) // if there is nothing to read, it is clear already
 	}
 }
 
@@ -150,12 +149,12 @@ func (p *Poller) Wake() {
 	defer p.mu.Unlock()
 	if !p.closed {
 		one := [8]byte{0: 1, 7: 1}         // not zero, and not the maximum, in any byte order
-		_, _ = unix.Write(p.event, one[:]) // full is readable as well
+		_, _ = unix.Write(p.event, one[:]) // if the counter is full, the event is signalled already
 	}
 }
 
-// Close gives up the event descriptor. Nobody may be in Wait; Wake is harmless
-// after it. It is idempotent.
+// Close closes the poller's own event. No thread may be in Wait; Wake does nothing
+// afterwards. It is idempotent.
 func (p *Poller) Close() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()

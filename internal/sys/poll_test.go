@@ -152,8 +152,8 @@ func TestPollerAdd(t *testing.T) {
 	}
 }
 
-// TestPollerClosed: descriptors that somebody else has closed are reported once, and then
-// do not keep Wait from sleeping.
+// TestPollerClosed: descriptors that the program has closed are reported once, and then do
+// not keep Wait from sleeping.
 func TestPollerClosed(t *testing.T) {
 	const none = 1 << 30 // no descriptor has this number
 	event, err := NewEvent()
@@ -180,10 +180,10 @@ func TestPollerClosed(t *testing.T) {
 	if !lasts(short, short) {
 		t.Error("no wait lasted until its timeout: Wait still looks at what is closed")
 	}
-	p.Wake() // nobody waits: kept for the next
+	p.Wake() // no thread waits: it ends the next Wait
 	p.Wait(-1)
 
-	p.fds[0].Fd = none // the poller's own: nobody can end a Wait
+	p.fds[0].Fd = none // the poller's own event: no Wake can end a Wait
 	p.Wait(-1)
 	if !lasts(-1, deafWait) {
 		t.Error("no wait lasted: Wait still looks at what is closed")

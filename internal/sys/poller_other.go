@@ -1,7 +1,7 @@
-//go:build !verbena_engine
+//go:build !verbena_backend
 
 package sys
 
-// movePoller leaves the poller's descriptors where they are: in a Go program nobody else
-// closes them.
+// movePoller leaves the poller's descriptors where they are: a Go program does not close
+// them.
 func movePoller(int) error { return nil }

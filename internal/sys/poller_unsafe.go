@@ -1,4 +1,4 @@
-//go:build verbena_engine
+//go:build verbena_backend
 
 package sys
 
@@ -13,8 +13,8 @@ import (
 )
 
 // The runtime's variables for its epoll instance and for the eventfd that interrupts a
-// wait. The linker gives them to no package but the runtime: scripts/clib.sh, which sets
-// this file's build tag, also has the linker not look (-checklinkname=0).
+// wait. The linker refuses references to them from other packages: scripts/clib.sh, which
+// sets this file's build tag, also switches that check off (-checklinkname=0).
 
 //go:linkname epfd runtime.epfd
 var epfd int32
@@ -26,10 +26,10 @@ var netpollEventFd uintptr
 //
 // This is sound: the runtime reads each variable once for each system call, and both
 // numbers name the same open file, so it does not matter which of them a thread finds.
-// The first numbers stay open, because a thread may have read one and not used it yet.
-// The eventfd is registered with the epoll instance as an open file, which the duplicate
-// keeps open. A runtime that keeps something else in these variables is left alone: they
-// must name descriptors of the right kinds.
+// The first descriptors stay open, because a thread may have read one and not used it
+// yet. The eventfd is registered with the epoll instance as an open file, which the
+// duplicate keeps open. If the variables do not name descriptors of the right kinds,
+// movePoller changes nothing and returns an error: the runtime is another one.
 func movePoller(above int) error {
 	poll, event := int(atomic.LoadInt32(&epfd)), int(atomic.LoadUintptr(&netpollEventFd))
 	if kind(poll) != "anon_inode:[eventpoll]" || kind(event) != "anon_inode:[eventfd]" {
@@ -49,8 +49,8 @@ func movePoller(above int) error {
 	return nil
 }
 
-// kind names the kind of file behind a descriptor. /proc/self/fd is empty when the main
-// thread has ended.
+// kind returns the kind of file behind a descriptor. It uses /proc/thread-self:
+// /proc/self/fd is empty when the main thread has ended.
 func kind(fd int) string {
 	name, err := os.Readlink(fmt.Sprintf("/proc/thread-self/fd/%d", fd))
 	if err != nil {

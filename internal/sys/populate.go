@@ -1,6 +1,6 @@
 package sys
 
-// Making pages present for a fault, and what it means when it fails.
+// Making pages present, and finding out why that failed.
 
 import (
 	"fmt"
@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// PopulateOutcome is how making pages present has ended.
+// PopulateOutcome is how PopulateRange has ended.
 type PopulateOutcome uint8
 
 // The outcomes.
@@ -18,12 +18,12 @@ const (
 	Populated PopulateOutcome = iota + 1
 	// NotMapped: nothing is mapped at Upto.
 	NotMapped
-	// WrongProtection: the mapping at Upto does not allow it; or it is of a kind
+	// WrongProtection: the mapping at Upto does not allow the access; or it is of a kind
 	// without pages, as registers of a device are.
 	WrongProtection
-	// NoPage: the mapping at Upto allows it and has no page to give: it lies behind the
-	// end of the file, is a guard page or broken memory, or could not be read from its
-	// device.
+	// NoPage: the mapping at Upto allows the access but has no page there: Upto is behind
+	// the end of the file, a guard page or broken memory, or the page could not be read
+	// from its device.
 	NoPage
 	// NoMemory: the machine or the process's memory cgroup has none left.
 	NoMemory
@@ -49,28 +49,29 @@ func (o PopulateOutcome) String() string {
 	return fmt.Sprintf("PopulateOutcome(%d)", uint8(o))
 }
 
-// PopulateResult says how making a range present has ended.
+// PopulateResult is how PopulateRange has ended, and where.
 type PopulateResult struct {
 	Outcome PopulateOutcome
-	// Upto is where the pages end that were made present, from the start of the
-	// range on: its end if all were, where it stopped as far as that can be found out
-	// afterwards, and the start if it cannot.
+	// Upto is where the pages that were made present end: the end of the range if all
+	// were; otherwise where the kernel stopped, if that can be found out afterwards;
+	// otherwise the start of the range.
 	Upto  uintptr
-	Errno unix.Errno // what the kernel said, 0 if all went well
+	Errno unix.Errno // of the kernel; 0 if all pages were made present
 }
 
-// How often a populate is repeated that was interrupted, and one that failed for a
-// reason which is not there when it is looked for.
 const (
+	// populateTries is how often PopulateRange tries, also after interruptions.
 	populateTries = 16
+	// populateLooks is how often it tries after a failure whose reason has gone away
+	// before it was found out.
 	populateLooks = 3
 )
 
-// PopulateRange makes all pages of a range present, which is of whole pages, for
-// writing if write is set. In hugetlb memory that is the whole of every huge page
-// that the range touches, in the others usually exactly the range.
+// PopulateRange makes all pages of a range present, for writing if write is set. The
+// range is whole pages. In hugetlb memory it makes every huge page present that the range
+// touches, in other memory usually exactly the range.
 //
-// It waits for devices where it must: see Slow.
+// It waits for devices where it must: MayBlock reports that before.
 func PopulateRange(start, end uintptr, write bool) PopulateResult {
 	advice := unix.MADV_POPULATE_READ
 	if write {
@@ -95,8 +96,8 @@ func PopulateRange(start, end uintptr, write bool) PopulateResult {
 	return result
 }
 
-// whyNotPopulated finds out what an errno of populate was about: it may have several
-// reasons, and does not say where. The reason may be gone, then it is not known.
+// whyNotPopulated finds out why madvise failed, and where: the errno may have several
+// reasons. known is false if the reason has gone away meanwhile.
 func whyNotPopulated(start, end uintptr, write bool, errno unix.Errno) (result PopulateResult, known bool) {
 	result = PopulateResult{Upto: start, Errno: errno}
 	switch errno {
@@ -120,7 +121,7 @@ func whyNotPopulated(start, end uintptr, write bool, errno unix.Errno) (result P
 	for at < end {
 		m, err := NextMapping(at)
 		if err != nil && err != unix.ENOENT {
-			return result, true // nobody tells us where
+			return result, true // mappings cannot be looked up
 		}
 		if err == unix.ENOENT || m.Start > at {
 			result.Upto = at
@@ -135,14 +136,14 @@ func whyNotPopulated(start, end uintptr, write bool, errno unix.Errno) (result P
 		}
 		at = m.End
 	}
-	// Everything is mapped, and with the rights. So memory is out, or a mapping is of a
-	// kind without pages; or it was another one a moment ago.
+	// Everything is mapped, and with the rights. So there is no memory, or a mapping is of
+	// a kind without pages; or another one was mapped a moment ago.
 	result.Upto = firstAbsent(start, end)
 	return result, false
 }
 
-// firstAbsent returns where the pages from start on that are present end; start, if
-// that cannot be known.
+// firstAbsent returns where the pages that are present from start on end, or start if
+// that cannot be found out.
 func firstAbsent(start, end uintptr) uintptr {
 	at := start
 	err := Present(start, end, func(from, to uintptr) bool {
@@ -157,8 +158,8 @@ func firstAbsent(start, end uintptr) uintptr {
 	return at
 }
 
-// canPopulate reports whether the kernel knows MADV_POPULATE_READ and
-// MADV_POPULATE_WRITE: of no pages at all, every advice that exists succeeds.
+// canPopulate reports whether the kernel has MADV_POPULATE_READ and
+// MADV_POPULATE_WRITE: for an empty range, madvise succeeds with every advice that exists.
 var canPopulate = sync.OnceValue(func() bool {
 	return madvise(0, 0, unix.MADV_POPULATE_READ) == nil && madvise(0, 0, unix.MADV_POPULATE_WRITE) == nil
 })

@@ -6,7 +6,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestPopulateOutcomes: eight pages, one of which is not right, and what is told.
+// TestPopulateOutcomes: eight pages, one of which cannot be made present, and the result.
 func TestPopulateOutcomes(t *testing.T) {
 	p := pageSize
 	for _, c := range []struct {

@@ -9,9 +9,9 @@ import (
 // A goroutine in an ordinary system call keeps its place among GOMAXPROCS until
 // the runtime's monitor notices that it blocks, which may be 20 ms later. If the
 // other places are busy, as in a container with one core or beside a goroutine
-// that polls, everybody else stands still for so long. The runtime has a way to
-// say beforehand that a call will block, and gives the place away at once. It
-// keeps these two functions, and their signatures, for programs like this one
+// that polls, all other goroutines stand still for so long. entersyscallblock tells the
+// runtime that a call will block, and the runtime gives the place away at once. The
+// runtime keeps these two functions, and their signatures, for programs like this one
 // (go.dev/issue/67401).
 
 //go:linkname entersyscallblock runtime.entersyscallblock
@@ -20,8 +20,8 @@ func entersyscallblock()
 //go:linkname exitsyscall runtime.exitsyscall
 func exitsyscall()
 
-// ppoll waits for one of the descriptors, at least one of them. The arguments
-// must not lie on the stack.
+// ppoll waits until at least one of the descriptors is ready. fds must not be empty. The
+// arguments must not lie on the stack.
 //
 // This is sound: between the two calls nothing happens but the system call, no
 // stack is grown and no Go memory written (nosplit, norace); the slice and the

@@ -8,10 +8,9 @@ import (
 
 // Reading another process's memory.
 //
-// Why this is sound. Addresses in the other process are numbers, never
-// pointers of ours: the kernel checks them. Our own memory is given as Go
-// pointers in a field that the collector knows, with the lengths of the very
-// slices that they come from.
+// Why this is sound. Addresses in the other process are numbers, never Go pointers: the
+// kernel checks them. Memory of this process is given as Go pointers in a field that the
+// collector sees, with the lengths of the slices that they come from.
 
 // VMRange is memory of another process.
 type VMRange struct {
@@ -19,9 +18,9 @@ type VMRange struct {
 	Len  int
 }
 
-// VMRead collects the pieces of one process_vm_readv(2). Add as many bytes to
-// the one side as to the other; each side holds up to MaxPieces pieces. It is
-// used again after Reset and does not allocate once it has grown.
+// VMRead collects the pieces of one process_vm_readv(2). Both sides must have as many
+// bytes; each side has up to MaxPieces pieces. After Reset it can be used again, and does
+// not allocate once it has grown.
 type VMRead struct {
 	local  []unix.Iovec
 	remote []unix.RemoteIovec
@@ -29,7 +28,7 @@ type VMRead struct {
 
 // Reset forgets all pieces.
 func (v *VMRead) Reset() {
-	clear(v.local) // keep nobody's memory alive
+	clear(v.local) // keep no memory alive
 	v.local, v.remote = v.local[:0], v.remote[:0]
 }
 
@@ -50,9 +49,9 @@ func (v *VMRead) AddRemote(r VMRange) {
 	v.remote = append(v.remote, unix.RemoteIovec{Base: uintptr(r.Addr), Len: r.Len})
 }
 
-// Do reads. It returns how many bytes it has read, from the first piece on;
-// where that is none, why: EFAULT, something is not mapped, here or there;
-// ESRCH, there is no such process, or it is ending; EPERM, we may not.
+// Do reads, and returns how many bytes it has read, from the first piece on. There is an
+// error only if it has read none: EFAULT, something is not mapped, in this process or the
+// other; ESRCH, there is no such process, or it is ending; EPERM, this process may not.
 func (v *VMRead) Do(pid int) (int, error) {
 	for {
 		n, err := unix.ProcessVMReadv(pid, v.local, v.remote, 0)
@@ -62,6 +61,6 @@ func (v *VMRead) Do(pid int) (int, error) {
 	}
 }
 
-// AddrOf returns the address of b's first byte, as a number to tell others. It
-// means something only for memory that the runtime does not move: mappings.
+// AddrOf returns the address of b's first byte, as a number for other processes. It is
+// valid only for memory that the runtime does not move: mappings.
 func AddrOf(b []byte) uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b)))) }

@@ -13,9 +13,9 @@ import (
 )
 
 // Populate makes all pages of a range present, for writing if write is set. The
-// error is madvise's errno: ENOMEM, where nothing is mapped or memory is out;
-// EFAULT, behind the end of a file; EINVAL, where the protection forbids it,
-// the mapping is of a special kind, or the kernel is older than 5.14.
+// error is madvise's errno: ENOMEM, nothing is mapped there or there is no memory;
+// EFAULT, a page is behind the end of a file; EINVAL, the protection forbids it, the
+// mapping is of a special kind, or the kernel is older than 5.14.
 func Populate(addr, n uintptr, write bool) error {
 	advice := unix.MADV_POPULATE_READ
 	if write {
@@ -49,9 +49,8 @@ func mappedIn(maps io.Reader, start, end uintptr, write bool) (bool, error) {
 	})
 }
 
-// walkMaps visits the mappings that a range consists of, with their rights (as
-// "rw-p") and the name of what is mapped, until good says no. It reports whether
-// the range is mapped from start to end and all of it good.
+// walkMaps calls good for each mapping of a range, with its rights (as "rw-p") and its
+// name, until good returns false. It reports whether all of the range is mapped and good.
 //
 // The text of /proc/self/maps is lines in the order of addresses, of "start-end
 // rights offset device inode name".

@@ -1,7 +1,7 @@
 package sys
 
-// Who may read this process's memory, where the kernel's Yama module restricts
-// that beyond the user.
+// Which processes may read this process's memory, where the kernel's Yama module
+// restricts that further than to the same user.
 
 import (
 	"bytes"
@@ -13,9 +13,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// YamaScope returns kernel.yama.ptrace_scope: 0, processes of one user may read
-// each other, also where there is no Yama; 1, only ancestors, and whom the
-// process names; 2, only with privilege; 3, nobody.
+// YamaScope returns kernel.yama.ptrace_scope, which is who may read a process: 0, all
+// processes of the same user (also where there is no Yama); 1, only its ancestors and
+// the process that it names; 2, only privileged processes; 3, none.
 func YamaScope() int {
 	b, err := os.ReadFile("/proc/sys/kernel/yama/ptrace_scope")
 	if err != nil {
@@ -28,8 +28,8 @@ func YamaScope() int {
 	return scope
 }
 
-// SetPtracer names the one process that may, with its descendants, read this
-// one under scope 1, in place of whom was named before; 0 is nobody.
+// SetPtracer names the process that may, with its descendants, read this one under
+// scope 1. It replaces the one named before; 0 names none.
 func SetPtracer(pid int) error { return unix.Prctl(unix.PR_SET_PTRACER, uintptr(pid), 0, 0, 0) }
 
 // ParentAndSession returns the parent and the session of a process.

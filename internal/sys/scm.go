@@ -1,7 +1,7 @@
 package sys
 
-// What unix sockets can do beyond carrying bytes: pass descriptors, and say who
-// is at the other end.
+// What unix sockets can do beyond carrying bytes: pass descriptors, and identify the
+// process at the other end.
 
 import (
 	"errors"
@@ -15,14 +15,14 @@ import (
 // MaxPassedFDs is the most descriptors that one message carries here.
 const MaxPassedFDs = 8
 
-// Cred is who made the other end of a unix socket: who called connect(2), or
-// who called listen(2).
+// Cred identifies the process that made the other end of a unix socket: that called
+// connect(2), or listen(2).
 type Cred struct {
-	PID int // in our numbering; 0 if it is a process that we cannot see
-	UID int // effective, at that time
+	PID int // in this process's PID namespace; 0 if the process is not in it
+	UID int // effective, at the time of that call
 }
 
-// PeerCred asks the kernel who is at the other end.
+// PeerCred returns which process made the other end, as the kernel has recorded it.
 func PeerCred(c *net.UnixConn) (Cred, error) {
 	var u *unix.Ucred
 	err := control(c, func(fd int) (err error) {
@@ -86,8 +86,8 @@ func passedFDs(oob []byte) (fds []int, err error) {
 	return fds, err
 }
 
-// RecvNow receives a message if one is there. With none there the error is
-// EAGAIN; at the end of the connection there is none, and n is 0.
+// RecvNow receives a message if one has arrived. If none has, the error is EAGAIN. At
+// the end of the connection n is 0 and there is no error.
 func RecvNow(c *net.UnixConn, b []byte) (n int, err error) {
 	err = control(c, func(fd int) (err error) {
 		for {
@@ -100,7 +100,7 @@ func RecvNow(c *net.UnixConn, b []byte) (n int, err error) {
 	return max(n, 0), err
 }
 
-// SendNow sends a message if there is room for it.
+// SendNow sends a message if there is room for it; otherwise the error is EAGAIN.
 func SendNow(c *net.UnixConn, b []byte) error {
 	return control(c, func(fd int) error {
 		return unix.Sendto(fd, b, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, nil)

@@ -1,11 +1,10 @@
 package sys
 
-// Memory of System V (shmget(2)). The kernel raises no event when it is detached, so
-// nothing could tell whoever has registered it. But it can be attached once more, by
-// whoever has it attached: what lies there stays, whatever the program does with its own
-// attachment.
+// Memory of System V (shmget(2)). The kernel raises no event when it is detached, so the
+// notifier would miss that. But a process that has a segment attached can attach it again:
+// the second attachment stays, whatever the program does with its own.
 //
-// It is sound: addresses are only compared and handed to the kernel.
+// It is sound: addresses are only compared and given to the kernel.
 
 import (
 	"strings"
@@ -13,14 +12,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// SysV is an attachment of our own to a segment.
+// SysV is a second attachment to a segment.
 type SysV struct {
 	base uintptr
-	At   uintptr // where the bytes lie that it was asked for
+	At   uintptr // where the bytes that AttachSysV was called for lie in it
 }
 
-// AttachSysV attaches the segment that n bytes at addr lie in once more, with the same
-// rights. It reports false if they are no such memory, or do not lie in one piece of it,
+// AttachSysV attaches the segment that n bytes at addr lie in again, with the same
+// rights. It returns false if they are no such memory, or do not lie in one piece of it,
 // or the kernel refuses.
 func AttachSysV(addr, n uintptr) (SysV, bool) {
 	s, err := mapsFile()
@@ -42,11 +41,11 @@ func AttachSysV(addr, n uintptr) (SysV, bool) {
 	v := SysV{base: base, At: base + uintptr(m.Offset) + (addr - m.Start)}
 	own, err := s.find(v.At, false)
 	if err != nil || own.Inode != m.Inode || own.Major != m.Major || own.Minor != m.Minor || own.End-v.At < n || !strings.HasPrefix(s.name(&own), "/SYSV") {
-		v.Detach() // another segment has the number by now
+		v.Detach() // the number is that of another segment by now
 		return SysV{}, false
 	}
 	return v, true
 }
 
-// Detach gives the attachment up.
+// Detach detaches the segment.
 func (v SysV) Detach() { _, _, _ = unix.Syscall(unix.SYS_SHMDT, v.base, 0, 0) }

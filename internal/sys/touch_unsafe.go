@@ -6,31 +6,31 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// From the kernel's linux/futex.h: two operations on words that only this process
-// waits for.
+// From the kernel's linux/futex.h: two operations, both private to this process.
 const (
 	futexCmpRequeue = 4 | 128
 	futexWakeOp     = 5 | 128
-	// futexOrNothing makes the second changes nothing: it stores the word or 0, and then
-	// asks whether it was -2048.
+	// futexOrNothing is an argument of futexWakeOp that changes no word: it stores the
+	// word's old value or-ed with 0, and then compares the old value with -2048.
 	futexOrNothing = 2<<28 | 2048
 )
 
-// Touch makes a page present that a word lies in, as reading or writing it would, and
+// Touch makes the page of a word present, as reading or writing the word would, and
 // reports whether there is such a page.
 //
-// The kernel does it, on behalf of somebody who wants others to be woken that wait for
-// the word. A page fault of the program's own, on a page that storage takes long to
-// bring, would keep the Go runtime from stopping the world meanwhile, and with it all
-// goroutines: for ever, if the storage waits for one of those.
+// It uses a futex operation, so that the kernel takes the page fault, in a system call. If
+// the program took it, on a page that storage takes long to bring, the Go runtime could
+// not stop the world meanwhile, and all goroutines would wait: for ever, if the storage
+// waits for one of them.
 //
-// Writing holds on to the address space over the fault, so that nobody can map anything
-// meanwhile. If the page has to be fetched from somewhere, read it first.
+// With write, the kernel locks the address space during the fault, so that no thread can
+// map anything meanwhile. If the page may have to be fetched, touch it without write
+// first.
 //
-// It is sound because the kernel checks the address. It writes nothing there that was
-// not there before, in one atomic operation. Nobody is woken: nobody waits for the word
-// on the stack. (Only a word of -2048 that is written, and that somebody waits for, wakes
-// him for nothing, as may always happen.)
+// It is sound because the kernel checks the address. It writes the value that the word
+// has, in one atomic operation. No thread is woken: none waits for the word on the stack.
+// (A thread that waits for the touched word is woken only if write is set and the word is
+// -2048. Futexes allow such wakeups.)
 func Touch(addr uintptr, write bool) bool {
 	for {
 		var word uint32

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A page that is touched is there; what cannot be read is told.
+// A page that is touched is present; Touch reports a page that cannot be read.
 func TestTouch(t *testing.T) {
 	page := os.Getpagesize()
 	file, err := os.Create(filepath.Join(t.TempDir(), "file"))
@@ -111,7 +111,7 @@ func TestTouchSparesFault(t *testing.T) {
 	}
 }
 
-// Touching changes no word, whatever it is, and whoever changes it meanwhile.
+// Touching changes no word, whatever its value, also while another thread changes it.
 func TestTouchKeeps(t *testing.T) {
 	a := mapPages(t, 1, readWrite, unix.MAP_PRIVATE)
 	word := (*atomic.Uint32)(unsafe.Pointer(&bytesAt(a, a+4)[0]))

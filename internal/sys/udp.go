@@ -9,40 +9,40 @@ import (
 // UDPSocket is a UDP socket bound to one address, unconnected and never
 // blocking.
 //
-// Unconnected is not a matter of taste: with path MTU discovery on, such a
-// socket sends IPv4 packets with identification 0 (counted up by one for each
-// segment of a segmented send), where a connected one counts from a random
-// number; and the RoCE checksum covers the identification.
+// It must be unconnected, because the RoCE checksum covers the IPv4 identification. With
+// path MTU discovery on, an unconnected socket sends packets with identification 0
+// (counted up by one for each segment of a segmented send); a connected one counts from a
+// random number.
 type UDPSocket struct {
 	fd    int
 	local netip.AddrPort
 	gso   bool
 	gro   bool
-	rcv   int
-	joins int // index of the interface that it has joined a group on
+	rcv   int // bytes of the receive buffer, see RcvBuf
+	joins int // index of the interface that it has joined a group on, or 0
 }
 
 // UDPOptions are what OpenUDP asks the kernel for.
 type UDPOptions struct {
 	RcvBuf int // bytes; the kernel grants at most net.core.rmem_max
 	SndBuf int // bytes; the kernel grants at most net.core.wmem_max
-	// GRO asks for datagrams of one size from one sender to arrive as one.
+	// GRO asks for several datagrams of one size from one sender to arrive as one.
 	GRO bool
-	// Groups, if not 0, is the index of the interface that multicast goes out by;
-	// GroupHops is its hop limit unless a message has another: 0 keeps it on this
-	// host.
+	// Groups, if not 0, is the index of the interface by which multicast is sent.
+	// GroupHops is the hop limit of multicast unless a message has another: 0 keeps it
+	// on this host.
 	Groups    int
 	GroupHops int
 
-	join int // the interface to join the local address on, which is a group
+	join int // if not 0, the local address is a group, to be joined on this interface
 }
 
 // DefaultHopLimit is the hop limit, or time to live, of what a socket sends
-// unless a message says otherwise.
+// unless a message has another.
 const DefaultHopLimit = 64
 
-// OpenUDP opens a socket and binds it. An address of ours that another socket
-// has gives EADDRINUSE, one that is not ours EADDRNOTAVAIL.
+// OpenUDP opens a socket and binds it. It fails with EADDRINUSE if another socket has
+// the address and port, and with EADDRNOTAVAIL if the address is not one of this host.
 func OpenUDP(local netip.AddrPort, o UDPOptions) (*UDPSocket, error) {
 	o.join = 0
 	return openUDP(local, o)
@@ -78,12 +78,12 @@ func (s *UDPSocket) setup(o UDPOptions) error {
 			{unix.IPPROTO_IPV6, unix.IPV6_MTU_DISCOVER, unix.IPV6_PMTUDISC_DO},
 			{unix.IPPROTO_IPV6, unix.IPV6_UNICAST_HOPS, DefaultHopLimit},
 			// Linux's own RoCE driver sends no UDP checksum over IPv6
-			// either; without this its packets are dropped unseen.
+			// either; without this option the kernel drops its packets.
 			{unix.IPPROTO_UDP, unix.UDP_NO_CHECK6_RX, 1},
 		}
 	}
 	must = append(must,
-		// The kernel takes any size and grants what it may.
+		// The kernel accepts any size and grants at most its limit.
 		option{unix.SOL_SOCKET, unix.SO_RCVBUF, o.RcvBuf},
 		option{unix.SOL_SOCKET, unix.SO_SNDBUF, o.SndBuf})
 	must = append(must, s.groupOptions(&o)...)
@@ -95,7 +95,7 @@ func (s *UDPSocket) setup(o UDPOptions) error {
 	if err := s.sendGroups(&o); err != nil {
 		return err
 	}
-	// Who may have more than the system's limit takes it.
+	// A privileged process may exceed the limits; for others these calls fail.
 	_ = option{unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, o.RcvBuf}.set(s.fd)
 	_ = option{unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, o.SndBuf}.set(s.fd)
 	s.rcv, _ = unix.GetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_RCVBUF)
@@ -148,9 +148,9 @@ func (s *UDPSocket) GSO() bool { return s.gso }
 // GRO reports whether several datagrams may arrive as one.
 func (s *UDPSocket) GRO() bool { return s.gro }
 
-// RcvBuf returns the size of the receive buffer as the kernel counts: with what
-// it needs around every datagram, about as much again.
+// RcvBuf returns the size of the receive buffer as the kernel counts it: with the memory
+// that the kernel needs around every datagram, about as much again.
 func (s *UDPSocket) RcvBuf() int { return s.rcv }
 
-// Close closes the socket. Nobody may be using it.
+// Close closes the socket. No goroutine may be using it.
 func (s *UDPSocket) Close() error { return unix.Close(s.fd) }

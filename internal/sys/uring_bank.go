@@ -4,7 +4,7 @@ package sys
 // buffers. The kernel copies while it holds a ring's lock, so one ring serves one thread at
 // a time; as many threads as a bank has rings copy in parallel.
 //
-// The way of a registration (place):
+// How pages are pinned (place):
 //
 //  1. The pages are pinned in a staging ring, which no access uses: pinning 1 GiB takes a
 //     long time, in which the kernel holds the ring's lock.
@@ -13,7 +13,7 @@ package sys
 //     kernel copies the table, some microseconds.
 //  4. The staging ring gives the buffers up.
 //
-// The way back (remove) is the same in reverse, so that no access waits for the kernel
+// Unpinning (remove) does the same in reverse, so that no access waits for the kernel
 // to unpin many pages.
 //
 // Before Linux 6.13 buffers cannot be cloned one by one. Then a bank has one ring, and
@@ -338,7 +338,7 @@ func (b *pinBank) clone(slot int, stage *uring, n int) error {
 	return nil
 }
 
-// lock returns a ring whose mu it has locked: an idle one if there is one.
+// lock locks the mu of a ring and returns the ring: an idle one if there is one.
 func (b *pinBank) lock(hint int) *pinRing {
 	for i := range b.rings {
 		if r := b.rings[(hint+i)%len(b.rings)]; r.mu.TryLock() {

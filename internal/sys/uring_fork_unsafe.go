@@ -1,11 +1,11 @@
 package sys
 
-// The child of a fork inherits the descriptors of rings and pipes, which are its
-// parent's: with them it would read and change its parent's memory. A page that is zeros
-// in the child tells that this is one.
+// The child of a fork inherits the descriptors of its parent's rings and pipes: with them
+// it would read and change its parent's memory. A page that the kernel clears in the child
+// (MADV_WIPEONFORK) shows that this process is a child.
 //
 // This is sound: the page is mapped once and never unmapped, and the word in it is
-// written before anybody else can have its address.
+// written before another goroutine can have its address.
 
 import (
 	"fmt"
@@ -18,8 +18,8 @@ import (
 // forkWord is 1 in the process that has mapped it and 0 in its children.
 var forkWord *uint32
 
-// markFork maps the page, unless it is there. It is called by one at a time, and before
-// anybody calls forked.
+// markFork maps the page, unless it is mapped already. One goroutine at a time may call
+// it, and the first call comes before any call of forked.
 func markFork() error {
 	if forkWord != nil {
 		return nil

@@ -51,8 +51,8 @@ func TestPinnedAfterFork(t *testing.T) {
 	})
 }
 
-// A child of a fork is told apart, and then nothing of its parent's is touched: not by an
-// access, not by a registration, and not by Close.
+// The child of a fork is recognised, and touches nothing of its parent's: not by an access,
+// not by a registration, and not by Close.
 func TestPinnedInChild(t *testing.T) {
 	needPins(t)
 	memory := make([]byte, 100)

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Which pages are held, when the program changes what is mapped at their addresses. The
+// Which pages stay pinned when the program changes what is mapped at their addresses. The
 // unsafe code maps over mappings of the test's own.
 
 // beforeHole returns n bytes of which the first ones are mapped, and no more.
@@ -57,7 +57,7 @@ func openFiles(tb testing.TB) int {
 type addressRange struct {
 	addr unsafe.Pointer
 	n    int
-	lost bool // it was unmapped, and is somebody else's now
+	lost bool // it was unmapped, and other memory may be mapped there
 }
 
 func newRange(tb testing.TB, n int) *addressRange {
@@ -83,7 +83,7 @@ func (r *addressRange) mapAnew() error {
 	return err
 }
 
-// canary is a byte that nobody writes to pinned pages.
+// canary is a byte that the test never writes to pinned pages.
 const canary = 0xa5
 
 // pageChanges are what a program may do to a range, after which it has other pages.

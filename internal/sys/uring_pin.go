@@ -1,18 +1,18 @@
 package sys
 
-// Pages that are held, as an adapter holds those of its memory regions: whatever the
+// Pinned pages, which stay as those of an adapter's memory regions do: whatever the
 // program does with the addresses afterwards (munmap, MAP_FIXED, MADV_DONTNEED, mremap,
-// fork), the pages of the time of PinPages are read and written, and no others. They are
-// buffers that are registered with io_uring (uring_bank.go), and are reached through
-// pipes (uring_pipe_unsafe.go).
+// fork), accesses go to the pages that were mapped at the time of PinPages. The pages are
+// buffers that are registered with io_uring (uring_bank.go); bytes go through pipes
+// (uring_pipe_unsafe.go).
 //
-// The way of WriteAt; ReadAt's is the same in reverse:
+// WriteAt does the following; ReadAt does the same in reverse:
 //
-//  1. A pipe is taken, and filled with the caller's bytes. This may wait for a page of
+//  1. It takes a pipe and fills it with the caller's bytes. This may wait for a page of
 //     the caller's.
-//  2. A ring of the pages' bank is locked. Were they closed, this is the end.
-//  3. The kernel copies from the pipe to the pages. It never waits for anything.
-//  4. The ring is unlocked, and the pipe, empty, put back.
+//  2. It locks a ring of the pages' bank. If the pages were closed, it ends here.
+//  3. The kernel copies from the pipe to the pages. This never waits.
+//  4. It unlocks the ring, and puts the pipe, which is empty, back.
 //
 // The kernel pins for writing, as adapters do: private memory gets pages of its own, and
 // memory that is mapped read-only cannot be pinned.
@@ -29,11 +29,12 @@ import (
 // PinError is why pages cannot be pinned. It wraps an errno:
 //
 //   - ENOSYS, EPERM, EINVAL: there is no io_uring, it is forbidden, or it is too old;
-//     EINVAL also where the range is empty, or passes the end of the address space.
-//   - ENOMEM: RLIMIT_MEMLOCK, or memory, does not suffice.
+//     EINVAL also if the range is empty, or reaches beyond the end of the address space.
+//   - ENOMEM: RLIMIT_MEMLOCK would be exceeded, or there is no memory.
 //   - EFAULT: a part is not mapped, or may not be written, or is a file's and the kernel
-//     does not pin those.
-//   - EOPNOTSUPP: a mapping of a file or of a device that the kernel does not pin.
+//     does not pin it.
+//   - EOPNOTSUPP: a part is a mapping of a file or of a device that the kernel does not
+//     pin.
 //   - EMFILE, ENFILE: there are too many descriptors.
 //   - EBADF: this process is the child of a fork.
 type PinError struct {
@@ -44,15 +45,15 @@ type PinError struct {
 func (e *PinError) Error() string { return "pin pages: " + e.Reason + ": " + e.Err.Error() }
 func (e *PinError) Unwrap() error { return e.Err }
 
-// PinAccessError is why ReadAt or WriteAt failed. Bytes at the beginning may have been
-// moved.
+// PinAccessError is why ReadAt or WriteAt failed. Some bytes at the beginning may have
+// been copied.
 type PinAccessError struct {
-	// Buffer says that the caller's bytes could not be accessed, and not the pages.
+	// Buffer is set if the caller's bytes could not be accessed, rather than the pages.
 	Buffer bool
-	// Err is EFAULT (Buffer: not mapped, or not with the right), EBADF (the pages are
+	// Err is EFAULT (with Buffer: not mapped, or without the right), EBADF (the pages are
 	// closed, or this process is the child of a fork), EINVAL (not within the pages),
-	// EACCES (not pinned to be written), or what the kernel lacks to do it: ENOMEM,
-	// EMFILE.
+	// EACCES (not pinned for writing), or ENOMEM or EMFILE (the kernel lacks memory or
+	// descriptors).
 	Err unix.Errno
 }
 
@@ -64,7 +65,7 @@ func (e *PinAccessError) Error() string {
 }
 func (e *PinAccessError) Unwrap() error { return e.Err }
 
-// PinnedPages are the pages of memory at the time of PinPages.
+// PinnedPages are the pages that were mapped at a range at the time of PinPages.
 type PinnedPages struct {
 	table        *pinTable
 	addr, length uintptr
@@ -85,8 +86,8 @@ var thePins struct {
 	err error      // why there will never be one
 }
 
-// pins returns the table of the process, or why there is none. That there is no io_uring is
-// found out once; that memory or descriptors are short may change.
+// pins returns the table of the process, or why there is none. A process without io_uring
+// never has one; a shortage of memory or descriptors may end.
 func pins() (*pinTable, error) {
 	if t := thePins.table.Load(); t != nil {
 		return t, nil
@@ -128,8 +129,8 @@ func CanPin() error {
 var errForked = &PinError{"this process is the child of a fork", unix.EBADF}
 
 // PinPages pins the pages that are mapped at length bytes from addr on, and fetches those
-// that are not there. They need not begin or end with a page. Without write only ReadAt
-// is allowed. The error is a *PinError.
+// that are not present. The range need not begin or end with a page. Without write only
+// ReadAt is allowed. The error is a *PinError.
 func PinPages(addr, length uintptr, write bool) (*PinnedPages, error) {
 	t, err := pins()
 	switch {
@@ -160,7 +161,7 @@ func (t *pinTable) pin(addr, length uintptr, write bool) (*PinnedPages, error) {
 	return &PinnedPages{table: t, addr: addr, length: length, write: write, bank: bank, slot: slot, slots: len(buffers)}, nil
 }
 
-// pinReason says in words why memory could not be registered.
+// pinReason returns, for people, why memory could not be registered.
 func pinReason(err error, length uintptr) string {
 	switch {
 	case errors.Is(err, unix.ENOMEM):
@@ -189,7 +190,7 @@ func (p *PinnedPages) ReadAt(b []byte, off uint64) error {
 }
 
 // read is ReadAt through a pipe, which is empty afterwards if there is no error. buffer
-// says whose error it is: b's.
+// is set if the error is about b, not about the pages.
 func (p *PinnedPages) read(pipe *pinPipe, b []byte, off uintptr) (buffer bool, errno unix.Errno) {
 	for len(b) > 0 {
 		n, errno := p.move(uringOpWriteFixed, pipe.w, off, min(len(b), pipeOut, pipe.size))
@@ -204,9 +205,8 @@ func (p *PinnedPages) read(pipe *pinPipe, b []byte, off uintptr) (buffer bool, e
 	return false, 0
 }
 
-// WriteAt copies b to the pages, from an offset on, in no particular order. What one
-// WriteAt has stored is seen before what the next one stores. The error is a
-// *PinAccessError.
+// WriteAt copies b to the pages, from an offset on, in no particular order. All bytes of
+// one WriteAt are visible before those of the next. The error is a *PinAccessError.
 func (p *PinnedPages) WriteAt(b []byte, off uint64) error {
 	errno := p.check(len(b), off)
 	if errno == 0 && !p.write {
@@ -225,7 +225,7 @@ func (p *PinnedPages) WriteAt(b []byte, off uint64) error {
 }
 
 // store is WriteAt through a pipe, which is empty afterwards if there is no error. buffer
-// says whose error it is: b's.
+// is set if the error is about b, not about the pages.
 func (p *PinnedPages) store(pipe *pinPipe, b []byte, off uintptr) (buffer bool, errno unix.Errno) {
 	for len(b) > 0 {
 		filled, errno := pipe.fill(b)
@@ -244,7 +244,7 @@ func (p *PinnedPages) store(pipe *pinPipe, b []byte, off uintptr) (buffer bool, 
 	return false, 0
 }
 
-// check reports whether n bytes at off can be accessed at all.
+// check returns why n bytes at off cannot be accessed, or 0.
 func (p *PinnedPages) check(n int, off uint64) unix.Errno {
 	switch {
 	case p.closed.Load() || forked():
@@ -255,13 +255,13 @@ func (p *PinnedPages) check(n int, off uint64) unix.Errno {
 	return 0
 }
 
-// move moves up to n bytes between a pipe and the pages, at least one. It never waits but
-// for others who do the same.
+// move copies up to n bytes between a pipe and the pages, at least one. It waits for
+// nothing but other calls of move.
 func (p *PinnedPages) move(opcode uint8, pipe int, off uintptr, n int) (int, unix.Errno) {
 	size := p.table.bufferSize
 	n = int(min(uintptr(n), size-off%size))
 	r := p.bank.lock(p.slot)
-	if p.closed.Load() { // with the lock held: from here on Close waits
+	if p.closed.Load() { // if not, Close waits until this lock is free
 		r.mu.Unlock()
 		return 0, unix.EBADF
 	}
@@ -286,8 +286,8 @@ func pipeError(err error) error {
 	return &PinAccessError{false, errno}
 }
 
-// Close lets go of the pages. An access that is under way ends first, or fails with
-// EBADF, as all do from now on. It may be called again, and returns the same.
+// Close unpins the pages. An access that is under way ends first, or fails with EBADF, as
+// all later ones do. A second Close returns the same as the first.
 func (p *PinnedPages) Close() error {
 	p.close.Do(func() {
 		p.closed.Store(true)

@@ -70,7 +70,7 @@ func mustPinIn(tb testing.TB, t *pinTable, b []byte) *PinnedPages {
 }
 
 // pinTables are the ways in which pages can be pinned: as this kernel can, and as older
-// ones can; both with buffers so short that memory is cut into many.
+// ones can; both also with buffers so short that memory is split into many.
 func pinTables(t *testing.T, test func(t *testing.T, table *pinTable)) {
 	needPins(t)
 	for _, c := range []struct {
@@ -301,8 +301,8 @@ func TestPinRefused(t *testing.T) {
 	})
 }
 
-// Bytes beside the pages that are not mapped are told apart from the pages, and leave
-// nothing behind in a pipe.
+// An error about the caller's bytes that are not mapped is distinguished from one about the
+// pages, and leaves nothing behind in a pipe.
 func TestPinnedBufferFaults(t *testing.T) {
 	pinTables(t, func(t *testing.T, table *pinTable) {
 		const size = 1 << 20

@@ -8,8 +8,8 @@ package sys
 //   - Out of the pages: writing the registered buffer to the pipe copies into pages of
 //     the pipe, and read(2) copies out of them. Two copies, the second from warm cache.
 //
-// A pipe is empty when it is put back. One that cannot be emptied is closed, which lets
-// go of everything that it refers to.
+// A pipe is empty when it is put back. One that cannot be emptied is closed, which drops
+// its references to pages.
 //
 // Why this is sound: each call gets the address and the length of one slice, converted
 // in the call, which keeps it alive. What vmsplice leaves in the pipe are the kernel's
@@ -30,7 +30,8 @@ const (
 	// pipeOut is how many bytes go out of the pages at once: few enough that the second
 	// copy finds them in the cache.
 	pipeOut = 128 << 10
-	// pipeSmall is up to where write(2), which copies, is as fast as vmsplice(2).
+	// pipeSmall is the length up to which write(2), which copies, is as fast as
+	// vmsplice(2).
 	pipeSmall = 1024
 )
 
@@ -61,7 +62,7 @@ func (s *pinPipes) get() (*pinPipe, error) {
 		return nil, err
 	}
 	p := &pinPipe{r: fds[0], w: fds[1]}
-	// A user who has too many pipes gets small ones: an access takes more calls then.
+	// A user who has too many pipes gets small ones; accesses then take more calls.
 	_, _ = unix.FcntlInt(uintptr(p.w), unix.F_SETPIPE_SZ, pipeWish)
 	size, err := unix.FcntlInt(uintptr(p.w), unix.F_GETPIPE_SZ, 0)
 	if err == nil && size < int(pageSize) {
@@ -75,7 +76,7 @@ func (s *pinPipes) get() (*pinPipe, error) {
 	return p, nil
 }
 
-// put takes a pipe back; empty says that nothing is in it.
+// put keeps a pipe for the next get, if it is empty; otherwise put closes it.
 func (s *pinPipes) put(p *pinPipe, empty bool) {
 	p.source.Base = nil
 	if empty {
@@ -96,20 +97,20 @@ func (p *pinPipe) close() {
 }
 
 // fill puts the first bytes of b, which is not empty, into the pipe, which is. It returns
-// how many. EFAULT says that b's first byte is not mapped, or may not be read.
+// how many. EFAULT means that b's first byte is not mapped, or may not be read.
 func (p *pinPipe) fill(b []byte) (int, unix.Errno) {
 	if len(b) > pipeSmall {
 		if n := p.refer(b); n > 0 {
 			return n, 0
 		}
-		// There is memory that can be read and not be referred to: a device's, and what
-		// memfd_secret(2) makes.
+		// Some memory can be read but not be referred to: that of devices, and of
+		// memfd_secret(2).
 	}
 	return p.write(b)
 }
 
 // refer puts references to the pages of the first bytes of b into the pipe, and returns
-// how many bytes these are; 0 if it cannot be done.
+// how many bytes these are; 0 if the memory cannot be referred to.
 func (p *pinPipe) refer(b []byte) int {
 	p.source.Base = unsafe.SliceData(b)
 	p.source.SetLen(min(len(b), p.size))
@@ -138,7 +139,7 @@ func (p *pinPipe) write(b []byte) (int, unix.Errno) {
 	}
 }
 
-// empty reads len(b) bytes out of the pipe, which has as many. EFAULT says that a part of
+// empty reads len(b) bytes out of the pipe, which has as many. EFAULT means that a part of
 // b is not mapped, or may not be written: then the pipe is not empty.
 func (p *pinPipe) empty(b []byte) unix.Errno {
 	for len(b) > 0 {

@@ -4,12 +4,12 @@ package sys
 // and requests that are submitted one at a time and have ended when submit returns.
 //
 // Why this is sound. The rings are mappings that live until close, and close is called
-// when nobody uses the ring any more. The kernel gives the offsets of what lies in them;
-// newRing checks each against the mapping's length before it makes a pointer of it. The
-// counters that the kernel shares with us are read and written as atomic variables.
-// Addresses of registered memory and of user buffers travel as numbers: the kernel checks
-// them, and no Go pointer is made of one. Arguments of the calls are Go variables that are
-// alive until the call returns, and the kernel keeps none of them.
+// when no goroutine uses the ring any more. The kernel returns the offsets of the fields
+// in them; newRing checks each against the mapping's length before it makes a pointer of
+// it. Counters that are shared with the kernel are read and written as atomic variables.
+// Addresses of registered memory and of user buffers are passed as numbers: the kernel
+// checks them, and no Go pointer is made of one. Arguments of the calls are Go variables
+// that are alive until the call returns, and the kernel keeps none of them.
 
 import (
 	"fmt"
@@ -95,7 +95,7 @@ type (
 	uringBuffer struct{ addr, length uintptr }
 )
 
-// The kernel knows these structs by their sizes.
+// The sizes that the kernel expects of these structs.
 var (
 	_ [120]byte = [unsafe.Sizeof(uringParams{})]byte{}
 	_ [64]byte  = [unsafe.Sizeof(uringSQE{})]byte{}
@@ -105,7 +105,7 @@ var (
 	_ [32]byte  = [unsafe.Sizeof(uringCloneArg{})]byte{}
 )
 
-// uring is a ring. Its methods are called one at a time, but for the register calls,
+// uring is a ring. Its methods are called one at a time, except for update and clone,
 // which the kernel orders.
 type uring struct {
 	fd         int
@@ -140,7 +140,7 @@ func newRing(slots int) (*uring, error) {
 	return r, nil
 }
 
-// uringReason says in words why io_uring_setup(2) failed.
+// uringReason returns, for people, why io_uring_setup(2) failed.
 func uringReason(errno unix.Errno) error {
 	switch errno {
 	case unix.ENOSYS:
@@ -194,23 +194,23 @@ func (r *uring) mapRings(p *uringParams) (err error) {
 	return nil
 }
 
-// close gives the ring up. Its table must be empty, or the kernel lets go of the pages
-// some time later.
+// close closes the ring. If its table is not empty, the kernel unpins the pages some time
+// later.
 func (r *uring) close() {
 	for _, m := range [][]byte{r.ring, r.sqes} {
 		if m != nil {
 			_ = unix.Munmap(m) // ours, and whole
 		}
 	}
-	_ = unix.Close(r.fd) // nothing is written behind
+	_ = unix.Close(r.fd) // it has nothing to write back
 }
 
-// submit moves n bytes between a pipe and memory at addr that is registered as buffer
+// submit copies n bytes between a pipe and memory at addr that is registered as buffer
 // number slot: uringOpReadFixed into the memory, uringOpWriteFixed out of it. It returns
-// how many bytes were moved. The pipe does not block, so the kernel does all of it in
-// this call: the place among GOMAXPROCS is not given away.
+// how many bytes were copied. The pipe does not block, so the kernel does all of it in
+// this call, and the goroutine keeps its place among GOMAXPROCS.
 func (r *uring) submit(opcode uint8, pipe, slot int, addr uintptr, n int) (int, unix.Errno) {
-	tail := *r.sqTail // nobody else writes it
+	tail := *r.sqTail // only submit writes it
 	r.entries[tail&r.sqMask] = uringSQE{
 		opcode: opcode, fd: int32(pipe), off: ^uint64(0), // the file's position, of which a pipe has none
 		addr: uint64(addr), len: uint32(n), bufIndex: uint16(slot),
@@ -225,7 +225,7 @@ func (r *uring) submit(opcode uint8, pipe, slot int, addr uintptr, n int) (int, 
 		return 0, errno
 	}
 	head := *r.cqHead
-	for atomic.LoadUint32(r.cqTail) == head { // it was deferred
+	for atomic.LoadUint32(r.cqTail) == head { // the kernel has deferred it
 		_, _, _ = unix.Syscall6(unix.SYS_IO_URING_ENTER, uintptr(r.fd), 0, 1, uringEnterGetEvents, 0, 0)
 	}
 	res := r.completions[head&r.cqMask].res
@@ -236,16 +236,16 @@ func (r *uring) submit(opcode uint8, pipe, slot int, addr uintptr, n int) (int, 
 	return int(res), 0
 }
 
-// update makes buffers of the table from slot on these ones; a zero buffer empties its
-// slot. It pins the pages of the new ones, and lets go of the old ones' if no other
-// table has them. It returns how many slots were changed; the rest are as before.
+// update replaces buffers of the table from slot on; a zero buffer empties its slot. The
+// kernel pins the pages of the new buffers, and unpins those of the old ones if no other
+// table has them. update returns how many slots were changed; the rest are as before.
 func (r *uring) update(slot int, buffers []uringBuffer) (int, error) {
 	arg := uringUpdateArg{offset: uint32(slot), nr: uint32(len(buffers)), iovecs: unsafe.SliceData(buffers)}
 	return r.register(uringUpdateBuffers, unsafe.Pointer(&arg), unsafe.Sizeof(arg))
 }
 
-// clone makes n buffers of the table from slot on those of another ring's table: both
-// have them then. The pages are pinned once.
+// clone copies n buffers of another ring's table to this table, from slot on. Both tables
+// have them then; the pages are pinned once.
 func (r *uring) clone(slot int, from *uring, fromSlot, n int) error {
 	arg := uringCloneArg{
 		srcFD: uint32(from.fd), flags: uringDstReplace,
@@ -255,8 +255,8 @@ func (r *uring) clone(slot int, from *uring, fromSlot, n int) error {
 	return err
 }
 
-// register is io_uring_register(2). Pinning may wait for pages, so the place among
-// GOMAXPROCS can be taken by another goroutine.
+// register is io_uring_register(2). Pinning may wait for pages, so it is an ordinary
+// system call, during which another goroutine can take the place among GOMAXPROCS.
 func (r *uring) register(opcode uintptr, arg unsafe.Pointer, n uintptr) (int, error) {
 	for {
 		done, _, errno := unix.Syscall6(unix.SYS_IO_URING_REGISTER, uintptr(r.fd), opcode, uintptr(arg), n, 0, 0)

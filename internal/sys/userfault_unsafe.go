@@ -1,8 +1,8 @@
 package sys
 
 // userfaultfd(2), in the one way in which it is used here: in write-protect mode,
-// with nothing protected. The kernel then stops nobody from using the memory, and
-// tells what happens to the mappings.
+// with nothing protected. The kernel then intercepts no access to the memory, and
+// reports what happens to the mappings.
 
 import (
 	"errors"
@@ -46,8 +46,8 @@ type (
 	uffdioRangeArg    struct{ start, length uint64 }
 )
 
-// openUserfault returns a userfaultfd with all that the notifier needs. The error
-// says in words what is missing and wraps the errno.
+// openUserfault returns a userfaultfd with all features that the notifier needs. The
+// error says what is missing and wraps the errno.
 func openUserfault() (int, error) {
 	fd, errno := userfaultfd()
 	switch errno {
@@ -77,13 +77,15 @@ func userfaultfd() (int, unix.Errno) {
 	return int(fd), errno
 }
 
-// handshake must come first on a new descriptor, and only once.
+// handshake asks for features. It must be the first call on a new descriptor, and the
+// only one of its kind.
 func handshake(fd int, features uint64) error {
 	arg := uffdioAPIArg{api: uffdAPI, features: features}
 	return errnoOrNil(ioctl(fd, uffdioAPI, unsafe.Pointer(&arg)))
 }
 
-// missingFeatures asks a descriptor of its own what the kernel offers.
+// missingFeatures says which feature the kernel lacks. It asks by a descriptor of its
+// own.
 func missingFeatures() string {
 	const old = "the kernel's userfaultfd is too old"
 	fd, errno := userfaultfd()

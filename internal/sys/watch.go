@@ -17,7 +17,7 @@ import (
 type Watch struct {
 	file   *os.File
 	raw    syscall.RawConn
-	events []unix.EpollEvent // Wait's own
+	events []unix.EpollEvent // used by Wait alone
 }
 
 // NewWatch makes a watch of nothing.
@@ -26,7 +26,7 @@ func NewWatch() (*Watch, error) {
 	if err != nil {
 		return nil, fmt.Errorf("epoll_create: %w", err)
 	}
-	// Not blocking, so that the runtime takes it among those that it waits for.
+	// Not blocking, so that the runtime's poller waits for it.
 	if err := unix.SetNonblock(fd, true); err != nil {
 		_ = unix.Close(fd) // the first error says more
 		return nil, err
@@ -48,8 +48,8 @@ func (w *Watch) Add(fd int, tag int32) error {
 	return w.change(unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLRDHUP, Fd: tag})
 }
 
-// Remove ends that. Whoever is in Wait may still be about to return the tag. An
-// error means that the descriptor was not watched.
+// Remove ends the watching of a descriptor. A Wait that is under way may still return the
+// tag. An error means that the descriptor was not watched.
 func (w *Watch) Remove(fd int) error { return w.change(unix.EPOLL_CTL_DEL, fd, nil) }
 
 func (w *Watch) change(op, fd int, ev *unix.EpollEvent) (err error) {
@@ -71,8 +71,9 @@ func (w *Watch) AddConn(c *net.UnixConn, tag int32) error {
 // is closed: a forked child may keep the socket, and with it the watch, alive.
 func (w *Watch) RemoveConn(c *net.UnixConn) error { return control(c, w.Remove) }
 
-// Wait blocks until something happens and returns tags, some of them perhaps
-// twice. The error is os.ErrClosed after Close. One at a time.
+// Wait blocks until descriptors are readable or hung up and stores their tags, some of
+// them perhaps twice. The error is os.ErrClosed after Close. One goroutine at a time may
+// call it.
 func (w *Watch) Wait(tags []int32) (n int, err error) {
 	events := w.events[:min(len(tags), len(w.events))]
 	if w.raw.Read(func(fd uintptr) bool {
@@ -90,7 +91,7 @@ func (w *Watch) Wait(tags []int32) (n int, err error) {
 	return n, nil
 }
 
-// Close ends Wait, and all watching. Add and Remove are harmless after it.
+// Close ends Wait, and all watching. Add and Remove do nothing but fail afterwards.
 func (w *Watch) Close() error { return w.file.Close() }
 
 // OpenPidfd returns a descriptor that is readable once the process has ended.
@@ -113,8 +114,8 @@ func IsPipe(fd int) bool {
 	return unix.Fstat(fd, &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFIFO
 }
 
-// Exited reports whether the process of a descriptor has ended: of a pidfd, or of the read
-// end of a pipe that nobody writes to.
+// Exited reports whether the process of a descriptor has ended. The descriptor is a pidfd,
+// or the read end of a pipe that no process writes to (NewPipe).
 func Exited(fd int) bool {
 	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
 	for {

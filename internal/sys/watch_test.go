@@ -61,7 +61,7 @@ func TestWatch(t *testing.T) {
 			t.Fatalf("nothing was heard of %d", want)
 		}
 	}
-	// Both are added while somebody waits.
+	// Both are added while a goroutine waits.
 	if err := w.Add(e.FD(), 1); err != nil {
 		t.Fatal(err)
 	}

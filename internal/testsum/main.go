@@ -1,13 +1,13 @@
-// Command testsum reads what `go test -json` writes and says what a person wants
-// to know: one line for each package, the whole output of what failed, every test
-// that was skipped with its reason, and a total.
+// Command testsum reads the output of `go test -json` and prints a summary: one line
+// for each package, the whole output of tests that failed, every skipped test with its
+// reason, and a total.
 //
 //	go test -json ./... | testsum [-strict]
 //
-// It ends with status 1 when something failed, when nothing was tested at all, and
-// with -strict when a test was skipped for a reason that the machine could mend.
-// gotestsum prints such a summary too, but cannot fail for skipped tests, and does not
-// look at their reasons.
+// It ends with status 1 if a test failed, if nothing was tested at all, or, with
+// -strict, if a test was skipped because the machine lacks something that could be
+// installed. (gotestsum prints such a summary too, but cannot fail for skipped tests
+// by their reasons.)
 //
 // Stages, in the order of this file: events come in (read), are collected by
 // package and test (add), and each package is reported when it ends (report);
@@ -38,9 +38,9 @@ func main() {
 	}
 }
 
-// excused are the beginnings of skip messages that are no fault of the machine:
-// a test of the long matrices, one that the race detector falsifies, and one whose
-// subject this kernel does not have.
+// excused are the beginnings of skip messages that -strict allows: a test of the long
+// matrices, a test whose result the race detector would falsify, and a test of
+// something that this kernel does not have.
 var excused = []string{"full:", "race:", "kernel:"}
 
 // event is a line of `go test -json`; see `go doc test2json`.
@@ -78,8 +78,8 @@ func newSummary(out io.Writer, strict bool) *summary {
 	return &summary{out: out, strict: strict, pkgs: map[string]*pkg{}, builds: map[string]*strings.Builder{}}
 }
 
-// read takes lines until the end. A line that is no event is passed through: the
-// go command says some things in plain text.
+// read adds the events of all lines. It prints a line that is no event as it is: the go
+// command writes some messages in plain text.
 func (s *summary) read(r io.Reader) error {
 	in := bufio.NewReader(r)
 	for {
@@ -194,10 +194,10 @@ func (s *summary) print(b *strings.Builder) {
 	}
 }
 
-// noise are the lines that the testing package writes for the machine's sake.
+// noise are the lines that the testing package writes for programs, not for people.
 var noise = regexp.MustCompile(`^(=== (RUN|PAUSE|CONT|NAME)|PASS$)`)
 
-// finish prints the total and reports whether all is well.
+// finish prints the total and reports whether the run succeeded.
 func (s *summary) finish() bool {
 	good := true
 	unexcused := 0

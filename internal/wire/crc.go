@@ -5,13 +5,13 @@ import (
 	"time"
 )
 
-// Two ways to compute a CRC-32. hash/crc32 multiplies polynomials with the
-// processor's own instruction: 4 KiB take it an eighth of a microsecond. Where
-// that instruction is emulated, in a virtual machine without the help of the
-// host's processor, it is eight times slower than eight tables are. So the two
-// are timed once, and the quicker one is used.
+// There are two ways to compute a CRC-32. hash/crc32 multiplies polynomials with an
+// instruction of the processor: 4 KiB take an eighth of a microsecond. Where that
+// instruction is emulated, as in a virtual machine without hardware support, it is
+// eight times slower than eight tables are. So the two are timed once, and the
+// quicker one is used.
 
-// update goes on with the CRC of b.
+// update returns crc continued with the bytes of b.
 func update(crc uint32, b []byte) uint32 {
 	if useTables {
 		return updateTables(crc, b)
@@ -19,7 +19,7 @@ func update(crc uint32, b []byte) uint32 {
 	return crc32.Update(crc, crc32.IEEETable, b)
 }
 
-// eight[k] has what a byte contributes with k bytes behind it.
+// eight[k] is the contribution to the CRC of each byte value that k bytes follow.
 var eight = makeEight()
 
 var useTables = tablesAreQuicker()
@@ -38,7 +38,7 @@ func makeEight() *[8][256]uint32 {
 	return t
 }
 
-// updateTables takes eight bytes at a time.
+// updateTables is update by tables, eight bytes at a time.
 func updateTables(crc uint32, b []byte) uint32 {
 	crc = ^crc
 	t := eight
@@ -51,9 +51,9 @@ func updateTables(crc uint32, b []byte) uint32 {
 	return ^feed(crc, b)
 }
 
-// tablesAreQuicker times both, on a packet. Natively that takes some ten
-// microseconds. Each is given its best of a few tries, and the tables must be
-// twice as quick, so that chance hardly decides; the results are the same.
+// tablesAreQuicker times both ways on a packet, which takes some ten microseconds
+// where nothing is emulated. The best of a few tries counts, and the tables must be
+// twice as quick, so that chance hardly decides. Both ways give the same results.
 func tablesAreQuicker() bool {
 	b := make([]byte, MaxPayload)
 	best := func(f func()) time.Duration {

@@ -1,7 +1,7 @@
-// Package wire is RoCE v2 as bytes: what stands in a UDP datagram between the
-// IP header and the application's data. It knows no queue pair and no socket.
+// Package wire is RoCE v2 as bytes: the headers and the checksum that a UDP datagram
+// carries around the application's data. It uses neither queue pairs nor sockets.
 //
-// The way of a packet, top-down:
+// The parts of a packet, top-down:
 //
 //  1. kind.go names what a packet is for: transport, kind, position, extra.
 //  2. opcode.go is the one table of opcodes: from those names to the number,
@@ -13,5 +13,5 @@
 // Beside it: psn.go (sequence numbers), rnr.go (encoded times), ip.go (the IP
 // and UDP headers, for captures and for UD receive buffers).
 //
-// Nothing here allocates but what an append to a slice that is full does.
+// Nothing here allocates, except that appending to a full slice does.
 package wire

@@ -8,7 +8,7 @@ import (
 const (
 	// RoCEPort is the UDP destination port of RoCE v2.
 	RoCEPort = 4791
-	// MulticastQP is the destination queue pair of what goes to a group.
+	// MulticastQP is the destination queue pair of packets to a multicast group.
 	MulticastQP = 0xffffff
 	// DefaultPKey is the partition key with full membership that RoCE uses.
 	DefaultPKey = 0xffff
@@ -23,7 +23,7 @@ const (
 	MaxPacket = BTHLen + 4 + 16 + 4 + MaxPayload + ICRCLen
 )
 
-// Why Parse refuses a packet.
+// The errors of Parse.
 var (
 	ErrShort   = errors.New("wire: packet shorter than its headers")
 	ErrLong    = errors.New("wire: payload longer than the largest MTU")
@@ -33,8 +33,8 @@ var (
 	ErrPayload = errors.New("wire: payload in a packet that has none")
 )
 
-// Header is a BTH and the extension headers that its opcode calls for. The
-// fields of the others are zero after Parse and ignored by Append.
+// Header is a BTH and the extension headers that its opcode has. The fields of
+// other extension headers are zero after Parse and ignored by Append.
 type Header struct {
 	Opcode    Opcode
 	Solicited bool
@@ -53,7 +53,7 @@ type Header struct {
 	RETH   RETH
 	Atomic AtomicETH
 	AETH   AETH
-	Orig   uint64 // AtomicAckETH: the value before
+	Orig   uint64 // AtomicAckETH: the value before the operation
 	Imm    uint32 // immediate data, or the key to invalidate
 }
 
@@ -65,7 +65,7 @@ func (h *Header) Parse(b []byte) (payload []byte, err error) {
 		return nil, ErrShort
 	}
 	if b[1]&0x0f != 0 {
-		return nil, ErrVersion // before anything whose place a version may change
+		return nil, ErrVersion // first: another version may have its fields elsewhere
 	}
 	info := Opcode(b[0]).Info()
 	if !info.Valid {
@@ -102,8 +102,8 @@ func (h *Header) Parse(b []byte) (payload []byte, err error) {
 	return rest[: n-pad : n-pad], nil
 }
 
-// parseExtensions reads the headers of the set, which Parse has checked to be
-// there, and returns what follows them.
+// parseExtensions reads the headers of the set and returns what follows them. Parse
+// has checked that b is long enough.
 func (h *Header) parseExtensions(set Headers, b []byte) []byte {
 	if set&HasDETH != 0 {
 		h.DETH = DETH{QKey: be.Uint32(b), SrcQP: be.Uint32(b[4:]) & mask24}
@@ -146,8 +146,8 @@ func (h *Header) parseExtensions(set Headers, b []byte) []byte {
 // Len returns the number of bytes that Append adds.
 func (h *Header) Len() int { return BTHLen + h.Opcode.Info().HeaderLen }
 
-// Append appends the BTH and the extension headers that the opcode calls for.
-// Reserved bits are zero; numbers wider than their field lose the upper bits.
+// Append appends the BTH and the extension headers that the opcode has. Reserved
+// bits are zero; numbers wider than their field lose the upper bits.
 func (h *Header) Append(b []byte) []byte {
 	flags := h.Pad&3<<4 | h.Version&0x0f
 	if h.Solicited {

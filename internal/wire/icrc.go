@@ -22,13 +22,13 @@ import (
 //     show. It takes the difference d between the CRC received and the one for
 //     the id expected, and carries it back to before the m bytes from the id on:
 //     d·x^-8m. There two ids differ by id xor expected, in the 16 bits that enter
-//     the register first, so the packet is sound if and only if the other 16 are
-//     zero: half of the CRC checks the packet, half tells the id. That takes one
-//     table of x^-8m and one carryless product.
+//     the register first, so the packet is undamaged if and only if the other 16 are
+//     zero: half of the CRC checks the packet, the other half yields the id. That
+//     takes one table of x^-8m and one carryless product.
 //
 // CRC-32 is reflected: bit 31 stands for x^0, bit 0 for x^31, and x·a is a
-// right shift. hash/crc32 complements its argument and result, which a
-// difference does not notice.
+// right shift. hash/crc32 complements its argument and result, which changes no
+// difference.
 
 // Pseudo is the part of the ICRC that all packets of one flow share: addresses
 // and ports. It is a value of a few bytes, made once for each flow and
@@ -38,7 +38,7 @@ type Pseudo struct {
 	v6   bool
 }
 
-// CRC is an ICRC in the making.
+// CRC is the ICRC of the part of a packet so far.
 type CRC uint32
 
 // Layout of the prefix: ones, IP header, UDP header.
@@ -58,7 +58,7 @@ const (
 )
 
 // NewPseudo prepares the ICRCs of a flow. IPv4 addresses may be in their
-// IPv6-mapped form: RoCE has them so in GIDs, and never so on the wire.
+// IPv6-mapped form, as GIDs have them; on the wire they never are.
 func NewPseudo(src, dst netip.Addr, srcPort, dstPort uint16) Pseudo {
 	const ones = 0xff
 	var buf [prefix6Len]byte
@@ -104,16 +104,16 @@ func (p *Pseudo) Start(id uint16, udpPayloadLen int) CRC {
 	return p.base ^ tables.udp4.at(n) ^ tables.total4.at(n+IPv4Len) ^ tables.id4.at(id)
 }
 
-// Header goes on with a slice that begins with a BTH of which it has at least
-// the first five bytes; as much of the packet as is contiguous may follow.
+// Header continues the ICRC with b, which begins with at least the first five bytes
+// of a BTH; as much of the packet as is contiguous may follow.
 func (c CRC) Header(b []byte) CRC {
 	return (c ^ tables.masked[b[maskedAt]]).Add(b)
 }
 
-// Add goes on with more bytes.
+// Add continues the ICRC with more bytes.
 func (c CRC) Add(b []byte) CRC { return CRC(update(uint32(c), b)) }
 
-// AddPad goes on with 0 to 3 bytes of padding.
+// AddPad continues the ICRC with 0 to 3 bytes of padding.
 func (c CRC) AddPad(n uint8) CRC { return c.Add(zeros[:n]) }
 
 // Append appends the finished ICRC.
@@ -121,16 +121,16 @@ func (c CRC) Append(b []byte) []byte {
 	return append(b, byte(c), byte(c>>8), byte(c>>16), byte(c>>24))
 }
 
-// Check reports whether a received UDP payload ends with its ICRC, and over
-// IPv4 with which identification. The one expected is tried first, at the cost
+// Check reports whether a received UDP payload ends with its ICRC, and returns the
+// IPv4 identification for which it does. The one expected is tried first, at the cost
 // of the CRC alone; any other one is solved for, which weakens the check from 32
-// bits to 16. IPv6 is always checked with 32 bits, and the id returned is the one
-// given. DF is taken as set.
+// bits to 16. IPv6 is always checked with 32 bits, and the id returned is
+// expectID. DF is taken as set.
 //
-// Damage that a solved id hides must look like a change of the id. Damage of a
-// single bit, or of up to three bits in a row, never does, at any place in a
-// packet of any length up to MaxPacket. Random damage does in one packet of
-// 65,536; UDP's own checksum stands before it, unless the peer does without.
+// Damage goes unnoticed if it looks like a change of the id. Damage of a single bit,
+// or of up to three bits in a row, never does, at any place in a packet of any length
+// up to MaxPacket. Random damage does in one packet of 65,536; the UDP checksum
+// catches it earlier, unless the peer sends none.
 func (p *Pseudo) Check(udpPayload []byte, expectID uint16) (id uint16, ok bool) {
 	n := len(udpPayload) - ICRCLen
 	if n < BTHLen {
@@ -145,8 +145,8 @@ func (p *Pseudo) Check(udpPayload []byte, expectID uint16) (id uint16, ok bool) 
 	return id, ok
 }
 
-// solve finds the id whose difference to the one expected makes diff n bytes
-// behind the prefix.
+// solve returns the id whose difference to the one expected becomes diff, n bytes
+// after the prefix.
 func (p *Pseudo) solve(diff uint32, n int, expectID uint16) (id uint16, ok bool) {
 	if diff == 0 {
 		return expectID, true
@@ -158,16 +158,15 @@ func (p *Pseudo) solve(diff uint32, n int, expectID uint16) (id uint16, ok bool)
 	if e>>16 != 0 {
 		return 0, false
 	}
-	// the id's first byte is its upper one, and reflected CRCs begin at the
-	// low end
+	// The id's first byte is its upper one, and a reflected CRC begins at the low end.
 	return expectID ^ (uint16(e)<<8 | uint16(e)>>8), true
 }
 
-// Twice makes the ICRC of a FLUSH what Linux's software device (rxe, up to 7.2)
-// takes it to be. A FLUSH has no payload, its table of headers does not say where
-// one would be, and so it takes the packet, up to the ICRC, for its own payload:
-// it goes in once more, with nothing masked. Check accepts it so, and who gets no
-// answer to a FLUSH may try it.
+// Twice returns the ICRC that Linux's software device (rxe, up to 7.2) computes for a
+// FLUSH. A FLUSH has no payload, and rxe's table of headers does not say where one
+// would begin; so rxe takes the packet, up to the ICRC, for its payload, and adds it
+// again with nothing masked. Check accepts such packets, and a requester that gets no
+// answer to a FLUSH may send one.
 func (c CRC) Twice(b []byte) CRC { return c.Add(b) }
 
 // IsFlush reports whether a packet without its ICRC is a FLUSH of the reliable
@@ -177,8 +176,8 @@ func IsFlush(b []byte) bool {
 	return len(b) == length && b[0] == opcode
 }
 
-// field gives what a 16-bit big-endian field contributes to a CRC at a fixed
-// distance behind it.
+// field is the contribution of a 16-bit big-endian field to a CRC, at a fixed
+// distance after it.
 type field [2][256]CRC
 
 func (f *field) at(v uint16) CRC { return f[0][v>>8] ^ f[1][v&0xff] }
@@ -191,7 +190,7 @@ var zeros [4]byte
 
 type tableSet struct {
 	total4, udp4, id4, length6 field             // what the header fields contribute
-	masked                     [256]CRC          // by the byte found: see Header
+	masked                     [256]CRC          // by the BTH's fifth byte: what Header xors in
 	back                       [words + 1]uint32 // x^-8m for a packet of that many words
 }
 
@@ -238,7 +237,7 @@ func forward(a uint32, n int) uint32 {
 }
 
 // backward divides by x^8n modulo P. P's constant term is 1, so x has an
-// inverse: the bit that forward took out tells whether it xor-ed P.
+// inverse: the top bit is set if forward has xor-ed P.
 func backward(a uint32, n int) uint32 {
 	for range 8 * n {
 		top := a >> 31

@@ -43,8 +43,8 @@ func AppendIPv6(b []byte, src, dst netip.Addr, tclass, hopLimit uint8, flowLabel
 	return append(b, d[:]...)
 }
 
-// AppendUDP4 appends the UDP header of a datagram over IPv4, without checksum:
-// the ICRC does the work.
+// AppendUDP4 appends the UDP header of a datagram over IPv4, without a checksum:
+// IPv4 does not need one.
 func AppendUDP4(b []byte, srcPort, dstPort uint16, udpPayloadLen int) []byte {
 	b = be.AppendUint16(b, srcPort)
 	b = be.AppendUint16(b, dstPort)
@@ -68,8 +68,8 @@ func AppendUDP6(b []byte, src, dst netip.AddrPort, payload []byte) []byte {
 	return b
 }
 
-// AppendGRH appends the 40 bytes that precede a message in a UD receive buffer,
-// by the family of the addresses.
+// AppendGRH appends the 40 bytes that precede a message in a UD receive buffer:
+// AppendGRH4 or AppendGRH6, by the family of the addresses.
 func AppendGRH(b []byte, src, dst netip.Addr, tclass, hopLimit uint8, udpPayloadLen int) []byte {
 	if src.Unmap().Is4() && dst.Unmap().Is4() {
 		return AppendGRH4(b, src, dst, tclass, hopLimit, udpPayloadLen)

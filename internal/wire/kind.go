@@ -6,14 +6,14 @@ type Transport uint8
 const (
 	RC  Transport = 0
 	UC  Transport = 1
-	RD  Transport = 2 // not implemented by anyone; recognised to be counted
+	RD  Transport = 2 // reliable datagram: not implemented, but counted
 	UD  Transport = 3
 	CNP Transport = 4 // congestion notification
 	XRC Transport = 5
 )
 
-// Kind is what a message is for. Together with a position and an extra it
-// names an opcode; nobody above the opcode table deals in opcodes.
+// Kind is what a message is for. A transport, a kind, a position and an extra
+// together name an opcode; code above the opcode table uses no opcodes.
 type Kind uint8
 
 const (
@@ -31,7 +31,8 @@ const (
 	NumKinds
 )
 
-// isRequest reports whether the requester sends it; the others answer.
+// isRequest reports whether requesters send messages of this kind; the others are
+// answers.
 func (k Kind) isRequest() bool {
 	switch k {
 	case KindSend, KindWrite, KindReadRequest, KindCmpSwap, KindFetchAdd, KindAtomicWrite, KindFlush:
@@ -50,7 +51,7 @@ const (
 	Only
 )
 
-// Starts and Ends tell whether the packet is its message's first or last one.
+// Starts reports whether the packet is its message's first.
 func (p Pos) Starts() bool { return p == First || p == Only }
 
 // Ends reports whether the packet is its message's last.
@@ -79,17 +80,17 @@ type RETH struct {
 // FETH is the header of a FLUSH (IBA annex A19): 32 bits, of which the low six
 // mean something.
 type FETH struct {
-	Placement   uint8 // what the bytes are to become: bits, see below; 4 bits wide
-	Selectivity uint8 // of which bytes; 2 bits wide
+	Placement   uint8 // what is ensured: bits PlaceGlobal and PlacePersistent; 4 bits wide
+	Selectivity uint8 // for which bytes: SelectRange or SelectRegion; 2 bits wide
 }
 
 // The fields of a FETH.
 const (
-	PlaceGlobal     = 1 << 0 // visible to all that can see the memory
-	PlacePersistent = 1 << 1 // surviving the loss of power
+	PlaceGlobal     = 1 << 0 // the bytes are visible to all that can see the memory
+	PlacePersistent = 1 << 1 // the bytes survive the loss of power
 
 	SelectRange  = 0 // the range of the RETH
-	SelectRegion = 1 // all of the region; the range means nothing
+	SelectRegion = 1 // all of the region; the range is ignored
 )
 
 func makeFETH(v uint32) FETH { return FETH{Placement: uint8(v & 0xf), Selectivity: uint8(v >> 4 & 3)} }
@@ -104,8 +105,8 @@ type AtomicETH struct {
 	Compare uint64
 }
 
-// AETH is the acknowledgement header: what happened, and how many messages
-// have been completed (24 bits).
+// AETH is the acknowledgement header. MSN, 24 bits, is how many messages the
+// responder has completed.
 type AETH struct {
 	Syndrome Syndrome
 	MSN      uint32
@@ -122,8 +123,8 @@ type DETH struct {
 type Syndrome uint8
 
 const (
-	// AckNoCredits is a plain acknowledgement that says nothing about
-	// credits (credit count 31, "invalid": end-to-end flow control unused).
+	// AckNoCredits is a plain acknowledgement without end-to-end flow control
+	// (credit count 31, "invalid").
 	AckNoCredits Syndrome = 0x1f
 
 	NakPSNSequence   Syndrome = 0x60
@@ -136,13 +137,14 @@ const (
 // RNRNak makes the syndrome of an RNR NAK with a timer code of IBA table 45.
 func RNRNak(timer uint8) Syndrome { return 0x20 | Syndrome(timer&0x1f) }
 
-// IsAck reports an acknowledgement; the other types are RNR, NAK and a reserved one.
+// IsAck reports whether the syndrome is an acknowledgement; the other types are RNR
+// NAK, NAK and a reserved one.
 func (s Syndrome) IsAck() bool { return s>>5 == 0 }
 
-// IsRNR reports a receiver-not-ready NAK.
+// IsRNR reports whether the syndrome is a receiver-not-ready NAK.
 func (s Syndrome) IsRNR() bool { return s>>5 == 1 }
 
-// IsNak reports a NAK.
+// IsNak reports whether the syndrome is a NAK.
 func (s Syndrome) IsNak() bool { return s>>5 == 3 }
 
 // Value returns the five low bits: credits, RNR timer code or NAK code.

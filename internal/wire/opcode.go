@@ -18,13 +18,13 @@ const (
 	HasRETH                             // RDMA: address, key, length
 	HasAtomicETH                        // atomic request
 	HasAETH                             // acknowledge
-	HasAtomicAckETH                     // atomic acknowledge: the value before
+	HasAtomicAckETH                     // atomic acknowledge: the value before the operation
 	HasImm                              // immediate data
 	HasIETH                             // key to invalidate
 )
 
-// lengths of the extension headers, in the order of their bits, which is also
-// their order on the wire (IBA 9.3)
+// headerLen has the lengths of the extension headers, in the order of their bits,
+// which is also their order on the wire (IBA 9.3).
 var headerLen = [9]int{8, 4, 4, 16, 28, 4, 8, 4, 4}
 
 // Len returns the number of bytes that the headers take.
@@ -38,7 +38,7 @@ func (s Headers) Len() int {
 	return n
 }
 
-// OpInfo is all there is to know about an opcode.
+// OpInfo is what an opcode implies.
 type OpInfo struct {
 	Valid     bool // the opcode exists and is implemented; if not, only Transport is set
 	Name      string
@@ -51,7 +51,7 @@ type OpInfo struct {
 	Payload   bool // whether a payload, possibly empty, may follow the headers
 }
 
-// Info returns what is known about the opcode. It is never nil.
+// Info returns what the opcode implies. It is never nil.
 func (o Opcode) Info() *OpInfo { return &opcodes[o] }
 
 // String returns the opcode's name, as protocol analysers print it.
@@ -63,9 +63,9 @@ func (o Opcode) String() string {
 	return "opcode 0x" + string([]byte{hex[o>>4], hex[o&15]})
 }
 
-// Op returns the opcode of a packet, or false if there is none: an operation
-// that the transport does not offer, an Extra anywhere but at the end of a
-// message, or anything but Only for a message that is always one packet.
+// Op returns the opcode of a packet, or false if there is none: the transport does
+// not have the operation, an Extra is not at the end of a message, or a message that
+// is always one packet is not Only.
 func Op(t Transport, k Kind, p Pos, x Extra) (Opcode, bool) {
 	if t >= numTransports || k >= NumKinds || p >= numPos || x >= numExtras {
 		return 0, false
@@ -92,9 +92,9 @@ const (
 )
 
 // operations is the table of all opcodes (IBA 9.2.1; annex A14 for XRC, A19 for
-// FLUSH and ATOMIC WRITE):
-// one row for the low five bits, with the transports that offer it. What a
-// transport adds to every one of its packets, buildOpcodes adds.
+// FLUSH and ATOMIC WRITE). A row has the low five bits of the opcode, and the
+// transports that have the operation. buildOpcodes adds the headers that a transport
+// has in all of its packets.
 var operations = []struct {
 	code    uint8
 	name    string

@@ -54,7 +54,8 @@ import "C"
 import "syscall"
 
 // MapOver maps zeros over a range, and reports whether the range was closed meanwhile.
-// It is as sound as the caller's idea of who uses that memory: nothing here refers to it.
+// It is sound if the caller knows that no Go memory lies there: nothing here refers to
+// the range.
 func MapOver(start, end uintptr) (closed bool, err error) { return mapOver(start, end, 0) }
 
 // FailToMapOver is MapOver with a system call that fails.
@@ -68,9 +69,9 @@ func mapOver(start, end uintptr, wrong C.int) (bool, error) {
 	return closed != 0, nil
 }
 
-// Offered reports whether there is a notifier that closes ranges.
+// Offered reports whether a notifier offers to close ranges.
 func Offered() bool { return C.verbena_preload_ranges.begin != nil }
 
-// OfferedInChild reports whether the child of a fork takes its parent's notifier for its
-// own.
+// OfferedInChild reports whether the parent's notifier still offers that in the child of
+// a fork, as it must not.
 func OfferedInChild() bool { return C.ct_child() != 0 }

@@ -1,3 +1,4 @@
-// Package closetest stands for the library that "verbena exec" preloads, in tests: it
-// closes ranges of addresses before it maps something there. Without cgo it is empty.
+// Package closetest takes the place of the library that "verbena exec" preloads, in
+// tests: it closes ranges of addresses before it maps something there. Without cgo it is
+// empty.
 package closetest

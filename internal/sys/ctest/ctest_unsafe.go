@@ -20,8 +20,7 @@ struct ct_stack {
 	int end;
 };
 
-// The thread's stack has a hole of the wanted size, which it keeps until it is told
-// to end.
+// ct_hold keeps an array of the wanted size on the thread's stack until ct_end sets end.
 static void *ct_hold(void *arg)
 {
 	struct ct_stack *s = arg;
@@ -108,7 +107,7 @@ func Malloc(n uint64) (b []byte, free func()) {
 	return unsafe.Slice((*byte)(p), n), func() { C.free(p) }
 }
 
-// Stack returns zeroed memory on the stack of a C thread, which ends with free.
+// Stack returns zeroed memory on the stack of a C thread. free ends the thread.
 func Stack(n uint64) (b []byte, free func()) {
 	s := C.ct_start(C.size_t(n))
 	if s == nil {

@@ -11,9 +11,8 @@ package forktest
 #include <unistd.h>
 
 // ft_fork forks with the C library's fork, which calls the handlers of
-// pthread_atfork. The child compares a word with what is expected of it, counts the
-// open descriptors among those given, tells both through out, and waits until in is
-// closed on the other side.
+// pthread_atfork. The child reads a word, counts which of the two descriptors are open,
+// writes both numbers to out, and waits until in is closed on the other side.
 static pid_t ft_fork(const uint64_t *word, int a, int b, int out, int in, int unused)
 {
 	pid_t pid = fork();

@@ -7,11 +7,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Rule forbids a system call.
+// Rule forbids a system call, or those calls of it that have a value in an argument.
 type Rule struct {
 	Number int
-	Arg    int    // of which argument the value counts; -1: of none
-	Value  uint32 // its lower half
+	Arg    int    // the argument that is compared; -1: none, all calls are forbidden
+	Value  uint32 // of the argument's lower half
 	Errno  syscall.Errno
 }
 

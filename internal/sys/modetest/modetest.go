@@ -1,6 +1,6 @@
-// Package modetest lets tests run again on a machine that can do less: the test's
-// own program is run as a child in which system calls are forbidden, or as another
-// user. Importing it is enough for the child to notice, before anything else runs.
+// Package modetest runs tests again as on a machine that can do less: it starts the
+// test's own program as a child in which system calls are forbidden, or as another
+// user. The child sees its mode in the environment, in this package's init.
 package modetest
 
 import (
@@ -26,10 +26,10 @@ const (
 	// OldKernel: the kernel has neither PROCMAP_QUERY, PAGEMAP_SCAN nor
 	// MADV_POPULATE_READ and _WRITE, and its userfaultfd is too old.
 	OldKernel Mode = "old-kernel"
-	// Unprivileged: a user with nothing, who may lock 64 KiB. It takes root to make
-	// one; without, the user is what he is.
+	// Unprivileged: a user without privileges, who may lock 64 KiB. Only root can run
+	// the tests as another user; otherwise they run as the same user.
 	Unprivileged Mode = "unprivileged"
-	// Swapping: pages can be swapped out, which Swap has seen to.
+	// Swapping: pages can be swapped out, by Swap.
 	Swapping Mode = "swapping"
 )
 
@@ -80,7 +80,7 @@ func Rerun(t *testing.T, mode Mode, pattern string, flags ...string) {
 	}
 	cmd := exec.Command("/proc/self/exe", append([]string{"-test.run=" + pattern, "-test.v", "-test.timeout=9m"}, flags...)...)
 	cmd.Dir = "/"
-	cmd.Env = append(os.Environ(), variable+"="+string(mode), "CI=", "VERBENA_FULL=") // what cannot be there may be skipped; the long forms are for this machine as it is
+	cmd.Env = append(os.Environ(), variable+"="+string(mode), "CI=", "VERBENA_FULL=") // tests of what the mode lacks may skip; the long tests are not for modes
 	if mode == Unprivileged && os.Getuid() == 0 {
 		const nobody = 65534
 		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
@@ -94,7 +94,7 @@ func Rerun(t *testing.T, mode Mode, pattern string, flags ...string) {
 	t.Logf("%s: %d tests passed, %d skipped", mode, ran, strings.Count(string(out), "\n--- SKIP"))
 }
 
-// failures leaves out what passed.
+// failures returns the output without the lines of tests that passed.
 func failures(out string) string {
 	var b strings.Builder
 	for line := range strings.Lines(out) {

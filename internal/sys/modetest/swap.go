@@ -10,15 +10,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// machine is locked by tests that change what the machine does for all its processes,
-// and shared by those that would notice.
+// machine is a file lock between test processes. Tests that change the machine for all
+// its processes lock it exclusively; tests that such a change would disturb share it.
 var machine struct {
 	file   *os.File
 	shared bool
 }
 
-// ShareMachine keeps tests of other processes from swapping while this one runs. It
-// matters only where everything is tested, which is when they do.
+// ShareMachine keeps tests of other processes from adding swap while this process runs.
+// They only do so with VERBENA_FULL.
 func ShareMachine() {
 	if os.Getenv("VERBENA_FULL") != "" && Current() == "" {
 		machine.shared = true
@@ -30,7 +30,7 @@ func lock(how int) {
 	if machine.file == nil {
 		var err error
 		if machine.file, err = os.OpenFile(filepath.Join(os.TempDir(), "verbena-tests.lock"), os.O_CREATE|os.O_RDWR, 0o666); err != nil {
-			return // somebody else's
+			return // another user's file
 		}
 	}
 	for unix.Flock(int(machine.file.Fd()), how) == unix.EINTR {
@@ -38,13 +38,13 @@ func lock(how int) {
 }
 
 // Swap makes a compressed device in memory and swaps on it until the test ends. It
-// skips the test unless everything is to be tested, by root.
+// skips the test unless it runs as root and VERBENA_FULL is set.
 func Swap(t *testing.T, size string) {
 	t.Helper()
 	if os.Getenv("VERBENA_FULL") == "" || os.Getuid() != 0 {
 		t.Skip("full: needs root and VERBENA_FULL: it adds swap to the machine")
 	}
-	if Current() != "" { // who started this shares the machine, and waits for us
+	if Current() != "" { // the parent process shares the machine, and waits for this one
 		t.Skip("full: in the mode ", Current())
 	}
 	lock(unix.LOCK_EX)

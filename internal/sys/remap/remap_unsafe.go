@@ -1,7 +1,7 @@
-// Package remap is memory for tests whose pages come and go while its content stays:
-// a file in memory, mapped.
+// Package remap gives tests memory whose pages come and go while its content stays:
+// a mapped memory file.
 //
-// The unsafe code maps over its own mapping, which stays mapped until Close.
+// The unsafe code is sound: it maps over its own mapping, which stays mapped until Close.
 package remap
 
 import (
@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Memory is whole pages of a file in memory.
+// Memory is whole pages of a memory file.
 type Memory struct {
 	Bytes []byte
 	fd    int
@@ -36,14 +36,14 @@ func New(size int) (*Memory, error) {
 // Addr returns the address of the first byte.
 func (m *Memory) Addr() uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(m.Bytes))) }
 
-// Again maps pages again, over themselves: whoever looks finds the old or the new
-// mapping, with the same bytes.
+// Again maps pages again, over themselves: a reader finds the old or the new mapping,
+// with the same bytes.
 func (m *Memory) Again(off, n int) error {
 	_, err := unix.MmapPtr(m.fd, int64(off), unsafe.Pointer(&m.Bytes[off]), uintptr(n), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED)
 	return err
 }
 
-// Discard gives pages back: they come again from the file when they are used.
+// Discard gives pages back: the next access gets them from the file again.
 func (m *Memory) Discard(off, n int) error {
 	return unix.Madvise(m.Bytes[off:][:n], unix.MADV_DONTNEED)
 }

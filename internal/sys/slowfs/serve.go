@@ -1,7 +1,7 @@
 package slowfs
 
-// The server: as much of the protocol of linux/fuse.h as one file needs that is the
-// root of its file system.
+// The server: as much of the FUSE protocol (linux/fuse.h) as a file system needs that
+// consists of one file, its root.
 
 import (
 	"encoding/binary"
@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Requests that mean something here, by their numbers; the others do not exist.
+// The requests that the server handles; it answers others with ENOSYS.
 const (
 	opForget      = 2
 	opGetattr     = 3
@@ -74,7 +74,7 @@ func serve(target string) error {
 	return s.loop()
 }
 
-// obey does what the test says: hold reads, or let them go.
+// obey reads the test's commands from standard input: hold reads, or answer them.
 func (s *server) obey() {
 	var b [1]byte
 	for {
@@ -183,5 +183,5 @@ func (s *server) answer(unique uint64, errno unix.Errno, out []byte) {
 	binary.NativeEndian.PutUint32(b, uint32(headerOut+len(out)))
 	binary.NativeEndian.PutUint32(b[4:], uint32(-int32(errno)))
 	binary.NativeEndian.PutUint64(b[8:], unique)
-	_, _ = unix.Write(s.fd, append(b, out...)) // ENOENT: whoever asked has gone
+	_, _ = unix.Write(s.fd, append(b, out...)) // ENOENT: the request was interrupted
 }

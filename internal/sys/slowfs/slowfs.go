@@ -1,13 +1,12 @@
 // Package slowfs is a file system for tests that is as slow as a test wants: reads
-// of its one file wait until the test lets them go. It is a real file system, that
-// of FUSE, so the kernel and everybody above it treats the file as one on a slow
-// disk or a far server.
+// of its one file wait until the test lets them continue. It is a real file system, by
+// FUSE, so the kernel treats the file as one on a slow disk or a remote server.
 //
-// Stages: New runs the test's own program again, in a mount namespace of its own,
-// where init notices what it is for and serves; the file is opened through /proc.
-// The server is another process because whoever waits for the file may be a thread
-// that the Go runtime cannot stop: a server in the same process could wait for the
-// collector, which waits for that thread, which waits for the server.
+// New runs the test's own program again, in a mount namespace of its own, where init
+// finds the environment variable and serves the file system; the test opens the file
+// through /proc. The server is another process because the thread that waits for the
+// file may be one that the Go runtime cannot stop: a server in the same process could
+// wait for the collector, which waits for that thread, which waits for the server.
 package slowfs
 
 import (
@@ -45,8 +44,8 @@ type FS struct {
 	path string
 }
 
-// New mounts a file system with one file of the given size, and ends it with the
-// test. Reads go at first. It skips the test where there is no FUSE.
+// New mounts a file system with one file of the given size until the test ends. Reads do
+// not wait at first. New skips the test where there is no FUSE.
 func New(tb testing.TB, size int64) *FS {
 	tb.Helper()
 	target := filepath.Join(tb.TempDir(), "slow")
@@ -92,7 +91,7 @@ func (f *FS) Open() *os.File {
 		f.tb.Fatal(err)
 	}
 	f.tb.Cleanup(func() { _ = file.Close() })
-	if _, err := file.Stat(); err != nil { // or the kernel takes it for empty
+	if _, err := file.Stat(); err != nil { // otherwise the kernel takes the file for empty
 		f.tb.Fatal(err)
 	}
 	return file
@@ -101,10 +100,10 @@ func (f *FS) Open() *os.File {
 // Hold makes reads wait from now on.
 func (f *FS) Hold() { f.tell('h') }
 
-// Go lets those go that wait, and those that come.
+// Go lets reads continue: those that wait, and later ones.
 func (f *FS) Go() { f.tell('g') }
 
-// tell tells the server, and waits until it has heard.
+// tell sends a command to the server, and waits until the server has executed it.
 func (f *FS) tell(what byte) {
 	f.tb.Helper()
 	if _, err := f.in.Write([]byte{what}); err != nil {
@@ -115,7 +114,7 @@ func (f *FS) tell(what byte) {
 	}
 }
 
-// Kill ends the server. What waits fails, and all that comes.
+// Kill ends the server. Reads that wait fail, and so do all later ones.
 func (f *FS) Kill() {
 	f.end.Do(func() {
 		_ = f.cmd.Process.Kill()
@@ -123,5 +122,5 @@ func (f *FS) Kill() {
 	})
 }
 
-// Byte is what the file has at an offset at first.
+// Byte returns the file's initial byte at an offset.
 func Byte(off int64) byte { return byte(off) ^ byte(off>>12)*31 ^ 0x55 }

@@ -2,10 +2,10 @@
 // a measuring loop records one with an increment and no allocation, and a
 // percentile read afterwards is exact to less than half a percent.
 //
-// The way of a value, top-down: Record finds its bucket (bucketOf) and counts;
-// Quantile walks the counts and returns the middle of the bucket it ends in
-// (middleOf). Minimum, maximum and mean are kept exactly: hdrhistogram-go, which
-// counts in such buckets too, returns approximations of all three.
+// Record finds the bucket of a value (bucketOf) and counts it; Quantile walks the counts
+// and returns the middle of the bucket it ends in (middleOf). Minimum, maximum and mean
+// are kept exactly: hdrhistogram-go, which counts in such buckets too, returns
+// approximations of all three.
 package hist
 
 import (
@@ -20,7 +20,7 @@ const (
 	subBits = 7
 	sub     = 1 << subBits
 	// maxBits bounds the range: 2^40 ns are 18 minutes. Larger values count
-	// in the last bucket; Max still tells the truth.
+	// in the last bucket; Max is still exact.
 	maxBits = 40
 	buckets = (maxBits - subBits + 1) * sub
 )
@@ -78,7 +78,7 @@ func (h *Histogram) Quantile(q float64) time.Duration {
 	for i, c := range h.counts {
 		seen += c
 		if seen > rank {
-			// The exact ends are known: no bucket's middle may lie outside.
+			// The exact minimum and maximum are known: the result lies between them.
 			return time.Duration(min(max(middleOf(i), h.min), h.max))
 		}
 	}

@@ -15,11 +15,10 @@ func (r *rig) fillTx(phase int) {
 	}
 }
 
-// begin makes the buffers fresh for the measurement: other data in tx, nothing
-// in rx, so that what the warm-up left is not taken for a result. Neither side
-// has a message under way. Ping-pong and atomics go on with what is there: the
-// former prove themselves by a byte that changes with every message, the latter
-// by counting.
+// begin prepares the buffers for the measurement: other data in tx, zeros in rx, so that
+// what the warm-up left is not taken for a result. Neither side has a message under way.
+// Ping-pong and atomics keep their buffers: the check of a ping-pong is a byte that
+// changes with every message, that of atomics is the count.
 func (r *rig) begin() {
 	if r.p.pingPong() || r.p.Op == OpAtomic {
 		return

@@ -45,8 +45,8 @@ func StartChild(program string, args ...string) (*Child, error) {
 	sys.Subordinate(c.cmd)
 	started := make(chan error)
 	go func() {
-		// The kernel kills the child when the *thread* that started it ends, so
-		// this one stays until the child has ended.
+		// The kernel kills the child when the thread that started it ends, so
+		// this thread stays until the child has ended.
 		runtime.LockOSThread()
 		defer close(c.ended)
 		err := c.cmd.Start()
@@ -56,7 +56,8 @@ func StartChild(program string, args ...string) (*Child, error) {
 		}
 	}()
 	err = <-started
-	// The child has its ends; with ours open its end would never be noticed.
+	// The child has its ends of the pipes. With ours open, reads would not end when
+	// the child does.
 	err = errors.Join(err, childIn.Close(), childOut.Close())
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("starting a peer: %w", err), c.Conn.Close())
@@ -64,11 +65,10 @@ func StartChild(program string, args ...string) (*Child, error) {
 	return c, nil
 }
 
-// Stop closes the side channel and waits for the child to end, at first
-// patiently. It returns what the child wrote to its standard error, if it
-// failed.
+// Stop closes the side channel and waits for the child to end; after 3 s it kills the
+// child. If the child failed, the error has what it wrote to its standard error.
 func (c *Child) Stop() error {
-	_ = c.Conn.Close() // closed already, or nothing to be done
+	_ = c.Conn.Close() // it may be closed already
 	select {
 	case <-c.ended:
 	case <-time.After(3 * time.Second):

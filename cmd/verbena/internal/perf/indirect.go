@@ -19,8 +19,8 @@ type indirect struct {
 // indirectPiece is the length of the pieces that the keys are made of.
 const indirectPiece = 4 << 10
 
-// listed makes pinned buffers that are used by an indirect key: a list of their
-// pages, one behind the other, so that they look as the region itself does.
+// listed makes pinned buffers with an indirect key, which requests use: a list of their
+// pages in order, so that the key shows the same bytes as the region.
 func listed(dev *verbs.Device, pd *verbs.PD, n int, access verbs.Access) (buffer, error) {
 	return throughKey(dev, pd, n, access, func(k *verbs.MKey, mr *verbs.MR) *verbs.MKeyConfig {
 		var pieces []verbs.SGE
@@ -31,7 +31,7 @@ func listed(dev *verbs.Device, pd *verbs.PD, n int, access verbs.Access) (buffer
 	})
 }
 
-// strided makes the same of an interleaved pattern: the even pages and the odd ones.
+// strided makes the same with an interleaved pattern: the even pages and the odd ones.
 func strided(dev *verbs.Device, pd *verbs.PD, n int, access verbs.Access) (buffer, error) {
 	n = (n + 2*indirectPiece - 1) &^ (2*indirectPiece - 1)
 	return throughKey(dev, pd, n, access, func(k *verbs.MKey, mr *verbs.MR) *verbs.MKeyConfig {
@@ -88,8 +88,8 @@ func (x *indirect) open(dev *verbs.Device, pd *verbs.PD, mr *verbs.MR, layout fu
 	return errors.New("stalled: an indirect key is not configured")
 }
 
-// onDevice makes buffers of device memory, of the coherent class: both sides look at
-// the bytes.
+// onDevice makes buffers of device memory, of the coherent class: the program reads and
+// writes the bytes too.
 func onDevice(dev *verbs.Device, pd *verbs.PD, n int, access verbs.Access) (buffer, error) {
 	dm, err := dev.AllocDMWith(verbs.DMConfig{Length: uint64(n+4095) &^ 4095, LogAlign: 12, Class: verbs.DMCoherent})
 	if err != nil {

@@ -25,7 +25,7 @@ const (
 var corrupt func(r *rig)
 
 // Initiate measures p, which Complete has completed, against the target at the
-// other end of the side channel. notify, if not nil, is told of each stage.
+// other end of the side channel. It calls notify, if not nil, with each stage.
 func Initiate(dev *verbs.Device, side *SideChannel, p Params, notify func(stage string)) (*Result, error) {
 	if notify == nil {
 		notify = func(string) {}
@@ -143,7 +143,7 @@ func (r *rig) meetTarget(dev *verbs.Device) (*offer, int, error) {
 	return answer.Offer, mine.MTU, err
 }
 
-// limit is when a run ends: after so many messages or, if 0, after so long.
+// limit is when a run ends: after iters messages or, if iters is 0, after duration.
 type limit struct {
 	iters    uint64
 	duration time.Duration
@@ -155,8 +155,7 @@ type span struct {
 	elapsed  time.Duration
 }
 
-// warmUp returns the limit of the warm-up: a tenth of the measurement, within
-// reason.
+// warmUp returns the limit of the warm-up: a tenth of the measurement, within bounds.
 func (p *Params) warmUp() limit {
 	if p.Iters > 0 {
 		n := min(max(p.Iters/10, 1), 10_000)

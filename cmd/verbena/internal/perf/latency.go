@@ -7,9 +7,9 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// A ping-pong by completion queue asks for the completion of every
-// signalEvery-th request only; what it waits for is the answer, and a completion
-// on the way costs time. The send queue holds several times as many.
+// A ping-pong by completion queue waits for the answer, and completions of its own
+// requests cost time: so only every signalEvery-th request asks for one. The send queue
+// has room for several times as many.
 const (
 	signalEvery  = 16
 	latSendQueue = 64
@@ -53,9 +53,8 @@ func (f *flow) postPingPong() error {
 	return nil
 }
 
-// awaitReceive polls until a message has arrived and posts a receive for the
-// next one. With a side channel it also returns, without a message, when
-// something waits there.
+// awaitReceive polls until a message has arrived and posts a receive for the next one. If
+// stop is not nil, it also returns, without a message, when the side channel has one.
 func (r *rig) awaitReceive(f *flow, stop *SideChannel) error {
 	for got := false; !got; {
 		wcs, err := r.poll()
@@ -85,10 +84,10 @@ func (r *rig) awaitReceive(f *flow, stop *SideChannel) error {
 	return f.postRecvs(1)
 }
 
-// pingPongMemory writes into the target's buffer, whose last byte is the
-// message's number, and watches the last byte of its own for the answer. It
-// counts half of the time. The order is that of ib_write_lat: post, wait for
-// one's own completion (before that the buffer must not change), watch.
+// pingPongMemory writes a message into the target's buffer, whose last byte is the
+// message's number, and watches the last byte of its own buffer for the answer. It
+// counts half of the time. The order is that of ib_write_lat: post, wait for the
+// completion (before that the tx buffer must not change), watch.
 func (m *initiator) pingPongMemory(l limit) (span, error) {
 	f := m.flows[0]
 	start := time.Now()
@@ -122,8 +121,8 @@ func (r *rig) writeNumbered(f *flow, seq byte) error {
 	return r.awaitCompletion()
 }
 
-// watch waits for the message with the number seq. It polls no queue: that the
-// message arrives is the device's business.
+// watch waits until the message with the number seq is in memory. It polls no completion
+// queue: the device receives the message without that.
 func (r *rig) watch(seq byte) error {
 	for word.LoadByte(r.rx.bytes, r.p.Size-1) != seq {
 		if err := r.idle.wait(watchTurns); err != nil {

@@ -20,8 +20,8 @@ func Local(ctx context.Context, initiator, target *verbs.Device, p Params, notif
 	side := NewSideChannel(ctx, here)
 	res, err := Initiate(initiator, side, p, notify)
 	err = errors.Join(err, side.Close())
-	// The target's reason may be the same, or the cause: who ends first is gone for the
-	// other.
+	// If the target failed first, the initiator's error is only that its peer is gone:
+	// the target's error is the cause.
 	if targetErr := <-served; err == nil || targetErr != nil && errors.Is(err, ErrPeerGone) {
 		err = targetErr
 	}

@@ -57,14 +57,14 @@ type buffer struct {
 	bytes  []byte
 	addr   uint64 // of the first byte, in requests
 	mr     *verbs.MR
-	lkey   uint32       // what requests of this side name it by; 0: the region's
-	rkey   uint32       // what the peer gets
-	key    *indirect    // the key of both, if it is not the region's
-	window *window      // what the peer's requests go through; nil: the region itself
-	free   func() error // gives the memory back; nil: nothing is to be done
+	lkey   uint32       // of requests of this side; 0: the region's
+	rkey   uint32       // of requests of the peer
+	key    *indirect    // the indirect key that is both lkey and rkey; or nil
+	window *window      // the window that has rkey, or the queue pair that configured key; or nil
+	free   func() error // gives the memory back; nil: there is nothing to do
 }
 
-// sge names n bytes from off on.
+// sge returns the element for n bytes from off on.
 func (b *buffer) sge(off, n int) verbs.SGE {
 	lkey := b.lkey
 	if lkey == 0 {
@@ -90,9 +90,9 @@ func (b *buffer) close() error {
 	return errors.Join(errs...)
 }
 
-// mapped makes buffers of fresh pages outside the Go heap, as most programs that
-// care have them, and registers them in some way. Kinds of memory that differ in
-// nothing but their registration so have the same bytes to move.
+// mapped makes buffers of fresh pages outside the Go heap, as most RDMA programs have
+// them, and registers them by register. So kinds of memory that differ only in their
+// registration are measured with the same memory.
 func mapped(register func(*verbs.PD, []byte, verbs.Access) (*verbs.MR, error)) func(*verbs.Device, *verbs.PD, int, verbs.Access) (buffer, error) {
 	return func(_ *verbs.Device, pd *verbs.PD, n int, access verbs.Access) (buffer, error) {
 		bytes, err := sys.Map(n)

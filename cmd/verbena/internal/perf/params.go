@@ -2,17 +2,21 @@
 // process, in two, or on two hosts. It is an ordinary user of package verbs.
 //
 // One side is the initiator: it decides what is measured and times it. The
-// other is the target: it does what it is told over a side channel, and what
-// the messages on the devices ask for. A measurement, top-down:
+// other is the target: it follows the initiator's messages on a side channel, and
+// answers messages on the devices. A measurement, top-down:
 //
 //  1. params.go: what to measure; both sides validate it
 //  2. side.go: the side channel, lines of JSON in both directions
 //  3. rig.go: buffers, regions and queue pairs of one side, and how the two
-//     sides connect; memory.go: the kinds of memory that buffers are made of
+//     sides connect; memory.go, window.go, indirect.go: the kinds of memory that
+//     buffers are made of
 //  4. initiator.go: the phases: connect, warm up, measure, check, report
 //  5. bandwidth.go, latency.go: the initiator's loops, which allocate nothing
 //  6. target.go: the other side's phases and loops
-//  7. result.go: the figures
+//  7. pattern.go, check.go: the data, and the comparison at the end
+//  8. result.go: the figures
+//
+// local.go runs both sides in one process, child.go starts a target in another.
 package perf
 
 import (
@@ -34,7 +38,7 @@ const (
 	OpAtomic   Op = "atomic"
 )
 
-// opInfo is what the loops need to know about an operation.
+// opInfo is what the loops use of an operation.
 type opInfo struct {
 	code     verbs.Opcode
 	receives bool // consumes a receive of the target, which has to poll for it
@@ -60,14 +64,14 @@ const (
 	PollMemory Poll = "memory"
 )
 
-// Limits of what a peer may ask for: it is a stranger on a TCP port.
+// Limits of what a peer may ask for: any host may connect to the TCP port.
 const (
 	maxSize   = 1 << 30
 	maxQPs    = 1024
 	maxDepth  = 1 << 15
 	maxMemory = 4 << 30 // all buffers of one side
 	// slotMemory bounds the buffers of one queue pair if its messages are small:
-	// messages take turns in slots, and together they should fit the caches.
+	// messages use the slots one after the other, and all slots should fit the caches.
 	slotMemory = 256 << 10
 )
 
@@ -90,13 +94,13 @@ type Params struct {
 
 	// BusyTarget makes the target of one-sided operations poll its completion
 	// queue all the time, though nothing completes there, instead of leaving
-	// progress to the device. Latency measurements by completion queue do so
-	// always.
+	// progress to the device. In latency measurements by completion queue it always
+	// does.
 	BusyTarget bool `json:"busy_target"`
 }
 
-// Complete fills in defaults and says what is wrong with the rest, beginning
-// with the field's name in JSON.
+// Complete fills in defaults and checks the rest. The error begins with the field's name
+// in JSON.
 func (p *Params) Complete() error {
 	if p.Op == "" {
 		p.Op = OpWrite
@@ -134,8 +138,8 @@ func (p *Params) Complete() error {
 		return err
 	}
 	if p.Batch == 0 {
-		// As many as 64 KiB hold, and never so many that the queue runs dry
-		// while one batch is being completed.
+		// As many as fit 64 KiB, but at most half of the depth: the queue must not
+		// run dry while one batch is being completed.
 		p.Batch = 1
 		for p.Batch < 16 && p.Batch*2*p.Size <= 64<<10 && p.Batch*2 <= p.Depth/2 {
 			p.Batch *= 2
@@ -201,12 +205,11 @@ func (p *Params) slots() int {
 	return n
 }
 
-// stride returns the distance of slots: cache lines do not straddle them.
+// stride returns the distance of slots: a multiple of a cache line.
 func (p *Params) stride() int { return (p.Size + 63) &^ 63 }
 
-// recvDepth returns how many receives a side keeps posted, of at most so many:
-// the target may fall behind by several polls before the initiator meets a
-// missing one.
+// recvDepth returns how many receives a side keeps posted, at most most. They are so many
+// that the target may fall behind by several polls before the initiator gets an RNR NAK.
 func (p *Params) recvDepth(most int) int {
 	switch {
 	case !opTable[p.Op].receives:

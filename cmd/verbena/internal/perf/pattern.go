@@ -14,8 +14,8 @@ func mix(x uint64) uint64 {
 	return x ^ x>>31
 }
 
-// fill writes the pattern of a seed: 8 bytes at a time, each a hash of its
-// place.
+// fill writes the pattern of a seed: each 8 bytes are a hash of the seed and their
+// offset.
 func fill(b []byte, seed uint64) {
 	var word [8]byte
 	for i := 0; i < len(b); i += 8 {
@@ -24,7 +24,7 @@ func fill(b []byte, seed uint64) {
 	}
 }
 
-// verify says where b differs from the pattern of a seed.
+// verify returns an error if b differs from the pattern of a seed.
 func verify(b []byte, seed uint64) error {
 	var word [8]byte
 	for i := 0; i < len(b); i += 8 {

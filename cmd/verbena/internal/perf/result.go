@@ -12,7 +12,7 @@ type Result struct {
 	Op     Op     `json:"op"`
 	Mode   string `json:"mode"` // "bandwidth" or "latency"
 	Size   int    `json:"size"` // bytes of a message
-	Link   string `json:"link"` // "loop" or "udp"
+	Link   string `json:"link"` // "loop", "local" or "udp"
 	Mem    string `json:"mem"`
 	QPs    int    `json:"qps"`
 	Depth  int    `json:"depth"`
@@ -31,7 +31,7 @@ type Result struct {
 	Lat        Latency    `json:"lat_us"`
 	LatKind    string     `json:"lat_kind"` // see the Lat constants
 	CPUSeconds CPUSeconds `json:"cpu_seconds"`
-	Checked    bool       `json:"checked"` // the data was compared, and right
+	Checked    bool       `json:"checked"` // the data was compared, and is as it must be
 
 	Initiator string `json:"initiator"` // address
 	Target    string `json:"target"`    // address

@@ -35,8 +35,8 @@ type flow struct {
 	recvs []verbs.RecvWR // a ring, whose length is a power of two
 	tail  []verbs.SendWR // for a last batch that is shorter than the others
 
-	posted    uint64      // send requests so far
-	done      uint64      // of those, completed
+	posted    uint64      // send requests posted
+	done      uint64      // send requests completed
 	base      uint64      // how many the initiator had posted when the measurement began
 	stamps    []time.Time // when each batch was posted, a ring
 	batches   []int       // how many requests each has, a ring
@@ -46,8 +46,8 @@ type flow struct {
 	received   uint64
 }
 
-// stallLimit is how long nothing may complete before a measurement is given up:
-// longer than the retries of a queue pair, which fails by itself.
+// stallLimit is how long nothing may complete before a measurement is given up: longer
+// than a queue pair takes to fail after all its retries.
 const stallLimit = 10 * time.Second
 
 // newRig makes buffers and queue pairs on a device. On failure nothing is left.
@@ -134,7 +134,7 @@ func (r *rig) connect(peer *offer, mtu int) error {
 	}
 	cfg := &verbs.ConnectConfig{
 		MTU: mtuOf(mtu),
-		// A receiver that falls behind for a moment should cost a moment: 10 µs.
+		// 10 µs: a receiver that falls behind for a moment should not cost more.
 		MinRNRTimer: 1,
 	}
 	for i, f := range r.flows {
@@ -213,7 +213,7 @@ func (f *flow) postRecvs(n int) error {
 	return nil
 }
 
-// poll polls once. Whoever gets nothing must call idle.wait before polling again.
+// poll polls once. A caller that gets nothing must call idle.wait before it polls again.
 func (r *rig) poll() ([]verbs.WC, error) {
 	n, err := r.cq.Poll(r.wcs)
 	if err != nil {
@@ -243,26 +243,26 @@ func (r *rig) close() error {
 	return errors.Join(errs...)
 }
 
-// idler is what a loop does when there is nothing to do: mostly nothing, for a
-// hand-off would cost more than the wait; now and then it lets other threads run,
-// for the one that is waited for may need this processor; more rarely other
-// goroutines, unless there is but one processor for them: that makes the runtime
-// wake a thread to look for work; rarely it looks whether waiting still makes
-// sense.
+// idler is how a loop waits when it makes no progress. Mostly it spins: giving the
+// processor away would cost more than the wait. After each interval of some 20 to 50 µs
+// it yields to other threads, since the one that it waits for may need this processor. In
+// every goschedOf-th interval it also yields to other goroutines; that makes the runtime
+// wake a thread to look for work, so it is rare, unless there is only one processor. In
+// every lookOf-th interval it checks whether the measurement has failed or stalled.
 type idler struct {
 	side  *SideChannel
 	spins uint
-	since time.Time // when progress was last known; zero: just now
+	since time.Time // of the first check without progress; zero: there was none yet
 }
 
-// How many turns of a loop without progress are a while, some 20 to 50 µs: polls
-// of a completion queue, and looks at a byte in memory.
+// How many iterations of a loop take an interval: polls of a completion queue, and looks
+// at a byte in memory.
 const (
 	pollTurns  = 64
 	watchTurns = 16 << 10
 )
 
-// One while of so many is for goroutines too, and one for a look.
+// How many intervals pass between two yields to goroutines, and between two checks.
 const (
 	goschedOf = 16
 	lookOf    = 64
@@ -270,10 +270,11 @@ const (
 
 var oneProcessor = runtime.GOMAXPROCS(0) == 1
 
-// reset is for whoever made progress.
+// reset is called after progress.
 func (w *idler) reset() { w.spins, w.since = 0, time.Time{} }
 
-// wait is for whoever made none, in a loop of which so many turns are a while.
+// wait is called after each iteration without progress, in a loop of which so many
+// iterations take an interval.
 func (w *idler) wait(turns uint) error {
 	w.spins++
 	if w.spins%turns != 0 {

@@ -18,7 +18,7 @@ import (
 // Version is that of the side channel's messages; both sides need the same.
 const Version = 1
 
-// magic tells our peers from whoever else connects to the port.
+// magic identifies peers of verbena perf: other programs may connect to the port.
 const magic = "verbena-perf"
 
 // maxLine bounds a message: 1024 endpoints take about 130 KiB.
@@ -33,11 +33,11 @@ const (
 	kindAccept  kind = "accept"  // initiator: its endpoints and keys, and the MTU
 	kindReady   kind = "ready"   // target: connected, receives are posted
 	kindStart   kind = "start"   // initiator: warm-up is over
-	kindStarted kind = "started" // target: buffers are fresh, CPU time counts from here
+	kindStarted kind = "started" // target: buffers are prepared, CPU time counts from here
 	kindStop    kind = "stop"    // initiator: how much was sent
-	kindReport  kind = "report"  // target: what it saw
+	kindReport  kind = "report"  // target: its CPU time, and whether the data is right
 	kindResult  kind = "result"  // initiator: the figures
-	kindError   kind = "error"   // either: it gives up
+	kindError   kind = "error"   // either side: why it gives up
 )
 
 type message struct {
@@ -52,24 +52,24 @@ type message struct {
 	Error   string   `json:"error,omitempty"`
 }
 
-// offer is what one side tells the other to connect to it.
+// offer is what one side sends so that the other can connect to it.
 type offer struct {
 	Endpoints []verbs.Endpoint `json:"endpoints"`
 	TxAddr    uint64           `json:"tx_addr"` // where its data is read
 	TxKey     uint32           `json:"tx_key"`
 	RxAddr    uint64           `json:"rx_addr"` // where data is written
 	RxKey     uint32           `json:"rx_key"`
-	MTU       int              `json:"mtu"`    // offer: the most it can; accept: what both take
+	MTU       int              `json:"mtu"`    // in an offer: the largest that it can use; in an accept: what both use
 	Device    string           `json:"device"` // its address, for people
 }
 
-// report is what the target saw of a measurement.
+// report is the target's part of a result.
 type report struct {
 	CPUSeconds float64 `json:"cpu_seconds"`
-	Check      string  `json:"check"` // what was wrong with the data; empty: nothing, or not asked for
+	Check      string  `json:"check"` // what was wrong with the data; empty: nothing, or it was not compared
 }
 
-// ErrPeerGone means that the peer closed the side channel without a word.
+// ErrPeerGone means that the peer closed the side channel without an error message.
 var ErrPeerGone = errors.New("side channel: the peer has gone")
 
 // SideChannel connects the two sides of a measurement, apart from the devices.
@@ -81,10 +81,10 @@ type SideChannel struct {
 	failed chan struct{} // failure is set
 	once   sync.Once     // guards closed
 
-	// failure is why the measurement cannot go on. The measuring loops look at
-	// it now and then: an atomic load is all they can afford.
+	// failure is why the measurement cannot go on. The measuring loops load it now and
+	// then; more than an atomic load would disturb the measurement.
 	failure atomic.Pointer[error]
-	detach  func() bool // undoes the watching of the context
+	detach  func() bool // stops watching the context
 }
 
 // NewSideChannel starts to read from conn. The channel owns conn; Close ends
@@ -174,17 +174,17 @@ func (s *SideChannel) send(m message) error {
 	return nil
 }
 
-// giveUp tells the peer why, unless the channel itself is the reason. If it
-// cannot be told there is nothing left to do.
+// giveUp sends the peer why this side gives up, unless the channel has failed. It ignores
+// an error of that.
 func (s *SideChannel) giveUp(err error) {
 	if s.err() == nil {
 		_ = s.send(message{Kind: kindError, Error: err.Error()})
 	}
 }
 
-// receive waits for the next message, which must be of one of the kinds.
-// Within a measurement no answer takes long: a peer that is silent for limit is
-// taken for dead. No limit (0) is for the time between phases.
+// receive waits for the next message, which must be of one of the kinds. If none comes
+// within limit, the peer is taken for dead; a limit of 0 means no limit, for the time
+// between phases.
 func (s *SideChannel) receive(limit time.Duration, kinds ...kind) (message, error) {
 	var expired <-chan time.Time
 	if limit > 0 {
@@ -196,7 +196,7 @@ func (s *SideChannel) receive(limit time.Duration, kinds ...kind) (message, erro
 	select {
 	case m = <-s.in:
 	case <-s.failed:
-		// What the peer said before it went away still counts.
+		// A message that came before the failure still counts.
 		select {
 		case m = <-s.in:
 		default:

@@ -10,8 +10,8 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// Serve is the target of one measurement, whatever the initiator at the other
-// end of the side channel asks for. It returns the initiator's result.
+// Serve is the target of one measurement, which the initiator at the other end of the
+// side channel describes. It returns the initiator's result.
 func Serve(dev *verbs.Device, side *SideChannel) (*Result, error) {
 	res, err := serve(dev, side)
 	if err != nil {
@@ -55,8 +55,8 @@ func serve(dev *verbs.Device, side *SideChannel) (res *Result, err error) {
 		if len(m.Sent) != len(r.flows) {
 			return nil, fmt.Errorf("side channel: %d counts for %d queue pairs", len(m.Sent), len(r.flows))
 		}
-		// Either way nothing is under way any more; what has arrived is
-		// counted before the buffers change or are compared.
+		// After a start or a stop nothing is under way any more. All that has arrived
+		// is received before the buffers change or are compared.
 		if err := t.drain(m.Sent); err != nil {
 			return nil, err
 		}
@@ -82,8 +82,8 @@ func serve(dev *verbs.Device, side *SideChannel) (res *Result, err error) {
 	}
 }
 
-// receiveHello waits for an initiator's wish and checks it as if it came from
-// the command line: it may come from anyone.
+// receiveHello waits for the initiator's parameters and checks them as if they came from
+// the command line: any host may have sent them.
 func (s *SideChannel) receiveHello() (Params, error) {
 	m, err := s.receive(answerLimit, kindHello)
 	switch {
@@ -122,12 +122,12 @@ func (r *rig) meetInitiator(dev *verbs.Device) error {
 	return r.side.send(message{Kind: kindReady})
 }
 
-// target runs the loops of the passive side. Each ends when the initiator says
-// something.
+// target runs the loops of the passive side. Each ends when a message comes on the side
+// channel.
 type target struct {
 	*rig
-	seq  byte // ping-pong in memory: the number of the next message
-	over bool // the measurement is: only the result is to come
+	seq  byte // ping-pong in memory: the number of the last message
+	over bool // the measurement is over: only the result is to come
 }
 
 func (t *target) run() error {
@@ -144,7 +144,7 @@ func (t *target) run() error {
 	case t.p.BusyTarget || t.p.Lat:
 		return t.attend()
 	default:
-		return nil // one-sided: the device does it all
+		return nil // one-sided: the device does everything
 	}
 }
 
@@ -188,7 +188,7 @@ func (t *target) consumeOnce() (int, error) {
 	return len(wcs), nil
 }
 
-// drain makes sure that everything the initiator has sent was received.
+// drain polls until everything that the initiator has sent is received.
 func (t *target) drain(sent []uint64) error {
 	if !t.op.receives || t.p.pingPong() {
 		return nil
@@ -216,8 +216,8 @@ func (t *target) drain(sent []uint64) error {
 	return nil
 }
 
-// attend polls though nothing completes here, so that the device makes progress
-// in this thread at once.
+// attend polls though nothing completes here, so that the device makes progress in this
+// goroutine, without delay.
 func (t *target) attend() error {
 	for !t.side.pending() {
 		if _, err := t.poll(); err != nil {
@@ -248,7 +248,7 @@ func (t *target) echoCQ() error {
 	}
 }
 
-// echoMemory answers every message that shows up in the buffer with one.
+// echoMemory answers every message that appears in the buffer with one.
 func (t *target) echoMemory() error {
 	f := t.flows[0]
 	for {

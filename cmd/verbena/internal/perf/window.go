@@ -8,9 +8,9 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// window is what the peer's requests go through, if anything: of type 1, which
-// serves all queue pairs. It is bound before those are connected, so on one that is
-// connected to itself and has nothing else to do.
+// window is a memory window that the peer's requests go through. It is of type 1, which
+// serves all queue pairs. It is bound before these are connected: on a queue pair of its
+// own, which is connected to itself.
 type window struct {
 	cq *verbs.CQ
 	qp *verbs.QP

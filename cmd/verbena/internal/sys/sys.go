@@ -1,6 +1,5 @@
-// Package sys holds every system call that the command makes itself; it is a
-// user of package verbs like any other program and has no access to Verbena's
-// own package of system calls.
+// Package sys holds the system calls that the command makes itself. The command uses
+// package verbs like any other program, and not the device's own package of system calls.
 package sys
 
 import (
@@ -21,21 +20,21 @@ func CPUSeconds() float64 {
 	return (time.Duration(ru.Utime.Nano()) + time.Duration(ru.Stime.Nano())).Seconds()
 }
 
-// Yield lets another thread run that waits for this CPU, if there is one. What
-// the call returns does not matter; it cannot fail on Linux.
+// Yield lets another thread run that waits for this CPU, if there is one. The call cannot
+// fail on Linux.
 func Yield() { _, _, _ = syscall.RawSyscall(syscall.SYS_SCHED_YIELD, 0, 0, 0) }
 
-// Subordinate prepares a command so that the kernel kills it when the thread
-// that starts it ends: whoever calls Start must be locked to its thread and
-// stay. The command gets a process group of its own, for an interrupt from the
-// terminal is meant for its parent, which ends it in its own way.
+// Subordinate prepares a command so that the kernel kills it when the thread that starts
+// it ends: the goroutine that calls Start must be locked to its thread and outlive the
+// command. The command gets a process group of its own: an interrupt from the terminal
+// then reaches only the parent, which ends the command in its own way.
 func Subordinate(cmd *exec.Cmd) {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
 }
 
-// StdFiles returns standard input and output as files whose reads and writes
-// Close interrupts. Only files made from descriptors that do not block have
-// that. The two must be pipes of this process's own.
+// StdFiles returns standard input and output as files whose reads and writes Close
+// interrupts, which needs descriptors that do not block. The two must be pipes that no
+// other process uses.
 func StdFiles() (in, out *os.File, err error) {
 	for _, fd := range []int{syscall.Stdin, syscall.Stdout} {
 		if err := syscall.SetNonblock(fd, true); err != nil {
@@ -45,7 +44,8 @@ func StdFiles() (in, out *os.File, err error) {
 	return os.NewFile(uintptr(syscall.Stdin), "stdin"), os.NewFile(uintptr(syscall.Stdout), "stdout"), nil
 }
 
-// OwnDirectory wants a directory to be this user's, and nobody else's to write to.
+// OwnDirectory returns an error unless a directory is this user's, and only this user can
+// write to it.
 func OwnDirectory(dir string) error {
 	var st syscall.Stat_t
 	if err := syscall.Lstat(dir, &st); err != nil {
@@ -62,8 +62,8 @@ func OwnDirectory(dir string) error {
 	return nil
 }
 
-// TryLock locks a file for as long as this process has it open, if nobody else
-// has.
+// TryLock locks a file until this process closes it. It fails with EWOULDBLOCK if another
+// process has locked it.
 func TryLock(f *os.File) error {
 	for {
 		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
@@ -73,7 +73,7 @@ func TryLock(f *os.File) error {
 	}
 }
 
-// Map returns at least n bytes of fresh memory that is not Go's, in whole pages.
+// Map returns at least n bytes of fresh memory outside the Go heap, in whole pages.
 func Map(n int) ([]byte, error) {
 	page := os.Getpagesize()
 	return syscall.Mmap(-1, 0, (n+page-1)/page*page, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANON)
@@ -82,8 +82,8 @@ func Map(n int) ([]byte, error) {
 // Unmap gives back what Map returned.
 func Unmap(b []byte) error { return syscall.Munmap(b) }
 
-// MapShared is Map for memory whose content lives apart from the mapping: what is
-// discarded comes back when it is accessed again, as from a file.
+// MapShared is Map for memory whose content survives Discard: the next access brings it
+// back, as from a file.
 func MapShared(n int) ([]byte, error) {
 	page := os.Getpagesize()
 	return syscall.Mmap(-1, 0, (n+page-1)/page*page, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_SHARED|syscall.MAP_ANON)
@@ -92,5 +92,5 @@ func MapShared(n int) ([]byte, error) {
 // Discard takes pages out of this process's page tables, as reclaim does.
 func Discard(b []byte) error { return syscall.Madvise(b, syscall.MADV_DONTNEED) }
 
-// Exec makes the process another program; it returns only if it cannot.
+// Exec replaces the process by another program; it returns only on failure.
 func Exec(path string, args, env []string) error { return syscall.Exec(path, args, env) }

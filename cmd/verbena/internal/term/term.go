@@ -25,7 +25,8 @@ const (
 // eraseLine goes to the start of the line and empties it.
 const eraseLine = "\r\x1b[K"
 
-// home goes to the upper left corner; the others empty what follows.
+// home goes to the upper left corner; eraseRest empties the rest of the line, eraseBelow
+// the rest of the screen.
 const (
 	home       = "\x1b[H"
 	eraseRest  = "\x1b[K"
@@ -78,9 +79,8 @@ func (p *Printer) Paint(style Style, s string) string {
 	return string(style) + s + string(reset)
 }
 
-// Printf writes a line, or several, instead of the progress line. It does not
-// add a newline. A stream that cannot be written to is nothing that a program
-// could report on it.
+// Printf writes a line, or several, instead of the progress line. It does not add a
+// newline. It drops write errors: they could only be reported on the same stream.
 func (p *Printer) Printf(format string, args ...any) {
 	p.Clear()
 	fmt.Fprintf(p.w, format, args...)
@@ -96,8 +96,8 @@ func (p *Printer) Redraw(text string) {
 	fmt.Fprint(p.w, home+strings.ReplaceAll(strings.Join(lines, ""), "\n", eraseRest+"\n")+eraseBelow)
 }
 
-// Progress shows a line until the next call of any method. It is cut to the
-// width of the terminal, and not shown at all elsewhere.
+// Progress shows a line until the next call of any method. The line is shortened to the
+// width of the terminal; if the stream is no terminal, it is not shown.
 func (p *Printer) Progress(format string, args ...any) {
 	if !p.terminal {
 		return

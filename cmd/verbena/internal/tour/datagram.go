@@ -24,8 +24,8 @@ func ucSendStep(l *lab) (string, error) {
 	})
 }
 
-// ucWriteStep sends a message after the write, in the same queue: when it has
-// arrived, so has the write, of which nobody else would tell.
+// ucWriteStep sends a message after the write, in the same queue. When the message has
+// arrived, so has the write, which is not acknowledged.
 func ucWriteStep(l *lab) (string, error) {
 	return l.withPair(verbs.UC, func(p *pair) (string, error) {
 		src := l.source(l.a, length)
@@ -52,8 +52,8 @@ func ucWriteStep(l *lab) (string, error) {
 	})
 }
 
-// udSendStep sends a datagram, and answers it with nothing but what came with
-// it: the routing header in front and the sender's queue pair.
+// udSendStep sends a datagram. The receiver answers with what came with it alone: the
+// addresses in the routing header, and the sender's queue pair number.
 func udSendStep(l *lab) (string, error) {
 	return l.withPair(verbs.UD, func(p *pair) (_ string, err error) {
 		const size = 1000
@@ -89,7 +89,7 @@ func udSendStep(l *lab) (string, error) {
 	})
 }
 
-// answer sends a datagram from b to a, by address and number.
+// answer sends a datagram from b to the queue pair qpn at an address, which is that of a.
 func (l *lab) answer(p *pair, to netip.Addr, qpn uint32) (err error) {
 	const size = 16
 	src := l.source(l.b, size)

@@ -12,8 +12,7 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// deviceSteps are a tour of device memory: what it is, and the uses that people have
-// for it.
+// deviceSteps are a tour of device memory: what it is, and what it is used for.
 var deviceSteps = []step{
 	{"RC", "alloc_dm", allocDMStep},
 	{"RC", "lock service", lockStep},
@@ -37,8 +36,8 @@ func withDM(n *node, cfg verbs.DMConfig, f func(dm *verbs.DM, mr *verbs.MR) (str
 	return detail, errors.Join(err, mr.Close(), dm.Close())
 }
 
-// allocDMStep copies to device memory, has it written by the peer, and tries what is
-// not allowed.
+// allocDMStep has the peer write to device memory, copies the data from there, and tries
+// calls that are refused.
 func allocDMStep(l *lab) (string, error) {
 	return withDM(l.b, verbs.DMConfig{Length: length, LogAlign: 6}, func(dm *verbs.DM, mr *verbs.MR) (string, error) {
 		return l.withPair(verbs.RC, func(p *pair) (string, error) {
@@ -70,8 +69,8 @@ func allocDMStep(l *lab) (string, error) {
 	})
 }
 
-// client is one of several that work on the second device's memory at once, each with
-// a connection and a queue of its own.
+// client is one of several goroutines that work on the second device's memory at the same
+// time, each with a connection and a completion queue of its own.
 type client struct {
 	lab  *lab
 	cq   *verbs.CQ
@@ -80,8 +79,7 @@ type client struct {
 	mr   *verbs.MR
 }
 
-// withClients runs something in several clients at once, and returns how long it
-// took.
+// withClients runs f in n clients at the same time, and returns how long it took.
 func withClients(l *lab, n int, f func(c *client, i int) error) (took time.Duration, err error) {
 	clients := make([]*client, n)
 	defer func() {
@@ -131,8 +129,8 @@ func (c *client) close() error {
 	return errors.Join(errs...)
 }
 
-// do executes a request on 8 bytes of the second device's memory; word is what it
-// sends, or what came back.
+// do executes a request on 8 bytes of the second device's memory. c.word is what the
+// request sends, or what came back.
 func (c *client) do(wr verbs.SendWR, rkey uint32, addr uint64, op verbs.WCOpcode) (uint64, error) {
 	wr.SGL, wr.RKey, wr.RemoteAddr = []verbs.SGE{c.mr.SGE(0, 8)}, rkey, addr
 	if err := post(c.pair.a, wr); err != nil {
@@ -142,7 +140,8 @@ func (c *client) do(wr verbs.SendWR, rkey uint32, addr uint64, op verbs.WCOpcode
 	return binary.NativeEndian.Uint64(c.word), err
 }
 
-// Two clients, since each polls: more than there are cores would wait for each other.
+// Each client polls, so there are two: more than the machine has cores would hold each
+// other up.
 const (
 	clients = 2
 	rounds  = 60
@@ -198,7 +197,7 @@ func dmWord(dm *verbs.DM, off int64) (uint64, error) {
 	return binary.NativeEndian.Uint64(b[:]), err
 }
 
-// sequencerStep has clients draw numbers: every one comes once.
+// sequencerStep has clients draw numbers by fetch-and-add: each number is drawn once.
 func sequencerStep(l *lab) (string, error) {
 	return withDM(l.b, verbs.DMConfig{Length: 8, LogAlign: 3}, func(_ *verbs.DM, mr *verbs.MR) (string, error) {
 		var drawn [clients][]uint64
@@ -242,8 +241,8 @@ func stagingStep(l *lab) (string, error) {
 			receive := func(i int) error {
 				return postRecv(p.b, verbs.RecvWR{SGL: []verbs.SGE{l.b.mr.SGE(half+i%slots*size, size)}})
 			}
-			// The receiver is two messages behind, the sender needs a slot again when the
-			// message in it is done.
+			// The receiver is two messages behind. The sender reuses a slot when the
+			// message in it has completed.
 			arrived := func(i int) error {
 				if i < 0 || i >= messages {
 					return nil
@@ -289,8 +288,8 @@ func stagingStep(l *lab) (string, error) {
 	})
 }
 
-// peerStagingStep has another device put data into the buffer directly, by the file
-// that shows it, and the network takes it from there.
+// peerStagingStep plays another device that puts data into an exported buffer, by its
+// file, and sends the data from there.
 func peerStagingStep(l *lab) (string, error) {
 	return withDM(l.a, verbs.DMConfig{Length: length, Export: true}, func(dm *verbs.DM, mr *verbs.MR) (_ string, err error) {
 		f, off, err := dm.Export()
@@ -319,7 +318,7 @@ func peerStagingStep(l *lab) (string, error) {
 	})
 }
 
-// multicastStep writes a message once, and sends it to several.
+// multicastStep writes a message once, and sends it to several queue pairs.
 func multicastStep(l *lab) (string, error) {
 	const destinations, size = 4, 8000
 	return withDM(l.a, verbs.DMConfig{Length: size}, func(dm *verbs.DM, mr *verbs.MR) (_ string, err error) {

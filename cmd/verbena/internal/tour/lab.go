@@ -13,7 +13,8 @@ import (
 )
 
 const (
-	// patience is how long anything may take. Everything here is local.
+	// patience is how long a completion or an event may take. All peers are in this
+	// process.
 	patience = 3 * time.Second
 	// half is the size of each half of a node's buffer: what is sent lies in
 	// the first, what is received in the second.
@@ -23,11 +24,11 @@ const (
 	length = 10_001
 )
 
-// lab is what the steps play with: two devices.
+// lab is what the steps work with: two devices.
 type lab struct {
 	ctx  context.Context
 	a, b *node
-	rand *rand.Rand // data; each step has data of its own
+	rand *rand.Rand // makes the data, which is other data for each step
 }
 
 // node is one device with a registered buffer and a completion queue.
@@ -99,7 +100,7 @@ func (n *node) close() error {
 	return errors.Join(errs...)
 }
 
-// source returns the first n bytes of the half that is sent, with fresh data.
+// source returns the first length bytes of the half that is sent, with fresh data.
 func (l *lab) source(n *node, length int) []byte {
 	b := n.buf[:length]
 	for i := range b {
@@ -108,7 +109,7 @@ func (l *lab) source(n *node, length int) []byte {
 	return b
 }
 
-// sink returns the first n bytes of the half that is received into, emptied,
+// sink returns the first length bytes of the half that is received into, cleared,
 // and their offset in the region.
 func (n *node) sink(length int) ([]byte, int) {
 	b := n.buf[half : half+length]
@@ -116,7 +117,7 @@ func (n *node) sink(length int) ([]byte, int) {
 	return b, half
 }
 
-// remote returns how a peer names the sink.
+// remote returns the address and key by which a peer names the byte at off.
 func (n *node) remote(off int) (addr uint64, rkey uint32) {
 	return n.mr.Addr() + uint64(off), n.mr.RKey()
 }
@@ -127,8 +128,8 @@ type pair struct{ a, b *verbs.QP }
 // caps is what a queue pair of the tour can hold.
 var caps = verbs.QPCap{MaxSendWR: 16, MaxRecvWR: 16, MaxSendSGE: 2, MaxRecvSGE: 2, MaxInlineData: 64}
 
-// pair makes two queue pairs of a type and connects them. For UD they are not
-// connected but ready.
+// pair makes two queue pairs of a type and connects them. UD queue pairs are not
+// connected, but brought to RTS.
 func (l *lab) pair(t verbs.QPType) (*pair, error) {
 	return l.pairOf(
 		&verbs.QPConfig{Type: t, SendCQ: l.a.cq, RecvCQ: l.a.cq, Cap: caps, SignalAll: true},
@@ -177,7 +178,7 @@ func (l *lab) withPair(t verbs.QPType, f func(p *pair) (string, error)) (string,
 	return detail, errors.Join(err, p.close(), l.nothingLeft())
 }
 
-// nothingLeft makes sure that a step has looked at all completions.
+// nothingLeft returns an error if a step has left completions that it has not polled.
 func (l *lab) nothingLeft() error {
 	for _, n := range []*node{l.a, l.b} {
 		var wc [1]verbs.WC
@@ -202,7 +203,7 @@ func postRecv(qp *verbs.QP, wrs ...verbs.RecvWR) error {
 	return err
 }
 
-// next waits for a completion, good or bad.
+// next waits for a completion, successful or failed.
 func (l *lab) next(cq *verbs.CQ) (verbs.WC, error) {
 	var wc [1]verbs.WC
 	for deadline := time.Now().Add(patience); ; runtime.Gosched() {
@@ -222,7 +223,7 @@ func (l *lab) next(cq *verbs.CQ) (verbs.WC, error) {
 	}
 }
 
-// expect waits for a completion and wants it to be a success of an operation.
+// expect waits for a completion and returns an error unless it is a success of op.
 func (l *lab) expect(cq *verbs.CQ, op verbs.WCOpcode) (verbs.WC, error) {
 	wc, err := l.next(cq)
 	if err != nil {
@@ -237,7 +238,7 @@ func (l *lab) expect(cq *verbs.CQ, op verbs.WCOpcode) (verbs.WC, error) {
 	return wc, nil
 }
 
-// expectStatus waits for a completion and wants it to have failed in one way.
+// expectStatus waits for a completion and returns an error unless it has the status.
 func (l *lab) expectStatus(cq *verbs.CQ, status verbs.WCStatus) error {
 	wc, err := l.next(cq)
 	if err != nil {
@@ -249,7 +250,7 @@ func (l *lab) expectStatus(cq *verbs.CQ, status verbs.WCStatus) error {
 	return nil
 }
 
-// expectEvent waits for an asynchronous event of a device, past others.
+// expectEvent waits for an asynchronous event of a type, and drops others.
 func (l *lab) expectEvent(n *node, want verbs.EventType) (verbs.AsyncEvent, error) {
 	ctx, cancel := context.WithTimeout(l.ctx, patience)
 	defer cancel()

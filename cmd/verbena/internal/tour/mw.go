@@ -11,8 +11,7 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// windowSteps are a tour of memory windows and of what else can be done to
-// regions.
+// windowSteps are a tour of memory windows, re-registration and allocated regions.
 var windowSteps = []step{
 	{"RC", "BIND_MW, type 2", bindStep},
 	{"RC", "bind_mw, type 1", bindType1Step},
@@ -23,7 +22,7 @@ var windowSteps = []step{
 	{"RC", "alloc_mr", allocStep},
 }
 
-// yard is memory of the second device that peers reach through windows alone.
+// yard is a region of the second device that peers can access only through windows.
 type yard struct {
 	*lab
 	memory []byte
@@ -54,7 +53,7 @@ func (y *yard) window(typ verbs.MWType) (*verbs.MW, error) {
 	return mw, err
 }
 
-// bind binds a window on a queue pair of the second device and waits for that.
+// bind binds a window on a queue pair of the second device and waits for the completion.
 func (y *yard) bind(qp *verbs.QP, mw *verbs.MW, off, n int, access verbs.Access) error {
 	b := mw.Bind(y.mr, off, n, access)
 	var err error
@@ -70,13 +69,13 @@ func (y *yard) bind(qp *verbs.QP, mw *verbs.MW, off, n int, access verbs.Access)
 	return err
 }
 
-// through is a request of the first device through a key, for n bytes at an offset
-// of the yard.
+// through returns a request of the first device with a key, for n bytes at an offset of
+// the yard.
 func (y *yard) through(op verbs.Opcode, rkey uint32, off, n int) verbs.SendWR {
 	return verbs.SendWR{Op: op, SGL: []verbs.SGE{y.a.mr.SGE(0, n)}, RemoteAddr: y.mr.Addr() + uint64(off), RKey: rkey}
 }
 
-// write writes fresh data through a key and compares what is there then.
+// write writes fresh data with a key and compares the memory with it.
 func (y *yard) write(p *pair, rkey uint32, off, n int) error {
 	src := y.source(y.a, n)
 	if err := post(p.a, y.through(verbs.OpRDMAWrite, rkey, off, n)); err != nil {
@@ -88,8 +87,8 @@ func (y *yard) write(p *pair, rkey uint32, off, n int) error {
 	return same(y.memory[off:off+n], src)
 }
 
-// refused wants a request to be refused, and nothing to be changed by it. Its
-// queue pairs are of no use afterwards.
+// refused posts a request and returns an error unless it is refused and changes nothing.
+// Its queue pairs are in ERR afterwards.
 func (y *yard) refused(p *pair, wr verbs.SendWR) error {
 	before := bytes.Clone(y.memory)
 	if err := post(p.a, wr); err != nil {
@@ -101,7 +100,7 @@ func (y *yard) refused(p *pair, wr verbs.SendWR) error {
 	return same(y.memory, before)
 }
 
-// bindStep opens a part of a region and tries what lies beside it.
+// bindStep binds a window to a part of a region and tries to access bytes beside it.
 func bindStep(l *lab) (string, error) {
 	return withYard(l, func(y *yard) (string, error) {
 		return l.withPair(verbs.RC, func(p *pair) (string, error) {
@@ -126,7 +125,7 @@ func bindStep(l *lab) (string, error) {
 	})
 }
 
-// bindType1Step binds a window again: the old key is useless.
+// bindType1Step binds a window again: the old key is refused.
 func bindType1Step(l *lab) (string, error) {
 	return withYard(l, func(y *yard) (string, error) {
 		return l.withPair(verbs.RC, func(p *pair) (string, error) {
@@ -199,7 +198,7 @@ func peersStep(l *lab) (string, error) {
 	})
 }
 
-// windowInvStep has the peer give a window back when it is done with it.
+// windowInvStep has the peer invalidate a window when it needs it no more.
 func windowInvStep(l *lab) (string, error) {
 	return withYard(l, func(y *yard) (string, error) {
 		return l.withPair(verbs.RC, func(p *pair) (string, error) {
@@ -228,8 +227,8 @@ func windowInvStep(l *lab) (string, error) {
 	})
 }
 
-// revokeStep takes a window away while the peer writes through it as fast as it
-// can, and watches the memory from then on.
+// revokeStep invalidates a window while the peer writes through it as fast as it can, and
+// checks that the memory does not change from then on.
 func revokeStep(l *lab) (string, error) {
 	return withYard(l, func(y *yard) (string, error) {
 		return l.withPair(verbs.RC, func(p *pair) (string, error) {
@@ -264,8 +263,8 @@ func revokeStep(l *lab) (string, error) {
 	})
 }
 
-// writeUntilRefused writes through a key until that fails, with data that changes
-// every time, and returns how often it was done.
+// writeUntilRefused writes with a key until a write is refused, with other data every
+// time, and returns how many writes succeeded.
 func (y *yard) writeUntilRefused(p *pair, key uint32) (done int, err error) {
 	for deadline := time.Now().Add(patience); time.Now().Before(deadline); done++ {
 		y.a.buf[0]++
@@ -287,7 +286,7 @@ func (y *yard) writeUntilRefused(p *pair, key uint32) (done int, err error) {
 	return done, errors.New("the peer still writes")
 }
 
-// reregStep makes another region of a region, with other memory and other rights.
+// reregStep changes the memory and the rights of a region in place.
 func reregStep(l *lab) (string, error) {
 	first, second := make([]byte, length), make([]byte, length)
 	mr, err := l.b.pd.RegMR(first, verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
@@ -346,7 +345,7 @@ func allocStep(l *lab) (string, error) {
 			return "", err
 		}
 		handle, err := mr.Share()
-		if errors.Is(err, syscall.EOPNOTSUPP) { // on the loop link nobody else finds the device
+		if errors.Is(err, syscall.EOPNOTSUPP) { // on the loop link no other process finds the device
 			return "memory of the library's, written by the peer", nil
 		}
 		if err != nil {

@@ -1,11 +1,11 @@
 package tour
 
-// What the counters of on-demand paging are good for, in four scenes. Each is
-// real: a device writes to another one's on-demand region, Linux does the paging,
-// and what the counters say is held against what must have happened.
+// What the counters of on-demand paging are good for, in four scenes. In each, a device
+// really writes to another one's on-demand region, Linux pages, and the counters are
+// compared with what must have happened.
 //
 // Top-down: RunODP goes through the scenes (odp_scenes.go); pagingLab makes the
-// devices and the regions that they play with.
+// devices and the regions that the scenes use.
 
 import (
 	"context"
@@ -23,8 +23,8 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// scene is one use of the counters. It shows what it saw, and returns what that
-// means in a few words, or what was not as it must be.
+// scene is one use of the counters. run prints what it counted, and returns in a few words
+// what that means, or an error if a counter is not as it must be.
 type scene struct {
 	name, about string
 	run         func(l *pagingLab) (string, error)
@@ -46,7 +46,7 @@ func RunODP(ctx context.Context, out *term.Printer) error {
 	if err != nil {
 		return err
 	}
-	out.Printf("devices at %v and %v; changes of mappings are heard of by %s\n", l.a.dev.Addr(), l.b.dev.Addr(), l.notifier)
+	out.Printf("devices at %v and %v; changes of mappings are reported by %s\n", l.a.dev.Addr(), l.b.dev.Addr(), l.notifier)
 	for _, s := range scenes {
 		t.at++
 		l.at = fmt.Sprintf("[%d/%d] %s", t.at, t.total, s.name)
@@ -80,7 +80,7 @@ type pagingLab struct {
 	notifier string
 }
 
-// longest is that of the messages in the scenes.
+// longest is the length of the longest message in the scenes.
 const longest = 1 << 20
 
 var pageSize = os.Getpagesize()
@@ -120,8 +120,8 @@ func (l *pagingLab) close() error {
 	return errors.Join(append(errs, l.lab.close())...)
 }
 
-// told reports whether the kernel tells of changes at once: if not, they are
-// counted when a sweep finds them, and nobody can say when.
+// told reports whether the kernel reports changes at once. If not, they are counted when
+// a sweep finds them, at some later time.
 func (l *pagingLab) told() bool { return l.notifier == "userfaultfd" }
 
 // onDemand is an on-demand region of the second device, on fresh memory.
@@ -144,7 +144,7 @@ func (l *pagingLab) newRegion(pages int) (r *onDemand, err error) {
 	return r, nil
 }
 
-// withRegion runs part of a scene with a region whose data is compared at the end.
+// withRegion calls f with a region, and compares the region's data at the end.
 func (l *pagingLab) withRegion(pages int, f func(r *onDemand) error) error {
 	r, err := l.newRegion(pages)
 	if err != nil {
@@ -188,8 +188,8 @@ func (r *onDemand) send(first, pages int) error {
 	return err
 }
 
-// compare looks at what the CPU sees: the last data of each page, and nothing where
-// nobody wrote.
+// compare compares what the CPU sees with what must be there: the last data of each page,
+// and zeros in pages that were never written.
 func (r *onDemand) compare() error {
 	want := make([]byte, pageSize)
 	for i, stamp := range r.written {
@@ -213,7 +213,7 @@ func fillPage(b []byte, page int, stamp uint64) {
 	}
 }
 
-// since returns what the region has counted since a moment before.
+// since returns the region's counters, and how much they have grown since before.
 func (r *onDemand) since(before verbs.PagingStats) (now, grown verbs.PagingStats) {
 	now = r.mr.PagingStats()
 	return now, verbs.PagingStats{
@@ -224,7 +224,7 @@ func (r *onDemand) since(before verbs.PagingStats) (now, grown verbs.PagingStats
 	}
 }
 
-// progress shows how far a scene is.
+// progress shows what a scene is doing.
 func (l *pagingLab) progress(format string, args ...any) {
 	l.out.Progress("%s: %s …", l.at, fmt.Sprintf(format, args...))
 }

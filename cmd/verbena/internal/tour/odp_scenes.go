@@ -14,15 +14,15 @@ import (
 // interval is what happened in a part of a scene, and what was counted.
 type interval struct {
 	accesses int // messages of one page
-	fresh    int // of their pages, those that were not present before, by the scene's own books
+	fresh    int // pages that were not present before, as the scene has kept track of them
 	dropped  int // pages that the scene took away
 	counted  verbs.PagingStats
 }
 
-// faultsAddUp holds what was counted against the books: every page that was not
-// present was brought in by a fault, by the peer's doing, one page by each. More
-// than that can only be pages that the kernel had reclaimed: as many as were
-// counted as taken away, beyond those that the scene took.
+// faultsAddUp compares the counters with what happened: each page that was not present
+// was brought in by a fault of its own, of the peer's request. There may be more faults
+// only for pages that the kernel had reclaimed: as many as were counted as taken away,
+// beyond those that the scene took.
 func faultsAddUp(list []interval) error {
 	reclaimed := 0
 	for i, v := range list {
@@ -42,7 +42,7 @@ func faultsAddUp(list []interval) error {
 	return nil
 }
 
-// warmUpScene: random accesses to a working set, which moves half-way.
+// warmUpScene accesses random pages of a working set, which moves half-way.
 func warmUpScene(l *pagingLab) (detail string, err error) {
 	const set, intervals, accesses = 512, 32, 160
 	random := rand.New(rand.NewPCG(3, 4))
@@ -87,7 +87,7 @@ func warmUpScene(l *pagingLab) (detail string, err error) {
 	return fmt.Sprintf("%d faults for %d accesses: one for each page, none in the steady state", total, intervals*accesses), faultsAddUp(list)
 }
 
-// efficiency is what the first pass over a region cost with messages of a size.
+// efficiency is what was counted in the first pass over a region with messages of a size.
 type efficiency struct {
 	pages   int // of a message
 	counted verbs.PagingStats
@@ -97,8 +97,9 @@ func (e *efficiency) perFault() float64 {
 	return float64(e.counted.PageFaultPages) / float64(max(e.counted.PageFaults, 1))
 }
 
-// efficiencyAddsUp: all pages were brought in once, and the longer the messages the
-// more by a fault. One of 16 pages or fewer is one access, so one fault.
+// efficiencyAddsUp checks that all pages were brought in once, and that longer messages
+// bring in more pages with each fault. A message of 16 pages or fewer is one access, so
+// one fault.
 func efficiencyAddsUp(list []efficiency, pages int) error {
 	last := 0.0
 	for i := range list {
@@ -146,17 +147,17 @@ func efficiencyScene(l *pagingLab) (string, error) {
 	return fmt.Sprintf("%s pages a fault with messages of %s", units.FormatFigure(best.perFault()), units.FormatSize(best.pages*pageSize)), efficiencyAddsUp(list, pages)
 }
 
-// keeper lets so many pages of a region stay, and takes the oldest away for a new
-// one. It does what reclaim does, when and where one can watch it.
+// keeper plays the kernel's reclaim, at known times: it lets at most so many pages of a
+// region stay, and takes the oldest away for a new one.
 type keeper struct {
 	r     *onDemand
 	most  int
-	pages []int // first come, first gone
+	pages []int // those that are present, oldest first
 	here  map[int]bool
 }
 
-// touch is told of an access before it happens. It reports whether the page is
-// fresh, and whether another one had to go.
+// touch is called before each access to a page. It reports whether the page is
+// fresh, and whether another one was taken away for it.
 func (k *keeper) touch(page int) (fresh, dropped bool, err error) {
 	if k.here[page] {
 		return false, false, nil
@@ -174,15 +175,15 @@ func (k *keeper) touch(page int) (fresh, dropped bool, err error) {
 	return true, dropped, nil
 }
 
-// thrashes tells from counters alone whether memory is too small for what is done
-// with it: most accesses fault, and what comes in drives out as much.
+// thrashes reports, from counters alone, whether memory is too small for the working set:
+// most accesses fault, and pages that come in drive out as many others.
 func thrashes(v *interval) bool {
 	c := &v.counted
 	return c.PageFaults > uint64(v.accesses)/2 && c.InvalidationPages > c.PageFaultPages/2
 }
 
-// thrashingSeen: the counters tell the working set that fits from the one that does
-// not, in every pass but the first, which has to bring in the pages anyway.
+// thrashingSeen checks that the counters distinguish the working set that fits from the
+// one that does not, in every pass but the first, which has to bring in the pages anyway.
 func thrashingSeen(fits, not []interval) error {
 	for i := 1; i < len(fits); i++ {
 		if thrashes(&fits[i]) || !thrashes(&not[i]) {
@@ -253,8 +254,8 @@ type pass struct {
 	counted verbs.PagingStats
 }
 
-// prefetchHelped: without advice every page is brought in by a fault, with it by
-// the prefetch, and no access meets a page that is not there.
+// prefetchHelped checks that without advice every page is brought in by a fault, and that
+// with advice the prefetch brings in every page, and no access faults.
 func prefetchHelped(plain, advised *pass, pages int) error {
 	p, a := &plain.counted, &advised.counted
 	switch {

@@ -128,13 +128,13 @@ func TestEfficiencyAddsUp(t *testing.T) {
 }
 
 func TestThrashes(t *testing.T) {
-	quiet := interval{accesses: 100}
+	steady := interval{accesses: 100}
 	busy := interval{accesses: 100, counted: count(100, 100, 100)}
 	for name, tt := range map[string]struct {
 		v    interval
 		want bool
 	}{
-		"steady state":     {quiet, false},
+		"steady state":     {steady, false},
 		"thrashing":        {busy, true},
 		"warm-up":          {interval{accesses: 100, counted: count(100, 100, 0)}, false},
 		"a few come back":  {interval{accesses: 100, counted: count(20, 20, 20)}, false},
@@ -144,10 +144,10 @@ func TestThrashes(t *testing.T) {
 			t.Errorf("%s: %v", name, got)
 		}
 	}
-	if err := thrashingSeen([]interval{busy, quiet}, []interval{busy, busy}); err != nil {
+	if err := thrashingSeen([]interval{busy, steady}, []interval{busy, busy}); err != nil {
 		t.Error(err)
 	}
-	if thrashingSeen([]interval{busy, quiet}, []interval{busy, quiet}) == nil || thrashingSeen([]interval{busy, busy}, []interval{busy, busy}) == nil {
+	if thrashingSeen([]interval{busy, steady}, []interval{busy, steady}) == nil || thrashingSeen([]interval{busy, busy}, []interval{busy, busy}) == nil {
 		t.Error("what the counters do not tell is taken for seen")
 	}
 }

@@ -36,7 +36,7 @@ func sendStep(l *lab) (string, error) {
 	})
 }
 
-// receive posts one receive at b, has a post a request and waits for both ends.
+// receive posts a receive at b and a request at a, and waits for the completions of both.
 func (l *lab) receive(p *pair, dst verbs.SGE, wr verbs.SendWR, atA, atB verbs.WCOpcode) (verbs.WC, error) {
 	if err := postRecv(p.b, verbs.RecvWR{SGL: []verbs.SGE{dst}}); err != nil {
 		return verbs.WC{}, err
@@ -122,7 +122,7 @@ func writeStep(l *lab) (string, error) {
 		if _, err := l.expect(l.a.cq, verbs.WCRDMAWrite); err != nil {
 			return "", err
 		}
-		// That the peer saw no completion is checked when the step ends.
+		// nothingLeft checks, when the step ends, that the peer saw no completion.
 		return fmt.Sprintf("%d bytes into the peer's memory, which notices nothing", half), same(dst, src)
 	})
 }
@@ -168,8 +168,8 @@ func readStep(l *lab) (string, error) {
 	})
 }
 
-// atomic does one atomic on the first 8 bytes of the peer's sink and returns the
-// value before.
+// atomic executes an atomic on the first 8 bytes of the peer's sink and returns the
+// value before it.
 func (l *lab) atomic(p *pair, wr verbs.SendWR, op verbs.WCOpcode) (uint64, error) {
 	result, off := l.a.sink(8)
 	wr.SGL = []verbs.SGE{l.a.mr.SGE(off, 8)}

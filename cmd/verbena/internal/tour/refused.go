@@ -8,8 +8,8 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// refusedStep writes to memory that the peer may only read, and looks at
-// everything that follows: what completes on both sides, the states, the event.
+// refusedStep writes to memory of the peer that it may only read, and checks everything
+// that follows: the completions on both sides, the states, the event.
 func refusedStep(l *lab) (string, error) {
 	memory := bytes.Repeat([]byte{0x5a}, 4096)
 	mr, err := l.b.pd.RegMR(memory, verbs.AccessRemoteRead)
@@ -28,8 +28,8 @@ func refusedStep(l *lab) (string, error) {
 		if err != nil {
 			return "", err
 		}
-		// The write is refused, what stands behind it is flushed, and so is the
-		// receive at the peer: both queue pairs are in error.
+		// The write is refused; the request behind it is flushed, and so is the
+		// receive at the peer: both queue pairs are in ERR.
 		if err := l.expectStatus(l.a.cq, verbs.WCRemAccessErr); err != nil {
 			return "", fmt.Errorf("the write: %w", err)
 		}
@@ -53,7 +53,7 @@ func refusedStep(l *lab) (string, error) {
 			if err != nil {
 				return "", err
 			}
-			if ev.QPN == p.b.Number() { // another step was refused access, too
+			if ev.QPN == p.b.Number() { // events of earlier steps may come before it
 				break
 			}
 		}

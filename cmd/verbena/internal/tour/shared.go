@@ -8,8 +8,8 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// srqStep has two connections take their receives from one queue, which says
-// when it runs low.
+// srqStep has two connections take their receives from one shared receive queue, which
+// raises an event when it runs low.
 func srqStep(l *lab) (string, error) {
 	srq, err := l.b.pd.CreateSRQ(&verbs.SRQConfig{MaxWR: 8, MaxSGE: 1})
 	if err != nil {

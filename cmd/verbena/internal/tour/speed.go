@@ -11,11 +11,10 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// sizes are the messages that are measured.
+// sizes are the lengths of the messages that are measured.
 var sizes = []int{8, 4 << 10, 64 << 10, 1 << 20}
 
-// Each figure is measured for so long: long enough for two digits, short enough
-// for a tour.
+// How long each figure is measured: long enough for two digits, short enough for a tour.
 const (
 	latencyTime   = 150 * time.Millisecond
 	bandwidthTime = 200 * time.Millisecond
@@ -68,8 +67,8 @@ func (t *tour) measure() error {
 	return nil
 }
 
-// cells measures the figures of one size; without a lab they are unknown. It
-// fails only if the tour is cancelled.
+// cells measures the figures of one size; if l is nil it returns "-" for each. It fails
+// only if the tour is cancelled.
 func (t *tour) cells(l *lab, size int) ([]string, error) {
 	var cells []string
 	for _, f := range figures {

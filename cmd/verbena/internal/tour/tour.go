@@ -20,7 +20,7 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// Options are what a tour can do otherwise. The zero value is the full tour.
+// Options change what a tour shows. The zero value is the full tour.
 type Options struct {
 	PCAP  string // capture the first device's packets of the udp part
 	Quick bool   // no measurements
@@ -30,16 +30,16 @@ type Options struct {
 // topics are the tours of one thing.
 var topics = map[string][]step{"mw": windowSteps, "umr": indirectSteps, "dm": deviceSteps}
 
-// TopicODP is a tour that RunODP does.
+// TopicODP is the topic that RunODP shows.
 const TopicODP = "odp"
 
-// Topics lists them.
+// Topics returns the names of all topics.
 func Topics() []string {
 	return slices.Sorted(slices.Values(append(slices.Collect(maps.Keys(topics)), TopicODP)))
 }
 
-// step is one stop of the tour. Its run does one thing, compares everything
-// that it can compare and says in a few words what happened.
+// step is one operation of the tour. run executes it, compares everything that can be
+// compared, and returns in a few words what happened.
 type step struct {
 	service string // RC, UC, UD
 	name    string
@@ -73,10 +73,10 @@ var links = []struct {
 	{verbs.LinkUDP, "udp: RoCE v2 packets through two UDP sockets, as to another host"},
 }
 
-// ErrFailed means that something was not as it should be; Run has said what.
+// ErrFailed means that something was not as it should be; Run has printed what.
 var ErrFailed = errors.New("not everything was as it should be")
 
-// Run takes a person on the tour. It goes on after a failure.
+// Run runs all steps over each link and prints what happened. It goes on after a failure.
 func Run(ctx context.Context, out *term.Printer, opt Options) error {
 	t := &tour{ctx: ctx, out: out, opt: opt, began: time.Now(), steps: steps}
 	if opt.Topic != "" {
@@ -101,15 +101,15 @@ func Run(ctx context.Context, out *term.Printer, opt Options) error {
 	return t.summary()
 }
 
-// tour is where a tour is.
+// tour is a tour that is under way.
 type tour struct {
 	ctx    context.Context
 	out    *term.Printer
 	opt    Options
 	steps  []step
 	began  time.Time
-	total  int // stops, for the progress line
-	at     int // stops so far
+	total  int // steps and measurements, for the progress line
+	at     int // steps and measurements so far
 	passed int
 	failed int
 }

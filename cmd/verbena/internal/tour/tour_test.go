@@ -57,7 +57,7 @@ func TestTopics(t *testing.T) {
 	}
 }
 
-// A failing step is told, the tour goes on, and fails as a whole.
+// A failing step is reported, the tour goes on, and fails as a whole.
 func TestTourFails(t *testing.T) {
 	saved := steps
 	defer func() { steps = saved }()

@@ -18,7 +18,7 @@ var indirectSteps = []step{
 	{"RC", "LOCAL_INV and anew", anewStep},
 }
 
-// bench is what the steps work on: memory of both devices and keys that stand on it.
+// bench is what the steps work on: memory of both devices and indirect keys made of it.
 type bench struct {
 	*lab
 	*pair
@@ -42,7 +42,7 @@ func withBench(l *lab, n int, f func(w *bench) (string, error)) (string, error) 
 			return "", errors.Join(err, w.hereMR.Close())
 		}
 		detail, err = f(w)
-		for i := len(w.keys) - 1; i >= 0; i-- { // what stands on others goes first
+		for i := len(w.keys) - 1; i >= 0; i-- { // a key that is made of others goes first
 			err = errors.Join(err, w.keys[i].Close())
 		}
 		return detail, errors.Join(err, w.hereMR.Close(), w.thereMR.Close())
@@ -71,8 +71,8 @@ func (w *bench) configure(n *node, c *verbs.MKeyConfig) error {
 	return err
 }
 
-// write does one WRITE of n bytes from a local key to a remote one, both from their
-// beginning, and returns how long it took.
+// write executes one WRITE from local to the beginning of a remote key, and returns how
+// long it took.
 func (w *bench) write(local verbs.SGE, rkey uint32) (time.Duration, error) {
 	began := time.Now()
 	if err := post(w.pair.a, verbs.SendWR{Op: verbs.OpRDMAWrite, SGL: []verbs.SGE{local}, RKey: rkey}); err != nil {
@@ -119,7 +119,7 @@ func listStep(l *lab) (string, error) {
 	})
 }
 
-// transposeStep transposes a matrix on its way.
+// transposeStep transposes a matrix by one WRITE.
 func transposeStep(l *lab) (string, error) {
 	const rows, cols, width = 96, 128, 4
 	return withBench(l, rows*cols*width, func(w *bench) (string, error) {
@@ -195,7 +195,7 @@ func haloStep(l *lab) (string, error) {
 	})
 }
 
-// nestStep makes a key of keys, and one that would be too deep.
+// nestStep makes keys of keys, as deep as is allowed, and then one too many.
 func nestStep(l *lab) (string, error) {
 	return withBench(l, half, func(w *bench) (string, error) {
 		const n = 8000
@@ -238,7 +238,8 @@ func nestStep(l *lab) (string, error) {
 	})
 }
 
-// anewStep makes a key something else, again and again, and uses it when it is free.
+// anewStep configures a key again and again, each time with other pieces, and finally
+// tries to use it while it is free.
 func anewStep(l *lab) (string, error) {
 	return withBench(l, half, func(w *bench) (string, error) {
 		k, err := l.b.pd.CreateMKey(2)

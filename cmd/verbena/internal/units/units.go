@@ -1,4 +1,4 @@
-// Package units reads and writes the quantities of the command line: sizes in
+// Package units parses and formats the quantities of the command line: sizes in
 // bytes with binary suffixes, and figures with the right number of digits.
 package units
 
@@ -57,7 +57,7 @@ func parseScaled(num string, shift uint) (int, error) {
 		return 0, fmt.Errorf("want a number of bytes such as 8, 64K or 1M")
 	}
 	f *= float64(uint64(1) << shift)
-	// 1<<62 is far below the first float64 that does not fit an int.
+	// 1<<62 is half of the first float64 that does not fit an int.
 	if f > 1<<62 {
 		return 0, fmt.Errorf("too large")
 	}

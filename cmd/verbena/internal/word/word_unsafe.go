@@ -1,6 +1,6 @@
-// Package word reads and writes memory that a device may be accessing at the
-// same time: so that the compiler does it anew each time, in one piece, and the
-// race detector knows that it is meant.
+// Package word reads and writes memory that a device may be accessing at the same time.
+// The accesses are atomic: the compiler neither omits nor splits them, and the race
+// detector does not report them.
 package word
 
 import (

@@ -8,17 +8,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The two calls of a busy-polling TCP loop, in their cheapest form: the runtime
-// is not told, which would cost as much again as an empty receive.
+// The two calls of a busy-polling TCP loop, in their cheapest form: as raw system calls.
+// To notify the runtime would cost as much again as an empty receive.
 //
 // This is sound because neither call can block (MSG_DONTWAIT), and because the
 // pointer is converted in the call's own argument list, which keeps the slice
 // alive and in place until it returns.
 
-// ErrAgain says that nothing has come, or that nothing more can leave, yet.
+// ErrAgain means that nothing has arrived yet, or that nothing more can be sent yet.
 var ErrAgain = errors.New("try again")
 
-// Recv receives what is there. At the end of the stream it returns io.EOF.
+// Recv receives what has arrived. At the end of the stream it returns io.EOF.
 func (c *Conn) Recv(b []byte) (int, error) {
 	n, _, errno := unix.RawSyscall6(unix.SYS_RECVFROM, uintptr(c.fd),
 		uintptr(unsafe.Pointer(unsafe.SliceData(b))), uintptr(len(b)), unix.MSG_DONTWAIT, 0, 0)

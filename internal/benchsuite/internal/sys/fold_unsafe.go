@@ -8,11 +8,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Fold maps the same n bytes of memory times times, one behind the other: many
-// populated pages that take little room. They are one mapping each.
+// Fold maps the same n bytes of memory times times, one after the other, each as a
+// mapping of its own: many populated pages that take little memory.
 //
-// This is sound because each mapping goes where Reserve has mapped memory before,
-// which is not Go's.
+// This is sound because each mapping replaces memory that Reserve has mapped, which is
+// not Go's.
 func Fold(n, times int) (_ []byte, err error) {
 	fd, err := unix.MemfdCreate("verbena-benchsuite", unix.MFD_CLOEXEC)
 	if err != nil {

@@ -1,6 +1,6 @@
-// Package sys holds the system calls that the benchmarks make themselves: what
-// they measure with, and the TCP that they measure against. They have no access
-// to the engine's own package of system calls, as no program has.
+// Package sys holds the system calls that the benchmarks make themselves: those that they
+// measure with, and the TCP that they compare with. They do not use the device's own
+// package of system calls, since no other program can.
 package sys
 
 import (
@@ -26,14 +26,14 @@ func CPUTime() time.Duration {
 	return time.Duration(ru.Utime.Nano() + ru.Stime.Nano())
 }
 
-// Yield lets another thread run that waits for this CPU, if there is one. What
-// the call returns does not matter; it cannot fail on Linux.
+// Yield lets another thread run that waits for this CPU, if there is one. The call cannot
+// fail on Linux.
 func Yield() { _, _, _ = unix.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
 
-// Subordinate prepares a command so that the kernel kills it when the thread
-// that starts it ends: whoever calls Start must be locked to its thread and
-// stay. The command gets a process group of its own, for an interrupt from the
-// terminal is meant for its parent, with which it ends.
+// Subordinate prepares a command so that the kernel kills it when the thread that starts
+// it ends: the goroutine that calls Start must be locked to its thread and outlive the
+// command. The command gets a process group of its own: an interrupt from the terminal
+// then reaches only the parent, with which the command ends.
 func Subordinate(cmd *exec.Cmd) {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
 }
@@ -84,16 +84,16 @@ func Pin(cpus ...int) error {
 	}
 }
 
-// Map returns n bytes of memory that is not Go's, as a C program has it.
+// Map returns n bytes of memory outside the Go heap, with its pages present.
 func Map(n int) ([]byte, error) {
 	return unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_POPULATE)
 }
 
-// Unmap returns what Map returned.
+// Unmap unmaps what Map or Reserve returned.
 func Unmap(b []byte) error { return unix.Munmap(b) }
 
-// Conn is a TCP connection for a program that never sleeps: its calls return at
-// once, and the runtime is not told of them.
+// Conn is a TCP connection for a program that never sleeps: its calls do not wait, and
+// are raw system calls.
 type Conn struct{ fd int }
 
 // Listener waits for one connection.
@@ -166,7 +166,7 @@ func newConn(fd int) (*Conn, error) {
 // Close closes the connection.
 func (c *Conn) Close() { _ = unix.Close(c.fd) }
 
-// Reserve returns n bytes of addresses where memory may come to be, and none is.
+// Reserve returns n bytes of fresh memory whose pages are not present.
 func Reserve(n int) ([]byte, error) {
 	return unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_NORESERVE)
 }
