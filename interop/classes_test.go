@@ -1,7 +1,7 @@
 package interop
 
-// Traffic class and hop limit, from an address vector to the packets on the wire, as
-// somebody sees them who only listens, and to the header in front of a datagram.
+// Traffic class and hop limit, from an address vector to the packets on the wire, as a
+// listening process sees them, and to the header in front of a datagram.
 
 import (
 	"encoding/binary"
@@ -15,8 +15,8 @@ import (
 	"time"
 )
 
-// classes are what each side gives its packets: differentiated services in the upper
-// six bits, and "ECN capable" in some of the lower two.
+// classes are the traffic classes and hop limits of each side's packets. The upper six bits
+// of a class are the DSCP, the lower two ECN; some are "ECN capable".
 var classes = map[string]struct{ rc, rcHops, ud, udHops uint8 }{
 	"initiator": {0x4a, 17, 0x68, 33},
 	"target":    {0x20, 9, 0xb8, 200},
@@ -24,7 +24,7 @@ var classes = map[string]struct{ rc, rcHops, ud, udHops uint8 }{
 
 // checkHeader checks the header in front of a datagram of the initiator.
 func (c *cast) checkHeader(h []byte) {
-	class, hops := h[21], h[28] // of an IPv4 header, behind 20 bytes of nothing
+	class, hops := h[21], h[28] // of an IPv4 header, behind 20 unused bytes
 	if h[0]>>4 == 6 {
 		class, hops = uint8(binary.BigEndian.Uint16(h)>>4), h[7]
 	}
@@ -33,10 +33,10 @@ func (c *cast) checkHeader(h []byte) {
 	}
 }
 
-// sniff is the main program of a process that listens to an interface, until it is
-// told to end.
+// sniff is the main program of a process that counts the packets that come in at an
+// interface, until its standard input is closed.
 func (p *player) sniff() error {
-	const all = 0x0300 // ETH_P_ALL, in the network's order
+	const all = 0x0300 // ETH_P_ALL, in network order
 	fd, err := syscall.Socket(syscall.AF_PACKET, syscall.SOCK_DGRAM|syscall.SOCK_CLOEXEC, all)
 	if err != nil {
 		return err
@@ -85,7 +85,8 @@ func (p *player) sniff() error {
 	}
 }
 
-// describe tells of a RoCE packet who sent it, by which transport, and how.
+// describe returns the sender, transport, traffic class and hop limit of a RoCE packet; false
+// if it is none.
 func describe(b []byte) (string, bool) {
 	var src netip.Addr
 	var class, hops uint8
@@ -108,7 +109,7 @@ func TestTrafficClass(t *testing.T) {
 	for name, addrs := range map[string][2]string{"IPv4": n.v4, "IPv6": n.v6} {
 		t.Run(name, func(t *testing.T) {
 			at := n.places(addrs)
-			// What it sees comes in at the target's end, or goes out there.
+			// One at each end: it sees the packets that come in there.
 			var listeners []*resident
 			for i := range 2 {
 				l := newListener(t, place{n.ns[i], fmt.Sprintf("d%d", i)})
@@ -121,7 +122,7 @@ func TestTrafficClass(t *testing.T) {
 			for i, l := range listeners {
 				_ = l.stdin.Close()
 				l.read(t)
-				role := []string{"target", "initiator"}[i] // who sends to this end
+				role := []string{"target", "initiator"}[i] // it sends to this end
 				c := classes[role]
 				from := addrs[1-i]
 				want := map[string]bool{

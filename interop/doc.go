@@ -2,13 +2,14 @@
 // loopback addresses and in two network namespaces, with losses made by the
 // kernel and peers that die.
 //
-// There is no code in it but tests. A test starts its own program again, twice,
-// each copy playing one side of a scenario; what the sides have to tell each
-// other, as programs would over a socket of their own, goes through the test by
-// the copies' standard input and output.
+// There is no code in it but tests. A test starts its own program again, twice;
+// each copy plays one side of a scenario. What the sides tell each other, as
+// programs would over a socket of their own, passes through the test by way of
+// their standard input and output.
 //
-// Packages below it hold us to others: rxe to the Linux kernel's device, in a
-// virtual machine that package vm boots.
+// Packages below it test Verbena against others: programs against programs that were
+// built for libibverbs, rxe against the Linux kernel's device, in a virtual machine
+// that package vm boots.
 //
 // The tests in namespaces need root and iproute2. Where that is missing they are
 // skipped and say so; with CI=true they fail instead.

@@ -1,8 +1,8 @@
 package interop
 
-// A hundred processes on one address. Each has a connection to two others and one
-// to a guest at another address, who talks by packets: the first process, which
-// owns the port, passes them on, until it is killed and another one does.
+// A hundred processes on one address. Each has a connection to two others, and one to a
+// guest at another address, which sends packets. The first process, which owns the port,
+// passes them on until it is killed; then another one does.
 
 import (
 	"context"
@@ -23,11 +23,10 @@ const (
 	countAt   = 5 * areaBytes
 )
 
-// ways are how far away the others are that a process writes to: the next one, and
-// one far off.
+// ways has the distances to the two processes that a process writes to, by their numbers.
 var ways = [...]int{1, 37}
 
-// card is what a process tells about itself.
+// card is what a process tells the test about itself.
 type card struct {
 	Out, In [len(ways)]verbs.Endpoint
 	Guest   verbs.Endpoint
@@ -35,18 +34,18 @@ type card struct {
 	RKey    uint32
 }
 
-// round says who the others are.
+// round tells a process its number and its peers.
 type round struct {
 	Number int
-	To     [len(ways)]card // whom it writes to
-	From   [len(ways)]card // who writes to it
+	To     [len(ways)]card // the processes that it writes to
+	From   [len(ways)]card // the processes that write to it
 	Guest  verbs.Endpoint
 }
 
-// token is what a process fills the memory of another with.
+// token is the number of the pattern that a process writes into the memory of another.
 func token(number, way int) uint64 { return uint64(number*len(ways) + way) }
 
-// citizen is one of them.
+// citizen is one of the hundred processes.
 type citizen struct {
 	*player
 	pd      *verbs.PD
@@ -113,7 +112,7 @@ func (p *player) say(v any) {
 	p.write(envelope{To: "test", Body: b})
 }
 
-// settle makes everything, and posts the receives.
+// settle makes the objects.
 func (c *citizen) settle() (mine card, err error) {
 	if c.dev, err = verbs.Open(c.script.Mine, nil); err != nil {
 		return mine, err
@@ -145,6 +144,7 @@ func (c *citizen) settle() (mine card, err error) {
 	return mine, err
 }
 
+// connect connects the queue pairs, and posts the receives.
 func (c *citizen) connect(r *round) error {
 	patient := &verbs.ConnectConfig{Timeout: 20, RetryCnt: 7, RNRRetry: 7}
 	for way := range ways {
@@ -162,7 +162,8 @@ func (c *citizen) connect(r *round) error {
 	return c.guest.Connect(r.Guest, patient)
 }
 
-// visit writes to another process, reads it back, counts there and sends a note.
+// visit writes to another process, reads that back, adds 1 to a counter there and sends a
+// note.
 func (c *citizen) visit(r *round, way int) error {
 	to, src := &r.To[way], make([]byte, areaBytes)
 	pattern(src, token(r.Number, way))
@@ -196,7 +197,7 @@ func (c *citizen) visit(r *round, way int) error {
 	return own.Close()
 }
 
-// readNotes waits for what others have sent, and compares it.
+// readNotes waits for the notes of the others, and compares them.
 func (c *citizen) readNotes(r *round) error {
 	for way := range ways {
 		number := c.in[way].Number()
@@ -216,7 +217,7 @@ func (c *citizen) readNotes(r *round) error {
 	return nil
 }
 
-// await waits for a completion; receives that come meanwhile are kept. It sleeps:
+// await waits for a certain completion, and keeps those of receives. It sleeps between polls:
 // there are more processes than cores.
 func (c *citizen) await(is func(wc *verbs.WC) bool) error {
 	var wc [1]verbs.WC
@@ -330,7 +331,7 @@ func (c *caller) visitAll(qps []*verbs.QP, to []card, n uint64) {
 	}
 }
 
-// hears reads what a process says, tells tells it something.
+// hears reads a message of a process; tells sends it one.
 func (r *resident) hears(t testing.TB, v any) {
 	t.Helper()
 	if !r.lines.Scan() {

@@ -16,13 +16,13 @@ import (
 )
 
 const (
-	victimBytes = 512 << 10 // of each half: what is read, and what is written
+	victimBytes = 512 << 10 // of each of the three parts of a buffer, see trade
 	chunkBytes  = 64 << 10
 	victimDepth = 4
-	victimToken = 77 // what the halves are filled with
+	victimToken = 77 // the number of the pattern in the first part
 )
 
-// stall is what the two sides of such a pair tell each other.
+// stall is what a trader tells its peer.
 type stall struct {
 	QP   verbs.Endpoint
 	Addr uint64
@@ -43,8 +43,8 @@ type trader struct {
 	reads int // one of so many requests is a READ
 }
 
-// newTrader makes one. With shared memory nearly all that it does is to write, so that
-// who is killed most likely writes.
+// newTrader makes one. With shared memory it does little but write, so that the victim is
+// most likely killed during a WRITE.
 func newTrader(dev *verbs.Device, shared bool) (x *trader, mine stall, err error) {
 	x = &trader{reads: 2}
 	if x.pd, err = dev.AllocPD(); err != nil {
@@ -74,8 +74,8 @@ func newTrader(dev *verbs.Device, shared bool) (x *trader, mine stall, err error
 	return x, stall{x.qp.Endpoint(), x.mr.Addr(), x.mr.RKey()}, nil
 }
 
-// trade posts requests while there is room, and takes one completion if there is one:
-// WRITEs of what the first part holds into the peer's second, and READs of the peer's
+// trade posts requests while there is room, and returns a completion if there is one. The
+// requests are WRITEs of the first part into the peer's second, and READs of the peer's
 // first part into the third.
 func (x *trader) trade(post bool) (wc verbs.WC, done bool, err error) {
 	for post && x.out < victimDepth {
@@ -147,7 +147,7 @@ func TestKilledAtRandom(t *testing.T) {
 	}()
 	statuses := map[verbs.WCStatus]int{}
 	for i, p := range at {
-		killOne(t, dev, p, 0, i%2 == 0, statuses) // what is only made once is there then
+		killOne(t, dev, p, 0, i%2 == 0, statuses) // makes what is made only once
 	}
 	before := ours(t)
 	for round := range rounds {
@@ -166,14 +166,14 @@ func TestKilledAtRandom(t *testing.T) {
 	}
 	more := func() bool { now := ours(t); return now[0] > before[0] || now[1] > before[1] }
 	for deadline := time.Now().Add(patience); more(); time.Sleep(10 * time.Millisecond) {
-		runtime.GC() // what is known of a device goes with the last that refers to it
+		runtime.GC() // frees what this process keeps about the dead devices
 		if time.Now().After(deadline) {
 			t.Fatalf("descriptors and mappings: %v, and %v at the beginning", ours(t), before)
 		}
 	}
 }
 
-// killOne trades with a process until it is killed, and checks what is left.
+// killOne trades with a process, kills it after a time, and checks the memory.
 func killOne(t *testing.T, dev *verbs.Device, at place, after time.Duration, shared bool, statuses map[verbs.WCStatus]int) {
 	t.Helper()
 	v := &resident{actor: start(t.Context(), t, "victim", script{Shared: shared}, at)}
@@ -215,14 +215,14 @@ func killOne(t *testing.T, dev *verbs.Device, at place, after time.Duration, sha
 		}
 	}
 	_ = v.cmd.Wait()
-	// What it has written is what it was to write, as far as it came; the rest is
-	// untouched, and so is what it only read.
+	// Bytes that the victim has written are right, those that it has not reached are still
+	// 0, and it has not changed what it reads.
 	x.check(t, 0, 0)
 	want := make([]byte, victimBytes)
 	pattern(want, victimToken)
 	for i, b := range x.buf[victimBytes:][:victimBytes] {
 		if b != 0 && b != want[i] {
-			t.Errorf("byte %d is %#x, nobody has written that", i, b)
+			t.Errorf("byte %d is %#x, neither 0 nor what the victim writes", i, b)
 			break
 		}
 	}
@@ -243,7 +243,7 @@ func (x *trader) check(t *testing.T, at, of int) {
 	}
 }
 
-// ours counts what this process has of descriptors and of our mappings.
+// ours counts the descriptors of this process, and its mappings that are Verbena's.
 func ours(t *testing.T) [2]int {
 	t.Helper()
 	fds, err := os.ReadDir("/proc/self/fd")

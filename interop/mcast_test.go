@@ -34,9 +34,8 @@ func (c *cast) singer() (*verbs.QP, error) {
 
 const slotBytes = 256
 
-// sing has both sides in a group; each sends to it in turn, and both hear every
-// message. Then the target leaves, and hears nothing any more while the initiator
-// still does.
+// sing has both sides in a group: they send to it in turn, and both receive every message.
+// Then the target leaves the group; from then on only the initiator receives.
 func (c *cast) sing() error {
 	group := verbs.GIDFromAddr(netip.MustParseAddr(c.script.Group))
 	q, err := c.singer()
@@ -99,7 +98,7 @@ func (c *cast) sing() error {
 	}
 	if c.role == "target" {
 		if err := c.hearSong(q, group, rounds, 50*time.Millisecond); err == nil {
-			c.fail("a message to a group that was left")
+			c.fail("a message arrived after the target has left the group")
 		}
 	}
 	return nil
@@ -132,8 +131,8 @@ func (c *cast) hearSong(q *verbs.QP, group verbs.GID, n uint32, d time.Duration)
 	}
 }
 
-// mourn is the initiator's part where the target is killed while it is in a group:
-// its membership ends with it.
+// mourn is the initiator's part of "requiem": the target is killed while it is in a group,
+// and its membership ends.
 func (c *cast) mourn() error {
 	if err := c.barrier("attached"); err != nil {
 		return err
@@ -161,8 +160,7 @@ func (c *cast) singUntilKilled() error {
 	return c.untilKilled()
 }
 
-// memberHere tells whether somebody in this network namespace has joined a group of
-// IPv4.
+// memberHere reports whether a socket in this network namespace has joined an IPv4 group.
 func memberHere(group string) bool {
 	b, err := os.ReadFile("/proc/self/net/igmp")
 	a := netip.MustParseAddr(group).As4()
@@ -173,7 +171,7 @@ func groupHere() string {
 	return fmt.Sprintf("239.77.%d.%d", byte(os.Getpid()>>8), byte(os.Getpid()))
 }
 
-// Two processes on one address, on two, and with the one link or the other.
+// Two processes on one address and on two, by shared memory and by packets.
 func TestMulticastProcesses(t *testing.T) {
 	at := loopbacks()
 	for _, tt := range []struct {
@@ -200,14 +198,14 @@ func TestMulticastProcesses(t *testing.T) {
 				t.Error("nobody was killed")
 			}
 			if memberHere(groupHere()) {
-				t.Error("somebody is still in the group")
+				t.Error("a socket is still in the group")
 			}
 		})
 	}
 }
 
-// The owner of the address goes while another process is in a group: nothing
-// changes for that.
+// The owner of the address is killed while other processes are in a group: they notice
+// nothing.
 func TestMulticastTakeOver(t *testing.T) {
 	at := loopbacks()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -226,7 +224,7 @@ func TestMulticastTakeOver(t *testing.T) {
 	})
 	_ = holder.cmd.Wait()
 	if !gone {
-		t.Error("the holder has seen nothing")
+		t.Error("the holder was not killed")
 	}
 }
 

@@ -14,8 +14,8 @@ func init() {
 	scenes["windows"] = map[string]func(*cast) error{"initiator": (*cast).useWindow, "target": (*cast).lendWindow}
 }
 
-// One process lends a window to another and takes it away while it is written
-// through; and shares a region with it.
+// One process lends a memory window to another, and invalidates it while the other writes
+// through it. The two also share a region.
 func TestWindowsBetweenProcesses(t *testing.T) {
 	at := loopbacks()
 	for _, tt := range []struct {
@@ -37,7 +37,7 @@ func TestWindowsBetweenProcesses(t *testing.T) {
 	}
 }
 
-// lent is what the initiator must know.
+// lent is what the target tells the initiator.
 type lent struct {
 	Addr   uint64
 	RKey   uint32
@@ -45,8 +45,8 @@ type lent struct {
 	Handle string // of a shared region
 }
 
-// lendWindow binds a window, lets the peer write for a while, and takes it away:
-// from then on nothing changes.
+// lendWindow binds a window, lets the peer write for a while, and invalidates it: from then
+// on the memory does not change.
 func (c *cast) lendWindow() (err error) {
 	const length = 300 << 10
 	memory := make([]byte, length+128) // with margins
@@ -142,5 +142,5 @@ func (c *cast) useWindow() error {
 			return wc.Err()
 		}
 	}
-	return errors.New("the window is never taken away")
+	return errors.New("the window was not invalidated")
 }

@@ -1,7 +1,7 @@
 package interop
 
-// Two network namespaces joined by a veth pair: a network of their own, with
-// the kernel's own way from one end to the other.
+// Two network namespaces joined by a veth pair: between them packets pass through the
+// kernel's network stack.
 
 import (
 	"fmt"
@@ -13,8 +13,7 @@ import (
 	"time"
 )
 
-// need skips a test for what is missing; in continuous integration that is a
-// failure.
+// need skips a test if something is missing. In continuous integration the test fails.
 func need(t testing.TB, ok bool, format string, args ...any) {
 	t.Helper()
 	if ok {
@@ -26,7 +25,7 @@ func need(t testing.TB, ok bool, format string, args ...any) {
 	t.Skipf(format, args...)
 }
 
-// tool finds a program, also where an ordinary user's PATH does not look.
+// tool finds a program, also in directories that an ordinary user's PATH does not have.
 func tool(name string) (string, bool) {
 	if p, err := exec.LookPath(name); err == nil {
 		return p, true
@@ -71,7 +70,7 @@ func newNetwork(t testing.TB, mtu int) *network {
 	t.Cleanup(func() { run(t, ip, "netns", "del", n.ns[0]) }) // the interfaces go with it
 	run(t, ip, "netns", "add", n.ns[1])
 	t.Cleanup(func() { run(t, ip, "netns", "del", n.ns[1]) })
-	// Both ends are born in the namespaces, so that nothing shows outside.
+	// Both ends are made in the namespaces, so that nothing shows outside.
 	run(t, ip, "-n", n.ns[0], "link", "add", "d0", "type", "veth", "peer", "name", "d1", "netns", n.ns[1])
 	for i, ns := range n.ns {
 		dev := fmt.Sprintf("d%d", i)
@@ -105,8 +104,7 @@ func (n *network) places(addrs [2]string) [2]place {
 	return [2]place{{n.ns[0], addrs[0]}, {n.ns[1], addrs[1]}}
 }
 
-// Everything, over a real network, with both usual frame sizes and both
-// versions of IP.
+// All operations over a network, with both usual frame sizes and both versions of IP.
 func TestNamespaces(t *testing.T) {
 	for _, tt := range []struct{ frame, mtu int }{{1500, 1024}, {9000, 4096}} {
 		t.Run(fmt.Sprint("frame", tt.frame), func(t *testing.T) {
@@ -179,6 +177,6 @@ func TestNamespacesUnplugged(t *testing.T) {
 		}
 	})
 	if !pulled {
-		t.Error("nobody pulled the plug")
+		t.Error("the interface was not taken down")
 	}
 }

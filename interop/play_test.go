@@ -3,7 +3,7 @@ package interop
 // One side of a scenario, in a process of its own:
 //
 //  1. play opens a device and runs the scenario;
-//  2. newCast makes queue pairs of all three kinds, tells the peer, and connects;
+//  2. newCast makes an RC, a UC and a UD queue pair, tells the peer, and connects;
 //  3. the scenarios are in scenes_test.go.
 
 import (
@@ -20,7 +20,7 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// player is a side at work.
+// player is one side of a scenario.
 type player struct {
 	role   string
 	script script
@@ -29,7 +29,7 @@ type player struct {
 	result result
 }
 
-// play is the main program of a side.
+// play is the main program of a process that a test has started.
 func play(role string) int {
 	p := &player{role: role, in: bufio.NewScanner(os.Stdin)}
 	p.in.Buffer(nil, 1<<20)
@@ -96,7 +96,8 @@ func (p *player) run() (err error) {
 	return errors.Join(err, p.dev.Close())
 }
 
-// hold opens the device and keeps it open until it is told to end.
+// hold opens the device and keeps it open until standard input is closed. It reports the
+// device's events.
 func (p *player) hold() error {
 	dev, err := verbs.Open(p.script.Mine, &verbs.Config{Link: verbs.LinkUDP})
 	if err != nil {
@@ -145,7 +146,7 @@ func (p *player) hear(v any) error {
 	return json.Unmarshal(p.in.Bytes(), v)
 }
 
-// barrier waits until the peer is here too.
+// barrier waits until the peer has come to the barrier of that name.
 func (p *player) barrier(name string) error {
 	p.tell(name)
 	var other string
@@ -158,7 +159,7 @@ func (p *player) barrier(name string) error {
 	return nil
 }
 
-// cast is what a scenario is played with.
+// cast holds the objects of one side.
 type cast struct {
 	*player
 	pd         *verbs.PD
@@ -172,7 +173,7 @@ type cast struct {
 	opened     []interface{ Close() error }
 }
 
-// hello is what a side must know of the other.
+// hello is what a side tells the other.
 type hello struct {
 	RC, UC, UD verbs.Endpoint
 	Addr       uint64
@@ -183,7 +184,7 @@ type hello struct {
 
 const (
 	bufBytes = 4 << 20
-	deep     = 16 // requests and receives of each queue pair
+	deep     = 16 // how many requests and receives each queue pair has room for
 	patience = 30 * time.Second
 )
 
@@ -205,11 +206,11 @@ func newCast(p *player) (*cast, error) {
 		return c, fmt.Errorf("the ports' MTUs are %d and %d", mine.MTU, c.peer.MTU)
 	}
 	p.result.MTU = min(mine.MTU, c.peer.MTU)
-	// A busy machine may keep a process waiting for long: 4 s until it counts as
-	// gone, or 0.3 s where it will go.
+	// On a busy machine a process may not run for long. The retries last 4 s, or 0.3 s
+	// where the peer will be killed.
 	retries := &verbs.ConnectConfig{Timeout: 17, RetryCnt: 7}
 	if p.script.Any {
-		retries.Timeout = 20 // nothing is lost there: whoever is late is late
+		retries.Timeout = 20 // this link loses nothing: the peer is only late
 	}
 	if p.script.Scenario == "doomed" {
 		retries = &verbs.ConnectConfig{Timeout: 14, RetryCnt: 3}
@@ -230,7 +231,7 @@ func newCast(p *player) (*cast, error) {
 	return c, errors.Join(c.rc.Connect(c.peer.RC, retries), c.uc.Connect(c.peer.UC, &verbs.ConnectConfig{MTU: retries.MTU, SGIDIndex: retries.SGIDIndex, TrafficClass: retries.TrafficClass, HopLimit: retries.HopLimit}), c.ud.Connect(c.peer.UD, nil), p.barrier("connected"))
 }
 
-// mtuOf is the path MTU of so many bytes.
+// mtuOf returns the path MTU of n bytes.
 func mtuOf(n int) verbs.MTU {
 	for m := verbs.MTU256; m <= verbs.MTU4096; m++ {
 		if m.Bytes() == n {
@@ -240,8 +241,7 @@ func mtuOf(n int) verbs.MTU {
 	panic(fmt.Sprintf("no MTU has %d bytes", n))
 }
 
-// build makes the objects. Those that were made are closed in the end, last
-// first.
+// build makes the objects. close closes those that were made, the last one first.
 func (c *cast) build() (err error) {
 	if c.pd, err = c.dev.AllocPD(); err != nil {
 		return err

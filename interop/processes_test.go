@@ -18,7 +18,7 @@ func loopbacks() [2]place {
 	return p
 }
 
-// Two processes on two loopback addresses do everything to each other.
+// All operations between two processes on two loopback addresses.
 func TestProcesses(t *testing.T) {
 	at := loopbacks()
 	r := perform(t, script{Scenario: "operations"}, at[0], at[1], nil)
@@ -31,7 +31,7 @@ func TestProcesses(t *testing.T) {
 	}
 }
 
-// wantSound checks that no packet was taken for damaged or malformed.
+// wantSound checks that no packet was dropped as damaged or malformed, and no request refused.
 func wantSound(t testing.TB, r *result) {
 	t.Helper()
 	for _, name := range []string{"drop_bad_icrc", "drop_short", "drop_opcode", "drop_version", "drop_bad_pkey", "drop_truncated",
@@ -60,7 +60,7 @@ func TestProcessesStream(t *testing.T) {
 	}
 }
 
-// A peer that is killed, without a chance to say so.
+// A peer is killed: it cannot close anything.
 func TestProcessKilled(t *testing.T) {
 	at := loopbacks()
 	killed := false
@@ -73,11 +73,11 @@ func TestProcessKilled(t *testing.T) {
 	if !killed {
 		t.Error("nobody was killed")
 	}
-	// Its address is free at once, for its successor.
+	// Its address is free at once.
 	perform(t, script{Scenario: "operations"}, at[0], at[1], nil)
 }
 
-// A peer that is stopped for a while, less than the retries last, and goes on.
+// A peer is stopped for less time than the retries last, and goes on.
 func TestProcessPaused(t *testing.T) {
 	at := loopbacks()
 	r := perform(t, script{Scenario: "stream", Seconds: 1}, at[0], at[1], func(other *actor, body string) {
@@ -93,7 +93,7 @@ func TestProcessPaused(t *testing.T) {
 		}
 	})
 	if n := r[0].Counters["local_ack_timeouts"]; n == 0 {
-		t.Error("nobody noticed")
+		t.Error("no timeout: the peer was not stopped for long enough")
 	}
 	wantSound(t, r[0])
 	wantSound(t, r[1])

@@ -41,15 +41,15 @@ func matches(b []byte, n uint64) error {
 
 // Areas of the buffer, on both sides.
 const (
-	sourceAt = 0       // what is sent, 1 MiB and a bit
+	sourceAt = 0       // what is sent, up to 1 MiB
 	targetAt = 1 << 21 // where the peer writes
 	wordsAt  = bufBytes - 64
 )
 
 func sizes(mtu int) []int { return []int{0, 1, mtu - 1, mtu, mtu + 1, 64 << 10, 1 << 20} }
 
-// operate does everything once with every size, checking what comes back; the
-// target checks what arrives.
+// operate does every operation with every size, and checks what it reads. The target checks
+// what arrives.
 func (c *cast) operate() error {
 	src := func(n int) []verbs.SGE { // in two pieces
 		return []verbs.SGE{c.mr.SGE(sourceAt, n/3), c.mr.SGE(sourceAt+n/3, n-n/3)}
@@ -62,7 +62,7 @@ func (c *cast) operate() error {
 			if wr.SGL == nil {
 				wr.SGL = src(n)
 			}
-			if err := c.ready(); err != nil { // its receive, if it takes one, is posted
+			if err := c.ready(); err != nil { // the target has posted its receive, if one is needed
 				return err
 			}
 			if wc, err := c.do(c.rc, wr); err != nil || op == verbs.OpRDMARead && int(wc.ByteLen) != n {
@@ -102,7 +102,7 @@ func (c *cast) operate() error {
 	return c.unreliable()
 }
 
-// ready waits until the target is.
+// ready waits until both sides are ready for the next operation.
 func (c *cast) ready() error { return c.barrier("ready") }
 
 // beOperated is operate's other side: it posts the receives and checks memory.
@@ -191,8 +191,8 @@ func (c *cast) atomics() error {
 	return c.barrier("atomics")
 }
 
-// unreliable sends UC messages and datagrams; where the network loses some, it
-// sends each until it has arrived.
+// unreliable sends UC messages and datagrams. Where the network loses some, it repeats each
+// until it has arrived.
 func (c *cast) unreliable() error {
 	for i, m := range c.letters() {
 		pattern(c.buf[sourceAt:][:m.size], uint64(i))
@@ -239,9 +239,10 @@ func (c *cast) letters() (all []parcel) {
 	return all
 }
 
-// unreliableTarget takes the letters and tells which arrived.
+// unreliableTarget receives the letters, and tells the initiator after each whether it has
+// arrived.
 func (c *cast) unreliableTarget() error {
-	posted := map[*verbs.QP]bool{} // a receive that a lost letter has left
+	posted := map[*verbs.QP]bool{} // a receive is posted: a lost letter has not taken it
 	for i, m := range c.letters() {
 		for tries := 0; ; tries++ {
 			qp, at := c.uc, targetAt
@@ -267,7 +268,7 @@ func (c *cast) unreliableTarget() error {
 			}
 			wc, err := c.wait(d)
 			for err == nil && c.script.Lossy && wc.Err() == nil && wc.QPN == qp.Number() && wc.Imm < uint32(i) {
-				// One that was late, not lost, and so was sent twice.
+				// An earlier letter, which was late, not lost, and so was sent twice.
 				if err = post(); err == nil {
 					wc, err = c.wait(d)
 				}
@@ -297,8 +298,8 @@ func (c *cast) unreliableTarget() error {
 	return nil
 }
 
-// stream writes and reads for some time, in both directions at once, checking
-// every byte that is read.
+// stream writes and reads for some time, in both directions at once, and checks all bytes
+// that it reads.
 func (c *cast) stream() error {
 	const chunk = 256 << 10
 	pattern(c.buf[targetAt:][:1<<20], 42) // what the peer reads; its WRITEs go behind it
@@ -334,8 +335,8 @@ func (c *cast) stream() error {
 	return matches(c.buf[targetAt+1<<20:][:chunk], 7)
 }
 
-// outlive has requests under way when the target is killed: the first fails for
-// want of an answer, the others are flushed, and nothing hangs.
+// outlive has requests under way when the target is killed: the first one fails with
+// WCRetryExcErr, the others and the receives are flushed.
 func (c *cast) outlive() error {
 	out, done := 0, 0
 	wr := verbs.SendWR{Op: verbs.OpRDMAWrite, SGL: []verbs.SGE{c.mr.SGE(sourceAt, 64<<10)}, RemoteAddr: c.peer.Addr, RKey: c.peer.RKey}
@@ -387,5 +388,5 @@ func (c *cast) outlive() error {
 // untilKilled waits to be killed.
 func (c *cast) untilKilled() error {
 	time.Sleep(patience)
-	return errors.New("nobody killed the target")
+	return errors.New("the target was not killed")
 }

@@ -11,8 +11,7 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// Processes that share an address, and processes of different addresses that do
-// not need packets to talk.
+// Processes that share an address, and processes on two addresses that talk by shared memory.
 func TestShared(t *testing.T) {
 	at := loopbacks()
 	for _, tt := range []struct {
@@ -33,7 +32,7 @@ func TestShared(t *testing.T) {
 						t.Logf("%.0f MB/s, %d packets, %d again, %d timeouts, %d undelivered", float64(r.Bytes)/1e6, r.Counters["tx_packets"],
 							r.Counters["retransmitted_packets"], r.Counters["local_ack_timeouts"], r.Counters["local_undelivered"])
 						if n := r.Counters["local_undelivered"] + r.Counters["retransmitted_packets"]; tt.noPacket && n != 0 {
-							t.Errorf("%d trains were not delivered, or again", n)
+							t.Errorf("%d trains were not delivered, or delivered again", n)
 						}
 					}
 				})
@@ -49,8 +48,8 @@ func TestShared(t *testing.T) {
 	}
 }
 
-// If one side wants packets, both send them, on one address and on two; if nobody
-// does, there are none. Somebody who listens to the interface tells.
+// If one side wants packets, both send them, on one address and on two. If neither does,
+// there are none. A process that listens to the interface checks that.
 func TestPacketsBothWays(t *testing.T) {
 	n := newNetwork(t, 1500)
 	a, b := place{n.ns[0], "127.0.0.1"}, place{n.ns[0], "127.0.0.2"}
@@ -75,7 +74,7 @@ func TestPacketsBothWays(t *testing.T) {
 			lo.read(t)
 			if tt.packets == "" {
 				if len(lo.result.Seen) != 0 {
-					t.Errorf("packets that nobody wants: %v", lo.result.Seen)
+					t.Errorf("packets that neither side wants: %v", lo.result.Seen)
 				}
 				return
 			}
@@ -94,9 +93,9 @@ func TestPacketsBothWays(t *testing.T) {
 	}
 }
 
-// The process that owns the port is killed, or ends, while another one of its
-// address talks to the outside: that takes over, and nothing is lost or doubled,
-// which both sides of the stream check.
+// The process that owns the port is killed, or ends, while another process on its address
+// talks to a third. The other process takes over the port. No data is lost or doubled, which
+// both sides of the stream check.
 func TestTakeOver(t *testing.T) {
 	at := loopbacks()
 	for _, tt := range []struct {
@@ -121,7 +120,7 @@ func TestTakeOver(t *testing.T) {
 				}
 			})
 			if !gone {
-				t.Error("the holder has seen nothing")
+				t.Error("the holder was not ended")
 			}
 			for _, r := range r {
 				t.Logf("%.0f MB/s, %d packets sent, %d again, %d timeouts", float64(r.Bytes)/2e6,
@@ -154,12 +153,12 @@ func signal(t testing.TB, a *actor, s syscall.Signal) {
 	}
 }
 
-// A process is stopped while the owner is killed and another one takes over; it goes
-// on afterwards, finds the new owner, and nothing is lost or doubled.
+// A process is stopped while the owner of its address is killed and another one takes over.
+// When it goes on it finds the new owner, and no data is lost or doubled.
 func TestTakeOverStopped(t *testing.T) {
 	at := loopbacks()
 	first, _ := holding(t, at[1])
-	_, _ = holding(t, at[1]) // who will take over
+	_, _ = holding(t, at[1]) // it will take over
 	gone := false
 	r := perform(t, script{Scenario: "stream", Seconds: 2}, at[0], at[1], func(target *actor, body string) {
 		if body != `"running"` || gone {
@@ -173,7 +172,7 @@ func TestTakeOverStopped(t *testing.T) {
 		signal(t, target, syscall.SIGCONT)
 	})
 	if !gone {
-		t.Error("nobody was stopped")
+		t.Error("the target was not stopped")
 	}
 	for _, r := range r {
 		wantSound(t, r)
@@ -183,8 +182,8 @@ func TestTakeOverStopped(t *testing.T) {
 	}
 }
 
-// A foreign socket takes the port in the very moment in which nobody has it: who
-// cannot take over says so, and says when it has.
+// A socket that is not Verbena's takes the port at the moment when no process has it. The
+// process that cannot take over gets EventPortErr, and EventPortActive when it has.
 func TestTakeOverPortTaken(t *testing.T) {
 	at := loopbacks()
 	first, _ := holding(t, at[0])
@@ -244,8 +243,9 @@ func TestTrafficClassLocal(t *testing.T) {
 	perform(t, script{Scenario: "operations", Any: true, Classes: true}, at[0], at[0], nil)
 }
 
-// A device at another address is killed and opened again, twice: each time there is
-// a new device, which a process that knew the old ones reaches by rings at once.
+// The process of a device at another address is killed, or ends, and is started again. Each
+// time there is a new device, which a process that knew the old ones reaches by shared
+// memory at once.
 func TestSharedRestarted(t *testing.T) {
 	at := loopbacks()
 	c := newCaller(t, verbs.LinkLocal, at[0].addr)

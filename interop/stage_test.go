@@ -3,10 +3,9 @@ package interop
 // What a test does with its two processes:
 //
 //  1. perform starts them, in namespaces if wanted;
-//  2. messages that a process addresses to its peer are passed on, those to the
-//     test are kept;
-//  3. when both have ended, or one of them was killed on purpose, their results
-//     are returned.
+//  2. listen passes messages to a process's peer on, and gives those to the test to
+//     a function of the test;
+//  3. when both have ended, or were killed on purpose, perform returns their results.
 
 import (
 	"bufio"
@@ -23,27 +22,27 @@ import (
 )
 
 const (
-	roleVar   = "VERBENA_INTEROP_ROLE"   // "initiator" or "target"
+	roleVar   = "VERBENA_INTEROP_ROLE"   // "initiator", "target" or another one that play knows
 	scriptVar = "VERBENA_INTEROP_SCRIPT" // a script, as JSON
 )
 
-// script is what both sides must know.
+// script is what a test tells its processes.
 type script struct {
 	Scenario string   // see scenes
 	Mine     string   // address
 	Seconds  int      // "stream": how long
 	Lossy    bool     // UC and UD messages may get lost
-	Any      bool     // by the best link, not by packets
-	Packets  string   // the role that wants packets all the same
-	Group    string   // "choir": the multicast group
-	Note     bool     // tell the test when it begins
+	Any      bool     // LinkAny, not LinkUDP
+	Packets  string   // the role that has LinkUDP all the same
+	Group    string   // "choir", "requiem": the multicast group
+	Note     bool     // "choir": tell the test when it begins
 	Addrs    []string // of the device, instead of Mine
 	SGID     int      // which of its addresses to use
 	MixedMTU bool     // the ports' MTUs differ
 	Classes  bool     // packets have traffic classes and hop limits of their own
-	File     string   // names an XRC domain
-	Link     string   // for that
-	Shared   bool     // "victim": its memory is such that the other may write to it by itself
+	File     string   // the file of an XRC domain
+	Link     string   // of a process with an XRC domain
+	Shared   bool     // "victim": its memory is shared, so that the peer writes into it by grants
 }
 
 // envelope is a message of a process, one line of JSON.
@@ -53,7 +52,7 @@ type envelope struct {
 	Result *result         `json:"result,omitempty"`
 }
 
-// result is what a side has to say at the end.
+// result is what a process reports at its end.
 type result struct {
 	Errors   []string          `json:"errors"`
 	MTU      int               `json:"mtu"`
@@ -61,7 +60,7 @@ type result struct {
 	Offloads []string          `json:"offloads"`
 	Counters map[string]uint64 `json:"counters"`
 	Heard    []uint32          `json:"heard,omitempty"` // messages, by their immediate data
-	Seen     map[string]int    `json:"seen,omitempty"`  // packets, by who sent them and how
+	Seen     map[string]int    `json:"seen,omitempty"`  // packets, by what describe returns
 }
 
 // actor is one process.
@@ -112,8 +111,8 @@ func start(ctx context.Context, t testing.TB, role string, s script, at place) *
 	return a
 }
 
-// listen passes a process's messages on until it ends. notes gets those to the
-// test that are not results.
+// listen passes a process's messages to its peer on until the process ends, and keeps its
+// result. notes gets the other messages to the test.
 func (a *actor) listen(peer *actor, notes func(a *actor, body string)) error {
 	lines := bufio.NewScanner(a.stdout)
 	lines.Buffer(nil, 1<<20)
@@ -127,7 +126,7 @@ func (a *actor) listen(peer *actor, notes func(a *actor, body string)) error {
 		case e.Result != nil:
 			a.result = e.Result
 		case e.To == "peer":
-			// The peer may have gone: then nobody misses the message.
+			// If the peer has ended, the write fails, and that does not matter.
 			_, _ = fmt.Fprintf(peer.stdin, "%s\n", e.Body)
 		case notes != nil:
 			notes(a, string(e.Body))
@@ -137,9 +136,9 @@ func (a *actor) listen(peer *actor, notes func(a *actor, body string)) error {
 	return lines.Err()
 }
 
-// perform plays a scenario with two processes and returns their results, the
-// initiator's first. Errors of either fail the test. notes may be nil; it may
-// kill an actor.
+// perform plays a scenario with two processes and returns their results, the initiator's
+// first. Errors of either fail the test. notes, if it is not nil, gets the notes to the test,
+// each with the peer of its sender, which it may kill.
 func perform(t *testing.T, s script, initiator, target place, notes func(a *actor, body string)) [2]*result {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 90*time.Second)
@@ -177,14 +176,14 @@ func perform(t *testing.T, s script, initiator, target place, notes func(a *acto
 	return [2]*result{a.result, b.result}
 }
 
-// note hands a note to the test, with the process that its sender is not.
+// note calls notes, if there is one, with the peer of the sender.
 func note(notes func(other *actor, body string), other *actor, body string) {
 	if notes != nil {
 		notes(other, body)
 	}
 }
 
-// kill ends a process as the kernel would.
+// kill kills a process.
 func (a *actor) kill(t testing.TB) {
 	a.killed = true
 	if err := a.cmd.Process.Kill(); err != nil {

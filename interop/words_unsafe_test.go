@@ -5,9 +5,8 @@ import (
 	"unsafe"
 )
 
-// wordAt reads a word that a peer does atomics on, as a program must that shares
-// it with others. It is sound for memory that is aligned: large slices of the Go
-// heap are, and so are the offsets used here.
+// wordAt reads a word atomically, since a peer does atomics on it. It is sound for aligned
+// memory: large slices of the Go heap are aligned, and so are the offsets used here.
 func wordAt(b []byte, off int) uint64 {
 	return atomic.LoadUint64((*uint64)(unsafe.Pointer(&b[off:][:8][0])))
 }

@@ -1,7 +1,7 @@
 package interop
 
-// An XRC domain that several processes have open: one has the target, others the
-// shared receive queues; the test itself is the initiator.
+// An XRC domain that several processes have open. Each has a shared receive queue, one of
+// them also the target queue pair. The test itself is the initiator.
 
 import (
 	"bufio"
@@ -18,7 +18,7 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// quarter is what a process with a queue tells about it.
+// quarter is what a process with a queue tells the test.
 type quarter struct {
 	SRQ  uint32
 	Addr uint64
@@ -29,12 +29,12 @@ type quarter struct {
 const (
 	letterBytes = 32 << 10 // a message and its receive
 	receives    = 16
-	freeAt      = receives * letterBytes // memory that nobody receives to
+	freeAt      = receives * letterBytes // memory behind the receives
 )
 
-// serveQueue is the main program of a process with a queue, and with the target if
-// it is the "target". It receives until it is told to end, and tells then what it
-// has got.
+// serveQueue is the main program of a process with a queue; in the role "target" it also has
+// the target queue pair. It receives until its standard input is closed, and then reports
+// what it has received.
 func (p *player) serveQueue() error {
 	dev, err := verbs.Open(p.script.Mine, &verbs.Config{Link: verbs.LinkMode(p.script.Link)})
 	if err != nil {
@@ -116,7 +116,7 @@ func (p *player) serveQueue() error {
 			if err := target.Connect(peer, &verbs.ConnectConfig{Timeout: 17, RetryCnt: 7}); err != nil {
 				return err
 			}
-			if err := newTarget(); err != nil { // for the next who comes
+			if err := newTarget(); err != nil { // for the next initiator
 				return err
 			}
 			say(mine)
@@ -139,7 +139,7 @@ func (p *player) serveQueue() error {
 				return err
 			}
 		}
-		if n == 0 && ended { // what was acknowledged is here
+		if n == 0 && ended { // all that was acknowledged has been polled
 			p.result.Counters = map[string]uint64{}
 			for _, n := range dev.Counters() {
 				p.result.Counters[n.Name] = n.Value
@@ -147,7 +147,7 @@ func (p *player) serveQueue() error {
 			return nil // the process ends, and everything with it
 		}
 		if n == 0 {
-			time.Sleep(20 * time.Microsecond) // there are more of these than cores
+			time.Sleep(20 * time.Microsecond) // there are more processes than cores
 		}
 	}
 }
@@ -175,7 +175,7 @@ func (r *resident) read(t testing.TB) {
 	}
 }
 
-// house are the processes of one domain.
+// house starts the processes of one domain.
 func house(t *testing.T, link verbs.LinkMode, at place, roles ...string) []*resident {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "domain")
@@ -201,7 +201,7 @@ func newLines(r io.Reader) *bufio.Scanner {
 	return s
 }
 
-// finish ends a process and checks that it has heard what was sent to it.
+// finish ends a process and checks that it has received what was sent to it.
 func (r *resident) finish(t testing.TB) {
 	t.Helper()
 	_ = r.stdin.Close()
@@ -256,7 +256,8 @@ func newCaller(t *testing.T, link verbs.LinkMode, addr string) *caller {
 	return c
 }
 
-// call connects to a target; the process makes another one for the next.
+// call makes a new connection to the target of a process, which then makes a target for the
+// next one.
 func (c *caller) call(target *resident, cfg *verbs.ConnectConfig) {
 	c.t.Helper()
 	if c.qp != nil {
@@ -296,7 +297,7 @@ func (c *caller) wait() verbs.WC {
 	return wc[0]
 }
 
-// letter posts a message to a queue.
+// letter posts a message to the queue of a process.
 func (c *caller) letter(to *resident, size int) {
 	c.t.Helper()
 	at := int(c.n%16) * letterBytes
@@ -323,9 +324,9 @@ func (c *caller) ok(n int) {
 	}
 }
 
-// Messages to queues of three processes by one connection: each arrives once, where
-// it was sent to, whole and in order; READs, WRITEs and atomics reach the memory of
-// the process whose queue they name, and no other.
+// Messages to the queues of three processes over one connection: each arrives once, in the
+// right queue, complete and in order. READs, WRITEs and atomics reach the memory of the
+// process whose queue they name, and no other.
 func TestXRCShared(t *testing.T) {
 	at := loopbacks()
 	for _, tt := range []struct {
@@ -346,7 +347,7 @@ func TestXRCShared(t *testing.T) {
 			var sums [3]uint64
 			for range 60 {
 				n := 1 + rng.IntN(8)
-				for range n { // now to one, now to several in turn
+				for range n {
 					c.letter(all[rng.IntN(3)], rng.IntN(letterBytes))
 				}
 				c.ok(n)
@@ -380,9 +381,9 @@ func TestXRCShared(t *testing.T) {
 	}
 }
 
-// A queue's process is killed while nothing is under way to it: others go on, and
-// what names its queue is refused. And while something is: the connection fails, and
-// the next one works.
+// The process of a queue is killed. If nothing is under way to it, the other queues still
+// work, and a message that names its queue fails. If something is under way, the connection
+// fails, and the next one works.
 func TestXRCQueueKilled(t *testing.T) {
 	at := loopbacks()
 	for _, busy := range []bool{false, true} {
@@ -403,8 +404,8 @@ func TestXRCQueueKilled(t *testing.T) {
 			victim.kill(t)
 			_ = victim.cmd.Wait()
 			if !busy {
-				// Its end is known when its number is nobody's: meanwhile, and
-				// after it, the others hear everything.
+				// The other queues receive everything, both before and after the target
+				// has noticed the end of the process.
 				for i := range 20 {
 					c.letter(all[i%2*2], 1000)
 					c.ok(1)

@@ -1,10 +1,10 @@
 /*
- * Files that programs look for beside libibverbs, and that only a kernel driver has:
- * /dev/infiniband/uverbsN, and what sysfs says of a device. "verbena exec" preloads
- * this; it asks the library that the program has loaded (front/sysfs.c), and so is
- * nothing but the C library's functions to a program that has loaded none.
+ * Files that programs read besides calling libibverbs, and that only a kernel driver
+ * has: /dev/infiniband/uverbsN, and the files of a device in sysfs. "verbena exec"
+ * preloads this library. It asks the libibverbs that the program has loaded what a path
+ * is (front/sysfs.c). Where none is loaded, it only calls the C library's functions.
  *
- * Files are opened as memory with their contents. Directories cannot be listed.
+ * A file of sysfs is opened as a memfd with its text. Directories cannot be listed.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -22,12 +22,12 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 
-/* What programs call that were built for a C library before 2.33. */
+/* Programs that were built for a C library before 2.33 call these for stat. */
 int __xstat(int version, const char *path, struct stat *to);
 int __xstat64(int version, const char *path, struct stat64 *to);
 
-/* next_open() and so on return the C library's functions. They are looked for once,
- * early: later the program may be in a signal handler, or a child of fork(). */
+/* next_open() and so on return the C library's functions. They are looked up at load:
+ * later the program may be in a signal handler, or a child of fork(). */
 #define FUNCTIONS(X)                                                                                                   \
 	X(open) X(open64) X(openat) X(openat64) X(fopen) X(fopen64) X(access) X(stat) X(stat64) X(__xstat) X(__xstat64)
 #define DEFINE_NEXT(name)                                                                                              \
@@ -46,7 +46,7 @@ __attribute__((constructor)) static void at_load(void)
 	FUNCTIONS(FIND)
 }
 
-/* look finds out what a path is, and what a file contains. */
+/* look returns what a path is, and writes the text of a file. */
 static enum vb_file look(const char *path, char *text)
 {
 	if (!path || (strncmp(path, "/sys/class/infiniband", 21) && strncmp(path, "/dev/infiniband/", 16)))
@@ -61,7 +61,7 @@ static enum vb_file look(const char *path, char *text)
 	return what;
 }
 
-/* contents opens a file with a text. */
+/* contents opens a memfd with a text, for reading only. */
 static int contents(const char *text, int flags)
 {
 	if ((flags & O_ACCMODE) != O_RDONLY) {
@@ -78,7 +78,7 @@ static int contents(const char *text, int flags)
 	return fd;
 }
 
-/* OPEN defines a function that opens: what the kernel has not is had from here. */
+/* OPEN defines open and its variants. They open our files, and pass on other paths. */
 #define OPEN(name, params, path, ...)                                                                                  \
 	PUBLIC int name params                                                                                         \
 	{                                                                                                              \
@@ -116,7 +116,8 @@ OPEN(openat64, (int dir, const char *path, int flags, ...), path, dir, path)
 FOPEN(fopen)
 FOPEN(fopen64)
 
-/* likeness is a file of the kernel's that has the same attributes. */
+/* likeness returns, for a file of ours, a kernel's file with the same attributes; otherwise
+ * the path. */
 static const char *likeness(const char *path)
 {
 	char text[VB_FILE_ROOM];

@@ -7,8 +7,8 @@
 enum vb_file { VB_NO_FILE, VB_TEXT, VB_CHAR_DEVICE, VB_DIRECTORY };
 enum { VB_FILE_ROOM = 256 };
 
-/* verbena_file says what a path is, and writes the text of a file into room for
- * VB_FILE_ROOM bytes. */
+/* verbena_file returns what a path is. If it is a file of sysfs, it writes the text, for
+ * which there are VB_FILE_ROOM bytes. */
 typedef enum vb_file vb_file_function(const char *path, char *text);
 vb_file_function verbena_file;
 

@@ -1,18 +1,19 @@
 /*
- * Calls that replace what is mapped at an address, seen before they are made.
+ * Calls that replace what is mapped at an address, intercepted before they are made.
  *
- * A registered region stands for the pages that it was registered with. The engine
- * works at addresses, and must not touch what the program maps there next. The kernel
- * tells the engine of changes, but of some too late and of some not at all; so a call
- * that may replace mapped memory closes the range first: the engine waits for accesses
- * under way, begins no other, and learns what has changed.
+ * A registered region stands for the pages that it was registered with. The device
+ * accesses them by address, and must not touch what the program maps there later. The
+ * kernel reports changes of mappings, but some too late and some not at all. So a call
+ * that may replace mapped memory first closes the range: the device's notifier
+ * (internal/sys/notifier_close.c) waits until no access is under way, lets no other
+ * begin, and after the call learns what has changed.
  *
- * Stages of a call: is there an engine (one load); which ranges can the call change;
- * close them; the C library's function; tell which ranges have changed.
+ * Stages of a call: is there a notifier (one load); which ranges can the call change;
+ * close them; the C library's function; report which ranges have changed.
  *
- * What does not come here: system calls that are made without the C library's
- * functions, and those that the C library makes itself, as in free() and realloc().
- * Neither does posix_madvise: in glibc POSIX_MADV_DONTNEED does nothing.
+ * Not seen: system calls that the program makes without the C library's functions, and
+ * those that the C library makes itself, as in free() and realloc(). posix_madvise is not
+ * intercepted: in glibc POSIX_MADV_DONTNEED does nothing.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -41,12 +42,12 @@
 
 _Static_assert(sizeof(off_t) == 8 && sizeof(long) == 8, "system calls here are those of 64-bit machines");
 
-/* The engine stores its functions here. */
+/* The notifier stores its functions here when it starts. */
 PUBLIC struct vn_hook verbena_preload_ranges = {.version = VN_HOOK_VERSION};
 
-/* The functions that this library stands before: the C library's, or a sanitizer's.
- * They are looked for once, when this library is initialized. An allocator may call
- * before that, even from within dlsym: then it gets the system call itself. */
+/* The functions that those below call: the C library's, or a sanitizer's. They are looked
+ * up when this library is initialized. An allocator may call those below earlier, even
+ * from within dlsym: until then they make the system call themselves. */
 static __typeof__(&mmap) next_mmap;
 static __typeof__(&munmap) next_munmap;
 static __typeof__(&mremap) next_mremap;
@@ -80,7 +81,7 @@ static struct vn_range range(const void *addr, size_t n)
 {
 	uintptr_t page = page_size(), start = (uintptr_t)addr & -page, end;
 	if (__builtin_add_overflow((uintptr_t)addr, n, &end) || end > -page)
-		end = -page; /* the kernel refuses it */
+		end = -page; /* the kernel refuses such a range */
 	else
 		end = (end + page - 1) & -page;
 	return (struct vn_range){start, end};
@@ -91,7 +92,7 @@ struct closed {
 	struct vn_closing state;
 };
 
-static vn_close_begin_function *engine(void) { return __atomic_load_n(&verbena_preload_ranges.begin, __ATOMIC_ACQUIRE); }
+static vn_close_begin_function *notifier(void) { return __atomic_load_n(&verbena_preload_ranges.begin, __ATOMIC_ACQUIRE); }
 
 static struct closed begin(vn_close_begin_function *f, const struct vn_range *ranges, int n)
 {
@@ -129,14 +130,14 @@ static struct vn_range huge(struct vn_range r, int flags)
 
 PUBLIC void *mmap(void *addr, size_t n, int prot, int flags, int fd, off_t off)
 {
-	vn_close_begin_function *f = engine();
+	vn_close_begin_function *f = notifier();
 	if (!f || !(flags & MAP_FIXED) || flags & MAP_FIXED_NOREPLACE)
 		return do_mmap(addr, n, prot, flags, fd, off);
 	struct vn_range r = range(addr, n);
 	if (flags & MAP_HUGETLB)
 		r = huge(r, flags);
-	/* Nobody waits while pages are fetched: that is done afterwards, and as mmap does it,
-	 * it may fail without a word. */
+	/* Populating takes long, so it follows when the range is open again. It may fail
+	 * silently, as mmap's own does. */
 	struct closed c = begin(f, &r, 1);
 	void *got = do_mmap(addr, n, prot, flags & ~MAP_POPULATE, fd, off);
 	int err = errno;
@@ -154,7 +155,7 @@ PUBLIC void *mmap64(void *addr, size_t n, int prot, int flags, int fd, off_t off
 
 PUBLIC int munmap(void *addr, size_t n)
 {
-	vn_close_begin_function *f = engine();
+	vn_close_begin_function *f = notifier();
 	struct vn_range r;
 	struct closed c = {NULL};
 	if (f) {
@@ -181,7 +182,7 @@ PUBLIC void *mremap(void *old, size_t old_n, size_t new_n, int flags, ...)
 	va_start(more, flags);
 	void *to = flags & (MREMAP_FIXED | MREMAP_DONTUNMAP) ? va_arg(more, void *) : NULL;
 	va_end(more);
-	vn_close_begin_function *f = engine();
+	vn_close_begin_function *f = notifier();
 	if (!f)
 		return do_mremap(old, old_n, new_n, flags, to);
 	struct vn_range r[2] = {range(old, old_n)};
@@ -191,14 +192,14 @@ PUBLIC void *mremap(void *old, size_t old_n, size_t new_n, int flags, ...)
 	struct closed c = begin(f, r, n);
 	void *got = do_mremap(old, old_n, new_n, flags, to);
 	if (got == MAP_FAILED) {
-		/* What was mapped at the target may be gone nevertheless. The kernel tells. */
+		/* What was mapped at the target may be gone nevertheless. The kernel reports that. */
 		end(&c, r, 0);
 		return got;
 	}
 	if (old_n == 0) /* shared memory is mapped a second time, the first mapping stays */
 		end(&c, r + 1, n - 1);
 	else {
-		if (got == old) /* what is left of it is where it was */
+		if (got == old) /* in place: only the end, if any, is gone */
 			r[0].start = range(old, new_n).end;
 		end(&c, r, n);
 	}
@@ -209,7 +210,7 @@ PUBLIC void *mremap(void *old, size_t old_n, size_t new_n, int flags, ...)
 
 PUBLIC int madvise(void *addr, size_t n, int advice)
 {
-	vn_close_begin_function *f = engine();
+	vn_close_begin_function *f = notifier();
 	struct vn_range r;
 	struct closed c = {NULL};
 	if (f && (advice == MADV_DONTNEED || advice == MADV_FREE || advice == MADV_REMOVE || advice == MADV_DONTNEED_LOCKED ||
@@ -218,13 +219,13 @@ PUBLIC int madvise(void *addr, size_t n, int advice)
 		c = begin(f, &r, 1);
 	}
 	int rc = next_madvise ? next_madvise(addr, n, advice) : (int)syscall(SYS_madvise, addr, n, advice);
-	end(&c, &r, rc == 0 || errno == ENOMEM); /* ENOMEM: it was done where something is mapped */
+	end(&c, &r, rc == 0 || errno == ENOMEM); /* ENOMEM: done, except where nothing is mapped */
 	return rc;
 }
 
 PUBLIC int remap_file_pages(void *addr, size_t n, int prot, size_t page, int flags)
 {
-	vn_close_begin_function *f = engine();
+	vn_close_begin_function *f = notifier();
 	struct vn_range r;
 	struct closed c = {NULL};
 	if (f) {
@@ -239,11 +240,11 @@ PUBLIC int remap_file_pages(void *addr, size_t n, int prot, size_t page, int fla
 
 /* --- the heap's end --- */
 
-/* They cannot be had without the C library, which keeps the end in a variable. */
+/* System calls cannot replace these two: the C library keeps the heap's end in a variable. */
 static __typeof__(&brk) the_brk(void) { return next_brk ? next_brk : FIND(brk); }
 static __typeof__(&sbrk) the_sbrk(void) { return next_sbrk ? next_sbrk : FIND(sbrk); }
 
-/* shrinking returns what the heap loses when it ends at an address. */
+/* shrinking returns the range that the heap loses if its end moves from now to wanted. */
 static struct vn_range shrinking(uintptr_t now, uintptr_t wanted)
 {
 	uintptr_t page = page_size();
@@ -254,14 +255,14 @@ static struct vn_range shrinking(uintptr_t now, uintptr_t wanted)
 
 PUBLIC int brk(void *addr)
 {
-	vn_close_begin_function *f = engine();
+	vn_close_begin_function *f = notifier();
 	if (!f)
 		return the_brk()(addr);
 	uintptr_t now = (uintptr_t)the_sbrk()(0);
 	struct vn_range r = shrinking(now, (uintptr_t)addr);
 	struct closed c = begin(f, &r, 1);
 	int rc = the_brk()(addr);
-	/* For an address below the heap it returns 0, and nothing has changed. */
+	/* For an address below the heap brk returns 0 and changes nothing. */
 	r = shrinking(now, (uintptr_t)the_sbrk()(0));
 	end(&c, &r, 1);
 	return rc;
@@ -269,7 +270,7 @@ PUBLIC int brk(void *addr)
 
 PUBLIC void *sbrk(intptr_t by)
 {
-	vn_close_begin_function *f = engine();
+	vn_close_begin_function *f = notifier();
 	if (!f || by >= 0)
 		return the_sbrk()(by);
 	uintptr_t now = (uintptr_t)the_sbrk()(0);
@@ -284,12 +285,12 @@ PUBLIC void *sbrk(intptr_t by)
 
 PUBLIC void *shmat(int id, const void *addr, int flags)
 {
-	vn_close_begin_function *f = engine();
+	vn_close_begin_function *f = notifier();
 	struct shmid_ds about;
 	struct closed c = {NULL};
 	struct vn_range r = {0, 0};
 	int err = errno;
-	/* Who may not ask how large the segment is may not attach it either. */
+	/* A caller that may not read the size of the segment may not attach it either. */
 	if (f && flags & SHM_REMAP && !shmctl(id, IPC_STAT, &about)) {
 		uintptr_t at = (uintptr_t)addr;
 		if (flags & SHM_RND)
@@ -299,7 +300,7 @@ PUBLIC void *shmat(int id, const void *addr, int flags)
 	}
 	errno = err;
 	void *got = next_shmat ? next_shmat(id, addr, flags) : (void *)syscall(SYS_shmat, id, addr, flags);
-	/* Without memory it may fail when it has unmapped what was there. */
+	/* With ENOMEM it may have unmapped what was there. */
 	end(&c, &r, got != (void *)-1 || errno == ENOMEM);
 	return got;
 }
@@ -310,7 +311,7 @@ struct mapping {
 	uint64_t device, inode;
 };
 
-/* hex reads a number and what ends it, and returns what comes behind. */
+/* hex reads a number and skips the character that ends it. It returns the rest. */
 static const char *hex(const char *s, uint64_t *n, int base)
 {
 	char *rest;
@@ -334,9 +335,9 @@ static struct mapping parse(const char *line)
 	return m;
 }
 
-/* attached finds out which addresses shmdt of one detaches: the segment's parts that
- * are still where they were attached. It reads /proc/self/maps, by calls that a signal
- * handler may make and that do not end a thread which is cancelled. */
+/* attached returns the range that shmdt(addr) detaches: the segment's parts that are still
+ * where they were attached. It reads /proc/self/maps by system calls that are allowed in a
+ * signal handler and are no cancellation points. */
 static struct vn_range attached(uintptr_t addr)
 {
 	struct vn_range r = {0, 0};
@@ -363,7 +364,7 @@ static struct vn_range attached(uintptr_t addr)
 		}
 		have -= (size_t)(line - buf);
 		if (have == sizeof buf - 1)
-			have = 0; /* a name of more than a page: its end is no mapping */
+			have = 0; /* a line longer than the buffer: its rest is no mapping */
 		memmove(buf, line, have);
 	}
 	syscall(SYS_close, fd);
@@ -372,7 +373,7 @@ static struct vn_range attached(uintptr_t addr)
 
 PUBLIC int shmdt(const void *addr)
 {
-	vn_close_begin_function *f = engine();
+	vn_close_begin_function *f = notifier();
 	struct closed c = {NULL};
 	struct vn_range r = {0, 0};
 	int err = errno;

@@ -1,12 +1,13 @@
 /*
  * Completion queues and channels.
  *
- * A completion's way: the engine puts it into the queue's ring (engine.h), when it
- * is asked by a poll that found the ring empty, or because it was there for a post
- * anyway. The program takes it from the ring with ibv_poll_cq, or looks at it
- * there with ibv_start_poll; neither enters the engine while there is something.
+ * A completion's way: the backend puts it into the queue's ring (backend.h) when it is
+ * made, in whatever thread that happens. If it cannot, as when the ring is full, it does
+ * so at the next poll that asks it. The program takes the completion from the ring with
+ * ibv_poll_cq, or reads it there with ibv_start_poll. Neither enters the backend while
+ * the ring has completions, but for the first poll after arming (ready).
  *
- * An event's way: the engine calls vb_on_cq_event, which notes it with the queue,
+ * An event's way: the backend calls vb_on_cq_event, which counts it with the queue,
  * puts the queue into its channel's list and adds one to the channel's eventfd.
  * ibv_get_cq_event takes one from the eventfd and a queue off the list.
  *
@@ -57,10 +58,10 @@ static inline void cq_unlock(struct vb_cq *c)
 		pthread_mutex_unlock(&c->lock);
 }
 
-/* Whom a poll waits for may wait for this very core: after some polls in vain others may
- * run. Where they are threads that only spin for a lock which the poller's caller holds, as
- * those of UCX, that takes a long time and brings nothing; so it becomes the rarer the less
- * it has helped. */
+/* The thread or process that a poll waits for may need this very core. So after some polls
+ * in vain (patience) the poller yields. That takes long and helps nothing where the other
+ * threads only spin for a lock which the poller's caller holds, as those of UCX. So each yield
+ * doubles patience; polls that find something reduce it. */
 enum { PATIENCE = 32, MOST_PATIENCE = 4096 };
 
 static inline void found_nothing(struct vb_cq *c)
@@ -84,10 +85,10 @@ static inline void found_some(struct vb_cq *c)
 	c->yielded = false;
 }
 
-/* ready returns how many completions wait, asking the engine if there seem to be
- * none; or a negative errno. A program that has armed the queue relies on getting
- * all that was there then, since one event at most tells of it: it asks if there are
- * fewer than it wants. */
+/* ready returns how many completions the ring has, or a negative errno. If it has none, the
+ * backend is asked first. The first poll after arming also asks if there are fewer than
+ * wanted: there may be one event for all completions of that time, so the program relies on
+ * getting them all. */
 static inline int64_t ready(struct vb_cq *c, uint32_t want)
 {
 	struct vbe_ring *r = c->ring;
@@ -95,10 +96,10 @@ static inline int64_t ready(struct vb_cq *c, uint32_t want)
 	if (n && (n >= want || !atomic_load_explicit(&c->armed, memory_order_relaxed)))
 		return n;
 	atomic_store_explicit(&c->armed, false, memory_order_relaxed);
-	static uint32_t polls; /* about */
+	static uint32_t polls; /* of all threads, about */
 	if (++polls % 4096 == 0)
 		vb_guard_signals();
-	int64_t e = c->h.engine->vbe_poll_cq(c->h.handle);
+	int64_t e = c->h.backend->vbe_poll_cq(c->h.handle);
 	n = __atomic_load_n(&r->tail, __ATOMIC_ACQUIRE) - r->head;
 	if (e < 0)
 		return e;
@@ -132,12 +133,12 @@ int vb_poll_cq(struct ibv_cq *cq, int num, struct ibv_wc *wc)
 	return (int)n;
 }
 
-/* vb_forget_completions drops what a queue pair that is reset or gone has left. */
+/* forget drops the completions of a queue pair, which is reset or destroyed, from a ring. */
 static void forget(struct vb_cq *c, uint32_t qpn)
 {
 	struct vbe_ring *r = c->ring;
 	cq_lock(c);
-	/* The engine adds at the tail meanwhile; what lies between is ours to move. */
+	/* The backend adds at the tail meanwhile. Completions before the tail are the front's. */
 	uint32_t tail = __atomic_load_n(&r->tail, __ATOMIC_ACQUIRE), to = tail;
 	for (uint32_t from = tail; from-- != r->head;) {
 		if (r->slot[from % VBE_RING].qp_num != qpn) {
@@ -190,7 +191,7 @@ static int start_poll(struct ibv_cq_ex *cq, struct ibv_poll_cq_attr *attr)
 	return 0;
 }
 
-/* told_apart tells whether a completion has raised an event that the program has
+/* told_apart reports whether a completion has raised an event that the program has
  * not taken yet. */
 static bool told_apart(struct vb_cq *c, const struct vbe_wc *wc)
 {
@@ -203,12 +204,13 @@ static bool told_apart(struct vb_cq *c, const struct vbe_wc *wc)
 	return waits;
 }
 
-/* Such a completion begins the next list: programs that poll once for each event
- * (ibv_rc_pingpong -t -e) take it for an error if its event finds nothing. */
+/* A completion whose event waits (told_apart) is not returned here but by the next
+ * start_poll: programs that poll once for each event (ibv_rc_pingpong -t -e) take an event
+ * without a completion for an error. */
 static int next_poll(struct ibv_cq_ex *cq)
 {
 	struct vb_cq *c = ex(cq);
-	__atomic_store_n(&c->ring->head, c->at + 1, __ATOMIC_RELEASE); /* the one before is done with */
+	__atomic_store_n(&c->ring->head, c->at + 1, __ATOMIC_RELEASE); /* the program has read cur */
 	c->cur = NULL;
 	int64_t n = ready(c, 1);
 	if (n <= 0 || told_apart(c, &c->ring->slot[c->ring->head % VBE_RING]))
@@ -251,7 +253,7 @@ static uint64_t read_wallclock(struct ibv_cq_ex *cq)
 
 /* --- making and unmaking --- */
 
-/* What ibv_create_cq_ex may be asked for: no VLANs, flow tags or tag matching. */
+/* What ibv_create_cq_ex accepts: no VLANs, flow tags or tag matching. */
 #define TIMES (IBV_WC_EX_WITH_COMPLETION_TIMESTAMP | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK)
 #define KNOWN_WC_FLAGS                                                                                                 \
 	(IBV_WC_EX_WITH_BYTE_LEN | IBV_WC_EX_WITH_IMM | IBV_WC_EX_WITH_QP_NUM | IBV_WC_EX_WITH_SRC_QP |                \
@@ -288,14 +290,14 @@ static struct vb_cq *create(struct ibv_context *context, int64_t cqe, void *cq_c
 		return vb_fail(EINVAL);
 	if (vector >= (uint32_t)context->num_comp_vectors || cqe < 1)
 		return vb_fail(EINVAL);
-	struct vb_cq *c = vb_new(CQ, ctx->h.engine);
+	struct vb_cq *c = vb_new(CQ, ctx->h.backend);
 	if (!c)
 		return NULL;
 	int64_t h = -ENOMEM;
 	if (!posix_memalign((void **)&c->ring, 64, sizeof *c->ring)) {
 		memset(c->ring, 0, sizeof *c->ring);
 		uint32_t how = (wc_flags & TIMES ? VBE_CQ_TIMES : 0) | (ch ? VBE_CQ_EVENTS : 0);
-		h = ctx->h.engine->vbe_create_cq(ctx->h.handle, cqe, c->ring, (uintptr_t)c, how);
+		h = ctx->h.backend->vbe_create_cq(ctx->h.handle, cqe, c->ring, (uintptr_t)c, how);
 	}
 	if (h < 0) {
 		free(c->ring);
@@ -366,14 +368,14 @@ PUBLIC int ibv_resize_cq(struct ibv_cq *cq, int cqe)
 		return vb_num(-EINVAL);
 	cq_lock(c);
 	uint32_t here = __atomic_load_n(&c->ring->tail, __ATOMIC_ACQUIRE) - c->ring->head;
-	int64_t r = (int64_t)here > cqe ? -EINVAL : c->h.engine->vbe_resize_cq(c->h.handle, cqe);
+	int64_t r = (int64_t)here > cqe ? -EINVAL : c->h.backend->vbe_resize_cq(c->h.handle, cqe);
 	if (r >= 0)
 		c->pub.cqe = cqe;
 	cq_unlock(c);
 	return vb_num(r);
 }
 
-/* Moderation: events are not put off, and cannot be. */
+/* Moderation of events is not supported. */
 int vb_modify_cq(struct ibv_cq *cq, struct ibv_modify_cq_attr *attr)
 {
 	(void)cq;
@@ -388,10 +390,10 @@ PUBLIC int ibv_destroy_cq(struct ibv_cq *cq)
 	struct vb_cq *c = to_cq(cq);
 	struct vb_channel *ch = cq->channel ? OUTER(vb_channel, cq->channel) : NULL;
 	if (vb_usable(&c->h, CQ)) {
-		int64_t r = c->h.engine->vbe_destroy(c->h.handle);
+		int64_t r = c->h.backend->vbe_destroy(c->h.handle);
 		if (r < 0)
 			return vb_num(r);
-		if (ch) { /* events that nobody took are gone; those taken must be acknowledged */
+		if (ch) { /* drop the events that the program has not taken; those taken are awaited below */
 			pthread_mutex_lock(&ch->lock);
 			struct vb_cq *before = NULL;
 			for (struct vb_cq *o = ch->first; o; before = o, o = o->next)
@@ -430,7 +432,7 @@ PUBLIC struct ibv_comp_channel *ibv_create_comp_channel(struct ibv_context *cont
 	struct vb_context *ctx = live_context(context);
 	if (!ctx)
 		return vb_fail(EINVAL);
-	struct vb_channel *ch = vb_new(CHANNEL, ctx->h.engine);
+	struct vb_channel *ch = vb_new(CHANNEL, ctx->h.backend);
 	if (!ch)
 		return NULL;
 	ch->pub.fd = eventfd(0, EFD_SEMAPHORE | EFD_CLOEXEC);
@@ -462,7 +464,7 @@ int vb_req_notify_cq(struct ibv_cq *cq, int solicited_only)
 	if (!vb_usable(&c->h, CQ) || !cq->channel)
 		return vb_num(-EINVAL);
 	VB_WHOLE;
-	int64_t r = c->h.engine->vbe_arm_cq(c->h.handle, solicited_only != 0);
+	int64_t r = c->h.backend->vbe_arm_cq(c->h.handle, solicited_only != 0);
 	atomic_store(&c->armed, true);
 	return vb_num(r);
 }
@@ -479,8 +481,8 @@ void vb_on_cq_event(uint64_t cookie)
 		ch->last = c;
 	}
 	pthread_mutex_unlock(&ch->lock);
-	if (syscall(SYS_write, ch->pub.fd, &one, sizeof one) < 0) { /* write(2) could be cancelled, within Go */
-		/* The counter is full, at 2^64 - 2: whoever reads is woken anyway. */
+	if (syscall(SYS_write, ch->pub.fd, &one, sizeof one) < 0) { /* write() is a cancellation point, and Go calls this */
+		/* The counter is full, at 2^64 - 2: the reader is woken anyway. */
 	}
 }
 
@@ -493,7 +495,7 @@ PUBLIC int ibv_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq
 	}
 	for (;;) {
 		uint64_t one;
-		ssize_t n = read(channel->fd, &one, sizeof one); /* waits, unless the program made it not to */
+		ssize_t n = read(channel->fd, &one, sizeof one); /* blocks, unless the program has set O_NONBLOCK */
 		if (n != sizeof one)
 			return -1;
 		pthread_mutex_lock(&ch->lock);
@@ -502,7 +504,7 @@ PUBLIC int ibv_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq
 			ch->first = c->next;
 			if (!ch->first)
 				ch->last = NULL;
-			if (--c->pending) { /* the others of the channel first */
+			if (--c->pending) { /* it has more: behind the channel's other queues */
 				c->next = NULL;
 				*(ch->last ? &ch->last->next : &ch->first) = c;
 				ch->last = c;
@@ -517,7 +519,7 @@ PUBLIC int ibv_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq
 			if (cq_context)
 				*cq_context = c->pub.cq_context;
 			return 0;
-		} /* it was of a queue that is gone */
+		} /* the event was of a queue that is destroyed */
 	}
 }
 

@@ -1,5 +1,5 @@
 /*
- * Devices: the list, opening and closing, what a device says of itself.
+ * Devices: the list, opening and closing, attributes.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -19,13 +19,13 @@ enum { MAX_DEVICES = 256 };
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards what follows */
 static struct vb_device *known[MAX_DEVICES];		 /* all that were ever listed: programs keep pointers */
 static int num_known;
-static struct vb_context *opened; /* by next_open */
+static struct vb_context *opened; /* a list, by next_open */
 
 static void before_fork(void) { pthread_mutex_lock(&lock); }
 static void after_fork_in_parent(void) { pthread_mutex_unlock(&lock); }
 static void after_fork_in_child(void)
 {
-	opened = NULL; /* they are the parent's */
+	opened = NULL; /* these contexts are the parent's */
 	pthread_mutex_init(&lock, NULL);
 }
 
@@ -61,7 +61,7 @@ struct vb_device *vb_find_device(const char *name, bool by_node)
 {
 	struct vb_device *found = NULL;
 	pthread_mutex_lock(&lock);
-	for (int i = num_known - 1; i >= 0 && !found; i--) /* the latest of a name */
+	for (int i = num_known - 1; i >= 0 && !found; i--) /* the latest one of that name */
 		if (!strcmp(by_node ? known[i]->pub.dev_name : known[i]->pub.name, name))
 			found = known[i];
 	pthread_mutex_unlock(&lock);
@@ -72,12 +72,12 @@ PUBLIC struct ibv_device **ibv_get_device_list(int *num_devices)
 {
 	if (num_devices)
 		*num_devices = 0;
-	struct engine *e = vb_engine();
-	if (!e)
+	struct backend *b = vb_backend();
+	if (!b)
 		return NULL;
 	struct vbe_device *found = calloc(MAX_DEVICES, sizeof *found);
 	struct ibv_device **list = calloc(MAX_DEVICES + 1, sizeof *list);
-	int64_t n = found && list ? e->vbe_list(found, MAX_DEVICES) : -ENOMEM;
+	int64_t n = found && list ? b->vbe_list(found, MAX_DEVICES) : -ENOMEM;
 	if (n < 0) {
 		free(found);
 		free(list);
@@ -113,11 +113,11 @@ PUBLIC int ibv_get_device_index(struct ibv_device *device)
 
 /* --- opening --- */
 
-/* A context's cmd_fd names the context, for ibv_import_device: there is no other
- * use for it. */
-static int make_cmd_fd(struct vb_context *c, struct engine *e, int64_t h)
+/* make_cmd_fd makes a file with the name of a context, for ibv_import_device: cmd_fd has
+ * no other use. It returns the descriptor, or -1 with errno. */
+static int make_cmd_fd(struct vb_context *c, struct backend *b, int64_t h)
 {
-	int64_t r = e->vbe_name((uint64_t)h, c->name, sizeof c->name);
+	int64_t r = b->vbe_name((uint64_t)h, c->name, sizeof c->name);
 	if (r < 0) {
 		errno = (int)-r;
 		return -1;
@@ -137,11 +137,11 @@ static void enter_locked(struct vb_context *c)
 	opened = c;
 }
 
-/* start makes a context ready that the engine has, or has failed to make. fd names it, if
- * it is another process's, and is then taken over. */
+/* start completes a context. h is the backend's handle, or its negative errno. fd is the
+ * descriptor by which a context of another process is imported, and becomes its cmd_fd. */
 static struct ibv_context *start(struct vb_context *c, int64_t h, struct ibv_device *device, int fd)
 {
-	struct engine *e = c->h.engine;
+	struct backend *b = c->h.backend;
 	if (h < 0) {
 		vb_free(CONTEXT, &c->h);
 		return vb_fail((int)-h);
@@ -151,16 +151,16 @@ static struct ibv_context *start(struct vb_context *c, int64_t h, struct ibv_dev
 	pub->device = device;
 	pub->num_comp_vectors = 1;
 	pthread_mutex_init(&pub->mutex, NULL);
-	pub->cmd_fd = c->foreign ? -1 : make_cmd_fd(c, e, h);
+	pub->cmd_fd = c->foreign ? -1 : make_cmd_fd(c, b, h);
 	pub->async_fd = -1;
 	int err = !c->foreign && pub->cmd_fd < 0 ? errno : 0;
 	pthread_mutex_lock(&lock);
-	enter_locked(c); /* from now on others look at its name */
+	enter_locked(c); /* from here on ibv_import_device compares its name */
 	pthread_mutex_unlock(&lock);
 	if (!err)
 		err = vb_start_events(c);
 	if (!err)
-		err = (int)-e->vbe_query_device(c->h.handle, &c->attr);
+		err = (int)-b->vbe_query_device(c->h.handle, &c->attr);
 	if (err) {
 		ibv_close_device(pub);
 		return vb_fail(err);
@@ -173,53 +173,53 @@ static struct ibv_context *start(struct vb_context *c, int64_t h, struct ibv_dev
 
 PUBLIC struct ibv_context *ibv_open_device(struct ibv_device *device)
 {
-	struct engine *e = vb_engine();
-	if (!e)
+	struct backend *b = vb_backend();
+	if (!b)
 		return NULL;
 	if (!device)
 		return vb_fail(EINVAL);
-	struct vb_context *c = vb_new(CONTEXT, e);
+	struct vb_context *c = vb_new(CONTEXT, b);
 	if (!c)
 		return NULL;
-	return start(c, e->vbe_open(device->name, (uintptr_t)c), device, -1);
+	return start(c, b->vbe_open(device->name, (uintptr_t)c), device, -1);
 }
 
-/* open_again opens the device of a parent's context in its child. Its cmd_fd then names the
- * child's context, unless that is another process's anyway. */
-static int64_t open_again(struct vb_context *c, struct engine *e)
+/* open_again opens the device of a context of the parent process in this child of fork().
+ * The context's cmd_fd then names the child's context, unless it is imported. */
+static int64_t open_again(struct vb_context *c, struct backend *b)
 {
 	struct vbe_device d;
 	if (c->foreign)
-		return e->vbe_import(c->name, (uintptr_t)c, &d);
-	int64_t h = e->vbe_open(c->v.context.device->name, (uintptr_t)c);
-	int fd = h < 0 ? -1 : make_cmd_fd(c, e, h);
+		return b->vbe_import(c->name, (uintptr_t)c, &d);
+	int64_t h = b->vbe_open(c->v.context.device->name, (uintptr_t)c);
+	int fd = h < 0 ? -1 : make_cmd_fd(c, b, h);
 	if (h < 0)
 		return h;
 	int err = fd < 0 || dup3(fd, c->v.context.cmd_fd, O_CLOEXEC) < 0 ? errno : 0;
 	if (fd >= 0)
 		close(fd);
 	if (err)
-		e->vbe_close((uint64_t)h);
+		b->vbe_close((uint64_t)h);
 	return err ? -err : h;
 }
 
 struct vb_context *vb_revive_context(struct vb_context *c)
 {
-	struct engine *e = vb_is(&c->h, CONTEXT) ? vb_engine() : NULL;
-	if (!e)
+	struct backend *b = vb_is(&c->h, CONTEXT) ? vb_backend() : NULL;
+	if (!b)
 		return NULL;
 	pthread_mutex_lock(&lock);
-	if (c->h.engine != e) {
-		int64_t h = open_again(c, e);
+	if (c->h.backend != b) {
+		int64_t h = open_again(c, b);
 		int err = h < 0 ? (int)-h : vb_renew_events(c);
 		if (err) {
 			if (h > 0)
-				e->vbe_close((uint64_t)h);
+				b->vbe_close((uint64_t)h);
 			pthread_mutex_unlock(&lock);
 			return vb_fail(err);
 		}
 		c->h.handle = (uint64_t)h;
-		c->h.engine = e;
+		c->h.backend = b;
 		enter_locked(c);
 	}
 	pthread_mutex_unlock(&lock);
@@ -246,30 +246,29 @@ PUBLIC int ibv_close_device(struct ibv_context *context)
 	if (!last)
 		return 0;
 	if (ours)
-		c->h.engine->vbe_close(c->h.handle);
+		c->h.backend->vbe_close(c->h.handle);
 	vb_end_events(c);
 	free(c->imported);
 	vb_free(CONTEXT, &c->h);
 	return 0;
 }
 
-/* import_foreign makes a context of this process that knows whose objects are imported in
- * it. */
+/* import_foreign makes a context for imports from another process's context of that name. */
 static struct ibv_context *import_foreign(char *name, int cmd_fd)
 {
-	struct engine *e = vb_engine();
-	struct vb_context *c = e ? vb_new(CONTEXT, e) : NULL;
+	struct backend *b = vb_backend();
+	struct vb_context *c = b ? vb_new(CONTEXT, b) : NULL;
 	struct vbe_device found;
 	if (!c)
 		return NULL;
 	c->foreign = true;
 	memcpy(c->name, name, sizeof c->name);
-	int64_t h = e->vbe_import(name, (uintptr_t)c, &found);
+	int64_t h = b->vbe_import(name, (uintptr_t)c, &found);
 	pthread_mutex_lock(&lock);
 	struct vb_device *d = h < 0 ? NULL : device_locked(&found);
 	pthread_mutex_unlock(&lock);
 	if (h > 0 && !d) {
-		e->vbe_close((uint64_t)h);
+		b->vbe_close((uint64_t)h);
 		h = -ENOMEM;
 	}
 	return start(c, h, d ? &d->pub : NULL, cmd_fd);
@@ -297,7 +296,7 @@ PUBLIC struct ibv_context *ibv_import_device(int cmd_fd)
 	return fds ? &c->v.context : vb_fail(ENOMEM);
 }
 
-/* --- what a device says of itself --- */
+/* --- attributes --- */
 
 static void fill_device_attr(const struct vbe_device_attr *a, struct ibv_device_attr *to)
 {
@@ -360,8 +359,8 @@ static int query_device_ex(struct ibv_context *context, const struct ibv_query_d
 	x.odp_caps.per_transport_caps.uc_odp_caps = a->odp_uc;
 	x.odp_caps.per_transport_caps.ud_odp_caps = a->odp_ud;
 	x.xrc_odp_caps = a->odp_xrc;
-	x.completion_timestamp_mask = UINT64_MAX; /* nanoseconds: */
-	x.hca_core_clock = 1000000;		  /* kHz */
+	x.completion_timestamp_mask = UINT64_MAX;
+	x.hca_core_clock = 1000000; /* kHz: timestamps are nanoseconds */
 	x.device_cap_flags_ex = a->caps | (a->flush ? (1ULL << 38 | 1ULL << 39) : 0) | (a->atomic_write ? 1ULL << 40 : 0);
 	x.max_dm_size = a->max_dm_size;
 	x.phys_port_cnt_ex = (uint32_t)a->ports;
@@ -370,14 +369,14 @@ static int query_device_ex(struct ibv_context *context, const struct ibv_query_d
 	return 0;
 }
 
-/* Speeds that the tools print as 25 Gb/s: four lanes would say more, none less. */
+/* One lane of 25 Gb/s: the tools print 25 Gb/s. */
 enum { WIDTH_1X = 1, SPEED_25G = 32, PHYS_LINK_UP = 5, PHYS_DISABLED = 3 };
 
 static int fill_port_attr(struct vb_context *c, uint8_t port, struct ibv_port_attr *to, size_t size)
 {
 	struct vbe_port_attr a;
 	struct ibv_port_attr x;
-	int64_t r = c->h.engine->vbe_query_port(c->h.handle, port, &a);
+	int64_t r = c->h.backend->vbe_query_port(c->h.handle, port, &a);
 	if (r < 0)
 		return vb_num(r);
 	memset(&x, 0, sizeof x);
@@ -407,7 +406,7 @@ static int query_port(struct ibv_context *context, uint8_t port, struct ibv_port
 	return c && attr ? fill_port_attr(c, port, attr, size) : vb_num(-EINVAL);
 }
 
-/* The symbol is for programs so old that their structure ends before flags. */
+/* Only programs so old that their structure ends before flags call this symbol. */
 PUBLIC int ibv_query_port(struct ibv_context *context, uint8_t port, struct _compat_ibv_port_attr *attr)
 {
 	return query_port(context, port, (struct ibv_port_attr *)attr, offsetof(struct ibv_port_attr, flags));
@@ -421,7 +420,7 @@ static int64_t gids(struct ibv_context *context, uint32_t port, union ibv_gid al
 	struct vb_context *c = live_context(context);
 	if (!c || port != 1)
 		return -EINVAL;
-	return c->h.engine->vbe_gids(c->h.handle, all[0].raw, VB_MAX_GIDS);
+	return c->h.backend->vbe_gids(c->h.handle, all[0].raw, VB_MAX_GIDS);
 }
 
 PUBLIC int ibv_query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid)
@@ -493,8 +492,8 @@ static int query_gid_type(struct ibv_context *context, uint8_t port, unsigned in
 	return 0;
 }
 
-/* It is private to rdma-core, which numbers such symbols by release: one name for
- * each number that programs may ask for. */
+/* It is private to rdma-core, which versions such symbols by release: one definition for
+ * each release that programs may be linked to. */
 #define GID_TYPE(release)                                                                                              \
 	PUBLIC int ibv_query_gid_type_##release(struct ibv_context *context, uint8_t port, unsigned int index,         \
 						unsigned int *type)                                                    \
@@ -536,7 +535,7 @@ PUBLIC int ibv_get_pkey_index(struct ibv_context *context, uint8_t port, __be16 
 	return 0;
 }
 
-/* In units of 100 Mb/s: what the port says otherwise, 25 Gb/s. */
+/* In units of 100 Mb/s: 25 Gb/s, as ibv_query_port reports. */
 PUBLIC int ibv_query_port_speed(struct ibv_context *context, uint32_t port, uint64_t *speed)
 {
 	if (!live_context(context) || port != 1 || !speed)
@@ -558,7 +557,7 @@ static int query_rt_values(struct ibv_context *context, struct ibv_values_ex *va
 	return 0;
 }
 
-/* ops' compatibility entries are called by very old programs. */
+/* Very old programs call the compatibility entries of the table. */
 static int compat_query_device(struct ibv_context *c, struct ibv_device_attr *a) { return ibv_query_device(c, a); }
 
 void vb_set_ops(struct vb_context *c)

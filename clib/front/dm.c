@@ -5,7 +5,8 @@
 
 #include "front.h"
 
-/* Adapters copy words: programs that do not would work here alone. */
+/* Adapters copy whole words only. If other lengths worked here, programs would work here
+ * alone. */
 static bool in_words(uint64_t offset, size_t length) { return !(offset % 4) && !(length % 4); }
 
 static int memcpy_to_dm(struct ibv_dm *dm, uint64_t offset, const void *host, size_t length)
@@ -13,7 +14,7 @@ static int memcpy_to_dm(struct ibv_dm *dm, uint64_t offset, const void *host, si
 	struct vb_dm *d = live_vb_dm(dm);
 	if (!d || !in_words(offset, length))
 		return vb_num(-EINVAL);
-	return vb_num(d->h.engine->vbe_copy_dm(d->h.handle, offset, (uintptr_t)host, length, 1));
+	return vb_num(d->h.backend->vbe_copy_dm(d->h.handle, offset, (uintptr_t)host, length, 1));
 }
 
 static int memcpy_from_dm(void *host, struct ibv_dm *dm, uint64_t offset, size_t length)
@@ -21,7 +22,7 @@ static int memcpy_from_dm(void *host, struct ibv_dm *dm, uint64_t offset, size_t
 	struct vb_dm *d = live_vb_dm(dm);
 	if (!d || !in_words(offset, length))
 		return vb_num(-EINVAL);
-	return vb_num(d->h.engine->vbe_copy_dm(d->h.handle, offset, (uintptr_t)host, length, 0));
+	return vb_num(d->h.backend->vbe_copy_dm(d->h.handle, offset, (uintptr_t)host, length, 0));
 }
 
 struct ibv_dm *vb_alloc_dm(struct ibv_context *context, struct ibv_alloc_dm_attr *attr)
@@ -31,10 +32,10 @@ struct ibv_dm *vb_alloc_dm(struct ibv_context *context, struct ibv_alloc_dm_attr
 		return vb_fail(EINVAL);
 	if (attr->comp_mask)
 		return vb_fail(EOPNOTSUPP);
-	struct vb_dm *d = vb_new(DM, c->h.engine);
+	struct vb_dm *d = vb_new(DM, c->h.backend);
 	if (!d)
 		return NULL;
-	int64_t h = c->h.engine->vbe_alloc_dm(c->h.handle, attr->length, attr->log_align_req);
+	int64_t h = c->h.backend->vbe_alloc_dm(c->h.handle, attr->length, attr->log_align_req);
 	if (h < 0) {
 		vb_free(DM, &d->h);
 		return vb_fail((int)-h);
@@ -76,7 +77,7 @@ PUBLIC void ibv_unimport_dm(struct ibv_dm *dm)
 struct ibv_mr *vb_reg_dm_mr(struct ibv_pd *pd, struct ibv_dm *dm, uint64_t offset, size_t length, unsigned int access)
 {
 	struct vb_dm *d = live_vb_dm(dm);
-	if (!d || !(access & IBV_ACCESS_ZERO_BASED)) /* there is no address that it could be based on */
+	if (!d || !(access & IBV_ACCESS_ZERO_BASED)) /* device memory has no address to be based on */
 		return vb_fail(EINVAL);
 	return vb_reg_mr(pd, NULL, length, offset, access, d);
 }

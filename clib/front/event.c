@@ -1,7 +1,7 @@
 /*
- * Asynchronous events. The engine calls vb_on_async_event; the event waits in the
- * context's list, one on its eventfd for each, until ibv_get_async_event takes it.
- * An object is not destroyed before its events that were taken are acknowledged.
+ * Asynchronous events. The backend calls vb_on_async_event, which appends the event to
+ * the context's list and adds one to its eventfd. ibv_get_async_event takes it from both.
+ * An object is not destroyed until the events that were taken are acknowledged.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -75,8 +75,8 @@ void vb_on_async_event(uint64_t context, uint32_t of, uint64_t cookie, uint32_t 
 	pthread_mutex_lock(&c->events_lock);
 	*c->last = e;
 	c->last = &e->next;
-	if (syscall(SYS_write, c->v.context.async_fd, &one, sizeof one) < 0) { /* write(2) could be cancelled, within Go */
-		/* The counter is full, at 2^64 - 2: whoever reads is woken anyway. */
+	if (syscall(SYS_write, c->v.context.async_fd, &one, sizeof one) < 0) { /* write() is a cancellation point, and Go calls this */
+		/* The counter is full, at 2^64 - 2: the reader is woken anyway. */
 	}
 	pthread_mutex_unlock(&c->events_lock);
 }
@@ -146,7 +146,7 @@ PUBLIC int ibv_get_async_event(struct ibv_context *context, struct ibv_async_eve
 		if (e) {
 			free(e);
 			return 0;
-		} /* it was of an object that is gone */
+		} /* the event was of an object that is destroyed */
 	}
 }
 
@@ -162,7 +162,7 @@ void vb_await_acks(struct vb_context *c, void *pub, pthread_mutex_t *mu, pthread
 	pthread_mutex_lock(&c->events_lock);
 	for (struct event **p = &c->first; *p;) {
 		struct event *e = *p;
-		if ((void *)e->pub.element.cq == pub) { /* one pointer, whatever it is to */
+		if ((void *)e->pub.element.cq == pub) { /* a union: pub may be of another type */
 			*p = e->next;
 			free(e);
 		} else

@@ -1,6 +1,6 @@
 /*
- * The front's own view of the objects of verbs: each begins with the structure
- * that programs see, and goes on with what the front needs.
+ * The front's own view of the objects of verbs: each contains the structure that programs
+ * see (pub), behind what the front needs.
  */
 #ifndef VERBENA_FRONT_H
 #define VERBENA_FRONT_H
@@ -17,7 +17,7 @@
 #include <infiniband/mlx5dv.h>
 #include <infiniband/verbs.h>
 
-#include "engine.h"
+#include "backend.h"
 
 /* verbs.h defines these as macros around the symbols that we define. */
 #undef ibv_reg_mr
@@ -36,80 +36,79 @@
 #define VB_ACCESS_FLUSH_GLOBAL (1 << 8)
 #define VB_ACCESS_FLUSH_PERSISTENT (1 << 9)
 
-/* --- the engine: engine.c --- */
+/* --- the backend: backend.c --- */
 
-struct engine {
-	atomic_bool dead; /* the process is a fork's child: what it has belongs to the parent */
+struct backend {
+	atomic_bool dead; /* inherited by a child of fork(): it is the parent's */
 #define X(result, name, args) result(*name) args;
 	VBE_FUNCTIONS(X)
 #undef X
 };
 
+/* vb_backend returns the backend, which it loads at first use; NULL with errno if it cannot. */
+struct backend *vb_backend(void);
+bool vb_has_backend(void);
+
 /* --- limits of the process: limits.c --- */
 
 struct vb_descriptors {
-	bool noted;
+	bool noted;	     /* limit is set */
 	struct rlimit limit; /* the program's own */
-	int above;	     /* where the runtime's descriptors are safe from the program */
+	int above;	     /* descriptors from this number on are out of the program's way */
 };
 
-int vb_check_room(void); /* an errno if the engine has no room to start */
+int vb_check_room(void); /* an errno if the backend has no room to start */
 void vb_lend_descriptors(struct vb_descriptors *d);
 void vb_return_descriptors(const struct vb_descriptors *d);
 
-/* engine returns the engine, loading it at first use; NULL with errno if it cannot. */
-struct engine *vb_engine(void);
-bool vb_has_engine(void);
+/* --- the end of the main thread: threads.c --- */
 
-/* --- whose threads there are: threads.c --- */
-
-void vb_watch_main(void); /* if this is the main thread, its end is noticed */
+void vb_watch_main(void); /* no effect in other threads */
 
 /* --- memory for objects: object.c --- */
 
 /*
- * Every object begins, before the public structure, with a head. Its memory is
- * never given back, only reused for objects of the same kind, so that a stale
- * handle finds a head that says so.
+ * Every object begins with a head. Its memory is never freed, only reused for objects of
+ * the same kind, so that a stale pointer finds a head that says so.
  */
 enum kind { DEAD = 0, CONTEXT, PD, MR, MW, CQ, CHANNEL, QP, SRQ, XRCD, AH, TD, DM, MKEY, NUM_KINDS };
 
 struct head {
 	uint32_t magic; /* MAGIC + kind while alive */
-	uint32_t refs;	/* objects that need this one; guarded by the kind's lock in object.c */
-	struct engine *engine;
-	uint64_t handle; /* of the engine */
-	struct head *next; /* in the list of free ones */
-	void *before;	   /* what was here before it was made, or NULL */
+	uint32_t refs;	/* objects that need this one; guarded by the lock of object.c */
+	struct backend *backend;
+	uint64_t handle;   /* the backend's */
+	struct head *next; /* in the list of free objects */
+	void *before;	   /* a copy of the dead object that was here before, or NULL */
 	struct head *in;   /* the parent domain that it was made in, or NULL */
 };
 
 #define MAGIC 0x5ebe7a00u
 
-void *vb_new(enum kind kind, struct engine *e); /* zeroed; NULL with errno ENOMEM */
+void *vb_new(enum kind kind, struct backend *b); /* zeroed; NULL with errno ENOMEM */
 void vb_free(enum kind kind, struct head *h);
 void vb_ref(struct head *h);
 void vb_unref(struct head *h);
 bool vb_busy(struct head *h);
 struct vb_pd;
-void vb_enter(struct head *h, struct vb_pd *p); /* notes in which domain an object is */
+void vb_enter(struct head *h, struct vb_pd *p); /* notes the parent domain of an object */
 
-/* is tells whether an object is alive and of that kind. */
+/* vb_is reports whether an object is alive and of that kind. */
 static inline bool vb_is(const struct head *h, enum kind kind) { return h->magic == MAGIC + kind; }
 
-/* usable also wants that it belongs to this process, not to its parent. */
+/* vb_usable reports whether it also belongs to this process, not to its parent. */
 static inline bool vb_usable(const struct head *h, enum kind kind)
 {
-	return vb_is(h, kind) && !atomic_load_explicit(&h->engine->dead, memory_order_relaxed);
+	return vb_is(h, kind) && !atomic_load_explicit(&h->backend->dead, memory_order_relaxed);
 }
 
-/* undo has the engine destroy what an object stands for, unless that is the parent
- * process's; it returns a negative errno if the object is stale or in use. */
+/* vb_undo has the backend destroy its side of an object, unless that is the parent
+ * process's. It returns a negative errno if the object is stale or in use. */
 static inline int64_t vb_undo(struct head *h, enum kind kind)
 {
 	if (!vb_is(h, kind))
 		return -EINVAL;
-	return vb_usable(h, kind) ? h->engine->vbe_destroy(h->handle) : 0;
+	return vb_usable(h, kind) ? h->backend->vbe_destroy(h->handle) : 0;
 }
 
 /* --- the objects --- */
@@ -128,21 +127,21 @@ struct event {
 
 struct vb_context {
 	struct head h;
-	char name[VBE_NAME]; /* what cmd_fd says */
-	bool foreign;	     /* it is imported from another process, whose name that is */
-	uint32_t opens;	     /* ibv_open_device and imports; guarded by the list's lock */
+	char name[VBE_NAME]; /* of the context, or of the one that it is imported from; cmd_fd has it */
+	bool foreign;	     /* it is imported from another process */
+	uint32_t opens;	     /* ibv_open_device and imports; guarded by the lock of device.c */
 	int *imported;	     /* descriptors that it was imported by, one less than opens */
 	struct vb_context *next_open;
 	struct vbe_device_attr attr;
 	pthread_mutex_t events_lock; /* guards what follows */
 	struct event *first, **last;
-	struct verbs_context v; /* must be last: programs find it from its end */
+	struct verbs_context v; /* must be last: programs have the address of its last member */
 };
 
 struct vb_pd {
 	struct head h;
 	struct ibv_pd pub;
-	struct vb_pd *of; /* a parent domain: the domain that it stands for */
+	struct vb_pd *of; /* of a parent domain: the protection domain; otherwise NULL */
 	struct vb_td *td;
 	struct ibv_parent_domain_init_attr init;
 	bool imported;
@@ -188,18 +187,18 @@ struct vb_cq {
 	struct head h;
 	struct vbe_ring *ring;
 	bool single; /* one thread alone uses it: no lock */
-	atomic_bool armed; /* and not asked the engine since for what it has */
+	atomic_bool armed;    /* and the backend not asked for completions since */
 	pthread_mutex_t lock; /* guards the head of the ring, and cur */
 	uint32_t vain;	      /* polls that found nothing, in a row; guarded by lock, as the next two */
-	uint32_t patience;    /* how many of them until others may run */
-	bool yielded;	      /* they did since something was found */
+	uint32_t patience;    /* how many of them until the poller yields */
+	bool yielded;	      /* the poller has, since a poll found something */
 	uint32_t pending;     /* events not yet taken; guarded by the channel's lock */
 	struct vb_cq *next;   /* in the channel's list */
 	uint32_t taken;	      /* completion events taken; guarded by pub.mutex */
 	uint32_t async_taken; /* guarded by pub.mutex */
 	uint64_t wc_flags;
-	const struct vbe_wc *cur; /* the completion that ibv_start_poll is at */
-	uint32_t at;		  /* its place */
+	const struct vbe_wc *cur; /* the completion that the program reads, after ibv_start_poll */
+	uint32_t at;		  /* its position in the ring */
 	int cancel_type;	  /* of the thread between ibv_start_poll and ibv_end_poll; guarded by lock */
 	struct ibv_cq_ex pub;
 };
@@ -224,8 +223,8 @@ struct vb_ah {
 	struct ibv_ah pub;
 };
 
-/* clear empties a request, a part at a time: all of it at once the compiler leaves to an
- * instruction that takes longer to begin than the rest of a post takes here. */
+/* vb_clear zeroes a request in parts. For the whole the compiler uses a string instruction,
+ * which takes longer to begin than the rest of a post takes here. */
 static inline void vb_clear(struct vbe_send_wr *w)
 {
 	enum { A = offsetof(struct vbe_send_wr, remote_addr), B = offsetof(struct vbe_send_wr, flush_type) };
@@ -259,7 +258,7 @@ static inline struct vb_context *to_context(struct ibv_context *c)
 static inline struct vb_cq *to_cq(struct ibv_cq *c) { return OUTER(vb_cq, c); }
 static inline struct vb_qp *to_qp(struct ibv_qp *q) { return OUTER(vb_qp, q); }
 
-/* LIVE is the outer object behind a public pointer, or NULL if it is NULL, stale
+/* LIVE returns the object around a public structure, or NULL if the pointer is NULL, stale
  * or of the parent process. */
 #define LIVE(type, kind, ptr) live_##type(ptr)
 #define DEFINE_LIVE(type, kind, public_type)                                                                           \
@@ -280,9 +279,9 @@ DEFINE_LIVE(vb_xrcd, XRCD, struct ibv_xrcd)
 DEFINE_LIVE(vb_channel, CHANNEL, struct ibv_comp_channel)
 
 /*
- * A child of fork() may go on with its parent's contexts and domains, as it could
- * with an adapter's: they are made anew in its own engine, when it first uses them.
- * All else is the parent's. NULL if it cannot be.
+ * A child of fork() may go on using its parent's contexts and protection domains, as it
+ * could with an adapter: at first use these functions make them again in the child's own
+ * backend, or return NULL. All other objects stay the parent's.
  */
 struct vb_context *vb_revive_context(struct vb_context *c);
 struct vb_pd *vb_revive_pd(struct vb_pd *p);
@@ -303,17 +302,19 @@ static inline struct vb_pd *live_vb_pd(struct ibv_pd *pub)
 	return vb_usable(&p->h, PD) ? p : vb_revive_pd(p);
 }
 
-/* vb_say tells why a verb fails, if VERBENA_LOG wants that: where the engine is not asked. */
+/* vb_say prints why a verb fails, if VERBENA_LOG is 1. It is for failures that the backend,
+ * which prints its own, does not see. */
 void vb_say(const char *why);
 
-/* fail sets errno and returns NULL: for verbs that return pointers. */
+/* vb_fail sets errno and returns NULL: for verbs that return pointers. */
 static inline void *vb_fail(int err)
 {
 	errno = err;
 	return NULL;
 }
 
-/* num sets errno and returns it: for verbs that return an errno. */
+/* vb_num sets errno for a negative r and returns it, otherwise 0: for verbs that return an
+ * errno. */
 static inline int vb_num(int64_t r)
 {
 	if (r >= 0)
@@ -323,10 +324,10 @@ static inline int vb_num(int64_t r)
 }
 
 /*
- * A thread that lets itself be cancelled at any moment (PTHREAD_CANCEL_ASYNCHRONOUS) must
- * not be within a lock or within the engine, which has no way to unwind Go. VB_WHOLE at the
- * head of a function puts a cancellation off to its end. It costs 3 ns where the thread's
- * type is the usual one; to disable cancellation would cost 24.
+ * A thread with PTHREAD_CANCEL_ASYNCHRONOUS can be cancelled at any instruction. It must not
+ * be while it holds a lock or is in the backend, since Go's frames cannot be unwound. VB_WHOLE
+ * at the head of a function defers a cancellation to its end. It costs 3 ns if the thread has
+ * the default type; disabling cancellation would cost 24.
  */
 static inline int vb_defer_cancel(void)
 {
@@ -338,24 +339,24 @@ static inline int vb_defer_cancel(void)
 static inline void vb_allow_cancel(const int *type)
 {
 	if (__builtin_expect(*type != PTHREAD_CANCEL_DEFERRED, 0))
-		pthread_setcanceltype(*type, NULL); /* one that has come meanwhile happens here */
+		pthread_setcanceltype(*type, NULL); /* a deferred cancellation happens here */
 }
 
 #define VB_WHOLE __attribute__((cleanup(vb_allow_cancel), unused)) const int cancel_type = vb_defer_cancel()
 
 /* --- between the files --- */
 
-/* How a queue pair is made: as verbs have it, or with every function that its type
- * has, whatever was asked for, and perhaps with nothing beside its completions. */
+/* How a queue pair is made: as the attributes say; with every ibv_wr_* function of its type;
+ * with no messages or results kept with their completions. */
 enum vb_qp_manner { USUAL = 0, ALL_SEND_OPS = 1, NO_SCATTER = 2 };
 enum { VB_MAX_GIDS = 256 };
 
-/* find_device finds a device that was listed, by its name or that of its node in /dev. */
+/* vb_find_device finds a device that was listed, by its name or that of its node in /dev. */
 struct vb_device *vb_find_device(const char *name, bool by_node);
 
-/* import makes another object for what an object of the context stands for; NULL with
- * errno ENOENT if the context has no such thing, or EOPNOTSUPP if it is imported from
- * another process. */
+/* vb_import makes another object for a handle of the backend; NULL with errno ENOENT if the
+ * context has no such handle, or EOPNOTSUPP if the context is imported from another
+ * process. */
 void *vb_import(enum kind kind, struct ibv_context *context, uint64_t handle);
 
 void vb_set_ops(struct vb_context *c); /* device.c fills the tables with: */
@@ -364,7 +365,7 @@ int vb_poll_cq(struct ibv_cq *cq, int n, struct ibv_wc *wc);
 int vb_req_notify_cq(struct ibv_cq *cq, int solicited_only);
 struct ibv_cq_ex *vb_create_cq_ex(struct ibv_context *ctx, struct ibv_cq_init_attr_ex *attr);
 int vb_modify_cq(struct ibv_cq *cq, struct ibv_modify_cq_attr *attr);
-void vb_forget_completions(struct vb_qp *q); /* what a queue pair left in its rings */
+void vb_forget_completions(struct vb_qp *q); /* drops those of a queue pair from the rings */
 void vb_on_cq_event(uint64_t cookie);
 
 int vb_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad);
@@ -399,15 +400,16 @@ int vb_dealloc_td(struct ibv_td *td);
 void vb_fill_dv(struct vb_qp *q); /* mkey.c */
 
 int vb_start_events(struct vb_context *c);
-int vb_renew_events(struct vb_context *c); /* in a child: others than the parent's, at the same descriptor */
+int vb_renew_events(struct vb_context *c); /* in a child of fork(): the descriptor gets an eventfd of its own */
 void vb_end_events(struct vb_context *c);
 void vb_on_async_event(uint64_t context, uint32_t of, uint64_t cookie, uint32_t type);
-/* await_acks drops an object's events that nobody took, and waits for those taken. */
+/* vb_await_acks drops an object's events that the program has not taken, and waits until it
+ * has acknowledged the others. */
 void vb_await_acks(struct vb_context *c, void *pub, pthread_mutex_t *mu, pthread_cond_t *cond, uint32_t *taken,
 		   uint32_t *acked);
 
 
-void vb_start_guard(void *in_engine); /* signals.c */
+void vb_start_guard(void *in_backend); /* signals.c */
 void vb_guard_signals(void);
 
 #endif

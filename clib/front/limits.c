@@ -1,17 +1,15 @@
 /*
- * What the process may have, around the loading of the engine. The Go runtime ends the
- * process where a limit stops it, and raises one limit that children of the program
- * would inherit. So:
+ * Limits of the process while the backend is loaded. The Go runtime ends the process if a
+ * limit stops it, and raises one limit that children of the program would inherit. So:
  *
- *  1. Before the engine is loaded, vb_check_room tries for the descriptors and the
- *     address space that the runtime takes at its start. What is not to be had is an
- *     errno of the verb that wanted the engine.
+ *  1. Before the backend is loaded, vb_check_room tries to get the descriptors and the
+ *     address space that the runtime takes at its start. If it cannot, the verb fails.
  *  2. vb_lend_descriptors notes the limit on descriptors. The runtime raises the soft
- *     limit to one below the hard one while it starts, and the engine moves the runtime's
- *     own descriptors above the program's limit, where a loop that closes "all" does not
- *     come. The kernel's table of descriptors is made that long before there are threads:
- *     with them the kernel waits some milliseconds until nobody looks at the old one.
- *  3. vb_return_descriptors sets the soft limit back. Descriptors above it stay open.
+ *     limit to one below the hard one while it starts, and the backend moves the runtime's
+ *     descriptors above the program's limit, which a loop that closes "all" does not
+ *     reach. The kernel's table of descriptors gets that length before there are threads:
+ *     with threads the kernel waits some milliseconds until none uses the old table.
+ *  3. vb_return_descriptors restores the soft limit. Descriptors above it stay open.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -23,20 +21,19 @@
 
 #include "front.h"
 
-/* What the runtime wants when it starts: the file of the engine, an epoll instance, an
- * eventfd, both of these once more, and some that it has for a moment. */
+/* What the runtime needs when it starts: the file of the backend, an epoll instance, an
+ * eventfd, both of these once more when they are moved, and some for a moment. */
 enum { DESCRIPTORS = 12 };
 
-/* The address space that the engine takes until a device is open, and a little more.
- * Almost all of it is never used: 1.3 GiB are the runtime's, and for each of some nine
- * threads there are a stack of 8 MiB and 64 MiB from which the C library will allocate.
- * With less, some runs go well and others abort: each of these parts takes what it finds,
- * and the last one finds nothing. */
+/* The address space that the backend takes until a device is open, and a little more.
+ * Almost all of it is never used: 1.3 GiB are the runtime's, and each of some nine threads
+ * has a stack of 8 MiB and 64 MiB for the C library's allocations. With less, some runs work
+ * and others abort, depending on which part comes last. */
 #define ADDRESS_SPACE ((size_t)2 << 30)
 
-/* Descriptors that programs close in a loop, whatever their limit is; and the highest
- * number to which a descriptor is moved: the kernel keeps a table as long as the highest
- * number, and fork copies it. */
+/* Programs close descriptors below the first number in a loop, whatever their limit is. The
+ * second is the highest number to which a descriptor is moved: the kernel's table is as long
+ * as the highest number, and fork copies it. */
 enum { USUALLY_CLOSED = 1024, HIGHEST = 1 << 16 };
 
 static int check_descriptors(void)
@@ -66,20 +63,20 @@ int vb_check_room(void)
 	char why[128];
 	int err = check_address_space();
 	if (err) {
-		snprintf(why, sizeof why, "the engine needs %zu MiB of address space: %s (ulimit -v)",
+		snprintf(why, sizeof why, "the backend needs %zu MiB of address space: %s (ulimit -v)",
 			 ADDRESS_SPACE >> 20, strerror(err));
 		vb_say(why);
 		return ENOMEM;
 	}
 	if ((err = check_descriptors())) {
-		snprintf(why, sizeof why, "the engine needs %d descriptors: %s", DESCRIPTORS, strerror(err));
+		snprintf(why, sizeof why, "the backend needs %d descriptors: %s", DESCRIPTORS, strerror(err));
 		vb_say(why);
 	}
 	return err;
 }
 
-/* lengthen_table makes the kernel's table of descriptors have the number above. If it
- * cannot, the engine does, and takes longer for it. */
+/* lengthen_table makes the kernel's table of descriptors long enough for d->above. If it
+ * cannot, the backend's move does that, which takes longer. */
 static void lengthen_table(const struct vb_descriptors *d)
 {
 	struct rlimit more = d->limit;
@@ -114,7 +111,7 @@ void vb_return_descriptors(const struct vb_descriptors *d)
 	struct rlimit now;
 	if (!d->noted || getrlimit(RLIMIT_NOFILE, &now))
 		return;
-	/* Another value is somebody else's, who wanted it. */
+	/* Another value is not the runtime's, but was set on purpose. */
 	if (now.rlim_max == d->limit.rlim_max && now.rlim_cur == d->limit.rlim_max - 1)
 		setrlimit(RLIMIT_NOFILE, &d->limit);
 }

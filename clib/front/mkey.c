@@ -1,10 +1,10 @@
 /*
- * Indirect memory keys as mlx5 has them: mlx5dv_create_mkey, and the requests that
+ * Indirect memory keys by mlx5's interface: mlx5dv_create_mkey, and the requests that
  * configure them, which are built between ibv_wr_start and ibv_wr_complete.
  *
- * mlx5dv_wr_mkey_configure begins a request that keeps all that the key has; each
- * setter then gives it something else. mlx5dv_wr_mr_list and mlx5dv_wr_mr_interleaved
- * are that with two setters. A mistake shows in ibv_wr_complete.
+ * mlx5dv_wr_mkey_configure begins a request that changes nothing of the key; each setter
+ * then changes one thing. mlx5dv_wr_mr_list and mlx5dv_wr_mr_interleaved are that with
+ * two setters. ibv_wr_complete returns the first mistake.
  */
 #include <stdlib.h>
 
@@ -21,11 +21,11 @@ PUBLIC struct mlx5dv_mkey *mlx5dv_create_mkey(struct mlx5dv_mkey_init_attr *attr
 		return vb_fail(EINVAL);
 	if (!mlx5dv_is_supported(attr->pd->context->device) || !attr->create_flags || attr->create_flags & ~known)
 		return vb_fail(EOPNOTSUPP);
-	struct vb_mkey *m = vb_new(MKEY, p->h.engine);
+	struct vb_mkey *m = vb_new(MKEY, p->h.backend);
 	if (!m)
 		return NULL;
 	uint32_t key;
-	int64_t h = p->h.engine->vbe_create_mkey(
+	int64_t h = p->h.backend->vbe_create_mkey(
 		p->h.handle, attr->max_entries,
 		attr->create_flags & MLX5DV_MKEY_INIT_ATTR_FLAGS_REMOTE_INVALIDATE, &key);
 	if (h < 0) {
@@ -59,8 +59,8 @@ static struct vb_qp *of(struct mlx5dv_qp_ex *dv)
 	return (struct vb_qp *)((char *)dv - offsetof(struct vb_qp, dv));
 }
 
-/* room is a store with room for n more elements, which may have moved; NULL if there
- * is none. */
+/* room returns a store with room for n more elements, which may have moved; NULL if there
+ * is no memory. */
 static void *room(void *store, size_t size, size_t used, size_t *have, size_t n)
 {
 	if (n <= *have - used)
@@ -76,7 +76,7 @@ static void *room(void *store, size_t size, size_t used, size_t *have, size_t n)
 static void begin(struct vb_qp *q, struct mlx5dv_mkey *mkey, uint32_t setters)
 {
 	struct builder *b = q->builder;
-	/* An mlx5 takes these requests only so, and programs should find that out here. */
+	/* mlx5 refuses these requests without the flag: programs must notice that here too. */
 	if (!(q->pub.wr_flags & IBV_SEND_INLINE))
 		vb_wrong(b, EOPNOTSUPP);
 	if (!LIVE(vb_mkey, MKEY, mkey))
@@ -97,7 +97,7 @@ static void begin(struct vb_qp *q, struct mlx5dv_mkey *mkey, uint32_t setters)
 	b->max = OUTER(vb_mkey, mkey)->max;
 }
 
-/* set takes note of a setter for what the key keeps so far; NULL if something is wrong. */
+/* set counts a setter, and returns the layout that it changes; NULL after a mistake. */
 static struct vbe_layout *set(struct builder *b, uint32_t what)
 {
 	struct vbe_layout *l = b->setters ? &b->layouts[b->num_layouts - 1] : NULL;
@@ -110,7 +110,7 @@ static struct vbe_layout *set(struct builder *b, uint32_t what)
 	return l;
 }
 
-/* lay makes room for the pieces of a key; NULL if something is wrong. */
+/* lay returns room for the pieces of a key; NULL after a mistake. */
 static struct vbe_piece *lay(struct builder *b, uint64_t repeat, uint16_t n)
 {
 	struct vbe_layout *l = set(b, VBE_KEEP_LAYOUT);
@@ -169,7 +169,7 @@ void vb_place_layouts(struct builder *b)
 static void wr_mkey_configure(struct mlx5dv_qp_ex *dv, struct mlx5dv_mkey *mkey, uint8_t setters,
 			      struct mlx5dv_mkey_conf_attr *attr)
 {
-	/* No key has a signature: to take it away is easy. */
+	/* No key has a signature, so there is nothing to reset. */
 	if (attr->comp_mask || attr->conf_flags & ~(uint32_t)MLX5DV_MKEY_CONF_FLAG_RESET_SIG_ATTR)
 		vb_wrong(of(dv)->builder, EOPNOTSUPP);
 	begin(of(dv), mkey, setters);
@@ -204,7 +204,7 @@ static void wr_mr_interleaved(struct mlx5dv_qp_ex *dv, struct mlx5dv_mkey *mkey,
 	set_interleaved(of(dv)->builder, repeat, n, list);
 }
 
-/* What the device has not: signatures, encryption, raw requests, copies, DC. */
+/* Not supported: signatures, encryption, raw requests, copies, DC. */
 static void refuse(struct mlx5dv_qp_ex *dv) { vb_wrong(of(dv)->builder, EOPNOTSUPP); }
 
 static void wr_set_mkey_sig_block(struct mlx5dv_qp_ex *dv, const struct mlx5dv_sig_block_attr *attr)

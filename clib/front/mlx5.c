@@ -1,7 +1,6 @@
 /*
- * The few of mlx5's own verbs that a program is given when it asks for them by
- * VERBENA_IDENTITY=mlx5: whether a device is one, what it has of what only such
- * devices have, and queue pairs with its flags. Indirect keys are in mkey.c.
+ * The verbs of mlx5's own that work if VERBENA_IDENTITY is mlx5: opening and querying a
+ * device, and queue pairs with mlx5's flags. Indirect keys are in mkey.c.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -18,15 +17,15 @@ PUBLIC struct ibv_context *mlx5dv_open_device(struct ibv_device *device, struct 
 {
 	if (!device)
 		return vb_fail(EINVAL);
-	/* The flag asks for the firmware's commands, of which there are none. Indirect keys
-	 * do not need it here, nor with today's kernels. */
+	/* The flag asks for commands to the firmware (DEVX): there are none. Indirect keys do
+	 * not need it, neither here nor with current kernels. */
 	if (!mlx5dv_is_supported(device) || (attr && (attr->flags || attr->comp_mask)))
 		return vb_fail(EOPNOTSUPP);
 	return ibv_open_device(device);
 }
 
-/* The device has nothing of what is asked for here: each field that the program knows
- * says so, and so does the mask. */
+/* The device has none of these capabilities. So each field that the program asks for becomes
+ * 0, and so does the mask, which says which fields are valid. */
 PUBLIC int mlx5dv_query_device(struct ibv_context *context, struct mlx5dv_context *to)
 {
 	if (!live_context(context) || !to)
@@ -57,7 +56,7 @@ PUBLIC int mlx5dv_query_device(struct ibv_context *context, struct mlx5dv_contex
 	return 0;
 }
 
-/* check_own checks what a queue pair is asked for beyond verbs. */
+/* check_own checks mlx5's own attributes of a queue pair. */
 static int check_own(const struct ibv_qp_init_attr_ex *attr, const struct mlx5dv_qp_init_attr *own)
 {
 	const uint64_t known = MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS | MLX5DV_QP_INIT_ATTR_MASK_SEND_OPS_FLAGS;
@@ -78,8 +77,9 @@ static int check_own(const struct ibv_qp_init_attr_ex *attr, const struct mlx5dv
 	return 0;
 }
 
-/* Such a queue pair gets every function of its type, as mlx5 has it. To allow results
- * of READs beside completions changes nothing: they always are. */
+/* If the program asks for any ibv_wr_* functions, it gets all of the queue pair's type, as
+ * with mlx5. ALLOW_SCATTER_TO_CQE changes nothing: results of READs may always be kept with
+ * their completions. */
 PUBLIC struct ibv_qp *mlx5dv_create_qp(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr,
 				       struct mlx5dv_qp_init_attr *own)
 {

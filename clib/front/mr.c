@@ -14,10 +14,10 @@ PUBLIC struct ibv_pd *ibv_alloc_pd(struct ibv_context *context)
 	struct vb_context *c = live_context(context);
 	if (!c)
 		return vb_fail(EINVAL);
-	struct vb_pd *p = vb_new(PD, c->h.engine);
+	struct vb_pd *p = vb_new(PD, c->h.backend);
 	if (!p)
 		return NULL;
-	int64_t h = c->h.engine->vbe_alloc_pd(c->h.handle);
+	int64_t h = c->h.backend->vbe_alloc_pd(c->h.handle);
 	if (h < 0) {
 		vb_free(PD, &p->h);
 		return vb_fail((int)-h);
@@ -40,13 +40,13 @@ struct vb_pd *vb_revive_pd(struct vb_pd *p)
 			return NULL;
 		p->h.handle = p->of->h.handle;
 	} else {
-		int64_t h = c->h.engine->vbe_alloc_pd(c->h.handle);
+		int64_t h = c->h.backend->vbe_alloc_pd(c->h.handle);
 		if (h < 0)
 			return vb_fail((int)-h);
 		p->h.handle = (uint64_t)h;
 	}
 	p->pub.handle = (uint32_t)p->h.handle;
-	p->h.engine = c->h.engine;
+	p->h.backend = c->h.backend;
 	return p;
 }
 
@@ -77,7 +77,7 @@ struct ibv_td *vb_alloc_td(struct ibv_context *context, struct ibv_td_init_attr 
 		return vb_fail(EINVAL);
 	if (attr->comp_mask)
 		return vb_fail(EOPNOTSUPP);
-	struct vb_td *t = vb_new(TD, c->h.engine);
+	struct vb_td *t = vb_new(TD, c->h.backend);
 	if (!t)
 		return NULL;
 	t->pub.context = context;
@@ -95,8 +95,9 @@ int vb_dealloc_td(struct ibv_td *td)
 	return 0;
 }
 
-/* A parent domain is another name for a protection domain; the program promises
- * that one thread uses what is made in it, which nothing here needs. */
+/* A parent domain is another name for a protection domain. If it has a thread domain, the
+ * program promises that one thread at a time uses what is made in it: completion queues then
+ * take no lock (cq.c). */
 struct ibv_pd *vb_alloc_parent_domain(struct ibv_context *context, struct ibv_parent_domain_init_attr *attr)
 {
 	const uint32_t known = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT;
@@ -110,7 +111,7 @@ struct ibv_pd *vb_alloc_parent_domain(struct ibv_context *context, struct ibv_pa
 		return vb_fail(EINVAL);
 	if ((attr->comp_mask & IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS) && (!attr->alloc || !attr->free))
 		return vb_fail(EINVAL);
-	struct vb_pd *p = vb_new(PD, c->h.engine);
+	struct vb_pd *p = vb_new(PD, c->h.backend);
 	if (!p)
 		return NULL;
 	p->h.handle = of->h.handle;
@@ -128,14 +129,14 @@ struct ibv_pd *vb_alloc_parent_domain(struct ibv_context *context, struct ibv_pa
 
 /* --- regions --- */
 
-/* What a region's rights may be; others in the optional range are hints that may
- * be ignored, the rest is refused. */
+/* The rights that a region may have. Others in the optional range are hints, and ignored;
+ * the rest is refused. */
 #define KNOWN_ACCESS                                                                                                   \
 	(IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC |        \
 	 IBV_ACCESS_MW_BIND | IBV_ACCESS_ZERO_BASED | IBV_ACCESS_ON_DEMAND | VB_ACCESS_FLUSH_GLOBAL |                  \
 	 VB_ACCESS_FLUSH_PERSISTENT | IBV_ACCESS_RELAXED_ORDERING)
 
-/* clean returns the rights for the engine, or false if one is unknown. */
+/* clean stores the rights for the backend, and reports whether all are known. */
 static bool clean(unsigned int access, uint32_t *to)
 {
 	access &= ~(unsigned int)IBV_ACCESS_HUGETLB; /* a promise about pages: nothing depends on it */
@@ -143,14 +144,14 @@ static bool clean(unsigned int access, uint32_t *to)
 	return !(access & ~(unsigned int)(KNOWN_ACCESS | IBV_ACCESS_OPTIONAL_RANGE));
 }
 
-/* make has the engine make a region, and fills in what the program sees of it. */
+/* make has the backend make a region, and fills in what the program sees of it. */
 static struct ibv_mr *make(struct vb_pd *p, struct ibv_pd *pd, void *addr, size_t length, struct vbe_mr *r)
 {
-	struct vb_mr *m = vb_new(MR, p->h.engine);
+	struct vb_mr *m = vb_new(MR, p->h.backend);
 	if (!m)
 		return NULL;
 	vb_guard_signals();
-	int64_t e = p->h.engine->vbe_reg_mr(p->h.handle, r);
+	int64_t e = p->h.backend->vbe_reg_mr(p->h.handle, r);
 	if (e < 0) {
 		vb_free(MR, &m->h);
 		return vb_fail((int)-e);
@@ -176,7 +177,7 @@ struct ibv_mr *vb_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t 
 		return vb_fail(EINVAL);
 	if (access & IBV_ACCESS_ON_DEMAND && !addr && length == SIZE_MAX)
 		r.kind = VBE_MEM_IMPLICIT;
-	else if (length > UINTPTR_MAX - (uintptr_t)addr) /* beyond the end of all addresses */
+	else if (length > UINTPTR_MAX - (uintptr_t)addr) /* it wraps around */
 		return vb_fail(EINVAL);
 	r.dm = on ? on->h.handle : 0;
 	if (access & IBV_ACCESS_ZERO_BASED && !on)
@@ -222,7 +223,7 @@ PUBLIC int ibv_rereg_mr(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *a
 	if (flags & IBV_REREG_MR_CHANGE_ACCESS && !clean((unsigned int)access, &r.access))
 		return IBV_REREG_MR_ERR_INPUT;
 	int32_t is = 0;
-	int64_t e = m->h.engine->vbe_rereg_mr(m->h.handle, (uint32_t)flags, to ? to->h.handle : 0, &r, &is);
+	int64_t e = m->h.backend->vbe_rereg_mr(m->h.handle, (uint32_t)flags, to ? to->h.handle : 0, &r, &is);
 	if (e < 0)
 		errno = (int)-e;
 	if (e < 0 && is != VBE_REREG_NEW)
@@ -253,17 +254,17 @@ int vb_advise_mr(struct ibv_pd *pd, enum ibv_advise_mr_advice advice, uint32_t f
 	struct vb_pd *p = LIVE(vb_pd, PD, pd);
 	if (!p || !sgl || flags & ~(uint32_t)IBV_ADVISE_MR_FLAG_FLUSH)
 		return vb_num(-EINVAL);
-	return vb_num(p->h.engine->vbe_advise(p->h.handle, (uint32_t)advice, flags & IBV_ADVISE_MR_FLAG_FLUSH,
-					      (uintptr_t)sgl, n));
+	return vb_num(p->h.backend->vbe_advise(p->h.handle, (uint32_t)advice, flags & IBV_ADVISE_MR_FLAG_FLUSH,
+					       (uintptr_t)sgl, n));
 }
 
 /* --- import: from a context of this process, or of another one --- */
 
-/* Whoever destroys one of the objects that stand for the same thing destroys the thing;
- * the others are good for nothing then but to be unimported, the first one too.
+/* An import is another object for the same thing. Destroying any of these objects destroys
+ * the thing; all that is left to do with the others is to unimport them.
  *
- * Within the process they are the same to the engine. A thing of another process is one
- * of its own here, which knows what it stands for. */
+ * Within a process these objects have the same handle of the backend. For a thing of another
+ * process the backend makes one of its own, which stands for the original. */
 void *vb_import(enum kind kind, struct ibv_context *context, uint64_t handle)
 {
 	struct vb_context *c = live_context(context);
@@ -271,23 +272,23 @@ void *vb_import(enum kind kind, struct ibv_context *context, uint64_t handle)
 		return vb_fail(EINVAL);
 	if (c->foreign)
 		return vb_fail(EOPNOTSUPP);
-	if (c->h.engine->vbe_has(c->h.handle, handle) < 0)
+	if (c->h.backend->vbe_has(c->h.handle, handle) < 0)
 		return vb_fail(ENOENT);
-	struct head *h = vb_new(kind, c->h.engine);
+	struct head *h = vb_new(kind, c->h.backend);
 	if (h)
 		h->handle = handle;
 	return h;
 }
 
-/* foreign makes an object of what the engine has imported from another process, or has
- * failed to. */
-static void *foreign(enum kind kind, struct engine *e, int64_t h)
+/* foreign makes an object for an import from another process. h is the backend's handle, or
+ * its negative errno. */
+static void *foreign(enum kind kind, struct backend *b, int64_t h)
 {
-	struct head *o = h < 0 ? vb_fail((int)-h) : vb_new(kind, e);
+	struct head *o = h < 0 ? vb_fail((int)-h) : vb_new(kind, b);
 	if (o)
 		o->handle = (uint64_t)h;
 	else if (h > 0)
-		e->vbe_unimport((uint64_t)h);
+		b->vbe_unimport((uint64_t)h);
 	return o;
 }
 
@@ -295,7 +296,7 @@ static void *foreign(enum kind kind, struct engine *e, int64_t h)
 static void forget(enum kind kind, struct head *h, bool foreign)
 {
 	if (foreign && vb_usable(h, kind))
-		h->engine->vbe_unimport(h->handle);
+		h->backend->vbe_unimport(h->handle);
 	vb_free(kind, h);
 }
 
@@ -303,7 +304,7 @@ PUBLIC struct ibv_pd *ibv_import_pd(struct ibv_context *context, uint32_t handle
 {
 	struct vb_context *c = live_context(context);
 	bool far = c && c->foreign;
-	struct vb_pd *p = far ? foreign(PD, c->h.engine, c->h.engine->vbe_import_pd(c->h.handle, handle))
+	struct vb_pd *p = far ? foreign(PD, c->h.backend, c->h.backend->vbe_import_pd(c->h.handle, handle))
 			      : vb_import(PD, context, VBE_HANDLE(VBE_PD, handle));
 	if (!p)
 		return NULL;
@@ -325,12 +326,12 @@ PUBLIC struct ibv_mr *ibv_import_mr(struct ibv_pd *pd, uint32_t handle)
 	struct vb_pd *p = LIVE(vb_pd, PD, pd);
 	struct vbe_mr r = {0};
 	bool far = p && to_context(pd->context)->foreign;
-	struct vb_mr *m = far ? foreign(MR, p->h.engine, p->h.engine->vbe_import_mr(p->h.handle, handle, &r))
+	struct vb_mr *m = far ? foreign(MR, p->h.backend, p->h.backend->vbe_import_mr(p->h.handle, handle, &r))
 			: p   ? vb_import(MR, pd->context, VBE_HANDLE(VBE_MR, handle))
 			      : vb_fail(EINVAL);
 	if (!m)
 		return NULL;
-	int64_t e = far ? 0 : p->h.engine->vbe_query_mr(m->h.handle, &r);
+	int64_t e = far ? 0 : p->h.backend->vbe_query_mr(m->h.handle, &r);
 	if (e < 0) {
 		vb_free(MR, &m->h);
 		return vb_fail((int)-e);
@@ -354,8 +355,8 @@ PUBLIC void ibv_unimport_mr(struct ibv_mr *mr)
 
 /* --- what newer headers have: rdma-core 60 and later --- */
 
-/* Such headers declare these symbols by types of their own, older ones not at all. So
- * they have other names here. */
+/* Newer headers declare these symbols with types that older headers do not have. So the
+ * functions have other names here, and the symbols' by NEWER. */
 #define NEWER(name) __asm__(#name)
 
 enum { MASK_IOVA = 1, MASK_ADDR = 2, MASK_FD = 4, MASK_FD_OFFSET = 8, MASK_DMAH = 16, MASK_BUF = 32 };
@@ -383,7 +384,7 @@ PUBLIC void free_buf(struct buf *b) NEWER(ibv_free_buf);
 PUBLIC struct ibv_mr *reg_buf_mr(struct ibv_pd *pd, struct buf *b, void *addr, size_t length,
 				 int access) NEWER(ibv_reg_buf_mr);
 
-/* holds tells whether a buffer is of a domain, and has these bytes. */
+/* holds reports whether a buffer is of a domain, and has these bytes. */
 static bool holds(const struct buf *b, const struct ibv_pd *pd, const void *addr, size_t length)
 {
 	size_t off = b ? (uintptr_t)addr - (uintptr_t)b->addr : 0;
@@ -439,11 +440,11 @@ struct ibv_mw *vb_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type)
 	struct vb_pd *p = LIVE(vb_pd, PD, pd);
 	if (!p)
 		return vb_fail(EINVAL);
-	struct vb_mw *w = vb_new(MW, p->h.engine);
+	struct vb_mw *w = vb_new(MW, p->h.backend);
 	if (!w)
 		return NULL;
 	uint32_t rkey;
-	int64_t h = p->h.engine->vbe_alloc_mw(p->h.handle, (uint32_t)type, &rkey);
+	int64_t h = p->h.backend->vbe_alloc_mw(p->h.handle, (uint32_t)type, &rkey);
 	if (h < 0) {
 		vb_free(MW, &w->h);
 		return vb_fail((int)-h);
@@ -463,7 +464,7 @@ int vb_dealloc_mw(struct ibv_mw *mw)
 	return vb_num(r);
 }
 
-/* ibv_bind_mw posts a bind of a type 1 window; the verb checks the region before. */
+/* vb_bind_mw posts a bind of a type 1 window, after it has checked the region. */
 int vb_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
 {
 	struct vb_qp *q = LIVE(vb_qp, QP, qp);
@@ -480,7 +481,7 @@ int vb_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
 				.mw_addr = b->addr,
 				.mw_length = b->length};
 	uint32_t rkey;
-	int64_t e = q->h.engine->vbe_bind_mw(q->h.handle, w->h.handle, &r, &rkey);
+	int64_t e = q->h.backend->vbe_bind_mw(q->h.handle, w->h.handle, &r, &rkey);
 	if (e < 0)
 		return vb_num(e);
 	mw->rkey = rkey;

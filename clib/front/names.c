@@ -1,5 +1,5 @@
 /*
- * What needs no device: names, rates, and addresses from completions.
+ * Functions that need no device: names, rates, and the sender of a datagram.
  */
 #include <arpa/inet.h>
 #include <netinet/ip.h>
@@ -110,10 +110,10 @@ static const struct rate {
 	{IBV_RATE_600_GBPS, 240, 637500}, {IBV_RATE_14_GBPS, -1, 14062}, {IBV_RATE_56_GBPS, -1, 56250},
 	{IBV_RATE_112_GBPS, -1, 112500}, {IBV_RATE_168_GBPS, -1, 168750}, {IBV_RATE_25_GBPS, -1, 25781},
 	{IBV_RATE_100_GBPS, -1, 103125}, {IBV_RATE_200_GBPS, -1, 206250}, {IBV_RATE_300_GBPS, -1, 309375},
-	{(enum ibv_rate)23, 320, 850000}, {(enum ibv_rate)24, 480, 1275000}, /* newer headers have names for them */
+	{(enum ibv_rate)23, 320, 850000}, {(enum ibv_rate)24, 480, 1275000}, /* only newer headers have their names */
 };
 
-/* find finds a rate by one of its numbers; the others are 0. */
+/* find finds a rate by one of its three numbers; the other two are 0. */
 static const struct rate *find(enum ibv_rate rate, int mult, int mbps)
 {
 	for (const struct rate *r = rates; r < rates + LEN(rates); r++)
@@ -216,7 +216,7 @@ PUBLIC struct ibv_ah *ibv_create_ah_from_wc(struct ibv_pd *pd, struct ibv_wc *wc
 PUBLIC int ibv_fork_init(void) { return 0; }
 PUBLIC enum ibv_fork_status ibv_is_fork_initialized(void) { return IBV_FORK_UNNEEDED; }
 
-/* Both are provider's helpers that old programs found in the library. */
+/* Helpers for providers, which old programs may call. */
 PUBLIC int ibv_dontfork_range(void *base, size_t size)
 {
 	(void)base;

@@ -1,9 +1,11 @@
 /*
- * Memory for objects, one list of free ones for each kind. What is freed goes to
- * the end of the list and is taken from its front: a stale handle stays stale for
- * as long as possible, and its memory never becomes anything else. Nor does it change
- * if an object is not handed out in the end: verbs.h calls functions that it finds in
- * an object, or by way of its context.
+ * Memory for objects, with one list of free objects for each kind. A freed object goes to
+ * the end of the list, and new ones come from its front: so a stale pointer is recognized
+ * for as long as possible. The memory never becomes anything else.
+ *
+ * Functions in verbs.h call functions by way of such a pointer or its context. So what a
+ * dead object holds stays there, also after a failed attempt to make another object in its
+ * memory: vb_new keeps a copy, and vb_free restores it if the other was not handed out.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -18,7 +20,7 @@ static const size_t sizes[NUM_KINDS] = {
 	[MKEY] = sizeof(struct vb_mkey),
 };
 
-/* What is set when an object is handed out, and not before. */
+/* Where each kind has a pointer that is NULL until the object is handed out. */
 #define HANDED_OUT(kind, type, field) [kind] = offsetof(struct type, field)
 static const size_t handed_out[NUM_KINDS] = {
 	HANDED_OUT(CONTEXT, vb_context, v.context.device), HANDED_OUT(PD, vb_pd, pub.context),
@@ -36,10 +38,10 @@ static struct {
 	size_t count;
 } spare[NUM_KINDS];
 
-/* How many objects of a kind lie idle before one is used again. */
+/* How many objects of a kind must be free before one is used again. */
 enum { REST = 16 };
 
-void *vb_new(enum kind kind, struct engine *e)
+void *vb_new(enum kind kind, struct backend *b)
 {
 	struct head *h = NULL;
 	pthread_mutex_lock(&lock);
@@ -57,7 +59,7 @@ void *vb_new(enum kind kind, struct engine *e)
 	else if (!(h = calloc(1, sizes[kind])))
 		return vb_fail(ENOMEM);
 	h->before = before;
-	h->engine = e;
+	h->backend = b;
 	h->magic = MAGIC + kind;
 	return h;
 }
@@ -106,7 +108,7 @@ bool vb_busy(struct head *h)
 	return busy;
 }
 
-/* Only parent domains are counted here: the engine knows of the others. */
+/* Only users of parent domains are counted here; the backend counts those of others. */
 void vb_enter(struct head *h, struct vb_pd *p)
 {
 	pthread_mutex_lock(&lock);

@@ -1,6 +1,6 @@
 /*
- * Posting: a list of requests is flattened, a batch at a time, and each batch is
- * one call into the engine, which executes it before it returns.
+ * Posting: a list of requests is flattened, a batch at a time, and each batch is one call
+ * into the backend.
  */
 #include <arpa/inet.h>
 #include <string.h>
@@ -40,13 +40,13 @@ static int bind_info(const struct ibv_send_wr *w, struct vbe_send_wr *f)
 	f->mw_key = w->bind_mw.mw->rkey;
 	f->mw_new_key = w->bind_mw.rkey;
 	f->mw_lkey = b->mr ? b->mr->lkey : 0;
-	f->mw_access = b->mw_access_flags & ~(unsigned int)IBV_ACCESS_LOCAL_WRITE; /* it is about peers */
+	f->mw_access = b->mw_access_flags & ~(unsigned int)IBV_ACCESS_LOCAL_WRITE; /* a window's rights are a peer's */
 	f->mw_addr = b->addr;
 	f->mw_length = b->length;
 	return 0;
 }
 
-/* flatten turns one request into the engine's form. */
+/* flatten turns one request into the backend's form. */
 static inline int flatten(const struct vb_qp *q, const struct ibv_send_wr *w, struct vbe_send_wr *f, uint8_t *room)
 {
 	vb_clear(f);
@@ -105,7 +105,7 @@ int vb_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr *
 		}
 		int64_t posted = 0, r = 0;
 		if (n)
-			r = q->h.engine->vbe_post_send(q->h.handle, flat, n, &posted);
+			r = q->h.backend->vbe_post_send(q->h.handle, flat, n, &posted);
 		if (r < 0) {
 			*bad = from[posted];
 			return (int)-r;
@@ -118,7 +118,7 @@ int vb_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr *
 	return 0;
 }
 
-/* A receive queue takes lists of the same form, whosever it is. */
+/* The backend's function for a queue pair's receive queue, or an SRQ. */
 typedef int64_t post_recv_function(uint64_t, struct vbe_recv_wr *, int64_t, int64_t *);
 
 static inline int post_receives(post_recv_function *post, uint64_t handle, struct ibv_recv_wr *wr,
@@ -159,7 +159,7 @@ int vb_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr *
 		*bad = wr;
 		return EINVAL;
 	}
-	return post_receives(q->h.engine->vbe_post_recv, q->h.handle, wr, bad);
+	return post_receives(q->h.backend->vbe_post_recv, q->h.handle, wr, bad);
 }
 
 int vb_post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad)
@@ -169,5 +169,5 @@ int vb_post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr, struct ibv_rec
 		*bad = wr;
 		return EINVAL;
 	}
-	return post_receives(s->h.engine->vbe_post_srq_recv, s->h.handle, wr, bad);
+	return post_receives(s->h.backend->vbe_post_srq_recv, s->h.handle, wr, bad);
 }

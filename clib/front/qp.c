@@ -15,7 +15,7 @@
 	(WRITE_EX | IBV_QP_EX_WITH_SEND_WITH_INV | IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP |      \
 	 IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD | VB_EX_WITH_FLUSH | VB_EX_WITH_ATOMIC_WRITE)
 
-/* send_ops are the requests that a type of queue pair can be built for. */
+/* send_ops returns the ibv_wr_* functions that a type of queue pair can have. */
 static uint64_t send_ops(enum ibv_qp_type type)
 {
 	switch (type) {
@@ -32,7 +32,7 @@ static uint64_t send_ops(enum ibv_qp_type type)
 	}
 }
 
-/* A queue pair's objects, checked. */
+/* The objects that a queue pair uses, checked by find_parts. */
 struct parts {
 	struct vb_pd *pd;
 	struct vb_cq *send_cq, *recv_cq;
@@ -95,7 +95,7 @@ static struct ibv_qp *make(struct ibv_context *context, struct ibv_qp_init_attr_
 	uint64_t ops = attr->comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS ? attr->send_ops_flags : 0;
 	if (ops & ~send_ops(attr->qp_type))
 		return vb_fail(EOPNOTSUPP);
-	struct vb_qp *q = vb_new(QP, c->h.engine);
+	struct vb_qp *q = vb_new(QP, c->h.backend);
 	if (!q)
 		return NULL;
 	struct vbe_qp_new n = {.pd = p.pd ? p.pd->h.handle : 0,
@@ -111,8 +111,8 @@ static struct ibv_qp *make(struct ibv_context *context, struct ibv_qp_init_attr_
 				       attr->cap.max_recv_sge, attr->cap.max_inline_data},
 			       .number = number};
 	if (ops & VB_EX_WITH_ATOMIC_WRITE && n.cap.inline_data < 8)
-		n.cap.inline_data = 8; /* its word comes by value */
-	int64_t r = c->h.engine->vbe_create_qp(c->h.handle, &n);
+		n.cap.inline_data = 8; /* ibv_wr_atomic_write takes its 8 bytes by value */
+	int64_t r = c->h.backend->vbe_create_qp(c->h.handle, &n);
 	if (r < 0) {
 		vb_free(QP, &q->h);
 		return vb_fail((int)-r);
@@ -202,7 +202,7 @@ PUBLIC int ibv_destroy_qp(struct ibv_qp *qp)
 		return vb_num(-EINVAL);
 	struct vb_qp *q = to_qp(qp);
 	if (vb_usable(&q->h, QP)) {
-		int64_t r = q->h.engine->vbe_destroy(q->h.handle);
+		int64_t r = q->h.backend->vbe_destroy(q->h.handle);
 		if (r < 0)
 			return vb_num(r);
 		vb_forget_completions(q);
@@ -216,11 +216,11 @@ PUBLIC int ibv_destroy_qp(struct ibv_qp *qp)
 
 /* --- attributes --- */
 
-/* RoCE: there is nothing but global addresses, and one port. */
+/* RoCE has only global addresses; the device has one port. */
 static bool good_path(const struct ibv_ah_attr *a)
 {
 	if (!a->is_global)
-		vb_say("a path without a global address: RoCE wants is_global and a GID; many tools take the index of theirs, -g 0");
+		vb_say("a path without a global address: RoCE needs is_global and a GID; many tools have an option for the index of their own GID, -g 0");
 	return a->is_global && a->port_num == 1;
 }
 
@@ -254,14 +254,14 @@ PUBLIC int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask)
 	struct vb_qp *q = LIVE(vb_qp, QP, qp);
 	if (!q || !attr)
 		return vb_num(-EINVAL);
-	/* Attributes of the half that a queue pair has not are ignored, as the kernel does. */
+	/* Attributes of the half that a queue pair does not have are ignored, as by the kernel. */
 	if (qp->qp_type == IBV_QPT_XRC_SEND)
 		mask &= ~(IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
 	if (qp->qp_type == IBV_QPT_XRC_RECV)
 		mask &= ~(IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY);
 	if (mask & IBV_QP_AV && !good_path(&attr->ah_attr))
 		return vb_num(-EINVAL);
-	/* The rights that a queue pair has are a peer's; others are known, and mean nothing. */
+	/* A queue pair's rights are its peer's. The others are accepted, and mean nothing. */
 	const unsigned int rights = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC |
 				    VB_ACCESS_FLUSH_GLOBAL | VB_ACCESS_FLUSH_PERSISTENT;
 	const unsigned int others = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND | IBV_ACCESS_ZERO_BASED |
@@ -289,7 +289,7 @@ PUBLIC int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask)
 				.rnr_retry = attr->rnr_retry};
 	path_of(&attr->ah_attr, &a.av);
 	vb_guard_signals();
-	int64_t r = q->h.engine->vbe_modify_qp(q->h.handle, &a, (uint32_t)mask);
+	int64_t r = q->h.backend->vbe_modify_qp(q->h.handle, &a, (uint32_t)mask);
 	if (r < 0)
 		return vb_num(r);
 	if (mask & IBV_QP_STATE) {
@@ -307,7 +307,7 @@ PUBLIC int ibv_query_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask, s
 	(void)mask; /* a hint of what the program wants: it gets everything */
 	if (!q || !attr || !init)
 		return vb_num(-EINVAL);
-	int64_t r = q->h.engine->vbe_query_qp(q->h.handle, &a);
+	int64_t r = q->h.backend->vbe_query_qp(q->h.handle, &a);
 	if (r < 0)
 		return vb_num(r);
 	memset(attr, 0, offsetof(struct ibv_qp_attr, rate_limit)); /* older programs' structure ends there */
@@ -343,8 +343,8 @@ PUBLIC int ibv_query_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask, s
 	return 0;
 }
 
-/* Data is written by copies that keep no order; but for the end of a message, which is
- * stored last. There is no bit for that, so the answer is that nothing is in order. */
+/* Payload is copied in no particular order, except that the end of a message is stored last.
+ * There is no bit for that, so the answer is that nothing is in order. */
 PUBLIC int ibv_query_qp_data_in_order(struct ibv_qp *qp, enum ibv_wr_opcode op, uint32_t flags)
 {
 	(void)qp;
@@ -361,12 +361,12 @@ static int mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint32_t attach)
 	if (!q || !gid)
 		return vb_num(-EINVAL);
 	union ibv_gid copy = *gid;
-	return vb_num(q->h.engine->vbe_mcast(q->h.handle, copy.raw, attach));
+	return vb_num(q->h.backend->vbe_mcast(q->h.handle, copy.raw, attach));
 }
 
 PUBLIC int ibv_attach_mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint16_t lid)
 {
-	(void)lid; /* InfiniBand's */
+	(void)lid; /* RoCE has none */
 	return mcast(qp, gid, 1);
 }
 
@@ -384,11 +384,11 @@ PUBLIC struct ibv_ah *ibv_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr)
 	struct vbe_path path;
 	if (!p || !attr || !good_path(attr))
 		return vb_fail(EINVAL);
-	struct vb_ah *a = vb_new(AH, p->h.engine);
+	struct vb_ah *a = vb_new(AH, p->h.backend);
 	if (!a)
 		return NULL;
 	path_of(attr, &path);
-	int64_t h = p->h.engine->vbe_create_ah(p->h.handle, &path);
+	int64_t h = p->h.backend->vbe_create_ah(p->h.handle, &path);
 	if (h < 0) {
 		vb_free(AH, &a->h);
 		return vb_fail((int)-h);

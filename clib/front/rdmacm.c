@@ -1,6 +1,6 @@
 /*
- * librdmacm.so.1: all of its symbols are there, and say that there is no connection
- * manager. A program hears it once.
+ * librdmacm.so.1: all of its symbols exist, and fail, since there is no connection manager.
+ * The first call prints that.
  */
 #include "refuse.h"
 

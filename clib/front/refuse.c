@@ -1,8 +1,8 @@
 /*
- * What libibverbs.so.1 has and this device has not: dma-bufs, enhanced
- * connection establishment, steering tags, completion counters. What is
- * reached through a context's table (flows, work queues, counters) is refused by
- * verbs.h itself, when the table has no entry.
+ * Symbols of libibverbs.so.1 that this device does not support: dma-bufs, enhanced
+ * connection establishment, steering tags, completion counters. Verbs that are called
+ * through a context's table (flows, work queues, counters) have no entry there: verbs.h
+ * itself refuses them.
  */
 #include "refuse.h"
 
@@ -25,7 +25,7 @@ REFUSE_ERRNO(ibv_set_comp_cntr)
 REFUSE_ERRNO(ibv_set_err_comp_cntr)
 REFUSE_ERRNO(ibv_resolve_eth_l2_from_gid)
 
-/* For kernel drivers' halves in user space, of which there are none here. */
+/* For providers, the user-space halves of kernel drivers: there are none here. */
 REFUSE_VOID(ibv_register_driver)
 REFUSE_VOID(ibv_copy_ah_attr_from_kern)
 REFUSE_VOID(ibv_copy_qp_attr_from_kern)

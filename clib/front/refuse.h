@@ -1,7 +1,7 @@
 /*
- * Symbols that exist because programs name them, and refuse. Their arguments do
- * not matter, so they are declared without any: no header is included that says
- * otherwise.
+ * Functions that exist because programs link to them, and only fail. Their arguments do
+ * not matter, so they are declared without any; files that use these macros include no
+ * header with the real declarations.
  */
 #include <errno.h>
 #include <stddef.h>

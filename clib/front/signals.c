@@ -1,15 +1,15 @@
 /*
- * Who gets a fault. The engine reads and writes the program's memory; if that is
- * not there, the fault becomes a completion with an error, by way of the handler
- * that Go has installed. A program that installs a handler of its own afterwards
- * takes that away, and would be told of faults that are not its own.
+ * Which handler gets a fault. The backend reads and writes the program's memory. If that
+ * is not mapped, the handler that Go has installed turns the fault into a completion with
+ * an error. A program that installs a handler later replaces Go's, and would get the
+ * backend's faults.
  *
- *  1. When the engine is loaded, its handlers and where its code lies are noted.
- *     Handlers that were there before are called by Go for what is not Go's.
- *  2. Verbs that take long anyway, and now and then a poll, look whether somebody
- *     has installed another handler since; ours then goes in front of it.
- *  3. Ours asks where the fault happened: in the engine's code it is the engine's,
- *     anywhere else it is for the handler that the program wanted.
+ *  1. When the backend is loaded, vb_start_guard notes its handlers and where its code
+ *     lies. Go calls handlers that were installed before for faults outside Go.
+ *  2. Verbs that take long anyway, and now and then a poll, call vb_guard_signals. If
+ *     another handler was installed since, it installs dispatch in its place.
+ *  3. dispatch looks where the fault happened: in the backend's code it calls Go's
+ *     handler, anywhere else the program's.
  */
 #define _GNU_SOURCE
 #include <link.h>
@@ -23,9 +23,9 @@ static const int signals[] = {SIGSEGV, SIGBUS};
 enum { NUM = 2 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards changes of what follows */
-static struct sigaction engines[NUM];			 /* what Go has installed */
+static struct sigaction backends[NUM];			 /* what Go has installed */
 static struct sigaction programs[NUM];			 /* what the program has installed later */
-static uintptr_t from, to;				 /* the engine's code */
+static uintptr_t from, to;				 /* the backend's code */
 
 static uintptr_t where(const ucontext_t *u)
 {
@@ -42,23 +42,23 @@ static void dispatch(int sig, siginfo_t *info, void *context)
 {
 	int i = sig == SIGSEGV ? 0 : 1;
 	uintptr_t pc = where(context);
-	const struct sigaction *a = pc >= from && pc < to ? &engines[i] : &programs[i];
+	const struct sigaction *a = pc >= from && pc < to ? &backends[i] : &programs[i];
 	if (a->sa_flags & SA_SIGINFO)
 		a->sa_sigaction(sig, info, context);
 	else if (a->sa_handler == SIG_DFL || a->sa_handler == SIG_IGN) {
-		signal(sig, SIG_DFL); /* the instruction is tried again, and ends the process */
+		signal(sig, SIG_DFL); /* the instruction is repeated, and ends the process */
 	} else
 		a->sa_handler(sig);
 }
 
-/* find notes the part of a loaded file that holds an address and can be executed. */
-static int find(struct dl_phdr_info *lib, size_t size, void *in_engine)
+/* find notes the executable segment of a loaded file that contains an address. */
+static int find(struct dl_phdr_info *lib, size_t size, void *in_backend)
 {
 	(void)size;
 	for (int i = 0; i < lib->dlpi_phnum; i++) {
 		const ElfW(Phdr) *p = &lib->dlpi_phdr[i];
 		uintptr_t start = lib->dlpi_addr + p->p_vaddr;
-		if (p->p_type == PT_LOAD && p->p_flags & PF_X && (uintptr_t)in_engine - start < p->p_memsz) {
+		if (p->p_type == PT_LOAD && p->p_flags & PF_X && (uintptr_t)in_backend - start < p->p_memsz) {
 			from = start;
 			to = start + p->p_memsz;
 			return 1;
@@ -67,12 +67,12 @@ static int find(struct dl_phdr_info *lib, size_t size, void *in_engine)
 	return 0;
 }
 
-void vb_start_guard(void *in_engine)
+void vb_start_guard(void *in_backend)
 {
 	pthread_mutex_lock(&lock);
-	dl_iterate_phdr(find, in_engine);
+	dl_iterate_phdr(find, in_backend);
 	for (int i = 0; i < NUM; i++)
-		sigaction(signals[i], NULL, &engines[i]);
+		sigaction(signals[i], NULL, &backends[i]);
 	pthread_mutex_unlock(&lock);
 }
 
@@ -83,7 +83,7 @@ void vb_guard_signals(void)
 	for (int i = 0; i < NUM; i++) {
 		struct sigaction now;
 		if (sigaction(signals[i], NULL, &now) || now.sa_sigaction == dispatch ||
-		    now.sa_sigaction == engines[i].sa_sigaction)
+		    now.sa_sigaction == backends[i].sa_sigaction)
 			continue;
 		programs[i] = now;
 		struct sigaction ours = {.sa_sigaction = dispatch,
@@ -97,8 +97,8 @@ void vb_guard_signals(void)
 static void after_fork_in_child(void)
 {
 	pthread_mutex_init(&lock, NULL);
-	/* The engine of the parent is dead here: nobody runs its code any more. The
-	 * next one is noted when it is loaded. */
+	/* The parent's backend is dead here: no thread runs its code. vb_start_guard notes
+	 * the next one. */
 	for (int i = 0; i < NUM && to; i++) {
 		struct sigaction now;
 		if (!sigaction(signals[i], NULL, &now) && now.sa_sigaction == dispatch)

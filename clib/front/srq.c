@@ -8,7 +8,7 @@
 static struct vb_srq *create(struct ibv_context *context, struct vb_pd *pd, struct ibv_pd *pub_pd, void *srq_context,
 			     struct ibv_srq_attr *attr, struct vb_xrcd *xrcd, struct vb_cq *cq)
 {
-	struct vb_srq *s = vb_new(SRQ, pd->h.engine);
+	struct vb_srq *s = vb_new(SRQ, pd->h.backend);
 	if (!s)
 		return NULL;
 	struct vbe_srq_new n = {.pd = pd->h.handle,
@@ -17,8 +17,8 @@ static struct vb_srq *create(struct ibv_context *context, struct vb_pd *pd, stru
 				.cookie = (uintptr_t)s,
 				.max_wr = attr->max_wr,
 				.max_sge = attr->max_sge,
-				.limit = 0}; /* the verb ignores the limit of a new queue */
-	int64_t r = pd->h.engine->vbe_create_srq(to_context(context)->h.handle, &n);
+				.limit = 0}; /* the verb ignores srq_limit */
+	int64_t r = pd->h.backend->vbe_create_srq(to_context(context)->h.handle, &n);
 	if (r < 0) {
 		vb_free(SRQ, &s->h);
 		return vb_fail((int)-r);
@@ -78,8 +78,8 @@ PUBLIC int ibv_modify_srq(struct ibv_srq *srq, struct ibv_srq_attr *attr, int ma
 	struct vb_srq *s = LIVE(vb_srq, SRQ, srq);
 	if (!s || !attr || mask & ~(IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT))
 		return vb_num(-EINVAL);
-	return vb_num(s->h.engine->vbe_modify_srq(s->h.handle, mask & IBV_SRQ_MAX_WR ? (int64_t)attr->max_wr : -1,
-						  mask & IBV_SRQ_LIMIT ? (int64_t)attr->srq_limit : -1));
+	return vb_num(s->h.backend->vbe_modify_srq(s->h.handle, mask & IBV_SRQ_MAX_WR ? (int64_t)attr->max_wr : -1,
+						   mask & IBV_SRQ_LIMIT ? (int64_t)attr->srq_limit : -1));
 }
 
 PUBLIC int ibv_query_srq(struct ibv_srq *srq, struct ibv_srq_attr *attr)
@@ -87,7 +87,7 @@ PUBLIC int ibv_query_srq(struct ibv_srq *srq, struct ibv_srq_attr *attr)
 	struct vb_srq *s = LIVE(vb_srq, SRQ, srq);
 	if (!s || !attr)
 		return vb_num(-EINVAL);
-	return vb_num(s->h.engine->vbe_query_srq(s->h.handle, &attr->max_wr, &attr->max_sge, &attr->srq_limit));
+	return vb_num(s->h.backend->vbe_query_srq(s->h.handle, &attr->max_wr, &attr->max_sge, &attr->srq_limit));
 }
 
 int vb_get_srq_num(struct ibv_srq *srq, uint32_t *num)
@@ -107,7 +107,7 @@ PUBLIC int ibv_destroy_srq(struct ibv_srq *srq)
 		return vb_num(-EINVAL);
 	struct vb_srq *s = OUTER(vb_srq, srq);
 	if (vb_usable(&s->h, SRQ)) {
-		int64_t r = s->h.engine->vbe_destroy(s->h.handle);
+		int64_t r = s->h.backend->vbe_destroy(s->h.handle);
 		if (r < 0)
 			return vb_num(r);
 		vb_await_acks(to_context(srq->context), srq, &srq->mutex, &srq->cond, &s->async_taken,
@@ -127,11 +127,11 @@ struct ibv_xrcd *vb_open_xrcd(struct ibv_context *context, struct ibv_xrcd_init_
 		return vb_fail(EOPNOTSUPP);
 	if (attr->oflags & ~(O_CREAT | O_EXCL))
 		return vb_fail(EINVAL);
-	struct vb_xrcd *x = vb_new(XRCD, c->h.engine);
+	struct vb_xrcd *x = vb_new(XRCD, c->h.backend);
 	if (!x)
 		return NULL;
-	int64_t h = c->h.engine->vbe_open_xrcd(c->h.handle, attr->fd,
-					       (attr->oflags & O_CREAT ? 1 : 0) | (attr->oflags & O_EXCL ? 2 : 0));
+	int64_t h = c->h.backend->vbe_open_xrcd(c->h.handle, attr->fd,
+						(attr->oflags & O_CREAT ? 1 : 0) | (attr->oflags & O_EXCL ? 2 : 0));
 	if (h < 0) {
 		vb_free(XRCD, &x->h);
 		return vb_fail((int)-h);

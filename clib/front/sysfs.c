@@ -1,7 +1,7 @@
 /*
- * What sysfs would say of a device, if it had one of ours: what a program asks for by
- * ibv_read_sysfs_file, or, if files.c is preloaded, by opening the file itself. Only
- * what does not change: for the rest there are verbs.
+ * The files that sysfs would have for our devices. A program reads them by
+ * ibv_read_sysfs_file or, if files.c is preloaded, by opening them. Only values that do
+ * not change are here: for the others there are verbs.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -16,7 +16,7 @@
 #define VERBS_CLASS "/sys/class/infiniband_verbs/"
 #define NODES "/dev/infiniband/"
 
-/* Four groups of four hexadecimal digits, as often as there are 8 bytes. */
+/* print_groups prints n bytes as sysfs does: groups of four hexadecimal digits. */
 static void print_groups(char *to, const uint8_t *b, int n)
 {
 	for (int i = 0; i < n; i += 2)
@@ -24,12 +24,12 @@ static void print_groups(char *to, const uint8_t *b, int n)
 	strcpy(to, "\n");
 }
 
-/* of_gid answers for a file of the GID table; rest is its path below the port. */
+/* of_gid is verbena_file for a file of the GID table; rest is its path below the port. */
 static enum vb_file of_gid(struct vb_device *d, const char *rest, char *text)
 {
 	union ibv_gid all[VB_MAX_GIDS];
-	struct engine *e = vb_engine();
-	int64_t n = e ? e->vbe_gids_of(d->pub.name, all[0].raw, VB_MAX_GIDS) : 0;
+	struct backend *b = vb_backend();
+	int64_t n = b ? b->vbe_gids_of(d->pub.name, all[0].raw, VB_MAX_GIDS) : 0;
 	unsigned int i;
 	int end = 0;
 	if (sscanf(rest, "gids/%u%n", &i, &end) == 1 && !rest[end] && i < n) {
@@ -47,7 +47,7 @@ static enum vb_file of_gid(struct vb_device *d, const char *rest, char *text)
 	return VB_NO_FILE;
 }
 
-/* of_device answers for a file below a device's directory. */
+/* of_device is verbena_file for a path below a device's directory. */
 static enum vb_file of_device(struct vb_device *d, const char *rest, char *text)
 {
 	static const char *const directories[] = {
@@ -97,7 +97,7 @@ PUBLIC enum vb_file verbena_file(const char *path, char *text)
 
 PUBLIC const char *ibv_get_sysfs_path(void) { return "/sys"; }
 
-/* read_file reads a file, of ours or the kernel's; it returns how much, or -1. */
+/* read_file reads a file of ours or the kernel's, and returns how many bytes, or -1. */
 static ssize_t read_file(const char *path, char *buf, size_t size)
 {
 	char text[VB_FILE_ROOM];

@@ -1,16 +1,16 @@
 /*
- * The end of a program that leaves main with pthread_exit. The C library ends the process
- * with its last thread; the engine's threads never end, so the process would go on without
- * a thread of the program's own. SIGTERM could not end it either: the engine's threads
+ * The end of a program whose main thread calls pthread_exit. The C library ends the process
+ * with its last thread; the backend's threads never end, so the process would go on without
+ * a thread of the program's own. SIGTERM could not end it either: the backend's threads
  * block all signals of the program.
  *
- *  1. The engine's threads have names by which they are known (VBE_THREADS).
- *  2. When the main thread ends with pthread_exit, a destructor is called, after those of
- *     the program. If no other thread of the program is left, it ends the process as the
+ *  1. The names of the backend's threads begin with VBE_THREADS.
+ *  2. When the main thread calls pthread_exit, main_ended is called, after the program's
+ *     destructors. If no other thread of the program is left, it ends the process as the
  *     C library would have: exit(0).
- *  3. Otherwise it starts a thread that waits for the others, and then does so.
+ *  3. Otherwise it starts a thread that waits for the others, and then does the same.
  *
- * Signals need nothing else: while the program has a thread, they are for that one.
+ * Signals need no care: while the program has a thread, that one gets them.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -25,23 +25,22 @@
 
 #include "front.h"
 
-/* How often the waiting thread looks whether the thread that it waits for is still there:
- * the kernel tells nobody of a thread's end before Linux 6.9. */
+/* How often the waiting thread looks whether the other thread still exists: before Linux
+ * 6.9 the kernel reports no end of a thread. */
 enum { LOOK_MS = 200 };
 
 static pthread_key_t key;
 static bool has_key;
 
-/* is_programs reports whether a thread is there and is the program's. What has ended is
- * listed while the main thread's place is kept. The kernel's own threads for io_uring are
- * nobody's. */
+/* is_programs reports whether a thread exists and is the program's. The main thread stays
+ * listed, as a zombie, when it has ended. The kernel's threads for io_uring do not count. */
 static bool is_programs(const char *tid)
 {
 	char path[64], line[256] = "";
 	snprintf(path, sizeof path, "/proc/self/task/%.20s/stat", tid);
 	int fd = open(path, O_RDONLY | O_CLOEXEC);
 	if (fd < 0)
-		return errno != ENOENT && errno != ESRCH; /* short of descriptors, say: it may be there */
+		return errno != ENOENT && errno != ESRCH; /* out of descriptors, for one: the thread may exist */
 	ssize_t n = read(fd, line, sizeof line - 1);
 	bool gone = n < 0 && errno == ESRCH;
 	close(fd);
@@ -55,8 +54,8 @@ static bool is_programs(const char *tid)
 	       strncmp(name, "iou-", 4);
 }
 
-/* another finds a thread of the program besides the one that asks. It reports whether there
- * is one, or none could be looked for. */
+/* another looks for a thread of the program other than the caller, and writes its ID to tid.
+ * It reports whether there is one; also if it cannot look, and then tid is "". */
 static bool another(char tid[32])
 {
 	char own[32];
@@ -98,14 +97,14 @@ static void start_waiting(void)
 	sigfillset(&all);
 	pthread_sigmask(SIG_SETMASK, &all, &old);
 	if (pthread_create(&t, &attr, await_others, NULL))
-		vb_say("main has ended, and no thread can be started that would end the process with its last one");
+		vb_say("the main thread has ended, and no thread could be started to end the process with the program's last one");
 	pthread_sigmask(SIG_SETMASK, &old, NULL);
 	pthread_attr_destroy(&attr);
 }
 
-/* main_ended is called when the main thread ends and the process does not. It lets the
- * destructors of the program go first: the C library calls those that are set again, up to
- * PTHREAD_DESTRUCTOR_ITERATIONS times. */
+/* main_ended is the destructor of key: it is called when the main thread ends and the process
+ * does not. It lets the program's destructors run first: the C library calls a destructor
+ * whose value is set again, up to PTHREAD_DESTRUCTOR_ITERATIONS times. */
 static void main_ended(void *round)
 {
 	char tid[32];
@@ -113,7 +112,7 @@ static void main_ended(void *round)
 		pthread_setspecific(key, (void *)((uintptr_t)round + 1));
 		return;
 	}
-	if (gettid() != getpid() || !vb_has_engine())
+	if (gettid() != getpid() || !vb_has_backend())
 		return;
 	if (another(tid))
 		start_waiting();

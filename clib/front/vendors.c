@@ -1,7 +1,6 @@
 /*
- * libmlx5.so.1 and libefa.so.1: vendors' own verbs. Their symbols are there, since
- * programs that know such devices name them, and refuse; but for those in mlx5.c and
- * mkey.c.
+ * libmlx5.so.1 and libefa.so.1: vendors' own verbs. Programs that support such devices
+ * link to these symbols. All fail, except those in mlx5.c and mkey.c.
  */
 #include "refuse.h"
 

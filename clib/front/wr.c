@@ -1,9 +1,9 @@
 /*
- * The other way to post: ibv_wr_start, requests one by one, ibv_wr_complete.
+ * Posting by ibv_wr_start, one call for each request, and ibv_wr_complete.
  *
- * Requests are built in the engine's form, with their lists and inline data in
- * stores beside them, and go to the engine in one call. The first mistake is kept
- * until the end: then nothing is posted.
+ * Requests are built in the backend's form, with their lists and inline data in stores
+ * of their own, and go to the backend in one call. After a mistake nothing is posted, and
+ * ibv_wr_complete returns the first one.
  */
 #include <arpa/inet.h>
 #include <stdlib.h>
@@ -58,7 +58,7 @@ struct vbe_send_wr *vb_begin(struct vb_qp *q, uint32_t opcode)
 
 static struct vbe_send_wr *begin(struct ibv_qp_ex *qp, uint32_t opcode) { return vb_begin(of(qp), opcode); }
 
-/* now is the request that setters speak of. */
+/* now returns the request that a setter changes: the last one. NULL after a mistake. */
 static struct vbe_send_wr *now(struct ibv_qp_ex *qp)
 {
 	struct builder *b = of(qp)->builder;
@@ -220,7 +220,7 @@ static void wr_set_sge_list(struct ibv_qp_ex *qp, size_t n, const struct ibv_sge
 		b->err = EINVAL;
 		return;
 	}
-	/* The store may move: where it lies is said in complete. */
+	/* The store may move, so wr_complete sets w->sgl. */
 	memcpy(b->sges + (size_t)(b->count - 1) * (q->cap.max_send_sge + 1), list, n * sizeof *list);
 	w->num_sge = (uint32_t)n;
 }
@@ -292,8 +292,8 @@ static int wr_complete(struct ibv_qp_ex *qp)
 				w->inline_data =
 					(uintptr_t)(b->inline_bytes + (size_t)i * (q->cap.max_inline_data + 1));
 		}
-		int64_t posted = -1; /* all, or none */
-		int64_t r = q->h.engine->vbe_post_send(q->h.handle, b->wrs, b->count, &posted);
+		int64_t posted = -1; /* none, if the send queue has no room for all */
+		int64_t r = q->h.backend->vbe_post_send(q->h.handle, b->wrs, b->count, &posted);
 		err = r < 0 ? (int)-r : 0;
 	}
 	int type = b->cancel_type;
@@ -342,7 +342,7 @@ int vb_start_builder(struct vb_qp *q, uint64_t ops)
 	OP(IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD, wr_atomic_fetch_add);
 	OP(VB_EX_WITH_ATOMIC_WRITE, wr_atomic_write);
 #undef OP
-	/* Headers from rdma-core 46 on have one more, behind wr_atomic_write. */
+	/* Headers from rdma-core 46 on have wr_flush, behind wr_atomic_write. */
 	void **last = (void **)&p->wr_atomic_write;
 	last[1] = ops & VB_EX_WITH_FLUSH ? (void *)wr_flush : NULL;
 	return 0;

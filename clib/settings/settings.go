@@ -1,6 +1,5 @@
-// Package settings is how the C library is configured: by environment variables,
-// since its programs know nothing of it. The table here is what the library reads
-// and what "verbena env --help" shows.
+// Package settings reads the environment variables that configure the C library: its
+// programs have no other way to do so. "verbena env --help" shows the table of them.
 package settings
 
 import (
@@ -13,11 +12,11 @@ import (
 // Var is an environment variable.
 type Var struct {
 	Name    string
-	Default string // what it is when unset, in words
+	Default string // in words: the value if it is not set
 	Help    string
 }
 
-// Vars are the variables, in the order in which they are shown.
+// Vars lists the variables, in the order in which they are shown.
 var Vars = []Var{
 	{"VERBENA_ADDR", "every interface's own", "Addresses that devices stand on: those of one device separated by commas, devices by semicolons. They are called verbena0, verbena1, …"},
 	{"VERBENA_DEVICES", "all, loopback only if there is no other", "Names of devices or network interfaces, separated by commas: what programs see, in this order."},
@@ -25,17 +24,17 @@ var Vars = []Var{
 	{"VERBENA_LOCK", "off", "Whether registered memory is locked: off, auto (where the limit allows it), strict (its pages are held, also after munmap; registration fails if they can neither be held nor locked)."},
 	{"VERBENA_WINDOW", "by the socket buffer", "Packets that a queue pair may have under way to a peer."},
 	{"VERBENA_LIMITS", "the device's own", "Lower limits, as qp=16,cq=8: of qp, cq, mr, mw, pd, ah, srq, qp_wr, cqe, srq_wr."},
-	{"VERBENA_HIDE", "nothing", "Capabilities that programs are not told of, separated by commas: odp, xrc, mw, atomic, flush, atomic_write, srq."},
-	{"VERBENA_IDENTITY", "verbena", "What the device says that it is: verbena, or mlx5 (the vendor's number, and mlx5's own verbs for memory keys and queue pairs)."},
+	{"VERBENA_HIDE", "nothing", "Capabilities that the device does not report, separated by commas: odp, xrc, mw, atomic, flush, atomic_write, srq."},
+	{"VERBENA_IDENTITY", "verbena", "The vendor that the device reports: verbena, or mlx5 (its vendor ID, and mlx5's own verbs for memory keys and queue pairs)."},
 	{"VERBENA_DM_SIZE", "256M", "How much device memory there is: bytes, or with K, M or G behind the number."},
-	{"VERBENA_SCATTER_TO_CQE", "as MLX5_SCATTER_TO_CQE says, or 1", "Whether messages and results of up to 64 bytes wait beside their completions, to be written when these are polled (inline receive): 0, or 1 and 2, which are the same here."},
-	{"VERBENA_PCAP", "no capture", "A file that packets are written to; %p becomes the number of the process."},
-	{"VERBENA_STATS", "no statistics", "A file that the device's counters are added to when a program closes it, or stderr; %p as above."},
-	{"VERBENA_LOG", "0", "1: say on standard error why a verb failed."},
-	{"VERBENA_ENGINE", "beside libibverbs.so.1", "The path of libverbena-engine.so."},
+	{"VERBENA_SCATTER_TO_CQE", "that of MLX5_SCATTER_TO_CQE, or 1", "Whether messages and results of up to 64 bytes are kept with their completions, and written when these are polled (inline receive): 0 no, 1 or 2 yes."},
+	{"VERBENA_PCAP", "no capture", "A file that packets are written to; %p becomes the process ID."},
+	{"VERBENA_STATS", "no statistics", "A file that the device's counters are appended to when the program closes the device, or stderr; %p as above."},
+	{"VERBENA_LOG", "0", "1: print on standard error why a verb failed."},
+	{"VERBENA_BACKEND", "beside libibverbs.so.1", "The path of libverbena-backend.so."},
 }
 
-// Settings are what the variables say.
+// Settings are the values of the variables.
 type Settings struct {
 	Addrs    [][]netip.Addr // one list for each device; nil: those of the interfaces
 	Devices  []string       // nil: all
@@ -56,8 +55,8 @@ var LimitNames = []string{"qp", "cq", "mr", "mw", "pd", "ah", "srq", "qp_wr", "c
 // HideNames are the words of VERBENA_HIDE.
 var HideNames = []string{"odp", "xrc", "mw", "atomic", "flush", "atomic_write", "srq"}
 
-// Parse reads the variables, as getenv has them, for the process pid. What is
-// wrong is named in the error; the settings are then those of the rest.
+// Parse reads the variables by getenv, for the process pid. The error names all wrong
+// values; the settings are valid all the same, as if those variables were not set.
 func Parse(getenv func(string) string, pid int) (*Settings, error) {
 	s := &Settings{Lock: "off", Identity: "verbena"}
 	var wrong []string
@@ -103,7 +102,7 @@ func Parse(getenv func(string) string, pid int) (*Settings, error) {
 			s.Window = n
 		}
 	}
-	// These two are the device's own; what it would not understand is refused here.
+	// The device reads these two itself. Values that it would not understand are refused here.
 	if v := getenv("VERBENA_DM_SIZE"); v != "" {
 		number := strings.TrimRight(v, "KMG")
 		if _, err := strconv.ParseUint(number, 10, 63); err != nil || len(v)-len(number) > 1 {
@@ -139,7 +138,7 @@ func Parse(getenv func(string) string, pid int) (*Settings, error) {
 	return s, nil
 }
 
-// split cuts a list, and drops what is empty.
+// split returns the words of a list without empty ones.
 func split(list, sep string) (words []string) {
 	for _, w := range strings.Split(list, sep) {
 		if w = strings.TrimSpace(w); w != "" {

@@ -186,7 +186,7 @@ func checkCgo(f *file) (bad []string) {
 // and the types that other packages' interfaces are made of.
 var harmless = regexp.MustCompile(`^(E[A-Z0-9]+|SIG[A-Z0-9]+|Errno|Signal|RawConn|Conn|WaitStatus|SysProcAttr)$`)
 
-// checkSyscalls: the engine's system calls stand in internal/sys. The command and
+// checkSyscalls: the device's system calls are in internal/sys. The command and
 // the benchmarks are programs like anybody's; each has an internal/sys of its own
 // for its few.
 func checkSyscalls(f *file) (bad []string) {

@@ -1,4 +1,4 @@
-// Package device is the engine around the protocol core (package qp). It has what the core
+// Package device is what stands around the protocol core (package qp). It has what the core
 // is free of: tables, locks, links, time and goroutines.
 //
 // The way of a work request, top-down:
@@ -261,8 +261,9 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 	return d
 }
 
-// StartPoller has the runtime start its network poller, with descriptors from a number on:
-// for an engine that shares its process with a program in C (internal/sys/poller.go).
+// StartPoller has the runtime start its network poller, with descriptors from a number on: for
+// the backend of the C library, which shares its process with a program in C
+// (internal/sys/poller.go).
 func StartPoller(above int) error { return sys.StartPoller(above) }
 
 func (d *Device) now() qp.Time { return time.Since(d.base) }

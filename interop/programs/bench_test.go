@@ -6,9 +6,8 @@ import (
 	"testing"
 )
 
-// BenchmarkCalls measures what a program pays for the library itself: the first
-// list of devices, and a WRITE of 8 bytes within the process from post to poll, one
-// by one and in lists of 16.
+// BenchmarkCalls measures the cost of the library itself: the first list of devices, and a
+// WRITE of 8 bytes within the process from post to poll, one by one and in lists of 16.
 func BenchmarkCalls(b *testing.B) {
 	for _, c := range []struct{ unit, name, arg string }{
 		{"ms-first-list", "first", ""}, {"ns-post-poll", "speed", "1"}, {"ns-in-lists-of-16", "speed", "16"},

@@ -14,7 +14,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// full tells whether the long matrices are wanted.
+// full is whether to run all cases, and for longer.
 var full = os.Getenv("VERBENA_FULL") != ""
 
 const root = "../.."
@@ -31,7 +31,7 @@ var build = sync.OnceValues(func() (string, error) {
 	return filepath.Abs(filepath.Join(root, "bin"))
 })
 
-// built returns the directory with the command, and with lib in it.
+// built returns the directory that contains the command, and the library in lib.
 func built(t testing.TB) string {
 	t.Helper()
 	dir, err := build()
@@ -41,7 +41,7 @@ func built(t testing.TB) string {
 	return dir
 }
 
-// need skips a test for want of something, and fails it in CI.
+// need skips a test if something is missing. In CI the test fails.
 func need(t testing.TB, ok bool, format string, args ...any) {
 	t.Helper()
 	if ok {

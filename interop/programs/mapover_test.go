@@ -1,7 +1,7 @@
 package programs
 
-// Memory that is registered and then mapped over, while a peer accesses it
-// (testdata/mapover.c): the peer must never reach what is mapped there next.
+// Memory that is registered and then mapped over while a peer accesses it
+// (testdata/mapover.c): the peer must never reach the new mapping.
 
 import (
 	"context"
@@ -14,12 +14,12 @@ import (
 	"testing"
 )
 
-// mapOverLinks are the links of the attack: who runs it, and by which way.
+// mapOverLinks are the links of the attack: in one process or two, and VERBENA_LINK.
 var mapOverLinks = []struct{ name, processes, link string }{
 	{"loop", "one", "local"}, {"local", "two", "local"}, {"udp", "two", "udp"},
 }
 
-// mapOverLine is what the program says of one way.
+// mapOverLine is what the program prints about one way to replace memory.
 type mapOverLine struct {
 	way                                                                      string
 	rounds, writeRounds, writeBytes, readRounds, readBytes, refused, slowest uint64
@@ -49,13 +49,14 @@ func parseMapOver(t *testing.T, out string, ways []string) (lines []mapOverLine)
 		}
 	}
 	if len(lines) != len(ways) || !strings.HasSuffix(out, "ok\n") {
-		t.Fatalf("%d ways were tried:\n%s", len(ways), out)
+		t.Fatalf("not ok, or without a line for each of %d ways:\n%s", len(ways), out)
 	}
 	return lines
 }
 
-// never wants no byte to have come through, and all peers to have been refused; but for
-// memory of System V, which is the region's until that is closed, as an adapter's is.
+// never checks that no access has reached the new memory, and that the peer was refused in
+// every round. Memory of System V is an exception: the region keeps the segment until it is
+// closed, as an adapter does, so the peer is never refused.
 func never(t *testing.T, lines []mapOverLine) {
 	t.Helper()
 	for _, l := range lines {
@@ -74,7 +75,7 @@ func never(t *testing.T, lines []mapOverLine) {
 	}
 }
 
-// With "verbena exec", whose preloaded library sees the calls, it holds for all of them.
+// With "verbena exec", whose preloaded library intercepts the calls, never holds for all ways.
 func TestMapOver(t *testing.T) {
 	seconds := "4"
 	if full {
@@ -91,7 +92,7 @@ func TestMapOver(t *testing.T) {
 	}
 }
 
-// The calls themselves: what they return, what becomes stale and what does not.
+// The intercepted calls: what they return, what becomes stale and what does not.
 func TestMaps(t *testing.T) {
 	libs := []string{"-L", built(t) + "/lib", "-libverbs"}
 	for _, c := range []struct{ name, flag string }{{"plain", "-g"}, {"address sanitizer", "-fsanitize=address"}} {
@@ -104,8 +105,9 @@ func TestMaps(t *testing.T) {
 	}
 }
 
-// Without it, for the calls that wait until the kernel's event was read, and for memory of
-// System V. What the others let through is printed, in the long run.
+// Without the preloaded library, never holds for the calls that wait until the kernel's event
+// is read, and for memory of System V. VERBENA_FULL also measures how often accesses reach
+// the new memory of the other calls.
 func TestMapOverNotPreloaded(t *testing.T) {
 	seconds := "1"
 	if full {
@@ -128,7 +130,7 @@ func TestMapOverNotPreloaded(t *testing.T) {
 		t.Run(l.name, func(t *testing.T) { never(t, attack(t, "dontneed", "munmap", "brk", "shm", "shm-remap")) })
 		t.Run(l.name+", what remains", func(t *testing.T) {
 			if !full {
-				t.Skip("full: measures, and wants nothing")
+				t.Skip("a measurement: only with VERBENA_FULL")
 			}
 			for _, line := range attack(t, "fixed", "mremap") {
 				t.Logf("%+v", line)

@@ -18,7 +18,7 @@ func compile(t testing.TB, name string) string {
 	return compileWith(t, name, "-L", built(t)+"/lib", "-libverbs")
 }
 
-// compileWith builds a program of testdata against other libraries.
+// compileWith builds a program of testdata with other flags and libraries.
 func compileWith(t testing.TB, name string, libs ...string) string {
 	t.Helper()
 	out := filepath.Join(t.TempDir(), name)
@@ -34,8 +34,8 @@ func compileWith(t testing.TB, name string, libs ...string) string {
 	return out
 }
 
-// badArgs are the seed and the length of what "bad" does at random: VERBENA_SEED, which
-// it prints when it fails, repeats it.
+// badArgs returns the arguments of "bad": a seed, and how many random calls it makes. "bad"
+// prints the seed if it fails; VERBENA_SEED repeats the run.
 func badArgs() []string {
 	seed, rounds := os.Getenv("VERBENA_SEED"), "3000"
 	if seed == "" {
@@ -47,11 +47,10 @@ func badArgs() []string {
 	return []string{seed, rounds}
 }
 
-// cancelArgs are those of "cancel": threads are cancelled after a random time.
+// cancelArgs returns the arguments of "cancel", which cancels threads after random times.
 func cancelArgs(how string) []string { return append([]string{how}, badArgs()[0], "300") }
 
-// Programs of our own, for what no tool does; each says "ok" when all was as it
-// should be.
+// Programs of our own, for what no tool does. Each prints "ok" at its end if nothing failed.
 func TestOwn(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -83,8 +82,7 @@ func TestOwn(t *testing.T) {
 	}
 }
 
-// Programs that were built with sanitizers, which have wishes of their own about who is
-// loaded when.
+// Programs that were built with sanitizers, which restrict how libraries are loaded.
 func TestSanitizers(t *testing.T) {
 	for _, kind := range []string{"address", "thread", "undefined"} {
 		t.Run(kind, func(t *testing.T) {
@@ -97,11 +95,11 @@ func TestSanitizers(t *testing.T) {
 	}
 }
 
-// Regions of one process that another one imports and uses, on both ways between
+// Regions of one process that another one imports and uses, on both links between
 // processes, as root and as an ordinary user.
 func TestImports(t *testing.T) {
 	lib := installed(t)
-	bin := lib + "/imports" // where everybody can read it
+	bin := lib + "/imports" // every user can read it there
 	if out, err := exec.Command("cp", compile(t, "imports"), bin).CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
@@ -122,8 +120,7 @@ func TestImports(t *testing.T) {
 	}
 }
 
-// Programs that were built for rdma-core's libmlx5: those parts of it that there are,
-// and how the rest is refused.
+// Programs that were built for rdma-core's libmlx5: what works, and how the rest is refused.
 func TestMlx5(t *testing.T) {
 	libs := []string{"-lmlx5", "-libverbs"}
 	const identity = "VERBENA_IDENTITY=mlx5"
@@ -149,8 +146,8 @@ func TestMlx5(t *testing.T) {
 	}
 }
 
-// Names and rates are those of rdma-core's library, as far as it knows them: a later
-// one may know more, or an earlier one less.
+// Names and rates are those of rdma-core's library. Those that it does not have are not
+// compared: an earlier release has fewer.
 func TestNames(t *testing.T) {
 	bin := compile(t, "names")
 	cmd := exec.Command(bin)
@@ -208,7 +205,7 @@ func TestPythonThreads(t *testing.T) {
 	}
 }
 
-// noRights runs a program as an ordinary user who may lock 64 KiB.
+// noRights returns a command that runs a program as an ordinary user who may lock 64 KiB.
 func noRights(t testing.TB) []string {
 	t.Helper()
 	need(t, os.Getuid() == 0, "only root can become an ordinary user")
@@ -231,7 +228,7 @@ func TestOrdinaryUser(t *testing.T) {
 	}
 }
 
-// installed copies the library to where everybody can read it.
+// installed copies the library to a directory that every user can read.
 func installed(t testing.TB) string {
 	t.Helper()
 	bin := built(t)

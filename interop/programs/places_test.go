@@ -1,7 +1,7 @@
 package programs
 
-// The same programs in other places: two network namespaces, under seccomp, beside
-// one that was killed, and in the view of "verbena ps".
+// The same programs in other places: in two network namespaces, under seccomp, and after one
+// was killed.
 
 import (
 	"context"
@@ -44,7 +44,7 @@ func newNetwork(t testing.TB) [2]string {
 		do(t, ip, "-n", ns[i], "addr", "add", fmt.Sprintf("10.79.0.%d/24", i+1), "dev", fmt.Sprintf("d%d", i))
 	}
 	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(20 * time.Millisecond) {
-		out, _ := exec.Command(ip, "-n", ns[1], "-o", "link", "show", "d1").CombinedOutput() // no answer is none yet
+		out, _ := exec.Command(ip, "-n", ns[1], "-o", "link", "show", "d1").CombinedOutput() // if it fails, it is tried again
 		if strings.Contains(string(out), "state UP") {
 			return ns
 		}
@@ -54,9 +54,9 @@ func newNetwork(t testing.TB) [2]string {
 	}
 }
 
-// Across two namespaces, as root and as an ordinary user: packets alone reach the
-// other side. The programs take the first device, which is not the loopback's; UCX takes
-// all that it sees.
+// Across two namespaces, as root and as an ordinary user: only packets reach the other side.
+// The programs use the first device, which is not that of the loopback interface; UCX uses
+// all devices that it sees.
 func TestNamespaces(t *testing.T) {
 	program(t, "ib_write_bw", "perftest")
 	program(t, "ucx_perftest", "ucx-utils")
@@ -106,8 +106,8 @@ func TestSeccomp(t *testing.T) {
 	}
 }
 
-// A program that is killed leaves nothing that the next one trips over; while it
-// runs, "verbena ps" shows it.
+// While a program runs, "verbena ps" shows it. When it is killed, nothing is left that
+// disturbs the next one.
 func TestKilled(t *testing.T) {
 	program(t, "ibv_rc_pingpong", "ibverbs-utils")
 	addr := address()

@@ -12,8 +12,8 @@ import (
 	"time"
 )
 
-// pyTests returns where rdma-core's own tests are: where python3-pyverbs puts them, or,
-// if its documentation was not installed, where scripts/setup.sh does.
+// pyTests returns the directory of rdma-core's own tests: that of the package
+// python3-pyverbs, or, if its documentation is not installed, that of scripts/setup.sh.
 func pyTests(t *testing.T) string {
 	t.Helper()
 	for _, dir := range []string{"/usr/share/doc/rdma-core/tests", root + "/.bin/rdma-core-tests"} {
@@ -47,11 +47,11 @@ var skips = []struct{ reason, row string }{
 	{`PCI device must be passed`, "mlx5: vfio"},
 }
 
-// notRun are modules that make no sense here, and their rows.
+// notRun has the modules that are not run, and their rows of that table.
 var notRun = map[string]string{"test_mlx5_huge_page": "mlx5: queues on huge pages"}
 
-// offered is how many tests must pass in modules where most may be skipped, for the
-// same reason as those that are offered would be.
+// offered is how many tests of a module must pass. It is for modules in which tests that must
+// pass, and others, could be skipped for the same reason.
 var offered = map[string]int{"test_mlx5_mkey": 6}
 
 // unpackTests copies rdma-core's tests and returns the directory above them.
@@ -93,13 +93,13 @@ func unpack(from, to string) error {
 }
 
 var (
-	// A result stands behind the test's name, or alone if the library has said something.
+	// A result follows the test's name, or is alone in its line if the library has printed something.
 	pyResult = regexp.MustCompile(`(?m)(?:\.\.\. |^)(ok|FAIL|ERROR|skipped '(.*)'|skipped "(.*)"|expected failure)$`)
 	pyRan    = regexp.MustCompile(`Ran (\d+) tests?`)
 )
 
-// rdma-core's own tests: all pass, or are skipped for a reason that the
-// documentation explains.
+// rdma-core's own tests: each passes, or is skipped for a reason that the documentation
+// explains.
 func TestPyverbs(t *testing.T) {
 	dir := unpackTests(t)
 	docs, err := os.ReadFile(root + "/docs/libibverbs.md")
@@ -151,8 +151,8 @@ func TestPyverbs(t *testing.T) {
 	}
 }
 
-// awaitHugePages waits while somebody else has all huge pages: tests that find some
-// want to use them.
+// awaitHugePages waits while other processes have all huge pages: if the machine has any, the
+// tests use them.
 func awaitHugePages(t *testing.T) {
 	t.Helper()
 	for range 60 {
@@ -169,10 +169,10 @@ func awaitHugePages(t *testing.T) {
 		}
 		time.Sleep(time.Second)
 	}
-	need(t, false, "somebody else has all huge pages")
+	need(t, false, "other processes have all huge pages")
 }
 
-// explained wants a skip to be one that the documentation has a row for.
+// explained checks that the documentation has a row for the reason of a skip.
 func explained(t *testing.T, reason, docs string) {
 	t.Helper()
 	for _, s := range skips {
@@ -181,12 +181,12 @@ func explained(t *testing.T, reason, docs string) {
 			return
 		}
 	}
-	t.Errorf("a test is skipped for a reason that nobody knows: %q", reason)
+	t.Errorf("a test is skipped for an unknown reason: %q", reason)
 }
 
 func wantRow(t *testing.T, row, what, docs string) {
 	t.Helper()
 	if !strings.Contains(docs, "| "+row+" |") {
-		t.Errorf("docs/libibverbs.md has no row for %q, by which %q is left out", row, what)
+		t.Errorf("docs/libibverbs.md has no row %q, to explain %q", row, what)
 	}
 }

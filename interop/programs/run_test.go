@@ -13,14 +13,14 @@ import (
 	"time"
 )
 
-// patience is how long a program may take: much longer than it needs, for a busy
-// machine is slow and not broken.
+// patience is how long a program may take: much longer than it needs, since the machine may
+// be busy.
 const patience = 3 * time.Minute
 
 var lastAddr atomic.Uint32
 
-// address returns a loopback address for a test of its own: devices of other tests,
-// and of other programs on this machine, do not meet it.
+// address returns a loopback address that no other test, and no other program on this
+// machine, uses.
 func address() string {
 	n := lastAddr.Add(1)
 	return fmt.Sprintf("127.78.%d.%d", os.Getpid()&0xff, n&0xff)
@@ -34,11 +34,11 @@ func port() string { return fmt.Sprint(20000 + uint32(os.Getpid())%2000*10 + las
 // side is one program of a test.
 type side struct {
 	args []string
-	env  []string // besides the environment
-	wrap []string // what it is run by: ip netns exec, setpriv and the like
+	env  []string // variables besides those of the test
+	wrap []string // a command that runs it, as ip netns exec or setpriv
 }
 
-// process is a program that runs.
+// process is a running program.
 type process struct {
 	name string
 	cmd  *exec.Cmd
@@ -69,7 +69,7 @@ func start(ctx context.Context, t testing.TB, s side) *process {
 	return p
 }
 
-// finish waits for a program and wants it to succeed.
+// finish waits for a program, which must succeed, and returns its output.
 func (p *process) finish(t testing.TB) string {
 	t.Helper()
 	<-p.done
@@ -79,7 +79,7 @@ func (p *process) finish(t testing.TB) string {
 	return p.out.String()
 }
 
-// run runs one program to its end and returns what it said.
+// run runs one program to its end and returns its output.
 func run(t testing.TB, s side) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
@@ -87,8 +87,7 @@ func run(t testing.TB, s side) string {
 	return start(ctx, t, s).finish(t)
 }
 
-// pair runs a server and then a client, which both must succeed, and returns what
-// they said.
+// pair runs a server and then a client, which both must succeed, and returns their output.
 func pair(t testing.TB, server, client side, tcp string) (fromServer, fromClient string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
@@ -114,7 +113,7 @@ func waitListening(t testing.TB, s *process, tcp string) {
 	want := fmt.Sprintf(":%04X ", n)
 	for {
 		for _, file := range []string{"tcp", "tcp6"} {
-			b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/net/%s", s.cmd.Process.Pid, file)) // gone: the server has ended
+			b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/net/%s", s.cmd.Process.Pid, file)) // it fails if the server has ended
 			for _, line := range strings.Split(string(b), "\n") {
 				f := strings.Fields(line)
 				if len(f) > 3 && f[3] == "0A" && strings.Contains(f[1]+" ", want) {
@@ -130,7 +129,7 @@ func waitListening(t testing.TB, s *process, tcp string) {
 	}
 }
 
-// between runs a tool as server and client, on one address each.
+// between runs a tool as server and client.
 func between(t testing.TB, args []string, env ...string) (fromServer, fromClient string) {
 	t.Helper()
 	tcp := port()

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// ibv_devices and ibv_devinfo show the device, and what it says of itself.
+// ibv_devices and ibv_devinfo show the devices and their attributes.
 func TestDevinfo(t *testing.T) {
 	program(t, "ibv_devinfo", "ibverbs-utils")
 	env := []string{"VERBENA_ADDR=" + address() + ";" + address()}
@@ -78,7 +78,7 @@ func TestUCX(t *testing.T) {
 		{"rc_verbs,ud_verbs:aux", "-t ucp_put_bw -s 100000", false}, {"rc_verbs,ud_verbs:aux", "-t ucp_get -s 100000", false},
 		{"rc_verbs,ud_verbs:aux", "-t ucp_fadd", true}, {"ud_verbs", "-t tag_lat -s 1000", true}, {"ud_verbs", "-t stream_bw", false},
 		{"rc_verbs,ud_verbs:aux", "-t tag_lat -E sleep -n 5000", true}, {"ud_verbs", "-t tag_lat -E sleep", false},
-		{"rc_verbs", "-t fadd -x rc_verbs -d verbena0:1", true}, // atomics of the device, not made of messages
+		{"rc_verbs", "-t fadd -x rc_verbs -d verbena0:1", true}, // the device's atomics, not UCX's by messages
 	} {
 		if !c.short && !full {
 			continue
@@ -95,16 +95,16 @@ func TestUCX(t *testing.T) {
 	}
 }
 
-// perftest: every operation, and the options that make it take another way. What it says
-// of itself shows that it took it: on a device that it does not know it leaves out inline
-// data and ibv_wr_*, so these cases show it one that it knows.
+// perftest: every operation, and the options that change how it does it. Its output shows
+// whether it has obeyed the option. On a device that it does not know it uses neither inline
+// data nor ibv_wr_*, so for these cases the device is an mlx5.
 func TestPerftest(t *testing.T) {
 	program(t, "ib_write_bw", "perftest")
 	const anyone, mlx5 = "", "mlx5"
 	const plain, srq, events, newPost, inline = "", `Using SRQ +: ON`, `Test with events`, `ibv_wr\* API +: ON`, `ibv_wr\* API +: ON(?s:.*)Max inline data : 64\[B\]`
 	for _, c := range []struct {
 		args  string
-		id    string // whose device it is shown
+		id    string // VERBENA_IDENTITY
 		says  string
 		short bool
 	}{
@@ -132,7 +132,7 @@ func TestPerftest(t *testing.T) {
 		}
 		t.Run(strings.TrimSpace(c.args+" "+c.id), func(t *testing.T) {
 			args := strings.Fields(c.args)
-			args = slices.Insert(args, 1, "-F", "-n", "200") // if it says otherwise, that counts
+			args = slices.Insert(args, 1, "-F", "-n", "200") // an -n in c.args comes later, and counts
 			_, out := between(t, args, "VERBENA_ADDR="+address(), "VERBENA_IDENTITY="+c.id)
 			if !strings.Contains(out, "#bytes") || !regexp.MustCompile(c.says).MatchString(out) {
 				t.Errorf("the client says\n%s\nwant %q", out, c.says)

@@ -1,11 +1,11 @@
 package rxe
 
-// The way of a run, top-down:
+// A run, top-down:
 //
-//  1. Check names what is missing; nothing is done halfway.
-//  2. build makes the guest's programs, in the directory that it will share.
+//  1. Check names what the host lacks, before anything is done.
+//  2. build makes the guest's programs, in the directory that host and guest share.
 //  3. The kernel and its image come from package vm.
-//  4. The guest's lines are read as it writes them; Run fails if it stops early.
+//  4. Run reads the guest's lines as it writes them, and fails if it ends too early.
 
 import (
 	"context"
@@ -25,7 +25,7 @@ import (
 // Suites are the Debian suites whose kernels the full list runs on.
 var Suites = []string{"stable", "sid"}
 
-// contents is what the guest finds of the host's.
+// contents lists the host's programs and files that the guest gets.
 var contents = vm.Contents{
 	Programs: []vm.Program{
 		{Name: "ip", Package: "iproute2"}, {Name: "tc", Package: "iproute2"}, {Name: "rdma", Package: "iproute2"},
@@ -42,26 +42,27 @@ var contents = vm.Contents{
 		{Name: "/etc/libibverbs.d/rxe.driver", Package: "ibverbs-providers"},
 		{Name: "/usr/lib/*/libibverbs/librxe-rdmav*.so", Package: "ibverbs-providers"},
 	},
-	// rxe looks its checksum up by name, so nothing names the module for it.
+	// The modules of the checksum come first: rxe looks the checksum up by name, so no
+	// dependency names them.
 	Modules: []string{"crc32_generic", "crc32_pclmul", "veth", "sch_netem", "rdma_rxe", "ib_uverbs", "rdma_ucm"},
 }
 
-// buildPrograms are needed to build the guest's programs, which are not ours alone.
+// buildPrograms are what build needs besides Go.
 var buildPrograms = []vm.Program{
 	{Name: "gcc", Package: "gcc"},
 	{Name: "/usr/include/infiniband/verbs.h", Package: "libibverbs-dev"},
 }
 
-// GiantMemMB is the memory that the long cases take: two buffers of 1 GiB.
+// GiantMemMB is the memory of a guest for the long cases, which have two buffers of 1 GiB.
 const GiantMemMB = 5120
 
-// Options say what is run.
+// Options say what Run runs.
 type Options struct {
-	Suite string        // whose kernel
+	Suite string        // the Debian suite of the kernel
 	Order result.Order  // which cases
 	Dir   string        // where results, console and captures are left
 	Limit time.Duration // for the whole machine. Zero: 10 minutes
-	MemMB int           // zero: enough
+	MemMB int           // zero: enough for all but the long cases
 }
 
 // Check returns an error that names what the host lacks.
@@ -69,9 +70,8 @@ func Check() error {
 	return vm.Check(append(append(append([]vm.Program{{Name: "busybox", Package: "busybox-static"}}, contents.Programs...), contents.Files...), buildPrograms...)...)
 }
 
-// Run runs the cases on a kernel. Each line of the guest is given to sink as it
-// comes. The error is about the run: failed cases are none, cases without a result
-// are.
+// Run runs the cases on a kernel. It calls sink with each line of the guest as it comes. It
+// returns an error if a case has no result; a case that failed is none.
 func Run(ctx context.Context, o Options, sink func(result.Line)) error {
 	if err := Check(); err != nil {
 		return err
@@ -121,7 +121,7 @@ func Run(ctx context.Context, o Options, sink func(result.Line)) error {
 	return errors.Join(err, ended.err())
 }
 
-// end knows whether the guest has done all that it announced.
+// end keeps account of whether the guest has done all that it announced.
 type end struct {
 	missing map[string]bool
 	fatal   []string
@@ -156,11 +156,11 @@ func (e *end) err() error {
 	return nil
 }
 
-// programs are what build leaves in the shared directory.
+// programs are the files that build leaves in the shared directory.
 var programs = []string{vm.GuestProgram, "verbena", "kverbs", "udpfloor"}
 
-// build makes the guest's programs. They find their libraries in the image; the one
-// with the cases has cgo, so that the kernel tells it of changes of its memory.
+// build makes the guest's programs. Their libraries are in the image. The one with the cases
+// has cgo, so that the kernel notifies it of changes of its mappings.
 func build(ctx context.Context, dir string) error {
 	root, err := moduleRoot(ctx)
 	if err != nil {
@@ -172,7 +172,7 @@ func build(ctx context.Context, dir string) error {
 	}{
 		{"CGO_ENABLED=1", []string{"go", "build", "-buildvcs=false", "-o", filepath.Join(dir, vm.GuestProgram), "./interop/rxe/guest"}},
 		{"CGO_ENABLED=0", []string{"go", "build", "-buildvcs=false", "-o", filepath.Join(dir, "verbena"), "./cmd/verbena"}},
-		{"", []string{"gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "kverbs"), "interop/rxe/kverbs/kverbs.c", "-libverbs"}},
+		{"", []string{"gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "kverbs"), "interop/rxe/kverbs/kverbs.c", "interop/rxe/kverbs/queues.c", "-libverbs"}},
 		{"", []string{"gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "udpfloor"), "interop/rxe/udpfloor/udpfloor.c"}},
 	} {
 		cmd := exec.CommandContext(ctx, b.args[0], b.args[1:]...)
@@ -185,7 +185,7 @@ func build(ctx context.Context, dir string) error {
 	return nil
 }
 
-// moduleRoot returns where the module's sources are.
+// moduleRoot returns the directory of the module.
 func moduleRoot(ctx context.Context) (string, error) {
 	out, err := exec.CommandContext(ctx, "go", "list", "-m", "-f", "{{.Dir}}").Output()
 	if err != nil {

@@ -14,8 +14,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// need skips a test for what is missing; in continuous integration that is a
-// failure.
+// need skips a test if something is missing. In continuous integration the test fails.
 func need(t *testing.T, err error) {
 	t.Helper()
 	if err == nil {
@@ -27,9 +26,8 @@ func need(t *testing.T, err error) {
 	t.Skip(err)
 }
 
-// TestKernel is the short form of `make interop`: one kernel, Debian stable's or
-// that of $VERBENA_KERNEL, and the most telling of the cases, each a subtest. With
-// VERBENA_FULL it is all of them.
+// TestKernel is the short form of `make interop`: one kernel, Debian stable's or that of
+// $VERBENA_KERNEL, and the short cases, each a subtest. With VERBENA_FULL it runs all cases.
 func TestKernel(t *testing.T) {
 	need(t, Check())
 	suite := os.Getenv("VERBENA_KERNEL")
@@ -57,8 +55,8 @@ func TestKernel(t *testing.T) {
 			}
 		})
 	}
-	if err = run(); err != nil && !planned { // the machine did not come up, which says nothing of ours
-		t.Logf("%v, before it said what it would do: once more", err)
+	if err = run(); err != nil && !planned { // the machine did not come up, for which ours is not to blame
+		t.Logf("%v, before it announced the cases: once more", err)
 		err = run()
 	}
 	if err != nil {
@@ -69,7 +67,7 @@ func TestKernel(t *testing.T) {
 // TestSoakGiants moves messages of 1 GiB, each operation both ways.
 func TestSoakGiants(t *testing.T) {
 	if os.Getenv("VERBENA_SOAK") == "" {
-		t.Skip("full: messages of 1 GiB are moved by make soak, which sets VERBENA_SOAK")
+		t.Skip("messages of 1 GiB: only with VERBENA_SOAK, which make soak sets")
 	}
 	need(t, Check())
 	o := Options{Suite: Suites[len(Suites)-1], Order: result.Order{Soak: true}, Dir: t.TempDir(), Limit: 2 * time.Hour, MemMB: GiantMemMB}
@@ -83,7 +81,7 @@ func TestSoakGiants(t *testing.T) {
 	}
 }
 
-// tell makes a test's result of a case's.
+// tell turns the result of a case into that of a test.
 func tell(t *testing.T, c *result.Case, dir, kept string) {
 	switch {
 	case c.Skip != "":
@@ -107,7 +105,7 @@ func tell(t *testing.T, c *result.Case, dir, kept string) {
 	}
 }
 
-// A guest that says less than it announced has failed, whatever it said.
+// A guest that has no result for a case that it announced has failed.
 func TestEnd(t *testing.T) {
 	plan := result.Line{Plan: &result.Plan{Cases: []string{"a", "b"}}}
 	a, b := result.Line{Case: &result.Case{Name: "a"}}, result.Line{Case: &result.Case{Name: "b", Err: "bad"}}

@@ -36,8 +36,8 @@ const (
 	modeLink = cpio.TypeSymlink | 0o777
 )
 
-// clean makes a name in the archive of a path. There is one /usr, as on Debian:
-// /bin, /sbin, /lib and /lib64 are links into it.
+// clean returns the name of a path in the archive. As on Debian, /bin, /sbin, /lib and /lib64
+// are links into /usr.
 func clean(name string) string {
 	name = strings.TrimPrefix(path.Clean(name), "/")
 	top, rest, _ := strings.Cut(name, "/")
@@ -79,8 +79,8 @@ func (a *archiver) entry(name string, mode cpio.FileMode, content io.Reader, siz
 
 func (a *archiver) dir(name string) error { return a.entry(name, modeDir, nil, 0) }
 
-// link writes a symbolic link, whose content is its target. The library's documentation
-// says that a link takes no content; version 1.0.1 takes it, and TestArchive looks.
+// link writes a symbolic link, whose content is its target. The documentation of package cpio
+// says that a link has no content; version 1.0.1 accepts it, which TestArchive checks.
 func (a *archiver) link(name, to string) error {
 	return a.entry(name, modeLink, strings.NewReader(to), int64(len(to)))
 }
@@ -89,7 +89,7 @@ func (a *archiver) text(name, text string, mode cpio.FileMode) error {
 	return a.entry(name, mode, strings.NewReader(text), int64(len(text)))
 }
 
-// file copies a file of the host, or what it links to.
+// file copies a file of the host; of a link, its target.
 func (a *archiver) file(name, from string) (err error) {
 	f, err := os.Open(from)
 	if err != nil {
@@ -118,7 +118,7 @@ func (a *archiver) close() error {
 	return a.buf.Flush()
 }
 
-// writeFile makes a file that is whole from the moment it is there.
+// writeFile makes a file, which appears with all its content or not at all.
 func writeFile(name string, content io.Reader) (err error) {
 	return writeFileBy(name, func(w io.Writer) error {
 		_, err := io.Copy(w, content)
@@ -136,7 +136,7 @@ func writeFileBy(name string, write func(io.Writer) error) (err error) {
 	}
 	defer func() {
 		if err != nil {
-			_ = os.Remove(f.Name()) // it is not there if the rename was done
+			_ = os.Remove(f.Name()) // what is left does no harm
 		}
 	}()
 	if err := write(f); err != nil {

@@ -1,8 +1,7 @@
-// Package vm boots Debian's kernels under software emulation, without privilege,
-// to run a program inside: tests against drivers that the host's kernel does not
-// have.
+// Package vm boots Debian's kernels in an emulator, without privileges, and runs a program in
+// them: for tests against drivers that the host's kernel does not have.
 //
-// The way of a run, file by file:
+// A run, file by file:
 //
 //  1. Check names what the host lacks (need.go).
 //  2. FindKernel fetches a kernel from the archive that the host's own packages
@@ -12,7 +11,6 @@
 //  4. Machine boots it with a directory of the host mounted as /share, where the
 //     guest finds its program and leaves its results (machine.go).
 //
-// The cache is $VERBENA_CACHE, or verbena in the user's cache directory. Whatever
-// is in it appears by a rename, whole, so that several runs may share it; it may
-// be deleted at any time.
+// The cache is $VERBENA_CACHE, or verbena in the user's cache directory. Files appear in it
+// by a rename, complete, so that several runs may share it. It may be deleted at any time.
 package vm

@@ -1,11 +1,11 @@
 package vm
 
-// The way of an image, top-down:
+// An image, top-down:
 //
-//  1. Image collects what belongs into it: programs and files with the libraries
-//     that they name, modules with those that they need.
-//  2. What was collected, with the times of all files, makes a key; an image of
-//     that key may be in the cache.
+//  1. collect lists its contents: programs and files with the libraries that they need,
+//     modules with those that they need.
+//  2. key makes a digest of that list and the times of all files. An image with that key
+//     may be in the cache.
 //  3. pack writes it.
 
 import (
@@ -25,18 +25,18 @@ import (
 	"time"
 )
 
-// Contents is what a guest finds besides the kernel.
+// Contents is what a guest gets besides the kernel.
 type Contents struct {
-	Programs []Program // of the host; reachable by their names
-	Files    []Program // more files of the host, by path (a * matches); at the same path in the guest
+	Programs []Program // of the host; in the guest's PATH
+	Files    []Program // other files of the host, by path, in which * matches; at the same path in the guest
 	Modules  []string  // kernel modules to load, in this order, after those that they need
 }
 
-// modules that every guest needs: for its disk-less life and the shared directory.
+// baseModules are what every guest needs for the shared directory.
 var baseModules = []string{"virtio_pci", "9pnet_virtio", "9p"}
 
-// init is the guest's first program. The kernel tells it nothing; all that differs
-// between runs is in the shared directory.
+// initScript is the guest's first program. It gets no arguments: all that differs between
+// runs is in the shared directory.
 const initScript = `#!/bin/sh
 export PATH=/usr/bin:/bin HOME=/tmp
 mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev
@@ -52,7 +52,7 @@ sync; poweroff -f
 // directory mounted as /share. When it ends, the machine is switched off.
 const GuestProgram = "main"
 
-// collected is the input of an image: where things are, and where they go.
+// collected lists the host's files for an image.
 type collected struct {
 	programs []string
 	files    []string
@@ -60,7 +60,7 @@ type collected struct {
 	modules  []string // in the order of loading
 }
 
-// Image returns an initramfs for the kernel, from the cache if it has it.
+// Image returns the path of an initramfs for the kernel, from the cache if it is there.
 func Image(ctx context.Context, k *Kernel, c Contents) (string, error) {
 	cache, err := CacheDir()
 	if err != nil {
@@ -86,8 +86,8 @@ func Image(ctx context.Context, k *Kernel, c Contents) (string, error) {
 	return name, err
 }
 
-// forget deletes older images of a kernel, but none that somebody may be about to
-// boot.
+// forget deletes older images of a kernel, except those of the last hour, which another run
+// may be about to boot.
 func forget(dir, version, keep string) error {
 	old, err := filepath.Glob(filepath.Join(dir, version+"-*.cpio"))
 	if err != nil {
@@ -128,7 +128,7 @@ func collect(ctx context.Context, k *Kernel, c Contents) (*collected, error) {
 			all.libs = append(all.libs, libs...)
 		}
 	}
-	// Threads that are cancelled load it by name.
+	// The C library loads it by name when a thread is cancelled.
 	if gcc, err := find("/usr/lib/*/libgcc_s.so.1"); err == nil {
 		all.libs = append(all.libs, gcc)
 	}
@@ -150,12 +150,11 @@ func collect(ctx context.Context, k *Kernel, c Contents) (*collected, error) {
 
 var libraryPath = regexp.MustCompile(`(?m)(/\S+) \(0x[0-9a-f]+\)$`)
 
-// libraries returns the shared libraries that a file names, and those that these
-// name.
+// libraries returns the shared libraries that a file needs, directly or not.
 func libraries(ctx context.Context, path string) ([]string, error) {
 	out, err := exec.CommandContext(ctx, "ldd", path).CombinedOutput()
 	if err != nil {
-		// A static program, a script or a text: ldd has no better way to say so.
+		// A static program, a script or a text: ldd reports that only by this message.
 		if s := string(out); strings.Contains(s, "not a dynamic executable") || strings.Contains(s, "statically linked") {
 			return nil, nil
 		}
@@ -168,10 +167,10 @@ func libraries(ctx context.Context, path string) ([]string, error) {
 	return libs, nil
 }
 
-// modulesFor returns the files of a module and those it needs, in the order of
-// loading. A module that is built into the kernel has none, and the packages of
-// some kernels do not say which those are: what is not found is taken to be built
-// in. If it is not, the guest will miss it and say so.
+// modulesFor returns the files of a module and of those that it needs, in the order of
+// loading. A module that is built into the kernel has no file, and the packages of some
+// kernels do not list those: a module that is not found is taken to be built in. If it is
+// not, the guest's program will fail.
 func modulesFor(ctx context.Context, k *Kernel, name string) ([]string, error) {
 	modprobe, err := find("modprobe")
 	if err != nil {
@@ -194,8 +193,7 @@ func modulesFor(ctx context.Context, k *Kernel, name string) ([]string, error) {
 	return files, nil
 }
 
-// key is a digest of everything that the image is made of; of files it takes
-// name, size and time.
+// key returns a digest of the image's contents: of each file the name, size and time.
 func (c *collected) key(k *Kernel) (string, error) {
 	h := sha256.New()
 	fmt.Fprintln(h, initScript, k.Version)
@@ -234,7 +232,7 @@ func (c *collected) pack(ctx context.Context, w io.Writer) error {
 			return err
 		}
 	}
-	// Busybox's own commands come last: a program of the host goes before.
+	// Busybox's commands come last: entry ignores those that are there as a program of the host.
 	applets, err := exec.CommandContext(ctx, c.programs[0], "--list").Output()
 	if err != nil {
 		return fmt.Errorf("busybox --list: %w", err)
@@ -268,7 +266,7 @@ func (c *collected) pack(ctx context.Context, w io.Writer) error {
 	return a.close()
 }
 
-// packModule packs a module, unpacked, and returns its name.
+// packModule adds a module, without its compression, and returns its name.
 func packModule(ctx context.Context, a *archiver, file string) (string, error) {
 	base := filepath.Base(file)
 	name, packed := strings.CutSuffix(base, ".xz")

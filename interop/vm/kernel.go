@@ -1,14 +1,14 @@
 package vm
 
-// The way of a kernel, top-down:
+// A kernel, top-down:
 //
-//  1. FindKernel looks into the cache; a kernel that was looked up within a month
-//     is taken as it is.
-//  2. archive asks apt where the host's Debian packages come from.
-//  3. lookup reads the index of the wanted suite there, with a state of its own
-//     beside the host's, and finds the kernel that linux-image-amd64 stands for.
-//     apt checks signatures and sums, and goes through the host's proxies.
-//  4. download unpacks it into the cache; nothing is installed.
+//  1. FindKernel looks into the cache. A kernel that was looked up within the last month is
+//     used as it is.
+//  2. archive asks apt for the archive that the host's Debian packages come from.
+//  3. fetchKernel reads the index of the suite there, with a state of apt's of its own, and
+//     finds the kernel that linux-image-amd64 depends on. apt checks signatures and sums,
+//     and uses the host's proxies.
+//  4. download unpacks the kernel into the cache; nothing is installed.
 
 import (
 	"bytes"
@@ -30,16 +30,15 @@ type Kernel struct {
 	Suite   string // "stable", "sid" or a release's name
 	Release string // as uname -r has it
 	Version string // of the Debian package
-	Dir     string `json:"-"` // the unpacked packages, with an index of the modules
+	Dir     string `json:"-"` // the unpacked packages, with the modules' index of depmod
 	Image   string `json:"-"` // the kernel itself
 }
 
-// lookupAge is how long the answer to "which kernel does the suite have" is
-// taken from the cache.
+// lookupAge is for how long FindKernel trusts the cache about which kernel a suite has.
 const lookupAge = 30 * 24 * time.Hour
 
-// FindKernel returns a suite's kernel, from the cache or from the archive. Without
-// a network an old answer from the cache is better than none.
+// FindKernel returns a suite's kernel, from the cache or from the archive. If the archive
+// cannot be read, an older kernel from the cache will do.
 func FindKernel(ctx context.Context, suite string) (*Kernel, error) {
 	if !regexp.MustCompile(`^[a-z][a-z0-9-]*$`).MatchString(suite) {
 		return nil, fmt.Errorf("%q is not the name of a Debian suite", suite)
@@ -67,8 +66,8 @@ func FindKernel(ctx context.Context, suite string) (*Kernel, error) {
 	return fresh, writeFile(record, bytes.NewReader(b))
 }
 
-// readRecord reads what was found out about a suite; nil if that is nothing, or
-// the kernel is gone.
+// readRecord reads which kernel a suite has, and how long ago that was looked up; nil if there
+// is no record, or the kernel is not in the cache.
 func readRecord(name string) (*Kernel, time.Duration) {
 	b, err := os.ReadFile(name)
 	if err != nil {
@@ -132,9 +131,9 @@ func newApt(ctx context.Context, dir, uri, suite string) (*apt, error) {
 		"Dir::Cache=" + filepath.Join(dir, "cache"),
 		"APT::Architecture=amd64",
 		"APT::Architectures=amd64",
-		"APT::Sandbox::User=", // no other user could write here
+		"APT::Sandbox::User=", // another user could not write here
 		"Acquire::Languages=none",
-		// A mirror that is behind has an old kernel, and it will do.
+		// An old kernel, of a mirror that is behind, will do.
 		"Acquire::Check-Valid-Until=false",
 		"Debug::NoLocking=1", // the directory is ours alone
 	} {
@@ -160,7 +159,7 @@ var (
 	versionLine    = regexp.MustCompile(`(?m)^Version: (\S+)`)
 )
 
-// fetchKernel looks a suite's kernel up, and fetches it unless it is there.
+// fetchKernel looks up a suite's kernel, and downloads it unless it is in the cache.
 func fetchKernel(ctx context.Context, dir, suite string) (*Kernel, error) {
 	uri, err := archive(ctx)
 	if err != nil {
@@ -174,7 +173,7 @@ func fetchKernel(ctx context.Context, dir, suite string) (*Kernel, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer func() { _ = os.RemoveAll(tmp) }() // what is left is a nuisance, no more
+	defer func() { _ = os.RemoveAll(tmp) }() // sweep removes what is left
 	a, err := newApt(ctx, tmp, uri, suite)
 	if err != nil {
 		return nil, err
@@ -182,7 +181,7 @@ func fetchKernel(ctx context.Context, dir, suite string) (*Kernel, error) {
 	if _, err := a.run("apt-get", "-qq", "update"); err != nil {
 		return nil, err
 	}
-	// update may warn only; then nothing is found here.
+	// If update has failed with a warning only, nothing is found here.
 	meta, err := a.run("apt-cache", "show", "--no-all-versions", "linux-image-amd64")
 	if err != nil {
 		return nil, err
@@ -200,7 +199,7 @@ func fetchKernel(ctx context.Context, dir, suite string) (*Kernel, error) {
 	if err := a.download(tree, k.Release); err != nil {
 		return nil, err
 	}
-	// Somebody may have been quicker: theirs is as good.
+	// Another run may have been faster: its tree is the same.
 	if err := os.Rename(tree, k.Dir); err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, err
 	}
@@ -208,10 +207,9 @@ func fetchKernel(ctx context.Context, dir, suite string) (*Kernel, error) {
 	return k, err
 }
 
-// sweep removes what runs that were killed have left. It is no matter if it
-// cannot.
+// sweep removes what killed runs have left, as far as it can.
 func sweep(dir string) {
-	old, _ := filepath.Glob(filepath.Join(dir, "tmp.*")) // the pattern is right
+	old, _ := filepath.Glob(filepath.Join(dir, "tmp.*")) // the pattern is valid
 	for _, name := range old {
 		if st, err := os.Stat(name); err == nil && time.Since(st.ModTime()) > 24*time.Hour {
 			_ = os.RemoveAll(name)
@@ -261,7 +259,7 @@ func kernelImage(tree, release string) (string, error) {
 	return "", fmt.Errorf("no kernel %s under %s", release, tree)
 }
 
-// run runs a program that says nothing if all is well.
+// run runs a program whose output matters only if it fails.
 func run(ctx context.Context, name string, args ...string) error {
 	path, err := find(name)
 	if err != nil {

@@ -24,23 +24,23 @@ type Machine struct {
 	Share  string        // a directory of the host; /share in the guest, which may write there
 	MemMB  int           // zero: 3072
 	CPUs   int           // zero: 2
-	Limit  time.Duration // after which the machine is switched off. Zero: 10 minutes
+	Limit  time.Duration // the machine is switched off after this time. Zero: 10 minutes
 }
 
-// ConsoleLog is the file in the shared directory that has what the kernel and the
-// guest's program said.
+// ConsoleLog is the file in the shared directory with the output of the kernel and the
+// guest's program.
 const ConsoleLog = "console.log"
 
-// Results is the file in the shared directory whose lines Run hands on while the
-// guest writes them.
+// Results is the file in the shared directory whose lines Run passes on while the guest
+// writes them.
 const Results = "results.jsonl"
 
-// Run boots the machine and waits until it is off. Each line that the guest adds to
-// Results is given to line, in order. A guest that does not switch itself off in
-// time is an error, and so is one that cannot be booted.
+// Run boots the machine and waits until it is off. It calls line with each line that the guest
+// appends to Results. It returns an error if the guest cannot be booted, or is not off in
+// time.
 //
-// The machine never outlives the caller: the kernel ends it with the thread that
-// started it.
+// The machine never outlives the caller: the host's kernel kills the emulator when the thread
+// that started it ends.
 func (m *Machine) Run(ctx context.Context, line func([]byte)) error {
 	limit := m.Limit
 	if limit == 0 {
@@ -61,7 +61,7 @@ func (m *Machine) Run(ctx context.Context, line func([]byte)) error {
 	wg.Go(func() { ended <- m.boot(ctx) })
 	err = follow(f, ended, line)
 	late := ctx.Err() != nil
-	cancel() // if it is not off, the results cannot be read
+	cancel() // follow has failed if the machine is not off
 	wg.Wait()
 	if late {
 		err = fmt.Errorf("the machine was not done after %v: %w\n%s", limit, ctx.Err(), m.lastWords())
@@ -84,14 +84,14 @@ func (m *Machine) boot(ctx context.Context) error {
 	if cpus == 0 {
 		cpus = 2
 	}
-	// Software emulation works everywhere, and alike. Where /dev/kvm boots Debian's
-	// kernels, VERBENA_VM_ACCEL=kvm is quicker.
+	// Software emulation works everywhere in the same way. Where /dev/kvm can boot Debian's
+	// kernels, VERBENA_VM_ACCEL=kvm is faster.
 	accel := os.Getenv("VERBENA_VM_ACCEL")
 	if accel == "" {
 		accel = "tcg,thread=multi"
 	}
-	// An emulator multiplies without carries bit by bit, which makes of the quickest
-	// way to a checksum the slowest; without the instruction programs use tables.
+	// The emulator does carry-less multiplications bit by bit, so the fastest way to compute a
+	// checksum becomes the slowest. Without the instruction programs use tables.
 	const cpu = "max,-pclmulqdq"
 	log, err := os.Create(filepath.Join(m.Share, ConsoleLog))
 	if err != nil {
@@ -107,13 +107,13 @@ func (m *Machine) boot(ctx context.Context) error {
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	cmd.WaitDelay = 5 * time.Second
-	runtime.LockOSThread() // the signal comes when the thread ends
+	runtime.LockOSThread() // Pdeathsig is sent when this thread ends
 	defer runtime.UnlockOSThread()
 	err = cmd.Run()
 	return errors.Join(err, log.Close())
 }
 
-// follow hands on the lines of a file that grows until the end is announced.
+// follow passes on the lines of a growing file, until ended has a value.
 func follow(f *os.File, ended <-chan error, line func([]byte)) error {
 	var rest []byte
 	buf := make([]byte, 64<<10)
@@ -140,14 +140,14 @@ func follow(f *os.File, ended <-chan error, line func([]byte)) error {
 				if err != nil {
 					return err
 				}
-				last = true // once more, for what was written meanwhile
+				last = true // read once more: lines may have been written meanwhile
 			case <-time.After(100 * time.Millisecond):
 			}
 		}
 	}
 }
 
-// lastWords returns the end of what the guest said.
+// lastWords returns the end of the console log.
 func (m *Machine) lastWords() string {
 	b, err := os.ReadFile(filepath.Join(m.Share, ConsoleLog))
 	if err != nil {
@@ -157,5 +157,5 @@ func (m *Machine) lastWords() string {
 	if len(b) > most {
 		b = b[len(b)-most:]
 	}
-	return "the console's last words:\n" + string(b)
+	return "the end of the console log:\n" + string(b)
 }

@@ -10,13 +10,13 @@ import (
 	"strings"
 )
 
-// Program is a command that must be there, on the host or in the guest.
+// Program is a program or a file that the host must have.
 type Program struct {
 	Name    string
-	Package string // Debian's, that it comes from
+	Package string // the Debian package that has it
 }
 
-// hostPrograms are what this package itself runs.
+// hostPrograms are the programs that this package runs.
 var hostPrograms = []Program{
 	{"qemu-system-x86_64", "qemu-system-x86"},
 	{"depmod", "kmod"},
@@ -27,10 +27,10 @@ var hostPrograms = []Program{
 	{"ldd", "libc-bin"},
 }
 
-// MissingError says what the host lacks.
+// MissingError lists what the host lacks.
 type MissingError struct {
-	What     []string // in words, or programs
-	Packages []string // that would mend it
+	What     []string // programs, or descriptions
+	Packages []string // Debian packages that have them
 }
 
 func (e *MissingError) Error() string {
@@ -41,8 +41,8 @@ func (e *MissingError) Error() string {
 	return s
 }
 
-// Check returns a *MissingError if the host lacks what booting takes, or one of
-// the programs.
+// Check returns a *MissingError if the host lacks what this package needs, or one of the
+// programs.
 func Check(programs ...Program) error {
 	if runtime.GOOS != "linux" || runtime.GOARCH != "amd64" {
 		return &MissingError{What: []string{"an amd64 Linux host (the guest runs the host's programs)"}}
@@ -62,8 +62,8 @@ func Check(programs ...Program) error {
 	return &e
 }
 
-// find finds a program, also where an ordinary user's PATH does not look. A path
-// with a * is taken as a pattern, of which the first match counts.
+// find finds a program, also in directories that an ordinary user's PATH does not have. A
+// name with a slash is a path, in which * matches; the first match counts.
 func find(name string) (string, error) {
 	if strings.Contains(name, "/") {
 		found, err := filepath.Glob(name)
@@ -87,14 +87,14 @@ func find(name string) (string, error) {
 	return "", fmt.Errorf("%s: %w", name, exec.ErrNotFound)
 }
 
-// CacheDir returns where kernels and images are kept.
+// CacheDir returns the directory for kernels and images.
 func CacheDir() (string, error) {
 	if dir := os.Getenv("VERBENA_CACHE"); dir != "" {
 		return filepath.Abs(dir)
 	}
 	dir, err := os.UserCacheDir()
 	if err != nil {
-		return "", fmt.Errorf("no place to keep kernels, set VERBENA_CACHE: %w", err)
+		return "", fmt.Errorf("no directory to keep kernels in, set VERBENA_CACHE: %w", err)
 	}
 	return filepath.Join(dir, "verbena"), nil
 }

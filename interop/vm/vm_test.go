@@ -95,7 +95,7 @@ func TestMissing(t *testing.T) {
 	}
 }
 
-// What is in the cache appears whole, or not at all.
+// A file appears in the cache with all its content, or not at all.
 func TestWriteFile(t *testing.T) {
 	dir := t.TempDir()
 	name := filepath.Join(dir, "sub", "file")
@@ -120,7 +120,7 @@ func TestWriteFile(t *testing.T) {
 	}
 }
 
-// The cache may be moved, and a record without its kernel is worth nothing.
+// The cache may be moved, and a record without its kernel is ignored.
 func TestRecord(t *testing.T) {
 	dir := t.TempDir()
 	record := filepath.Join(dir, "sid.json")
@@ -140,8 +140,8 @@ func TestRecord(t *testing.T) {
 	}
 }
 
-// Lines are handed on whole, however they are written, and the last ones are not
-// lost when the machine goes off.
+// follow passes on complete lines, however they are written, and also those that are written
+// just before the end.
 func TestFollow(t *testing.T) {
 	name := filepath.Join(t.TempDir(), "results")
 	w, err := os.Create(name)

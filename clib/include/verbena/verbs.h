@@ -1,7 +1,6 @@
 /*
- * Names of verbs that infiniband/verbs.h does not have, or not any more: early
- * on-demand paging had verbs of its own. Each is a few lines on today's verbs, so
- * that programs and examples of that time compile.
+ * Verbs of early on-demand paging, which infiniband/verbs.h does not have. Each is a
+ * few lines on verbs that it has, so that programs and examples of that time compile.
  */
 #ifndef VERBENA_VERBS_H
 #define VERBENA_VERBS_H
@@ -26,9 +25,9 @@ enum {
 };
 
 /*
- * ibv_query_odp_caps tells what on-demand paging the device does. Today it is part
- * of ibv_query_device_ex. Returns 0 or an errno: EINVAL if caps_size is not that of
- * the structure.
+ * ibv_query_odp_caps stores what on-demand paging the device supports, a part of what
+ * ibv_query_device_ex returns. It returns 0 or an errno: EINVAL if caps_size is not
+ * that of the structure.
  */
 static inline int ibv_query_odp_caps(struct ibv_context *context, struct ibv_odp_caps *caps, size_t caps_size)
 {
@@ -43,7 +42,7 @@ static inline int ibv_query_odp_caps(struct ibv_context *context, struct ibv_odp
 	return err;
 }
 
-/* What ibv_prefetch_mr is to bring in; flags are 0 or IBV_ACCESS_LOCAL_WRITE. */
+/* The range that ibv_prefetch_mr brings in; flags are 0 or IBV_ACCESS_LOCAL_WRITE. */
 struct ibv_prefetch_attr {
 	uint32_t comp_mask;
 	int flags;
@@ -52,9 +51,9 @@ struct ibv_prefetch_attr {
 };
 
 /*
- * ibv_prefetch_mr brings pages of an on-demand region into memory. Today it is
- * ibv_advise_mr. Returns 0 or an errno: EFAULT if the range is not inside the
- * region or not mapped, EINVAL for an unknown flag or size.
+ * ibv_prefetch_mr brings pages of an on-demand region into memory, by ibv_advise_mr.
+ * It returns 0 or an errno: EFAULT if the range is not inside the region or not
+ * mapped, EINVAL for an unknown flag or size.
  */
 static inline int ibv_prefetch_mr(struct ibv_mr *mr, struct ibv_prefetch_attr *attr, size_t attr_size)
 {

@@ -2,8 +2,8 @@
  * Bad input: handles that are null or stale, absurd sizes, bad masks. Each gets the
  * errno that the man page names, and the program goes on.
  *
- * First cases that somebody has thought of; then many at random, from a seed, on a
- * handful of objects of which the program knows who uses whom.
+ * First known cases. Then random calls, from a seed, on a few objects; the program keeps
+ * account of which object uses which, and so knows which calls must fail.
  */
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -19,8 +19,7 @@
 		WANT(errno == (err));                                                                                  \
 	} while (0)
 
-/* A list of ibv_wr_* that does not fit is posted not at all; nor is one with a mistake
- * in it. */
+/* Of a list by ibv_wr_* that does not fit, or has a mistake in it, nothing is posted. */
 static void lists(struct ibv_context *ctx, struct ibv_pd *pd)
 {
 	struct self s = {.ctx = ctx, .pd = pd};
@@ -159,7 +158,7 @@ static void known_cases(void)
 	struct ibv_async_event ev;
 	WANT(ibv_get_async_event(s.ctx, &ev) == -1 && errno == EAGAIN);
 	struct ibv_qp *qp = s.qp[1];
-	use_self(&s); /* all is well after all that */
+	use_self(&s); /* everything still works */
 	WANT(!ibv_destroy_qp(qp) && ibv_destroy_qp(qp) == EINVAL && ibv_post_recv(qp, rr, &rbad) == EINVAL);
 	WANT(!ibv_destroy_qp(s.qp[0]) && !ibv_destroy_cq(s.cq) && !ibv_dealloc_pd(s.pd));
 	WANT(ibv_dealloc_pd(s.pd) == EINVAL && !ibv_close_device(s.ctx) && ibv_close_device(s.ctx) == EINVAL);
@@ -174,7 +173,7 @@ struct object {
 	enum kind kind;
 	void *p;
 	int live, uses, xrc, parent;
-	struct object *on[5]; /* what it uses */
+	struct object *on[5]; /* the objects that it uses */
 };
 
 enum { OBJECTS = 400, DEEP = 8 };
@@ -198,7 +197,7 @@ static uint32_t any(void) /* splitmix64 */
 static uint32_t below(uint32_t n) { return any() % n; }
 static int often(void) { return below(4) != 0; }
 
-/* odd is a number at which something may go wrong. */
+/* odd returns a number that is often an edge case. */
 static uint64_t odd(void)
 {
 	static const uint64_t odds[] = {0, 1, 2, 15, 16, 17, 255, 4096, 65535, 1 << 20, 0x7fffffff, 0x80000000, UINT32_MAX,
@@ -206,7 +205,7 @@ static uint64_t odd(void)
 	return below(5) ? odds[below(sizeof odds / sizeof *odds)] : any();
 }
 
-/* A choice of an object: mostly one that is there. */
+/* A randomly chosen object, mostly a live one. */
 struct choice {
 	struct object *o;
 	void *p;
@@ -227,8 +226,8 @@ static struct choice choose(enum kind kind, int null_too)
 	return c;
 }
 
-/* made notes what a verb has returned, and wants that it was right to: bad says that
- * it must not have succeeded, sure that it must have. */
+/* made checks and notes the object that a verb has returned. If bad, the verb must have
+ * failed; if sure, it must have succeeded. */
 static struct object *made(enum kind kind, void *p, int bad, int sure, const char *verb)
 {
 	int err = errno;
@@ -246,7 +245,7 @@ static struct object *made(enum kind kind, void *p, int bad, int sure, const cha
 	WANT(!bad);
 	struct object *o = NULL;
 	for (int i = 0; i < num; i++)
-		if (all[i].p == p) /* its memory was that of one that is gone */
+		if (all[i].p == p) /* the memory of a destroyed object is reused */
 			all[i].p = NULL;
 	for (int i = 0; i < num && !o; i++)
 		if (!all[i].p || (num == OBJECTS && !all[i].live))
@@ -270,7 +269,7 @@ static void uses(struct object *o, struct object *what)
 		}
 }
 
-/* returned checks an errno that a verb has returned. */
+/* returned checks an errno that a verb has returned; bad and sure as for made. */
 static void returned(int r, int bad, int sure, const char *verb)
 {
 	done++;
@@ -309,7 +308,7 @@ static int unmake(enum kind kind, void *p)
 	}
 }
 
-/* Destroying: what is used is busy, what is gone is refused. */
+/* Destroying: EBUSY for an object in use, EINVAL for one that is destroyed. */
 static void destroy(struct choice c, enum kind kind)
 {
 	int want = !c.good ? EINVAL : c.o->uses ? EBUSY : 0, r = unmake(kind, c.p);
@@ -371,7 +370,7 @@ static void make_region(void)
 		 pd.good && iova < 1ULL << 48, "ibv_reg_mr_iova");
 	uses(o, pd.o);
 	struct choice dm = choose(DM, 1);
-	if (!pd.p) /* the header looks at it */
+	if (!pd.p) /* functions in the header dereference it */
 		return;
 	errno = 0;
 	o = made(MR, ibv_alloc_null_mr(pd.p), !pd.good, pd.good, "ibv_alloc_null_mr");
@@ -399,7 +398,7 @@ static void make_memory(void)
 	int plain = a.length == 64 && !a.log_align_req && !a.comp_mask;
 	errno = 0;
 	struct ibv_dm *dm = ibv_alloc_dm(ctx, &a);
-	if (dm && a.length != 64) { /* the others take it for one of 64 bytes */
+	if (dm && a.length != 64) { /* the checks below, and in make_region, expect 64 bytes */
 		WANT(a.length && !a.comp_mask && !ibv_free_dm(dm));
 		return;
 	}
@@ -522,7 +521,7 @@ static void change(void)
 	struct ibv_qp_init_attr ia;
 	int mask = often() ? IBV_QP_STATE | (int)(any() & 0x1fffff) : (int)any();
 	returned(ibv_modify_qp(q.p, often() ? &a : NULL, mask), !q.good, 0, "ibv_modify_qp");
-	if (q.good && below(2)) { /* back to where all is possible again */
+	if (q.good && below(2)) { /* from here all states can be reached again */
 		a.qp_state = IBV_QPS_RESET;
 		returned(ibv_modify_qp(q.p, &a, IBV_QP_STATE), 0, 1, "ibv_modify_qp to RESET");
 		a = (struct ibv_qp_attr){.qp_state = IBV_QPS_INIT, .port_num = 1};
@@ -530,7 +529,7 @@ static void change(void)
 	}
 	returned(ibv_query_qp(q.p, &a, mask, &ia), !q.good, q.good, "ibv_query_qp");
 	struct ibv_srq_attr sa = {.max_wr = (uint32_t)odd(), .srq_limit = (uint32_t)odd()};
-	mask = often() ? IBV_SRQ_LIMIT : (int)any() & ~IBV_SRQ_MAX_WR; /* its size is what is counted on */
+	mask = often() ? IBV_SRQ_LIMIT : (int)any() & ~IBV_SRQ_MAX_WR; /* not its size */
 	returned(ibv_modify_srq(s.p, &sa, mask), !s.good || mask & ~IBV_SRQ_LIMIT, 0, "ibv_modify_srq");
 	returned(ibv_query_srq(s.p, &sa), !s.good, s.good, "ibv_query_srq");
 	WANT(!s.good || sa.max_wr == DEEP || sa.max_wr > 0);
@@ -557,7 +556,7 @@ static void ask(void)
 	WANT(ibv_query_gid(c, port, index, &gid) == (good && port == 1 && !index ? 0 : -1));
 	WANT(ibv_query_pkey(c, port, index, &key) == (good && port == 1 && !index ? 0 : -1));
 	WANT(ibv_get_pkey_index(c, port, htons(0x1234)) == -1);
-	if (c) /* the header looks at it */
+	if (c) /* the header dereferences it */
 		returned(ibv_query_port(c, port, &pa), !good || port != 1, good && port == 1, "ibv_query_port");
 	struct ibv_async_event ev;
 	errno = 0;
@@ -588,7 +587,7 @@ static void ask(void)
 		returned(ibv_get_srq_num(s.p, &number), !s.good, s.good && s.o->xrc, "ibv_get_srq_num");
 }
 
-/* Requests: most are refused by queue pairs that are not ready; none does harm. */
+/* Requests: queue pairs that are not ready refuse most of them; none may crash. */
 static void post(void)
 {
 	struct choice q = choose(QP, 0), s = choose(SRQ, 0), c = choose(CQ, 0), ah = choose(AH, 1), mw = choose(MW, 0), pd = choose(PD, 0);
@@ -596,7 +595,7 @@ static void post(void)
 	struct ibv_sge sge[2] = {{(uintptr_t)memory, below(64), any()}, {odd(), (uint32_t)odd(), any()}};
 	int num_sge = often() ? 1 : (int)odd();
 	if (num_sge > 2)
-		num_sge = 1 << 20; /* more than any queue takes: they are not looked at */
+		num_sge = 1 << 20; /* more than any queue takes: refused before sge is read */
 	struct ibv_send_wr wr = {.sg_list = often() ? sge : NULL, .num_sge = num_sge, .opcode = (enum ibv_wr_opcode)below(20),
 				 .send_flags = often() ? any() & (IBV_SEND_SIGNALED | IBV_SEND_FENCE) : any() & ~(unsigned int)IBV_SEND_INLINE,
 				 .wr = {.rdma = {odd(), any()}}}, *bad = NULL;
@@ -623,7 +622,7 @@ static void post(void)
 			WANT(r || (q.good && mw.good));
 		}
 	}
-	if (pd.p) /* keys at random are of nothing */
+	if (pd.p) /* no region has the random keys */
 		returned(ibv_advise_mr(pd.p, (enum ibv_advise_mr_advice)below(6), any() & 3, often() ? sge : NULL, below(3)), !pd.good, 0,
 			 "ibv_advise_mr");
 	struct ibv_wc wc[4];
@@ -657,18 +656,18 @@ static void at_random(uint64_t seed, int rounds)
 		int live = 0;
 		for (int k = 0; k < num; k++)
 			live += all[k].live;
-		uint32_t act = live > OBJECTS / 2 ? UINT32_MAX : below(20); /* if there are many, they are destroyed */
+		uint32_t act = live > OBJECTS / 2 ? UINT32_MAX : below(20); /* if there are many: destroy one */
 		if (act < sizeof acts / sizeof *acts)
 			acts[act]();
 		else {
 			enum kind kind = (enum kind)below(KINDS);
-			int header = kind == MW || kind == DM || kind == TD || kind == XRCD; /* looks at it */
+			int header = kind == MW || kind == DM || kind == TD || kind == XRCD; /* it dereferences the pointer */
 			struct choice c = choose(kind, !header);
 			if (c.p || !header)
 				destroy(c, kind);
 		}
 	}
-	/* What is left can be destroyed, users first. */
+	/* All objects can be destroyed, users before what they use. */
 	for (int left = 1; left;) {
 		left = 0;
 		for (int k = 0; k < num; k++)
@@ -686,7 +685,7 @@ static void at_random(uint64_t seed, int rounds)
 int main(int argc, char **argv)
 {
 	uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 0) : 1;
-	fprintf(stderr, "seed %llu\n", (unsigned long long)seed); /* before anything can go wrong */
+	fprintf(stderr, "seed %llu\n", (unsigned long long)seed); /* before anything can fail */
 	known_cases();
 	at_random(seed, argc > 2 ? atoi(argv[2]) : 3000);
 	puts("ok");

@@ -1,7 +1,7 @@
 /*
- * Threads that are cancelled within verbs: at any moment (PTHREAD_CANCEL_ASYNCHRONOUS), or
- * at cancellation points, of which a post or a poll is none. No lock is left behind: the
- * next thread goes on with the same queues.
+ * Threads that are cancelled in verbs: at any instruction (PTHREAD_CANCEL_ASYNCHRONOUS), or
+ * at cancellation points, of which a post or a poll has none. No lock stays locked: the next
+ * thread uses the same queues.
  *
  * Arguments: "async" or "deferred", a seed for how long each thread runs, and how many.
  */
@@ -24,7 +24,7 @@ static void post(void)
 	struct ibv_send_wr wr = {.sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE,
 				 .send_flags = IBV_SEND_SIGNALED, .wr.rdma = {(uintptr_t)buf + 8, mr->rkey}}, *bad;
 	int r = ibv_post_send(s.qp[0], &wr, &bad);
-	WANT(!r || r == ENOMEM); /* those who were cancelled have left requests */
+	WANT(!r || r == ENOMEM); /* cancelled threads have left requests in the queue */
 }
 
 static void poll_some(void)
@@ -53,7 +53,7 @@ int main(int argc, char **argv)
 	uint64_t number = strtoull(argv[2], NULL, 10);
 	unsigned short seed[3] = {(unsigned short)number, (unsigned short)(number >> 16), (unsigned short)(number >> 32)};
 	fprintf(stderr, "VERBENA_SEED=%s repeats it\n", argv[2]);
-	alarm(60); /* a lock that is left ends it */
+	alarm(60); /* ends the program if a lock stays locked */
 	s = connect_self();
 	WANT((channel = ibv_create_comp_channel(s.ctx)) != NULL);
 	WANT(!ibv_destroy_qp(s.qp[0]) && !ibv_destroy_qp(s.qp[1]) && !ibv_destroy_cq(s.cq));
@@ -71,7 +71,7 @@ int main(int argc, char **argv)
 		for (unsigned until = 1 + (unsigned)(nrand48(seed) % 50); rounds < until;)
 			;
 		WANT(!pthread_cancel(t) && !pthread_join(t, &end) && end == PTHREAD_CANCELED);
-		post(); /* nobody holds a lock */
+		post(); /* no lock is locked */
 		poll_some();
 	}
 	puts("ok");

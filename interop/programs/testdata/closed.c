@@ -1,9 +1,9 @@
 /*
- * A program that closes all descriptors which it does not know, as daemons do, after its
- * first verbs, opens others, and goes on. The engine must not end it.
+ * A program that, as daemons do, closes all descriptors that it has not opened itself, after
+ * its first verbs; then it opens others, and goes on. The backend must not end the process.
  *
- * Arguments: what was done before ("list" or "open"), and up to where it closes, 0 for
- * the limit of the process.
+ * Arguments: what it does before ("list" or "open" devices), and the number below which it
+ * closes descriptors, 0 for the limit of the process.
  */
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -41,13 +41,12 @@ int main(int argc, char **argv)
 	for (int fd = 3; fd < end; fd++)
 		close(fd);
 
-	/* The numbers are the program's now. What the engine finds there is no epoll instance
-	 * and no event. */
+	/* The program reuses the numbers. What the backend finds there is no epoll instance and
+	 * no eventfd. */
 	int pair[PAIRS][2];
 	for (int i = 0; i < PAIRS; i++)
 		WANT(!socketpair(AF_UNIX, SOCK_DGRAM, 0, pair[i]));
-	/* The runtime looks at its descriptors every ten milliseconds, and when it is asked
-	 * for something. */
+	/* The Go runtime polls its descriptors every ten milliseconds, and in verbs. */
 	for (double until = now() + 1; now() < until;) {
 		int k;
 		struct ibv_device **again = ibv_get_device_list(&k);

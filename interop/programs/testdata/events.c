@@ -1,9 +1,9 @@
 /*
- * One event, one list of completions: a list ends before a completion whose own event
- * has not been taken, so that every event finds one. What raised an event that was
- * taken is in the list, and what has raised none.
+ * One event, one list of completions: a list (ibv_start_poll to ibv_end_poll) ends before a
+ * completion whose event has not been taken, so that there is a completion for every event.
+ * Completions whose event was taken, and those without one, are in the list.
  *
- * Arming raises the event of the first completion that waits and has raised none.
+ * Arming raises the event of the first completion that is not polled and has raised none.
  */
 #include <fcntl.h>
 
@@ -12,7 +12,7 @@
 static struct ibv_cq_ex *cq;
 static struct ibv_comp_channel *ch;
 
-/* list reads a list of completions and wants so many of them. */
+/* list polls a list of completions, which must have want of them. */
 static void list(int want)
 {
 	struct ibv_poll_cq_attr attr = {0};
@@ -25,7 +25,7 @@ static void list(int want)
 		ibv_end_poll(cq);
 }
 
-/* take takes an event, or wants that there is none. */
+/* take takes an event; if want is 0, there must be none. */
 static void take(int want)
 {
 	struct ibv_cq *of;
@@ -65,19 +65,19 @@ int main(void)
 #define SEND(flags)                                                                                                    \
 	WANT(!ibv_post_recv(s.qp[1], &recv, &bad_recv) && (msg.send_flags = (flags), !ibv_post_send(s.qp[0], &msg, &bad)))
 
-	WRITE(); /* nobody has armed the queue: no event */
+	WRITE(); /* the queue is not armed: no event */
 	take(0);
 	list(1);
 	list(0);
 
 	WRITE();
-	arm(); /* it waits: the event comes at once, and once */
+	arm(); /* the completion is there: one event, at once */
 	take(1);
 	take(0);
-	arm(); /* it has had its event */
+	arm(); /* the completion has raised its event already */
 	take(0);
 	list(1);
-	WRITE(); /* that arming was not used up */
+	WRITE(); /* the queue is still armed */
 	take(1);
 	list(1);
 	list(0);
@@ -92,7 +92,7 @@ int main(void)
 	WRITE();
 	list(1);
 	take(1);
-	list(3); /* the queue was not armed any more */
+	list(3); /* the queue was not armed: no more events */
 	list(0);
 	take(0);
 
@@ -102,7 +102,7 @@ int main(void)
 	arm();
 	WRITE(); /* raises the next event */
 	WRITE();
-	list(1); /* what was there when the queue was armed */
+	list(1); /* the completion that was there when the queue was armed */
 	take(1);
 	list(2);
 	list(0);
@@ -114,12 +114,12 @@ int main(void)
 	take(1);
 	arm();
 	WRITE();
-	take(1); /* both events are taken: all of it is one list */
+	take(1); /* both events are taken: all completions are one list */
 	list(3);
 	list(0);
 
 	arm();
-	WRITE(); /* whoever polls without taking events finds it all the same */
+	WRITE(); /* a program that polls without taking events gets it all the same */
 	list(1);
 	list(0);
 	take(1);
@@ -145,7 +145,7 @@ int main(void)
 	list(1);
 	list(0);
 
-	for (int i = 0; i < 2; i++) { /* more than the ring takes: the last one waits behind it */
+	for (int i = 0; i < 2; i++) { /* more than the ring has room for: the last ones are not in it */
 		for (int k = 0; k < 130; k++)
 			WRITE();
 		SEND(IBV_SEND_SOLICITED);
@@ -164,7 +164,7 @@ int main(void)
 	wr.num_sge = 1;
 	SEND(0);
 	WRITE();
-	arm_for(1); /* that failed */
+	arm_for(1); /* a failed completion counts as solicited */
 	take(1);
 	take(0);
 	WANT(ibv_poll_cq(s.cq, 1, &wc) == 1 && wc.status == IBV_WC_SUCCESS);

@@ -1,7 +1,7 @@
 /*
- * Memory that goes away under a region, in a program with a SIGSEGV handler of its
- * own. The request fails with a completion; the program's handler is called for
- * the program's own faults, before and after, and for none of the engine's.
+ * Memory of a region is unmapped, in a program with a SIGSEGV handler of its own. The
+ * request completes with an error; the program's handler is called for the program's own
+ * faults, before and after, and for none of the backend's.
  *
  * argv[1] says when the handler is installed: early, late or never.
  */
@@ -28,8 +28,8 @@ static void install(void)
 	WANT(!sigaction(SIGSEGV, &a, NULL) && !sigaction(SIGBUS, &a, NULL));
 }
 
-/* map_guarded maps n bytes above memory without rights: what is unmapped there is a hole of
- * its own size, into which the large mappings of other threads do not fit. */
+/* map_guarded maps n bytes above memory without rights. When they are unmapped, they leave a
+ * hole of that size, into which the large mappings of other threads do not fit. */
 static char *map_guarded(size_t n)
 {
 	enum { GUARD = 64 << 10 };
@@ -70,7 +70,7 @@ int main(int argc, char **argv)
 	enum ibv_wc_status status = write_to(&s, p, mr->lkey, (uintptr_t)target, tr->rkey, N);
 	printf("from memory that is gone: %s\n", ibv_wc_status_str(status));
 	WANT(status == IBV_WC_LOC_PROT_ERR);
-	WANT(faults == before); /* it was not the program's */
+	WANT(faults == before); /* the program's handler was not called */
 	if (strcmp(when, "never")) {
 		own_fault(p);
 		own_fault(NULL);

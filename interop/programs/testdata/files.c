@@ -1,6 +1,6 @@
 /*
- * The files that a kernel driver would have, by all the ways to open and to look at a
- * file: they are there when the device was listed, and say what the verbs say.
+ * The files that a kernel driver would have, by all functions that open or stat a file. They
+ * exist once the device was listed, and contain what the verbs return.
  */
 #include <endian.h>
 #include <fcntl.h>
@@ -9,7 +9,7 @@
 
 #include "self.h"
 
-/* It is in the library and in no header of programs. */
+/* The library has it, but no header that programs include. */
 int ibv_read_sysfs_file(const char *dir, const char *file, char *buf, size_t size);
 
 static char *path_of(const char *dir, const char *rest)
@@ -19,7 +19,7 @@ static char *path_of(const char *dir, const char *rest)
 	return path;
 }
 
-/* says wants a file to contain a line. */
+/* says checks that a file contains a line. */
 static void says(const char *dir, const char *file, const char *line)
 {
 	char text[256] = "", *path = path_of(dir, file);
@@ -40,7 +40,7 @@ static void says(const char *dir, const char *file, const char *line)
 int main(void)
 {
 	struct stat st;
-	WANT(open("/dev/infiniband/uverbs0", O_RDWR) < 0 && errno == ENOENT); /* nobody has asked for devices */
+	WANT(open("/dev/infiniband/uverbs0", O_RDWR) < 0 && errno == ENOENT); /* no device was listed yet */
 	int n;
 	struct ibv_device **list = ibv_get_device_list(&n);
 	WANT(list && n == 1);
@@ -75,7 +75,7 @@ int main(void)
 	says(list[0]->dev_path, "/ibdev", list[0]->name);
 	WANT(!stat(dir, &st) && S_ISDIR(st.st_mode));
 
-	/* What is not there, and what is none of ours. */
+	/* Files that do not exist, and files that are not ours. */
 	const char *none[] = {"/ports/1/gids/99", "/ports/1/gids/0x", "/ports/2/gids/0", "/ports/1/gid_attrs/types/99", "/x", "0"};
 	for (size_t i = 0; i < sizeof none / sizeof *none; i++) {
 		WANT(open(path_of(dir, none[i]), O_RDONLY) < 0 && errno == ENOENT);

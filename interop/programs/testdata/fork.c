@@ -1,8 +1,8 @@
 /*
- * A program that forks before the first verb, with a context open, with a domain,
- * and in the middle of it all. Everybody goes on: the parent with what it has, a
- * child with its parent's context and domain, or with ones of its own, or with regions of
- * its parent's that it imports.
+ * A program that forks before the first verb, with a context open, with a protection domain,
+ * with connected queue pairs, and afterwards. All processes go on: the parent with its
+ * objects, a child with its parent's context and domain, with objects of its own, or with
+ * regions of its parent that it imports.
  */
 #include <sys/wait.h>
 #include <unistd.h>
@@ -16,7 +16,8 @@ static void await(pid_t child)
 	WANT(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
-/* import_parents imports a parent's region in its child, whose own memory there differs. */
+/* import_parents imports the parent's region in its child, which has other bytes at that
+ * address. */
 static void import_parents(struct ibv_context *ctx, struct ibv_pd *pd, struct ibv_mr *mr, char *buf)
 {
 	int parents = dup(ctx->cmd_fd), own;
@@ -37,7 +38,7 @@ static void import_parents(struct ibv_context *ctx, struct ibv_pd *pd, struct ib
 	WANT(!ibv_destroy_qp(s.qp[0]) && !ibv_destroy_qp(s.qp[1]) && !ibv_destroy_cq(s.cq));
 	ibv_unimport_pd(domain);
 	WANT(!ibv_close_device(there));
-	/* When the child has used its parent's context, cmd_fd says that it is its own. */
+	/* When the child has used its parent's context, cmd_fd names the child's own one. */
 	WANT((pd = ibv_alloc_pd(ctx)) && (own = dup(ctx->cmd_fd)) >= 0);
 	WANT(ibv_import_device(own) == ctx && !ibv_close_device(ctx) && !ibv_dealloc_pd(pd));
 }
@@ -76,13 +77,13 @@ int main(void)
 	char *shared = strdup("parent");
 	struct ibv_mr *mr = ibv_reg_mr(pd, shared, 7, IBV_ACCESS_LOCAL_WRITE);
 	WANT(mr);
-	if (!(child = fork())) { /* what is its parent's stays so, and can be imported */
+	if (!(child = fork())) { /* with a region: it stays the parent's, and can be imported */
 		import_parents(ctx, pd, mr, shared);
 		_exit(0);
 	}
 	await(child);
 	WANT(!strcmp(shared, "parent") && !ibv_dereg_mr(mr));
-	if (!(child = fork())) { /* in the middle: its parent's domain, but not its queue pairs */
+	if (!(child = fork())) { /* with queue pairs: the child has its parent's domain, but not these */
 		struct ibv_send_wr wr = {.opcode = IBV_WR_SEND}, *bad;
 		WANT(ibv_post_send(s.qp[0], &wr, &bad) == EINVAL && bad == &wr);
 		struct ibv_wc wc;
@@ -101,7 +102,7 @@ int main(void)
 	}
 	use_self(&s); /* both at the same time */
 	await(child);
-	use_self(&s); /* what the child destroyed was its own copy */
+	use_self(&s); /* the child has destroyed only its own copies */
 	close_self(&s);
 
 	if (!(child = fork())) { /* after */

@@ -21,7 +21,7 @@ int main(void)
 	char line[512];
 	WANT(maps);
 	while (fgets(line, sizeof line, maps))
-		WANT(!strstr(line, "libverbena-engine"));
+		WANT(!strstr(line, "libverbena-backend"));
 	fclose(maps);
 	puts("ok");
 	return 0;

@@ -1,7 +1,7 @@
 /*
- * Contexts, domains, regions and device memory that are imported: within the process
- * they are the same things, destroyed once by anybody and forgotten by the others.
- * (From another process: imports.c.)
+ * Imports of contexts, protection domains, regions and device memory within the process. An
+ * import is another object for the same thing: destroying one destroys the thing, and the
+ * others can only be unimported. (From another process: imports.c.)
  */
 #include <fcntl.h>
 #include <unistd.h>
@@ -16,7 +16,7 @@ int main(void)
 	WANT(!pipe(pipes));
 	struct self s = connect_self();
 
-	/* What is no context's descriptor. */
+	/* Descriptors that are not a context's. */
 	WANT(!ibv_import_device(-1) && errno == EBADF);
 	WANT(!ibv_import_device(pipes[0]) && errno == EINVAL);
 
@@ -51,13 +51,13 @@ int main(void)
 	WANT(ibv_dealloc_pd(pd) == EBUSY);
 	WANT(!ibv_destroy_qp(t.qp[0]) && !ibv_destroy_qp(t.qp[1]) && !ibv_destroy_cq(t.cq));
 
-	/* An import that was ended leaves the thing as it is. */
+	/* Unimporting does not change the thing. */
 	struct ibv_mr *third = ibv_import_mr(pd, mr->handle);
 	WANT(third);
 	ibv_unimport_mr(third);
 	WANT(write_to(&s, buf, mr->lkey, (uintptr_t)buf + N, mr->rkey, 9) == IBV_WC_SUCCESS);
 
-	/* Who destroys an import destroys it for all; they forget it. */
+	/* Destroying an import destroys the thing; the others can only be unimported. */
 	WANT(!ibv_dereg_mr(same) && ibv_dereg_mr(mr) == EINVAL && !ibv_import_mr(pd, mr->handle) && errno == ENOENT);
 	ibv_unimport_mr(mr);
 	WANT(!ibv_free_dm(device) && ibv_memcpy_from_dm(&seen, dm, 8, 8) == EINVAL);
@@ -69,7 +69,7 @@ int main(void)
 	WANT(is_open(fd) && !ibv_close_device(ctx) && !is_open(fd) && is_open(s.ctx->cmd_fd));
 	fd = dup(s.ctx->cmd_fd);
 	WANT(!ibv_close_device(s.ctx) && ibv_close_device(s.ctx) == EINVAL);
-	WANT(!ibv_import_device(fd) && errno == EINVAL && is_open(fd)); /* there is no such context any more */
+	WANT(!ibv_import_device(fd) && errno == EINVAL && is_open(fd)); /* the context is closed */
 	WANT(!ibv_close_device(other) && !ibv_import_device(fd) && errno == EINVAL);
 	puts("ok");
 	return 0;

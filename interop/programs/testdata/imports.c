@@ -1,7 +1,7 @@
 /*
- * Import across processes. One process exports plain memory, another one imports it and
- * makes queue pairs in the imported domain, and this one is their peer and tells them what
- * to do: "owner", "user" and "peer" below.
+ * Import across processes. The "owner" process exports memory. The "user" process imports it
+ * and makes queue pairs in the imported domain. This process is the "peer" of these queue
+ * pairs, and tells the others what to do.
  */
 #define _GNU_SOURCE
 #include <signal.h>
@@ -47,7 +47,7 @@ static struct msg get(int sock)
 	} c;
 	struct iovec v = {&m, sizeof m};
 	struct msghdr h = {.msg_iov = &v, .msg_iovlen = 1, .msg_control = &c, .msg_controllen = sizeof c};
-	if (recvmsg(sock, &h, 0) != sizeof m) /* the other one has ended */
+	if (recvmsg(sock, &h, 0) != sizeof m) /* the other process has ended */
 		exit(2);
 	m.fd = -1;
 	if (h.msg_controllen)
@@ -64,7 +64,7 @@ struct proc {
 #define ASK(p, ...) (TELL(p, __VA_ARGS__), get((p)->sock))
 #define ASK_NUM(p, ...) ASK(p, __VA_ARGS__).a[0]
 
-/* --- what all of them can do --- */
+/* --- for all processes --- */
 
 static unsigned char pattern(uint64_t i, int64_t seed) { return (unsigned char)(i * 131 + (i >> 8) * 7 + (uint64_t)seed * 29); }
 
@@ -132,7 +132,7 @@ static enum ibv_wc_status poll_for(struct end *e, int q)
 	return wc.status;
 }
 
-/* --- the processes that are told what to do --- */
+/* --- owner and user --- */
 
 enum { EXPORT = 1, IMPORT, CONNECT, POST, POST_RECV, POLL, FILL, IS_FILLED, STREAM, DEREG, DEALLOC, UNIMPORT, REIMPORT, BAD, CLOSE, FORK, HIDE };
 
@@ -147,7 +147,7 @@ static int64_t import(struct end *e, int fd, uint32_t pd, uint32_t mr)
 	return 0;
 }
 
-/* stream writes and reads until that fails. */
+/* stream writes and reads until a request fails, and returns its status. */
 static int64_t stream(struct end *e, uint64_t addr, uint32_t n, uint64_t to, uint32_t rkey)
 {
 	for (int i = 0;; i++) {
@@ -215,7 +215,7 @@ static void serve(int sock)
 			ibv_unimport_pd(e.pd);
 			WANT(!ibv_close_device(e.ctx));
 			break;
-		case REIMPORT: { /* one more, and away with it */
+		case REIMPORT: { /* import once more, and unimport */
 			struct ibv_mr *mr = ibv_import_mr(e.pd, (uint32_t)a[0]);
 			r.a[0] = mr ? 0 : errno;
 			r.a[1] = mr && mr->lkey != e.mr->lkey && mr->length == N;
@@ -230,13 +230,13 @@ static void serve(int sock)
 			WANT(ibv_rereg_mr(e.mr, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_LOCAL_WRITE) == IBV_REREG_MR_ERR_INPUT);
 			WANT(ibv_dealloc_pd(e.pd) == EBUSY);
 			break;
-		case CLOSE: /* what is left is let go of */
+		case CLOSE: /* ends the imports that are left */
 			WANT(!ibv_close_device(e.ctx));
 			break;
-		case HIDE: /* as programs do that have secrets: who may not debug it may not import */
+		case HIDE: /* as programs with secrets do: processes that may not debug it may not import */
 			WANT(!prctl(PR_SET_DUMPABLE, 0));
 			break;
-		case FORK: /* a child that lives on, and has nothing of all this */
+		case FORK: /* a child that outlives its parent, and must not keep anything of it */
 			if (!fork()) {
 				close(1);
 				close(2);
@@ -250,8 +250,8 @@ static void serve(int sock)
 	}
 }
 
-/* begin starts a process, with another value of a variable that is set: the engine sees no
- * new ones. */
+/* begin starts a process, if name is not NULL with another value of a variable. The variable
+ * is set already: the backend does not see new ones. */
 static struct proc begin(const char *name, const char *value)
 {
 	int socks[2];
@@ -288,7 +288,7 @@ static void export_from(struct proc *owner)
 	WANT(shared.fd >= 0);
 }
 
-/* import_to has a process import what is shared, and connects it with the peer. */
+/* import_to has a process import what the owner has exported, and connects it to the peer. */
 static void import_to(struct proc *user)
 {
 	if (!peer.ctx) {
@@ -362,7 +362,7 @@ static void move(struct proc *owner, struct proc *user, uint64_t off, uint32_t n
 	(void)m;
 }
 
-/* start_stream has the user move megabytes, and the peer WRITE, until both have. */
+/* start_stream has the user stream, and the peer WRITE, until both have moved megabytes. */
 static void start_stream(struct proc *owner, struct proc *user)
 {
 	fill(peer.buf, 0, N, 77);
@@ -376,7 +376,7 @@ static void start_stream(struct proc *owner, struct proc *user)
 
 static int refused(int64_t status) { return status != IBV_WC_SUCCESS && status != IBV_WC_WR_FLUSH_ERR && status != IBV_WC_RETRY_EXC_ERR; }
 
-/* peer_refused: the peer's accesses to the owner's memory fail, and change nothing. */
+/* peer_refused checks that the peer's accesses to the owner's memory fail and change nothing. */
 static void peer_refused(enum ibv_wr_opcode op)
 {
 	post(&peer, 1, op, PEER(0), 100000, peer.mr->lkey, ADDR, rkey);
@@ -402,12 +402,13 @@ static void test_traffic(struct proc *owner, struct proc *user)
 	post(&peer, 1, IBV_WR_RDMA_WRITE, PEER(0), 8, peer.mr->lkey, ADDR + N - 7, rkey);
 	WANT(poll_for(&peer, 1) == IBV_WC_REM_ACCESS_ERR);
 
-	/* An import that has ended leaves the thing as it is. */
+	/* Unimporting does not change the region. */
 	ASK(user, .what = UNIMPORT, .fd = -1);
 	WANT(!ASK_NUM(owner, .what = DEREG, .fd = -1) && !ASK_NUM(owner, .what = DEALLOC, .fd = -1));
 }
 
-/* Who deregisters has the memory for himself then, whatever is under way. */
+/* When the owner has deregistered, no other process accesses the memory, whatever was under
+ * way. */
 static void test_dereg(struct proc *owner, struct proc *user)
 {
 	export_from(owner);
@@ -422,12 +423,12 @@ static void test_dereg(struct proc *owner, struct proc *user)
 	peer_refused(IBV_WR_RDMA_WRITE);
 	WANT(ASK_NUM(owner, .what = IS_FILLED, .a = {0, N, 5}, .fd = -1));
 	WANT(ASK_NUM(user, .what = REIMPORT, .a = {shared.a[1]}, .fd = -1) == ENOENT);
-	WANT(ASK_NUM(user, .what = DEREG, .fd = -1) == EINVAL); /* it is gone: good for nothing but to be unimported */
+	WANT(ASK_NUM(user, .what = DEREG, .fd = -1) == EINVAL); /* it is destroyed, and can only be unimported */
 	ASK(user, .what = UNIMPORT, .fd = -1);
 	WANT(!ASK_NUM(owner, .what = DEALLOC, .fd = -1));
 }
 
-/* Who destroys an import destroys the thing. */
+/* Destroying an import destroys the original. */
 static void test_destroy(struct proc *owner, struct proc *user)
 {
 	export_from(owner);
@@ -440,7 +441,7 @@ static void test_destroy(struct proc *owner, struct proc *user)
 	WANT(ASK_NUM(owner, .what = IS_FILLED, .a = {0, N, 5}, .fd = -1));
 	WANT(ASK_NUM(user, .what = DEALLOC, .fd = -1) == EBUSY); /* queue pairs are in it */
 	ASK(user, .what = CLOSE, .fd = -1);
-	WANT(!ASK_NUM(owner, .what = DEALLOC, .fd = -1)); /* it was closed, not deallocated */
+	WANT(!ASK_NUM(owner, .what = DEALLOC, .fd = -1)); /* closing ended the import, not the domain */
 }
 
 static void test_owner_killed(struct proc *owner, struct proc *user)
@@ -452,7 +453,7 @@ static void test_owner_killed(struct proc *owner, struct proc *user)
 	int64_t s = get(user->sock).a[0];
 	WANT(refused(s));
 	peer_refused(IBV_WR_RDMA_READ);
-	WANT(!ASK_NUM(user, .what = DEREG, .fd = -1)); /* it has ended with its process */
+	WANT(!ASK_NUM(user, .what = DEREG, .fd = -1)); /* the original has ended with its process */
 	ASK(user, .what = CLOSE, .fd = -1);
 }
 
@@ -476,7 +477,7 @@ static void test_refused(struct proc *owner, struct proc *user, struct proc *els
 	WANT(!pipe(pipes) && wrong >= 0);
 	WANT(import_by(user, pipes[0]) == -EINVAL && import_by(user, wrong) == -EINVAL);
 	WANT(dprintf(wrong, "verbena 127.0.0.1/1-0#00\n") > 0);
-	WANT(import_by(user, wrong) == -EINVAL); /* nobody is there */
+	WANT(import_by(user, wrong) == -EINVAL); /* there is no such process */
 	export_from(owner);
 	WANT(import_by(elsewhere, shared.fd) == -ENODEV);
 	ASK(owner, .what = HIDE, .fd = -1);
@@ -491,7 +492,7 @@ enum { OTHERS = 6 };
 
 int main(int argc, char **argv)
 {
-	/* All processes before the first verb: no one has another's engine. */
+	/* All are started before the first verb: none inherits another's backend. */
 	struct proc owner = begin(NULL, NULL), user = begin(NULL, NULL), others[OTHERS];
 	for (int i = 0; i < OTHERS; i++)
 		others[i] = begin(NULL, NULL);

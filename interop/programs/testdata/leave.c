@@ -1,11 +1,11 @@
 /*
- * A program whose main thread ends with pthread_exit, after verbs: the process ends with the
- * last of the program's own threads, as it does without the library, and signals reach those
- * that are left. The argument says what is left:
+ * A program whose main thread calls pthread_exit, after verbs: the process ends with the last
+ * of the program's own threads, as without the library, and signals reach those that are
+ * left. The argument says which thread is left:
  *
- *   nobody   no thread: the process ends at once
- *   worker   a thread that uses verbs, and ends after the main thread has
- *   term     a thread that waits for nothing: SIGTERM ends the process
+ *   nobody   none: the process ends at once
+ *   worker   a thread that uses verbs, and ends after the main thread
+ *   term     a thread that never ends: SIGTERM ends the process
  *   sigwait  a thread that has blocked SIGTERM and waits for it
  *   blocked  a thread that has blocked SIGTERM and does not wait for it, and ends
  */
@@ -20,7 +20,7 @@
 
 static const char *what;
 static struct self self;
-static int ready[2]; /* a pipe: the process that is watched says that it is ready */
+static int ready[2]; /* a pipe: the program writes a letter for each thing that it has done */
 static pthread_key_t key; /* with a destructor */
 
 static void at_exit(void) { WANT(write(ready[1], "x", 1) == 1); }
@@ -76,7 +76,7 @@ static void program(void)
 	pthread_exit(NULL);
 }
 
-/* next reads what the program says next: 0 when it has ended. */
+/* next reads the program's next letter: 0 when it has ended. */
 static char next(void)
 {
 	char c = 0;
@@ -96,7 +96,7 @@ int main(int argc, char **argv)
 		program();
 	}
 	close(ready[1]);
-	WANT(next() == 'd'); /* destructors of the main thread come before all else */
+	WANT(next() == 'd'); /* first the destructors of the main thread */
 	if (strcmp(what, "nobody"))
 		WANT(next() == 'r');
 	int signalled = !strcmp(what, "term") || !strcmp(what, "sigwait") || !strcmp(what, "blocked");

@@ -1,6 +1,6 @@
 /*
- * Limits of the process: verbs leave them as they were, and fail with an errno where one
- * is reached. The argument says which:
+ * Limits of the process: verbs do not change them, and fail with an errno where one is
+ * reached. The argument chooses a case:
  *
  *   same     the limit on descriptors is the same afterwards, also for a child
  *   full     no descriptor is free at the first verb
@@ -17,7 +17,7 @@
 
 enum { SOFT = 256 };
 
-/* take opens descriptors until there are no more, and returns how many it got. */
+/* take opens descriptors until none is free, and returns how many it got. */
 static int take(int fd[SOFT])
 {
 	int n = 0;
@@ -42,7 +42,7 @@ static void same(struct rlimit want)
 	char line[64];
 	FILE *child = popen("ulimit -n", "r");
 	WANT(child && fgets(line, sizeof line, child) && atoi(line) == SOFT && !pclose(child));
-	pid_t pid = fork(); /* has an engine of its own, and that leaves the limit alone, too */
+	pid_t pid = fork(); /* it loads a backend of its own, which must not change the limit either */
 	WANT(pid >= 0);
 	if (!pid) {
 		struct self c = connect_self();
@@ -54,7 +54,7 @@ static void same(struct rlimit want)
 	WANT(waitpid(pid, &status, 0) == pid && !status);
 	close_self(&s);
 
-	/* Who has set another limit keeps it. */
+	/* A limit that the program sets later stays. */
 	want.rlim_cur = SOFT / 2;
 	WANT(!setrlimit(RLIMIT_NOFILE, &want));
 	s = connect_self();
@@ -79,10 +79,10 @@ static void later(void)
 	struct ibv_device **list = ibv_get_device_list(&devices);
 	WANT(list && devices > 0);
 	int n = take(fd);
-	for (int free = 0; free < n; free++) { /* it fails wherever it stops, */
+	for (int free = 0; free < n; free++) { /* opening fails with an errno, */
 		errno = 0;
 		struct ibv_context *ctx = ibv_open_device(list[0]);
-		if (ctx) { /* until it has all */
+		if (ctx) { /* until enough are free */
 			WANT(free > 0 && !ibv_close_device(ctx));
 			n -= free;
 			break;
@@ -103,7 +103,7 @@ static void space(void)
 	struct rlimit limit, old;
 	int devices;
 	WANT(!getrlimit(RLIMIT_AS, &old));
-	for (rlim_t mib = 64; mib <= 2048; mib += 248) { /* 2048 and the program are too much */
+	for (rlim_t mib = 64; mib <= 2048; mib += 248) { /* the backend alone needs 2048 */
 		limit = (struct rlimit){mib << 20, old.rlim_max};
 		WANT(!setrlimit(RLIMIT_AS, &limit));
 		errno = 0;

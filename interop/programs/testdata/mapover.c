@@ -9,7 +9,7 @@
  *  1. The owner makes memory for one of the WAYs (the table "ways"), fills it with OLD,
  *     registers it, and posts address and key on the board, which both sides see.
  *  2. The peer connects and keeps a few WRITEs of PEER bytes, or READs, under way.
- *  3. After some of them the owner replaces the memory. What is there now contains NEW
+ *  3. After some of them the owner replaces the memory. The new memory contains NEW
  *     (zeros, where the kernel gives no choice).
  *  4. The peer goes on until it is refused or told to stop. Meanwhile the owner looks at
  *     its new memory.
@@ -46,13 +46,13 @@ static struct {
 	_Atomic uint64_t ready;	 /* the peer has connected */
 	_Atomic uint64_t ops;	 /* the peer's requests of this round that have succeeded */
 	_Atomic uint64_t stop;	 /* the peer is to end this round */
-	_Atomic uint64_t done;	 /* the peer has nothing under way any more */
+	_Atomic uint64_t done;	 /* the peer has no more requests under way */
 	_Atomic uint64_t refused; /* a request of this round has failed */
 	_Atomic uint64_t read_bytes; /* NEW bytes that READs of this round have returned */
 	_Atomic uint32_t qpn[2];
 	uint64_t addr;
 	uint32_t rkey, len;
-	int reads, fresh; /* what the peer does, and what NEW is in this round */
+	int reads, fresh; /* in this round: the peer READs; the value of NEW bytes */
 } *board;
 
 static void await(_Atomic uint64_t *word, uint64_t value)
@@ -165,8 +165,8 @@ static void *peer(void *unused)
 	}
 }
 
-/* --- the ways: "over" returns false if another thread has mapped something into a hole
- * before it could, and then nothing there is ours --- */
+/* --- the ways: "over" replaces the memory. It returns false if another thread has mapped
+ * something into a hole first: then nothing there is ours --- */
 
 static int file;	  /* with MOST bytes of NEW */
 static int segments[2]; /* of shared memory: the first is registered, the second has NEW */
@@ -194,7 +194,7 @@ static char *mremap_old(void)
 {
 	moving = mmap(NULL, MOST, PROT_READ | PROT_WRITE, MAP_PRIVATE, file, 0);
 	WANT(moving != MAP_FAILED);
-	memset(moving, NEW, MOST); /* present already: it moves as it is */
+	memset(moving, NEW, MOST); /* so its pages are present, and move */
 	return map_old();
 }
 static bool mremap_over(char *p)
@@ -222,7 +222,7 @@ static char *shm_old(void)
 {
 	char *p = shmat(segments[0], NULL, 0);
 	WANT(p != (char *)-1);
-	char *q = shmat(segments[1], NULL, 0); /* what the peer has left there in the last round */
+	char *q = shmat(segments[1], NULL, 0); /* to overwrite what the peer has left there in the last round */
 	WANT(q != (char *)-1);
 	memset(q, NEW, MOST);
 	WANT(!shmdt(q));
@@ -323,7 +323,7 @@ int main(int argc, char **argv)
 	uint64_t micros_each = strtoull(argv[2], NULL, 10) * 1000000 / (uint64_t)(argc - 4);
 	random_state = strtoull(argv[3], NULL, 10);
 
-	/* The heap ends with our own memory while "brk" goes on: malloc gets its room now. */
+	/* The way "brk" needs its memory at the end of the heap: malloc gets its room before. */
 	mallopt(M_TRIM_THRESHOLD, 1 << 30);
 	mallopt(M_TOP_PAD, 32 << 20);
 	free(malloc(PAGE));
@@ -336,7 +336,7 @@ int main(int argc, char **argv)
 	WANT(!munmap(fill, MOST));
 	for (int i = 0; i < 2; i++) {
 		WANT((segments[i] = shmget(IPC_PRIVATE, MOST, 0600)) >= 0);
-		char *keep = shmat(segments[i], NULL, 0); /* it ends with the process */
+		char *keep = shmat(segments[i], NULL, 0); /* the segment ends with the process */
 		WANT(keep != (char *)-1 && !shmctl(segments[i], IPC_RMID, NULL));
 	}
 
@@ -367,7 +367,7 @@ int main(int argc, char **argv)
 		       t.read_rounds, t.read_bytes, t.refused, t.longest);
 		fflush(stdout);
 	}
-	board->len = 0; /* the end */
+	board->len = 0; /* the peer ends */
 	atomic_store(&board->round, round + 1);
 	if (two) {
 		int status;

@@ -1,7 +1,7 @@
 /*
- * Calls that change mappings, as "verbena exec" lets them through: results and errno are
- * the kernel's, what they have changed is stale, and everything else is not. In threads,
- * in a signal handler and in the child of a fork, too.
+ * Calls that change mappings, which "verbena exec" intercepts: results and errno are the
+ * kernel's, what a call has changed is stale, and everything else is not. Also in several
+ * threads, in a signal handler and in a child of fork().
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -46,15 +46,15 @@ static bool works(struct ibv_mr *mr, int page)
 	return st == IBV_WC_SUCCESS;
 }
 
-/* stale wants the pages from one to before another, and no others, to be refused. */
+/* STALE checks that accesses to the pages from first to end - 1, and to no others, fail. */
 #define STALE(first, end)                                                                                              \
 	do {                                                                                                           \
 		for (int i = 0; i < N; i++)                                                                            \
 			WANT(works(mr, i) == !(i >= (first) && i < (end)));                                            \
 	} while (0)
 
-/* FAILS wants a call to fail with an errno, and GIVES wants it to succeed and to leave
- * errno alone. */
+/* FAILS checks that a call fails with an errno, GIVES that it succeeds and does not change
+ * errno. */
 #define FAILS(err, call) WANT((errno = 0, (long)(call) == -1) && errno == (err))
 #define GIVES(what, call) WANT((errno = 77, (long)(call) == (long)(what)) && errno == 77)
 
@@ -102,7 +102,7 @@ static void map_and_unmap(void)
 	GIVES(p + 3 * PAGE, mmap64(p + 3 * PAGE, 2 * PAGE, PROT_READ | PROT_WRITE, anon | MAP_FIXED, -1, 0));
 	STALE(1, 5);
 	WANT(!ibv_dereg_mr(mr));
-	mr = reg(p); /* what is there now is as good as any memory */
+	mr = reg(p); /* a new region of the new memory works */
 	STALE(0, 0);
 	WANT(!ibv_dereg_mr(mr) && !munmap(p, SIZE));
 }
@@ -152,13 +152,13 @@ static void discard(void)
 	GIVES(0, madvise(p + PAGE, PAGE, MADV_FREE));
 	STALE(0, 2);
 	if (!madvise(p + 2 * PAGE, PAGE, MADV_GUARD_INSTALL)) { /* Linux 6.13 */
-		WANT(!madvise(p + 2 * PAGE, PAGE, MADV_GUARD_INSTALL + 1)); /* and away again: the page is another one */
+		WANT(!madvise(p + 2 * PAGE, PAGE, MADV_GUARD_INSTALL + 1)); /* MADV_GUARD_REMOVE: then it is another page */
 		STALE(0, 3);
 	} else {
 		WANT(errno == EINVAL);
 	}
 	WANT(!munmap(p + SIZE - PAGE, PAGE));
-	FAILS(ENOMEM, madvise(p + SIZE - 2 * PAGE, 2 * PAGE, MADV_DONTNEED)); /* done, but for the hole */
+	FAILS(ENOMEM, madvise(p + SIZE - 2 * PAGE, 2 * PAGE, MADV_DONTNEED)); /* done, except in the hole */
 	WANT(works(mr, N - 3) && !works(mr, N - 2) && !works(mr, N - 1));
 	WANT(!ibv_dereg_mr(mr) && !munmap(p, SIZE));
 }
@@ -168,14 +168,14 @@ static void heap(void)
 	char *now = sbrk(0), *p = (char *)(((uintptr_t)now + PAGE - 1) & -(uintptr_t)PAGE);
 	GIVES(0, brk(p + SIZE));
 	struct ibv_mr *mr = reg(p);
-	WANT(!brk((void *)1) && sbrk(0) == p + SIZE); /* the C library's own idea */
+	WANT(!brk((void *)1) && sbrk(0) == p + SIZE); /* the C library returns 0 for that */
 	FAILS(ENOMEM, brk((void *)-1));
 	FAILS(ENOMEM, sbrk((intptr_t)1 << 60));
 	GIVES(p + SIZE, sbrk(PAGE));
 	GIVES(p + SIZE + PAGE, sbrk(-PAGE));
 	STALE(0, 0);
 	GIVES(p + SIZE, sbrk(-PAGE));
-	GIVES(p + SIZE - PAGE, sbrk(PAGE)); /* other pages, zeros */
+	GIVES(p + SIZE - PAGE, sbrk(PAGE)); /* a new page */
 	STALE(N - 1, N);
 	GIVES(0, brk(p + SIZE - 3 * PAGE + 1));
 	GIVES(0, brk(p + SIZE));
@@ -197,16 +197,16 @@ static void segments(void)
 	FAILS(EINVAL, shmat(-1, p, SHM_REMAP));
 	FAILS(EINVAL, shmat(b, NULL, SHM_REMAP));
 	STALE(0, 0);
-	/* The region keeps the segment, whatever is attached in its place, or nothing. */
+	/* The region keeps the segment, whatever is attached or detached there. */
 	GIVES(p + 4 * PAGE, shmat(b, p + 4 * PAGE + 7, SHM_REMAP | SHM_RND));
 	STALE(0, 0);
 	WANT(p[4 * PAGE] == 0 && p[5 * PAGE] == 0);
 	GIVES(0, shmdt(p + 4 * PAGE));
 	STALE(0, 0);
-	GIVES(0, shmdt(p)); /* both parts of it */
+	GIVES(0, shmdt(p)); /* both parts of the segment */
 	STALE(0, 0);
 	GIVES(p, shmat(a, p, 0));
-	WANT(p[4 * PAGE] != 0); /* it was written to all the time */
+	WANT(p[4 * PAGE] != 0); /* the peer's WRITEs have reached the segment */
 	STALE(0, 0);
 	WANT(!ibv_dereg_mr(mr) && !shmdt(p));
 	WANT(!shmctl(a, IPC_RMID, NULL) && !shmctl(b, IPC_RMID, NULL));
@@ -214,8 +214,8 @@ static void segments(void)
 
 /* --- many at once --- */
 
-/* A handler that has interrupted an access of its own thread waits for it in vain, a
- * tenth of a second. */
+/* A handler that has interrupted an access of its own thread waits for the end of that access
+ * in vain, for a tenth of a second. */
 
 static _Atomic int ended, handled;
 
@@ -264,7 +264,7 @@ static void crowd(void)
 	WANT(!works(mine_mr, 0) && works(mine_mr, 1));
 	STALE(0, 0);
 
-	pid_t child = fork(); /* its parent's engine is not its own */
+	pid_t child = fork(); /* it has no live backend */
 	WANT(child >= 0);
 	if (!child) {
 		for (int i = 0; i < 100; i++)
@@ -280,7 +280,7 @@ static void crowd(void)
 
 int main(void)
 {
-	/* Before there is an engine. */
+	/* Before the backend is loaded. */
 	char *p = fresh();
 	GIVES(p, mmap(p, PAGE, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0));
 	GIVES(0, munmap(p, SIZE));

@@ -1,7 +1,7 @@
 /*
- * Indirect keys through mlx5's own verbs, between two queue pairs: lists, columns of a
- * matrix, keys of keys; as keys of the program and of its peer; configured anew, and
- * taken away. With an argument the memory is registered on demand.
+ * Indirect keys by mlx5's own verbs, between two queue pairs: lists, columns of a matrix, keys
+ * of keys; as local and as remote keys; configured again, and invalidated. With an argument
+ * the memory is registered on demand.
  */
 #include <infiniband/mlx5dv.h>
 
@@ -44,7 +44,7 @@ static struct mlx5dv_mkey *key(uint16_t entries, uint32_t flags)
 	return k;
 }
 
-/* done waits for a completion of a queue pair; at most one of the other waits then. */
+/* done waits for a completion of a queue pair, and keeps at most one of the other. */
 static struct ibv_wc done(int i)
 {
 	static struct ibv_wc other[2];
@@ -81,7 +81,7 @@ static void begin(int i, uint64_t id)
 	x[i]->wr_flags = IBV_SEND_SIGNALED | IBV_SEND_INLINE;
 }
 
-/* configured ends what begin began, and wants it to be done, as an mlx5 says that. */
+/* configured completes the list that begin has begun, which must succeed with mlx5's opcode. */
 static void configured(int i)
 {
 	WANT(!ibv_wr_complete(x[i]));
@@ -96,7 +96,7 @@ static void list(int i, struct mlx5dv_mkey *k, uint32_t access, uint16_t n, stru
 	configured(i);
 }
 
-/* column makes a key the column of a matrix of words that lies in memory. */
+/* column configures a key as a column of a matrix of words in memory. */
 static void column(int i, struct mlx5dv_mkey *k, uint32_t at, uint32_t rows, uint32_t cols)
 {
 	struct mlx5dv_mr_interleaved d = {
@@ -106,7 +106,7 @@ static void column(int i, struct mlx5dv_mkey *k, uint32_t at, uint32_t rows, uin
 	configured(i);
 }
 
-/* op does one operation from qp[0], and returns how it ended. */
+/* op does one operation from qp[0], and returns its status. */
 static enum ibv_wc_status op(enum ibv_wr_opcode code, uint32_t lkey, uint64_t addr, uint32_t n, uint32_t rkey, uint64_t to)
 {
 	struct ibv_sge sge = {addr, n, lkey};
@@ -202,7 +202,7 @@ static void matrix(void)
 	WANT(!mlx5dv_destroy_mkey(from) && !mlx5dv_destroy_mkey(to) && !mlx5dv_destroy_mkey(t));
 }
 
-/* A key of a key and a region: what is below is busy, and all of it is found. */
+/* A key of a key and a region: the lower key is in use, and accesses reach all bytes. */
 static void nested(void)
 {
 	struct mlx5dv_mkey *low = key(2, 0), *high = key(2, 0), *own = key(2, 0);
@@ -221,20 +221,20 @@ static void nested(void)
 	WANT(!memcmp(mem[1] + 130, want, 20) && !memcmp(mem[1] + 1000, want + 20, 20) && !memcmp(mem[1] + 3000, want + 40, 60));
 	WANT(op(IBV_WR_RDMA_READ, own->lkey, 0, 100, high->rkey, 0) == IBV_WC_SUCCESS);
 	WANT(!memcmp(mem[0] + 777, want, 33) && !memcmp(mem[0] + 222, want + 33, 67));
-	WANT(invalidate(1, low->lkey) == IBV_WC_MW_BIND_ERR); /* one stands on it */
+	WANT(invalidate(1, low->lkey) == IBV_WC_MW_BIND_ERR); /* another key uses it */
 	reconnect();
 	WANT(!mlx5dv_destroy_mkey(high) && !mlx5dv_destroy_mkey(low) && !mlx5dv_destroy_mkey(own));
 }
 
-/* What a key has is changed in place: its bytes, its rights, or both. A request
- * behind that in the queue needs not wait for it. */
+/* A key is changed in place: its bytes, its rights, or both. The program need not wait for
+ * that before it posts a request that uses the key. */
 static void again(void)
 {
 	struct mlx5dv_mkey *k = key(4, 0);
 	struct mlx5dv_mkey_conf_attr none = {0};
 	struct ibv_sge first = piece(1, 0, 64), second = piece(1, 512, 64), local = piece(0, 64, 64);
 	fill();
-	begin(1, 1); /* rights, and bytes later */
+	begin(1, 1); /* first the rights, bytes later */
 	mlx5dv_wr_mkey_configure(dv[1], k, 1, &none);
 	mlx5dv_wr_set_mkey_access_flags(dv[1], ALL);
 	configured(1);
@@ -272,7 +272,7 @@ static void again(void)
 	WANT(wc.status == IBV_WC_SUCCESS && wc.wr_id == 4);
 	WANT(!memcmp(mem[1] + 2048, mem[0] + 64, 64) && !memcmp(mem[1] + 512, mem[0], 64));
 
-	/* rights alone: writing is over */
+	/* only the rights: no more WRITEs */
 	begin(1, 5);
 	mlx5dv_wr_mkey_configure(dv[1], k, 1, &none);
 	mlx5dv_wr_set_mkey_access_flags(dv[1], IBV_ACCESS_REMOTE_READ);
@@ -284,7 +284,8 @@ static void again(void)
 	WANT(!mlx5dv_destroy_mkey(k));
 }
 
-/* A key that is free, or gone, opens nothing, whoever names it. */
+/* A key that is not configured, or destroyed, gives no access, neither to the program nor to
+ * its peer. */
 static void gone(void)
 {
 	struct mlx5dv_mkey *k = key(1, 0), *r = key(1, MLX5DV_MKEY_INIT_ATTR_FLAGS_REMOTE_INVALIDATE);
@@ -327,7 +328,7 @@ static void gone(void)
 	reconnect();
 }
 
-/* What cannot be is a completion with an error, and the key is free then. */
+/* A wrong configuration completes with an error, and the key is then not configured. */
 static void wrong(void)
 {
 	struct mlx5dv_mkey *k = key(2, 0);
@@ -348,7 +349,7 @@ static void wrong(void)
 	WANT(!ibv_dereg_mr(only_read) && !mlx5dv_destroy_mkey(k));
 }
 
-/* start makes all that the others use, in a context of its own. */
+/* start makes the objects, in a context of its own. */
 static void start(void)
 {
 	struct ibv_context *ctx = open_first();
@@ -362,8 +363,8 @@ static void start(void)
 	}
 }
 
-/* Keys on keys that a program leaves behind go with its context: the device, which
- * another one keeps open, has room for a few regions and keys only. */
+/* Keys of keys that a program does not destroy end with its context: the device, which
+ * another context keeps open, has room for a few regions and keys only. */
 static void left(void)
 {
 	for (int i = 0; i < 20; i++) {

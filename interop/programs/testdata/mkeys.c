@@ -1,6 +1,6 @@
 /*
- * Indirect keys between two processes: the child writes into, reads from and sends to
- * memory of its parent that lies there in rows, and finds the door shut at the end.
+ * Indirect keys between two processes: the child writes into, reads from and sends to rows in
+ * its parent's memory. At the end the key is invalidated, and the child is refused.
  */
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -12,8 +12,8 @@
 
 enum {
 	ROWS = 1000,
-	ROW = 100,  /* bytes of each that a key shows */
-	SKIP = 61,  /* and of each that it does not */
+	ROW = 100,  /* bytes of each row that the key has */
+	SKIP = 61,  /* bytes behind each row that it does not have */
 	LEN = ROWS * ROW,
 	SIZE = ROWS * (ROW + SKIP),
 	ALL = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ
@@ -28,8 +28,7 @@ static struct mlx5dv_mkey *rows, *halves;
 static struct ibv_mr *mr;
 static uint8_t *mem;
 
-/* swap gives the other process something and gets the same of it: nobody goes on
- * before the other has come here. */
+/* swap exchanges n bytes with the other process. Each waits for the other. */
 static void swap(const void *mine, void *theirs, size_t n)
 {
 	WANT(send(talk, mine, n, MSG_NOSIGNAL) == (ssize_t)n && recv(talk, theirs, n, MSG_WAITALL) == (ssize_t)n);
@@ -59,7 +58,7 @@ static struct mlx5dv_mkey *key(void)
 	return k;
 }
 
-/* keys makes two: the rows, and all of memory with its halves in the other order. */
+/* keys makes two keys: of the rows, and of all memory with its halves swapped. */
 static void keys(void)
 {
 	struct ibv_qp_ex *x = ibv_qp_to_qp_ex(qp);
@@ -101,7 +100,7 @@ static void start(void)
 	keys();
 }
 
-/* value is what the byte i of a stream is. */
+/* value returns byte i of a stream. */
 static uint8_t value(int i) { return (uint8_t)(i * 13 + i / 256); }
 
 static void fill(int shift)
@@ -110,8 +109,8 @@ static void fill(int shift)
 		mem[i] = shift < 0 ? 0xee : value(i + shift);
 }
 
-/* is_rows tells whether the rows are a stream that began with two swapped halves, and
- * all else is as it was. */
+/* is_rows reports whether the rows contain a stream whose halves are swapped, and all other
+ * bytes are unchanged. */
 static int is_rows(int shift)
 {
 	for (int i = 0; i < SIZE; i++) {
@@ -135,11 +134,11 @@ static void parent(void)
 	WANT(is_rows(0));
 	fill(-1);
 	WANT(!ibv_post_recv(qp, &rr, &rbad));
-	meet(); /* it may send */
+	meet(); /* the child may send */
 	struct ibv_wc wc = done();
 	WANT(wc.status == IBV_WC_SUCCESS && wc.byte_len == LEN && is_rows(5));
 	WANT(!ibv_post_send(qp, &inv, &bad) && done().status == IBV_WC_SUCCESS);
-	meet(); /* the key is free */
+	meet(); /* the key is invalidated */
 	meet();
 	WANT(is_rows(5));
 }

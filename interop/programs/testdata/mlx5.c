@@ -1,6 +1,6 @@
 /*
- * mlx5's own verbs besides traffic: what is refused, and how; what a queue pair makes
- * of its flags. With an argument the device has not that identity, and all is refused.
+ * mlx5's own verbs without traffic: what is refused, and how; the flags of queue pairs. With
+ * an argument VERBENA_IDENTITY is not mlx5, and everything is refused.
  */
 #include <infiniband/mlx5dv.h>
 
@@ -58,7 +58,7 @@ static void devices(struct ibv_device *device)
 	WANT(!mlx5dv_query_device(ctx, &c) && !c.version && !c.flags && !c.comp_mask);
 	WANT(!c.max_wr_memcpy_length && !c.sig_caps.block_prot && !c.crypto_caps.flags && !c.dci_streams_caps.max_log_num_concurent);
 	memset(&c, 0xff, sizeof c);
-	c.comp_mask = MLX5DV_CONTEXT_MASK_SWP; /* what was not asked for is left alone */
+	c.comp_mask = MLX5DV_CONTEXT_MASK_SWP; /* other fields must not change */
 	WANT(!mlx5dv_query_device(ctx, &c) && !c.sw_parsing_caps.supported_qpts && c.cqe_comp_caps.max_num == UINT32_MAX);
 	WANT(mlx5dv_query_device(NULL, &c) == EINVAL && mlx5dv_query_device(ctx, NULL) == EINVAL);
 	REFUSED(mlx5dv_devx_alloc_uar(ctx, 0), EOPNOTSUPP);
@@ -81,7 +81,7 @@ static void queue_pairs(void)
 		int err;
 	} cases[] = {
 		{&a, {0}, 0},
-		{&a, {.create_flags = UINT32_MAX, .send_ops_flags = UINT64_MAX}, 0}, /* not meant */
+		{&a, {.create_flags = UINT32_MAX, .send_ops_flags = UINT64_MAX}, 0}, /* ignored: comp_mask is 0 */
 		{&a, {.comp_mask = FLAGS, .create_flags = on}, 0},
 		{&a, {.comp_mask = FLAGS | OPS, .create_flags = off, .send_ops_flags = list}, 0},
 		{&uc, {.comp_mask = FLAGS | OPS, .create_flags = off}, 0},
@@ -104,7 +104,7 @@ static void queue_pairs(void)
 	WANT(!ibv_destroy_cq(cq));
 }
 
-/* Mistakes in requests are found when the list is complete, and nothing is posted. */
+/* ibv_wr_complete returns mistakes in requests, and then posts nothing. */
 static void requests(void)
 {
 	struct self s = {.ctx = ctx, .pd = pd};
@@ -148,7 +148,7 @@ static void requests(void)
 	LIST(ENOMEM, mlx5dv_wr_mr_list(dv, k, rw, 3, sge));
 	LIST(ENOMEM, mlx5dv_wr_mr_interleaved(dv, k, rw, 2, 3, il));
 	LIST(EINVAL, mlx5dv_wr_mr_list(dv, k, IBV_ACCESS_MW_BIND, 1, sge));
-	LIST(EINVAL, mlx5dv_wr_set_mkey_access_flags(dv, rw)); /* of what? */
+	LIST(EINVAL, mlx5dv_wr_set_mkey_access_flags(dv, rw)); /* no request before */
 	LIST(EINVAL, mlx5dv_wr_mkey_configure(dv, k, 1, &none)); /* a setter is missing */
 	LIST(EINVAL, (mlx5dv_wr_mkey_configure(dv, k, 2, &none), mlx5dv_wr_set_mkey_access_flags(dv, rw), ibv_wr_send(x)));
 	LIST(EINVAL, (mlx5dv_wr_mkey_configure(dv, k, 1, &none), mlx5dv_wr_set_mkey_access_flags(dv, rw),
@@ -191,8 +191,8 @@ static void requests(void)
 	WANT(!ibv_destroy_qp(s.qp[0]) && !ibv_destroy_qp(s.qp[1]) && !ibv_destroy_cq(s.cq));
 }
 
-/* A short message waits beside its completion: it is in memory when that is polled, or
- * before if the queue pair says so. */
+/* A short message is kept with its completion, and in memory when that is polled; or before,
+ * with DISABLE_SCATTER_TO_CQE. */
 static void scatter(uint32_t flags, int waits)
 {
 	struct ibv_cq *sent = ibv_create_cq(ctx, 4, NULL, NULL, 0), *got = ibv_create_cq(ctx, 4, NULL, NULL, 0);

@@ -1,5 +1,5 @@
 /*
- * Prints all that the library says without a device: names, and rates by all of their
+ * Prints what the library returns without a device: names, and rates by all of their
  * numbers.
  */
 #include <stdio.h>

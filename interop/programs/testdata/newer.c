@@ -1,6 +1,6 @@
 /*
- * What rdma-core 60 and later have for regions: ibv_reg_mr_ex, and buffers of the
- * library's. The header may be older or newer, so they have other names here.
+ * Verbs for regions that rdma-core 60 and later have: ibv_reg_mr_ex, and buffers that the
+ * library allocates. The header may be older or newer, so they have other names here.
  */
 #include "self.h"
 
@@ -40,12 +40,12 @@ int main(void)
 	WANT(write_to(&s, base + 4096 + 100, here->lkey, 0x5000 + 8, there->rkey, 6) == IBV_WC_SUCCESS);
 	WANT(!strcmp(bytes + 8, "newer"));
 
-	/* Without a buffer's mask, the buffer is not looked at. */
+	/* Without MASK_BUF the buffer is ignored. */
 	a = (struct attr){.length = 16, .access = ACCESS, .mask = MASK_ADDR, .addr = bytes, .buf = (void *)8};
 	struct ibv_mr *plain = reg_mr_ex(s.pd, &a);
 	WANT(plain && !ibv_dereg_mr(plain));
 
-	/* What does not lie in the buffer, or not in one of this domain. */
+	/* Bytes outside the buffer, or a buffer of another domain. */
 	struct ibv_pd *other = ibv_alloc_pd(s.ctx);
 	WANT(other);
 	WANT(!reg_buf_mr(s.pd, buf, base + 1, 8192, ACCESS) && errno == EINVAL);
@@ -56,7 +56,7 @@ int main(void)
 	a = (struct attr){.length = 8193, .access = ACCESS, .mask = MASK_ADDR | MASK_BUF, .addr = base, .buf = buf};
 	refused(s.pd, &a, EINVAL);
 
-	/* No address; bits that nobody knows; a dma-buf, which there is none of. */
+	/* No address; unknown bits; a dma-buf. */
 	refused(s.pd, NULL, EINVAL);
 	refused(NULL, &a, EINVAL);
 	a.mask = MASK_IOVA;

@@ -1,7 +1,7 @@
 /*
- * On-demand paging as its first description has it: ask what the device does,
- * register memory on demand, send from it, map other memory in its place, send
- * again. Its verbs have other names today: verbena/verbs.h.
+ * On-demand paging by its first verbs, which verbena/verbs.h has: query what the device
+ * supports, register memory on demand, send from it, map other memory in its place, send
+ * again.
  */
 #include <sys/mman.h>
 
@@ -41,7 +41,7 @@ int main(void)
 	WANT(write_to(&s, p, mr->lkey, (uintptr_t)p + 5 * MB, mr->rkey, 7) == IBV_WC_SUCCESS);
 	WANT(!strcmp(p + 5 * MB, "second"));
 
-	/* Memory that is not there at all: zeros. */
+	/* A null region reads as zeros. */
 	struct ibv_mr *null = ibv_alloc_null_mr(s.pd);
 	WANT(null && null->length == SIZE_MAX);
 	WANT(write_to(&s, (void *)12345, null->lkey, (uintptr_t)p + 5 * MB, mr->rkey, MB) == IBV_WC_SUCCESS);

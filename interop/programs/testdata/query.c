@@ -1,6 +1,6 @@
 /*
- * Verbs that ask, and that no tool here asks: GIDs, order of data, moderation; an
- * aborted list of requests; and what this device has not, which is refused.
+ * Verbs that no tool here calls: queries of GIDs and of the order of data, moderation; an
+ * aborted list of requests; and verbs that this device refuses.
  */
 #include "self.h"
 
@@ -25,7 +25,7 @@ static void gids(struct self *s)
 
 static void orders(struct self *s)
 {
-	/* A copy writes its bytes in no order that could be told, whatever is asked. */
+	/* The answer is always that data is not in order. */
 	for (uint32_t flags = 0; flags < 8; flags++)
 		for (int op = IBV_WR_RDMA_WRITE; op <= IBV_WR_RDMA_READ; op++)
 			WANT(!ibv_query_qp_data_in_order(s->qp[0], (enum ibv_wr_opcode)op, flags));
@@ -59,7 +59,7 @@ static void write_ex(struct ibv_qp_ex *q, uint64_t id, struct ibv_mr *mr, char *
 	ibv_wr_set_sge(q, mr->lkey, (uintptr_t)from, 8);
 }
 
-/* What was aborted has never been: neither bytes nor completions, nor room taken. */
+/* An aborted list moves no bytes, makes no completions, and takes no room in the queue. */
 static void aborted(struct self *s)
 {
 	static char buf[64] = "one-----two-----";
@@ -81,7 +81,7 @@ static void aborted(struct self *s)
 		;
 	WANT(wc.wr_id == 2 && wc.status == IBV_WC_SUCCESS && !buf[32] && !memcmp(buf + 48, buf + 8, 8));
 	WANT(!ibv_poll_cq(t.cq, 1, &wc));
-	/* One more than fits refuses them all. */
+	/* A list with one request too many is refused as a whole. */
 	ibv_wr_start(q);
 	for (int k = 0; k < 5; k++)
 		write_ex(q, 3, mr, buf, buf + 32);

@@ -1,6 +1,6 @@
 /*
- * Re-registration, and what it says when it fails: the numbers tell which region is
- * valid, errno tells why.
+ * Re-registration, and how it fails: the returned number says which region is valid, errno
+ * why.
  */
 #include <sys/mman.h>
 
@@ -10,7 +10,7 @@
 
 enum { rights = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_MW_BIND };
 
-/* still: the region is what it was. */
+/* still checks that the region is unchanged. */
 static void still(struct self *s, struct ibv_mr *mr, char *p)
 {
 	WANT(mr->addr == p && mr->length == PAGE);

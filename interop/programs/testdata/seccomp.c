@@ -1,6 +1,6 @@
 /*
- * Runs a program that may not call userfaultfd, io_uring_* or unshare: EPERM, as
- * container runtimes have it.
+ * Runs a program for which userfaultfd, io_uring_* and unshare fail with EPERM, as under
+ * container runtimes.
  */
 #include <errno.h>
 #include <linux/audit.h>

@@ -1,6 +1,6 @@
 /*
- * Two queue pairs of one process, connected to each other, and the few requests
- * that the programs here need. Whatever should not happen ends the program.
+ * Two queue pairs of one process, connected to each other, and the few requests that the
+ * programs here need. A WANT that fails ends the program.
  */
 #include <errno.h>
 #include <stdint.h>
@@ -74,8 +74,8 @@ static struct ibv_qp *plain_qp(struct self *s)
 	return ibv_create_qp(s->pd, &a);
 }
 
-/* connect_made connects a pair that a function makes, in a context and a domain that
- * are there. */
+/* connect_made connects two queue pairs that a function makes, in an existing context and
+ * protection domain. */
 static struct self connect_made(struct ibv_context *ctx, struct ibv_pd *pd, struct ibv_qp *(*make)(struct self *))
 {
 	struct self s = {.ctx = ctx, .pd = pd};
@@ -104,7 +104,7 @@ static void close_self(struct self *s)
 	WANT(!ibv_dealloc_pd(s->pd) && !ibv_close_device(s->ctx));
 }
 
-/* write_to posts a WRITE and returns how it ended. */
+/* write_to posts a WRITE and returns its status. */
 static enum ibv_wc_status write_to(struct self *s, void *from, uint32_t lkey, uint64_t to, uint32_t rkey, uint32_t n)
 {
 	struct ibv_sge sge = {(uintptr_t)from, n, lkey};
@@ -124,7 +124,7 @@ static enum ibv_wc_status write_to(struct self *s, void *from, uint32_t lkey, ui
 	return wc.status;
 }
 
-/* use_self registers memory, writes from one half to the other, and looks. */
+/* use_self registers memory, writes one half into the other, and compares them. */
 static void use_self(struct self *s)
 {
 	enum { N = 70000 };

@@ -1,6 +1,6 @@
 /*
- * Signals that the program blocks after its first verb, to take them when it likes: with
- * sigwait, and from a descriptor. Threads that the library has made must not take them.
+ * Signals that the program blocks after its first verb, to receive them with sigwait and
+ * signalfd. The library's threads must not receive them.
  */
 #include <poll.h>
 #include <pthread.h>

@@ -1,7 +1,7 @@
 /*
- * A UC peer in another process that is stopped, and then killed or left: messages to
- * it wait for room, and hold up neither other queue pairs nor the end of the program.
- * Once the peer is gone, they are lost, and complete.
+ * A UC peer in another process is stopped, and then killed or left so. Messages to it wait
+ * for room, and delay neither other queue pairs nor the end of the program. Once the peer is
+ * gone, they are lost, and complete.
  */
 #include <signal.h>
 #include <sys/prctl.h>
@@ -68,7 +68,7 @@ int main(int argc, char **argv)
 	struct ibv_send_wr wr = {.sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED}, *bad;
 	for (int i = 0; i < COUNT; i++, wr.wr_id++)
 		WANT(!ibv_post_send(e.qp, &wr, &bad));
-	struct self s = connect_in(e.ctx, e.pd); /* these are not held up */
+	struct self s = connect_in(e.ctx, e.pd); /* these are not delayed */
 	use_self(&s);
 	struct ibv_wc wc;
 	uint64_t n = 0;
@@ -77,7 +77,7 @@ int main(int argc, char **argv)
 		if (k)
 			WANT(wc.status == IBV_WC_SUCCESS && wc.wr_id == n++);
 	}
-	WANT(n > 0 && n < COUNT && !ibv_post_send(e.qp, &wr, &bad)); /* what has left has made room */
+	WANT(n > 0 && n < COUNT && !ibv_post_send(e.qp, &wr, &bad)); /* messages that were sent have made room in the queue */
 	if (killed) {
 		WANT(!kill(child, SIGKILL) && waitpid(child, &status, 0) == child);
 		for (int k; n <= COUNT; n += (uint64_t)k) {

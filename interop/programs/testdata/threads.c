@@ -1,8 +1,8 @@
 /*
- * Threads that post to queue pairs of their own, WRITEs and SENDs of several lengths,
- * while one thread takes all completions from one queue, polling or by events: each
- * comes once, in the order of its queue pair, and no event is missed, whether the queue
- * is armed before it is polled or afterwards.
+ * Threads post WRITEs and SENDs of several lengths to queue pairs of their own, while one
+ * thread takes all completions from one queue, polling or by events. Each completion comes
+ * once, in the order of its queue pair, and no event is missed, whether the queue is armed
+ * before it is polled or afterwards.
  */
 #include <poll.h>
 #include <pthread.h>
@@ -17,9 +17,9 @@ static struct flow {
 	struct self s;
 	struct ibv_mr *mr;
 	char *buf; /* SIZE to send from, SIZE to write to, SIZE to receive in */
-	uint64_t sent, received; /* completions that came; of the poller */
-	uint64_t receives;	 /* that should come; of the poster */
-	atomic_ullong done;	 /* = sent, for the poster */
+	uint64_t sent, received; /* completions so far; the poller's */
+	uint64_t receives;	 /* receives posted; the poster's */
+	atomic_ullong done;	 /* a copy of sent, for the poster */
 	pthread_t thread;
 } flows[THREADS];
 
@@ -88,8 +88,8 @@ static uint64_t take_all(void)
 	return n;
 }
 
-/* An event must come for whatever comes after a poll that found nothing, before the
- * queue was armed or since. */
+/* An event must come for a completion that was made after the last poll found nothing, both
+ * before the queue was armed and after that. */
 static void await_event(void)
 {
 	struct pollfd p = {channel->fd, POLLIN, 0};

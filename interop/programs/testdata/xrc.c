@@ -1,7 +1,7 @@
 /*
- * An XRC target that is opened by its number: from another context of the process it
- * is the same queue pair, which lives until both have destroyed it. From another
- * process it is refused.
+ * An XRC target is opened by its number. In another context of the process that gives the
+ * same queue pair, which lives until both have destroyed it. In another process it is
+ * refused.
  */
 #include <fcntl.h>
 #include <sys/wait.h>
@@ -84,7 +84,7 @@ int main(void)
 	WANT(!ibv_destroy_qp(made) && ibv_destroy_qp(made) == EINVAL && !ibv_close_xrcd(mine));
 	WANT(ibv_close_xrcd(theirs) == EBUSY);
 
-	/* It works on for who has it still open. */
+	/* It still works in the context that has it open. */
 	struct ibv_pd *pd = ibv_alloc_pd(other);
 	struct ibv_cq *cq = ibv_create_cq(other, 4, NULL, NULL, 0);
 	struct ibv_srq_init_attr_ex sa = {.attr = {.max_wr = 4, .max_sge = 1},

@@ -14,8 +14,8 @@ func atomics() (rows []*testCase) {
 	return rows
 }
 
-// word is a word that atomics are done on, in the order of the machine: the
-// kernel's device does them with the processor's instructions, and so do we.
+// word reads a word that atomics change. It is in the machine's byte order: both devices do
+// atomics with the processor's instructions.
 func word(p party, r *region, off int) (uint64, error) {
 	b, err := p.peek(r, off, 8)
 	if err != nil {

@@ -10,7 +10,7 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// mortal is a connection that notices soon: three retries of 67 ms.
+// mortal is a connection that soon notices the end of its peer: three retries of 67 ms.
 var mortal = connection{timeout: 14, retry: 3}
 
 func deaths() (rows []*testCase) {
@@ -31,12 +31,11 @@ func deaths() (rows []*testCase) {
 	return rows
 }
 
-// alone checks what an initiator sees whose peer no longer answers: of n requests,
-// numbered from first, some may have been done before; the next one fails, the
-// others are flushed.
+// alone checks the completions of n requests, numbered from first, to a peer that no longer
+// answers. Some may have been executed before; the next one fails, the others are flushed.
 //
-// A process that is killed loses its regions before its queue pairs, so the last
-// word of its device may be a refusal; refusal says whether that may be.
+// A process that is killed loses its regions before its queue pairs, so the last answer of
+// its device may be a NAK for a remote access error; refusal says whether that is allowed.
 func alone(i *end, first uint64, n int, refusal bool) error {
 	for id := first; n > 0; id, n = id+1, n-1 {
 		wc, err := i.sent(i.qp, patience)
@@ -44,11 +43,11 @@ func alone(i *end, first uint64, n int, refusal bool) error {
 			return forsaken(i, wc, err, id, n, refusal)
 		}
 	}
-	return fmt.Errorf("%s: all requests were done, though nobody was there", i.who())
+	return fmt.Errorf("%s: all requests succeeded, though the peer is gone", i.who())
 }
 
-// forsaken checks the first completion that is not a success, which must be the
-// request's with that id, and those of the n-1 requests behind it.
+// forsaken checks the first completion that is not a success, which must be that of request
+// id, and those of the n-1 requests behind it.
 func forsaken(i *end, wc verbs.WC, err error, id uint64, n int, refusal bool) error {
 	want := verbs.WCRetryExcErr
 	if refusal && err == nil && wc.Status == verbs.WCRemAccessErr {
@@ -66,8 +65,8 @@ func forsaken(i *end, wc verbs.WC, err error, id uint64, n int, refusal bool) er
 	}
 }
 
-// busy has the peer go while requests are under way: there are always eight, as
-// long as they are done. It must not hang on how quick the two are.
+// busy calls leave, which ends the peer, while requests are under way. It keeps eight of them
+// under way until one fails, so that it does not depend on how fast the two sides are.
 func busy(i *end, wr verbs.SendWR, leave func() error, refusal bool) error {
 	if err := post8(i, wr); err != nil {
 		return err
@@ -137,7 +136,7 @@ func (s *scene) peerClosedBusy() error {
 	return busy(i, wr, func() error { return t.destroy(t.qp) }, false)
 }
 
-// peerInError: a queue pair in the error state does not answer (IBA 10.3.1).
+// peerInError has the target's queue pair in the error state: it does not answer (IBA 10.3.1).
 func (s *scene) peerInError() error {
 	i, t, wr, err := s.acquaint()
 	if err != nil {
@@ -172,7 +171,7 @@ func (s *scene) kernelKilledBusy() error {
 	return busy(i, wr, func() error { s.kernel.die(); return nil }, true)
 }
 
-// kernelKilledInitiating: the target does not notice, and goes on.
+// kernelKilledInitiating kills the initiator: the target does not notice, and stays in RTS.
 func (s *scene) kernelKilledInitiating() error {
 	i, t, wr, err := s.acquaint()
 	if err != nil {

@@ -1,6 +1,6 @@
 package main
 
-// What must fail, and how: receivers that are late, requests that are refused.
+// Receives that are posted late or never, and requests that the target refuses.
 
 import (
 	"errors"
@@ -22,8 +22,7 @@ func lateReceivers() (rows []*testCase) {
 	return rows
 }
 
-// late sends before there is a receive. The receiver asks for patience (RNR NAK)
-// until there is one.
+// late sends before a receive is posted. The target answers with RNR NAKs until there is one.
 func (s *scene) late(op verbs.Opcode) error {
 	const size, seed = 5000, 3
 	i, t, err := s.connect(connection{timer: 14}) // 1.28 ms, by IBA table 45
@@ -41,7 +40,7 @@ func (s *scene) late(op verbs.Opcode) error {
 		return err
 	}
 	if wc, err := i.sent(i.qp, 100*time.Millisecond); !errors.As(err, new(errNone)) {
-		return fmt.Errorf("%s: without a receiver the request ended: %+v, %w", i.who(), wc, err)
+		return fmt.Errorf("%s: without a receive the request ended: %+v, %w", i.who(), wc, err)
 	}
 	if err := t.receive(2, remote.sge(0, size)); err != nil {
 		return err
@@ -57,7 +56,7 @@ func (s *scene) late(op verbs.Opcode) error {
 	return t.check(remote, 0, size, seed)
 }
 
-// never sends where no receive will come, with few retries.
+// never sends where no receive is ever posted, with few retries.
 func (s *scene) never() error {
 	i, t, err := s.connect(connection{rnr: 2, timer: 14})
 	if err != nil {
@@ -76,7 +75,7 @@ func (s *scene) never() error {
 
 func wantState(e *end, want verbs.QPState) error {
 	got, err := e.state(e.qp)
-	// The kernel's own thread may still be on its way there.
+	// A thread of the kernel makes the change, and may not have done it yet.
 	for n := 0; n < 50 && err == nil && got != want; n++ {
 		time.Sleep(10 * time.Millisecond)
 		got, err = e.state(e.qp)
@@ -101,11 +100,11 @@ type violation struct {
 	want   verbs.WCStatus // at the initiator
 	target verbs.WCStatus // of the receive at the target
 	kernel *deviation     // what the kernel does instead, as a target; docs/interop.md
-	weOnly bool           // user space does not let the kernel do it
+	weOnly bool           // only we initiate: the user-space driver of rxe refuses the request
 	needs  uint64         // capabilities that not every kernel has
 }
 
-// deviation is how the kernel, as a target, differs.
+// deviation is what differs if the kernel is the target.
 type deviation struct{ want, target verbs.WCStatus }
 
 func violations() (rows []*testCase) {
@@ -158,9 +157,9 @@ func violations() (rows []*testCase) {
 	return rows
 }
 
-// violate posts a request that is refused, and another one behind it. The first
-// ends with the refusal, the second is flushed; the target's queue pair fails too,
-// its receive is flushed, and its memory is as it was.
+// violate posts a request that the target refuses, and another one behind it. The first one
+// fails, the second is flushed. The target's queue pair goes to ERR, its receive ends with
+// v.target, and its memory is unchanged.
 func (s *scene) violate(v violation) error {
 	const size, seed = 4096, 4
 	if err := s.needs(v.needs); err != nil {
@@ -203,7 +202,7 @@ func (s *scene) violate(v violation) error {
 	behind := verbs.WCWRFlushErr
 	if v.kernel != nil && s.weInit {
 		v.want, v.target = v.kernel.want, v.kernel.target
-		if v.want == verbs.WCSuccess { // then the next one learns it, from silence
+		if v.want == verbs.WCSuccess { // then the next one gets no answer
 			behind = verbs.WCRetryExcErr
 		}
 	}

@@ -17,7 +17,7 @@ func crowds() (rows []*testCase) {
 	return rows
 }
 
-// crowd connects many queue pairs, then has all of them at work at once.
+// crowd connects many queue pairs, then posts to all of them at once.
 func (s *scene) crowd(n int) error {
 	const size = 6000
 	type couple struct{ i, t *end }
@@ -70,7 +70,7 @@ func losses() (rows []*testCase) {
 			}
 			for _, noGSO := range []bool{false, true} {
 				c := testCase{name: fmt.Sprintf("rc/%s/%s", net.name, op.name), netem: net.netem, noGSO: noGSO, limit: 8 * time.Minute}
-				if noGSO { // a GSO send is lost as a whole
+				if noGSO { // with GSO, netem drops all packets of a send at once
 					c.name += "/nogso"
 				}
 				c.shortV4 = noGSO && net.name == "loss1" && (op.op == verbs.OpSend || op.op == verbs.OpRDMARead)
@@ -82,7 +82,7 @@ func losses() (rows []*testCase) {
 	return rows
 }
 
-// lossy streams until packets were lost, if the network loses any, and some more.
+// lossy streams for at least two rounds, and until netem has dropped something if it drops.
 func (s *scene) lossy(op verbs.Opcode) error {
 	c := connection{timeout: 14, depth: 16}
 	c.defaults()
@@ -90,7 +90,7 @@ func (s *scene) lossy(op verbs.Opcode) error {
 	if err != nil {
 		return err
 	}
-	for round := range 100 { // a train is lost as a whole, and 1 % of few may be none
+	for round := range 100 { // of few sends, 1 % may be none
 		if err := s.streamBetween(i, t, c.depth, streaming{op: op, size: 40_000, count: 16}); err != nil {
 			return err
 		}
@@ -102,10 +102,10 @@ func (s *scene) lossy(op verbs.Opcode) error {
 			return nil
 		}
 	}
-	return errors.New("nothing was lost, so nothing was shown")
+	return errors.New("netem has dropped nothing")
 }
 
-// lossyAdd counts: each addition must happen once, however often it is repeated.
+// lossyAdd checks that each addition is executed once, however often it is sent.
 func (s *scene) lossyAdd() error {
 	i, t, err := s.connect(connection{timeout: 12})
 	if err != nil {

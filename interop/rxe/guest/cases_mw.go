@@ -1,7 +1,7 @@
 package main
 
-// Memory windows: the target binds one, and the initiator uses it, as far as it
-// may and farther.
+// Memory windows: the target binds one, and the initiator uses it, within its bounds and
+// rights and beyond them.
 
 import (
 	"errors"
@@ -18,18 +18,17 @@ const (
 	mwLen    = 5000
 )
 
-// windowCase is what the initiator tries through a window that the target has
-// bound, and how that ends.
+// windowCase is a request of the initiator through a window that the target has bound, and
+// its status.
 type windowCase struct {
 	name   string
 	typ    verbs.MWType
 	access verbs.Access // of the window
 	op     verbs.Opcode
-	// change makes another request of one that covers the window.
-	change func(w *windowScene, wr *verbs.SendWR) error
-	want   verbs.WCStatus
-	// unchecked: the kernel, as a target, lets it pass; docs/interop.md.
-	unchecked bool
+	// change, if not nil, changes the window, or the request, which covers the window.
+	change    func(w *windowScene, wr *verbs.SendWR) error
+	want      verbs.WCStatus
+	unchecked bool // the kernel, as a target, allows it; docs/interop.md
 }
 
 // windowScene is a bound window.
@@ -140,8 +139,8 @@ func (w *windowScene) bind(off, n int, access verbs.Access) error {
 	return nil
 }
 
-// compare compares the target's region with what it must be: as it was, but for
-// what a request that succeeded has done.
+// compare checks all bytes of the target's region: unchanged, except by a request that
+// succeeded.
 func (w *windowScene) compare(wr *verbs.SendWR, status verbs.WCStatus, seed, old uint64) error {
 	got, err := w.t.peek(w.remote, 0, mwRegion)
 	if err != nil {
@@ -155,7 +154,7 @@ func (w *windowScene) compare(wr *verbs.SendWR, status verbs.WCStatus, seed, old
 	case wr.Op == verbs.OpRDMAWrite:
 		pattern(mwLen, seed, func(i int, b byte) bool { want[at+i] = b; return true })
 	case wr.Op == verbs.OpAtomicFetchAdd:
-		for k := at; k < at+8; k++ { // little-endian, as every guest is
+		for k := at; k < at+8; k++ { // adds 1; every guest is little-endian
 			if want[k]++; want[k] != 0 {
 				break
 			}
@@ -181,7 +180,7 @@ func (w *windowScene) compare(wr *verbs.SendWR, status verbs.WCStatus, seed, old
 
 func closeWindow(w *windowScene, _ *verbs.SendWR) error { return w.t.endWindow(w.w) }
 
-// free makes a bound window free, as its type wants it before the next bind.
+// free unbinds a window, if its type must be unbound before the next bind.
 func (w *windowScene) free() error {
 	if w.w.typ == verbs.MWType1 {
 		return nil
@@ -220,7 +219,7 @@ func invalidateHere(w *windowScene, _ *verbs.SendWR) error {
 	return err
 }
 
-// invalidateThere has the initiator give the window back.
+// invalidateThere has the initiator invalidate the window, by SEND with invalidate.
 func invalidateThere(w *windowScene, _ *verbs.SendWR) error {
 	inbox, err := w.t.alloc(64, verbs.AccessLocalWrite)
 	if err != nil {
@@ -242,8 +241,7 @@ func otherQueuePair(w *windowScene, _ *verbs.SendWR) error {
 	return err
 }
 
-// refusedBinds binds what cannot be bound, each on a queue pair of its own, which
-// that ends.
+// refusedBinds tries binds that must fail, each on a queue pair of its own, which goes to ERR.
 func (s *scene) refusedBinds() error {
 	for _, c := range []struct {
 		name   string
@@ -253,9 +251,9 @@ func (s *scene) refusedBinds() error {
 		access verbs.Access
 	}{
 		{"no right to bind", verbs.MWType2, allRights, 100, verbs.AccessRemoteRead},
-		{"writing what cannot be written", verbs.MWType2, verbs.AccessMWBind, 100, verbs.AccessRemoteWrite},
+		{"a right to write, of a region without local write", verbs.MWType2, verbs.AccessMWBind, 100, verbs.AccessRemoteWrite},
 		{"beyond the region", verbs.MWType2, verbs.AccessMWBind, mwRegion + 1, verbs.AccessRemoteRead},
-		{"nothing", verbs.MWType2, verbs.AccessMWBind, 0, verbs.AccessRemoteRead},
+		{"no bytes", verbs.MWType2, verbs.AccessMWBind, 0, verbs.AccessRemoteRead},
 	} {
 		_, t, err := s.connect(connection{})
 		if err != nil {

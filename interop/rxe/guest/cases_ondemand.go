@@ -1,8 +1,8 @@
 package main
 
-// On-demand memory: ours, while the kernel's device works in it, and the newest
-// kernels' own, with ours at the other side. Pages are absent at first, and are
-// discarded and mapped again between operations, and during them.
+// On-demand memory: ours, which the kernel's device accesses, and that of the newest kernels'
+// device, with ours at the other side. Pages are absent at first, and are discarded and
+// mapped again between operations, and during them.
 
 import (
 	"errors"
@@ -23,7 +23,7 @@ type lazy struct {
 	*remap.Memory
 }
 
-// lazily makes memory on demand, by a key of its own or by that of everything.
+// lazily makes memory on demand, with a region of its own or an implicit one.
 func (o *ours) lazily(implicit bool) (*lazy, error) {
 	m, err := remap.New(lazySize)
 	if err != nil {
@@ -110,7 +110,8 @@ func (s *scene) exchange(i, t *end, local, remote *region, op verbs.Opcode, n in
 	return to.check(dst, 0, n, seed)
 }
 
-// lazySides connects, and gives us memory on demand and the kernel ordinary memory.
+// lazySides connects, and makes memory on demand on our side and ordinary memory on the
+// kernel's.
 func (s *scene) lazySides(implicit bool) (i, t *end, local, remote *region, mine *lazy, err error) {
 	if i, t, err = s.connect(connection{}); err != nil {
 		return
@@ -126,7 +127,7 @@ func (s *scene) lazySides(implicit bool) (i, t *end, local, remote *region, mine
 	return i, t, local, remote, mine, err
 }
 
-// remapped does operations, and the pages of ours are new each time.
+// remapped does operations; our pages are new each time.
 func (s *scene) remapped(op verbs.Opcode, implicit bool) error {
 	i, t, local, remote, mine, err := s.lazySides(implicit)
 	if err != nil {
@@ -149,7 +150,7 @@ func (s *scene) remapped(op verbs.Opcode, implicit bool) error {
 	if err != nil {
 		return err
 	}
-	// Where the kernel tells of changes, each is counted.
+	// Where the kernel reports changes of mappings, each is counted.
 	st := mine.mr.PagingStats()
 	if st.PageFaults == 0 || st.FailedResolutions != 0 || caps.Notifier == "userfaultfd" && st.Invalidations != 4 {
 		return fmt.Errorf("we, with %s: %+v", caps.Notifier, st)
@@ -157,7 +158,7 @@ func (s *scene) remapped(op verbs.Opcode, implicit bool) error {
 	return nil
 }
 
-// remappedMeanwhile does operations while the pages come and go.
+// remappedMeanwhile does operations while our pages are discarded and mapped again.
 func (s *scene) remappedMeanwhile(implicit bool) error {
 	i, t, local, remote, mine, err := s.lazySides(implicit)
 	if err != nil {
@@ -194,7 +195,8 @@ func (s *scene) remappedMeanwhile(implicit bool) error {
 	return errors.Join(err, storm)
 }
 
-// forbidden: pages that we may not touch are an error of the side whose they are.
+// forbidden has a page of ours without rights: a local error if we initiate, otherwise a
+// remote one.
 func (s *scene) forbidden(implicit bool) error {
 	i, t, local, remote, mine, err := s.lazySides(implicit)
 	if err != nil {
@@ -214,8 +216,8 @@ func (s *scene) forbidden(implicit bool) error {
 	return errors.Join(wantStatus(i.who(), wc, err, want), mine.Forbid(lazySize/2, 4096, false))
 }
 
-// kernelPages has on-demand memory on both sides, and discards the kernel's pages
-// between operations. Packets are pages: the kernel's device puts what belongs into
+// kernelPages has on-demand memory on both sides, and discards the kernel's pages between
+// operations. The MTU is the size of a page: otherwise the kernel's device stores data for
 // the middle of a page at its beginning (docs/interop.md).
 func (s *scene) kernelPages(op verbs.Opcode) error {
 	i, t, err := s.connect(connection{mtu: verbs.MTU4096})

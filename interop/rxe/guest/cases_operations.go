@@ -9,7 +9,7 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// opNames are the operations that move data, in the words of the table.
+// opNames are the operations that move data, and their names in the table.
 var opNames = []struct {
 	name string
 	op   verbs.Opcode
@@ -28,7 +28,7 @@ func operations() (rows []*testCase) {
 			m := mtu.Bytes()
 			for _, size := range []int{0, 1, m - 1, m, m + 1, 64 << 10, 4 << 20} {
 				c := testCase{name: fmt.Sprintf("rc/%s/%d/mtu%d", op.name, size, m)}
-				// The short form has the edges of the usual MTU, and one long message.
+				// The short form has the sizes around the usual MTU, and one long message.
 				c.short = mtu == verbs.MTU1024 && (size == m+1 || size == 64<<10)
 				c.shortV4 = mtu == verbs.MTU1024 && size < 64<<10 || mtu == verbs.MTU4096 && size == 4<<20
 				rows = append(rows, everyWay(c, func(s *scene) error { return s.operate(verbs.RC, op.op, mtu, size) })...)
@@ -38,8 +38,7 @@ func operations() (rows []*testCase) {
 	return rows
 }
 
-// operate does an operation once and checks what both sides have to say about it,
-// and every byte.
+// operate does an operation once, and checks the completions of both sides and every byte.
 func (s *scene) operate(typ verbs.QPType, op verbs.Opcode, mtu verbs.MTU, size int) error {
 	i, t, err := s.connect(connection{typ: typ, mtu: mtu})
 	if err != nil {
@@ -66,7 +65,7 @@ func (s *scene) operate(typ verbs.QPType, op verbs.Opcode, mtu verbs.MTU, size i
 		}
 		wr.InvalidateKey, want.InvalidatedKey, want.Flags = key, key, verbs.WCWithInv
 	case verbs.OpRDMAWrite, verbs.OpRDMARead:
-		want.ID = 0 // nothing is received
+		want.ID = 0 // no receive
 	}
 	if size == 0 { // no piece rather than an empty one
 		wr.SGL, receive = nil, nil
@@ -95,14 +94,13 @@ func (s *scene) operate(typ verbs.QPType, op verbs.Opcode, mtu verbs.MTU, size i
 			return err
 		}
 	}
-	if typ == verbs.UC && want.ID == 0 { // nobody says when it has arrived
+	if typ == verbs.UC && want.ID == 0 { // no completion says when it has arrived
 		return eventually(func() error { return s.arrived(to, dst, size, seed, old) })
 	}
 	return s.arrived(to, dst, size, seed, old)
 }
 
-// arrived checks that the data is there, and that what lies behind it is as it
-// was.
+// arrived checks that the data has arrived, and that the bytes behind it are unchanged.
 func (s *scene) arrived(p party, r *region, size int, seed, old uint64) error {
 	if err := p.check(r, 0, size, seed); err != nil {
 		return err

@@ -1,7 +1,7 @@
 package main
 
-// ATOMIC WRITE and FLUSH (IBA annex A19): how a program publishes what it has
-// written. Kernels before 6.2 have neither, which their device says.
+// ATOMIC WRITE and FLUSH (IBA annex A19), by which a program publishes what it has written.
+// Kernels before 6.2 have neither, and their device does not report them.
 
 import (
 	"errors"
@@ -30,8 +30,8 @@ func publications() (rows []*testCase) {
 	return rows
 }
 
-// needs checks that the kernel has something that not every kernel has, and has it
-// ready for use.
+// needs checks that the kernel's device has capabilities that not every kernel has, and makes
+// the queue pairs of the case fit for them.
 func (s *scene) needs(caps uint64) error {
 	switch missing := caps &^ s.kernel.caps; {
 	case caps == 0:
@@ -45,7 +45,7 @@ func (s *scene) needs(caps uint64) error {
 	return nil
 }
 
-// atomicWrite stores words between others, which stay as they are.
+// atomicWrite stores words between others, which must not change.
 func (s *scene) atomicWrite() error {
 	if err := s.needs(kernelAtomicWrite); err != nil {
 		return err
@@ -84,8 +84,7 @@ func (s *scene) atomicWrite() error {
 	return nil
 }
 
-// flushGlobal writes, and flushes what it has written: a few ranges, or all of the
-// region.
+// flushGlobal writes, and flushes what it has written: a few ranges, or the whole region.
 func (s *scene) flushGlobal(level verbs.FlushLevel) error {
 	const size, seed = 20_000, 11
 	if err := s.needs(kernelFlushGlobal); err != nil {
@@ -133,8 +132,8 @@ func (s *scene) flushGlobal(level verbs.FlushLevel) error {
 	return nil
 }
 
-// publish writes, flushes and stores a word behind it, without waiting in between:
-// what somebody sees who sees the word is all there.
+// publish writes, flushes and stores a word, without waiting in between. When the target sees
+// the word, all data is there.
 func (s *scene) publish() error {
 	const size, seed, rounds = 64 << 10, 21, 8
 	if err := s.needs(kernelFlushGlobal | kernelAtomicWrite); err != nil {
@@ -187,8 +186,8 @@ func (s *scene) publish() error {
 	return nil
 }
 
-// lossyAtomicWrite stores words until some packets were lost: one that is repeated
-// must not undo a later one.
+// lossyAtomicWrite stores words over a network that loses packets: an ATOMIC WRITE that is
+// sent again must not undo a later one.
 func (s *scene) lossyAtomicWrite() error {
 	const words, rounds = 8, 40
 	if err := s.needs(kernelAtomicWrite); err != nil {
@@ -226,7 +225,7 @@ func (s *scene) lossyAtomicWrite() error {
 	return nil
 }
 
-// volatile: ordinary memory must not be registered as persistent.
+// volatile checks that ordinary memory cannot be registered as persistent.
 func (s *scene) volatile() error {
 	if err := s.needs(kernelFlushGlobal); err != nil {
 		return err

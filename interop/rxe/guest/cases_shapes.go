@@ -1,7 +1,7 @@
 package main
 
-// Messages of unusual shape: in many pieces, across the end of the PSNs, many at
-// once, on a network of the usual frame size.
+// Messages in many pieces, messages across the wrap of the PSN, many messages at once, and
+// messages on a network with the usual frame size.
 
 import (
 	"errors"
@@ -28,8 +28,8 @@ func shapes() (rows []*testCase) {
 	return rows
 }
 
-// cut cuts n bytes into pieces of odd sizes that lie apart, and returns them with
-// the total length that the region must have.
+// cut divides n bytes into pieces of odd sizes with gaps between them. It returns the pieces
+// and the size of a region for them.
 func cut(n, pieces int) (offs, lens []int, size int) {
 	const apart = 13
 	at := 3
@@ -49,7 +49,7 @@ func cut(n, pieces int) (offs, lens []int, size int) {
 	return offs, lens, at
 }
 
-// pieces sends a message from scattered pieces to pieces that are cut otherwise.
+// pieces sends a message from scattered pieces to other pieces.
 func (s *scene) pieces(op verbs.Opcode) error {
 	const bytes, seed = 10_001, 5
 	i, t, err := s.connect(connection{sges: 8})
@@ -65,7 +65,7 @@ func (s *scene) pieces(op verbs.Opcode) error {
 	for k := range lOffs {
 		wr.SGL = append(wr.SGL, local.sge(lOffs[k], lLens[k]))
 	}
-	rOffs, rLens := []int{1}, []int{bytes} // WRITE and READ have one range there
+	rOffs, rLens := []int{1}, []int{bytes} // WRITE and READ have one remote range
 	takesReceive := op != verbs.OpRDMAWrite && op != verbs.OpRDMARead
 	if takesReceive && op != verbs.OpRDMAWriteImm {
 		rOffs, rLens, _ = cut(bytes, 5)
@@ -108,8 +108,8 @@ func (s *scene) pieces(op verbs.Opcode) error {
 	return to.check(seed)
 }
 
-// scattered is data that lies in pieces of a region: each has a pattern of its
-// own, byte by byte, so that the cut at the other side does not matter.
+// scattered is a message in pieces of a region. The pieces hold consecutive bytes of one
+// pattern, so that it does not matter how the other side is divided.
 type scattered struct {
 	party
 	r          *region
@@ -155,10 +155,10 @@ func row(seed uint64, from, n int) (b []byte) {
 	return b
 }
 
-// wrap sends messages across the end of the 24 bits of a PSN, where the end is at
-// the border of two messages, and inside of one.
+// wrap sends messages across the wrap of the 24 bits of a PSN, between two messages and inside
+// of one.
 func (s *scene) wrap(op verbs.Opcode) error {
-	for _, psn := range []uint32{0xfffff0, 0xfffffb, 0xffffff, 0xffff94} { // with the last one the target's PSNs wrap
+	for _, psn := range []uint32{0xfffff0, 0xfffffb, 0xffffff, 0xffff94} { // with the last one the target's PSN wraps
 		if err := s.streamOn(connection{psn: psn}, streaming{op: op, size: 5 * 1024, count: 6}); err != nil {
 			return fmt.Errorf("from PSN %#x on: %w", psn, err)
 		}
@@ -166,7 +166,7 @@ func (s *scene) wrap(op verbs.Opcode) error {
 	return nil
 }
 
-// streaming is a number of equal messages, several at a time.
+// streaming is a number of messages of one size, several at a time.
 type streaming struct {
 	op    verbs.Opcode
 	size  int
@@ -175,8 +175,8 @@ type streaming struct {
 
 func (s *scene) stream(x streaming) error { return s.streamOn(connection{}, x) }
 
-// streamOn sends messages, as many at a time as the queue holds, each from and to
-// a place of its own, and checks all of them.
+// streamOn sends messages, as many at a time as the queue has room for, each from and to
+// memory of its own, and checks all of them.
 func (s *scene) streamOn(c connection, x streaming) error {
 	c.defaults()
 	i, t, err := s.connect(c)
@@ -281,7 +281,7 @@ func (s *scene) mixed() error {
 		{Op: verbs.OpAtomicFetchAdd, SGL: []verbs.SGE{local.sge(8*size, 8)}, RemoteAddr: to(8), CompareAdd: 2},
 		{Op: verbs.OpRDMAWriteImm, SGL: from, RemoteAddr: to(4), Imm: 9},
 		{Op: verbs.OpAtomicCmpSwap, SGL: []verbs.SGE{local.sge(8*size+8, 8)}, RemoteAddr: to(8), CompareAdd: 42, Swap: 50},
-		{Op: verbs.OpRDMARead, SGL: []verbs.SGE{local.sge(6*size, size)}, RemoteAddr: to(3)}, // what was written just before
+		{Op: verbs.OpRDMARead, SGL: []verbs.SGE{local.sge(6*size, size)}, RemoteAddr: to(3)}, // what a WRITE before has written
 		{Op: verbs.OpRDMAWrite, SGL: []verbs.SGE{local.sge(2*size, size)}, RemoteAddr: to(6), Flags: verbs.SendFence},
 		{Op: verbs.OpSendImm, SGL: from, Imm: 10},
 		{Op: verbs.OpSend, SGL: from},

@@ -1,7 +1,7 @@
 package main
 
-// Programs that nobody here wrote, unmodified, on the kernel's device; package
-// tools plays the other side on ours.
+// Unmodified programs of ibverbs-utils and perftest on the kernel's device; package tools
+// plays the other side on ours.
 
 import (
 	"bytes"
@@ -62,8 +62,9 @@ func programs() (rows []*testCase) {
 	return rows
 }
 
-// The programs exchange their queue pairs' numbers over TCP, always by IPv4: the
-// ping-pongs know nothing else. The family of a case is that of the packets.
+// peer returns our side's configuration. The programs exchange the numbers of their queue
+// pairs over TCP, always by IPv4: the ping-pongs support nothing else. The family of a case is
+// that of its packets.
 func (s *scene) peer() tools.Peer {
 	if s.weInit { // the program listens
 		return tools.Peer{Role: tools.Client, Addr: families["v4"].kernel.String(), DialTimeout: 20 * time.Second}
@@ -116,8 +117,8 @@ func (s *scene) perftest(cfg tools.PerftestConfig) error {
 	})
 }
 
-// against runs a program in the kernel's namespace and our side here, whichever
-// has to come first, and wants both to end well.
+// against runs a program in the kernel's namespace and our side here. The server is started
+// first. Both must succeed.
 func (s *scene) against(args []string, play func(context.Context, tools.Peer) error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
 	defer cancel()

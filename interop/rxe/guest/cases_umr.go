@@ -1,7 +1,7 @@
 package main
 
-// Indirect keys and device memory as targets: the kernel reads and writes them. It
-// has neither itself, so it is always the initiator.
+// Indirect keys and device memory of ours, which the kernel reads and writes. It has neither
+// itself, so it is always the initiator.
 
 import (
 	"bytes"
@@ -16,10 +16,10 @@ import (
 // indirectSize is how many bytes a key has: several packets at every MTU.
 const indirectSize = 20_000
 
-// place is where a byte of a key lies in the region behind it.
+// place returns where byte i of a key lies in the region.
 type place func(i int) int
 
-// layouts are the keys that the kernel meets, on a region of three times their size.
+// layouts are the keys that the kernel uses, each in a region of three times its size.
 var layouts = []struct {
 	name string
 	make func(o *ours, qp int, r *region) (*verbs.MKey, place, error)
@@ -77,12 +77,12 @@ func (o *ours) mkey(qp, pieces int, c func(k *verbs.MKey) *verbs.MKeyConfig) (*v
 			return k, wc[0].Err()
 		}
 	}
-	return nil, errors.New("an indirect key is not configured")
+	return nil, errors.New("no completion of an indirect key's configuration")
 }
 
 const umrRights = verbs.AccessLocalWrite | verbs.AccessRemote
 
-// listKey is three pieces in another order, of lengths that no packet has.
+// listKey makes a key of three pieces in another order, of lengths that no packet has.
 func listKey(o *ours, qp int, r *region) (*verbs.MKey, place, error) {
 	pieces := []struct{ off, n int }{{40_000, 7_008}, {8, 3_001}, {20_000, indirectSize - 7_008 - 3_001}}
 	k, err := o.mkey(qp, len(pieces), func(k *verbs.MKey) *verbs.MKeyConfig {
@@ -103,7 +103,7 @@ func listKey(o *ours, qp int, r *region) (*verbs.MKey, place, error) {
 	}, err
 }
 
-// stridedKey is every second 8 bytes.
+// stridedKey makes a key of 8 bytes out of every 16.
 func stridedKey(o *ours, qp int, r *region) (*verbs.MKey, place, error) {
 	k, err := o.mkey(qp, 1, func(k *verbs.MKey) *verbs.MKeyConfig {
 		return k.Interleaved(umrRights, indirectSize/8, verbs.Stride{Addr: r.addr, Bytes: 8, Skip: 8, LKey: r.lkey})
@@ -111,7 +111,7 @@ func stridedKey(o *ours, qp int, r *region) (*verbs.MKey, place, error) {
 	return k, func(i int) int { return i/8*16 + i%8 }, err
 }
 
-// nestedKey is the halves of a strided key, exchanged.
+// nestedKey makes a key of the halves of a strided key, swapped.
 func nestedKey(o *ours, qp int, r *region) (*verbs.MKey, place, error) {
 	below, at, err := stridedKey(o, qp, r)
 	if err != nil {

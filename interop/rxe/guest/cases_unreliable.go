@@ -1,7 +1,6 @@
 package main
 
-// UC and UD: nothing is acknowledged, so the target tells when something has
-// arrived.
+// UC and UD: nothing is acknowledged, so the cases wait until it has arrived at the target.
 
 import (
 	"bytes"
@@ -42,8 +41,7 @@ func datagrams() (rows []*testCase) {
 	return rows
 }
 
-// datagram sends one, and an answer; both sides check what they got, and from
-// whom.
+// datagram sends a datagram each way, and checks data, completion and header.
 func (s *scene) datagram(op verbs.Opcode, size int) error {
 	i, t, err := s.connect(connection{typ: verbs.UD})
 	if err != nil {
@@ -96,8 +94,8 @@ func (s *scene) datagram(op verbs.Opcode, size int) error {
 	return nil
 }
 
-// checkHeader checks the 40 bytes in front of a datagram: the IPv6 header, or 20
-// bytes of anything and the IPv4 header (RoCE v2 annex, A17.4.5.2).
+// checkHeader checks the 40 bytes in front of a datagram: the IPv6 header, or 20 undefined
+// bytes and the IPv4 header (RoCE v2 annex, A17.4.5.2).
 func checkHeader(b []byte, src, dst netip.Addr, op verbs.Opcode, size int) error {
 	const udp, bth, deth, imm, icrc = 8, 12, 8, 4, 4
 	packet := udp + bth + deth + (size+3)/4*4 + icrc
@@ -131,7 +129,7 @@ func checkHeader(b []byte, src, dst netip.Addr, op verbs.Opcode, size int) error
 	return nil
 }
 
-// eventually repeats a check until it holds, for what nobody announces.
+// eventually repeats a check until it holds: for data that arrives without a completion.
 func eventually(check func() error) (err error) {
 	for deadline := time.Now().Add(patience); ; time.Sleep(5 * time.Millisecond) {
 		if err = check(); err == nil || time.Now().After(deadline) {

@@ -1,12 +1,12 @@
 package main
 
-// The way of a case, top-down:
+// A case, top-down:
 //
 //  1. drive chooses the cases of the order and announces them.
-//  2. perform gives a case its scene: the network as it wants it, a device of ours
-//     with a capture, the kernel's, for which one kverbs serves many cases.
-//  3. The case runs under a time limit: what hangs is killed.
-//  4. What it made is cleared away; if something is left, kverbs is started anew.
+//  2. perform gives a case its scene: the network, a device of ours with a capture, and
+//     the kernel's device, for which one kverbs serves many cases.
+//  3. The case runs under a time limit, after which kverbs is killed.
+//  4. The objects of the case are destroyed. If that fails, kverbs is started anew.
 
 import (
 	"bufio"
@@ -30,30 +30,30 @@ type testCase struct {
 	name    string // parts joined by "/"; see table.go
 	short   bool   // part of the short form
 	shortV4 bool   // the same, but over IPv4 only
-	soak    bool   // only run when asked for
+	soak    bool   // a long case, run only with Order.Soak
 
 	family string // "v4" or "v6"
 	frame  int    // the interfaces' MTU. Zero: 9000
-	netem  string // what happens to packets, in the words of tc. Empty: nothing
+	netem  string // arguments of tc's netem, to lose or reorder packets. Empty: none
 	noGSO  bool   // we send packet by packet
-	quiet  bool   // no capture: there would be too much of it
-	window int    // of our device; zero: its own
+	quiet  bool   // no capture: it would be too large
+	window int    // of our device; zero: its default
 
 	limit time.Duration // zero: defaultLimit
 	run   func(*scene) error
 }
 
-// weInitiate tells who initiates, by the name.
+// weInitiate reports whether we initiate, by the name.
 func (c *testCase) weInitiate() bool { return strings.HasSuffix(c.name, "/we") }
 
 const defaultLimit = 5 * time.Minute // generous: the host may be busy
 
-// skipError is returned by a case that this kernel cannot run.
+// skipError is the error of a case that this kernel cannot run.
 type skipError string
 
 func (e skipError) Error() string { return string(e) }
 
-// scene is where a case is played.
+// scene is what a case runs with: itself and the two devices.
 type scene struct {
 	*testCase
 	ours   *ours
@@ -116,7 +116,7 @@ func choose(o *result.Order) ([]*testCase, error) {
 	return picked, nil
 }
 
-// stage is what cases have in common.
+// stage is what the cases share.
 type stage struct {
 	order  *result.Order
 	kernel *kernel // nil: none runs
@@ -159,8 +159,7 @@ func (s *stage) perform(c *testCase) *result.Case {
 
 func fileName(c *testCase) string { return strings.ReplaceAll(c.name, "/", "_") }
 
-// record records frames at our end of the pair, until the function that it returns
-// is called.
+// record records frames at our interface until stop is called.
 func record(name string) (stop func() error) {
 	file := filepath.Join(scratch, name)
 	cmd := exec.Command("dumpcap", "-q", "-P", "-i", oursIf, "-f", "udp port 4791", "-w", file)
@@ -171,12 +170,12 @@ func record(name string) (stop func() error) {
 	if err != nil {
 		return func() error { return err }
 	}
-	// It names the file when it has begun.
+	// dumpcap prints the name of the file when it has begun.
 	lines := bufio.NewScanner(said)
 	for lines.Scan() && !strings.HasPrefix(lines.Text(), "File:") {
 	}
 	return func() error {
-		time.Sleep(300 * time.Millisecond) // it reads in blocks
+		time.Sleep(300 * time.Millisecond) // dumpcap reads in blocks
 		err := cmd.Process.Signal(os.Interrupt)
 		_, copyErr := io.Copy(io.Discard, said)
 		err = errors.Join(err, copyErr, cmd.Wait())
@@ -204,7 +203,7 @@ func keepCapture(from, name string) error {
 	return errors.Join(err, in.Close(), out.Close())
 }
 
-// play sets the scene, runs the case and clears up.
+// play makes the scene, runs the case and destroys what it made.
 func (s *stage) play(c *testCase, capture string) (err error) {
 	if err := s.dress(c); err != nil {
 		return err
@@ -235,7 +234,7 @@ func (s *stage) play(c *testCase, capture string) (err error) {
 	if err != nil {
 		return err
 	}
-	// A case that hangs ends when its kverbs does: our own waiting has limits.
+	// Killing kverbs ends a case that hangs: all waiting on our side has limits.
 	limit := c.limit
 	if limit == 0 {
 		limit = defaultLimit
@@ -247,14 +246,14 @@ func (s *stage) play(c *testCase, capture string) (err error) {
 	})
 	err = c.run(&scene{testCase: c, ours: o, kernel: k, weInit: c.weInitiate()})
 	watchdog.Stop()
-	late.Do(func() {}) // if it has fired, wait for it
+	late.Do(func() {}) // if the watchdog has fired, this waits for it
 	if overdue {
 		err = errors.Join(fmt.Errorf("not done after %v", limit), err)
 	}
 	if err != nil {
 		err = fmt.Errorf("%w\ncounters:%s", err, o.counters())
 	}
-	// Ours goes last: until then it answers the kernel's.
+	// Our device is closed last: until then it answers the kernel's.
 	if clearErr := k.clear(); clearErr != nil {
 		s.restart()
 		if err == nil && !errors.Is(clearErr, errKilled) {
@@ -267,7 +266,7 @@ func (s *stage) play(c *testCase, capture string) (err error) {
 	return err
 }
 
-// dress gives the network the frame size that a case wants.
+// dress sets the interfaces' MTU for a case.
 func (s *stage) dress(c *testCase) error {
 	frame := c.frame
 	if frame == 0 {
@@ -283,7 +282,7 @@ func (s *stage) dress(c *testCase) error {
 	return setFrame(frame)
 }
 
-// restart ends the kverbs that runs; the next case starts another.
+// restart ends kverbs; the next case starts another one.
 func (s *stage) restart() {
 	if s.kernel != nil {
 		s.kernel.stop()

@@ -13,8 +13,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// Names are what people and results go by: each is there once, and its last parts
-// say what the row says.
+// Names are unique, since results refer to cases by name, and their last parts agree with the
+// rows.
 func TestTable(t *testing.T) {
 	seen := map[string]bool{}
 	short, ways := 0, map[string]int{}
@@ -29,7 +29,7 @@ func TestTable(t *testing.T) {
 		case family != c.family || families[family].ours == (netip.Addr{}):
 			t.Errorf("%s is of family %q", c.name, c.family)
 		case way != "we" && way != "kernel" || c.weInitiate() != (way == "we"):
-			t.Errorf("%s: nobody initiates", c.name)
+			t.Errorf("%s: the name does not say who initiates", c.name)
 		}
 		seen[c.name] = true
 		ways[way]++
@@ -70,7 +70,7 @@ func TestChoose(t *testing.T) {
 	}
 }
 
-// The pieces of a scattered message lie apart, inside the region, and add up.
+// The pieces of a scattered message do not overlap, lie in the region, and add up.
 func TestCut(t *testing.T) {
 	for pieces := 1; pieces <= 8; pieces++ {
 		offs, lens, size := cut(10_001, pieces)

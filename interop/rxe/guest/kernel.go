@@ -1,7 +1,7 @@
 package main
 
-// The kernel's side: a kverbs in the other namespace, at the other end of a pipe.
-// Its head comment says what the lines mean.
+// The kernel's side: a kverbs process in the other namespace, at the other end of a pipe. The
+// head comment of kverbs.c explains the lines.
 
 import (
 	"bufio"
@@ -25,16 +25,16 @@ type kernel struct {
 	cmd  *exec.Cmd
 	in   io.WriteCloser
 	out  *bufio.Reader
-	dead error // why it can no longer be spoken to
+	dead error // why kverbs cannot be asked any more
 
 	ids   map[string]int // how many of each kind were made
 	addr  netip.Addr
-	sgid  int // the index of that address
+	sgid  int // the index of the GID of addr
 	types map[int]verbs.QPType
 	caps  uint64 // of the device: kernelAtomicWrite and the like
 
-	// extended says that queue pairs are made for requests that are newer than
-	// ibv_post_send: ATOMIC WRITE and FLUSH.
+	// extended is whether queue pairs are made for requests that ibv_post_send does not
+	// support: ATOMIC WRITE and FLUSH.
 	extended bool
 }
 
@@ -73,7 +73,7 @@ func (k *kernel) forget() {
 	k.ids, k.types, k.extended = map[string]int{}, map[int]verbs.QPType{}, false
 }
 
-// stand chooses the address that the device is to use.
+// stand chooses the address that the device uses.
 func (k *kernel) stand(addr netip.Addr) error {
 	want := verbs.GIDFromAddr(addr)
 	for i := range 16 {
@@ -97,7 +97,7 @@ func (k *kernel) kill() {
 // die kills the process as part of a case.
 func (k *kernel) die() {
 	k.kill()
-	_ = k.cmd.Wait() // now the kernel has taken its device away
+	_ = k.cmd.Wait() // then the kernel has destroyed its objects
 	k.dead = errKilled
 }
 
@@ -108,11 +108,11 @@ var errKilled = errors.New("kernel: killed on purpose")
 func (k *kernel) stop() {
 	_ = k.in.Close()
 	k.kill()
-	_ = k.cmd.Wait() // it was killed: there is nothing to learn
+	_ = k.cmd.Wait() // it returns an error, since the process was killed
 	k.dead = errors.New("kernel: kverbs was stopped")
 }
 
-// answer has the pairs of an answer.
+// answer has the key=value pairs of an answer.
 type answer map[string]string
 
 func (a answer) num(key string) uint64 {
@@ -150,7 +150,7 @@ func (k *kernel) ask(format string, args ...any) (answer, error) {
 	return a, nil
 }
 
-// next numbers a new object of a kind.
+// next returns the number for a new object of a kind.
 func (k *kernel) next(kind string) int {
 	k.ids[kind]++
 	return k.ids[kind] - 1
@@ -159,7 +159,7 @@ func (k *kernel) next(kind string) int {
 func (k *kernel) who() string    { return "kernel" }
 func (k *kernel) gid() verbs.GID { return verbs.GIDFromAddr(k.addr) }
 
-// domain makes sure that there is a protection domain, number 0.
+// domain makes protection domain 0, if it does not exist.
 func (k *kernel) domain() error {
 	if k.ids["pd"] > 0 {
 		return nil
@@ -184,8 +184,7 @@ func (k *kernel) alloc(size int, access verbs.Access) (*region, error) {
 	return r, nil
 }
 
-// discard gives the pages of a region's memory back: they are zeros when they come
-// again.
+// discard discards the pages of a region's memory: then they read as zeros.
 func (k *kernel) discard(r *region) error {
 	_, err := k.ask("discard id=%d", r.id)
 	return err
@@ -218,7 +217,7 @@ func (k *kernel) peek(r *region, off, n int) ([]byte, error) {
 	return all, nil
 }
 
-// maxPeek is how many bytes the driver shows at once.
+// maxPeek is how many bytes peek asks kverbs for at a time.
 const maxPeek = 1024
 
 func (k *kernel) peekSome(r *region, off, n int) ([]byte, error) {
@@ -263,7 +262,7 @@ func (k *kernel) connect(qp int, typ verbs.QPType, a *verbs.QPAttr) error {
 		return err
 	}
 	err := k.receive(qp, a)
-	for range 3 { // it looks for the neighbour for a second, and an emulated machine may be slower
+	for range 3 { // ETIMEDOUT: the kernel waits a second for the neighbour's address, and an emulated machine may be slower
 		if err == nil || !strings.Contains(err.Error(), "err 110 ") {
 			break
 		}
@@ -390,7 +389,7 @@ const (
 	kernelWCGRH = 1 << 0
 	kernelWCImm = 1 << 1
 	kernelWCInv = 1 << 3
-	// rxe hands the kernel's own bit for it to user space, where that bit means
+	// rxe passes the kernel's bit for "with invalidate" to user space, where that bit means
 	// something else: docs/interop.md.
 	kernelWCInvRxe = 1 << 2
 )
@@ -420,8 +419,7 @@ func (k *kernel) wait(cq int, what string, d time.Duration) (verbs.WC, error) {
 	return wc, nil
 }
 
-// killable binds a memory window of type 2: user space has nothing else that a
-// peer could invalidate.
+// killable binds a memory window of type 2: in user space a peer can invalidate nothing else.
 func (k *kernel) killable(qp int) (uint32, error) {
 	r, err := k.alloc(64, verbs.AccessLocalWrite|verbs.AccessRemoteWrite|verbs.AccessMWBind)
 	if err != nil {

@@ -1,13 +1,13 @@
-// Command guest runs in the virtual machine of the kernel tests: it makes two
-// network namespaces, puts Linux's soft RoCE device (rxe) at one end of a pair of
-// interfaces and ours at the other, and has them talk.
+// Command guest runs in the virtual machine of the kernel tests. It has two network
+// namespaces, puts Linux's soft RoCE device (rxe) at one end of a pair of interfaces and
+// ours at the other, and runs cases between them.
 //
 // Stages:
 //
-//  1. The machine's init starts it, alone. It makes the network (network.go) and
-//     starts itself again in our namespace, as "drive".
-//  2. drive takes its order from the shared directory and runs the cases that it
-//     names, one after the other (drive.go), or compares speeds (speed.go).
+//  1. The machine's init starts it. It makes the network (network.go) and starts itself
+//     again in our namespace, as "drive".
+//  2. drive reads the order from the shared directory and runs its cases, one after the
+//     other (drive.go), or compares speeds (speed.go).
 //  3. A case (the files cases_*.go, listed in table.go) brings two parties
 //     together: ours.go and kernel.go behind the interface in party.go.
 //  4. Each result is a line in the shared directory; a failed case leaves its
@@ -55,14 +55,14 @@ func main() {
 		fmt.Fprintln(os.Stderr, "guest:", err)
 		if role != "victim" {
 			if err := report(result.Line{Fatal: err.Error()}); err != nil {
-				fmt.Fprintln(os.Stderr, "guest: the host does not learn it:", err)
+				fmt.Fprintln(os.Stderr, "guest: this error cannot be reported to the host:", err)
 			}
 		}
 		os.Exit(1)
 	}
 }
 
-// setup is the part before the namespaces are there.
+// setup makes the network, and starts "drive" in our namespace.
 func setup() error {
 	if err := os.MkdirAll(scratch, 0o755); err != nil {
 		return err
@@ -90,7 +90,7 @@ func copyFile(from, to string) error {
 	return os.WriteFile(to, b, 0o755)
 }
 
-// readOrder reads what the host wants.
+// readOrder reads the host's order.
 func readOrder() (*result.Order, error) {
 	b, err := os.ReadFile(filepath.Join(share, result.OrderFile))
 	if err != nil {

@@ -1,7 +1,7 @@
 package main
 
-// The guest's network: the kernel's device lives in the first namespace, because
-// older kernels know no other for it; ours in a second one.
+// The guest's network: the kernel's device is in the initial namespace, because older
+// kernels support no other for it; ours is in a second one.
 
 import (
 	"fmt"
@@ -16,23 +16,23 @@ import (
 
 const (
 	oursNS   = "ours"
-	kernelNS = "first" // a name for the namespace that is there from the start
+	kernelNS = "first" // a name for the initial namespace
 	rxeDev   = "rxe0"
 
 	kernelIf = "d0"
 	oursIf   = "d1"
 )
 
-// address families, by the word in a case's name.
+// families has the addresses of each address family, by its part of a case's name.
 var families = map[string]struct{ kernel, ours, victim netip.Addr }{
 	"v4": {netip.MustParseAddr("10.79.0.1"), netip.MustParseAddr("10.79.0.2"), netip.MustParseAddr("10.79.0.3")},
 	"v6": {netip.MustParseAddr("fd79::1"), netip.MustParseAddr("fd79::2"), netip.MustParseAddr("fd79::3")},
 }
 
-// defaultFrame is the interfaces' MTU for cases that want no other.
+// defaultFrame is the interfaces' MTU for cases that set no other.
 const defaultFrame = 9000
 
-// run runs a program that has nothing to say if all is well.
+// run runs a program whose output matters only if it fails.
 func run(args ...string) error {
 	out, err := exec.Command(args[0], args[1:]...).CombinedOutput()
 	if err != nil {
@@ -63,8 +63,8 @@ func makeNetwork() error {
 	if err := os.WriteFile(first, nil, 0o444); err != nil {
 		return err
 	}
-	// The kernel's device sends 64 packets and more in a row; they must fit a
-	// socket's buffer. The default would hold 25 of the largest.
+	// The kernel's device sends 64 packets and more in a row; they must fit into a socket's
+	// buffer. The default has room for 25 of the largest.
 	for _, name := range []string{"rmem_max", "wmem_max"} {
 		if err := os.WriteFile("/proc/sys/net/core/"+name, []byte("4194304"), 0o644); err != nil {
 			return err
@@ -89,7 +89,7 @@ func makeNetwork() error {
 	)
 }
 
-// inKernelNS is the beginning of a command in the kernel's namespace.
+// inKernelNS returns a command that runs in the kernel's namespace.
 func inKernelNS(args ...string) []string {
 	return append([]string{"ip", "netns", "exec", kernelNS}, args...)
 }
@@ -102,8 +102,8 @@ func setFrame(mtu int) error {
 	return run("ip", "link", "set", oursIf, "mtu", fmt.Sprint(mtu))
 }
 
-// waitForPath waits until packets pass in both directions: the kernel needs up to
-// a second to notice that both ends are up.
+// waitForPath waits until packets pass in both directions: the kernel takes up to a second to
+// notice that both ends are up.
 func waitForPath() error {
 	for deadline := time.Now().Add(20 * time.Second); ; {
 		err := run("ping", "-c", "1", "-W", "1", families["v4"].kernel.String())
@@ -116,7 +116,7 @@ func waitForPath() error {
 	}
 }
 
-// impair makes both directions lose or reorder packets, in the words of tc's netem.
+// impair makes both directions lose or reorder packets, by the arguments of tc's netem.
 func impair(netem string) error {
 	words := strings.Fields(netem)
 	return firstError(

@@ -9,13 +9,13 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// ours is our side.
+// ours is our side, by package verbs.
 type ours struct {
 	dev    *verbs.Device
 	pd     *verbs.PD
 	qps    []ourQP
 	ahs    []*verbs.AH
-	opened []interface{ Close() error } // last first
+	opened []interface{ Close() error } // clear closes the last one first
 }
 
 type ourQP struct {
@@ -24,7 +24,7 @@ type ourQP struct {
 	rcvd *verbs.CQ
 }
 
-// openOurs opens a device on an address, with its packets captured in a file.
+// openOurs opens a device on an address.
 func openOurs(addr netip.Addr, cfg verbs.Config) (*ours, error) {
 	cfg.Link = verbs.LinkUDP
 	dev, err := verbs.Open(addr.String(), &cfg)
@@ -148,7 +148,7 @@ func (o *ours) received(qp int, d time.Duration) (verbs.WC, error) {
 	return o.wait(o.qps[qp].rcvd, "receive", d)
 }
 
-// wait polls with pauses: the kernel's device needs the processor too.
+// wait polls, and sleeps after some polls: the kernel's device needs the processor too.
 func (o *ours) wait(cq *verbs.CQ, what string, d time.Duration) (verbs.WC, error) {
 	var wc [1]verbs.WC
 	deadline := time.Now().Add(d)
@@ -207,7 +207,7 @@ func (o *ours) clear() (err error) {
 	return errors.Join(err, o.pd.Close(), o.dev.Close())
 }
 
-// counters are those that say why a case failed.
+// counters returns the device's counters that are not 0, for a failed case.
 func (o *ours) counters() string {
 	s := ""
 	for _, c := range o.dev.Counters() {

@@ -7,9 +7,9 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// party is a device under the test's hand: ours, through package verbs, or the
-// kernel's, through kverbs. A case is written once, for two of them, and runs
-// both ways round. What the two have in common are the words of verbs.
+// party is a device that a case controls: ours, by package verbs, or the kernel's, by kverbs.
+// A case is written once, for two of them, and runs with either as initiator. Both use the
+// types of package verbs.
 type party interface {
 	who() string
 	gid() verbs.GID
@@ -32,16 +32,16 @@ type party interface {
 	sent(qp int, d time.Duration) (verbs.WC, error)     // the next completion of a send
 	received(qp int, d time.Duration) (verbs.WC, error) // the next completion of a receive
 
-	// killable makes a key that the peer may invalidate by SEND.
+	// killable returns a key that the peer may invalidate by SEND.
 	killable(qp int) (rkey uint32, err error)
 
-	// newWindow makes a memory window; bind binds it to n bytes of a region, on a
-	// queue pair, in the way of its type, and waits for that; endWindow frees it.
+	// newWindow makes a memory window. bind binds it to n bytes of a region, on a queue pair,
+	// and returns the completion of the bind. endWindow deallocates it.
 	newWindow(typ verbs.MWType) (*window, error)
 	bind(qp int, w *window, r *region, off, n int, access verbs.Access) (verbs.WC, error)
 	endWindow(w *window) error
 
-	// clear ends everything that was made.
+	// clear destroys all objects.
 	clear() error
 }
 
@@ -60,7 +60,7 @@ type region struct {
 type window struct {
 	id   int
 	typ  verbs.MWType
-	rkey uint32 // as it was bound last
+	rkey uint32 // since the last bind
 
 	mw *verbs.MW // ours
 }
@@ -69,7 +69,7 @@ func (r *region) sge(off, n int) verbs.SGE {
 	return verbs.SGE{Addr: r.addr + uint64(off), Length: uint32(n), LKey: r.lkey}
 }
 
-// errNone is returned when nothing completes in time.
+// errNone is the error if nothing completes in time.
 type errNone struct {
 	who, what string
 	after     time.Duration
@@ -79,8 +79,8 @@ func (e errNone) Error() string {
 	return fmt.Sprintf("%s: no completion of a %s after %v", e.who, e.what, e.after)
 }
 
-// patternWord is the pattern that regions are filled with, eight bytes of it. The
-// kernel's side computes the same in C.
+// patternWord returns word i, of eight bytes, of the pattern that regions are filled with.
+// kverbs computes the same in C.
 func patternWord(seed, i uint64) uint64 {
 	x := seed*0x9e3779b97f4a7c15 + i
 	x = (x ^ x>>30) * 0xbf58476d1ce4e5b9

@@ -19,8 +19,8 @@ type end struct {
 	patience time.Duration // how long to wait for a completion
 }
 
-// connection is how two ends are connected. The zero value of each field but MTU
-// is a default.
+// connection is how two ends are connected. A field that is zero gets the default that its
+// comment names.
 type connection struct {
 	typ     verbs.QPType // RC
 	mtu     verbs.MTU    // 1024
@@ -41,7 +41,7 @@ const (
 	longPatience = 20 * time.Minute
 )
 
-// qkey is that of all UD queue pairs.
+// qkey is the Q_Key of all UD queue pairs.
 const qkey = 0x11111111
 
 func (c *connection) defaults() {
@@ -126,7 +126,7 @@ func (e *end) receive(id uint64, sgl ...verbs.SGE) error {
 	return e.recv(e.qp, &verbs.RecvWR{ID: id, SGL: sgl})
 }
 
-// do posts a request and waits until it has completed well.
+// do posts a request and waits for its completion, which must be a success.
 func (e *end) do(wr verbs.SendWR) (verbs.WC, error) {
 	wc, err := e.try(wr)
 	if err == nil {
@@ -141,7 +141,7 @@ func (e *end) do(wr verbs.SendWR) (verbs.WC, error) {
 	return wc, nil
 }
 
-// try posts a request and waits until it has completed.
+// try posts a request and waits for its completion, of whatever status.
 func (e *end) try(wr verbs.SendWR) (verbs.WC, error) {
 	if err := e.post(wr); err != nil {
 		return verbs.WC{}, err
@@ -161,7 +161,7 @@ var completedAs = map[verbs.Opcode]verbs.WCOpcode{
 	verbs.OpLocalInv: verbs.WCLocalInv,
 }
 
-// wantReceived waits for a receive and compares its completion.
+// wantReceived waits for the completion of a receive and compares it.
 func (e *end) wantReceived(want verbs.WC) error {
 	wc, err := e.received(e.qp, e.patience)
 	if err != nil {
@@ -170,7 +170,7 @@ func (e *end) wantReceived(want verbs.WC) error {
 	want.QPN = e.qpn
 	if want.SrcQP == 0 { // not a datagram
 		wc.SrcQP = 0
-		wc.Flags &^= verbs.WCGRH // the kernel sets it always; docs/interop.md
+		wc.Flags &^= verbs.WCGRH // the kernel always sets it; docs/interop.md
 	}
 	if wc != want {
 		return fmt.Errorf("%s: received %+v, want %+v", e.who(), wc, want)
@@ -178,7 +178,7 @@ func (e *end) wantReceived(want verbs.WC) error {
 	return nil
 }
 
-// wantStatus checks how a completion ended.
+// wantStatus checks the status of a completion.
 func wantStatus(who string, wc verbs.WC, err error, want verbs.WCStatus) error {
 	if err != nil {
 		return err
@@ -191,10 +191,10 @@ func wantStatus(who string, wc verbs.WC, err error, want verbs.WCStatus) error {
 
 const (
 	allRights = verbs.AccessLocalWrite | verbs.AccessRemoteWrite | verbs.AccessRemoteRead | verbs.AccessRemoteAtomic
-	guard     = 64 // bytes behind the data that nobody may touch
+	guard     = 64 // bytes behind the data, which must not change
 
-	// maxRegion is the largest region that rxe of Linux 7 has: it keeps 16 bytes for
-	// each page, in one piece of memory, of which the kernel gives 4 MiB at most.
+	// maxRegion is the largest region of rxe in Linux 7: it keeps 16 bytes for each page, in
+	// one allocation, which can have 4 MiB at most.
 	maxRegion = 1 << 30
 )
 

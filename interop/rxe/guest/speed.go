@@ -1,9 +1,9 @@
 package main
 
-// Speed, ours and the kernel's, in one machine and in turn. The kernel's two
-// devices talk over the pair of interfaces that the cases use; ours over another
-// pair of the same kind, in two more namespaces, because a UDP port can be had
-// only once.
+// Comparison of speeds, ours and the kernel's, measured in turn in one machine. Two devices of
+// the kernel talk over the pair of interfaces that the cases use. Two of ours talk over
+// another pair, in two more namespaces, since in one namespace both would need the same
+// UDP port.
 
 import (
 	"bytes"
@@ -36,7 +36,7 @@ const (
 
 func compareSpeed(rounds int) error {
 	if err := run("rdma", "link", "add", secondRxe, "type", "rxe", "netdev", oursIf); err != nil {
-		return fmt.Errorf("this kernel's rxe knows one namespace only: %w", err)
+		return fmt.Errorf("this kernel's rxe supports one namespace only: %w", err)
 	}
 	if err := all(
 		"ip netns add "+speedNS[0],
@@ -79,7 +79,7 @@ func compareSpeed(rounds int) error {
 	return errors.Join(report(result.Line{Speed: &s}), report(result.Line{Done: true}))
 }
 
-// ratio is the median of the rounds' ratios.
+// ratio returns the median of the rounds' ratios.
 func ratio(c *result.Comparison) float64 {
 	var r []float64
 	for i := range c.Ours {
@@ -89,8 +89,8 @@ func ratio(c *result.Comparison) float64 {
 	return r[len(r)/2]
 }
 
-// apart keeps a server and a client to a processor each: two loops that spin on one
-// processor measure its scheduler.
+// apart is couple with a processor for each program: two programs that spin on one processor
+// would measure the scheduler.
 func apart(server, client []string) (string, error) {
 	on := func(cpus string, args []string) []string {
 		return slices.Insert(slices.Clone(args), inNS, "taskset", cpus)
@@ -123,18 +123,19 @@ func couple(server, client []string) (string, error) {
 	return out.String(), nil
 }
 
+// inNS is the index of the program in the result of ns.
 const inNS = 4
 
 // coupling is couple, or apart.
 type coupling func(server, client []string) (string, error)
 
-// ns runs a program in a namespace: it is the argument with number inNS.
+// ns returns a command that runs a program in a namespace.
 func ns(name string, args ...string) []string {
 	return append([]string{"ip", "netns", "exec", name}, args...)
 }
 
-// perftest runs a program of perftest between the kernel's devices and returns a
-// field of the line of figures.
+// perftest runs a program of perftest between the kernel's devices, and returns a field of
+// its line of figures.
 func perftest(couple coupling, program string, field int, args ...string) (float64, error) {
 	at := func(dev string, more ...string) []string {
 		all := append([]string{program, "-F", "-d", dev, "-x", "1", "-m", "4096"}, args...)
@@ -159,13 +160,13 @@ func perftest(couple coupling, program string, field int, args ...string) (float
 	return 0, fmt.Errorf("%s printed no figures:\n%s", program, out)
 }
 
-// kernelBandwidth is in MB/s, 10^6 bytes.
+// kernelBandwidth returns MB/s, of 10^6 bytes.
 func kernelBandwidth() (float64, error) {
 	gbits, err := perftest(couple, "ib_write_bw", 3, "-s", "65536", "-D", fmt.Sprint(roundTime.Seconds()), "--report_gbits")
 	return gbits * 1000 / 8, err
 }
 
-// kernelLatency is the median, in µs.
+// kernelLatency returns the median, in µs.
 func kernelLatency() (float64, error) {
 	return perftest(apart, "ib_write_lat", 4, "-s", "8", "-n", "5000")
 }
@@ -174,7 +175,7 @@ func kernelSendLatency() (float64, error) {
 	return perftest(apart, "ib_send_lat", 4, "-s", "8", "-n", "5000")
 }
 
-// perf runs our own measurement.
+// perf runs "verbena perf" between our devices.
 func perf(couple coupling, args ...string) (r struct {
 	GBytesPerS float64 `json:"gbytes_per_s"`
 	Lat        struct {
@@ -205,7 +206,7 @@ func ourSendLatency() (float64, error) {
 	return r.Lat.P50, err
 }
 
-// floorLatency is what plain UDP takes: half of the median round trip, in µs.
+// floorLatency returns half of the median round trip of plain UDP, in µs.
 func floorLatency() (float64, error) {
 	out, err := apart(ns(speedNS[0], udpFloor, "pong", speedTarget, speedInitiator), ns(speedNS[1], udpFloor, "ping", speedInitiator, speedTarget))
 	if err != nil {

@@ -10,8 +10,8 @@ import (
 //
 //	transport / operation or subject / details / family / who initiates
 //
-// as in rc/write/4194304/mtu4096/v4/we. To add cases is to append rows here; what
-// they do stands in the file that is named after their subject.
+// as in rc/write/4194304/mtu4096/v4/we. The functions here return rows; they are in the
+// files cases_*.go, by subject.
 func table() (all []*testCase) {
 	for _, rows := range [][]*testCase{
 		operations(),

@@ -1,6 +1,6 @@
 package main
 
-// A process of ours that is killed: what it tells its killer, over a pipe.
+// A process of ours that a case kills. The two talk over pipes.
 
 import (
 	"bufio"
@@ -18,14 +18,14 @@ import (
 
 const victimBytes = 1 << 20
 
-// victimHello is what the victim tells.
+// victimHello is what the victim tells the case.
 type victimHello struct {
 	verbs.Endpoint
 	Addr uint64
 	RKey uint32
 }
 
-// victimProcess is a victim, as its killer sees it.
+// victimProcess is a victim, as the case sees it.
 type victimProcess struct {
 	cmd   *exec.Cmd
 	in    io.WriteCloser
@@ -71,7 +71,7 @@ func (v *victimProcess) connect(to verbs.Endpoint) error {
 	return err
 }
 
-// kill ends the process; it may be called again.
+// kill kills the process; it may be called again.
 func (v *victimProcess) kill() {
 	v.once.Do(func() {
 		_ = v.cmd.Process.Kill() // it may have ended by itself
@@ -79,7 +79,7 @@ func (v *victimProcess) kill() {
 	})
 }
 
-// victim is the process itself.
+// victim is the main program of the process.
 func victim(args []string) error {
 	if len(args) != 1 {
 		return errors.New("victim: want an address")
@@ -118,5 +118,5 @@ func victim(args []string) error {
 		return err
 	}
 	time.Sleep(defaultLimit)
-	return errors.New("victim: nobody killed it")
+	return errors.New("victim: it was not killed")
 }

@@ -1,25 +1,24 @@
-// Package result is what the guest and the host of the kernel tests say to each
-// other: an order in one file, lines of results in another.
+// Package result defines what host and guest of the kernel tests tell each other: the host's
+// order in one file, the guest's lines of results in another.
 package result
 
 import "time"
 
-// OrderFile is where the host leaves the Order, in the shared directory.
+// OrderFile is the file of the Order in the shared directory.
 const OrderFile = "order.json"
 
-// CaptureDir is where the guest leaves the packets of failed cases, in the shared
-// directory.
+// CaptureDir is the directory for packets of failed cases in the shared directory.
 const CaptureDir = "pcap"
 
-// Order is what the guest is to do.
+// Order says what the guest runs.
 type Order struct {
-	Kernel string // the suite that it runs, for the record
+	Kernel string // the Debian suite of its kernel, for the record
 	Run    string // a regular expression for the names of cases; empty: all
 	Short  bool   // only the cases of the short form
 	Soak   bool   // the long cases, and no others
 	Keep   bool   // keep the captures of cases that passed too
-	Record bool   // also record what is on the network between the two, frame by frame
-	Bench  int    // rounds of the comparison of speeds, instead of cases
+	Record bool   // also record the frames between the two devices
+	Bench  int    // instead of cases: how many rounds to compare speeds for
 }
 
 // Line is one line of results; exactly one field is set.
@@ -31,7 +30,7 @@ type Line struct {
 	Done  bool   `json:"done,omitempty"`  // the guest has nothing left to do
 }
 
-// Plan is the first line: what will be run, and by which kernel.
+// Plan is the first line: the cases that will be run, and the kernel.
 type Plan struct {
 	Release string   // as uname -r has it
 	Cases   []string // names
@@ -40,8 +39,8 @@ type Plan struct {
 // Case is the result of a case.
 type Case struct {
 	Name    string        `json:"name"`
-	Err     string        `json:"err,omitempty"`  // what went wrong; empty: passed
-	Skip    string        `json:"skip,omitempty"` // what the kernel does not have
+	Err     string        `json:"err,omitempty"`  // why it failed; empty: passed
+	Skip    string        `json:"skip,omitempty"` // why it was skipped: what the kernel lacks
 	Took    time.Duration `json:"took"`
 	Capture string        `json:"capture,omitempty"` // a file in CaptureDir
 }
@@ -60,5 +59,5 @@ type Speed struct {
 type Comparison struct {
 	Kernel []float64
 	Ours   []float64
-	Ratio  float64 // of the medians, ours to the kernel's
+	Ratio  float64 // the median of the rounds' ratios, ours to the kernel's
 }

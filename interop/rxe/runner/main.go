@@ -4,7 +4,7 @@
 //	go run ./interop/rxe/runner                          everything, on both kernels
 //	go run ./interop/rxe/runner -kernels sid -run '^rc/read/'
 //
-// `make interop` is the first of these; docs/interop.md explains the others.
+// `make interop` runs the first of these; docs/interop.md explains the flags.
 package main
 
 import (
@@ -31,9 +31,9 @@ func main() {
 	soak := flag.Bool("soak", false, "only the long cases")
 	keep := flag.Bool("keep", false, "keep the packets of cases that passed too")
 	record := flag.Bool("record", false, "also record the frames of every case, as they are on the network")
-	bench := flag.Int("bench", 0, "compare speeds instead, in so many rounds")
+	bench := flag.Int("bench", 0, "compare speeds instead, in this many rounds")
 	dir := flag.String("dir", ".logs/interop", "where results, consoles and captures go, by kernel")
-	limit := flag.Duration("limit", 6*time.Hour, "for each kernel; a busy host takes several times as long as a quiet one")
+	limit := flag.Duration("limit", 6*time.Hour, "for each kernel; a busy host takes several times as long as an idle one")
 	flag.Parse()
 
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)

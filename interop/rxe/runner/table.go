@@ -28,7 +28,7 @@ func (t *table) begin(suite string) {
 	fmt.Printf("== %s\n", suite)
 }
 
-// add takes a line of the guest of the last suite, and shows it.
+// add adds a line of the guest of the last suite, and prints it.
 func (t *table) add(l result.Line) {
 	suite := t.suites[len(t.suites)-1]
 	switch {
@@ -73,7 +73,7 @@ func (t *table) show(c *result.Case) {
 	}
 }
 
-// broken counts what a guest that ended early has left undone.
+// broken counts the cases as failed that a guest has announced and not run.
 func (t *table) broken(suite string) {
 	for _, row := range t.cells {
 		if c, planned := row[suite]; planned && c == nil {

@@ -22,7 +22,7 @@ func TestTable(t *testing.T) {
 	tab.begin("sid")
 	tab.add(result.Line{Plan: &result.Plan{Release: "7.2", Cases: []string{"a", "b"}}})
 	tab.add(result.Line{Case: &result.Case{Name: "a"}})
-	tab.broken("sid") // it ended before b
+	tab.broken("sid") // the guest ended before b
 	if tab.passed != 2 || tab.failed != 2 || tab.skipped != 1 {
 		t.Errorf("%d passed, %d failed, %d skipped", tab.passed, tab.failed, tab.skipped)
 	}

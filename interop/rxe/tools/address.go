@@ -6,8 +6,8 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// Address is what the ping-pong programs tell each other: where a queue pair is
-// and with which PSN it starts. On the wire it is the line
+// Address is what the ping-pong programs tell each other about a queue pair. It is sent as
+// the line
 //
 //	LID:QPN:PSN:GID
 //
@@ -33,8 +33,7 @@ func (a Address) Append(b []byte) []byte {
 // number.
 const maxPSN = 1<<24 - 1
 
-// ParseAddress reads a line with its zero byte. Anything but exactly that is
-// refused.
+// ParseAddress reads a line with its zero byte, and accepts nothing else.
 func ParseAddress(line []byte) (Address, error) {
 	f := fields{rest: line}
 	var a Address
@@ -52,5 +51,5 @@ func ParseAddress(line []byte) (Address, error) {
 	return a, nil
 }
 
-// The last message of the exchange, with its zero byte.
+// done is the last message of the exchange, with its zero byte.
 var done = []byte("done\x00")

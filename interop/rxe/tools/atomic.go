@@ -6,10 +6,9 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// The atomics of perftest add 1, or compare with 0 and swap in 0, each in the
-// next of the words that the test goes round in. Compare-and-swap of the programs
-// thus never changes anything; this side's does, when it knows what is there:
-// from the second time on that it comes to a word.
+// The atomics of perftest add 1, or compare with 0 and swap in 0, each on the next word of an
+// area, round after round. Compare-and-swap of the programs thus never changes anything. This
+// side's does from the second round on, when it knows the value of the word.
 
 // atomic makes request n of a queue pair.
 func (b *bench) atomic(f *flow, n uint64, wr *verbs.SendWR) {
@@ -23,7 +22,7 @@ func (b *bench) atomic(f *flow, n uint64, wr *verbs.SendWR) {
 	}
 }
 
-// swapped is the value that this side's compare-and-swap number n stores.
+// swapped returns the value that this side's compare-and-swap n stores.
 func swapped(qp int, n uint64) uint64 { return 0x5a<<56 | uint64(qp)<<40 | n }
 
 // returnedWord checks what request n found in the peer's memory.
@@ -55,7 +54,7 @@ func (b *bench) verifyWord(f *flow, s int) error {
 	if !b.cfg.CAS {
 		want += uint64(times)
 	} else if last := s + (times-1)*b.slots; times > 1 && got == swapped(f.index, uint64(last)) {
-		want = got // the peer is this package
+		want = got // the peer is this package too
 	}
 	if got != want {
 		return fmt.Errorf("word %d of queue pair %d is %#x, not %#x: it was %#x before %d atomics",

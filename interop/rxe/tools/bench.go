@@ -10,15 +10,15 @@ import (
 
 // bench is a perftest test in progress.
 //
-// The main buffer is laid out as in the program: for every queue pair first an
-// area that it sends or writes from, then one that the peer writes to, reads from
-// or does atomics on. Messages of a bandwidth test that are no longer than half a
-// page go round in a page of it; longer ones, and all of a latency test, use the
-// start of the area again and again.
+// The main buffer is laid out as in the program: first an area for every queue
+// pair that it sends or writes from, then one for every queue pair that the peer
+// writes to, reads from or does atomics on. Messages of a bandwidth test that are
+// no longer than half a page use the slots of a page in turn. Longer ones, and all
+// of a latency test, use the start of the area.
 //
-// What arrives by SEND, or as the result of READs and atomics, goes to a buffer
-// of this side's own, whose slots are not used twice at a time: so the contents
-// can be compared before the next message comes.
+// What arrives by SEND, or as the result of READs and atomics, goes to another
+// buffer. Its slots are not used twice at a time, so that the contents can be
+// compared before the next message comes.
 type bench struct {
 	*rig
 	cfg   PerftestConfig
@@ -29,8 +29,8 @@ type bench struct {
 	main   []byte
 	mainMR *verbs.MR
 	area   int // bytes of an area of the main buffer
-	stride int // of messages in an area
-	slots  int // messages in an area
+	stride int // bytes from slot to slot in an area
+	slots  int // slots in an area
 
 	in       []byte // results or receives, inSlots for each queue pair
 	inMR     *verbs.MR
@@ -61,8 +61,8 @@ type flow struct {
 	known []bool   // which of those are
 }
 
-// inMemory bounds the buffer for what arrives: more receives than it has room for
-// are not posted, however many were asked for.
+// inMemory bounds the buffer for what arrives. Receives for which it has no room are not
+// posted, whatever RxDepth is.
 const inMemory = 64 << 20
 
 func newBench(dev *verbs.Device, cfg PerftestConfig, t terms, res *Result) (_ *bench, err error) {
@@ -94,8 +94,8 @@ func newBench(dev *verbs.Device, cfg PerftestConfig, t terms, res *Result) (_ *b
 	return b, b.makeFlows(access)
 }
 
-// layout computes strides and numbers of slots. There are no more than most
-// receives, whatever was asked for: it is a limit of the device.
+// layout computes strides and numbers of slots. most is how many receives the device has room
+// for, whatever RxDepth is.
 func (b *bench) layout(most int) {
 	size, t := b.cfg.Size, b.terms
 	b.area = max(size, t.cycle)
@@ -118,7 +118,7 @@ func (b *bench) layout(most int) {
 // receives reports whether the test's messages consume receives.
 func (b *bench) receives() bool { return b.verb == verbSend || b.cfg.Imm }
 
-// access is what the peer may do.
+// access returns what the peer may do with the main buffer.
 func (b *bench) access() verbs.Access {
 	switch b.verb {
 	case verbWrite:
@@ -132,7 +132,7 @@ func (b *bench) access() verbs.Access {
 }
 
 // fill fills the main buffer as the program does: zeros for ib_write_lat, random
-// bytes otherwise. What the peer will write to stays zero.
+// bytes otherwise. Areas that the peer will write to stay zero.
 func (b *bench) fill() {
 	if b.verb == verbWrite && b.lat {
 		return
@@ -184,9 +184,8 @@ func (b *bench) target(qp int) int { return (b.cfg.QPs + qp) * b.area }
 // place returns where message n lies in its area.
 func (b *bench) place(n uint64) int { return int(n%uint64(b.slots)) * b.stride }
 
-// remotePlace returns where message n goes in the peer's area: the same place, but
-// for WRITEs with immediate data in both directions, for which the programs stay
-// at the start.
+// remotePlace returns where message n goes in the peer's area: to the same place, except that
+// WRITEs with immediate data in both directions all go to the start, as with the programs.
 func (b *bench) remotePlace(n uint64) int {
 	if b.cfg.Imm && b.cfg.Duplex {
 		return 0
@@ -194,7 +193,7 @@ func (b *bench) remotePlace(n uint64) int {
 	return b.place(n)
 }
 
-// inSlot returns a slot of the buffer for what arrives.
+// inSlot returns the offset of a slot in the buffer for what arrives.
 func (b *bench) inSlot(qp int, n uint64) int {
 	return (qp*b.inSlots + int(n%uint64(b.inSlots))) * b.inStride
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// stranger connects to a server of ours and says something, or nothing.
+// stranger connects to a server of ours and sends words.
 func stranger(t *testing.T, addr net.Addr, words string) net.Conn {
 	t.Helper()
 	c, err := net.Dial("tcp", addr.String())
@@ -84,7 +84,7 @@ func TestCancel(t *testing.T) {
 	}
 }
 
-// Strangers that talk nonsense are told apart, and nothing is left.
+// Wrong input is an error that names what is wrong, and nothing is left.
 func TestStrangers(t *testing.T) {
 	version := string(appendVersion(nil, "6.06"))
 	params := "\x00\x00\x10\x00\x00\x00\x00\x40"
@@ -116,7 +116,7 @@ func TestStrangers(t *testing.T) {
 	}
 }
 
-// A peer that goes away in the middle is noticed.
+// A peer that closes the connection too early is noticed.
 func TestPeerGone(t *testing.T) {
 	for name, play := range players {
 		dev := open(t, verbs.LinkUDP)

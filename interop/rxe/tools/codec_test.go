@@ -19,7 +19,7 @@ func TestAddress(t *testing.T) {
 		line string
 		want Address
 	}{
-		// What ibv_rc_pingpong 44.0 on Linux's rxe says of QPN 0x0001e0, PSN 0x82f944, GID ::ffff:10.0.0.1.
+		// Sent by ibv_rc_pingpong 44.0 on Linux's rxe, for QPN 0x0001e0, PSN 0x82f944, GID ::ffff:10.0.0.1.
 		{"0000:0001e0:82f944:00000000000000000000ffff0a000001\x00", Address{QPN: 0x1e0, PSN: 0x82f944, GID: gid4}},
 		{"ffff:ffffff:ffffff:fd0000000000000000000000000000ab\x00", Address{LID: 0xffff, QPN: 0xffffff, PSN: 0xffffff, GID: gid6}},
 		{"0000:000000:000000:00000000000000000000000000000000\x00", Address{}},
@@ -114,7 +114,7 @@ func TestVersion(t *testing.T) {
 		old  bool
 	}{
 		{"6.06" + strings.Repeat("\x00", 12), "6.06", false},
-		{"6.24\x00" + strings.Repeat("x", 11), "6.24", false}, // what is behind the end does not count
+		{"6.24\x00" + strings.Repeat("x", 11), "6.24", false}, // bytes behind the zero are ignored
 		{"5.70" + strings.Repeat("\x00", 12), "5.70", false},
 		{"5.60" + strings.Repeat("\x00", 12), "", true},
 		{"NaN" + strings.Repeat("\x00", 13), "", true},
@@ -174,7 +174,7 @@ func FuzzParseAddress(f *testing.F) {
 		a, err := ParseAddress(line)
 		if err != nil {
 			if a != (Address{}) {
-				t.Errorf("%q is refused and yet %+v", line, a)
+				t.Errorf("%q is refused, but the result is %+v", line, a)
 			}
 			return
 		}
@@ -192,7 +192,7 @@ func FuzzParseKeys(f *testing.F) {
 		k, err := ParseKeys(line)
 		if err != nil {
 			if k != (Keys{}) {
-				t.Errorf("%q is refused and yet %+v", line, k)
+				t.Errorf("%q is refused, but the result is %+v", line, k)
 			}
 			return
 		}

@@ -10,7 +10,7 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// header4 and header6 are the 40 bytes of a UD message, made here by hand.
+// header4 and header6 return the 40 bytes in front of a UD message, by IPv4 and IPv6.
 func header4(src, dst string, length int) []byte {
 	h := make([]byte, 40)
 	ip := h[20:]
@@ -73,7 +73,7 @@ func TestCheckGRH(t *testing.T) {
 	}
 }
 
-// A server as the programs are: it sends back what it received.
+// A server that sends back what it has received, as the programs do.
 func TestContents(t *testing.T) {
 	cfg := PingpongConfig{Peer: Peer{Role: Client}, Program: RCPingpong, Size: 10000, QPs: 1, Check: true}
 	c := newContents(&cfg)
@@ -103,7 +103,7 @@ func TestContents(t *testing.T) {
 	}
 }
 
-// The first message of a client is what its program has filled its buffer with.
+// The first message of a client is what the program has filled its buffer with.
 func TestContentsFirst(t *testing.T) {
 	fill := func(v byte, zeros bool) []byte {
 		b := []byte(strings.Repeat(string(rune(v)), 9000))
@@ -164,8 +164,8 @@ func TestExpectation(t *testing.T) {
 	}
 }
 
-// The program leaves when it has the last message; that nobody acknowledges it
-// any more is told, and is no failure. Anything else is.
+// The program ends when it has received the last message. If that is not acknowledged, the
+// result says so, and the run has not failed. All other errors are failures.
 func TestLastUnacknowledged(t *testing.T) {
 	const iters = 10
 	for _, c := range []struct {

@@ -5,29 +5,28 @@ import (
 	"fmt"
 )
 
-// contents says what is in the messages of a ping-pong.
+// contents makes and checks the messages of a ping-pong.
 //
-// The programs have one buffer: they receive into it and send from it, so what
-// they send is what they received last, and a client's first message is what it
-// filled the buffer with. This side sends a pattern of its own in each message
-// and knows what must come back: the same, or, if the other side is this package
-// too, the pattern of that side.
+// The programs have one buffer: they receive into it and send from it. So they
+// send what they received last, and a client's first message is what it has
+// filled the buffer with. This side sends another pattern in each message, and
+// the same must come back; or, if the other side is this package too, the pattern
+// of that side.
 //
-// Several queue pairs of a program share its buffer, so that messages overwrite
-// each other there. Then all messages are the same: the client's, which a server
-// sends back.
+// If a program has several queue pairs, they share its buffer, and messages
+// overwrite each other there. So all messages are then the same: the client's,
+// which a server sends back.
 type contents struct {
 	role  Role
 	alike bool // all messages are the same
-	zeros bool // the first byte of every page is 0: what option -c looks for
+	zeros bool // the first byte of every page is 0, as option -c wants it
 	fill  byte // the rest of a program's first message
 
-	last  []byte // what this side sent last, or with alike the one message
+	last  []byte // what this side sent last; with alike, the only message
 	other []byte // scratch
 }
 
-// checkedPage is the distance of the bytes that option -c looks at: the page size
-// of the machines that the programs run on.
+// checkedPage is the distance of the bytes that option -c checks: the page size.
 const checkedPage = 4096
 
 func newContents(cfg *PingpongConfig) contents {
@@ -82,7 +81,7 @@ func (c *contents) check(b []byte, n int) error {
 	return fmt.Errorf("contents differ at byte %d of %d: %#02x, not %#02x", at, len(b), b[at], c.last[at])
 }
 
-// checkFirst checks the first message of a client, which nothing came before.
+// checkFirst checks the first message of a client, which is not an echo.
 func (c *contents) checkFirst(b []byte) error {
 	for i := range c.other {
 		c.other[i] = c.fill

@@ -1,13 +1,12 @@
 // Package tools plays one side of unmodified RDMA test programs: the ping-pongs
 // of ibverbs-utils and the tests of perftest. The other side is the program
-// itself, on another device. So another implementation of verbs judges our wire,
-// and none of its programs has to know of us.
+// itself, on another device. So our packets are tested against another
+// implementation of verbs, whose programs need no change.
 //
 // A program that has a [verbs.Device] open calls [Pingpong] or [Perftest]. Both
-// speak the program's own exchange over TCP, connect queue pairs, move the data,
-// check it, and leave nothing behind: when they return, all objects, sockets and
-// goroutines that they made are gone, also after a failure or when the context
-// was cancelled.
+// speak the program's own protocol over TCP, connect queue pairs, move the data
+// and check it. When they return, all objects, sockets and goroutines that they
+// made are gone, also after a failure or when the context was cancelled.
 //
 //	// ibv_rc_pingpong -d rxe0 -g 1 -s 65536 -n 100 -m 1024 -c      (on 10.0.0.1)
 //	res, err := tools.Pingpong(ctx, dev, tools.PingpongConfig{
@@ -23,9 +22,9 @@
 //		Size: 65536, Iters: 1000, MTU: verbs.MTU4096,
 //	})
 //
-// The programs do not tell each other what they were asked for: size, number of
-// iterations, number of queue pairs and transport must be given to both sides
-// alike. The zero value of a field is the program's own default.
+// The programs do not tell each other their options: size, number of iterations,
+// number of queue pairs and transport must be the same on both sides. The zero
+// value of a field is the program's own default.
 //
 // # Programs
 //
@@ -35,26 +34,25 @@
 //
 // Of perftest, WRITE and SEND run over UC too, SEND over UD; WRITE with
 // --write_with_imm where the program has that option. The exchange is that of
-// perftest 4.5 (version 6.06, Debian 12) to 25.01 (6.24). Refused with
-// [ErrUnsupported]: transports that a test does not have. Not here at all: the
-// options that change the exchange or the run (-a, -D, -R, -c XRC or DC,
-// --run_infinitely, -T, --use-srq, --perform_warm_up, -l, -r smaller than what
-// UC and UD need).
+// perftest 4.5 (version 6.06, Debian 12) to 25.01 (6.24). Transports that a test
+// does not have are refused with [ErrUnsupported]. There is no support for options
+// that change the exchange or the run (-a, -D, -R, -c XRC or DC, --run_infinitely,
+// -T, --use-srq, --perform_warm_up, -l, -r smaller than what UC and UD need).
 //
 // # What is checked
 //
-// The programs check little. This side checks what can be known:
+// The programs check little. This side checks all that it can predict:
 //
 //   - pingpong: the programs send back the buffer that they received into. Every
-//     message from here has contents of its own, and its echo is compared. The
+//     message of this side has contents of its own, and its echo is compared. The
 //     first message of a client is compared with what the program fills its
 //     buffer with. UD: the 40 bytes in front of every message are checked, see
 //     [CheckGRH]. With Check our messages satisfy the program's own option -c.
-//   - perftest fills its buffer with rand(3), seeded by the time of day in
-//     seconds, after the TCP connection is made. The seed is therefore one of few,
-//     and what arrives by READ, WRITE or SEND is compared with the bytes that
-//     this seed gives. That needs a C library whose rand is the GNU one and
-//     clocks that agree to a second, as in one machine; NoVerify switches it off.
+//   - perftest: the programs fill their buffer with rand(3), seeded by the time of
+//     day in seconds, after the TCP connection is made. The seed is therefore one
+//     of few, and what arrives by READ, WRITE or SEND is compared with the bytes
+//     that this seed gives. That needs the rand of the GNU C library and clocks
+//     that agree to a second, as in one machine; NoVerify switches it off.
 //   - atomics: the values returned (as client) and the words left in memory (as
 //     server) are computed beforehand and compared.
 //

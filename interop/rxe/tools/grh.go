@@ -9,14 +9,14 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// The headers of a UD packet behind IP: UDP, BTH, DETH, and the ICRC at its end.
+// udOverhead is the length of UDP, BTH, DETH and ICRC in a UD packet.
 const udOverhead = 8 + 12 + 8 + 4
 
 // CheckGRH checks the 40 bytes in front of a UD message of length bytes that came
 // from src to dst: an IPv6 header or, for IPv4, an IPv4 header in the last 20
-// bytes (IBA A17.4.5.2). Checked is what follows from the message: version and
-// header length, the packet's length, that the packet is UDP, and the addresses.
-// An IPv4 header has a right checksum, or none.
+// bytes (IBA A17.4.5.2). It checks version and header length, the packet's length,
+// that the packet is UDP, and the addresses. The checksum of an IPv4 header may be
+// 0; otherwise it must be right.
 func CheckGRH(grh []byte, src, dst verbs.GID, length int) error {
 	if len(grh) != verbs.GRHLength {
 		return fmt.Errorf("header has %d bytes, not %d", len(grh), verbs.GRHLength)
@@ -50,8 +50,7 @@ func checkIPv4(h []byte, src, dst netip.Addr, length int) error {
 	return nil
 }
 
-// onesSum is the ones' complement sum of a header, all ones if its checksum is
-// right.
+// onesSum returns the ones' complement sum of a header, 0xffff if its checksum is right.
 func onesSum(h []byte) uint32 {
 	var sum uint32
 	for i := 0; i+1 < len(h); i += 2 {
@@ -70,7 +69,7 @@ func checkIPv6(h []byte, src, dst verbs.GID, length int) error {
 	if got := int(binary.BigEndian.Uint16(h[4:])); got != length {
 		return fmt.Errorf("IPv6 payload length is %d, not %d", got, length)
 	}
-	// A GRH says 0x1b for "BTH follows"; on RoCE v2 the packet has UDP there.
+	// In a GRH 0x1b says that a BTH follows; in a RoCE v2 packet UDP follows.
 	if h[6] != 17 && h[6] != 0x1b {
 		return fmt.Errorf("IPv6 next header is %#02x, neither UDP nor IBA", h[6])
 	}

@@ -7,9 +7,9 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// fields reads the parts of an address line one after the other and keeps the
-// first error: fixed numbers of hexadecimal digits with colons between them. The
-// programs print all fields with leading zeros, so nothing else is accepted.
+// fields reads the parts of an address line, and keeps the first error. Parts have fixed
+// numbers of hexadecimal digits, with colons between them. The programs print leading zeros,
+// so nothing else is accepted.
 type fields struct {
 	rest []byte
 	err  error
@@ -74,7 +74,7 @@ func (f *fields) gid(separator byte) (g verbs.GID) {
 	return g
 }
 
-// end returns the first error; what is left over is one too.
+// end returns the first error. Bytes that are left are an error too.
 func (f *fields) end() error {
 	if f.err == nil && len(f.rest) > 0 {
 		f.err = fmt.Errorf("%d bytes too many", len(f.rest))

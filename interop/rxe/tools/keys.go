@@ -14,11 +14,11 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// The version that this side claims: the first whose exchange is spoken here, so
-// that programs of all later versions behave as they do towards that one.
+// The version that this side claims. Programs of later versions use the exchange of that
+// version with it, which is the one implemented here.
 const (
 	ourVersion = "6.06"
-	minVersion = 5.70 // older programs, and towards older programs, differ
+	minVersion = 5.70 // programs before that use another exchange
 )
 
 const versionLen = 16
@@ -30,7 +30,7 @@ func appendVersion(b []byte, v string) []byte {
 	return append(b, field[:]...)
 }
 
-// parseVersion reads such a field, and refuses a version whose exchange differs.
+// parseVersion reads such a field, and refuses a version with another exchange.
 func parseVersion(b []byte) (string, error) {
 	text, _, ok := bytes.Cut(b, []byte{0})
 	if len(b) != versionLen || !ok {
@@ -95,8 +95,7 @@ func (k Keys) Append(b []byte) []byte {
 	return append(b, 0)
 }
 
-// ParseKeys reads a line with its zero byte. Anything but exactly that is
-// refused.
+// ParseKeys reads a line with its zero byte, and accepts nothing else.
 func ParseKeys(line []byte) (Keys, error) {
 	f := fields{rest: line}
 	var k Keys
@@ -162,8 +161,8 @@ func (r *Report) setField(i int, v uint64) {
 	}
 }
 
-// parseParam reads a machine parameter: page size or cache line. The larger one
-// of both sides holds for both, so a nonsensical one would be ours too.
+// parseParam reads a machine parameter: page size or cache line. Both sides use the larger
+// one, so a wrong one would become ours.
 func parseParam(b []byte) (int, error) {
 	v := int32(binary.BigEndian.Uint32(b))
 	if v < 1 || v > 1<<20 || v&(v-1) != 0 {

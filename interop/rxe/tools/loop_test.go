@@ -15,11 +15,11 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// testTimeout is longer than any test takes on a machine that does other things.
+// testTimeout is longer than any test takes, also on a busy machine.
 const testTimeout = 2 * time.Minute
 
-// patience is an acknowledgement timeout that a machine which does other things
-// does not reach: 4 seconds, eight times.
+// patience is an acknowledgement timeout that a busy machine does not reach: 4 seconds, eight
+// times.
 const patience = 20
 
 func testContext(t *testing.T) context.Context {
@@ -28,7 +28,7 @@ func testContext(t *testing.T) context.Context {
 	return ctx
 }
 
-// open opens a device that must be closed, with nothing left on it, at the end.
+// open opens a device. It is closed at the end, and fails the test if objects are left.
 func open(t *testing.T, link verbs.LinkMode) *verbs.Device {
 	t.Helper()
 	dev, err := verbs.Open("", &verbs.Config{Link: link})
@@ -37,7 +37,7 @@ func open(t *testing.T, link verbs.LinkMode) *verbs.Device {
 	}
 	t.Cleanup(func() {
 		if err := dev.Close(); err != nil {
-			t.Errorf("something is left on the device: %v", err)
+			t.Errorf("objects are left on the device: %v", err)
 		}
 	})
 	return dev
@@ -116,9 +116,9 @@ func TestPerftest(t *testing.T) {
 			PerftestConfig
 			client, server uint64 // verified there
 		}{
-			// Each side checks what it can: READs and atomics where they return,
-			// SENDs where they arrive, WRITEs and atomics in memory at the end. What
-			// goes over UC and UD fits a socket's buffer, so that nothing is lost.
+			// READs and atomics are checked where they return, SENDs where they arrive,
+			// WRITEs and atomics in memory at the end. Messages over UC and UD fit into a
+			// socket's buffer, so that none is lost.
 			{PerftestConfig{Test: WriteBW, Size: 1000, Iters: 300, QPs: 3}, 0, 3 * 4},
 			{PerftestConfig{Test: WriteBW, Size: 100000, Iters: 40, MTU: verbs.MTU512}, 0, 1},
 			{PerftestConfig{Test: WriteBW, Size: 64, Iters: 100, Duplex: true}, 64, 64},
@@ -176,8 +176,7 @@ func TestPerftest(t *testing.T) {
 	}
 }
 
-// The sides are not alike: messages of another length, data that is not what it
-// should be.
+// The sides have different configurations: a message has the wrong length, data is wrong.
 func TestMismatch(t *testing.T) {
 	for _, c := range []struct {
 		name           string

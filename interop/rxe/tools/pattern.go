@@ -2,9 +2,8 @@ package tools
 
 import "encoding/binary"
 
-// pattern fills b with the contents of one message: each 8 bytes are a hash of
-// the message's name and of their place, so that bytes of another message or
-// from another place never look right.
+// pattern fills b with the contents of one message: each 8 bytes are a hash of the message's
+// name and of their place, so that bytes of another message or place are noticed.
 func pattern(b []byte, name uint64) {
 	name *= 0xd6e8feb86659fd93
 	for i := 0; i < len(b); i += 8 {

@@ -1,8 +1,8 @@
 package tools
 
-// The TCP connection that the programs exchange their addresses on, top-down: a
-// Peer says who calls whom, open makes the connection, and conn reads and writes
-// fixed-size messages until the context ends.
+// The TCP connection on which the programs exchange their addresses, top-down: a Peer says
+// which side connects, open makes the connection, and conn reads and writes messages of
+// fixed size until the context ends.
 
 import (
 	"context"
@@ -50,12 +50,12 @@ type Peer struct {
 	// server all addresses.
 	Addr string
 
-	// DialTimeout is for how long a client goes on trying while nobody listens.
+	// DialTimeout is for how long a client tries again while the connection is refused.
 	// Zero: 10 seconds.
 	DialTimeout time.Duration
 
-	// Listening is called by a server, once, when the program may connect. Nil:
-	// nobody is told.
+	// Listening, if it is not nil, is called by a server, once, when the program may
+	// connect.
 	Listening func(net.Addr)
 }
 
@@ -121,14 +121,14 @@ func (p *Peer) dial(ctx context.Context) (net.Conn, error) {
 	}
 }
 
-// accept waits for one caller.
+// accept waits for one connection.
 func (p *Peer) accept(ctx context.Context) (net.Conn, error) {
 	var lc net.ListenConfig
 	l, err := lc.Listen(ctx, "tcp", p.hostPort())
 	if err != nil {
 		return nil, err
 	}
-	defer func() { _ = l.Close() }() // the connection, if there is one, lives on
+	defer func() { _ = l.Close() }() // this does not close the connection
 	stop := context.AfterFunc(ctx, func() { _ = l.Close() })
 	defer stop()
 	if p.Listening != nil {
@@ -153,7 +153,7 @@ func newConn(ctx context.Context, c net.Conn) *conn {
 	return &conn{ctx: ctx, c: c, stop: stop}
 }
 
-// err prefers the context's error to that of the operation it interrupted.
+// err returns the context's error instead of that of an operation which it has interrupted.
 func (c *conn) err(err error) error {
 	if err != nil && c.ctx.Err() != nil {
 		return c.ctx.Err()
@@ -173,9 +173,9 @@ func (c *conn) read(b []byte) error {
 	return c.err(err)
 }
 
-// finish says goodbye and waits until the peer has closed its side: from then on
-// the peer needs nothing of us any more. A peer that leaves with something
-// unread resets the connection, which is as good.
+// finish closes this side and waits until the peer has closed its own: then the peer does not
+// need our queue pairs any more. A peer that has not read everything resets the connection
+// instead, which is no error.
 func (c *conn) finish() error {
 	if t, ok := c.c.(*net.TCPConn); ok {
 		if err := t.CloseWrite(); err != nil && !gone(err) {
@@ -189,7 +189,7 @@ func (c *conn) finish() error {
 	return c.err(err)
 }
 
-// maxFarewell bounds what a peer may send after the last message that is known.
+// maxFarewell bounds how much finish reads.
 const maxFarewell = 1 << 16
 
 // gone reports whether the peer has closed the connection.

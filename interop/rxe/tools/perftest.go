@@ -1,10 +1,9 @@
 package tools
 
-// A perftest test, top-down: Perftest checks what was asked for (options),
+// A perftest test, top-down: Perftest checks its configuration (options),
 // negotiates over TCP (negotiate), makes buffers and queue pairs (newBench,
 // bench.go), exchanges keys and connects (meet), runs the test (run, run.go), and
-// takes leave (leave). The order of the messages is that of the programs, step
-// by step.
+// ends the exchange (leave). The order of the messages is that of the programs.
 
 import (
 	"context"
@@ -69,8 +68,8 @@ func (t PerftestTest) String() string {
 
 func (t PerftestTest) known() bool { return t > 0 && int(t) < len(perftests) }
 
-// PerftestConfig is what a test is to do. What the program has an option for
-// must be the same there.
+// PerftestConfig configures a test. Fields for which the program has an option must have the
+// same value there.
 type PerftestConfig struct {
 	Peer
 	Test PerftestTest
@@ -88,16 +87,15 @@ type PerftestConfig struct {
 	RxDepth  int    // -r, receives posted for each queue pair. Zero: up to 512; UC and UD: up to 16000
 	OutReads int    // -o, READs and atomics under way for each queue pair. Zero: what the device can do
 	GIDIndex int    // of the device's GIDs, which one to use
-	PSN      uint32 // the first PSN of the first queue pair, 24 bits. Zero: by chance
+	PSN      uint32 // the first PSN of the first queue pair, 24 bits. Zero: random
 	Timeout  uint8  // -u, acknowledgement timeout, as a code. Zero: 14
 
-	// Gap is a pause before each request of a bandwidth test. UC and UD have no
-	// way to slow a sender down. Zero: none.
+	// Gap is a pause before each request of a bandwidth test, since UC and UD do not
+	// slow a sender down. Zero: none.
 	Gap time.Duration
 
-	// NoVerify leaves the contents of what arrives unchecked: for a program that
-	// runs where the C library or the clock is another. Lengths, counts and UD
-	// headers are checked all the same.
+	// NoVerify leaves contents unchecked: for a program with another C library or
+	// clock. Lengths, counts and UD headers are checked all the same.
 	NoVerify bool
 }
 
@@ -140,10 +138,10 @@ func (c PerftestConfig) options() (PerftestConfig, error) {
 	return c, nil
 }
 
-// minIters is what the programs insist on.
+// minIters is the smallest number that the programs accept.
 const minIters = 5
 
-// supported refuses what the programs do not do.
+// supported refuses what the programs do not support.
 func (c *PerftestConfig) supported() error {
 	t := &perftests[c.Test]
 	switch {
@@ -202,7 +200,7 @@ func Perftest(ctx context.Context, dev *verbs.Device, cfg PerftestConfig) (res R
 }
 
 // exchange is the TCP connection with perftest's rule: in every step the client
-// speaks first.
+// sends first.
 type exchange struct {
 	*conn
 	role      Role
@@ -226,8 +224,8 @@ func (x *exchange) swap(mine, theirs []byte) error {
 // terms are what the sides agree on.
 type terms struct {
 	mtu   verbs.MTU
-	cycle int // bytes of a buffer that small messages go round in: the page size
-	line  int // distance of small messages in it: the cache line
+	cycle int // bytes of a buffer that small messages use in turn: the page size
+	line  int // their distance is a multiple of this: the cache line
 }
 
 const (
@@ -287,8 +285,8 @@ func (x *exchange) swapParam(ours int) (int, error) {
 	return max(v, ours), err
 }
 
-// swapKeys exchanges the keys of a queue pair. It also serves to wait for each
-// other, and is used for that all the time.
+// swapKeys exchanges the keys of a queue pair. The programs also use it to wait for each
+// other.
 func (x *exchange) swapKeys(mine Keys) (Keys, error) {
 	line := make([]byte, keysLen)
 	if err := x.swap(mine.Append(nil), line); err != nil {
@@ -310,8 +308,8 @@ func (x *exchange) swapReports(mine *Report) (*Report, error) {
 	return &theirs, nil
 }
 
-// meet exchanges the keys of all queue pairs and connects them. The order differs
-// a little from test to test.
+// meet exchanges the keys of all queue pairs and connects them. The order of the steps
+// depends on the test.
 func (b *bench) meet(x *exchange) error {
 	t := &perftests[b.cfg.Test]
 	if t.lat && t.verb != verbSend {
@@ -349,13 +347,13 @@ func (b *bench) meet(x *exchange) error {
 	return nil
 }
 
-// sync waits for the peer to come to the same point.
+// sync waits until the peer has come to the same point.
 func (b *bench) sync(x *exchange) error {
 	_, err := x.swapKeys(b.flows[0].mine)
 	return err
 }
 
-// acceptKeys checks and keeps what the peer said of a queue pair.
+// acceptKeys checks and keeps the peer's keys of a queue pair.
 func (b *bench) acceptKeys(f *flow, k Keys) error {
 	switch {
 	case k.GID.IsZero() || k.QPN == 0:
@@ -385,9 +383,9 @@ func (b *bench) connectAll() error {
 	return nil
 }
 
-// leave ends the exchange. When the peer has come to this point it has nothing
-// under way any more, and what it left in memory can be checked. ib_write_lat has
-// no farewell: its sides have seen all that there was, and just close.
+// leave ends the exchange. When the peer has come to this point it has no more requests under
+// way, and what it has left in memory can be checked. The sides of ib_write_lat have seen all
+// messages, and just close.
 func (b *bench) leave(x *exchange) error {
 	farewell := b.cfg.Test != WriteLat
 	if farewell {
@@ -399,8 +397,8 @@ func (b *bench) leave(x *exchange) error {
 		return err
 	}
 	if farewell {
-		// Older programs send this and do not wait for it; who has closed
-		// already does not mind.
+		// Older programs send this and do not wait for it: the peer may have closed
+		// the connection already.
 		if err := x.write(done); err != nil && !gone(err) {
 			return err
 		}

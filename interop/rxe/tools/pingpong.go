@@ -1,9 +1,8 @@
 package tools
 
-// A ping-pong, top-down: Pingpong checks what was asked for (options), makes
-// queue pairs and posts receives (newGame), exchanges addresses as the programs
-// do (exchange), connects, and plays (play). What is in the messages is the
-// matter of contents.go.
+// A ping-pong, top-down: Pingpong checks its configuration (options), makes queue
+// pairs and posts receives (newGame), exchanges addresses as the programs do and
+// connects (meet), and plays (play). contents.go makes and checks the messages.
 
 import (
 	"context"
@@ -48,8 +47,8 @@ func (p PingpongProgram) String() string {
 
 func (p PingpongProgram) known() bool { return p > 0 && int(p) < len(pingpongs) }
 
-// PingpongConfig is what a ping-pong is to do. What the program has an option for
-// must be the same there.
+// PingpongConfig configures a ping-pong. Fields for which the program has an option must have
+// the same value there.
 type PingpongConfig struct {
 	Peer
 	Program PingpongProgram
@@ -61,13 +60,13 @@ type PingpongConfig struct {
 	Check bool      // -c: the program, as a server, checks what it received last
 
 	GIDIndex int    // of the device's GIDs, which one to use
-	PSN      uint32 // the first PSN of this side, 24 bits. Zero: by chance
+	PSN      uint32 // the first PSN of this side, 24 bits. Zero: random
 	RxDepth  int    // receives posted. Zero: 8, or twice the number of queue pairs
-	Timeout  uint8  // acknowledgement timeout, as a code. Zero: 14, as the programs
+	Timeout  uint8  // acknowledgement timeout, as a code. Zero: 14, as in the programs
 
-	// Linger is for how long the queue pairs stay when all is done, to
-	// acknowledge again what the program may send again. It matters on a network
-	// that loses packets; there give it some timeouts. Zero: not at all.
+	// Linger is for how long the queue pairs stay open at the end, to acknowledge
+	// again what the program may send again. On a network that loses packets it should
+	// be some timeouts. Zero: not at all.
 	Linger time.Duration
 }
 
@@ -226,8 +225,7 @@ func (g *game) makePairs() error {
 	return nil
 }
 
-// postReceive posts a receive into a slot: of the shared queue, or of the one
-// queue pair that there is.
+// postReceive posts a receive for a slot: to the SRQ, or to the only queue pair.
 func (g *game) postReceive(slot int) error {
 	wr := []verbs.RecvWR{{
 		ID:  recvID | makeID(0, uint64(slot)),
@@ -274,8 +272,8 @@ func (g *game) meet(ctx context.Context) error {
 	return g.connectAll()
 }
 
-// lines is the number of addresses exchanged: ibv_srq_pingpong always sends all
-// that it could have.
+// lines returns the number of addresses exchanged: ibv_srq_pingpong always sends as many as it
+// has room for.
 func (g *game) lines() int {
 	if g.cfg.Program == SRQPingpong {
 		return maxSRQPairs
@@ -328,10 +326,9 @@ func (g *game) connectAll() error {
 	return nil
 }
 
-// play sends and receives. As in the programs a queue pair sends when its last
-// SEND has completed and a message has arrived since, while fewer than Iters of
-// all queue pairs' SENDs have completed. With several queue pairs some messages
-// more than Iters may thus be under way at the end.
+// play sends and receives. As in the programs, a queue pair sends when its last SEND has
+// completed and a message has arrived since, until Iters SENDs of all queue pairs have
+// completed. With several queue pairs there may be more than Iters messages at the end.
 func (g *game) play(ctx context.Context) error {
 	start := time.Now()
 	defer func() { g.result.Elapsed = time.Since(start) }()
@@ -407,7 +404,7 @@ func (g *game) received(p *pair, slot int, wc *verbs.WC) error {
 	buf := g.rx[slot*g.stride:][:g.header+length]
 	if g.typ == verbs.UD {
 		if wc.Flags&verbs.WCGRH == 0 {
-			return fmt.Errorf("message %d: the completion does not tell of a GRH", p.received)
+			return fmt.Errorf("message %d: the completion does not report a GRH", p.received)
 		}
 		if wc.SrcQP != p.peer.QPN {
 			return fmt.Errorf("message %d is from queue pair %#06x, not %#06x", p.received, wc.SrcQP, p.peer.QPN)

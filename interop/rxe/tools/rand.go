@@ -2,11 +2,10 @@ package tools
 
 import "time"
 
-// randStream is the sequence of rand(3) of the GNU C library, with the generator
-// that it uses unless told otherwise: an additive feedback generator, where each
-// number is the sum, modulo 2^32, of those 3 and 31 places before, of which all
-// but the lowest bit are handed out. The first 31 numbers come from a linear
-// congruential generator, and the next 310 are thrown away.
+// randStream is the sequence of rand(3) of the GNU C library, with its default generator: an
+// additive feedback generator, where each number is the sum, modulo 2^32, of those 3 and 31
+// places before. rand returns all but the lowest bit of it. The first 31 numbers come from a
+// linear congruential generator, and the next 310 are discarded.
 type randStream struct {
 	state [randDegree]uint32
 	at    int // the oldest number, which is replaced next
@@ -60,8 +59,7 @@ func (s *randStream) fill(b []byte) {
 	}
 }
 
-// peerBuffer is what perftest's buffer holds for one seed, as far as anybody has
-// asked.
+// peerBuffer is the beginning of perftest's buffer for one seed. at extends it.
 type peerBuffer struct {
 	stream *randStream
 	bytes  []byte
@@ -70,7 +68,7 @@ type peerBuffer struct {
 // maxPeerBuffer bounds how much of a peer's buffer is computed.
 const maxPeerBuffer = 32 << 20
 
-// at returns n bytes of the buffer, or nil beyond what is computed.
+// at returns n bytes of the buffer, or nil beyond maxPeerBuffer.
 func (p *peerBuffer) at(off, n int) []byte {
 	if off > maxPeerBuffer-n {
 		return nil
@@ -82,11 +80,10 @@ func (p *peerBuffer) at(off, n int) []byte {
 	return p.bytes[off : off+n]
 }
 
-// seeds returns the seeds that a peer may have used that filled its buffer
-// between two times: all seconds between them, and one on either side for clocks
-// that are not quite the same.
+// seeds returns the possible seeds of a peer that has filled its buffer between two times: all
+// seconds between them, and one more on either side for clocks that differ a little.
 func seeds(from, to time.Time) []uint32 {
-	const most = 600 // a peer that took longer has a seed that we do not find
+	const most = 600 // the seed of a peer that took longer is not found
 	var s []uint32
 	for t := from.Unix() - 1; t <= to.Unix()+1 && len(s) < most; t++ {
 		s = append(s, uint32(t))

@@ -7,8 +7,7 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// Result is what became of a run. It is filled as far as the run got, also when
-// the run failed.
+// Result is the result of a run. If the run failed, it is filled as far as the run came.
 type Result struct {
 	Program     string    // as "ib_write_bw"
 	Role        Role      // of this side
@@ -28,16 +27,16 @@ type Result struct {
 
 	// Completions counts all completions of this side by their status.
 	Completions map[verbs.WCStatus]int
-	// LastUnacknowledged tells that the very last SEND of a ping-pong was not
-	// acknowledged. The program leaves as soon as it has that message; if the
-	// acknowledgement is lost on the way nobody repeats it.
+	// LastUnacknowledged is whether the last SEND of a ping-pong was not
+	// acknowledged. The program ends as soon as it has received that message: if the
+	// acknowledgement is lost, it is not sent again.
 	LastUnacknowledged bool
 
-	Elapsed    time.Duration // from the first request to the last completion; nothing where this side only serves
+	Elapsed    time.Duration // from the first request to the last completion; next to 0 if this side only serves
 	PeerReport *Report       // of a bandwidth test's peer, where it sends one
 }
 
-// String is one line for people.
+// String returns the result in one line.
 func (r *Result) String() string {
 	s := fmt.Sprintf("%s %v: sent %d (%d bytes), received %d (%d bytes), verified %d",
 		r.Program, r.Role, r.Sent, r.SentBytes, r.Received, r.ReceivedBytes, r.Verified)

@@ -1,8 +1,8 @@
 package tools
 
-// rig is what both kinds of programs need of a device: a domain, one completion
-// queue, buffers and queue pairs. Everything is closed in the reverse of the
-// order in which it was made.
+// rig has the objects that both kinds of programs need: a protection domain, one
+// completion queue, buffers and queue pairs. close closes them in the reverse of the
+// order in which they were made.
 
 import (
 	"context"
@@ -71,9 +71,8 @@ func (r *rig) close() error {
 	return errors.Join(errs...)
 }
 
-// buffer allocates and registers n bytes that start at a multiple of 8 and whose
-// length is one: a remote atomic, or the word around a byte that is watched, lies
-// inside.
+// buffer allocates and registers at least n bytes. Their start and length are multiples of 8,
+// so that the word around each byte lies inside: for atomics and loadByte.
 func (r *rig) buffer(n int, access verbs.Access) ([]byte, *verbs.MR, error) {
 	const page = 4096
 	buf := make([]byte, (max(n, 1)+page-1)&^(page-1))
@@ -146,7 +145,7 @@ func (r *rig) poll() ([]verbs.WC, error) {
 	return r.wcs[:n], err
 }
 
-// After so many polls in vain the loops sleep: the program at the other side
+// After spins polls in vain the loops sleep between polls: the program at the other side
 // spins, and there may be fewer processors than programs.
 const (
 	spins    = 200
@@ -154,7 +153,7 @@ const (
 	ctxEvery = 64
 )
 
-// rest is called when there was nothing to do. It returns the context's error.
+// rest yields or sleeps after a poll in vain. It returns the context's error.
 func (r *rig) rest(ctx context.Context) error {
 	r.idle++
 	if r.idle%ctxEvery == 0 && ctx.Err() != nil {
@@ -181,7 +180,7 @@ func (r *rig) wait(ctx context.Context) ([]verbs.WC, error) {
 	}
 }
 
-// linger stays for a while to acknowledge once more what the peer may repeat.
+// linger waits, while the device acknowledges again what the peer may send again.
 func (r *rig) linger(ctx context.Context, d time.Duration) error {
 	if d <= 0 {
 		return nil

@@ -4,8 +4,8 @@ package tools
 // the programs.
 //
 //   - stream: the bandwidth tests, and the latency of READs and atomics, where
-//     only one side does something. As many requests as allowed are kept under
-//     way, and received messages are counted.
+//     only one side initiates. It keeps as many requests as allowed under way, and
+//     counts received messages.
 //   - answer: the latency of messages that consume a receive. Each side sends
 //     when it has received.
 //   - watch: the latency of WRITEs. Each side writes when it sees the other's
@@ -47,7 +47,7 @@ func (b *bench) run(ctx context.Context, x *exchange) error {
 	}
 	theirs, err := x.swapReports(b.report())
 	if initiated := b.cfg.Role == Server || b.cfg.Duplex; initiated {
-		b.result.PeerReport = theirs // of a peer that only served, the report is not initialised
+		b.result.PeerReport = theirs // a peer that only served does not initialise its report
 	}
 	return err
 }
@@ -64,9 +64,8 @@ func (b *bench) loop(ctx context.Context, initiates, receives bool) error {
 	return b.stream(ctx, initiates, receives)
 }
 
-// stream posts all requests of this side, if it has any, and receives all
-// messages of the peer, if it has any. A server that does both waits for the
-// first message before it begins.
+// stream posts all requests of this side, if it initiates, and receives all messages of the
+// peer, if it receives. A server that does both waits for the first message before it posts.
 func (b *bench) stream(ctx context.Context, initiates, receives bool) error {
 	want := uint64(b.cfg.Iters)
 	held := receives && b.cfg.Role == Server
@@ -100,7 +99,7 @@ func (b *bench) stream(ctx context.Context, initiates, receives bool) error {
 	}
 }
 
-// postSome posts what there is room for: with a gap, one request of each queue
+// postSome posts as many requests as there is room for; with a gap, at most one of each queue
 // pair.
 func (b *bench) postSome(want uint64) error {
 	depth := uint64(b.cfg.TxDepth)
@@ -108,7 +107,7 @@ func (b *bench) postSome(want uint64) error {
 		depth = min(depth, uint64(b.inSlots))
 	}
 	if b.cfg.CAS {
-		depth = min(depth, uint64(b.slots)) // what to compare with is known when the last one has completed
+		depth = min(depth, uint64(b.slots)) // the value of a word is known when the last atomic on it has completed
 	}
 	for _, f := range b.flows {
 		for f.posted < want && f.posted-f.done < depth {
@@ -135,15 +134,15 @@ func (b *bench) finished(want uint64, initiates, receives bool) bool {
 	return true
 }
 
-// answer is the ping-pong by receives. The client of a SEND test begins, and the
-// server of a WRITE test.
+// answer is the ping-pong by receives. In a SEND test the client begins, in a WRITE test the
+// server.
 func (b *bench) answer(ctx context.Context) error {
 	first := Client
 	if b.verb == verbWrite {
 		first = Server
 	}
 	f, want := b.flows[0], uint64(b.cfg.Iters)
-	awaited := uint64(0) // a message may have come while a SEND was not acknowledged yet
+	awaited := uint64(0) // not f.received: a message may come before the SEND is acknowledged
 	for f.posted < want || awaited < want {
 		if awaited < want && (f.posted > 0 || b.cfg.Role != first) {
 			awaited++
@@ -179,8 +178,8 @@ func (b *bench) until(ctx context.Context, counter *uint64, n uint64) error {
 	return nil
 }
 
-// watch is the ping-pong in memory. The last byte of a message is its number, and
-// the server begins.
+// watch is the ping-pong by memory. The last byte of a message is its number. The server
+// begins.
 func (b *bench) watch(ctx context.Context) error {
 	f, want := b.flows[0], uint64(b.cfg.Iters)
 	mark := b.target(0) + b.cfg.Size - 1
@@ -206,8 +205,8 @@ func (b *bench) watch(ctx context.Context) error {
 	return nil
 }
 
-// see waits for a byte in memory. Polling the queue, which has nothing, moves the
-// traffic along and shows a queue pair that has failed.
+// see waits for a byte in memory. It polls the completion queue, which is empty, to make
+// progress and to notice a queue pair that has failed.
 func (b *bench) see(ctx context.Context, at int, v byte) error {
 	for loadByte(b.main, at) != v {
 		wcs, err := b.poll()
@@ -280,7 +279,7 @@ func (b *bench) received(f *flow, slot uint64, wc *verbs.WC) error {
 	return b.postReceive(f, slot)
 }
 
-// report is what this side tells of a bandwidth test.
+// report returns this side's report of a bandwidth test.
 func (b *bench) report() *Report {
 	r := &Report{Size: uint64(b.cfg.Size), Iters: uint64(b.cfg.Iters) * uint64(b.cfg.QPs)}
 	if s := b.result.Elapsed.Seconds(); s > 0 {

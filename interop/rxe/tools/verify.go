@@ -1,8 +1,8 @@
 package tools
 
-// Whether what arrived by perftest is what was sent. expectation knows what the
-// peer's buffer holds; the methods of bench know which part of it a message, a
-// READ or a slot of memory must be.
+// Checks that what arrived by perftest is what was sent. expectation has the contents of the
+// peer's buffer; the methods of bench compute which part of it a message, a READ or a slot of
+// memory must be.
 
 import (
 	"bytes"
@@ -29,7 +29,7 @@ func newExpectation(cfg *PerftestConfig, from, to time.Time) *expectation {
 	return e
 }
 
-// verdict is what comparing data with the peer's buffer gave.
+// verdict is the result of comparing data with the peer's buffer.
 type verdict uint8
 
 const (
@@ -38,8 +38,8 @@ const (
 	wrong
 )
 
-// compare compares data with the peer's buffer from offset off on. Seeds for
-// which it would be wrong are forgotten, unless it is wrong for all of them.
+// compare compares data with the peer's buffer from offset off on. It drops the seeds for
+// which the data is wrong, unless it is wrong for all of them.
 func (e *expectation) compare(data []byte, off int) verdict {
 	if e.off {
 		return unknown
@@ -61,7 +61,7 @@ func (e *expectation) compare(data []byte, off int) verdict {
 	return right
 }
 
-// count counts what was right and makes an error of what was not.
+// count counts right data, and returns an error for wrong data.
 func (b *bench) count(v verdict, what string, args ...any) error {
 	switch v {
 	case right:
@@ -72,8 +72,8 @@ func (b *bench) count(v verdict, what string, args ...any) error {
 	return nil
 }
 
-// checkMessage checks a message that came by SEND. Over UC and UD messages may be
-// missing before it; then it is a later one.
+// checkMessage checks a message that came by SEND. Over UC and UD messages before it may be
+// lost, so it may be a later one.
 func (b *bench) checkMessage(f *flow, data []byte) error {
 	tries := 1
 	if b.cfg.Type != verbs.RC {
@@ -89,7 +89,7 @@ func (b *bench) checkMessage(f *flow, data []byte) error {
 	return b.count(v, "message %d", f.received)
 }
 
-// returned checks what a READ or an atomic brought.
+// returned checks the data that a READ or an atomic has returned.
 func (b *bench) returned(f *flow, n uint64, wc *verbs.WC) error {
 	b.result.ReceivedBytes += uint64(b.cfg.Size)
 	if int(wc.ByteLen) != b.cfg.Size {
@@ -117,7 +117,7 @@ func (b *bench) verifyMemory() error {
 	return nil
 }
 
-// writtenSlots is the number of slots that the peer has worked on.
+// writtenSlots returns the number of slots that the peer has changed.
 func (b *bench) writtenSlots() int {
 	if b.cfg.Imm && b.cfg.Duplex {
 		return 1
@@ -142,17 +142,17 @@ func (b *bench) verifySlot(f *flow, s int) error {
 	case b.verb == verbWrite:
 		from := off
 		if b.cfg.Imm && b.cfg.Duplex {
-			from = b.place(uint64(b.cfg.Iters - 1)) // all went here, and the last one stays
+			from = b.place(uint64(b.cfg.Iters - 1)) // all messages went here: the last one is left
 		}
 		v := b.expect.compare(data, b.source(f.index)+from)
-		// Nobody acknowledges: what was sent before the peer said that it is
-		// done may arrive a little later.
+		// UC has no acknowledgements: packets may arrive a little after the peer has
+		// come to the end.
 		for wait := 0; v == wrong && b.cfg.Type == verbs.UC && wait < 100; wait++ {
 			time.Sleep(5 * time.Millisecond)
 			v = b.expect.compare(data, b.source(f.index)+from)
 		}
 		if v == wrong && b.cfg.Type == verbs.UC {
-			return nil // lost, as a whole or in part
+			return nil // packets were lost
 		}
 		return b.count(v, "slot %d of queue pair %d", s, f.index)
 	case b.verb == verbAtomic && (b.cfg.Role == Server || b.cfg.Duplex):

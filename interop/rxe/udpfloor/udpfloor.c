@@ -1,7 +1,7 @@
-/* What the kernel's UDP alone costs between two processes that spin: no device that
- * lives in a process can answer sooner.
+/* Measures the kernel's UDP alone, between two processes that spin: no device that is part
+ * of a process can answer faster.
  *
- *	udpfloor pong OWN PEER	answers until nothing comes any more
+ *	udpfloor pong OWN PEER	answers until nothing has come for 2 seconds
  *	udpfloor ping OWN PEER	sends and waits, and prints half the median round trip in µs
  */
 #include <arpa/inet.h>
@@ -16,7 +16,7 @@
 
 enum {
 	PORT = 4792,
-	BYTES = 52, /* of an 8-byte WRITE: headers, payload, checksum */
+	BYTES = 52, /* as in an 8-byte WRITE: headers, payload, checksum */
 	TRIPS = 5000,
 	PAUSE = 2,
 	LIMIT = 30, /* seconds */
@@ -46,7 +46,8 @@ static struct sockaddr_in address(const char *s)
 	return a;
 }
 
-/* Reads until something comes, for so many seconds; a peer that is not up yet refuses. */
+/* spin reads until a packet comes, and reports whether one has come in time. A peer that is
+ * not up yet refuses packets. */
 static int spin(int seconds)
 {
 	double end = now() + seconds * 1e6;
@@ -71,10 +72,10 @@ static void ping(void)
 	double deadline = now() + LIMIT * 1e6;
 	do {
 		if (now() > deadline) {
-			fputs("the other side is not there\n", stderr);
+			fputs("no answer from the other side\n", stderr);
 			exit(1);
 		}
-		(void)!write(fd, packet, BYTES); /* it may be refused yet */
+		(void)!write(fd, packet, BYTES); /* the peer may not be up yet */
 	} while (!spin(PAUSE));
 	for (int i = 0; i < TRIPS; i++) {
 		double start = now();

@@ -1,4 +1,4 @@
-#include "../front/engine.h"
+#include "../front/backend.h"
 
 void set_front(struct vbe_front *f);
 void call_cq_event(uint64_t cookie);

@@ -6,9 +6,9 @@ import (
 	"sync/atomic"
 )
 
-// Handles are what C has of Go's objects. A handle's number is an index and a
-// generation, which makes an old handle a wrong one; its upper half is its kind
-// (VBE_* in engine.h).
+// C refers to Go's objects by handles. The upper half of a handle is its kind (VBE_* in
+// backend.h). The lower half is an index and a generation: the generation changes each time
+// the index is used, so that a stale handle finds nothing.
 
 const (
 	indexBits = 20
@@ -30,14 +30,14 @@ type table[T any] struct {
 
 	mu   sync.Mutex // guards what follows, and changes of the above
 	free []uint32   // indexes, oldest first
-	next uint32     // the first index never used; 0 is none
-	gens []uint16   // by index: of its last use
+	next uint32     // the highest index used so far; index 0 is never used
+	gens []uint16   // by index: the generation of its last use
 }
 
-// rest is how many indexes lie idle before one is used again.
+// rest is how many indexes must be free before one is used again.
 const rest = 64
 
-// add gives an object a handle, or 0 if there are no more.
+// add returns a new handle for an object, or 0 if the table is full.
 func (t *table[T]) add(obj *T) uint64 {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -67,7 +67,7 @@ func (t *table[T]) add(obj *T) uint64 {
 	return t.kind<<32 | uint64(gen)<<indexBits | uint64(i)
 }
 
-// get finds an object, or nil if the handle is not of one.
+// get returns the object of a handle, or nil if the handle is stale or wrong.
 func (t *table[T]) get(h uint64) *T {
 	i := uint32(h) & (1<<indexBits - 1)
 	c := t.chunks[i>>chunkBits].Load()
@@ -81,7 +81,7 @@ func (t *table[T]) get(h uint64) *T {
 	return s.obj
 }
 
-// remove forgets a handle, and reports whether it was one.
+// remove removes a handle, and reports whether it was valid.
 func (t *table[T]) remove(h uint64) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -94,8 +94,8 @@ func (t *table[T]) remove(h uint64) bool {
 	return true
 }
 
-// listeners are the objects that events are for, by the device's number for them: a
-// queue pair may be open more than once.
+// listeners are the objects that events are for, by the device's number. One number may have
+// several: a queue pair can be open more than once.
 type listeners[T any] struct {
 	mu       sync.Mutex // guards byNumber; held while an event is delivered
 	byNumber map[uint32][]*T
@@ -110,7 +110,7 @@ func (l *listeners[T]) add(number uint32, o *T) {
 	l.byNumber[number] = append(l.byNumber[number], o)
 }
 
-// remove returns when no event is being delivered to the object, nor will be.
+// remove removes an object. No event is delivered to it after remove has returned.
 func (l *listeners[T]) remove(number uint32, o *T) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -1,10 +1,10 @@
 /*
- * The names of the engine's threads. The front tells by them whose threads are left when
- * the program's main thread has ended (../front/threads.c), and people see them in top -H.
+ * Gives the backend's threads a name. By this name the front tells them from the program's
+ * threads when the main thread has ended (../front/threads.c), and people see it in top -H.
  *
- * A thread has the name of the one that starts it, which may be a thread of the program in
- * a verb. So scripts/clib.sh has the linker give all calls of pthread_create in the engine,
- * those of the Go runtime, to this function.
+ * A new thread inherits the name of its creator, which may be a thread of the program in a
+ * verb. So scripts/clib.sh has the linker redirect all calls of pthread_create in the backend,
+ * which are the Go runtime's, to __wrap_pthread_create.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -14,7 +14,7 @@
 
 #include "call.h"
 
-/* Not there, and not needed, where the linker was not told so. */
+/* Weak: without that linker option, as in tests, it does not exist and is not called. */
 int __real_pthread_create(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *) __attribute__((weak));
 
 struct start {

@@ -1,13 +1,14 @@
 /*
- * The engine, and when there is one.
+ * Loading the backend.
  *
- *  1. Nothing happens when the library is loaded but a note for fork(): a program
- *     that never calls a verb gets no thread and no Go runtime.
- *  2. The first verb that needs the engine loads it, from the directory that this
- *     library lies in, or from where VERBENA_ENGINE points.
- *  3. A child of fork() has the memory of its parent's engine and none of its
- *     threads: that engine is dead to it. The child's first verb loads another one,
- *     a copy of the file in memory: the loader would give it the same one again.
+ *  1. When this library is loaded, it registers fork handlers and a destructor for the end
+ *     of the main thread (threads.c), and no more: a program that never calls a verb gets
+ *     no thread and no Go runtime.
+ *  2. The first verb that needs the backend loads it, from the directory that this
+ *     library lies in, or from where VERBENA_BACKEND points.
+ *  3. A child of fork() has the memory of its parent's backend and none of its threads:
+ *     that backend is dead. The child's first verb loads another one, from a copy of the
+ *     file in memory: for the same file the loader would return the dead one.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -29,18 +30,18 @@
 #include "front.h"
 
 static pthread_mutex_t loading = PTHREAD_MUTEX_INITIALIZER; /* guards what follows */
-static struct engine *current;				     /* also read without the lock */
-static bool forked;					     /* an engine was loaded before a fork */
+static struct backend *current;				     /* also read without the lock */
+static bool forked;					     /* this process inherited a dead backend */
 
 static struct vbe_front front_functions = {0, vb_on_cq_event, vb_on_async_event};
 
-/* Nobody may be loading while memory is copied. */
+/* No thread may be loading the backend while fork() copies memory. */
 static void before_fork(void) { pthread_mutex_lock(&loading); }
 static void after_fork_in_parent(void) { pthread_mutex_unlock(&loading); }
 
-/* is_engines tells whether a descriptor is a socket by which others know the
- * parent: with a name of ours, or the port of RoCE. */
-static bool is_engines(int fd)
+/* is_backends reports whether a descriptor is a socket of the parent's backend, by which
+ * other processes know it: one with a name of ours, or with the port of RoCE. */
+static bool is_backends(int fd)
 {
 	enum { ROCE_PORT = 4791 };
 	union {
@@ -63,9 +64,9 @@ static bool is_engines(int fd)
 	return false;
 }
 
-/* leave_to_parent closes the parent's sockets in a child. If the child outlived the
- * parent, the parent's address would stay taken, and its peers would wait. Only
- * calls that are allowed after fork are used. */
+/* leave_to_parent closes the parent's sockets in a child. If the child kept them and
+ * outlived the parent, the parent's address would stay taken and its peers would wait. It
+ * makes only calls that are allowed after fork in a process with threads. */
 static void leave_to_parent(void)
 {
 	char buf[4096];
@@ -84,7 +85,7 @@ static void leave_to_parent(void)
 			int fd = 0;
 			for (const char *c = d->name; *c >= '0' && *c <= '9'; c++)
 				fd = 10 * fd + *c - '0';
-			if (d->name[0] >= '0' && d->name[0] <= '9' && fd != dir && is_engines(fd))
+			if (d->name[0] >= '0' && d->name[0] <= '9' && fd != dir && is_backends(fd))
 				close(fd);
 		}
 	}
@@ -93,10 +94,10 @@ static void leave_to_parent(void)
 
 static void after_fork_in_child(void)
 {
-	struct engine *e = __atomic_load_n(&current, __ATOMIC_RELAXED);
-	if (e) {
+	struct backend *b = __atomic_load_n(&current, __ATOMIC_RELAXED);
+	if (b) {
 		leave_to_parent();
-		atomic_store(&e->dead, true); /* in this process */
+		atomic_store(&b->dead, true); /* in this process */
 		__atomic_store_n(&current, NULL, __ATOMIC_RELAXED);
 		forked = true;
 	}
@@ -108,7 +109,7 @@ __attribute__((constructor)) static void at_load(void)
 	pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 }
 
-/* complain says why the library does not work: there is no other way to tell. */
+/* complain prints why the library does not work: the errno of a verb does not say that. */
 static void complain(const char *what, const char *why)
 {
 	fprintf(stderr, "libibverbs (Verbena): %s: %s\n", what, why ? why : strerror(errno));
@@ -121,31 +122,32 @@ void vb_say(const char *why)
 		fprintf(stderr, "verbena: %s\n", why);
 }
 
-/* engine_path finds the engine's file. */
-static bool engine_path(char *path, size_t size)
+/* backend_path finds the backend's file. */
+static bool backend_path(char *path, size_t size)
 {
-	const char *set = getenv("VERBENA_ENGINE");
+	const char *set = getenv("VERBENA_BACKEND");
 	if (set && *set)
 		return (size_t)snprintf(path, size, "%s", set) < size;
 	Dl_info self;
 	char real[PATH_MAX];
-	if (!dladdr((void *)engine_path, &self) || !realpath(self.dli_fname, real))
+	if (!dladdr((void *)backend_path, &self) || !realpath(self.dli_fname, real))
 		return false;
 	char *slash = strrchr(real, '/');
 	if (!slash)
 		return false;
 	*slash = 0;
-	return (size_t)snprintf(path, size, "%s/libverbena-engine.so", real) < size;
+	return (size_t)snprintf(path, size, "%s/libverbena-backend.so", real) < size;
 }
 
-/* copy makes a file in memory of the one at path, and its name. */
+/* copy copies the file at path into memory. It returns a descriptor, or -1, and writes a
+ * name for the loader. */
 static int copy(const char *path, char *name, size_t size)
 {
 	int from = open(path, O_RDONLY | O_CLOEXEC);
 	struct stat st;
 	if (from < 0)
 		return -1;
-	int to = memfd_create("verbena-engine", MFD_CLOEXEC);
+	int to = memfd_create("verbena-backend", MFD_CLOEXEC);
 	if (to < 0 || fstat(from, &st)) {
 		close(from);
 		if (to >= 0)
@@ -166,23 +168,24 @@ static int copy(const char *path, char *name, size_t size)
 	return to;
 }
 
-static bool find_functions(void *lib, struct engine *e)
+static bool find_functions(void *lib, struct backend *b)
 {
 #define X(result, name, args)                                                                                          \
-	if (!(*(void **)&e->name = dlsym(lib, #name)))                                                                 \
+	if (!(*(void **)&b->name = dlsym(lib, #name)))                                                                 \
 		return false;
 	VBE_FUNCTIONS(X)
 #undef X
 	return true;
 }
 
-/* open_engine loads the file. Its threads must not take the program's signals: one that the
- * program waits for with sigwait or signalfd, and has blocked in its own threads later,
- * would end the process. So they begin with all blocked; Go opens those that it needs.
+/* open_backend loads the file. The backend's threads must not receive the program's signals: a
+ * signal that the program waits for with sigwait or signalfd, and blocks in its own threads
+ * only later, would end the process. So the backend's threads start with all signals blocked;
+ * the Go runtime unblocks those that it needs.
  *
- * Deep binding keeps the program's symbols out of the engine. Sanitizers must be in there,
- * and refuse to run with it. */
-static void *open_engine(const char *path)
+ * Deep binding keeps the program's symbols out of the backend. A sanitizer must replace
+ * symbols there, and refuses to run with deep binding. */
+static void *open_backend(const char *path)
 {
 	static const char *const sanitizers[] = {"__asan_init", "__tsan_init", "__msan_init", "__hwasan_init"};
 	int flags = RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND;
@@ -197,31 +200,31 @@ static void *open_engine(const char *path)
 	return lib;
 }
 
-/* load_at loads the engine that a file holds. path is the name by which people know it. */
-static struct engine *load_at(const char *file, const char *path)
+/* load_at loads the backend from a file. path is its name in messages. */
+static struct backend *load_at(const char *file, const char *path)
 {
-	void *lib = open_engine(file);
+	void *lib = open_backend(file);
 	if (!lib) {
-		complain("the engine cannot be loaded", dlerror());
+		complain("the backend cannot be loaded", dlerror());
 		return vb_fail(ENOSYS);
 	}
-	struct engine *e = calloc(1, sizeof *e);
-	if (!e)
+	struct backend *b = calloc(1, sizeof *b);
+	if (!b)
 		return vb_fail(ENOMEM);
-	/* The runtime starts in a thread of its own; the first call waits until it has. */
-	if (!find_functions(lib, e) || e->vbe_version(&front_functions) != VBE_VERSION) {
-		complain(path, "this is an engine of another version");
-		free(e);
+	/* The Go runtime starts in a thread of its own; the first call waits for that. */
+	if (!find_functions(lib, b) || b->vbe_version(&front_functions) != VBE_VERSION) {
+		complain(path, "this is a backend of another version");
+		free(b);
 		return vb_fail(ENOSYS);
 	}
-	return e;
+	return b;
 }
 
-static struct engine *load(void)
+static struct backend *load(void)
 {
 	char path[PATH_MAX], name[64];
-	if (!engine_path(path, sizeof path)) {
-		complain("the engine is not found", "set VERBENA_ENGINE to the path of libverbena-engine.so");
+	if (!backend_path(path, sizeof path)) {
+		complain("the backend is not found", "set VERBENA_BACKEND to the path of libverbena-backend.so");
 		return vb_fail(ENOSYS);
 	}
 	const char *from = path;
@@ -238,28 +241,28 @@ static struct engine *load(void)
 	struct vb_descriptors d;
 	vb_lend_descriptors(&d);
 	front_functions.descriptors = d.above;
-	struct engine *e = load_at(from, path);
+	struct backend *b = load_at(from, path);
 	int err = errno;
 	vb_return_descriptors(&d);
 	if (fd >= 0)
 		close(fd);
-	if (!e)
+	if (!b)
 		return vb_fail(err);
-	vb_start_guard((void *)e->vbe_version);
+	vb_start_guard((void *)b->vbe_version);
 	vb_watch_main();
-	return e;
+	return b;
 }
 
-bool vb_has_engine(void) { return __atomic_load_n(&current, __ATOMIC_ACQUIRE); }
+bool vb_has_backend(void) { return __atomic_load_n(&current, __ATOMIC_ACQUIRE); }
 
-struct engine *vb_engine(void)
+struct backend *vb_backend(void)
 {
-	struct engine *e = __atomic_load_n(&current, __ATOMIC_ACQUIRE);
-	if (e)
-		return e;
+	struct backend *b = __atomic_load_n(&current, __ATOMIC_ACQUIRE);
+	if (b)
+		return b;
 	pthread_mutex_lock(&loading);
-	if (!(e = current) && (e = load()))
-		__atomic_store_n(&current, e, __ATOMIC_RELEASE);
+	if (!(b = current) && (b = load()))
+		__atomic_store_n(&current, b, __ATOMIC_RELEASE);
 	pthread_mutex_unlock(&loading);
-	return e;
+	return b;
 }

@@ -1,18 +1,18 @@
 /*
- * What the C front and the Go engine say to each other. Both include this file,
- * and nothing else is shared: numbers and plain structures, no pointers into Go.
+ * The interface between the C front and the Go backend. Both include this file, and
+ * share nothing else: numbers and plain structures, no pointers into Go.
  *
- * Functions return 0 or a handle if all went well, and a negative errno if not.
- * A handle is never 0.
+ * Functions return 0 or a handle, which is never 0, and a negative errno if they fail.
  */
-#ifndef VERBENA_ENGINE_H
-#define VERBENA_ENGINE_H
+#ifndef VERBENA_BACKEND_H
+#define VERBENA_BACKEND_H
 
 #include <stdint.h>
 
-#define VBE_VERSION 4 /* of this file: the front refuses another engine */
+#define VBE_VERSION 4 /* of this file: the front refuses a backend with another one */
 
-/* A handle is a kind, in the upper half, and a number, which programs see. */
+/* A handle is a kind, in the upper half, and a number, in the lower one. Programs see the
+ * number. */
 #define VBE_CONTEXT 1
 #define VBE_PD 2
 #define VBE_MR 3
@@ -26,10 +26,10 @@
 #define VBE_MKEY 11
 #define VBE_HANDLE(kind, number) ((uint64_t)(kind) << 32 | (number))
 
-#define VBE_THREAD "verbena-engine" /* what threads of the engine are called, or otherwise, but */
-#define VBE_THREADS "verbena-"	    /* all begin with this */
+#define VBE_THREAD "verbena-backend" /* the name of the runtime's threads */
+#define VBE_THREADS "verbena-"	    /* names of all threads of the backend begin with this */
 
-#define VBE_NAME 256 /* how long the name of a context can be */
+#define VBE_NAME 256 /* room for the name of a context */
 
 struct vbe_device {
 	char name[64];
@@ -51,7 +51,7 @@ struct vbe_device_attr {
 	int32_t max_mcast_grp, max_mcast_qp_attach, max_total_mcast_qp_attach;
 	int32_t max_pkeys, ack_delay, ports;
 	uint32_t odp_general, odp_rc, odp_uc, odp_ud, odp_xrc;
-	uint32_t flush; /* FLUSH is there */
+	uint32_t flush; /* 1: the device has FLUSH */
 	uint32_t atomic_write;
 };
 
@@ -61,7 +61,7 @@ struct vbe_port_attr {
 	char interface[32];
 };
 
-/* A region: the first half asks, the second one answers. */
+/* A region. vbe_reg_mr is given addr to dm, and returns handle, lkey and rkey. */
 struct vbe_mr {
 	uint64_t addr, length, iova;
 	uint32_t access;
@@ -73,15 +73,15 @@ struct vbe_mr {
 
 #define VBE_MEM_RANGE 0	   /* addr and length */
 #define VBE_MEM_IMPLICIT 1 /* the whole address space */
-#define VBE_MEM_NULL 2	   /* none at all */
+#define VBE_MEM_NULL 2	   /* no memory: ibv_alloc_null_mr */
 
 #define VBE_REREG_TRANSLATION 1 /* of ibv_rereg_mr_flags */
 #define VBE_REREG_PD 2
 #define VBE_REREG_ACCESS 4
 
-#define VBE_REREG_OLD (-1) /* of ibv_rereg_mr_err_code: the old region is valid, */
-#define VBE_REREG_NEW (-3) /* the new one is, */
-#define VBE_REREG_UNUSABLE (-4)
+#define VBE_REREG_OLD (-1)	/* of ibv_rereg_mr_err_code: the old region is valid */
+#define VBE_REREG_NEW (-3)	/* the new region is valid */
+#define VBE_REREG_UNUSABLE (-4) /* neither is */
 
 struct vbe_path {
 	uint8_t dgid[16];
@@ -98,9 +98,9 @@ struct vbe_qp_new {
 	uint64_t cookie; /* the front's object, for asynchronous events */
 	uint32_t type;	 /* of verbs.h, IBV_QPT_* */
 	uint32_t signal_all;
-	uint32_t no_scatter; /* nothing waits beside its completion */
-	struct vbe_qp_cap cap; /* and what was given */
-	uint32_t number;       /* out; in, of an XRC target: the one to open, 0: none */
+	uint32_t no_scatter;   /* 1: no messages or results are kept with their completions */
+	struct vbe_qp_cap cap; /* in: wanted; out: given */
+	uint32_t number;       /* out; in: the XRC target to open, 0: a new queue pair */
 };
 
 /* All numbers are those of verbs.h. */
@@ -120,7 +120,7 @@ struct vbe_srq_new {
 	uint32_t number; /* out */
 };
 
-/* A send request, flattened. sgl points to elements as in verbs.h. */
+/* A send request, flattened. sgl points to an array of struct ibv_sge. */
 struct vbe_send_wr {
 	uint64_t id;
 	uint64_t sgl, inline_data;
@@ -139,8 +139,8 @@ struct vbe_send_wr {
 	uint64_t layout; /* IBV_WR_DRIVER1: a struct vbe_layout */
 };
 
-/* What an indirect key becomes: rounds of pieces, each of which goes on in the next
- * round behind what it skips. A list is one round. */
+/* The layout of an indirect key: rounds over its pieces. Each round takes the next bytes of
+ * each piece, and skips some behind them. A list of pieces is one round. */
 struct vbe_piece {
 	uint64_t addr, bytes, skip;
 	uint32_t lkey;
@@ -148,9 +148,9 @@ struct vbe_piece {
 
 struct vbe_layout {
 	uint64_t pieces; /* struct vbe_piece */
-	uint64_t repeat;
+	uint64_t repeat; /* rounds */
 	uint32_t num, key, access;
-	uint32_t keep; /* VBE_KEEP_*: what the key has stays */
+	uint32_t keep; /* VBE_KEEP_*: what does not change */
 };
 
 #define VBE_KEEP_ACCESS 1
@@ -165,19 +165,19 @@ struct vbe_recv_wr {
 struct vbe_wc {
 	uint64_t wr_id;
 	uint32_t status, opcode, vendor_err, byte_len;
-	uint32_t imm_or_key; /* immediate data in network order, or the key that died */
+	uint32_t imm_or_key; /* immediate data in network order, or the invalidated key */
 	uint32_t qp_num, src_qp, flags;
 	uint16_t pkey_index, slid;
 	uint8_t sl, dlid_path_bits;
 	uint64_t when;	/* nanoseconds of CLOCK_MONOTONIC at which it was made */
 	uint32_t event; /* which event of its queue it has raised, counted from 1; 0: none.
-			 * The engine may set it while the completion waits in the ring */
-	uint32_t solicited; /* or failed */
+			 * The backend may set it while the completion is in the ring */
+	uint32_t solicited; /* 1: it is solicited, or has failed */
 };
 
 /*
- * Completions on their way to the program. The engine moves the tail and writes
- * slots ahead of it, the front moves the head; both only grow. VBE_RING slots.
+ * Completions on their way to the program. The backend writes slots from the tail on and
+ * moves the tail, the front moves the head. Both only grow, modulo 2^32.
  */
 #define VBE_RING 128
 struct vbe_ring {
@@ -188,21 +188,22 @@ struct vbe_ring {
 	struct vbe_wc slot[VBE_RING];
 };
 
-#define VBE_CQ_TIMES 1	/* of vbe_create_cq: completions have times */
-#define VBE_CQ_EVENTS 2 /* it has a channel */
+#define VBE_CQ_TIMES 1	/* of vbe_create_cq: completions have timestamps */
+#define VBE_CQ_EVENTS 2 /* the queue has a channel */
 
-/* What the engine calls: events, from any thread, with no lock of the front held. */
-#define VBE_OF_CQ 1 /* whom an asynchronous event is about */
+/* Events: the backend calls these functions, from any thread. The thread may be in a verb
+ * that holds the lock of a completion queue or a builder, so they take neither. */
+#define VBE_OF_CQ 1 /* what an asynchronous event is about */
 #define VBE_OF_QP 2
 #define VBE_OF_SRQ 3
 #define VBE_OF_PORT 4
 struct vbe_front {
-	int32_t descriptors; /* the runtime's own ones go to this number, or a higher one */
+	int32_t descriptors; /* the runtime's descriptors move to this number, or higher ones */
 	void (*cq_event)(uint64_t cookie);
 	void (*async_event)(uint64_t context, uint32_t of, uint64_t cookie, uint32_t type);
 };
 
-/* The engine's functions, as the front finds them. X(result, name, arguments) */
+/* The backend's functions: X(result, name, arguments) */
 #define VBE_FUNCTIONS(X)                                                                                   \
 	X(int64_t, vbe_version, (struct vbe_front *))                                                      \
 	X(int64_t, vbe_list, (struct vbe_device *, int64_t))                                               \

@@ -11,10 +11,10 @@ import (
 	"github.com/verbena-rdma/verbena/ib"
 )
 
-// Posting. The front's requests become the device's without copying what they
-// point to: the device copies that before the call returns.
+// Posting. Requests are translated without copying what they point to: the device copies
+// that before the call returns.
 
-// scratch is where lists of requests are translated.
+// scratch holds translated requests, for posts of several.
 type scratch struct {
 	send [batch]ib.SendWR
 	keys [batch]ib.MKeyConfig
@@ -23,8 +23,9 @@ type scratch struct {
 
 var scratches = sync.Pool{New: func() any { return new(scratch) }}
 
-// vbe_post_send posts up to the first request that is refused; if *posted is
-// negative before, a list that does not fit as a whole is refused as a whole.
+// vbe_post_send posts the requests before the first one that is refused, and stores their
+// number in *posted. If *posted is negative at the call, vbe_post_send posts nothing of a list
+// for which the send queue has too little room.
 //
 //export vbe_post_send
 func vbe_post_send(h C.uint64_t, wrs *C.struct_vbe_send_wr, n C.int64_t, posted *C.int64_t) C.int64_t {
@@ -75,14 +76,14 @@ func vbe_post_send(h C.uint64_t, wrs *C.struct_vbe_send_wr, n C.int64_t, posted 
 	return result(err)
 }
 
-// sendFrom translates a request, and what an indirect key becomes by it.
+// sendFrom translates a request. The configuration of an indirect key goes to key.
 func sendFrom(to *ib.SendWR, key *ib.MKeyConfig, f *C.struct_vbe_send_wr) error {
 	op := opcode(f.opcode)
 	flags, ok := sendFlags(f.flags)
 	if op == 0 || !ok {
 		return ib.Errorf("post_send", syscall.EINVAL, "opcode %d, flags %#x: unknown to the device", f.opcode, f.flags)
 	}
-	*to = ib.SendWR{} // and then field by field: a literal is made elsewhere and copied, before its parts have left the store buffer
+	*to = ib.SendWR{} // then field by field: a literal is built elsewhere, and the copy waits for these stores
 	to.ID, to.Op, to.Flags, to.Imm = uint64(f.id), op, flags, uint32(f.imm)
 	to.RemoteAddr, to.RKey, to.RemoteSRQN = uint64(f.remote_addr), uint32(f.rkey), uint32(f.srqn)
 	to.CompareAdd, to.Swap = uint64(f.compare_add), uint64(f.swap)

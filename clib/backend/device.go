@@ -21,19 +21,19 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
-// conf is the configuration, read when it is first needed.
+// conf returns the settings, which its first call reads from the environment.
 var conf = sync.OnceValue(func() *settings.Settings {
 	s, err := settings.Parse(os.Getenv, os.Getpid())
 	if err != nil {
 		fmt.Fprintf(os.Stderr, "verbena: %v\n", err)
 	}
 	if !s.Log {
-		slog.SetLogLoggerLevel(slog.LevelError) // a program's standard error is its own
+		slog.SetLogLoggerLevel(slog.LevelError) // standard error belongs to the program
 	}
 	return s
 })
 
-// failed turns an error into what C gets, a negative errno.
+// failed returns the negative errno that C gets for an error.
 func failed(err error) C.int64_t {
 	if conf().Log {
 		fmt.Fprintf(os.Stderr, "verbena: %v\n", err)
@@ -43,7 +43,7 @@ func failed(err error) C.int64_t {
 	return -C.int64_t(errno)
 }
 
-// result is 0, or the error.
+// result returns 0, or what failed returns for an error.
 func result(err error) C.int64_t {
 	if err != nil {
 		return failed(err)
@@ -51,15 +51,16 @@ func result(err error) C.int64_t {
 	return 0
 }
 
-var errStale = ib.Errorf("handle", syscall.EINVAL, "an object that is not there, or not any more")
+var errStale = ib.Errorf("handle", syscall.EINVAL, "no such object, or it was destroyed")
 
-// vbe_version is called first, while the program's limit on descriptors is raised.
+// vbe_version is the front's first call. Meanwhile the limit on descriptors is raised
+// (../front/limits.c).
 //
 //export vbe_version
 func vbe_version(f *C.struct_vbe_front) C.int64_t {
 	C.set_front(f)
 	if err := device.StartPoller(int(f.descriptors)); err != nil && conf().Log {
-		fmt.Fprintf(os.Stderr, "verbena: a program that closes descriptors which are not its own ends with the engine: %v\n", err)
+		fmt.Fprintf(os.Stderr, "verbena: the descriptors of the Go runtime are not out of the program's way, and it will crash if the program closes them: %v\n", err)
 	}
 	return C.VBE_VERSION
 }
@@ -70,9 +71,9 @@ type listed struct {
 	config      provider.Config
 }
 
-// list names the devices: those of VERBENA_ADDR, or one for each interface. The loopback
+// list returns the devices: those of VERBENA_ADDR, or one for each interface. The loopback
 // interface is left out where there is another: its address is the same on every host, and
-// programs that take all devices they see (UCX) would take it for a second way to a peer.
+// programs that use all devices they see (UCX) would take it for a second path to a peer.
 func list() ([]listed, error) {
 	s := conf()
 	base := provider.Config{Link: s.Link, Lock: ib.LockOff, Window: s.Window, PCAP: s.PCAP, Limits: limits(s)}
@@ -119,7 +120,7 @@ func list() ([]listed, error) {
 
 func isLoopback(d listed) bool { return d.config.Addrs[0].IsLoopback() }
 
-// interfaceOf is the interface that has one of the addresses.
+// interfaceOf returns the interface that has one of the addresses, or "".
 func interfaceOf(infos []ib.DeviceInfo, addrs addrList) string {
 	for _, i := range infos {
 		for _, a := range i.Addrs {
@@ -158,7 +159,7 @@ func cDevice(d *listed) C.struct_vbe_device {
 	return c
 }
 
-// setChars writes a C string.
+// setChars writes a C string, cut to its room.
 func setChars(to []C.char, s string) {
 	n := min(len(s), len(to)-1)
 	for i := range n {
@@ -167,27 +168,27 @@ func setChars(to []C.char, s string) {
 	to[n] = 0
 }
 
-// shared is a device that contexts of this process share: an address can be opened
-// once in a process.
+// shared is an open device. The contexts of this process share it, since a process can open
+// an address only once.
 type shared struct {
 	name string
 	dev  *device.Device
 	refs int           // guarded by devices.mu
-	done chan struct{} // closed when nobody waits for its events any more
+	done chan struct{} // closed when watch has returned
 	stop func()
 
-	// Whom events are for, by their numbers.
+	// The objects that events are for.
 	qps  listeners[queuePair]
 	cqs  listeners[completionQueue]
 	srqs listeners[sharedQueue]
 }
 
 var devices struct {
-	mu     sync.Mutex // guards opened, and opening and closing
+	mu     sync.Mutex // guards opened; held while a device is opened or closed
 	opened map[string]*shared
 }
 
-// acquire opens a device, or one more time.
+// acquire returns an open device, and counts one more user of it.
 func acquire(name string) (*shared, error) {
 	all, err := list()
 	if err != nil {
@@ -217,7 +218,7 @@ func acquire(name string) (*shared, error) {
 	return s, nil
 }
 
-// release closes a device that nobody has open any more.
+// release ends a use. The last one closes the device.
 func (s *shared) release() error {
 	devices.mu.Lock()
 	defer devices.mu.Unlock()
@@ -231,7 +232,7 @@ func (s *shared) release() error {
 	return s.dev.Close()
 }
 
-// watch hands asynchronous events to the contexts that they are for.
+// watch delivers asynchronous events until ctx is cancelled.
 func (s *shared) watch(ctx context.Context) {
 	defer close(s.done)
 	for {
@@ -269,7 +270,7 @@ func (s *shared) deliver(ev ib.AsyncEvent) {
 	}
 }
 
-// writeStats adds the device's counters to the file that VERBENA_STATS names.
+// writeStats appends the device's counters to the file that VERBENA_STATS names.
 func (s *shared) writeStats() {
 	path := conf().Stats
 	if path == "" {
@@ -296,7 +297,7 @@ func (s *shared) writeStats() {
 	}
 }
 
-// program is the name of the program: os.Args is empty in a library on some systems.
+// program returns the name of the program. os.Args is empty in a library on some systems.
 func program() string {
 	if len(os.Args) > 0 {
 		return os.Args[0]

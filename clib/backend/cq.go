@@ -24,10 +24,11 @@ type completionQueue struct {
 	cookie C.uint64_t
 	ring   *C.struct_vbe_ring
 
-	// The ring's tail belongs to take, which the device's queue calls with its lock held;
-	// and to who polls while take is held.
+	// Two write the ring's tail: take, which the device's queue calls with its lock held;
+	// and fillLocked, from PollNotes until Hold(false), while the device's queue does not
+	// call take.
 
-	mu    sync.Mutex // of those who poll: guards what follows
+	mu    sync.Mutex // serializes polls; guards what follows
 	wcs   [batch]ib.WC
 	notes [batch]device.Note
 }
@@ -37,7 +38,8 @@ const batch = 32
 
 var cqs = table[completionQueue]{kind: C.VBE_CQ}
 
-// clock is CLOCK_MONOTONIC, by way of Go's own clock, which is cheaper to ask.
+// clock returns a function that reads CLOCK_MONOTONIC by way of Go's own clock, which is
+// cheaper to read.
 var clock = sync.OnceValue(func() func() int64 {
 	var ts unix.Timespec
 	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) // it cannot fail
@@ -60,7 +62,7 @@ func vbe_create_cq(h C.uint64_t, entries C.int64_t, ring *C.struct_vbe_ring, coo
 	if flags&C.VBE_CQ_TIMES != 0 {
 		q.Clock = clock()
 	}
-	if flags&C.VBE_CQ_EVENTS != 0 { // the channel is the front's affair
+	if flags&C.VBE_CQ_EVENTS != 0 { // the front has the channel
 		q.OnEvent = func() { C.call_cq_event(cookie) }
 		q.Earlier = q.earlier
 	}
@@ -74,14 +76,14 @@ func (q *completionQueue) close() error {
 		return err
 	}
 	q.ctx.shared.cqs.remove(q.Number(), q)
-	q.mu.Lock()  // whoever is moving completions has finished,
-	q.Hold(true) // and so has take
+	q.mu.Lock()  // no poll writes into the ring any more,
+	q.Hold(true) // nor does take
 	q.ring = nil
 	q.mu.Unlock()
 	return nil
 }
 
-// room is how many completions the ring has room for.
+// room returns how many completions the ring has room for.
 func (q *completionQueue) room() int {
 	return C.VBE_RING - int(atomic.LoadUint32(word(&q.ring.tail))-atomic.LoadUint32(word(&q.ring.head)))
 }
@@ -95,8 +97,8 @@ func (q *completionQueue) putLocked(n int) {
 	atomic.StoreUint32(word(&q.ring.tail), tail+uint32(n))
 }
 
-// take puts a completion into the ring as it is made. It leaves the room that who polls
-// may have found there.
+// take puts a completion into the ring when it is made, and reports whether it did. It
+// leaves batch slots free, since a poll may have counted them as its room.
 func (q *completionQueue) take(wc *ib.WC, note *device.Note) bool {
 	if q.room() <= batch {
 		return false
@@ -107,9 +109,9 @@ func (q *completionQueue) take(wc *ib.WC, note *device.Note) bool {
 	return true
 }
 
-// earlier gives an event to the first completion in the ring that has raised none. The
-// program may be taking it meanwhile: then the event tells of nothing new, as it may
-// with an adapter.
+// earlier assigns an event to the first completion in the ring that has raised none, and
+// reports whether there is one. If the program polls that completion meanwhile, the event
+// announces nothing new, as may happen with an adapter.
 func (q *completionQueue) earlier(event uint32, solicitedOnly bool) bool {
 	tail := uint32(q.ring.tail)
 	for at := atomic.LoadUint32(word(&q.ring.head)); at != tail; at++ {
@@ -122,8 +124,8 @@ func (q *completionQueue) earlier(event uint32, solicitedOnly bool) bool {
 	return false
 }
 
-// vbe_poll_cq is called when the ring is empty: it makes the device's progress, as
-// a poll does.
+// vbe_poll_cq makes progress, as a poll does, and moves completions to the ring. The front
+// calls it when the ring is empty, or has too few for a program that has armed the queue.
 //
 //export vbe_poll_cq
 func vbe_poll_cq(h C.uint64_t) C.int64_t {

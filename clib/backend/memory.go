@@ -19,13 +19,13 @@ import (
 type protectionDomain struct {
 	inContext
 	provider.PD
-	origin device.Origin // if it is imported from another process
+	origin device.Origin // of a domain that is imported from another process; otherwise nil
 }
 
 type memoryRegion struct {
 	inContext
 	provider.MR
-	origin device.Origin
+	origin device.Origin // as for a domain
 }
 
 type memoryWindow struct {
@@ -115,8 +115,8 @@ func vbe_reg_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 	return n
 }
 
-// reregIs is what a region is after a re-registration that failed, in the numbers
-// of ibv_rereg_mr_err_code.
+// reregIs has the ibv_rereg_mr_err_code for the state of a region after a failed
+// re-registration.
 var reregIs = map[ib.ReregState]C.int32_t{
 	ib.ReregOldValid: C.VBE_REREG_OLD,
 	ib.ReregNewValid: C.VBE_REREG_NEW,
@@ -265,7 +265,8 @@ func bindOf(wr *C.struct_vbe_send_wr) ib.MWBind {
 		Length: uint64(wr.mw_length), Access: ib.Access(wr.mw_access)}
 }
 
-// layoutOf is what an indirect key is to be made of, in place if it is in use.
+// layoutOf translates the configuration of an indirect key. A key that is configured already
+// is changed in place.
 func layoutOf(l *C.struct_vbe_layout) ib.MKeyConfig {
 	update := ib.MKeyInPlace
 	if l.keep&C.VBE_KEEP_ACCESS != 0 {
@@ -305,13 +306,13 @@ func vbe_open_xrcd(h C.uint64_t, fd C.int64_t, flags C.uint32_t) C.int64_t {
 	}
 	cfg := provider.XRCDConfig{Create: flags&xrcdCreate != 0, Exclusive: flags&xrcdExclusive != 0}
 	if fd != -1 {
-		// The descriptor is the program's: a duplicate is closed instead of it.
+		// cfg.File closes its descriptor, so it gets a duplicate of the program's.
 		own, err := syscall.Dup(int(fd))
 		if err != nil {
 			return failed(ib.Errorf("open_xrcd", syscall.EBADF, "descriptor %d", fd))
 		}
 		cfg.File = os.NewFile(uintptr(own), "xrcd")
-		defer func() { _ = cfg.File.Close() }() // it was only read from
+		defer func() { _ = cfg.File.Close() }() // nothing was written to it
 	}
 	x, err := c.shared.dev.OpenXRCD(cfg)
 	if err != nil {

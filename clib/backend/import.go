@@ -1,16 +1,16 @@
 package main
 
-// Objects of other processes. A context has a name, which its cmd_fd says; another process
-// that gets the descriptor imports the context, and then domains and regions of it by their
-// numbers:
+// Objects of other processes. A context has a name, which the front writes into the file
+// behind cmd_fd. A process that gets this descriptor imports the context, and then its
+// protection domains and regions by the numbers of their handles:
 //
-//  1. vbe_name tells the name. Whoever has it asks this process for objects (find).
-//  2. vbe_import, in the other process, opens the same device there. The context it makes
-//     is an ordinary one, but that it knows whose objects are imported in it.
-//  3. vbe_import_pd and vbe_import_mr make a domain or region of that process's own, which
+//  1. vbe_name returns the name. A process that has it can ask for objects (find).
+//  2. vbe_import, in the importing process, opens the same device there. It makes an
+//     ordinary context with the name of the original.
+//  3. vbe_import_pd and vbe_import_mr make a domain or region in the importing process, which
 //     stands for the original.
-//  4. vbe_unimport lets go of it. vbe_destroy has the original destroyed first (abolish).
-//     What is left when a context is closed is let go of.
+//  4. vbe_unimport closes the import alone; so does closing its context. vbe_destroy first
+//     destroys the original (abolish).
 
 // #include <errno.h>
 // #include "call.h"
@@ -41,7 +41,7 @@ func vbe_name(h C.uint64_t, to *C.char, room C.int64_t) C.int64_t {
 	return 0
 }
 
-// find is asked by another process for an object of the context; 0 is the context.
+// find returns an object of the context for another process; 0 is the context itself.
 func (c *openContext) find(object uint64) (device.Published, error) {
 	if object == 0 {
 		return device.Published{Destroy: func() error { return errStale }}, nil
@@ -66,13 +66,13 @@ func vbe_import(name *C.char, cookie C.uint64_t, is *C.struct_vbe_device) C.int6
 	const op = "import_device"
 	from := goString(name)
 	o, err := device.Import(op, from, 0)
-	if errors.Is(err, syscall.ENOENT) { // as with a context of this process that is closed
+	if errors.Is(err, syscall.ENOENT) { // EINVAL, as for a closed context of this process
 		err = ib.Errorf(op, syscall.EINVAL, "the context is closed, or its process is gone")
 	}
 	if err != nil {
 		return failed(err)
 	}
-	_ = o.Close() // it was there, which was the question
+	_ = o.Close() // it only had to be found
 	all, err := list()
 	if err != nil {
 		return failed(err)
@@ -136,12 +136,12 @@ func vbe_unimport(h C.uint64_t) C.int64_t {
 	}
 	err := c.destroy(uint64(h))
 	if p := pds.get(uint64(h)); err != nil && p != nil && p.origin != nil {
-		_ = p.origin.Close() // objects are left in it: it ends with the context, the import now
+		_ = p.origin.Close() // objects are left: the domain stays until its context is closed, the import ends here
 	}
 	return result(err)
 }
 
-// close closes a domain, and lets go of the one that it stands for.
+// close closes a domain, and ends its import.
 func (o *protectionDomain) close() error {
 	err := o.Close()
 	if err == nil && o.origin != nil {
@@ -150,7 +150,7 @@ func (o *protectionDomain) close() error {
 	return err
 }
 
-// abolish destroys the domain that it stands for, unless either of them is in use.
+// abolish destroys the original domain, unless it or the import is in use.
 func (o *protectionDomain) abolish() error {
 	if o.origin == nil {
 		return nil
@@ -161,7 +161,7 @@ func (o *protectionDomain) abolish() error {
 	return o.origin.Destroy()
 }
 
-// abolish destroys the region that it stands for, for all who have it.
+// abolish destroys the original region, for all processes that have imported it.
 func (o *memoryRegion) abolish() error {
 	if o.origin == nil {
 		return nil

@@ -1,4 +1,4 @@
-/* How Go calls the front: it cannot call a function pointer by itself. */
+/* Go cannot call a C function pointer. These functions call the front's for it. */
 #include "call.h"
 
 static struct vbe_front front;

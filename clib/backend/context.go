@@ -14,11 +14,11 @@ import (
 
 type addrList = []netip.Addr
 
-// openContext is one ibv_context: what a program made with it is closed with it.
+// openContext is one ibv_context. Closing it closes the objects that the program made in it.
 type openContext struct {
 	shared *shared
 	cookie C.uint64_t // the front's object
-	name   string     // what other processes import it by, or of another process's if it is imported itself
+	name   string     // other processes import it by this name; if it is imported, the original's name
 
 	mu      sync.Mutex // guards objects
 	objects map[uint64]closer
@@ -27,7 +27,7 @@ type openContext struct {
 // closer is an object of a context.
 type closer interface{ close() error }
 
-// contextTable is a table that can be walked through.
+// contextTable is a table whose objects can be listed.
 type contextTable struct {
 	table[openContext]
 	mu   sync.Mutex // guards list
@@ -62,7 +62,7 @@ func (c *openContext) enter() C.int64_t {
 	h := contexts.add(c)
 	if h == 0 {
 		c.shared.dev.Unpublish(c.name)
-		_ = c.shared.release() // there was no handle, which says more
+		_ = c.shared.release() // the caller gets ENOMEM in any case
 		return -C.int64_t(C.ENOMEM)
 	}
 	contexts.mu.Lock()
@@ -85,10 +85,10 @@ func vbe_close(h C.uint64_t) C.int64_t {
 	return result(c.shared.release())
 }
 
-// closeOrder is in which order kinds of objects can be closed.
+// closeOrder lists the kinds of objects, each before the kinds that it may use.
 var closeOrder = []uint64{C.VBE_QP, C.VBE_AH, C.VBE_SRQ, C.VBE_CQ, C.VBE_XRCD, C.VBE_MKEY, C.VBE_MW, C.VBE_MR, C.VBE_DM, C.VBE_PD}
 
-// closeAll closes what a program has left behind.
+// closeAll closes the objects that the program has not destroyed.
 func (c *openContext) closeAll() {
 	for _, kind := range closeOrder {
 		for c.closeSome(kind) {
@@ -96,8 +96,8 @@ func (c *openContext) closeAll() {
 	}
 }
 
-// closeSome closes the objects of a kind, and tells whether to do so again: some were
-// in use by others, which it has closed.
+// closeSome closes the objects of a kind. It reports whether another call may close more:
+// some were in use by objects that this call has closed.
 func (c *openContext) closeSome(kind uint64) bool {
 	c.mu.Lock()
 	var left []uint64
@@ -109,7 +109,7 @@ func (c *openContext) closeSome(kind uint64) bool {
 	c.mu.Unlock()
 	closed := 0
 	for _, h := range left {
-		if c.destroy(h) == nil { // otherwise there is nobody to tell
+		if c.destroy(h) == nil { // nobody would get the error
 			closed++
 		}
 	}
@@ -122,7 +122,7 @@ func (c *openContext) keep(h uint64, o closer) {
 	c.mu.Unlock()
 }
 
-// destroy closes an object and forgets it, unless it is in use.
+// destroy closes an object and removes its handle. It fails if the object is in use.
 func (c *openContext) destroy(h uint64) error {
 	c.mu.Lock()
 	o := c.objects[h]
@@ -140,20 +140,20 @@ func (c *openContext) destroy(h uint64) error {
 	return nil
 }
 
-// object is an object of a context, as tables have it.
+// object is an object of any kind in a context.
 type object interface {
 	closer
 	owner() *openContext
-	abolish() error // destroys what it was imported from, if it was
+	abolish() error // destroys the original of an imported object
 }
 
-// inContext is what all objects begin with.
+// inContext is embedded in all objects.
 type inContext struct{ ctx *openContext }
 
 func (o inContext) owner() *openContext { return o.ctx }
 func (inContext) abolish() error        { return nil }
 
-// object is get, for those who do not know the kind.
+// object is get, for code that handles all kinds.
 func (t *table[T]) object(h uint64) object {
 	if o := t.get(h); o != nil {
 		return any(o).(object)
@@ -161,13 +161,13 @@ func (t *table[T]) object(h uint64) object {
 	return nil
 }
 
-// tables are those of objects, by their kinds.
+// tables has the table of each kind of object.
 var tables = map[uint64]interface {
 	object(h uint64) object
 	remove(h uint64) bool
 }{C.VBE_PD: &pds, C.VBE_MR: &mrs, C.VBE_MW: &mws, C.VBE_CQ: &cqs, C.VBE_SRQ: &srqs, C.VBE_XRCD: &xrcds, C.VBE_QP: &qps, C.VBE_DM: &dms, C.VBE_AH: &ahs, C.VBE_MKEY: &mkeys}
 
-// objectOf finds an object of any kind, or nil.
+// objectOf returns the object of a handle of any kind, or nil.
 func objectOf(h uint64) object {
 	if t := tables[h>>32]; t != nil {
 		return t.object(h)
@@ -175,7 +175,7 @@ func objectOf(h uint64) object {
 	return nil
 }
 
-// ownerOf is the context that an object belongs to, or nil if there is no such object.
+// ownerOf returns the context that an object belongs to, or nil if there is no such object.
 func ownerOf(h uint64) *openContext {
 	if o := objectOf(h); o != nil {
 		return o.owner()
@@ -195,7 +195,7 @@ func vbe_destroy(h C.uint64_t) C.int64_t {
 	return result(o.owner().destroy(uint64(h)))
 }
 
-// vbe_has tells whether an object belongs to a context.
+// vbe_has returns 0 if an object belongs to a context.
 //
 //export vbe_has
 func vbe_has(h, object C.uint64_t) C.int64_t {
@@ -206,15 +206,15 @@ func vbe_has(h, object C.uint64_t) C.int64_t {
 	return 0
 }
 
-// newHandle enters an object into its table and its context; if there is no
-// handle left it closes it again.
+// newHandle enters an object into its table and its context. If the table is full, it
+// closes the object.
 func newHandle[T any, P interface {
 	*T
 	closer
 }](t *table[T], c *openContext, o P) C.int64_t {
 	h := t.add((*T)(o))
 	if h == 0 {
-		_ = o.close() // there was no handle, which says more
+		_ = o.close() // the caller gets ENOMEM in any case
 		return -C.int64_t(C.ENOMEM)
 	}
 	c.keep(h, o)
@@ -276,7 +276,7 @@ func vbe_gids_of(name *C.char, to *C.uint8_t, room C.int64_t) C.int64_t {
 	return putGIDs(gids, to, room)
 }
 
-// putGIDs writes as many as there is room for.
+// putGIDs writes as many GIDs as there is room for, and returns how many.
 func putGIDs(gids []ib.GID, to *C.uint8_t, room C.int64_t) C.int64_t {
 	n := min(len(gids), int(room))
 	out := view(to, n*len(ib.GID{}))

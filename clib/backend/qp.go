@@ -15,9 +15,9 @@ import (
 type queuePair struct {
 	inContext
 	provider.QP
-	sender         *device.QP // the same; nil for an XRC target, which sends nothing
+	sender         *device.QP // QP itself; nil for an XRC target, which sends nothing
 	cookie         C.uint64_t
-	sendCQ, recvCQ *completionQueue // nil: it has none
+	sendCQ, recvCQ *completionQueue // nil: none
 }
 
 var qps = table[queuePair]{kind: C.VBE_QP}
@@ -44,7 +44,7 @@ func vbe_create_qp(h C.uint64_t, n *C.struct_vbe_qp_new) C.int64_t {
 	return newHandle(&qps, c, q)
 }
 
-// make makes or opens what a program asks for.
+// make creates a queue pair, or opens an XRC target.
 func (q *queuePair) make(n *C.struct_vbe_qp_new) (provider.QP, error) {
 	typ := qpTypes[n._type]
 	if typ == ib.XRCRecv {
@@ -74,13 +74,13 @@ func (q *queuePair) make(n *C.struct_vbe_qp_new) (provider.QP, error) {
 			return nil, errStale
 		}
 		cfg.SRQ = s.SRQ
-		cfg.Cap.MaxRecvWR, cfg.Cap.MaxRecvSGE = 0, 0 // ignored, says the man page
+		cfg.Cap.MaxRecvWR, cfg.Cap.MaxRecvSGE = 0, 0 // the man page: ignored with an SRQ
 	}
 	return pd.CreateQP(cfg)
 }
 
 func (q *queuePair) close() error {
-	// The number may be another's as soon as it is free.
+	// First: once the queue pair is closed, another may get its number.
 	q.ctx.shared.qps.remove(q.Number(), q)
 	return q.QP.Close()
 }

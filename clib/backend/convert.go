@@ -21,8 +21,8 @@ var deviceCaps = map[ib.DeviceCap]uint32{
 	ib.CapUDIPCsum: 1 << 18, ib.CapXRC: 1 << 20, ib.CapMemMgtExtensions: 1 << 21, ib.CapMemWindowType2B: 1 << 24,
 }
 
-// Who made the device: programs take 0 for "unknown". The first is no vendor's, but
-// locally administered.
+// Vendor IDs and part numbers. The first vendor ID is a locally administered one: programs
+// take 0 for "unknown".
 const (
 	vendor, part         = 0x02be7a, 1
 	mlx5Vendor, mlx5Part = 0x02c9, 4119
@@ -46,8 +46,8 @@ func deviceAttr(a ib.DeviceAttr, odp ib.ODPCaps) C.struct_vbe_device_attr {
 	if hide["odp"] {
 		odp = ib.ODPCaps{}
 	}
-	// Atomics here are atomic with the processor's own too, which is more than adapters say.
-	// Programs that know those ask for what they say, and for nothing else (UCX before 1.16).
+	// Atomics here are atomic with the processor's own too (IBV_ATOMIC_GLOB). But adapters
+	// report IBV_ATOMIC_HCA, and UCX before 1.16 uses atomics with exactly that.
 	a.AtomicCap = min(a.AtomicCap, ib.AtomicHCA)
 	if a.VendorID == 0 {
 		a.VendorID, a.VendorPartID = vendor, part
@@ -131,9 +131,9 @@ var wcOpcodes = [...]C.uint32_t{ib.WCSend: 0, ib.WCRDMAWrite: 1, ib.WCRDMARead: 
 	ib.WCBindMW: 5, ib.WCLocalInv: 6, ib.WCFlush: 8, ib.WCAtomicWrite: 9, ib.WCRecv: 1 << 7, ib.WCRecvRDMAWithImm: 1<<7 + 1,
 	ib.WCConfigureMKey: 1<<7 + 7} // IBV_WC_DRIVER1
 
-// putWC writes a completion as C knows it.
+// putWC writes a completion in C's form.
 func putWC(to *C.struct_vbe_wc, wc *ib.WC, note *device.Note) {
-	*to = C.struct_vbe_wc{} // then field by field, as in sendFrom
+	*to = C.struct_vbe_wc{} // then field by field, for the reason in sendFrom
 	to.wr_id, to.status, to.vendor_err = C.uint64_t(wc.ID), C.uint32_t(wc.Status), C.uint32_t(wc.VendorErr)
 	to.byte_len, to.qp_num, to.src_qp = C.uint32_t(wc.ByteLen), C.uint32_t(wc.QPN), C.uint32_t(wc.SrcQP)
 	to.pkey_index, to.sl = C.uint16_t(wc.PKeyIndex), C.uint8_t(wc.SL)
@@ -174,8 +174,8 @@ func attrMask(m C.uint32_t) (to ib.QPAttrMask, err error) {
 	return to, nil
 }
 
-// state translates a state from verbs.h; an unknown one becomes one that is
-// refused. There, RESET is 0.
+// state translates a state of verbs.h, where RESET is 0. An unknown one becomes 0, which
+// the device refuses.
 func state(s C.uint32_t) ib.QPState {
 	if s > 6 {
 		return 0
