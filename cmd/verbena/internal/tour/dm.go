@@ -175,8 +175,12 @@ func lockStep(l *lab) (string, error) {
 				if _, err := c.do(verbs.SendWR{Op: verbs.OpRDMAWrite}, mr.RKey(), guarded, verbs.WCRDMAWrite); err != nil {
 					return err
 				}
-				if was, err := c.do(verbs.SendWR{Op: verbs.OpAtomicCmpSwap, CompareAdd: me}, mr.RKey(), lock, verbs.WCCompSwap); err != nil || was != me {
-					return fmt.Errorf("unlocking: it was %d's, %w", was, err)
+				was, err := c.do(verbs.SendWR{Op: verbs.OpAtomicCmpSwap, CompareAdd: me}, mr.RKey(), lock, verbs.WCCompSwap)
+				if err != nil {
+					return fmt.Errorf("unlocking: %w", err)
+				}
+				if was != me {
+					return fmt.Errorf("unlocking: the lock was %d's, not %d's", was, me)
 				}
 			}
 			return nil
