@@ -3,13 +3,13 @@
 #
 #   libibverbs.so.1          the C front, clib/front; librdmacm.so.1, libmlx5.so.1
 #                            and libefa.so.1 are other names of the same file
-#   libverbena-engine.so     the Go engine, clib/engine, which the front loads
-#   libverbena-files.so      files that a kernel driver would have, and a look at calls
-#                            that map over memory; clib/files, which "verbena exec"
-#                            preloads
-#   include/verbena/verbs.h  names that the usual header has not
+#   libverbena-backend.so    the Go backend, clib/backend, which the front loads
+#   libverbena-files.so      files that a kernel driver would have, and functions that
+#                            intercept calls which map over memory: clib/files, which
+#                            "verbena exec" preloads
+#   include/verbena/verbs.h  verbs that the usual header does not have
 #
-# What is newer than its sources is left alone.
+# Files that are newer than their sources are not built again.
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
@@ -21,12 +21,12 @@ if ! [ -f /usr/include/infiniband/verbs.h ]; then
   exit 1
 fi
 mkdir -p "$OUT" "$OUT/include/verbena"
-exec 9>"$OUT/.lock" # tests of several packages build it, at the same time
+exec 9>"$OUT/.lock" # tests of several packages may build it at the same time
 if have flock; then flock 9; fi
 
 front=$OUT/libibverbs.so.1
 if [ -z "$(find "$front" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find clib/front -newer "$front")" ]; then
-  # nodelete: what fork handlers point to must stay. now: no surprises later.
+  # nodelete: fork handlers point into it. now: a missing symbol fails at load.
   "$CC" -std=gnu11 -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror \
     -shared -o "$front.new" clib/front/*.c \
     -Wl,-soname,libibverbs.so.1 -Wl,--version-script=clib/front/libibverbs.map \
@@ -44,13 +44,12 @@ for name in libibverbs.so librdmacm.so.1 librdmacm.so libmlx5.so.1 libmlx5.so li
 done
 if [ -f clib/include/verbena/verbs.h ]; then cp -u clib/include/verbena/verbs.h "$OUT/include/verbena/"; fi
 
-# The runtime does not interrupt threads (SIGURG) to take turns: one that has just gone
-# back to the program would have its system calls fail with EINTR, and programs that know
-# of no signals do not expect that.
+# The runtime does not preempt threads by SIGURG: in a thread that has just returned to the
+# program, system calls would fail with EINTR, which programs without signals do not expect.
 #
-# The engine moves the descriptors of the runtime's poller out of the program's way, and
+# The backend moves the descriptors of the runtime's poller out of the program's way, and
 # needs two variables of the runtime for that (internal/sys/poller_unsafe.go). It names
-# its threads (clib/engine/thread.c).
-go build -buildmode=c-shared -tags verbena_engine -pgo=cmd/verbena/default.pgo \
-  -ldflags '-X=runtime.godebugDefault=asyncpreemptoff=1 -checklinkname=0 -extldflags=-Wl,--wrap=pthread_create' -o "$OUT/libverbena-engine.so" ./clib/engine
-rm -f "$OUT/libverbena-engine.h" # the front has a header of its own
+# its threads (clib/backend/thread.c).
+go build -buildmode=c-shared -tags verbena_backend -pgo=cmd/verbena/default.pgo \
+  -ldflags '-X=runtime.godebugDefault=asyncpreemptoff=1 -checklinkname=0 -extldflags=-Wl,--wrap=pthread_create' -o "$OUT/libverbena-backend.so" ./clib/backend
+rm -f "$OUT/libverbena-backend.h" # the front has a header of its own

@@ -68,6 +68,7 @@ func open() *side {
 // wait polls until a request has completed, and ends the program if it failed.
 func (s *side) wait() verbs.WC {
 	wcs := make([]verbs.WC, 1)
+	// Poll never waits; Gosched lets other goroutines run in between.
 	for end := time.Now().Add(5 * time.Second); time.Now().Before(end); runtime.Gosched() {
 		if try(s.cq.Poll(wcs)) == 1 {
 			check(wcs[0].Err())

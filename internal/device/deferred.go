@@ -120,9 +120,11 @@ func (d *Device) carryOut(q *QP, l qp.WorkKind) {
 func (d *Device) carriedOut(q *QP, w *qp.Work) {
 	now := d.now()
 	q.mu.Lock()
-	q.core.Finished(w, now)
+	unread, why := q.core.Finished(w, now)
+	peer, shift := q.unreadLocked(unread, now)
 	q.executedLocked()
 	q.mu.Unlock()
+	peer.sendFailed(unread, why, now+shift)
 	d.answer(q, now)
 }
 

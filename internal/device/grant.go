@@ -257,7 +257,7 @@ func (q *QP) absorbLocked() {
 	q.grants = slices.DeleteFunc(q.grants, func(g *grant) bool {
 		over := g.Over() // before the counts are read: from then on they do not change
 		counts := g.Counts()
-		if n := counts.Less(&g.absorbed); n != (shm.GrantCounts{}) {
+		if n := counts.Since(&g.absorbed); n != (shm.GrantCounts{}) {
 			q.core.Absorb(n[shm.GrantWrites], n[shm.GrantWritePackets], n[shm.GrantWritten], false)
 			q.core.Absorb(n[shm.GrantReads], n[shm.GrantReadPackets], n[shm.GrantRead], true)
 			g.absorbed = counts

@@ -201,29 +201,44 @@ func (d *Device) moved(q *QP, moves []underWay) {
 			unread, why = t, f
 		}
 	}
-	peer, shift := q.neighbour()
-	if unread != nil && peer == nil { // the payload lies in another process, which must send it
-		if unread.IsAnswer() {
-			q.core.AnswerUnread(now)
-		} else {
-			q.core.Unread()
-		}
-	}
+	peer, shift := q.unreadLocked(unread, now)
 	q.executedLocked()
 	full := q.core.Full()
 	q.full.Store(full)
 	q.mu.Unlock()
-	if unread != nil && peer != nil {
-		peer.mu.Lock()
-		if peer.core.Lends(unread) { // the train is of this peer, and not from before a reset
-			peer.core.SendFailed(unread, why, now+shift)
-			peer.executedLocked()
-		}
-		peer.mu.Unlock()
-		peer.dev.answer(peer, now+shift)
-	}
+	peer.sendFailed(unread, why, now+shift)
 	d.answer(q, now)
 	if wasFull && !full && peer != nil {
 		peer.dev.later(peer)
 	}
+}
+
+// unreadLocked asks for a train again whose payload an engine could not read, if there is one
+// and it is of another process. It returns the queue pair's neighbour, and how much later its
+// time is; that one is told of its train by sendFailed.
+func (q *QP) unreadLocked(unread *train.Train, now qp.Time) (peer *QP, shift qp.Time) {
+	peer, shift = q.neighbour()
+	switch {
+	case unread == nil || peer != nil:
+	case unread.IsAnswer():
+		q.core.AnswerUnread(now)
+	default:
+		q.core.Unread()
+	}
+	return peer, shift
+}
+
+// sendFailed tells a queue pair, if there is one, that a train of it could not be read, if
+// there is one. The caller holds no lock.
+func (q *QP) sendFailed(unread *train.Train, why mem.Fault, now qp.Time) {
+	if q == nil || unread == nil {
+		return
+	}
+	q.mu.Lock()
+	if q.core.Lends(unread) { // the train is of this queue pair, and not from before a reset
+		q.core.SendFailed(unread, why, now)
+		q.executedLocked()
+	}
+	q.mu.Unlock()
+	q.dev.answer(q, now)
 }

@@ -161,7 +161,7 @@ func TestGrantRecord(t *testing.T) {
 	w := newGrantWorld(t)
 	w.a.cfg.Granted = func(uint32, uint32, *PeerGrant) { t.Error("a grant is granted") }
 	id, _ := mem.SegmentOf(w.buf)
-	record := func(number uint32, pass, size, segment, off uint64) []byte {
+	record := func(number uint32, serial, size, segment, off uint64) []byte {
 		b := make([]byte, grantRecord)
 		p := packer{b}
 		p.u32(5)
@@ -169,7 +169,7 @@ func TestGrantRecord(t *testing.T) {
 		p.u32(77)
 		p.u32(grantWrite | grantRead)
 		p.u32(number)
-		p.u64(pass)
+		p.u64(serial)
 		p.u64(grantVA)
 		p.u64(size)
 		p.u64(segment)

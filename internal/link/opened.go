@@ -1,8 +1,8 @@
 package link
 
-// Carried trains: their payload lies in memory that the CPU does not address but that engines
-// of both processes reach (mem.Sharing). The record names the memory, and the receiver's
-// engine moves the bytes from there.
+// Payload by name: the payload of a Carried train lies in memory that the CPU does not address
+// but that engines of both processes reach (mem.Sharing). The record names the memory, and the
+// receiver's engine moves the bytes from there.
 //
 //  1. The sending queue pair calls Carries. If the peer has not opened the memory, the sender
 //     tells the peer of it, once, and meanwhile loads the bytes before it sends them.

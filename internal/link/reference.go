@@ -2,10 +2,10 @@ package link
 
 // Payload by reference: a long payload reaches another process in one copy. The record says
 // where the payload lies in the sender's memory, and the receiver fetches it once it has
-// determined where it goes. Only SENDs, WRITEs and READ responses of reliable connections
-// travel so. The application leaves the memory of a request alone until the request is
-// acknowledged, and that of a READ may change while it is read; and if fetching fails, the
-// train can be sent again, with its payload in the ring.
+// determined where it goes. Only SENDs, WRITEs and READ responses of RC travel so, not those of
+// XRC. The application leaves the memory of a request alone until the request is acknowledged,
+// and that of a READ may change while it is read. If fetching fails, the receiver asks for the
+// train again, and its payload then comes in the ring.
 //
 // The sender may give a train up while its record still lies in the ring of a receiver that
 // is behind: the queue pair fails or is closed, or the region is closed, and the memory is
@@ -175,8 +175,8 @@ func (r *refSource) Still() bool {
 	return r.c.PeerTicket() == r.want
 }
 
-// ReadFar implements mem.Reference.
-func (r *refSource) ReadFar(b []byte, off uint64) (ok, own bool) {
+// ReadRef implements mem.Reference.
+func (r *refSource) ReadRef(b []byte, off uint64) (ok, own bool) {
 	if r.c.PeerTicket() != r.want {
 		return false, false
 	}

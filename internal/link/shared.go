@@ -8,7 +8,8 @@ package link
 //     If there is one, queue pair numbers say which of its processes a train is for.
 //  2. Send packs trains into the ring to that process (record.go, short.go), or returns
 //     ErrBusy; goroutines of the link make channels (connect.go). A long payload stays
-//     where it is and goes by reference (reference.go, segment.go, opened.go).
+//     where it is and goes by reference (reference.go, segment.go), or by name if the CPU
+//     does not address it (opened.go).
 //  3. Poll unpacks records and delivers their trains. The process that owns the UDP port
 //     passes packets for other processes on (Router) by the same rings.
 //  4. Of memory that both processes map, a peer may WRITE and READ by itself (grant.go).

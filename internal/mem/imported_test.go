@@ -346,7 +346,7 @@ type refBytes struct{ b []byte }
 
 func (f refBytes) Mapped(_, _ uint64) []byte { return nil }
 func (f refBytes) Still() bool               { return true }
-func (f refBytes) ReadFar(b []byte, off uint64) (ok, own bool) {
+func (f refBytes) ReadRef(b []byte, off uint64) (ok, own bool) {
 	copy(b, f.b[off:])
 	return true, false
 }

@@ -7,9 +7,9 @@ type Reference interface {
 	// A copy of them is good only if Still returns true after it.
 	Mapped(off, n uint64) []byte
 	Still() bool
-	// ReadFar reads len(b) bytes from an offset on. If it fails, own reports whether b
+	// ReadRef reads len(b) bytes from an offset on. If it fails, own reports whether b
 	// is what is gone, and not the owner's memory.
-	ReadFar(b []byte, off uint64) (ok, own bool)
+	ReadRef(b []byte, off uint64) (ok, own bool)
 }
 
 // beginRef makes the cursor begin with the list's payload by reference, as much of it as the
@@ -56,7 +56,7 @@ func (l *List) readRef(b []byte, off uint64, at mapped) (ok, own, known bool, ba
 		return false, false, false, 0
 	}
 	if m := l.Ref.Mapped(off, uint64(len(b))); m == nil {
-		ok, own = l.Ref.ReadFar(b, off)
+		ok, own = l.Ref.ReadRef(b, off)
 	} else if bad = moveGuarded(b, m, false); bad != 0 {
 		own = within(bad, b)
 	} else {

@@ -28,7 +28,7 @@ func (o *otherProcess) Mapped(off, n uint64) []byte {
 
 func (o *otherProcess) Still() bool { return !o.late }
 
-func (o *otherProcess) ReadFar(b []byte, off uint64) (ok, own bool) {
+func (o *otherProcess) ReadRef(b []byte, off uint64) (ok, own bool) {
 	if o.gone || o.own {
 		return false, o.own
 	}

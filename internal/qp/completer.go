@@ -100,8 +100,9 @@ func (q *QP) receiveNak(psn wire.PSN, s wire.Syndrome, now Time) {
 	q.fail(status, uint16(s), now)
 }
 
-// receiveRNR (IBA 9.7.5.2.8): the peer has no receive for request psn; wait as
-// long as it asks for, then send it again.
+// receiveRNR (IBA 9.7.5.2.8): the peer is not ready for request psn: it has no receive, or
+// fetches memory first. The requester waits as long as the peer asks for, and sends the request
+// again.
 func (q *QP) receiveRNR(psn wire.PSN, code uint8, now Time) {
 	r := &q.req
 	if psn.Less(r.una) {
@@ -430,8 +431,9 @@ func (q *QP) failOldest(status ib.WCStatus, vendor uint16) {
 	}
 }
 
-// stopped ends all use of the memory of requests that are given up: payloads by reference,
-// and whatever the owner ends in Stopped.
+// stopped ends all use of the memory of requests that are given up: what receivers in this
+// process read where it lies, what the owner ends in Stopped (payload by reference, and by name,
+// in other processes), and the requester's own holds.
 func (q *QP) stopped() {
 	q.lease.End()
 	if q.Stopped != nil {

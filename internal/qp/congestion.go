@@ -16,7 +16,7 @@ import (
 //     eighth of what was acknowledged.
 type congestion struct {
 	path   int // the path's window
-	named  int // the same for payloads by reference, if it is wider
+	named  int // the same for payloads by name (Carrier), if it is wider
 	short  Short
 	window int // at most the path's, but for minWindow
 	wide   int // the window to return to when the peer is ready again; 0 if it was not narrowed
@@ -52,8 +52,8 @@ func (c *congestion) allowance(n int) int {
 	return w
 }
 
-// allowanceNamed is allowance for a payload by reference, which takes no room on the link. The
-// wider window is not for short messages: the peer cannot take as many of those.
+// allowanceNamed is allowance for a payload by name, which takes no room on the link. The wider
+// window is not for short messages: the peer cannot take as many of those.
 func (c *congestion) allowanceNamed(n int) int {
 	if n >= train.LeastCarried && c.open() {
 		return max(c.path, c.named)

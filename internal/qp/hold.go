@@ -107,7 +107,7 @@ func (h *heldRequests) push(t *train.Train) {
 }
 
 // heldBytes returns how many bytes of payload a request that is kept has copied: none of a
-// payload by reference.
+// payload that stays where it lies (train.Lease).
 func heldBytes(t *train.Train) int {
 	if t.Payload.Table != nil {
 		return 0

@@ -1,8 +1,8 @@
 package qp
 
-// Payloads from memory that the CPU does not address, over a link that does not send them
-// by reference. The bytes of each train are loaded to staging bytes first, some trains
-// ahead of the one that is sent:
+// Payloads from memory that the CPU does not address, over a link that needs their bytes.
+// The bytes of each train are loaded to staging bytes first, some trains ahead of the one
+// that is sent:
 //
 //   - those of the queue pair's own requests stay until they are acknowledged, since they
 //     may have to be sent again;
@@ -10,8 +10,8 @@ package qp
 //
 // Staging bytes are given back when all trains that Pull has made have left (AllLeft).
 //
-// A payload that is sent to another process by reference (Carrier) is called carried: it is
-// not loaded, and the requester holds its memory until the peer has it.
+// A payload that is sent to another process by name (Carrier) is called carried: it is not
+// loaded, and the requester holds its memory until the peer has it.
 
 import (
 	"slices"
@@ -143,8 +143,8 @@ func (q *QP) recall() {
 	}
 }
 
-// carried is a part of a request that is under way by reference: packets, and the hold on
-// their memory.
+// carried is a part of a request that is under way by name: packets, and the hold on their
+// memory.
 type carried struct {
 	first, end wire.PSN
 	hold       mem.SharedHold
@@ -222,8 +222,8 @@ func (q *QP) loadRequest(done int, now Time) (b []byte, ok bool) {
 	return l.bytes[(done-k.packet)*q.mtu:], true
 }
 
-// sourceStaged: the receiver of a train that was sent by reference cannot keep its payload.
-// The bytes are loaded, and so are all others from now on.
+// sourceStaged: the receiver of a train whose payload is by name, or lies in this process,
+// cannot keep the payload. The bytes are loaded, and so are all others from now on.
 func (q *QP) sourceStaged(t *train.Train) {
 	r := &q.req
 	q.path.ByReference, q.path.Carrier = false, nil

@@ -2,8 +2,8 @@ package qp
 
 // Deferred work. A queue pair never waits: not for bytes that have to be fetched
 // from a disk before they can be read or written (mem.FaultPending), nor for
-// storage that a FLUSH is to reach. It notes the work for its owner, and goes on
-// when the owner has done it:
+// storage that a FLUSH is to reach. It notes the work for its owner, the device, and
+// goes on when a worker of the device has done it:
 //
 //  1. An access finds that its bytes have to be fetched.
 //     The responder sends an RNR NAK and stays as if the request had not come:
@@ -100,25 +100,27 @@ func (w *Work) Do(t *mem.Table) bool {
 	return w.left.Kind != mem.FaultPending
 }
 
-// Finished takes work back from the owner, after Do, and lets the side that it was for go on.
-func (q *QP) Finished(w *Work, now Time) {
+// Finished takes work back from the owner, after Do, and lets the side that it was for go on. It
+// returns what Moved returns.
+func (q *QP) Finished(w *Work, now Time) (unread *train.Train, why mem.Fault) {
 	if w.reset != q.resets {
-		return
+		return nil, mem.Fault{}
 	}
 	q.deferred.busy &^= w.kind.bit()
 	switch w.kind {
 	case WorkSync:
 		if w.left.Kind == mem.FaultPending { // it is to be done again
 			q.deferred.want |= WorkSync.bit()
-			return
+			return nil, mem.Fault{}
 		}
 		q.synced(&w.sync, w.left)
 	case WorkSend:
 		q.req.goOn(now)
 	case WorkReceive:
-		q.finishRequests(now) // a SEND that invalidates may have waited; its payload has been read
+		unread, why = q.finishRequests(now) // a SEND with invalidate may have waited, and moves behind it
 		q.letGo()
 	}
+	return unread, why
 }
 
 // fetchAhead is the most that is fetched at once. A packet is about as long as a

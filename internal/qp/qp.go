@@ -22,8 +22,8 @@
 // reach for a moment; staged.go, landing.go and loads.go are memory that the CPU
 // does not address.
 //
-// The owner calls one method at a time. After any of them it should Pull until
-// there is nothing more, and call Tick at Deadline.
+// The device, called the owner here, calls one method at a time. After any of them it
+// should Pull until there is nothing more, and call Tick at Deadline.
 package qp
 
 import (
@@ -64,8 +64,8 @@ type Config struct {
 	Table     *mem.Table
 	Event     func(ib.EventType) // raises an asynchronous event; must not call back
 	AckFirst  bool               // no request goes before an acknowledgement
-	// Stopped, if set, is called when requests are given up, before their
-	// owner learns of it and may use their memory; it must not call back.
+	// Stopped, if set, is called when requests are given up, before the program learns of
+	// that and may use their memory. It must not call back.
 	Stopped func()
 
 	Scatter bool // short messages and results wait beside their completions (inline.go)
@@ -85,7 +85,8 @@ type Path struct {
 	// only delayed, and asking again would not help.
 	Lossless bool
 
-	// ByReference: the receiver of a train, in this process, can keep its payload by reference.
+	// ByReference: the receiver of a train is in this process, and may leave its payload
+	// where it lies (train.Lease). (Package link's payload by reference lies in another process.)
 	ByReference bool
 
 	// Carrier, if set, sends from memory that the CPU does not address, without loading it.
@@ -93,10 +94,11 @@ type Path struct {
 	Named   int // packets that may be under way of payloads that Carrier sends
 }
 
-// Carrier sends payloads by reference to a process that opens their memory.
+// Carrier sends payloads by name, to a process that has opened their memory: the receiver's
+// engine moves the bytes.
 type Carrier interface {
-	// Carries makes the first of n bytes of a list the train's payload by reference. Len of
-	// the result is how many: a multiple of unit, or all; 0 if they have to be loaded. With
+	// Carries makes the first of n bytes of a list the train's payload, by name. Len of the
+	// result is how many: a multiple of unit, or all; 0 if they have to be loaded. With
 	// lease, they are a request's: the result holds their memory, for the caller to release,
 	// and the peer may use it until GiveUp.
 	Carries(t *train.Train, l *mem.List, n, unit uint64, lease bool) mem.SharedHold
@@ -105,8 +107,8 @@ type Carrier interface {
 }
 
 // Short is how many packets of messages below a length may be under way. Such messages take
-// more room on the link than longer ones, which are sent by reference. The zero value is no
-// limit.
+// more room on the link than longer ones, whose payload package link sends by reference. The
+// zero value is no limit.
 type Short struct {
 	Below, Window int
 }
@@ -155,7 +157,7 @@ type QP struct {
 	resets      uint32 // how often it was reset
 	modified    uint64 // how often its attributes were changed
 
-	lease train.Lease // of what is sent by reference
+	lease train.Lease // of payloads that receivers in this process may leave where they lie
 	moves moves       // to, from and between memory that the CPU does not address
 }
 

@@ -33,7 +33,7 @@ type requester struct {
 	stalledOnCredits bool   // waits for credits
 	draining         bool   // SQD: the requests that have begun are not all done
 	fetching         bool   // stopped until its own memory is there (standStill)
-	named            bool   // the last answer with data had its payload by reference
+	named            bool   // the last answer with data had a lease: its payload came by name, or from this process
 	resultWaits      bool   // the result of the request at the head is inline data (inline.go)
 	copied           int    // bytes that took the shortcut in this call
 	other            uint32 // number of the last request that came to the front and cannot take the shortcut
@@ -51,7 +51,7 @@ type requester struct {
 
 	landing           // answers that wait for engines
 	loads   loads     // of what is to be sent
-	carried []carried // payloads by reference under way (Carrier), oldest first
+	carried []carried // payloads by name under way (Carrier), oldest first
 }
 
 // rdRing holds the READs, atomics, ATOMIC WRITEs and FLUSHes that are not answered yet,
@@ -117,13 +117,15 @@ func (q *QP) pullRequest(t *train.Train, now Time) bool {
 	}
 	failing, failAt := r.failing, r.failAt
 	if !w.started && !q.begin(w, now) {
-		return r.failing != 0 && r.cur != r.failAt && q.pullRequest(t, now) // what askAgain left
+		// If the request has failed locally, and those before it are not done, askAgain may have
+		// gone back to one of their packets, which asks for their acknowledgement: pull that.
+		return r.failing != 0 && r.cur != r.failAt && q.pullRequest(t, now)
 	}
 	n := q.makeRequest(t, w, now)
 	if n == 0 {
 		t.Reset() // an answer may go instead
 		failed := r.failing != 0 && (failing == 0 || r.failAt != failAt)
-		return failed && r.cur != r.failAt && q.pullRequest(t, now) // what askAgain left
+		return failed && r.cur != r.failAt && q.pullRequest(t, now) // as above: the packet that askAgain has gone back to
 	}
 	if r.nxt != r.max {
 		// Bounce: a write to the source meanwhile may have broken the checksum of the first copy.
@@ -241,8 +243,8 @@ func (q *QP) packets(n int) int {
 // credits, by what the other queue pairs to the same peer leave. The requester keeps the
 // credits until the packets are acknowledged.
 //
-// A payload by reference (named) takes no room on the link but for its record, and needs no
-// credits.
+// A payload by name (named is set: it is Carried, or the last answer was) takes no room on the
+// link but for its record, and needs no credits.
 func (q *QP) room(want int, named bool) int {
 	r := &q.req
 	if !q.reliable {
@@ -327,8 +329,8 @@ func (q *QP) pullMessage(t *train.Train, w *wqe, now Time) int {
 // askAck decides whether a train asks for an acknowledgement: at the end of a signaled
 // message, and often enough to keep the window open and the credits in motion. A few
 // unsignaled packets at the end of the queue do not ask: a later message asks for all of
-// them, or probe does. A payload by reference asks, since the requester holds its memory
-// until it is acknowledged.
+// them, or probe does. A train with its payload by name (Carried) asks, since the requester
+// holds the payload's memory until the train is acknowledged.
 func (q *QP) askAck(t *train.Train, w *wqe) {
 	r := &q.req
 	r.unacked += t.N
@@ -433,7 +435,7 @@ func (q *QP) pullSingle(t *train.Train, w *wqe, now Time) int {
 	r := &q.req
 	again := r.nxt != r.max
 	var b []byte
-	if w.staged { // 8 bytes are never sent by reference
+	if w.staged { // 8 bytes are always loaded, on every path
 		var ok bool
 		if b, ok = q.loadRequest(0, now); !ok {
 			return 0

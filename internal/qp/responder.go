@@ -381,7 +381,7 @@ func (q *QP) executeAtomicWrite(t *train.Train) mem.Fault {
 	r.raw[0] = r.word[:]
 	r.from = mem.List{Raw: r.raw[:]}
 	if f, _ := mem.Copy(&r.from, &t.Payload, 8, false); !f.OK() {
-		return f // its sender loads it first: 8 bytes are not sent by reference
+		return f // its sender loads it first, as always with 8 bytes
 	}
 	value := binary.NativeEndian.Uint64(r.word[:]) // the bytes keep their order in memory
 	_, f := mem.Atomic(q.Table, q.Actor(), t.RETH.RKey, t.RETH.VA, mem.Store, 0, value)

@@ -137,7 +137,7 @@ func (q *QP) try(s Shortcut) outcome {
 		return byTrain
 	}
 	if r.copied >= train.MaxBytes {
-		return waits // enough was copied in one call; the owner calls again
+		return waits // enough was copied in one call; the device calls again
 	}
 	if x.Read {
 		x.Own.Access = ib.AccessLocalWrite

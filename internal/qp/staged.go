@@ -15,8 +15,7 @@ package qp
 // until they are over (keepInOrder): so a program sees a WRITE and a flag behind it in this
 // order, wherever the two lie.
 //
-// Where the link does not send payloads by reference, what is to be sent from such memory is
-// loaded first (loads.go).
+// Where a link needs the bytes, what is to be sent from such memory is loaded first (loads.go).
 
 import (
 	"slices"
@@ -29,8 +28,8 @@ import (
 )
 
 // How much of one queue pair may wait for engines: moves, and bytes of their payload.
-// Windows are smaller; only a peer that exceeds them, or that sends by reference, reaches
-// these bounds (Full).
+// Windows are smaller. Only a peer in this process, one that sends by name, or one that exceeds
+// its window reaches these bounds (Full).
 const (
 	maxMoves     = 256
 	maxMoveBytes = 16 << 20
@@ -158,9 +157,9 @@ func (ms *moves) pop() *Move {
 	return m
 }
 
-// joins makes the next move a part of m, if both are parts of one message whose payload is
-// by reference, and reports whether it did: an engine moves a message in about the time of a
-// packet.
+// joins makes the next move a part of m, if both are parts of one message whose payload is read
+// where it lies (train.Lease), and reports whether it did: an engine moves a message in about
+// the time of a packet.
 func (m *Move) joins(next *Move) bool {
 	return m.kind == next.kind && m.kind != moveLoad && m.atomic == nil && next.atomic == nil && !m.ends && m.transfer.N < maxJoined &&
 		m.train.Lease != nil && m.train.Lease == next.train.Lease && m.train.LeaseAt == next.train.LeaseAt && m.transfer.Join(&next.transfer)
@@ -238,8 +237,8 @@ func (m *Move) GiveUp() {
 	m.transfer.GiveUp()
 }
 
-// Lends reports whether the queue pair has sent the train by reference, and its lease has not
-// ended.
+// Lends reports whether the receiver of a train that the queue pair has sent within the process
+// may still read its payload where it lies: the lease has not ended.
 func (q *QP) Lends(t *train.Train) bool { return t.Lease == &q.lease && t.Leased() }
 
 // Stream returns the order of the queue pair's moves.

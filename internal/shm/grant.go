@@ -52,8 +52,8 @@ const (
 	GrantRead        // bytes
 )
 
-// Less returns what was counted since before.
-func (c GrantCounts) Less(before *GrantCounts) GrantCounts {
+// Since returns what was counted since the counts were before.
+func (c GrantCounts) Since(before *GrantCounts) GrantCounts {
 	for i := range c {
 		c[i] -= before[i]
 	}
@@ -216,11 +216,11 @@ type PeerGrant struct {
 
 // PeerGrant returns our end of a grant that the peer has opened for us, or nil if the number
 // or the serial is out of range. The caller uses it between Hold and Release.
-func (c *Channel) PeerGrant(number int, pass uint64) *PeerGrant {
-	if number < 0 || number >= MaxGrants || pass == 0 {
+func (c *Channel) PeerGrant(number int, serial uint64) *PeerGrant {
+	if number < 0 || number >= MaxGrants || serial == 0 {
 		return nil
 	}
-	return &PeerGrant{serial: pass, words: grantWordsOf(c.bell.mem, number)}
+	return &PeerGrant{serial: serial, words: grantWordsOf(c.bell.mem, number)}
 }
 
 // Enter reports whether we may access the memory now. If so, the caller must call Leave.

@@ -288,7 +288,7 @@ func TestGrantTorture(t *testing.T) {
 	wg.Go(func() { // a peer whose serial is always an old one
 		for !stop.Load() {
 			if p := old.Load(); p != nil && p.Enter() {
-				t.Error("a pass that was taken away is good")
+				t.Error("a serial that was taken away is good")
 				return
 			}
 			runtime.Gosched()

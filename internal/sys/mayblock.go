@@ -32,7 +32,9 @@ import (
 // set, may wait for a device. The range is whole pages. A page that is not mapped does
 // not block: touching it fails at once. An error means that the kernel cannot be asked.
 func MayBlock(start, end uintptr, write bool) (bool, error) {
-	_ = write // a copy of a page, or a page that becomes writable, waits for nothing more
+	// write is part of the question, and does not change the answer: to copy a page, or to make
+	// it writable, may wait for the file system's journal at most, which is not foreseen.
+	_ = write
 	p, err := pagemapFile()
 	if err != nil {
 		return false, err

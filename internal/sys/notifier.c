@@ -13,9 +13,9 @@
 // are under way; read it, with which those who unmap go on; write it to the ring;
 // publish.
 //
-// Announcing comes first, because the one who unmapped may use the address again
-// before the event stands in the ring: he, and everybody whom he tells, then finds
-// "moved" changed, and knows that there is something to wait for.
+// Announcing comes first, because the thread that has unmapped may use the address again
+// before the event stands in the ring. An access that begins after the call has returned
+// then finds "moved" changed, and goes on only when the event has been applied.
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -71,9 +71,9 @@ static void put(struct vn_ring *r, const struct message *m)
 	__atomic_store_n(&r->head, head + 1, __ATOMIC_RELEASE);
 }
 
-// hold waits for accesses under way, unless somebody who has closed a range has done so
-// and is not ready: then none has begun since, and none will before Go has applied what
-// the caller has announced.
+// hold waits for accesses under way, unless a thread that has closed a range has waited for
+// them already and has not finished its call: then no access has begun since, and none will
+// before Go has applied what the caller has announced.
 static void hold(struct vn_ring *r)
 {
 	uint64_t held = __atomic_load_n(&r->held, __ATOMIC_SEQ_CST);

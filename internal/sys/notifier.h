@@ -36,11 +36,11 @@ struct vn_count {
 
 struct vn_ring {
 	// What an access looks at, on one cache line.
-	uint64_t moved;    // counts announcements of both kinds; moved after announced or begun
+	uint64_t moved;    // counts announcements of both kinds; incremented after announced or begun
 	uint64_t consumed; // written by Go: moved, when everything until then was applied
 	uint64_t pad[6];
 	// Written by the thread. The closers set lost and count overruns, too.
-	uint64_t announced; // moved before events are taken from the kernel
+	uint64_t announced; // incremented before events are taken from the kernel
 	uint64_t published; // set to announced when they stand in the slots
 	uint64_t head;      // slots written since the start
 	uint64_t lost;      // set when a slot was missing, cleared by Go
@@ -49,7 +49,7 @@ struct vn_ring {
 	uint64_t pad2[2];
 	// Written by closers, one at a time: the holder of lock.
 	uint64_t lock;        // the low half is a futex: 0 free, 1 held, 2 held and waited for
-	uint64_t begun;       // moved before a system call changes a range
+	uint64_t begun;       // incremented before a system call changes a range
 	uint64_t done;        // set to begun when what it has changed stands in the slots
 	uint64_t closed_head; // slots of closed that were written since the start
 	uint64_t closings;    // how many there were
@@ -81,7 +81,7 @@ int vn_start(int uffd, int stop, struct vn_ring *ring);
 void vn_stop(void);
 
 // vn_hold_accesses waits until every access that was under way when it was called
-// has ended. The caller has moved "moved" before, so that no other access begins. It
+// has ended. The caller has incremented "moved" before, so that no other access begins. It
 // gives up after about a tenth of a second, and counts that.
 void vn_hold_accesses(struct vn_ring *r);
 

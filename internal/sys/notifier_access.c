@@ -3,7 +3,7 @@
 // Waiting for accesses to watched memory that are under way.
 //
 // An access counts itself first and then looks at "moved"; the thread and the closers
-// move it first and then look at the counts. One of them sees the other: the access
+// increment it first and then look at the counts. One of them sees the other: the access
 // turns back, or it is waited for. So when each count has been seen at zero once, no
 // access is under way, and none begins before Go has applied what was announced.
 //
