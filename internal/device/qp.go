@@ -24,7 +24,7 @@ type QP struct {
 	number uint32
 
 	tx          atomic.Int32 // the transmit token, see transmit.go
-	train       *train.Train // for exchange, and its caller's while it has the token
+	train       *train.Train // scratch of exchange; guarded by the token
 	heldAnswers atomic.Bool  // there are answers in heldLeft
 	listed      bool         // guarded by heldQPs' lock: in the device's list of queue pairs that wait for the link
 

@@ -106,7 +106,8 @@ func (q *QP) joined(peer *QP) bool {
 }
 
 // looped returns where the loop link leads. It returns nil if the queue pair does not use it,
-// or if either device captures packets: only deliver does. The queue pair is locked.
+// or if either device captures packets, which only deliver can show to the capture. The queue
+// pair is locked.
 func (q *QP) looped() *loopTarget {
 	flow := q.core.Flow()
 	if flow == nil || q.dev.capture != nil {
