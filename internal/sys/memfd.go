@@ -129,3 +129,19 @@ func Unmap(b []byte) error { return unix.Munmap(b) }
 
 // CloseFD closes a descriptor that is not wrapped in anything.
 func CloseFD(fd int) error { return unix.Close(fd) }
+
+// Reopen returns a descriptor of a memory file that shares neither position nor locks with the
+// one given.
+func Reopen(fd int) (int, error) {
+	return unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDWR|unix.O_CLOEXEC, 0)
+}
+
+// TryLock locks a file for one descriptor, and those made of it by dup and fork, until they are
+// all closed. It reports whether no other descriptor has the lock.
+func TryLock(fd int) (bool, error) {
+	err := unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB)
+	if err == unix.EWOULDBLOCK {
+		return false, nil
+	}
+	return err == nil, err
+}

@@ -130,3 +130,12 @@ func control(c syscall.Conn, f func(fd int) error) error {
 	err = raw.Control(func(fd uintptr) { inner = f(int(fd)) })
 	return errors.Join(err, inner)
 }
+
+// DupConn returns another descriptor of a connection or listener.
+func DupConn(c syscall.Conn) (dup int, err error) {
+	err = control(c, func(fd int) (err error) {
+		dup, err = DupFD(fd)
+		return err
+	})
+	return dup, err
+}

@@ -33,6 +33,10 @@ type UDPOptions struct {
 	// on this host.
 	Groups    int
 	GroupHops int
+	// Held, if set, makes sockets share the port, and the kernel choose one by the place in
+	// a queue pair number (Place). It is called before the socket is bound, to have the
+	// socket kept open by a Shelf.
+	Held func(fd int)
 
 	join int // if not 0, the local address is a group, to be joined on this interface
 }
@@ -49,15 +53,12 @@ func OpenUDP(local netip.AddrPort, o UDPOptions) (*UDPSocket, error) {
 }
 
 func openUDP(local netip.AddrPort, o UDPOptions) (*UDPSocket, error) {
-	family := unix.AF_INET6
-	if local.Addr().Is4() {
-		family = unix.AF_INET
-	}
-	fd, err := unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.IPPROTO_UDP)
+	s := &UDPSocket{local: local}
+	fd, err := unix.Socket(s.family(), unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.IPPROTO_UDP)
 	if err != nil {
 		return nil, err
 	}
-	s := &UDPSocket{fd: fd, local: local}
+	s.fd = fd
 	if err := s.setup(o); err != nil {
 		_ = unix.Close(fd) // the first error says more
 		return nil, err
@@ -98,19 +99,42 @@ func (s *UDPSocket) setup(o UDPOptions) error {
 	// A privileged process may exceed the limits; for others these calls fail.
 	_ = option{unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, o.RcvBuf}.set(s.fd)
 	_ = option{unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, o.SndBuf}.set(s.fd)
-	s.rcv, _ = unix.GetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_RCVBUF)
-
-	_, err := unix.GetsockoptInt(s.fd, unix.IPPROTO_UDP, unix.UDP_SEGMENT)
-	s.gso = err == nil
 	if o.GRO {
-		s.gro = option{unix.IPPROTO_UDP, unix.UDP_GRO, 1}.set(s.fd) == nil
+		_ = option{unix.IPPROTO_UDP, unix.UDP_GRO, 1}.set(s.fd) // without it datagrams come one by one
 	}
+	s.offloads()
 
 	if o.join != 0 {
 		s.joins = o.join
 		return s.joinGroup(o.join)
 	}
-	return unix.Bind(s.fd, sockaddr(s.local))
+	if o.Held == nil {
+		return unix.Bind(s.fd, sockaddr(s.local))
+	}
+	if err := (option{unix.SOL_SOCKET, unix.SO_REUSEPORT, 1}).set(s.fd); err != nil {
+		return err
+	}
+	o.Held(s.fd)
+	if err := unix.Bind(s.fd, sockaddr(s.local)); err != nil {
+		return err
+	}
+	return s.steer()
+}
+
+// offloads finds out what the kernel does for the socket, and the size of its buffer.
+func (s *UDPSocket) offloads() {
+	s.rcv, _ = unix.GetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_RCVBUF)
+	_, err := unix.GetsockoptInt(s.fd, unix.IPPROTO_UDP, unix.UDP_SEGMENT)
+	s.gso = err == nil
+	gro, err := unix.GetsockoptInt(s.fd, unix.IPPROTO_UDP, unix.UDP_GRO)
+	s.gro = err == nil && gro != 0
+}
+
+func (s *UDPSocket) family() int {
+	if s.local.Addr().Is4() {
+		return unix.AF_INET
+	}
+	return unix.AF_INET6
 }
 
 type option struct{ level, name, value int }

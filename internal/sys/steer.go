@@ -1,0 +1,145 @@
+package sys
+
+// Steering: several sockets of one user share a port (SO_REUSEPORT), and a program that the
+// kernel runs for each packet chooses one of them by the packet's destination queue pair.
+//
+// The kernel numbers the sockets of a port in the order in which they were bound, from 0 on:
+// that is a socket's place. A queue pair number has a place in it (Place), so the program needs
+// no table and never changes. When a socket is closed the kernel gives its place to the last
+// socket, so nobody may close one: a Shelf keeps them open.
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// NumPlaces is how many sockets of a port can be told apart.
+	NumPlaces = 1 << placeBits
+	placeBits = 8
+	lowBits   = 24 - placeBits
+	// steerFactor spreads the low bits of a number over the place's bits.
+	steerFactor = 0x9e3779b1
+)
+
+// Place returns the place of the socket that packets to a queue pair go to.
+func Place(qpn uint32) uint32 {
+	return (qpn>>lowBits ^ qpn&(1<<lowBits-1)*steerFactor>>(32-placeBits)) & (NumPlaces - 1)
+}
+
+// PlaceNumber returns the queue pair number that has a place, and the low bits given.
+func PlaceNumber(place, low uint32) uint32 {
+	low &= 1<<lowBits - 1
+	return (Place(low)^place&(NumPlaces-1))<<lowBits | low
+}
+
+// steering is Place in the language of packet filters. Offset 0 is the first byte behind the
+// UDP header, so the destination queue pair is in the last three of the four bytes at 4.
+var steering = []unix.SockFilter{
+	{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: 4},
+	{Code: unix.BPF_ALU | unix.BPF_AND | unix.BPF_K, K: 1<<lowBits - 1},
+	{Code: unix.BPF_ALU | unix.BPF_MUL | unix.BPF_K, K: steerFactor},
+	{Code: unix.BPF_ALU | unix.BPF_RSH | unix.BPF_K, K: 32 - placeBits},
+	{Code: unix.BPF_MISC | unix.BPF_TAX},
+	{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: 4},
+	{Code: unix.BPF_ALU | unix.BPF_RSH | unix.BPF_K, K: lowBits},
+	{Code: unix.BPF_ALU | unix.BPF_AND | unix.BPF_K, K: NumPlaces - 1},
+	{Code: unix.BPF_ALU | unix.BPF_XOR | unix.BPF_X},
+	{Code: unix.BPF_RET | unix.BPF_A},
+}
+
+// steer makes the kernel choose among the sockets of the socket's port.
+func (s *UDPSocket) steer() error {
+	prog := unix.SockFprog{Len: uint16(len(steering)), Filter: &steering[0]}
+	return unix.SetsockoptSockFprog(s.fd, unix.SOL_SOCKET, unix.SO_ATTACH_REUSEPORT_CBPF, &prog)
+}
+
+// probeBytes is the length of a probe: a transport header, with an opcode that nobody has, and
+// a token.
+const probeBytes = 12 + 8
+
+// ErrNoProbe means that packets from this host to its own address do not arrive.
+var ErrNoProbe = errors.New("a packet to the host's own address does not arrive")
+
+// FindPlace finds out the socket's place: it sends packets to its own address, for one place
+// after the other, until one arrives. It begins with place 0, because the kernel gives a packet
+// for a place that no socket has to any of them. It drops what else arrives meanwhile. token is
+// any number that other processes do not use.
+func (s *UDPSocket) FindPlace(token uint64) (uint32, error) {
+	tx, err := unix.Socket(s.family(), unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.IPPROTO_UDP)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { _ = unix.Close(tx) }()
+	var b [probeBytes]byte
+	b[0] = probeOpcode
+	binary.LittleEndian.PutUint64(b[12:], token)
+	for place := range uint32(NumPlaces) {
+		binary.BigEndian.PutUint32(b[4:], PlaceNumber(place, uint32(token)))
+		if err := unix.Sendto(tx, b[:], 0, sockaddr(s.local)); err != nil {
+			return 0, fmt.Errorf("%w: %w", ErrNoProbe, err)
+		}
+		if s.drainUntil(b[:]) { // loopback delivers before sendto returns
+			return place, nil
+		}
+	}
+	return 0, ErrNoProbe
+}
+
+// probeOpcode is an opcode of the transport header that no transport has.
+const probeOpcode = 0xdf
+
+// IsProbe reports whether a packet is one that FindPlace of another process has sent.
+func IsProbe(b []byte) bool { return len(b) == probeBytes && b[0] == probeOpcode }
+
+// drainUntil receives what is there, and reports whether want was among it.
+func (s *UDPSocket) drainUntil(want []byte) bool {
+	b := make([]byte, probeBytes)
+	for {
+		n, _, err := unix.Recvfrom(s.fd, b, unix.MSG_DONTWAIT|unix.MSG_TRUNC)
+		if err == unix.EINTR {
+			continue
+		}
+		if err != nil {
+			return false
+		}
+		if n == len(want) && string(b[:n]) == string(want) {
+			return true
+		}
+	}
+}
+
+// AdoptUDP wraps a socket that another process has opened with UDPOptions.Held at an address. It
+// takes the descriptor over, unless it fails.
+func AdoptUDP(fd int, local netip.AddrPort) (*UDPSocket, error) {
+	at, err := unix.Getsockname(fd)
+	if err != nil {
+		return nil, fmt.Errorf("the descriptor of a socket: %w", err)
+	}
+	var is netip.AddrPort
+	switch a := at.(type) {
+	case *unix.SockaddrInet4:
+		is = netip.AddrPortFrom(netip.AddrFrom4(a.Addr), uint16(a.Port))
+	case *unix.SockaddrInet6:
+		is = netip.AddrPortFrom(netip.AddrFrom16(a.Addr), uint16(a.Port))
+	}
+	if is != local {
+		return nil, fmt.Errorf("a socket at %v, not %v: %w", is, local, unix.EINVAL)
+	}
+	s := &UDPSocket{fd: fd, local: local}
+	s.offloads()
+	return s, nil
+}
+
+// Inode returns the number of a descriptor's file, which no other open file of its kind has.
+func Inode(fd int) (uint64, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return 0, fmt.Errorf("fstat: %w", err)
+	}
+	return st.Ino, nil
+}
