@@ -17,6 +17,8 @@ import (
 	"math/bits"
 	"sync"
 	"sync/atomic"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // PermKey is the key of a Perm24.
@@ -98,6 +100,36 @@ func (p *Perm24) Slot(index uint32) uint32 {
 	return uint32(l<<12|r) ^ p.white
 }
 
+// placePerm is a keyed permutation of the numbers below 2^24 for numbers by which the kernel
+// chooses a socket (sys.Place): the top bits of a slot are a socket's place, and those below
+// them are permuted as by Perm24, in halves of 8 bits.
+type placePerm struct{ Perm24 }
+
+const lowSlot = 1<<PlaceSlotBits - 1
+
+func (p *placePerm) Index(slot uint32) uint32 {
+	x := uint64((slot ^ p.white) & lowSlot)
+	l, r := x>>8, x&0xff
+	l ^= mix8(r, p.factor[0])
+	r ^= mix8(l, p.factor[1])
+	l ^= mix8(r, p.factor[2])
+	r ^= mix8(l, p.factor[3])
+	return sys.PlaceNumber(slot>>PlaceSlotBits, uint32(l<<8|r))
+}
+
+func (p *placePerm) Slot(index uint32) uint32 {
+	x := uint64(index & lowSlot)
+	l, r := x>>8, x&0xff
+	r ^= mix8(l, p.factor[3])
+	l ^= mix8(r, p.factor[2])
+	r ^= mix8(l, p.factor[1])
+	l ^= mix8(r, p.factor[0])
+	return sys.Place(index)<<PlaceSlotBits | (uint32(l<<8|r)^p.white)&lowSlot
+}
+
+// mix8 is mix for 8 bits.
+func mix8(half, factor uint64) uint64 { return half * factor >> 56 }
+
 const (
 	indexBits  = 24
 	firstChunk = 64 // slots in the first chunk; each further one has twice as many
@@ -115,6 +147,8 @@ const (
 	// ranges of so many bits; there are NumRanges of them.
 	RangeBits = 10
 	NumRanges = 1 << (indexBits - RangeBits)
+	// PlaceSlotBits: each place of a socket has so many bits of slots.
+	PlaceSlotBits = 16
 )
 
 // Slots maps unpredictable 24-bit indexes to objects. Lookups take no lock and
@@ -203,18 +237,20 @@ func (s *Slots[T]) limit() uint32 {
 
 // index returns the index of a slot.
 func (s *Slots[T]) index(number uint32) uint32 {
-	if s.ranges != nil {
-		number = s.ranges.place[number>>RangeBits]<<RangeBits | number&(1<<RangeBits-1)
+	if s.ranges == nil {
+		return s.perm.Index(number)
 	}
-	return s.perm.Index(number)
+	p := placePerm{s.perm}
+	return p.Index(s.ranges.place[number>>RangeBits]<<RangeBits | number&(1<<RangeBits-1))
 }
 
 // number is the inverse of index; ok is false if the slot is another table's.
 func (s *Slots[T]) number(index uint32) (number uint32, ok bool) {
-	number = s.perm.Slot(index)
 	if s.ranges == nil {
-		return number, true
+		return s.perm.Slot(index), true
 	}
+	p := placePerm{s.perm}
+	number = p.Slot(index)
 	r := s.ranges.mine[number>>RangeBits].Load()
 	return (r-1)<<RangeBits | number&(1<<RangeBits-1), r != 0
 }
