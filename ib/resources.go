@@ -14,7 +14,6 @@ type ProcessResources struct {
 	PID      int    `json:"pid"`
 	Program  string `json:"program"`
 	Device   string `json:"device"`
-	Owner    bool   `json:"owner"`    // it has the UDP port, and forwards packets to the others
 	Answered bool   `json:"answered"` // false: the process did not answer, because it is stopped or has just ended
 
 	CQs      int            `json:"cqs"`

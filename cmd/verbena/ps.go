@@ -20,7 +20,7 @@ type psCmd struct {
 
 // Help is shown below the flags.
 func (psCmd) Help() string {
-	return `Lists the processes of this user that have a device open, in this network namespace, and what they have on it, as "rdma resource" does for adapters. One of the processes that share an address, the owner, has the UDP port and forwards packets to the others; it is marked with *.
+	return `Lists the processes of this user that have a device open, in this network namespace, and what they have on it, as "rdma resource" does for adapters.
 
 Examples:
 
@@ -55,9 +55,6 @@ func (c *psCmd) print(w io.Writer, all []verbs.DeviceResources) error {
 
 func (c *psCmd) process(w io.Writer, addr string, p *verbs.ProcessResources) {
 	pid := fmt.Sprint(p.PID)
-	if p.Owner {
-		pid += "*"
-	}
 	if !p.Answered {
 		fmt.Fprintf(w, "%s\t%s\t(does not answer)\n", addr, pid)
 		return

@@ -94,7 +94,7 @@ func TestPS(t *testing.T) {
 	out := succeed(t, "ps", "-q", "-m", "-x").stdout
 	for _, want := range []string{
 		`(?m)^ADDRESS +PID +PROGRAM`,
-		`(?m)^127\.77\.0\.203 +` + regexp.QuoteMeta(strconv.Itoa(os.Getpid())) + `\* +\S+ +2 +3 +17\.1 KiB +2 +2\.0 KiB +2 +1 `,
+		`(?m)^127\.77\.0\.203 +` + regexp.QuoteMeta(strconv.Itoa(os.Getpid())) + ` +\S+ +2 +3 +17\.1 KiB +2 +2\.0 KiB +2 +1 `,
 		`QP 0x` + fmt.Sprintf("%06x", qp.Number()) + ` +RC +RTS`,
 		`MR 0x[0-9a-f]+ +pinned +12\.1 KiB +local-write`,
 		`MW ` + fmt.Sprintf("%#x", lent.Addr()+96) + ` +type 1 +1000 B +remote-read`,
@@ -116,7 +116,7 @@ func TestPS(t *testing.T) {
 	for _, d := range list {
 		if d.Addr.String() == addr {
 			p := d.Processes[0]
-			found = len(d.Processes) == 1 && p.PID == os.Getpid() && p.Owner && p.Answered && len(p.QPs) == 2 && len(p.MRs) == 3 &&
+			found = len(d.Processes) == 1 && p.PID == os.Getpid() && p.Answered && len(p.QPs) == 2 && len(p.MRs) == 3 &&
 				len(p.MWs) == 2 && p.MWs[0].Bound != p.MWs[1].Bound && len(p.DMs) == 1 && p.DMs[0].MRs == 1 && len(p.XRCDs) == 2 && p.XRCDs[1].QPs == 1
 		}
 	}

@@ -31,7 +31,7 @@ type statCmd struct {
 
 // Help is shown below the flags.
 func (statCmd) Help() string {
-	return `Shows what on-demand paging has done in the processes of this user that have a device open, in this network namespace; the owner of an address is marked with *. The names are those of the kernel's sysfs (num_page_faults, …), of its debugfs (num_odp_mrs, …) and, with --mr, of "rdma statistic show mr". A memory region goes by a number (mrn), not by its key: keys are rights.
+	return `Shows what on-demand paging has done in the processes of this user that have a device open, in this network namespace. The names are those of the kernel's sysfs (num_page_faults, …), of its debugfs (num_odp_mrs, …) and, with --mr, of "rdma statistic show mr". A memory region goes by a number (mrn), not by its key: keys are rights.
 
 Changes that the kernel reports are counted exactly. Those that it does not report (mprotect, truncation, reclaim) are counted once, when the device finds them.
 
@@ -241,7 +241,6 @@ type statProcess struct {
 	PID      int                `json:"pid"`
 	Program  string             `json:"program"`
 	Device   string             `json:"device"`
-	Owner    bool               `json:"owner"`
 	Answered bool               `json:"answered"`
 	Counters map[string]uint64  `json:"counters,omitempty"`
 	Rates    map[string]float64 `json:"per_second,omitempty"`
@@ -272,7 +271,7 @@ func (c *statCmd) describe(s *snapshot) []statDevice {
 		out := statDevice{Addr: d.Addr}
 		for i := range d.Processes {
 			p := &d.Processes[i]
-			q := statProcess{PID: p.PID, Program: p.Program, Device: p.Device, Owner: p.Owner, Answered: p.Answered}
+			q := statProcess{PID: p.PID, Program: p.Program, Device: p.Device, Answered: p.Answered}
 			if p.Answered {
 				q.Counters, q.Rates = r.maps(d.Addr, p, -1, deviceCounters(p, c.All))
 			}

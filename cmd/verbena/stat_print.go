@@ -46,7 +46,7 @@ func (c *statCmd) processes(w *tabwriter.Writer, s *snapshot) {
 			p := &d.Processes[i]
 			// A line without tabs ends the columns above it, so each block has
 			// columns of its own.
-			fmt.Fprintf(w, "%v pid %s %s\n", d.Addr, pidOf(p), programOf(p))
+			fmt.Fprintf(w, "%v pid %d %s\n", d.Addr, p.PID, programOf(p))
 			if !p.Answered {
 				continue
 			}
@@ -75,14 +75,14 @@ func (c *statCmd) regions(w *tabwriter.Writer, s *snapshot) {
 		for i := range d.Processes {
 			p := &d.Processes[i]
 			if !p.Answered {
-				fmt.Fprintf(w, "%v\t%s\t%s\t\n", d.Addr, pidOf(p), programOf(p))
+				fmt.Fprintf(w, "%v\t%d\t%s\t\n", d.Addr, p.PID, programOf(p))
 			}
 			for k := range p.MRs {
 				m := &p.MRs[k]
 				if m.Paging == nil {
 					continue
 				}
-				fmt.Fprintf(w, "%v\t%s\t%d\t%s\t%s\t%d\t", d.Addr, pidOf(p), m.Number, m.Kind, bytesOf(m.Length), m.Present)
+				fmt.Fprintf(w, "%v\t%d\t%d\t%s\t%s\t%d\t", d.Addr, p.PID, m.Number, m.Kind, bytesOf(m.Length), m.Present)
 				for _, n := range regionCounters(m) {
 					cell := strconv.FormatUint(n.value, 10)
 					if v, ok := r.of(d.Addr, p, int(m.Number), n); ok && v > 0 {
@@ -94,14 +94,6 @@ func (c *statCmd) regions(w *tabwriter.Writer, s *snapshot) {
 			}
 		}
 	}
-}
-
-// pidOf marks the owner of an address.
-func pidOf(p *verbs.ProcessResources) string {
-	if p.Owner {
-		return strconv.Itoa(p.PID) + "*"
-	}
-	return strconv.Itoa(p.PID)
 }
 
 func programOf(p *verbs.ProcessResources) string {

@@ -24,7 +24,7 @@ var groups = []group{
 	{"local-bw-1m", "between two processes, shared memory: 1 MiB", func(b *bench) ([]contender, error) { return b.localBandwidth(1<<20, 8, nil) }},
 	{"local-shared-64k", "between two processes, memory that both can map: 64 KiB", func(b *bench) ([]contender, error) { return b.sharedBandwidth(64<<10, 32) }},
 	{"local-latency", "between two processes, shared memory: 8 bytes, half a round trip, all polling", (*bench).localLatency},
-	{"forward", "packets passed on to another process: 64 KiB", (*bench).forwarded},
+	{"udp-second", "packets to the second process of an address: 64 KiB", (*bench).second},
 	{"rate", "8-byte WRITEs in lists of 32", (*bench).rate},
 	{"qps-loop", "within a process: many queue pairs against one, 64 KiB WRITE", func(b *bench) ([]contender, error) { return b.manyQPs(b.newRig, verbs.LinkLoop) }},
 	{"qps-udp", "between two processes, packets: many queue pairs against one, 64 KiB WRITE", func(b *bench) ([]contender, error) { return b.manyQPs(b.newPeerRig, verbs.LinkUDP) }},

@@ -10,6 +10,7 @@ import (
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/qp"
+	"github.com/verbena-rdma/verbena/internal/sys"
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
@@ -39,7 +40,7 @@ func (d *Device) makeFlow(op string, a *ib.AHAttr, destQP uint32) (*train.Flow, 
 	if f.Dst.Is4() != f.Src.Is4() {
 		return nil, ib.Errorf(op, syscall.EINVAL, "%v cannot be reached from %v: not of the same IP version", f.Dst, f.Src)
 	}
-	f.SrcPort = 0xc000 | uint16(maphash.Comparable(flowSeed, [2]netip.Addr{f.Src, f.Dst})^uint64(a.FlowLabel))&0x3fff
+	f.SrcPort = 0xc000 | uint16(maphash.Comparable(flowSeed, [2]netip.Addr{f.Src, f.Dst})^uint64(a.FlowLabel^sys.Place(destQP)))&0x3fff // kernels join packets of one port
 	if f.Dst.IsMulticast() {
 		p, err := d.newGroupPeer(f)
 		if err != nil {

@@ -4,14 +4,10 @@ package device
 // link.Shared carries trains to them; this file ties both to the device.
 
 import (
-	"errors"
-	"log/slog"
 	"net"
 	"net/netip"
 	"slices"
-	"syscall"
 
-	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/mem"
@@ -57,17 +53,11 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 		Status: dev.status,
 		Memory: dev.memory,
 		Export: dev.export,
-		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg), Become: s.Listen,
+		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg),
+		Listen:  func(w *host.Sockets) (int, error) { return listen(s, w) },
 		Packets: cfg.Link == linkUDP,
 		Segment: link.PassSegment,
 		Shared:  mem.PassShared,
-		Trouble: func(err error) {
-			<-ready
-			if d := dev.Load(); d != nil {
-				d.trouble(err)
-			}
-		},
-		Joined:  func(owner int) { <-ready; s.Connect(owner) },
 		Channel: func(c *net.UnixConn, from netip.Addr, process int) { s.Accept(c, from, process, ready) },
 	})
 	if err != nil {
@@ -80,23 +70,12 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 	return s, m, nil
 }
 
-// trouble reports to the log and to the program that packets from outside do not reach the
-// device, since the process that took them has gone and no other can take its place; with a
-// nil error, that they do again.
-func (d *Device) trouble(err error) {
-	ev := ib.AsyncEvent{Type: ib.EventPortErr, Port: 1}
-	switch {
-	case err == nil:
-		slog.Info("verbena: packets from outside reach the device again", "device", d.name)
-		ev.Type = ib.EventPortActive
-	case errors.Is(err, syscall.ESTALE):
-		slog.Error("verbena: another device has taken the place of this one: no packets from outside, and no new queue pairs", "device", d.name, "err", err)
-		ev = ib.AsyncEvent{Type: ib.EventDeviceFatal}
-	default:
-		slog.Warn("verbena: packets from outside do not reach the device: the process that took them has gone, and this one cannot take its place",
-			"device", d.name, "err", err)
+// listen opens the sockets of a place.
+func listen(s *link.Shared, w *host.Sockets) (place int, err error) {
+	if w.Adopt != nil {
+		return w.Place, s.Adopt(w.Adopt)
 	}
-	d.events.push(ev)
+	return s.Listen(w.Place, w.Hold)
 }
 
 // hostLimits are the limits of all processes of the device together.

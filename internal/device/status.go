@@ -115,7 +115,7 @@ func Resources(brief bool) ([]ib.DeviceResources, error) {
 		for _, p := range l.Processes {
 			var r ib.ProcessResources
 			answered := len(p.Status) > 0 && json.Unmarshal(p.Status, &r) == nil
-			r.Slot, r.PID, r.Owner, r.Answered = p.Slot, p.PID, p.Owner, answered
+			r.Slot, r.PID, r.Answered = p.Slot, p.PID, answered
 			d.Processes = append(d.Processes, r)
 		}
 		all = append(all, d)

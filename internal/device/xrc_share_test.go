@@ -100,7 +100,7 @@ func TestXRCDomainElsewhere(t *testing.T) {
 	_, err := d.OpenXRCD(provider.XRCDConfig{File: file})
 	wantErrno(t, "nobody has it", err, syscall.EAGAIN)
 	x := must[provider.XRCD](t)(d.OpenXRCD(provider.XRCDConfig{File: file, Create: true, Exclusive: true}))
-	other := must[*host.Member](t)(host.Join(host.Config{Addrs: d.addrs, Become: func() error { return nil }}))
+	other := must[*host.Member](t)(host.Join(host.Config{Addrs: d.addrs, Listen: func(w *host.Sockets) (int, error) { return w.Place, nil }}))
 	defer closeAll(t, other)
 	name := host.Domain(x.(*XRCD).domain.name.Words())
 	if !other.DomainElsewhere(name) || d.member.DomainElsewhere(name) {

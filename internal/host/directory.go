@@ -4,18 +4,11 @@ import (
 	"net/netip"
 
 	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // MaxProcesses is how many processes can share a device.
 const MaxProcesses = 256
-
-// Numbers of queue pairs and shared receive queues are leased in ranges of slots: a slot becomes
-// a number by the permutation that hides it. A range is for queue pairs or for shared receive
-// queues, so no two objects have the same number.
-const (
-	RangeBits = mem.RangeBits
-	NumRanges = mem.NumRanges
-)
 
 // Object is a kind of thing that the device has a limited number of.
 type Object int
@@ -35,31 +28,50 @@ const (
 	NumObjects
 )
 
-// States of an entry.
+// identity is a process of a device: the number of its entry, its process id and a random
+// number. No two processes that an entry has had have the same identity, so a word that holds
+// one can be changed by compare-and-swap, however late. 0 is nobody.
+type identity uint64
+
 const (
-	processFree = iota
-	processAlive
+	slotBits  = 8  // MaxProcesses
+	nonceBits = 34 // the remaining 22 bits are the process id, which Linux keeps below 1<<22
 )
+
+func makeIdentity(pid int, nonce uint64, slot int) identity {
+	return identity(uint64(pid)<<(nonceBits+slotBits) | nonce%(1<<nonceBits)<<slotBits | uint64(slot))
+}
+
+func (i identity) slot() int     { return int(i % MaxProcesses) }
+func (i identity) pid() int      { return int(i >> (nonceBits + slotBits)) }
+func (i identity) nonce() uint64 { return uint64(i) >> slotBits % (1 << nonceBits) }
+
+// holder returns the process that an identity stands for, if it still has its entry.
+func (d *directory) holder(i identity) (process int, ok bool) {
+	if i == 0 {
+		return 0, false
+	}
+	return i.slot(), d.process[i.slot()].ready.Load() == uint64(i)
+}
+
+// process returns who has an entry; 0: nobody, or a process that is not ready.
+func (d *directory) who(slot int) identity {
+	if slot < 0 || slot >= MaxProcesses {
+		return 0
+	}
+	e := &d.process[slot]
+	if id := e.id.Load(); id != 0 && e.ready.Load() == id {
+		return identity(id)
+	}
+	return 0
+}
 
 // findQP returns the process that a queue pair belongs to.
 func (d *directory) findQP(qpn uint32) (process int, ok bool) {
 	if qpn>>24 != 0 {
 		return 0, false
 	}
-	return d.find(d.perm.Slot(qpn))
-}
-
-// find returns the process that holds a slot of the queue pair numbers.
-func (d *directory) find(slot uint32) (process int, ok bool) {
-	r := slot >> RangeBits
-	if r >= NumRanges {
-		return 0, false
-	}
-	p := int(d.lease[r].Load()) - 1
-	if p < 0 || p >= MaxProcesses || d.process[p].state.Load() != processAlive {
-		return 0, false
-	}
-	return p, true
+	return d.holder(identity(d.place[sys.Place(qpn)].holder.Load()))
 }
 
 // byPackets reports whether a process wants to be reached by packets alone.
@@ -77,13 +89,14 @@ func (d *directory) first() netip.Addr {
 }
 
 // claim takes a free entry for a process: the next one after the last taken, so that an entry
-// is not soon used again. Only the owner calls it.
-func (d *directory) claim(pid int, nonce uint64) (slot int, ok bool) {
+// is not soon used again.
+func (d *directory) claim(pid int, nonce uint64) (identity, bool) {
 	last := int(d.claimed.Load())
 	for k := range d.process {
 		i := (last + 1 + k) % MaxProcesses
 		e := &d.process[i]
-		if e.state.Load() == processAlive {
+		id := makeIdentity(pid, nonce, i)
+		if !e.id.CompareAndSwap(0, uint64(id)) {
 			continue
 		}
 		e.packets.Store(0)
@@ -93,47 +106,37 @@ func (d *directory) claim(pid int, nonce uint64) (slot int, ok bool) {
 		for k := range e.domains {
 			e.domains[k].used.Store(0)
 		}
-		e.pid.Store(uint32(pid))
-		e.nonce.Store(nonce)
-		e.state.Store(processAlive)
+		e.ready.Store(uint64(id))
 		d.claimed.Store(uint32(i))
-		return i, true
+		return id, true
 	}
 	return 0, false
 }
 
-// release frees the entry and the ranges of a process that is gone. Only the
-// owner calls it.
-func (d *directory) release(slot int) {
-	d.process[slot].state.Store(processFree)
-	for r := range d.lease {
-		if d.lease[r].Load() == uint32(slot)+1 {
-			d.lease[r].Store(0)
-		}
+// release frees the places and the entry of a process that is gone. Any number of processes may
+// do so at the same time.
+func (d *directory) release(id identity) {
+	for p := range d.place {
+		d.place[p].holder.CompareAndSwap(uint64(id), 0)
 	}
+	d.process[id.slot()].id.CompareAndSwap(uint64(id), 0)
 }
 
-// grant leases a range to a process: the next free one after the last leased, so that numbers
-// are not soon used again. Only the owner calls it.
-func (d *directory) grant(slot int) (r uint32, ok bool) {
-	last := d.granted.Load() % NumRanges
-	for i := range uint32(NumRanges) {
-		r = (last + 1 + i) % NumRanges
-		if d.lease[r].Load() == 0 {
-			d.lease[r].Store(uint32(slot) + 1)
-			d.granted.Store(r)
-			return r, true
-		}
-	}
-	return 0, false
-}
-
-// total adds up what all living processes have.
+// total adds up what all processes have.
 func (d *directory) total(o Object) (n uint64) {
 	for i := range d.process {
-		if e := &d.process[i]; e.state.Load() == processAlive {
-			n += e.count[o].Load()
+		if d.who(i) != 0 {
+			n += d.process[i].count[o].Load()
 		}
 	}
 	return n
 }
+
+// lease returns the next range of slots of a place that a process holds: see mem.Slots. It is
+// not the one that an earlier process has used last.
+func (d *directory) lease(place int) uint32 {
+	return uint32(place)*rangesOfPlace + d.place[place].next.Add(1)%rangesOfPlace
+}
+
+// rangesOfPlace is how many ranges of slots a place has.
+const rangesOfPlace = 1 << (mem.PlaceSlotBits - mem.RangeBits)

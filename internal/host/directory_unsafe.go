@@ -26,24 +26,28 @@ type layout struct {
 	addr   [16]byte // the device's first address, by which its processes are named
 	v4     bool
 
-	owner   atomic.Uint32 // slot of the owner, or of the one that has gone
-	granted atomic.Uint32 // the range that was leased last
 	claimed atomic.Uint32 // the entry that was taken last
 	_       [64]byte
 	process [MaxProcesses]entry
-	lease   [NumRanges]atomic.Uint32 // by range: slot+1 of the process that holds it
+	place   [sys.NumPlaces]placeEntry
 }
 
-// entry is one process. While it is alive, the process itself writes packets, count and
-// domains; the owner writes the rest.
+// entry is one process. The process itself writes all but id, which any process takes away from
+// one that is dead.
 type entry struct {
-	state   atomic.Uint32
-	pid     atomic.Uint32
-	nonce   atomic.Uint64
+	id      atomic.Uint64 // the process's identity; 0: the entry is free
+	ready   atomic.Uint64 // the same, once what follows is the process's
 	packets atomic.Uint32 // not 0: it wants packets, see Config.Packets
 	count   [NumObjects]atomic.Uint64
 	domains [MaxDomains]domainEntry
 	_       [64]byte
+}
+
+// placeEntry is one place: see places.go.
+type placeEntry struct {
+	holder atomic.Uint64           // identity of the process that has the place; 0: no process
+	socket [maxAddrs]atomic.Uint64 // inodes of the sockets, by address; 0: there is none yet
+	next   atomic.Uint32           // counts the ranges of slots that were leased
 }
 
 // domainEntry is an XRC domain that a process has open, if used is not 0.
@@ -52,7 +56,7 @@ type domainEntry struct {
 	name [2]atomic.Uint64
 }
 
-const layoutMagic = 0x7665726265_6e61_04 // "verbena", version 4
+const layoutMagic = 0x7665726265_6e61_05 // "verbena", version 5
 
 var errDirectory = errors.New("the directory of the device is damaged, or of another version")
 

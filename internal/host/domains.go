@@ -13,7 +13,7 @@ type Domain [2]uint64
 // is no room. Of two processes that add the same domain and then call DomainElsewhere, at
 // least one sees the other.
 func (m *Member) AddDomain(d Domain) bool {
-	own := &m.dir.process[m.slot]
+	own := &m.dir.process[m.Slot()]
 	for i := range own.domains {
 		if e := &own.domains[i]; e.used.Load() == 0 {
 			e.name[0].Store(d[0])
@@ -27,7 +27,7 @@ func (m *Member) AddDomain(d Domain) bool {
 
 // DropDomain undoes AddDomain.
 func (m *Member) DropDomain(d Domain) {
-	own := &m.dir.process[m.slot]
+	own := &m.dir.process[m.Slot()]
 	for i := range own.domains {
 		if e := &own.domains[i]; e.is(d) {
 			e.used.Store(0)
@@ -43,12 +43,15 @@ func (m *Member) DomainElsewhere(d Domain) bool { return len(m.DomainHolders(d))
 func (m *Member) DomainHolders(d Domain) (processes []int) {
 	for i := range m.dir.process {
 		p := &m.dir.process[i]
-		if i == m.slot || p.state.Load() != processAlive {
+		id := m.dir.who(i)
+		if i == m.Slot() || id == 0 {
 			continue
 		}
 		for k := range p.domains {
 			if p.domains[k].is(d) {
-				processes = append(processes, i)
+				if m.dir.alive(id) {
+					processes = append(processes, i)
+				}
 				break
 			}
 		}

@@ -2,6 +2,7 @@ package host
 
 import (
 	"bufio"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -12,30 +13,35 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// Each test has addresses of its own. Nothing is bound to them: they only make names of
-// sockets.
+// Each test has addresses of its own.
 func addr(n byte) netip.Addr { return netip.AddrFrom4([4]byte{127, 99, 0, n}) }
 
 type joined struct {
 	*Member
-	became atomic.Int32
+	udp udp
 }
 
 func join(t *testing.T, addrs ...netip.Addr) *joined {
 	t.Helper()
-	j := &joined{}
+	return joinWith(t, udp{addrs: addrs})
+}
+
+func joinWith(t *testing.T, u udp) *joined {
+	t.Helper()
+	j, addrs := &joined{udp: u}, u.addrs
 	ready := make(chan struct{})
 	var err error
-	j.Member, err = Join(Config{Addrs: addrs, Limits: manyObjects(), Become: func() error { j.became.Add(1); return nil },
+	j.Member, err = Join(Config{Addrs: addrs, Limits: manyObjects(), Listen: j.udp.listen,
 		Channel: func(c *net.UnixConn, _ netip.Addr, _ int) {
 			<-ready
 			_, _ = c.Write([]byte(fmt.Sprint(j.Slot())))
@@ -52,7 +58,7 @@ func join(t *testing.T, addrs ...netip.Addr) *joined {
 		t.Fatal(err)
 	}
 	close(ready)
-	t.Cleanup(func() { _ = j.Close() })
+	t.Cleanup(func() { j.udp.close(); _ = j.Close() })
 	return j
 }
 
@@ -78,9 +84,6 @@ func TestJoin(t *testing.T) {
 	a := join(t, addr(1))
 	b := join(t, addr(1))
 	c := join(t, addr(2))
-	if !a.IsOwner() || b.IsOwner() || !c.IsOwner() || a.became.Load() != 1 || b.became.Load() != 0 {
-		t.Fatal("the first one of an address is its owner")
-	}
 	if a.Slot() == b.Slot() || a.Key() != b.Key() || a.Key() == c.Key() {
 		t.Errorf("slots %d and %d", a.Slot(), b.Slot())
 	}
@@ -95,12 +98,12 @@ func TestJoin(t *testing.T) {
 	}
 	for r, slot := range seen {
 		for _, j := range []*joined{a, b} {
-			if p, ok := j.dir.find(r<<RangeBits + 5); !ok || p != slot {
+			if p, ok := j.find(r<<mem.RangeBits + 5); !ok || p != slot {
 				t.Errorf("range %d: process %d (%v), want %d", r, p, ok, slot)
 			}
 		}
 	}
-	if _, ok := a.dir.find(1 << 30); ok {
+	if _, ok := a.Find(1 << 30); ok {
 		t.Error("a number that cannot be is somebody's")
 	}
 
@@ -126,7 +129,7 @@ func TestJoin(t *testing.T) {
 	}
 	eventually(t, "it is forgotten", func() bool { _, err := a.Dial(b.Slot()); return errors.Is(err, syscall.ESRCH) })
 	for r, slot := range seen {
-		if _, ok := a.dir.find(r << RangeBits); ok != (slot == a.Slot()) {
+		if _, ok := a.find(r << mem.RangeBits); ok != (slot == a.Slot()) {
 			t.Errorf("range %d of process %d: %v", r, slot, ok)
 		}
 	}
@@ -150,93 +153,126 @@ func TestLimits(t *testing.T) {
 	eventually(t, "what it had is free", func() bool { return !a.Over(MRs) })
 }
 
-// When the owner goes, another process takes its place; each process keeps its numbers.
-func TestTakeOver(t *testing.T) {
-	first := join(t, addr(4))
-	rest := []*joined{join(t, addr(4)), join(t, addr(4)), join(t, addr(4))}
-	ranges := map[uint32]int{}
-	for _, j := range rest {
-		ranges[j.lease(t)] = j.Slot()
-	}
-	gone := first.lease(t)
-	for len(rest) > 0 {
-		_ = first.Close()
-		eventually(t, "there is a new owner", func() bool { return slices.ContainsFunc(rest, func(j *joined) bool { return j.IsOwner() }) })
-		i := slices.IndexFunc(rest, func(j *joined) bool { return j.IsOwner() })
-		if n := rest[i].became.Load(); n != 1 {
-			t.Errorf("it became the owner %d times", n)
+// find returns the process that has a slot.
+func (j *joined) find(slot uint32) (process int, ok bool) {
+	return j.Find(sys.PlaceNumber(slot>>mem.PlaceSlotBits, 77))
+}
+
+// Processes that leave take nothing from the others, whichever of them has come first.
+func TestLeave(t *testing.T) {
+	all := []*joined{join(t, addr(4)), join(t, addr(4)), join(t, addr(4)), join(t, addr(4))}
+	for len(all) > 1 {
+		_ = all[0].Close()
+		all = all[1:]
+		late := join(t, addr(4))
+		if late.ID() != all[0].ID() {
+			t.Fatal("another device")
 		}
-		for _, j := range rest {
-			r := j.lease(t) // which works for every process, and so with the new owner
-			if _, twice := ranges[r]; twice {
-				t.Fatalf("range %d is leased twice", r)
-			}
-			ranges[r] = j.Slot()
-		}
-		for r, slot := range ranges {
-			living := slices.ContainsFunc(rest, func(j *joined) bool { return j.Slot() == slot })
-			if p, ok := rest[0].dir.find(r << RangeBits); living && (!ok || p != slot) {
-				t.Errorf("range %d: process %d (%v), want %d", r, p, ok, slot)
+		_ = late.Close()
+		for _, j := range all {
+			r := j.lease(t)
+			for _, k := range all {
+				if p, ok := k.find(r << mem.RangeBits); !ok || p != j.Slot() {
+					t.Errorf("range %d: process %d (%v), want %d", r, p, ok, j.Slot())
+				}
 			}
 		}
-		if _, ok := rest[0].dir.find(gone << RangeBits); ok && ranges[gone] == 0 {
-			t.Error("the owner's range is still somebody's")
-		}
-		first = rest[i]
-		rest = slices.Delete(rest, i, i+1)
 	}
 }
 
-// Trouble is called when a member cannot become the owner, and again when it can at last.
-func TestTakeOverTrouble(t *testing.T) {
-	first := join(t, addr(20))
-	var busy atomic.Bool
-	busy.Store(true)
-	said := make(chan error, 10)
-	m, err := Join(Config{Addrs: []netip.Addr{addr(20)}, Trouble: func(err error) { said <- err }, Become: func() error {
-		if busy.Load() {
-			return refuse(syscall.EADDRINUSE, "the port is taken")
+// A place is used again when its process has gone, with its sockets, and begins with other
+// numbers.
+func TestPlacesAgain(t *testing.T) {
+	stays := join(t, addr(20), addr(21))
+	seen := map[uint32]bool{}
+	for i := range 20 {
+		j := join(t, addr(20), addr(21))
+		r := j.lease(t)
+		if p := r / rangesOfPlace; p != 1 || seen[r] || j.udp.bound != min(1, 1-min(i, 1)) {
+			t.Errorf("process %d: range %d of place %d, sockets bound %d times", i, r, p, j.udp.bound)
 		}
-		return nil
-	}})
-	if err != nil {
-		t.Fatal(err)
+		seen[r] = true
+		j.udp.close()
+		_ = j.Close()
 	}
-	defer func() { _ = m.Close() }()
-	_ = first.Close()
-	if err := <-said; !errors.Is(err, syscall.EADDRINUSE) {
-		t.Errorf("it says %v", err)
+	_ = stays
+}
+
+// Where sockets cannot be laid on the shelf, places move when a process ends. Then others still
+// join, with numbers of their own.
+func TestLoose(t *testing.T) {
+	loose := func() *joined { return joinWith(t, udp{addrs: []netip.Addr{addr(29)}, loose: true}) }
+	all := []*joined{loose(), loose(), loose()}
+	all[0].udp.close()
+	_ = all[0].Close()
+	all = append(all[1:], loose(), loose())
+	seen := map[uint32]bool{}
+	for _, j := range all {
+		seen[j.lease(t)/rangesOfPlace] = true
 	}
-	busy.Store(false)
-	if err := <-said; err != nil || !m.IsOwner() {
-		t.Errorf("it says %v, owner %v", err, m.IsOwner())
-	}
-	if len(said) > 0 {
-		t.Errorf("and then it says %v", <-said)
+	if len(seen) != len(all) {
+		t.Errorf("%d processes have numbers of %d places", len(all), len(seen))
 	}
 }
 
-// A member whose device has been replaced by another one gives up.
-func TestTakeOverStale(t *testing.T) {
-	first := join(t, addr(21))
-	said := make(chan error, 10)
-	m, err := Join(Config{Addrs: []netip.Addr{addr(21)}, Trouble: func(err error) { said <- err },
-		Become: func() error { return errors.New("let others") }})
+// A process that needs more numbers than a place has gets another place.
+func TestManyRanges(t *testing.T) {
+	j := join(t, addr(26))
+	seen := map[uint32]bool{}
+	for range 2*rangesOfPlace + 1 {
+		seen[j.lease(t)] = true
+	}
+	if len(seen) != 2*rangesOfPlace+1 || j.udp.bound != 3 {
+		t.Errorf("%d ranges, sockets bound %d times", len(seen), j.udp.bound)
+	}
+}
+
+// A stopped process keeps nobody waiting: neither those that are there nor those that come.
+func TestStopped(t *testing.T) {
+	c := start(t, addr(27), -1)
+	c.expect(t, "slot")
+	a := join(t, addr(27))
+	if err := c.cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.cmd.Process.Signal(syscall.SIGCONT) })
+	for range 3 {
+		b := join(t, addr(27))
+		if b.ID() != a.ID() {
+			t.Fatal("another device")
+		}
+		if r := b.lease(t); r/rangesOfPlace == a.lease(t)/rangesOfPlace {
+			t.Error("two processes have numbers of the same place")
+		}
+	}
+	d, err := a.Look(addr(27))
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = m.Close() }()
-	other := join(t, addr(21))
-	// The new owner finds the member's entry as if the member had come back too late, and
-	// another process had it.
-	m.dir.process[m.slot].nonce.Store(1)
-	_ = first.Close()
-	eventually(t, "there is a new owner", func() bool { return other.IsOwner() })
-	if err := <-said; !errors.Is(err, syscall.ESTALE) {
-		t.Errorf("it says %v", err)
+	_ = d.Close()
+}
+
+// A process of another user that takes the name of one that has ended does not keep what that
+// one had.
+func TestSquatted(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("needs root: to be another user")
 	}
-	if _, err := m.Lease(); !errors.Is(err, syscall.ESTALE) {
-		t.Errorf("a range: %v", err)
+	a := join(t, addr(28))
+	c := start(t, addr(28), -1)
+	c.expect(t, "slot")
+	i := 0
+	for a.dir.who(i).pid() != c.cmd.Process.Pid {
+		i++
+	}
+	name := processName(addr(28), a.dir.who(i))
+	_ = c.cmd.Process.Kill()
+	_ = c.cmd.Wait()
+	s := startWith(t, squatEnv+"="+name, 65534)
+	s.expect(t, "squatting")
+	a.Gone(i)
+	if a.dir.who(i) != 0 {
+		t.Error("the entry is not free")
 	}
 }
 
@@ -245,7 +281,7 @@ func TestTakeOverStale(t *testing.T) {
 func TestListDeadline(t *testing.T) {
 	stuck := make(chan struct{})
 	for range 3 {
-		m, err := Join(Config{Addrs: []netip.Addr{addr(22)}, Become: func() error { return nil }, Status: func(bool) any { <-stuck; return nil }})
+		m, err := Join(Config{Addrs: []netip.Addr{addr(22)}, Listen: (&udp{addrs: []netip.Addr{addr(22)}}).listen, Status: func(bool) any { <-stuck; return nil }})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -275,7 +311,7 @@ func TestListDeadline(t *testing.T) {
 	}
 }
 
-// A process that is stopped, and owns its device, is listed all the same.
+// A stopped process that has its device alone is listed all the same.
 func TestListStopped(t *testing.T) {
 	c := start(t, addr(23), -1)
 	c.expect(t, "slot")
@@ -304,13 +340,13 @@ func TestListStopped(t *testing.T) {
 func TestRefused(t *testing.T) {
 	join(t, addr(5), addr(6))
 	for _, addrs := range [][]netip.Addr{{addr(5)}, {addr(6)}, {addr(6), addr(5)}, {addr(7), addr(6)}} {
-		_, err := Join(Config{Addrs: addrs, Become: func() error { return nil }})
+		_, err := Join(Config{Addrs: addrs, Listen: (&udp{addrs: addrs}).listen})
 		if !errors.Is(err, syscall.EADDRINUSE) {
 			t.Errorf("%v: %v", addrs, err)
 		}
 	}
 	busy := errors.New("the port is taken")
-	if _, err := Join(Config{Addrs: []netip.Addr{addr(7)}, Become: func() error { return busy }}); !errors.Is(err, busy) {
+	if _, err := Join(Config{Addrs: []netip.Addr{addr(7)}, Listen: func(*Sockets) (int, error) { return 0, busy }}); !errors.Is(err, busy) {
 		t.Errorf("%v", err)
 	}
 	join(t, addr(7)) // the refused one has left nothing behind
@@ -326,8 +362,7 @@ func TestLook(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	perm := mem.NewPerm24(a.Key())
-	if p, ok := d.Find(perm.Index(a.lease(t) << RangeBits)); !ok || p != a.Slot() {
+	if p, ok := d.Find(sys.PlaceNumber(a.lease(t)/rangesOfPlace, 1)); !ok || p != a.Slot() {
 		t.Errorf("process %d, %v", p, ok)
 	}
 	conn, err := d.Dial(a.Slot())
@@ -357,7 +392,7 @@ func TestList(t *testing.T) {
 			t.Fatalf("process %d is missing", j.Slot())
 		}
 		p := list[i].Processes[k]
-		if want := fmt.Sprintf(`{"slot":%d}`, j.Slot()); p.PID != os.Getpid() || p.Owner != (j == a) || string(p.Status) != want {
+		if want := fmt.Sprintf(`{"slot":%d}`, j.Slot()); p.PID != os.Getpid() || string(p.Status) != want {
 			t.Errorf("%+v, %s, want %s", p, p.Status, want)
 		}
 	}
@@ -385,6 +420,11 @@ type another struct {
 
 func start(t *testing.T, a netip.Addr, uid int) *another {
 	t.Helper()
+	return startWith(t, childEnv+"="+a.String(), uid)
+}
+
+func startWith(t *testing.T, env string, uid int) *another {
+	t.Helper()
 	exe, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
@@ -401,7 +441,7 @@ func start(t *testing.T, a netip.Addr, uid int) *another {
 		}
 	}
 	c := &another{cmd: exec.Command(exe), lines: make(chan string, 1000)}
-	c.cmd.Env = append(os.Environ(), childEnv+"="+a.String())
+	c.cmd.Env = append(os.Environ(), env)
 	c.cmd.Stderr, c.cmd.Dir = os.Stderr, "/"
 	c.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	if uid >= 0 {
@@ -473,22 +513,28 @@ func (c *another) expectRefusal(t *testing.T) string {
 	return ""
 }
 
-// Processes come, are killed at any time, and the owner most of all. Those that
-// are left stay one device.
+// Processes come, are stopped and killed at any time. Those that are left stay one device, and
+// the kernel brings each of them the packets for its queue pairs.
 func TestKilled(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	rng := rand.New(rand.NewPCG(seed, 1))
-	rounds := 6
+	rounds := 8
 	if os.Getenv("VERBENA_FULL") != "" {
-		rounds = 60
+		rounds = 80
 	}
-	var living []*another
+	stays := join(t, addr(10))
+	var squatter *another
+	if os.Getuid() == 0 { // another user wants the address
+		squatter = startWith(t, squatEnv+"="+doorName(addr(10)), 65534)
+		squatter.expect(t, "trying")
+	}
+	var living, stopped []*another
 	for range 8 {
 		living = append(living, start(t, addr(10), -1))
 	}
 	for range rounds {
-		time.Sleep(time.Duration(rng.IntN(30)) * time.Millisecond)
+		time.Sleep(time.Duration(rng.IntN(30)) * time.Millisecond) // until they are anywhere
 		for range 1 + rng.IntN(3) {
 			i := rng.IntN(len(living))
 			if err := living[i].cmd.Process.Kill(); err != nil {
@@ -496,54 +542,63 @@ func TestKilled(t *testing.T) {
 			}
 			living[i] = start(t, addr(10), -1)
 		}
+		if i := rng.IntN(len(living)); rng.IntN(2) == 0 {
+			if err := living[i].cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+				t.Fatal(err)
+			}
+			stopped = append(stopped, living[i])
+			living = slices.Delete(living, i, i+1)
+			living = append(living, start(t, addr(10), -1))
+		}
 	}
+	// Every process gets numbers, and no two processes the same.
+	places := map[string]*another{}
 	for _, c := range living {
 		c.expect(t, "slot")
-	}
-	// Every process still gets numbers, and no two processes the same.
-	seen := map[string]bool{}
-	for _, c := range living {
 		if _, err := fmt.Fprintln(c.in); err != nil {
 			t.Fatal(err)
 		}
-		l := c.expect(t, "range")
-		if seen[l] {
-			t.Errorf("%s is leased twice", l)
+		var r int
+		if _, err := fmt.Sscanf(c.expect(t, "range"), "range %d", &r); err != nil {
+			t.Fatal(err)
 		}
-		seen[l] = true
+		place := fmt.Sprint(r / rangesOfPlace)
+		if places[place] != nil {
+			t.Errorf("place %s has two processes", place)
+		}
+		places[place] = c
 	}
-	// In the end the directory has exactly the processes that are left.
-	defer func() {
-		if t.Failed() {
-			for _, c := range living {
-				t.Logf("%d is alive", c.cmd.Process.Pid)
+	tx, err := net.Dial("udp", netip.AddrPortFrom(addr(10), 4791).String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer tx.Close()
+	for place, c := range places {
+		for range 20 {
+			p, _ := strconv.Atoi(place)
+			var b [16]byte
+			binary.BigEndian.PutUint32(b[4:], sys.PlaceNumber(uint32(p), rng.Uint32()))
+			binary.BigEndian.PutUint32(b[12:], rng.Uint32())
+			if _, err := tx.Write(b[:]); err != nil {
+				t.Fatal(err)
 			}
-			if d, err := look(addr(10)); err == nil {
-				for i := range d.process {
-					if e := &d.process[i]; e.state.Load() == processAlive {
-						t.Logf("process %d: pid %d, owner %v", i, e.pid.Load(), int(d.owner.Load()) == i)
-					}
-				}
-				_ = d.close()
-			}
-			all, _ := names()
-			t.Log(all)
+			c.expect(t, fmt.Sprintf("packet %x", b))
 		}
-	}()
-	eventually(t, "the dead are forgotten", func() bool {
-		d, err := look(addr(10))
-		if err != nil {
-			return false
+	}
+	if squatter != nil && len(squatter.lines) > 0 {
+		t.Errorf("another user's process: %s", <-squatter.lines)
+	}
+	// The dead are forgotten, the stopped are not.
+	stays.dir.sweep()
+	n := 0
+	for i := range stays.dir.process {
+		if stays.dir.process[i].id.Load() != 0 {
+			n++
 		}
-		defer d.close()
-		n := 0
-		for i := range d.process {
-			if d.process[i].state.Load() == processAlive {
-				n++
-			}
-		}
-		return n == len(living)
-	})
+	}
+	if n < 1+len(living) || n > 1+len(living)+len(stopped) { // one that was stopped early has no entry yet
+		t.Errorf("%d entries for %d processes and %d stopped ones", n, 1+len(living), len(stopped))
+	}
 }
 
 // A hundred processes on one address. (What they do there is package interop's.)
@@ -559,11 +614,4 @@ func TestHundred(t *testing.T) {
 	if len(slots) != 100 {
 		t.Errorf("%d slots", len(slots))
 	}
-}
-
-// IsOwner reports whether this process receives the packets from other hosts.
-func (m *Member) IsOwner() bool {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	return m.owner != nil
 }

@@ -51,16 +51,16 @@ type Export struct {
 func (p *process) export(c *net.UnixConn, token string, object uint64) {
 	x, err := p.cfg.Export(token, object, c)
 	if err != nil {
-		_ = send(c, refused(err), -1) // the importer may have gone
+		_ = send(c, refused(err)) // the importer may have gone
 		return
 	}
 	defer x.Close()
-	err = send(c, &reply{Extent: &x.Extent}, x.Guard)
+	err = send(c, &reply{Extent: &x.Extent}, some(x.Guard)...)
 	refuseFD(x.Guard) // a copy has been sent
 	for err == nil && p.stays(c) {
 		var q request
-		fd, bad := receive(c, &q)
-		refuseFD(fd)
+		fds, bad := receive(c, &q)
+		refuseFDs(fds)
 		if bad != nil || q.Op != opDestroy {
 			return
 		}
@@ -68,7 +68,7 @@ func (p *process) export(c *net.UnixConn, token string, object uint64) {
 		if bad = x.Destroy(); bad != nil {
 			r = refused(bad)
 		}
-		err = send(c, r, -1)
+		err = send(c, r)
 	}
 }
 
@@ -122,8 +122,8 @@ func FetchObject(handle string, object uint64) (*Import, error) {
 // Destroy has the exporter destroy the object. If the exporter has ended, its objects are gone,
 // and Destroy returns nil.
 func (i *Import) Destroy() error {
-	_, fd, err := askWithin(i.c, &request{Op: opDestroy}, untilGone)
-	refuseFD(fd)
+	fds, err := askWithin(i.c, &request{Op: opDestroy}, &reply{}, untilGone)
+	refuseFDs(fds)
 	if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) || errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET) {
 		return nil
 	}

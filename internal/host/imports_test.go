@@ -16,7 +16,7 @@ import (
 func exporting(t *testing.T, a netip.Addr) (*Member, <-chan struct{}) {
 	t.Helper()
 	ended := make(chan struct{}, 10)
-	m, err := Join(Config{Addrs: []netip.Addr{a}, Limits: manyObjects(), Become: func() error { return nil },
+	m, err := Join(Config{Addrs: []netip.Addr{a}, Limits: manyObjects(), Listen: (&udp{addrs: []netip.Addr{a}}).listen,
 		Export: func(token string, object uint64, _ *net.UnixConn) (*Export, error) {
 			if token != "token" || object != 7 {
 				return nil, syscall.ENOENT

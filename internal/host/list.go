@@ -25,7 +25,6 @@ type Listing struct {
 type Process struct {
 	Slot   int
 	PID    int
-	Owner  bool // it receives the packets from other hosts
 	Status json.RawMessage
 
 	name string // of its socket; empty if the socket is gone
@@ -78,7 +77,7 @@ type finding struct {
 func lookAll(names []string) []finding {
 	var all []finding
 	for _, n := range slices.Compact(slices.Sorted(slices.Values(names))) {
-		if a, err := netip.ParseAddr(strings.TrimPrefix(n, namePrefix)); err == nil { // an owner's name
+		if a, err := netip.ParseAddr(strings.TrimPrefix(n, namePrefix)); err == nil { // a door's name
 			all = append(all, finding{addr: a})
 		}
 	}
@@ -99,7 +98,7 @@ func lookAll(names []string) []finding {
 // sockets alone.
 func silent(a netip.Addr, names []string) (list []Process) {
 	for _, n := range names {
-		rest, ok := strings.CutPrefix(n, ownerName(a)+"/")
+		rest, ok := strings.CutPrefix(n, doorName(a)+"/")
 		pid, _, _ := strings.Cut(rest, "-")
 		number, err := strconv.Atoi(pid)
 		if ok && err == nil && !slices.ContainsFunc(list, func(p Process) bool { return p.name == n }) {
@@ -135,16 +134,16 @@ func askAll(list []Listing, brief bool) {
 func (d *directory) processes(names []string) []Process {
 	var list []Process
 	for i := range d.process {
-		e := &d.process[i]
-		if e.state.Load() != processAlive {
+		id := d.who(i)
+		if id == 0 {
 			continue
 		}
-		p := Process{Slot: i, PID: int(e.pid.Load()), Owner: int(d.owner.Load()) == i}
-		suffix := processSuffix(e.pid.Load(), e.nonce.Load())
-		if k := slices.IndexFunc(names, func(n string) bool { return strings.HasSuffix(n, suffix) }); k >= 0 {
+		p := Process{Slot: i, PID: id.pid()}
+		suffix := processSuffix(id)
+		if k := slices.IndexFunc(names, func(n string) bool { return strings.HasSuffix(n, suffix) }); k >= 0 { // else it has ended
 			p.name = names[k]
+			list = append(list, p)
 		}
-		list = append(list, p)
 	}
 	return list
 }
@@ -155,7 +154,7 @@ func status(name string, brief bool, deadline time.Time) (json.RawMessage, error
 		return nil, err
 	}
 	defer c.Close() //nolint:errcheck // nothing is lost with it
-	if err := send(c, &request{Op: opStatus, Protocol: protocol, Brief: brief}, -1); err != nil {
+	if err := send(c, &request{Op: opStatus, Protocol: protocol, Brief: brief}); err != nil {
 		return nil, err
 	}
 	return receiveLong(c, deadline)

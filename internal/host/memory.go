@@ -49,7 +49,7 @@ func FetchMemory(handle string) (fd int, length uint64, err error) {
 func (p *process) passMemory(c *net.UnixConn, token string) {
 	fd, length, err := p.cfg.Memory(token)
 	if err != nil {
-		_ = send(c, refused(err), -1) // the process that asked may have gone
+		_ = send(c, refused(err)) // the process that asked may have gone
 		return
 	}
 	_ = send(c, &reply{Length: length}, fd)

@@ -20,7 +20,7 @@ func TestMemory(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer sys.CloseFD(memory)
-	m, err := Join(Config{Addrs: []netip.Addr{addr(77)}, Limits: manyObjects(), Become: func() error { return nil },
+	m, err := Join(Config{Addrs: []netip.Addr{addr(77)}, Limits: manyObjects(), Listen: (&udp{addrs: []netip.Addr{addr(77)}}).listen,
 		Memory: func(got string) (int, uint64, error) {
 			if got != token {
 				return -1, 0, syscall.ENOENT

@@ -18,17 +18,15 @@ import (
 // in the output of strace.
 
 const (
-	protocol   = 2
+	protocol   = 3
 	maxMessage = 4 << 10
 	namePrefix = "@verbena/"
 )
 
-// Operations of a request to an owner.
+// Operations of a request at the door.
 const (
-	opJoin   = "join"   // become a process of the device
-	opRejoin = "rejoin" // the same, with the entry that the process has in the directory
-	opLook   = "look"   // get the directory
-	opLease  = "lease"  // get a range of slots for numbers
+	opJoin = "join" // get the files that the processes of the device share
+	opLook = "look" // get the directory
 )
 
 // Operations of a request to a process.
@@ -45,10 +43,7 @@ type request struct {
 	Op       string       `json:"op"`
 	Protocol int          `json:"protocol"`
 	Addrs    []netip.Addr `json:"addrs,omitempty"` // join: all of the device; channel: the asker's first
-	PID      int          `json:"pid,omitempty"`
-	Nonce    uint64       `json:"nonce,omitempty"`
-	Slot     int          `json:"slot,omitempty"`  // rejoin, channel
-	ID       [2]uint64    `json:"id,omitempty"`    // rejoin: of the directory
+	Slot     int          `json:"slot,omitempty"`  // channel: the asker's number in its device
 	Token    string       `json:"token,omitempty"` // memory: which; import: of which set of objects
 	Brief    bool         `json:"brief,omitempty"` // status: totals, no lists
 	Segment  uint64       `json:"segment,omitempty"`
@@ -57,14 +52,11 @@ type request struct {
 }
 
 type reply struct {
-	Errno syscall.Errno `json:"errno,omitempty"`
-	Err   string        `json:"err,omitempty"`
-	Slot  int           `json:"slot"`
-	Range uint32        `json:"range"`
-
-	What   []byte  `json:"what,omitempty"`   // shared: for the opener
-	Length uint64  `json:"length,omitempty"` // memory: bytes
-	Extent *Extent `json:"extent,omitempty"` // import
+	Errno  syscall.Errno `json:"errno,omitempty"`
+	Err    string        `json:"err,omitempty"`
+	What   []byte        `json:"what,omitempty"`   // shared: for the opener
+	Length uint64        `json:"length,omitempty"` // memory: bytes
+	Extent *Extent       `json:"extent,omitempty"` // import
 }
 
 // refusal is an error that one side sends to the other, as the receiver has it.
@@ -90,14 +82,12 @@ func (r *reply) err() error {
 // replyTime is how long sending a message, and waiting for the reply, may take.
 const replyTime = 5 * time.Second
 
-// ownerName and processName return the names of sockets.
-func ownerName(a netip.Addr) string { return namePrefix + a.String() }
+// doorName and processName return the names of sockets.
+func doorName(a netip.Addr) string { return namePrefix + a.String() }
 
-func processName(a netip.Addr, pid uint32, nonce uint64) string {
-	return ownerName(a) + processSuffix(pid, nonce)
-}
+func processName(a netip.Addr, id identity) string { return doorName(a) + processSuffix(id) }
 
-func processSuffix(pid uint32, nonce uint64) string { return fmt.Sprintf("/%d-%016x", pid, nonce) }
+func processSuffix(id identity) string { return fmt.Sprintf("/%d-%09x", id.pid(), id.nonce()) }
 
 func listen(name string) (*net.UnixListener, error) {
 	return net.ListenUnix("unixpacket", &net.UnixAddr{Name: name, Net: "unixpacket"})
@@ -126,15 +116,11 @@ func checkPeer(c *net.UnixConn) error {
 	return nil
 }
 
-// send sends a message, and a descriptor if fd is not negative.
-func send(c *net.UnixConn, v any, fd int) error {
+// send sends a message with descriptors, which stay the caller's.
+func send(c *net.UnixConn, v any, fds ...int) error {
 	b, err := json.Marshal(v)
 	if err != nil {
 		return err
-	}
-	var fds []int
-	if fd >= 0 {
-		fds = []int{fd}
 	}
 	if err := c.SetWriteDeadline(time.Now().Add(replyTime)); err != nil {
 		return err
@@ -142,31 +128,38 @@ func send(c *net.UnixConn, v any, fd int) error {
 	return sys.SendFDs(c, b, fds...)
 }
 
-// receive takes a message, and the one descriptor that may come with it, or -1.
-func receive(c *net.UnixConn, v any) (fd int, err error) {
+// receive takes a message, and the descriptors that came with it.
+func receive(c *net.UnixConn, v any) (fds []int, err error) {
 	b := make([]byte, maxMessage)
 	n, fds, err := sys.RecvFDs(c, b)
 	if err != nil {
-		return -1, err
+		return nil, err
 	}
-	switch {
-	case n == 0:
+	if n == 0 {
 		err = net.ErrClosed // the end of the connection
-	case len(fds) > 1:
-		err = errors.New("more descriptors than were asked for")
-	default:
+	} else {
 		err = json.Unmarshal(b[:n], v)
 	}
 	if err != nil {
-		for _, fd := range fds {
-			err = errors.Join(err, sys.CloseFD(fd))
-		}
-		return -1, err
+		refuseFDs(fds)
+		return nil, err
 	}
-	if len(fds) == 1 {
-		return fds[0], nil
+	return fds, nil
+}
+
+// some returns a list of a descriptor, empty if it is -1.
+func some(fd int) []int {
+	if fd < 0 {
+		return nil
 	}
-	return -1, nil
+	return []int{fd}
+}
+
+// refuseFDs closes descriptors that are not wanted.
+func refuseFDs(fds []int) {
+	for _, fd := range fds {
+		refuseFD(fd)
+	}
 }
 
 // refuseFD closes a descriptor that is not wanted, unless it is -1.
@@ -176,28 +169,40 @@ func refuseFD(fd int) {
 	}
 }
 
-// ask sends a request and receives the reply.
-func ask(c *net.UnixConn, q *request) (r reply, fd int, err error) { return askWithin(c, q, replyTime) }
-
-func askWithin(c *net.UnixConn, q *request, most time.Duration) (r reply, fd int, err error) {
-	q.Protocol = protocol
-	if err := send(c, q, -1); err != nil {
+// ask sends a request and receives the reply, with the one descriptor that may come with it; fd
+// is -1 if none did.
+func ask(c *net.UnixConn, q *request) (r reply, fd int, err error) {
+	fds, err := askWithin(c, q, &r, replyTime)
+	if err == nil && len(fds) > 1 {
+		refuseFDs(fds)
+		err = errors.New("more descriptors than were asked for")
+	}
+	if err != nil || len(fds) == 0 {
 		return r, -1, err
+	}
+	return r, fds[0], nil
+}
+
+// askWithin sends a request and receives the reply, and the descriptors that came with it.
+func askWithin(c *net.UnixConn, q *request, r *reply, most time.Duration) (fds []int, err error) {
+	q.Protocol = protocol
+	if err := send(c, q); err != nil {
+		return nil, err
 	}
 	if err := c.SetReadDeadline(time.Now().Add(most)); err != nil {
-		return r, -1, err
+		return nil, err
 	}
-	if fd, err = receive(c, &r); err != nil {
-		return r, -1, err
+	if fds, err = receive(c, r); err != nil {
+		return nil, err
 	}
 	if err = c.SetReadDeadline(time.Time{}); err == nil {
 		err = r.err()
 	}
 	if err != nil {
-		refuseFD(fd)
-		fd = -1
+		refuseFDs(fds)
+		return nil, err
 	}
-	return r, fd, err
+	return fds, nil
 }
 
 // names lists the sockets with our names that exist in this network namespace.

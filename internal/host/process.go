@@ -67,14 +67,14 @@ func (p *process) answer(c *net.UnixConn) bool {
 		return false
 	}
 	var q request
-	fd, err := receive(c, &q)
-	refuseFD(fd)
+	fds, err := receive(c, &q)
+	refuseFDs(fds)
 	if err != nil || q.Protocol != protocol || c.SetReadDeadline(time.Time{}) != nil {
 		return false
 	}
 	switch {
 	case q.Op == opChannel && p.cfg.Channel != nil && len(q.Addrs) == 1:
-		if send(c, &reply{}, -1) != nil {
+		if send(c, &reply{}) != nil {
 			return false
 		}
 		p.cfg.Channel(c, q.Addrs[0], q.Slot)
@@ -100,7 +100,7 @@ func (p *process) answer(c *net.UnixConn) bool {
 func (p *process) passSegment(c *net.UnixConn, id uint64, write bool) {
 	fd, err := p.cfg.Segment(id, write)
 	if err != nil {
-		_ = send(c, &reply{Errno: syscall.ENOENT, Err: err.Error()}, -1) // the asker may have gone
+		_ = send(c, &reply{Errno: syscall.ENOENT, Err: err.Error()}) // the asker may have gone
 		return
 	}
 	_ = send(c, &reply{}, fd) // likewise
@@ -128,11 +128,11 @@ func (d *directory) askSegment(process int, id uint64, write bool) (int, error) 
 
 // askProcess sends a request to a process of the device and receives the reply.
 func (d *directory) askProcess(process int, q *request) (r reply, fd int, err error) {
-	if process < 0 || process >= MaxProcesses || d.process[process].state.Load() != processAlive {
+	id := d.who(process)
+	if id == 0 {
 		return r, -1, syscall.ESRCH
 	}
-	e := &d.process[process]
-	c, err := dial(processName(d.first(), e.pid.Load(), e.nonce.Load()))
+	c, err := dial(processName(d.first(), id))
 	if err != nil {
 		return r, -1, err
 	}
@@ -144,13 +144,11 @@ func (d *directory) askProcess(process int, q *request) (r reply, fd int, err er
 func (p *process) passShared(c *net.UnixConn, id uint64) {
 	what, fd, err := p.cfg.Shared(id)
 	if err != nil {
-		_ = send(c, &reply{Errno: syscall.ENOENT, Err: err.Error()}, -1) // the asker may have gone
+		_ = send(c, &reply{Errno: syscall.ENOENT, Err: err.Error()}) // the asker may have gone
 		return
 	}
-	_ = send(c, &reply{What: what}, fd) // likewise
-	if fd >= 0 {
-		_ = sys.CloseFD(fd) // it was open: it cannot fail
-	}
+	_ = send(c, &reply{What: what}, some(fd)...) // likewise
+	refuseFD(fd)
 }
 
 // Shared gets the description by which this process opens a part of another process's memory,
@@ -229,24 +227,49 @@ func (m *Member) Look(a netip.Addr) (*Directory, error) {
 
 func look(a netip.Addr) (*directory, error) { return lookWithin(a, replyTime) }
 
+// lookWithin gets the directory of the device at an address. A process that has accepted the
+// connection may be stopped, so it asks again, each time with more patience.
 func lookWithin(a netip.Addr, most time.Duration) (*directory, error) {
-	c, err := dial(ownerName(a))
+	fds, err := askDoor(a, &request{Op: opLook}, time.Now().Add(most))
 	if err != nil {
 		return nil, err
 	}
-	defer c.Close() //nolint:errcheck // nothing is lost with it
-	_, fd, err := askWithin(c, &request{Op: opLook}, most)
-	if err != nil {
-		return nil, err
+	if len(fds) != 1 {
+		refuseFDs(fds)
+		return nil, errDirectory
 	}
-	return openDirectory(fd)
+	return openDirectory(fds[0])
 }
+
+// askDoor sends a request to whichever process of a device answers first.
+func askDoor(a netip.Addr, q *request, deadline time.Time) (fds []int, err error) {
+	for patience := firstPatience; ; patience *= 2 {
+		c, err := dial(doorName(a))
+		if err != nil {
+			return nil, err
+		}
+		var r reply
+		fds, err = askWithin(c, q, &r, min(patience, time.Until(deadline)))
+		_ = c.Close() // nothing is lost with it
+		var no *refusal
+		if err == nil || errors.As(err, &no) || time.Now().After(deadline) {
+			return fds, err
+		}
+	}
+}
+
+// firstPatience is how long a process waits at first for an answer at a door.
+const firstPatience = 100 * time.Millisecond
 
 // Find returns the process that a queue pair belongs to.
 func (d *Directory) Find(qpn uint32) (process int, ok bool) { return d.dir.findQP(qpn) }
 
 // ByPackets reports whether a process wants to be reached by packets alone.
 func (d *Directory) ByPackets(process int) bool { return d.dir.byPackets(process) }
+
+// Gone is called when the channel to a process has ended. The processes of that device free its
+// entry.
+func (d *Directory) Gone(int) {}
 
 // Dial opens a connection to a process.
 func (d *Directory) Dial(process int) (*net.UnixConn, error) {

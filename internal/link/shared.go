@@ -10,8 +10,8 @@ package link
 //     ErrBusy; goroutines of the link make channels (connect.go). A long payload stays
 //     where it is and goes by reference (reference.go, segment.go), or by name if the CPU
 //     does not address it (opened.go).
-//  3. Poll unpacks records and delivers their trains. The process that owns the UDP port
-//     passes packets for other processes on (Router) by the same rings.
+//  3. Poll unpacks records and delivers their trains. A process that receives packets for
+//     another one passes them on (Router) by the same rings.
 //  4. Of memory that both processes map, a peer may WRITE and READ by itself (grant.go).
 
 import (
@@ -47,6 +47,8 @@ type Neighbours interface {
 	// Shared returns what mem.OpenShared needs to open memory of a process: a description
 	// and a descriptor, which is -1 if there is none.
 	Shared(process int, id uint64) (what []byte, fd int, err error)
+	// Gone is called when the channel to a process has ended. It must not wait for a process.
+	Gone(process int)
 	// ID identifies the device. A later device at the same address has another ID.
 	ID() [2]uint64
 	// Close ends this view of the device.
@@ -390,9 +392,9 @@ func (s *Shared) Route(qpn uint32) (process int, here bool) {
 	return p, !ok || p == s.self
 }
 
-// Forward implements Router. It does not wait for room, because the process that owns
-// the port reads it for all processes. It leaves a quarter of the ring to the trains of
-// this process.
+// Forward implements Router. It does not wait for room, because the goroutine that polls reads
+// the sockets for all queue pairs. It leaves a quarter of the ring to the trains of this
+// process.
 func (s *Shared) Forward(process int, p *Packets) {
 	c := s.home.channels[process].Load()
 	if c == nil {
@@ -541,6 +543,7 @@ func (r *fromRings) Gone(c *shm.Channel, _ error) {
 	(*Shared)(r).dropSegments(func(k segmentKey) bool { return k.c == c })
 	if t.dev.channels[t.process].CompareAndSwap(c, nil) && t.dev == (*Shared)(r).home {
 		(*Shared)(r).partner(t.process)
+		t.dev.view.Gone(t.process)
 	}
 	(*Shared)(r).freed() // trains that wait for room there would wait for ever
 }

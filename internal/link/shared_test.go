@@ -37,6 +37,8 @@ func (o *others) ByPackets(int) bool                           { return o.packet
 func (o *others) Find(qpn uint32) (int, bool)                  { return 7, qpn != 404 }
 func (o *others) Dial(int) (conn *net.UnixConn, err error)     { return o.dial() }
 
+func (o *others) Gone(int) {}
+
 func (o *others) Close() error {
 	if o.closed != nil {
 		o.closed.Add(1)
@@ -355,7 +357,7 @@ func TestSharedByPackets(t *testing.T) {
 		n.(*others).packets = true
 		return n, err
 	}
-	if err := b.Listen(); err != nil {
+	if _, err := b.Listen(0, func(int, int) {}); err != nil {
 		t.Fatal(err)
 	}
 	prepare := func() *train.Flow {

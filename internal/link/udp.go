@@ -22,8 +22,10 @@ import (
 //
 //  1. OpenUDP binds one receiving socket for each local address to port 4791,
 //     the only port that RoCE v2 fixes. Where several processes share the
-//     addresses, only the process that calls Listen binds them, and passes packets
-//     for the other processes on (Router), which take them in (Inject).
+//     addresses, Listen binds them: each process has sockets of its own, and the
+//     kernel chooses one by the destination queue pair (sys.Place). Packets that
+//     come to another process all the same are passed on (Router), and taken in
+//     (Inject).
 //  2. Prepare gives a flow one of a few sending sockets of its address, on random
 //     ports: routers spread flows by the source port.
 //  3. Send (udp_send.go) and Poll (udp_recv.go) move the packets. Each multicast
@@ -129,7 +131,6 @@ type UDP struct {
 // udpEnd is one local address.
 type udpEnd struct {
 	addr netip.Addr
-	rx   *sys.UDPSocket                // nil: another process has the port; guarded by recv.mu
 	tx   [txSockets + 1]*sys.UDPSocket // opened when first needed, the last for multicast; guarded by UDP.mu
 }
 
@@ -185,11 +186,11 @@ func (u *UDP) open() error {
 		}
 		if u.cfg.Router != nil {
 			_ = rx.Close() // it was only probed
-			rx = nil
 		} else {
 			socks = append(socks, rx)
+			u.recv.socks = append(u.recv.socks, rxSocket{addr: a, sock: rx, want: 1})
 		}
-		u.ends = append(u.ends, &udpEnd{addr: a, rx: rx})
+		u.ends = append(u.ends, &udpEnd{addr: a})
 	}
 	u.gso.Store(gso && !u.cfg.NoGSO)
 	u.gro = gro && !u.cfg.NoGRO
@@ -209,7 +210,7 @@ func (u *UDP) openEnd(a netip.Addr) (*sys.UDPSocket, int, error) {
 	if err != nil {
 		return nil, 0, err
 	}
-	rx, err := u.bind(a)
+	rx, err := u.bind(a, nil)
 	return rx, mtu, err
 }
 
@@ -250,9 +251,12 @@ func (u *UDP) rxOptions() sys.UDPOptions {
 	return sys.UDPOptions{RcvBuf: u.cfg.SocketBuffer, SndBuf: u.cfg.SocketBuffer, GRO: !u.cfg.NoGRO}
 }
 
-// bind opens the receiving socket of an address.
-func (u *UDP) bind(a netip.Addr) (*sys.UDPSocket, error) {
-	rx, err := sys.OpenUDP(netip.AddrPortFrom(a, wire.RoCEPort), u.rxOptions())
+// bind opens a receiving socket of an address; with held, one that others may share the port
+// with: see sys.UDPOptions.
+func (u *UDP) bind(a netip.Addr, held func(fd int)) (*sys.UDPSocket, error) {
+	o := u.rxOptions()
+	o.Held = held
+	rx, err := sys.OpenUDP(netip.AddrPortFrom(a, wire.RoCEPort), o)
 	switch {
 	case errors.Is(err, syscall.EADDRINUSE):
 		return nil, ib.Errorf("open_device", syscall.EADDRINUSE,
@@ -265,36 +269,77 @@ func (u *UDP) bind(a netip.Addr) (*sys.UDPSocket, error) {
 	return rx, nil
 }
 
-// Listen binds the receiving sockets: packets from outside then reach this process. Only
-// a link with a Router needs it, once.
-func (u *UDP) Listen() error {
-	r := &u.recv
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.closed {
-		return ErrClosed
-	}
+// Listen opens receiving sockets, one for each address, whose places in the kernel's group are
+// the same: packets to queue pairs that have this place in their numbers reach this process. It
+// returns the place, which is expected to be hint. Before a socket is bound, Listen calls hold
+// with the index of its address. Only a link with a Router needs Listen.
+func (u *UDP) Listen(hint int, hold func(addr, fd int)) (place int, err error) {
 	var socks []*sys.UDPSocket
-	for _, e := range u.ends {
-		rx, err := u.bind(e.addr)
-		if err == nil && r.headers {
-			if err = rx.RecvHeader(); err != nil {
-				_ = rx.Close()
-			}
-		}
+	for i, e := range u.ends {
+		rx, err := u.bind(e.addr, func(fd int) { hold(i, fd) })
 		if err != nil {
-			for _, s := range socks {
-				_ = s.Close()
+			closeSockets(socks)
+			return 0, err
+		}
+		socks = append(socks, rx)
+	}
+	at, err := socks[0].FindPlace(rand.Uint64())
+	if err != nil {
+		// The host's packets to its own address are dropped, as where the loopback
+		// interface is down. The place is the expected one unless processes have died at
+		// the worst moment. Then Forward helps.
+		at = uint32(hint)
+	}
+	return int(at), u.listen(socks)
+}
+
+// Adopt is Listen with sockets that another process has opened, one for each address. It takes
+// the descriptors over.
+func (u *UDP) Adopt(fds []int) error {
+	var socks []*sys.UDPSocket
+	for i, e := range u.ends {
+		rx, err := sys.AdoptUDP(fds[i], netip.AddrPortFrom(e.addr, wire.RoCEPort))
+		if err != nil {
+			closeSockets(socks)
+			for _, fd := range fds[i:] {
+				_ = sys.CloseFD(fd) // the first error says more
 			}
 			return err
 		}
 		socks = append(socks, rx)
 	}
+	return u.listen(socks)
+}
+
+// listen makes Poll read sockets, one for each address.
+func (u *UDP) listen(socks []*sys.UDPSocket) error {
+	r := &u.recv
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	err := ErrClosed
+	if !r.closed {
+		err = nil
+		for _, s := range socks {
+			if r.headers {
+				err = errors.Join(err, s.RecvHeader())
+			}
+		}
+	}
+	if err != nil {
+		closeSockets(socks)
+		return err
+	}
 	for i, e := range u.ends {
-		e.rx = socks[i]
+		r.socks = append(r.socks, rxSocket{addr: e.addr, sock: socks[i], want: 1})
 	}
 	u.poller.Add(socks)
 	return nil
+}
+
+func closeSockets(socks []*sys.UDPSocket) {
+	for _, s := range socks {
+		_ = s.Close() // the first error says more
+	}
 }
 
 // checkAddr returns an error unless a is the address of one interface that RoCE can reach.
@@ -460,12 +505,10 @@ func (u *UDP) WantHeaders() error {
 		return ErrClosed
 	}
 	u.recv.headers = true
-	for _, e := range u.ends {
-		if e.rx == nil {
-			continue
-		}
-		if err := e.rx.RecvHeader(); err != nil {
-			return fmt.Errorf("link: headers of packets on %v: %w", e.addr, err)
+	for i := range u.recv.socks {
+		s := &u.recv.socks[i]
+		if err := s.sock.RecvHeader(); err != nil {
+			return fmt.Errorf("link: headers of packets on %v: %w", s.addr, err)
 		}
 	}
 	return nil // JoinGroup asks for them always
@@ -545,11 +588,8 @@ func (u *UDP) Stats() UDPStats {
 	if u.recv.closed {
 		return s
 	}
-	for _, e := range u.ends {
-		if e.rx == nil {
-			continue
-		}
-		if n, err := e.rx.Overflows(); err == nil {
+	for i := range u.recv.socks {
+		if n, err := u.recv.socks[i].sock.Overflows(); err == nil {
 			s.Overflows += uint64(n)
 		}
 	}
@@ -591,10 +631,10 @@ func (u *UDP) closeSockets() error {
 	for _, g := range u.recv.groups {
 		errs = append(errs, g.sock.Close())
 	}
+	for i := range u.recv.socks {
+		errs = append(errs, u.recv.socks[i].sock.Close())
+	}
 	for _, e := range u.ends {
-		if e.rx != nil {
-			errs = append(errs, e.rx.Close())
-		}
 		for _, s := range e.tx {
 			if s != nil {
 				errs = append(errs, s.Close())

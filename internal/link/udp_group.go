@@ -2,9 +2,8 @@ package link
 
 // Multicast groups. Each process that has a member of a group opens sockets of its own
 // for it, and the kernel gives each socket a copy of a datagram, whether that is from
-// another host, from another process of this host, or from this very device. So the
-// process that owns the port passes no multicast on, a new owner changes nothing, and a
-// process that dies has left its groups.
+// another host, from another process of this host, or from this very device. So no process
+// passes multicast on, and a process that dies has left its groups.
 
 import (
 	"errors"
@@ -106,7 +105,7 @@ func (r *receiver) pollGroups(sink Sink) int {
 		g := &r.groups[r.first]
 		n, err := g.sock.Recv(r.batch, r.batch.Cap())
 		if err != nil {
-			continue // as in pollEnd
+			continue // as in pollSocket
 		}
 		for k := range n {
 			r.batch.Get(k, &r.d)

@@ -3,7 +3,6 @@ package link
 import (
 	"encoding/binary"
 	"net/netip"
-	"slices"
 	"sync"
 	"time"
 
@@ -32,8 +31,8 @@ type receiver struct {
 
 	mu          sync.Mutex // guards everything below; held by Poll, the sink's code included
 	batch       *sys.RecvBatch
-	pace        []pace // by end
-	next        int    // the end that Poll begins with
+	socks       []rxSocket
+	next        int // the socket that Poll begins with
 	reassembler reassembler
 	d           sys.Datagram
 	a           arrival
@@ -46,9 +45,11 @@ type receiver struct {
 	closed      bool
 }
 
-// pace is how many datagrams are read from a socket at once.
-type pace struct {
-	want int  // how many the next call asks for
+// rxSocket is a receiving socket, and how many datagrams are read from it at once.
+type rxSocket struct {
+	addr netip.Addr
+	sock *sys.UDPSocket
+	want int  // how many datagrams the next call asks for
 	full bool // the latest call got as many as it asked for
 }
 
@@ -65,7 +66,6 @@ const peerSlots = 64
 func (r *receiver) init(u *UDP) {
 	r.u = u
 	r.batch = sys.NewRecvBatch(u.cfg.RecvBuffers, datagramSize)
-	r.pace = slices.Repeat([]pace{{want: 1}}, len(u.ends))
 }
 
 // Poll hands what has arrived to the sink. It reads one socket after another, and begins
@@ -82,13 +82,13 @@ func (u *UDP) Poll(sink Sink, budget int) int {
 		return 0
 	}
 	packets := 0
-	for range u.ends {
+	for range r.socks {
 		if packets >= budget {
 			break
 		}
-		i := r.next
-		r.next = (i + 1) % len(u.ends)
-		packets += r.pollEnd(i, sink, budget-packets)
+		s := &r.socks[r.next]
+		r.next = (r.next + 1) % len(r.socks)
+		packets += r.pollSocket(s, sink, budget-packets)
 	}
 	if len(r.groups) > 0 {
 		packets += r.pollGroups(sink)
@@ -96,39 +96,35 @@ func (u *UDP) Poll(sink Sink, budget int) int {
 	return packets
 }
 
-func (r *receiver) pollEnd(i int, sink Sink, budget int) (packets int) {
-	end, pace := r.u.ends[i], &r.pace[i]
-	if end.rx == nil {
-		return 0
-	}
+func (r *receiver) pollSocket(s *rxSocket, sink Sink, budget int) (packets int) {
 	for {
-		n, err := end.rx.Recv(r.batch, pace.want)
+		n, err := s.sock.Recv(r.batch, s.want)
 		if err != nil || n == 0 {
 			// Nothing has come, or the kernel reports what happened to an earlier
 			// packet of ours: a loss, which its queue pair finds by itself.
-			pace.want = 1
-			pace.full = false
+			s.want = 1
+			s.full = false
 			return packets
 		}
 		for k := range n {
 			r.batch.Get(k, &r.d)
-			packets += r.datagram(sink, end.addr, &r.d)
+			packets += r.datagram(sink, s.addr, &r.d)
 		}
 		r.reassembler.flush(sink)
-		full := n == pace.want
+		full := n == s.want
 		switch {
 		case len(r.d.Bytes) >= bigDatagram:
 			// One at a time, always into the same buffer: it is still in the
 			// processor's cache when the bytes are checked and copied.
-			if pace.want = 1; full && packets < budget {
+			if s.want = 1; full && packets < budget {
 				continue
 			}
 		case !full:
-			pace.want = n
-		case pace.full:
-			pace.want = min(2*n, r.batch.Cap())
+			s.want = n
+		case s.full:
+			s.want = min(2*n, r.batch.Cap())
 		}
-		pace.full = full
+		s.full = full
 		return packets
 	}
 }
@@ -144,11 +140,14 @@ func (r *receiver) datagram(sink Sink, to netip.Addr, d *sys.Datagram) int {
 	return r.packets(sink, &r.all)
 }
 
-// take sets r.all to the packets of a datagram. It reports false, and drops the datagram,
-// if that was truncated.
+// take sets r.all to the packets of a datagram. It reports false, and drops the datagram, if
+// that was truncated or is no packet of a queue pair.
 func (r *receiver) take(sink Sink, to netip.Addr, d *sys.Datagram) bool {
 	if d.Truncated {
 		sink.Drop(DropTruncated)
+		return false
+	}
+	if sys.IsProbe(d.Bytes) { // another process looks for its place
 		return false
 	}
 	p := &r.all // field by field, which is faster than a literal; the ID stays 0

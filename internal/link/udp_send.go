@@ -67,6 +67,7 @@ type sender struct {
 	added int // how much of the arena the batch has as pieces
 
 	at         cursor // the packet to make next
+	place      uint32 // of the destination queue pair of the train that is being sent
 	packetizer packetizer
 	runs       [][]byte // storage for the pieces of a train's payload
 	reading    []byte   // the piece that is being checksummed
@@ -80,8 +81,9 @@ type cursor struct{ train, packet int }
 // message is what one send carries.
 type message struct {
 	flow   *udpFlow
-	size   int // of the packets, but for a shorter last one
-	n      int // packets
+	place  uint32 // of the destination queue pairs, by which the peer's kernel may choose a socket
+	size   int    // of the packets, but for a shorter last one
+	n      int    // packets
 	bytes  int
 	pieces int
 	closed bool // by a shorter packet
@@ -259,6 +261,7 @@ func (s *sender) train(t *train.Train) error {
 		return err
 	}
 	f := t.Flow.Link.(*udpFlow) // Send has checked the type
+	s.place = sys.Place(t.DestQP)
 	if s.copy || t.Bounce || t.Len <= copyMax {
 		return s.copyPackets(t, f)
 	}
@@ -418,7 +421,7 @@ func (s *sender) unpin() {
 func (s *sender) room(f *udpFlow, size, arena, pieces int) (id uint16, ok bool) {
 	m := &s.open
 	if m.n > 0 && (!s.gso || m.closed || size > m.size || m.n == maxSegments ||
-		size > maxMessage-m.bytes || pieces > sys.MaxPieces-m.pieces || !m.flow.sameWay(f)) {
+		size > maxMessage-m.bytes || pieces > sys.MaxPieces-m.pieces || m.place != s.place || !m.flow.sameWay(f)) {
 		s.end()
 	}
 	freeMessages, freePieces := s.batch.Room()
@@ -434,7 +437,7 @@ func (s *sender) room(f *udpFlow, size, arena, pieces int) (id uint16, ok bool) 
 func (s *sender) commit(f *udpFlow, size int) {
 	m := &s.open
 	if m.n == 0 {
-		m.flow, m.size = f, size
+		m.flow, m.place, m.size = f, s.place, size
 		s.from[s.batch.Len()] = s.at
 	}
 	m.closed = size < m.size
