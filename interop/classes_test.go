@@ -13,6 +13,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // classes are the traffic classes and hop limits of each side's packets. The upper six bits
@@ -98,7 +100,7 @@ func describe(b []byte) (string, bool) {
 	default:
 		return "", false
 	}
-	if len(b) < 20 || binary.BigEndian.Uint16(b[2:]) != 4791 {
+	if len(b) < 20 || binary.BigEndian.Uint16(b[2:]) != 4791 || sys.IsProbe(b[8:]) { // a process that opens the address looks for its place
 		return "", false
 	}
 	return fmt.Sprintf("%v %s class %#x hops %d", src, []string{"RC", "UC", "RD", "UD", "?", "XRC", "?", "?"}[b[8]>>5], class, hops), true

@@ -1,8 +1,7 @@
 package interop
 
 // A hundred processes on one address. Each has a connection to two others, and one to a
-// guest at another address, which sends packets. The first process, which owns the port,
-// passes them on until it is killed; then another one does.
+// guest at another address, which sends packets, also after the first process was killed.
 
 import (
 	"context"
@@ -255,7 +254,7 @@ func TestHundred(t *testing.T) {
 		r.lines = newLines(r.stdout)
 		all[i] = r
 		if i == 0 {
-			r.hears(t, &cards[0]) // it is the first, and owns the port
+			r.hears(t, &cards[0]) // it is the first
 		}
 	}
 	for i, r := range all[1:] {

@@ -204,9 +204,9 @@ func TestMulticastProcesses(t *testing.T) {
 	}
 }
 
-// The owner of the address is killed while other processes are in a group: they notice
-// nothing.
-func TestMulticastTakeOver(t *testing.T) {
+// The process that has opened the address first goes while another one is in a group: nothing
+// changes for that.
+func TestMulticastFirstGone(t *testing.T) {
 	at := loopbacks()
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()

@@ -43,6 +43,8 @@ func play(role string) int {
 		run = p.hold
 	case role == "victim":
 		run = p.suffer
+	case role == "passive":
+		run = p.suit
 	case role == "citizen":
 		run = p.live
 	case role == "sniffer":

@@ -3,7 +3,6 @@ package interop
 import (
 	"bufio"
 	"fmt"
-	"net"
 	"syscall"
 	"testing"
 	"time"
@@ -93,34 +92,34 @@ func TestPacketsBothWays(t *testing.T) {
 	}
 }
 
-// The process that owns the port is killed, or ends, while another process on its address
-// talks to a third. The other process takes over the port. No data is lost or doubled, which
+// The process that has opened the address first is killed, ends, or is stopped, while another
+// one talks to the outside: the other one does not notice, and nothing is lost or doubled, which
 // both sides of the stream check.
-func TestTakeOver(t *testing.T) {
+func TestFirstGone(t *testing.T) {
 	at := loopbacks()
 	for _, tt := range []struct {
 		name string
-		end  func(t *testing.T, holder *actor)
+		end  func(t *testing.T, first *actor)
 	}{
-		{"killed", func(t *testing.T, holder *actor) { holder.kill(t) }},
-		{"ended", func(_ *testing.T, holder *actor) { _ = holder.stdin.Close() }},
+		{"killed", func(t *testing.T, first *actor) { first.kill(t) }},
+		{"ended", func(_ *testing.T, first *actor) { _ = first.stdin.Close() }},
+		{"stopped", func(t *testing.T, first *actor) {
+			signal(t, first, syscall.SIGSTOP)
+			t.Cleanup(func() { signal(t, first, syscall.SIGCONT) })
+		}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			holder := start(t.Context(), t, "holder", script{}, at[1])
-			defer func() { _ = holder.stdin.Close(); _ = holder.cmd.Wait() }()
-			if !bufio.NewScanner(holder.stdout).Scan() { // it holds the address
-				t.Fatalf("the holder does not start: %s", holder.stderr)
-			}
+			first, _ := holding(t, at[1])
 			gone := false
 			r := perform(t, script{Scenario: "stream", Seconds: 2}, at[0], at[1], func(_ *actor, body string) {
 				if body == `"running"` && !gone {
 					gone = true
-					time.Sleep(300 * time.Millisecond)
-					tt.end(t, holder)
+					time.Sleep(300 * time.Millisecond) // packets are under way
+					tt.end(t, first)
 				}
 			})
 			if !gone {
-				t.Error("the holder was not ended")
+				t.Error("the stream was over before")
 			}
 			for _, r := range r {
 				t.Logf("%.0f MB/s, %d packets sent, %d again, %d timeouts", float64(r.Bytes)/2e6,
@@ -151,64 +150,6 @@ func signal(t testing.TB, a *actor, s syscall.Signal) {
 	if err := a.cmd.Process.Signal(s); err != nil {
 		t.Error(err)
 	}
-}
-
-// A process is stopped while the owner of its address is killed and another one takes over.
-// When it goes on it finds the new owner, and no data is lost or doubled.
-func TestTakeOverStopped(t *testing.T) {
-	at := loopbacks()
-	first, _ := holding(t, at[1])
-	_, _ = holding(t, at[1]) // it will take over
-	gone := false
-	r := perform(t, script{Scenario: "stream", Seconds: 2}, at[0], at[1], func(target *actor, body string) {
-		if body != `"running"` || gone {
-			return
-		}
-		gone = true
-		time.Sleep(100 * time.Millisecond)
-		signal(t, target, syscall.SIGSTOP)
-		first.kill(t)
-		time.Sleep(300 * time.Millisecond)
-		signal(t, target, syscall.SIGCONT)
-	})
-	if !gone {
-		t.Error("the target was not stopped")
-	}
-	for _, r := range r {
-		wantSound(t, r)
-		if r.Bytes == 0 {
-			t.Error("nothing was moved")
-		}
-	}
-}
-
-// A socket that is not Verbena's takes the port at the moment when no process has it. The
-// process that cannot take over gets EventPortErr, and EventPortActive when it has.
-func TestTakeOverPortTaken(t *testing.T) {
-	at := loopbacks()
-	first, _ := holding(t, at[0])
-	second, lines := holding(t, at[0])
-	signal(t, second, syscall.SIGSTOP)
-	first.kill(t)
-	_ = first.cmd.Wait()
-	foreign, err := net.ListenPacket("udp4", fmt.Sprintf("%s:4791", at[0].addr))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = foreign.Close() }()
-	signal(t, second, syscall.SIGCONT)
-	expect := func(what verbs.EventType) {
-		t.Helper()
-		if !lines.Scan() {
-			t.Fatalf("the process has ended: %s", second.stderr)
-		}
-		if want := fmt.Sprintf(`{"to":"test","body":%q}`, what); lines.Text() != want {
-			t.Fatalf("%s, want %s", lines.Text(), want)
-		}
-	}
-	expect(verbs.EventPortErr)
-	_ = foreign.Close()
-	expect(verbs.EventPortActive)
 }
 
 // A device with two addresses, which two processes share; they use the second.
