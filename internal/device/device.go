@@ -299,8 +299,8 @@ func (d *Device) Close() error {
 	return err
 }
 
-// closeLink closes the link, and only then leaves the other processes: the one that takes
-// over finds the port free.
+// closeLink closes the link, and only then leaves the other processes: one of them may take the
+// place over, and read its sockets.
 func (d *Device) closeLink() error {
 	err := d.link.Close()
 	if d.member != nil {

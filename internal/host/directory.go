@@ -54,7 +54,7 @@ func (d *directory) holder(i identity) (process int, ok bool) {
 	return i.slot(), d.process[i.slot()].ready.Load() == uint64(i)
 }
 
-// process returns who has an entry; 0: nobody, or a process that is not ready.
+// who returns the process that has an entry; 0: none, or one that is not ready.
 func (d *directory) who(slot int) identity {
 	if slot < 0 || slot >= MaxProcesses {
 		return 0

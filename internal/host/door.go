@@ -104,7 +104,7 @@ func (d *door) serve(l *net.UnixListener) {
 		}
 		if !d.enter(c) {
 			_ = c.Close()
-			return
+			continue
 		}
 		d.wg.Go(func() {
 			d.answer(c)
@@ -116,14 +116,15 @@ func (d *door) serve(l *net.UnixListener) {
 	}
 }
 
-// enter registers a connection. It reports false if the door is closed.
+// enter registers a connection, and gives it a deadline. It reports false if the door is closed.
 func (d *door) enter(c *net.UnixConn) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if !d.closed {
-		d.conns[c] = true
+	if d.closed || c.SetDeadline(time.Now().Add(replyTime)) != nil {
+		return false
 	}
-	return !d.closed
+	d.conns[c] = true
+	return true
 }
 
 // answer answers the one request of a connection.
@@ -132,9 +133,7 @@ func (d *door) answer(c *net.UnixConn) {
 	var q request
 	var fds []int
 	if err == nil {
-		if err = c.SetReadDeadline(time.Now().Add(replyTime)); err == nil {
-			fds, err = receive(c, &q)
-		}
+		fds, err = receive(c, &q)
 		refuseFDs(fds)
 		if err == nil {
 			fds, err = d.handle(&q)
@@ -143,7 +142,9 @@ func (d *door) answer(c *net.UnixConn) {
 	var no *refusal
 	switch {
 	case err == nil:
-		_ = send(c, &reply{}, fds...) // the newcomer may have gone
+		if err := send(c, &reply{}, fds...); err != nil { // the newcomer may have gone; or the kernel passes no more
+			_ = send(c, refused(err))
+		}
 	case errors.As(err, &no):
 		_ = send(c, &reply{Errno: no.errno, Err: no.text})
 	}
@@ -167,8 +168,7 @@ func (d *door) handle(q *request) ([]int, error) {
 	return nil, refuse(syscall.EINVAL, "operation %q is unknown", q.Op)
 }
 
-// close closes this process's part of the door. Descriptors that are being passed on stay open
-// until that is over.
+// close stops serving. It waits until no descriptor is being passed on. The caller closes fds.
 func (d *door) close() {
 	for _, l := range d.listeners {
 		_ = l.Close() // nothing is lost with it
@@ -180,5 +180,4 @@ func (d *door) close() {
 	}
 	d.mu.Unlock()
 	d.wg.Wait()
-	refuseFDs(d.fds)
 }

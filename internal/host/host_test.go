@@ -12,9 +12,11 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -198,20 +200,61 @@ func TestPlacesAgain(t *testing.T) {
 	_ = stays
 }
 
-// Where sockets cannot be laid on the shelf, places move when a process ends. Then others still
-// join, with numbers of their own.
-func TestLoose(t *testing.T) {
-	loose := func() *joined { return joinWith(t, udp{addrs: []netip.Addr{addr(29)}, loose: true}) }
-	all := []*joined{loose(), loose(), loose()}
-	all[0].udp.close()
-	_ = all[0].Close()
-	all = append(all[1:], loose(), loose())
-	seen := map[uint32]bool{}
-	for _, j := range all {
-		seen[j.lease(t)/rangesOfPlace] = true
+// Another program's socket of the same user in the group moves places when it closes. Then no
+// process gets the place of another one.
+func TestPlacesMoved(t *testing.T) {
+	foreign, err := sys.OpenUDP(netip.AddrPortFrom(addr(29), 4791), sys.UDPOptions{Held: func(int) error { return nil }})
+	if err != nil {
+		t.Fatal(err)
 	}
-	if len(seen) != len(all) {
-		t.Errorf("%d processes have numbers of %d places", len(all), len(seen))
+	a, b := join(t, addr(29)), join(t, addr(29)) // places 1 and 2
+	_ = foreign.Close()                          // b is at place 0 now
+	if pa, pb := a.lease(t)/rangesOfPlace, b.lease(t)/rangesOfPlace; pa != 1 || pb != 2 {
+		t.Errorf("places %d and %d", pa, pb)
+	}
+	u := udp{addrs: []netip.Addr{addr(29)}}
+	defer u.close()
+	if m, err := Join(Config{Addrs: u.addrs, Listen: u.listen}); !errors.Is(err, syscall.EADDRINUSE) {
+		t.Errorf("%v", err)
+		_ = m.Close()
+	}
+}
+
+// A device with many addresses is shared as one with a single address.
+func TestManyAddresses(t *testing.T) {
+	var addrs []netip.Addr
+	for i := range byte(maxAddrs + 2) {
+		addrs = append(addrs, addr(100+i))
+	}
+	a, b := join(t, addrs...), join(t, addrs...)
+	if a.ID() != b.ID() || a.lease(t)/rangesOfPlace == b.lease(t)/rangesOfPlace {
+		t.Error("they do not share the device")
+	}
+}
+
+// The last process leaves while another one comes. The places are then what the kernel has.
+func TestLastLeaves(t *testing.T) {
+	for i := range 100 {
+		last := join(t, addr(30))
+		var wg sync.WaitGroup
+		wg.Go(func() {
+			last.udp.close()
+			_ = last.Close()
+		})
+		if i%2 == 0 {
+			runtime.Gosched()
+		}
+		next := join(t, addr(30))
+		wg.Wait()
+		third := join(t, addr(30))
+		for _, j := range []*joined{next, third} {
+			at, err := j.udp.socks[0].FindPlace(random())
+			if want := j.lease(t) / rangesOfPlace; err != nil || at != want {
+				t.Fatalf("round %d: place %d, %v, and numbers of place %d", i, at, err, want)
+			}
+			j.udp.close()
+			_ = j.Close()
+		}
 	}
 }
 
@@ -589,7 +632,7 @@ func TestKilled(t *testing.T) {
 		t.Errorf("another user's process: %s", <-squatter.lines)
 	}
 	// The dead are forgotten, the stopped are not.
-	stays.dir.sweep()
+	stays.dir.sweep(stays.self)
 	n := 0
 	for i := range stays.dir.process {
 		if stays.dir.process[i].id.Load() != 0 {

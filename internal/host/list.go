@@ -62,8 +62,8 @@ func List(brief bool) ([]Listing, error) {
 	return list, nil
 }
 
-// listTime is how long List waits for an owner, and then for all processes together: a process
-// that is stopped does not answer.
+// listTime is how long List waits for a process of each device to answer, and then for all
+// processes together: a process that is stopped does not answer.
 const listTime = 2 * time.Second
 
 // finding is the directory of the device at an address, or why there is none.
@@ -94,8 +94,8 @@ func lookAll(names []string) []finding {
 	return all
 }
 
-// silent lists the processes of a device whose owner does not answer, by the names of their
-// sockets alone.
+// silent lists the processes of a device of which none answers, by the names of their sockets
+// alone.
 func silent(a netip.Addr, names []string) (list []Process) {
 	for _, n := range names {
 		rest, ok := strings.CutPrefix(n, doorName(a)+"/")

@@ -79,8 +79,7 @@ func child(a netip.Addr) int {
 type udp struct {
 	addrs []netip.Addr // default: that of the process
 	socks []*sys.UDPSocket
-	bound int  // calls that have bound new sockets
-	loose bool // they are not laid on the shelf
+	bound int // calls that have bound new sockets
 }
 
 func (u *udp) listen(w *Sockets) (place int, err error) {
@@ -93,11 +92,7 @@ func (u *udp) listen(w *Sockets) (place int, err error) {
 		if w.Adopt != nil {
 			s, err = sys.AdoptUDP(w.Adopt[i], at)
 		} else {
-			s, err = sys.OpenUDP(at, sys.UDPOptions{RcvBuf: 1 << 16, SndBuf: 1 << 16, Held: func(fd int) {
-				if !u.loose {
-					w.Hold(i, fd)
-				}
-			}})
+			s, err = sys.OpenUDP(at, sys.UDPOptions{RcvBuf: 1 << 16, SndBuf: 1 << 16, Held: func(fd int) error { return w.Hold(i, fd) }})
 		}
 		if err != nil {
 			return 0, err

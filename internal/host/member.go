@@ -109,11 +109,17 @@ func (m *Member) enter() error {
 			if err = m.found(); err == nil || !errors.Is(err, syscall.EADDRINUSE) {
 				return err
 			}
-			if c, e := dial(doorName(m.cfg.Addrs[0])); e == nil {
-				_ = c.Close() // another process was quicker
-			} else if errors.Is(e, syscall.ECONNREFUSED) {
-				err = refuse(syscall.EADDRINUSE, "another device has one of the addresses %v", m.cfg.Addrs)
-				return err
+			// Another process was quicker, and may not listen yet; or another device has one
+			// of the addresses.
+			for _, a := range m.cfg.Addrs[1:] {
+				if c, e := dial(doorName(a)); e == nil {
+					_ = c.Close()
+					if c, e = dial(doorName(m.cfg.Addrs[0])); e == nil {
+						_ = c.Close()
+						break
+					}
+					return refuse(syscall.EADDRINUSE, "another device has one of the addresses %v", m.cfg.Addrs)
+				}
 			}
 		}
 		var no *refusal
@@ -148,7 +154,7 @@ func (m *Member) found() error {
 	if err != nil {
 		return err
 	}
-	shelf, err := sys.NewShelf()
+	shelf, err := sys.NewShelf(fmt.Sprintf("%sshelf/%016x", namePrefix, random()))
 	if err == nil {
 		if m.dir, err = createDirectory(m.cfg.Addrs[0], mem.RandomPermKey(), [2]uint64{random(), random()}, m.cfg.Limits); err != nil {
 			_ = shelf.Close() // the first error says more
@@ -183,7 +189,7 @@ func (m *Member) settleIn() (err error) {
 	}
 	id, ok := m.dir.claim(os.Getpid(), nonce)
 	if !ok {
-		m.dir.sweep()
+		m.dir.sweep(makeIdentity(os.Getpid(), nonce, 0))
 		if id, ok = m.dir.claim(os.Getpid(), nonce); !ok {
 			return refuse(syscall.EUSERS, "%d processes share the device, which is all there is room for", MaxProcesses)
 		}
@@ -234,7 +240,7 @@ func (m *Member) Over(o Object) bool {
 	if m.dir.total(o) <= m.dir.limits[o] {
 		return false
 	}
-	m.dir.sweep() // a process may have ended without giving back what it had
+	m.dir.sweep(m.self) // a process may have ended without giving back what it had
 	return m.dir.total(o) > m.dir.limits[o]
 }
 
@@ -270,7 +276,11 @@ func (m *Member) Close() (err error) {
 		if m.proc != nil {
 			m.proc.close()
 		}
-		err = errors.Join(m.shelf.Close(), m.dir.close())
+		err = m.shelf.Close()
+		if m.door != nil { // last: whoever gets the name finds the port free
+			refuseFDs(m.door.fds)
+		}
+		err = errors.Join(err, m.dir.close())
 	})
 	return err
 }

@@ -28,22 +28,35 @@ type Sockets struct {
 	// Place is the place of these sockets, or where new ones are expected.
 	Place int
 	// Hold is to be called with each new socket before it is bound; addr is the index of its
-	// address.
-	Hold func(addr, fd int)
+	// address. If it fails, the socket must not be bound.
+	Hold func(addr, fd int) error
 }
 
 // takePlace gets a place for this process, with sockets.
 func (m *Member) takePlace() error {
+	if !m.dir.someFree() {
+		m.dir.sweep(m.self)
+	}
 	unlock := m.dir.lock()
 	defer unlock()
-	if p, fds := m.freePlace(); fds != nil {
-		if _, err := m.cfg.Listen(&Sockets{Adopt: fds, Place: p}); err != nil {
-			m.dir.place[p].holder.CompareAndSwap(uint64(m.self), 0)
-			return err
+	for p := range m.dir.place {
+		e := &m.dir.place[p]
+		if !e.free() || !e.holder.CompareAndSwap(0, uint64(m.self)) {
+			continue
 		}
-		m.hold(p)
-		return nil
+		if fds := m.fromShelf(e); fds != nil {
+			if _, err := m.cfg.Listen(&Sockets{Adopt: fds, Place: p}); err == nil {
+				m.hold(p)
+				return nil
+			}
+		}
+		e.holder.CompareAndSwap(uint64(m.self), 0)
 	}
+	return m.newPlace()
+}
+
+// newPlace has new sockets bound, and enters their place.
+func (m *Member) newPlace() error {
 	hint := 0
 	for p := range m.dir.place {
 		if m.dir.place[p].socket[0].Load() != 0 {
@@ -51,67 +64,57 @@ func (m *Member) takePlace() error {
 		}
 	}
 	if hint == sys.NumPlaces {
-		return noPlace()
+		return refuse(syscall.EUSERS, "the device has its %d sockets already", hint)
 	}
 	var inodes [maxAddrs]uint64
-	p, err := m.cfg.Listen(&Sockets{Place: hint, Hold: func(addr, fd int) {
-		if addr < maxAddrs && m.shelf.Put(fd) == nil { // else a process that ends takes its socket with it
+	p, err := m.cfg.Listen(&Sockets{Place: hint, Hold: func(addr, fd int) error {
+		if err := m.shelf.Put(fd); err != nil {
+			return refuse(syscall.ETOOMANYREFS, "the socket cannot be kept for the other processes: too many descriptors of this user are under way (%v)", err)
+		}
+		if addr < maxAddrs {
 			inodes[addr], _ = sys.Inode(fd) // the descriptor is open: it cannot fail
 		}
+		return nil
 	}})
 	if err != nil {
 		return err
 	}
-	if e := &m.dir.place[p]; e.holder.CompareAndSwap(0, uint64(m.self)) {
-		for i := range inodes {
-			e.socket[i].Store(inodes[i])
+	e := &m.dir.place[p]
+	if !e.holder.CompareAndSwap(0, uint64(m.self)) { // it would take that process's packets
+		for _, inode := range inodes {
+			if inode != 0 {
+				m.shelf.Drop(inode)
+			}
 		}
-		m.hold(p)
-		return nil
+		return refuse(syscall.EADDRINUSE, "the kernel has given the sockets of this process the place of another process's: another program shares UDP port 4791 of %v", m.cfg.Addrs[0])
 	}
-	// Another process has the numbers of this place, and its sockets another place by now: a
-	// process has ended whose sockets were not on the shelf. Then this process takes numbers
-	// that no socket has the place of, and gets its packets from the others.
-	for p := sys.NumPlaces - 1; p >= 0; p-- {
-		if e := &m.dir.place[p]; e.socket[0].Load() == 0 && e.holder.CompareAndSwap(0, uint64(m.self)) {
-			m.hold(p)
-			return nil
-		}
+	for i := len(inodes) - 1; i >= 0; i-- { // the first one last: then the place can be taken over
+		e.socket[i].Store(inodes[i])
 	}
-	return noPlace()
-}
-
-func noPlace() error {
-	return refuse(syscall.EUSERS, "the device has its %d sockets already", sys.NumPlaces)
+	m.hold(p)
+	return nil
 }
 
 func (m *Member) hold(place int) { m.place, m.leases = place, 0 }
 
-// freePlace takes a place that no process holds, and its sockets; nil if there is none.
-func (m *Member) freePlace() (place int, fds []int) {
-	if len(m.cfg.Addrs) > maxAddrs {
-		return 0, nil
-	}
-	for swept := false; ; swept = true {
-		for p := range m.dir.place {
-			e := &m.dir.place[p]
-			if e.socket[0].Load() == 0 || e.holder.Load() != 0 || !e.holder.CompareAndSwap(0, uint64(m.self)) {
-				continue
-			}
-			if fds := m.fromShelf(e); fds != nil {
-				return p, fds
-			}
-			e.holder.CompareAndSwap(uint64(m.self), 0)
+// free reports whether no process holds the place, and it has sockets.
+func (e *placeEntry) free() bool { return e.socket[0].Load() != 0 && e.holder.Load() == 0 }
+
+// someFree reports whether there is a free place.
+func (d *directory) someFree() bool {
+	for p := range d.place {
+		if d.place[p].free() {
+			return true
 		}
-		if swept {
-			return 0, nil
-		}
-		m.dir.sweep()
 	}
+	return false
 }
 
 // fromShelf takes the sockets of a place from the shelf; nil if they are not all there.
 func (m *Member) fromShelf(e *placeEntry) (fds []int) {
+	if len(m.cfg.Addrs) > maxAddrs {
+		return nil
+	}
 	for i := range m.cfg.Addrs {
 		fd, err := m.shelf.Take(e.socket[i].Load())
 		if err != nil || fd < 0 {
@@ -152,11 +155,12 @@ func (d *directory) lock() (unlock func()) {
 			break
 		}
 	}
-	return func() { _ = sys.CloseFD(own) } // and with it the lock is gone
+	return func() { sys.Unlock(own) }
 }
 
-// lockTime is how long a process may take to get its place: far longer than it needs.
-const lockTime = 500 * time.Millisecond
+// lockTime is how long a process waits for those that get their places before it: far longer
+// than a hundred of them need.
+const lockTime = time.Second
 
 // alive reports whether a process lives: its socket is there.
 func (d *directory) alive(id identity) bool {
@@ -170,8 +174,12 @@ func (d *directory) alive(id identity) bool {
 	return !errors.Is(err, syscall.ECONNREFUSED) && !errors.As(err, &no)
 }
 
-// sweep frees what dead processes have left.
-func (d *directory) sweep() {
+// sweep frees what dead processes have left, on behalf of the process self. A process that does
+// not even find its own name has changed its user or its network namespace, and frees nothing.
+func (d *directory) sweep(self identity) {
+	if !d.alive(self) {
+		return
+	}
 	for i := range d.process {
 		if id := identity(d.process[i].id.Load()); id != 0 && !d.alive(id) {
 			d.release(id)
@@ -181,7 +189,7 @@ func (d *directory) sweep() {
 
 // Gone is called when the channel to a process has ended: the process may be dead.
 func (m *Member) Gone(process int) {
-	if id := m.dir.who(process); id != 0 && !m.dir.alive(id) {
+	if id := m.dir.who(process); id != 0 && !m.dir.alive(id) && m.dir.alive(m.self) {
 		m.dir.release(id)
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"net/netip"
+	"os"
 	"sync"
 	"syscall"
 	"time"
@@ -243,17 +244,20 @@ func lookWithin(a netip.Addr, most time.Duration) (*directory, error) {
 
 // askDoor sends a request to whichever process of a device answers first.
 func askDoor(a netip.Addr, q *request, deadline time.Time) (fds []int, err error) {
-	for patience := firstPatience; ; patience *= 2 {
+	for patience := firstPatience; ; patience = min(2*patience, replyTime) {
 		c, err := dial(doorName(a))
 		if err != nil {
 			return nil, err
 		}
 		var r reply
-		fds, err = askWithin(c, q, &r, min(patience, time.Until(deadline)))
+		fds, err = askWithin(c, q, &r, max(min(patience, time.Until(deadline)), retry))
 		_ = c.Close() // nothing is lost with it
 		var no *refusal
-		if err == nil || errors.As(err, &no) || time.Now().After(deadline) {
+		if err == nil || errors.As(err, &no) || errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) || time.Now().After(deadline) {
 			return fds, err
+		}
+		if !errors.Is(err, os.ErrDeadlineExceeded) {
+			time.Sleep(retry) // the process at the other end is leaving
 		}
 	}
 }

@@ -389,7 +389,7 @@ func (k *tag) waitsForRoom(c *shm.Channel, t *train.Train) bool {
 // Route implements Router.
 func (s *Shared) Route(qpn uint32) (process int, here bool) {
 	p, ok := s.home.Find(qpn)
-	return p, !ok || p == s.self
+	return p, !ok || p == s.self || qpn == 0 // a packet too short to name a queue pair
 }
 
 // Forward implements Router. It does not wait for room, because the goroutine that polls reads

@@ -253,7 +253,7 @@ func (u *UDP) rxOptions() sys.UDPOptions {
 
 // bind opens a receiving socket of an address; with held, one that others may share the port
 // with: see sys.UDPOptions.
-func (u *UDP) bind(a netip.Addr, held func(fd int)) (*sys.UDPSocket, error) {
+func (u *UDP) bind(a netip.Addr, held func(fd int) error) (*sys.UDPSocket, error) {
 	o := u.rxOptions()
 	o.Held = held
 	rx, err := sys.OpenUDP(netip.AddrPortFrom(a, wire.RoCEPort), o)
@@ -271,26 +271,51 @@ func (u *UDP) bind(a netip.Addr, held func(fd int)) (*sys.UDPSocket, error) {
 
 // Listen opens receiving sockets, one for each address, whose places in the kernel's group are
 // the same: packets to queue pairs that have this place in their numbers reach this process. It
-// returns the place, which is expected to be hint. Before a socket is bound, Listen calls hold
-// with the index of its address. Only a link with a Router needs Listen.
-func (u *UDP) Listen(hint int, hold func(addr, fd int)) (place int, err error) {
-	var socks []*sys.UDPSocket
-	for i, e := range u.ends {
-		rx, err := u.bind(e.addr, func(fd int) { hold(i, fd) })
-		if err != nil {
-			closeSockets(socks)
-			return 0, err
+// returns the place. Before a socket is bound, Listen calls hold with the index of its address.
+// hint is the place if it cannot be found out, because packets of this host to its own address
+// do not arrive, as where the loopback interface is down. Only a link with a Router needs
+// Listen.
+func (u *UDP) Listen(hint int, hold func(addr, fd int) error) (place int, err error) {
+	socks := make([]*sys.UDPSocket, len(u.ends))
+	at := make([]int, len(u.ends))
+	fail := func(err error) (int, error) {
+		closeSockets(socks)
+		return 0, err
+	}
+	bind := func(i int) (err error) {
+		if socks[i] != nil {
+			_ = socks[i].Close() // hold keeps it open
 		}
-		socks = append(socks, rx)
+		if socks[i], err = u.bind(u.ends[i].addr, func(fd int) error { return hold(i, fd) }); err != nil {
+			return err
+		}
+		at[i] = hint
+		if p, err := socks[i].FindPlace(rand.Uint64()); err == nil {
+			at[i] = int(p)
+		}
+		place = max(place, at[i])
+		return nil
 	}
-	at, err := socks[0].FindPlace(rand.Uint64())
-	if err != nil {
-		// The host's packets to its own address are dropped, as where the loopback
-		// interface is down. The place is the expected one unless processes have died at
-		// the worst moment. Then Forward helps.
-		at = uint32(hint)
+	for i := range u.ends {
+		if err := bind(i); err != nil {
+			return fail(err)
+		}
 	}
-	return int(at), u.listen(socks)
+	// A process that was killed between two of its binds has left one group a socket longer.
+	for i := range u.ends {
+		for tries := 0; at[i] < place; tries++ {
+			if err := bind(i); err != nil {
+				return fail(err)
+			}
+			if tries == sys.NumPlaces {
+				return fail(ib.Errorf("open_device", syscall.EADDRINUSE, "the sockets of %v get no place", u.ends[i].addr))
+			}
+		}
+	}
+	if slices.Min(at) != place {
+		return fail(ib.Errorf("open_device", syscall.EAGAIN, "other processes open the device at the same time"))
+	}
+	return place, u.listen(socks)
 }
 
 // Adopt is Listen with sockets that another process has opened, one for each address. It takes
@@ -338,7 +363,9 @@ func (u *UDP) listen(socks []*sys.UDPSocket) error {
 
 func closeSockets(socks []*sys.UDPSocket) {
 	for _, s := range socks {
-		_ = s.Close() // the first error says more
+		if s != nil {
+			_ = s.Close() // the first error says more
+		}
 	}
 }
 

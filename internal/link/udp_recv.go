@@ -217,7 +217,7 @@ func (r *receiver) route(sink Sink, all *Packets) int {
 	}
 }
 
-// destQP returns the destination queue pair in a packet's BTH, or 0, which no process
+// destQP returns the destination queue pair in a packet's BTH, or 0, which no queue pair
 // has, if the packet is shorter than a BTH.
 func destQP(b []byte) uint32 {
 	if len(b) < wire.BTHLen {

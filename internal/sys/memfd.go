@@ -136,12 +136,18 @@ func Reopen(fd int) (int, error) {
 	return unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDWR|unix.O_CLOEXEC, 0)
 }
 
-// TryLock locks a file for one descriptor, and those made of it by dup and fork, until they are
-// all closed. It reports whether no other descriptor has the lock.
+// TryLock locks a file for one descriptor, and those made of it by dup and fork, until Unlock or
+// until they are all closed. It reports whether no other descriptor has the lock.
 func TryLock(fd int) (bool, error) {
 	err := unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB)
 	if err == unix.EWOULDBLOCK {
 		return false, nil
 	}
 	return err == nil, err
+}
+
+// Unlock undoes TryLock, also for descriptors that a fork has made, and closes the descriptor.
+func Unlock(fd int) {
+	_ = unix.Flock(fd, unix.LOCK_UN)
+	_ = unix.Close(fd) // it was open: it cannot fail
 }

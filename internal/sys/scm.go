@@ -13,7 +13,7 @@ import (
 )
 
 // MaxPassedFDs is the most descriptors that one message carries here.
-const MaxPassedFDs = 8
+const MaxPassedFDs = 64
 
 // Cred identifies the process that made the other end of a unix socket: that called
 // connect(2), or listen(2).

@@ -13,11 +13,16 @@ import (
 // Shelf is a shelf. One process at a time may call Take.
 type Shelf struct{ in, out int }
 
-// NewShelf makes an empty shelf.
-func NewShelf() (*Shelf, error) {
+// NewShelf makes an empty shelf. Its name, that of an abstract socket, is for the child of a
+// fork: it finds by the name what it has to close (clib/front/backend.c).
+func NewShelf(name string) (*Shelf, error) {
 	ends, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
 		return nil, fmt.Errorf("socketpair: %w", err)
+	}
+	if err := unix.Bind(ends[1], &unix.SockaddrUnix{Name: name}); err != nil {
+		closeFDs(ends[:])
+		return nil, fmt.Errorf("the name of a shelf: %w", err)
 	}
 	for _, fd := range ends {
 		_ = option{unix.SOL_SOCKET, unix.SO_SNDBUF, 1 << 20}.set(fd) // room for more, where that is allowed
@@ -45,23 +50,29 @@ func (s *Shelf) Put(fd int) error {
 // stays on the shelf as well: nothing that Take does could let it be closed, if the process
 // ended in the middle of it.
 func (s *Shelf) Take(inode uint64) (int, error) {
-	for first := uint64(0); ; {
+	first := uint64(0)
+	for range mostShelved { // far more than once round
 		fd, is, err := s.next(unix.MSG_PEEK)
 		if err != nil || fd < 0 || is == inode {
 			return fd, err
 		}
-		if is != first {
-			err = s.rotate(fd, is)
-		}
-		_ = unix.Close(fd)             // it was open: it cannot fail
-		if err != nil || is == first { // once round
-			return -1, err
-		}
+		again := is == first
 		if first == 0 {
 			first = is
 		}
+		if !again {
+			err = s.rotate(fd, is)
+		}
+		_ = unix.Close(fd)       // it was open: it cannot fail
+		if again || err != nil { // once round
+			return -1, err
+		}
 	}
+	return -1, nil
 }
+
+// mostShelved is more than the queue of a socket can hold.
+const mostShelved = 1 << 14
 
 // rotate moves the file at the head of the shelf, of which the caller has a descriptor, to the
 // end. It lays the file there first.
@@ -78,6 +89,20 @@ func (s *Shelf) rotate(fd int, inode uint64) error {
 	}
 	_ = unix.Close(old) // it was open: it cannot fail
 	return err
+}
+
+// Drop takes the file with an inode off the shelf, if it is there. A file that no process has
+// open is closed then.
+func (s *Shelf) Drop(inode uint64) {
+	if fd, err := s.Take(inode); err == nil && fd >= 0 { // it is at the head now
+		_ = unix.Close(fd) // it was open: it cannot fail
+		if old, is, err := s.next(0); err == nil && old >= 0 {
+			if is != inode {
+				_ = s.Put(old) // another process takes from the shelf at the same time, against the rule
+			}
+			_ = unix.Close(old) // it was open: it cannot fail
+		}
+	}
 }
 
 // next receives the file at the head of the shelf; fd is -1 if the shelf is empty.

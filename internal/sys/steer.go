@@ -13,6 +13,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -67,8 +68,9 @@ var ErrNoProbe = errors.New("a packet to the host's own address does not arrive"
 
 // FindPlace finds out the socket's place: it sends packets to its own address, for one place
 // after the other, until one arrives. It begins with place 0, because the kernel gives a packet
-// for a place that no socket has to any of them. It drops what else arrives meanwhile. token is
-// any number that other processes do not use.
+// for a place that no socket has to any of them: the first of these packets to arrive tells the
+// place. FindPlace drops what else arrives meanwhile. token is any number that other processes
+// do not use.
 func (s *UDPSocket) FindPlace(token uint64) (uint32, error) {
 	tx, err := unix.Socket(s.family(), unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.IPPROTO_UDP)
 	if err != nil {
@@ -83,12 +85,23 @@ func (s *UDPSocket) FindPlace(token uint64) (uint32, error) {
 		if err := unix.Sendto(tx, b[:], 0, sockaddr(s.local)); err != nil {
 			return 0, fmt.Errorf("%w: %w", ErrNoProbe, err)
 		}
-		if s.drainUntil(b[:]) { // loopback delivers before sendto returns
-			return place, nil
+		if at, ok := s.drainUntil(token); ok { // mostly, loopback delivers before sendto returns
+			return at, nil
 		}
+	}
+	for range probeLooks {
+		if at, ok := s.drainUntil(token); ok {
+			return at, nil
+		}
+		time.Sleep(time.Millisecond)
 	}
 	return 0, ErrNoProbe
 }
+
+const (
+	probeLooks = 20   // a millisecond apart, for the first probe to arrive
+	probeReads = 4096 // packets that are dropped at once in search of a probe
+)
 
 // probeOpcode is an opcode of the transport header that no transport has.
 const probeOpcode = 0xdf
@@ -96,21 +109,23 @@ const probeOpcode = 0xdf
 // IsProbe reports whether a packet is one that FindPlace of another process has sent.
 func IsProbe(b []byte) bool { return len(b) == probeBytes && b[0] == probeOpcode }
 
-// drainUntil receives what is there, and reports whether want was among it.
-func (s *UDPSocket) drainUntil(want []byte) bool {
+// drainUntil receives what is there, and returns the place of the first probe with a token that
+// is among it.
+func (s *UDPSocket) drainUntil(token uint64) (place uint32, ok bool) {
 	b := make([]byte, probeBytes)
-	for {
+	for range probeReads {
 		n, _, err := unix.Recvfrom(s.fd, b, unix.MSG_DONTWAIT|unix.MSG_TRUNC)
 		if err == unix.EINTR {
 			continue
 		}
 		if err != nil {
-			return false
+			return 0, false
 		}
-		if n == len(want) && string(b[:n]) == string(want) {
-			return true
+		if n == len(b) && IsProbe(b) && binary.LittleEndian.Uint64(b[12:]) == token {
+			return Place(binary.BigEndian.Uint32(b[4:]) & 0xffffff), true
 		}
 	}
+	return 0, false
 }
 
 // AdoptUDP wraps a socket that another process has opened with UDPOptions.Held at an address. It

@@ -2,6 +2,7 @@ package sys
 
 import (
 	"encoding/binary"
+	"fmt"
 	"math/rand/v2"
 	"net/netip"
 	"syscall"
@@ -23,11 +24,9 @@ func TestPlace(t *testing.T) {
 // held opens a socket of a shared port, and lays it on the shelf.
 func held(t *testing.T, at netip.AddrPort, shelf *Shelf) (s *UDPSocket, inode uint64) {
 	t.Helper()
-	s, err := OpenUDP(at, UDPOptions{RcvBuf: 1 << 20, SndBuf: 1, Held: func(fd int) {
-		if err := shelf.Put(fd); err != nil {
-			t.Fatal(err)
-		}
+	s, err := OpenUDP(at, UDPOptions{RcvBuf: 1 << 20, SndBuf: 1, Held: func(fd int) error {
 		inode, _ = Inode(fd)
+		return shelf.Put(fd)
 	}})
 	if err != nil {
 		t.Fatal(err)
@@ -37,7 +36,7 @@ func held(t *testing.T, at netip.AddrPort, shelf *Shelf) (s *UDPSocket, inode ui
 
 func newShelf(t *testing.T) *Shelf {
 	t.Helper()
-	s, err := NewShelf()
+	s, err := NewShelf(fmt.Sprintf("@verbena/shelf/test-%x", rand.Uint64()))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -70,13 +69,18 @@ func TestSteering(t *testing.T) {
 				t.Helper()
 				for range 200 {
 					i := rand.N(n)
-					var b [12]byte
+					var b [probeBytes]byte
+					token := rand.Uint64()
+					b[0] = probeOpcode
 					binary.BigEndian.PutUint32(b[4:], 0xab000000|PlaceNumber(uint32(i), rand.Uint32()))
-					binary.BigEndian.PutUint32(b[8:], rand.Uint32())
+					binary.LittleEndian.PutUint64(b[12:], token)
 					if err := unix.Sendto(tx.fd, b[:], 0, sockaddr(at)); err != nil {
 						t.Fatal(err)
 					}
-					if socks[i] != nil && !socks[i].drainUntil(b[:]) {
+					if socks[i] == nil {
+						continue
+					}
+					if at, ok := socks[i].drainUntil(token); !ok || at != uint32(i) {
 						t.Fatalf("a packet for place %d went elsewhere", i)
 					}
 				}

@@ -36,7 +36,7 @@ type UDPOptions struct {
 	// Held, if set, makes sockets share the port, and the kernel choose one by the place in
 	// a queue pair number (Place). It is called before the socket is bound, to have the
 	// socket kept open by a Shelf.
-	Held func(fd int)
+	Held func(fd int) error
 
 	join int // if not 0, the local address is a group, to be joined on this interface
 }
@@ -114,7 +114,9 @@ func (s *UDPSocket) setup(o UDPOptions) error {
 	if err := (option{unix.SOL_SOCKET, unix.SO_REUSEPORT, 1}).set(s.fd); err != nil {
 		return err
 	}
-	o.Held(s.fd)
+	if err := o.Held(s.fd); err != nil {
+		return err
+	}
 	if err := unix.Bind(s.fd, sockaddr(s.local)); err != nil {
 		return err
 	}
