@@ -130,7 +130,7 @@ func TestMapOverNotPreloaded(t *testing.T) {
 		t.Run(l.name, func(t *testing.T) { never(t, attack(t, "dontneed", "munmap", "brk", "shm", "shm-remap")) })
 		t.Run(l.name+", what remains", func(t *testing.T) {
 			if !full {
-				t.Skip("a measurement: only with VERBENA_FULL")
+				t.Skip("full: a measurement, only with VERBENA_FULL")
 			}
 			for _, line := range attack(t, "fixed", "mremap") {
 				t.Logf("%+v", line)

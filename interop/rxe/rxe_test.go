@@ -67,7 +67,7 @@ func TestKernel(t *testing.T) {
 // TestSoakGiants moves messages of 1 GiB, each operation both ways.
 func TestSoakGiants(t *testing.T) {
 	if os.Getenv("VERBENA_SOAK") == "" {
-		t.Skip("messages of 1 GiB: only with VERBENA_SOAK, which make soak sets")
+		t.Skip("full: messages of 1 GiB, only with VERBENA_SOAK, which make soak sets")
 	}
 	need(t, Check())
 	o := Options{Suite: Suites[len(Suites)-1], Order: result.Order{Soak: true}, Dir: t.TempDir(), Limit: 2 * time.Hour, MemMB: GiantMemMB}
