@@ -23,9 +23,14 @@ import (
 // of two processes do, by rings.
 func byRings(t testing.TB, typ ib.QPType, size int) (a, b *end) {
 	t.Helper()
+	return tunedByRings(t, typ, size, nil)
+}
+
+func tunedByRings(t testing.TB, typ ib.QPType, size int, tune func(e *end)) (a, b *end) {
+	t.Helper()
 	x, y := openDevice(t, provider.Config{Link: linkLocal}), openDevice(t, provider.Config{Link: linkLocal})
 	x.loopback, y.loopback = false, false
-	a, b = connected(t, x, y, typ, size, nil)
+	a, b = connected(t, x, y, typ, size, tune)
 	if !x.link.(*link.Shared).IsLocal(a.flow()) {
 		t.Fatal("it is not by rings")
 	}
@@ -470,7 +475,7 @@ func TestLocalRead(t *testing.T) {
 	const size = 100 << 10 // one train
 	for _, shared := range []bool{false, true} {
 		t.Run(fmt.Sprintf("shared %v", shared), func(t *testing.T) {
-			a, b := byRings(t, ib.RC, size)
+			a, b := tunedByRings(t, ib.RC, size, func(e *end) { e.timeout = 21 }) // no timeout, however busy the machine is
 			if shared {
 				b.dev.grants.off.Store(true) // by the ring
 				b.shareMemory(size)
