@@ -1,7 +1,9 @@
 package device
 
 import (
+	"encoding/binary"
 	"fmt"
+	"strings"
 	"testing"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -74,6 +76,89 @@ func BenchmarkUDPWrite(b *testing.B) {
 			for _, c := range x.dev.Counters() {
 				if c.Name == "retransmitted_packets" && c.Value > 0 {
 					b.Log(c)
+				}
+			}
+		})
+	}
+}
+
+// BenchmarkLocalPingPong is half a round trip of 8 bytes between two devices, in one
+// goroutine: what both sides do for it, without the time that a cache line takes from
+// one core to the other.
+func BenchmarkLocalPingPong(b *testing.B) {
+	b.Run("ring", func(b *testing.B) {
+		x, y := byRings(b, ib.RC, 4096)
+		benchPingPong(b, x, y)
+	})
+	b.Run("grant", func(b *testing.B) {
+		x, y := byRings(b, ib.RC, 4096)
+		x.shareMemory(4096)
+		y.shareMemory(4096)
+		benchPingPong(b, x, y)
+	})
+}
+
+// BenchmarkUDPPingPong is the same by packets.
+func BenchmarkUDPPingPong(b *testing.B) {
+	x, y := pair(b, linkUDP, ib.RC, 4096)
+	benchPingPong(b, x, y)
+}
+
+func benchPingPong(b *testing.B, x, y *end) {
+	wr := func(from, to *end) []ib.SendWR {
+		return []ib.SendWR{{Op: ib.OpRDMAWrite, Inline: make([]byte, 8), RemoteAddr: to.mr.Addr(), RKey: to.mr.RKey()}}
+	}
+	ends := [2]*end{x, y}
+	wrs := [2][]ib.SendWR{wr(x, y), wr(y, x)}
+	var wc [4]ib.WC
+	b.ReportAllocs()
+	for n := uint64(1); b.Loop(); n++ {
+		from, to := ends[n%2], ends[1-n%2]
+		w := wrs[n%2]
+		binary.NativeEndian.PutUint64(w[0].Inline, n)
+		w[0].Flags = 0
+		if n/2%16 == 0 {
+			w[0].Flags = ib.SendSignaled
+		}
+		if _, err := from.qp.PostSend(w); err != nil {
+			b.Fatal(err)
+		}
+		for { // at least once: completions must be taken
+			if _, err := to.cq.Poll(wc[:]); err != nil {
+				b.Fatal(err)
+			}
+			if binary.NativeEndian.Uint64(to.buf) == n {
+				break
+			}
+		}
+	}
+}
+
+// BenchmarkLocalWrite is WRITEs with several outstanding, both sides in one
+// goroutine.
+func BenchmarkLocalWrite(b *testing.B) {
+	for _, size := range []int{8, 4096, 65536, -65536, 1 << 20} {
+		name := fmt.Sprint(size)
+		if size < 0 {
+			size, name = -size, fmt.Sprint(-size, "-shared")
+		}
+		b.Run(name, func(b *testing.B) {
+			x, y := byRings(b, ib.RC, 4<<20)
+			if strings.HasSuffix(name, "shared") {
+				x.shareMemory(4 << 20)
+			}
+			wrs := []ib.SendWR{{Op: ib.OpRDMAWrite, Flags: ib.SendSignaled, SGL: x.sge(0, size), RemoteAddr: y.mr.Addr(), RKey: y.mr.RKey()}}
+			var wc [16]ib.WC
+			b.SetBytes(int64(size))
+			b.ReportAllocs()
+			for out := 0; b.Loop(); {
+				if _, err := x.qp.PostSend(wrs); err != nil {
+					b.Fatal(err)
+				}
+				for out++; out >= 8; {
+					_, _ = y.cq.Poll(wc[:])
+					n, _ := x.cq.Poll(wc[:])
+					out -= n
 				}
 			}
 		})

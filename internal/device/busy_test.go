@@ -42,7 +42,7 @@ type freeingLink struct {
 func (l freeingLink) Frees() uint64 { return l.frees.Load() }
 
 // onBusyLinks makes a connection whose first end has such a link.
-func onBusyLinks(t *testing.T, typ ib.QPType, tells bool) (a, b *end, l freeingLink) {
+func onBusyLinks(t *testing.T, typ ib.QPType, reports bool) (a, b *end, l freeingLink) {
 	t.Helper()
 	f := link.NewFabric(link.FaultyConfig{})
 	var links [2]link.Link
@@ -50,7 +50,7 @@ func onBusyLinks(t *testing.T, typ ib.QPType, tells bool) (a, b *end, l freeingL
 		links[i] = f.Attach(netip.AddrFrom4([4]byte{10, 79, 0, byte(1 + i)}))
 	}
 	l = freeingLink{busyLink{links[0], new(atomic.Bool), new(atomic.Int64), new(atomic.Pointer[chan struct{}])}, new(atomic.Uint64)}
-	if links[0] = l.busyLink; tells {
+	if links[0] = l.busyLink; reports {
 		links[0] = l
 	}
 	x, y := openOn("test", links[0], nil), openOn("test", links[1], nil)
@@ -62,9 +62,9 @@ func onBusyLinks(t *testing.T, typ ib.QPType, tells bool) (a, b *end, l freeingL
 // Trains that a link is too busy for are sent when it is not any more, in order, and
 // no goroutine spins meanwhile: whether the link reports when it is free or not.
 func TestBusyLink(t *testing.T) {
-	for _, tells := range []bool{false, true} {
+	for _, reports := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {
-			a, b, l := onBusyLinks(t, ib.RC, tells)
+			a, b, l := onBusyLinks(t, ib.RC, reports)
 			l.busy.Store(true)
 			for i := range 3 {
 				b.recv(ib.RecvWR{ID: uint64(i), SGL: b.sge(i, 1)})
@@ -74,11 +74,11 @@ func TestBusyLink(t *testing.T) {
 			time.Sleep(20 * time.Millisecond)
 			synctest.Wait()
 			n := l.tries.Load()
-			if tells && n > 4 || !tells && (n < 10 || n > 40) {
-				t.Errorf("tells %v: %d tries in 20 ms", tells, n)
+			if reports && n > 4 || !reports && (n < 10 || n > 40) {
+				t.Errorf("reports %v: %d tries in 20 ms", reports, n)
 			}
 			l.busy.Store(false)
-			if tells {
+			if reports {
 				l.frees.Add(1)
 				a.dev.resume()
 			}
@@ -154,7 +154,7 @@ func TestCloseWaitsForToken(t *testing.T) {
 		<-closed
 		l.stuck.Store(nil)
 		if q.claimToken() {
-			t.Error("somebody can still send for a queue pair that is closed")
+			t.Error("the token of a closed queue pair can still be had")
 		}
 	})
 }

@@ -55,7 +55,7 @@ func TestConversation(t *testing.T) {
 //go:norace
 func look(b []byte, i int) byte { return b[i] }
 
-// Two programs that write to each other in turn, and watch their memory, send one
+// Two programs that write to each other alternately, and watch their memory, send one
 // train each way for every message. When one falls silent its peer's last message
 // is acknowledged all the same, long before that peer would send it again. The time is
 // virtual.

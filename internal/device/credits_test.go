@@ -111,7 +111,7 @@ func TestCreditsLeft(t *testing.T) {
 			}
 			leave(hogs[0]) // its credits are b's now
 			if b.waitsForCredits() {
-				t.Error("nobody has woken the other one")
+				t.Error("the other one was not woken")
 			}
 			release()
 			b.ok()

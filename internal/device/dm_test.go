@@ -3,14 +3,10 @@ package device
 // Device memory between devices and between processes.
 
 import (
-	"bufio"
-	"encoding/binary"
 	"fmt"
 	"io"
 	"net/netip"
 	"os"
-	"os/exec"
-	"strings"
 	"syscall"
 	"testing"
 
@@ -35,57 +31,6 @@ func fromDM(t testing.TB, dm provider.DM, off int64, n int) []byte {
 		t.Fatal(err)
 	}
 	return b
-}
-
-// Every operation reaches device memory, as source and as target, on every link.
-func TestDeviceMemory(t *testing.T) {
-	for _, mode := range allLinks {
-		t.Run(mode, func(t *testing.T) {
-			const size = 300 << 10
-			a, b := connected(t, openFor(t, mode), openFor(t, mode), ib.RC, size, nil)
-			src, smr := a.deviceMemory(size)
-			dst, dmr := b.deviceMemory(size)
-			fill(a.buf, 3)
-			if n, err := src.WriteAt(a.buf, 0); n != size || err != nil {
-				t.Fatal(n, err)
-			}
-			local := func(off, n int) []ib.SGE { return []ib.SGE{{Addr: uint64(off), Length: uint32(n), LKey: smr.LKey()}} }
-			// Device memory to device memory, staged.
-			a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: local(0, size), RKey: dmr.RKey()})
-			a.ok()
-			if k := firstDifference(fromDM(t, dst, 0, size), a.buf); k >= 0 {
-				t.Fatalf("WRITE: byte %d is wrong", k)
-			}
-			// A receive into it, and a SEND out of it.
-			b.recv(ib.RecvWR{ID: 1, SGL: []ib.SGE{{Addr: 100, Length: 5000, LKey: dmr.LKey()}}})
-			a.post(ib.SendWR{Op: ib.OpSend, SGL: local(7, 5000)})
-			a.ok()
-			b.ok()
-			if k := firstDifference(fromDM(t, dst, 100, 5000), a.buf[7:5007]); k >= 0 {
-				t.Fatalf("SEND: byte %d is wrong", k)
-			}
-			// READ into it, atomics on it.
-			fill(b.buf, 9)
-			a.post(ib.SendWR{Op: ib.OpRDMARead, SGL: local(50, 20000), RemoteAddr: b.mr.Addr() + 3, RKey: b.mr.RKey()})
-			a.ok()
-			if k := firstDifference(fromDM(t, src, 50, 20000), b.buf[3:20003]); k >= 0 {
-				t.Fatalf("READ: byte %d is wrong", k)
-			}
-			var word [8]byte
-			if _, err := dst.WriteAt(word[:], 64); err != nil {
-				t.Fatal(err)
-			}
-			for range 3 {
-				a.post(ib.SendWR{Op: ib.OpAtomicFetchAdd, SGL: local(0, 8), RemoteAddr: 64, RKey: dmr.RKey(), CompareAdd: 5})
-				a.ok()
-			}
-			if got := binary.NativeEndian.Uint64(fromDM(t, dst, 64, 8)); got != 15 {
-				t.Errorf("the counter is %d", got)
-			}
-			a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: local(0, 2), RemoteAddr: size - 1, RKey: dmr.RKey()})
-			a.status(ib.WCRemAccessErr)
-		})
-	}
 }
 
 // What is refused, with the errnos of the man pages; several regions on a buffer.
@@ -199,37 +144,9 @@ func TestDeviceMemoryOfProcesses(t *testing.T) {
 	}
 	const half = 1 << 20
 	d := openDevice(t, provider.Config{DMSize: 2 * half, Limits: provider.Limits{MWs: 2}})
-	exe, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.Command(exe, "-test.run=^TestDeviceMemoryOfProcesses$", "-test.v")
-	cmd.Env = append(os.Environ(), dmChild+"="+d.addrs[0].String())
-	in, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = in.Close() })
-	lines := bufio.NewScanner(out)
-	said := func(what string) bool {
-		for lines.Scan() {
-			if strings.Contains(lines.Text(), what) {
-				return true
-			}
-		}
-		return false
-	}
-	if !said("HOLDING") {
-		t.Fatal("the child has not got its share")
-	}
-	_, err = d.AllocDM(provider.DMConfig{Length: half + 1})
+	c := startChild(t, dmChild, d.addrs[0].String(), nil)
+	c.hear() // it has its share
+	_, err := d.AllocDM(provider.DMConfig{Length: half + 1})
 	wantErrno(t, "more than the other has left", err, syscall.ENOMEM)
 	rest := must[provider.DM](t)(d.AllocDM(provider.DMConfig{Length: half}))
 	if b := fromDM(t, rest, 0, half); firstDifference(b, make([]byte, half)) >= 0 {
@@ -240,11 +157,8 @@ func TestDeviceMemoryOfProcesses(t *testing.T) {
 	mw := must[provider.MW](t)(pd.AllocMW(ib.MWType1))
 	_, err = pd.AllocMW(ib.MWType2)
 	wantErrno(t, "one window more than the other has left", err, syscall.ENOMEM)
-	if err := cmd.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
-	_, _ = io.Copy(io.Discard, out)
-	_ = cmd.Wait()
+	must0(t, c.cmd.Process.Kill())
+	_ = c.wait() // it was killed
 	var again provider.DM
 	eventually(t, "what the killed process had is free", func() bool {
 		again, err = d.AllocDM(provider.DMConfig{Length: half})
@@ -268,6 +182,6 @@ func holdDeviceMemory(t *testing.T, at netip.Addr) {
 		t.Fatal(err)
 	}
 	must[provider.MW](t)(must[provider.PD](t)(d.AllocPD()).AllocMW(ib.MWType2))
-	fmt.Println("HOLDING", d.Attr().MaxDMSize)
+	tellParent("holds its share")
 	_, _ = io.Copy(io.Discard, os.Stdin)
 }

@@ -9,10 +9,12 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"os"
+	"runtime"
 	"strconv"
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -25,6 +27,14 @@ func fullMatrix() bool { return os.Getenv("VERBENA_FULL") != "" }
 
 // lasting is how long a test of endurance runs.
 func lasting(short, long time.Duration) time.Duration {
+	if fullMatrix() {
+		return long
+	}
+	return short
+}
+
+// lastingOps is how many operations a test of endurance does.
+func lastingOps(short, long int) int {
 	if fullMatrix() {
 		return long
 	}
@@ -110,47 +120,22 @@ func simulated(t testing.TB, n int, net link.FaultyConfig, cfg *provider.Config)
 // happens while a goroutine spins.
 func virtualPause() { time.Sleep(100 * time.Microsecond) }
 
-// connected makes two ends on two devices and connects them.
-func connected(t testing.TB, x, y *Device, typ ib.QPType, size int, tune func(e *end)) (a, b *end) {
+// stillWaits wants a call not to return, which closes done when it does.
+func stillWaits(t testing.TB, done <-chan struct{}) {
 	t.Helper()
-	a, b = newEnd(t, x, typ, size), newEnd(t, y, typ, size)
-	t.Cleanup(a.close)
-	t.Cleanup(b.close)
-	if tune != nil {
-		tune(a)
-		tune(b)
+	for range looks {
+		select {
+		case <-done:
+			t.Fatal("the call has not waited")
+		default:
+			runtime.Gosched()
+		}
 	}
-	a.connect(b)
-	b.connect(a)
-	return a, b
 }
 
-// state returns the state of the end's queue pair.
-func (e *end) state() ib.QPState {
-	e.t.Helper()
-	return must[ib.QPAttr](e.t)(e.qp.Query()).State
-}
-
-// write makes a WRITE of n bytes at the same offset on both sides.
-func (e *end) write(o *end, off, n int) ib.SendWR {
-	return ib.SendWR{Op: ib.OpRDMAWrite, SGL: e.sge(off, n), RemoteAddr: o.mr.Addr() + uint64(off), RKey: o.mr.RKey()}
-}
-
-// read makes a READ of n bytes at the same offset on both sides.
-func (e *end) read(o *end, off, n int) ib.SendWR {
-	wr := e.write(o, off, n)
-	wr.Op = ib.OpRDMARead
-	return wr
-}
-
-// status waits for a completion and checks how it ended.
-func (e *end) status(want ib.WCStatus) ib.WC {
-	e.t.Helper()
-	wc := e.wait()
-	if wc.Status != want {
-		e.t.Fatalf("request %d: %v (vendor %#x), want %v", wc.ID, wc.Status, wc.VendorErr, want)
-	}
-	return wc
+// bubble runs a subtest in virtual time.
+func bubble(t *testing.T, name string, run func(t *testing.T)) {
+	t.Run(name, func(t *testing.T) { synctest.Test(t, run) })
 }
 
 // eventually waits until a condition holds.

@@ -15,12 +15,14 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/netip"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/sys"
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
@@ -130,9 +132,9 @@ func rc(k wire.Kind, p wire.Pos) wire.Opcode {
 	return op
 }
 
-// settled waits until the victim's device has counted all that was sent, and
+// allCounted waits until the victim's device has counted all that was sent, and
 // returns the counters' growth.
-func (s *scene) settled(before counts, packets int) counts {
+func (s *scene) allCounted(before counts, packets int) counts {
 	s.victim.t.Helper()
 	var grown counts
 	eventually(s.victim.t, fmt.Sprintf("%d packets are counted", packets), func() bool {
@@ -148,7 +150,10 @@ func (s *scene) settled(before counts, packets int) counts {
 	return grown
 }
 
-// Packets that are dropped without an answer: the connection is not affected.
+// Packets that no queue pair executes, one for each counter: malformed ones, some for no queue
+// pair or for another, some that the connection has had, or might have some time. No memory changes, and
+// the connection survives. (internal/wire, internal/link and internal/qp, scripts 9.6 and
+// 9.7.4, have every kind of them.)
 func TestHostileDropped(t *testing.T) {
 	x, y := openDevice(t, provider.Config{Link: linkUDP}), openDevice(t, provider.Config{Link: linkUDP})
 	s := newScene(t, x, y)
@@ -159,82 +164,72 @@ func TestHostileDropped(t *testing.T) {
 	datagrams.openDatagrams(0x1111)
 	datagrams.recv(ib.RecvWR{SGL: datagrams.sge(0, 4096)})
 	ud, _ := wire.Op(wire.UD, wire.KindSend, wire.Only, wire.NoExtra)
-	uc, _ := wire.Op(wire.UC, wire.KindWrite, wire.Only, wire.NoExtra)
 	data := []byte("sixteen bytes...")
 
-	with := func(change func(h *wire.Header)) []byte {
-		h := s.write(len(data))
-		change(&h)
-		return s.impostor.packet(h, data)
+	with := func(change func(h *wire.Header)) func() []byte {
+		return func() []byte {
+			h := s.write(len(data))
+			change(&h)
+			return s.impostor.packet(h, data)
+		}
 	}
-	flip := func(b []byte, bit int) []byte {
-		b[bit/8] ^= 1 << (bit % 8)
-		return b
+	same := func(*wire.Header) {}
+	short := func(n int) func() []byte { return func() []byte { return s.impostor.seal(with(same)()[:n]) } }
+	later := func(n int) func() []byte { return with(func(h *wire.Header) { h.PSN = h.PSN.Add(n) }) }
+	answer := func(k wire.Kind, psn int, a wire.Syndrome) func() []byte {
+		return func() []byte {
+			return s.impostor.packet(wire.Header{Opcode: rc(k, wire.Only), DestQP: s.victim.qp.Number(),
+				PSN: wire.MakePSN(s.victim.psn).Add(psn), AETH: wire.AETH{Syndrome: a}}, nil)
+		}
 	}
-	short := func(n int) []byte { return s.impostor.seal(s.impostor.packet(s.write(len(data)), data)[:n]) }
 	for _, tt := range []struct {
-		name  string
-		by    *attacker
-		bytes []byte
-		want  string
+		name   string
+		packet func() []byte // of the impostor, or else of the stranger
+		want   string
 	}{
-		{"nothing", s.impostor, nil, "drop_short"},
-		{"one byte", s.impostor, []byte{0x0a}, "drop_short"},
-		{"a header without a checksum", s.impostor, make([]byte, wire.BTHLen+wire.ICRCLen-1), "drop_short"},
-		{"zeros", s.impostor, make([]byte, 64), "drop_bad_icrc"},
-		{"cut off after the BTH", s.impostor, short(wire.BTHLen), "drop_short"},
-		{"cut off within the RETH", s.impostor, short(wire.BTHLen + 8), "drop_short"},
-		{"cut off within the RETH, by a byte", s.impostor, short(wire.BTHLen + 15), "drop_short"},
-		{"not a multiple of four", s.impostor, short(wire.BTHLen + 16 + 3), "drop_headers"},
-		{"damaged payload", s.impostor, flip(with(func(*wire.Header) {}), 8*(wire.BTHLen+16)+3), "drop_bad_icrc"},
-		{"damaged checksum", s.impostor, flip(with(func(*wire.Header) {}), 8*(wire.BTHLen+16+16)), "drop_bad_icrc"},
-		{"damaged address", s.impostor, flip(with(func(*wire.Header) {}), 8*wire.BTHLen+1), "drop_bad_icrc"},
-		{"version 1", s.impostor, with(func(h *wire.Header) { h.Version = 1 }), "drop_version"},
-		{"version 15", s.impostor, with(func(h *wire.Header) { h.Version = 15 }), "drop_version"},
-		{"opcode without a meaning", s.impostor, with(func(h *wire.Header) { h.Opcode = 0x1f }), "drop_opcode"},
-		{"RD", s.impostor, with(func(h *wire.Header) { h.Opcode = 0x4a }), "drop_opcode"},
-		{"XRC to RC", s.impostor, with(func(h *wire.Header) { h.Opcode = 0xaa }), "drop_transport"},
-		{"manufacturer's opcode", s.impostor, with(func(h *wire.Header) { h.Opcode = 0xca }), "drop_opcode"},
-		{"other partition", s.impostor, with(func(h *wire.Header) { h.PKey = 0x8001 }), "drop_bad_pkey"},
-		{"payload in a READ request", s.impostor, with(func(h *wire.Header) { h.Opcode = rc(wire.KindReadRequest, wire.Only) }), "drop_headers"},
-		{"longer than a packet may be", s.impostor, make([]byte, 5000), "drop_truncated"},
-		{"longest datagram", s.impostor, make([]byte, 65507), "drop_truncated"},
-		{"longer than the largest MTU", s.impostor,
-			s.impostor.packet(wire.Header{Opcode: rc(wire.KindSend, wire.Only), DestQP: s.victim.qp.Number()}, make([]byte, 4100)), "drop_truncated"},
-		{"nobody's number", s.impostor, with(func(h *wire.Header) { h.DestQP ^= 0x5a5a5a }), "drop_no_qp"},
-		{"management's number", s.impostor, with(func(h *wire.Header) { h.DestQP = 1 }), "drop_no_qp"},
-		{"everybody's number", s.impostor, with(func(h *wire.Header) { h.DestQP = 0xffffff }), "drop_no_qp"},
-		{"queue pair in RESET", s.impostor, with(func(h *wire.Header) { h.DestQP = idle.qp.Number() }), "drop_qp_state"},
-		{"UC to RC", s.impostor, with(func(h *wire.Header) { h.Opcode = uc }), "drop_transport"},
-		{"UD to RC", s.impostor, with(func(h *wire.Header) { h.Opcode = ud }), "drop_transport"},
-		{"RC to UD", s.impostor, with(func(h *wire.Header) { h.DestQP = datagrams.qp.Number() }), "drop_transport"},
-		{"from another address", s.stranger, s.stranger.packet(s.write(len(data)), data), "drop_source_address"},
-		{"wrong Q_Key", s.stranger, s.stranger.packet(wire.Header{Opcode: ud, DestQP: datagrams.qp.Number(),
-			DETH: wire.DETH{QKey: 0x1112, SrcQP: 5}}, data), "drop_bad_qkey"},
-		{"datagram longer than the MTU's packets", s.stranger, s.stranger.packet(wire.Header{Opcode: ud, DestQP: datagrams.qp.Number(),
-			DETH: wire.DETH{QKey: 0x1111, SrcQP: 5}}, make([]byte, 4100)), "drop_truncated"},
-		{"answer to nothing", s.impostor, with(func(h *wire.Header) {
-			h.Opcode, h.PSN, h.AETH = rc(wire.KindReadResponse, wire.Only), h.PSN.Add(100), wire.AETH{Syndrome: wire.AckNoCredits}
-		}), "ghost_acks"},
+		{"nothing", func() []byte { return nil }, "drop_short"},
+		{"end within the RETH", short(wire.BTHLen + 15), "drop_short"},
+		{"not a multiple of four", short(wire.BTHLen + 16 + 3), "drop_headers"},
+		{"damaged payload", func() []byte { b := with(same)(); b[wire.BTHLen+16] ^= 8; return b }, "drop_bad_icrc"},
+		{"version 1", with(func(h *wire.Header) { h.Version = 1 }), "drop_version"},
+		{"opcode without a meaning", with(func(h *wire.Header) { h.Opcode = 0x1f }), "drop_opcode"},
+		{"other partition", with(func(h *wire.Header) { h.PKey = 0x8001 }), "drop_bad_pkey"},
+		{"longest datagram", func() []byte { return make([]byte, 65507) }, "drop_truncated"},
+		{"no queue pair's number", with(func(h *wire.Header) { h.DestQP ^= 0x5a5a5a }), "drop_no_qp"},
+		{"multicast number", with(func(h *wire.Header) { h.DestQP = 0xffffff }), "drop_no_qp"},
+		{"queue pair in RESET", with(func(h *wire.Header) { h.DestQP = idle.qp.Number() }), "drop_qp_state"},
+		{"XRC to RC", with(func(h *wire.Header) { h.Opcode = 0xaa }), "drop_transport"},
+		{"RC to UD", with(func(h *wire.Header) { h.DestQP = datagrams.qp.Number() }), "drop_transport"},
+		{"from another address", func() []byte { return s.stranger.packet(s.write(len(data)), data) }, "drop_source_address"},
+		{"wrong Q_Key", func() []byte {
+			return s.stranger.packet(wire.Header{Opcode: ud, DestQP: datagrams.qp.Number(), DETH: wire.DETH{QKey: 0x1112, SrcQP: 5}}, data)
+		}, "drop_bad_qkey"},
+		{"old WRITE, new bytes", later(-1), "duplicate_requests"},
+		{"WRITE of the future", later(3), "out_of_sequence"},
+		{"answer to nothing", answer(wire.KindReadResponse, 100, wire.AckNoCredits), "ghost_acks"},
+		{"NAK of the past", answer(wire.KindAck, -9, wire.NakRemoteAccess), "ghost_acks"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			// On a busy machine the peer may have sent something twice, which is
-			// still on its way.
+			// The honest peer may have sent a packet twice, if its answer took long.
 			eventually(t, "repetitions have come", func() bool {
 				return countsOf(y)["duplicate_requests"] >= countsOf(x)["retransmitted_packets"]
 			})
 			memory := bytes.Clone(s.arena)
 			before := countsOf(y)
-			tt.by.raw(tt.bytes)
-			grown := s.settled(before, 1)
+			by := s.impostor
+			if tt.want == "drop_source_address" || tt.want == "drop_bad_qkey" {
+				by = s.stranger
+			}
+			by.raw(tt.packet())
+			grown := s.allCounted(before, 1)
 			if grown[tt.want] != 1 {
 				t.Errorf("%v, want %s by 1", grown, tt.want)
 			}
 			delete(grown, tt.want)
-			delete(grown, "rx_packets") // what a queue pair saw before it dropped it
-			delete(grown, "rx_bytes")
-			if len(grown) > 0 {
-				t.Errorf("counted besides: %v", grown)
+			for name := range grown {
+				if strings.HasPrefix(name, "drop_") || strings.HasPrefix(name, "resp_") {
+					t.Errorf("counted besides: %v", grown)
+				}
 			}
 			if k := firstDifference(s.arena, memory); k >= 0 {
 				t.Errorf("byte %d of memory was changed", k)
@@ -251,216 +246,92 @@ func TestHostileDropped(t *testing.T) {
 	noEvent(t, y)
 }
 
-// Packets that a connection has had, or might have some time, from an impostor:
-// nothing is executed, and the connection survives.
-func TestHostileReplayed(t *testing.T) {
-	x, y := openDevice(t, provider.Config{Link: linkUDP}), openDevice(t, provider.Config{Link: linkUDP})
-	data := bytes.Repeat([]byte{0xbd}, 64)
-	for _, tt := range []struct {
-		name   string
-		header func(s *scene) wire.Header
-		data   []byte
-		want   string
-	}{
-		{"old WRITE, new bytes", func(s *scene) wire.Header { h := s.write(64); h.PSN = h.PSN.Add(-1); return h }, data, "duplicate_requests"},
-		{"very old WRITE", func(s *scene) wire.Header { h := s.write(64); h.PSN = h.PSN.Add(-8000000); return h }, data, "duplicate_requests"},
-		{"old SEND", func(s *scene) wire.Header {
-			h := s.write(0)
-			h.Opcode, h.PSN = rc(wire.KindSend, wire.Only), h.PSN.Add(-1)
-			return h
-		}, data, "duplicate_requests"},
-		{"old atomic that never was", func(s *scene) wire.Header {
-			h := s.write(0)
-			h.Opcode, h.PSN = rc(wire.KindFetchAdd, wire.Only), h.PSN.Add(-2)
-			h.Atomic = wire.AtomicETH{VA: s.victim.mr.Addr(), RKey: s.victim.mr.RKey(), SwapAdd: 1}
-			return h
-		}, nil, "duplicate_requests"},
-		{"WRITE of the future", func(s *scene) wire.Header { h := s.write(64); h.PSN = h.PSN.Add(3); return h }, data, "out_of_sequence"},
-		{"WRITE of the far future", func(s *scene) wire.Header { h := s.write(64); h.PSN = h.PSN.Add(8000000); return h }, data, "out_of_sequence"},
-		{"acknowledgement of the future", func(s *scene) wire.Header {
-			return wire.Header{Opcode: rc(wire.KindAck, wire.Only), DestQP: s.victim.qp.Number(), PSN: wire.MakePSN(s.victim.psn).Add(9),
-				AETH: wire.AETH{Syndrome: wire.AckNoCredits}}
-		}, nil, "ghost_acks"},
-		{"NAK of the past", func(s *scene) wire.Header {
-			return wire.Header{Opcode: rc(wire.KindAck, wire.Only), DestQP: s.victim.qp.Number(), PSN: wire.MakePSN(s.victim.psn).Add(-9),
-				AETH: wire.AETH{Syndrome: wire.NakRemoteAccess}}
-		}, nil, "ghost_acks"},
-		{"atomic answer to nothing", func(s *scene) wire.Header {
-			return wire.Header{Opcode: rc(wire.KindAtomicAck, wire.Only), DestQP: s.victim.qp.Number(), PSN: wire.MakePSN(s.victim.psn),
-				AETH: wire.AETH{Syndrome: wire.AckNoCredits}, Orig: 1}
-		}, nil, "ghost_acks"},
-	} {
-		t.Run(tt.name, func(t *testing.T) {
-			s := newScene(t, x, y)
-			memory := bytes.Clone(s.arena)
-			before := countsOf(y)
-			s.impostor.raw(s.impostor.packet(tt.header(s), tt.data))
-			if grown := s.settled(before, 1); grown[tt.want] != 1 {
-				t.Errorf("%v, want %s by 1", grown, tt.want)
-			}
-			if k := firstDifference(s.arena, memory); k >= 0 {
-				t.Errorf("byte %d of memory was changed", k)
-			}
-			for range 3 {
-				s.exchange()
-			}
-		})
-	}
-}
-
-// Requests with the expected PSN that are not allowed: they are refused, with the
-// error that an honest peer would get, and touch no memory.
+// Requests with the expected PSN that are not allowed: they are refused, with the error that
+// an honest peer would get, and touch no memory outside the peer's region. (internal/qp,
+// scripts 9.7.4.1 and 11.6.2, has every reason.)
 func TestHostileRefused(t *testing.T) {
 	x, y := openDevice(t, provider.Config{Link: linkUDP}), openDevice(t, provider.Config{Link: linkUDP})
 	bystander := newScene(t, x, y)
 	const access, invalid = "resp_remote_access_errors", "resp_invalid_request"
-	data := bytes.Repeat([]byte{0xbd}, 64)
-	full := bytes.Repeat([]byte{0xbd}, sceneMTU)
-	reth := func(change func(s *scene, r *wire.RETH)) func(s *scene) wire.Header {
-		return func(s *scene) wire.Header {
-			h := s.write(len(data))
-			change(s, &h.RETH)
-			return h
-		}
-	}
-	opcode := func(k wire.Kind, p wire.Pos) func(s *scene) wire.Header {
-		return func(s *scene) wire.Header {
-			h := s.write(len(data))
-			h.Opcode = rc(k, p)
-			return h
-		}
-	}
-	read := func(change func(s *scene, r *wire.RETH)) func(s *scene) wire.Header {
-		return func(s *scene) wire.Header {
-			h := s.write(len(data))
-			h.Opcode = rc(wire.KindReadRequest, wire.Only)
-			change(s, &h.RETH)
-			return h
-		}
-	}
-	atomic := func(change func(s *scene, a *wire.AtomicETH)) func(s *scene) wire.Header {
-		return func(s *scene) wire.Header {
-			h := s.write(0)
-			h.Opcode = rc(wire.KindFetchAdd, wire.Only)
-			h.Atomic = wire.AtomicETH{VA: s.victim.mr.Addr(), RKey: s.victim.mr.RKey(), SwapAdd: 1}
-			change(s, &h.Atomic)
-			return h
-		}
-	}
-	for _, tt := range []struct {
-		name   string
-		header func(s *scene) wire.Header
-		data   []byte
-		want   string
-	}{
-		{"wrong key", reth(func(_ *scene, r *wire.RETH) { r.RKey ^= 0x100 }), data, access},
-		{"wrong tag of the key", reth(func(_ *scene, r *wire.RETH) { r.RKey ^= 1 }), data, access},
-		{"key 0", reth(func(_ *scene, r *wire.RETH) { r.RKey = 0 }), data, access},
-		{"key without remote rights", reth(func(s *scene, r *wire.RETH) { r.RKey, r.VA = s.secret.RKey(), s.secret.Addr() }), data, access},
-		{"key of another domain", reth(func(_ *scene, r *wire.RETH) {
-			r.RKey, r.VA = bystander.victim.mr.RKey(), bystander.victim.mr.Addr()
-		}), data, access},
-		{"one byte before", reth(func(s *scene, r *wire.RETH) { r.VA = s.victim.mr.Addr() - 1 }), data, access},
-		{"one byte past", reth(func(s *scene, r *wire.RETH) { r.VA = s.victim.mr.Addr() + s.victim.mr.Length() - 63 }), data, access},
-		{"far past", reth(func(_ *scene, r *wire.RETH) { r.VA += 1 << 40 }), data, access},
-		{"address 0", reth(func(_ *scene, r *wire.RETH) { r.VA = 0 }), data, access},
-		{"wrapping address", reth(func(_ *scene, r *wire.RETH) { r.VA = ^uint64(0) - 10 }), data, access},
-		{"wrapping into the region", reth(func(_ *scene, r *wire.RETH) { r.VA = ^uint64(31) }), data, access},
-		{"length of 2 GiB", reth(func(_ *scene, r *wire.RETH) { r.Len = 1 << 31 }), data, invalid},
-		{"longest length", reth(func(_ *scene, r *wire.RETH) { r.Len = ^uint32(0) }), data, invalid},
-		{"length above the region", reth(func(_ *scene, r *wire.RETH) { r.Len = 1 << 20 }), data, access},
-		{"length below the payload", reth(func(_ *scene, r *wire.RETH) { r.Len = 63 }), data, invalid},
-		{"length above the payload", reth(func(_ *scene, r *wire.RETH) { r.Len = 65 }), data, invalid},
-		{"length 0 with a payload", reth(func(_ *scene, r *wire.RETH) { r.Len = 0 }), data, invalid},
-		{"payload above the MTU", reth(func(_ *scene, r *wire.RETH) { r.Len = sceneMTU + 4 }), append(full[:sceneMTU:sceneMTU], 1, 2, 3, 4), invalid},
-		{"WRITE middle without a first", opcode(wire.KindWrite, wire.Middle), full, invalid},
-		{"WRITE last without a first", opcode(wire.KindWrite, wire.Last), data, invalid},
-		{"SEND middle without a first", opcode(wire.KindSend, wire.Middle), full, invalid},
-		{"SEND last without a first", opcode(wire.KindSend, wire.Last), data, invalid},
-		{"WRITE first shorter than the MTU", opcode(wire.KindWrite, wire.First), data, invalid},
-		{"SEND first shorter than the MTU", opcode(wire.KindSend, wire.First), data, invalid},
-		{"READ with a wrong key", read(func(_ *scene, r *wire.RETH) { r.RKey ^= 1 }), nil, access},
-		{"READ without the right", read(func(s *scene, r *wire.RETH) { r.RKey, r.VA = s.secret.RKey(), s.secret.Addr() }), nil, access},
-		{"READ past the end", read(func(_ *scene, r *wire.RETH) { r.Len = 1 << 24 }), nil, access},
-		{"READ of 4 GiB", read(func(_ *scene, r *wire.RETH) { r.Len = ^uint32(0) }), nil, invalid},
-		{"READ around the end", read(func(_ *scene, r *wire.RETH) { r.VA = ^uint64(0) }), nil, access},
-		{"atomic with a wrong key", atomic(func(_ *scene, a *wire.AtomicETH) { a.RKey ^= 1 }), nil, access},
-		{"atomic that is not aligned", atomic(func(_ *scene, a *wire.AtomicETH) { a.VA += 4 }), nil, invalid},
-		{"atomic past the end", atomic(func(s *scene, a *wire.AtomicETH) { a.VA += s.victim.mr.Length() }), nil, access},
-		{"atomic at the last address", atomic(func(_ *scene, a *wire.AtomicETH) { a.VA = ^uint64(7) }), nil, access},
-		{"atomic without the right", atomic(func(s *scene, a *wire.AtomicETH) { a.RKey, a.VA = s.secret.RKey(), s.secret.Addr()&^7 }), nil, access},
-	} {
-		t.Run(tt.name, func(t *testing.T) {
-			s := newScene(t, x, y)
-			memory := bytes.Clone(s.arena)
-			before := countsOf(y)
-			s.impostor.raw(s.impostor.packet(tt.header(s), tt.data))
-			s.settled(before, 1)
-			eventually(t, "the NAK is sent", func() bool { return countsOf(y)["naks_sent"] > before["naks_sent"] })
-			if grown := countsOf(y).since(before); grown[tt.want] != 1 || grown["naks_sent"] != 1 {
-				t.Errorf("%v, want %s and naks_sent by 1", grown, tt.want)
-			}
-			if k := firstDifference(s.arena, memory); k >= 0 {
-				t.Errorf("byte %d of memory was changed", k)
-			}
-			if st := s.victim.state(); st != ib.QPErr {
-				t.Errorf("the queue pair is in %v", st)
-			}
-			bystander.exchange()
-		})
-	}
-}
-
-// A long message whose sender leaves it in the middle, or goes on with another
-// operation or more than it announced.
-func TestHostileMessages(t *testing.T) {
-	x, y := openDevice(t, provider.Config{Link: linkUDP}), openDevice(t, provider.Config{Link: linkUDP})
-	full := bytes.Repeat([]byte{0xbd}, sceneMTU)
 	type part struct {
-		kind wire.Kind
-		pos  wire.Pos
-		n    int
+		kind   wire.Kind
+		pos    wire.Pos
+		n      int // bytes of payload
+		change func(s *scene, h *wire.Header)
 	}
+	one := func(k wire.Kind, p wire.Pos, n int, change func(s *scene, h *wire.Header)) []part {
+		return []part{{k, p, n, change}}
+	}
+	secret := func(s *scene, h *wire.Header) { h.RETH.RKey, h.RETH.VA = s.secret.RKey(), s.secret.Addr() }
 	for _, tt := range []struct {
 		name  string
-		parts []part
+		parts []part // of one message, whose announced length is that of the first, or two full packets
+		want  string
 	}{
-		{"WRITE, then SEND", []part{{wire.KindWrite, wire.First, sceneMTU}, {wire.KindSend, wire.Middle, sceneMTU}}},
-		{"WRITE, then a new WRITE", []part{{wire.KindWrite, wire.First, sceneMTU}, {wire.KindWrite, wire.First, sceneMTU}}},
-		{"WRITE longer than announced", []part{{wire.KindWrite, wire.First, sceneMTU}, {wire.KindWrite, wire.Middle, sceneMTU}, {wire.KindWrite, wire.Middle, sceneMTU}}},
-		{"WRITE shorter than announced", []part{{wire.KindWrite, wire.First, sceneMTU}, {wire.KindWrite, wire.Last, 4}}},
-		{"WRITE with an empty end", []part{{wire.KindWrite, wire.First, sceneMTU}, {wire.KindWrite, wire.Middle, sceneMTU}, {wire.KindWrite, wire.Last, 0}}},
-		{"WRITE with a short middle", []part{{wire.KindWrite, wire.First, sceneMTU}, {wire.KindWrite, wire.Middle, sceneMTU - 4}}},
-		{"SEND, then READ", []part{{wire.KindSend, wire.First, sceneMTU}, {wire.KindReadRequest, wire.Only, 0}}},
-		{"SEND longer than the receive", []part{{wire.KindSend, wire.First, sceneMTU}, {wire.KindSend, wire.Middle, sceneMTU}, {wire.KindSend, wire.Middle, sceneMTU}}},
+		{"WRITE with a wrong key", one(wire.KindWrite, wire.Only, 64, func(_ *scene, h *wire.Header) { h.RETH.RKey ^= 0x100 }), access},
+		{"WRITE without the right", one(wire.KindWrite, wire.Only, 64, secret), access},
+		{"WRITE with the key of another domain", one(wire.KindWrite, wire.Only, 64, func(_ *scene, h *wire.Header) {
+			h.RETH.RKey, h.RETH.VA = bystander.victim.mr.RKey(), bystander.victim.mr.Addr()
+		}), access},
+		{"WRITE around the end of the address space", one(wire.KindWrite, wire.Only, 64, func(_ *scene, h *wire.Header) { h.RETH.VA = ^uint64(31) }), access},
+		{"WRITE of 4 GiB", one(wire.KindWrite, wire.Only, 64, func(_ *scene, h *wire.Header) { h.RETH.Len = ^uint32(0) }), invalid},
+		{"payload above the MTU", one(wire.KindWrite, wire.Only, sceneMTU+4, nil), invalid},
+		{"READ without the right", one(wire.KindReadRequest, wire.Only, 0, secret), access},
+		{"READ past the end", one(wire.KindReadRequest, wire.Only, 0, func(_ *scene, h *wire.Header) { h.RETH.Len = 1 << 24 }), access},
+		{"atomic without the right", one(wire.KindFetchAdd, wire.Only, 0, func(s *scene, h *wire.Header) {
+			h.Atomic.RKey, h.Atomic.VA = s.secret.RKey(), s.secret.Addr()&^7
+		}), access},
+		{"atomic that is not aligned", one(wire.KindFetchAdd, wire.Only, 0, func(_ *scene, h *wire.Header) { h.Atomic.VA += 4 }), invalid},
+		{"SEND without a first packet", one(wire.KindSend, wire.Last, 64, nil), invalid},
+		{"WRITE, then SEND", []part{{wire.KindWrite, wire.First, sceneMTU, nil}, {wire.KindSend, wire.Middle, sceneMTU, nil}}, invalid},
+		{"WRITE longer than announced", []part{{wire.KindWrite, wire.First, sceneMTU, nil}, {wire.KindWrite, wire.Middle, sceneMTU, nil},
+			{wire.KindWrite, wire.Middle, sceneMTU, nil}}, invalid},
+		{"SEND longer than the receive", []part{{wire.KindSend, wire.First, sceneMTU, nil}, {wire.KindSend, wire.Middle, sceneMTU, nil},
+			{wire.KindSend, wire.Middle, sceneMTU, nil}}, invalid},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			s := newScene(t, x, y)
 			s.victim.recv(ib.RecvWR{ID: 1, SGL: s.victim.sge(4096, 2*sceneMTU)})
-			h := s.write(2 * sceneMTU) // the announced length
-			h.AckReq = false
-			outside := bytes.Clone(s.arena)
+			h := s.write(tt.parts[0].n)
+			if tt.parts[0].kind == wire.KindReadRequest {
+				h.RETH.Len = 64
+			}
+			if len(tt.parts) > 1 {
+				h.RETH.Len, h.AckReq = 2*sceneMTU, false
+			}
+			h.Atomic = wire.AtomicETH{VA: s.victim.mr.Addr(), RKey: s.victim.mr.RKey(), SwapAdd: 1}
+			memory := bytes.Clone(s.arena)
 			before := countsOf(y)
 			for i, p := range tt.parts {
 				h.Opcode = rc(p.kind, p.pos)
-				s.impostor.raw(s.impostor.packet(h, full[:p.n]))
+				if p.change != nil {
+					p.change(s, &h)
+				}
+				s.impostor.raw(s.impostor.packet(h, bytes.Repeat([]byte{0xbd}, p.n)))
 				h.PSN = h.PSN.Add(1)
-				s.settled(before, i+1)
+				s.allCounted(before, i+1)
 			}
 			eventually(t, "the NAK is sent", func() bool { return countsOf(y)["naks_sent"] > before["naks_sent"] })
-			if grown := countsOf(y).since(before); grown["resp_invalid_request"] != 1 || grown["naks_sent"] != 1 {
-				t.Errorf("%v", grown)
+			if grown := countsOf(y).since(before); grown[tt.want] != 1 || grown["naks_sent"] != 1 {
+				t.Errorf("%v, want %s and naks_sent by 1", grown, tt.want)
 			}
 			if st := s.victim.state(); st != ib.QPErr {
 				t.Errorf("the queue pair is in %v", st)
 			}
 			// What came before the mistake may have been written, nothing else.
 			base := 24 << 10
-			for _, r := range [][2]int{{0, base + 4096}, {base + 4096 + 2*sceneMTU, base + 8000}, {base + 8000 + 2*sceneMTU, len(s.arena)}} {
-				if k := firstDifference(s.arena[r[0]:r[1]], outside[r[0]:r[1]]); k >= 0 {
-					t.Errorf("byte %d of memory was changed", r[0]+k)
-				}
+			written := [][2]int{}
+			if len(tt.parts) > 1 {
+				written = [][2]int{{base + 4096, base + 4096 + 2*sceneMTU}, {base + 8000, base + 8000 + 2*sceneMTU}}
 			}
+			at := 0
+			for _, w := range append(written, [2]int{len(memory), len(memory)}) {
+				if k := firstDifference(s.arena[at:w[0]], memory[at:w[0]]); k >= 0 {
+					t.Errorf("byte %d of memory was changed", at+k)
+				}
+				at = w[1]
+			}
+			bystander.exchange()
 		})
 	}
 }
@@ -485,7 +356,7 @@ func TestHostileFlood(t *testing.T) {
 	before, sent := countsOf(y), uint64(0)
 	tx := countsOf(x)["tx_packets"]
 	outside := bytes.Clone(prey.arena)
-	for i := range lastingOps(3000, 30000) {
+	for i := range lastingOps(1000, 30000) {
 		a := prey.impostor
 		if i%5 == 0 {
 			a = prey.stranger
@@ -510,6 +381,9 @@ func TestHostileFlood(t *testing.T) {
 		if len(b) > 4 && rng.IntN(16) != 0 {
 			b = a.seal(b)
 		}
+		if sys.IsProbe(b) {
+			continue // it is not counted: processes of this host look for each other by such packets
+		}
 		a.raw(b)
 		sent++
 		if i%50 == 0 {
@@ -521,17 +395,19 @@ func TestHostileFlood(t *testing.T) {
 		}
 	}
 	honest.exchange()
-	prey.settled(before, 1)
-	time.Sleep(20 * time.Millisecond)
-	grown := countsOf(y).since(before)
-	all := sent + countsOf(x)["tx_packets"] - tx
-	var counted uint64
-	for _, name := range []string{"rx_packets", "drop_no_qp", "drop_transport", "drop_source_address", "drop_short", "drop_opcode",
-		"drop_bad_icrc", "drop_version", "drop_bad_pkey", "drop_truncated", "drop_headers", "drop_qp_state"} {
-		counted += grown[name]
-	}
+	var grown counts
+	var all, counted uint64
+	defer func() { t.Logf("%d sent, %d counted: %v", all, counted, grown) }()
+	eventually(t, "all packets are counted", func() bool {
+		grown, all, counted = countsOf(y).since(before), sent+countsOf(x)["tx_packets"]-tx, 0
+		for _, name := range []string{"rx_packets", "drop_no_qp", "drop_transport", "drop_source_address", "drop_short", "drop_opcode",
+			"drop_bad_icrc", "drop_version", "drop_bad_pkey", "drop_truncated", "drop_headers", "drop_qp_state"} {
+			counted += grown[name]
+		}
+		return counted >= all
+	})
 	// A packet may count twice: as received, and as an answer in the wrong state.
-	if counted < all || counted > all+grown["drop_qp_state"] {
+	if counted > all+grown["drop_qp_state"] {
 		t.Errorf("%d packets are counted, %d were sent: %v", counted, all, grown)
 	}
 	for _, r := range [][2]int{{0, 24 << 10}, {40 << 10, len(outside)}} {
@@ -539,7 +415,6 @@ func TestHostileFlood(t *testing.T) {
 			t.Errorf("byte %d of memory, outside the region, was changed", r[0]+k)
 		}
 	}
-	t.Logf("%v", grown)
 }
 
 // The same over IPv6, where the checksum has all of its bits.

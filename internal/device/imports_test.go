@@ -9,9 +9,9 @@ import (
 	"os/exec"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -58,76 +58,6 @@ func (x *exporter) importTo(e *end, object uint64) (provider.MR, Origin) {
 	}
 	e.t.Cleanup(func() { closeAll(e.t, mr, o) })
 	return mr, o
-}
-
-// at is a piece of an imported region.
-func at(mr provider.MR, off, n int) []ib.SGE {
-	return []ib.SGE{{Addr: mr.Addr() + uint64(off), Length: uint32(n), LKey: mr.LKey()}}
-}
-
-// Imported memory is sent from and received to, written and read, by peers that have its keys.
-func TestImportedMR(t *testing.T) {
-	for _, mode := range allLinks {
-		t.Run(mode, func(t *testing.T) {
-			const size = 1 << 20
-			x := newExporter(t, size)
-			a, b := connected(t, openFor(t, mode), openFor(t, mode), ib.RC, size, nil)
-			mr, _ := x.importTo(a, 1)
-			if mr.Length() != size || mr.Addr() != x.mr.Addr() || mr.Access() != ib.AccessLocalWrite|ib.AccessRemoteRead|ib.AccessRemoteWrite {
-				t.Fatalf("%d bytes at %#x, %v", mr.Length(), mr.Addr(), mr.Access())
-			}
-			for i, m := range []struct{ off, n int }{{0, 1}, {3, 8}, {5, 60}, {4090, 4096}, {777, 100_000}, {0, size}} {
-				seed := byte(i + 1)
-				remote := b.mr.Addr() + uint64(m.off)
-				is := func(what string, got, from []byte) {
-					t.Helper()
-					if k := firstDifference(got[m.off:][:m.n], from[m.off:][:m.n]); k >= 0 {
-						t.Fatalf("%s of %d bytes: byte %d", what, m.n, k)
-					}
-				}
-				fill(x.buf, seed)
-				clear(b.buf)
-				a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: at(mr, m.off, m.n), RemoteAddr: remote, RKey: b.mr.RKey()})
-				a.ok()
-				is("WRITE from it", b.buf, x.buf)
-				clear(b.buf)
-				b.recv(ib.RecvWR{SGL: b.sge(m.off, m.n)})
-				a.post(ib.SendWR{Op: ib.OpSend, SGL: at(mr, m.off, m.n)})
-				a.ok()
-				b.ok()
-				is("SEND", b.buf, x.buf)
-				clear(b.buf)
-				b.post(ib.SendWR{Op: ib.OpRDMARead, SGL: b.sge(m.off, m.n), RemoteAddr: mr.Addr() + uint64(m.off), RKey: mr.RKey()})
-				b.ok()
-				is("READ from it", b.buf, x.buf)
-
-				fill(b.buf, seed+100)
-				b.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: b.sge(m.off, m.n), RemoteAddr: mr.Addr() + uint64(m.off), RKey: mr.RKey()})
-				b.ok()
-				is("WRITE to it", x.buf, b.buf)
-				clear(x.buf)
-				a.post(ib.SendWR{Op: ib.OpRDMARead, SGL: at(mr, m.off, m.n), RemoteAddr: remote, RKey: b.mr.RKey()})
-				a.ok()
-				is("READ to it", x.buf, b.buf)
-				clear(x.buf)
-				a.recv(ib.RecvWR{SGL: at(mr, m.off, m.n)})
-				b.post(ib.SendWR{Op: ib.OpSend, SGL: b.sge(m.off, m.n)})
-				b.ok()
-				a.ok()
-				is("receive", x.buf, b.buf)
-			}
-			// The result of an atomic is written there; atomics are not executed there.
-			fill(b.buf, 3)
-			want := bytes.Clone(b.buf[:8])
-			a.post(ib.SendWR{Op: ib.OpAtomicFetchAdd, SGL: at(mr, 16, 8), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey(), CompareAdd: 1})
-			a.ok()
-			if !bytes.Equal(x.buf[16:24], want) {
-				t.Errorf("the result of an atomic is % x, should be % x", x.buf[16:24], want)
-			}
-			b.post(ib.SendWR{Op: ib.OpAtomicFetchAdd, SGL: b.sge(0, 8), RemoteAddr: mr.Addr(), RKey: mr.RKey(), CompareAdd: 1})
-			b.status(ib.WCRemAccessErr)
-		})
-	}
 }
 
 // readOnlyPage is memory that cannot be written to.
@@ -243,9 +173,7 @@ func TestImportRevoked(t *testing.T) {
 		"changed rights": func(x *exporter, _ Origin) error { return x.mr.Rereg(provider.MRChange{Access: &access}) },
 		"other memory":   func(x *exporter, _ Origin) error { return x.mr.Rereg(provider.MRChange{Buf: make([]byte, 64)}) },
 		"invalidated": func(x *exporter, _ Origin) error {
-			if f := x.dev.table.Invalidate(x.mr.RKey(), x.qp.(*QP).core.Actor()); !f.OK() {
-				return fmt.Errorf("%v", f)
-			}
+			x.beside().localInvalidate(x.mr.RKey())
 			return nil
 		},
 	} {
@@ -253,44 +181,12 @@ func TestImportRevoked(t *testing.T) {
 			const size = 256 << 10
 			x := newExporter(t, size)
 			invalidatable := allRemote | ib.AccessRemoteInvalidate
-			if err := x.mr.Rereg(provider.MRChange{Access: &invalidatable}); err != nil {
-				t.Fatal(err)
-			}
-			a, b := connected(t, openFor(t, linkLoop), openFor(t, linkLoop), ib.RC, size, nil)
-			mr, o := x.importTo(a, 1)
-			second, _ := x.importTo(a, 1)
-			stop, started := make(chan struct{}), make(chan struct{}, 1)
-			var wg sync.WaitGroup
-			wg.Go(func() {
-				for n := byte(0); ; n++ {
-					fill(b.buf, n)
-					b.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: b.sge(0, size), RemoteAddr: mr.Addr(), RKey: mr.RKey()})
-					if wc := b.wait(); wc.Status != ib.WCSuccess {
-						if wc.Status != ib.WCRemAccessErr {
-							t.Errorf("%v", wc.Status)
-						}
-						return
-					}
-					select {
-					case started <- struct{}{}:
-					case <-stop:
-						t.Error("it goes on")
-						return
-					default:
-					}
-				}
-			})
-			<-started
-			<-started
-			if err := end(x, o); err != nil {
-				t.Error(err)
-			}
-			before := bytes.Clone(x.buf)
-			time.AfterFunc(10*time.Second, func() { close(stop) })
-			wg.Wait()
-			if !bytes.Equal(before, x.buf) {
-				t.Error("bytes changed after the end")
-			}
+			must0(t, x.mr.Rereg(provider.MRChange{Access: &invalidatable}))
+			a, b := connected(t, openFor(t, linkLoop), openFor(t, linkLoop), ib.RC, 2*size, neverAgain)
+			mr, o := x.importTo(b, 1)
+			second, _ := x.importTo(b, 1)
+			wr := ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, size), RemoteAddr: mr.Addr(), RKey: mr.RKey()}
+			revokedUnderLoad(t, a, b, wr, x.buf, func() { must0(t, end(x, o)) }, ib.WCRemAccessErr)
 			closeAll(t, mr, second)
 			eventually(t, "no lease is left", func() bool { return x.dev.exports.count() == 0 })
 		})
@@ -318,22 +214,23 @@ func TestImportEndsInside(t *testing.T) {
 			if _, kind := l.guard.Enter(); kind != mem.FaultNone {
 				t.Fatal("nobody may enter")
 			}
-			done := make(chan error)
-			go func() { done <- x.mr.Close() }()
+			var over atomic.Bool // set before the user leaves or ends
+			early := make(chan bool)
+			go func() {
+				closeAll(t, x.mr)
+				early <- !over.Load()
+			}()
 			eventually(t, "the region is dead", func() bool { return !x.mr.(*MR).region.Alive() })
 			closeAll(t, o)
-			select {
-			case err := <-done:
-				t.Fatalf("nobody waited for the user: %v", err)
-			case <-time.After(50 * time.Millisecond):
-			}
+			eventually(t, "the connection has ended", func() bool { return sys.HungUp(l.c) })
+			over.Store(true)
 			if ends {
 				must0(t, user.Process.Kill())
 			} else {
 				l.guard.Leave()
 			}
-			if err := <-done; err != nil {
-				t.Error(err)
+			if <-early {
+				t.Error("the call did not wait for the user")
 			}
 			_ = user.Process.Kill() // if it has not ended yet
 			_ = user.Wait()         // it was killed

@@ -112,7 +112,7 @@ func TestInlineReceiveTorture(t *testing.T) {
 		for _, absent := range []bool{false, true} {
 			t.Run(mode+map[bool]string{true: "/absent"}[absent], func(t *testing.T) {
 				seed := testSeed(t)
-				until := time.Now().Add(lasting(300*time.Millisecond, 6*time.Second))
+				until := time.Now().Add(lasting(100*time.Millisecond, 6*time.Second))
 				inlineTorture(t, openFor(t, mode), openFor(t, mode), seed, absent, until)
 			})
 		}
@@ -136,7 +136,7 @@ func inlineTorture(t *testing.T, x, y *Device, seed uint64, absent bool, until t
 	}
 	t.Cleanup(first.close)
 	byQPN := map[uint32]*relay{}
-	var lanes []*relay
+	var relays []*relay
 	for i := range relayConns {
 		e, peer := *first, *b
 		e.rd, peer.rd = 8, 8
@@ -149,7 +149,7 @@ func inlineTorture(t *testing.T, x, y *Device, seed uint64, absent bool, until t
 		e.connect(&peer)
 		peer.connect(&e)
 		r := &relay{end: &e, at: i * relayMemory, rng: rand.New(rand.NewPCG(seed, uint64(i)+2))}
-		lanes = append(lanes, r)
+		relays = append(relays, r)
 		byQPN[e.qp.Number()] = r
 	}
 	var stop atomic.Bool
@@ -176,19 +176,19 @@ func inlineTorture(t *testing.T, x, y *Device, seed uint64, absent bool, until t
 	rounds := 0
 	for ; rounds == 0 || time.Now().Before(until) && !t.Failed(); rounds++ {
 		var wg sync.WaitGroup
-		for _, r := range lanes {
+		for _, r := range relays {
 			wg.Go(func() { r.drive(t, b, source) })
 		}
 		wg.Wait()
-		for i, r := range lanes {
+		for i, r := range relays {
 			got := b.buf[r.at:][:relayLog]
 			for k := range relayRounds {
 				if n := len(r.check[k]); !bytes.Equal(got[k*relaySlot:][:n], r.check[k]) {
-					t.Fatalf("lane %d, round %d: the peer got %x, want %x", i, k, got[k*relaySlot:][:n], r.check[k])
+					t.Fatalf("relay %d, round %d: the peer got %x, want %x", i, k, got[k*relaySlot:][:n], r.check[k])
 				}
 			}
 			if got := wordOf(b.buf[r.at+relayLog:]); got != r.added {
-				t.Fatalf("lane %d: the word counts %d, want %d", i, got, r.added)
+				t.Fatalf("relay %d: the word counts %d, want %d", i, got, r.added)
 			}
 		}
 	}

@@ -11,9 +11,10 @@ import (
 	"sync"
 	"syscall"
 	"testing"
-	"time"
+	"testing/synctest"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
@@ -29,10 +30,10 @@ type family struct {
 	qp, qp2 provider.QP // qp2 receives from srq
 }
 
-func newFamily(t testing.TB, mode string) *family {
+func newFamily(t testing.TB, dev *Device) *family {
 	t.Helper()
 	cap := ib.QPCap{MaxSendWR: 4, MaxRecvWR: 4, MaxSendSGE: 1, MaxRecvSGE: 1}
-	f := &family{dev: openDevice(t, provider.Config{Link: mode})}
+	f := &family{dev: dev}
 	f.pd = must[provider.PD](t)(f.dev.AllocPD())
 	f.channel = must[provider.Channel](t)(f.dev.CreateChannel())
 	f.cq = must[provider.CQ](t)(f.dev.CreateCQ(16, f.channel))
@@ -62,7 +63,7 @@ func TestCloseOrders(t *testing.T) {
 	seed := testSeed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
 	for range lastingOps(40, 300) {
-		f := newFamily(t, linkLoop)
+		f := newFamily(t, openDevice(t, provider.Config{Link: linkLoop}))
 		needs := f.dependents()
 		var objects []closer
 		for o := range needs {
@@ -83,7 +84,7 @@ func TestCloseOrders(t *testing.T) {
 				wantErrno(t, "closing a parent", err, syscall.EBUSY)
 			case !closed[o]:
 				if err != nil {
-					t.Fatalf("closing %T, which nobody uses: %v", o, err)
+					t.Fatalf("closing %T, which no object uses: %v", o, err)
 				}
 				closed[o] = true
 			}
@@ -114,7 +115,7 @@ func TestBusyParentWorksOn(t *testing.T) {
 
 // A call with an object that is closed fails.
 func TestUseAfterClose(t *testing.T) {
-	f := newFamily(t, linkLoop)
+	f := newFamily(t, openDevice(t, provider.Config{Link: linkLoop}))
 	in := provider.QPConfig{Type: ib.RC, SendCQ: f.cq, RecvCQ: f.cq}
 	closeAll(t, f.qp, f.qp2)
 	_, err := f.qp.PostSend([]ib.SendWR{{Op: ib.OpSend}})
@@ -157,30 +158,33 @@ func TestUseAfterClose(t *testing.T) {
 	wantErrno(t, "NextEvent on a closed device", err, syscall.ENODEV)
 }
 
-// Failed creations count nowhere: the parents can be closed, and the limits are
+// Creations that fail count nowhere: the parents can be closed, and the limits are
 // not used up.
 func TestFailedCreationsLeaveNothing(t *testing.T) {
 	d := openDevice(t, provider.Config{Link: linkLoop, Limits: provider.Limits{QPs: 2, MRs: 2, AHs: 2, SRQs: 2}})
 	pd := must[provider.PD](t)(d.AllocPD())
 	cq := must[provider.CQ](t)(d.CreateCQ(1, nil))
-	for range 5 {
-		if _, err := pd.RegMR(nil, allRemote); err == nil {
-			t.Error("a region of nothing was registered")
-		}
-		if _, err := pd.RegMR(make([]byte, 8), ib.AccessRemoteWrite); err == nil {
-			t.Error("remote write without local write was registered")
-		}
-		if _, err := pd.RegMRAddr(4096, 8, 0, allRemote); err == nil {
-			t.Error("unmapped memory was registered")
-		}
-		if _, err := pd.CreateAH(ib.AHAttr{}); err == nil {
-			t.Error("an address handle to nowhere was made")
-		}
-		if _, err := pd.CreateSRQ(provider.SRQConfig{}); err == nil {
-			t.Error("a queue of nothing was made")
-		}
-		if _, err := pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: cq, RecvCQ: cq, Cap: ib.QPCap{MaxSendWR: -1}}); err == nil {
-			t.Error("a negative queue was made")
+	mr := func(_ provider.MR, err error) error { return err }
+	for range 3 { // more than the limits
+		_, ah := pd.CreateAH(ib.AHAttr{})
+		_, srq := pd.CreateSRQ(provider.SRQConfig{})
+		_, qp := pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: cq, RecvCQ: cq, Cap: ib.QPCap{MaxSendWR: -1}})
+		for _, tt := range []struct {
+			name string
+			err  error
+			want syscall.Errno
+		}{
+			{"a region of nothing", mr(pd.RegMR(nil, allRemote)), syscall.EINVAL},
+			{"an on-demand region of nothing", mr(pd.RegMR(nil, ib.AccessOnDemand)), syscall.EINVAL},
+			{"remote write without local", mr(pd.RegMR(make([]byte, 8), ib.AccessRemoteWrite)), syscall.EINVAL},
+			{"an unknown right", mr(pd.RegMR(make([]byte, 8), 1<<15)), syscall.EINVAL},
+			{"unmapped memory", mr(pd.RegMRAddr(4096, 4096, 0, 0)), syscall.EFAULT},
+			{"memory around the end of the address space", mr(pd.RegMRAddr(^uintptr(0)-10, 4096, 0, 0)), syscall.EFAULT},
+			{"an address handle to nowhere", ah, syscall.EINVAL},
+			{"a shared receive queue of nothing", srq, syscall.EINVAL},
+			{"a negative send queue", qp, syscall.EINVAL},
+		} {
+			wantErrno(t, tt.name, tt.err, tt.want)
 		}
 	}
 	var keep []closer
@@ -195,46 +199,37 @@ func TestFailedCreationsLeaveNothing(t *testing.T) {
 	closeAll(t, pd, cq)
 }
 
-// Closing wakes all goroutines that wait.
-func TestCloseWakesWaiters(t *testing.T) {
-	f := newFamily(t, linkLoop)
-	var wg sync.WaitGroup
-	for range 3 {
-		wg.Go(func() {
-			_, err := f.dev.NextEvent(context.Background())
-			wantErrno(t, "NextEvent", err, syscall.ENODEV)
-		})
-		wg.Go(func() {
-			_, err := f.channel.Next(context.Background())
-			wantErrno(t, "Next", err, syscall.EBADF)
-		})
-	}
-	time.Sleep(5 * time.Millisecond)
-	closeAll(t, f.qp, f.qp2, f.ah, f.srq, f.mr, f.cq, f.channel, f.pd, f.dev)
-	wg.Wait()
-}
+// Closing wakes all goroutines that wait. A goroutine also stops waiting when its context ends,
+// and takes no event with it.
+func TestWaitersAreWoken(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		_, devs := simulated(t, 1, link.FaultyConfig{}, nil)
+		f := newFamily(t, devs[0])
+		wait := func(ctx context.Context, device, channel func(err error)) (done func()) {
+			var wg sync.WaitGroup
+			wg.Go(func() { _, err := f.dev.NextEvent(ctx); device(err) })
+			wg.Go(func() { _, err := f.channel.Next(ctx); channel(err) })
+			synctest.Wait() // both wait
+			return wg.Wait
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		canceled := func(err error) {
+			if !errors.Is(err, context.Canceled) {
+				t.Error(err)
+			}
+		}
+		done := wait(ctx, canceled, canceled)
+		cancel()
+		done()
+		f.dev.events.push(ib.AsyncEvent{Type: ib.EventCommEst, QPN: 9})
+		wantEvent(t, f.dev, ib.AsyncEvent{Type: ib.EventCommEst, QPN: 9})
 
-// A waiter goes when its context does, and takes no event with it.
-func TestWaitersHeedContext(t *testing.T) {
-	f := newFamily(t, linkLoop)
-	ctx, cancel := context.WithCancel(t.Context())
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		if _, err := f.dev.NextEvent(ctx); !errors.Is(err, context.Canceled) {
-			t.Error(err)
+		for range 3 {
+			defer wait(context.Background(), func(err error) { wantErrno(t, "NextEvent", err, syscall.ENODEV) },
+				func(err error) { wantErrno(t, "Next", err, syscall.EBADF) })()
 		}
+		closeAll(t, f.qp, f.qp2, f.ah, f.srq, f.mr, f.cq, f.channel, f.pd, f.dev)
 	})
-	wg.Go(func() {
-		if _, err := f.channel.Next(ctx); !errors.Is(err, context.Canceled) {
-			t.Error(err)
-		}
-	})
-	time.Sleep(5 * time.Millisecond)
-	cancel()
-	wg.Wait()
-	f.dev.events.push(ib.AsyncEvent{Type: ib.EventCommEst, QPN: 9})
-	wantEvent(t, f.dev, ib.AsyncEvent{Type: ib.EventCommEst, QPN: 9})
-	closeAll(t, f.qp, f.qp2, f.ah, f.srq, f.mr, f.cq, f.channel, f.pd)
 }
 
 // A device that is closed leaves neither descriptors nor goroutines, also after

@@ -34,37 +34,37 @@ func scribble(b []byte, stop *atomic.Bool) {
 // damaged, nothing is sent again and no retries are used up. A WRITE from such a
 // page is the program's mistake; it arrives all the same.
 func TestLivePages(t *testing.T) {
-	for _, op := range []ib.Opcode{ib.OpRDMARead, ib.OpRDMAWrite, ib.OpSend} {
-		for _, size := range []int{100, 4096, 64 << 10} {
-			t.Run(fmt.Sprintf("%v/%d", op, size), func(t *testing.T) {
-				a, b := pair(t, linkUDP, ib.RC, size)
-				page := a.buf
-				if op == ib.OpRDMARead {
-					page = b.buf
+	for _, c := range []struct {
+		op   ib.Opcode
+		size int
+	}{{ib.OpRDMARead, 100}, {ib.OpRDMARead, 64 << 10}, {ib.OpRDMAWrite, 64 << 10}} {
+		t.Run(fmt.Sprintf("%v/%d", c.op, c.size), func(t *testing.T) {
+			a, b := pair(t, linkUDP, ib.RC, c.size)
+			page := a.buf
+			if c.op == ib.OpRDMARead {
+				page = b.buf
+			}
+			var stop atomic.Bool
+			var wg sync.WaitGroup
+			wg.Go(func() { scribble(page, &stop) })
+			defer wg.Wait()
+			defer stop.Store(true)
+			for range lastingOps(5, 100) {
+				const together = 8
+				for range together {
+					a.post(ib.SendWR{Op: c.op, SGL: a.sge(0, c.size), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()})
 				}
-				var stop atomic.Bool
-				var wg sync.WaitGroup
-				wg.Go(func() { scribble(page, &stop) })
-				defer wg.Wait()
-				defer stop.Store(true)
-				n := 0
-				for end := time.Now().Add(lasting(200*time.Millisecond, 2*time.Second)); n < 3 || time.Now().Before(end); n++ {
-					if op == ib.OpSend {
-						b.recv(ib.RecvWR{SGL: b.sge(0, size)})
-					}
-					a.post(ib.SendWR{ID: uint64(n), Op: op, SGL: a.sge(0, size), RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()})
+				for range together {
 					a.ok()
-					if op == ib.OpSend {
-						b.ok()
-					}
 				}
-				ca, cb := countsOf(a.dev), countsOf(b.dev)
-				t.Logf("%d requests; damaged here %d, there %d; sent again %d", n, ca["drop_bad_icrc"], cb["drop_bad_icrc"], ca["retransmitted_packets"])
-				if op == ib.OpRDMARead && ca["drop_bad_icrc"]+cb["drop_bad_icrc"] > 0 {
-					t.Errorf("%d answers were damaged", ca["drop_bad_icrc"])
-				}
-			})
-		}
+			}
+			ca, cb := countsOf(a.dev), countsOf(b.dev)
+			damaged := ca["drop_bad_icrc"] + cb["drop_bad_icrc"]
+			t.Logf("%d packets damaged, %d sent again", damaged, ca["retransmitted_packets"])
+			if c.op == ib.OpRDMARead && damaged > 0 {
+				t.Errorf("%d packets were damaged", damaged)
+			}
+		})
 	}
 }
 
@@ -75,7 +75,7 @@ func TestPassiveTarget(t *testing.T) {
 		t.Run(mode, func(t *testing.T) {
 			const words = 128 << 10 // behind what is read and written
 			a, b := pair(t, mode, ib.RC, words+8)
-			time.Sleep(5 * time.Millisecond) // the background goroutines sleep by now
+			eventually(t, "the target's background goroutine sleeps", func() bool { return b.dev.sleepUntil.Load() != 0 })
 			for i := range 20 {
 				size := 1 << (i % 18)
 				fill(a.buf[:size], byte(i))
@@ -114,7 +114,7 @@ func TestPassiveInitiator(t *testing.T) {
 			t.Errorf("wrong from byte %d on", k)
 		}
 		if took := time.Since(start); mode == linkLoop && took > time.Millisecond {
-			t.Errorf("it took %v of virtual time, as if somebody had slept", took)
+			t.Errorf("it took %v of virtual time, as if a goroutine had slept", took)
 		}
 	}
 	t.Run(linkUDP, func(t *testing.T) { send(t, linkUDP) })

@@ -4,10 +4,7 @@ package device
 
 import (
 	"bytes"
-	"encoding/binary"
 	"fmt"
-	"sync"
-	"sync/atomic"
 	"syscall"
 	"testing"
 
@@ -44,85 +41,6 @@ func (e *end) columns(k provider.MKey, rows, cols, width int) *ib.MKeyConfig {
 		c.Interleaved = append(c.Interleaved, ib.Stride{Addr: e.mr.Addr() + uint64(r*cols*width), Bytes: uint64(width), LKey: e.mr.LKey()})
 	}
 	return c
-}
-
-// Every operation goes through an indirect key, as source and as target, on every
-// link.
-func TestIndirectKey(t *testing.T) {
-	const rows, cols, width = 48, 40, 96
-	const size = rows * cols * width
-	for _, mode := range allLinks {
-		for _, typ := range []ib.QPType{ib.RC, ib.UC} {
-			t.Run(fmt.Sprintf("%s/%v", mode, typ), func(t *testing.T) {
-				a, b := connected(t, openFor(t, mode), openFor(t, mode), typ, size, nil)
-				there, here := b.mkey(rows), a.mkey(rows)
-				b.configure(b.columns(there, rows, cols, width))
-				a.configure(a.columns(here, rows, cols, width))
-				fill(a.buf, 3)
-				transposed := make([]byte, size)
-				for r := range rows {
-					for c := range cols {
-						copy(transposed[(c*rows+r)*width:][:width], a.buf[(r*cols+c)*width:])
-					}
-				}
-				check := func(what string, got, want []byte) {
-					t.Helper()
-					if k := firstDifference(got, want); k >= 0 {
-						t.Fatalf("%s: byte %d is wrong", what, k)
-					}
-				}
-				arrived := func() {
-					if typ == ib.UC { // the WRITE is only sent
-						eventually(t, "the bytes arrive", func() bool { return binary.NativeEndian.Uint64(b.buf[size-8:]) != 0 })
-					}
-				}
-				through := []ib.SGE{{Length: size, LKey: here.Key()}}
-				// From columns to rows, by the local key; and back, by the remote one.
-				a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: through, RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey()})
-				a.ok()
-				arrived()
-				if typ == ib.RC {
-					check("WRITE from columns", b.buf, transposed)
-				}
-				clear(b.buf)
-				b.recv(ib.RecvWR{ID: 3, SGL: []ib.SGE{{Length: size, LKey: there.Key()}}})
-				a.post(ib.SendWR{Op: ib.OpSend, SGL: through})
-				a.ok()
-				if wc := b.ok(); wc.ByteLen != size {
-					t.Fatalf("%+v", wc)
-				}
-				check("SEND from columns to columns", b.buf, a.buf)
-				if typ == ib.UC {
-					return
-				}
-				clear(b.buf)
-				copy(a.buf, transposed)
-				a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, size), RKey: there.Key()})
-				a.ok()
-				fill(transposed, 3)
-				check("WRITE to columns", b.buf, transposed)
-				clear(a.buf)
-				a.post(ib.SendWR{Op: ib.OpRDMARead, SGL: through, RKey: there.Key()})
-				a.ok()
-				check("READ from columns to columns", a.buf, b.buf)
-				// Atomics, on the second word: outside the Go heap, where the race detector
-				// does not take them for the program's own.
-				mr := must[provider.MR](t)(b.pd.RegMR(mapping(t, 64), ib.AccessLocalWrite))
-				t.Cleanup(func() { closeAll(t, mr) })
-				words := b.mkey(1)
-				b.configure(&ib.MKeyConfig{MKey: words.Key(), Repeat: 4, Interleaved: []ib.Stride{{Addr: mr.Addr(), Bytes: 8, Skip: 8, LKey: mr.LKey()}}})
-				for k := range uint64(3) {
-					a.post(ib.SendWR{Op: ib.OpAtomicFetchAdd, SGL: a.sge(0, 8), RemoteAddr: 8, RKey: words.Key(), CompareAdd: 7})
-					a.ok()
-					if was := binary.NativeEndian.Uint64(a.buf); was != 7*k {
-						t.Errorf("an atomic: %d, should have been %d", was, 7*k)
-					}
-				}
-				a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, 2), RemoteAddr: size - 1, RKey: there.Key()})
-				a.status(ib.WCRemAccessErr)
-			})
-		}
-	}
 }
 
 // Keys on all kinds of memory at once, and on each other.
@@ -171,54 +89,11 @@ func TestIndirectKeyOfEverything(t *testing.T) {
 	}
 }
 
-// A key is taken away while its peer writes through it. When that is done, the
-// memory does not change any more.
-func TestIndirectKeyRevokedUnderLoad(t *testing.T) {
-	const size = 64 << 10
-	for _, mode := range allLinks {
-		for _, how := range []string{"LOCAL_INV", "Close"} {
-			t.Run(mode+"/"+how, func(t *testing.T) {
-				a, b := connected(t, openFor(t, mode), openFor(t, mode), ib.RC, size, nil)
-				k := b.mkey(1)
-				b.configure(&ib.MKeyConfig{MKey: k.Key(), Repeat: size / 128, Interleaved: []ib.Stride{{Addr: b.mr.Addr(), Bytes: 64, Skip: 64, LKey: b.mr.LKey()}}})
-				var writes atomic.Int64
-				var wg sync.WaitGroup
-				wg.Go(func() {
-					for n := byte(1); ; n++ {
-						for i := range a.buf[:size/2] {
-							a.buf[i] = n
-						}
-						a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, size/2), RKey: k.Key()})
-						if wc := a.wait(); wc.Status != ib.WCSuccess {
-							if wc.Status != ib.WCRemAccessErr {
-								t.Errorf("%v", wc.Status)
-							}
-							return
-						}
-						writes.Add(1)
-					}
-				})
-				eventually(t, "a few WRITEs", func() bool { return writes.Load() > 5 })
-				if how == "Close" {
-					closeAll(t, k)
-				} else {
-					b.post(ib.SendWR{ID: 9, Op: ib.OpLocalInv, InvalidateKey: k.Key()})
-					for wc := b.wait(); wc.ID != 9; wc = b.wait() {
-					}
-				}
-				before := bytes.Clone(b.buf)
-				wg.Wait()
-				if k := firstDifference(before, b.buf); k >= 0 {
-					t.Errorf("byte %d changed after the key was gone", k)
-				}
-			})
-		}
-	}
-}
-
-// A list of very many pieces, from the last to the first.
+// A list of very many pieces, from the last to the first: more than a message has packets, and
+// than a system call takes pieces.
 func TestIndirectKeyOfManyPieces(t *testing.T) {
-	const pieces, width = 150_000, 12
+	const width = 12
+	pieces := lastingOps(10_000, 150_000)
 	for _, mode := range allLinks {
 		t.Run(mode, func(t *testing.T) {
 			a, b := connected(t, openFor(t, mode), openFor(t, mode), ib.RC, pieces*width, nil)

@@ -5,11 +5,8 @@ package device
 
 import (
 	"bytes"
-	"fmt"
-	"sync"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/provider"
@@ -82,153 +79,50 @@ func (e *end) through(o *end, op ib.Opcode, key uint32, off, n int) ib.SendWR {
 	return ib.SendWR{Op: op, SGL: e.sge(off, n), RemoteAddr: o.mr.Addr() + uint64(off), RKey: key, CompareAdd: 1}
 }
 
-// A window gives its range, with its rights, on every link.
-func TestWindow(t *testing.T) {
-	for _, mode := range allLinks {
-		for _, typ := range []ib.MWType{ib.MWType1, ib.MWType2} {
-			t.Run(fmt.Sprintf("%s/%v", mode, typ), func(t *testing.T) {
-				const size = 300 << 10
-				a, b := windowed(t, mode, size)
-				w := b.window(typ)
-				key := b.bind(w, 1000, size-2000, ib.AccessRemote)
-				fill(a.buf, 3)
-				before := bytes.Clone(b.buf)
-				a.post(a.through(b, ib.OpRDMAWrite, key, 1000, size-2000))
-				a.ok()
-				copy(before[1000:size-1000], a.buf[1000:])
-				if k := firstDifference(b.buf, before); k >= 0 {
-					t.Fatalf("WRITE: byte %d is wrong", k)
-				}
-				fill(b.buf, 9)
-				a.post(a.through(b, ib.OpRDMARead, key, 1000, size-2000))
-				a.ok()
-				if k := firstDifference(b.buf[1000:size-1000], a.buf[1000:size-1000]); k >= 0 {
-					t.Fatalf("READ: byte %d is wrong", k)
-				}
-				b.state() // takes the lock that the atomic is done under: the race detector knows of no packets
-				a.post(a.through(b, ib.OpAtomicFetchAdd, key, 1008-int(b.mr.Addr()%8), 8))
-				a.ok()
-				a.post(a.through(b, ib.OpRDMAWrite, key, 999, 2))
-				a.status(ib.WCRemAccessErr)
-				eventually(t, "the target's queue pair fails", func() bool { return b.state() == ib.QPErr })
-			})
-		}
-	}
-}
-
-// Two peers have different rights to different parts of one region; windows of
-// type 2 cannot be used by the other, and windows of type 1 can.
+// Two peers have different rights to different parts of one region. A window of type 2 is its
+// queue pair's peer's alone; a window of type 1 is for every peer of the domain.
 func TestWindowsForPeers(t *testing.T) {
 	for _, mode := range allLinks {
 		t.Run(mode, func(t *testing.T) {
 			x, y := openFor(t, mode), openFor(t, mode)
-			serve := func(try func(a1, b1, a2, b2 *end)) {
-				a1, b1 := connected(t, x, y, ib.RC, 8192, nil)
-				a2, b2 := newEnd(t, x, ib.RC, 8192), newEnd(t, y, ib.RC, 8192)
-				t.Cleanup(a2.close)
-				// The second queue pair is of the first one's domain.
-				own := b2.pd
-				closeAll(t, b2.qp)
-				b2.qp = must[provider.QP](t)(b1.pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: b2.cq, RecvCQ: b2.cq,
-					Cap: ib.QPCap{MaxSendWR: 16, MaxRecvWR: 16, MaxSendSGE: 1, MaxRecvSGE: 1}}))
-				t.Cleanup(func() { closeAll(t, b2.qp, b2.mr, b2.cq, own) })
-				a2.connect(b2)
-				b2.connect(a2)
-				b1.allowWindows()
-				try(a1, b1, a2, b2)
+			a1, b1 := connected(t, x, y, ib.RC, 8192, nil)
+			a2, b2 := newEnd(t, x, ib.RC, 8192), newEnd(t, y, ib.RC, 8192)
+			t.Cleanup(a2.close)
+			// The second queue pair is of the first one's domain.
+			own := b2.pd
+			closeAll(t, b2.qp)
+			b2.qp = must[provider.QP](t)(b1.pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: b2.cq, RecvCQ: b2.cq,
+				Cap: ib.QPCap{MaxSendWR: 16, MaxRecvWR: 16, MaxSendSGE: 1, MaxRecvSGE: 1}}))
+			t.Cleanup(func() { closeAll(t, b2.qp, b2.mr, b2.cq, own) })
+			a2.connect(b2)
+			b2.connect(a2)
+			b1.allowWindows()
+
+			forAll := b1.bind(b1.window(ib.MWType1), 0, 8192, ib.AccessRemoteWrite)
+			w1, w2 := b1.window(ib.MWType2), b1.window(ib.MWType2)
+			k1 := b1.bind(w1, 0, 4096, ib.AccessRemoteWrite)
+			b2.post(ib.SendWR{Op: ib.OpBindMW, Bind: b1.onto(w2, 4096, 4096, ib.AccessRemoteRead)})
+			b2.ok()
+			fill(a1.buf, 2)
+			fill(a2.buf, 3)
+			a1.post(a1.through(b1, ib.OpRDMAWrite, k1, 0, 4096))
+			a1.ok()
+			a2.post(a2.through(b1, ib.OpRDMAWrite, forAll, 4096, 4096))
+			a2.ok()
+			if !bytes.Equal(b1.buf[:4096], a1.buf[:4096]) || !bytes.Equal(b1.buf[4096:], a2.buf[4096:]) {
+				t.Error("a WRITE has left other bytes")
 			}
-			serve(func(a1, b1, a2, b2 *end) {
-				w1, w2 := b1.window(ib.MWType2), b1.window(ib.MWType2)
-				k1 := b1.bind(w1, 0, 4096, ib.AccessRemoteWrite)
-				b2.post(ib.SendWR{Op: ib.OpBindMW, Bind: b1.onto(w2, 4096, 4096, ib.AccessRemoteRead)})
-				b2.ok()
-				k2 := w2.RKey()
-				fill(b1.buf, 1)
-				fill(a1.buf, 2)
-				a1.post(a1.through(b1, ib.OpRDMAWrite, k1, 0, 4096))
-				a1.ok()
-				a2.post(a2.through(b1, ib.OpRDMARead, k2, 4096, 4096))
-				a2.ok()
-				if !bytes.Equal(b1.buf[:4096], a1.buf[:4096]) || !bytes.Equal(b1.buf[4096:], a2.buf[4096:]) {
-					t.Error("the bytes are wrong")
-				}
-				a2.post(a2.through(b1, ib.OpRDMAWrite, k1, 0, 8)) // the other's key
-				a2.status(ib.WCRemAccessErr)
-				a1.post(a1.through(b1, ib.OpRDMARead, k1, 0, 8)) // a right that it has not
-				a1.status(ib.WCRemAccessErr)
-			})
-			serve(func(a1, b1, a2, _ *end) {
-				w := b1.window(ib.MWType1)
-				key := b1.bind(w, 0, 4096, ib.AccessRemoteWrite)
-				for _, a := range []*end{a1, a2} {
-					a.post(a.through(b1, ib.OpRDMAWrite, key, 0, 8))
-					a.ok()
-				}
-			})
+			clear(a2.buf)
+			a2.post(a2.through(b1, ib.OpRDMARead, w2.RKey(), 4096, 4096))
+			a2.ok()
+			if !bytes.Equal(b1.buf[4096:], a2.buf[4096:]) {
+				t.Error("a READ has brought other bytes")
+			}
+			a2.post(a2.through(b1, ib.OpRDMAWrite, k1, 0, 8)) // the other queue pair's key
+			a2.status(ib.WCRemAccessErr)
+			a1.post(a1.through(b1, ib.OpRDMARead, k1, 0, 8)) // a right that it has not
+			a1.status(ib.WCRemAccessErr)
 		})
-	}
-}
-
-// revocations are the ways to take a bound window away. Each returns when that is
-// done.
-var revocations = []struct {
-	name string
-	typ  ib.MWType
-	run  func(b *end, w provider.MW)
-}{
-	{"LOCAL_INV", ib.MWType2, func(b *end, w provider.MW) {
-		b.post(ib.SendWR{ID: 5, Op: ib.OpLocalInv, InvalidateKey: w.RKey()})
-		b.status(ib.WCSuccess)
-	}},
-	{"bound elsewhere", ib.MWType1, func(b *end, w provider.MW) { b.bind(w, len(b.buf)-64, 64, ib.AccessRemote) }},
-	{"bound to nothing", ib.MWType1, func(b *end, w provider.MW) { b.bind(w, 0, 0, 0) }},
-	{"closed", ib.MWType2, func(_ *end, w provider.MW) { w.Close() }},
-	{"closed", ib.MWType1, func(_ *end, w provider.MW) { w.Close() }},
-}
-
-// A window is taken away while its peer uses it, as fast as it can, on every
-// link. When that is done, the memory does not change any more, and the peer's request
-// fails.
-func TestWindowRevokedUnderLoad(t *testing.T) {
-	const size = 256 << 10
-	for _, mode := range allLinks {
-		for _, op := range []ib.Opcode{ib.OpRDMAWrite, ib.OpRDMARead, ib.OpAtomicFetchAdd} {
-			for _, revoke := range revocations {
-				t.Run(fmt.Sprintf("%s/%v/%v %s", mode, op, revoke.typ, revoke.name), func(t *testing.T) {
-					for range lastingOps(1, 5) {
-						a, b := windowed(t, mode, 2*size)
-						copy(a.buf, noise) // the two halves differ
-						w := b.window(revoke.typ)
-						key := b.bind(w, 0, size, ib.AccessRemote)
-						wr := ib.SendWR{Op: op, SGL: a.sge(0, size), RemoteAddr: b.mr.Addr(), RKey: key, CompareAdd: 1}
-						if op == ib.OpAtomicFetchAdd {
-							wr.SGL = a.sge(0, 8)
-						}
-						var wg sync.WaitGroup
-						defer wg.Wait()
-						wg.Go(func() {
-							again := func() bool { return countsOf(a.dev)["retransmitted_packets"] > 0 }
-							if wc := a.keepPosting(wr, 2); wc.Status != ib.WCRemAccessErr && !(wc.Status == ib.WCRetryExcErr && again()) {
-								t.Errorf("the peer sees %v (vendor %#x)", wc.Status, wc.VendorErr)
-							}
-						})
-						eventually(t, "some requests are done", func() bool { return countsOf(b.dev)["tx_packets"] > 0 })
-						revoke.run(b, w)
-						// The end first: a writer that is not done yet has not come there.
-						end := [8]byte(b.buf[size-8:])
-						after := bytes.Clone(b.buf)
-						time.Sleep(5 * time.Millisecond)
-						if k := firstDifference(b.buf, after); k >= 0 || end != [8]byte(b.buf[size-8:]) {
-							t.Errorf("byte %d changed after the window was gone", k)
-						}
-						wg.Wait()
-						if err := b.mr.Close(); err != nil && revoke.name != "bound elsewhere" {
-							t.Error(err)
-						}
-					}
-				})
-			}
-		}
 	}
 }
 
@@ -240,10 +134,10 @@ func TestWindowInvalidatedByPeer(t *testing.T) {
 			a, b := windowed(t, mode, 64<<10)
 			w := b.window(ib.MWType2)
 			fill(a.buf, 1)
-			for round := range lastingOps(20, 150) {
+			for round := range lastingOps(5, 150) {
 				key := b.bind(w, 0, 64<<10, ib.AccessRemoteWrite)
 				b.recv(ib.RecvWR{SGL: b.sge(0, 8)})
-				n := 1 + round*997%(64<<10)
+				n := 1 + round*9973%(64<<10)
 				wrs := []ib.SendWR{a.through(b, ib.OpRDMAWrite, key, 0, n), {Op: ib.OpSendInv, InvalidateKey: key, Flags: ib.SendSignaled}}
 				if _, err := a.qp.PostSend(wrs); err != nil {
 					t.Fatal(err)
@@ -291,26 +185,6 @@ func TestWindowLives(t *testing.T) {
 	if _, err := b.pd.AllocMW(3); err == nil {
 		t.Error("a window of type 3")
 	}
-}
-
-// A bind that fails ends its queue pair, and all that follows is flushed; what was
-// bound before stays bound.
-func TestBindFails(t *testing.T) {
-	_, b := windowed(t, linkLoop, 4096)
-	w := b.window(ib.MWType2)
-	b.bind(w, 0, 100, ib.AccessRemote)
-	if _, err := b.qp.PostSend([]ib.SendWR{
-		{ID: 1, Op: ib.OpBindMW, Bind: b.onto(w, 0, 100, ib.AccessRemote)}, {ID: 2, Op: ib.OpLocalInv, InvalidateKey: w.RKey()},
-	}); err != nil {
-		t.Fatal(err)
-	}
-	if wc := b.status(ib.WCMWBindErr); wc.ID != 1 {
-		t.Errorf("%+v", wc)
-	}
-	if wc := b.status(ib.WCWRFlushErr); wc.ID != 2 {
-		t.Errorf("%+v", wc)
-	}
-	wantErrno(t, "Close of a region with a window", b.mr.Close(), syscall.EBUSY)
 }
 
 // A bind that is refused when it is posted leaves the window its key.

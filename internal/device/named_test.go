@@ -4,14 +4,10 @@ package device
 // (mem.Sharing, link/opened.go).
 
 import (
-	"bufio"
 	"encoding/json"
 	"fmt"
 	"os"
-	"os/exec"
-	"strings"
 	"testing"
-	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem/enginetest"
@@ -22,10 +18,11 @@ import (
 // openedPair connects two ends by rings, with memory of one engine that both open.
 func openedPair(t *testing.T, size int, cfg enginetest.Config) (a, b *end, g *enginetest.Engine) {
 	t.Helper()
-	x, y := openDevice(t, provider.Config{Link: linkLocal}), openDevice(t, provider.Config{Link: linkLocal})
-	inRings("named", x, y)
 	g = newEngine(t, "named", cfg)
-	a, b = connected(t, x, y, ib.RC, size, func(e *end) { e.onEngine(g) })
+	a, b = connected(t, openWay(t, "named"), openWay(t, "named"), ib.RC, size, func(e *end) {
+		e.timeout = 0 // none: packets are sent again only if the peer asks for it
+		e.onEngine(g)
+	})
 	a.getOpened(b)
 	b.getOpened(a)
 	return a, b, g
@@ -40,13 +37,6 @@ func (e *end) getOpened(o *end) {
 		e.ok()
 		return namedTrains(o.dev) > before
 	})
-}
-
-// paint makes all bytes of a range the same.
-func paint(b []byte, v byte) {
-	for i := range b {
-		b[i] = v
-	}
 }
 
 // A flag behind data is seen when the data is there, and nothing is sent twice, while the
@@ -78,7 +68,7 @@ func TestNamedOrder(t *testing.T) {
 		}
 	}()
 	sent := a.counted()[qp.CntRetransmits]
-	for round := byte(1); int(round) <= lastingOps(60, 250); round++ {
+	for round := byte(1); int(round) <= lastingOps(20, 250); round++ {
 		paint(a.buf[:size], round)
 		paint(a.buf[size:], round)
 		a.post(a.write(b, 0, size))
@@ -103,18 +93,17 @@ func TestNamedClose(t *testing.T) {
 	a, b, g := openedPair(t, 64<<10, enginetest.Config{})
 	paint(a.buf, 7)
 	g.Hold()
+	begun := g.Begun()
 	a.post(a.write(b, 0, 64<<10))
-	closed := make(chan error, 1)
-	go func() { closed <- a.mr.Close() }()
-	select {
-	case err := <-closed:
-		t.Fatalf("closed (%v) while the peer reads it", err)
-	case <-time.After(20 * time.Millisecond):
-	}
+	waitBegun(t, g, begun+1)
+	closed := make(chan struct{})
+	go func() {
+		defer close(closed)
+		closeAll(t, a.mr)
+	}()
+	stillWaits(t, closed) // the peer reads it
 	g.Release()
-	if err := <-closed; err != nil {
-		t.Fatal(err)
-	}
+	<-closed
 	a.ok()
 	if b.buf[64<<10-1] != 7 {
 		t.Error("it was not written")
@@ -125,15 +114,15 @@ func TestNamedClose(t *testing.T) {
 // A message of pieces goes by name where those are long, and is loaded where they are not: a
 // peer could not take as many moves.
 func TestNamedPieces(t *testing.T) {
-	const pieces, far = 4, 100 << 10
-	a, b, _ := openedPair(t, pieces*far, enginetest.Config{})
+	const pieces, apart = 4, 100 << 10
+	a, b, _ := openedPair(t, pieces*apart, enginetest.Config{})
 	for i, c := range []struct{ size, named int }{{16 << 10, 0}, {64 << 10, pieces}} {
 		paint(a.buf, 0)
 		wr := a.write(b, 0, 0)
 		wr.SGL = nil
 		for p := range pieces {
-			paint(a.buf[p*far:][:c.size], byte(10*i+p+1))
-			wr.SGL = append(wr.SGL, a.sge(p*far, c.size)...)
+			paint(a.buf[p*apart:][:c.size], byte(10*i+p+1))
+			wr.SGL = append(wr.SGL, a.sge(p*apart, c.size)...)
 		}
 		before := namedTrains(b.dev)
 		a.post(wr)
@@ -188,7 +177,7 @@ func TestNamedReset(t *testing.T) {
 	a.modify(ib.QPAttr{State: ib.QPReset}, ib.QPMaskState)
 	paint(a.buf, 0xEE)
 	g.Release()
-	b.silent("what was given up")
+	b.noCompletion("what was given up")
 }
 
 // Memory that is registered anew is opened anew.
@@ -214,14 +203,17 @@ func TestNamedAgain(t *testing.T) {
 
 const namedChild = "VERBENA_TEST_NAMED_CHILD"
 
-// namedPeer is what two processes send each other.
+const namedSize = 256 << 10
+
+// namedPeer is what the test sends the other process.
 type namedPeer struct {
-	stoppedPeer
+	peerAddress
 	Engine string
-	Kill   bool // the child only waits
+	Kill   bool // the other process only waits until it is killed
 }
 
-// Two processes whose engines know the same memory.
+// Two processes whose engines know the same memory: bytes go both ways by name, and a process
+// that is killed keeps no call of the other waiting.
 func TestNamedProcesses(t *testing.T) {
 	if arg := os.Getenv(namedChild); arg != "" {
 		runNamedChild(t, arg)
@@ -234,62 +226,28 @@ func TestNamedProcesses(t *testing.T) {
 			b := newEnd(t, d, ib.RC, namedSize)
 			t.Cleanup(b.close)
 			b.onEngine(g)
-			arg := must[[]byte](t)(json.Marshal(namedPeer{stoppedPeer{d.addrs[0], b.qp.Number(), b.mr.Addr(), b.mr.RKey()}, g.Name(), kill}))
-			cmd := exec.Command(must[string](t)(os.Executable()), "-test.run=^TestNamedProcesses$", "-test.v")
-			cmd.Env, cmd.Stderr = append(os.Environ(), namedChild+"="+string(arg)), os.Stderr
-			in, err := cmd.StdinPipe()
-			must0(t, err)
-			out, err := cmd.StdoutPipe()
-			must0(t, err)
-			must0(t, cmd.Start())
-			defer func() {
-				if cmd.ProcessState == nil {
-					_ = cmd.Process.Kill()
-					_ = cmd.Wait() // it was killed
-				}
-			}()
-			lines := bufio.NewScanner(out)
-			said := func(what string) string {
-				t.Helper()
-				for lines.Scan() {
-					if rest, ok := strings.CutPrefix(lines.Text(), what); ok {
-						return rest
-					}
-				}
-				t.Fatalf("the other process has not said %q", what)
-				return ""
-			}
-			var o stoppedPeer
-			must0(t, json.Unmarshal([]byte(said("PEER ")), &o))
-			b.connectTo(o.Addr, o.QPN, b.psn, b.rd)
-			_, err = in.Write([]byte("\n"))
-			must0(t, err)
+			child := runInChild(t, "TestNamedProcesses", namedChild, namedPeer{b.address(), g.Name(), kill})
+			o := child.connect(b)
 			if !kill {
-				said("DONE")
+				child.said("DONE")
 				if namedTrains(d) == 0 {
 					t.Error("no WRITE was named")
 				}
 				return
 			}
-			said("READY")
-			wr := ib.SendWR{Op: ib.OpRDMAWrite, Flags: ib.SendSignaled, SGL: b.sge(0, namedSize), RemoteAddr: o.Remote, RKey: o.RKey}
-			for i := range 200 {
+			child.said("READY")
+			wr := ib.SendWR{Op: ib.OpRDMAWrite, SGL: b.sge(0, namedSize), RemoteAddr: o.Remote, RKey: o.RKey}
+			for range 20 {
 				b.post(wr)
 				b.ok()
-				if i == 100 {
-					b.post(wr)
-					b.post(wr)
-					must0(t, cmd.Process.Kill())
-					break
-				}
 			}
-			_ = cmd.Wait()                // it was killed
+			b.post(wr)
+			b.post(wr)
+			child.kill()
 			closeAll(t, b.qp, b.mr, b.pd) // does not wait for a process that has ended
 		})
 	}
 }
-
-const namedSize = 256 << 10
 
 // runNamedChild is the other process: it writes, and reads what it has written.
 func runNamedChild(t *testing.T, arg string) {
@@ -300,16 +258,13 @@ func runNamedChild(t *testing.T, arg string) {
 	defer g.Close()
 	a := newEnd(t, d, ib.RC, 2*namedSize)
 	a.onEngine(g)
-	fmt.Println("PEER " + string(must[[]byte](t)(json.Marshal(stoppedPeer{d.addrs[0], a.qp.Number(), a.mr.Addr(), a.mr.RKey()}))))
-	in := bufio.NewScanner(os.Stdin)
-	in.Scan() // the test has connected
-	a.connectTo(o.Addr, o.QPN, a.psn, a.rd)
+	in := a.announce(o.peerAddress)
 	if o.Kill {
 		fmt.Println("READY")
 		in.Scan() // until it is killed
 		return
 	}
-	wr := ib.SendWR{Op: ib.OpRDMAWrite, Flags: ib.SendSignaled, SGL: a.sge(0, namedSize), RemoteAddr: o.Remote, RKey: o.RKey}
+	wr := ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, namedSize), RemoteAddr: o.Remote, RKey: o.RKey}
 	back := wr
 	back.Op, back.SGL = ib.OpRDMARead, a.sge(namedSize, namedSize)
 	for i := 0; i < 20 || namedTrains(d) == 0; i++ {

@@ -80,15 +80,7 @@ func testCapRefused(t *testing.T, d *Device, typ ib.QPType, bit ib.ODPTransportC
 	m := newODPEnd(a, false)
 	defer closeAll(t, m.odp)
 	wr := ib.SendWR{SGL: m.at(0, 8), RemoteAddr: uint64(m.addr) + 64, RKey: m.odp.RKey()}
-	if typ == ib.UD {
-		a.openDatagrams(1)
-		ah := must[*ib.AH](t)(a.pd.CreateAH(ib.AHAttr{DGID: d.GIDs()[0]}))
-		defer closeAll(t, ah)
-		wr.AH, wr.RemoteQPN, wr.RemoteQKey = ah, b.qp.Number(), 1
-	} else {
-		a.connect(b)
-		b.connect(a)
-	}
+	reach(a, b, &wr)
 	for _, wr.Op = range ops {
 		n, err := a.qp.PostSend([]ib.SendWR{wr})
 		if n != 0 {
@@ -122,16 +114,7 @@ func testCapWorks(t *testing.T, d *Device, typ ib.QPType, bit ib.ODPTransportCap
 		}
 	}
 	wr := ib.SendWR{SGL: x.at(0, 8), RemoteAddr: uint64(y.addr) + 4096, RKey: y.odp.RKey()}
-	if typ == ib.UD {
-		a.openDatagrams(1)
-		b.openDatagrams(1)
-		ah := must[*ib.AH](t)(a.pd.CreateAH(ib.AHAttr{DGID: d.GIDs()[0]}))
-		defer closeAll(t, ah)
-		wr.AH, wr.RemoteQPN, wr.RemoteQKey = ah, b.qp.Number(), 1
-	} else {
-		a.connect(b)
-		b.connect(a)
-	}
+	reach(a, b, &wr)
 	if len(ops) == 0 {
 		ops = []ib.Opcode{ib.OpSend}
 	}

@@ -15,14 +15,14 @@ import (
 
 // On-demand memory over devices, on machines that can do less.
 func TestOnDemandModes(t *testing.T) {
-	tests, slow := "TestOnDemand(LargerThanMemory|FaultsUD|HalfDone|StormOfHoles)", "|TestSlowMemoryKeepsNobodyWaiting"
+	tests, storage := "TestOnDemand(LargerThanMemory|Faults|StormOfHoles)", "|TestSlowStorageKeepsNobodyWaiting"
 	if fullMatrix() {
-		tests, slow = "TestOnDemand.*|TestPrefetchStorm", "|TestSlowMemory.*"
+		tests, storage = "TestOnDemand.*|TestPrefetchStorm", "|TestSlowStorage.*"
 	}
 	for _, mode := range []modetest.Mode{modetest.NoUserfault, modetest.OldKernel, modetest.Unprivileged} {
 		which := tests
 		if mode != modetest.Unprivileged { // an unprivileged process cannot mount the slow file system
-			which += slow
+			which += storage
 		}
 		t.Run(string(mode), func(t *testing.T) { modetest.Rerun(t, mode, "^("+which+")$") })
 	}
@@ -35,10 +35,7 @@ func TestOnDemandLargerThanMemory(t *testing.T) {
 	x, y := openDevice(t, provider.Config{Link: linkLoop}), openDevice(t, provider.Config{Link: linkLoop})
 	a, b := connected(t, x, y, ib.RC, 1<<20, nil)
 	m := newMapped(t, n)
-	mr, err := b.pd.RegMRAddr(m.addr, n, 0, odpAccess)
-	if err != nil {
-		t.Fatal(err)
-	}
+	mr := must[provider.MR](t)(b.pd.RegMRAddr(m.addr, n, 0, odpAccess))
 	defer closeAll(t, mr)
 	fill(a.buf, 5)
 	for _, off := range []uint64{0, 4<<30 - 4096, 17<<30 + 123, n - 1<<20} {
@@ -65,7 +62,7 @@ func TestOnDemandLargerThanMemory(t *testing.T) {
 	d := openDevice(t, provider.Config{Link: linkLoop, Lock: ib.LockStrict})
 	pd := must[provider.PD](t)(d.AllocPD())
 	defer closeAll(t, pd)
-	_, err = pd.RegMRAddr(m.addr, 1<<20, 0, ib.AccessLocalWrite)
+	_, err := pd.RegMRAddr(m.addr, 1<<20, 0, ib.AccessLocalWrite)
 	wantErrno(t, "pinning", err, syscall.ENOMEM)
 }
 

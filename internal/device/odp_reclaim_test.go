@@ -77,7 +77,7 @@ func reclaim(t *testing.T, file string, size, limit int64) {
 
 // A file under a memory cgroup of a part of its size.
 func TestReclaimFile(t *testing.T) {
-	size, limit := int64(224<<20), int64(96<<20)
+	size, limit := int64(144<<20), int64(64<<20)
 	if fullMatrix() {
 		size = 512 << 20
 	}
@@ -150,11 +150,11 @@ func TestReclaimChild(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer closeAll(t, mr)
-	mark := func(off uint64) {
+	mark := func(off uint64) { // noise, and the page's place at its beginning and its end
+		copy(a.buf, noise)
 		for p := uint64(0); p < piece; p += 4096 {
-			for i := uint64(0); i < 4096; i += 8 {
-				binary.NativeEndian.PutUint64(a.buf[p+i:], (off+p)*31+i/512)
-			}
+			binary.NativeEndian.PutUint64(a.buf[p:], off+p)
+			binary.NativeEndian.PutUint64(a.buf[p+4088:], ^(off + p))
 		}
 	}
 	for off := uint64(0); off < size; off += piece {

@@ -61,103 +61,59 @@ func (m *mapped) bytes() []byte {
 }
 
 // Register, send, unmap, map anew, send: nothing is registered again, and what
-// arrives is what is mapped. Explicitly and with one key for everything, on both
-// sides.
+// arrives is what is mapped. On both sides, with a key of their own and with one key for
+// everything.
 func TestOnDemandSurvivesRemap(t *testing.T) {
 	const n = 10 << 16
-	for _, implicit := range []bool{false, true} {
-		for _, link := range []string{linkLoop, linkUDP} {
-			t.Run(map[bool]string{false: "explicit", true: "implicit"}[implicit]+"/"+link, func(t *testing.T) {
-				x := openDevice(t, provider.Config{Link: link})
-				y := openDevice(t, provider.Config{Link: link})
-				a, b := connected(t, x, y, ib.RC, 64, nil)
-				src, dst := newMapped(t, n), newMapped(t, n)
-				reg := func(e *end, m *mapped) provider.MR {
-					t.Helper()
-					var mr provider.MR
-					var err error
-					if implicit {
-						mr, err = e.pd.RegImplicitMR(odpAccess)
-					} else {
-						mr, err = e.pd.RegMRAddr(m.addr, m.n, uint64(m.addr), odpAccess)
-					}
-					if err != nil {
-						t.Fatal(err)
-					}
-					return mr
-				}
-				from, to := reg(a, src), reg(b, dst)
-				defer closeAll(t, from, to)
-				sge := func(m *mapped, mr provider.MR) []ib.SGE {
-					return []ib.SGE{{Addr: uint64(m.addr), Length: uint32(m.n), LKey: mr.LKey()}}
-				}
-				for round := range byte(3) {
-					for i := range src.bytes() {
-						src.bytes()[i] = byte(i) ^ round
-					}
-					if _, err := b.qp.PostRecv([]ib.RecvWR{{ID: 1, SGL: sge(dst, to)}}); err != nil {
-						t.Fatal(err)
-					}
-					if _, err := a.qp.PostSend([]ib.SendWR{{ID: 2, Op: ib.OpSend, SGL: sge(src, from), Flags: ib.SendSignaled}}); err != nil {
-						t.Fatal(err)
-					}
-					wantWC(t, a.wait(), 2, ib.WCSuccess)
-					wantWC(t, b.wait(), 1, ib.WCSuccess)
-					if !bytes.Equal(src.bytes(), dst.bytes()) {
-						t.Fatalf("round %d: not what was sent", round)
-					}
-					src.unmap()
-					src.remap()
-					dst.unmap()
-					dst.remap()
-				}
-				for _, mr := range []provider.MR{from, to} {
-					s := mr.PagingStats()
-					exact := s.PageFaultPages == 3*n/4096 && s.InvalidationPages == 3*n/4096
-					if toldOfChanges := mem.PagingMeans().Notifier == "userfaultfd"; s.FailedResolutions != 0 || toldOfChanges && !exact {
-						t.Errorf("%+v", s)
-					}
-				}
-				// The side whose memory is not mapped gets the error.
-				src.unmap()
-				defer src.remap()
-				if _, err := b.qp.PostRecv([]ib.RecvWR{{ID: 1, SGL: sge(dst, to)}}); err != nil {
-					t.Fatal(err)
-				}
-				if _, err := a.qp.PostSend([]ib.SendWR{{ID: 3, Op: ib.OpSend, SGL: sge(src, from), Flags: ib.SendSignaled}}); err != nil {
-					t.Fatal(err)
-				}
-				wantWC(t, a.wait(), 3, ib.WCLocProtErr)
-			})
+	onDemandWays(t, func(t *testing.T, link string, implicit bool) {
+		x, y := openDevice(t, provider.Config{Link: link}), openDevice(t, provider.Config{Link: link})
+		a, b := connected(t, x, y, ib.RC, 64, nil)
+		src, dst := newMapped(t, n), newMapped(t, n)
+		register := func(e *end, m *mapped) (provider.MR, []ib.SGE) {
+			t.Helper()
+			var mr provider.MR
+			if implicit {
+				mr = must[provider.MR](t)(e.pd.RegImplicitMR(odpAccess))
+			} else {
+				mr = must[provider.MR](t)(e.pd.RegMRAddr(m.addr, m.n, uint64(m.addr), odpAccess))
+			}
+			return mr, []ib.SGE{{Addr: uint64(m.addr), Length: uint32(m.n), LKey: mr.LKey()}}
 		}
-	}
+		from, fromAll := register(a, src)
+		to, toAll := register(b, dst)
+		defer closeAll(t, from, to)
+		for round := range byte(3) {
+			fill(src.bytes(), round)
+			b.recv(ib.RecvWR{SGL: toAll})
+			a.post(ib.SendWR{Op: ib.OpSend, SGL: fromAll})
+			a.ok()
+			b.ok()
+			if !bytes.Equal(src.bytes(), dst.bytes()) {
+				t.Fatalf("round %d: not what was sent", round)
+			}
+			for _, m := range []*mapped{src, dst} {
+				m.unmap()
+				m.remap()
+			}
+		}
+		for _, mr := range []provider.MR{from, to} {
+			s := mr.PagingStats()
+			exact := s.PageFaultPages == 3*n/4096 && s.InvalidationPages == 3*n/4096
+			if reported := mem.PagingMeans().Notifier == "userfaultfd"; s.FailedResolutions != 0 || reported && !exact {
+				t.Errorf("%+v", s)
+			}
+		}
+	})
 }
 
-func wantWC(t *testing.T, wc ib.WC, id uint64, status ib.WCStatus) {
-	t.Helper()
-	if wc.ID != id || wc.Status != status {
-		t.Fatalf("completion %d %v, want %d %v", wc.ID, wc.Status, id, status)
-	}
-}
-
+// What advice is refused, with the errnos of the man page, and how often the rest is counted.
 func TestAdvise(t *testing.T) {
 	d := openDevice(t, provider.Config{Link: linkLoop})
-	pd, err := d.AllocPD()
-	if err != nil {
-		t.Fatal(err)
-	}
-	other, err := d.AllocPD()
-	if err != nil {
-		t.Fatal(err)
-	}
+	pd, other := must[provider.PD](t)(d.AllocPD()), must[provider.PD](t)(d.AllocPD())
 	const n = 64 << 12
 	m := newMapped(t, n)
 	reg := func(access ib.Access) provider.MR {
-		mr, err := pd.RegMRAddr(m.addr, n, 0x1000, access)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return mr
+		return must[provider.MR](t)(pd.RegMRAddr(m.addr, n, 0x1000, access))
 	}
 	mr, readOnly, pinned := reg(odpAccess), reg(ib.AccessOnDemand), reg(ib.AccessLocalWrite)
 	defer closeAll(t, mr, readOnly, pinned, pd, other)
@@ -180,17 +136,13 @@ func TestAdvise(t *testing.T) {
 	} {
 		wantErrno(t, tt.name, tt.pd.Advise(tt.advice, false, []ib.SGE{tt.sge}), tt.want)
 	}
-	if err := pd.Advise(ib.AdvisePrefetchWrite, true, []ib.SGE{all, with(func(e *ib.SGE) { e.LKey = mr.LKey(); e.Length = 1 })}); err != nil {
-		t.Fatal(err)
-	}
+	must0(t, pd.Advise(ib.AdvisePrefetchWrite, true, []ib.SGE{all, with(func(e *ib.SGE) { e.LKey = mr.LKey(); e.Length = 1 })}))
 	if s := mr.PagingStats(); s.Prefetches != 1 || s.PrefetchPages != 64 || s.PageFaults != 0 {
 		t.Errorf("one call: %+v", s)
 	}
 	// A call counts once for the device and once for each region, if all of it worked.
 	both := []ib.SGE{all, with(func(e *ib.SGE) { e.LKey = readOnly.LKey() })}
-	if err := pd.Advise(ib.AdvisePrefetch, true, both); err != nil {
-		t.Fatal(err)
-	}
+	must0(t, pd.Advise(ib.AdvisePrefetch, true, both))
 	counted := func(what string, first, second, device uint64) {
 		t.Helper()
 		got := [3]uint64{mr.PagingStats().Prefetches, readOnly.PagingStats().Prefetches, d.PagingStats().Prefetches}
@@ -199,25 +151,13 @@ func TestAdvise(t *testing.T) {
 		}
 	}
 	counted("two regions", 2, 1, 2)
-	if err := pd.Advise(ib.AdvisePrefetchNoFault, true, []ib.SGE{with(func(e *ib.SGE) { e.Length = 0 })}); err != nil {
-		t.Fatal(err)
-	}
+	must0(t, pd.Advise(ib.AdvisePrefetchNoFault, true, []ib.SGE{with(func(e *ib.SGE) { e.Length = 0 })}))
 	counted("no bytes", 3, 1, 3)
 	unix.Syscall(unix.SYS_MUNMAP, m.addr+n/2, n/2, 0)
 	half := []ib.SGE{with(func(e *ib.SGE) { e.Length /= 2 }), both[1]}
 	wantErrno(t, "half of it not mapped", pd.Advise(ib.AdvisePrefetch, true, half), syscall.EFAULT)
-	if err := pd.Advise(ib.AdvisePrefetch, false, half); err != nil {
-		t.Errorf("nobody waits for it: %v", err)
-	}
-	if err := pd.Advise(ib.AdvisePrefetch, false, half[:1]); err != nil {
-		t.Error(err)
-	}
+	must0(t, pd.Advise(ib.AdvisePrefetch, false, half)) // a failure that no caller waits for is not reported
+	must0(t, pd.Advise(ib.AdvisePrefetch, false, half[:1]))
 	eventually(t, "the last is done", func() bool { return mr.PagingStats().Prefetches > 3 })
 	counted("half of it not mapped", 4, 1, 4)
-	m.unmap()
-	wantErrno(t, "not mapped", pd.Advise(ib.AdvisePrefetch, true, []ib.SGE{all}), syscall.EFAULT)
-	if err := pd.Advise(ib.AdvisePrefetch, false, []ib.SGE{all}); err != nil {
-		t.Errorf("nobody waits for it: %v", err)
-	}
-	m.remap()
 }

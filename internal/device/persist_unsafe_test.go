@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -19,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
@@ -37,8 +39,9 @@ func onLinks(t *testing.T, test func(t *testing.T, a, b *end)) {
 // word loads 8 bytes that the device may store at any time.
 func (e *end) word(off int) uint64 { return atomic.LoadUint64((*uint64)(unsafe.Pointer(&e.buf[off]))) }
 
-// quietly posts a request that asks for no completion.
-func (e *end) quietly(wr ib.SendWR) {
+// postAsIs posts a request with the flags that it has: without SendSignaled it makes no
+// completion.
+func (e *end) postAsIs(wr ib.SendWR) {
 	e.t.Helper()
 	if _, err := e.qp.PostSend([]ib.SendWR{wr}); err != nil {
 		e.t.Fatal(err)
@@ -54,7 +57,8 @@ func (e *end) atomicWrite(o *end, off int, v uint64) ib.SendWR {
 // before it.
 func TestAtomicWriteIsWhole(t *testing.T) {
 	onLinks(t, func(t *testing.T, a, b *end) {
-		const rounds, deep = 600, 20
+		const deep = 20
+		rounds := uint64(lastingOps(200, 2000))
 		const word, data = 4096, 1024
 		pattern := func(i uint64) uint64 { return i%250*0x0101010101010101 + 0x0101010101010101 }
 		binary.NativeEndian.PutUint64(b.buf[word:], pattern(0))
@@ -75,7 +79,7 @@ func TestAtomicWriteIsWhole(t *testing.T) {
 					return
 				}
 				last = v
-				time.Sleep(time.Microsecond) // two cores, and the peer needs one
+				runtime.Gosched() // the peer needs a processor, too
 			}
 		})
 		for i := uint64(1); i <= rounds; i++ {
@@ -83,8 +87,8 @@ func TestAtomicWriteIsWhole(t *testing.T) {
 			binary.NativeEndian.PutUint64(a.buf[at:], i)
 			wr := a.write(b, at, 8)
 			wr.RemoteAddr = b.mr.Addr() + data
-			a.quietly(wr)
-			a.quietly(a.atomicWrite(b, word, pattern(i)))
+			a.postAsIs(wr)
+			a.postAsIs(a.atomicWrite(b, word, pattern(i)))
 			if i%deep == 0 || i == rounds {
 				for range min(deep, i) {
 					if wc := a.ok(); wc.Op != ib.WCAtomicWrite {
@@ -148,7 +152,7 @@ func mappedFile(t *testing.T, e *end, n int, access ib.Access) ([]byte, provider
 	return b, mr
 }
 
-// dirtyKiB is how much of a mapping has not reached its file, as the kernel says.
+// dirtyKiB returns how much of a mapping has not reached its file, by the kernel's count.
 func dirtyKiB(t *testing.T, b []byte) (sum int) {
 	t.Helper()
 	text, err := os.ReadFile("/proc/self/smaps")
@@ -199,7 +203,7 @@ func TestFlushFile(t *testing.T) {
 				return wr
 			}(), size / page},
 		} {
-			a.quietly(writeAll)
+			a.postAsIs(writeAll)
 			a.post(c.wr)
 			if wc := a.ok(); wc.Op != ib.WCFlush {
 				t.Fatalf("%s: %+v", c.name, wc)
@@ -273,15 +277,10 @@ func TestFlushSlowStorage(t *testing.T) {
 
 		wr := a.write(b, 0, 64)
 		a.buf[0] = 99
-		a.quietly(wr) // behind the FLUSH: executed, and acknowledged after it
+		a.postAsIs(wr) // behind the FLUSH: executed, and acknowledged after it
 		eventually(t, "the WRITE behind the FLUSH", func() bool { return b.word(0)&0xff == 99 })
-		wr = c.write(d, 0, 64)
-		wr.Flags = ib.SendSignaled
-		for range 100 {
-			c.post(wr)
-			c.ok()
-		}
-		b.post(func() ib.SendWR { w := b.read(a, 0, 64); w.Flags = ib.SendSignaled; return w }())
+		goesOn(t, c, d)
+		b.post(b.read(a, 0, 64))
 		b.ok()
 		closed := make(chan error, 1)
 		go func() { closed <- r.Close() }()
@@ -304,23 +303,27 @@ func TestFlushSlowStorage(t *testing.T) {
 }
 
 // Storage takes longer than all retries together: the peer hears that it is at
-// work, and waits.
+// work, and waits. The FLUSH is carried out once.
 func TestFlushOutlastsRetries(t *testing.T) {
-	for _, l := range []string{linkLoop, linkUDP} {
-		t.Run(l, func(t *testing.T) {
-			x, y := openDevice(t, provider.Config{Link: l}), openDevice(t, provider.Config{Link: l})
-			a, b := connected(t, x, y, ib.RC, 4096, func(e *end) { e.timeout, e.retries = 14, 5 }) // 67 ms, six times: a busy machine is not that late
-			disk, r := b.slowRegion(t)
-			a.post(flushRegion(r))
-			<-disk.begun
-			time.Sleep(time.Second)
-			disk.end <- nil
-			a.ok()
-			if len(disk.begun) != 0 {
-				t.Errorf("it was carried out %d times more", len(disk.begun))
-			}
-		})
+	flushSlowly := func(t *testing.T, x, y *Device) {
+		a, b := connected(t, x, y, ib.RC, 4096, func(e *end) { e.timeout, e.retries, e.pause = 14, 1, virtualPause }) // 67 ms, twice
+		disk, r := b.slowRegion(t)
+		a.post(flushRegion(r))
+		<-disk.begun
+		time.Sleep(5 * time.Second)
+		disk.end <- nil
+		a.ok()
+		if len(disk.begun) != 0 {
+			t.Errorf("it was carried out %d times more", len(disk.begun))
+		}
 	}
+	bubble(t, "loop", func(t *testing.T) {
+		flushSlowly(t, openDevice(t, provider.Config{Link: linkLoop}), openDevice(t, provider.Config{Link: linkLoop}))
+	})
+	bubble(t, "packets", func(t *testing.T) {
+		_, devs := simulated(t, 2, link.FaultyConfig{MinDelay: near, MaxDelay: near}, nil)
+		flushSlowly(t, devs[0], devs[1])
+	})
 }
 
 // Storage fails, and queue pairs and devices go away while it is at work.
@@ -340,32 +343,5 @@ func TestFlushEndings(t *testing.T) {
 		a.status(ib.WCRemOpErr)
 		wantEvent(t, b.dev, ib.AsyncEvent{Type: ib.EventQPFatal, QPN: b.qp.Number()})
 		other.end <- nil // the device's closing would wait for it
-	})
-}
-
-// Many queue pairs flush at once, more than there are workers.
-func TestFlushMany(t *testing.T) {
-	onLinks(t, func(t *testing.T, a, b *end) {
-		_, mr := mappedFile(t, b, 64<<10, ib.AccessLocalWrite|ib.AccessRemoteWrite|ib.AccessFlush)
-		var wg sync.WaitGroup
-		for i := range maxWorkers + 8 {
-			c, d := connected(t, a.dev, b.dev, ib.RC, 4096, nil)
-			_, own := mappedFile(t, d, 8<<10, ib.AccessLocalWrite|ib.AccessFlush)
-			c.pause = virtualPause
-			wg.Go(func() {
-				for range 2 {
-					c.post(flush(own, uint64(i*100), 100, ib.FlushPersistent))
-					c.post(flush(own, 0, 8<<10, ib.FlushPersistent|ib.FlushGlobal))
-					for range 2 {
-						if wc := c.wait(); wc.Status != ib.WCSuccess {
-							t.Errorf("%v", wc.Status)
-						}
-					}
-				}
-			})
-		}
-		wg.Wait()
-		a.post(flush(mr, 0, 4096, ib.FlushPersistent))
-		a.ok()
 	})
 }

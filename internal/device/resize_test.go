@@ -34,7 +34,7 @@ func TestResizeUnderLoad(t *testing.T) {
 
 			var stop atomic.Bool
 			var wg sync.WaitGroup
-			var cqs, srqs int
+			var resizes atomic.Int64 // of a completion queue and of the shared receive queue
 			wg.Go(func() {
 				rng := rand.New(rand.NewPCG(seed, 2))
 				for !stop.Load() {
@@ -44,14 +44,15 @@ func TestResizeUnderLoad(t *testing.T) {
 					if err := q.Resize(3*deep + rng.IntN(4000)); err != nil {
 						t.Errorf("resize_cq: %v", err)
 					}
-					cqs++
 					if err := srq.Modify(deep+rng.IntN(4*deep), -1); err != nil {
 						t.Errorf("modify_srq: %v", err)
 					}
-					srqs++
-					time.Sleep(time.Duration(rng.IntN(50)) * time.Microsecond)
+					resizes.Add(1)
+					stormPause(rng, 50)
 				}
 			})
+			defer wg.Wait()
+			defer stop.Store(true)
 
 			var sent, done, heard uint32
 			wcs := make([]ib.WC, 16)
@@ -75,34 +76,25 @@ func TestResizeUnderLoad(t *testing.T) {
 					done++
 				}
 			}
-			for until := time.Now().Add(lasting(400*time.Millisecond, 4*time.Second)); time.Now().Before(until); {
-				for sent-done < deep/2 {
-					at := int(sent%deep) * slot
-					size := 8 * (1 + int(sent%(slot/8)))
-					letter(a.buf[at:][:size], sent)
-					a.post(ib.SendWR{ID: uint64(sent), Op: ib.OpSendImm, Imm: sent, SGL: a.sge(at, size)})
-					sent++
-				}
-				take()
+			post := func() {
+				at := int(sent%deep) * slot
+				size := 8 * (1 + int(sent%(slot/8)))
+				letter(a.buf[at:][:size], sent)
+				a.post(ib.SendWR{ID: uint64(sent), Op: ib.OpSendImm, Imm: sent, SGL: a.sge(at, size)})
+				sent++
 			}
-			for deadline := time.Now().Add(20 * time.Second); (done < sent || heard < sent) && time.Now().Before(deadline); {
-				take()
+			for deadline := time.Now().Add(time.Minute); int(sent) < lastingOps(1000, 20_000) || resizes.Load() < 20; {
+				for sent-done < deep/2 {
+					post()
+				}
+				if take(); time.Now().After(deadline) {
+					t.Fatalf("%d messages, %d resizes", sent, resizes.Load())
+				}
 			}
 			stop.Store(true)
 			wg.Wait()
-			if done != sent || heard != sent {
-				t.Errorf("%d messages were sent, %d completed, %d arrived", sent, done, heard)
-			}
-			t.Logf("%d messages, %d resizes of completion queues, %d of the shared receive queue", sent, cqs, srqs)
-			if cqs < 10 || srqs < 10 {
-				t.Error("too few resizes to tell anything")
-			}
-			// Nothing comes twice.
-			time.Sleep(5 * time.Millisecond)
-			before := heard
-			if take(); heard != before {
-				t.Errorf("%d messages too many", heard-before)
-			}
+			post() // if an earlier message came twice, this one would not be the next
+			eventually(t, "all messages are completed and heard", func() bool { take(); return done == sent && heard == sent })
 		})
 	}
 }

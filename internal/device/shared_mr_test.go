@@ -5,8 +5,8 @@ package device
 import (
 	"bufio"
 	"bytes"
-	"encoding/json"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"strings"
@@ -17,43 +17,39 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
-// A region is allocated, zero and of any length, and works as any other does, on
-// every link. What it took is given back.
+// A region is allocated, zero and of any length. What it took is given back, by the peer too
+// that has mapped the memory.
 func TestAllocMR(t *testing.T) {
-	for _, mode := range allLinks {
-		t.Run(mode, func(t *testing.T) {
-			a, b := connected(t, openFor(t, mode), openFor(t, mode), ib.RC, 3<<20, nil)
-			fill(a.buf, 1)
-			closeAll(t, must[provider.MR](t)(b.pd.AllocMR(1, 0))) // the process's notifier is opened for good
-			before := descriptors(t)
-			for _, n := range []int{1, 4095, 4096, 4097, 64 << 10, 2 << 20, 2<<20 + 1} {
-				mr := must[provider.MR](t)(b.pd.AllocMR(uint64(n), allRemote|ib.AccessMWBind))
-				m := mr.Bytes()
-				if len(m) != n || cap(m) != n || mr.Length() != uint64(n) || mr.Addr() != uint64(addrOf(m)) || !bytes.Equal(m, make([]byte, n)) {
-					t.Fatalf("%d bytes: %d of %d, at %#x", n, len(m), cap(m), mr.Addr())
-				}
-				if n >= 2<<20 && addrOf(m)%(2<<20) != 0 {
-					t.Errorf("%d bytes lie at %#x, where huge pages do not fit", n, addrOf(m))
-				}
-				a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, n), RemoteAddr: mr.Addr(), RKey: mr.RKey()})
-				a.ok()
-				if k := firstDifference(m, a.buf[:n]); k >= 0 {
-					t.Errorf("%d bytes: byte %d is wrong", n, k)
-				}
-				if !strings.Contains(mapsOf(t), "memfd:verbena-mr") {
-					t.Error("it is not a memory file")
-				}
-				closeAll(t, mr)
-				if mr.Bytes() != nil {
-					t.Error("a closed region still gives its memory out")
-				}
-			}
-			// A peer that has mapped the memory too gives it up when it hears of it.
-			eventually(t, "nothing is left", func() bool {
-				return descriptors(t) <= before && !strings.Contains(mapsOf(t), "memfd:verbena-mr")
-			})
-		})
+	a, b := connected(t, openFor(t, linkRings), openFor(t, linkRings), ib.RC, 3<<20, nil)
+	fill(a.buf, 1)
+	closeAll(t, must[provider.MR](t)(b.pd.AllocMR(1, 0))) // the process's notifier is opened for good
+	before := descriptors(t)
+	for _, n := range []int{1, 4095, 4096, 4097, 64 << 10, 2 << 20, 2<<20 + 1} {
+		mr := must[provider.MR](t)(b.pd.AllocMR(uint64(n), allRemote|ib.AccessMWBind))
+		m := mr.Bytes()
+		if len(m) != n || cap(m) != n || mr.Length() != uint64(n) || mr.Addr() != uint64(addrOf(m)) || !bytes.Equal(m, make([]byte, n)) {
+			t.Fatalf("%d bytes: %d of %d, at %#x", n, len(m), cap(m), mr.Addr())
+		}
+		if n >= 2<<20 && addrOf(m)%(2<<20) != 0 {
+			t.Errorf("%d bytes lie at %#x, where huge pages do not fit", n, addrOf(m))
+		}
+		a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(0, n), RemoteAddr: mr.Addr(), RKey: mr.RKey()})
+		a.ok()
+		if k := firstDifference(m, a.buf[:n]); k >= 0 {
+			t.Errorf("%d bytes: byte %d is wrong", n, k)
+		}
+		if !strings.Contains(mapsOf(t), "memfd:verbena-mr") {
+			t.Error("it is not a memory file")
+		}
+		closeAll(t, mr)
+		if mr.Bytes() != nil {
+			t.Error("a closed region still gives its memory out")
+		}
 	}
+	// A peer that has mapped the memory too gives it up when it hears of it.
+	eventually(t, "nothing is left", func() bool {
+		return descriptors(t) <= before && !strings.Contains(mapsOf(t), "memfd:verbena-mr")
+	})
 }
 
 func mapsOf(t *testing.T) string {
@@ -165,15 +161,63 @@ func TestSharedMR(t *testing.T) {
 	closeAll(t, third)
 }
 
-const sharedChild = "VERBENA_TEST_SHARED_CHILD"
-
-// sharedReport is what the other process has to say.
-type sharedReport struct {
-	Err    string
-	Errno  int
-	First  []byte // what it read
-	Length uint64
+// child is this test program, run again as another process.
+type child struct {
+	t   *testing.T
+	cmd *exec.Cmd
+	in  io.WriteCloser
+	out *bufio.Scanner
 }
+
+const childMark = "CHILD "
+
+// startChild runs the calling test again in another process, of another user if as is not nil. A
+// variable of the environment, which is only set there, makes the test the child.
+func startChild(t *testing.T, variable, value string, as *syscall.Credential) *child {
+	t.Helper()
+	exe := must[string](t)(os.Executable())
+	if as != nil {
+		exe = copyForAll(t, exe)
+	}
+	cmd := exec.CommandContext(t.Context(), exe, "-test.run=^"+t.Name()+"$", "-test.v")
+	cmd.Env = append(os.Environ(), variable+"="+value)
+	cmd.SysProcAttr, cmd.Dir, cmd.Stderr = &syscall.SysProcAttr{Credential: as}, "/", os.Stderr
+	in := must[io.WriteCloser](t)(cmd.StdinPipe())
+	out := must[io.ReadCloser](t)(cmd.StdoutPipe())
+	must0(t, cmd.Start())
+	t.Cleanup(func() { _ = in.Close() }) // which ends a child that waits
+	return &child{t, cmd, in, bufio.NewScanner(out)}
+}
+
+// tellParent prints a line for hear.
+func tellParent(args ...any) { fmt.Println(append([]any{"\n" + childMark}, args...)...) }
+
+// hear waits for the next line that the child prints by tellParent.
+func (c *child) hear() string {
+	c.t.Helper()
+	for c.out.Scan() {
+		if text, ok := strings.CutPrefix(c.out.Text(), childMark); ok {
+			return strings.TrimSpace(text)
+		}
+	}
+	c.t.Fatal("the child has ended")
+	return ""
+}
+
+// goOn lets a child go on that waits for a line.
+func (c *child) goOn() {
+	c.t.Helper()
+	must[int](c.t)(c.in.Write([]byte("\n")))
+}
+
+// wait waits for the end of the child.
+func (c *child) wait() error {
+	for c.out.Scan() {
+	}
+	return c.cmd.Wait()
+}
+
+const sharedChild = "VERBENA_TEST_SHARED_CHILD"
 
 // Another process opens the region, reads and writes it, and keeps it when the
 // first has closed it. Another user's process does not get it.
@@ -186,127 +230,54 @@ func TestSharedMRBetweenProcesses(t *testing.T) {
 	pd := must[provider.PD](t)(d.AllocPD())
 	defer func() { closeAll(t, pd) }()
 	mr := must[provider.MR](t)(pd.AllocMR(1<<20, ib.AccessLocalWrite))
-	handle := must[string](t)(mr.Share())
 	fill(mr.Bytes(), 5)
-
-	c := startShared(t, handle, nil)
-	r := c.report()
-	if r.Err != "" || r.Length != 1<<20 || !bytes.Equal(r.First, mr.Bytes()[:16]) {
-		t.Fatalf("%+v", r)
+	c := startChild(t, sharedChild, must[string](t)(mr.Share()), nil)
+	wants := func(what string, first []byte) {
+		t.Helper()
+		if got, want := c.hear(), fmt.Sprintf("%x of %d", first, 1<<20); got != want {
+			t.Errorf("%s: the child finds %s, want %s", what, got, want)
+		}
 	}
+	wants("opened", mr.Bytes()[:16])
 	eventually(t, "the other process has written", func() bool { return mr.Bytes()[1<<20-1] == 0xa5 })
 	fill(mr.Bytes(), 9)
-	want := bytes.Clone(mr.Bytes()[:16])
+	first := bytes.Clone(mr.Bytes()[:16])
 	closeAll(t, mr)
 	c.goOn()
-	if r = c.report(); !bytes.Equal(r.First, want) {
-		t.Errorf("after the first region is closed: %+v", r)
-	}
+	wants("after the first region is closed", first)
 	c.goOn()
-	if err := c.cmd.Wait(); err != nil {
-		t.Error(err)
-	}
+	must0(t, c.wait())
 
 	if os.Getuid() != 0 {
 		return // only root can become another user
 	}
 	mr = must[provider.MR](t)(pd.AllocMR(4096, ib.AccessLocalWrite))
 	defer func() { closeAll(t, mr) }()
-	c = startShared(t, must[string](t)(mr.Share()), &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}})
-	if r = c.report(); r.Errno != int(syscall.EACCES) {
-		t.Errorf("another user: %+v", r)
+	c = startChild(t, sharedChild, must[string](t)(mr.Share()), &syscall.Credential{Uid: 65534, Gid: 65534})
+	if got := c.hear(); got != "not allowed" {
+		t.Errorf("another user finds %s", got)
 	}
-	if err := c.cmd.Wait(); err != nil {
-		t.Error(err)
-	}
-}
-
-type sharer struct {
-	t   *testing.T
-	cmd *exec.Cmd
-	out *bufio.Scanner
-	in  interface{ Write([]byte) (int, error) }
-}
-
-// startShared starts the other process.
-func startShared(t *testing.T, handle string, as *syscall.SysProcAttr) *sharer {
-	t.Helper()
-	exe, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if as != nil {
-		exe = copyForAll(t, exe)
-	}
-	cmd := exec.CommandContext(t.Context(), exe, "-test.run=^TestSharedMRBetweenProcesses$")
-	cmd.Env = append(os.Environ(), sharedChild+"="+handle)
-	cmd.SysProcAttr, cmd.Dir, cmd.Stderr = as, "/", os.Stderr
-	in, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	return &sharer{t, cmd, bufio.NewScanner(out), in}
-}
-
-// report waits for what it says next.
-func (c *sharer) report() (r sharedReport) {
-	c.t.Helper()
-	for c.out.Scan() {
-		if line, ok := strings.CutPrefix(c.out.Text(), "REPORT "); ok {
-			if err := json.Unmarshal([]byte(line), &r); err != nil {
-				c.t.Fatal(err)
-			}
-			return r
-		}
-	}
-	c.t.Fatal("the other process has said nothing")
-	return r
-}
-
-func (c *sharer) goOn() {
-	c.t.Helper()
-	if _, err := c.in.Write([]byte("\n")); err != nil {
-		c.t.Fatal(err)
-	}
+	must0(t, c.wait())
 }
 
 // serveShared is the other process.
 func serveShared(t *testing.T, handle string) {
-	say := func(r sharedReport) {
-		line, err := json.Marshal(r)
-		if err != nil {
-			t.Fatal(err)
-		}
-		fmt.Println("REPORT " + string(line))
-	}
 	d := openDevice(t, provider.Config{Link: linkLoop})
 	pd := must[provider.PD](t)(d.AllocPD())
 	defer func() { closeAll(t, pd) }()
 	mr, err := pd.OpenSharedMR(handle, ib.AccessLocalWrite|ib.AccessRemoteWrite)
-	if err != nil {
-		r := sharedReport{Err: err.Error()}
-		for _, errno := range []syscall.Errno{syscall.EACCES, syscall.ENOENT, syscall.EINVAL} {
-			if isErrno(err, errno) {
-				r.Errno = int(errno)
-			}
-		}
-		say(r)
+	if isErrno(err, syscall.EACCES) {
+		tellParent("not allowed")
 		return
 	}
+	must0(t, err)
 	defer func() { closeAll(t, mr) }()
 	m := mr.Bytes()
 	first := bytes.Clone(m[:16])
 	m[len(m)-1] = 0xa5
-	say(sharedReport{First: first, Length: mr.Length()})
+	tellParent(fmt.Sprintf("%x of %d", first, mr.Length()))
 	in := bufio.NewScanner(os.Stdin)
 	in.Scan()
-	say(sharedReport{First: bytes.Clone(m[:16]), Length: mr.Length()})
+	tellParent(fmt.Sprintf("%x of %d", m[:16], mr.Length()))
 	in.Scan()
 }

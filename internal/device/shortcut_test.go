@@ -28,7 +28,7 @@ func TestShortcutToOthersPeer(t *testing.T) {
 			}
 			a := newEnd(t, from, ib.RC, 4096)
 			t.Cleanup(a.close)
-			hurry(a)
+			a.timeout, a.retries = 8, 1 // no answer ever comes
 			a.connect(b)
 			for range 2 {
 				c.post(c.write(b, 0, 8))
@@ -50,11 +50,12 @@ func TestShortcutToOthersPeer(t *testing.T) {
 // get no answer, and a queue pair that is connected anew writes to its new peer.
 func TestShortcutNeighbourGone(t *testing.T) {
 	x, y := openDevice(t, provider.Config{Link: linkLoop}), openDevice(t, provider.Config{Link: linkLoop})
-	a, b := connected(t, x, y, ib.RC, 4096, hurry)
+	a, b := connected(t, x, y, ib.RC, 4096, nil)
 	a.buf[0] = 1
 	a.post(a.write(b, 0, 8))
 	a.ok()
 	closeAll(t, b.qp)
+	a.timeoutSoon()
 	a.buf[0] = 2
 	a.post(a.write(b, 0, 8))
 	a.status(ib.WCRetryExcErr)

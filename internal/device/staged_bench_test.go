@@ -7,7 +7,6 @@ import (
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/mem/enginetest"
-	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
 // BenchmarkStaged compares WRITEs and READs between memory of an engine, or of an engine and
@@ -49,35 +48,33 @@ func BenchmarkStaged(b *testing.B) {
 				t.Wait()
 			}
 		})
-		for _, way := range []string{"loop", "rings", "named", "udp"} {
+		for _, way := range []string{linkLoop, linkRings, "named", linkUDP} {
 			for _, where := range []string{"ab", "a-", "-b"} {
 				for _, op := range []ib.Opcode{ib.OpRDMAWrite, ib.OpRDMARead} {
 					b.Run(fmt.Sprintf("%d/%s/%s/%v", c.size, way, where, op), func(b *testing.B) {
-						cfg := provider.Config{Link: linkOf(way)}
-						x, y := openDevice(b, cfg), openDevice(b, cfg)
-						inRings(way, x, y)
+						x, y := openWay(b, way), openWay(b, way)
 						g := newEngine(b, way, config)
 						i := 0
-						near, far := connected(b, x, y, ib.RC, c.size, func(e *end) {
+						from, to := connected(b, x, y, ib.RC, c.size, func(e *end) {
 							if where[i] != '-' {
 								e.onEngine(g)
 							}
 							i++
 							e.mtu, e.rd = ib.MTU4096, 16
 						})
-						wr := near.write(far, 0, c.size)
+						wr := from.write(to, 0, c.size)
 						wr.Op, wr.Flags = op, ib.SendSignaled
 						wrs := []ib.SendWR{wr}
 						b.SetBytes(int64(c.size))
 						posted, done := 0, 0
 						var wcs [16]ib.WC
 						for b.Loop() {
-							if _, err := near.qp.PostSend(wrs); err != nil { // post would look for its caller
+							if _, err := from.qp.PostSend(wrs); err != nil { // post would look for its caller
 								b.Fatal(err)
 							}
 							posted++
 							for posted-done == c.depth {
-								n, err := near.cq.Poll(wcs[:])
+								n, err := from.cq.Poll(wcs[:])
 								if err != nil {
 									b.Fatal(err)
 								}
@@ -90,7 +87,7 @@ func BenchmarkStaged(b *testing.B) {
 							}
 						}
 						for done < posted {
-							n, _ := near.cq.Poll(wcs[:])
+							n, _ := from.cq.Poll(wcs[:])
 							done += n
 						}
 					})

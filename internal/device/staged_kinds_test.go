@@ -6,22 +6,12 @@ package device
 
 import (
 	"bytes"
-	"fmt"
 	"testing"
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/mem/enginetest"
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
-
-// onEngines makes a connection between two ends whose memory is of one engine.
-func onEngines(t *testing.T, mode string, size int, access ib.Access) (a, b *end) {
-	t.Helper()
-	g := enginetest.New(slowEngine)
-	a, b = connected(t, openFor(t, mode), openFor(t, mode), ib.RC, size, func(e *end) { e.onEngine(g) })
-	b.registerAgain(allRemote | access)
-	return a, b
-}
 
 // same fails the test unless n bytes of two ends are the same.
 func (e *end) same(what string, off int, o *end, at, n int) {
@@ -31,133 +21,123 @@ func (e *end) same(what string, off int, o *end, at, n int) {
 	}
 }
 
-func TestStagedWindows(t *testing.T) {
+func TestStagedWindow(t *testing.T) {
 	const size = 600 << 10
-	for _, mode := range allLinks {
-		for _, typ := range []ib.MWType{ib.MWType1, ib.MWType2} {
-			t.Run(fmt.Sprint(mode, typ), func(t *testing.T) {
-				a, b := onEngines(t, mode, size, ib.AccessMWBind)
-				w := b.window(typ)
-				key := b.bind(w, 4096, size-4096, ib.AccessRemoteWrite|ib.AccessRemoteRead)
-				fill(a.buf, 5)
-				write := a.write(b, 4096, size-4096)
-				write.RKey = key
-				a.post(write)
-				a.ok()
-				a.same("WRITE", 4096, b, 4096, size-4096)
-				fill(b.buf, 6)
-				read := a.read(b, 4096, size-4096)
-				read.RKey = key
-				a.post(read)
-				a.ok()
-				a.same("READ", 4096, b, 4096, size-4096)
-				outside := a.write(b, 0, 4100)
-				outside.RKey = key
-				a.post(outside)
-				a.status(ib.WCRemAccessErr)
-			})
-		}
-	}
+	types := map[string]ib.MWType{linkLoop: ib.MWType1, linkRings: ib.MWType2, linkUDP: ib.MWType2}
+	onAllLinks(t, func(t *testing.T, mode string) {
+		a, b := stagedPair(t, mode, ib.RC, enginetest.New(slowEngine), "ab")
+		b.registerAgain(allRemote | ib.AccessMWBind)
+		w := b.window(types[mode])
+		key := b.bind(w, 4096, size-4096, ib.AccessRemoteWrite|ib.AccessRemoteRead)
+		fill(a.buf[:size], 5)
+		write := a.write(b, 4096, size-4096)
+		write.RKey = key
+		a.post(write)
+		a.ok()
+		a.same("WRITE", 4096, b, 4096, size-4096)
+		fill(b.buf[:size], 6)
+		read := a.read(b, 4096, size-4096)
+		read.RKey = key
+		a.post(read)
+		a.ok()
+		a.same("READ", 4096, b, 4096, size-4096)
+		outside := a.write(b, 0, 4100)
+		outside.RKey = key
+		a.post(outside)
+		a.status(ib.WCRemAccessErr)
+	})
 }
 
 // Pieces of the host's memory and of two engines', one behind the other, under one key.
-func TestStagedIndirectKeys(t *testing.T) {
+func TestStagedIndirectKey(t *testing.T) {
 	const piece, rounds = 1000, 64
-	for _, mode := range allLinks {
-		t.Run(mode, func(t *testing.T) {
-			a, b := onEngines(t, mode, 3*piece*rounds, 0)
-			host := make([]byte, piece*rounds)
-			hostMR := must[provider.MR](t)(b.pd.RegMR(host, allRemote))
-			other := enginetest.New(enginetest.Config{}).Alloc(piece * rounds)
-			otherMR := must[provider.MR](t)(b.pd.(*PD).RegBacking(other, 0x1000, allRemote))
-			t.Cleanup(func() {
-				closeAll(t, hostMR, otherMR)
-				other.Free()
-			})
-			k := b.mkey(3)
-			b.configure(&ib.MKeyConfig{MKey: k.Key(), Repeat: rounds, Interleaved: []ib.Stride{
-				{Addr: b.mr.Addr(), Bytes: piece, LKey: b.mr.LKey()},
-				{Addr: hostMR.Addr(), Bytes: piece, LKey: hostMR.LKey()},
-				{Addr: otherMR.Addr(), Bytes: piece, LKey: otherMR.LKey()},
-			}})
-			whole := func() (all []byte) {
-				for i := range rounds {
-					all = append(all, b.buf[i*piece:][:piece]...)
-					all = append(all, host[i*piece:][:piece]...)
-					all = append(all, other.Bytes[i*piece:][:piece]...)
-				}
-				return all
+	const size = 3 * piece * rounds
+	onAllLinks(t, func(t *testing.T, mode string) {
+		a, b := stagedPair(t, mode, ib.RC, enginetest.New(slowEngine), "ab")
+		host := make([]byte, piece*rounds)
+		hostMR := must[provider.MR](t)(b.pd.RegMR(host, allRemote))
+		t.Cleanup(func() { closeAll(t, hostMR) })
+		otherMR := b.anotherRegion(enginetest.New(enginetest.Config{}), piece*rounds, allRemote)
+		other := otherMR.(*MR).region.Backing().(*enginetest.Memory).Bytes
+		k := b.mkey(3)
+		b.configure(&ib.MKeyConfig{MKey: k.Key(), Repeat: rounds, Interleaved: []ib.Stride{
+			{Addr: b.mr.Addr(), Bytes: piece, LKey: b.mr.LKey()},
+			{Addr: hostMR.Addr(), Bytes: piece, LKey: hostMR.LKey()},
+			{Addr: otherMR.Addr(), Bytes: piece, LKey: otherMR.LKey()},
+		}})
+		whole := func() (all []byte) {
+			for i := range rounds {
+				all = append(all, b.buf[i*piece:][:piece]...)
+				all = append(all, host[i*piece:][:piece]...)
+				all = append(all, other[i*piece:][:piece]...)
 			}
-			fill(a.buf, 7)
-			write := a.write(b, 0, 3*piece*rounds)
-			write.RKey, write.RemoteAddr = k.Key(), 0
-			a.post(write)
-			a.ok()
-			if n := firstDifference(whole(), a.buf); n >= 0 {
-				t.Errorf("WRITE: other bytes from %d on", n)
+			return all
+		}
+		same := func(what string, want []byte) {
+			t.Helper()
+			if n := firstDifference(a.buf[:size], want); n >= 0 {
+				t.Errorf("%s: other bytes from %d on", what, n)
 			}
-			want := bytes.Clone(a.buf)
-			fill(a.buf, 8)
-			read := a.read(b, 0, 3*piece*rounds)
-			read.RKey, read.RemoteAddr = k.Key(), 0
-			a.post(read)
-			a.ok()
-			if n := firstDifference(a.buf, want); n >= 0 {
-				t.Errorf("READ: other bytes from %d on", n)
-			}
-			// As the memory of its own requests.
-			fill(a.buf, 9)
-			got := ib.SendWR{Op: ib.OpRDMARead, SGL: []ib.SGE{{Length: 3 * piece * rounds, LKey: k.Key()}}, RemoteAddr: a.mr.Addr(), RKey: a.mr.RKey()}
-			b.post(got)
-			b.ok()
-			if n := firstDifference(whole(), a.buf); n >= 0 {
-				t.Errorf("READ into it: other bytes from %d on", n)
-			}
-			fill(a.buf, 10)
-			a.recv(ib.RecvWR{ID: 3, SGL: a.sge(0, 3*piece*rounds)})
-			b.post(ib.SendWR{Op: ib.OpSend, SGL: []ib.SGE{{Length: 3 * piece * rounds, LKey: k.Key()}}})
-			b.ok()
-			a.ok()
-			if n := firstDifference(a.buf, whole()); n >= 0 {
-				t.Errorf("SEND: other bytes from %d on", n)
-			}
-		})
-	}
+		}
+		fill(a.buf[:size], 7)
+		write := a.write(b, 0, size)
+		write.RKey, write.RemoteAddr = k.Key(), 0
+		a.post(write)
+		a.ok()
+		same("WRITE", whole())
+		want := bytes.Clone(a.buf[:size])
+		fill(a.buf[:size], 8)
+		read := a.read(b, 0, size)
+		read.RKey, read.RemoteAddr = k.Key(), 0
+		a.post(read)
+		a.ok()
+		same("READ", want)
+		// As the memory of its own requests.
+		own := []ib.SGE{{Length: size, LKey: k.Key()}}
+		fill(a.buf[:size], 9)
+		b.post(ib.SendWR{Op: ib.OpRDMARead, SGL: own, RemoteAddr: a.mr.Addr(), RKey: a.mr.RKey()})
+		b.ok()
+		same("READ into it", whole())
+		fill(a.buf[:size], 10)
+		a.recv(ib.RecvWR{ID: 3, SGL: a.sge(0, size)})
+		b.post(ib.SendWR{Op: ib.OpSend, SGL: own})
+		b.ok()
+		a.ok()
+		same("SEND", whole())
+	})
 }
 
 // Datagrams from and into such memory; their completions keep the order of the receives,
 // also where the next one goes to memory of the host.
 func TestStagedDatagrams(t *testing.T) {
-	for _, mode := range allLinks {
-		t.Run(mode, func(t *testing.T) {
-			x, y := openFor(t, mode), openFor(t, mode)
-			a, b := newEnd(t, x, ib.UD, 4096), newEnd(t, y, ib.UD, 8<<10)
-			t.Cleanup(a.close)
-			t.Cleanup(b.close)
-			g := enginetest.New(slowEngine)
-			a.onEngine(g)
-			host, hostMR := b.buf, must[provider.MR](t)(b.pd.RegMR(b.buf, allRemote))
-			t.Cleanup(func() { closeAll(t, hostMR) })
-			b.onEngine(g)
-			a.openDatagrams(7)
-			b.openDatagrams(7)
-			ah := must[*ib.AH](t)(a.pd.CreateAH(ib.AHAttr{DGID: y.GIDs()[0]}))
-			t.Cleanup(func() { closeAll(t, ah) })
-			fill(a.buf, 4)
-			b.recv(ib.RecvWR{ID: 1, SGL: b.sge(0, 4096)})
-			b.recv(ib.RecvWR{ID: 2, SGL: []ib.SGE{{Addr: hostMR.Addr(), Length: 4096, LKey: hostMR.LKey()}}})
-			b.recv(ib.RecvWR{ID: 3, SGL: b.sge(4096, 4096)})
-			for i := range 3 {
-				a.post(ib.SendWR{Op: ib.OpSend, SGL: a.sge(i*1000, 1000), AH: ah, RemoteQPN: b.qp.Number(), RemoteQKey: 7})
-				a.ok()
+	onAllLinks(t, func(t *testing.T, mode string) {
+		x, y := openFor(t, mode), openFor(t, mode)
+		a, b := newEnd(t, x, ib.UD, 4096), newEnd(t, y, ib.UD, 8<<10)
+		t.Cleanup(a.close)
+		t.Cleanup(b.close)
+		g := enginetest.New(slowEngine)
+		a.onEngine(g)
+		host, hostMR := b.buf, must[provider.MR](t)(b.pd.RegMR(b.buf, allRemote))
+		t.Cleanup(func() { closeAll(t, hostMR) })
+		b.onEngine(g)
+		a.openDatagrams(7)
+		b.openDatagrams(7)
+		ah := must[*ib.AH](t)(a.pd.CreateAH(ib.AHAttr{DGID: y.GIDs()[0]}))
+		t.Cleanup(func() { closeAll(t, ah) })
+		fill(a.buf, 4)
+		b.recv(ib.RecvWR{ID: 1, SGL: b.sge(0, 4096)})
+		b.recv(ib.RecvWR{ID: 2, SGL: []ib.SGE{{Addr: hostMR.Addr(), Length: 4096, LKey: hostMR.LKey()}}})
+		b.recv(ib.RecvWR{ID: 3, SGL: b.sge(4096, 4096)})
+		for i := range 3 {
+			a.post(ib.SendWR{Op: ib.OpSend, SGL: a.sge(i*1000, 1000), AH: ah, RemoteQPN: b.qp.Number(), RemoteQKey: 7})
+			a.ok()
+		}
+		for i, where := range [][]byte{b.buf, host, b.buf[4096:]} {
+			if wc := b.ok(); wc.ID != uint64(i+1) || wc.ByteLen != 1000+ib.GRHLength || !bytes.Equal(where[ib.GRHLength:][:1000], a.buf[i*1000:][:1000]) {
+				t.Errorf("message %d: %+v, or other bytes", i, wc)
 			}
-			for i, where := range [][]byte{b.buf, host, b.buf[4096:]} {
-				if wc := b.ok(); wc.ID != uint64(i+1) || wc.ByteLen != 1000+ib.GRHLength || !bytes.Equal(where[ib.GRHLength:][:1000], a.buf[i*1000:][:1000]) {
-					t.Errorf("message %d: %+v, or other bytes", i, wc)
-				}
-			}
-		})
-	}
+		}
+	})
 }
 
 // Receives of a shared queue lie there.
@@ -196,56 +176,41 @@ func TestStagedSharedReceives(t *testing.T) {
 // A FLUSH is answered when what was written before it is there, and other rights, given by
 // re-registration, hold at once.
 func TestStagedFlushAndRereg(t *testing.T) {
-	for _, mode := range allLinks {
-		t.Run(mode, func(t *testing.T) {
-			g := enginetest.New(slowEngine)
-			a, b := connected(t, openFor(t, mode), openFor(t, mode), ib.RC, 64<<10, nil)
-			b.onEngine(g)
-			b.registerAgain(allRemote | ib.AccessFlushGlobal)
-			b.modify(ib.QPAttr{State: ib.QPRTS, Access: allRemote&ib.AccessRemote | ib.AccessFlushGlobal}, ib.QPMaskAccess)
-			fill(a.buf, 2)
-			write := a.write(b, 0, 64<<10)
-			write.Flags = 0
-			a.post(write)
-			a.post(ib.SendWR{Op: ib.OpFlush, Flags: ib.SendSignaled, RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey(), RemoteLength: 64 << 10,
-				FlushType: ib.FlushGlobal, FlushLevel: ib.FlushRange})
-			if wc := a.ok(); wc.Op != ib.WCFlush {
-				a.ok() // the WRITE's, where all are signaled
-			}
-			a.same("WRITE", 0, b, 0, 64<<10)
-			access := ib.AccessLocalWrite | ib.AccessRemoteRead
-			if err := b.mr.Rereg(provider.MRChange{Access: &access}); err != nil {
-				t.Fatal(err)
-			}
-			a.post(a.read(b, 0, 100))
-			a.ok()
-			a.post(a.write(b, 0, 100))
-			a.status(ib.WCRemAccessErr)
-		})
-	}
+	const size = 64 << 10
+	onAllLinks(t, func(t *testing.T, mode string) {
+		a, b := stagedPair(t, mode, ib.RC, enginetest.New(slowEngine), "b")
+		b.registerAgain(allRemote | ib.AccessFlushGlobal)
+		fill(a.buf[:size], 2)
+		if _, err := a.qp.PostSend([]ib.SendWR{a.write(b, 0, size), {Op: ib.OpFlush, Flags: ib.SendSignaled, RemoteAddr: b.mr.Addr(), RKey: b.mr.RKey(),
+			RemoteLength: size, FlushType: ib.FlushGlobal, FlushLevel: ib.FlushRange}}); err != nil {
+			t.Fatal(err)
+		}
+		if wc := a.ok(); wc.Op != ib.WCFlush {
+			t.Fatalf("%+v", wc)
+		}
+		a.same("WRITE", 0, b, 0, size)
+		access := ib.AccessLocalWrite | ib.AccessRemoteRead
+		must0(t, b.mr.Rereg(provider.MRChange{Access: &access}))
+		a.post(a.read(b, 0, 100))
+		a.ok()
+		a.post(a.write(b, 0, 100))
+		a.status(ib.WCRemAccessErr)
+	})
 }
 
-// Where bytes pass through memory of the host it is page-locked, if the owner wants that.
+// Staging bytes are page-locked, if the engine's owner wants that.
 func TestStagedPageLocked(t *testing.T) {
 	const size = 200 << 10
-	for _, way := range []string{"loop", "rings", "udp"} {
-		for _, where := range []string{"ab", "a-", "-b"} {
-			t.Run(way+"/"+where, func(t *testing.T) {
-				x, y := openDevice(t, provider.Config{Link: linkOf(way)}), openDevice(t, provider.Config{Link: linkOf(way)})
-				inRings(way, x, y)
+	onAllLinks(t, func(t *testing.T, mode string) {
+		for _, where := range []string{"ab", "a", "b"} {
+			t.Run(where, func(t *testing.T) {
 				cfg := slowEngine
 				cfg.Locks = true
-				g := newEngine(t, way, cfg)
-				i := 0
-				a, b := connected(t, x, y, ib.RC, size, func(e *end) {
-					if where[i] != '-' {
-						e.onEngine(g)
-					}
-					i++
-				})
+				g := newEngine(t, mode, cfg)
+				a, b := stagedPair(t, mode, ib.RC, g, where)
 				for n, wr := range []ib.SendWR{a.write(b, 0, size), {Op: ib.OpSend, SGL: a.sge(0, size)}, a.read(b, 0, size), a.write(b, 0, 8), a.read(b, 0, 8)} {
-					fill(a.buf, byte(n))
-					fill(b.buf, byte(10+n))
+					fill(a.buf[:size], byte(n))
+					fill(b.buf[:size], byte(10+n))
 					if wr.Op == ib.OpSend {
 						b.recv(ib.RecvWR{SGL: b.sge(0, size)})
 					}
@@ -258,5 +223,5 @@ func TestStagedPageLocked(t *testing.T) {
 				}
 			})
 		}
-	}
+	})
 }

@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"math/rand/v2"
 	"runtime"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -66,114 +67,100 @@ func (m *moving) move(t testing.TB) {
 	for i := range m.seen {
 		m.seen[i] = movingPoison
 	}
+	time.Sleep(20 * time.Microsecond) // requests come now, also where there is one processor
 	if err := unix.Fallocate(m.fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, int64(len(m.seen))); err != nil {
 		t.Error(err)
 	}
 	copy(m.seen, m.kept)
 }
 
+// access copies bytes to or from the memory of an end as a program does: while the memory does
+// not move.
+func (m *moving) access(off int, b []byte, write bool) {
+	l := mem.List{Table: m.e.dev.table, Actor: mem.Actor{PD: m.e.pd.(*PD).id}, SGEs: m.e.sge(off, len(b))}
+	raw := mem.List{Raw: [][]byte{b}}
+	to, from := &raw, &l
+	if write {
+		l.Access = ib.AccessLocalWrite
+		to, from = &l, &raw
+	}
+	for {
+		f, _ := mem.Copy(to, from, uint64(len(b)), true)
+		if f.OK() {
+			return
+		}
+		f.Await()
+	}
+}
+
 // WRITEs, READs, SENDs and atomics go on while the memory of both sides moves: nothing
 // is lost, nothing is done twice, and no request reads poison.
 func TestMovingMemory(t *testing.T) {
-	const size, counter = 256 << 10, 256<<10 - 4096
+	const size, counter = 64 << 10, 64<<10 - 4096
 	for _, way := range []struct {
 		name, link    string
 		rings, shared bool
 	}{{"loop", linkLoop, false, false}, {"rings", "", true, false}, {"grants", "", true, true}, {"udp", linkUDP, false, false}} {
 		t.Run(way.name, func(t *testing.T) {
-			rng := rand.New(rand.NewPCG(testSeed(t), 0))
+			seed := testSeed(t)
+			rng := rand.New(rand.NewPCG(seed, 0))
 			var a, b *end
 			if way.rings {
 				a, b = byRings(t, ib.RC, 4096)
 			} else {
 				a, b = pair(t, way.link, ib.RC, 4096)
 			}
-			both := []*moving{a.makeMoving(size, way.shared), b.makeMoving(size, way.shared)}
+			ma, mb := a.makeMoving(size, way.shared), b.makeMoving(size, way.shared)
 			var stop atomic.Bool
-			moved := make(chan int)
-			seed := rng.Uint64()
-			go func() {
-				rng, n := rand.New(rand.NewPCG(seed, 1)), 0
-				for ; !stop.Load(); n++ {
-					both[min(rng.IntN(4), 1)].move(t)
-					for until := time.Now().Add(time.Duration(rng.IntN(200)) * time.Microsecond); time.Now().Before(until); {
-						runtime.Gosched() // sleeping would take a millisecond
-					}
+			var wg sync.WaitGroup
+			moves := 0
+			wg.Go(func() {
+				for rng := rand.New(rand.NewPCG(seed, 1)); !stop.Load(); moves++ {
+					[]*moving{ma, mb}[min(rng.IntN(4), 1)].move(t)
+					stormPause(rng, 200)
 				}
-				moved <- n
-			}()
+			})
+			defer wg.Wait()
+			defer stop.Store(true)
 			adds := uint64(0)
-			for began, i := time.Now(), 0; (i < 200 || time.Since(began) < lasting(time.Second, 4*time.Second)) && !t.Failed(); i++ {
-				n := 8 * (1 + rng.IntN(1+rng.IntN(12<<10)))
-				at := rng.IntN((counter-n)/8) * 8
-				from := rng.IntN((counter-n)/8) * 8
-				want := make([]byte, n)
+			enough := func(i int) bool { return i >= lastingOps(60, 1000) && countsOf(b.dev)["memory_holds"] > 0 }
+			for i := 0; !enough(i) && !t.Failed(); i++ {
+				if i == 10_000 {
+					t.Fatal("no request ever finds its memory suspended")
+				}
+				n := 8 * (1 + rng.IntN(1+rng.IntN(4<<10)))
+				at, from := rng.IntN((counter-n)/8)*8, rng.IntN((counter-n)/8)*8
+				want, got := make([]byte, n), make([]byte, n)
 				letter(want, uint32(i%200))
-				place := func(to *end, off int) { // as a program writes: into memory that does not move just now
-					for {
-						l := mem.List{Table: to.dev.table, Actor: mem.Actor{PD: to.pd.(*PD).id}, Access: ib.AccessLocalWrite,
-							SGEs: []ib.SGE{{Addr: to.mr.Addr() + uint64(off), Length: uint32(n), LKey: to.mr.LKey()}}}
-						f, _ := mem.Copy(&l, &mem.List{Raw: [][]byte{want}}, uint64(n), true)
-						if f.OK() {
-							return
-						}
-						f.Await()
-					}
-				}
-				look := func(at *end, off int) []byte {
-					got := make([]byte, n)
-					for {
-						l := mem.List{Table: at.dev.table, Actor: mem.Actor{PD: at.pd.(*PD).id},
-							SGEs: []ib.SGE{{Addr: at.mr.Addr() + uint64(off), Length: uint32(n), LKey: at.mr.LKey()}}}
-						f, _ := mem.Copy(&mem.List{Raw: [][]byte{got}}, &l, uint64(n), true)
-						if f.OK() {
-							return got
-						}
-						f.Await()
-					}
-				}
-				pause := func() { time.Sleep(time.Duration(rng.IntN(200)) * time.Microsecond) } // or all of it would come just after a move
+				wr := ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(from, n), RemoteAddr: b.mr.Addr() + uint64(at), RKey: b.mr.RKey()}
+				source, sourceAt, target, targetAt := ma, from, mb, at
 				switch i % 4 {
-				case 0:
-					place(a, from)
-					pause()
-					a.post(ib.SendWR{Op: ib.OpRDMAWrite, SGL: a.sge(from, n), RemoteAddr: b.mr.Addr() + uint64(at), RKey: b.mr.RKey()})
-					a.ok()
-					if !bytes.Equal(look(b, at), want) {
-						t.Errorf("WRITE %d of %d bytes has left other bytes", i, n)
-					}
 				case 1:
-					place(b, at)
-					pause()
-					a.post(ib.SendWR{Op: ib.OpRDMARead, SGL: a.sge(from, n), RemoteAddr: b.mr.Addr() + uint64(at), RKey: b.mr.RKey()})
-					a.ok()
-					if got := look(a, from); !bytes.Equal(got, want) {
-						t.Errorf("READ %d of %d bytes has brought other bytes, poison at %d", i, n, bytes.IndexByte(got, movingPoison))
-					}
+					wr.Op = ib.OpRDMARead
+					source, sourceAt, target, targetAt = mb, at, ma, from
 				case 2:
+					wr.Op = ib.OpSend
 					b.recv(ib.RecvWR{SGL: b.sge(at, n)})
-					place(a, from)
-					pause()
-					a.post(ib.SendWR{Op: ib.OpSend, SGL: a.sge(from, n)})
-					a.ok()
-					b.ok()
-					if !bytes.Equal(look(b, at), want) {
-						t.Errorf("SEND %d of %d bytes has left other bytes", i, n)
-					}
 				case 3:
-					pause()
-					a.post(ib.SendWR{Op: ib.OpAtomicFetchAdd, SGL: a.sge(counter, 8), CompareAdd: 3, RemoteAddr: b.mr.Addr() + counter, RKey: b.mr.RKey()})
-					a.ok()
+					wr = ib.SendWR{Op: ib.OpAtomicFetchAdd, SGL: a.sge(counter, 8), CompareAdd: 3, RemoteAddr: b.mr.Addr() + counter, RKey: b.mr.RKey()}
 					adds += 3
+				}
+				source.access(sourceAt, want, true)
+				stormPause(rng, 200) // or every request would come just after a move
+				a.post(wr)
+				a.ok()
+				if wr.Op == ib.OpSend {
+					b.ok()
+				}
+				if target.access(targetAt, got, false); i%4 != 3 && !bytes.Equal(got, want) {
+					t.Errorf("%v %d of %d bytes has left other bytes, poison at %d", wr.Op, i, n, bytes.IndexByte(got, movingPoison))
 				}
 			}
 			stop.Store(true)
-			t.Logf("%d moves", <-moved)
+			wg.Wait()
+			t.Logf("%d moves", moves)
 			if got := binary.NativeEndian.Uint64(b.buf[counter:]); got != adds {
 				t.Errorf("additions of %d have left %d", adds, got)
-			}
-			if held := countsOf(b.dev)["memory_holds"]; held == 0 && !t.Failed() {
-				t.Error("no request ever found its memory suspended")
 			}
 		})
 	}
@@ -199,10 +186,7 @@ func TestSuspendedKeepsNobodyWaiting(t *testing.T) {
 		a.post(a.write(bs[i], 0, 4096))
 	}
 	eventually(t, "all of them wait", func() bool { return countsOf(y)["page_fault_rnr_naks"] >= many })
-	for range 200 {
-		free.post(free.write(other, 0, 4096))
-		free.ok()
-	}
+	goesOn(t, free, other)
 	// Fetching from a disk finds a worker all the same.
 	s := newSlowMemory(t, other.pd, 64<<10)
 	free.post(ib.SendWR{Op: ib.OpRDMARead, SGL: free.sge(0, 4096), RemoteAddr: uint64(s.addr), RKey: s.mr.RKey()})
@@ -219,14 +203,15 @@ func TestSuspendedKeepsNobodyWaiting(t *testing.T) {
 }
 
 // stuckInside makes a stay amid a copy by grant to the memory of b, which may be invalidated;
-// letGo lets it go on.
+// letGo lets it go on. The device of a stands for a stopped process: until then a test must not
+// use it.
 func stuckInside(t *testing.T) (a, b *end, letGo func()) {
 	t.Helper()
 	a, b = byGrants(t, 4096)
 	closeAll(t, b.mr)
 	b.mr = must[provider.MR](t)(b.pd.RegMR(b.buf, allRemote|ib.AccessRemoteInvalidate))
 	a.warm(b)
-	stuck, r, wr := a.stuckWrite(b, "late word")
+	stuck, r, wr := a.stuckWrite(b, "last word")
 	t.Cleanup(func() { closeAll(t, r) })
 	posted := make(chan struct{})
 	go func() {
@@ -265,7 +250,7 @@ func goesOn(t *testing.T, a, b *end) {
 // else: neither the poster, nor the queue pair's other half, nor other connections.
 func TestInvalidateWaitsForNobodyUnderLocks(t *testing.T) {
 	a, b, letGo := stuckInside(t)
-	fa, fb := connected(t, a.dev, b.dev, ib.RC, 4096, nil)
+	fa, fb := connected(t, openFor(t, linkRings), b.dev, ib.RC, 4096, nil)
 	c := b.beside()
 	c.post(ib.SendWR{ID: 7, Op: ib.OpLocalInv, InvalidateKey: b.mr.RKey()})
 	if b.mr.(*MR).region.Alive() {
@@ -299,8 +284,9 @@ func TestInvalidateWaitsForNobodyUnderLocks(t *testing.T) {
 // at once, whichever peer has sent it, and no other queue pair is affected.
 func TestInvalidateDuringClose(t *testing.T) {
 	a, b, letGo := stuckInside(t)
-	fa, fb := connected(t, a.dev, b.dev, ib.RC, 4096, nil)
-	ga, gb := connected(t, a.dev, b.dev, ib.RC, 4096, nil)
+	other := openFor(t, linkRings)
+	fa, fb := connected(t, other, b.dev, ib.RC, 4096, nil)
+	ga, gb := connected(t, other, b.dev, ib.RC, 4096, nil)
 	c := b.beside()
 	key := b.mr.RKey()
 	closed := make(chan struct{})

@@ -30,7 +30,7 @@ type hall struct {
 	conns []*trafficConn
 	byQPN sync.Map // QPN → *trafficConn
 
-	// polling is held from a poll until its completions are checked: otherwise
+	// polling is locked from a poll until its completions are checked: otherwise
 	// two pollers could each hold one of two, and check them in the wrong order
 	polling sync.Mutex
 
@@ -42,12 +42,12 @@ type hall struct {
 // trafficConn is one queue pair of a hall, driven by one goroutine.
 type trafficConn struct {
 	*end
-	index int
-	out   atomic.Int64  // requests outstanding
-	done  atomic.Uint64 // the ID that must complete next
-	next  uint64        // the ID of the next request; the driver's own
-	heard atomic.Uint64 // the number of the message that must arrive next
-	said  uint64        // the number of the next message; the driver's own
+	index   int
+	out     atomic.Int64  // requests outstanding
+	done    atomic.Uint64 // the ID that must complete next
+	next    uint64        // the ID of the next request; the driver's own
+	heard   atomic.Uint64 // the number of the message that must arrive next
+	message uint64        // the number of the next message; the driver's own
 }
 
 const (
@@ -105,7 +105,7 @@ func (h *hall) drive(l *trafficConn, peer *hall, seed uint64, stop *atomic.Bool)
 			deadline = time.Now().Add(2 * time.Minute)
 		}
 		if !deadline.IsZero() && time.Now().After(deadline) {
-			h.t.Errorf("lane %d: %d requests outstanding", l.index, l.out.Load())
+			h.t.Errorf("connection %d: %d requests outstanding", l.index, l.out.Load())
 			return
 		}
 		for !stop.Load() && l.out.Load() < connDeep/2 {
@@ -143,10 +143,10 @@ func (h *hall) draw(l *trafficConn, peer *hall, rng *rand.Rand) ib.SendWR {
 		wr.CompareAdd, wr.RemoteAddr = uint64(1+rng.IntN(9)), peer.mr.Addr()+uint64(peer.wordAt())
 		h.added.Add(wr.CompareAdd)
 	default:
-		letter := binary.LittleEndian.AppendUint64(nil, l.said)
+		letter := binary.LittleEndian.AppendUint64(nil, l.message)
 		wr.Op, wr.SGL, wr.Imm = ib.OpSendImm, nil, uint32(l.index)
-		wr.Inline = binary.LittleEndian.AppendUint64(letter, ^l.said)
-		l.said++
+		wr.Inline = binary.LittleEndian.AppendUint64(letter, ^l.message)
+		l.message++
 	}
 	return wr
 }
@@ -175,7 +175,7 @@ func (h *hall) take(wc *ib.WC) {
 	l := v.(*trafficConn)
 	if wc.ID < recvID {
 		if want := l.done.Add(1) - 1; wc.ID != want {
-			h.t.Errorf("lane %d: completion of %d, want %d", l.index, wc.ID, want)
+			h.t.Errorf("connection %d: completion of %d, want %d", l.index, wc.ID, want)
 		}
 		l.out.Add(-1)
 		h.sent.Add(1)
@@ -185,7 +185,7 @@ func (h *hall) take(wc *ib.WC) {
 	b := h.buf[h.letterAt(slot):]
 	number, check := binary.LittleEndian.Uint64(b), binary.LittleEndian.Uint64(b[8:])
 	if want := l.heard.Add(1) - 1; number != want || check != ^want || wc.ByteLen != 16 || int(wc.Imm) != l.index {
-		h.t.Errorf("lane %d: message %d (%#x), %d bytes from lane %d, want %d", l.index, number, check, wc.ByteLen, wc.Imm, want)
+		h.t.Errorf("connection %d: message %d (%#x), %d bytes from connection %d, want %d", l.index, number, check, wc.ByteLen, wc.Imm, want)
 	}
 	h.received.Add(1)
 	h.repost(slot)
@@ -195,86 +195,81 @@ func (h *hall) take(wc *ib.WC) {
 // completion queue and one shared receive queue, everything at once in both
 // directions: each request completes once and in order, each message arrives
 // once and in order, and the words count each addition.
-func TestTorture(t *testing.T) { torture(t, lasting(1500*time.Millisecond, 20*time.Second)) }
+func TestTorture(t *testing.T) {
+	torture(t, func(a, b *hall) {
+		enough := int64(lastingOps(1500, 100000))
+		for (a.sent.Load() < enough || b.sent.Load() < enough) && !t.Failed() {
+			runtime.Gosched()
+		}
+	})
+}
 
-// TestSoak is the same for as long as VERBENA_SOAK says.
+// TestSoak is the same for the duration in VERBENA_SOAK.
 func TestSoak(t *testing.T) {
 	d, err := time.ParseDuration(os.Getenv("VERBENA_SOAK"))
 	if err != nil {
 		t.Skip("full: soaks run with make soak, which sets VERBENA_SOAK to a duration")
 	}
-	torture(t, d/3)
+	torture(t, func(_, _ *hall) { time.Sleep(d / time.Duration(len(allLinks))) })
 }
 
-func torture(t *testing.T, d time.Duration) {
-	for _, mode := range []string{linkLoop, linkUDP, linkLocal} {
-		t.Run(mode, func(t *testing.T) {
-			seed := testSeed(t)
-			x, y := openDevice(t, provider.Config{Link: mode}), openDevice(t, provider.Config{Link: mode})
-			if mode == linkLocal { // by rings, as if they were two processes
-				x.loopback, y.loopback = false, false
+// torture runs until enough returns, on each link.
+func torture(t *testing.T, enough func(a, b *hall)) {
+	onAllLinks(t, func(t *testing.T, mode string) {
+		seed := testSeed(t)
+		a, b := newHall(t, openFor(t, mode)), newHall(t, openFor(t, mode))
+		for i := range tortureConns {
+			a.conns[i].connect(b.conns[i].end)
+			b.conns[i].connect(a.conns[i].end)
+		}
+		var stop atomic.Bool
+		var wg sync.WaitGroup
+		for i := range tortureConns {
+			wg.Go(func() { a.drive(a.conns[i], b, seed, &stop) })
+			wg.Go(func() { b.drive(b.conns[i], a, seed+1, &stop) })
+		}
+		enough(a, b)
+		stop.Store(true)
+		wg.Wait()
+		for _, h := range []*hall{a, b} {
+			for h.poll() > 0 {
 			}
-			a, b := newHall(t, x), newHall(t, y)
-			for i := range tortureConns {
-				a.conns[i].connect(b.conns[i].end)
-				b.conns[i].connect(a.conns[i].end)
-			}
-			var stop atomic.Bool
-			var wg sync.WaitGroup
-			for i := range tortureConns {
-				wg.Go(func() { a.drive(a.conns[i], b, seed, &stop) })
-				wg.Go(func() { b.drive(b.conns[i], a, seed+1, &stop) })
-			}
-			time.Sleep(d)
-			stop.Store(true)
-			wg.Wait()
-			for _, h := range []*hall{a, b} {
-				for h.poll() > 0 {
+		}
+		for _, two := range [][2]*hall{{a, b}, {b, a}} {
+			h, o := two[0], two[1]
+			messages := uint64(0)
+			for i, l := range h.conns {
+				messages += l.message
+				if got := o.conns[i].heard.Load(); got != l.message {
+					t.Errorf("connection %d: %d messages arrived of %d", i, got, l.message)
 				}
 			}
-			for _, two := range [][2]*hall{{a, b}, {b, a}} {
-				h, o := two[0], two[1]
-				said := uint64(0)
-				for i, l := range h.conns {
-					said += l.said
-					if got := o.conns[i].heard.Load(); got != l.said {
-						t.Errorf("lane %d: %d messages arrived of %d", i, got, l.said)
-					}
-				}
-				if got := wordOf(o.buf[o.wordAt():]); got != h.added.Load() {
-					t.Errorf("the word counts %d, want %d", got, h.added.Load())
-				}
-				t.Logf("%d requests, %d messages", h.sent.Load(), said)
-				if h.sent.Load() < 100 {
-					t.Errorf("only %d requests", h.sent.Load())
-				}
+			if got := wordOf(o.buf[o.wordAt():]); got != h.added.Load() {
+				t.Errorf("the word counts %d, want %d", got, h.added.Load())
 			}
-		})
-	}
+			t.Logf("%d requests, %d messages", h.sent.Load(), messages)
+		}
+	})
 }
 
 // Objects come and go, by many goroutines at once, while others use the device:
 // numbers and keys are reused, and no one meets another's.
-func TestTortureChurn(t *testing.T) {
+func TestObjectsComeAndGo(t *testing.T) {
 	for _, mode := range []string{linkLoop, linkUDP} {
 		t.Run(mode, func(t *testing.T) {
 			x, y := openDevice(t, provider.Config{Link: mode}), openDevice(t, provider.Config{Link: mode})
 			var wg sync.WaitGroup
-			var rounds atomic.Int64
-			until := time.Now().Add(lasting(400*time.Millisecond, 5*time.Second))
 			for w := range 6 {
 				wg.Go(func() {
-					for i := 0; time.Now().Before(until) && !t.Failed(); i++ {
+					for i := range lastingOps(20, 500) {
 						if err := churn(x, y, byte(w*50+i)); err != nil {
 							t.Error(err)
 							return
 						}
-						rounds.Add(1)
 					}
 				})
 			}
 			wg.Wait()
-			t.Logf("%d connections", rounds.Load())
 		})
 	}
 }

@@ -30,18 +30,17 @@ import (
 
 // action is one operation of a plan.
 type action struct {
-	op     ib.Opcode
-	size   int
-	at     int    // where in noise its bytes are
-	cuts   [3]int // where the local list is cut into pieces
-	inline bool
-	quiet  bool // not signaled
-	fenced bool // a WRITE of what the READ before it brought
-	imm    uint32
-	add    uint64 // atomics
-	equal  bool   // compare-and-swap: compares with the value that is there
-	shared bool   // fetch-and-add: to the word that all connections share
-	key    int    // SEND with invalidate: which of the peer's spare regions
+	op         ib.Opcode
+	size       int
+	at         int    // where in noise its bytes are
+	splits     [3]int // where the local list is split into pieces
+	inline     bool
+	unsignaled bool
+	fenced     bool // a WRITE of what the READ before it brought
+	imm        uint32
+	add        uint64 // atomics
+	equal      bool   // compare-and-swap: compares with the value that is there
+	key        int    // SEND with invalidate: which of the peer's spare regions
 }
 
 // receives reports whether the peer gets a completion.
@@ -110,20 +109,20 @@ func newPlan(rng *rand.Rand, n int, sizes []int) []action {
 			seen++
 		}
 		a.at = rng.IntN(len(noise) - a.size - canary)
-		for c := range a.cuts {
-			a.cuts[c] = rng.IntN(a.size + 1)
+		for c := range a.splits {
+			a.splits[c] = rng.IntN(a.size + 1)
 		}
 		a.imm, a.add = rng.Uint32(), uint64(1+rng.IntN(1000))
-		a.equal, a.shared = rng.IntN(2) == 0, rng.IntN(2) == 0
+		a.equal = rng.IntN(2) == 0
 		a.inline = a.size <= maxInl && rng.IntN(3) == 0 &&
 			a.op != ib.OpRDMARead && a.op != ib.OpAtomicFetchAdd && a.op != ib.OpAtomicCmpSwap
-		a.quiet = rng.IntN(4) == 0 && i%slots != slots-1 && i != n-1
-		if i > 0 && a.op == ib.OpRDMAWrite && all[i-1].op == ib.OpRDMARead && !all[i-1].quiet {
+		a.unsignaled = rng.IntN(4) == 0 && i%slots != slots-1 && i != n-1
+		if i > 0 && a.op == ib.OpRDMAWrite && all[i-1].op == ib.OpRDMARead && !all[i-1].unsignaled {
 			all[i-1].size, a.size, a.at = min(a.size, all[i-1].size), min(a.size, all[i-1].size), all[i-1].at
-			a.fenced, a.inline, a.quiet = true, false, false
-			for c := range a.cuts {
-				a.cuts[c] = min(a.cuts[c], a.size)
-				all[i-1].cuts[c] = min(all[i-1].cuts[c], a.size)
+			a.fenced, a.inline, a.unsignaled = true, false, false
+			for c := range a.splits {
+				a.splits[c] = min(a.splits[c], a.size)
+				all[i-1].splits[c] = min(all[i-1].splits[c], a.size)
 			}
 		}
 	}
@@ -140,19 +139,14 @@ type side struct {
 
 	slotSize int
 	spare    []provider.MR
-	shared   *end // whose first word all connections add to; nil: none
 
 	posted, done int          // of its own plan
 	arrived      atomic.Int64 // of its peer's plan: those that receive
 	recvs        int          // receives posted
 	due          []int        // of its peer's plan: those that receive, in order
 	sum, word    uint64       // what the peer's two words must be by now
-	sharedAdds   []addition   // what it has added to the shared word
 	rng          *rand.Rand
 }
-
-// addition is a fetch-and-add: what it found, and what it added.
-type addition struct{ found, add uint64 }
 
 // Areas of a side's buffer, in slots: its own requests' memory, the target of
 // the peer's WRITEs, receives, the source of the peer's READs, words.
@@ -308,17 +302,17 @@ const recvID = 1 << 32 // and up: receives
 
 // pieces makes a list of up to four pieces of a range.
 func (s *side) pieces(off int, a *action) []ib.SGE {
-	cuts := a.cuts
-	for i := range cuts { // in order
+	splits := a.splits
+	for i := range splits { // in order
 		for j := range i {
-			if cuts[j] > cuts[i] {
-				cuts[i], cuts[j] = cuts[j], cuts[i]
+			if splits[j] > splits[i] {
+				splits[i], splits[j] = splits[j], splits[i]
 			}
 		}
 	}
 	var l []ib.SGE
 	from := 0
-	for _, to := range append(cuts[:], a.size) {
+	for _, to := range append(splits[:], a.size) {
 		l = append(l, s.sge(off+from, to-from)...)
 		from = to
 	}
@@ -335,7 +329,7 @@ func (s *side) post() error {
 		source = i - 1
 	}
 	wr := ib.SendWR{ID: uint64(i), Op: a.op, Imm: a.imm, SGL: s.pieces(s.local(source), a), RKey: p.mr.RKey()}
-	if !a.quiet {
+	if !a.unsignaled {
 		wr.Flags |= ib.SendSignaled
 	}
 	if a.fenced {
@@ -361,9 +355,6 @@ func (s *side) post() error {
 		wr.RemoteAddr = p.mr.Addr() + uint64(p.target(i))
 	case ib.OpAtomicFetchAdd:
 		wr.RemoteAddr, wr.CompareAdd = p.mr.Addr()+uint64(p.words()), a.add
-		if a.shared && s.shared != nil && s.shared.dev == p.dev {
-			wr.RemoteAddr, wr.RKey = s.shared.mr.Addr(), s.shared.mr.RKey()
-		}
 	case ib.OpAtomicCmpSwap:
 		wr.RemoteAddr, wr.Swap = p.mr.Addr()+uint64(p.words())+8, a.add|1<<40
 		wr.CompareAdd = s.expectWord(i)
@@ -412,14 +403,14 @@ func (s *side) sent(wc *ib.WC) error {
 	for s.done < s.posted {
 		i := s.done
 		a := &s.plan[i]
-		if a.quiet == (wc.ID == uint64(i)) {
+		if a.unsignaled == (wc.ID == uint64(i)) {
 			return fmt.Errorf("completion of request %d, when %d is due", wc.ID, i)
 		}
 		if err := s.check(i, a, wc); err != nil {
 			return fmt.Errorf("request %d, %v of %d bytes: %w", i, a.op, a.size, err)
 		}
 		s.done++
-		if !a.quiet {
+		if !a.unsignaled {
 			return nil
 		}
 	}
@@ -432,7 +423,7 @@ var wcOps = map[ib.Opcode]ib.WCOpcode{ib.OpSend: ib.WCSend, ib.OpSendImm: ib.WCS
 
 // check checks what an operation has done to memory.
 func (s *side) check(i int, a *action, wc *ib.WC) error {
-	if !a.quiet && wc.Op != wcOps[a.op] {
+	if !a.unsignaled && wc.Op != wcOps[a.op] {
 		return fmt.Errorf("completed as %v", wc.Op)
 	}
 	p := s.peer
@@ -442,7 +433,7 @@ func (s *side) check(i int, a *action, wc *ib.WC) error {
 	case ib.OpRDMAWrite, ib.OpRDMAWriteImm:
 		got = p.buf[p.target(i):][:s.slotSize]
 	case ib.OpRDMARead:
-		if !a.quiet && int(wc.ByteLen) != a.size {
+		if !a.unsignaled && int(wc.ByteLen) != a.size {
 			return fmt.Errorf("%d bytes read", wc.ByteLen)
 		}
 	case ib.OpAtomicFetchAdd, ib.OpAtomicCmpSwap:
@@ -486,8 +477,6 @@ func (s *side) checkAtomic(a *action, got []byte) error {
 		if a.equal {
 			s.word = a.add | 1<<40
 		}
-	case a.shared && s.shared != nil && s.shared.dev == s.peer.dev:
-		s.sharedAdds = append(s.sharedAdds, addition{orig, a.add})
 	default:
 		if orig != s.sum {
 			return fmt.Errorf("found %d, want %d", orig, s.sum)
@@ -556,9 +545,9 @@ func (s *side) finish(t testing.TB) {
 }
 
 // exchange runs traffic on all connections at once.
-func exchange(t testing.TB, sides []*side, patience time.Duration) {
+func exchange(t testing.TB, sides []*side, longest time.Duration) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	ctx, cancel := context.WithTimeout(t.Context(), longest)
 	defer cancel()
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)

@@ -39,7 +39,7 @@ func number(b []byte) (uint32, error) {
 }
 
 // Of UC messages some are lost; each that arrives is whole, and without
-// reordering and duplication none arrives twice or late.
+// reordering and duplication none arrives twice or after a later one.
 func TestFaultyUC(t *testing.T) {
 	seed := testSeed(t)
 	for _, w := range []weather{

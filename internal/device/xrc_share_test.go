@@ -16,8 +16,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// What processes say to each other about targets is read as it was written, every
-// field of it; and nothing of any other length is read.
+// A control message about a target is read as it was written, every
+// field of it; a message of any other length is not read.
 func TestXRCControl(t *testing.T) {
 	w := controlMessage{kind: ctlHandoff, qpn: 0x123456, handoff: 0x11223344, count: 77, lost: true, failed: ib.EventQPAccessErr,
 		stand:  qp.Handoff{Expected: wire.PSN(0xabcdef), Messages: 0x654321, ReadEnd: wire.PSN(0x13579b), AnyRead: true, Owes: true, NakSent: true},
@@ -40,7 +40,7 @@ func TestXRCControl(t *testing.T) {
 		}
 	}
 	if got.parse(long[:shortControl]) || got.parse(append(short, make([]byte, longControl-shortControl)...)) {
-		t.Error("words of the wrong length for their kind were read")
+		t.Error("control messages of the wrong length for their kind were read")
 	}
 }
 
@@ -98,7 +98,7 @@ func TestXRCDomainElsewhere(t *testing.T) {
 	file := must[*os.File](t)(os.Create(filepath.Join(t.TempDir(), "domain")))
 	defer func() { _ = file.Close() }()
 	_, err := d.OpenXRCD(provider.XRCDConfig{File: file})
-	wantErrno(t, "nobody has it", err, syscall.EAGAIN)
+	wantErrno(t, "no process has it", err, syscall.EAGAIN)
 	x := must[provider.XRCD](t)(d.OpenXRCD(provider.XRCDConfig{File: file, Create: true, Exclusive: true}))
 	other := must[*host.Member](t)(host.Join(host.Config{Addrs: d.addrs, Listen: func(w *host.Sockets) (int, error) { return w.Place, nil }}))
 	defer closeAll(t, other)
@@ -116,5 +116,5 @@ func TestXRCDomainElsewhere(t *testing.T) {
 	other.DropDomain(name)
 	closeAll(t, y)
 	_, err = d.OpenXRCD(provider.XRCDConfig{File: file})
-	wantErrno(t, "nobody has it any more", err, syscall.EAGAIN)
+	wantErrno(t, "no process has it any more", err, syscall.EAGAIN)
 }
