@@ -252,13 +252,13 @@ func TestCloseLeavesNothing(t *testing.T) {
 			b.post(b.read(a, 0, 4096))
 			a.ok()
 			b.ok()
-			if n := descriptors(t); mode != linkLoop && n == fds {
+			if n := descriptors(t); mode != linkLoop && n <= fds {
 				t.Errorf("%q: a device without a descriptor, which cannot be", mode)
 			}
 			a.close()
 			b.close()
 			closeAll(t, a.dev, b.dev)
-			if n := descriptors(t); n != fds {
+			if n := descriptors(t); n > fds {
 				t.Fatalf("%q: %d descriptors are open, %d were before", mode, n, fds)
 			}
 		}
