@@ -42,6 +42,12 @@ type Config struct {
 	// to a peer. Zero: what the peer's socket buffer is expected to hold.
 	Window int
 
+	// Receivers is how many receivers the device has at most, of 8: each has a
+	// socket of its own, and a goroutine while nobody polls. Connected queue pairs
+	// are spread over them as they are made, so that several processors receive
+	// packets. Zero: half as many as there are processors.
+	Receivers int
+
 	// NoGSO and NoGRO switch the kernel's segmentation and coalescing of
 	// datagrams off. False: they are used where the kernel has them. They exist
 	// for tests and for measuring.
@@ -97,10 +103,11 @@ func (c *Config) provider() *provider.Config {
 			PDs: c.Limits.PDs, AHs: c.Limits.AHs, SRQs: c.Limits.SRQs,
 			QPWR: c.Limits.QPWR, CQE: c.Limits.CQE, SRQWR: c.Limits.SRQWR,
 		},
-		PCAP:   c.PCAP,
-		Window: c.Window,
-		NoGSO:  c.NoGSO,
-		NoGRO:  c.NoGRO,
-		DMSize: c.DMSize,
+		PCAP:      c.PCAP,
+		Window:    c.Window,
+		Receivers: c.Receivers,
+		NoGSO:     c.NoGSO,
+		NoGRO:     c.NoGRO,
+		DMSize:    c.DMSize,
 	}
 }

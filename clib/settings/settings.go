@@ -4,6 +4,7 @@ package settings
 
 import (
 	"fmt"
+	"math"
 	"net/netip"
 	"strconv"
 	"strings"
@@ -23,6 +24,7 @@ var Vars = []Var{
 	{"VERBENA_LINK", "any", "How requests travel: any, loop (within the process), local (within the host), udp (packets only)."},
 	{"VERBENA_LOCK", "off", "Whether registered memory is locked: off, auto (where the limit allows it), strict (its pages are held, also after munmap; registration fails if they can neither be held nor locked)."},
 	{"VERBENA_WINDOW", "by the socket buffer", "Packets that a queue pair may have under way to a peer."},
+	{"VERBENA_RECEIVERS", "half as many as processors", "Receivers, each with a socket of its own, that connected queue pairs are spread over: 1 to 8."},
 	{"VERBENA_LIMITS", "the device's own", "Lower limits, as qp=16,cq=8: of qp, cq, mr, mw, pd, ah, srq, qp_wr, cqe, srq_wr."},
 	{"VERBENA_HIDE", "nothing", "Capabilities that the device does not report, separated by commas: odp, xrc, mw, atomic, flush, atomic_write, srq."},
 	{"VERBENA_IDENTITY", "verbena", "The vendor that the device reports: verbena, or mlx5 (its vendor ID, and mlx5's own verbs for memory keys and queue pairs)."},
@@ -36,17 +38,18 @@ var Vars = []Var{
 
 // Settings are the values of the variables.
 type Settings struct {
-	Addrs    [][]netip.Addr // one list for each device; nil: those of the interfaces
-	Devices  []string       // nil: all
-	Link     string         // "" for any
-	Lock     string         // "off", "auto" or "strict"
-	Window   int
-	Limits   map[string]int
-	Hide     map[string]bool
-	Identity string // "verbena" or "mlx5"
-	PCAP     string
-	Stats    string
-	Log      bool
+	Addrs     [][]netip.Addr // one list for each device; nil: those of the interfaces
+	Devices   []string       // nil: all
+	Link      string         // "" for any
+	Lock      string         // "off", "auto" or "strict"
+	Window    int
+	Receivers int // 0: by the number of processors
+	Limits    map[string]int
+	Hide      map[string]bool
+	Identity  string // "verbena" or "mlx5"
+	PCAP      string
+	Stats     string
+	Log       bool
 }
 
 // LimitNames are the keys of VERBENA_LIMITS.
@@ -94,14 +97,20 @@ func Parse(getenv func(string) string, pid int) (*Settings, error) {
 	}
 	oneOf("VERBENA_LOCK", &s.Lock, "off", "auto", "strict")
 	oneOf("VERBENA_IDENTITY", &s.Identity, "verbena", "mlx5")
-	if v := getenv("VERBENA_WINDOW"); v != "" {
-		n, err := strconv.Atoi(v)
-		if err != nil || n < 1 {
-			refuse("VERBENA_WINDOW", "it is a number from 1 on")
-		} else {
-			s.Window = n
+	number := func(name string, n *int, most int, rule string) {
+		v := getenv(name)
+		if v == "" {
+			return
 		}
+		got, err := strconv.Atoi(v)
+		if err != nil || got < 1 || got > most {
+			refuse(name, rule)
+			return
+		}
+		*n = got
 	}
+	number("VERBENA_WINDOW", &s.Window, math.MaxInt, "it is a number from 1 on")
+	number("VERBENA_RECEIVERS", &s.Receivers, 8, "it is a number from 1 to 8")
 	// The device reads these two itself. Values that it would not understand are refused here.
 	if v := getenv("VERBENA_DM_SIZE"); v != "" {
 		number := strings.TrimRight(v, "KMG")

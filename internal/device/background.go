@@ -3,7 +3,7 @@ package device
 // The background goroutine makes progress when the program does not poll. It is in
 // one of two modes:
 //
-//   - It receives (receiveOrBlock): it reads the link, and blocks on it when nothing
+//   - It receives (receiveOrBlock): it reads the sockets, and blocks on them when nothing
 //     came. It stays in this mode as long as it gets packets that way.
 //   - It watches (watchPollers): pollers get the packets first. To wake up for each
 //     packet would be in vain, and take a core from the pollers. So it leaves the link
@@ -48,11 +48,11 @@ const (
 
 // background is what the background goroutine remembers from one round to the next.
 type background struct {
-	dev   *Device
+	shard *shard
 	watch watcher
 	vain  int    // wake-ups in vain, in a row; from tolerance on the goroutine watches
-	polls uint64 // Device.polls when it last looked
-	posts uint64 // Device.posts when it last looked
+	polls uint64 // shard.polls when it last looked
+	posts uint64 // shard.posts when it last looked
 	// recent: the last round received something.
 	recent bool
 	// unanswered: something came, and the program has posted nothing since the round
@@ -62,11 +62,11 @@ type background struct {
 }
 
 // runBackground is the background goroutine.
-func (d *Device) runBackground() {
-	defer close(d.done)
-	b := background{dev: d, watch: watcher{interval: watchInterval}}
-	for !d.stopped.Load() {
-		next := d.fireTimers()
+func (s *shard) runBackground() {
+	defer close(s.done)
+	b := background{shard: s, watch: watcher{interval: watchInterval}}
+	for !s.dev.stopped.Load() {
+		next := s.fireTimers()
 		if b.vain < tolerance {
 			b.receiveOrBlock()
 		} else {
@@ -77,24 +77,24 @@ func (d *Device) runBackground() {
 
 // receiveOrBlock reads the link, and blocks on it if nothing came.
 func (b *background) receiveOrBlock() {
-	d := b.dev
+	s := b.shard
 	b.watch.woke = 0
-	d.runReady(1)
-	got, busy := d.receive()
+	s.runReady(1)
+	got, busy := s.receive()
 	polls := b.newPolls()
 	b.notePosts(got)
 	b.noteVain(got, busy, polls)
 	switch {
 	case busy:
-	case d.deferred.Load():
-		d.block(b.watch.interval)
-		if d.deferred.Load() {
-			d.flushDeferred()
+	case s.deferred.Load():
+		s.block(b.watch.interval)
+		if s.deferred.Load() {
+			s.flushDeferred()
 		}
 	case got:
-	case polls == 0 && b.unanswered && b.recent && d.linger():
+	case polls == 0 && b.unanswered && b.recent && s.linger():
 	default:
-		d.block(forever)
+		s.block(forever)
 	}
 	b.recent = got
 }
@@ -102,13 +102,13 @@ func (b *background) receiveOrBlock() {
 // watchPollers sleeps, and then ends the watch if the program does not poll any more,
 // or polls so rarely that a packet was left unread.
 func (b *background) watchPollers(next time.Duration) {
-	d := b.dev
-	if d.deferred.Load() {
-		d.flushDeferred()
+	s := b.shard
+	if s.deferred.Load() {
+		s.flushDeferred()
 	}
-	b.watch.sleep(d, next)
+	b.watch.sleep(s, next)
 	polls := b.newPolls()
-	if polls == 0 || polls < steadyPolls && !d.polling() && d.unread() {
+	if polls == 0 || polls < steadyPolls && !s.polling() && s.unread() {
 		b.vain = 0
 	}
 }
@@ -116,14 +116,14 @@ func (b *background) watchPollers(next time.Duration) {
 // newPolls returns the number of polls since it was last called.
 func (b *background) newPolls() uint64 {
 	before := b.polls
-	b.polls = b.dev.polls.Load()
+	b.polls = b.shard.polls.Load()
 	return b.polls - before
 }
 
 // notePosts brings unanswered up to date.
 func (b *background) notePosts(got bool) {
 	before := b.posts
-	b.posts = b.dev.posts.Load()
+	b.posts = b.shard.posts.Load()
 	b.unanswered = b.posts == before && (got || b.unanswered)
 }
 
@@ -133,7 +133,7 @@ func (b *background) noteVain(got, busy bool, polls uint64) {
 	switch {
 	case busy: // a poller reads the link now; to spin until it is done would take a core from it
 		b.vain = tolerance
-	case polls > 0 && (!got || polls >= manyPolls || b.dev.polling()):
+	case polls > 0 && (!got || polls >= manyPolls || b.shard.polling()):
 		b.vain++
 	case got:
 		b.vain = 0
@@ -144,31 +144,31 @@ func (b *background) noteVain(got, busy bool, polls uint64) {
 // to fall asleep and be woken: a peer that sends at the pace of our answers need not
 // wake this goroutine for each. It reports whether there is something to do, or the
 // program polls.
-func (d *Device) linger() bool {
-	polls := d.polls.Load()
-	for start, looks := d.now(), 0; ; looks++ {
-		if t := d.now() - start; t >= lingerTime || t == 0 && looks > 8 { // time stands still in simulations
+func (s *shard) linger() bool {
+	polls := s.polls.Load()
+	for start, looks := s.dev.now(), 0; ; looks++ {
+		if t := s.dev.now() - start; t >= lingerTime || t == 0 && looks > 8 { // time stands still in simulations
 			return false
 		}
-		got, busy := d.receive()
-		if got || busy || d.polls.Load() != polls || d.ready.some.Load() || d.stopped.Load() {
+		got, busy := s.receive()
+		if got || busy || s.polls.Load() != polls || s.ready.some.Load() || s.dev.stopped.Load() {
 			return true
 		}
 	}
 }
 
 // unread reads the link, and reports whether a packet lay there.
-func (d *Device) unread() bool {
-	got, _ := d.receive()
+func (s *shard) unread() bool {
+	got, _ := s.receive()
 	return got
 }
 
 // polling reports whether the program polls just now: again within a few
 // microseconds. It counts looks, not time, which stands still in simulations.
-func (d *Device) polling() bool {
-	n := d.polls.Load()
+func (s *shard) polling() bool {
+	n := s.polls.Load()
 	for range 4000 {
-		if d.polls.Load() != n {
+		if s.polls.Load() != n {
 			return true
 		}
 	}
@@ -184,40 +184,40 @@ type watcher struct {
 // sleep sleeps for the interval, or until next. The interval is watchInterval,
 // unless the machine is so slow, or so busy, that looking takes a good part of
 // that: the pollers need the processor more.
-func (w *watcher) sleep(d *Device, next time.Duration) {
+func (w *watcher) sleep(s *shard, next time.Duration) {
 	if w.woke != 0 { // half of the way to the new value, since one look may be an exception
-		w.interval = min(max((w.interval+watchShare*(d.now()-w.woke))/2, watchInterval), maxWatch)
+		w.interval = min(max((w.interval+watchShare*(s.dev.now()-w.woke))/2, watchInterval), maxWatch)
 	}
 	time.Sleep(min(w.interval, next))
-	w.woke = d.now()
+	w.woke = s.dev.now()
 }
 
 // block waits for packets, timers or work, and not longer than most: forever only while no
 // answers are deferred. It announces until when it sleeps before it looks for work a last
 // time. So either block sees new work, or the goroutine that brings it sees that it must
 // wake this one (wakeBefore).
-func (d *Device) block(most qp.Time) {
-	d.sleepUntil.Store(int64(forever))
+func (s *shard) block(most qp.Time) {
+	s.sleepUntil.Store(int64(forever))
 	wait := time.Duration(-1)
 	if most != forever {
 		wait = most
 	}
-	if t := d.timers.first(); t != 0 {
-		d.sleepUntil.Store(int64(t))
-		wait = min(max(0, t-d.now()), most)
+	if t := s.timers.first(); t != 0 {
+		s.sleepUntil.Store(int64(t))
+		wait = min(max(0, t-s.dev.now()), most)
 	}
-	if !d.ready.some.Load() && (most != forever || !d.deferred.Load()) && !d.stopped.Load() {
-		d.link.Wait(wait)
+	if !s.ready.some.Load() && (most != forever || !s.deferred.Load()) && !s.dev.stopped.Load() {
+		s.receiver.Wait(wait)
 	}
-	d.sleepUntil.Store(0)
+	s.sleepUntil.Store(0)
 }
 
 const forever = qp.Time(1<<63 - 1)
 
 // wakeBefore wakes the background goroutine if it would sleep longer than
 // until t.
-func (d *Device) wakeBefore(t qp.Time) {
-	if d.sleepUntil.Load() > int64(t) {
-		d.link.Wake()
+func (s *shard) wakeBefore(t qp.Time) {
+	if s.sleepUntil.Load() > int64(t) {
+		s.receiver.Wake()
 	}
 }

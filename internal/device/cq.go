@@ -72,6 +72,9 @@ type CQ struct {
 	refs    int         // guarded by dev.mu: queue pairs on it
 	closed  atomic.Bool // changed under dev.mu
 
+	polled polled
+	home   *shard // guarded by Device.spread: of the latest queue pair that sends to it
+
 	acks struct {
 		sync.Mutex // guards what follows
 		taken      int
@@ -94,6 +97,7 @@ func (d *Device) CreateCQ(entries int, ch provider.Channel) (provider.CQ, error)
 		channel = c
 	}
 	cq := &CQ{CQ: queue.NewCQ(entries), dev: d, channel: channel}
+	cq.polls(nil, nil)
 	cq.acks.none = sync.NewCond(&cq.acks)
 	cq.OnOverflow = func() { d.events.push(ib.AsyncEvent{Type: ib.EventCQErr, CQ: cq.number}) }
 	if channel != nil {
@@ -117,8 +121,8 @@ func (d *Device) CreateCQ(entries int, ch provider.Channel) (provider.CQ, error)
 
 func (c *CQ) Number() uint32 { return c.number }
 
-// Poll takes completions. If the queue is empty, it makes the device's progress first: the
-// poller itself reads the packets that it waits for.
+// Poll takes completions. If the queue is empty, it makes progress for a shard of its queue
+// pairs first: the poller itself reads the packets that it waits for.
 func (c *CQ) Poll(wcs []ib.WC) (int, error) { return c.PollNotes(wcs, nil) }
 
 // Note is what a poll returns about a completion beyond its ib.WC.
@@ -126,12 +130,19 @@ type Note = queue.Note
 
 // PollNotes is Poll; notes, if it is not nil, has room for as many.
 func (c *CQ) PollNotes(wcs []ib.WC, notes []Note) (int, error) {
-	if c.dev.deferred.Load() {
-		c.dev.flushDeferred()
+	shards := c.polled.shards()
+	for _, s := range shards {
+		if s.deferred.Load() {
+			s.flushDeferred()
+		}
 	}
 	n := c.CQ.PollNotes(wcs, notes)
 	if n == 0 && len(wcs) > 0 {
-		n = c.dev.poll(c, wcs, notes)
+		s := shards[0]
+		if len(shards) > 1 {
+			s = shards[c.polled.next.Add(1)%uint32(len(shards))]
+		}
+		n = s.poll(c, wcs, notes)
 	}
 	if n == 0 && c.closed.Load() {
 		return 0, errClosedCQ("poll_cq")

@@ -39,7 +39,7 @@ func (e *end) waitsForCredits() bool {
 // it returns is called.
 func hog(t *testing.T, from, to *Device) (ends []*end, release func()) {
 	t.Helper()
-	to.rx.Lock()
+	to.first.rx.Lock()
 	for range peerWindows {
 		a, _ := connected(t, from, to, ib.RC, 64, nil)
 		a.recv(ib.RecvWR{})
@@ -48,7 +48,7 @@ func hog(t *testing.T, from, to *Device) (ends []*end, release func()) {
 	for _, e := range ends {
 		e.post(ib.SendWR{Op: ib.OpRDMAWrite, RemoteAddr: 0, RKey: 0})
 	}
-	return ends, to.rx.Unlock
+	return ends, to.first.rx.Unlock
 }
 
 // A queue pair that waits for the credits of one peer, and is connected to another one, is
@@ -167,7 +167,7 @@ func TestCreditsMTUs(t *testing.T) {
 			x, y := devs[0], devs[1]
 			connected(t, x, y, ib.RC, 64, func(e *end) { e.mtu = mtus[0] })
 			window := x.link.Window(mtus[1].Bytes())
-			y.rx.Lock()
+			y.first.rx.Lock()
 			var ends []*end
 			for range 2 * peerWindows {
 				a, _ := connected(t, x, y, ib.RC, window*mtus[1].Bytes(), func(e *end) { e.mtu = mtus[1] })
@@ -181,7 +181,7 @@ func TestCreditsMTUs(t *testing.T) {
 			if packets != peerWindows*window {
 				t.Errorf("MTU %v after %v: %d packets are under way, %d windows are %d", mtus[1], mtus[0], packets, peerWindows, peerWindows*window)
 			}
-			y.rx.Unlock()
+			y.first.rx.Unlock()
 		})
 	}
 }

@@ -40,7 +40,6 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 	"github.com/verbena-rdma/verbena/internal/qp"
 	"github.com/verbena-rdma/verbena/internal/sys"
-	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
 // Device is an open software device.
@@ -58,17 +57,23 @@ type Device struct {
 	capture  *pcap.Writer // nil: no capture
 
 	table    *mem.Table
-	qps      *mem.Slots[QP]
 	srqs     *mem.Slots[SRQ]
 	counters deviceCounters
 	grants   grants
 	drops    [link.NumReasons]atomic.Uint64
 	noQP     atomic.Uint64 // packets for a queue pair that does not exist
 
-	progress
+	first   *shard // see progress.go
+	spread  spread
+	stopped atomic.Bool
+	heldQPs struct {
+		sync.Mutex       // guards list
+		list       []*QP // that have trains which wait until the link is less busy
+	}
+	patience time.Duration // how long a datagram among those trains waits
+
 	work    deferredWork
 	advisor advisor
-	timers  timerHeap
 	events  eventQueue
 	peers   peerTable
 	mcast   mcast
@@ -122,6 +127,9 @@ func Open(name string, cfg *provider.Config) (*Device, error) {
 	if cfg.Window < 0 {
 		return nil, ib.Errorf("open_device", syscall.EINVAL, "a window of %d packets", cfg.Window)
 	}
+	if cfg.Receivers < 0 || cfg.Receivers > maxReceivers {
+		return nil, ib.Errorf("open_device", syscall.EINVAL, "%d receivers: 0 to %d are possible", cfg.Receivers, maxReceivers)
+	}
 	for _, n := range cfg.Limits.All() {
 		if *n < 0 {
 			return nil, ib.Errorf("open_device", syscall.EINVAL, "a limit of %d", *n)
@@ -171,7 +179,7 @@ func openAt(name string, addrs []netip.Addr, cfg *provider.Config, alone bool) (
 		}
 		tap.Writer = d.capture
 	}
-	d.start()
+	d.first.run()
 	dev.Store(d)
 	return d, nil
 }
@@ -243,18 +251,19 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 	d.work.closing = make(chan struct{})
 	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs + d.limits.MWs, Killed: d.killed, Resumed: d.resumed, Invalidated: d.invalidated})
 	d.freer, _ = l.(link.Freer)
-	reserved := func(i uint32) bool { return i <= 1 || i == wire.MulticastQP } // management and multicast
-	if member != nil {
-		d.qps = mem.NewSharedSlots[QP](d.limits.QPs, reserved, member.Key())
-	} else {
-		d.qps = mem.NewSlots[QP](d.limits.QPs, reserved, mem.RandomPermKey())
-	}
 	// No number is 0, which programs take for "none".
 	if none := func(i uint32) bool { return i == 0 }; member != nil {
 		d.srqs = mem.NewSharedSlots[SRQ](d.limits.SRQs, none, member.Key())
 	} else {
 		d.srqs = mem.NewSlots[SRQ](d.limits.SRQs, none, mem.RandomPermKey())
 	}
+	var places *host.Places
+	if member != nil {
+		places = member.Places()
+	}
+	d.first = d.addShard(l, places)
+	d.spread.most = receivers(cfg, member != nil)
+	d.patience = datagramPatience
 	d.dm = mem.NewDevicePool(uint64(d.maxDM()))
 	d.scatter = scatterWanted()
 	d.events.init()

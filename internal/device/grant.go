@@ -149,7 +149,7 @@ func (k *grants) inside(r *mem.Region) bool {
 // offer gives another process a grant to the region that its request t names, if it may have
 // one, and reports whether it did. The link calls it: see link.SharedConfig.
 func (d *Device) offer(t *train.Train, via link.Via) (given bool) {
-	q := d.qps.Get(t.DestQP)
+	q := d.findQP(t.DestQP)
 	if q == nil || d.capture != nil || d.grants.off.Load() {
 		return false
 	}
@@ -273,7 +273,7 @@ func (q *QP) absorbLocked() {
 // granted adds a grant that a peer has given to those that queue pair qpn uses. The link
 // calls it.
 func (d *Device) granted(qpn, remote uint32, l *link.PeerGrant) {
-	q := d.qps.Get(qpn)
+	q := d.findQP(qpn)
 	if q == nil || d.capture != nil {
 		return
 	}

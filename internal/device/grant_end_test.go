@@ -137,13 +137,13 @@ func TestGrantEnds(t *testing.T) {
 			goesOn(t, s.c, s.d)
 			stillWaits(t, ended)
 			if !row.rings { // what comes by rings stays there until the call has returned
-				b.dev.rx.Lock()
+				b.dev.first.rx.Lock()
 			}
 			letGo()
 			<-posted
 			<-ended
 			if !row.rings {
-				b.dev.rx.Unlock()
+				b.dev.first.rx.Unlock()
 			}
 			if row.name == "sender closed" {
 				return // its completions are gone with it
@@ -201,7 +201,7 @@ func TestGrantRevokedOften(t *testing.T) {
 	for round := range lastingOps(60, 800) {
 		before := a.byGrant()
 		eventually(t, "WRITEs go by a grant", func() bool { return a.byGrant() > before })
-		b.dev.rx.Lock() // what comes by the ring stays there
+		b.dev.first.rx.Lock() // what comes by the ring stays there
 		what := "Modify"
 		if round%2 == 0 {
 			b.modify(ib.QPAttr{State: ib.QPRTS, Access: ib.AccessRemote}, ib.QPMaskAccess)
@@ -219,7 +219,7 @@ func TestGrantRevokedOften(t *testing.T) {
 			}
 			runtime.Gosched()
 		}
-		b.dev.rx.Unlock()
+		b.dev.first.rx.Unlock()
 		if t.Failed() {
 			return
 		}

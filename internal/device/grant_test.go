@@ -98,8 +98,8 @@ func TestGrantOwnerDoesNothing(t *testing.T) {
 			a, b := byRings(t, ib.RC, 1<<20)
 			b.shareMemory(1 << 20)
 			a.warm(b)
-			b.dev.rx.Lock() // b's process receives nothing any more
-			defer b.dev.rx.Unlock()
+			b.dev.first.rx.Lock() // b's process receives nothing any more
+			defer b.dev.first.rx.Unlock()
 			var want counts // of b's device, or queue pair
 			packets := uint32(0)
 			do := func(off, n int) {

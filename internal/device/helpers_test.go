@@ -218,6 +218,6 @@ func openOn(name string, l link.Link, cfg *provider.Config) *Device {
 		cfg = &provider.Config{}
 	}
 	d := newDevice(name, l, nil, cfg)
-	d.start()
+	d.first.run()
 	return d
 }

@@ -18,7 +18,7 @@ func scatterWanted() bool {
 func (q *QP) scatterFailed(f mem.Fault) (vendor uint16) {
 	q.mu.Lock()
 	vendor = q.core.ScatterBroke(f)
-	q.dev.rearmLocked(q)
+	q.rearmLocked()
 	q.mu.Unlock()
 	return vendor
 }

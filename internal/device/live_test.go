@@ -75,7 +75,7 @@ func TestPassiveTarget(t *testing.T) {
 		t.Run(mode, func(t *testing.T) {
 			const words = 128 << 10 // behind what is read and written
 			a, b := pair(t, mode, ib.RC, words+8)
-			eventually(t, "the target's background goroutine sleeps", func() bool { return b.dev.sleepUntil.Load() != 0 })
+			eventually(t, "the target's background goroutine sleeps", func() bool { return b.dev.first.sleepUntil.Load() != 0 })
 			for i := range 20 {
 				size := 1 << (i % 18)
 				fill(a.buf[:size], byte(i))

@@ -179,7 +179,7 @@ func fillRing(t *testing.T, typ ib.QPType) *fullRing {
 	f.a.completed(0)
 	f.arrived(0, 1)
 	f.left = 1
-	y.rx.Lock() // as if its process were stopped
+	y.first.rx.Lock() // as if its process were stopped
 	for f.next < f.count/2 && !f.waits() {
 		f.post()
 		f.completeLeft()
@@ -264,7 +264,7 @@ func TestLocalRingFull(t *testing.T) {
 				g.post(ib.SendWR{Op: ib.OpSend, SGL: g.sge(0, 4096)})
 				g.ok()
 				h.ok()
-				f.b.dev.rx.Unlock()
+				f.b.dev.first.rx.Unlock()
 				f.arrived(1, f.next)
 				for ; f.left < f.next; f.left++ {
 					f.a.completed(f.left)
@@ -278,13 +278,13 @@ func TestLocalRingFull(t *testing.T) {
 			},
 			"sender closed": func(f *fullRing) {
 				closeAll(f.t, f.a.qp)
-				f.b.dev.rx.Unlock()
+				f.b.dev.first.rx.Unlock()
 				f.arrived(1, f.left)
 				f.b.noCompletion("what was given up")
 			},
 			"sender reset": func(f *fullRing) {
 				f.a.modify(ib.QPAttr{State: ib.QPReset}, 0)
-				f.b.dev.rx.Unlock()
+				f.b.dev.first.rx.Unlock()
 				f.arrived(1, f.left)
 				if f.ah != nil { // it can be used again
 					f.a.openDatagrams(mcastKey)
@@ -299,7 +299,7 @@ func TestLocalRingFull(t *testing.T) {
 				for range f.next - f.left {
 					f.a.status(ib.WCWRFlushErr)
 				}
-				f.b.dev.rx.Unlock()
+				f.b.dev.first.rx.Unlock()
 				f.arrived(1, f.left)
 				f.b.noCompletion("what was given up")
 			},
@@ -337,7 +337,7 @@ func TestLocalDatagramsGivenUp(t *testing.T) {
 	q := a.qp.(*QP)
 	q.mu.Lock() // from now on datagrams wait for so long at most, also the one that waits already
 	a.dev.patience, q.heldUntil = longest, a.dev.now()+longest
-	a.dev.rearmLocked(q)
+	q.rearmLocked()
 	q.mu.Unlock()
 	begin := time.Now()
 	for q.Room() > 1 {
@@ -355,7 +355,7 @@ func TestLocalDatagramsGivenUp(t *testing.T) {
 	if lost := countsOf(a.dev)["local_undelivered"]; lost != uint64(waiting) {
 		t.Errorf("%d were lost of %d that found no room", lost, waiting)
 	}
-	b.dev.rx.Unlock()
+	b.dev.first.rx.Unlock()
 	f.arrived(1, f.left)
 	a.datagram(f.ah, b, f.next+1)
 	a.completed(f.next + 1)
@@ -424,11 +424,11 @@ func TestLocalRead(t *testing.T) {
 			if c := countsOf(a.dev); c["local_fetched_trains"]+c["local_mapped_trains"] != uint64(reads) || c["implied_nak_seq_err"] != 0 {
 				t.Errorf("%d READs: %v", reads, c)
 			}
-			a.dev.rx.Lock() // the answer comes, and is not read
+			a.dev.first.rx.Lock() // the answer comes, and is not read
 			read(func() {
 				eventually(t, "it is answered", func() bool { return b.counted()[qp.CntTxBytes] == uint64(reads*size) })
 				b.dev.giveUpFetches()
-				a.dev.rx.Unlock()
+				a.dev.first.rx.Unlock()
 			})
 			if c := countsOf(a.dev); c["implied_nak_seq_err"] != 1 || b.counted()[qp.CntTxBytes] != uint64((reads+1)*size) {
 				t.Errorf("%v", c)

@@ -39,7 +39,7 @@ func newLoopPeer(from *Device, f *train.Flow, destQP uint32) *loopPeer {
 		return p
 	}
 	if destQP != 0 {
-		if to.dev.qps.Get(destQP) == nil {
+		if to.dev.findQP(destQP) == nil {
 			return nil
 		}
 		return p
@@ -101,7 +101,7 @@ func (p *loopPeer) deliver(from *Device, one []*train.Train, now qp.Time, owed *
 	if to.dev.capture != nil && to.dev != from {
 		to.dev.captureLoop(t, to.dev.capture)
 	}
-	q := to.dev.qps.Get(t.DestQP)
+	q := to.dev.findQP(t.DestQP)
 	if q == nil && p.rest != nil {
 		t.Flow = p.rest
 		_, fault, busy = from.sendLink(one)

@@ -209,7 +209,7 @@ func (d *Device) moved(q *QP, moves []underWay) {
 	peer.sendFailed(unread, why, now+shift)
 	d.answer(q, now)
 	if wasFull && !full && peer != nil {
-		peer.dev.later(peer)
+		peer.later()
 	}
 }
 

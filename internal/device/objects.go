@@ -133,7 +133,7 @@ func (p *PD) CreateSRQ(cfg provider.SRQConfig) (provider.SRQ, error) {
 		s.leave()
 		return nil, err
 	}
-	if err := d.moreNumbers("create_srq", d.srqs); err != nil {
+	if err := d.moreSRQNumbers(); err != nil {
 		s.leave()
 		p.unuse(&d.counts.srqs)
 		return nil, err

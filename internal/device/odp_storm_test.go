@@ -241,7 +241,8 @@ func TestOnDemandStormOfHoles(t *testing.T) {
 				}
 				again(a, b)
 			default:
-				t.Fatalf("%v: %v (vendor %#x); here %v, the peer %v: %v", wr.Op, wc.Status, wc.VendorErr, a.state(), b.state(), outcomes)
+				t.Fatalf("%v: %v (vendor %#x); here %v, the peer %v: %v\nhere %v\nthe peer %v",
+					wr.Op, wc.Status, wc.VendorErr, a.state(), b.state(), outcomes, countsOf(x), countsOf(y))
 			}
 		}
 		t.Logf("%v; %+v", outcomes, x.PagingStats())

@@ -228,7 +228,7 @@ func (d *Device) await(u *peerUse) {
 	u.starved.Store(true)
 	u.mu.Unlock()
 	if u.credits.Free() {
-		d.later(u.q)
+		u.q.later()
 	}
 }
 

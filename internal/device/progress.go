@@ -1,17 +1,20 @@
 package device
 
 // Which goroutine does the work when. A post sends in its caller. A poll that finds its
-// completion queue empty reads the link itself. One background goroutine (background.go)
-// watches whether the program polls, and blocks in the kernel for packets and timers while
-// it does not. So no work goes from goroutine to goroutine while the program polls, and a
-// passive target makes progress all the same.
+// completion queue empty reads the sockets of the queue pairs of that queue itself. The
+// background goroutine of each shard (background.go) watches whether the program polls, and
+// blocks in the kernel for packets and timers while it does not. So no work goes from
+// goroutine to goroutine while the program polls, and a passive target makes progress all the
+// same.
 
 import (
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/host"
+	"github.com/verbena-rdma/verbena/internal/link"
+	"github.com/verbena-rdma/verbena/internal/mem"
 )
 
 const (
@@ -21,14 +24,26 @@ const (
 	rxBudget = 128
 )
 
-type progress struct {
-	stopped    atomic.Bool
-	deferred   atomic.Bool   // there are answers that a poll has left
-	done       chan struct{} // closed when the background goroutine has ended
-	sleepUntil atomic.Int64  // qp.Time until which the background goroutine blocks; 0: it does not
+// shard is a part of a device that makes progress by itself: a receiver with sockets of its
+// own, and the queue pairs whose packets come there, with their timers. The kernel steers by
+// the queue pair's number. What does not come by packets (rings, the loop link), datagrams and
+// multicast belong to the device's first shard. shards.go has how queue pairs are spread.
+type shard struct {
+	dev      *Device
+	receiver link.Receiver
+	places   *host.Places   // of its sockets; nil if no other process can share the device
+	qps      *mem.Slots[QP] // the queue pairs that have numbers with these places
+	load     int            // guarded by Device.spread: those of them that may send many packets
+
+	background sync.Once     // starts the background goroutine
+	running    atomic.Bool   // it is started
+	done       chan struct{} // closed when it has ended
+
+	deferred   atomic.Bool  // there are answers that a poll has left
+	sleepUntil atomic.Int64 // qp.Time until which the background goroutine blocks; 0: it does not
 
 	_     [64]byte      // keeps what every post reads off the cache lines that every empty poll writes
-	polls atomic.Uint64 // polls that read the link
+	polls atomic.Uint64 // polls that read the sockets
 	posts atomic.Uint64 // posts that left something for the link
 	rx    struct {
 		sync.Mutex // guards the receiver; it is only ever tried
@@ -36,115 +51,103 @@ type progress struct {
 	}
 	_ [64]byte
 
-	heldQPs struct {
-		sync.Mutex       // guards list
-		list       []*QP // that have trains which wait until the link is less busy
-	}
-	patience time.Duration // how long a datagram among those trains waits
-
-	ready struct {
+	timers timerHeap
+	ready  struct {
 		sync.Mutex           // guards list
 		list       ring[*QP] // have more to send
 		some       atomic.Bool
 	}
 }
 
-func (d *Device) start() {
-	d.rx.receiver.dev = d
-	d.patience = datagramPatience
-	d.done = make(chan struct{})
-	go d.runBackground()
+// run starts the background goroutine, once.
+func (s *shard) run() {
+	s.background.Do(func() {
+		s.running.Store(true)
+		go s.runBackground()
+	})
 }
 
+// stop ends the background goroutines.
 func (d *Device) stop() {
 	d.stopped.Store(true)
-	d.link.Wake()
-	<-d.done
+	for _, s := range d.shards() {
+		if s.running.Load() {
+			s.receiver.Wake()
+			<-s.done
+		}
+	}
 }
 
 // poll makes progress for a poller that found cq empty, and returns how many completions
 // there are then. Answers to what arrived wait until the poller has seen it: it may post an
 // answer of its own, and both go out together. They leave with the poller's next post, its
 // next poll, or by the background goroutine.
-func (d *Device) poll(cq *CQ, wcs []ib.WC, notes []Note) int {
-	if d.polls.Add(1)%timerPolls == 0 {
-		if t := d.timers.first(); t != 0 && t <= d.now() {
-			d.fireTimers() // the background goroutine may sleep while the program polls
+func (s *shard) poll(cq *CQ, wcs []ib.WC, notes []Note) int {
+	if s.polls.Add(1)%timerPolls == 0 {
+		if t := s.timers.first(); t != 0 && t <= s.dev.now() {
+			s.fireTimers() // the background goroutine may sleep while the program polls
 		}
 	}
-	if d.rx.TryLock() {
-		d.rx.now = 0 // most polls find nothing, and need no time
-		left := d.link.Poll(&d.rx.receiver, rxBudget) > 0 && len(d.rx.touched) > 0
+	if s.rx.TryLock() {
+		s.rx.now = 0 // most polls find nothing, and need no time
+		left := s.receiver.Poll(&s.rx.receiver, rxBudget) > 0 && len(s.rx.touched) > 0
 		if left {
-			d.deferred.Store(true)
+			s.deferred.Store(true)
 		}
-		d.rx.Unlock()
+		s.rx.Unlock()
 		if left {
-			d.wakeBefore(0) // the poller may not come back: then the background goroutine sends the answers
+			s.wakeBefore(0) // the poller may not come back: then the background goroutine sends the answers
 		}
 	}
-	if d.ready.some.Load() {
-		d.runReady(1)
+	if s.ready.some.Load() {
+		s.runReady(1)
 	}
 	return cq.CQ.PollNotes(wcs, notes)
 }
 
 // flushDeferred sends the answers that a poll has left.
-func (d *Device) flushDeferred() {
-	if !d.rx.TryLock() {
+func (s *shard) flushDeferred() {
+	if !s.rx.TryLock() {
 		return
 	}
-	d.deferred.Store(false)
-	d.rx.now = d.now()
-	d.rx.flush()
-	d.rx.Unlock()
+	s.deferred.Store(false)
+	s.rx.now = s.dev.now()
+	s.rx.flush()
+	s.rx.Unlock()
 }
 
-// receive reads the link, and reports whether anything came; busy is that another goroutine
-// reads it. Answers are left, as by poll, if the program has followed each of the last
+// receive reads the sockets, and reports whether anything came; busy is that another goroutine
+// reads them. Answers are left, as by poll, if the program has followed each of the last
 // messages with a post of its own.
-func (d *Device) receive() (got, busy bool) {
-	if !d.rx.TryLock() {
+func (s *shard) receive() (got, busy bool) {
+	if !s.rx.TryLock() {
 		return false, true
 	}
-	d.rx.now = d.now()
-	d.rx.urgent = false
-	n := d.link.Poll(&d.rx.receiver, rxBudget)
-	if n > 0 && len(d.rx.touched) > 0 {
-		d.deferred.Store(!d.rx.urgent)
-		if d.rx.urgent {
-			d.rx.flush()
+	s.rx.now = s.dev.now()
+	s.rx.urgent = false
+	n := s.receiver.Poll(&s.rx.receiver, rxBudget)
+	if n > 0 && len(s.rx.touched) > 0 {
+		s.deferred.Store(!s.rx.urgent)
+		if s.rx.urgent {
+			s.rx.flush()
 		}
 	}
-	d.rx.Unlock()
+	s.rx.Unlock()
 	return n > 0, false
 }
 
-// later lists a queue pair that has more to send: the next poll or the background goroutine
-// goes on with it.
-func (d *Device) later(q *QP) {
-	if !q.queued.CompareAndSwap(false, true) {
-		return
-	}
-	d.ready.Lock()
-	d.ready.list.push(q)
-	d.ready.some.Store(true)
-	d.ready.Unlock()
-	d.wakeBefore(0)
-}
-
 // runReady goes on with up to n queue pairs that have more to send.
-func (d *Device) runReady(n int) {
+func (s *shard) runReady(n int) {
 	for range n {
-		d.ready.Lock()
-		if d.ready.list.len() == 0 {
-			d.ready.Unlock()
+		s.ready.Lock()
+		if s.ready.list.len() == 0 {
+			s.ready.Unlock()
 			return
 		}
-		q := d.ready.list.pop()
-		d.ready.some.Store(d.ready.list.len() > 0)
-		d.ready.Unlock()
+		q := s.ready.list.pop()
+		s.ready.some.Store(s.ready.list.len() > 0)
+		s.ready.Unlock()
 		q.queued.Store(false)
-		d.transmit(q, d.now())
+		s.dev.transmit(q, s.dev.now())
 	}
 }

@@ -13,7 +13,7 @@ import (
 )
 
 // QP is a queue pair: the protocol core with its lock, its transmit token and
-// its place in the device's timers.
+// its place in the timers of its shard.
 type QP struct {
 	dev    *Device
 	owner  interface{ unuse(n *int) } // its protection domain, or XRC domain
@@ -22,6 +22,10 @@ type QP struct {
 	srq    *SRQ
 	recv   *recvQueue // nil with a shared queue, and for XRC
 	number uint32
+
+	home    *shard                // the one that its number leads to
+	counted bool                  // in home's load
+	shard   atomic.Pointer[shard] // the one that it is in: home or the first; changes under mu
 
 	tx          atomic.Int32 // the transmit token, see transmit.go
 	train       *train.Train // scratch of exchange; guarded by the token
@@ -108,7 +112,7 @@ func (r *recvQueue) PostRecv(wrs []ib.RecvWR) (int, error) {
 // CreateQP makes a queue pair.
 func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 	d := p.dev
-	q := &QP{dev: d, owner: p, timerIndex: -1}
+	q := newQP(d, p)
 	if err := q.attach(&cfg); err != nil {
 		return nil, err
 	}
@@ -144,12 +148,14 @@ func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 
 // addQP gives a queue pair its number and its core.
 func (d *Device) addQP(q *QP, c qp.Config) error {
-	if err := d.moreNumbers("create_qp", d.qps); err != nil {
+	q.chooseHome(c.Type)
+	if err := q.home.moreNumbers(); err != nil {
+		q.leaveHome()
 		return err
 	}
 	c.Table, c.Event, c.Stopped = d.table, q.event, q.stoppedLocked
 	c.ScatterFailed = q.scatterFailed
-	_, ok := d.qps.AddFunc(func(n uint32) *QP {
+	_, ok := q.home.qps.AddFunc(func(n uint32) *QP {
 		q.number, c.Number = n, n
 		q.core = qp.New(c)
 		if c.Type == ib.UD {
@@ -158,6 +164,7 @@ func (d *Device) addQP(q *QP, c qp.Config) error {
 		return q
 	})
 	if !ok {
+		q.leaveHome()
 		return ib.Errorf("create_qp", syscall.ENOMEM, "no queue pair number is free")
 	}
 	d.counters.add(q)
@@ -232,7 +239,10 @@ func (q *QP) claim() error {
 	if closed {
 		return ib.Errorf("create_qp", syscall.EINVAL, "one of its queues is closed")
 	}
-	q.eachCQ(func(c *CQ) { c.refs++ })
+	q.eachCQ(func(c *CQ) {
+		c.refs++
+		c.polls(d.first, nil)
+	})
 	if q.srq != nil {
 		q.srq.refs++
 	}
@@ -241,7 +251,10 @@ func (q *QP) claim() error {
 
 func (q *QP) release() {
 	q.dev.mu.Lock()
-	q.eachCQ(func(c *CQ) { c.refs-- })
+	q.eachCQ(func(c *CQ) {
+		c.refs--
+		c.polls(nil, q.shard.Load())
+	})
 	if q.srq != nil {
 		q.srq.refs--
 	}
@@ -293,7 +306,7 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 	q.mu.Unlock()
 	owed.pay()
 	if rest {
-		q.dev.posts.Add(1)
+		q.shard.Load().posts.Add(1)
 		q.dev.transmit(q, now)
 	}
 	return done + n, err
@@ -361,6 +374,7 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 	if !q.sendsLocked() || path != nil {
 		q.core.Shortcut = nil
 	}
+	q.changeShardLocked(q.core.Flow())
 	reset := err == nil && q.core.State() == ib.QPReset
 	if reset {
 		q.eachCQ(func(c *CQ) { c.Remove(q.number) })
@@ -392,7 +406,7 @@ func (q *QP) Query() (ib.QPAttr, error) {
 func (q *QP) Close() error {
 	q.closeOnce.Do(func() {
 		d := q.dev
-		d.qps.Remove(q.number)
+		q.home.qps.Remove(q.number)
 		q.endHandoffs()
 		d.finishAnswers(q)
 		q.barGrants()
@@ -414,7 +428,8 @@ func (q *QP) Close() error {
 			q.held.release()
 			q.held = nil
 		}
-		d.timers.remove(q)
+		q.shard.Load().timers.remove(q)
+		q.leaveHome()
 		d.counters.remove(q)
 		d.leavePeer(use)
 		q.eachCQ(func(c *CQ) { c.Remove(q.number) })

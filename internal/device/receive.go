@@ -10,9 +10,9 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// receiver is the sink of the device's link. It executes trains as they come and lists the
+// receiver is the sink of a shard's sockets. It executes trains as they come and lists the
 // queue pairs that have something to answer, so that one acknowledgement covers a whole
-// batch. progress.rx's lock guards it.
+// batch. shard.rx's lock guards it.
 type receiver struct {
 	dev     *Device
 	now     qp.Time // 0: not known yet; flush needs it
@@ -22,7 +22,7 @@ type receiver struct {
 
 // Deliver executes a train.
 func (r *receiver) Deliver(t *train.Train) {
-	q := r.dev.qps.Get(t.DestQP)
+	q := r.dev.findQP(t.DestQP)
 	if q == nil && t.DestQP == wire.MulticastQP {
 		if r.now == 0 {
 			r.now = r.dev.now()
@@ -45,7 +45,7 @@ func (r *receiver) Deliver(t *train.Train) {
 		} else {
 			q.core.Unread()
 		}
-		q.dev.rearmLocked(q)
+		q.rearmLocked()
 		q.mu.Unlock()
 		due, patient = true, false
 	}
@@ -100,7 +100,7 @@ func (q *QP) executedLocked() {
 	if q.core.Holding() {
 		q.core.HoldFrom(q.dev.now())
 	}
-	q.dev.rearmLocked(q)
+	q.rearmLocked()
 	if slow := q.core.WantsWork(); slow != 0 {
 		q.dev.deferWork(q, slow)
 	}

@@ -54,7 +54,7 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 		Memory: dev.memory,
 		Export: dev.export,
 		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg),
-		Listen:  func(w *host.Sockets) (int, error) { return listen(s, w) },
+		Listen:  func(w *host.Sockets) (int, error) { return listen(s.First(), w) },
 		Packets: cfg.Link == linkUDP,
 		Segment: link.PassSegment,
 		Shared:  mem.PassShared,
@@ -70,12 +70,12 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 	return s, m, nil
 }
 
-// listen opens the sockets of a place.
-func listen(s *link.Shared, w *host.Sockets) (place int, err error) {
+// listen opens the sockets of a place, for a receiver.
+func listen(r *link.UDPReceiver, w *host.Sockets) (place int, err error) {
 	if w.Adopt != nil {
-		return w.Place, s.Adopt(w.Adopt)
+		return w.Place, r.Adopt(w.Adopt)
 	}
-	return s.Listen(w.Place, w.Hold)
+	return r.Listen(w.Place, w.Hold)
 }
 
 // hostLimits are the limits of all processes of the device together.
@@ -116,20 +116,16 @@ func (d *Device) overLimitLocked(n *int) (limit int, over bool) {
 	return d.member.Limit(o), d.member.Over(o)
 }
 
-// moreNumbers gets numbers for this process, of queue pairs or of shared receive
-// queues, if it runs out of them.
-func (d *Device) moreNumbers(op string, table interface {
-	Short() bool
-	Extend(r uint32)
-}) error {
-	if d.member == nil || !table.Short() {
+// moreSRQNumbers gets numbers for shared receive queues, if this process runs out of them.
+func (d *Device) moreSRQNumbers() error {
+	if d.member == nil || !d.srqs.Short() {
 		return nil
 	}
-	r, err := d.member.Lease()
+	r, err := d.member.Places().Lease()
 	if err != nil {
-		return opError(op, err)
+		return opError("create_srq", err)
 	}
-	table.Extend(r)
+	d.srqs.Extend(r)
 	return nil
 }
 

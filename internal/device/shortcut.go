@@ -76,7 +76,7 @@ func (q *QP) neighbour() (peer *QP, shift qp.Time) {
 		return nil, 0
 	}
 	if peer = q.near; peer == nil || peer.number != q.core.DestQPN() || peer.dev != to.dev {
-		peer = to.dev.qps.Get(q.core.DestQPN())
+		peer = to.dev.findQP(q.core.DestQPN())
 		q.near, q.nearAt = peer, 0
 	}
 	if peer == q {

@@ -26,7 +26,7 @@ func (d *Device) status(brief bool) any {
 	if brief {
 		return s
 	}
-	for number, q := range d.qps.All() {
+	for number, q := range d.allQPs() {
 		q.mu.Lock()
 		q.absorbLocked()
 		a, c := q.core.Query(), &q.core.Counters
@@ -69,7 +69,7 @@ func (d *Device) buffersNow() (list []ib.DMResource) {
 
 func (d *Device) domainsNow() (list []ib.XRCDResource) {
 	qps, srqs := map[*xrcDomain]int{}, map[*xrcDomain]int{}
-	for _, q := range d.qps.All() {
+	for _, q := range d.allQPs() {
 		qps[q.domain]++
 	}
 	for _, s := range d.srqs.All() {

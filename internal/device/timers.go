@@ -122,7 +122,7 @@ func (t *timerHeap) due(now qp.Time) *QP {
 
 // rearmLocked has the heap look at the queue pair by its deadline, if it would look later or
 // not at all. The caller holds the queue pair's lock.
-func (d *Device) rearmLocked(q *QP) {
+func (q *QP) rearmLocked() {
 	at := q.core.Deadline()
 	if q.heldUntil != 0 {
 		at = sooner(at, q.heldUntil)
@@ -134,8 +134,8 @@ func (d *Device) rearmLocked(q *QP) {
 		return
 	}
 	q.armed = at
-	if d.timers.set(q, at) {
-		d.wakeBefore(at)
+	if s := q.shard.Load(); s.timers.set(q, at) {
+		s.wakeBefore(at)
 	}
 }
 
@@ -149,13 +149,13 @@ func sooner(a, b qp.Time) qp.Time {
 
 // fireTimers ticks the queue pairs whose time has come, and returns how long it is until the
 // next one's.
-func (d *Device) fireTimers() time.Duration {
-	if t := d.timers.first(); t != 0 && t <= d.now() {
-		d.receive() // if this process had no processor for a while, the awaited answers may lie unread
+func (s *shard) fireTimers() time.Duration {
+	if t := s.timers.first(); t != 0 && t <= s.dev.now() {
+		s.receive() // if this process had no processor for a while, the awaited answers may lie unread
 	}
 	for {
-		now := d.now()
-		q := d.timers.due(now)
+		now := s.dev.now()
+		q := s.timers.due(now)
 		if q == nil {
 			break
 		}
@@ -168,12 +168,12 @@ func (d *Device) fireTimers() time.Duration {
 		if q.heldRetry <= now {
 			q.heldRetry = 0
 		}
-		d.rearmLocked(q)
+		q.rearmLocked()
 		q.mu.Unlock()
-		d.answer(q, now) // after a timeout its window is smaller: others may use its credits
+		s.dev.answer(q, now) // after a timeout its window is smaller: others may use its credits
 	}
-	if t := d.timers.first(); t != 0 {
-		return max(0, t-d.now())
+	if t := s.timers.first(); t != 0 {
+		return max(0, t-s.dev.now())
 	}
 	return forever
 }

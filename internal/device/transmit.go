@@ -75,7 +75,7 @@ func (d *Device) transmit(q *QP, now qp.Time) {
 		more = d.drain(q, d.now())
 	}
 	if more {
-		d.later(q)
+		q.later()
 	}
 }
 
@@ -321,7 +321,7 @@ func (d *Device) hold(q *QP, b *batch, left []*train.Train, until qp.Time) {
 		if d.freer == nil || own {
 			q.heldRetry = now + busyRetry
 		}
-		d.rearmLocked(q)
+		q.rearmLocked()
 		q.mu.Unlock()
 	}
 	if d.freer == nil {
@@ -334,7 +334,7 @@ func (d *Device) hold(q *QP, b *batch, left []*train.Train, until qp.Time) {
 	}
 	d.heldQPs.Unlock()
 	if q.heldAt != d.freer.Frees() {
-		d.later(q)
+		q.later()
 	}
 }
 
@@ -405,7 +405,7 @@ func (d *Device) resume() {
 	}
 	d.heldQPs.Unlock()
 	for _, q := range list {
-		d.later(q)
+		q.later()
 	}
 }
 

@@ -157,7 +157,8 @@ func (x *XRCD) CreateQP() (provider.QP, error) {
 	if err != nil {
 		return nil, err
 	}
-	q := &QP{dev: d, owner: x, timerIndex: -1, domain: x.domain, opens: 1}
+	q := newQP(d, x)
+	q.domain, q.opens = x.domain, 1
 	if x.domain.file != nil && d.member != nil {
 		q.target = &target{domain: x.domain.name.Words(), away: here}
 		d.meet(q.target.domain)
@@ -183,7 +184,7 @@ func (x *XRCD) OpenQP(number uint32) (provider.QP, error) {
 	d := x.dev
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	q := d.qps.Get(number)
+	q := d.findQP(number)
 	switch {
 	case q != nil && q.domain == x.domain && q.opens > 0:
 	case q == nil && x.domain.file != nil && d.isElsewhere(number):

@@ -237,7 +237,7 @@ func (r *receiver) Control(process int, b []byte, t *train.Train) {
 // takeOffer takes the target back, if the process has got all the trains that were sent to it
 // or has lost some, or if its proxy has failed.
 func (r *receiver) takeOffer(process int, w *controlMessage) {
-	q := r.dev.qps.Get(w.qpn)
+	q := r.dev.findQP(w.qpn)
 	if q == nil || q.target == nil {
 		return
 	}
@@ -272,7 +272,7 @@ func (r *receiver) Parted(process int) {
 	for _, k := range d.proxies.of(process) {
 		d.endProxy(k)
 	}
-	for _, q := range d.qps.All() {
+	for _, q := range d.allQPs() {
 		if q.target == nil {
 			continue
 		}
@@ -397,7 +397,8 @@ func (d *Device) makeProxy(k proxyKey, w *controlMessage) {
 
 // newProxy makes the queue pair that is a proxy, in state RTR.
 func (d *Device) newProxy(k proxyKey, w *controlMessage) (*QP, error) {
-	q := &QP{dev: d, owner: nobody{}, timerIndex: -1, number: k.qpn, proxy: &proxy{key: k, attr: proxyAttr(&w.attr), handoff: w.handoff, offered: true}}
+	q := newQP(d, nobody{})
+	q.number, q.proxy = k.qpn, &proxy{key: k, attr: proxyAttr(&w.attr), handoff: w.handoff, offered: true}
 	q.core = qp.New(qp.Config{Type: ib.XRCRecv, Number: k.qpn, XRC: qp.XRC{Domain: d.domainOf(w.domain), Find: d.findSRQ},
 		Table: d.table, Event: q.proxyEvent, Stopped: d.giveUpFetches})
 	a := proxyAttr(&w.attr)

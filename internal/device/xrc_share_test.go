@@ -75,13 +75,13 @@ func TestXRCNonsense(t *testing.T) {
 			w := controlMessage{kind: ctlHandoff, qpn: uint32(rng.IntN(4)), handoff: rng.Uint32(), domain: name, attr: a}
 			b = w.append(nil)
 		}
-		d.rx.Lock()
-		d.rx.Control(rng.IntN(8), bytes.Clone(b), tr)
+		d.first.rx.Lock()
+		d.first.rx.Control(rng.IntN(8), bytes.Clone(b), tr)
 		if i%100 == 0 {
-			d.rx.Parted(rng.IntN(8))
+			d.first.rx.Parted(rng.IntN(8))
 		}
-		d.rx.flush()
-		d.rx.Unlock()
+		d.first.rx.flush()
+		d.first.rx.Unlock()
 	}
 	if s := must[ib.QPAttr](t)(target.Query()).State; s != ib.QPReset {
 		t.Errorf("the target is in %v", s)

@@ -75,7 +75,7 @@ func eventually(t *testing.T, what string, ok func() bool) {
 
 func (j *joined) lease(t *testing.T) uint32 {
 	t.Helper()
-	r, err := j.Lease()
+	r, err := j.Places().Lease()
 	if err != nil {
 		t.Fatal(err)
 	}

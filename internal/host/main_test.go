@@ -51,7 +51,7 @@ func child(a netip.Addr) int {
 	}
 	go u.print()
 	for range 2 {
-		r, err := m.Lease()
+		r, err := m.Places().Lease()
 		if err != nil {
 			fmt.Println("no range:", err)
 			return 1
@@ -61,7 +61,7 @@ func child(a netip.Addr) int {
 	fmt.Println("slot", m.Slot())
 	in := bufio.NewScanner(os.Stdin)
 	for in.Scan() { // a line asks for one more range
-		r, err := m.Lease()
+		r, err := m.Places().Lease()
 		if err != nil {
 			fmt.Println("no range:", err)
 			return 1

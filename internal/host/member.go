@@ -34,9 +34,9 @@ type Config struct {
 	// Limits are those of the device, if this process is the first.
 	Limits [NumObjects]uint64
 
-	// Listen opens the UDP sockets of a place, one for each address, and returns the place
-	// that they have. It is called before Join returns, and again when this process needs more
-	// queue pair numbers than a place has.
+	// Listen opens the UDP sockets of a place, one for each address, for the first receiver of
+	// this process, and returns the place that they have. It is called before Join returns, and
+	// again when this receiver needs more queue pair numbers than a place has.
 	Listen func(*Sockets) (place int, err error)
 	// Channel takes over a connection that another process has opened for a channel to
 	// this one. from is an address of that process's device, process its slot there.
@@ -69,9 +69,8 @@ type Member struct {
 	proc  *process
 	door  *door
 
-	leasing sync.Mutex // guards what follows
-	place   int        // the place that was taken last
-	leases  int        // ranges of it that are leased
+	places  *Places    // of the first receiver
+	leasing sync.Mutex // guards the places
 	once    sync.Once
 }
 
@@ -195,7 +194,8 @@ func (m *Member) settleIn() (err error) {
 		}
 	}
 	m.self = id
-	if err := m.takePlace(); err != nil {
+	m.places = &Places{m: m, listen: m.cfg.Listen}
+	if err := m.places.take(); err != nil {
 		return err
 	}
 	if m.cfg.Packets { // this process has no queue pair yet that others could reach
@@ -213,6 +213,9 @@ func random() uint64 {
 // ID returns the device's identity, which no other device has, not even a later one at the
 // same address.
 func (m *Member) ID() [2]uint64 { return m.dir.id }
+
+// Places returns the places of this process's first receiver.
+func (m *Member) Places() *Places { return m.places }
 
 // Slot returns this process's number in the device.
 func (m *Member) Slot() int { return m.self.slot() }

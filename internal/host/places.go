@@ -32,8 +32,40 @@ type Sockets struct {
 	Hold func(addr, fd int) error
 }
 
-// takePlace gets a place for this process, with sockets.
-func (m *Member) takePlace() error {
+// Places are the places whose sockets one receiver of this process reads. Nearly always it is
+// one: another is taken when all numbers of the last one are leased.
+type Places struct {
+	m      *Member
+	listen func(*Sockets) (place int, err error)
+	place  int // guarded by m.leasing: the place that was taken last
+	leases int // guarded by m.leasing: ranges of it that are leased
+}
+
+// MorePlaces gets a place for another receiver of this process. It fails when half of the
+// device's places are in use: the others are for other processes.
+func (m *Member) MorePlaces(listen func(*Sockets) (place int, err error)) (*Places, error) {
+	m.leasing.Lock()
+	defer m.leasing.Unlock()
+	if held := m.dir.heldPlaces(); held >= sys.NumPlaces/2 {
+		return nil, refuse(syscall.EUSERS, "%d of the device's %d sockets are in use: the others are for other processes", held, sys.NumPlaces)
+	}
+	l := &Places{m: m, listen: listen}
+	return l, l.take()
+}
+
+// heldPlaces returns how many places processes hold.
+func (d *directory) heldPlaces() (n int) {
+	for p := range d.place {
+		if d.place[p].holder.Load() != 0 {
+			n++
+		}
+	}
+	return n
+}
+
+// take gets another place, with sockets.
+func (l *Places) take() error {
+	m := l.m
 	if !m.dir.someFree() {
 		m.dir.sweep(m.self)
 	}
@@ -45,18 +77,19 @@ func (m *Member) takePlace() error {
 			continue
 		}
 		if fds := m.fromShelf(e); fds != nil {
-			if _, err := m.cfg.Listen(&Sockets{Adopt: fds, Place: p}); err == nil {
-				m.hold(p)
+			if _, err := l.listen(&Sockets{Adopt: fds, Place: p}); err == nil {
+				l.hold(p)
 				return nil
 			}
 		}
 		e.holder.CompareAndSwap(uint64(m.self), 0)
 	}
-	return m.newPlace()
+	return l.bindNew()
 }
 
-// newPlace has new sockets bound, and enters their place.
-func (m *Member) newPlace() error {
+// bindNew has new sockets bound, and enters their place.
+func (l *Places) bindNew() error {
+	m := l.m
 	hint := 0
 	for p := range m.dir.place {
 		if m.dir.place[p].socket[0].Load() != 0 {
@@ -67,7 +100,7 @@ func (m *Member) newPlace() error {
 		return refuse(syscall.EUSERS, "the device has its %d sockets already", hint)
 	}
 	var inodes [maxAddrs]uint64
-	p, err := m.cfg.Listen(&Sockets{Place: hint, Hold: func(addr, fd int) error {
+	p, err := l.listen(&Sockets{Place: hint, Hold: func(addr, fd int) error {
 		if err := m.shelf.Put(fd); err != nil {
 			return refuse(syscall.ETOOMANYREFS, "the socket cannot be kept for the other processes: too many descriptors of this user are under way (%v)", err)
 		}
@@ -91,11 +124,11 @@ func (m *Member) newPlace() error {
 	for i := len(inodes) - 1; i >= 0; i-- { // the first one last: then the place can be taken over
 		e.socket[i].Store(inodes[i])
 	}
-	m.hold(p)
+	l.hold(p)
 	return nil
 }
 
-func (m *Member) hold(place int) { m.place, m.leases = place, 0 }
+func (l *Places) hold(place int) { l.place, l.leases = place, 0 }
 
 // free reports whether no process holds the place, and it has sockets.
 func (e *placeEntry) free() bool { return e.socket[0].Load() != 0 && e.holder.Load() == 0 }
@@ -128,16 +161,16 @@ func (m *Member) fromShelf(e *placeEntry) (fds []int) {
 
 // Lease gets another range of slots for numbers: see mem.Slots. When all ranges of the place are
 // leased, it gets another place.
-func (m *Member) Lease() (r uint32, err error) {
-	m.leasing.Lock()
-	defer m.leasing.Unlock()
-	if m.leases == rangesOfPlace {
-		if err := m.takePlace(); err != nil {
+func (l *Places) Lease() (r uint32, err error) {
+	l.m.leasing.Lock()
+	defer l.m.leasing.Unlock()
+	if l.leases == rangesOfPlace {
+		if err := l.take(); err != nil {
 			return 0, err
 		}
 	}
-	m.leases++
-	return m.dir.lease(m.place), nil
+	l.leases++
+	return l.m.dir.lease(l.place), nil
 }
 
 // lock keeps other processes from taking places at the same time, so that the shelf is used by

@@ -16,9 +16,11 @@ import (
 	"github.com/verbena-rdma/verbena/internal/train"
 )
 
-// Link carries trains. Any number of goroutines may call Send at once; one at a time
-// may call Poll, and one at a time Wait, also during a Poll.
+// Link carries trains. Any number of goroutines may call Send at once. A link is its own
+// first receiver; a UDP link can have more (UDP.NewReceiver).
 type Link interface {
+	Receiver
+
 	// Prepare fills in f.Link. It fails if the peer cannot be reached this way.
 	Prepare(f *train.Flow) error
 
@@ -28,15 +30,6 @@ type Link interface {
 	// at one for which there is no room now but will be, with ErrBusy. A full socket
 	// buffer or an unreachable peer is not an error but a loss: the train counts as sent.
 	Send(ts []*train.Train) (int, error)
-
-	// Poll hands what has arrived to the sink, without blocking, and returns
-	// the number of packets; at most about budget of them.
-	Poll(sink Sink, budget int) int
-
-	// Wait blocks until something may have arrived, d has passed (negative:
-	// for ever), Wake was called or the link was closed.
-	Wait(d time.Duration)
-	Wake()
 
 	// MTU returns the largest payload, of 256 to 4096, that one packet to the
 	// network can carry.
@@ -50,6 +43,19 @@ type Link interface {
 	Offloads() []string
 
 	Close() error
+}
+
+// Receiver takes what arrives at some of a link's sockets. One goroutine at a time may call
+// Poll, and one at a time Wait, also during a Poll.
+type Receiver interface {
+	// Poll hands what has arrived to the sink, without blocking, and returns
+	// the number of packets; at most about budget of them.
+	Poll(sink Sink, budget int) int
+
+	// Wait blocks until something may have arrived, d has passed (negative:
+	// for ever), Wake was called or the link was closed.
+	Wait(d time.Duration)
+	Wake()
 }
 
 // Freer is a Link that reports when Send, after an ErrBusy, is worth trying again: it counts

@@ -321,8 +321,7 @@ func FuzzReassemble(f *testing.F) {
 	f.Add(uint16(16), uint8(0), uint8(1), bytes.Repeat([]byte{1, 0, 0xff, 0xff}, 64))
 	f.Fuzz(func(t *testing.T, segment uint16, count, fix uint8, data []byte) {
 		data = data[:min(len(data), datagramSize)]
-		u := &UDP{}
-		u.recv.u = u
+		r := &UDPReceiver{u: &UDP{}}
 		sink := &checkSink{t: t}
 		ps := wire.NewPseudo(peerA.Addr(), local, peerA.Port(), wire.RoCEPort)
 		taken := 0
@@ -336,12 +335,12 @@ func FuzzReassemble(f *testing.F) {
 					seal(s[:len(s)-wire.ICRCLen], 0, &ps, 0)
 				}
 			}
-			taken += u.recv.datagram(sink, local, &d)
+			taken += r.datagram(sink, local, &d)
 			if fix&2 != 0 {
-				u.recv.reassembler.flush(sink)
+				r.reassembler.flush(sink)
 			}
 		}
-		u.recv.reassembler.flush(sink)
+		r.reassembler.flush(sink)
 		if sink.packets+sink.drops != taken {
 			t.Errorf("%d packets in, %d delivered, %d dropped", taken, sink.packets, sink.drops)
 		}

@@ -22,10 +22,10 @@ import (
 //
 //  1. OpenUDP binds one receiving socket for each local address to port 4791,
 //     the only port that RoCE v2 fixes. Where several processes share the
-//     addresses, Listen binds them: each process has sockets of its own, and the
-//     kernel chooses one by the destination queue pair (sys.Place). Packets that
-//     come to another process all the same are passed on (Router), and taken in
-//     (Inject).
+//     addresses, Listen binds them (udp_place.go): each process has sockets of its
+//     own, or several sets of them, each with a receiver, and the kernel chooses
+//     one by the destination queue pair (sys.Place). Packets that come to another
+//     process all the same are passed on (Router), and taken in (Inject).
 //  2. Prepare gives a flow one of a few sending sockets of its address, on random
 //     ports: routers spread flows by the source port.
 //  3. Send (udp_send.go) and Poll (udp_recv.go) move the packets. Each multicast
@@ -104,7 +104,6 @@ const (
 type UDP struct {
 	cfg    UDPConfig
 	ends   []*udpEnd // one for each address
-	poller *sys.Poller
 	mtu    int
 	rcvBuf int // the smallest receive buffer, as the kernel counts
 
@@ -115,9 +114,7 @@ type UDP struct {
 	txLost    atomic.Uint64
 	txErrno   atomic.Uint32
 
-	recv receiver
-
-	waiting sync.Mutex // guards the poller: Wait holds it, and Close before it closes the poller
+	recv *UDPReceiver // the first receiver
 
 	first  atomic.Pointer[sender] // the sender that is tried first; nil while it is in use
 	closed atomic.Bool            // changed under mu
@@ -126,6 +123,8 @@ type UDP struct {
 	idle    []*sender
 	busy    int        // senders in use besides the first
 	allIdle *sync.Cond // signalled when a sender was released
+	more    []*UDPReceiver
+	headers bool // WantHeaders was called
 }
 
 // udpEnd is one local address.
@@ -146,10 +145,8 @@ func OpenUDP(cfg *UDPConfig) (*UDP, error) {
 		u.cfg.SocketBuffer = defaultSocketBuffer
 	}
 	if err := u.open(); err != nil {
-		_ = u.closeSockets() // the first error says more
 		return nil, err
 	}
-	u.recv.init(u)
 	s := newSender(u)
 	s.first = true
 	u.first.Store(s)
@@ -167,15 +164,21 @@ func (u *UDP) open() error {
 		}
 	}
 	gso, gro := true, true
-	var socks []*sys.UDPSocket
+	var socks []rxSocket
 	open := u.openEnd
 	if u.cfg.Router != nil {
 		open = u.probeEnd
 	}
+	fail := func(err error) error {
+		for _, s := range socks {
+			_ = s.sock.Close() // the first error says more
+		}
+		return err
+	}
 	for i, a := range u.cfg.Addrs {
 		rx, mtu, err := open(a)
 		if err != nil {
-			return err
+			return fail(err)
 		}
 		gso, gro = gso && rx.GSO(), gro && rx.GRO()
 		if i == 0 || mtu < u.mtu {
@@ -187,8 +190,7 @@ func (u *UDP) open() error {
 		if u.cfg.Router != nil {
 			_ = rx.Close() // it was only probed
 		} else {
-			socks = append(socks, rx)
-			u.recv.socks = append(u.recv.socks, rxSocket{addr: a, sock: rx, want: 1})
+			socks = append(socks, rxSocket{addr: a, sock: rx, want: 1})
 		}
 		u.ends = append(u.ends, &udpEnd{addr: a})
 	}
@@ -199,8 +201,10 @@ func (u *UDP) open() error {
 	if u.cfg.Event != nil {
 		events = append(events, u.cfg.Event)
 	}
-	u.poller, err = sys.NewPoller(socks, events...)
-	return err
+	if u.recv, err = u.newReceiver(socks, events...); err != nil {
+		return fail(err)
+	}
+	return nil
 }
 
 // openEnd opens the receiving socket of an address, and returns the largest payload of
@@ -267,106 +271,6 @@ func (u *UDP) bind(a netip.Addr, held func(fd int) error) (*sys.UDPSocket, error
 		return nil, fmt.Errorf("open_device: UDP socket on %v port %d: %w", a, wire.RoCEPort, err)
 	}
 	return rx, nil
-}
-
-// Listen opens receiving sockets, one for each address, whose places in the kernel's group are
-// the same: packets to queue pairs that have this place in their numbers reach this process. It
-// returns the place. Before a socket is bound, Listen calls hold with the index of its address.
-// hint is the place if it cannot be found out, because packets of this host to its own address
-// do not arrive, as where the loopback interface is down. Only a link with a Router needs
-// Listen.
-func (u *UDP) Listen(hint int, hold func(addr, fd int) error) (place int, err error) {
-	socks := make([]*sys.UDPSocket, len(u.ends))
-	at := make([]int, len(u.ends))
-	fail := func(err error) (int, error) {
-		closeSockets(socks)
-		return 0, err
-	}
-	bind := func(i int) (err error) {
-		if socks[i] != nil {
-			_ = socks[i].Close() // hold keeps it open
-		}
-		if socks[i], err = u.bind(u.ends[i].addr, func(fd int) error { return hold(i, fd) }); err != nil {
-			return err
-		}
-		at[i] = hint
-		if p, err := socks[i].FindPlace(rand.Uint64()); err == nil {
-			at[i] = int(p)
-		}
-		place = max(place, at[i])
-		return nil
-	}
-	for i := range u.ends {
-		if err := bind(i); err != nil {
-			return fail(err)
-		}
-	}
-	// A process that was killed between two of its binds has left one group a socket longer.
-	for i := range u.ends {
-		for tries := 0; at[i] < place; tries++ {
-			if err := bind(i); err != nil {
-				return fail(err)
-			}
-			if tries == sys.NumPlaces {
-				return fail(ib.Errorf("open_device", syscall.EADDRINUSE, "the sockets of %v get no place", u.ends[i].addr))
-			}
-		}
-	}
-	if slices.Min(at) != place {
-		return fail(ib.Errorf("open_device", syscall.EAGAIN, "other processes open the device at the same time"))
-	}
-	return place, u.listen(socks)
-}
-
-// Adopt is Listen with sockets that another process has opened, one for each address. It takes
-// the descriptors over.
-func (u *UDP) Adopt(fds []int) error {
-	var socks []*sys.UDPSocket
-	for i, e := range u.ends {
-		rx, err := sys.AdoptUDP(fds[i], netip.AddrPortFrom(e.addr, wire.RoCEPort))
-		if err != nil {
-			closeSockets(socks)
-			for _, fd := range fds[i:] {
-				_ = sys.CloseFD(fd) // the first error says more
-			}
-			return err
-		}
-		socks = append(socks, rx)
-	}
-	return u.listen(socks)
-}
-
-// listen makes Poll read sockets, one for each address.
-func (u *UDP) listen(socks []*sys.UDPSocket) error {
-	r := &u.recv
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	err := ErrClosed
-	if !r.closed {
-		err = nil
-		for _, s := range socks {
-			if r.headers {
-				err = errors.Join(err, s.RecvHeader())
-			}
-		}
-	}
-	if err != nil {
-		closeSockets(socks)
-		return err
-	}
-	for i, e := range u.ends {
-		r.socks = append(r.socks, rxSocket{addr: e.addr, sock: socks[i], want: 1})
-	}
-	u.poller.Add(socks)
-	return nil
-}
-
-func closeSockets(socks []*sys.UDPSocket) {
-	for _, s := range socks {
-		if s != nil {
-			_ = s.Close() // the first error says more
-		}
-	}
 }
 
 // checkAddr returns an error unless a is the address of one interface that RoCE can reach.
@@ -526,33 +430,22 @@ func (u *UDP) txSocketLocked(e *udpEnd, slot uint32) (*sys.UDPSocket, error) {
 // UD queue pair is made, which needs them for the routing header: the kernel takes about
 // a tenth of a microsecond for them, for every datagram.
 func (u *UDP) WantHeaders() error {
-	u.recv.mu.Lock()
-	defer u.recv.mu.Unlock()
-	if u.recv.closed {
-		return ErrClosed
-	}
-	u.recv.headers = true
-	for i := range u.recv.socks {
-		s := &u.recv.socks[i]
-		if err := s.sock.RecvHeader(); err != nil {
-			return fmt.Errorf("link: headers of packets on %v: %w", s.addr, err)
+	u.mu.Lock()
+	u.headers = true // of receivers that are made from now on
+	u.mu.Unlock()
+	for _, r := range u.receivers() {
+		if err := r.wantHeaders(); err != nil {
+			return err
 		}
 	}
-	return nil // JoinGroup asks for them always
+	return nil
 }
 
-// Wait blocks until something may have arrived.
-func (u *UDP) Wait(d time.Duration) {
-	u.waiting.Lock()
-	defer u.waiting.Unlock()
-	if u.closed.Load() {
-		return
-	}
-	u.poller.Wait(d)
-}
+// Wait blocks until something may have arrived at the link's first receiver.
+func (u *UDP) Wait(d time.Duration) { u.recv.Wait(d) }
 
 // Wake makes Wait return.
-func (u *UDP) Wake() { u.poller.Wake() }
+func (u *UDP) Wake() { u.recv.Wake() }
 
 // MTU returns the largest payload that fits the interfaces of all addresses.
 func (u *UDP) MTU() int { return u.mtu }
@@ -610,25 +503,13 @@ func (u *UDP) Stats() UDPStats {
 		TxErrno:   syscall.Errno(u.txErrno.Load()),
 		RcvBuf:    u.rcvBuf,
 	}
-	u.recv.mu.Lock()
-	defer u.recv.mu.Unlock()
-	if u.recv.closed {
-		return s
-	}
-	for i := range u.recv.socks {
-		if n, err := u.recv.socks[i].sock.Overflows(); err == nil {
-			s.Overflows += uint64(n)
-		}
-	}
-	for _, g := range u.recv.groups {
-		if n, err := g.sock.Overflows(); err == nil {
-			s.Overflows += uint64(n)
-		}
+	for _, r := range u.receivers() {
+		s.Overflows += r.overflows()
 	}
 	return s
 }
 
-// Close closes the link. It makes Wait return, and waits for every Send and Poll under
+// Close closes the link, with all receivers. It makes Wait return, and waits for every Send and Poll under
 // way. It is idempotent.
 func (u *UDP) Close() error {
 	u.mu.Lock()
@@ -640,26 +521,13 @@ func (u *UDP) Close() error {
 	u.awaitSendersLocked()
 	u.mu.Unlock()
 
-	u.recv.mu.Lock()
-	u.recv.closed = true
-	u.recv.mu.Unlock()
-
-	u.poller.Wake()
-	u.waiting.Lock()
-	defer u.waiting.Unlock()
-	return u.closeSockets()
-}
-
-func (u *UDP) closeSockets() error {
 	var errs []error
-	if u.poller != nil {
-		errs = append(errs, u.poller.Close())
+	all := u.receivers()
+	for _, r := range all {
+		r.shut()
 	}
-	for _, g := range u.recv.groups {
-		errs = append(errs, g.sock.Close())
-	}
-	for i := range u.recv.socks {
-		errs = append(errs, u.recv.socks[i].sock.Close())
+	for _, r := range all {
+		errs = append(errs, r.close())
 	}
 	for _, e := range u.ends {
 		for _, s := range e.tx {

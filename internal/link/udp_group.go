@@ -62,7 +62,7 @@ func (u *UDP) JoinGroup(group netip.Addr) error {
 	if len(socks) == 0 {
 		return ib.Errorf("attach_mcast", syscall.EINVAL, "%v: the device has no address of this IP version", group)
 	}
-	r := &u.recv
+	r := u.recv
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.closed {
@@ -71,14 +71,14 @@ func (u *UDP) JoinGroup(group netip.Addr) error {
 	for _, s := range socks {
 		r.groups = append(r.groups, groupEnd{group, s})
 	}
-	u.poller.Add(socks)
+	r.poller.Add(socks)
 	return nil
 }
 
 // LeaveGroup undoes JoinGroup. Datagrams that have arrived and were not polled are lost.
 func (u *UDP) LeaveGroup(group netip.Addr) error {
 	var socks []*sys.UDPSocket
-	r := &u.recv
+	r := u.recv
 	r.mu.Lock()
 	if !r.closed { // else Close closes the sockets
 		r.groups = slices.DeleteFunc(r.groups, func(g groupEnd) bool {
@@ -87,7 +87,7 @@ func (u *UDP) LeaveGroup(group netip.Addr) error {
 			}
 			return g.addr == group
 		})
-		u.poller.Remove(socks)
+		r.poller.Remove(socks)
 	}
 	r.mu.Unlock()
 	var errs []error
@@ -98,7 +98,7 @@ func (u *UDP) LeaveGroup(group netip.Addr) error {
 }
 
 // pollGroups reads some of the group sockets, in rotation.
-func (r *receiver) pollGroups(sink Sink) int {
+func (r *UDPReceiver) pollGroups(sink Sink) int {
 	packets := 0
 	for range min(groupsAtOnce, len(r.groups)) {
 		r.first = (r.first + 1) % len(r.groups)
@@ -118,7 +118,7 @@ func (r *receiver) pollGroups(sink Sink) int {
 
 // groupDatagram takes a datagram that was sent to a group, and drops it if a packet in it
 // has another destination queue pair than 0xFFFFFF, which means all members.
-func (r *receiver) groupDatagram(sink Sink, group netip.Addr, d *sys.Datagram) int {
+func (r *UDPReceiver) groupDatagram(sink Sink, group netip.Addr, d *sys.Datagram) int {
 	if !r.take(sink, group, d) {
 		return 1
 	}

@@ -2,6 +2,8 @@ package link
 
 import (
 	"encoding/binary"
+	"errors"
+	"fmt"
 	"net/netip"
 	"sync"
 	"time"
@@ -25,9 +27,13 @@ const datagramSize = 64 << 10
 // time.
 const bigDatagram = 16 << 10
 
-// receiver is the state of Poll.
-type receiver struct {
-	u *UDP
+// UDPReceiver reads some of a link's receiving sockets: the link's first receiver those of the
+// first place and of multicast groups, each other receiver those of further places (sys.Place).
+type UDPReceiver struct {
+	u      *UDP
+	poller *sys.Poller
+
+	waiting sync.Mutex // guards the poller: Wait holds it, and close before it closes the poller
 
 	mu          sync.Mutex // guards everything below; held by Poll, the sink's code included
 	batch       *sys.RecvBatch
@@ -63,10 +69,47 @@ type peer struct {
 
 const peerSlots = 64
 
-func (r *receiver) init(u *UDP) {
-	r.u = u
-	r.batch = sys.NewRecvBatch(u.cfg.RecvBuffers, datagramSize)
+// newReceiver makes a receiver of sockets whose Wait also ends at the events.
+func (u *UDP) newReceiver(socks []rxSocket, events ...*sys.Event) (*UDPReceiver, error) {
+	r := &UDPReceiver{u: u, socks: socks, batch: sys.NewRecvBatch(u.cfg.RecvBuffers, datagramSize)}
+	var list []*sys.UDPSocket
+	for i := range socks {
+		list = append(list, socks[i].sock)
+	}
+	var err error
+	r.poller, err = sys.NewPoller(list, events...)
+	return r, err
 }
+
+// First returns the link's first receiver.
+func (u *UDP) First() *UDPReceiver { return u.recv }
+
+// NewReceiver returns a receiver that has no sockets yet: Listen or Adopt gives it some. It
+// ends with the link.
+func (u *UDP) NewReceiver() (*UDPReceiver, error) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.closed.Load() {
+		return nil, ErrClosed
+	}
+	r, err := u.newReceiver(nil)
+	if err != nil {
+		return nil, err
+	}
+	r.headers = u.headers
+	u.more = append(u.more, r)
+	return r, nil
+}
+
+// receivers returns the link's receivers: those that there were when it was called.
+func (u *UDP) receivers() []*UDPReceiver {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return append([]*UDPReceiver{u.recv}, u.more...)
+}
+
+// Poll hands what has arrived at the link's first receiver to the sink.
+func (u *UDP) Poll(sink Sink, budget int) int { return u.recv.Poll(sink, budget) }
 
 // Poll hands what has arrived to the sink. It reads one socket after another, and begins
 // with the next one each time. From each it takes what one system call yields, or of long
@@ -74,8 +117,7 @@ func (r *receiver) init(u *UDP) {
 // adapts: after two full calls in a row twice as many, after one that was not full as many
 // as came. So a lone packet costs one call for one datagram and is delivered at once, and
 // under load a call takes many.
-func (u *UDP) Poll(sink Sink, budget int) int {
-	r := &u.recv
+func (r *UDPReceiver) Poll(sink Sink, budget int) int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.closed {
@@ -96,7 +138,7 @@ func (u *UDP) Poll(sink Sink, budget int) int {
 	return packets
 }
 
-func (r *receiver) pollSocket(s *rxSocket, sink Sink, budget int) (packets int) {
+func (r *UDPReceiver) pollSocket(s *rxSocket, sink Sink, budget int) (packets int) {
 	for {
 		n, err := s.sock.Recv(r.batch, s.want)
 		if err != nil || n == 0 {
@@ -130,7 +172,7 @@ func (r *receiver) pollSocket(s *rxSocket, sink Sink, budget int) (packets int) 
 }
 
 // datagram takes a datagram, which may be many packets, and returns how many it was.
-func (r *receiver) datagram(sink Sink, to netip.Addr, d *sys.Datagram) int {
+func (r *UDPReceiver) datagram(sink Sink, to netip.Addr, d *sys.Datagram) int {
 	if !r.take(sink, to, d) {
 		return 1
 	}
@@ -142,7 +184,7 @@ func (r *receiver) datagram(sink Sink, to netip.Addr, d *sys.Datagram) int {
 
 // take sets r.all to the packets of a datagram. It reports false, and drops the datagram, if
 // that was truncated or is no packet of a queue pair.
-func (r *receiver) take(sink Sink, to netip.Addr, d *sys.Datagram) bool {
+func (r *UDPReceiver) take(sink Sink, to netip.Addr, d *sys.Datagram) bool {
 	if d.Truncated {
 		sink.Drop(DropTruncated)
 		return false
@@ -161,7 +203,7 @@ func (r *receiver) take(sink Sink, to netip.Addr, d *sys.Datagram) bool {
 }
 
 // packets gives packets to the reassembler, and returns how many there were.
-func (r *receiver) packets(sink Sink, p *Packets) int {
+func (r *UDPReceiver) packets(sink Sink, p *Packets) int {
 	ps := r.peer(p.From, p.To)
 	a := &r.a
 	a.from, a.to, a.tclass, a.hopLimit = p.From, p.To, p.TClass, p.HopLimit
@@ -185,7 +227,7 @@ func (r *receiver) packets(sink Sink, p *Packets) int {
 
 // route splits the packets of a datagram into runs for one process each, takes in those
 // for this process and passes the others on. It returns how many packets there were.
-func (r *receiver) route(sink Sink, all *Packets) int {
+func (r *UDPReceiver) route(sink Sink, all *Packets) int {
 	total := 0
 	for rest, id := all.Bytes, uint16(0); ; {
 		process, here := r.u.cfg.Router.Route(destQP(rest))
@@ -227,9 +269,10 @@ func destQP(b []byte) uint32 {
 }
 
 // Inject takes in packets that another process has passed on, and returns how many there
-// were. Only the goroutine that polls may call it.
+// were. Only the goroutine that polls
+// the link's first receiver may call it.
 func (u *UDP) Inject(sink Sink, p *Packets) int {
-	r := &u.recv
+	r := u.recv
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.closed || p.Segment <= 0 {
@@ -241,7 +284,7 @@ func (u *UDP) Inject(sink Sink, p *Packets) int {
 }
 
 // peer returns the checksum prefix for packets from a sender to one of our addresses.
-func (r *receiver) peer(from netip.AddrPort, to netip.Addr) *wire.Pseudo {
+func (r *UDPReceiver) peer(from netip.AddrPort, to netip.Addr) *wire.Pseudo {
 	b := from.Addr().As16()
 	h := uint32(from.Port()) ^ uint32(b[13])<<8 ^ uint32(b[14])<<4 ^ uint32(b[15])
 	p := &r.peers[(h^h>>6)%peerSlots]
@@ -250,4 +293,81 @@ func (r *receiver) peer(from netip.AddrPort, to netip.Addr) *wire.Pseudo {
 		p.pseudo = wire.NewPseudo(from.Addr(), to, from.Port(), wire.RoCEPort)
 	}
 	return &p.pseudo
+}
+
+// Wait blocks until something may have arrived.
+func (r *UDPReceiver) Wait(d time.Duration) {
+	r.waiting.Lock()
+	defer r.waiting.Unlock()
+	if r.u.closed.Load() {
+		return
+	}
+	r.poller.Wait(d)
+}
+
+// Wake makes Wait return.
+func (r *UDPReceiver) Wake() { r.poller.Wake() }
+
+// wantHeaders makes the trains that arrive from now on carry fields of the IP header: see
+// UDP.WantHeaders.
+func (r *UDPReceiver) wantHeaders() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return ErrClosed
+	}
+	r.headers = true
+	for i := range r.socks {
+		s := &r.socks[i]
+		if err := s.sock.RecvHeader(); err != nil {
+			return fmt.Errorf("link: headers of packets on %v: %w", s.addr, err)
+		}
+	}
+	return nil // JoinGroup asks for them always
+}
+
+// overflows returns how many datagrams the kernel has dropped because Poll did not read them
+// in time.
+func (r *UDPReceiver) overflows() (sum uint64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return 0
+	}
+	for i := range r.socks {
+		if n, err := r.socks[i].sock.Overflows(); err == nil {
+			sum += uint64(n)
+		}
+	}
+	for _, g := range r.groups {
+		if n, err := g.sock.Overflows(); err == nil {
+			sum += uint64(n)
+		}
+	}
+	return sum
+}
+
+// shut makes Wait return and waits until no Poll is under way; none does anything afterwards.
+func (r *UDPReceiver) shut() {
+	r.mu.Lock()
+	r.closed = true
+	r.mu.Unlock()
+	r.poller.Wake()
+}
+
+// close closes the sockets, once no Wait is under way. shut was called before.
+func (r *UDPReceiver) close() error {
+	r.waiting.Lock()
+	defer r.waiting.Unlock()
+	var errs []error
+	if r.poller != nil {
+		errs = append(errs, r.poller.Close())
+	}
+	for _, g := range r.groups {
+		errs = append(errs, g.sock.Close())
+	}
+	for i := range r.socks {
+		errs = append(errs, r.socks[i].sock.Close())
+	}
+	return errors.Join(errs...)
 }

@@ -378,7 +378,7 @@ func TestCloseAmongSenders(t *testing.T) {
 // The cached checksum prefixes are those of the sender and the address.
 func TestPeerCache(t *testing.T) {
 	rng, _ := newRand(t)
-	var r receiver
+	var r UDPReceiver
 	for range 20_000 {
 		from := netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(rng.IntN(4))}), uint16(0xc000+rng.IntN(4)*64))
 		to := netip.AddrFrom4([4]byte{10, 0, 1, byte(rng.IntN(2))})

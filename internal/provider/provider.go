@@ -25,7 +25,10 @@ type Config struct {
 	Window int
 	NoGSO  bool
 	NoGRO  bool
-	DMSize int64 // bytes of device memory; 0: VERBENA_DM_SIZE, or the default; negative: none
+	// Receivers is how many receivers, with sockets of their own, the device has at most; 0: by
+	// the number of processors.
+	Receivers int
+	DMSize    int64 // bytes of device memory; 0: VERBENA_DM_SIZE, or the default; negative: none
 }
 
 // Limits lower a device's limits; zero fields keep the default.

@@ -1,0 +1,117 @@
+package link
+
+// How a receiver gets sockets where several processes, or several receivers of one, share the
+// addresses: the kernel chooses a socket by the place that is in the destination queue pair's
+// number (sys.Place).
+
+import (
+	"errors"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/sys"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// Listen opens receiving sockets, one for each address, whose places in the kernel's group are
+// the same: packets to queue pairs that have this place in their numbers reach this receiver. It
+// returns the place. Before a socket is bound, Listen calls hold with the index of its address.
+// hint is the place if it cannot be found out, because packets of this host to its own address
+// do not arrive, as where the loopback interface is down. Only a link with a Router needs
+// Listen.
+func (r *UDPReceiver) Listen(hint int, hold func(addr, fd int) error) (place int, err error) {
+	u := r.u
+	socks := make([]*sys.UDPSocket, len(u.ends))
+	at := make([]int, len(u.ends))
+	fail := func(err error) (int, error) {
+		closeSockets(socks)
+		return 0, err
+	}
+	bind := func(i int) (err error) {
+		if socks[i] != nil {
+			_ = socks[i].Close() // hold keeps it open
+		}
+		if socks[i], err = u.bind(u.ends[i].addr, func(fd int) error { return hold(i, fd) }); err != nil {
+			return err
+		}
+		at[i] = hint
+		if p, err := socks[i].FindPlace(rand.Uint64()); err == nil {
+			at[i] = int(p)
+		}
+		place = max(place, at[i])
+		return nil
+	}
+	for i := range u.ends {
+		if err := bind(i); err != nil {
+			return fail(err)
+		}
+	}
+	// A process that was killed between two of its binds has left one group a socket longer.
+	for i := range u.ends {
+		for tries := 0; at[i] < place; tries++ {
+			if err := bind(i); err != nil {
+				return fail(err)
+			}
+			if tries == sys.NumPlaces {
+				return fail(ib.Errorf("open_device", syscall.EADDRINUSE, "the sockets of %v get no place", u.ends[i].addr))
+			}
+		}
+	}
+	if slices.Min(at) != place {
+		return fail(ib.Errorf("open_device", syscall.EAGAIN, "other processes open the device at the same time"))
+	}
+	return place, r.listen(socks)
+}
+
+// Adopt is Listen with sockets that another process has opened, one for each address. It takes
+// the descriptors over.
+func (r *UDPReceiver) Adopt(fds []int) error {
+	var socks []*sys.UDPSocket
+	for i, e := range r.u.ends {
+		rx, err := sys.AdoptUDP(fds[i], netip.AddrPortFrom(e.addr, wire.RoCEPort))
+		if err != nil {
+			closeSockets(socks)
+			for _, fd := range fds[i:] {
+				_ = sys.CloseFD(fd) // the first error says more
+			}
+			return err
+		}
+		socks = append(socks, rx)
+	}
+	return r.listen(socks)
+}
+
+// listen makes Poll read sockets, one for each address.
+func (r *UDPReceiver) listen(socks []*sys.UDPSocket) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	err := ErrClosed
+	if !r.closed {
+		err = nil
+		for _, s := range socks {
+			if r.headers {
+				err = errors.Join(err, s.RecvHeader())
+			}
+		}
+	}
+	if err != nil {
+		closeSockets(socks)
+		return err
+	}
+	for i, e := range r.u.ends {
+		r.socks = append(r.socks, rxSocket{addr: e.addr, sock: socks[i], want: 1})
+	}
+	r.poller.Add(socks)
+	return nil
+}
+
+func closeSockets(socks []*sys.UDPSocket) {
+	for _, s := range socks {
+		if s != nil {
+			_ = s.Close() // the first error says more
+		}
+	}
+}
