@@ -5,6 +5,7 @@ package main
 // (connect), or on a host that connects (listen). Package perf measures; report prints.
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -28,7 +29,8 @@ type perfCmd struct {
 	Duration time.Duration `default:"2s" help:"How long to measure. Default: ${default}."`
 	Depth    int           `placeholder:"N" help:"Requests under way on each queue pair. Default: 64."`
 	Batch    int           `placeholder:"N" help:"Requests of one post, a power of two. Default: as many as 64K hold, at most 16."`
-	QPs      int           `name:"qps" placeholder:"N" help:"Queue pairs. Default: 1."`
+	Threads  int           `placeholder:"N" help:"Posting threads, each with its own completion queue, memory and share of the queue pairs. Default: 1."`
+	QPs      int           `name:"qps" placeholder:"N" help:"Queue pairs of all threads together. Default: one for each thread."`
 	MTU      int           `name:"mtu" placeholder:"BYTES" help:"Payload of a packet: 256, 512, 1024, 2048 or 4096. Default: the largest that both ports carry."`
 	Link     string        `placeholder:"LINK" help:"loop: both sides in this process. local: the other side in a process of its own that shares the address, and shared memory between them. udp: the same with RoCE v2 packets, on another address. Default: loop; udp with --connect and --listen."`
 	Mem      string        `default:"pinned" help:"Kind of memory; available: ${mem_kinds}. odp: on demand; implicit: on demand, with a key for the whole address space; mw: pinned, and the peer reaches it through memory windows; shared: allocated by the library; umr-list, umr-strided: indirect keys, made of pieces or of a pattern; dm: device memory."`
@@ -50,7 +52,9 @@ func (perfCmd) Help() string {
 
 With --lat a message is sent when the answer to the one before has come, and the latencies are half of that round trip; for read, atomic, and write with --poll cq they are the time from posting to completion. The rates count the messages of both directions.
 
-Both sides' CPU time (user and kernel) is reported. With --link loop there is one process, and its time counts for both.
+Both sides' CPU time (user and kernel) is reported, and what both together take for each GB. With --link loop there is one process, and its time counts for both.
+
+With --threads N the initiator has N threads that post and poll by themselves. One-sided operations need no thread of the target; for send and write-imm the target receives with N threads, too. The figures are those of all threads together, from their common start to the end of the last; "threads" has the slowest and the fastest one, and --json each of them.
 
 --mem says what the buffers of both sides are. All are outside the Go heap, and their pages are there when the measurement begins.
 
@@ -62,6 +66,7 @@ Examples:
 
     verbena perf --size 1M
     verbena perf --link udp --op send --size 4K --qps 4 --check
+    verbena perf --size 8 --threads 4 --qps 16
     verbena perf --link udp --lat
     verbena perf --mem odp --op read --check
     verbena perf --link udp --iters 100 --pcap write.pcapng
@@ -88,7 +93,7 @@ func (s *sizeFlag) UnmarshalText(b []byte) error {
 func (c *perfCmd) Run(ctx context.Context, parsed *kong.Context) error {
 	p := perf.Params{
 		Op: perf.Op(c.Op), Size: int(c.Size), Iters: c.Iters, Duration: c.Duration,
-		Depth: c.Depth, Batch: c.Batch, QPs: c.QPs, MTU: c.MTU, Mem: c.Mem,
+		Depth: c.Depth, Batch: c.Batch, Threads: c.Threads, QPs: c.QPs, MTU: c.MTU, Mem: c.Mem,
 		Lat: c.Lat, Poll: perf.Poll(c.Poll), Inline: c.Inline, Check: c.Check, BusyTarget: c.Busy,
 	}
 	if err := c.validate(parsed); err != nil {
@@ -140,7 +145,7 @@ func (c *perfCmd) validate(parsed *kong.Context) error {
 	for _, f := range []struct {
 		name  string
 		value int
-	}{{"iters", c.Iters}, {"depth", c.Depth}, {"batch", c.Batch}, {"qps", c.QPs}} {
+	}{{"iters", c.Iters}, {"depth", c.Depth}, {"batch", c.Batch}, {"threads", c.Threads}, {"qps", c.QPs}} {
 		if f.value == 0 && given(parsed, f.name) {
 			return usagef("--%s 0: want at least 1", f.name)
 		}
@@ -194,6 +199,9 @@ func (c *perfCmd) report(r *perf.Result) error {
 	}
 	if r.Mode == "bandwidth" {
 		what = append(what, fmt.Sprintf("%d outstanding", r.Depth), fmt.Sprintf("%d QP", r.QPs))
+		if r.Threads > 1 {
+			what = append(what, fmt.Sprintf("%d threads", r.Threads))
+		}
 	} else {
 		what = append(what, "polling "+string(r.Poll))
 	}
@@ -210,18 +218,26 @@ func (c *perfCmd) report(r *perf.Result) error {
 	}
 	line := func(key, format string, args ...any) { fmt.Printf("  %-11s %s\n", key, fmt.Sprintf(format, args...)) }
 	line("done", "%s %s in %.2f s%s", units.FormatCount(r.Iters), messages, r.Seconds, compared)
-	line("bandwidth", "%s GB/s", units.FormatFigure(r.GBytesPerS))
-	line("rate", "%s messages/s", units.FormatCount(uint64(r.MsgsPerS)))
 	f := units.FormatFigure
+	line("bandwidth", "%s GB/s", f(r.GBytesPerS))
+	line("rate", "%s messages/s", units.FormatCount(uint64(r.MsgsPerS)))
+	if r.Threads > 1 {
+		slow, fast := slices.MinFunc(r.PerThread, byRate), slices.MaxFunc(r.PerThread, byRate)
+		line("threads", "%s to %s GB/s, %s to %s messages/s each", f(slow.GBytesPerS), f(fast.GBytesPerS),
+			units.FormatCount(uint64(slow.MsgsPerS)), units.FormatCount(uint64(fast.MsgsPerS)))
+	}
 	line("latency", "µs: min %s, median %s, 99%% %s, 99.9%% %s, max %s (%s)",
 		f(r.Lat.Min), f(r.Lat.P50), f(r.Lat.P99), f(r.Lat.P999), f(r.Lat.Max), latKinds[r.LatKind])
 	if r.Link == string(verbs.LinkLoop) {
-		line("CPU time", "%.2f s, both sides", r.CPUSeconds.Initiator)
+		line("CPU time", "%.2f s, both sides: %s s/GB", r.CPUSeconds.Initiator, f(r.CPUPerGB))
 	} else {
-		line("CPU time", "initiator %.2f s, target %.2f s", r.CPUSeconds.Initiator, r.CPUSeconds.Target)
+		line("CPU time", "initiator %.2f s, target %.2f s: %s s/GB", r.CPUSeconds.Initiator, r.CPUSeconds.Target, f(r.CPUPerGB))
 	}
 	return nil
 }
+
+// byRate orders threads by their rates.
+func byRate(a, b perf.ThreadResult) int { return cmp.Compare(a.MsgsPerS, b.MsgsPerS) }
 
 var latKinds = map[string]string{
 	perf.LatHalf:       "half a round trip",

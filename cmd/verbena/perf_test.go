@@ -41,7 +41,7 @@ func parseResult(t *testing.T, out string) map[string]any {
 			t.Errorf("%s is %#v, want a string", field, r[field])
 		}
 	}
-	for _, field := range []string{"size", "qps", "depth", "batch", "mtu", "iters", "seconds", "gbytes_per_s", "msgs_per_s"} {
+	for _, field := range []string{"size", "threads", "qps", "depth", "batch", "mtu", "iters", "seconds", "gbytes_per_s", "msgs_per_s", "cpu_seconds_per_gb"} {
 		if f, ok := r[field].(float64); !ok || f <= 0 {
 			t.Errorf("%s is %#v, want a positive number", field, r[field])
 		}
@@ -73,9 +73,10 @@ func parseResult(t *testing.T, out string) map[string]any {
 			}
 		}
 	}
-	if len(r) != 21 {
-		t.Errorf("%d fields, want 21: %v", len(r), r)
+	if len(r) != 24 {
+		t.Errorf("%d fields, want 24: %v", len(r), r)
 	}
+	checkPerThread(t, r)
 	// The rates follow from the rest.
 	messages := r["iters"].(float64)
 	if r["lat_kind"] == "half-round-trip" {
@@ -87,7 +88,41 @@ func parseResult(t *testing.T, out string) map[string]any {
 	if want := r["msgs_per_s"].(float64) * r["size"].(float64) / 1e9; math.Abs(r["gbytes_per_s"].(float64)-want) > want/1e6 {
 		t.Errorf("gbytes_per_s is %v, want %v", r["gbytes_per_s"], want)
 	}
+	cpu := r["cpu_seconds"].(map[string]any)
+	gb := r["gbytes_per_s"].(float64) * r["seconds"].(float64)
+	if want := (cpu["initiator"].(float64) + cpu["target"].(float64)) / gb; math.Abs(r["cpu_seconds_per_gb"].(float64)-want) > want/1e6 {
+		t.Errorf("cpu_seconds_per_gb is %v, want %v", r["cpu_seconds_per_gb"], want)
+	}
 	return r
+}
+
+// checkPerThread checks that there are figures of each thread, and that they add up.
+func checkPerThread(t *testing.T, r map[string]any) {
+	t.Helper()
+	threads, ok := r["per_thread"].([]any)
+	if !ok || float64(len(threads)) != r["threads"] {
+		t.Fatalf("per_thread is %#v, want figures of %v threads", r["per_thread"], r["threads"])
+	}
+	sums := map[string]float64{}
+	for i, one := range threads {
+		o, ok := one.(map[string]any)
+		if !ok || len(o) != 5 {
+			t.Fatalf("per_thread[%d] is %#v, want an object of 5 fields", i, one)
+		}
+		for _, field := range []string{"qps", "iters", "seconds", "gbytes_per_s", "msgs_per_s"} {
+			f, ok := o[field].(float64)
+			if !ok || f <= 0 {
+				t.Errorf("per_thread[%d].%s is %#v, want a positive number", i, field, o[field])
+			}
+			sums[field] += f
+		}
+		if o["seconds"].(float64) > r["seconds"].(float64) {
+			t.Errorf("thread %d took %v of %v s", i, o["seconds"], r["seconds"])
+		}
+	}
+	if sums["qps"] != r["qps"] || sums["iters"] != r["iters"] {
+		t.Errorf("the threads have %v queue pairs and sent %v messages of %v and %v", sums["qps"], sums["iters"], r["qps"], r["iters"])
+	}
 }
 
 // perfCases are measurements that work over every link.
@@ -95,7 +130,7 @@ var perfCases = []struct {
 	args string
 	want map[string]any
 }{
-	{"", map[string]any{"op": "write", "size": 65536.0, "mode": "bandwidth", "depth": 64.0, "qps": 1.0, "poll": "cq", "mem": "pinned"}},
+	{"", map[string]any{"op": "write", "size": 65536.0, "mode": "bandwidth", "depth": 64.0, "threads": 1.0, "qps": 1.0, "poll": "cq", "mem": "pinned"}},
 	{"--size 8", map[string]any{"batch": 16.0}},
 	{"--size 1M --depth 4", map[string]any{"size": 1048576.0, "batch": 1.0}},
 	{"--size 4097 --qps 3 --depth 7", map[string]any{"qps": 3.0, "depth": 7.0}},
@@ -108,6 +143,13 @@ var perfCases = []struct {
 	{"--op atomic", map[string]any{"op": "atomic", "size": 8.0}},
 	{"--op atomic --qps 4", map[string]any{"qps": 4.0}},
 	{"--op write --busy --size 32K", nil},
+	{"--threads 3", map[string]any{"threads": 3.0, "qps": 3.0}},
+	{"--threads 2 --qps 5 --size 8", map[string]any{"threads": 2.0, "qps": 5.0, "batch": 16.0}},
+	{"--threads 2 --qps 3 --op send --size 4K", map[string]any{"op": "send", "threads": 2.0}},
+	{"--threads 2 --op read --size 4K", map[string]any{"op": "read", "qps": 2.0}},
+	{"--threads 4 --qps 6 --op atomic", map[string]any{"threads": 4.0}},
+	{"--threads 2 --op write-imm --size 100 --inline", map[string]any{"inline": true}},
+	{"--threads 2 --busy", map[string]any{"threads": 2.0}},
 	{"--lat", map[string]any{"op": "write", "size": 8.0, "mode": "latency", "poll": "memory", "lat_kind": "half-round-trip", "depth": 1.0}},
 	{"--lat --size 5000", nil},
 	{"--lat --inline --size 3", nil},
@@ -126,7 +168,7 @@ var perfCases = []struct {
 
 func testPerfCases(t *testing.T, link, initiator, target string) {
 	for i, tt := range perfCases {
-		if testing.Short() && i%4 != 0 {
+		if testing.Short() && i%4 != 0 && !strings.Contains(tt.args, "--threads 2 --qps") {
 			continue
 		}
 		t.Run(tt.args, func(t *testing.T) {
@@ -153,8 +195,9 @@ func testPerfCases(t *testing.T, link, initiator, target string) {
 					t.Errorf("%s is %v, want one in %s", field, r[field], network)
 				}
 			}
-			if r["initiator"] == r["target"] {
-				t.Errorf("both sides are at %v", r["target"])
+			// Processes that share memory share an address, too.
+			if (r["initiator"] == r["target"]) != (link == "local") {
+				t.Errorf("the sides are at %v and %v", r["initiator"], r["target"])
 			}
 		})
 	}
@@ -172,9 +215,19 @@ func TestPerfUDP(t *testing.T) {
 	}
 }
 
+// By shared memory the other side is a process of its own, too.
+func TestPerfLocal(t *testing.T) {
+	testPerfCases(t, "local", "127.77.0.", "127.77.0.")
+	r := perfJSON(t, "--link", "local", "--duration", "300ms", "--threads", "2", "--op", "send")
+	cpu := r["cpu_seconds"].(map[string]any)
+	if cpu["initiator"].(float64) <= 0 || cpu["target"].(float64) <= 0 {
+		t.Errorf("cpu_seconds is %v", cpu)
+	}
+}
+
 // Without --iters the duration counts.
 func TestPerfDuration(t *testing.T) {
-	for _, args := range [][]string{{}, {"--lat", "--op", "send"}} {
+	for _, args := range [][]string{{}, {"--lat", "--op", "send"}, {"--threads", "3"}} {
 		r := perfJSON(t, append(args, "--duration", "300ms")...)
 		if s := r["seconds"].(float64); s < 0.3 || s > 3 {
 			t.Errorf("%v measured for %v s, want 0.3", args, s)
@@ -191,7 +244,20 @@ func TestPerfText(t *testing.T) {
 		`(?m)^  bandwidth   [0-9.]+ GB/s$`,
 		`(?m)^  rate        [0-9,]+ messages/s$`,
 		`(?m)^  latency     µs: min \S+, median \S+, 99% \S+, 99.9% \S+, max \S+ \(post to completion, under load\)$`,
-		`(?m)^  CPU time    \d+\.\d\d s, both sides$`,
+		`(?m)^  CPU time    \d+\.\d\d s, both sides: [0-9.]+ s/GB$`,
+	} {
+		if !regexp.MustCompile(want).MatchString(out) {
+			t.Errorf("nothing like %s in\n%s", want, out)
+		}
+	}
+	if strings.Contains(out, "threads") {
+		t.Errorf("one thread is compared with others in\n%s", out)
+	}
+	out = succeed(t, "perf", "--iters", "1000", "--size", "4K", "--link", "udp", "--threads", "2", "--qps", "3").stdout
+	for _, want := range []string{
+		`(?m)^  4 KiB, pinned memory, 64 outstanding, 3 QP, 2 threads, MTU 4096$`,
+		`(?m)^  threads     [0-9.]+ to [0-9.]+ GB/s, [0-9,]+ to [0-9,]+ messages/s each$`,
+		`(?m)^  CPU time    initiator \d+\.\d\d s, target \d+\.\d\d s: [0-9.]+ s/GB$`,
 	} {
 		if !regexp.MustCompile(want).MatchString(out) {
 			t.Errorf("nothing like %s in\n%s", want, out)
@@ -220,7 +286,7 @@ func TestPerfListenConnect(t *testing.T) {
 	if !ok {
 		t.Fatalf("the listener says %q", line)
 	}
-	r := perfJSON(t, "--connect", addr, "--op", "send", "--size", "10K", "--iters", "2000", "--check", "--qps", "2")
+	r := perfJSON(t, "--connect", addr, "--op", "send", "--size", "10K", "--iters", "2000", "--check", "--qps", "3", "--threads", "2")
 	if r["link"] != "udp" || r["checked"] != true || r["initiator"] == r["target"] {
 		t.Errorf("the result is %v", r)
 	}

@@ -49,6 +49,22 @@ func (h *Histogram) Record(d time.Duration) {
 	h.counts[bucketOf(v)]++
 }
 
+// Add counts everything that another histogram has counted.
+func (h *Histogram) Add(o *Histogram) {
+	if o.n == 0 {
+		return
+	}
+	if h.n == 0 || o.min < h.min {
+		h.min = o.min
+	}
+	h.max = max(h.max, o.max)
+	h.n += o.n
+	h.sum += o.sum
+	for i, c := range o.counts {
+		h.counts[i] += c
+	}
+}
+
 // Reset empties the histogram.
 func (h *Histogram) Reset() { *h = Histogram{} }
 

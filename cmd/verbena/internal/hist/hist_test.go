@@ -101,6 +101,29 @@ func TestEmptyResetAndClockGoingBack(t *testing.T) {
 	}
 }
 
+// Two histograms that are added are as one that has counted everything.
+func TestAdd(t *testing.T) {
+	var even, odd, all, empty Histogram
+	for v := range 1000 {
+		d := time.Duration(v*v + 3)
+		all.Record(d)
+		if v%2 == 0 {
+			even.Record(d)
+		} else {
+			odd.Record(d)
+		}
+	}
+	odd.Add(&empty)
+	empty.Add(&odd)
+	if empty != odd {
+		t.Errorf("added to nothing: min %v, max %v, mean %v", empty.Min(), empty.Max(), empty.Mean())
+	}
+	odd.Add(&even)
+	if odd != all {
+		t.Errorf("odd and even: min %v, max %v, mean %v", odd.Min(), odd.Max(), odd.Mean())
+	}
+}
+
 func TestRecordAllocatesNothing(t *testing.T) {
 	h := new(Histogram)
 	d := time.Duration(0)

@@ -28,7 +28,7 @@ func TestLoopsAllocateNothing(t *testing.T) {
 		return after.Mallocs - before.Mallocs
 	}
 	for _, p := range []Params{
-		{Op: OpWrite, Size: 8}, {Op: OpRead, Size: 4096}, {Op: OpSend, Size: 4096, QPs: 2}, {Op: OpAtomic}, {Op: OpWriteImm, Size: 64, Inline: true},
+		{Op: OpWrite, Size: 8}, {Op: OpRead, Size: 4096}, {Op: OpSend, Size: 4096, QPs: 2}, {Op: OpWrite, Size: 8, Threads: 3}, {Op: OpSend, Size: 8, Threads: 2, QPs: 3}, {Op: OpAtomic}, {Op: OpWriteImm, Size: 64, Inline: true},
 		{Lat: true}, {Lat: true, Op: OpSend}, {Lat: true, Op: OpRead}, {Lat: true, Poll: PollCQ},
 	} {
 		few, many := p, p
@@ -38,7 +38,7 @@ func TestLoopsAllocateNothing(t *testing.T) {
 		// The device's own timers and the test's side channel may allocate now
 		// and then; one allocation for each message would be five times this.
 		if n := mallocs(many); n > base+2000 {
-			t.Errorf("%s, latency %v: 10,000 more messages take %d more allocations", p.Op, p.Lat, int64(n-base))
+			t.Errorf("%s, latency %v, threads %d: 10,000 more messages take %d more allocations", p.Op, p.Lat, p.Threads, int64(n-base))
 		}
 	}
 }

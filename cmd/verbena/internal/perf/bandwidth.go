@@ -6,24 +6,24 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// bandwidth keeps every queue pair's send queue as full as the depth allows,
-// batch by batch, until the limit, and waits for the last completion. The time
-// from the posting of a batch to its completion is its latency.
+// bandwidth keeps the send queue of each of the thread's queue pairs as full as the depth
+// allows, batch by batch, until the limit, and waits for the last completion. The time
+// from the posting of a batch to its completion is its latency. Time counts from start on,
+// which is the same for all threads.
 //
 // Nothing in the loop allocates.
-func (m *initiator) bandwidth(l limit) (span, error) {
+func (m *initiator) bandwidth(start time.Time, l limit) (span, error) {
 	var done uint64
-	left := l.iters // with a duration: not used
-	batch := uint64(m.p.Batch)
-	start := time.Now()
+	left := uint64(l.iters) // with a duration: not used
+	full := uint64(m.p.Batch)
 	now := start
 	inflight := 0 // batches
 	for more := true; more || inflight > 0; {
 		for _, f := range m.flows {
-			for more && f.posted-f.done+batch <= uint64(m.p.Depth) {
-				n := batch
+			for more && f.posted-f.done+full <= uint64(m.p.Depth) {
+				n := full
 				if l.iters > 0 {
-					n = min(batch, left)
+					n = min(full, left)
 					left -= n
 					more = left > 0
 				}
@@ -54,24 +54,23 @@ func (m *initiator) bandwidth(l limit) (span, error) {
 		if l.iters == 0 && now.Sub(start) >= l.duration {
 			more = false
 		}
-		if err := m.side.err(); err != nil {
+		if err := m.err(); err != nil {
 			return span{}, err
 		}
 	}
 	return span{messages: done, elapsed: now.Sub(start)}, nil
 }
 
-// postBatch posts the next n requests, at most a batch.
-func (f *flow) postBatch(n, batch int) error {
+// postBatch posts the next n requests. A full batch has more or as many.
+func (f *flow) postBatch(n, full int) error {
 	at := int(f.posted & uint64(len(f.sends)-1))
 	wrs := f.sends[at : at+n]
-	if n < batch {
+	if n < full {
 		// The last one of a batch asks for the completion: here it is another.
 		wrs = f.tail[:copy(f.tail, wrs)]
 		wrs[n-1].Flags |= verbs.SendSignaled
 	}
-	slot := (f.head + f.len) % len(f.stamps)
-	f.stamps[slot], f.batches[slot] = time.Now(), n
+	f.batches[(f.head+f.len)%len(f.batches)] = batch{time.Now(), n}
 	if _, err := f.qp.PostSend(wrs); err != nil {
 		return err
 	}
@@ -83,9 +82,9 @@ func (f *flow) postBatch(n, batch int) error {
 // retire takes the oldest batch off, which has completed: a send queue
 // completes in order.
 func (f *flow) retire() (n int, posted time.Time) {
-	n, posted = f.batches[f.head], f.stamps[f.head]
-	f.head = (f.head + 1) % len(f.stamps)
+	b := f.batches[f.head]
+	f.head = (f.head + 1) % len(f.batches)
 	f.len--
-	f.done += uint64(n)
-	return n, posted
+	f.done += uint64(b.requests)
+	return b.requests, b.posted
 }

@@ -51,9 +51,12 @@ func initiate(dev *verbs.Device, side *SideChannel, p Params, notify func(string
 		return nil, err
 	}
 
-	m := &initiator{rig: r}
+	posters := make([]*initiator, len(r.threads))
+	for i, t := range r.threads {
+		posters[i] = &initiator{thread: t}
+	}
 	notify("warming up")
-	if _, err := m.run(p.warmUp()); err != nil {
+	if _, err := r.measure(posters, p.warmUp()); err != nil {
 		return nil, err
 	}
 	if err := side.send(message{Kind: kindStart, Sent: r.sent()}); err != nil {
@@ -62,18 +65,20 @@ func initiate(dev *verbs.Device, side *SideChannel, p Params, notify func(string
 	if _, err := side.receive(answerLimit, kindStarted); err != nil {
 		return nil, err
 	}
-	for _, f := range r.flows {
-		f.base = f.posted
+	for _, m := range posters {
+		for _, f := range m.flows {
+			f.base = f.posted
+		}
+		m.hist.Reset()
 	}
 	r.begin()
-	m.hist.Reset()
 
 	if corrupt != nil {
 		corrupt(r)
 	}
 	notify("measuring")
 	cpu := sys.CPUSeconds()
-	span, err := m.run(limit{iters: uint64(p.Iters), duration: p.Duration})
+	spans, err := r.measure(posters, limit{iters: p.Iters, duration: p.Duration})
 	if err != nil {
 		return nil, err
 	}
@@ -86,8 +91,8 @@ func initiate(dev *verbs.Device, side *SideChannel, p Params, notify func(string
 	if err != nil {
 		return nil, err
 	}
-	if answer.Report == nil {
-		return nil, errors.New("side channel: a report without content")
+	if answer.Report == nil || answer.Report.CPUSeconds < 0 {
+		return nil, errors.New("side channel: a report without valid content")
 	}
 	if p.Check {
 		notify("checking")
@@ -98,13 +103,17 @@ func initiate(dev *verbs.Device, side *SideChannel, p Params, notify func(string
 			return nil, fmt.Errorf("check failed at the initiator: %w", err)
 		}
 	}
-	res = newResult(p, span, &m.hist)
+	used := CPUSeconds{Initiator: cpu, Target: answer.Report.CPUSeconds}
+	if p.Link == string(verbs.LinkLoop) {
+		used.Target = 0 // the same process: it is in the initiator's
+	}
+	times := &posters[0].hist
+	for _, m := range posters[1:] {
+		times.Add(&m.hist)
+	}
+	res = newResult(p, spans, times, used)
 	res.MTU = mtu
 	res.Initiator, res.Target = dev.Addr().String(), peer.Device
-	res.CPUSeconds = CPUSeconds{Initiator: cpu, Target: answer.Report.CPUSeconds}
-	if p.Link == string(verbs.LinkLoop) {
-		res.CPUSeconds.Target = 0 // the same process: it is in the initiator's
-	}
 	return res, side.send(message{Kind: kindResult, Result: res})
 }
 
@@ -122,8 +131,8 @@ func (r *rig) meetTarget(dev *verbs.Device) (*offer, int, error) {
 	if err != nil {
 		return nil, 0, err
 	}
-	if answer.Offer == nil {
-		return nil, 0, errors.New("side channel: an offer without content")
+	if err := r.fits(answer.Offer); err != nil {
+		return nil, 0, err
 	}
 	if r.p.MTU > 0 {
 		if most := min(mine.MTU, answer.Offer.MTU); r.p.MTU > most {
@@ -145,7 +154,7 @@ func (r *rig) meetTarget(dev *verbs.Device) (*offer, int, error) {
 
 // limit is when a run ends: after iters messages or, if iters is 0, after duration.
 type limit struct {
-	iters    uint64
+	iters    int
 	duration time.Duration
 }
 
@@ -158,27 +167,43 @@ type span struct {
 // warmUp returns the limit of the warm-up: a tenth of the measurement, within bounds.
 func (p *Params) warmUp() limit {
 	if p.Iters > 0 {
-		n := min(max(p.Iters/10, 1), 10_000)
-		// Only the very last batch may be shorter: the ring of requests is
-		// posted from multiples of a batch on.
-		return limit{iters: uint64((n + p.Batch - 1) &^ (p.Batch - 1))}
+		// Only the very last batch of a thread may be shorter: the ring of requests is
+		// posted from multiples of a batch on. Threads have equal shares here.
+		share := min(max(p.Iters/10/p.Threads, 1), 10_000)
+		return limit{iters: p.Threads * ((share + p.Batch - 1) &^ (p.Batch - 1))}
 	}
 	return limit{duration: min(max(p.Duration/10, 20*time.Millisecond), 250*time.Millisecond)}
 }
 
-// initiator runs the measuring loops.
-type initiator struct {
-	*rig
-	hist hist.Histogram
-	seq  byte // ping-pong in memory: the last byte of the current message
+// measure runs the loops of all threads until the limit, of which each thread has its
+// share, and returns what each did.
+func (r *rig) measure(posters []*initiator, l limit) ([]span, error) {
+	spans := make([]span, len(posters))
+	start := time.Now()
+	err := r.each(func(i int) (err error) {
+		own := l
+		own.iters, _ = r.p.share(l.iters, i)
+		s, err := posters[i].run(start, own)
+		spans[i] = s
+		return err
+	})
+	return spans, err
 }
 
-// run measures until the limit.
-func (m *initiator) run(l limit) (span, error) {
+// initiator runs the measuring loops of a thread.
+type initiator struct {
+	*thread
+	hist hist.Histogram
+	seq  byte // ping-pong in memory: the last byte of the current message
+	_    pad
+}
+
+// run measures until the limit. A bandwidth counts from start on.
+func (m *initiator) run(start time.Time, l limit) (span, error) {
 	m.idle.reset()
 	switch {
 	case !m.p.Lat:
-		return m.bandwidth(l)
+		return m.bandwidth(start, l)
 	case m.p.Poll == PollMemory:
 		return m.pingPongMemory(l)
 	case m.op.receives:

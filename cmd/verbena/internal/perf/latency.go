@@ -27,7 +27,7 @@ func (m *initiator) pingPongCQ(l limit) (span, error) {
 		if err := f.postPingPong(); err != nil {
 			return span{}, err
 		}
-		if err := m.awaitReceive(f, nil); err != nil {
+		if err := m.awaitReceive(f, false); err != nil {
 			return span{}, err
 		}
 		now := time.Now()
@@ -54,10 +54,10 @@ func (f *flow) postPingPong() error {
 }
 
 // awaitReceive polls until a message has arrived and posts a receive for the next one. If
-// stop is not nil, it also returns, without a message, when the side channel has one.
-func (r *rig) awaitReceive(f *flow, stop *SideChannel) error {
+// stoppable is set, it also returns, without a message, when the side channel has one.
+func (t *thread) awaitReceive(f *flow, stoppable bool) error {
 	for got := false; !got; {
-		wcs, err := r.poll()
+		wcs, err := t.poll()
 		if err != nil {
 			return err
 		}
@@ -68,16 +68,16 @@ func (r *rig) awaitReceive(f *flow, stop *SideChannel) error {
 			}
 		}
 		if got {
-			r.idle.reset()
+			t.idle.reset()
 			break
 		}
-		if stop != nil {
-			r.idle.since = time.Time{} // the peer may take its time
-			if stop.pending() {
+		if stoppable {
+			t.idle.since = time.Time{} // the peer may take its time
+			if t.pending() {
 				return nil
 			}
 		}
-		if err := r.idle.wait(pollTurns); err != nil {
+		if err := t.idle.wait(pollTurns); err != nil {
 			return err
 		}
 	}
@@ -112,39 +112,39 @@ func (m *initiator) pingPongMemory(l limit) (span, error) {
 
 // writeNumbered writes a message with the number seq and waits until the write
 // has completed.
-func (r *rig) writeNumbered(f *flow, seq byte) error {
-	r.tx.bytes[r.p.Size-1] = seq
+func (t *thread) writeNumbered(f *flow, seq byte) error {
+	t.tx.bytes[t.p.Size-1] = seq
 	if _, err := f.qp.PostSend(f.sends); err != nil {
 		return err
 	}
 	f.posted++
-	return r.awaitCompletion()
+	return t.awaitCompletion()
 }
 
 // watch waits until the message with the number seq is in memory. It polls no completion
 // queue: the device receives the message without that.
-func (r *rig) watch(seq byte) error {
-	for word.LoadByte(r.rx.bytes, r.p.Size-1) != seq {
-		if err := r.idle.wait(watchTurns); err != nil {
+func (t *thread) watch(seq byte) error {
+	for word.LoadByte(t.rx.bytes, t.p.Size-1) != seq {
+		if err := t.idle.wait(watchTurns); err != nil {
 			return err
 		}
 	}
-	r.idle.reset()
+	t.idle.reset()
 	return nil
 }
 
 // awaitCompletion polls until the one request under way has completed.
-func (r *rig) awaitCompletion() error {
+func (t *thread) awaitCompletion() error {
 	for {
-		wcs, err := r.poll()
+		wcs, err := t.poll()
 		if err != nil {
 			return err
 		}
 		if len(wcs) > 0 {
-			r.idle.reset()
+			t.idle.reset()
 			return nil
 		}
-		if err := r.idle.wait(pollTurns); err != nil {
+		if err := t.idle.wait(pollTurns); err != nil {
 			return err
 		}
 	}
@@ -177,7 +177,7 @@ func (m *initiator) completion(l limit) (span, error) {
 // reached reports whether a run is over.
 func (l limit) reached(n uint64, elapsed time.Duration) bool {
 	if l.iters > 0 {
-		return n >= l.iters
+		return n >= uint64(l.iters)
 	}
 	return elapsed >= l.duration
 }

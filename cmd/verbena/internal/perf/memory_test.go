@@ -12,12 +12,15 @@ func TestMemKinds(t *testing.T) {
 	for _, kind := range MemKinds() {
 		onDemand := kind == "odp" || kind == "implicit"
 		for _, p := range []Params{
-			{Op: OpWrite, Size: 10_001, Depth: 4}, {Op: OpRead, Size: 10_001}, {Op: OpSend, Size: 10_001}, {Op: OpWriteImm, QPs: 2, Size: 4096},
+			{Op: OpWrite, Size: 10_001, Depth: 4}, {Op: OpRead, Size: 10_001}, {Op: OpSend, Size: 10_001}, {Op: OpWriteImm, QPs: 2, Size: 4096}, {Op: OpRead, Threads: 2, QPs: 3, Size: 4096},
 			{Op: OpAtomic}, {Op: OpWrite, Lat: true}, {Op: OpSend, Lat: true, Size: 5000},
 		} {
 			name := kind + "/" + string(p.Op)
 			if p.Lat {
 				name += "-lat"
+			}
+			if p.Threads > 1 {
+				name += "-threads"
 			}
 			t.Run(name, func(t *testing.T) {
 				a, b := openPair(t, verbs.LinkLoop)

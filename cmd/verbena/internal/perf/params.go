@@ -7,8 +7,8 @@
 //
 //  1. params.go: what to measure; both sides validate it
 //  2. side.go: the side channel, lines of JSON in both directions
-//  3. rig.go: buffers, regions and queue pairs of one side, and how the two
-//     sides connect; memory.go, window.go, indirect.go: the kinds of memory that
+//  3. rig.go: what one side has, and how the two sides connect; thread.go: buffers,
+//     queue pairs and completion queue of each of its threads; memory.go, window.go, indirect.go: the kinds of memory that
 //     buffers are made of
 //  4. initiator.go: the phases: connect, warm up, measure, check, report
 //  5. bandwidth.go, latency.go: the initiator's loops, which allocate nothing
@@ -66,10 +66,11 @@ const (
 
 // Limits of what a peer may ask for: any host may connect to the TCP port.
 const (
-	maxSize   = 1 << 30
-	maxQPs    = 1024
-	maxDepth  = 1 << 15
-	maxMemory = 4 << 30 // all buffers of one side
+	maxSize    = 1 << 30
+	maxQPs     = 1024
+	maxThreads = 256
+	maxDepth   = 1 << 15
+	maxMemory  = 4 << 30 // all buffers of one side
 	// slotMemory bounds the buffers of one queue pair if its messages are small:
 	// messages use the slots one after the other, and all slots should fit the caches.
 	slotMemory = 256 << 10
@@ -83,7 +84,8 @@ type Params struct {
 	Duration time.Duration `json:"duration"` // default 2 s; ignored if Iters is set
 	Depth    int           `json:"depth"`    // outstanding requests of a queue pair; default 64, 1 for latency
 	Batch    int           `json:"batch"`    // requests of one PostSend; default by size, at most half of Depth
-	QPs      int           `json:"qps"`      // default 1
+	Threads  int           `json:"threads"`  // posting threads of the initiator; default 1
+	QPs      int           `json:"qps"`      // of all threads together; default: one for each thread
 	MTU      int           `json:"mtu"`      // bytes; 0: the largest that both ports can
 	Mem      string        `json:"mem"`      // default "pinned"
 	Link     string        `json:"link"`     // what the devices were opened with, for the result
@@ -122,8 +124,11 @@ func (p *Params) Complete() error {
 			p.Depth = 1
 		}
 	}
+	if p.Threads == 0 {
+		p.Threads = 1
+	}
 	if p.QPs == 0 {
-		p.QPs = 1
+		p.QPs = p.Threads
 	}
 	if p.Mem == "" {
 		p.Mem = memKinds[0].name
@@ -163,8 +168,16 @@ func (p *Params) validate() error {
 		return fmt.Errorf("duration %v: want more than 0", p.Duration)
 	case p.Depth < 1 || p.Depth > maxDepth:
 		return fmt.Errorf("depth %d: want 1 to %d", p.Depth, maxDepth)
+	case p.Threads < 1 || p.Threads > maxThreads:
+		return fmt.Errorf("threads %d: want 1 to %d", p.Threads, maxThreads)
+	case p.Lat && p.Threads != 1:
+		return fmt.Errorf("threads %d: latency is measured by one thread", p.Threads)
 	case p.QPs < 1 || p.QPs > maxQPs:
 		return fmt.Errorf("qps %d: want 1 to %d", p.QPs, maxQPs)
+	case p.QPs < p.Threads:
+		return fmt.Errorf("qps %d: want at least one for each of the %d threads", p.QPs, p.Threads)
+	case p.Iters > 0 && p.Iters < p.Threads:
+		return fmt.Errorf("iters %d: want at least one for each of the %d threads", p.Iters, p.Threads)
 	case p.Batch < 0 || p.Batch > p.Depth:
 		return fmt.Errorf("batch %d: want 1 to the depth, %d", p.Batch, p.Depth)
 	case p.Batch&(p.Batch-1) != 0:
@@ -188,6 +201,17 @@ func (p *Params) validate() error {
 		return fmt.Errorf("size %d: with %d queue pairs the buffers take more than 4G", p.Size, p.QPs)
 	}
 	return nil
+}
+
+// share returns how many of n a thread gets, and how many the threads before it have.
+// Shares differ by at most one.
+func (p *Params) share(n, thread int) (count, before int) {
+	each, rest := n/p.Threads, n%p.Threads
+	before = thread*each + min(thread, rest)
+	if thread < rest {
+		each++
+	}
+	return each, before
 }
 
 // pingPong reports whether the target answers every message with one.

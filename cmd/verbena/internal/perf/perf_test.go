@@ -37,12 +37,14 @@ func TestCompleteDefaults(t *testing.T) {
 	tests := []struct {
 		in, want Params
 	}{
-		{Params{}, Params{Op: OpWrite, Size: 64 << 10, Duration: 2 * time.Second, Depth: 64, Batch: 1, QPs: 1, Mem: "pinned", Poll: PollCQ}},
-		{Params{Lat: true}, Params{Op: OpWrite, Size: 8, Duration: 2 * time.Second, Depth: 1, Batch: 1, QPs: 1, Mem: "pinned", Poll: PollMemory, Lat: true}},
-		{Params{Lat: true, Op: OpSend}, Params{Op: OpSend, Size: 8, Duration: 2 * time.Second, Depth: 1, Batch: 1, QPs: 1, Mem: "pinned", Poll: PollCQ, Lat: true}},
-		{Params{Op: OpAtomic, Iters: 5}, Params{Op: OpAtomic, Size: 8, Iters: 5, Depth: 64, Batch: 16, QPs: 1, Mem: "pinned", Poll: PollCQ}},
-		{Params{Size: 4096, Depth: 7, Iters: 1}, Params{Op: OpWrite, Size: 4096, Iters: 1, Depth: 7, Batch: 2, QPs: 1, Mem: "pinned", Poll: PollCQ}},
-		{Params{Size: 32 << 10, Iters: 1}, Params{Op: OpWrite, Size: 32 << 10, Iters: 1, Depth: 64, Batch: 2, QPs: 1, Mem: "pinned", Poll: PollCQ}},
+		{Params{}, Params{Op: OpWrite, Size: 64 << 10, Duration: 2 * time.Second, Depth: 64, Batch: 1, Threads: 1, QPs: 1, Mem: "pinned", Poll: PollCQ}},
+		{Params{Lat: true}, Params{Op: OpWrite, Size: 8, Duration: 2 * time.Second, Depth: 1, Batch: 1, Threads: 1, QPs: 1, Mem: "pinned", Poll: PollMemory, Lat: true}},
+		{Params{Lat: true, Op: OpSend}, Params{Op: OpSend, Size: 8, Duration: 2 * time.Second, Depth: 1, Batch: 1, Threads: 1, QPs: 1, Mem: "pinned", Poll: PollCQ, Lat: true}},
+		{Params{Op: OpAtomic, Iters: 5}, Params{Op: OpAtomic, Size: 8, Iters: 5, Depth: 64, Batch: 16, Threads: 1, QPs: 1, Mem: "pinned", Poll: PollCQ}},
+		{Params{Size: 4096, Depth: 7, Iters: 1}, Params{Op: OpWrite, Size: 4096, Iters: 1, Depth: 7, Batch: 2, Threads: 1, QPs: 1, Mem: "pinned", Poll: PollCQ}},
+		{Params{Size: 32 << 10, Iters: 1}, Params{Op: OpWrite, Size: 32 << 10, Iters: 1, Depth: 64, Batch: 2, Threads: 1, QPs: 1, Mem: "pinned", Poll: PollCQ}},
+		{Params{Threads: 4, Iters: 4}, Params{Op: OpWrite, Size: 64 << 10, Iters: 4, Depth: 64, Batch: 1, Threads: 4, QPs: 4, Mem: "pinned", Poll: PollCQ}},
+		{Params{Threads: 3, QPs: 7, Iters: 3}, Params{Op: OpWrite, Size: 64 << 10, Iters: 3, Depth: 64, Batch: 1, Threads: 3, QPs: 7, Mem: "pinned", Poll: PollCQ}},
 	}
 	for _, tt := range tests {
 		got := tt.in
@@ -62,7 +64,10 @@ func TestCompleteInvariants(t *testing.T) {
 	for _, size := range []int{1, 7, 8, 64, 65, 4096, 10_001, 1 << 20, maxSize} {
 		for _, depth := range []int{1, 2, 3, 5, 64, 100, maxDepth} {
 			for _, op := range []Op{OpWrite, OpWriteImm, OpRead, OpSend} {
-				p := Params{Op: op, Size: size, Depth: depth, Iters: 1}
+				p := Params{Op: op, Size: size, Depth: depth, Iters: 5 * depth}
+				if size < maxSize {
+					p.Threads = min(3, 1+depth/2)
+				}
 				if err := p.Complete(); err != nil {
 					t.Fatalf("%+v: %v", p, err)
 				}
@@ -75,7 +80,7 @@ func TestCompleteInvariants(t *testing.T) {
 				if p.stride() < size || p.stride()%64 != 0 {
 					t.Errorf("%+v has a stride of %d", p, p.stride())
 				}
-				if w := p.warmUp(); w.iters%uint64(p.Batch) != 0 {
+				if w := p.warmUp(); w.iters%(p.Batch*p.Threads) != 0 {
 					t.Errorf("%+v warms up with %d messages in batches of %d", p, w.iters, p.Batch)
 				}
 			}
@@ -117,17 +122,23 @@ func rigFor(t *testing.T, p Params, base, posted uint64) *rig {
 	if err := p.Complete(); err != nil {
 		t.Fatal(err)
 	}
-	bytes := p.QPs * p.slots() * p.stride()
-	r := &rig{p: p, op: opTable[p.Op], tx: buffer{bytes: make([]byte, bytes)}, rx: buffer{bytes: make([]byte, bytes)}}
-	for range p.QPs {
-		r.flows = append(r.flows, &flow{base: base, posted: posted})
+	r := &rig{p: p, op: opTable[p.Op]}
+	for i := range p.Threads {
+		t := newThread(r, i)
+		t.tx.bytes, t.rx.bytes = make([]byte, t.bytes()), make([]byte, t.bytes())
+		for range t.qps {
+			t.flows = append(t.flows, &flow{base: base, posted: posted})
+		}
+		r.threads = append(r.threads, t)
 	}
 	if p.pingPong() {
 		r.fillTx(phaseWarmUp)
 	} else {
 		r.fillTx(phaseMeasure)
 	}
-	copy(r.rx.bytes, r.tx.bytes)
+	for _, t := range r.threads {
+		copy(t.rx.bytes, t.tx.bytes)
+	}
 	return r
 }
 
@@ -138,18 +149,21 @@ func TestCheckNotices(t *testing.T) {
 		name         string
 		p            Params
 		base, posted uint64
+		thread       int // that has the wrong byte
 		wrong        int // offset of the wrong byte
 		noticed      bool
 	}{
-		{"first byte", Params{Size: 1000, Depth: 4, Iters: 100}, 16, 116, 0, true},
-		{"last byte of the last slot", Params{Size: 1000, Depth: 4, Iters: 100}, 16, 116, 3*1024 + 999, true},
-		{"between slots", Params{Size: 1000, Depth: 4, Iters: 100}, 16, 116, 1000, false},
-		{"second queue pair", Params{Size: 1000, Depth: 4, QPs: 2, Iters: 100}, 16, 116, 4 * 1024, true},
-		{"slot of one message", Params{Size: 1000, Depth: 4, Iters: 1}, 18, 19, 2 * 1024, true},
-		{"slot without a message", Params{Size: 1000, Depth: 4, Iters: 1}, 18, 19, 3 * 1024, false},
-		{"ping-pong", Params{Size: 1000, Lat: true, Op: OpSend}, 0, 100, 999, true},
-		{"ping-pong, number", Params{Size: 1000, Lat: true}, 0, 100, 999, false},
-		{"ping-pong, before the number", Params{Size: 1000, Lat: true}, 0, 100, 998, true},
+		{"first byte", Params{Size: 1000, Depth: 4, Iters: 100}, 16, 116, 0, 0, true},
+		{"last byte of the last slot", Params{Size: 1000, Depth: 4, Iters: 100}, 16, 116, 0, 3*1024 + 999, true},
+		{"between slots", Params{Size: 1000, Depth: 4, Iters: 100}, 16, 116, 0, 1000, false},
+		{"second queue pair", Params{Size: 1000, Depth: 4, QPs: 2, Iters: 100}, 16, 116, 0, 4 * 1024, true},
+		{"second thread", Params{Size: 1000, Depth: 4, Threads: 2, QPs: 3, Iters: 100}, 16, 116, 1, 0, true},
+		{"second queue pair of the first thread", Params{Size: 1000, Depth: 4, Threads: 2, QPs: 3, Iters: 100}, 16, 116, 0, 4 * 1024, true},
+		{"slot of one message", Params{Size: 1000, Depth: 4, Iters: 1}, 18, 19, 0, 2 * 1024, true},
+		{"slot without a message", Params{Size: 1000, Depth: 4, Iters: 1}, 18, 19, 0, 3 * 1024, false},
+		{"ping-pong", Params{Size: 1000, Lat: true, Op: OpSend}, 0, 100, 0, 999, true},
+		{"ping-pong, number", Params{Size: 1000, Lat: true}, 0, 100, 0, 999, false},
+		{"ping-pong, before the number", Params{Size: 1000, Lat: true}, 0, 100, 0, 998, true},
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
@@ -171,7 +185,7 @@ func TestCheckNotices(t *testing.T) {
 				if err := check(); err != nil {
 					t.Fatalf("%s: right data: %v", p.Op, err)
 				}
-				r.rx.bytes[tt.wrong] ^= 0x80
+				r.threads[tt.thread].rx.bytes[tt.wrong] ^= 0x80
 				if err := check(); (err != nil) != tt.noticed {
 					t.Errorf("%s: a wrong byte: %v", p.Op, err)
 				}
@@ -179,21 +193,26 @@ func TestCheckNotices(t *testing.T) {
 		})
 	}
 	t.Run("atomic", func(t *testing.T) {
-		r := rigFor(t, Params{Op: OpAtomic, QPs: 2}, 0, 5)
-		clear(r.rx.bytes)
-		r.rx.bytes[0], r.rx.bytes[r.offset(1, 0)] = 5, 5
+		r := rigFor(t, Params{Op: OpAtomic, Threads: 2, QPs: 3}, 0, 5)
+		first, second := r.threads[0], r.threads[1]
+		set := func(a, b, c byte) {
+			first.rx.bytes[0], first.rx.bytes[first.offset(1, 0)], second.rx.bytes[0] = a, b, c
+		}
+		clear(first.rx.bytes)
+		clear(second.rx.bytes)
+		set(5, 5, 5)
 		if err := r.checkTarget(r.sent()); err != nil {
 			t.Error(err)
 		}
-		r.rx.bytes[r.offset(1, 0)] = 4
+		set(5, 5, 4)
 		if r.checkTarget(r.sent()) == nil {
 			t.Error("a lost addition is not noticed at the target")
 		}
-		r.rx.bytes[0], r.rx.bytes[r.offset(1, 0)] = 4, 4
+		set(4, 4, 4)
 		if err := r.checkInitiator(); err != nil {
 			t.Error(err)
 		}
-		r.rx.bytes[0] = 3
+		set(4, 3, 4)
 		if r.checkInitiator() == nil {
 			t.Error("a lost addition is not noticed at the initiator")
 		}
@@ -208,7 +227,7 @@ func TestCheckFailsMeasurement(t *testing.T) {
 	if err := p.Complete(); err != nil {
 		t.Fatal(err)
 	}
-	corrupt = func(r *rig) { r.tx.bytes[100] ^= 1 }
+	corrupt = func(r *rig) { r.threads[0].tx.bytes[100] ^= 1 }
 	defer func() { corrupt = nil }()
 	res, err := Local(t.Context(), a, b, p, nil)
 	if res != nil || err == nil || !strings.Contains(err.Error(), "check failed at the target: queue pair 0, slot 0: byte 100 of 4096") {
@@ -218,7 +237,7 @@ func TestCheckFailsMeasurement(t *testing.T) {
 
 func TestLocalOverUDP(t *testing.T) {
 	a, b := openPair(t, verbs.LinkUDP)
-	for _, p := range []Params{{Op: OpWrite}, {Op: OpSend, Size: 100_000}, {Op: OpSend, Lat: true}} {
+	for _, p := range []Params{{Op: OpWrite}, {Op: OpSend, Size: 100_000}, {Op: OpSend, Lat: true}, {Op: OpSend, Size: 5000, Threads: 2, QPs: 3}} {
 		p.Iters, p.Check, p.Link = 200, true, "udp"
 		if err := p.Complete(); err != nil {
 			t.Fatal(err)
@@ -236,7 +255,7 @@ func TestLocalOverUDP(t *testing.T) {
 // A measurement ends with its context, whatever it is doing.
 func TestLocalCancelled(t *testing.T) {
 	a, b := openPair(t, verbs.LinkLoop)
-	for _, p := range []Params{{}, {Op: OpSend}, {Lat: true}, {Lat: true, Op: OpSend}, {Lat: true, Op: OpRead}} {
+	for _, p := range []Params{{}, {Op: OpSend}, {Threads: 3}, {Op: OpSend, Threads: 3}, {Lat: true}, {Lat: true, Op: OpSend}, {Lat: true, Op: OpRead}} {
 		p.Duration = time.Minute
 		if err := p.Complete(); err != nil {
 			t.Fatal(err)

@@ -16,12 +16,13 @@ import (
 )
 
 // Version is that of the side channel's messages; both sides need the same.
-const Version = 1
+const Version = 2
 
 // magic identifies peers of verbena perf: other programs may connect to the port.
 const magic = "verbena-perf"
 
-// maxLine bounds a message: 1024 endpoints take about 130 KiB.
+// maxLine bounds a message: 1024 endpoints and the memory of 256 threads take about
+// 160 KiB.
 const maxLine = 1 << 20
 
 // kind is the kind of a message, in the order in which they are sent.
@@ -54,13 +55,18 @@ type message struct {
 
 // offer is what one side sends so that the other can connect to it.
 type offer struct {
-	Endpoints []verbs.Endpoint `json:"endpoints"`
-	TxAddr    uint64           `json:"tx_addr"` // where its data is read
-	TxKey     uint32           `json:"tx_key"`
-	RxAddr    uint64           `json:"rx_addr"` // where data is written
-	RxKey     uint32           `json:"rx_key"`
-	MTU       int              `json:"mtu"`    // in an offer: the largest that it can use; in an accept: what both use
-	Device    string           `json:"device"` // its address, for people
+	Endpoints []verbs.Endpoint `json:"endpoints"` // of all queue pairs, in the order of the threads
+	Memory    []memoryOffer    `json:"memory"`    // of each thread
+	MTU       int              `json:"mtu"`       // in an offer: the largest that it can use; in an accept: what both use
+	Device    string           `json:"device"`    // its address, for people
+}
+
+// memoryOffer is the memory of a thread that the other side's requests reach.
+type memoryOffer struct {
+	TxAddr uint64 `json:"tx_addr"` // where its data is read
+	TxKey  uint32 `json:"tx_key"`
+	RxAddr uint64 `json:"rx_addr"` // where data is written
+	RxKey  uint32 `json:"rx_key"`
 }
 
 // report is the target's part of a result.
@@ -156,8 +162,7 @@ func (s *SideChannel) err() error {
 	return nil
 }
 
-// pending reports whether a message waits or the channel has failed: what ends
-// the target's loops.
+// pending reports whether a message waits or the channel has failed.
 func (s *SideChannel) pending() bool { return len(s.in) > 0 || s.failure.Load() != nil }
 
 func (s *SideChannel) send(m message) error {

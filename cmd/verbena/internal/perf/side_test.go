@@ -4,11 +4,14 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"math"
 	"net"
 	"os"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/verbena-rdma/verbena/verbs"
 )
 
 // sidePair returns a side channel and the raw other end of its connection.
@@ -114,6 +117,11 @@ func TestReceiveHello(t *testing.T) {
 		{"negative size", func(m *message) { m.Params.Size = -1 }, "size"},
 		{"depth", func(m *message) { m.Params.Depth = 1 << 30 }, "depth"},
 		{"qps", func(m *message) { m.Params.QPs = 1 << 30 }, "qps"},
+		{"threads", func(m *message) { m.Params.Threads = 1 << 30 }, "threads"},
+		{"negative threads", func(m *message) { m.Params.Threads = -1 }, "threads"},
+		{"more threads than queue pairs", func(m *message) { m.Params.Threads, m.Params.QPs, m.Params.Iters = 3, 2, 3 }, "at least one for each of the 3 threads"},
+		{"more threads than messages", func(m *message) { m.Params.Threads, m.Params.Iters = 3, 2 }, "at least one for each of the 3 threads"},
+		{"latency by threads", func(m *message) { m.Params.Lat, m.Params.Threads = true, 2 }, "by one thread"},
 		{"memory", func(m *message) { m.Params.QPs, m.Params.Size = maxQPs, maxSize }, "more than 4G"},
 		{"batch", func(m *message) { m.Params.Batch = 3 }, "batch"},
 		{"op", func(m *message) { m.Params.Op = "x" }, "op"},
@@ -138,8 +146,13 @@ func TestReceiveHello(t *testing.T) {
 
 // An offer that does not fit is refused before anything is connected.
 func TestConnectRefusesOffer(t *testing.T) {
-	r := &rig{flows: []*flow{{}, {}}}
-	for _, o := range []*offer{nil, {}, {Endpoints: nil}} {
+	r := rigFor(t, Params{Threads: 2, QPs: 3}, 0, 0)
+	all := make([]verbs.Endpoint, 3)
+	for _, o := range []*offer{
+		nil, {}, {Endpoints: all}, {Memory: make([]memoryOffer, 2)}, {Endpoints: all[:2], Memory: make([]memoryOffer, 2)},
+		{Endpoints: all, Memory: make([]memoryOffer, 1)}, {Endpoints: all, Memory: make([]memoryOffer, 3)},
+		{Endpoints: all, Memory: []memoryOffer{{}, {RxAddr: math.MaxUint64}}}, {Endpoints: all, Memory: []memoryOffer{{TxAddr: math.MaxUint64 - 8}, {}}},
+	} {
 		if err := r.connect(o, 1024); err == nil {
 			t.Errorf("offer %+v is accepted", o)
 		}

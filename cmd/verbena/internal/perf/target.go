@@ -36,29 +36,37 @@ func serve(dev *verbs.Device, side *SideChannel) (res *Result, err error) {
 		return nil, err
 	}
 
-	t := &target{rig: r}
+	receivers := make([]*target, len(r.threads))
+	for i, t := range r.threads {
+		receivers[i] = &target{thread: t}
+	}
+	over := false // the measurement is over: only the result is to come
 	var cpu float64
 	for {
-		if err := t.run(); err != nil {
-			return nil, err
+		if !over {
+			if err := r.each(func(i int) error { return receivers[i].run() }); err != nil {
+				return nil, err
+			}
 		}
 		m, err := side.receive(0, kindStart, kindStop, kindResult)
 		if err != nil {
 			return nil, err
 		}
 		if m.Kind == kindResult {
-			if m.Result == nil {
-				return nil, errors.New("side channel: a result without content")
+			if err := m.Result.fits(&p); err != nil {
+				return nil, err
 			}
 			return m.Result, nil
 		}
-		if len(m.Sent) != len(r.flows) {
-			return nil, fmt.Errorf("side channel: %d counts for %d queue pairs", len(m.Sent), len(r.flows))
+		if len(m.Sent) != p.QPs {
+			return nil, fmt.Errorf("side channel: %d counts for %d queue pairs", len(m.Sent), p.QPs)
 		}
 		// After a start or a stop nothing is under way any more. All that has arrived
 		// is received before the buffers change or are compared.
-		if err := t.drain(m.Sent); err != nil {
-			return nil, err
+		for _, t := range receivers {
+			if err := t.drain(m.Sent[t.first:][:len(t.flows)]); err != nil {
+				return nil, err
+			}
 		}
 		answer := message{Kind: kindStarted}
 		if m.Kind == kindStop {
@@ -68,10 +76,12 @@ func serve(dev *verbs.Device, side *SideChannel) (res *Result, err error) {
 					answer.Report.Check = err.Error()
 				}
 			}
-			t.over = true
+			over = true
 		} else {
-			for i, f := range r.flows {
-				f.base = m.Sent[i]
+			for _, t := range r.threads {
+				for i, f := range t.flows {
+					f.base = m.Sent[t.first+i]
+				}
 			}
 			r.begin()
 			cpu = sys.CPUSeconds()
@@ -122,19 +132,16 @@ func (r *rig) meetInitiator(dev *verbs.Device) error {
 	return r.side.send(message{Kind: kindReady})
 }
 
-// target runs the loops of the passive side. Each ends when a message comes on the side
-// channel.
+// target runs the loops of a thread of the passive side. Each ends when a message comes on
+// the side channel.
 type target struct {
-	*rig
-	seq  byte // ping-pong in memory: the number of the last message
-	over bool // the measurement is over: only the result is to come
+	*thread
+	seq byte // ping-pong in memory: the number of the last message
 }
 
 func (t *target) run() error {
 	t.idle.reset()
 	switch {
-	case t.over:
-		return nil
 	case t.p.pingPong() && t.p.Poll == PollMemory:
 		return t.echoMemory()
 	case t.p.pingPong():
@@ -159,7 +166,7 @@ func (t *target) consume() error {
 			t.idle.reset()
 			continue
 		}
-		if t.side.pending() {
+		if t.pending() {
 			return nil
 		}
 		t.idle.since = time.Time{} // the initiator may take its time
@@ -188,7 +195,7 @@ func (t *target) consumeOnce() (int, error) {
 	return len(wcs), nil
 }
 
-// drain polls until everything that the initiator has sent is received.
+// drain polls until everything that the initiator has sent to this thread is received.
 func (t *target) drain(sent []uint64) error {
 	if !t.op.receives || t.p.pingPong() {
 		return nil
@@ -197,7 +204,7 @@ func (t *target) drain(sent []uint64) error {
 	for i := 0; i < len(sent); {
 		f := t.flows[i]
 		if f.received > sent[i] {
-			return fmt.Errorf("queue pair %d: received %d messages of %d", i, f.received, sent[i])
+			return fmt.Errorf("queue pair %d: received %d messages of %d", t.first+i, f.received, sent[i])
 		}
 		if f.received == sent[i] {
 			i++
@@ -210,7 +217,7 @@ func (t *target) drain(sent []uint64) error {
 		if n > 0 {
 			t.idle.reset()
 		} else if err := t.idle.wait(pollTurns); err != nil {
-			return fmt.Errorf("queue pair %d: received %d messages of %d: %w", i, f.received, sent[i], err)
+			return fmt.Errorf("queue pair %d: received %d messages of %d: %w", t.first+i, f.received, sent[i], err)
 		}
 	}
 	return nil
@@ -219,7 +226,7 @@ func (t *target) drain(sent []uint64) error {
 // attend polls though nothing completes here, so that the device makes progress in this
 // goroutine, without delay.
 func (t *target) attend() error {
-	for !t.side.pending() {
+	for !t.pending() {
 		if _, err := t.poll(); err != nil {
 			return err
 		}
@@ -236,7 +243,7 @@ func (t *target) echoCQ() error {
 	f := t.flows[0]
 	for {
 		before := f.received
-		if err := t.awaitReceive(f, t.side); err != nil {
+		if err := t.awaitReceive(f, true); err != nil {
 			return err
 		}
 		if f.received == before {
@@ -253,7 +260,7 @@ func (t *target) echoMemory() error {
 	f := t.flows[0]
 	for {
 		for word.LoadByte(t.rx.bytes, t.p.Size-1) != t.seq+1 {
-			if t.side.pending() {
+			if t.pending() {
 				return nil
 			}
 			t.idle.since = time.Time{}
