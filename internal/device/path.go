@@ -100,7 +100,7 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 	}
 	if s, ok := d.link.(*link.Shared); ok && s.IsLocal(f) { // still
 		window, short, below := s.LocalWindow(f, dest)
-		use := d.peers.use(q, peerKey{f.Dst, true})
+		use := d.peers.use(q, peerKey{f.Dst, true, 0})
 		credits := use.credits.Costing(cost(max(1, window/peerWindows))) // all queue pairs share the ring
 		p := &qp.Path{Flow: f, Window: window, Short: qp.Short{Below: below, Window: short}, Credits: credits, Lossless: true}
 		if q.Type() == ib.RC {
@@ -114,7 +114,7 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 	if window <= 0 {
 		window = d.link.Window(mtu.Bytes())
 	}
-	use := d.peers.use(q, peerKey{f.Dst, false})
+	use := d.peers.use(q, peerKey{f.Dst, false, d.socketOf(f, dest)})
 	return &qp.Path{Flow: f, Window: window, Credits: use.credits.Costing(cost(window))}, use, nil
 }
 
@@ -140,9 +140,21 @@ type peerTable struct {
 }
 
 // peerKey is an address, reached by rings (local) or by packets: each has credits of its own.
+// A device of this host is known to have several sockets: each of them has, too.
 type peerKey struct {
-	addr  netip.Addr
-	local bool
+	addr   netip.Addr
+	local  bool
+	socket int // see socketOf
+}
+
+// socketOf returns a number of the socket that packets to a queue pair arrive at; 0 if the peer
+// is taken to have one socket, as any that is not a device of this host.
+func (d *Device) socketOf(f *train.Flow, destQP uint32) int {
+	s, ok := d.link.(*link.Shared)
+	if !ok || !s.OnHost(f.Dst, destQP) {
+		return 0
+	}
+	return 1 + int(sys.Place(destQP))
 }
 
 // peer is what queue pairs to one address share: the room in its socket buffer, or its ring.

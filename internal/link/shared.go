@@ -178,6 +178,16 @@ func (s *Shared) deviceAt(a netip.Addr) (*device, error) {
 	return d, nil
 }
 
+// OnHost reports whether a queue pair is a process's of a device of this host.
+func (s *Shared) OnHost(a netip.Addr, qpn uint32) bool {
+	d, err := s.deviceAt(a.Unmap())
+	if err != nil {
+		return false
+	}
+	_, ok := d.Find(qpn)
+	return ok
+}
+
 // localFlow is a flow to a device of this host.
 type localFlow struct {
 	link     *Shared

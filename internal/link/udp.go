@@ -93,8 +93,9 @@ const (
 	defaultRecvBuffers  = 8
 	defaultSocketBuffer = 4 << 20
 
-	// txSockets is how many source ports the flows of one address spread over.
-	txSockets = 4
+	// txSockets is how many source ports the flows of one address spread over. Threads that
+	// send by one socket at the same time hinder each other.
+	txSockets = 16
 	// Source ports: the dynamic range, as IBA A17.3.2 and RFC 6335 advise.
 	firstSrcPort = 0xc000
 	lastSrcPort  = 0xffff
@@ -350,7 +351,7 @@ func (u *UDP) Prepare(f *train.Flow) error {
 	if end == nil {
 		return ib.Errorf("prepare_flow", syscall.EADDRNOTAVAIL, "%v is not an address of this device", src)
 	}
-	slot := flowHash(dst, f.SrcPort, f.Label) % txSockets
+	slot := (uint32(f.SrcPort) + flowHash(dst, 0, f.Label)) % txSockets // neighbouring ports get different sockets
 	if group {
 		slot = txSockets
 	}

@@ -79,7 +79,7 @@ func (t *Table) Windows() iter.Seq[*Window] {
 
 // counterShards is how many copies of the byte counters there are: threads
 // that work on different regions then seldom share a cache line.
-const counterShards = 16
+const counterShards = 64
 
 // movedBytes counts bytes by kind of source and of target.
 type movedBytes struct {
