@@ -72,8 +72,9 @@ type CQ struct {
 	refs    int         // guarded by dev.mu: queue pairs on it
 	closed  atomic.Bool // changed under dev.mu
 
-	polled polled
-	home   *shard // guarded by Device.spread: of the latest queue pair that sends to it
+	polled   polled
+	patience patience
+	home     *shard // guarded by Device.spread: of the latest queue pair that sends to it
 
 	acks struct {
 		sync.Mutex // guards what follows
@@ -123,12 +124,20 @@ func (c *CQ) Number() uint32 { return c.number }
 
 // Poll takes completions. If the queue is empty, it makes progress for a shard of its queue
 // pairs first: the poller itself reads the packets that it waits for.
-func (c *CQ) Poll(wcs []ib.WC) (int, error) { return c.PollNotes(wcs, nil) }
+func (c *CQ) Poll(wcs []ib.WC) (int, error) {
+	n, err := c.PollNotes(wcs, nil)
+	if n == 0 {
+		c.patience.foundNothing()
+	} else {
+		c.patience.foundSome()
+	}
+	return n, err
+}
 
 // Note is what a poll returns about a completion beyond its ib.WC.
 type Note = queue.Note
 
-// PollNotes is Poll; notes, if it is not nil, has room for as many.
+// PollNotes is Poll, but it never yields; notes, if it is not nil, has room for as many.
 func (c *CQ) PollNotes(wcs []ib.WC, notes []Note) (int, error) {
 	shards := c.polled.shards()
 	for _, s := range shards {
@@ -142,7 +151,9 @@ func (c *CQ) PollNotes(wcs []ib.WC, notes []Note) (int, error) {
 		if len(shards) > 1 {
 			s = shards[c.polled.next.Add(1)%uint32(len(shards))]
 		}
-		n = s.poll(c, wcs, notes)
+		if n = s.poll(c, wcs, notes); n == 0 {
+			c.polled.help(shards)
+		}
 	}
 	if n == 0 && c.closed.Load() {
 		return 0, errClosedCQ("poll_cq")
@@ -165,6 +176,7 @@ func (c *CQ) RequestNotify(solicitedOnly bool) error {
 	if c.channel == nil {
 		return ib.Errorf("req_notify_cq", syscall.EINVAL, "the completion queue has no channel")
 	}
+	c.patience.rest()
 	c.Arm(solicitedOnly)
 	return nil
 }
@@ -219,6 +231,7 @@ func (c *CQ) Close() error {
 	}
 	c.closed.Store(true)
 	d.mu.Unlock()
+	c.patience.rest()
 	c.End()
 
 	c.acks.Lock()

@@ -8,6 +8,7 @@ package device
 // same.
 
 import (
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -44,6 +45,8 @@ type shard struct {
 
 	_     [64]byte      // keeps what every post reads off the cache lines that every empty poll writes
 	polls atomic.Uint64 // polls that read the sockets
+	skips atomic.Int32  // how many more calls of help skip this shard
+	idle  atomic.Int32  // how many did so the latest time; 0: it had something to do
 	posts atomic.Uint64 // posts that left something for the link
 	rx    struct {
 		sync.Mutex // guards the receiver; it is only ever tried
@@ -63,6 +66,9 @@ type shard struct {
 func (s *shard) run() {
 	s.background.Do(func() {
 		s.running.Store(true)
+		if s.places != nil {
+			changeRunning(func(all []*shard) []*shard { return append(all, s) })
+		}
 		go s.runBackground()
 	})
 }
@@ -70,6 +76,9 @@ func (s *shard) run() {
 // stop ends the background goroutines.
 func (d *Device) stop() {
 	d.stopped.Store(true)
+	changeRunning(func(all []*shard) []*shard {
+		return slices.DeleteFunc(all, func(s *shard) bool { return s.dev == d })
+	})
 	for _, s := range d.shards() {
 		if s.running.Load() {
 			s.receiver.Wake()

@@ -224,7 +224,8 @@ type polled struct {
 	mu    sync.Mutex     // guards users
 	users map[*shard]int // queue pairs in each shard
 	list  atomic.Pointer[[]*shard]
-	next  atomic.Uint32
+	next  atomic.Uint32 // polls that chose one of several
+	vain  atomic.Uint32 // polls that found nothing: see help
 }
 
 // polls makes polls of the queue read one shard for a queue pair, instead of another; either may
