@@ -89,6 +89,13 @@ func (c *child) failure() error {
 	return fmt.Errorf("%s: %w: %s", c.cmd.Path, c.err, strings.TrimSpace(c.stderr.String()))
 }
 
+// cpu returns the CPU time, user and kernel, of a child that has ended: its own and that of
+// those of its children that it has waited for.
+func (c *child) cpu() time.Duration {
+	<-c.ended
+	return c.cmd.ProcessState.UserTime() + c.cmd.ProcessState.SystemTime()
+}
+
 // peerArg makes a process a peer of the suite instead of the suite.
 const peerArg = "benchsuite-peer"
 

@@ -52,36 +52,35 @@ func exists(path string) bool {
 	return err == nil
 }
 
-// output runs the command and returns what it prints.
-func (l *library) output(args ...string) (string, error) {
+// output runs the command and returns what it prints, and its CPU time.
+func (l *library) output(args ...string) (string, time.Duration, error) {
 	c, err := startChild(l.command, args...)
 	if err != nil {
-		return "", err
+		return "", 0, err
 	}
 	watchdog := time.AfterFunc(replyLimit, func() { _ = c.cmd.Process.Kill() })
 	defer watchdog.Stop()
 	out, err := io.ReadAll(c.out)
-	return string(out), errors.Join(err, c.stop())
+	err = errors.Join(err, c.stop())
+	return string(out), c.cpu(), err
 }
 
-// perf is a contender that measures by "verbena perf"; column picks a figure.
-func (l *library) perf(rw row, column func(*perfReport) float64, args ...string) contender {
-	return contender{rows: []row{rw}, run: func(d time.Duration) ([]float64, error) {
-		out, err := l.output(append([]string{"perf", "--json", "--duration", d.String()}, args...)...)
-		if err != nil {
-			return nil, err
-		}
-		var r perfReport
-		if err := json.Unmarshal([]byte(out), &r); err != nil {
-			return nil, fmt.Errorf("verbena perf: %w", err)
-		}
-		return []float64{column(&r)}, nil
-	}}
+// perf measures by "verbena perf".
+func (l *library) perf(d time.Duration, args ...string) (r perfReport, err error) {
+	out, _, err := l.output(append([]string{"perf", "--json", "--duration", d.String()}, args...)...)
+	if err != nil {
+		return r, err
+	}
+	if err := json.Unmarshal([]byte(out), &r); err != nil {
+		return r, fmt.Errorf("verbena perf: %w", err)
+	}
+	return r, nil
 }
 
 // perfReport is the part of the report of "verbena perf" that is used here.
 type perfReport struct {
 	GBs float64 `json:"gbytes_per_s"`
+	CPU float64 `json:"cpu_seconds_per_gb"`
 	Lat struct {
 		P50 float64 `json:"p50"`
 	} `json:"lat_us"`
@@ -101,12 +100,27 @@ type perftest struct {
 // libraryAddr is the address of the devices.
 const libraryAddr = "127.77.1.78"
 
-// run measures for about d and returns the fifth column of the report: of a bandwidth
-// test millions of messages a second, of a latency test the typical time.
-func (p *perftest) run(d time.Duration) (float64, error) {
+// perftestRun is what a run of perftest found.
+type perftestRun struct {
+	fifth float64 // column of the report: of a bandwidth test millions of messages a second, of a latency test the typical time
+	iters int
+	cpu   time.Duration // of both processes
+}
+
+// run measures for about d. It tries again if perftest could not time the processor's clock.
+func (p *perftest) run(d time.Duration) (got perftestRun, err error) {
+	for range 6 {
+		if got, err = p.runOnce(d); !errors.Is(err, errNoClock) {
+			break
+		}
+	}
+	return got, err
+}
+
+func (p *perftest) runOnce(d time.Duration) (perftestRun, error) {
 	port, err := freePort()
 	if err != nil {
-		return 0, err
+		return perftestRun{}, err
 	}
 	iters := max(1000, int(p.rate*d.Seconds()))
 	args := append([]string{"exec", "--addr", libraryAddr, "--link", p.link}, p.flags...)
@@ -114,23 +128,28 @@ func (p *perftest) run(d time.Duration) (float64, error) {
 	args = append(args, "-F", "-p", strconv.Itoa(port), "-n", strconv.Itoa(iters))
 	server, err := startChild(p.lib.command, args...)
 	if err != nil {
-		return 0, err
+		return perftestRun{}, err
 	}
-	defer server.kill()
-	deadline := time.Now().Add(10 * time.Second)
-	for {
-		out, err := p.lib.output(append(args, "127.0.0.1")...)
+	out, client, err := p.connect(append(args, "127.0.0.1"))
+	server.kill()
+	if err != nil {
+		return perftestRun{}, err
+	}
+	v, err := fifth(out)
+	return perftestRun{v, iters, client + server.cpu()}, err
+}
+
+// connect runs the client until it reaches the server, which may not listen yet.
+func (p *perftest) connect(args []string) (out string, cpu time.Duration, err error) {
+	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+		out, cpu, err = p.lib.output(args...)
 		if err == nil && !strings.Contains(out, p.says) {
-			return 0, fmt.Errorf("perftest does not say %q: %s", p.says, out)
+			err = fmt.Errorf("perftest does not say %q: %s", p.says, out)
+			return out, cpu, err
 		}
-		if err == nil {
-			return fifth(out)
+		if err == nil || time.Now().After(deadline) {
+			return out, cpu, err
 		}
-		// The server may not listen yet.
-		if time.Now().After(deadline) {
-			return 0, err
-		}
-		time.Sleep(20 * time.Millisecond)
 	}
 }
 
@@ -154,27 +173,38 @@ func fifth(report string) (float64, error) {
 	return v, nil
 }
 
-// contender returns the program as a contender. figure converts what run returns to the
-// figure of the row, and to iterations a second.
-func (p *perftest) contender(rw row, figure func(float64) (value, rate float64)) contender {
-	c := contender{rows: []row{rw}}
+// missing returns why the program cannot run here; empty: it can.
+func (p *perftest) missing() string {
 	if _, err := exec.LookPath(p.args[0]); err != nil {
-		c.notRun = perftestMissing
-		return c
+		return perftestMissing
 	}
-	c.run = func(d time.Duration) ([]float64, error) {
+	return ""
+}
+
+// bandwidth returns a program that measures bandwidth as a contender. The CPU time is that
+// of both processes from their start to their end.
+func (p *perftest) bandwidth(rw row, size int) contender {
+	return contender{rows: []row{rw}, notRun: p.missing(), rates: func(d time.Duration) ([]rate, error) {
 		got, err := p.run(d)
-		for again := 0; errors.Is(err, errNoClock) && again < 5; again++ {
-			got, err = p.run(d)
-		}
 		if err != nil {
 			return nil, err
 		}
-		var v float64
-		v, p.rate = figure(got)
-		return []float64{v}, nil
-	}
-	return c
+		p.rate = got.fifth * 1e6
+		gb := float64(size) / 1e9
+		return []rate{{p.rate * gb, got.cpu.Seconds() / (float64(got.iters) * gb)}}, nil
+	}}
+}
+
+// latency returns a program that measures latency as a contender.
+func (p *perftest) latency(rw row) contender {
+	return contender{rows: []row{rw}, notRun: p.missing(), run: func(d time.Duration) ([]float64, error) {
+		got, err := p.run(d)
+		if err != nil {
+			return nil, err
+		}
+		p.rate = 1e6 / (2 * got.fifth)
+		return []float64{got.fifth}, nil
+	}}
 }
 
 func (b *bench) libraryBandwidth() ([]contender, error) {
@@ -188,10 +218,11 @@ func (b *bench) libraryBandwidth() ([]contender, error) {
 		ref := "verbena perf, " + link
 		p := &perftest{lib: lib, args: []string{"ib_write_bw", "-s", strconv.Itoa(size)}, link: link, rate: 5e4}
 		cs = append(cs,
-			lib.perf(row{name: ref, unit: "GB/s"}, func(r *perfReport) float64 { return r.GBs },
-				"--link", link, "--size", strconv.Itoa(size), "--depth", strconv.Itoa(depth)),
-			p.contender(row{"ib_write_bw, " + link, "GB/s", ref, &goal{"≥", 0.77}},
-				func(rate float64) (float64, float64) { return rate * 1e6 * size / 1e9, rate * 1e6 }))
+			contender{rows: []row{{name: ref, unit: "GB/s"}}, rates: func(d time.Duration) ([]rate, error) {
+				r, err := lib.perf(d, "--link", link, "--size", strconv.Itoa(size), "--depth", strconv.Itoa(depth))
+				return []rate{{r.GBs, r.CPU}}, err
+			}},
+			p.bandwidth(row{"ib_write_bw, " + link, "GB/s", ref, &goal{"≥", 0.77}}, size))
 	}
 	return cs, nil
 }
@@ -214,10 +245,11 @@ func (b *bench) libraryLatency() ([]contender, error) {
 		ref := "verbena perf --poll memory, p50" + m.how
 		p := &perftest{lib: lib, args: []string{"ib_write_lat", "-s", "8"}, link: "local", flags: m.flags, says: "Max inline data : " + m.most, rate: 1e5}
 		cs = append(cs,
-			lib.perf(row{name: ref, unit: "µs"}, func(r *perfReport) float64 { return r.Lat.P50 },
-				append([]string{"--link", "local", "--lat", "--poll", "memory", "--size", "8"}, m.perf...)...),
-			p.contender(row{"ib_write_lat, typical" + m.how, "µs", ref, &goal{"≤", 1.3}},
-				func(us float64) (float64, float64) { return us, 1e6 / (2 * us) }))
+			contender{rows: []row{{name: ref, unit: "µs"}}, run: func(d time.Duration) ([]float64, error) {
+				r, err := lib.perf(d, append([]string{"--link", "local", "--lat", "--poll", "memory", "--size", "8"}, m.perf...)...)
+				return []float64{r.Lat.P50}, err
+			}},
+			p.latency(row{"ib_write_lat, typical" + m.how, "µs", ref, &goal{"≤", 1.3}}))
 	}
 	return cs, nil
 }
@@ -248,7 +280,7 @@ func (b *bench) libraryCalls() ([]contender, error) {
 			return nil, err
 		}
 		cs = append(cs, contender{rows: []row{m.rw}, run: func(time.Duration) ([]float64, error) {
-			out, err := lib.output(append([]string{"exec", "--addr", libraryAddr, "--", program}, strings.Fields(m.arg)...)...)
+			out, _, err := lib.output(append([]string{"exec", "--addr", libraryAddr, "--", program}, strings.Fields(m.arg)...)...)
 			if err != nil {
 				return nil, err
 			}

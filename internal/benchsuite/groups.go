@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verbena-rdma/verbena/internal/benchsuite/internal/sys"
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
@@ -28,6 +29,9 @@ var groups = []group{
 	{"rate", "8-byte WRITEs in lists of 32", (*bench).rate},
 	{"qps-loop", "within a process: many queue pairs against one, 64 KiB WRITE", func(b *bench) ([]contender, error) { return b.manyQPs(b.newRig, verbs.LinkLoop) }},
 	{"qps-udp", "between two processes, packets: many queue pairs against one, 64 KiB WRITE", func(b *bench) ([]contender, error) { return b.manyQPs(b.newPeerRig, verbs.LinkUDP) }},
+	{"threads-loop", "within a process: many threads against one, 8-byte WRITEs in lists of 32", func(b *bench) ([]contender, error) { return b.manyThreads(b.newRig, verbs.LinkLoop, 8) }},
+	{"threads-udp", "between two processes, packets: many threads against one, 64 KiB WRITE", func(b *bench) ([]contender, error) { return b.manyThreads(b.newPeerRig, verbs.LinkUDP, 6) }},
+	{"threads-local", "between two processes, shared memory: many threads against one, 64 KiB WRITE", func(b *bench) ([]contender, error) { return b.manyThreads(b.newPeerRig, verbs.LinkLocal, 5) }},
 	{"mw-bind", "giving access to 1 MiB and taking it away", (*bench).windowBind},
 	{"mw-bw-64k", "within a process: 64 KiB WRITE through a memory window", (*bench).windowBandwidth},
 	{"mw-latency", "within a process: 8-byte WRITE through a memory window, from post to completion", (*bench).windowLatency},
@@ -68,15 +72,11 @@ var groups = []group{
 	{"idle", "CPU time of a device where nothing happens", (*bench).idleCPU},
 }
 
-// bandwidth is a contender that keeps requests under way (pump.go); cpu adds a row with
-// the CPU time of both sides.
-func (r *rig) bandwidth(rw row, cpu bool, op verbs.Opcode, list, depth int, t turn, m mode) contender {
+// bandwidth is a contender that keeps requests under way (pump.go).
+func (r *rig) bandwidth(rw row, op verbs.Opcode, list, depth int, t turn, m mode) contender {
 	p := newPump(r.near, op, list, depth, t)
 	c := contender{rows: []row{rw}, side: r.near}
-	if cpu {
-		c.rows = append(c.rows, row{name: rw.name + ": CPU, both sides", unit: "s/GB"})
-	}
-	c.run = func(d time.Duration) ([]float64, error) {
+	c.rates = func(d time.Duration) ([]rate, error) {
 		reads := op == verbs.OpRDMARead
 		if reads {
 			r.near.forget()
@@ -84,7 +84,7 @@ func (r *rig) bandwidth(rw row, cpu bool, op verbs.Opcode, list, depth int, t tu
 		if err := r.serve(m, !reads); err != nil {
 			return nil, err
 		}
-		lists, elapsed, err := p.run(d)
+		done, err := p.run(time.Now(), d)
 		used, stopErr := r.finish()
 		if err := errors.Join(err, stopErr); err != nil {
 			return nil, err
@@ -94,12 +94,8 @@ func (r *rig) bandwidth(rw row, cpu bool, op verbs.Opcode, list, depth int, t tu
 				return nil, err
 			}
 		}
-		gb := float64(lists*list) * float64(r.near.Size) / 1e9
-		v := []float64{gb / elapsed.Seconds()}
-		if cpu {
-			v = append(v, used.Seconds()/gb)
-		}
-		return v, nil
+		gb := float64(list) * float64(r.near.Size) / 1e9
+		return []rate{{float64(done.lists) * gb / done.elapsed.Seconds(), used.Seconds() / (float64(done.lists+done.late) * gb)}}, nil
 	}
 	return c
 }
@@ -108,10 +104,12 @@ func (r *rig) bandwidth(rw row, cpu bool, op verbs.Opcode, list, depth int, t tu
 func (r *rig) copies(name string) contender {
 	return contender{
 		rows: []row{{name: name, unit: "GB/s"}},
-		run: func(d time.Duration) ([]float64, error) {
+		rates: func(d time.Duration) ([]rate, error) {
 			r.far.forget()
+			cpu := sys.CPUTime()
 			n, elapsed := copyLoop(r.far, r.near, d)
-			return []float64{float64(n) * float64(r.near.Size) / elapsed.Seconds() / 1e9}, r.far.arrived()
+			cpu = sys.CPUTime() - cpu
+			return []rate{rateOf(float64(n)*float64(r.near.Size)/1e9, elapsed, cpu)}, r.far.arrived()
 		},
 	}
 }
@@ -132,12 +130,12 @@ func (b *bench) loopBandwidth(size int, g *goal) ([]contender, error) {
 	const copyOne, copyMany, copyMapped = "copy(), one buffer", "copy(), 16 buffers", "copy(), one mapped buffer"
 	return []contender{
 		one.copies(copyOne),
-		one.bandwidth(row{"WRITE, one at a time", "GB/s", copyOne, g}, false, verbs.OpRDMAWrite, 1, 1, inTurn, modePassive),
-		one.bandwidth(row{"READ, one at a time", "GB/s", copyOne, nil}, false, verbs.OpRDMARead, 1, 1, inTurn, modePassive),
+		one.bandwidth(row{"WRITE, one at a time", "GB/s", copyOne, g}, verbs.OpRDMAWrite, 1, 1, inTurn, modePassive),
+		one.bandwidth(row{"READ, one at a time", "GB/s", copyOne, nil}, verbs.OpRDMARead, 1, 1, inTurn, modePassive),
 		many.copies(copyMany),
-		many.bandwidth(row{"WRITE, lists of 16", "GB/s", copyMany, g}, false, verbs.OpRDMAWrite, 16, 1, inTurn, modePassive),
+		many.bandwidth(row{"WRITE, lists of 16", "GB/s", copyMany, g}, verbs.OpRDMAWrite, 16, 1, inTurn, modePassive),
 		mapped.copies(copyMapped),
-		mapped.bandwidth(row{"WRITE, one at a time, mapped memory", "GB/s", copyMapped, nil}, false, verbs.OpRDMAWrite, 1, 1, inTurn, modePassive),
+		mapped.bandwidth(row{"WRITE, one at a time, mapped memory", "GB/s", copyMapped, nil}, verbs.OpRDMAWrite, 1, 1, inTurn, modePassive),
 	}, nil
 }
 
@@ -204,7 +202,7 @@ func (b *bench) udpBandwidth(length string, size, depth int) ([]contender, error
 		return nil, err
 	}
 	const tcpName = "TCP (iperf3)"
-	tcp := contender{rows: []row{{name: tcpName, unit: "GB/s"}, {name: tcpName + ": CPU, both sides", unit: "s/GB"}}}
+	tcp := contender{rows: []row{{name: tcpName, unit: "GB/s"}}}
 	server, err := b.newIperf()
 	switch {
 	case err != nil:
@@ -212,15 +210,15 @@ func (b *bench) udpBandwidth(length string, size, depth int) ([]contender, error
 	case server == nil:
 		tcp.notRun = iperfMissing
 	default:
-		tcp.run = func(d time.Duration) ([]float64, error) { return server.run(length, d) }
+		tcp.rates = func(d time.Duration) ([]rate, error) { return server.run(length, d) }
 	}
 	g := &goal{"≥", 0.6}
 	return []contender{
 		tcp,
-		quiet.bandwidth(row{"WRITE", "GB/s", tcpName, g}, true, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
-		quiet.bandwidth(row{"WRITE, the target polls", "GB/s", tcpName, nil}, false, verbs.OpRDMAWrite, 1, depth, inTurn, modePoll),
-		reads.bandwidth(row{"READ", "GB/s", tcpName, nil}, true, verbs.OpRDMARead, 1, depth, inTurn, modePassive),
-		sends.bandwidth(row{"SEND", "GB/s", tcpName, nil}, true, verbs.OpSend, 1, depth, inTurn, modeSink),
+		quiet.bandwidth(row{"WRITE", "GB/s", tcpName, g}, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
+		quiet.bandwidth(row{"WRITE, the target polls", "GB/s", tcpName, nil}, verbs.OpRDMAWrite, 1, depth, inTurn, modePoll),
+		reads.bandwidth(row{"READ", "GB/s", tcpName, nil}, verbs.OpRDMARead, 1, depth, inTurn, modePassive),
+		sends.bandwidth(row{"SEND", "GB/s", tcpName, nil}, verbs.OpSend, 1, depth, inTurn, modeSink),
 	}, nil
 }
 
@@ -270,18 +268,23 @@ func (b *bench) rate() ([]contender, error) {
 		if err != nil {
 			return nil, err
 		}
-		c := r.bandwidth(row{name: l.name, unit: "million/s"}, false, verbs.OpRDMAWrite, list, depth, inTurn, modePassive)
-		inGB := c.run
-		c.run = func(d time.Duration) ([]float64, error) {
-			v, err := inGB(d)
-			for i := range v {
-				v[i] *= 1e9 / float64(sp.Size) / 1e6
-			}
-			return v, err
-		}
-		cs = append(cs, c)
+		c := r.bandwidth(row{name: l.name, unit: "million/s"}, verbs.OpRDMAWrite, list, depth, inTurn, modePassive)
+		cs = append(cs, c.inMessages(sp.Size))
 	}
 	return cs, nil
+}
+
+// inMessages converts a contender's rates from GB/s to million messages a second.
+func (c contender) inMessages(size int) contender {
+	inGB := c.rates
+	c.rates = func(d time.Duration) ([]rate, error) {
+		v, err := inGB(d)
+		for i := range v {
+			v[i].value *= 1e9 / float64(size) / 1e6
+		}
+		return v, err
+	}
+	return c
 }
 
 // manyQPs compares many queue pairs with one. All contenders use the same 16 slots, so
@@ -301,10 +304,10 @@ func (b *bench) manyQPs(newRig func(spec) (*rig, error), link verbs.LinkMode) ([
 	ref := fmt.Sprintf("1 queue pair, %d under way", depth)
 	g := &goal{"≥", 0.8}
 	return []contender{
-		one.bandwidth(row{name: ref, unit: "GB/s"}, false, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
-		many.bandwidth(row{fmt.Sprintf("%d in turn, %d under way", b.activeQPs, depth), "GB/s", ref, g}, false,
+		one.bandwidth(row{name: ref, unit: "GB/s"}, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
+		many.bandwidth(row{fmt.Sprintf("%d in turn, %d under way", b.activeQPs, depth), "GB/s", ref, g},
 			verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
-		many.bandwidth(row{fmt.Sprintf("%d, each with one under way", b.activeQPs), "GB/s", ref, g}, false,
+		many.bandwidth(row{fmt.Sprintf("%d, each with one under way", b.activeQPs), "GB/s", ref, g},
 			verbs.OpRDMAWrite, 1, b.activeQPs, whoComplete, modePassive),
 	}, nil
 }

@@ -73,9 +73,9 @@ type iperfResult struct {
 	} `json:"end"`
 }
 
-// run sends for about d, in writes of the given length, and returns GB/s and CPU
-// seconds of both sides for each GB.
-func (i *iperf) run(length string, d time.Duration) ([]float64, error) {
+// run sends for about d, in writes of the given length. The CPU time is what both sides
+// report, by getrusage(2): the server does not end after a run, so wait4(2) has no figure.
+func (i *iperf) run(length string, d time.Duration) ([]rate, error) {
 	// The option for a time takes whole seconds; one for bytes takes any number.
 	bytes := max(1<<20, int64(i.rate*d.Seconds()))
 	deadline := time.Now().Add(5 * time.Second)
@@ -85,7 +85,7 @@ func (i *iperf) run(length string, d time.Duration) ([]float64, error) {
 			rc := r.End.Received
 			i.rate = rc.Bytes / rc.Seconds
 			cpu := (r.End.CPU.Host + r.End.CPU.Remote) / 100 * rc.Seconds
-			return []float64{i.rate / 1e9, cpu / (rc.Bytes / 1e9)}, nil
+			return []rate{{i.rate / 1e9, cpu / (rc.Bytes / 1e9)}}, nil
 		}
 		// The server may not listen yet, or not have finished the last run.
 		if !errors.Is(err, errNotReady) || time.Now().After(deadline) {

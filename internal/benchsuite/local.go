@@ -10,8 +10,6 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-const mib = 1 << 20 / 1e9 // a MiB, in GB
-
 func (b *bench) localBandwidth(size, depth int, g *goal) ([]contender, error) {
 	sp := spec{Link: verbs.LinkLocal, Type: verbs.RC, QPs: 1, Size: size, Slots: 1, Sends: depth}
 	quiet, err := b.newPeerRig(sp)
@@ -24,10 +22,10 @@ func (b *bench) localBandwidth(size, depth int, g *goal) ([]contender, error) {
 	}
 	const ucx = "UCX, tag_bw, posix and cma"
 	return []contender{
-		newUCX("tag_bw", "posix,cma,self", size).contender(ucx, "GB/s", ucxMBs, mib),
-		quiet.bandwidth(row{"WRITE", "GB/s", ucx, g}, true, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
-		quiet.bandwidth(row{"WRITE, the target polls", "GB/s", ucx, nil}, false, verbs.OpRDMAWrite, 1, depth, inTurn, modePoll),
-		reads.bandwidth(row{"READ", "GB/s", ucx, nil}, true, verbs.OpRDMARead, 1, depth, inTurn, modePassive),
+		newUCX("tag_bw", "posix,cma,self", size).bandwidth(ucx),
+		quiet.bandwidth(row{"WRITE", "GB/s", ucx, g}, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
+		quiet.bandwidth(row{"WRITE, the target polls", "GB/s", ucx, nil}, verbs.OpRDMAWrite, 1, depth, inTurn, modePoll),
+		reads.bandwidth(row{"READ", "GB/s", ucx, nil}, verbs.OpRDMARead, 1, depth, inTurn, modePassive),
 	}, nil
 }
 
@@ -40,9 +38,9 @@ func (b *bench) sharedBandwidth(size, depth int) ([]contender, error) {
 	}
 	const ucx = "UCX, put_bw, posix"
 	return []contender{
-		newUCX("ucp_put_bw", "posix,self", size).contender(ucx, "GB/s", ucxMBs, mib),
-		r.bandwidth(row{"WRITE", "GB/s", ucx, &goal{"≥", 0.7}}, true, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
-		r.bandwidth(row{"READ", "GB/s", ucx, nil}, true, verbs.OpRDMARead, 1, depth, inTurn, modePassive),
+		newUCX("ucp_put_bw", "posix,self", size).bandwidth(ucx),
+		r.bandwidth(row{"WRITE", "GB/s", ucx, &goal{"≥", 0.7}}, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
+		r.bandwidth(row{"READ", "GB/s", ucx, nil}, verbs.OpRDMARead, 1, depth, inTurn, modePassive),
 	}, nil
 }
 
@@ -50,7 +48,7 @@ func (b *bench) sharedBandwidth(size, depth int) ([]contender, error) {
 // memory that only its owner can.
 func (b *bench) localLatency() ([]contender, error) {
 	const ucx = "UCX, put_lat, posix"
-	all := []contender{newUCX("ucp_put_lat", "posix,self", pingPongSize).contender(ucx+", p50", "µs", ucxMedian, 1)}
+	all := []contender{newUCX("ucp_put_lat", "posix,self", pingPongSize).latency(ucx + ", p50")}
 	for _, kind := range []memory{shared, ""} {
 		sp := eight(verbs.LinkLocal, verbs.RC)
 		sp.Inline, sp.Into = true, kind
@@ -108,7 +106,7 @@ func (b *bench) second() ([]contender, error) {
 	}
 	const own = "WRITE to a process alone"
 	return []contender{
-		alone.bandwidth(row{name: own, unit: "GB/s"}, false, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
-		beside.bandwidth(row{"WRITE to a second process", "GB/s", own, &goal{"≥", 0.9}}, false, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
+		alone.bandwidth(row{name: own, unit: "GB/s"}, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
+		beside.bandwidth(row{"WRITE to a second process", "GB/s", own, &goal{"≥", 0.9}}, verbs.OpRDMAWrite, 1, depth, inTurn, modePassive),
 	}, nil
 }

@@ -15,6 +15,7 @@
 //	pingpong.go   latency
 //	peer.go       what a peer process does; child.go, how processes start and end
 //	local.go      two processes of one host
+//	threads.go    many threads that post
 //	regions.go    registration, memory windows
 //	indirect.go   indirect keys, device memory
 //	scatter.go    inline receive

@@ -128,7 +128,7 @@ func (b *bench) steadyState(newRig func(spec) (*rig, error), link verbs.LinkMode
 		if c.name != ref {
 			rw.against, rw.goal = ref, c.goal
 		}
-		cs = append(cs, r.bandwidth(rw, false, verbs.OpRDMAWrite, list, under, inTurn, modePassive))
+		cs = append(cs, r.bandwidth(rw, verbs.OpRDMAWrite, list, under, inTurn, modePassive))
 	}
 	return cs, nil
 }
@@ -221,24 +221,24 @@ func (b *bench) firstPass() ([]contender, error) {
 	if err != nil {
 		return nil, err
 	}
-	pass := func(f *field, prepare func() error) func(time.Duration) ([]float64, error) {
-		return func(time.Duration) ([]float64, error) {
+	pass := func(f *field, prepare func() error) func(time.Duration) ([]rate, error) {
+		return func(time.Duration) ([]rate, error) {
 			if err := prepare(); err != nil {
 				return nil, err
 			}
-			began := time.Now()
+			began, cpu := time.Now(), sys.CPUTime()
 			for off := 0; off < b.region; off += list * block {
 				if err := f.write(off, block); err != nil {
 					return nil, err
 				}
 			}
-			took := time.Since(began)
+			took, cpu := time.Since(began), sys.CPUTime()-cpu
 			for off := 0; off < b.region; off += block {
 				if !bytes.Equal(f.target.bytes[off:off+block], f.r.near.tx.bytes[:block]) {
 					return nil, fmt.Errorf("the data at %d did not arrive", off)
 				}
 			}
-			return []float64{float64(b.region) / took.Seconds() / 1e9}, nil
+			return []rate{rateOf(float64(b.region)/1e9, took, cpu)}, nil
 		}
 	}
 	const ref = "pinned"
@@ -250,9 +250,9 @@ func (b *bench) firstPass() ([]contender, error) {
 		return paged.r.far.pd.AdviseMR(verbs.AdvisePrefetchWrite, verbs.AdviseFlush, paged.target.sge(0, b.region))
 	}
 	return []contender{
-		{rows: []row{{name: ref, unit: "GB/s"}}, run: pass(pinned, func() error { clear(pinned.target.bytes); return nil })},
-		{rows: []row{{"on demand, prefetched", "GB/s", ref, &goal{"≥", 0.9}}}, run: pass(paged, prefetched)},
-		{rows: []row{{"on demand, not prefetched", "GB/s", ref, nil}}, run: pass(paged, absent)},
+		{rows: []row{{name: ref, unit: "GB/s"}}, rates: pass(pinned, func() error { clear(pinned.target.bytes); return nil })},
+		{rows: []row{{"on demand, prefetched", "GB/s", ref, &goal{"≥", 0.9}}}, rates: pass(paged, prefetched)},
+		{rows: []row{{"on demand, not prefetched", "GB/s", ref, nil}}, rates: pass(paged, absent)},
 	}, nil
 }
 

@@ -8,6 +8,7 @@ package main
 //	stop      end serving → the CPU time that it took
 //	listen    listen for a TCP connection → the port
 //	pin       keep to one processor
+//	cpu       → the CPU time that the process has used
 //	staged, connect-staged   the same as make and connect, with memory of an engine
 //	memory, idle, regions, close   measure something that needs a process of its own
 //
@@ -37,6 +38,7 @@ const (
 	opStop    peerOp = "stop"
 	opListen  peerOp = "listen"
 	opPin     peerOp = "pin"
+	opCPU     peerOp = "cpu"
 	opMemory  peerOp = "memory"
 	opIdle    peerOp = "idle"
 	opRegions peerOp = "regions"
@@ -179,6 +181,8 @@ func (p *peerState) handle(q *request) (r reply, err error) {
 		p.listener, r.Port, err = l, int(at.Port()), e
 	case opPin:
 		err = sys.Pin(q.CPU)
+	case opCPU:
+		r.CPU = int64(sys.CPUTime())
 	case opMemory:
 		r.Values, err = measureMemory(q.QPs)
 	case opIdle:

@@ -10,12 +10,14 @@ import (
 // pump keeps requests under way. The last request of each list asks for a
 // completion, which stands for the whole list.
 type pump struct {
-	s     *side
-	lists [][]verbs.SendWR // used round robin, so that all slots are used
-	depth int              // lists under way
-	turn  turn
-	next  int // index of the next list
-	qp    int // index of the next queue pair, with inTurn
+	s       *side
+	lists   [][]verbs.SendWR // used round robin, so that all slots are used
+	depth   int              // lists under way
+	turn    turn
+	crowded bool      // see spinner
+	next    int       // index of the next list
+	qp      int       // index of the next queue pair, with inTurn
+	_       [128]byte // no other pump lies in the cache line of the fields above, or in the next one
 }
 
 // turn is which queue pair posts next.
@@ -23,7 +25,7 @@ type turn int
 
 const (
 	inTurn      turn = iota // round robin
-	whoComplete             // the one whose list completed: each has one list under way
+	whoComplete             // the one whose list completed: each keeps as many under way
 )
 
 func newPump(s *side, op verbs.Opcode, list, depth int, t turn) *pump {
@@ -38,34 +40,39 @@ func newPump(s *side, op verbs.Opcode, list, depth int, t turn) *pump {
 // percent of a short copy.
 const timeTurns = 16
 
-// run keeps requests under way for d, or until the first completes, and returns how many
-// lists completed and how long it really took. When it returns nothing is under way. It
-// does not allocate.
-func (p *pump) run(d time.Duration) (lists int, elapsed time.Duration, err error) {
-	start := time.Now()
+// pumped is what a pump did.
+type pumped struct {
+	lists   int           // that completed in time
+	elapsed time.Duration // how long it really took
+	late    int           // lists that completed afterwards
+}
+
+// run keeps requests under way until d after start, or until the first completes. When it
+// returns nothing is under way. It does not allocate.
+func (p *pump) run(start time.Time, d time.Duration) (done pumped, err error) {
 	for range p.depth {
 		if err := p.post(p.qp); err != nil {
-			return 0, 0, err
+			return done, err
 		}
 		p.qp = (p.qp + 1) % len(p.s.qps)
 	}
 	under := p.depth
-	var wait spinner
+	wait := spinner{crowded: p.crowded}
 	for turns := 0; ; turns++ {
 		wcs, err := p.s.poll()
 		if err != nil {
-			return 0, 0, err
+			return done, err
 		}
-		lists += len(wcs)
+		done.lists += len(wcs)
 		under -= len(wcs)
 		if turns%timeTurns == 0 {
-			if elapsed = time.Since(start); elapsed >= d && lists > 0 {
+			if done.elapsed = time.Since(start); done.elapsed >= d && done.lists > 0 {
 				break
 			}
 		}
 		if len(wcs) == 0 {
 			if err := wait.idle(); err != nil {
-				return 0, 0, err
+				return done, err
 			}
 			continue
 		}
@@ -76,12 +83,13 @@ func (p *pump) run(d time.Duration) (lists int, elapsed time.Duration, err error
 				qp, p.qp = p.qp, (p.qp+1)%len(p.s.qps)
 			}
 			if err := p.post(qp); err != nil {
-				return 0, 0, err
+				return done, err
 			}
 			under++
 		}
 	}
-	return lists, elapsed, p.drain(under)
+	done.late = under
+	return done, p.drain(under)
 }
 
 func (p *pump) post(qp int) error {
@@ -96,7 +104,7 @@ func (p *pump) post(qp int) error {
 
 // drain waits for what is under way.
 func (p *pump) drain(under int) error {
-	var wait spinner
+	wait := spinner{crowded: p.crowded}
 	for under > 0 {
 		wcs, err := p.s.poll()
 		if err != nil {

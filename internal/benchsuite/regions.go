@@ -162,12 +162,16 @@ func (b *bench) twoWays(sp spec) (region, window *rig, err error) {
 // inTurns alternates between two functions, turn calls of each at a time, so that other
 // work of the machine disturbs both. It returns how many nanoseconds a call of each takes,
 // the median over all turns; and the median of how much longer the second takes than the
-// first.
-func inTurns(ways [2]func() error, turn int, d time.Duration) (ns [2]float64, more float64, err error) {
+// first. If cpu is not nil, it stores how many nanoseconds of CPU time a call of each takes.
+func inTurns(ways [2]func() error, turn int, d time.Duration, cpu *[2]float64) (ns [2]float64, more float64, err error) {
 	var took [2][]float64
 	var diff []float64
+	var used [2]time.Duration
 	for start := time.Now(); len(diff) == 0 || time.Since(start) < d; {
 		for w, once := range ways {
+			if cpu != nil {
+				used[w] -= sys.CPUTime()
+			}
 			begin := time.Now()
 			for range turn {
 				if err := once(); err != nil {
@@ -175,9 +179,17 @@ func inTurns(ways [2]func() error, turn int, d time.Duration) (ns [2]float64, mo
 				}
 			}
 			took[w] = append(took[w], float64(time.Since(begin).Nanoseconds())/float64(turn))
+			if cpu != nil {
+				used[w] += sys.CPUTime()
+			}
 		}
 		n := len(diff)
 		diff = append(diff, took[1][n]-took[0][n])
+	}
+	if cpu != nil {
+		for w := range used {
+			cpu[w] = float64(used[w].Nanoseconds()) / float64(turn*len(diff))
+		}
 	}
 	return [2]float64{median(took[0]), median(took[1])}, median(diff), nil
 }
@@ -196,14 +208,15 @@ func (b *bench) windowBandwidth() ([]contender, error) {
 	ways := [2]func() error{region.once(verbs.OpRDMAWrite), window.once(verbs.OpRDMAWrite)}
 	return []contender{{
 		rows: []row{{name: byRegion, unit: "GB/s"}, {throughWindow, "GB/s", byRegion, &goal{"≥", 0.95}}},
-		run: func(d time.Duration) ([]float64, error) {
+		rates: func(d time.Duration) ([]rate, error) {
 			region.far.forget()
 			window.far.forget()
-			ns, _, err := inTurns(ways, 8, d)
+			var cpu [2]float64
+			ns, _, err := inTurns(ways, 8, d, &cpu)
 			if err = errors.Join(err, region.far.arrived(), window.far.arrived()); err != nil {
 				return nil, err
 			}
-			return []float64{size / ns[0], size / ns[1]}, nil
+			return []rate{{size / ns[0], cpu[0] / size}, {size / ns[1], cpu[1] / size}}, nil
 		},
 	}}, nil
 }
@@ -218,7 +231,7 @@ func (b *bench) windowLatency() ([]contender, error) {
 		rows: []row{{name: byRegion, unit: "ns"}, {name: throughWindow, unit: "ns", against: byRegion},
 			{name: "what the window adds", unit: "ns", goal: &goal{"≤", 50}}},
 		run: func(d time.Duration) ([]float64, error) {
-			ns, more, err := inTurns(ways, 64, d)
+			ns, more, err := inTurns(ways, 64, d, nil)
 			return []float64{ns[0], ns[1], max(0, more)}, err
 		},
 	}}, nil

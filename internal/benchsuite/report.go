@@ -44,6 +44,7 @@ type condition struct {
 type groupResult struct {
 	Name  string      `json:"name"`
 	Title string      `json:"title"`
+	Note  string      `json:"note,omitempty"` // what a reader must know about the goals
 	Rows  []rowResult `json:"rows"`
 	Error string      `json:"error,omitempty"`
 
@@ -63,17 +64,19 @@ func (g *groupResult) trouble(row, counter string, n uint64) {
 }
 
 type rowResult struct {
-	Name    string    `json:"name"`
-	Unit    string    `json:"unit"`
-	Values  []float64 `json:"values"` // one for each round
-	Median  float64   `json:"median"`
-	Min     float64   `json:"min"`
-	Max     float64   `json:"max"`
-	Against string    `json:"against,omitempty"` // the row that Ratio divides by
-	Ratio   *float64  `json:"ratio,omitempty"`   // median of the rounds' ratios
-	Goal    *goal     `json:"goal,omitempty"`    // of Ratio, or without one of Median
-	Verdict string    `json:"verdict,omitempty"`
-	NotRun  string    `json:"not_run,omitempty"`
+	Name      string    `json:"name"`
+	Unit      string    `json:"unit"`
+	Values    []float64 `json:"values"` // one for each round
+	Median    float64   `json:"median"`
+	Min       float64   `json:"min"`
+	Max       float64   `json:"max"`
+	CPUValues []float64 `json:"cpu_values,omitempty"`   // of rows that are rates: CPU seconds for each GB, one for each round
+	CPU       *float64  `json:"cpu_s_per_gb,omitempty"` // their median
+	Against   string    `json:"against,omitempty"`      // the row that Ratio divides by
+	Ratio     *float64  `json:"ratio,omitempty"`        // median of the rounds' ratios
+	Goal      *goal     `json:"goal,omitempty"`         // of Ratio, or without one of Median
+	Verdict   string    `json:"verdict,omitempty"`
+	NotRun    string    `json:"not_run,omitempty"`
 }
 
 func (r *report) begin(s settings) {
@@ -86,7 +89,7 @@ func (r *report) begin(s settings) {
 	for _, c := range r.Conditions {
 		fmt.Fprintf(r.table, "%-22s %s\n", c.Name, c.Value)
 	}
-	fmt.Fprintf(r.table, "\n%s\n", line("", "", "median", "min", "max", "ratio", "goal", ""))
+	fmt.Fprintf(r.table, "\n%s\n", line("", "", "median", "min", "max", "CPU s/GB", "ratio", "goal", ""))
 }
 
 // add counts what a group found and prints it.
@@ -111,6 +114,9 @@ func (r *report) add(g groupResult) {
 
 func printGroup(w io.Writer, g *groupResult) {
 	fmt.Fprintf(w, "%s (%s)\n", g.Title, g.Name)
+	if g.Note != "" {
+		fmt.Fprintf(w, "  %s\n", g.Note)
+	}
 	for i := range g.Rows {
 		r := &g.Rows[i]
 		if len(r.Values) == 0 {
@@ -119,14 +125,17 @@ func printGroup(w io.Writer, g *groupResult) {
 			}
 			continue
 		}
-		ratio, goal := "", ""
+		cpu, ratio, goal := "", "", ""
+		if r.CPU != nil {
+			cpu = cpuNumber(*r.CPU)
+		}
 		if r.Ratio != nil {
 			ratio = fmt.Sprintf("%.2f", *r.Ratio)
 		}
 		if r.Goal != nil {
 			goal = fmt.Sprintf("%s %v", r.Goal.Op, r.Goal.Value)
 		}
-		fmt.Fprintln(w, line("  "+r.Name, r.Unit, number(r.Median), number(r.Min), number(r.Max), ratio, goal, r.Verdict))
+		fmt.Fprintln(w, line("  "+r.Name, r.Unit, number(r.Median), number(r.Min), number(r.Max), cpu, ratio, goal, r.Verdict))
 		if r.NotRun != "" {
 			fmt.Fprintf(w, "    no ratio: %s\n", r.NotRun)
 		}
@@ -145,7 +154,7 @@ func printGroup(w io.Writer, g *groupResult) {
 var columns = []struct {
 	width int
 	right bool
-}{{42, false}, {9, false}, {9, true}, {9, true}, {9, true}, {7, true}, {8, true}, {6, false}}
+}{{42, false}, {9, false}, {9, true}, {9, true}, {9, true}, {9, true}, {7, true}, {8, true}, {6, false}}
 
 // line lays cells out in columns. Widths count characters, not bytes.
 func line(cells ...string) string {
@@ -175,6 +184,15 @@ func number(v float64) string {
 		return fmt.Sprintf("%.2f", v)
 	}
 	return fmt.Sprintf("%.4f", v)
+}
+
+// cpuNumber prints CPU seconds for each GB. Copying takes a few hundredths, so there are
+// three digits after the point.
+func cpuNumber(v float64) string {
+	if v < 1 {
+		return fmt.Sprintf("%.3f", v)
+	}
+	return number(v)
 }
 
 // progress shows what is going on, over what was shown before.

@@ -17,6 +17,7 @@ type spec struct {
 	Link      verbs.LinkMode
 	Type      verbs.QPType
 	QPs       int
+	Threads   int    // that post; each has as many queue pairs, slots and so on, and a completion queue. 0: one
 	Size      int    // bytes of a message
 	Slots     int    // places for messages, on each side; all queue pairs share them
 	Sends     int    // room in each send queue
@@ -49,19 +50,21 @@ func (s *spec) stride() int {
 }
 
 // side is one side: a device with two buffers. What is sent, or is there to be
-// read, lies in tx; what arrives goes to rx.
+// read, lies in tx; what arrives goes to rx. If it has several threads, the side itself is
+// that of the first.
 type side struct {
 	spec
-	dev  *verbs.Device
-	pd   *verbs.PD
-	cq   *verbs.CQ
-	tx   buffer
-	rx   buffer
-	qps  []*verbs.QP
-	ah   *verbs.AH // UD: the peer
-	peer offer
-	wcs  []verbs.WC
-	recv []verbs.RecvWR // one receive, posted again and again
+	others []*side // of the other threads, with the same device and protection domain
+	dev    *verbs.Device
+	pd     *verbs.PD
+	cq     *verbs.CQ
+	tx     buffer
+	rx     buffer
+	qps    []*verbs.QP
+	ah     *verbs.AH // UD: the peer
+	peer   offer
+	wcs    []verbs.WC
+	recv   []verbs.RecvWR // one receive, posted again and again
 }
 
 type buffer struct {
@@ -81,13 +84,14 @@ type offer struct {
 	Endpoints    []verbs.Endpoint
 	Tx, Rx       uint64 // addresses
 	TxKey, RxKey uint32
+	Others       []offer // of the other threads
 }
 
 const everything = verbs.AccessLocalWrite | verbs.AccessRemote
 
 // newSide makes a side. On failure nothing is left.
 func newSide(sp spec) (_ *side, err error) {
-	s := &side{spec: sp, wcs: make([]verbs.WC, 64)}
+	s := &side{spec: sp}
 	defer func() {
 		if err != nil {
 			_ = s.close() // the first error says more
@@ -99,28 +103,45 @@ func newSide(sp spec) (_ *side, err error) {
 	if s.pd, err = s.dev.AllocPD(); err != nil {
 		return nil, err
 	}
-	if err := s.tx.make(s.pd, sp.Slots*sp.stride(), sp.Mapped, sp.From); err != nil {
-		return nil, err
+	for range sp.Threads - 1 {
+		s.others = append(s.others, &side{spec: sp, dev: s.dev, pd: s.pd})
 	}
-	if err := s.rx.make(s.pd, sp.Slots*sp.stride(), sp.Mapped, sp.Into); err != nil {
-		return nil, err
+	for _, t := range s.threads() {
+		if err := t.open(); err != nil {
+			return nil, err
+		}
+	}
+	return s, nil
+}
+
+// threads returns what each thread has.
+func (s *side) threads() []*side { return append([]*side{s}, s.others...) }
+
+// open makes what one thread has.
+func (s *side) open() (err error) {
+	s.wcs = make([]verbs.WC, 64)
+	if err := s.tx.make(s.pd, s.Slots*s.stride(), s.Mapped, s.From); err != nil {
+		return err
+	}
+	if err := s.rx.make(s.pd, s.Slots*s.stride(), s.Mapped, s.Into); err != nil {
+		return err
 	}
 	fill(s.tx.bytes)
-	if s.cq, err = s.dev.CreateCQ(max(1, sp.QPs*(sp.Sends+sp.Recvs)), nil); err != nil {
-		return nil, err
+	if s.cq, err = s.dev.CreateCQ(max(1, s.QPs*(s.Sends+s.Recvs)), nil); err != nil {
+		return err
 	}
-	qpCap := verbs.QPCap{MaxSendWR: sp.Sends, MaxRecvWR: sp.Recvs, MaxSendSGE: 1, MaxRecvSGE: 1}
-	if sp.Inline {
-		qpCap.MaxInlineData = sp.Size
+	qpCap := verbs.QPCap{MaxSendWR: s.Sends, MaxRecvWR: s.Recvs, MaxSendSGE: 1, MaxRecvSGE: 1}
+	if s.Inline {
+		qpCap.MaxInlineData = s.Size
 	}
-	for range sp.QPs {
-		qp, err := s.pd.CreateQP(&verbs.QPConfig{Type: sp.Type, SendCQ: s.cq, RecvCQ: s.cq, Cap: qpCap, NoScatterToCQE: sp.NoScatter})
+	for range s.QPs {
+		qp, err := s.pd.CreateQP(&verbs.QPConfig{Type: s.Type, SendCQ: s.cq, RecvCQ: s.cq, Cap: qpCap, NoScatterToCQE: s.NoScatter})
 		if err != nil {
-			return nil, err
+			return err
 		}
 		s.qps = append(s.qps, qp)
 	}
-	return s, nil
+	return nil
 }
 
 func (b *buffer) make(pd *verbs.PD, n int, mapped bool, kind memory) (err error) {
@@ -176,13 +197,21 @@ func (s *side) offer() offer {
 	for _, qp := range s.qps {
 		o.Endpoints = append(o.Endpoints, qp.Endpoint())
 	}
+	for _, t := range s.others {
+		o.Others = append(o.Others, t.offer())
+	}
 	return o
 }
 
 // connect connects every queue pair to its peer and posts all receives.
 func (s *side) connect(o offer) (err error) {
-	if len(o.Endpoints) != len(s.qps) {
-		return fmt.Errorf("the peer has %d queue pairs, this side %d", len(o.Endpoints), len(s.qps))
+	if len(o.Endpoints) != len(s.qps) || len(o.Others) != len(s.others) {
+		return fmt.Errorf("the peer has %d queue pairs and %d threads, this side %d and %d", len(o.Endpoints), 1+len(o.Others), len(s.qps), 1+len(s.others))
+	}
+	for i, t := range s.others {
+		if err := t.connect(o.Others[i]); err != nil {
+			return err
+		}
 	}
 	s.peer = o
 	s.makeRecv()
@@ -219,7 +248,7 @@ func (s *side) makeRecv() {
 // list makes a list of requests for the slots from first on, the last of which
 // asks for a completion.
 func (s *side) list(op verbs.Opcode, first, n int) []verbs.SendWR {
-	wrs := make([]verbs.SendWR, n)
+	wrs := make([]verbs.SendWR, n, n+1) // the room at the end keeps lists of different threads in different cache lines
 	for i := range wrs {
 		slot := (first + i) % s.Slots
 		off := slot * s.stride()
@@ -263,11 +292,25 @@ func (s *side) poll() ([]verbs.WC, error) {
 }
 
 // forget clears rx. arrived checks afterwards that all data has come again.
-func (s *side) forget() { clear(s.rx.bytes) }
+func (s *side) forget() {
+	for _, t := range s.threads() {
+		clear(t.rx.bytes)
+	}
+}
 
 // arrived returns an error unless rx holds what every tx buffer holds: a figure for bytes
 // that were not moved would be worth nothing.
 func (s *side) arrived() error {
+	for _, t := range s.threads() {
+		if err := t.arrivedHere(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// arrivedHere is arrived for one thread.
+func (s *side) arrivedHere() error {
 	for slot := range s.Slots {
 		off := slot * s.stride()
 		got, want := s.rx.bytes[off:off+s.Size], s.tx.bytes[off:off+s.Size]
@@ -299,16 +342,9 @@ func (s *side) troubles() map[string]uint64 {
 // close closes everything in the order that the objects depend on each other.
 func (s *side) close() error {
 	var errs []error
-	if s.ah != nil {
-		errs = append(errs, s.ah.Close())
+	for _, t := range s.threads() {
+		errs = append(errs, t.closeHere())
 	}
-	for _, qp := range s.qps {
-		errs = append(errs, qp.Close())
-	}
-	if s.cq != nil {
-		errs = append(errs, s.cq.Close())
-	}
-	errs = append(errs, s.tx.close(), s.rx.close())
 	if s.pd != nil {
 		errs = append(errs, s.pd.Close())
 	}
@@ -318,14 +354,30 @@ func (s *side) close() error {
 	return errors.Join(errs...)
 }
 
+// closeHere closes what one thread has.
+func (s *side) closeHere() error {
+	var errs []error
+	if s.ah != nil {
+		errs = append(errs, s.ah.Close())
+	}
+	for _, qp := range s.qps {
+		errs = append(errs, qp.Close())
+	}
+	if s.cq != nil {
+		errs = append(errs, s.cq.Close())
+	}
+	return errors.Join(append(errs, s.tx.close(), s.rx.close())...)
+}
+
 // spinner is how a loop that polls waits. Mostly it does nothing: giving the processor
 // away would cost more than the wait. After some 20 µs without progress it lets other
 // goroutines and threads run, since the one that it waits for may be among them; on a
 // machine with a core for each side that hardly happens.
 type spinner struct {
-	turns uint32
-	looks uint32
-	since time.Time
+	crowded bool // each processor has a loop that spins: every pause lets goroutines run
+	turns   uint32
+	looks   uint32
+	since   time.Time
 }
 
 const (
@@ -348,7 +400,7 @@ func (w *spinner) pause() {
 		return
 	}
 	sys.Yield()
-	if oneProcessor || w.turns%goschedTurns == 0 { // it makes the runtime wake a thread to look for work, on the processor that the other side needs
+	if w.crowded || oneProcessor || w.turns%goschedTurns == 0 { // it makes the runtime wake a thread to look for work, on the processor that the other side needs
 		runtime.Gosched()
 	}
 }

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/benchsuite/internal/sys"
 	"github.com/verbena-rdma/verbena/internal/device"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/mem/enginetest"
@@ -143,24 +144,23 @@ type stagedSpec struct {
 
 // newStagedPeer makes two ends in two processes, connected by shared memory. Each process has
 // an engine of its own, which opens the memory of the other's. The group closes them.
-func (b *bench) newStagedPeer(size int) (g *enginetest.Engine, near *stagedEnd, far *stagedOffer, err error) {
+func (b *bench) newStagedPeer(size int) (g *enginetest.Engine, near *stagedEnd, far *stagedOffer, p *peer, err error) {
 	cfg := modelEngine
 	cfg.Name = fmt.Sprintf("benchsuite %d", os.Getpid())
 	g = enginetest.New(cfg)
 	b.later(func() error { g.Close(); return nil })
 	if near, err = b.newStaged("local", g, size); err != nil {
-		return nil, nil, nil, err
+		return nil, nil, nil, nil, err
 	}
-	p, err := b.newPeer()
-	if err != nil {
-		return nil, nil, nil, err
+	if p, err = b.newPeer(); err != nil {
+		return nil, nil, nil, nil, err
 	}
 	made, err := p.call(request{Op: opStaged, Staged: &stagedSpec{cfg.Name, size}})
 	if err != nil {
-		return nil, nil, nil, err
+		return nil, nil, nil, nil, err
 	}
 	_, err = p.call(request{Op: opConnectStaged, StagedOffer: near.offer()})
-	return g, near, made.Staged, errors.Join(err, near.connect(made.Staged))
+	return g, near, made.Staged, p, errors.Join(err, near.connect(made.Staged))
 }
 
 // makeStaged makes the end of a peer process.
@@ -212,37 +212,55 @@ func (b *bench) stagedLoop(size, depth int, least float64) ([]contender, error) 
 	if err != nil {
 		return nil, err
 	}
-	return stagedBandwidth(g, near, far.offer(), size, depth, least), nil
+	return stagedBandwidth(g, near, far.offer(), nil, size, depth, least), nil
 }
 
 // stagedLocal compares WRITEs and READs between two processes with the engine by itself.
 func (b *bench) stagedLocal(size, depth int, least float64) ([]contender, error) {
-	g, near, far, err := b.newStagedPeer(size)
+	g, near, far, p, err := b.newStagedPeer(size)
 	if err != nil {
 		return nil, err
 	}
-	return stagedBandwidth(g, near, far, size, depth, least), nil
+	return stagedBandwidth(g, near, far, p, size, depth, least), nil
 }
 
-func stagedBandwidth(g *enginetest.Engine, near *stagedEnd, far *stagedOffer, size, depth int, least float64) []contender {
+// stagedBandwidth makes the contenders; p is the process that has the other end, nil if it
+// is this one.
+func stagedBandwidth(g *enginetest.Engine, near *stagedEnd, far *stagedOffer, p *peer, size, depth int, least float64) []contender {
 	const alone = "the engine by itself"
-	rate := func(n int, start time.Time) []float64 {
-		return []float64{float64(n) * float64(size) / time.Since(start).Seconds() / 1e9}
+	// moving is a contender whose move moves for d and returns how often it did.
+	moving := func(rw row, p *peer, move func(start time.Time, d time.Duration) (int, error)) contender {
+		return contender{rows: []row{rw}, rates: func(d time.Duration) ([]rate, error) {
+			before, err := cpuWith(p)
+			if err != nil {
+				return nil, err
+			}
+			start := time.Now()
+			n, err := move(start, d)
+			took := time.Since(start)
+			after, cpuErr := cpuWith(p)
+			return []rate{rateOf(float64(n)*float64(size)/1e9, took, after-before)}, errors.Join(err, cpuErr)
+		}}
 	}
-	cs := []contender{{rows: []row{{name: alone, unit: "GB/s"}}, run: func(d time.Duration) ([]float64, error) {
-		start := time.Now()
-		n, err := engineAlone(g, size, depth, d)
-		return rate(n, start), err
-	}}}
+	cs := []contender{moving(row{name: alone, unit: "GB/s"}, nil, func(_ time.Time, d time.Duration) (int, error) {
+		return engineAlone(g, size, depth, d)
+	})}
 	for _, op := range []ib.Opcode{ib.OpRDMAWrite, ib.OpRDMARead} {
 		wrs := near.request(far, op, size)
-		cs = append(cs, contender{rows: []row{{name: op.String(), unit: "GB/s", against: alone, goal: &goal{"≥", least}}}, run: func(d time.Duration) ([]float64, error) {
-			start := time.Now()
-			n, err := near.pump(wrs, depth, func() bool { return time.Since(start) >= d })
-			return rate(n, start), err
-		}})
+		cs = append(cs, moving(row{name: op.String(), unit: "GB/s", against: alone, goal: &goal{"≥", least}}, p, func(start time.Time, d time.Duration) (int, error) {
+			return near.pump(wrs, depth, func() bool { return time.Since(start) >= d })
+		}))
 	}
 	return cs
+}
+
+// cpuWith returns the CPU time that this process and a peer have used; nil: no peer.
+func cpuWith(p *peer) (time.Duration, error) {
+	if p == nil {
+		return sys.CPUTime(), nil
+	}
+	r, err := p.call(request{Op: opCPU})
+	return sys.CPUTime() + time.Duration(r.CPU), err
 }
 
 // engineAlone has the engine copy within its memory for d, and returns how often it did.

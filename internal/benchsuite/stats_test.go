@@ -85,7 +85,8 @@ func TestGoal(t *testing.T) {
 }
 
 func TestSummarize(t *testing.T) {
-	values := map[string][]float64{"ours": {2, 5, 3}, "theirs": {4, 5, 4}, "alone": {9, 11, 10}}
+	values := map[string]measured{"ours": {values: []float64{2, 5, 3}, cpu: []float64{0.3, 0.1, 0.2}},
+		"theirs": {values: []float64{4, 5, 4}}, "alone": {values: []float64{9, 11, 10}}}
 	cs := []contender{
 		{rows: []row{{name: "theirs", unit: "GB/s"}}},
 		{rows: []row{
@@ -99,10 +100,10 @@ func TestSummarize(t *testing.T) {
 	if len(rows) != 5 {
 		t.Fatalf("%d rows", len(rows))
 	}
-	if r := rows[0]; r.Median != 4 || r.Min != 4 || r.Max != 5 || r.Ratio != nil || r.Verdict != "" {
+	if r := rows[0]; r.Median != 4 || r.Min != 4 || r.Max != 5 || r.Ratio != nil || r.Verdict != "" || r.CPU != nil {
 		t.Errorf("only reported: %+v", r)
 	}
-	if r := rows[1]; r.Ratio == nil || *r.Ratio != 0.75 || r.Verdict != verdictOK {
+	if r := rows[1]; r.Ratio == nil || *r.Ratio != 0.75 || r.Verdict != verdictOK || r.CPU == nil || *r.CPU != 0.2 {
 		t.Errorf("a ratio: %+v", r)
 	}
 	if r := rows[2]; r.Median != 10 || r.Verdict != verdictBelow {

@@ -68,13 +68,31 @@ type row struct {
 	goal    *goal  // of the ratio, or without one of the median; nil: only reported
 }
 
-// contender measures one or several figures at a time.
+// contender measures one or several figures at a time, by run or by rates.
 type contender struct {
 	rows   []row
 	once   bool   // measured in the first round only: it does not vary
 	notRun string // why it cannot be measured here; empty: it can
 	run    func(d time.Duration) ([]float64, error)
-	side   *side // whose troubles are reported; nil: none are
+	rates  func(d time.Duration) ([]rate, error) // instead of run, if bytes are moved all the time
+	side   *side                                 // whose troubles are reported; nil: none are
+}
+
+// rate is how fast bytes were moved, and at what cost.
+type rate struct {
+	value float64 // in the row's unit
+	cpu   float64 // CPU seconds of all processes that took part, user and kernel, for each GB
+}
+
+// rateOf returns the rate, in GB/s, at which some GB were moved.
+func rateOf(gb float64, took, cpu time.Duration) rate {
+	return rate{gb / took.Seconds(), cpu.Seconds() / gb}
+}
+
+// measured is what was measured of one row, a value for each round.
+type measured struct {
+	values []float64
+	cpu    []float64 // see rate; empty if the row has none
 }
 
 // group is contenders that are measured one after the other in each round.
@@ -88,6 +106,7 @@ type bench struct {
 	settings
 	report  *report
 	closers []func() error
+	note    string // what a reader must know about the group's goals; empty: nothing
 	label   string // of the contender that measures, for profiles
 }
 
@@ -105,8 +124,9 @@ func (b *bench) closeAll() error {
 
 // run measures a group and adds it to the report.
 func (b *bench) run(g *group) {
-	r := groupResult{Name: g.name, Title: g.title}
+	b.note = ""
 	cs, err := g.setup(b)
+	r := groupResult{Name: g.name, Title: g.title, Note: b.note}
 	if err == nil {
 		err = b.measure(g, cs, &r)
 	}
@@ -123,7 +143,7 @@ func (b *bench) run(g *group) {
 func (b *bench) measure(g *group, cs []contender, r *groupResult) error {
 	var errs []error
 	failed := make([]bool, len(cs))
-	values := make(map[string][]float64)
+	all := make(map[string]measured)
 	for round := range b.rounds {
 		for i := range cs {
 			c := &cs[i]
@@ -139,17 +159,22 @@ func (b *bench) measure(g *group, cs []contender, r *groupResult) error {
 				continue
 			}
 			for k, v := range got {
-				values[c.rows[k].name] = append(values[c.rows[k].name], v)
+				m := all[c.rows[k].name]
+				m.values = append(m.values, v.value)
+				if c.rates != nil {
+					m.cpu = append(m.cpu, v.cpu)
+				}
+				all[c.rows[k].name] = m
 			}
 		}
 	}
-	r.Rows = summarize(cs, values)
+	r.Rows = summarize(cs, all)
 	return errors.Join(errs...)
 }
 
 // measureOne lets a contender measure once, and records the troubles on the network
 // meanwhile.
-func (b *bench) measureOne(c *contender, r *groupResult) ([]float64, error) {
+func (b *bench) measureOne(c *contender, r *groupResult) ([]rate, error) {
 	watchdog := time.AfterFunc(hangLimit+10*b.duration, hang)
 	defer watchdog.Stop()
 	if c.side == nil {
@@ -167,17 +192,30 @@ func (b *bench) measureOne(c *contender, r *groupResult) ([]float64, error) {
 
 // profiled lets a contender measure, under the profiler if asked for. Each round
 // overwrites the profile of the one before.
-func (b *bench) profiled(c *contender) ([]float64, error) {
+func (b *bench) profiled(c *contender) ([]rate, error) {
 	path := b.profilePath("")
 	if path == "" {
-		return c.run(b.duration)
+		return c.measure(b.duration)
 	}
 	stop, err := startProfile(path)
 	if err != nil {
 		return nil, err
 	}
-	got, err := c.run(b.duration)
+	got, err := c.measure(b.duration)
 	return got, errors.Join(err, stop())
+}
+
+// measure measures by run or by rates. The figures of run have no CPU time.
+func (c *contender) measure(d time.Duration) ([]rate, error) {
+	if c.rates != nil {
+		return c.rates(d)
+	}
+	values, err := c.run(d)
+	var figures []rate
+	for _, v := range values {
+		figures = append(figures, rate{value: v})
+	}
+	return figures, err
 }
 
 // hangLimit is how much longer than planned a measurement may take. A loop that
@@ -218,26 +256,30 @@ func startProfile(path string) (stop func() error, err error) {
 }
 
 // summarize makes the rows of what was measured, in the order of the contenders.
-func summarize(cs []contender, values map[string][]float64) []rowResult {
+func summarize(cs []contender, all map[string]measured) []rowResult {
 	var rows []rowResult
 	for i := range cs {
 		for _, spec := range cs[i].rows {
-			rows = append(rows, summarizeRow(&spec, cs[i].notRun, values))
+			rows = append(rows, summarizeRow(&spec, cs[i].notRun, all))
 		}
 	}
 	return rows
 }
 
-func summarizeRow(spec *row, notRun string, values map[string][]float64) rowResult {
-	v := values[spec.name]
-	r := rowResult{Name: spec.name, Unit: spec.unit, Values: v, Against: spec.against, Goal: spec.goal, NotRun: notRun}
+func summarizeRow(spec *row, notRun string, all map[string]measured) rowResult {
+	v, cpu := all[spec.name].values, all[spec.name].cpu
+	r := rowResult{Name: spec.name, Unit: spec.unit, Values: v, CPUValues: cpu, Against: spec.against, Goal: spec.goal, NotRun: notRun}
 	if len(v) == 0 {
 		return r
 	}
 	r.Median, r.Min, r.Max = median(v), slices.Min(v), slices.Max(v)
+	if len(cpu) > 0 {
+		m := median(cpu)
+		r.CPU = &m
+	}
 	judged := r.Median
 	if spec.against != "" {
-		rs := ratios(v, values[spec.against])
+		rs := ratios(v, all[spec.against].values)
 		if len(rs) == 0 {
 			r.NotRun = "nothing to compare with"
 			return r

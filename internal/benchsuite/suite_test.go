@@ -58,6 +58,9 @@ func TestEveryGroup(t *testing.T) {
 			if len(got.Rows) == 0 {
 				t.Fatal("no rows")
 			}
+			if strings.HasPrefix(g.name, "threads-") != (got.Note != "") {
+				t.Errorf("the note is %q", got.Note)
+			}
 			for _, row := range got.Rows {
 				checkRow(t, &row)
 			}
@@ -76,6 +79,16 @@ func checkRow(t *testing.T, r *rowResult) {
 	}
 	if len(r.Values) == 0 {
 		t.Errorf("%s: no values", r.Name)
+	}
+	// A rate has the CPU time that it took, and nothing else has.
+	isRate := r.Unit == "GB/s" || r.Unit == "million/s"
+	if isRate != (r.CPU != nil) || isRate && len(r.CPUValues) != len(r.Values) {
+		t.Errorf("%s: %d values in %s, CPU time of %d", r.Name, len(r.Values), r.Unit, len(r.CPUValues))
+	}
+	for _, v := range r.CPUValues {
+		if math.IsNaN(v) || math.IsInf(v, 0) || v <= 0 {
+			t.Errorf("%s: %v CPU seconds for each GB", r.Name, v)
+		}
 	}
 	mayBeZero := r.Unit == "% of core" || r.Unit == "" || strings.Contains(r.Name, "adds")
 	for _, v := range r.Values {
@@ -192,12 +205,56 @@ func running(pid int) bool {
 	return len(after) > 0 && after[0] != 'Z' && after[0] != 'X'
 }
 
+// The goal of many threads goes by the number of cores, and the note says which.
+func TestThreadGoal(t *testing.T) {
+	for _, c := range []struct {
+		cores int
+		want  float64
+		note  []string
+	}{
+		{1, 0.9, []string{"≥ 0.9", "1 cores", "16", "≥ 6"}}, {15, 0.9, []string{"≥ 0.9", "15 cores", "≥ 6"}},
+		{16, 6, []string{"≥ 6", "16 cores"}}, {64, 6, []string{"≥ 6", "64 cores", "16"}},
+	} {
+		g, note := threadGoal(c.cores, 6)
+		if g.Op != "≥" || g.Value != c.want {
+			t.Errorf("%d cores: the goal is %v", c.cores, g)
+		}
+		for _, want := range c.note {
+			if !strings.Contains(note, want) {
+				t.Errorf("%d cores: %q is not in %q", c.cores, want, note)
+			}
+		}
+	}
+}
+
+// The CPU time of a child is its own, and that of its children.
+func TestChildCPU(t *testing.T) {
+	const work = "i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done"
+	cpu := func(script string) time.Duration {
+		c, err := startChild("/bin/sh", "-c", script)
+		if err != nil {
+			t.Fatal(err)
+		}
+		<-c.ended
+		if err := c.stop(); err != nil {
+			t.Fatal(err)
+		}
+		return c.cpu()
+	}
+	idle := cpu("exit 0")
+	for _, script := range []string{work, "(" + work + "); exit 0"} {
+		if got := cpu(script); got < 2*idle {
+			t.Errorf("%s: %v of CPU time, %v for nothing", script, got, idle)
+		}
+	}
+}
+
 func TestTable(t *testing.T) {
-	ratio := 0.75
-	g := groupResult{Name: "g", Title: "a group", Rows: []rowResult{
+	ratio, cpu := 0.75, 0.567
+	g := groupResult{Name: "g", Title: "a group", Note: "worth knowing", Rows: []rowResult{
 		{Name: "µs and ≥ are one character each", Unit: "µs", Values: []float64{1}, Median: 1234, Min: 12.34, Max: 0.001234,
 			Ratio: &ratio, Goal: &goal{"≥", 0.8}, Verdict: verdictBelow},
-		{Name: "plain", Unit: "s", Values: []float64{0}},
+		{Name: "plain", Unit: "s", Values: []float64{0}, CPU: &cpu},
 		{Name: "gone", NotRun: iperfMissing},
 	}}
 	g.trouble("plain", "retransmitted_packets", 3)
@@ -205,10 +262,10 @@ func TestTable(t *testing.T) {
 	printGroup(&b, &g)
 	lines := strings.Split(b.String(), "\n")
 	at := func(s, sub string) int { return utf8.RuneCountInString(s[:strings.Index(s, sub)+len(sub)]) }
-	if at(lines[1], "1234") != at(lines[2], "0") {
+	if at(lines[2], "1234") != at(lines[3], "0") {
 		t.Errorf("medians are not aligned:\n%s", b.String())
 	}
-	for _, want := range []string{"1234", "12.3", "0.0012", "0.75", "≥ 0.8", "below", iperfMissing, "retransmitted_packets 3"} {
+	for _, want := range []string{"1234", "12.3", "0.0012", "0.75", "≥ 0.8", "below", "0.567", "worth knowing", iperfMissing, "retransmitted_packets 3"} {
 		if !strings.Contains(b.String(), want) {
 			t.Errorf("%q is missing:\n%s", want, b.String())
 		}

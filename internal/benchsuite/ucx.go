@@ -40,30 +40,38 @@ const (
 	ucxRate   = "overall_mr"          // messages a second
 )
 
-// run measures for about d and returns one column.
-func (u *ucxTest) run(column string, d time.Duration) (float64, error) {
+// ucxWarmUp is how many iterations it runs before it measures.
+const ucxWarmUp = 1000
+
+// run measures for about d. It returns the report by column, and the CPU time of both
+// processes for each GB, with that of their start and the warm-up.
+func (u *ucxTest) run(d time.Duration) (report map[string]float64, cpuPerGB float64, err error) {
 	port, err := freePort()
 	if err != nil {
-		return 0, err
+		return nil, 0, err
 	}
 	server, err := u.start("-p", strconv.Itoa(port))
 	if err != nil {
-		return 0, err
+		return nil, 0, err
 	}
-	defer server.kill()
 	iters := max(1000, int(u.rate*d.Seconds()))
-	deadline := time.Now().Add(5 * time.Second)
-	for {
-		row, err := u.client(port, iters)
-		if err == nil {
-			u.rate = row[ucxRate]
-			return row[column], nil
+	report, client, err := u.connect(port, iters)
+	server.kill()
+	if err != nil {
+		return nil, 0, err
+	}
+	u.rate = report[ucxRate]
+	gb := float64(iters+ucxWarmUp) * float64(u.size) / 1e9
+	return report, (client + server.cpu()).Seconds() / gb, nil
+}
+
+// connect runs the client until it reaches the server, which may not listen yet.
+func (u *ucxTest) connect(port, iters int) (report map[string]float64, cpu time.Duration, err error) {
+	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+		report, cpu, err = u.client(port, iters)
+		if err == nil || time.Now().After(deadline) {
+			return report, cpu, err
 		}
-		// The server may not listen yet.
-		if time.Now().After(deadline) {
-			return 0, err
-		}
-		time.Sleep(20 * time.Millisecond)
 	}
 }
 
@@ -74,42 +82,58 @@ func (u *ucxTest) start(args ...string) (*child, error) {
 	return startChild(u.path, args...)
 }
 
-func (u *ucxTest) client(port, iters int) (map[string]float64, error) {
-	c, err := u.start("127.0.0.1", "-p", strconv.Itoa(port), "-t", u.test, "-s", strconv.Itoa(u.size), "-n", strconv.Itoa(iters), "-w", "1000", "-f", "-v")
+// client runs the client once and returns its report by column, and its CPU time.
+func (u *ucxTest) client(port, iters int) (map[string]float64, time.Duration, error) {
+	c, err := u.start("127.0.0.1", "-p", strconv.Itoa(port), "-t", u.test, "-s", strconv.Itoa(u.size), "-n", strconv.Itoa(iters), "-w", strconv.Itoa(ucxWarmUp), "-f", "-v")
 	if err != nil {
-		return nil, err
+		return nil, 0, err
 	}
 	watchdog := time.AfterFunc(replyLimit, func() { _ = c.cmd.Process.Kill() })
 	defer watchdog.Stop()
 	rows, err := csv.NewReader(c.out).ReadAll()
 	if failure := c.stop(); err != nil || failure != nil {
-		return nil, fmt.Errorf("ucx_perftest: %w", errors.Join(err, failure))
+		return nil, 0, fmt.Errorf("ucx_perftest: %w", errors.Join(err, failure))
 	}
 	if len(rows) != 2 {
-		return nil, fmt.Errorf("ucx_perftest: its report has %d lines", len(rows))
+		return nil, 0, fmt.Errorf("ucx_perftest: its report has %d lines", len(rows))
 	}
 	row := map[string]float64{}
 	for i, name := range rows[0] {
 		if row[name], err = strconv.ParseFloat(strings.TrimSpace(rows[1][i]), 64); err != nil {
-			return nil, fmt.Errorf("ucx_perftest: %w", err)
+			return nil, 0, fmt.Errorf("ucx_perftest: %w", err)
 		}
 	}
 	if row[ucxRate] <= 0 {
-		return nil, errors.New("ucx_perftest: its report has no figures")
+		return nil, 0, errors.New("ucx_perftest: its report has no figures")
 	}
-	return row, nil
+	return row, c.cpu(), nil
 }
 
-// contender returns the test as a contender.
-func (u *ucxTest) contender(name, unit, column string, factor float64) contender {
-	c := contender{rows: []row{{name: name, unit: unit}}}
+// bandwidth returns a test of bandwidth as a contender.
+func (u *ucxTest) bandwidth(name string) contender {
+	const mib = 1 << 20 / 1e9 // in GB
+	c := contender{rows: []row{{name: name, unit: "GB/s"}}}
+	if u == nil {
+		c.notRun = ucxMissing
+		return c
+	}
+	c.rates = func(d time.Duration) ([]rate, error) {
+		report, cpu, err := u.run(d)
+		return []rate{{report[ucxMBs] * mib, cpu}}, err
+	}
+	return c
+}
+
+// latency returns a test of latency as a contender.
+func (u *ucxTest) latency(name string) contender {
+	c := contender{rows: []row{{name: name, unit: "µs"}}}
 	if u == nil {
 		c.notRun = ucxMissing
 		return c
 	}
 	c.run = func(d time.Duration) ([]float64, error) {
-		v, err := u.run(column, d)
-		return []float64{v * factor}, err
+		report, _, err := u.run(d)
+		return []float64{report[ucxMedian]}, err
 	}
 	return c
 }
