@@ -32,7 +32,7 @@ type perfCmd struct {
 	Threads  int           `placeholder:"N" help:"Posting threads, each with its own completion queue, memory and share of the queue pairs. Default: 1."`
 	QPs      int           `name:"qps" placeholder:"N" help:"Queue pairs of all threads together. Default: one for each thread."`
 	MTU      int           `name:"mtu" placeholder:"BYTES" help:"Payload of a packet: 256, 512, 1024, 2048 or 4096. Default: the largest that both ports carry."`
-	Link     string        `placeholder:"LINK" help:"loop: both sides in this process. local: the other side in a process of its own that shares the address, and shared memory between them. udp: the same with RoCE v2 packets, on another address. Default: loop; udp with --connect and --listen."`
+	Link     string        `placeholder:"LINK" help:"loop: both sides in this process. local: the other side in a process of its own that shares the address, and shared memory between them. udp: the same with RoCE v2 packets, on another address. Default: loop; udp with --connect and --listen, which take local on both sides, too."`
 	Mem      string        `default:"pinned" help:"Kind of memory; available: ${mem_kinds}. odp: on demand; implicit: on demand, with a key for the whole address space; mw: pinned, and the peer reaches it through memory windows; shared: allocated by the library; umr-list, umr-strided: indirect keys, made of pieces or of a pattern; dm: device memory."`
 	Lat      bool          `help:"Latency: one message at a time, half a round trip."`
 	Poll     string        `placeholder:"HOW" help:"How a receiver notices a message, with --lat: cq polls the completion queue, memory watches the last byte of the buffer, which only write has. Default: memory for write, cq otherwise."`
@@ -60,7 +60,7 @@ With --threads N the initiator has N threads that post and poll by themselves. O
 
 tshark takes SENDs of up to 12 bytes in a --pcap file for RPC over RDMA, and calls them malformed, unless it is told --disable-protocol rpcordma.
 
---listen takes everything but --device, --pcap and --json from the side that connects. The TCP connection only coordinates; the data goes by UDP port 4791.
+--listen takes everything but --device, --link, --pcap and --json from the side that connects. The TCP connection only coordinates; the data goes by UDP port 4791, or with --link local on both sides by shared memory.
 
 Examples:
 
@@ -137,8 +137,6 @@ func (c *perfCmd) validate(parsed *kong.Context) error {
 		return usagef("--listen and --connect are the two sides, on two hosts")
 	case !slices.Contains([]verbs.LinkMode{verbs.LinkLoop, verbs.LinkLocal, verbs.LinkUDP}, verbs.LinkMode(c.Link)):
 		return usagef("--link %s: want loop, local or udp", c.Link)
-	case remote && c.Link == string(verbs.LinkLocal):
-		return usagef("--link local: without --connect and --listen, it starts its own peer")
 	case remote && c.Link == string(verbs.LinkLoop):
 		return usagef("--link loop: it does not leave the process, so there is nothing to connect to")
 	}

@@ -92,7 +92,7 @@ func (c *perfCmd) connect(ctx context.Context, p perf.Params, show *stages) (res
 	}
 	side := perf.NewSideChannel(ctx, conn)
 	defer func() { err = errors.Join(err, side.Close()) }()
-	dev, err := verbs.Open(c.deviceFor(conn), &verbs.Config{Link: verbs.LinkUDP, PCAP: c.PCAP})
+	dev, err := verbs.Open(c.deviceFor(conn), &verbs.Config{Link: verbs.LinkMode(c.Link), PCAP: c.PCAP})
 	if err != nil {
 		return nil, err
 	}
@@ -127,7 +127,7 @@ func (c *perfCmd) listen(ctx context.Context, show *stages) (res *perf.Result, e
 	show.set("serving " + conn.RemoteAddr().String())
 	side := perf.NewSideChannel(ctx, conn)
 	defer func() { err = errors.Join(err, side.Close()) }()
-	dev, err := verbs.Open(c.deviceFor(conn), &verbs.Config{Link: verbs.LinkUDP, PCAP: c.PCAP})
+	dev, err := verbs.Open(c.deviceFor(conn), &verbs.Config{Link: verbs.LinkMode(c.Link), PCAP: c.PCAP})
 	if err != nil {
 		return nil, err
 	}

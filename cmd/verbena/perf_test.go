@@ -268,7 +268,13 @@ func TestPerfText(t *testing.T) {
 // Two processes that were started by hand find each other; both print the same
 // result.
 func TestPerfListenConnect(t *testing.T) {
-	listener := exec.CommandContext(t.Context(), program, "perf", "--listen=127.0.0.1:0", "--json")
+	for _, link := range []string{"udp", "local"} {
+		t.Run(link, func(t *testing.T) { testListenConnect(t, link) })
+	}
+}
+
+func testListenConnect(t *testing.T, link string) {
+	listener := exec.CommandContext(t.Context(), program, "perf", "--listen=127.0.0.1:0", "--link", link, "--json")
 	var stdout bytes.Buffer
 	listener.Stdout = &stdout
 	stderr, err := listener.StderrPipe()
@@ -286,8 +292,8 @@ func TestPerfListenConnect(t *testing.T) {
 	if !ok {
 		t.Fatalf("the listener says %q", line)
 	}
-	r := perfJSON(t, "--connect", addr, "--op", "send", "--size", "10K", "--iters", "2000", "--check", "--qps", "3", "--threads", "2")
-	if r["link"] != "udp" || r["checked"] != true || r["initiator"] == r["target"] {
+	r := perfJSON(t, "--connect", addr, "--link", link, "--op", "send", "--size", "10K", "--iters", "2000", "--check", "--qps", "3", "--threads", "2")
+	if r["link"] != link || r["checked"] != true || r["initiator"] == r["target"] {
 		t.Errorf("the result is %v", r)
 	}
 	if err := listener.Wait(); err != nil {
