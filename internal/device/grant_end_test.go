@@ -161,6 +161,25 @@ func TestGrantEnds(t *testing.T) {
 	}
 }
 
+// A region that a peer has a grant to, and does not use just now, is invalidated by the message
+// of another peer: the first one writes nothing any more.
+func TestGrantInvalidatedBetweenWrites(t *testing.T) {
+	s := newGrantScene(t)
+	s.f.recv(ib.RecvWR{})
+	s.e.post(ib.SendWR{Op: ib.OpSendInv, InvalidateKey: s.b.mr.RKey()})
+	s.f.ok()
+	if !s.b.grantsShut() {
+		t.Error("the grant is not taken away")
+	}
+	before := look(s.b.buf, 0)
+	s.a.buf[0] = before + 1
+	s.a.post(s.a.write(s.b, 0, 1))
+	s.a.status(ib.WCRemAccessErr)
+	if now := look(s.b.buf, 0); now != before {
+		t.Errorf("the byte is %d, it was %d", now, before)
+	}
+}
+
 // newGrantScene makes the connections. The WRITE is the caller's.
 func newGrantScene(t *testing.T) *grantScene {
 	t.Helper()

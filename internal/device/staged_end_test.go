@@ -216,3 +216,31 @@ func TestStagedEndsAtRandom(t *testing.T) {
 		})
 	}
 }
+
+// A sender that is reset while an engine reads its memory has the memory back: the message
+// does not count, and its receive waits for another one.
+func TestStagedSourceTakenBack(t *testing.T) {
+	for _, reaches := range []bool{false, true} {
+		t.Run(fmt.Sprintf("reaches %v", reaches), func(t *testing.T) {
+			g := enginetest.New(enginetest.Config{Reaches: reaches})
+			g.Hold()
+			a, b := stagedPair(t, linkLoop, ib.RC, g, "b")
+			b.recv(ib.RecvWR{ID: 5, SGL: b.sge(0, 4096)})
+			a.post(ib.SendWR{Op: ib.OpSend, SGL: a.sge(0, 4096)})
+			waitBegun(t, g, 1)
+			a.modify(ib.QPAttr{State: ib.QPReset}, 0)
+			paint(a.buf[:4096], 2)
+			g.Release()
+			q := b.qp.(*QP)
+			eventually(t, "no engine is at it", func() bool {
+				q.mu.Lock()
+				defer q.mu.Unlock()
+				return !q.mover
+			})
+			b.modify(ib.QPAttr{State: ib.QPErr}, 0)
+			if wc := b.status(ib.WCWRFlushErr); wc.ID != 5 {
+				t.Errorf("%+v", wc)
+			}
+		})
+	}
+}

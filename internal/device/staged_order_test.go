@@ -159,6 +159,34 @@ func TestStagedFlagBehindFailedData(t *testing.T) {
 	}
 }
 
+// A flag behind a WRITE whose bytes an engine has loaded, and whose target is revoked before they
+// reach it, is never seen, though its bytes were loaded, too.
+func TestStagedFlagBehindRevokedTarget(t *testing.T) {
+	g := enginetest.New(enginetest.Config{})
+	a, b := stagedPair(t, linkLoop, ib.RC, g, "a")
+	clear(b.buf)
+	fill(a.buf[:8192], 1)
+	target := must[provider.MR](t)(b.pd.RegMR(make([]byte, 4096), allRemote))
+	t.Cleanup(func() { closeAll(t, target) })
+	data := a.write(b, 0, 4096)
+	data.RemoteAddr, data.RKey = target.Addr(), target.RKey()
+	g.Hold()
+	begun := g.Begun()
+	a.post(data)
+	a.post(a.write(b, 4096, 4096))
+	waitBegun(t, g, begun+2)
+	target.(*MR).region.Revoke()
+	g.Release()
+	a.status(ib.WCRemAccessErr)
+	a.status(ib.WCWRFlushErr)
+	for _, e := range []*end{a, b} {
+		e.modify(ib.QPAttr{State: ib.QPReset}, 0) // no engine is at its memory any more
+	}
+	if k := firstDifference(b.buf, make([]byte, len(b.buf))); k >= 0 {
+		t.Errorf("byte %d was written", k)
+	}
+}
+
 // A program that watches the memory sees the data of a message before the flag behind it,
 // wherever the two lie: on an engine or in the host's memory.
 func TestStagedOrderSeen(t *testing.T) {

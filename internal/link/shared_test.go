@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/shm"
 	"github.com/verbena-rdma/verbena/internal/train"
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
@@ -185,6 +186,57 @@ func TestSharedTrains(t *testing.T) {
 	tr := &train.Train{Flow: flow, Transport: wire.RC, Kind: wire.KindAck, Start: true, End: true, DestQP: 404, N: 1}
 	if m, err := a.Send([]*train.Train{tr}); m != 1 || err != nil || a.Lost() != 1 {
 		t.Errorf("%d, %v, %d lost", m, err, a.Lost())
+	}
+}
+
+// midway fetches a long payload, instead of that of the train, which the sender gives up when
+// its first byte has come.
+type midway struct {
+	giveUp func()
+	far    []byte
+	amid   bool // the last byte had not come when it was given up
+	ok     bool // it counts
+}
+
+func (k *midway) Deliver(t *train.Train) {
+	r := t.Payload.Ref.(*refSource)
+	r.ranges[0], r.n = shm.Range{Addr: addrOf(k.far), Len: len(k.far)}, 1
+	b, given := make([]byte, len(k.far)), make(chan struct{})
+	go func() {
+		defer close(given)
+		for b[0] == 0 {
+			runtime.Gosched()
+		}
+		k.giveUp()
+		k.amid = b[len(b)-1] == 0
+	}()
+	k.ok, _ = r.ReadRef(b, 0)
+	<-given
+}
+func (k *midway) Drop(Reason) {}
+
+// A payload that its sender gives up while it is fetched does not count: the sender's memory
+// may have been used for something else by then.
+func TestFetchGivenUpMidway(t *testing.T) {
+	a, b := sharedPair(t)
+	flow := reached(t, a, b)
+	const n = 64 << 10
+	k := midway{giveUp: a.GiveUpFetches, far: bytes.Repeat([]byte{1}, 32<<20)}
+	for deadline := time.Now().Add(20 * time.Second); !k.amid; {
+		if time.Now().After(deadline) {
+			t.Fatal("it was never given up in time")
+		}
+		tr := &train.Train{Flow: flow, Transport: wire.RC, Kind: wire.KindWrite, Start: true, End: true, DestQP: 9, MTU: 4096, N: n / 4096, Len: n,
+			Ticket: a.Ticket(), Payload: mem.List{Raw: [][]byte{k.far[:n]}}}
+		if m, err := a.Send([]*train.Train{tr}); m != 1 || err != nil {
+			t.Fatalf("%d, %v", m, err)
+		}
+		for b.Poll(&k, 100) == 0 {
+			b.Wait(time.Millisecond)
+		}
+	}
+	if k.ok {
+		t.Error("a payload that was given up counts")
 	}
 }
 

@@ -62,6 +62,10 @@ func TestCopyFar(t *testing.T) {
 		if f, side := Copy(dst, src, uint64(n-off), false); off < n-tail && (f.OK() || side != Src) {
 			t.Fatalf("a process that is gone: %v, side %v", f, side)
 		}
+		o.gone, o.mapped, o.late = false, true, true
+		if f, side := Copy(dst, src, uint64(n-off), false); off < n-tail && (f.Kind != FaultStale || side != Src) {
+			t.Fatalf("given up while it is copied: %v, side %v", f, side)
+		}
 	}
 	// If the target's memory is gone, the fault is the target's.
 	table := NewTable(TableConfig{})
