@@ -57,7 +57,7 @@ func (e *end) keepPosting(wr ib.SendWR, deep int) ib.WC {
 			out--
 		}
 	}
-	e.t.Error("requests still succeed")
+	e.t.Errorf("no request has failed; in state %v, counted %v", e.state(), countsOf(e.dev))
 	return ib.WC{}
 }
 
@@ -125,6 +125,11 @@ func neverAgain(e *end) { e.timeout = 0 }
 func revokedUnderLoad(t *testing.T, a, b *end, wr ib.SendWR, memory []byte, revoke func(), want ib.WCStatus) {
 	t.Helper()
 	copy(a.buf, noise) // two requests that follow each other have different bytes
+	defer func() {
+		if t.Failed() {
+			t.Logf("the target in state %v, counted %v", b.state(), countsOf(b.dev))
+		}
+	}()
 	ended := make(chan ib.WC, 1)
 	go func() { ended <- a.keepPosting(wr, 2) }()
 	eventually(t, "some requests are done", func() bool { return countsOf(b.dev)["tx_packets"] > 0 })

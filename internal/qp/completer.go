@@ -81,18 +81,18 @@ func (q *QP) receiveNak(psn wire.PSN, s wire.Syndrome, now Time) {
 		return
 	}
 	missing := !q.advance(psn, now)
-	if missing && (s == wire.NakPSNSequence || !psn.Less(q.sq.at(q.sq.head).end())) {
-		q.lost(now) // the answer to a READ before it is missing: ask for that first
-		return
-	}
 	if s == wire.NakPSNSequence {
-		if r.nxt != psn {
+		switch {
+		case missing:
+			q.lost(now) // the answer to a READ before it is missing: ask for that first
+		case r.nxt != psn:
 			q.retry(now)
 		}
 		return
 	}
-	// If a part of the answer to this READ is missing, the peer, which has failed, does not
-	// send it any more.
+	// The peer has failed, and answers no more. If the answer to a READ is missing, be it to
+	// this one or to one before it, that READ fails as the peer did: to ask for it again would
+	// be in vain.
 	status, ok := nakStatus[s]
 	if !ok {
 		status = ib.WCBadRespErr

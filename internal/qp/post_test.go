@@ -184,6 +184,46 @@ func TestLateSendFailed(t *testing.T) {
 	}
 }
 
+// TestLastNak: the answer to a READ cannot be read any more, and the NAK of the request behind
+// it was to leave with it. The NAK leaves alone, and the peer, which gets no answer to its READ
+// ever, does not ask for it again: the READ fails.
+func TestLastNak(t *testing.T) {
+	for _, kind := range []mem.FaultKind{mem.FaultDead, mem.FaultPending} {
+		w := newPair(t, usual(), usual())
+		a, b := w.a, w.b
+		there := b.regions["mem"].at(0, 10)
+		read := ib.SendWR{Op: ib.OpRDMARead, Flags: ib.SendSignaled, SGL: []ib.SGE{a.regions["mem"].at(0, 10)}, RemoteAddr: there.Addr, RKey: there.LKey}
+		bad := read
+		read.ID, bad.ID, bad.RKey = 1, 2, 0
+		if _, err := a.q.PostSend([]ib.SendWR{read, bad}); err != nil {
+			t.Fatal(err)
+		}
+		var req, answer, nak train.Train
+		for a.q.Pull(&req, w.now) {
+			req.From, req.To = a.addr, b.addr
+			b.q.Receive(&req, w.now)
+		}
+		if !b.q.Pull(&answer, w.now) || answer.Kind != wire.KindReadResponse || !b.q.Pull(&nak, w.now) || b.q.State() != ib.QPErr {
+			t.Fatalf("answers %v and %v, in state %v", answer.Kind, nak.Kind, b.q.State())
+		}
+		b.q.SendFailed(&answer, mem.Fault{Kind: kind}, w.now)
+		b.q.NotSent(&nak)
+		var last train.Train
+		if !b.q.Pull(&last, w.now) || last.Kind != wire.KindAck || last.PSN != nak.PSN || last.AETH.Syndrome != wire.NakRemoteAccess {
+			t.Fatalf("the NAK is lost: %+v", last)
+		}
+		if b.q.Pull(&answer, w.now) || b.q.Counters[CntNaksSent] != 1 {
+			t.Error("it is sent twice")
+		}
+		last.From, last.To = b.addr, a.addr
+		a.q.Receive(&last, w.now)
+		var wcs [4]ib.WC
+		if n := a.sendCQ.Poll(wcs[:]); n != 2 || wcs[0].ID != 1 || wcs[0].Status != ib.WCRemAccessErr || wcs[1].Status != ib.WCWRFlushErr {
+			t.Errorf("completed: %+v", wcs[:n])
+		}
+	}
+}
+
 // TestRNRTimers: the requester waits exactly as long as each code of the RNR NAK
 // says (IBA 9.7.5.2.8, table 45), and b sends the code that it was given.
 func TestRNRTimers(t *testing.T) {

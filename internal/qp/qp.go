@@ -335,10 +335,12 @@ func (q *QP) SendFailed(t *train.Train, f mem.Fault, now Time) {
 }
 
 // NotSent takes back a train that has not left, because the payload of one before it could
-// not be read. An answer behind one that waits for its memory (hold.go) waits too.
+// not be read. An answer behind one that waits for its memory (hold.go) waits too. The NAK of a
+// queue pair that has failed goes alone: it is the last answer that the peer gets.
 func (q *QP) NotSent(t *train.Train) {
 	q.uncount(t)
-	if h := q.resp.held; h != nil && h.answers && t.IsAnswer() {
+	h := q.resp.held
+	if t.IsAnswer() && h != nil && h.answers || t.Kind == wire.KindAck && q.state == ib.QPErr {
 		q.unsent(t)
 	}
 }
