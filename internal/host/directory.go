@@ -88,17 +88,26 @@ func (d *directory) first() netip.Addr {
 	return a
 }
 
-// claim takes a free entry for a process: the next one after the last taken, so that an entry
-// is not soon used again.
-func (d *directory) claim(pid int, nonce uint64) (identity, bool) {
+// claim takes an entry that no living process has: the next one after the last taken, so that an
+// entry is not soon used again. It frees what a dead process has left there. The process has the
+// entry as long as it holds the lock. The lock is nil if there is no free entry.
+func (d *directory) claim(pid int, nonce uint64) (identity, *sys.ByteLock, error) {
 	last := int(d.claimed.Load())
 	for k := range d.process {
 		i := (last + 1 + k) % MaxProcesses
-		e := &d.process[i]
-		id := makeIdentity(pid, nonce, i)
-		if !e.id.CompareAndSwap(0, uint64(id)) {
+		life, err := sys.LockByte(d.fd, int64(i))
+		if err != nil {
+			return 0, nil, err
+		}
+		if life == nil {
 			continue
 		}
+		e := &d.process[i]
+		if id := identity(e.id.Load()); id != 0 {
+			d.release(id)
+		}
+		id := makeIdentity(pid, nonce, i)
+		e.id.Store(uint64(id))
 		e.packets.Store(0)
 		for o := range e.count {
 			e.count[o].Store(0)
@@ -108,9 +117,15 @@ func (d *directory) claim(pid int, nonce uint64) (identity, bool) {
 		}
 		e.ready.Store(uint64(id))
 		d.claimed.Store(uint32(i))
-		return id, true
+		return id, life, nil
 	}
-	return 0, false
+	return 0, nil, nil
+}
+
+// alive reports whether a process lives: it holds the lock of its entry.
+func (d *directory) alive(id identity) bool {
+	locked, err := sys.ByteLocked(d.fd, int64(id.slot()))
+	return err != nil || locked && d.process[id.slot()].id.Load() == uint64(id)
 }
 
 // release frees the places and the entry of a process that is gone. Any number of processes may

@@ -32,8 +32,9 @@ type layout struct {
 	place   [sys.NumPlaces]placeEntry
 }
 
-// entry is one process. The process itself writes all but id, which any process takes away from
-// one that is dead.
+// entry is one process, which holds the lock of the file's byte with the entry's number as long as
+// it lives. The process itself writes all but id, which any process takes away from one that is
+// dead.
 type entry struct {
 	id      atomic.Uint64 // the process's identity; 0: the entry is free
 	ready   atomic.Uint64 // the same, once what follows is the process's
@@ -56,7 +57,7 @@ type domainEntry struct {
 	name [2]atomic.Uint64
 }
 
-const layoutMagic = 0x7665726265_6e61_05 // "verbena", version 5
+const layoutMagic = 0x7665726265_6e61_06 // "verbena", version 6
 
 var errDirectory = errors.New("the directory of the device is damaged, or of another version")
 

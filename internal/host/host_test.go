@@ -295,6 +295,64 @@ func TestStopped(t *testing.T) {
 	_ = d.Close()
 }
 
+// of returns the identity of a process that the test has started.
+func (j *joined) of(t *testing.T, c *another) identity {
+	t.Helper()
+	for i := range j.dir.process {
+		if id := j.dir.who(i); id.pid() == c.cmd.Process.Pid {
+			return id
+		}
+	}
+	t.Fatalf("process %d is not in the directory", c.cmd.Process.Pid)
+	return 0
+}
+
+// A process is alive from its entry to its end, whether it answers or not, and whatever it has
+// closed.
+func TestAlive(t *testing.T) {
+	a := join(t, addr(31))
+	b := join(t, addr(31))
+	old := b.self
+	if !a.dir.alive(a.self) || !a.dir.alive(old) {
+		t.Error("a process is taken for dead")
+	}
+	_ = b.Close()
+	if a.dir.alive(old) {
+		t.Error("a process that has left is taken for alive")
+	}
+
+	stopped := start(t, addr(31), -1)
+	stopped.expect(t, "slot")
+	if err := stopped.cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	closed := startWith(t, childEnv+"="+addr(31).String(), -1, modeEnv+"=closes")
+	closed.expect(t, "closed")
+	stoppedID, closedID := a.of(t, stopped), a.of(t, closed)
+	a.dir.sweep(a.self)
+	for name, id := range map[string]identity{"this process": a.self, "a stopped process": stoppedID, "a process that has closed the directory": closedID} {
+		if !a.dir.alive(id) || a.dir.who(id.slot()) != id {
+			t.Errorf("%s is taken for dead", name)
+		}
+	}
+	for _, c := range []*another{stopped, closed} {
+		id := a.of(t, c)
+		_ = c.cmd.Process.Kill()
+		_ = c.cmd.Wait()
+		if a.dir.alive(id) {
+			t.Error("a killed process is taken for alive")
+		}
+		if a.Gone(id.slot()); a.dir.who(id.slot()) != 0 {
+			t.Error("the entry of a killed process is not free")
+		}
+	}
+	// An entry that a dead process has left is used again without a sweep.
+	a.dir.claimed.Store(uint32(closedID.slot() - 1 + MaxProcesses))
+	if c := join(t, addr(31)); c.Slot() != closedID.slot() || a.dir.alive(closedID) || !a.dir.alive(c.self) {
+		t.Errorf("entry %d, want %d", c.Slot(), closedID.slot())
+	}
+}
+
 // A process of another user that takes the name of one that has ended does not keep what that
 // one had.
 func TestSquatted(t *testing.T) {
@@ -304,10 +362,7 @@ func TestSquatted(t *testing.T) {
 	a := join(t, addr(28))
 	c := start(t, addr(28), -1)
 	c.expect(t, "slot")
-	i := 0
-	for a.dir.who(i).pid() != c.cmd.Process.Pid {
-		i++
-	}
+	i := a.of(t, c).slot()
 	name := processName(addr(28), a.dir.who(i))
 	_ = c.cmd.Process.Kill()
 	_ = c.cmd.Wait()
@@ -466,7 +521,7 @@ func start(t *testing.T, a netip.Addr, uid int) *another {
 	return startWith(t, childEnv+"="+a.String(), uid)
 }
 
-func startWith(t *testing.T, env string, uid int) *another {
+func startWith(t *testing.T, env string, uid int, more ...string) *another {
 	t.Helper()
 	exe, err := os.Executable()
 	if err != nil {
@@ -484,7 +539,7 @@ func startWith(t *testing.T, env string, uid int) *another {
 		}
 	}
 	c := &another{cmd: exec.Command(exe), lines: make(chan string, 1000)}
-	c.cmd.Env = append(os.Environ(), env)
+	c.cmd.Env = append(append(os.Environ(), env), more...)
 	c.cmd.Stderr, c.cmd.Dir = os.Stderr, "/"
 	c.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	if uid >= 0 {

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
 
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
@@ -19,6 +20,9 @@ const childEnv = "VERBENA_HOST_TEST_CHILD"
 
 // squatEnv makes the test binary take the name that it holds, as soon as the name is free.
 const squatEnv = "VERBENA_HOST_TEST_SQUAT"
+
+// modeEnv makes such a process do something besides.
+const modeEnv = "VERBENA_HOST_TEST_MODE"
 
 func squat(name string) int {
 	fmt.Println("trying")
@@ -59,6 +63,14 @@ func child(a netip.Addr) int {
 		fmt.Println("range", r)
 	}
 	fmt.Println("slot", m.Slot())
+	if os.Getenv(modeEnv) == "closes" { // and has another file at the number, where no byte is locked
+		fd, err := sys.NewMemfd("another", layoutSize)
+		if err == nil {
+			err = unix.Dup3(fd, m.dir.fd, unix.O_CLOEXEC)
+		}
+		m.dir.sweep(m.self)
+		fmt.Println("closed", err)
+	}
 	in := bufio.NewScanner(os.Stdin)
 	for in.Scan() { // a line asks for one more range
 		r, err := m.Places().Lease()

@@ -66,6 +66,7 @@ type Member struct {
 	dir   *directory
 	shelf *sys.Shelf
 	self  identity
+	life  *sys.ByteLock // of the entry; nil before there is one
 	proc  *process
 	door  *door
 
@@ -178,21 +179,22 @@ func (m *Member) share(shelf *sys.Shelf, doors []int) error {
 	return nil
 }
 
-// settleIn gives this process a name, an entry and a place. The name comes first: a process
-// with an entry and no name is taken for dead.
+// settleIn gives this process a name, an entry and a place. The name comes first, so that others
+// reach a process that has an entry.
 func (m *Member) settleIn() (err error) {
 	nonce := random()
 	m.proc, err = startProcess(processName(m.cfg.Addrs[0], makeIdentity(os.Getpid(), nonce, 0)), &m.cfg)
 	if err != nil {
 		return err
 	}
-	id, ok := m.dir.claim(os.Getpid(), nonce)
-	if !ok {
-		m.dir.sweep(makeIdentity(os.Getpid(), nonce, 0))
-		if id, ok = m.dir.claim(os.Getpid(), nonce); !ok {
-			return refuse(syscall.EUSERS, "%d processes share the device, which is all there is room for", MaxProcesses)
-		}
+	id, life, err := m.dir.claim(os.Getpid(), nonce)
+	if err != nil {
+		return err
 	}
+	if life == nil {
+		return refuse(syscall.EUSERS, "%d processes share the device, which is all there is room for", MaxProcesses)
+	}
+	m.life = life
 	m.self = id
 	m.places = &Places{m: m, listen: m.cfg.Listen}
 	if err := m.places.take(); err != nil {
@@ -270,8 +272,9 @@ func (m *Member) dial(d *directory, process int) (*net.UnixConn, error) {
 // Close leaves the device. It is idempotent.
 func (m *Member) Close() (err error) {
 	m.once.Do(func() {
-		if m.self != 0 {
+		if m.life != nil {
 			m.dir.release(m.self)
+			m.life.Unlock()
 		}
 		if m.door != nil {
 			m.door.close()

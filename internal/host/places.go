@@ -9,7 +9,6 @@ package host
 // with its sockets from the shelf, or has new sockets bound and finds out what place they have.
 
 import (
-	"errors"
 	"syscall"
 	"time"
 
@@ -178,37 +177,29 @@ func (l *Places) Lease() (r uint32, err error) {
 // was stopped just then, lock does without: then FindPlace and the shelf's own precautions have
 // to do.
 func (d *directory) lock() (unlock func()) {
-	own, err := sys.Reopen(d.fd)
-	if err != nil {
-		return func() {}
-	}
 	for deadline := time.Now().Add(lockTime); ; time.Sleep(time.Millisecond) {
-		ok, err := sys.TryLock(own)
-		if ok || err != nil || time.Now().After(deadline) {
-			break
+		l, err := sys.LockByte(d.fd, placesByte)
+		if l != nil {
+			return l.Unlock
+		}
+		if err != nil || time.Now().After(deadline) {
+			return func() {}
 		}
 	}
-	return func() { sys.Unlock(own) }
 }
 
-// lockTime is how long a process waits for those that get their places before it: far longer
-// than a hundred of them need.
-const lockTime = time.Second
-
-// alive reports whether a process lives: its socket is there.
-func (d *directory) alive(id identity) bool {
-	c, err := dial(processName(d.first(), id))
-	if err == nil {
-		_ = c.Close()
-		return true
-	}
-	// Another user's process may have taken the name of one that has ended.
-	var no *refusal
-	return !errors.Is(err, syscall.ECONNREFUSED) && !errors.As(err, &no)
-}
+const (
+	// lockTime is how long a process waits for those that get their places before it: far
+	// longer than a hundred of them need.
+	lockTime = time.Second
+	// placesByte is the byte of the directory that lock locks. Those below it are of the
+	// processes' entries: see alive.
+	placesByte = MaxProcesses
+)
 
 // sweep frees what dead processes have left, on behalf of the process self. A process that does
-// not even find its own name has changed its user or its network namespace, and frees nothing.
+// not even find itself alive frees nothing: the program has closed the directory's descriptor,
+// and may have opened another file by that number.
 func (d *directory) sweep(self identity) {
 	if !d.alive(self) {
 		return

@@ -2,9 +2,10 @@
 // and returns Go values. Groups of files:
 //
 //   - The udp link: udp.go and group.go (sockets, multicast), mmsg_unsafe.go (batches of
-//     datagrams), poll.go and ppoll_unsafe.go (waiting for them), netif.go (interfaces).
-//   - Processes that share memory and messages: memfd.go, event.go, scm.go, watch.go,
-//     ptrace.go, process_vm_unsafe.go, procmem.go.
+//     datagrams), poll.go and ppoll_unsafe.go (waiting for them), netif.go (interfaces),
+//     steer.go and shelf.go (sockets of several processes at one port).
+//   - Processes that share memory and messages: memfd.go, bytelock.go, event.go, scm.go,
+//     watch.go, ptrace.go, process_vm_unsafe.go, procmem.go.
 //   - Pinned memory: mlock.go (locking), procmap.go (what is mapped), file.go (mapped
 //     files, and writing them back), sysv_unsafe.go; uring_*.go holds pages.
 //   - Memory of the library: alloc_unsafe.go, devmem.go.

@@ -1,6 +1,7 @@
 package sys
 
 import (
+	"errors"
 	"fmt"
 	"os"
 
@@ -23,8 +24,13 @@ func NewEvent() (*Event, error) {
 // OpenEvent takes over a descriptor that another process has sent. It refuses one that
 // is no eventfd, and leaves it open.
 func OpenEvent(fd int) (*Event, error) {
-	link := fmt.Sprintf("/proc/self/fd/%d", fd)
-	what, err := os.Readlink(link)
+	var what string
+	var err error
+	for _, dir := range procFDs {
+		if what, err = os.Readlink(fmt.Sprintf("%s/%d", dir, fd)); !errors.Is(err, unix.ENOENT) {
+			break
+		}
+	}
 	if err != nil {
 		return nil, err
 	}
