@@ -75,7 +75,7 @@ func listen(r *link.UDPReceiver, w *host.Sockets) (place int, err error) {
 	if w.Adopt != nil {
 		return w.Place, r.Adopt(w.Adopt)
 	}
-	return r.Listen(w.Place, w.Hold)
+	return r.Listen(w.Place, w.Orphans, w.Hold)
 }
 
 // hostLimits are the limits of all processes of the device together.

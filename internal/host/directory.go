@@ -88,38 +88,60 @@ func (d *directory) first() netip.Addr {
 	return a
 }
 
-// claim takes an entry that no living process has: the next one after the last taken, so that an
-// entry is not soon used again. It frees what a dead process has left there. The process has the
-// entry as long as it holds the lock. The lock is nil if there is no free entry.
-func (d *directory) claim(pid int, nonce uint64) (identity, *sys.ByteLock, error) {
+// claim takes an entry that no living process has: one with sockets that a dead process has left,
+// or the next one after the last taken, so that an entry is not soon used again. It frees what a
+// dead process has left there. The process has the entry as long as it holds the lock. The lock
+// is nil if there is no free entry.
+func (d *directory) claim(pid int, nonce uint64) (id identity, life *sys.ByteLock, err error) {
+	for i := range d.process {
+		if d.process[i].isBinding() {
+			if id, life, err = d.claimEntry(i, pid, nonce); life != nil || err != nil {
+				return id, life, err
+			}
+		}
+	}
 	last := int(d.claimed.Load())
 	for k := range d.process {
-		i := (last + 1 + k) % MaxProcesses
-		life, err := sys.LockByte(d.fd, int64(i))
-		if err != nil {
-			return 0, nil, err
+		if id, life, err = d.claimEntry((last+1+k)%MaxProcesses, pid, nonce); life != nil || err != nil {
+			return id, life, err
 		}
-		if life == nil {
-			continue
-		}
-		e := &d.process[i]
-		if id := identity(e.id.Load()); id != 0 {
-			d.release(id)
-		}
-		id := makeIdentity(pid, nonce, i)
-		e.id.Store(uint64(id))
-		e.packets.Store(0)
-		for o := range e.count {
-			e.count[o].Store(0)
-		}
-		for k := range e.domains {
-			e.domains[k].used.Store(0)
-		}
-		e.ready.Store(uint64(id))
-		d.claimed.Store(uint32(i))
-		return id, life, nil
 	}
 	return 0, nil, nil
+}
+
+// claimEntry takes an entry, unless a living process has it: then the lock is nil.
+func (d *directory) claimEntry(i, pid int, nonce uint64) (identity, *sys.ByteLock, error) {
+	life, err := sys.LockByte(d.fd, int64(i))
+	if life == nil {
+		return 0, nil, err
+	}
+	e := &d.process[i]
+	if id := identity(e.id.Load()); id != 0 {
+		d.release(id)
+	}
+	id := makeIdentity(pid, nonce, i)
+	e.id.Store(uint64(id))
+	e.packets.Store(0)
+	for o := range e.count {
+		e.count[o].Store(0)
+	}
+	for k := range e.domains {
+		e.domains[k].used.Store(0)
+	}
+	e.ready.Store(uint64(id))
+	d.claimed.Store(uint32(i))
+	return id, life, nil
+}
+
+// isBinding reports whether sockets are being bound for the entry, or a dead process has left
+// some.
+func (e *entry) isBinding() bool {
+	for i := range e.binding {
+		if e.binding[i].Load() != 0 {
+			return true
+		}
+	}
+	return false
 }
 
 // alive reports whether a process lives: it holds the lock of its entry.

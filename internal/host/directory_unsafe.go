@@ -41,6 +41,10 @@ type entry struct {
 	packets atomic.Uint32 // not 0: it wants packets, see Config.Packets
 	count   [NumObjects]atomic.Uint64
 	domains [MaxDomains]domainEntry
+	// binding are the inodes of sockets that are being bound, by address, from before they are on
+	// the shelf until their place is entered. Those that a dead process has left, the next process
+	// with the entry takes: see Member.orphans.
+	binding [maxAddrs]atomic.Uint64
 	_       [64]byte
 }
 
@@ -57,7 +61,7 @@ type domainEntry struct {
 	name [2]atomic.Uint64
 }
 
-const layoutMagic = 0x7665726265_6e61_06 // "verbena", version 6
+const layoutMagic = 0x7665726265_6e61_07 // "verbena", version 7
 
 var errDirectory = errors.New("the directory of the device is damaged, or of another version")
 

@@ -190,14 +190,72 @@ func TestPlacesAgain(t *testing.T) {
 	for i := range 20 {
 		j := join(t, addr(20), addr(21))
 		r := j.lease(t)
-		if p := r / rangesOfPlace; p != 1 || seen[r] || j.udp.bound != min(1, 1-min(i, 1)) {
-			t.Errorf("process %d: range %d of place %d, sockets bound %d times", i, r, p, j.udp.bound)
+		if p := r / rangesOfPlace; p != 1 || seen[r] || j.udp.bound != 2*max(0, 1-i) {
+			t.Errorf("process %d: range %d of place %d, %d sockets bound", i, r, p, j.udp.bound)
 		}
 		seen[r] = true
 		j.udp.close()
 		_ = j.Close()
 	}
 	_ = stays
+}
+
+// A process that is killed while it gets a place costs none: the next one takes the sockets that
+// are bound, at the place that they have.
+func TestPlacesOrphaned(t *testing.T) {
+	outer, stays := t, join(t, addr(32), addr(33))
+	list := addr(32).String() + "," + addr(33).String()
+	for _, tt := range []struct {
+		moments      string // at which one process after the other is killed
+		found, bound int
+	}{
+		{"early0 early0", 0, 2}, {"held0 held0", 0, 2}, {"bound0", 1, 1}, {"held0 bound0 early1 early1", 1, 1},
+		{"early1 held1 held1", 1, 1}, {"held1 bound1", 2, 0}, {"bound1", 2, 0},
+	} {
+		t.Run(tt.moments, func(t *testing.T) {
+			for _, when := range strings.Fields(tt.moments) {
+				c := startWith(t, childEnv+"="+list, -1, modeEnv+"="+when)
+				_ = c.cmd.Wait()
+			}
+			j := join(outer, addr(32), addr(33)) // which keeps its place
+			at := j.lease(t) / rangesOfPlace
+			for i, s := range j.udp.socks {
+				if is, err := s.FindPlace(random()); err != nil || is != at {
+					t.Errorf("socket %d is at place %d, %v, want %d", i, is, err, at)
+				}
+			}
+			places := 0
+			for p := range stays.dir.place {
+				if stays.dir.place[p].socket[0].Load() != 0 {
+					places++
+				}
+			}
+			if int(at) != places-1 || j.udp.found != tt.found || j.udp.bound != tt.bound {
+				t.Errorf("place %d of %d, %d sockets found and %d bound", at, places, j.udp.found, j.udp.bound)
+			}
+			if j.dir.process[j.Slot()].isBinding() {
+				t.Error("the sockets are still noted as being bound")
+			}
+		})
+	}
+	// One that is killed when it has entered the place, before the sockets or after them.
+	for _, entered := range []bool{false, true} {
+		j := join(t, addr(32), addr(33))
+		p, own := j.lease(t)/rangesOfPlace, &j.dir.process[j.Slot()]
+		for i := range own.binding {
+			own.binding[i].Store(j.dir.place[p].socket[i].Load())
+			if !entered {
+				j.dir.place[p].socket[i].Store(0)
+			}
+		}
+		j.udp.close()
+		j.life.Unlock()
+		next := join(t, addr(32), addr(33))
+		if at := next.lease(t) / rangesOfPlace; at != p || next.udp.bound != 0 || (next.udp.found == 2) == entered {
+			t.Errorf("place %d, want %d; %d sockets found and %d bound", at, p, next.udp.found, next.udp.bound)
+		}
+		j.life, _ = sys.LockByte(j.dir.fd, MaxProcesses+1) // for Close
+	}
 }
 
 // Another program's socket of the same user in the group moves places when it closes. Then no
@@ -266,7 +324,7 @@ func TestManyRanges(t *testing.T) {
 		seen[j.lease(t)] = true
 	}
 	if len(seen) != 2*rangesOfPlace+1 || j.udp.bound != 3 {
-		t.Errorf("%d ranges, sockets bound %d times", len(seen), j.udp.bound)
+		t.Errorf("%d ranges, %d sockets bound", len(seen), j.udp.bound)
 	}
 }
 

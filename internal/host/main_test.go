@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -14,8 +16,8 @@ import (
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
-// childEnv makes the test binary a process of a device at the address that it
-// holds.
+// childEnv makes the test binary a process of a device at the addresses that it holds, with
+// commas between them.
 const childEnv = "VERBENA_HOST_TEST_CHILD"
 
 // squatEnv makes the test binary take the name that it holds, as soon as the name is free.
@@ -39,16 +41,16 @@ func TestMain(m *testing.M) {
 		os.Exit(squat(name))
 	}
 	if addr := os.Getenv(childEnv); addr != "" {
-		os.Exit(child(netip.MustParseAddr(addr)))
+		os.Exit(child(addrsOf(addr)))
 	}
 	goleak.VerifyTestMain(m)
 }
 
 // child joins, gets two ranges, and prints so. It prints what packets its sockets receive. It
 // leaves when its input ends.
-func child(a netip.Addr) int {
-	var u udp
-	m, err := Join(Config{Addrs: []netip.Addr{a}, Limits: manyObjects(), Listen: u.listen, Status: func(bool) any { return os.Getpid() }})
+func child(addrs []netip.Addr) int {
+	u := udp{addrs: addrs}
+	m, err := Join(Config{Addrs: addrs, Limits: manyObjects(), Listen: u.listen, Status: func(bool) any { return os.Getpid() }})
 	if err != nil {
 		fmt.Println("refused:", err)
 		return 1
@@ -87,36 +89,67 @@ func child(a netip.Addr) int {
 	return 0
 }
 
+func addrsOf(list string) (all []netip.Addr) {
+	for _, a := range strings.Split(list, ",") {
+		all = append(all, netip.MustParseAddr(a))
+	}
+	return all
+}
+
+// dies ends the process if its mode is that it dies at this moment, as one that is killed.
+func dies(when string, addr int) {
+	if os.Getenv(modeEnv) == fmt.Sprint(when, addr) {
+		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+		select {}
+	}
+}
+
 // udp has the sockets of a process.
 type udp struct {
-	addrs []netip.Addr // default: that of the process
+	addrs []netip.Addr
 	socks []*sys.UDPSocket
-	bound int // calls that have bound new sockets
+	bound int // new sockets
+	found int // sockets that a dead process has left
 }
 
 func (u *udp) listen(w *Sockets) (place int, err error) {
-	if len(u.addrs) == 0 {
-		u.addrs = []netip.Addr{netip.MustParseAddr(os.Getenv(childEnv))}
-	}
+	var own []*sys.UDPSocket
 	for i, a := range u.addrs {
 		at := netip.AddrPortFrom(a, 4791)
 		var s *sys.UDPSocket
-		if w.Adopt != nil {
+		switch {
+		case w.Adopt != nil:
 			s, err = sys.AdoptUDP(w.Adopt[i], at)
-		} else {
-			s, err = sys.OpenUDP(at, sys.UDPOptions{RcvBuf: 1 << 16, SndBuf: 1 << 16, Held: func(fd int) error { return w.Hold(i, fd) }})
+		case w.Orphans[i] >= 0:
+			u.found++
+			s, err = sys.AdoptUDP(w.Orphans[i], at)
+		default:
+			u.bound++
+			s, err = sys.OpenUDP(at, sys.UDPOptions{RcvBuf: 1 << 16, SndBuf: 1 << 16, Held: func(fd int) error {
+				dies("early", i)
+				err := w.Hold(i, fd)
+				dies("held", i)
+				return err
+			}})
+			dies("bound", i)
 		}
 		if err != nil {
 			return 0, err
 		}
-		u.socks = append(u.socks, s)
+		own = append(own, s)
 	}
+	u.socks = append(u.socks, own...)
 	if w.Adopt != nil {
 		return w.Place, nil
 	}
-	u.bound++
-	at, err := u.socks[len(u.socks)-len(u.addrs)].FindPlace(random())
-	return int(at), err
+	for i, s := range own {
+		at, err := s.FindPlace(random())
+		if err != nil || i > 0 && int(at) != place {
+			return 0, fmt.Errorf("address %d has place %d, others %d: %w", i, at, place, err)
+		}
+		place = int(at)
+	}
+	return place, nil
 }
 
 // print prints the packets that the first socket receives.

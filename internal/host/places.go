@@ -7,8 +7,11 @@ package host
 // none is closed. So each socket is laid on the shelf before it is bound, and is never closed
 // while the device has processes. A process that needs a place takes one that no process holds,
 // with its sockets from the shelf, or has new sockets bound and finds out what place they have.
+// Sockets whose place is not entered yet are noted in the process's entry. If the process dies
+// then, the next one with the entry takes them.
 
 import (
+	"slices"
 	"syscall"
 	"time"
 
@@ -24,7 +27,10 @@ type Sockets struct {
 	// Adopt are descriptors of sockets that were bound before, one for each address, which
 	// Listen takes over; nil: it is to bind new ones.
 	Adopt []int
-	// Place is the place of these sockets, or where new ones are expected.
+	// Orphans are descriptors of sockets that a dead process has had bound, by address, to be
+	// used instead of new ones; -1: none. Listen takes them over.
+	Orphans []int
+	// Place is the place of Adopt's sockets, or where new ones are expected.
 	Place int
 	// Hold is to be called with each new socket before it is bound; addr is the index of its
 	// address. If it fails, the socket must not be bound.
@@ -70,6 +76,10 @@ func (l *Places) take() error {
 	}
 	unlock := m.dir.lock()
 	defer unlock()
+	orphans := m.orphans()
+	if slices.Max(orphans) >= 0 {
+		return l.bindNew(orphans)
+	}
 	for p := range m.dir.place {
 		e := &m.dir.place[p]
 		if !e.free() || !e.holder.CompareAndSwap(0, uint64(m.self)) {
@@ -83,11 +93,11 @@ func (l *Places) take() error {
 		}
 		e.holder.CompareAndSwap(uint64(m.self), 0)
 	}
-	return l.bindNew()
+	return l.bindNew(orphans)
 }
 
-// bindNew has new sockets bound, and enters their place.
-func (l *Places) bindNew() error {
+// bindNew has new sockets bound, or takes orphans, and enters their place.
+func (l *Places) bindNew(orphans []int) error {
 	m := l.m
 	hint := 0
 	for p := range m.dir.place {
@@ -95,16 +105,17 @@ func (l *Places) bindNew() error {
 			hint = p + 1
 		}
 	}
-	if hint == sys.NumPlaces {
+	if hint == sys.NumPlaces && slices.Max(orphans) < 0 {
 		return refuse(syscall.EUSERS, "the device has its %d sockets already", hint)
 	}
-	var inodes [maxAddrs]uint64
-	p, err := l.listen(&Sockets{Place: hint, Hold: func(addr, fd int) error {
+	binding := &m.dir.process[m.Slot()].binding
+	p, err := l.listen(&Sockets{Orphans: orphans, Place: hint, Hold: func(addr, fd int) error {
+		if addr < maxAddrs {
+			inode, _ := sys.Inode(fd) // the descriptor is open: it cannot fail
+			binding[addr].Store(inode)
+		}
 		if err := m.shelf.Put(fd); err != nil {
 			return refuse(syscall.ETOOMANYREFS, "the socket cannot be kept for the other processes: too many descriptors of this user are under way (%v)", err)
-		}
-		if addr < maxAddrs {
-			inodes[addr], _ = sys.Inode(fd) // the descriptor is open: it cannot fail
 		}
 		return nil
 	}})
@@ -113,18 +124,60 @@ func (l *Places) bindNew() error {
 	}
 	e := &m.dir.place[p]
 	if !e.holder.CompareAndSwap(0, uint64(m.self)) { // it would take that process's packets
-		for _, inode := range inodes {
-			if inode != 0 {
+		for i := range binding {
+			if inode := binding[i].Swap(0); inode != 0 {
 				m.shelf.Drop(inode)
 			}
 		}
 		return refuse(syscall.EADDRINUSE, "the kernel has given the sockets of this process the place of another process's: another program shares UDP port 4791 of %v", m.cfg.Addrs[0])
 	}
-	for i := len(inodes) - 1; i >= 0; i-- { // the first one last: then the place can be taken over
-		e.socket[i].Store(inodes[i])
+	for i := len(binding) - 1; i >= 0; i-- { // the first one last: then the place can be taken over
+		e.socket[i].Store(binding[i].Load())
+	}
+	for i := range binding {
+		binding[i].Store(0)
 	}
 	l.hold(p)
 	return nil
+}
+
+// orphans returns descriptors of the sockets that an earlier process with this entry has had bound,
+// or this process when it could not enter their place; -1 for an address without one.
+func (m *Member) orphans() []int {
+	fds := make([]int, len(m.cfg.Addrs))
+	for i := range fds {
+		fds[i] = -1
+		if i >= maxAddrs {
+			continue
+		}
+		binding := &m.dir.process[m.Slot()].binding[i]
+		inode := binding.Load()
+		if inode == 0 {
+			continue
+		}
+		if !m.dir.hasSocket(i, inode) { // else its place was entered just before the process died
+			if fd, err := m.shelf.Take(inode); err == nil && fd >= 0 {
+				if sys.IsBound(fd) {
+					fds[i] = fd
+					continue
+				}
+				refuseFD(fd)
+				m.shelf.Drop(inode)
+			}
+		}
+		binding.Store(0)
+	}
+	return fds
+}
+
+// hasSocket reports whether a socket of an address is entered as one of a place.
+func (d *directory) hasSocket(addr int, inode uint64) bool {
+	for p := range d.place {
+		if d.place[p].socket[addr].Load() == inode {
+			return true
+		}
+	}
+	return false
 }
 
 func (l *Places) hold(place int) { l.place, l.leases = place, 0 }

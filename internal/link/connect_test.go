@@ -69,7 +69,7 @@ func TestSharedBothDial(t *testing.T) {
 // when that has changed. Datagrams go by packets meanwhile, unless NoPackets forbids it.
 func TestSharedNotConnected(t *testing.T) {
 	a, b := sharedPair(t)
-	if _, err := b.First().Listen(0, func(int, int) error { return nil }); err != nil {
+	if _, err := b.First().Listen(0, nil, func(int, int) error { return nil }); err != nil {
 		t.Fatal(err)
 	}
 	by := &train.Train{Flow: flowBetween(t, a, b), Transport: wire.UD, Kind: wire.KindSend, Start: true, End: true, DestQP: 9, N: 1, PSN: 77}

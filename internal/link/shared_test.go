@@ -409,7 +409,7 @@ func TestSharedByPackets(t *testing.T) {
 		n.(*others).packets = true
 		return n, err
 	}
-	if _, err := b.First().Listen(0, func(int, int) error { return nil }); err != nil {
+	if _, err := b.First().Listen(0, nil, func(int, int) error { return nil }); err != nil {
 		t.Fatal(err)
 	}
 	prepare := func() *train.Flow {

@@ -19,42 +19,47 @@ import (
 // Listen opens receiving sockets, one for each address, whose places in the kernel's group are
 // the same: packets to queue pairs that have this place in their numbers reach this receiver. It
 // returns the place. Before a socket is bound, Listen calls hold with the index of its address.
+// orphans are descriptors of sockets that a dead process has had bound, by address, which Listen
+// takes over and uses instead of new ones, if their places are the same; -1: none of this address;
+// nil: none at all.
 // hint is the place if it cannot be found out, because packets of this host to its own address
 // do not arrive, as where the loopback interface is down. Only a link with a Router needs
 // Listen.
-func (r *UDPReceiver) Listen(hint int, hold func(addr, fd int) error) (place int, err error) {
+func (r *UDPReceiver) Listen(hint int, orphans []int, hold func(addr, fd int) error) (place int, err error) {
 	u := r.u
-	socks := make([]*sys.UDPSocket, len(u.ends))
+	socks := u.adopt(orphans)
 	at := make([]int, len(u.ends))
 	fail := func(err error) (int, error) {
 		closeSockets(socks)
 		return 0, err
 	}
 	bind := func(i int) (err error) {
-		if socks[i] != nil {
-			_ = socks[i].Close() // hold keeps it open
-		}
-		if socks[i], err = u.bind(u.ends[i].addr, func(fd int) error { return hold(i, fd) }); err != nil {
-			return err
-		}
+		socks[i], err = u.bind(u.ends[i].addr, func(fd int) error { return hold(i, fd) })
+		return err
+	}
+	findPlace := func(i int) {
 		at[i] = hint
 		if p, err := socks[i].FindPlace(rand.Uint64()); err == nil {
 			at[i] = int(p)
 		}
 		place = max(place, at[i])
-		return nil
 	}
 	for i := range u.ends {
-		if err := bind(i); err != nil {
-			return fail(err)
+		if socks[i] == nil {
+			if err := bind(i); err != nil {
+				return fail(err)
+			}
 		}
+		findPlace(i)
 	}
 	// A process that was killed between two of its binds has left one group a socket longer.
 	for i := range u.ends {
 		for tries := 0; at[i] < place; tries++ {
+			_ = socks[i].Close() // hold keeps it open
 			if err := bind(i); err != nil {
 				return fail(err)
 			}
+			findPlace(i)
 			if tries == sys.NumPlaces {
 				return fail(ib.Errorf("open_device", syscall.EADDRINUSE, "the sockets of %v get no place", u.ends[i].addr))
 			}
@@ -64,6 +69,22 @@ func (r *UDPReceiver) Listen(hint int, hold func(addr, fd int) error) (place int
 		return fail(ib.Errorf("open_device", syscall.EAGAIN, "other processes open the device at the same time"))
 	}
 	return place, r.listen(socks)
+}
+
+// adopt returns the sockets of descriptors, which it takes over: nil for an address of which there
+// is none, or none that is bound to it.
+func (u *UDP) adopt(orphans []int) []*sys.UDPSocket {
+	socks := make([]*sys.UDPSocket, len(u.ends))
+	for i, fd := range orphans {
+		if fd < 0 {
+			continue
+		}
+		var err error
+		if socks[i], err = sys.AdoptUDP(fd, netip.AddrPortFrom(u.ends[i].addr, wire.RoCEPort)); err != nil {
+			_ = sys.CloseFD(fd) // it was open: it cannot fail
+		}
+	}
+	return socks
 }
 
 // Adopt is Listen with sockets that another process has opened, one for each address. It takes

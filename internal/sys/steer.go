@@ -150,6 +150,21 @@ func AdoptUDP(fd int, local netip.AddrPort) (*UDPSocket, error) {
 	return s, nil
 }
 
+// IsBound reports whether a descriptor is a UDP socket that is bound to a port.
+func IsBound(fd int) bool {
+	at, err := unix.Getsockname(fd)
+	if err != nil {
+		return false
+	}
+	switch a := at.(type) {
+	case *unix.SockaddrInet4:
+		return a.Port != 0
+	case *unix.SockaddrInet6:
+		return a.Port != 0
+	}
+	return false
+}
+
 // Inode returns the number of a descriptor's file, which no other open file of its kind has.
 func Inode(fd int) (uint64, error) {
 	var st unix.Stat_t
