@@ -53,6 +53,7 @@ type placeEntry struct {
 	holder atomic.Uint64           // identity of the process that has the place; 0: no process
 	socket [maxAddrs]atomic.Uint64 // inodes of the sockets, by address; 0: there is none yet
 	next   atomic.Uint32           // counts the ranges of slots that were leased
+	quiet  atomic.Uint32           // not 0: the sockets receive nothing, see sys.Quiet
 }
 
 // domainEntry is an XRC domain that a process has open, if used is not 0.
@@ -61,7 +62,7 @@ type domainEntry struct {
 	name [2]atomic.Uint64
 }
 
-const layoutMagic = 0x7665726265_6e61_07 // "verbena", version 7
+const layoutMagic = 0x7665726265_6e61_08 // "verbena", version 8
 
 var errDirectory = errors.New("the directory of the device is damaged, or of another version")
 

@@ -258,6 +258,106 @@ func TestPlacesOrphaned(t *testing.T) {
 	}
 }
 
+// waiting returns how many bytes of packets the socket of a place holds.
+func (j *joined) waiting(t *testing.T, place uint32) (bytes int) {
+	t.Helper()
+	b, err := os.ReadFile("/proc/net/udp")
+	if err != nil {
+		t.Fatal(err)
+	}
+	inode := fmt.Sprint(j.dir.place[place].socket[0].Load())
+	for line := range strings.Lines(string(b)) {
+		if f := strings.Fields(line); len(f) > 9 && f[9] == inode {
+			if _, err := fmt.Sscanf(f[4], "%x:%x", new(int), &bytes); err != nil {
+				t.Fatal(err)
+			}
+			return bytes
+		}
+	}
+	t.Fatalf("no socket %s", inode)
+	return 0
+}
+
+// flood sends packets to a place.
+func flood(t *testing.T, a netip.Addr, place uint32, n int) {
+	t.Helper()
+	tx, err := net.Dial("udp", netip.AddrPortFrom(a, 4791).String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer tx.Close()
+	for i := range n {
+		var b [1000]byte
+		binary.BigEndian.PutUint32(b[4:], sys.PlaceNumber(place, uint32(i)))
+		if _, err := tx.Write(b[:]); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// received returns how many packets a process's socket has.
+func (j *joined) received() (n int) {
+	b := sys.NewRecvBatch(1, 1<<16)
+	for k := 1; k > 0; n += k {
+		if k, _ = j.udp.socks[0].Recv(b, 1); k <= 0 {
+			return n
+		}
+	}
+	return n
+}
+
+// The sockets of a process that has left, or was killed, hold no memory, and the process that takes
+// them over gets no packet that was for that one.
+func TestPlacesQuiet(t *testing.T) {
+	a := join(t, addr(34))
+	const many = 500 // more than the buffer of a socket holds here
+	for range 3 {    // each time with the same socket
+		killed := start(t, addr(34), -1)
+		killed.expect(t, "slot")
+		id := a.of(t, killed)
+		_ = killed.cmd.Process.Kill()
+		_ = killed.cmd.Wait()
+		flood(t, addr(34), 1, many)
+		if a.waiting(t, 1) == 0 {
+			t.Fatal("the socket of a killed process does not receive")
+		}
+		a.Gone(id.slot())
+		eventually(t, "the socket holds nothing", func() bool { return a.waiting(t, 1) == 0 })
+		flood(t, addr(34), 1, many)
+		if n := a.waiting(t, 1); n != 0 {
+			t.Errorf("the socket of a dead process holds %d bytes", n)
+		}
+
+		again := start(t, addr(34), -1)
+		again.expect(t, "slot")
+		if a.dir.place[1].holder.Load() != uint64(a.of(t, again)) {
+			t.Error("another place")
+		}
+		_ = again.cmd.Process.Kill()
+		_ = again.cmd.Wait()
+		flood(t, addr(34), 1, many)
+		j := join(t, addr(34)) // notices the death by itself
+		if p := j.lease(t) / rangesOfPlace; p != 1 {
+			t.Fatalf("place %d", p)
+		}
+		drops, err := j.udp.socks[0].Overflows()
+		if n := j.received(); n != 0 || drops != 0 || err != nil {
+			t.Errorf("%d packets of an earlier process, %d dropped, %v", n, drops, err)
+		}
+		flood(t, addr(34), 1, 10)
+		eventually(t, "it receives", func() bool { return a.waiting(t, 1) > 0 })
+		if n := j.received(); n != 10 {
+			t.Errorf("%d packets", n)
+		}
+		j.udp.close()
+		_ = j.Close()
+		flood(t, addr(34), 1, many)
+		if n := a.waiting(t, 1); n != 0 {
+			t.Errorf("the socket of a process that has left holds %d bytes", n)
+		}
+	}
+}
+
 // Another program's socket of the same user in the group moves places when it closes. Then no
 // process gets the place of another one.
 func TestPlacesMoved(t *testing.T) {

@@ -73,6 +73,11 @@ type Member struct {
 	places  *Places    // of the first receiver
 	leasing sync.Mutex // guards the places
 	once    sync.Once
+
+	tidying sync.Mutex // guards what follows
+	closed  bool
+	tidies  bool // a goroutine of tidy is under way
+	wg      sync.WaitGroup
 }
 
 // joinTime is how long Join tries while processes come and go, or do not answer.
@@ -245,7 +250,9 @@ func (m *Member) Over(o Object) bool {
 	if m.dir.total(o) <= m.dir.limits[o] {
 		return false
 	}
-	m.dir.sweep(m.self) // a process may have ended without giving back what it had
+	if m.dir.sweep(m.self) { // a process has ended without giving back what it had
+		m.tidy()
+	}
 	return m.dir.total(o) > m.dir.limits[o]
 }
 
@@ -273,6 +280,7 @@ func (m *Member) dial(d *directory, process int) (*net.UnixConn, error) {
 func (m *Member) Close() (err error) {
 	m.once.Do(func() {
 		if m.life != nil {
+			m.quietOwn()
 			m.dir.release(m.self)
 			m.life.Unlock()
 		}

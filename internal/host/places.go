@@ -71,11 +71,11 @@ func (d *directory) heldPlaces() (n int) {
 // take gets another place, with sockets.
 func (l *Places) take() error {
 	m := l.m
-	if !m.dir.someFree() {
-		m.dir.sweep(m.self)
+	m.dir.sweep(m.self)
+	if lock := m.dir.lock(); lock != nil {
+		defer lock.Unlock()
+		defer m.quietFree()
 	}
-	unlock := m.dir.lock()
-	defer unlock()
 	orphans := m.orphans()
 	if slices.Max(orphans) >= 0 {
 		return l.bindNew(orphans)
@@ -86,6 +86,7 @@ func (l *Places) take() error {
 			continue
 		}
 		if fds := m.fromShelf(e); fds != nil {
+			e.quiet.Store(0)
 			if _, err := l.listen(&Sockets{Adopt: fds, Place: p}); err == nil {
 				l.hold(p)
 				return nil
@@ -185,14 +186,65 @@ func (l *Places) hold(place int) { l.place, l.leases = place, 0 }
 // free reports whether no process holds the place, and it has sockets.
 func (e *placeEntry) free() bool { return e.socket[0].Load() != 0 && e.holder.Load() == 0 }
 
-// someFree reports whether there is a free place.
-func (d *directory) someFree() bool {
-	for p := range d.place {
-		if d.place[p].free() {
-			return true
+// quietFree keeps the sockets of free places from holding memory: nobody reads what they receive.
+// The caller has the lock.
+func (m *Member) quietFree() {
+	for p := range m.dir.place {
+		e := &m.dir.place[p]
+		// This process holds the place meanwhile, so that no other one takes it.
+		if e.free() && e.quiet.Load() == 0 && e.holder.CompareAndSwap(0, uint64(m.self)) {
+			m.quiet(e)
+			e.holder.CompareAndSwap(uint64(m.self), 0)
 		}
 	}
-	return false
+}
+
+// quiet makes the sockets of a place that this process holds receive nothing.
+func (m *Member) quiet(e *placeEntry) {
+	fds := m.fromShelf(e)
+	for _, fd := range fds {
+		if sys.Quiet(fd) != nil { // they are no sockets: nobody can take this place
+			break
+		}
+	}
+	refuseFDs(fds)
+	e.quiet.Store(1)
+}
+
+// tidy makes a goroutine call quietFree. If another process has the lock, it takes a place just
+// now, and calls quietFree itself.
+func (m *Member) tidy() {
+	m.tidying.Lock()
+	defer m.tidying.Unlock()
+	if m.closed || m.tidies {
+		return
+	}
+	m.tidies = true
+	m.wg.Go(func() {
+		if l, err := sys.LockByte(m.dir.fd, placesByte); l != nil && err == nil {
+			m.quietFree()
+			l.Unlock()
+		}
+		m.tidying.Lock()
+		defer m.tidying.Unlock()
+		m.tidies = false
+	})
+}
+
+// quietOwn is quietFree for the places that this process is about to leave, and ends tidy.
+func (m *Member) quietOwn() {
+	m.tidying.Lock()
+	m.closed = true
+	m.tidying.Unlock()
+	m.wg.Wait()
+	if l, err := sys.LockByte(m.dir.fd, placesByte); l != nil && err == nil {
+		for p := range m.dir.place {
+			if e := &m.dir.place[p]; e.holder.Load() == uint64(m.self) {
+				m.quiet(e)
+			}
+		}
+		l.Unlock()
+	}
 }
 
 // fromShelf takes the sockets of a place from the shelf; nil if they are not all there.
@@ -228,15 +280,12 @@ func (l *Places) Lease() (r uint32, err error) {
 // lock keeps other processes from taking places at the same time, so that the shelf is used by
 // one at a time, and the sockets of several addresses get the same place. If another process
 // was stopped just then, lock does without: then FindPlace and the shelf's own precautions have
-// to do.
-func (d *directory) lock() (unlock func()) {
+// to do, and the lock is nil.
+func (d *directory) lock() *sys.ByteLock {
 	for deadline := time.Now().Add(lockTime); ; time.Sleep(time.Millisecond) {
 		l, err := sys.LockByte(d.fd, placesByte)
-		if l != nil {
-			return l.Unlock
-		}
-		if err != nil || time.Now().After(deadline) {
-			return func() {}
+		if l != nil || err != nil || time.Now().After(deadline) {
+			return l
 		}
 	}
 }
@@ -250,23 +299,27 @@ const (
 	placesByte = MaxProcesses
 )
 
-// sweep frees what dead processes have left, on behalf of the process self. A process that does
+// sweep frees what dead processes have left, on behalf of the process self, and reports whether it
+// has found one. A process that does
 // not even find itself alive frees nothing: the program has closed the directory's descriptor,
 // and may have opened another file by that number.
-func (d *directory) sweep(self identity) {
+func (d *directory) sweep(self identity) (found bool) {
 	if !d.alive(self) {
-		return
+		return false
 	}
 	for i := range d.process {
 		if id := identity(d.process[i].id.Load()); id != 0 && !d.alive(id) {
 			d.release(id)
+			found = true
 		}
 	}
+	return found
 }
 
 // Gone is called when the channel to a process has ended: the process may be dead.
 func (m *Member) Gone(process int) {
 	if id := m.dir.who(process); id != 0 && !m.dir.alive(id) && m.dir.alive(m.self) {
 		m.dir.release(id)
+		m.tidy()
 	}
 }

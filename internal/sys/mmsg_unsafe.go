@@ -356,7 +356,7 @@ func (c *ctlBuf) get(n int, d *Datagram) {
 }
 
 // Overflows returns how many datagrams the kernel has dropped because the
-// receive buffer was full.
+// receive buffer was full, since this process has the socket.
 func (s *UDPSocket) Overflows() (uint32, error) {
 	const drops = 8 // SK_MEMINFO_DROPS
 	var info [drops + 1]uint32
@@ -366,5 +366,5 @@ func (s *UDPSocket) Overflows() (uint32, error) {
 	if e != 0 {
 		return 0, e
 	}
-	return info[drops], nil
+	return info[drops] - s.earlier, nil // it may wrap
 }

@@ -128,8 +128,31 @@ func (s *UDPSocket) drainUntil(token uint64) (place uint32, ok bool) {
 	return 0, false
 }
 
+// dropAll is a packet filter that has the kernel drop everything.
+var dropAll = unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: 0}
+
+// Quiet keeps a socket that no process reads from holding memory: the kernel drops what comes from
+// now on, and Quiet what has come. AdoptUDP undoes it.
+func Quiet(fd int) error {
+	prog := unix.SockFprog{Len: 1, Filter: &dropAll}
+	if err := unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &prog); err != nil {
+		return fmt.Errorf("SO_ATTACH_FILTER: %w", err)
+	}
+	var b [1]byte
+	for range mostQueued {
+		if _, _, err := unix.Recvfrom(fd, b[:], unix.MSG_DONTWAIT|unix.MSG_TRUNC); err == unix.EAGAIN {
+			break
+		} // any other error is of an earlier packet, or EINTR
+	}
+	return nil
+}
+
+// mostQueued is more packets than fit into the buffer of a socket.
+const mostQueued = 1 << 20
+
 // AdoptUDP wraps a socket that another process has opened with UDPOptions.Held at an address. It
-// takes the descriptor over, unless it fails.
+// drops what that process has not received, which is for queue pairs of that process. It takes the
+// descriptor over, unless it fails.
 func AdoptUDP(fd int, local netip.AddrPort) (*UDPSocket, error) {
 	at, err := unix.Getsockname(fd)
 	if err != nil {
@@ -145,8 +168,17 @@ func AdoptUDP(fd int, local netip.AddrPort) (*UDPSocket, error) {
 	if is != local {
 		return nil, fmt.Errorf("a socket at %v, not %v: %w", is, local, unix.EINVAL)
 	}
+	if err := Quiet(fd); err != nil {
+		return nil, err
+	}
 	s := &UDPSocket{fd: fd, local: local}
 	s.offloads()
+	if s.earlier, err = s.Overflows(); err == nil {
+		err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("the socket of another process: %w", err)
+	}
 	return s, nil
 }
 

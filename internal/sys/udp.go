@@ -20,6 +20,8 @@ type UDPSocket struct {
 	gro   bool
 	rcv   int // bytes of the receive buffer, see RcvBuf
 	joins int // index of the interface that it has joined a group on, or 0
+
+	earlier uint32 // datagrams that the kernel had dropped when this process got the socket
 }
 
 // UDPOptions are what OpenUDP asks the kernel for.
