@@ -82,6 +82,10 @@ type Device struct {
 	dm      *mem.DevicePool
 	scatter bool // short messages wait beside their completions, unless a queue pair refuses
 
+	// numbering makes one call at a time add to a table of numbers, so that a call that has got more
+	// numbers also finds one. It guards no field.
+	numbering sync.Mutex
+
 	mu      sync.Mutex // guards object counts, reference counts and closed
 	counts  objectCounts
 	member  *host.Member // nil: no other process can share the device; never changes

@@ -133,22 +133,21 @@ func (p *PD) CreateSRQ(cfg provider.SRQConfig) (provider.SRQ, error) {
 		s.leave()
 		return nil, err
 	}
-	if err := d.moreSRQNumbers(); err != nil {
-		s.leave()
-		p.unuse(&d.counts.srqs)
-		return nil, err
-	}
 	if s.xrcd != nil && s.xrcd.domain.file != nil {
 		d.meet(s.xrcd.domain.name.Words())
 	}
-	_, ok := d.srqs.AddFunc(func(n uint32) *SRQ {
+	var lease func() (uint32, error)
+	if d.member != nil {
+		lease = d.member.Places().Lease
+	}
+	err := addNumbered(d, "create_srq", d.srqs, lease, func(n uint32) *SRQ {
 		s.number, s.core.Number = n, n
 		return s
 	})
-	if !ok {
+	if err != nil {
 		s.leave()
 		p.unuse(&d.counts.srqs)
-		return nil, ib.Errorf("create_srq", syscall.ENOMEM, "no number is free")
+		return nil, err
 	}
 	s.Recv.OnLimit = func() { d.events.push(ib.AsyncEvent{Type: ib.EventSRQLimitReached, SRQ: s.number}) }
 	s.Recv.SetLimit(cfg.Limit)

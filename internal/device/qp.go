@@ -149,13 +149,9 @@ func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 // addQP gives a queue pair its number and its core.
 func (d *Device) addQP(q *QP, c qp.Config) error {
 	q.chooseHome(c.Type)
-	if err := q.home.moreNumbers(); err != nil {
-		q.leaveHome()
-		return err
-	}
 	c.Table, c.Event, c.Stopped = d.table, q.event, q.stoppedLocked
 	c.ScatterFailed = q.scatterFailed
-	_, ok := q.home.qps.AddFunc(func(n uint32) *QP {
+	err := addNumbered(d, "create_qp", q.home.qps, q.home.lease(), func(n uint32) *QP {
 		q.number, c.Number = n, n
 		q.core = qp.New(c)
 		if c.Type == ib.UD {
@@ -163,9 +159,9 @@ func (d *Device) addQP(q *QP, c qp.Config) error {
 		}
 		return q
 	})
-	if !ok {
+	if err != nil {
 		q.leaveHome()
-		return ib.Errorf("create_qp", syscall.ENOMEM, "no queue pair number is free")
+		return err
 	}
 	d.counters.add(q)
 	return nil

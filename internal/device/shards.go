@@ -97,18 +97,18 @@ func (d *Device) allQPs() iter.Seq2[uint32, *QP] {
 	}
 }
 
-// moreNumbers gets numbers for queue pairs of the shard, if it runs out of them.
-func (s *shard) moreNumbers() error {
-	if s.places == nil || !s.qps.Short() {
+// lease returns what gets numbers for queue pairs of the shard; nil if all numbers are its own.
+func (s *shard) lease() func() (uint32, error) {
+	if s.places == nil {
 		return nil
 	}
-	r, err := s.places.Lease()
-	if err != nil {
-		return opError("create_qp", err)
+	return func() (uint32, error) {
+		r, err := s.places.Lease()
+		if err == nil {
+			s.dev.spread.byPlace[r>>(mem.PlaceSlotBits-mem.RangeBits)].Store(s)
+		}
+		return r, err
 	}
-	s.dev.spread.byPlace[r>>(mem.PlaceSlotBits-mem.RangeBits)].Store(s)
-	s.qps.Extend(r)
-	return nil
 }
 
 // newQP returns a queue pair that has no number and no core yet.

@@ -7,7 +7,9 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"syscall"
 
+	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/mem"
@@ -116,16 +118,21 @@ func (d *Device) overLimitLocked(n *int) (limit int, over bool) {
 	return d.member.Limit(o), d.member.Over(o)
 }
 
-// moreSRQNumbers gets numbers for shared receive queues, if this process runs out of them.
-func (d *Device) moreSRQNumbers() error {
-	if d.member == nil || !d.srqs.Short() {
-		return nil
+// addNumbered puts an object into a table, of queue pairs or of shared receive queues, and gets
+// more numbers for this process by lease, if that is not nil and the table has run out of them.
+func addNumbered[T any](d *Device, op string, table *mem.Slots[T], lease func() (uint32, error), create func(number uint32) *T) error {
+	d.numbering.Lock()
+	defer d.numbering.Unlock()
+	if lease != nil && table.Short() {
+		r, err := lease()
+		if err != nil {
+			return opError(op, err)
+		}
+		table.Extend(r)
 	}
-	r, err := d.member.Places().Lease()
-	if err != nil {
-		return opError("create_srq", err)
+	if _, ok := table.AddFunc(create); !ok {
+		return ib.Errorf(op, syscall.ENOMEM, "no number is free")
 	}
-	d.srqs.Extend(r)
 	return nil
 }
 

@@ -169,8 +169,9 @@ func (d *directory) total(o Object) (n uint64) {
 	return n
 }
 
-// lease returns the next range of slots of a place that a process holds: see mem.Slots. It is
-// not the one that an earlier process has used last.
+// lease returns the next range of slots of a place that a process holds: see mem.Slots. It goes on
+// behind the last range of an earlier process, so a range comes back when all others of the place
+// have been leased.
 func (d *directory) lease(place int) uint32 {
 	return uint32(place)*rangesOfPlace + d.place[place].next.Add(1)%rangesOfPlace
 }

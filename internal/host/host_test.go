@@ -182,12 +182,12 @@ func TestLeave(t *testing.T) {
 	}
 }
 
-// A place is used again when its process has gone, with its sockets, and begins with other
-// numbers.
+// A place is used again when its process has gone, with its sockets, and goes on with numbers that
+// no process has had, however many processes have had the place.
 func TestPlacesAgain(t *testing.T) {
 	stays := join(t, addr(20), addr(21))
 	seen := map[uint32]bool{}
-	for i := range 20 {
+	for i := range 200 {
 		j := join(t, addr(20), addr(21))
 		r := j.lease(t)
 		if p := r / rangesOfPlace; p != 1 || seen[r] || j.udp.bound != 2*max(0, 1-i) {

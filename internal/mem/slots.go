@@ -144,8 +144,9 @@ const (
 	quarantine = 1024
 
 	// RangeBits: a table that shares its indexes with others gets slots in
-	// ranges of so many bits; there are NumRanges of them.
-	RangeBits = 10
+	// ranges of so many bits; there are NumRanges of them. They are small, so that
+	// most slots of a range are used before the next process gets another one.
+	RangeBits = 4
 	NumRanges = 1 << (indexBits - RangeBits)
 	// PlaceSlotBits: each place of a socket has so many bits of slots.
 	PlaceSlotBits = 16
@@ -192,9 +193,29 @@ func NewSlots[T any](max int, reserved func(index uint32) bool, key PermKey) *Sl
 // indexes: the table's first range of slots is the first that it was given, and
 // so on.
 type ranges struct {
-	n     atomic.Uint32 // how many there are; those below never change
-	place [NumRanges]uint32
-	mine  [NumRanges]atomic.Uint32 // by range of the shared slots: which one it is here, plus 1
+	all  atomic.Pointer[[]uint32] // the ranges of this table; nil: none. What is in the list never changes
+	mine [sys.NumPlaces]atomic.Pointer[placeRanges]
+}
+
+// placeRanges has the ranges of a place: which one of this table each is, plus 1; 0: none of
+// this table.
+type placeRanges [1 << (PlaceSlotBits - RangeBits)]atomic.Uint32
+
+// list returns the ranges of the table.
+func (r *ranges) list() []uint32 {
+	if all := r.all.Load(); all != nil {
+		return *all
+	}
+	return nil
+}
+
+// find returns which range of this table has a slot of the shared ones, plus 1; 0: none.
+func (r *ranges) find(slot uint32) uint32 {
+	p := r.mine[slot>>PlaceSlotBits].Load()
+	if p == nil {
+		return 0
+	}
+	return p[slot&lowSlot>>RangeBits].Load()
 }
 
 // NewSharedSlots returns an empty table that has no slots of its own: Extend
@@ -218,13 +239,16 @@ func (s *Slots[T]) Short() bool {
 func (s *Slots[T]) Extend(r uint32) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	n := s.ranges.n.Load()
-	if n == NumRanges || r >= NumRanges || s.ranges.mine[r].Load() != 0 {
+	if r >= NumRanges || s.ranges.find(r<<RangeBits) != 0 {
 		return
 	}
-	s.ranges.place[n] = r
-	s.ranges.mine[r].Store(n + 1)
-	s.ranges.n.Store(n + 1)
+	all := append(s.ranges.list(), r)
+	p := &s.ranges.mine[r>>(PlaceSlotBits-RangeBits)]
+	if p.Load() == nil {
+		p.Store(new(placeRanges))
+	}
+	p.Load()[r<<RangeBits&lowSlot>>RangeBits].Store(uint32(len(all)))
+	s.ranges.all.Store(&all)
 }
 
 // limit is how many slots may be used.
@@ -232,7 +256,7 @@ func (s *Slots[T]) limit() uint32 {
 	if s.ranges == nil {
 		return MaxSlots
 	}
-	return min(s.ranges.n.Load()<<RangeBits, MaxSlots)
+	return min(uint32(len(s.ranges.list()))<<RangeBits, MaxSlots)
 }
 
 // index returns the index of a slot.
@@ -241,7 +265,7 @@ func (s *Slots[T]) index(number uint32) uint32 {
 		return s.perm.Index(number)
 	}
 	p := placePerm{s.perm}
-	return p.Index(s.ranges.place[number>>RangeBits]<<RangeBits | number&(1<<RangeBits-1))
+	return p.Index(s.ranges.list()[number>>RangeBits]<<RangeBits | number&(1<<RangeBits-1))
 }
 
 // number is the inverse of index; ok is false if the slot is another table's.
@@ -251,7 +275,7 @@ func (s *Slots[T]) number(index uint32) (number uint32, ok bool) {
 	}
 	p := placePerm{s.perm}
 	number = p.Slot(index)
-	r := s.ranges.mine[number>>RangeBits].Load()
+	r := s.ranges.find(number)
 	return (r-1)<<RangeBits | number&(1<<RangeBits-1), r != 0
 }
 
