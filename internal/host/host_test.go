@@ -758,6 +758,24 @@ func TestOtherUser(t *testing.T) {
 	}
 }
 
+// A process without privileges whose user has more descriptors under way than its soft limit on
+// descriptors joins all the same, and keeps that limit. If the hard limit is too low as well, it is
+// told which one.
+func TestFewDescriptors(t *testing.T) {
+	uid := -1
+	if os.Getuid() == 0 {
+		uid = 65534
+	}
+	for range 2 { // one that makes the device, and one that joins it
+		c := startWith(t, childEnv+"="+addr(35).String(), uid, modeEnv+"=limits 100 1000")
+		c.expect(t, "slot")
+	}
+	c := startWith(t, childEnv+"="+addr(36).String(), uid, modeEnv+"=limits 100 100")
+	if l := c.expectRefusal(t); !strings.Contains(l, "RLIMIT_NOFILE of this process allows, 100: raise the hard limit") {
+		t.Error(l)
+	}
+}
+
 func (c *another) expectRefusal(t *testing.T) string {
 	t.Helper()
 	select {

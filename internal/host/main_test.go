@@ -49,6 +49,13 @@ func TestMain(m *testing.M) {
 // child joins, gets two ranges, and prints so. It prints what packets its sockets receive. It
 // leaves when its input ends.
 func child(addrs []netip.Addr) int {
+	var soft, hard uint64
+	if _, err := fmt.Sscanf(os.Getenv(modeEnv), "limits %d %d", &soft, &hard); err == nil {
+		if err := limit(soft, hard); err != nil {
+			fmt.Println("refused:", err)
+			return 1
+		}
+	}
 	u := udp{addrs: addrs}
 	m, err := Join(Config{Addrs: addrs, Limits: manyObjects(), Listen: u.listen, Status: func(bool) any { return os.Getpid() }})
 	if err != nil {
@@ -63,6 +70,11 @@ func child(addrs []netip.Addr) int {
 			return 1
 		}
 		fmt.Println("range", r)
+	}
+	var now unix.Rlimit
+	if _ = unix.Getrlimit(unix.RLIMIT_NOFILE, &now); soft != 0 && now.Cur != soft {
+		fmt.Println("refused: the limit is", now.Cur)
+		return 1
 	}
 	fmt.Println("slot", m.Slot())
 	if os.Getenv(modeEnv) == "closes" { // and has another file at the number, where no byte is locked
@@ -87,6 +99,21 @@ func child(addrs []netip.Addr) int {
 		return 1
 	}
 	return 0
+}
+
+// limit has many descriptors under way, and then sets the limits on them.
+func limit(soft, hard uint64) error {
+	s, err := sys.NewShelf(fmt.Sprintf("@verbena/shelf/test-%x", random()))
+	if err != nil {
+		return err
+	}
+	in, _ := s.FDs()
+	for range 150 {
+		if err := s.Put(in); err != nil {
+			return err
+		}
+	}
+	return unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: soft, Max: hard})
 }
 
 func addrsOf(list string) (all []netip.Addr) {

@@ -116,7 +116,7 @@ func (l *Places) bindNew(orphans []int) error {
 			binding[addr].Store(inode)
 		}
 		if err := m.shelf.Put(fd); err != nil {
-			return refuse(syscall.ETOOMANYREFS, "the socket cannot be kept for the other processes: too many descriptors of this user are under way (%v)", err)
+			return refuse(syscall.ETOOMANYREFS, "the socket cannot be kept for the other processes (%v): this user has more descriptors under way than RLIMIT_NOFILE of this process allows, %d: raise the hard limit (ulimit -Hn, nofile in limits.conf, LimitNOFILE of systemd)", err, sys.PassLimit())
 		}
 		return nil
 	}})

@@ -44,8 +44,10 @@ func SendFDs(c *net.UnixConn, msg []byte, fds ...int) error {
 	if len(fds) > 0 {
 		oob = unix.UnixRights(fds...)
 	}
-	_, _, err := c.WriteMsgUnix(msg, oob, nil)
-	return err
+	return passing(func() error {
+		_, _, err := c.WriteMsgUnix(msg, oob, nil)
+		return err
+	})
 }
 
 // RecvFDs receives a message into b and the descriptors that came with it,

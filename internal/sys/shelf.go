@@ -5,7 +5,9 @@ package sys
 // open until the last of them has ended, whoever has opened it.
 
 import (
+	"errors"
 	"fmt"
+	"sync"
 
 	"golang.org/x/sys/unix"
 )
@@ -36,14 +38,52 @@ func OpenShelf(in, out int) *Shelf { return &Shelf{in, out} }
 // FDs returns the descriptors of the shelf, to be passed on.
 func (s *Shelf) FDs() (in, out int) { return s.in, s.out }
 
-// Put lays a file on the shelf. The descriptor stays the caller's.
+// Put lays a file on the shelf. The descriptor stays the caller's. It fails with ETOOMANYREFS if the
+// user has more descriptors under way than the hard limit of this process allows.
 func (s *Shelf) Put(fd int) error {
-	for {
-		err := unix.Sendmsg(s.in, []byte{0}, unix.UnixRights(fd), nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
-		if err != unix.EINTR {
-			return err
+	return passing(func() error {
+		for {
+			err := unix.Sendmsg(s.in, []byte{0}, unix.UnixRights(fd), nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+			if err != unix.EINTR {
+				return err
+			}
 		}
+	})
+}
+
+// passing calls f, which sends descriptors. The kernel refuses that to a process without privileges
+// if its user has more descriptors under way than the soft limit of the process (ETOOMANYREFS). Then
+// passing raises that limit to the hard one, calls f again, and sets the limit back.
+func passing(f func() error) error {
+	err := f()
+	if !errors.Is(err, unix.ETOOMANYREFS) {
+		return err
 	}
+	raising.Lock()
+	defer raising.Unlock()
+	var old, now unix.Rlimit
+	if unix.Getrlimit(unix.RLIMIT_NOFILE, &old) != nil || old.Cur >= old.Max {
+		return err
+	}
+	raised := unix.Rlimit{Cur: old.Max, Max: old.Max}
+	if unix.Setrlimit(unix.RLIMIT_NOFILE, &raised) != nil {
+		return err
+	}
+	err = f()
+	if unix.Getrlimit(unix.RLIMIT_NOFILE, &now) == nil && now == raised { // else the program has changed it meanwhile
+		_ = unix.Setrlimit(unix.RLIMIT_NOFILE, &old) // the limit becomes lower: it cannot fail
+	}
+	return err
+}
+
+var raising sync.Mutex // guards the limit on descriptors while it is raised
+
+// PassLimit returns how many descriptors the user of this process may have under way, unless the
+// process has privileges: the hard limit on descriptors.
+func PassLimit() uint64 {
+	var limit unix.Rlimit
+	_ = unix.Getrlimit(unix.RLIMIT_NOFILE, &limit) // it cannot fail
+	return limit.Max
 }
 
 // Take returns a descriptor of the file with an inode, -1 if it is not on the shelf. The file
