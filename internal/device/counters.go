@@ -96,6 +96,7 @@ func (d *Device) Counters() []provider.Counter {
 			provider.Counter{Name: "tx_refused_packets", Value: s.TxLost},
 			provider.Counter{Name: "rx_overflow_packets", Value: s.Overflows},
 			provider.Counter{Name: "local_undelivered", Value: u.Lost()},
+			provider.Counter{Name: "local_forwarded_packets", Value: u.Forwarded()},
 			provider.Counter{Name: "local_fetched_trains", Value: fetched},
 			provider.Counter{Name: "local_named_trains", Value: u.Named()},
 			provider.Counter{Name: "local_mapped_trains", Value: direct})

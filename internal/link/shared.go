@@ -103,6 +103,7 @@ type Shared struct {
 	mapped   atomic.Uint64 // trains received with payload by reference, mapped here
 	named    atomic.Uint64 // trains received with payload in opened memory
 	lost     atomic.Uint64 // trains and packets that did not fit, or whose process is gone
+	passed   atomic.Uint64 // packets for other processes, see Forward
 	lively   atomic.Bool   // this process has copied by grant since the last poll
 
 	// What follows is used by Poll alone.
@@ -406,6 +407,7 @@ func (s *Shared) Route(qpn uint32) (process int, here bool) {
 // the sockets for all queue pairs. It leaves a quarter of the ring to the trains of this
 // process.
 func (s *Shared) Forward(process int, p *Packets) {
+	s.passed.Add(uint64((len(p.Bytes) + p.Segment - 1) / p.Segment))
 	c := s.home.channels[process].Load()
 	if c == nil {
 		if c = s.keepEarly(process, p); c == nil {
@@ -575,6 +577,9 @@ func (s *Shared) Named() uint64 { return s.named.Load() }
 
 // Lost returns how many trains and packets could not be delivered to another process.
 func (s *Shared) Lost() uint64 { return s.lost.Load() }
+
+// Forwarded returns how many packets for other processes have come to this one.
+func (s *Shared) Forwarded() uint64 { return s.passed.Load() }
 
 // Close closes the link.
 func (s *Shared) Close() error {

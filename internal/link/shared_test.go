@@ -329,8 +329,8 @@ func TestSharedForward(t *testing.T) {
 			b.Wait(time.Millisecond)
 			b.Poll(&k, 100)
 		}
-		if k.bad != 0 || len(k.psns) != 3 || len(k.got) != 48 || a.Lost() != 0 {
-			t.Errorf("early %v: %d packets, %d bytes, %d bad, %d lost", early, len(k.psns), len(k.got), k.bad, a.Lost())
+		if k.bad != 0 || len(k.psns) != 3 || len(k.got) != 48 || a.Lost() != 0 || a.Forwarded() != 3 {
+			t.Errorf("early %v: %d packets, %d bytes, %d bad, %d lost, %d forwarded", early, len(k.psns), len(k.got), k.bad, a.Lost(), a.Forwarded())
 		}
 	}
 }
