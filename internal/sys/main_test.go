@@ -31,6 +31,7 @@ var children = map[string]func() error{
 	"seccomp-ENOSYS": func() error { return seccompChild(syscall.ENOSYS) },
 	"old-kernel":     oldKernelChild,
 	"no-proc":        noProcChild,
+	"ring-writer":    ringWriterChild,
 }
 
 const childVariable = "VERBENA_SYS_TEST_CHILD"

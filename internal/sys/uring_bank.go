@@ -339,16 +339,7 @@ func (b *pinBank) clone(slot int, stage *uring, n int) error {
 }
 
 // lock locks the mu of a ring and returns the ring: an idle one if there is one.
-func (b *pinBank) lock(hint int) *pinRing {
-	for i := range b.rings {
-		if r := b.rings[(hint+i)%len(b.rings)]; r.mu.TryLock() {
-			return r
-		}
-	}
-	r := b.rings[hint%len(b.rings)]
-	r.mu.Lock()
-	return r
-}
+func (b *pinBank) lock(hint int) *pinRing { return lockIdle(b.rings, hint) }
 
 // drain waits until each access that has a ring locked now has ended.
 func (b *pinBank) drain() {

@@ -51,6 +51,29 @@ func TestPinnedAfterFork(t *testing.T) {
 	})
 }
 
+// While a child has inherited the memory, what another process writes to lent pages is what
+// the parent sees.
+func TestLentAfterFork(t *testing.T) {
+	const size = 64 << 10
+	memory := anonymous(t, size)
+	l, b := lend(t, memory)
+	word := (*uint64)(unsafe.Pointer(&memory[0]))
+	for round := range byte(5) {
+		child, err := forktest.Fork(word, -1, -1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		memory[0] = 0xff // a page of its own for the parent, if the child has the pinned one
+		text := bytes.Repeat([]byte{round + 1}, size)
+		if !b.Write(l.Slot(), AddrOf(memory), 0, [][]byte{text}, 0) || !bytes.Equal(memory, text) {
+			t.Errorf("round %d: the parent does not see what was written", round)
+		}
+		if err := child.End(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // The child of a fork is recognised, and touches nothing of its parent's: not by an access,
 // not by a registration, and not by Close.
 func TestPinnedInChild(t *testing.T) {
