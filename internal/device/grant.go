@@ -1,10 +1,11 @@
 package device
 
-// Grants: WRITEs and READs that a peer process executes by itself, in mapped memory (see
-// link/grant.go). This file decides which peer gets a grant to which region, and keeps the
+// Grants: WRITEs and READs that a peer process executes by itself (see link/grant.go). This
+// file decides which peer gets a grant to which region, and keeps the
 // queue pairs of both sides in step.
 //
-//   - offer gives the peer of a queue pair a grant to a region that the peer has accessed.
+//   - offer gives the peer of a queue pair a grant to a region that the peer has accessed. If
+//     the memory is plain, grant_plain.go prepares that.
 //   - revoke takes grants away by region, when the region is closed, changes or moves;
 //     barGrants by queue pair, when the queue pair changes or is closed. No call waits for
 //     another process while it holds a queue pair's lock.
@@ -33,6 +34,7 @@ const maxGrants = 4
 type grant struct {
 	*link.Grant
 	region *mem.Region
+	plain  *plainGrant // nil: the memory is a segment's
 
 	// Guarded by the queue pair's lock.
 	absorbed shm.GrantCounts
@@ -62,16 +64,17 @@ type grants struct {
 	off      atomic.Bool // set by tests: none are given
 	mu       sync.Mutex  // guards what follows
 	byRegion map[*mem.Region][]*grant
+	pins     map[*mem.Region]*pin          // of plain memory that peers write to
 	leaving  map[*mem.Region]chan struct{} // of an invalidated region that peers still access: closed when none does
 }
 
 // add lists a grant before the peer hears of it, and reports whether the peer may: whether
-// the region is open. A call that shuts the region calls revoke afterwards, so either revoke
+// the region is open, and the pages that the peer is lent are the region's. A call that shuts the region calls revoke afterwards, so either revoke
 // finds the grant, or add finds the region not open.
 func (k *grants) add(g *grant) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if !g.region.Open() {
+	if !g.region.Open() || g.plain != nil && g.plain.loan != nil && k.pins[g.region] != g.plain.pin {
 		return false
 	}
 	if k.byRegion == nil {
@@ -90,14 +93,33 @@ func (k *grants) remove(g *grant) {
 	}
 }
 
-// revoke takes away the grants to a region. With wait, no peer accesses the region by a grant
-// any more when revoke returns. Without, a peer may still be copying: that copy is not
-// counted.
+// revoke takes away the grants to a region. With wait, no peer writes to the region by a grant
+// any more when revoke returns, nor reads a segment. Without, a peer may still be copying to or
+// from a segment: that copy is not counted. A peer that reads plain memory is never waited for.
 func (k *grants) revoke(r *mem.Region, wait bool) {
 	k.mu.Lock()
 	list := slices.Clone(k.byRegion[r])
+	p := k.pins[r]
+	delete(k.pins, r)
 	k.mu.Unlock()
-	shut(list, wait)
+	shut(list)
+	if wait {
+		for _, g := range list {
+			if g.plain == nil {
+				g.Await()
+			}
+		}
+	}
+	p.close()
+}
+
+// shut keeps peers from beginning another access to a region.
+func (k *grants) shut(r *mem.Region) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, g := range k.byRegion[r] {
+		g.Shut()
+	}
 }
 
 // killed keeps other processes out of a region that is closed or changes, and, without wait,
@@ -113,7 +135,7 @@ func (d *Device) killed(r *mem.Region, wait bool) {
 // channel that is closed when no peer accesses the region any more, or nil if none does now.
 func (d *Device) invalidated(r *mem.Region) <-chan struct{} {
 	d.giveUpFetches()
-	d.grants.revoke(r, false)
+	d.grants.shut(r)
 	d.exports.shut(r)
 	if !d.grants.inside(r) && !d.exports.inside(r) {
 		return nil
@@ -139,11 +161,14 @@ func (d *Device) invalidated(r *mem.Region) <-chan struct{} {
 	return left
 }
 
-// inside reports whether a peer is copying by a grant to a region.
+// inside reports whether a peer is copying to or from a segment by a grant to a region, or has a
+// loan of the region's pages.
 func (k *grants) inside(r *mem.Region) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	return slices.ContainsFunc(k.byRegion[r], func(g *grant) bool { return g.Inside() })
+	return k.pins[r] != nil || slices.ContainsFunc(k.byRegion[r], func(g *grant) bool {
+		return g.plain == nil && g.Inside() || g.plain != nil && g.plain.loan != nil
+	})
 }
 
 // offer gives another process a grant to the region that its request t names, if it may have
@@ -163,37 +188,41 @@ func (d *Device) offer(t *train.Train, via link.Via) (given bool) {
 		return false
 	}
 	d.table.Whole(t.RETH.RKey, t.RETH.VA, acc, q.core.Actor(), func(r *mem.Region, b []byte) {
-		given = q.giveLocked(t, r, b, via)
+		if segment, off := mem.SegmentOf(b); segment != 0 {
+			given = q.mayGiveLocked(r) && q.giveLocked(&link.Offer{RKey: t.RETH.RKey, Bytes: b, Segment: segment, Off: off}, r, via, nil)
+		} else if via.Plain() {
+			given = q.offerPlainLocked(r, plainOffer{t.RETH.RKey, t.RETH.VA, acc, via})
+		}
 	})
 	return given
 }
 
-// giveLocked gives the peer a grant to a region, and reports whether it did. The caller is in
-// a read section of the region.
-func (q *QP) giveLocked(t *train.Train, r *mem.Region, b []byte, via link.Via) bool {
-	segment, off := mem.SegmentOf(b)
-	if segment == 0 {
-		return false
-	}
+// mayGiveLocked reports whether the peer may have another grant to a region: there is none, and
+// there are not too many to others.
+func (q *QP) mayGiveLocked(r *mem.Region) bool {
 	q.absorbLocked()
 	if i := slices.IndexFunc(q.grants, func(g *grant) bool { return g.region == r && g.Open() }); i >= 0 {
 		return q.grants[i].doubt() // the peer may only not have read it yet
 	}
-	if len(q.grants) == maxGrants || q.barred > 0 {
-		return false
-	}
+	return len(q.grants) < maxGrants && q.barred == 0
+}
+
+// giveLocked gives the peer a grant to a region, and reports whether it did. The caller is in
+// a read section of the region. o says where the memory lies.
+func (q *QP) giveLocked(o *link.Offer, r *mem.Region, via link.Via, p *plainGrant) bool {
 	may := func(acc ib.Access) bool { return r.Access()&acc == acc && q.core.Grants(acc) }
 	fresh := via.NewGrant()
 	if fresh == nil {
 		return false
 	}
-	g := &grant{Grant: fresh, region: r}
+	g := &grant{Grant: fresh, region: r, plain: p}
 	if !q.dev.grants.add(g) {
 		g.Free()
 		return false
 	}
-	if !g.Tell(&link.Offer{QPN: q.number, Peer: q.core.DestQPN(), RKey: t.RETH.RKey, VA: r.IOVA(), Bytes: b, Segment: segment, Off: off,
-		Write: may(ib.AccessRemoteWrite), Read: may(ib.AccessRemoteRead)}) {
+	o.QPN, o.Peer, o.VA = q.number, q.core.DestQPN(), r.IOVA()
+	o.Write, o.Read = may(ib.AccessRemoteWrite) && (p == nil || p.loan != nil), may(ib.AccessRemoteRead)
+	if !g.Tell(o) {
 		q.dev.grants.remove(g)
 		g.Free()
 		return false
@@ -219,28 +248,30 @@ func (q *QP) stoppedLocked() {
 	}
 }
 
-// shut takes grants away; with wait, it also waits until no peer copies by them any more. The
-// caller then holds no lock of a queue pair: a peer process that was stopped amid a copy may
-// stay there for long.
-func shut(list []*grant, wait bool) {
+// shut takes grants away, and ends the loans that peers write by. The caller holds no lock of a
+// queue pair: it makes system calls.
+func shut(list []*grant) {
 	for _, g := range list {
 		g.Shut()
 	}
 	for _, g := range list {
-		if wait {
-			g.Await()
-		}
+		g.plain.end()
 	}
 }
 
 // barGrants takes away the grants that the queue pair has given, waits until the peer copies
-// by none of them any more, and keeps new ones from being given until unbarLocked.
+// by none of them any more, and keeps new ones from being given until unbarLocked. The caller
+// holds no lock of a queue pair: a peer process that was stopped amid a copy may stay there for
+// long.
 func (q *QP) barGrants() {
 	q.mu.Lock()
 	q.barred++
 	list := slices.Clone(q.grants)
 	q.mu.Unlock()
-	shut(list, true)
+	shut(list)
+	for _, g := range list {
+		g.Await()
+	}
 }
 
 // unbarLocked ends what barGrants began: the queue pair moves on past what the peer has
@@ -263,8 +294,7 @@ func (q *QP) absorbLocked() {
 			g.absorbed = counts
 		}
 		if over {
-			q.dev.grants.remove(g)
-			g.Free()
+			q.dev.forget(g)
 		}
 		return over
 	})

@@ -400,8 +400,8 @@ func TestLocalRead(t *testing.T) {
 	for _, shared := range []bool{false, true} {
 		t.Run(fmt.Sprintf("shared %v", shared), func(t *testing.T) {
 			a, b := tunedByRings(t, ib.RC, size, func(e *end) { e.timeout = 21 }) // no timeout, however busy the machine is
+			b.dev.grants.off.Store(true)                                          // by the ring
 			if shared {
-				b.dev.grants.off.Store(true) // by the ring
 				b.shareMemory(size)
 			}
 			reads := 0

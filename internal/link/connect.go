@@ -121,6 +121,7 @@ type tag struct {
 	stuckAt uint64
 
 	offers [16]offers // by queue pair number modulo 16, see grant.go; Poll
+	lent   lent       // memory of ours that the peer writes to by itself, see grant_plain.go
 
 	// reached maps the number of each memory of ours that the peer was told of to whether
 	// the peer has opened it, see opened.go.

@@ -1,17 +1,19 @@
 package link
 
-// Grants: the initiator executes WRITEs to, and READs from, memory that both processes can
-// map. That takes one copy, and the owner process does nothing for it.
+// Grants: the initiator executes WRITEs to, and READs from, memory of another process. That
+// takes one copy, and the owner process does nothing for it. The memory lies in a segment that
+// both processes map; of other memory, grant_plain.go has how it is reached.
 //
 // The owner process checks rights, as for every request, but beforehand. After a queue pair
-// has received a few requests by the ring for a region of such memory, its owner process
-// gives the peer a grant (package shm). The record names the queue pairs, the region's key
-// and bounds, and the segment that the region lies in, which the peer maps. From then on the
+// has received a few requests by the ring for a region, its owner process gives the peer a
+// grant (package shm). The record names the queue pairs, the region's key and bounds, and the
+// segment that the region lies in, which the peer maps. From then on the
 // peer copies to and from the region, until the owner process revokes the grant by taking
 // its serial away:
 //
 //   - before the region is closed or changes, and before the queue pair is modified or
-//     closed: then the owner process waits until the peer is not copying;
+//     closed: then the owner process waits until the peer is not copying. (The close of a
+//     region of plain memory does not wait for the peer: see grant_plain.go);
 //   - before the region's memory moves, and when the queue pair fails: then it does not wait.
 //
 // The grant counts what the peer completed before the serial was taken away, and the owner
@@ -40,7 +42,7 @@ const (
 	offerMax = 4093
 )
 
-// grantRecord is the length of a record that gives a grant.
+// grantRecord is the length of a record that gives a grant; plainBytes follow for plain memory.
 const grantRecord = 5*4 + 5*8
 
 // Offer is the memory that a device lets a peer access by grant.
@@ -51,8 +53,13 @@ type Offer struct {
 	Read      bool   // the peer may read it
 	VA        uint64 // of the first byte
 	Bytes     []byte
-	// Segment and Off say where the bytes lie: in which segment, and at which offset.
+	// Segment and Off say where the bytes lie: in which segment, and at which offset. They are 0
+	// for plain memory.
 	Segment, Off uint64
+	// Of plain memory: what Via.Remaps returned before the memory was looked at, and the loan of
+	// the memory; nil if the peer may only read.
+	Remaps uint64
+	Loan   *Loan
 }
 
 // Grant is the owner's end of a grant.
@@ -73,7 +80,7 @@ func (s *Shared) offer(c *shm.Channel, t *train.Train) {
 		return
 	}
 	o.requests = 0
-	if s.cfg.Offer(t, Via{c}) {
+	if s.cfg.Offer(t, Via{s, c}) {
 		o.at = offerMin
 	} else {
 		o.at = min(max(2*o.at+1, offerMin), offerMax)
@@ -87,7 +94,10 @@ type offers struct {
 }
 
 // Via is the channel that a request has come by.
-type Via struct{ c *shm.Channel }
+type Via struct {
+	s *Shared
+	c *shm.Channel
+}
 
 // NewGrant makes a grant for the peer, which learns of it by Tell. It returns nil if none is
 // left or the channel is closed.
@@ -104,13 +114,19 @@ func (v Via) NewGrant() *Grant {
 func (g *Grant) Tell(o *Offer) bool {
 	var rights uint32
 	if o.Write {
-		mem.OpenSegment(o.Segment)
 		rights = grantWrite
 	}
 	if o.Read {
 		rights |= grantRead
 	}
-	b := make([]byte, grantRecord)
+	segment, off, size := o.Segment, o.Off, grantRecord
+	switch {
+	case segment == 0:
+		segment, off, size = o.Loan.number(), sys.AddrOf(o.Bytes), grantRecord+plainBytes
+	case o.Write:
+		mem.OpenSegment(segment)
+	}
+	b := make([]byte, size)
 	p := packer{b}
 	p.u32(o.Peer)
 	p.u32(o.QPN)
@@ -120,8 +136,11 @@ func (g *Grant) Tell(o *Offer) bool {
 	p.u64(g.Serial())
 	p.u64(o.VA)
 	p.u64(uint64(len(o.Bytes)))
-	p.u64(o.Segment)
-	p.u64(o.Off)
+	p.u64(segment)
+	p.u64(off)
+	if o.Segment == 0 {
+		packPlain(p.b, o)
+	}
 	return g.c.Send(recGrant, b) == nil
 }
 
@@ -140,28 +159,32 @@ type PeerGrant struct {
 	rkey     uint32
 	rights   uint32
 	va, size uint64
-	off      uint64 // of the first byte, in the mapping
+	off      uint64 // of the first byte: in the mapping, or its address in the owner process
+	plain    *plain // nil: the memory is a segment's
 
 	piece [1][]byte
 	there mem.List
 }
 
-// mapping is a segment of another process that grants give access to.
+// mapping is that of another process which grants give access to: a segment, rings
+// (grant_plain.go), or only the channel.
 type mapping struct {
 	c *shm.Channel
 
-	mu sync.RWMutex // guards b; held for reading during a copy
-	b  []byte       // nil: it is unmapped
+	mu     sync.RWMutex // guards what follows; held for reading during a copy
+	closed bool
+	b      []byte             // nil: it is no segment
+	rings  *sys.BorrowedRings // nil: it is no rings
 }
 
 // takeGrant takes a grant from the peer. A goroutine of the link maps the segment, if it is
 // not mapped yet, and calls Granted. takeGrant reports false if the record is malformed.
 func (s *Shared) takeGrant(c *shm.Channel, b []byte) bool {
-	if len(b) != grantRecord {
+	var own [grantRecord + plainBytes]byte
+	if len(b) != grantRecord && len(b) != len(own) {
 		return false
 	}
-	var own [grantRecord]byte
-	copy(own[:], b)
+	isPlain := copy(own[:], b) == len(own)
 	p := unpacker{own[:]}
 	qpn, remote := p.u32(), p.u32()
 	l := &PeerGrant{s: s, rkey: p.u32(), rights: p.u32()}
@@ -169,6 +192,13 @@ func (s *Shared) takeGrant(c *shm.Channel, b []byte) bool {
 	l.va, l.size = p.u64(), p.u64()
 	k := segmentKey{c, p.u64()}
 	l.off = p.u64()
+	var fds []int
+	if isPlain {
+		var ok bool
+		if l.plain, fds, ok = unpackPlain(p.b, int(number)); !ok {
+			return false
+		}
+	}
 	if l.grant = c.PeerGrant(int(number), serial); l.grant == nil || s.cfg.Granted == nil || s.cfg.UDP.Tap != nil {
 		return l.grant != nil
 	}
@@ -178,11 +208,18 @@ func (s *Shared) takeGrant(c *shm.Channel, b []byte) bool {
 	c.Hold()
 	if !s.start(func() {
 		defer c.Release() // the mapping has a hold of its own
-		m := s.mapGranted(k, t, l.rights&grantWrite != 0)
-		if m == nil || !m.has(l.off, l.size) {
+		write := l.rights&grantWrite != 0
+		if isPlain {
+			s.reachPlain(l, k, fds)
+		} else {
+			l.m = s.mapGranted(grantKey{k, write}, func() (*mapping, error) {
+				b, err := mapSegment(k, t, write)
+				return &mapping{c: c, b: b}, err
+			})
+		}
+		if l.m == nil || !isPlain && !l.m.has(l.off, l.size) {
 			return
 		}
-		l.m = m
 		s.cfg.Granted(qpn, remote, l)
 	}) {
 		c.Release()
@@ -190,10 +227,9 @@ func (s *Shared) takeGrant(c *shm.Channel, b []byte) bool {
 	return true
 }
 
-// mapGranted returns a mapping of another process's segment, for reading, or with write also
-// for writing. It returns nil if there is none: requests then keep going by the ring.
-func (s *Shared) mapGranted(k segmentKey, t *tag, write bool) *mapping {
-	key := grantKey{k, write}
+// mapGranted returns the mapping with a key, which open makes if there is none yet. It returns
+// nil if open cannot: requests then keep going by the ring.
+func (s *Shared) mapGranted(key grantKey, open func() (*mapping, error)) *mapping {
 	s.segments.mu.Lock()
 	m, n := s.segments.grants[key], len(s.segments.grants)
 	s.segments.mu.Unlock()
@@ -203,8 +239,8 @@ func (s *Shared) mapGranted(k segmentKey, t *tag, write bool) *mapping {
 	if n >= maxMapped {
 		return nil
 	}
-	forgotten := s.segments.ask(k)
-	b, err := mapSegment(k, t, write)
+	forgotten := s.segments.ask(key.segmentKey)
+	fresh, err := open()
 	s.segments.mu.Lock()
 	defer s.segments.mu.Unlock()
 	delete(s.segments.asked, forgotten)
@@ -213,17 +249,16 @@ func (s *Shared) mapGranted(k segmentKey, t *tag, write bool) *mapping {
 	}
 	// Another goroutine has mapped it meanwhile; or the segment has been dropped, and nothing
 	// would unmap it later.
-	if m = s.segments.grants[key]; m != nil || k.c.Err() != nil || *forgotten {
-		_ = sys.Unmap(b)
+	if m = s.segments.grants[key]; m != nil || key.c.Err() != nil || *forgotten {
+		fresh.unmap()
 		return m
 	}
 	if s.segments.grants == nil {
 		s.segments.grants = make(map[grantKey]*mapping)
 	}
-	m = &mapping{c: k.c, b: b}
-	k.c.Hold()
-	s.segments.grants[key] = m
-	return m
+	key.c.Hold()
+	s.segments.grants[key] = fresh
+	return fresh
 }
 
 // has reports whether the mapping has n bytes at off.
@@ -233,23 +268,39 @@ func (m *mapping) has(off, n uint64) bool {
 	return off <= uint64(len(m.b)) && n <= uint64(len(m.b))-off
 }
 
-// good reports whether the segment is mapped and the channel to its owner process works. A
+// good reports whether the mapping is open and the channel to its owner process works. A
 // process that has ended takes no serial away, so a shown serial alone proves nothing. The
 // caller holds mu.
-func (m *mapping) good() bool { return m.b != nil && m.c.Err() == nil }
+func (m *mapping) good() bool { return !m.closed && m.c.Err() == nil }
 
-// close unmaps the segment, once no copy is under way.
+// close ends the mapping, once no copy is under way.
 func (m *mapping) close() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	_ = sys.Unmap(m.b) // cannot fail for a whole mapping
-	m.b = nil
+	m.unmap()
 	m.c.Release()
+}
+
+// unmap gives up what the mapping consists of.
+func (m *mapping) unmap() {
+	if m.b != nil {
+		_ = sys.Unmap(m.b) // cannot fail for a whole mapping
+	}
+	if m.rings != nil {
+		m.rings.Close()
+	}
+	m.closed, m.b, m.rings = true, nil, nil
 }
 
 // LeadsTo reports whether a grant is of the process that has queue pair qpn of the device
 // that the flow leads to.
-func (s *Shared) LeadsTo(f *train.Flow, qpn uint32, l *PeerGrant) bool {
+func (s *Shared) LeadsTo(f *train.Flow, qpn uint32, l *PeerGrant) bool { return leadsTo(f, qpn, l.m.c) }
+
+// Leads reports whether the channel is that to the process which has queue pair qpn of the
+// device that the flow leads to.
+func (v Via) Leads(f *train.Flow, qpn uint32) bool { return leadsTo(f, qpn, v.c) }
+
+func leadsTo(f *train.Flow, qpn uint32, c *shm.Channel) bool {
 	if f == nil {
 		return false
 	}
@@ -258,7 +309,7 @@ func (s *Shared) LeadsTo(f *train.Flow, qpn uint32, l *PeerGrant) bool {
 		return false
 	}
 	process, ok := to.dev.Find(qpn)
-	return ok && to.dev.channels[process].Load() == l.m.c
+	return ok && to.dev.channels[process].Load() == c
 }
 
 // Covers reports whether the grant allows to write, or with read to read, n bytes at va of
@@ -276,7 +327,7 @@ func (l *PeerGrant) Covers(rkey uint32, va uint64, n int, read bool) bool {
 func (l *PeerGrant) Good() bool {
 	l.m.mu.RLock()
 	defer l.m.mu.RUnlock()
-	return l.m.good() && l.grant.Shown()
+	return l.m.good() && l.grant.Shown() && (l.plain == nil || l.plainGood())
 }
 
 // Copy copies n bytes from the list own to the peer's address va, or with read from va to
@@ -290,17 +341,32 @@ func (l *PeerGrant) Copy(va uint64, own *mem.List, n, packets int, read bool) bo
 	if !l.m.good() || !l.grant.Enter() {
 		return false
 	}
-	l.piece[0] = l.m.b[l.off+(va-l.va):][:n]
-	l.there = mem.List{Raw: l.piece[:], MayFault: true}
-	to, from, what := &l.there, own, shm.GrantWrites
+	what := shm.GrantWrites
 	if read {
-		to, from, what = own, &l.there, shm.GrantReads
+		what = shm.GrantReads
 	}
-	f, _ := mem.Copy(to, from, uint64(n), true)
-	done := f.OK() && l.grant.Count(what, packets, n)
+	var done bool
+	if l.plain == nil {
+		done = l.copyMapped(va, own, n, read)
+	} else {
+		done = l.copyPlain(va-l.va, own, n, read)
+	}
+	done = done && l.grant.Count(what, packets, n)
 	l.grant.Leave()
 	if !l.s.lively.Load() {
 		l.s.lively.Store(true)
 	}
 	return done
+}
+
+// copyMapped is Copy in a segment. It reports whether it has copied all.
+func (l *PeerGrant) copyMapped(va uint64, own *mem.List, n int, read bool) bool {
+	l.piece[0] = l.m.b[l.off+(va-l.va):][:n]
+	l.there = mem.List{Raw: l.piece[:], MayFault: true}
+	to, from := &l.there, own
+	if read {
+		to, from = own, &l.there
+	}
+	f, _ := mem.Copy(to, from, uint64(n), true)
+	return f.OK()
 }

@@ -203,10 +203,12 @@ func (r *refSource) ReadRef(b []byte, off uint64) (ok, own bool) {
 
 // tickets holds the word that tickets are read from, in memory that other processes see.
 // GiveUpFetches counts the word up, and so does remapping of watched memory (mem.AddTicket).
+// Remapping alone counts another word up, for grants (grant.go).
 type tickets struct {
-	shown atomic.Pointer[atomic.Uint64] // nil: the link is closed
-	mu    sync.Mutex                    // guards the words that peers read: close waits for change
-	none  bool                          // remapping does not count the word up: nothing is sent by reference
+	shown  atomic.Pointer[atomic.Uint64] // nil: the link is closed
+	remaps *atomic.Uint64                // nil: it does not follow remapping
+	mu     sync.Mutex                    // guards the words that peers read: close waits for change
+	none   bool                          // remapping does not count the word up: nothing is sent by reference
 }
 
 // Ticket returns the ticket for trains that are about to be sent: see Train.Ticket. It
@@ -218,9 +220,12 @@ func (s *Shared) Ticket() uint64 {
 	return 0
 }
 
-func (k *tickets) open(word *atomic.Uint64) {
+func (k *tickets) open(word, remaps *atomic.Uint64) {
 	k.shown.Store(word)
 	k.none = !mem.AddTicket(word)
+	if mem.AddTicket(remaps) {
+		k.remaps = remaps
+	}
 }
 
 // GiveUpFetches makes other processes drop what they have not fetched yet. The device calls
@@ -239,10 +244,24 @@ func (k *tickets) change(f func()) {
 	}
 }
 
+// remapped returns how often mappings of this process have changed. ok is false if that is not
+// known, or the link is closed.
+func (k *tickets) remapped() (n uint64, ok bool) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.shown.Load() == nil || k.remaps == nil {
+		return 0, false
+	}
+	return k.remaps.Load(), true
+}
+
 func (k *tickets) close() {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if shown := k.shown.Swap(nil); shown != nil {
 		mem.RemoveTicket(shown)
+		if k.remaps != nil {
+			mem.RemoveTicket(k.remaps)
+		}
 	}
 }

@@ -143,7 +143,7 @@ func OpenShared(cfg *SharedConfig) (*Shared, error) {
 		s.inbox.Close()
 		return nil, err
 	}
-	s.tickets.open(s.inbox.Ticket())
+	s.tickets.open(s.inbox.Ticket(), s.inbox.Remaps())
 	return s, nil
 }
 

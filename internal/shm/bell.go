@@ -17,6 +17,7 @@ import (
 //	         there may be room again
 //	nonce    a random number that only this process has at this address
 //	ticket   a number that only the owner writes and its peers read
+//	remaps   another one, beside the ticket: how often mappings of the owner have changed
 //	leases   more such numbers, for single queue pairs
 //
 // pending and sleep share a cache line, which neither the owner nor a peer writes while
@@ -30,6 +31,7 @@ const (
 	roomAt    = line
 	nonceAt   = 2 * line
 	ticketAt  = 3 * line
+	remapsAt  = ticketAt + 8
 	leasesAt  = 4 * line
 
 	slotWords = 4
@@ -66,7 +68,7 @@ type bell struct {
 	bit           uint64
 	event         *sys.Event
 
-	ticket *atomic.Uint64
+	ticket, remaps *atomic.Uint64
 
 	mem  []byte
 	uses atomic.Int32 // the two ends of rings, and each Hold; the last drop closes
@@ -78,7 +80,7 @@ func newBell(mem []byte, event *sys.Event, slot int) *bell {
 	index, bit := slotBit(slot)
 	w := wordsOf(mem)
 	b := &bell{pending: w.pending[index], room: w.room[index], sleep: w.sleep, bit: bit, event: event,
-		ticket: word(mem, ticketAt), mem: mem}
+		ticket: word(mem, ticketAt), remaps: word(mem, remapsAt), mem: mem}
 	b.uses.Store(2)
 	return b
 }

@@ -123,6 +123,9 @@ func (c *Channel) ReserveLeaving(typ byte, n, leave int) (p []byte, ok bool) {
 // record of the channel.
 func (c *Channel) PeerTicket() uint64 { return c.bell.ticket.Load() }
 
+// PeerRemaps returns what the peer's Remaps is now. The caller keeps the inbox mapped (Hold).
+func (c *Channel) PeerRemaps() uint64 { return c.bell.remaps.Load() }
+
 // PeerWords are the words of a peer's inbox that we may read: its ticket and its leases. They
 // stay mapped as long as the PeerWords are reachable.
 type PeerWords struct{ bell *bell }

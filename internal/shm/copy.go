@@ -41,6 +41,17 @@ type Copier struct {
 // PeerReads reports whether the peer can read our memory.
 func (c *Channel) PeerReads() bool { return c.peer.readsUs }
 
+// PeerPID returns the number of the peer process, or 0 if we cannot read its memory.
+func (c *Channel) PeerPID() int {
+	if !c.peer.canRead {
+		return 0
+	}
+	return c.peer.pid
+}
+
+// IsPeer reports whether the process with the peer's number is the peer, by its nonce.
+func (c *Channel) IsPeer() bool { return c.peer.canRead && c.readNonce() == nil }
+
 // CopyFrom reads memory of the peer: the ranges in a row, into the pieces in a
 // row, as many bytes as the shorter side has. It returns how many bytes it has
 // read; if that is not all, why. It does not check what the peer allows: the caller reads only

@@ -34,7 +34,7 @@ import (
 var ErrRefused = errors.New("refused")
 
 const (
-	version    = 4
+	version    = 5
 	magic      = 0x4d485356 // "VSHM"
 	maxMessage = 256
 )

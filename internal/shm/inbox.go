@@ -295,6 +295,9 @@ func (in *Inbox) pollRoom(s Sink) int {
 // (Channel.PeerTicket). It is mapped until Close.
 func (in *Inbox) Ticket() *atomic.Uint64 { return word(in.mem, ticketAt) }
 
+// Remaps returns another such word (Channel.PeerRemaps).
+func (in *Inbox) Remaps() *atomic.Uint64 { return word(in.mem, remapsAt) }
+
 // Lease returns word i of MaxLeases more such words.
 func (in *Inbox) Lease(i int) *atomic.Uint64 { return word(in.mem, leasesAt+8*i) }
 
