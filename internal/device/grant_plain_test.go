@@ -329,6 +329,55 @@ func TestGrantPlainEnds(t *testing.T) {
 	}
 }
 
+// The sender stands still between its look at the grant and the system call that writes. The
+// owner process takes the memory away meanwhile: the call does not wait for the sender, and
+// when the sender goes on nothing is written. The WRITE comes again by the ring.
+func TestGrantPlainAmidWrite(t *testing.T) {
+	const text = "last bytes"
+	for _, row := range []struct {
+		name   string
+		end    func(b *end)
+		status ib.WCStatus
+	}{
+		{"region closed", func(b *end) { closeAll(b.t, b.mr) }, ib.WCRemAccessErr},
+		{"region elsewhere", func(b *end) { must0(b.t, b.mr.Rereg(provider.MRChange{Buf: mapping(b.t, 8192)})) }, ib.WCRemAccessErr},
+		{"mapped over", func(b *end) { mapOver(b.t, b.buf) }, ib.WCRemAccessErr},
+		{"suspended", func(b *end) {
+			b.mr.(*MR).region.Suspend()
+			b.mr.(*MR).region.Resume()
+		}, ib.WCSuccess},
+	} {
+		t.Run(row.name, func(t *testing.T) {
+			a, b := plainGrants(t, 8192, true)
+			memory := b.buf
+			stuck, r, wr := a.stuckWrite(b, text)
+			t.Cleanup(func() { must0(t, r.Close()) })
+			before, posted := a.byGrant(), make(chan struct{})
+			go func() {
+				defer close(posted)
+				a.post(wr)
+			}()
+			<-stuck.begun
+			row.end(b) // or this would not return
+			clear(memory)
+			b.dev.rx.Lock() // what comes by the ring stays there
+			close(stuck.end)
+			<-posted
+			if !bytes.Equal(memory, make([]byte, 8192)) {
+				t.Error("the memory is written to")
+			}
+			b.dev.rx.Unlock()
+			a.status(row.status)
+			if got := bytes.HasPrefix(memory, []byte(text)); got != (row.status == ib.WCSuccess) {
+				t.Errorf("%q is there", memory[:len(text)])
+			}
+			if a.byGrant() != before {
+				t.Error("the WRITE is counted as one by grant")
+			}
+		})
+	}
+}
+
 const plainChild = "VERBENA_TEST_PLAIN_CHILD"
 
 // runPlainChild is the other process: it writes to and reads from the test's memory as long as
@@ -437,5 +486,41 @@ func TestGrantPlainOfStoppedProcess(t *testing.T) {
 	}
 	if n := grantsOf(d); n != 0 {
 		t.Errorf("%d grants are left", n)
+	}
+}
+
+// BenchmarkGrant measures requests by grant, from the post to the completion.
+func BenchmarkGrant(b *testing.B) {
+	for _, kind := range []string{"segment", "plain"} {
+		for _, op := range []ib.Opcode{ib.OpRDMAWrite, ib.OpRDMARead} {
+			for _, n := range []int{8, 64, 4096, 64 << 10} {
+				b.Run(fmt.Sprintf("%s/%v/%d", kind, op, n), func(b *testing.B) {
+					x, y := byRings(b, ib.RC, 64<<10)
+					if kind == "segment" {
+						y.shareMemory(64 << 10)
+					} else {
+						needLoans(b)
+					}
+					x.warm(y)
+					wr := x.write(y, 0, n)
+					wr.Op, wr.Flags = op, ib.SendSignaled
+					wrs, wcs := []ib.SendWR{wr}, make([]ib.WC, 1)
+					before := x.byGrant()
+					b.SetBytes(int64(n))
+					for b.Loop() {
+						n, err := x.qp.PostSend(wrs)
+						for got := 0; got == 0 && err == nil; {
+							got, err = x.cq.Poll(wcs)
+						}
+						if n != 1 || err != nil {
+							b.Fatal(n, err)
+						}
+					}
+					if got := x.byGrant() - before; got < uint64(b.N) {
+						b.Errorf("%d of %d went by grant", got, b.N)
+					}
+				})
+			}
+		}
 	}
 }

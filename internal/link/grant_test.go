@@ -26,17 +26,30 @@ type grantWorld struct {
 
 const grantVA, grantAt, grantSize = 0x7000_0000, 4096, 8192 // of the region, which is a part of the segment
 
-// newGrantWorld makes b give a grant as soon as a request is offered, and waits until a has it.
+// newGrantWorld makes b give a grant to a segment as soon as a request is offered, and waits
+// until a has it.
 func newGrantWorld(t *testing.T) *grantWorld {
 	t.Helper()
 	w := &grantWorld{t: t}
-	w.a, w.b = sharedPair(t)
 	w.buf, w.seg = newSegment(t, 1<<16)
+	w.give(func(Via) *Offer {
+		id, off := mem.SegmentOf(w.buf[grantAt:][:grantSize])
+		return &Offer{Bytes: w.buf[grantAt:][:grantSize], Segment: id, Off: off}
+	})
+	return w
+}
+
+// give makes b give a grant to what offer returns.
+func (w *grantWorld) give(offer func(Via) *Offer) {
+	t := w.t
+	t.Helper()
+	w.a, w.b = sharedPair(t)
 	granted := make(chan *PeerGrant, 1)
 	w.b.cfg.Offer = func(_ *train.Train, via Via) bool {
-		id, off := mem.SegmentOf(w.buf[grantAt:][:grantSize])
+		o := offer(via)
+		o.QPN, o.Peer, o.RKey, o.VA, o.Write, o.Read = 9, 5, 77, grantVA, true, true
 		w.given = via.NewGrant()
-		return w.given.Tell(&Offer{QPN: 9, Peer: 5, RKey: 77, VA: grantVA, Bytes: w.buf[grantAt:][:grantSize], Segment: id, Off: off, Write: true, Read: true})
+		return w.given.Tell(o)
 	}
 	w.a.cfg.Granted = func(qpn, remote uint32, l *PeerGrant) {
 		if qpn != 5 || remote != 9 {
@@ -57,7 +70,6 @@ func newGrantWorld(t *testing.T) *grantWorld {
 		default:
 		}
 	}
-	return w
 }
 
 // send sends WRITEs by the ring, just enough for one of them to be offered.

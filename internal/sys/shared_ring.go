@@ -242,7 +242,7 @@ func (s *BorrowedRings) Write(slot int, start, off uint64, src [][]byte, hint in
 		n += len(b)
 	}
 	slot += int(off / uringMaxBuffer)
-	if n == 0 || slot >= lentSlots || off%uringMaxBuffer+uint64(n) > uringMaxBuffer {
+	if n == 0 || slot < 0 || slot >= lentSlots || off%uringMaxBuffer+uint64(n) > uringMaxBuffer {
 		return false // no request reaches into two buffers
 	}
 	pipe, err := borrowPipes.get()
