@@ -17,6 +17,7 @@ import (
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/shm"
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
@@ -78,9 +79,13 @@ type plainOffer struct {
 // region.
 func (q *QP) offerPlainLocked(r *mem.Region, o plainOffer) bool {
 	now := o.via.Remaps()
+	q.absorbLocked()
 	for _, g := range q.grants {
-		if g.region == r && g.plain != nil && g.plain.remaps != now {
+		if g.region == r && g.Open() && g.plain != nil && g.plain.remaps != now {
 			g.Shut() // the peer does not use it any more
+			if c := &g.absorbed; q.lends == lendsDone && c[shm.GrantWrites]+c[shm.GrantReads] < plainWorth {
+				q.lends = lendsNot
+			}
 		}
 	}
 	if !q.mayGiveLocked(r) {
@@ -96,6 +101,11 @@ func (q *QP) offerPlainLocked(r *mem.Region, o plainOffer) bool {
 	}
 	return succeeded
 }
+
+// plainWorth is how many requests a grant to plain memory has to serve before mappings change,
+// or the attempt to give it counts as failed: giving one takes as long as some dozens of requests
+// by the ring, so where mappings change often, it is tried less and less often.
+const plainWorth = 256
 
 // lending is what has become of the latest attempt to give a grant to plain memory.
 type lending uint8
@@ -150,6 +160,10 @@ func (d *Device) lend(r *mem.Region, via link.Via) *plainGrant {
 	k.mu.Lock()
 	p := k.pins[r]
 	if p == nil {
+		if !r.Open() { // nothing would take the pin out of the map again
+			k.mu.Unlock()
+			return &plainGrant{}
+		}
 		if k.pins == nil {
 			k.pins = make(map[*mem.Region]*pin)
 		}
