@@ -118,7 +118,7 @@ func TestGrantPlain(t *testing.T) {
 			if w.write(100, []byte("too late")) || w.got.Good() && !row.reads {
 				t.Error("the grant is still good")
 			}
-			if _, ok := w.read(100, 8); ok != row.reads {
+			if _, ok := w.read(100, 2*plainShort); ok != row.reads {
 				t.Errorf("READ: %v", ok)
 			}
 			if !bytes.Equal(w.buf, want) {

@@ -8,7 +8,8 @@ package sys
 //	Lend: the pages' buffers, to some slots
 //	says: descriptors, slot ──────────────────▶ BorrowRings: copies of the descriptors
 //	                                           Write: bytes into a pipe, and from there,
-//	                                           by a request on a ring, into the pages
+//	                                           by a request on a ring, into the pages;
+//	                                           Read: the same in reverse
 //	TakeBack: the slots are empty              Write fails
 //
 // What is written goes to the pages that were pinned, whatever is mapped at their address
@@ -23,7 +24,7 @@ package sys
 // The kernel does not pass rings through sockets (since Linux 6.7). The other process copies
 // the descriptors out of this process by pidfd_getfd(2), for which it needs the permission to
 // debug this one, as it does to read this one's memory. A process that has it can write to all
-// of this process's memory anyway, so the rings are not restricted to the requests of Write.
+// of this process's memory anyway, so the rings are not restricted to the requests of Write and Read.
 
 import (
 	"errors"
@@ -241,15 +242,15 @@ func (s *BorrowedRings) Write(slot int, start, off uint64, src [][]byte, hint in
 	for _, b := range src {
 		n += len(b)
 	}
-	slot += int(off / uringMaxBuffer)
-	if n == 0 || slot < 0 || slot >= lentSlots || off%uringMaxBuffer+uint64(n) > uringMaxBuffer {
-		return false // no request reaches into two buffers
+	slot, ok := slotOf(slot, off, n)
+	if !ok {
+		return false
 	}
 	pipe, err := borrowPipes.get()
 	if err != nil {
 		return false
 	}
-	ok := s.write(pipe, slot, start+off, src, hint)
+	ok = s.write(pipe, slot, start+off, src, hint)
 	borrowPipes.put(pipe, ok) // closed if bytes are left in it
 	return ok
 }
@@ -266,7 +267,7 @@ func (s *BorrowedRings) write(pipe *pinPipe, slot int, to uint64, src [][]byte, 
 			if n == len(b) && i == len(src)-1 {
 				tail = min(int((to+uint64(n)-1)%8)+1, n)
 			}
-			if !s.move(pipe.r, slot, to, n-tail, tail, hint) {
+			if !s.move(uringOpReadFixed, pipe.r, slot, to, n-tail, tail, hint) {
 				return false
 			}
 			b, to = b[n:], to+uint64(n)
@@ -275,11 +276,43 @@ func (s *BorrowedRings) write(pipe *pinPipe, slot int, to uint64, src [][]byte, 
 	return true
 }
 
-// move copies head bytes from a pipe to lent pages, and then tail bytes more.
-func (s *BorrowedRings) move(pipe, slot int, to uint64, head, tail, hint int) bool {
+// MaxBorrowedRead is how many bytes Read copies at most: an empty pipe has room for them.
+const MaxBorrowedRead = 4096
+
+// Read copies bytes of lent pages to b, from a place that is given as for Write. It is for
+// short messages, since it copies twice. It reports false if not all was read, because the loan
+// has ended or b cannot be written.
+func (s *BorrowedRings) Read(slot int, start, off uint64, b []byte, hint int) bool {
+	slot, ok := slotOf(slot, off, len(b))
+	if !ok || len(b) > MaxBorrowedRead {
+		return false
+	}
+	pipe, err := borrowPipes.get()
+	if err != nil {
+		return false
+	}
+	ok = s.move(uringOpWriteFixed, pipe.w, slot, start+off, len(b), 0, hint) && pipe.empty(b) == 0
+	borrowPipes.put(pipe, ok) // closed if bytes are left in it
+	return ok
+}
+
+// slotOf returns the slot of the buffer that has n bytes, off bytes behind the start of the
+// first. It reports false if there are no bytes, or no request reaches them: they lie in two
+// buffers, or beyond the table.
+func slotOf(first int, off uint64, n int) (slot int, ok bool) {
+	at := off % uringMaxBuffer
+	if n == 0 || first < 0 || first >= lentSlots || off/uringMaxBuffer >= lentSlots || uint64(n) > uringMaxBuffer-at {
+		return 0, false
+	}
+	slot = first + int(off/uringMaxBuffer)
+	return slot, slot < lentSlots
+}
+
+// move copies head bytes between a pipe and lent pages, and then tail bytes more.
+func (s *BorrowedRings) move(opcode uint8, pipe, slot int, at uint64, head, tail, hint int) bool {
 	r := lockIdle(s.rings, hint)
 	defer r.mu.Unlock()
-	return r.readTwice(pipe, slot, to, head, tail)
+	return r.moveTwice(opcode, pipe, slot, at, head, tail)
 }
 
 // lockIdle locks the mu of a ring and returns the ring: an idle one if there is one, from

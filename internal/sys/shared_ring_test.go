@@ -75,9 +75,16 @@ func TestLentWrite(t *testing.T) {
 			if !bytes.Equal(memory, want) {
 				t.Fatalf("%d bytes at %d: other bytes are there", n, off)
 			}
+			back := make([]byte, n)
+			if ok := b.Read(l.Slot(), AddrOf(memory), uint64(off), back, off); ok != (n <= MaxBorrowedRead) || ok && !bytes.Equal(back, want[off:][:n]) {
+				t.Fatalf("%d bytes at %d: %v, or other bytes come back", n, off, ok)
+			}
 		}
 	}
 	for name, ok := range map[string]bool{
+		"READ of no bytes":    b.Read(l.Slot(), AddrOf(memory), 0, nil, 0),
+		"READ beyond the end": b.Read(l.Slot(), AddrOf(memory), size-4, make([]byte, 8), 0),
+		"READ to no memory":   b.Read(l.Slot(), AddrOf(memory), 0, readOnly(t), 0),
 		"no bytes":            b.Write(l.Slot(), AddrOf(memory), 0, nil, 0),
 		"beyond the end":      b.Write(l.Slot(), AddrOf(memory), size-8, [][]byte{source[:4096]}, 0),
 		"behind the end":      b.Write(l.Slot(), AddrOf(memory), size, [][]byte{source[:8]}, 0),
@@ -95,6 +102,13 @@ func TestLentWrite(t *testing.T) {
 	}
 }
 
+// readOnly maps a page that may not be written.
+func readOnly(t *testing.T) []byte {
+	b := anonymous(t, 4096)
+	must(t, unix.Mprotect(b, unix.PROT_READ))
+	return b
+}
+
 // Once the loan is taken back nothing is written. What is mapped at the address of the pages
 // meanwhile is never written to.
 func TestLentAndTakenBack(t *testing.T) {
@@ -110,6 +124,9 @@ func TestLentAndTakenBack(t *testing.T) {
 	}
 	if err := l.TakeBack(); err != nil {
 		t.Fatal(err)
+	}
+	if b.Read(l.Slot(), AddrOf(memory), 100, make([]byte, 8), 0) {
+		t.Error("it was read after the loan had ended")
 	}
 	if b.Write(l.Slot(), AddrOf(memory), 100, text, 0) {
 		t.Error("it was written after the loan had ended")
@@ -301,7 +318,7 @@ func ringWriterChild() error {
 		ended.Store(true)
 	}()
 	for i := uint64(1); !ended.Load(); i++ {
-		source := bytes.Repeat([]byte{byte(i)}, size)
+		source := bytes.Repeat([]byte{byte(i % 100)}, size) // never the bytes that the parent expects
 		_ = b.Write(slot, memory, 0, [][]byte{source}, 0) // fails while the memory is not lent
 		_ = b.Write(slot, memory, 8, [][]byte{source[:8]}, 1)
 		if !b.Write(signSlot, signs, 0, [][]byte{binary.NativeEndian.AppendUint64(nil, i)}, 1) {

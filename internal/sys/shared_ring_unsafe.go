@@ -59,21 +59,23 @@ func (r *uring) unregisterBuffers() error {
 	return err
 }
 
-// readTwice copies head bytes from a pipe, which has them, to memory at an address that is
-// registered as buffer number slot, and then tail bytes to behind them. It reports whether both
-// was done in full. If the first request fails, so does the second: both name the same buffer.
-func (r *uring) readTwice(pipe, slot int, to uint64, head, tail int) bool {
-	first := *r.sqTail // only readTwice writes it
+// moveTwice copies head bytes between a pipe and memory at an address that is registered as
+// buffer number slot, and then tail bytes behind them: uringOpReadFixed into the memory,
+// uringOpWriteFixed out of it. The pipe has the bytes, or room for them. moveTwice reports
+// whether both was done in full. If the first request fails, so does the second: both name the
+// same buffer.
+func (r *uring) moveTwice(opcode uint8, pipe, slot int, at uint64, head, tail int) bool {
+	first := *r.sqTail // only moveTwice writes it
 	last := first
 	for _, n := range [...]int{head, tail} {
 		if n == 0 {
 			continue
 		}
 		r.entries[last&r.sqMask] = uringSQE{
-			opcode: uringOpReadFixed, fd: int32(pipe), off: ^uint64(0), // the file's position, of which a pipe has none
-			addr: to, len: uint32(n), bufIndex: uint16(slot), userData: uint64(n),
+			opcode: opcode, fd: int32(pipe), off: ^uint64(0), // the file's position, of which a pipe has none
+			addr: at, len: uint32(n), bufIndex: uint16(slot), userData: uint64(n),
 		}
-		to += uint64(n)
+		at += uint64(n)
 		last++
 	}
 	atomic.StoreUint32(r.sqTail, last)
@@ -85,13 +87,13 @@ func (r *uring) readTwice(pipe, slot int, to uint64, head, tail int) bool {
 	atomic.StoreUint32(r.sqTail, first+taken) // the kernel has not taken the others, and never will
 	done := taken == last-first
 	for range taken {
-		at := *r.cqHead
-		for atomic.LoadUint32(r.cqTail) == at { // the kernel has deferred it
+		place := *r.cqHead
+		for atomic.LoadUint32(r.cqTail) == place { // the kernel has deferred it
 			_, _, _ = unix.Syscall6(unix.SYS_IO_URING_ENTER, uintptr(r.fd), 0, 1, uringEnterGetEvents, 0, 0)
 		}
-		c := &r.completions[at&r.cqMask]
+		c := &r.completions[place&r.cqMask]
 		done = done && c.res > 0 && uint64(c.res) == c.userData
-		atomic.StoreUint32(r.cqHead, at+1)
+		atomic.StoreUint32(r.cqHead, place+1)
 	}
 	return done
 }
