@@ -319,7 +319,7 @@ func ringWriterChild() error {
 	}()
 	for i := uint64(1); !ended.Load(); i++ {
 		source := bytes.Repeat([]byte{byte(i % 100)}, size) // never the bytes that the parent expects
-		_ = b.Write(slot, memory, 0, [][]byte{source}, 0) // fails while the memory is not lent
+		_ = b.Write(slot, memory, 0, [][]byte{source}, 0)   // fails while the memory is not lent
 		_ = b.Write(slot, memory, 8, [][]byte{source[:8]}, 1)
 		if !b.Write(signSlot, signs, 0, [][]byte{binary.NativeEndian.AppendUint64(nil, i)}, 1) {
 			return errors.New("the count cannot be written")
