@@ -191,7 +191,7 @@ func (d *Device) offer(t *train.Train, via link.Via) (given bool) {
 		if segment, off := mem.SegmentOf(b); segment != 0 {
 			given = q.mayGiveLocked(r) && q.giveLocked(&link.Offer{RKey: t.RETH.RKey, Bytes: b, Segment: segment, Off: off}, r, via, nil)
 		} else if via.Plain() {
-			given = q.offerPlainLocked(r, plainOffer{t.RETH.RKey, t.RETH.VA, acc, via})
+			given = q.offerPlainLocked(r, plainOffer{t.RETH.RKey, t.RETH.VA, t.RETH.Len, acc, via})
 		}
 	})
 	return given
@@ -344,6 +344,9 @@ type peerGrants struct {
 func (k *peerGrants) Covers(x *qp.Request) bool {
 	for _, l := range k.list {
 		if l.Covers(x.RKey, x.VA, x.Len, x.Read) {
+			if l.Plain() && x.Len < plainLong && !x.Awaited() {
+				return false
+			}
 			k.next = l
 			return true
 		}

@@ -11,6 +11,7 @@ package device
 //     or moves (grants.revoke), and when the queue pair changes or is closed (barGrants).
 
 import (
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -70,6 +71,7 @@ func (p *pin) close() {
 type plainOffer struct {
 	key uint32
 	va  uint64
+	len uint32
 	acc ib.Access
 	via link.Via
 }
@@ -88,6 +90,9 @@ func (q *QP) offerPlainLocked(r *mem.Region, o plainOffer) bool {
 			}
 		}
 	}
+	if o.len < plainLong && slices.ContainsFunc(q.grants, func(g *grant) bool { return g.region == r && g.Open() }) {
+		return false // the peer has it, and uses it for some requests alone
+	}
 	if !q.mayGiveLocked(r) {
 		return false
 	}
@@ -101,6 +106,11 @@ func (q *QP) offerPlainLocked(r *mem.Region, o plainOffer) bool {
 	}
 	return succeeded
 }
+
+// plainLong is from how many bytes on every request to plain memory takes a grant. A shorter one
+// takes less time by the ring, together with others, than the system calls for it: it takes the
+// grant only if the program waits for it.
+const plainLong = 4 << 10
 
 // plainWorth is how many requests a grant to plain memory has to serve before mappings change,
 // or the attempt to give it counts as failed: giving one takes as long as some dozens of requests

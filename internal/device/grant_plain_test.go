@@ -102,8 +102,8 @@ func TestGrantPlainBytes(t *testing.T) {
 				from.buf[i] = byte(rng.Uint32())
 			}
 			want := bytes.Clone(to.buf)
-			b.dev.rx.Lock() // b's process receives nothing any more
-			defer b.dev.rx.Unlock()
+			b.dev.first.rx.Lock() // b's process receives nothing any more
+			defer b.dev.first.rx.Unlock()
 			before, requests := a.byGrant(), uint64(0)
 			for _, n := range []int{1, 3, 8, 9, 64, 65, 4095, 4096, 4097, 8192, 64 << 10, 256 << 10} {
 				for _, off := range []int{0, 1, 4093, 8191, size - n, rng.IntN(size - n)} {
@@ -360,13 +360,13 @@ func TestGrantPlainAmidWrite(t *testing.T) {
 			<-stuck.begun
 			row.end(b) // or this would not return
 			clear(memory)
-			b.dev.rx.Lock() // what comes by the ring stays there
+			b.dev.first.rx.Lock() // what comes by the ring stays there
 			close(stuck.end)
 			<-posted
 			if !bytes.Equal(memory, make([]byte, 8192)) {
 				t.Error("the memory is written to")
 			}
-			b.dev.rx.Unlock()
+			b.dev.first.rx.Unlock()
 			a.status(row.status)
 			if got := bytes.HasPrefix(memory, []byte(text)); got != (row.status == ib.WCSuccess) {
 				t.Errorf("%q is there", memory[:len(text)])

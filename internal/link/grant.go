@@ -323,6 +323,9 @@ func (l *PeerGrant) Covers(rkey uint32, va uint64, n int, read bool) bool {
 	return rkey == l.rkey && l.rights&right != 0 && off <= l.size && uint64(n) <= l.size-off
 }
 
+// Plain reports whether the grant is to plain memory: each use of it makes system calls.
+func (l *PeerGrant) Plain() bool { return l.plain != nil }
+
 // Good reports whether the grant may still be used.
 func (l *PeerGrant) Good() bool {
 	l.m.mu.RLock()

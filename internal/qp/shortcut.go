@@ -40,9 +40,14 @@ type Request struct {
 	Len      int       // bytes; 0 if the request cannot take any shortcut
 	Own      *mem.List // the requester's memory
 
-	id   uint64
-	from *QP // the requester
+	id    uint64
+	alone bool // it was posted by itself
+	from  *QP  // the requester
 }
+
+// Awaited reports whether the program seems to wait for the request: it was posted by itself, with
+// a completion, and the program has polled all completions before it.
+func (x *Request) Awaited() bool { return x.alone && x.signaled && x.from.SendCQ.Len() == 0 }
 
 // Packets returns how many packets the bytes would be.
 func (x *Request) Packets() int { return x.from.packets(x.Len) }
@@ -54,7 +59,7 @@ func (q *QP) PostShortcut(s Shortcut, wrs []ib.SendWR) (n int) {
 	for n < len(wrs) && q.sq.head == q.sq.tail {
 		wr := &wrs[n]
 		x.RKey, x.VA, x.Len, x.Read = wr.RKey, wr.RemoteAddr, q.shortLen(wr), wr.Op == ib.OpRDMARead
-		x.id, x.signaled = wr.ID, wr.Flags&ib.SendSignaled != 0 || q.SignalAll
+		x.id, x.signaled, x.alone = wr.ID, wr.Flags&ib.SendSignaled != 0 || q.SignalAll, len(wrs) == 1
 		if x.Len == 0 {
 			break
 		}
@@ -110,7 +115,7 @@ const (
 func (q *QP) pullShortcut(w *wqe) outcome {
 	r, x := &q.req, &q.short
 	x.RKey, x.VA, x.Len, x.Read = w.rkey, w.remote, int(w.len), w.op == ib.OpRDMARead
-	x.id, x.signaled = w.id, w.flags&ib.SendSignaled != 0
+	x.id, x.signaled, x.alone = w.id, w.flags&ib.SendSignaled != 0, false
 	switch {
 	case w.op != ib.OpRDMAWrite && !x.Read || w.flags&ib.SendFence != 0:
 		x.Len = 0

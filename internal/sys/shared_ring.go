@@ -37,7 +37,7 @@ import (
 
 const (
 	// MaxLentRings is how many rings lead to the same pages at most.
-	MaxLentRings = 4
+	MaxLentRings = 8
 
 	lentSlots   = 256 // of each ring
 	lentEntries = 2   // requests at a time: the first bytes of a message, and its last word
