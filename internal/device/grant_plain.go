@@ -110,7 +110,7 @@ func (q *QP) offerPlainLocked(r *mem.Region, o plainOffer) bool {
 // plainLong is from how many bytes on every request to plain memory takes a grant. A shorter one
 // takes less time by the ring, together with others, than the system calls for it: it takes the
 // grant only if the program waits for it.
-const plainLong = 4 << 10
+const plainLong = 16 << 10
 
 // plainWorth is how many requests a grant to plain memory has to serve before mappings change,
 // or the attempt to give it counts as failed: giving one takes as long as some dozens of requests
