@@ -49,8 +49,9 @@ type shard struct {
 	idle  atomic.Int32  // how many did so the latest time; 0: it had something to do
 	posts atomic.Uint64 // posts that left something for the link
 	rx    struct {
-		sync.Mutex // guards the receiver; it is only ever tried
+		sync.Mutex // guards what follows; it is only ever tried, but by stop
 		receiver
+		over bool // the sockets and rings may be closed
 	}
 	_ [64]byte
 
@@ -84,6 +85,9 @@ func (d *Device) stop() {
 			s.receiver.Wake()
 			<-s.done
 		}
+		s.rx.Lock() // pollers of other devices may be reading (help)
+		s.rx.over = true
+		s.rx.Unlock()
 	}
 }
 
@@ -97,7 +101,7 @@ func (s *shard) poll(cq *CQ, wcs []ib.WC, notes []Note) int {
 			s.fireTimers() // the background goroutine may sleep while the program polls
 		}
 	}
-	if s.rx.TryLock() {
+	if s.tryRx() {
 		s.rx.now = 0 // most polls find nothing, and need no time
 		left := s.receiver.Poll(&s.rx.receiver, rxBudget) > 0 && len(s.rx.touched) > 0
 		if left {
@@ -114,9 +118,22 @@ func (s *shard) poll(cq *CQ, wcs []ib.WC, notes []Note) int {
 	return cq.CQ.PollNotes(wcs, notes)
 }
 
+// tryRx locks the receiver, and reports whether it did: not if another goroutine has, nor after
+// stop.
+func (s *shard) tryRx() bool {
+	if !s.rx.TryLock() {
+		return false
+	}
+	if s.rx.over {
+		s.rx.Unlock()
+		return false
+	}
+	return true
+}
+
 // flushDeferred sends the answers that a poll has left.
 func (s *shard) flushDeferred() {
-	if !s.rx.TryLock() {
+	if !s.tryRx() {
 		return
 	}
 	s.deferred.Store(false)
@@ -129,7 +146,7 @@ func (s *shard) flushDeferred() {
 // reads them. Answers are left, as by poll, if the program has followed each of the last
 // messages with a post of its own.
 func (s *shard) receive() (got, busy bool) {
-	if !s.rx.TryLock() {
+	if !s.tryRx() {
 		return false, true
 	}
 	s.rx.now = s.dev.now()
