@@ -443,7 +443,7 @@ func changeWord(t *mem.Table, who mem.Actor, key uint32, addr uint64, op mem.Ato
 	return old, f
 }
 
-// settled does something again while only changes of mappings are in its way, which the
+// unlessChanging does something again while only changes of mappings are in its way, which the
 // kernel has announced and are not known yet.
 func unlessChanging(f func() mem.Fault) mem.Fault {
 	for {
@@ -464,16 +464,22 @@ func (e *env) kill(key uint32, who mem.Actor) mem.Fault {
 // closes them.
 func (e *env) section(sge ib.SGE, n uint64) (release func()) {
 	e.t.Helper()
-	bytes, release, f := Hold(e.table, sge.LKey, sge.Addr, n, e.acc(0), self)
-	if f.OK() {
-		if _, f = bytes(); f.Staged() {
-			f = mem.Fault{}
+	for {
+		bytes, release, f := Hold(e.table, sge.LKey, sge.Addr, n, e.acc(0), self)
+		if f.OK() {
+			if _, f = bytes(); f.Staged() {
+				f = mem.Fault{}
+			}
 		}
+		switch {
+		case f.OK():
+			return release
+		case f.Kind != mem.FaultPending || f.Suspended() != nil:
+			e.t.Fatal(f)
+		}
+		release() // the kernel has taken the page meanwhile, or changes a mapping
+		f.Await()
 	}
-	if !f.OK() {
-		e.t.Fatal(f)
-	}
-	return release
 }
 
 // mustCopy copies, and fails the test on a fault. An odd number of bytes goes to a list
