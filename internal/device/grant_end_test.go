@@ -92,7 +92,7 @@ func TestGrantEnds(t *testing.T) {
 			b.ok()
 		}},
 		{name: "queue pair closed", end: func(s *grantScene) { closeAll(s.t, s.b.qp) }, status: ib.WCRetryExcErr, lost: true},
-		{name: "device closed", end: func(s *grantScene) {
+		{name: "device closed", rings: true, end: func(s *grantScene) {
 			closeAll(s.t, s.b.qp, s.d.qp, s.f.qp)
 			for _, e := range []*end{s.b, s.d, s.f} {
 				closeAll(s.t, e.mr, e.cq, e.pd)

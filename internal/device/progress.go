@@ -8,6 +8,7 @@ package device
 // same.
 
 import (
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -47,11 +48,12 @@ type shard struct {
 	polls atomic.Uint64 // polls that read the sockets
 	skips atomic.Int32  // how many more calls of help skip this shard
 	idle  atomic.Int32  // how many did so the latest time; 0: it had something to do
-	posts atomic.Uint64 // posts that left something for the link
-	rx    struct {
-		sync.Mutex // guards what follows; it is only ever tried, but by stop
+
+	helpers atomic.Int32  // calls of help that look at this shard, which stop waits for
+	posts   atomic.Uint64 // posts that left something for the link
+	rx      struct {
+		sync.Mutex // guards the receiver; it is only ever tried
 		receiver
-		over bool // the sockets and rings may be closed
 	}
 	_ [64]byte
 
@@ -85,9 +87,9 @@ func (d *Device) stop() {
 			s.receiver.Wake()
 			<-s.done
 		}
-		s.rx.Lock() // pollers of other devices may be reading (help)
-		s.rx.over = true
-		s.rx.Unlock()
+		for s.helpers.Load() > 0 { // pollers of other devices, which wait for nothing
+			runtime.Gosched()
+		}
 	}
 }
 
@@ -101,7 +103,7 @@ func (s *shard) poll(cq *CQ, wcs []ib.WC, notes []Note) int {
 			s.fireTimers() // the background goroutine may sleep while the program polls
 		}
 	}
-	if s.tryRx() {
+	if s.rx.TryLock() {
 		s.rx.now = 0 // most polls find nothing, and need no time
 		left := s.receiver.Poll(&s.rx.receiver, rxBudget) > 0 && len(s.rx.touched) > 0
 		if left {
@@ -118,22 +120,9 @@ func (s *shard) poll(cq *CQ, wcs []ib.WC, notes []Note) int {
 	return cq.CQ.PollNotes(wcs, notes)
 }
 
-// tryRx locks the receiver, and reports whether it did: not if another goroutine has, nor after
-// stop.
-func (s *shard) tryRx() bool {
-	if !s.rx.TryLock() {
-		return false
-	}
-	if s.rx.over {
-		s.rx.Unlock()
-		return false
-	}
-	return true
-}
-
 // flushDeferred sends the answers that a poll has left.
 func (s *shard) flushDeferred() {
-	if !s.tryRx() {
+	if !s.rx.TryLock() {
 		return
 	}
 	s.deferred.Store(false)
@@ -146,7 +135,7 @@ func (s *shard) flushDeferred() {
 // reads them. Answers are left, as by poll, if the program has followed each of the last
 // messages with a post of its own.
 func (s *shard) receive() (got, busy bool) {
-	if !s.tryRx() {
+	if !s.rx.TryLock() {
 		return false, true
 	}
 	s.rx.now = s.dev.now()

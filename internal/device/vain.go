@@ -52,6 +52,11 @@ func (p *polled) help(own []*shard) {
 	if slices.Contains(own, s) || s.skips.Add(-1) >= 0 {
 		return
 	}
+	s.helpers.Add(1)
+	defer s.helpers.Add(-1)
+	if s.dev.stopped.Load() { // else stop, which sets it first, waits for this call
+		return
+	}
 	s.polls.Add(1) // the background goroutine leaves the sockets to those that poll
 	if s.deferred.Load() {
 		s.flushDeferred()
