@@ -168,7 +168,9 @@ func (d *Device) newShard() *shard {
 		d.spread.mu.Unlock()
 		return nil
 	}
-	return d.addShard(r, places)
+	s := d.addShard(r, places)
+	s.run() // what comes to its sockets for no queue pair has to be read and counted, too
+	return s
 }
 
 // leaveHome undoes chooseHome.
@@ -190,7 +192,6 @@ func (q *QP) changeShardLocked(f *train.Flow) {
 	if to == from {
 		return
 	}
-	to.run()
 	from.timers.remove(q)
 	q.armed = 0
 	q.shard.Store(to)
