@@ -262,7 +262,13 @@ func count(d, s *cursor, k int) int {
 
 // count counts bytes that were copied to the region, or from it to raw bytes.
 func (r *Region) count(from, to Kind, k int) {
-	r.table.moved[r.Key()>>tagBits%counterShards].bytes[from][to].Add(uint64(k))
+	at := &r.table.moved[r.Key()>>tagBits%counterShards]
+	m := at.Load()
+	if m == nil {
+		at.CompareAndSwap(nil, new(movedBytes)) // or another goroutine has made it
+		m = at.Load()
+	}
+	m.bytes[from][to].Add(uint64(k))
 }
 
 // cursor is a place in a list, with the sections that are open there.

@@ -203,7 +203,7 @@ func TestMillionRegions(t *testing.T) {
 	}
 	before := heapInUse()
 	table := NewTable(TableConfig{MaxRegions: regions})
-	if n := heapInUse() - before; n > 40<<10 {
+	if n := heapInUse() - before; n > 16<<10 {
 		t.Errorf("an empty table takes %d bytes", n)
 	}
 	b := make([]byte, 1)

@@ -51,7 +51,7 @@ type Table struct {
 
 	stale  atomic.Uint64
 	paging Paging
-	moved  [counterShards]movedBytes
+	moved  [counterShards]atomic.Pointer[movedBytes] // each made when it is first needed
 }
 
 // Regions iterates over the regions, without windows. Those that come and go
@@ -242,7 +242,9 @@ func leaving(key uint32, left <-chan struct{}) Fault {
 func (t *Table) Moved(from, to Kind) uint64 {
 	var sum uint64
 	for i := range t.moved {
-		sum += t.moved[i].bytes[from][to].Load()
+		if m := t.moved[i].Load(); m != nil {
+			sum += m.bytes[from][to].Load()
+		}
 	}
 	return sum
 }
