@@ -37,9 +37,7 @@ type shard struct {
 	qps      *mem.Slots[QP] // the queue pairs that have numbers with these places
 	load     int            // guarded by Device.spread: those of them that may send many packets
 
-	background sync.Once     // starts the background goroutine
-	running    atomic.Bool   // it is started
-	done       chan struct{} // closed when it has ended
+	done chan struct{} // closed when the background goroutine has ended
 
 	deferred   atomic.Bool  // there are answers that a poll has left
 	sleepUntil atomic.Int64 // qp.Time until which the background goroutine blocks; 0: it does not
@@ -65,15 +63,12 @@ type shard struct {
 	}
 }
 
-// run starts the background goroutine, once.
+// run starts the background goroutine. It is called once for each shard.
 func (s *shard) run() {
-	s.background.Do(func() {
-		s.running.Store(true)
-		if s.places != nil {
-			changeRunning(func(all []*shard) []*shard { return append(all, s) })
-		}
-		go s.runBackground()
-	})
+	if s.places != nil {
+		changeRunning(func(all []*shard) []*shard { return append(all, s) })
+	}
+	go s.runBackground()
 }
 
 // stop ends the background goroutines.
@@ -83,10 +78,8 @@ func (d *Device) stop() {
 		return slices.DeleteFunc(all, func(s *shard) bool { return s.dev == d })
 	})
 	for _, s := range d.shards() {
-		if s.running.Load() {
-			s.receiver.Wake()
-			<-s.done
-		}
+		s.receiver.Wake()
+		<-s.done
 		for s.helpers.Load() > 0 { // pollers of other devices, which wait for nothing
 			runtime.Gosched()
 		}
