@@ -41,6 +41,7 @@ type QPResource struct {
 	State       string `json:"state"`
 	DestQPN     uint32 `json:"dest_qpn,omitempty"`
 	DestGID     GID    `json:"dest_gid"`
+	Shard       int    `json:"shard"` // the shard of the device that it is in, from 0
 	TxBytes     uint64 `json:"tx_bytes"`
 	RxBytes     uint64 `json:"rx_bytes"`
 	TxPackets   uint64 `json:"tx_packets"`

@@ -80,7 +80,7 @@ func TestAnyMoment(t *testing.T) {
 func anyMoment(t *testing.T, packets string, addrs ...string) {
 	rounds, kept, lots := 12, 6, 20
 	if os.Getenv("VERBENA_FULL") != "" {
-		rounds, kept, lots = 150, 30, 70
+		rounds, kept, lots = 150, 100, 70
 	}
 	seed := uint64(time.Now().UnixNano())
 	if s := os.Getenv("VERBENA_SEED"); s != "" {

@@ -71,6 +71,8 @@ func (d *fakeDevice) OpenXRCD(cfg provider.XRCDConfig) (provider.XRCD, error) {
 	}
 	return &fakeXRCD{dev: d}, nil
 }
+func (d *fakeDevice) Management() provider.Management { return nil }
+
 func (d *fakeDevice) AllocDM(cfg provider.DMConfig) (provider.DM, error) {
 	d.dm = cfg
 	if d.err != nil {

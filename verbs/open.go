@@ -20,3 +20,13 @@ func openProvider(name string, cfg *provider.Config) (provider.Device, error) {
 func listResources(brief bool) ([]ib.DeviceResources, error) { return device.Resources(brief) }
 
 func listProviders() ([]ib.DeviceInfo, error) { return device.List() }
+
+// Package cm finds the provider's device behind a Device by this.
+func init() {
+	provider.DeviceOf = func(d any) provider.Device {
+		if dev, _ := d.(*Device); dev.ok() {
+			return dev.p
+		}
+		return nil
+	}
+}

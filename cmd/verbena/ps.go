@@ -13,7 +13,7 @@ import (
 
 type psCmd struct {
 	JSON bool `name:"json" help:"Print a JSON array of devices, with everything."`
-	QPs  bool `name:"qps" short:"q" help:"Show the queue pairs of each process too."`
+	QPs  bool `name:"qps" short:"q" help:"Show the queue pairs of each process too, and the shard that each is in."`
 	MRs  bool `name:"mrs" short:"m" help:"Show the memory regions and windows of each process too, and its device memory."`
 	XRC  bool `name:"xrc" short:"x" help:"Show the XRC domains of each process too."`
 }
@@ -74,7 +74,7 @@ func (c *psCmd) process(w io.Writer, addr string, p *verbs.ProcessResources) {
 			if !q.DestGID.IsZero() {
 				peer = fmt.Sprintf("→ %v 0x%06x", q.DestGID.Addr(), q.DestQPN)
 			}
-			fmt.Fprintf(w, "\t\tQP 0x%06x\t%s\t%s\t%s\t\t\t\t\t%s\t%s\t%d\n", q.Number, q.Type, q.State, peer, bytesOf(q.TxBytes), bytesOf(q.RxBytes), q.Retransmits)
+			fmt.Fprintf(w, "\t\tQP 0x%06x\t%s\t%s\t%s\tshard %d\t\t\t\t%s\t%s\t%d\n", q.Number, q.Type, q.State, peer, q.Shard, bytesOf(q.TxBytes), bytesOf(q.RxBytes), q.Retransmits)
 		}
 	}
 	if c.MRs {

@@ -127,3 +127,67 @@ func TestPS(t *testing.T) {
 		t.Error("keys are told")
 	}
 }
+
+// ps shows the shard of each queue pair: the first one until it is connected by packets, and
+// then that of its number.
+func TestPSShards(t *testing.T) {
+	const most = 3
+	addrs := []string{"127.77.0.216", "127.77.0.217"}
+	var qps [2][most]*verbs.QP
+	for i, addr := range addrs {
+		dev, err := verbs.Open(addr, &verbs.Config{Link: verbs.LinkUDP, Receivers: most})
+		if err != nil {
+			t.Fatal(err)
+		}
+		pd, err := dev.AllocPD()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for k := range most { // queue pairs of one completion queue would share a shard
+			cq, err := dev.CreateCQ(1, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if qps[i][k], err = pd.CreateQP(&verbs.QPConfig{Type: verbs.RC, SendCQ: cq, RecvCQ: cq, Cap: verbs.QPCap{MaxSendWR: 1}}); err != nil {
+				t.Fatal(err)
+			}
+			defer func() { _, _ = qps[i][k].Close(), cq.Close() }()
+		}
+		t.Cleanup(func() { _, _ = pd.Close(), dev.Close() })
+	}
+	wantShards(t, addrs[0], qps[0][:], 0, 0, 0)
+	for k, q := range qps[0] {
+		if err := q.Connect(qps[1][k].Endpoint(), nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	wantShards(t, addrs[0], qps[0][:], 0, 1, 2)
+	wantShards(t, addrs[1], qps[1][:], 0, 0, 0)
+}
+
+// wantShards checks in which shards ps shows the queue pairs of the device at an address.
+func wantShards(t *testing.T, addr string, qps []*verbs.QP, want ...int) {
+	t.Helper()
+	out := succeed(t, "ps", "--qps").stdout
+	var list []verbs.DeviceResources
+	if err := json.Unmarshal([]byte(succeed(t, "ps", "--json").stdout), &list); err != nil {
+		t.Fatal(err)
+	}
+	got := map[uint32]int{}
+	for _, d := range list {
+		if d.Addr.String() == addr {
+			for _, q := range d.Processes[0].QPs {
+				got[q.Number] = q.Shard
+			}
+		}
+	}
+	for k, q := range qps {
+		if n, ok := got[q.Number()]; !ok || n != want[k] {
+			t.Errorf("queue pair %d of %s: shard %d (listed: %v), want %d", k, addr, n, ok, want[k])
+		}
+		line := fmt.Sprintf(`QP 0x%06x +RC .* shard %d `, q.Number(), want[k])
+		if !regexp.MustCompile(line).MatchString(out) {
+			t.Errorf("no line like %s in\n%s", line, out)
+		}
+	}
+}

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
 // BenchmarkLoopWrite is post to completion over the loop link, one at a time.
@@ -162,5 +163,74 @@ func BenchmarkLocalWrite(b *testing.B) {
 				}
 			}
 		})
+	}
+}
+
+// BenchmarkShards is half a round trip of 8 bytes by packets between two devices, in one
+// goroutine, where the completion queue of each has 8 queue pairs, of which one has traffic: in
+// one shard, or spread over four.
+func BenchmarkShards(b *testing.B) {
+	for _, receivers := range []int{1, 4} {
+		cfg := provider.Config{Link: linkUDP, Receivers: receivers}
+		for _, op := range []ib.Opcode{ib.OpRDMAWrite, ib.OpSend} {
+			b.Run(fmt.Sprint(op, "/", receivers), func(b *testing.B) {
+				var first [2]*end
+				for i := range first {
+					first[i] = newEnd(b, openDevice(b, cfg), ib.RC, 4096)
+					b.Cleanup(first[i].close)
+				}
+				first[0].connect(first[1])
+				first[1].connect(first[0])
+				for range 7 {
+					x, y := first[0].another(), first[1].another()
+					b.Cleanup(func() { closeAll(b, x.qp, x.mr, y.qp, y.mr) })
+					x.connect(y)
+					y.connect(x)
+				}
+				if n := len(first[0].cq.(*CQ).polled.shards()); n != receivers {
+					b.Fatalf("a poll reads %d shards", n)
+				}
+				if op == ib.OpSend {
+					benchSend(b, first)
+				} else {
+					benchPingPong(b, first[0], first[1])
+				}
+			})
+		}
+	}
+}
+
+// benchSend sends 8 bytes back and forth.
+func benchSend(b *testing.B, ends [2]*end) {
+	wrs := []ib.SendWR{{Op: ib.OpSend, Inline: make([]byte, 8)}}
+	recv := [2][]ib.RecvWR{{{SGL: ends[0].sge(0, 8)}}, {{SGL: ends[1].sge(0, 8)}}}
+	for i, e := range ends {
+		for range 4 {
+			e.recv(recv[i][0])
+		}
+	}
+	var wc [4]ib.WC
+	b.ReportAllocs()
+	for n := uint64(1); b.Loop(); n++ {
+		from, to := ends[n%2], ends[1-n%2]
+		wrs[0].Flags = 0
+		if n/2%16 == 0 {
+			wrs[0].Flags = ib.SendSignaled
+		}
+		if _, err := from.qp.PostSend(wrs); err != nil {
+			b.Fatal(err)
+		}
+		for got := false; !got; {
+			k, err := to.cq.Poll(wc[:])
+			if err != nil {
+				b.Fatal(err)
+			}
+			for _, w := range wc[:k] {
+				got = got || w.Op == ib.WCRecv
+			}
+		}
+		if _, err := to.qp.PostRecv(recv[1-n%2]); err != nil {
+			b.Fatal(err)
+		}
 	}
 }

@@ -75,6 +75,10 @@ func (d *Device) Counters() []provider.Counter {
 	}
 	all = append(all,
 		provider.Counter{Name: "drop_no_qp", Value: d.noQP.Load()},
+		provider.Counter{Name: "management_received", Value: d.management.received.Load()},
+		provider.Counter{Name: "management_sent", Value: d.management.sent.Load()},
+		provider.Counter{Name: "management_dropped", Value: d.management.dropped.Load()},
+		provider.Counter{Name: "management_passed", Value: d.management.passed.Load()},
 		provider.Counter{Name: "stale_faults", Value: d.table.StaleFaults()})
 	closed, overruns := mem.Remapped() // of the process, whatever the device
 	all = append(all,

@@ -128,6 +128,9 @@ func (c *CQ) Poll(wcs []ib.WC) (int, error) {
 	n, err := c.PollNotes(wcs, nil)
 	if n == 0 {
 		c.patience.foundNothing()
+		if c.closed.Load() {
+			c.patience.rest() // Close, which sets closed first, may have called it too early
+		}
 	} else {
 		c.patience.foundSome()
 	}
@@ -147,11 +150,12 @@ func (c *CQ) PollNotes(wcs []ib.WC, notes []Note) (int, error) {
 	}
 	n := c.CQ.PollNotes(wcs, notes)
 	if n == 0 && len(wcs) > 0 {
-		s := shards[0]
-		if len(shards) > 1 {
-			s = shards[c.polled.next.Add(1)%uint32(len(shards))]
+		i := c.polled.choose(len(shards))
+		var got bool
+		if n, got = shards[i].poll(c, wcs, notes); got && len(shards) > 1 {
+			c.polled.busy.Store(uint32(i))
 		}
-		if n = s.poll(c, wcs, notes); n == 0 {
+		if n == 0 {
 			c.polled.help(shards)
 		}
 	}

@@ -77,10 +77,12 @@ type Device struct {
 	events  eventQueue
 	peers   peerTable
 	mcast   mcast
-	shares  shares
-	exports exports
-	dm      *mem.DevicePool
-	scatter bool // short messages wait beside their completions, unless a queue pair refuses
+
+	management management
+	shares     shares
+	exports    exports
+	dm         *mem.DevicePool
+	scatter    bool // short messages wait beside their completions, unless a queue pair refuses
 
 	// numbering makes one call at a time add to a table of numbers, so that a call that has got more
 	// numbers also finds one. It guards no field.
@@ -183,8 +185,16 @@ func openAt(name string, addrs []netip.Addr, cfg *provider.Config, alone bool) (
 		}
 		tap.Writer = d.capture
 	}
+	if err := d.openManagement(); err != nil {
+		unregister(d)
+		_ = d.closeLink()
+		return nil, err
+	}
 	d.first.run()
 	dev.Store(d)
+	if member != nil {
+		member.Watch()
+	}
 	return d, nil
 }
 
@@ -301,6 +311,7 @@ func (d *Device) Close() error {
 	d.work.close()
 	d.advisor.close()
 	d.stop()
+	d.management.close()
 	d.closeProxies()
 	err := errors.Join(d.closeLink(), d.dm.Close())
 	d.events.close()

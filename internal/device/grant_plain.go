@@ -9,11 +9,11 @@ package device
 //  3. givePlain gives the grant, if region and queue pair are still what they were.
 //  4. plainGrant.end ends the loan, pin.close unpins the pages: when the region is closed, changes
 //     or moves (grants.revoke), and when the queue pair changes or is closed (barGrants).
+//  5. plainGrant.free lets other loans take the place of this one, when the grant is over.
 
 import (
 	"slices"
 	"sync"
-	"sync/atomic"
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/link"
@@ -27,7 +27,6 @@ type plainGrant struct {
 	remaps uint64     // the peer uses the grant while Via.Remaps returns this
 	loan   *link.Loan // nil: the peer may only read
 	pin    *pin       // of the loan
-	ended  atomic.Bool
 }
 
 // end ends the loan of a grant that is shut. When it returns, the peer does not write to the
@@ -35,7 +34,14 @@ type plainGrant struct {
 func (p *plainGrant) end() {
 	if p != nil && p.loan != nil {
 		p.loan.End()
-		p.ended.Store(true)
+	}
+}
+
+// free is end, and gives the loan up. It is called once, when the grant is over or if the peer
+// never got it.
+func (p *plainGrant) free() {
+	if p != nil && p.loan != nil {
+		p.loan.Free()
 	}
 }
 
@@ -155,7 +161,7 @@ func (d *Device) givePlain(q *QP, r *mem.Region, o plainOffer) {
 	}
 	q.mu.Unlock()
 	if !given {
-		p.end()
+		p.free()
 	}
 }
 
@@ -190,15 +196,15 @@ func (d *Device) lend(r *mem.Region, via link.Via) *plainGrant {
 }
 
 // forget removes a grant that is over from the device's list and frees its slot. If it has a
-// loan that has not ended, a goroutine ends the loan first: until then a call that closes the
-// region finds the grant, and ends it too.
+// loan, a goroutine ends and frees the loan first: until then a call that closes the region finds
+// the grant, and ends the loan too.
 func (d *Device) forget(g *grant) {
 	end := func() {
-		g.plain.end()
+		g.plain.free()
 		d.grants.remove(g)
 		g.Free()
 	}
-	if g.plain == nil || g.plain.loan == nil || g.plain.ended.Load() || !d.inBackground(end) {
+	if g.plain == nil || g.plain.loan == nil || !d.inBackground(end) {
 		end()
 	}
 }

@@ -484,9 +484,7 @@ func TestGrantPlainOfStoppedProcess(t *testing.T) {
 			child.said("AGAIN")
 		}
 	}
-	if n := grantsOf(d); n != 0 {
-		t.Errorf("%d grants are left", n)
-	}
+	eventually(t, "no grants are left", func() bool { return grantsOf(d) == 0 })
 }
 
 // BenchmarkGrant measures requests by grant, from the post to the completion.
@@ -523,4 +521,42 @@ func BenchmarkGrant(b *testing.B) {
 			}
 		}
 	}
+}
+
+// The sender stands still between its look at the grant and the system call that writes. The
+// owner process closes the region meanwhile, and registers its memory again, which another queue
+// pair of the sender's process gets a grant to. The old WRITE does not reach the memory by the
+// new loan.
+func TestGrantPlainAmidWriteLentAgain(t *testing.T) {
+	a, b := plainGrants(t, 8192, true)
+	c, d := connected(t, a.dev, b.dev, ib.RC, 8192, nil)
+	c.warm(d) // a loan of other memory, which keeps the rings
+	stuck, r, wr := a.stuckWrite(b, "last bytes")
+	t.Cleanup(func() { must0(t, r.Close()) })
+	posted := make(chan struct{})
+	go func() {
+		defer close(posted)
+		a.post(wr)
+	}()
+	<-stuck.begun
+	closeAll(t, b.mr)
+	mr := must[provider.MR](t)(d.pd.RegMR(b.buf, allRemote))
+	t.Cleanup(func() { closeAll(t, d.qp, mr) })
+	again := c.write(d, 0, 8)
+	again.RemoteAddr, again.RKey = mr.Addr()+4096, mr.RKey()
+	before := d.plainLoans()
+	eventually(t, "the memory is lent again", func() bool {
+		c.post(again)
+		c.ok()
+		return d.plainLoans() > before
+	})
+	clear(b.buf)
+	b.dev.first.rx.Lock() // what comes by the ring stays there
+	close(stuck.end)
+	<-posted
+	if !bytes.Equal(b.buf, make([]byte, 8192)) {
+		t.Errorf("%q is there, of a WRITE with a key that is gone", b.buf[:10])
+	}
+	b.dev.first.rx.Unlock()
+	a.status(ib.WCRemAccessErr)
 }

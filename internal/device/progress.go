@@ -32,6 +32,7 @@ const (
 // multicast belong to the device's first shard. shards.go has how queue pairs are spread.
 type shard struct {
 	dev      *Device
+	number   int // among the shards of the device, from 0
 	receiver link.Receiver
 	places   *host.Places   // of its sockets; nil if no other process can share the device
 	qps      *mem.Slots[QP] // the queue pairs that have numbers with these places
@@ -89,8 +90,8 @@ func (d *Device) stop() {
 // poll makes progress for a poller that found cq empty, and returns how many completions
 // there are then. Answers to what arrived wait until the poller has seen it: it may post an
 // answer of its own, and both go out together. They leave with the poller's next post, its
-// next poll, or by the background goroutine.
-func (s *shard) poll(cq *CQ, wcs []ib.WC, notes []Note) int {
+// next poll, or by the background goroutine. got is that something arrived.
+func (s *shard) poll(cq *CQ, wcs []ib.WC, notes []Note) (n int, got bool) {
 	if s.polls.Add(1)%timerPolls == 0 {
 		if t := s.timers.first(); t != 0 && t <= s.dev.now() {
 			s.fireTimers() // the background goroutine may sleep while the program polls
@@ -98,7 +99,8 @@ func (s *shard) poll(cq *CQ, wcs []ib.WC, notes []Note) int {
 	}
 	if s.rx.TryLock() {
 		s.rx.now = 0 // most polls find nothing, and need no time
-		left := s.receiver.Poll(&s.rx.receiver, rxBudget) > 0 && len(s.rx.touched) > 0
+		got = s.receiver.Poll(&s.rx.receiver, rxBudget) > 0
+		left := got && len(s.rx.touched) > 0
 		if left {
 			s.deferred.Store(true)
 		}
@@ -110,7 +112,7 @@ func (s *shard) poll(cq *CQ, wcs []ib.WC, notes []Note) int {
 	if s.ready.some.Load() {
 		s.runReady(1)
 	}
-	return cq.CQ.PollNotes(wcs, notes)
+	return cq.CQ.PollNotes(wcs, notes), got
 }
 
 // flushDeferred sends the answers that a poll has left.

@@ -6,6 +6,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/qp"
+	"github.com/verbena-rdma/verbena/internal/sys"
 	"github.com/verbena-rdma/verbena/internal/train"
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
@@ -28,6 +29,10 @@ func (r *receiver) Deliver(t *train.Train) {
 			r.now = r.dev.now()
 		}
 		_ = r.dev.deliverGroup(t, r.now) // the bytes are here
+		return
+	}
+	if q == nil && sys.IsManagement(t.DestQP) {
+		r.dev.management.take(t)
 		return
 	}
 	if q == nil {

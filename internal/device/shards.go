@@ -43,13 +43,14 @@ const maxReceivers = 8
 func (d *Device) addShard(r link.Receiver, places *host.Places) *shard {
 	s := &shard{dev: d, receiver: r, places: places, done: make(chan struct{})}
 	s.rx.dev = d
-	reserved := func(i uint32) bool { return i <= 1 || i == wire.MulticastQP } // management and multicast
+	reserved := func(i uint32) bool { return i <= 1 || sys.IsManagement(i) || i == wire.MulticastQP }
 	if d.member != nil {
 		s.qps = mem.NewSharedSlots[QP](d.limits.QPs, reserved, d.member.Key())
 	} else {
 		s.qps = mem.NewSlots[QP](d.limits.QPs, reserved, mem.RandomPermKey())
 	}
 	d.spread.mu.Lock()
+	s.number = len(d.spread.list)
 	d.spread.list = append(d.spread.list, s)
 	d.spread.mu.Unlock()
 	return s
@@ -226,6 +227,7 @@ type polled struct {
 	users map[*shard]int // queue pairs in each shard
 	list  atomic.Pointer[[]*shard]
 	next  atomic.Uint32 // polls that chose one of several
+	busy  atomic.Uint32 // the index, in a list, of the shard where something arrived last
 	vain  atomic.Uint32 // polls that found nothing: see help
 }
 
@@ -251,6 +253,20 @@ func (c *CQ) polls(to, from *shard) {
 		list = slices.Collect(maps.Keys(p.users))
 	}
 	p.list.Store(&list)
+}
+
+// choose returns which of n shards a poll reads: three times in four the one where something
+// arrived last, since more is likely to come there, else each in turn.
+func (p *polled) choose(n int) int {
+	if n == 1 {
+		return 0
+	}
+	k := p.next.Add(1)
+	i := p.busy.Load() // may be of a longer list
+	if k%4 == 0 {
+		i = k / 4
+	}
+	return int(i % uint32(n))
 }
 
 // shards returns the shards that a poll reads.

@@ -56,7 +56,13 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 		Memory: dev.memory,
 		Export: dev.export,
 		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg),
-		Listen:  func(w *host.Sockets) (int, error) { return listen(s.First(), w) },
+		Common: s.OpenCommon,
+		Listen: func(w *host.Sockets) (int, error) { return listen(s.First(), w) },
+		Died: func(w host.LastWords) {
+			if d := dev.Load(); d != nil {
+				d.management.died(w)
+			}
+		},
 		Packets: cfg.Link == linkUDP,
 		Segment: link.PassSegment,
 		Shared:  mem.PassShared,

@@ -30,7 +30,7 @@ func (d *Device) status(brief bool) any {
 		q.mu.Lock()
 		q.absorbLocked()
 		a, c := q.core.Query(), &q.core.Counters
-		s.QPs = append(s.QPs, ib.QPResource{Number: number, Type: q.core.Type.String(), State: a.State.String(), DestQPN: a.DestQPN, DestGID: a.AV.DGID,
+		s.QPs = append(s.QPs, ib.QPResource{Number: number, Type: q.core.Type.String(), State: a.State.String(), DestQPN: a.DestQPN, DestGID: a.AV.DGID, Shard: q.shard.Load().number,
 			TxBytes: c[qp.CntTxBytes], RxBytes: c[qp.CntRxBytes], TxPackets: c[qp.CntTxPackets], RxPackets: c[qp.CntRxPackets], Retransmits: c[qp.CntRetransmits],
 			Counters: counted(byName(c))})
 		q.mu.Unlock()

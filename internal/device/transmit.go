@@ -288,14 +288,16 @@ func (d *Device) sendFailed(q *QP, t *train.Train, f mem.Fault, now qp.Time) {
 	q.mu.Unlock()
 }
 
-// notSent reports trains that have not left to the core.
+// notSent reports trains that have not left to the core, unless they are from before a reset.
 func (q *QP) notSent(ts []*train.Train) {
 	if len(ts) == 0 {
 		return
 	}
 	q.mu.Lock()
-	for _, t := range ts {
-		q.core.NotSent(t)
+	if q.core.Resets() == q.heldResets {
+		for _, t := range ts {
+			q.core.NotSent(t)
+		}
 	}
 	q.mu.Unlock()
 }

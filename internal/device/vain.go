@@ -6,7 +6,7 @@ package device
 //   - It makes progress for other devices of the process (help): the background goroutine of a
 //     passive target runs only when a processor is free, and then late.
 //   - It yields after some polls in vain (patience), to goroutines of the program. Threads of C
-//     programs yield in the C library, by the same rule.
+//     programs yield in the C library, however many of them spin.
 
 import (
 	"runtime"

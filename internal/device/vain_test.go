@@ -120,3 +120,24 @@ func TestPatience(t *testing.T) {
 		t.Errorf("%d spin, %d did before", spinning.Load(), base)
 	}
 }
+
+// A program that polls a completion queue until it is closed does not count as one that spins
+// afterwards.
+func TestPatienceOfClosedQueue(t *testing.T) {
+	base := spinning.Load()
+	d := openDevice(t, provider.Config{})
+	cq := must[provider.CQ](t)(d.CreateCQ(16, nil))
+	var wcs [1]ib.WC
+	for range leastPatience - 1 {
+		must[int](t)(cq.Poll(wcs[:]))
+	}
+	closeAll(t, cq)
+	for range leastPatience {
+		if _, err := cq.Poll(wcs[:]); err == nil {
+			t.Fatal("a closed queue is polled")
+		}
+	}
+	if n := spinning.Load(); n != base {
+		t.Errorf("%d spin, %d did before", n, base)
+	}
+}

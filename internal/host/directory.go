@@ -122,6 +122,8 @@ func (d *directory) claimEntry(i, pid int, nonce uint64) (identity, *sys.ByteLoc
 	id := makeIdentity(pid, nonce, i)
 	e.id.Store(uint64(id))
 	e.packets.Store(0)
+	e.listens.Store(0)
+	e.watched.Store(0)
 	for o := range e.count {
 		e.count[o].Store(0)
 	}

@@ -28,8 +28,17 @@ type layout struct {
 
 	claimed atomic.Uint32 // the entry that was taken last
 	_       [64]byte
+	turns   [placesLocks]atomic.Uint32 // how often each of the locks was taken: see directory.lock
+	_       [64]byte
 	process [MaxProcesses]entry
 	place   [sys.NumPlaces]placeEntry
+	// Records of connections, in chunks, and the process that has each chunk: see lastwords.go.
+	chunkHolder [maxChunks]atomic.Uint64
+	chunk       [maxChunks][chunkRecords]record
+
+	// ports are portWords, by port space, address and port. Most pages of it are never touched,
+	// and take no memory.
+	ports [NumPortSpaces][maxAddrs][1 << 16]atomic.Uint64
 }
 
 // entry is one process, which holds the lock of the file's byte with the entry's number as long as
@@ -39,6 +48,8 @@ type entry struct {
 	id      atomic.Uint64 // the process's identity; 0: the entry is free
 	ready   atomic.Uint64 // the same, once what follows is the process's
 	packets atomic.Uint32 // not 0: it wants packets, see Config.Packets
+	listens atomic.Uint32 // not 0: it listens on ports
+	watched atomic.Uint32 // 0: it has no connections that its peers must hear of; else 1 and how many watch it
 	count   [NumObjects]atomic.Uint64
 	domains [MaxDomains]domainEntry
 	// binding are the inodes of sockets that are being bound, by address, from before they are on
@@ -53,7 +64,15 @@ type placeEntry struct {
 	holder atomic.Uint64           // identity of the process that has the place; 0: no process
 	socket [maxAddrs]atomic.Uint64 // inodes of the sockets, by address; 0: there is none yet
 	next   atomic.Uint32           // counts the ranges of slots that were leased
+	comms  atomic.Uint32           // counts the communication ids
 	quiet  atomic.Uint32           // not 0: the sockets receive nothing, see sys.Quiet
+}
+
+// record is a connection: see LastWords.
+type record struct {
+	state atomic.Uint64 // 0: none; else its state, the index of its address from bit 8 on, the peer's queue pair from bit 32 on
+	ids   atomic.Uint64 // the local communication id from bit 32 on, the peer's
+	peer  [2]atomic.Uint64
 }
 
 // domainEntry is an XRC domain that a process has open, if used is not 0.
@@ -62,7 +81,7 @@ type domainEntry struct {
 	name [2]atomic.Uint64
 }
 
-const layoutMagic = 0x7665726265_6e61_08 // "verbena", version 8
+const layoutMagic = 0x7665726265_6e61_0a // "verbena", version 10
 
 var errDirectory = errors.New("the directory of the device is damaged, or of another version")
 

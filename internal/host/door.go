@@ -19,10 +19,11 @@ import (
 )
 
 type door struct {
-	dir   *directory
-	shelf *sys.Shelf
-	addrs []netip.Addr
-	fds   []int // of the listening sockets, to be passed on
+	dir    *directory
+	shelf  *sys.Shelf
+	addrs  []netip.Addr
+	fds    []int // of the listening sockets, to be passed on
+	common []int // of the sockets that all processes read, to be passed on
 
 	listeners []*net.UnixListener
 	mu        sync.Mutex // guards conns and closed
@@ -142,7 +143,9 @@ func (d *door) answer(c *net.UnixConn) {
 	var no *refusal
 	switch {
 	case err == nil:
-		if err := send(c, &reply{}, fds...); err != nil { // the newcomer may have gone; or the kernel passes no more
+		// The newcomer may have gone, or the kernel passes no more descriptors. If the door was closed
+		// meanwhile, which ends the send by its deadline, the newcomer hears nothing and knocks again.
+		if err := send(c, &reply{}, fds...); err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
 			_ = send(c, refused(err))
 		}
 	case errors.As(err, &no):
@@ -161,7 +164,7 @@ func (d *door) handle(q *request) ([]int, error) {
 			return nil, refuse(syscall.EADDRINUSE, "a device with the addresses %v is open there: open the same ones, or others", d.addrs)
 		}
 		in, out := d.shelf.FDs()
-		return append([]int{d.dir.fd, in, out}, d.fds...), nil
+		return slices.Concat([]int{d.dir.fd, in, out}, d.fds, d.common), nil
 	case opLook:
 		return []int{d.dir.fd}, nil
 	}

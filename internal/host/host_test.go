@@ -28,7 +28,8 @@ func addr(n byte) netip.Addr { return netip.AddrFrom4([4]byte{127, 99, 0, n}) }
 
 type joined struct {
 	*Member
-	udp udp
+	udp  udp
+	died chan LastWords // what Config.Died was called with
 }
 
 func join(t *testing.T, addrs ...netip.Addr) *joined {
@@ -38,10 +39,11 @@ func join(t *testing.T, addrs ...netip.Addr) *joined {
 
 func joinWith(t *testing.T, u udp) *joined {
 	t.Helper()
-	j, addrs := &joined{udp: u}, u.addrs
+	j, addrs := &joined{udp: u, died: make(chan LastWords, 100)}, u.addrs
 	ready := make(chan struct{})
 	var err error
 	j.Member, err = Join(Config{Addrs: addrs, Limits: manyObjects(), Listen: j.udp.listen,
+		Died: func(w LastWords) { j.died <- w },
 		Channel: func(c *net.UnixConn, _ netip.Addr, _ int) {
 			<-ready
 			_, _ = c.Write([]byte(fmt.Sprint(j.Slot())))

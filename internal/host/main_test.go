@@ -85,6 +85,17 @@ func child(addrs []netip.Addr) int {
 		m.dir.sweep(m.self)
 		fmt.Println("closed", err)
 	}
+	if os.Getenv(modeEnv) == "connected" { // has a port and two connections that its peers are to hear of
+		p, err := m.BindPort(PortsTCP, 7174, []int{0}, false)
+		if err == nil {
+			err = p.Listen()
+		}
+		for i := range uint32(2) {
+			m.NewRecord().Set(&LastWords{State: 1, Peer: netip.MustParseAddr("192.0.2.7"), Local: 100 + i, Remote: 200 + i, QPN: 300 + i})
+		}
+		m.NewRecord().Free()
+		fmt.Println("connected", err)
+	}
 	in := bufio.NewScanner(os.Stdin)
 	for in.Scan() { // a line asks for one more range
 		r, err := m.Places().Lease()

@@ -34,6 +34,10 @@ type Config struct {
 	// Limits are those of the device, if this process is the first.
 	Limits [NumObjects]uint64
 
+	// Common, if set, opens the UDP sockets that all processes of the device read
+	// (sys.CommonPlace), one for each address, and returns their descriptors, which it leaves to
+	// the caller. It is called if this process is the first.
+	Common func() ([]int, error)
 	// Listen opens the UDP sockets of a place, one for each address, for the first receiver of
 	// this process, and returns the place that they have. It is called before Join returns, and
 	// again when this receiver needs more queue pair numbers than a place has.
@@ -42,6 +46,9 @@ type Config struct {
 	// this one. from is an address of that process's device, process its slot there.
 	// It may be called before Join returns, and must not wait for that.
 	Channel func(c *net.UnixConn, from netip.Addr, process int)
+	// Died, if set, is called for each connection of a process of the device that has died. Of
+	// all processes, one is called. It must not wait for a process.
+	Died func(LastWords)
 	// Status returns what this process is doing, as a value for encoding/json; only
 	// totals if brief is set.
 	Status func(brief bool) any
@@ -70,8 +77,13 @@ type Member struct {
 	proc  *process
 	door  *door
 
-	places  *Places    // of the first receiver
-	leasing sync.Mutex // guards the places
+	common  []int         // descriptors of the sockets that all processes read
+	first   int           // the place that this process has got first
+	settled chan struct{} // closed when settleIn has returned
+	records records       // of connections, see lastwords.go
+	watch   watch         // see watch.go
+	places  *Places       // of the first receiver
+	leasing sync.Mutex    // guards the places
 	once    sync.Once
 
 	tidying sync.Mutex // guards what follows
@@ -88,11 +100,13 @@ const (
 
 // Join makes this process one of the device's processes.
 func Join(cfg Config) (*Member, error) {
-	m := &Member{cfg: cfg}
+	m := &Member{cfg: cfg, settled: make(chan struct{}), watch: watch{ending: make(chan struct{})}}
 	if err := m.enter(); err != nil {
 		return nil, err
 	}
-	if err := m.settleIn(); err != nil {
+	err := m.settleIn()
+	close(m.settled)
+	if err != nil {
 		return nil, errors.Join(err, m.Close())
 	}
 	m.door.start()
@@ -142,7 +156,8 @@ func (m *Member) enter() error {
 
 // join takes over the files of a device.
 func (m *Member) join(fds []int) (err error) {
-	if len(fds) != 3+len(m.cfg.Addrs) {
+	n := len(m.cfg.Addrs)
+	if len(fds) != 3+n && len(fds) != 3+2*n {
 		refuseFDs(fds)
 		return errDirectory
 	}
@@ -150,7 +165,8 @@ func (m *Member) join(fds []int) (err error) {
 		refuseFDs(fds[1:])
 		return err
 	}
-	return m.share(sys.OpenShelf(fds[1], fds[2]), fds[3:])
+	m.common = fds[3+n:]
+	return m.share(sys.OpenShelf(fds[1], fds[2]), fds[3:3+n])
 }
 
 // found makes a device where there is none.
@@ -169,13 +185,20 @@ func (m *Member) found() error {
 		refuseFDs(doors)
 		return err
 	}
+	if m.cfg.Common != nil {
+		if m.common, err = m.cfg.Common(); err != nil {
+			refuseFDs(doors)
+			return errors.Join(err, shelf.Close(), m.dir.close())
+		}
+		m.dir.takeCommon()
+	}
 	return m.share(shelf, doors)
 }
 
 // share keeps the files of the device, besides the directory.
 func (m *Member) share(shelf *sys.Shelf, doors []int) error {
 	m.shelf = shelf
-	m.door = &door{dir: m.dir, shelf: shelf, addrs: m.cfg.Addrs, fds: doors}
+	m.door = &door{dir: m.dir, shelf: shelf, addrs: m.cfg.Addrs, fds: doors, common: m.common}
 	if err := m.door.open(); err != nil {
 		refuseFDs(doors)
 		m.door = nil
@@ -188,7 +211,7 @@ func (m *Member) share(shelf *sys.Shelf, doors []int) error {
 // reach a process that has an entry.
 func (m *Member) settleIn() (err error) {
 	nonce := random()
-	m.proc, err = startProcess(processName(m.cfg.Addrs[0], makeIdentity(os.Getpid(), nonce, 0)), &m.cfg)
+	m.proc, err = startProcess(processName(m.cfg.Addrs[0], makeIdentity(os.Getpid(), nonce, 0)), &m.cfg, m.watched)
 	if err != nil {
 		return err
 	}
@@ -205,6 +228,7 @@ func (m *Member) settleIn() (err error) {
 	if err := m.places.take(); err != nil {
 		return err
 	}
+	m.first = m.places.place
 	if m.cfg.Packets { // this process has no queue pair yet that others could reach
 		m.dir.process[m.Slot()].packets.Store(1)
 	}
@@ -223,6 +247,10 @@ func (m *Member) ID() [2]uint64 { return m.dir.id }
 
 // Places returns the places of this process's first receiver.
 func (m *Member) Places() *Places { return m.places }
+
+// Common returns descriptors of the sockets that all processes of the device read, one for each
+// address. They stay the member's.
+func (m *Member) Common() []int { return m.common }
 
 // Slot returns this process's number in the device.
 func (m *Member) Slot() int { return m.self.slot() }
@@ -252,6 +280,7 @@ func (m *Member) Over(o Object) bool {
 	}
 	if m.dir.sweep(m.self) { // a process has ended without giving back what it had
 		m.tidy()
+		m.mourn()
 	}
 	return m.dir.total(o) > m.dir.limits[o]
 }
@@ -280,6 +309,7 @@ func (m *Member) dial(d *directory, process int) (*net.UnixConn, error) {
 func (m *Member) Close() (err error) {
 	m.once.Do(func() {
 		if m.life != nil {
+			m.endWatch()
 			m.quietOwn()
 			m.dir.release(m.self)
 			m.life.Unlock()
@@ -291,6 +321,7 @@ func (m *Member) Close() (err error) {
 			m.proc.close()
 		}
 		err = m.shelf.Close()
+		refuseFDs(m.common)
 		if m.door != nil { // last: whoever gets the name finds the port free
 			refuseFDs(m.door.fds)
 		}

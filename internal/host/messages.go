@@ -18,7 +18,7 @@ import (
 // in the output of strace.
 
 const (
-	protocol   = 3
+	protocol   = 4
 	maxMessage = 4 << 10
 	namePrefix = "@verbena/"
 )
@@ -37,6 +37,7 @@ const (
 	opSegment = "segment" // get a part of the process's memory
 	opShared  = "shared"  // get a description by which an engine opens memory
 	opImport  = "import"  // import an object: see imports.go
+	opWatch   = "watch"   // see watch.go
 )
 
 type request struct {

@@ -11,6 +11,7 @@ package host
 // then, the next one with the entry takes them.
 
 import (
+	"errors"
 	"slices"
 	"syscall"
 	"time"
@@ -78,7 +79,10 @@ func (l *Places) take() error {
 	}
 	orphans := m.orphans()
 	if slices.Max(orphans) >= 0 {
-		return l.bindNew(orphans)
+		if err := l.bindNew(orphans); !errors.Is(err, errNoPlace) {
+			return err
+		}
+		orphans = m.orphans() // none: bindNew has dropped them
 	}
 	for p := range m.dir.place {
 		e := &m.dir.place[p]
@@ -97,6 +101,9 @@ func (l *Places) take() error {
 	return l.bindNew(orphans)
 }
 
+// errNoPlace means that all places have sockets, and processes.
+var errNoPlace = refuse(syscall.EUSERS, "the device has its %d sockets already", sys.NumPlaces)
+
 // bindNew has new sockets bound, or takes orphans, and enters their place.
 func (l *Places) bindNew(orphans []int) error {
 	m := l.m
@@ -107,7 +114,7 @@ func (l *Places) bindNew(orphans []int) error {
 		}
 	}
 	if hint == sys.NumPlaces && slices.Max(orphans) < 0 {
-		return refuse(syscall.EUSERS, "the device has its %d sockets already", hint)
+		return errNoPlace
 	}
 	binding := &m.dir.process[m.Slot()].binding
 	p, err := l.listen(&Sockets{Orphans: orphans, Place: hint, Hold: func(addr, fd int) error {
@@ -123,13 +130,20 @@ func (l *Places) bindNew(orphans []int) error {
 	if err != nil {
 		return err
 	}
-	e := &m.dir.place[p]
-	if !e.holder.CompareAndSwap(0, uint64(m.self)) { // it would take that process's packets
+	drop := func() {
 		for i := range binding {
 			if inode := binding[i].Swap(0); inode != 0 {
 				m.shelf.Drop(inode)
 			}
 		}
+	}
+	if p >= sys.NumPlaces { // behind all places: the kernel steers nothing there
+		drop()
+		return errNoPlace
+	}
+	e := &m.dir.place[p]
+	if !e.holder.CompareAndSwap(0, uint64(m.self)) { // it would take that process's packets
+		drop()
 		return refuse(syscall.EADDRINUSE, "the kernel has given the sockets of this process the place of another process's: another program shares UDP port 4791 of %v", m.cfg.Addrs[0])
 	}
 	for i := len(binding) - 1; i >= 0; i-- { // the first one last: then the place can be taken over
@@ -263,6 +277,16 @@ func (m *Member) fromShelf(e *placeEntry) (fds []int) {
 	return fds
 }
 
+// takeCommon enters the place whose sockets all processes read: no process ever holds it.
+func (d *directory) takeCommon() {
+	e := &d.place[sys.CommonPlace]
+	e.holder.Store(everybody)
+	e.socket[0].Store(everybody)
+}
+
+// everybody stands for all processes where otherwise one process's identity, or an inode, stands.
+const everybody = ^uint64(0)
+
 // Lease gets another range of slots for numbers: see mem.Slots. When all ranges of the place are
 // leased, it gets another place.
 func (l *Places) Lease() (r uint32, err error) {
@@ -278,25 +302,42 @@ func (l *Places) Lease() (r uint32, err error) {
 }
 
 // lock keeps other processes from taking places at the same time, so that the shelf is used by
-// one at a time, and the sockets of several addresses get the same place. If another process
-// was stopped just then, lock does without: then FindPlace and the shelf's own precautions have
-// to do, and the lock is nil.
+// one at a time, and the sockets of several addresses get the same place. It waits while the
+// processes before this one get their places, however many they are. If the one that holds the
+// lock was stopped just then, all that wait go on to the next of several locks, where they wait
+// for each other again: without a lock, each of them would take more places than it needs. With
+// the stopped process, when it goes on, FindPlace and the shelf's own precautions have to do. If
+// the holders of all locks are stopped, the lock is nil.
 func (d *directory) lock() *sys.ByteLock {
-	for deadline := time.Now().Add(lockTime); ; time.Sleep(time.Millisecond) {
-		l, err := sys.LockByte(d.fd, placesByte)
-		if l != nil || err != nil || time.Now().After(deadline) {
-			return l
+	for i := range d.turns {
+		turn, since := d.turns[i].Load(), time.Now()
+		for time.Since(since) < lockTime {
+			l, err := sys.LockByte(d.fd, placesByte+int64(i))
+			if err != nil {
+				return nil
+			}
+			if l != nil {
+				d.turns[i].Add(1)
+				return l
+			}
+			time.Sleep(time.Millisecond)
+			if now := d.turns[i].Load(); now != turn {
+				turn, since = now, time.Now()
+			}
 		}
 	}
+	return nil
 }
 
 const (
-	// lockTime is how long a process waits for those that get their places before it: far
-	// longer than a hundred of them need.
+	// lockTime is how long a process waits for one that gets its place: far longer than that
+	// takes.
 	lockTime = time.Second
-	// placesByte is the byte of the directory that lock locks. Those below it are of the
+	// placesByte is the first byte of the directory that lock locks. Those below it are of the
 	// processes' entries: see alive.
 	placesByte = MaxProcesses
+	// placesLocks is how many such bytes there are.
+	placesLocks = 8
 )
 
 // sweep frees what dead processes have left, on behalf of the process self, and reports whether it
@@ -316,10 +357,24 @@ func (d *directory) sweep(self identity) (found bool) {
 	return found
 }
 
+// Alive reports that a process has the device open: this one.
+func (m *Member) Alive() bool { return true }
+
 // Gone is called when the channel to a process has ended: the process may be dead.
 func (m *Member) Gone(process int) {
-	if id := m.dir.who(process); id != 0 && !m.dir.alive(id) && m.dir.alive(m.self) {
-		m.dir.release(id)
-		m.tidy()
+	id := m.dir.who(process)
+	switch {
+	case id == 0:
+	case m.dir.alive(id): // the kernel closes sockets before it frees the lock
+		m.lookLater()
+	case m.dir.alive(m.self):
+		m.bury(id)
 	}
+}
+
+// bury frees what a dead process has left.
+func (m *Member) bury(id identity) {
+	m.dir.release(id)
+	m.tidy()
+	m.mourn()
 }

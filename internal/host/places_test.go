@@ -12,9 +12,13 @@ import (
 	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
+	"testing/synctest"
+	"time"
 
+	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
@@ -90,8 +94,111 @@ func TestPlacesOrphaned(t *testing.T) {
 		if at := next.lease(t) / rangesOfPlace; at != p || next.udp.bound != 0 || (next.udp.found == 2) == entered {
 			t.Errorf("place %d, want %d; %d sockets found and %d bound", at, p, next.udp.found, next.udp.bound)
 		}
-		j.life, _ = sys.LockByte(j.dir.fd, MaxProcesses+1) // for Close
+		j.life, _ = sys.LockByte(j.dir.fd, placesByte+placesLocks) // for Close
 	}
+}
+
+// Sockets behind all places, which a process has had bound that is dead, are dropped: the next one
+// takes a place that is free.
+func TestPlacesBehindAll(t *testing.T) {
+	a, b := join(t, addr(60)), join(t, addr(60))
+	_ = startWith(t, childEnv+"="+addr(60).String(), -1, modeEnv+"=bound0").cmd.Wait()
+	b.udp.close()
+	_ = b.Close()
+	u := udp{addrs: []netip.Addr{addr(60)}}
+	defer u.close()
+	m, err := Join(Config{Addrs: u.addrs, Limits: manyObjects(), Listen: func(w *Sockets) (int, error) {
+		p, err := u.listen(w)
+		if w.Adopt == nil {
+			p = sys.NumPlaces
+		}
+		return p, err
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = m.Close() }()
+	if u.found != 1 || u.bound != 0 || m.places.place != 1 {
+		t.Errorf("place %d; %d sockets found and %d bound", m.places.place, u.found, u.bound)
+	}
+	for i := range a.dir.process {
+		if a.dir.process[i].isBinding() {
+			t.Errorf("sockets are noted as being bound for entry %d", i)
+		}
+	}
+}
+
+// A process that waits for its turn to take a place waits as long as others get theirs.
+func TestLockInTurn(t *testing.T) {
+	d := newDirectory(t)
+	synctest.Test(t, func(t *testing.T) {
+		other := d.lock()
+		var got atomic.Pointer[sys.ByteLock]
+		go func() { got.Store(d.lock()) }()
+		for range 10 {
+			time.Sleep(lockTime * 2 / 3)
+			d.turns[0].Add(1) // as if other processes took the lock
+			if got.Load() != nil {
+				t.Fatal("it does not wait")
+			}
+		}
+		other.Unlock()
+		time.Sleep(lockTime / 2)
+		l := got.Load()
+		if l == nil || d.turns[0].Load() != 12 {
+			t.Fatalf("it has got %v, turn %d", l, d.turns[0].Load())
+		}
+		l.Unlock()
+	})
+}
+
+// If the holder of the lock is stopped, the others take places one at a time all the same.
+func TestLockHolderStopped(t *testing.T) {
+	d := newDirectory(t)
+	synctest.Test(t, func(t *testing.T) {
+		for stopped := range placesLocks {
+			l, err := sys.LockByte(d.fd, placesByte+int64(stopped))
+			if l == nil || err != nil {
+				t.Fatal(l, err)
+			}
+			defer l.Unlock()
+			var wg sync.WaitGroup
+			var holders, with atomic.Int32
+			for range 20 {
+				wg.Go(func() {
+					l := d.lock()
+					if l == nil {
+						return
+					}
+					with.Add(1)
+					if n := holders.Add(1); n != 1 {
+						t.Errorf("%d have the lock", n)
+					}
+					time.Sleep(lockTime / 3)
+					holders.Add(-1)
+					l.Unlock()
+				})
+			}
+			wg.Wait()
+			want := int32(20)
+			if stopped == placesLocks-1 { // of all locks
+				want = 0
+			}
+			if with.Load() != want {
+				t.Errorf("%d stopped: %d have got a lock, want %d", stopped+1, with.Load(), want)
+			}
+		}
+	})
+}
+
+func newDirectory(t *testing.T) *directory {
+	t.Helper()
+	d, err := createDirectory(addr(61), mem.RandomPermKey(), [2]uint64{1, 2}, manyObjects())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = d.close() })
+	return d
 }
 
 // waiting returns how many bytes of packets the socket of a place holds.

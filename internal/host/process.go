@@ -20,6 +20,7 @@ import (
 type process struct {
 	listener *net.UnixListener
 	cfg      *Config
+	watched  func(*net.UnixConn)
 
 	mu     sync.Mutex // guards conns and closed
 	conns  map[*net.UnixConn]bool
@@ -28,12 +29,12 @@ type process struct {
 	wg sync.WaitGroup
 }
 
-func startProcess(name string, cfg *Config) (*process, error) {
+func startProcess(name string, cfg *Config, watched func(*net.UnixConn)) (*process, error) {
 	l, err := listen(name)
 	if err != nil {
 		return nil, err
 	}
-	p := &process{listener: l, cfg: cfg, conns: make(map[*net.UnixConn]bool)}
+	p := &process{listener: l, cfg: cfg, watched: watched, conns: make(map[*net.UnixConn]bool)}
 	p.wg.Go(p.serve)
 	return p, nil
 }
@@ -80,6 +81,8 @@ func (p *process) answer(c *net.UnixConn) bool {
 		}
 		p.cfg.Channel(c, q.Addrs[0], q.Slot)
 		return true
+	case q.Op == opWatch:
+		p.watched(c)
 	case q.Op == opMemory && p.cfg.Memory != nil:
 		p.passMemory(c, q.Token)
 	case q.Op == opSegment && p.cfg.Segment != nil:
@@ -274,6 +277,16 @@ func (d *Directory) ByPackets(process int) bool { return d.dir.byPackets(process
 // Gone is called when the channel to a process has ended. The processes of that device free its
 // entry.
 func (d *Directory) Gone(int) {}
+
+// Alive reports whether any process has the device open.
+func (d *Directory) Alive() bool {
+	for i := range d.dir.process {
+		if id := identity(d.dir.process[i].id.Load()); id != 0 && d.dir.alive(id) {
+			return true
+		}
+	}
+	return false
+}
 
 // Dial opens a connection to a process.
 func (d *Directory) Dial(process int) (*net.UnixConn, error) {

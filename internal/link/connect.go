@@ -68,6 +68,12 @@ func (d *device) Find(qpn uint32) (process int, ok bool) {
 	return process, ok
 }
 
+func (d *device) Alive() bool {
+	alive := d.view.Alive()
+	runtime.KeepAlive(d)
+	return alive
+}
+
 func (d *device) ByPackets(process int) (wants bool) {
 	wants = d.view.ByPackets(process)
 	runtime.KeepAlive(d)

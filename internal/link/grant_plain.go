@@ -45,13 +45,12 @@ type lent struct {
 	loans int    // with the last one the rings are closed
 }
 
-// Loan is memory of this process that a peer may write to by itself.
+// Loan is memory of this process that a peer may write to by itself. It ends with End and Free.
 type Loan struct {
 	from *lent
 	id   uint64
 	loan *sys.Loan
 	fds  []int // of the rings, in this process
-	once sync.Once
 }
 
 // Plain reports whether the peer may have a grant to plain memory: whether it can read the
@@ -69,7 +68,7 @@ func (v Via) Remaps() uint64 {
 }
 
 // Lend lends pages to the peer. The peer writes to them once it has a grant (Tell), until
-// Loan.End. It makes system calls.
+// Loan.End. The caller calls Loan.Free in the end. It makes system calls.
 func (v Via) Lend(p *sys.PinnedPages) (*Loan, error) {
 	k := &v.c.Tag().(*tag).lent
 	k.mu.Lock()
@@ -110,20 +109,26 @@ func (l *Loan) number() uint64 {
 // will. Every call returns no earlier than that. The grant that has the loan is shut. End makes
 // system calls; it waits for a copy that the kernel is making, never for the peer.
 func (l *Loan) End() {
-	l.once.Do(func() {
-		if l.loan.TakeBack() != nil {
-			return // no kernel has a reason for that; the rings stay, with what is lent by them
-		}
-		k := l.from
-		k.mu.Lock()
-		k.loans--
-		k.closeUnusedLocked()
-		gone := k.rings == nil
-		k.mu.Unlock()
-		if gone {
-			mem.ForgetLoan(l.id)
-		}
-	})
+	_ = l.loan.TakeBack() // no kernel has a reason to refuse
+}
+
+// Free ends the loan, and gives up what it takes in the rings: with the last loan, the rings. It
+// is called once, when the grant that has the loan is over, or if the peer never got it: a peer
+// that is inside may be about to write by the loan, and must not find another one in its place.
+// It makes system calls.
+func (l *Loan) Free() {
+	if !l.loan.Free() {
+		return // no kernel has a reason for that; the rings stay, with what is lent by them
+	}
+	k := l.from
+	k.mu.Lock()
+	k.loans--
+	k.closeUnusedLocked()
+	gone := k.rings == nil
+	k.mu.Unlock()
+	if gone {
+		mem.ForgetLoan(l.id)
+	}
 }
 
 // packPlain writes what a record says of plain memory.

@@ -3,6 +3,7 @@ package link
 import (
 	"bytes"
 	"math/rand/v2"
+	"sync"
 	"testing"
 	"time"
 
@@ -16,6 +17,7 @@ type plainWorld struct {
 	grantWorld
 	via  Via
 	loan *Loan // nil: a may only read
+	free func()
 }
 
 // newPlainWorld makes the links and the grant. Without lend, a may only read.
@@ -49,7 +51,8 @@ func newPlainWorld(t *testing.T, size int, lend bool) *plainWorld {
 				t.Fatal(err)
 			}
 			w.loan = o.Loan
-			t.Cleanup(o.Loan.End)
+			w.free = sync.OnceFunc(o.Loan.Free)
+			t.Cleanup(w.free)
 		}
 		return o
 	})
@@ -167,6 +170,10 @@ func TestGrantPlainRings(t *testing.T) {
 	w.loan.End()
 	w.loan.End()
 	k := w.loan.from
+	if k.rings == nil || k.loans != 1 {
+		t.Errorf("the loan, which the peer may be about to write by, has given up its rings: %d loans", k.loans)
+	}
+	w.free()
 	if k.rings != nil || k.loans != 0 {
 		t.Errorf("%d loans, rings %v", k.loans, k.rings)
 	}
@@ -189,7 +196,7 @@ func TestGrantPlainRings(t *testing.T) {
 	if _, err := w.via.Lend(pages); err == nil {
 		t.Error("closed pages are lent")
 	}
-	l.End()
+	l.Free()
 }
 
 // What a record says of plain memory is checked.

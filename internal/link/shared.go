@@ -49,6 +49,9 @@ type Neighbours interface {
 	Shared(process int, id uint64) (what []byte, fd int, err error)
 	// Gone is called when the channel to a process has ended. It must not wait for a process.
 	Gone(process int)
+	// Alive reports whether any process has the device open. A device has its addresses until the
+	// last one has ended.
+	Alive() bool
 	// ID identifies the device. A later device at the same address has another ID.
 	ID() [2]uint64
 	// Close ends this view of the device.
@@ -89,7 +92,8 @@ type Shared struct {
 
 	mu      sync.Mutex // guards what follows
 	closed  bool
-	devices map[[2]uint64]weak.Pointer[device] // of other addresses, while a flow or a channel needs them
+	devices map[[2]uint64]weak.Pointer[device]  // of other addresses, while a flow or a channel needs them
+	byAddr  map[netip.Addr]weak.Pointer[device] // the same, by the addresses that they were found at
 
 	wg      sync.WaitGroup // what start has started
 	frees   atomic.Uint64
@@ -131,7 +135,7 @@ const (
 
 // OpenShared opens the link. Join must be called before the link is used.
 func OpenShared(cfg *SharedConfig) (*Shared, error) {
-	s := &Shared{cfg: *cfg, devices: make(map[[2]uint64]weak.Pointer[device]), calm: calmPolls}
+	s := &Shared{cfg: *cfg, devices: make(map[[2]uint64]weak.Pointer[device]), byAddr: make(map[netip.Addr]weak.Pointer[device]), calm: calmPolls}
 	var err error
 	if s.inbox, err = shm.NewInbox(&shm.Config{RingBytes: ringBytes}); err != nil {
 		return nil, err
@@ -160,7 +164,12 @@ func (s *Shared) deviceAt(a netip.Addr) (*device, error) {
 	if slices.Contains(s.UDP.Addrs(), a) {
 		return s.home, nil
 	}
-	// Not cached: another device may have the address by now.
+	s.mu.Lock()
+	d := s.byAddr[a].Value()
+	s.mu.Unlock()
+	if d != nil && d.Alive() { // otherwise another device may have the address by now
+		return d, nil
+	}
 	n, err := s.cfg.Look(a)
 	if err != nil {
 		return nil, err
@@ -170,13 +179,16 @@ func (s *Shared) deviceAt(a netip.Addr) (*device, error) {
 	if s.closed {
 		return nil, errors.Join(ErrClosed, n.Close())
 	}
-	if d := s.devices[n.ID()].Value(); d != nil {
-		return d, n.Close()
-	}
 	maps.DeleteFunc(s.devices, func(_ [2]uint64, d weak.Pointer[device]) bool { return d.Value() == nil })
-	d := newDevice(n)
-	s.devices[n.ID()] = weak.Make(d)
-	return d, nil
+	maps.DeleteFunc(s.byAddr, func(_ netip.Addr, d weak.Pointer[device]) bool { return d.Value() == nil })
+	if d = s.devices[n.ID()].Value(); d != nil {
+		err = n.Close()
+	} else {
+		d = newDevice(n)
+		s.devices[n.ID()] = weak.Make(d)
+	}
+	s.byAddr[a] = weak.Make(d)
+	return d, err
 }
 
 // OnHost reports whether a queue pair is a process's of a device of this host.
@@ -399,8 +411,11 @@ func (k *tag) waitsForRoom(c *shm.Channel, t *train.Train) bool {
 
 // Route implements Router.
 func (s *Shared) Route(qpn uint32) (process int, here bool) {
+	if qpn <= wire.ManagementQP { // 0: a packet too short to name a queue pair
+		return 0, true
+	}
 	p, ok := s.home.Find(qpn)
-	return p, !ok || p == s.self || qpn == 0 // a packet too short to name a queue pair
+	return p, !ok || p == s.self
 }
 
 // Forward implements Router. It does not wait for room, because the goroutine that polls reads
@@ -600,5 +615,6 @@ func (s *Shared) Close() error {
 		}
 	}
 	clear(s.devices)
+	clear(s.byAddr)
 	return err
 }

@@ -27,6 +27,7 @@ type others struct {
 	// packets: the process wants trains as packets
 	packets bool
 	closed  *atomic.Int32 // if set, counts
+	dead    bool          // no process has the device open
 }
 
 func (o *others) ID() [2]uint64 { return [2]uint64{o.id} }
@@ -39,6 +40,8 @@ func (o *others) Find(qpn uint32) (int, bool)                  { return 7, qpn !
 func (o *others) Dial(int) (conn *net.UnixConn, err error)     { return o.dial() }
 
 func (o *others) Gone(int) {}
+
+func (o *others) Alive() bool { return !o.dead }
 
 func (o *others) Close() error {
 	if o.closed != nil {
@@ -457,7 +460,7 @@ func TestSharedForgets(t *testing.T) {
 	id := uint64(100)
 	a.cfg.Look = func(netip.Addr) (Neighbours, error) {
 		id++
-		return &others{id: id, closed: &closed}, nil
+		return &others{id: id, closed: &closed, dead: true}, nil
 	}
 	prepare := func() *train.Flow {
 		f := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0]}
@@ -489,4 +492,36 @@ func TestSharedForgets(t *testing.T) {
 	if n := closed.Load(); n != 7 {
 		t.Errorf("%d of 7 are closed", n)
 	}
+}
+
+// A device is looked for once, as long as one of its processes lives.
+func TestSharedLooksOnce(t *testing.T) {
+	a, b := sharedPair(t)
+	looks := 0
+	found := &others{id: 100}
+	a.cfg.Look = func(netip.Addr) (Neighbours, error) {
+		looks++
+		return found, nil
+	}
+	var kept []*train.Flow
+	prepare := func() {
+		f := &train.Flow{Src: a.Addrs()[0], Dst: b.Addrs()[0]}
+		if err := a.Prepare(f); err != nil || !a.IsLocal(f) {
+			t.Fatal(err)
+		}
+		kept = append(kept, f)
+	}
+	for range 3 {
+		prepare()
+	}
+	if looks != 1 {
+		t.Errorf("looked %d times for a device that lives", looks)
+	}
+	found.dead = true
+	found = &others{id: 101}
+	prepare()
+	if looks != 2 {
+		t.Errorf("looked %d times when the first device had gone", looks)
+	}
+	runtime.KeepAlive(kept)
 }

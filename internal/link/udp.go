@@ -202,7 +202,7 @@ func (u *UDP) open() error {
 	if u.cfg.Event != nil {
 		events = append(events, u.cfg.Event)
 	}
-	if u.recv, err = u.newReceiver(socks, events...); err != nil {
+	if u.recv, err = u.newReceiver(u.cfg.RecvBuffers, socks, events...); err != nil {
 		return fail(err)
 	}
 	return nil

@@ -105,6 +105,56 @@ func (r *UDPReceiver) Adopt(fds []int) error {
 	return r.listen(socks)
 }
 
+// OpenCommon opens sockets that all processes of the device read, one for each address
+// (sys.CommonPlace). No other socket of the port may be open yet. The descriptors are the caller's.
+func (u *UDP) OpenCommon() (fds []int, err error) {
+	fail := func(err error) ([]int, error) {
+		for _, fd := range fds {
+			_ = sys.CloseFD(fd) // the first error says more
+		}
+		return nil, err
+	}
+	for _, e := range u.ends {
+		s, err := u.bind(e.addr, func(int) error { return nil })
+		if err != nil {
+			return fail(err)
+		}
+		place, err := s.FindPlace(rand.Uint64())
+		fds = append(fds, s.Detach())
+		if err == nil && place != sys.CommonPlace {
+			return fail(ib.Errorf("open_device", syscall.EADDRINUSE, "another program shares UDP port %d of %v", wire.RoCEPort, e.addr))
+		}
+	}
+	return fds, nil
+}
+
+// NewCommonReceiver returns a receiver that reads sockets of OpenCommon, which may be another
+// process's. The descriptors stay the caller's.
+func (u *UDP) NewCommonReceiver(fds []int) (*UDPReceiver, error) {
+	if len(fds) != len(u.ends) {
+		return nil, ib.Errorf("open_device", syscall.EINVAL, "%d sockets for %d addresses", len(fds), len(u.ends))
+	}
+	r, err := u.addReceiver(1) // management is rare
+	if err != nil {
+		return nil, err
+	}
+	var socks []*sys.UDPSocket
+	for i, fd := range fds {
+		var s *sys.UDPSocket
+		if fd, err = sys.DupFD(fd); err == nil {
+			if s, err = sys.ShareUDP(fd, netip.AddrPortFrom(u.ends[i].addr, wire.RoCEPort)); err != nil {
+				_ = sys.CloseFD(fd) // the first error says more
+			}
+		}
+		if err != nil {
+			closeSockets(socks)
+			return nil, err
+		}
+		socks = append(socks, s)
+	}
+	return r, r.listen(socks)
+}
+
 // listen makes Poll read sockets, one for each address.
 func (r *UDPReceiver) listen(socks []*sys.UDPSocket) error {
 	r.mu.Lock()

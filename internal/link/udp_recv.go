@@ -69,9 +69,10 @@ type peer struct {
 
 const peerSlots = 64
 
-// newReceiver makes a receiver of sockets whose Wait also ends at the events.
-func (u *UDP) newReceiver(socks []rxSocket, events ...*sys.Event) (*UDPReceiver, error) {
-	r := &UDPReceiver{u: u, socks: socks, batch: sys.NewRecvBatch(u.cfg.RecvBuffers, datagramSize)}
+// newReceiver makes a receiver of sockets whose Wait also ends at the events. It reads as many
+// datagrams at once as it has buffers.
+func (u *UDP) newReceiver(buffers int, socks []rxSocket, events ...*sys.Event) (*UDPReceiver, error) {
+	r := &UDPReceiver{u: u, socks: socks, batch: sys.NewRecvBatch(buffers, datagramSize)}
 	var list []*sys.UDPSocket
 	for i := range socks {
 		list = append(list, socks[i].sock)
@@ -86,13 +87,15 @@ func (u *UDP) First() *UDPReceiver { return u.recv }
 
 // NewReceiver returns a receiver that has no sockets yet: Listen or Adopt gives it some. It
 // ends with the link.
-func (u *UDP) NewReceiver() (*UDPReceiver, error) {
+func (u *UDP) NewReceiver() (*UDPReceiver, error) { return u.addReceiver(u.cfg.RecvBuffers) }
+
+func (u *UDP) addReceiver(buffers int) (*UDPReceiver, error) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	if u.closed.Load() {
 		return nil, ErrClosed
 	}
-	r, err := u.newReceiver(nil)
+	r, err := u.newReceiver(buffers, nil)
 	if err != nil {
 		return nil, err
 	}

@@ -56,6 +56,8 @@ type Device interface {
 	CreateCQ(entries int, ch Channel) (CQ, error)
 	OpenXRCD(XRCDConfig) (XRCD, error)
 	AllocDM(DMConfig) (DM, error)
+	// Management returns queue pair 1, nil if the provider leaves connections to others.
+	Management() Management
 	Close() error
 }
 
@@ -231,4 +233,56 @@ type SRQ interface {
 	Modify(maxWR, limit int) error // a negative value keeps what is set
 	Query() (maxWR, maxSGE, limit int, err error)
 	Close() error
+}
+
+// DeviceOf returns what is behind a *verbs.Device, nil if the device is nil. Package verbs sets it when
+// it is initialized: package cm works on devices that programs have opened, and verbs has no method
+// for what is inside them.
+var DeviceOf func(verbsDevice any) Device
+
+// Management is queue pair 1 of a device, and what the processes that share the device know of
+// each other's ports and connections.
+type Management interface {
+	GUID() uint64
+	Addrs() []netip.Addr
+	MTU() ib.MTU
+	// Handle has a function called, by one goroutine, with each MAD that is for this process;
+	// nil ends that, and waits for a call that is under way. The bytes are valid during the call.
+	Handle(func(from, to netip.Addr, mad []byte))
+	// Send sends a MAD. A MAD that is lost on the way is not an error.
+	Send(*MAD) error
+	// NewCommID returns a communication id that no other process of the device has.
+	NewCommID() uint32
+	// BindPort binds a port (0x0106, 0x0111 or 0x013f is its space) at addresses of the device, by
+	// their indexes. It fails with EADDRINUSE if another process has it. A process binds a port of
+	// an address once.
+	BindPort(space, port uint16, addrs []int, reuse bool) (BoundPort, error)
+	// SetListening publishes whether this process listens on any port.
+	SetListening(bool)
+	// Record returns room for a connection whose peer is to hear of this process's death.
+	Record() ConnRecord
+}
+
+// MAD is a management datagram to queue pair 1 of a peer.
+type MAD struct {
+	From, To  netip.Addr
+	TClass    uint8
+	HopLimit  uint8
+	FlowLabel uint32
+	Bytes     []byte
+}
+
+// BoundPort is a port that this process has bound.
+type BoundPort interface {
+	// Listen makes requests to the port come to this process.
+	Listen() error
+	Free()
+}
+
+// ConnRecord is a connection of this process that other processes know.
+type ConnRecord interface {
+	// Set records the connection. addr is the index of the device's address, state what package
+	// cm's LastWords needs, not 0.
+	Set(state uint8, addr int, peer netip.Addr, local, remote, qpn uint32)
+	Free()
 }

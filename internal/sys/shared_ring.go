@@ -11,6 +11,7 @@ package sys
 //	                                           by a request on a ring, into the pages;
 //	                                           Read: the same in reverse
 //	TakeBack: the slots are empty              Write fails
+//	Free: the slots may be lent again          (it has no Write under way)
 //
 // What is written goes to the pages that were pinned, whatever is mapped at their address
 // meanwhile. The kernel executes a request inside the system call that submits it, and holds
@@ -43,15 +44,51 @@ const (
 	lentEntries = 2   // requests at a time: the first bytes of a message, and its last word
 )
 
+// ringCount is how many rings this process has open, of one end or the other, for all peers. They
+// take one in ringShare of the descriptors that the process may have, at most: the others are the
+// program's.
+type ringCount struct {
+	mu sync.Mutex // guards n
+	n  int
+}
+
+const ringShare = 8
+
+var lentCount, borrowedCount ringCount
+
+// reserve reserves up to most rings for a peer, and returns how many: the fewer are left the
+// fewer, 0 if none are.
+func (c *ringCount) reserve(most int) int {
+	var limit unix.Rlimit
+	_ = unix.Getrlimit(unix.RLIMIT_NOFILE, &limit) // it cannot fail
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	left := int(min(limit.Cur, 1<<20)/ringShare) - c.n
+	if left <= 0 {
+		return 0
+	}
+	n := min(most, max(left/MaxLentRings, 1))
+	c.n += n
+	return n
+}
+
+// release undoes reserve.
+func (c *ringCount) release(n int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.n -= n
+}
+
 // LentRings are rings for one other process: the end of the process whose pages are written.
 type LentRings struct {
-	rings []*uring // they are not mapped here: this process submits nothing
+	rings    []*uring // they are not mapped here: this process submits nothing
+	reserved int      // of lentCount
 
 	mu   sync.Mutex // guards used
 	used []bool     // which slots are lent
 }
 
-// Loan is pages that another process may write to.
+// Loan is pages that another process may write to. It ends with TakeBack and Free.
 type Loan struct {
 	rings    *LentRings
 	slot, n  int
@@ -60,7 +97,8 @@ type Loan struct {
 }
 
 // NewLentRings makes rings. The error is a *PinError: ENOSYS also if the kernel cannot lend
-// pages to several rings (before Linux 6.13).
+// pages to several rings (before Linux 6.13), EMFILE also if those for other peers take as many
+// descriptors as rings may.
 func NewLentRings() (*LentRings, error) {
 	t, err := pins()
 	switch {
@@ -71,8 +109,11 @@ func NewLentRings() (*LentRings, error) {
 	case !t.clones:
 		return nil, &PinError{"the kernel's io_uring does not clone buffers (before Linux 6.13)", unix.ENOSYS}
 	}
-	s := &LentRings{used: make([]bool, lentSlots)}
-	for range min(runtime.GOMAXPROCS(0), MaxLentRings) {
+	s := &LentRings{used: make([]bool, lentSlots), reserved: lentCount.reserve(min(runtime.GOMAXPROCS(0), MaxLentRings))}
+	if s.reserved == 0 {
+		return nil, &PinError{"rings for other processes have their share of this process's descriptors", unix.EMFILE}
+	}
+	for range s.reserved {
 		r, err := newUnmappedRing(lentEntries, lentSlots)
 		if err != nil {
 			s.Close()
@@ -92,14 +133,16 @@ func (s *LentRings) FDs() []int {
 	return fds
 }
 
-// Close closes the rings. All loans have been taken back.
+// Close closes the rings. All loans have been freed.
 func (s *LentRings) Close() {
 	for _, r := range s.rings {
 		r.close()
 	}
+	lentCount.release(s.reserved)
 }
 
-// Lend lets the other process write to pages, from now until TakeBack. The pages may be
+// Lend lets the other process write to pages, from now until TakeBack. The caller calls Free in
+// the end. The pages may be
 // closed before that: they stay pinned as long as they are lent. The error is a *PinError:
 // EBADF if the pages are closed, ENOSPC if too many are lent.
 func (s *LentRings) Lend(p *PinnedPages) (*Loan, error) {
@@ -113,7 +156,9 @@ func (s *LentRings) Lend(p *PinnedPages) (*Loan, error) {
 	l := &Loan{rings: s, slot: slot, n: p.slots}
 	for _, r := range s.rings {
 		if err := p.cloneTo(r, slot); err != nil {
-			return nil, &PinError{"for another process", errors.Join(err, l.TakeBack())}
+			err = errors.Join(err, l.TakeBack())
+			l.Free()
+			return nil, &PinError{"for another process", err}
 		}
 	}
 	return l, nil
@@ -168,28 +213,40 @@ func (l *Loan) TakeBack() error {
 				l.err = errors.Join(l.err, err, r.unregisterBuffers())
 			}
 		}
-		if l.err != nil {
-			return // the slots are never used again
-		}
-		s := l.rings
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		for k := range l.n {
-			s.used[l.slot+k] = false
-		}
 	})
 	return l.err
 }
 
+// Free gives the slots of a loan that was taken back to later loans, and reports whether it did:
+// not if TakeBack has failed. The caller calls it once, when the other process has no Write by
+// this loan under way. A Write that has not submitted its request yet would go to the pages of the
+// next loan, if these have the same address: the kernel compares slot and address alone.
+func (l *Loan) Free() bool {
+	if l.TakeBack() != nil {
+		return false
+	}
+	s := l.rings
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for k := range l.n {
+		s.used[l.slot+k] = false
+	}
+	return true
+}
+
 // BorrowedRings are rings of another process: the end of the process that writes.
-type BorrowedRings struct{ rings []*pinRing }
+type BorrowedRings struct {
+	rings    []*pinRing
+	reserved int // of borrowedCount
+}
 
 // borrowPipes are the pipes that Write uses.
 var borrowPipes pinPipes
 
 // BorrowRings takes copies of the rings that process pid has at descriptors of its own. The
 // process may have closed them, and have another file there, or the process may be another
-// one. So still is called when the copies are made: if it returns true, they are the rings.
+// one. So still is called when the copies are made: if it returns true, they are the rings. It
+// takes copies of some of them alone where descriptors are scarce: each leads to the same pages.
 func BorrowRings(pid int, fds []int, still func() bool) (*BorrowedRings, error) {
 	if len(fds) == 0 || len(fds) > MaxLentRings {
 		return nil, fmt.Errorf("%d rings of another process: %w", len(fds), unix.EINVAL)
@@ -203,8 +260,11 @@ func BorrowRings(pid int, fds []int, still func() bool) (*BorrowedRings, error) 
 		return nil, fmt.Errorf("process %d: %w", pid, err)
 	}
 	defer func() { _ = CloseFD(process) }() // it was open: it cannot fail
-	s := &BorrowedRings{}
-	for _, fd := range fds {
+	s := &BorrowedRings{reserved: borrowedCount.reserve(len(fds))}
+	if s.reserved == 0 {
+		return nil, fmt.Errorf("rings of other processes have their share of this process's descriptors: %w", unix.EMFILE)
+	}
+	for _, fd := range fds[:s.reserved] {
 		own, err := unix.PidfdGetfd(process, fd, 0)
 		if err != nil {
 			s.Close()
@@ -230,6 +290,7 @@ func (s *BorrowedRings) Close() {
 	for _, r := range s.rings {
 		r.close()
 	}
+	borrowedCount.release(s.reserved)
 }
 
 // Write copies the pieces of src, in a row, to a place in lent pages: from off on, counted

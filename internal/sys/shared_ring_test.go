@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"runtime"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -135,6 +136,12 @@ func TestLentAndTakenBack(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if b.Write(l.Slot(), AddrOf(memory), 100, text, 0) || second.Slot() == l.Slot() {
+		t.Error("it was written by the slot of a loan that is not freed, which another loan has got")
+	}
+	if !l.Free() {
+		t.Error("the loan cannot be freed")
+	}
 	if !b.Write(second.Slot(), AddrOf(memory), 100, text, 1) || !bytes.Equal(memory[100:116], text[0]) {
 		t.Error("the pages that were lent next are not written to")
 	}
@@ -184,6 +191,17 @@ func TestLendRefused(t *testing.T) {
 		if err := errors.Join(l.TakeBack(), l.TakeBack()); err != nil {
 			t.Error(err)
 		}
+	}
+	if _, err := rings.Lend(p); !errors.Is(err, unix.ENOSPC) {
+		t.Errorf("the slots of loans that are not freed: %v", err)
+	}
+	if !loans[7].Free() {
+		t.Error("a loan cannot be freed")
+	}
+	if l, err := rings.Lend(p); err != nil || l.Slot() != loans[7].Slot() {
+		t.Errorf("after one was freed: %v, %v", l, err)
+	} else if err := l.TakeBack(); err != nil {
+		t.Error(err)
 	}
 	yes := func() bool { return true }
 	for name, c := range map[string]struct {
@@ -268,6 +286,7 @@ func TestLentToStoppedProcess(t *testing.T) {
 			t.Fatalf("round %d: the memory is written to after TakeBack", round)
 		}
 		slot := loan.Slot()
+		loan.Free() // the other process has gone on: it uses the slot for later loans alone
 		if loan, err = rings.Lend(pages); err != nil || loan.Slot() != slot {
 			t.Fatal(loan, err)
 		}
@@ -326,4 +345,50 @@ func ringWriterChild() error {
 		}
 	}
 	return nil
+}
+
+// Rings for other processes, and rings of other processes, take a small part of the descriptors
+// that this process may have, however many peers there are.
+func TestRingsLeaveDescriptors(t *testing.T) {
+	newLentRings(t) // or skips
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(MaxLentRings))
+	var old unix.Rlimit
+	must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &old))
+	const limit = 1024
+	must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: limit, Max: old.Max}))
+	defer func() { must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &old)) }()
+	var lent []*LentRings
+	var borrowed []*BorrowedRings
+	closeAll := func() {
+		for _, s := range lent {
+			s.Close()
+		}
+		for _, s := range borrowed {
+			s.Close()
+		}
+		lent, borrowed = nil, nil
+	}
+	defer closeAll()
+	for range 2 { // what is closed counts no more
+		fds, peers := 0, 0
+		for ; peers < 255; peers++ {
+			s, err := NewLentRings()
+			if err != nil {
+				break
+			}
+			lent = append(lent, s)
+			fds += len(s.FDs())
+			b, err := BorrowRings(os.Getpid(), s.FDs(), func() bool { return true })
+			must(t, err)
+			borrowed = append(borrowed, b)
+			fds += len(b.rings)
+		}
+		if first := len(lent[0].FDs()); first != MaxLentRings || peers < 16 || fds > limit/4 {
+			t.Fatalf("%d rings for the first of %d peers; the process has %d descriptors for all of them, of %d", first, peers, fds, limit)
+		}
+		if _, err := NewLentRings(); !errors.Is(err, unix.EMFILE) {
+			t.Errorf("one more peer: %v", err)
+		}
+		closeAll()
+	}
 }

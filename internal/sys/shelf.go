@@ -88,31 +88,25 @@ func PassLimit() uint64 {
 
 // Take returns a descriptor of the file with an inode, -1 if it is not on the shelf. The file
 // stays on the shelf as well: nothing that Take does could let it be closed, if the process
-// ended in the middle of it.
+// ended in the middle of it. The file may lie there twice then.
 func (s *Shelf) Take(inode uint64) (int, error) {
-	first := uint64(0)
-	for range mostShelved { // far more than once round
+	files, err := unix.IoctlGetInt(s.out, unix.TIOCINQ) // one byte comes with each
+	if err != nil {
+		return -1, fmt.Errorf("how many files lie on a shelf: %w", err)
+	}
+	for range files { // once round
 		fd, is, err := s.next(unix.MSG_PEEK)
 		if err != nil || fd < 0 || is == inode {
 			return fd, err
 		}
-		again := is == first
-		if first == 0 {
-			first = is
-		}
-		if !again {
-			err = s.rotate(fd, is)
-		}
-		_ = unix.Close(fd)       // it was open: it cannot fail
-		if again || err != nil { // once round
+		err = s.rotate(fd, is)
+		_ = unix.Close(fd) // it was open: it cannot fail
+		if err != nil {
 			return -1, err
 		}
 	}
 	return -1, nil
 }
-
-// mostShelved is more than the queue of a socket can hold.
-const mostShelved = 1 << 14
 
 // rotate moves the file at the head of the shelf, of which the caller has a descriptor, to the
 // end. It lays the file there first.

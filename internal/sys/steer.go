@@ -7,6 +7,10 @@ package sys
 // that is a socket's place. A queue pair number has a place in it (Place), so the program needs
 // no table and never changes. When a socket is closed the kernel gives its place to the last
 // socket, so nobody may close one: a Shelf keeps them open.
+//
+// Queue pair 1, for management, belongs to all processes of a device. What is addressed to a
+// communication id goes to the place that is in the id's upper 8 bits. Requests for a connection
+// carry none: all processes read the socket with the first place, and any of them takes the request.
 
 import (
 	"encoding/binary"
@@ -25,6 +29,11 @@ const (
 	lowBits   = 24 - placeBits
 	// steerFactor spreads the low bits of a number over the place's bits.
 	steerFactor = 0x9e3779b1
+
+	// CommonPlace is the place of the socket that all processes of a device read.
+	CommonPlace = 0
+	// managementQP is the queue pair for management.
+	managementQP = 1
 )
 
 // Place returns the place of the socket that packets to a queue pair go to.
@@ -38,10 +47,28 @@ func PlaceNumber(place, low uint32) uint32 {
 	return (Place(low)^place&(NumPlaces-1))<<lowBits | low
 }
 
-// steering is Place in the language of packet filters. Offset 0 is the first byte behind the
-// UDP header, so the destination queue pair is in the last three of the four bytes at 4.
+// Offsets in packets to queue pair 1, behind the UDP header: transport header, datagram header, and
+// of the management datagram its attribute and the two words behind its header.
+const (
+	madAt      = 12 + 8
+	madAttrAt  = madAt + 16
+	madFirstAt = madAt + 24
+)
+
+// Attributes of the connection manager's datagrams that are steered in a way of their own.
+const (
+	attrREQ     = 0x10
+	attrSIDRREQ = 0x17
+	attrSIDRREP = 0x18
+)
+
+// steering is Place in the language of packet filters, and what is special about queue pair 1.
+// Offset 0 is the first byte behind the UDP header, so the destination queue pair is in the last
+// three of the four bytes at 4. A load behind the packet's end ends the program with place 0.
 var steering = []unix.SockFilter{
 	{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: 4},
+	{Code: unix.BPF_ALU | unix.BPF_AND | unix.BPF_K, K: 1<<24 - 1},
+	{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: managementQP, Jt: 9},
 	{Code: unix.BPF_ALU | unix.BPF_AND | unix.BPF_K, K: 1<<lowBits - 1},
 	{Code: unix.BPF_ALU | unix.BPF_MUL | unix.BPF_K, K: steerFactor},
 	{Code: unix.BPF_ALU | unix.BPF_RSH | unix.BPF_K, K: 32 - placeBits},
@@ -51,7 +78,27 @@ var steering = []unix.SockFilter{
 	{Code: unix.BPF_ALU | unix.BPF_AND | unix.BPF_K, K: NumPlaces - 1},
 	{Code: unix.BPF_ALU | unix.BPF_XOR | unix.BPF_X},
 	{Code: unix.BPF_RET | unix.BPF_A},
+	// Queue pair 1: the place is in the receiver's communication id, which is the second word of
+	// the datagram, or the first one of a SIDR_REP.
+	{Code: unix.BPF_LD | unix.BPF_H | unix.BPF_ABS, K: madAttrAt},
+	{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: attrREQ, Jt: 7},
+	{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: attrSIDRREQ, Jt: 6},
+	{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: attrSIDRREP, Jt: 2},
+	{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: madFirstAt + 4},
+	{Code: unix.BPF_JMP | unix.BPF_JA, K: 1},
+	{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: madFirstAt},
+	{Code: unix.BPF_ALU | unix.BPF_RSH | unix.BPF_K, K: 32 - placeBits},
+	{Code: unix.BPF_RET | unix.BPF_A},
+	{Code: unix.BPF_RET | unix.BPF_K, K: CommonPlace},
 }
+
+// ManagementNumber returns a number for queue pair 1 of the process that has a place: packets to it
+// go there, whatever they carry.
+func ManagementNumber(place uint32) uint32 { return PlaceNumber(place, managementQP) }
+
+// IsManagement reports whether a queue pair number is 1, or one of ManagementNumber. No other queue
+// pair has such a number.
+func IsManagement(qpn uint32) bool { return qpn&(1<<lowBits-1) == managementQP }
 
 // steer makes the kernel choose among the sockets of the socket's port.
 func (s *UDPSocket) steer() error {
@@ -67,10 +114,10 @@ const probeBytes = 12 + 8
 var ErrNoProbe = errors.New("a packet to the host's own address does not arrive")
 
 // FindPlace finds out the socket's place: it sends packets to its own address, for one place
-// after the other, until one arrives. It begins with place 0, because the kernel gives a packet
-// for a place that no socket has to any of them: the first of these packets to arrive tells the
-// place. FindPlace drops what else arrives meanwhile. token is any number that other processes
-// do not use.
+// after the other, until one arrives. The kernel gives a packet for a place that no socket has to any
+// of them, so the place is the smallest one whose packet arrives. A firewall may lose packets: so
+// FindPlace repeats those for smaller places. It drops what else arrives meanwhile. token is any
+// number that other processes do not use.
 func (s *UDPSocket) FindPlace(token uint64) (uint32, error) {
 	tx, err := unix.Socket(s.family(), unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.IPPROTO_UDP)
 	if err != nil {
@@ -80,27 +127,35 @@ func (s *UDPSocket) FindPlace(token uint64) (uint32, error) {
 	var b [probeBytes]byte
 	b[0] = probeOpcode
 	binary.LittleEndian.PutUint64(b[12:], token)
-	for place := range uint32(NumPlaces) {
-		binary.BigEndian.PutUint32(b[4:], PlaceNumber(place, uint32(token)))
-		if err := unix.Sendto(tx, b[:], 0, sockaddr(s.local)); err != nil {
-			return 0, fmt.Errorf("%w: %w", ErrNoProbe, err)
+	found := uint32(NumPlaces) // none yet
+	for round := range probeRounds {
+		for place := range found {
+			binary.BigEndian.PutUint32(b[4:], PlaceNumber(place, uint32(token)|2)) // not queue pair 1
+			if err := unix.Sendto(tx, b[:], 0, sockaddr(s.local)); err != nil {
+				return 0, fmt.Errorf("%w: %w", ErrNoProbe, err)
+			}
+			if at, ok := s.drainUntil(token); ok && at < found { // mostly, loopback delivers before sendto returns
+				found = at
+				break
+			}
 		}
-		if at, ok := s.drainUntil(token); ok { // mostly, loopback delivers before sendto returns
-			return at, nil
+		for look := 0; round == 0 && found == NumPlaces && look < probeLooks; look++ {
+			time.Sleep(time.Millisecond)
+			if at, ok := s.drainUntil(token); ok {
+				found = at
+			}
 		}
 	}
-	for range probeLooks {
-		if at, ok := s.drainUntil(token); ok {
-			return at, nil
-		}
-		time.Sleep(time.Millisecond)
+	if found == NumPlaces {
+		return 0, ErrNoProbe
 	}
-	return 0, ErrNoProbe
+	return found, nil
 }
 
 const (
-	probeLooks = 20   // a millisecond apart, for the first probe to arrive
-	probeReads = 4096 // packets that are dropped at once in search of a probe
+	probeRounds = 8    // in which probes for smaller places than the one found are sent
+	probeLooks  = 20   // a millisecond apart, for the first probe to arrive
+	probeReads  = 4096 // packets that are dropped at once in search of a probe
 )
 
 // probeOpcode is an opcode of the transport header that no transport has.
@@ -154,9 +209,36 @@ const mostQueued = 1 << 20
 // drops what that process has not received, which is for queue pairs of that process. It takes the
 // descriptor over, unless it fails.
 func AdoptUDP(fd int, local netip.AddrPort) (*UDPSocket, error) {
+	if err := checkBound(fd, local); err != nil {
+		return nil, err
+	}
+	if err := Quiet(fd); err != nil {
+		return nil, err
+	}
+	s, err := wrapUDP(fd, local)
+	if err == nil {
+		err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("the socket of another process: %w", err)
+	}
+	return s, nil
+}
+
+// ShareUDP wraps a socket that other processes read, too. It takes the descriptor over, unless it
+// fails.
+func ShareUDP(fd int, local netip.AddrPort) (*UDPSocket, error) {
+	if err := checkBound(fd, local); err != nil {
+		return nil, err
+	}
+	return wrapUDP(fd, local)
+}
+
+// checkBound returns an error unless a descriptor is a UDP socket that is bound to an address.
+func checkBound(fd int, local netip.AddrPort) error {
 	at, err := unix.Getsockname(fd)
 	if err != nil {
-		return nil, fmt.Errorf("the descriptor of a socket: %w", err)
+		return fmt.Errorf("the descriptor of a socket: %w", err)
 	}
 	var is netip.AddrPort
 	switch a := at.(type) {
@@ -166,20 +248,17 @@ func AdoptUDP(fd int, local netip.AddrPort) (*UDPSocket, error) {
 		is = netip.AddrPortFrom(netip.AddrFrom16(a.Addr), uint16(a.Port))
 	}
 	if is != local {
-		return nil, fmt.Errorf("a socket at %v, not %v: %w", is, local, unix.EINVAL)
+		return fmt.Errorf("a socket at %v, not %v: %w", is, local, unix.EINVAL)
 	}
-	if err := Quiet(fd); err != nil {
-		return nil, err
-	}
-	s := &UDPSocket{fd: fd, local: local}
+	return nil
+}
+
+// wrapUDP wraps a bound socket. What the kernel has dropped there so far does not count.
+func wrapUDP(fd int, local netip.AddrPort) (s *UDPSocket, err error) {
+	s = &UDPSocket{fd: fd, local: local}
 	s.offloads()
-	if s.earlier, err = s.Overflows(); err == nil {
-		err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("the socket of another process: %w", err)
-	}
-	return s, nil
+	s.earlier, err = s.Overflows()
+	return s, err
 }
 
 // IsBound reports whether a descriptor is a UDP socket that is bound to a port.

@@ -170,3 +170,117 @@ func TestShelfFull(t *testing.T) {
 		}
 	}
 }
+
+// A process that is killed amid a Take leaves a file on the shelf twice. The others are found all
+// the same, in whatever order they lie.
+func TestShelfFileTwice(t *testing.T) {
+	shelf, random := newShelf(t), pinSeed(t)
+	var inodes []uint64
+	for i := range 4 {
+		fd, err := NewMemfd("shelved", 4096)
+		must(t, err)
+		inode, err := Inode(fd)
+		must(t, err)
+		inodes = append(inodes, inode)
+		must(t, shelf.Put(fd))
+		if i == 0 {
+			must(t, shelf.Put(fd))
+		}
+		must(t, CloseFD(fd))
+	}
+	for range 200 {
+		want := inodes[random.IntN(len(inodes))]
+		fd, err := shelf.Take(want)
+		must(t, err)
+		if fd < 0 {
+			t.Fatal("a file that is on the shelf is not found")
+		}
+		if got, err := Inode(fd); err != nil || got != want {
+			t.Fatal("it is another file", err)
+		}
+		must(t, CloseFD(fd))
+	}
+	if fd, err := shelf.Take(1 << 60); fd >= 0 || err != nil {
+		t.Errorf("a file that is not there: %d, %v", fd, err)
+	}
+}
+
+// What is for queue pair 1 goes to the socket that all processes read, if it asks for a connection,
+// and otherwise to the place in the receiver's communication id.
+func TestSteeringManagement(t *testing.T) {
+	at := netip.MustParseAddrPort("127.77.4.9:49443")
+	shelf := newShelf(t)
+	const n = 5
+	var socks [n]*UDPSocket
+	for i := range socks {
+		socks[i], _ = held(t, at, shelf)
+		defer socks[i].Close()
+	}
+	tx, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(tx)
+	for _, c := range []struct {
+		name          string
+		qpn           uint32
+		attr          uint16
+		first, second uint32
+		length        int
+		want          int
+	}{
+		{"REQ", 1, 0x10, 3 << 24, 2 << 24, 280, CommonPlace},
+		{"SIDR_REQ", 1, 0x17, 3 << 24, 2 << 24, 280, CommonPlace},
+		{"SIDR_REP", 1, 0x18, 3<<24 | 77, 2 << 24, 280, 3},
+		{"REP", 1, 0x13, 3 << 24, 2<<24 | 99, 280, 2},
+		{"DREQ", 1, 0x15, 3 << 24, 4 << 24, 280, 4},
+		{"too short for an attribute", 1, 0x13, 3 << 24, 2 << 24, 30, CommonPlace},
+		{"too short for an id", 1, 0x13, 3 << 24, 2 << 24, 50, CommonPlace},
+		{"passed on", ManagementNumber(4), 0x10, 3 << 24, 2 << 24, 280, 4},
+		{"another queue pair", PlaceNumber(2, 5), 0x10, 3 << 24, 4 << 24, 280, 2},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			b := make([]byte, 280)
+			binary.BigEndian.PutUint32(b[4:], 0xab000000|c.qpn)
+			binary.BigEndian.PutUint16(b[36:], c.attr)
+			binary.BigEndian.PutUint32(b[44:], c.first)
+			binary.BigEndian.PutUint32(b[48:], c.second)
+			if err := unix.Sendto(tx, b[:c.length], 0, sockaddr(at)); err != nil {
+				t.Fatal(err)
+			}
+			for i, s := range socks {
+				m, _, err := unix.Recvfrom(s.fd, b, unix.MSG_DONTWAIT)
+				if got := err == nil && m == c.length; got != (i == c.want) {
+					t.Errorf("socket %d: %v, %d bytes; want it at %d", i, err, m, c.want)
+				}
+			}
+		})
+	}
+	if IsManagement(0) || IsManagement(2) || !IsManagement(1) || !IsManagement(ManagementNumber(200)) || Place(ManagementNumber(200)) != 200 {
+		t.Error("numbers of queue pair 1")
+	}
+}
+
+// A socket's place is found though packets are lost.
+func TestFindPlaceLossy(t *testing.T) {
+	at := netip.MustParseAddrPort("127.77.4.10:49444")
+	shelf := newShelf(t)
+	const random, tenth = 0xfffff000 + 56, 1 << 32 / 10 // SKF_AD_OFF + SKF_AD_RANDOM
+	lossy := []unix.SockFilter{
+		{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: random},
+		{Code: unix.BPF_JMP | unix.BPF_JGE | unix.BPF_K, K: tenth, Jf: 1},
+		{Code: unix.BPF_RET | unix.BPF_K, K: 1 << 16},
+		{Code: unix.BPF_RET | unix.BPF_K, K: 0},
+	}
+	for i := range 40 {
+		s, _ := held(t, at, shelf)
+		defer s.Close()
+		prog := unix.SockFprog{Len: uint16(len(lossy)), Filter: &lossy[0]}
+		if err := unix.SetsockoptSockFprog(s.fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &prog); err != nil {
+			t.Fatal(err)
+		}
+		if p, err := s.FindPlace(rand.Uint64()); err != nil || p != uint32(i) {
+			t.Fatalf("socket %d has place %d, %v", i, p, err)
+		}
+	}
+}

@@ -24,6 +24,13 @@ type UDPSocket struct {
 	earlier uint32 // datagrams that the kernel had dropped when this process got the socket
 }
 
+// Detach returns the socket's descriptor, which is the caller's from now on.
+func (s *UDPSocket) Detach() int {
+	fd := s.fd
+	s.fd = -1
+	return fd
+}
+
 // UDPOptions are what OpenUDP asks the kernel for.
 type UDPOptions struct {
 	RcvBuf int // bytes; the kernel grants at most net.core.rmem_max

@@ -8,6 +8,8 @@ import (
 const (
 	// RoCEPort is the UDP destination port of RoCE v2.
 	RoCEPort = 4791
+	// ManagementQP is the general services queue pair, which connection management goes by.
+	ManagementQP = 1
 	// MulticastQP is the destination queue pair of packets to a multicast group.
 	MulticastQP = 0xffffff
 	// DefaultPKey is the partition key with full membership that RoCE uses.

@@ -1,0 +1,251 @@
+// Package cma connects queue pairs by IP address, as rdma_cm of the kernel does: ids that are bound,
+// resolved, connected and listened on, and events that say what became of that.
+//
+// Package cm (internal/cm) is the protocol below, without I/O. A Manager has a core of it for each
+// device that it has opened (port), takes MADs from the device's queue pair 1 and sends what the core
+// wants sent. Methods of ids, MADs and timers change ids and cores under one lock. What they leave to
+// be sent, and the events, are then taken by flush, which holds no lock that they need.
+//
+// Files: manager.go (devices, what goes out), bind.go (addresses and ports), resolve.go, connect.go
+// (the two sides of a connection), qpattr.go (what the queue pair is modified with), mcast.go.
+package cma
+
+import (
+	"errors"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/cm"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// Manager is the connection manager of this process, for all its devices.
+type Manager struct {
+	cfg     Config
+	base    time.Time
+	opening sync.Mutex // guards devs' slice; held while a device is opened, taken before mu
+	devs    []*port
+
+	out sync.Mutex // held while MADs are sent and sinks are called; taken before mu
+
+	mu     sync.Mutex // guards everything below, the cores, and the fields of ids
+	ports  []*port    // devs, for those that hold mu
+	ids    map[*ID]bool
+	claims map[claimKey]*claim
+	sends  []outgoing
+	events []*Event
+	closed bool
+}
+
+// port is an open device with its protocol core.
+type port struct {
+	m       *Manager
+	dev     Device
+	mgmt    provider.Management
+	core    *cm.Core
+	release func()
+	timer   *time.Timer
+	listens int // ids that listen at addresses of the device
+}
+
+// outgoing is a MAD that a core wants sent.
+type outgoing struct {
+	p *port
+	s cm.Send
+}
+
+// New makes a manager. Nothing is opened before it is needed.
+func New(cfg Config) *Manager {
+	return &Manager{cfg: cfg, base: time.Now(), ids: map[*ID]bool{}, claims: map[claimKey]*claim{}}
+}
+
+func (m *Manager) now() cm.Time { return time.Since(m.base) }
+
+// devices returns the devices that ids can be bound to.
+func (m *Manager) devices(op string) ([]Device, error) {
+	all, err := m.cfg.Devices()
+	if err != nil {
+		return nil, err
+	}
+	if len(all) == 0 {
+		return nil, ib.Errorf(op, syscall.ENODEV, "there is no device")
+	}
+	return all, nil
+}
+
+// open returns the port of a device, and opens it if it is not open.
+func (m *Manager) open(op string, d *Device) (*port, error) {
+	m.opening.Lock()
+	defer m.opening.Unlock()
+	if i := slices.IndexFunc(m.devs, func(p *port) bool { return p.dev.Name == d.Name }); i >= 0 {
+		return m.devs[i], nil
+	}
+	m.mu.Lock()
+	closed := m.closed
+	m.mu.Unlock()
+	if closed {
+		return nil, errClosed(op)
+	}
+	dev, release, err := d.Open()
+	if err != nil {
+		return nil, err
+	}
+	mgmt := dev.Management()
+	if mgmt == nil {
+		release()
+		return nil, ib.Errorf(op, syscall.EOPNOTSUPP, "device %s has no queue pair 1", d.Name)
+	}
+	p := &port{m: m, dev: *d, mgmt: mgmt, release: release}
+	p.core = cm.New(cm.Config{GUID: mgmt.GUID(), NewID: mgmt.NewCommID, Rand: rand.Uint64, AckDelay: ackDelay,
+		Listener: func(r *cm.Request) cm.Verdict { return m.judgeLocked(p, r) }})
+	p.timer = time.AfterFunc(time.Hour, p.tick)
+	m.devs = append(m.devs, p)
+	m.mu.Lock()
+	m.ports = slices.Clone(m.devs)
+	m.mu.Unlock()
+	mgmt.Handle(p.receive)
+	return p, nil
+}
+
+// ackDelay is the target ACK delay of a device, as rxe has it.
+const ackDelay = 15
+
+// openAll opens all devices.
+func (m *Manager) openAll(op string) ([]*port, error) {
+	all, err := m.devices(op)
+	if err != nil {
+		return nil, err
+	}
+	var ports []*port
+	for i := range all {
+		p, err := m.open(op, &all[i])
+		if err != nil {
+			return nil, err
+		}
+		ports = append(ports, p)
+	}
+	return ports, nil
+}
+
+// receive takes a MAD of the device's queue pair 1.
+func (p *port) receive(from, to netip.Addr, mad []byte) {
+	p.m.change(func() { p.core.Receive(p.m.now(), from, to, mad) })
+}
+
+func (p *port) tick() { p.m.change(func() { p.core.Tick(p.m.now()) }) }
+
+// change calls f under the lock, and carries out what it leaves to be done.
+func (m *Manager) change(f func()) {
+	m.mu.Lock()
+	f()
+	m.drainLocked()
+	m.mu.Unlock()
+	m.flush()
+}
+
+// drainLocked takes what the cores have for others, and sets their timers.
+func (m *Manager) drainLocked() {
+	for _, p := range m.ports {
+		for {
+			if e, ok := p.core.NextEvent(); ok {
+				m.coreEventLocked(p, &e)
+				continue
+			}
+			s, ok := p.core.NextMAD()
+			if !ok {
+				break
+			}
+			m.sends = append(m.sends, outgoing{p, s})
+		}
+		if t, ok := p.core.Deadline(); ok && !m.closed {
+			p.timer.Reset(max(0, t-m.now()))
+		} else {
+			p.timer.Stop()
+		}
+	}
+}
+
+// flush sends MADs and delivers events, in order, until there are none.
+func (m *Manager) flush() {
+	m.out.Lock()
+	defer m.out.Unlock()
+	for {
+		m.mu.Lock()
+		sends, events := m.sends, m.events
+		m.sends, m.events = nil, nil
+		m.mu.Unlock()
+		if len(sends) == 0 && len(events) == 0 {
+			return
+		}
+		for i := range sends {
+			s := &sends[i].s
+			// What cannot be sent is lost, as on the way: the core repeats it.
+			_ = sends[i].p.mgmt.Send(&provider.MAD{From: s.From, To: s.To, TClass: s.TClass, HopLimit: s.HopLimit, FlowLabel: s.FlowLabel, Bytes: s.MAD[:]})
+		}
+		for _, e := range events {
+			m.mu.Lock()
+			sink := e.ID.sink
+			gone := e.ID.state == stateClosed
+			m.mu.Unlock()
+			switch {
+			case !gone && sink != nil:
+				sink(e)
+			case e.New != nil: // nobody can take the request
+				m.mu.Lock()
+				e.New.closeLocked()
+				m.drainLocked()
+				m.mu.Unlock()
+			}
+		}
+	}
+}
+
+func errClosed(op string) error {
+	return ib.Errorf(op, syscall.ENODEV, "the connection manager is closed")
+}
+
+// opError returns an *ib.OpError with the errno that the kernel's connection manager has for an error of
+// the protocol core.
+func opError(op string, err error) error {
+	var already *ib.OpError
+	switch {
+	case err == nil:
+		return nil
+	case errors.As(err, &already):
+		return err
+	case errors.Is(err, cm.ErrConnected):
+		return ib.Errorf(op, syscall.EISCONN, "the connection is established already")
+	case errors.Is(err, cm.ErrNoID):
+		return ib.Errorf(op, syscall.ENOMEM, "%v", err)
+	}
+	return ib.Errorf(op, syscall.EINVAL, "%v", err)
+}
+
+// Close destroys all ids and closes the devices. It is idempotent.
+func (m *Manager) Close() error {
+	m.mu.Lock()
+	for id := range m.ids {
+		id.closeLocked()
+	}
+	m.drainLocked()
+	m.closed = true
+	m.mu.Unlock()
+	m.flush()
+	m.opening.Lock()
+	defer m.opening.Unlock()
+	for _, p := range m.devs {
+		p.timer.Stop()
+		p.mgmt.Handle(nil)
+		p.release()
+	}
+	m.devs = nil
+	m.mu.Lock()
+	m.ports = nil
+	m.mu.Unlock()
+	return nil
+}
