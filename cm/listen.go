@@ -1,0 +1,349 @@
+package cm
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"sync"
+
+	"github.com/verbena-rdma/verbena/internal/cma"
+	"github.com/verbena-rdma/verbena/verbs"
+)
+
+// Listener takes requests for connections. All methods are safe for concurrent use.
+type Listener struct {
+	cfg Config
+	s   *shared
+	id  *cma.ID
+
+	mu     sync.Mutex // guards what follows
+	queue  []*Request // requests that Next has not returned
+	byID   map[*cma.ID]*Request
+	wake   chan struct{} // is closed, and replaced, when a request comes
+	closed bool
+
+	closing sync.Mutex // held by Close; guards done
+	done    bool
+}
+
+// Listen listens at a local address, "host:port". Port 0 stands for any; [Listener.Addr] returns it. No
+// host stands for all addresses of the device, and so do 127.0.0.1 and ::1: that of the Config, or the
+// first one. cfg is what Accept makes connections of; nil means defaults.
+//
+// Errors, in a *net.OpError: EADDRINUSE if the port is taken, EADDRNOTAVAIL if a listener at another
+// address stands in the way; ENODEV if no device has the address; EACCES for a port that needs
+// privileges; the context's error, of looking up the host; those of [verbs.Open]; EINVAL for a Config
+// that cannot be.
+func Listen(ctx context.Context, address string, cfg *Config) (*Listener, error) {
+	const op = "listen"
+	c, err := cfg.filled(op, MaxAcceptPrivate)
+	if err != nil {
+		return nil, opError(op, netip.AddrPort{}, err)
+	}
+	l, at, err := listen(ctx, op, address, cma.PSTCP, c.Type, &c)
+	if err != nil {
+		return nil, opError(op, at, err)
+	}
+	return l, nil
+}
+
+// listen makes a listener, at the first address that the address stands for.
+func listen(ctx context.Context, op, address string, space cma.PortSpace, t verbs.QPType, c *Config) (*Listener, netip.AddrPort, error) {
+	var at netip.AddrPort
+	if err := ctx.Err(); err != nil {
+		return nil, at, err
+	}
+	all, err := lookup(ctx, address)
+	if err != nil {
+		return nil, at, err
+	}
+	at = all[0]
+	var local netip.Addr
+	if c.Device == nil {
+		if local, err = listenAddr(at.Addr()); err != nil {
+			return nil, at, err
+		}
+	}
+	s, err := acquire(op, c, local)
+	if err != nil {
+		return nil, at, err
+	}
+	l := &Listener{cfg: *c, s: s, byID: map[*cma.ID]*Request{}, wake: make(chan struct{})}
+	if err := l.start(space, t, at); err != nil {
+		return nil, at, errors.Join(err, l.Close())
+	}
+	return l, at, nil
+}
+
+func (l *Listener) start(space cma.PortSpace, t verbs.QPType, at netip.AddrPort) (err error) {
+	if l.id, err = l.s.mgr.NewID(space, t, l.sink); err != nil {
+		return err
+	}
+	if err := l.id.Bind(at); err != nil {
+		return err
+	}
+	return l.id.Listen(l.cfg.Backlog)
+}
+
+// sink takes requests, and the events of those that Next has not returned.
+func (l *Listener) sink(e *cma.Event) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if e.Type != cma.ConnectRequest {
+		if r := l.byID[e.ID]; r != nil {
+			r.conn.sink(e)
+		}
+		return
+	}
+	r := &Request{l: l, conn: newConn(l.s, &l.cfg, MaxAcceptPrivate), private: e.Conn.Private, peer: e.Conn}
+	r.conn.id = e.New
+	if len(e.UD.Private) > 0 {
+		r.private = e.UD.Private
+	}
+	l.queue = append(l.queue, r)
+	l.byID[e.New] = r
+	close(l.wake)
+	l.wake = make(chan struct{})
+}
+
+// Addr returns the local address.
+func (l *Listener) Addr() netip.AddrPort { return l.id.Info().Src }
+
+// Next waits for a request, and returns it. The program must call its Accept or Reject; meanwhile the
+// peer waits.
+//
+// Errors, in a *net.OpError: the context's error; [ErrClosed] if the listener is closed.
+func (l *Listener) Next(ctx context.Context) (*Request, error) {
+	r, err := l.next(ctx)
+	if err != nil {
+		return nil, opError("accept", l.Addr(), err)
+	}
+	return r, nil
+}
+
+func (l *Listener) next(ctx context.Context) (*Request, error) {
+	for {
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		l.mu.Lock()
+		closed, wake := l.closed, l.wake
+		var r *Request
+		if !closed && len(l.queue) > 0 {
+			r, l.queue = l.queue[0], l.queue[1:]
+		}
+		l.mu.Unlock()
+		switch {
+		case closed:
+			return nil, ErrClosed
+		case r != nil:
+			if l.take(r) {
+				return r, nil
+			}
+			continue
+		}
+		select {
+		case <-wake:
+		case <-ctx.Done():
+		}
+	}
+}
+
+// take makes a request that was in the queue the caller's. It reports whether the peer still waits.
+func (l *Listener) take(r *Request) bool {
+	id := r.conn.id
+	id.SetSink(r.conn.sink)
+	id.Seen()
+	l.mu.Lock()
+	delete(l.byID, id)
+	l.mu.Unlock()
+	if len(r.conn.events) > 0 { // the only event that there can be is the end
+		_ = id.Close() // returns nil
+		return false
+	}
+	in := id.Info()
+	r.conn.local, r.conn.remote = in.Src, in.Dst
+	r.conn.private = r.private
+	return true
+}
+
+// Accept waits for a request, accepts it as the listener's Config says, and returns the connection when
+// the peer has confirmed it. Requests of peers that go away meanwhile are passed over. While it waits
+// for one peer, other calls of Accept take further requests.
+//
+// Errors, in a *net.OpError: the context's error; [ErrClosed] if the listener is closed; what keeps
+// the queue pair from being made, such as ENOMEM, or what Setup returns: the peer is refused then.
+func (l *Listener) Accept(ctx context.Context) (*Conn, error) {
+	for {
+		r, err := l.Next(ctx)
+		if err != nil {
+			return nil, err
+		}
+		gone, err := r.tryAccept(ctx, nil)
+		switch {
+		case err == nil:
+			return r.conn, nil
+		case !gone:
+			return nil, err
+		}
+	}
+}
+
+// Close ends the listener. Requests that wait are refused; connections stay. It is idempotent.
+func (l *Listener) Close() error {
+	l.closing.Lock()
+	defer l.closing.Unlock()
+	if l.done {
+		return nil
+	}
+	if l.id != nil {
+		_ = l.id.Close() // returns nil; no request comes after it
+	}
+	l.mu.Lock()
+	queue := l.queue
+	l.queue, l.closed = nil, true
+	close(l.wake)
+	l.wake = make(chan struct{})
+	l.mu.Unlock()
+	for _, r := range queue {
+		_ = r.conn.id.Close() // returns nil
+	}
+	if err := l.s.release(); err != nil {
+		return err
+	}
+	l.done = true
+	return nil
+}
+
+// Request is a peer's request for a connection. It is accepted or rejected, once.
+type Request struct {
+	l       *Listener
+	conn    *Conn
+	private []byte
+	peer    cma.ConnParam
+
+	mu   sync.Mutex // guards used
+	used bool
+}
+
+// Private returns what the peer has said, padded with zeros to MaxDialPrivate bytes. The slice is the
+// caller's.
+func (r *Request) Private() []byte { return append([]byte(nil), r.private...) }
+
+// LocalAddr returns the address that the peer wants to be connected to.
+func (r *Request) LocalAddr() netip.AddrPort { return r.conn.local }
+
+// RemoteAddr returns the peer's address.
+func (r *Request) RemoteAddr() netip.AddrPort { return r.conn.remote }
+
+// use makes the request used. It reports whether it was not.
+func (r *Request) use() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	was := r.used
+	r.used = true
+	return !was
+}
+
+// Accept accepts the request, and returns the connection when the peer has confirmed it. A nil cfg means
+// that of the listener; its Device must be the listener's, or nil. If Accept fails, the peer is
+// refused.
+//
+// Errors, in a *net.OpError: a [*RejectError] if the peer has given up; ETIMEDOUT if it does not
+// answer; the context's error; EINVAL for a Config that cannot be, or a request that is accepted or
+// rejected already; what keeps the queue pair from being made; what Setup returns.
+func (r *Request) Accept(ctx context.Context, cfg *Config) (*Conn, error) {
+	if _, err := r.tryAccept(ctx, cfg); err != nil {
+		return nil, err
+	}
+	return r.conn, nil
+}
+
+// tryAccept is Accept. With an error, gone reports whether the peer is the reason for it.
+func (r *Request) tryAccept(ctx context.Context, cfg *Config) (gone bool, err error) {
+	const op = "accept"
+	if !r.use() {
+		return false, opError(op, r.conn.remote, invalid(op, "the request is accepted or rejected already"))
+	}
+	if err = r.offer(cfg); err == nil {
+		if _, err = r.conn.wait(ctx, cma.Established); err == nil {
+			r.conn.established()
+			return false, nil
+		}
+		gone = ctx.Err() == nil
+	} else if why := r.conn.failed(); why != nil {
+		gone, err = true, why // and not what failed for it
+	}
+	return gone, opError(op, r.conn.remote, r.conn.abort(err))
+}
+
+// offer makes the queue pair and tells the peer of it.
+func (r *Request) offer(cfg *Config) error {
+	const op = "accept"
+	c := r.conn
+	if cfg != nil {
+		f := *cfg
+		switch f.Device {
+		case nil:
+			f.Device = r.l.s.dev
+		case r.l.s.dev:
+		default:
+			return invalid(op, "the Device is not the listener's")
+		}
+		var err error
+		if c.cfg, err = f.filled(op, MaxAcceptPrivate); err != nil {
+			return err
+		}
+		if c.cfg.Type != r.l.cfg.Type {
+			return invalid(op, "type %v: the listener's is %v", c.cfg.Type, r.l.cfg.Type)
+		}
+	}
+	if err := r.l.hold(c); err != nil {
+		return err
+	}
+	if err := c.makeQP(); err != nil {
+		return err
+	}
+	attr := c.s.dev.Attr()
+	own := c.cfg.params(&attr)
+	own.QPN = c.qp.Number()
+	own.ResponderResources = min(own.ResponderResources, r.peer.ResponderResources)
+	own.InitiatorDepth = min(own.InitiatorDepth, r.peer.InitiatorDepth)
+	if err := c.ready(&own); err != nil {
+		return err
+	}
+	return c.id.Accept(&own)
+}
+
+// hold makes a connection a user of the listener's device.
+func (l *Listener) hold(c *Conn) error {
+	l.closing.Lock()
+	defer l.closing.Unlock()
+	if l.done {
+		return ErrClosed
+	}
+	inUse.mu.Lock()
+	defer inUse.mu.Unlock()
+	l.s.users++
+	c.closers = append(c.closers, l.s.release)
+	return nil
+}
+
+// Reject refuses the request, for a reason and with at most MaxRejectPrivate bytes of private data. The
+// usual reason is [ReasonProgram], which 0 stands for.
+//
+// Errors: EINVAL if the data is too long or the request is accepted or rejected already.
+func (r *Request) Reject(reason Reason, private []byte) error {
+	const op = "reject"
+	if len(private) > MaxRejectPrivate {
+		return opError(op, r.conn.remote, tooLong(op, len(private), MaxRejectPrivate))
+	}
+	if !r.use() {
+		return opError(op, r.conn.remote, invalid(op, "the request is accepted or rejected already"))
+	}
+	err := r.conn.id.Reject(int(reason), private)
+	if len(r.conn.events) > 0 {
+		err = nil // the peer has given up
+	}
+	return opError(op, r.conn.remote, r.conn.abort(err))
+}
