@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds the C library into bin/lib:
 #
-#   libibverbs.so.1          the C front, clib/front; librdmacm.so.1, libmlx5.so.1
-#                            and libefa.so.1 are other names of the same file
+#   libibverbs.so.1          the C front, clib/front; libmlx5.so.1 and libefa.so.1
+#                            are other names of the same file
 #   libverbena-backend.so    the Go backend, clib/backend, which the front loads
 #   libverbena-files.so      files that a kernel driver would have, and functions that
 #                            intercept calls which map over memory: clib/files, which
@@ -39,7 +39,9 @@ if [ -z "$(find "$files" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find 
     -shared -o "$files.new" clib/files/*.c -Wl,-z,now -Wl,--no-undefined -ldl
   mv "$files.new" "$files"
 fi
-for name in libibverbs.so librdmacm.so.1 librdmacm.so libmlx5.so.1 libmlx5.so libefa.so.1 libefa.so; do
+# A librdmacm.so.1 here would hide the distribution's own, which programs are to get.
+rm -f "$OUT/librdmacm.so.1" "$OUT/librdmacm.so"
+for name in libibverbs.so libmlx5.so.1 libmlx5.so libefa.so.1 libefa.so; do
   ln -sf libibverbs.so.1 "$OUT/$name"
 done
 if [ -f clib/include/verbena/verbs.h ]; then cp -u clib/include/verbena/verbs.h "$OUT/include/verbena/"; fi

@@ -32,6 +32,8 @@ ib_write_bw                     perftest          tests against the Linux kernel
 ibv_rc_pingpong                 ibverbs-utils     tests against the Linux kernel
 /etc/libibverbs.d/rxe.driver    ibverbs-providers tests against the Linux kernel
 /usr/include/infiniband/verbs.h libibverbs-dev    the drop-in libibverbs; tests against the Linux kernel
+/usr/include/rdma/rdma_cma.h    librdmacm-dev     tests of the connection manager of the drop-in libibverbs
+rping                           rdmacm-utils      tests of the connection manager of the drop-in libibverbs
 /usr/lib/python3/dist-packages/pyverbs/__init__.py python3-pyverbs the tests of rdma-core on the drop-in libibverbs
 setpriv                         util-linux        tests as an ordinary user
 '

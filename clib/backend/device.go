@@ -53,12 +53,16 @@ func result(err error) C.int64_t {
 
 var errStale = ib.Errorf("handle", syscall.EINVAL, "no such object, or it was destroyed")
 
+// descriptors is the number from which on descriptors are out of the program's way.
+var descriptors int
+
 // vbe_version is the front's first call. Meanwhile the limit on descriptors is raised
 // (../front/limits.c).
 //
 //export vbe_version
 func vbe_version(f *C.struct_vbe_front) C.int64_t {
 	C.set_front(f)
+	descriptors = int(f.descriptors)
 	if err := device.StartPoller(int(f.descriptors)); err != nil && conf().Log {
 		fmt.Fprintf(os.Stderr, "verbena: the descriptors of the Go runtime are not out of the program's way, and it will crash if the program closes them: %v\n", err)
 	}

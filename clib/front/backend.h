@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define VBE_VERSION 4 /* of this file: the front refuses a backend with another one */
+#define VBE_VERSION 5 /* of this file: the front refuses a backend with another one */
 
 /* A handle is a kind, in the upper half, and a number, in the lower one. Programs see the
  * number. */
@@ -24,6 +24,7 @@
 #define VBE_AH 9
 #define VBE_DM 10
 #define VBE_MKEY 11
+#define VBE_CM 12 /* a channel of the connection manager */
 #define VBE_HANDLE(kind, number) ((uint64_t)(kind) << 32 | (number))
 
 #define VBE_THREAD "verbena-backend" /* the name of the runtime's threads */
@@ -203,6 +204,15 @@ struct vbe_front {
 	void (*async_event)(uint64_t context, uint32_t of, uint64_t cookie, uint32_t type);
 };
 
+/*
+ * The connection manager. vbe_cm_open makes a channel, and duplicates a semaphore, an eventfd
+ * to which it adds one for each event. vbe_cm_command executes a command of ucma, with its
+ * body, and returns the length of the answer; the last argument is, for MIGRATE_ID, the
+ * channel that the id is on. SET_OPTION's body is followed by the option. GET_EVENT returns
+ * -EAGAIN if there is no event. vbe_cm_close destroys the ids of a channel.
+ */
+#define VBE_CM_ALL 0 /* of vbe_cm_close: all channels, at the end of the process */
+
 /* The backend's functions: X(result, name, arguments) */
 #define VBE_FUNCTIONS(X)                                                                                   \
 	X(int64_t, vbe_version, (struct vbe_front *))                                                      \
@@ -245,6 +255,9 @@ struct vbe_front {
 	X(int64_t, vbe_post_send, (uint64_t, struct vbe_send_wr *, int64_t, int64_t *))                    \
 	X(int64_t, vbe_post_recv, (uint64_t, struct vbe_recv_wr *, int64_t, int64_t *))                    \
 	X(int64_t, vbe_mcast, (uint64_t, uint8_t *, uint32_t))                                             \
-	X(int64_t, vbe_create_ah, (uint64_t, struct vbe_path *))
+	X(int64_t, vbe_create_ah, (uint64_t, struct vbe_path *))                                           \
+	X(int64_t, vbe_cm_open, (int))                                                                     \
+	X(int64_t, vbe_cm_command, (uint64_t, uint32_t, uint8_t *, uint32_t, uint8_t *, uint32_t, int64_t)) \
+	X(int64_t, vbe_cm_close, (uint64_t))
 
 #endif

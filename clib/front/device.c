@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "front.h"
+#include "ucma.h"
 
 enum { MAX_DEVICES = 256 };
 
@@ -72,6 +73,9 @@ PUBLIC struct ibv_device **ibv_get_device_list(int *num_devices)
 {
 	if (num_devices)
 		*num_devices = 0;
+	int err = vb_patch_librdmacm(__builtin_return_address(0));
+	if (err)
+		return vb_fail(err);
 	struct backend *b = vb_backend();
 	if (!b)
 		return NULL;

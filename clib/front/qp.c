@@ -8,6 +8,8 @@
 
 /* --- making --- */
 
+enum { LEAST_INLINE = 64 }; /* bytes of inline data that every queue pair takes */
+
 #define ALWAYS_EX (IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM)
 #define WRITE_EX (ALWAYS_EX | IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM)
 #define WINDOW_EX (IBV_QP_EX_WITH_LOCAL_INV | IBV_QP_EX_WITH_BIND_MW)
@@ -110,8 +112,10 @@ static struct ibv_qp *make(struct ibv_context *context, struct ibv_qp_init_attr_
 			       .cap = {attr->cap.max_send_wr, attr->cap.max_recv_wr, attr->cap.max_send_sge,
 				       attr->cap.max_recv_sge, attr->cap.max_inline_data},
 			       .number = number};
-	if (ops & VB_EX_WITH_ATOMIC_WRITE && n.cap.inline_data < 8)
-		n.cap.inline_data = 8; /* ibv_wr_atomic_write takes its 8 bytes by value */
+	/* Programs post short inline messages without having asked for room, since other devices
+	 * give some to each. ibv_wr_atomic_write takes its 8 bytes by value, too. */
+	if (attr->qp_type != IBV_QPT_XRC_RECV && n.cap.inline_data < LEAST_INLINE)
+		n.cap.inline_data = LEAST_INLINE;
 	int64_t r = c->h.backend->vbe_create_qp(c->h.handle, &n);
 	if (r < 0) {
 		vb_free(QP, &q->h);
@@ -125,7 +129,8 @@ static struct ibv_qp *make(struct ibv_context *context, struct ibv_qp_init_attr_
 	struct ibv_qp *b = &q->pub.qp_base;
 	b->context = context;
 	b->qp_context = attr->qp_context;
-	b->pd = p.pd ? attr->pd : NULL;
+	/* An XRC target has no domain of its own; librdmacm takes the one that it gave from here. */
+	b->pd = attr->comp_mask & IBV_QP_INIT_ATTR_PD ? attr->pd : NULL;
 	b->send_cq = p.send_cq ? attr->send_cq : NULL;
 	b->recv_cq = p.recv_cq ? attr->recv_cq : NULL;
 	b->srq = p.srq ? attr->srq : NULL;

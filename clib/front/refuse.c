@@ -27,7 +27,3 @@ REFUSE_ERRNO(ibv_resolve_eth_l2_from_gid)
 
 /* For providers, the user-space halves of kernel drivers: there are none here. */
 REFUSE_VOID(ibv_register_driver)
-REFUSE_VOID(ibv_copy_ah_attr_from_kern)
-REFUSE_VOID(ibv_copy_qp_attr_from_kern)
-REFUSE_VOID(ibv_copy_path_rec_from_kern)
-REFUSE_VOID(ibv_copy_path_rec_to_kern)

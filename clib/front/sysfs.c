@@ -11,6 +11,7 @@
 
 #include "../files/files.h"
 #include "front.h"
+#include "ucma.h"
 
 #define CLASS "/sys/class/infiniband/"
 #define VERBS_CLASS "/sys/class/infiniband_verbs/"
@@ -117,6 +118,7 @@ static ssize_t read_file(const char *path, char *buf, size_t size)
 PUBLIC int ibv_read_sysfs_file(const char *dir, const char *file, char *buf, size_t size)
 {
 	char path[512];
+	vb_patch_librdmacm(NULL);
 	if (!dir || !file || !buf || !size || (size_t)snprintf(path, sizeof path, "%s/%s", dir, file) >= sizeof path)
 		return -1;
 	ssize_t n = read_file(path, buf, size);

@@ -56,7 +56,7 @@ func TestOwn(t *testing.T) {
 		name string
 		args []string
 	}{
-		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"query", nil}, {"newer", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil}, {"signals", nil},
+		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"query", nil}, {"newer", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil}, {"signals", nil}, {"ucma", nil},
 		{"threads", []string{"polling"}}, {"threads", []string{"events"}}, {"threads", []string{"armed-after"}},
 		{"limits", []string{"same"}}, {"limits", []string{"full"}}, {"limits", []string{"later"}}, {"limits", []string{"space"}},
 		{"closed", []string{"list", "1024"}}, {"closed", []string{"open", "1024"}}, {"closed", []string{"open", "0"}},
@@ -80,6 +80,52 @@ func TestOwn(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Four threads that spin on two processors all make progress, by packets.
+func TestSpin(t *testing.T) {
+	rounds := "5000"
+	if full {
+		rounds = "100000"
+	}
+	bin := compile(t, "spin")
+	for _, how := range []string{"pairs", "each"} {
+		t.Run(how, func(t *testing.T) {
+			out := run(t, side{args: []string{bin, how, rounds}, wrap: twoProcessors(t),
+				env: []string{"VERBENA_ADDR=" + address() + ";" + address(), "VERBENA_LINK=udp"}})
+			if !strings.HasSuffix(out, "ok\n") {
+				t.Errorf("it says\n%s", out)
+			}
+			t.Log(strings.TrimSpace(out))
+		})
+	}
+}
+
+// twoProcessors returns a command that runs a program on two of the processors that this process
+// may use.
+func twoProcessors(t testing.TB) []string {
+	t.Helper()
+	status, err := os.ReadFile("/proc/self/status")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var usable []string
+	for line := range strings.Lines(string(status)) {
+		list, ok := strings.CutPrefix(line, "Cpus_allowed_list:")
+		if !ok {
+			continue
+		}
+		for part := range strings.SplitSeq(strings.TrimSpace(list), ",") { // as 0-3,7
+			var first, last int
+			if n, _ := fmt.Sscanf(part, "%d-%d", &first, &last); n < 2 {
+				last = first
+			}
+			for cpu := first; cpu <= last && len(usable) < 2; cpu++ {
+				usable = append(usable, strconv.Itoa(cpu))
+			}
+		}
+	}
+	return []string{program(t, "taskset", "util-linux"), "-c", strings.Join(usable, ",")}
 }
 
 // Programs that were built with sanitizers, which restrict how libraries are loaded.

@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -42,9 +43,38 @@ type side struct {
 type process struct {
 	name string
 	cmd  *exec.Cmd
-	out  bytes.Buffer
+	out  output
 	done chan struct{}
 	err  error
+}
+
+// output is what a program has printed.
+type output struct {
+	mu sync.Mutex // guards b
+	b  bytes.Buffer
+}
+
+func (o *output) Write(b []byte) (int, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.b.Write(b)
+}
+
+func (o *output) String() string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.b.String()
+}
+
+// await waits until a program has printed a text, or has ended.
+func (p *process) await(text string) {
+	for !strings.Contains(p.out.String(), text) {
+		select {
+		case <-p.done:
+			return
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
 }
 
 // start runs a program with "verbena exec".

@@ -134,8 +134,10 @@ static void known_cases(void)
 	wr.opcode = (enum ibv_wr_opcode)99;
 	WANT(ibv_post_send(s.qp[0], &wr, &bad) == EINVAL);
 	wr.opcode = IBV_WR_SEND;
-	wr.send_flags = IBV_SEND_INLINE; /* there is no room for inline data */
+	wr.send_flags = IBV_SEND_INLINE; /* a queue pair that asks for no inline data takes 64 bytes */
+	sge.length = 65;
 	WANT(ibv_post_send(s.qp[0], &wr, &bad) == EINVAL);
+	sge.length = sizeof buf;
 	struct ibv_recv_wr rr[20], *rbad = NULL;
 	for (int i = 0; i < 20; i++)
 		rr[i] = (struct ibv_recv_wr){.wr_id = (uint64_t)i, .next = i < 19 ? &rr[i + 1] : NULL};

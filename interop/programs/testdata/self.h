@@ -38,6 +38,11 @@ static struct ibv_context *open_first(void)
 	return ctx;
 }
 
+/* TIMEOUT is how long a requester waits for an answer before it repeats: 4.096 us << TIMEOUT. */
+#ifndef TIMEOUT
+#define TIMEOUT 14
+#endif
+
 /* connect_to connects a queue pair to a peer. */
 static void connect_to(struct ibv_qp *qp, uint32_t peer, union ibv_gid gid)
 {
@@ -56,7 +61,7 @@ static void connect_to(struct ibv_qp *qp, uint32_t peer, union ibv_gid gid)
 			    IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
 				    IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER));
 	a = (struct ibv_qp_attr){
-		.qp_state = IBV_QPS_RTS, .sq_psn = 7, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7, .max_rd_atomic = 1};
+		.qp_state = IBV_QPS_RTS, .sq_psn = 7, .timeout = TIMEOUT, .retry_cnt = 7, .rnr_retry = 7, .max_rd_atomic = 1};
 	WANT(!ibv_modify_qp(qp, &a,
 			    IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
 				    IBV_QP_MAX_QP_RD_ATOMIC));

@@ -1,0 +1,84 @@
+package main
+
+// #include <errno.h>
+// #include "call.h"
+import "C"
+
+import (
+	"errors"
+	"syscall"
+)
+
+// The connection manager's file, /dev/infiniband/rdma_cm, behind the distribution's
+// librdmacm: ../front/ucma.c has the file's side of it, internal/cma the connections. In
+// between:
+//
+//   - ucma.go: the calls from C.
+//   - ucma_channel.go: ids by number, and the events that the program has not taken.
+//   - ucma_command.go: the commands.
+//   - ucma_layout.go: structures of the kernel's headers.
+//   - ucma_engine.go: what is needed of internal/cma.
+//   - ucma_semaphore.go: the readiness of a channel.
+//
+// The numbers of errors are those of the kernel's drivers/infiniband/core/ucma.c.
+
+var (
+	cmProcess  = newCMFiles(newEngine)
+	cmChannels = table[cmChannel]{kind: C.VBE_CM}
+)
+
+//export vbe_cm_open
+func vbe_cm_open(fd C.int) C.int64_t {
+	s, err := newSemaphore(int(fd), descriptors)
+	if err != nil {
+		return failed(err)
+	}
+	c := cmProcess.open(s)
+	h := cmChannels.add(c)
+	if h == 0 {
+		cmProcess.close(c)
+		return -C.int64_t(C.ENOMEM)
+	}
+	return C.int64_t(h)
+}
+
+//export vbe_cm_command
+func vbe_cm_command(h C.uint64_t, cmd C.uint32_t, in *C.uint8_t, inLen C.uint32_t, out *C.uint8_t, room C.uint32_t, aux C.int64_t) C.int64_t {
+	c := cmChannels.get(uint64(h))
+	if c == nil {
+		return -C.int64_t(C.EBADF) // another thread has closed it
+	}
+	body := make([]byte, inLen)
+	for i, b := range view(in, int(inLen)) {
+		body[i] = byte(b)
+	}
+	var other *cmChannel
+	if aux != 0 {
+		other = cmChannels.get(uint64(aux))
+	}
+	got, err := cmProcess.command(c, uint32(cmd), body, int(room), other)
+	switch {
+	case cmd == cmGetEvent && errors.Is(err, syscall.EAGAIN):
+		return -C.int64_t(C.EAGAIN) // no failure to be told of
+	case err != nil:
+		return failed(err)
+	}
+	to := view(out, int(room))
+	for i, b := range got {
+		to[i] = C.uint8_t(b)
+	}
+	return C.int64_t(len(got))
+}
+
+//export vbe_cm_close
+func vbe_cm_close(h C.uint64_t) C.int64_t {
+	if h == C.VBE_CM_ALL {
+		return result(cmProcess.closeAll())
+	}
+	c := cmChannels.get(uint64(h))
+	if c == nil || !cmChannels.remove(uint64(h)) {
+		return failed(errStale)
+	}
+	cmProcess.close(c)
+	return 0
+}

@@ -1,0 +1,369 @@
+package programs
+
+// Programs that connect by IP address: the distribution's librdmacm on the emulated file of the
+// connection manager. Each case has an address of its own, so cases run side by side.
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/cma"
+	"github.com/verbena-rdma/verbena/internal/device"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// prober asks, from an address of its own, whether a program listens on a port.
+type prober struct{ *cma.Manager }
+
+func newProber(t testing.TB, from netip.Addr) prober {
+	t.Helper()
+	dev := cma.Device{Name: "prober", Addrs: []netip.Addr{from}, Open: func() (provider.Device, func(), error) {
+		d, err := device.Open("", &provider.Config{Addrs: []netip.Addr{from}})
+		if err != nil {
+			return nil, nil, err
+		}
+		return d, func() {
+			if err := d.Close(); err != nil {
+				t.Error(err)
+			}
+		}, nil
+	}}
+	m := cma.New(cma.Config{Devices: func() ([]cma.Device, error) { return []cma.Device{dev}, nil }})
+	t.Cleanup(func() {
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return prober{m}
+}
+
+// listens reports whether a program listens on the port. The prober asks for an unreliable connection, which no
+// program here takes: a connection manager that has a listener refuses it without telling the
+// program (28), another says that the service is unknown (8), and where there is no process yet,
+// nobody answers.
+func (p prober) listens(t testing.TB, ps cma.PortSpace, at netip.AddrPort) bool {
+	t.Helper()
+	events := make(chan *cma.Event, 8)
+	id, err := p.NewID(ps, ib.UC, func(e *cma.Event) { events <- e })
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer id.Close()
+	wait := func(want cma.EventType, after error) *cma.Event {
+		if after != nil {
+			t.Fatal(after)
+		}
+		select {
+		case e := <-events:
+			if e.Type != want {
+				t.Fatalf("asking %v: event %d, status %d; want event %d", at, e.Type, e.Status, want)
+			}
+			return e
+		case <-time.After(200 * time.Millisecond):
+			return nil
+		}
+	}
+	wait(cma.AddrResolved, id.ResolveAddr(netip.AddrPort{}, at, time.Second))
+	wait(cma.RouteResolved, id.ResolveRoute(time.Second))
+	e := wait(cma.Rejected, id.Connect(&cma.ConnParam{QPN: 17}))
+	if e != nil && e.Status != 8 && e.Status != 28 {
+		t.Fatalf("asking %v: refused for reason %d", at, e.Status)
+	}
+	return e != nil && e.Status == 28
+}
+
+// await waits until the server listens. It fails the test if the server ends before that.
+func (p prober) await(t testing.TB, server *process, ps cma.PortSpace, at netip.AddrPort) {
+	t.Helper()
+	for !p.listens(t, ps, at) {
+		select {
+		case <-server.done:
+			t.Fatalf("%s does not listen on %v: %v\n%s", server.name, at, server.err, server.out.String())
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+// meeting is a server and its client. "IP" in the commands stands for the server's address,
+// "TMP" for a directory.
+type meeting struct {
+	name           string // what distinguishes it from others of the same server; may be empty
+	pkg            string // the Debian package of the programs
+	server, client string
+	port           uint16
+	udp            bool   // the port is of RDMA_PS_UDP
+	psIB           bool   // the port is of RDMA_PS_IB
+	stays          bool   // the server serves until it is told to end
+	says           string // a regular expression for the client's output
+	race           string // a regular expression: the client has lost a race between the programs; both are run again
+	short          bool
+}
+
+// run runs a meeting on one address. Both programs must succeed.
+func (m *meeting) run(t *testing.T, addr string, client, server side) {
+	t.Helper()
+	ps := cma.PSTCP
+	switch {
+	case m.udp:
+		ps = cma.PSUDP
+	case m.psIB:
+		ps = cma.PSIB
+	}
+	at := netip.AddrPortFrom(netip.MustParseAddr(addr), m.port)
+	p := newProber(t, proberAddress(at.Addr()))
+	for range 20 {
+		if m.try(t, p, ps, at, client, server) {
+			return
+		}
+	}
+	t.Errorf("%s: the client has lost the race each time", client.args)
+}
+
+// try runs both programs once. It reports whether the client has not lost a race.
+func (m *meeting) try(t *testing.T, p prober, ps cma.PortSpace, at netip.AddrPort, client, server side) bool {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	s := start(ctx, t, server)
+	p.await(t, s, ps, at)
+	c := start(ctx, t, client)
+	<-c.done
+	if m.race != "" && regexp.MustCompile(m.race).MatchString(c.out.String()) {
+		cancel()
+		<-s.done
+		return false
+	}
+	if out := c.finish(t); !regexp.MustCompile(m.says).MatchString(out) {
+		t.Errorf("the client says\n%s\nwant %q", out, m.says)
+	}
+	switch {
+	case m.stays:
+		s.terminate(t)
+	case t.Failed():
+		cancel() // the server may wait for ever
+		fallthrough
+	default:
+		s.finish(t)
+	}
+	return true
+}
+
+// terminate ends a server that must still be running.
+func (p *process) terminate(t testing.TB) {
+	t.Helper()
+	select {
+	case <-p.done:
+		t.Errorf("%s has ended: %v\n%s", p.name, p.err, p.out.String())
+		return
+	default:
+	}
+	if err := p.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Error(err)
+	}
+	<-p.done
+	if w, ok := p.cmd.ProcessState.Sys().(syscall.WaitStatus); !ok || !w.Signaled() || w.Signal() != syscall.SIGTERM {
+		t.Errorf("%s, when told to end: %v\n%s", p.name, p.err, p.out.String())
+	}
+}
+
+// proberAddress returns an address for a prober of the server's family.
+func proberAddress(server netip.Addr) netip.Addr {
+	if server.Is4() {
+		return netip.MustParseAddr(address())
+	}
+	return server.Next()
+}
+
+func meetings() []meeting {
+	const rdmacm, perf = "rdmacm-utils", "perftest"
+	all := []meeting{
+		{pkg: rdmacm, server: "rping -s -C 10 -V -a IP", client: "rping -c -C 10 -V -a IP", port: 7174, short: true},
+		{name: "own QP", pkg: rdmacm, server: "rping -s -q -C 10 -V -a IP", client: "rping -c -q -C 10 -V -a IP", port: 7174},
+		{name: "large", pkg: rdmacm, server: "rping -s -C 10 -V -S 65000 -a IP", client: "rping -c -C 10 -V -S 65000 -a IP", port: 7174},
+		{pkg: rdmacm, server: "ucmatose -b IP", client: "ucmatose -s IP", port: 7471, says: `test complete\nreturn status 0`, short: true},
+		{name: "ten", pkg: rdmacm, server: "ucmatose -b IP -c 10", client: "ucmatose -s IP -c 10", port: 7471, says: `return status 0`, short: true},
+		{name: "migrate", pkg: rdmacm, server: "ucmatose -b IP -m -c 3 -a 18 -t 8", client: "ucmatose -s IP -m -c 3 -a 18 -t 8", port: 7471, says: `return status 0`},
+		{name: "RDMA_PS_IB", pkg: rdmacm, server: "ucmatose -b IP -P ib", client: "ucmatose -s IP -P ib", port: 7471, psIB: true, says: `return status 0`},
+		{pkg: rdmacm, server: "udaddy -b IP", client: "udaddy -s IP", port: 7174, udp: true, says: `return status 0`, short: true},
+		{name: "five", pkg: rdmacm, server: "udaddy -b IP -c 5", client: "udaddy -s IP -c 5", port: 7174, udp: true, says: `return status 0`},
+		{pkg: rdmacm, server: "rdma_server", client: "rdma_client -s IP", port: 7471, says: `end 0`, short: true},
+		{pkg: rdmacm, server: "rdma_xserver -c r", client: "rdma_xclient -s IP -c r", port: 7471, says: `end 0`, short: true},
+		{pkg: rdmacm, server: "cmtime -b IP", client: "cmtime -s IP -c 50", port: 7471, stays: true, says: `(?m)^disconnect .*\d`, short: true},
+		{pkg: rdmacm, server: "rstream -S 4096 -C 200", client: "rstream -s IP -S 4096 -C 200", port: 7471, says: `4k_lat|custom`, short: true},
+		{name: "verify", pkg: rdmacm, server: "rstream -S 65536 -C 100 -T v", client: "rstream -s IP -S 65536 -C 100 -T v", port: 7471, says: `64k_lat|custom`, short: true},
+		{pkg: rdmacm, server: "riostream -S 4096 -C 100", client: "riostream -s IP -S 4096 -C 100", port: 7471, says: `4k_lat|custom`, short: true},
+		{name: "all", pkg: rdmacm, server: "rstream", client: "rstream -s IP", port: 7471, says: `1m_bw`},
+		{name: "resolve", pkg: rdmacm, server: "rstream -S 4096 -C 200 -T r -b IP", client: "rstream -s IP -S 4096 -C 200 -T r", port: 7471, says: `4k_lat|custom`},
+		{name: "keepalive", pkg: rdmacm, server: "rstream -S 4096 -C 200 -k 1", client: "rstream -s IP -S 4096 -C 200 -k 1", port: 7471, says: `4k_lat|custom`},
+		{pkg: rdmacm, server: "rcopy", client: "rcopy TMP/from IP:TMP/to", port: 7427, stays: true, short: true},
+	}
+	// With poll (-T a) rstream takes the server's end for an error if it comes with the last message.
+	for _, way := range []string{"b", "n"} { // blocking, nonblocking
+		args := " -S 16384 -C 100 -T " + way
+		all = append(all, meeting{name: "-T " + way, pkg: rdmacm, server: "rstream" + args, client: "rstream -s IP" + args, port: 7471, says: `16k_lat|custom`},
+			meeting{name: "-T " + way, pkg: rdmacm, server: "riostream" + args, client: "riostream -s IP" + args, port: 7471, says: `16k_lat|custom`})
+	}
+	// Also for datagrams, perftest's sides first talk over a reliable connection. Then the server
+	// makes another listener, while the client connects to it: a client that is faster is refused,
+	// and crashes when it tries again with the ids that it has destroyed.
+	for _, c := range []struct {
+		args  string
+		short bool
+	}{
+		{"ib_write_bw", true}, {"ib_read_bw", true}, {"ib_atomic_bw", true}, {"ib_send_lat -c UD", true},
+		{"ib_send_bw", false}, {"ib_write_lat", false}, {"ib_read_lat", false}, {"ib_atomic_lat", false},
+		{"ib_send_bw -c UD", false}, {"ib_write_bw -q 4", false}, {"ib_send_bw -b", false}, {"ib_send_lat -T 8", false},
+	} {
+		args := c.args + " -R -F -n 200"
+		_, flags, _ := strings.Cut(c.args, " ")
+		all = append(all, meeting{name: flags, pkg: perf, server: args, client: args + " IP", port: 18515, says: `#bytes`,
+			race: `Event: RDMA_CM_EVENT_(REJECTED; error: 8|UNREACHABLE; error: 1)\.`, short: c.short})
+	}
+	return all
+}
+
+// Two processes on one address.
+func TestRDMACM(t *testing.T) {
+	for _, m := range meetings() {
+		if !m.short && !full {
+			continue
+		}
+		t.Run(strings.TrimSpace(strings.Fields(m.server)[0]+" "+m.name), func(t *testing.T) {
+			program(t, strings.Fields(m.server)[0], m.pkg)
+			built(t)
+			t.Parallel()
+			meet(t, &m, address())
+		})
+	}
+}
+
+// meet runs a meeting at an address and checks what has become of it.
+func meet(t *testing.T, m *meeting, addr string) {
+	t.Helper()
+	dir := t.TempDir()
+	data := bytes.Repeat([]byte("0123456789abcdef\n"), 30000)
+	if err := os.WriteFile(filepath.Join(dir, "from"), data, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	env := []string{"VERBENA_ADDR=" + addr}
+	fill := strings.NewReplacer("IP", addr, "TMP", dir)
+	args := func(s string) (all []string) {
+		for _, a := range strings.Fields(s) {
+			all = append(all, fill.Replace(a))
+		}
+		return all
+	}
+	m.run(t, addr, side{args: args(m.client), env: env}, side{args: args(m.server), env: env})
+	if !strings.Contains(m.client, "TMP/to") {
+		return
+	}
+	if got, err := os.ReadFile(filepath.Join(dir, "to")); err != nil || !bytes.Equal(got, data) {
+		t.Errorf("the copy has %d bytes, %v; want the %d of the file", len(got), err, len(data))
+	}
+}
+
+// A persistent server serves clients one after another.
+func TestRDMACMPersistent(t *testing.T) {
+	program(t, "rping", "rdmacm-utils")
+	addr := address()
+	env := []string{"VERBENA_ADDR=" + addr}
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	s := start(ctx, t, side{args: []string{"rping", "-s", "-P", "-V", "-a", addr}, env: env})
+	newProber(t, netip.MustParseAddr(address())).await(t, s, cma.PSTCP, netip.MustParseAddrPort(addr+":7174"))
+	for range 3 {
+		start(ctx, t, side{args: []string{"rping", "-c", "-C", "5", "-V", "-a", addr}, env: env}).finish(t)
+	}
+	s.terminate(t)
+}
+
+// A client whose server does not listen is told so.
+func TestRDMACMRefused(t *testing.T) {
+	program(t, "rping", "rdmacm-utils")
+	addr := address()
+	env := []string{"VERBENA_ADDR=" + addr}
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	c := start(ctx, t, side{args: []string{"rping", "-c", "-C", "5", "-a", addr}, env: env})
+	<-c.done
+	if code := c.cmd.ProcessState.ExitCode(); code <= 0 || !strings.Contains(c.out.String(), "RDMA_CM_EVENT_REJECTED, error 8") {
+		t.Errorf("it ends with %d (%v) and says\n%s", code, c.err, c.out.String())
+	}
+}
+
+// The members of a multicast group: the receiver gets what the sender sends.
+func TestRDMACMMulticast(t *testing.T) {
+	program(t, "mckey", "rdmacm-utils")
+	line := program(t, "stdbuf", "coreutils")
+	addr := address()
+	env := []string{"VERBENA_ADDR=" + addr}
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	// stdbuf makes the program's lines come when it prints them.
+	args := []string{line, "-oL", "mckey", "-m", fmt.Sprintf("239.78.%d.1", os.Getpid()&0xff), "-b", addr}
+	r := start(ctx, t, side{args: args, env: env})
+	r.await("joined dgid")
+	start(ctx, t, side{args: append(args, "-s"), env: env}).finish(t)
+	if t.Failed() {
+		cancel()
+	}
+	if out := r.finish(t); !strings.Contains(out, "return status 0") {
+		t.Errorf("the receiver says\n%s", out)
+	}
+}
+
+// Between two namespaces, by packets, over IPv4 and IPv6, as root and as an ordinary user.
+func TestRDMACMNamespaces(t *testing.T) {
+	program(t, "rping", "rdmacm-utils")
+	ns := newNetwork(t)
+	for i := range ns {
+		do(t, "ip", "-n", ns[i], "addr", "add", fmt.Sprintf("fd79::%d/64", i+1), "dev", fmt.Sprintf("d%d", i), "nodad")
+	}
+	lib := installed(t)
+	for _, c := range []struct {
+		net, server, client string
+		user                bool
+	}{
+		{"10.79.0.", "rping -s -C 10 -V -a IP", "rping -c -C 10 -V -a IP", true},
+		{"fd79::", "rping -s -C 10 -V -a IP", "rping -c -C 10 -V -a IP", false},
+		{"10.79.0.", "ucmatose -b IP -c 3", "ucmatose -s IP -c 3", false},
+		{"fd79::", "ucmatose -b IP -f ipv6", "ucmatose -s IP -f ipv6", true},
+	} {
+		t.Run(strings.Fields(c.server)[0]+" "+c.net, func(t *testing.T) {
+			in := func(i int, args string) side {
+				wrap := []string{"ip", "netns", "exec", ns[i]}
+				if c.user {
+					wrap = append(wrap, noRights(t)...)
+				}
+				return side{args: strings.Fields(strings.ReplaceAll(args, "IP", c.net+"1")), wrap: wrap,
+					env: []string{"VERBENA_LIB=" + lib, fmt.Sprintf("VERBENA_ADDR=%s%d", c.net, i+1)}}
+			}
+			ctx, cancel := context.WithTimeout(context.Background(), patience)
+			defer cancel()
+			s := start(ctx, t, in(0, c.server))
+			cl := start(ctx, t, in(1, c.client))
+			// A client that comes before the server listens is told so, and tries again.
+			for <-cl.done; refused.MatchString(cl.out.String()) && ctx.Err() == nil; <-cl.done {
+				cl = start(ctx, t, in(1, c.client))
+			}
+			cl.finish(t)
+			if t.Failed() {
+				cancel()
+			}
+			s.finish(t)
+		})
+	}
+}
+
+// refused is what a client prints when nobody listens.
+var refused = regexp.MustCompile(`RDMA_CM_EVENT_REJECTED, error:? 8`)
