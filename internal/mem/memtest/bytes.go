@@ -26,9 +26,7 @@ func testLengths(t *testing.T, e *env) {
 			to := page - min(n, e.rng.Uint64N(n+8)) - shift // ends before, at or behind the boundary
 			from := page - e.rng.Uint64N(n+8)
 
-			for i := range packet {
-				packet[i] = byte(e.rng.Uint32())
-			}
+			randomise(e.rng, packet)
 			mustCopy(t, e.list(ib.AccessRemoteWrite, a.at(to, n)), raw(packet), n, last)
 			copy(ma[to:to+n], packet)
 

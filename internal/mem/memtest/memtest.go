@@ -8,6 +8,7 @@ package memtest
 
 import (
 	"bytes"
+	"encoding/binary"
 	"math/rand/v2"
 	"os"
 	"slices"
@@ -376,12 +377,28 @@ func (e *env) finish() {
 	}
 }
 
+// randomise fills b with random bytes, and repeat with one: by words and by copies, since
+// the race detector notes every single store.
+func randomise(rng *rand.Rand, b []byte) {
+	for ; len(b) >= 8; b = b[8:] {
+		binary.LittleEndian.PutUint64(b, rng.Uint64())
+	}
+	for i := range b {
+		b[i] = byte(rng.Uint32())
+	}
+}
+
+func repeat(b []byte, value byte) {
+	b[0] = value
+	for n := 1; n < len(b); n *= 2 {
+		copy(b[n:], b[:n])
+	}
+}
+
 // fill writes random bytes to all of a region as its owner and returns them.
 func (e *env) fill(r *region) []byte {
 	b := make([]byte, r.Length())
-	for i := range b {
-		b[i] = byte(e.rng.Uint32())
-	}
+	randomise(e.rng, b)
 	r.Write(0, b)
 	return b
 }

@@ -125,9 +125,7 @@ func (e *env) revoke(t *testing.T, round int, kill func(r *region)) {
 		return f
 	})
 	fire(func(n byte) mem.Fault {
-		for i := range big {
-			big[i] = n
-		}
+		repeat(big, n)
 		f, _ := moveBytes(e.list(ib.AccessLocalWrite, r.at(0, size)), raw(big), size, true)
 		return f
 	})

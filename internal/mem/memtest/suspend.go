@@ -220,9 +220,7 @@ func testMoves(t *testing.T, e *env) {
 	var last byte
 	msg := make([]byte, page)
 	run(0, e.rng.Uint64(), func(_ *rand.Rand, n byte) mem.Fault {
-		for i := range msg {
-			msg[i] = n
-		}
+		repeat(msg, n)
 		f, _ := moveBytes(e.list(ib.AccessRemoteWrite, r.at(page, page)), raw(msg), page, true)
 		if f.OK() {
 			last = n

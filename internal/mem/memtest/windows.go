@@ -93,9 +93,7 @@ func (e *env) registerWindow(n uint64, cfg mem.RegionConfig) *region {
 		r.Bytes = m.Bytes[lo:][:n:n]
 	}
 	around := make([]byte, lo+n+hi)
-	for i := range around {
-		around[i] = byte(e.rng.Uint32())
-	}
+	randomise(e.rng, around)
 	clear(around[lo:][:n])
 	m.Write(0, around)
 	r.window.before = around
