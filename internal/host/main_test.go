@@ -181,7 +181,7 @@ func (u *udp) listen(w *Sockets) (place int, err error) {
 		return w.Place, nil
 	}
 	for i, s := range own {
-		at, err := s.FindPlace(random())
+		at, err := s.FindPlace(0, random())
 		if err != nil || i > 0 && int(at) != place {
 			return 0, fmt.Errorf("address %d has place %d, others %d: %w", i, at, place, err)
 		}

@@ -55,12 +55,12 @@ func TestPlacesOrphaned(t *testing.T) {
 		t.Run(tt.moments, func(t *testing.T) {
 			for _, when := range strings.Fields(tt.moments) {
 				c := startWith(t, childEnv+"="+list, -1, modeEnv+"="+when)
-				_ = c.cmd.Wait()
+				stays.buried(t, c)
 			}
 			j := join(outer, addr(32), addr(33)) // which keeps its place
 			at := j.lease(t) / rangesOfPlace
 			for i, s := range j.udp.socks {
-				if is, err := s.FindPlace(random()); err != nil || is != at {
+				if is, err := s.FindPlace(0, random()); err != nil || is != at {
 					t.Errorf("socket %d is at place %d, %v, want %d", i, is, err, at)
 				}
 			}
@@ -102,7 +102,7 @@ func TestPlacesOrphaned(t *testing.T) {
 // takes a place that is free.
 func TestPlacesBehindAll(t *testing.T) {
 	a, b := join(t, addr(60)), join(t, addr(60))
-	_ = startWith(t, childEnv+"="+addr(60).String(), -1, modeEnv+"=bound0").cmd.Wait()
+	a.buried(t, startWith(t, childEnv+"="+addr(60).String(), -1, modeEnv+"=bound0"))
 	b.udp.close()
 	_ = b.Close()
 	u := udp{addrs: []netip.Addr{addr(60)}}
@@ -259,7 +259,7 @@ func TestPlacesQuiet(t *testing.T) {
 		killed.expect(t, "slot")
 		id := a.of(t, killed)
 		_ = killed.cmd.Process.Kill()
-		_ = killed.cmd.Wait()
+		a.buried(t, killed)
 		flood(t, addr(34), 1, many)
 		if a.waiting(t, 1) == 0 {
 			t.Fatal("the socket of a killed process does not receive")
@@ -277,7 +277,7 @@ func TestPlacesQuiet(t *testing.T) {
 			t.Error("another place")
 		}
 		_ = again.cmd.Process.Kill()
-		_ = again.cmd.Wait()
+		a.buried(t, again)
 		flood(t, addr(34), 1, many)
 		j := join(t, addr(34)) // notices the death by itself
 		if p := j.lease(t) / rangesOfPlace; p != 1 {
@@ -349,7 +349,7 @@ func TestLastLeaves(t *testing.T) {
 		wg.Wait()
 		third := join(t, addr(30))
 		for _, j := range []*joined{next, third} {
-			at, err := j.udp.socks[0].FindPlace(random())
+			at, err := j.udp.socks[0].FindPlace(0, random())
 			if want := j.lease(t) / rangesOfPlace; err != nil || at != want {
 				t.Fatalf("round %d: place %d, %v, and numbers of place %d", i, at, err, want)
 			}

@@ -18,6 +18,11 @@ import (
 // of them may be stopped.
 const watchers = 3
 
+// lookAfter are the pauses between looks for a dead process.
+var lookAfter = [...]time.Duration{
+	0, time.Millisecond, 10 * time.Millisecond, 30 * time.Millisecond, 100 * time.Millisecond, 300 * time.Millisecond, time.Second,
+}
+
 type watch struct {
 	mu     sync.Mutex // guards what follows
 	wanted bool       // this process has connections
@@ -63,6 +68,7 @@ func (m *Member) seekWatchers() {
 // have too few watchers. It also calls it for those that have died before.
 func (m *Member) Watch() {
 	m.mourn()
+	m.lookLater() // a process may have ended just now
 	for i := range m.dir.process {
 		if id := m.dir.who(i); id != 0 && id != m.self {
 			if n := m.dir.process[i].watched.Load(); n > 0 && n <= watchers {
@@ -145,9 +151,10 @@ func (m *Member) watched(c *net.UnixConn) {
 }
 
 // lookForDead looks for a dead process. The kernel closes the sockets of a process before it frees the
-// lock that shows that the process lives: so it looks several times, unless it finds one.
+// lock that shows that the process lives, on some machines 80 ms before: so it looks several times,
+// unless it finds one.
 func (m *Member) lookForDead() {
-	for _, d := range []time.Duration{0, time.Millisecond, 30 * time.Millisecond, time.Second} {
+	for _, d := range lookAfter {
 		select {
 		case <-m.watch.ending:
 			return

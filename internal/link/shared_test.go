@@ -15,6 +15,7 @@ import (
 
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/shm"
+	"github.com/verbena-rdma/verbena/internal/sys"
 	"github.com/verbena-rdma/verbena/internal/train"
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
@@ -524,4 +525,27 @@ func TestSharedLooksOnce(t *testing.T) {
 		t.Errorf("looked %d times when the first device had gone", looks)
 	}
 	runtime.KeepAlive(kept)
+}
+
+// A process that looks for its place wakes no other process: it sends nothing to the socket that
+// all of them read.
+func TestListenQuiet(t *testing.T) {
+	a, _ := sharedPair(t)
+	common, err := a.OpenCommon()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer syscall.Close(common[0])
+	drop := make([]byte, 100)
+	for { // what OpenCommon itself has sent
+		if _, _, err := syscall.Recvfrom(common[0], drop, syscall.MSG_DONTWAIT); err != nil {
+			break
+		}
+	}
+	if p, err := a.First().Listen(1, nil, func(int, int) error { return nil }); p != sys.CommonPlace+1 || err != nil {
+		t.Fatal(p, err)
+	}
+	if n, _, err := syscall.Recvfrom(common[0], drop, syscall.MSG_DONTWAIT); err != syscall.EAGAIN {
+		t.Errorf("%d bytes, %v: the common socket has received", n, err)
+	}
 }

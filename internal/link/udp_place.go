@@ -39,7 +39,7 @@ func (r *UDPReceiver) Listen(hint int, orphans []int, hold func(addr, fd int) er
 	}
 	findPlace := func(i int) {
 		at[i] = hint
-		if p, err := socks[i].FindPlace(rand.Uint64()); err == nil {
+		if p, err := socks[i].FindPlace(sys.CommonPlace+1, rand.Uint64()); err == nil {
 			at[i] = int(p)
 		}
 		place = max(place, at[i])
@@ -119,7 +119,7 @@ func (u *UDP) OpenCommon() (fds []int, err error) {
 		if err != nil {
 			return fail(err)
 		}
-		place, err := s.FindPlace(rand.Uint64())
+		place, err := s.FindPlace(sys.CommonPlace, rand.Uint64())
 		fds = append(fds, s.Detach())
 		if err == nil && place != sys.CommonPlace {
 			return fail(ib.Errorf("open_device", syscall.EADDRINUSE, "another program shares UDP port %d of %v", wire.RoCEPort, e.addr))

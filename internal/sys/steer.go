@@ -117,8 +117,9 @@ var ErrNoProbe = errors.New("a packet to the host's own address does not arrive"
 // after the other, until one arrives. The kernel gives a packet for a place that no socket has to any
 // of them, so the place is the smallest one whose packet arrives. A firewall may lose packets: so
 // FindPlace repeats those for smaller places. It drops what else arrives meanwhile. token is any
-// number that other processes do not use.
-func (s *UDPSocket) FindPlace(token uint64) (uint32, error) {
+// number that other processes do not use. The caller knows that the place is not below first: a
+// packet for CommonPlace would wake all processes.
+func (s *UDPSocket) FindPlace(first uint32, token uint64) (uint32, error) {
 	tx, err := unix.Socket(s.family(), unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.IPPROTO_UDP)
 	if err != nil {
 		return 0, err
@@ -129,7 +130,7 @@ func (s *UDPSocket) FindPlace(token uint64) (uint32, error) {
 	binary.LittleEndian.PutUint64(b[12:], token)
 	found := uint32(NumPlaces) // none yet
 	for round := range probeRounds {
-		for place := range found {
+		for place := first; place < found; place++ {
 			binary.BigEndian.PutUint32(b[4:], PlaceNumber(place, uint32(token)|2)) // not queue pair 1
 			if err := unix.Sendto(tx, b[:], 0, sockaddr(s.local)); err != nil {
 				return 0, fmt.Errorf("%w: %w", ErrNoProbe, err)

@@ -56,7 +56,7 @@ func TestSteering(t *testing.T) {
 			var inodes [n]uint64
 			for i := range socks {
 				socks[i], inodes[i] = held(t, at, shelf)
-				if p, err := socks[i].FindPlace(rand.Uint64()); err != nil || p != uint32(i) {
+				if p, err := socks[i].FindPlace(0, rand.Uint64()); err != nil || p != uint32(i) {
 					t.Fatalf("socket %d has place %d, %v", i, p, err)
 				}
 			}
@@ -279,7 +279,7 @@ func TestFindPlaceLossy(t *testing.T) {
 		if err := unix.SetsockoptSockFprog(s.fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &prog); err != nil {
 			t.Fatal(err)
 		}
-		if p, err := s.FindPlace(rand.Uint64()); err != nil || p != uint32(i) {
+		if p, err := s.FindPlace(0, rand.Uint64()); err != nil || p != uint32(i) {
 			t.Fatalf("socket %d has place %d, %v", i, p, err)
 		}
 	}
