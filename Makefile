@@ -70,4 +70,5 @@ install: build clib ## install the command and the library under PREFIX (/usr/lo
 	@install -D -m 755 bin/verbena $(DESTDIR)$(PREFIX)/bin/verbena
 	@install -d $(DESTDIR)$(PREFIX)/lib/verbena $(DESTDIR)$(PREFIX)/include/verbena
 	@cp -P bin/lib/*.so* $(DESTDIR)$(PREFIX)/lib/verbena/
+	@install -m 755 bin/lib/verbena-watcher $(DESTDIR)$(PREFIX)/lib/verbena/
 	@install -m 644 clib/include/verbena/verbs.h $(DESTDIR)$(PREFIX)/include/verbena/verbs.h

@@ -7,6 +7,7 @@
 #   libverbena-files.so      files that a kernel driver would have, and functions that
 #                            intercept calls which map over memory: clib/files, which
 #                            "verbena exec" preloads
+#   verbena-watcher          clib/watcher, which "verbena exec" leaves beside a program
 #   include/verbena/verbs.h  verbs that the usual header does not have
 #
 # Files that are newer than their sources are not built again.
@@ -55,3 +56,4 @@ if [ -f clib/include/verbena/verbs.h ]; then cp -u clib/include/verbena/verbs.h 
 go build -buildmode=c-shared -tags verbena_backend -pgo=cmd/verbena/default.pgo \
   -ldflags '-X=runtime.godebugDefault=asyncpreemptoff=1 -checklinkname=0 -extldflags=-Wl,--wrap=pthread_create' -o "$OUT/libverbena-backend.so" ./clib/backend
 rm -f "$OUT/libverbena-backend.h" # the front has a header of its own
+CGO_ENABLED=0 go build -ldflags '-s -w' -o "$OUT/verbena-watcher" ./clib/watcher

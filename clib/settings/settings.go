@@ -33,6 +33,7 @@ var Vars = []Var{
 	{"VERBENA_PCAP", "no capture", "A file that packets are written to; %p becomes the process ID."},
 	{"VERBENA_STATS", "no statistics", "A file that the device's counters are appended to when the program closes the device, or stderr; %p as above."},
 	{"VERBENA_LOG", "0", "1: print on standard error why a verb failed."},
+	{"VERBENA_WATCHER", "set by \"verbena exec\"", "The socket of the process that tells peers when this program has died: a name; off: \"verbena exec\" starts none."},
 	{"VERBENA_BACKEND", "beside libibverbs.so.1", "The path of libverbena-backend.so."},
 }
 
@@ -47,6 +48,7 @@ type Settings struct {
 	Limits    map[string]int
 	Hide      map[string]bool
 	Identity  string // "verbena" or "mlx5"
+	Watcher   string // "": none
 	PCAP      string
 	Stats     string
 	Log       bool
@@ -120,6 +122,9 @@ func Parse(getenv func(string) string, pid int) (*Settings, error) {
 	}
 	var ignored string
 	oneOf("VERBENA_SCATTER_TO_CQE", &ignored, "0", "1", "2")
+	if s.Watcher = getenv("VERBENA_WATCHER"); s.Watcher == "off" {
+		s.Watcher = ""
+	}
 	s.Limits = map[string]int{}
 	for _, part := range split(getenv("VERBENA_LIMITS"), ",") {
 		name, value, _ := strings.Cut(part, "=")

@@ -26,7 +26,7 @@ func TestParse(t *testing.T) {
 	s, err := Parse(from(map[string]string{
 		"VERBENA_ADDR": " 127.0.0.1 , ::1 ;::ffff:10.0.0.1;", "VERBENA_DEVICES": "eth0,,verbena3", "VERBENA_LINK": "udp", "VERBENA_LOCK": "strict",
 		"VERBENA_WINDOW": "7", "VERBENA_RECEIVERS": "3", "VERBENA_LIMITS": "qp=3,srq_wr=9", "VERBENA_HIDE": "odp,xrc", "VERBENA_IDENTITY": "mlx5",
-		"VERBENA_PCAP": "/tmp/%p.pcap", "VERBENA_STATS": "stderr", "VERBENA_LOG": "1",
+		"VERBENA_PCAP": "/tmp/%p.pcap", "VERBENA_STATS": "stderr", "VERBENA_LOG": "1", "VERBENA_WATCHER": "@w",
 	}), 42)
 	if err != nil {
 		t.Fatal(err)
@@ -34,9 +34,12 @@ func TestParse(t *testing.T) {
 	a := netip.MustParseAddr
 	want := &Settings{Addrs: [][]netip.Addr{{a("127.0.0.1"), a("::1")}, {a("10.0.0.1")}}, Devices: []string{"eth0", "verbena3"}, Link: "udp",
 		Lock: "strict", Window: 7, Receivers: 3, Limits: map[string]int{"qp": 3, "srq_wr": 9}, Hide: map[string]bool{"odp": true, "xrc": true},
-		Identity: "mlx5", PCAP: "/tmp/42.pcap", Stats: "stderr", Log: true}
+		Identity: "mlx5", PCAP: "/tmp/42.pcap", Stats: "stderr", Log: true, Watcher: "@w"}
 	if !reflect.DeepEqual(s, want) {
 		t.Errorf("%+v\nis not %+v", s, want)
+	}
+	if s, err = Parse(from(map[string]string{"VERBENA_WATCHER": "off"}), 1); err != nil || s.Watcher != "" {
+		t.Errorf("without a watcher: %+v, %v", s, err)
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"io"
 	"math"
 	"os"
 	"os/exec"
@@ -428,13 +429,20 @@ func TestInterruptDemo(t *testing.T) {
 	var stderr bytes.Buffer
 	cmd := exec.CommandContext(t.Context(), program, "demo")
 	cmd.Stderr = &stderr
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	time.Sleep(500 * time.Millisecond) // it measures by now
+	if _, err := out.Read(make([]byte, 1)); err != nil { // it is at work by now
+		t.Fatal(err)
+	}
 	if err := cmd.Process.Signal(syscall.SIGINT); err != nil {
 		t.Fatal(err)
 	}
+	_, _ = io.Copy(io.Discard, out)
 	_ = cmd.Wait() // the exit status counts
 	if code := cmd.ProcessState.ExitCode(); code != exitFailed || stderr.String() != "verbena demo: interrupted\n" {
 		t.Errorf("exit status %d, message %q", code, stderr.String())

@@ -49,10 +49,7 @@ type management struct {
 	handling sync.Mutex // guards handler; held while it is called
 	handler  func(from, to netip.Addr, mad []byte)
 
-	sending sync.Mutex // guards what follows
-	t       train.Train
-	flow    train.Flow
-	psn     uint32
+	sender madSender
 
 	received, sent, dropped, passed atomic.Uint64
 }
@@ -67,7 +64,7 @@ type mad struct {
 // openManagement starts to serve queue pair 1.
 func (d *Device) openManagement() error {
 	m := &d.management
-	m.dev, m.queue, m.psn = d, make(chan *mad, maxMADs), rand.Uint32()
+	m.dev, m.queue, m.sender.psn = d, make(chan *mad, maxMADs), rand.Uint32()
 	if d.member != nil {
 		var err error
 		if m.common, err = d.link.(*link.Shared).NewCommonReceiver(d.member.Common()); err != nil {
@@ -257,10 +254,23 @@ func (m *management) Send(d *provider.MAD) error {
 
 // send sends a packet to a number of queue pair 1.
 func (m *management) send(d *provider.MAD, qpn uint32) error {
-	m.sending.Lock()
-	defer m.sending.Unlock()
-	udp := m.dev.link.(*link.Shared).UDP
-	f := &m.flow
+	m.sent.Add(1)
+	return m.sender.send(m.dev.link.(*link.Shared).UDP, d, qpn)
+}
+
+// madSender sends datagrams of queue pair 1.
+type madSender struct {
+	mu   sync.Mutex // guards what follows
+	t    train.Train
+	flow train.Flow
+	psn  uint32
+}
+
+// send sends a packet to a number of queue pair 1.
+func (s *madSender) send(udp *link.UDP, d *provider.MAD, qpn uint32) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f := &s.flow
 	*f = train.Flow{Src: d.From, Dst: d.To, TClass: d.TClass, HopLimit: d.HopLimit, Label: d.FlowLabel,
 		SrcPort: firstManagementPort | uint16(steeredTo(d.Bytes, qpn))}
 	if f.HopLimit == 0 {
@@ -269,14 +279,13 @@ func (m *management) send(d *provider.MAD, qpn uint32) error {
 	if err := udp.Prepare(f); err != nil {
 		return opError("send_mad", err)
 	}
-	t := &m.t
+	t := &s.t
 	t.Reset()
 	t.Flow, t.Transport, t.Kind, t.Start, t.End = f, wire.UD, wire.KindSend, true, true
-	t.DestQP, t.PSN, t.N, t.MTU = qpn, wire.PSN(m.psn&0xffffff), 1, len(d.Bytes)
+	t.DestQP, t.PSN, t.N, t.MTU = qpn, wire.PSN(s.psn&0xffffff), 1, len(d.Bytes)
 	t.DETH = wire.DETH{QKey: managementQKey, SrcQP: wire.ManagementQP}
 	t.SetInline(d.Bytes)
-	m.psn++
-	m.sent.Add(1)
+	s.psn++
 	_, err := udp.Send([]*train.Train{t})
 	return opError("send_mad", err)
 }
@@ -392,9 +401,16 @@ func (c *connRecord) Free() {
 
 // died tells the peer of a connection that the process which had it has died.
 func (m *management) died(w host.LastWords) {
-	if w.Addr < 0 || w.Addr >= len(m.dev.addrs) {
-		return
+	if d := lastWords(m.dev.addrs, &w); d != nil {
+		_ = m.Send(d) // it may be lost on the way, too
+	}
+}
+
+// lastWords returns the datagram for a process that has died; nil if the device has no such address.
+func lastWords(addrs []netip.Addr, w *host.LastWords) *provider.MAD {
+	if w.Addr < 0 || w.Addr >= len(addrs) {
+		return nil
 	}
 	b := cm.LastWords(w.Local, w.Remote, w.QPN, rand.Uint64())
-	_ = m.Send(&provider.MAD{From: m.dev.addrs[w.Addr], To: w.Peer, Bytes: b[:]}) // it may be lost on the way, too
+	return &provider.MAD{From: addrs[w.Addr], To: w.Peer, Bytes: b[:]}
 }

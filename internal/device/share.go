@@ -63,6 +63,7 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 				d.management.died(w)
 			}
 		},
+		Watcher: cfg.Watcher,
 		Packets: cfg.Link == linkUDP,
 		Segment: link.PassSegment,
 		Shared:  mem.PassShared,

@@ -57,7 +57,8 @@ func child(addrs []netip.Addr) int {
 		}
 	}
 	u := udp{addrs: addrs}
-	m, err := Join(Config{Addrs: addrs, Limits: manyObjects(), Listen: u.listen, Status: func(bool) any { return os.Getpid() }})
+	m, err := Join(Config{Addrs: addrs, Limits: manyObjects(), Listen: u.listen, Status: func(bool) any { return os.Getpid() },
+		Watcher: os.Getenv(watcherEnv)})
 	if err != nil {
 		fmt.Println("refused:", err)
 		return 1
@@ -85,16 +86,25 @@ func child(addrs []netip.Addr) int {
 		m.dir.sweep(m.self)
 		fmt.Println("closed", err)
 	}
+	var connected []*Record
 	if os.Getenv(modeEnv) == "connected" { // has a port and two connections that its peers are to hear of
 		p, err := m.BindPort(PortsTCP, 7174, []int{0}, false)
 		if err == nil {
 			err = p.Listen()
 		}
 		for i := range uint32(2) {
-			m.NewRecord().Set(&LastWords{State: 1, Peer: netip.MustParseAddr("192.0.2.7"), Local: 100 + i, Remote: 200 + i, QPN: 300 + i})
+			r := m.NewRecord()
+			connected = append(connected, r)
+			r.Set(&LastWords{State: 1, Peer: netip.MustParseAddr("192.0.2.7"), Local: 100 + i, Remote: 200 + i, QPN: 300 + i})
 		}
 		m.NewRecord().Free()
 		fmt.Println("connected", err)
+		for called := false; m.cfg.Watcher != "" && !called; time.Sleep(time.Millisecond) {
+			m.watch.mu.Lock()
+			called = m.watch.watcher != nil
+			m.watch.mu.Unlock()
+		}
+		fmt.Println("watched", err)
 	}
 	in := bufio.NewScanner(os.Stdin)
 	for in.Scan() { // a line asks for one more range
@@ -104,6 +114,9 @@ func child(addrs []netip.Addr) int {
 			return 1
 		}
 		fmt.Println("range", r)
+	}
+	for _, r := range connected {
+		r.Free()
 	}
 	if err := m.Close(); err != nil {
 		fmt.Println("close:", err)

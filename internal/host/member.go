@@ -49,6 +49,9 @@ type Config struct {
 	// Died, if set, is called for each connection of a process of the device that has died. Of
 	// all processes, one is called. It must not wait for a process.
 	Died func(LastWords)
+	// Watcher is the name of a socket where a process watches this one: see ServeWatcher. "" if
+	// there is none.
+	Watcher string
 	// Status returns what this process is doing, as a value for encoding/json; only
 	// totals if brief is set.
 	Status func(brief bool) any

@@ -27,10 +27,12 @@ type watch struct {
 	mu     sync.Mutex // guards what follows
 	wanted bool       // this process has connections
 	conns  map[*net.UnixConn]bool
-	closed bool
-	looks  bool          // a goroutine of lookLater is under way
-	ending chan struct{} // closed with closed
-	wg     sync.WaitGroup
+	// watcher is a connection to a process that only watches, nil if there is none: see watcher.go.
+	watcher *net.UnixConn
+	closed  bool
+	looks   bool          // a goroutine of lookLater is under way
+	ending  chan struct{} // closed with closed
+	wg      sync.WaitGroup
 }
 
 // wantWatch has other processes watch this one from now on.
@@ -44,6 +46,9 @@ func (m *Member) wantWatch() {
 	w.wanted = true
 	m.publishWatchLocked()
 	w.wg.Go(m.seekWatchers)
+	if m.cfg.Watcher != "" {
+		w.wg.Go(m.callWatcher)
+	}
 }
 
 // publishWatchLocked lets processes that join know whether this one needs watchers.
@@ -195,6 +200,9 @@ func (m *Member) endWatch() {
 	}
 	for c := range w.conns {
 		_ = c.Close() // nothing is lost with it
+	}
+	if w.watcher != nil {
+		_ = w.watcher.Close()
 	}
 	w.mu.Unlock()
 	w.wg.Wait()

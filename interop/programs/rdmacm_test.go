@@ -287,6 +287,35 @@ func TestRDMACMPersistent(t *testing.T) {
 	s.terminate(t)
 }
 
+// The peer of a program that is killed hears of it, though no other process has the address: from
+// the watcher of "verbena exec". The program itself knows of no child.
+func TestRDMACMKilled(t *testing.T) {
+	program(t, "rping", "rdmacm-utils")
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	for _, killed := range []string{"server", "client"} {
+		addr, other := address(), address()
+		s := start(ctx, t, side{args: []string{"rping", "-s", "-v", "-S", "64", "-a", addr}, env: []string{"VERBENA_ADDR=" + addr}})
+		newProber(t, netip.MustParseAddr(address())).await(t, s, cma.PSTCP, netip.MustParseAddrPort(addr+":7174"))
+		c := start(ctx, t, side{args: []string{"rping", "-c", "-v", "-S", "64", "-a", addr}, env: []string{"VERBENA_ADDR=" + other}})
+		c.await("rdma-ping-20:")
+		dies, hears := s, c
+		if killed == "client" {
+			dies, hears = c, s
+		}
+		if b, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%[1]d/children", dies.cmd.Process.Pid)); err != nil || len(b) > 0 {
+			t.Errorf("the program has children %q, %v", b, err)
+		}
+		if err := dies.cmd.Process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		<-hears.done
+		if ctx.Err() != nil {
+			t.Fatalf("the peer does not hear that the %s was killed:\n%s", killed, hears.out.String())
+		}
+	}
+}
+
 // A client whose server does not listen is told so.
 func TestRDMACMRefused(t *testing.T) {
 	program(t, "rping", "rdmacm-utils")

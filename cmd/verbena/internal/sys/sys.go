@@ -94,3 +94,17 @@ func Discard(b []byte) error { return syscall.Madvise(b, syscall.MADV_DONTNEED) 
 
 // Exec replaces the process by another program; it returns only on failure.
 func Exec(path string, args, env []string) error { return syscall.Exec(path, args, env) }
+
+// OwnSession prepares a command to run in a session of its own, without a terminal.
+func OwnSession(cmd *exec.Cmd) { cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true} }
+
+// OwnPidfd returns a descriptor of this process that can be read, as poll(2) says, when the process
+// has ended, and does not block.
+func OwnPidfd() (*os.File, error) {
+	const sysPidfdOpen = 434 // of every architecture
+	fd, _, errno := syscall.Syscall(sysPidfdOpen, uintptr(os.Getpid()), syscall.O_NONBLOCK, 0)
+	if errno != 0 {
+		return nil, fmt.Errorf("pidfd_open: %w", errno)
+	}
+	return os.NewFile(fd, "pidfd"), nil
+}

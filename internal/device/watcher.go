@@ -1,0 +1,50 @@
+package device
+
+// Serving as a watcher: what a process does that "verbena exec" leaves beside a program.
+
+import (
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/host"
+	"github.com/verbena-rdma/verbena/internal/link"
+	"github.com/verbena-rdma/verbena/internal/wire"
+)
+
+// ServeWatcher watches the processes that ask for it by the listener, and tells the peers of those
+// that die. It returns when ended is closed and none of them is left.
+func ServeWatcher(l *net.UnixListener, ended <-chan struct{}) error {
+	return host.ServeWatcher(l, ended, sayLastWords)
+}
+
+// repeatLastWords are the pauses before last words are said: nobody is left who could take an
+// answer, and networks lose packets.
+var repeatLastWords = [...]time.Duration{0, 100 * time.Millisecond, time.Second, 3 * time.Second}
+
+func sayLastWords(addrs []netip.Addr, words []host.LastWords) {
+	if len(words) == 0 {
+		return
+	}
+	udp, err := link.OpenUDP(&link.UDPConfig{Addrs: addrs, Router: deaf{}})
+	if err != nil {
+		return // the addresses have gone
+	}
+	defer func() { _ = udp.Close() }()
+	s := madSender{psn: rand.Uint32()}
+	for _, pause := range repeatLastWords {
+		time.Sleep(pause)
+		for i := range words {
+			if d := lastWords(addrs, &words[i]); d != nil {
+				_ = s.send(udp, d, wire.ManagementQP) // it is repeated
+			}
+		}
+	}
+}
+
+// deaf routes packets to no process: the watcher receives none.
+type deaf struct{}
+
+func (deaf) Route(uint32) (int, bool)   { return 0, true }
+func (deaf) Forward(int, *link.Packets) {}

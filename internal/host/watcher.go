@@ -1,0 +1,159 @@
+package host
+
+// The watcher: a process beside a program that "verbena exec" has started. Other processes of the
+// device say the last words of one that dies (watch.go); the watcher says those of the last one.
+//
+// A process that has connections sends the watcher its directory, on a connection that the kernel
+// closes when the process ends.
+
+import (
+	"errors"
+	"net"
+	"net/netip"
+	"os"
+	"sync"
+	"time"
+)
+
+// callWatcher has the watcher watch this process.
+func (m *Member) callWatcher() {
+	c, err := dial(m.cfg.Watcher)
+	if err != nil {
+		return // nobody started one, or it belongs to another user
+	}
+	if send(c, &request{Op: opWatch, Protocol: protocol, Addrs: m.cfg.Addrs}, m.dir.fd) != nil {
+		_ = c.Close() // the watcher has ended
+		return
+	}
+	m.watch.mu.Lock()
+	defer m.watch.mu.Unlock()
+	if m.watch.closed {
+		_ = c.Close()
+		return
+	}
+	m.watch.watcher = c
+}
+
+// ServeWatcher watches the processes that ask for it, until ended is closed and none is left. died is
+// called with the last words of those that have died, and the addresses of their device. The
+// listener is closed.
+func ServeWatcher(l *net.UnixListener, ended <-chan struct{}, died func(addrs []netip.Addr, words []LastWords)) error {
+	calls, done, stop := make(chan *net.UnixConn), make(chan struct{}), make(chan struct{})
+	var last error
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		defer close(calls)
+		last = acceptAll(l, calls, stop)
+	})
+	for watching := 0; ended != nil || watching > 0; {
+		select {
+		case c, ok := <-calls:
+			if !ok { // no more will come
+				calls, ended = nil, nil
+				continue
+			}
+			watching++
+			wg.Go(func() { watchOver(c, died); done <- struct{}{} })
+		case <-done:
+			watching--
+		case <-ended:
+			ended = nil
+		}
+	}
+	close(stop)
+	err := l.Close()
+	wg.Wait()
+	return errors.Join(last, err)
+}
+
+// acceptAll accepts connections until the listener or stop is closed.
+func acceptAll(l *net.UnixListener, calls chan<- *net.UnixConn, stop <-chan struct{}) error {
+	for {
+		c, err := l.AcceptUnix()
+		switch {
+		case errors.Is(err, net.ErrClosed):
+			return nil
+		case err != nil && !isTemporary(err):
+			return err
+		case err != nil:
+			time.Sleep(retry) // too few descriptors
+		default:
+			select {
+			case calls <- c:
+			case <-stop:
+				_ = c.Close()
+			}
+		}
+	}
+}
+
+// isTemporary reports whether another Accept may succeed.
+func isTemporary(err error) bool {
+	var e *net.OpError
+	return errors.As(err, &e) && e.Temporary()
+}
+
+// watchOver waits for the end of a process.
+func watchOver(c *net.UnixConn, died func([]netip.Addr, []LastWords)) {
+	defer func() { _ = c.Close() }()
+	if checkPeer(c) != nil || c.SetReadDeadline(time.Now().Add(replyTime)) != nil {
+		return
+	}
+	var q request
+	fds, err := receive(c, &q)
+	if err != nil {
+		return
+	}
+	if len(fds) != 1 || q.Op != opWatch || q.Protocol != protocol || len(q.Addrs) == 0 || c.SetReadDeadline(time.Time{}) != nil {
+		refuseFDs(fds)
+		return
+	}
+	d, err := openDirectory(fds[0])
+	if err != nil {
+		return
+	}
+	defer func() { _ = d.close() }()
+	var b [1]byte
+	_, _ = c.Read(b[:]) // it ends when the process does, or leaves the device
+	for _, pause := range lookAfter {
+		time.Sleep(pause)
+		if words, found := d.lastWords(); found {
+			died(q.Addrs, words)
+			return
+		}
+	}
+}
+
+// lastWords returns the last words of all processes that have died, unless another process says them.
+// It has an entry meanwhile, so that nobody takes what it has taken.
+func (d *directory) lastWords() (words []LastWords, found bool) {
+	var dead []identity
+	for c := range d.chunkHolder {
+		if id := identity(d.chunkHolder[c].Load()); id != 0 && !d.alive(id) {
+			dead = append(dead, id)
+		}
+	}
+	if len(dead) == 0 {
+		return nil, false
+	}
+	for i := range d.process {
+		if d.process[i].isBinding() {
+			continue // a newcomer finds the sockets of a dead process by it
+		}
+		id, life, err := d.claimEntry(i, os.Getpid(), random())
+		if err != nil {
+			return nil, false
+		}
+		if life == nil {
+			continue
+		}
+		for _, id := range dead {
+			d.release(id)
+		}
+		d.mourn(id, func(w LastWords) { words = append(words, w) })
+		d.release(id)
+		life.Unlock()
+		return words, true
+	}
+	return nil, false
+}

@@ -1,0 +1,182 @@
+package host
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"testing"
+	"time"
+)
+
+// watcherEnv names a watcher's socket to a process of the tests.
+const watcherEnv = "VERBENA_HOST_TEST_WATCHER"
+
+// farewell is what a watcher was called with.
+type farewell struct {
+	addrs []netip.Addr
+	words []LastWords
+}
+
+// watcher serves as a watcher, until end is called, which waits for it.
+func watcher(t *testing.T) (name string, died <-chan farewell, end func()) {
+	t.Helper()
+	name = fmt.Sprintf("@verbena-host-test-%x", random())
+	l, err := listen(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended, done, said := make(chan struct{}), make(chan error, 1), make(chan farewell, 10)
+	go func() {
+		done <- ServeWatcher(l, ended, func(addrs []netip.Addr, words []LastWords) { said <- farewell{addrs, words} })
+	}()
+	once := false
+	end = func() {
+		if once {
+			return
+		}
+		once = true
+		close(ended)
+		select {
+		case err := <-done:
+			if err != nil {
+				t.Error(err)
+			}
+		case <-time.After(20 * time.Second):
+			t.Error("the watcher does not end")
+		}
+	}
+	t.Cleanup(end)
+	return name, said, end
+}
+
+// The watcher says the last words of the last process of a device, also if it was told to end
+// before.
+func TestWatcher(t *testing.T) {
+	for _, told := range []bool{false, true} {
+		name, died, end := watcher(t)
+		c := startWith(t, childEnv+"="+addr(70).String(), -1, modeEnv+"=connected", watcherEnv+"="+name)
+		c.expect(t, "watched <nil>")
+		ended := make(chan struct{})
+		if told {
+			go func() { defer close(ended); end() }()
+			select {
+			case <-ended:
+				t.Fatal("the watcher ends before the process does")
+			case <-time.After(50 * time.Millisecond):
+			}
+		}
+		if err := c.cmd.Process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case f := <-died:
+			if !slices.Equal(f.addrs, []netip.Addr{addr(70)}) || len(f.words) != 2 || f.words[0].Local+f.words[1].Local != 201 || f.words[0].Peer != netip.MustParseAddr("192.0.2.7") {
+				t.Errorf("%+v", f)
+			}
+		case <-time.After(20 * time.Second):
+			t.Fatal("the watcher does not hear of it")
+		}
+		if told {
+			<-ended
+		} else {
+			end()
+		}
+	}
+}
+
+// A process that leaves in order has no last words.
+func TestWatcherLeaves(t *testing.T) {
+	name, died, end := watcher(t)
+	c := startWith(t, childEnv+"="+addr(71).String(), -1, modeEnv+"=connected", watcherEnv+"="+name)
+	c.expect(t, "watched <nil>")
+	_ = c.in.Close()
+	if err := c.cmd.Wait(); err != nil {
+		t.Error(err)
+	}
+	end()
+	for len(died) > 0 {
+		if f := <-died; len(f.words) > 0 {
+			t.Errorf("last words %+v", f)
+		}
+	}
+}
+
+// Of several processes that see a process die, one says its last words.
+func TestWatcherAndOthers(t *testing.T) {
+	name, died, end := watcher(t)
+	a := join(t, addr(72))
+	a.Watch()
+	for range 5 {
+		c := startWith(t, childEnv+"="+addr(72).String(), -1, modeEnv+"=connected", watcherEnv+"="+name)
+		c.expect(t, "watched <nil>")
+		if err := c.cmd.Process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		a.buried(t, c)
+		heard := 0
+		for limit := time.After(20 * time.Second); heard < 2; {
+			select {
+			case <-a.died:
+				heard++
+			case f := <-died:
+				heard += len(f.words)
+			case <-limit:
+				t.Fatalf("%d of 2 connections were heard of", heard)
+			}
+		}
+	}
+	end()
+	for len(died) > 0 {
+		if f := <-died; len(f.words) > 0 {
+			t.Errorf("last words again: %+v", f)
+		}
+	}
+	for i := range a.dir.process {
+		if id := a.dir.who(i); id != 0 && id != a.self {
+			t.Errorf("entry %d is not free", i)
+		}
+	}
+}
+
+// Whoever calls without a directory is sent away, and the watcher goes on.
+func TestWatcherBadCalls(t *testing.T) {
+	name, _, _ := watcher(t)
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	defer w.Close()
+	fd := int(r.Fd())
+	for i, call := range []func(c *net.UnixConn) error{
+		func(c *net.UnixConn) error { _, err := c.Write([]byte("{")); return err },
+		func(c *net.UnixConn) error { return send(c, &request{Op: opWatch, Protocol: protocol}) },
+		func(c *net.UnixConn) error {
+			return send(c, &request{Op: opWatch, Protocol: protocol, Addrs: []netip.Addr{addr(73)}})
+		},
+		func(c *net.UnixConn) error {
+			return send(c, &request{Op: opWatch, Protocol: protocol, Addrs: []netip.Addr{addr(73)}}, fd)
+		},
+		func(c *net.UnixConn) error {
+			return send(c, &request{Op: opWatch, Protocol: protocol, Addrs: []netip.Addr{addr(73)}}, fd, fd)
+		},
+		func(c *net.UnixConn) error {
+			return send(c, &request{Op: opLook, Protocol: protocol, Addrs: []netip.Addr{addr(73)}}, fd)
+		},
+	} {
+		c, err := dial(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := call(c); err != nil {
+			t.Error(err)
+		}
+		_ = c.SetReadDeadline(time.Now().Add(20 * time.Second))
+		if n, err := c.Read(make([]byte, 1)); n != 0 || os.IsTimeout(err) {
+			t.Errorf("call %d: %d bytes, %v; want the end", i, n, err)
+		}
+		_ = c.Close()
+	}
+}
