@@ -33,6 +33,10 @@ ibv_rc_pingpong                 ibverbs-utils     tests against the Linux kernel
 /etc/libibverbs.d/rxe.driver    ibverbs-providers tests against the Linux kernel
 /usr/include/infiniband/verbs.h libibverbs-dev    the drop-in libibverbs; tests against the Linux kernel
 /usr/include/rdma/rdma_cma.h    librdmacm-dev     tests of the connection manager of the drop-in libibverbs
+fio                             fio               tests of the connection manager of the drop-in libibverbs
+qperf                           qperf             tests of the connection manager of the drop-in libibverbs
+fi_pingpong                     libfabric-bin     tests of the connection manager of the drop-in libibverbs
+/usr/include/ucp/api/ucp.h      libucx-dev        tests of the connection manager of the drop-in libibverbs
 rping                           rdmacm-utils      tests of the connection manager of the drop-in libibverbs
 /usr/lib/python3/dist-packages/pyverbs/__init__.py python3-pyverbs the tests of rdma-core on the drop-in libibverbs
 setpriv                         util-linux        tests as an ordinary user

@@ -105,6 +105,7 @@ type meeting struct {
 	psIB           bool   // the port is of RDMA_PS_IB
 	stays          bool   // the server serves until it is told to end
 	says           string // a regular expression for the client's output
+	env            string // a variable of both programs, NAME=VALUE
 	race           string // a regular expression: the client has lost a race between the programs; both are run again
 	short          bool
 }
@@ -213,6 +214,13 @@ func meetings() []meeting {
 		all = append(all, meeting{name: "-T " + way, pkg: rdmacm, server: "rstream" + args, client: "rstream -s IP" + args, port: 7471, says: `16k_lat|custom`},
 			meeting{name: "-T " + way, pkg: rdmacm, server: "riostream" + args, client: "riostream -s IP" + args, port: 7471, says: `16k_lat|custom`})
 	}
+	// What fio's receiver has no buffer for is lost: fio lets nothing be sent again. So there is
+	// room for all messages at once.
+	for _, verb := range []string{"write", "read", "send"} {
+		const job = "fio --name=job --ioengine=rdma --port=17171 --bs=64k --size=1m --iodepth=16"
+		all = append(all, meeting{name: verb, pkg: "fio", server: job + " --rw=read", client: job + " --rw=write --hostname=IP --verb=" + verb, port: 17171,
+			says: `io=1024KiB`, short: true})
+	}
 	// Also for datagrams, perftest's sides first talk over a reliable connection. Then the server
 	// makes another listener, while the client connects to it: a client that is faster is refused,
 	// and crashes when it tries again with the ids that it has destroyed.
@@ -255,7 +263,7 @@ func meet(t *testing.T, m *meeting, addr string) {
 	if err := os.WriteFile(filepath.Join(dir, "from"), data, 0o644); err != nil {
 		t.Fatal(err)
 	}
-	env := []string{"VERBENA_ADDR=" + addr}
+	env := append([]string{"VERBENA_ADDR=" + addr}, strings.Fields(m.env)...)
 	fill := strings.NewReplacer("IP", addr, "TMP", dir)
 	args := func(s string) (all []string) {
 		for _, a := range strings.Fields(s) {
@@ -328,6 +336,76 @@ func TestRDMACMRefused(t *testing.T) {
 	if code := c.cmd.ProcessState.ExitCode(); code <= 0 || !strings.Contains(c.out.String(), "RDMA_CM_EVENT_REJECTED, error 8") {
 		t.Errorf("it ends with %d (%v) and says\n%s", code, c.err, c.out.String())
 	}
+}
+
+// qperf's sides first talk by TCP. Up to version 0.4.11 its server tells the client the port before it
+// listens there: a client that is faster is refused.
+func TestRDMACMQperf(t *testing.T) {
+	program(t, "qperf", "qperf")
+	addr, tcp := address(), port()
+	env := []string{"VERBENA_ADDR=" + addr}
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	s := start(ctx, t, side{args: []string{"qperf", "-lp", tcp}, env: env})
+	waitListening(t, s, tcp)
+	tests := []string{"rc_lat", "rc_rdma_write_bw", "rc_rdma_read_lat", "rc_fetch_add_mr"}
+	if full {
+		tests = append(tests, "rc_bw", "rc_bi_bw", "rc_rdma_write_lat", "rc_rdma_write_poll_lat", "rc_rdma_read_bw", "rc_compare_swap_mr", "ver_rc_fetch_add", "ver_rc_compare_swap")
+	}
+	for _, test := range tests {
+		args := []string{"qperf", "-lp", tcp, "-t", "1", "-cm", "1", addr, test}
+		c := start(ctx, t, side{args: args, env: env})
+		for <-c.done; strings.Contains(c.out.String(), "unexpected event from RDMA CM: Event rejected") && ctx.Err() == nil; <-c.done {
+			c = start(ctx, t, side{args: args, env: env})
+		}
+		if out := c.finish(t); !strings.Contains(out, " = ") {
+			t.Errorf("%s says\n%s", test, out)
+		}
+	}
+	s.terminate(t)
+}
+
+// libfabric, between two namespaces: messages over connections, reliable datagrams on top of them,
+// and datagrams.
+func TestRDMACMLibfabric(t *testing.T) {
+	program(t, "fi_pingpong", "libfabric-bin")
+	ns := newNetwork(t)
+	in := func(i int, args ...string) side {
+		return side{args: args, wrap: []string{"ip", "netns", "exec", ns[i]}, env: []string{fmt.Sprintf("VERBENA_ADDR=10.79.0.%d", i+1)}}
+	}
+	if out := run(t, in(0, "fi_info", "-p", "verbs")); !strings.Contains(out, "FI_EP_MSG") || !strings.Contains(out, "verbs;ofi_rxm") || !strings.Contains(out, "FI_EP_DGRAM") {
+		t.Errorf("fi_info says\n%s", out)
+	}
+	for _, c := range [][2]string{{"verbs", "msg"}, {"verbs;ofi_rxm", "rdm"}, {"verbs", "dgram"}} {
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		s := start(ctx, t, in(0, "fi_pingpong", "-p", c[0], "-e", c[1], "-c"))
+		var out string
+		for out = "failed to connect"; strings.Contains(out, "failed to connect") && ctx.Err() == nil; { // until the server listens
+			cl := start(ctx, t, in(1, "fi_pingpong", "-p", c[0], "-e", c[1], "-c", "10.79.0.1"))
+			<-cl.done
+			if out = cl.out.String(); !strings.Contains(out, "failed to connect") {
+				cl.finish(t)
+			}
+		}
+		if !strings.Contains(out, "usec/xfer") {
+			t.Errorf("%s %s: the client says\n%s", c[0], c[1], out)
+			cancel() // the server may wait for ever
+		}
+		s.finish(t)
+		cancel()
+	}
+}
+
+// UCX makes its connections by the connection manager.
+func TestRDMACMUCX(t *testing.T) {
+	const source = "/usr/share/doc/libucx-dev/examples/ucp_client_server.c"
+	_, err := os.Stat(source)
+	need(t, err == nil, "%s is missing: apt-get install libucx-dev", source)
+	exe := filepath.Join(t.TempDir(), "ucp_client_server")
+	do(t, program(t, "cc", "gcc"), "-o", exe, source, "-lucp", "-luct", "-lucs")
+	m := meeting{server: exe, client: exe + " -a IP", port: 13337, stays: true, says: `ABCDEFGHIJKLMNO`,
+		env: "UCX_TLS=rc_verbs,ud_verbs:aux UCX_NET_DEVICES=verbena0:1"}
+	meet(t, &m, address())
 }
 
 // The members of a multicast group: the receiver gets what the sender sends.
