@@ -154,6 +154,31 @@ func TestConnect(t *testing.T) {
 	}
 }
 
+// A peer that offers more READs and atomics than the device can have gets as many as it can.
+func TestConnectOffersTooMuch(t *testing.T) {
+	m := manager(t, "", addr(1), addr(2))
+	at := netip.AddrPortFrom(addr(2), 7174)
+	l := newID(t, m, cma.PSTCP, ib.RC)
+	check(t, l.Bind(at))
+	check(t, l.Listen(5))
+	a := newID(t, m, cma.PSTCP, ib.RC)
+	a.resolve(at)
+	check(t, a.Connect(&cma.ConnParam{QPN: 19, ResponderResources: 128, InitiatorDepth: 128}))
+	p := take(t, l.next(cma.ConnectRequest))
+	check(t, p.Accept(&cma.ConnParam{QPN: 20, ResponderResources: 128, InitiatorDepth: 128}))
+	if e := a.next(cma.ConnectResponse); e.Conn.ResponderResources != 128 || e.Conn.InitiatorDepth != 128 {
+		t.Errorf("response %+v", e.Conn)
+	}
+	for _, n := range []*id{a, p} {
+		if q := attrs(t, n); q.MaxRDAtomic != 16 || q.MaxDestRDAtomic != 16 {
+			t.Errorf("%d and %d", q.MaxRDAtomic, q.MaxDestRDAtomic)
+		}
+	}
+	check(t, a.Close())
+	check(t, p.Close())
+	check(t, l.Close())
+}
+
 // attrs returns what the queue pair of an id is modified with, all states together.
 func attrs(t *testing.T, n *id) (a ib.QPAttr) {
 	t.Helper()

@@ -48,8 +48,15 @@ func (id *ID) initAttrLocked(a *ib.QPAttr, mask *ib.QPAttrMask) {
 	}
 }
 
-// resourcesLocked returns how many READs and atomics this side serves, and how many it issues.
+// resourcesLocked returns how many READs and atomics this side serves, and how many it issues: no more
+// than the device can. A peer may offer more than it was asked for: perftest's server on rxe does.
 func (id *ID) resourcesLocked() (responder, initiator uint8) {
+	responder, initiator = id.agreedLocked()
+	most := id.port.mgmt.MaxRDAtomic()
+	return min(responder, most), min(initiator, most)
+}
+
+func (id *ID) agreedLocked() (responder, initiator uint8) {
 	switch {
 	case id.agreed:
 		return id.own.ResponderResources, id.own.InitiatorDepth

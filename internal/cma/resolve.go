@@ -70,8 +70,9 @@ func (id *ID) isIdle() bool {
 // route returns the address of a device from which a destination is reached, and the destination: an
 // address of a device if dst stands for any.
 //
-// The kernel's choice is taken if a device has that address. Between devices of this host on
-// 127.0.0.0/8 it is another: then the first device of that kind is taken.
+// The kernel's choice is taken if a device has that address. Otherwise a device on another address of
+// the same interface is: an adapter has all of them. Between devices of this host on 127.0.0.0/8, which
+// no interface has, the first device of that kind is taken.
 func (m *Manager) route(op string, src, dst netip.Addr) (from, to netip.Addr, err error) {
 	switch own := func(a netip.Addr) bool { return m.portAt(a) != nil }; {
 	case isAny(dst):
@@ -116,10 +117,37 @@ func (m *Manager) route(op string, src, dst netip.Addr) (from, to netip.Addr, er
 	if has(from) {
 		return from, to, nil
 	}
-	if from, ok := first(func(a netip.Addr) bool { return a.Is4() == to.Is4() && a.IsLoopback() && to.IsLoopback() }); ok {
+	beside := addressesBeside(from)
+	if from, ok := first(func(a netip.Addr) bool {
+		return a.Is4() == to.Is4() && (a.IsLoopback() && to.IsLoopback() || slices.Contains(beside, a) && a.IsLinkLocalUnicast() == to.IsLinkLocalUnicast())
+	}); ok {
 		return from, to, nil
 	}
 	return from, to, ib.Errorf(op, syscall.ENODEV, "%v is reached from %v, which no device has", to, from)
+}
+
+// addressesBeside returns the addresses of the interface that has an address.
+func addressesBeside(a netip.Addr) []netip.Addr {
+	interfaces, err := net.Interfaces()
+	if err != nil {
+		return nil
+	}
+	for i := range interfaces {
+		list, err := interfaces[i].Addrs()
+		if err != nil {
+			continue
+		}
+		var all []netip.Addr
+		for _, n := range list {
+			if p, err := netip.ParsePrefix(n.String()); err == nil {
+				all = append(all, p.Addr().Unmap())
+			}
+		}
+		if slices.Contains(all, a.WithZone("")) {
+			return all
+		}
+	}
+	return nil
 }
 
 // ResolveRoute finds the path. RouteResolved follows.

@@ -26,6 +26,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/qp"
 	"github.com/verbena-rdma/verbena/internal/sys"
 	"github.com/verbena-rdma/verbena/internal/train"
 	"github.com/verbena-rdma/verbena/internal/wire"
@@ -233,6 +234,7 @@ func (d *Device) Management() provider.Management { return &d.management }
 func (m *management) GUID() uint64        { return GUID(m.dev.addrs[0]) }
 func (m *management) Addrs() []netip.Addr { return m.dev.addrs }
 func (m *management) MTU() ib.MTU         { return mtuOf(m.dev.mtu) }
+func (m *management) MaxRDAtomic() uint8  { return qp.MaxRDAtomic }
 
 // Handle implements provider.Management.
 func (m *management) Handle(f func(from, to netip.Addr, mad []byte)) {

@@ -247,6 +247,8 @@ type Management interface {
 	GUID() uint64
 	Addrs() []netip.Addr
 	MTU() ib.MTU
+	// MaxRDAtomic is how many READs and atomics a queue pair may have outstanding, either way.
+	MaxRDAtomic() uint8
 	// Handle has a function called, by one goroutine, with each MAD that is for this process;
 	// nil ends that, and waits for a call that is under way. The bytes are valid during the call.
 	Handle(func(from, to netip.Addr, mad []byte))

@@ -37,6 +37,9 @@ var contents = vm.Contents{
 		{Name: "ib_read_bw", Package: "perftest"}, {Name: "ib_read_lat", Package: "perftest"},
 		{Name: "ib_send_bw", Package: "perftest"}, {Name: "ib_send_lat", Package: "perftest"},
 		{Name: "ib_atomic_bw", Package: "perftest"}, {Name: "ib_atomic_lat", Package: "perftest"},
+		{Name: "rping", Package: "rdmacm-utils"}, {Name: "ucmatose", Package: "rdmacm-utils"}, {Name: "udaddy", Package: "rdmacm-utils"},
+		{Name: "rdma_server", Package: "rdmacm-utils"}, {Name: "rdma_client", Package: "rdmacm-utils"}, {Name: "cmtime", Package: "rdmacm-utils"},
+		{Name: "rstream", Package: "rdmacm-utils"}, {Name: "riostream", Package: "rdmacm-utils"},
 	},
 	Files: []vm.Program{
 		{Name: "/etc/libibverbs.d/rxe.driver", Package: "ibverbs-providers"},
@@ -157,7 +160,7 @@ func (e *end) err() error {
 }
 
 // programs are the files that build leaves in the shared directory.
-var programs = []string{vm.GuestProgram, "verbena", "kverbs", "udpfloor"}
+var programs = append([]string{vm.GuestProgram, "verbena", "kverbs", "udpfloor"}, result.Library...)
 
 // build makes the guest's programs. Their libraries are in the image. The one with the cases
 // has cgo, so that the kernel notifies it of changes of its mappings.
@@ -170,6 +173,7 @@ func build(ctx context.Context, dir string) error {
 		env  string
 		args []string
 	}{
+		{"", []string{"scripts/clib.sh"}},
 		{"CGO_ENABLED=1", []string{"go", "build", "-buildvcs=false", "-o", filepath.Join(dir, vm.GuestProgram), "./interop/rxe/guest"}},
 		{"CGO_ENABLED=0", []string{"go", "build", "-buildvcs=false", "-o", filepath.Join(dir, "verbena"), "./cmd/verbena"}},
 		{"", []string{"gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "kverbs"), "interop/rxe/kverbs/kverbs.c", "interop/rxe/kverbs/queues.c", "-libverbs"}},
@@ -180,6 +184,15 @@ func build(ctx context.Context, dir string) error {
 		cmd.Env = append(os.Environ(), b.env)
 		if out, err := cmd.CombinedOutput(); err != nil {
 			return fmt.Errorf("%s: %w\n%s", strings.Join(b.args, " "), err, out)
+		}
+	}
+	for _, name := range result.Library {
+		b, err := os.ReadFile(filepath.Join(root, "bin", "lib", name))
+		if err == nil {
+			err = os.WriteFile(filepath.Join(dir, name), b, 0o755)
+		}
+		if err != nil {
+			return err
 		}
 	}
 	return nil

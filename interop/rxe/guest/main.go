@@ -32,6 +32,7 @@ const (
 	kverbsPath = "/tmp/kverbs"
 	udpFloor   = "/tmp/udpfloor"
 	verbena    = "/tmp/verbena"
+	library    = "/tmp/lib" // where verbena looks for it
 	scratch    = "/tmp/scratch"
 )
 
@@ -69,6 +70,14 @@ func setup() error {
 	}
 	for name, to := range map[string]string{"kverbs": kverbsPath, "udpfloor": udpFloor, "verbena": verbena} {
 		if err := copyFile(filepath.Join(share, name), to); err != nil {
+			return err
+		}
+	}
+	if err := os.MkdirAll(library, 0o755); err != nil {
+		return err
+	}
+	for _, name := range result.Library {
+		if err := copyFile(filepath.Join(share, name), filepath.Join(library, name)); err != nil {
 			return err
 		}
 	}

@@ -29,6 +29,7 @@ func table() (all []*testCase) {
 		unreliable(),
 		datagrams(),
 		programs(),
+		connections(),
 		giants(),
 	} {
 		all = append(all, rows...)

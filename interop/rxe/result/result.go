@@ -10,6 +10,9 @@ const OrderFile = "order.json"
 // CaptureDir is the directory for packets of failed cases in the shared directory.
 const CaptureDir = "pcap"
 
+// Library are the files of the drop-in libibverbs, in the shared directory.
+var Library = []string{"libibverbs.so.1", "libmlx5.so.1", "libefa.so.1", "libverbena-backend.so", "libverbena-files.so", "verbena-watcher"}
+
 // Order says what the guest runs.
 type Order struct {
 	Kernel string // the Debian suite of its kernel, for the record
