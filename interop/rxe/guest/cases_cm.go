@@ -23,7 +23,7 @@ type cmMeeting struct {
 	server, client string
 	stays          bool   // the server serves until it is told to end
 	lossy          bool   // messages have to be repeated
-	crossing       bool   // both programs end their connections at once, and DREQs may cross
+	crossing       bool   // both programs end their connections by themselves, and DREQs may cross
 	race           string // a regular expression: the client has lost a race between the programs
 	short          bool
 }
@@ -38,15 +38,15 @@ const cmLost = cmRefused + `|RDMA_CM_EVENT_UNREACHABLE; error: 1|Unexpected CM e
 
 func connections() (rows []*testCase) {
 	for _, m := range []cmMeeting{
-		{name: "rping", server: "rping -s -C 10 -V -a IP", client: "rping -c -C 10 -V -a IP", short: true},
-		{name: "rping/own", server: "rping -s -q -C 10 -V -a IP", client: "rping -c -q -C 10 -V -a IP"},
+		{name: "rping", crossing: true, server: "rping -s -C 10 -V -a IP", client: "rping -c -C 10 -V -a IP", short: true},
+		{name: "rping/own", crossing: true, server: "rping -s -q -C 10 -V -a IP", client: "rping -c -q -C 10 -V -a IP"},
 		{name: "ucmatose", server: "ucmatose -b IP -f FAM -c 10", client: "ucmatose -s IP -f FAM -c 10", short: true},
 		{name: "ucmatose/tos", server: "ucmatose -b IP -f FAM -c 3 -t 8", client: "ucmatose -s IP -f FAM -c 3 -t 8"},
 		{name: "udaddy", server: "udaddy -b IP -c 3", client: "udaddy -s IP -c 3", short: true},
-		{name: "rdma_client", server: "rdma_server -s IP", client: "rdma_client -s IP", short: true},
+		{name: "rdma_client", crossing: true, server: "rdma_server -s IP", client: "rdma_client -s IP", short: true},
 		{name: "cmtime", server: "cmtime -b IP", client: "cmtime -s IP -c 20", stays: true},
-		{name: "rstream", server: "rstream -S 4096 -C 100 -b IP", client: "rstream -s IP -S 4096 -C 100"},
-		{name: "riostream", server: "riostream -S 4096 -C 20 -b IP", client: "riostream -s IP -S 4096 -C 20"},
+		{name: "rstream", crossing: true, server: "rstream -S 4096 -C 100 -b IP", client: "rstream -s IP -S 4096 -C 100"},
+		{name: "riostream", crossing: true, server: "riostream -S 4096 -C 20 -b IP", client: "riostream -s IP -S 4096 -C 20"},
 		{name: "ib_write_bw", server: "ib_write_bw -R -F -n 100", client: "ib_write_bw -R -F -n 100 IP", crossing: true, race: cmLost, short: true},
 		{name: "ib_read_bw", server: "ib_read_bw -R -F -n 100", client: "ib_read_bw -R -F -n 100 IP", crossing: true, race: cmLost},
 		{name: "ib_atomic_bw", server: "ib_atomic_bw -R -F -n 100", client: "ib_atomic_bw -R -F -n 100 IP", crossing: true, race: cmLost},
