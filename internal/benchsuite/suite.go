@@ -27,6 +27,7 @@ type settings struct {
 	idle     time.Duration // how long an idle device is watched
 
 	idleQPs   int // connected and idle, for memory
+	atOnce    int // connections that are made at once
 	activeQPs int // sharing a link, compared with one; and connected and idle, for CPU time
 
 	region    int // bytes of a large on-demand region
@@ -38,7 +39,7 @@ type settings struct {
 }
 
 func defaults() settings {
-	return settings{rounds: 5, duration: 500 * time.Millisecond, idle: 3 * time.Second, idleQPs: 10_000, activeQPs: 1_000,
+	return settings{rounds: 5, duration: 500 * time.Millisecond, idle: 3 * time.Second, idleQPs: 10_000, atOnce: 1_000, activeQPs: 1_000,
 		region: 1 << 30, regions: 1_000_000, populated: 10_000}
 }
 
