@@ -5,7 +5,6 @@ package qp
 // changes anything.
 
 import (
-	"fmt"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -143,26 +142,30 @@ func (q *QP) CheckModify(a *ib.QPAttr, mask ib.QPAttrMask) (ib.QPState, error) {
 func (q *QP) checkValues(a *ib.QPAttr, mask ib.QPAttrMask) error {
 	const rights = ib.AccessLocalWrite | ib.AccessRemote | ib.AccessMWBind | ib.AccessFlush
 	for _, c := range []struct {
-		bit ib.QPAttrMask
-		bad bool
-		why string
+		bit   ib.QPAttrMask
+		bad   bool
+		why   string
+		value any // what why has a verb for; nil: it has none
 	}{
-		{ib.QPMaskPort, a.Port != 1, fmt.Sprintf("port %d: the device has port 1 alone", a.Port)},
-		{ib.QPMaskPKeyIndex, a.PKeyIndex != 0, fmt.Sprintf("pkey_index %d: the table has one entry", a.PKeyIndex)},
-		{ib.QPMaskAccess, a.Access&^rights != 0, fmt.Sprintf("access_flags %v are not rights of a queue pair", a.Access&^rights)},
-		{ib.QPMaskPathMTU, a.PathMTU.Bytes() == 0, "path_mtu is none of 256 to 4096"},
-		{ib.QPMaskDestQPN, a.DestQPN >= 1<<24, "dest_qpn is longer than 24 bits"},
-		{ib.QPMaskRQPSN, a.RQPSN >= 1<<24, "rq_psn is longer than 24 bits"},
-		{ib.QPMaskSQPSN, a.SQPSN >= 1<<24, "sq_psn is longer than 24 bits"},
-		{ib.QPMaskTimeout, a.Timeout > 31, "timeout is longer than 5 bits"},
-		{ib.QPMaskRetryCnt, a.RetryCnt > 7, "retry_cnt is above 7"},
-		{ib.QPMaskRNRRetry, a.RNRRetry > 7, "rnr_retry is above 7"},
-		{ib.QPMaskMinRNRTimer, a.MinRNRTimer > 31, "min_rnr_timer is longer than 5 bits"},
-		{ib.QPMaskMaxRDAtomic, a.MaxRDAtomic > MaxRDAtomic, fmt.Sprintf("max_rd_atomic is above %d", MaxRDAtomic)},
-		{ib.QPMaskMaxDestRDAtomic, a.MaxDestRDAtomic > MaxRDAtomic, fmt.Sprintf("max_dest_rd_atomic is above %d", MaxRDAtomic)},
+		{ib.QPMaskPort, a.Port != 1, "port %d: the device has port 1 alone", a.Port},
+		{ib.QPMaskPKeyIndex, a.PKeyIndex != 0, "pkey_index %d: the table has one entry", a.PKeyIndex},
+		{ib.QPMaskAccess, a.Access&^rights != 0, "access_flags %v are not rights of a queue pair", a.Access &^ rights},
+		{ib.QPMaskPathMTU, a.PathMTU.Bytes() == 0, "path_mtu is none of 256 to 4096", nil},
+		{ib.QPMaskDestQPN, a.DestQPN >= 1<<24, "dest_qpn is longer than 24 bits", nil},
+		{ib.QPMaskRQPSN, a.RQPSN >= 1<<24, "rq_psn is longer than 24 bits", nil},
+		{ib.QPMaskSQPSN, a.SQPSN >= 1<<24, "sq_psn is longer than 24 bits", nil},
+		{ib.QPMaskTimeout, a.Timeout > 31, "timeout is longer than 5 bits", nil},
+		{ib.QPMaskRetryCnt, a.RetryCnt > 7, "retry_cnt is above 7", nil},
+		{ib.QPMaskRNRRetry, a.RNRRetry > 7, "rnr_retry is above 7", nil},
+		{ib.QPMaskMinRNRTimer, a.MinRNRTimer > 31, "min_rnr_timer is longer than 5 bits", nil},
+		{ib.QPMaskMaxRDAtomic, a.MaxRDAtomic > MaxRDAtomic, "max_rd_atomic is above %d", MaxRDAtomic},
+		{ib.QPMaskMaxDestRDAtomic, a.MaxDestRDAtomic > MaxRDAtomic, "max_dest_rd_atomic is above %d", MaxRDAtomic},
 	} {
 		if mask&c.bit != 0 && c.bad {
-			return invalid("%s", c.why)
+			if c.value == nil {
+				return invalid("%s", c.why)
+			}
+			return invalid(c.why, c.value)
 		}
 	}
 	return nil
