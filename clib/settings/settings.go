@@ -48,7 +48,6 @@ type Settings struct {
 	Limits    map[string]int
 	Hide      map[string]bool
 	Identity  string // "verbena" or "mlx5"
-	Watcher   string // "": none
 	PCAP      string
 	Stats     string
 	Log       bool
@@ -122,9 +121,6 @@ func Parse(getenv func(string) string, pid int) (*Settings, error) {
 	}
 	var ignored string
 	oneOf("VERBENA_SCATTER_TO_CQE", &ignored, "0", "1", "2")
-	if s.Watcher = getenv("VERBENA_WATCHER"); s.Watcher == "off" {
-		s.Watcher = ""
-	}
 	s.Limits = map[string]int{}
 	for _, part := range split(getenv("VERBENA_LIMITS"), ",") {
 		name, value, _ := strings.Cut(part, "=")

@@ -26,7 +26,7 @@ func TestParse(t *testing.T) {
 	s, err := Parse(from(map[string]string{
 		"VERBENA_ADDR": " 127.0.0.1 , ::1 ;::ffff:10.0.0.1;", "VERBENA_DEVICES": "eth0,,verbena3", "VERBENA_LINK": "udp", "VERBENA_LOCK": "strict",
 		"VERBENA_WINDOW": "7", "VERBENA_RECEIVERS": "3", "VERBENA_LIMITS": "qp=3,srq_wr=9", "VERBENA_HIDE": "odp,xrc", "VERBENA_IDENTITY": "mlx5",
-		"VERBENA_PCAP": "/tmp/%p.pcap", "VERBENA_STATS": "stderr", "VERBENA_LOG": "1", "VERBENA_WATCHER": "@w",
+		"VERBENA_PCAP": "/tmp/%p.pcap", "VERBENA_STATS": "stderr", "VERBENA_LOG": "1",
 	}), 42)
 	if err != nil {
 		t.Fatal(err)
@@ -34,12 +34,9 @@ func TestParse(t *testing.T) {
 	a := netip.MustParseAddr
 	want := &Settings{Addrs: [][]netip.Addr{{a("127.0.0.1"), a("::1")}, {a("10.0.0.1")}}, Devices: []string{"eth0", "verbena3"}, Link: "udp",
 		Lock: "strict", Window: 7, Receivers: 3, Limits: map[string]int{"qp": 3, "srq_wr": 9}, Hide: map[string]bool{"odp": true, "xrc": true},
-		Identity: "mlx5", PCAP: "/tmp/42.pcap", Stats: "stderr", Log: true, Watcher: "@w"}
+		Identity: "mlx5", PCAP: "/tmp/42.pcap", Stats: "stderr", Log: true}
 	if !reflect.DeepEqual(s, want) {
 		t.Errorf("%+v\nis not %+v", s, want)
-	}
-	if s, err = Parse(from(map[string]string{"VERBENA_WATCHER": "off"}), 1); err != nil || s.Watcher != "" {
-		t.Errorf("without a watcher: %+v, %v", s, err)
 	}
 }
 
@@ -56,7 +53,7 @@ func TestParseWrong(t *testing.T) {
 
 // Every variable that is read is in the table, and every one in the table is read.
 func TestVars(t *testing.T) {
-	read := map[string]bool{"VERBENA_BACKEND": true} // by the C front
+	read := map[string]bool{"VERBENA_BACKEND": true, "VERBENA_WATCHER": true} // by the C front and the device
 	if _, err := Parse(func(name string) string { read[name] = true; return "" }, 1); err != nil {
 		t.Fatal(err)
 	}

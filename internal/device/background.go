@@ -17,6 +17,7 @@ package device
 // this goroutine at all.
 
 import (
+	"runtime"
 	"time"
 
 	"github.com/verbena-rdma/verbena/internal/qp"
@@ -145,6 +146,7 @@ func (b *background) noteVain(got, busy bool, polls uint64) {
 // wake this goroutine for each. It reports whether there is something to do, or the
 // program polls.
 func (s *shard) linger() bool {
+	runtime.Gosched() // to whoever got something of the last packets, for which another thread would be woken
 	polls := s.polls.Load()
 	for start, looks := s.dev.now(), 0; ; looks++ {
 		if t := s.dev.now() - start; t >= lingerTime || t == 0 && looks > 8 { // time stands still in simulations

@@ -63,7 +63,7 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 				d.management.died(w)
 			}
 		},
-		Watcher: cfg.Watcher,
+		Watcher: watcherName(),
 		Packets: cfg.Link == linkUDP,
 		Segment: link.PassSegment,
 		Shared:  mem.PassShared,

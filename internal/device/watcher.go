@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/netip"
+	"os"
 	"time"
 
 	"github.com/verbena-rdma/verbena/internal/host"
@@ -17,6 +18,14 @@ import (
 // that die. It returns when ended is closed and none of them is left.
 func ServeWatcher(l *net.UnixListener, ended <-chan struct{}) error {
 	return host.ServeWatcher(l, ended, sayLastWords)
+}
+
+// watcherName returns the name of the watcher's socket, which "verbena exec" sets; "" if there is none.
+func watcherName() string {
+	if name := os.Getenv("VERBENA_WATCHER"); name != "off" {
+		return name
+	}
+	return ""
 }
 
 // repeatLastWords are the pauses before last words are said: nobody is left who could take an

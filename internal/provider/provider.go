@@ -28,8 +28,7 @@ type Config struct {
 	// Receivers is how many receivers, with sockets of their own, the device has at most; 0: by
 	// the number of processors.
 	Receivers int
-	Watcher   string // the socket of a process that watches this one; "": none
-	DMSize    int64  // bytes of device memory; 0: VERBENA_DM_SIZE, or the default; negative: none
+	DMSize    int64 // bytes of device memory; 0: VERBENA_DM_SIZE, or the default; negative: none
 }
 
 // Limits lower a device's limits; zero fields keep the default.
