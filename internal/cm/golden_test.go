@@ -19,29 +19,42 @@ type goldenMAD struct {
 	mad      [Size]byte
 }
 
-// golden returns the MADs of a recorded rping: see ../wire/testdata/golden/README.md.
-func golden(t testing.TB) map[Attr]goldenMAD {
+// recorded returns the MADs of a recording, in ../wire/testdata.
+func recorded(t testing.TB, file string) (all []goldenMAD) {
 	t.Helper()
-	f, err := os.Open("../wire/testdata/golden/rping.pcap")
+	f, err := os.Open("../wire/testdata/" + file)
 	must(t, err)
 	defer f.Close()
 	r, err := pcapgo.NewReader(f)
 	must(t, err)
-	all := map[Attr]goldenMAD{}
 	for {
 		b, _, err := r.ReadPacketData()
 		if errors.Is(err, io.EOF) {
-			break
+			return all
 		}
 		must(t, err)
-		const ip, udp, bth, deth, icrc = 14, 34, 42, 54, 4
-		if len(b) != deth+8+Size+icrc || b[bth] != 0x64 || uint24(b[bth+5:]) != 1 {
+		const ip, v4, v6, udp, bth, deth, icrc = 14, 20, 40, 8, 12, 8, 4
+		var m goldenMAD
+		headers := ip + v4 + udp
+		if be.Uint16(b[12:]) == 0x86dd {
+			headers = ip + v6 + udp
+			m.from, m.to = netip.AddrFrom16([16]byte(b[ip+8:])), netip.AddrFrom16([16]byte(b[ip+24:]))
+		} else {
+			m.from, m.to = netip.AddrFrom4([4]byte(b[ip+12:])), netip.AddrFrom4([4]byte(b[ip+16:]))
+		}
+		if len(b) != headers+bth+deth+Size+icrc || b[headers] != 0x64 || uint24(b[headers+5:]) != 1 {
 			continue // no MAD
 		}
-		m := goldenMAD{
-			from: netip.AddrFrom4([4]byte(b[ip+12:])), to: netip.AddrFrom4([4]byte(b[ip+16:])),
-			mad: [Size]byte(b[deth+8:]),
-		}
+		m.mad = [Size]byte(b[headers+bth+deth:])
+		all = append(all, m)
+	}
+}
+
+// golden returns the MADs of a recorded rping: see ../wire/testdata/golden/README.md.
+func golden(t testing.TB) map[Attr]goldenMAD {
+	t.Helper()
+	all := map[Attr]goldenMAD{}
+	for _, m := range recorded(t, "golden/rping.pcap") {
 		attr, _, _, ok := Classify(m.mad[:])
 		if !ok {
 			t.Fatalf("%x is no message of the connection manager", m.mad)
@@ -106,6 +119,43 @@ func TestGoldenCodec(t *testing.T) {
 		again, ok := reencode(m.mad[:])
 		if !ok || again != m.mad {
 			t.Errorf("%#x:\nrecorded %x\nwritten  %x", attr, m.mad, again)
+		}
+	}
+}
+
+// TestKernelCodec: the same for what Linux has sent to us: every kind of message, by IPv4 and IPv6.
+func TestKernelCodec(t *testing.T) {
+	seen := map[Attr][2]int{} // by IPv4 and by IPv6
+	for _, m := range recorded(t, "kernel/cm.pcap") {
+		attr, _, _, ok := Classify(m.mad[:])
+		again, known := reencode(m.mad[:])
+		if !ok || !known || again != m.mad {
+			t.Errorf("%#x:\nrecorded %x\nwritten  %x", attr, m.mad, again)
+		}
+		n := seen[attr]
+		if m.from.Is4() {
+			n[0]++
+		} else {
+			n[1]++
+		}
+		seen[attr] = n
+		switch attr {
+		case AttrREJ:
+			var r rej
+			if r.parse(data(&Send{MAD: m.mad})); r.reason != RejectInvalidServiceID {
+				t.Errorf("REJ for reason %d, want that nobody listens", r.reason)
+			}
+		case AttrREQ:
+			var q req
+			q.parse(data(&Send{MAD: m.mad}))
+			if h, _ := parseIPHeader(q.service, q.private[:]); h == nil || h.Src.Addr() != m.from || h.Dst != m.to {
+				t.Errorf("a REQ from %v to %v has the header %+v", m.from, m.to, h)
+			}
+		}
+	}
+	for _, attr := range []Attr{AttrREQ, AttrMRA, AttrREJ, AttrREP, AttrRTU, AttrDREQ, AttrDREP, AttrSIDRREQ, AttrSIDRREP} {
+		if n := seen[attr]; n[0] == 0 || n[1] == 0 {
+			t.Errorf("%#x: %d by IPv4 and %d by IPv6", attr, n[0], n[1])
 		}
 	}
 }

@@ -75,7 +75,7 @@ func golden(t testing.TB) []goldenPacket {
 			t.Fatal(err)
 		}
 	}
-	if want := 193 + 60 + 72 + 28; len(all) != want {
+	if want := 193 + 60 + 72 + 28 + 48; len(all) != want {
 		t.Fatalf("%d golden packets, want %d", len(all), want)
 	}
 	return all

@@ -13,6 +13,7 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 )
 
@@ -68,6 +69,7 @@ func connections() (rows []*testCase) {
 	lossy := cmMeeting{server: "cmtime -b IP", client: "cmtime -s IP -c 10", stays: true, lossy: true}
 	rows = append(rows, everyWay(testCase{name: "cm/loss", netem: "loss 30%"}, func(s *scene) error { return s.meet(&lossy) })...)
 	rows = append(rows, everyWay(testCase{name: "cm/closed", shortV4: true}, (*scene).closedPort)...)
+	rows = append(rows, everyWay(testCase{name: "cm/stopped"}, (*scene).stoppedServer)...)
 	return append(rows, everyWay(testCase{name: "cm/killed", shortV4: true}, (*scene).killedServer)...)
 }
 
@@ -237,6 +239,34 @@ func (s *scene) killedServer() error {
 	}
 	if ctx.Err() != nil {
 		return fmt.Errorf("after %v the client has not heard of it", time.Since(start))
+	}
+	return nil
+}
+
+// stoppedServer: a server that is stopped when the request comes accepts it later. Until then the client
+// repeats the request, and the kernel answers that it takes longer (MRA).
+func (s *scene) stoppedServer() error {
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	serve, connect := s.commands("rping -s -C 5 -v -a IP", "rping -c -C 5 -v -a IP")
+	server, err := begin(ctx, serve)
+	if err != nil {
+		return err
+	}
+	time.Sleep(2 * time.Second)
+	if err := server.cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+		return err
+	}
+	client, err := begin(ctx, connect)
+	if err != nil {
+		return err
+	}
+	time.Sleep(7 * time.Second) // a request is repeated after 4.6 s
+	if err := server.cmd.Process.Signal(syscall.SIGCONT); err != nil {
+		return err
+	}
+	if err := errors.Join(<-client.done, <-server.done); err != nil {
+		return fmt.Errorf("%w: the client said:\n%s\nthe server said:\n%s", err, client.said.String(), server.said.String())
 	}
 	return nil
 }
