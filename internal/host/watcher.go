@@ -93,6 +93,10 @@ func isTemporary(err error) bool {
 	return errors.As(err, &e) && e.Temporary()
 }
 
+// lookInterval is how often the watcher looks for dead processes: a child that a process has forked may
+// keep the connection open.
+const lookInterval = time.Second
+
 // watchOver waits for the end of a process.
 func watchOver(c *net.UnixConn, died func([]netip.Addr, []LastWords)) {
 	defer func() { _ = c.Close() }()
@@ -104,7 +108,7 @@ func watchOver(c *net.UnixConn, died func([]netip.Addr, []LastWords)) {
 	if err != nil {
 		return
 	}
-	if len(fds) != 1 || q.Op != opWatch || q.Protocol != protocol || len(q.Addrs) == 0 || c.SetReadDeadline(time.Time{}) != nil {
+	if len(fds) != 1 || q.Op != opWatch || q.Protocol != protocol || len(q.Addrs) == 0 {
 		refuseFDs(fds)
 		return
 	}
@@ -113,8 +117,17 @@ func watchOver(c *net.UnixConn, died func([]netip.Addr, []LastWords)) {
 		return
 	}
 	defer func() { _ = d.close() }()
-	var b [1]byte
-	_, _ = c.Read(b[:]) // it ends when the process does, or leaves the device
+	for {
+		if c.SetReadDeadline(time.Now().Add(lookInterval)) != nil {
+			return
+		}
+		if _, err := c.Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
+			break // the process has ended, or leaves the device
+		}
+		if words, found := d.lastWords(); found {
+			died(q.Addrs, words)
+		}
+	}
 	for _, pause := range lookAfter {
 		time.Sleep(pause)
 		if words, found := d.lastWords(); found {

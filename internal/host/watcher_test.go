@@ -86,6 +86,35 @@ func TestWatcher(t *testing.T) {
 	}
 }
 
+// A connection that outlives the process, in a child, does not keep the watcher from seeing its end.
+func TestWatcherHeldOpen(t *testing.T) {
+	name, died, end := watcher(t)
+	a := join(t, addr(74))
+	a.endWatch() // it watches nobody
+	c := startWith(t, childEnv+"="+addr(74).String(), -1, modeEnv+"=connected")
+	c.expect(t, "connected <nil>")
+	held, err := dial(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := send(held, &request{Op: opWatch, Protocol: protocol, Addrs: a.cfg.Addrs}, a.dir.fd); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case f := <-died:
+		if len(f.words) != 2 {
+			t.Errorf("%+v", f)
+		}
+	case <-time.After(20 * time.Second):
+		t.Error("the watcher does not hear of it")
+	}
+	_ = held.Close()
+	end()
+}
+
 // A process that leaves in order has no last words.
 func TestWatcherLeaves(t *testing.T) {
 	name, died, end := watcher(t)
