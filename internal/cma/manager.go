@@ -28,13 +28,12 @@ import (
 type Manager struct {
 	cfg     Config
 	base    time.Time
-	opening sync.Mutex // guards devs' slice; held while a device is opened, taken before mu
-	devs    []*port
+	opening sync.Mutex // held while a device is opened or all are closed; taken before mu
 
 	out sync.Mutex // held while MADs are sent and sinks are called; taken before mu
 
 	mu     sync.Mutex // guards everything below, the cores, and the fields of ids
-	ports  []*port    // devs, for those that hold mu
+	ports  []*port    // the devices that are open
 	ids    map[*ID]bool
 	claims map[claimKey]*claim
 	sends  []outgoing
@@ -82,11 +81,12 @@ func (m *Manager) devices(op string) ([]Device, error) {
 func (m *Manager) open(op string, d *Device) (*port, error) {
 	m.opening.Lock()
 	defer m.opening.Unlock()
-	if i := slices.IndexFunc(m.devs, func(p *port) bool { return p.dev.Name == d.Name }); i >= 0 {
-		return m.devs[i], nil
-	}
 	m.mu.Lock()
-	closed := m.closed
+	i, closed := slices.IndexFunc(m.ports, func(p *port) bool { return p.dev.Name == d.Name }), m.closed
+	if i >= 0 {
+		defer m.mu.Unlock()
+		return m.ports[i], nil
+	}
 	m.mu.Unlock()
 	if closed {
 		return nil, errClosed(op)
@@ -104,9 +104,8 @@ func (m *Manager) open(op string, d *Device) (*port, error) {
 	p.core = cm.New(cm.Config{GUID: mgmt.GUID(), NewID: mgmt.NewCommID, Rand: rand.Uint64, AckDelay: ackDelay,
 		Listener: func(r *cm.Request) cm.Verdict { return m.judgeLocked(p, r) }})
 	p.timer = time.AfterFunc(time.Hour, p.tick)
-	m.devs = append(m.devs, p)
 	m.mu.Lock()
-	m.ports = slices.Clone(m.devs)
+	m.ports = append(m.ports, p)
 	m.mu.Unlock()
 	mgmt.Handle(p.receive)
 	return p, nil
@@ -238,12 +237,14 @@ func (m *Manager) Close() error {
 	m.flush()
 	m.opening.Lock()
 	defer m.opening.Unlock()
-	for _, p := range m.devs {
+	m.mu.Lock()
+	ports := m.ports // closed as it is, the manager opens no more
+	m.mu.Unlock()
+	for _, p := range ports {
 		p.timer.Stop()
-		p.mgmt.Handle(nil)
+		p.mgmt.Handle(nil) // waits for a call, which needs mu
 		p.release()
 	}
-	m.devs = nil
 	m.mu.Lock()
 	m.ports = nil
 	m.mu.Unlock()
