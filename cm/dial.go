@@ -70,7 +70,7 @@ func each(ctx context.Context, address string, f func(netip.AddrPort) error) (at
 // reach returns the device from which an address is reached, and counts one more user of it.
 func reach(op string, c *Config, to netip.Addr) (*shared, error) {
 	from := c.Local.Addr()
-	if c.Device == nil && isAny(from) {
+	if c.Device == nil && cma.IsAny(from) {
 		var err error
 		if from, err = routeAddr(to); err != nil {
 			return nil, err

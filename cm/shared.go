@@ -4,7 +4,6 @@ package cm
 
 import (
 	"errors"
-	"net"
 	"net/netip"
 	"slices"
 	"sync"
@@ -119,11 +118,6 @@ func (s *shared) release() error {
 	return nil
 }
 
-// isAny reports whether an address stands for all addresses of a device.
-func isAny(a netip.Addr) bool {
-	return !a.IsValid() || a.IsUnspecified() || a == netip.IPv6Loopback() || a == netip.AddrFrom4([4]byte{127, 0, 0, 1})
-}
-
 // openAt opens the device that has an address.
 func openAt(a netip.Addr) (*verbs.Device, error) {
 	all, err := verbs.Devices()
@@ -154,7 +148,7 @@ func firstAddr(v4 bool) (netip.Addr, error) {
 
 // listenAddr returns an address of the device that a listener at an address needs.
 func listenAddr(at netip.Addr) (netip.Addr, error) {
-	if !isAny(at) {
+	if !cma.IsAny(at) {
 		return at, nil
 	}
 	a, err := firstAddr(true)
@@ -167,17 +161,12 @@ func listenAddr(at netip.Addr) (netip.Addr, error) {
 // routeAddr returns an address of the device from which a destination is reached.
 func routeAddr(to netip.Addr) (netip.Addr, error) {
 	switch {
-	case isAny(to):
+	case cma.IsAny(to):
 		return listenAddr(to)
 	case to.Is4() && to.IsLoopback():
 		return loopbackAddr(to), nil
 	}
-	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(to, 4791)))
-	if err != nil {
-		return netip.Addr{}, err
-	}
-	from := c.LocalAddr().(*net.UDPAddr).AddrPort().Addr().Unmap()
-	return from, c.Close() // nothing was sent
+	return cma.KernelSource(to)
 }
 
 // loopbackAddr returns the address from which one of 127.0.0.0/8 is reached: the address itself if
@@ -203,7 +192,7 @@ func loopbackAddr(to netip.Addr) netip.Addr {
 // source returns the address of the device to connect from, invalid where the routes of the host
 // decide.
 func (s *shared) source(c *Config, to netip.Addr) netip.AddrPort {
-	if c.Local.IsValid() && !isAny(c.Local.Addr()) || isAny(to) || slices.Contains(s.addrs, to) {
+	if c.Local.IsValid() && !cma.IsAny(c.Local.Addr()) || cma.IsAny(to) || slices.Contains(s.addrs, to) {
 		return c.Local
 	}
 	var only netip.Addr

@@ -32,9 +32,9 @@ type claim struct {
 	users int
 }
 
-// isAny reports whether an address stands for all addresses. Of the loopback addresses only the first
+// IsAny reports whether an address stands for all addresses. Of the loopback addresses only the first
 // does: devices stand on the others.
-func isAny(a netip.Addr) bool {
+func IsAny(a netip.Addr) bool {
 	return !a.IsValid() || a.IsUnspecified() || a == netip.IPv6Loopback() || a == netip.AddrFrom4([4]byte{127, 0, 0, 1})
 }
 
@@ -57,7 +57,7 @@ func (id *ID) Bind(at netip.AddrPort) error {
 
 // portsOf returns the devices that have an address: all of them if it stands for any.
 func (m *Manager) portsOf(op string, a netip.Addr) ([]*port, error) {
-	if isAny(a) {
+	if IsAny(a) {
 		return m.openAll(op)
 	}
 	if a.Is6() && a.IsLinkLocalUnicast() && a.Zone() == "" {
@@ -128,7 +128,7 @@ func (id *ID) claimLocked(op string, at netip.AddrPort, ports []*port) error {
 	if err := id.collisionLocked(op, at); err != nil {
 		return err
 	}
-	wild := isAny(at.Addr())
+	wild := IsAny(at.Addr())
 	for _, p := range ports {
 		for i, a := range p.dev.Addrs {
 			if !(a == at.Addr() || wild && (a.Is4() == !at.Addr().Is6() || at.Addr().Is6() && !id.afOnly)) {
@@ -199,10 +199,10 @@ func (id *ID) collisionLocked(op string, at netip.AddrPort) error {
 			continue
 		}
 		a, b := at.Addr(), o.src.Addr()
-		any := isAny(a) || isAny(b)
+		any := IsAny(a) || IsAny(b)
 		switch {
 		case !any && a != b:
-		case any && a.Is4() != b.Is4() && (a.Is6() && id.afOnly || b.Is6() && o.afOnly || !isAny(a) && a.Is6() || !isAny(b) && b.Is6()):
+		case any && a.Is4() != b.Is4() && (a.Is6() && id.afOnly || b.Is6() && o.afOnly || !IsAny(a) && a.Is6() || !IsAny(b) && b.Is6()):
 			// An IPv4 wildcard does not stand for IPv6 addresses, nor one for IPv6 alone for IPv4.
 		case any && a != b:
 			return ib.Errorf(op, syscall.EADDRNOTAVAIL, "port %d is taken by %v", at.Port(), o.src)

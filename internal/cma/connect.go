@@ -146,7 +146,7 @@ func (m *Manager) judgeLocked(p *port, r *cm.Request) cm.Verdict {
 		}
 		at := id.src.Addr()
 		exact := at == h.Dst
-		wild := isAny(at) && (at.Is4() == h.Dst.Is4() || at.Is6() && !id.afOnly || !at.IsValid())
+		wild := IsAny(at) && (at.Is4() == h.Dst.Is4() || at.Is6() && !id.afOnly || !at.IsValid())
 		if (exact || wild && best == nil) && slices.ContainsFunc(id.claims, func(c *claim) bool { return c.key.p == p }) {
 			best = id
 		}

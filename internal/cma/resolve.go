@@ -23,13 +23,13 @@ func (id *ID) ResolveAddr(src, dst netip.AddrPort, timeout time.Duration) error 
 	case id.ps == PSIPoIB:
 		return ib.Errorf(op, syscall.EINVAL, "RoCE has no IPoIB")
 	}
-	if src.Addr().IsValid() && id.isIdle() && !isAny(src.Addr()) {
+	if src.Addr().IsValid() && id.isIdle() && !IsAny(src.Addr()) {
 		if err := id.Bind(src); err != nil {
 			return err
 		}
 	}
 	id.m.mu.Lock()
-	if id.state != stateIdle && !isAny(id.src.Addr()) {
+	if id.state != stateIdle && !IsAny(id.src.Addr()) {
 		src = id.src
 	}
 	id.m.mu.Unlock()
@@ -75,8 +75,8 @@ func (id *ID) isIdle() bool {
 // no interface has, the first device of that kind is taken.
 func (m *Manager) route(op string, src, dst netip.Addr) (from, to netip.Addr, err error) {
 	switch own := func(a netip.Addr) bool { return m.portAt(a) != nil }; {
-	case isAny(dst):
-	case src.IsValid() && !isAny(src) && own(src):
+	case IsAny(dst):
+	case src.IsValid() && !IsAny(src) && own(src):
 		return src, dst, nil
 	case !src.IsValid() && own(dst):
 		return dst, dst, nil
@@ -97,23 +97,20 @@ func (m *Manager) route(op string, src, dst netip.Addr) (from, to netip.Addr, er
 		return netip.Addr{}, false
 	}
 	to = dst
-	if isAny(dst) && !has(dst) {
+	if IsAny(dst) && !has(dst) {
 		if to, _ = first(func(a netip.Addr) bool { return a.Is4() == dst.Is4() }); !to.IsValid() {
 			return from, to, ib.Errorf(op, syscall.ENODEV, "no device has an address of the version of %v", dst)
 		}
 	}
 	switch {
-	case src.IsValid() && !isAny(src):
+	case src.IsValid() && !IsAny(src):
 		return src, to, nil
 	case has(to):
 		return to, to, nil
 	}
-	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(to, 4791)))
-	if err != nil {
+	if from, err = KernelSource(to); err != nil {
 		return from, to, err
 	}
-	from = c.LocalAddr().(*net.UDPAddr).AddrPort().Addr().Unmap()
-	_ = c.Close() // nothing was sent
 	if has(from) {
 		return from, to, nil
 	}
@@ -124,6 +121,15 @@ func (m *Manager) route(op string, src, dst netip.Addr) (from, to netip.Addr, er
 		return from, to, nil
 	}
 	return from, to, ib.Errorf(op, syscall.ENODEV, "%v is reached from %v, which no device has", to, from)
+}
+
+// KernelSource returns the address from which the kernel would send to a destination.
+func KernelSource(to netip.Addr) (netip.Addr, error) {
+	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(to, 4791)))
+	if err != nil {
+		return netip.Addr{}, err
+	}
+	return c.LocalAddr().(*net.UDPAddr).AddrPort().Addr().Unmap(), c.Close() // nothing was sent
 }
 
 // addressesBeside returns the addresses of the interface that has an address.
