@@ -278,7 +278,7 @@ func (h *Host) Run(off, n uint64, _ ib.Access) ([]byte, FaultKind) {
 	}
 	if h.watched() {
 		if !theSpace.applyChangesSoon() {
-			return nil, faultChanging // changes of mappings are pending
+			return nil, FaultBrief // changes of mappings are pending
 		}
 		if h.staleAt(off, n) {
 			return nil, FaultStale

@@ -44,6 +44,7 @@ const (
 	KindDevice               // memory of the device
 	KindIndirect             // made of other regions
 	KindImported             // memory that another process has registered and shares
+	KindDMABuf               // a buffer of another device, by its dma-buf
 	NumKinds
 )
 
@@ -77,6 +78,13 @@ type paged interface {
 	// called outside any read section: perhaps after Close, when it must do no
 	// harm.
 	Await(off, n uint64, acc ib.Access) FaultKind
+}
+
+// Movable is a Backing whose owner may move the bytes, or take them away. It then calls the
+// region's Suspend and Resume, or Revoke.
+type Movable interface {
+	// Bind is called with the region that stands on the backing, before any access.
+	Bind(*Region)
 }
 
 // staged is a Backing of bytes that the CPU does not reach where they are: what Run
@@ -127,9 +135,10 @@ const (
 	FaultRevoked                    // the owner of the memory has taken it away, for good
 	numFaultKinds
 
-	// faultChanging is what Run returns instead of FaultPending if the access has to wait
-	// for nothing but pending changes of mappings. place.fault makes FaultPending of it.
-	faultChanging FaultKind = 0xff
+	// FaultBrief is what Run returns instead of FaultPending if the access does not wait for
+	// storage: only for pending changes of mappings, or for memory that moves. place.fault
+	// makes FaultPending of it.
+	FaultBrief FaultKind = 0xff
 )
 
 // Fault is why an access failed. It is a value: compare with Fault{} or call OK.

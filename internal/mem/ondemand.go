@@ -185,7 +185,7 @@ func (m *OnDemand) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
 		return nil, FaultBounds
 	}
 	if !theSpace.applyChangesSoon() {
-		return nil, faultChanging // changes are pending: the table may be out of date
+		return nil, FaultBrief // changes are pending: the table may be out of date
 	}
 	have := m.have(off, n, acc)
 	if have != 0 && theSpace.doubtful.Load() {
@@ -197,7 +197,7 @@ func (m *OnDemand) Run(off, n uint64, acc ib.Access) ([]byte, FaultKind) {
 		have = m.have(off, n, acc)
 		switch {
 		case kind == FaultNone && have == 0, kind == FaultPending && theSpace.changes.Load() != before:
-			return nil, faultChanging // gone again already
+			return nil, FaultBrief // gone again already
 		case kind != FaultNone:
 			return nil, kind
 		}

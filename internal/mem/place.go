@@ -111,7 +111,7 @@ func (p *place) step(leaf *Region, off, n uint64) Fault { // whose staging was g
 
 // fault completes a fault that the leaf's backing has found at off.
 func (p *place) fault(kind FaultKind, off, n uint64, acc ib.Access) Fault {
-	changing := kind == faultChanging
+	changing := kind == FaultBrief
 	if changing {
 		kind = FaultPending
 	}

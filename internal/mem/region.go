@@ -121,10 +121,13 @@ func (r *Region) stand(b Backing) {
 	r.staged = asStaged(b)
 	_, byEngine := b.(Engine)
 	r.byEngine.Store(byEngine)
-	r.plain = (r.kind == KindPinned || r.kind == KindDevice) && r.staged == nil && !byEngine
+	r.plain = (r.kind == KindPinned || r.kind == KindDevice || r.kind == KindDMABuf) && r.staged == nil && !byEngine
 	r.pinned = nil
 	if h, ok := b.(interface{ Pinned() *Host }); ok {
 		r.pinned = h.Pinned()
+	}
+	if m, ok := b.(Movable); ok {
+		m.Bind(r)
 	}
 }
 
@@ -440,14 +443,18 @@ func (r *Region) invalidate(key uint32, who Actor, forPeer bool) (kind FaultKind
 // returns EBUSY.
 func (r *Region) Close() error {
 	r.mu.Lock()
-	defer r.mu.Unlock()
 	if r.state.Load()&stateDead != 0 {
+		r.mu.Unlock()
 		return nil
 	}
 	if err := r.takeLocked("dereg_mr"); err != nil {
+		r.mu.Unlock()
 		return err
 	}
 	r.killLocked(stateDead)
+	r.mu.Unlock()
+	// Without the lock: giving memory back may take long, and its owner may be moving it, in
+	// Suspend. No access uses it.
 	err := closeBacking(r.backing)
 	r.remove()
 	return err

@@ -83,6 +83,20 @@ func (r *Region) Resume() {
 func (r *Region) Revoke() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	return r.revokeLocked()
+}
+
+// RevokeOn is Revoke for a region that stands on b. If it stands on something else by now it
+// does nothing: then no access to b is under way, and none will begin.
+func (r *Region) RevokeOn(b Backing) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.backing == b {
+		r.revokeLocked()
+	}
+}
+
+func (r *Region) revokeLocked() bool {
 	if r.window != nil || r.mkey != nil {
 		return false
 	}

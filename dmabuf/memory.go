@@ -1,0 +1,379 @@
+package dmabuf
+
+// An exporter of ordinary memory. Its life:
+//
+//  1. Alloc takes a place: a memory file, cut into the segments of the table.
+//  2. Importers map the place. The program reads and writes by ReadAt and WriteAt.
+//  3. Move tells the importers, waits for what they still do, copies the bytes to another place,
+//     and poisons and gives up the old one. Evict moves the bytes to where no importer can reach
+//     them, until one maps the buffer again. Revoke takes them away for good.
+//  4. Close gives the program's reference back. With the last reference the memory goes.
+
+import (
+	"context"
+	"errors"
+	"math"
+	"os"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// poison is what memory holds that a buffer has left.
+const poison = 0xdb
+
+// MemoryConfig is what memory Alloc makes; the zero value of each field but Size is good.
+type MemoryConfig struct {
+	Size     uint64
+	Segments int    // how many pieces, not next to each other; 0: one
+	Name     string // of the buffer
+	// NoPin: importers that want to pin the memory are refused, with EOPNOTSUPP, as by memory
+	// of RDMA devices.
+	NoPin bool
+}
+
+// Memory is a buffer of ordinary memory.
+type Memory struct {
+	buffer   *Buffer
+	cfg      MemoryConfig
+	segments []extent // where in a place each segment lies
+
+	// What follows is guarded by the reservation lock.
+	place   *place
+	tables  map[*Table]*place // what is mapped
+	pins    int
+	evicted bool
+	revoked bool
+	closed  bool // Close was called
+	moves   uint64
+}
+
+type extent struct{ off, n int }
+
+// place is where the bytes are.
+type place struct {
+	fd       int
+	b        []byte
+	mappings int
+	left     bool // the buffer is elsewhere: the last Unmap frees the place
+}
+
+// Alloc makes a buffer of memory, all zero.
+//
+// Errors: EINVAL if there are no bytes, or fewer pages than segments; ENOMEM; EMFILE.
+func Alloc(cfg MemoryConfig) (*Memory, error) {
+	const op = "dmabuf_alloc"
+	page := uint64(os.Getpagesize())
+	if cfg.Segments == 0 {
+		cfg.Segments = 1
+	}
+	pages := cfg.Size/page + min(1, cfg.Size%page)
+	switch {
+	case cfg.Size == 0 || cfg.Size > math.MaxInt-page:
+		return nil, ib.Errorf(op, syscall.EINVAL, "%d bytes", cfg.Size)
+	case cfg.Segments < 0 || uint64(cfg.Segments) > pages:
+		return nil, ib.Errorf(op, syscall.EINVAL, "%d segments of %d pages", cfg.Segments, pages)
+	}
+	m := &Memory{cfg: cfg, tables: make(map[*Table]*place)}
+	m.cut(int(pages), int(page))
+	ops := Ops{Map: m.mapping, Unmap: m.unmap, Release: m.release, Pin: m.pin, Unpin: m.unpin}
+	if cfg.Segments == 1 {
+		ops.Vmap, ops.Vunmap = m.vmap, func(*Buffer, []byte) {}
+	}
+	var err error
+	if m.place, err = m.newPlace(); err != nil {
+		return nil, named(op, err)
+	}
+	if m.buffer, err = Export(Config{Ops: ops, Size: cfg.Size, Exporter: "verbena", Priv: m}); err == nil {
+		err = m.buffer.SetName(cfg.Name)
+	}
+	if err != nil {
+		m.place.free()
+		return nil, err
+	}
+	return m, nil
+}
+
+// cut divides the pages among the segments. In a place they lie in the opposite order, so that
+// no two that follow each other are next to each other.
+func (m *Memory) cut(pages, page int) {
+	count, end, left := m.cfg.Segments, pages*page, int(m.cfg.Size)
+	for i := range count {
+		n := (pages*(i+1)/count - pages*i/count) * page
+		end -= n
+		m.segments = append(m.segments, extent{end, min(n, left)})
+		left -= min(n, left)
+	}
+}
+
+func (m *Memory) newPlace() (*place, error) {
+	page := os.Getpagesize()
+	fd, b, err := sys.NewMappedFile("verbena-dmabuf", (int(m.cfg.Size)+page-1)&^(page-1))
+	if err != nil {
+		return nil, err
+	}
+	return &place{fd: fd, b: b}, nil
+}
+
+func (p *place) free() {
+	_ = sys.FreeMapped(p.b) // it is our own mapping
+	_ = sys.CloseFD(p.fd)
+	p.b = nil
+}
+
+// leave poisons a place that the buffer has left, and frees it unless it is still mapped.
+func (p *place) leave() {
+	for i := range p.b {
+		p.b[i] = poison
+	}
+	if p.left = true; p.mappings == 0 {
+		p.free()
+	}
+}
+
+// Buffer returns the buffer, for importers. It is valid until Close, or longer for a caller that
+// takes a reference.
+func (m *Memory) Buffer() *Buffer { return m.buffer }
+
+// Close gives the program's reference back. The memory goes when no importer uses it any more.
+// Closing again does nothing.
+func (m *Memory) Close() error {
+	r := m.buffer.resv
+	r.Lock()
+	was := m.closed
+	m.closed = true
+	r.Unlock()
+	if !was {
+		m.buffer.Put()
+	}
+	return nil
+}
+
+// Moves returns how often the memory has moved.
+func (m *Memory) Moves() uint64 {
+	m.buffer.resv.Lock()
+	defer m.buffer.resv.Unlock()
+	return m.moves
+}
+
+// The exporter's operations.
+
+func (m *Memory) pin(*Attachment) error {
+	switch {
+	case m.cfg.NoPin:
+		return ib.Errorf("dma_buf_pin", syscall.EOPNOTSUPP, "the memory cannot be pinned")
+	case m.revoked:
+		return errRevoked
+	}
+	if err := m.comeBack(); err != nil {
+		return err
+	}
+	m.pins++
+	return nil
+}
+
+func (m *Memory) unpin(*Attachment) { m.pins-- }
+
+var errRevoked = ib.Errorf("dma_buf_map_attachment", syscall.ENODEV, "the memory is revoked")
+
+func (m *Memory) mapping(*Attachment, Direction) (*Table, error) {
+	if m.revoked {
+		return nil, errRevoked
+	}
+	if err := m.comeBack(); err != nil {
+		return nil, err
+	}
+	segments := make([][]byte, len(m.segments))
+	for i, s := range m.segments {
+		segments[i] = m.place.b[s.off:][:s.n:s.n]
+	}
+	t := NewTable(segments...)
+	m.tables[t] = m.place
+	m.place.mappings++
+	return t, nil
+}
+
+func (m *Memory) unmap(_ *Attachment, t *Table, _ Direction) {
+	p := m.tables[t]
+	delete(m.tables, t)
+	if p.mappings--; p.mappings == 0 && p.left {
+		p.free()
+	}
+}
+
+func (m *Memory) vmap(*Buffer) ([]byte, error) {
+	if m.revoked {
+		return nil, errRevoked
+	}
+	if err := m.comeBack(); err != nil {
+		return nil, err
+	}
+	return m.place.b[:m.cfg.Size], nil
+}
+
+func (m *Memory) release(*Buffer) {
+	if p := m.place; p != nil {
+		m.place = nil
+		p.free()
+	}
+}
+
+// comeBack brings memory that was evicted to a place where importers reach it. The caller has
+// locked the reservation, and nothing is mapped.
+func (m *Memory) comeBack() error {
+	if !m.evicted {
+		return nil
+	}
+	to, err := m.newPlace()
+	if err != nil {
+		return ib.Errorf("dma_buf_map_attachment", syscall.ENOMEM, "%v", err)
+	}
+	m.moveTo(to)
+	m.evicted = false
+	return nil
+}
+
+// moveTo moves the bytes. The caller has locked the reservation, and nobody writes to them.
+func (m *Memory) moveTo(to *place) {
+	copy(to.b, m.place.b)
+	m.place.leave()
+	m.place = to
+	m.moves++
+}
+
+// Move moves the memory to another place. Importers that are dynamic map it there when they
+// need it next.
+//
+// Errors: EBUSY if an importer has pinned the memory, or the CPU has mapped it; ENODEV if it is
+// revoked; ENOMEM; EINVAL after Close; ETIMEDOUT if the context ends before Move has the
+// reservation lock and the Bookkeep fences are signalled. Then the memory has not moved.
+func (m *Memory) Move(ctx context.Context) error { return m.move(ctx, "dmabuf_move", false) }
+
+// Evict moves the memory to where importers cannot reach it. It comes back when one of them
+// needs it next. Errors: those of Move.
+func (m *Memory) Evict(ctx context.Context) error { return m.move(ctx, "dmabuf_evict", true) }
+
+func (m *Memory) move(ctx context.Context, op string, evict bool) error {
+	to, err := m.newPlace()
+	if err != nil {
+		return ib.Errorf(op, syscall.ENOMEM, "%v", err)
+	}
+	err = m.locked(ctx, op, func() error {
+		if m.pins > 0 || m.buffer.vmaps > 0 {
+			return ib.Errorf(op, syscall.EBUSY, "the memory is pinned")
+		}
+		if err := m.stop(ctx, op); err != nil {
+			return err
+		}
+		m.moveTo(to)
+		m.evicted = evict
+		to = nil
+		return nil
+	})
+	if to != nil {
+		to.free()
+	}
+	return err
+}
+
+// Revoke takes the memory away for good: importers cannot map it any more, and accesses by
+// memory regions end in errors. Revoking again does nothing.
+//
+// Errors: EBUSY if an importer that has pinned the memory cannot be told of it; EINVAL and
+// ETIMEDOUT as for Move. After ETIMEDOUT the memory is revoked, but accesses may still be under
+// way.
+func (m *Memory) Revoke(ctx context.Context) error {
+	const op = "dmabuf_revoke"
+	err := m.locked(ctx, op, func() error {
+		for _, a := range m.buffer.attachments {
+			if a.pins > 0 && !a.Revocable() {
+				return ib.Errorf(op, syscall.EBUSY, "an importer has pinned the memory, and cannot be told of its end")
+			}
+		}
+		if m.buffer.vmaps > 0 {
+			return ib.Errorf(op, syscall.EBUSY, "the CPU has mapped the memory")
+		}
+		m.revoked = true
+		if err := m.stop(ctx, op); err != nil {
+			return err
+		}
+		for i := range m.place.b {
+			m.place.b[i] = poison
+		}
+		return nil
+	})
+	if errors.Is(err, syscall.ENODEV) {
+		return nil
+	}
+	return err
+}
+
+// locked runs do with the reservation locked, unless the memory is closed or revoked.
+func (m *Memory) locked(ctx context.Context, op string, do func() error) error {
+	r := m.buffer.resv
+	if !m.buffer.Get() {
+		return ib.Errorf(op, syscall.EINVAL, "the memory is closed")
+	}
+	defer m.buffer.Put()
+	if err := r.LockContext(ctx); err != nil {
+		return ib.Errorf(op, syscall.ETIMEDOUT, "the reservation lock: %v", err)
+	}
+	defer r.Unlock()
+	if m.revoked {
+		return ib.Errorf(op, syscall.ENODEV, "the memory is revoked")
+	}
+	return do()
+}
+
+// stop tells the importers, and waits for what they still do.
+func (m *Memory) stop(ctx context.Context, op string) error {
+	m.buffer.InvalidateMappings()
+	if err := m.buffer.resv.Wait(ctx, Bookkeep); err != nil {
+		return ib.Errorf(op, syscall.ETIMEDOUT, "the buffer's fences: %v", err)
+	}
+	return nil
+}
+
+// ReadAt reads from the memory, and WriteAt writes to it, as the CPU of the exporter's device:
+// they wait for no fences but keep the memory from moving meanwhile. Errors: EFAULT if not all
+// of the range is inside, then nothing is copied; EINVAL after the memory is gone; ENODEV if it
+// is revoked.
+func (m *Memory) ReadAt(b []byte, off int64) (int, error) {
+	return m.access("dmabuf_read", b, off, func(at, b []byte) { copy(b, at) })
+}
+
+// WriteAt is explained at ReadAt.
+func (m *Memory) WriteAt(b []byte, off int64) (int, error) {
+	return m.access("dmabuf_write", b, off, func(at, b []byte) { copy(at, b) })
+}
+
+func (m *Memory) access(op string, b []byte, off int64, move func(at, b []byte)) (int, error) {
+	size := m.cfg.Size
+	if off < 0 || uint64(off) > size || uint64(len(b)) > size-uint64(off) {
+		return 0, ib.Errorf(op, syscall.EFAULT, "%d bytes at %d are not inside a buffer of %d", len(b), off, size)
+	}
+	err := m.locked(context.Background(), op, func() error {
+		for done := 0; done < len(b); {
+			at := m.at(int(off)+done, len(b)-done)
+			move(at, b[done:][:len(at)])
+			done += len(at)
+		}
+		return nil
+	})
+	if err != nil {
+		return 0, err
+	}
+	return len(b), nil
+}
+
+// at returns the bytes at off that lie together, at most n.
+func (m *Memory) at(off, n int) []byte {
+	for _, s := range m.segments {
+		if off < s.n {
+			return m.place.b[s.off+off:][:min(n, s.n-off)]
+		}
+		off -= s.n
+	}
+	return nil
+}

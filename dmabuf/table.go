@@ -1,0 +1,79 @@
+package dmabuf
+
+import (
+	"fmt"
+	"slices"
+	"sort"
+)
+
+// Direction is which way data moves through a mapping.
+type Direction uint8
+
+const (
+	Bidirectional Direction = iota
+	ToDevice                // the device reads
+	FromDevice              // the device writes
+)
+
+// Writes reports whether the device may write.
+func (d Direction) Writes() bool { return d != ToDevice }
+
+// Reads reports whether the device may read.
+func (d Direction) Reads() bool { return d != FromDevice }
+
+func (d Direction) valid() bool { return d <= FromDevice }
+
+var directionNames = [...]string{"bidirectional", "to the device", "from the device"}
+
+// String names the direction.
+func (d Direction) String() string {
+	if d.valid() {
+		return directionNames[d]
+	}
+	return fmt.Sprintf("Direction(%d)", uint8(d))
+}
+
+// Table is where a buffer's bytes are: a list of segments, each of which is contiguous. It is
+// what the kernel calls a scatter table.
+type Table struct {
+	segments [][]byte
+	ends     []uint64 // where in the buffer each segment ends
+}
+
+// NewTable makes a table of segments, in the order of the buffer. Segments without bytes are
+// left out.
+func NewTable(segments ...[]byte) *Table {
+	t := &Table{segments: slices.DeleteFunc(slices.Clone(segments), func(s []byte) bool { return len(s) == 0 })}
+	end := uint64(0)
+	for _, s := range t.segments {
+		end += uint64(len(s)) // cannot wrap: the segments are distinct memory, or few
+		t.ends = append(t.ends, end)
+	}
+	return t
+}
+
+// Len returns the number of bytes.
+func (t *Table) Len() uint64 {
+	if len(t.ends) == 0 {
+		return 0
+	}
+	return t.ends[len(t.ends)-1]
+}
+
+// Segments returns the segments.
+func (t *Table) Segments() [][]byte { return t.segments }
+
+// At returns the bytes at off that lie together: at least one and at most n, if off is inside
+// the table and n is not 0; none otherwise.
+func (t *Table) At(off, n uint64) []byte {
+	i := 0
+	if len(t.ends) != 1 {
+		i = sort.Search(len(t.ends), func(i int) bool { return t.ends[i] > off })
+	}
+	if i == len(t.ends) || off >= t.ends[i] {
+		return nil
+	}
+	s := t.segments[i]
+	in := off - (t.ends[i] - uint64(len(s)))
+	return s[in:][:min(n, uint64(len(s))-in)]
+}

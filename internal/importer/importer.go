@@ -1,0 +1,334 @@
+// Package importer makes memory regions of dma-bufs: it is the part of an RDMA device that
+// attaches to a buffer and maps it.
+//
+//  1. Import attaches to the buffer and maps it, pinned if that is asked for.
+//  2. Run offers the bytes for as long as the mapping is good.
+//  3. invalidate is called when the exporter moves the buffer: it keeps accesses out of the
+//     region, waits for those under way, and unmaps. For pinned memory that is the end of the
+//     region's memory, which is revoked.
+//  4. The next access finds no mapping, and ends in a fault that is brief: Await maps the buffer
+//     again, after the exporter is done and the Kernel fences are signalled. If the exporter
+//     refuses, the access ends with an error.
+//  5. Close unmaps and detaches.
+//
+// The exporter holds the reservation lock over a move, and invalidate waits for accesses under
+// it. So no access waits for that lock inside a read section, and none of the region's locks is
+// held while it is waited for.
+package importer
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"os"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/verbena-rdma/verbena/dmabuf"
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+)
+
+// Patience is how long an exporter may take to answer, and the Kernel fences to be signalled,
+// before an access or a call fails.
+var Patience = 10 * time.Second
+
+// Config is what of a buffer becomes a region.
+type Config struct {
+	Offset, Length uint64
+	// Pinned: the buffer is held in place. It can still be revoked.
+	Pinned bool
+	Device any // the importer's device, for the exporter to look at
+}
+
+// Backing is a mem.Backing of a dma-buf.
+type Backing struct {
+	cfg        Config
+	attachment *dmabuf.Attachment
+
+	// table is what is mapped; nil: nothing is. It changes with the reservation locked. It
+	// becomes nil only while accesses are kept out of the region.
+	table   atomic.Pointer[dmabuf.Table]
+	revoked atomic.Bool
+	failed  atomic.Uint32 // the FaultKind with which the last Await has failed, for the next Run; 0: none
+
+	faults, faultPages, local, remote, invalidations, invalidationPages, refused atomic.Uint64
+
+	mu     sync.Mutex // guards region, and what table becomes while there is none
+	region *mem.Region
+
+	closed bool // guarded by the reservation lock
+	pinned bool // Pin has succeeded, and Unpin was not called; guarded by the reservation lock
+}
+
+// Import makes a backing of a part of a buffer.
+//
+// Errors: EINVAL if the part is empty or not inside the buffer, or the buffer is released; the
+// exporter's; ETIMEDOUT if the exporter does not answer.
+func Import(b *dmabuf.Buffer, cfg Config) (*Backing, error) {
+	const op = "reg_dmabuf_mr"
+	if size := b.Size(); cfg.Length == 0 || cfg.Offset > size || cfg.Length > size-cfg.Offset {
+		return nil, ib.Errorf(op, syscall.EINVAL, "%d bytes at %d are not inside a buffer of %d", cfg.Length, cfg.Offset, size)
+	}
+	if !b.Get() {
+		return nil, ib.Errorf(op, syscall.EINVAL, "the buffer is released")
+	}
+	i := &Backing{cfg: cfg}
+	err := inTime(func(ctx context.Context) error {
+		defer b.Put() // the attachment has a reference of its own
+		return i.attach(ctx, b)
+	}, func() { i.leave() })
+	if err != nil {
+		return nil, err
+	}
+	return i, nil
+}
+
+// inTime runs do, which the exporter may keep from ending. If do takes longer than Patience,
+// inTime returns ETIMEDOUT; then undo is called if do ends well after all.
+func inTime(do func(context.Context) error, undo func()) error {
+	ctx, cancel := context.WithTimeout(context.Background(), Patience)
+	result := make(chan error, 1)
+	var decided atomic.Bool
+	go func() {
+		defer cancel()
+		err := do(ctx)
+		if decided.CompareAndSwap(false, true) {
+			result <- err
+		} else if err == nil {
+			undo()
+		}
+	}()
+	late := time.NewTimer(Patience)
+	defer late.Stop()
+	select {
+	case err := <-result:
+		return err
+	case <-late.C:
+		if decided.CompareAndSwap(false, true) {
+			return ib.Errorf("reg_dmabuf_mr", syscall.ETIMEDOUT, "the exporter of the dma-buf does not answer")
+		}
+		return <-result
+	}
+}
+
+// attach attaches to the buffer and maps it. After an error nothing is attached.
+func (i *Backing) attach(ctx context.Context, b *dmabuf.Buffer) error {
+	a, err := b.DynamicAttach(i.cfg.Device, dmabuf.Importer{AllowPeer2Peer: true, InvalidateMappings: i.invalidate})
+	if err != nil {
+		return err
+	}
+	i.attachment = a
+	if err := i.lock(ctx); err != nil {
+		a.Detach()
+		return err
+	}
+	if i.cfg.Pinned {
+		err = a.Pin()
+		i.pinned = err == nil
+	}
+	if err == nil {
+		err = i.mapLocked(ctx)
+	}
+	if err != nil && i.pinned {
+		i.pinned = false
+		a.Unpin()
+	}
+	b.Reservation().Unlock()
+	if err != nil {
+		a.Detach()
+	}
+	return err
+}
+
+func (i *Backing) lock(ctx context.Context) error {
+	if err := i.attachment.Buffer().Reservation().LockContext(ctx); err != nil {
+		return ib.Errorf("reg_dmabuf_mr", syscall.ETIMEDOUT, "the buffer's reservation lock: %v", err)
+	}
+	return nil
+}
+
+// mapLocked maps the buffer, and waits for its Kernel fences: with the reservation locked, as in
+// the kernel.
+func (i *Backing) mapLocked(ctx context.Context) error {
+	t, err := i.attachment.Map(ctx, dmabuf.Bidirectional)
+	if err != nil {
+		return err
+	}
+	if err := i.attachment.Buffer().Reservation().Wait(ctx, dmabuf.Kernel); err != nil {
+		i.attachment.Unmap(t, dmabuf.Bidirectional)
+		return ib.Errorf("reg_dmabuf_mr", syscall.ETIMEDOUT, "the buffer's fences: %v", err)
+	}
+	i.table.Store(t)
+	return nil
+}
+
+// Bind notes the region that stands on the backing: see mem.Movable.
+func (i *Backing) Bind(r *mem.Region) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.region = r
+}
+
+// Kind returns mem.KindDMABuf.
+func (i *Backing) Kind() mem.Kind { return mem.KindDMABuf }
+
+// Len returns the number of bytes.
+func (i *Backing) Len() uint64 { return i.cfg.Length }
+
+// Buffer returns the buffer, and where in it the region begins.
+func (i *Backing) Buffer() (b *dmabuf.Buffer, off uint64) {
+	return i.attachment.Buffer(), i.cfg.Offset
+}
+
+// Pins reports whether the region holds the buffer in place.
+func (i *Backing) Pins() bool { return i.cfg.Pinned }
+
+// Run returns bytes that are mapped.
+func (i *Backing) Run(off, n uint64, _ ib.Access) ([]byte, mem.FaultKind) {
+	if off >= i.cfg.Length || n > i.cfg.Length-off {
+		return nil, mem.FaultBounds
+	}
+	if t := i.table.Load(); t != nil {
+		return t.At(i.cfg.Offset+off, n), mem.FaultNone
+	}
+	if i.revoked.Load() {
+		return nil, mem.FaultRevoked
+	}
+	if kind := mem.FaultKind(i.failed.Swap(0)); kind != mem.FaultNone {
+		return nil, kind
+	}
+	return nil, mem.FaultBrief
+}
+
+// Gone returns FaultStale: the exporter has offered bytes that are not there.
+func (i *Backing) Gone(uint64, uint64, ib.Access) mem.FaultKind { return mem.FaultStale }
+
+// Await maps the buffer again. If that fails, the next access ends with what Await returns.
+func (i *Backing) Await(_, _ uint64, acc ib.Access) mem.FaultKind {
+	mapped := false
+	err := inTime(func(ctx context.Context) error {
+		if err := i.lock(ctx); err != nil {
+			return err
+		}
+		defer i.attachment.Buffer().Reservation().Unlock()
+		if i.closed || i.table.Load() != nil {
+			return nil // nothing to do, or another access has mapped it
+		}
+		mapped = true
+		return i.mapLocked(ctx)
+	}, func() {})
+	switch {
+	case err == nil:
+		if mapped {
+			i.count(acc)
+		}
+		return mem.FaultNone
+	case errors.Is(err, syscall.ENODEV):
+		i.end()
+		return mem.FaultRevoked
+	}
+	i.refused.Add(1)
+	slog.Warn("verbena: a dma-buf that has moved cannot be mapped again", "buffer", i.attachment.Buffer().Name(), "error", err)
+	i.failed.Store(uint32(mem.FaultStorage))
+	return mem.FaultStorage
+}
+
+// end notes that the memory is gone for good, after the exporter has said so to a mapping.
+func (i *Backing) end() {
+	i.revoked.Store(true)
+	i.mu.Lock()
+	r := i.region
+	i.mu.Unlock()
+	if r != nil {
+		r.RevokeOn(i)
+	}
+}
+
+// invalidate stops accesses and unmaps. The exporter has locked the reservation.
+func (i *Backing) invalidate(a *dmabuf.Attachment) {
+	if i.table.Load() == nil {
+		return
+	}
+	i.mu.Lock()
+	r := i.region
+	if r == nil {
+		// No access can be under way, and Bind waits.
+		i.drop(a)
+		i.mu.Unlock()
+		return
+	}
+	i.mu.Unlock()
+	if i.pinned {
+		r.RevokeOn(i)
+		i.drop(a)
+		return
+	}
+	suspended := r.Suspend() // if not, the region is closed or revoked, and no access under way
+	i.drop(a)
+	if suspended {
+		r.Resume()
+	}
+}
+
+// drop gives up the mapping, and the pin. The reservation is locked, and no access under way.
+func (i *Backing) drop(a *dmabuf.Attachment) {
+	if t := i.table.Swap(nil); t != nil {
+		a.Unmap(t, dmabuf.Bidirectional)
+		i.invalidations.Add(1)
+		i.invalidationPages.Add(i.pages())
+	}
+	if i.pinned {
+		i.revoked.Store(true)
+		i.pinned = false
+		a.Unpin()
+	}
+}
+
+func (i *Backing) pages() uint64 {
+	page := uint64(os.Getpagesize())
+	return (i.cfg.Offset+i.cfg.Length-1)/page - i.cfg.Offset/page + 1
+}
+
+func (i *Backing) count(acc ib.Access) {
+	i.faults.Add(1)
+	i.faultPages.Add(i.pages())
+	if acc&ib.AccessRemote != 0 {
+		i.remote.Add(1)
+	} else {
+		i.local.Add(1)
+	}
+}
+
+// Stats returns how often accesses found the buffer moved, and moves took mappings away.
+func (i *Backing) Stats() ib.PagingStats {
+	return ib.PagingStats{
+		PageFaults: i.faults.Load(), PageFaultPages: i.faultPages.Load(),
+		LocalFaults: i.local.Load(), RemoteFaults: i.remote.Load(),
+		Invalidations: i.invalidations.Load(), InvalidationPages: i.invalidationPages.Load(),
+		FailedResolutions: i.refused.Load(),
+	}
+}
+
+// Close unmaps and detaches. It fails with ETIMEDOUT if the exporter does not answer; what is
+// left is done when it does.
+func (i *Backing) Close() error {
+	return inTime(func(context.Context) error { i.leave(); return nil }, func() {})
+}
+
+func (i *Backing) leave() {
+	r := i.attachment.Buffer().Reservation()
+	r.Lock()
+	i.closed = true
+	if t := i.table.Swap(nil); t != nil {
+		i.attachment.Unmap(t, dmabuf.Bidirectional)
+	}
+	if i.pinned {
+		i.pinned = false
+		i.attachment.Unpin()
+	}
+	r.Unlock()
+	i.attachment.Detach()
+}
