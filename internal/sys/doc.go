@@ -6,6 +6,8 @@
 //     steer.go and shelf.go (sockets of several processes at one port).
 //   - Processes that share memory and messages: memfd.go, bytelock.go, event.go, scm.go,
 //     watch.go, ptrace.go, process_vm_unsafe.go, procmem.go.
+//   - Descriptors for buffers: handle*.go (a descriptor that stands for an object of this
+//     process).
 //   - Pinned memory: mlock.go (locking), procmap.go (what is mapped), file.go (mapped
 //     files, and writing them back), sysv_unsafe.go; uring_*.go holds pages.
 //   - Memory of the library: alloc_unsafe.go, devmem.go.

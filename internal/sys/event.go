@@ -1,9 +1,7 @@
 package sys
 
 import (
-	"errors"
 	"fmt"
-	"os"
 
 	"golang.org/x/sys/unix"
 )
@@ -24,13 +22,7 @@ func NewEvent() (*Event, error) {
 // OpenEvent takes over a descriptor that another process has sent. It refuses one that
 // is no eventfd, and leaves it open.
 func OpenEvent(fd int) (*Event, error) {
-	var what string
-	var err error
-	for _, dir := range procFDs {
-		if what, err = os.Readlink(fmt.Sprintf("%s/%d", dir, fd)); !errors.Is(err, unix.ENOENT) {
-			break
-		}
-	}
+	what, err := readFDLink(fd)
 	if err != nil {
 		return nil, err
 	}

@@ -32,6 +32,9 @@ var children = map[string]func() error{
 	"old-kernel":     oldKernelChild,
 	"no-proc":        noProcChild,
 	"ring-writer":    ringWriterChild,
+	"handle-holder":  handleHolderChild,
+	"handle-limit":   handleLimitChild,
+	"handle-user":    handleUserChild,
 }
 
 const childVariable = "VERBENA_SYS_TEST_CHILD"

@@ -17,6 +17,19 @@ const memfdSeals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
 // NewMemfd makes a memory file of size bytes, zero and sealed, and returns its
 // descriptor. The name is for people: /proc/PID/maps shows it.
 func NewMemfd(name string, size int) (int, error) {
+	fd, err := createMemfd(name)
+	if err != nil {
+		return -1, err
+	}
+	if err := sizeMemfd(fd, size); err != nil {
+		_ = unix.Close(fd) // the first error says more
+		return -1, err
+	}
+	return fd, nil
+}
+
+// createMemfd makes an empty memory file that can be sealed.
+func createMemfd(name string) (int, error) {
 	flags := unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
 	fd, err := unix.MemfdCreate(name, flags|unix.MFD_NOEXEC_SEAL)
 	if err == unix.EINVAL { // the kernel is older than 6.3
@@ -24,10 +37,6 @@ func NewMemfd(name string, size int) (int, error) {
 	}
 	if err != nil {
 		return -1, fmt.Errorf("memfd_create: %w", err)
-	}
-	if err := sizeMemfd(fd, size); err != nil {
-		_ = unix.Close(fd) // the first error says more
-		return -1, err
 	}
 	return fd, nil
 }
