@@ -8,6 +8,7 @@ import (
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // Ops are an exporter's operations. Map, Unmap and Release are mandatory; Pin and Unpin come
@@ -67,6 +68,7 @@ type Buffer struct {
 
 	mu          sync.Mutex // guards name and handle
 	name        string
+	handle      *sys.Handle   // what descriptors are made of; nil: there are none
 	attachments []*Attachment // guarded by the reservation lock
 	vmaps       int           // calls of Vmap without Vunmap; guarded by the reservation lock
 	vmapped     []byte        // what they have returned; guarded by the reservation lock

@@ -54,6 +54,10 @@ type Config struct {
 	NoGSO bool
 	NoGRO bool
 
+	// PinDMABuf has the device hold dma-bufs in place while they are registered
+	// ([PD.RegDMABufMR]), as some adapters do. False: their exporters may move them.
+	PinDMABuf bool
+
 	// DMSize is how many bytes of device memory the device has, for all processes
 	// that share it: the first of them decides. Zero: the value of the environment
 	// variable VERBENA_DM_SIZE (a number, with K, M or G after it for KiB, MiB and
@@ -108,6 +112,7 @@ func (c *Config) provider() *provider.Config {
 		Receivers: c.Receivers,
 		NoGSO:     c.NoGSO,
 		NoGRO:     c.NoGRO,
+		PinDMABuf: c.PinDMABuf,
 		DMSize:    c.DMSize,
 	}
 }

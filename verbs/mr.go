@@ -78,6 +78,7 @@ func (mr *MR) Share() (handle string, err error) {
 type MRChange struct {
 	Buf    []byte   // other memory: a slice, as for [PD.RegMR]
 	Range  *MRRange // other memory: by address, as for [PD.RegMRAddr]; not with Buf
+	DMABuf *DMABuf  // other memory: a dma-buf, as for [PD.RegDMABufMR]; not with Buf or Range
 	PD     *PD      // another protection domain of the device
 	Access *Access  // other rights
 }
@@ -108,7 +109,7 @@ type MRRange struct {
 //
 // Errors, with the old region valid: EBUSY while memory windows are bound to the
 // region or indirect keys are made of it; those of [PD.RegMR] for the memory and the
-// rights; EINVAL if both Buf and Range are set, or the domain is closed or of another
+// rights, or of [PD.RegDMABufMR]; EINVAL if more than one of Buf, Range and DMABuf is set, or the domain is closed or of another
 // device. With the region unusable: EINVAL if it is nil, closed or invalidated. With
 // the new region valid: the error of giving the old memory back.
 func (mr *MR) Rereg(c MRChange) error {
@@ -125,6 +126,9 @@ func (mr *MR) Rereg(c MRChange) error {
 			return refuse("PD was not made by AllocPD")
 		}
 		pc.PD = c.PD.p
+	}
+	if c.DMABuf != nil {
+		return mr.reregDMABuf(*c.DMABuf, pc, c.Buf != nil || c.Range != nil)
 	}
 	if r := c.Range; r != nil {
 		if c.Buf != nil {

@@ -48,7 +48,7 @@ func TestConfig(t *testing.T) {
 	cfg := &Config{
 		Addrs: addrs, Link: LinkUDP, Lock: LockStrict,
 		Limits: Limits{QPs: 1, CQs: 2, MRs: 3, MWs: 11, PDs: 4, AHs: 5, SRQs: 6, QPWR: 7, CQE: 8, SRQWR: 9},
-		PCAP:   "x.pcapng", Window: 10, Receivers: 13, NoGSO: true, NoGRO: true, DMSize: 12,
+		PCAP:   "x.pcapng", Window: 10, Receivers: 13, NoGSO: true, NoGRO: true, PinDMABuf: true, DMSize: 12,
 	}
 	got, want := reflect.ValueOf(*cfg.provider()), reflect.ValueOf(*cfg)
 	if got.NumField() != want.NumField() {

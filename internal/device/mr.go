@@ -46,6 +46,8 @@ type memory struct {
 
 	everything bool // the whole address space
 	dm         bool // device memory
+
+	backing mem.Backing // if not nil, the memory, made elsewhere
 }
 
 // RegMR registers a slice.
@@ -209,10 +211,34 @@ func (m *MR) Locked() (bool, string) {
 	return b.Locked(), b.LockNote()
 }
 
-// Rereg changes the region. Everything that may fail comes before the region itself changes,
-// so that a failure leaves it as it was; only to close its former backing may fail after it
+// PinsDMABuf reports whether the device holds dma-bufs that it registers in place.
+func (p *PD) PinsDMABuf() bool { return p.dev.cfg.PinDMABuf }
+
+// PinsDMABuf reports whether the device holds dma-bufs that it registers in place.
+func (m *MR) PinsDMABuf() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.pd.PinsDMABuf()
+}
+
+// ReregBacking is Rereg to memory of a kind that is made elsewhere, at an address for requests.
+// If it fails with the old region valid, or none, the backing is closed.
+func (m *MR) ReregBacking(b mem.Backing, iova uint64, c provider.MRChange) error {
+	err := m.rereg(c, &memory{iova: &iova, backing: b})
+	var failed *ib.ReregError
+	if errors.As(err, &failed) && failed.State != ib.ReregNewValid {
+		_ = b.Close() // the first error says more
+	}
+	return err
+}
+
+// Rereg changes the region.
+func (m *MR) Rereg(c provider.MRChange) error { return m.rereg(c, nil) }
+
+// rereg changes the region, to memory that was made elsewhere if made is not nil. Everything
+// that may fail comes before the region itself changes, so that a failure leaves it as it was; only to close its former backing may fail after it
 // has changed.
-func (m *MR) Rereg(c provider.MRChange) error {
+func (m *MR) rereg(c provider.MRChange, made *memory) error {
 	const op = "rereg_mr"
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -234,6 +260,8 @@ func (m *MR) Rereg(c provider.MRChange) error {
 	}
 	to := m.memoryLocked()
 	switch {
+	case made != nil:
+		to = *made
 	case c.Buf != nil:
 		to = memoryOf(c.Buf)
 	case c.Range != nil:
@@ -247,7 +275,7 @@ func (m *MR) Rereg(c provider.MRChange) error {
 		return oldValid(err)
 	}
 	giveUp := func() {
-		if backing != had {
+		if backing != had && made == nil {
 			_ = backing.Close() // the first error says more
 		}
 	}
@@ -273,6 +301,9 @@ func (m *MR) Rereg(c provider.MRChange) error {
 
 // backingFor returns the backing of the changed region: its present one, if that will do.
 func (m *MR) backingFor(op string, had mem.Backing, c *provider.MRChange, to memory, access ib.Access) (mem.Backing, error) {
+	if to.backing != nil {
+		return to.backing, nil
+	}
 	if c.Buf != nil || c.Range != nil || (m.view.Load().access^access)&ib.AccessOnDemand != 0 {
 		if _, ours := had.(*mem.Alloc); ours && c.Buf == nil && c.Range == nil {
 			return nil, errAllocOnDemand(op)

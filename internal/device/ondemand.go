@@ -41,7 +41,7 @@ func (m *MR) PagingStats() ib.PagingStats {
 		is.Backing = m.region.Backing()
 		m.mu.Unlock()
 	}
-	if b, ok := is.Backing.(*mem.OnDemand); ok {
+	if b, ok := is.Backing.(interface{ Stats() ib.PagingStats }); ok {
 		return b.Stats()
 	}
 	return ib.PagingStats{}

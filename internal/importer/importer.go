@@ -186,6 +186,14 @@ func (i *Backing) Buffer() (b *dmabuf.Buffer, off uint64) {
 // Pins reports whether the region holds the buffer in place.
 func (i *Backing) Pins() bool { return i.cfg.Pinned }
 
+// Adapt refuses rights that regions of dma-bufs cannot have.
+func (i *Backing) Adapt(access ib.Access) error {
+	if access&^allowed != 0 {
+		return ib.Errorf("rereg_mr", syscall.EINVAL, "access bits %#x are not for dma-bufs", uint32(access&^allowed))
+	}
+	return nil
+}
+
 // Run returns bytes that are mapped.
 func (i *Backing) Run(off, n uint64, _ ib.Access) ([]byte, mem.FaultKind) {
 	if off >= i.cfg.Length || n > i.cfg.Length-off {

@@ -47,7 +47,9 @@ func (r *Region) Rereg(cfg RegionConfig) error {
 // changeLocked changes the region, and returns the backing that is to be closed.
 func (r *Region) changeLocked(cfg *RegionConfig) (old Backing, err error) {
 	const op = "rereg_mr"
-	if r.state.Load()&shutToLooks != 0 {
+	// Memory that was revoked can be replaced.
+	shut := r.state.Load() & shutToLooks
+	if shut != 0 && (shut != stateRevoked || cfg.Backing == r.backing) {
 		return nil, &ib.ReregError{State: ib.ReregUnusable, Err: ib.Errorf(op, syscall.EINVAL, "the region is closed, or was invalidated or revoked")}
 	}
 	if isPeerMemory(r.backing) || isPeerMemory(cfg.Backing) {
@@ -74,7 +76,7 @@ func (r *Region) changeLocked(cfg *RegionConfig) (old Backing, err error) {
 		r.key.Store(r.after(r.Key()))
 	}
 	r.giveLocked()
-	r.state.And(^uint64(statePaused))
+	r.state.And(^uint64(statePaused | stateRevoked))
 	return old, nil
 }
 

@@ -28,6 +28,7 @@ type Config struct {
 	// Receivers is how many receivers, with sockets of their own, the device has at most; 0: by
 	// the number of processors.
 	Receivers int
+	PinDMABuf bool  // dma-bufs are held in place while they are registered
 	DMSize    int64 // bytes of device memory; 0: VERBENA_DM_SIZE, or the default; negative: none
 }
 

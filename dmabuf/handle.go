@@ -1,0 +1,126 @@
+package dmabuf
+
+// Descriptors of buffers. A descriptor is a memory file that stands for the buffer: it can be
+// sent to another process and come back, and is recognised by its inode. All descriptors of a
+// buffer together hold one reference.
+
+import (
+	"errors"
+	"os"
+	"sync"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// exported are the buffers that have descriptors.
+var exported struct {
+	mu sync.Mutex // guards by
+	by map[sys.HandleID]*Buffer
+}
+
+// FD returns a descriptor of the buffer, which is closed on exec and which the caller closes. It
+// has a reference: the buffer lives until the last descriptor of it is closed, in whatever
+// process.
+//
+// The descriptor is not the memory: what a mapping of it shows is not the buffer's.
+//
+// Errors: EINVAL if the buffer is released; EMFILE, ENFILE.
+func (b *Buffer) FD() (int, error) {
+	const op = "dma_buf_fd"
+	b.resv.mustNotHold("FD")
+	if !b.Get() {
+		return -1, ib.Errorf(op, syscall.EINVAL, "the buffer is released")
+	}
+	defer b.Put()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for {
+		if b.handle == nil {
+			if err := b.newHandleLocked(); err != nil {
+				return -1, descriptorError(op, err)
+			}
+		}
+		fd, err := b.handle.FD()
+		switch {
+		case err == nil:
+			return fd, nil
+		case errors.Is(err, os.ErrClosed) || errors.Is(err, syscall.EBADF):
+			// All descriptors are closed, or the program has closed the one that the handle
+			// keeps. released gives its reference back.
+			b.handle = nil
+		default:
+			return -1, descriptorError(op, err)
+		}
+	}
+}
+
+func descriptorError(op string, err error) error {
+	errno := syscall.ENFILE
+	_ = errors.As(err, &errno)
+	return ib.Errorf(op, errno, "%v", err)
+}
+
+// newHandleLocked makes the file of the buffer's descriptors, with a reference.
+func (b *Buffer) newHandleLocked() error {
+	b.refs.Add(1) // FD holds one, so there is one
+	var h *sys.Handle
+	made := make(chan struct{}) // released waits for h
+	h, err := sys.NewHandle("verbena-dmabuf", int64(b.cfg.Size), func() {
+		<-made
+		b.released(h)
+	})
+	close(made)
+	if err != nil {
+		b.refs.Add(-1)
+		return err
+	}
+	exported.mu.Lock()
+	if exported.by == nil {
+		exported.by = make(map[sys.HandleID]*Buffer)
+	}
+	exported.by[h.ID()] = b
+	exported.mu.Unlock()
+	b.handle = h
+	return nil
+}
+
+// released is called when the last descriptor of a handle is closed.
+func (b *Buffer) released(h *sys.Handle) {
+	exported.mu.Lock()
+	if exported.by[h.ID()] == b {
+		delete(exported.by, h.ID())
+	}
+	exported.mu.Unlock()
+	b.mu.Lock()
+	if b.handle == h {
+		b.handle = nil
+	}
+	b.mu.Unlock()
+	b.Put()
+}
+
+// Get returns the buffer of a descriptor, with a reference ([Buffer.Put]). The descriptor may be
+// closed afterwards. It may be one of a buffer of this process, or of the kernel: udmabuf,
+// dma-heap, vgem.
+//
+// Errors: EBADF if the descriptor is not open; EINVAL if it is no dma-buf, or a buffer of
+// another process; for buffers of the kernel that cannot be mapped, EOPNOTSUPP.
+func Get(fd int) (*Buffer, error) {
+	const op = "dma_buf_get"
+	id, err := sys.HandleIDOf(fd)
+	if err != nil {
+		return nil, ib.Errorf(op, syscall.EBADF, "descriptor %d is not open", fd)
+	}
+	exported.mu.Lock()
+	b := exported.by[id]
+	if b != nil && !b.Get() {
+		b = nil
+	}
+	exported.mu.Unlock()
+	if b != nil {
+		return b, nil
+	}
+	return fromKernel(op, fd)
+}

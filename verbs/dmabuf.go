@@ -1,0 +1,64 @@
+package verbs
+
+import (
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/dmabuf"
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/importer"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// DMABuf is a part of a dma-buf: memory of another device, or of an exporter of package dmabuf.
+type DMABuf struct {
+	Buffer *dmabuf.Buffer // the buffer; nil: FD is its descriptor
+	// FD is a descriptor of the buffer, used if Buffer is nil. It may be closed once the call
+	// has returned.
+	FD int
+
+	Offset uint64 // where in the buffer the part begins
+	Length uint64
+	// IOVA is the address of the first byte in requests. It lies at the same place in a page
+	// of 4,096 bytes as Offset does.
+	IOVA uint64
+}
+
+func (d DMABuf) internal() importer.Range {
+	return importer.Range{Buffer: d.Buffer, FD: d.FD, Offset: d.Offset, Length: d.Length, IOVA: d.IOVA}
+}
+
+// RegDMABufMR registers a part of a dma-buf. The region keeps the buffer alive. See
+// ibv_reg_dmabuf_mr(3).
+//
+// The exporter may move the buffer at any time: requests wait for a moment, and find it at its
+// new place. If the exporter revokes the buffer, later requests end in access errors
+// (WCRemAccessErr at the peer); the keys stay as they are until [MR.Close]. With PinDMABuf in
+// [Config] the region holds the buffer in place.
+//
+// Requests wait for the buffer's Kernel fences, and for no others. [MR.PagingStats] counts the
+// moves, and how often requests found the buffer moved.
+//
+// Errors, in the order in which they are looked for: EINVAL if Offset and IOVA differ in their
+// place in a page, for rights other than AccessLocalWrite, AccessRemoteRead, AccessRemoteWrite,
+// AccessRemoteAtomic and AccessRelaxedOrdering, and for a part that wraps around; EBADF if FD is
+// not open; EINVAL if it is no dma-buf; EINVAL if the part is empty or not inside the buffer; then
+// the exporter's: EBUSY or EOPNOTSUPP if it refuses the device, or to hold the buffer in place;
+// ENODEV if the buffer is revoked; ETIMEDOUT if the exporter does not answer.
+func (pd *PD) RegDMABufMR(d DMABuf, access Access) (*MR, error) {
+	if !pd.ok() {
+		return nil, invalid("reg_dmabuf_mr", "nil protection domain")
+	}
+	p, err := importer.Register(pd.p, d.internal(), access)
+	if err != nil {
+		return nil, err
+	}
+	return &MR{p: p}, nil
+}
+
+// reregDMABuf changes the region to a part of a dma-buf.
+func (mr *MR) reregDMABuf(d DMABuf, c provider.MRChange, both bool) error {
+	if both {
+		return &ib.ReregError{State: ReregOldValid, Err: ib.Errorf("rereg_mr", syscall.EINVAL, "both a dma-buf and other memory")}
+	}
+	return importer.Rereg(mr.p, d.internal(), c)
+}
