@@ -15,7 +15,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verbena-rdma/verbena/dmabuf"
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/importer"
 	"github.com/verbena-rdma/verbena/internal/mem"
 	"github.com/verbena-rdma/verbena/internal/provider"
 	"github.com/verbena-rdma/verbena/internal/sys"
@@ -29,6 +31,19 @@ type moving struct {
 	fd   int
 	seen []byte // another mapping of it
 	kept []byte
+
+	dma *dmabuf.Memory // not nil: it is a dma-buf, whose exporter moves it
+}
+
+// makeDMABuf gives an end a dma-buf of several segments as its memory, at another address than
+// where it lies.
+func (e *end) makeDMABuf(size int) *moving {
+	e.t.Helper()
+	closeAll(e.t, e.mr)
+	m := &moving{e: e, dma: must[*dmabuf.Memory](e.t)(dmabuf.Alloc(dmabuf.MemoryConfig{Size: uint64(size) + 4096, Segments: 3}))}
+	e.mr = must[provider.MR](e.t)(importer.Register(e.pd, importer.Range{Buffer: m.dma.Buffer(), Offset: 4096, Length: uint64(size), IOVA: 0x7f00_0000_0000}, allRemote))
+	e.t.Cleanup(func() { closeAll(e.t, e.qp, e.mr, m.dma) })
+	return m
 }
 
 // makeMoving gives an end such memory, which other processes may map if shared is set.
@@ -57,6 +72,10 @@ func (e *end) makeMoving(size int, shared bool) *moving {
 
 // move suspends the region, gives its pages up full of poison, and resumes it on others.
 func (m *moving) move(t testing.TB) {
+	if m.dma != nil {
+		must0(t, m.dma.Move(context.Background()))
+		return
+	}
 	r := m.e.mr.(*MR).region
 	if !r.Suspend() {
 		t.Error("not suspended")
@@ -100,7 +119,12 @@ func TestMovingMemory(t *testing.T) {
 	for _, way := range []struct {
 		name, link    string
 		rings, shared bool
-	}{{"loop", linkLoop, false, false}, {"rings", "", true, false}, {"grants", "", true, true}, {"udp", linkUDP, false, false}} {
+		dmabuf        bool
+	}{
+		{"loop", linkLoop, false, false, false}, {"rings", "", true, false, false},
+		{"grants", "", true, true, false}, {"udp", linkUDP, false, false, false},
+		{"dmabuf/loop", linkLoop, false, false, true}, {"dmabuf/rings", "", true, false, true}, {"dmabuf/udp", linkUDP, false, false, true},
+	} {
 		t.Run(way.name, func(t *testing.T) {
 			seed := testSeed(t)
 			rng := rand.New(rand.NewPCG(seed, 0))
@@ -110,7 +134,12 @@ func TestMovingMemory(t *testing.T) {
 			} else {
 				a, b = pair(t, way.link, ib.RC, 4096)
 			}
-			ma, mb := a.makeMoving(size, way.shared), b.makeMoving(size, way.shared)
+			var ma, mb *moving
+			if way.dmabuf {
+				ma, mb = a.makeDMABuf(size), b.makeDMABuf(size)
+			} else {
+				ma, mb = a.makeMoving(size, way.shared), b.makeMoving(size, way.shared)
+			}
 			var stop atomic.Bool
 			var wg sync.WaitGroup
 			moves := 0
@@ -159,7 +188,9 @@ func TestMovingMemory(t *testing.T) {
 			stop.Store(true)
 			wg.Wait()
 			t.Logf("%d moves", moves)
-			if got := binary.NativeEndian.Uint64(b.buf[counter:]); got != adds {
+			var sum [8]byte
+			mb.access(counter, sum[:], false)
+			if got := binary.NativeEndian.Uint64(sum[:]); got != adds {
 				t.Errorf("additions of %d have left %d", adds, got)
 			}
 		})
