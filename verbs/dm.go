@@ -3,6 +3,8 @@ package verbs
 import (
 	"os"
 
+	"github.com/verbena-rdma/verbena/dmabuf"
+	"github.com/verbena-rdma/verbena/internal/importer"
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
@@ -115,6 +117,19 @@ func (dm *DM) Export() (f *os.File, off int64, err error) {
 		return nil, 0, invalid("export_dm", "nil device memory")
 	}
 	return dm.p.Export()
+}
+
+// DMABuf returns a dma-buf of the buffer, with a reference that is the caller's to give back
+// ([dmabuf.Buffer.Put]). Other devices can register it ([PD.RegDMABufMR]), but not hold it in
+// place. When the device memory is closed, the dma-buf is revoked. See
+// ibv_dm_export_dmabuf_fd(3).
+//
+// Errors: EINVAL for a buffer that is nil or freed; EOPNOTSUPP if the device cannot do it.
+func (dm *DM) DMABuf() (*dmabuf.Buffer, error) {
+	if !dm.ok() {
+		return nil, invalid("export_dm", "nil device memory")
+	}
+	return importer.ExportDM(dm.p)
 }
 
 // Close frees the buffer. It is idempotent. See ibv_free_dm(3).

@@ -80,7 +80,7 @@ type listed struct {
 // programs that use all devices they see (UCX) would take it for a second path to a peer.
 func list() ([]listed, error) {
 	s := conf()
-	base := provider.Config{Link: s.Link, Lock: ib.LockOff, Window: s.Window, Receivers: s.Receivers, PCAP: s.PCAP, Limits: limits(s)}
+	base := provider.Config{Link: s.Link, Lock: ib.LockOff, Window: s.Window, Receivers: s.Receivers, PCAP: s.PCAP, PinDMABuf: s.DMABuf == "pinned", Limits: limits(s)}
 	switch s.Lock {
 	case "auto":
 		base.Lock = ib.LockAuto

@@ -11,6 +11,7 @@ import (
 
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/device"
+	"github.com/verbena-rdma/verbena/internal/importer"
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
@@ -98,6 +99,10 @@ func vbe_reg_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 			return failed(errStale)
 		}
 		r, err = pd.RegDMMR(dm.DM, uint64(m.iova), uint64(m.length), access)
+	case m.kind == C.VBE_MEM_DMABUF && conf().Hide["dmabuf"]:
+		err = ib.Errorf("reg_dmabuf_mr", syscall.EOPNOTSUPP, "VERBENA_HIDE has dmabuf")
+	case m.kind == C.VBE_MEM_DMABUF:
+		r, err = importer.Register(pd.PD, rangeOf(m), access)
 	case m.kind == C.VBE_MEM_NULL:
 		r, err = pd.PD.(*device.PD).AllocNullMR()
 	case m.kind == C.VBE_MEM_IMPLICIT:
@@ -113,6 +118,11 @@ func vbe_reg_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 		m.handle, m.lkey, m.rkey = C.uint64_t(n), C.uint32_t(r.LKey()), C.uint32_t(r.RKey())
 	}
 	return n
+}
+
+// rangeOf returns the part of a dma-buf that a call names.
+func rangeOf(m *C.struct_vbe_mr) importer.Range {
+	return importer.Range{FD: int(m.fd), Offset: uint64(m.addr), Length: uint64(m.length), IOVA: uint64(m.iova)}
 }
 
 // reregIs has the ibv_rereg_mr_err_code for the state of a region after a failed
@@ -131,7 +141,8 @@ func vbe_rereg_mr(h C.uint64_t, flags C.uint32_t, newPD C.uint64_t, m *C.struct_
 		return failed(errStale)
 	}
 	change := provider.MRChange{KeepKeys: true}
-	if flags&C.VBE_REREG_TRANSLATION != 0 {
+	toDMABuf := flags&C.VBE_REREG_TRANSLATION != 0 && m.kind == C.VBE_MEM_DMABUF
+	if flags&C.VBE_REREG_TRANSLATION != 0 && !toDMABuf {
 		change.Range = &provider.MRRange{Addr: uintptr(m.addr), Length: uint64(m.length), IOVA: uint64(m.iova)}
 	}
 	if flags&C.VBE_REREG_PD != 0 {
@@ -145,7 +156,12 @@ func vbe_rereg_mr(h C.uint64_t, flags C.uint32_t, newPD C.uint64_t, m *C.struct_
 		a := ib.Access(m.access)
 		change.Access = &a
 	}
-	err := r.Rereg(change)
+	var err error
+	if toDMABuf {
+		err = importer.Rereg(r.MR, rangeOf(m), change)
+	} else {
+		err = r.Rereg(change)
+	}
 	m.lkey, m.rkey = C.uint32_t(r.LKey()), C.uint32_t(r.RKey())
 	var re *ib.ReregError
 	if errors.As(err, &re) {
@@ -175,6 +191,26 @@ func vbe_alloc_dm(h, length C.uint64_t, logAlign C.uint32_t) C.int64_t {
 		return failed(err)
 	}
 	return newHandle(&dms, c, &deviceMemory{inContext{c}, dm})
+}
+
+// vbe_export_dm returns a descriptor of a dma-buf of the device memory.
+//
+//export vbe_export_dm
+func vbe_export_dm(h C.uint64_t) C.int64_t {
+	dm := dms.get(uint64(h))
+	if dm == nil {
+		return failed(errStale)
+	}
+	b, err := importer.ExportDM(dm.DM)
+	if err != nil {
+		return failed(err)
+	}
+	defer b.Put() // the descriptor has a reference of its own
+	fd, err := b.FD()
+	if err != nil {
+		return failed(err)
+	}
+	return C.int64_t(fd)
 }
 
 //export vbe_copy_dm

@@ -67,6 +67,7 @@ struct vbe_mr {
 	uint64_t addr, length, iova;
 	uint32_t access;
 	uint32_t kind;	   /* VBE_MEM_* */
+	int32_t fd;	   /* VBE_MEM_DMABUF: the buffer's descriptor, in which addr is an offset */
 	uint64_t dm;	   /* device memory, in which iova is an offset; 0: none */
 	uint64_t handle;
 	uint32_t lkey, rkey;
@@ -75,6 +76,7 @@ struct vbe_mr {
 #define VBE_MEM_RANGE 0	   /* addr and length */
 #define VBE_MEM_IMPLICIT 1 /* the whole address space */
 #define VBE_MEM_NULL 2	   /* no memory: ibv_alloc_null_mr */
+#define VBE_MEM_DMABUF 3   /* a dma-buf */
 
 #define VBE_REREG_TRANSLATION 1 /* of ibv_rereg_mr_flags */
 #define VBE_REREG_PD 2
@@ -235,6 +237,7 @@ struct vbe_front {
 	X(int64_t, vbe_rereg_mr, (uint64_t, uint32_t, uint64_t, struct vbe_mr *, int32_t *))               \
 	X(int64_t, vbe_query_mr, (uint64_t, struct vbe_mr *))                                              \
 	X(int64_t, vbe_alloc_dm, (uint64_t, uint64_t, uint32_t))                                           \
+	X(int64_t, vbe_export_dm, (uint64_t))                                                              \
 	X(int64_t, vbe_copy_dm, (uint64_t, uint64_t, uint64_t, uint64_t, uint32_t))                        \
 	X(int64_t, vbe_advise, (uint64_t, uint32_t, uint32_t, uint64_t, uint32_t))                         \
 	X(int64_t, vbe_alloc_mw, (uint64_t, uint32_t, uint32_t *))                                         \

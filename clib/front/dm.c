@@ -81,3 +81,16 @@ struct ibv_mr *vb_reg_dm_mr(struct ibv_pd *pd, struct ibv_dm *dm, uint64_t offse
 		return vb_fail(EINVAL);
 	return vb_reg_mr(pd, NULL, length, offset, access, d);
 }
+
+PUBLIC int dm_export_dmabuf_fd(struct ibv_dm *dm) NEWER(ibv_dm_export_dmabuf_fd);
+
+int dm_export_dmabuf_fd(struct ibv_dm *dm)
+{
+	struct vb_dm *d = live_vb_dm(dm);
+	int64_t fd = d ? d->h.backend->vbe_export_dm(d->h.handle) : -EINVAL;
+	if (fd < 0) {
+		errno = (int)-fd;
+		return -1;
+	}
+	return (int)fd;
+}

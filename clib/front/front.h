@@ -153,10 +153,15 @@ struct vb_td {
 	struct ibv_td pub;
 };
 
+/* Newer headers declare some symbols with types that older headers do not have. So the
+ * functions have other names in the source, and the symbols' by NEWER. */
+#define NEWER(name) __asm__(#name)
+
 struct vb_mr {
 	struct head h;
 	struct ibv_mr pub;
 	bool foreign; /* imported from another process */
+	bool dmabuf;  /* its memory is a dma-buf */
 };
 
 struct vb_dm {

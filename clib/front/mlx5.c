@@ -1,9 +1,10 @@
 /*
  * The verbs of mlx5's own that work if VERBENA_IDENTITY is mlx5: opening and querying a
- * device, and queue pairs with mlx5's flags. Indirect keys are in mkey.c.
+ * device, queue pairs with mlx5's flags, and dma-bufs. Indirect keys are in mkey.c.
  */
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "front.h"
 
@@ -101,4 +102,32 @@ PUBLIC struct ibv_qp *mlx5dv_create_qp(struct ibv_context *context, struct ibv_q
 	if (qp && own->comp_mask & MLX5DV_QP_INIT_ATTR_MASK_SEND_OPS_FLAGS && own->send_ops_flags)
 		vb_fill_dv(to_qp(qp));
 	return qp;
+}
+
+/* --- dma-bufs --- */
+
+enum { DATA_DIRECT = 1 }; /* MLX5DV_REG_DMABUF_ACCESS_DATA_DIRECT: by an engine beside the adapter, which is not here */
+
+PUBLIC struct ibv_mr *reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd,
+				    int access, int mlx5_access) NEWER(mlx5dv_reg_dmabuf_mr);
+PUBLIC int get_data_direct_sysfs_path(struct ibv_context *context, char *buf,
+				      size_t length) NEWER(mlx5dv_get_data_direct_sysfs_path);
+
+struct ibv_mr *reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access,
+			     int mlx5_access)
+{
+	if (!pd || !mlx5dv_is_supported(pd->context->device))
+		return vb_fail(pd ? EOPNOTSUPP : EINVAL);
+	if (mlx5_access & DATA_DIRECT && iova % (uint64_t)sysconf(_SC_PAGESIZE))
+		return vb_fail(EOPNOTSUPP);
+	if (mlx5_access)
+		return vb_fail(EINVAL);
+	return ibv_reg_dmabuf_mr(pd, offset, length, iova, fd, access);
+}
+
+int get_data_direct_sysfs_path(struct ibv_context *context, char *buf, size_t length)
+{
+	(void)buf;
+	(void)length;
+	return context && mlx5dv_is_supported(context->device) ? ENODEV : EOPNOTSUPP;
 }

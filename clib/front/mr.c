@@ -157,6 +157,7 @@ static struct ibv_mr *make(struct vb_pd *p, struct ibv_pd *pd, void *addr, size_
 		return vb_fail((int)-e);
 	}
 	m->h.handle = r->handle;
+	m->dmabuf = r->kind == VBE_MEM_DMABUF;
 	m->pub = (struct ibv_mr){.context = pd->context,
 				 .pd = pd,
 				 .addr = addr,
@@ -192,6 +193,21 @@ struct ibv_mr *vb_alloc_null_mr(struct ibv_pd *pd)
 	return p ? make(p, pd, NULL, SIZE_MAX, &r) : vb_fail(EINVAL);
 }
 
+/* The backend checks everything, in the kernel's order. What the program sees as the region's
+ * address is the offset, as with the kernel. */
+PUBLIC struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd,
+					int access)
+{
+	struct vb_pd *p = LIVE(vb_pd, PD, pd);
+	struct vbe_mr r = {.addr = offset,
+			   .length = length,
+			   .iova = iova,
+			   .access = (uint32_t)access,
+			   .kind = VBE_MEM_DMABUF,
+			   .fd = fd};
+	return p ? make(p, pd, (void *)(uintptr_t)offset, length, &r) : vb_fail(EINVAL);
+}
+
 PUBLIC struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access)
 {
 	return vb_reg_mr(pd, addr, length, (uintptr_t)addr, (unsigned int)access, NULL);
@@ -207,38 +223,61 @@ PUBLIC struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t len
 	return vb_reg_mr(pd, addr, length, iova, access, NULL);
 }
 
-PUBLIC int ibv_rereg_mr(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *addr, size_t length, int access)
+/* rereg changes a region; r has the new memory and rights, as far as they change. */
+static int rereg(struct vb_mr *m, int flags, struct ibv_pd *pd, struct vbe_mr *r)
 {
 	const int known = IBV_REREG_MR_CHANGE_TRANSLATION | IBV_REREG_MR_CHANGE_PD | IBV_REREG_MR_CHANGE_ACCESS;
-	struct vb_mr *m = LIVE(vb_mr, MR, mr);
 	struct vb_pd *to = NULL;
-	struct vbe_mr r = {.addr = (uintptr_t)addr, .length = length, .iova = (uintptr_t)addr};
 	errno = EINVAL;
 	if (!m || flags & ~known || !flags)
 		return IBV_REREG_MR_ERR_INPUT;
 	if (flags & IBV_REREG_MR_CHANGE_PD && !(to = LIVE(vb_pd, PD, pd)))
 		return IBV_REREG_MR_ERR_INPUT;
-	if (flags & IBV_REREG_MR_CHANGE_TRANSLATION && (!length || !addr))
-		return IBV_REREG_MR_ERR_INPUT;
-	if (flags & IBV_REREG_MR_CHANGE_ACCESS && !clean((unsigned int)access, &r.access))
-		return IBV_REREG_MR_ERR_INPUT;
 	int32_t is = 0;
-	int64_t e = m->h.backend->vbe_rereg_mr(m->h.handle, (uint32_t)flags, to ? to->h.handle : 0, &r, &is);
+	int64_t e = m->h.backend->vbe_rereg_mr(m->h.handle, (uint32_t)flags, to ? to->h.handle : 0, r, &is);
 	if (e < 0)
 		errno = (int)-e;
 	if (e < 0 && is != VBE_REREG_NEW)
 		return is;
-	m->pub.lkey = r.lkey;
-	m->pub.rkey = r.rkey;
+	m->pub.lkey = r->lkey;
+	m->pub.rkey = r->rkey;
 	if (flags & IBV_REREG_MR_CHANGE_TRANSLATION) {
-		m->pub.addr = addr;
-		m->pub.length = length;
+		m->pub.addr = (void *)(uintptr_t)r->addr;
+		m->pub.length = r->length;
+		m->dmabuf = r->kind == VBE_MEM_DMABUF;
 	}
 	if (to) {
 		vb_enter(&m->h, to);
 		m->pub.pd = pd;
 	}
 	return e < 0 ? is : 0;
+}
+
+PUBLIC int ibv_rereg_mr(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *addr, size_t length, int access)
+{
+	struct vb_mr *m = LIVE(vb_mr, MR, mr);
+	struct vbe_mr r = {.addr = (uintptr_t)addr, .length = length, .iova = (uintptr_t)addr};
+	errno = EINVAL;
+	if (m && m->dmabuf) /* as adapters answer: ibv_rereg_mr_fd can do it */
+		return IBV_REREG_MR_ERR_INPUT;
+	if (flags & IBV_REREG_MR_CHANGE_TRANSLATION && (!length || !addr))
+		return IBV_REREG_MR_ERR_INPUT;
+	if (flags & IBV_REREG_MR_CHANGE_ACCESS && !clean((unsigned int)access, &r.access))
+		return IBV_REREG_MR_ERR_INPUT;
+	return rereg(m, flags, pd, &r);
+}
+
+/* verbena_rereg_mr_fd is ibv_rereg_mr_fd of verbena/verbs.h: addr is an offset in the dma-buf. */
+PUBLIC int verbena_rereg_mr_fd(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *addr, size_t length, int fd,
+			       int access)
+{
+	struct vbe_mr r = {.addr = (uintptr_t)addr,
+			   .length = length,
+			   .iova = (uintptr_t)addr,
+			   .access = (uint32_t)access,
+			   .kind = VBE_MEM_DMABUF,
+			   .fd = fd};
+	return rereg(LIVE(vb_mr, MR, mr), flags, pd, &r);
 }
 
 PUBLIC int ibv_dereg_mr(struct ibv_mr *mr)
@@ -355,10 +394,6 @@ PUBLIC void ibv_unimport_mr(struct ibv_mr *mr)
 
 /* --- what newer headers have: rdma-core 60 and later --- */
 
-/* Newer headers declare these symbols with types that older headers do not have. So the
- * functions have other names here, and the symbols' by NEWER. */
-#define NEWER(name) __asm__(#name)
-
 enum { MASK_IOVA = 1, MASK_ADDR = 2, MASK_FD = 4, MASK_FD_OFFSET = 8, MASK_DMAH = 16, MASK_BUF = 32 };
 
 struct buf { /* struct ibv_buf */
@@ -383,6 +418,7 @@ PUBLIC void *alloc_buf(struct ibv_pd *pd, size_t size, struct buf **buf) NEWER(i
 PUBLIC void free_buf(struct buf *b) NEWER(ibv_free_buf);
 PUBLIC struct ibv_mr *reg_buf_mr(struct ibv_pd *pd, struct buf *b, void *addr, size_t length,
 				 int access) NEWER(ibv_reg_buf_mr);
+PUBLIC int export_buf_dmabuf_fd(struct buf *b) NEWER(ibv_export_buf_dmabuf_fd);
 
 /* holds reports whether a buffer is of a domain, and has these bytes. */
 static bool holds(const struct buf *b, const struct ibv_pd *pd, const void *addr, size_t length)
@@ -395,9 +431,14 @@ struct ibv_mr *reg_mr_ex(struct ibv_pd *pd, struct mr_init_attr *a)
 {
 	if (!a || !LIVE(vb_pd, PD, pd) || a->mask & ~(uint64_t)63)
 		return vb_fail(EINVAL);
-	if (a->mask & (MASK_FD | MASK_FD_OFFSET | MASK_DMAH)) /* no dma-bufs, no steering tags */
+	if (a->mask & MASK_DMAH) /* no steering tags */
 		return vb_fail(EOPNOTSUPP);
-	if (!(a->mask & MASK_ADDR) || (a->mask & MASK_BUF && !holds(a->buf, pd, a->addr, a->length)))
+	if (a->mask & MASK_FD) {
+		if (a->mask & (MASK_ADDR | MASK_BUF) || !(a->mask & MASK_FD_OFFSET) || !(a->mask & MASK_IOVA))
+			return vb_fail(EINVAL);
+		return ibv_reg_dmabuf_mr(pd, a->fd_offset, a->length, a->iova, a->fd, a->access);
+	}
+	if (a->mask & MASK_FD_OFFSET || !(a->mask & MASK_ADDR) || (a->mask & MASK_BUF && !holds(a->buf, pd, a->addr, a->length)))
 		return vb_fail(EINVAL);
 	return vb_reg_mr(pd, a->addr, a->length, a->mask & MASK_IOVA ? a->iova : (uintptr_t)a->addr,
 			 (unsigned int)a->access, NULL);
@@ -424,6 +465,13 @@ void free_buf(struct buf *b)
 	if (b)
 		free(b->addr);
 	free(b);
+}
+
+/* export_buf_dmabuf_fd: a buffer is ordinary memory, which is no dma-buf. */
+int export_buf_dmabuf_fd(struct buf *b)
+{
+	errno = b ? ENODATA : EINVAL;
+	return -1;
 }
 
 struct ibv_mr *reg_buf_mr(struct ibv_pd *pd, struct buf *b, void *addr, size_t length, int access)

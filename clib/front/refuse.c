@@ -1,14 +1,11 @@
 /*
- * Symbols of libibverbs.so.1 that this device does not support: dma-bufs, enhanced
+ * Symbols of libibverbs.so.1 that this device does not support: enhanced
  * connection establishment, steering tags, completion counters. Verbs that are called
  * through a context's table (flows, work queues, counters) have no entry there: verbs.h
  * itself refuses them.
  */
 #include "refuse.h"
 
-REFUSE_POINTER(ibv_reg_dmabuf_mr)
-REFUSE_MINUS(ibv_dm_export_dmabuf_fd)
-REFUSE_MINUS(ibv_export_buf_dmabuf_fd)
 REFUSE_POINTER(ibv_alloc_dmah)
 REFUSE_ERRNO(ibv_dealloc_dmah)
 REFUSE_ERRNO(ibv_query_ece)

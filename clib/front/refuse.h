@@ -11,7 +11,7 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 
-/* verbs that return a pointer, an errno, -1, nothing */
+/* verbs that return a pointer, an errno, nothing */
 #define REFUSE_POINTER(name)                                                                                           \
 	PUBLIC void *name(void)                                                                                        \
 	{                                                                                                              \
@@ -20,11 +20,5 @@
 	}
 #define REFUSE_ERRNO(name)                                                                                             \
 	PUBLIC int name(void) { return errno = EOPNOTSUPP; }
-#define REFUSE_MINUS(name)                                                                                             \
-	PUBLIC long name(void)                                                                                         \
-	{                                                                                                              \
-		errno = EOPNOTSUPP;                                                                                    \
-		return -1;                                                                                             \
-	}
 #define REFUSE_VOID(name)                                                                                              \
 	PUBLIC void name(void) {}

@@ -26,9 +26,10 @@ var Vars = []Var{
 	{"VERBENA_WINDOW", "by the socket buffer", "Packets that a queue pair may have under way to a peer."},
 	{"VERBENA_RECEIVERS", "half as many as processors", "Receivers, each with a socket of its own, that connected queue pairs are spread over: 1 to 8."},
 	{"VERBENA_LIMITS", "the device's own", "Lower limits, as qp=16,cq=8: of qp, cq, mr, mw, pd, ah, srq, qp_wr, cqe, srq_wr."},
-	{"VERBENA_HIDE", "nothing", "Capabilities that the device does not report, separated by commas: odp, xrc, mw, atomic, flush, atomic_write, srq."},
+	{"VERBENA_HIDE", "nothing", "Capabilities that the device does not report, separated by commas: odp, xrc, mw, atomic, flush, atomic_write, srq, dmabuf."},
 	{"VERBENA_IDENTITY", "verbena", "The vendor that the device reports: verbena, or mlx5 (its vendor ID, and mlx5's own verbs for memory keys and queue pairs)."},
 	{"VERBENA_DM_SIZE", "256M", "How much device memory there is: bytes, or with K, M or G behind the number."},
+	{"VERBENA_DMABUF", "dynamic", "Whether dma-bufs may move while they are registered: dynamic (yes), pinned (they are held in place)."},
 	{"VERBENA_SCATTER_TO_CQE", "that of MLX5_SCATTER_TO_CQE, or 1", "Whether messages and results of up to 64 bytes are kept with their completions, and written when these are polled (inline receive): 0 no, 1 or 2 yes."},
 	{"VERBENA_PCAP", "no capture", "A file that packets are written to; %p becomes the process ID."},
 	{"VERBENA_STATS", "no statistics", "A file that the device's counters are appended to when the program closes the device, or stderr; %p as above."},
@@ -47,6 +48,7 @@ type Settings struct {
 	Receivers int // 0: by the number of processors
 	Limits    map[string]int
 	Hide      map[string]bool
+	DMABuf    string // "dynamic" or "pinned"
 	Identity  string // "verbena" or "mlx5"
 	PCAP      string
 	Stats     string
@@ -57,12 +59,12 @@ type Settings struct {
 var LimitNames = []string{"qp", "cq", "mr", "mw", "pd", "ah", "srq", "qp_wr", "cqe", "srq_wr"}
 
 // HideNames are the words of VERBENA_HIDE.
-var HideNames = []string{"odp", "xrc", "mw", "atomic", "flush", "atomic_write", "srq"}
+var HideNames = []string{"odp", "xrc", "mw", "atomic", "flush", "atomic_write", "srq", "dmabuf"}
 
 // Parse reads the variables by getenv, for the process pid. The error names all wrong
 // values; the settings are valid all the same, as if those variables were not set.
 func Parse(getenv func(string) string, pid int) (*Settings, error) {
-	s := &Settings{Lock: "off", Identity: "verbena"}
+	s := &Settings{Lock: "off", DMABuf: "dynamic", Identity: "verbena"}
 	var wrong []string
 	refuse := func(name, why string) { wrong = append(wrong, fmt.Sprintf("%s=%q: %s", name, getenv(name), why)) }
 	oneOf := func(name string, to *string, words ...string) {
@@ -97,6 +99,7 @@ func Parse(getenv func(string) string, pid int) (*Settings, error) {
 		s.Link = ""
 	}
 	oneOf("VERBENA_LOCK", &s.Lock, "off", "auto", "strict")
+	oneOf("VERBENA_DMABUF", &s.DMABuf, "dynamic", "pinned")
 	oneOf("VERBENA_IDENTITY", &s.Identity, "verbena", "mlx5")
 	number := func(name string, n *int, most int, rule string) {
 		v := getenv(name)

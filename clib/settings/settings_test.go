@@ -25,7 +25,7 @@ func TestParse(t *testing.T) {
 	}
 	s, err := Parse(from(map[string]string{
 		"VERBENA_ADDR": " 127.0.0.1 , ::1 ;::ffff:10.0.0.1;", "VERBENA_DEVICES": "eth0,,verbena3", "VERBENA_LINK": "udp", "VERBENA_LOCK": "strict",
-		"VERBENA_WINDOW": "7", "VERBENA_RECEIVERS": "3", "VERBENA_LIMITS": "qp=3,srq_wr=9", "VERBENA_HIDE": "odp,xrc", "VERBENA_IDENTITY": "mlx5",
+		"VERBENA_WINDOW": "7", "VERBENA_RECEIVERS": "3", "VERBENA_LIMITS": "qp=3,srq_wr=9", "VERBENA_HIDE": "odp,xrc", "VERBENA_IDENTITY": "mlx5", "VERBENA_DMABUF": "pinned",
 		"VERBENA_PCAP": "/tmp/%p.pcap", "VERBENA_STATS": "stderr", "VERBENA_LOG": "1",
 	}), 42)
 	if err != nil {
@@ -34,7 +34,7 @@ func TestParse(t *testing.T) {
 	a := netip.MustParseAddr
 	want := &Settings{Addrs: [][]netip.Addr{{a("127.0.0.1"), a("::1")}, {a("10.0.0.1")}}, Devices: []string{"eth0", "verbena3"}, Link: "udp",
 		Lock: "strict", Window: 7, Receivers: 3, Limits: map[string]int{"qp": 3, "srq_wr": 9}, Hide: map[string]bool{"odp": true, "xrc": true},
-		Identity: "mlx5", PCAP: "/tmp/42.pcap", Stats: "stderr", Log: true}
+		DMABuf: "pinned", Identity: "mlx5", PCAP: "/tmp/42.pcap", Stats: "stderr", Log: true}
 	if !reflect.DeepEqual(s, want) {
 		t.Errorf("%+v\nis not %+v", s, want)
 	}
@@ -42,7 +42,7 @@ func TestParse(t *testing.T) {
 
 // A wrong value is reported with its variable; the other variables are read all the same.
 func TestParseWrong(t *testing.T) {
-	for name, value := range map[string]string{"VERBENA_ADDR": "10.0.0", "VERBENA_LINK": "tcp", "VERBENA_LOCK": "yes", "VERBENA_WINDOW": "0", "VERBENA_RECEIVERS": "9",
+	for name, value := range map[string]string{"VERBENA_ADDR": "10.0.0", "VERBENA_LINK": "tcp", "VERBENA_LOCK": "yes", "VERBENA_DMABUF": "moving", "VERBENA_WINDOW": "0", "VERBENA_RECEIVERS": "9",
 		"VERBENA_LIMITS": "qp=0", "VERBENA_HIDE": "everything", "VERBENA_IDENTITY": "efa", "VERBENA_DM_SIZE": "1T", "VERBENA_SCATTER_TO_CQE": "yes"} {
 		s, err := Parse(from(map[string]string{name: value, "VERBENA_LOG": "1"}), 1)
 		if err == nil || !strings.Contains(err.Error(), name) || !s.Log || s.Lock != "off" || s.Addrs != nil || s.Window != 0 {

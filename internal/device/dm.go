@@ -5,11 +5,14 @@ package device
 // bytes are counted like objects.
 
 import (
+	"maps"
 	"math"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -68,10 +71,12 @@ type DM struct {
 	dev    *Device
 	number uint32
 	mem    *mem.DeviceMem
-	n      int // bytes that it counts for
+	n      int          // bytes that it counts for
+	lent   atomic.Int32 // calls of Lend whose memory was not given back
 
-	mu     sync.Mutex // guards closed
-	closed bool
+	mu      sync.Mutex // guards what follows
+	closed  bool
+	revokes map[*func()]struct{} // see OnFree
 }
 
 // AllocDM takes a buffer of device memory.
@@ -139,6 +144,19 @@ func (m *DM) Class() ib.DMClass {
 // Close frees the buffer, unless regions are registered on it.
 func (m *DM) Close() error {
 	m.mu.Lock()
+	if m.closed {
+		m.mu.Unlock()
+		return nil
+	}
+	revokes := slices.Collect(maps.Keys(m.revokes))
+	m.mu.Unlock()
+	if m.mem.Regions() > int(m.lent.Load()) {
+		return m.mem.Free() // EBUSY: regions are registered on it
+	}
+	for _, revoke := range revokes {
+		(*revoke)()
+	}
+	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.closed {
 		return nil
@@ -149,6 +167,35 @@ func (m *DM) Close() error {
 	m.closed = true
 	m.dev.freeDM(m, m.n)
 	return nil
+}
+
+// Lend returns the buffer itself. It cannot be freed until giveBack is called.
+func (m *DM) Lend() (b []byte, giveBack func(), err error) {
+	b, back, err := m.mem.Lend()
+	if err != nil {
+		return nil, nil, err
+	}
+	m.lent.Add(1)
+	return b, func() { m.lent.Add(-1); back() }, nil
+}
+
+// OnFree has revoke called when the buffer is about to be freed, to have what was lent given
+// back, until cancel is called. It fails with EINVAL if the buffer is freed.
+func (m *DM) OnFree(revoke func()) (cancel func(), err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return nil, ib.Errorf("export_dm", syscall.EINVAL, "the device memory is freed")
+	}
+	if m.revokes == nil {
+		m.revokes = make(map[*func()]struct{})
+	}
+	m.revokes[&revoke] = struct{}{}
+	return func() {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		delete(m.revokes, &revoke)
+	}, nil
 }
 
 // RegDMMR registers a part of a buffer.

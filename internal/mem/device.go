@@ -220,6 +220,15 @@ func (m *DeviceMem) Export() (f *os.File, off int64, err error) {
 	return f, 0, nil
 }
 
+// Lend returns the buffer itself. It cannot be freed until giveBack is called.
+func (m *DeviceMem) Lend() (b []byte, giveBack func(), err error) {
+	d, err := m.Backing(0, m.Len())
+	if err != nil {
+		return nil, nil, err
+	}
+	return d.(*deviceBacking).b, func() { _ = d.Close() }, nil
+}
+
 // Backing makes what a region on a part of the buffer stands on. The buffer cannot
 // be freed until it is closed. The part may be empty, as adapters have it.
 func (m *DeviceMem) Backing(off, n uint64) (Backing, error) {

@@ -57,6 +57,7 @@ func TestOwn(t *testing.T) {
 		args []string
 	}{
 		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"query", nil}, {"newer", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil}, {"signals", nil}, {"ucma", nil},
+		{"dmabuf", []string{"dynamic"}}, {"dmabuf", []string{"pinned"}}, {"dmabuf", []string{"hidden"}},
 		{"threads", []string{"polling"}}, {"threads", []string{"events"}}, {"threads", []string{"armed-after"}},
 		{"limits", []string{"same"}}, {"limits", []string{"full"}}, {"limits", []string{"later"}}, {"limits", []string{"space"}},
 		{"closed", []string{"list", "1024"}}, {"closed", []string{"open", "1024"}}, {"closed", []string{"open", "0"}},
@@ -74,12 +75,23 @@ func TestOwn(t *testing.T) {
 			name = strings.Join(append([]string{name}, c.args...), " ")
 		}
 		t.Run(name, func(t *testing.T) {
-			out := run(t, side{args: append([]string{compile(t, c.name)}, c.args...), env: []string{"VERBENA_ADDR=" + address()}})
+			out := run(t, side{args: append([]string{compile(t, c.name)}, c.args...), env: append([]string{"VERBENA_ADDR=" + address()}, settingsFor(c.name, c.args)...)})
 			if !strings.HasSuffix(out, "ok\n") {
 				t.Errorf("it says\n%s", out)
 			}
 		})
 	}
+}
+
+// settingsFor returns the variables that a program's argument stands for.
+func settingsFor(name string, args []string) []string {
+	switch {
+	case name != "dmabuf":
+		return nil
+	case args[0] == "hidden":
+		return []string{"VERBENA_HIDE=dmabuf"}
+	}
+	return []string{"VERBENA_DMABUF=" + args[0]}
 }
 
 // Four threads that spin on two processors all make progress, by packets.

@@ -1,6 +1,7 @@
 /*
- * Verbs of early on-demand paging, which infiniband/verbs.h does not have. Each is a
- * few lines on verbs that it has, so that programs and examples of that time compile.
+ * Verbs of early on-demand paging, and of the first proposals for dma-bufs, which
+ * infiniband/verbs.h does not have. Most are a few lines on verbs that it has, so that programs and
+ * examples of that time compile.
  */
 #ifndef VERBENA_VERBS_H
 #define VERBENA_VERBS_H
@@ -81,6 +82,43 @@ static inline int ibv_prefetch_mr(struct ibv_mr *mr, struct ibv_prefetch_attr *a
 		left -= piece.length;
 	}
 	return 0;
+}
+
+/* What kind of descriptor ibv_reg_mr_fd is given. */
+enum ibv_mr_fd_type {
+	IBV_MR_FD_DMABUF = 0,
+};
+
+/*
+ * ibv_reg_mr_fd registers memory that a descriptor stands for: length bytes of a dma-buf from the
+ * offset addr on, which is their address in requests, too. It fails as ibv_reg_dmabuf_mr
+ * does; EOPNOTSUPP for a kind of descriptor that there is not.
+ */
+static inline struct ibv_mr *ibv_reg_mr_fd(struct ibv_pd *pd, void *addr, size_t length, enum ibv_mr_fd_type fd_type,
+					   int fd, int access)
+{
+	if (fd_type != IBV_MR_FD_DMABUF) {
+		errno = EOPNOTSUPP;
+		return NULL;
+	}
+	return ibv_reg_dmabuf_mr(pd, (uintptr_t)addr, length, (uintptr_t)addr, fd, access);
+}
+
+int verbena_rereg_mr_fd(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *addr, size_t length, int fd, int access);
+
+/*
+ * ibv_rereg_mr_fd registers a region anew: as ibv_rereg_mr does, with the memory of
+ * ibv_reg_mr_fd. The region's former memory may be of any kind. It returns 0 or an
+ * ibv_rereg_mr_err_code, and sets errno.
+ */
+static inline int ibv_rereg_mr_fd(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *addr, size_t length,
+				  enum ibv_mr_fd_type fd_type, int fd, int access)
+{
+	if (fd_type != IBV_MR_FD_DMABUF) {
+		errno = EOPNOTSUPP;
+		return IBV_REREG_MR_ERR_INPUT;
+	}
+	return verbena_rereg_mr_fd(mr, flags, pd, addr, length, fd, access);
 }
 
 #ifdef __cplusplus
