@@ -7,7 +7,7 @@
 //   - Processes that share memory and messages: memfd.go, bytelock.go, event.go, scm.go,
 //     watch.go, ptrace.go, process_vm_unsafe.go, procmem.go.
 //   - Descriptors for buffers: handle*.go (a descriptor that stands for an object of this
-//     process).
+//     process), dmabuf_unsafe.go and vgem_unsafe.go (the kernel's dma-bufs).
 //   - Pinned memory: mlock.go (locking), procmap.go (what is mapped), file.go (mapped
 //     files, and writing them back), sysv_unsafe.go; uring_*.go holds pages.
 //   - Memory of the library: alloc_unsafe.go, devmem.go.
