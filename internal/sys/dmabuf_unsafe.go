@@ -55,7 +55,7 @@ type (
 // DMABufInfo is what the kernel says of one of its dma-bufs.
 type DMABufInfo struct {
 	Size     uint64
-	Exporter string // the kernel's name of it: "udmabuf", "system", "vgem"
+	Exporter string // the kernel's name of it: "udmabuf", "system" for that heap, "drm" for most graphics drivers
 	Name     string // what a program has called the buffer; usually nothing
 }
 

@@ -26,7 +26,7 @@ func Kinds() []Kind {
 	return []Kind{
 		{"udmabuf", "udmabuf", NewUDMABuf},
 		{"heap", "system", NewHeap},
-		{"vgem", "vgem", NewVGEM},
+		{"vgem", "drm", NewVGEM},
 	}
 }
 
