@@ -9,6 +9,7 @@ package sys
 //  2. FD opens the file once more for each caller.
 //  3. The kernel reports by inotify each time that an open file of it ends: when its last
 //     descriptor is closed and its last mapping removed, in whatever process (handle_watch.go).
+//     Without inotify the process looks once a second.
 //  4. tryRelease then asks for a lease on the kept descriptor. The kernel grants it only if
 //     that descriptor is the only opener. If it is granted, the handle is released.
 //
@@ -44,7 +45,7 @@ type Handle struct {
 	kept     int // the process's own descriptor; whoever changes state from handleOpen closes it
 	released func()
 	watch    *closeWatch
-	wd       int32 // the number of the file in watch
+	wd       int32 // the number of the file in watch; -1 if it is not watched
 
 	// mu guards what follows. It keeps FD and the decision to release apart.
 	mu    sync.Mutex
@@ -72,14 +73,13 @@ func NewHandle(name string, size int64, released func()) (*Handle, error) {
 	if err != nil {
 		return nil, err
 	}
-	h := &Handle{kept: kept, released: released}
-	if h.id, err = HandleIDOf(kept); err == nil {
-		err = closeWatches.add(h)
-	}
+	id, err := HandleIDOf(kept)
 	if err != nil {
 		_ = unix.Close(kept) // the first error says more
 		return nil, err
 	}
+	h := &Handle{id: id, kept: kept, released: released}
+	closeWatches.add(h)
 	return h, nil
 }
 

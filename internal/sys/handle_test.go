@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verbena-rdma/verbena/internal/sys/modetest"
 )
 
 // handleLimit is how long tests wait for a release.
@@ -523,6 +525,72 @@ func handleUserChild() error {
 		return h.Close()
 	case <-time.After(handleLimit):
 		return errors.New("not released")
+	}
+}
+
+// handleBlindChild finds a limit of inotify reached from its second handle on. Handles are released
+// nevertheless.
+func handleBlindChild(call int, errno unix.Errno) error {
+	var p problems
+	calls := make(chan int, 10)
+	var hs [4]*Handle
+	var fds [4]int
+	for i := range hs {
+		if i == 1 {
+			if err := modetest.Forbid(modetest.Rule{Number: call, Arg: -1, Value: 0, Errno: errno}); err != nil {
+				return err
+			}
+			if call == unix.SYS_INOTIFY_INIT1 { // what is left has no instance
+				hs[0].Close()
+				CloseFD(fds[0])
+			}
+		}
+		h, err := NewHandle("verbena-test", 4096, func() { calls <- i })
+		if err != nil {
+			return err
+		}
+		if hs[i] = h; (h.wd < 0) != (i > 0) {
+			p.addf("handle %d is number %d of its watch", i, h.wd)
+		}
+		if fds[i], err = h.FD(); err != nil {
+			return err
+		}
+	}
+	if hs[1].watch != hs[2].watch || hs[2].watch != hs[3].watch {
+		p.addf("several watches")
+	}
+	expect := func(i int) {
+		select {
+		case got := <-calls:
+			if got != i {
+				p.addf("handle %d was released, not %d", got, i)
+			}
+		case <-time.After(handleLimit):
+			p.addf("handle %d was not released", i)
+		}
+	}
+	CloseFD(fds[2])
+	expect(2)
+	if call == unix.SYS_INOTIFY_ADD_WATCH {
+		CloseFD(fds[0])
+		expect(0)
+	}
+	for _, h := range hs {
+		h.Close()
+	}
+	<-hs[1].watch.done
+	if len(calls) > 0 {
+		p.addf("%d calls of released too many", len(calls))
+	}
+	return p.err()
+}
+
+func TestHandleWithoutInotify(t *testing.T) {
+	for _, child := range []string{"handle-blind", "handle-blind-2"} { // at once: each waits for a second or two
+		t.Run(child, func(t *testing.T) {
+			t.Parallel()
+			runChild(t, child, 0, quickExit)
+		})
 	}
 }
 

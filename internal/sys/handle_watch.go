@@ -2,6 +2,9 @@ package sys
 
 // Which open files of handles end, in whatever process: one inotify instance and one goroutine for
 // all handles of the process. Both exist only while there are handles.
+//
+// A user has few instances (fs.inotify.max_user_instances, often 128 for all processes) and a limited
+// number of files to watch. Where they have run out, the goroutine looks at the handle once a second.
 
 import (
 	"encoding/binary"
@@ -26,14 +29,16 @@ type closeWatchList struct {
 
 // closeWatch is an inotify instance and the goroutine that reads it.
 type closeWatch struct {
-	fd   int
-	file *os.File // of fd: its deadline ends a read
+	fd   int      // -1 if there is no instance
+	file *os.File // of fd: its deadline ends a wait; nil if there is no instance
 	raw  syscall.RawConn
+	wake chan struct{} // ends a wait if there is no instance
 	done chan struct{} // closed when the goroutine has ended
 
 	// The list's lock guards what follows.
-	handles map[int32]*Handle // by number in the instance
-	ending  bool              // there are no handles: the goroutine ends
+	handles   map[int32]*Handle // by number in the instance
+	unwatched map[*Handle]bool  // those whose files the instance does not report
+	ending    bool              // there are no handles: the goroutine ends
 }
 
 // The pauses between two attempts to release a handle. The first ones cover the short time between
@@ -45,68 +50,79 @@ const (
 )
 
 // add begins to watch the file of a handle.
-func (l *closeWatchList) add(h *Handle) error {
+func (l *closeWatchList) add(h *Handle) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.current == nil || !l.current.isOpen() {
-		w, err := newCloseWatch()
-		if err != nil {
-			return err
+		// If the current watch has no instance either, it will do.
+		if w := newCloseWatch(); w.file != nil || l.current == nil || l.current.file != nil {
+			l.current = w
+			go w.run()
 		}
-		l.current = w
-		go w.run()
 	}
 	w := l.current
-	wd, err := addInotify(w.fd, h.kept)
-	if err != nil {
-		w.endIfUnusedLocked()
-		return err
+	h.watch, h.wd = w, -1
+	if wd, err := w.addFile(h.kept); err == nil {
+		h.wd = wd
+		w.handles[wd] = h
+		return
 	}
-	h.watch, h.wd = w, int32(wd)
-	w.handles[h.wd] = h
-	return nil
+	w.unwatched[h] = true
+	w.interrupt() // it may wait for reports only
 }
 
-func newCloseWatch() (*closeWatch, error) {
+// newCloseWatch makes a watch, without an instance if there can be none.
+func newCloseWatch() *closeWatch {
+	w := &closeWatch{
+		fd: -1, wake: make(chan struct{}, 1), done: make(chan struct{}),
+		handles: make(map[int32]*Handle), unwatched: make(map[*Handle]bool),
+	}
 	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
 	if err != nil {
-		return nil, fmt.Errorf("inotify_init: %w", err)
+		return w
 	}
-	if err := setQuietSignal(fd); err != nil { // isOpen looks for it
-		_ = unix.Close(fd) // the first error says more
-		return nil, fmt.Errorf("F_SETSIG: %w", err)
+	file := os.NewFile(uintptr(fd), "inotify")
+	raw, err := file.SyscallConn()
+	if err == nil {
+		err = file.SetDeadline(time.Time{}) // fails if the runtime does not wait for it
 	}
-	w := &closeWatch{
-		fd: fd, file: os.NewFile(uintptr(fd), "inotify"),
-		done: make(chan struct{}), handles: make(map[int32]*Handle),
-	}
-	if w.raw, err = w.file.SyscallConn(); err == nil {
-		err = w.file.SetDeadline(time.Time{}) // fails if the runtime does not wait for it
+	if err == nil {
+		err = setQuietSignal(fd) // isOpen looks for it
 	}
 	if err != nil {
-		_ = w.file.Close() // the first error says more
-		return nil, err
+		_ = file.Close() // it has reported nothing yet
+		return w
 	}
-	return w, nil
+	w.fd, w.file, w.raw = fd, file, raw
+	return w
 }
 
-// addInotify makes an inotify instance report each end of an open file of a descriptor's file.
-func addInotify(inotify, fd int) (wd int, err error) {
+// addFile makes the instance report each end of an open file of a descriptor's file.
+func (w *closeWatch) addFile(fd int) (int32, error) {
 	for _, dir := range procFDs {
-		wd, err = unix.InotifyAddWatch(inotify, fmt.Sprintf("%s/%d", dir, fd), unix.IN_CLOSE)
+		wd, err := unix.InotifyAddWatch(w.fd, fmt.Sprintf("%s/%d", dir, fd), unix.IN_CLOSE)
 		if err != unix.ENOENT {
-			break
+			return int32(wd), err
 		}
 	}
-	if err != nil {
-		return -1, fmt.Errorf("inotify_add_watch: %w", err)
-	}
-	return wd, nil
+	return -1, unix.ENOENT
 }
 
-// isOpen reports whether the number of the descriptor still stands for the instance. All
-// instances of the machine have one inode. What tells this one apart is the signal that was set
-// for it and is never sent.
+// interrupt ends a wait of the goroutine. The list's lock must be held.
+func (w *closeWatch) interrupt() {
+	if w.file != nil {
+		_ = w.file.SetReadDeadline(time.Unix(1, 0)) // in the past. The file is open: it cannot fail
+		return
+	}
+	select {
+	case w.wake <- struct{}{}:
+	default: // it is woken already
+	}
+}
+
+// isOpen reports whether there is an instance, and the number of its descriptor still stands for
+// it. All instances of the machine have one inode. What tells this one apart is the signal that
+// was set for it and is never sent.
 func (w *closeWatch) isOpen() bool {
 	sig, err := unix.FcntlInt(uintptr(w.fd), unix.F_GETSIG, 0)
 	if err != nil || sig != int(quietSignal) {
@@ -130,8 +146,9 @@ func readFDLink(fd int) (what string, err error) {
 func (w *closeWatch) remove(h *Handle) {
 	closeWatches.mu.Lock()
 	defer closeWatches.mu.Unlock()
+	delete(w.unwatched, h)
 	delete(w.handles, h.wd)
-	if w.isOpen() {
+	if h.wd >= 0 && w.isOpen() {
 		_, _ = unix.InotifyRmWatch(w.fd, uint32(h.wd)) // it fails if the program has closed the file's descriptors
 	}
 	w.endIfUnusedLocked()
@@ -139,14 +156,14 @@ func (w *closeWatch) remove(h *Handle) {
 
 // endIfUnusedLocked tells the goroutine to end if there are no handles. The list's lock must be held.
 func (w *closeWatch) endIfUnusedLocked() {
-	if len(w.handles) > 0 {
+	if len(w.handles)+len(w.unwatched) > 0 {
 		return
 	}
 	w.ending = true
 	if closeWatches.current == w {
 		closeWatches.current = nil
 	}
-	_ = w.file.SetReadDeadline(time.Unix(1, 0)) // in the past: it ends the read. The file is open: it cannot fail
+	w.interrupt()
 }
 
 // waitIfEnding waits for the goroutine if it was told to end.
@@ -165,32 +182,45 @@ func (w *closeWatch) run() {
 	r := releaser{watch: w, pending: make(map[*Handle]attempt)}
 	buf := make([]byte, 256*unix.SizeofInotifyEvent)
 	for {
-		n, ok := w.read(buf, r.next())
+		n, ok := w.wait(buf, &r)
 		if !ok {
 			break
 		}
 		r.report(buf[:n], time.Now())
 		r.attempt(time.Now())
 	}
-	if w.isOpen() {
+	switch {
+	case w.file == nil:
+	case w.isOpen():
 		_ = w.file.Close() // what was read is all that counts
-		return
+	default:
+		closeWatches.mu.Lock()
+		defer closeWatches.mu.Unlock()
+		closeWatches.lost = append(closeWatches.lost, w.file)
 	}
-	closeWatches.mu.Lock()
-	defer closeWatches.mu.Unlock()
-	closeWatches.lost = append(closeWatches.lost, w.file)
 }
 
-// read waits for reports, until a time unless it is zero. It returns false if the goroutine
-// must end.
-func (w *closeWatch) read(buf []byte, until time.Time) (n int, ok bool) {
+// wait waits for reports, or until an attempt is due. It returns false if the goroutine must end.
+func (w *closeWatch) wait(buf []byte, r *releaser) (n int, ok bool) {
 	closeWatches.mu.Lock()
 	if w.ending {
 		closeWatches.mu.Unlock()
 		return 0, false
 	}
-	_ = w.file.SetReadDeadline(until) // the file is open: it cannot fail
+	for h := range w.unwatched {
+		if _, ok := r.pending[h]; !ok {
+			r.pending[h] = attempt{time.Now().Add(lastReleasePause), lastReleasePause}
+		}
+	}
+	until := r.next()
+	if w.file != nil {
+		_ = w.file.SetReadDeadline(until) // the file is open: it cannot fail
+	}
 	closeWatches.mu.Unlock()
+	if w.file == nil {
+		w.sleep(until)
+		return 0, true
+	}
 	// An error means that the time has come.
 	_ = w.raw.Read(func(uintptr) bool {
 		if !w.isOpen() {
@@ -201,6 +231,16 @@ func (w *closeWatch) read(buf []byte, until time.Time) (n int, ok bool) {
 		return err != unix.EAGAIN && err != unix.EINTR
 	})
 	return max(n, 0), true
+}
+
+// sleep waits where there is no instance to read. There is a handle, so until is not zero.
+func (w *closeWatch) sleep(until time.Time) {
+	timer := time.NewTimer(time.Until(until))
+	defer timer.Stop()
+	select {
+	case <-w.wake:
+	case <-timer.C:
+	}
 }
 
 // releaser has the handles that may have lost their last descriptor. The goroutine of a watch

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
 )
 
 func TestMain(m *testing.M) {
@@ -35,6 +36,8 @@ var children = map[string]func() error{
 	"handle-holder":  handleHolderChild,
 	"handle-limit":   handleLimitChild,
 	"handle-user":    handleUserChild,
+	"handle-blind":   func() error { return handleBlindChild(unix.SYS_INOTIFY_INIT1, unix.EMFILE) },
+	"handle-blind-2": func() error { return handleBlindChild(unix.SYS_INOTIFY_ADD_WATCH, unix.ENOSPC) },
 }
 
 const childVariable = "VERBENA_SYS_TEST_CHILD"
