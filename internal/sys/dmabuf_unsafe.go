@@ -134,6 +134,14 @@ func MapDMABuf(fd int, size uint64, write bool) ([]byte, error) {
 	return b, nil
 }
 
+// DMABufIdle reports whether no fence of a reader or writer is pending on a dma-buf, so that
+// DMABufSync does not wait.
+func DMABufIdle(fd int) bool {
+	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN | unix.POLLOUT}}
+	n, err := unix.Poll(fds, 0)
+	return err == nil && n == 1 && fds[0].Revents&(unix.POLLIN|unix.POLLOUT) == unix.POLLIN|unix.POLLOUT
+}
+
 // DMABufSync begins the CPU's accesses to a mapped dma-buf, or ends them. The beginning waits for
 // the fences of those who write it, and if write is set of those who read it. At least one
 // of read and write must be set: EINVAL.
