@@ -47,7 +47,7 @@ var contents = vm.Contents{
 	},
 	// The modules of the checksum come first: rxe looks the checksum up by name, so no
 	// dependency names them.
-	Modules: []string{"crc32_generic", "crc32_pclmul", "veth", "sch_netem", "rdma_rxe", "ib_uverbs", "rdma_ucm"},
+	Modules: []string{"crc32_generic", "crc32_pclmul", "veth", "sch_netem", "rdma_rxe", "ib_uverbs", "rdma_ucm", "vgem"},
 }
 
 // buildPrograms are what build needs besides Go.

@@ -54,13 +54,16 @@ func (o *ours) alloc(size int, access verbs.Access) (*region, error) {
 }
 
 func (o *ours) fill(r *region, off, n int, seed uint64) error {
-	b := r.buf[off:][:n]
+	b := make([]byte, n)
 	pattern(n, seed, func(i int, v byte) bool { b[i] = v; return true })
-	return nil
+	return o.poke(r, off, b)
 }
 
-func (o *ours) check(r *region, off, n int, seed uint64) (err error) {
-	b := r.buf[off:][:n]
+func (o *ours) check(r *region, off, n int, seed uint64) error {
+	b, err := o.peek(r, off, n)
+	if err != nil {
+		return err
+	}
 	pattern(n, seed, func(i int, v byte) bool {
 		if b[i] != v {
 			err = fmt.Errorf("we: byte %d of %d is %#x, want %#x", i, n, b[i], v)
@@ -71,10 +74,20 @@ func (o *ours) check(r *region, off, n int, seed uint64) (err error) {
 }
 
 func (o *ours) peek(r *region, off, n int) ([]byte, error) {
-	return append([]byte(nil), r.buf[off:][:n]...), nil
+	b := make([]byte, n)
+	if r.moves != nil {
+		_, err := r.moves.ReadAt(b, int64(off))
+		return b, err
+	}
+	copy(b, r.buf[off:][:n])
+	return b, nil
 }
 
 func (o *ours) poke(r *region, off int, b []byte) error {
+	if r.moves != nil {
+		_, err := r.moves.WriteAt(b, int64(off))
+		return err
+	}
 	copy(r.buf[off:], b)
 	return nil
 }

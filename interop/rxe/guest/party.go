@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/verbena-rdma/verbena/dmabuf"
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
@@ -52,8 +53,9 @@ type region struct {
 	size       int
 	lkey, rkey uint32
 
-	buf []byte    // ours
-	mr  *verbs.MR // ours
+	buf   []byte         // ours
+	moves *dmabuf.Memory // ours: memory that moves, instead of buf
+	mr    *verbs.MR      // ours
 }
 
 // window is a memory window of a party.

@@ -17,6 +17,7 @@ func table() (all []*testCase) {
 		operations(),
 		atomics(),
 		onDemand(),
+		dmaBufs(),
 		publications(),
 		shapes(),
 		lateReceivers(),
