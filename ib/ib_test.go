@@ -29,7 +29,7 @@ func TestEnumNames(t *testing.T) {
 		{"WCStatus", 0, int(WCGeneralErr), func(i int) string { return WCStatus(i).String() },
 			map[int]string{0: "success", 5: "Work Request Flushed Error", 10: "remote access error",
 				12: "transport retry counter exceeded", 13: "RNR retry counter exceeded", 21: "general error"}},
-		{"WCOpcode", 1, int(WCConfigureMKey), func(i int) string { return WCOpcode(i).String() },
+		{"WCOpcode", 1, int(WCSignalFence), func(i int) string { return WCOpcode(i).String() },
 			map[int]string{int(WCSend): "SEND", int(WCRecv): "RECV"}},
 		{"DMClass", 0, int(DMCoherent), func(i int) string { return DMClass(i).String() }, map[int]string{0: "plain"}},
 		{"MWType", 1, int(MWType2), func(i int) string { return MWType(i).String() }, map[int]string{1: "type 1"}},

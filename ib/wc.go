@@ -59,13 +59,15 @@ const (
 	WCBindMW                              // a memory window was bound
 	WCLocalInv                            // a key of this device was invalidated
 	WCConfigureMKey                       // an indirect key was configured
+	WCWaitFence                           // a fence was waited for
+	WCSignalFence                         // a fence was signalled
 )
 
 var wcOpcodeNames = [...]string{
 	WCSend: "SEND", WCRDMAWrite: "RDMA_WRITE", WCRDMARead: "RDMA_READ", WCCompSwap: "COMP_SWAP",
 	WCFetchAdd: "FETCH_ADD", WCRecv: "RECV", WCRecvRDMAWithImm: "RECV_RDMA_WITH_IMM",
 	WCAtomicWrite: "ATOMIC_WRITE", WCFlush: "FLUSH", WCBindMW: "BIND_MW", WCLocalInv: "LOCAL_INV",
-	WCConfigureMKey: "CONFIGURE_MKEY",
+	WCConfigureMKey: "CONFIGURE_MKEY", WCWaitFence: "WAIT_FENCE", WCSignalFence: "SIGNAL_FENCE",
 }
 
 // String returns the name without the prefix IBV_WC_.

@@ -1,5 +1,10 @@
 package ib
 
+import (
+	"errors"
+	"time"
+)
+
 // SGE is one piece of a scatter/gather list.
 type SGE struct {
 	Addr   uint64 // address of the first byte, or an offset in a zero-based region
@@ -24,6 +29,8 @@ const (
 	OpBindMW                           // bind a type 2 memory window
 	OpLocalInv                         // invalidate a key of this device: a type 2 memory window, an indirect key
 	OpConfigureMKey                    // make an indirect key of other regions
+	OpWaitFence                        // begin what follows when Fence is signalled
+	OpSignalFence                      // signal Fence when all earlier requests are done
 	numOpcodes
 )
 
@@ -35,7 +42,7 @@ var opcodeNames = [NumOpcodes]string{
 	OpRDMAWrite: "RDMA_WRITE", OpRDMAWriteImm: "RDMA_WRITE_WITH_IMM", OpRDMARead: "RDMA_READ",
 	OpAtomicCmpSwap: "ATOMIC_CMP_AND_SWP", OpAtomicFetchAdd: "ATOMIC_FETCH_AND_ADD",
 	OpAtomicWrite: "ATOMIC_WRITE", OpFlush: "FLUSH", OpBindMW: "BIND_MW", OpLocalInv: "LOCAL_INV",
-	OpConfigureMKey: "CONFIGURE_MKEY",
+	OpConfigureMKey: "CONFIGURE_MKEY", OpWaitFence: "WAIT_FENCE", OpSignalFence: "SIGNAL_FENCE",
 }
 
 // String returns the name without the prefix IBV_WR_.
@@ -82,6 +89,9 @@ type SendWR struct {
 
 	Configure *MKeyConfig // OpConfigureMKey
 
+	Fence   Fence         // OpWaitFence, OpSignalFence
+	Timeout time.Duration // OpWaitFence: how long to wait; 0: DefaultFenceTimeout
+
 	RemoteAddr uint64 // WRITE, READ, atomics and FLUSH: where in the peer's region
 	RKey       uint32 // WRITE, READ, atomics and FLUSH: the peer's region
 
@@ -98,6 +108,24 @@ type SendWR struct {
 	RemoteQPN  uint32 // UD: which queue pair there
 	RemoteQKey uint32 // UD: with the top bit set, the queue pair's own Q_Key is sent instead
 }
+
+// Fence is work that ends some time. A *[dmabuf.Fence] is one.
+//
+// [dmabuf.Fence]: https://pkg.go.dev/github.com/verbena-rdma/verbena/dmabuf#Fence
+type Fence interface {
+	// Done returns a channel that is closed when the fence is signalled.
+	Done() <-chan struct{}
+	// Signal ends the work that the fence stands for; err is not nil if the work failed. It
+	// reports whether the fence was pending.
+	Signal(err error) bool
+}
+
+// DefaultFenceTimeout is how long a request waits for a fence if it does not say so itself.
+const DefaultFenceTimeout = 10 * time.Second
+
+// ErrFenceFlushed is what the fence of a request is signalled with that will not be executed: the
+// queue pair has failed, or was reset or closed.
+var ErrFenceFlushed = errors.New("the queue pair has failed or was closed before the work was done")
 
 // RecvWR is a work request for a receive queue or a shared receive queue.
 type RecvWR struct {

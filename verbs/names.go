@@ -147,6 +147,8 @@ const (
 	OpBindMW         = ib.OpBindMW         // bind a type 2 memory window
 	OpLocalInv       = ib.OpLocalInv       // invalidate a key of this device: a type 2 memory window, an indirect key
 	OpConfigureMKey  = ib.OpConfigureMKey  // make an indirect key of other regions
+	OpWaitFence      = ib.OpWaitFence      // begin what follows when Fence is signalled
+	OpSignalFence    = ib.OpSignalFence    // signal Fence when all earlier requests are done
 
 	NumOpcodes = ib.NumOpcodes // the size of a table by operation
 )
@@ -220,6 +222,8 @@ const (
 	WCBindMW          = ib.WCBindMW          // a memory window was bound
 	WCLocalInv        = ib.WCLocalInv        // a key of this device was invalidated
 	WCConfigureMKey   = ib.WCConfigureMKey   // an indirect key was configured
+	WCWaitFence       = ib.WCWaitFence       // a fence was waited for
+	WCSignalFence     = ib.WCSignalFence     // a fence was signalled
 )
 
 // Which optional fields of a completion are valid.

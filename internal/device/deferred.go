@@ -130,7 +130,8 @@ func (d *Device) carriedOut(q *QP, w *qp.Work) {
 
 // carryOutWhen goes on with work when its memory is not suspended any more. That may take
 // long, so a goroutine of its own waits, which takes no thread, and not a worker. The wait
-// ends early if the queue pair gives its requests up, or the device closes.
+// ends early if the queue pair gives its requests up, the device closes, or the time of the
+// work is over.
 func (d *Device) carryOutWhen(q *QP, w qp.Work, l qp.WorkKind, reopened <-chan struct{}) {
 	q.mu.Lock()
 	if q.gaveUp == nil {
@@ -140,9 +141,16 @@ func (d *Device) carryOutWhen(q *QP, w qp.Work, l qp.WorkKind, reopened <-chan s
 	q.mu.Unlock()
 	s := &d.work
 	s.workers.Go(func() {
+		var late <-chan time.Time // nil: the work may wait for ever
+		if limit := w.Limit(); limit != 0 {
+			timer := time.NewTimer(limit - d.now())
+			defer timer.Stop()
+			late = timer.C
+		}
 		select {
 		case <-reopened:
 		case <-gaveUp:
+		case <-late:
 		case <-s.closing:
 		}
 		d.carriedOut(q, &w)

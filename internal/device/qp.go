@@ -300,6 +300,7 @@ func (q *QP) PostSend(wrs []ib.SendWR) (int, error) {
 	}
 	now := q.dev.now()
 	owed, rest := q.exchange(now)
+	q.wantsWorkLocked()
 	q.mu.Unlock()
 	owed.pay()
 	if rest {
@@ -376,6 +377,7 @@ func (q *QP) Modify(a *ib.QPAttr, mask ib.QPAttrMask) error {
 	if reset {
 		q.eachCQ(func(c *CQ) { c.Remove(q.number) })
 	}
+	q.wantsWorkLocked()
 	q.mu.Unlock()
 	if reset {
 		q.awaitMoves()
@@ -413,6 +415,7 @@ func (q *QP) Close() error {
 		q.core.Shortcut = nil
 		_ = q.core.Modify(&ib.QPAttr{State: ib.QPReset}, ib.QPMaskState, nil, d.now())
 		use := q.peer.Swap(nil)
+		q.wantsWorkLocked() // fences of requests that are given up
 		q.mu.Unlock()
 		q.detachAll()
 		q.takeToken()

@@ -106,11 +106,16 @@ func (q *QP) executedLocked() {
 		q.core.HoldFrom(q.dev.now())
 	}
 	q.rearmLocked()
-	if slow := q.core.WantsWork(); slow != 0 {
-		q.dev.deferWork(q, slow)
-	}
+	q.wantsWorkLocked()
 	if q.mover || q.core.Moving() {
 		q.dev.moveLocked(q)
+	}
+}
+
+// wantsWorkLocked starts deferred work.
+func (q *QP) wantsWorkLocked() {
+	if kinds := q.core.WantsWork(); kinds != 0 {
+		q.dev.deferWork(q, kinds)
 	}
 }
 

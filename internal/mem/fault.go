@@ -20,6 +20,7 @@ var faultNames = [numFaultKinds]string{
 	FaultLayout:           "indirect key cannot be made like this",
 	FaultDepth:            "too many indirect keys on each other",
 	FaultRevoked:          "the memory's owner has taken it away",
+	FaultTimeout:          "what the request waits for has not come about in time",
 }
 
 // String describes the kind.
@@ -65,6 +66,11 @@ func (f Fault) Await() Fault {
 	}
 	f.Kind = p.Await(w.off, f.Len, w.acc)
 	return f.orNone()
+}
+
+// WaitFault returns the fault of a request that waits until a channel is closed.
+func WaitFault(c <-chan struct{}) Fault {
+	return Fault{Kind: FaultPending, wanted: &wanted{left: c, brief: true}}
 }
 
 // Suspended returns a channel that is closed when the region is suspended no more, or when

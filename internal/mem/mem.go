@@ -133,6 +133,7 @@ const (
 	FaultLayout                     // an indirect key cannot be made like this: no bytes, too many pieces or bytes
 	FaultDepth                      // too many indirect keys would stand on each other
 	FaultRevoked                    // the owner of the memory has taken it away, for good
+	FaultTimeout                    // what a request waits for has not come about in time
 	numFaultKinds
 
 	// FaultBrief is what Run returns instead of FaultPending if the access does not wait for

@@ -485,5 +485,6 @@ func (q *QP) flushSend() {
 		q.completeFailed(w, ib.WCWRFlushErr, 0)
 	}
 	q.sq.pieces.clear()
+	q.giveUpFences()
 	q.req.cur = q.sq.tail
 }

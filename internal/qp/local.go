@@ -123,13 +123,13 @@ func (q *QP) passLocal(now Time) bool {
 	if w.flags&ib.SendFence != 0 && !q.writtenBack() {
 		return false
 	}
-	f := q.execute(w)
-	if f.Kind == mem.FaultPending { // another process, or an engine, is still at memory that is invalidated
+	f := q.execute(w, now)
+	if f.Kind == mem.FaultPending { // another process, or an engine, is still at memory that is invalidated; or a fence is pending
 		q.standStill(f, nil)
 		return false
 	}
 	if !f.OK() {
-		q.failLocal(ib.WCMWBindErr, vendorFault(f), now)
+		q.failLocal(localFailure(w.op), vendorFault(f), now)
 		return r.failing != 0 && r.cur != r.failAt // what askAgain left
 	}
 	w.started, w.first, w.n = true, r.max, 0
@@ -147,8 +147,13 @@ func (q *QP) passLocal(now Time) bool {
 }
 
 // execute does what a local request asks for.
-func (q *QP) execute(w *wqe) mem.Fault {
+func (q *QP) execute(w *wqe, now Time) mem.Fault {
 	switch w.op {
+	case ib.OpWaitFence:
+		return q.waitFence(w, now)
+	case ib.OpSignalFence:
+		q.signalFence(q.sq.fences.take(), nil)
+		return mem.Fault{}
 	case ib.OpLocalInv:
 		return q.Table.InvalidateOwn(w.imm, q.Actor())
 	case ib.OpConfigureMKey:

@@ -34,6 +34,7 @@ const (
 	WorkSync    WorkKind = iota // FLUSHes: bytes to storage
 	WorkSend                    // bytes of the queue pair's own requests
 	WorkReceive                 // bytes that the peer's requests are about
+	WorkSignal                  // fences to signal
 	NumWorkKinds
 )
 
@@ -53,6 +54,9 @@ type Work struct {
 	sync  flushSync // WorkSync: what to bring to storage
 	fault mem.Fault // otherwise: what to fetch; of WorkSync, what Do has met
 	left  mem.Fault // the result of Do
+
+	signals []signal // WorkSignal: what to signal
+	limit   Time     // of a wait for a fence: when it ends; 0: never
 }
 
 // WantsWork returns the kinds, one bit each, of which there may be work that the owner is
@@ -67,13 +71,21 @@ func (q *QP) NextWork(l WorkKind, w *Work) bool {
 		return false
 	}
 	*w = Work{kind: l, reset: q.resets}
-	if l == WorkSync {
+	if l == WorkSignal {
+		s.want &^= l.bit()
+		if w.signals, q.signals = q.signals, nil; len(w.signals) == 0 {
+			return false
+		}
+	} else if l == WorkSync {
 		if !q.nextSync(&w.sync) {
 			s.want &^= l.bit()
 			return false
 		}
 	} else {
 		w.fault, s.fault[l] = s.fault[l], mem.Fault{}
+		if l == WorkSend {
+			w.limit, q.req.fenceLimit = q.req.fenceLimit, 0
+		}
 		s.want &^= l.bit()
 		if q.state < ib.QPRTR || q.state == ib.QPErr {
 			return false
@@ -87,10 +99,20 @@ func (q *QP) NextWork(l WorkKind, w *Work) bool {
 // for memory that is suspended; nil if not.
 func (w *Work) Suspended() <-chan struct{} { return w.fault.Suspended() }
 
+// Limit returns when the wait for the channel of Suspended is to end, also if the channel is not
+// closed by then; 0: never.
+func (w *Work) Limit() Time { return w.limit }
+
 // Do does the work. It may block for as long as storage takes: the caller holds
 // no lock. It reports whether the work is done; if not, the caller pauses before
 // it tries again.
 func (w *Work) Do(t *mem.Table) bool {
+	if w.kind == WorkSignal {
+		for _, s := range w.signals {
+			s.fence.Signal(s.err)
+		}
+		return true
+	}
 	if w.kind == WorkSync {
 		w.left = t.Persist(w.sync.rng, w.sync.actor)
 		w.fault = w.left

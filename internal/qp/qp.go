@@ -135,6 +135,7 @@ type QP struct {
 	resp responder
 
 	deferred deferredWork
+	signals  []signal // fences that the owner is to signal (WorkSignal)
 
 	// Shortcut, if set, is for the WRITEs and READs in the send queue (shortcut.go).
 	Shortcut Shortcut

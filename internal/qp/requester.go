@@ -23,6 +23,8 @@ import (
 type requester struct {
 	cur uint32 // number of the request that nxt belongs to
 
+	fenceLimit Time // when the wait for the fence at the front ends; 0: none waits
+
 	una, nxt, max wire.PSN
 
 	rd               rdRing // READs, atomics and FLUSHes under way

@@ -65,12 +65,15 @@ var opTable = [ib.NumOpcodes]opFacts{
 	ib.OpBindMW:         {wc: ib.WCBindMW, types: onRC | onUC, local: true, data: dataNone},
 	ib.OpLocalInv:       {wc: ib.WCLocalInv, types: onRC | onUC, local: true, data: dataNone},
 	ib.OpConfigureMKey:  {wc: ib.WCConfigureMKey, types: onRC | onUC, local: true, data: dataNone},
+	ib.OpWaitFence:      {wc: ib.WCWaitFence, types: onRC | onUC, local: true, data: dataNone},
+	ib.OpSignalFence:    {wc: ib.WCSignalFence, types: onRC | onUC, local: true, data: dataNone},
 }
 
 // wqe is a send request in the queue. It holds no pointer, so that the
 // collector need not look at ten thousand idle queues. The parameters of a bind, and
 // of an indirect key without its pieces, lie in fields that those requests do not use
-// otherwise (setBind, setConfigure); the pieces wait in their own queue.
+// otherwise (setBind, setConfigure); the pieces wait in their own queue, and so do
+// fences.
 type wqe struct {
 	id         uint64
 	remote     uint64
@@ -107,6 +110,7 @@ type sendQueue struct {
 	flows  []*train.Flow // UD: where each goes
 	addrPD []uint32      // UD: the domain of its address handle
 	pieces pieceQueue    // of the indirect keys that are to be configured
+	fences fenceQueue    // of the requests that wait for one, or signal one
 
 	max               uint32 // requests that fit; the ring may be larger
 	maxSGE, maxInline int
@@ -204,6 +208,11 @@ func (q *QP) postOne(wr *ib.SendWR) error {
 			return err
 		}
 	}
+	if wr.Op == ib.OpWaitFence || wr.Op == ib.OpSignalFence {
+		if err := checkFence(wr); err != nil {
+			return err
+		}
+	}
 	if q.half == initiator && wr.RemoteSRQN >= 1<<24 {
 		return ib.Errorf("post_send", syscall.EINVAL, "remote_srqn %#x is longer than 24 bits", wr.RemoteSRQN)
 	}
@@ -229,6 +238,10 @@ func (q *QP) postOne(wr *ib.SendWR) error {
 	if wr.Op == ib.OpConfigureMKey {
 		w.setConfigure(wr.Configure)
 		s.pieces.add(wr.Configure)
+	}
+	if wr.Op == ib.OpWaitFence || wr.Op == ib.OpSignalFence {
+		w.setFence(wr)
+		s.fences.add(wr)
 	}
 	if q.half == initiator {
 		w.qpn = wr.RemoteSRQN

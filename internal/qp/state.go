@@ -362,6 +362,7 @@ func (q *QP) reset() {
 		p.memo = mem.Memo{}
 	}
 	q.resets++
+	q.giveUpFences()
 	q.resp.taken.SGEs = sges
 	q.req.cur = q.sq.head
 	q.path, q.established = Path{}, false
