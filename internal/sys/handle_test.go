@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"runtime"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -274,6 +275,11 @@ func TestHandleClose(t *testing.T) {
 		})
 	}
 	wg.Wait()
+	select {
+	case <-h.watch.done:
+	default:
+		t.Error("Close of the last handle has not waited for the goroutine")
+	}
 	if _, err := h.FD(); !errors.Is(err, os.ErrClosed) {
 		t.Errorf("a descriptor after Close: %v", err)
 	}
@@ -400,44 +406,43 @@ func TestManyHandles(t *testing.T) {
 	}
 }
 
-// Goroutines take and close descriptors until one of them finds the handle released. At that
-// time none has a descriptor.
+// A goroutine takes and closes descriptors until it finds the handle released. While it has a
+// descriptor, released is not called. Its pauses are about as long as the decision to release takes.
 func TestHandleFDRacesWithRelease(t *testing.T) {
-	for range 50 {
+	linger := func(d time.Duration) {
+		for end := time.Now().Add(d); time.Now().Before(end); {
+			runtime.Gosched()
+		}
+	}
+	var taken int
+	for round := range 60 {
 		var released atomic.Bool
 		h, err := NewHandle("verbena-test", 4096, func() { released.Store(true) })
 		if err != nil {
 			t.Fatal(err)
 		}
-		var wg sync.WaitGroup
-		for g := range 4 {
-			wg.Go(func() {
-				for pauses := g; ; pauses = (pauses*37 + 11) % 100 {
-					fd, err := h.FD()
-					if errors.Is(err, os.ErrClosed) {
-						return
-					}
-					if err != nil {
-						t.Error(err)
-						return
-					}
-					runtime.Gosched()
-					if released.Load() {
-						t.Error("released while a descriptor is open")
-					}
-					CloseFD(fd)
-					for range pauses {
-						runtime.Gosched()
-					}
-				}
-			})
+		for pause := round; ; pause = (pause*37 + 11) % 150 {
+			fd, err := h.FD()
+			if errors.Is(err, os.ErrClosed) {
+				break
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			taken++
+			linger(time.Millisecond) // released is called by now, if it was decided before
+			if released.Load() {
+				t.Fatal("released while a descriptor is open")
+			}
+			CloseFD(fd)
+			linger(time.Duration(pause) * time.Microsecond)
 		}
-		wg.Wait()
 		h.Close()
 		if !released.Load() {
 			t.Fatal("not released")
 		}
 	}
+	t.Logf("%d descriptors", taken)
 }
 
 // quickExit keeps the race detector from waiting for a second at the end of a child.
@@ -682,42 +687,94 @@ func TestHandleReportsLost(t *testing.T) {
 	expectReleased(t, b, callsB)
 }
 
+// programFiles are files of a program that have the numbers of a handle's descriptors.
+type programFiles struct {
+	inotify, memfd  int      // the program's own numbers of them
+	asInotify       int      // the number of the instance of handles
+	asKept, asKept2 int      // the numbers of kept descriptors
+	id              HandleID // of memfd
+}
+
 // A program that closes all descriptors closes those of handles, too, and their numbers are given
 // to its own files. Those stay as they are.
 func TestHandleDescriptorsClosedByProgram(t *testing.T) {
-	h, calls := newHandle(t, 4096)
-	quiet, quietCalls := newHandle(t, 4096)
-	fd := handleFD(t, h)
-	watch := h.watch
-
-	// The worst case: what gets the numbers is of the same kinds.
-	inotify, err := unix.InotifyInit1(unix.IN_CLOEXEC)
-	if err != nil {
-		t.Fatal(err)
+	p := loseHandles(t)
+	// What the handles have left behind is collected as garbage, and does no harm either.
+	for range 3 {
+		collected := make(chan struct{})
+		runtime.SetFinalizer(new([64]byte), func(*[64]byte) { close(collected) })
+		runtime.GC()
+		<-collected
 	}
+	for _, fd := range []int{p.asKept, p.asKept2} {
+		if got, err := HandleIDOf(fd); err != nil || got != p.id {
+			t.Errorf("a file of the program: %+v, %v", got, err)
+		}
+		if lease, err := unix.FcntlInt(uintptr(fd), unix.F_GETLEASE, 0); lease != unix.F_UNLCK || err != nil {
+			t.Errorf("a lease on a file of the program: %d, %v", lease, err)
+		}
+	}
+	if what, err := readFDLink(p.asInotify); what != "anon_inode:inotify" || err != nil {
+		t.Errorf("the program's inotify instance: %q, %v", what, err)
+	}
+	info, err := os.ReadFile(fmt.Sprintf("/proc/self/fdinfo/%d", p.inotify))
+	if n := strings.Count(string(info), "inotify wd:"); n != 1 || err != nil {
+		t.Errorf("the program watches %d files, %v", n, err)
+	}
+	if n, err := unix.Read(p.inotify, make([]byte, 4096)); err != unix.EAGAIN {
+		t.Errorf("the program's file was opened or closed: %d, %v", n, err)
+	}
+	for _, fd := range []int{p.inotify, p.memfd, p.asInotify, p.asKept, p.asKept2} {
+		CloseFD(fd)
+	}
+}
+
+// loseHandles makes handles and has the program take the numbers of their descriptors. What gets
+// them is the worst case: files of the same kinds.
+func loseHandles(t *testing.T) (p programFiles) {
+	t.Helper()
+	calls := make(chan struct{}, 10)
+	var hs [2]*Handle
+	for i := range hs {
+		h, err := NewHandle("verbena-test", 4096, func() { calls <- struct{}{} })
+		if err != nil {
+			t.Fatal(err)
+		}
+		hs[i] = h
+	}
+	fd := handleFD(t, hs[0])
+	watch := hs[0].watch
+	p.asInotify, p.asKept, p.asKept2 = watch.fd, hs[0].kept, hs[1].kept
+
 	memfd, err := NewMemfd("verbena-test-other", 8192)
 	if err != nil {
 		t.Fatal(err)
 	}
-	own, err := reopen(memfd, unix.O_RDWR)
-	if err != nil {
+	if p.memfd, err = reopen(memfd, unix.O_RDWR); err != nil {
 		t.Fatal(err)
 	}
 	CloseFD(memfd)
-	for _, c := range []struct{ from, to int }{{inotify, watch.fd}, {own, h.kept}, {own, quiet.kept}} {
+	if p.id, err = HandleIDOf(p.memfd); err != nil {
+		t.Fatal(err)
+	}
+	if p.inotify, err = unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := unix.InotifyAddWatch(p.inotify, fmt.Sprintf("/proc/self/fd/%d", p.memfd), unix.IN_OPEN|unix.IN_CLOSE); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct{ from, to int }{{p.inotify, p.asInotify}, {p.memfd, p.asKept}, {p.memfd, p.asKept2}} {
 		if err := unix.Dup3(c.from, c.to, unix.O_CLOEXEC); err != nil {
 			t.Fatal(err)
 		}
 	}
-	id, err := HandleIDOf(own)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := h.FD(); !errors.Is(err, unix.EBADF) {
-		t.Errorf("FD: %v", err)
+	for _, h := range hs {
+		if _, err := h.FD(); !errors.Is(err, unix.EBADF) {
+			t.Errorf("FD: %v", err)
+		}
 	}
 	CloseFD(fd)
-	if !h.tryRelease() || len(calls) > 0 {
+	if !hs[0].tryRelease() {
 		t.Error("a handle whose descriptor is lost has no release")
 	}
 	// New handles work.
@@ -727,39 +784,16 @@ func TestHandleDescriptorsClosedByProgram(t *testing.T) {
 	}
 	CloseFD(handleFD(t, other))
 	expectReleased(t, other, otherCalls)
-
-	h.Close()
-	quiet.Close()
-	for range 3 {
-		runtime.GC()
-	}
-	if len(quietCalls) > 0 {
-		t.Error("released without a reason")
-	}
-	for _, fd := range []int{h.kept, quiet.kept} {
-		if got, err := HandleIDOf(fd); err != nil || got != id {
-			t.Errorf("a file of the program: %+v, %v", got, err)
-		}
-		if lease, err := unix.FcntlInt(uintptr(fd), unix.F_GETLEASE, 0); lease != unix.F_UNLCK || err != nil {
-			t.Errorf("a lease on a file of the program: %d, %v", lease, err)
-		}
-	}
-	if what, err := readFDLink(watch.fd); what != "anon_inode:inotify" || err != nil {
-		t.Errorf("the program's inotify instance: %q, %v", what, err)
-	}
-	info, err := os.ReadFile(fmt.Sprintf("/proc/self/fdinfo/%d", inotify))
-	if err != nil || len(info) == 0 {
-		t.Error(err)
-	}
-	if wd, err := unix.InotifyAddWatch(inotify, "/", unix.IN_CLOSE); wd != 1 || err != nil {
-		t.Errorf("the program's first watch has number %d, %v", wd, err)
+	for _, h := range hs {
+		h.Close()
 	}
 	select {
 	case <-watch.done:
 	default:
 		t.Error("the goroutine of the lost instance has not ended")
 	}
-	for _, fd := range []int{inotify, own, watch.fd, h.kept, quiet.kept} {
-		CloseFD(fd)
+	if len(calls) > 0 {
+		t.Error("released without a reason")
 	}
+	return p
 }
