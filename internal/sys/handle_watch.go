@@ -68,7 +68,7 @@ func (l *closeWatchList) add(h *Handle) {
 		return
 	}
 	w.unwatched[h] = true
-	w.interrupt() // it may wait for reports only
+	w.interruptLocked() // it may wait for reports only
 }
 
 // newCloseWatch makes a watch, without an instance if there can be none.
@@ -108,8 +108,8 @@ func (w *closeWatch) addFile(fd int) (int32, error) {
 	return -1, unix.ENOENT
 }
 
-// interrupt ends a wait of the goroutine. The list's lock must be held.
-func (w *closeWatch) interrupt() {
+// interruptLocked ends a wait of the goroutine. The list's lock must be held.
+func (w *closeWatch) interruptLocked() {
 	if w.file != nil {
 		_ = w.file.SetReadDeadline(time.Unix(1, 0)) // in the past. The file is open: it cannot fail
 		return
@@ -163,7 +163,7 @@ func (w *closeWatch) endIfUnusedLocked() {
 	if closeWatches.current == w {
 		closeWatches.current = nil
 	}
-	w.interrupt()
+	w.interruptLocked()
 }
 
 // waitIfEnding waits for the goroutine if it was told to end.
