@@ -83,6 +83,7 @@ func (a *Attachment) Detach() {
 		return
 	}
 	if checking.Load() && (a.mapped > 0 || a.pins > 0) {
+		b.resv.Unlock()
 		panic("dmabuf: Detach of an attachment that is mapped or pinned")
 	}
 	a.detached = true
@@ -125,11 +126,16 @@ func (a *Attachment) Pinned() bool {
 
 // Pin holds the memory in place until Unpin. The importer has locked the reservation.
 //
-// Errors: the exporter's; EINVAL for a static importer, whose mappings pin by themselves.
+// Errors: the exporter's; EINVAL for a static importer, whose mappings pin by themselves, and
+// after Detach.
 func (a *Attachment) Pin() error {
+	const op = "dma_buf_pin"
 	a.buffer.resv.mustHold("Pin")
-	if a.importer == nil {
-		return ib.Errorf("dma_buf_pin", syscall.EINVAL, "a static importer pins by mapping")
+	switch {
+	case a.importer == nil:
+		return ib.Errorf(op, syscall.EINVAL, "a static importer pins by mapping")
+	case a.detached:
+		return ib.Errorf(op, syscall.EINVAL, "the attachment is detached")
 	}
 	return a.pin()
 }
@@ -150,6 +156,9 @@ func (a *Attachment) Unpin() {
 	if a.importer == nil || a.pins == 0 {
 		panic("dmabuf: Unpin without Pin")
 	}
+	if checking.Load() && a.pins == 1 && a.mapped > 0 && !a.Revocable() {
+		panic("dmabuf: Unpin of memory that is mapped by an importer that cannot be told of moves")
+	}
 	a.unpin()
 }
 
@@ -165,8 +174,10 @@ func (a *Attachment) unpin() {
 // them before its first access.
 //
 // Errors: the exporter's, ENODEV if the memory is revoked; EINVAL for a direction that there is
-// not, after Detach, or if a dynamic importer without InvalidateMappings has not pinned the
-// memory; ETIMEDOUT if the context ends before the fences are signalled.
+// not, after Detach, if a dynamic importer without InvalidateMappings has not pinned the
+// memory, or if the exporter has mapped too few bytes; ENOMEM if it has returned no table; EBUSY
+// if the cached mapping has another direction; ETIMEDOUT if the context ends before the fences
+// are signalled.
 func (a *Attachment) Map(ctx context.Context, dir Direction) (*Table, error) {
 	const op = "dma_buf_map_attachment"
 	b := a.buffer
@@ -179,11 +190,7 @@ func (a *Attachment) Map(ctx context.Context, dir Direction) (*Table, error) {
 	case a.Dynamic() && !a.Revocable() && a.pins == 0:
 		return nil, ib.Errorf(op, syscall.EINVAL, "an importer that cannot be told of moves maps what it has pinned")
 	}
-	if t := a.cached; t != nil && (a.cachedTo == dir || a.cachedTo == Bidirectional) {
-		a.mapped++
-		return t, nil
-	}
-	if a.cached != nil {
+	if a.cached != nil && a.cachedTo != dir && a.cachedTo != Bidirectional {
 		return nil, ib.Errorf(op, syscall.EBUSY, "the cached mapping is %v, not %v", a.cachedTo, dir)
 	}
 	if !a.Dynamic() {
@@ -191,17 +198,15 @@ func (a *Attachment) Map(ctx context.Context, dir Direction) (*Table, error) {
 			return nil, err
 		}
 	}
-	t, err := b.cfg.Ops.Map(a, dir)
-	if err == nil && t == nil {
-		err = syscall.EINVAL
-	}
-	if err == nil && t.Len() < b.cfg.Size {
-		b.cfg.Ops.Unmap(a, t, dir)
-		err = ib.Errorf(op, syscall.EINVAL, "the exporter has mapped %d of %d bytes", t.Len(), b.cfg.Size)
+	t, err := a.cached, error(nil)
+	if t == nil {
+		t, err = a.mapNew(op, dir)
 	}
 	if err == nil && !a.Dynamic() {
 		if err = b.resv.Wait(ctx, Kernel); err != nil {
-			b.cfg.Ops.Unmap(a, t, dir)
+			if a.cached == nil {
+				b.cfg.Ops.Unmap(a, t, dir)
+			}
 			err = ib.Errorf(op, syscall.ETIMEDOUT, "the buffer's fences: %v", err)
 		}
 	}
@@ -212,8 +217,24 @@ func (a *Attachment) Map(ctx context.Context, dir Direction) (*Table, error) {
 		return nil, named(op, err)
 	}
 	a.mapped++
-	if b.cfg.Ops.CacheMapping {
+	if b.cfg.Ops.CacheMapping && a.cached == nil {
 		a.cached, a.cachedTo = t, dir
+	}
+	return t, nil
+}
+
+// mapNew has the exporter map the memory, and looks at what it returns.
+func (a *Attachment) mapNew(op string, dir Direction) (*Table, error) {
+	o, size := &a.buffer.cfg.Ops, a.buffer.cfg.Size
+	t, err := o.Map(a, dir)
+	switch {
+	case err != nil:
+		return nil, err
+	case t == nil:
+		return nil, ib.Errorf(op, syscall.ENOMEM, "the exporter has returned no table")
+	case t.Len() < size:
+		o.Unmap(a, t, dir)
+		return nil, ib.Errorf(op, syscall.EINVAL, "the exporter has mapped %d of %d bytes", t.Len(), size)
 	}
 	return t, nil
 }

@@ -16,7 +16,8 @@ import (
 // package's documentation.
 type Ops struct {
 	// CacheMapping: the package keeps an attachment's mapping from Unmap until Detach, and
-	// returns it from the next Map of the same direction. Not with Pin and Unpin.
+	// returns it from the next Map of the same direction. Not with Pin and Unpin, and not for
+	// memory that moves or is taken away: InvalidateMappings panics.
 	CacheMapping bool
 
 	// Attach looks whether an importer can reach the memory, and refuses it with an errno:
@@ -77,7 +78,8 @@ type Buffer struct {
 // Export makes a buffer, with one reference: the caller's ([Buffer.Put]).
 //
 // Errors: EINVAL if a mandatory operation is missing, Pin comes without Unpin or Unpin without
-// Pin, CacheMapping is set together with them, or the size is 0 or larger than an int.
+// Pin, Vmap without Vunmap or Vunmap without Vmap, CacheMapping is set together with Pin, or the
+// size is 0 or larger than an int.
 func Export(cfg Config) (*Buffer, error) {
 	const op = "dma_buf_export"
 	o := &cfg.Ops
@@ -137,6 +139,7 @@ func (b *Buffer) Name() string {
 // Get takes a reference. It reports whether there is still one: without, the buffer is
 // released, and stays so.
 func (b *Buffer) Get() bool {
+	b.resv.mustNotHold("Get")
 	for {
 		n := b.refs.Load()
 		if n <= 0 {
@@ -165,6 +168,9 @@ func (b *Buffer) Put() {
 // it until they unmap.
 func (b *Buffer) InvalidateMappings() {
 	b.resv.mustHold("InvalidateMappings")
+	if b.cfg.Ops.CacheMapping {
+		panic("dmabuf: InvalidateMappings of memory whose mappings are cached")
+	}
 	for _, a := range slices.Clone(b.attachments) {
 		if a.importer != nil && a.importer.InvalidateMappings != nil {
 			a.importer.InvalidateMappings(a)
