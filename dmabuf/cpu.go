@@ -2,7 +2,9 @@ package dmabuf
 
 import (
 	"context"
+	"errors"
 	"os"
+	"runtime"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -16,11 +18,12 @@ import (
 // for the Read fences, too, if it writes.
 //
 // Errors: the exporter's; EINVAL for a direction that there is not; ETIMEDOUT if the context
-// ends before the fences are signalled.
+// ends before the fences are signalled; EAGAIN if the exporter returns that, or EINTR, again and
+// again until the context ends.
 func (b *Buffer) BeginCPUAccess(ctx context.Context, dir Direction) error {
 	const op = "dma_buf_begin_cpu_access"
 	b.resv.mustNotHold("BeginCPUAccess")
-	if err := b.cpuAccess(op, b.cfg.Ops.BeginCPUAccess, dir); err != nil {
+	if err := b.cpuAccess(ctx, op, b.cfg.Ops.BeginCPUAccess, dir); err != nil {
 		return err
 	}
 	if err := b.resv.Wait(ctx, UsageFor(dir != FromDevice)); err != nil {
@@ -33,24 +36,31 @@ func (b *Buffer) BeginCPUAccess(ctx context.Context, dir Direction) error {
 // EndCPUAccess ends accesses of the CPU.
 func (b *Buffer) EndCPUAccess(dir Direction) error {
 	b.resv.mustNotHold("EndCPUAccess")
-	return b.cpuAccess("dma_buf_end_cpu_access", b.cfg.Ops.EndCPUAccess, dir)
+	return b.cpuAccess(context.Background(), "dma_buf_end_cpu_access", b.cfg.Ops.EndCPUAccess, dir)
 }
 
-func (b *Buffer) cpuAccess(op string, do func(*Buffer, Direction) error, dir Direction) error {
+// maxRepeats is how often an exporter is asked that answers EAGAIN or EINTR.
+const maxRepeats = 1000
+
+func (b *Buffer) cpuAccess(ctx context.Context, op string, do func(*Buffer, Direction) error, dir Direction) error {
 	if !dir.valid() {
 		return ib.Errorf(op, syscall.EINVAL, "%v", dir)
 	}
 	if do == nil {
 		return nil
 	}
-	for range 1000 { // an exporter that always says EAGAIN is not asked for ever
+	for range maxRepeats {
 		err := do(b, dir)
 		if err == nil {
 			return nil
 		}
-		if err != syscall.EAGAIN && err != syscall.EINTR {
+		if !errors.Is(err, syscall.EAGAIN) && !errors.Is(err, syscall.EINTR) {
 			return named(op, err)
 		}
+		if ctx.Err() != nil {
+			break
+		}
+		runtime.Gosched()
 	}
 	return ib.Errorf(op, syscall.EAGAIN, "the exporter")
 }
@@ -58,8 +68,8 @@ func (b *Buffer) cpuAccess(op string, do func(*Buffer, Direction) error, dir Dir
 // Mmap returns memory for the CPU: n bytes at off, both multiples of a page. Accesses are
 // bracketed by BeginCPUAccess and EndCPUAccess.
 //
-// Errors: EINVAL if the exporter has no such operation, or the range is not in the buffer; the
-// exporter's.
+// Errors: EINVAL if the exporter has no such operation or returns fewer bytes, or the range is not
+// in the buffer; the exporter's.
 func (b *Buffer) Mmap(off, n uint64) ([]byte, error) {
 	const op = "dma_buf_mmap"
 	b.resv.mustNotHold("Mmap")
@@ -72,10 +82,13 @@ func (b *Buffer) Mmap(off, n uint64) ([]byte, error) {
 		return nil, ib.Errorf(op, syscall.EINVAL, "%d bytes at %d of %d", n, off, b.cfg.Size)
 	}
 	m, err := b.cfg.Ops.Mmap(b, off, n)
-	if err != nil {
+	switch {
+	case err != nil:
 		return nil, named(op, err)
+	case uint64(len(m)) < n:
+		return nil, ib.Errorf(op, syscall.EINVAL, "the exporter has mapped %d of %d bytes", len(m), n)
 	}
-	return m, nil
+	return m[:n:n], nil
 }
 
 // Vmap returns all of the memory in one piece, until as many calls of Vunmap. The caller has
@@ -119,6 +132,7 @@ func (b *Buffer) Vunmap() {
 //
 // Errors: EINVAL if there is no such page; those of Vmap.
 func (b *Buffer) Kmap(page uint64) ([]byte, error) {
+	b.resv.mustHold("Kmap")
 	size := uint64(os.Getpagesize())
 	if page > (b.cfg.Size-1)/size {
 		return nil, ib.Errorf("dma_buf_kmap", syscall.EINVAL, "page %d of a buffer of %d bytes", page, b.cfg.Size)
