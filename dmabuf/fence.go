@@ -2,6 +2,8 @@ package dmabuf
 
 import (
 	"context"
+	"maps"
+	"slices"
 	"sync"
 )
 
@@ -13,12 +15,10 @@ type Fence struct {
 	mu       sync.Mutex // guards what follows
 	signaled bool
 	err      error
-	done     chan struct{} // closed when it is signalled; nil: Done was not called yet
-	calls    map[*call]struct{}
+	done     chan struct{}          // closed when it is signalled; nil: Done was not called yet
+	calls    map[uint64]func(error) // those of OnSignal, by their number; nil: none
+	next     uint64                 // the number of the next one
 }
-
-// call is a function that is called when a fence is signalled.
-type call struct{ f func(error) }
 
 // NewFence returns a pending fence.
 func NewFence() *Fence { return new(Fence) }
@@ -26,7 +26,8 @@ func NewFence() *Fence { return new(Fence) }
 // Signal ends the work that the fence stands for; err is not nil if the work failed. It
 // reports whether the fence was pending: a fence keeps its first signal.
 //
-// The functions of OnSignal run on the caller's goroutine, before Signal returns.
+// The functions of OnSignal run on the caller's goroutine, in the order in which they came, before
+// Signal returns.
 func (f *Fence) Signal(err error) bool {
 	f.mu.Lock()
 	if f.signaled {
@@ -40,8 +41,8 @@ func (f *Fence) Signal(err error) bool {
 		close(f.done)
 	}
 	f.mu.Unlock()
-	for c := range calls {
-		c.f(err)
+	for _, number := range slices.Sorted(maps.Keys(calls)) {
+		calls[number](err)
 	}
 	return true
 }
@@ -83,17 +84,18 @@ func (f *Fence) OnSignal(do func(error)) (cancel func() bool) {
 		do(err)
 		return func() bool { return false }
 	}
-	c := &call{do}
+	number := f.next
+	f.next++
 	if f.calls == nil {
-		f.calls = make(map[*call]struct{})
+		f.calls = make(map[uint64]func(error))
 	}
-	f.calls[c] = struct{}{}
+	f.calls[number] = do
 	f.mu.Unlock()
 	return func() bool {
 		f.mu.Lock()
 		defer f.mu.Unlock()
-		_, had := f.calls[c]
-		delete(f.calls, c)
+		_, had := f.calls[number]
+		delete(f.calls, number)
 		return had
 	}
 }

@@ -49,8 +49,10 @@ type Reservation struct {
 	lock  chan struct{} // has room for the one who holds the lock
 	check holder
 
-	mu     sync.Mutex // guards fences
+	mu     sync.Mutex // guards what follows
 	fences []reserved
+	at     map[*Fence]int // where in fences each one is
+	prune  int            // Add removes signalled fences when there are so many
 }
 
 // reserved is a fence and its class.
@@ -110,23 +112,36 @@ func (r *Reservation) Unlock() {
 // the lower of both classes: it may be raised, and is never degraded.
 func (r *Reservation) Add(f *Fence, usage Usage) {
 	r.mustHold("Reservation.Add")
-	if usage >= numUsages {
-		panic(fmt.Sprintf("dmabuf: %v", usage))
+	if f == nil || usage >= numUsages {
+		panic(fmt.Sprintf("dmabuf: Reservation.Add of the fence %p as %v", f, usage))
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.pruneLocked()
-	for i := range r.fences {
-		if e := &r.fences[i]; e.fence == f {
-			e.usage = min(e.usage, usage)
-			return
-		}
+	if i, ok := r.at[f]; ok {
+		r.fences[i].usage = min(r.fences[i].usage, usage)
+		return
 	}
+	if len(r.fences) >= r.prune {
+		r.pruneLocked()
+		r.prune = max(2*len(r.fences), minPrune)
+	}
+	if r.at == nil {
+		r.at = make(map[*Fence]int)
+	}
+	r.at[f] = len(r.fences)
 	r.fences = append(r.fences, reserved{f, usage})
 }
 
+// minPrune is how many fences a reservation keeps before Add looks whether they are signalled.
+const minPrune = 16
+
+// pruneLocked removes the fences that are signalled.
 func (r *Reservation) pruneLocked() {
 	r.fences = slices.DeleteFunc(r.fences, func(e reserved) bool { return e.fence.Signaled() })
+	clear(r.at)
+	for i, e := range r.fences {
+		r.at[e.fence] = i
+	}
 }
 
 // Fences returns the pending fences of a class and those before it.
@@ -153,7 +168,9 @@ func (r *Reservation) Wait(ctx context.Context, usage Usage) error {
 		select {
 		case <-f.Done():
 		case <-ctx.Done():
-			return ctx.Err()
+			if !f.Signaled() {
+				return ctx.Err()
+			}
 		}
 	}
 	return nil
