@@ -11,9 +11,9 @@ package dmabuf
 
 import (
 	"context"
-	"errors"
 	"math"
 	"os"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -37,15 +37,15 @@ type MemoryConfig struct {
 type Memory struct {
 	buffer   *Buffer
 	cfg      MemoryConfig
-	segments []extent // where in a place each segment lies
+	segments []extent    // where in a place each segment lies
+	closed   atomic.Bool // Close was called
 
 	// What follows is guarded by the reservation lock.
-	place   *place
+	place   *place            // nil: revoked, and no access is under way
 	tables  map[*Table]*place // what is mapped
 	pins    int
 	evicted bool
 	revoked bool
-	closed  bool // Close was called
 	moves   uint64
 }
 
@@ -137,14 +137,9 @@ func (p *place) leave() {
 func (m *Memory) Buffer() *Buffer { return m.buffer }
 
 // Close gives the program's reference back. The memory goes when no importer uses it any more.
-// Closing again does nothing.
+// It does not wait for a Move under way. Closing again does nothing.
 func (m *Memory) Close() error {
-	r := m.buffer.resv
-	r.Lock()
-	was := m.closed
-	m.closed = true
-	r.Unlock()
-	if !was {
+	if !m.closed.Swap(true) {
 		m.buffer.Put()
 	}
 	return nil
@@ -260,7 +255,10 @@ func (m *Memory) move(ctx context.Context, op string, evict bool) error {
 		return ib.Errorf(op, syscall.ENOMEM, "%v", err)
 	}
 	err = m.locked(ctx, op, func() error {
-		if m.pins > 0 || m.buffer.vmaps > 0 {
+		switch {
+		case m.revoked:
+			return ib.Errorf(op, syscall.ENODEV, "the memory is revoked")
+		case m.pins > 0 || m.buffer.vmaps > 0:
 			return ib.Errorf(op, syscall.EBUSY, "the memory is pinned")
 		}
 		if err := m.stop(ctx, op); err != nil {
@@ -281,11 +279,14 @@ func (m *Memory) move(ctx context.Context, op string, evict bool) error {
 // memory regions end in errors. Revoking again does nothing.
 //
 // Errors: EBUSY if an importer that has pinned the memory cannot be told of it; EINVAL and
-// ETIMEDOUT as for Move. After ETIMEDOUT the memory is revoked, but accesses may still be under
-// way.
+// ETIMEDOUT as for Move. If the fences were not signalled in time the memory is revoked, but
+// accesses may still be under way: another Revoke waits for them.
 func (m *Memory) Revoke(ctx context.Context) error {
 	const op = "dmabuf_revoke"
-	err := m.locked(ctx, op, func() error {
+	return m.locked(ctx, op, func() error {
+		if m.place == nil {
+			return nil // revoked already
+		}
 		for _, a := range m.buffer.attachments {
 			if a.pins > 0 && !a.Revocable() {
 				return ib.Errorf(op, syscall.EBUSY, "an importer has pinned the memory, and cannot be told of its end")
@@ -298,21 +299,16 @@ func (m *Memory) Revoke(ctx context.Context) error {
 		if err := m.stop(ctx, op); err != nil {
 			return err
 		}
-		for i := range m.place.b {
-			m.place.b[i] = poison
-		}
+		m.place.leave()
+		m.place = nil
 		return nil
 	})
-	if errors.Is(err, syscall.ENODEV) {
-		return nil
-	}
-	return err
 }
 
-// locked runs do with the reservation locked, unless the memory is closed or revoked.
+// locked runs do with the reservation locked, unless the memory is closed.
 func (m *Memory) locked(ctx context.Context, op string, do func() error) error {
 	r := m.buffer.resv
-	if !m.buffer.Get() {
+	if m.closed.Load() || !m.buffer.Get() {
 		return ib.Errorf(op, syscall.EINVAL, "the memory is closed")
 	}
 	defer m.buffer.Put()
@@ -320,9 +316,6 @@ func (m *Memory) locked(ctx context.Context, op string, do func() error) error {
 		return ib.Errorf(op, syscall.ETIMEDOUT, "the reservation lock: %v", err)
 	}
 	defer r.Unlock()
-	if m.revoked {
-		return ib.Errorf(op, syscall.ENODEV, "the memory is revoked")
-	}
 	return do()
 }
 
@@ -337,8 +330,7 @@ func (m *Memory) stop(ctx context.Context, op string) error {
 
 // ReadAt reads from the memory, and WriteAt writes to it, as the CPU of the exporter's device:
 // they wait for no fences but keep the memory from moving meanwhile. Errors: EFAULT if not all
-// of the range is inside, then nothing is copied; EINVAL after the memory is gone; ENODEV if it
-// is revoked.
+// of the range is inside, then nothing is copied; EINVAL after Close; ENODEV if it is revoked.
 func (m *Memory) ReadAt(b []byte, off int64) (int, error) {
 	return m.access("dmabuf_read", b, off, func(at, b []byte) { copy(b, at) })
 }
@@ -354,6 +346,9 @@ func (m *Memory) access(op string, b []byte, off int64, move func(at, b []byte))
 		return 0, ib.Errorf(op, syscall.EFAULT, "%d bytes at %d are not inside a buffer of %d", len(b), off, size)
 	}
 	err := m.locked(context.Background(), op, func() error {
+		if m.revoked {
+			return ib.Errorf(op, syscall.ENODEV, "the memory is revoked")
+		}
 		for done := 0; done < len(b); {
 			at := m.at(int(off)+done, len(b)-done)
 			move(at, b[done:][:len(at)])
