@@ -35,6 +35,11 @@ import (
 // before an access or a call fails.
 var Patience = 10 * time.Second
 
+// Refusal is how long accesses fail, without asking the exporter, after one could not have the
+// buffer mapped. The access that waited fails when it is tried again. A peer may try it again as
+// late as an RNR timer says, which is 655 ms at most (IBA 9.7.5.2.8).
+var Refusal = time.Second
+
 // Config is what of a buffer becomes a region.
 type Config struct {
 	Offset, Length uint64
@@ -52,9 +57,10 @@ type Backing struct {
 	// becomes nil only while accesses are kept out of the region.
 	table   atomic.Pointer[dmabuf.Table]
 	revoked atomic.Bool
-	failed  atomic.Uint32 // the FaultKind with which the last Await has failed, for the next Run; 0: none
+	refused atomic.Int64 // when the Refusal ends, in nanoseconds since started; 0: there is none
+	told    atomic.Bool // a failure of Await was logged, and the buffer not mapped since
 
-	faults, faultPages, local, remote, invalidations, invalidationPages, refused atomic.Uint64
+	faults, faultPages, local, remote, invalidations, invalidationPages, failures atomic.Uint64
 
 	mu     sync.Mutex // guards region, and what table becomes while there is none
 	region *mem.Region
@@ -161,6 +167,8 @@ func (i *Backing) mapLocked(ctx context.Context) error {
 		i.attachment.Unmap(t, dmabuf.Bidirectional)
 		return ib.Errorf("reg_dmabuf_mr", syscall.ETIMEDOUT, "the buffer's fences: %v", err)
 	}
+	i.refused.Store(0)
+	i.told.Store(false)
 	i.table.Store(t)
 	return nil
 }
@@ -205,8 +213,8 @@ func (i *Backing) Run(off, n uint64, _ ib.Access) ([]byte, mem.FaultKind) {
 	if i.revoked.Load() {
 		return nil, mem.FaultRevoked
 	}
-	if kind := mem.FaultKind(i.failed.Swap(0)); kind != mem.FaultNone {
-		return nil, kind
+	if until := i.refused.Load(); until != 0 && now() < until {
+		return nil, mem.FaultStorage
 	}
 	return nil, mem.FaultBrief
 }
@@ -214,7 +222,13 @@ func (i *Backing) Run(off, n uint64, _ ib.Access) ([]byte, mem.FaultKind) {
 // Gone returns FaultStale: the exporter has offered bytes that are not there.
 func (i *Backing) Gone(uint64, uint64, ib.Access) mem.FaultKind { return mem.FaultStale }
 
-// Await maps the buffer again. If that fails, the next access ends with what Await returns.
+// started is what times are counted from.
+var started = time.Now()
+
+func now() int64 { return int64(time.Since(started)) }
+
+// Await maps the buffer again. If that fails, the accesses of the next moment fail, too (Refusal):
+// the one that waited may ask for its bytes several times before it ends.
 func (i *Backing) Await(_, _ uint64, acc ib.Access) mem.FaultKind {
 	mapped := false
 	err := inTime(func(ctx context.Context) error {
@@ -222,7 +236,7 @@ func (i *Backing) Await(_, _ uint64, acc ib.Access) mem.FaultKind {
 			return err
 		}
 		defer i.attachment.Buffer().Reservation().Unlock()
-		if i.closed || i.table.Load() != nil {
+		if i.closed || i.revoked.Load() || i.table.Load() != nil {
 			return nil // nothing to do, or another access has mapped it
 		}
 		mapped = true
@@ -238,9 +252,14 @@ func (i *Backing) Await(_, _ uint64, acc ib.Access) mem.FaultKind {
 		i.end()
 		return mem.FaultRevoked
 	}
-	i.refused.Add(1)
-	slog.Warn("verbena: a dma-buf that has moved cannot be mapped again", "buffer", i.attachment.Buffer().Name(), "error", err)
-	i.failed.Store(uint32(mem.FaultStorage))
+	i.failures.Add(1)
+	if !i.told.Swap(true) { // peers may cause it as often as they like
+		slog.Warn("verbena: a dma-buf that has moved cannot be mapped again", "buffer", i.attachment.Buffer().Name(), "error", err)
+	}
+	i.refused.Store(now() + int64(Refusal))
+	if i.table.Load() != nil { // the exporter has answered after all, or another access was luckier
+		i.refused.Store(0)
+	}
 	return mem.FaultStorage
 }
 
@@ -316,7 +335,7 @@ func (i *Backing) Stats() ib.PagingStats {
 		PageFaults: i.faults.Load(), PageFaultPages: i.faultPages.Load(),
 		LocalFaults: i.local.Load(), RemoteFaults: i.remote.Load(),
 		Invalidations: i.invalidations.Load(), InvalidationPages: i.invalidationPages.Load(),
-		FailedResolutions: i.refused.Load(),
+		FailedResolutions: i.failures.Load(),
 	}
 }
 
