@@ -58,7 +58,7 @@ type Backing struct {
 	table   atomic.Pointer[dmabuf.Table]
 	revoked atomic.Bool
 	refused atomic.Int64 // when the Refusal ends, in nanoseconds since started; 0: there is none
-	told    atomic.Bool // a failure of Await was logged, and the buffer not mapped since
+	told    atomic.Bool  // a failure of Await was logged, and the buffer not mapped since
 
 	faults, faultPages, local, remote, invalidations, invalidationPages, failures atomic.Uint64
 
