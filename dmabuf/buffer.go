@@ -100,6 +100,9 @@ func Export(cfg Config) (*Buffer, error) {
 		b.resv = NewReservation()
 	}
 	b.refs.Store(1)
+	if _, ok := cfg.Priv.(*Memory); !ok { // which enters when it is whole
+		b.enterStorm()
+	}
 	return b, nil
 }
 
@@ -158,6 +161,7 @@ func (b *Buffer) Put() {
 	case n < 0:
 		panic("dmabuf: Put of a buffer that is released")
 	case n == 0:
+		b.leaveStorm()
 		b.cfg.Ops.Release(b)
 	}
 }

@@ -16,8 +16,19 @@ import (
 
 // exported are the buffers that have descriptors.
 var exported struct {
-	mu sync.Mutex // guards by
+	mu sync.Mutex // guards by, and the opening and closing of server
 	by map[sys.HandleID]*Buffer
+}
+
+// find returns the buffer of this process that a descriptor stands for, with a reference; nil if
+// there is none.
+func find(id sys.HandleID) *Buffer {
+	exported.mu.Lock()
+	defer exported.mu.Unlock()
+	if b := exported.by[id]; b != nil && b.Get() {
+		return b
+	}
+	return nil
 }
 
 // FD returns a descriptor of the buffer, which is closed on exec and which the caller closes. It
@@ -67,7 +78,7 @@ func (b *Buffer) newHandleLocked() error {
 	b.refs.Add(1) // FD holds one, so there is one
 	var h *sys.Handle
 	made := make(chan struct{}) // released waits for h
-	h, err := sys.NewHandle("verbena-dmabuf", int64(b.cfg.Size), func() {
+	h, err := sys.NewHandle(server.name(), int64(b.cfg.Size), func() {
 		<-made
 		b.released(h)
 	})
@@ -80,6 +91,9 @@ func (b *Buffer) newHandleLocked() error {
 	if exported.by == nil {
 		exported.by = make(map[sys.HandleID]*Buffer)
 	}
+	if len(exported.by) == 0 {
+		server.open()
+	}
 	exported.by[h.ID()] = b
 	exported.mu.Unlock()
 	b.handle = h
@@ -91,6 +105,9 @@ func (b *Buffer) released(h *sys.Handle) {
 	exported.mu.Lock()
 	if exported.by[h.ID()] == b {
 		delete(exported.by, h.ID())
+		if len(exported.by) == 0 {
+			server.close()
+		}
 	}
 	exported.mu.Unlock()
 	b.mu.Lock()
@@ -102,25 +119,23 @@ func (b *Buffer) released(h *sys.Handle) {
 }
 
 // Get returns the buffer of a descriptor, with a reference ([Buffer.Put]). The descriptor may be
-// closed afterwards. It may be one of a buffer of this process, or of the kernel: udmabuf,
-// dma-heap, vgem.
+// closed afterwards. It may be one of a buffer of this process, of another process whose
+// exporter is [Alloc], or of the kernel: udmabuf, dma-heap, vgem.
 //
-// Errors: EBADF if the descriptor is not open; EINVAL if it is no dma-buf, or a buffer of
-// another process; for buffers of the kernel that cannot be mapped, EOPNOTSUPP.
+// Errors: EBADF if the descriptor is not open; EINVAL if it is no dma-buf, or the process of its
+// exporter has ended; for buffers of the kernel that cannot be mapped, EOPNOTSUPP; ETIMEDOUT if the
+// exporter's process does not answer.
 func Get(fd int) (*Buffer, error) {
 	const op = "dma_buf_get"
 	id, err := sys.HandleIDOf(fd)
 	if err != nil {
 		return nil, ib.Errorf(op, syscall.EBADF, "descriptor %d is not open", fd)
 	}
-	exported.mu.Lock()
-	b := exported.by[id]
-	if b != nil && !b.Get() {
-		b = nil
-	}
-	exported.mu.Unlock()
-	if b != nil {
+	if b := find(id); b != nil {
 		return b, nil
+	}
+	if name, ok := processOf(fd); ok {
+		return fromProcess(op, fd, name)
 	}
 	return fromKernel(op, fd)
 }

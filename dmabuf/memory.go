@@ -92,6 +92,7 @@ func Alloc(cfg MemoryConfig) (*Memory, error) {
 		m.place.free()
 		return nil, err
 	}
+	m.buffer.enterStorm()
 	return m, nil
 }
 
@@ -184,6 +185,7 @@ func (m *Memory) mapping(*Attachment, Direction) (*Table, error) {
 		segments[i] = m.place.b[s.off:][:s.n:s.n]
 	}
 	t := NewTable(segments...)
+	t.file = &fileSpan{m.place.fd, m.segments}
 	m.tables[t] = m.place
 	m.place.mappings++
 	return t, nil

@@ -38,6 +38,15 @@ func (d Direction) String() string {
 type Table struct {
 	segments [][]byte
 	ends     []uint64 // where in the buffer each segment ends
+
+	owner any       // what the package itself keeps with a table that it has made
+	file  *fileSpan // where another process finds the bytes; nil: nowhere
+}
+
+// fileSpan is a memory file, and where in it the segments of a table lie.
+type fileSpan struct {
+	fd       int
+	segments []extent
 }
 
 // NewTable makes a table of segments, in the order of the buffer. Segments without bytes are

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"net/netip"
+	"regexp"
 	"strconv"
 	"strings"
 )
@@ -30,6 +31,7 @@ var Vars = []Var{
 	{"VERBENA_IDENTITY", "verbena", "The vendor that the device reports: verbena, or mlx5 (its vendor ID, and mlx5's own verbs for memory keys and queue pairs)."},
 	{"VERBENA_DM_SIZE", "256M", "How much device memory there is: bytes, or with K, M or G behind the number."},
 	{"VERBENA_DMABUF", "dynamic", "Whether dma-bufs may move while they are registered: dynamic (yes), pinned (they are held in place)."},
+	{"VERBENA_DMABUF_STORM", "no storm", "Moves the process's dma-bufs at random, to test programs: SEED,RATE for so many events a second; SEED,RATE,N to revoke one in N."},
 	{"VERBENA_SCATTER_TO_CQE", "that of MLX5_SCATTER_TO_CQE, or 1", "Whether messages and results of up to 64 bytes are kept with their completions, and written when these are polled (inline receive): 0 no, 1 or 2 yes."},
 	{"VERBENA_PCAP", "no capture", "A file that packets are written to; %p becomes the process ID."},
 	{"VERBENA_STATS", "no statistics", "A file that the device's counters are appended to when the program closes the device, or stderr; %p as above."},
@@ -60,6 +62,8 @@ var LimitNames = []string{"qp", "cq", "mr", "mw", "pd", "ah", "srq", "qp_wr", "c
 
 // HideNames are the words of VERBENA_HIDE.
 var HideNames = []string{"odp", "xrc", "mw", "atomic", "flush", "atomic_write", "srq", "dmabuf"}
+
+var stormForm = regexp.MustCompile(`^[0-9]+,[1-9][0-9]{0,5}(,[1-9][0-9]*)?$`)
 
 // Parse reads the variables by getenv, for the process pid. The error names all wrong
 // values; the settings are valid all the same, as if those variables were not set.
@@ -115,7 +119,11 @@ func Parse(getenv func(string) string, pid int) (*Settings, error) {
 	}
 	number("VERBENA_WINDOW", &s.Window, math.MaxInt, "it is a number from 1 on")
 	number("VERBENA_RECEIVERS", &s.Receivers, 8, "it is a number from 1 to 8")
-	// The device reads these two itself. Values that it would not understand are refused here.
+	// The device and its memory read these themselves. Values that they would not understand are
+	// refused here.
+	if v := getenv("VERBENA_DMABUF_STORM"); v != "" && !stormForm.MatchString(v) {
+		refuse("VERBENA_DMABUF_STORM", "it is a seed and a rate, as 1,100, and perhaps a third number")
+	}
 	if v := getenv("VERBENA_DM_SIZE"); v != "" {
 		number := strings.TrimRight(v, "KMG")
 		if _, err := strconv.ParseUint(number, 10, 63); err != nil || len(v)-len(number) > 1 {

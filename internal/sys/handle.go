@@ -22,6 +22,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"strings"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -221,4 +222,18 @@ func (h *Handle) Close() error {
 	}
 	h.watch.waitIfEnding()
 	return nil
+}
+
+// MemfdName returns the name that a memory file was made with. The error is EINVAL if the descriptor
+// is that of another kind of file.
+func MemfdName(fd int) (string, error) {
+	link, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
+	if err != nil {
+		return "", err
+	}
+	name, ok := strings.CutPrefix(link, "/memfd:")
+	if !ok {
+		return "", fmt.Errorf("%s is no memory file: %w", link, unix.EINVAL)
+	}
+	return strings.TrimSuffix(name, " (deleted)"), nil
 }

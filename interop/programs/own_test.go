@@ -57,7 +57,7 @@ func TestOwn(t *testing.T) {
 		args []string
 	}{
 		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"query", nil}, {"newer", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil}, {"signals", nil}, {"ucma", nil},
-		{"dmabuf", []string{"dynamic"}}, {"dmabuf", []string{"pinned"}}, {"dmabuf", []string{"hidden"}},
+		{"dmabuf", []string{"dynamic"}}, {"dmabuf", []string{"pinned"}}, {"dmabuf", []string{"hidden"}}, {"dmabuf", []string{"storm"}},
 		{"threads", []string{"polling"}}, {"threads", []string{"events"}}, {"threads", []string{"armed-after"}},
 		{"limits", []string{"same"}}, {"limits", []string{"full"}}, {"limits", []string{"later"}}, {"limits", []string{"space"}},
 		{"closed", []string{"list", "1024"}}, {"closed", []string{"open", "1024"}}, {"closed", []string{"open", "0"}},
@@ -90,6 +90,8 @@ func settingsFor(name string, args []string) []string {
 		return nil
 	case args[0] == "hidden":
 		return []string{"VERBENA_HIDE=dmabuf"}
+	case args[0] == "storm":
+		return []string{"VERBENA_DMABUF_STORM=1,20000"}
 	}
 	return []string{"VERBENA_DMABUF=" + args[0]}
 }

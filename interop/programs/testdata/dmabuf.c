@@ -1,7 +1,7 @@
 /*
  * dma-bufs of device memory, registered by their descriptors: what is refused and with which
  * errno, in the kernel's order; traffic; and that the memory is revoked when it is freed.
- * The argument says what the device does with dma-bufs: dynamic, pinned or hidden.
+ * The argument says what the device does with dma-bufs: dynamic, pinned, hidden, or storm.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>

@@ -1,0 +1,376 @@
+package dmabuf
+
+// Importers in another process. The descriptor of a buffer has a name that leads to a socket of
+// the exporter's process; whoever has the descriptor can connect there and show it.
+//
+//	importer's process                      exporter's process
+//	    HELLO, the descriptor        ─►      attaches, dynamically
+//	    MAP                          ─►      maps
+//	                                 ◄─      MAPPED, the place's memory file, the segments
+//	    (accesses)
+//	                                 ◄─      INVALIDATE: the exporter moves the buffer, and
+//	    stops, unmaps                        waits (a Bookkeep fence)
+//	    INVALIDATED                  ─►      the fence is signalled
+//
+// If the importer's process ends, its connection does, and the exporter goes on. A process that is
+// stopped delays Move until its context ends. If the exporter's process ends, the buffer is revoked.
+//
+// This file has the messages and the importer's side; serve.go has the exporter's.
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// message is the kind of a message between the processes.
+type message uint64
+
+const (
+	msgHello       message = iota + 1 // version
+	msgWelcome                        // errno, size
+	msgMap                            // direction
+	msgMapped                         // errno, offset and length of each segment
+	msgUnmapped                       // nothing: the mapping that was made first is given up
+	msgPin                            // nothing
+	msgPinned                         // errno
+	msgUnpin                          // nothing
+	msgInvalidate                     // nothing: the mapping is to be given up
+	msgInvalidated                    // nothing: it is
+)
+
+const (
+	remoteVersion = 1
+	maxSegments   = 4096 // of a buffer that another process maps
+	maxMessage    = 8 * (2 + 2*maxSegments)
+	handlePrefix  = "verbena-dmabuf:" // of the name of a buffer's descriptor; the token of the process follows
+)
+
+// remotePatience is how long a process waits for the other one's answer.
+const remotePatience = 10 * time.Second
+
+func encode(kind message, args ...uint64) []byte {
+	b := binary.LittleEndian.AppendUint64(nil, uint64(kind))
+	for _, a := range args {
+		b = binary.LittleEndian.AppendUint64(b, a)
+	}
+	return b
+}
+
+// decode returns the kind of a message and its arguments; kind 0 for what is none.
+func decode(b []byte) (kind message, args []uint64) {
+	if len(b) < 8 || len(b)%8 != 0 {
+		return 0, nil
+	}
+	for ; len(b) > 0; b = b[8:] {
+		args = append(args, binary.LittleEndian.Uint64(b))
+	}
+	return message(args[0]), args[1:]
+}
+
+// errnoOf returns an error's errno, for the other process.
+func errnoOf(err error) uint64 {
+	if err == nil {
+		return 0
+	}
+	errno := syscall.EIO
+	_ = errors.As(err, &errno)
+	return uint64(errno)
+}
+
+// remoteBuffer is a buffer of another process.
+type remoteBuffer struct {
+	c      *net.UnixConn
+	buffer *Buffer
+
+	mu      sync.Mutex     // guards what follows
+	current *remoteMapping // what is mapped and not invalidated; nil: nothing
+	reply   chan reply     // where the answer to a request goes; nil: none is awaited
+	gone    bool           // the exporter's process has ended, or broken the rules
+}
+
+// remoteMapping is a place of the buffer, mapped here. All importers of this process share it.
+type remoteMapping struct {
+	b     []byte
+	table *Table
+	uses  int  // guarded by the remoteBuffer's lock
+	stale bool // the exporter waits for its end; guarded by the remoteBuffer's lock
+}
+
+// reply is the exporter's answer to a request.
+type reply struct {
+	errno   syscall.Errno
+	mapping *remoteMapping
+}
+
+// fromProcess makes a buffer of a descriptor of another process's.
+func fromProcess(op string, fd int, name string) (*Buffer, error) {
+	c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: "@" + name, Net: "unixpacket"})
+	if err != nil {
+		return nil, ib.Errorf(op, syscall.EINVAL, "the process of the buffer's exporter does not answer: %v", err)
+	}
+	r := &remoteBuffer{c: c}
+	size, err := r.hello(fd)
+	if err == nil {
+		r.buffer, err = Export(Config{Size: size, Exporter: "verbena, another process", Priv: r, Ops: Ops{
+			Map: r.mapping, Unmap: r.unmap, Pin: r.pin, Unpin: r.unpin, Release: r.release,
+		}})
+	}
+	if err != nil {
+		_ = c.Close() // the first error says more
+		return nil, named(op, err)
+	}
+	go r.read()
+	return r.buffer, nil
+}
+
+// hello shows the descriptor, and returns the buffer's size.
+func (r *remoteBuffer) hello(fd int) (uint64, error) {
+	deadline := time.Now().Add(remotePatience)
+	_ = r.c.SetDeadline(deadline) // a connection that is open takes one
+	if err := sys.SendFDs(r.c, encode(msgHello, remoteVersion), fd); err != nil {
+		return 0, err
+	}
+	b := make([]byte, 64)
+	n, fds, err := sys.RecvFDs(r.c, b)
+	closeAll(fds)
+	if err != nil {
+		return 0, err
+	}
+	kind, args := decode(b[:n])
+	if kind != msgWelcome || len(args) != 2 {
+		return 0, fmt.Errorf("an answer that is none: %w", syscall.EPROTO)
+	}
+	if args[0] != 0 {
+		return 0, syscall.Errno(args[0])
+	}
+	_ = r.c.SetDeadline(time.Time{})
+	return args[1], nil
+}
+
+func closeAll(fds []int) {
+	for _, fd := range fds {
+		_ = sys.CloseFD(fd)
+	}
+}
+
+// read reads the exporter's messages until the connection ends. Then the memory is gone.
+func (r *remoteBuffer) read() {
+	b := make([]byte, maxMessage)
+	for {
+		n, fds, err := sys.RecvFDs(r.c, b)
+		if err != nil || n == 0 {
+			closeAll(fds)
+			break
+		}
+		kind, args := decode(b[:n])
+		ok := false
+		switch kind {
+		case msgMapped:
+			ok = r.mapped(args, fds)
+		case msgPinned:
+			ok = len(args) == 1 && r.answer(reply{errno: syscall.Errno(args[0])})
+		case msgInvalidate:
+			ok = r.invalidated()
+		}
+		closeAll(fds)
+		if !ok {
+			break
+		}
+	}
+	r.mu.Lock()
+	r.gone, r.current = true, nil
+	r.mu.Unlock()
+	r.answer(reply{errno: syscall.ENODEV})
+	r.stop()
+	_ = r.c.Close() // it has no data that could be lost
+}
+
+// stop has the importers of this process give up what they have mapped.
+func (r *remoteBuffer) stop() {
+	if !r.buffer.Get() {
+		return // it is released: nothing is mapped
+	}
+	defer r.buffer.Put()
+	r.buffer.resv.Lock()
+	defer r.buffer.resv.Unlock()
+	r.buffer.InvalidateMappings()
+}
+
+// answer hands a reply to the request that waits for it. It reports whether one does.
+func (r *remoteBuffer) answer(a reply) bool {
+	r.mu.Lock()
+	to := r.reply
+	r.reply = nil
+	if to != nil && a.mapping != nil {
+		r.current = a.mapping
+	}
+	r.mu.Unlock()
+	if to == nil {
+		return false
+	}
+	to <- a
+	return true
+}
+
+// mapped takes the exporter's answer to MAP: a memory file, and where in it the segments lie.
+func (r *remoteBuffer) mapped(args []uint64, fds []int) bool {
+	if len(args) == 0 {
+		return false
+	}
+	if args[0] != 0 {
+		return r.answer(reply{errno: syscall.Errno(args[0])})
+	}
+	if len(fds) != 1 || len(args)%2 != 1 {
+		return false
+	}
+	b, err := sys.MapFile(fds[0])
+	if err != nil {
+		return r.answer(reply{errno: syscall.ENOMEM})
+	}
+	var segments [][]byte
+	total := uint64(0)
+	for s := args[1:]; len(s) > 0; s = s[2:] {
+		off, n := s[0], s[1]
+		if size := uint64(len(b)); off > size || n > size-off || n > r.buffer.cfg.Size-total {
+			_ = sys.FreeMapped(b) // the exporter's mistake is what matters
+			return false
+		}
+		segments = append(segments, b[off:][:n:n])
+		total += n
+	}
+	m := &remoteMapping{b: b, table: NewTable(segments...), uses: 1}
+	m.table.owner = m
+	if total != r.buffer.cfg.Size || !r.answer(reply{mapping: m}) {
+		_ = sys.FreeMapped(b)
+		return false
+	}
+	return true
+}
+
+// invalidated is called when the exporter wants the mapping to be given up.
+func (r *remoteBuffer) invalidated() bool {
+	r.mu.Lock()
+	m := r.current
+	if r.current = nil; m != nil {
+		m.stale = true
+	}
+	r.mu.Unlock()
+	if m == nil {
+		return r.send(msgInvalidated) == nil
+	}
+	r.stop() // the last unmap answers
+	return true
+}
+
+// send sends a message that needs no answer.
+func (r *remoteBuffer) send(kind message, args ...uint64) error {
+	return sys.SendFDs(r.c, encode(kind, args...))
+}
+
+// ask sends a request and waits for the answer. The reservation is locked, so there is one at a
+// time.
+func (r *remoteBuffer) ask(kind message, args ...uint64) (reply, error) {
+	c := make(chan reply, 1)
+	r.mu.Lock()
+	if r.gone {
+		r.mu.Unlock()
+		return reply{}, syscall.ENODEV
+	}
+	r.reply = c
+	r.mu.Unlock()
+	ctx, cancel := context.WithTimeout(context.Background(), remotePatience)
+	defer cancel()
+	err := r.send(kind, args...)
+	if err == nil {
+		select {
+		case a := <-c:
+			if a.errno != 0 {
+				return reply{}, a.errno
+			}
+			return a, nil
+		case <-ctx.Done():
+			err = syscall.ETIMEDOUT
+		}
+	}
+	// The answer must not come later and be taken for another's: the connection ends.
+	_ = r.c.Close()
+	r.mu.Lock()
+	answered := r.reply != c
+	r.reply = nil
+	r.mu.Unlock()
+	if answered {
+		if a := <-c; a.mapping != nil {
+			r.unuse(a.mapping)
+		}
+	}
+	return reply{}, err
+}
+
+// The exporter's operations, in this process.
+
+func (r *remoteBuffer) mapping(_ *Attachment, dir Direction) (*Table, error) {
+	r.mu.Lock()
+	if m := r.current; m != nil {
+		m.uses++
+		r.mu.Unlock()
+		return m.table, nil
+	}
+	r.mu.Unlock()
+	a, err := r.ask(msgMap, uint64(Bidirectional)) // for all importers, whatever their direction
+	if err != nil {
+		return nil, fmt.Errorf("mapping for %v: %w", dir, err)
+	}
+	return a.mapping.table, nil
+}
+
+func (r *remoteBuffer) unmap(_ *Attachment, t *Table, _ Direction) {
+	r.unuse(t.owner.(*remoteMapping))
+}
+
+// unuse gives up a use of a mapping. With the last one the mapping goes, and the exporter is told.
+func (r *remoteBuffer) unuse(m *remoteMapping) {
+	r.mu.Lock()
+	m.uses--
+	last, stale := m.uses == 0, m.stale
+	if last && r.current == m {
+		r.current = nil
+	}
+	r.mu.Unlock()
+	if !last {
+		return
+	}
+	_ = sys.FreeMapped(m.b) // it is our own mapping
+	// If the exporter's process has ended, nobody waits for these.
+	if stale {
+		_ = r.send(msgInvalidated)
+	}
+	_ = r.send(msgUnmapped)
+}
+
+func (r *remoteBuffer) pin(*Attachment) error {
+	_, err := r.ask(msgPin)
+	return err
+}
+
+func (r *remoteBuffer) unpin(*Attachment) { _ = r.send(msgUnpin) }
+
+func (r *remoteBuffer) release(*Buffer) { _ = r.c.Close() }
+
+// processOf returns the name of the socket that a descriptor's name leads to.
+func processOf(fd int) (name string, ok bool) {
+	name, err := sys.MemfdName(fd)
+	if err != nil || !strings.HasPrefix(name, handlePrefix) || len(name) != len(handlePrefix)+2*tokenBytes {
+		return "", false
+	}
+	return name, true
+}

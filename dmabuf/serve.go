@@ -1,0 +1,321 @@
+package dmabuf
+
+// Importers in another process: the exporter's side of remote.go. The process listens on a socket
+// while buffers of it have descriptors. For each importer there is a goroutine, which ends with the
+// connection, and an attachment.
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"log/slog"
+	"net"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+const (
+	tokenBytes = 16
+	maxRemotes = 1024 // importers in other processes that are connected at once
+)
+
+// server is what other processes connect to.
+var server remoteServer
+
+type remoteServer struct {
+	token    func() string     // of this process
+	listener *net.UnixListener // nil: there is none
+	slots    chan struct{}     // has a place for each importer that is connected
+}
+
+func init() {
+	server.slots = make(chan struct{}, maxRemotes)
+	server.token = sync.OnceValue(func() string {
+		var b [tokenBytes]byte
+		_, _ = rand.Read(b[:]) // it never fails
+		return hex.EncodeToString(b[:])
+	})
+}
+
+// name returns the name of descriptors of this process, and of its socket.
+func (s *remoteServer) name() string { return handlePrefix + s.token() }
+
+// open begins to listen. If that fails, other processes cannot import.
+func (s *remoteServer) open() {
+	l, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: "@" + s.name(), Net: "unixpacket"})
+	if err != nil {
+		slog.Warn("verbena: other processes cannot import the dma-bufs of this one", "error", err)
+		return
+	}
+	s.listener = l
+	go s.accept(l)
+}
+
+// close ends the listening. Importers that are connected stay.
+func (s *remoteServer) close() {
+	if s.listener != nil {
+		_ = s.listener.Close() // it ends accept
+		s.listener = nil
+	}
+}
+
+func (s *remoteServer) accept(l *net.UnixListener) {
+	for {
+		c, err := l.AcceptUnix()
+		if err != nil {
+			if errors.Is(err, net.ErrClosed) {
+				return
+			}
+			time.Sleep(10 * time.Millisecond) // descriptors have run out, perhaps for a moment
+			continue
+		}
+		select {
+		case s.slots <- struct{}{}:
+			go func() {
+				defer func() { <-s.slots }()
+				serve(c)
+			}()
+		default:
+			_ = c.Close() // too many
+		}
+	}
+}
+
+// remoteImporter is an importer in another process.
+type remoteImporter struct {
+	c          *net.UnixConn
+	attachment *Attachment
+
+	tables []*Table // what it has mapped, oldest first; used by the connection's goroutine alone
+	pins   int      // used by the connection's goroutine alone
+
+	mu        sync.Mutex // guards what follows
+	open      bool       // it has a mapping that was not invalidated
+	owed      []*Fence   // for each INVALIDATE that it has not answered, oldest first
+	interrupt func()     // ends the wait of a PIN for the reservation lock; nil: none waits
+}
+
+// serve serves one importer until its connection ends.
+func serve(c *net.UnixConn) {
+	defer func() { _ = c.Close() }()
+	_ = c.SetDeadline(time.Now().Add(remotePatience)) // a connection that is open takes one
+	b, err := meet(c)
+	if err != nil {
+		_ = sys.SendFDs(c, encode(msgWelcome, errnoOf(err), 0)) // it may have gone
+		return
+	}
+	defer b.Put()
+	r := &remoteImporter{c: c}
+	r.attachment, err = b.DynamicAttach(r, Importer{InvalidateMappings: r.invalidate})
+	if err != nil {
+		_ = sys.SendFDs(c, encode(msgWelcome, errnoOf(err), 0))
+		return
+	}
+	defer r.end()
+	if sys.SendFDs(c, encode(msgWelcome, 0, b.Size())) != nil {
+		return
+	}
+	_ = c.SetDeadline(time.Time{})
+	buf := make([]byte, 64)
+	for {
+		n, fds, err := sys.RecvFDs(c, buf)
+		closeAll(fds) // none is expected
+		if err != nil || n == 0 {
+			return
+		}
+		kind, args := decode(buf[:n])
+		if !r.handle(kind, args) {
+			return
+		}
+	}
+}
+
+// meet reads what an importer begins with, and returns the buffer of the descriptor that it shows,
+// with a reference.
+func meet(c *net.UnixConn) (*Buffer, error) {
+	const op = "dma_buf_get"
+	buf := make([]byte, 64)
+	n, fds, err := sys.RecvFDs(c, buf)
+	defer closeAll(fds)
+	if err != nil {
+		return nil, err
+	}
+	kind, args := decode(buf[:n])
+	if kind != msgHello || len(args) != 1 || args[0] != remoteVersion || len(fds) != 1 {
+		return nil, ib.Errorf(op, syscall.EPROTO, "a process that does not speak our version")
+	}
+	id, err := sys.HandleIDOf(fds[0])
+	if err != nil {
+		return nil, err
+	}
+	if b := find(id); b != nil {
+		return b, nil
+	}
+	return nil, ib.Errorf(op, syscall.EINVAL, "the descriptor is none of this process")
+}
+
+// handle does what a message asks for. It reports whether the importer keeps to the rules.
+func (r *remoteImporter) handle(kind message, args []uint64) bool {
+	switch kind {
+	case msgMap:
+		return len(args) == 1 && Direction(args[0]).valid() && r.doMap(Direction(args[0]))
+	case msgUnmapped:
+		if len(r.tables) == 0 {
+			return false
+		}
+		r.locked(func() { r.unmapFirst() })
+		return true
+	case msgPin:
+		return r.send(encode(msgPinned, errnoOf(r.doPin()))) == nil
+	case msgUnpin:
+		if r.pins == 0 {
+			return false
+		}
+		r.pins--
+		r.locked(r.attachment.Unpin)
+		return true
+	case msgInvalidated:
+		return r.invalidated()
+	}
+	return false
+}
+
+func (r *remoteImporter) send(b []byte, fds ...int) error { return sys.SendFDs(r.c, b, fds...) }
+
+func (r *remoteImporter) resv() *Reservation { return r.attachment.Buffer().Reservation() }
+
+func (r *remoteImporter) locked(do func()) {
+	r.resv().Lock()
+	defer r.resv().Unlock()
+	do()
+}
+
+// doMap maps the buffer, waits for its Kernel fences, and answers.
+func (r *remoteImporter) doMap(dir Direction) bool {
+	ctx, cancel := context.WithTimeout(context.Background(), remotePatience/2)
+	defer cancel()
+	refuse := func(err error) bool { return r.send(encode(msgMapped, errnoOf(err))) == nil }
+	if r.resv().LockContext(ctx) != nil {
+		return refuse(syscall.ETIMEDOUT)
+	}
+	defer r.resv().Unlock()
+	t, err := r.attachment.Map(ctx, dir)
+	if err != nil {
+		return refuse(err)
+	}
+	switch {
+	case t.file == nil || len(t.file.segments) > maxSegments:
+		err = ib.Errorf("dma_buf_map_attachment", syscall.EOPNOTSUPP, "the memory cannot be shown to another process")
+	case r.resv().Wait(ctx, Kernel) != nil:
+		err = syscall.ETIMEDOUT
+	}
+	if err != nil {
+		r.attachment.Unmap(t, dir)
+		return refuse(err)
+	}
+	r.tables = append(r.tables, t)
+	r.mu.Lock()
+	r.open = true
+	r.mu.Unlock()
+	answer := []uint64{0}
+	for _, s := range t.file.segments {
+		answer = append(answer, uint64(s.off), uint64(s.n))
+	}
+	return r.send(encode(msgMapped, answer...), t.file.fd) == nil
+}
+
+// unmapFirst ends the oldest mapping. The reservation is locked.
+func (r *remoteImporter) unmapFirst() {
+	r.attachment.Unmap(r.tables[0], Bidirectional)
+	if r.tables = r.tables[1:]; len(r.tables) == 0 {
+		r.mu.Lock()
+		r.open = false
+		r.mu.Unlock()
+	}
+}
+
+// doPin pins the buffer. The importer's process holds its own reservation lock until it is answered,
+// and so cannot answer an INVALIDATE: if the exporter has sent one and waits, the pin is refused.
+func (r *remoteImporter) doPin() error {
+	ctx, cancel := context.WithTimeout(context.Background(), remotePatience/2)
+	defer cancel()
+	r.mu.Lock()
+	r.interrupt = cancel
+	owes := len(r.owed) > 0
+	r.mu.Unlock()
+	defer func() {
+		r.mu.Lock()
+		r.interrupt = nil
+		r.mu.Unlock()
+	}()
+	if owes || r.resv().LockContext(ctx) != nil {
+		return ib.Errorf("dma_buf_pin", syscall.EBUSY, "the buffer is moving")
+	}
+	defer r.resv().Unlock()
+	if err := r.attachment.Pin(); err != nil {
+		return err
+	}
+	r.pins++
+	return nil
+}
+
+// invalidate tells the importer that the buffer moves, and has the exporter wait for its answer. The
+// reservation is locked.
+func (r *remoteImporter) invalidate(*Attachment) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.open {
+		for _, f := range r.owed { // of an earlier move that has not waited for it to the end
+			r.resv().Add(f, Bookkeep)
+		}
+		return
+	}
+	r.open = false
+	f := NewFence()
+	r.owed = append(r.owed, f)
+	r.resv().Add(f, Bookkeep)
+	if r.interrupt != nil {
+		r.interrupt()
+	}
+	if sys.SendNow(r.c, encode(msgInvalidate)) != nil {
+		// It does not read, or has gone. If it still accesses the memory, it does so until it has
+		// seen the end of the connection, and closes its own end then.
+		_ = r.c.CloseWrite()
+	}
+}
+
+// invalidated is the importer's answer.
+func (r *remoteImporter) invalidated() bool {
+	r.mu.Lock()
+	if len(r.owed) == 0 {
+		r.mu.Unlock()
+		return false
+	}
+	f := r.owed[0]
+	r.owed = r.owed[1:]
+	r.mu.Unlock()
+	f.Signal(nil)
+	return true
+}
+
+// end gives up what the importer has: its process has ended, or closed the connection, or broken
+// the rules.
+func (r *remoteImporter) end() {
+	for r.invalidated() {
+		continue // one fence each time
+	}
+	r.locked(func() {
+		for len(r.tables) > 0 {
+			r.unmapFirst()
+		}
+		for ; r.pins > 0; r.pins-- {
+			r.attachment.Unpin()
+		}
+	})
+	r.attachment.Detach()
+}
