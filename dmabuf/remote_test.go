@@ -1,0 +1,217 @@
+package dmabuf
+
+// Processes that lie to each other.
+
+import (
+	"errors"
+	"math/rand/v2"
+	"net"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+// dialServer connects to this process's own socket.
+func dialServer(t *testing.T) *net.UnixConn {
+	t.Helper()
+	c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: "@" + server.name(), Net: "unixpacket"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// hungUp reports whether the server ends the connection, after messages that it may have sent.
+func hungUp(t *testing.T, c *net.UnixConn) bool {
+	t.Helper()
+	_ = c.SetReadDeadline(time.Now().Add(time.Minute))
+	for range 100 {
+		n, fds, err := sys.RecvFDs(c, make([]byte, maxMessage))
+		closeAll(fds)
+		if err != nil || n == 0 {
+			return !errors.Is(err, net.ErrClosed)
+		}
+	}
+	return false
+}
+
+// An importer that breaks the rules is dropped, and leaves nothing: neither an attachment nor a pin.
+func TestLyingImporter(t *testing.T) {
+	m, err := Alloc(MemoryConfig{Size: 8192, Segments: 2})
+	if err != nil {
+		t.Fatal(err)
+	}
+	fd, err := m.Buffer().FD()
+	if err != nil {
+		t.Fatal(err)
+	}
+	hello := encode(msgHello, remoteVersion)
+	send := func(c *net.UnixConn, b []byte, fds ...int) {
+		_ = sys.SendFDs(c, b, fds...) // the server may have gone
+	}
+	for name, lie := range map[string]func(c *net.UnixConn){
+		"nothing":            func(c *net.UnixConn) { _ = c.CloseWrite() },
+		"no descriptor":      func(c *net.UnixConn) { send(c, hello) },
+		"another descriptor": func(c *net.UnixConn) { send(c, hello, unix.Stderr) },
+		"two descriptors":    func(c *net.UnixConn) { send(c, hello, fd, fd) },
+		"another version":    func(c *net.UnixConn) { send(c, encode(msgHello, 99), fd) },
+		"a short message":    func(c *net.UnixConn) { send(c, hello[:7], fd) },
+		"a long message":     func(c *net.UnixConn) { send(c, make([]byte, 4096), fd) },
+		"no kind":            func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(0)) },
+		"an unknown kind":    func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(77, 1, 2)) },
+		"unmapped":           func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgUnmapped)) },
+		"unpin":              func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgUnpin)) },
+		"invalidated":        func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgInvalidated)) },
+		"no direction":       func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgMap)) },
+		"a wrong direction":  func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgMap, 9)) },
+		"hello again":        func(c *net.UnixConn) { send(c, hello, fd); send(c, hello, fd) },
+		"mapped, then a lie": func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgMap, 0)); send(c, encode(77)) },
+		"pinned, then gone":  func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgPin)); _ = c.CloseWrite() },
+		"unmapped twice": func(c *net.UnixConn) {
+			send(c, hello, fd)
+			send(c, encode(msgMap, 0))
+			send(c, encode(msgUnmapped))
+			send(c, encode(msgUnmapped))
+		},
+		"mapped, then a file": func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgMap, 0), fd); send(c, encode(0)) },
+	} {
+		c := dialServer(t)
+		lie(c)
+		if !hungUp(t, c) {
+			t.Errorf("%s: the connection has not ended", name)
+		}
+		_ = c.Close()
+	}
+	seed := rand.Uint64()
+	t.Logf("seed %#x", seed)
+	rng := rand.New(rand.NewPCG(seed, 0))
+	for range 300 { // any messages in any order
+		c := dialServer(t)
+		send(c, hello, fd)
+		for range rng.IntN(20) {
+			send(c, encode(message(rng.IntN(12)), make([]uint64, rng.IntN(3))...))
+		}
+		_ = c.CloseWrite()
+		if !hungUp(t, c) {
+			t.Fatal("the connection has not ended")
+		}
+		_ = c.Close()
+	}
+	r := m.Buffer().Reservation()
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
+		r.Lock()
+		left, pins := len(m.buffer.attachments), m.pins
+		mapped := len(m.tables)
+		r.Unlock()
+		if left+pins+mapped == 0 {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%d attachments, %d pins, %d mappings are left", left, pins, mapped)
+		}
+	}
+	if err := m.Move(t.Context()); err != nil {
+		t.Error(err)
+	}
+	_ = sys.CloseFD(fd)
+	if err := m.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// An exporter that lies is not believed: what it shows is checked, and its end is the buffer's.
+func TestLyingExporter(t *testing.T) {
+	const size = 3 * 4096 // of the buffer
+	name := handlePrefix + "0123456789abcdef0123456789abcdef"
+	l, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: "@" + name, Net: "unixpacket"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = l.Close() }()
+	handle, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = sys.CloseFD(handle) }()
+	sealed, err := sys.NewMemfd("sealed", size)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = sys.CloseFD(sealed) }()
+	open, err := unix.MemfdCreate("open", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = sys.CloseFD(open) }()
+
+	const max = ^uint64(0)
+	for what, c := range map[string]struct {
+		welcome, mapped []byte
+		fds             []int
+		want            syscall.Errno // of Map
+	}{
+		"it is right":            {mapped: encode(msgMapped, 0, 0, size), fds: []int{sealed}},
+		"in two segments":        {mapped: encode(msgMapped, 0, 4096, 8192, 0, 4096), fds: []int{sealed}},
+		"a file without seals":   {mapped: encode(msgMapped, 0, 0, size), fds: []int{open}, want: syscall.ENOMEM},
+		"no file":                {mapped: encode(msgMapped, 0, 0, size), want: syscall.ENODEV},
+		"two files":              {mapped: encode(msgMapped, 0, 0, size), fds: []int{sealed, sealed}, want: syscall.ENODEV},
+		"behind the end":         {mapped: encode(msgMapped, 0, 8192, size), fds: []int{sealed}, want: syscall.ENODEV},
+		"a sum that wraps":       {mapped: encode(msgMapped, 0, max-4095, 4096+size), fds: []int{sealed}, want: syscall.ENODEV},
+		"too few bytes":          {mapped: encode(msgMapped, 0, 0, 4096), fds: []int{sealed}, want: syscall.ENODEV},
+		"too many bytes":         {mapped: encode(msgMapped, 0, 0, size, 0, 4096), fds: []int{sealed}, want: syscall.ENODEV},
+		"half a segment":         {mapped: encode(msgMapped, 0, 0), fds: []int{sealed}, want: syscall.ENODEV},
+		"no segment":             {mapped: encode(msgMapped), fds: []int{sealed}, want: syscall.ENODEV},
+		"another message":        {mapped: encode(msgWelcome, 0, 0), want: syscall.ENODEV},
+		"an answer nobody wants": {mapped: encode(msgPinned), want: syscall.ENODEV},
+		"an error":               {mapped: encode(msgMapped, uint64(syscall.EBUSY)), want: syscall.EBUSY},
+		"the end":                {want: syscall.ENODEV},
+	} {
+		t.Run(what, func(t *testing.T) {
+			finished := make(chan struct{})
+			go func() { // the exporter
+				defer close(finished)
+				conn, err := l.AcceptUnix()
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				defer func() { _ = conn.Close() }()
+				b := make([]byte, 64)
+				_, fds, _ := sys.RecvFDs(conn, b)
+				closeAll(fds)
+				_ = sys.SendFDs(conn, encode(msgWelcome, 0, size))
+				_, _, _ = sys.RecvFDs(conn, b) // MAP
+				if c.mapped != nil {
+					_ = sys.SendFDs(conn, c.mapped, c.fds...)
+					_, _, _ = sys.RecvFDs(conn, b) // UNMAPPED, or the end
+				}
+			}()
+			b, err := Get(handle)
+			if err != nil {
+				t.Fatal(err)
+			}
+			a, err := b.DynamicAttach(nil, Importer{InvalidateMappings: func(*Attachment) {}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			r := b.Reservation()
+			r.Lock()
+			table, err := a.Map(t.Context(), Bidirectional)
+			switch {
+			case c.want == 0 && err != nil, c.want != 0 && !errors.Is(err, c.want):
+				t.Errorf("%v, want %v", err, c.want)
+			case err == nil:
+				table.Segments()[0][0] = 1 // it is there
+				a.Unmap(table, Bidirectional)
+			}
+			r.Unlock()
+			a.Detach()
+			b.Put()
+			<-finished
+		})
+	}
+}
