@@ -218,7 +218,7 @@ func TestFencesHang(t *testing.T) {
 			patient = impatient(t)
 			r.fails(t, "a Kernel fence", mem.FaultStorage)
 			patient()
-			e.wantCounts("a Kernel fence", "1 attached, 0 pinned, 0 mapped, 0 released")
+			eventually(t, "it is unmapped", func() bool { return e.counts() == "1 attached, 0 pinned, 0 mapped, 0 released" })
 			r.forgotten(t)
 			done := make(chan struct{})
 			go func() {
