@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -60,7 +61,7 @@ type part struct {
 }
 
 // piece is how many bytes belong to one worker, at each of its places.
-const piece = 3000
+const piece = 12000
 
 func newCrowd(t *testing.T, workers int) *crowd {
 	c := &crowd{t: t, table: newTable(), size: uint64(workers) * 5 * piece}
@@ -159,9 +160,9 @@ func (c *crowd) mover(rng *rand.Rand, stop <-chan struct{}) {
 	}
 }
 
-// pinner has the memory pinned in turn: it registers it, looks at it and gives it up. It reads
-// bytes that workers write, so it looks for poison alone.
-func (c *crowd) pinner(stop <-chan struct{}, held func()) {
+// pinner has the memory pinned in turn: it registers it, looks at it, gives it up, and lets it move.
+// It reads bytes that workers write, so it looks for poison alone.
+func (c *crowd) pinner(stop <-chan struct{}, letMove func()) {
 	b := make([]byte, c.size)
 	for {
 		select {
@@ -186,10 +187,10 @@ func (c *crowd) pinner(stop <-chan struct{}, held func()) {
 		if !f.OK() && (f.Kind != mem.FaultRevoked || !c.revoked.Load()) || f.OK() && bytes.IndexByte(b[:1+c.size/7], poison) >= 0 {
 			c.t.Errorf("pinned memory: %v, or poison", f)
 		}
-		held()
 		if err := r.Close(); err != nil {
 			c.t.Error(err)
 		}
+		letMove()
 	}
 }
 
@@ -208,7 +209,18 @@ func TestMovesUnderLoad(t *testing.T) {
 	var helpers sync.WaitGroup
 	var pins atomic.Int64
 	helpers.Go(func() { c.mover(rand.New(rand.NewPCG(seed, 100)), stop) })
-	helpers.Go(func() { c.pinner(stop, func() { pins.Add(1) }) })
+	helpers.Go(func() {
+		c.pinner(stop, func() {
+			pins.Add(1)
+			for was := c.moves.Load(); c.moves.Load() < was+2; runtime.Gosched() {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+			}
+		})
+	})
 	var wg sync.WaitGroup
 	for _, w := range all {
 		wg.Go(func() {
@@ -305,7 +317,7 @@ func TestReregUnderMoves(t *testing.T) {
 		rng := rand.New(rand.NewPCG(seed, 10+uint64(i)))
 		// The owner of a region registers it, registers it again with either buffer, and closes it.
 		wg.Go(func() {
-			for n := range rounds(24) {
+			for n := range rounds(12) {
 				backing, err := importer.Import(memory[rng.IntN(2)].Buffer(), importer.Config{Length: length, Pinned: rng.IntN(8) == 0})
 				if err != nil {
 					t.Error(err)
@@ -456,4 +468,74 @@ func bindWindow(table *mem.Table, w *mem.Window, parent *mem.Region, off, n uint
 	b := ib.MWBind{MW: w.Key(), RKey: w.NextKey(), LKey: parent.Key(), Addr: parent.IOVA() + off, Length: n, Access: ib.AccessRemoteRead | ib.AccessRemoteWrite}
 	f := table.Bind(&b, true, self)
 	return w.Key(), f
+}
+
+// pause is payload that comes when the test lets it: a copy of it keeps the target's section open.
+type pause struct {
+	entered, goOn chan struct{}
+	value         byte
+}
+
+func (p *pause) Mapped(uint64, uint64) []byte { return nil }
+func (p *pause) Still() bool                  { return true }
+func (p *pause) ReadRef(b []byte, _ uint64) (ok, own bool) {
+	p.entered <- struct{}{}
+	<-p.goOn
+	for i := range b {
+		b[i] = p.value
+	}
+	return true, false
+}
+
+// The exporter's calls wait for an access under way, and its bytes are not lost. Accesses that come
+// meanwhile wait until the call is over.
+func TestMoveWaitsForAccess(t *testing.T) {
+	defer watchdog(t)()
+	for _, name := range []string{"Move", "Evict", "Revoke", "Revoke of pinned memory"} {
+		c := newCrowd(t, 1)
+		pinned := name == "Revoke of pinned memory"
+		r := register(t, c.table, c.memory.Buffer(), importer.Config{Length: c.size, Pinned: pinned})
+		call := map[string]func(context.Context) error{"Move": c.memory.Move, "Evict": c.memory.Evict}[name]
+		if call == nil {
+			call = c.memory.Revoke
+		}
+		p := &pause{make(chan struct{}), make(chan struct{}), 0x77}
+		var access sync.WaitGroup
+		access.Go(func() {
+			if f, _ := mem.Copy(r.list(r.Key(), 10, 100), &mem.List{Ref: p, RefLen: 100}, 100, true); !f.OK() {
+				t.Errorf("%s: the access under way: %v", name, f)
+			}
+		})
+		<-p.entered
+		done := make(chan error, 1)
+		go func() { done <- call(context.Background()) }()
+		eventually(t, "the region is shut", func() bool { return !r.Open() })
+		if c.memory.Buffer().Reservation().TryLock() {
+			t.Errorf("%s: the exporter does not hold the reservation lock", name)
+		}
+		var later mem.Fault
+		access.Go(func() { later = r.write(110, bytes.Repeat([]byte{0x88}, 50)) })
+		select {
+		case err := <-done:
+			t.Errorf("%s has not waited for the access: %v", name, err)
+		default:
+		}
+		close(p.goOn)
+		check(t, <-done)
+		access.Wait()
+		got := make([]byte, 150)
+		_, err := c.memory.ReadAt(got, 10)
+		if call := name[:4]; call == "Revo" {
+			if !errors.Is(err, syscall.ENODEV) || later.Kind != mem.FaultRevoked {
+				t.Errorf("%s: %v, and the later access: %v", name, err, later)
+			}
+		} else if want := append(bytes.Repeat([]byte{0x77}, 100), bytes.Repeat([]byte{0x88}, 50)...); err != nil || !later.OK() || !bytes.Equal(got, want) {
+			t.Errorf("%s: %v, the later access: %v, bytes %x", name, err, later, got)
+		}
+		check(t, r.Close())
+		for _, p := range c.regions {
+			check(t, p.Close())
+		}
+		c.gone()
+	}
 }
