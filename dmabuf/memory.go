@@ -26,7 +26,7 @@ const poison = 0xdb
 // MemoryConfig is what memory Alloc makes; the zero value of each field but Size is good.
 type MemoryConfig struct {
 	Size     uint64
-	Segments int    // how many pieces, not next to each other; 0: one
+	Segments int    // how many pieces, not next to each other, at most 65536; 0: one
 	Name     string // of the buffer
 	// NoPin: importers that want to pin the memory are refused, with EOPNOTSUPP, as by memory
 	// of RDMA devices.
@@ -49,6 +49,9 @@ type Memory struct {
 	moves   uint64
 }
 
+// maxSegments bounds what a table costs.
+const maxSegments = 1 << 16
+
 type extent struct{ off, n int }
 
 // place is where the bytes are.
@@ -61,7 +64,8 @@ type place struct {
 
 // Alloc makes a buffer of memory, all zero.
 //
-// Errors: EINVAL if there are no bytes, or fewer pages than segments; ENOMEM; EMFILE.
+// Errors: EINVAL if there are no bytes, too many segments or fewer pages than segments; ENOMEM;
+// EMFILE.
 func Alloc(cfg MemoryConfig) (*Memory, error) {
 	const op = "dmabuf_alloc"
 	page := uint64(os.Getpagesize())
@@ -72,7 +76,7 @@ func Alloc(cfg MemoryConfig) (*Memory, error) {
 	switch {
 	case cfg.Size == 0 || cfg.Size > math.MaxInt-page:
 		return nil, ib.Errorf(op, syscall.EINVAL, "%d bytes", cfg.Size)
-	case cfg.Segments < 0 || uint64(cfg.Segments) > pages:
+	case cfg.Segments < 0 || uint64(cfg.Segments) > min(pages, maxSegments):
 		return nil, ib.Errorf(op, syscall.EINVAL, "%d segments of %d pages", cfg.Segments, pages)
 	}
 	m := &Memory{cfg: cfg, tables: make(map[*Table]*place)}
@@ -101,7 +105,10 @@ func Alloc(cfg MemoryConfig) (*Memory, error) {
 func (m *Memory) cut(pages, page int) {
 	count, end, left := m.cfg.Segments, pages*page, int(m.cfg.Size)
 	for i := range count {
-		n := (pages*(i+1)/count - pages*i/count) * page
+		n := pages / count * page
+		if i < pages%count {
+			n += page
+		}
 		end -= n
 		m.segments = append(m.segments, extent{end, min(n, left)})
 		left -= min(n, left)

@@ -124,6 +124,8 @@ func TestAllocRefuses(t *testing.T) {
 		{MemoryConfig{Size: math.MaxInt - 2*page}, syscall.ENOMEM},
 		{MemoryConfig{Size: page, Segments: -1}, syscall.EINVAL},
 		{MemoryConfig{Size: page, Segments: 2}, syscall.EINVAL},
+		{MemoryConfig{Size: 1 << 50, Segments: 1 << 30}, syscall.EINVAL},
+		{MemoryConfig{Size: page << 17, Segments: maxSegments + 1}, syscall.EINVAL},
 		{MemoryConfig{Size: 3*page + 1, Segments: 5}, syscall.EINVAL},
 		{MemoryConfig{Size: page, Name: strings.Repeat("n", 32)}, syscall.EINVAL},
 	} {

@@ -3,7 +3,6 @@ package dmabuf
 import (
 	"context"
 	"errors"
-	"fmt"
 	"runtime"
 	"slices"
 	"sync"
@@ -219,6 +218,6 @@ func TestManyFences(t *testing.T) {
 	}
 	check(t, r.Wait(ended(), Bookkeep))
 	if called != many || len(r.fences) != 0 {
-		t.Error(fmt.Sprintf("%d functions were called, %d fences are left", called, len(r.fences)))
+		t.Errorf("%d functions were called, %d fences are left", called, len(r.fences))
 	}
 }

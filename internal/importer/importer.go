@@ -82,9 +82,9 @@ func Import(b *dmabuf.Buffer, cfg Config) (*Backing, error) {
 		return nil, ib.Errorf(op, syscall.EINVAL, "the buffer is released")
 	}
 	i := &Backing{cfg: cfg}
-	err := inTime(func(ctx context.Context) error {
+	err := inTime(op, func(ctx context.Context) error {
 		defer b.Put() // the attachment has a reference of its own
-		return i.attach(ctx, b)
+		return i.attach(ctx, op, b)
 	}, func() { i.leave() })
 	if err != nil {
 		return nil, err
@@ -94,7 +94,7 @@ func Import(b *dmabuf.Buffer, cfg Config) (*Backing, error) {
 
 // inTime runs do, which the exporter may keep from ending. If do takes longer than Patience,
 // inTime returns ETIMEDOUT; then undo is called if do ends well after all.
-func inTime(do func(context.Context) error, undo func()) error {
+func inTime(op string, do func(context.Context) error, undo func()) error {
 	ctx, cancel := context.WithTimeout(context.Background(), Patience)
 	result := make(chan error, 1)
 	var decided atomic.Bool
@@ -107,27 +107,25 @@ func inTime(do func(context.Context) error, undo func()) error {
 			undo()
 		}
 	}()
-	late := time.NewTimer(Patience)
-	defer late.Stop()
 	select {
 	case err := <-result:
 		return err
-	case <-late.C:
+	case <-ctx.Done(): // do has taken too long, or has just ended
 		if decided.CompareAndSwap(false, true) {
-			return ib.Errorf("reg_dmabuf_mr", syscall.ETIMEDOUT, "the exporter of the dma-buf does not answer")
+			return ib.Errorf(op, syscall.ETIMEDOUT, "the exporter of the dma-buf does not answer")
 		}
 		return <-result
 	}
 }
 
 // attach attaches to the buffer and maps it. After an error nothing is attached.
-func (i *Backing) attach(ctx context.Context, b *dmabuf.Buffer) error {
+func (i *Backing) attach(ctx context.Context, op string, b *dmabuf.Buffer) error {
 	a, err := b.DynamicAttach(i.cfg.Device, dmabuf.Importer{AllowPeer2Peer: true, InvalidateMappings: i.invalidate})
 	if err != nil {
 		return err
 	}
 	i.attachment = a
-	if err := i.lock(ctx); err != nil {
+	if err := i.lock(ctx, op); err != nil {
 		a.Detach()
 		return err
 	}
@@ -136,7 +134,7 @@ func (i *Backing) attach(ctx context.Context, b *dmabuf.Buffer) error {
 		i.pinned = err == nil
 	}
 	if err == nil {
-		err = i.mapLocked(ctx)
+		err = i.mapLocked(ctx, op)
 	}
 	if err != nil && i.pinned {
 		i.pinned = false
@@ -149,23 +147,23 @@ func (i *Backing) attach(ctx context.Context, b *dmabuf.Buffer) error {
 	return err
 }
 
-func (i *Backing) lock(ctx context.Context) error {
+func (i *Backing) lock(ctx context.Context, op string) error {
 	if err := i.attachment.Buffer().Reservation().LockContext(ctx); err != nil {
-		return ib.Errorf("reg_dmabuf_mr", syscall.ETIMEDOUT, "the buffer's reservation lock: %v", err)
+		return ib.Errorf(op, syscall.ETIMEDOUT, "the buffer's reservation lock: %v", err)
 	}
 	return nil
 }
 
 // mapLocked maps the buffer, and waits for its Kernel fences: with the reservation locked, as in
 // the kernel.
-func (i *Backing) mapLocked(ctx context.Context) error {
+func (i *Backing) mapLocked(ctx context.Context, op string) error {
 	t, err := i.attachment.Map(ctx, dmabuf.Bidirectional)
 	if err != nil {
 		return err
 	}
 	if err := i.attachment.Buffer().Reservation().Wait(ctx, dmabuf.Kernel); err != nil {
 		i.attachment.Unmap(t, dmabuf.Bidirectional)
-		return ib.Errorf("reg_dmabuf_mr", syscall.ETIMEDOUT, "the buffer's fences: %v", err)
+		return ib.Errorf(op, syscall.ETIMEDOUT, "the buffer's fences: %v", err)
 	}
 	i.refused.Store(0)
 	i.told.Store(false)
@@ -230,9 +228,10 @@ func now() int64 { return int64(time.Since(started)) }
 // Await maps the buffer again. If that fails, the accesses of the next moment fail, too (Refusal):
 // the one that waited may ask for its bytes several times before it ends.
 func (i *Backing) Await(_, _ uint64, acc ib.Access) mem.FaultKind {
+	const op = "dma_buf_map_attachment"
 	mapped := false
-	err := inTime(func(ctx context.Context) error {
-		if err := i.lock(ctx); err != nil {
+	err := inTime(op, func(ctx context.Context) error {
+		if err := i.lock(ctx, op); err != nil {
 			return err
 		}
 		defer i.attachment.Buffer().Reservation().Unlock()
@@ -240,7 +239,7 @@ func (i *Backing) Await(_, _ uint64, acc ib.Access) mem.FaultKind {
 			return nil // nothing to do, or another access has mapped it
 		}
 		mapped = true
-		return i.mapLocked(ctx)
+		return i.mapLocked(ctx, op)
 	}, func() {})
 	switch {
 	case err == nil:
@@ -342,7 +341,7 @@ func (i *Backing) Stats() ib.PagingStats {
 // Close unmaps and detaches. It fails with ETIMEDOUT if the exporter does not answer; what is
 // left is done when it does.
 func (i *Backing) Close() error {
-	return inTime(func(context.Context) error { i.leave(); return nil }, func() {})
+	return inTime("dereg_mr", func(context.Context) error { i.leave(); return nil }, func() {})
 }
 
 func (i *Backing) leave() {

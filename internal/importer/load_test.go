@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"math/rand/v2"
 	"os"
 	"runtime"
@@ -439,7 +438,7 @@ func TestWindowsUnderMoves(t *testing.T) {
 			t.Fatalf("round %d: %v", round, f)
 		}
 		if f := whole.read(1000, got); !f.OK() || !bytes.Equal(got[off:][:len(b)], b) || bytes.IndexByte(got, poison) >= 0 {
-			t.Fatal(fmt.Sprintf("round %d: %v, or other bytes", round, f))
+			t.Fatalf("round %d: %v, or other bytes", round, f)
 		}
 	}
 	close(stop)
