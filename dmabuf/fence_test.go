@@ -3,6 +3,7 @@ package dmabuf
 import (
 	"context"
 	"errors"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -34,6 +35,14 @@ func TestFence(t *testing.T) {
 		}
 	}
 	f := NewFence()
+	waited := make(chan error)
+	go func() { waited <- f.Wait(context.Background()) }()
+	for !f.waiting() {
+		runtime.Gosched()
+	}
+	f.Signal(failed)
+	wantErr(t, "a wait that was under way", <-waited, failed)
+	f = NewFence()
 	f.Signal(nil)
 	<-f.Done() // first asked for when it is signalled
 }

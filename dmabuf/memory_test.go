@@ -293,6 +293,44 @@ func TestEvict(t *testing.T) {
 	}
 }
 
+// The system has no room for another place: calls fail, and the memory stays as it is.
+func TestNoPlace(t *testing.T) {
+	m, want := alloc(t, MemoryConfig{})
+	defer m.finish(t)
+	q := attachQuick(t, m, false)
+	defer q.leave()
+	// The limit of descriptors is the program's: no other test runs meanwhile.
+	var limit syscall.Rlimit
+	check(t, syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit))
+	without := func(do func()) {
+		t.Helper()
+		check(t, syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Cur: 0, Max: limit.Max}))
+		do()
+		check(t, syscall.Setrlimit(syscall.RLIMIT_NOFILE, &limit))
+	}
+	without(func() {
+		_, err := Alloc(MemoryConfig{Size: size})
+		wantErr(t, "Alloc", err, syscall.EMFILE)
+		wantErr(t, "Move", m.Move(background(t)), syscall.ENOMEM)
+		wantErr(t, "Evict", m.Evict(background(t)), syscall.ENOMEM)
+	})
+	m.want(t, want)
+	check(t, m.Evict(background(t)))
+	without(func() {
+		locked(m.buffer.resv, func() {
+			_, err := q.a.Map(background(t), Bidirectional)
+			wantErr(t, "Map", err, syscall.ENOMEM)
+			wantErr(t, "Pin", q.a.Pin(), syscall.ENOMEM)
+			_, err = m.buffer.Vmap()
+			wantErr(t, "Vmap", err, syscall.ENOMEM)
+		})
+		m.want(t, want) // where it is evicted to
+	})
+	if !bytes.Equal(q.mapped(t), want) {
+		t.Error("the importer sees other bytes")
+	}
+}
+
 // What is pinned, or mapped by the CPU, stays where it is.
 func TestMovePinned(t *testing.T) {
 	m, want := alloc(t, MemoryConfig{})
