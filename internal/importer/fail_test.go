@@ -346,3 +346,21 @@ func TestRereg(t *testing.T) {
 	first.end()
 	second.end()
 }
+
+// Bytes that the exporter has offered, and that are not there when they are accessed, are a fault of
+// the access and not the end of the program.
+func TestBytesAreNotThere(t *testing.T) {
+	b, err := syscall.Mmap(-1, 0, 4*4096, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANON)
+	check(t, err)
+	defer func() { check(t, syscall.Munmap(b)) }()
+	e := export(t)
+	e.setTable(func() *dmabuf.Table { return dmabuf.NewTable(b) })
+	r := register(t, newTable(), e.buffer, all(false))
+	r.works(t, "while they are there", 1)
+	check(t, syscall.Mprotect(b, syscall.PROT_NONE))
+	r.fails(t, "bytes that are not there", mem.FaultStale)
+	check(t, syscall.Mprotect(b, syscall.PROT_READ|syscall.PROT_WRITE))
+	r.works(t, "when they are there again", 2)
+	check(t, r.Close())
+	e.end()
+}

@@ -3,6 +3,7 @@ package importer_test
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"math/rand/v2"
 	"os"
@@ -89,9 +90,12 @@ func (c *crowd) worker(seed uint64, number int) *worker {
 	return &worker{c, rand.New(rand.NewPCG(seed, uint64(number))), number, make([]byte, 5*piece)}
 }
 
-// step writes to some of the worker's bytes through one region, and reads some of them through
-// another. It reports false when the memory is revoked.
+// step writes to some of the worker's bytes, reads some or copies some to others, through any of the
+// regions. It reports false when the memory is revoked.
 func (w *worker) step() bool {
+	if w.rng.IntN(4) == 0 {
+		return w.copy()
+	}
 	base := uint64(w.number) * 5 * piece
 	off := w.rng.Uint64N(5 * piece)
 	n := 1 + w.rng.Uint64N(min(5*piece-off, 2*piece))
@@ -123,6 +127,32 @@ func (w *worker) step() bool {
 		w.t.Errorf("byte %d of %d at %d is %#x, should be %#x", at, n, base+off, b[at], w.model[off:][at])
 		return false
 	}
+	return true
+}
+
+// copy copies some of the worker's bytes to others of its bytes, from one region to another or to
+// itself.
+func (w *worker) copy() bool {
+	base := uint64(w.number) * 5 * piece
+	n := 1 + w.rng.Uint64N(2*piece)
+	from := w.rng.Uint64N(5*piece/2 - n)
+	to := 5*piece/2 + w.rng.Uint64N(5*piece/2-n)
+	if w.rng.IntN(2) == 0 {
+		from, to = to, from
+	}
+	src, dst := w.through(base+from, n), w.through(base+to, n)
+	f := insist(func() mem.Fault {
+		f, _ := mem.Copy(dst.list(dst.Key(), base+to-dst.off, int(n)), src.list(src.Key(), base+from-src.off, int(n)), n, true)
+		return f
+	})
+	switch {
+	case f.Kind == mem.FaultRevoked && w.revoked.Load():
+		return false
+	case !f.OK():
+		w.t.Errorf("copy of %d bytes from %d to %d: %v", n, base+from, base+to, f)
+		return false
+	}
+	copy(w.model[to:][:n], w.model[from:][:n])
 	return true
 }
 
@@ -223,8 +253,8 @@ func TestMovesUnderLoad(t *testing.T) {
 	var wg sync.WaitGroup
 	for _, w := range all {
 		wg.Go(func() {
-			enough := int64(rounds(60))
-			for n := int64(0); n < enough || c.moves.Load() < enough || pins.Load() < enough/10; n++ {
+			enough := int64(rounds(25))
+			for n := int64(0); n < enough || c.moves.Load() < enough || pins.Load() < enough/8; n++ {
 				if !w.step() {
 					return
 				}
@@ -467,6 +497,71 @@ func bindWindow(table *mem.Table, w *mem.Window, parent *mem.Region, off, n uint
 	b := ib.MWBind{MW: w.Key(), RKey: w.NextKey(), LKey: parent.Key(), Addr: parent.IOVA() + off, Length: n, Access: ib.AccessRemoteRead | ib.AccessRemoteWrite}
 	f := table.Bind(&b, true, self)
 	return w.Key(), f
+}
+
+// Atomics through several regions and an indirect key add up while the buffer moves.
+func TestAtomicsUnderMoves(t *testing.T) {
+	defer watchdog(t)()
+	seed := memtest.Seed(t)
+	c := newCrowd(t, 1)
+	first, second := c.regions[0], c.regions[1]
+	m, err := c.table.CreateMKey(self.PD, 2)
+	check(t, err)
+	f := c.table.Configure(&mem.Layout{
+		Key: m.Key(), Access: ib.AccessLocalWrite | ib.AccessRemote, Addr: iova, Repeat: 1,
+		Pieces: []ib.Stride{{Addr: iova, Bytes: 8192, LKey: first.Key()}, {Addr: iova + 8192, Bytes: 8192, LKey: second.Key()}},
+	}, self)
+	if !f.OK() {
+		t.Fatal(f)
+	}
+	keys := []uint32{first.Key(), second.Key(), m.Key()}
+	words := []uint64{0, 4096 - 8, 8192 - 8, 8192, 12288}
+	sums := make([]atomic.Uint64, len(words))
+	stop := make(chan struct{})
+	var helpers, wg sync.WaitGroup
+	helpers.Go(func() { c.mover(rand.New(rand.NewPCG(seed, 1)), stop) })
+	for i, key := range keys {
+		rng := rand.New(rand.NewPCG(seed, 10+uint64(i)))
+		wg.Go(func() {
+			enough := rounds(15)
+			for n := 0; n < 10*enough || c.moves.Load() < int64(enough); n++ {
+				w, add := rng.IntN(len(words)), rng.Uint64N(1000)
+				f := insist(func() mem.Fault {
+					_, f := mem.Atomic(c.table, self, key, iova+words[w], mem.FetchAdd, 0, add)
+					return f
+				})
+				if !f.OK() {
+					t.Errorf("by key %d: %v", i, f)
+					return
+				}
+				sums[w].Add(add)
+			}
+		})
+	}
+	wg.Wait()
+	close(stop)
+	helpers.Wait()
+	for i, off := range words {
+		b := make([]byte, 8)
+		_, err := c.memory.ReadAt(b, int64(off))
+		check(t, err)
+		if got := binary.NativeEndian.Uint64(b); got != sums[i].Load() {
+			t.Errorf("the word at %d is %d, should be %d", off, got, sums[i].Load())
+		}
+	}
+	check(t, c.memory.Revoke(context.Background()))
+	f = insist(func() mem.Fault {
+		_, f := mem.Atomic(c.table, self, m.Key(), iova, mem.FetchAdd, 0, 1)
+		return f
+	})
+	if f.Kind != mem.FaultRevoked {
+		t.Errorf("through the indirect key to revoked memory: %v", f)
+	}
+	check(t, m.Close())
+	for _, p := range c.regions {
+		check(t, p.Close())
+	}
+	c.gone()
 }
 
 // pause is payload that comes when the test lets it: a copy of it keeps the target's section open.
