@@ -162,6 +162,9 @@ func (b *Buffer) Put() {
 		panic("dmabuf: Put of a buffer that is released")
 	case n == 0:
 		b.leaveStorm()
+		if checking.Load() && b.vmaps > 0 { // no other goroutine uses it any more
+			panic("dmabuf: Put of the last reference while the CPU has mapped the buffer")
+		}
 		b.cfg.Ops.Release(b)
 	}
 }

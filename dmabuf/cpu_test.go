@@ -162,6 +162,12 @@ func TestVmap(t *testing.T) {
 			wantErr(t, fmt.Sprintf("page %d", page), err, syscall.EINVAL)
 		}
 	})
+	kept := export(t, nil)
+	locked(kept.buffer.resv, func() {
+		_, err := kept.buffer.Vmap()
+		check(t, err)
+	})
+	wantPanic(t, "Put", "while the CPU has mapped", kept.buffer.Put)
 	short := export(t, func(c *Config) {
 		vmap := c.Ops.Vmap
 		c.Ops.Vmap = func(b *Buffer) ([]byte, error) { m, err := vmap(b); return m[:size-1], err }

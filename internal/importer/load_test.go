@@ -318,7 +318,7 @@ func (c *crowd) gone() {
 	}
 }
 
-// Regions are registered again, with other buffers, and closed, while the buffers move: nothing
+// Regions are registered again, with other buffers, invalidated and closed, while the buffers move: nothing
 // hangs, and no access sees poison or another buffer's bytes.
 func TestReregUnderMoves(t *testing.T) {
 	defer watchdog(t)()
@@ -364,12 +364,17 @@ func TestReregUnderMoves(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				switch rng.IntN(4) {
+				switch rng.IntN(5) {
 				case 0: // on the same memory
 					cfg := regionOn(backing)
 					cfg.KeepKey = rng.IntN(2) == 0
 					err = r.Rereg(cfg)
-				case 1:
+				case 1: // by a peer
+					if f := insist(func() mem.Fault { return table.Invalidate(r.Key(), self) }); !f.OK() {
+						t.Error(f)
+					}
+					fallthrough
+				case 2:
 					current.Store(nil)
 					err = r.Close()
 				}

@@ -281,7 +281,7 @@ func register(t *testing.T, table *mem.Table, b *dmabuf.Buffer, cfg importer.Con
 }
 
 func regionOn(b mem.Backing) mem.RegionConfig {
-	return mem.RegionConfig{PD: self.PD, Access: ib.AccessLocalWrite | ib.AccessRemote, IOVA: iova, Length: b.Len(), Backing: b}
+	return mem.RegionConfig{PD: self.PD, Access: ib.AccessLocalWrite | ib.AccessRemote, IOVA: iova, Length: b.Len(), Backing: b, Invalidatable: true}
 }
 
 func (r region) list(key uint32, off uint64, n int) *mem.List {
