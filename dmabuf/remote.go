@@ -49,10 +49,10 @@ const (
 )
 
 const (
-	remoteVersion = 1
-	maxSegments   = 4096 // of a buffer that another process maps
-	maxMessage    = 8 * (2 + 2*maxSegments)
-	handlePrefix  = "verbena-dmabuf:" // of the name of a buffer's descriptor; the token of the process follows
+	remoteVersion     = 1
+	maxRemoteSegments = 4096 // of a buffer that another process maps
+	maxMessage        = 8 * (2 + 2*maxRemoteSegments)
+	handlePrefix      = "verbena-dmabuf:" // of the name of a buffer's descriptor; the token of the process follows
 )
 
 // remotePatience is how long a process waits for the other one's answer.

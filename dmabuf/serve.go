@@ -209,7 +209,7 @@ func (r *remoteImporter) doMap(dir Direction) bool {
 		return refuse(err)
 	}
 	switch {
-	case t.file == nil || len(t.file.segments) > maxSegments:
+	case t.file == nil || len(t.file.segments) > maxRemoteSegments:
 		err = ib.Errorf("dma_buf_map_attachment", syscall.EOPNOTSUPP, "the memory cannot be shown to another process")
 	case r.resv().Wait(ctx, Kernel) != nil:
 		err = syscall.ETIMEDOUT
