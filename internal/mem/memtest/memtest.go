@@ -180,6 +180,13 @@ type watched struct {
 
 func (c *watched) Close() error { c.closes++; return c.Backing.Close() }
 
+// Bind tells a backing that moves of its region.
+func (c *watched) Bind(r *mem.Region) {
+	if m, ok := c.Backing.(mem.Movable); ok {
+		m.Bind(r)
+	}
+}
+
 // Run checks that the backing keeps its promise.
 func (c *watched) Run(off, n uint64, acc ib.Access) ([]byte, mem.FaultKind) {
 	for {
