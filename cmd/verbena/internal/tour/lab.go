@@ -27,6 +27,7 @@ const (
 // lab is what the steps work with: two devices.
 type lab struct {
 	ctx  context.Context
+	cfg  verbs.Config // of the devices, for a step that opens another one
 	a, b *node
 	rand *rand.Rand // makes the data, which is other data for each step
 }
@@ -43,7 +44,7 @@ type node struct {
 // newLab opens two devices. Only the first one captures packets: it sees both
 // directions.
 func newLab(ctx context.Context, cfg verbs.Config) (*lab, error) {
-	l := &lab{ctx: ctx, rand: rand.New(rand.NewPCG(1, 2))}
+	l := &lab{ctx: ctx, cfg: cfg, rand: rand.New(rand.NewPCG(1, 2))}
 	var err error
 	if l.a, err = newNode(&cfg); err != nil {
 		return nil, err
