@@ -15,10 +15,13 @@ type side struct {
 	qp  *verbs.QP
 }
 
-func newSide(typ verbs.QPType) *side {
+func newSide(typ verbs.QPType) *side { return openSide(typ, nil) }
+
+// openSide is newSide with a device that is not as usual.
+func openSide(typ verbs.QPType, cfg *verbs.Config) *side {
 	s := new(side)
 	var err error
-	s.dev, err = verbs.Open("", nil)
+	s.dev, err = verbs.Open("", cfg)
 	check(err)
 	s.pd, err = s.dev.AllocPD()
 	check(err)
