@@ -98,3 +98,16 @@ func TestErrorsDocument(t *testing.T) {
 		}
 	}
 }
+
+// The lines of Go in docs/dmabuf.md are part of an example whose output is tested.
+func TestDMABufExample(t *testing.T) {
+	_, rest, found := strings.Cut(readDoc(t, "docs/dmabuf.md"), "```go\n")
+	part, _, ended := strings.Cut(rest, "```\n")
+	if !found || !ended {
+		t.Fatal("docs/dmabuf.md has no Go example")
+	}
+	example := strings.ReplaceAll(readDoc(t, "verbs/example_dmabuf_test.go"), "\n\t", "\n")
+	if !strings.Contains(example, part) {
+		t.Errorf("verbs/example_dmabuf_test.go does not have\n%s", part)
+	}
+}

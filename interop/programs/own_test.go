@@ -21,12 +21,18 @@ func compile(t testing.TB, name string) string {
 // compileWith builds a program of testdata with other flags and libraries.
 func compileWith(t testing.TB, name string, libs ...string) string {
 	t.Helper()
-	out := filepath.Join(t.TempDir(), name)
+	return compileFile(t, filepath.Join("testdata", name+".c"), libs...)
+}
+
+// compileFile builds a program of one file.
+func compileFile(t testing.TB, source string, libs ...string) string {
+	t.Helper()
+	out := filepath.Join(t.TempDir(), strings.TrimSuffix(filepath.Base(source), ".c"))
 	if err := os.Chmod(filepath.Dir(out), 0o755); err != nil {
 		t.Fatal(err)
 	}
 	args := []string{"-std=gnu11", "-Wall", "-Werror", "-Wno-unused-function", "-O1", "-I", root + "/clib/include",
-		"-o", out, filepath.Join("testdata", name+".c")}
+		"-o", out, source}
 	cmd := exec.Command("cc", append(append(args, libs...), "-lpthread")...)
 	if msg, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, msg)
@@ -80,6 +86,29 @@ func TestOwn(t *testing.T) {
 				t.Errorf("it says\n%s", out)
 			}
 		})
+	}
+}
+
+// The program in docs/dmabuf.md prints what stands below it.
+func TestDMABufDocument(t *testing.T) {
+	doc, err := os.ReadFile(filepath.Join(root, "docs", "dmabuf.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, rest, found := strings.Cut(string(doc), "```c\n")
+	program, rest, ended := strings.Cut(rest, "```\n")
+	_, rest, shown := strings.Cut(rest, "```\n")
+	want, _, _ := strings.Cut(rest, "```")
+	if !found || !ended || !shown {
+		t.Fatal("there is no program in C, or nothing that it prints")
+	}
+	source := filepath.Join(t.TempDir(), "document.c")
+	if err := os.WriteFile(source, []byte(program), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	out := run(t, side{args: []string{compileFile(t, source, "-L", built(t)+"/lib", "-libverbs")}, env: []string{"VERBENA_ADDR=" + address()}})
+	if out != want {
+		t.Errorf("it prints\n%swant\n%s", out, want)
 	}
 }
 
