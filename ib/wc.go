@@ -26,7 +26,7 @@ const (
 	WCInvEECNErr     WCStatus = 17 // reliable datagram only: never from this device
 	WCInvEECStateErr WCStatus = 18 // reliable datagram only: never from this device
 	WCFatalErr       WCStatus = 19 // the device failed
-	WCRespTimeoutErr WCStatus = 20 // no answer to a management request
+	WCRespTimeoutErr WCStatus = 20 // what was waited for did not come about in time
 	WCGeneralErr     WCStatus = 21 // none of the others
 )
 

@@ -19,6 +19,7 @@ type (
 	DeviceInfo       = ib.DeviceInfo       // a device that can be opened
 	DMClass          = ib.DMClass          // class of device memory
 	EventType        = ib.EventType        // kind of an asynchronous event
+	Fence            = ib.Fence            // work that ends some time, and that requests can wait for
 	FlushLevel       = ib.FlushLevel       // which bytes a FLUSH is about
 	FlushType        = ib.FlushType        // what a FLUSH ensures for the bytes
 	GID              = ib.GID              // global identifier: an IP address
@@ -176,6 +177,13 @@ const (
 	MKeyKeepLayout = ib.MKeyKeepLayout // with MKeyInPlace: its bytes stay
 )
 
+// DefaultFenceTimeout is how long an OpWaitFence waits if it does not say so itself.
+const DefaultFenceTimeout = ib.DefaultFenceTimeout
+
+// ErrFenceFlushed is what the fence of an OpSignalFence is signalled with that will not be
+// executed: the queue pair has failed, or was reset or closed.
+var ErrFenceFlushed = ib.ErrFenceFlushed
+
 // MulticastQPN is the RemoteQPN of a message to a multicast group.
 const MulticastQPN = ib.MulticastQPN
 
@@ -204,7 +212,7 @@ const (
 	WCInvEECNErr     = ib.WCInvEECNErr     // reliable datagram only: never from this device
 	WCInvEECStateErr = ib.WCInvEECStateErr // reliable datagram only: never from this device
 	WCFatalErr       = ib.WCFatalErr       // the device failed
-	WCRespTimeoutErr = ib.WCRespTimeoutErr // no answer to a management request
+	WCRespTimeoutErr = ib.WCRespTimeoutErr // what was waited for did not come about in time
 	WCGeneralErr     = ib.WCGeneralErr     // none of the others
 )
 
