@@ -66,6 +66,11 @@ var groups = []group{
 	{"odp-prefetch", "within a process: the first pass over a region, 64 KiB WRITE", (*bench).firstPass},
 	{"odp-regions", "many on-demand regions in a process", (*bench).manyRegions},
 	{"odp-close", "closing on-demand regions whose pages are present", (*bench).closeRegions},
+	{"dmabuf-loop", "within a process: 64 KiB, dma-bufs that stay where they are", func(b *bench) ([]contender, error) { return b.dmabufSteady(b.newRig, verbs.LinkLoop, 16) }},
+	{"dmabuf-local", "between two processes, shared memory: 64 KiB, dma-bufs that stay where they are", func(b *bench) ([]contender, error) { return b.dmabufSteady(b.newPeerRig, verbs.LinkLocal, 32) }},
+	{"dmabuf-udp", "between two processes, packets: 64 KiB, dma-bufs that stay where they are", func(b *bench) ([]contender, error) { return b.dmabufSteady(b.newPeerRig, verbs.LinkUDP, 32) }},
+	{"dmabuf-move", "within a process: a dma-buf of 2 MiB that moves", (*bench).dmabufMove},
+	{"dmabuf-register", "registering a dma-buf", (*bench).dmabufRegister},
 	{"clib-bw-64k", "programs built for libibverbs: ib_write_bw, 64 KiB, between two processes", (*bench).libraryBandwidth},
 	{"clib-latency", "programs built for libibverbs: ib_write_lat, 8 bytes, half a round trip", (*bench).libraryLatency},
 	{"clib-calls", "libibverbs in C, within a process: 8 bytes", (*bench).libraryCalls},
@@ -81,7 +86,9 @@ func (r *rig) bandwidth(rw row, op verbs.Opcode, list, depth int, t turn, m mode
 	c.rates = func(d time.Duration) ([]rate, error) {
 		reads := op == verbs.OpRDMARead
 		if reads {
-			r.near.forget()
+			if err := r.near.forget(); err != nil {
+				return nil, err
+			}
 		}
 		if err := r.serve(m, !reads); err != nil {
 			return nil, err
@@ -107,7 +114,9 @@ func (r *rig) copies(name string) contender {
 	return contender{
 		rows: []row{{name: name, unit: "GB/s"}},
 		rates: func(d time.Duration) ([]rate, error) {
-			r.far.forget()
+			if err := r.far.forget(); err != nil {
+				return nil, err
+			}
 			cpu := sys.CPUTime()
 			n, elapsed := copyLoop(r.far, r.near, d)
 			cpu = sys.CPUTime() - cpu

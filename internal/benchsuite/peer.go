@@ -161,9 +161,9 @@ func (p *peerState) handle(q *request) (r reply, err error) {
 		err = p.side.connect(*q.Offer)
 	case opServe:
 		if p.verify = q.Verify; p.verify {
-			p.side.forget()
+			err = p.side.forget()
 		}
-		if q.Mode == modePongTCP && p.conn == nil {
+		if q.Mode == modePongTCP && p.conn == nil && err == nil {
 			p.conn, err = p.listener.Accept() // does not wait: the suite has connected already
 		}
 		if q.Mode == modePongWrite || q.Mode == modePongWatch {

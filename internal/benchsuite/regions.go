@@ -209,8 +209,9 @@ func (b *bench) windowBandwidth() ([]contender, error) {
 	return []contender{{
 		rows: []row{{name: byRegion, unit: "GB/s"}, {throughWindow, "GB/s", byRegion, &goal{"≥", 0.95}}},
 		rates: func(d time.Duration) ([]rate, error) {
-			region.far.forget()
-			window.far.forget()
+			if err := errors.Join(region.far.forget(), window.far.forget()); err != nil {
+				return nil, err
+			}
 			var cpu [2]float64
 			ns, _, err := inTurns(ways, 8, d, &cpu)
 			if err = errors.Join(err, region.far.arrived(), window.far.arrived()); err != nil {

@@ -68,7 +68,7 @@ func (r *rig) serve(m mode, verify bool) (err error) {
 	if r.peer != nil {
 		_, err = r.peer.call(request{Op: opServe, Mode: m, Verify: verify, Profile: r.b.profilePath("-peer")})
 	} else if verify {
-		r.far.forget()
+		err = r.far.forget()
 	}
 	r.cpu = sys.CPUTime()
 	return err

@@ -8,6 +8,7 @@ import (
 	"runtime"
 	"time"
 
+	"github.com/verbena-rdma/verbena/dmabuf"
 	"github.com/verbena-rdma/verbena/internal/benchsuite/internal/sys"
 	"github.com/verbena-rdma/verbena/verbs"
 )
@@ -35,8 +36,10 @@ type memory string
 
 const (
 	onDemand memory = "on demand"
-	implicit memory = "implicit" // the whole address space has one key
-	shared   memory = "shared"   // allocated by the device: other processes can map it
+	implicit memory = "implicit"     // the whole address space has one key
+	shared   memory = "shared"       // allocated by the device: other processes can map it
+	movable  memory = "dma-buf"      // of dmabuf.Alloc, which may move it
+	held     memory = "held dma-buf" // the same, held in place by the device (PinDMABuf)
 )
 
 // stride is the distance of two slots. Slots start on a cache line, and have
@@ -72,6 +75,10 @@ type buffer struct {
 	addr   uint64 // in requests
 	mr     *verbs.MR
 	mapped bool
+
+	// exporter has the memory, if it is a dma-buf. bytes are a copy of it then: see store and
+	// load.
+	exporter *dmabuf.Memory
 }
 
 // sge returns the element for n bytes from off on.
@@ -97,7 +104,7 @@ func newSide(sp spec) (_ *side, err error) {
 			_ = s.close() // the first error says more
 		}
 	}()
-	if s.dev, err = verbs.Open(sp.Addr, &verbs.Config{Link: sp.Link}); err != nil {
+	if s.dev, err = verbs.Open(sp.Addr, &verbs.Config{Link: sp.Link, PinDMABuf: sp.Into == held || sp.From == held}); err != nil {
 		return nil, err
 	}
 	if s.pd, err = s.dev.AllocPD(); err != nil {
@@ -127,6 +134,9 @@ func (s *side) open() (err error) {
 		return err
 	}
 	fill(s.tx.bytes)
+	if err := s.tx.store(); err != nil {
+		return err
+	}
 	if s.cq, err = s.dev.CreateCQ(max(1, s.QPs*(s.Sends+s.Recvs)), nil); err != nil {
 		return err
 	}
@@ -151,6 +161,9 @@ func (b *buffer) make(pd *verbs.PD, n int, mapped bool, kind memory) (err error)
 			b.bytes, b.addr = b.mr.Bytes(), b.mr.Addr()
 		}
 		return err
+	}
+	if kind == movable || kind == held {
+		return b.makeDMABuf(pd, n)
 	}
 	if mapped {
 		if b.bytes, err = sys.Map(n); err != nil {
@@ -184,6 +197,9 @@ func (b *buffer) close() error {
 	}
 	if b.mapped {
 		errs = append(errs, sys.Unmap(b.bytes))
+	}
+	if b.exporter != nil {
+		errs = append(errs, b.exporter.Close())
 	}
 	return errors.Join(errs...)
 }
@@ -292,10 +308,14 @@ func (s *side) poll() ([]verbs.WC, error) {
 }
 
 // forget clears rx. arrived checks afterwards that all data has come again.
-func (s *side) forget() {
+func (s *side) forget() error {
 	for _, t := range s.threads() {
 		clear(t.rx.bytes)
+		if err := t.rx.store(); err != nil {
+			return err
+		}
 	}
+	return nil
 }
 
 // arrived returns an error unless rx holds what every tx buffer holds: a figure for bytes
@@ -311,6 +331,9 @@ func (s *side) arrived() error {
 
 // arrivedHere is arrived for one thread.
 func (s *side) arrivedHere() error {
+	if err := s.rx.load(); err != nil {
+		return err
+	}
 	for slot := range s.Slots {
 		off := slot * s.stride()
 		got, want := s.rx.bytes[off:off+s.Size], s.tx.bytes[off:off+s.Size]

@@ -161,3 +161,28 @@ func TestPerftestReport(t *testing.T) {
 		}
 	}
 }
+
+// gaps finds the longest time between completions around each move, and nothing else.
+func TestGaps(t *testing.T) {
+	start := time.Now()
+	var g gaps
+	g.last = start
+	for i, c := range []struct {
+		at    int // milliseconds
+		phase uint64
+		want  int // the longest gap; 0: no move has ended
+	}{
+		{50, 0, 0},             // no move, however long it takes
+		{51, 1, 0}, {60, 1, 0}, // one has begun, and the peer goes on for a while
+		{65, 2, 9},              // the longest was before its end
+		{95, 2, 0}, {100, 4, 5}, // begun and ended between two completions
+		{101, 5, 0}, {121, 7, 20}, // ended, and the next has begun
+		{124, 8, 20}, // which has begun in the same gap
+		{125, 8, 0},
+	} {
+		got, ok := g.completed(start.Add(time.Duration(c.at)*time.Millisecond), c.phase)
+		if ok != (c.want > 0) || ok && got != time.Duration(c.want)*time.Millisecond {
+			t.Errorf("completion %d: %v, %v, want %d ms", i, got, ok, c.want)
+		}
+	}
+}

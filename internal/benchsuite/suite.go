@@ -33,6 +33,7 @@ type settings struct {
 	region    int // bytes of a large on-demand region
 	regions   int // on-demand regions of one process, compared with fewRegions
 	populated int // on-demand regions that are closed with all pages present
+	importers int // regions of one dma-buf, which are told of a move
 
 	profiles string         // where CPU profiles go; empty: none
 	only     *regexp.Regexp // names of groups to run; nil: all
@@ -40,7 +41,7 @@ type settings struct {
 
 func defaults() settings {
 	return settings{rounds: 5, duration: 500 * time.Millisecond, idle: 3 * time.Second, idleQPs: 10_000, atOnce: 1_000, activeQPs: 1_000,
-		region: 1 << 30, regions: 1_000_000, populated: 10_000}
+		region: 1 << 30, regions: 1_000_000, populated: 10_000, importers: 1_000}
 }
 
 // goal is what a ratio, or without one a median, should be.

@@ -39,7 +39,7 @@ func TestMain(m *testing.M) {
 
 func brief() settings {
 	return settings{rounds: 2, duration: 10 * time.Millisecond, idle: 20 * time.Millisecond, idleQPs: 50, atOnce: 20, activeQPs: 20,
-		region: 8 << 20, regions: 3000, populated: 20}
+		region: 8 << 20, regions: 3000, populated: 20, importers: 50}
 }
 
 // Every measurement runs, for a moment: whether a goal is reached says nothing
@@ -142,7 +142,9 @@ func TestArrivedBites(t *testing.T) {
 	if s.arrived() == nil {
 		t.Error("the last byte is wrong, and nobody noticed")
 	}
-	s.forget()
+	if err := s.forget(); err != nil {
+		t.Error(err)
+	}
 	if !bytes.Equal(s.rx.bytes, make([]byte, 4096)) {
 		t.Error("forget remembers")
 	}
