@@ -38,6 +38,7 @@ func (d Direction) String() string {
 type Table struct {
 	segments [][]byte
 	ends     []uint64 // where in the buffer each segment ends
+	flat     []byte   // the segment, if there is only one: most tables are looked up for each copy
 
 	owner any       // what the package itself keeps with a table that it has made
 	file  *fileSpan // where another process finds the bytes; nil: nowhere
@@ -58,6 +59,9 @@ func NewTable(segments ...[]byte) *Table {
 		end += uint64(len(s)) // cannot wrap: the segments are distinct memory, or few
 		t.ends = append(t.ends, end)
 	}
+	if len(t.segments) == 1 {
+		t.flat = t.segments[0]
+	}
 	return t
 }
 
@@ -75,11 +79,17 @@ func (t *Table) Segments() [][]byte { return t.segments }
 // At returns the bytes at off that lie together: at least one and at most n, if off is inside
 // the table and n is not 0; none otherwise.
 func (t *Table) At(off, n uint64) []byte {
-	i := 0
-	if len(t.ends) != 1 {
-		i = sort.Search(len(t.ends), func(i int) bool { return t.ends[i] > off })
+	if off < uint64(len(t.flat)) {
+		b := t.flat[off:]
+		return b[:min(n, uint64(len(b)))]
 	}
-	if i == len(t.ends) || off >= t.ends[i] {
+	return t.search(off, n)
+}
+
+// search is At for tables of several segments, and for offsets outside.
+func (t *Table) search(off, n uint64) []byte {
+	i := sort.Search(len(t.ends), func(i int) bool { return t.ends[i] > off })
+	if i == len(t.ends) {
 		return nil
 	}
 	s := t.segments[i]
