@@ -11,6 +11,7 @@ package dmabuf
 
 import (
 	"context"
+	"errors"
 	"math"
 	"os"
 	"sync/atomic"
@@ -130,13 +131,40 @@ func (p *place) free() {
 	p.b = nil
 }
 
-// leave poisons a place that the buffer has left, and frees it unless it is still mapped.
-func (p *place) leave() {
-	for i := range p.b {
-		p.b[i] = poison
+// fault makes the pages of a new place present, so that a move does not wait for the kernel to
+// clear them while importers wait for the move.
+func (p *place) fault() error {
+	err := sys.PopulateMapped(p.b)
+	if errors.Is(err, syscall.EINVAL) { // the kernel is too old
+		for i := 0; i < len(p.b); i += os.Getpagesize() {
+			p.b[i] = 0
+		}
+		return nil
 	}
-	if p.left = true; p.mappings == 0 {
-		p.free()
+	return err
+}
+
+// leave notes that the buffer has left the place. It reports whether the caller must discard it:
+// if it is still mapped, leave poisons it, and the last unmap frees it.
+func (p *place) leave() (unused bool) {
+	p.left = true
+	if p.mappings == 0 {
+		return true
+	}
+	p.poison()
+	return false
+}
+
+// discard poisons and frees a place that is not mapped here: another process may still have it.
+func (p *place) discard() {
+	p.poison()
+	p.free()
+}
+
+func (p *place) poison() {
+	p.b[0] = poison
+	for n := 1; n < len(p.b); n *= 2 {
+		copy(p.b[n:], p.b[:n])
 	}
 }
 
@@ -233,17 +261,23 @@ func (m *Memory) comeBack() error {
 	if err != nil {
 		return ib.Errorf("dma_buf_map_attachment", syscall.ENOMEM, "%v", err)
 	}
-	m.moveTo(to)
+	if old := m.moveTo(to); old != nil {
+		old.discard()
+	}
 	m.evicted = false
 	return nil
 }
 
-// moveTo moves the bytes. The caller has locked the reservation, and nobody writes to them.
-func (m *Memory) moveTo(to *place) {
+// moveTo moves the bytes, and returns the former place if the caller must discard it. The caller has
+// locked the reservation, and nobody writes to the bytes.
+func (m *Memory) moveTo(to *place) (unused *place) {
 	copy(to.b, m.place.b)
-	m.place.leave()
+	if m.place.leave() {
+		unused = m.place
+	}
 	m.place = to
 	m.moves++
+	return unused
 }
 
 // Move moves the memory to another place. Importers that are dynamic map it there when they
@@ -259,29 +293,48 @@ func (m *Memory) Move(ctx context.Context) error { return m.move(ctx, "dmabuf_mo
 func (m *Memory) Evict(ctx context.Context) error { return m.move(ctx, "dmabuf_evict", true) }
 
 func (m *Memory) move(ctx context.Context, op string, evict bool) error {
+	// What cannot move now is refused before pages are taken for it.
+	if err := m.locked(ctx, op, func() error { return m.mayMove(op) }); err != nil {
+		return err
+	}
 	to, err := m.newPlace()
 	if err != nil {
 		return ib.Errorf(op, syscall.ENOMEM, "%v", err)
 	}
+	if err := to.fault(); err != nil {
+		to.free()
+		return ib.Errorf(op, syscall.ENOMEM, "%v", err)
+	}
+	var old *place // is discarded without the lock: importers need not wait for that
 	err = m.locked(ctx, op, func() error {
-		switch {
-		case m.revoked:
-			return ib.Errorf(op, syscall.ENODEV, "the memory is revoked")
-		case m.pins > 0 || m.buffer.vmaps > 0:
-			return ib.Errorf(op, syscall.EBUSY, "the memory is pinned")
+		if err := m.mayMove(op); err != nil {
+			return err
 		}
 		if err := m.stop(ctx, op); err != nil {
 			return err
 		}
-		m.moveTo(to)
+		old = m.moveTo(to)
 		m.evicted = evict
-		to = nil
 		return nil
 	})
-	if to != nil {
+	if err != nil {
 		to.free()
 	}
+	if old != nil {
+		old.discard()
+	}
 	return err
+}
+
+// mayMove returns why the memory cannot move. The caller has locked the reservation.
+func (m *Memory) mayMove(op string) error {
+	switch {
+	case m.revoked:
+		return ib.Errorf(op, syscall.ENODEV, "the memory is revoked")
+	case m.pins > 0 || m.buffer.vmaps > 0:
+		return ib.Errorf(op, syscall.EBUSY, "the memory is pinned")
+	}
+	return nil
 }
 
 // Revoke takes the memory away for good: importers cannot map it any more, and accesses by
@@ -308,7 +361,9 @@ func (m *Memory) Revoke(ctx context.Context) error {
 		if err := m.stop(ctx, op); err != nil {
 			return err
 		}
-		m.place.leave()
+		if m.place.leave() {
+			m.place.discard()
+		}
 		m.place = nil
 		return nil
 	})

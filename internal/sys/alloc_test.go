@@ -20,6 +20,12 @@ func TestMappedFile(t *testing.T) {
 		if len(b) < size || len(b) >= size+hugePage || !bytes.Equal(b, make([]byte, len(b))) {
 			t.Errorf("%d bytes: %d", size, len(b))
 		}
+		if err := PopulateMapped(b); err != nil && !errors.Is(err, unix.EINVAL) { // EINVAL: the kernel is too old
+			t.Errorf("%d bytes: populating: %v", size, err)
+		}
+		if !bytes.Equal(b, make([]byte, len(b))) {
+			t.Errorf("%d bytes: not zero after they were made present", size)
+		}
 		other, err := DupFD(fd)
 		if err != nil {
 			t.Fatal(err)

@@ -133,6 +133,17 @@ func mapAligned(fd, size, align int) ([]byte, error) {
 	return unsafe.Slice((*byte)(at), size), nil
 }
 
+// PopulateMapped makes the pages of what NewMappedFile has mapped present, for writing. It fails
+// with EINVAL if the kernel cannot do it (before Linux 5.14), and with ENOMEM or EFAULT if there
+// is no memory.
+func PopulateMapped(b []byte) error {
+	for {
+		if err := unix.Madvise(b, unix.MADV_POPULATE_WRITE); err != unix.EINTR && err != unix.EAGAIN {
+			return err
+		}
+	}
+}
+
 // FreeMapped unmaps what NewMappedFile or MapFile has mapped. No goroutine may touch
 // it any more.
 func FreeMapped(b []byte) error {
