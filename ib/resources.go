@@ -62,7 +62,7 @@ type MRResource struct {
 	Length uint64 `json:"length"`
 	Access string `json:"access"`
 
-	// Of on-demand regions only: what paging has done, and how many pages the
+	// Of on-demand regions and of dma-bufs only: what paging has done, and how many pages the
 	// device's page table has as present.
 	Paging  *PagingStats `json:"paging,omitempty"`
 	Present uint64       `json:"present_pages,omitempty"`

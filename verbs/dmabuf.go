@@ -36,7 +36,9 @@ func (d DMABuf) internal() importer.Range {
 // [Config] the region holds the buffer in place.
 //
 // Requests wait for the buffer's Kernel fences, and for no others. [MR.PagingStats] counts the
-// moves, and how often requests found the buffer moved.
+// moves, and how often requests found the buffer moved. [Device.Counters] has the sums of all
+// regions, closed ones too: dmabuf_regions, dmabuf_mappings, dmabuf_faults (mappings that
+// requests have waited for), dmabuf_invalidations and dmabuf_pins.
 //
 // Errors, in the order in which they are looked for: EINVAL if Offset and IOVA differ in their
 // place in a page, for rights other than AccessLocalWrite, AccessRemoteRead, AccessRemoteWrite,

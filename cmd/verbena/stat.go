@@ -21,7 +21,7 @@ import (
 type statCmd struct {
 	Device string    `arg:"" optional:"" help:"Only the device with this address or name."`
 	PID    int       `name:"pid" placeholder:"PID" help:"Only this process."`
-	MR     bool      `name:"mr" short:"m" help:"The counters of each on-demand memory region, instead of each device's."`
+	MR     bool      `name:"mr" short:"m" help:"The counters of each on-demand memory region and of each dma-buf, instead of each device's."`
 	All    bool      `short:"a" help:"The device's other counters too, those that are not zero."`
 	JSON   bool      `name:"json" help:"Print a JSON array of devices; with --watch an object for each interval, on a line of its own."`
 	Watch  watchFlag `short:"w" placeholder:"INTERVAL" help:"Look again and again, every second or --watch=INTERVAL, and show how fast counters grow."`
@@ -32,6 +32,8 @@ type statCmd struct {
 // Help is shown below the flags.
 func (statCmd) Help() string {
 	return `Shows what on-demand paging has done in the processes of this user that have a device open, in this network namespace. The names are those of the kernel's sysfs (num_page_faults, …), of its debugfs (num_odp_mrs, …) and, with --mr, of "rdma statistic show mr". A memory region goes by a number (mrn), not by its key: keys are rights.
+
+A region of a dma-buf has the same counters: a fault is an access that found the buffer moved, and mapped it again; an invalidation is a mapping that the exporter has taken away; all its pages are present, or none. With --all, a device's counters of dma-bufs are dmabuf_regions, dmabuf_mappings, dmabuf_faults, dmabuf_invalidations and dmabuf_pins, and copied_bytes_…_to_dmabuf and copied_bytes_dmabuf_to_… count bytes.
 
 Changes that the kernel reports are counted exactly. Those that it does not report (mprotect, truncation, reclaim) are counted once, when the device finds them.
 

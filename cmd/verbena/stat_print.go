@@ -63,7 +63,7 @@ func (c *statCmd) processes(w *tabwriter.Writer, s *snapshot) {
 	}
 }
 
-// regions writes a table with a line for each on-demand region.
+// regions writes a table with a line for each on-demand region, and each of a dma-buf.
 func (c *statCmd) regions(w *tabwriter.Writer, s *snapshot) {
 	head := []string{"ADDRESS", "PID", "MRN", "KIND", "LENGTH", "PRESENT"}
 	for _, n := range regionCounters(&verbs.MRResource{Paging: new(verbs.PagingStats)}) {

@@ -84,6 +84,12 @@ func (d *Device) Counters() []provider.Counter {
 	all = append(all,
 		provider.Counter{Name: "remap_ranges_closed", Value: closed},
 		provider.Counter{Name: "remap_overruns", Value: overruns})
+	all = append(all,
+		provider.Counter{Name: "dmabuf_regions", Value: d.dmabufs.Regions.Load()},
+		provider.Counter{Name: "dmabuf_mappings", Value: d.dmabufs.Mappings.Load()},
+		provider.Counter{Name: "dmabuf_faults", Value: d.dmabufs.Faults.Load()},
+		provider.Counter{Name: "dmabuf_invalidations", Value: d.dmabufs.Invalidations.Load()},
+		provider.Counter{Name: "dmabuf_pins", Value: d.dmabufs.Pins.Load()})
 	for from := range mem.NumKinds {
 		for to := range mem.NumKinds {
 			name := fmt.Sprintf("copied_bytes_%v_to_%v", from, to)

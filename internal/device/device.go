@@ -59,6 +59,7 @@ type Device struct {
 	table    *mem.Table
 	srqs     *mem.Slots[SRQ]
 	counters deviceCounters
+	dmabufs  mem.DMABufCounts
 	grants   grants
 	drops    [link.NumReasons]atomic.Uint64
 	noQP     atomic.Uint64 // packets for a queue pair that does not exist

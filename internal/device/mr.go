@@ -221,6 +221,16 @@ func (m *MR) PinsDMABuf() bool {
 	return m.pd.PinsDMABuf()
 }
 
+// DMABufCounts returns the device's counters of dma-bufs.
+func (p *PD) DMABufCounts() *mem.DMABufCounts { return &p.dev.dmabufs }
+
+// DMABufCounts returns the device's counters of dma-bufs.
+func (m *MR) DMABufCounts() *mem.DMABufCounts {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.pd.DMABufCounts()
+}
+
 // ReregBacking is Rereg to memory of a kind that is made elsewhere, at an address for requests.
 // If it fails with the old region valid, or none, the backing is closed.
 func (m *MR) ReregBacking(b mem.Backing, iova uint64, c provider.MRChange) error {

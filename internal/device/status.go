@@ -38,7 +38,11 @@ func (d *Device) status(brief bool) any {
 	for r := range d.table.Regions() {
 		if c, ok := r.Snapshot(); ok {
 			s.MRs = append(s.MRs, ib.MRResource{Number: r.Number(), Kind: c.Backing.Kind().String(), Addr: c.IOVA, Length: c.Length, Access: c.Access.String()})
-			if b, ok := c.Backing.(*mem.OnDemand); ok {
+			// Memory that comes and goes: on demand, and of dma-bufs.
+			if b, ok := c.Backing.(interface {
+				Stats() ib.PagingStats
+				Present() uint64
+			}); ok {
 				stats, m := b.Stats(), &s.MRs[len(s.MRs)-1]
 				m.Paging, m.Present = &stats, b.Present()
 			}

@@ -46,6 +46,8 @@ type Config struct {
 	// Pinned: the buffer is held in place. It can still be revoked.
 	Pinned bool
 	Device any // the importer's device, for the exporter to look at
+	// Counts are the device's counters; nil: there are none.
+	Counts *mem.DMABufCounts
 }
 
 // Backing is a mem.Backing of a dma-buf.
@@ -80,6 +82,9 @@ func Import(b *dmabuf.Buffer, cfg Config) (*Backing, error) {
 	}
 	if !b.Get() {
 		return nil, ib.Errorf(op, syscall.EINVAL, "the buffer is released")
+	}
+	if cfg.Counts == nil {
+		cfg.Counts = new(mem.DMABufCounts)
 	}
 	i := &Backing{cfg: cfg}
 	err := inTime(op, func(ctx context.Context) error {
@@ -130,11 +135,13 @@ func (i *Backing) attach(ctx context.Context, op string, b *dmabuf.Buffer) error
 		return err
 	}
 	if i.cfg.Pinned {
-		err = a.Pin()
-		i.pinned = err == nil
+		if err = a.Pin(); err == nil {
+			i.pinned = true
+			i.cfg.Counts.Pins.Add(1)
+		}
 	}
 	if err == nil {
-		err = i.mapLocked(ctx, op)
+		err = i.mapLocked(ctx, op, func() { i.cfg.Counts.Mappings.Add(1) })
 	}
 	if err != nil && i.pinned {
 		i.pinned = false
@@ -155,8 +162,9 @@ func (i *Backing) lock(ctx context.Context, op string) error {
 }
 
 // mapLocked maps the buffer, and waits for its Kernel fences: with the reservation locked, as in
-// the kernel.
-func (i *Backing) mapLocked(ctx context.Context, op string) error {
+// the kernel. counts counts the mapping, before an access can find it: when a request has
+// completed, what it has caused is counted.
+func (i *Backing) mapLocked(ctx context.Context, op string, counts func()) error {
 	t, err := i.attachment.Map(ctx, dmabuf.Bidirectional)
 	if err != nil {
 		return err
@@ -167,6 +175,7 @@ func (i *Backing) mapLocked(ctx context.Context, op string) error {
 	}
 	i.refused.Store(0)
 	i.told.Store(false)
+	counts()
 	i.table.Store(t)
 	return nil
 }
@@ -229,7 +238,6 @@ func now() int64 { return int64(time.Since(started)) }
 // the one that waited may ask for its bytes several times before it ends.
 func (i *Backing) Await(_, _ uint64, acc ib.Access) mem.FaultKind {
 	const op = "dma_buf_map_attachment"
-	mapped := false
 	err := inTime(op, func(ctx context.Context) error {
 		if err := i.lock(ctx, op); err != nil {
 			return err
@@ -238,14 +246,10 @@ func (i *Backing) Await(_, _ uint64, acc ib.Access) mem.FaultKind {
 		if i.closed || i.revoked.Load() || i.table.Load() != nil {
 			return nil // nothing to do, or another access has mapped it
 		}
-		mapped = true
-		return i.mapLocked(ctx, op)
+		return i.mapLocked(ctx, op, func() { i.count(acc) })
 	}, func() {})
 	switch {
 	case err == nil:
-		if mapped {
-			i.count(acc)
-		}
 		return mem.FaultNone
 	case errors.Is(err, syscall.ENODEV):
 		i.end()
@@ -304,6 +308,7 @@ func (i *Backing) drop(a *dmabuf.Attachment) {
 	if t := i.table.Swap(nil); t != nil {
 		a.Unmap(t, dmabuf.Bidirectional)
 		i.invalidations.Add(1)
+		i.cfg.Counts.Invalidations.Add(1)
 		i.invalidationPages.Add(i.pages())
 	}
 	if i.pinned {
@@ -318,8 +323,11 @@ func (i *Backing) pages() uint64 {
 	return (i.cfg.Offset+i.cfg.Length-1)/page - i.cfg.Offset/page + 1
 }
 
+// count counts a mapping that an access has waited for.
 func (i *Backing) count(acc ib.Access) {
+	i.cfg.Counts.Mappings.Add(1)
 	i.faults.Add(1)
+	i.cfg.Counts.Faults.Add(1)
 	i.faultPages.Add(i.pages())
 	if acc&ib.AccessRemote != 0 {
 		i.remote.Add(1)
@@ -336,6 +344,14 @@ func (i *Backing) Stats() ib.PagingStats {
 		Invalidations: i.invalidations.Load(), InvalidationPages: i.invalidationPages.Load(),
 		FailedResolutions: i.failures.Load(),
 	}
+}
+
+// Present returns how many pages are mapped: all or none.
+func (i *Backing) Present() uint64 {
+	if i.table.Load() == nil {
+		return 0
+	}
+	return i.pages()
 }
 
 // Close unmaps and detaches. It fails with ETIMEDOUT if the exporter does not answer; what is

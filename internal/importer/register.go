@@ -1,6 +1,7 @@
 package importer
 
 import (
+	"errors"
 	"math"
 	"syscall"
 
@@ -25,8 +26,15 @@ const allowed = ib.AccessLocalWrite | ib.AccessRemoteRead | ib.AccessRemoteWrite
 // registrar is a protection domain of a software device.
 type registrar interface {
 	RegBacking(b mem.Backing, iova uint64, access ib.Access) (provider.MR, error)
+	dmabufDevice
+}
+
+// dmabufDevice is what a device, or an object of it, has for dma-bufs.
+type dmabufDevice interface {
 	// PinsDMABuf reports whether the device holds dma-bufs in place.
 	PinsDMABuf() bool
+	// DMABufCounts returns the device's counters of dma-bufs.
+	DMABufCounts() *mem.DMABufCounts
 }
 
 // Register registers a part of a dma-buf. The errors, and the order in which they are looked for,
@@ -37,15 +45,19 @@ func Register(pd provider.PD, r Range, access ib.Access) (provider.MR, error) {
 	if !ok {
 		return nil, ib.Errorf(op, syscall.EOPNOTSUPP, "the device has no dma-bufs")
 	}
-	b, err := r.open(op, access, p.PinsDMABuf(), pd)
+	b, err := r.open(op, access, p, pd)
 	if err != nil {
 		return nil, err
 	}
-	return p.RegBacking(b, r.IOVA, access)
+	mr, err := p.RegBacking(b, r.IOVA, access)
+	if err == nil {
+		p.DMABufCounts().Regions.Add(1)
+	}
+	return mr, err
 }
 
 // open checks what is asked for, and imports it.
-func (r *Range) open(op string, access ib.Access, pinned bool, device any) (*Backing, error) {
+func (r *Range) open(op string, access ib.Access, d dmabufDevice, device any) (*Backing, error) {
 	const page = 4096 // the kernel compares offsets within a page of this size, on all machines
 	switch {
 	case r.Offset%page != r.IOVA%page:
@@ -65,7 +77,7 @@ func (r *Range) open(op string, access ib.Access, pinned bool, device any) (*Bac
 		}
 		defer buffer.Put()
 	}
-	return Import(buffer, Config{Offset: r.Offset, Length: r.Length, Pinned: pinned, Device: device})
+	return Import(buffer, Config{Offset: r.Offset, Length: r.Length, Pinned: d.PinsDMABuf(), Device: device, Counts: d.DMABufCounts()})
 }
 
 // Rereg registers a region anew, with a part of a dma-buf as its memory. The error is an
@@ -74,7 +86,7 @@ func Rereg(mr provider.MR, r Range, c provider.MRChange) error {
 	const op = "rereg_mr"
 	m, ok := mr.(interface {
 		ReregBacking(b mem.Backing, iova uint64, c provider.MRChange) error
-		PinsDMABuf() bool
+		dmabufDevice
 	})
 	if !ok {
 		return &ib.ReregError{State: ib.ReregOldValid, Err: ib.Errorf(op, syscall.EOPNOTSUPP, "the device has no dma-bufs")}
@@ -83,9 +95,14 @@ func Rereg(mr provider.MR, r Range, c provider.MRChange) error {
 	if c.Access != nil {
 		access = *c.Access
 	}
-	b, err := r.open(op, access, m.PinsDMABuf(), mr)
+	b, err := r.open(op, access, m, mr)
 	if err != nil {
 		return &ib.ReregError{State: ib.ReregOldValid, Err: err}
 	}
-	return m.ReregBacking(b, r.IOVA, c)
+	err = m.ReregBacking(b, r.IOVA, c)
+	var failed *ib.ReregError
+	if !errors.As(err, &failed) || failed.State == ib.ReregNewValid {
+		m.DMABufCounts().Regions.Add(1)
+	}
+	return err
 }
