@@ -31,6 +31,7 @@ var memKinds = []memKind{
 	{"umr-list", listed},
 	{"umr-strided", strided},
 	{"dm", onDevice},
+	{"dmabuf", exported},
 }
 
 // MemKinds returns the names of the kinds of memory that can be measured.

@@ -7,7 +7,7 @@ import (
 )
 
 // Every kind of memory carries every operation, and is what it says: on-demand
-// buffers fault, pinned ones do not.
+// buffers fault, pinned ones do not, and only those of dma-bufs count as such.
 func TestMemKinds(t *testing.T) {
 	for _, kind := range MemKinds() {
 		onDemand := kind == "odp" || kind == "implicit"
@@ -37,6 +37,15 @@ func TestMemKinds(t *testing.T) {
 					s, err := dev.PagingStats()
 					if err != nil || s.PageFaults > 0 != onDemand || s.FailedResolutions != 0 || s.MRs != 0 {
 						t.Errorf("%+v, %v", s, err)
+					}
+					for _, c := range dev.Counters() {
+						want := uint64(0)
+						if kind == "dmabuf" {
+							want = uint64(2 * p.Threads) // each thread has two buffers, which are mapped once
+						}
+						if (c.Name == "dmabuf_regions" || c.Name == "dmabuf_mappings") && c.Value != want {
+							t.Errorf("%s is %d", c.Name, c.Value)
+						}
 					}
 				}
 			})

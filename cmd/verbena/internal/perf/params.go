@@ -8,7 +8,7 @@
 //  1. params.go: what to measure; both sides validate it
 //  2. side.go: the side channel, lines of JSON in both directions
 //  3. rig.go: what one side has, and how the two sides connect; thread.go: buffers,
-//     queue pairs and completion queue of each of its threads; memory.go, window.go, indirect.go: the kinds of memory that
+//     queue pairs and completion queue of each of its threads; memory.go, window.go, indirect.go, dmabuf.go: the kinds of memory that
 //     buffers are made of
 //  4. initiator.go: the phases: connect, warm up, measure, check, report
 //  5. bandwidth.go, latency.go: the initiator's loops, which allocate nothing
