@@ -118,6 +118,7 @@ func (b *bench) dmabufMove() ([]contender, error) {
 		return nil, err
 	}
 	once := short.r.once(verbs.OpRDMAWrite)
+	var perSecond float64 // moves that whileMoving has made
 	const stays, still = "64-byte WRITE, the buffer stays", "64 KiB WRITEs, the buffer stays"
 	return []contender{
 		b.quantiles("a move of 2 MiB, nobody waits", "µs", 1e3, "", nil, func(d time.Duration, keep *sampler) error {
@@ -129,7 +130,8 @@ func (b *bench) dmabufMove() ([]contender, error) {
 		}),
 		b.quantiles("pause of 64 KiB WRITEs by a move", "µs", 1e3, "", nil, m.pauses),
 		m.r.bandwidth(row{name: still, unit: "GB/s"}, verbs.OpRDMAWrite, 1, movesDepth, inTurn, modePassive),
-		m.whileMoving(row{"64 KiB WRITEs, a move each millisecond", "GB/s", still, &goal{"≥", 0.7}}),
+		m.whileMoving(row{"64 KiB WRITEs, a move each millisecond", "GB/s", still, &goal{"≥", 0.7}}, &perSecond),
+		{rows: []row{{name: "moves of the row above", unit: "1/s"}}, run: func(time.Duration) ([]float64, error) { return []float64{perSecond}, nil }},
 		telling,
 	}, nil
 }
@@ -256,22 +258,24 @@ func (g *gaps) completed(now time.Time, phase uint64) (longest time.Duration, ok
 }
 
 // whileMoving is a contender that keeps requests under way while the buffer moves each
-// millisecond, or as often as it can.
-func (m *moving) whileMoving(rw row) contender {
+// millisecond, or as often as it can. It sets perSecond to how often that was.
+func (m *moving) whileMoving(rw row, perSecond *float64) contender {
 	c := m.r.bandwidth(rw, verbs.OpRDMAWrite, 1, movesDepth, inTurn, modePassive)
 	rates := c.rates
 	c.rates = func(d time.Duration) ([]rate, error) {
 		var stop atomic.Bool
 		ended := make(chan error, 1)
 		nothing := func() {}
-		before := m.target.Moves()
+		before, start := m.target.Moves(), time.Now()
 		go func() { ended <- m.keepMoving(&stop, time.Millisecond, nothing, nothing) }()
 		got, err := rates(d)
 		stop.Store(true)
 		err = errors.Join(err, <-ended)
-		if err == nil && m.target.Moves() == before {
+		moves := m.target.Moves() - before
+		if err == nil && moves == 0 {
 			err = errors.New("the buffer did not move")
 		}
+		*perSecond = float64(moves) / time.Since(start).Seconds()
 		return got, err
 	}
 	return c
