@@ -461,7 +461,7 @@ func TestListenerClosed(t *testing.T) {
 	waiting := func() int {
 		l.mu.Lock()
 		defer l.mu.Unlock()
-		return len(l.queue)
+		return l.again.Len() + l.fresh.Len()
 	}
 	for ctx := within(t); waiting() < n; runtime.Gosched() {
 		check(t, ctx.Err())

@@ -35,6 +35,7 @@ type Conn struct {
 	room int // for this side's private data
 
 	state   sync.Mutex // guards what follows
+	heard   func()     // is called when an event has come, by the connection manager; nil: nothing is
 	setup   bool       // Setup is under way
 	closing bool
 	err     error
@@ -61,16 +62,22 @@ func (c *Conn) sink(e *cma.Event) {
 		default:
 		}
 		c.state.Lock()
-		defer c.state.Unlock()
 		if !c.closing {
 			c.ends.Add(1)
 			go c.peerLeft()
 		}
+		c.state.Unlock()
 	default:
 		select {
 		case c.events <- e:
 		default:
 		}
+	}
+	c.state.Lock()
+	heard := c.heard
+	c.state.Unlock()
+	if heard != nil {
+		heard()
 	}
 }
 

@@ -1,6 +1,7 @@
 package cm
 
 import (
+	"container/list"
 	"context"
 	"errors"
 	"net/netip"
@@ -16,11 +17,12 @@ type Listener struct {
 	s   *shared
 	id  *cma.ID
 
-	mu     sync.Mutex // guards what follows
-	queue  []*Request // requests that Next has not returned
-	byID   map[*cma.ID]*Request
-	wake   chan struct{} // is closed, and replaced, when a request comes
-	closed bool
+	mu           sync.Mutex // guards what follows
+	again, fresh list.List  // of *Request that Next has not returned; again: those that were turned away before
+	byID         map[*cma.ID]*Request
+	came         signal // requests
+	offers       offers // of Accept
+	closed       bool
 
 	closing sync.Mutex // held by Close; guards done
 	done    bool
@@ -68,7 +70,7 @@ func listen(ctx context.Context, op, address string, space cma.PortSpace, t verb
 	if err != nil {
 		return nil, at, err
 	}
-	l := &Listener{cfg: *c, s: s, byID: map[*cma.ID]*Request{}, wake: make(chan struct{})}
+	l := &Listener{cfg: *c, s: s, byID: map[*cma.ID]*Request{}}
 	if err := l.start(space, t, at); err != nil {
 		return nil, at, errors.Join(err, l.Close())
 	}
@@ -82,14 +84,22 @@ func (l *Listener) start(space cma.PortSpace, t verbs.QPType, at netip.AddrPort)
 	if err := l.id.Bind(at); err != nil {
 		return err
 	}
-	return l.id.Listen(l.cfg.Backlog)
+	return l.id.ListenEvicting(l.cfg.Backlog)
 }
 
 // sink takes requests, and the events of those that Next has not returned.
 func (l *Listener) sink(e *cma.Event) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if e.Type != cma.ConnectRequest {
+	switch e.Type {
+	case cma.ConnectRequest:
+	case cma.Withdrawn:
+		if r := l.byID[e.New]; r != nil { // otherwise take finds out
+			l.removeLocked(r)
+			delete(l.byID, e.New)
+		}
+		return
+	default:
 		if r := l.byID[e.ID]; r != nil {
 			r.conn.sink(e)
 		}
@@ -100,10 +110,51 @@ func (l *Listener) sink(e *cma.Event) {
 	if len(e.UD.Private) > 0 {
 		r.private = e.UD.Private
 	}
-	l.queue = append(l.queue, r)
+	r.queue = &l.fresh
+	if e.Again {
+		r.queue = &l.again
+	}
+	r.place = r.queue.PushBack(r)
 	l.byID[e.New] = r
-	close(l.wake)
-	l.wake = make(chan struct{})
+	l.came.send()
+}
+
+// removeLocked takes a request out of the queue that it is in.
+func (l *Listener) removeLocked(r *Request) {
+	if r.queue != nil {
+		r.queue.Remove(r.place)
+		r.queue = nil
+	}
+}
+
+// popLocked takes the next request out of its queue; nil if there is none.
+func (l *Listener) popLocked() *Request {
+	for _, q := range []*list.List{&l.again, &l.fresh} {
+		if e := q.Front(); e != nil {
+			r := e.Value.(*Request)
+			l.removeLocked(r)
+			return r
+		}
+	}
+	return nil
+}
+
+// signal wakes those that wait. The caller's lock guards it.
+type signal struct{ c chan struct{} }
+
+// wait returns a channel that is closed when send is called.
+func (s *signal) wait() <-chan struct{} {
+	if s.c == nil {
+		s.c = make(chan struct{})
+	}
+	return s.c
+}
+
+func (s *signal) send() {
+	if s.c != nil {
+		close(s.c)
+		s.c = nil
+	}
 }
 
 // Addr returns the local address.
@@ -127,23 +178,21 @@ func (l *Listener) next(ctx context.Context) (*Request, error) {
 			return nil, err
 		}
 		l.mu.Lock()
-		closed, wake := l.closed, l.wake
-		var r *Request
-		if !closed && len(l.queue) > 0 {
-			r, l.queue = l.queue[0], l.queue[1:]
-		}
-		l.mu.Unlock()
-		switch {
-		case closed:
+		if l.closed {
+			l.mu.Unlock()
 			return nil, ErrClosed
-		case r != nil:
+		}
+		if r := l.popLocked(); r != nil {
+			l.mu.Unlock()
 			if l.take(r) {
 				return r, nil
 			}
 			continue
 		}
+		came := l.came.wait()
+		l.mu.Unlock()
 		select {
-		case <-wake:
+		case <-came:
 		case <-ctx.Done():
 		}
 	}
@@ -153,11 +202,11 @@ func (l *Listener) next(ctx context.Context) (*Request, error) {
 func (l *Listener) take(r *Request) bool {
 	id := r.conn.id
 	id.SetSink(r.conn.sink)
-	id.Seen()
+	there := id.Seen()
 	l.mu.Lock()
 	delete(l.byID, id)
 	l.mu.Unlock()
-	if len(r.conn.events) > 0 { // the only event that there can be is the end
+	if !there || len(r.conn.events) > 0 { // the only event that there can be is the end
 		_ = id.Close() // returns nil
 		return false
 	}
@@ -167,29 +216,8 @@ func (l *Listener) take(r *Request) bool {
 	return true
 }
 
-// Accept waits for a request, accepts it as the listener's Config says, and returns the connection when
-// the peer has confirmed it. Requests of peers that go away meanwhile are passed over. While it waits
-// for one peer, other calls of Accept take further requests.
-//
-// Errors, in a *net.OpError: the context's error; [ErrClosed] if the listener is closed; what keeps
-// the queue pair from being made, such as ENOMEM, or what Setup returns: the peer is refused then.
-func (l *Listener) Accept(ctx context.Context) (*Conn, error) {
-	for {
-		r, err := l.Next(ctx)
-		if err != nil {
-			return nil, err
-		}
-		gone, err := r.tryAccept(ctx, nil)
-		switch {
-		case err == nil:
-			return r.conn, nil
-		case !gone:
-			return nil, err
-		}
-	}
-}
-
-// Close ends the listener. Requests that wait are refused; connections stay. It is idempotent.
+// Close ends the listener. Requests that wait are refused, and connections that no call of Accept has
+// returned end; the others stay. It is idempotent.
 func (l *Listener) Close() error {
 	l.closing.Lock()
 	defer l.closing.Unlock()
@@ -200,13 +228,19 @@ func (l *Listener) Close() error {
 		_ = l.id.Close() // returns nil; no request comes after it
 	}
 	l.mu.Lock()
-	queue := l.queue
-	l.queue, l.closed = nil, true
-	close(l.wake)
-	l.wake = make(chan struct{})
+	var queue []*Request
+	for r := l.popLocked(); r != nil; r = l.popLocked() {
+		queue = append(queue, r)
+	}
+	l.closed = true
+	offered := l.offers.takeAllLocked()
+	l.came.send()
 	l.mu.Unlock()
 	for _, r := range queue {
 		_ = r.conn.id.Close() // returns nil
+	}
+	for _, o := range offered {
+		_ = o.conn.Close() // what fails is that of a connection that nobody knows
 	}
 	if err := l.s.release(); err != nil {
 		return err
@@ -221,6 +255,9 @@ type Request struct {
 	conn    *Conn
 	private []byte
 	peer    cma.ConnParam
+
+	queue *list.List // of the listener, whose mu guards it; nil: in none
+	place *list.Element
 
 	mu   sync.Mutex // guards used
 	used bool

@@ -35,7 +35,7 @@ type connID interface {
 	SetOption(o cma.Option, value int) error
 	SetPath(*cma.Path) error
 	Info() cma.Info
-	Seen()
+	Seen() bool
 	Close() error
 
 	join(group netip.Addr, sendOnly bool) (connJoin, error)

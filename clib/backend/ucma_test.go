@@ -92,7 +92,7 @@ func (i *fakeID) Accept(p *cma.ConnParam) error {
 	return i.note("accept")
 }
 func (i *fakeID) Reject(_ int, private []byte) error { return i.note("reject " + string(private)) }
-func (i *fakeID) Seen()                              { _ = i.note("seen") }
+func (i *fakeID) Seen() bool                         { return i.note("seen") == nil }
 func (i *fakeID) Disconnect() error                  { return i.note("disconnect") }
 func (i *fakeID) Notify(ib.EventType) error          { return i.note("notify") }
 func (i *fakeID) QPAttr(s ib.QPState) (ib.QPAttr, ib.QPAttrMask, error) {

@@ -10,19 +10,24 @@ func (c *Core) check(t testing.TB) {
 		t.Fatalf("%v, id %#x: %s: %+v", n.state, n.localID, what, n)
 	}
 	pending := 0
+	waits := func(n *Conn) bool {
+		if n.backlog != nil {
+			return n.pool == n.backlog.pool(n.request.Again) && n.pool.conns[n.slot] == n
+		}
+		pending++
+		return n.pool == &c.pending
+	}
 	for id, n := range c.conns {
 		if id != n.localID || n.state == Idle || n.closed {
 			bad(n, "among the Conns")
 		}
 		switch n.state {
 		case ReqRcvd, MRAReqSent:
-			pending++
-			if n.pool != &c.pending || n.timer != 0 || n.msg != nil {
+			if !waits(n) || n.timer != 0 || n.msg != nil {
 				bad(n, "waits for the program")
 			}
 		case SIDRReqRcvd:
-			pending++
-			if n.pool != &c.pending || n.timer != 0 || c.sidr[sidrKey{n.path.Remote, n.remoteID}] != n {
+			if !waits(n) || n.timer != 0 || c.sidr[sidrKey{n.path.Remote, n.remoteID}] != n {
 				bad(n, "waits for the program")
 			}
 		case ReqSent, MRAReqRcvd, RepSent, MRARepRcvd, DreqSent, SIDRReqSent:

@@ -21,6 +21,7 @@ type Conn struct {
 
 	request *Request // passive
 	unseen  *queued  // the event of request, while the program has not taken it
+	backlog *Backlog // where the request waits; nil: not in one
 
 	msg        *Send // REQ, REP, DREQ or SIDR_REQ that is repeated until there is an answer
 	interval   Time  // at which msg is repeated

@@ -11,12 +11,14 @@
 //	passive.go  REQ, Accept, MRA, RTU, Confirm
 //	end.go      Reject, REJ, Disconnect, DREQ, DREP, Close, time wait
 //	sidr.go     Resolve, SIDR_REQ, AnswerSIDR, SIDR_REP
+//	backlog.go  requests that no program has seen yet, and a flood of them
 //	timers.go   what happens when no answer comes
 //	route.go    MADs that need no state: for processes that share an address
 package cm
 
 import (
 	"container/heap"
+	"hash/maphash"
 	"net/netip"
 )
 
@@ -32,6 +34,8 @@ type Core struct {
 	timers  timers
 	pending pool // requests that wait for the program
 	waiting pool // closed ones in time wait: see remember
+
+	turnedAway turned // requests that found no room: see backlog.go
 
 	mads       []Send // to send, from mads[sent] on
 	sent       int
@@ -59,11 +63,12 @@ func New(cfg Config) *Core {
 		cfg.MaxTimeWait = 1024
 	}
 	return &Core{
-		cfg:   cfg,
-		conns: map[uint32]*Conn{},
-		byID:  map[remoteKey]*Conn{},
-		byQPN: map[remoteKey]*Conn{},
-		sidr:  map[sidrKey]*Conn{},
+		cfg:        cfg,
+		conns:      map[uint32]*Conn{},
+		byID:       map[remoteKey]*Conn{},
+		byQPN:      map[remoteKey]*Conn{},
+		sidr:       map[sidrKey]*Conn{},
+		turnedAway: turned{seed: maphash.MakeSeed()},
 	}
 }
 
@@ -132,12 +137,7 @@ func (c *Core) newConn() *Conn {
 // if the pool is full.
 func (c *Core) admit(n *Conn) {
 	if len(c.pending.conns) >= c.cfg.MaxPending {
-		old := c.pending.random(c.cfg.Rand())
-		seen := old.unseen == nil
-		old.idle()
-		if seen {
-			c.emit(Event{Type: EventDropped, Conn: old})
-		}
+		c.drop(c.pending.random(c.cfg.Rand()))
 	}
 	c.pending.add(n)
 }

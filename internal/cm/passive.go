@@ -38,6 +38,9 @@ func (c *Core) onREQ(p *packet, d []byte) {
 		}
 		return
 	}
+	if !c.hasRoom(p.now, v.Backlog, q, r.localID) {
+		return
+	}
 	n := c.newConn()
 	if n == nil {
 		return // as if the REQ were lost
@@ -48,7 +51,7 @@ func (c *Core) onREQ(p *packet, d []byte) {
 	n.wait = min(n.path.LifeTime+1, 31)
 	n.timeout, n.maxRetries = duration(r.localTimeout), int(r.maxRetries)
 	n.register()
-	c.admit(n)
+	n.await(v.Backlog)
 	n.unseen = c.emit(Event{Type: EventRequest, Conn: n, Listener: v.Listener, Request: q, Params: q.Params})
 }
 

@@ -47,6 +47,9 @@ func (c *Core) onSIDRREQ(p *packet, d []byte) {
 		}
 		return
 	}
+	if !c.hasRoom(p.now, v.Backlog, q, r.id) {
+		return
+	}
 	n := c.newConn()
 	if n == nil {
 		return // as if the SIDR_REQ were lost
@@ -54,7 +57,7 @@ func (c *Core) onSIDRREQ(p *packet, d []byte) {
 	n.state, n.passive, n.request = SIDRReqRcvd, true, q
 	n.remoteID, n.tid, n.path = r.id, p.tid, q.Path
 	c.sidr[key] = n
-	c.admit(n)
+	n.await(v.Backlog)
 	n.unseen = c.emit(Event{Type: EventSIDRRequest, Conn: n, Listener: v.Listener, Request: q, Params: q.Params})
 }
 

@@ -39,6 +39,9 @@ type Config struct {
 type Verdict struct {
 	Listener any    // not nil: takes the request; comes back in the event
 	Reject   Reason // Listener nil: the reason of the REJ, or the status of the SIDR_REP; 0: nothing is sent
+	// Backlog, if it is not nil, is where the request waits until Conn.Seen is called. Only then does
+	// it count for Config.MaxPending.
+	Backlog *Backlog
 }
 
 // Path is the way of a connection.
@@ -98,6 +101,7 @@ type Request struct {
 	Header    *IPHeader  // nil if the service id is of no IP port space, or no IP version stands there
 	PKey      uint16
 	GUID      uint64 // CA GUID of the sender; 0 in a SIDR_REQ
+	Again     bool   // it was turned away before, for lack of room in the Backlog
 }
 
 // Send is a MAD to send, from queue pair 1 to queue pair 1.
@@ -142,7 +146,7 @@ const (
 	EventDisconnected           // DREQ came; or our DREQ was answered, or not (TimedOut). Once for a Conn
 	EventTimewaitExit           // the time wait that follows EventDisconnected has ended
 	EventSIDRReply              // SIDR_REP came, whatever its status
-	EventDropped                // the request was given up to make room: see Config.MaxPending
+	EventDropped                // the request was given up to make room: see Config.MaxPending and Backlog
 )
 
 var eventNames = [...]string{"none", "request", "SIDR request", "reply", "reply error", "rejected", "established",

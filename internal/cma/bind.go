@@ -15,6 +15,7 @@ import (
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/cm"
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
@@ -168,6 +169,9 @@ func (m *Manager) claimOneLocked(k claimKey, reuse bool) (*claim, error) {
 
 // freePortsLocked gives the id's ports back.
 func (id *ID) freePortsLocked() {
+	if id.state == stateListen {
+		id.m.removeListenerLocked(id)
+	}
 	for _, c := range id.claims {
 		if id.state == stateListen {
 			id.m.listensLocked(c.key.p, -1)
@@ -213,8 +217,16 @@ func (id *ID) collisionLocked(op string, at netip.AddrPort) error {
 	return nil
 }
 
-// Listen makes the id take requests; ConnectRequest follows for each.
-func (id *ID) Listen(backlog int) error {
+// Listen makes the id take requests; ConnectRequest follows for each. Of those that the program has not
+// seen there are at most as many as the backlog says. As in the kernel, one more is dropped.
+func (id *ID) Listen(backlog int) error { return id.listen(backlog, false) }
+
+// ListenEvicting is Listen, but for requests that find the backlog full: they take the place of others,
+// so that a flood of forged requests does not keep out the real ones. Withdrawn follows for a request
+// that has lost its place.
+func (id *ID) ListenEvicting(backlog int) error { return id.listen(backlog, true) }
+
+func (id *ID) listen(backlog int, evicts bool) error {
 	const op = "listen"
 	if backlog <= 0 || backlog > maxBacklog {
 		backlog = maxBacklog
@@ -241,9 +253,21 @@ func (id *ID) Listen(backlog int) error {
 		for _, c := range id.claims {
 			id.m.listensLocked(c.key.p, 1)
 		}
-		id.state, id.backlog = stateListen, backlog
+		id.state, id.backlog, id.evicts = stateListen, &cm.Backlog{Max: backlog}, evicts
+		id.m.listeners[id.service()] = append(id.m.listeners[id.service()], id)
 		return nil
 	}, stateBound)
+}
+
+// service returns the service id of a listener.
+func (id *ID) service() uint64 { return uint64(id.ps)<<16 | uint64(id.src.Port()) }
+
+func (m *Manager) removeListenerLocked(id *ID) {
+	s := id.service()
+	left := slices.DeleteFunc(m.listeners[s], func(o *ID) bool { return o == id })
+	if m.listeners[s] = left; len(left) == 0 {
+		delete(m.listeners, s)
+	}
 }
 
 // maxBacklog is the longest backlog of a listener, and the default.

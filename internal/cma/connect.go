@@ -134,12 +134,8 @@ func (m *Manager) judgeLocked(p *port, r *cm.Request) cm.Verdict {
 		none, refused = cm.Verdict{Reject: cm.SIDRUnsupported}, cm.Verdict{Reject: cm.SIDRRejected}
 	}
 	var best *ID
-	known := false
-	for id := range m.ids {
-		if id.state != stateListen || uint64(id.ps)<<16|uint64(id.src.Port()) != r.Service {
-			continue
-		}
-		known = true
+	all := m.listeners[r.Service]
+	for _, id := range all {
 		h := r.Header
 		if h == nil || h.Version != 0 {
 			continue
@@ -152,7 +148,7 @@ func (m *Manager) judgeLocked(p *port, r *cm.Request) cm.Verdict {
 		}
 	}
 	switch {
-	case !known:
+	case len(all) == 0:
 		return none
 	case best == nil || !slices.Contains(p.dev.Addrs, r.Header.Dst) || !isHost(r.Header.Src.Addr()):
 		return refused
@@ -163,10 +159,10 @@ func (m *Manager) judgeLocked(p *port, r *cm.Request) cm.Verdict {
 		return cm.Verdict{Reject: cm.RejectInvalidGID}
 	case r.SIDR != best.isUD() || !r.SIDR && transports[best.t] != r.Transport:
 		return refused
-	case best.waiting >= best.backlog:
+	case best.backlog.Len() >= best.backlog.Max && !best.evicts:
 		return cm.Verdict{} // the peer repeats it
 	}
-	return cm.Verdict{Listener: best}
+	return cm.Verdict{Listener: best, Backlog: best.backlog}
 }
 
 // isHost reports whether an address can be that of one host.
@@ -189,8 +185,7 @@ func (m *Manager) requestLocked(p *port, e *cm.Event) {
 	id.path = &Path{SGID: ib.GIDFromAddr(r.Path.Local), DGID: ib.GIDFromAddr(r.Path.Remote), FlowLabel: r.Path.FlowLabel,
 		HopLimit: max(r.Path.HopLimit, 1), TrafficClass: r.Path.TClass, PKey: 0xffff, MTU: r.Path.MTU, LifeTime: r.Path.LifeTime}
 	e.Conn.Data = id
-	l.waiting++
-	l.emitLocked(Event{Type: ConnectRequest, New: id, Conn: crossed(&r.Params), UD: UDParam{Private: r.Params.Private}})
+	l.emitLocked(Event{Type: ConnectRequest, New: id, Again: r.Again, Conn: crossed(&r.Params), UD: UDParam{Private: r.Params.Private}})
 }
 
 // crossed returns the peer's parameters as this side has them.
@@ -236,8 +231,24 @@ func (m *Manager) coreEventLocked(p *port, e *cm.Event) {
 		id.emitLocked(Event{Type: TimewaitExit})
 	case cm.EventSIDRReply:
 		id.sidrReplyLocked(&e.SIDR)
-	case cm.EventDropped: // as if the peer had given up
+	case cm.EventDropped:
+		if id.parent != nil {
+			id.withdrawLocked()
+			return
+		}
+		// As if the peer had given up.
 		id.emitLocked(Event{Type: ConnectError, Status: -int(syscall.ENOMEM)})
+	}
+}
+
+// withdrawLocked takes back a request that the program has not seen.
+func (id *ID) withdrawLocked() {
+	m, l := id.m, id.parent
+	id.closeLocked()
+	n := len(m.events)
+	m.events = slices.DeleteFunc(m.events, func(e *Event) bool { return e.New == id })
+	if len(m.events) == n { // the sink has it
+		l.emitLocked(Event{Type: Withdrawn, New: id})
 	}
 }
 

@@ -50,9 +50,9 @@ type ID struct {
 	peer    cm.Params // of the peer's REQ or REP
 	record  provider.ConnRecord
 
-	backlog int // of a listener
-	waiting int // of a listener: requests that the program has not seen
-	parent  *ID // the listener, while the request counts there
+	backlog *cm.Backlog // of a listener: requests that the program has not seen
+	evicts  bool        // of a listener: see ListenEvicting
+	parent  *ID         // the listener, while the request counts in its backlog
 	joins   []*Join
 }
 
@@ -168,7 +168,7 @@ func (id *ID) closeLocked() {
 		id.conn.Close(id.m.now())
 		id.conn = nil
 	}
-	id.seenLocked()
+	id.parent = nil
 	if id.record != nil {
 		id.record.Free()
 		id.record = nil
@@ -179,16 +179,15 @@ func (id *ID) closeLocked() {
 }
 
 // Seen makes the request that the id came from count no more in its listener's backlog: the program
-// has got the event.
-func (id *ID) Seen() {
-	id.m.mu.Lock()
-	defer id.m.mu.Unlock()
-	id.seenLocked()
-}
-
-func (id *ID) seenLocked() {
-	if id.parent != nil {
-		id.parent.waiting--
+// has got the event. It reports whether the request is still there: see ListenEvicting.
+func (id *ID) Seen() bool {
+	there := false
+	id.m.change(func() {
+		there = id.state != stateClosed
+		if id.parent != nil && id.conn != nil {
+			id.conn.Seen()
+		}
 		id.parent = nil
-	}
+	})
+	return there
 }

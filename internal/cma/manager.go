@@ -36,6 +36,8 @@ type Manager struct {
 	ports  []*port    // the devices that are open
 	ids    map[*ID]bool
 	claims map[claimKey]*claim
+	// listeners are the ids that listen, by service id. A flood of requests must not look at all ids.
+	listeners map[uint64][]*ID
 	sends  []outgoing
 	events []*Event
 	closed bool
@@ -60,7 +62,7 @@ type outgoing struct {
 
 // New makes a manager. Nothing is opened before it is needed.
 func New(cfg Config) *Manager {
-	return &Manager{cfg: cfg, base: time.Now(), ids: map[*ID]bool{}, claims: map[claimKey]*claim{}}
+	return &Manager{cfg: cfg, base: time.Now(), ids: map[*ID]bool{}, claims: map[claimKey]*claim{}, listeners: map[uint64][]*ID{}}
 }
 
 func (m *Manager) now() cm.Time { return time.Since(m.base) }

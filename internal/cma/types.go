@@ -37,6 +37,10 @@ const (
 	MulticastError
 	AddrChange
 	TimewaitExit
+
+	// Withdrawn is no event of the program: New, of which the sink has had ConnectRequest, lost its place
+	// in the backlog before Seen was called, and is closed. See ID.ListenEvicting.
+	Withdrawn EventType = -1
 )
 
 // Device is a device that ids can be bound to.
@@ -79,8 +83,9 @@ type UDParam struct {
 
 // Event is what has happened to an id.
 type Event struct {
-	ID     *ID // ConnectRequest: the listener
-	New    *ID // ConnectRequest: the new id
+	ID     *ID  // ConnectRequest, Withdrawn: the listener
+	New    *ID  // ConnectRequest, Withdrawn: the new id
+	Again  bool // ConnectRequest: the request was turned away before, for lack of room
 	Type   EventType
 	Status int // a negative errno; Rejected: the reason; Unreachable of a datagram id: the SIDR status
 	Conn   ConnParam

@@ -35,15 +35,18 @@ import (
 // managementQKey is the Q_Key of queue pair 1.
 const managementQKey = 0x80010000
 
-// maxMADs is how many datagrams wait to be served. Further ones are lost, and their senders repeat
-// them.
+// maxMADs is how many datagrams of each queue wait to be served. Further ones are lost, and their
+// senders repeat them.
 const maxMADs = 512
 
 // management is queue pair 1 of a device.
 type management struct {
 	dev    *Device
 	common *link.UDPReceiver // reads the sockets that all processes read; nil without other processes
-	queue  chan *mad
+	// requests are for a connection, answers is everything else, which is served first: a flood of
+	// requests must not keep out what connections in the making wait for.
+	requests, answers chan *mad
+
 	reader sync.WaitGroup // serveCommon
 	server sync.WaitGroup // serve
 
@@ -65,7 +68,8 @@ type mad struct {
 // openManagement starts to serve queue pair 1.
 func (d *Device) openManagement() error {
 	m := &d.management
-	m.dev, m.queue, m.sender.psn = d, make(chan *mad, maxMADs), rand.Uint32()
+	m.dev, m.sender.psn = d, rand.Uint32()
+	m.requests, m.answers = make(chan *mad, maxMADs), make(chan *mad, maxMADs)
 	if d.member != nil {
 		var err error
 		if m.common, err = d.link.(*link.Shared).NewCommonReceiver(d.member.Common()); err != nil {
@@ -83,8 +87,9 @@ func (m *management) close() {
 		m.common.Wake()
 	}
 	m.reader.Wait()
-	if m.queue != nil {
-		close(m.queue)
+	if m.answers != nil {
+		close(m.requests)
+		close(m.answers)
 	}
 	m.server.Wait()
 }
@@ -137,8 +142,12 @@ const sourceBytes = 16
 
 func (m *management) put(d *mad) {
 	m.received.Add(1)
+	queue := m.answers
+	if attr, _, _, _ := cm.Classify(d.bytes[:]); attr == cm.AttrREQ || attr == cm.AttrSIDRREQ {
+		queue = m.requests
+	}
 	select {
-	case m.queue <- d:
+	case queue <- d:
 	default:
 		m.dropped.Add(1)
 	}
@@ -146,9 +155,30 @@ func (m *management) put(d *mad) {
 
 // serve serves the datagrams that have come.
 func (m *management) serve() {
-	for d := range m.queue {
-		m.route(d)
+	requests, answers := m.requests, m.answers // nil when they have ended
+	for requests != nil || answers != nil {
+		select {
+		case d, ok := <-answers:
+			answers = m.routeNext(d, ok, answers)
+			continue
+		default:
+		}
+		select {
+		case d, ok := <-answers:
+			answers = m.routeNext(d, ok, answers)
+		case d, ok := <-requests:
+			requests = m.routeNext(d, ok, requests)
+		}
 	}
+}
+
+// routeNext routes what was taken from a queue, and returns the queue: nil if it has ended.
+func (m *management) routeNext(d *mad, ok bool, queue chan *mad) chan *mad {
+	if !ok {
+		return nil
+	}
+	m.route(d)
+	return queue
 }
 
 // route passes a datagram on to the process that it is for, or handles it here.
