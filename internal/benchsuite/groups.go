@@ -34,6 +34,7 @@ var groups = []group{
 	{"threads-local", "between two processes, shared memory: many threads against one, 64 KiB WRITE", func(b *bench) ([]contender, error) { return b.manyThreads(b.newPeerRig, verbs.LinkLocal, 5) }},
 	{"connect", "within a process, two devices: making a connection by address and closing it", (*bench).connecting},
 	{"connect-many", "within a process, two devices, packets: many connections at once", (*bench).connections},
+	{"connect-flood", "packets: 32 connections at once while another process sends forged requests, 100,000 a second", (*bench).flooded},
 	{"mw-bind", "giving access to 1 MiB and taking it away", (*bench).windowBind},
 	{"mw-bw-64k", "within a process: 64 KiB WRITE through a memory window", (*bench).windowBandwidth},
 	{"mw-latency", "within a process: 8-byte WRITE through a memory window, from post to completion", (*bench).windowLatency},

@@ -43,6 +43,7 @@ const (
 	opIdle    peerOp = "idle"
 	opRegions peerOp = "regions"
 	opClose   peerOp = "close"
+	opFlood   peerOp = "flood"
 
 	opStaged        peerOp = "staged"
 	opConnectStaged peerOp = "connect-staged"
@@ -67,6 +68,7 @@ type request struct {
 	CPU     int           `json:",omitempty"`
 	Regions int           `json:",omitempty"`
 	For     time.Duration `json:",omitempty"`
+	Flood   *floodSpec    `json:",omitempty"`
 
 	Staged      *stagedSpec  `json:",omitempty"`
 	StagedOffer *stagedOffer `json:",omitempty"`
@@ -195,6 +197,8 @@ func (p *peerState) handle(q *request) (r reply, err error) {
 		}
 	case opConnectStaged:
 		err = p.staged.connect(q.StagedOffer)
+	case opFlood:
+		r.Values, err = flood(q.Flood, q.For)
 	case opClose:
 		r.Values, err = measureClosing(q.Regions)
 	default:

@@ -26,9 +26,10 @@ type settings struct {
 	duration time.Duration // of one measurement
 	idle     time.Duration // how long an idle device is watched
 
-	idleQPs   int // connected and idle, for memory
-	atOnce    int // connections that are made at once
-	activeQPs int // sharing a link, compared with one; and connected and idle, for CPU time
+	idleQPs   int           // connected and idle, for memory
+	atOnce    int           // connections that are made at once
+	floodTime time.Duration // of a flood of forged requests
+	activeQPs int           // sharing a link, compared with one; and connected and idle, for CPU time
 
 	region    int // bytes of a large on-demand region
 	regions   int // on-demand regions of one process, compared with fewRegions
@@ -40,7 +41,7 @@ type settings struct {
 }
 
 func defaults() settings {
-	return settings{rounds: 5, duration: 500 * time.Millisecond, idle: 3 * time.Second, idleQPs: 10_000, atOnce: 1_000, activeQPs: 1_000,
+	return settings{rounds: 5, duration: 500 * time.Millisecond, idle: 3 * time.Second, idleQPs: 10_000, atOnce: 1_000, floodTime: 15 * time.Second, activeQPs: 1_000,
 		region: 1 << 30, regions: 1_000_000, populated: 10_000, importers: 1_000}
 }
 

@@ -38,7 +38,7 @@ func TestMain(m *testing.M) {
 }
 
 func brief() settings {
-	return settings{rounds: 2, duration: 10 * time.Millisecond, idle: 20 * time.Millisecond, idleQPs: 50, atOnce: 20, activeQPs: 20,
+	return settings{rounds: 2, duration: 10 * time.Millisecond, idle: 20 * time.Millisecond, idleQPs: 50, atOnce: 20, floodTime: 100 * time.Millisecond, activeQPs: 20,
 		region: 8 << 20, regions: 3000, populated: 20, importers: 50}
 }
 

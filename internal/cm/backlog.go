@@ -58,9 +58,10 @@ func (n *Conn) await(b *Backlog) {
 	b.pool(n.request.Again).add(n)
 }
 
-// makeRoom makes room for one more request, and reports whether there is any: a request that comes for
-// the first time takes the place of a random one of its kind. One that comes again takes the place of
-// a random one that does not, or, if there is none, of a random one of its kind.
+// makeRoom makes room for one more request, and reports whether there is any: one in eight requests that
+// come for the first time takes the place of a random one of its kind. If each did, none would be more
+// likely to be seen, and a flood would cost more. One that comes again takes the place of a random one
+// that does not, or, if there is none, of a random one of its kind.
 func (c *Core) makeRoom(now Time, b *Backlog, again bool) bool {
 	if b.Len() < b.Max {
 		return true
@@ -69,7 +70,7 @@ func (c *Core) makeRoom(now Time, b *Backlog, again bool) bool {
 	if len(from.conns) == 0 && again {
 		from = &b.again
 	}
-	if len(from.conns) == 0 {
+	if len(from.conns) == 0 || !again && c.cfg.Rand()%8 != 0 {
 		return false
 	}
 	old := from.random(c.cfg.Rand())

@@ -38,9 +38,9 @@ type Manager struct {
 	claims map[claimKey]*claim
 	// listeners are the ids that listen, by service id. A flood of requests must not look at all ids.
 	listeners map[uint64][]*ID
-	sends  []outgoing
-	events []*Event
-	closed bool
+	sends     []outgoing
+	events    []*Event
+	closed    bool
 }
 
 // port is an open device with its protocol core.

@@ -35,18 +35,11 @@ import (
 // managementQKey is the Q_Key of queue pair 1.
 const managementQKey = 0x80010000
 
-// maxMADs is how many datagrams of each queue wait to be served. Further ones are lost, and their
-// senders repeat them.
-const maxMADs = 512
-
 // management is queue pair 1 of a device.
 type management struct {
 	dev    *Device
 	common *link.UDPReceiver // reads the sockets that all processes read; nil without other processes
-	// requests are for a connection, answers is everything else, which is served first: a flood of
-	// requests must not keep out what connections in the making wait for.
-	requests, answers chan *mad
-
+	queue  madQueue
 	reader sync.WaitGroup // serveCommon
 	server sync.WaitGroup // serve
 
@@ -69,7 +62,7 @@ type mad struct {
 func (d *Device) openManagement() error {
 	m := &d.management
 	m.dev, m.sender.psn = d, rand.Uint32()
-	m.requests, m.answers = make(chan *mad, maxMADs), make(chan *mad, maxMADs)
+	m.queue.wake = make(chan struct{}, 1)
 	if d.member != nil {
 		var err error
 		if m.common, err = d.link.(*link.Shared).NewCommonReceiver(d.member.Common()); err != nil {
@@ -87,10 +80,7 @@ func (m *management) close() {
 		m.common.Wake()
 	}
 	m.reader.Wait()
-	if m.answers != nil {
-		close(m.requests)
-		close(m.answers)
-	}
+	m.queue.close()
 	m.server.Wait()
 }
 
@@ -142,43 +132,16 @@ const sourceBytes = 16
 
 func (m *management) put(d *mad) {
 	m.received.Add(1)
-	queue := m.answers
-	if attr, _, _, _ := cm.Classify(d.bytes[:]); attr == cm.AttrREQ || attr == cm.AttrSIDRREQ {
-		queue = m.requests
-	}
-	select {
-	case queue <- d:
-	default:
+	if !m.queue.put(d) {
 		m.dropped.Add(1)
 	}
 }
 
 // serve serves the datagrams that have come.
 func (m *management) serve() {
-	requests, answers := m.requests, m.answers // nil when they have ended
-	for requests != nil || answers != nil {
-		select {
-		case d, ok := <-answers:
-			answers = m.routeNext(d, ok, answers)
-			continue
-		default:
-		}
-		select {
-		case d, ok := <-answers:
-			answers = m.routeNext(d, ok, answers)
-		case d, ok := <-requests:
-			requests = m.routeNext(d, ok, requests)
-		}
+	for d := m.queue.next(); d != nil; d = m.queue.next() {
+		m.route(d)
 	}
-}
-
-// routeNext routes what was taken from a queue, and returns the queue: nil if it has ended.
-func (m *management) routeNext(d *mad, ok bool, queue chan *mad) chan *mad {
-	if !ok {
-		return nil
-	}
-	m.route(d)
-	return queue
 }
 
 // route passes a datagram on to the process that it is for, or handles it here.

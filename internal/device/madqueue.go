@@ -1,0 +1,106 @@
+package device
+
+import (
+	"math/rand/v2"
+	"sync"
+
+	"github.com/verbena-rdma/verbena/internal/cm"
+)
+
+// maxMADs is how many requests, and how many other datagrams, wait to be served. Further ones are lost,
+// and their senders repeat them.
+const maxMADs = 512
+
+// madQueue holds the datagrams that wait to be served, by one goroutine. Answers come first: a flood of
+// requests must not keep out what connections in the making wait for.
+type madQueue struct {
+	wake chan struct{} // has room for one value, which is there if the queue may not be empty
+
+	mu                sync.Mutex // guards what follows
+	answers, requests madRing
+	closed            bool
+}
+
+// madRing is a queue of at most maxMADs datagrams.
+type madRing struct {
+	all         []*mad // nil until the first one
+	first, used int
+}
+
+func (r *madRing) at(i int) **mad { return &r.all[(r.first+i)%maxMADs] }
+
+func (r *madRing) push(d *mad) {
+	if r.all == nil {
+		r.all = make([]*mad, maxMADs)
+	}
+	*r.at(r.used) = d
+	r.used++
+}
+
+func (r *madRing) pop() *mad {
+	if r.used == 0 {
+		return nil
+	}
+	p := r.at(0)
+	d := *p
+	*p = nil
+	r.first, r.used = (r.first+1)%maxMADs, r.used-1
+	return d
+}
+
+// put adds a datagram. It reports false if one is lost. Of answers that is the new one. A request takes
+// the place of a random one: those that come all at once are not lost all at once.
+func (q *madQueue) put(d *mad) bool {
+	attr, _, _, _ := cm.Classify(d.bytes[:])
+	kept := true
+	q.mu.Lock()
+	switch r := q.ring(attr); {
+	case r.used < maxMADs:
+		r.push(d)
+	case r == &q.requests:
+		*r.at(rand.N(maxMADs)) = d
+		kept = false
+	default:
+		kept = false
+	}
+	q.mu.Unlock()
+	select {
+	case q.wake <- struct{}{}:
+	default:
+	}
+	return kept
+}
+
+func (q *madQueue) ring(attr cm.Attr) *madRing {
+	if attr == cm.AttrREQ || attr == cm.AttrSIDRREQ {
+		return &q.requests
+	}
+	return &q.answers
+}
+
+// next waits for the next datagram; nil if the queue is closed and empty.
+func (q *madQueue) next() *mad {
+	for {
+		q.mu.Lock()
+		d, closed := q.answers.pop(), q.closed
+		if d == nil {
+			d = q.requests.pop()
+		}
+		q.mu.Unlock()
+		if d != nil || closed {
+			return d
+		}
+		<-q.wake
+	}
+}
+
+// close ends the queue. Nobody puts anything into it any more.
+func (q *madQueue) close() {
+	q.mu.Lock()
+	q.closed = true
+	q.mu.Unlock()
+	select {
+	case q.wake <- struct{}{}:
+	default:
+	}
+}
