@@ -37,6 +37,7 @@ type Conn struct {
 	state   sync.Mutex // guards what follows
 	heard   func()     // is called when an event has come, by the connection manager; nil: nothing is
 	setup   bool       // Setup is under way
+	live    bool       // established: what fails ends the connection
 	closing bool
 	err     error
 	mrs     []*verbs.MR
@@ -57,20 +58,17 @@ func (c *Conn) sink(e *cma.Event) {
 	switch e.Type {
 	case cma.TimewaitExit:
 	case cma.Disconnected:
-		select {
-		case c.down <- struct{}{}:
-		default:
-		}
-		c.state.Lock()
-		if !c.closing {
-			c.ends.Add(1)
-			go c.peerLeft()
-		}
-		c.state.Unlock()
+		c.ended()
 	default:
 		select {
 		case c.events <- e:
 		default:
+		}
+		c.state.Lock()
+		live := c.live
+		c.state.Unlock()
+		if live && failure(e) != nil {
+			c.ended()
 		}
 	}
 	c.state.Lock()
@@ -78,6 +76,20 @@ func (c *Conn) sink(e *cma.Event) {
 	c.state.Unlock()
 	if heard != nil {
 		heard()
+	}
+}
+
+// ended takes the end of the connection from the connection manager.
+func (c *Conn) ended() {
+	select {
+	case c.down <- struct{}{}:
+	default:
+	}
+	c.state.Lock()
+	defer c.state.Unlock()
+	if !c.closing {
+		c.ends.Add(1)
+		go c.peerLeft()
 	}
 }
 
@@ -226,11 +238,18 @@ func (c *Conn) ready(own *cma.ConnParam) error {
 	return c.modify(verbs.QPRTS, own)
 }
 
-// established marks the connection as one that is ended in order.
+// established marks the connection as one that is ended in order. The peer may refuse it even now: this
+// side's last message was not there when its process died, or gave up.
 func (c *Conn) established() {
 	c.close.Lock()
 	c.up = true
 	c.close.Unlock()
+	c.state.Lock()
+	c.live = true
+	c.state.Unlock()
+	if c.failed() != nil { // it came before live was set
+		c.ended()
+	}
 }
 
 // QP returns the queue pair. It is the connection's: the program posts to it, and leaves its state and

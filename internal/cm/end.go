@@ -26,23 +26,14 @@ func (n *Conn) Reject(now Time, reason Reason, ari, private []byte) error {
 	if len(ari) > RejARI || len(private) > RejPrivate {
 		return ErrLength
 	}
-	r := rej{ids: n.ids(), of: ofOther, reason: reason, ariLen: uint8(len(ari))}
-	copy(r.ari[:], ari)
-	copy(r.private[:], private)
-	wait := false
-	switch n.state {
-	case ReqSent, MRAReqRcvd:
-	case ReqRcvd:
-		r.local, r.of = 0, ofREQ
-	case MRAReqSent:
-		r.of = ofREQ
-	case RepRcvd, MRARepSent:
-		r.of = ofREP
-	case RepSent, MRARepRcvd:
-		wait = true
-	default:
+	r, ok := rejectIn(n.state, n.ids())
+	if !ok {
 		return ErrState
 	}
+	r.reason, r.ariLen = reason, uint8(len(ari))
+	copy(r.ari[:], ari)
+	copy(r.private[:], private)
+	wait := n.state == RepSent || n.state == MRARepRcvd
 	s, d := n.mad(AttrREJ, n.tid)
 	r.put(d)
 	n.core.queue(s)
@@ -52,6 +43,23 @@ func (n *Conn) Reject(now Time, reason Reason, ari, private []byte) error {
 		n.idle()
 	}
 	return nil
+}
+
+// rejectIn returns the REJ of a state, without a reason; ok is false if there is none.
+func rejectIn(s State, i ids) (r rej, ok bool) {
+	r = rej{ids: i, of: ofOther}
+	switch s {
+	case ReqSent, MRAReqRcvd, RepSent, MRARepRcvd:
+	case ReqRcvd:
+		r.local, r.of = 0, ofREQ
+	case MRAReqSent:
+		r.of = ofREQ
+	case RepRcvd, MRARepSent:
+		r.of = ofREP
+	default:
+		return r, false
+	}
+	return r, true
 }
 
 func (c *Core) onREJ(p *packet, d []byte) {

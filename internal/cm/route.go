@@ -2,11 +2,56 @@ package cm
 
 import "net/netip"
 
-// LastWords returns the DREQ that a process sends for another one, which has died.
-func LastWords(localID, remoteID, remoteQPN uint32, tid uint64) (mad [Size]byte) {
-	r := dreq{ids: ids{local: localID, remote: remoteID}, qpn: remoteQPN}
-	r.put(header{tid: tid, attr: AttrDREQ}.put(&mad))
-	return mad
+// Last is what is to be known of a Conn for its last words.
+type Last struct {
+	State     State
+	GUID      uint64 // CA GUID of this side
+	ID, Peer  uint32 // communication ids
+	RemoteQPN uint32 // in SIDRReqRcvd the service id
+}
+
+// Last returns what other processes are to know of the Conn; ok is false if the peer need not hear of the
+// end of this process.
+func (n *Conn) Last() (l Last, ok bool) {
+	l = Last{State: n.state, GUID: n.core.cfg.GUID, ID: n.localID, Peer: n.remoteID, RemoteQPN: n.remoteQPN}
+	switch n.state {
+	case Idle, TimeWait, SIDRReqSent:
+		return l, false
+	case SIDRReqRcvd:
+		l.RemoteQPN = uint32(n.request.Service)
+	case Established:
+		ok = !n.passive || n.transport != XRC // an XRC target outlives its creator
+		return l, ok
+	}
+	return l, true
+}
+
+// LastWords returns what a process sends for another one, which has died with the connection: what
+// Close would send. ok is false if that is nothing.
+func LastWords(l *Last, tid uint64) (mad [Size]byte, ok bool) {
+	i := ids{local: l.ID, remote: l.Peer}
+	put := func(attr Attr, m interface{ put([]byte) }) ([Size]byte, bool) {
+		m.put(header{tid: tid, attr: attr}.put(&mad))
+		return mad, true
+	}
+	switch l.State {
+	case Established, DreqSent:
+		return put(AttrDREQ, &dreq{ids: i, qpn: l.RemoteQPN})
+	case DreqRcvd:
+		return put(AttrDREP, i)
+	case SIDRReqRcvd:
+		return put(AttrSIDRREP, &sidrRep{id: l.Peer, status: SIDRRejected, service: uint64(l.RemoteQPN)})
+	}
+	r, ok := rejectIn(l.State, i)
+	if !ok {
+		return mad, false
+	}
+	r.reason = RejectConsumer
+	if l.State == ReqSent || l.State == MRAReqRcvd {
+		r.reason, r.ariLen = RejectTimeout, 8
+		be.PutUint64(r.ari[:], l.GUID)
+	}
+	return put(AttrREJ, &r)
 }
 
 // Classify returns which process a MAD is for: that of the service id for a REQ or SIDR_REQ,

@@ -300,10 +300,16 @@ func message(attr Attr, put func([]byte)) []byte {
 	return m[:]
 }
 
+// lastDREQ returns the DREQ for a connection of a process that has died.
+func lastDREQ(id, peer, qpn uint32, tid uint64) [Size]byte {
+	m, _ := LastWords(&Last{State: Established, ID: id, Peer: peer, RemoteQPN: qpn}, tid)
+	return m
+}
+
 func TestDREQ(t *testing.T) {
 	t.Run("unknown is answered", func(t *testing.T) {
 		p := newPair(t)
-		mad := LastWords(1, 2, 3, 4)
+		mad := lastDREQ(1, 2, 3, 4)
 		p.b.Receive(p.now, p.a.addr, p.b.addr, mad[:])
 		m := p.b.sent(AttrDREP)[0]
 		h, d, _ := parseHeader(m.MAD[:])
@@ -314,7 +320,7 @@ func TestDREQ(t *testing.T) {
 	t.Run("wrong QPN is ignored", func(t *testing.T) {
 		p := newPair(t)
 		a, b := p.connected()
-		mad := LastWords(b.LocalID(), a.LocalID(), qpnA+1, 4)
+		mad := lastDREQ(b.LocalID(), a.LocalID(), qpnA+1, 4)
 		p.a.Receive(p.now, p.b.addr, p.a.addr, mad[:])
 		p.a.sent()
 		p.a.got()
@@ -323,7 +329,7 @@ func TestDREQ(t *testing.T) {
 	t.Run("of a sibling", func(t *testing.T) {
 		p := newPair(t)
 		a, b := p.connected()
-		mad := LastWords(b.LocalID(), a.LocalID(), b.RemoteQPN(), 4)
+		mad := lastDREQ(b.LocalID(), a.LocalID(), b.RemoteQPN(), 4)
 		p.a.Receive(p.now, p.b.addr, p.a.addr, mad[:])
 		p.a.got(EventDisconnected)
 	})

@@ -237,3 +237,38 @@ func leaveEmpty(p *pair, s *side, n *Conn) {
 	}
 	s.empty()
 }
+
+// TestLastWordsAreThoseOfClose: what another process says for a dead one is what the program's Close would
+// have said.
+func TestLastWordsAreThoseOfClose(t *testing.T) {
+	eachPlace(t, func(t *testing.T, at place, state State) {
+		p := newPair(t)
+		s, n := at.reach(p)
+		equal(t, "state", n.State(), state)
+		l, ok := n.Last()
+		words, said := LastWords(&l, 7)
+		for _, silent := range []State{Idle, TimeWait, SIDRReqSent} {
+			if state == silent {
+				equal(t, "has last words", ok || said, false)
+				return
+			}
+		}
+		equal(t, "has last words", ok && said, true)
+		for _, ok := s.NextMAD(); ok; _, ok = s.NextMAD() {
+		}
+		s.out = nil
+		if state == DreqSent { // Close leaves it at the DREQ that is repeated
+			equal(t, "last words", Attr(be.Uint16(words[16:])), AttrDREQ)
+			return
+		}
+		n.Close(p.now)
+		m, ok := s.NextMAD()
+		equal(t, "Close sends", ok, true)
+		a, b := m.MAD, words
+		const tid = 8
+		copy(a[tid:], make([]byte, 8))
+		copy(b[tid:], make([]byte, 8))
+		equal(t, "last words", b, a)
+		equal(t, "to", m.To, n.Path().Remote)
+	})
+}

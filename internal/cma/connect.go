@@ -42,6 +42,7 @@ func (id *ID) Connect(q *ConnParam) error {
 		}
 		id.conn.Data, id.state, id.own = id, stateConnect, *q
 		id.own.Private = nil
+		id.recordLocked()
 		return nil
 	}, stateRouteResolved)
 }
@@ -60,12 +61,12 @@ func (id *ID) Accept(q *ConnParam) error {
 		case id.conn == nil:
 			return ib.Errorf(op, syscall.EINVAL, "the id has no connection")
 		case id.isUD() && q != nil:
-			return id.conn.AnswerSIDR(id.m.now(), &cm.SIDRReply{QPN: q.QPN, QKey: udpQKey, Private: q.Private})
+			err := id.conn.AnswerSIDR(id.m.now(), &cm.SIDRReply{QPN: q.QPN, QKey: udpQKey, Private: q.Private})
+			id.recordLocked()
+			return err
 		case q == nil:
 			err := id.conn.Establish(id.m.now())
-			if err == nil {
-				id.recordLocked()
-			}
+			id.recordLocked()
 			return err
 		}
 		params := id.params(q)
@@ -79,12 +80,31 @@ func (id *ID) Accept(q *ConnParam) error {
 	}, stateConnect)
 }
 
-// recordLocked lets the other processes of the device know the connection.
+// recordLocked lets the other processes of the device know the connection, or what has changed of it: what
+// its peer is to hear if this process dies.
 func (id *ID) recordLocked() {
+	if id.conn == nil {
+		return
+	}
+	l, ok := id.conn.Last()
+	if !ok {
+		id.forgetLocked()
+		return
+	}
 	if id.record == nil {
 		id.record = id.port.mgmt.Record()
 	}
-	id.record.Set(1, slices.Index(id.port.dev.Addrs, id.conn.Path().Local), id.conn.Path().Remote, id.conn.LocalID(), id.conn.RemoteID(), id.conn.RemoteQPN())
+	if at := slices.Index(id.port.dev.Addrs, id.conn.Path().Local); at >= 0 {
+		id.record.Set(uint8(l.State), at, id.conn.Path().Remote, l.ID, l.Peer, l.RemoteQPN)
+	}
+}
+
+// forgetLocked takes back what other processes know of the connection.
+func (id *ID) forgetLocked() {
+	if id.record != nil {
+		id.record.Free()
+		id.record = nil
+	}
 }
 
 // Reject refuses a request, or the peer's answer; reason 0 stands for 28, consumer defined.
@@ -97,7 +117,9 @@ func (id *ID) Reject(reason int, private []byte) error {
 		if id.conn == nil {
 			return ib.Errorf(op, syscall.EINVAL, "the id has no connection")
 		}
-		return id.conn.Reject(id.m.now(), cm.Reason(reason), nil, private)
+		err := id.conn.Reject(id.m.now(), cm.Reason(reason), nil, private)
+		id.recordLocked()
+		return err
 	}, stateConnect)
 }
 
@@ -108,7 +130,9 @@ func (id *ID) Disconnect() error {
 		if id.conn == nil || id.isUD() {
 			return ib.Errorf(op, syscall.EINVAL, "the id has no connection")
 		}
-		return id.conn.Disconnect(id.m.now())
+		err := id.conn.Disconnect(id.m.now())
+		id.recordLocked()
+		return err
 	}, stateConnect)
 }
 
@@ -185,6 +209,7 @@ func (m *Manager) requestLocked(p *port, e *cm.Event) {
 	id.path = &Path{SGID: ib.GIDFromAddr(r.Path.Local), DGID: ib.GIDFromAddr(r.Path.Remote), FlowLabel: r.Path.FlowLabel,
 		HopLimit: max(r.Path.HopLimit, 1), TrafficClass: r.Path.TClass, PKey: 0xffff, MTU: r.Path.MTU, LifeTime: r.Path.LifeTime}
 	e.Conn.Data = id
+	id.recordLocked()
 	l.emitLocked(Event{Type: ConnectRequest, New: id, Again: r.Again, Conn: crossed(&r.Params), UD: UDParam{Private: r.Params.Private}})
 }
 
@@ -204,6 +229,7 @@ func (m *Manager) coreEventLocked(p *port, e *cm.Event) {
 	if id == nil || id.state == stateClosed {
 		return
 	}
+	id.recordLocked()
 	switch e.Type {
 	case cm.EventReply:
 		id.peer = e.Params
@@ -218,10 +244,6 @@ func (m *Manager) coreEventLocked(p *port, e *cm.Event) {
 	case cm.EventEstablished:
 		id.emitLocked(Event{Type: Established})
 	case cm.EventDisconnected:
-		if id.record != nil {
-			id.record.Free()
-			id.record = nil
-		}
 		ev := Event{Type: Disconnected}
 		if e.TimedOut {
 			ev.Status = -int(syscall.ETIMEDOUT)

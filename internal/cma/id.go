@@ -169,10 +169,7 @@ func (id *ID) closeLocked() {
 		id.conn = nil
 	}
 	id.parent = nil
-	if id.record != nil {
-		id.record.Free()
-		id.record = nil
-	}
+	id.forgetLocked()
 	id.freePortsLocked()
 	id.state = stateClosed
 	delete(id.m.ids, id)

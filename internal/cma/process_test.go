@@ -21,7 +21,8 @@ import (
 )
 
 // childEnv makes the test binary another process with a device, at the address that it holds. With a
-// port behind it, the process accepts connections there.
+// port behind it, the process accepts connections there; with "silent" behind that, it takes requests
+// and does not answer. With "dial" and an address, it asks for a connection.
 const childEnv = "VERBENA_CMA_TEST_CHILD"
 
 func TestMain(m *testing.M) {
@@ -37,6 +38,8 @@ func TestMain(m *testing.M) {
 
 func child(at string) error {
 	a, port, _ := strings.Cut(at, " ")
+	port, silent := strings.CutSuffix(port, " silent")
+	to, dials := strings.CutPrefix(port, "dial ")
 	addrs := []netip.Addr{netip.MustParseAddr(a)}
 	dev, err := device.Open("", &provider.Config{Addrs: addrs})
 	if err != nil {
@@ -45,7 +48,24 @@ func child(at string) error {
 	m := cma.New(cma.Config{Devices: func() ([]cma.Device, error) {
 		return []cma.Device{{Name: "dev", Addrs: addrs, Open: func() (provider.Device, func(), error) { return dev, func() {}, nil }}}, nil
 	}})
-	if port != "" {
+	if dials {
+		events := make(chan *cma.Event, 10)
+		c, err := m.NewID(cma.PSTCP, ib.RC, func(e *cma.Event) { events <- e })
+		if err == nil {
+			err = c.ResolveAddr(netip.AddrPort{}, netip.MustParseAddrPort(to), time.Second)
+		}
+		if err == nil {
+			<-events
+			err = c.ResolveRoute(time.Second)
+		}
+		if err == nil {
+			<-events
+			err = c.Connect(&cma.ConnParam{QPN: 77})
+		}
+		if err != nil {
+			return err
+		}
+	} else if port != "" {
 		events := make(chan *cma.Event, 1000)
 		l, err := m.NewID(cma.PSTCP, ib.RC, func(e *cma.Event) { events <- e })
 		if err == nil {
@@ -62,7 +82,13 @@ func child(at string) error {
 				switch e.Type {
 				case cma.ConnectRequest:
 					e.New.Seen()
+					if silent {
+						fmt.Println("asked")
+						continue
+					}
 					_ = e.New.Accept(&cma.ConnParam{QPN: qpns.Add(1)})
+				case cma.Established:
+					fmt.Println("established")
 				case cma.Disconnected:
 					_ = e.ID.Disconnect()
 				}
@@ -76,6 +102,13 @@ func child(at string) error {
 
 // start starts another process.
 func start(t *testing.T, at string) *os.Process {
+	t.Helper()
+	p, _ := startTalking(t, at)
+	return p
+}
+
+// startTalking starts another process, and returns what it says after "ready".
+func startTalking(t *testing.T, at string) (*os.Process, *bufio.Scanner) {
 	t.Helper()
 	exe, err := os.Executable()
 	check(t, err)
@@ -93,7 +126,7 @@ func start(t *testing.T, at string) *os.Process {
 	if !s.Scan() || s.Text() != "ready" {
 		t.Fatalf("the process says %q", s.Text())
 	}
-	return c.Process
+	return c.Process, s
 }
 
 // qpns counts numbers of queue pairs: two connections with one number, of one side, would be stale.
@@ -145,11 +178,14 @@ func TestProcesses(t *testing.T) {
 func TestDeath(t *testing.T) {
 	at := netip.AddrPortFrom(addr(12), 7176)
 	start(t, addr(12).String())
-	server := start(t, fmt.Sprint(addr(12), " 7176"))
+	server, said := startTalking(t, fmt.Sprint(addr(12), " 7176"))
 	m := manager(t, "", addr(13))
 	var all []*id
 	for range 300 { // more than a chunk of records
 		all = append(all, dial(t, m, at))
+		if !said.Scan() || said.Text() != "established" {
+			t.Fatalf("the process says %q", said.Text())
+		}
 	}
 	check(t, server.Kill())
 	begin := time.Now()
@@ -166,4 +202,49 @@ func TestDeath(t *testing.T) {
 	if e := a.next(cma.Rejected); e.Status != 8 {
 		t.Errorf("a dead process listens: reason %d", e.Status)
 	}
+}
+
+// The peers of connections in the making hear of a process's death, too: by the message that the kernel
+// sends when it destroys an id.
+func TestDeathInTheMaking(t *testing.T) {
+	start(t, addr(14).String()) // says the last words
+	m := manager(t, "", addr(15))
+
+	t.Run("REQ received", func(t *testing.T) {
+		p, said := startTalking(t, fmt.Sprint(addr(14), " 7176 silent"))
+		a := newID(t, m, cma.PSTCP, ib.RC)
+		a.resolve(netip.AddrPortFrom(addr(14), 7176))
+		check(t, a.Connect(&cma.ConnParam{QPN: qpns.Add(1)}))
+		if !said.Scan() || said.Text() != "asked" {
+			t.Fatalf("the process says %q", said.Text())
+		}
+		check(t, p.Kill())
+		if e := a.next(cma.Rejected); e.Status != 28 {
+			t.Errorf("reason %d", e.Status)
+		}
+	})
+
+	t.Run("REP sent", func(t *testing.T) {
+		p := start(t, fmt.Sprint(addr(14), " 7177"))
+		a := newID(t, m, cma.PSTCP, ib.RC)
+		a.resolve(netip.AddrPortFrom(addr(14), 7177))
+		check(t, a.Connect(&cma.ConnParam{QPN: qpns.Add(1)}))
+		a.next(cma.ConnectResponse)
+		check(t, p.Kill())
+		if e := a.next(cma.Rejected); e.Status != 28 {
+			t.Errorf("reason %d", e.Status)
+		}
+	})
+
+	t.Run("REQ sent", func(t *testing.T) {
+		l := newID(t, m, cma.PSTCP, ib.RC)
+		check(t, l.Bind(netip.AddrPortFrom(addr(15), 7178)))
+		check(t, l.Listen(0))
+		p := start(t, fmt.Sprint(addr(14), " dial ", addr(15), ":7178"))
+		b := take(t, l.next(cma.ConnectRequest))
+		check(t, p.Kill())
+		if e := b.next(cma.Rejected); e.Status != 4 {
+			t.Errorf("reason %d", e.Status)
+		}
+	})
 }

@@ -47,6 +47,7 @@ type management struct {
 	handler  func(from, to netip.Addr, mad []byte)
 
 	sender madSender
+	words  lastWords
 
 	received, sent, dropped, passed atomic.Uint64
 }
@@ -63,6 +64,7 @@ func (d *Device) openManagement() error {
 	m := &d.management
 	m.dev, m.sender.psn = d, rand.Uint32()
 	m.queue.wake = make(chan struct{}, 1)
+	m.words.stop = make(chan struct{})
 	if d.member != nil {
 		var err error
 		if m.common, err = d.link.(*link.Shared).NewCommonReceiver(d.member.Common()); err != nil {
@@ -76,6 +78,7 @@ func (d *Device) openManagement() error {
 
 // close ends the goroutines. No receiver of the device runs any more.
 func (m *management) close() {
+	m.words.close()
 	if m.common != nil {
 		m.common.Wake()
 	}
@@ -392,20 +395,4 @@ func (c *connRecord) Free() {
 	if c != nil {
 		c.r.Free()
 	}
-}
-
-// died tells the peer of a connection that the process which had it has died.
-func (m *management) died(w host.LastWords) {
-	if d := lastWords(m.dev.addrs, &w); d != nil {
-		_ = m.Send(d) // it may be lost on the way, too
-	}
-}
-
-// lastWords returns the datagram for a process that has died; nil if the device has no such address.
-func lastWords(addrs []netip.Addr, w *host.LastWords) *provider.MAD {
-	if w.Addr < 0 || w.Addr >= len(addrs) {
-		return nil
-	}
-	b := cm.LastWords(w.Local, w.Remote, w.QPN, rand.Uint64())
-	return &provider.MAD{From: addrs[w.Addr], To: w.Peer, Bytes: b[:]}
 }

@@ -58,9 +58,9 @@ func openShared(addrs []netip.Addr, cfg *provider.Config, alone bool, tap link.T
 		Addrs:  addrs, Alone: alone, Limits: hostLimits(cfg),
 		Common: s.OpenCommon,
 		Listen: func(w *host.Sockets) (int, error) { return listen(s.First(), w) },
-		Died: func(w host.LastWords) {
+		Died: func(words []host.LastWords) {
 			if d := dev.Load(); d != nil {
-				d.management.died(w)
+				d.management.died(words)
 			}
 		},
 		Watcher: watcherName(),

@@ -7,10 +7,10 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"time"
 
 	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/link"
+	"github.com/verbena-rdma/verbena/internal/provider"
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
@@ -28,10 +28,6 @@ func watcherName() string {
 	return ""
 }
 
-// repeatLastWords are the pauses before last words are said: nobody is left who could take an
-// answer, and networks lose packets.
-var repeatLastWords = [...]time.Duration{0, 100 * time.Millisecond, time.Second, 3 * time.Second}
-
 func sayLastWords(addrs []netip.Addr, words []host.LastWords) {
 	if len(words) == 0 {
 		return
@@ -42,14 +38,10 @@ func sayLastWords(addrs []netip.Addr, words []host.LastWords) {
 	}
 	defer func() { _ = udp.Close() }()
 	s := madSender{psn: rand.Uint32()}
-	for _, pause := range repeatLastWords {
-		time.Sleep(pause)
-		for i := range words {
-			if d := lastWords(addrs, &words[i]); d != nil {
-				_ = s.send(udp, d, wire.ManagementQP) // it is repeated
-			}
-		}
-	}
+	send := func(d *provider.MAD) error { return s.send(udp, d, wire.ManagementQP) }
+	all := lastMADs(addrs, words)
+	sayLast(all, send)
+	repeatLast(all, send, nil)
 }
 
 // deaf routes packets to no process: the watcher receives none.

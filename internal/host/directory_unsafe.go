@@ -81,7 +81,7 @@ type domainEntry struct {
 	name [2]atomic.Uint64
 }
 
-const layoutMagic = 0x7665726265_6e61_0a // "verbena", version 10
+const layoutMagic = 0x7665726265_6e61_0b // "verbena", version 11
 
 var errDirectory = errors.New("the directory of the device is damaged, or of another version")
 

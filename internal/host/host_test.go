@@ -43,7 +43,11 @@ func joinWith(t *testing.T, u udp) *joined {
 	ready := make(chan struct{})
 	var err error
 	j.Member, err = Join(Config{Addrs: addrs, Limits: manyObjects(), Listen: j.udp.listen,
-		Died: func(w LastWords) { j.died <- w },
+		Died: func(words []LastWords) {
+			for _, w := range words {
+				j.died <- w
+			}
+		},
 		Channel: func(c *net.UnixConn, _ netip.Addr, _ int) {
 			<-ready
 			_, _ = c.Write([]byte(fmt.Sprint(j.Slot())))

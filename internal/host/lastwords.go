@@ -20,12 +20,12 @@ const (
 
 // LastWords are a connection of a process, as its peer must hear of it when the process dies.
 type LastWords struct {
-	State  uint8 // of the connection, not 0: see package cm
+	State  uint8 // of the connection, or of one in the making, not 0: see package cm
 	Addr   int   // the index of the device's address
 	Peer   netip.Addr
 	Local  uint32 // communication ids
 	Remote uint32
-	QPN    uint32 // the peer's queue pair
+	QPN    uint32 // the peer's queue pair; see Last of package cm
 }
 
 // records are the chunks of this process, and their free records.
@@ -106,20 +106,25 @@ func (r *record) words() (w LastWords, ok bool) {
 // mourn calls Config.Died for the connections of dead processes.
 func (m *Member) mourn() { m.dir.mourn(m.self, m.cfg.Died) }
 
-// mourn calls f for the connections of processes that have no entry any more, and frees their
-// chunks. taker has the chunks meanwhile.
-func (d *directory) mourn(taker identity, f func(LastWords)) {
+// mourn calls f for the connections of processes that have no entry any more, those of each chunk
+// together, and frees the chunks. taker has the chunks meanwhile.
+func (d *directory) mourn(taker identity, f func([]LastWords)) {
 	for c := range d.chunkHolder {
 		h := d.chunkHolder[c].Load()
 		if h == 0 || h == uint64(taker) || uint64(d.who(identity(h).slot())) == h || !d.chunkHolder[c].CompareAndSwap(h, uint64(taker)) {
 			continue
 		}
+		var words []LastWords
 		for i := range d.chunk[c] {
-			r := &d.chunk[c][i]
-			if w, ok := r.words(); ok && f != nil {
-				f(w)
+			if w, ok := d.chunk[c][i].words(); ok {
+				words = append(words, w)
 			}
-			r.state.Store(0)
+		}
+		if len(words) > 0 && f != nil {
+			f(words)
+		}
+		for i := range d.chunk[c] { // not before: if this process dies meanwhile, another one says them
+			d.chunk[c][i].state.Store(0)
 		}
 		d.chunkHolder[c].Store(0)
 	}

@@ -46,9 +46,9 @@ type Config struct {
 	// this one. from is an address of that process's device, process its slot there.
 	// It may be called before Join returns, and must not wait for that.
 	Channel func(c *net.UnixConn, from netip.Addr, process int)
-	// Died, if set, is called for each connection of a process of the device that has died. Of
-	// all processes, one is called. It must not wait for a process.
-	Died func(LastWords)
+	// Died, if set, is called for the connections of a process of the device that has died, some of
+	// them at a time. Of all processes, one is called. It must not wait for a process.
+	Died func([]LastWords)
 	// Watcher is the name of a socket where a process watches this one: see ServeWatcher. "" if
 	// there is none.
 	Watcher string
@@ -281,10 +281,7 @@ func (m *Member) Over(o Object) bool {
 	if m.dir.total(o) <= m.dir.limits[o] {
 		return false
 	}
-	if m.dir.sweep(m.self) { // a process has ended without giving back what it had
-		m.tidy()
-		m.mourn()
-	}
+	m.look() // a process may have ended without giving back what it had
 	return m.dir.total(o) > m.dir.limits[o]
 }
 
@@ -311,8 +308,8 @@ func (m *Member) dial(d *directory, process int) (*net.UnixConn, error) {
 // Close leaves the device. It is idempotent.
 func (m *Member) Close() (err error) {
 	m.once.Do(func() {
+		m.endWatch()
 		if m.life != nil {
-			m.endWatch()
 			m.quietOwn()
 			m.dir.release(m.self)
 			m.life.Unlock()

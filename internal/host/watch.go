@@ -3,13 +3,15 @@ package host
 // Watching: processes of a device that have connections, whose peers must hear of their death, are
 // watched by some of the other processes. A watch is a connection between two processes, on which
 // nothing is sent. The kernel closes it when one of them ends, and the other one then looks for dead
-// processes (sweep).
+// processes (sweep). It also looks now and then, since a forked child may keep the connection open.
 //
 // A process that has connections asks others to watch it. If there are too few of them, those that
 // join later offer it by themselves.
 
 import (
+	"errors"
 	"net"
+	"os"
 	"sync"
 	"time"
 )
@@ -136,8 +138,7 @@ func (m *Member) watched(c *net.UnixConn) {
 	w.conns[c] = true
 	m.publishWatchLocked()
 	w.mu.Unlock()
-	var b [1]byte
-	_, _ = c.Read(b[:]) // it ends when the other process does, or leaves the device
+	m.waitForEnd(c)
 	_ = c.Close()
 	w.mu.Lock()
 	delete(w.conns, c)
@@ -155,6 +156,36 @@ func (m *Member) watched(c *net.UnixConn) {
 	}
 }
 
+// waitForEnd waits until the other process of a watch ends, or leaves the device, and looks for dead
+// processes meanwhile.
+func (m *Member) waitForEnd(c *net.UnixConn) {
+	var b [1]byte
+	for {
+		if c.SetReadDeadline(time.Now().Add(lookInterval)) != nil {
+			return
+		}
+		if _, err := c.Read(b[:]); !errors.Is(err, os.ErrDeadlineExceeded) {
+			return
+		}
+		select {
+		case <-m.watch.ending:
+			return
+		default:
+		}
+		m.look()
+	}
+}
+
+// look frees what dead processes have left, and reports whether there were any.
+func (m *Member) look() bool {
+	if !m.dir.sweep(m.self) {
+		return false
+	}
+	m.tidy()
+	m.mourn()
+	return true
+}
+
 // lookForDead looks for a dead process. The kernel closes the sockets of a process before it frees the
 // lock that shows that the process lives, on some machines 80 ms before: so it looks several times,
 // unless it finds one.
@@ -165,9 +196,7 @@ func (m *Member) lookForDead() {
 			return
 		case <-time.After(d):
 		}
-		if m.dir.sweep(m.self) {
-			m.tidy()
-			m.mourn()
+		if m.look() {
 			return
 		}
 	}

@@ -93,8 +93,8 @@ func isTemporary(err error) bool {
 	return errors.As(err, &e) && e.Temporary()
 }
 
-// lookInterval is how often the watcher looks for dead processes: a child that a process has forked may
-// keep the connection open.
+// lookInterval is how often those that watch a process look for dead ones: a child that the process has
+// forked may keep the connection open.
 const lookInterval = time.Second
 
 // watchOver waits for the end of a process.
@@ -163,7 +163,7 @@ func (d *directory) lastWords() (words []LastWords, found bool) {
 		for _, id := range dead {
 			d.release(id)
 		}
-		d.mourn(id, func(w LastWords) { words = append(words, w) })
+		d.mourn(id, func(w []LastWords) { words = append(words, w...) })
 		d.release(id)
 		life.Unlock()
 		return words, true

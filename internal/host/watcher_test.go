@@ -115,6 +115,35 @@ func TestWatcherHeldOpen(t *testing.T) {
 	end()
 }
 
+// The same holds for the other processes of the device.
+func TestWatchHeldOpen(t *testing.T) {
+	a := join(t, addr(75))
+	c := startWith(t, childEnv+"="+addr(75).String(), -1, modeEnv+"=connected")
+	c.expect(t, "connected <nil>")
+	a.endWatch() // so that the connection that follows is the only one
+	a.watch.mu.Lock()
+	a.watch.closed, a.watch.ending = false, make(chan struct{})
+	a.watch.mu.Unlock()
+	held, err := dial(processName(addr(75), a.self))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer held.Close()
+	if err := send(held, &request{Op: opWatch, Protocol: protocol}); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		select {
+		case <-a.died:
+		case <-time.After(20 * time.Second):
+			t.Fatal("nobody hears of it")
+		}
+	}
+}
+
 // A process that leaves in order has no last words.
 func TestWatcherLeaves(t *testing.T) {
 	name, died, end := watcher(t)
