@@ -73,6 +73,9 @@ func (id *ID) Accept(q *ConnParam) error {
 		if err := id.conn.Accept(id.m.now(), &params); err != nil {
 			return err
 		}
+		// The RTU may be lost. What the peer sends before it repeats that establishes the connection.
+		id.endDataLocked()
+		id.data = id.port.mgmt.AwaitData(q.QPN, func() { _ = id.Notify(ib.EventCommEst) }) // fails if the RTU was faster
 		id.own, id.agreed = *q, true
 		id.own.Private = nil
 		id.recordLocked()
@@ -96,6 +99,13 @@ func (id *ID) recordLocked() {
 	}
 	if at := slices.Index(id.port.dev.Addrs, id.conn.Path().Local); at >= 0 {
 		id.record.Set(uint8(l.State), at, id.conn.Path().Remote, l.ID, l.Peer, l.RemoteQPN)
+	}
+}
+
+func (id *ID) endDataLocked() {
+	if id.data != nil {
+		id.data()
+		id.data = nil
 	}
 }
 
@@ -230,6 +240,7 @@ func (m *Manager) coreEventLocked(p *port, e *cm.Event) {
 		return
 	}
 	id.recordLocked()
+	id.endDataLocked()
 	switch e.Type {
 	case cm.EventReply:
 		id.peer = e.Params

@@ -49,6 +49,7 @@ type ID struct {
 	own     ConnParam // what this side asks for, or has accepted
 	peer    cm.Params // of the peer's REQ or REP
 	record  provider.ConnRecord
+	data    func() // ends the wait for data that establishes the connection; nil: there is none
 
 	backlog *cm.Backlog // of a listener: requests that the program has not seen
 	evicts  bool        // of a listener: see ListenEvicting
@@ -170,6 +171,7 @@ func (id *ID) closeLocked() {
 	}
 	id.parent = nil
 	id.forgetLocked()
+	id.endDataLocked()
 	id.freePortsLocked()
 	id.state = stateClosed
 	delete(id.m.ids, id)

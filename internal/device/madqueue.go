@@ -17,6 +17,7 @@ type madQueue struct {
 	wake chan struct{} // has room for one value, which is there if the queue may not be empty
 
 	mu                sync.Mutex // guards what follows
+	calls             []func()   // one for each queue pair at most: see management.AwaitData
 	answers, requests madRing
 	closed            bool
 }
@@ -64,11 +65,23 @@ func (q *madQueue) put(d *mad) bool {
 		kept = false
 	}
 	q.mu.Unlock()
+	q.notify()
+	return kept
+}
+
+// putCall adds a call.
+func (q *madQueue) putCall(f func()) {
+	q.mu.Lock()
+	q.calls = append(q.calls, f)
+	q.mu.Unlock()
+	q.notify()
+}
+
+func (q *madQueue) notify() {
 	select {
 	case q.wake <- struct{}{}:
 	default:
 	}
-	return kept
 }
 
 func (q *madQueue) ring(attr cm.Attr) *madRing {
@@ -82,9 +95,15 @@ func (q *madQueue) ring(attr cm.Attr) *madRing {
 func (q *madQueue) next() *mad {
 	for {
 		q.mu.Lock()
-		d, closed := q.answers.pop(), q.closed
-		if d == nil {
-			d = q.requests.pop()
+		d, closed := (*mad)(nil), q.closed
+		if len(q.calls) > 0 {
+			d = &mad{call: q.calls[0]}
+			q.calls = q.calls[1:]
+		}
+		for _, r := range []*madRing{&q.answers, &q.requests} {
+			if d == nil {
+				d = r.pop()
+			}
 		}
 		q.mu.Unlock()
 		if d != nil || closed {
@@ -99,8 +118,5 @@ func (q *madQueue) close() {
 	q.mu.Lock()
 	q.closed = true
 	q.mu.Unlock()
-	select {
-	case q.wake <- struct{}{}:
-	default:
-	}
+	q.notify()
 }

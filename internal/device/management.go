@@ -49,6 +49,9 @@ type management struct {
 	sender madSender
 	words  lastWords
 
+	awaiting sync.Mutex // guards awaited
+	awaited  map[uint32]*func() // by queue pair: see AwaitData
+
 	received, sent, dropped, passed atomic.Uint64
 }
 
@@ -57,6 +60,8 @@ type mad struct {
 	from, to netip.Addr
 	passed   bool // by another process of the device, which has found out that it is for this one
 	bytes    [cm.Size]byte
+
+	call func() // instead of a datagram: see AwaitData
 }
 
 // openManagement starts to serve queue pair 1.
@@ -143,7 +148,40 @@ func (m *management) put(d *mad) {
 // serve serves the datagrams that have come.
 func (m *management) serve() {
 	for d := m.queue.next(); d != nil; d = m.queue.next() {
+		if d.call != nil {
+			d.call()
+			continue
+		}
 		m.route(d)
+	}
+}
+
+// AwaitData implements provider.Management.
+func (m *management) AwaitData(qpn uint32, f func()) (cancel func()) {
+	m.awaiting.Lock()
+	defer m.awaiting.Unlock()
+	if m.awaited == nil {
+		m.awaited = make(map[uint32]*func())
+	}
+	own := &f
+	m.awaited[qpn] = own
+	return func() {
+		m.awaiting.Lock()
+		defer m.awaiting.Unlock()
+		if m.awaited[qpn] == own { // not that of a later queue pair with the number
+			delete(m.awaited, qpn)
+		}
+	}
+}
+
+// arrived is called when the first packet has come to a queue pair.
+func (m *management) arrived(qpn uint32) {
+	m.awaiting.Lock()
+	f := m.awaited[qpn]
+	delete(m.awaited, qpn)
+	m.awaiting.Unlock()
+	if f != nil {
+		m.queue.putCall(*f)
 	}
 }
 

@@ -151,6 +151,7 @@ func (p *PD) CreateQP(cfg provider.QPConfig) (provider.QP, error) {
 func (d *Device) addQP(q *QP, c qp.Config) error {
 	q.chooseHome(c.Type)
 	c.Table, c.Event, c.Stopped = d.table, q.event, q.stoppedLocked
+	c.Arrived = func() { d.management.arrived(q.number) }
 	c.ScatterFailed = q.scatterFailed
 	err := addNumbered(d, "create_qp", q.home.qps, q.home.lease(), func(n uint32) *QP {
 		q.number, c.Number = n, n

@@ -262,6 +262,9 @@ type Management interface {
 	BindPort(space, port uint16, addrs []int, reuse bool) (BoundPort, error)
 	// SetListening publishes whether this process listens on any port.
 	SetListening(bool)
+	// AwaitData has f called, once and by the goroutine that calls the function of Handle, when a queue
+	// pair of this process receives its first packet. cancel ends that; a call may be under way.
+	AwaitData(qpn uint32, f func()) (cancel func())
 	// Record returns room for a connection whose peer is to hear of this process's death.
 	Record() ConnRecord
 }

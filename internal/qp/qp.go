@@ -63,6 +63,7 @@ type Config struct {
 	XRC       XRC
 	Table     *mem.Table
 	Event     func(ib.EventType) // raises an asynchronous event; must not call back
+	Arrived   func()             // if set, is called with the first packet of the peer since RTR; must not call back
 	AckFirst  bool               // no request goes before an acknowledgement
 	// Stopped, if set, is called when requests are given up, before the program learns of
 	// that and may use their memory. It must not call back.
@@ -267,6 +268,9 @@ func (q *QP) accepts(t *train.Train) bool {
 	}
 	if !q.established {
 		q.established = true
+		if q.Arrived != nil {
+			q.Arrived()
+		}
 		if q.state == ib.QPRTR {
 			q.Event(ib.EventCommEst)
 		}
