@@ -143,7 +143,7 @@ func (c *execCmd) Run(context.Context) error {
 		}
 		return fmt.Errorf("%s: %w", args[0], err)
 	}
-	if os.Getenv(watcherVar) == "" { // an exec within an exec has one already
+	if !hasWatcher(os.Getenv(watcherVar)) { // an exec within an exec has one already
 		name, err := startWatcher(dir)
 		if err != nil && c.Log {
 			fmt.Fprintln(os.Stderr, "verbena exec: peers will not hear of the program's death:", err)

@@ -16,6 +16,23 @@ import (
 // watcherVar names the watcher's socket to the program; "off" starts none.
 const watcherVar = "VERBENA_WATCHER"
 
+// hasWatcher reports whether there is a watcher of this name, or none is wanted. One that another exec has
+// started may have ended since, with its program.
+func hasWatcher(name string) bool {
+	switch name {
+	case "":
+		return false
+	case "off":
+		return true
+	}
+	c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: name, Net: "unixpacket"})
+	if err != nil {
+		return false
+	}
+	_ = c.Close() // nothing was sent
+	return true
+}
+
 // startWatcher starts a watcher for this process, which becomes the program, and returns the name of
 // its socket. The watcher is in a session of its own, and no child of this process.
 func startWatcher(dir string) (name string, err error) {
