@@ -52,7 +52,8 @@ type Config struct {
 	SignalAll bool
 
 	// Setup is called when the queue pair takes receives and the peer cannot send yet: the place to
-	// post the first ones, and for [Conn.SetPrivate]. An error of it refuses the connection. Nil:
+	// post the first ones, and for [Conn.SetPrivate]. An error of it refuses the connection. Dial may
+	// call it again, with another queue pair, if the peer refuses the first for [ReasonStale]. Nil:
 	// nothing is done.
 	Setup func(*Conn) error
 

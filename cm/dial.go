@@ -18,6 +18,9 @@ const resolveTimeout = 2 * time.Second
 // Dial connects to a listener. The address is "host:port"; 127.0.0.1, ::1 and no host stand for the
 // local device. If the host has several addresses, they are tried in order. A nil cfg means defaults.
 //
+// A peer that does not know of the end of an earlier connection refuses a queue pair with the same
+// number ([ReasonStale]). Dial then tries others, three times at most.
+//
 // Without a context that ends earlier, a peer that does not answer is given up after more than a
 // minute.
 //
@@ -33,13 +36,27 @@ func Dial(ctx context.Context, address string, cfg *Config) (*Conn, error) {
 	}
 	var conn *Conn
 	at, err := each(ctx, address, func(to netip.AddrPort) (err error) {
-		conn, err = dial(ctx, to, &c)
+		for range staleTries {
+			if conn, err = dial(ctx, to, &c); !isStale(err) {
+				break
+			}
+		}
 		return err
 	})
 	if err != nil {
 		return nil, opError(op, at, err)
 	}
 	return conn, nil
+}
+
+// staleTries is how often a connection is tried whose queue pair the peer takes for one that it is
+// connected to: an earlier one had the number, and the peer does not know of its end. The next one has
+// another number.
+const staleTries = 4
+
+func isStale(err error) bool {
+	var r *RejectError
+	return errors.As(err, &r) && r.Reason == ReasonStale
 }
 
 // each calls f for each of the addresses that an address stands for until it succeeds. It returns the

@@ -1,6 +1,7 @@
 package cm
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"sync"
@@ -133,3 +134,54 @@ func TestLostRTU(t *testing.T) {
 		}
 	}
 }
+
+// A peer that does not know of the end of a connection refuses a queue pair that has the number of an
+// earlier one. Dial makes another one then.
+func TestDialStale(t *testing.T) {
+	server, client := device(t, verbs.LinkLoop), device(t, verbs.LinkLoop)
+	l := listenOn(t, anyPort(server), &Config{Device: server})
+	var b *Conn
+	var err error
+	var wg sync.WaitGroup
+	wg.Go(func() { b, err = l.Accept(within(t)) })
+	a := dialWithout(t, client, l.Addr(), verbs.RC, proto.AttrDREQ)
+	wg.Wait()
+	check(t, err)
+	check(t, a.id.Close()) // which the peer does not hear of
+	check(t, a.qp.Close())
+
+	stale := a.qp.Number()
+	wg.Go(func() {
+		c, err := l.Accept(within(t))
+		if err == nil {
+			closeAll(t, c)
+		}
+	})
+	for range 5000 { // until the number comes back
+		var tried []uint32
+		c, err := Dial(within(t), l.Addr().String(), &Config{Device: client, Setup: func(c *Conn) error {
+			if tried = append(tried, c.QP().Number()); c.QP().Number() != stale && len(tried) == 1 {
+				return errStop
+			}
+			return nil
+		}})
+		if errors.Is(err, errStop) {
+			continue
+		}
+		check(t, err)
+		if len(tried) != 2 || tried[0] != stale || tried[1] == stale {
+			t.Errorf("queue pairs %#x were tried, the stale one being %#x", tried, stale)
+		}
+		closeAll(t, c)
+		break
+	}
+	wg.Wait()
+	select {
+	case <-b.Done():
+	case <-within(t).Done():
+		t.Error("the peer does not hear of the end of the stale connection")
+	}
+	closeAll(t, b)
+}
+
+var errStop = errors.New("not this one")

@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -19,6 +20,14 @@ const peerEnv = "VERBENA_TEST_CM_PEER"
 // What was closed must leave no goroutine, and no device in use.
 func TestMain(m *testing.M) {
 	if v := os.Getenv(peerEnv); v != "" {
+		if s := os.Getenv(lossEnv); s != "" {
+			seed, err := strconv.ParseUint(s, 10, 64)
+			if err != nil {
+				fmt.Println(err)
+				os.Exit(1)
+			}
+			managed = losing(seed)
+		}
 		if err := dialer(v); err != nil {
 			fmt.Println(err)
 			os.Exit(1)

@@ -76,9 +76,12 @@ func acquire(op string, c *Config, local netip.Addr) (*shared, error) {
 	return s, nil
 }
 
+// managed returns the device as the connection manager sees it. Tests lose messages there.
+var managed = func(d provider.Device) provider.Device { return d }
+
 // startLocked makes the connection manager of the device.
 func (s *shared) startLocked() (err error) {
-	p := provider.DeviceOf(s.dev)
+	p := managed(provider.DeviceOf(s.dev))
 	if s.pd == nil {
 		if s.pd, err = s.dev.AllocPD(); err != nil {
 			return err

@@ -52,10 +52,10 @@ func (r *madRing) pop() *mad {
 // put adds a datagram. It reports false if one is lost. Of answers that is the new one. A request takes
 // the place of a random one: those that come all at once are not lost all at once.
 func (q *madQueue) put(d *mad) bool {
-	attr, _, _, _ := cm.Classify(d.bytes[:])
+	_, id, _, _ := cm.Classify(d.bytes[:])
 	kept := true
 	q.mu.Lock()
-	switch r := q.ring(attr); {
+	switch r := q.ring(id); {
 	case r.used < maxMADs:
 		r.push(d)
 	case r == &q.requests:
@@ -84,8 +84,10 @@ func (q *madQueue) notify() {
 	}
 }
 
-func (q *madQueue) ring(attr cm.Attr) *madRing {
-	if attr == cm.AttrREQ || attr == cm.AttrSIDRREQ {
+// ring returns where a datagram with a communication id waits. Those without one are requests and what
+// withdraws them, which must not overtake them.
+func (q *madQueue) ring(id uint32) *madRing {
+	if id == 0 {
 		return &q.requests
 	}
 	return &q.answers

@@ -13,7 +13,23 @@ func numberedMAD(attr cm.Attr, n int) *mad {
 	copy(d.bytes[:], []byte{1, 7, 2, 3}) // base version, class, class version, method
 	binary.BigEndian.PutUint16(d.bytes[16:], uint16(attr))
 	binary.BigEndian.PutUint32(d.bytes[24:], uint32(n))
+	if attr != cm.AttrREQ && attr != cm.AttrREJ {
+		binary.BigEndian.PutUint32(d.bytes[28:], 1) // the id of the receiver
+	}
 	return d
+}
+
+// A message that withdraws a request, whose sender does not know the receiver's id, comes behind it.
+func TestMADQueueWithdrawn(t *testing.T) {
+	q := madQueue{wake: make(chan struct{}, 1)}
+	for i, attr := range []cm.Attr{cm.AttrREQ, cm.AttrREJ, cm.AttrRTU} {
+		q.put(numberedMAD(attr, i))
+	}
+	for i, want := range []cm.Attr{cm.AttrRTU, cm.AttrREQ, cm.AttrREJ} {
+		if attr, _, _, _ := cm.Classify(q.next().bytes[:]); attr != want {
+			t.Errorf("message %d is %#x, want %#x", i, attr, want)
+		}
+	}
 }
 
 // Answers come before requests, in order. If there are too many, the last answers are lost, and of the
