@@ -59,13 +59,17 @@ func fuzzReceive(t *testing.T, in []byte) {
 	s := newSide(t, "10.0.0.2", guidB, 3, func(c *Config) { c.MaxPending, c.MaxTimeWait = 3, 2 })
 	peer := netip.MustParseAddr("10.0.0.1")
 	verdicts := []Verdict{{Listener: listener}, {Reject: RejectInvalidGID}, {}, {Reject: RejectConsumer}}
-	asked := 0
+	asked, backlog := 0, &Backlog{Max: 2}
 	s.listen = func(q *Request) Verdict {
 		asked++
 		if len(q.Params.Private) == 0 || q.SIDR && asked%2 == 1 {
 			return Verdict{Listener: listener}
 		}
-		return verdicts[q.Params.Private[0]&3]
+		v := verdicts[q.Params.Private[0]&3]
+		if v.Listener != nil && q.Params.Private[0]&4 != 0 {
+			v.Backlog = backlog
+		}
+		return v
 	}
 	var conns []*Conn
 	now := Time(0)
@@ -128,6 +132,15 @@ func fuzzReceive(t *testing.T, in []byte) {
 			}
 		}
 		s.check(t)
+		if backlog.Len() > backlog.Max {
+			t.Fatalf("%d requests in the backlog", backlog.Len())
+		}
+		for _, n := range conns {
+			l, ok := n.Last()
+			if words, said := LastWords(&l, 1); ok != said && n.state != Established {
+				t.Fatalf("last words of %v: %v, %x", n.state, ok, words)
+			}
+		}
 	}
 	for _, n := range conns {
 		n.Close(now)
@@ -143,7 +156,7 @@ func fuzzReceive(t *testing.T, in []byte) {
 }
 
 func fuzzCall(n *Conn, now Time, which byte, private []byte) {
-	switch which % 7 { // errors are as good as success here
+	switch which % 8 { // errors are as good as success here
 	case 0:
 		_ = n.Accept(now, &Params{QPN: 7, Private: private})
 	case 1:
@@ -158,6 +171,8 @@ func fuzzCall(n *Conn, now Time, which byte, private []byte) {
 		_ = n.AnswerSIDR(now, &SIDRReply{Private: private})
 	case 6:
 		n.Close(now)
+	case 7:
+		n.Seen()
 	}
 }
 

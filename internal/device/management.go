@@ -49,7 +49,7 @@ type management struct {
 	sender madSender
 	words  lastWords
 
-	awaiting sync.Mutex // guards awaited
+	awaiting sync.Mutex         // guards awaited
 	awaited  map[uint32]*func() // by queue pair: see AwaitData
 
 	received, sent, dropped, passed atomic.Uint64
