@@ -6,9 +6,14 @@
  *   tcp HOW SEED server ADDRESS PORT
  *   tcp HOW SEED client ADDRESS PORT
  *
- *   turns    blocking sockets: the client sends everything, then the server does
- *   threads  blocking sockets: each side has a thread that sends, and one that receives
- *   poll     sockets that do not block: each side sends and receives when poll says so
+ *   turns  blocking sockets: the client sends everything, then the server does
+ *   poll   sockets that do not block: each side sends and receives when poll says so
+ *   echo   the server sends back what it has received, call by call, and blocks; the client
+ *          sends and receives when poll says so
+ *
+ * No socket is used by two threads. In rsockets, up to rdma-core 65 at least, a thread that
+ * sends and one that receives may wait for ever: one takes the completion that the other
+ * waits for, and the other then waits for the next one.
  *
  * SEED chooses the lengths. A program that fails prints why and exits with 1.
  */
@@ -18,7 +23,6 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -99,20 +103,16 @@ static int take(struct stream *s)
 	return 1;
 }
 
-static void *give_all(void *arg)
+static void give_all(struct stream *s)
 {
-	struct stream *s = arg;
 	while (s->done < TOTAL)
 		give(s);
-	return NULL;
 }
 
-static void *take_all(void *arg)
+static void take_all(struct stream *s)
 {
-	struct stream *s = arg;
 	while (s->done < TOTAL)
 		take(s);
-	return NULL;
 }
 
 static void in_turns(struct stream *out, struct stream *in, int server)
@@ -124,13 +124,19 @@ static void in_turns(struct stream *out, struct stream *in, int server)
 		take_all(in);
 }
 
-static void in_threads(struct stream *out, struct stream *in)
+/* echo sends back what comes. What it sends is what the client has sent. */
+static void echo(struct stream *in)
 {
-	pthread_t sender;
-	if (pthread_create(&sender, NULL, give_all, out))
-		fail("pthread_create");
-	take_all(in);
-	pthread_join(sender, NULL);
+	while (in->done < TOTAL) {
+		size_t before = in->done;
+		take(in);
+		for (size_t n = in->done - before, sent = 0; sent < n;) {
+			ssize_t some = send(in->fd, in->buf + sent, n - sent, 0);
+			if (some <= 0)
+				fail("send");
+			sent += (size_t)some;
+		}
+	}
 }
 
 static void by_poll(struct stream *out, struct stream *in)
@@ -201,11 +207,14 @@ int main(int argc, char **argv)
 	in.random = out.random ^ 0x1234567;
 	if (!strcmp(argv[1], "turns"))
 		in_turns(&out, &in, server);
-	else if (!strcmp(argv[1], "threads"))
-		in_threads(&out, &in);
 	else if (!strcmp(argv[1], "poll"))
 		by_poll(&out, &in);
-	else
+	else if (!strcmp(argv[1], "echo") && server)
+		echo(&in);
+	else if (!strcmp(argv[1], "echo")) {
+		in.key = out.key;
+		by_poll(&out, &in);
+	} else
 		return 2;
 	finish(fd);
 	puts("ok");
