@@ -21,9 +21,9 @@ import (
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
-// conf returns the settings, which its first call reads from the environment.
+// conf returns the settings, which its first call reads from the variables that the front has passed.
 var conf = sync.OnceValue(func() *settings.Settings {
-	s, err := settings.Parse(os.Getenv, os.Getpid())
+	s, err := settings.Parse(device.Getenv, os.Getpid())
 	if err != nil {
 		fmt.Fprintf(os.Stderr, "verbena: %v\n", err)
 	}
@@ -62,6 +62,7 @@ var descriptors int
 //export vbe_version
 func vbe_version(f *C.struct_vbe_front) C.int64_t {
 	C.set_front(f)
+	device.SetEnvironment(stringList(f.settings))
 	descriptors = int(f.descriptors)
 	if err := device.StartPoller(int(f.descriptors)); err != nil && conf().Log {
 		fmt.Fprintf(os.Stderr, "verbena: the descriptors of the Go runtime are not out of the program's way, and it will crash if the program closes them: %v\n", err)

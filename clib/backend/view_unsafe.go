@@ -55,3 +55,13 @@ func at(addr uint64) unsafe.Pointer {
 func word(p *C.uint32_t) *uint32 { return (*uint32)(unsafe.Pointer(p)) }
 
 func goString(p *C.char) string { return C.GoString(p) }
+
+// stringList returns the strings from an address on. An empty one ends the list.
+func stringList(p *C.char) (list []string) {
+	for *p != 0 {
+		s := C.GoString(p)
+		list = append(list, s)
+		p = (*C.char)(unsafe.Add(unsafe.Pointer(p), len(s)+1))
+	}
+	return list
+}

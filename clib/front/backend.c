@@ -33,7 +33,7 @@ static pthread_mutex_t loading = PTHREAD_MUTEX_INITIALIZER; /* guards what follo
 static struct backend *current;				     /* also read without the lock */
 static bool forked;					     /* this process inherited a dead backend */
 
-static struct vbe_front front_functions = {0, vb_on_cq_event, vb_on_async_event};
+static struct vbe_front front_functions = {0, NULL, vb_on_cq_event, vb_on_async_event};
 
 /* No thread may be loading the backend while fork() copies memory. */
 static void before_fork(void) { pthread_mutex_lock(&loading); }
@@ -117,7 +117,7 @@ static void complain(const char *what, const char *why)
 
 void vb_say(const char *why)
 {
-	const char *log = getenv("VERBENA_LOG");
+	const char *log = vb_setting("VERBENA_LOG");
 	if (log && !strcmp(log, "1"))
 		fprintf(stderr, "verbena: %s\n", why);
 }
@@ -125,7 +125,7 @@ void vb_say(const char *why)
 /* backend_path finds the backend's file. */
 static bool backend_path(char *path, size_t size)
 {
-	const char *set = getenv("VERBENA_BACKEND");
+	const char *set = vb_setting("VERBENA_BACKEND");
 	if (set && *set)
 		return (size_t)snprintf(path, size, "%s", set) < size;
 	Dl_info self;
@@ -238,11 +238,19 @@ static struct backend *load(void)
 		}
 		from = name;
 	}
+	char *settings = vb_settings();
+	if (!settings) {
+		if (fd >= 0)
+			close(fd);
+		return vb_fail(ENOMEM);
+	}
 	struct vb_descriptors d;
 	vb_lend_descriptors(&d);
 	front_functions.descriptors = d.above;
+	front_functions.settings = settings;
 	struct backend *b = load_at(from, path);
 	int err = errno;
+	free(settings);
 	vb_return_descriptors(&d);
 	if (fd >= 0)
 		close(fd);

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define VBE_VERSION 5 /* of this file: the front refuses a backend with another one */
+#define VBE_VERSION 6 /* of this file: the front refuses a backend with another one */
 
 /* A handle is a kind, in the upper half, and a number, in the lower one. Programs see the
  * number. */
@@ -202,6 +202,7 @@ struct vbe_ring {
 #define VBE_OF_PORT 4
 struct vbe_front {
 	int32_t descriptors; /* the runtime's descriptors move to this number, or higher ones */
+	const char *settings; /* of the first call: variables of the environment, strings NAME=VALUE, ended by an empty one */
 	void (*cq_event)(uint64_t cookie);
 	void (*async_event)(uint64_t context, uint32_t of, uint64_t cookie, uint32_t type);
 };

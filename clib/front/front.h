@@ -49,6 +49,12 @@ struct backend {
 struct backend *vb_backend(void);
 bool vb_has_backend(void);
 
+/* vb_setting returns the value of a variable of the environment, or NULL. vb_settings returns
+ * a list of all that the library reads, of which the first with a name counts; NULL if memory
+ * is short. The caller frees it (environment.c). */
+const char *vb_setting(const char *name);
+char *vb_settings(void);
+
 /* --- limits of the process: limits.c --- */
 
 struct vb_descriptors {

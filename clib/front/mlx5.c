@@ -10,7 +10,7 @@
 
 PUBLIC bool mlx5dv_is_supported(struct ibv_device *device)
 {
-	const char *as = getenv("VERBENA_IDENTITY");
+	const char *as = vb_setting("VERBENA_IDENTITY");
 	return device && as && !strcmp(as, "mlx5");
 }
 

@@ -35,7 +35,7 @@ func dmSize(cfg *provider.Config) int {
 	case cfg.DMSize > 0:
 		return int(cfg.DMSize)
 	}
-	if n, ok := parseSize(os.Getenv(dmSizeVar)); ok {
+	if n, ok := parseSize(Getenv(dmSizeVar)); ok {
 		return n
 	}
 	return defaultDM

@@ -6,7 +6,6 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/netip"
-	"os"
 
 	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/link"
@@ -22,7 +21,7 @@ func ServeWatcher(l *net.UnixListener, ended <-chan struct{}) error {
 
 // watcherName returns the name of the watcher's socket, which "verbena exec" sets; "" if there is none.
 func watcherName() string {
-	if name := os.Getenv("VERBENA_WATCHER"); name != "off" {
+	if name := Getenv("VERBENA_WATCHER"); name != "off" {
 		return name
 	}
 	return ""

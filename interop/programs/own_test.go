@@ -125,6 +125,15 @@ func settingsFor(name string, args []string) []string {
 	return []string{"VERBENA_DMABUF=" + args[0]}
 }
 
+// A program that writes over its environment before the first verb: the settings are those with which
+// it was started.
+func TestTitle(t *testing.T) {
+	out := run(t, side{args: []string{compile(t, "title")}, env: []string{"VERBENA_ADDR=" + address(), "VERBENA_LIMITS=qp=5"}})
+	if !strings.HasSuffix(out, "ok\n") {
+		t.Errorf("it says\n%s", out)
+	}
+}
+
 // Four threads that spin on two processors all make progress, by packets.
 func TestSpin(t *testing.T) {
 	rounds := "5000"
