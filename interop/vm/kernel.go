@@ -34,13 +34,15 @@ type Kernel struct {
 	Image   string `json:"-"` // the kernel itself
 }
 
+var suiteName = regexp.MustCompile(`^[a-z][a-z0-9-]*$`)
+
 // lookupAge is for how long FindKernel trusts the cache about which kernel a suite has.
 const lookupAge = 30 * 24 * time.Hour
 
 // FindKernel returns a suite's kernel, from the cache or from the archive. If the archive
 // cannot be read, an older kernel from the cache will do.
 func FindKernel(ctx context.Context, suite string) (*Kernel, error) {
-	if !regexp.MustCompile(`^[a-z][a-z0-9-]*$`).MatchString(suite) {
+	if !suiteName.MatchString(suite) {
 		return nil, fmt.Errorf("%q is not the name of a Debian suite", suite)
 	}
 	cache, err := CacheDir()
@@ -133,7 +135,7 @@ func newApt(ctx context.Context, dir, uri, suite string) (*apt, error) {
 		"APT::Architectures=amd64",
 		"APT::Sandbox::User=", // another user could not write here
 		"Acquire::Languages=none",
-		// An old kernel, of a mirror that is behind, will do.
+		// Old packages, of a mirror that is behind, will do.
 		"Acquire::Check-Valid-Until=false",
 		"Debug::NoLocking=1", // the directory is ours alone
 	} {
