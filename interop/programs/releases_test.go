@@ -114,7 +114,9 @@ func TestVersions(t *testing.T) {
 	}
 }
 
-// Servers that wait for sockets by epoll, on rsockets: rdma-core has that from version 65 on.
+// Servers that wait for sockets by epoll, on rsockets: rdma-core has that from version 65 on. The clients
+// connect by calls that block. With others, version 65 may wait for ever when the socket is closed: two of
+// its threads get and acknowledge the events of one connection, without a lock.
 func TestRsocketsEpoll(t *testing.T) {
 	r := newRelease(t, "sid", false, "librdmacm1", "iperf3", "valkey-server", "valkey-tools")
 	preload := oneFile(t, r.tree+"/usr/lib/*/rsocket/librspreload.so")
@@ -132,15 +134,17 @@ func TestRsocketsEpoll(t *testing.T) {
 		args := "valkey-server --port 6379 --bind " + addr + " --appendonly no --protected-mode no --dir " + t.TempDir()
 		s := start(ctx, t, side{args: strings.Fields(r.program(preload, args)), env: env})
 		newProber(t, netip.MustParseAddr(address())).await(t, s, cma.PSTCP, netip.MustParseAddrPort(addr+":6379"))
-		client := func(tool, args, want string) {
-			c := start(ctx, t, side{args: strings.Fields(r.program(preload, fmt.Sprintf("%s -h %s -p 6379 %s", tool, addr, args))), env: env})
+		client := func(args, want string) {
+			c := start(ctx, t, side{args: strings.Fields(r.program(preload, fmt.Sprintf("valkey-cli -h %s -p 6379 %s", addr, args))), env: env})
 			if out := c.finish(t); !regexp.MustCompile(want).MatchString(out) {
-				t.Errorf("%s %s says\n%s\nwant %q", tool, args, out, want)
+				t.Errorf("%s: the client says\n%.1000s\nwant %q", args, out, want)
 			}
 		}
-		client("valkey-cli", "set key value", `^OK\n$`)
-		client("valkey-cli", "get key", `^value\n$`)
-		client("valkey-benchmark", "-n 2000 -c 4 -t set,get -q", `(?s)SET: [1-9][\d.]* requests per second.*GET: [1-9][\d.]* requests per second`)
+		client("set key value", `^OK\n$`)
+		client("get key", `^value\n$`)
+		client("-r 500 incr number", `^1\n(.*\n){498}500\n$`)
+		client("setrange large 1000000 x", `^1000001\n$`)
+		client("get large", `^\x00{1000}`)
 		if err := s.cmd.Process.Signal(syscall.SIGTERM); err != nil {
 			t.Fatal(err)
 		}
