@@ -212,6 +212,7 @@ func meetings() []meeting {
 		{name: "five", pkg: rdmacm, server: "udaddy -b IP -c 5", client: "udaddy -s IP -c 5", port: 7174, udp: true, says: `return status 0`},
 		{pkg: rdmacm, server: "rdma_server", client: "rdma_client -s IP", port: 7471, says: `end 0`, short: true},
 		{pkg: rdmacm, server: "rdma_xserver -c r", client: "rdma_xclient -s IP -c r", port: 7471, says: `end 0`, short: true},
+		{name: "XRC", pkg: rdmacm, server: "rdma_xserver -c x", client: "rdma_xclient -s IP -c x", port: 7471, psIB: true, says: `end 0`, short: true},
 		{pkg: rdmacm, server: "cmtime -b IP", client: "cmtime -s IP -c 50", port: 7471, stays: true, says: `(?m)^disconnect .*\d`, short: true},
 		{pkg: rdmacm, server: "rstream -S 4096 -C 200", client: "rstream -s IP -S 4096 -C 200", port: 7471, says: `4k_lat|custom`, short: true},
 		{name: "verify", pkg: rdmacm, server: "rstream -S 65536 -C 100 -T v", client: "rstream -s IP -S 65536 -C 100 -T v", port: 7471, says: `64k_lat|custom`, short: true},
