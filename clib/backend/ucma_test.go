@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"math/rand/v2"
@@ -34,7 +35,7 @@ type fakeID struct {
 	conn  *cma.ConnParam
 	opt   [2]int
 	path  *cma.Path
-	fail  error // of Accept
+	fail  error // of Accept and Disconnect
 }
 
 type fakeJoin struct{ left bool }
@@ -93,7 +94,7 @@ func (i *fakeID) Accept(p *cma.ConnParam) error {
 }
 func (i *fakeID) Reject(_ int, private []byte) error { return i.note("reject " + string(private)) }
 func (i *fakeID) Seen() bool                         { return i.note("seen") == nil }
-func (i *fakeID) Disconnect() error                  { return i.note("disconnect") }
+func (i *fakeID) Disconnect() error                  { return cmp.Or(i.fail, i.note("disconnect")) }
 func (i *fakeID) Notify(ib.EventType) error          { return i.note("notify") }
 func (i *fakeID) QPAttr(s ib.QPState) (ib.QPAttr, ib.QPAttrMask, error) {
 	return ib.QPAttr{State: s, DestQPN: 0x123456, Timeout: 17, AV: ib.AHAttr{DGID: ib.GID{15: 1}, SGIDIndex: 3}}, ib.QPMaskState | ib.QPMaskAV | ib.QPMaskDestQPN, nil
@@ -564,6 +565,20 @@ func TestCMNumbers(t *testing.T) {
 		last = id
 		r.must(c, 1, set32(8, id))
 	}
+	r.f.close(c)
+}
+
+// A program may disconnect what has ended. Other errors are reported.
+func TestCMDisconnect(t *testing.T) {
+	r := newRig(t)
+	c := r.channel()
+	id, conn := r.create(c, 3, cma.PSTCP)
+	r.must(c, 10, set32(0, id))
+	conn.fail = ib.Errorf("disconnect", syscall.ENOTCONN, "it has ended")
+	r.must(c, 10, set32(0, id))
+	conn.fail = syscall.EINVAL
+	_, err := r.do(c, 10, set32(0, id))
+	wantErr(t, "an id without a connection", err, syscall.EINVAL)
 	r.f.close(c)
 }
 

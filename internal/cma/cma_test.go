@@ -146,6 +146,11 @@ func TestConnect(t *testing.T) {
 				a.next(cma.Disconnected)
 				a.next(cma.TimewaitExit)
 				p.next(cma.TimewaitExit)
+				for _, id := range []interface{ Disconnect() error }{a, p} {
+					if err := id.Disconnect(); !errors.Is(err, syscall.ENOTCONN) {
+						t.Errorf("a connection that has ended is ended again: %v", err)
+					}
+				}
 				check(t, a.Close())
 				check(t, p.Close())
 				check(t, l.Close())

@@ -1,6 +1,7 @@
 package cma
 
 import (
+	"errors"
 	"net/netip"
 	"slices"
 	"syscall"
@@ -133,7 +134,8 @@ func (id *ID) Reject(reason int, private []byte) error {
 	}, stateConnect)
 }
 
-// Disconnect ends the connection, or confirms that the peer has ended it.
+// Disconnect ends the connection, or confirms that the peer has ended it. It fails with ENOTCONN if there
+// is nothing to end: the connection is not established, or has ended.
 func (id *ID) Disconnect() error {
 	const op = "disconnect"
 	return id.do(op, func() error {
@@ -142,6 +144,9 @@ func (id *ID) Disconnect() error {
 		}
 		err := id.conn.Disconnect(id.m.now())
 		id.recordLocked()
+		if errors.Is(err, cm.ErrState) {
+			return ib.Errorf(op, syscall.ENOTCONN, "the connection is not established, or has ended")
+		}
 		return err
 	}, stateConnect)
 }
