@@ -136,6 +136,28 @@ func (m *meeting) run(t *testing.T, addr string, client, server side) {
 const rpingRace = `\A(server DISCONNECT EVENT\.\.\.\nwait for RDMA_READ_ADV state 10\n|client DISCONNECT EVENT\.\.\.\n)` +
 	`rdma_get_cm_event: Bad file descriptor\n\z`
 
+// No other failure of an rping is taken for that race.
+func TestRpingRace(t *testing.T) {
+	const closed = "rdma_get_cm_event: Bad file descriptor\n"
+	for out, want := range map[string]bool{
+		"server DISCONNECT EVENT...\nwait for RDMA_READ_ADV state 10\n" + closed: true,
+		"client DISCONNECT EVENT...\n" + closed:                                  true,
+		closed:                                                                   false,
+		"server DISCONNECT EVENT...\n" + closed:                                  false, // it was at work
+		"server DISCONNECT EVENT...\nwait for RDMA_WRITE_ADV state 10\n" + closed:                                false,
+		"server DISCONNECT EVENT...\nwait for RDMA_READ_ADV state 11\n" + closed:                                 false,
+		"server DISCONNECT EVENT...\nwait for RDMA_READ_ADV state 10\nrping server failed: -1\n" + closed:        false,
+		"cq completion failed status 12\nserver DISCONNECT EVENT...\nwait for RDMA_READ_ADV state 10\n" + closed: false,
+		"data mismatch!\nclient DISCONNECT EVENT...\n" + closed:                                                  false,
+		"client DISCONNECT EVENT...\nrdma_get_cm_event: Invalid argument\n":                                      false,
+		"client DISCONNECT EVENT...\n": false,
+	} {
+		if got := regexp.MustCompile(rpingRace).MatchString(out); got != want {
+			t.Errorf("%q: %t", out, got)
+		}
+	}
+}
+
 // lost waits for the end of a program and reports whether it has lost a race.
 func (p *process) lost(race string) bool {
 	<-p.done
