@@ -532,5 +532,17 @@ func meetOnce(t *testing.T, server, client side) bool {
 	return !lost
 }
 
+// A librdmacm that cannot be given our connection manager: a message says why, its functions get no devices,
+// and everything else works.
+func TestRDMACMUnpatchable(t *testing.T) {
+	program(t, "ibv_devices", "ibverbs-utils")
+	lib := compileWith(t, "unpatchable", "-shared", "-fPIC", "-Wl,-soname,librdmacm.so.1", "-L", built(t)+"/lib", "-libverbs")
+	out := run(t, side{args: []string{"env", "LD_PRELOAD=" + lib, "ibv_devices"}, env: []string{"VERBENA_ADDR=" + address()}})
+	const why = "libibverbs (Verbena): librdmacm.so.1 cannot be given a connection manager: it does not call write; rdma_* functions fail\n"
+	if strings.Count(out, why) != 1 || !strings.Contains(out, "librdmacm gets no list, 0 devices: No such device\n") || !strings.Contains(out, "verbena0") {
+		t.Errorf("it says\n%s", out)
+	}
+}
+
 // refused is what a client prints when nobody listens.
 const refused = `RDMA_CM_EVENT_REJECTED, error:? 8`
