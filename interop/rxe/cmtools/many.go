@@ -1,0 +1,177 @@
+package cmtools
+
+// Programs that exchange messages without contents, over one connection or many: ucmatose, rdma_server
+// with rdma_client, and cmtime.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/verbena-rdma/verbena/cm"
+	"github.com/verbena-rdma/verbena/verbs"
+)
+
+const (
+	ucmatoseSize     = 100
+	ucmatoseMessages = 10
+	rdmaServerSize   = 16
+)
+
+// sendAll sends as many messages as there are slots, and waits for their acknowledgements.
+func (l *line) sendAll(ctx context.Context) error {
+	for slot := range l.depth {
+		if err := l.send(slot); err != nil {
+			return err
+		}
+	}
+	for range l.depth {
+		if _, err := l.wait(ctx, verbs.WCSend); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// receiveAll waits for as many messages.
+func (l *line) receiveAll(ctx context.Context) error {
+	for n := range l.depth {
+		if _, err := l.message(ctx); err != nil {
+			return fmt.Errorf("message %d: %w", n, err)
+		}
+	}
+	return nil
+}
+
+// each calls f for each line until it fails.
+func each(lines []*line, f func(*line) error) error {
+	for i, l := range lines {
+		if err := f(l); err != nil {
+			return fmt.Errorf("connection %d: %w", i, err)
+		}
+	}
+	return nil
+}
+
+// UcmatoseServer plays the server of ucmatose: it sends 10 messages on each connection, takes as many,
+// and disconnects.
+func UcmatoseServer(ctx context.Context, m *Meeting) error {
+	m = m.filled(ucmatoseSize)
+	var lines []*line
+	err := m.serve(ctx, m.Count, func(r *cm.Request) error {
+		l, err := m.accept(ctx, r, shape{depth: ucmatoseMessages, size: m.Size})
+		lines = append(lines, l)
+		return err
+	})
+	if err == nil {
+		err = each(lines, func(l *line) error { return l.sendAll(ctx) })
+	}
+	if err == nil {
+		err = each(lines, func(l *line) error { return l.receiveAll(ctx) })
+	}
+	return end(err, lines...)
+}
+
+// UcmatoseClient plays the client of ucmatose: it takes 10 messages on each connection, sends as many,
+// and waits for the server to disconnect.
+func UcmatoseClient(ctx context.Context, m *Meeting) (err error) {
+	m = m.filled(ucmatoseSize)
+	var lines []*line
+	for range m.Count {
+		l, err := m.dial(ctx, shape{depth: ucmatoseMessages, size: m.Size})
+		lines = append(lines, l)
+		if err != nil {
+			return end(err, lines...)
+		}
+	}
+	for _, f := range []func(*line) error{
+		func(l *line) error { return l.receiveAll(ctx) },
+		func(l *line) error { return l.sendAll(ctx) },
+		func(l *line) error { return l.untilPeerEnds(ctx) },
+	} {
+		if err = each(lines, f); err != nil {
+			break
+		}
+	}
+	return end(err, lines...)
+}
+
+// RdmaServer plays rdma_server: it takes a message and sends one. The program is the one to disconnect.
+func RdmaServer(ctx context.Context, m *Meeting) error {
+	m = m.filled(rdmaServerSize)
+	return m.serve(ctx, 1, func(r *cm.Request) error {
+		l, err := m.accept(ctx, r, shape{depth: 1, size: m.Size})
+		if err == nil {
+			err = l.receiveAll(ctx)
+		}
+		if err == nil {
+			err = l.sendAll(ctx)
+		}
+		if err == nil {
+			err = l.untilPeerEnds(ctx)
+		}
+		return end(err, l)
+	})
+}
+
+// RdmaClient plays rdma_client: it sends a message and takes one. The program is the one to disconnect.
+func RdmaClient(ctx context.Context, m *Meeting) error {
+	return rdmaClient(ctx, m, (*line).untilPeerEnds)
+}
+
+// RdmaClientLeaves is RdmaClient, but this side disconnects at once when it has the message: the program
+// must get the acknowledgement all the same.
+func RdmaClientLeaves(ctx context.Context, m *Meeting) error {
+	return rdmaClient(ctx, m, func(*line, context.Context) error { return nil })
+}
+
+func rdmaClient(ctx context.Context, m *Meeting, finish func(*line, context.Context) error) error {
+	m = m.filled(rdmaServerSize)
+	l, err := m.dial(ctx, shape{depth: 1, size: m.Size})
+	if err == nil {
+		err = l.sendAll(ctx)
+	}
+	if err == nil {
+		err = l.receiveAll(ctx)
+	}
+	if err == nil {
+		err = finish(l, ctx)
+	}
+	return end(err, l)
+}
+
+// CmtimeServer plays the server of cmtime: it accepts connections until the client ends them.
+func CmtimeServer(ctx context.Context, m *Meeting) error {
+	m = m.filled(0)
+	var lines []*line
+	err := m.serve(ctx, m.Count, func(r *cm.Request) error {
+		l, err := m.accept(ctx, r, shape{depth: 1})
+		lines = append(lines, l)
+		return err
+	})
+	if err == nil {
+		err = each(lines, func(l *line) error { return l.untilPeerEnds(ctx) })
+	}
+	return end(err, lines...)
+}
+
+// CmtimeClient plays the client of cmtime: it makes connections, all at once, and ends them.
+func CmtimeClient(ctx context.Context, m *Meeting) error {
+	m = m.filled(0)
+	first, err := m.dial(ctx, shape{depth: 1}) // from now on the program listens
+	lines, errs := make([]*line, m.Count), make([]error, m.Count)
+	lines[0], errs[0] = first, err
+	var wg sync.WaitGroup
+	if err == nil {
+		for i := 1; i < m.Count; i++ {
+			wg.Go(func() { lines[i], errs[i] = m.dial(ctx, shape{depth: 1}) })
+		}
+	}
+	wg.Wait()
+	for i, l := range lines {
+		wg.Go(func() { errs[i] = end(errs[i], l) })
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}
