@@ -40,6 +40,7 @@ var contents = vm.Contents{
 		{Name: "rping", Package: "rdmacm-utils"}, {Name: "ucmatose", Package: "rdmacm-utils"}, {Name: "udaddy", Package: "rdmacm-utils"},
 		{Name: "rdma_server", Package: "rdmacm-utils"}, {Name: "rdma_client", Package: "rdmacm-utils"}, {Name: "cmtime", Package: "rdmacm-utils"},
 		{Name: "rstream", Package: "rdmacm-utils"}, {Name: "riostream", Package: "rdmacm-utils"},
+		{Name: "mckey", Package: "rdmacm-utils"}, {Name: "rcopy", Package: "rdmacm-utils"},
 	},
 	Files: []vm.Program{
 		{Name: "/etc/libibverbs.d/rxe.driver", Package: "ibverbs-providers"},
@@ -54,6 +55,7 @@ var contents = vm.Contents{
 var buildPrograms = []vm.Program{
 	{Name: "gcc", Package: "gcc"},
 	{Name: "/usr/include/infiniband/verbs.h", Package: "libibverbs-dev"},
+	{Name: "/usr/include/rdma/rdma_cma.h", Package: "librdmacm-dev"},
 }
 
 // GiantMemMB is the memory of a guest for the long cases, which have two buffers of 1 GiB.
@@ -160,7 +162,7 @@ func (e *end) err() error {
 }
 
 // programs are the files that build leaves in the shared directory.
-var programs = append([]string{vm.GuestProgram, "verbena", "kverbs", "udpfloor"}, result.Library...)
+var programs = append([]string{vm.GuestProgram, "verbena", "kverbs", "cmpeer", "udpfloor"}, result.Library...)
 
 // build makes the guest's programs. Their libraries are in the image. The one with the cases
 // has cgo, so that the kernel notifies it of changes of its mappings.
@@ -177,6 +179,7 @@ func build(ctx context.Context, dir string) error {
 		{"CGO_ENABLED=1", []string{"go", "build", "-buildvcs=false", "-o", filepath.Join(dir, vm.GuestProgram), "./interop/rxe/guest"}},
 		{"CGO_ENABLED=0", []string{"go", "build", "-buildvcs=false", "-o", filepath.Join(dir, "verbena"), "./cmd/verbena"}},
 		{"", []string{"gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "kverbs"), "interop/rxe/kverbs/kverbs.c", "interop/rxe/kverbs/queues.c", "-libverbs"}},
+		{"", []string{"gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "cmpeer"), "interop/rxe/cmpeer/cmpeer.c", "-lrdmacm", "-libverbs"}},
 		{"", []string{"gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "udpfloor"), "interop/rxe/udpfloor/udpfloor.c"}},
 	} {
 		cmd := exec.CommandContext(ctx, b.args[0], b.args[1:]...)

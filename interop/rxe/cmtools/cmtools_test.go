@@ -42,6 +42,7 @@ func TestPrograms(t *testing.T) {
 		"ucmatose":     {UcmatoseServer, UcmatoseClient, UcmatosePort, 5, 0},
 		"udaddy":       {UdaddyServer, UdaddyClient, UdaddyPort, 1, 0},
 		"rdma_client":  {RdmaServer, RdmaClientLeaves, RdmaServerPort, 1, 0},
+		"rdma_server":  {RdmaServerLeaves, RdmaClient, RdmaServerPort, 1, 0},
 		"cmtime":       {CmtimeServer, CmtimeClient, CmtimePort, 20, 0},
 		"cmtime/alone": {CmtimeServer, CmtimeClient, CmtimePort, 1, 0},
 	} {

@@ -99,6 +99,25 @@ func UcmatoseClient(ctx context.Context, m *Meeting) (err error) {
 
 // RdmaServer plays rdma_server: it takes a message and sends one. The program is the one to disconnect.
 func RdmaServer(ctx context.Context, m *Meeting) error {
+	return rdmaServer(ctx, m, (*line).untilPeerEnds)
+}
+
+// RdmaServerLeaves is RdmaServer, but this side disconnects too, as soon as its message is acknowledged.
+func RdmaServerLeaves(ctx context.Context, m *Meeting) error { return rdmaServer(ctx, m, leave) }
+
+// RdmaClient plays rdma_client: it sends a message and takes one. The program is the one to disconnect.
+func RdmaClient(ctx context.Context, m *Meeting) error {
+	return rdmaClient(ctx, m, (*line).untilPeerEnds)
+}
+
+// RdmaClientLeaves is RdmaClient, but this side disconnects too, as soon as it has the message: the
+// program must get the acknowledgement all the same.
+func RdmaClientLeaves(ctx context.Context, m *Meeting) error { return rdmaClient(ctx, m, leave) }
+
+// leave is what to do at the end to disconnect at once: nothing.
+func leave(*line, context.Context) error { return nil }
+
+func rdmaServer(ctx context.Context, m *Meeting, finish func(*line, context.Context) error) error {
 	m = m.filled(rdmaServerSize)
 	return m.serve(ctx, 1, func(r *cm.Request) error {
 		l, err := m.accept(ctx, r, shape{depth: 1, size: m.Size})
@@ -109,21 +128,10 @@ func RdmaServer(ctx context.Context, m *Meeting) error {
 			err = l.sendAll(ctx)
 		}
 		if err == nil {
-			err = l.untilPeerEnds(ctx)
+			err = finish(l, ctx)
 		}
 		return end(err, l)
 	})
-}
-
-// RdmaClient plays rdma_client: it sends a message and takes one. The program is the one to disconnect.
-func RdmaClient(ctx context.Context, m *Meeting) error {
-	return rdmaClient(ctx, m, (*line).untilPeerEnds)
-}
-
-// RdmaClientLeaves is RdmaClient, but this side disconnects at once when it has the message: the program
-// must get the acknowledgement all the same.
-func RdmaClientLeaves(ctx context.Context, m *Meeting) error {
-	return rdmaClient(ctx, m, func(*line, context.Context) error { return nil })
 }
 
 func rdmaClient(ctx context.Context, m *Meeting, finish func(*line, context.Context) error) error {

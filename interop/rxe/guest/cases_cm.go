@@ -9,17 +9,22 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"net/netip"
+	"os"
 	"os/exec"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 )
 
-// cmMeeting is a server and its client. "IP" in the commands stands for the server's address, "FAM"
-// for its family as these programs name it.
+// cmMeeting is a server and its client. "IP" in the commands stands for the server's address, "OWN" for
+// the client's, "FAM" for their family as these programs name it.
 type cmMeeting struct {
 	name           string
 	server, client string
@@ -54,22 +59,26 @@ func connections() (rows []*testCase) {
 		{name: "ib_atomic_bw", server: "ib_atomic_bw -R -F -n 100", client: "ib_atomic_bw -R -F -n 100 IP", crossing: true, race: cmLost},
 		{name: "ib_send_lat", server: "ib_send_lat -R -F -n 100", client: "ib_send_lat -R -F -n 100 IP", crossing: true, race: cmLost},
 	} {
-		families := bothFamilies
+		ways := everyWay(testCase{name: "cm/" + m.name, shortV4: m.short, short: m.name == "rping"}, func(s *scene) error { return s.meet(&m) })
 		if strings.HasPrefix(m.name, "ib_") {
-			families = families[:1] // perftest asks for IPv6 by an option of its own
+			ways = onlyV4(ways) // perftest asks for IPv6 by an option of its own
 		}
-		for _, row := range everyWay(testCase{name: "cm/" + m.name, shortV4: m.short, short: m.name == "rping"}, func(s *scene) error { return s.meet(&m) }) {
-			if slices.Contains(families, row.family) {
-				rows = append(rows, row)
-			}
-		}
+		rows = append(rows, ways...)
 	}
 	// Three of ten packets are lost, either way: both sides repeat their messages after seconds.
 	lossy := cmMeeting{server: "cmtime -b IP", client: "cmtime -s IP -c 10", stays: true, lossy: true}
 	rows = append(rows, everyWay(testCase{name: "cm/loss", netem: "loss 30%"}, func(s *scene) error { return s.meet(&lossy) })...)
 	rows = append(rows, everyWay(testCase{name: "cm/closed", shortV4: true}, (*scene).closedPort)...)
 	rows = append(rows, everyWay(testCase{name: "cm/stopped"}, (*scene).stoppedServer)...)
-	return append(rows, everyWay(testCase{name: "cm/killed", shortV4: true}, (*scene).killedServer)...)
+	rows = append(rows, everyWay(testCase{name: "cm/killed", shortV4: true}, (*scene).killedServer)...)
+	// rcopy takes no IPv6 address, and the kernel joins no group of IPv6 on RoCE v2.
+	rows = append(rows, onlyV4(everyWay(testCase{name: "cm/rcopy"}, (*scene).copiedFile))...)
+	return append(rows, onlyV4(everyWay(testCase{name: "cm/mckey"}, (*scene).multicast))...)
+}
+
+// onlyV4 returns the rows of IPv4.
+func onlyV4(rows []*testCase) []*testCase {
+	return slices.DeleteFunc(rows, func(c *testCase) bool { return c.family != "v4" })
 }
 
 // commands returns the commands of a server and its client, of which we are one.
@@ -79,36 +88,83 @@ func (s *scene) commands(server, client string) (serve, connect []string) {
 	ours := func(args ...string) []string {
 		return append([]string{verbena, "exec", "--addr", f.ours.String(), "--"}, args...)
 	}
-	at, serves, connects := f.ours, ours, kernel
+	serves, connects := ours, kernel
 	if s.weInit {
-		at, serves, connects = f.kernel, kernel, ours
+		serves, connects = kernel, ours
 	}
-	family := map[string]string{"v4": "ip", "v6": "ipv6"}[s.family]
-	fill := func(command string) (args []string) {
-		for _, a := range strings.Fields(command) {
-			args = append(args, strings.NewReplacer("IP", at.String(), "FAM", family).Replace(a))
-		}
-		return args
+	return serves(s.fill(server)...), connects(s.fill(client)...)
+}
+
+// serverAddr returns the address of the server: the initiator is the client.
+func (s *scene) serverAddr() netip.Addr {
+	if s.weInit {
+		return families[s.family].kernel
 	}
-	return serves(fill(server)...), connects(fill(client)...)
+	return families[s.family].ours
+}
+
+// fill returns the words of a command, with the server's address, the client's (OWN), and the family
+// filled in.
+func (s *scene) fill(command string) (args []string) {
+	client := families[s.family].ours
+	if !s.weInit {
+		client = families[s.family].kernel
+	}
+	words := strings.NewReplacer("IP", s.serverAddr().String(), "OWN", client.String(),
+		"FAM", map[string]string{"v4": "ip", "v6": "ipv6"}[s.family])
+	for _, a := range strings.Fields(command) {
+		args = append(args, words.Replace(a))
+	}
+	return args
 }
 
 // running is a program that was started.
 type running struct {
 	cmd  *exec.Cmd
-	said bytes.Buffer
+	said output
+	in   io.WriteCloser // its input
 	done chan error
+}
+
+// output is what a program has printed so far.
+type output struct {
+	mu sync.Mutex // guards b
+	b  bytes.Buffer
+}
+
+// Write implements io.Writer.
+func (o *output) Write(p []byte) (int, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.b.Write(p)
+}
+
+// String returns all of it.
+func (o *output) String() string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.b.String()
 }
 
 func begin(ctx context.Context, args []string) (*running, error) {
 	r := &running{cmd: exec.CommandContext(ctx, args[0], args[1:]...), done: make(chan error, 1)}
 	r.cmd.Stdout, r.cmd.Stderr = &r.said, &r.said
 	r.cmd.WaitDelay = time.Second
+	var err error
+	if r.in, err = r.cmd.StdinPipe(); err != nil {
+		return nil, err
+	}
 	if err := r.cmd.Start(); err != nil {
 		return nil, err
 	}
 	go func() { r.done <- r.cmd.Wait() }()
 	return r, nil
+}
+
+// kill ends a program that serves on, or whose peer has failed.
+func (r *running) kill() {
+	_ = r.cmd.Process.Kill() // it may have ended by itself
+	<-r.done
 }
 
 // meet runs both programs, which must succeed. On this clean path, the kernel's connection manager
@@ -143,13 +199,11 @@ func (s *scene) meet(m *cmMeeting) error {
 			time.Sleep(100 * time.Millisecond)
 		}
 		if err != nil && m.race != "" && lost.MatchString(client.said.String()) && ctx.Err() == nil {
-			_ = server.cmd.Process.Kill()
-			<-server.done
+			server.kill()
 			continue
 		}
 		if m.stays || err != nil {
-			_ = server.cmd.Process.Kill() // it serves on
-			<-server.done
+			server.kill()
 		} else if e := <-server.done; e != nil {
 			err = errors.Join(err, fmt.Errorf("%s: %w", strings.Join(serve, " "), e))
 		}
@@ -158,15 +212,21 @@ func (s *scene) meet(m *cmMeeting) error {
 		}
 		break
 	}
+	if m.lossy {
+		return nil
+	}
+	return noneRepeated(before, m.crossing)
+}
+
+// noneRepeated returns an error if the counters of repeatedMessages are not as before. With crossing,
+// both sides end their connections by themselves.
+func noneRepeated(before map[string]uint64, crossing bool) error {
 	after, err := repeatedMessages()
 	if err != nil {
 		return err
 	}
-	if m.lossy {
-		return nil
-	}
 	for name, n := range after {
-		if m.crossing && (strings.HasSuffix(name, "/dreq") || strings.HasSuffix(name, "/drep")) {
+		if crossing && (strings.HasSuffix(name, "/dreq") || strings.HasSuffix(name, "/drep")) {
 			continue // a DREQ that comes after the kernel's own counts as a duplicate
 		}
 		if n != before[name] {
@@ -279,4 +339,54 @@ func (s *scene) stoppedServer() error {
 		}
 		return nil
 	})
+}
+
+// copiedFile: rcopy copies a file to its server.
+func (s *scene) copiedFile() error {
+	from, to := filepath.Join(scratch, "rcopy.from"), filepath.Join(scratch, "rcopy.to")
+	want := make([]byte, 1<<20+17)
+	pattern(len(want), 7, func(i int, b byte) bool { want[i] = b; return true })
+	if err := os.WriteFile(from, want, 0o600); err != nil {
+		return err
+	}
+	defer func() { _, _ = os.Remove(from), os.Remove(to) }() // the copy may not be there
+	if err := s.meet(&cmMeeting{server: "rcopy", client: "rcopy " + from + " IP:" + to, stays: true, crossing: true}); err != nil {
+		return err
+	}
+	got, err := os.ReadFile(to)
+	if err == nil && !bytes.Equal(got, want) {
+		err = fmt.Errorf("the copy of %d bytes has %d, or others", len(want), len(got))
+	}
+	return err
+}
+
+// multicast: a member of a group gets what the initiator sends to it. mckey does not show when it has
+// joined, and datagrams that come earlier are lost, so the sender is started until the receiver has
+// enough.
+func (s *scene) multicast() error {
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	serve, connect := s.commands("mckey -m 239.79.0.1 -b IP", "mckey -m 239.79.0.1 -b OWN -s")
+	receiver, err := begin(ctx, serve)
+	if err != nil {
+		return err
+	}
+	for {
+		sender, err := begin(ctx, connect)
+		if err == nil {
+			err = <-sender.done
+		}
+		if err != nil {
+			receiver.kill()
+			return fmt.Errorf("%s: %w\n%s\nthe receiver said:\n%s", strings.Join(connect, " "), err, sender.said.String(), receiver.said.String())
+		}
+		select {
+		case err := <-receiver.done:
+			if err != nil || !strings.Contains(receiver.said.String(), "data transfers complete") {
+				return fmt.Errorf("%s: %v\n%s", strings.Join(serve, " "), err, receiver.said.String())
+			}
+			return nil
+		case <-time.After(time.Second):
+		}
+	}
 }

@@ -30,6 +30,7 @@ import (
 const (
 	share      = "/share"
 	kverbsPath = "/tmp/kverbs"
+	cmPeer     = "/tmp/cmpeer"
 	udpFloor   = "/tmp/udpfloor"
 	verbena    = "/tmp/verbena"
 	library    = "/tmp/lib" // where verbena looks for it
@@ -68,7 +69,7 @@ func setup() error {
 	if err := os.MkdirAll(scratch, 0o755); err != nil {
 		return err
 	}
-	for name, to := range map[string]string{"kverbs": kverbsPath, "udpfloor": udpFloor, "verbena": verbena} {
+	for name, to := range map[string]string{"kverbs": kverbsPath, "cmpeer": cmPeer, "udpfloor": udpFloor, "verbena": verbena} {
 		if err := copyFile(filepath.Join(share, name), to); err != nil {
 			return err
 		}

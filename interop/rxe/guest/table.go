@@ -31,6 +31,8 @@ func table() (all []*testCase) {
 		datagrams(),
 		programs(),
 		connections(),
+		connectionsInGo(),
+		refusals(),
 		giants(),
 	} {
 		all = append(all, rows...)

@@ -1,0 +1,249 @@
+/*
+ * cmpeer: connects by librdmacm, and prints what the connection manager reports. It does what no
+ * program of rdmacm-utils does: it refuses requests, has a backlog that it can leave full, and shows
+ * private data.
+ *
+ *	cmpeer connect ADDR PORT COUNT TEXT		makes COUNT requests at once, with TEXT as private data
+ *	cmpeer reject ADDR PORT COUNT TEXT		listens, and refuses COUNT requests with TEXT
+ *	cmpeer accept ADDR PORT COUNT TEXT BACKLOG	listens, waits for a line of input before it looks at
+ *							any request, and accepts COUNT of them with TEXT
+ *
+ * Lines of output:
+ *
+ *	listening					requests may come
+ *	asked						all requests are sent
+ *	request len=56 private=TEXT
+ *	rejected status=28 len=148 private=TEXT
+ *	established len=196 private=TEXT		the client's; the server's has neither
+ *	unreachable status=-110
+ *	disconnected
+ *
+ * The client ends connections when all its requests have an answer. Both end when nothing is left to
+ * wait for, with status 0 if nothing unexpected has come.
+ */
+#include <netdb.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <rdma/rdma_cma.h>
+
+enum { RESOLVE_MS = 5000 };
+
+static struct rdma_event_channel *channel;
+static int count;
+static const char *text;
+
+static void give_up(const char *what)
+{
+	perror(what);
+	exit(1);
+}
+
+static void check(int failed, const char *what)
+{
+	if (failed)
+		give_up(what);
+}
+
+/* next waits for an event. The caller acknowledges it. */
+static struct rdma_cm_event *next(void)
+{
+	struct rdma_cm_event *e;
+	check(rdma_get_cm_event(channel, &e), "rdma_get_cm_event");
+	return e;
+}
+
+static void unexpected(struct rdma_cm_event *e)
+{
+	fprintf(stderr, "cmpeer: unexpected %s, status %d\n", rdma_event_str(e->event), e->status);
+	exit(1);
+}
+
+/* private prints private data up to its first zero, and the length of all of it. */
+static void private(struct rdma_cm_event *e)
+{
+	const char *data = e->param.conn.private_data;
+	int len = e->param.conn.private_data_len;
+	printf(" len=%d private=%.*s\n", len, data ? (int)strnlen(data, len) : 0, data ? data : "");
+}
+
+static void make_qp(struct rdma_cm_id *id)
+{
+	struct ibv_qp_init_attr attr = {
+		.qp_type = IBV_QPT_RC,
+		.cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1},
+	};
+	check(rdma_create_qp(id, NULL, &attr), "rdma_create_qp");
+}
+
+static struct rdma_conn_param param(void)
+{
+	return (struct rdma_conn_param){
+		.private_data = text,
+		.private_data_len = strlen(text),
+		.responder_resources = 1,
+		.initiator_depth = 1,
+		.retry_count = 7,
+		.rnr_retry_count = 7,
+	};
+}
+
+static void destroy(struct rdma_cm_id *id)
+{
+	if (id->qp)
+		rdma_destroy_qp(id);
+	check(rdma_destroy_id(id), "rdma_destroy_id");
+}
+
+/* await waits for an event of a type on an id, and for no other. */
+static void await(enum rdma_cm_event_type type)
+{
+	struct rdma_cm_event *e = next();
+	if (e->event != type)
+		unexpected(e);
+	check(rdma_ack_cm_event(e), "rdma_ack_cm_event");
+}
+
+static void do_connect(struct sockaddr *to)
+{
+	struct rdma_cm_id **ids = calloc(count, sizeof *ids);
+	int *up = calloc(count, sizeof *up);
+	struct rdma_conn_param p = param();
+	int ups = 0;
+	if (!ids || !up)
+		give_up("calloc");
+	for (int i = 0; i < count; i++) {
+		check(rdma_create_id(channel, &ids[i], &up[i], RDMA_PS_TCP), "rdma_create_id");
+		check(rdma_resolve_addr(ids[i], NULL, to, RESOLVE_MS), "rdma_resolve_addr");
+		await(RDMA_CM_EVENT_ADDR_RESOLVED);
+		check(rdma_resolve_route(ids[i], RESOLVE_MS), "rdma_resolve_route");
+		await(RDMA_CM_EVENT_ROUTE_RESOLVED);
+		make_qp(ids[i]);
+	}
+	for (int i = 0; i < count; i++)
+		check(rdma_connect(ids[i], &p), "rdma_connect");
+	printf("asked\n");
+	for (int answers = 0; answers < count; answers++) {
+		struct rdma_cm_event *e = next();
+		switch (e->event) {
+		case RDMA_CM_EVENT_ESTABLISHED:
+			*(int *)e->id->context = 1;
+			ups++;
+			printf("established");
+			private(e);
+			break;
+		case RDMA_CM_EVENT_REJECTED:
+			printf("rejected status=%d", e->status);
+			private(e);
+			break;
+		case RDMA_CM_EVENT_UNREACHABLE:
+			printf("unreachable status=%d\n", e->status);
+			break;
+		default:
+			unexpected(e);
+		}
+		check(rdma_ack_cm_event(e), "rdma_ack_cm_event");
+	}
+	for (int i = 0; i < count; i++)
+		if (up[i])
+			check(rdma_disconnect(ids[i]), "rdma_disconnect");
+	while (ups > 0) {
+		struct rdma_cm_event *e = next();
+		if (e->event == RDMA_CM_EVENT_DISCONNECTED) {
+			printf("disconnected\n");
+			ups--;
+		} else if (e->event != RDMA_CM_EVENT_TIMEWAIT_EXIT) {
+			unexpected(e);
+		}
+		check(rdma_ack_cm_event(e), "rdma_ack_cm_event");
+	}
+	for (int i = 0; i < count; i++)
+		destroy(ids[i]);
+	free(ids);
+	free(up);
+}
+
+/* take handles an event of a listener's connection, and reports whether it was the last of it. */
+static int take(struct rdma_cm_event *e, int refuse)
+{
+	struct rdma_conn_param p = param();
+	struct rdma_cm_id *id = e->id;
+	enum rdma_cm_event_type type = e->event;
+	switch (type) {
+	case RDMA_CM_EVENT_CONNECT_REQUEST:
+		printf("request");
+		private(e);
+		break;
+	case RDMA_CM_EVENT_ESTABLISHED:
+		printf("established\n");
+		break;
+	case RDMA_CM_EVENT_DISCONNECTED:
+		printf("disconnected\n");
+		break;
+	case RDMA_CM_EVENT_TIMEWAIT_EXIT:
+		break;
+	default:
+		unexpected(e);
+	}
+	check(rdma_ack_cm_event(e), "rdma_ack_cm_event");
+	if (type == RDMA_CM_EVENT_CONNECT_REQUEST && refuse) {
+		check(rdma_reject(id, text, strlen(text)), "rdma_reject");
+		destroy(id);
+		return 1;
+	}
+	if (type == RDMA_CM_EVENT_CONNECT_REQUEST) {
+		make_qp(id);
+		check(rdma_accept(id, &p), "rdma_accept");
+	} else if (type == RDMA_CM_EVENT_DISCONNECTED) {
+		check(rdma_disconnect(id), "rdma_disconnect");
+		destroy(id);
+		return 1;
+	}
+	return 0;
+}
+
+static void do_listen(struct sockaddr *at, int backlog, int refuse)
+{
+	struct rdma_cm_id *listener;
+	char line[16];
+	check(rdma_create_id(channel, &listener, NULL, RDMA_PS_TCP), "rdma_create_id");
+	check(rdma_bind_addr(listener, at), "rdma_bind_addr");
+	check(rdma_listen(listener, backlog), "rdma_listen");
+	printf("listening\n");
+	if (!refuse && !fgets(line, sizeof line, stdin))
+		give_up("no line of input");
+	for (int left = count; left > 0;)
+		left -= take(next(), refuse);
+	destroy(listener);
+}
+
+int main(int argc, char **argv)
+{
+	struct addrinfo hints = {.ai_flags = AI_NUMERICHOST}, *addr;
+	int connecting = argc == 6 && !strcmp(argv[1], "connect");
+	int rejecting = argc == 6 && !strcmp(argv[1], "reject");
+	int accepting = argc == 7 && !strcmp(argv[1], "accept");
+	if (!connecting && !rejecting && !accepting) {
+		fprintf(stderr, "usage: %s connect|reject ADDR PORT COUNT TEXT\n       %s accept ADDR PORT COUNT TEXT BACKLOG\n", argv[0],
+			argv[0]);
+		return 2;
+	}
+	setvbuf(stdout, NULL, _IOLBF, 0);
+	count = atoi(argv[4]);
+	text = argv[5];
+	if (getaddrinfo(argv[2], argv[3], &hints, &addr)) {
+		fprintf(stderr, "cmpeer: %s port %s is no address\n", argv[2], argv[3]);
+		return 2;
+	}
+	channel = rdma_create_event_channel();
+	if (!channel)
+		give_up("rdma_create_event_channel");
+	if (connecting)
+		do_connect(addr->ai_addr);
+	else
+		do_listen(addr->ai_addr, accepting ? atoi(argv[6]) : 0, rejecting);
+	rdma_destroy_event_channel(channel);
+	freeaddrinfo(addr);
+	return 0;
+}
