@@ -41,8 +41,10 @@ var contents = vm.Contents{
 		{Name: "rdma_server", Package: "rdmacm-utils"}, {Name: "rdma_client", Package: "rdmacm-utils"}, {Name: "cmtime", Package: "rdmacm-utils"},
 		{Name: "rstream", Package: "rdmacm-utils"}, {Name: "riostream", Package: "rdmacm-utils"},
 		{Name: "mckey", Package: "rdmacm-utils"}, {Name: "rcopy", Package: "rdmacm-utils"},
+		{Name: "stdbuf", Package: "coreutils"},
 	},
 	Files: []vm.Program{
+		{Name: "/usr/libexec/coreutils/libstdbuf.so", Package: "coreutils"},
 		{Name: "/etc/libibverbs.d/rxe.driver", Package: "ibverbs-providers"},
 		{Name: "/usr/lib/*/libibverbs/librxe-rdmav*.so", Package: "ibverbs-providers"},
 	},
