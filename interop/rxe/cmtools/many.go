@@ -21,13 +21,38 @@ const (
 
 // sendAll sends as many messages as there are slots, and waits for their acknowledgements.
 func (l *line) sendAll(ctx context.Context) error {
+	if err := l.postAll(); err != nil {
+		return err
+	}
+	for range l.depth {
+		if _, err := l.wait(ctx, verbs.WCSend); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// postAll posts as many messages as there are slots.
+func (l *line) postAll() error {
 	for slot := range l.depth {
 		if err := l.send(slot); err != nil {
 			return err
 		}
 	}
-	for range l.depth {
-		if _, err := l.wait(ctx, verbs.WCSend); err != nil {
+	return nil
+}
+
+// lastSent waits for the acknowledgements of n messages after which the peer may disconnect. A peer that
+// has received them may do so before its device has acknowledged them, and then they are flushed. (Linux's
+// rxe shows a program a message first, and acknowledges it then.) Whether they have come is for the
+// program to say.
+func (l *line) lastSent(ctx context.Context, n int) error {
+	for range n {
+		wc, err := l.wait(ctx, verbs.WCSend)
+		if wc.Status == verbs.WCWRFlushErr {
+			return l.untilPeerEnds(ctx)
+		}
+		if err != nil {
 			return err
 		}
 	}
@@ -87,7 +112,8 @@ func UcmatoseClient(ctx context.Context, m *Meeting) (err error) {
 	}
 	for _, f := range []func(*line) error{
 		func(l *line) error { return l.receiveAll(ctx) },
-		func(l *line) error { return l.sendAll(ctx) },
+		(*line).postAll,
+		func(l *line) error { return l.lastSent(ctx, l.depth) },
 		func(l *line) error { return l.untilPeerEnds(ctx) },
 	} {
 		if err = each(lines, f); err != nil {
@@ -125,7 +151,10 @@ func rdmaServer(ctx context.Context, m *Meeting, finish func(*line, context.Cont
 			err = l.receiveAll(ctx)
 		}
 		if err == nil {
-			err = l.sendAll(ctx)
+			err = l.postAll()
+		}
+		if err == nil {
+			err = l.lastSent(ctx, l.depth)
 		}
 		if err == nil {
 			err = finish(l, ctx)
@@ -138,10 +167,13 @@ func rdmaClient(ctx context.Context, m *Meeting, finish func(*line, context.Cont
 	m = m.filled(rdmaServerSize)
 	l, err := m.dial(ctx, shape{depth: 1, size: m.Size})
 	if err == nil {
-		err = l.sendAll(ctx)
+		err = l.postAll()
 	}
 	if err == nil {
 		err = l.receiveAll(ctx)
+	}
+	if err == nil {
+		err = l.lastSent(ctx, l.depth)
 	}
 	if err == nil {
 		err = finish(l, ctx)

@@ -102,7 +102,14 @@ func (m *Meeting) answerPings(ctx context.Context, l *line) error {
 			if !bytes.Equal(data, want) {
 				return fmt.Errorf("ping %d: the client's data is %q, want %q", ping, data, want)
 			}
-			if err := l.say(ctx); err != nil {
+			if last := ping == m.Count-1 && op.op == verbs.OpRDMAWrite; last {
+				if err = l.send(0); err == nil {
+					err = l.lastSent(ctx, 1)
+				}
+			} else {
+				err = l.say(ctx)
+			}
+			if err != nil {
 				return fmt.Errorf("ping %d: %w", ping, err)
 			}
 		}
