@@ -124,26 +124,37 @@ func UcmatoseClient(ctx context.Context, m *Meeting) (err error) {
 }
 
 // RdmaServer plays rdma_server: it takes a message and sends one. The program is the one to disconnect.
-func RdmaServer(ctx context.Context, m *Meeting) error {
-	return rdmaServer(ctx, m, (*line).untilPeerEnds)
-}
+func RdmaServer(ctx context.Context, m *Meeting) error { return rdmaServer(ctx, m, false) }
 
 // RdmaServerLeaves is RdmaServer, but this side disconnects too, as soon as its message is acknowledged.
-func RdmaServerLeaves(ctx context.Context, m *Meeting) error { return rdmaServer(ctx, m, leave) }
+func RdmaServerLeaves(ctx context.Context, m *Meeting) error { return rdmaServer(ctx, m, true) }
 
 // RdmaClient plays rdma_client: it sends a message and takes one. The program is the one to disconnect.
-func RdmaClient(ctx context.Context, m *Meeting) error {
-	return rdmaClient(ctx, m, (*line).untilPeerEnds)
+func RdmaClient(ctx context.Context, m *Meeting) error { return rdmaClient(ctx, m, false) }
+
+// RdmaClientLeaves is RdmaClient, but this side disconnects too, as soon as it has the message. Its device
+// must acknowledge the message all the same. (The program looks at the number of its completions, and
+// not at their status.)
+func RdmaClientLeaves(ctx context.Context, m *Meeting) error {
+	before := acknowledgements(m.Device)
+	err := rdmaClient(ctx, m, true)
+	if err == nil && acknowledgements(m.Device) == before {
+		err = errors.New("the device has acknowledged no message")
+	}
+	return err
 }
 
-// RdmaClientLeaves is RdmaClient, but this side disconnects too, as soon as it has the message: the
-// program must get the acknowledgement all the same.
-func RdmaClientLeaves(ctx context.Context, m *Meeting) error { return rdmaClient(ctx, m, leave) }
+// acknowledgements returns how many acknowledgements a device has sent.
+func acknowledgements(dev *verbs.Device) uint64 {
+	for _, c := range dev.Counters() {
+		if c.Name == "acks_sent" {
+			return c.Value
+		}
+	}
+	return 0
+}
 
-// leave is what to do at the end to disconnect at once: nothing.
-func leave(*line, context.Context) error { return nil }
-
-func rdmaServer(ctx context.Context, m *Meeting, finish func(*line, context.Context) error) error {
+func rdmaServer(ctx context.Context, m *Meeting, leaves bool) error {
 	m = m.filled(rdmaServerSize)
 	return m.serve(ctx, 1, func(r *cm.Request) error {
 		l, err := m.accept(ctx, r, shape{depth: 1, size: m.Size})
@@ -156,14 +167,14 @@ func rdmaServer(ctx context.Context, m *Meeting, finish func(*line, context.Cont
 		if err == nil {
 			err = l.lastSent(ctx, l.depth)
 		}
-		if err == nil {
-			err = finish(l, ctx)
+		if err == nil && !leaves {
+			err = l.untilPeerEnds(ctx)
 		}
 		return end(err, l)
 	})
 }
 
-func rdmaClient(ctx context.Context, m *Meeting, finish func(*line, context.Context) error) error {
+func rdmaClient(ctx context.Context, m *Meeting, leaves bool) error {
 	m = m.filled(rdmaServerSize)
 	l, err := m.dial(ctx, shape{depth: 1, size: m.Size})
 	if err == nil {
@@ -175,8 +186,8 @@ func rdmaClient(ctx context.Context, m *Meeting, finish func(*line, context.Cont
 	if err == nil {
 		err = l.lastSent(ctx, l.depth)
 	}
-	if err == nil {
-		err = finish(l, ctx)
+	if err == nil && !leaves {
+		err = l.untilPeerEnds(ctx)
 	}
 	return end(err, l)
 }

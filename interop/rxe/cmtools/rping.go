@@ -151,7 +151,7 @@ func (m *Meeting) ping(ctx context.Context, l *line) error {
 		if err != nil {
 			return err
 		}
-		infos[i] = rpingInfo{mr.Addr(), mr.RKey(), uint32(m.Size)} //nolint:gosec // at most rpingMax
+		infos[i] = rpingInfo{mr.Addr(), mr.RKey(), uint32(m.Size)}
 	}
 	for ping := range m.Count {
 		rpingData(source, ping)

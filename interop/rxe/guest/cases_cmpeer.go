@@ -47,19 +47,19 @@ func refusals() (rows []*testCase) {
 }
 
 // The commands of cmpeer.
-func (s *scene) peerConnects(count int) string {
+func peerConnects(count int) string {
 	return fmt.Sprintf("%s connect IP %s %d %s", cmPeer, cmpeerPort, count, clientSays)
 }
 
-func (s *scene) peerRejects(count int) string {
+func peerRejects(count int) string {
 	return fmt.Sprintf("%s reject IP %s %d %s", cmPeer, cmpeerPort, count, refusal)
 }
 
-func (s *scene) peerAccepts() string {
+func peerAccepts() string {
 	return fmt.Sprintf("%s accept IP %s %d %s %d", cmPeer, cmpeerPort, crowd, welcome, backlog)
 }
 
-// until waits for a line of the program's output.
+// until waits for a line of the output of a program that goes on after it.
 func (r *running) until(ctx context.Context, line string) error {
 	for !slices.Contains(strings.Split(r.said.String(), "\n"), line) {
 		select {
@@ -110,7 +110,7 @@ func (s *scene) refused() error {
 	if err != nil {
 		return err
 	}
-	serve, connect := s.commands(s.peerRejects(2), s.peerConnects(2))
+	serve, connect := s.commands(peerRejects(2), peerConnects(2))
 	server, err := begin(ctx, serve)
 	if err != nil {
 		return err
@@ -153,7 +153,7 @@ func (s *scene) goAddr() string { return net.JoinHostPort(s.serverAddr().String(
 
 // kernelRefuses dials the kernel's server, which refuses.
 func (s *scene) kernelRefuses(ctx context.Context) error {
-	server, err := begin(ctx, inKernelNS(s.fill(s.peerRejects(1))...))
+	server, err := begin(ctx, inKernelNS(s.fill(peerRejects(1))...))
 	if err != nil {
 		return err
 	}
@@ -181,7 +181,7 @@ func checkRefusal(err error, reason cm.Reason, private string) error {
 	var refused *cm.RejectError
 	switch {
 	case !errors.Is(err, cm.ErrRefused) || !errors.Is(err, syscall.ECONNREFUSED) || !errors.As(err, &op) || !errors.As(err, &refused):
-		return fmt.Errorf("Dial returns %w, which is no refusal", err)
+		return fmt.Errorf("no refusal, but %w", err)
 	case refused.Reason != reason:
 		return fmt.Errorf("the reason is %d (%w), want %d", refused.Reason, err, reason)
 	}
@@ -210,12 +210,12 @@ func (s *scene) weRefuse(ctx context.Context) error {
 		func(r *cm.Request) error { return r.Reject(cm.ReasonNoResources, nil) },
 		func(r *cm.Request) error {
 			if c, err := r.Accept(ctx, nil); !errors.Is(err, failure) {
-				return fmt.Errorf("Accept returns %v, %w, want %w", c, err, failure)
+				return fmt.Errorf("the request is accepted (%v), or not for this reason: %w, want %w", c, err, failure)
 			}
 			return nil
 		},
 	}
-	client, err := begin(ctx, inKernelNS(s.fill(s.peerConnects(len(refuse)))...))
+	client, err := begin(ctx, inKernelNS(s.fill(peerConnects(len(refuse)))...))
 	for _, f := range refuse {
 		var r *cm.Request
 		if err == nil {
@@ -269,8 +269,8 @@ func (s *scene) atDoor() (func(context.Context) error, error) {
 	}, nil
 }
 
-// repeats counts how often requests were repeated: by the kernel, or by us if before has how many the
-// kernel had got.
+// requests returns the kernel's count of requests: as a server all that have come, as a client those that
+// it has repeated.
 func (s *scene) requests() (uint64, error) {
 	if s.weInit {
 		return rxeCount("cm_rx_msgs/req")
@@ -278,15 +278,16 @@ func (s *scene) requests() (uint64, error) {
 	return rxeCount("cm_tx_retries/req")
 }
 
-// checkRepeats checks that the requests that were dropped were repeated, each once.
+// checkRepeats checks that the requests that were dropped were repeated. On a busy host others may have
+// been, too.
 func (s *scene) checkRepeats(before uint64) error {
 	after, err := s.requests()
 	want := uint64(crowd - backlog)
 	if s.weInit {
 		want += crowd
 	}
-	if err == nil && after-before != want {
-		err = fmt.Errorf("the kernel's count of requests went from %d to %d, not by %d: which were dropped?", before, after, want)
+	if err == nil && after-before < want {
+		err = fmt.Errorf("the kernel's count of requests went from %d to %d, not by %d: none was dropped", before, after, want)
 	}
 	return err
 }
@@ -296,7 +297,7 @@ func (s *scene) checkRepeats(before uint64) error {
 func (s *scene) fullBacklog() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
 	defer cancel() // it also ends what still runs
-	serve, connect := s.commands(s.peerAccepts(), s.peerConnects(crowd))
+	serve, connect := s.commands(peerAccepts(), peerConnects(crowd))
 	server, err := begin(ctx, serve)
 	if err != nil {
 		return err
@@ -350,7 +351,7 @@ func (s *scene) fullBacklogInGo() error {
 
 // crowdOfOurs dials the kernel's server, all at once.
 func (s *scene) crowdOfOurs(ctx context.Context, arrived func(context.Context) error) error {
-	server, err := begin(ctx, inKernelNS(s.fill(s.peerAccepts())...))
+	server, err := begin(ctx, inKernelNS(s.fill(peerAccepts())...))
 	if err != nil {
 		return err
 	}
@@ -386,7 +387,7 @@ func (s *scene) crowdOfKernel(ctx context.Context, arrived func(context.Context)
 	if err != nil {
 		return err
 	}
-	client, err := begin(ctx, inKernelNS(s.fill(s.peerConnects(crowd))...))
+	client, err := begin(ctx, inKernelNS(s.fill(peerConnects(crowd))...))
 	if err == nil {
 		err = arrived(ctx)
 	}
