@@ -32,6 +32,7 @@ type cmMeeting struct {
 	lossy          bool   // messages have to be repeated
 	crossing       bool   // both programs end their connections by themselves, and DREQs may cross
 	race           string // a regular expression: the client has lost a race between the programs
+	endRace        string // the same, for a race that either program may lose when all is done
 	short          bool
 }
 
@@ -43,10 +44,14 @@ const cmRefused = `RDMA_CM_EVENT_REJECTED[,;] error:? 8|RDMA_CM_EVENT_UNREACHABL
 // over one connection, and then the server makes another listener, while the client connects to it.
 const cmLost = cmRefused + `|RDMA_CM_EVENT_UNREACHABLE; error: 1|Unexpected CM event bl blka 8`
 
+// rpingEnd is what rping of rdma-core 44 prints when it loses a race with itself, and fails: at its end it
+// closes the channel that one of its threads may still read. Today's rping ends that thread first.
+const rpingEnd = `(?m)^rdma_get_cm_event: Bad file descriptor$`
+
 func connections() (rows []*testCase) {
 	for _, m := range []cmMeeting{
-		{name: "rping", crossing: true, server: "rping -s -C 10 -V -a IP", client: "rping -c -C 10 -V -a IP", short: true},
-		{name: "rping/own", crossing: true, server: "rping -s -q -C 10 -V -a IP", client: "rping -c -q -C 10 -V -a IP"},
+		{name: "rping", crossing: true, endRace: rpingEnd, server: "rping -s -C 10 -V -a IP", client: "rping -c -C 10 -V -a IP", short: true},
+		{name: "rping/own", crossing: true, endRace: rpingEnd, server: "rping -s -q -C 10 -V -a IP", client: "rping -c -q -C 10 -V -a IP"},
 		{name: "ucmatose", server: "ucmatose -b IP -f FAM -c 10", client: "ucmatose -s IP -f FAM -c 10", race: cmRefused, short: true},
 		{name: "ucmatose/tos", server: "ucmatose -b IP -f FAM -c 3 -t 8", client: "ucmatose -s IP -f FAM -c 3 -t 8", race: cmRefused},
 		{name: "udaddy", server: "udaddy -b IP -c 3", client: "udaddy -s IP -c 3", short: true},
@@ -167,13 +172,19 @@ func (r *running) kill() {
 	<-r.done
 }
 
+// lost reports whether the output of a program that has ended matches a regular expression; an empty one
+// matches nothing.
+func (r *running) lost(race string) bool {
+	return race != "" && regexp.MustCompile(race).MatchString(r.said.String())
+}
+
 // meet runs both programs, which must succeed. On this clean path, the kernel's connection manager
 // must neither get a message twice nor have to repeat one.
 func (s *scene) meet(m *cmMeeting) error {
 	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
 	defer cancel()
 	serve, connect := s.commands(m.server, m.client)
-	again, lost := regexp.MustCompile(cmRefused), regexp.MustCompile(m.race)
+	again := regexp.MustCompile(cmRefused)
 	var before map[string]uint64
 	for {
 		var err error
@@ -198,14 +209,21 @@ func (s *scene) meet(m *cmMeeting) error {
 			}
 			time.Sleep(100 * time.Millisecond)
 		}
-		if err != nil && m.race != "" && lost.MatchString(client.said.String()) && ctx.Err() == nil {
+		if err != nil && client.lost(m.race) && ctx.Err() == nil {
 			server.kill()
 			continue
+		}
+		ended := server
+		if err != nil {
+			ended = client
 		}
 		if m.stays || err != nil {
 			server.kill()
 		} else if e := <-server.done; e != nil {
 			err = errors.Join(err, fmt.Errorf("%s: %w", strings.Join(serve, " "), e))
+		}
+		if err != nil && ended.lost(m.endRace) && ctx.Err() == nil {
+			continue
 		}
 		if err != nil {
 			return fmt.Errorf("%s: %w\n%s\nthe server said:\n%s", strings.Join(connect, " "), err, client.said.String(), server.said.String())
