@@ -86,8 +86,8 @@ type Config struct {
 	// TOS is the traffic class of the packets: DSCP and ECN bits.
 	TOS uint8
 
-	// Backlog is how many requests wait in a listener at a time; further ones are dropped, and the
-	// peers repeat them. Zero: 1024, which is the most.
+	// Backlog is how many requests wait in a listener at a time. One more takes the place of a random
+	// one, or is dropped; the peers repeat them. Zero: 1024, which is the most.
 	Backlog int
 
 	// Answer is asked what Announce tells a peer that resolves the service: private data, or false to
