@@ -57,18 +57,10 @@ func serve(socket, program *os.File) error {
 	if !ok {
 		return errors.New("descriptor 3 is not a unix socket")
 	}
-	raw, err := program.SyscallConn()
-	if err != nil {
-		return err
-	}
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		waited := false
-		_ = raw.Read(func(uintptr) bool { // a pidfd can be read, as poll says, when the process has ended
-			defer func() { waited = true }()
-			return waited
-		})
+		_ = device.AwaitExit(program) // without it the program counts as ended
 	}()
 	return device.ServeWatcher(u, ended)
 }

@@ -6,10 +6,12 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/netip"
+	"os"
 
 	"github.com/verbena-rdma/verbena/internal/host"
 	"github.com/verbena-rdma/verbena/internal/link"
 	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/sys"
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
@@ -17,6 +19,16 @@ import (
 // that die. It returns when ended is closed and none of them is left.
 func ServeWatcher(l *net.UnixListener, ended <-chan struct{}) error {
 	return host.ServeWatcher(l, ended, sayLastWords)
+}
+
+// AwaitExit waits until the process of a pidfd has ended. Reads of the file must not block.
+func AwaitExit(pidfd *os.File) error {
+	raw, err := pidfd.SyscallConn()
+	if err != nil {
+		return err
+	}
+	// The poller reports an end once, and Read forgets a report that came before it.
+	return raw.Read(func(fd uintptr) bool { return sys.Exited(int(fd)) })
 }
 
 // watcherName returns the name of the watcher's socket, which "verbena exec" sets; "" if there is none.
