@@ -132,9 +132,13 @@ func (m *meeting) run(t *testing.T, addr string, client, server side) {
 
 // rpingRace is all that an rping prints that has done its work, and then fails. Up to rdma-core 58
 // its main thread destroys the event channel while another thread still gets events from it. If that
-// thread has just handled the last one, it finds the channel destroyed, and exits with an error.
-const rpingRace = `\A(server DISCONNECT EVENT\.\.\.\nwait for RDMA_READ_ADV state 10\n|client DISCONNECT EVENT\.\.\.\n)` +
-	`rdma_get_cm_event: Bad file descriptor\n\z`
+// thread has just handled an event, it finds the channel destroyed, and exits with an error. A client that
+// has not handled the last event prints its pings (-v) when it exits, all ten of them.
+const rpingRace = `\A(server DISCONNECT EVENT\.\.\.\nwait for RDMA_READ_ADV state 10\n` + rpingClosed +
+	`|client DISCONNECT EVENT\.\.\.\n` + rpingClosed +
+	`|(client DISCONNECT EVENT\.\.\.\n)?` + rpingClosed + `(ping data: .*\n){9}ping data: rdma-ping-9: .*\n)\z`
+
+const rpingClosed = `rdma_get_cm_event: Bad file descriptor\n`
 
 // No other failure of an rping is taken for that race.
 func TestRpingRace(t *testing.T) {
@@ -223,8 +227,8 @@ func proberAddress(server netip.Addr) netip.Addr {
 func meetings() []meeting {
 	const rdmacm, perf = "rdmacm-utils", "perftest"
 	all := []meeting{
-		{pkg: rdmacm, server: "rping -s -C 10 -V -a IP", client: "rping -c -C 10 -V -a IP", port: 7174, race: rpingRace, short: true},
-		{name: "own QP", pkg: rdmacm, server: "rping -s -q -C 10 -V -a IP", client: "rping -c -q -C 10 -V -a IP", port: 7174, race: rpingRace},
+		{pkg: rdmacm, server: "rping -s -C 10 -V -a IP", client: "rping -c -C 10 -v -V -a IP", port: 7174, race: rpingRace, short: true},
+		{name: "own QP", pkg: rdmacm, server: "rping -s -q -C 10 -V -a IP", client: "rping -c -q -C 10 -v -V -a IP", port: 7174, race: rpingRace},
 		{name: "large", pkg: rdmacm, server: "rping -s -C 10 -V -S 65000 -a IP", client: "rping -c -C 10 -V -S 65000 -a IP", port: 7174, race: rpingRace},
 		{pkg: rdmacm, server: "ucmatose -b IP", client: "ucmatose -s IP", port: 7471, says: `test complete\nreturn status 0`, short: true},
 		{name: "ten", pkg: rdmacm, server: "ucmatose -b IP -c 10", client: "ucmatose -s IP -c 10", port: 7471, says: `return status 0`, short: true},
@@ -327,7 +331,7 @@ func TestRDMACMPersistent(t *testing.T) {
 	newProber(t, netip.MustParseAddr(address())).await(t, s, cma.PSTCP, netip.MustParseAddrPort(addr+":7174"))
 	for range 3 {
 		client := func() *process {
-			return start(ctx, t, side{args: []string{"rping", "-c", "-C", "5", "-V", "-a", addr}, env: env})
+			return start(ctx, t, side{args: []string{"rping", "-c", "-C", "10", "-v", "-V", "-a", addr}, env: env})
 		}
 		c := client()
 		for c.lost(rpingRace) && ctx.Err() == nil {
@@ -484,8 +488,8 @@ func TestRDMACMNamespaces(t *testing.T) {
 		net, server, client string
 		user                bool
 	}{
-		{"10.79.0.", "rping -s -C 10 -V -a IP", "rping -c -C 10 -V -a IP", true},
-		{"fd79::", "rping -s -C 10 -V -a IP", "rping -c -C 10 -V -a IP", false},
+		{"10.79.0.", "rping -s -C 10 -V -a IP", "rping -c -C 10 -v -V -a IP", true},
+		{"fd79::", "rping -s -C 10 -V -a IP", "rping -c -C 10 -v -V -a IP", false},
 		{"10.79.0.", "ucmatose -b IP -c 3", "ucmatose -s IP -c 3", false},
 		{"fd79::", "ucmatose -b IP -f ipv6", "ucmatose -s IP -f ipv6", true},
 	} {

@@ -12,8 +12,8 @@
  *          sends and receives when poll says so
  *
  * No socket is used by two threads. In rsockets (rdma-core 44; the source of August 2026 is
- * the same there), a thread that sends and one that receives may wait for ever: one takes the completion that the other
- * waits for, and the other then waits for the next one.
+ * the same there), a thread that sends and one that receives may wait for ever: one takes the
+ * completion that the other waits for, and the other then waits for the next one.
  *
  * SEED chooses the lengths. A program that fails prints why and exits with 1.
  */
