@@ -136,5 +136,7 @@ func (d *doorway) flooded(p *peer, long time.Duration) ([]float64, error) {
 		return nil, err
 	}
 	slices.Sort(took)
-	return []float64{sent.Values[0], float64(made), took[floodDials/2], took[floodDials-1], memory / (1 << 20), float64(goroutines - made)}, nil
+	// What was measured before may have left goroutines that have ended meanwhile.
+	more := max(0, goroutines-made)
+	return []float64{sent.Values[0], float64(made), took[floodDials/2], took[floodDials-1], max(0, memory) / (1 << 20), float64(more)}, nil
 }

@@ -37,20 +37,23 @@ type watch struct {
 	wg      sync.WaitGroup
 }
 
-// wantWatch has other processes watch this one from now on.
+// wantWatch has other processes watch this one from now on: when it returns they will notice its end.
 func (m *Member) wantWatch() {
 	w := &m.watch
 	w.mu.Lock()
-	defer w.mu.Unlock()
 	if w.wanted || w.closed {
+		w.mu.Unlock()
 		return
 	}
 	w.wanted = true
 	m.publishWatchLocked()
-	w.wg.Go(m.seekWatchers)
+	w.mu.Unlock()
+	// Now, not soon: this process may die as soon as its first message has left. To connect, the other
+	// processes need not be awake.
 	if m.cfg.Watcher != "" {
-		w.wg.Go(m.callWatcher)
+		m.callWatcher()
 	}
+	m.seekWatchers()
 }
 
 // publishWatchLocked lets processes that join know whether this one needs watchers.
