@@ -101,7 +101,6 @@ static void refusals(struct self *s)
 	WANT(!ibv_create_wq(s->ctx, &wq) && errno == EOPNOTSUPP);
 	WANT(!ibv_create_rwq_ind_table(s->ctx, &ind) && errno == EOPNOTSUPP);
 	WANT(!ibv_create_counters(s->ctx, &counters) && errno == EOPNOTSUPP);
-	WANT(!ibv_reg_dmabuf_mr(s->pd, 0, 4096, 0, -1, ACCESS) && errno == EOPNOTSUPP);
 	WANT(ibv_query_ece(s->qp[0], &ece) == EOPNOTSUPP && ibv_set_ece(s->qp[0], &ece) == EOPNOTSUPP);
 }
 
