@@ -268,7 +268,9 @@ func (r *remoteBuffer) invalidated() bool {
 	if m == nil {
 		return r.send(msgInvalidated) == nil
 	}
-	r.stop() // the last unmap answers
+	// The last unmap answers. An importer of this process may hold the reservation lock and wait for an
+	// answer that this goroutine has yet to read.
+	go r.stop()
 	return true
 }
 

@@ -3,9 +3,11 @@ package dmabuf
 // Processes that lie to each other.
 
 import (
+	"context"
 	"errors"
 	"math/rand/v2"
 	"net"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -214,4 +216,90 @@ func TestLyingExporter(t *testing.T) {
 			<-finished
 		})
 	}
+}
+
+// A process that maps, unmaps and pins while the exporter moves the buffer: neither waits for the other
+// for longer than the other's accesses last.
+func TestRemoteCrossing(t *testing.T) {
+	m, err := Alloc(MemoryConfig{Size: 8192, Segments: 2})
+	check(t, err)
+	fd, err := m.Buffer().FD()
+	check(t, err)
+	b, err := fromProcess("test", fd, server.name()) // as another process would
+	check(t, err)
+	check(t, sys.CloseFD(fd))
+	r := b.Reservation()
+	var table *Table // guarded by the reservation lock
+	drop := func(a *Attachment) {
+		if table != nil {
+			a.Unmap(table, Bidirectional)
+			table = nil
+		}
+	}
+	mapper, err := b.DynamicAttach(nil, Importer{InvalidateMappings: drop})
+	check(t, err)
+	pinner, err := b.DynamicAttach(nil, Importer{InvalidateMappings: func(*Attachment) {}})
+	check(t, err)
+	stop := make(chan struct{})
+	var wg sync.WaitGroup
+	again := func(do func()) {
+		wg.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+					do()
+				}
+			}
+		})
+	}
+	again(func() { // maps and unmaps
+		locked(r, func() {
+			if table == nil {
+				var err error
+				if table, err = mapper.Map(t.Context(), Bidirectional); err != nil {
+					t.Errorf("mapping: %v", err)
+				}
+			} else {
+				drop(mapper)
+			}
+		})
+	})
+	pins := 0
+	again(func() {
+		locked(r, func() {
+			switch err := pinner.Pin(); {
+			case err == nil:
+				pins++
+				pinner.Unpin()
+			case !errors.Is(err, syscall.EBUSY):
+				t.Errorf("pinning: %v", err)
+			}
+		})
+	})
+	moves, refused := 0, 0
+	for start := time.Now(); moves+refused < 3000 && time.Since(start) < 10*time.Second && !t.Failed(); {
+		ctx, cancel := context.WithTimeout(t.Context(), remotePatience/2)
+		switch err := m.Move(ctx); {
+		case err == nil:
+			moves++
+		case errors.Is(err, syscall.EBUSY): // it is pinned
+			refused++
+		default:
+			t.Errorf("moving: %v", err)
+		}
+		cancel()
+	}
+	close(stop)
+	wg.Wait()
+	t.Logf("%d moves, %d refused, %d pins", moves, refused, pins)
+	if moves == 0 || pins == 0 {
+		t.Error("nothing has moved, or nothing was pinned")
+	}
+	locked(r, func() { drop(mapper) })
+	mapper.Detach()
+	pinner.Detach()
+	b.Put()
+	check(t, m.Close())
 }

@@ -91,8 +91,11 @@ type remoteImporter struct {
 	c          *net.UnixConn
 	attachment *Attachment
 
-	tables []*Table // what it has mapped, oldest first; used by the connection's goroutine alone
-	pins   int      // used by the connection's goroutine alone
+	tables []*Table // what it has mapped, oldest first; guarded by the reservation lock
+
+	mapped int            // mappings that it has; used by the connection's goroutine alone
+	pins   int            // pins that it has; used by the connection's goroutine alone
+	jobs   sync.WaitGroup // goroutines of later
 
 	mu        sync.Mutex // guards what follows
 	open      bool       // it has a mapping that was not invalidated
@@ -165,10 +168,15 @@ func (r *remoteImporter) handle(kind message, args []uint64) bool {
 	case msgMap:
 		return len(args) == 1 && Direction(args[0]).valid() && r.doMap(Direction(args[0]))
 	case msgUnmapped:
-		if len(r.tables) == 0 {
+		if r.mapped == 0 {
 			return false
 		}
-		r.locked(func() { r.unmapFirst() })
+		if r.mapped--; r.mapped == 0 {
+			r.mu.Lock()
+			r.open = false
+			r.mu.Unlock()
+		}
+		r.later(r.unmapFirst)
 		return true
 	case msgPin:
 		return r.send(encode(msgPinned, errnoOf(r.doPin()))) == nil
@@ -177,7 +185,7 @@ func (r *remoteImporter) handle(kind message, args []uint64) bool {
 			return false
 		}
 		r.pins--
-		r.locked(r.attachment.Unpin)
+		r.later(r.attachment.Unpin)
 		return true
 	case msgInvalidated:
 		return r.invalidated()
@@ -185,7 +193,17 @@ func (r *remoteImporter) handle(kind message, args []uint64) bool {
 	return false
 }
 
-func (r *remoteImporter) send(b []byte, fds ...int) error { return sys.SendFDs(r.c, b, fds...) }
+// send sends an answer. An importer that does not read is not waited for.
+func (r *remoteImporter) send(b []byte, fds ...int) error {
+	_ = r.c.SetWriteDeadline(time.Now().Add(time.Second)) // a connection that is open takes one
+	return sys.SendFDs(r.c, b, fds...)
+}
+
+// later does something with the reservation locked. The connection's goroutine does not wait for the
+// lock: its holder may be waiting for an answer that this goroutine has yet to read.
+func (r *remoteImporter) later(do func()) {
+	r.jobs.Go(func() { r.locked(do) })
+}
 
 func (r *remoteImporter) resv() *Reservation { return r.attachment.Buffer().Reservation() }
 
@@ -195,7 +213,8 @@ func (r *remoteImporter) locked(do func()) {
 	do()
 }
 
-// doMap maps the buffer, waits for its Kernel fences, and answers.
+// doMap maps the buffer, waits for its Kernel fences, and answers. The importer asks for it when it has
+// nothing mapped, so that no holder of the reservation lock waits for it.
 func (r *remoteImporter) doMap(dir Direction) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), remotePatience/2)
 	defer cancel()
@@ -219,6 +238,7 @@ func (r *remoteImporter) doMap(dir Direction) bool {
 		return refuse(err)
 	}
 	r.tables = append(r.tables, t)
+	r.mapped++
 	r.mu.Lock()
 	r.open = true
 	r.mu.Unlock()
@@ -232,11 +252,7 @@ func (r *remoteImporter) doMap(dir Direction) bool {
 // unmapFirst ends the oldest mapping. The reservation is locked.
 func (r *remoteImporter) unmapFirst() {
 	r.attachment.Unmap(r.tables[0], Bidirectional)
-	if r.tables = r.tables[1:]; len(r.tables) == 0 {
-		r.mu.Lock()
-		r.open = false
-		r.mu.Unlock()
-	}
+	r.tables = r.tables[1:]
 }
 
 // doPin pins the buffer. The importer's process holds its own reservation lock until it is answered,
@@ -309,6 +325,7 @@ func (r *remoteImporter) end() {
 	for r.invalidated() {
 		continue // one fence each time
 	}
+	r.jobs.Wait()
 	r.locked(func() {
 		for len(r.tables) > 0 {
 			r.unmapFirst()

@@ -12,7 +12,6 @@ package qp
 //     that waits for it does not wait for ever.
 
 import (
-	"slices"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -40,7 +39,8 @@ func (f *fenceQueue) add(wr *ib.SendWR) {
 
 func (f *fenceQueue) take() ib.Fence {
 	first := f.list[0].fence
-	if f.list = slices.Delete(f.list, 0, 1); len(f.list) == 0 {
+	f.list[0] = queuedFence{} // it may be collected
+	if f.list = f.list[1:]; len(f.list) == 0 {
 		f.list = nil // most queues never see a fence again
 	}
 	return first
