@@ -36,7 +36,8 @@ func (d DMABuf) internal() importer.Range {
 // [Config] the region holds the buffer in place.
 //
 // Requests wait for the buffer's Kernel fences, and for no others. [MR.PagingStats] counts the
-// moves, and how often requests found the buffer moved. [Device.Counters] has the sums of all
+// moves, and how often requests found the buffer moved; [PD.AdviseMR] brings a buffer that has moved
+// back before a request needs it. [Device.Counters] has the sums of all
 // regions, closed ones too: dmabuf_regions, dmabuf_mappings, dmabuf_faults (mappings that
 // requests have waited for), dmabuf_invalidations and dmabuf_pins.
 //

@@ -63,6 +63,7 @@ type Backing struct {
 	told    atomic.Bool  // a failure of Await was logged, and the buffer not mapped since
 
 	faults, faultPages, local, remote, invalidations, invalidationPages, failures atomic.Uint64
+	prefetches, prefetchPages                                                     atomic.Uint64
 
 	mu     sync.Mutex // guards region, and what table becomes while there is none
 	region *mem.Region
@@ -237,6 +238,24 @@ func now() int64 { return int64(time.Since(started)) }
 // Await maps the buffer again. If that fails, the accesses of the next moment fail, too (Refusal):
 // the one that waited may ask for its bytes several times before it ends.
 func (i *Backing) Await(_, _ uint64, acc ib.Access) mem.FaultKind {
+	return i.bringIn(func() { i.count(acc) })
+}
+
+// Prefetch maps the buffer again before an access needs it.
+func (i *Backing) Prefetch() mem.FaultKind {
+	kind := i.bringIn(func() {
+		i.cfg.Counts.Mappings.Add(1)
+		i.prefetchPages.Add(i.pages())
+	})
+	if kind == mem.FaultNone {
+		i.prefetches.Add(1)
+	}
+	return kind
+}
+
+// bringIn maps the buffer again, if it is not mapped. It calls count, with the reservation locked, if it
+// has.
+func (i *Backing) bringIn(count func()) mem.FaultKind {
 	const op = "dma_buf_map_attachment"
 	err := inTime(op, func(ctx context.Context) error {
 		if err := i.lock(ctx, op); err != nil {
@@ -246,7 +265,7 @@ func (i *Backing) Await(_, _ uint64, acc ib.Access) mem.FaultKind {
 		if i.closed || i.revoked.Load() || i.table.Load() != nil {
 			return nil // nothing to do, or another access has mapped it
 		}
-		return i.mapLocked(ctx, op, func() { i.count(acc) })
+		return i.mapLocked(ctx, op, count)
 	}, func() {})
 	switch {
 	case err == nil:
@@ -342,6 +361,7 @@ func (i *Backing) Stats() ib.PagingStats {
 		PageFaults: i.faults.Load(), PageFaultPages: i.faultPages.Load(),
 		LocalFaults: i.local.Load(), RemoteFaults: i.remote.Load(),
 		Invalidations: i.invalidations.Load(), InvalidationPages: i.invalidationPages.Load(),
+		Prefetches: i.prefetches.Load(), PrefetchPages: i.prefetchPages.Load(),
 		FailedResolutions: i.failures.Load(),
 	}
 }

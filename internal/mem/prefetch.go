@@ -19,12 +19,16 @@ type Part struct {
 	Off, N uint64
 }
 
+// prefetcher is a Backing of another kind whose bytes can be brought in as a whole. Prefetch is called
+// outside any read section: perhaps after Close, when it must do no harm.
+type prefetcher interface{ Prefetch() FaultKind }
+
 // prefetchStep is how much a prefetch brings in at once: closing the region
 // waits for one step.
 const prefetchStep = 2 << 20
 
 // Do makes the parts present. It may take long; a part ends early if its region is
-// closed or re-registered. A region that is not on demand needs nothing.
+// closed or re-registered. A region that is neither on demand nor on a dma-buf needs nothing.
 //
 // It returns the first part that could not be made present and why, after doing the
 // others, or at once if it is strict. If there is none, the call is counted: once for
@@ -74,10 +78,14 @@ func (p *Prefetch) part(of *Part) (*OnDemand, FaultKind) {
 		return nil, FaultDead
 	}
 	m, ok := r.backing.(*OnDemand)
+	other, moves := r.backing.(prefetcher)
 	same := r.Key() == of.Key
 	r.leave()
 	if !same {
 		return nil, FaultDead
+	}
+	if moves && !p.NoFault {
+		return nil, other.Prefetch()
 	}
 	if !ok {
 		return nil, FaultNone
