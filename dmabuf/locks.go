@@ -19,19 +19,19 @@ func CheckLocks(on bool) { checking.Store(on) }
 // holder is which goroutine holds a reservation's lock; 0 if none does, or nobody checks.
 type holder struct{ id atomic.Uint64 }
 
-func (h *holder) wants(*Reservation) {
+func (h *holder) wants() {
 	if checking.Load() && h.id.Load() == goroutine() {
 		panic("dmabuf: the reservation is locked by this goroutine already")
 	}
 }
 
-func (h *holder) got(*Reservation) {
+func (h *holder) got() {
 	if checking.Load() {
 		h.id.Store(goroutine())
 	}
 }
 
-func (h *holder) left(*Reservation) {
+func (h *holder) left() {
 	if !checking.Load() {
 		return
 	}

@@ -66,14 +66,14 @@ func NewReservation() *Reservation { return &Reservation{lock: make(chan struct{
 
 // Lock locks the reservation.
 func (r *Reservation) Lock() {
-	r.check.wants(r)
+	r.check.wants()
 	r.lock <- struct{}{}
-	r.check.got(r)
+	r.check.got()
 }
 
 // LockContext locks the reservation, or returns the context's error if that ends first.
 func (r *Reservation) LockContext(ctx context.Context) error {
-	r.check.wants(r)
+	r.check.wants()
 	select {
 	case r.lock <- struct{}{}:
 	default:
@@ -83,7 +83,7 @@ func (r *Reservation) LockContext(ctx context.Context) error {
 			return ctx.Err()
 		}
 	}
-	r.check.got(r)
+	r.check.got()
 	return nil
 }
 
@@ -91,7 +91,7 @@ func (r *Reservation) LockContext(ctx context.Context) error {
 func (r *Reservation) TryLock() bool {
 	select {
 	case r.lock <- struct{}{}:
-		r.check.got(r)
+		r.check.got()
 		return true
 	default:
 		return false
@@ -100,7 +100,7 @@ func (r *Reservation) TryLock() bool {
 
 // Unlock unlocks the reservation.
 func (r *Reservation) Unlock() {
-	r.check.left(r)
+	r.check.left()
 	select {
 	case <-r.lock:
 	default:

@@ -602,7 +602,7 @@ func TestHandleWithoutInotify(t *testing.T) {
 func TestHandleWithoutPrivileges(t *testing.T) {
 	uid := uint32(65534)
 	if os.Geteuid() != 0 {
-		uid = 0 // the child runs as this user, who has none
+		uid = 0 // the test itself has no privilege: the child runs as the same user
 	}
 	runChild(t, "handle-user", uid, quickExit)
 }

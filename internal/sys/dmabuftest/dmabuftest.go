@@ -113,7 +113,7 @@ func NewVGEMBuffer(size uint64) (*VGEMBuffer, error) {
 	return b, nil
 }
 
-// Fence adds a fence to the buffer, as somebody does who reads it, or writes it if write is set.
+// Fence adds a pending fence to the buffer: that of a reader, or of a writer if write is set.
 // signal ends it. The kernel does so after ten seconds: then signal returns ETIMEDOUT.
 func (b *VGEMBuffer) Fence(write bool) (signal func() error, err error) {
 	fence, err := b.dev.AttachFence(b.handle, write)
