@@ -141,15 +141,14 @@ func (m *MR) lease(x *host.Export, c *net.UnixConn) error {
 	if !ok {
 		return fmt.Errorf("regions of %v memory cannot be imported: %w", m.region.Kind(), syscall.EOPNOTSUPP)
 	}
-	v := m.view.Load()
-	access := v.access
+	access := m.Access()
 	// The kernel writes through /proc/PID/mem also to what the owner has mapped read-only.
 	// Memory that was pinned for writing was writable; on-demand memory is checked here.
 	switch m.region.Kind() {
 	case mem.KindImplicit:
 		return fmt.Errorf("the whole address space cannot be imported: %w", syscall.EOPNOTSUPP)
 	case mem.KindOnDemand:
-		if writable, err := sys.Mapped(uintptr(addr), uintptr(v.length), true); err != nil || !writable {
+		if writable, err := sys.Mapped(uintptr(addr), uintptr(m.Length()), true); err != nil || !writable {
 			access &^= ib.AccessLocalWrite | ib.AccessRemoteWrite
 		}
 	}
@@ -175,7 +174,7 @@ func (m *MR) lease(x *host.Export, c *net.UnixConn) error {
 		return errNotPublished
 	}
 	shm.Allow(l.user)
-	x.Extent = host.Extent{Addr: addr, Length: v.length, IOVA: v.addr, Access: uint32(access), Proof: sys.AddrOf(g.Proof())}
+	x.Extent = host.Extent{Addr: addr, Length: m.Length(), IOVA: m.Addr(), Access: uint32(access), Proof: sys.AddrOf(g.Proof())}
 	x.Guard = fd
 	x.Close = func() {
 		shm.Deny(l.user)

@@ -21,20 +21,16 @@ import (
 // MR is a memory region. It is small, because there may be a million of them.
 type MR struct {
 	region *mem.Region
-	view   atomic.Pointer[mrView] // what it is now
+
+	// What the getters return. They need no lock; the fields change while mu is held.
+	keyAccess    atomic.Uint64 // the key above the access rights
+	addr, length atomic.Uint64
 
 	mu      sync.Mutex // guards what follows; held also while the region changes, or its backing is looked at
 	pd      *PD
 	iova    uint64 // where requests find it, if the program has chosen that
 	ownIOVA bool   // the program has
 	closed  bool
-}
-
-// mrView is what a region's getters return. A view never changes: another one replaces it.
-type mrView struct {
-	key          uint32
-	access       ib.Access
-	addr, length uint64
 }
 
 // memory is what is to be registered: a slice or, if that is nil, a range by address.
@@ -99,7 +95,9 @@ func (m *MR) useLocked(from *memory) {
 		m.iova = *from.iova
 	}
 	r := m.region
-	m.view.Store(&mrView{r.Key(), r.Access(), r.IOVA(), r.Length()})
+	m.keyAccess.Store(uint64(r.Key())<<32 | uint64(r.Access()))
+	m.addr.Store(r.IOVA())
+	m.length.Store(r.Length())
 }
 
 func memoryAt(addr uintptr, length, iova uint64) memory {
@@ -191,11 +189,11 @@ func (p *PD) registerWith(m memory, access ib.Access, open func() (mem.Backing, 
 	return r, nil
 }
 
-func (m *MR) LKey() uint32      { return m.view.Load().key }
-func (m *MR) RKey() uint32      { return m.view.Load().key }
-func (m *MR) Addr() uint64      { return m.view.Load().addr }
-func (m *MR) Length() uint64    { return m.view.Load().length }
-func (m *MR) Access() ib.Access { return m.view.Load().access }
+func (m *MR) LKey() uint32      { return uint32(m.keyAccess.Load() >> 32) }
+func (m *MR) RKey() uint32      { return m.LKey() }
+func (m *MR) Addr() uint64      { return m.addr.Load() }
+func (m *MR) Length() uint64    { return m.length.Load() }
+func (m *MR) Access() ib.Access { return ib.Access(uint32(m.keyAccess.Load())) }
 
 // Locked reports whether the pages are locked, and if not, why.
 func (m *MR) Locked() (bool, string) {
@@ -252,7 +250,7 @@ func (m *MR) rereg(c provider.MRChange, made *memory) error {
 	const op = "rereg_mr"
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	old, had := m.view.Load(), m.region.Backing()
+	had := m.region.Backing()
 	if m.closed {
 		return &ib.ReregError{State: ib.ReregUnusable, Err: ib.Errorf(op, syscall.EINVAL, "the region is closed")}
 	}
@@ -264,7 +262,7 @@ func (m *MR) rereg(c provider.MRChange, made *memory) error {
 			return oldValid(ib.Errorf(op, syscall.EINVAL, "the protection domain belongs to another device"))
 		}
 	}
-	access := old.access
+	access := m.Access()
 	if c.Access != nil {
 		access = *c.Access
 	}
@@ -314,7 +312,7 @@ func (m *MR) backingFor(op string, had mem.Backing, c *provider.MRChange, to mem
 	if to.backing != nil {
 		return to.backing, nil
 	}
-	if c.Buf != nil || c.Range != nil || (m.view.Load().access^access)&ib.AccessOnDemand != 0 {
+	if c.Buf != nil || c.Range != nil || (m.Access()^access)&ib.AccessOnDemand != 0 {
 		if _, ours := had.(*mem.Alloc); ours && c.Buf == nil && c.Range == nil {
 			return nil, errAllocOnDemand(op)
 		}

@@ -70,7 +70,7 @@ func (p *place) word(off uint64, acc ib.Access) (b []byte, at mapped, f Fault) {
 		return nil, mapped{}, f
 	}
 	at = mapped{p.leaf.pinned, in}
-	if p.leaf.staged == nil {
+	if !p.leaf.staged {
 		return b, at, Fault{}
 	}
 	where, ok := p.leaf.backing.(addressed)

@@ -371,12 +371,12 @@ func (l *List) find(key uint32) *Region {
 }
 
 // isStaged reports whether the bytes in use are staging bytes, which the leaf's backing stores.
-func (c *cursor) isStaged() bool { return c.leaf != nil && c.leaf.staged != nil }
+func (c *cursor) isStaged() bool { return c.leaf != nil && c.leaf.staged }
 
 // store has the leaf's backing store the first k of the bytes in use, which the copy has
 // just written. It reports false if there is a fault.
 func (c *cursor) store(k int, last bool) bool {
-	kind := c.leaf.staged.Store(c.at, c.b[:k], last)
+	kind := c.leaf.backing.(staged).Store(c.at, c.b[:k], last)
 	if kind == FaultNone {
 		return true
 	}

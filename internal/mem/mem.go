@@ -102,13 +102,13 @@ type staged interface {
 	Done(b []byte)
 }
 
-// asStaged returns the backing as a staged one, nil if it is none.
-func asStaged(b Backing) staged {
-	s, ok := b.(staged)
-	if is, says := b.(interface{ Staged() bool }); !ok || says && !is.Staged() {
-		return nil
+// isStaged reports whether the backing is a staged one.
+func isStaged(b Backing) bool {
+	_, ok := b.(staged)
+	if is, says := b.(interface{ Staged() bool }); says && !is.Staged() {
+		return false
 	}
-	return s
+	return ok
 }
 
 // FaultKind is why memory could not be accessed. The zero value means that

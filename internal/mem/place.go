@@ -63,7 +63,7 @@ func (p *place) run(off, n uint64, acc ib.Access) (b []byte, at uint64, f Fault)
 	if kind != FaultNone {
 		return nil, 0, p.fault(kind, off, n, acc)
 	}
-	if p.leaf.staged != nil {
+	if p.leaf.staged {
 		p.staging = b
 	}
 	return b, at, Fault{}
@@ -91,7 +91,7 @@ func (p *place) byEngine(off, n uint64) Fault {
 
 // giveStaging gives the staging bytes back to the leaf's backing.
 func (p *place) giveStaging() {
-	p.leaf.staged.Done(p.staging)
+	p.leaf.backing.(staged).Done(p.staging)
 	p.staging = nil
 }
 
@@ -119,7 +119,7 @@ func (p *place) fault(kind FaultKind, off, n uint64, acc ib.Access) Fault {
 	if f.wanted != nil {
 		// Only a paged backing without staging bytes waits for storage.
 		_, fetches := p.leaf.backing.(paged)
-		f.wanted.brief = changing || !fetches || p.leaf.staged != nil
+		f.wanted.brief = changing || !fetches || p.leaf.staged
 	}
 	return f
 }

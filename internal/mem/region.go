@@ -59,8 +59,7 @@ type Region struct {
 	neverFaults   bool // the bytes cannot fault: move needs no guard
 	plain         bool // the CPU accesses the bytes where they lie, mostly in one piece
 	invalidatable bool
-	staged        staged // not nil: the backing offers staging bytes, which it stores
-	pinned        *Host  // not nil: the program may remap the bytes, and the kernel reports it
+	pinned        *Host // not nil: the program may remap the bytes, and the kernel reports it
 	iova          uint64
 	length        uint64
 	backing       Backing
@@ -71,12 +70,12 @@ type Region struct {
 	mkey   *MKey   // not nil: this is an indirect key
 	// bound counts the windows on the region, and what indirect keys have borrowed;
 	// taken keeps new ones out.
-	bound atomic.Int32
-	step  uint8 // odd: from one tag of the key to the next
+	bound  atomic.Int32
+	staged bool  // the backing is a staged one: it offers staging bytes, which it stores
+	step   uint8 // odd: from one tag of the key to the next
 
-	mu      sync.Mutex                    // serialises changes of state's bits; held also over waits for other processes
-	suspend *suspension                   // nil until the region is first suspended, or a caller waits for its sections
-	wake    atomic.Pointer[chan struct{}] // set while killLocked sleeps until the count is zero
+	mu      sync.Mutex  // serialises changes of state's bits; held also over waits for other processes
+	suspend *suspension // nil until the region is first suspended, or a caller waits for its sections
 }
 
 const (
@@ -118,10 +117,10 @@ func (t *Table) Register(cfg RegionConfig) (*Region, error) {
 // stand makes b the region's backing. No section can be open meanwhile.
 func (r *Region) stand(b Backing) {
 	r.backing, r.kind, r.neverFaults = b, b.Kind(), backingNeverFaults(b)
-	r.staged = asStaged(b)
+	r.staged = isStaged(b)
 	_, byEngine := b.(Engine)
 	r.byEngine.Store(byEngine)
-	r.plain = (r.kind == KindPinned || r.kind == KindDevice || r.kind == KindDMABuf) && r.staged == nil && !byEngine
+	r.plain = (r.kind == KindPinned || r.kind == KindDevice || r.kind == KindDMABuf) && !r.staged && !byEngine
 	r.pinned = nil
 	if h, ok := b.(interface{ Pinned() *Host }); ok {
 		r.pinned = h.Pinned()
@@ -294,18 +293,8 @@ func (r *Region) exit() {
 // is shut wakes the goroutines that wait for that.
 func (r *Region) leave() {
 	if s := r.state.Add(^uint64(0)); s != 0 && s&stateCount == 0 {
-		r.wakeKiller()
+		r.tellLeft()
 	}
-}
-
-func (r *Region) wakeKiller() {
-	if wake := r.wake.Load(); wake != nil {
-		select {
-		case *wake <- struct{}{}:
-		default: // a wake-up is in the channel already: killLocked will look at the count
-		}
-	}
-	r.tellLeft()
 }
 
 // spinsBeforeSleep is how often a goroutine that waits for sections yields before it
@@ -315,21 +304,15 @@ const spinsBeforeSleep = 32
 // killLocked keeps new sections out, for the reason bit, and waits for the open
 // ones. It wakes the goroutines that wait for the region to open again, unless bit is
 // stateSuspended. It returns the channel of TableConfig.Invalidated.
-//
-// No wake-up is lost: either killLocked, having published its channel, sees the
-// count at zero, or the section that takes it to zero closes after that and sees
-// the channel (and the bit, which was set before).
 func (r *Region) killLocked(bit uint64) (left <-chan struct{}) {
 	open, left := r.shutLocked(bit)
-	if !open || !r.inside() {
-		return left
+	for open {
+		last := r.lastLeaves()
+		if last == nil {
+			break
+		}
+		<-last
 	}
-	wake := make(chan struct{}, 1)
-	r.wake.Store(&wake)
-	for r.state.Load()&stateCount != 0 {
-		<-wake
-	}
-	r.wake.Store(nil)
 	return left
 }
 
@@ -375,6 +358,10 @@ func (r *Region) inside() bool {
 
 // lastLeaves returns a channel that is closed when the last section of a region that is shut
 // is; nil if none is open.
+//
+// No wake-up is lost: either lastLeaves, having published its channel, sees the count at zero,
+// or the section that takes it to zero closes after that and sees the channel (and the bit that
+// shuts the region, which was set before).
 func (r *Region) lastLeaves() <-chan struct{} {
 	if !r.inside() {
 		return nil
@@ -392,6 +379,7 @@ func (r *Region) lastLeaves() <-chan struct{} {
 	return c
 }
 
+// tellLeft wakes those who wait for the last section.
 func (r *Region) tellLeft() {
 	waiters.Lock()
 	defer waiters.Unlock()

@@ -396,7 +396,7 @@ func (l *List) still(off, n uint64, e Engine) ([]byte, place) {
 	if !c.enter(n, shutToBytes) {
 		return nil, place{}
 	}
-	if leaf := c.leaf; leaf == nil || !leaf.neverFaults || leaf.staged != nil || leaf.kind == KindRaw { // null memory: many accesses use it at a time
+	if leaf := c.leaf; leaf == nil || !leaf.neverFaults || leaf.staged || leaf.kind == KindRaw { // null memory: many accesses use it at a time
 		c.close()
 		return nil, place{}
 	}
