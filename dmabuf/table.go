@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"slices"
 	"sort"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // Direction is which way data moves through a mapping.
@@ -62,6 +64,25 @@ func NewTable(segments ...[]byte) *Table {
 	if len(t.segments) == 1 {
 		t.flat = t.segments[0]
 	}
+	return t
+}
+
+// NewFileTable is NewTable for segments that lie in a memory file, all of which the exporter has
+// mapped at file: importers in other processes find the bytes there. fd is the file's descriptor,
+// which stays open as long as the table is in use. The file is sealed against changes of its size.
+//
+// It panics if a segment is not a part of file.
+func NewFileTable(fd int, file []byte, segments ...[]byte) *Table {
+	t := NewTable(segments...)
+	span := &fileSpan{fd: fd}
+	for _, s := range t.segments {
+		off := sys.OffsetIn(file, s)
+		if off < 0 {
+			panic("dmabuf: NewFileTable with a segment outside the file")
+		}
+		span.segments = append(span.segments, extent{off, len(s)})
+	}
+	t.file = span
 	return t
 }
 

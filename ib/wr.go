@@ -120,6 +120,18 @@ type Fence interface {
 	Signal(err error) bool
 }
 
+// QueuedFence is a Fence that is told which queues wait for it and signal it, so that waits can be found that never
+// end.
+type QueuedFence interface {
+	Fence
+	// Queued is called when a request is posted that waits for the fence, or signals it. queue is the queue's identity,
+	// name is for people, limit is how long a wait may last. An error refuses the request: [EDEADLK] if its signal
+	// could never come.
+	//
+	// [EDEADLK]: https://man7.org/linux/man-pages/man3/errno.3.html
+	Queued(queue any, name string, signals bool, limit time.Duration) error
+}
+
 // DefaultFenceTimeout is how long a request waits for a fence if it does not say so itself.
 const DefaultFenceTimeout = 10 * time.Second
 

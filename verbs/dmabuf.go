@@ -65,3 +65,32 @@ func (mr *MR) reregDMABuf(d DMABuf, c provider.MRChange, both bool) error {
 	}
 	return importer.Rereg(mr.p, d.internal(), c)
 }
+
+// GPUMemory is memory of a GPU. A *[gpu.Buffer] is such memory.
+//
+// [gpu.Buffer]: https://pkg.go.dev/github.com/verbena-rdma/verbena/gpu#Buffer
+type GPUMemory interface {
+	// Region returns the dma-buf that the memory is a part of, with a reference for the caller, where in it the memory
+	// begins, how long it is, and the GPU's address of its first byte.
+	Region() (buf *dmabuf.Buffer, off, n, addr uint64, err error)
+}
+
+// RegGPU registers memory of a GPU, as RegDMABufMR does with its dma-buf. The address of the first byte in requests is
+// the GPU's own.
+//
+// The GPU may move the memory, evict it to system memory, and bring it back: requests find it where it is. When it is
+// freed, requests of peers end in access errors (WCRemAccessErr). Order requests and the GPU's work by fences:
+// OpWaitFence and OpSignalFence.
+//
+// Errors: those of RegDMABufMR; EINVAL if the memory is freed.
+func (pd *PD) RegGPU(m GPUMemory, access Access) (*MR, error) {
+	if m == nil {
+		return nil, invalid("reg_gpu", "no memory")
+	}
+	buf, off, n, addr, err := m.Region()
+	if err != nil {
+		return nil, err
+	}
+	defer buf.Put()
+	return pd.RegDMABufMR(DMABuf{Buffer: buf, Offset: off, Length: n, IOVA: addr}, access)
+}

@@ -20,6 +20,7 @@ type (
 	DMClass          = ib.DMClass          // class of device memory
 	EventType        = ib.EventType        // kind of an asynchronous event
 	Fence            = ib.Fence            // work that ends some time, and that requests can wait for
+	QueuedFence      = ib.QueuedFence      // a Fence that is told who waits for it
 	FlushLevel       = ib.FlushLevel       // which bytes a FLUSH is about
 	FlushType        = ib.FlushType        // what a FLUSH ensures for the bytes
 	GID              = ib.GID              // global identifier: an IP address

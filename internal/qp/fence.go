@@ -12,6 +12,7 @@ package qp
 //     that waits for it does not wait for ever.
 
 import (
+	"fmt"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -54,6 +55,19 @@ func checkFence(wr *ib.SendWR) error {
 		return ib.Errorf("post_send", syscall.EINVAL, "a timeout of %v", wr.Timeout)
 	}
 	return nil
+}
+
+// announceFence tells a fence that asks for it of a request that is about to be queued.
+func (q *QP) announceFence(wr *ib.SendWR) error {
+	f, ok := wr.Fence.(ib.QueuedFence)
+	if !ok {
+		return nil
+	}
+	limit := wr.Timeout
+	if limit == 0 {
+		limit = ib.DefaultFenceTimeout
+	}
+	return f.Queued(q, fmt.Sprintf("QP %#x", q.Number), wr.Op == ib.OpSignalFence, limit)
 }
 
 // setFence keeps the parameters of the request: in compareAdd how long it waits, in swap when

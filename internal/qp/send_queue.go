@@ -225,6 +225,11 @@ func (q *QP) postOne(wr *ib.SendWR) error {
 			return err
 		}
 	}
+	if wr.Op == ib.OpWaitFence || wr.Op == ib.OpSignalFence {
+		if err := q.announceFence(wr); err != nil {
+			return err
+		}
+	}
 	w := &s.wqes[k]
 	*w = wqe{id: wr.ID, remote: wr.RemoteAddr, compareAdd: wr.CompareAdd, swap: wr.Swap, rkey: wr.RKey,
 		imm: wr.Imm, qpn: wr.RemoteQPN, qkey: wr.RemoteQKey, remoteLen: wr.RemoteLength, len: uint32(total),

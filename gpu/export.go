@@ -1,0 +1,151 @@
+package gpu
+
+// The exporter: objects as dma-bufs, with the rules of the kernel's amdgpu driver.
+//
+//  1. attach asks how far away the importer is. Who is too far, or cannot deal with memory without
+//     pages, is no peer.
+//  2. A peer's mapping may lie in the BAR's part of the VRAM or in system memory. For an importer that
+//     is no peer the object moves to system memory, and stays there as long as that is attached.
+//  3. pin holds the object in VRAM if every importer is a peer, otherwise in system memory.
+//  4. A move tells the importers first; its copy is a Kernel fence.
+//  5. When the object is freed, the buffer is revoked.
+
+import (
+	"context"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/dmabuf"
+	"github.com/verbena-rdma/verbena/ib"
+)
+
+// isPeer is what attach has found, kept with the attachment.
+type isPeer bool
+
+// DMABuf returns the memory as a dma-buf, with a reference for the caller ([dmabuf.Buffer.Put]), and
+// where in it the Buffer begins. All Buffers of one object have one dma-buf, whose size is that of the
+// object in whole pages. When the memory is freed it is revoked.
+//
+// Errors: [ErrFreed], [ErrClosed].
+func (b *Buffer) DMABuf() (buf *dmabuf.Buffer, off uint64, err error) {
+	const op = "gpu_export"
+	if err := b.ok(op); err != nil {
+		return nil, 0, err
+	}
+	o := b.obj
+	if o.imported != nil {
+		if !o.imported.attachment.Buffer().Get() {
+			return nil, 0, fail(op, ErrFreed, "object %d", o.id)
+		}
+		return o.imported.attachment.Buffer(), b.off, nil
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.export != nil && o.export.Get() {
+		return o.export, b.off, nil
+	}
+	x := exporter{o}
+	buf, err = dmabuf.Export(dmabuf.Config{Size: o.span, Exporter: "softgpu", Reservation: o.resv, Priv: o, Ops: dmabuf.Ops{
+		Attach: x.attach, Detach: x.detach, Pin: x.pin, Unpin: x.unpin, Map: x.mapping, Unmap: x.unmap, Release: x.dropped,
+	}})
+	if err != nil {
+		return nil, 0, err
+	}
+	o.export = buf
+	return buf, b.off, nil
+}
+
+// Region returns what a device registers of the memory: the dma-buf, with a reference for the caller, where
+// in it the memory begins, how long it is, and its address. Package verbs calls it (PD.RegGPU).
+func (b *Buffer) Region() (buf *dmabuf.Buffer, off, n, addr uint64, err error) {
+	buf, off, err = b.DMABuf()
+	return buf, off, b.n, b.Addr(), err
+}
+
+// exporter has an object's operations as an exporter.
+type exporter struct{ *object }
+
+func (x exporter) attach(a *dmabuf.Attachment) error {
+	distance := x.card.cfg.Distance
+	a.ExporterPriv = isPeer(a.PeerToPeer() && (distance == nil || distance(a.Device()) >= 0))
+	return nil
+}
+
+func (x exporter) detach(*dmabuf.Attachment) {}
+
+// farImporter reports whether an importer is attached that is no peer. The caller has locked the
+// reservation.
+func (o *object) farImporter() bool {
+	o.mu.Lock()
+	export := o.export
+	o.mu.Unlock()
+	if export == nil {
+		return false
+	}
+	for _, a := range export.Attachments() {
+		if a.ExporterPriv != isPeer(true) {
+			return true
+		}
+	}
+	return false
+}
+
+func (x exporter) pin(a *dmabuf.Attachment) error {
+	if x.revoked {
+		return errRevoked
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	// The one who pins may not be in the list yet.
+	vram := x.opts.Placement == InVRAM && a.ExporterPriv == isPeer(true) && !x.farImporter()
+	return x.object.pin(ctx, "dma_buf_pin", vram)
+}
+
+func (x exporter) unpin(*dmabuf.Attachment) { x.pins.Add(-1) }
+
+var errRevoked = ib.Errorf("dma_buf_map_attachment", syscall.ENODEV, "the GPU's memory is freed")
+
+func (x exporter) mapping(a *dmabuf.Attachment, _ dmabuf.Direction) (*dmabuf.Table, error) {
+	const op = "dma_buf_map_attachment"
+	if x.revoked {
+		return nil, errRevoked
+	}
+	o, c := x.object, x.card
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	limit := c.bar.Load()
+	if a.ExporterPriv == isPeer(true) {
+		o.settle(ctx, limit)
+	}
+	if o.place.heap == c.vram && (a.ExporterPriv != isPeer(true) || o.place.end() > limit) {
+		// The importer does not reach the VRAM, or not this part of it.
+		if o.pins.Load() > 0 {
+			return nil, fail(op, ErrPinned, "object %d is in VRAM that the importer cannot reach", o.id)
+		}
+		to := c.hostRoom(o)
+		if to == nil {
+			return nil, fail(op, ErrOutOfMemory, "%d bytes of system memory", o.size)
+		}
+		if err := o.moveTo(ctx, op, to); err != nil {
+			return nil, err
+		}
+	}
+	c.uses.Add(1)
+	return o.place.table, nil
+}
+
+func (x exporter) unmap(*dmabuf.Attachment, *dmabuf.Table, dmabuf.Direction) { x.card.unuse() }
+
+// dropped is called when the last reference of the dma-buf is gone.
+func (x exporter) dropped(b *dmabuf.Buffer) {
+	o := x.object
+	o.mu.Lock()
+	if o.export == b {
+		o.export = nil
+	}
+	o.mu.Unlock()
+	o.resv.Lock()
+	if o.revoked { // an importer has held what was freed
+		o.giveUpLocked()
+	}
+	o.resv.Unlock()
+}
