@@ -331,6 +331,10 @@ func (o *object) settle(ctx context.Context, limit uint64) {
 	if o.pins.Load() > 0 || o.opts.Placement == InHost || o.farImporter() {
 		return
 	}
+	// An object in use is not moved: the operation may be the one that asks, by another way.
+	if !o.resv.Signaled(dmabuf.Bookkeep) {
+		return
+	}
 	if to := c.room(o, limit, evict && !c.cfg.NoEvict); to != nil {
 		if o.moveTo(ctx, "gpu_move", to) == nil {
 			c.mu.Lock()

@@ -97,9 +97,13 @@ func use(ctx context.Context, op string, mems []Mem, f *dmabuf.Fence) ([]span, e
 		if key(i) > key(j) {
 			return 1
 		}
-		return j - i // what is written comes last: its fence must stay one of a writer
+		return i - j // what is written comes first
 	})
-	for _, i := range order {
+	for k, i := range order {
+		if k > 0 && mems[order[k-1]].obj == mems[i].obj {
+			at[i].table, at[i].vram = at[order[k-1]].table, at[order[k-1]].vram
+			continue
+		}
 		var err error
 		if at[i].table, at[i].vram, err = mems[i].obj.use(ctx, op, i == 0, f); err != nil {
 			return at, err

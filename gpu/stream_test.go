@@ -313,8 +313,8 @@ func TestCosts(t *testing.T) {
 
 // TestPressure: streams work with twice as much memory as there is VRAM, and objects are moved meanwhile.
 func TestPressure(t *testing.T) {
-	d := open(t, "soft:0", Config{VRAM: mib, Host: 4 * mib, Engines: 4})
-	const n = 128 << 10
+	d := open(t, "soft:0", Config{VRAM: mib / 2, Host: 2 * mib, Engines: 4})
+	const n = 64 << 10
 	var wg sync.WaitGroup
 	for g := range 4 {
 		wg.Go(func() {
@@ -332,8 +332,8 @@ func TestPressure(t *testing.T) {
 				}
 				all = append(all, b)
 			}
-			for round := range 40 {
-				v := byte(g*40 + round)
+			for round := range 12 {
+				v := byte(g*12 + round)
 				for i := range all {
 					to := all[(i+1)%4]
 					if err := errors.Join(s.Fill(all[i].All(), v), s.Copy(to.All(), all[i].All()), s.Add(to.All(), to.All(), all[i].All(), Uint32)); err != nil {

@@ -56,6 +56,16 @@ func key(f Fence) Fence {
 // leave; 0: no limit. It returns ErrDeadlock, and notes nothing, if a signal would close a circle.
 func (g *waitGraph) enter(queue any, name string, f Fence, signals bool, limit time.Duration) error {
 	f = key(f)
+	if err := g.add(queue, name, f, signals, limit); err != nil {
+		return err
+	}
+	if limit != 0 { // the queue does not call leave
+		f.OnSignal(func(error) { g.leave(queue, f) })
+	}
+	return nil
+}
+
+func (g *waitGraph) add(queue any, name string, f Fence, signals bool, limit time.Duration) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.queues == nil {
@@ -63,18 +73,17 @@ func (g *waitGraph) enter(queue any, name string, f Fence, signals bool, limit t
 	}
 	q := g.queues[queue]
 	if q == nil {
+		if limit != 0 {
+			g.forgetLocked()
+		}
 		q = &waitQueue{name: name}
 		g.queues[queue] = q
-	}
-	if limit != 0 {
-		g.forgetLocked(queue, q)
 	}
 	e := waitEntry{fence: f, signals: signals}
 	if limit != 0 && !signals {
 		e.until = time.Now().Add(limit)
 	}
 	q.list = append(q.list, e)
-	g.queues[queue] = q
 	if !signals {
 		return nil
 	}
@@ -86,13 +95,15 @@ func (g *waitGraph) enter(queue any, name string, f Fence, signals bool, limit t
 	return nil
 }
 
-// forgetLocked forgets what is over in a queue that does not call leave.
-func (g *waitGraph) forgetLocked(queue any, q *waitQueue) {
-	for i := 0; i < len(q.list); {
-		if q.list[i].over() {
-			g.removeLocked(queue, q, i)
-		} else {
-			i++
+// forgetLocked forgets waits whose time is over.
+func (g *waitGraph) forgetLocked() {
+	for queue, q := range g.queues {
+		for i := 0; i < len(q.list); {
+			if e := &q.list[i]; !e.until.IsZero() && e.over() {
+				g.removeLocked(queue, q, i)
+			} else {
+				i++
+			}
 		}
 	}
 }
