@@ -12,6 +12,7 @@ package gpu
 
 import (
 	"context"
+	"fmt"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/dmabuf"
@@ -32,26 +33,36 @@ func (b *Buffer) DMABuf() (buf *dmabuf.Buffer, off uint64, err error) {
 		return nil, 0, err
 	}
 	o := b.obj
+	if !o.get() {
+		return nil, 0, fail(op, ErrFreed, "object %d", o.id)
+	}
+	defer o.put()
 	if o.imported != nil {
 		if !o.imported.attachment.Buffer().Get() {
 			return nil, 0, fail(op, ErrFreed, "object %d", o.id)
 		}
 		return o.imported.attachment.Buffer(), b.off, nil
 	}
+	buf, err = o.dmaBuf(op)
+	return buf, b.off, err
+}
+
+// dmaBuf returns the object's dma-buf, with a reference. The caller has one of the object.
+func (o *object) dmaBuf(op string) (*dmabuf.Buffer, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.export != nil && o.export.Get() {
-		return o.export, b.off, nil
+		return o.export, nil
 	}
 	x := exporter{o}
-	buf, err = dmabuf.Export(dmabuf.Config{Size: o.span, Exporter: "softgpu", Reservation: o.resv, Priv: o, Ops: dmabuf.Ops{
+	buf, err := dmabuf.Export(dmabuf.Config{Size: o.span, Exporter: "softgpu", Reservation: o.resv, Priv: o, Ops: dmabuf.Ops{
 		Attach: x.attach, Detach: x.detach, Pin: x.pin, Unpin: x.unpin, Map: x.mapping, Unmap: x.unmap, Release: x.dropped,
 	}})
 	if err != nil {
-		return nil, 0, err
+		return nil, fmt.Errorf("%s: %w", op, err)
 	}
 	o.export = buf
-	return buf, b.off, nil
+	return buf, nil
 }
 
 // Region returns what a device registers of the memory: the dma-buf, with a reference for the caller, where

@@ -17,6 +17,10 @@ import (
 
 func TestMain(m *testing.M) {
 	dmabuf.CheckLocks(true)
+	if os.Getenv("VERBENA_GPU_CHILD") != "" {
+		child()
+		return
+	}
 	goleak.VerifyTestMain(m)
 }
 
@@ -33,6 +37,20 @@ func must[T any](t testing.TB) func(T, error) T {
 		check(t, err)
 		return v
 	}
+}
+
+func must2[T any](v T, err error) func(t testing.TB) T {
+	return func(t testing.TB) T {
+		t.Helper()
+		check(t, err)
+		return v
+	}
+}
+
+func context30() context.Context {
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	_ = cancel // the process ends first
+	return ctx
 }
 
 func wantErr(t *testing.T, what string, err, want error) {

@@ -54,6 +54,7 @@ type object struct {
 	opts       AllocOptions
 	resv       *dmabuf.Reservation
 	refs       atomic.Int64 // Buffers, and operations that are queued
+	handles    atomic.Int64 // of IPC, that were made
 
 	imported *imported // another exporter's memory; nil: the card's own
 
@@ -436,6 +437,7 @@ func (o *object) put() {
 // that cannot be told, the memory stays until the dma-buf is released.
 func (o *object) release() {
 	c := o.card
+	ipc.forget(o)
 	c.mu.Lock()
 	i, _ := slices.BinarySearchFunc(c.objects, o.addr, func(o *object, addr uint64) int {
 		switch {

@@ -2,6 +2,7 @@ package mem_test
 
 import (
 	"context"
+	"os"
 	"testing"
 
 	"github.com/verbena-rdma/verbena/dmabuf"
@@ -17,6 +18,9 @@ func TestConformanceOfGPUs(t *testing.T) {
 	dmabuf.CheckLocks(true)
 	defer dmabuf.CheckLocks(false)
 	memtest.Run(t, memtest.Constructor{Name: "VRAM", New: gpuMemory(t, gpu.InVRAM, 0, false)})
+	if os.Getenv("VERBENA_FULL") == "" {
+		t.Skip("full: parts, system memory, pinned memory and indirect keys")
+	}
 	memtest.Run(t, memtest.Constructor{Name: "part", New: gpuMemory(t, gpu.InVRAM, 4096+24, false)})
 	memtest.Run(t, memtest.Constructor{Name: "system memory", New: gpuMemory(t, gpu.InHost, 0, false)})
 	memtest.Run(t, memtest.Constructor{Name: "pinned", New: gpuMemory(t, gpu.InVRAM, 0, true)})

@@ -1,0 +1,183 @@
+package gpu
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/hex"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"syscall"
+	"testing"
+)
+
+// child is the other process of TestIPC: it shares memory, and does what it is asked for.
+func child() {
+	d, err := Open("soft:0", &Config{VRAM: 4 * mib})
+	if err != nil {
+		panic(err)
+	}
+	whole, err := d.Alloc(mib)
+	if err != nil {
+		panic(err)
+	}
+	b, err := whole.Sub(5000, 500_000)
+	if err != nil {
+		panic(err)
+	}
+	if _, err := b.WriteAt(random(500_000, 42), 0); err != nil {
+		panic(err)
+	}
+	h, err := b.IPCHandle()
+	fmt.Println(hex.EncodeToString(h[:]), err)
+	in := bufio.NewScanner(os.Stdin)
+	for in.Scan() {
+		switch in.Text() {
+		case "read":
+			got := make([]byte, 10)
+			_, err := b.ReadAt(got, 100)
+			fmt.Printf("%x %v\n", got, err)
+		case "move":
+			fmt.Println("moved", whole.Prefetch(context30()))
+		case "free":
+			fmt.Println("freed", b.Free(), whole.Free())
+		case "serve": // memory again
+			again, err := d.Alloc(4096)
+			if err != nil {
+				panic(err)
+			}
+			h, err := again.IPCHandle()
+			fmt.Println(hex.EncodeToString(h[:]), err)
+		}
+	}
+}
+
+// TestIPC: a process works on another one's memory, follows it when it moves, and is refused when it is freed or its
+// process has ended.
+func TestIPC(t *testing.T) {
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = append(os.Environ(), "VERBENA_GPU_CHILD=1")
+	cmd.Stderr = os.Stderr
+	in := must2(cmd.StdinPipe())(t)
+	out := bufio.NewScanner(must2(cmd.StdoutPipe())(t))
+	check(t, cmd.Start())
+	ended := false
+	defer func() {
+		if !ended {
+			_ = cmd.Process.Kill()
+			_ = cmd.Wait()
+		}
+	}()
+	line := func() string {
+		t.Helper()
+		if !out.Scan() {
+			t.Fatal("the other process has ended")
+		}
+		return out.Text()
+	}
+	ask := func(what string) string {
+		t.Helper()
+		_, err := fmt.Fprintln(in, what)
+		check(t, err)
+		return line()
+	}
+	handle := func(text string) (h IPCHandle) {
+		t.Helper()
+		raw, errText, _ := strings.Cut(text, " ")
+		if n, err := hex.Decode(h[:], []byte(raw)); n != len(h) || err != nil || errText != "<nil>" {
+			t.Fatalf("a handle %q", text)
+		}
+		return h
+	}
+	h := handle(line())
+
+	d := open(t, "soft:0", Config{VRAM: 2 * mib})
+	b := must[*Buffer](t)(d.OpenIPC(h))
+	data := random(500_000, 42)
+	holds(t, "the other process's memory", b, data)
+	s := newStream(t, d)
+	check(t, s.Fill(b.At(100, 10), 0x77))
+	check(t, s.Sync(longTime(t)))
+	if got := ask("read"); got != "77777777777777777777 <nil>" {
+		t.Errorf("the other process reads %s", got)
+	}
+	if got := ask("move"); got != "moved <nil>" {
+		t.Errorf("the memory is %s", got)
+	}
+	copy(data[100:], bytes.Repeat([]byte{0x77}, 10))
+	mine := alloc(t, d, 500_000)
+	check(t, s.Copy(mine.All(), b.All()))
+	check(t, s.Sync(longTime(t)))
+	holds(t, "a copy of what has moved", mine, data)
+	_, err := b.IPCHandle()
+	wantErr(t, "a handle of imported memory", err, syscall.EOPNOTSUPP)
+
+	bad := h
+	bad[30]++
+	_, err = d.OpenIPC(bad)
+	wantErr(t, "a handle that was never made", err, ErrHandle)
+	bad = h
+	bad[0]++
+	_, err = d.OpenIPC(bad)
+	wantErr(t, "no handle", err, ErrHandle)
+	bad = h
+	bad[9]++
+	_, err = d.OpenIPC(bad)
+	wantErr(t, "a handle of no process", err, ErrDead)
+
+	if got := ask("free"); got != "freed <nil> <nil>" {
+		t.Errorf("the memory is %s", got)
+	}
+	_, err = b.ReadAt(make([]byte, 1), 0)
+	wantErr(t, "memory that was freed", err, syscall.ENODEV)
+	again := handle(ask("serve"))
+	_, err = d.OpenIPC(h)
+	wantErr(t, "a handle of freed memory", err, ErrHandle)
+	c := must[*Buffer](t)(d.OpenIPC(again))
+	holds(t, "other memory", c, make([]byte, 4096))
+
+	check(t, cmd.Process.Kill())
+	_ = cmd.Wait()
+	ended = true
+	eventually(t, "the memory of a process that was killed is revoked", func() bool {
+		_, err := c.ReadAt(make([]byte, 1), 0)
+		return err != nil
+	})
+	_, err = c.ReadAt(make([]byte, 1), 0)
+	wantErr(t, "memory of a process that was killed", err, syscall.ENODEV)
+	_, err = d.OpenIPC(again)
+	wantErr(t, "a handle of a process that was killed", err, ErrDead)
+	wantErr(t, "a handle of a process that was killed", err, syscall.ESRCH)
+	check(t, b.Free())
+	check(t, c.Free())
+}
+
+// TestOwnIPC: handles of the process itself.
+func TestOwnIPC(t *testing.T) {
+	d, other := open(t, "soft:0", Config{VRAM: mib}), open(t, "soft:1", Config{VRAM: mib})
+	a := alloc(t, d, 10_000)
+	h := must[IPCHandle](t)(must[*Buffer](t)(a.Sub(100, 50)).IPCHandle())
+	b := must[*Buffer](t)(d.OpenIPC(h))
+	if b.ID() != a.ID() || b.Addr() != a.Addr()+100 || b.Len() != 50 {
+		t.Error("a handle of the same GPU is other memory")
+	}
+	c := must[*Buffer](t)(other.OpenIPC(h))
+	if _, err := c.WriteAt([]byte("hello"), 45); err != nil {
+		t.Error(err)
+	}
+	got := make([]byte, 5)
+	if _, err := a.ReadAt(got, 145); err != nil || string(got) != "hello" {
+		t.Errorf("by another GPU of the process: %q, %v", got, err)
+	}
+	check(t, d.Close())
+	_, err := other.OpenIPC(h)
+	wantErr(t, "the device is closed", err, ErrHandle)
+	ipc.mu.Lock()
+	if ipc.listener != nil || len(ipc.handles) != 0 {
+		t.Error("the process still listens")
+	}
+	ipc.mu.Unlock()
+	_, err = a.IPCHandle()
+	wantErr(t, "a handle of what is freed", err, ErrFreed)
+}
