@@ -124,6 +124,12 @@ func (a *Attachment) Pinned() bool {
 	return a.pins > 0
 }
 
+// StillWritten reports to the exporter, from InvalidateMappings, that another process may be about
+// to write to the place that the buffer leaves ([Table.Place]): the rest of one message, which it
+// repeats at the new place. The exporter does not wait for it, but copies the bytes until two
+// copies are the same: a message is moved up to some byte, and never with a hole in it.
+func (a *Attachment) StillWritten() { a.buffer.written.Store(true) }
+
 // Pin holds the memory in place until Unpin. The importer has locked the reservation.
 //
 // Errors: the exporter's; EINVAL for a static importer, whose mappings pin by themselves, and

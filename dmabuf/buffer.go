@@ -66,6 +66,9 @@ type Buffer struct {
 	cfg  Config
 	resv *Reservation
 	refs atomic.Int64
+	// written is set if a process may still write to the place that the buffer leaves: see
+	// StillWritten. The move that comes next clears it.
+	written atomic.Bool
 
 	mu          sync.Mutex // guards name and handle
 	name        string

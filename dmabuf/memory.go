@@ -10,6 +10,7 @@ package dmabuf
 //  4. Close gives the program's reference back. With the last reference the memory goes.
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"math"
@@ -161,6 +162,21 @@ func (p *place) discard() {
 	p.free()
 }
 
+// copyStill copies a place that processes may still write to, each of them the rest of one message,
+// until it finds the copy the same as the place. Every byte then was what it is here from the
+// time when it was copied to the time when it was compared, so all of them were so at once, when the
+// copy was made: a process that stores the last word last has stored the others, too. A process
+// that goes on writing, because nobody is left to stop it, is not waited for.
+func (p *place) copyStill(from *place) {
+	const rounds = 16
+	for range rounds {
+		if bytes.Equal(p.b, from.b) {
+			return
+		}
+		copy(p.b, from.b)
+	}
+}
+
 func (p *place) poison() {
 	p.b[0] = poison
 	for n := 1; n < len(p.b); n *= 2 {
@@ -220,7 +236,10 @@ func (m *Memory) mapping(*Attachment, Direction) (*Table, error) {
 		segments[i] = m.place.b[s.off:][:s.n:s.n]
 	}
 	t := NewTable(segments...)
-	t.file = &fileSpan{m.place.fd, m.segments}
+	t.files = &files{fds: []int{m.place.fd}, segments: make([]fileExtent, len(m.segments)), place: m.place.b}
+	for i, s := range m.segments {
+		t.files.segments[i].extent = s
+	}
 	m.tables[t] = m.place
 	m.place.mappings++
 	return t, nil
@@ -272,6 +291,9 @@ func (m *Memory) comeBack() error {
 // locked the reservation, and nobody writes to the bytes.
 func (m *Memory) moveTo(to *place) (unused *place) {
 	copy(to.b, m.place.b)
+	if m.buffer.written.Swap(false) {
+		to.copyStill(m.place)
+	}
 	if m.place.leave() {
 		unused = m.place
 	}

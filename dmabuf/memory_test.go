@@ -11,6 +11,8 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // alloc makes memory that is full of random bytes, which it returns. The test closes it.
@@ -675,5 +677,65 @@ func TestMemoryTogether(t *testing.T) {
 	})
 	wg.Wait()
 	check(t, m.Revoke(background(t)))
+	m.finish(t)
+}
+
+// A process that was not waited for writes a message to the place that the buffer leaves, just while
+// the bytes are copied: the word that it stores last is not moved without the first.
+func TestMoveStillWritten(t *testing.T) {
+	const size, rounds = 4 << 20, 100
+	const end = size - 64<<10 // a copy loads the last bytes of all first
+	m, _ := alloc(t, MemoryConfig{Size: size})
+	rng := random(t)
+	var other []byte // the process's own mapping
+	var written sync.WaitGroup
+	var begin chan struct{} // closed right before the bytes are copied
+	a, err := m.Buffer().DynamicAttach(nil, Importer{InvalidateMappings: func(a *Attachment) {
+		a.StillWritten()
+		close(begin)
+	}})
+	check(t, err)
+	both := 0
+	for i := range rounds {
+		number := byte(i)
+		var first, last [1]byte
+		locked(m.Buffer().Reservation(), func() {
+			table, err := a.Map(t.Context(), Bidirectional)
+			check(t, err)
+			_, fd, ok := table.Place()
+			if !ok {
+				t.Fatal("no place")
+			}
+			other, err = sys.MapFile(fd)
+			check(t, err)
+			a.Unmap(table, Bidirectional)
+		})
+		other[0], other[end] = ^number, ^number
+		begin = make(chan struct{})
+		began, delay := begin, rng.IntN(500)
+		written.Go(func() {
+			<-began
+			for range delay {
+				runtime.Gosched()
+			}
+			other[0] = number
+			other[end] = number
+		})
+		check(t, m.Move(t.Context()))
+		written.Wait()
+		check(t, sys.FreeMapped(other))
+		_, err := m.ReadAt(first[:], 0)
+		check(t, err)
+		_, err = m.ReadAt(last[:], end)
+		check(t, err)
+		if last[0] == number && first[0] != number {
+			t.Fatalf("move %d: the last word of the message without the first", i)
+		}
+		if last[0] == number {
+			both++
+		}
+	}
+	t.Logf("%d of %d messages were moved", both, rounds)
+	a.Detach()
 	m.finish(t)
 }

@@ -6,7 +6,7 @@ package dmabuf
 //	importer's process                      exporter's process
 //	    HELLO, the descriptor        ─►      attaches, dynamically
 //	    MAP                          ─►      maps
-//	                                 ◄─      MAPPED, the place's memory file, the segments
+//	                                 ◄─      MAPPED, the place's memory files, the segments
 //	    (accesses)
 //	                                 ◄─      INVALIDATE: the exporter moves the buffer, and
 //	    stops, unmaps                        waits (a Bookkeep fence)
@@ -39,19 +39,23 @@ const (
 	msgHello       message = iota + 1 // version
 	msgWelcome                        // errno, size
 	msgMap                            // direction
-	msgMapped                         // errno, offset and length of each segment
+	msgMapped                         // errno; flags, and the file, offset and length of each segment
 	msgUnmapped                       // nothing: the mapping that was made first is given up
 	msgPin                            // nothing
 	msgPinned                         // errno
 	msgUnpin                          // nothing
 	msgInvalidate                     // nothing: the mapping is to be given up
-	msgInvalidated                    // nothing: it is
+	msgInvalidated                    // it is; not 0: a process may still write there, see StillWritten
 )
 
+// givenUp is a flag of msgMapped: the exporter gives the file up when the buffer leaves it.
+const givenUp = 1
+
 const (
-	remoteVersion     = 1
+	remoteVersion     = 2
 	maxRemoteSegments = 4096 // of a buffer that another process maps
-	maxMessage        = 8 * (2 + 2*maxRemoteSegments)
+	maxRemoteFiles    = sys.MaxPassedFDs
+	maxMessage        = 8 * (3 + 3*maxRemoteSegments)
 	handlePrefix      = "verbena-dmabuf:" // of the name of a buffer's descriptor; the token of the process follows
 )
 
@@ -100,7 +104,8 @@ type remoteBuffer struct {
 
 // remoteMapping is a place of the buffer, mapped here. All importers of this process share it.
 type remoteMapping struct {
-	b     []byte
+	files [][]byte // the exporter's memory files
+	fd    int      // of the only file, if the exporter gives that up when the buffer leaves it; else -1
 	table *Table
 	uses  int  // guarded by the remoteBuffer's lock
 	stale bool // the exporter waits for its end; guarded by the remoteBuffer's lock
@@ -222,7 +227,7 @@ func (r *remoteBuffer) answer(a reply) bool {
 	return true
 }
 
-// mapped takes the exporter's answer to MAP: a memory file, and where in it the segments lie.
+// mapped takes the exporter's answer to MAP: memory files, and where in them the segments lie.
 func (r *remoteBuffer) mapped(args []uint64, fds []int) bool {
 	if len(args) == 0 {
 		return false
@@ -230,31 +235,84 @@ func (r *remoteBuffer) mapped(args []uint64, fds []int) bool {
 	if args[0] != 0 {
 		return r.answer(reply{errno: syscall.Errno(args[0])})
 	}
-	if len(fds) != 1 || len(args)%2 != 1 {
+	if len(args)%3 != 2 || len(fds) == 0 || args[1]&givenUp != 0 && len(fds) != 1 {
 		return false
 	}
-	b, err := sys.MapFile(fds[0])
+	m := &remoteMapping{fd: -1, uses: 1}
+	err := m.open(fds, args[1]&givenUp != 0)
 	if err != nil {
-		return r.answer(reply{errno: syscall.ENOMEM})
+		m.close()
+		return r.answer(reply{errno: syscall.Errno(errnoOf(err))})
 	}
-	var segments [][]byte
-	total := uint64(0)
-	for s := args[1:]; len(s) > 0; s = s[2:] {
-		off, n := s[0], s[1]
-		if size := uint64(len(b)); off > size || n > size-off || n > r.buffer.cfg.Size-total {
-			_ = sys.FreeMapped(b) // the exporter's mistake is what matters
-			return false
-		}
-		segments = append(segments, b[off:][:n:n])
-		total += n
-	}
-	m := &remoteMapping{b: b, table: NewTable(segments...), uses: 1}
-	m.table.owner = m
-	if total != r.buffer.cfg.Size || !r.answer(reply{mapping: m}) {
-		_ = sys.FreeMapped(b)
+	if !m.lay(args[2:], r.buffer.cfg.Size) || !r.answer(reply{mapping: m}) {
+		m.close() // the exporter's mistake is what matters
 		return false
 	}
 	return true
+}
+
+// open maps the files. With keep, it keeps a descriptor of the only one.
+func (m *remoteMapping) open(fds []int, keep bool) error {
+	for _, fd := range fds {
+		b, err := sys.MapSharedFile(fd)
+		if err != nil {
+			return err
+		}
+		m.files = append(m.files, b)
+	}
+	if keep {
+		fd, err := sys.DupFD(fds[0])
+		if err != nil {
+			return err
+		}
+		m.fd = fd
+	}
+	return nil
+}
+
+// lay makes the table of segments: file, offset and length of each. It reports whether they are
+// inside the files, and as long as the buffer together.
+func (m *remoteMapping) lay(segments []uint64, size uint64) bool {
+	var list [][]byte
+	f := &files{fds: []int{m.fd}}
+	total := uint64(0)
+	for s := segments; len(s) > 0; s = s[3:] {
+		file, off, n := s[0], s[1], s[2]
+		if file >= uint64(len(m.files)) {
+			return false
+		}
+		b := m.files[file]
+		if has := uint64(len(b)); off > has || n > has-off || n > size-total {
+			return false
+		}
+		if n == 0 {
+			continue
+		}
+		list = append(list, b[off:][:n:n])
+		f.segments = append(f.segments, fileExtent{0, extent{int(off), int(n)}})
+		total += n
+	}
+	if total != size {
+		return false
+	}
+	m.table = NewTable(list...)
+	m.table.owner = m
+	if m.fd >= 0 {
+		f.place = m.files[0]
+		m.table.files = f
+	}
+	return true
+}
+
+// close unmaps the files.
+func (m *remoteMapping) close() {
+	for _, b := range m.files {
+		_ = sys.FreeMapped(b) // it is our own mapping
+	}
+	if m.fd >= 0 {
+		_ = sys.CloseFD(m.fd)
+	}
+	m.files, m.fd = nil, -1
 }
 
 // invalidated is called when the exporter wants the mapping to be given up.
@@ -351,10 +409,14 @@ func (r *remoteBuffer) unuse(m *remoteMapping) {
 	if !last {
 		return
 	}
-	_ = sys.FreeMapped(m.b) // it is our own mapping
+	m.close()
 	// If the exporter's process has ended, nobody waits for these.
 	if stale {
-		_ = r.send(msgInvalidated)
+		var written uint64
+		if r.buffer.written.Swap(false) {
+			written = 1
+		}
+		_ = r.send(msgInvalidated, written)
 	}
 	_ = r.send(msgUnmapped)
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"math/rand/v2"
 	"net"
+	"os"
 	"sync"
 	"syscall"
 	"testing"
@@ -150,22 +151,33 @@ func TestLyingExporter(t *testing.T) {
 	}
 	defer func() { _ = sys.CloseFD(open) }()
 
+	null, err := os.Open(os.DevNull)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = null.Close() }()
+
 	const max = ^uint64(0)
 	for what, c := range map[string]struct {
 		welcome, mapped []byte
 		fds             []int
 		want            syscall.Errno // of Map
 	}{
-		"it is right":            {mapped: encode(msgMapped, 0, 0, size), fds: []int{sealed}},
-		"in two segments":        {mapped: encode(msgMapped, 0, 4096, 8192, 0, 4096), fds: []int{sealed}},
-		"a file without seals":   {mapped: encode(msgMapped, 0, 0, size), fds: []int{open}, want: syscall.ENOMEM},
-		"no file":                {mapped: encode(msgMapped, 0, 0, size), want: syscall.ENODEV},
-		"two files":              {mapped: encode(msgMapped, 0, 0, size), fds: []int{sealed, sealed}, want: syscall.ENODEV},
-		"behind the end":         {mapped: encode(msgMapped, 0, 8192, size), fds: []int{sealed}, want: syscall.ENODEV},
-		"a sum that wraps":       {mapped: encode(msgMapped, 0, max-4095, 4096+size), fds: []int{sealed}, want: syscall.ENODEV},
-		"too few bytes":          {mapped: encode(msgMapped, 0, 0, 4096), fds: []int{sealed}, want: syscall.ENODEV},
-		"too many bytes":         {mapped: encode(msgMapped, 0, 0, size, 0, 4096), fds: []int{sealed}, want: syscall.ENODEV},
-		"half a segment":         {mapped: encode(msgMapped, 0, 0), fds: []int{sealed}, want: syscall.ENODEV},
+		"it is right":            {mapped: encode(msgMapped, 0, 0, 0, 0, size), fds: []int{sealed}},
+		"it is given up":         {mapped: encode(msgMapped, 0, givenUp, 0, 0, size), fds: []int{sealed}},
+		"in two segments":        {mapped: encode(msgMapped, 0, 0, 0, 4096, 8192, 0, 0, 4096), fds: []int{sealed}},
+		"in two files":           {mapped: encode(msgMapped, 0, 0, 1, 4096, 8192, 0, 0, 4096), fds: []int{sealed, sealed}},
+		"a file without seals":   {mapped: encode(msgMapped, 0, 0, 0, 0, size), fds: []int{open}, want: syscall.EPERM},
+		"no memory file":         {mapped: encode(msgMapped, 0, 0, 0, 0, size), fds: []int{int(null.Fd())}, want: syscall.EINVAL},
+		"no file":                {mapped: encode(msgMapped, 0, 0, 0, 0, size), want: syscall.ENODEV},
+		"two files given up":     {mapped: encode(msgMapped, 0, givenUp, 0, 0, size), fds: []int{sealed, sealed}, want: syscall.ENODEV},
+		"another file":           {mapped: encode(msgMapped, 0, 0, 1, 0, size), fds: []int{sealed}, want: syscall.ENODEV},
+		"a file far away":        {mapped: encode(msgMapped, 0, 0, max, 0, size), fds: []int{sealed}, want: syscall.ENODEV},
+		"behind the end":         {mapped: encode(msgMapped, 0, 0, 0, 8192, size), fds: []int{sealed}, want: syscall.ENODEV},
+		"a sum that wraps":       {mapped: encode(msgMapped, 0, 0, 0, max-4095, 4096+size), fds: []int{sealed}, want: syscall.ENODEV},
+		"too few bytes":          {mapped: encode(msgMapped, 0, 0, 0, 0, 4096), fds: []int{sealed}, want: syscall.ENODEV},
+		"too many bytes":         {mapped: encode(msgMapped, 0, 0, 0, 0, size, 0, 0, 4096), fds: []int{sealed}, want: syscall.ENODEV},
+		"half a segment":         {mapped: encode(msgMapped, 0, 0, 0, 0), fds: []int{sealed}, want: syscall.ENODEV},
 		"no segment":             {mapped: encode(msgMapped), fds: []int{sealed}, want: syscall.ENODEV},
 		"another message":        {mapped: encode(msgWelcome, 0, 0), want: syscall.ENODEV},
 		"an answer nobody wants": {mapped: encode(msgPinned), want: syscall.ENODEV},

@@ -11,6 +11,7 @@ import (
 	"errors"
 	"log/slog"
 	"net"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -188,6 +189,9 @@ func (r *remoteImporter) handle(kind message, args []uint64) bool {
 		r.later(r.attachment.Unpin)
 		return true
 	case msgInvalidated:
+		if len(args) == 1 && args[0] != 0 {
+			r.attachment.StillWritten() // before the exporter goes on
+		}
 		return r.invalidated()
 	}
 	return false
@@ -228,8 +232,10 @@ func (r *remoteImporter) doMap(dir Direction) bool {
 		return refuse(err)
 	}
 	switch {
-	case t.file == nil || len(t.file.segments) > maxRemoteSegments:
+	case t.files == nil || len(t.files.segments) > maxRemoteSegments || len(t.files.fds) > maxRemoteFiles:
 		err = ib.Errorf("dma_buf_map_attachment", syscall.EOPNOTSUPP, "the memory cannot be shown to another process")
+	case !t.files.sealed():
+		err = ib.Errorf("dma_buf_map_attachment", syscall.EOPNOTSUPP, "the memory is not in memory files that are sealed against shrinking")
 	case r.resv().Wait(ctx, Kernel) != nil:
 		err = syscall.ETIMEDOUT
 	}
@@ -242,11 +248,19 @@ func (r *remoteImporter) doMap(dir Direction) bool {
 	r.mu.Lock()
 	r.open = true
 	r.mu.Unlock()
-	answer := []uint64{0}
-	for _, s := range t.file.segments {
-		answer = append(answer, uint64(s.off), uint64(s.n))
+	answer := []uint64{0, 0}
+	if t.files.place != nil {
+		answer[1] = givenUp
 	}
-	return r.send(encode(msgMapped, answer...), t.file.fd) == nil
+	for _, s := range t.files.segments {
+		answer = append(answer, uint64(s.file), uint64(s.off), uint64(s.n))
+	}
+	return r.send(encode(msgMapped, answer...), t.files.fds...) == nil
+}
+
+// sealed reports whether no file can shrink under a mapping.
+func (f *files) sealed() bool {
+	return !slices.ContainsFunc(f.fds, func(fd int) bool { return !sys.CannotShrink(fd) })
 }
 
 // unmapFirst ends the oldest mapping. The reservation is locked.
@@ -322,6 +336,12 @@ func (r *remoteImporter) invalidated() bool {
 // end gives up what the importer has: its process has ended, or closed the connection, or broken
 // the rules.
 func (r *remoteImporter) end() {
+	r.mu.Lock()
+	abrupt := r.open || len(r.owed) > 0
+	r.mu.Unlock()
+	if abrupt { // its peers may write to the memory by themselves, and have nobody left to stop them
+		r.attachment.StillWritten()
+	}
 	for r.invalidated() {
 		continue // one fence each time
 	}

@@ -4,8 +4,6 @@ import (
 	"fmt"
 	"slices"
 	"sort"
-
-	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // Direction is which way data moves through a mapping.
@@ -42,20 +40,65 @@ type Table struct {
 	ends     []uint64 // where in the buffer each segment ends
 	flat     []byte   // the segment, if there is only one: most tables are looked up for each copy
 
-	owner any       // what the package itself keeps with a table that it has made
-	file  *fileSpan // where another process finds the bytes; nil: nowhere
+	owner any    // what the package itself keeps with a table that it has made
+	files *files // where another process finds the bytes; nil: nowhere
 }
 
-// fileSpan is a memory file, and where in it the segments of a table lie.
-type fileSpan struct {
-	fd       int
-	segments []extent
+// files are memory files, and where in them the segments of a table lie.
+type files struct {
+	fds      []int
+	segments []fileExtent
+	// place is the only file, mapped from its start, if the exporter gives the file up when the
+	// buffer leaves it: nothing else will ever be there. nil: it may use the file again.
+	place []byte
+}
+
+// fileExtent is a part of one of several files.
+type fileExtent struct {
+	file int
+	extent
+}
+
+// FileSegment is a segment of a table that is a part of a memory file.
+type FileSegment struct {
+	FD     int    // of the file; it stays open until Unmap
+	Offset uint64 // of the first byte in the file
+	Bytes  []byte // where the part is mapped in this process
+}
+
+// NewFileTable is NewTable for segments that lie in memory files (memfd_create(2)). Importers in
+// other processes get the descriptors, and map the files themselves; they cannot use what
+// NewTable makes. Each file must be sealed against shrinking (F_SEAL_SHRINK), or they are refused
+// with EOPNOTSUPP. They can reach all of a file, not only the segments.
+func NewFileTable(segments ...FileSegment) *Table {
+	t, f := &Table{}, &files{}
+	for _, s := range segments {
+		if len(s.Bytes) == 0 {
+			continue
+		}
+		i := slices.Index(f.fds, s.FD)
+		if i < 0 {
+			i = len(f.fds)
+			f.fds = append(f.fds, s.FD)
+		}
+		f.segments = append(f.segments, fileExtent{i, extent{int(s.Offset), len(s.Bytes)}})
+		t.segments = append(t.segments, s.Bytes)
+	}
+	t.files = f
+	t.index()
+	return t
 }
 
 // NewTable makes a table of segments, in the order of the buffer. Segments without bytes are
 // left out.
 func NewTable(segments ...[]byte) *Table {
 	t := &Table{segments: slices.DeleteFunc(slices.Clone(segments), func(s []byte) bool { return len(s) == 0 })}
+	t.index()
+	return t
+}
+
+// index fills in what is looked up.
+func (t *Table) index() {
 	end := uint64(0)
 	for _, s := range t.segments {
 		end += uint64(len(s)) // cannot wrap: the segments are distinct memory, or few
@@ -64,26 +107,17 @@ func NewTable(segments ...[]byte) *Table {
 	if len(t.segments) == 1 {
 		t.flat = t.segments[0]
 	}
-	return t
 }
 
-// NewFileTable is NewTable for segments that lie in a memory file, all of which the exporter has
-// mapped at file: importers in other processes find the bytes there. fd is the file's descriptor,
-// which stays open as long as the table is in use. The file is sealed against changes of its size.
-//
-// It panics if a segment is not a part of file.
-func NewFileTable(fd int, file []byte, segments ...[]byte) *Table {
-	t := NewTable(segments...)
-	span := &fileSpan{fd: fd}
-	for _, s := range t.segments {
-		off := sys.OffsetIn(file, s)
-		if off < 0 {
-			panic("dmabuf: NewFileTable with a segment outside the file")
-		}
-		span.segments = append(span.segments, extent{off, len(s)})
+// Place returns the memory file that all bytes lie in, mapped from its start, and its descriptor,
+// if the exporter gives the file up when the buffer leaves it: memory of [Alloc], also that of
+// another process. Then an importer may let further processes map the file. What they still write
+// there when the buffer has left is lost (see [Attachment.StillWritten]).
+func (t *Table) Place() (file []byte, fd int, ok bool) {
+	if t.files == nil || t.files.place == nil {
+		return nil, -1, false
 	}
-	t.file = span
-	return t
+	return t.files.place, t.files.fds[0], true
 }
 
 // Len returns the number of bytes.

@@ -58,11 +58,11 @@ func (h *heap) placeLocked(n, limit uint64, whole bool) *place {
 
 // at makes a place of extents.
 func (h *heap) at(extents []extent) *place {
-	segments := make([][]byte, len(extents))
+	segments := make([]dmabuf.FileSegment, len(extents))
 	for i, e := range extents {
-		segments[i] = h.b[e.off:e.end():e.end()]
+		segments[i] = dmabuf.FileSegment{FD: h.fd, Offset: e.off, Bytes: h.b[e.off:e.end():e.end()]}
 	}
-	return &place{h, extents, dmabuf.NewFileTable(h.fd, h.b, segments...)}
+	return &place{h, extents, dmabuf.NewFileTable(segments...)}
 }
 
 // end returns where the last byte of the place ends in its heap.

@@ -264,7 +264,7 @@ func newDevice(name string, l link.Link, member *host.Member, cfg *provider.Conf
 		member: member,
 	}
 	d.work.closing = make(chan struct{})
-	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs + d.limits.MWs, Killed: d.killed, Resumed: d.resumed, Invalidated: d.invalidated})
+	d.table = mem.NewTable(mem.TableConfig{MaxRegions: d.limits.MRs + d.limits.MWs, Killed: d.killed, Resumed: d.resumed, Invalidated: d.invalidated, Inside: d.grants.inside, Left: d.left})
 	d.freer, _ = l.(link.Freer)
 	// No number is 0, which programs take for "none".
 	if none := func(i uint32) bool { return i == 0 }; member != nil {

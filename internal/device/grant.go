@@ -35,6 +35,7 @@ type grant struct {
 	*link.Grant
 	region *mem.Region
 	plain  *plainGrant // nil: the memory is a segment's
+	moves  bool        // the memory is a segment that its owner may leave
 
 	// Guarded by the queue pair's lock.
 	absorbed shm.GrantCounts
@@ -54,6 +55,11 @@ func (g *grant) doubt() bool {
 	}
 	return false
 }
+
+// grantWorth is how many requests a grant to memory that moves has to serve, or giving it counts
+// as refused. The peer has to ask for the segment and map it, which takes as long as some dozens of
+// requests by the ring. So where the memory moves often, a grant is given less and less often.
+const grantWorth = 256
 
 // maxVain is how many requests in a row that offer looks at come by the ring before the grant
 // that covers them is taken away.
@@ -130,6 +136,20 @@ func (d *Device) killed(r *mem.Region, wait bool) {
 	d.exports.revoke(r, wait)
 }
 
+// left waits until no peer copies by a grant to a region that was taken away without waiting. The
+// table calls it: see mem.TableConfig.
+func (d *Device) left(r *mem.Region) {
+	k := &d.grants
+	k.mu.Lock()
+	list := slices.Clone(k.byRegion[r])
+	k.mu.Unlock()
+	for _, g := range list {
+		if g.plain == nil && !g.Open() { // an open one was given since
+			g.Await()
+		}
+	}
+}
+
 // invalidated keeps other processes out of a region that was invalidated. The table calls it
 // under the lock of a queue pair (see mem.TableConfig), so it does not wait: it returns a
 // channel that is closed when no peer accesses the region any more, or nil if none does now.
@@ -188,8 +208,17 @@ func (d *Device) offer(t *train.Train, via link.Via) (given bool) {
 		return false
 	}
 	d.table.Whole(t.RETH.RKey, t.RETH.VA, acc, q.core.Actor(), func(r *mem.Region, b []byte) {
-		if segment, off := mem.SegmentOf(b); segment != 0 {
-			given = q.mayGiveLocked(r) && q.giveLocked(&link.Offer{RKey: t.RETH.RKey, Bytes: b, Segment: segment, Off: off}, r, via, nil)
+		o := &link.Offer{RKey: t.RETH.RKey, Bytes: b}
+		if placed, ok := r.Backing().(mem.Placed); ok {
+			// A grant to memory that moves often is not worth its price: see absorbLocked.
+			if q.mayGiveLocked(r) {
+				o.Segment, o.Off = placed.Segment(b, r.Access()&ib.AccessRemoteWrite != 0)
+				given = o.Segment != 0 && q.giveLocked(o, r, via, nil) && !q.shortLived
+			}
+		} else if r.Kind() == mem.KindDMABuf {
+			return // it may be no memory that another process can read
+		} else if o.Segment, o.Off = mem.SegmentOf(b); o.Segment != 0 {
+			given = q.mayGiveLocked(r) && q.giveLocked(o, r, via, nil)
 		} else if via.Plain() {
 			given = q.offerPlainLocked(r, plainOffer{t.RETH.RKey, t.RETH.VA, t.RETH.Len, acc, via})
 		}
@@ -215,7 +244,8 @@ func (q *QP) giveLocked(o *link.Offer, r *mem.Region, via link.Via, p *plainGran
 	if fresh == nil {
 		return false
 	}
-	g := &grant{Grant: fresh, region: r, plain: p}
+	_, moves := r.Backing().(mem.Placed)
+	g := &grant{Grant: fresh, region: r, plain: p, moves: moves}
 	if !q.dev.grants.add(g) {
 		g.Free()
 		return false
@@ -294,6 +324,9 @@ func (q *QP) absorbLocked() {
 			g.absorbed = counts
 		}
 		if over {
+			if g.moves {
+				q.shortLived = g.absorbed[shm.GrantWrites]+g.absorbed[shm.GrantReads] < grantWorth
+			}
 			q.dev.forget(g)
 		}
 		return over

@@ -65,6 +65,9 @@ type QP struct {
 	grants []*grant // guarded by mu: those given to the peer, by which it accesses our memory
 	barred int      // guarded by mu: how many calls keep new grants from being given
 	lends  lending  // guarded by mu: what has become of the latest grant to plain memory
+	// shortLived is guarded by mu: the latest grant to memory that moves has served fewer than
+	// grantWorth requests.
+	shortLived bool
 
 	mover     bool          // guarded by mu: there is a mover (move.go)
 	more      atomic.Bool   // moves have come since the mover last looked

@@ -36,11 +36,11 @@ type moving struct {
 }
 
 // makeDMABuf gives an end a dma-buf of several segments as its memory, at another address than
-// where it lies.
-func (e *end) makeDMABuf(size int) *moving {
+// where it lies. Of one segment, other processes may map it.
+func (e *end) makeDMABuf(size, segments int) *moving {
 	e.t.Helper()
 	closeAll(e.t, e.mr)
-	m := &moving{e: e, dma: must[*dmabuf.Memory](e.t)(dmabuf.Alloc(dmabuf.MemoryConfig{Size: uint64(size) + 4096, Segments: 3}))}
+	m := &moving{e: e, dma: must[*dmabuf.Memory](e.t)(dmabuf.Alloc(dmabuf.MemoryConfig{Size: uint64(size) + 4096, Segments: segments}))}
 	e.mr = must[provider.MR](e.t)(importer.Register(e.pd, importer.Range{Buffer: m.dma.Buffer(), Offset: 4096, Length: uint64(size), IOVA: 0x7f00_0000_0000}, allRemote))
 	e.t.Cleanup(func() { closeAll(e.t, e.qp, e.mr, m.dma) })
 	return m
@@ -123,7 +123,7 @@ func TestMovingMemory(t *testing.T) {
 	}{
 		{"loop", linkLoop, false, false, false}, {"rings", "", true, false, false},
 		{"grants", "", true, true, false}, {"udp", linkUDP, false, false, false},
-		{"dmabuf/loop", linkLoop, false, false, true}, {"dmabuf/rings", "", true, false, true}, {"dmabuf/udp", linkUDP, false, false, true},
+		{"dmabuf/loop", linkLoop, false, false, true}, {"dmabuf/rings", "", true, false, true}, {"dmabuf/grants", "", true, true, true}, {"dmabuf/udp", linkUDP, false, false, true},
 	} {
 		t.Run(way.name, func(t *testing.T) {
 			seed := testSeed(t)
@@ -136,7 +136,11 @@ func TestMovingMemory(t *testing.T) {
 			}
 			var ma, mb *moving
 			if way.dmabuf {
-				ma, mb = a.makeDMABuf(size), b.makeDMABuf(size)
+				segments := 3
+				if way.shared {
+					segments = 1
+				}
+				ma, mb = a.makeDMABuf(size, segments), b.makeDMABuf(size, segments)
 			} else {
 				ma, mb = a.makeMoving(size, way.shared), b.makeMoving(size, way.shared)
 			}

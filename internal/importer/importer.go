@@ -11,6 +11,8 @@
 //     refuses, the access ends with an error.
 //  5. Close unmaps and detaches.
 //
+// share.go has peers that access the memory by themselves.
+//
 // The exporter holds the reservation lock over a move, and invalidate waits for accesses under
 // it. So no access waits for that lock inside a read section, and none of the region's locks is
 // held while it is waited for.
@@ -67,6 +69,9 @@ type Backing struct {
 
 	mu     sync.Mutex // guards region, and what table becomes while there is none
 	region *mem.Region
+
+	shareMu sync.Mutex    // guards shared
+	shared  *placeSegment // of the place that is mapped; nil: no peer has asked for it
 
 	closed bool // guarded by the reservation lock
 	pinned bool // Pin has succeeded, and Unpin was not called; guarded by the reservation lock
@@ -316,6 +321,7 @@ func (i *Backing) invalidate(a *dmabuf.Attachment) {
 		return
 	}
 	suspended := r.Suspend() // if not, the region is closed or revoked, and no access under way
+	i.peersLeave(a, r)
 	i.drop(a)
 	if suspended {
 		r.Resume()
@@ -325,6 +331,7 @@ func (i *Backing) invalidate(a *dmabuf.Attachment) {
 // drop gives up the mapping, and the pin. The reservation is locked, and no access under way.
 func (i *Backing) drop(a *dmabuf.Attachment) {
 	if t := i.table.Swap(nil); t != nil {
+		i.unshare()
 		a.Unmap(t, dmabuf.Bidirectional)
 		i.invalidations.Add(1)
 		i.cfg.Counts.Invalidations.Add(1)
@@ -385,6 +392,7 @@ func (i *Backing) leave() {
 	r.Lock()
 	i.closed = true
 	if t := i.table.Swap(nil); t != nil {
+		i.unshare()
 		i.attachment.Unmap(t, dmabuf.Bidirectional)
 	}
 	if i.pinned {

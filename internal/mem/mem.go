@@ -87,6 +87,16 @@ type Movable interface {
 	Bind(*Region)
 }
 
+// Placed is a Movable whose bytes may lie in a memory file that other processes can map. The
+// owner gives the file up when it moves the bytes: what a process writes there late is lost, and
+// harms nobody.
+type Placed interface {
+	// Segment returns the number of the segment that the bytes b lie in, which Run has returned,
+	// and where in it; 0 if they lie in none. With write, other processes may be allowed to write
+	// to the segment. It is called inside the read section that Run was called in.
+	Segment(b []byte, write bool) (id, off uint64)
+}
+
 // staged is a Backing of bytes that the CPU does not reach where they are: what Run
 // offers are copies, staging bytes. Run fills them for an access that reads; Store brings
 // what was written to them to where it belongs. off is that of b's first byte; last is set

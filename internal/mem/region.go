@@ -70,11 +70,12 @@ type Region struct {
 	mkey   *MKey   // not nil: this is an indirect key
 	// bound counts the windows on the region, and what indirect keys have borrowed;
 	// taken keeps new ones out.
-	bound  atomic.Int32
-	staged bool  // the backing is a staged one: it offers staging bytes, which it stores
-	step   uint8 // odd: from one tag of the key to the next
+	bound   atomic.Int32
+	staged  bool  // the backing is a staged one: it offers staging bytes, which it stores
+	movable bool  // the backing's owner may move the bytes: nobody waits for another process under mu
+	step    uint8 // odd: from one tag of the key to the next
 
-	mu      sync.Mutex  // serialises changes of state's bits; held also over waits for other processes
+	mu      sync.Mutex  // serialises changes of state's bits; held also over waits for other processes, unless the region is movable
 	suspend *suspension // nil until the region is first suspended, or a caller waits for its sections
 }
 
@@ -125,7 +126,8 @@ func (r *Region) stand(b Backing) {
 	if h, ok := b.(interface{ Pinned() *Host }); ok {
 		r.pinned = h.Pinned()
 	}
-	if m, ok := b.(Movable); ok {
+	m, movable := b.(Movable)
+	if r.movable = movable; movable {
 		m.Bind(r)
 	}
 }
@@ -340,7 +342,7 @@ func (r *Region) shutLocked(bit uint64) (open bool, left <-chan struct{}) {
 	case bit == stateInvalidated && r.mkey == nil && t.invalidated != nil:
 		left = t.invalidated(r)
 	case t.killed != nil:
-		t.killed(r, bit != stateSuspended)
+		t.killed(r, bit != stateSuspended && !r.movable)
 	}
 	return open, left
 }
@@ -440,7 +442,11 @@ func (r *Region) Close() error {
 		return err
 	}
 	r.killLocked(stateDead)
+	movable := r.movable
 	r.mu.Unlock()
+	if movable {
+		r.awaitPeers()
+	}
 	// Without the lock: giving memory back may take long, and its owner may be moving it, in
 	// Suspend. No access uses it.
 	err := closeBacking(r.backing)

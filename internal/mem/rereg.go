@@ -32,8 +32,12 @@ func isPeerMemory(b Backing) bool {
 // that is the new one, cfg's backing, if it is another, is still the caller's.
 func (r *Region) Rereg(cfg RegionConfig) error {
 	r.mu.Lock()
+	movable := r.movable
 	old, err := r.changeLocked(&cfg)
 	r.mu.Unlock()
+	if movable {
+		r.awaitPeers()
+	}
 	if err != nil || old == nil {
 		return err
 	}

@@ -111,7 +111,7 @@ func WatchSegments(f func(id uint64)) (stop func()) {
 // SegmentOf returns the number of the segment that b lies in, and where in it; 0 if there is
 // none. It does not allocate.
 func SegmentOf(b []byte) (id, off uint64) {
-	at, n := uintptr(unsafe.Pointer(unsafe.SliceData(b))), uint64(len(b))
+	at := uintptr(unsafe.Pointer(unsafe.SliceData(b)))
 	list := allSegments()
 	lo, hi := 0, len(list)
 	for lo < hi { // the last that begins at or before at
@@ -124,7 +124,12 @@ func SegmentOf(b []byte) (id, off uint64) {
 	if lo == 0 {
 		return 0, 0
 	}
-	s := list[lo-1]
+	return list[lo-1].Of(b)
+}
+
+// Of returns the segment's number, and where in it b lies; 0 if b lies elsewhere.
+func (s *Segment) Of(b []byte) (id, off uint64) {
+	at, n := uintptr(unsafe.Pointer(unsafe.SliceData(b))), uint64(len(b))
 	if off = uint64(at - s.base); off > s.size || n > s.size-off {
 		return 0, 0
 	}

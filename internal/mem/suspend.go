@@ -16,7 +16,11 @@ package mem
 // guard again after the copy, and repeat it if the memory was suspended meanwhile. So the
 // caller of Suspend moves the bytes to other pages.
 
-import "sync"
+import (
+	"runtime"
+	"sync"
+	"time"
+)
 
 // suspension is what a region needs once it is suspended, or a goroutine waits for its sections.
 type suspension struct {
@@ -82,12 +86,17 @@ func (r *Region) Resume() {
 // leaf.
 func (r *Region) Revoke() bool {
 	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.revokeLocked()
+	ok, movable := r.revokeLocked(), r.movable
+	r.mu.Unlock()
+	if movable {
+		r.awaitPeers()
+	}
+	return ok
 }
 
 // RevokeOn is Revoke for a region that stands on b. If it stands on something else by now it
-// does nothing: then no access to b is under way, and none will begin.
+// does nothing: then no access to b is under way, and none will begin. It does not wait for
+// other processes if b is Movable: the owner of the memory gives its pages up.
 func (r *Region) RevokeOn(b Backing) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -104,6 +113,33 @@ func (r *Region) revokeLocked() bool {
 		r.killLocked(stateRevoked)
 	}
 	return true
+}
+
+// awaitPeers waits until no other process accesses the memory by itself that the region was
+// closed, changed or revoked on. The caller holds no lock: such a process may be stopped.
+func (r *Region) awaitPeers() {
+	if left := r.table.peersLeft; left != nil {
+		left(r)
+	}
+}
+
+// PeersLeave waits until no other process accesses the memory by itself, after Suspend or
+// RevokeOn, but no longer than limit. It reports false if one may still do so.
+func (r *Region) PeersLeave(limit time.Duration) bool {
+	inside := r.table.peersInside
+	if inside == nil || !inside(r) {
+		return true
+	}
+	for start := time.Now(); time.Since(start) < limit; {
+		for range spinsBeforeSleep {
+			runtime.Gosched()
+			if !inside(r) {
+				return true
+			}
+		}
+		time.Sleep(limit / 64)
+	}
+	return !inside(r)
 }
 
 // Reopened returns a channel that is closed when the region is suspended no more, or is

@@ -29,14 +29,21 @@ type TableConfig struct {
 	// Killed, if set, is called when a region is closed, invalidated, revoked, changed
 	// or suspended: it ends the accesses that other processes make to the memory
 	// themselves. With wait it returns when they are over, and the memory may be used for
-	// something else. Without, the memory is suspended, and about to move to other pages:
-	// Killed does not wait, and Resumed is called when the suspension is over.
+	// something else. Without, Killed does not wait: the memory is suspended, and about to
+	// move to other pages, and Resumed is called when the suspension is over; or its owner
+	// may move it at any time (Movable), and must not wait for another process. Then Left is
+	// called before the call that closes or changes the region returns.
 	Killed  func(r *Region, wait bool)
 	Resumed func(r *Region)
 	// Invalidated, if set, is called instead when a region is invalidated, which happens
 	// under the locks of queue pairs: it does not wait. If other processes still access
 	// the memory it returns a channel that is closed when they do not any more.
 	Invalidated func(r *Region) <-chan struct{}
+	// Inside and Left, if set, are about other processes that Killed was told not to wait for.
+	// Inside reports whether one of them may still access the memory. Left waits until none
+	// does; it is called without the lock of the region.
+	Inside func(r *Region) bool
+	Left   func(r *Region)
 }
 
 // Table is the key table of a device: it gives out keys for regions and finds
@@ -48,6 +55,8 @@ type Table struct {
 	killed      func(r *Region, wait bool)
 	resumed     func(r *Region)
 	invalidated func(r *Region) <-chan struct{}
+	peersInside func(r *Region) bool
+	peersLeft   func(r *Region)
 
 	stale  atomic.Uint64
 	paging Paging
@@ -100,7 +109,7 @@ func NewTable(cfg TableConfig) *Table {
 	// The index 0 stays unused, so that no key is 0: programs take a zero key
 	// for "none".
 	zero := func(index uint32) bool { return index == 0 }
-	return &Table{slots: NewSlots[Region](cfg.MaxRegions, zero, key), random: random, killed: cfg.Killed, resumed: cfg.Resumed, invalidated: cfg.Invalidated}
+	return &Table{slots: NewSlots[Region](cfg.MaxRegions, zero, key), random: random, killed: cfg.Killed, resumed: cfg.Resumed, invalidated: cfg.Invalidated, peersInside: cfg.Inside, peersLeft: cfg.Left}
 }
 
 func randomTag() uint32 {
@@ -123,14 +132,15 @@ func (t *Table) Lookup(key uint32) *Region {
 }
 
 // Whole calls f, inside a read section, with all bytes of the region that a key and an
-// address name, if they are host memory in one piece and there are such rights to them.
+// address name, if they are memory of the host or a dma-buf, in one piece, and there are such
+// rights to them.
 func (t *Table) Whole(key uint32, addr uint64, acc ib.Access, who Actor, f func(r *Region, b []byte)) {
 	r, _, kind := t.open(key, addr, 1, acc, who, shutToBytes)
 	if kind != FaultNone {
 		return
 	}
 	defer r.exit()
-	if r.window != nil || r.mkey != nil || r.kind != KindPinned || !r.plain {
+	if r.window != nil || r.mkey != nil || r.kind != KindPinned && r.kind != KindDMABuf || !r.plain {
 		return
 	}
 	if b, kind := r.backing.Run(0, r.length, acc); kind == FaultNone && uint64(len(b)) == r.length {

@@ -81,13 +81,25 @@ func newHuge(name string, size int) (fd int, b []byte, err error) {
 
 // MapFile maps all of a memory file that came from another process. The file must be
 // sealed, so that no process can make it shorter. The descriptor stays the caller's.
-func MapFile(fd int) ([]byte, error) {
+func MapFile(fd int) ([]byte, error) { return mapSealed(fd, memfdSeals) }
+
+// MapSharedFile is MapFile for a memory file that somebody else has made: it must not shrink, but
+// may grow, and is mapped as long as it is now.
+func MapSharedFile(fd int) ([]byte, error) { return mapSealed(fd, unix.F_SEAL_SHRINK) }
+
+// CannotShrink reports whether a descriptor is of a memory file that is sealed against shrinking.
+func CannotShrink(fd int) bool {
+	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	return err == nil && seals&unix.F_SEAL_SHRINK != 0
+}
+
+func mapSealed(fd, want int) ([]byte, error) {
 	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	if err != nil {
 		return nil, fmt.Errorf("not a memory file: %w", err)
 	}
-	if seals&memfdSeals != memfdSeals {
-		return nil, fmt.Errorf("seals are %#x, must include %#x: %w", seals, memfdSeals, unix.EPERM)
+	if seals&want != want {
+		return nil, fmt.Errorf("seals are %#x, must include %#x: %w", seals, want, unix.EPERM)
 	}
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
