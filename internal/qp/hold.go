@@ -11,7 +11,8 @@ package qp
 //  2. The memory is back (Finished): letGo executes the requests as if they had just come,
 //     and lets the answers go.
 //  3. HoldTime has passed (Tick), or there is no room for more: giveUp sends the RNR NAK
-//     that the first of them is due, and forgets the rest. The peer sends them again.
+//     that the first of them is due, and forgets the rest. The peer sends them again. If the
+//     memory then comes back soon, the queue pair waits longer the next time (cameBack).
 //
 // Requests that wait for the moves before them (keepInOrder) are kept here too, without a
 // limit of time, also those of UC.
@@ -26,8 +27,14 @@ import (
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
-// HoldTime is how long requests and answers wait for memory that is out of reach.
-const HoldTime = time.Millisecond
+// HoldTime is how long requests and answers wait for memory that is out of reach, at first. Where
+// memory has come back a little later, they wait up to maxHoldTime: an RNR NAK costs the peer its
+// timer, and all that is under way is sent again. maxHoldTime is less than a peer takes to give
+// up, with seven retries and the usual timeouts.
+const (
+	HoldTime    = time.Millisecond
+	maxHoldTime = 4 * time.Millisecond
+)
 
 // How many bytes of requests are kept.
 const (
@@ -47,6 +54,32 @@ type heldRequests struct {
 	lost     bool         // requests behind them came and were not kept
 	answers  bool         // answers were put back
 	until    Time         // when they are given up; 0 before HoldFrom has set it
+	began    Time         // when HoldFrom set until; 0: the memory has come back since
+	patience Time         // how long they are kept; 0: HoldTime
+}
+
+// cameBack learns from how long the memory was out of reach how long to wait the next time.
+func (q *QP) cameBack(now Time) {
+	h := q.resp.held
+	if h == nil || h.began == 0 {
+		return
+	}
+	took := now - h.began
+	h.began = 0
+	// The peer's timeout is most likely what ours is. If it is shorter, the peer would send again
+	// what is kept.
+	most := Time(maxHoldTime)
+	if t := q.req.timeout; t != 0 {
+		most = min(most, t/2)
+	}
+	switch held := max(h.patience, HoldTime); {
+	case took > most: // a longer wait would have been in vain
+		h.patience = 0
+	case 2*took > held:
+		h.patience = min(2*took, most)
+	case 8*took < held:
+		h.patience = held / 2
+	}
 }
 
 // holding reports whether requests or answers are kept.
@@ -60,7 +93,7 @@ func (r *responder) busy() bool { return r.holding() || len(r.moves) > 0 }
 // HoldFrom starts the HoldTime of what the queue pair keeps, unless it runs already.
 func (q *QP) HoldFrom(now Time) {
 	if h := q.resp.held; h != nil && h.until == 0 && !h.inOrder && q.resp.holding() {
-		h.until = now + HoldTime
+		h.until, h.began = now+max(h.patience, HoldTime), now
 	}
 }
 

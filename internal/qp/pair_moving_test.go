@@ -139,3 +139,42 @@ func TestPairMovingBriefly(t *testing.T) {
 		})
 	}
 }
+
+// A responder whose memory comes back later than it holds requests waits longer the next time, but
+// for no longer than maxHoldTime, nor than half of the timeout; and less again when the memory comes
+// back soon.
+func TestHoldLearns(t *testing.T) {
+	us := func(n int) Time { return Time(n) * time.Microsecond }
+	for _, tt := range []struct {
+		timeout Time
+		took    []Time // how long the memory is out of reach, one time after the other
+		want    Time   // how long requests are kept then
+	}{
+		{0, nil, HoldTime},
+		{0, []Time{us(100), us(400)}, HoldTime},
+		{0, []Time{us(800)}, us(1600)},
+		{0, []Time{us(1500)}, us(3000)},
+		{0, []Time{us(3000)}, maxHoldTime},
+		{0, []Time{us(1500), us(1400)}, us(3000)},
+		{0, []Time{us(1500), us(100), us(100), us(100)}, HoldTime},
+		{0, []Time{us(1500), us(5000)}, HoldTime},
+		{us(4000), []Time{us(1500)}, us(2000)},
+		{us(500), []Time{us(900)}, HoldTime},
+	} {
+		q := &QP{}
+		q.req.timeout = tt.timeout
+		q.resp.held = &heldRequests{answers: true}
+		now := Time(1)
+		for _, took := range tt.took {
+			q.HoldFrom(now)
+			now += took
+			q.holdTick(now) // it may be given up before the memory is back
+			q.cameBack(now)
+			q.resp.held.answers, q.resp.held.until = true, 0
+		}
+		q.HoldFrom(now)
+		if got := q.holdDeadline() - now; got != tt.want {
+			t.Errorf("timeout %v, out of reach for %v: requests are kept for %v, want %v", tt.timeout, tt.took, got, tt.want)
+		}
+	}
+}

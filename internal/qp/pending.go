@@ -139,6 +139,7 @@ func (q *QP) Finished(w *Work, now Time) (unread *train.Train, why mem.Fault) {
 	case WorkSend:
 		q.req.goOn(now)
 	case WorkReceive:
+		q.cameBack(now)
 		unread, why = q.finishRequests(now) // a SEND with invalidate may have waited, and moves behind it
 		q.letGo()
 	}
