@@ -262,7 +262,7 @@ func (i *Backing) Prefetch() mem.FaultKind {
 // has.
 func (i *Backing) bringIn(count func()) mem.FaultKind {
 	const op = "dma_buf_map_attachment"
-	err := inTime(op, func(ctx context.Context) error {
+	do := func(ctx context.Context) error {
 		if err := i.lock(ctx, op); err != nil {
 			return err
 		}
@@ -271,7 +271,15 @@ func (i *Backing) bringIn(count func()) mem.FaultKind {
 			return nil // nothing to do, or another access has mapped it
 		}
 		return i.mapLocked(ctx, op, count)
-	}, func() {})
+	}
+	var err error
+	if i.prompt() {
+		ctx, cancel := context.WithTimeout(context.Background(), Patience)
+		err = do(ctx)
+		cancel()
+	} else {
+		err = inTime(op, do, func() {})
+	}
 	switch {
 	case err == nil:
 		return mem.FaultNone
@@ -288,6 +296,14 @@ func (i *Backing) bringIn(count func()) mem.FaultKind {
 		i.refused.Store(0)
 	}
 	return mem.FaultStorage
+}
+
+// prompt reports whether the exporter's operations always return soon: those of dmabuf.Alloc do. Then
+// no other goroutine is needed that may be left waiting for them, nor woken.
+func (i *Backing) prompt() bool {
+	b := i.attachment.Buffer()
+	m, ok := b.Priv().(*dmabuf.Memory)
+	return ok && m.Buffer() == b
 }
 
 // end notes that the memory is gone for good, after the exporter has said so to a mapping.
