@@ -13,24 +13,38 @@ import (
 
 // Listener takes requests for connections. All methods are safe for concurrent use.
 type Listener struct {
-	cfg Config
-	s   *shared
-	id  *cma.ID
+	cfg   Config
+	space cma.PortSpace
+	typ   verbs.QPType
+	at    netip.AddrPort
+	// unfollow ends the watch for devices that appear; nil: there is none.
+	unfollow func()
 
 	mu           sync.Mutex // guards what follows
+	parts        []*part    // the first one lives as long as the listener
 	again, fresh list.List  // of *Request that Next has not returned; again: those that were turned away before
 	byID         map[*cma.ID]*Request
 	came         signal // requests
 	offers       offers // of Accept
 	closed       bool
 
+	adding  sync.Mutex // held while parts are added; taken before mu
 	closing sync.Mutex // held by Close; guards done
 	done    bool
 }
 
-// Listen listens at a local address, "host:port". Port 0 stands for any; [Listener.Addr] returns it. No
-// host stands for all addresses of the device, and so do 127.0.0.1 and ::1: that of the Config, or the
-// first one. cfg is what Accept makes connections of; nil means defaults.
+// part is a listener at the addresses of one device.
+type part struct {
+	s  *shared
+	id *cma.ID
+}
+
+// Listen listens at a local address, "host:port". Port 0 stands for any; [Listener.Addr] returns it. cfg
+// is what Accept makes connections of; nil means defaults.
+//
+// No host stands for all addresses, and so do 127.0.0.1 and ::1: all those of the Device in cfg, or,
+// without one, of all devices that [verbs.Devices] lists, also of those that appear later. The loopback
+// interface counts if there is no other. What the program or another user has opened is left out.
 //
 // Errors, in a *net.OpError: EADDRINUSE if the port is taken, EADDRNOTAVAIL if a listener at another
 // address stands in the way; ENODEV if no device has the address; EACCES for a port that needs
@@ -60,35 +74,58 @@ func listen(ctx context.Context, op, address string, space cma.PortSpace, t verb
 		return nil, at, err
 	}
 	at = all[0]
-	var local netip.Addr
-	if c.Device == nil {
-		if local, err = listenAddr(at.Addr()); err != nil {
-			return nil, at, err
-		}
+	l := &Listener{cfg: *c, space: space, typ: t, at: at, byID: map[*cma.ID]*Request{}}
+	if c.Device == nil && cma.IsAny(at.Addr()) {
+		err = l.listenAll(op)
+	} else {
+		_, err = l.add(op, at.Addr())
 	}
-	s, err := acquire(op, c, local)
 	if err != nil {
-		return nil, at, err
-	}
-	l := &Listener{cfg: *c, s: s, byID: map[*cma.ID]*Request{}}
-	if err := l.start(space, t, at); err != nil {
 		return nil, at, errors.Join(err, l.Close())
 	}
 	return l, at, nil
 }
 
-func (l *Listener) start(space cma.PortSpace, t verbs.QPType, at netip.AddrPort) (err error) {
-	if l.id, err = l.s.mgr.NewID(space, t, l.sink); err != nil {
+// add makes the listener listen at the device that has a local address, or at that of the Config. With
+// an error, opened reports whether the device is there.
+func (l *Listener) add(op string, local netip.Addr) (opened bool, err error) {
+	s, err := acquire(op, &l.cfg, local)
+	if err != nil {
+		return false, err
+	}
+	p := &part{s: s}
+	if err := l.start(p); err != nil {
+		return true, errors.Join(err, p.close())
+	}
+	l.mu.Lock()
+	if len(l.parts) == 0 {
+		l.at = p.id.Info().Src // with the port that the other parts get, too
+	}
+	l.parts = append(l.parts, p)
+	l.mu.Unlock()
+	return true, nil
+}
+
+func (l *Listener) start(p *part) (err error) {
+	if p.id, err = p.s.mgr.NewID(l.space, l.typ, func(e *cma.Event) { l.sink(p, e) }); err != nil {
 		return err
 	}
-	if err := l.id.Bind(at); err != nil {
+	if err := p.id.Bind(l.at); err != nil {
 		return err
 	}
-	return l.id.ListenEvicting(l.cfg.Backlog)
+	return p.id.ListenEvicting(l.cfg.Backlog)
+}
+
+// close ends the part. On an error it is called again.
+func (p *part) close() error {
+	if p.id != nil {
+		_ = p.id.Close() // returns nil; no request comes after it
+	}
+	return p.s.release()
 }
 
 // sink takes requests, and the events of those that Next has not returned.
-func (l *Listener) sink(e *cma.Event) {
+func (l *Listener) sink(p *part, e *cma.Event) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch e.Type {
@@ -105,7 +142,7 @@ func (l *Listener) sink(e *cma.Event) {
 		}
 		return
 	}
-	r := &Request{l: l, conn: newConn(l.s, &l.cfg, MaxAcceptPrivate), private: e.Conn.Private, peer: e.Conn}
+	r := &Request{l: l, conn: newConn(p.s, &l.cfg, MaxAcceptPrivate), private: e.Conn.Private, peer: e.Conn}
 	r.conn.id = e.New
 	if len(e.UD.Private) > 0 {
 		r.private = e.UD.Private
@@ -158,7 +195,7 @@ func (s *signal) send() {
 }
 
 // Addr returns the local address.
-func (l *Listener) Addr() netip.AddrPort { return l.id.Info().Src }
+func (l *Listener) Addr() netip.AddrPort { return l.at }
 
 // Next waits for a request, and returns it. The program must call its Accept or Reject; meanwhile the
 // peer waits.
@@ -219,13 +256,19 @@ func (l *Listener) take(r *Request) bool {
 // Close ends the listener. Requests that wait are refused, and connections that no call of Accept has
 // returned end; the others stay. It is idempotent.
 func (l *Listener) Close() error {
+	if l.unfollow != nil {
+		l.unfollow() // no part is added after it
+	}
 	l.closing.Lock()
 	defer l.closing.Unlock()
 	if l.done {
 		return nil
 	}
-	if l.id != nil {
-		_ = l.id.Close() // returns nil; no request comes after it
+	l.mu.Lock()
+	parts := l.parts
+	l.mu.Unlock()
+	for _, p := range parts {
+		_ = p.id.Close() // returns nil; no request comes after it
 	}
 	l.mu.Lock()
 	var queue []*Request
@@ -242,8 +285,13 @@ func (l *Listener) Close() error {
 	for _, o := range offered {
 		_ = o.conn.Close() // what fails is that of a connection that nobody knows
 	}
-	if err := l.s.release(); err != nil {
-		return err
+	for n := len(parts); n > 0; n-- {
+		if err := parts[n-1].close(); err != nil {
+			return err
+		}
+		l.mu.Lock()
+		l.parts = parts[:n-1]
+		l.mu.Unlock()
 	}
 	l.done = true
 	return nil
@@ -283,7 +331,7 @@ func (r *Request) use() bool {
 }
 
 // Accept accepts the request, and returns the connection when the peer has confirmed it. A nil cfg means
-// that of the listener; its Device must be the listener's, or nil. If Accept fails, the peer is
+// that of the listener; its Device must be the one that the request has come to, or nil. If Accept fails, the peer is
 // refused.
 //
 // Errors, in a *net.OpError: a [*RejectError] if the peer has given up; ETIMEDOUT if it does not
@@ -322,10 +370,10 @@ func (r *Request) offer(cfg *Config) error {
 		f := *cfg
 		switch f.Device {
 		case nil:
-			f.Device = r.l.s.dev
-		case r.l.s.dev:
+			f.Device = c.s.dev
+		case c.s.dev:
 		default:
-			return invalid(op, "the Device is not the listener's")
+			return invalid(op, "the Device is not the one that the request has come to")
 		}
 		var err error
 		if c.cfg, err = f.filled(op, MaxAcceptPrivate); err != nil {
@@ -352,17 +400,20 @@ func (r *Request) offer(cfg *Config) error {
 	return c.id.Accept(&own)
 }
 
-// hold makes a connection a user of the listener's device.
+// hold makes a connection a user of its device.
 func (l *Listener) hold(c *Conn) error {
 	l.closing.Lock()
 	defer l.closing.Unlock()
-	if l.done {
+	l.mu.Lock()
+	closed := l.closed
+	l.mu.Unlock()
+	if closed {
 		return ErrClosed
 	}
 	inUse.mu.Lock()
 	defer inUse.mu.Unlock()
-	l.s.users++
-	c.closers = append(c.closers, l.s.release)
+	c.s.users++
+	c.closers = append(c.closers, c.s.release)
 	return nil
 }
 

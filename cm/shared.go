@@ -88,7 +88,7 @@ func (s *shared) startLocked() (err error) {
 		}
 	}
 	list := []cma.Device{{Name: s.dev.Name(), Addrs: s.addrs, Open: func() (provider.Device, func(), error) { return p, func() {}, nil }}}
-	s.mgr = cma.New(cma.Config{Devices: func() ([]cma.Device, error) { return list, nil }})
+	s.mgr = cma.New(cma.Config{Fixed: true, Devices: func() ([]cma.Device, error) { return list, nil }})
 	return nil
 }
 
@@ -129,10 +129,21 @@ func openAt(a netip.Addr) (*verbs.Device, error) {
 	}
 	for _, d := range all {
 		if slices.Contains(d.Addrs, a) {
-			return verbs.Open(d.Name, nil)
+			return openBeside(&d)
 		}
 	}
 	return verbs.Open(a.String(), nil) // one of the many loopback addresses, or an error
+}
+
+// openBeside opens a device, without those of its addresses at which this package uses another one: the
+// interface has got addresses since that was opened.
+func openBeside(d *verbs.DeviceInfo) (*verbs.Device, error) {
+	return verbs.Open(d.Name, &verbs.Config{Addrs: slices.DeleteFunc(slices.Clone(d.Addrs), hasLocked)})
+}
+
+// hasLocked reports whether this package uses a device at an address. inUse.mu is held.
+func hasLocked(a netip.Addr) bool {
+	return slices.ContainsFunc(inUse.list, func(s *shared) bool { return slices.Contains(s.addrs, a) })
 }
 
 // firstAddr returns the first address of a version that any device has.

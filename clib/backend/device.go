@@ -106,11 +106,9 @@ func list() ([]listed, error) {
 		c.Addrs = info.Addrs
 		all = append(all, listed{info.Name, info.Interface, c})
 	}
+	all = found.update(all)
 	if s.Devices == nil {
-		if others := slices.DeleteFunc(slices.Clone(all), isLoopback); len(others) > 0 {
-			return others, nil
-		}
-		return all, nil
+		return found.withoutLoopback(all), nil
 	}
 	var chosen []listed
 	for _, want := range s.Devices {
@@ -219,6 +217,7 @@ func acquire(name string) (*shared, error) {
 		devices.opened = map[string]*shared{}
 	}
 	devices.opened[name] = s
+	found.opened(name, all[i].config.Addrs)
 	go s.watch(ctx)
 	return s, nil
 }
@@ -234,7 +233,9 @@ func (s *shared) release() error {
 	s.stop()
 	<-s.done
 	s.writeStats()
-	return s.dev.Close()
+	err := s.dev.Close()
+	found.closed(s.name)
+	return err
 }
 
 // watch delivers asynchronous events until ctx is cancelled.

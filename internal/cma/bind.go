@@ -50,16 +50,23 @@ func (id *ID) Bind(at netip.AddrPort) error {
 	if err != nil {
 		return err
 	}
+	wild := IsAny(at.Addr())
 	if p := at.Port(); p != 0 && p < firstUnprivileged() && os.Geteuid() != 0 {
 		return ib.Errorf(op, syscall.EACCES, "port %d needs privileges", p)
 	}
-	return id.do(op, func() error { return id.bindLocked(op, at, ports) }, stateIdle)
+	return id.do(op, func() error {
+		if wild {
+			ports = id.m.ports // one may have appeared meanwhile
+		}
+		return id.bindLocked(op, at, ports)
+	}, stateIdle)
 }
 
 // portsOf returns the devices that have an address: all of them if it stands for any.
 func (m *Manager) portsOf(op string, a netip.Addr) ([]*port, error) {
 	if IsAny(a) {
-		return m.openAll(op)
+		ports, _, err := m.openAll(op)
+		return ports, err
 	}
 	if a.Is6() && a.IsLinkLocalUnicast() && a.Zone() == "" {
 		return nil, ib.Errorf(op, syscall.EINVAL, "%v: a link-local address needs a scope", a)
@@ -132,7 +139,7 @@ func (id *ID) claimLocked(op string, at netip.AddrPort, ports []*port) error {
 	wild := IsAny(at.Addr())
 	for _, p := range ports {
 		for i, a := range p.dev.Addrs {
-			if !(a == at.Addr() || wild && (a.Is4() == !at.Addr().Is6() || at.Addr().Is6() && !id.afOnly)) {
+			if !id.standsFor(at.Addr(), a) {
 				continue
 			}
 			c, err := id.m.claimOneLocked(claimKey{p, i, id.ps, at.Port()}, id.reuse)
@@ -151,6 +158,11 @@ func (id *ID) claimLocked(op string, at netip.AddrPort, ports []*port) error {
 		id.port = ports[0]
 	}
 	return nil
+}
+
+// standsFor reports whether the address that the id is bound to stands for an address of a device.
+func (id *ID) standsFor(at, a netip.Addr) bool {
+	return a == at || IsAny(at) && (a.Is4() == !at.Is6() || at.Is6() && !id.afOnly)
 }
 
 func (m *Manager) claimOneLocked(k claimKey, reuse bool) (*claim, error) {
@@ -176,12 +188,17 @@ func (id *ID) freePortsLocked() {
 		if id.state == stateListen {
 			id.m.listensLocked(c.key.p, -1)
 		}
-		if c.users--; c.users == 0 {
-			c.bound.Free()
-			delete(id.m.claims, c.key)
-		}
+		id.m.freeClaimLocked(c)
 	}
 	id.claims = nil
+}
+
+// freeClaimLocked ends a use of a port.
+func (m *Manager) freeClaimLocked(c *claim) {
+	if c.users--; c.users == 0 {
+		c.bound.Free()
+		delete(m.claims, c.key)
+	}
 }
 
 // listensLocked counts the addresses of a device at which ids listen.

@@ -6,8 +6,9 @@
 // wants sent. Methods of ids, MADs and timers change ids and cores under one lock. What they leave to
 // be sent, and the events, are then taken by flush, which holds no lock that they need.
 //
-// Files: manager.go (devices, what goes out), bind.go (addresses and ports), resolve.go, connect.go
-// (the two sides of a connection), qpattr.go (what the queue pair is modified with), mcast.go.
+// Files: manager.go (devices, what goes out), follow.go (devices that appear), bind.go (addresses and
+// ports), resolve.go, connect.go (the two sides of a connection), qpattr.go (what the queue pair is
+// modified with), mcast.go.
 package cma
 
 import (
@@ -28,7 +29,9 @@ import (
 type Manager struct {
 	cfg     Config
 	base    time.Time
-	opening sync.Mutex // held while a device is opened or all are closed; taken before mu
+	opening sync.Mutex // held while a device is opened or all are closed; guards unfollow; taken before mu
+
+	unfollow func() // ends the watch for devices that appear; nil: there is none
 
 	out sync.Mutex // held while MADs are sent and sinks are called; taken before mu
 
@@ -84,7 +87,7 @@ func (m *Manager) open(op string, d *Device) (*port, error) {
 	m.opening.Lock()
 	defer m.opening.Unlock()
 	m.mu.Lock()
-	i, closed := slices.IndexFunc(m.ports, func(p *port) bool { return p.dev.Name == d.Name }), m.closed
+	i, closed := slices.IndexFunc(m.ports, func(p *port) bool { return p.dev.Addrs[0] == d.Addrs[0] }), m.closed
 	if i >= 0 {
 		defer m.mu.Unlock()
 		return m.ports[i], nil
@@ -115,23 +118,6 @@ func (m *Manager) open(op string, d *Device) (*port, error) {
 
 // ackDelay is the target ACK delay of a device, as rxe has it.
 const ackDelay = 15
-
-// openAll opens all devices.
-func (m *Manager) openAll(op string) ([]*port, error) {
-	all, err := m.devices(op)
-	if err != nil {
-		return nil, err
-	}
-	var ports []*port
-	for i := range all {
-		p, err := m.open(op, &all[i])
-		if err != nil {
-			return nil, err
-		}
-		ports = append(ports, p)
-	}
-	return ports, nil
-}
 
 // receive takes a MAD of the device's queue pair 1.
 func (p *port) receive(from, to netip.Addr, mad []byte) {
@@ -237,6 +223,12 @@ func (m *Manager) Close() error {
 	m.closed = true
 	m.mu.Unlock()
 	m.flush()
+	m.opening.Lock()
+	unfollow := m.unfollow // closed as it is, the manager makes no other
+	m.opening.Unlock()
+	if unfollow != nil {
+		unfollow() // waits for a call, which needs opening
+	}
 	m.opening.Lock()
 	defer m.opening.Unlock()
 	m.mu.Lock()

@@ -54,8 +54,11 @@ type Device struct {
 
 // Config configures a Manager.
 type Config struct {
-	// Devices returns the devices, always in the same order.
+	// Devices returns the devices. No two have an address in common, and one that is open keeps its
+	// addresses.
 	Devices func() ([]Device, error)
+	// Fixed is whether Devices always returns the same ones.
+	Fixed bool
 }
 
 // ConnParam are the parameters of a connection: struct rdma_conn_param. Those that an event has are
