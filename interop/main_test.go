@@ -13,5 +13,8 @@ func TestMain(m *testing.M) {
 	if role := os.Getenv(roleVar); role != "" {
 		os.Exit(play(role))
 	}
+	if what := os.Getenv(caseVar); what != "" {
+		os.Exit(playAppear(what))
+	}
 	goleak.VerifyTestMain(m)
 }
