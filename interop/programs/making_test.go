@@ -1,0 +1,195 @@
+package programs
+
+// Connections in the making between a program on the drop-in library and a connection manager of the
+// test, which leaves out or delays what it likes.
+
+import (
+	"context"
+	"net/netip"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/cm"
+	"github.com/verbena-rdma/verbena/internal/cma"
+	"github.com/verbena-rdma/verbena/internal/device"
+	"github.com/verbena-rdma/verbena/internal/provider"
+)
+
+// partner is a connection manager of the test, on a device of its own.
+type partner struct {
+	t   testing.TB
+	dev *device.Device
+	mgr *cma.Manager
+
+	mu   sync.Mutex // guards what follows
+	keep cm.Attr    // messages that are not sent
+	kept []provider.MAD
+}
+
+func newPartner(t testing.TB) *partner {
+	t.Helper()
+	addr := netip.MustParseAddr(address())
+	dev, err := device.Open("", &provider.Config{Addrs: []netip.Addr{addr}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &partner{t: t, dev: dev}
+	list := []cma.Device{{Name: "partner", Addrs: []netip.Addr{addr}, Open: func() (provider.Device, func(), error) {
+		return keepingDevice{dev, p}, func() {}, nil
+	}}}
+	p.mgr = cma.New(cma.Config{Fixed: true, Devices: func() ([]cma.Device, error) { return list, nil }})
+	t.Cleanup(func() {
+		p.check(p.mgr.Close())
+		p.check(dev.Close())
+	})
+	return p
+}
+
+func (p *partner) check(err error) {
+	p.t.Helper()
+	if err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+// addr is the partner's address.
+func (p *partner) addr() netip.Addr { return p.dev.Management().Addrs()[0] }
+
+// keepingDevice is a device whose messages to other connection managers the test may keep.
+type keepingDevice struct {
+	provider.Device
+	p *partner
+}
+
+func (d keepingDevice) Management() provider.Management {
+	return keepingManagement{d.Device.Management(), d.p}
+}
+
+type keepingManagement struct {
+	provider.Management
+	p *partner
+}
+
+func (m keepingManagement) Send(d *provider.MAD) error {
+	m.p.mu.Lock()
+	defer m.p.mu.Unlock()
+	if attr, _, _, _ := cm.Classify(d.Bytes); attr == m.p.keep {
+		k := *d
+		k.Bytes = append([]byte(nil), d.Bytes...)
+		m.p.kept = append(m.p.kept, k)
+		return nil
+	}
+	return m.Management.Send(d)
+}
+
+// release sends the messages that were kept, each of them twice.
+func (p *partner) release() {
+	p.t.Helper()
+	p.mu.Lock()
+	kept := p.kept
+	p.keep, p.kept = 0, nil
+	p.mu.Unlock()
+	if len(kept) == 0 {
+		p.t.Fatal("there is nothing to send")
+	}
+	for _, d := range append(kept, kept...) {
+		p.check(p.dev.Management().Send(&d))
+	}
+}
+
+// end is an id of the partner, with its events.
+type end struct {
+	p      *partner
+	id     *cma.ID
+	events chan *cma.Event
+}
+
+func (p *partner) newEnd() *end {
+	p.t.Helper()
+	e := &end{p: p, events: make(chan *cma.Event, 64)}
+	var err error
+	e.id, err = p.mgr.NewID(cma.PSTCP, ib.RC, func(ev *cma.Event) { e.events <- ev })
+	p.check(err)
+	p.t.Cleanup(func() { p.check(e.id.Close()) })
+	return e
+}
+
+// want waits for an event.
+func (e *end) want(typ cma.EventType, status int) *cma.Event {
+	e.p.t.Helper()
+	select {
+	case ev := <-e.events:
+		if ev.Type != typ || ev.Status != status {
+			e.p.t.Fatalf("event %d, status %d; want %d, status %d", ev.Type, ev.Status, typ, status)
+		}
+		return ev
+	case <-time.After(patience):
+		e.p.t.Fatalf("no event %d", typ)
+		return nil
+	}
+}
+
+// resolve finds the way to an address.
+func (e *end) resolve(to netip.AddrPort) {
+	e.p.t.Helper()
+	e.p.check(e.id.ResolveAddr(netip.AddrPort{}, to, time.Second))
+	e.want(cma.AddrResolved, 0)
+	e.p.check(e.id.ResolveRoute(time.Second))
+	e.want(cma.RouteResolved, 0)
+}
+
+// connect asks a program for a connection, until it listens.
+func (p *partner) connect(to netip.AddrPort, q *cma.ConnParam) *end {
+	p.t.Helper()
+	e := p.newEnd()
+	e.resolve(to)
+	p.check(e.id.Connect(q))
+	return e
+}
+
+// A program is killed while its connection is being made, and no other process has its address. Its peer
+// hears of that at once, from the watcher of "verbena exec", by the message that the kernel would send:
+// it neither waits for a minute nor keeps what it has.
+func TestRDMACMKilledInTheMaking(t *testing.T) {
+	exe := compileWith(t, "making", "-L", built(t)+"/lib", "-lrdmacm", "-libverbs")
+	const timeout, consumer = 4, 28 // reasons of a rejection
+	kill := func(c *process) {
+		t.Helper()
+		if err := c.cmd.Process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		<-c.done
+	}
+	t.Run("who asks", func(t *testing.T) {
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		defer cancel()
+		p := newPartner(t)
+		l := p.newEnd()
+		p.check(l.id.Bind(netip.AddrPortFrom(p.addr(), 7470)))
+		p.check(l.id.Listen(4))
+		c := start(ctx, t, side{args: []string{exe, "ask", p.addr().String(), "7470"}, env: []string{"VERBENA_ADDR=" + address()}})
+		l.want(cma.ConnectRequest, 0).New.Seen()
+		kill(c)
+		l.want(cma.Rejected, timeout)
+	})
+	for _, at := range []string{"request", "accept"} {
+		t.Run("who was asked, "+at, func(t *testing.T) {
+			ctx, cancel := context.WithTimeout(context.Background(), patience)
+			defer cancel()
+			p := newPartner(t)
+			to := netip.AddrPortFrom(netip.MustParseAddr(address()), 7470)
+			c := start(ctx, t, side{args: []string{exe, at, to.Addr().String(), "7470"}, env: []string{"VERBENA_ADDR=" + to.Addr().String()}})
+			c.await("listening\n")
+			e := p.connect(to, &cma.ConnParam{QPN: 77, RetryCount: 7, RNRRetry: 7})
+			if at == "accept" {
+				e.want(cma.ConnectResponse, 0) // and confirms nothing
+			} else {
+				c.await("CONNECT_REQUEST 0\n")
+			}
+			kill(c)
+			e.want(cma.Rejected, consumer)
+		})
+	}
+}
