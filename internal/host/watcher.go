@@ -13,6 +13,8 @@ import (
 	"os"
 	"sync"
 	"time"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // callWatcher has the watcher watch this process.
@@ -45,19 +47,33 @@ func ServeWatcher(l *net.UnixListener, ended <-chan struct{}, died func(addrs []
 		defer close(calls)
 		last = acceptAll(l, calls, stop)
 	})
-	for watching := 0; ended != nil || watching > 0; {
+	asked := false // acceptAll is to hand over what waits, and then nil
+	for watching, left := 0, false; !left; {
 		select {
 		case c, ok := <-calls:
-			if !ok { // no more will come
+			switch {
+			case !ok: // no more will come
 				calls, ended = nil, nil
-				continue
+			case c == nil:
+				asked = false
+				left = watching == 0
+			default:
+				watching++
+				wg.Go(func() { watchOver(c, died); done <- struct{}{} })
 			}
-			watching++
-			wg.Go(func() { watchOver(c, died); done <- struct{}{} })
 		case <-done:
 			watching--
 		case <-ended:
 			ended = nil
+		}
+		switch {
+		case ended != nil || watching > 0 || asked:
+		case calls == nil:
+			left = true
+		case !left:
+			// A process that died at once has called, and its call may wait to be accepted.
+			asked = true
+			_ = l.SetDeadline(time.Unix(1, 0)) // fails if it is closed, and then calls is closed, too
 		}
 	}
 	close(stop)
@@ -66,23 +82,39 @@ func ServeWatcher(l *net.UnixListener, ended <-chan struct{}, died func(addrs []
 	return errors.Join(last, err)
 }
 
-// acceptAll accepts connections until the listener or stop is closed.
+// acceptAll accepts connections until the listener or stop is closed. When the listener's deadline is
+// over it hands over those that wait, and then nil.
 func acceptAll(l *net.UnixListener, calls chan<- *net.UnixConn, stop <-chan struct{}) error {
+	hand := func(c *net.UnixConn) {
+		select {
+		case calls <- c:
+		case <-stop:
+			if c != nil {
+				_ = c.Close()
+			}
+		}
+	}
+	draining := false
 	for {
+		if draining && !sys.CanAccept(l) {
+			draining = false
+			hand(nil)
+		}
 		c, err := l.AcceptUnix()
 		switch {
 		case errors.Is(err, net.ErrClosed):
 			return nil
+		case errors.Is(err, os.ErrDeadlineExceeded):
+			if err := l.SetDeadline(time.Time{}); err != nil {
+				return nil // it is closed
+			}
+			draining = true
 		case err != nil && !isTemporary(err):
 			return err
 		case err != nil:
 			time.Sleep(retry) // too few descriptors
 		default:
-			select {
-			case calls <- c:
-			case <-stop:
-				_ = c.Close()
-			}
+			hand(c)
 		}
 	}
 }

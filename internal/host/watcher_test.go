@@ -238,3 +238,28 @@ func TestWatcherBadCalls(t *testing.T) {
 		_ = c.Close()
 	}
 }
+
+// A process calls the watcher and dies at once, before the watcher has accepted the call: its last words
+// are said all the same.
+func TestWatcherCalledLast(t *testing.T) {
+	for range 20 {
+		l, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: fmt.Sprintf("@verbena-test-last-%d", os.Getpid()), Net: "unixpacket"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		c := startWith(t, childEnv+"="+addr(79).String(), -1, modeEnv+"=connected", watcherEnv+"="+l.Addr().String())
+		c.expect(t, "watched <nil>")
+		if err := c.cmd.Process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		_ = c.cmd.Wait() // it was killed
+		ended, words := make(chan struct{}), 0
+		close(ended)
+		if err := ServeWatcher(l, ended, func(_ []netip.Addr, w []LastWords) { words += len(w) }); err != nil {
+			t.Fatal(err)
+		}
+		if words != 2 {
+			t.Fatalf("the last words of %d connections are said, of 2", words)
+		}
+	}
+}

@@ -116,7 +116,10 @@ func IsPipe(fd int) bool {
 
 // Exited reports whether the process of a descriptor has ended. The descriptor is a pidfd,
 // or the read end of a pipe that no process writes to (NewPipe).
-func Exited(fd int) bool {
+func Exited(fd int) bool { return readable(fd) }
+
+// readable reports whether there is something to read, or an end.
+func readable(fd int) bool {
 	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
 	for {
 		n, err := unix.Poll(fds, 0)
@@ -124,4 +127,13 @@ func Exited(fd int) bool {
 			return n > 0
 		}
 	}
+}
+
+// CanAccept reports whether a connection waits to be accepted.
+func CanAccept(l *net.UnixListener) bool {
+	waits := false
+	return control(l, func(fd int) error {
+		waits = readable(fd)
+		return nil
+	}) == nil && waits
 }

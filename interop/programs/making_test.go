@@ -6,6 +6,7 @@ package programs
 import (
 	"context"
 	"net/netip"
+	"regexp"
 	"sync"
 	"testing"
 	"time"
@@ -190,6 +191,91 @@ func TestRDMACMKilledInTheMaking(t *testing.T) {
 			}
 			kill(c)
 			e.want(cma.Rejected, consumer)
+		})
+	}
+}
+
+// makeQP makes a queue pair of the partner, in INIT.
+func (e *end) makeQP() (provider.QP, provider.CQ) {
+	p := e.p
+	p.t.Helper()
+	pd, err := p.dev.AllocPD()
+	p.check(err)
+	cq, err := p.dev.CreateCQ(16, nil)
+	p.check(err)
+	qp, err := pd.CreateQP(provider.QPConfig{Type: ib.RC, SendCQ: cq, RecvCQ: cq, Cap: ib.QPCap{MaxSendWR: 8, MaxRecvWR: 8, MaxSendSGE: 1, MaxRecvSGE: 1, MaxInlineData: 64}})
+	p.check(err)
+	p.t.Cleanup(func() {
+		p.check(qp.Close())
+		p.check(cq.Close())
+		p.check(pd.Close())
+	})
+	e.modify(qp, ib.QPInit)
+	return qp, cq
+}
+
+func (e *end) modify(qp provider.QP, to ib.QPState) {
+	e.p.t.Helper()
+	a, mask, err := e.id.QPAttr(to)
+	e.p.check(err)
+	e.p.check(qp.Modify(&a, mask))
+}
+
+// The last message of a peer that connects is lost, or comes late and twice. The first data establishes the
+// connection, and the program gets the events of librdmacm in their order, each once.
+func TestRDMACMLostRTU(t *testing.T) {
+	exe := compileWith(t, "making", "-L", built(t)+"/lib", "-lrdmacm", "-libverbs")
+	const begin = "listening\nRDMA_CM_EVENT_CONNECT_REQUEST 0\naccepted\n"
+	const established = "RDMA_CM_EVENT_ESTABLISHED 0\nreceived hello\n"
+	for _, c := range []struct {
+		name       string
+		data, late bool
+		says       string
+	}{
+		{"lost", true, false, begin + established},
+		{"late", true, true, begin + established},
+		{"lost, and no data", false, false, begin},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			ctx, cancel := context.WithTimeout(context.Background(), patience)
+			defer cancel()
+			p := newPartner(t)
+			p.keep = cm.AttrRTU
+			to := netip.AddrPortFrom(netip.MustParseAddr(address()), 7470)
+			prog := start(ctx, t, side{args: []string{exe, "accept", to.Addr().String(), "7470"}, env: []string{"VERBENA_ADDR=" + to.Addr().String()}})
+			prog.await("listening\n")
+			e := p.newEnd()
+			e.resolve(to)
+			qp, cq := e.makeQP()
+			p.check(e.id.Connect(&cma.ConnParam{QPN: qp.Number(), RetryCount: 7, RNRRetry: 7}))
+			e.want(cma.ConnectResponse, 0)
+			e.modify(qp, ib.QPRTR)
+			e.modify(qp, ib.QPRTS)
+			p.check(e.id.Accept(nil))
+			prog.await("accepted\n")
+			if out := prog.out.String(); out != begin {
+				t.Errorf("before the first data it says\n%s", out)
+			}
+			if c.data {
+				_, err := qp.PostSend([]ib.SendWR{{Op: ib.OpSend, Flags: ib.SendSignaled, Inline: []byte("hello")}})
+				p.check(err)
+				prog.await("received hello\n")
+				var wc [1]ib.WC
+				for n := 0; n == 0; {
+					n, err = cq.Poll(wc[:])
+					p.check(err)
+				}
+				p.check(wc[0].Err())
+			}
+			if c.late {
+				p.release()
+			}
+			p.check(e.id.Disconnect())
+			e.want(cma.Disconnected, 0)
+			// rdma_notify of what is established fails, and the library says why.
+			if out := regexp.MustCompile(`(?m)^verbena: notify: .*\n`).ReplaceAllString(prog.finish(t), ""); out != c.says+"RDMA_CM_EVENT_DISCONNECTED 0\nok\n" {
+				t.Errorf("it says\n%s", out)
+			}
 		})
 	}
 }

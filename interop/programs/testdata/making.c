@@ -54,6 +54,19 @@ static void make_qp(struct rdma_cm_id *id)
 	WANT(!ibv_post_recv(id->qp, &r, &bad));
 }
 
+/* established takes the first message. */
+static void established(struct rdma_cm_id *id)
+{
+	struct ibv_wc wc;
+	int n;
+	/* A program that hears of the first data by an asynchronous event may say so. */
+	WANT(rdma_notify(id, IBV_EVENT_COMM_EST) && errno == EISCONN);
+	while (!(n = ibv_poll_cq(id->qp->recv_cq, 1, &wc)))
+		;
+	WANT(n == 1 && wc.status == IBV_WC_SUCCESS && wc.opcode == IBV_WC_RECV);
+	printf("received %.*s\n", (int)wc.byte_len, buffer);
+}
+
 static void serve(struct sockaddr *at, int accept)
 {
 	struct rdma_cm_id *listener, *id;
@@ -67,16 +80,10 @@ static void serve(struct sockaddr *at, int accept)
 	make_qp(id);
 	WANT(!rdma_accept(id, &p));
 	printf("accepted\n");
-	want(RDMA_CM_EVENT_ESTABLISHED);
-	/* A program that hears of the first data by an asynchronous event may say so. */
-	WANT(rdma_notify(id, IBV_EVENT_COMM_EST) && errno == EISCONN);
-	struct ibv_wc wc;
-	int n;
-	while (!(n = ibv_poll_cq(id->qp->recv_cq, 1, &wc)))
-		;
-	WANT(n == 1 && wc.status == IBV_WC_SUCCESS && wc.opcode == IBV_WC_RECV);
-	printf("received %.*s\n", (int)wc.byte_len, buffer);
-	want(RDMA_CM_EVENT_DISCONNECTED);
+	for (struct rdma_cm_event *e; (e = next())->event != RDMA_CM_EVENT_DISCONNECTED || rdma_ack_cm_event(e);) {
+		WANT(e->event == RDMA_CM_EVENT_ESTABLISHED && e->id == id && !rdma_ack_cm_event(e));
+		established(id);
+	}
 	WANT(!rdma_disconnect(id));
 	struct ibv_cq *cq = id->qp->recv_cq;
 	rdma_destroy_qp(id);
