@@ -10,13 +10,34 @@
 #   verbena-watcher          clib/watcher, which "verbena exec" leaves beside a program
 #   include/verbena/verbs.h  verbs that the usual header does not have
 #
+# GOARCH=arm64 on another processor builds it for arm64, into bin/arm64/lib, with Debian's compiler
+# for that (gcc-aarch64-linux-gnu, libc6-dev-arm64-cross) and the host's headers of libibverbs, which
+# are the same on all processors.
+#
 # Files that are newer than their sources are not built again.
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
 
 OUT=bin/lib
+CFLAGS=()
+arch=$(go env GOARCH)
+if [ "$arch" != "$(go env GOHOSTARCH)" ]; then
+  OUT=bin/$arch/lib
+  CFLAGS=(-idirafter /usr/include)
+  export CGO_ENABLED=1
+  if [ "$arch" = arm64 ]; then
+    export CC=${CC:-aarch64-linux-gnu-gcc}
+  elif [ -z "${CC:-}" ]; then
+    warn "clib: no compiler for $arch: set CC"
+    exit 1
+  fi
+fi
 CC=${CC:-$(go env CC)}
+if ! have "$CC"; then
+  warn "clib: the compiler $CC is missing"
+  exit 1
+fi
 if ! [ -f /usr/include/infiniband/verbs.h ]; then
   warn "clib: infiniband/verbs.h is missing: apt-get install libibverbs-dev"
   exit 1
@@ -28,7 +49,7 @@ if have flock; then flock 9; fi
 front=$OUT/libibverbs.so.1
 if [ -z "$(find "$front" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find clib/front -newer "$front")" ]; then
   # nodelete: fork handlers point into it. now: a missing symbol fails at load.
-  "$CC" -std=gnu11 -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror \
+  "$CC" "${CFLAGS[@]}" -std=gnu11 -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror \
     -shared -o "$front.new" clib/front/*.c \
     -Wl,-soname,libibverbs.so.1 -Wl,--version-script=clib/front/libibverbs.map \
     -Wl,-z,nodelete -Wl,-z,now -Wl,--no-undefined -lpthread -ldl
@@ -36,7 +57,7 @@ if [ -z "$(find "$front" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find 
 fi
 files=$OUT/libverbena-files.so
 if [ -z "$(find "$files" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find clib/files internal/sys/notifier_hook.h -newer "$files")" ]; then
-  "$CC" -std=gnu11 -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror \
+  "$CC" "${CFLAGS[@]}" -std=gnu11 -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror \
     -shared -o "$files.new" clib/files/*.c -Wl,-z,now -Wl,--no-undefined -ldl
   mv "$files.new" "$files"
 fi
@@ -52,8 +73,8 @@ if [ -f clib/include/verbena/verbs.h ]; then cp -u clib/include/verbena/verbs.h 
 #
 # The backend moves the descriptors of the runtime's poller out of the program's way, and
 # needs two variables of the runtime for that (internal/sys/poller_unsafe.go). It names
-# its threads (clib/backend/thread.c).
-go build -buildmode=c-shared -tags verbena_backend -pgo=cmd/verbena/default.pgo \
+# its threads (clib/backend/thread.c). PGO=off builds faster what runs slower.
+go build -buildmode=c-shared -tags verbena_backend "-pgo=${PGO:-cmd/verbena/default.pgo}" \
   -ldflags '-X=runtime.godebugDefault=asyncpreemptoff=1 -checklinkname=0 -extldflags=-Wl,--wrap=pthread_create' -o "$OUT/libverbena-backend.so" ./clib/backend
 rm -f "$OUT/libverbena-backend.h" # the front has a header of its own
 CGO_ENABLED=0 go build -ldflags '-s -w' -o "$OUT/verbena-watcher" ./clib/watcher

@@ -19,8 +19,15 @@ var full = os.Getenv("VERBENA_FULL") != ""
 
 const root = "../.."
 
+// prebuilt, if set, is a directory with the command, the library in lib, and in testdata compiled programs:
+// for a machine without compilers.
+var prebuilt = os.Getenv("VERBENA_BUILT")
+
 // build makes the library and the command, once.
 var build = sync.OnceValues(func() (string, error) {
+	if prebuilt != "" {
+		return prebuilt, nil
+	}
 	for _, args := range [][]string{{"scripts/clib.sh"}, {"go", "build", "-o", "bin/verbena", "./cmd/verbena"}} {
 		cmd := exec.Command(args[0], args[1:]...)
 		cmd.Dir = root

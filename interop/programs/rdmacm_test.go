@@ -516,6 +516,35 @@ func TestRDMACMNamespaces(t *testing.T) {
 	}
 }
 
+// Two processes on one address of IPv6, and of IPv4.
+func TestRDMACMOneAddress(t *testing.T) {
+	program(t, "rping", "rdmacm-utils")
+	ns := newNetwork(t)[0]
+	do(t, "ip", "-n", ns, "addr", "add", "fd79::1/64", "dev", "d0", "nodad")
+	for _, c := range []struct {
+		addr, server, client string
+		short                bool
+	}{
+		{"fd79::1", "rping -s -C 10 -V -a IP", "rping -c -C 10 -v -V -a IP", true},
+		{"10.79.0.1", "rping -s -C 10 -V -a IP", "rping -c -C 10 -v -V -a IP", false},
+		{"fd79::1", "ucmatose -b IP -f ipv6", "ucmatose -s IP -f ipv6", false},
+	} {
+		if !c.short && !full {
+			continue
+		}
+		t.Run(strings.Fields(c.server)[0]+" "+c.addr, func(t *testing.T) {
+			in := func(args string) side {
+				return side{args: strings.Fields(strings.ReplaceAll(args, "IP", c.addr)), wrap: []string{"ip", "netns", "exec", ns}, env: []string{"VERBENA_ADDR=" + c.addr}}
+			}
+			for tries := 0; !meetOnce(t, in(c.server), in(c.client)) && !t.Failed(); tries++ {
+				if tries == 20 {
+					t.Fatal("a race was lost each time")
+				}
+			}
+		})
+	}
+}
+
 // meetOnce runs a server, and a client until the server listens. It reports whether neither has lost
 // rping's race.
 func meetOnce(t *testing.T, server, client side) bool {

@@ -45,7 +45,7 @@ func newRelease(t *testing.T, suite string, old bool, packages ...string) *relea
 	need(t, runtime.GOARCH == "amd64", "the packages are of amd64")
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	tree, err := vm.FindPackages(ctx, suite, packages...)
+	tree, err := vm.FindPackages(ctx, suite, vm.Amd64, packages...)
 	need(t, err == nil, "%v", err)
 	lib := filepath.Dir(oneFile(t, tree+"/usr/lib/*/librdmacm.so.1"))
 	path := []string{built(t) + "/lib"}

@@ -74,7 +74,7 @@ type Options struct {
 
 // Check returns an error that names what the host lacks.
 func Check() error {
-	return vm.Check(append(append(append([]vm.Program{{Name: "busybox", Package: "busybox-static"}}, contents.Programs...), contents.Files...), buildPrograms...)...)
+	return vm.Check(vm.Amd64, append(append(append([]vm.Program{{Name: "busybox", Package: "busybox-static"}}, contents.Programs...), contents.Files...), buildPrograms...)...)
 }
 
 // Run runs the cases on a kernel. It calls sink with each line of the guest as it comes. It
@@ -104,7 +104,7 @@ func Run(ctx context.Context, o Options, sink func(result.Line)) error {
 	if err := os.WriteFile(filepath.Join(dir, result.OrderFile), order, 0o644); err != nil {
 		return err
 	}
-	kernel, err := vm.FindKernel(ctx, o.Suite)
+	kernel, err := vm.FindKernel(ctx, o.Suite, vm.Amd64)
 	if err != nil {
 		return err
 	}

@@ -40,7 +40,7 @@ func TestKernel(t *testing.T) {
 		o.Limit = 6 * time.Hour // a busy host takes several times as long
 	}
 	// A kernel that is not in the cache has to be fetched, which takes a network.
-	_, err := vm.FindKernel(t.Context(), suite)
+	_, err := vm.FindKernel(t.Context(), suite, vm.Amd64)
 	need(t, err)
 	kept := filepath.Join("..", "..", ".logs", "interop", "test-"+suite)
 	planned := false

@@ -20,6 +20,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"slices"
 	"strings"
 	"time"
@@ -30,6 +31,9 @@ type Contents struct {
 	Programs []Program // of the host; in the guest's PATH
 	Files    []Program // other files of the host, by path, in which * matches; at the same path in the guest
 	Modules  []string  // kernel modules to load, in this order, after those that they need
+	// Tree, if set, is a directory of FindPackages, with busybox-static among the packages. The guest
+	// gets its programs and libraries, at their paths, and neither Programs nor Files of the host.
+	Tree string
 }
 
 // baseModules are what every guest needs for the shared directory.
@@ -54,6 +58,7 @@ const GuestProgram = "main"
 
 // collected lists the host's files for an image.
 type collected struct {
+	tree     string // "": none
 	programs []string
 	files    []string
 	libs     []string
@@ -75,21 +80,29 @@ func Image(ctx context.Context, k *Kernel, c Contents) (string, error) {
 		return "", err
 	}
 	dir := filepath.Join(cache, "images")
-	name := filepath.Join(dir, k.Version+"-"+key+".cpio")
+	name := filepath.Join(dir, k.imageName()+"-"+key+".cpio")
 	if _, err := os.Stat(name); err == nil {
 		return name, nil
 	}
 	err = writeFileBy(name, func(w io.Writer) error { return all.pack(ctx, w) })
 	if err == nil {
-		err = forget(dir, k.Version, name)
+		err = forget(dir, k.imageName(), name)
 	}
 	return name, err
 }
 
+// imageName returns the beginning of the names of images with the kernel.
+func (k *Kernel) imageName() string {
+	if k.Arch == Amd64 {
+		return k.Version
+	}
+	return k.Arch + "-" + k.Version
+}
+
 // forget deletes older images of a kernel, except those of the last hour, which another run
 // may be about to boot.
-func forget(dir, version, keep string) error {
-	old, err := filepath.Glob(filepath.Join(dir, version+"-*.cpio"))
+func forget(dir, begin, keep string) error {
+	old, err := filepath.Glob(filepath.Join(dir, begin+"-*.cpio"))
 	if err != nil {
 		return err
 	}
@@ -106,34 +119,19 @@ func forget(dir, version, keep string) error {
 }
 
 func collect(ctx context.Context, k *Kernel, c Contents) (*collected, error) {
-	all := new(collected)
+	all := &collected{tree: c.Tree}
+	if (c.Tree == "") != (k.Arch == runtime.GOARCH) || c.Tree != "" && len(c.Programs)+len(c.Files) > 0 {
+		return nil, fmt.Errorf("a guest with %s runs programs of the host or of a tree, not %+v", k.Arch, c)
+	}
 	programs := append([]Program{{"busybox", "busybox-static"}}, c.Programs...)
-	if err := Check(append(slices.Clone(programs), c.Files...)...); err != nil {
+	if err := Check(k.Arch, append(slices.Clone(programs), c.Files...)...); err != nil {
 		return nil, err
 	}
-	for _, list := range []struct {
-		from []Program
-		to   *[]string
-	}{{programs, &all.programs}, {c.Files, &all.files}} {
-		for _, p := range list.from {
-			path, err := find(p.Name)
-			if err != nil {
-				return nil, err
-			}
-			*list.to = append(*list.to, path)
-			libs, err := libraries(ctx, path)
-			if err != nil {
-				return nil, err
-			}
-			all.libs = append(all.libs, libs...)
+	if c.Tree == "" {
+		if err := all.fromHost(ctx, programs, c.Files); err != nil {
+			return nil, err
 		}
 	}
-	// The C library loads it by name when a thread is cancelled.
-	if gcc, err := find("/usr/lib/*/libgcc_s.so.1"); err == nil {
-		all.libs = append(all.libs, gcc)
-	}
-	slices.Sort(all.libs)
-	all.libs = slices.Compact(all.libs)
 	for _, m := range append(slices.Clone(baseModules), c.Modules...) {
 		files, err := modulesFor(ctx, k, m)
 		if err != nil {
@@ -146,6 +144,34 @@ func collect(ctx context.Context, k *Kernel, c Contents) (*collected, error) {
 		}
 	}
 	return all, nil
+}
+
+// fromHost adds programs and files of the host, with their libraries.
+func (c *collected) fromHost(ctx context.Context, programs, files []Program) error {
+	for _, list := range []struct {
+		from []Program
+		to   *[]string
+	}{{programs, &c.programs}, {files, &c.files}} {
+		for _, p := range list.from {
+			path, err := find(p.Name)
+			if err != nil {
+				return err
+			}
+			*list.to = append(*list.to, path)
+			libs, err := libraries(ctx, path)
+			if err != nil {
+				return err
+			}
+			c.libs = append(c.libs, libs...)
+		}
+	}
+	// The C library loads it by name when a thread is cancelled.
+	if gcc, err := find("/usr/lib/*/libgcc_s.so.1"); err == nil {
+		c.libs = append(c.libs, gcc)
+	}
+	slices.Sort(c.libs)
+	c.libs = slices.Compact(c.libs)
+	return nil
 }
 
 var libraryPath = regexp.MustCompile(`(?m)(/\S+) \(0x[0-9a-f]+\)$`)
@@ -196,7 +222,14 @@ func modulesFor(ctx context.Context, k *Kernel, name string) ([]string, error) {
 // key returns a digest of the image's contents: of each file the name, size and time.
 func (c *collected) key(k *Kernel) (string, error) {
 	h := sha256.New()
-	fmt.Fprintln(h, initScript, k.Version)
+	fmt.Fprintln(h, initScript, k.Version, k.Arch)
+	if c.tree != "" {
+		st, err := os.Stat(c.tree)
+		if err != nil {
+			return "", err
+		}
+		fmt.Fprintln(h, c.tree, st.ModTime().UnixNano())
+	}
 	for _, list := range [][]string{c.programs, c.files, c.libs, c.modules} {
 		for _, f := range list {
 			st, err := os.Stat(f)
@@ -222,6 +255,11 @@ func (c *collected) pack(ctx context.Context, w io.Writer) error {
 			return err
 		}
 	}
+	if c.tree != "" {
+		if err := packTree(a, c.tree); err != nil {
+			return err
+		}
+	}
 	for _, p := range c.programs {
 		if err := a.file("usr/bin/"+filepath.Base(p), p); err != nil {
 			return err
@@ -233,7 +271,12 @@ func (c *collected) pack(ctx context.Context, w io.Writer) error {
 		}
 	}
 	// Busybox's commands come last: entry ignores those that are there as a program of the host.
-	applets, err := exec.CommandContext(ctx, c.programs[0], "--list").Output()
+	// The host's busybox lists them also for a guest with another processor.
+	busybox, err := find("busybox")
+	if err != nil {
+		return err
+	}
+	applets, err := exec.CommandContext(ctx, busybox, "--list").Output()
 	if err != nil {
 		return fmt.Errorf("busybox --list: %w", err)
 	}
@@ -264,6 +307,34 @@ func (c *collected) pack(ctx context.Context, w io.Writer) error {
 		return err
 	}
 	return a.close()
+}
+
+// notPacked are parts of packages that no program of a guest reads.
+var notPacked = []string{"usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "usr/include", "var"}
+
+// packTree adds all files of unpacked packages.
+func packTree(a *archiver, tree string) error {
+	return filepath.WalkDir(tree, func(file string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		name, err := filepath.Rel(tree, file)
+		switch {
+		case err != nil:
+			return err
+		case d.IsDir() && slices.Contains(notPacked, name):
+			return filepath.SkipDir
+		case d.IsDir() || strings.HasSuffix(name, ".a"):
+			return nil
+		case d.Type() == fs.ModeSymlink:
+			to, err := os.Readlink(file)
+			if err != nil {
+				return err
+			}
+			return a.link(name, to)
+		}
+		return a.file(name, file)
+	})
 }
 
 // packModule adds a module, without its compression, and returns its name.

@@ -6,7 +6,7 @@ package vm
 //     used as it is.
 //  2. archive asks apt for the archive that the host's Debian packages come from.
 //  3. fetchKernel reads the index of the suite there, with a state of apt's of its own, and
-//     finds the kernel that linux-image-amd64 depends on. apt checks signatures and sums,
+//     finds the kernel that linux-image-amd64 (or -arm64) depends on. apt checks signatures and sums,
 //     and uses the host's proxies.
 //  4. download unpacks the kernel into the cache; nothing is installed.
 
@@ -28,6 +28,7 @@ import (
 // Kernel is an unpacked kernel with its modules.
 type Kernel struct {
 	Suite   string // "stable", "sid" or a release's name
+	Arch    string // Amd64 or Arm64
 	Release string // as uname -r has it
 	Version string // of the Debian package
 	Dir     string `json:"-"` // the unpacked packages, with the modules' index of depmod
@@ -39,9 +40,12 @@ var suiteName = regexp.MustCompile(`^[a-z][a-z0-9-]*$`)
 // lookupAge is for how long FindKernel trusts the cache about which kernel a suite has.
 const lookupAge = 30 * 24 * time.Hour
 
-// FindKernel returns a suite's kernel, from the cache or from the archive. If the archive
-// cannot be read, an older kernel from the cache will do.
-func FindKernel(ctx context.Context, suite string) (*Kernel, error) {
+// FindKernel returns a suite's kernel for a processor, from the cache or from the archive. If the
+// archive cannot be read, an older kernel from the cache will do.
+func FindKernel(ctx context.Context, suite, arch string) (*Kernel, error) {
+	if _, err := processorOf(arch); err != nil {
+		return nil, err
+	}
 	if !suiteName.MatchString(suite) {
 		return nil, fmt.Errorf("%q is not the name of a Debian suite", suite)
 	}
@@ -49,17 +53,17 @@ func FindKernel(ctx context.Context, suite string) (*Kernel, error) {
 	if err != nil {
 		return nil, err
 	}
-	record := filepath.Join(cache, "kernels", suite+".json")
-	k, age := readRecord(record)
+	record := filepath.Join(cache, "kernels", suite+suffix(arch)+".json")
+	k, age := readRecord(record, arch)
 	if k != nil && age < lookupAge {
 		return k, nil
 	}
-	fresh, err := fetchKernel(ctx, filepath.Join(cache, "kernels"), suite)
+	fresh, err := fetchKernel(ctx, filepath.Join(cache, "kernels"), suite, arch)
 	if err != nil {
 		if k != nil {
 			return k, nil
 		}
-		return nil, fmt.Errorf("no kernel of Debian %s in the cache, and none could be fetched: %w", suite, err)
+		return nil, fmt.Errorf("no %s kernel of Debian %s in the cache, and none could be fetched: %w", arch, suite, err)
 	}
 	b, err := json.Marshal(fresh)
 	if err != nil {
@@ -68,9 +72,17 @@ func FindKernel(ctx context.Context, suite string) (*Kernel, error) {
 	return fresh, writeFile(record, bytes.NewReader(b))
 }
 
+// suffix distinguishes what the cache has for other processors.
+func suffix(arch string) string {
+	if arch == Amd64 {
+		return ""
+	}
+	return "-" + arch
+}
+
 // readRecord reads which kernel a suite has, and how long ago that was looked up; nil if there
 // is no record, or the kernel is not in the cache.
-func readRecord(name string) (*Kernel, time.Duration) {
+func readRecord(name, arch string) (*Kernel, time.Duration) {
 	b, err := os.ReadFile(name)
 	if err != nil {
 		return nil, 0
@@ -83,7 +95,8 @@ func readRecord(name string) (*Kernel, time.Duration) {
 	if json.Unmarshal(b, k) != nil {
 		return nil, 0
 	}
-	k.Dir = filepath.Join(filepath.Dir(name), k.Version)
+	k.Arch = arch
+	k.Dir = filepath.Join(filepath.Dir(name), k.Version+suffix(arch))
 	if k.Image, err = kernelImage(k.Dir, k.Release); err != nil {
 		return nil, 0
 	}
@@ -113,7 +126,7 @@ type apt struct {
 	opts []string
 }
 
-func newApt(ctx context.Context, dir, uri, suite string) (*apt, error) {
+func newApt(ctx context.Context, dir, uri, suite, arch string) (*apt, error) {
 	for _, d := range []string{"lists/partial", "cache/archives/partial", "down"} {
 		if err := os.MkdirAll(filepath.Join(dir, d), 0o755); err != nil {
 			return nil, err
@@ -131,8 +144,8 @@ func newApt(ctx context.Context, dir, uri, suite string) (*apt, error) {
 		"Dir::State::Lists=" + filepath.Join(dir, "lists"),
 		"Dir::State::Status=" + filepath.Join(dir, "status"),
 		"Dir::Cache=" + filepath.Join(dir, "cache"),
-		"APT::Architecture=amd64",
-		"APT::Architectures=amd64",
+		"APT::Architecture=" + arch,
+		"APT::Architectures=" + arch,
 		"APT::Sandbox::User=", // another user could not write here
 		"Acquire::Languages=none",
 		// Old packages, of a mirror that is behind, will do.
@@ -162,7 +175,7 @@ var (
 )
 
 // fetchKernel looks up a suite's kernel, and downloads it unless it is in the cache.
-func fetchKernel(ctx context.Context, dir, suite string) (*Kernel, error) {
+func fetchKernel(ctx context.Context, dir, suite, arch string) (*Kernel, error) {
 	uri, err := archive(ctx)
 	if err != nil {
 		return nil, err
@@ -176,7 +189,7 @@ func fetchKernel(ctx context.Context, dir, suite string) (*Kernel, error) {
 		return nil, err
 	}
 	defer func() { _ = os.RemoveAll(tmp) }() // sweep removes what is left
-	a, err := newApt(ctx, tmp, uri, suite)
+	a, err := newApt(ctx, tmp, uri, suite, arch)
 	if err != nil {
 		return nil, err
 	}
@@ -184,16 +197,17 @@ func fetchKernel(ctx context.Context, dir, suite string) (*Kernel, error) {
 		return nil, err
 	}
 	// If update has failed with a warning only, nothing is found here.
-	meta, err := a.run("apt-cache", "show", "--no-all-versions", "linux-image-amd64")
+	newest := "linux-image-" + arch
+	meta, err := a.run("apt-cache", "show", "--no-all-versions", newest)
 	if err != nil {
 		return nil, err
 	}
 	image, version := dependsOnImage.FindStringSubmatch(meta), versionLine.FindStringSubmatch(meta)
 	if image == nil || version == nil {
-		return nil, fmt.Errorf("linux-image-amd64 of %s depends on no kernel:\n%s", suite, meta)
+		return nil, fmt.Errorf("%s of %s depends on no kernel:\n%s", newest, suite, meta)
 	}
-	k := &Kernel{Suite: suite, Release: image[1], Version: version[1]}
-	k.Dir = filepath.Join(dir, k.Version)
+	k := &Kernel{Suite: suite, Arch: arch, Release: image[1], Version: version[1]}
+	k.Dir = filepath.Join(dir, k.Version+suffix(arch))
 	if k.Image, err = kernelImage(k.Dir, k.Release); err == nil {
 		return k, nil
 	}

@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -73,7 +74,11 @@ func (m *Machine) Run(ctx context.Context, line func([]byte)) error {
 
 // boot runs the emulator.
 func (m *Machine) boot(ctx context.Context) error {
-	qemu, err := find("qemu-system-x86_64")
+	guest, err := processorOf(m.Kernel.Arch)
+	if err != nil {
+		return err
+	}
+	qemu, err := find(guest.emulator.Name)
 	if err != nil {
 		return err
 	}
@@ -87,23 +92,20 @@ func (m *Machine) boot(ctx context.Context) error {
 	// Software emulation works everywhere in the same way. Where /dev/kvm can boot Debian's
 	// kernels, VERBENA_VM_ACCEL=kvm is faster.
 	accel := os.Getenv("VERBENA_VM_ACCEL")
-	if accel == "" {
+	if accel == "" || m.Kernel.Arch != runtime.GOARCH {
 		accel = "tcg,thread=multi"
 	}
-	// The emulator does carry-less multiplications bit by bit, so the fastest way to compute a
-	// checksum becomes the slowest. Without the instruction programs use tables.
-	const cpu = "max,-pclmulqdq"
 	log, err := os.Create(filepath.Join(m.Share, ConsoleLog))
 	if err != nil {
 		return err
 	}
-	cmd := exec.CommandContext(ctx, qemu, "-machine", "q35", "-accel", accel, "-cpu", cpu,
+	cmd := exec.CommandContext(ctx, qemu, append(slices.Clone(guest.machine), "-accel", accel,
 		"-m", strconv.Itoa(mem), "-smp", strconv.Itoa(cpus),
 		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
 		"-serial", "stdio", "-net", "none",
 		"-virtfs", "local,path="+strings.ReplaceAll(m.Share, ",", ",,")+",mount_tag=share,security_model=none,multidevs=remap",
 		"-kernel", m.Kernel.Image, "-initrd", m.Image,
-		"-append", "console=ttyS0 quiet panic=-1 random.trust_cpu=on")
+		"-append", "console="+guest.console+" quiet panic=-1 random.trust_cpu=on")...)
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	cmd.WaitDelay = 5 * time.Second

@@ -18,7 +18,6 @@ type Program struct {
 
 // hostPrograms are the programs that this package runs.
 var hostPrograms = []Program{
-	{"qemu-system-x86_64", "qemu-system-x86"},
 	{"depmod", "kmod"},
 	{"modprobe", "kmod"},
 	{"xz", "xz-utils"},
@@ -41,14 +40,18 @@ func (e *MissingError) Error() string {
 	return s
 }
 
-// Check returns a *MissingError if the host lacks what this package needs, or one of the
-// programs.
-func Check(programs ...Program) error {
-	if runtime.GOOS != "linux" || runtime.GOARCH != "amd64" {
+// Check returns a *MissingError if the host lacks what this package needs for guests with a
+// processor, or one of the programs.
+func Check(arch string, programs ...Program) error {
+	if runtime.GOOS != "linux" || runtime.GOARCH != Amd64 {
 		return &MissingError{What: []string{"an amd64 Linux host (the guest runs the host's programs)"}}
 	}
+	guest, err := processorOf(arch)
+	if err != nil {
+		return err
+	}
 	var e MissingError
-	for _, p := range append(slices.Clone(hostPrograms), programs...) {
+	for _, p := range slices.Concat([]Program{guest.emulator}, hostPrograms, programs) {
 		if _, err := find(p.Name); err != nil {
 			e.What = append(e.What, p.Name)
 			e.Packages = append(e.Packages, p.Package)

@@ -15,10 +15,13 @@ import (
 	"time"
 )
 
-// FindPackages returns a directory with the files of a suite's packages and of all that they depend
-// on, from the cache or from the archive. What was fetched within the last month is used as it
+// FindPackages returns a directory with the files of a suite's packages for a processor and of all that
+// they depend on, from the cache or from the archive. What was fetched within the last month is used as it
 // is. If the archive cannot be read, older files from the cache will do.
-func FindPackages(ctx context.Context, suite string, names ...string) (string, error) {
+func FindPackages(ctx context.Context, suite, arch string, names ...string) (string, error) {
+	if _, err := processorOf(arch); err != nil {
+		return "", err
+	}
 	if !suiteName.MatchString(suite) {
 		return "", fmt.Errorf("%q is not the name of a Debian suite", suite)
 	}
@@ -28,20 +31,20 @@ func FindPackages(ctx context.Context, suite string, names ...string) (string, e
 	}
 	dir := filepath.Join(cache, "packages")
 	sum := sha256.Sum256([]byte(strings.Join(names, " ")))
-	tree := filepath.Join(dir, fmt.Sprintf("%s-%x", suite, sum[:6]))
+	tree := filepath.Join(dir, fmt.Sprintf("%s%s-%x", suite, suffix(arch), sum[:6]))
 	st, err := os.Stat(tree)
 	cached := err == nil
 	if cached && time.Since(st.ModTime()) < lookupAge {
 		return tree, nil
 	}
-	if err := fetchPackages(ctx, dir, tree, suite, names); err != nil && !cached {
+	if err := fetchPackages(ctx, dir, tree, suite, arch, names); err != nil && !cached {
 		return "", fmt.Errorf("%s of Debian %s not in the cache, and not fetched: %w", strings.Join(names, ", "), suite, err)
 	}
 	return tree, nil
 }
 
 // fetchPackages unpacks packages into a new tree and puts it in the place of the old one.
-func fetchPackages(ctx context.Context, dir, tree, suite string, names []string) error {
+func fetchPackages(ctx context.Context, dir, tree, suite, arch string, names []string) error {
 	uri, err := archive(ctx)
 	if err != nil {
 		return err
@@ -55,7 +58,7 @@ func fetchPackages(ctx context.Context, dir, tree, suite string, names []string)
 		return err
 	}
 	defer func() { _ = os.RemoveAll(tmp) }() // sweep removes what is left
-	a, err := newApt(ctx, tmp, uri, suite)
+	a, err := newApt(ctx, tmp, uri, suite, arch)
 	if err != nil {
 		return err
 	}

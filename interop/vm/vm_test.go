@@ -80,7 +80,7 @@ func TestArchive(t *testing.T) {
 }
 
 func TestMissing(t *testing.T) {
-	err := Check(Program{"no-such-program-here", "some-package"}, Program{"/no/such/*.so", "other-package"}, Program{"sh", "dash"})
+	err := Check(Amd64, Program{"no-such-program-here", "some-package"}, Program{"/no/such/*.so", "other-package"}, Program{"sh", "dash"})
 	var missing *MissingError
 	if !errors.As(err, &missing) {
 		t.Fatalf("Check says %v", err)
@@ -127,14 +127,14 @@ func TestRecord(t *testing.T) {
 	if err := writeFile(record, strings.NewReader(`{"Suite":"sid","Release":"7.2-x","Version":"7.2-1"}`)); err != nil {
 		t.Fatal(err)
 	}
-	if k, _ := readRecord(record); k != nil {
+	if k, _ := readRecord(record, Amd64); k != nil {
 		t.Errorf("there is no kernel, but %+v", k)
 	}
 	image := filepath.Join(dir, "7.2-1", "boot", "vmlinuz-7.2-x")
 	if err := writeFile(image, strings.NewReader("kernel")); err != nil {
 		t.Fatal(err)
 	}
-	k, age := readRecord(record)
+	k, age := readRecord(record, Amd64)
 	if k == nil || k.Image != image || k.Release != "7.2-x" || age < 0 || age > time.Minute {
 		t.Errorf("%+v, %v", k, age)
 	}

@@ -1,0 +1,121 @@
+package arm64
+
+import (
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/verbena-rdma/verbena/interop/vm"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// need skips a test if something is missing. In continuous integration the test fails.
+func need(t *testing.T, err error) {
+	t.Helper()
+	if err == nil {
+		return
+	}
+	if os.Getenv("CI") == "true" || os.Getenv("CI") == "1" {
+		t.Fatal(err)
+	}
+	t.Skip(err)
+}
+
+// tests are what runs in the guest: each program once, and in the full form all that the guest has
+// programs for, and the packages whose code depends on the processor.
+func tests() (all []Tests, env string, limit time.Duration) {
+	const short = `^(TestDevinfo|TestPingpong|TestRDMACM|TestRDMACMOneAddress)$/^(rc|rping|ucmatose|udaddy|rdma_server|rstream|rping_fd79::1)$`
+	if os.Getenv("VERBENA_FULL") == "" {
+		return []Tests{{Package: "interop/programs", Run: short}}, "", 20 * time.Minute
+	}
+	// fio, qperf, UCX and libfabric are not among the guest's packages.
+	return []Tests{
+		{Package: "interop/programs", Run: `^(TestDevinfo|TestPingpong|TestPerftest|TestKilled|TestOrdinaryUser|TestRDMACM(OneAddress|Namespaces|Persistent|Refused|Killed|Unpatchable)?)$` +
+			`/^[^f]`},
+		{Package: "internal/sys", Run: ".", Cgo: true},
+		{Package: "internal/shm", Run: ".", Cgo: true},
+		{Package: "internal/mem", Run: ".", Cgo: true},
+		{Package: "internal/queue", Run: ".", Cgo: true},
+		{Package: "internal/wire", Run: ".", Cgo: true},
+		{Package: "ib", Run: ".", Cgo: true},
+	}, "VERBENA_FULL=1", 3 * time.Hour
+}
+
+// result is the line that the end of a test prints.
+var result = regexp.MustCompile(`^\s*--- (PASS|FAIL|SKIP): (\S+) \(`)
+
+// reason is what stands before the reason of a skipped test, on the line before its result.
+var reason = regexp.MustCompile(`^\s*\S+\.go:\d+: `)
+
+// TestArm64 runs tests in a machine with arm64; each of theirs is a subtest.
+func TestArm64(t *testing.T) {
+	need(t, Check())
+	g, err := Fetch(t.Context())
+	need(t, err)
+	all, env, limit := tests()
+	dir := t.TempDir()
+	var (
+		pkg     string
+		printed []string
+		passed  = map[string]int{} // by package
+		status  = map[string]string{}
+	)
+	err = g.Run(t.Context(), dir, env, limit, func(line string) {
+		if name, ok := strings.CutPrefix(line, "package "); ok {
+			pkg, printed = name, nil
+			return
+		}
+		if f := strings.Fields(line); len(f) == 3 && f[0] == "status" {
+			status[f[1]] = f[2]
+			if f[2] != "0" {
+				t.Errorf("%s ends with status %s\n%s", f[1], f[2], strings.Join(printed, "\n"))
+			}
+			return
+		}
+		printed = append(printed, line)
+		m := result.FindStringSubmatch(line)
+		if m == nil {
+			return
+		}
+		t.Run(pkg+"/"+m[2], func(t *testing.T) {
+			switch m[1] {
+			case "FAIL":
+				t.Error("see below, where the package ends")
+			case "SKIP":
+				t.Skip(reason.ReplaceAllString(printed[max(0, len(printed)-2)], ""))
+			default:
+				passed[pkg]++
+			}
+		})
+	}, all...)
+	if err != nil || t.Failed() {
+		kept := filepath.Join(modulePath, ".logs", "interop", "arm64")
+		for _, name := range []string{vm.ConsoleLog, vm.Results} {
+			b, e := os.ReadFile(filepath.Join(dir, name))
+			if e == nil {
+				e = os.MkdirAll(kept, 0o755)
+			}
+			if e == nil {
+				e = os.WriteFile(filepath.Join(kept, name), b, 0o644)
+			}
+			t.Logf("%s: %v", filepath.Join(kept, name), e)
+		}
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range all {
+		if status[p.Package] == "" {
+			t.Errorf("%s has not ended", p.Package)
+		}
+		if passed[p.Package] == 0 {
+			t.Errorf("of %s no test has passed", p.Package)
+		}
+	}
+}

@@ -1,0 +1,7 @@
+// Package arm64 tests the drop-in libibverbs on arm64, with Debian's programs and their librdmacm.
+//
+// The library, the command and the tests of interop/programs are built for arm64 on the host, and run in an
+// emulated machine with Debian's arm64 kernel. What passes there on amd64 must pass here. An emulator of
+// user programs alone (qemu-user) does not do: it lacks SO_ATTACH_REUSEPORT_CBPF, by which the kernel
+// tells apart the processes of one address, and userfaultfd.
+package arm64
