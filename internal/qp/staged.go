@@ -217,7 +217,7 @@ func (m *Move) Wait(s *mem.Stream) mem.Fault {
 	if !f.OK() {
 		m.fail(f, side)
 	}
-	if m.train != nil && !m.train.Leased() {
+	if m.train != nil && !m.train.StillLeased() {
 		m.fail(mem.Fault{Kind: mem.FaultDead}, mem.Src) // the sender may have changed what was read
 	}
 	return mem.Fault{}

@@ -260,8 +260,20 @@ func (l *Lease) End() { l.own.Add(1) }
 func (l *Lease) Attach(t *Train) { t.Lease, t.LeaseAt = l, l.now() }
 
 // Leased reports whether a payload that is kept by reference may still be read. Its reader
-// calls it before and after, and what was read counts only if both return true.
+// calls it before it reads, and StillLeased after: what was read counts only if both return true.
 func (t *Train) Leased() bool { return t.Lease == nil || t.Lease.now() == t.LeaseAt }
+
+// StillLeased is Leased for a reader that has read the payload. A processor that reorders loads
+// could load the word before the payload. The addition keeps them apart: it comes behind the
+// loads before it, and the atomic load behind the addition.
+func (t *Train) StillLeased() bool {
+	if t.Lease == nil {
+		return true
+	}
+	var fence atomic.Uint32
+	fence.Add(1)
+	return t.Leased()
+}
 
 // KeepStaged is Keep for a train whose payload an engine will move: by reference where the
 // train has a Lease and its payload lies in registered memory, else in staging bytes, which

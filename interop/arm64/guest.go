@@ -75,7 +75,7 @@ func hostRelease() (string, error) {
 	return "", errors.New("/etc/os-release does not name the release")
 }
 
-// Suites of tests, each a package of this module.
+// modulePath is the root of the module, seen from this package.
 const modulePath = "../.."
 
 // Tests is a package of tests, with what to run of it.
@@ -106,8 +106,8 @@ done </share/tests >>/share/` + vm.Results + `
 `
 
 // Run builds everything, boots the machine and runs the tests in it. It calls line with each line that
-// they print. dir is a directory for all files of the run.
-func (g *Guest) Run(ctx context.Context, dir string, env string, limit time.Duration, line func(string), tests ...Tests) error {
+// they print. dir is a directory for all files of the run, env a list of variables, NAME=VALUE.
+func (g *Guest) Run(ctx context.Context, dir, env string, limit time.Duration, line func(string), tests ...Tests) error {
 	if err := build(ctx, dir, tests); err != nil {
 		return err
 	}
