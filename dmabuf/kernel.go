@@ -49,8 +49,10 @@ func openKernel(op string, fd int) (*Buffer, error) {
 	switch {
 	case errors.Is(err, syscall.EACCES):
 		return nil, ib.Errorf(op, syscall.EACCES, "the dma-buf of %s is read-only", info.Exporter)
-	case err != nil:
-		return nil, ib.Errorf(op, syscall.EOPNOTSUPP, "the dma-buf of %s has no memory for the CPU: %v", info.Exporter, err)
+	case errors.Is(err, syscall.ENOMEM), errors.Is(err, syscall.EAGAIN):
+		return nil, ib.Errorf(op, syscall.ENOMEM, "the dma-buf of %s: %v", info.Exporter, err)
+	case err != nil: // EINVAL from exporters without mmap, as vfio's
+		return nil, ib.Errorf(op, syscall.EOPNOTSUPP, "the CPU cannot map the dma-buf of %s, and this device moves memory by the CPU: %v", info.Exporter, err)
 	}
 	k := &kernelBuffer{fd: fd, b: m}
 	b, err := Export(Config{Size: info.Size, Exporter: info.Exporter, Priv: k, Ops: Ops{

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change is kept, cheapest first:
 #
-#   build     the whole module, with and without cgo; go vet; every test compiled
+#   build     the whole module, with and without cgo, and for arm64; go vet; every test compiled
 #   lint      side by side with build (scripts/lint.sh)
 #   unit      every package's tests under the race detector, in a random order
 #   allocs    what must not allocate, without the race detector, which allocates
@@ -38,6 +38,8 @@ step_build() {
   CGO_ENABLED=0 go build ./...
   go vet ./...
   CGO_ENABLED=0 go vet ./...
+  CGO_ENABLED=0 GOARCH=arm64 go build ./...
+  if [ -n "${VERBENA_FULL:-}" ]; then CGO_ENABLED=0 GOARCH=arm64 go vet ./...; fi
   go build -o "$BIN/testsum" ./internal/testsum
   go test -race -c -o /dev/null ./...
 }

@@ -4,4 +4,8 @@
 // emulated machine with Debian's arm64 kernel. What passes there on amd64 must pass here. An emulator of
 // user programs alone (qemu-user) does not do: it lacks SO_ATTACH_REUSEPORT_CBPF, by which the kernel
 // tells apart the processes of one address, and userfaultfd.
+//
+// VERBENA_ARM64 is a regular expression for other tests of interop/programs than the usual ones:
+//
+//	VERBENA_FULL=1 VERBENA_ARM64='^TestRDMACM$/^rstream' go test -v -run 'TestArm64$' ./interop/arm64
 package arm64

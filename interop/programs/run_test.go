@@ -15,8 +15,13 @@ import (
 )
 
 // patience is how long a program may take: much longer than it needs, since the machine may
-// be busy.
-const patience = 3 * time.Minute
+// be busy, or an emulated one.
+var patience = func() time.Duration {
+	if prebuilt != "" {
+		return 20 * time.Minute
+	}
+	return 3 * time.Minute
+}()
 
 var lastAddr atomic.Uint32
 

@@ -50,8 +50,13 @@ var contents = vm.Contents{
 	},
 	// The modules of the checksum come first: rxe looks the checksum up by name, so no
 	// dependency names them.
-	Modules: []string{"crc32_generic", "crc32_pclmul", "veth", "sch_netem", "rdma_rxe", "ib_uverbs", "rdma_ucm", "vgem"},
+	Modules: []string{"crc32_generic", "crc32_pclmul", "veth", "sch_netem", "rdma_rxe", "ib_uverbs", "rdma_ucm", "vgem", "vfio_iommu_type1", "vfio_pci"},
 }
+
+// pciDevice are the emulator's arguments for a PCI device with memory, behind an IOMMU: for dma-bufs of
+// vfio. The short form does without.
+var pciDevice = []string{"-device", "intel-iommu", "-blockdev", "driver=null-co,node-name=nothing,size=67108864",
+	"-device", "nvme,drive=nothing,serial=1,cmb_size_mb=16"}
 
 // buildPrograms are what build needs besides Go.
 var buildPrograms = []vm.Program{
@@ -114,6 +119,9 @@ func Run(ctx context.Context, o Options, sink func(result.Line)) error {
 	}
 	var ended end
 	m := vm.Machine{Kernel: kernel, Image: image, Share: dir, Limit: o.Limit, MemMB: o.MemMB}
+	if !o.Order.Short && o.Order.Bench == 0 {
+		m.Args, m.Boot = pciDevice, "intel_iommu=on"
+	}
 	err = m.Run(ctx, func(b []byte) {
 		var l result.Line
 		if json.Unmarshal(b, &l) != nil {
@@ -164,7 +172,7 @@ func (e *end) err() error {
 }
 
 // programs are the files that build leaves in the shared directory.
-var programs = append([]string{vm.GuestProgram, "verbena", "kverbs", "cmpeer", "udpfloor"}, result.Library...)
+var programs = append([]string{vm.GuestProgram, "verbena", "kverbs", "cmpeer", "udpfloor", "regfd"}, result.Library...)
 
 // build makes the guest's programs. Their libraries are in the image. The one with the cases
 // has cgo, so that the kernel notifies it of changes of its mappings.
@@ -183,6 +191,7 @@ func build(ctx context.Context, dir string) error {
 		{"", []string{"gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "kverbs"), "interop/rxe/kverbs/kverbs.c", "interop/rxe/kverbs/queues.c", "-libverbs"}},
 		{"", []string{"gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "cmpeer"), "interop/rxe/cmpeer/cmpeer.c", "-lrdmacm", "-libverbs"}},
 		{"", []string{"gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "udpfloor"), "interop/rxe/udpfloor/udpfloor.c"}},
+		{"", []string{"gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", filepath.Join(dir, "regfd"), "interop/rxe/regfd/regfd.c", "-libverbs"}},
 	} {
 		cmd := exec.CommandContext(ctx, b.args[0], b.args[1:]...)
 		cmd.Dir = root

@@ -7,7 +7,8 @@
 //  2. FindKernel fetches a kernel from the archive that the host's own packages
 //     come from, unless it is in the cache (kernel.go).
 //  3. Image packs an initramfs of the host's programs and the kernel's modules
-//     (image.go, cpio.go), unless that one is in the cache.
+//     (image.go, cpio.go), unless that one is in the cache. For a guest with another processor
+//     (arch.go) the programs are those of packages (packages.go).
 //  4. Machine boots it with a directory of the host mounted as /share, where the
 //     guest finds its program and leaves its results (machine.go).
 //

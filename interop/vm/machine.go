@@ -26,6 +26,8 @@ type Machine struct {
 	MemMB  int           // zero: 3072
 	CPUs   int           // zero: 2
 	Limit  time.Duration // the machine is switched off after this time. Zero: 10 minutes
+	Args   []string      // further arguments of the emulator
+	Boot   string        // further parameters of the kernel
 }
 
 // ConsoleLog is the file in the shared directory with the output of the kernel and the
@@ -99,13 +101,13 @@ func (m *Machine) boot(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	cmd := exec.CommandContext(ctx, qemu, append(slices.Clone(guest.machine), "-accel", accel,
+	cmd := exec.CommandContext(ctx, qemu, slices.Concat(guest.machine, m.Args, []string{"-accel", accel,
 		"-m", strconv.Itoa(mem), "-smp", strconv.Itoa(cpus),
 		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
 		"-serial", "stdio", "-net", "none",
-		"-virtfs", "local,path="+strings.ReplaceAll(m.Share, ",", ",,")+",mount_tag=share,security_model=none,multidevs=remap",
+		"-virtfs", "local,path=" + strings.ReplaceAll(m.Share, ",", ",,") + ",mount_tag=share,security_model=none,multidevs=remap",
 		"-kernel", m.Kernel.Image, "-initrd", m.Image,
-		"-append", "console="+guest.console+" quiet panic=-1 random.trust_cpu=on")...)
+		"-append", "console=" + guest.console + " quiet panic=-1 random.trust_cpu=on " + m.Boot})...)
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	cmd.WaitDelay = 5 * time.Second

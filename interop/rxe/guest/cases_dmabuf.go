@@ -7,8 +7,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"os/exec"
+	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/verbena-rdma/verbena/dmabuf"
@@ -38,7 +42,51 @@ func dmaBufs() (rows []*testCase) {
 		rows = append(rows, everyWay(testCase{name: "rc/dmabuf/moved/" + op.name},
 			func(s *scene) error { return s.onBuffer(op.op, s.ours.movingBuffer) })...)
 	}
-	return append(rows, everyWay(testCase{name: "rc/dmabuf/storm"}, (*scene).movedMeanwhile)...)
+	rows = append(rows, everyWay(testCase{name: "rc/dmabuf/storm"}, (*scene).movedMeanwhile)...)
+	return append(rows, &testCase{name: "rc/dmabuf/vfio/v4/we", family: "v4", run: (*scene).unmappable})
+}
+
+// unmappable registers the memory of a PCI device, of which vfio has made a dma-buf: nobody can map it. In Go
+// and in C the answer is EOPNOTSUPP, with a reason that names the exporter, and nothing is left behind.
+func (s *scene) unmappable() error {
+	fd, cleanup, err := dmabuftest.NewVFIO(bufferSize)
+	if dmabuftest.Absent(err) {
+		return skipError("no dma-buf of a PCI device: " + err.Error())
+	}
+	if err != nil {
+		return err
+	}
+	defer cleanup()
+	info, err := sys.DMABufInfoOf(fd)
+	if err != nil || info.Exporter != "vfio_pci_core" || info.Size != bufferSize {
+		return fmt.Errorf("the dma-buf is %+v, %w", info, err)
+	}
+	if b, err := sys.MapDMABuf(fd, bufferSize, true); !errors.Is(err, syscall.EINVAL) {
+		return fmt.Errorf("it can be mapped: %d bytes, %w", len(b), err)
+	}
+	const reason = "the CPU cannot map the dma-buf of vfio_pci_core"
+	for range 3 {
+		mr, err := s.ours.pd.RegDMABufMR(verbs.DMABuf{FD: fd, Length: bufferSize, IOVA: bufferAddr}, bufferRights)
+		if !errors.Is(err, syscall.EOPNOTSUPP) || !strings.Contains(err.Error(), reason) {
+			return fmt.Errorf("RegDMABufMR: %v, %w", mr, err)
+		}
+	}
+	// What is wrong besides is said first, as for any dma-buf.
+	if _, err := s.ours.pd.RegDMABufMR(verbs.DMABuf{FD: fd, Offset: 8, Length: 4096, IOVA: 16}, bufferRights); !errors.Is(err, syscall.EINVAL) {
+		return fmt.Errorf("RegDMABufMR at different places of a page: %w", err)
+	}
+	cmd := exec.Command(verbena, "exec", "--log", "--addr", families[s.family].ours.String(), "--", regFD)
+	file, err := sys.DupFile(fd, "dma-buf")
+	if err != nil {
+		return err
+	}
+	cmd.ExtraFiles = []*os.File{file}
+	out, err := cmd.CombinedOutput()
+	_ = file.Close() // it was only read
+	if text := string(out); err != nil || !strings.Contains(text, "EOPNOTSUPP\n") || !strings.Contains(text, reason) {
+		return fmt.Errorf("ibv_reg_dmabuf_mr: %w, and the program says\n%s", err, text)
+	}
+	return nil
 }
 
 // closer makes a Close of a function.

@@ -32,6 +32,7 @@ const (
 	kverbsPath = "/tmp/kverbs"
 	cmPeer     = "/tmp/cmpeer"
 	udpFloor   = "/tmp/udpfloor"
+	regFD      = "/tmp/regfd"
 	verbena    = "/tmp/verbena"
 	library    = "/tmp/lib" // where verbena looks for it
 	scratch    = "/tmp/scratch"
@@ -69,7 +70,7 @@ func setup() error {
 	if err := os.MkdirAll(scratch, 0o755); err != nil {
 		return err
 	}
-	for name, to := range map[string]string{"kverbs": kverbsPath, "cmpeer": cmPeer, "udpfloor": udpFloor, "verbena": verbena} {
+	for name, to := range map[string]string{"kverbs": kverbsPath, "cmpeer": cmPeer, "udpfloor": udpFloor, "regfd": regFD, "verbena": verbena} {
 		if err := copyFile(filepath.Join(share, name), to); err != nil {
 			return err
 		}
