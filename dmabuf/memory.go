@@ -39,8 +39,10 @@ type MemoryConfig struct {
 type Memory struct {
 	buffer   *Buffer
 	cfg      MemoryConfig
-	segments []extent    // where in a place each segment lies
-	closed   atomic.Bool // Close was called
+	segments []extent     // where in a place each segment lies
+	file     int          // memory of FromFile: the file, for all places; otherwise -1
+	id       sys.HandleID // of the file
+	closed   atomic.Bool  // Close was called
 
 	// What follows is guarded by the reservation lock.
 	place   *place            // nil: revoked, and no access is under way
@@ -62,6 +64,7 @@ type place struct {
 	b        []byte
 	mappings int
 	left     bool // the buffer is elsewhere: the last Unmap frees the place
+	ofFile   bool // b is one mapping of a file that has others, and whose bytes stay
 }
 
 // Alloc makes a buffer of memory, all zero.
@@ -81,25 +84,33 @@ func Alloc(cfg MemoryConfig) (*Memory, error) {
 	case cfg.Segments < 0 || uint64(cfg.Segments) > min(pages, maxSegments):
 		return nil, ib.Errorf(op, syscall.EINVAL, "%d segments of %d pages", cfg.Segments, pages)
 	}
-	m := &Memory{cfg: cfg, tables: make(map[*Table]*place)}
+	m := &Memory{cfg: cfg, file: -1, tables: make(map[*Table]*place)}
 	m.cut(int(pages), int(page))
+	if err := m.export(op, "verbena"); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+// export takes a place and makes the buffer.
+func (m *Memory) export(op, exporter string) error {
 	ops := Ops{Map: m.mapping, Unmap: m.unmap, Release: m.release, Pin: m.pin, Unpin: m.unpin}
-	if cfg.Segments == 1 {
+	if m.cfg.Segments == 1 {
 		ops.Vmap, ops.Vunmap = m.vmap, func(*Buffer, []byte) {}
 	}
 	var err error
 	if m.place, err = m.newPlace(); err != nil {
-		return nil, named(op, err)
+		return named(op, err)
 	}
-	if m.buffer, err = Export(Config{Ops: ops, Size: cfg.Size, Exporter: "verbena", Priv: m}); err == nil {
-		err = m.buffer.SetName(cfg.Name)
+	if m.buffer, err = Export(Config{Ops: ops, Size: m.cfg.Size, Exporter: exporter, Priv: m}); err == nil {
+		err = m.buffer.SetName(m.cfg.Name)
 	}
 	if err != nil {
 		m.place.free()
-		return nil, err
+		return err
 	}
 	m.buffer.enterStorm()
-	return m, nil
+	return nil
 }
 
 // cut divides the pages among the segments. In a place they lie in the opposite order, so that
@@ -118,6 +129,9 @@ func (m *Memory) cut(pages, page int) {
 }
 
 func (m *Memory) newPlace() (*place, error) {
+	if m.file >= 0 {
+		return placeOf(m.file)
+	}
 	page := os.Getpagesize()
 	fd, b, err := sys.NewMappedFile("verbena-dmabuf", (int(m.cfg.Size)+page-1)&^(page-1))
 	if err != nil {
@@ -158,7 +172,9 @@ func (p *place) leave() (unused bool) {
 
 // discard poisons and frees a place that is not mapped here: another process may still have it.
 func (p *place) discard() {
-	p.poison()
+	if !p.ofFile {
+		p.poison()
+	}
 	p.free()
 }
 
@@ -178,6 +194,9 @@ func (p *place) copyStill(from *place) {
 }
 
 func (p *place) poison() {
+	if p.ofFile && sys.ReplaceMapped(p.b) != nil { // the file's bytes are not ours to overwrite
+		return
+	}
 	p.b[0] = poison
 	for n := 1; n < len(p.b); {
 		n += copy(p.b[n:], p.b[:min(n, copyPiece)])
@@ -247,7 +266,10 @@ func (m *Memory) mapping(*Attachment, Direction) (*Table, error) {
 		segments[i] = m.place.b[s.off:][:s.n:s.n]
 	}
 	t := NewTable(segments...)
-	t.files = &files{fds: []int{m.place.fd}, segments: make([]fileExtent, len(m.segments)), place: m.place.b}
+	t.files = &files{fds: []int{m.place.fd}, segments: make([]fileExtent, len(m.segments))}
+	if !m.place.ofFile { // a file that the program has mapped is never given up
+		t.files.place = m.place.b
+	}
 	for i, s := range m.segments {
 		t.files.segments[i].extent = s
 	}
@@ -279,6 +301,9 @@ func (m *Memory) release(*Buffer) {
 		m.place = nil
 		p.free()
 	}
+	if m.file >= 0 {
+		m.forgetFile()
+	}
 }
 
 // comeBack brings memory that was evicted to a place where importers reach it. The caller has
@@ -301,9 +326,11 @@ func (m *Memory) comeBack() error {
 // moveTo moves the bytes, and returns the former place if the caller must discard it. The caller has
 // locked the reservation, and nobody writes to the bytes.
 func (m *Memory) moveTo(to *place) (unused *place) {
-	to.take(m.place)
-	if m.buffer.written.Swap(false) {
-		to.copyStill(m.place)
+	if !to.ofFile {
+		to.take(m.place)
+		if m.buffer.written.Swap(false) {
+			to.copyStill(m.place)
+		}
 	}
 	if m.place.leave() {
 		unused = m.place

@@ -9,6 +9,7 @@ import (
 	"os"
 	"syscall"
 
+	"github.com/verbena-rdma/verbena/dmabuf"
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/device"
 	"github.com/verbena-rdma/verbena/internal/importer"
@@ -211,6 +212,39 @@ func vbe_export_dm(h C.uint64_t) C.int64_t {
 		return failed(err)
 	}
 	return C.int64_t(fd)
+}
+
+// vbe_export_file returns a descriptor of the dma-buf of a memory file: an object of the render node
+// that the preloaded library shows.
+//
+//export vbe_export_file
+func vbe_export_file(file C.int) C.int64_t {
+	b, err := dmabuf.FromFile(int(file), "drm", "")
+	if err != nil {
+		return failed(err)
+	}
+	defer b.Put() // the descriptor has a reference of its own
+	fd, err := b.FD()
+	if err != nil {
+		return failed(err)
+	}
+	return C.int64_t(fd)
+}
+
+// vbe_dmabuf_file returns a descriptor of the memory file of a dma-buf that vbe_export_file has made.
+//
+//export vbe_dmabuf_file
+func vbe_dmabuf_file(fd C.int) C.int64_t {
+	b, err := dmabuf.Get(int(fd))
+	if err != nil {
+		return failed(err)
+	}
+	defer b.Put()
+	file, err := b.File()
+	if err != nil {
+		return failed(err)
+	}
+	return C.int64_t(file)
 }
 
 //export vbe_copy_dm

@@ -4,7 +4,8 @@
  * preloads this library. It asks the libibverbs that the program has loaded what a path
  * is (front/sysfs.c). Where none is loaded, it only calls the C library's functions.
  *
- * A file of sysfs is opened as a memfd with its text. Directories cannot be listed.
+ * A file of sysfs is opened as a memfd with its text. Directories cannot be listed. The nodes
+ * of a graphics device are in drm.c.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -14,10 +15,12 @@
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "drm.h"
 #include "files.h"
 
 #define PUBLIC __attribute__((visibility("default")))
@@ -29,7 +32,7 @@ int __xstat64(int version, const char *path, struct stat64 *to);
 /* next_open() and so on return the C library's functions. They are looked up at load:
  * later the program may be in a signal handler, or a child of fork(). */
 #define FUNCTIONS(X)                                                                                                   \
-	X(open) X(open64) X(openat) X(openat64) X(fopen) X(fopen64) X(access) X(stat) X(stat64) X(__xstat) X(__xstat64)
+	X(open) X(open64) X(openat) X(openat64) X(fopen) X(fopen64) X(access) X(stat) X(stat64) X(__xstat) X(__xstat64) X(ioctl) X(close)
 #define DEFINE_NEXT(name)                                                                                              \
 	static __typeof__(&name) next_##name(void)                                                                     \
 	{                                                                                                              \
@@ -88,6 +91,8 @@ static int contents(const char *text, int flags)
 		bool makes = flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE;                                      \
 		mode_t mode = makes ? va_arg(more, mode_t) : 0;                                                        \
 		va_end(more);                                                                                          \
+		if (vd_is_node(path))                                                                                  \
+			return vd_open(path, flags);                                                                   \
 		switch (look(path, text)) {                                                                            \
 		case VB_TEXT:                                                                                          \
 			return contents(text, flags);                                                                  \
@@ -121,6 +126,8 @@ FOPEN(fopen64)
 static const char *likeness(const char *path)
 {
 	char text[VB_FILE_ROOM];
+	if (vd_is_node(path))
+		return "/dev/null";
 	switch (look(path, text)) {
 	case VB_TEXT:
 		return "/proc/sys/kernel/ostype"; /* everybody may read it */
@@ -140,4 +147,22 @@ PUBLIC int __xstat(int version, const char *path, struct stat *to) { return next
 PUBLIC int __xstat64(int version, const char *path, struct stat64 *to)
 {
 	return next___xstat64()(version, likeness(path), to);
+}
+
+/* The requests of drivers that drm.c stands for; others are passed on. */
+PUBLIC int ioctl(int fd, unsigned long request, ...)
+{
+	va_list more;
+	va_start(more, request);
+	void *arg = va_arg(more, void *);
+	va_end(more);
+	int result;
+	return vd_ioctl(fd, request, arg, &result) ? result : next_ioctl()(fd, request, arg);
+}
+
+PUBLIC int close(int fd)
+{
+	int result = next_close()(fd);
+	vd_closed();
+	return result;
 }

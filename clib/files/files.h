@@ -12,4 +12,9 @@ enum { VB_FILE_ROOM = 256 };
 typedef enum vb_file vb_file_function(const char *path, char *text);
 vb_file_function verbena_file;
 
+/* verbena_export_file returns a descriptor of the dma-buf of a memory file, and
+ * verbena_dmabuf_file one of the memory file of such a dma-buf; or a negative errno. */
+int verbena_export_file(int file);
+int verbena_dmabuf_file(int fd);
+
 #endif

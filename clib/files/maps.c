@@ -30,6 +30,7 @@
 #include <unistd.h>
 
 #include "../../internal/sys/notifier_hook.h"
+#include "drm.h"
 
 #define PUBLIC __attribute__((visibility("default")))
 
@@ -128,7 +129,7 @@ static struct vn_range huge(struct vn_range r, int flags)
 	return r;
 }
 
-PUBLIC void *mmap(void *addr, size_t n, int prot, int flags, int fd, off_t off)
+static void *mmap_file(void *addr, size_t n, int prot, int flags, int fd, off_t off)
 {
 	vn_close_begin_function *f = notifier();
 	if (!f || !(flags & MAP_FIXED) || flags & MAP_FIXED_NOREPLACE)
@@ -147,6 +148,19 @@ PUBLIC void *mmap(void *addr, size_t n, int prot, int flags, int fd, off_t off)
 		(void)syscall(SYS_madvise, got, r.end - r.start, writes ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
 	}
 	errno = err;
+	return got;
+}
+
+/* A mapping of a render node shows an object's memory file. */
+PUBLIC void *mmap(void *addr, size_t n, int prot, int flags, int fd, off_t off)
+{
+	int backing;
+	if (!vd_mmap(fd, n, prot, flags, off, &backing))
+		return mmap_file(addr, n, prot, flags, fd, off);
+	if (backing < 0)
+		return MAP_FAILED;
+	void *got = mmap_file(addr, n, prot, flags, backing, 0);
+	syscall(SYS_close, backing);
 	return got;
 }
 

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define VBE_VERSION 6 /* of this file: the front refuses a backend with another one */
+#define VBE_VERSION 7 /* of this file: the front refuses a backend with another one */
 
 /* A handle is a kind, in the upper half, and a number, in the lower one. Programs see the
  * number. */
@@ -239,6 +239,8 @@ struct vbe_front {
 	X(int64_t, vbe_query_mr, (uint64_t, struct vbe_mr *))                                              \
 	X(int64_t, vbe_alloc_dm, (uint64_t, uint64_t, uint32_t))                                           \
 	X(int64_t, vbe_export_dm, (uint64_t))                                                              \
+	X(int64_t, vbe_export_file, (int))                                                                 \
+	X(int64_t, vbe_dmabuf_file, (int))                                                                 \
 	X(int64_t, vbe_copy_dm, (uint64_t, uint64_t, uint64_t, uint64_t, uint32_t))                        \
 	X(int64_t, vbe_advise, (uint64_t, uint32_t, uint32_t, uint64_t, uint32_t))                         \
 	X(int64_t, vbe_alloc_mw, (uint64_t, uint32_t, uint32_t *))                                         \

@@ -1,8 +1,10 @@
 /*
- * Device memory: buffers without an address, and regions on them.
+ * Device memory: buffers without an address, and regions on them. dma-bufs of it, and of
+ * memory files.
  */
 #include <string.h>
 
+#include "../files/files.h"
 #include "front.h"
 
 /* Adapters copy whole words only. If other lengths worked here, programs would work here
@@ -93,4 +95,18 @@ int dm_export_dmabuf_fd(struct ibv_dm *dm)
 		return -1;
 	}
 	return (int)fd;
+}
+
+/* --- for the render node that is preloaded: ../files/drm.c --- */
+
+PUBLIC int verbena_export_file(int file)
+{
+	struct backend *b = vb_backend();
+	return b ? (int)b->vbe_export_file(file) : -errno;
+}
+
+PUBLIC int verbena_dmabuf_file(int fd)
+{
+	struct backend *b = vb_backend();
+	return b ? (int)b->vbe_dmabuf_file(fd) : -errno;
 }

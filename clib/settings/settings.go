@@ -32,6 +32,7 @@ var Vars = []Var{
 	{"VERBENA_DM_SIZE", "256M", "How much device memory there is: bytes, or with K, M or G behind the number."},
 	{"VERBENA_DMABUF", "dynamic", "Whether dma-bufs may move while they are registered: dynamic (yes), pinned (they are held in place)."},
 	{"VERBENA_DMABUF_STORM", "no storm", "Moves the process's dma-bufs at random, to test programs: SEED,RATE for so many events a second; SEED,RATE,N to revoke one in N."},
+	{"VERBENA_DRM", "amdgpu, where no real node is", "The graphics device that \"verbena exec\" shows as /dev/dri/renderD128 and card0, for programs that make dma-bufs with one: amdgpu or i915 (also in the place of a real one), off."},
 	{"VERBENA_SCATTER_TO_CQE", "that of MLX5_SCATTER_TO_CQE, or 1", "Whether messages and results of up to 64 bytes are kept with their completions, and written when these are polled (inline receive): 0 no, 1 or 2 yes."},
 	{"VERBENA_PCAP", "no capture", "A file that packets are written to; %p becomes the process ID."},
 	{"VERBENA_STATS", "no statistics", "A file that the device's counters are appended to when the program closes the device, or stderr; %p as above."},
@@ -132,6 +133,7 @@ func Parse(getenv func(string) string, pid int) (*Settings, error) {
 	}
 	var ignored string
 	oneOf("VERBENA_SCATTER_TO_CQE", &ignored, "0", "1", "2")
+	oneOf("VERBENA_DRM", &ignored, "amdgpu", "i915", "off")
 	s.Limits = map[string]int{}
 	for _, part := range split(getenv("VERBENA_LIMITS"), ",") {
 		name, value, _ := strings.Cut(part, "=")

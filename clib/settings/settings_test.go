@@ -42,7 +42,7 @@ func TestParse(t *testing.T) {
 
 // A wrong value is reported with its variable; the other variables are read all the same.
 func TestParseWrong(t *testing.T) {
-	for name, value := range map[string]string{"VERBENA_ADDR": "10.0.0", "VERBENA_LINK": "tcp", "VERBENA_LOCK": "yes", "VERBENA_DMABUF": "moving", "VERBENA_DMABUF_STORM": "often", "VERBENA_WINDOW": "0", "VERBENA_RECEIVERS": "9",
+	for name, value := range map[string]string{"VERBENA_ADDR": "10.0.0", "VERBENA_LINK": "tcp", "VERBENA_LOCK": "yes", "VERBENA_DMABUF": "moving", "VERBENA_DMABUF_STORM": "often", "VERBENA_DRM": "nouveau", "VERBENA_WINDOW": "0", "VERBENA_RECEIVERS": "9",
 		"VERBENA_LIMITS": "qp=0", "VERBENA_HIDE": "everything", "VERBENA_IDENTITY": "efa", "VERBENA_DM_SIZE": "1T", "VERBENA_SCATTER_TO_CQE": "yes"} {
 		s, err := Parse(from(map[string]string{name: value, "VERBENA_LOG": "1"}), 1)
 		if err == nil || !strings.Contains(err.Error(), name) || !s.Log || s.Lock != "off" || s.Addrs != nil || s.Window != 0 {

@@ -156,6 +156,14 @@ func PopulateMapped(b []byte) error {
 	}
 }
 
+// ReplaceMapped puts fresh memory, all zero, in the place of what MapFile has mapped. Whoever still
+// reads there sees neither the file nor a fault.
+func ReplaceMapped(b []byte) error {
+	_, err := unix.MmapPtr(-1, 0, unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b)), unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE|unix.MAP_FIXED)
+	return err
+}
+
 // FreeMapped unmaps what NewMappedFile or MapFile has mapped. No goroutine may touch
 // it any more.
 func FreeMapped(b []byte) error {
