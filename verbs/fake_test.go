@@ -35,6 +35,12 @@ func (d *fakeDevice) Port(port int) (ib.PortAttr, error) {
 	}
 	return d.port, d.err
 }
+func (d *fakeDevice) AllocDMAH(cfg ib.DMAHConfig) (provider.DMAH, error) {
+	if d.err != nil {
+		return nil, d.err
+	}
+	return &fakeDMAH{cfg: cfg}, nil
+}
 func (d *fakeDevice) GIDs() []ib.GID { return d.gids }
 func (d *fakeDevice) Counters() []provider.Counter {
 	return []provider.Counter{{Name: "tx_packets", Value: 3}, {Name: "rx_packets", Value: 5}}
@@ -201,7 +207,26 @@ func (p *fakePD) CreateAH(attr ib.AHAttr) (*ib.AH, error) {
 }
 func (p *fakePD) Close() error { p.closed++; return p.dev.err }
 
+type fakeDMAH struct {
+	cfg    ib.DMAHConfig
+	pd     provider.PD // of the last Register
+	access ib.Access
+	closed int
+}
+
+func (h *fakeDMAH) Config() ib.DMAHConfig { return h.cfg }
+func (h *fakeDMAH) Register(pd provider.PD, access ib.Access, reg func() (provider.MR, error)) (provider.MR, error) {
+	h.pd, h.access = pd, access
+	mr, err := reg()
+	if err == nil {
+		mr.(*fakeMR).dmah = h
+	}
+	return mr, err
+}
+func (h *fakeDMAH) Close() error { h.closed++; return nil }
+
 type fakeMR struct {
+	dmah         provider.DMAH
 	addr, length uint64
 	access       ib.Access
 	err          error
@@ -209,6 +234,7 @@ type fakeMR struct {
 	closed       int
 }
 
+func (m *fakeMR) DMAH() provider.DMAH             { return m.dmah }
 func (m *fakeMR) Bytes() []byte                   { return make([]byte, m.length) }
 func (m *fakeMR) Share() (string, error)          { return "handle", m.err }
 func (m *fakeMR) Rereg(c provider.MRChange) error { m.change = c; return m.err }

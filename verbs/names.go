@@ -17,6 +17,7 @@ type (
 	DeviceAttr       = ib.DeviceAttr       // a device's identity, capabilities and limits
 	DeviceCap        = ib.DeviceCap        // capability bits of a device
 	DeviceInfo       = ib.DeviceInfo       // a device that can be opened
+	DMAHConfig       = ib.DMAHConfig       // hint for accesses to memory
 	DMClass          = ib.DMClass          // class of device memory
 	EventType        = ib.EventType        // kind of an asynchronous event
 	Fence            = ib.Fence            // work that ends some time, and that requests can wait for
@@ -50,7 +51,9 @@ type (
 	SendWR           = ib.SendWR           // work request for a send queue
 	SGE              = ib.SGE              // one piece of a scatter/gather list
 	StatusError      = ib.StatusError      // a failed completion as an error
+	Steering         = ib.Steering         // whose cache data is for
 	Stride           = ib.Stride           // a source of an interleaved pattern
+	TPHMemType       = ib.TPHMemType       // kind of memory that data is steered to
 	WC               = ib.WC               // work completion
 	WCFlags          = ib.WCFlags          // which optional fields of a completion are valid
 	WCOpcode         = ib.WCOpcode         // what completed
@@ -294,6 +297,12 @@ const (
 const (
 	DMPlain    = ib.DMPlain    // the program only copies to it and from it
 	DMCoherent = ib.DMCoherent // the program also accesses it with loads, stores and atomic instructions
+)
+
+// Kinds of memory that data is steered to.
+const (
+	TPHVolatile   = ib.TPHVolatile   // ordinary memory
+	TPHPersistent = ib.TPHPersistent // persistent memory
 )
 
 // Types of memory windows.

@@ -86,7 +86,7 @@ func vbe_close(h C.uint64_t) C.int64_t {
 }
 
 // closeOrder lists the kinds of objects, each before the kinds that it may use.
-var closeOrder = []uint64{C.VBE_QP, C.VBE_AH, C.VBE_SRQ, C.VBE_CQ, C.VBE_XRCD, C.VBE_MKEY, C.VBE_MW, C.VBE_MR, C.VBE_DM, C.VBE_PD}
+var closeOrder = []uint64{C.VBE_QP, C.VBE_AH, C.VBE_SRQ, C.VBE_CQ, C.VBE_XRCD, C.VBE_MKEY, C.VBE_MW, C.VBE_MR, C.VBE_DMAH, C.VBE_DM, C.VBE_PD}
 
 // closeAll closes the objects that the program has not destroyed.
 func (c *openContext) closeAll() {
@@ -165,7 +165,7 @@ func (t *table[T]) object(h uint64) object {
 var tables = map[uint64]interface {
 	object(h uint64) object
 	remove(h uint64) bool
-}{C.VBE_PD: &pds, C.VBE_MR: &mrs, C.VBE_MW: &mws, C.VBE_CQ: &cqs, C.VBE_SRQ: &srqs, C.VBE_XRCD: &xrcds, C.VBE_QP: &qps, C.VBE_DM: &dms, C.VBE_AH: &ahs, C.VBE_MKEY: &mkeys}
+}{C.VBE_PD: &pds, C.VBE_MR: &mrs, C.VBE_MW: &mws, C.VBE_CQ: &cqs, C.VBE_SRQ: &srqs, C.VBE_XRCD: &xrcds, C.VBE_QP: &qps, C.VBE_DM: &dms, C.VBE_AH: &ahs, C.VBE_MKEY: &mkeys, C.VBE_DMAH: &dmahs}
 
 // objectOf returns the object of a handle of any kind, or nil.
 func objectOf(h uint64) object {

@@ -45,6 +45,11 @@ type deviceMemory struct {
 	provider.DM
 }
 
+type dmaHandle struct {
+	inContext
+	provider.DMAH
+}
+
 type xrcDomain struct {
 	inContext
 	provider.XRCD
@@ -59,6 +64,7 @@ func (o *memoryRegion) close() error  { return o.Close() }
 func (o *memoryWindow) close() error  { return o.Close() }
 func (o *indirectKey) close() error   { return o.Close() }
 func (o *deviceMemory) close() error  { return o.Close() }
+func (o *dmaHandle) close() error     { return o.Close() }
 func (o *xrcDomain) close() error     { return o.Close() }
 func (o *addressHandle) close() error { return o.Close() }
 
@@ -68,6 +74,7 @@ var (
 	mws   = table[memoryWindow]{kind: C.VBE_MW}
 	mkeys = table[indirectKey]{kind: C.VBE_MKEY}
 	dms   = table[deviceMemory]{kind: C.VBE_DM}
+	dmahs = table[dmaHandle]{kind: C.VBE_DMAH}
 	xrcds = table[xrcDomain]{kind: C.VBE_XRCD}
 	ahs   = table[addressHandle]{kind: C.VBE_AH}
 )
@@ -93,23 +100,12 @@ func vbe_reg_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 	}
 	var r provider.MR
 	var err error
-	switch access := ib.Access(m.access); {
-	case m.dm != 0:
-		dm := dms.get(uint64(m.dm))
-		if dm == nil {
-			return failed(errStale)
-		}
-		r, err = pd.RegDMMR(dm.DM, uint64(m.iova), uint64(m.length), access)
-	case m.kind == C.VBE_MEM_DMABUF && conf().Hide["dmabuf"]:
-		err = ib.Errorf("reg_dmabuf_mr", syscall.EOPNOTSUPP, "VERBENA_HIDE has dmabuf")
-	case m.kind == C.VBE_MEM_DMABUF:
-		r, err = importer.Register(pd.PD, rangeOf(m), access)
-	case m.kind == C.VBE_MEM_NULL:
-		r, err = pd.PD.(*device.PD).AllocNullMR()
-	case m.kind == C.VBE_MEM_IMPLICIT:
-		r, err = pd.RegImplicitMR(access)
-	default:
-		r, err = pd.RegMRAddr(uintptr(m.addr), uint64(m.length), uint64(m.iova), access)
+	if m.dmah == 0 {
+		r, err = pd.register(m)
+	} else if h := dmahs.get(uint64(m.dmah)); h == nil {
+		err = errStale
+	} else {
+		r, err = h.Register(pd.PD, ib.Access(m.access), func() (provider.MR, error) { return pd.register(m) })
 	}
 	if err != nil {
 		return failed(err)
@@ -119,6 +115,46 @@ func vbe_reg_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 		m.handle, m.lkey, m.rkey = C.uint64_t(n), C.uint32_t(r.LKey()), C.uint32_t(r.RKey())
 	}
 	return n
+}
+
+func (pd *protectionDomain) register(m *C.struct_vbe_mr) (provider.MR, error) {
+	switch access := ib.Access(m.access); {
+	case m.dm != 0:
+		dm := dms.get(uint64(m.dm))
+		if dm == nil {
+			return nil, errStale
+		}
+		return pd.RegDMMR(dm.DM, uint64(m.iova), uint64(m.length), access)
+	case m.kind == C.VBE_MEM_DMABUF && conf().Hide["dmabuf"]:
+		return nil, ib.Errorf("reg_dmabuf_mr", syscall.EOPNOTSUPP, "VERBENA_HIDE has dmabuf")
+	case m.kind == C.VBE_MEM_DMABUF:
+		return importer.Register(pd.PD, rangeOf(m), access)
+	case m.kind == C.VBE_MEM_NULL:
+		return pd.PD.(*device.PD).AllocNullMR()
+	case m.kind == C.VBE_MEM_IMPLICIT:
+		return pd.RegImplicitMR(access)
+	default:
+		return pd.RegMRAddr(uintptr(m.addr), uint64(m.length), uint64(m.iova), access)
+	}
+}
+
+// vbe_alloc_dmah makes a DMA handle. Without steers, cpu and memType mean nothing.
+//
+//export vbe_alloc_dmah
+func vbe_alloc_dmah(h C.uint64_t, ph, steers, cpu, memType C.uint32_t) C.int64_t {
+	c := contexts.get(uint64(h))
+	if c == nil {
+		return failed(errStale)
+	}
+	cfg := ib.DMAHConfig{PH: uint8(ph)}
+	if steers != 0 {
+		cfg.Steering = &ib.Steering{CPU: int(cpu), MemType: ib.TPHMemType(memType)}
+	}
+	d, err := c.shared.dev.AllocDMAH(cfg)
+	if err != nil {
+		return failed(err)
+	}
+	return newHandle(&dmahs, c, &dmaHandle{inContext{c}, d})
 }
 
 // rangeOf returns the part of a dma-buf that a call names.

@@ -25,6 +25,7 @@
 #define VBE_DM 10
 #define VBE_MKEY 11
 #define VBE_CM 12 /* a channel of the connection manager */
+#define VBE_DMAH 13
 #define VBE_HANDLE(kind, number) ((uint64_t)(kind) << 32 | (number))
 
 #define VBE_THREAD "verbena-backend" /* the name of the runtime's threads */
@@ -62,13 +63,14 @@ struct vbe_port_attr {
 	char interface[32];
 };
 
-/* A region. vbe_reg_mr is given addr to dm, and returns handle, lkey and rkey. */
+/* A region. vbe_reg_mr is given addr to dmah, and returns handle, lkey and rkey. */
 struct vbe_mr {
 	uint64_t addr, length, iova;
 	uint32_t access;
 	uint32_t kind;	   /* VBE_MEM_* */
 	int32_t fd;	   /* VBE_MEM_DMABUF: the buffer's descriptor, in which addr is an offset */
 	uint64_t dm;	   /* device memory, in which iova is an offset; 0: none */
+	uint64_t dmah;	   /* a DMA handle; 0: none */
 	uint64_t handle;
 	uint32_t lkey, rkey;
 };
@@ -243,6 +245,7 @@ struct vbe_front {
 	X(int64_t, vbe_dmabuf_file, (int))                                                                 \
 	X(int64_t, vbe_copy_dm, (uint64_t, uint64_t, uint64_t, uint64_t, uint32_t))                        \
 	X(int64_t, vbe_advise, (uint64_t, uint32_t, uint32_t, uint64_t, uint32_t))                         \
+	X(int64_t, vbe_alloc_dmah, (uint64_t, uint32_t, uint32_t, uint32_t, uint32_t))                     \
 	X(int64_t, vbe_alloc_mw, (uint64_t, uint32_t, uint32_t *))                                         \
 	X(int64_t, vbe_create_mkey, (uint64_t, uint32_t, uint32_t, uint32_t *))                            \
 	X(int64_t, vbe_bind_mw, (uint64_t, uint64_t, struct vbe_send_wr *, uint32_t *))                    \

@@ -35,6 +35,7 @@
 #define VB_EX_WITH_ATOMIC_WRITE (1 << 12)
 #define VB_ACCESS_FLUSH_GLOBAL (1 << 8)
 #define VB_ACCESS_FLUSH_PERSISTENT (1 << 9)
+#define VB_PARENT_DOMAIN_ALLOW_CC_UNPROTECTED_ALLOC (1 << 2)
 
 /* --- the backend: backend.c --- */
 
@@ -77,7 +78,7 @@ void vb_watch_main(void); /* no effect in other threads */
  * Every object begins with a head. Its memory is never freed, only reused for objects of
  * the same kind, so that a stale pointer finds a head that says so.
  */
-enum kind { DEAD = 0, CONTEXT, PD, MR, MW, CQ, CHANNEL, QP, SRQ, XRCD, AH, TD, DM, MKEY, NUM_KINDS };
+enum kind { DEAD = 0, CONTEXT, PD, MR, MW, CQ, CHANNEL, QP, SRQ, XRCD, AH, TD, DM, MKEY, DMAH, NUM_KINDS };
 
 struct head {
 	uint32_t magic; /* MAGIC + kind while alive */
@@ -151,6 +152,7 @@ struct vb_pd {
 	struct vb_td *td;
 	struct ibv_parent_domain_init_attr init;
 	bool imported;
+	bool dmabufs; /* of a parent domain: ibv_alloc_buf makes dma-bufs */
 	bool foreign; /* from another process */
 };
 
@@ -178,6 +180,13 @@ struct vb_dm {
 struct vb_mw {
 	struct head h;
 	struct ibv_mw pub;
+};
+
+struct vb_dmah {
+	struct head h;
+	struct vb_dmah_pub {
+		struct ibv_context *context;
+	} pub; /* struct ibv_dmah of rdma-core 60 */
 };
 
 struct vb_mkey {
@@ -282,6 +291,7 @@ DEFINE_LIVE(vb_td, TD, struct ibv_td)
 DEFINE_LIVE(vb_mr, MR, struct ibv_mr)
 DEFINE_LIVE(vb_mw, MW, struct ibv_mw)
 DEFINE_LIVE(vb_dm, DM, struct ibv_dm)
+DEFINE_LIVE(vb_dmah, DMAH, struct vb_dmah_pub)
 DEFINE_LIVE(vb_mkey, MKEY, struct mlx5dv_mkey)
 DEFINE_LIVE(vb_ah, AH, struct ibv_ah)
 DEFINE_LIVE(vb_qp, QP, struct ibv_qp)
@@ -396,6 +406,10 @@ int vb_close_xrcd(struct ibv_xrcd *xrcd);
 /* on is NULL, or device memory in which iova is an offset. */
 struct ibv_mr *vb_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access,
 			 struct vb_dm *on);
+struct ibv_mr *vb_reg_mr_hinted(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access,
+				uint64_t dmah);
+struct ibv_mr *vb_reg_dmabuf_hinted(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access,
+				    uint64_t dmah);
 struct ibv_mr *vb_alloc_null_mr(struct ibv_pd *pd);
 struct ibv_dm *vb_alloc_dm(struct ibv_context *ctx, struct ibv_alloc_dm_attr *attr);
 int vb_free_dm(struct ibv_dm *dm);

@@ -100,7 +100,8 @@ int vb_dealloc_td(struct ibv_td *td)
  * take no lock (cq.c). */
 struct ibv_pd *vb_alloc_parent_domain(struct ibv_context *context, struct ibv_parent_domain_init_attr *attr)
 {
-	const uint32_t known = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT;
+	const uint32_t known = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT |
+			       VB_PARENT_DOMAIN_ALLOW_CC_UNPROTECTED_ALLOC;
 	struct vb_context *c = live_context(context);
 	if (!c || !attr)
 		return vb_fail(EINVAL);
@@ -119,6 +120,7 @@ struct ibv_pd *vb_alloc_parent_domain(struct ibv_context *context, struct ibv_pa
 	p->pub.handle = of->pub.handle;
 	p->of = of;
 	p->init = *attr;
+	p->dmabufs = attr->comp_mask & VB_PARENT_DOMAIN_ALLOW_CC_UNPROTECTED_ALLOC;
 	vb_ref(&of->h);
 	if (attr->td) {
 		p->td = OUTER(vb_td, attr->td);
@@ -169,11 +171,12 @@ static struct ibv_mr *make(struct vb_pd *p, struct ibv_pd *pd, void *addr, size_
 	return &m->pub;
 }
 
-struct ibv_mr *vb_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access,
-			 struct vb_dm *on)
+/* reg_range registers memory by address, or device memory, with a DMA handle if dmah is not 0. */
+static struct ibv_mr *reg_range(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access,
+				struct vb_dm *on, uint64_t dmah)
 {
 	struct vb_pd *p = LIVE(vb_pd, PD, pd);
-	struct vbe_mr r = {.addr = (uintptr_t)addr, .length = length, .iova = iova};
+	struct vbe_mr r = {.addr = (uintptr_t)addr, .length = length, .iova = iova, .dmah = dmah};
 	if (!p || !clean(access, &r.access))
 		return vb_fail(EINVAL);
 	if (access & IBV_ACCESS_ON_DEMAND && !addr && length == SIZE_MAX)
@@ -186,6 +189,18 @@ struct ibv_mr *vb_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t 
 	return make(p, pd, addr, length, &r);
 }
 
+struct ibv_mr *vb_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access,
+			 struct vb_dm *on)
+{
+	return reg_range(pd, addr, length, iova, access, on, 0);
+}
+
+struct ibv_mr *vb_reg_mr_hinted(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access,
+				uint64_t dmah)
+{
+	return reg_range(pd, addr, length, iova, access, NULL, dmah);
+}
+
 struct ibv_mr *vb_alloc_null_mr(struct ibv_pd *pd)
 {
 	struct vb_pd *p = LIVE(vb_pd, PD, pd);
@@ -195,8 +210,8 @@ struct ibv_mr *vb_alloc_null_mr(struct ibv_pd *pd)
 
 /* The backend checks everything, in the kernel's order. What the program sees as the region's
  * address is the offset, as with the kernel. */
-PUBLIC struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd,
-					int access)
+struct ibv_mr *vb_reg_dmabuf_hinted(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access,
+				    uint64_t dmah)
 {
 	struct vb_pd *p = LIVE(vb_pd, PD, pd);
 	struct vbe_mr r = {.addr = offset,
@@ -204,8 +219,15 @@ PUBLIC struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size
 			   .iova = iova,
 			   .access = (uint32_t)access,
 			   .kind = VBE_MEM_DMABUF,
-			   .fd = fd};
+			   .fd = fd,
+			   .dmah = dmah};
 	return p ? make(p, pd, (void *)(uintptr_t)offset, length, &r) : vb_fail(EINVAL);
+}
+
+PUBLIC struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd,
+					int access)
+{
+	return vb_reg_dmabuf_hinted(pd, offset, length, iova, fd, access, 0);
 }
 
 PUBLIC struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access)
@@ -390,95 +412,6 @@ PUBLIC void ibv_unimport_mr(struct ibv_mr *mr)
 {
 	if (mr && vb_is(&OUTER(vb_mr, mr)->h, MR))
 		forget(MR, &OUTER(vb_mr, mr)->h, OUTER(vb_mr, mr)->foreign);
-}
-
-/* --- what newer headers have: rdma-core 60 and later --- */
-
-enum { MASK_IOVA = 1, MASK_ADDR = 2, MASK_FD = 4, MASK_FD_OFFSET = 8, MASK_DMAH = 16, MASK_BUF = 32 };
-
-struct buf { /* struct ibv_buf */
-	struct ibv_pd *pd;
-	void *addr;
-	size_t size;
-};
-
-struct mr_init_attr { /* struct ibv_mr_init_attr */
-	size_t length;
-	int access;
-	uint64_t mask, iova;
-	void *addr;
-	int fd;
-	uint64_t fd_offset;
-	void *dmah;
-	struct buf *buf;
-};
-
-PUBLIC struct ibv_mr *reg_mr_ex(struct ibv_pd *pd, struct mr_init_attr *a) NEWER(ibv_reg_mr_ex);
-PUBLIC void *alloc_buf(struct ibv_pd *pd, size_t size, struct buf **buf) NEWER(ibv_alloc_buf);
-PUBLIC void free_buf(struct buf *b) NEWER(ibv_free_buf);
-PUBLIC struct ibv_mr *reg_buf_mr(struct ibv_pd *pd, struct buf *b, void *addr, size_t length,
-				 int access) NEWER(ibv_reg_buf_mr);
-PUBLIC int export_buf_dmabuf_fd(struct buf *b) NEWER(ibv_export_buf_dmabuf_fd);
-
-/* holds reports whether a buffer is of a domain, and has these bytes. */
-static bool holds(const struct buf *b, const struct ibv_pd *pd, const void *addr, size_t length)
-{
-	size_t off = b ? (uintptr_t)addr - (uintptr_t)b->addr : 0;
-	return b && b->pd == pd && (uintptr_t)addr >= (uintptr_t)b->addr && off <= b->size && length <= b->size - off;
-}
-
-struct ibv_mr *reg_mr_ex(struct ibv_pd *pd, struct mr_init_attr *a)
-{
-	if (!a || !LIVE(vb_pd, PD, pd) || a->mask & ~(uint64_t)63)
-		return vb_fail(EINVAL);
-	if (a->mask & MASK_DMAH) /* no steering tags */
-		return vb_fail(EOPNOTSUPP);
-	if (a->mask & MASK_FD) {
-		if (a->mask & (MASK_ADDR | MASK_BUF) || !(a->mask & MASK_FD_OFFSET) || !(a->mask & MASK_IOVA))
-			return vb_fail(EINVAL);
-		return ibv_reg_dmabuf_mr(pd, a->fd_offset, a->length, a->iova, a->fd, a->access);
-	}
-	if (a->mask & MASK_FD_OFFSET || !(a->mask & MASK_ADDR) || (a->mask & MASK_BUF && !holds(a->buf, pd, a->addr, a->length)))
-		return vb_fail(EINVAL);
-	return vb_reg_mr(pd, a->addr, a->length, a->mask & MASK_IOVA ? a->iova : (uintptr_t)a->addr,
-			 (unsigned int)a->access, NULL);
-}
-
-void *alloc_buf(struct ibv_pd *pd, size_t size, struct buf **buf)
-{
-	size_t page = (size_t)sysconf(_SC_PAGESIZE);
-	if (!LIVE(vb_pd, PD, pd) || !buf || !size || size > SIZE_MAX - page)
-		return vb_fail(EINVAL);
-	struct buf *b = calloc(1, sizeof *b);
-	if (!b || posix_memalign(&b->addr, page, size)) {
-		free(b);
-		return vb_fail(ENOMEM);
-	}
-	b->pd = pd;
-	b->size = size;
-	*buf = b;
-	return b->addr;
-}
-
-void free_buf(struct buf *b)
-{
-	if (b)
-		free(b->addr);
-	free(b);
-}
-
-/* export_buf_dmabuf_fd: a buffer is ordinary memory, which is no dma-buf. */
-int export_buf_dmabuf_fd(struct buf *b)
-{
-	errno = b ? ENODATA : EINVAL;
-	return -1;
-}
-
-struct ibv_mr *reg_buf_mr(struct ibv_pd *pd, struct buf *b, void *addr, size_t length, int access)
-{
-	struct mr_init_attr a = {
-		.length = length, .access = access, .mask = MASK_ADDR | MASK_BUF, .addr = addr, .buf = b};
-	return reg_mr_ex(pd, &a);
 }
 
 /* --- windows --- */

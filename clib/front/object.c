@@ -17,7 +17,7 @@ static const size_t sizes[NUM_KINDS] = {
 	[MW] = sizeof(struct vb_mw),	       [CQ] = sizeof(struct vb_cq),	[CHANNEL] = sizeof(struct vb_channel),
 	[QP] = sizeof(struct vb_qp),	       [SRQ] = sizeof(struct vb_srq),	[XRCD] = sizeof(struct vb_xrcd),
 	[AH] = sizeof(struct vb_ah),	       [TD] = sizeof(struct vb_td),	[DM] = sizeof(struct vb_dm),
-	[MKEY] = sizeof(struct vb_mkey),
+	[MKEY] = sizeof(struct vb_mkey),       [DMAH] = sizeof(struct vb_dmah),
 };
 
 /* Where each kind has a pointer that is NULL until the object is handed out. */
@@ -29,7 +29,7 @@ static const size_t handed_out[NUM_KINDS] = {
 	HANDED_OUT(QP, vb_qp, pub.qp_base.context),	   HANDED_OUT(SRQ, vb_srq, pub.context),
 	HANDED_OUT(XRCD, vb_xrcd, pub.context),		   HANDED_OUT(AH, vb_ah, pub.context),
 	HANDED_OUT(TD, vb_td, pub.context),		   HANDED_OUT(DM, vb_dm, pub.context),
-	HANDED_OUT(MKEY, vb_mkey, pd),
+	HANDED_OUT(MKEY, vb_mkey, pd),			   HANDED_OUT(DMAH, vb_dmah, pub.context),
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards the lists, and refs of all heads */

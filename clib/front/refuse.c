@@ -1,13 +1,11 @@
 /*
  * Symbols of libibverbs.so.1 that this device does not support: enhanced
- * connection establishment, steering tags, completion counters. Verbs that are called
+ * connection establishment, completion counters. Verbs that are called
  * through a context's table (flows, work queues, counters) have no entry there: verbs.h
  * itself refuses them.
  */
 #include "refuse.h"
 
-REFUSE_POINTER(ibv_alloc_dmah)
-REFUSE_ERRNO(ibv_dealloc_dmah)
 REFUSE_ERRNO(ibv_query_ece)
 REFUSE_ERRNO(ibv_set_ece)
 REFUSE_ERRNO(_ibv_query_comp_cntr_caps)

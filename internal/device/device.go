@@ -102,7 +102,7 @@ type Device struct {
 }
 
 // objectCounts are numbers of objects, and bytes of device memory.
-type objectCounts struct{ qps, cqs, mrs, mws, pds, ahs, srqs, channels, xrcds, mcasts, dm int }
+type objectCounts struct{ qps, cqs, mrs, mws, pds, ahs, srqs, channels, xrcds, mcasts, dm, dmahs int }
 
 // defaultLimits are what an unconfigured device has.
 var defaultLimits = provider.Limits{
@@ -303,8 +303,8 @@ func (d *Device) Close() error {
 	if d.counts != (objectCounts{}) {
 		c := d.counts
 		d.mu.Unlock()
-		return ib.Errorf("close_device", syscall.EBUSY, "still open: %d QPs, %d CQs, %d MRs, %d MWs, %d PDs, %d AHs, %d SRQs, %d channels, %d XRC domains, %d bytes of device memory",
-			c.qps, c.cqs, c.mrs, c.mws, c.pds, c.ahs, c.srqs, c.channels, c.xrcds, c.dm)
+		return ib.Errorf("close_device", syscall.EBUSY, "still open: %d QPs, %d CQs, %d MRs, %d MWs, %d PDs, %d AHs, %d SRQs, %d channels, %d XRC domains, %d bytes of device memory, %d DMA handles",
+			c.qps, c.cqs, c.mrs, c.mws, c.pds, c.ahs, c.srqs, c.channels, c.xrcds, c.dm, c.dmahs)
 	}
 	d.closed = true
 	d.mu.Unlock()

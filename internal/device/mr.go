@@ -30,6 +30,7 @@ type MR struct {
 	pd      *PD
 	iova    uint64 // where requests find it, if the program has chosen that
 	ownIOVA bool   // the program has
+	dmah    *DMAH  // the hint that it was registered with; nil: none
 	closed  bool
 }
 
@@ -354,6 +355,9 @@ func (m *MR) Close() error {
 	err := m.region.Close()
 	if m.closed = m.region.Closed(); m.closed {
 		m.pd.dev.shares.forget(m)
+		if m.dmah != nil {
+			m.dmah.use(-1)
+		}
 		m.pd.unuse(&m.pd.dev.counts.mrs)
 	}
 	return err

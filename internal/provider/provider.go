@@ -57,6 +57,7 @@ type Device interface {
 	CreateCQ(entries int, ch Channel) (CQ, error)
 	OpenXRCD(XRCDConfig) (XRCD, error)
 	AllocDM(DMConfig) (DM, error)
+	AllocDMAH(ib.DMAHConfig) (DMAH, error)
 	// Management returns queue pair 1, nil if the provider leaves connections to others.
 	Management() Management
 	Close() error
@@ -96,6 +97,7 @@ type MR interface {
 	Access() ib.Access
 	Locked() (bool, string) // whether its pages are locked, and why they are not
 	Rereg(MRChange) error   // the error is an *ib.ReregError
+	DMAH() DMAH             // nil: it was registered without
 	Bytes() []byte          // the memory, if the library has allocated it
 	Share() (handle string, err error)
 	Close() error
@@ -116,6 +118,14 @@ type MRRange struct {
 	Addr   uintptr
 	Length uint64
 	IOVA   uint64 // its address in requests
+}
+
+// DMAH is a hint that regions are registered with.
+type DMAH interface {
+	Config() ib.DMAHConfig
+	// Register has reg register a region of pd, and keeps the hint with it.
+	Register(pd PD, access ib.Access, reg func() (MR, error)) (MR, error)
+	Close() error // EBUSY while regions have it
 }
 
 // DMConfig describes the buffer that AllocDM allocates.
