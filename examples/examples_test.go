@@ -410,7 +410,7 @@ func goNames(remark string) []string {
 
 // variables are the names that the table uses, with their types.
 var variables = map[string]string{
-	"dev": "Device", "pd": "PD", "mr": "MR", "mw": "MW", "mkey": "MKey", "dm": "DM",
+	"dev": "Device", "pd": "PD", "mr": "MR", "mw": "MW", "mkey": "MKey", "dm": "DM", "dmah": "DMAH",
 	"cq": "CQ", "ch": "Channel", "ev": "Event", "qp": "QP", "srq": "SRQ", "xrcd": "XRCD",
 	"ah": "AH", "wr": "SendWR", "wc": "WC", "event": "AsyncEvent", "state": "PortState",
 }
