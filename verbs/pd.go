@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"math"
 
+	"github.com/verbena-rdma/verbena/internal/importer"
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
@@ -65,8 +66,13 @@ func (pd *PD) RegMR(buf []byte, access Access) (*MR, error) {
 // The address of a Go variable is never right here: it may lie on a goroutine's
 // stack, which moves. For slices use [PD.RegMR].
 //
+// If the range is no memory of the process, the PeerDirect clients of package peermem are asked
+// for it. A region of theirs cannot be registered again, nor have windows.
+//
 // Errors: those of RegMR; EINVAL also if length is 0 or the range is in the Go
-// heap, EFAULT if it wraps around the end of the address space.
+// heap, EFAULT if it wraps around the end of the address space. If a PeerDirect client has the
+// memory: EINVAL for AccessMWBind and AccessFlushPersistent; the client's; ETIMEDOUT if it does not
+// answer.
 func (pd *PD) RegMRAddr(addr uintptr, length uint64, access Access) (*MR, error) {
 	iova := uint64(addr)
 	if access&AccessZeroBased != 0 {
@@ -86,6 +92,9 @@ func (pd *PD) RegMRIOVA(addr uintptr, length, iova uint64, access Access) (*MR, 
 		return nil, invalid("reg_mr", "nil protection domain")
 	}
 	p, err := pd.p.RegMRAddr(addr, length, iova, access)
+	if err != nil {
+		p, err = importer.RegisterPeer(pd.p, addr, length, iova, access, err)
+	}
 	if err != nil {
 		return nil, err
 	}

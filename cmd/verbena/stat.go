@@ -33,7 +33,7 @@ type statCmd struct {
 func (statCmd) Help() string {
 	return `Shows what on-demand paging has done in the processes of this user that have a device open, in this network namespace. The names are those of the kernel's sysfs (num_page_faults, …), of its debugfs (num_odp_mrs, …) and, with --mr, of "rdma statistic show mr". A memory region goes by a number (mrn), not by its key: keys are rights.
 
-A region of a dma-buf has the same counters: a fault is an access that found the buffer moved, and mapped it again; an invalidation is a mapping that the exporter has taken away; all its pages are present, or none. With --all, a device's counters of dma-bufs are dmabuf_regions, dmabuf_mappings, dmabuf_faults, dmabuf_invalidations and dmabuf_pins, and copied_bytes_…_to_dmabuf and copied_bytes_dmabuf_to_… count bytes.
+A region of a dma-buf has the same counters: a fault is an access that found the buffer moved, and mapped it again; an invalidation is a mapping that the exporter has taken away; all its pages are present, or none. With --all, a device's counters of dma-bufs are dmabuf_regions, dmabuf_mappings, dmabuf_faults, dmabuf_invalidations and dmabuf_pins, and copied_bytes_…_to_dmabuf and copied_bytes_dmabuf_to_… count bytes. A PeerDirect client NAME of a process has peer_NAME_num_alloc_mrs, peer_NAME_num_reg_bytes and so on, as the files in /sys/kernel/mm/memory_peers/NAME.
 
 Changes that the kernel reports are counted exactly. Those that it does not report (mprotect, truncation, reclaim) are counted once, when the device finds them.
 

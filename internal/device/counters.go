@@ -90,6 +90,7 @@ func (d *Device) Counters() []provider.Counter {
 		provider.Counter{Name: "dmabuf_faults", Value: d.dmabufs.Faults.Load()},
 		provider.Counter{Name: "dmabuf_invalidations", Value: d.dmabufs.Invalidations.Load()},
 		provider.Counter{Name: "dmabuf_pins", Value: d.dmabufs.Pins.Load()})
+	all = append(all, provider.PeerCounters()...) // of the process, too
 	for from := range mem.NumKinds {
 		for to := range mem.NumKinds {
 			name := fmt.Sprintf("copied_bytes_%v_to_%v", from, to)

@@ -256,6 +256,11 @@ func (m *MR) rereg(c provider.MRChange, made *memory) error {
 		return &ib.ReregError{State: ib.ReregUnusable, Err: ib.Errorf(op, syscall.EINVAL, "the region is closed")}
 	}
 	oldValid := func(err error) error { return &ib.ReregError{State: ib.ReregOldValid, Err: err} }
+	if b, ok := had.(interface{ CanRereg() error }); ok {
+		if err := b.CanRereg(); err != nil {
+			return oldValid(named(op, err))
+		}
+	}
 	pd := m.pd
 	if c.PD != nil {
 		var ok bool

@@ -50,6 +50,8 @@ type Config struct {
 	Device any // the importer's device, for the exporter to look at
 	// Counts are the device's counters; nil: there are none.
 	Counts *mem.DMABufCounts
+	// Peer: the exporter is a PeerDirect client (peer.go).
+	Peer bool
 }
 
 // Backing is a mem.Backing of a dma-buf.
@@ -123,7 +125,7 @@ func inTime(op string, do func(context.Context) error, undo func()) error {
 		return err
 	case <-ctx.Done(): // do has taken too long, or has just ended
 		if decided.CompareAndSwap(false, true) {
-			return ib.Errorf(op, syscall.ETIMEDOUT, "the exporter of the dma-buf does not answer")
+			return ib.Errorf(op, syscall.ETIMEDOUT, "the exporter does not answer")
 		}
 		return <-result
 	}
@@ -193,8 +195,13 @@ func (i *Backing) Bind(r *mem.Region) {
 	i.region = r
 }
 
-// Kind returns mem.KindDMABuf.
-func (i *Backing) Kind() mem.Kind { return mem.KindDMABuf }
+// Kind returns mem.KindDMABuf, or mem.KindPeer.
+func (i *Backing) Kind() mem.Kind {
+	if i.cfg.Peer {
+		return mem.KindPeer
+	}
+	return mem.KindDMABuf
+}
 
 // Len returns the number of bytes.
 func (i *Backing) Len() uint64 { return i.cfg.Length }

@@ -45,6 +45,7 @@ const (
 	KindIndirect             // made of other regions
 	KindImported             // memory that another process has registered and shares
 	KindDMABuf               // a buffer of another device, by its dma-buf
+	KindPeer                 // memory of another device, by its PeerDirect client
 	NumKinds
 )
 

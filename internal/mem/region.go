@@ -121,7 +121,7 @@ func (r *Region) stand(b Backing) {
 	r.staged = isStaged(b)
 	_, byEngine := b.(Engine)
 	r.byEngine.Store(byEngine)
-	r.plain = (r.kind == KindPinned || r.kind == KindDevice || r.kind == KindDMABuf) && !r.staged && !byEngine
+	r.plain = (r.kind == KindPinned || r.kind == KindDevice || r.kind == KindDMABuf || r.kind == KindPeer) && !r.staged && !byEngine
 	r.pinned = nil
 	if h, ok := b.(interface{ Pinned() *Host }); ok {
 		r.pinned = h.Pinned()
