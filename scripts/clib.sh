@@ -8,7 +8,8 @@
 #                            intercept calls which map over memory: clib/files, which
 #                            "verbena exec" preloads
 #   verbena-watcher          clib/watcher, which "verbena exec" leaves beside a program
-#   include/verbena/verbs.h  verbs that the usual header does not have
+#   include/verbena          verbs that the usual header does not have (verbs.h), and the
+#                            interface of PeerDirect clients (peer_mem.h)
 #
 # GOARCH=arm64 on another processor builds it for arm64, into bin/arm64/lib, with Debian's compiler
 # for that (gcc-aarch64-linux-gnu, libc6-dev-arm64-cross) and the host's headers of libibverbs, which
@@ -47,7 +48,7 @@ exec 9>"$OUT/.lock" # tests of several packages may build it at the same time
 if have flock; then flock 9; fi
 
 front=$OUT/libibverbs.so.1
-if [ -z "$(find "$front" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find clib/front -newer "$front")" ]; then
+if [ -z "$(find "$front" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find clib/front clib/include clib/files/files.h -newer "$front")" ]; then
   # nodelete: fork handlers point into it. now: a missing symbol fails at load.
   "$CC" "${CFLAGS[@]}" -std=gnu11 -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror \
     -shared -o "$front.new" clib/front/*.c \
@@ -66,7 +67,7 @@ rm -f "$OUT/librdmacm.so.1" "$OUT/librdmacm.so"
 for name in libibverbs.so libmlx5.so.1 libmlx5.so libefa.so.1 libefa.so; do
   ln -sf libibverbs.so.1 "$OUT/$name"
 done
-if [ -f clib/include/verbena/verbs.h ]; then cp -u clib/include/verbena/verbs.h "$OUT/include/verbena/"; fi
+cp -u clib/include/verbena/*.h "$OUT/include/verbena/"
 
 # The runtime does not preempt threads by SIGURG: in a thread that has just returned to the
 # program, system calls would fail with EINTR, which programs without signals do not expect.

@@ -107,6 +107,9 @@ func vbe_reg_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 	} else {
 		r, err = h.Register(pd.PD, ib.Access(m.access), func() (provider.MR, error) { return pd.register(m) })
 	}
+	if err != nil && m.kind == C.VBE_MEM_RANGE && m.dm == 0 {
+		r, err = importer.RegisterPeer(pd.PD, uintptr(m.addr), uint64(m.length), uint64(m.iova), ib.Access(m.access), err)
+	}
 	if err != nil {
 		return failed(err)
 	}

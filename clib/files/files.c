@@ -5,7 +5,7 @@
  * is (front/sysfs.c). Where none is loaded, it only calls the C library's functions.
  *
  * A file of sysfs is opened as a memfd with its text. Directories cannot be listed. The nodes
- * of a graphics device are in drm.c.
+ * of a graphics device are in drm.c. Some files of the kernel get lines of ours (append.c).
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -20,6 +20,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "append.h"
 #include "drm.h"
 #include "files.h"
 
@@ -52,7 +53,8 @@ __attribute__((constructor)) static void at_load(void)
 /* look returns what a path is, and writes the text of a file. */
 static enum vb_file look(const char *path, char *text)
 {
-	if (!path || (strncmp(path, "/sys/class/infiniband", 21) && strncmp(path, "/dev/infiniband/", 16)))
+	if (!path || (strncmp(path, "/sys/class/infiniband", 21) && strncmp(path, "/dev/infiniband/", 16) &&
+		      strncmp(path, "/sys/kernel/mm/memory_peers", 27) && strcmp(path, "/proc/kallsyms")))
 		return VB_NO_FILE;
 	int err = errno;
 	void *lib = dlopen("libibverbs.so.1", RTLD_LAZY | RTLD_NOLOAD);
@@ -81,6 +83,18 @@ static int contents(const char *text, int flags)
 	return fd;
 }
 
+/* appended opens a file of the kernel with a text behind it. */
+static int appended(const char *path, const char *text, int flags)
+{
+	int err = errno, from = next_open()(path, O_RDONLY | O_CLOEXEC);
+	int fd = vb_open_appended(from, text, flags);
+	if (from >= 0)
+		close(from);
+	if (fd >= 0)
+		errno = err;
+	return fd;
+}
+
 /* OPEN defines open and its variants. They open our files, and pass on other paths. */
 #define OPEN(name, params, path, ...)                                                                                  \
 	PUBLIC int name params                                                                                         \
@@ -96,6 +110,10 @@ static int contents(const char *text, int flags)
 		switch (look(path, text)) {                                                                            \
 		case VB_TEXT:                                                                                          \
 			return contents(text, flags);                                                                  \
+		case VB_APPENDED:                                                                                      \
+			if ((flags & O_ACCMODE) == O_RDONLY && !(flags & O_PATH))                                      \
+				return appended(path, text, flags);                                                    \
+			break;                                                                                         \
 		case VB_CHAR_DEVICE:                                                                                   \
 			path = "/dev/null";                                                                            \
 			break;                                                                                         \
@@ -113,9 +131,12 @@ OPEN(openat64, (int dir, const char *path, int flags, ...), path, dir, path)
 	PUBLIC FILE *name(const char *path, const char *mode)                                                          \
 	{                                                                                                              \
 		char text[VB_FILE_ROOM];                                                                               \
-		if (look(path, text) != VB_TEXT)                                                                       \
+		enum vb_file what = look(path, text);                                                                  \
+		bool reads = mode[0] == 'r' && !strchr(mode, '+');                                                     \
+		if (what != VB_TEXT && (what != VB_APPENDED || !reads))                                                \
 			return next_##name()(path, mode);                                                                 \
-		int fd = contents(text, mode[0] == 'r' && !strchr(mode, '+') ? O_RDONLY : O_RDWR);                     \
+		int flags = (reads ? O_RDONLY : O_RDWR) | (strchr(mode, 'e') ? O_CLOEXEC : 0);                         \
+		int fd = what == VB_TEXT ? contents(text, flags) : appended(path, text, flags);                        \
 		return fd < 0 ? NULL : fdopen(fd, mode);                                                               \
 	}
 FOPEN(fopen)

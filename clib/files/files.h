@@ -4,10 +4,16 @@
 #ifndef VERBENA_FILES_H
 #define VERBENA_FILES_H
 
-enum vb_file { VB_NO_FILE, VB_TEXT, VB_CHAR_DEVICE, VB_DIRECTORY };
+enum vb_file {
+	VB_NO_FILE,
+	VB_TEXT,
+	VB_CHAR_DEVICE,
+	VB_DIRECTORY,
+	VB_APPENDED, /* a file of the kernel, with a text behind it (append.c) */
+};
 enum { VB_FILE_ROOM = 256 };
 
-/* verbena_file returns what a path is. If it is a file of sysfs, it writes the text, for
+/* verbena_file returns what a path is. If it is a file with a text, it writes that, for
  * which there are VB_FILE_ROOM bytes. */
 typedef enum vb_file vb_file_function(const char *path, char *text);
 vb_file_function verbena_file;

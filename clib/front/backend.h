@@ -9,6 +9,8 @@
 
 #include <stdint.h>
 
+#include "../include/verbena/peer_mem.h"
+
 #define VBE_VERSION 7 /* of this file: the front refuses a backend with another one */
 
 /* A handle is a kind, in the upper half, and a number, in the lower one. Programs see the
@@ -26,6 +28,8 @@
 #define VBE_MKEY 11
 #define VBE_CM 12 /* a channel of the connection manager */
 #define VBE_DMAH 13
+#define VBE_PEER 14 /* a PeerDirect client */
+#define VBE_MEMORY 15 /* memory of an exporter of dma-bufs */
 #define VBE_HANDLE(kind, number) ((uint64_t)(kind) << 32 | (number))
 
 #define VBE_THREAD "verbena-backend" /* the name of the runtime's threads */
@@ -209,6 +213,8 @@ struct vbe_front {
 	void (*async_event)(uint64_t context, uint32_t of, uint64_t cookie, uint32_t type);
 };
 
+#define VBE_PEER_STATS 7 /* counters of a PeerDirect client, in the order of peermem.Stats.All */
+
 /*
  * The connection manager. vbe_cm_open makes a channel, and duplicates a semaphore, an eventfd
  * to which it adds one for each event. vbe_cm_command executes a command of ucma, with its
@@ -265,6 +271,10 @@ struct vbe_front {
 	X(int64_t, vbe_post_recv, (uint64_t, struct vbe_recv_wr *, int64_t, int64_t *))                    \
 	X(int64_t, vbe_mcast, (uint64_t, uint8_t *, uint32_t))                                             \
 	X(int64_t, vbe_create_ah, (uint64_t, struct vbe_path *))                                           \
+	X(int64_t, vbe_peer_register, (struct verbena_peer_memory_client *, uint32_t))                     \
+	X(int64_t, vbe_peer_unregister, (uint64_t))                                                        \
+	X(int64_t, vbe_peer_invalidate, (uint64_t, uint64_t))                                              \
+	X(int64_t, vbe_peer_stats, (uint64_t, uint64_t *))                                                 \
 	X(int64_t, vbe_cm_open, (int))                                                                     \
 	X(int64_t, vbe_cm_command, (uint64_t, uint32_t, uint8_t *, uint32_t, uint8_t *, uint32_t, int64_t)) \
 	X(int64_t, vbe_cm_close, (uint64_t))

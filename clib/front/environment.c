@@ -61,3 +61,19 @@ const char *vb_setting(const char *name)
 			return s + n + 1;
 	return NULL;
 }
+
+bool vb_hides(const char *word)
+{
+	const char *list = vb_setting("VERBENA_HIDE");
+	size_t n = strlen(word);
+	while (list && *list) {
+		list += strspn(list, ", ");
+		size_t len = strcspn(list, ",");
+		while (len && list[len - 1] == ' ')
+			len--;
+		if (len == n && !strncmp(list, word, n))
+			return true;
+		list += strcspn(list, ",");
+	}
+	return false;
+}

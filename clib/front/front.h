@@ -17,6 +17,7 @@
 #include <infiniband/mlx5dv.h>
 #include <infiniband/verbs.h>
 
+#include "../files/files.h"
 #include "backend.h"
 
 /* verbs.h defines these as macros around the symbols that we define. */
@@ -55,6 +56,15 @@ bool vb_has_backend(void);
  * is short. The caller frees it (environment.c). */
 const char *vb_setting(const char *name);
 char *vb_settings(void);
+
+/* vb_hides reports whether VERBENA_HIDE has a word. */
+bool vb_hides(const char *word);
+
+/* --- PeerDirect clients: peer_mem.c --- */
+
+void vb_peers(struct backend *b); /* gives the backend all clients, and loads those of VERBENA_PEER_MEM */
+bool vb_has_peers(void);	   /* there are clients */
+enum vb_file vb_peer_file(const char *path, char *text); /* verbena_file for what shows them */
 
 /* --- limits of the process: limits.c --- */
 

@@ -153,6 +153,7 @@ static struct ibv_mr *make(struct vb_pd *p, struct ibv_pd *pd, void *addr, size_
 	if (!m)
 		return NULL;
 	vb_guard_signals();
+	vb_peers(p->h.backend);
 	int64_t e = p->h.backend->vbe_reg_mr(p->h.handle, r);
 	if (e < 0) {
 		vb_free(MR, &m->h);

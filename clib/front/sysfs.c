@@ -70,12 +70,24 @@ static enum vb_file of_device(struct vb_device *d, const char *rest, char *text)
 	return VB_TEXT;
 }
 
+/* symbols is verbena_file for /proc/kallsyms. libfabric looks there whether the kernel has dma-bufs for
+ * RDMA, and PeerDirect. */
+static enum vb_file symbols(char *text)
+{
+	bool buffers = !vb_hides("dmabuf"), peers = vb_has_peers();
+	snprintf(text, VB_FILE_ROOM, "%s%s", buffers ? "0000000000000000 T ib_umem_dmabuf_get\t[ib_uverbs]\n" : "",
+		 peers ? "0000000000000000 T ib_register_peer_memory_client\t[ib_core]\n" : "");
+	return *text ? VB_APPENDED : VB_NO_FILE;
+}
+
 PUBLIC enum vb_file verbena_file(const char *path, char *text)
 {
+	if (!strcmp(path, "/proc/kallsyms"))
+		return symbols(text);
 	char name[IBV_SYSFS_NAME_MAX];
 	bool node = !strncmp(path, NODES, strlen(NODES)), verbs = !strncmp(path, VERBS_CLASS, strlen(VERBS_CLASS));
 	if (!node && !verbs && strncmp(path, CLASS, strlen(CLASS)))
-		return VB_NO_FILE;
+		return vb_peer_file(path, text);
 	path += strlen(node ? NODES : verbs ? VERBS_CLASS : CLASS);
 	size_t n = strcspn(path, "/");
 	if (n >= sizeof name)

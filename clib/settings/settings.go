@@ -33,6 +33,7 @@ var Vars = []Var{
 	{"VERBENA_DMABUF", "dynamic", "Whether dma-bufs may move while they are registered: dynamic (yes), pinned (they are held in place)."},
 	{"VERBENA_DMABUF_STORM", "no storm", "Moves the process's dma-bufs at random, to test programs: SEED,RATE for so many events a second; SEED,RATE,N to revoke one in N."},
 	{"VERBENA_DRM", "amdgpu, where no real node is", "The graphics device that \"verbena exec\" shows as /dev/dri/renderD128 and card0, for programs that make dma-bufs with one: amdgpu or i915 (also in the place of a real one), off."},
+	{"VERBENA_PEER_MEM", "none", "Shared objects with PeerDirect clients (verbena/peer_mem.h), separated by colons: they are asked for addresses that are no memory of the program."},
 	{"VERBENA_SCATTER_TO_CQE", "that of MLX5_SCATTER_TO_CQE, or 1", "Whether messages and results of up to 64 bytes are kept with their completions, and written when these are polled (inline receive): 0 no, 1 or 2 yes."},
 	{"VERBENA_PCAP", "no capture", "A file that packets are written to; %p becomes the process ID."},
 	{"VERBENA_STATS", "no statistics", "A file that the device's counters are appended to when the program closes the device, or stderr; %p as above."},

@@ -9,26 +9,10 @@
 #include <unistd.h>
 
 #include "self.h"
+#include "newer.h"
 #include <verbena/verbs.h>
 
 enum { SIZE = 3 * 4096, ALL = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ };
-
-int dm_export(struct ibv_dm *dm) __asm__("ibv_dm_export_dmabuf_fd");
-int buf_export(void *buf) __asm__("ibv_export_buf_dmabuf_fd");
-void *alloc_buf(struct ibv_pd *pd, size_t size, void **buf) __asm__("ibv_alloc_buf");
-void free_buf(void *buf) __asm__("ibv_free_buf");
-
-struct attr { /* struct ibv_mr_init_attr */
-	size_t length;
-	int access;
-	uint64_t mask, iova;
-	void *addr;
-	int fd;
-	uint64_t fd_offset;
-	void *dmah, *buf;
-};
-enum { MASK_IOVA = 1, MASK_ADDR = 2, MASK_FD = 4, MASK_FD_OFFSET = 8 };
-struct ibv_mr *reg_mr_ex(struct ibv_pd *pd, struct attr *a) __asm__("ibv_reg_mr_ex");
 
 #define REFUSED(err, ...)                                                                                              \
 	do {                                                                                                           \

@@ -9,25 +9,9 @@
 #include <unistd.h>
 
 #include "self.h"
+#include "newer.h"
 
-enum { MASK_IOVA = 1, MASK_ADDR = 2, MASK_FD = 4, MASK_FD_OFFSET = 8, MASK_DMAH = 16, MASK_BUF = 32, ACCESS = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE };
-
-struct attr { /* struct ibv_mr_init_attr */
-	size_t length;
-	int access;
-	uint64_t mask, iova;
-	void *addr;
-	int fd;
-	uint64_t fd_offset;
-	void *dmah, *buf;
-};
-
-struct ibv_mr *reg_mr_ex(struct ibv_pd *pd, struct attr *a) __asm__("ibv_reg_mr_ex");
-void *alloc_buf(struct ibv_pd *pd, size_t size, void **buf) __asm__("ibv_alloc_buf");
-void free_buf(void *buf) __asm__("ibv_free_buf");
-struct ibv_mr *reg_buf_mr(struct ibv_pd *pd, void *buf, void *addr, size_t n, int access) __asm__("ibv_reg_buf_mr");
-
-int buf_export(void *buf) __asm__("ibv_export_buf_dmabuf_fd");
+enum { ACCESS = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE };
 
 struct hint { /* struct ibv_dmah_init_attr */
 	uint32_t mask, cpu_id;
