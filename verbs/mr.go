@@ -79,6 +79,7 @@ type MRChange struct {
 	Buf    []byte   // other memory: a slice, as for [PD.RegMR]
 	Range  *MRRange // other memory: by address, as for [PD.RegMRAddr]; not with Buf
 	DMABuf *DMABuf  // other memory: a dma-buf, as for [PD.RegDMABufMR]; not with Buf or Range
+	Alloc  int      // other memory: so many bytes that the library allocates, as for [PD.AllocMR]; not with the others; 0: none
 	PD     *PD      // another protection domain of the device
 	Access *Access  // other rights
 }
@@ -109,7 +110,7 @@ type MRRange struct {
 //
 // Errors, with the old region valid: EBUSY while memory windows are bound to the
 // region or indirect keys are made of it; those of [PD.RegMR] for the memory and the
-// rights, or of [PD.RegDMABufMR]; EINVAL if more than one of Buf, Range and DMABuf is set, or the domain is closed or of another
+// rights, or of [PD.RegDMABufMR] or [PD.AllocMR]; EINVAL if more than one of Buf, Range, DMABuf and Alloc is set, or the domain is closed or of another
 // device. With the region unusable: EINVAL if it is nil, closed or invalidated. With
 // the new region valid: the error of giving the old memory back.
 func (mr *MR) Rereg(c MRChange) error {
@@ -126,6 +127,12 @@ func (mr *MR) Rereg(c MRChange) error {
 			return refuse("PD was not made by AllocPD")
 		}
 		pc.PD = c.PD.p
+	}
+	if c.Alloc != 0 {
+		if c.Alloc < 0 || c.Buf != nil || c.Range != nil || c.DMABuf != nil {
+			return refuse("allocated memory of %d bytes, and other memory: %v", c.Alloc, c.Buf != nil || c.Range != nil || c.DMABuf != nil)
+		}
+		pc.Alloc = uint64(c.Alloc)
 	}
 	if c.DMABuf != nil {
 		return mr.reregDMABuf(*c.DMABuf, pc, c.Buf != nil || c.Range != nil)

@@ -113,6 +113,9 @@ func vbe_reg_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 	if err != nil {
 		return failed(err)
 	}
+	if m.kind == C.VBE_MEM_ALLOC || m.kind == C.VBE_MEM_SHARED {
+		m.addr, m.length = C.uint64_t(addrOf(r.Bytes())), C.uint64_t(r.Length())
+	}
 	n := newHandle(&mrs, pd.ctx, &memoryRegion{inContext{pd.ctx}, r, nil})
 	if n > 0 {
 		m.handle, m.lkey, m.rkey = C.uint64_t(n), C.uint32_t(r.LKey()), C.uint32_t(r.RKey())
@@ -132,6 +135,10 @@ func (pd *protectionDomain) register(m *C.struct_vbe_mr) (provider.MR, error) {
 		return nil, ib.Errorf("reg_dmabuf_mr", syscall.EOPNOTSUPP, "VERBENA_HIDE has dmabuf")
 	case m.kind == C.VBE_MEM_DMABUF:
 		return importer.Register(pd.PD, rangeOf(m), access)
+	case m.kind == C.VBE_MEM_ALLOC:
+		return pd.AllocMR(uint64(m.length), access)
+	case m.kind == C.VBE_MEM_SHARED:
+		return pd.OpenSharedMR(textAt(uint64(m.share)), access)
 	case m.kind == C.VBE_MEM_NULL:
 		return pd.PD.(*device.PD).AllocNullMR()
 	case m.kind == C.VBE_MEM_IMPLICIT:
@@ -182,7 +189,13 @@ func vbe_rereg_mr(h C.uint64_t, flags C.uint32_t, newPD C.uint64_t, m *C.struct_
 	}
 	change := provider.MRChange{KeepKeys: true}
 	toDMABuf := flags&C.VBE_REREG_TRANSLATION != 0 && m.kind == C.VBE_MEM_DMABUF
-	if flags&C.VBE_REREG_TRANSLATION != 0 && !toDMABuf {
+	toAlloc := flags&C.VBE_REREG_TRANSLATION != 0 && m.kind == C.VBE_MEM_ALLOC
+	switch {
+	case toDMABuf && conf().Hide["rereg_dmabuf"]:
+		return failed(ib.Errorf("rereg_mr", syscall.EOPNOTSUPP, "VERBENA_HIDE has rereg_dmabuf"))
+	case toAlloc:
+		change.Alloc = uint64(m.length)
+	case flags&C.VBE_REREG_TRANSLATION != 0 && !toDMABuf:
 		change.Range = &provider.MRRange{Addr: uintptr(m.addr), Length: uint64(m.length), IOVA: uint64(m.iova)}
 	}
 	if flags&C.VBE_REREG_PD != 0 {
@@ -203,6 +216,9 @@ func vbe_rereg_mr(h C.uint64_t, flags C.uint32_t, newPD C.uint64_t, m *C.struct_
 		err = r.Rereg(change)
 	}
 	m.lkey, m.rkey = C.uint32_t(r.LKey()), C.uint32_t(r.RKey())
+	if b := r.Bytes(); toAlloc && b != nil {
+		m.addr = C.uint64_t(addrOf(b))
+	}
 	var re *ib.ReregError
 	if errors.As(err, &re) {
 		*is = reregIs[re.State]
@@ -217,6 +233,30 @@ func vbe_query_mr(h C.uint64_t, m *C.struct_vbe_mr) C.int64_t {
 		return failed(errStale)
 	}
 	m.length, m.lkey, m.rkey = C.uint64_t(r.Length()), C.uint32_t(r.LKey()), C.uint32_t(r.RKey())
+	return 0
+}
+
+// vbe_share_mr writes the handle by which another process opens memory that the library has
+// allocated.
+//
+//export vbe_share_mr
+func vbe_share_mr(h C.uint64_t, to *C.char, room C.uint64_t) C.int64_t {
+	r := mrs.get(uint64(h))
+	if r == nil {
+		return failed(errStale)
+	}
+	handle, err := r.Share()
+	switch {
+	case err != nil:
+		return failed(err)
+	case uint64(len(handle)) >= uint64(room):
+		return failed(ib.Errorf("share_mr", syscall.ENOSPC, "the handle has %d bytes", len(handle)+1))
+	}
+	text := view(to, len(handle)+1)
+	for i := range len(handle) {
+		text[i] = C.char(handle[i])
+	}
+	text[len(handle)] = 0
 	return 0
 }
 

@@ -54,6 +54,13 @@ func at(addr uint64) unsafe.Pointer {
 // word returns a number that both sides change, for sync/atomic.
 func word(p *C.uint32_t) *uint32 { return (*uint32)(unsafe.Pointer(p)) }
 
+// addrOf returns the address of memory that the backend has mapped, for C. It stays there until the region
+// is closed.
+func addrOf(b []byte) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(b))) }
+
+// textAt returns the string at an address.
+func textAt(addr uint64) string { return C.GoString((*C.char)(at(addr))) }
+
 func goString(p *C.char) string { return C.GoString(p) }
 
 // stringList returns the strings from an address on. An empty one ends the list.

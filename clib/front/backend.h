@@ -73,6 +73,7 @@ struct vbe_mr {
 	uint32_t access;
 	uint32_t kind;	   /* VBE_MEM_* */
 	int32_t fd;	   /* VBE_MEM_DMABUF: the buffer's descriptor, in which addr is an offset */
+	uint64_t share;	   /* VBE_MEM_SHARED: where the handle's text is */
 	uint64_t dm;	   /* device memory, in which iova is an offset; 0: none */
 	uint64_t dmah;	   /* a DMA handle; 0: none */
 	uint64_t handle;
@@ -83,6 +84,8 @@ struct vbe_mr {
 #define VBE_MEM_IMPLICIT 1 /* the whole address space */
 #define VBE_MEM_NULL 2	   /* no memory: ibv_alloc_null_mr */
 #define VBE_MEM_DMABUF 3   /* a dma-buf */
+#define VBE_MEM_ALLOC 4	   /* memory that the backend allocates; it returns addr */
+#define VBE_MEM_SHARED 5   /* memory of another process, by a handle of vbe_share_mr; it returns addr and length */
 
 #define VBE_REREG_TRANSLATION 1 /* of ibv_rereg_mr_flags */
 #define VBE_REREG_PD 2
@@ -213,6 +216,10 @@ struct vbe_front {
 	void (*async_event)(uint64_t context, uint32_t of, uint64_t cookie, uint32_t type);
 };
 
+#define VBE_MEMORY_MOVE 1 /* of vbe_memory_do */
+#define VBE_MEMORY_EVICT 2
+#define VBE_MEMORY_REVOKE 3
+
 #define VBE_PEER_STATS 7 /* counters of a PeerDirect client, in the order of peermem.Stats.All */
 
 /*
@@ -245,6 +252,12 @@ struct vbe_front {
 	X(int64_t, vbe_reg_mr, (uint64_t, struct vbe_mr *))                                                \
 	X(int64_t, vbe_rereg_mr, (uint64_t, uint32_t, uint64_t, struct vbe_mr *, int32_t *))               \
 	X(int64_t, vbe_query_mr, (uint64_t, struct vbe_mr *))                                              \
+	X(int64_t, vbe_share_mr, (uint64_t, char *, uint64_t))                                             \
+	X(int64_t, vbe_memory_alloc, (uint64_t, uint32_t))                                                 \
+	X(int64_t, vbe_memory_fd, (uint64_t))                                                              \
+	X(int64_t, vbe_memory_do, (uint64_t, uint32_t))                                                    \
+	X(int64_t, vbe_memory_copy, (uint64_t, uint64_t, uint64_t, uint64_t, uint32_t))                    \
+	X(int64_t, vbe_memory_free, (uint64_t))                                                            \
 	X(int64_t, vbe_alloc_dm, (uint64_t, uint64_t, uint32_t))                                           \
 	X(int64_t, vbe_export_dm, (uint64_t))                                                              \
 	X(int64_t, vbe_export_file, (int))                                                                 \

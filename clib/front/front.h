@@ -37,6 +37,7 @@
 #define VB_ACCESS_FLUSH_GLOBAL (1 << 8)
 #define VB_ACCESS_FLUSH_PERSISTENT (1 << 9)
 #define VB_PARENT_DOMAIN_ALLOW_CC_UNPROTECTED_ALLOC (1 << 2)
+#define VB_ACCESS_ALLOCATE_MR (1 << 30) /* IBV_ACCESS_ALLOCATE_MR of verbena/verbs.h */
 
 /* --- the backend: backend.c --- */
 

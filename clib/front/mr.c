@@ -161,6 +161,10 @@ static struct ibv_mr *make(struct vb_pd *p, struct ibv_pd *pd, void *addr, size_
 	}
 	m->h.handle = r->handle;
 	m->dmabuf = r->kind == VBE_MEM_DMABUF;
+	if (r->kind == VBE_MEM_ALLOC || r->kind == VBE_MEM_SHARED) {
+		addr = (void *)(uintptr_t)r->addr;
+		length = r->length;
+	}
 	m->pub = (struct ibv_mr){.context = pd->context,
 				 .pd = pd,
 				 .addr = addr,
@@ -178,8 +182,15 @@ static struct ibv_mr *reg_range(struct ibv_pd *pd, void *addr, size_t length, ui
 {
 	struct vb_pd *p = LIVE(vb_pd, PD, pd);
 	struct vbe_mr r = {.addr = (uintptr_t)addr, .length = length, .iova = iova, .dmah = dmah};
-	if (!p || !clean(access, &r.access))
+	bool alloc = access & VB_ACCESS_ALLOCATE_MR;
+	if (!p || !clean(access & ~(unsigned int)VB_ACCESS_ALLOCATE_MR, &r.access))
 		return vb_fail(EINVAL);
+	if (alloc) { /* the address is the library's choice, and that of requests, too */
+		if (addr || iova || on || access & IBV_ACCESS_ZERO_BASED)
+			return vb_fail(EINVAL);
+		r.kind = VBE_MEM_ALLOC;
+		return make(p, pd, NULL, length, &r);
+	}
 	if (access & IBV_ACCESS_ON_DEMAND && !addr && length == SIZE_MAX)
 		r.kind = VBE_MEM_IMPLICIT;
 	else if (length > UINTPTR_MAX - (uintptr_t)addr) /* it wraps around */
@@ -283,10 +294,15 @@ PUBLIC int ibv_rereg_mr(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *a
 	errno = EINVAL;
 	if (m && m->dmabuf) /* as adapters answer: ibv_rereg_mr_fd can do it */
 		return IBV_REREG_MR_ERR_INPUT;
-	if (flags & IBV_REREG_MR_CHANGE_TRANSLATION && (!length || !addr))
+	bool alloc = flags & IBV_REREG_MR_CHANGE_ACCESS && access & VB_ACCESS_ALLOCATE_MR;
+	if (alloc && !(flags & IBV_REREG_MR_CHANGE_TRANSLATION)) /* it is about other memory */
 		return IBV_REREG_MR_ERR_INPUT;
-	if (flags & IBV_REREG_MR_CHANGE_ACCESS && !clean((unsigned int)access, &r.access))
+	if (flags & IBV_REREG_MR_CHANGE_TRANSLATION && (!length || !addr == !alloc))
 		return IBV_REREG_MR_ERR_INPUT;
+	if (flags & IBV_REREG_MR_CHANGE_ACCESS && !clean((unsigned int)access & ~(unsigned int)VB_ACCESS_ALLOCATE_MR, &r.access))
+		return IBV_REREG_MR_ERR_INPUT;
+	if (alloc)
+		r.kind = VBE_MEM_ALLOC;
 	return rereg(m, flags, pd, &r);
 }
 
@@ -301,6 +317,25 @@ PUBLIC int verbena_rereg_mr_fd(struct ibv_mr *mr, int flags, struct ibv_pd *pd, 
 			   .kind = VBE_MEM_DMABUF,
 			   .fd = fd};
 	return rereg(LIVE(vb_mr, MR, mr), flags, pd, &r);
+}
+
+/* --- memory that the library allocates, shared with other processes --- */
+
+PUBLIC int verbena_share_mr(struct ibv_mr *mr, char *handle, size_t size)
+{
+	struct vb_mr *m = LIVE(vb_mr, MR, mr);
+	if (!m || !handle)
+		return vb_num(-EINVAL);
+	return vb_num(m->h.backend->vbe_share_mr(m->h.handle, handle, size));
+}
+
+PUBLIC struct ibv_mr *verbena_reg_shared_mr(const char *handle, struct ibv_pd *pd, void *addr, int access)
+{
+	struct vb_pd *p = LIVE(vb_pd, PD, pd);
+	struct vbe_mr r = {.kind = VBE_MEM_SHARED, .share = (uintptr_t)handle};
+	if (!p || !handle || addr || !clean((unsigned int)access, &r.access) || access & IBV_ACCESS_ZERO_BASED)
+		return vb_fail(EINVAL);
+	return make(p, pd, NULL, 0, &r);
 }
 
 PUBLIC int ibv_dereg_mr(struct ibv_mr *mr)

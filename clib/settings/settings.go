@@ -27,7 +27,7 @@ var Vars = []Var{
 	{"VERBENA_WINDOW", "by the socket buffer", "Packets that a queue pair may have under way to a peer."},
 	{"VERBENA_RECEIVERS", "half as many as processors", "Receivers, each with a socket of its own, that connected queue pairs are spread over: 1 to 8."},
 	{"VERBENA_LIMITS", "the device's own", "Lower limits, as qp=16,cq=8: of qp, cq, mr, mw, pd, ah, srq, qp_wr, cqe, srq_wr."},
-	{"VERBENA_HIDE", "nothing", "Capabilities that the device does not report, separated by commas: odp, xrc, mw, atomic, flush, atomic_write, srq, dmabuf."},
+	{"VERBENA_HIDE", "nothing", "Capabilities that the device does not report, separated by commas: odp, xrc, mw, atomic, flush, atomic_write, srq, dmabuf, rereg_dmabuf (registering dma-bufs again)."},
 	{"VERBENA_IDENTITY", "verbena", "The vendor that the device reports: verbena, or mlx5 (its vendor ID, and mlx5's own verbs for memory keys and queue pairs)."},
 	{"VERBENA_DM_SIZE", "256M", "How much device memory there is: bytes, or with K, M or G behind the number."},
 	{"VERBENA_DMABUF", "dynamic", "Whether dma-bufs may move while they are registered: dynamic (yes), pinned (they are held in place)."},
@@ -63,7 +63,7 @@ type Settings struct {
 var LimitNames = []string{"qp", "cq", "mr", "mw", "pd", "ah", "srq", "qp_wr", "cqe", "srq_wr"}
 
 // HideNames are the words of VERBENA_HIDE.
-var HideNames = []string{"odp", "xrc", "mw", "atomic", "flush", "atomic_write", "srq", "dmabuf"}
+var HideNames = []string{"odp", "xrc", "mw", "atomic", "flush", "atomic_write", "srq", "dmabuf", "rereg_dmabuf"}
 
 var stormForm = regexp.MustCompile(`^[0-9]+,[1-9][0-9]{0,5}(,[1-9][0-9]*)?$`)
 

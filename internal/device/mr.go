@@ -45,6 +45,7 @@ type memory struct {
 	dm         bool // device memory
 
 	backing mem.Backing // if not nil, the memory, made elsewhere
+	alloc   uint64      // if not 0, bytes that the library allocates
 }
 
 // RegMR registers a slice.
@@ -278,6 +279,8 @@ func (m *MR) rereg(c provider.MRChange, made *memory) error {
 		to = *made
 	case c.Buf != nil:
 		to = memoryOf(c.Buf)
+	case c.Alloc != 0:
+		to = memory{alloc: c.Alloc}
 	case c.Range != nil:
 		to = memoryAt(c.Range.Addr, c.Range.Length, c.Range.IOVA)
 	}
@@ -315,8 +318,13 @@ func (m *MR) rereg(c provider.MRChange, made *memory) error {
 
 // backingFor returns the backing of the changed region: its present one, if that will do.
 func (m *MR) backingFor(op string, had mem.Backing, c *provider.MRChange, to memory, access ib.Access) (mem.Backing, error) {
-	if to.backing != nil {
+	switch {
+	case to.backing != nil:
 		return to.backing, nil
+	case to.alloc != 0 && access&ib.AccessOnDemand != 0:
+		return nil, errAllocOnDemand(op)
+	case to.alloc != 0:
+		return m.pd.dev.allocate(op, to.alloc, access)
 	}
 	if c.Buf != nil || c.Range != nil || (m.Access()^access)&ib.AccessOnDemand != 0 {
 		if _, ours := had.(*mem.Alloc); ours && c.Buf == nil && c.Range == nil {

@@ -26,13 +26,16 @@ func (p *PD) AllocMR(length uint64, access ib.Access) (provider.MR, error) {
 	if access&ib.AccessOnDemand != 0 {
 		return nil, errAllocOnDemand("alloc_mr")
 	}
-	return p.registerWith(memory{}, access, func() (mem.Backing, error) {
-		a, err := mem.NewAlloc(length, access, p.dev.cfg.Lock)
-		if err != nil {
-			return nil, named("alloc_mr", err)
-		}
-		return a, nil
-	})
+	return p.registerWith(memory{}, access, func() (mem.Backing, error) { return p.dev.allocate("alloc_mr", length, access) })
+}
+
+// allocate allocates memory for a region.
+func (d *Device) allocate(op string, length uint64, access ib.Access) (mem.Backing, error) {
+	a, err := mem.NewAlloc(length, access, d.cfg.Lock)
+	if err != nil {
+		return nil, named(op, err)
+	}
+	return a, nil
 }
 
 // OpenSharedMR registers memory that another process shares.

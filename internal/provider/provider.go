@@ -110,6 +110,7 @@ type MR interface {
 type MRChange struct {
 	Buf    []byte   // new memory by slice
 	Range  *MRRange // new memory by address
+	Alloc  uint64   // new memory: so many bytes that the provider allocates; 0: none
 	PD     PD
 	Access *ib.Access
 

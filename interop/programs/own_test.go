@@ -68,6 +68,7 @@ func TestOwn(t *testing.T) {
 		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"query", nil}, {"newer", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil}, {"signals", nil}, {"ucma", nil},
 		{"dmabuf", []string{"dynamic"}}, {"dmabuf", []string{"pinned"}}, {"dmabuf", []string{"hidden"}}, {"dmabuf", []string{"storm"}},
 		{"drm", []string{"amdgpu"}}, {"drm", []string{"i915"}}, {"drm", []string{"off"}}, {"drm", []string{"storm"}},
+		{"seeds", []string{"alloc"}}, {"seeds", []string{"shared"}}, {"seeds", []string{"exporter"}}, {"seeds", []string{"reg only"}},
 		{"threads", []string{"polling"}}, {"threads", []string{"events"}}, {"threads", []string{"armed-after"}},
 		{"limits", []string{"same"}}, {"limits", []string{"full"}}, {"limits", []string{"later"}}, {"limits", []string{"space"}},
 		{"closed", []string{"list", "1024"}}, {"closed", []string{"open", "1024"}}, {"closed", []string{"open", "0"}},
@@ -121,6 +122,8 @@ func settingsFor(name string, args []string) []string {
 	switch {
 	case name == "drm" && args[0] != "storm":
 		return []string{"VERBENA_DRM=" + args[0]}
+	case name == "seeds" && args[0] == "reg only":
+		return []string{"VERBENA_HIDE=rereg_dmabuf"}
 	case name != "dmabuf" && name != "drm":
 		return nil
 	case args[0] == "hidden":

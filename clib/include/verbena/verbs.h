@@ -121,6 +121,86 @@ static inline int ibv_rereg_mr_fd(struct ibv_mr *mr, int flags, struct ibv_pd *p
 	return verbena_rereg_mr_fd(mr, flags, pd, addr, length, fd, access);
 }
 
+/*
+ * A right of ibv_reg_mr and ibv_rereg_mr: the library allocates the memory. The address that is
+ * passed is NULL, mr->addr is where the memory is, and ibv_dereg_mr frees it. Not on demand, and not
+ * zero-based: EINVAL. With ibv_rereg_mr both the translation and the rights change.
+ */
+#define IBV_ACCESS_ALLOCATE_MR (1 << 30)
+
+/* For future extensions of ibv_rereg_mr: 0. */
+struct ibv_rereg_mr_attr {
+	uint32_t comp_mask;
+};
+
+/*
+ * verbena_rereg_mr is ibv_rereg_mr as early documents have it, with seven arguments. It returns 0 or an
+ * errno; EINVAL for an attr with a comp_mask. Those documents leave the region undefined after an error.
+ * Here it is as it was, unless neither it nor the new one can be used any more.
+ *
+ * ibv_rereg_mr with seven arguments is this function; with six it is that of libibverbs.
+ */
+static inline int verbena_rereg_mr(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *addr, size_t length,
+				   uint64_t access, struct ibv_rereg_mr_attr *attr)
+{
+	if (access >> 31 || (attr && attr->comp_mask))
+		return EINVAL;
+	errno = 0;
+	if (!ibv_rereg_mr(mr, flags, pd, addr, length, (int)access))
+		return 0;
+	return errno ? errno : EIO;
+}
+
+#define VERBENA_SEVENTH(a, b, c, d, e, f, g, name, ...) name
+#define ibv_rereg_mr(...) VERBENA_SEVENTH(__VA_ARGS__, verbena_rereg_mr, ibv_rereg_mr, )(__VA_ARGS__)
+
+/*
+ * Memory that was allocated with IBV_ACCESS_ALLOCATE_MR can be shared with other processes of the same
+ * user on this host. verbena_share_mr writes a handle, a string that the process passes on; who has it
+ * can read and write the memory. VERBENA_SHARE_ROOM bytes are enough for it. It returns 0 or an errno:
+ * EINVAL for other memory, ENOSPC if there is too little room.
+ *
+ * verbena_reg_shared_mr registers the memory, in this process or another one, with rights and keys of its
+ * own. addr is NULL: the library chooses where it is mapped (mr->addr). The memory lives as long as one
+ * of its regions. It returns NULL with errno: EINVAL for a handle that is none, ENOENT if the memory is
+ * not shared any more, EACCES for another user. A region that gets other memory by ibv_rereg_mr is no
+ * shared one any more.
+ *
+ * Some vendors name such a region by 32 bits that anybody can guess. These cannot be guessed.
+ */
+#define VERBENA_SHARE_ROOM 256
+int verbena_share_mr(struct ibv_mr *mr, char *handle, size_t size);
+struct ibv_mr *verbena_reg_shared_mr(const char *handle, struct ibv_pd *pd, void *addr, int access);
+
+/*
+ * An exporter of dma-bufs, for programs that test what they do with them. verbena_alloc_dmabuf makes a
+ * buffer of so many pieces (0: one), all zero. It returns NULL with errno.
+ *
+ * verbena_dmabuf_fd returns a new descriptor of it, or -1 with errno. The descriptor can be registered, also
+ * by another process, and closed at any time.
+ */
+struct verbena_dmabuf;
+struct verbena_dmabuf *verbena_alloc_dmabuf(size_t size, uint32_t segments);
+int verbena_dmabuf_fd(struct verbena_dmabuf *buffer);
+
+/*
+ * What an exporter may do while the buffer is registered: move it to another place, move it to where no
+ * device reaches it until one needs it, and take it away for good. The old place is filled with 0xdb. They
+ * return 0 or an errno: EBUSY while it is pinned, ENODEV if it is revoked already, ETIMEDOUT if an importer
+ * keeps it for more than 10 seconds.
+ */
+int verbena_move_dmabuf(struct verbena_dmabuf *buffer);
+int verbena_evict_dmabuf(struct verbena_dmabuf *buffer);
+int verbena_revoke_dmabuf(struct verbena_dmabuf *buffer);
+
+/* verbena_read_dmabuf and verbena_write_dmabuf copy bytes as the owner of the memory. They return 0 or an
+ * errno: EINVAL if the bytes are not inside the buffer, ENODEV if it is revoked. */
+int verbena_read_dmabuf(struct verbena_dmabuf *buffer, uint64_t offset, void *to, size_t n);
+int verbena_write_dmabuf(struct verbena_dmabuf *buffer, uint64_t offset, const void *from, size_t n);
+
+/* verbena_free_dmabuf ends the program's use of it. Regions and descriptors keep the memory. */
+int verbena_free_dmabuf(struct verbena_dmabuf *buffer);
+
 #ifdef __cplusplus
 }
 #endif

@@ -34,8 +34,9 @@ static struct dev dev = {.lock = PTHREAD_MUTEX_INITIALIZER, .page_size = DEV_PAG
 
 static void dev_make(void)
 {
-	char *room = mmap(NULL, DEV_SIZE + DEV_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-	dev.addr = (char *)(((uintptr_t)room + DEV_PAGE - 1) & ~(uintptr_t)(DEV_PAGE - 1));
+	/* Before it and behind it there is nothing either. */
+	char *room = mmap(NULL, DEV_SIZE + 3 * DEV_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	dev.addr = (char *)(((uintptr_t)room + 2 * DEV_PAGE - 1) & ~(uintptr_t)(DEV_PAGE - 1));
 	dev.memory = mmap(NULL, DEV_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	if (room == MAP_FAILED || dev.memory == MAP_FAILED)
 		abort();
