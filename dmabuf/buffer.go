@@ -76,6 +76,7 @@ type Buffer struct {
 	attachments []*Attachment // guarded by the reservation lock
 	vmaps       int           // calls of Vmap without Vunmap; guarded by the reservation lock
 	vmapped     []byte        // what they have returned; guarded by the reservation lock
+	vmapLate    bool          // the exporter has not answered a Vmap in time; guarded by the reservation lock
 }
 
 // Export makes a buffer, with one reference: the caller's ([Buffer.Put]).

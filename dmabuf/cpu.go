@@ -5,7 +5,9 @@ import (
 	"errors"
 	"os"
 	"runtime"
+	"sync/atomic"
 	"syscall"
+	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
 )
@@ -18,58 +20,134 @@ import (
 // for the Read fences, too, if it writes.
 //
 // Errors: the exporter's; EINVAL for a direction that there is not; ETIMEDOUT if the context
-// ends before the fences are signalled; EAGAIN if the exporter returns that, or EINTR, again and
-// again until the context ends.
+// ends before the exporter answers, or before the fences are signalled; EAGAIN if the exporter
+// returns that, or EINTR, again and again until the context ends.
 func (b *Buffer) BeginCPUAccess(ctx context.Context, dir Direction) error {
 	const op = "dma_buf_begin_cpu_access"
 	b.resv.mustNotHold("BeginCPUAccess")
-	if err := b.cpuAccess(ctx, op, b.cfg.Ops.BeginCPUAccess, dir); err != nil {
+	usage := UsageFor(dir != FromDevice)
+	if k, ok := b.cfg.Priv.(*kernelBuffer); ok {
+		// The kernel's own wait, in SYNC, ends with no context.
+		if err := k.waitFences(ctx, usage); err != nil {
+			return named(op, err)
+		}
+	}
+	if err := b.beginCPUAccess(ctx, dir); err != nil {
 		return err
 	}
-	if err := b.resv.Wait(ctx, UsageFor(dir != FromDevice)); err != nil {
+	if err := b.WaitFences(ctx, usage); err != nil {
 		_ = b.EndCPUAccess(dir) // the first error says more
-		return ib.Errorf(op, syscall.ETIMEDOUT, "the buffer's fences: %v", err)
+		return named(op, err)
 	}
 	return nil
 }
 
-// EndCPUAccess ends accesses of the CPU.
+// beginCPUAccess is BeginCPUAccess, but for the wait for the fences.
+func (b *Buffer) beginCPUAccess(ctx context.Context, dir Direction) error {
+	begin, end := b.cfg.Ops.BeginCPUAccess, b.cfg.Ops.EndCPUAccess
+	return b.cpuAccess(ctx, "dma_buf_begin_cpu_access", begin, dir, func() {
+		if end != nil {
+			_ = end(b, dir) // nobody has accessed anything
+		}
+	})
+}
+
+// EndCPUAccess ends accesses of the CPU. It fails with ETIMEDOUT if the exporter does not answer for
+// ten seconds.
 func (b *Buffer) EndCPUAccess(dir Direction) error {
 	b.resv.mustNotHold("EndCPUAccess")
-	return b.cpuAccess(context.Background(), "dma_buf_end_cpu_access", b.cfg.Ops.EndCPUAccess, dir)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	return b.cpuAccess(ctx, "dma_buf_end_cpu_access", b.cfg.Ops.EndCPUAccess, dir, func() {})
 }
+
+// patience is how long an exporter may take for an operation that no context ends; a variable for
+// tests.
+var patience = 10 * time.Second
 
 // maxRepeats is how often an exporter is asked that answers EAGAIN or EINTR.
 const maxRepeats = 1000
 
-func (b *Buffer) cpuAccess(ctx context.Context, op string, do func(*Buffer, Direction) error, dir Direction) error {
+// cpuAccess calls an operation of the exporter, until the context ends. undo is called if the operation
+// succeeds after that.
+func (b *Buffer) cpuAccess(ctx context.Context, op string, do func(*Buffer, Direction) error, dir Direction, undo func()) error {
 	if !dir.valid() {
 		return ib.Errorf(op, syscall.EINVAL, "%v", dir)
 	}
 	if do == nil {
 		return nil
 	}
-	for range maxRepeats {
-		err := do(b, dir)
-		if err == nil {
-			return nil
+	return b.inTime(ctx, op, func() error {
+		for range maxRepeats {
+			err := do(b, dir)
+			if err == nil {
+				return nil
+			}
+			if !errors.Is(err, syscall.EAGAIN) && !errors.Is(err, syscall.EINTR) {
+				return named(op, err)
+			}
+			if ctx.Err() != nil {
+				break
+			}
+			runtime.Gosched()
 		}
-		if !errors.Is(err, syscall.EAGAIN) && !errors.Is(err, syscall.EINTR) {
-			return named(op, err)
-		}
-		if ctx.Err() != nil {
-			break
-		}
-		runtime.Gosched()
-	}
-	return ib.Errorf(op, syscall.EAGAIN, "the exporter")
+		return ib.Errorf(op, syscall.EAGAIN, "the exporter")
+	}, undo)
 }
+
+// inTime calls do, which calls the exporter, on a goroutine of its own, and waits for it until the context
+// ends, and a moment longer: a context that has ended before leaves the exporter that time. Then it
+// returns ETIMEDOUT, and the goroutine waits on, with a reference to the buffer; if do succeeds after
+// all, it calls undo. If the caller has locked the reservation, do runs as if it had.
+func (b *Buffer) inTime(ctx context.Context, op string, do func() error, undo func()) error {
+	if ctx.Done() == nil { // nothing ends the wait
+		return do()
+	}
+	b.refs.Add(1) // the caller has one, so there is one
+	loan := b.resv.lend()
+	var decided atomic.Bool // do has returned, or the caller has given up; whatever came first
+	result := make(chan error, 1)
+	go func() {
+		loan.take()
+		err := do()
+		loan.giveBack()
+		if decided.CompareAndSwap(false, true) {
+			result <- err
+			return
+		}
+		if err == nil {
+			undo()
+		}
+		b.Put()
+	}()
+	var err error
+	select {
+	case err = <-result:
+	case <-ctx.Done():
+		late := time.NewTimer(moment)
+		defer late.Stop()
+		select {
+		case err = <-result:
+		case <-late.C:
+			if decided.CompareAndSwap(false, true) {
+				loan.revoke()
+				return ib.Errorf(op, syscall.ETIMEDOUT, "the exporter: %v", ctx.Err())
+			}
+			err = <-result
+		}
+	}
+	b.refs.Add(-1) // the caller still has its own
+	return err
+}
+
+// moment is how long an exporter may take whose caller's context has ended.
+const moment = time.Second
 
 // Mmap returns memory for the CPU: n bytes at off, both multiples of a page. Accesses are
 // bracketed by BeginCPUAccess and EndCPUAccess.
 //
 // Errors: EINVAL if the exporter has no such operation or returns fewer bytes, or the range is not
-// in the buffer; the exporter's.
+// in the buffer; the exporter's; ETIMEDOUT if it does not answer for ten seconds.
 func (b *Buffer) Mmap(off, n uint64) ([]byte, error) {
 	const op = "dma_buf_mmap"
 	b.resv.mustNotHold("Mmap")
@@ -81,10 +159,19 @@ func (b *Buffer) Mmap(off, n uint64) ([]byte, error) {
 	case n == 0 || off%page != 0 || n%page != 0 || off > size || n > size-off:
 		return nil, ib.Errorf(op, syscall.EINVAL, "%d bytes at %d of %d", n, off, b.cfg.Size)
 	}
-	m, err := b.cfg.Ops.Mmap(b, off, n)
-	switch {
-	case err != nil:
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	got := make(chan []byte, 1)
+	err := b.inTime(ctx, op, func() error {
+		m, err := b.cfg.Ops.Mmap(b, off, n)
+		got <- m
+		return err
+	}, func() {}) // the memory is the exporter's: there is nothing to undo
+	if err != nil {
 		return nil, named(op, err)
+	}
+	m := <-got
+	switch {
 	case uint64(len(m)) < n:
 		return nil, ib.Errorf(op, syscall.EINVAL, "the exporter has mapped %d of %d bytes", len(m), n)
 	}
@@ -94,15 +181,19 @@ func (b *Buffer) Mmap(off, n uint64) ([]byte, error) {
 // Vmap returns all of the memory in one piece, until as many calls of Vunmap. The caller has
 // locked the reservation.
 //
-// Errors: EINVAL if the exporter has no such operation; the exporter's.
+// Errors: EINVAL if the exporter has no such operation; the exporter's; ETIMEDOUT if it does not answer
+// for ten seconds, and EBUSY from then on until it does.
 func (b *Buffer) Vmap() ([]byte, error) {
 	const op = "dma_buf_vmap"
 	b.resv.mustHold("Vmap")
 	if b.cfg.Ops.Vmap == nil {
 		return nil, ib.Errorf(op, syscall.EINVAL, "the exporter does not map all of its memory")
 	}
+	if b.vmapLate {
+		return nil, ib.Errorf(op, syscall.EBUSY, "the exporter has not answered an earlier call")
+	}
 	if b.vmaps == 0 {
-		m, err := b.cfg.Ops.Vmap(b)
+		m, err := b.vmapNew(op)
 		if err != nil {
 			return nil, named(op, err)
 		}
@@ -114,6 +205,35 @@ func (b *Buffer) Vmap() ([]byte, error) {
 	}
 	b.vmaps++
 	return b.vmapped, nil
+}
+
+// vmapNew has the exporter map the memory. If it does not answer in time, vmapLate is set until it does.
+func (b *Buffer) vmapNew(op string) ([]byte, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	type answer struct {
+		m   []byte
+		err error
+	}
+	got := make(chan answer, 1)
+	err := b.inTime(ctx, op, func() error {
+		m, err := b.cfg.Ops.Vmap(b)
+		got <- answer{m, err}
+		return nil
+	}, func() {
+		b.resv.Lock()
+		defer b.resv.Unlock()
+		if a := <-got; a.err == nil {
+			b.cfg.Ops.Vunmap(b, a.m)
+		}
+		b.vmapLate = false
+	})
+	if err != nil {
+		b.vmapLate = true
+		return nil, err
+	}
+	a := <-got
+	return a.m, a.err
 }
 
 // Vunmap ends a Vmap. The caller has locked the reservation.

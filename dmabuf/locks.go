@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"runtime"
 	"strconv"
+	"sync"
 	"sync/atomic"
 )
 
@@ -39,6 +40,54 @@ func (h *holder) left() {
 		panic("dmabuf: Unlock of a reservation that another goroutine has locked")
 	}
 	h.id.Store(0)
+}
+
+// loan makes another goroutine count as the holder of a lock while its holder waits for it.
+type loan struct {
+	h      *holder // nil: the lock is not held, or nobody checks
+	holder uint64
+
+	mu      sync.Mutex // guards revoked, and keeps take and giveBack apart from revoke
+	revoked bool
+}
+
+// lend returns a loan of the lock, if the calling goroutine holds it.
+func (r *Reservation) lend() *loan {
+	l := new(loan)
+	if checking.Load() {
+		if l.holder = goroutine(); r.check.id.Load() == l.holder {
+			l.h = &r.check
+		}
+	}
+	return l
+}
+
+// take makes the calling goroutine count as the holder.
+func (l *loan) take() { l.pass(goroutine) }
+
+// giveBack ends take.
+func (l *loan) giveBack() { l.pass(func() uint64 { return l.holder }) }
+
+func (l *loan) pass(to func() uint64) {
+	if l.h == nil {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !l.revoked {
+		l.h.id.Store(to())
+	}
+}
+
+// revoke ends the loan: the holder waits no more.
+func (l *loan) revoke() {
+	if l.h == nil {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.revoked = true
+	l.h.id.Store(l.holder)
 }
 
 // mustHold panics if locks are checked and this goroutine does not hold the lock.

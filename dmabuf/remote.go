@@ -46,6 +46,11 @@ const (
 	msgUnpin                          // nothing
 	msgInvalidate                     // nothing: the mapping is to be given up
 	msgInvalidated                    // it is; not 0: a process may still write there, see StillWritten
+	msgExportFence                    // class
+	msgImportFence                    // class; the descriptor of a fence comes with it
+	msgFence                          // errno; the answer to both, with a descriptor to the first
+	msgControl                        // version, ioctl, flags, name: in the place of HELLO (control.go)
+	msgControlled                     // errno; perhaps with the descriptor of a fence
 )
 
 // givenUp is a flag of msgMapped: the exporter gives the file up when the buffer leaves it.
@@ -115,6 +120,7 @@ type remoteMapping struct {
 type reply struct {
 	errno   syscall.Errno
 	mapping *remoteMapping
+	fence   int // a descriptor, of an EXPORT_FENCE that has succeeded
 }
 
 // fromProcess makes a buffer of a descriptor of another process's.
@@ -184,6 +190,10 @@ func (r *remoteBuffer) read() {
 			ok = r.mapped(args, fds)
 		case msgPinned:
 			ok = len(args) == 1 && r.answer(reply{errno: syscall.Errno(args[0])})
+		case msgFence:
+			if ok = len(args) == 1 && r.fence(syscall.Errno(args[0]), fds); ok {
+				fds = nil // the request has them
+			}
 		case msgInvalidate:
 			ok = r.invalidated()
 		}
@@ -225,6 +235,18 @@ func (r *remoteBuffer) answer(a reply) bool {
 	}
 	to <- a
 	return true
+}
+
+// fence takes the exporter's answer to EXPORT_FENCE or IMPORT_FENCE.
+func (r *remoteBuffer) fence(errno syscall.Errno, fds []int) bool {
+	if len(fds) > 1 || errno != 0 && len(fds) != 0 {
+		return false
+	}
+	a := reply{errno: errno, fence: -1}
+	if len(fds) == 1 {
+		a.fence = fds[0]
+	}
+	return r.answer(a)
 }
 
 // mapped takes the exporter's answer to MAP: memory files, and where in them the segments lie.
@@ -338,8 +360,8 @@ func (r *remoteBuffer) send(kind message, args ...uint64) error {
 }
 
 // ask sends a request and waits for the answer. The reservation is locked, so there is one at a
-// time.
-func (r *remoteBuffer) ask(kind message, args ...uint64) (reply, error) {
+// time. fds are sent with it.
+func (r *remoteBuffer) ask(msg []byte, fds ...int) (reply, error) {
 	c := make(chan reply, 1)
 	r.mu.Lock()
 	if r.gone {
@@ -350,7 +372,7 @@ func (r *remoteBuffer) ask(kind message, args ...uint64) (reply, error) {
 	r.mu.Unlock()
 	ctx, cancel := context.WithTimeout(context.Background(), remotePatience)
 	defer cancel()
-	err := r.send(kind, args...)
+	err := sys.SendFDs(r.c, msg, fds...)
 	if err == nil {
 		select {
 		case a := <-c:
@@ -369,8 +391,12 @@ func (r *remoteBuffer) ask(kind message, args ...uint64) (reply, error) {
 	r.reply = nil
 	r.mu.Unlock()
 	if answered {
-		if a := <-c; a.mapping != nil {
+		a := <-c
+		if a.mapping != nil {
 			r.unuse(a.mapping)
+		}
+		if a.fence > 0 {
+			_ = sys.CloseFD(a.fence) // it is our own
 		}
 	}
 	return reply{}, err
@@ -386,7 +412,7 @@ func (r *remoteBuffer) mapping(_ *Attachment, dir Direction) (*Table, error) {
 		return m.table, nil
 	}
 	r.mu.Unlock()
-	a, err := r.ask(msgMap, uint64(Bidirectional)) // for all importers, whatever their direction
+	a, err := r.ask(encode(msgMap, uint64(Bidirectional))) // for all importers, whatever their direction
 	if err != nil {
 		return nil, fmt.Errorf("mapping for %v: %w", dir, err)
 	}
@@ -422,13 +448,64 @@ func (r *remoteBuffer) unuse(m *remoteMapping) {
 }
 
 func (r *remoteBuffer) pin(*Attachment) error {
-	_, err := r.ask(msgPin)
+	_, err := r.ask(encode(msgPin))
 	return err
 }
 
 func (r *remoteBuffer) unpin(*Attachment) { _ = r.send(msgUnpin) }
 
 func (r *remoteBuffer) release(*Buffer) { _ = r.c.Close() }
+
+// exportFence asks the exporter's process for a descriptor of its fences.
+func (r *remoteBuffer) exportFence(ctx context.Context, usage Usage) (int, error) {
+	a, err := r.askFence(ctx, encode(msgExportFence, uint64(usage)))
+	switch {
+	case err != nil:
+		return -1, err
+	case a.fence < 0:
+		return -1, fmt.Errorf("an answer without a fence: %w", syscall.EPROTO)
+	}
+	return a.fence, nil
+}
+
+// importFence sends the descriptor of a fence to the exporter's process.
+func (r *remoteBuffer) importFence(ctx context.Context, fd int, usage Usage) error {
+	if _, _, err := sys.FenceFDOf(fd); err != nil {
+		return err
+	}
+	a, err := r.askFence(ctx, encode(msgImportFence, uint64(usage)), fd)
+	if err == nil && a.fence >= 0 {
+		_ = sys.CloseFD(a.fence) // nobody has asked for it
+	}
+	return err
+}
+
+func (r *remoteBuffer) askFence(ctx context.Context, msg []byte, fds ...int) (reply, error) {
+	if err := r.buffer.resv.LockContext(ctx); err != nil {
+		return reply{}, fmt.Errorf("the buffer's reservation lock: %w: %w", err, syscall.ETIMEDOUT)
+	}
+	defer r.buffer.resv.Unlock()
+	return r.ask(msg, fds...)
+}
+
+// waitFences waits for the fences that the exporter's process has now. If that process ends, they
+// do.
+func (r *remoteBuffer) waitFences(ctx context.Context, usage Usage) error {
+	fd, err := r.exportFence(ctx, usage)
+	if err != nil {
+		return err
+	}
+	f, watched, err := fenceOf("dma_buf_poll", fd)
+	if watched {
+		defer f.Signal(nil) // nobody else has the fence; it gives the descriptor up
+	} else {
+		_ = sys.CloseFD(fd) // it is our own
+	}
+	if err != nil {
+		return err
+	}
+	return waitFor(ctx, f)
+}
 
 // processOf returns the name of the socket that a descriptor's name leads to.
 func processOf(fd int) (name string, ok bool) {

@@ -71,6 +71,11 @@ func TestLyingImporter(t *testing.T) {
 		"invalidated":        func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgInvalidated)) },
 		"no direction":       func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgMap)) },
 		"a wrong direction":  func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgMap, 9)) },
+		"no class":           func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgExportFence)) },
+		"a wrong class":      func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgExportFence, 4)) },
+		"no fence":           func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgImportFence, 0)) },
+		"two fences":         func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgImportFence, 0), fd, fd) },
+		"control after that": func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgControl, 1, 0, 1, 0, 0, 0, 0), fd) },
 		"hello again":        func(c *net.UnixConn) { send(c, hello, fd); send(c, hello, fd) },
 		"mapped, then a lie": func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgMap, 0)); send(c, encode(77)) },
 		"pinned, then gone":  func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgPin)); _ = c.CloseWrite() },
@@ -96,7 +101,7 @@ func TestLyingImporter(t *testing.T) {
 		c := dialServer(t)
 		send(c, hello, fd)
 		for range rng.IntN(20) {
-			send(c, encode(message(rng.IntN(12)), make([]uint64, rng.IntN(3))...))
+			send(c, encode(message(rng.IntN(18)), make([]uint64, rng.IntN(3))...))
 		}
 		_ = c.CloseWrite()
 		if !hungUp(t, c) {

@@ -5,6 +5,9 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
 )
 
 // Usage is the class of a fence in a reservation. Who asks for a class gets those before it,
@@ -173,5 +176,43 @@ func (r *Reservation) Wait(ctx context.Context, usage Usage) error {
 			}
 		}
 	}
+	return nil
+}
+
+// ExportFence returns a descriptor of the pending fences of a class and those before it. It is a
+// descriptor as [Fence.FD] returns one, readable once all of them are signalled, and at once if
+// there are none. Fences that are added later are not in it.
+func (r *Reservation) ExportFence(usage Usage) (int, error) {
+	pending := r.Fences(usage)
+	if len(pending) == 1 {
+		return pending[0].FD()
+	}
+	merged, give := merge(pending)
+	fd, err := merged.newFD(give)
+	if err != nil {
+		give()
+	}
+	return fd, err
+}
+
+// ImportFence adds the fence of a descriptor ([FenceFromFD]) to a class. It takes the lock.
+func (r *Reservation) ImportFence(ctx context.Context, fd int, usage Usage) error {
+	const op = "dma_buf_import_sync_file"
+	r.mustNotHold("Reservation.ImportFence")
+	if usage >= numUsages {
+		return ib.Errorf(op, syscall.EINVAL, "%v", usage)
+	}
+	f, err := FenceFromFD(fd)
+	if err != nil {
+		return err
+	}
+	if f.Signaled() {
+		return nil
+	}
+	if err := r.LockContext(ctx); err != nil {
+		return ib.Errorf(op, syscall.ETIMEDOUT, "the buffer's reservation lock: %v", err)
+	}
+	defer r.Unlock()
+	r.Add(f, usage)
 	return nil
 }

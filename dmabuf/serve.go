@@ -101,14 +101,18 @@ type remoteImporter struct {
 	mu        sync.Mutex // guards what follows
 	open      bool       // it has a mapping that was not invalidated
 	owed      []*Fence   // for each INVALIDATE that it has not answered, oldest first
-	interrupt func()     // ends the wait of a PIN for the reservation lock; nil: none waits
+	interrupt func()     // ends the wait of unlessMoving for the reservation lock; nil: it does not wait
 }
 
 // serve serves one importer until its connection ends.
 func serve(c *net.UnixConn) {
 	defer func() { _ = c.Close() }()
 	_ = c.SetDeadline(time.Now().Add(remotePatience)) // a connection that is open takes one
-	b, err := meet(c)
+	b, wish, err := meet(c)
+	if wish != nil {
+		wish.answer(c, b, err)
+		return
+	}
 	if err != nil {
 		_ = sys.SendFDs(c, encode(msgWelcome, errnoOf(err), 0)) // it may have gone
 		return
@@ -128,43 +132,58 @@ func serve(c *net.UnixConn) {
 	buf := make([]byte, 64)
 	for {
 		n, fds, err := sys.RecvFDs(c, buf)
-		closeAll(fds) // none is expected
 		if err != nil || n == 0 {
+			closeAll(fds)
 			return
 		}
 		kind, args := decode(buf[:n])
-		if !r.handle(kind, args) {
+		ok := r.handle(kind, args, fds)
+		closeAll(fds)
+		if !ok {
 			return
 		}
 	}
 }
 
-// meet reads what an importer begins with, and returns the buffer of the descriptor that it shows,
-// with a reference.
-func meet(c *net.UnixConn) (*Buffer, error) {
+// meet reads what another process begins with, and returns the buffer of the descriptor that it shows,
+// with a reference; and what it wishes, if it is no importer.
+func meet(c *net.UnixConn) (*Buffer, *wish, error) {
 	const op = "dma_buf_get"
 	buf := make([]byte, 64)
 	n, fds, err := sys.RecvFDs(c, buf)
-	defer closeAll(fds)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	kind, args := decode(buf[:n])
-	if kind != msgHello || len(args) != 1 || args[0] != remoteVersion || len(fds) != 1 {
-		return nil, ib.Errorf(op, syscall.EPROTO, "a process that does not speak our version")
+	var w *wish
+	shown := fds
+	switch {
+	case kind == msgControl && len(args) == controlArgs && (len(fds) == 1 || len(fds) == 2):
+		w = &wish{request: args[1], flags: args[2], name: buf[8*(1+3) : n], fences: fds[1:]}
+		shown = fds[:1]
+	case kind != msgHello || len(args) != 1 || len(fds) != 1:
+		closeAll(fds)
+		return nil, nil, ib.Errorf(op, syscall.EPROTO, "a process that does not speak our language")
 	}
-	id, err := sys.HandleIDOf(fds[0])
+	defer closeAll(shown)
+	if args[0] != remoteVersion {
+		return nil, w, ib.Errorf(op, syscall.EPROTO, "a process that does not speak our version")
+	}
+	id, err := sys.HandleIDOf(shown[0])
 	if err != nil {
-		return nil, err
+		return nil, w, err
 	}
 	if b := find(id); b != nil {
-		return b, nil
+		return b, w, nil
 	}
-	return nil, ib.Errorf(op, syscall.EINVAL, "the descriptor is none of this process")
+	return nil, w, ib.Errorf(op, syscall.EINVAL, "the descriptor is none of this process")
 }
 
 // handle does what a message asks for. It reports whether the importer keeps to the rules.
-func (r *remoteImporter) handle(kind message, args []uint64) bool {
+func (r *remoteImporter) handle(kind message, args []uint64, fds []int) bool {
+	if len(fds) != 0 && kind != msgImportFence {
+		return false
+	}
 	switch kind {
 	case msgMap:
 		return len(args) == 1 && Direction(args[0]).valid() && r.doMap(Direction(args[0]))
@@ -173,9 +192,7 @@ func (r *remoteImporter) handle(kind message, args []uint64) bool {
 			return false
 		}
 		if r.mapped--; r.mapped == 0 {
-			r.mu.Lock()
-			r.open = false
-			r.mu.Unlock()
+			r.allUnmapped()
 		}
 		r.later(r.unmapFirst)
 		return true
@@ -193,8 +210,36 @@ func (r *remoteImporter) handle(kind message, args []uint64) bool {
 			r.attachment.StillWritten() // before the exporter goes on
 		}
 		return r.invalidated()
+	case msgExportFence:
+		return len(args) == 1 && args[0] < uint64(numUsages) && r.doExportFence(Usage(args[0]))
+	case msgImportFence:
+		return len(args) == 1 && args[0] < uint64(numUsages) && len(fds) == 1 &&
+			r.send(encode(msgFence, errnoOf(r.doImportFence(fds[0], Usage(args[0]))))) == nil
 	}
 	return false
+}
+
+// doExportFence answers with a descriptor of the buffer's fences.
+func (r *remoteImporter) doExportFence(usage Usage) bool {
+	fd, err := r.resv().ExportFence(usage)
+	if err != nil {
+		return r.send(encode(msgFence, errnoOf(err))) == nil
+	}
+	err = r.send(encode(msgFence, 0), fd)
+	_ = sys.CloseFD(fd) // the importer has its own
+	return err == nil
+}
+
+// doImportFence adds the fence of a descriptor to the buffer's.
+func (r *remoteImporter) doImportFence(fd int, usage Usage) error {
+	f, err := FenceFromFD(fd)
+	if err != nil {
+		return err
+	}
+	return r.unlessMoving(func() error {
+		r.resv().Add(f, usage)
+		return nil
+	})
 }
 
 // send sends an answer. An importer that does not read is not waited for.
@@ -269,9 +314,21 @@ func (r *remoteImporter) unmapFirst() {
 	r.tables = r.tables[1:]
 }
 
-// doPin pins the buffer. The importer's process holds its own reservation lock until it is answered,
-// and so cannot answer an INVALIDATE: if the exporter has sent one and waits, the pin is refused.
+// doPin pins the buffer.
 func (r *remoteImporter) doPin() error {
+	return r.unlessMoving(func() error {
+		if err := r.attachment.Pin(); err != nil {
+			return err
+		}
+		r.pins++
+		return nil
+	})
+}
+
+// unlessMoving does something with the reservation locked. The importer's process holds its own
+// reservation lock until it is answered, and so cannot answer an INVALIDATE: if the exporter has sent
+// one and waits, the request is refused.
+func (r *remoteImporter) unlessMoving(do func() error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), remotePatience/2)
 	defer cancel()
 	r.mu.Lock()
@@ -284,14 +341,10 @@ func (r *remoteImporter) doPin() error {
 		r.mu.Unlock()
 	}()
 	if owes || r.resv().LockContext(ctx) != nil {
-		return ib.Errorf("dma_buf_pin", syscall.EBUSY, "the buffer is moving")
+		return ib.Errorf("dma_buf_get", syscall.EBUSY, "the buffer is moving")
 	}
 	defer r.resv().Unlock()
-	if err := r.attachment.Pin(); err != nil {
-		return err
-	}
-	r.pins++
-	return nil
+	return do()
 }
 
 // invalidate tells the importer that the buffer moves, and has the exporter wait for its answer. The
@@ -316,6 +369,19 @@ func (r *remoteImporter) invalidate(*Attachment) {
 		// It does not read, or has gone. If it still accesses the memory, it does so until it has
 		// seen the end of the connection, and closes its own end then.
 		_ = r.c.CloseWrite()
+	}
+}
+
+// allUnmapped is called when the importer has given up its last mapping. If an INVALIDATE has crossed that,
+// the exporter waits no more: the importer may have sent a MAP behind it, which waits for the lock that the
+// exporter holds, and the INVALIDATED comes behind that.
+func (r *remoteImporter) allUnmapped() {
+	r.mu.Lock()
+	r.open = false
+	crossed := slices.Clone(r.owed)
+	r.mu.Unlock()
+	for _, f := range crossed {
+		f.Signal(nil)
 	}
 }
 

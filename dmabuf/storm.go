@@ -14,12 +14,13 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // stormVar is the variable that asks for a storm.
@@ -63,7 +64,7 @@ func parseStorm(text string) (c stormConfig, err error) {
 
 // enterStorm exposes a new buffer to the storm, if there is one.
 func (b *Buffer) enterStorm() {
-	text := os.Getenv(stormVar)
+	text := sys.Getenv(stormVar)
 	if text == "" {
 		return
 	}

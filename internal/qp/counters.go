@@ -36,6 +36,7 @@ const (
 	CntHeld                           // requests and answers kept while memory was out of reach (hold.go)
 	CntInline                         // messages and results that became inline data (inline.go)
 	CntByGrant                        // WRITEs and READs executed by the peer's grant; the grant counts them
+	CntFenceWaits                     // times that the requester stopped for a fence that was pending
 	NumCounters
 )
 
@@ -46,7 +47,7 @@ var counterNames = [NumCounters]string{
 	"drop_qp_state", "drop_transport", "drop_source_address", "drop_bad_qkey", "drop_no_receive",
 	"drop_broken_message", "drop_malformed", "resp_invalid_request", "resp_remote_access_errors",
 	"resp_remote_operation_errors", "page_fault_rnr_naks", "page_fault_waits", "drop_page_fault", "memory_holds", "inline_receives",
-	"local_direct",
+	"local_direct", "fence_waits",
 }
 
 func (c Counter) String() string { return counterNames[c] }

@@ -84,7 +84,7 @@ func (q *QP) writtenBack() bool {
 	case mem.FaultNone:
 		return true
 	case mem.FaultPending:
-		q.standStill(f, nil)
+		q.standStill(f, nil, CntFaultWaits)
 	default:
 		q.enterError() // the completion has the cause
 	}

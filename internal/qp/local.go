@@ -125,7 +125,11 @@ func (q *QP) passLocal(now Time) bool {
 	}
 	f := q.execute(w, now)
 	if f.Kind == mem.FaultPending { // another process, or an engine, is still at memory that is invalidated; or a fence is pending
-		q.standStill(f, nil)
+		why := CntFaultWaits
+		if w.op == ib.OpWaitFence {
+			why = CntFenceWaits
+		}
+		q.standStill(f, nil, why)
 		return false
 	}
 	if !f.OK() {

@@ -260,7 +260,7 @@ func (q *QP) sourceAbsent(t *train.Train, f mem.Fault) {
 		q.unsend(t.PSN)
 	}
 	r.unacked = 1 // perhaps no packet before these has asked for an acknowledgement
-	q.standStill(f, t.Payload.SGEs)
+	q.standStill(f, t.Payload.SGEs, CntFaultWaits)
 }
 
 // unsend takes back all packets from psn on: none of them has ever left.
@@ -295,16 +295,16 @@ func (r *rdRing) truncate(psn wire.PSN) {
 // fetched first. It counts as lost, but not as the peer's fault.
 func (q *QP) targetAbsent(f mem.Fault) {
 	q.rewind(q.req.una)
-	q.standStill(f, q.sq.list(q.sq.head))
+	q.standStill(f, q.sq.list(q.sq.head), CntFaultWaits)
 }
 
 // standStill keeps the requester from sending until its own memory is there. No timeout
 // runs meanwhile, since the peer is not to blame. The requester gives back its credits,
-// which other queue pairs can use.
-func (q *QP) standStill(f mem.Fault, list []ib.SGE) {
+// which other queue pairs can use. why counts it.
+func (q *QP) standStill(f mem.Fault, list []ib.SGE, why Counter) {
 	r := &q.req
 	if !r.fetching {
-		q.Counters.add(CntFaultWaits, 1)
+		q.Counters.add(why, 1)
 	}
 	r.fetching, r.sampleAt = true, 0
 	q.recall()

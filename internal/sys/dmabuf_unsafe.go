@@ -32,6 +32,8 @@ const (
 	udmabufFlagCloexec = 1
 
 	dmaHeapIoctlAlloc = 0xc0184800
+
+	syncIoctlFileInfo = 0xc0383e04 // of linux/sync_file.h
 )
 
 // The kernel's structs of these calls.
@@ -49,6 +51,12 @@ type (
 		length      uint64
 		fd, fdFlags uint32
 		heapFlags   uint64
+	}
+	syncFileInfoArg struct {
+		name                  [32]byte
+		status                int32
+		flags, numFences, pad uint32
+		fences                uint64 // the address of an array; unused here
 	}
 )
 
@@ -190,6 +198,31 @@ func DMABufImportSyncFile(fd, syncFile int, write bool) error {
 		return fmt.Errorf("DMA_BUF_IOCTL_IMPORT_SYNC_FILE: %w", err)
 	}
 	return nil
+}
+
+// DMABufReady reports whether no fence is pending that a reader of a dma-buf waits for, or a writer if
+// write is set.
+func DMABufReady(fd int, write bool) bool {
+	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+	if write {
+		fds[0].Events = unix.POLLOUT
+	}
+	for {
+		n, err := unix.Poll(fds, 0)
+		if err != unix.EINTR {
+			return err == nil && n == 1
+		}
+	}
+}
+
+// syncFileStatus returns the status of a sync file: 1 if it is signalled, 0 if it is pending, and
+// otherwise the negative errno with which it was signalled.
+func syncFileStatus(fd int) (int32, error) {
+	var arg syncFileInfoArg // room for no fences: the kernel tells of all together
+	if err := retryIoctl(fd, syncIoctlFileInfo, unsafe.Pointer(&arg)); err != nil {
+		return 0, fmt.Errorf("SYNC_IOC_FILE_INFO: %w", err)
+	}
+	return arg.status, nil
 }
 
 // retryIoctl repeats an ioctl that a signal has interrupted.

@@ -48,6 +48,18 @@ func (w *Watch) Add(fd int, tag int32) error {
 	return w.change(unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLRDHUP, Fd: tag})
 }
 
+// AddHangup begins to watch a descriptor. Wait returns the tag for as long as it is hung up; that it is
+// readable does not count.
+func (w *Watch) AddHangup(fd int, tag int32) error {
+	return w.change(unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Fd: tag})
+}
+
+// AddWritable begins to watch a descriptor. Wait returns the tag for as long as it is writable
+// or hung up.
+func (w *Watch) AddWritable(fd int, tag int32) error {
+	return w.change(unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLOUT, Fd: tag})
+}
+
 // Remove ends the watching of a descriptor. A Wait that is under way may still return the
 // tag. An error means that the descriptor was not watched.
 func (w *Watch) Remove(fd int) error { return w.change(unix.EPOLL_CTL_DEL, fd, nil) }
@@ -118,7 +130,7 @@ func IsPipe(fd int) bool {
 // or the read end of a pipe that no process writes to (NewPipe).
 func Exited(fd int) bool { return readable(fd) }
 
-// readable reports whether there is something to read, or an end.
+// readable reports whether poll finds something to read, an end or an error.
 func readable(fd int) bool {
 	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
 	for {

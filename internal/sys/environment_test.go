@@ -1,4 +1,4 @@
-package device
+package sys
 
 import "testing"
 
@@ -8,7 +8,7 @@ func TestEnvironment(t *testing.T) {
 	if got := Getenv("VERBENA_TEST_A"); got != "of the process" {
 		t.Errorf("the process's variable is %q", got)
 	}
-	defer environment.Store(nil)
+	defer ResetEnvironment()
 	SetEnvironment([]string{"VERBENA_TEST_B=1", "VERBENA_TEST_C=a=b", "VERBENA_TEST_B=2", "VERBENA_TEST_D="})
 	for name, want := range map[string]string{"VERBENA_TEST_A": "", "VERBENA_TEST_B": "1", "VERBENA_TEST_C": "a=b", "VERBENA_TEST_D": ""} {
 		if got := Getenv(name); got != want {
