@@ -5,7 +5,9 @@
 // user programs alone (qemu-user) does not do: it lacks SO_ATTACH_REUSEPORT_CBPF, by which the kernel
 // tells apart the processes of one address, and userfaultfd.
 //
-// VERBENA_ARM64 is a regular expression for other tests of interop/programs than the usual ones:
+// VERBENA_ARM64 names other tests than the usual ones: of interop/programs by a regular expression, or
+// packages.
 //
 //	VERBENA_FULL=1 VERBENA_ARM64='^TestRDMACM$/^rstream' go test -v -run 'TestArm64$' ./interop/arm64
+//	VERBENA_FULL=1 VERBENA_ARM64='internal/qp' go test -v -run TestArm64Packages ./interop/arm64
 package arm64

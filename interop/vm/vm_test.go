@@ -173,3 +173,77 @@ func TestFollow(t *testing.T) {
 		t.Errorf("%q, want %q", lines, want)
 	}
 }
+
+// What the cache has for another processor has other names, and no name of one kernel's images begins
+// as another's do.
+func TestProcessors(t *testing.T) {
+	dir := t.TempDir()
+	record := filepath.Join(dir, "sid-arm64.json")
+	image := filepath.Join(dir, "7.2-1-arm64", "boot", "vmlinuz-7.2-x")
+	for name, text := range map[string]string{record: `{"Suite":"sid","Release":"7.2-x","Version":"7.2-1"}`, image: "kernel"} {
+		if err := writeFile(name, strings.NewReader(text)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	k, _ := readRecord(record, Arm64)
+	if k == nil || k.Image != image || k.Arch != Arm64 {
+		t.Fatalf("%+v", k)
+	}
+	if k, _ := readRecord(record, Amd64); k != nil {
+		t.Errorf("a kernel for arm64 is taken for %+v", k)
+	}
+	other := &Kernel{Version: k.Version, Arch: Amd64}
+	if a, b := k.imageName(), other.imageName(); strings.HasPrefix(a, b) || strings.HasPrefix(b, a) {
+		t.Errorf("images are called %s and %s", a, b)
+	}
+	for _, err := range []error{
+		Check("mips"),
+		func() error { _, err := FindKernel(t.Context(), "sid", "mips"); return err }(),
+		func() error { _, err := FindPackages(t.Context(), "sid", "mips", "bash"); return err }(),
+		(&Machine{Kernel: &Kernel{Arch: "mips"}, Share: dir}).boot(t.Context()),
+	} {
+		if err == nil || !strings.Contains(err.Error(), `"mips"`) {
+			t.Errorf("a processor of an unknown kind: %v", err)
+		}
+	}
+	// A guest with another processor cannot run the host's programs, nor the host's one those of a tree.
+	for _, c := range []struct {
+		k *Kernel
+		c Contents
+	}{{k, Contents{}}, {k, Contents{Tree: dir, Programs: []Program{{"sh", "dash"}}}}, {other, Contents{Tree: dir}}} {
+		if _, err := collect(t.Context(), c.k, c.c); err == nil || !strings.Contains(err.Error(), "programs of the host or of a tree") {
+			t.Errorf("%+v: %v", c.c, err)
+		}
+	}
+}
+
+// A tree is packed without what programs do not read, with its links as they are.
+func TestPackTree(t *testing.T) {
+	dir := t.TempDir()
+	for _, name := range []string{"usr/bin/tool", "lib/x/a.so.1", "usr/share/doc/tool/README", "usr/include/a.h", "usr/lib/x/a.a", "var/lib/x"} {
+		if err := writeFile(filepath.Join(dir, name), strings.NewReader("12345")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := errors.Join(os.Chmod(filepath.Join(dir, "usr/bin/tool"), 0o755), os.Symlink("a.so.1", filepath.Join(dir, "lib/x/a.so"))); err != nil {
+		t.Fatal(err)
+	}
+	var buf bytes.Buffer
+	a := newArchiver(&buf)
+	if err := errors.Join(packTree(a, dir), a.close()); err != nil {
+		t.Fatal(err)
+	}
+	names, contents := readArchive(t, buf.Bytes())
+	want := []string{"usr", "usr/lib", "usr/lib/x", "usr/lib/x/a.so", "usr/lib/x/a.so.1", "usr/bin", "usr/bin/tool"}
+	if !slices.Equal(names, want) {
+		t.Errorf("the archive has %v, want %v", names, want)
+	}
+	for name, want := range map[string]string{"usr/bin/tool": "100755 12345", "usr/lib/x/a.so": "120777 a.so.1", "usr/lib/x/a.so.1": "100644 12345"} {
+		if contents[name] != want {
+			t.Errorf("%s is %q, want %q", name, contents[name], want)
+		}
+	}
+	if err := packTree(newArchiver(io.Discard), filepath.Join(dir, "none")); err == nil {
+		t.Error("a tree that is not there was packed")
+	}
+}
