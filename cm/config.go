@@ -26,8 +26,8 @@ type Config struct {
 	// that has opened that device itself names it here: a process opens a device once.
 	Device *verbs.Device
 
-	// Local is the local address of Dial and Resolve; port 0: any. Zero: the one from which the
-	// destination is reached.
+	// Local is the local address of Dial, Resolve and Join; port 0: any. Zero: the one from which the
+	// destination is reached; for Join the device's first.
 	Local netip.AddrPort
 
 	// PD is the protection domain of the queue pair. Nil: the connection makes one of its own. A

@@ -30,7 +30,8 @@
 //
 // # Datagrams
 //
-// [Announce] lets peers find a UD queue pair by address and port, and [Resolve] finds it.
+// [Announce] lets peers find a UD queue pair by address and port, and [Resolve] finds it. [Join] makes it a
+// member of a multicast group.
 //
 // # Errors
 //

@@ -150,3 +150,41 @@ func ExampleRequest_Reject() {
 	// true true
 	// connection refused: the program refuses: wrong version
 }
+
+// A member of a multicast group receives what another program sends to the group.
+func ExampleJoin() {
+	ctx := context.Background()
+	dev, err := verbs.Open("", nil)
+	check(err)
+	pd, err := dev.AllocPD()
+	check(err)
+	cq, err := dev.CreateCQ(16, nil)
+	check(err)
+	qp, err := pd.CreateQP(&verbs.QPConfig{Type: verbs.UD, SendCQ: cq, RecvCQ: cq,
+		Cap: verbs.QPCap{MaxSendWR: 1, MaxRecvWR: 4, MaxRecvSGE: 1, MaxInlineData: 64}})
+	check(err)
+	check(cm.ReadyUD(qp))
+
+	// A datagram comes with the header that it was sent with.
+	buf := make([]byte, verbs.GRHLength+64)
+	mr, err := pd.RegMR(buf, verbs.AccessLocalWrite)
+	check(err)
+	_, err = qp.PostRecv([]verbs.RecvWR{{SGL: []verbs.SGE{mr.SGE(0, len(buf))}}})
+	check(err)
+
+	group, err := cm.Join(ctx, "239.77.1.1", qp, &cm.Config{Device: dev})
+	check(err)
+	all := group.Peer()
+	ah, err := pd.CreateAH(all.AH)
+	check(err)
+	_, err = qp.PostSend([]verbs.SendWR{{Op: verbs.OpSend, Inline: []byte("hello, all"), AH: ah, RemoteQPN: all.QPN, RemoteQKey: all.QKey}})
+	check(err)
+	got := wait(cq)
+	fmt.Printf("%v: %s\n", got.Status, buf[verbs.GRHLength:got.ByteLen])
+
+	for _, c := range []interface{ Close() error }{group, ah, qp, mr, cq, pd, dev} {
+		check(c.Close())
+	}
+	// Output:
+	// success: hello, all
+}

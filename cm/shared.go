@@ -27,8 +27,9 @@ type shared struct {
 }
 
 var inUse struct {
-	mu   sync.Mutex // guards list, and the users of what is in it
-	list []*shared
+	mu      sync.Mutex // guards what follows, and the users of what is in the list
+	list    []*shared
+	members map[membership]bool // of groups
 }
 
 // acquire counts one more user of the Config's device. Without one it is the device that has the
