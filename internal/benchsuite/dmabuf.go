@@ -37,6 +37,9 @@ func (b *buffer) store() (err error) {
 	if b.exporter != nil {
 		_, err = b.exporter.WriteAt(b.bytes, 0)
 	}
+	if b.vram != nil {
+		_, err = b.vram.WriteAt(b.bytes, 0)
+	}
 	return err
 }
 
@@ -44,6 +47,9 @@ func (b *buffer) store() (err error) {
 func (b *buffer) load() (err error) {
 	if b.exporter != nil {
 		_, err = b.exporter.ReadAt(b.bytes, 0)
+	}
+	if b.vram != nil {
+		_, err = b.vram.ReadAt(b.bytes, 0)
 	}
 	return err
 }

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/verbena-rdma/verbena/dmabuf"
+	"github.com/verbena-rdma/verbena/gpu"
 	"github.com/verbena-rdma/verbena/internal/benchsuite/internal/sys"
 	"github.com/verbena-rdma/verbena/verbs"
 )
@@ -40,6 +41,7 @@ const (
 	shared   memory = "shared"       // allocated by the device: other processes can map it
 	movable  memory = "dma-buf"      // of dmabuf.Alloc, which may move it
 	held     memory = "held dma-buf" // the same, held in place by the device (PinDMABuf)
+	inVRAM   memory = "VRAM"         // of a software GPU
 )
 
 // stride is the distance of two slots. Slots start on a cache line, and have
@@ -79,6 +81,10 @@ type buffer struct {
 	// exporter has the memory, if it is a dma-buf. bytes are a copy of it then: see store and
 	// load.
 	exporter *dmabuf.Memory
+
+	// gpu and vram have the memory, if it is a GPU's. bytes are a copy of it, too.
+	gpu  *gpu.Device
+	vram *gpu.Buffer
 }
 
 // sge returns the element for n bytes from off on.
@@ -165,6 +171,9 @@ func (b *buffer) make(pd *verbs.PD, n int, mapped bool, kind memory) (err error)
 	if kind == movable || kind == held {
 		return b.makeDMABuf(pd, n)
 	}
+	if kind == inVRAM {
+		return b.makeVRAM(pd, n)
+	}
 	if mapped {
 		if b.bytes, err = sys.Map(n); err != nil {
 			return fmt.Errorf("mmap: %w", err)
@@ -200,6 +209,9 @@ func (b *buffer) close() error {
 	}
 	if b.exporter != nil {
 		errs = append(errs, b.exporter.Close())
+	}
+	if b.gpu != nil {
+		errs = append(errs, b.gpu.Close()) // it frees vram
 	}
 	return errors.Join(errs...)
 }
