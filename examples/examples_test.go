@@ -2,13 +2,13 @@ package examples_test
 
 // The documents for newcomers are held to the code:
 //
-//   - docs/first-hour.md shows the programs of this directory, parts of them, and what
-//     they print. The programs are built and run, and all of it is compared.
+//   - docs/first-hour.md and docs/gpu.md show the programs of this directory, parts of them,
+//     and what they print. The programs are built and run, and all of it is compared.
 //   - docs/verbs-in-go.md has a row for every verb of the drop-in library, and its Go
 //     column names only what the package verbs has.
 //   - docs/glossary.md stays at one screen.
 //
-// "go test ./examples -update" copies changed programs into docs/first-hour.md.
+// "go test ./examples -update" copies changed programs into the documents.
 
 import (
 	"bufio"
@@ -31,11 +31,15 @@ import (
 
 const (
 	firstHour = "../docs/first-hour.md"
+	gpuDoc    = "../docs/gpu.md"
 	verbsInGo = "../docs/verbs-in-go.md"
 	glossary  = "../docs/glossary.md"
 )
 
-var update = flag.Bool("update", false, "copy the programs into docs/first-hour.md")
+// documents show programs.
+var documents = []string{firstHour, gpuDoc}
+
+var update = flag.Bool("update", false, "copy the programs into the documents")
 
 // block is a code block of first-hour.md that a comment marks:
 //
@@ -55,11 +59,13 @@ var marked = regexp.MustCompile("(?s)<!-- (program|excerpt|output) (\\w+) ?(\\w*
 func blocks(t *testing.T) []block {
 	t.Helper()
 	var all []block
-	for _, m := range marked.FindAllStringSubmatch(read(t, firstHour), -1) {
-		all = append(all, block{m[1], m[2], m[3], m[4]})
+	for _, doc := range documents {
+		for _, m := range marked.FindAllStringSubmatch(read(t, doc), -1) {
+			all = append(all, block{m[1], m[2], m[3], m[4]})
+		}
 	}
 	if len(all) == 0 {
-		t.Fatal("the document has no marked blocks")
+		t.Fatal("the documents have no marked blocks")
 	}
 	return all
 }
@@ -126,11 +132,24 @@ func source(t *testing.T, b block) string {
 }
 
 func TestProgramsInDocument(t *testing.T) {
-	doc := read(t, firstHour)
 	shown := map[string]bool{}
 	for _, b := range blocks(t) {
 		shown[b.program+" "+b.kind] = true
 	}
+	for _, path := range documents {
+		testDocument(t, path)
+	}
+	for _, p := range programs(t) {
+		if !shown[p+" output"] || !shown[p+" program"] && !shown[p+" excerpt"] {
+			t.Errorf("no document shows examples/%s/main.go and what it prints", p)
+		}
+	}
+}
+
+// testDocument compares the programs that a document shows with their files.
+func testDocument(t *testing.T, path string) {
+	t.Helper()
+	doc := read(t, path)
 	want := marked.ReplaceAllStringFunc(doc, func(s string) string {
 		m := marked.FindStringSubmatch(s)
 		if m[1] == "output" {
@@ -139,25 +158,20 @@ func TestProgramsInDocument(t *testing.T) {
 		b := block{kind: m[1], program: m[2], part: m[3]}
 		if now := source(t, b); now != m[4] {
 			if !*update {
-				t.Errorf("the %s of %s %s in %s is not what the file has: go test ./examples -update", b.kind, b.program, b.part, firstHour)
+				t.Errorf("the %s of %s %s in %s is not what the file has: go test ./examples -update", b.kind, b.program, b.part, path)
 			}
 			return strings.TrimSuffix(s, m[4]+"```\n") + now + "```\n"
 		}
 		return s
 	})
 	if *update && want != doc {
-		if err := os.WriteFile(firstHour, []byte(want), 0o644); err != nil {
+		if err := os.WriteFile(path, []byte(want), 0o644); err != nil {
 			t.Fatal(err)
-		}
-	}
-	for _, p := range programs(t) {
-		if !shown[p+" output"] || !shown[p+" program"] && !shown[p+" excerpt"] {
-			t.Errorf("%s does not show examples/%s/main.go and what it prints", firstHour, p)
 		}
 	}
 	// A block that looks like a program and has no mark would never be checked.
 	if n, m := strings.Count(doc, "```go\n"), len(regexp.MustCompile("<!-- (program|excerpt) .*-->\n```go\n").FindAllString(doc, -1)); n != m {
-		t.Errorf("%d of %d blocks of Go in %s have no mark", n-m, n, firstHour)
+		t.Errorf("%d of %d blocks of Go in %s have no mark", n-m, n, path)
 	}
 }
 
@@ -193,7 +207,7 @@ func compare(t *testing.T, got, want string, err error) {
 		t.Errorf("the program fails: %v", err)
 	}
 	if masked(got) != masked(want) {
-		t.Errorf("the program prints\n%s\nwant, by %s,\n%s", got, firstHour, want)
+		t.Errorf("the program prints\n%s\nwant, by the document,\n%s", got, want)
 	}
 }
 
