@@ -232,6 +232,7 @@ func (q *QP) letGo() {
 			}
 			return
 		}
+		t.Free() // it is executed
 	}
 	if h.lost && len(requests) > 0 {
 		h.lost = false
@@ -252,12 +253,20 @@ func (h *heldRequests) drop() []*train.Train {
 	return requests
 }
 
+// free gives back the staging bytes of requests that are forgotten.
+func free(requests []*train.Train) {
+	for _, t := range requests {
+		t.Free()
+	}
+}
+
 // giveUp ends the wait: it sends an RNR NAK for the first of what was kept, and forgets the
 // requests.
 func (q *QP) giveUp() {
 	r := &q.resp
 	h := r.held
 	requests := h.drop()
+	free(requests)
 	h.lost, h.inOrder, h.until = false, false, 0
 	if h.answers {
 		h.answers = false
@@ -277,7 +286,7 @@ func (q *QP) forgetHeld() {
 	if r.held == nil {
 		return
 	}
-	r.held.drop()
+	free(r.held.drop())
 	r.held = nil
 	if j := r.at(0); r.n > 0 && j.held {
 		j.held, j.waiting = false, false // the answers behind it are still due

@@ -512,7 +512,7 @@ func (q *QP) unreadMove(m *Move) (*train.Train, mem.Fault) {
 	r.moves, r.ack.pending, r.partly = nil, false, false
 	q.moves.forgetKind(moveRequest)
 	if h := r.held; h != nil && len(h.requests) > 0 {
-		h.drop() // what waited behind them comes again, too
+		free(h.drop()) // what waited behind them comes again, too
 		h.inOrder, h.lost = false, false
 		if !h.answers {
 			h.until = 0

@@ -202,7 +202,8 @@ func (t *Train) Reset() {
 
 // Keep returns a copy of an incoming train that stays valid after Deliver has returned: with
 // a copy of the payload, or by reference if the CPU does not address it and there is a Lease.
-// A fault says why the payload could not be read.
+// A fault says why the payload could not be read. The copy is in staging bytes, which Free gives
+// back.
 func (t *Train) Keep() (*Train, mem.Fault) {
 	c := new(Train)
 	*c = *t
@@ -218,9 +219,16 @@ func (t *Train) Keep() (*Train, mem.Fault) {
 		}
 	}
 	c.Lease = nil
-	c.raw[0] = make([]byte, t.Len)
+	if t.Len <= mem.Quantum {
+		c.raw[0] = mem.Staging(t.Len)
+	} else {
+		c.raw[0] = make([]byte, t.Len)
+	}
 	c.Payload = mem.List{Raw: c.raw[:]}
 	f, _ := mem.Copy(&c.Payload, &t.Payload, uint64(t.Len), false)
+	if !f.OK() {
+		c.Free()
+	}
 	return c, f
 }
 
@@ -308,7 +316,7 @@ func (t *Train) refer(o *Train) {
 	t.Payload.Memo = nil
 }
 
-// Free gives back the staging bytes of KeepStaged.
+// Free gives back the staging bytes of Keep and KeepStaged. Nothing uses the train any more.
 func (t *Train) Free() {
 	if b := t.raw[0]; b != nil {
 		t.raw[0] = nil
