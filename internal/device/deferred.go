@@ -21,6 +21,11 @@ const (
 	// maxWorkers is how many workers there are at most. Each takes a thread while it
 	// waits for storage.
 	maxWorkers = 32
+	// maxOwnerWorkers is how many of them may wait for one owner of memory, such as the exporter of
+	// a dma-buf, who brings all of it at once; maxRegionWorkers is how many for one region. The
+	// rest is for others, if what these wait for hangs.
+	maxOwnerWorkers  = 4
+	maxRegionWorkers = maxWorkers - 8
 	// retryPause is how long a worker waits when bytes that it has fetched are
 	// gone again at once: there is more in use than memory holds.
 	retryPause = time.Millisecond
@@ -36,10 +41,54 @@ type deferredWork struct {
 	mu      sync.Mutex         // guards what follows
 	list    ring[deferredItem] // wait for a worker
 	running int                // workers
+	waits   map[any]*ownerWait // by owner of memory, or region
 	closed  bool
 
 	closing chan struct{}  // closed by close
 	workers sync.WaitGroup // workers, and goroutines that wait for memory; close waits for all
+}
+
+// ownerWait is the workers that wait for one owner of memory, or one region.
+type ownerWait struct {
+	workers int
+	freed   chan struct{} // closed when there is one fewer; nil: nothing waits for that
+}
+
+// enter counts a worker that is about to wait for an owner, or returns a channel that is closed when
+// there is one fewer: there are most already.
+func (s *deferredWork) enter(owner any, most int) <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	w := s.waits[owner]
+	if w == nil {
+		if s.waits == nil {
+			s.waits = make(map[any]*ownerWait)
+		}
+		w = new(ownerWait)
+		s.waits[owner] = w
+	}
+	if w.workers < most {
+		w.workers++
+		return nil
+	}
+	if w.freed == nil {
+		w.freed = make(chan struct{})
+	}
+	return w.freed
+}
+
+// leave ends what enter began.
+func (s *deferredWork) leave(owner any) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	w := s.waits[owner]
+	if w.freed != nil {
+		close(w.freed)
+		w.freed = nil
+	}
+	if w.workers--; w.workers == 0 {
+		delete(s.waits, owner)
+	}
 }
 
 // close waits until storage has done what was asked of it. No new work comes: all queue
@@ -87,8 +136,8 @@ func (d *Device) deferredWorker() {
 	}
 }
 
-// carryOut does the work of one kind for a queue pair, oldest first. If the memory is
-// suspended, it leaves the rest to carryOutWhen.
+// carryOut does the work of one kind for a queue pair, oldest first. If the memory is suspended, or
+// enough workers wait for its owner, it leaves the rest to carryOutWhen.
 func (d *Device) carryOut(q *QP, l qp.WorkKind) {
 	var w qp.Work
 	for {
@@ -103,10 +152,8 @@ func (d *Device) carryOut(q *QP, l qp.WorkKind) {
 		}
 		d.runWaiting(q.peer.Load(), d.now()) // q stands still: others may use its credits
 		c := w.Suspended()
-		if c == nil && !w.Do(d.table) {
-			if c = w.Suspended(); c == nil {
-				time.Sleep(retryPause)
-			}
+		if c == nil {
+			c = d.do(&w)
 		}
 		if c != nil {
 			d.carryOutWhen(q, w, l, c)
@@ -114,6 +161,29 @@ func (d *Device) carryOut(q *QP, l qp.WorkKind) {
 		}
 		d.carriedOut(q, &w)
 	}
+}
+
+// do does a piece of work. It returns a channel if the work has to be tried again when that is
+// closed: the memory is suspended, or enough workers wait for its owner already.
+func (d *Device) do(w *qp.Work) <-chan struct{} {
+	if owner, owned := w.Owner(); owner != nil {
+		most := maxRegionWorkers
+		if owned {
+			most = maxOwnerWorkers
+		}
+		if c := d.work.enter(owner, most); c != nil {
+			return c
+		}
+		defer d.work.leave(owner)
+	}
+	if w.Do(d.table) {
+		return nil
+	}
+	c := w.Suspended()
+	if c == nil {
+		time.Sleep(retryPause)
+	}
+	return c
 }
 
 // carriedOut lets a queue pair go on after a piece of its work was done.
@@ -128,7 +198,8 @@ func (d *Device) carriedOut(q *QP, w *qp.Work) {
 	d.answer(q, now)
 }
 
-// carryOutWhen goes on with work when its memory is not suspended any more. That may take
+// carryOutWhen goes on with work when a channel is closed: its memory is not suspended any more, or
+// a worker does not wait for its owner any more. That may take
 // long, so a goroutine of its own waits, which takes no thread, and not a worker. The wait
 // ends early if the queue pair gives its requests up, the device closes, or the time of the
 // work is over.

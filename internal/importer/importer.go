@@ -247,6 +247,9 @@ var started = time.Now()
 
 func now() int64 { return int64(time.Since(started)) }
 
+// Owner implements mem.Owned: who waits for a buffer waits for its reservation.
+func (i *Backing) Owner() any { return i.attachment.Buffer().Reservation() }
+
 // Await maps the buffer again. If that fails, the accesses of the next moment fail, too (Refusal):
 // the one that waited may ask for its bytes several times before it ends.
 func (i *Backing) Await(_, _ uint64, acc ib.Access) mem.FaultKind {

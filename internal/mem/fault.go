@@ -68,6 +68,20 @@ func (f Fault) Await() Fault {
 	return f.orNone()
 }
 
+// Owner returns what Await waits for: the owner of the memory, which several regions may have
+// (Owned), or else the region. It returns nil if Await does not wait for such a one.
+func (f Fault) Owner() (owner any, owned bool) {
+	w := f.wanted
+	if f.Kind != FaultPending || w == nil || w.region == nil || w.region.enter(shutToLooks) != FaultNone {
+		return nil, false
+	}
+	defer w.region.leave()
+	if o, ok := w.region.backing.(Owned); ok {
+		return o.Owner(), true
+	}
+	return w.region, false
+}
+
 // WaitFault returns the fault of a request that waits until a channel is closed.
 func WaitFault(c <-chan struct{}) Fault {
 	return Fault{Kind: FaultPending, wanted: &wanted{left: c, brief: true}}

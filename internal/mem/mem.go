@@ -88,6 +88,13 @@ type Movable interface {
 	Bind(*Region)
 }
 
+// Owned is a Backing whose Await waits for the owner of the memory, which may have lent it to
+// several regions, and may not answer.
+type Owned interface {
+	// Owner returns the owner, as a key that can be compared.
+	Owner() any
+}
+
 // Placed is a Movable whose bytes may lie in a memory file that other processes can map. The
 // owner gives the file up when it moves the bytes: what a process writes there late is lost, and
 // harms nobody.

@@ -99,6 +99,10 @@ func (q *QP) NextWork(l WorkKind, w *Work) bool {
 // for memory that is suspended; nil if not.
 func (w *Work) Suspended() <-chan struct{} { return w.fault.Suspended() }
 
+// Owner returns what Do waits for, to be compared: see mem.Fault.Owner. It is nil if that is not
+// known.
+func (w *Work) Owner() (owner any, owned bool) { return w.fault.Owner() }
+
 // Limit returns when the wait for the channel of Suspended is to end, also if the channel is not
 // closed by then; 0: never.
 func (w *Work) Limit() Time { return w.limit }
