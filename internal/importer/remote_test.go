@@ -87,9 +87,9 @@ type child struct {
 	out *bufio.Scanner
 }
 
-func startImporter(t *testing.T, how string, m *dmabuf.Memory) *child {
+func startImporter(t *testing.T, how string, b *dmabuf.Buffer) *child {
 	t.Helper()
-	fd, err := m.Buffer().FD()
+	fd, err := b.FD()
 	check(t, err)
 	f := os.NewFile(uintptr(fd), "dma-buf")
 	defer func() { check(t, f.Close()) }() // the other process has its own
@@ -175,7 +175,7 @@ func within(t *testing.T, d time.Duration) context.Context {
 // The buffer moves, and is evicted, while another process writes to it: nothing is lost.
 func TestRemoteImporter(t *testing.T) {
 	m := remoteMemory(t)
-	c := startImporter(t, "dynamic", m)
+	c := startImporter(t, "dynamic", m.Buffer())
 	c.says("ready")
 	const rounds, each = 20, 5000
 	said := make(chan string)
@@ -216,7 +216,7 @@ func TestRemoteImporter(t *testing.T) {
 // A process that has pinned the buffer holds it in place, until it ends.
 func TestRemotePinned(t *testing.T) {
 	m := remoteMemory(t)
-	c := startImporter(t, "pinned", m)
+	c := startImporter(t, "pinned", m.Buffer())
 	c.says("ready")
 	wantErr(t, "a move", m.Move(within(t, time.Minute)), syscall.EBUSY)
 	c.add(10)
@@ -231,7 +231,7 @@ func TestRemotePinned(t *testing.T) {
 // A process that is stopped delays a move until its context ends; one that is killed does not.
 func TestRemoteStopped(t *testing.T) {
 	m := remoteMemory(t)
-	c := startImporter(t, "dynamic", m)
+	c := startImporter(t, "dynamic", m.Buffer())
 	c.says("ready")
 	c.add(10)
 	c.says("added")
@@ -256,7 +256,7 @@ func TestRemoteStopped(t *testing.T) {
 func TestRemoteRevoked(t *testing.T) {
 	for _, how := range []string{"dynamic", "pinned"} {
 		m := remoteMemory(t)
-		c := startImporter(t, how, m)
+		c := startImporter(t, how, m.Buffer())
 		c.says("ready")
 		c.add(3)
 		c.says("added")
