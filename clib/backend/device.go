@@ -80,6 +80,20 @@ type listed struct {
 // interface is left out where there is another: its address is the same on every host, and
 // programs that use all devices they see (UCX) would take it for a second path to a peer.
 func list() ([]listed, error) {
+	all, err := listOwn()
+	for i := range all {
+		all[i].name = shownName(all[i].name)
+	}
+	return all, err
+}
+
+// shownName returns the name that programs see of a device: that of VERBENA_NAME, with its number.
+func shownName(name string) string {
+	return conf().Name + strings.TrimPrefix(name, settings.DefaultName)
+}
+
+// listOwn is list, with the device's own names.
+func listOwn() ([]listed, error) {
 	s := conf()
 	base := provider.Config{Link: s.Link, Lock: ib.LockOff, Window: s.Window, Receivers: s.Receivers, PCAP: s.PCAP, PinDMABuf: s.DMABuf == "pinned", Limits: limits(s)}
 	switch s.Lock {
@@ -97,7 +111,7 @@ func list() ([]listed, error) {
 		for i, addrs := range s.Addrs {
 			c := base
 			c.Addrs = addrs
-			all = append(all, listed{fmt.Sprintf("verbena%d", i), interfaceOf(infos, addrs), c})
+			all = append(all, listed{fmt.Sprintf("%s%d", settings.DefaultName, i), interfaceOf(infos, addrs), c})
 		}
 		return all, nil
 	}
@@ -113,7 +127,7 @@ func list() ([]listed, error) {
 	var chosen []listed
 	for _, want := range s.Devices {
 		for _, d := range all {
-			if want == d.name || want == d.iface {
+			if want == d.name || want == d.iface || want == shownName(d.name) {
 				chosen = append(chosen, d)
 			}
 		}

@@ -21,6 +21,7 @@ type Var struct {
 // Vars lists the variables, in the order in which they are shown.
 var Vars = []Var{
 	{"VERBENA_ADDR", "every interface's own", "Addresses that devices stand on: those of one device separated by commas, devices by semicolons. They are called verbena0, verbena1, …"},
+	{"VERBENA_NAME", "verbena", "What devices are called, in front of their number: some programs look at the name (mlx5_). Letters, digits, _ and -, at most 32."},
 	{"VERBENA_DEVICES", "all, loopback only if there is no other", "Names of devices or network interfaces, separated by commas: what programs see, in this order."},
 	{"VERBENA_LINK", "any", "How requests travel: any, loop (within the process), local (within the host), udp (packets only)."},
 	{"VERBENA_LOCK", "off", "Whether registered memory is locked: off, auto (where the limit allows it), strict (its pages are held, also after munmap; registration fails if they can neither be held nor locked)."},
@@ -46,6 +47,7 @@ var Vars = []Var{
 type Settings struct {
 	Addrs     [][]netip.Addr // one list for each device; nil: those of the interfaces
 	Devices   []string       // nil: all
+	Name      string         // what devices are called, in front of their number
 	Link      string         // "" for any
 	Lock      string         // "off", "auto" or "strict"
 	Window    int
@@ -65,12 +67,17 @@ var LimitNames = []string{"qp", "cq", "mr", "mw", "pd", "ah", "srq", "qp_wr", "c
 // HideNames are the words of VERBENA_HIDE.
 var HideNames = []string{"odp", "xrc", "mw", "atomic", "flush", "atomic_write", "srq", "dmabuf", "rereg_dmabuf"}
 
+// DefaultName is what devices are called.
+const DefaultName = "verbena"
+
+var nameForm = regexp.MustCompile(`^[A-Za-z0-9_-]{1,32}$`)
+
 var stormForm = regexp.MustCompile(`^[0-9]+,[1-9][0-9]{0,5}(,[1-9][0-9]*)?$`)
 
 // Parse reads the variables by getenv, for the process pid. The error names all wrong
 // values; the settings are valid all the same, as if those variables were not set.
 func Parse(getenv func(string) string, pid int) (*Settings, error) {
-	s := &Settings{Lock: "off", DMABuf: "dynamic", Identity: "verbena"}
+	s := &Settings{Lock: "off", DMABuf: "dynamic", Identity: "verbena", Name: DefaultName}
 	var wrong []string
 	refuse := func(name, why string) { wrong = append(wrong, fmt.Sprintf("%s=%q: %s", name, getenv(name), why)) }
 	oneOf := func(name string, to *string, words ...string) {
@@ -100,6 +107,11 @@ func Parse(getenv func(string) string, pid int) (*Settings, error) {
 		}
 	}
 	s.Devices = split(getenv("VERBENA_DEVICES"), ",")
+	if name := getenv("VERBENA_NAME"); nameForm.MatchString(name) {
+		s.Name = name
+	} else if name != "" {
+		refuse("VERBENA_NAME", "it has 1 to 32 letters, digits, _ and -")
+	}
 	oneOf("VERBENA_LINK", &s.Link, "any", "loop", "local", "udp")
 	if s.Link == "any" {
 		s.Link = ""
