@@ -86,17 +86,21 @@ func (c *Conn) ended() {
 	default:
 	}
 	c.state.Lock()
-	defer c.state.Unlock()
-	if !c.closing {
+	closing := c.closing
+	if !closing {
 		c.ends.Add(1)
-		go c.peerLeft()
 	}
+	c.state.Unlock()
+	if closing {
+		return
+	}
+	_ = c.id.Disconnect() // confirms it to the peer, which waits; fails if Close has done it
+	go c.peerLeft()
 }
 
-// peerLeft confirms that the peer has ended the connection.
+// peerLeft ends the connection on this side, when the peer has.
 func (c *Conn) peerLeft() {
 	defer c.ends.Done()
-	_ = c.id.Disconnect() // fails if Close has done it
 	c.fail()
 	c.end(ErrDisconnected)
 }

@@ -5,6 +5,7 @@ package main
 import "C"
 
 import (
+	"bytes"
 	"errors"
 	"syscall"
 )
@@ -18,7 +19,7 @@ import (
 //   - ucma_command.go: the commands.
 //   - ucma_layout.go: structures of the kernel's headers.
 //   - ucma_engine.go: what is needed of internal/cma.
-//   - ucma_semaphore.go: the readiness of a channel.
+//   - ucma_readiness.go: the readiness of a channel.
 //
 // The numbers of errors are those of the kernel's drivers/infiniband/core/ucma.c.
 
@@ -29,7 +30,7 @@ var (
 
 //export vbe_cm_open
 func vbe_cm_open(fd C.int) C.int64_t {
-	s, err := newSemaphore(int(fd), descriptors)
+	s, err := newEventfd(int(fd), descriptors)
 	if err != nil {
 		return failed(err)
 	}
@@ -48,26 +49,21 @@ func vbe_cm_command(h C.uint64_t, cmd C.uint32_t, in *C.uint8_t, inLen C.uint32_
 	if c == nil {
 		return -C.int64_t(C.EBADF) // another thread has closed it
 	}
-	body := make([]byte, inLen)
-	for i, b := range view(in, int(inLen)) {
-		body[i] = byte(b)
+	call := cmCall{channel: c, in: bytes.Clone(octets(in, int(inLen))), room: int(room)}
+	switch {
+	case cmd == cmGetEvent:
+		call.hasRead = aux != 0
+	case aux != 0:
+		call.other = cmChannels.get(uint64(aux))
 	}
-	var other *cmChannel
-	if aux != 0 {
-		other = cmChannels.get(uint64(aux))
-	}
-	got, err := cmProcess.command(c, uint32(cmd), body, int(room), other)
+	got, err := cmProcess.command(uint32(cmd), &call)
 	switch {
 	case cmd == cmGetEvent && errors.Is(err, syscall.EAGAIN):
 		return -C.int64_t(C.EAGAIN) // no failure to be told of
 	case err != nil:
 		return failed(err)
 	}
-	to := view(out, int(room))
-	for i, b := range got {
-		to[i] = C.uint8_t(b)
-	}
-	return C.int64_t(len(got))
+	return C.int64_t(copy(octets(out, int(room)), got))
 }
 
 //export vbe_cm_close

@@ -36,17 +36,24 @@ func newCMFiles(newEngine func() connEngine) *cmFiles {
 		nextID: rand.Uint32N(usualIDs)}
 }
 
-// counter is a semaphore.
-type counter interface {
-	add()
-	take()
+// readiness is what the program polls: see eventfd.
+type readiness interface {
+	set()
+	clear() // if nobody was faster
+	canClear() bool
 	close()
 }
 
 // cmChannel is an event channel: one open file.
+//
+// Its descriptor is readable if there are events, unless a thread of the program has read it
+// and is about to take one. isSet follows that: a thread that reads the descriptor says so
+// when it asks for an event.
 type cmChannel struct {
-	ready  counter // has the number of events, less the readers that are about to take one
+	ready  readiness
+	isSet  bool // ready was set, and neither cleared nor reported to have been read
 	events []*cmEvent
+	first  int // of events: those before it were taken
 	closed bool
 }
 
@@ -83,7 +90,7 @@ type cmEvent struct {
 	resp  eventResp
 }
 
-func (f *cmFiles) open(ready counter) *cmChannel {
+func (f *cmFiles) open(ready readiness) *cmChannel {
 	c := &cmChannel{ready: ready}
 	f.mu.Lock()
 	f.channels = append(f.channels, c)
@@ -225,25 +232,56 @@ func (f *cmFiles) destroy(id *cmID) uint32 {
 
 // dropLocked removes events, and returns them.
 func (c *cmChannel) dropLocked(drop func(*cmEvent) bool) (dropped []*cmEvent) {
+	c.compactLocked()
 	c.events = slices.DeleteFunc(c.events, func(e *cmEvent) bool {
 		if !drop(e) {
 			return false
 		}
 		dropped = append(dropped, e)
-		if !c.closed {
-			c.ready.take()
-		}
 		return true
 	})
+	c.showLocked()
 	return dropped
 }
 
 // addLocked appends an event.
 func (c *cmChannel) addLocked(e *cmEvent) {
-	c.events = append(c.events, e)
-	if !c.closed {
-		c.ready.add()
+	if len(c.events) == cap(c.events) {
+		c.compactLocked()
 	}
+	c.events = append(c.events, e)
+	c.showLocked()
+}
+
+// takeLocked returns the first event, nil if there is none.
+func (c *cmChannel) takeLocked() (e *cmEvent) {
+	if c.first < len(c.events) {
+		e = c.events[c.first]
+		c.events[c.first] = nil
+		c.first++
+	}
+	c.showLocked()
+	return e
+}
+
+// compactLocked forgets the places of events that were taken.
+func (c *cmChannel) compactLocked() {
+	c.events = slices.Delete(c.events, 0, c.first)
+	c.first = 0
+}
+
+// showLocked makes the descriptor readable if there are events, and only then.
+func (c *cmChannel) showLocked() {
+	some := c.first < len(c.events)
+	switch {
+	case c.closed || some == c.isSet:
+		return
+	case some:
+		c.ready.set()
+	default:
+		c.ready.clear()
+	}
+	c.isSet = some
 }
 
 // deliver is the sink of all ids.
@@ -306,15 +344,20 @@ func (f *cmFiles) respLocked(e *cmEvent, ev *connEvent) eventResp {
 	return r
 }
 
-// next takes the next event of a channel.
-func (f *cmFiles) next(c *cmChannel) *cmEvent {
+// next takes the next event of a channel, for a thread that has read its descriptor, or
+// has not; nil if there is none, or the descriptor has to be read first.
+func (f *cmFiles) next(c *cmChannel, hasRead bool) *cmEvent {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if len(c.events) == 0 {
+	if hasRead {
+		c.isSet = false
+	} else if !c.ready.canClear() {
 		return nil
 	}
-	e := c.events[0]
-	c.events = slices.Delete(c.events, 0, 1)
+	e := c.takeLocked()
+	if e == nil {
+		return nil
+	}
 	e.of.reported++
 	if e.join != nil {
 		e.join.reported++

@@ -21,6 +21,7 @@ type cmCall struct {
 	in      []byte
 	room    int
 	other   *cmChannel // MIGRATE_ID: the channel that the id is on; nil: there is none
+	hasRead bool       // GET_EVENT: the caller has read the channel's descriptor
 }
 
 // cmCommand is a command of enum rdma_ucm_cmds.
@@ -62,7 +63,7 @@ var cmCommands = [25]cmCommand{
 }
 
 // command executes a command, and returns its answer.
-func (f *cmFiles) command(c *cmChannel, number uint32, in []byte, room int, other *cmChannel) ([]byte, error) {
+func (f *cmFiles) command(number uint32, c *cmCall) ([]byte, error) {
 	if number >= uint32(len(cmCommands)) {
 		return nil, syscall.EINVAL
 	}
@@ -70,16 +71,17 @@ func (f *cmFiles) command(c *cmChannel, number uint32, in []byte, room int, othe
 	switch {
 	case cmd.do == nil:
 		return nil, syscall.ENOSYS
-	case room < cmd.room:
+	case c.room < cmd.room:
 		return nil, syscall.ENOSPC
-	case len(in) < cmd.size:
+	case len(c.in) < cmd.size:
 		return nil, syscall.EINVAL
 	}
-	out, err := cmd.do(&cmCall{f, c, in, room, other})
+	c.files = f
+	out, err := cmd.do(c)
 	if err != nil {
 		return nil, err
 	}
-	return out[:min(len(out), room)], nil
+	return out[:min(len(out), c.room)], nil
 }
 
 // u32 returns a number of the body.
@@ -516,7 +518,7 @@ func (c *cmCall) leave() ([]byte, error) {
 // --- events ---
 
 func (c *cmCall) getEvent() ([]byte, error) {
-	e := c.files.next(c.channel)
+	e := c.files.next(c.channel, c.hasRead)
 	if e == nil {
 		return nil, syscall.EAGAIN
 	}

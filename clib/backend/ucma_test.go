@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
@@ -119,12 +120,20 @@ func (i *fakeID) join(group netip.Addr, _ bool) (connJoin, error) {
 	return j, nil
 }
 
-// count is a semaphore that tests can read.
-type count struct{ n, closed int }
+// flagged is a readiness that tests can read.
+type flagged struct {
+	on, old bool // old: it cannot be cleared
+	closed  int
+}
 
-func (c *count) add()   { c.n++ }
-func (c *count) take()  { c.n-- }
-func (c *count) close() { c.closed++ }
+func (c *flagged) set()           { c.on = true }
+func (c *flagged) canClear() bool { return !c.old }
+func (c *flagged) close()         { c.closed++ }
+func (c *flagged) clear() {
+	if !c.old {
+		c.on = false
+	}
+}
 
 // cmRig is a process with channels.
 type cmRig struct {
@@ -138,15 +147,22 @@ func newRig(t *testing.T) *cmRig {
 	return &cmRig{t, newCMFiles(func() connEngine { return e }), e}
 }
 
-func (r *cmRig) channel() *cmChannel { return r.f.open(&count{}) }
+func (r *cmRig) channel() *cmChannel { return r.f.open(&flagged{}) }
 
-func ready(c *cmChannel) int { return c.ready.(*count).n }
+// ready returns the number of events, of which the channel's readiness must tell.
+func ready(c *cmChannel) int {
+	n := len(c.events) - c.first
+	if on := c.ready.(*flagged).on; on != (n > 0) {
+		panic(fmt.Sprintf("readable is %v, and there are %d events", on, n))
+	}
+	return n
+}
 
 // do executes a command with a body of the right size, in which numbers are set.
 func (r *cmRig) do(c *cmChannel, cmd int, put func([]byte)) ([]byte, error) {
 	b := make([]byte, cmCommands[cmd].size)
 	put(b)
-	return r.f.command(c, uint32(cmd), b, 1024, nil)
+	return r.f.command(uint32(cmd), &cmCall{channel: c, in: b, room: 1024})
 }
 
 func (r *cmRig) must(c *cmChannel, cmd int, put func([]byte)) []byte {
@@ -170,10 +186,9 @@ func (r *cmRig) create(c *cmChannel, uid uint64, ps cma.PortSpace) (uint32, *fak
 	return n, r.f.ids[n].conn.(*fakeID)
 }
 
-// event takes an event, as the front does: one from the semaphore first.
+// event takes an event.
 func (r *cmRig) event(c *cmChannel) (uid uint64, id, typ uint32) {
 	r.t.Helper()
-	c.ready.take()
 	b := r.must(c, cmGetEvent, func([]byte) {})
 	if len(b) != sizeEventResp {
 		r.t.Fatalf("an event of %d bytes", len(b))
@@ -229,17 +244,17 @@ func TestCMErrors(t *testing.T) {
 	for cmd, c := range cmCommands {
 		off, known := idAt[cmd]
 		if !known {
-			_, err := r.f.command(a, uint32(cmd), make([]byte, 400), 1024, nil)
+			_, err := r.f.command(uint32(cmd), &cmCall{channel: a, in: make([]byte, 400), room: 1024})
 			wantErr(t, "a command that is missing", err, syscall.ENOSYS)
 			continue
 		}
 		for n := range c.size {
-			if _, err := r.f.command(a, uint32(cmd), body(cmd)[:n], 1024, nil); !errors.Is(err, syscall.EINVAL) {
+			if _, err := r.f.command(uint32(cmd), &cmCall{channel: a, in: body(cmd)[:n], room: 1024}); !errors.Is(err, syscall.EINVAL) {
 				t.Errorf("command %d with %d of %d bytes: %v", cmd, n, c.size, err)
 			}
 		}
 		for n := range c.room {
-			if _, err := r.f.command(a, uint32(cmd), body(cmd), n, nil); !errors.Is(err, syscall.ENOSPC) {
+			if _, err := r.f.command(uint32(cmd), &cmCall{channel: a, in: body(cmd), room: n}); !errors.Is(err, syscall.ENOSPC) {
 				t.Errorf("command %d with room for %d of %d bytes: %v", cmd, n, c.room, err)
 			}
 		}
@@ -248,20 +263,20 @@ func TestCMErrors(t *testing.T) {
 		}
 		in := body(cmd)
 		native.PutUint32(in[off:], id+1000)
-		if _, err := r.f.command(a, uint32(cmd), in, 1024, a); !errors.Is(err, syscall.ENOENT) {
+		if _, err := r.f.command(uint32(cmd), &cmCall{channel: a, in: in, room: 1024, other: a}); !errors.Is(err, syscall.ENOENT) {
 			t.Errorf("command %d for an id that does not exist: %v", cmd, err)
 		}
 		if cmd == 17 { // its id is a membership's
 			continue
 		}
 		native.PutUint32(in[off:], id)
-		if _, err := r.f.command(b, uint32(cmd), in, 1024, b); !errors.Is(err, syscall.EINVAL) {
+		if _, err := r.f.command(uint32(cmd), &cmCall{channel: b, in: in, room: 1024, other: b}); !errors.Is(err, syscall.EINVAL) {
 			t.Errorf("command %d for an id of another channel: %v", cmd, err)
 		}
 	}
-	_, err := r.f.command(a, 25, nil, 0, nil)
+	_, err := r.f.command(25, &cmCall{channel: a, in: nil, room: 0})
 	wantErr(t, "an unknown command", err, syscall.EINVAL)
-	_, err = r.f.command(a, cmGetEvent, make([]byte, 8), 1024, nil)
+	_, err = r.f.command(cmGetEvent, &cmCall{channel: a, in: make([]byte, 8), room: 1024})
 	wantErr(t, "no event", err, syscall.EAGAIN)
 	_, err = r.do(a, 0, func(b []byte) { native.PutUint16(b[16:], 7) })
 	wantErr(t, "an unknown port space", err, syscall.EINVAL)
@@ -302,7 +317,7 @@ func TestCMRandom(t *testing.T) {
 		if off, ok := idAt[cmd]; ok && off >= 0 && len(in) >= off+4 && len(ids) > 0 {
 			native.PutUint32(in[off:], ids[rng.IntN(len(ids))])
 		}
-		out, err := r.f.command(c, uint32(cmd), in, rng.IntN(600), ch[rng.IntN(2)])
+		out, err := r.f.command(uint32(cmd), &cmCall{channel: c, in: in, room: rng.IntN(600), other: ch[rng.IntN(2)]})
 		var errno syscall.Errno
 		if err != nil && !errors.As(err, &errno) {
 			t.Fatalf("command %d: %v", cmd, err)
@@ -393,8 +408,8 @@ func TestCMDestroyListener(t *testing.T) {
 		t.Errorf("an event of uid %d, %d left", uid, ready(c))
 	}
 	r.f.close(c)
-	if n := r.e.left(); n != 0 || c.ready.(*count).closed != 1 {
-		t.Errorf("%d ids are left, closed %d times", n, c.ready.(*count).closed)
+	if n := r.e.left(); n != 0 || c.ready.(*flagged).closed != 1 {
+		t.Errorf("%d ids are left, closed %d times", n, c.ready.(*flagged).closed)
 	}
 }
 
@@ -411,7 +426,7 @@ func TestCMMigrate(t *testing.T) {
 	conn.sink(&connEvent{id: conn, child: r.e.id(conn.sink), typ: cma.ConnectRequest})
 	in := make([]byte, 16)
 	native.PutUint32(in[8:], id)
-	out, err := r.f.command(to, 18, in, 4, from)
+	out, err := r.f.command(18, &cmCall{channel: to, in: in, room: 4, other: from})
 	if err != nil || native.Uint32(out) != 1 || ready(from) != 1 || ready(to) != 1 {
 		t.Fatalf("%v: %v events reported, %d and %d left", err, out, ready(from), ready(to))
 	}
@@ -525,7 +540,7 @@ func TestCMOptions(t *testing.T) {
 		for i, v := range []uint32{id, level, name, size} {
 			native.PutUint32(in[8+4*i:], v)
 		}
-		_, err := r.f.command(c, 14, append(in, value...), 0, nil)
+		_, err := r.f.command(14, &cmCall{channel: c, in: append(in, value...), room: 0})
 		return err
 	}
 	for _, w := range []struct {

@@ -19,6 +19,9 @@ import (
 // view returns n elements of C memory.
 func view[T any](p *T, n int) []T { return unsafe.Slice(p, n) }
 
+// octets returns n bytes of C memory.
+func octets[T ~uint8](p *T, n int) []byte { return unsafe.Slice((*byte)(unsafe.Pointer(p)), n) }
+
 // sges returns the scatter/gather list at an address.
 func sges(addr uint64, n uint32) []ib.SGE {
 	if n == 0 {

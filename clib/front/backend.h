@@ -223,11 +223,12 @@ struct vbe_front {
 #define VBE_PEER_STATS 7 /* counters of a PeerDirect client, in the order of peermem.Stats.All */
 
 /*
- * The connection manager. vbe_cm_open makes a channel, and duplicates a semaphore, an eventfd
- * to which it adds one for each event. vbe_cm_command executes a command of ucma, with its
- * body, and returns the length of the answer; the last argument is, for MIGRATE_ID, the
- * channel that the id is on. SET_OPTION's body is followed by the option. GET_EVENT returns
- * -EAGAIN if there is no event. vbe_cm_close destroys the ids of a channel.
+ * The connection manager. vbe_cm_open makes a channel, and duplicates an eventfd, which it makes
+ * readable while there are events. vbe_cm_command executes a command of ucma, with its body, and
+ * returns the length of the answer. Its last argument is, for MIGRATE_ID, the channel that the
+ * id is on, and for GET_EVENT whether the eventfd was read. SET_OPTION's body is followed by the
+ * option. GET_EVENT returns -EAGAIN if there is no event, or the eventfd has to be read first.
+ * vbe_cm_close destroys the ids of a channel.
  */
 #define VBE_CM_ALL 0 /* of vbe_cm_close: all channels, at the end of the process */
 

@@ -6,12 +6,13 @@
  * before write returns. It never reads. Its program polls the descriptor for events, and may
  * set O_NONBLOCK.
  *
- *  1. vb_cm_open makes an eventfd, a semaphore, and a channel of the backend, which keeps a
- *     duplicate of it and adds one for each event. So poll, epoll and select, O_NONBLOCK and
- *     signals are the kernel's own business.
+ *  1. vb_cm_open makes an eventfd and a channel of the backend, which keeps a duplicate of it.
+ *     The eventfd is readable while there are events. So poll, epoll and select, O_NONBLOCK
+ *     and signals are the kernel's own business.
  *  2. vb_cm_write copies the command, calls the backend once, and copies the answer to the
- *     program. GET_EVENT takes one from the semaphore first, and waits there if it must.
- *  3. Memory of the program is accessed by system calls, so that a bad address is EFAULT.
+ *     program. If GET_EVENT finds no event, it reads the eventfd, and waits there if it must.
+ *  3. Memory of the program is accessed by system calls, so that a bad address is EFAULT; not
+ *     that on the stack of the caller, where librdmacm has its commands and answers.
  *  4. All calls for other files become system calls. The C library's functions may be
  *     replaced by a library that calls librdmacm itself (librspreload).
  *
@@ -184,6 +185,42 @@ static int through(void *to, const void *from, size_t n)
 	return err;
 }
 
+/* The stack of this thread: from low to top; top is 0 until stack_of_thread was called. A
+ * thread whose stack is not known has an empty one. */
+static __thread uintptr_t stack_low, stack_top;
+
+/* Of the main thread's stack, which can grow, so much is taken to be nothing else. The kernel
+ * maps nothing closer to its top than 128 MiB. */
+enum { MAX_STACK = 8 << 20 };
+
+static COLD void stack_of_thread(void)
+{
+	pthread_attr_t attr;
+	void *low;
+	size_t size;
+	stack_low = stack_top = 1;
+	int err = errno;
+	if (!pthread_getattr_np(pthread_self(), &attr)) {
+		if (!pthread_attr_getstack(&attr, &low, &size)) {
+			stack_top = (uintptr_t)low + size;
+			stack_low = size > MAX_STACK ? stack_top - MAX_STACK : (uintptr_t)low;
+		}
+		pthread_attr_destroy(&attr);
+	}
+	errno = err;
+}
+
+/* in_callers_frames reports whether memory is on this thread's stack, above the frame of this
+ * function. Functions return to the frames there, so they can be read and written. A thread
+ * that has switched to a stack of its own is not in its frames. */
+static bool in_callers_frames(uint64_t at, size_t n)
+{
+	uintptr_t frame = (uintptr_t)__builtin_frame_address(0);
+	if (!stack_top)
+		stack_of_thread();
+	return frame >= stack_low && at > frame && at < stack_top && n <= stack_top - at;
+}
+
 /* copy copies between this library's memory and the program's. It returns 0 or EFAULT; other
  * errnos if the copy could not be tried. */
 static int copy(void *ours, uint64_t program, size_t n, bool out)
@@ -192,6 +229,10 @@ static int copy(void *ours, uint64_t program, size_t n, bool out)
 	void *theirs = remote.iov_base;
 	if (!n)
 		return 0;
+	if (in_callers_frames(program, n)) {
+		memcpy(out ? theirs : ours, out ? ours : theirs, n);
+		return 0;
+	}
 	long r = syscall(out ? SYS_process_vm_writev : SYS_process_vm_readv, getpid(), &local, 1L, &remote, 1L, 0L);
 	if (r == (long)n)
 		return 0;
@@ -245,7 +286,7 @@ static int start(struct channel *c, int fd)
 static int open_channel(int flags, dev_t rdev)
 {
 	struct channel now = {.rdev = rdev}, before;
-	int fd = eventfd(0, EFD_SEMAPHORE | (flags & O_CLOEXEC ? EFD_CLOEXEC : 0) | (flags & O_NONBLOCK ? EFD_NONBLOCK : 0));
+	int fd = eventfd(0, (flags & O_CLOEXEC ? EFD_CLOEXEC : 0) | (flags & O_NONBLOCK ? EFD_NONBLOCK : 0));
 	if (fd < 0)
 		return -1;
 	int err = start(&now, fd);
@@ -326,7 +367,7 @@ static int renew(int fd, struct channel *c)
 	int flags = fcntl(fd, F_GETFL), own = fcntl(fd, F_GETFD);
 	if (flags < 0 || own < 0)
 		return errno;
-	int fresh = eventfd(0, EFD_SEMAPHORE | EFD_CLOEXEC | (flags & O_NONBLOCK ? EFD_NONBLOCK : 0));
+	int fresh = eventfd(0, EFD_CLOEXEC | (flags & O_NONBLOCK ? EFD_NONBLOCK : 0));
 	if (fresh < 0)
 		return errno;
 	struct channel now = {.rdev = c->rdev}, before;
@@ -356,11 +397,10 @@ static void undo(const struct channel *c, uint32_t cmd, const uint8_t *out)
 }
 
 /* execute executes a command, with its body, and stores the answer. It returns a length or a
- * negative errno. */
-static int64_t execute(const struct channel *c, uint32_t cmd, uint8_t *body, uint32_t len, uint32_t room)
+ * negative errno. aux is what the backend needs besides the body. */
+static int64_t execute(const struct channel *c, uint32_t cmd, uint8_t *body, uint32_t len, uint32_t room, int64_t aux)
 {
 	uint8_t out[MAX_OUT];
-	int64_t aux = 0;
 	if (cmd == RDMA_USER_CM_CMD_MIGRATE_ID) {
 		struct channel from;
 		int fd = (int)number_at(body, 12);
@@ -386,30 +426,38 @@ static int64_t execute(const struct channel *c, uint32_t cmd, uint8_t *body, uin
 	return -err;
 }
 
-/* get_event executes GET_EVENT: it takes one from the semaphore, and then the event. If the
- * event was dropped in between, it waits for another. */
+/* get_event executes GET_EVENT. An event that is there is taken at once. Otherwise it reads the
+ * eventfd, which waits for one, and tells the backend so. If another thread was faster, it
+ * waits again.
+ *
+ * An event that cannot be stored stays. So, where storing may fail, it is tried with zeros
+ * before the event is taken. */
 static int64_t get_event(int fd, const struct channel *c, uint8_t *body, uint32_t room)
 {
-	char zero[MAX_OUT] = {0};
-	uint32_t n = sizeof(struct rdma_ucm_event_resp);
-	const uint32_t least = offsetof(struct rdma_ucm_event_resp, reserved);
-	if (room < least)
+	char zero[sizeof(struct rdma_ucm_event_resp)] = {0};
+	const uint64_t to = address_at(body, 0);
+	const size_t n = room < sizeof zero ? room : sizeof zero;
+	if (room < offsetof(struct rdma_ucm_event_resp, reserved))
 		return -ENOSPC;
-	for (;;) {
-		uint64_t one;
-		ssize_t r = libc_read ? libc_read(fd, &one, sizeof one) : syscall(SYS_read, fd, &one, sizeof one);
+	const bool sure = in_callers_frames(to, n);
+	for (bool has_read = false;;) {
+		if (sure || has_read) {
+			int64_t got = execute(c, RDMA_USER_CM_CMD_GET_EVENT, body, 8, room, has_read);
+			if (got != -EAGAIN)
+				return got;
+		}
+		uint64_t count;
+		ssize_t r = libc_read ? libc_read(fd, &count, sizeof count) : syscall(SYS_read, fd, &count, sizeof count);
 		if (r < 0)
 			return -errno;
-		int err = copy(zero, address_at(body, 0), room < n ? room : n, true);
-		if (err) { /* the event stays */
-			one = 1;
-			if (syscall(SYS_write, fd, &one, sizeof one) < 0)
+		has_read = true;
+		int err = sure ? 0 : copy(zero, to, n, true);
+		if (err) {
+			count = 1;
+			if (syscall(SYS_write, fd, &count, sizeof count) < 0)
 				return -errno;
 			return -err;
 		}
-		int64_t got = execute(c, RDMA_USER_CM_CMD_GET_EVENT, body, 8, room);
-		if (got != -EAGAIN)
-			return got;
 	}
 }
 
@@ -439,7 +487,7 @@ static int64_t command(int fd, struct channel *c, uint64_t buf, size_t n)
 		if ((err = renew(fd, c)))
 			return -err;
 	}
-	return h.cmd == RDMA_USER_CM_CMD_GET_EVENT ? get_event(fd, c, body, h.out) : execute(c, h.cmd, body, len, h.out);
+	return h.cmd == RDMA_USER_CM_CMD_GET_EVENT ? get_event(fd, c, body, h.out) : execute(c, h.cmd, body, len, h.out, 0);
 }
 
 ssize_t vb_cm_write(int fd, const void *buf, size_t n)

@@ -26,6 +26,12 @@ type claimKey struct {
 	port  uint16
 }
 
+// boundKey is a port of a port space.
+type boundKey struct {
+	space PortSpace
+	port  uint16
+}
+
 // claim is a port of an address that this process has bound.
 type claim struct {
 	key   claimKey
@@ -154,6 +160,10 @@ func (id *ID) claimLocked(op string, at netip.AddrPort, ports []*port) error {
 		}
 	}
 	id.src, id.state = at, stateBound
+	if len(id.claims) > 0 {
+		k := boundKey{id.ps, at.Port()}
+		id.m.bound[k] = append(id.m.bound[k], id)
+	}
 	if !wild {
 		id.port = ports[0]
 	}
@@ -190,6 +200,13 @@ func (id *ID) freePortsLocked() {
 		}
 		id.m.freeClaimLocked(c)
 	}
+	if len(id.claims) > 0 {
+		k := boundKey{id.ps, id.src.Port()}
+		left := slices.DeleteFunc(id.m.bound[k], func(o *ID) bool { return o == id })
+		if id.m.bound[k] = left; len(left) == 0 {
+			delete(id.m.bound, k)
+		}
+	}
 	id.claims = nil
 }
 
@@ -212,8 +229,8 @@ func (m *Manager) listensLocked(p *port, by int) {
 
 // collisionLocked returns an error if another id of this process keeps this one from an address.
 func (id *ID) collisionLocked(op string, at netip.AddrPort) error {
-	for o := range id.m.ids {
-		if o == id || o.ps != id.ps || o.src.Port() != at.Port() || o.state == stateIdle || len(o.claims) == 0 {
+	for _, o := range id.m.bound[boundKey{id.ps, at.Port()}] {
+		if o == id {
 			continue
 		}
 		if id.reuse && o.reuse && o.state != stateListen {

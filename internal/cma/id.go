@@ -81,11 +81,10 @@ func (m *Manager) newIDLocked(ps PortSpace, t ib.QPType, sink Sink) *ID {
 
 // SetSink makes later events go to another sink. When it returns, no call of the old one is under way.
 func (id *ID) SetSink(s Sink) {
-	id.m.out.Lock()
-	defer id.m.out.Unlock()
 	id.m.mu.Lock()
+	defer id.m.mu.Unlock()
 	id.sink = s
-	id.m.mu.Unlock()
+	id.m.flushedLocked()
 }
 
 // isUD reports whether the id is for datagrams.
@@ -100,13 +99,25 @@ func (id *ID) do(op string, f func() error, in ...state) (err error) {
 			ok = ok || id.state == s
 		}
 		if !ok {
-			err = ib.Errorf(op, syscall.EINVAL, "not in this state of the id")
+			err = errState(op)
 			return
 		}
 		err = opError(op, f())
 	})
 	return err
 }
+
+// look is do for an f that changes nothing.
+func (id *ID) look(op string, f func() error) error {
+	id.m.mu.Lock()
+	defer id.m.mu.Unlock()
+	if id.state == stateClosed {
+		return errState(op)
+	}
+	return opError(op, f())
+}
+
+func errState(op string) error { return ib.Errorf(op, syscall.EINVAL, "not in this state of the id") }
 
 // emitLocked queues an event.
 func (id *ID) emitLocked(e Event) {
@@ -154,9 +165,9 @@ func (id *ID) Info() Info {
 // Close destroys the id: the peer hears of it. No event follows. It is idempotent.
 func (id *ID) Close() error {
 	id.m.change(func() { id.closeLocked() })
-	// A call of the sink that is under way ends before Close returns.
-	id.m.out.Lock()
-	defer id.m.out.Unlock()
+	id.m.mu.Lock()
+	defer id.m.mu.Unlock()
+	id.m.flushedLocked() // a call of the sink that is under way ends before Close returns
 	return nil
 }
 

@@ -4,7 +4,7 @@
 // Package cm (internal/cm) is the protocol below, without I/O. A Manager has a core of it for each
 // device that it has opened (port), takes MADs from the device's queue pair 1 and sends what the core
 // wants sent. Methods of ids, MADs and timers change ids and cores under one lock. What they leave to
-// be sent, and the events, are then taken by flush, which holds no lock that they need.
+// be sent, and the events, are then taken by flush, by one goroutine at a time, which holds no lock.
 //
 // Files: manager.go (devices, what goes out), follow.go (devices that appear), bind.go (addresses and
 // ports), resolve.go, connect.go (the two sides of a connection), qpattr.go (what the queue pair is
@@ -33,14 +33,16 @@ type Manager struct {
 
 	unfollow func() // ends the watch for devices that appear; nil: there is none
 
-	out sync.Mutex // held while MADs are sent and sinks are called; taken before mu
-
-	mu     sync.Mutex // guards everything below, the cores, and the fields of ids
-	ports  []*port    // the devices that are open
-	ids    map[*ID]bool
-	claims map[claimKey]*claim
+	mu       sync.Mutex // guards everything below, the cores, and the fields of ids
+	flushing bool       // a goroutine is in flush, and will take what others leave
+	rounds   uint64     // of flush, that have ended
+	round    sync.Cond  // on mu: a round has ended
+	ports    []*port    // the devices that are open
+	ids      map[*ID]bool
+	claims   map[claimKey]*claim
 	// listeners are the ids that listen, by service id. A flood of requests must not look at all ids.
 	listeners map[uint64][]*ID
+	bound     map[boundKey][]*ID // the ids that have claims, by port
 	sends     []outgoing
 	events    []*Event
 	closed    bool
@@ -54,7 +56,8 @@ type port struct {
 	core    *cm.Core
 	release func()
 	timer   *time.Timer
-	listens int // ids that listen at addresses of the device
+	wakes   cm.Time // when timer fires, at the latest deadline of the core or before; 0: it does not
+	listens int     // ids that listen at addresses of the device
 }
 
 // outgoing is a MAD that a core wants sent.
@@ -65,7 +68,9 @@ type outgoing struct {
 
 // New makes a manager. Nothing is opened before it is needed.
 func New(cfg Config) *Manager {
-	return &Manager{cfg: cfg, base: time.Now(), ids: map[*ID]bool{}, claims: map[claimKey]*claim{}, listeners: map[uint64][]*ID{}}
+	m := &Manager{cfg: cfg, base: time.Now(), ids: map[*ID]bool{}, claims: map[claimKey]*claim{}, listeners: map[uint64][]*ID{}, bound: map[boundKey][]*ID{}}
+	m.round.L = &m.mu
+	return m
 }
 
 func (m *Manager) now() cm.Time { return time.Since(m.base) }
@@ -124,7 +129,12 @@ func (p *port) receive(from, to netip.Addr, mad []byte) {
 	p.m.change(func() { p.core.Receive(p.m.now(), from, to, mad) })
 }
 
-func (p *port) tick() { p.m.change(func() { p.core.Tick(p.m.now()) }) }
+func (p *port) tick() {
+	p.m.change(func() {
+		p.wakes = 0
+		p.core.Tick(p.m.now())
+	})
+}
 
 // change calls f under the lock, and carries out what it leaves to be done.
 func (m *Manager) change(f func()) {
@@ -149,26 +159,40 @@ func (m *Manager) drainLocked() {
 			}
 			m.sends = append(m.sends, outgoing{p, s})
 		}
-		if t, ok := p.core.Deadline(); ok && !m.closed {
-			p.timer.Reset(max(0, t-m.now()))
-		} else {
-			p.timer.Stop()
-		}
+		p.setTimerLocked()
 	}
 }
 
-// flush sends MADs and delivers events, in order, until there are none.
+// setTimerLocked makes the timer fire at the core's deadline, or before. Most deadlines do not come: the
+// timer is not set anew for each that goes, or comes later.
+func (p *port) setTimerLocked() {
+	t, ok := p.core.Deadline()
+	t = max(t, 1)
+	if !ok || p.m.closed || p.wakes != 0 && p.wakes <= t {
+		return
+	}
+	p.wakes = t
+	p.timer.Reset(max(0, t-p.m.now()))
+}
+
+// flush sends MADs and delivers events, in order, until there are none. If a goroutine does so already,
+// it leaves them to that one. So a sink may call methods of ids, but for Close and SetSink.
 func (m *Manager) flush() {
-	m.out.Lock()
-	defer m.out.Unlock()
+	m.mu.Lock()
+	if m.flushing || len(m.sends) == 0 && len(m.events) == 0 {
+		m.mu.Unlock()
+		return
+	}
+	m.flushing = true
 	for {
-		m.mu.Lock()
 		sends, events := m.sends, m.events
 		m.sends, m.events = nil, nil
-		m.mu.Unlock()
 		if len(sends) == 0 && len(events) == 0 {
+			m.flushing = false
+			m.mu.Unlock()
 			return
 		}
+		m.mu.Unlock()
 		for i := range sends {
 			s := &sends[i].s
 			// What cannot be sent is lost, as on the way: the core repeats it.
@@ -189,6 +213,18 @@ func (m *Manager) flush() {
 				m.mu.Unlock()
 			}
 		}
+		m.mu.Lock()
+		m.rounds++
+		m.round.Broadcast()
+	}
+}
+
+// flushedLocked waits until what there was to be sent and delivered has been, if a goroutine is in flush.
+// No call of a sink is under way then that began before. It releases the lock meanwhile.
+func (m *Manager) flushedLocked() {
+	// What was left in this round is done in the next one.
+	for end := m.rounds + 2; m.flushing && m.rounds < end; {
+		m.round.Wait()
 	}
 }
 
@@ -223,6 +259,9 @@ func (m *Manager) Close() error {
 	m.closed = true
 	m.mu.Unlock()
 	m.flush()
+	m.mu.Lock()
+	m.flushedLocked()
+	m.mu.Unlock()
 	m.opening.Lock()
 	unfollow := m.unfollow // closed as it is, the manager makes no other
 	m.opening.Unlock()

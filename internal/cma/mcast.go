@@ -37,11 +37,10 @@ func (id *ID) JoinMulticast(group netip.Addr, sendOnly bool) (*Join, error) {
 // Leave ends a membership. No event of it follows.
 func (j *Join) Leave() error {
 	m := j.ID.m
-	m.out.Lock() // no event of it is being delivered
-	defer m.out.Unlock()
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	j.ID.joins = slices.DeleteFunc(j.ID.joins, func(o *Join) bool { return o == j })
 	m.events = slices.DeleteFunc(m.events, func(e *Event) bool { return e.Join == j })
+	m.flushedLocked() // no event of it is being delivered
 	return nil
 }

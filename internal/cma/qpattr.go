@@ -10,7 +10,7 @@ import (
 // QPAttr returns what the queue pair is to be modified with for a state: Init, RTR or RTS.
 func (id *ID) QPAttr(state ib.QPState) (a ib.QPAttr, mask ib.QPAttrMask, err error) {
 	const op = "init_qp_attr"
-	err = id.do(op, func() error {
+	err = id.look(op, func() error {
 		if id.port == nil {
 			return ib.Errorf(op, syscall.EINVAL, "the id has no device yet")
 		}

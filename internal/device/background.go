@@ -54,7 +54,8 @@ type background struct {
 	vain  int    // wake-ups in vain, in a row; from tolerance on the goroutine watches
 	polls uint64 // shard.polls when it last looked
 	posts uint64 // shard.posts when it last looked
-	// recent: the last round received something.
+	// recent: the last round received something besides messages of the connection manager. Those
+	// come one at a time, and what they wake, which answers them, needs the processor.
 	recent bool
 	// unanswered: something came, and the program has posted nothing since the round
 	// before that. A program that goes on posting will poll, and one that answers each
@@ -81,7 +82,7 @@ func (b *background) receiveOrBlock() {
 	s := b.shard
 	b.watch.woke = 0
 	s.runReady(1)
-	got, busy := s.receive()
+	got, busy := s.receive(true)
 	polls := b.newPolls()
 	b.notePosts(got)
 	b.noteVain(got, busy, polls)
@@ -97,7 +98,7 @@ func (b *background) receiveOrBlock() {
 	default:
 		s.block(forever)
 	}
-	b.recent = got
+	b.recent = got && !s.onlyMADs
 }
 
 // watchPollers sleeps, and then ends the watch if the program does not poll any more,
@@ -152,7 +153,7 @@ func (s *shard) linger() bool {
 		if t := s.dev.now() - start; t >= lingerTime || t == 0 && looks > 8 { // time stands still in simulations
 			return false
 		}
-		got, busy := s.receive()
+		got, busy := s.receive(true)
 		if got || busy || s.polls.Load() != polls || s.ready.some.Load() || s.dev.stopped.Load() {
 			return true
 		}
@@ -161,7 +162,7 @@ func (s *shard) linger() bool {
 
 // unread reads the link, and reports whether a packet lay there.
 func (s *shard) unread() bool {
-	got, _ := s.receive()
+	got, _ := s.receive(true)
 	return got
 }
 

@@ -11,12 +11,13 @@ import (
 // and their senders repeat them.
 const maxMADs = 512
 
-// madQueue holds the datagrams that wait to be served, by one goroutine. Answers come first: a flood of
-// requests must not keep out what connections in the making wait for.
+// madQueue holds the datagrams that wait to be served, by one goroutine at a time. Answers come first: a
+// flood of requests must not keep out what connections in the making wait for.
 type madQueue struct {
 	wake chan struct{} // has room for one value, which is there if the queue may not be empty
 
 	mu                sync.Mutex // guards what follows
+	serving           bool       // a goroutine has one of the queue, and comes back for the next
 	calls             []func()   // one for each queue pair at most: see management.AwaitData
 	answers, requests madRing
 	closed            bool
@@ -49,8 +50,9 @@ func (r *madRing) pop() *mad {
 	return d
 }
 
-// put adds a datagram. It reports false if one is lost. Of answers that is the new one. A request takes
-// the place of a random one: those that come all at once are not lost all at once.
+// put adds a datagram, which the caller then serves, or calls notify for. It reports false if one is
+// lost. Of answers that is the new one. A request takes the place of a random one: those that come all at
+// once are not lost all at once.
 func (q *madQueue) put(d *mad) bool {
 	_, id, _, _ := cm.Classify(d.bytes[:])
 	kept := true
@@ -65,7 +67,6 @@ func (q *madQueue) put(d *mad) bool {
 		kept = false
 	}
 	q.mu.Unlock()
-	q.notify()
 	return kept
 }
 
@@ -93,26 +94,52 @@ func (q *madQueue) ring(id uint32) *madRing {
 	return &q.answers
 }
 
-// next waits for the next datagram; nil if the queue is closed and empty.
-func (q *madQueue) next() *mad {
-	for {
-		q.mu.Lock()
-		d, closed := (*mad)(nil), q.closed
-		if len(q.calls) > 0 {
-			d = &mad{call: q.calls[0]}
-			q.calls = q.calls[1:]
-		}
-		for _, r := range []*madRing{&q.answers, &q.requests} {
-			if d == nil {
-				d = r.pop()
-			}
-		}
-		q.mu.Unlock()
-		if d != nil || closed {
-			return d
-		}
-		<-q.wake
+// begin returns the first datagram, to be served by the caller; nil if there is none, or another goroutine
+// serves. With what it returns the caller calls next.
+func (q *madQueue) begin() *mad {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.serving {
+		return nil
 	}
+	return q.popLocked()
+}
+
+// next returns the next datagram to the goroutine that has served the one before; nil if there is none.
+func (q *madQueue) next() *mad {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.popLocked()
+}
+
+// end ends the service by a goroutine that does not call next any more.
+func (q *madQueue) end() {
+	q.mu.Lock()
+	q.serving = false
+	q.mu.Unlock()
+	q.notify()
+}
+
+func (q *madQueue) popLocked() (d *mad) {
+	if len(q.calls) > 0 {
+		d = &mad{call: q.calls[0]}
+		q.calls = q.calls[1:]
+	}
+	for _, r := range [...]*madRing{&q.answers, &q.requests} {
+		if d == nil {
+			d = r.pop()
+		}
+	}
+	q.serving = d != nil
+	return d
+}
+
+// wait waits until the queue may not be empty. It reports false if the queue is closed.
+func (q *madQueue) wait() bool {
+	<-q.wake
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return !q.closed
 }
 
 // close ends the queue. Nobody puts anything into it any more.

@@ -5,12 +5,13 @@ package device
 //
 //  1. Requests for a connection come to sockets that all of them read (sys.CommonPlace): serveCommon.
 //     Everything else comes to the process whose place is in the communication id: receiver.Deliver.
-//  2. take queues a datagram for the goroutine that serves them.
+//  2. take queues a datagram. The goroutine that has received it serves it, if it is a background
+//     goroutine and few have come (serveFew); otherwise the goroutine that is there for that (serve).
 //  3. route finds the process that it is for, by the directory, and passes it on to that process's
 //     socket, calls the handler (Handle), or answers that nobody listens.
 //
-// Datagrams to another process, or to another device of this host, go by packets, too: they are
-// few, and captures show them.
+// Datagrams to a device of the same process are handed over (hand). Those to another process of this host
+// go by packets: they are few, and captures show them.
 
 import (
 	"math/rand/v2"
@@ -95,7 +96,9 @@ func (m *management) close() {
 // serveCommon reads the sockets that all processes of the device read.
 func (m *management) serveCommon() {
 	for !m.dev.stopped.Load() {
-		if m.common.Poll(m, rxBudget) == 0 {
+		if n := m.common.Poll(m, rxBudget); n > 0 {
+			m.serveFew(n)
+		} else {
 			m.common.Wait(-1)
 		}
 	}
@@ -145,15 +148,40 @@ func (m *management) put(d *mad) {
 	}
 }
 
-// serve serves the datagrams that have come.
+// serve serves datagrams that others leave.
 func (m *management) serve() {
-	for d := m.queue.next(); d != nil; d = m.queue.next() {
-		if d.call != nil {
-			d.call()
-			continue
+	for open := true; open; open = m.queue.wait() {
+		for d := m.queue.begin(); d != nil; d = m.queue.next() {
+			m.serveOne(d)
 		}
-		m.route(d)
 	}
+}
+
+// fewMADs is how many datagrams a background goroutine serves itself. To wake another one takes longer
+// than to serve some, but a flood must not keep it from its queue pairs.
+const fewMADs = 8
+
+// serveFew serves what is in the queue after n packets were received, if that is not much.
+func (m *management) serveFew(n int) {
+	if n > fewMADs {
+		m.queue.notify()
+		return
+	}
+	for d := m.queue.begin(); d != nil; d = m.queue.next() {
+		m.serveOne(d)
+		if n--; n <= -fewMADs {
+			m.queue.end()
+			return
+		}
+	}
+}
+
+func (m *management) serveOne(d *mad) {
+	if d.call != nil {
+		d.call()
+		return
+	}
+	m.route(d)
 }
 
 // AwaitData implements provider.Management.
@@ -285,7 +313,32 @@ func (m *management) Send(d *provider.MAD) error {
 	if m.dev.member == nil {
 		return m.sendLoop(d)
 	}
+	if m.hand(d) {
+		return nil
+	}
 	return m.send(d, wire.ManagementQP)
+}
+
+// hand gives a datagram to a device of this process, which serves it at once if it serves no other. It
+// reports false if the datagram has to go by a packet: the device is elsewhere, or packets are
+// wanted, or a capture is to show them.
+func (m *management) hand(d *provider.MAD) bool {
+	to := lookupDevice(d.To)
+	if to == nil || to.member == nil || !m.dev.loopback || !to.loopback || m.dev.capture != nil || to.capture != nil {
+		return false
+	}
+	s := to.shards()[0]
+	s.helpers.Add(1)
+	defer s.helpers.Add(-1)
+	if to.stopped.Load() { // else stop, which sets it first, waits for this call
+		return false
+	}
+	in := &mad{from: d.From, to: d.To}
+	copy(in.bytes[:], d.Bytes)
+	m.sent.Add(1)
+	to.management.put(in)
+	to.management.serveFew(1)
+	return true
 }
 
 // send sends a packet to a number of queue pair 1.
@@ -307,7 +360,8 @@ func (s *madSender) send(udp *link.UDP, d *provider.MAD, qpn uint32) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	f := &s.flow
-	*f = train.Flow{Src: d.From, Dst: d.To, TClass: d.TClass, HopLimit: d.HopLimit, Label: d.FlowLabel,
+	// The flow label is left out: with it, each connection would have a socket of its own, up to 16.
+	*f = train.Flow{Src: d.From, Dst: d.To, TClass: d.TClass, HopLimit: d.HopLimit,
 		SrcPort: firstManagementPort | uint16(steeredTo(d.Bytes, qpn))}
 	if f.HopLimit == 0 {
 		f.HopLimit = defaultHopLimit
@@ -357,6 +411,7 @@ func (d *Device) receiveManagement(in *mad) {
 	defer d.mu.Unlock()
 	if !d.closed {
 		d.management.put(in)
+		d.management.queue.notify()
 	}
 }
 

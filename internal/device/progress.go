@@ -39,6 +39,9 @@ type shard struct {
 	load     int            // guarded by Device.spread: those of them that may send many packets
 
 	done chan struct{} // closed when the background goroutine has ended
+	// onlyMADs: of what the background goroutine, which has the field, received last, all was for queue
+	// pair 1.
+	onlyMADs bool
 
 	deferred   atomic.Bool  // there are answers that a poll has left
 	sleepUntil atomic.Int64 // qp.Time until which the background goroutine blocks; 0: it does not
@@ -104,7 +107,12 @@ func (s *shard) poll(cq *CQ, wcs []ib.WC, notes []Note) (n int, got bool) {
 		if left {
 			s.deferred.Store(true)
 		}
+		mads := s.rx.mads
+		s.rx.mads = 0
 		s.rx.Unlock()
+		if mads > 0 {
+			s.dev.management.queue.notify()
+		}
 		if left {
 			s.wakeBefore(0) // the poller may not come back: then the background goroutine sends the answers
 		}
@@ -128,8 +136,8 @@ func (s *shard) flushDeferred() {
 
 // receive reads the sockets, and reports whether anything came; busy is that another goroutine
 // reads them. Answers are left, as by poll, if the program has followed each of the last
-// messages with a post of its own.
-func (s *shard) receive() (got, busy bool) {
+// messages with a post of its own. Datagrams for queue pair 1 are served if background is set.
+func (s *shard) receive(background bool) (got, busy bool) {
 	if !s.rx.TryLock() {
 		return false, true
 	}
@@ -142,7 +150,19 @@ func (s *shard) receive() (got, busy bool) {
 			s.rx.flush()
 		}
 	}
+	mads := s.rx.mads
+	s.rx.mads = 0
 	s.rx.Unlock()
+	if background {
+		s.onlyMADs = n > 0 && mads == n
+	}
+	switch {
+	case mads == 0:
+	case background:
+		s.dev.management.serveFew(mads)
+	default:
+		s.dev.management.queue.notify()
+	}
 	return n > 0, false
 }
 

@@ -19,6 +19,7 @@ type receiver struct {
 	now     qp.Time // 0: not known yet; flush needs it
 	touched []*QP
 	urgent  bool // an answer is due, and the program is not likely to post something soon that it can go with
+	mads    int  // datagrams for queue pair 1 that nobody was told of
 }
 
 // Deliver executes a train.
@@ -33,6 +34,7 @@ func (r *receiver) Deliver(t *train.Train) {
 	}
 	if q == nil && sys.IsManagement(t.DestQP) {
 		r.dev.management.take(t)
+		r.mads++
 		return
 	}
 	if q == nil {

@@ -151,7 +151,7 @@ func sooner(a, b qp.Time) qp.Time {
 // next one's.
 func (s *shard) fireTimers() time.Duration {
 	if t := s.timers.first(); t != 0 && t <= s.dev.now() {
-		s.receive() // if this process had no processor for a while, the awaited answers may lie unread
+		s.receive(false) // if this process had no processor for a while, the awaited answers may lie unread
 	}
 	for {
 		now := s.dev.now()

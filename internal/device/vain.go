@@ -61,7 +61,7 @@ func (p *polled) help(own []*shard) {
 	if s.deferred.Load() {
 		s.flushDeferred()
 	}
-	got, busy := s.receive()
+	got, busy := s.receive(false)
 	if s.ready.some.Load() {
 		s.runReady(1)
 		got = true

@@ -263,7 +263,7 @@ type Management interface {
 	MTU() ib.MTU
 	// MaxRDAtomic is how many READs and atomics a queue pair may have outstanding, either way.
 	MaxRDAtomic() uint8
-	// Handle has a function called, by one goroutine, with each MAD that is for this process;
+	// Handle has a function called, by one goroutine at a time, with each MAD that is for this process;
 	// nil ends that, and waits for a call that is under way. The bytes are valid during the call.
 	Handle(func(from, to netip.Addr, mad []byte))
 	// Send sends a MAD. A MAD that is lost on the way is not an error.
@@ -276,7 +276,7 @@ type Management interface {
 	BindPort(space, port uint16, addrs []int, reuse bool) (BoundPort, error)
 	// SetListening publishes whether this process listens on any port.
 	SetListening(bool)
-	// AwaitData has f called, once and by the goroutine that calls the function of Handle, when a queue
+	// AwaitData has f called, once and as the function of Handle is called, when a queue
 	// pair of this process receives its first packet. cancel ends that; a call may be under way.
 	AwaitData(qpn uint32, f func()) (cancel func())
 	// Record returns room for a connection whose peer is to hear of this process's death.

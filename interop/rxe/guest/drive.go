@@ -75,7 +75,7 @@ func drive() error {
 	}
 	plan := result.Plan{Release: strings.TrimSpace(string(release))}
 	if order.Bench > 0 {
-		return errors.Join(report(result.Line{Plan: &plan}), compareSpeed(order.Bench))
+		return errors.Join(report(result.Line{Plan: &plan}), compareSpeed(order))
 	}
 	cases, err := choose(order)
 	if err != nil {

@@ -11,7 +11,9 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"os"
 	"os/exec"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -34,7 +36,12 @@ const (
 	speedInitiator = "10.80.0.2"
 )
 
-func compareSpeed(rounds int) error {
+// compareSpeed measures what the order names, or everything if it names nothing.
+func compareSpeed(order *result.Order) error {
+	wanted, err := regexp.Compile(order.Run)
+	if err != nil {
+		return err
+	}
 	if err := run("rdma", "link", "add", secondRxe, "type", "rxe", "netdev", oursIf); err != nil {
 		return fmt.Errorf("this kernel's rxe supports one namespace only: %w", err)
 	}
@@ -52,35 +59,54 @@ func compareSpeed(rounds int) error {
 		return err
 	}
 	time.Sleep(2 * time.Second) // until both ends are up
-	s := result.Speed{Rounds: rounds}
-	for range rounds {
-		for _, m := range []struct {
-			to      *[]float64
-			measure func() (float64, error)
-		}{
-			{&s.Bandwidth.Kernel, kernelBandwidth},
-			{&s.Bandwidth.Ours, ourBandwidth},
-			{&s.Latency.Kernel, kernelLatency},
-			{&s.Latency.Ours, ourLatency},
-			{&s.UDP, floorLatency},
-			{&s.SendLatency.Kernel, kernelSendLatency},
-			{&s.SendLatency.Ours, ourSendLatency},
-		} {
-			v, err := m.measure()
-			if err != nil {
-				return err
+	s := result.Speed{Rounds: order.Bench}
+	kinds := []struct {
+		name         string
+		to           *result.Comparison
+		kernel, ours func() (float64, error) // kernel may be nil
+	}{
+		{"bandwidth", &s.Bandwidth, kernelBandwidth, ourBandwidth},
+		{"latency", &s.Latency, kernelLatency, ourLatency},
+		{"udp", &result.Comparison{}, nil, floorLatency},
+		{"send latency", &s.SendLatency, kernelSendLatency, ourSendLatency},
+		{"connect", &s.Connect, kernelConnect, ourConnect},
+	}
+	for range s.Rounds {
+		for i := range kinds {
+			k := &kinds[i]
+			if !wanted.MatchString(k.name) {
+				continue
 			}
-			*m.to = append(*m.to, v)
+			for _, side := range []struct {
+				to      *[]float64
+				measure func() (float64, error)
+			}{{&k.to.Kernel, k.kernel}, {&k.to.Ours, k.ours}} {
+				if side.measure == nil {
+					continue
+				}
+				v, err := side.measure()
+				if err != nil {
+					return err
+				}
+				*side.to = append(*side.to, v)
+			}
 		}
 	}
-	s.Bandwidth.Ratio = ratio(&s.Bandwidth)
-	s.Latency.Ratio = ratio(&s.Latency)
-	s.SendLatency.Ratio = ratio(&s.SendLatency)
+	for i := range kinds {
+		if k := &kinds[i]; k.kernel == nil {
+			s.UDP = k.to.Ours
+		} else {
+			k.to.Ratio = ratio(k.to)
+		}
+	}
 	return errors.Join(report(result.Line{Speed: &s}), report(result.Line{Done: true}))
 }
 
-// ratio returns the median of the rounds' ratios.
+// ratio returns the median of the rounds' ratios, 0 if nothing was measured.
 func ratio(c *result.Comparison) float64 {
+	if len(c.Ours) == 0 {
+		return 0
+	}
 	var r []float64
 	for i := range c.Ours {
 		r = append(r, c.Ours[i]/c.Kernel[i])
@@ -99,7 +125,12 @@ func apart(server, client []string) (string, error) {
 }
 
 // couple runs a server and a client, and returns what the client printed.
-func couple(server, client []string) (string, error) {
+func couple(server, client []string) (string, error) { return meeting(server, client, false) }
+
+// serving is couple for a server that does not end by itself.
+func serving(server, client []string) (string, error) { return meeting(server, client, true) }
+
+func meeting(server, client []string, stays bool) (string, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), speedLimit)
 	defer cancel()
 	srv := exec.CommandContext(ctx, server[0], server[1:]...)
@@ -113,10 +144,12 @@ func couple(server, client []string) (string, error) {
 	cl := exec.CommandContext(ctx, client[0], client[1:]...)
 	cl.Stdout, cl.Stderr = &out, &complaints
 	err := cl.Run()
-	if err != nil {
+	if err != nil || stays {
 		cancel()
 	}
-	err = errors.Join(err, srv.Wait())
+	if ended := srv.Wait(); !stays {
+		err = errors.Join(err, ended)
+	}
 	if err != nil {
 		return "", fmt.Errorf("%s: %w\n%s%s\nthe other side:\n%s", strings.Join(client, " "), err, out.String(), complaints.String(), said.String())
 	}
@@ -213,4 +246,62 @@ func floorLatency() (float64, error) {
 		return 0, err
 	}
 	return strconv.ParseFloat(strings.TrimSpace(out), 64)
+}
+
+// connectCount is how many connections a run of cmtime makes, all at once.
+const connectCount = "100"
+
+// cmtime runs cmtime between two devices, by the commands that start a program on each, and returns
+// the time of a connection in µs: the sum of all steps, from the making of its id to the end of it.
+func cmtime(server, client func(args ...string) []string, at string) (float64, error) {
+	out, err := serving(server("cmtime", "-b", at), client("cmtime", "-s", at, "-c", connectCount))
+	if err != nil {
+		return 0, err
+	}
+	fmt.Fprintf(os.Stderr, "%s\n%s", strings.Join(client("cmtime"), " "), out) // the steps one by one, on the console
+	return cmtimeSum(out)
+}
+
+// cmtimeSteps is how many steps cmtime of rdma-core 44 prints.
+const cmtimeSteps = 7
+
+// cmtimeSum adds up the last column of what cmtime prints: µs of a connection, by step.
+func cmtimeSum(out string) (sum float64, err error) {
+	steps := 0
+	for line := range strings.Lines(out) {
+		name, figures, is := strings.Cut(line, ":")
+		f := strings.Fields(figures)
+		if !is || len(f) != 4 {
+			continue
+		}
+		v, err := strconv.ParseFloat(f[3], 64)
+		if err != nil {
+			continue
+		}
+		if v <= 0 {
+			return 0, fmt.Errorf("cmtime: the step %q took no time:\n%s", strings.TrimSpace(name), out)
+		}
+		sum += v
+		steps++
+	}
+	if steps != cmtimeSteps {
+		return 0, fmt.Errorf("cmtime printed %d steps, not %d:\n%s", steps, cmtimeSteps, out)
+	}
+	return sum, nil
+}
+
+func kernelConnect() (float64, error) {
+	in := func(name string) func(args ...string) []string {
+		return func(args ...string) []string { return ns(name, args...) }
+	}
+	return cmtime(in(kernelNS), in(oursNS), families["v4"].kernel.String())
+}
+
+func ourConnect() (float64, error) {
+	on := func(name, addr string) func(args ...string) []string {
+		return func(args ...string) []string {
+			return ns(name, append([]string{verbena, "exec", "--addr", addr, "--"}, args...)...)
+		}
+	}
+	return cmtime(on(speedNS[0], speedTarget), on(speedNS[1], speedInitiator), speedTarget)
 }

@@ -16,7 +16,7 @@ var Library = []string{"libibverbs.so.1", "libmlx5.so.1", "libefa.so.1", "libver
 // Order says what the guest runs.
 type Order struct {
 	Kernel string // the Debian suite of its kernel, for the record
-	Run    string // a regular expression for the names of cases; empty: all
+	Run    string // a regular expression for the names of cases, or of what Bench compares; empty: all
 	Short  bool   // only the cases of the short form
 	Soak   bool   // the long cases, and no others
 	Keep   bool   // keep the captures of cases that passed too
@@ -56,6 +56,7 @@ type Speed struct {
 	Latency     Comparison // 8 byte WRITEs, both sides watch memory: half a round trip, µs
 	UDP         []float64  // 52 bytes by plain UDP, both sides spin: half a round trip, µs
 	SendLatency Comparison // 8 byte SENDs, both sides poll completion queues: half a round trip, µs
+	Connect     Comparison // cmtime, 100 connections at once: the sum of its steps for one connection, µs
 }
 
 // Comparison has one figure a round for each side.

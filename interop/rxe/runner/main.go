@@ -26,7 +26,7 @@ import (
 
 func main() {
 	kernels := flag.String("kernels", strings.Join(rxe.Suites, ","), "Debian suites whose kernels are used")
-	run := flag.String("run", "", "a regular expression for the names of cases")
+	run := flag.String("run", "", "a regular expression for the names of cases, or of what -bench compares: bandwidth, latency, udp, send latency, connect")
 	short := flag.Bool("short", false, "only the cases of the short form")
 	soak := flag.Bool("soak", false, "only the long cases")
 	keep := flag.Bool("keep", false, "keep the packets of cases that passed too")
