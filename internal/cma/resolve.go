@@ -80,6 +80,12 @@ func (m *Manager) route(op string, src, dst netip.Addr) (from, to netip.Addr, er
 		return src, dst, nil
 	case !src.IsValid() && own(dst):
 		return dst, dst, nil
+	case !dst.IsLoopback():
+		// The kernel's choice for an address of this host is that address: if it is another one, dst is
+		// not that of a device here. To list all devices takes ten times as long.
+		if from, err := KernelSource(dst); err == nil && from != dst && own(from) {
+			return from, dst, nil
+		}
 	}
 	all, err := m.devices(op)
 	if err != nil {

@@ -151,7 +151,7 @@ type peerKey struct {
 // is taken to have one socket, as any that is not a device of this host.
 func (d *Device) socketOf(f *train.Flow, destQP uint32) int {
 	s, ok := d.link.(*link.Shared)
-	if !ok || !s.OnHost(f.Dst, destQP) {
+	if !ok || !s.OnHost(f, destQP) {
 		return 0
 	}
 	return 1 + int(sys.Place(destQP))

@@ -191,9 +191,12 @@ func (s *Shared) deviceAt(a netip.Addr) (*device, error) {
 	return d, err
 }
 
-// OnHost reports whether a queue pair is a process's of a device of this host.
-func (s *Shared) OnHost(a netip.Addr, qpn uint32) bool {
-	d, err := s.deviceAt(a.Unmap())
+// OnHost reports whether the queue pair that a flow leads to is a process's of a device of this host.
+func (s *Shared) OnHost(f *train.Flow, qpn uint32) bool {
+	if u, ok := f.Link.(*udpFlow); ok && u.elsewhere {
+		return false
+	}
+	d, err := s.deviceAt(f.Dst.Unmap())
 	if err != nil {
 		return false
 	}
@@ -228,7 +231,11 @@ func (s *Shared) Prepare(f *train.Flow) error {
 	if s.cfg.NoPackets && !f.Dst.IsMulticast() {
 		return ib.Errorf("prepare_flow", syscall.EHOSTUNREACH, "no device of this host is at %v, and packets are not wanted", f.Dst)
 	}
-	return s.UDP.Prepare(f)
+	if err := s.UDP.Prepare(f); err != nil {
+		return err
+	}
+	f.Link.(*udpFlow).elsewhere = !s.cfg.Packets
+	return nil
 }
 
 // IsLocal reports whether a flow goes by the rings of this host, not by packets.

@@ -314,6 +314,8 @@ type udpFlow struct {
 	hopLimit uint8
 	plain    bool // traffic class and hop limit are the socket's defaults
 	pseudo   wire.Pseudo
+
+	elsewhere bool // no device of this host was at dst when the flow was made
 }
 
 // sameWay reports whether packets of both flows may share a segmented send.
