@@ -12,6 +12,8 @@ import (
 //
 // The zero value is a pending fence.
 type Fence struct {
+	imported bool // FenceFromFD has made it
+
 	mu       sync.Mutex // guards what follows
 	signaled bool
 	err      error

@@ -89,8 +89,8 @@ func statusOf(err error) syscall.Errno {
 //   - a sync file of the kernel;
 //   - an eventfd: the fence is signalled once it is readable.
 //
-// A fence that is made from a descriptor holds a copy of it until it is signalled. Signal ends such
-// a fence for this process alone, and gives up the copy.
+// A fence that is made from a descriptor holds a copy of it until it is signalled, or until Forget.
+// Signal ends such a fence for this process alone.
 //
 // Errors: EBADF if the descriptor is not open; EINVAL if it is of another kind; EMFILE, ENFILE.
 func FenceFromFD(fd int) (*Fence, error) {
@@ -120,7 +120,7 @@ func fenceOf(op string, fd int) (f *Fence, watched bool, err error) {
 			return f, false, nil
 		}
 	}
-	f = NewFence()
+	f = &Fence{imported: true}
 	if signaled, failure := sys.FenceStatus(fd, kind); signaled {
 		f.Signal(failure)
 		return f, false, nil
@@ -136,6 +136,73 @@ func fenceOf(op string, fd int) (f *Fence, watched bool, err error) {
 	}
 	w.follow(func(error) { w.close() })
 	return f, true, nil
+}
+
+// Forget gives up the copy of a descriptor, if the fence was made from one and is pending: it fails with
+// ECANCELED, for this process alone. Other fences stay as they are.
+func (f *Fence) Forget() {
+	if f.imported {
+		f.Signal(syscall.ECANCELED)
+	}
+}
+
+// FenceToSignal returns a fence whose Signal is seen by those who have a descriptor: for the work
+// request that ends the work, while others wait for the descriptor. It may be
+//
+//   - one that [Fence.FD] has returned in this process, while the fence is pending: the fence is the
+//     same one. Other processes cannot signal it;
+//   - an eventfd: one is added to its counter, also if the work has failed.
+//
+// The descriptor stays the caller's, and may be closed afterwards. giveUp ends the use of the fence, if it
+// will not be signalled.
+//
+// Errors: EBADF if the descriptor is not open; EINVAL if it is of another kind; EMFILE, ENFILE.
+func FenceToSignal(fd int) (f *Fence, giveUp func(), err error) {
+	const op = "sync_file_get_fence"
+	own, err := sys.DupFD(fd) // the program may close or replace its own meanwhile
+	if err != nil {
+		if errors.Is(err, syscall.EBADF) {
+			return nil, nil, ib.Errorf(op, syscall.EBADF, "descriptor %d is not open", fd)
+		}
+		return nil, nil, descriptorError(op, err)
+	}
+	kind, name, err := sys.FenceFDOf(own)
+	if err == nil && kind == sys.FenceEvent {
+		f = NewFence()
+		cancel := f.OnSignal(func(error) {
+			_ = sys.WriteEvent(own) // if it is not open for writing, nobody can be told
+			_ = sys.CloseFD(own)
+		})
+		return f, func() {
+			if cancel() {
+				_ = sys.CloseFD(own) // it is our own
+			}
+		}, nil
+	}
+	if err == nil && kind == sys.FenceOwn {
+		f = fences.find(own, name)
+	}
+	_ = sys.CloseFD(own) // it is our own
+	if f == nil {
+		return nil, nil, ib.Errorf(op, syscall.EINVAL, "the descriptor is none of a fence of this process that is pending")
+	}
+	return f, func() {}, nil
+}
+
+// FenceStatus returns the status of the fence of a descriptor: whether it was signalled, and then what
+// with. It is for those who wait for the descriptor by poll(2).
+//
+// Errors: EBADF if the descriptor is not open; EINVAL if it is of another kind than [FenceFromFD] takes.
+func FenceStatus(fd int) (signaled bool, failure, err error) {
+	const op = "sync_file_info"
+	kind, _, err := sys.FenceFDOf(fd)
+	if err != nil {
+		errno := syscall.EINVAL
+		_ = errors.As(err, &errno)
+		return false, nil, ib.Errorf(op, errno, "%v", err)
+	}
+	signaled, failure = sys.FenceStatus(fd, kind)
+	return signaled, failure, nil
 }
 
 // watchKind is what of a descriptor is watched.

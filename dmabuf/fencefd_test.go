@@ -491,3 +491,71 @@ func TestRemoteFences(t *testing.T) {
 	b.Put()
 	eventually(t, "nothing is left", idle)
 }
+
+// What a request signals: a fence of this process, and an eventfd.
+func TestFenceToSignal(t *testing.T) {
+	before := openFDs(t)
+	f := NewFence()
+	fd, err := f.FD()
+	check(t, err)
+	same, giveUp, err := FenceToSignal(fd)
+	check(t, err)
+	giveUp()
+	if same != f || f.Signaled() {
+		t.Error("not the fence itself, or signalled")
+	}
+	if signaled, failure, err := FenceStatus(fd); signaled || failure != nil || err != nil {
+		t.Errorf("%v, %v, %v: should be pending", signaled, failure, err)
+	}
+	same.Signal(syscall.ENOSPC)
+	signaled, failure, err := FenceStatus(fd)
+	check(t, err)
+	wantErr(t, "the status", failure, syscall.ENOSPC)
+	if !signaled {
+		t.Error("pending")
+	}
+	_, _, err = FenceToSignal(fd)
+	wantErr(t, "a fence that is signalled", err, syscall.EINVAL)
+	check(t, sys.CloseFD(fd))
+	_, _, err = FenceToSignal(-1)
+	wantErr(t, "no descriptor", err, syscall.EBADF)
+	_, _, err = FenceStatus(-1)
+	wantErr(t, "no descriptor", err, syscall.EBADF)
+	_, _, err = FenceStatus(0)
+	wantErr(t, "another descriptor", err, syscall.EINVAL)
+	kept, given, err := sys.NewFencePair(fmt.Sprintf("other-%d", os.Getpid())) // as of another process
+	check(t, err)
+	_, _, err = FenceToSignal(given)
+	wantErr(t, "a fence of another process", err, syscall.EINVAL)
+	check(t, sys.CloseFD(given))
+	check(t, sys.CloseFD(kept))
+	e, err := sys.NewEvent()
+	check(t, err)
+	for _, signals := range []bool{false, true} {
+		f, giveUp, err := FenceToSignal(e.FD())
+		check(t, err)
+		if signals {
+			f.Signal(syscall.EIO)
+		}
+		giveUp()
+		if got := readable(t, e.FD(), 0); got != signals {
+			t.Errorf("readable: %v, should be %v", got, signals)
+		}
+	}
+	waits, err := FenceFromFD(e.FD())
+	check(t, err)
+	if !waits.Signaled() {
+		t.Error("pending")
+	}
+	e.Drain()
+	waits, err = FenceFromFD(e.FD())
+	check(t, err)
+	waits.Forget()
+	wantErr(t, "a fence that was forgotten", waits.Err(), syscall.ECANCELED)
+	f = NewFence()
+	if f.Forget(); f.Signaled() {
+		t.Error("a fence of one's own is forgotten")
+	}
+	check(t, e.Close())
+	eventually(t, "nothing is left", func() bool { return idle() && openFDs(t) <= before })
+}

@@ -495,15 +495,12 @@ func (r *remoteBuffer) waitFences(ctx context.Context, usage Usage) error {
 	if err != nil {
 		return err
 	}
-	f, watched, err := fenceOf("dma_buf_poll", fd)
-	if watched {
-		defer f.Signal(nil) // nobody else has the fence; it gives the descriptor up
-	} else {
-		_ = sys.CloseFD(fd) // it is our own
-	}
+	f, err := FenceFromFD(fd)
+	_ = sys.CloseFD(fd) // it is our own
 	if err != nil {
 		return err
 	}
+	defer f.Forget() // nobody else has the fence
 	return waitFor(ctx, f)
 }
 

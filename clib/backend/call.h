@@ -1,5 +1,6 @@
 #include "../front/backend.h"
 
+/* The functions of struct vbe_front: Go does not call pointers to functions. */
 void set_front(struct vbe_front *f);
 void call_cq_event(uint64_t cookie);
 void call_async_event(uint64_t context, uint32_t of, uint64_t cookie, uint32_t type);

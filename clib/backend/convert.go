@@ -129,7 +129,7 @@ func sendFlags(f C.uint32_t) (to ib.SendFlags, ok bool) {
 // wcOpcodes are IBV_WC_* by package ib's.
 var wcOpcodes = [...]C.uint32_t{ib.WCSend: 0, ib.WCRDMAWrite: 1, ib.WCRDMARead: 2, ib.WCCompSwap: 3, ib.WCFetchAdd: 4,
 	ib.WCBindMW: 5, ib.WCLocalInv: 6, ib.WCFlush: 8, ib.WCAtomicWrite: 9, ib.WCRecv: 1 << 7, ib.WCRecvRDMAWithImm: 1<<7 + 1,
-	ib.WCConfigureMKey: 1<<7 + 7} // IBV_WC_DRIVER1
+	ib.WCConfigureMKey: 1<<7 + 7, ib.WCWaitFence: 1<<7 + 8, ib.WCSignalFence: 1<<7 + 9} // IBV_WC_DRIVER1 to 3
 
 // putWC writes a completion in C's form.
 func putWC(to *C.struct_vbe_wc, wc *ib.WC, note *device.Note) {

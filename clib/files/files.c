@@ -21,6 +21,7 @@
 #include <unistd.h>
 
 #include "append.h"
+#include "dmabuf.h"
 #include "drm.h"
 #include "files.h"
 
@@ -178,7 +179,9 @@ PUBLIC int ioctl(int fd, unsigned long request, ...)
 	void *arg = va_arg(more, void *);
 	va_end(more);
 	int result;
-	return vd_ioctl(fd, request, arg, &result) ? result : next_ioctl()(fd, request, arg);
+	if (vd_ioctl(fd, request, arg, &result) || verbena_dmabuf_ioctl(fd, request, arg, &result))
+		return result;
+	return next_ioctl()(fd, request, arg);
 }
 
 PUBLIC int close(int fd)

@@ -173,6 +173,19 @@ struct vbe_recv_wr {
 	uint32_t num_sge;
 };
 
+/* A request about the fence of a descriptor. */
+struct vbe_fence_wr {
+	uint64_t id, timeout; /* timeout: in nanoseconds; 0: the usual one */
+	uint32_t flags;	      /* of verbs.h */
+	uint32_t signals;     /* 1: it signals the fence; 0: it waits for it */
+	int32_t fd;
+};
+
+/* What vbe_fence does with the descriptor of a fence. */
+#define VBE_FENCE_CREATE 0 /* returns a new one */
+#define VBE_FENCE_SIGNAL 1 /* with an errno, or 0 */
+#define VBE_FENCE_STATUS 2 /* returns 0 if it is pending, 1 if it was signalled, and 1 + errno if it has failed */
+
 /* A completion: the first 48 bytes are those of struct ibv_wc. */
 struct vbe_wc {
 	uint64_t wr_id;
@@ -283,6 +296,8 @@ struct vbe_front {
 	X(int64_t, vbe_query_qp, (uint64_t, struct vbe_qp_attr *))                                         \
 	X(int64_t, vbe_post_send, (uint64_t, struct vbe_send_wr *, int64_t, int64_t *))                    \
 	X(int64_t, vbe_post_recv, (uint64_t, struct vbe_recv_wr *, int64_t, int64_t *))                    \
+	X(int64_t, vbe_post_fence, (uint64_t, struct vbe_fence_wr *))                                      \
+	X(int64_t, vbe_fence, (uint32_t, int32_t, int32_t))                                                \
 	X(int64_t, vbe_mcast, (uint64_t, uint8_t *, uint32_t))                                             \
 	X(int64_t, vbe_create_ah, (uint64_t, struct vbe_path *))                                           \
 	X(int64_t, vbe_peer_register, (struct verbena_peer_memory_client *, uint32_t))                     \

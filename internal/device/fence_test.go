@@ -13,6 +13,8 @@ import (
 	"github.com/verbena-rdma/verbena/dmabuf"
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/provider"
+	"github.com/verbena-rdma/verbena/internal/qp"
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // fenceWays are the links that fences are tried on.
@@ -180,4 +182,71 @@ func TestFencesAreCheap(t *testing.T) {
 	if n := left.Load(); n != 0 {
 		t.Errorf("%d fences were not signalled", n)
 	}
+}
+
+// A request waits for the fence of a descriptor, and signals one. The counter of fences counts, that of
+// page faults does not.
+func TestFencesOfDescriptors(t *testing.T) {
+	fenceWays(t, func(t *testing.T, a, b *end) {
+		begin := must[*sys.Event](t)(sys.NewEvent())
+		after := dmabuf.NewFence()
+		fd := must[int](t)(after.FD())
+		copy(a.buf, "after the fence")
+		a.post(waitFor(must[*dmabuf.Fence](t)(dmabuf.FenceFromFD(begin.FD()))))
+		a.post(a.write(b, 0, 15))
+		same, _, err := dmabuf.FenceToSignal(fd)
+		must0(t, err)
+		a.post(ib.SendWR{ID: 9, Op: ib.OpSignalFence, Fence: same})
+		for a.counted()[qp.CntFenceWaits] == 0 {
+			runtime.Gosched()
+		}
+		if signaled, _, _ := dmabuf.FenceStatus(fd); signaled || string(b.buf[:15]) == "after the fence" {
+			t.Fatal("the requests do not wait")
+		}
+		begin.Signal()
+		for range 3 {
+			a.ok()
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		must0(t, after.Wait(ctx))
+		if signaled, failure, err := dmabuf.FenceStatus(fd); !signaled || failure != nil || err != nil || string(b.buf[:15]) != "after the fence" {
+			t.Errorf("%v, %v, %v, %q", signaled, failure, err, b.buf[:15])
+		}
+		if c := a.counted(); c[qp.CntFenceWaits] != 1 || c[qp.CntFaultWaits] != 0 {
+			t.Errorf("%d waits for fences, %d for pages; should be 1 and 0", c[qp.CntFenceWaits], c[qp.CntFaultWaits])
+		}
+		must0(t, sys.CloseFD(fd))
+		must0(t, begin.Close())
+	})
+}
+
+// told is a fence that wants to know that it is not waited for.
+type told struct {
+	*dmabuf.Fence
+	abandoned atomic.Int32
+}
+
+func (f *told) Abandoned() { f.abandoned.Add(1) }
+
+// A fence is told that a request waits for it no more, once, if it was pending then.
+func TestAbandonedFences(t *testing.T) {
+	fenceWays(t, func(t *testing.T, a, b *end) {
+		done, late, flushed := &told{Fence: dmabuf.NewFence()}, &told{Fence: dmabuf.NewFence()}, &told{Fence: dmabuf.NewFence()}
+		done.Signal(nil)
+		a.post(waitFor(done))
+		a.ok()
+		wr := waitFor(late)
+		wr.Timeout = time.Millisecond
+		a.post(wr)
+		a.post(waitFor(flushed))
+		a.status(ib.WCRespTimeoutErr)
+		a.status(ib.WCWRFlushErr)
+		for late.abandoned.Load() == 0 || flushed.abandoned.Load() == 0 {
+			runtime.Gosched()
+		}
+		if done.abandoned.Load() != 0 || late.abandoned.Load() != 1 || flushed.abandoned.Load() != 1 {
+			t.Errorf("%d, %d, %d", done.abandoned.Load(), late.abandoned.Load(), flushed.abandoned.Load())
+		}
+	})
 }

@@ -10,6 +10,8 @@ package qp
 //     post requests, so the owner signals it while it holds no lock (WorkSignal).
 //  3. The fence of a SIGNAL_FENCE that is flushed or forgotten is signalled with an error: work
 //     that waits for it does not wait for ever.
+//  4. The fence of a WAIT_FENCE that ends while the fence is pending is told so, if it wants to
+//     know (abandoner): in the same way as fences are signalled.
 
 import (
 	"fmt"
@@ -23,6 +25,29 @@ import (
 type signal struct {
 	fence ib.Fence
 	err   error
+}
+
+// abandoner is a fence that wants to know that a request waits for it no more: its time is over, or the
+// request is flushed or forgotten.
+type abandoner interface{ Abandoned() }
+
+// abandonment makes of Abandoned something that is signalled.
+type abandonment struct {
+	ib.Fence
+	to abandoner
+}
+
+// Signal tells the fence.
+func (a abandonment) Signal(error) bool {
+	a.to.Abandoned()
+	return true
+}
+
+// abandonFence has the owner tell a fence that it is not waited for.
+func (q *QP) abandonFence(f ib.Fence) {
+	if a, ok := f.(abandoner); ok {
+		q.signalFence(abandonment{f, a}, nil)
+	}
 }
 
 // queuedFence is the fence of a request.
@@ -97,7 +122,7 @@ func (q *QP) waitFence(w *wqe, now Time) mem.Fault {
 		w.swap = uint64(now) + w.compareAdd
 	}
 	if uint64(now) >= w.swap {
-		q.sq.fences.take()
+		q.abandonFence(q.sq.fences.take())
 		return mem.Fault{Kind: mem.FaultTimeout}
 	}
 	q.req.fenceLimit = Time(w.swap)
@@ -123,6 +148,8 @@ func (q *QP) giveUpFences() {
 	for _, f := range q.sq.fences.list {
 		if f.signals {
 			q.signalFence(f.fence, ib.ErrFenceFlushed)
+		} else {
+			q.abandonFence(f.fence)
 		}
 	}
 	q.sq.fences.list = nil

@@ -1,7 +1,7 @@
 /*
- * Verbs of early on-demand paging, and of the first proposals for dma-bufs, which
- * infiniband/verbs.h does not have. Most are a few lines on verbs that it has, so that programs and
- * examples of that time compile.
+ * Verbs that infiniband/verbs.h does not have: of early on-demand paging, of the first proposals for
+ * dma-bufs, and for fences. Most of the first two kinds are a few lines on verbs that it has, so that
+ * programs and examples of that time compile.
  */
 #ifndef VERBENA_VERBS_H
 #define VERBENA_VERBS_H
@@ -200,6 +200,57 @@ int verbena_write_dmabuf(struct verbena_dmabuf *buffer, uint64_t offset, const v
 
 /* verbena_free_dmabuf ends the program's use of it. Regions and descriptors keep the memory. */
 int verbena_free_dmabuf(struct verbena_dmabuf *buffer);
+
+/*
+ * Fences: work that ends some time. A fence has a descriptor, which poll finds readable (POLLIN) once
+ * the fence is signalled, in whatever process it was sent to. A work request can wait for a fence, and
+ * signal one. No adapter has these calls: they are verbena's own.
+ *
+ * Where a descriptor is waited for, it may be one of verbena_create_fence, in whatever process; what
+ * DMA_BUF_IOCTL_EXPORT_SYNC_FILE has returned; any other sync file of the kernel; or an eventfd, which
+ * counts as signalled when it is readable.
+ */
+
+/* The opcodes of their completions. */
+#define VERBENA_WC_WAIT_FENCE IBV_WC_DRIVER2
+#define VERBENA_WC_SIGNAL_FENCE IBV_WC_DRIVER3
+
+/*
+ * verbena_create_fence returns the descriptor of a new fence, which is pending, or -1 and errno. The
+ * fence is this process's: if the process ends, those who wait for it find it readable, and
+ * failed with EOWNERDEAD. The descriptor is closed on exec, and the caller closes it; when all copies
+ * are closed, and no request signals it, the fence is gone.
+ */
+int verbena_create_fence(struct ibv_context *context);
+
+/*
+ * verbena_signal_fence ends the work of a fence, with success (err 0), or failed with an errno. It
+ * returns 0 or an errno: EBADF; EINVAL if it is no fence of this process that is pending, and no eventfd.
+ */
+int verbena_signal_fence(struct ibv_context *context, int fd, int err);
+
+/*
+ * verbena_fence_status returns 0 if the fence of a descriptor is pending, 1 if it was signalled, and the
+ * negative errno if its work has failed; -EBADF and -EINVAL, too, if the descriptor is that of no fence.
+ */
+int verbena_fence_status(struct ibv_context *context, int fd);
+
+/*
+ * verbena_post_wait_fence posts a request behind which nothing begins before a fence is signalled, be it
+ * with an error or not. If that takes longer than timeout_ms milliseconds (0: ten seconds), the
+ * request fails with IBV_WC_RESP_TIMEOUT_ERR, and what is behind it is flushed. send_flags are those of
+ * ibv_post_send. The descriptor may be closed at once. It returns 0 or an errno: EBADF, EINVAL as above;
+ * EINVAL for a queue pair that is neither RC nor UC; ENOMEM if the send queue is full.
+ */
+int verbena_post_wait_fence(struct ibv_qp *qp, uint64_t wr_id, int fd, unsigned int timeout_ms,
+			    unsigned int send_flags);
+
+/*
+ * verbena_post_signal_fence posts a request that signals a fence when all requests before it are done:
+ * of RC, when their bytes are placed. If they fail, so does the fence, with ECANCELED. The descriptor is
+ * one that verbena_signal_fence takes, and may be closed at once. It returns 0 or an errno, as above.
+ */
+int verbena_post_signal_fence(struct ibv_qp *qp, uint64_t wr_id, int fd, unsigned int send_flags);
 
 #ifdef __cplusplus
 }
