@@ -70,12 +70,6 @@ func vbe_version(f *C.struct_vbe_front) C.int64_t {
 	return C.VBE_VERSION
 }
 
-// listed is a device that programs see.
-type listed struct {
-	name, iface string
-	config      provider.Config
-}
-
 // list returns the devices: those of VERBENA_ADDR, or one for each interface. The loopback
 // interface is left out where there is another: its address is the same on every host, and
 // programs that use all devices they see (UCX) would take it for a second path to a peer.
@@ -134,8 +128,6 @@ func listOwn() ([]listed, error) {
 	}
 	return chosen, nil
 }
-
-func isLoopback(d listed) bool { return d.config.Addrs[0].IsLoopback() }
 
 // interfaceOf returns the interface that has one of the addresses, or "".
 func interfaceOf(infos []ib.DeviceInfo, addrs addrList) string {

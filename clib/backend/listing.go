@@ -5,7 +5,17 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+
+	"github.com/verbena-rdma/verbena/internal/provider"
 )
+
+// listed is a device that programs see.
+type listed struct {
+	name, iface string
+	config      provider.Config
+}
+
+func isLoopback(d listed) bool { return d.config.Addrs[0].IsLoopback() }
 
 // listing remembers the devices that the program was told of. Interfaces and addresses come and go, but
 // what the program knows by a name stays what it is:
