@@ -22,7 +22,7 @@
 //	staged.go     memory that an engine moves
 //	paging.go     on-demand memory; manyregions.go, many regions, in a peer process
 //	dmabuf.go     dma-bufs: copies, moves, registration
-//	gpu.go        software GPUs: WRITEs into their memory, copies, eviction
+//	gpu.go        software GPUs: WRITEs into their memory, copies, eviction; gpupipeline.go, with the costs of a real one
 //	footprint.go  memory and CPU time of idle queue pairs
 //	clib.go       programs that are linked with the drop-in libibverbs
 //	iperf.go, tcp.go, ucx.go   other software to compare with
