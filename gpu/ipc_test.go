@@ -129,7 +129,10 @@ func TestIPC(t *testing.T) {
 	if got := ask("free"); got != "freed <nil> <nil>" {
 		t.Errorf("the memory is %s", got)
 	}
-	_, err = b.ReadAt(make([]byte, 1), 0)
+	eventually(t, "this process hears that the memory is freed", func() bool {
+		_, err = b.ReadAt(make([]byte, 1), 0)
+		return err != nil
+	})
 	wantErr(t, "memory that was freed", err, syscall.ENODEV)
 	again := handle(ask("serve"))
 	_, err = d.OpenIPC(h)
