@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // Cost is what a way of bytes costs at least.
@@ -62,7 +63,7 @@ func (c Cost) spend(start time.Time, n uint64) {
 		case left <= 0:
 			return
 		case left > 200*time.Microsecond: // sleeping is not more exact than this
-			time.Sleep(left - 100*time.Microsecond)
+			sys.Sleep(left - 100*time.Microsecond)
 		default:
 			runtime.Gosched()
 		}

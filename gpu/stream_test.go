@@ -224,9 +224,51 @@ func TestCloseWaiting(t *testing.T) {
 	check(t, d.Close())
 	never.Signal(nil) // nobody listens
 	wantErr(t, "a stream of a device that was closed", third.Copy(Host(make([]byte, 1)), Host(make([]byte, 1))), ErrClosed)
-	if len(waits.queues) != 0 || len(waits.signals) != 0 {
+	noWaits(t)
+}
+
+// noWaits checks that no queue has waits or signals.
+func noWaits(t *testing.T) {
+	t.Helper()
+	waits.mu.Lock()
+	defer waits.mu.Unlock()
+	if len(waits.queues) != 0 || len(waits.signals) != 0 || len(waits.waiting) != 0 {
 		t.Errorf("waits are left: %v", waits.queues)
 	}
+}
+
+// TestLongPipeline: two streams that wait for each other in turn, so often that a search by all ways from one fence
+// to another would not end. In the second half each wait is queued before its signal is.
+func TestLongPipeline(t *testing.T) {
+	d := open(t, "soft:0", Config{VRAM: mib})
+	a, b := newStream(t, d), newStream(t, d)
+	gate := NewFence("gate")
+	check(t, a.Wait(gate))
+	for range 300 {
+		check(t, b.Wait(must[*Event](t)(a.Record())))
+		check(t, a.Wait(must[*Event](t)(b.Record())))
+	}
+	var first *NamedFence
+	for range 300 {
+		there, back := NewFence("there"), NewFence("back")
+		if first == nil {
+			first = there
+		}
+		check(t, b.Wait(there))
+		check(t, a.Signal(there))
+		check(t, a.Wait(back))
+		check(t, b.Signal(back))
+	}
+	check(t, b.Wait(NewFence("another")))
+	wantErr(t, "a signal of the gate behind it", b.Signal(gate), ErrDeadlock)
+	if first.Signaled() {
+		t.Error("a stream has not waited")
+	}
+	gate.Signal(nil)
+	check(t, a.Sync(longTime(t)))
+	check(t, b.Close()) // it waits for a fence that nobody signals
+	check(t, a.Close())
+	noWaits(t)
 }
 
 // TestIdle: streams that are idle, or wait, have no goroutine.

@@ -7,9 +7,14 @@ package gpu
 //
 // What a program or another process signals is not known here. A fence that no queue is to signal is taken for one
 // of those.
+//
+// Most fences get their signal queued before anybody waits for them: then there is nothing to search for. Otherwise
+// the queues are gone through, each as far as it comes, which takes as long as they have entries.
 
 import (
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -21,6 +26,7 @@ type waitGraph struct {
 	mu      sync.Mutex // guards what follows
 	queues  map[any]*waitQueue
 	signals map[any][]*waitQueue // by fence: the queues that are to signal it, once for each signal
+	waiting map[any]int          // by fence: how many waits for it are queued
 }
 
 type waitQueue struct {
@@ -69,7 +75,7 @@ func (g *waitGraph) add(queue any, name string, f Fence, signals bool, limit tim
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.queues == nil {
-		g.queues, g.signals = make(map[any]*waitQueue), make(map[any][]*waitQueue)
+		g.queues, g.signals, g.waiting = make(map[any]*waitQueue), make(map[any][]*waitQueue), make(map[any]int)
 	}
 	q := g.queues[queue]
 	if q == nil {
@@ -85,12 +91,16 @@ func (g *waitGraph) add(queue any, name string, f Fence, signals bool, limit tim
 	}
 	q.list = append(q.list, e)
 	if !signals {
+		g.waiting[f]++
 		return nil
 	}
 	g.signals[f] = append(g.signals[f], q)
-	if path := g.stuckLocked(f, nil); path != nil {
+	if g.waiting[f] == 0 {
+		return nil
+	}
+	if why := g.stuckLocked(f); why != "" {
 		g.removeLocked(queue, q, len(q.list)-1)
-		return fail("gpu_signal", ErrDeadlock, "%s", strings.Join(path, ", "))
+		return fail("gpu_signal", ErrDeadlock, "%s", why)
 	}
 	return nil
 }
@@ -127,66 +137,60 @@ func (g *waitGraph) leave(queue any, f Fence) {
 
 func (g *waitGraph) removeLocked(queue any, q *waitQueue, i int) {
 	e := q.list[i]
-	q.list = append(q.list[:i], q.list[i+1:]...)
-	if e.signals {
-		by := g.signals[e.fence]
-		for j := range by {
-			if by[j] == q {
-				by = append(by[:j], by[j+1:]...)
-				break
-			}
+	if i == 0 {
+		q.list[0] = waitEntry{}
+		q.list = q.list[1:]
+	} else {
+		q.list = slices.Delete(q.list, i, i+1)
+	}
+	if !e.signals {
+		if g.waiting[e.fence]--; g.waiting[e.fence] == 0 {
+			delete(g.waiting, e.fence)
 		}
-		if len(by) == 0 {
-			delete(g.signals, e.fence)
-		} else {
-			g.signals[e.fence] = by
-		}
+	} else if by := g.signals[e.fence]; len(by) == 1 {
+		delete(g.signals, e.fence)
+	} else {
+		j := slices.Index(by, q)
+		g.signals[e.fence] = slices.Delete(by, j, j+1)
 	}
 	if len(q.list) == 0 {
 		delete(g.queues, queue)
 	}
 }
 
-// stuckLocked returns why a fence is never signalled, in words; nil if it may be. path are the fences that depend
-// on it.
-func (g *waitGraph) stuckLocked(f Fence, path []Fence) (why []string) {
-	for _, p := range path {
-		if p == f {
-			return []string{}
+// stuckLocked returns why a fence that a queue is to signal is never signalled; "" if it may be.
+func (g *waitGraph) stuckLocked(f Fence) string {
+	var (
+		signaled = make(map[Fence]bool)
+		held     = make(map[Fence][]*waitQueue) // by the fence that they wait for
+		at       = make(map[*waitQueue]int)     // how far they have come
+		todo     = slices.Collect(maps.Values(g.queues))
+	)
+	for len(todo) > 0 {
+		q := todo[len(todo)-1]
+		todo = todo[:len(todo)-1]
+		for ; at[q] < len(q.list); at[q]++ {
+			e := &q.list[at[q]]
+			if e.signals {
+				signaled[e.fence] = true
+				todo = append(todo, held[e.fence]...)
+				delete(held, e.fence)
+			} else if !signaled[e.fence] && len(g.signals[e.fence]) > 0 && !e.over() {
+				held[e.fence] = append(held[e.fence], q)
+				break
+			}
 		}
 	}
-	path = append(path, f)
-	found := false
-	for _, q := range g.signals[f] {
-		words, stuck := g.queueStuckLocked(q, f, path)
-		if !stuck {
-			return nil // one signal is enough
-		}
-		if !found {
-			why, found = words, true
-		}
+	var why []string
+	for seen := make(map[Fence]bool); !signaled[f] && !seen[f]; {
+		seen[f] = true
+		q := g.signals[f][0]
+		before := q.list[at[q]].fence
+		why = append(why, fmt.Sprintf("%s waits for %v before it signals %v", q.name, nameOf(before), nameOf(f)))
+		f = before
 	}
-	if !found {
-		return nil // the program, or another process, is to signal it
-	}
-	return why
-}
-
-// queueStuckLocked reports whether a queue never comes to its signal of a fence.
-func (g *waitGraph) queueStuckLocked(q *waitQueue, f Fence, path []Fence) (words []string, stuck bool) {
-	for i := range q.list {
-		e := &q.list[i]
-		if e.signals && e.fence == f {
-			return nil, false
-		}
-		if e.signals || e.over() {
-			continue
-		}
-		if words := g.stuckLocked(e.fence, path); words != nil {
-			return append(words, fmt.Sprintf("%s waits for %v before it signals %v", q.name, nameOf(e.fence), nameOf(f))), true
-		}
-	}
-	return nil, false
+	slices.Reverse(why)
+	return strings.Join(why, ", ")
 }
 
 func nameOf(f Fence) string {
