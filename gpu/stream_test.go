@@ -249,7 +249,7 @@ func TestLongPipeline(t *testing.T) {
 		check(t, a.Wait(must[*Event](t)(b.Record())))
 	}
 	var first *NamedFence
-	for range 300 {
+	for range 100 {
 		there, back := NewFence("there"), NewFence("back")
 		if first == nil {
 			first = there
