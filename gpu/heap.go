@@ -37,8 +37,6 @@ func (h *heap) close() {
 	h.b = nil
 }
 
-func (h *heap) size() uint64 { return uint64(len(h.b)) }
-
 // place is where an object's bytes lie.
 type place struct {
 	heap    *heap

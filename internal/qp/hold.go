@@ -68,7 +68,7 @@ func (q *QP) cameBack(now Time) {
 	h.began = 0
 	// The peer's timeout is most likely what ours is. If it is shorter, the peer would send again
 	// what is kept.
-	most := Time(maxHoldTime)
+	most := maxHoldTime
 	if t := q.req.timeout; t != 0 {
 		most = min(most, t/2)
 	}
