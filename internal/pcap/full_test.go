@@ -49,10 +49,7 @@ func TestFull(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		w, err := New(&smallDisk{f, room})
-		if err != nil {
-			t.Fatal(err)
-		}
+		w := New(&smallDisk{f, room})
 		for i := range packets {
 			w.Packet(time.Unix(int64(i), 0), src4, dst4, 0, 64, uint16(i), make([]byte, size))
 		}

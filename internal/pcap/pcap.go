@@ -6,20 +6,14 @@
 package pcap
 
 import (
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"net/netip"
 	"os"
-	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
-
-	"github.com/gopacket/gopacket"
-	"github.com/gopacket/gopacket/layers"
-	"github.com/gopacket/gopacket/pcapgo"
 
 	"github.com/verbena-rdma/verbena/internal/wire"
 )
@@ -35,13 +29,12 @@ type Writer struct {
 	name string        // what the log calls it
 	lost atomic.Uint64 // packets that are not in the capture
 
-	mu     sync.Mutex       // guards all below
-	ng     *pcapgo.NgWriter // nil when closed
-	out    blocks           // what ng writes to
-	closer io.Closer        // what Create opened; nil after New
-	err    error            // the first one; nothing is written after it
-	logged bool             // err is in the log
-	buf    []byte
+	mu     sync.Mutex // guards all below
+	closed bool
+	out    blocks
+	closer io.Closer // what Create opened; nil after New
+	err    error     // the first one; nothing is written after it
+	logged bool      // err is in the log
 }
 
 // Create makes a capture file, or empties one that exists. Packets carry the memory
@@ -51,26 +44,17 @@ func Create(path string) (*Writer, error) {
 	if err != nil {
 		return nil, err
 	}
-	w, err := New(f)
-	if err != nil {
-		return nil, errors.Join(err, f.Close())
-	}
+	w := New(f)
 	w.name, w.closer = path, f
 	return w, nil
 }
 
 // New begins a capture on w. Close writes the rest of the capture to w, and does not
 // close w.
-func New(w io.Writer) (*Writer, error) {
+func New(w io.Writer) *Writer {
 	n := &Writer{name: "capture", out: blocks{to: w}}
-	var err error
-	n.ng, err = pcapgo.NewNgWriterInterface(&n.out,
-		pcapgo.NgInterface{Name: "verbena", OS: runtime.GOOS, LinkType: layers.LinkTypeRaw, TimestampResolution: 9},
-		pcapgo.NgWriterOptions{SectionInfo: pcapgo.NgSectionInfo{Application: "verbena", OS: runtime.GOOS, Hardware: runtime.GOARCH}})
-	if err != nil {
-		return nil, fmt.Errorf("pcap: %w", err)
-	}
-	return n, nil
+	n.out.begin()
+	return n
 }
 
 // Lost returns how many packets an error has kept out of the capture.
@@ -84,7 +68,7 @@ func (w *Writer) Packet(ts time.Time, src, dst netip.AddrPort, tclass, hopLimit 
 	w.mu.Lock()
 	defer w.unlock()
 	switch {
-	case w.ng == nil: // closed
+	case w.closed:
 		return
 	case w.err != nil:
 		w.lost.Add(1)
@@ -95,13 +79,7 @@ func (w *Writer) Packet(ts time.Time, src, dst netip.AddrPort, tclass, hopLimit 
 		w.failLocked(fmt.Errorf("datagram of %d bytes is longer than UDP carries", n))
 		return
 	}
-	w.buf = appendPacket(w.buf[:0], src, dst, tclass, hopLimit, id, udpPayload)
-	ci := gopacket.CaptureInfo{Timestamp: ts, CaptureLength: len(w.buf), Length: len(w.buf)}
-	if err := errors.Join(w.ng.WritePacket(ci, w.buf), w.ng.Flush()); err != nil {
-		w.lost.Add(1)
-		w.failLocked(err)
-		return
-	}
+	w.out.packet(ts, func(b []byte) []byte { return appendPacket(b, src, dst, tclass, hopLimit, id, udpPayload) })
 	if len(w.out.waiting) >= enoughWaiting {
 		w.flushLocked()
 	}
@@ -139,7 +117,7 @@ func appendPacket(b []byte, src, dst netip.AddrPort, tclass, hopLimit uint8, id 
 // flushLocked writes what waits. It does so also after an error that is not of the
 // file: the packets before that error are good.
 func (w *Writer) flushLocked() {
-	if w.ng == nil {
+	if w.closed {
 		return
 	}
 	lost, err := w.out.flush()
@@ -156,7 +134,7 @@ func (w *Writer) Close() error {
 	w.mu.Lock()
 	defer w.unlock()
 	w.flushLocked()
-	w.ng = nil
+	w.closed = true
 	if w.closer != nil {
 		if err := w.closer.Close(); err != nil {
 			w.failLocked(err)

@@ -69,10 +69,7 @@ func TestPacket(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var buf bytes.Buffer
-			w, err := New(&buf)
-			if err != nil {
-				t.Fatal(err)
-			}
+			w := New(&buf)
 			w.Packet(ts, c.src, c.dst, 0x6a, 63, 0xbeef, payload)
 			if err := w.Close(); err != nil {
 				t.Fatal(err)
@@ -174,10 +171,7 @@ func (l *limited) Write(b []byte) (int, error) {
 // TestErrors: Close returns the first error; nothing is written after it, nor after
 // Close.
 func TestErrors(t *testing.T) {
-	w, err := New(&limited{n: 10_000})
-	if err != nil {
-		t.Fatal(err)
-	}
+	w := New(&limited{n: 10_000})
 	for range 10 {
 		w.Packet(time.Now(), src4, dst4, 0, 64, 0, make([]byte, 4000))
 	}
@@ -188,9 +182,7 @@ func TestErrors(t *testing.T) {
 	}
 
 	var buf bytes.Buffer
-	if w, err = New(&buf); err != nil {
-		t.Fatal(err)
-	}
+	w = New(&buf)
 	w.Packet(time.Now(), src4, dst4, 0, 64, 0, make([]byte, maxUDPPayload))
 	if err := w.Close(); err != nil {
 		t.Errorf("longest datagram: %v", err)
@@ -205,9 +197,7 @@ func TestErrors(t *testing.T) {
 	}
 
 	buf.Reset()
-	if w, err = New(&buf); err != nil {
-		t.Fatal(err)
-	}
+	w = New(&buf)
 	for _, n := range []int{16, maxUDPPayload + 1, 20} {
 		w.Packet(time.Now(), src6, dst6, 0, 64, 0, make([]byte, n))
 	}
