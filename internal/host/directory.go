@@ -59,8 +59,7 @@ func (d *directory) who(slot int) identity {
 	if slot < 0 || slot >= MaxProcesses {
 		return 0
 	}
-	e := &d.process[slot]
-	if id := e.id.Load(); id != 0 && e.ready.Load() == id {
+	if id := d.ids[slot].Load(); id != 0 && d.process[slot].ready.Load() == id {
 		return identity(id)
 	}
 	return 0
@@ -116,11 +115,11 @@ func (d *directory) claimEntry(i, pid int, nonce uint64) (identity, *sys.ByteLoc
 		return 0, nil, err
 	}
 	e := &d.process[i]
-	if id := identity(e.id.Load()); id != 0 {
+	if id := identity(d.ids[i].Load()); id != 0 {
 		d.release(id)
 	}
 	id := makeIdentity(pid, nonce, i)
-	e.id.Store(uint64(id))
+	d.ids[i].Store(uint64(id))
 	e.packets.Store(0)
 	e.listens.Store(0)
 	e.watched.Store(0)
@@ -149,7 +148,7 @@ func (e *entry) isBinding() bool {
 // alive reports whether a process lives: it holds the lock of its entry.
 func (d *directory) alive(id identity) bool {
 	locked, err := sys.ByteLocked(d.fd, int64(id.slot()))
-	return err != nil || locked && d.process[id.slot()].id.Load() == uint64(id)
+	return err != nil || locked && d.ids[id.slot()].Load() == uint64(id)
 }
 
 // release frees the places and the entry of a process that is gone. Any number of processes may
@@ -158,7 +157,7 @@ func (d *directory) release(id identity) {
 	for p := range d.place {
 		d.place[p].holder.CompareAndSwap(uint64(id), 0)
 	}
-	d.process[id.slot()].id.CompareAndSwap(uint64(id), 0)
+	d.ids[id.slot()].CompareAndSwap(uint64(id), 0)
 }
 
 // total adds up what all processes have.

@@ -30,6 +30,9 @@ type layout struct {
 	_       [64]byte
 	turns   [placesLocks]atomic.Uint32 // how often each of the locks was taken: see directory.lock
 	_       [64]byte
+	// ids are the processes that have the entries; 0: the entry is free. They stand together, since
+	// each object that is made asks for all of them: see directory.total.
+	ids     [MaxProcesses]atomic.Uint64
 	process [MaxProcesses]entry
 	place   [sys.NumPlaces]placeEntry
 	// Records of connections, in chunks, and the process that has each chunk: see lastwords.go.
@@ -42,11 +45,10 @@ type layout struct {
 }
 
 // entry is one process, which holds the lock of the file's byte with the entry's number as long as
-// it lives. The process itself writes all but id, which any process takes away from one that is
-// dead.
+// it lives. The process itself writes it. Its word of layout.ids any process takes away from one
+// that is dead.
 type entry struct {
-	id      atomic.Uint64 // the process's identity; 0: the entry is free
-	ready   atomic.Uint64 // the same, once what follows is the process's
+	ready   atomic.Uint64 // the process's identity, once what follows is the process's
 	packets atomic.Uint32 // not 0: it wants packets, see Config.Packets
 	listens atomic.Uint32 // not 0: it listens on ports
 	watched atomic.Uint32 // 0: it has no connections that its peers must hear of; else 1 and how many watch it

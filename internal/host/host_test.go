@@ -84,7 +84,7 @@ func (j *joined) buried(t *testing.T, c *another) {
 	_ = c.cmd.Wait()
 	eventually(t, "the lock of a dead process is free", func() bool {
 		for i := range j.dir.process {
-			if id := identity(j.dir.process[i].id.Load()); id.pid() == c.cmd.Process.Pid && j.dir.alive(id) {
+			if id := identity(j.dir.ids[i].Load()); id.pid() == c.cmd.Process.Pid && j.dir.alive(id) {
 				return false
 			}
 		}
@@ -639,7 +639,7 @@ func TestKilled(t *testing.T) {
 	stays.dir.sweep(stays.self)
 	n := 0
 	for i := range stays.dir.process {
-		if stays.dir.process[i].id.Load() != 0 {
+		if stays.dir.ids[i].Load() != 0 {
 			n++
 		}
 	}

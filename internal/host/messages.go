@@ -18,7 +18,7 @@ import (
 // in the output of strace.
 
 const (
-	protocol   = 4
+	protocol   = 5
 	maxMessage = 4 << 10
 	namePrefix = "@verbena/"
 )

@@ -349,7 +349,7 @@ func (d *directory) sweep(self identity) (found bool) {
 		return false
 	}
 	for i := range d.process {
-		if id := identity(d.process[i].id.Load()); id != 0 && !d.alive(id) {
+		if id := identity(d.ids[i].Load()); id != 0 && !d.alive(id) {
 			d.release(id)
 			found = true
 		}

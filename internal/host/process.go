@@ -281,7 +281,7 @@ func (d *Directory) Gone(int) {}
 // Alive reports whether any process has the device open.
 func (d *Directory) Alive() bool {
 	for i := range d.dir.process {
-		if id := identity(d.dir.process[i].id.Load()); id != 0 && d.dir.alive(id) {
+		if id := identity(d.dir.ids[i].Load()); id != 0 && d.dir.alive(id) {
 			return true
 		}
 	}
