@@ -86,6 +86,11 @@ func shownName(name string) string {
 	return conf().Name + strings.TrimPrefix(name, settings.DefaultName)
 }
 
+// ownName takes back shownName.
+func ownName(shown string) string {
+	return settings.DefaultName + strings.TrimPrefix(shown, conf().Name)
+}
+
 // listOwn is list, with the device's own names.
 func listOwn() ([]listed, error) {
 	s := conf()
@@ -199,6 +204,13 @@ var devices struct {
 
 // acquire returns an open device, and counts one more user of it.
 func acquire(name string) (*shared, error) {
+	devices.mu.Lock()
+	if s := devices.opened[name]; s != nil {
+		s.refs++
+		devices.mu.Unlock()
+		return s, nil
+	}
+	devices.mu.Unlock()
 	all, err := list()
 	if err != nil {
 		return nil, err
@@ -207,13 +219,19 @@ func acquire(name string) (*shared, error) {
 	if i < 0 {
 		return nil, ib.Errorf("open_device", syscall.ENODEV, "there is no device %q", name)
 	}
+	return acquireListed(all[i])
+}
+
+// acquireListed is acquire of a device that the caller has just listed.
+func acquireListed(d listed) (*shared, error) {
+	name := d.name
 	devices.mu.Lock()
 	defer devices.mu.Unlock()
 	if s := devices.opened[name]; s != nil {
 		s.refs++
 		return s, nil
 	}
-	dev, err := device.Open(name, &all[i].config)
+	dev, err := device.Open(name, &d.config)
 	if err != nil {
 		return nil, err
 	}
@@ -223,7 +241,7 @@ func acquire(name string) (*shared, error) {
 		devices.opened = map[string]*shared{}
 	}
 	devices.opened[name] = s
-	found.opened(name, all[i].config.Addrs)
+	found.opened(ownName(name), d.config.Addrs)
 	go s.watch(ctx)
 	return s, nil
 }
@@ -240,7 +258,7 @@ func (s *shared) release() error {
 	<-s.done
 	s.writeStats()
 	err := s.dev.Close()
-	found.closed(s.name)
+	found.closed(ownName(s.name))
 	return err
 }
 

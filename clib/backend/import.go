@@ -83,7 +83,7 @@ func vbe_import(name *C.char, cookie C.uint64_t, is *C.struct_vbe_device) C.int6
 	if i < 0 {
 		return failed(ib.Errorf(op, syscall.ENODEV, "this process has no device at %s", at))
 	}
-	s, err := acquire(all[i].name)
+	s, err := acquireListed(all[i])
 	if err != nil {
 		return failed(err)
 	}

@@ -99,7 +99,7 @@ func connDevices() ([]cma.Device, error) {
 	to := make([]cma.Device, len(all))
 	for i, d := range all {
 		to[i] = cma.Device{Name: d.name, Index: i, Addrs: d.config.Addrs, Open: func() (provider.Device, func(), error) {
-			s, err := acquire(d.name)
+			s, err := acquireListed(d)
 			if err != nil {
 				return nil, nil, err
 			}
