@@ -32,7 +32,6 @@ var skips = []struct{ reason, row string }{
 	{`non EFA device`, "EFA"},
 	{`Create Extended CQ|PCI device of`, "mlx5: steering"},
 	{`Extended CQ is not supported`, "tag matching"},
-	{`dmabuf is not supported`, "dma-buf"},
 	{`cuda-python`, "CUDA"},
 	{`All gid indices populated`, "empty GIDs"},
 	{`no huge pages`, "huge pages"},
@@ -44,6 +43,7 @@ var skips = []struct{ reason, row string }{
 	{`LAG affinity|mlx5dv_query_port|schedule elements|UDP sport|reserved QP number`, "mlx5: ports and schedules"},
 	{`Converting timestamp`, "mlx5: clock"},
 	{`PCI device must be passed`, "mlx5: vfio"},
+	{`CC_DMA_BOUNCE`, "confidential machines"},
 }
 
 // notRun has the modules that are not run, and their rows of that table.
@@ -51,12 +51,23 @@ var notRun = map[string]string{"test_mlx5_huge_page": "mlx5: queues on huge page
 
 // offered is how many tests of a module must pass. It is for modules in which tests that must
 // pass, and others, could be skipped for the same reason.
-var offered = map[string]int{"test_mlx5_mkey": 6, "test_rdmacm": 10}
+var offered = map[string]int{"test_mlx5_mkey": 6, "test_mr": 27, "test_rdmacm": 10}
+
+// wrapped has the modules that a program of ours runs, with its arguments. The program says why.
+var wrapped = map[string][]string{"test_mr": {"dmabuf.py", "-v"}, "test_rdmacm": {"rdmacm.py", "-v", "Case"}}
+
+// pyArgs returns the arguments of Python to run a module of the tests in a directory.
+func pyArgs(dir, module string) []string {
+	if w := wrapped[module]; w != nil {
+		return append([]string{"testdata/" + w[0], dir}, w[1:]...)
+	}
+	return []string{dir + "/tests/run_tests.py", "-v", "tests." + module}
+}
 
 // unpackTests copies rdma-core's tests and returns the directory above them.
-func unpackTests(t *testing.T) string {
+func unpackTests(t *testing.T, from string) string {
 	t.Helper()
-	from, dir := pyTests(t), t.TempDir()
+	dir := t.TempDir()
 	if err := os.Mkdir(filepath.Join(dir, "tests"), 0o755); err != nil {
 		t.Fatal(err)
 	}
@@ -100,11 +111,8 @@ var (
 // rdma-core's own tests: each passes, or is skipped for a reason that the documentation
 // explains.
 func TestPyverbs(t *testing.T) {
-	dir := unpackTests(t)
-	docs, err := os.ReadFile(root + "/docs/libibverbs.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	dir, docs := unpackTests(t, pyTests(t)), docsOfSkips(t)
+	alloc := compileWith(t, "dmabufalloc", "-shared", "-fPIC")
 	awaitHugePages(t)
 	modules, err := filepath.Glob(filepath.Join(dir, "tests", "test_*.py"))
 	if err != nil || len(modules) < 20 {
@@ -114,44 +122,88 @@ func TestPyverbs(t *testing.T) {
 	for _, file := range modules {
 		name := strings.TrimSuffix(filepath.Base(file), ".py")
 		if row := notRun[name]; row != "" {
-			wantRow(t, row, name, string(docs))
+			wantRow(t, row, name, docs)
 			continue
 		}
 		env := []string{"VERBENA_ADDR=" + address(), "PYTHONPATH=" + dir}
 		if strings.HasPrefix(name, "test_mlx5") {
 			env = append(env, "VERBENA_IDENTITY=mlx5")
 		}
+		if name == "test_mr" {
+			env = append(env, "LD_PRELOAD="+alloc)
+		}
 		t.Run(name, func(t *testing.T) {
-			args := []string{"/usr/bin/python3", dir + "/tests/run_tests.py", "-v", "tests." + name}
-			if name == "test_rdmacm" {
-				args = []string{"/usr/bin/python3", "testdata/rdmacm.py", dir, "-v", "Case"}
-			}
-			out := run(t, side{args: args, env: env})
-			ran, results := pyRan.FindStringSubmatch(out), pyResult.FindAllStringSubmatch(out, -1)
-			if ran == nil || ran[1] != strconv.Itoa(len(results)) {
-				t.Fatalf("%d results, %v:\n%s", len(results), ran, out)
-			}
-			before := passed
-			for _, m := range results {
-				switch {
-				case m[1] == "ok":
-					passed++
-				case strings.HasPrefix(m[1], "skipped"):
-					skipped++
-					explained(t, m[2]+m[3], string(docs))
-				default:
-					t.Errorf("%s\n%s", m[0], out)
-				}
-			}
-			if got := passed - before; got < offered[name] {
-				t.Errorf("%d tests pass, %d should:\n%s", got, offered[name], out)
-			}
+			ok, not := pyResults(t, run(t, side{args: append([]string{"/usr/bin/python3"}, pyArgs(dir, name)...), env: env}), docs, offered[name])
+			passed, skipped = passed+ok, skipped+not
 		})
 	}
 	t.Logf("%d passed, %d skipped", passed, skipped)
 	if passed < 100 {
 		t.Errorf("only %d tests passed: most were skipped", passed)
 	}
+}
+
+// pyResults returns how many tests of a module have passed, and how many were skipped. It checks the reasons
+// of the latter, and that the former are at least as many as they should be.
+func pyResults(t *testing.T, out, docs string, want int) (passed, skipped int) {
+	t.Helper()
+	ran, results := pyRan.FindStringSubmatch(out), pyResult.FindAllStringSubmatch(out, -1)
+	if ran == nil || ran[1] != strconv.Itoa(len(results)) {
+		t.Fatalf("%d results, %v:\n%s", len(results), ran, out)
+	}
+	for _, m := range results {
+		switch {
+		case m[1] == "ok":
+			passed++
+		case strings.HasPrefix(m[1], "skipped"):
+			skipped++
+			explained(t, m[2]+m[3], docs)
+		default:
+			t.Errorf("%s\n%s", m[0], out)
+		}
+	}
+	if passed < want {
+		t.Errorf("%d tests pass, %d should:\n%s", passed, want, out)
+	}
+	return passed, skipped
+}
+
+// Tests of newer releases, with the Python and the pyverbs of these: regions, dma-bufs, those of device
+// memory, buffers and DMA handles.
+func TestPyverbsReleases(t *testing.T) {
+	// They ask rdma(8) for the network interface of a device, which asks the kernel. This is what it answers
+	// in a kernel with RDMA and without devices.
+	path := t.TempDir()
+	if err := os.WriteFile(filepath.Join(path, "rdma"), []byte("#!/bin/sh\necho '[]'\n"), 0o755); err != nil { //nolint:gosec // a program
+		t.Fatal(err)
+	}
+	for suite, modules := range map[string]map[string]int{
+		"trixie": {"test_mr": 32},
+		"sid":    {"test_mr": 38, "test_buf": 19, "test_dmah": 9},
+	} {
+		t.Run(suite, func(t *testing.T) {
+			r, docs := newRelease(t, suite, false, "python3-pyverbs"), docsOfSkips(t)
+			dir := unpackTests(t, r.tree+"/usr/share/doc/rdma-core/tests")
+			python := append(append([]string{}, r.loader...), oneFile(t, r.tree+"/usr/bin/python3.[0-9]*"))
+			for name, want := range modules {
+				env := []string{"VERBENA_ADDR=" + address(), "PYTHONPATH=" + dir, "PATH=" + path + ":" + os.Getenv("PATH")}
+				t.Run(name, func(t *testing.T) {
+					passed, skipped := pyResults(t, run(t, side{args: append(python[:len(python):len(python)], pyArgs(dir, name)...), env: env}), docs, want)
+					t.Logf("%d passed, %d skipped", passed, skipped)
+				})
+			}
+		})
+	}
+}
+
+// docsOfSkips returns the document that explains skips.
+func docsOfSkips(t *testing.T) string {
+	t.Helper()
+	docs, err := os.ReadFile(root + "/docs/libibverbs.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(docs)
 }
 
 // awaitHugePages waits while other processes have all huge pages: if the machine has any, the
