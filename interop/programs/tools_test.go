@@ -34,6 +34,22 @@ func TestDevinfo(t *testing.T) {
 	}
 }
 
+// What the newest perftest does with --use_ib_dm_dmabuf, which no Debian release has yet: memory of one device,
+// used by another one.
+func TestDMOfAnotherDevice(t *testing.T) {
+	exe := compile(t, "dmpair")
+	for _, link := range []string{"local", "udp"} {
+		for _, op := range []string{"write", "read", "send"} {
+			t.Run(link+" "+op, func(t *testing.T) {
+				out := run(t, side{args: []string{exe, op}, env: []string{"VERBENA_ADDR=" + address() + ";" + address(), "VERBENA_LINK=" + link}})
+				if !strings.HasSuffix(out, "ok\n") {
+					t.Errorf("it says\n%s", out)
+				}
+			})
+		}
+	}
+}
+
 // The pingpongs of ibverbs-utils, two processes on one address.
 func TestPingpong(t *testing.T) {
 	program(t, "ibv_rc_pingpong", "ibverbs-utils")
