@@ -17,7 +17,7 @@ func table() (all []*testCase) {
 		operations(),
 		atomics(),
 		onDemand(),
-		dmaBufs(),
+		dmaBufs(), bufferFences(),
 		publications(),
 		shapes(),
 		lateReceivers(),
