@@ -7,6 +7,7 @@ package dmabuf
 //  3. Move tells the importers, waits for what they still do, copies the bytes to another place,
 //     and poisons and gives up the old one. Evict moves the bytes to where no importer can reach
 //     them, until one maps the buffer again. Revoke takes them away for good.
+//     A place that no other process has seen is kept for the next move, for a moment (spare.go).
 //  4. Close gives the program's reference back. With the last reference the memory goes.
 
 import (
@@ -43,6 +44,7 @@ type Memory struct {
 	file     int          // memory of FromFile: the file, for all places; otherwise -1
 	id       sys.HandleID // of the file
 	closed   atomic.Bool  // Close was called
+	spare    spare
 
 	// What follows is guarded by the reservation lock.
 	place   *place            // nil: revoked, and no access is under way
@@ -63,8 +65,9 @@ type place struct {
 	fd       int
 	b        []byte
 	mappings int
-	left     bool // the buffer is elsewhere: the last Unmap frees the place
-	ofFile   bool // b is one mapping of a file that has others, and whose bytes stay
+	left     bool        // the buffer is elsewhere: the last Unmap frees the place
+	ofFile   bool        // b is one mapping of a file that has others, and whose bytes stay
+	shown    atomic.Bool // another process may have mapped it
 }
 
 // Alloc makes a buffer of memory, all zero.
@@ -270,6 +273,7 @@ func (m *Memory) mapping(*Attachment, Direction) (*Table, error) {
 	if !m.place.ofFile { // a file that the program has mapped is never given up
 		t.files.place = m.place.b
 	}
+	t.files.shown = &m.place.shown
 	for i, s := range m.segments {
 		t.files.segments[i].extent = s
 	}
@@ -301,6 +305,7 @@ func (m *Memory) release(*Buffer) {
 		m.place = nil
 		p.free()
 	}
+	m.spare.close()
 	if m.file >= 0 {
 		m.forgetFile()
 	}
@@ -357,12 +362,8 @@ func (m *Memory) move(ctx context.Context, op string, evict bool) error {
 	if err := m.locked(ctx, op, func() error { return m.mayMove(op) }); err != nil {
 		return err
 	}
-	to, err := m.newPlace()
+	to, err := m.readyPlace()
 	if err != nil {
-		return ib.Errorf(op, syscall.ENOMEM, "%v", err)
-	}
-	if err := to.fault(); err != nil {
-		to.free()
 		return ib.Errorf(op, syscall.ENOMEM, "%v", err)
 	}
 	var old *place // is discarded without the lock: importers need not wait for that
@@ -380,10 +381,30 @@ func (m *Memory) move(ctx context.Context, op string, evict bool) error {
 	if err != nil {
 		to.free()
 	}
-	if old != nil {
+	switch {
+	case old == nil:
+	case evict: // the memory is wanted for something else
 		old.discard()
+	default:
+		m.spare.keep(old)
 	}
 	return err
+}
+
+// readyPlace returns a place whose pages are present.
+func (m *Memory) readyPlace() (*place, error) {
+	if p := m.spare.take(); p != nil {
+		return p, nil
+	}
+	p, err := m.newPlace()
+	if err != nil {
+		return nil, err
+	}
+	if err := p.fault(); err != nil {
+		p.free()
+		return nil, err
+	}
+	return p, nil
 }
 
 // mayMove returns why the memory cannot move. The caller has locked the reservation.
@@ -425,6 +446,7 @@ func (m *Memory) Revoke(ctx context.Context) error {
 			m.place.discard()
 		}
 		m.place = nil
+		m.spare.drop()
 		return nil
 	})
 }

@@ -288,6 +288,7 @@ func (r *remoteImporter) doMap(dir Direction) bool {
 		r.attachment.Unmap(t, dir)
 		return refuse(err)
 	}
+	t.files.show()
 	r.tables = append(r.tables, t)
 	r.mapped++
 	r.mu.Lock()

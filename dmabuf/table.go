@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"slices"
 	"sort"
+	"sync/atomic"
 )
 
 // Direction is which way data moves through a mapping.
@@ -51,6 +52,14 @@ type files struct {
 	// place is the only file, mapped from its start, if the exporter gives the file up when the
 	// buffer leaves it: nothing else will ever be there. nil: it may use the file again.
 	place []byte
+	shown *atomic.Bool // is set before another process gets a file; nil: the exporter does not ask
+}
+
+// show notes that another process gets the files.
+func (f *files) show() {
+	if f.shown != nil {
+		f.shown.Store(true)
+	}
 }
 
 // fileExtent is a part of one of several files.
@@ -117,6 +126,7 @@ func (t *Table) Place() (file []byte, fd int, ok bool) {
 	if t.files == nil || t.files.place == nil {
 		return nil, -1, false
 	}
+	t.files.show()
 	return t.files.place, t.files.fds[0], true
 }
 
