@@ -383,6 +383,8 @@ func (r *remoteBuffer) ask(msg []byte, fds ...int) (reply, error) {
 		case <-ctx.Done():
 			err = syscall.ETIMEDOUT
 		}
+	} else {
+		err = syscall.ENODEV // the exporter's process has ended, and the reader has yet to see it
 	}
 	// The answer must not come later and be taken for another's: the connection ends.
 	_ = r.c.Close()

@@ -320,3 +320,61 @@ func TestRemoteCrossing(t *testing.T) {
 	b.Put()
 	check(t, m.Close())
 }
+
+// The process of an importer ends just before the exporter moves the buffer: the exporter waits for no
+// answer, also if it has the lock that it takes to unmap what the importer had.
+func TestRemoteEndsBeforeMove(t *testing.T) {
+	m, err := Alloc(MemoryConfig{Size: 8192})
+	check(t, err)
+	fd, err := m.Buffer().FD()
+	check(t, err)
+	c := dialServer(t)
+	check(t, sys.SendFDs(c, encode(msgHello, remoteVersion), fd))
+	check(t, sys.SendFDs(c, encode(msgMap, uint64(Bidirectional))))
+	for range 2 { // WELCOME and MAPPED
+		_, fds, err := sys.RecvFDs(c, make([]byte, maxMessage))
+		check(t, err)
+		closeAll(fds)
+	}
+	r := m.Buffer().Reservation()
+	locked(r, func() {
+		check(t, c.Close())
+		for !m.buffer.written.Load() { // the server has noticed
+			time.Sleep(time.Millisecond)
+		}
+		m.buffer.InvalidateMappings()
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		defer cancel()
+		check(t, r.Wait(ctx, Bookkeep))
+	})
+	check(t, sys.CloseFD(fd))
+	check(t, m.Move(background(t)))
+	check(t, m.Close())
+}
+
+// A mapping is asked for just after the exporter's process has ended: the memory is gone, whether or not
+// the end was noticed before.
+func TestRemoteExporterHasEnded(t *testing.T) {
+	ours, theirs := packetPair(t)
+	check(t, theirs.Close())
+	r := &remoteBuffer{c: ours} // nobody reads
+	_, err := r.mapping(nil, Bidirectional)
+	wantErr(t, "mapping", err, syscall.ENODEV)
+	wantErr(t, "pinning", r.pin(nil), syscall.ENODEV)
+}
+
+// packetPair returns a connection's two ends.
+func packetPair(t *testing.T) (*net.UnixConn, *net.UnixConn) {
+	t.Helper()
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	check(t, err)
+	var ends [2]*net.UnixConn
+	for i, fd := range fds {
+		f := os.NewFile(uintptr(fd), "socket")
+		c, err := net.FileConn(f)
+		check(t, err)
+		check(t, f.Close())
+		ends[i] = c.(*net.UnixConn)
+	}
+	return ends[0], ends[1]
+}

@@ -405,6 +405,7 @@ func (r *remoteImporter) invalidated() bool {
 func (r *remoteImporter) end() {
 	r.mu.Lock()
 	abrupt := r.open || len(r.owed) > 0
+	r.open = false // an exporter that moves the buffer from now on waits for no answer, while end waits for the lock
 	r.mu.Unlock()
 	if abrupt { // its peers may write to the memory by themselves, and have nobody left to stop them
 		r.attachment.StillWritten()

@@ -23,6 +23,9 @@ import (
 func TestMain(m *testing.M) {
 	dmabuf.CheckLocks(true)
 	if how := os.Getenv(childVar); how != "" {
+		if how == "exporter" || how == "exporter of files" {
+			beExporter(how)
+		}
 		beImporter(how)
 		os.Exit(0)
 	}

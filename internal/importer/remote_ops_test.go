@@ -3,6 +3,7 @@ package importer_test
 // Importers in another process of a buffer whose exporter is a program's own: it has memory files.
 
 import (
+	"context"
 	"encoding/binary"
 	"strings"
 	"syscall"
@@ -28,18 +29,30 @@ const (
 // newFilePlace makes such memory, with seals for both files.
 func newFilePlace(t *testing.T, seals int) *filePlace {
 	t.Helper()
+	p, err := makeFilePlace(seals)
+	check(t, err)
+	return p
+}
+
+func makeFilePlace(seals int) (*filePlace, error) {
 	p := &filePlace{}
 	for i := range p.fds {
-		var err error
-		p.fds[i], err = unix.MemfdCreate("exporter", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
-		check(t, err)
-		check(t, unix.Ftruncate(p.fds[i], fileSize))
-		_, err = unix.FcntlInt(uintptr(p.fds[i]), unix.F_ADD_SEALS, seals)
-		check(t, err)
-		p.mapped[i], err = unix.Mmap(p.fds[i], 0, fileSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-		check(t, err)
+		fd, err := unix.MemfdCreate("exporter", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+		if err == nil {
+			err = unix.Ftruncate(fd, fileSize)
+		}
+		if err == nil {
+			_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals)
+		}
+		if err == nil {
+			p.fds[i] = fd
+			p.mapped[i], err = unix.Mmap(fd, 0, fileSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+		}
+		if err != nil {
+			return nil, err
+		}
 	}
-	return p
+	return p, nil
 }
 
 // table returns where the bytes of the buffer are: the second file comes first.
@@ -66,8 +79,13 @@ func (p *filePlace) free(t *testing.T) {
 type fileExporter struct {
 	t      *testing.T
 	buffer *dmabuf.Buffer
-	place  *filePlace // guarded by the reservation lock
 	table  func(*filePlace) *dmabuf.Table
+
+	// What follows is guarded by the reservation lock.
+	place   *filePlace
+	evicted bool // importers get another place
+	revoked bool
+	pins    int
 }
 
 func newFileExporter(t *testing.T, seals int, table func(*filePlace) *dmabuf.Table) *fileExporter {
@@ -75,7 +93,9 @@ func newFileExporter(t *testing.T, seals int, table func(*filePlace) *dmabuf.Tab
 	e := &fileExporter{t: t, place: newFilePlace(t, seals), table: table}
 	var err error
 	e.buffer, err = dmabuf.Export(dmabuf.Config{Size: remoteSize, Exporter: "test", Ops: dmabuf.Ops{
-		Map:     func(*dmabuf.Attachment, dmabuf.Direction) (*dmabuf.Table, error) { return e.table(e.place), nil },
+		Pin:     func(*dmabuf.Attachment) error { e.pins++; return nil },
+		Unpin:   func(*dmabuf.Attachment) { e.pins-- },
+		Map:     e.mapping,
 		Unmap:   func(*dmabuf.Attachment, *dmabuf.Table, dmabuf.Direction) {},
 		Release: func(*dmabuf.Buffer) { e.place.free(t) },
 	}})
@@ -84,20 +104,45 @@ func newFileExporter(t *testing.T, seals int, table func(*filePlace) *dmabuf.Tab
 	return e
 }
 
-// move moves the buffer to other files.
-func (e *fileExporter) move() {
-	e.t.Helper()
+// mapping is the operation Map. It brings memory back that was evicted.
+func (e *fileExporter) mapping(*dmabuf.Attachment, dmabuf.Direction) (*dmabuf.Table, error) {
+	if e.revoked {
+		return nil, syscall.ENODEV
+	}
+	if e.evicted {
+		e.moveLocked()
+		e.evicted = false
+	}
+	return e.table(e.place), nil
+}
+
+// moveLocked copies the bytes to other files.
+func (e *fileExporter) moveLocked() {
 	to := newFilePlace(e.t, unix.F_SEAL_SHRINK)
-	r := e.buffer.Reservation()
-	r.Lock()
-	defer r.Unlock()
-	e.buffer.InvalidateMappings()
-	check(e.t, r.Wait(within(e.t, time.Minute), dmabuf.Bookkeep))
 	for i := range to.mapped {
 		copy(to.mapped[i], e.place.mapped[i])
 	}
 	e.place.free(e.t)
 	e.place = to
+}
+
+// stop keeps importers out, and calls do, unless they do not answer while ctx lasts.
+func (e *fileExporter) stop(ctx context.Context, do func()) error {
+	r := e.buffer.Reservation()
+	r.Lock()
+	defer r.Unlock()
+	e.buffer.InvalidateMappings()
+	err := r.Wait(ctx, dmabuf.Bookkeep)
+	if err == nil {
+		do()
+	}
+	return err
+}
+
+// move moves the buffer to other files.
+func (e *fileExporter) move() {
+	e.t.Helper()
+	check(e.t, e.stop(within(e.t, time.Minute), e.moveLocked))
 }
 
 // sum returns the sum of the words.

@@ -93,10 +93,17 @@ func startImporter(t *testing.T, how string, b *dmabuf.Buffer) *child {
 	check(t, err)
 	f := os.NewFile(uintptr(fd), "dma-buf")
 	defer func() { check(t, f.Close()) }() // the other process has its own
+	return startChild(t, how, f)
+}
+
+// startChild starts the program again, with files from descriptor 3 on.
+func startChild(t *testing.T, how string, files ...*os.File) *child {
+	t.Helper()
 	c := &child{t: t, cmd: exec.Command(os.Args[0])}
 	c.cmd.Env = append(os.Environ(), childVar+"="+how)
-	c.cmd.ExtraFiles = []*os.File{f}
+	c.cmd.ExtraFiles = files
 	c.cmd.Stderr = os.Stderr
+	var err error
 	c.in, err = c.cmd.StdinPipe()
 	check(t, err)
 	out, err := c.cmd.StdoutPipe()
