@@ -108,6 +108,12 @@ func (a *Attachment) Device() any { return a.device }
 // Dynamic reports whether the importer lets the buffer move.
 func (a *Attachment) Dynamic() bool { return a.importer != nil }
 
+// OtherProcess reports whether the importer is in another process, where the CPU accesses the memory.
+func (a *Attachment) OtherProcess() bool {
+	_, remote := a.device.(*remoteImporter)
+	return remote
+}
+
 // PeerToPeer reports whether the importer can deal with memory that has no pages.
 func (a *Attachment) PeerToPeer() bool { return a.importer != nil && a.importer.AllowPeer2Peer }
 

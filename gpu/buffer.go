@@ -372,6 +372,19 @@ func Lookup(addr uint64) (Pointer, error) {
 	return p, nil
 }
 
+// Reserved reports whether an address is one that a GPU of this process gives to its memory, also if no memory
+// has it now. Other memory of the process does not lie there.
+func Reserved(addr uint64) bool {
+	cards.mu.Lock()
+	defer cards.mu.Unlock()
+	for _, c := range cards.by {
+		if addr-c.space.Base() < c.space.Size() {
+			return true
+		}
+	}
+	return false
+}
+
 // find returns the object of an address, with a reference; nil if there is none.
 func find(addr uint64) *object {
 	cards.mu.Lock()

@@ -5,7 +5,8 @@ package gpu
 //  1. attach asks how far away the importer is. Who is too far, or cannot deal with memory without
 //     pages, is no peer.
 //  2. A peer's mapping may lie in the BAR's part of the VRAM or in system memory. For an importer that
-//     is no peer the object moves to system memory, and stays there as long as that is attached.
+//     is no peer the object moves to system memory, and stays there as long as that is attached. An
+//     importer in another process is none, but reaches objects that the CPU sees (Buffer.Map): these stay.
 //  3. pin holds the object in VRAM if every importer is a peer, otherwise in system memory.
 //  4. A move tells the importers first; its copy is a Kernel fence.
 //  5. When the object is freed, the buffer is revoked.
@@ -83,7 +84,13 @@ func (x exporter) attach(a *dmabuf.Attachment) error {
 
 func (x exporter) detach(*dmabuf.Attachment) {}
 
-// farImporter reports whether an importer is attached that is no peer. The caller has locked the
+// reaches reports whether an importer reaches the VRAM: a peer does, and so does another process if the CPU does. The
+// caller has locked the reservation.
+func (o *object) reaches(a *dmabuf.Attachment) bool {
+	return a.ExporterPriv == isPeer(true) || o.shown > 0 && a.OtherProcess()
+}
+
+// farImporter reports whether an importer is attached that does not reach the VRAM. The caller has locked the
 // reservation.
 func (o *object) farImporter() bool {
 	o.mu.Lock()
@@ -93,7 +100,7 @@ func (o *object) farImporter() bool {
 		return false
 	}
 	for _, a := range export.Attachments() {
-		if a.ExporterPriv != isPeer(true) {
+		if !o.reaches(a) {
 			return true
 		}
 	}
@@ -107,7 +114,7 @@ func (x exporter) pin(a *dmabuf.Attachment) error {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	// The one who pins may not be in the list yet.
-	vram := x.opts.Placement == InVRAM && a.ExporterPriv == isPeer(true) && !x.farImporter()
+	vram := x.opts.Placement == InVRAM && x.reaches(a) && !x.farImporter()
 	return x.object.pin(ctx, "dma_buf_pin", vram)
 }
 
@@ -124,10 +131,10 @@ func (x exporter) mapping(a *dmabuf.Attachment, _ dmabuf.Direction) (*dmabuf.Tab
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	limit := c.bar.Load()
-	if a.ExporterPriv == isPeer(true) {
+	if o.reaches(a) {
 		o.settle(ctx, limit)
 	}
-	if o.place.heap == c.vram && (a.ExporterPriv != isPeer(true) || o.place.end() > limit) {
+	if o.place.heap == c.vram && (!o.reaches(a) || o.place.end() > limit) {
 		// The importer does not reach the VRAM, or not this part of it.
 		if o.pins.Load() > 0 {
 			return nil, fail(op, ErrPinned, "object %d is in VRAM that the importer cannot reach", o.id)

@@ -31,8 +31,8 @@ type IPCHandle [32]byte
 
 const (
 	ipcMagic  = "vGPU"
-	ipcPrefix = "verbena-gpu:"
-	maxIPC    = 64 // processes that are served at once
+	ipcPrefix = "verbena/gpu:" // a child of fork closes sockets with names of verbena/ (clib/front/backend.c)
+	maxIPC    = 64             // processes that are served at once
 )
 
 // ipcPatience is how long one process waits for the other.

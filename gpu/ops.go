@@ -161,12 +161,27 @@ func (s *Stream) Copy(dst, src Mem) error {
 }
 
 // Fill sets all bytes.
-func (s *Stream) Fill(dst Mem, value byte) error {
-	return s.compute("gpu_fill", func(at []span) error {
+func (s *Stream) Fill(dst Mem, value byte) error { return s.FillPattern(dst, []byte{value}) }
+
+// FillPattern writes a pattern again and again. It has 1, 2, 4 or 8 bytes; the offset of the memory in its object and its
+// length are multiples of that.
+//
+// Errors: as those of Copy; EINVAL if the pattern, the offset or the length is not so.
+func (s *Stream) FillPattern(dst Mem, pattern []byte) error {
+	const op = "gpu_fill"
+	width, off := uint64(len(pattern)), dst.off
+	if dst.buf != nil {
+		off += dst.buf.off
+	}
+	if width == 0 || width > 8 || width&(width-1) != 0 || dst.n%width != 0 || off%width != 0 {
+		return ib.Errorf(op, syscall.EINVAL, "%d bytes at %d with a pattern of %d", dst.n, off, width)
+	}
+	pattern = slices.Clone(pattern)
+	return s.compute(op, func(at []span) error {
 		for off, to := uint64(0), &at[0]; off < to.n; {
-			run := to.at(off, to.n-off)
-			run[0] = value
-			for n := 1; n < len(run); n *= 2 {
+			run := to.at(off, to.n-off) // whole patterns: an object's pieces are whole pages
+			copy(run, pattern)
+			for n := len(pattern); n < len(run); n *= 2 {
 				copy(run[n:], run[:n])
 			}
 			off += uint64(len(run))

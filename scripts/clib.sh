@@ -8,8 +8,11 @@
 #                            intercept calls which map over memory: clib/files, which
 #                            "verbena exec" preloads
 #   verbena-watcher          clib/watcher, which "verbena exec" leaves beside a program
-#   include/verbena          verbs that the usual header does not have (verbs.h), and the
-#                            interface of PeerDirect clients (peer_mem.h)
+#   gpu                      libraries with the interfaces of GPUs' drivers, clib/gpu, which
+#                            "verbena exec --gpu" shows to programs
+#   include/verbena          verbs that the usual header does not have (verbs.h), the
+#                            interface of PeerDirect clients (peer_mem.h), and software
+#                            GPUs (gpu.h)
 #
 # GOARCH=arm64 on another processor builds it for arm64, into bin/arm64/lib, with Debian's compiler
 # for that (gcc-aarch64-linux-gnu, libc6-dev-arm64-cross) and the host's headers of libibverbs, which
@@ -67,6 +70,24 @@ rm -f "$OUT/librdmacm.so.1" "$OUT/librdmacm.so"
 for name in libibverbs.so libmlx5.so.1 libmlx5.so libefa.so.1 libefa.so; do
   ln -sf libibverbs.so.1 "$OUT/$name"
 done
+# Libraries of GPUs: the source, the name by which programs know it, and the name by which they are linked.
+mkdir -p "$OUT/gpu"
+while read -r source soname link; do
+  [ -f "clib/gpu/$source.c" ] || continue
+  gpu=$OUT/gpu/$soname
+  if [ -z "$(find "$gpu" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find clib/gpu clib/include -newer "$gpu")" ]; then
+    "$CC" "${CFLAGS[@]}" -std=gnu11 -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror \
+      -shared -o "$gpu.new" clib/gpu/"$source"*.c -L"$OUT" -libverbs \
+      -Wl,-soname,"$soname" -Wl,--version-script="clib/gpu/$source.map" -Wl,-rpath,'$ORIGIN/..' \
+      -Wl,-z,nodelete -Wl,-z,now -Wl,--no-undefined -lpthread
+    mv "$gpu.new" "$gpu"
+  fi
+  ln -sf "$soname" "$OUT/gpu/$link"
+done <<'LIBRARIES'
+hsa  libhsa-runtime64.so.1 libhsa-runtime64.so
+hip  libamdhip64.so.5      libamdhip64.so
+cuda libcuda.so.1          libcuda.so
+LIBRARIES
 cp -u clib/include/verbena/*.h "$OUT/include/verbena/"
 
 # The runtime does not preempt threads by SIGURG: in a thread that has just returned to the

@@ -11,3 +11,9 @@ void call_async_event(uint64_t context, uint32_t of, uint64_t cookie, uint32_t t
 {
 	front.async_event(context, of, cookie, type);
 }
+
+void call_gpu(uint64_t function, uint64_t arg, int error)
+{
+	void (*call)(void *, int) = (void (*)(void *, int))(uintptr_t)function;
+	call((void *)(uintptr_t)arg, error);
+}

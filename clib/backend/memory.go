@@ -10,6 +10,7 @@ import (
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/dmabuf"
+	"github.com/verbena-rdma/verbena/gpu"
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/device"
 	"github.com/verbena-rdma/verbena/internal/importer"
@@ -143,6 +144,8 @@ func (pd *protectionDomain) register(m *C.struct_vbe_mr) (provider.MR, error) {
 		return pd.PD.(*device.PD).AllocNullMR()
 	case m.kind == C.VBE_MEM_IMPLICIT:
 		return pd.RegImplicitMR(access)
+	case gpu.Reserved(uint64(m.addr)):
+		return registerGPU(pd.PD, m)
 	default:
 		return pd.RegMRAddr(uintptr(m.addr), uint64(m.length), uint64(m.iova), access)
 	}

@@ -9,9 +9,10 @@
 
 #include <stdint.h>
 
+#include "../include/verbena/gpu.h"
 #include "../include/verbena/peer_mem.h"
 
-#define VBE_VERSION 7 /* of this file: the front refuses a backend with another one */
+#define VBE_VERSION 8 /* of this file: the front refuses a backend with another one */
 
 /* A handle is a kind, in the upper half, and a number, in the lower one. Programs see the
  * number. */
@@ -30,6 +31,8 @@
 #define VBE_DMAH 13
 #define VBE_PEER 14 /* a PeerDirect client */
 #define VBE_MEMORY 15 /* memory of an exporter of dma-bufs */
+#define VBE_STREAM 16 /* a stream of a software GPU */
+#define VBE_EVENT 17  /* an event of streams */
 #define VBE_HANDLE(kind, number) ((uint64_t)(kind) << 32 | (number))
 
 #define VBE_THREAD "verbena-backend" /* the name of the runtime's threads */
@@ -233,6 +236,12 @@ struct vbe_front {
 #define VBE_MEMORY_EVICT 2
 #define VBE_MEMORY_REVOKE 3
 
+#define VBE_GPU_DESTROY 0 /* of vbe_gpu_stream_do and vbe_gpu_event_do */
+#define VBE_GPU_SYNC 1
+#define VBE_GPU_QUERY 2
+#define VBE_GPU_RECORD 3
+#define VBE_GPU_WAIT 4
+
 #define VBE_PEER_STATS 7 /* counters of a PeerDirect client, in the order of peermem.Stats.All */
 
 /*
@@ -304,6 +313,24 @@ struct vbe_front {
 	X(int64_t, vbe_peer_unregister, (uint64_t))                                                        \
 	X(int64_t, vbe_peer_invalidate, (uint64_t, uint64_t))                                              \
 	X(int64_t, vbe_peer_stats, (uint64_t, uint64_t *))                                                 \
+	X(int64_t, vbe_gpu_init, (void))                                                                   \
+	X(int64_t, vbe_gpu_info, (int32_t, struct verbena_gpu_info *))                                     \
+	X(int64_t, vbe_gpu_alloc, (int32_t, uint64_t, int32_t, uint64_t *))                                \
+	X(int64_t, vbe_gpu_free, (uint64_t, uint32_t))                                                     \
+	X(int64_t, vbe_gpu_register, (uint64_t, uint64_t))                                                 \
+	X(int64_t, vbe_gpu_unregister, (uint64_t))                                                         \
+	X(int64_t, vbe_gpu_lookup, (uint64_t, struct verbena_gpu_pointer *))                               \
+	X(int64_t, vbe_gpu_copy, (uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t))             \
+	X(int64_t, vbe_gpu_fill, (uint64_t, uint64_t, uint32_t, uint32_t, uint64_t))                       \
+	X(int64_t, vbe_gpu_stream, (int32_t))                                                              \
+	X(int64_t, vbe_gpu_stream_do, (uint64_t, uint32_t))                                                \
+	X(int64_t, vbe_gpu_stream_call, (uint64_t, uint64_t, uint64_t))                                    \
+	X(int64_t, vbe_gpu_event, (void))                                                                  \
+	X(int64_t, vbe_gpu_event_do, (uint64_t, uint64_t, uint32_t))                                       \
+	X(int64_t, vbe_gpu_elapsed, (uint64_t, uint64_t, int64_t *))                                       \
+	X(int64_t, vbe_gpu_export, (uint64_t, uint64_t, uint64_t *))                                       \
+	X(int64_t, vbe_gpu_ipc_get, (uint64_t, uint8_t *))                                                 \
+	X(int64_t, vbe_gpu_ipc_open, (int32_t, uint8_t *, uint64_t *))                                     \
 	X(int64_t, vbe_cm_open, (int))                                                                     \
 	X(int64_t, vbe_cm_command, (uint64_t, uint32_t, uint8_t *, uint32_t, uint8_t *, uint32_t, int64_t)) \
 	X(int64_t, vbe_cm_close, (uint64_t))

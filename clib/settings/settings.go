@@ -35,6 +35,7 @@ var Vars = []Var{
 	{"VERBENA_DMABUF_STORM", "no storm", "Moves the process's dma-bufs at random, to test programs: SEED,RATE for so many events a second; SEED,RATE,N to revoke one in N."},
 	{"VERBENA_DRM", "amdgpu, where no real node is", "The graphics device that \"verbena exec\" shows as /dev/dri/renderD128 and card0, for programs that make dma-bufs with one: amdgpu or i915 (also in the place of a real one), off."},
 	{"VERBENA_PEER_MEM", "none", "Shared objects with PeerDirect clients (verbena/peer_mem.h), separated by colons: they are asked for addresses that are no memory of the program."},
+	{"VERBENA_GPU", "count=1,vram=1G,bar=full", "The software GPUs that \"verbena exec --gpu\" shows: how many (1 to 64), and of each the bytes of VRAM and those that the CPU and other devices reach (bar: full, or a power of two), with K, M or G behind the number."},
 	{"VERBENA_SCATTER_TO_CQE", "that of MLX5_SCATTER_TO_CQE, or 1", "Whether messages and results of up to 64 bytes are kept with their completions, and written when these are polled (inline receive): 0 no, 1 or 2 yes."},
 	{"VERBENA_PCAP", "no capture", "A file that packets are written to; %p becomes the process ID."},
 	{"VERBENA_STATS", "no statistics", "A file that the device's counters are appended to when the program closes the device, or stderr; %p as above."},
@@ -59,6 +60,13 @@ type Settings struct {
 	PCAP      string
 	Stats     string
 	Log       bool
+	GPU       GPU
+}
+
+// GPU is what software GPUs are like.
+type GPU struct {
+	Count     int
+	VRAM, BAR uint64 // bytes; BAR 0: all
 }
 
 // LimitNames are the keys of VERBENA_LIMITS.
@@ -77,7 +85,7 @@ var stormForm = regexp.MustCompile(`^[0-9]+,[1-9][0-9]{0,5}(,[1-9][0-9]*)?$`)
 // Parse reads the variables by getenv, for the process pid. The error names all wrong
 // values; the settings are valid all the same, as if those variables were not set.
 func Parse(getenv func(string) string, pid int) (*Settings, error) {
-	s := &Settings{Lock: "off", DMABuf: "dynamic", Identity: "verbena", Name: DefaultName}
+	s := &Settings{Lock: "off", DMABuf: "dynamic", Identity: "verbena", Name: DefaultName, GPU: GPU{Count: 1, VRAM: 1 << 30}}
 	var wrong []string
 	refuse := func(name, why string) { wrong = append(wrong, fmt.Sprintf("%s=%q: %s", name, getenv(name), why)) }
 	oneOf := func(name string, to *string, words ...string) {
@@ -139,9 +147,13 @@ func Parse(getenv func(string) string, pid int) (*Settings, error) {
 		refuse("VERBENA_DMABUF_STORM", "it is a seed and a rate, as 1,100, and perhaps a third number")
 	}
 	if v := getenv("VERBENA_DM_SIZE"); v != "" {
-		number := strings.TrimRight(v, "KMG")
-		if _, err := strconv.ParseUint(number, 10, 63); err != nil || len(v)-len(number) > 1 {
+		if _, ok := size(v); !ok {
 			refuse("VERBENA_DM_SIZE", "it is a number of bytes, or one with K, M or G behind it")
+		}
+	}
+	for _, part := range split(getenv("VERBENA_GPU"), ",") {
+		if !s.GPU.set(strings.Cut(part, "=")) {
+			refuse("VERBENA_GPU", fmt.Sprintf("%q is none of count=2, vram=4G, bar=256M, bar=full", part))
 		}
 	}
 	var ignored string
@@ -172,6 +184,35 @@ func Parse(getenv func(string) string, pid int) (*Settings, error) {
 		return s, fmt.Errorf("%s", strings.Join(wrong, "; "))
 	}
 	return s, nil
+}
+
+// set changes one property of the GPUs. It reports whether there is such a one, with such a value.
+func (g *GPU) set(name, value string, _ bool) bool {
+	n, ok := size(value)
+	switch {
+	case name == "count" && ok && n >= 1 && n <= 64:
+		g.Count = int(n)
+	case name == "vram" && ok && n >= 1<<20 && n <= 1<<40:
+		g.VRAM = n
+	case name == "bar" && value == "full":
+		g.BAR = 0
+	case name == "bar" && ok && n >= 1<<20 && n&(n-1) == 0:
+		g.BAR = n
+	default:
+		return false
+	}
+	return true
+}
+
+// size returns a number of bytes, which may have K, M or G behind it.
+func size(v string) (uint64, bool) {
+	digits := strings.TrimRight(v, "KMG")
+	n, err := strconv.ParseUint(digits, 10, 63)
+	shift := map[string]int{"": 0, "K": 10, "M": 20, "G": 30}[v[len(digits):]]
+	if err != nil || len(v)-len(digits) > 1 || n > math.MaxInt64>>shift {
+		return 0, false
+	}
+	return n << shift, true
 }
 
 // split returns the words of a list without empty ones.

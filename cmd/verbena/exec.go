@@ -13,6 +13,8 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/alecthomas/kong"
+
 	"github.com/verbena-rdma/verbena/clib/settings"
 	"github.com/verbena-rdma/verbena/cmd/verbena/internal/sys"
 )
@@ -24,6 +26,8 @@ type execCmd struct {
 	PCAP    string            `name:"pcap" placeholder:"FILE" help:"Write packets to a file (VERBENA_PCAP)."`
 	Stats   string            `placeholder:"FILE" help:"Write counters to a file, or stderr (VERBENA_STATS)."`
 	Log     bool              `help:"Say why a verb failed (VERBENA_LOG)."`
+	GPU     gpuFlag           `name:"gpu" help:"Show software GPUs, by libraries with the interfaces of HSA, HIP and CUDA. They are refused where a driver of real GPUs is; with --gpu=soft they are not."`
+	GPUSet  string            `name:"gpu-set" placeholder:"SETTINGS" help:"What the GPUs are like, as count=2,vram=4G,bar=256M (VERBENA_GPU)."`
 	Set     map[string]string `short:"e" placeholder:"NAME=VALUE" help:"Set another variable; see verbena env --help."`
 
 	Program []string `arg:"" passthrough:"" help:"The program and its arguments."`
@@ -40,6 +44,44 @@ Examples, each in two terminals:
 
     verbena exec --addr 127.77.0.1 -- ib_write_bw
     verbena exec --addr 127.77.0.1 -- ib_write_bw localhost`
+}
+
+// gpuFlag is the flag --gpu, which may have the value soft.
+type gpuFlag struct{ on, soft bool }
+
+// IsBool reports that the flag needs no value.
+func (*gpuFlag) IsBool() bool { return true }
+
+// Decode reads the value, if there is one.
+func (g *gpuFlag) Decode(ctx *kong.DecodeContext) error {
+	g.on = true
+	if ctx.Scan.Peek().Type != kong.FlagValueToken {
+		return nil
+	}
+	value := fmt.Sprint(ctx.Scan.Pop().Value)
+	g.soft = value == "soft"
+	if !g.soft {
+		return fmt.Errorf("%q: it has no value, or soft", value)
+	}
+	return nil
+}
+
+// drivers are files of the drivers of real GPUs.
+var drivers = []string{"/dev/nvidiactl", "/dev/kfd"}
+
+// gpuDir returns the directory of the libraries of GPUs in that of libibverbs.so.1. It fails where a program could find a
+// real GPU, unless the software GPUs are asked for by name.
+func (g *gpuFlag) gpuDir(dir string) (string, error) {
+	for _, file := range drivers {
+		if isFile(file) && !g.soft {
+			return "", fmt.Errorf("%s: there is a driver of real GPUs here; --gpu=soft hides it", file)
+		}
+	}
+	dir = filepath.Join(dir, "gpu")
+	if !isFile(dir) {
+		return "", fmt.Errorf("no directory %s: build it with \"make clib\"", dir)
+	}
+	return dir, nil
 }
 
 // libDirVar overrides where the library is looked for.
@@ -115,8 +157,15 @@ func (c *execCmd) Run(context.Context) error {
 		return err
 	}
 	set := variables(dir)
+	if c.GPU.on {
+		gpus, err := c.GPU.gpuDir(dir)
+		if err != nil {
+			return err
+		}
+		set["LD_LIBRARY_PATH"] = gpus + ":" + set["LD_LIBRARY_PATH"]
+	}
 	for name, value := range map[string]string{"VERBENA_ADDR": c.Addr, "VERBENA_DEVICES": c.Devices,
-		"VERBENA_LINK": c.Link, "VERBENA_PCAP": c.PCAP, "VERBENA_STATS": c.Stats} {
+		"VERBENA_LINK": c.Link, "VERBENA_PCAP": c.PCAP, "VERBENA_STATS": c.Stats, "VERBENA_GPU": c.GPUSet} {
 		if value != "" {
 			set[name] = value
 		}

@@ -4,6 +4,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -77,5 +78,48 @@ func TestExecWatcher(t *testing.T) {
 	}
 	if off := run("off", say); len(off) != 1 || off[0] != "off" {
 		t.Errorf("switched off: %q", off)
+	}
+}
+
+// The libraries of GPUs come first, and only where no real GPU is hidden unless that is asked for.
+func TestExecGPU(t *testing.T) {
+	dir := fakeLib(t)
+	t.Setenv("VERBENA_LIB", dir)
+	t.Setenv("LD_LIBRARY_PATH", "/other")
+	t.Setenv(watcherVar, "off")
+	const say = "echo $LD_LIBRARY_PATH $VERBENA_GPU"
+	fail := func(code int, args ...string) {
+		t.Helper()
+		if o := verbena(t, args...); o.code != code {
+			t.Errorf("%q: exit status %d, not %d\n%s", args, o.code, code, o.stderr)
+		}
+	}
+	fail(1, "exec", "--gpu=soft", "--", "sh", "-c", say) // the directory is missing
+	if err := os.Mkdir(filepath.Join(dir, "gpu"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		args []string
+		want string
+	}{
+		{nil, dir + ":/other\n"},
+		{[]string{"--gpu=soft"}, dir + "/gpu:" + dir + ":/other\n"},
+		{[]string{"--gpu=soft", "--gpu-set", "count=2"}, dir + "/gpu:" + dir + ":/other count=2\n"},
+	} {
+		if got := succeed(t, slices.Concat([]string{"exec"}, c.args, []string{"--", "sh", "-c", say})...).stdout; got != c.want {
+			t.Errorf("%q: %q is not %q", c.args, got, c.want)
+		}
+	}
+	fail(2, "exec", "--gpu=hard", "--", "true")
+	fail(2, "exec", "--gpu=soft", "--gpu-set", "vram=much", "--", "true")
+
+	defer func(old []string) { drivers = old }(drivers)
+	drivers = []string{filepath.Join(dir, "libibverbs.so.1")} // it is there
+	if _, err := (&gpuFlag{on: true}).gpuDir(dir); err == nil {
+		t.Error("a real GPU is hidden")
+	}
+	drivers = []string{filepath.Join(dir, "no driver")}
+	if got, err := (&gpuFlag{on: true}).gpuDir(dir); err != nil || got != filepath.Join(dir, "gpu") {
+		t.Errorf("%s, %v", got, err)
 	}
 }

@@ -56,6 +56,28 @@ func Register(pd provider.PD, r Range, access ib.Access) (provider.MR, error) {
 	return mr, err
 }
 
+// RegisterAddr registers a part of a buffer by its address, as PeerDirect does with memory of a GPU: it is pinned, and
+// revoked when it is freed. The rights are those of memory of the process, and the address in requests is any.
+//
+// Errors: EINVAL for rights that such regions cannot have; the exporter's.
+func RegisterAddr(pd provider.PD, r Range, access ib.Access) (provider.MR, error) {
+	const op = "reg_mr"
+	p, ok := pd.(registrar)
+	switch {
+	case !ok:
+		return nil, ib.Errorf(op, syscall.EOPNOTSUPP, "the device has no memory of GPUs")
+	case access&(notForPeers|ib.AccessOnDemand) != 0:
+		return nil, ib.Errorf(op, syscall.EINVAL, "access bits %#x are not for memory of a GPU", uint32(access))
+	case access&(ib.AccessRemoteWrite|ib.AccessRemoteAtomic) != 0 && access&ib.AccessLocalWrite == 0:
+		return nil, ib.Errorf(op, syscall.EINVAL, "remote write and remote atomic access need local write access")
+	}
+	b, err := Import(r.Buffer, Config{Offset: r.Offset, Length: r.Length, Pinned: true, Device: pd, Counts: p.DMABufCounts()})
+	if err != nil {
+		return nil, err
+	}
+	return p.RegBacking(b, r.IOVA, access)
+}
+
 // open checks what is asked for, and imports it.
 func (r *Range) open(op string, access ib.Access, d dmabufDevice, device any) (*Backing, error) {
 	const page = 4096 // the kernel compares offsets within a page of this size, on all machines

@@ -57,6 +57,9 @@ func ReserveAddresses(size int) (*AddressSpace, error) {
 // Base returns the first address.
 func (s *AddressSpace) Base() uint64 { return uint64(uintptr(s.base)) }
 
+// Size returns how many addresses there are.
+func (s *AddressSpace) Size() uint64 { return uint64(s.size) }
+
 // inside reports whether a range of whole pages lies in the address space.
 func (s *AddressSpace) inside(off, n uint64) bool {
 	return n > 0 && off%uint64(pageSize) == 0 && n%uint64(pageSize) == 0 && off <= uint64(s.size) && n <= uint64(s.size)-off

@@ -65,7 +65,7 @@ func TestOwn(t *testing.T) {
 		name string
 		args []string
 	}{
-		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"query", nil}, {"newer", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil}, {"signals", nil}, {"ucma", nil}, {"fence", nil},
+		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"query", nil}, {"newer", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil}, {"signals", nil}, {"ucma", nil}, {"fence", nil}, {"gpu", nil},
 		{"dmabuf", []string{"dynamic"}}, {"dmabuf", []string{"pinned"}}, {"dmabuf", []string{"hidden"}}, {"dmabuf", []string{"storm"}},
 		{"drm", []string{"amdgpu"}}, {"drm", []string{"i915"}}, {"drm", []string{"off"}}, {"drm", []string{"storm"}},
 		{"seeds", []string{"alloc"}}, {"seeds", []string{"shared"}}, {"seeds", []string{"exporter"}}, {"seeds", []string{"reg only"}},
@@ -120,6 +120,8 @@ func TestDMABufDocument(t *testing.T) {
 // settingsFor returns the variables that a program's argument stands for.
 func settingsFor(name string, args []string) []string {
 	switch {
+	case name == "gpu":
+		return []string{"VERBENA_GPU=count=2,vram=64M"}
 	case name == "drm" && args[0] != "storm":
 		return []string{"VERBENA_DRM=" + args[0]}
 	case name == "seeds" && args[0] == "reg only":
