@@ -304,6 +304,7 @@ func (c *cmCall) connect() ([]byte, error) {
 	if !valid {
 		return nil, syscall.EINVAL
 	}
+	p.ECE = ece(c.in, sizeConnParam+8)
 	return nil, id.conn.Connect(p)
 }
 
@@ -318,6 +319,7 @@ func (c *cmCall) accept() ([]byte, error) {
 	if !valid {
 		return nil, id.conn.Accept(nil)
 	}
+	p.ECE = ece(c.in, 8+sizeConnParam+8)
 	f := c.files
 	f.mu.Lock()
 	old := id.uid

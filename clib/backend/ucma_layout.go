@@ -20,15 +20,15 @@ var native = binary.NativeEndian
 
 // Address families, and sizes of socket addresses.
 const (
-	afINET, afINET6, afIB                = 2, 10, 27
-	sizeINET, sizeINET6, sizeIB          = 16, 28, 48
-	sizeStorage                          = 128
-	sizeConnParam, sizeEventResp         = 272, 336
-	sizeQPAttr, sizeAH, sizePath         = 144, 32, 64
-	sizeAddrResp, sizeAddrRespOld        = 280, 272
-	sizeRouteResp, sizeRouteOld          = 208, 200
-	sizePathRecord, maxPrivate           = 72, 256
-	noIndex                       uint32 = 0xffffffff // of a device: its GUID alone names it
+	afINET, afINET6, afIB                      = 2, 10, 27
+	sizeINET, sizeINET6, sizeIB                = 16, 28, 48
+	sizeStorage                                = 128
+	sizeConnParam, sizeEventResp               = 272, 336
+	sizeQPAttr, sizeAH, sizePath               = 144, 32, 64
+	sizeAddrResp, sizeAddrRespOld              = 280, 272
+	sizeRouteResp, sizeRouteOld                = 208, 200
+	sizePathRecord, maxPrivate, sizeECE        = 72, 256, 8
+	noIndex                             uint32 = 0xffffffff // of a device: its GUID alone names it
 )
 
 // addrSize returns the size of a socket address by its family, or 0.
@@ -139,6 +139,14 @@ func connParam(b []byte, withQKey bool) (*cma.ConnParam, bool) {
 	return p, b[271] != 0
 }
 
+// ece reads struct rdma_ucm_ece, the optional last part of a command.
+func ece(b []byte, at int) (e cma.ECE) {
+	if len(b) >= at+sizeECE {
+		e = cma.ECE{Vendor: native.Uint32(b[at:]), Options: native.Uint32(b[at+4:])}
+	}
+	return e
+}
+
 func flag(b bool) uint8 {
 	if b {
 		return 1
@@ -191,6 +199,8 @@ func (r *eventResp) bytes() []byte {
 	switch {
 	case r.conn != nil:
 		putConnParam(b[20:], r.conn)
+		native.PutUint32(b[sizeEventResp-sizeECE:], r.conn.ECE.Vendor)
+		native.PutUint32(b[sizeEventResp-sizeECE+4:], r.conn.ECE.Options)
 	case r.ud != nil:
 		putUDParam(b[20:], r.ud)
 	default:

@@ -17,7 +17,7 @@ func (c *Core) Connect(now Time, service uint64, t Transport, p *Path, hdr *IPHe
 		return nil, ErrParam
 	}
 	r := req{
-		service: service, guid: c.cfg.GUID,
+		vendor: params.ECE.Vendor & mask24, service: service, guid: c.cfg.GUID,
 		qpn: params.QPN & mask24, initiatorDepth: params.InitiatorDepth,
 		remoteTimeout: responseTimeout, localTimeout: responseTimeout, maxRetries: retries(maxRetries),
 		transport: uint8(t), flowControl: params.FlowControl, pkey: defaultPKey,
@@ -50,7 +50,9 @@ func (c *Core) Connect(now Time, service uint64, t Transport, p *Path, hdr *IPHe
 	n.timeout = 2*duration(n.path.LifeTime) + duration(responseTimeout)
 	n.maxRetries = int(r.maxRetries)
 	r.localID, r.psn = n.localID, n.psn
+	n.vendor = r.vendor
 	s, d := n.mad(AttrREQ, n.tid)
+	s.setOptions(params.ECE.Options)
 	r.put(d)
 	n.repeat(now, s)
 	return n, nil
@@ -131,8 +133,9 @@ func (c *Core) onREP(p *packet, d []byte) {
 	e := Event{Type: EventReply, Params: Params{
 		QPN: qpn, PSN: r.psn, ResponderResources: r.responderResources, InitiatorDepth: r.initiatorDepth,
 		RNRRetry: r.rnrRetry, FlowControl: r.flowControl, SRQ: r.srq, AckDelay: r.ackDelay, Private: r.private[:],
+		ECE: ECE{Vendor: r.vendor, Options: p.mod},
 	}}
-	if r.vendor != 0 { // the REQ offered no option of any vendor
+	if r.vendor != 0 && r.vendor != n.vendor { // options of a vendor whose options the REQ did not offer
 		e.Type, e.Reason = EventReplyError, RejectVendorOption
 	}
 	n.emit(e)

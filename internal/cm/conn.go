@@ -14,6 +14,7 @@ type Conn struct {
 	localID, remoteID   uint32
 	guid                uint64 // of the peer
 	localQPN, remoteQPN uint32
+	vendor              uint32 // whose options this side's REQ offers: see ECE
 	psn                 uint32
 	tid                 uint64 // which this side's answers have: of the REQ or SIDR_REQ, later of the peer's DREQ
 	path                Path

@@ -77,6 +77,7 @@ type packet struct {
 	now      Time
 	from, to netip.Addr
 	tid      uint64
+	mod      uint32 // attribute modifier
 }
 
 // Receive handles a MAD that has come to queue pair 1. Whatever is not a valid message for a Conn in
@@ -86,7 +87,7 @@ func (c *Core) Receive(now Time, from, to netip.Addr, mad []byte) {
 	if !ok {
 		return
 	}
-	p := &packet{now: now, from: from.Unmap(), to: to.Unmap(), tid: h.tid}
+	p := &packet{now: now, from: from.Unmap(), to: to.Unmap(), tid: h.tid, mod: h.mod}
 	switch h.attr {
 	case AttrREQ:
 		c.onREQ(p, d)

@@ -52,6 +52,9 @@ func parseHeader(mad []byte) (h header, data []byte, ok bool) {
 	return h, mad[headerLen:], true
 }
 
+// setOptions sets the attribute modifier, which has the options of ECE.
+func (s *Send) setOptions(o uint32) { be.PutUint32(s.MAD[20:], o) }
+
 // put writes the header into a MAD of zeros and returns its data.
 func (h header) put(mad *[Size]byte) []byte {
 	mad[0], mad[1], mad[2], mad[3] = baseVersion, classCM, classVersion, methodSend

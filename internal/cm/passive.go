@@ -66,6 +66,7 @@ func (r *req) request(p *packet) *Request {
 		Params: Params{
 			QPN: r.qpn, PSN: r.psn, ResponderResources: r.responderResources, InitiatorDepth: r.initiatorDepth,
 			RetryCount: r.retryCount, RNRRetry: r.rnrRetry, FlowControl: r.flowControl, SRQ: r.srq,
+			ECE: ECE{Vendor: r.vendor, Options: p.mod},
 		},
 	}
 	if q.Transport == XRC && r.extended != xrcExtended {
@@ -111,7 +112,7 @@ func (n *Conn) Accept(now Time, params *Params) error {
 	n.localQPN = params.QPN & mask24
 	n.setPSN(params.PSN)
 	r := rep{
-		localID: n.localID, remoteID: n.remoteID, psn: n.psn, guid: n.core.cfg.GUID,
+		localID: n.localID, remoteID: n.remoteID, psn: n.psn, guid: n.core.cfg.GUID, vendor: params.ECE.Vendor & mask24,
 		responderResources: params.ResponderResources, ackDelay: n.core.cfg.AckDelay & 31, rnrRetry: min(params.RNRRetry, 7),
 	}
 	if n.transport == XRC {
@@ -123,6 +124,7 @@ func (n *Conn) Accept(now Time, params *Params) error {
 	n.pool.remove(n)
 	n.state = RepSent
 	s, d := n.mad(AttrREP, n.tid)
+	s.setOptions(params.ECE.Options)
 	r.put(d)
 	n.repeat(now, s)
 	return nil

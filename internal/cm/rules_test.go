@@ -508,6 +508,23 @@ func TestForeignVendorOfREPIsAnError(t *testing.T) {
 	p.a.empty()
 }
 
+func TestECE(t *testing.T) {
+	p := newPair(t)
+	offer, reply := ECE{Vendor: 0x15b3, Options: 9}, ECE{Vendor: 0x15b3, Options: 0xffffffff}
+	q := paramsA()
+	q.ECE = offer
+	_, err := p.a.Connect(p.now, service, RC, p.path(), p.header(), q, 15)
+	must(t, err)
+	p.deliver(p.a, p.b)
+	e := p.b.got(EventRequest)
+	equal(t, "offer", e.Params.ECE, offer)
+	q = paramsB()
+	q.ECE = reply
+	must(t, e.Conn.Accept(p.now, q))
+	p.deliver(p.b, p.a)
+	equal(t, "answer", p.a.got(EventReply).Params.ECE, reply)
+}
+
 func TestLAPIsIgnored(t *testing.T) {
 	p := newPair(t)
 	a, b := p.connected()

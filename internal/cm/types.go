@@ -74,7 +74,15 @@ type Params struct {
 	RNRRetry           uint8 // more than 7 is sent as 7
 	FlowControl, SRQ   bool
 	AckDelay           uint8  // REP received: target ACK delay
+	ECE                ECE    // of REQ and REP
 	Private            []byte // sent: at most the room; received: exactly the room
+}
+
+// ECE is the enhanced connection establishment: options that the vendor of a device defines. The zero
+// value offers none, and is an answer to any offer.
+type ECE struct {
+	Vendor  uint32 // 24 bits, 0: none
+	Options uint32
 }
 
 // The room for private data in the messages.

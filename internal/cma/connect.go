@@ -51,7 +51,7 @@ func (id *ID) Connect(q *ConnParam) error {
 // params returns what a REQ or REP says of this side.
 func (id *ID) params(q *ConnParam) cm.Params {
 	return cm.Params{QPN: q.QPN, PSN: id.psn, ResponderResources: q.ResponderResources, InitiatorDepth: q.InitiatorDepth,
-		RetryCount: min(q.RetryCount, 7), RNRRetry: min(q.RNRRetry, 7), FlowControl: q.FlowControl, SRQ: q.SRQ, Private: q.Private}
+		RetryCount: min(q.RetryCount, 7), RNRRetry: min(q.RNRRetry, 7), FlowControl: q.FlowControl, SRQ: q.SRQ, Private: q.Private, ECE: q.ECE}
 }
 
 // Accept takes a request; with nil it confirms the peer's answer to Connect.
@@ -152,7 +152,7 @@ func (id *ID) Disconnect() error {
 }
 
 // Notify tells the id of an asynchronous event of its queue pair: EventCommEst establishes the
-// connection though the peer's last message is missing.
+// connection though the peer's last message is missing. All others are EINVAL.
 func (id *ID) Notify(t ib.EventType) error {
 	const op = "notify"
 	return id.do(op, func() error {
@@ -160,7 +160,7 @@ func (id *ID) Notify(t ib.EventType) error {
 			return ib.Errorf(op, syscall.EINVAL, "the id has no connection")
 		}
 		if t != ib.EventCommEst {
-			return nil
+			return ib.Errorf(op, syscall.EINVAL, "event %v says nothing of the connection", t)
 		}
 		return id.conn.Confirm(id.m.now())
 	})
@@ -231,7 +231,7 @@ func (m *Manager) requestLocked(p *port, e *cm.Event) {
 // crossed returns the peer's parameters as this side has them.
 func crossed(p *cm.Params) ConnParam {
 	return ConnParam{QPN: p.QPN, Private: p.Private, ResponderResources: p.InitiatorDepth, InitiatorDepth: p.ResponderResources,
-		FlowControl: p.FlowControl, RetryCount: p.RetryCount, RNRRetry: p.RNRRetry, SRQ: p.SRQ}
+		FlowControl: p.FlowControl, RetryCount: p.RetryCount, RNRRetry: p.RNRRetry, SRQ: p.SRQ, ECE: p.ECE}
 }
 
 // coreEventLocked makes an event of an id of one of the protocol core.

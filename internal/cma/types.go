@@ -4,6 +4,7 @@ import (
 	"net/netip"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/cm"
 	"github.com/verbena-rdma/verbena/internal/provider"
 )
 
@@ -74,7 +75,11 @@ type ConnParam struct {
 	RetryCount         uint8
 	RNRRetry           uint8
 	SRQ                bool
+	ECE                ECE
 }
+
+// ECE are options that the vendor of a device defines: struct rdma_ucm_ece.
+type ECE = cm.ECE
 
 // UDParam is how a datagram peer is reached: struct rdma_ud_param.
 type UDParam struct {

@@ -5,8 +5,10 @@ package programs
 
 import (
 	"context"
+	"fmt"
 	"net/netip"
 	"regexp"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -274,6 +276,91 @@ func TestRDMACMLostRTU(t *testing.T) {
 			e.want(cma.Disconnected, 0)
 			// rdma_notify of what is established fails, and the library says why.
 			if out := regexp.MustCompile(`(?m)^verbena: notify: .*\n`).ReplaceAllString(prog.finish(t), ""); out != c.says+"RDMA_CM_EVENT_DISCONNECTED 0\nok\n" {
+				t.Errorf("it says\n%s", out)
+			}
+		})
+	}
+}
+
+// Options of a vendor (ECE) are passed on, as the kernel does it: what they mean is the programs' affair.
+func TestRDMACMECE(t *testing.T) {
+	exe := compileWith(t, "ece", "-L", built(t)+"/lib", "-lrdmacm", "-libverbs")
+	const vendor, foreign = 0x15b3, 0x2c9
+	for _, c := range []struct {
+		name       string
+		asks       bool // the program
+		own, peers cma.ECE
+		want       cma.ECE // what the peer gets
+		says       string
+	}{
+		{name: "offered", asks: true, own: cma.ECE{Vendor: vendor, Options: 9}, peers: cma.ECE{Vendor: vendor, Options: 3},
+			want: cma.ECE{Vendor: vendor, Options: 9}, says: "RDMA_CM_EVENT_CONNECT_RESPONSE 0\nthe peer has 0x15b3 0x3\n"},
+		{name: "offered, answered with nothing", asks: true, own: cma.ECE{Vendor: vendor, Options: 9},
+			want: cma.ECE{Vendor: vendor, Options: 9}, says: "RDMA_CM_EVENT_CONNECT_RESPONSE 0\nthe peer has 0 0\n"},
+		{name: "another vendor's answer", asks: true, own: cma.ECE{Vendor: vendor, Options: 9}, peers: cma.ECE{Vendor: foreign, Options: 3},
+			want: cma.ECE{Vendor: vendor, Options: 9}, says: "RDMA_CM_EVENT_CONNECT_ERROR -22\n"},
+		// librdmacm answers with the vendor that has asked.
+		{name: "answered", own: cma.ECE{Vendor: vendor, Options: 5}, peers: cma.ECE{Vendor: vendor, Options: 0xffffffff},
+			want: cma.ECE{Vendor: vendor, Options: 5}, says: "the peer has 0x15b3 0xffffffff\n"},
+		{name: "not answered", peers: cma.ECE{Vendor: foreign, Options: 7},
+			want: cma.ECE{Vendor: foreign}, says: "the peer has 0x2c9 0x7\n"},
+		{name: "none", says: "the peer has 0 0\n"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			ctx, cancel := context.WithTimeout(context.Background(), patience)
+			defer cancel()
+			p := newPartner(t)
+			own := address()
+			begin := func(what string, at netip.AddrPort) *process {
+				return start(ctx, t, side{args: []string{exe, what, at.Addr().String(), fmt.Sprint(at.Port()), fmt.Sprint(c.own.Vendor), fmt.Sprint(c.own.Options)},
+					env: []string{"VERBENA_ADDR=" + own}})
+			}
+			param := &cma.ConnParam{RetryCount: 7, RNRRetry: 7, ECE: c.peers}
+			var prog *process
+			var e *end
+			var got cma.ECE
+			if c.asks {
+				at := netip.AddrPortFrom(p.addr(), 7470)
+				l := p.newEnd()
+				p.check(l.id.Bind(at))
+				p.check(l.id.Listen(1))
+				prog = begin("ask", at)
+				ev := l.want(cma.ConnectRequest, 0)
+				e, got = &end{p, ev.New, l.events}, ev.Conn.ECE
+				t.Cleanup(func() { p.check(e.id.Close()) })
+			} else {
+				at := netip.AddrPortFrom(netip.MustParseAddr(own), 7470)
+				prog = begin("accept", at)
+				prog.await("listening\n")
+				e = p.newEnd()
+				e.resolve(at)
+			}
+			qp, _ := e.makeQP()
+			param.QPN = qp.Number()
+			if c.asks {
+				e.modify(qp, ib.QPRTR)
+				e.modify(qp, ib.QPRTS)
+				p.check(e.id.Accept(param))
+			} else {
+				p.check(e.id.Connect(param))
+				got = e.want(cma.ConnectResponse, 0).Conn.ECE
+				e.modify(qp, ib.QPRTR)
+				e.modify(qp, ib.QPRTS)
+				p.check(e.id.Accept(nil))
+			}
+			if got != c.want {
+				t.Errorf("the peer gets %#x", got)
+			}
+			if !strings.Contains(c.says, "ERROR") {
+				if c.asks {
+					e.want(cma.Established, 0)
+				} else {
+					prog.await("RDMA_CM_EVENT_ESTABLISHED 0\n")
+				}
+				p.check(e.id.Disconnect())
+				e.want(cma.Disconnected, 0)
+			}
+			if out := prog.finish(t); !strings.Contains(out, c.says) || strings.Contains(c.says, "ERROR") == strings.HasSuffix(out, "ok\n") {
 				t.Errorf("it says\n%s", out)
 			}
 		})

@@ -61,6 +61,7 @@ static void established(struct rdma_cm_id *id)
 	int n;
 	/* A program that hears of the first data by an asynchronous event may say so. */
 	WANT(rdma_notify(id, IBV_EVENT_COMM_EST) && errno == EISCONN);
+	WANT(rdma_notify(id, IBV_EVENT_QP_FATAL) && errno == EINVAL);
 	while (!(n = ibv_poll_cq(id->qp->recv_cq, 1, &wc)))
 		;
 	WANT(n == 1 && wc.status == IBV_WC_SUCCESS && wc.opcode == IBV_WC_RECV);
