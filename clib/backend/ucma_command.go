@@ -164,17 +164,35 @@ func (c *cmCall) bindTo(id *cmID, addr []byte) error {
 	if native == nil {
 		return id.conn.Bind(to)
 	}
-	// librdmacm binds an id to no address of family AF_IB, in order to find out whether it
-	// may. Only listening makes such an id need a port.
-	if !native.gid().IsZero() {
-		if err := id.conn.Bind(to); err != nil {
-			return err
-		}
+	return c.bindNative(id, native)
+}
+
+// bindNative binds an id to an address of family AF_IB, which can only be none: devices of RoCE are not
+// found by their GIDs. librdmacm does so in order to find out whether it may. Only listening makes
+// such an id need a port.
+func (c *cmCall) bindNative(id *cmID, a *ibAddr) error {
+	switch {
+	case id.conn.Info().Src.IsValid() || c.familyOf(id) == afIB:
+		return syscall.EINVAL // it is bound
+	case !a.gid().IsZero() && a.gid() != ib.GID(netip.IPv6Loopback().As16()):
+		return syscall.ENODEV
+	case !a.isOf(id.ps):
+		return syscall.EPROTONOSUPPORT
 	}
 	c.files.mu.Lock()
-	id.native.src = native
+	id.native.src = a
 	c.files.mu.Unlock()
 	return nil
+}
+
+// familyOf returns afIB if the id is bound to an address of that family, else 0.
+func (c *cmCall) familyOf(id *cmID) uint16 {
+	c.files.mu.Lock()
+	defer c.files.mu.Unlock()
+	if id.native.src != nil {
+		return afIB
+	}
+	return 0
 }
 
 func (c *cmCall) bindIP() ([]byte, error) {
@@ -205,7 +223,20 @@ func (c *cmCall) bind() ([]byte, error) {
 func (c *cmCall) resolve(id *cmID, src, dst []byte, timeout uint32) error {
 	from, fromIB := sockaddr(src)
 	to, toIB := sockaddr(dst)
-	if fromIB != nil && fromIB.gid().IsZero() {
+	bound := c.familyOf(id) == afIB || id.conn.Info().Src.IsValid()
+	switch {
+	case bound && (c.familyOf(id) == afIB) != (toIB != nil),
+		!bound && native.Uint16(src) != 0 && (fromIB != nil) != (toIB != nil):
+		return syscall.EINVAL // one address of family AF_IB, one of another
+	case !bound && toIB != nil:
+		if fromIB == nil {
+			fromIB = &ibAddr{}
+			native.PutUint16(fromIB[:], afIB)
+			copy(fromIB[2:4], toIB[2:4]) // the P_Key
+		}
+		if err := c.bindNative(id, fromIB); err != nil {
+			return err
+		}
 		from = netip.AddrPort{}
 	}
 	if err := id.conn.ResolveAddr(from, to, time.Duration(timeout)*time.Millisecond); err != nil {
@@ -213,9 +244,6 @@ func (c *cmCall) resolve(id *cmID, src, dst []byte, timeout uint32) error {
 	}
 	c.files.mu.Lock()
 	defer c.files.mu.Unlock()
-	if fromIB != nil {
-		id.native.src = fromIB
-	}
 	id.native.dst = toIB
 	return nil
 }
@@ -254,6 +282,12 @@ func (c *cmCall) resolveRoute() ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
+	c.files.mu.Lock()
+	native := id.native.dst != nil
+	c.files.mu.Unlock()
+	if native && id.conn.Info().Dev != nil && c.u32(4) != 0 {
+		return nil, syscall.ENODEV // a GID alone leads nowhere on RoCE: no IP address says through which interface
+	}
 	return nil, id.conn.ResolveRoute(time.Duration(c.u32(4)) * time.Millisecond)
 }
 
@@ -279,8 +313,8 @@ func (c *cmCall) listen() ([]byte, error) {
 	c.files.mu.Lock()
 	src := id.native.src
 	c.files.mu.Unlock()
-	if src != nil && src.gid().IsZero() && !id.conn.Info().Src.IsValid() {
-		if err := id.conn.Bind(netip.AddrPortFrom(netip.IPv6Unspecified(), src.addrPort().Port())); err != nil {
+	if src != nil && !id.conn.Info().Src.IsValid() {
+		if err := id.conn.Bind(netip.AddrPortFrom(netip.IPv6Unspecified(), src.port())); err != nil {
 			return nil, err
 		}
 	}

@@ -62,6 +62,31 @@ func (a *ibAddr) addrPort() netip.AddrPort {
 	return netip.AddrPortFrom(a.gid().Addr(), uint16(binary.BigEndian.Uint64(a[24:])))
 }
 
+// service returns the address's service id, and the mask that says which of its bits count.
+func (a *ibAddr) service() (id, mask uint64) {
+	return binary.BigEndian.Uint64(a[24:]), binary.BigEndian.Uint64(a[32:])
+}
+
+// port returns the port of an address that an id is bound to.
+func (a *ibAddr) port() uint16 {
+	id, mask := a.service()
+	return uint16(id & mask)
+}
+
+// isOf reports whether the service id can be one of a port space. Service ids of ports have the number of
+// their space in front of the port. Ids of RDMA_PS_IB may have those of other spaces, too.
+func (a *ibAddr) isOf(ps cma.PortSpace) bool {
+	const prefix, portBits = 1 << 24, 16
+	id, mask := a.service()
+	mask &^= 1<<portBits - 1
+	for _, space := range []cma.PortSpace{cma.PSTCP, cma.PSUDP, cma.PSIB} {
+		if (ps == space || ps == cma.PSIB) && id&mask == (prefix|uint64(space&0xff)<<portBits)&mask {
+			return true
+		}
+	}
+	return false
+}
+
 // sockaddr reads a socket address. It returns the address of family AF_IB as such, too. A
 // family that is not known gives the zero address.
 func sockaddr(b []byte) (netip.AddrPort, *ibAddr) {

@@ -531,6 +531,79 @@ func TestCMProbe(t *testing.T) {
 	r.f.close(c)
 }
 
+// Addresses of family AF_IB get the kernel's verdict for RoCE: interop/rxe compares it for each port space.
+func TestCMNativeAddresses(t *testing.T) {
+	r := newRig(t)
+	c := r.channel()
+	own := ib.GIDFromAddr(netip.MustParseAddr("10.0.0.1"))
+	native48 := func(gid ib.GID, service, mask uint64) (a [sizeIB]byte) {
+		putIBAddr(a[:], gid, 0xffff, service)
+		binary.BigEndian.PutUint64(a[32:], mask)
+		return a
+	}
+	for _, w := range []struct {
+		ps            cma.PortSpace
+		gid           ib.GID
+		service, mask uint64
+		want          syscall.Errno
+	}{
+		{cma.PSTCP, ib.GID{}, 0x1234567, 0, 0},
+		{cma.PSTCP, ib.GID{}, 0x1060050, 1<<64 - 1, 0},
+		{cma.PSTCP, ib.GID{15: 1}, 0x1060050, 1<<64 - 1, 0},
+		{cma.PSTCP, ib.GID{}, 0x1110050, 1<<64 - 1, syscall.EPROTONOSUPPORT},
+		{cma.PSIB, ib.GID{}, 0x1110050, 1<<64 - 1, 0},
+		{cma.PSIB, ib.GID{}, 0x1234567, 1<<64 - 1, syscall.EPROTONOSUPPORT},
+		{cma.PSIPoIB, ib.GID{}, 0, 0, syscall.EPROTONOSUPPORT},
+		{cma.PSTCP, own, 0x1060050, 1<<64 - 1, syscall.ENODEV},
+	} {
+		id, _ := r.create(c, 1, w.ps)
+		bind := func() error {
+			in := make([]byte, 136)
+			native.PutUint32(in, id)
+			native.PutUint16(in[4:], sizeIB)
+			a := native48(w.gid, w.service, w.mask)
+			copy(in[8:], a[:])
+			_, err := r.f.command(20, &cmCall{channel: c, in: in})
+			return err
+		}
+		if err := bind(); w.want == 0 && err != nil || w.want != 0 && !errors.Is(err, w.want) {
+			t.Errorf("bind %#x in %#x: %v, want %v", w.service, w.ps, err, w.want)
+		}
+		if err := bind(); w.want == 0 && !errors.Is(err, syscall.EINVAL) {
+			t.Errorf("bind of a bound id: %v", err)
+		}
+	}
+	id, conn := r.create(c, 1, cma.PSTCP)
+	resolve := func(from []byte) error {
+		in := make([]byte, 272)
+		native.PutUint32(in, id)
+		native.PutUint32(in[4:], 1000)
+		native.PutUint16(in[8:], uint16(len(from)))
+		native.PutUint16(in[10:], sizeIB)
+		copy(in[16:], from)
+		a := native48(own, 0x1060050, 0)
+		copy(in[16+sizeStorage:], a[:])
+		_, err := r.f.command(21, &cmCall{channel: c, in: in})
+		return err
+	}
+	ip := make([]byte, sizeINET)
+	native.PutUint16(ip, afINET)
+	if err := resolve(ip); !errors.Is(err, syscall.EINVAL) {
+		t.Errorf("from an IP address: %v", err)
+	}
+	if err := resolve(nil); err != nil {
+		t.Error(err)
+	}
+	conn.info.Dev = &cma.Device{}
+	in := make([]byte, 8)
+	native.PutUint32(in, id)
+	native.PutUint32(in[4:], 1000)
+	if _, err := r.f.command(4, &cmCall{channel: c, in: in}); !errors.Is(err, syscall.ENODEV) {
+		t.Errorf("route: %v", err)
+	}
+	r.f.close(c)
+}
+
 func TestCMOptions(t *testing.T) {
 	r := newRig(t)
 	c := r.channel()

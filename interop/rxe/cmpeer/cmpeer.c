@@ -7,6 +7,8 @@
  *	cmpeer reject ADDR PORT COUNT TEXT		listens, and refuses COUNT requests with TEXT
  *	cmpeer accept ADDR PORT COUNT TEXT BACKLOG	listens, waits for a line of input before it looks at
  *							any request, and accepts COUNT of them with TEXT
+ *	cmpeer native ADDR PEER				binds and resolves addresses of family AF_IB, for each port
+ *							space; a line for each call has its outcome
  *
  * Lines of output:
  *
@@ -21,6 +23,9 @@
  * The client ends connections when all its requests have an answer. Both end when nothing is left to
  * wait for, with status 0 if nothing unexpected has come.
  */
+#include <arpa/inet.h>
+#include <errno.h>
+#include <infiniband/ib.h>
 #include <netdb.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -218,18 +223,77 @@ static void do_listen(struct sockaddr *at, int backlog, int refuse)
 	destroy(listener);
 }
 
+/* native_addr makes an address of family AF_IB: the GID of an IP address, NULL for none, and a service id. */
+static struct sockaddr_ib native_addr(const char *ip, uint64_t service, uint64_t mask)
+{
+	struct sockaddr_ib a = {.sib_family = AF_IB, .sib_pkey = htons(0xffff), .sib_sid = htobe64(service), .sib_sid_mask = htobe64(mask)};
+	uint8_t *gid = (uint8_t *)&a.sib_addr;
+	if (!ip || inet_pton(AF_INET6, ip, gid) == 1)
+		return a;
+	gid[10] = gid[11] = 0xff;
+	if (inet_pton(AF_INET, ip, gid + 12) != 1)
+		give_up(ip);
+	return a;
+}
+
+static int outcome(int result) { return result ? errno : 0; }
+
+static void do_native(const char *own, const char *peer)
+{
+	static const int spaces[] = {RDMA_PS_TCP, RDMA_PS_UDP, RDMA_PS_IB, RDMA_PS_IPOIB};
+	static const uint64_t services[] = {0, RDMA_IB_IP_PS_TCP, RDMA_IB_IP_PS_TCP + 7300, RDMA_IB_IP_PS_UDP + 7300, RDMA_IB_PS_IB + 7300, 0x1234567};
+	static const uint64_t masks[] = {0, ~0xffffULL, ~0ULL};
+	for (unsigned s = 0; s < sizeof spaces / sizeof *spaces; s++)
+		for (unsigned v = 0; v < sizeof services / sizeof *services; v++)
+			for (unsigned m = 0; m < sizeof masks / sizeof *masks; m++)
+				for (int what = 0; what < 4; what++) {
+					struct rdma_cm_id *id;
+					struct sockaddr_ib a = native_addr(what == 0 ? NULL : what == 1 ? own : peer, services[v], masks[m]);
+					struct sockaddr_storage ip = {.ss_family = AF_INET};
+					printf("%s ps=%#x service=%#llx mask=%#llx:", (const char *[]){"bind any", "bind own", "resolve", "resolve from ip"}[what],
+					       spaces[s], (unsigned long long)services[v], (unsigned long long)masks[m]);
+					check(rdma_create_id(channel, &id, NULL, spaces[s]), "rdma_create_id");
+					if (what < 2) {
+						int bound = outcome(rdma_bind_addr(id, (struct sockaddr *)&a));
+						printf(" %d", bound);
+						if (!bound)
+							printf(" listen %d", outcome(rdma_listen(id, 1)));
+					} else {
+						int resolving = outcome(rdma_resolve_addr(id, what == 2 ? NULL : (struct sockaddr *)&ip, (struct sockaddr *)&a, RESOLVE_MS));
+						printf(" %d", resolving);
+						if (!resolving) {
+							struct rdma_cm_event *e = next();
+							printf(" %s %d", rdma_event_str(e->event), e->status);
+							int resolved = e->event == RDMA_CM_EVENT_ADDR_RESOLVED;
+							check(rdma_ack_cm_event(e), "rdma_ack_cm_event");
+							if (resolved)
+								printf(" route %d", outcome(rdma_resolve_route(id, RESOLVE_MS)));
+						}
+					}
+					printf("\n");
+					check(rdma_destroy_id(id), "rdma_destroy_id");
+				}
+}
+
 int main(int argc, char **argv)
 {
+	setvbuf(stdout, NULL, _IOLBF, 0);
+	if (argc == 4 && !strcmp(argv[1], "native")) {
+		if (!(channel = rdma_create_event_channel()))
+			give_up("rdma_create_event_channel");
+		do_native(argv[2], argv[3]);
+		rdma_destroy_event_channel(channel);
+		return 0;
+	}
 	struct addrinfo hints = {.ai_flags = AI_NUMERICHOST}, *addr;
 	int connecting = argc == 6 && !strcmp(argv[1], "connect");
 	int rejecting = argc == 6 && !strcmp(argv[1], "reject");
 	int accepting = argc == 7 && !strcmp(argv[1], "accept");
 	if (!connecting && !rejecting && !accepting) {
-		fprintf(stderr, "usage: %s connect|reject ADDR PORT COUNT TEXT\n       %s accept ADDR PORT COUNT TEXT BACKLOG\n", argv[0],
-			argv[0]);
+		fprintf(stderr, "usage: %s connect|reject ADDR PORT COUNT TEXT\n       %s accept ADDR PORT COUNT TEXT BACKLOG\n       %s native ADDR PEER\n", argv[0],
+			argv[0], argv[0]);
 		return 2;
 	}
-	setvbuf(stdout, NULL, _IOLBF, 0);
 	count = atoi(argv[4]);
 	text = argv[5];
 	if (getaddrinfo(argv[2], argv[3], &hints, &addr)) {

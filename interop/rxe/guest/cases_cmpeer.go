@@ -43,6 +43,9 @@ func refusals() (rows []*testCase) {
 	} {
 		rows = append(rows, everyWay(c.testCase, c.run)...)
 	}
+	for _, family := range bothFamilies {
+		rows = append(rows, &testCase{name: "cm/native/" + family, family: family, short: family == "v4", run: (*scene).nativeAddresses})
+	}
 	return rows
 }
 
@@ -100,6 +103,36 @@ var (
 
 func rejectedLine(reason cm.Reason, private string) string {
 	return fmt.Sprintf("rejected status=%d len=%d private=%s", reason, cm.MaxRejectPrivate, private)
+}
+
+// nativeAddresses: addresses of family AF_IB, which RoCE does not have, get the kernel's verdict.
+func (s *scene) nativeAddresses() error {
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel() // it also ends what still runs
+	// Each side has its own address, and the other's.
+	one, other := s.commands(cmPeer+" native IP OWN", cmPeer+" native OWN IP")
+	var said [2]string
+	for i, args := range [][]string{one, other} {
+		r, err := begin(ctx, args)
+		if err != nil {
+			return err
+		}
+		if err := <-r.done; err != nil {
+			return fmt.Errorf("%s: %w:\n%s", strings.Join(args, " "), err, r.said.String())
+		}
+		said[i] = r.said.String()
+	}
+	if said[0] == said[1] {
+		return nil
+	}
+	var diff strings.Builder
+	a, b := strings.Split(said[0], "\n"), strings.Split(said[1], "\n")
+	for i := range max(len(a), len(b)) {
+		if i >= len(a) || i >= len(b) || a[i] != b[i] {
+			fmt.Fprintf(&diff, "%q, %q\n", a[min(i, len(a)-1)], b[min(i, len(b)-1)])
+		}
+	}
+	return fmt.Errorf("%s and %s differ:\n%s", strings.Join(one, " "), strings.Join(other, " "), diff.String())
 }
 
 // refused: a server refuses two requests, with private data.
