@@ -65,7 +65,7 @@ func TestOwn(t *testing.T) {
 		name string
 		args []string
 	}{
-		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"query", nil}, {"newer", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil}, {"signals", nil}, {"ucma", nil}, {"fence", nil}, {"gpu", nil},
+		{"idle", nil}, {"bad", badArgs()}, {"fork", nil}, {"odp", nil}, {"rereg", nil}, {"query", nil}, {"newer", nil}, {"events", nil}, {"xrc", nil}, {"import", nil}, {"files", nil}, {"signals", nil}, {"ucma", badArgs()}, {"fence", nil}, {"gpu", nil},
 		{"dmabuf", []string{"dynamic"}}, {"dmabuf", []string{"pinned"}}, {"dmabuf", []string{"hidden"}}, {"dmabuf", []string{"storm"}},
 		{"drm", []string{"amdgpu"}}, {"drm", []string{"i915"}}, {"drm", []string{"off"}}, {"drm", []string{"storm"}},
 		{"seeds", []string{"alloc"}}, {"seeds", []string{"shared"}}, {"seeds", []string{"exporter"}}, {"seeds", []string{"reg only"}},
@@ -79,7 +79,7 @@ func TestOwn(t *testing.T) {
 	} {
 		name := c.name
 		switch c.name { // seeds are not part of a name
-		case "bad":
+		case "bad", "ucma":
 		case "cancel":
 			name += " " + c.args[0]
 		default:
