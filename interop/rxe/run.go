@@ -101,6 +101,12 @@ func Run(ctx context.Context, o Options, sink func(result.Line)) error {
 	if err := build(ctx, dir); err != nil {
 		return err
 	}
+	whole := !o.Order.Short && !o.Order.Soak && o.Order.Bench == 0
+	if whole {
+		if err := buildOFI(ctx, filepath.Join(dir, result.OFIDir)); err != nil {
+			return err
+		}
+	}
 	o.Order.Kernel = o.Suite
 	order, err := json.Marshal(o.Order)
 	if err != nil {
@@ -133,6 +139,7 @@ func Run(ctx context.Context, o Options, sink func(result.Line)) error {
 	for _, name := range programs {
 		err = errors.Join(err, os.Remove(filepath.Join(dir, name)))
 	}
+	err = errors.Join(err, os.RemoveAll(filepath.Join(dir, result.OFIDir)))
 	return errors.Join(err, ended.err())
 }
 
@@ -210,6 +217,63 @@ func build(ctx context.Context, dir string) error {
 		}
 	}
 	return nil
+}
+
+// buildOFI makes a program on Debian trixie's libfabric, in a directory of its own, with the libraries and the
+// loader of that release: the image has those of the host.
+func buildOFI(ctx context.Context, dir string) error {
+	root, err := moduleRoot(ctx)
+	if err != nil {
+		return err
+	}
+	tree, err := vm.FindPackages(ctx, "trixie", vm.Amd64, "libfabric-dev", "libfabric-bin")
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	lib, exe := filepath.Join(tree, "usr", "lib", "x86_64-linux-gnu"), filepath.Join(dir, "ofi")
+	if _, err := output(ctx, root, "gcc", "-std=gnu11", "-O1", "-Wall", "-Werror", "-I", "clib/include", "-I", tree+"/usr/include", "-o", exe, "interop/programs/testdata/ofi.c",
+		"-Lbin/lib", "-libverbs", "-L"+lib, "-lfabric", "-lpthread", "-Wl,--allow-shlib-undefined"); err != nil {
+		return err
+	}
+	list, err := output(ctx, root, filepath.Join(lib, result.Loader), "--library-path", lib, "--list", exe)
+	if err != nil {
+		return err
+	}
+	files := []string{filepath.Join(lib, result.Loader)}
+	for line := range strings.Lines(list) { // name => path (address)
+		_, rest, _ := strings.Cut(line, " => ")
+		if path, _, _ := strings.Cut(rest, " "); filepath.Dir(path) == lib && filepath.Base(path) != result.Loader {
+			files = append(files, path)
+		}
+	}
+	providers, err := filepath.Glob(filepath.Join(lib, "libibverbs", "librxe-rdmav*.so"))
+	if err != nil || len(files) < 5 || len(providers) != 1 {
+		return fmt.Errorf("libfabric: libraries %v, providers %v, %w", files, providers, err)
+	}
+	for _, from := range append(files, providers...) {
+		b, err := os.ReadFile(from)
+		if err == nil {
+			err = os.WriteFile(filepath.Join(dir, filepath.Base(from)), b, 0o755)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// output runs a program in a directory, and returns what it prints.
+func output(ctx context.Context, dir string, args ...string) (string, error) {
+	cmd := exec.CommandContext(ctx, args[0], args[1:]...)
+	cmd.Dir = dir
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("%s: %w\n%s", strings.Join(args, " "), err, out)
+	}
+	return string(out), nil
 }
 
 // moduleRoot returns the directory of the module.

@@ -3,14 +3,16 @@
  * and the client's memory are dma-bufs, of several pieces, that the CPU does not reach at the address by
  * which libfabric names them, and that move all the while. They are read, written, sent and received into.
  *
- *   ofi server ADDR    ofi client ADDR    ofi none ADDR (there must be no FI_HMEM)
+ *   ofi server ADDR [KIND]    ofi client ADDR [KIND]    ofi none ADDR (there must be no FI_HMEM)
  *
- * VERBENA_UDMABUF=1 takes dma-bufs of the kernel (udmabuf) instead, which stay where they are.
+ * KIND udmabuf takes a dma-buf of the kernel instead, which stays where it is; plain takes ordinary memory, for
+ * the side of a device without dma-bufs.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,6 +30,16 @@
 #include <rdma/fi_rma.h>
 
 #include <verbena/verbs.h>
+
+/* Functions of our libibverbs. The side with ordinary memory runs without it. */
+#pragma weak verbena_alloc_dmabuf
+#pragma weak verbena_dmabuf_fd
+#pragma weak verbena_free_dmabuf
+#pragma weak verbena_read_dmabuf
+#pragma weak verbena_write_dmabuf
+#pragma weak verbena_move_dmabuf
+#pragma weak verbena_evict_dmabuf
+#pragma weak verbena_revoke_dmabuf
 
 #define WANT(cond)                                                                                                     \
 	do {                                                                                                           \
@@ -48,7 +60,7 @@
 	} while (0)
 
 enum { SIZE = 16 * 4096, OFFSET = 4096 + 64, LEN = SIZE - 2 * 4096 };
-static const uintptr_t BASE = 0x7eee00000000; /* nothing is there */
+static uintptr_t base = 0x7eee00000000; /* nothing is there; of ordinary memory, its address */
 
 struct note { /* where the server's memory is */
 	uint64_t addr, key;
@@ -63,19 +75,21 @@ static struct fid_ep *ep;
 static struct fid_mr *mr, *plain; /* of the dma-buf, and of note */
 static struct note *note;
 static struct verbena_dmabuf *buffer;
-static char *mapped; /* of a dma-buf of the kernel */
+static bool plain_memory;
+static char *mapped; /* plain memory, or the memory of a dma-buf of the kernel */
 
 /* --- the buffers --- */
 
+/* make_buffer returns a descriptor of the dma-buf. */
 static int make_buffer(void)
 {
-	if (!getenv("VERBENA_UDMABUF")) {
+	if (!mapped) {
 		WANT(buffer = verbena_alloc_dmabuf(SIZE, 5));
 		return verbena_dmabuf_fd(buffer);
 	}
 	int dev = open("/dev/udmabuf", O_RDWR), file = memfd_create("ofi", MFD_ALLOW_SEALING);
 	WANT(dev >= 0 && file >= 0 && !ftruncate(file, SIZE) && !fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK));
-	WANT((mapped = mmap(NULL, SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0)) != MAP_FAILED);
+	WANT(mmap(mapped, SIZE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) == mapped);
 	struct udmabuf_create c = {.memfd = (uint32_t)file, .flags = UDMABUF_FLAGS_CLOEXEC, .size = SIZE};
 	return ioctl(dev, UDMABUF_CREATE, &c);
 }
@@ -129,11 +143,11 @@ static void *mover(void *unused)
 
 /* --- libfabric --- */
 
-static void register_all(void)
+static void register_buffer(void)
 {
 	int fd = make_buffer();
 	WANT(fd >= 0);
-	struct fi_mr_dmabuf part = {.fd = -1, .offset = OFFSET, .len = LEN, .base_addr = (void *)BASE};
+	struct fi_mr_dmabuf part = {.fd = -1, .offset = OFFSET, .len = LEN, .base_addr = (void *)base};
 	struct fi_mr_attr attr = {.dmabuf = &part,
 				  .iov_count = 1,
 				  .access = FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE,
@@ -145,6 +159,15 @@ static void register_all(void)
 	part.len = LEN;
 	OK(fi_mr_regattr(domain, &attr, FI_MR_DMABUF, &mr));
 	WANT(!close(fd)); /* the region keeps the buffer */
+}
+
+static void register_all(void)
+{
+	if (plain_memory)
+		OK(fi_mr_reg(domain, mapped, SIZE, FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE,
+			     0, 2, 0, &mr, NULL));
+	else
+		register_buffer();
 	WANT(note = calloc(1, 4096));
 	OK(fi_mr_reg(domain, note, 4096, FI_SEND | FI_RECV, 0, 1, 0, &plain, NULL));
 }
@@ -169,7 +192,7 @@ static struct fi_info *wanted(const char *addr, const char *port, uint64_t flags
 {
 	struct fi_info *hints = fi_allocinfo(), *found = NULL;
 	WANT(hints);
-	hints->caps = FI_MSG | FI_RMA | FI_HMEM;
+	hints->caps = FI_MSG | FI_RMA | (plain_memory ? 0 : FI_HMEM);
 	hints->ep_attr->type = FI_EP_MSG;
 	hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_HMEM;
 	hints->fabric_attr->prov_name = strdup("verbs");
@@ -230,15 +253,15 @@ static void serve(const char *addr)
 	pthread_t thread;
 	if (buffer)
 		WANT(!pthread_create(&thread, NULL, mover, NULL));
-	*note = (struct note){BASE + OFFSET, fi_mr_key(mr)};
+	*note = (struct note){base + OFFSET, fi_mr_key(mr)};
 	OK(fi_send(ep, note, sizeof *note, fi_mr_desc(plain), 0, NULL));
 	for (int left = 2; left; left--)
 		wait_for(FI_SEND | FI_RECV);
 	expect("what the client has written", 5);
 	/* Out of the buffer, by SEND, into the client's. */
 	fill(7);
-	OK(fi_recv(ep, (void *)(BASE + OFFSET), LEN, fi_mr_desc(mr), 0, NULL));
-	OK(fi_send(ep, (void *)(BASE + OFFSET), LEN, fi_mr_desc(mr), 0, NULL));
+	OK(fi_recv(ep, (void *)(base + OFFSET), LEN, fi_mr_desc(mr), 0, NULL));
+	OK(fi_send(ep, (void *)(base + OFFSET), LEN, fi_mr_desc(mr), 0, NULL));
 	for (int left = 2; left; left--)
 		wait_for(FI_SEND | FI_RECV);
 	expect("what the client has sent", 11);
@@ -268,7 +291,7 @@ static void ask(const char *addr)
 	pthread_t thread;
 	if (buffer)
 		WANT(!pthread_create(&thread, NULL, mover, NULL));
-	void *mine = (void *)(BASE + OFFSET), *desc = fi_mr_desc(mr);
+	void *mine = (void *)(base + OFFSET), *desc = fi_mr_desc(mr);
 	for (int i = 0; i < 50; i++) {
 		OK(fi_read(ep, mine, LEN, desc, 0, at.addr, at.key, NULL));
 		wait_for(FI_READ);
@@ -305,8 +328,16 @@ static void ask(const char *addr)
 
 int main(int argc, char **argv)
 {
-	WANT(argc == 3);
+	WANT(argc == 3 || argc == 4);
 	int err;
+	if (argc == 4) {
+		plain_memory = !strcmp(argv[3], "plain");
+		WANT(plain_memory || !strcmp(argv[3], "udmabuf"));
+		mapped = mmap(NULL, SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		WANT(mapped != MAP_FAILED);
+		if (plain_memory)
+			base = (uintptr_t)mapped;
+	}
 	if (!strcmp(argv[1], "none")) {
 		WANT(!wanted(argv[2], "7471", FI_SOURCE, &err) && err == -FI_ENODATA);
 		puts("ok");

@@ -20,6 +20,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 
@@ -33,6 +34,7 @@ const (
 	cmPeer     = "/tmp/cmpeer"
 	udpFloor   = "/tmp/udpfloor"
 	regFD      = "/tmp/regfd"
+	ofiDir     = "/tmp/ofi"
 	verbena    = "/tmp/verbena"
 	library    = "/tmp/lib" // where verbena looks for it
 	scratch    = "/tmp/scratch"
@@ -82,6 +84,9 @@ func setup() error {
 		if err := copyFile(filepath.Join(share, name), filepath.Join(library, name)); err != nil {
 			return err
 		}
+	}
+	if err := os.CopyFS(ofiDir, os.DirFS(filepath.Join(share, result.OFIDir))); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
 	}
 	if err := makeNetwork(); err != nil {
 		return err

@@ -32,7 +32,7 @@ func table() (all []*testCase) {
 		programs(),
 		connectionsInGo(),
 		refusals(),
-		connections(), // after those: its last cases kill programs, and for seconds the watcher repeats DREQs for them
+		connections(), libfabric(), // after those: its last cases kill programs, and for seconds the watcher repeats DREQs for them
 		giants(),
 	} {
 		all = append(all, rows...)

@@ -13,6 +13,13 @@ const CaptureDir = "pcap"
 // Library are the files of the drop-in libibverbs, in the shared directory.
 var Library = []string{"libibverbs.so.1", "libmlx5.so.1", "libefa.so.1", "libverbena-backend.so", "libverbena-files.so", "verbena-watcher"}
 
+// OFIDir is a directory in the shared one, with a program "ofi" on libfabric and its libraries, of which Loader
+// loads them. The short form has none.
+const (
+	OFIDir = "ofi"
+	Loader = "ld-linux-x86-64.so.2"
+)
+
 // Order says what the guest runs.
 type Order struct {
 	Kernel string // the Debian suite of its kernel, for the record
