@@ -91,6 +91,7 @@ type DeviceAttr struct {
 	Links                 []string // the links that the device uses, as "loop", "udp"
 	Offloads              []string // kernel offloads that the links use, as "gso", "gro"
 	StalePinnedRange      string   // how the device notices that a pinned range was unmapped, for people
+	DMABuf                string   // whether dma-bufs may move while they are registered: "dynamic", or "pinned"
 }
 
 // LockMode is how registration keeps pinned memory where it is.

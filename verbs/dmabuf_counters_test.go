@@ -73,6 +73,9 @@ func TestDMABufCounters(t *testing.T) {
 	expect(dev, "closed", after)
 
 	pinning, other := open(true)
+	if a, b := dev.Attr().DMABuf, pinning.Attr().DMABuf; a != "dynamic" || b != "pinned" {
+		t.Errorf("the devices' attributes are %q and %q", a, b)
+	}
 	held, err := other.RegDMABufMR(whole, access)
 	done(err)
 	want := counts{"dmabuf_regions": 1, "dmabuf_mappings": 1, "dmabuf_pins": 1}

@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"strings"
 	"syscall"
 
@@ -26,7 +27,7 @@ type devinfoCmd struct {
 
 // Help is shown below the flags.
 func (devinfoCmd) Help() string {
-	return `The lines have the names that ibv_devinfo gives them, as far as they exist there. The others are special to a device in software: its links, the kernel's offloads that they use, how pinned memory is locked, and how the device notices that registered memory was unmapped. The last ones are what on-demand paging uses here: how changes of mappings are reported (odp_notifier; without one the device sweeps for them), how pages are found that went away without a report (odp_scan), how mappings are looked up (odp_mappings), and how pages are brought in (odp_fetch; those that can be swapped out are always touched, one by one).
+	return `The lines have the names that ibv_devinfo gives them, as far as they exist there. The others are special to a device in software: its links, the kernel's offloads that they use, how pinned memory is locked, how the device notices that registered memory was unmapped, whether dma-bufs may move while they are registered (dmabuf: dynamic, or pinned), and what makes dma-bufs on this host without hardware (dmabuf_exporters). The last ones are what on-demand paging uses here: how changes of mappings are reported (odp_notifier; without one the device sweeps for them), how pages are found that went away without a report (odp_scan), how mappings are looked up (odp_mappings), and how pages are brought in (odp_fetch; those that can be swapped out are always touched, one by one).
 
 A device whose address another user, or another program, has taken is shown without the links that need it.
 
@@ -59,6 +60,8 @@ type device struct {
 	Offloads    []string `json:"offloads"`
 	MemoryLock  string   `json:"memory_lock"`
 	StalePinned string   `json:"stale_pinned_range"`
+	DMABuf      string   `json:"dmabuf"`
+	Exporters   []string `json:"dmabuf_exporters"`
 	ODP         odp      `json:"odp"`
 	Note        string   `json:"note,omitempty"`
 	Ports       []port   `json:"ports"`
@@ -176,6 +179,7 @@ func describe(dev *verbs.Device) (device, error) {
 		Caps: capNames(a.Caps), AtomicCap: a.AtomicCap.String(),
 		Links: nonNil(a.Links), Offloads: nonNil(a.Offloads),
 		MemoryLock: a.MemoryLock.String(), StalePinned: a.StalePinnedRange,
+		DMABuf: a.DMABuf, Exporters: exporters("/dev"),
 		Limits: []limit{
 			{"max_mr_size", a.MaxMRSize}, {"page_size_cap", a.PageSizeCap},
 			{"max_qp", num(a.MaxQP)}, {"max_qp_wr", num(a.MaxQPWR)}, {"max_sge", num(a.MaxSGE)}, {"max_sge_rd", num(a.MaxSGERd)},
@@ -212,6 +216,23 @@ func describe(dev *verbs.Device) (device, error) {
 		})
 	}
 	return d, nil
+}
+
+// exporters returns what dma-bufs can come from here that need no hardware: package dmabuf, the device's own
+// memory, and devices of the kernel that this user may open.
+func exporters(dev string) []string {
+	names := []string{"verbena", "device_memory"}
+	paths, _ := filepath.Glob(filepath.Join(dev, "dma_heap", "*")) // the pattern is good
+	for _, path := range append([]string{filepath.Join(dev, "udmabuf")}, paths...) {
+		f, err := os.Open(path)
+		if err != nil {
+			continue
+		}
+		_ = f.Close()                      // it was only opened
+		name, _ := filepath.Rel(dev, path) // it is below
+		names = append(names, name)
+	}
+	return names
 }
 
 // describeODP uses the names of ibv_devinfo.
@@ -316,6 +337,8 @@ func printDevices(w io.Writer, devices []device, verbose bool) {
 		line("offloads", "%s", orNone(d.Offloads))
 		line("memory_lock", "%s", d.MemoryLock)
 		line("stale_pinned_range", "%s", d.StalePinned)
+		line("dmabuf", "%s", d.DMABuf)
+		line("dmabuf_exporters", "%s", orNone(d.Exporters))
 		line("odp_notifier", "%s", d.ODP.Notifier)
 		line("odp_scan", "%s", d.ODP.Scan)
 		line("odp_mappings", "%s", d.ODP.Mappings)

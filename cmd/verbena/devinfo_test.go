@@ -3,6 +3,7 @@ package main
 import (
 	"encoding/json"
 	"net/netip"
+	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -24,6 +25,8 @@ func TestDevinfoText(t *testing.T) {
 		`(?m)^    offloads: +\S`,
 		`(?m)^    memory_lock: +\S`,
 		`(?m)^    stale_pinned_range: +\S`,
+		`(?m)^    dmabuf: +dynamic$`,
+		`(?m)^    dmabuf_exporters: +verbena device_memory\b`,
 		`(?m)^    odp_notifier: +\S`,
 		`(?m)^    odp_scan: +(PAGEMAP_SCAN|pagemap)$`,
 		`(?m)^    odp_mappings: +(PROCMAP_QUERY|maps)$`,
@@ -58,6 +61,28 @@ func TestDevinfoText(t *testing.T) {
 		if !regexp.MustCompile(`(?m)^    ` + key + `: +` + caps + `$`).MatchString(verbose) {
 			t.Errorf("%s is not %s in\n%s", key, caps, verbose)
 		}
+	}
+}
+
+// The exporters are those whose files the user can open.
+func TestExporters(t *testing.T) {
+	dev := t.TempDir()
+	if got := exporters(dev); !slices.Equal(got, []string{"verbena", "device_memory"}) {
+		t.Errorf("without devices of the kernel: %q", got)
+	}
+	if err := os.Mkdir(filepath.Join(dev, "dma_heap"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"udmabuf", "dma_heap/system", "dma_heap/reserved"} {
+		if err := os.WriteFile(filepath.Join(dev, name), nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Symlink("nowhere", filepath.Join(dev, "dma_heap", "gone")); err != nil {
+		t.Fatal(err)
+	}
+	if got := exporters(dev); !slices.Equal(got, []string{"verbena", "device_memory", "udmabuf", "dma_heap/reserved", "dma_heap/system"}) {
+		t.Errorf("with some: %q", got)
 	}
 }
 

@@ -381,7 +381,7 @@ func (d *Device) Attr() ib.DeviceAttr {
 		MaxQPRDAtom: qp.MaxRDAtomic, MaxQPInitRDAtom: qp.MaxRDAtomic, MaxResRDAtom: qp.MaxRDAtomic * d.limits.QPs,
 		MaxMcastGrp: maxGroups, MaxMcastQPAttach: maxGroupMembers, MaxTotalMcastQPAttach: maxAttachments,
 		MaxPKeys: 1, LocalCAAckDelay: 15, MemoryLock: d.cfg.Lock, Links: links, Offloads: d.link.Offloads(),
-		StalePinnedRange: stalePinnedRange(), MaxDMSize: uint64(d.maxDM()),
+		StalePinnedRange: stalePinnedRange(), DMABuf: map[bool]string{false: "dynamic", true: "pinned"}[d.cfg.PinDMABuf], MaxDMSize: uint64(d.maxDM()),
 	}
 }
 
