@@ -103,7 +103,7 @@ func Run(ctx context.Context, o Options, sink func(result.Line)) error {
 	}
 	whole := !o.Order.Short && !o.Order.Soak && o.Order.Bench == 0
 	if whole {
-		if err := buildOFI(ctx, filepath.Join(dir, result.OFIDir)); err != nil {
+		if err := buildWhole(ctx, filepath.Join(dir, result.WholeDir)); err != nil {
 			return err
 		}
 	}
@@ -139,7 +139,7 @@ func Run(ctx context.Context, o Options, sink func(result.Line)) error {
 	for _, name := range programs {
 		err = errors.Join(err, os.Remove(filepath.Join(dir, name)))
 	}
-	err = errors.Join(err, os.RemoveAll(filepath.Join(dir, result.OFIDir)))
+	err = errors.Join(err, os.RemoveAll(filepath.Join(dir, result.WholeDir)))
 	return errors.Join(err, ended.err())
 }
 
@@ -219,18 +219,28 @@ func build(ctx context.Context, dir string) error {
 	return nil
 }
 
-// buildOFI makes a program on Debian trixie's libfabric, in a directory of its own, with the libraries and the
-// loader of that release: the image has those of the host.
-func buildOFI(ctx context.Context, dir string) error {
+// buildWhole makes what the short form does without, in a directory of its own.
+func buildWhole(ctx context.Context, dir string) error {
 	root, err := moduleRoot(ctx)
 	if err != nil {
 		return err
 	}
-	tree, err := vm.FindPackages(ctx, "trixie", vm.Amd64, "libfabric-dev", "libfabric-bin")
-	if err != nil {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
-	if err := os.MkdirAll(dir, 0o755); err != nil {
+	for name, pkg := range result.Tests {
+		if _, err := output(ctx, root, "go", "test", "-c", "-o", filepath.Join(dir, name), pkg); err != nil {
+			return err
+		}
+	}
+	return buildOFI(ctx, root, dir)
+}
+
+// buildOFI makes a program on Debian trixie's libfabric, with the libraries and the loader of that release: the
+// image has those of the host.
+func buildOFI(ctx context.Context, root, dir string) error {
+	tree, err := vm.FindPackages(ctx, "trixie", vm.Amd64, "libfabric-dev", "libfabric-bin")
+	if err != nil {
 		return err
 	}
 	lib, exe := filepath.Join(tree, "usr", "lib", "x86_64-linux-gnu"), filepath.Join(dir, "ofi")

@@ -7,6 +7,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"net/netip"
 	"path/filepath"
 	"strings"
 	"time"
@@ -15,24 +16,34 @@ import (
 )
 
 func libfabric() []*testCase {
-	return onlyV4(everyWay(testCase{name: "ofi/dmabuf/udmabuf"}, (*scene).libfabric)) // the program takes no other address
+	rows := onlyV4(everyWay(testCase{name: "ofi/dmabuf/udmabuf"}, func(s *scene) error { return s.libfabric(false) })) // the program takes no other address
+	// Two processes of ours, through shared memory: their mappings of the kernel's dma-bufs are none that one could
+	// read of the other, or watch.
+	return append(rows, &testCase{name: "ofi/dmabuf/udmabuf/local/v4/we", family: "v4", run: func(s *scene) error { return s.libfabric(true) }})
 }
 
-func (s *scene) libfabric() error {
+func (s *scene) libfabric(local bool) error {
 	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
 	defer cancel()
+	addrs, to := families[s.family], s.serverAddr()
+	if local {
+		to = addrs.victim
+	}
 	program := func(libraries, role, memory string) []string {
-		return []string{filepath.Join(ofiDir, result.Loader), "--library-path", libraries, filepath.Join(ofiDir, "ofi"), role, s.serverAddr().String(), memory}
+		return []string{filepath.Join(wholeDir, result.Loader), "--library-path", libraries, filepath.Join(wholeDir, "ofi"), role, to.String(), memory}
 	}
-	ours := func(role string) []string {
+	ours := func(role string, at netip.Addr, link string) []string {
 		// libfabric 2.1 has dma-bufs on devices of this name only.
-		return append([]string{"env", "VERBENA_NAME=mlx5_", verbena, "exec", "--log", "--addr", families[s.family].ours.String(), "--"},
-			program(library+":"+ofiDir, role, "udmabuf")...)
+		return append([]string{"env", "VERBENA_NAME=mlx5_", "VERBENA_LINK=" + link, verbena, "exec", "--log", "--addr", at.String(), "--"},
+			program(library+":"+wholeDir, role, "udmabuf")...)
 	}
-	kernels := func(role string) []string { return inKernelNS(program(ofiDir, role, "plain")...) }
-	serve, connect := ours("server"), kernels("client")
-	if s.weInit {
-		serve, connect = kernels("server"), ours("client")
+	kernels := func(role string) []string { return inKernelNS(program(wholeDir, role, "plain")...) }
+	serve, connect := ours("server", addrs.ours, "any"), kernels("client")
+	switch {
+	case local:
+		serve, connect = ours("server", addrs.victim, "local"), ours("client", addrs.ours, "local")
+	case s.weInit:
+		serve, connect = kernels("server"), ours("client", addrs.ours, "any")
 	}
 	server, err := begin(ctx, serve)
 	if err != nil {

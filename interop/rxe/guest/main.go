@@ -34,7 +34,7 @@ const (
 	cmPeer     = "/tmp/cmpeer"
 	udpFloor   = "/tmp/udpfloor"
 	regFD      = "/tmp/regfd"
-	ofiDir     = "/tmp/ofi"
+	wholeDir   = "/tmp/whole"
 	verbena    = "/tmp/verbena"
 	library    = "/tmp/lib" // where verbena looks for it
 	scratch    = "/tmp/scratch"
@@ -85,7 +85,7 @@ func setup() error {
 			return err
 		}
 	}
-	if err := os.CopyFS(ofiDir, os.DirFS(filepath.Join(share, result.OFIDir))); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := os.CopyFS(wholeDir, os.DirFS(filepath.Join(share, result.WholeDir))); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	if err := makeNetwork(); err != nil {

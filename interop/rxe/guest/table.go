@@ -17,7 +17,7 @@ func table() (all []*testCase) {
 		operations(),
 		atomics(),
 		onDemand(),
-		dmaBufs(), bufferFences(),
+		dmaBufs(), bufferFences(), packageTests(),
 		publications(),
 		shapes(),
 		lateReceivers(),

@@ -13,12 +13,15 @@ const CaptureDir = "pcap"
 // Library are the files of the drop-in libibverbs, in the shared directory.
 var Library = []string{"libibverbs.so.1", "libmlx5.so.1", "libefa.so.1", "libverbena-backend.so", "libverbena-files.so", "verbena-watcher"}
 
-// OFIDir is a directory in the shared one, with a program "ofi" on libfabric and its libraries, of which Loader
-// loads them. The short form has none.
+// WholeDir is a directory in the shared one with what the short form does without: Tests, a program "ofi" on
+// libfabric, and its libraries, of which Loader loads them.
 const (
-	OFIDir = "ofi"
-	Loader = "ld-linux-x86-64.so.2"
+	WholeDir = "whole"
+	Loader   = "ld-linux-x86-64.so.2"
 )
+
+// Tests are compiled tests of packages, by the name of the file.
+var Tests = map[string]string{"dmabuftest.test": "./internal/sys/dmabuftest", "mem.test": "./internal/mem"}
 
 // Order says what the guest runs.
 type Order struct {
