@@ -62,12 +62,14 @@ func runInChild(t *testing.T, test, key string, arg any) *childProcess {
 // said waits for a line of the process that begins with a word, and returns the rest of it.
 func (c *childProcess) said(what string) string {
 	c.t.Helper()
+	last := ""
 	for c.lines.Scan() {
 		if rest, ok := strings.CutPrefix(c.lines.Text(), what); ok {
 			return rest
 		}
+		last += c.lines.Text() + "\n"
 	}
-	c.t.Fatalf("the other process has not said %q", what)
+	c.t.Fatalf("the other process has not said %q, but:\n%s", what, last)
 	return ""
 }
 
