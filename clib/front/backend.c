@@ -44,6 +44,8 @@ static void after_fork_in_parent(void) { pthread_mutex_unlock(&loading); }
 static bool is_backends(int fd)
 {
 	enum { ROCE_PORT = 4791 };
+	/* of devices, of importers of dma-bufs, and of handles of GPU memory */
+	static const char *const names[] = {"verbena/", "verbena-dmabuf:", "verbena-gpu:"};
 	union {
 		struct sockaddr any;
 		struct sockaddr_un un;
@@ -55,8 +57,9 @@ static bool is_backends(int fd)
 		memset(&a, 0, sizeof a);
 		if (peer ? getpeername(fd, &a.any, &n) : getsockname(fd, &a.any, &n))
 			continue;
-		if (a.any.sa_family == AF_UNIX && !memcmp(a.un.sun_path, "\0verbena/", 9))
-			return true;
+		for (size_t i = 0; a.any.sa_family == AF_UNIX && i < sizeof names / sizeof *names; i++)
+			if (!a.un.sun_path[0] && !strncmp(a.un.sun_path + 1, names[i], strlen(names[i])))
+				return true;
 		if (!peer && ((a.any.sa_family == AF_INET && a.in.sin_port == htons(ROCE_PORT)) ||
 			      (a.any.sa_family == AF_INET6 && a.in6.sin6_port == htons(ROCE_PORT))))
 			return true;

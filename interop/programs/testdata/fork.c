@@ -4,10 +4,14 @@
  * objects, a child with its parent's context and domain, with objects of its own, or with
  * regions of its parent that it imports.
  */
+#include <dirent.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "self.h"
+#include "newer.h"
 
 static void await(pid_t child)
 {
@@ -41,6 +45,22 @@ static void import_parents(struct ibv_context *ctx, struct ibv_pd *pd, struct ib
 	/* When the child has used its parent's context, cmd_fd names the child's own one. */
 	WANT((pd = ibv_alloc_pd(ctx)) && (own = dup(ctx->cmd_fd)) >= 0);
 	WANT(ibv_import_device(own) == ctx && !ibv_close_device(ctx) && !ibv_dealloc_pd(pd));
+}
+
+/* sockets counts the sockets by which other processes import the dma-bufs of this one. */
+static int sockets(void)
+{
+	static const char name[] = "\0verbena-dmabuf:";
+	int count = 0;
+	DIR *fds = opendir("/proc/self/fd");
+	WANT(fds);
+	for (struct dirent *d; (d = readdir(fds));) {
+		struct sockaddr_un a = {0};
+		socklen_t n = sizeof a;
+		count += !getsockname(atoi(d->d_name), (void *)&a, &n) && !memcmp(a.sun_path, name, sizeof name - 1);
+	}
+	closedir(fds);
+	return count;
 }
 
 static void everything(void)
@@ -83,6 +103,17 @@ int main(void)
 	}
 	await(child);
 	WANT(!strcmp(shared, "parent") && !ibv_dereg_mr(mr));
+	struct ibv_alloc_dm_attr length = {.length = 4096};
+	struct ibv_dm *dm = ibv_alloc_dm(ctx, &length);
+	WANT(dm);
+	int exported = dm_export(dm);
+	WANT(exported >= 0 && sockets() == 1);
+	if (!(child = fork())) { /* with a dma-buf: its importers would not notice the parent's end */
+		WANT(sockets() == 0);
+		_exit(0);
+	}
+	await(child);
+	WANT(sockets() == 1 && !close(exported) && !ibv_free_dm(dm));
 	if (!(child = fork())) { /* with queue pairs: the child has its parent's domain, but not these */
 		struct ibv_send_wr wr = {.opcode = IBV_WR_SEND}, *bad;
 		WANT(ibv_post_send(s.qp[0], &wr, &bad) == EINVAL && bad == &wr);
