@@ -79,6 +79,12 @@ func TestLyingImporter(t *testing.T) {
 		"hello again":        func(c *net.UnixConn) { send(c, hello, fd); send(c, hello, fd) },
 		"mapped, then a lie": func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgMap, 0)); send(c, encode(77)) },
 		"pinned, then gone":  func(c *net.UnixConn) { send(c, hello, fd); send(c, encode(msgPin)); _ = c.CloseWrite() },
+		"mapped too often": func(c *net.UnixConn) {
+			send(c, hello, fd)
+			for range maxRemoteMappings + 1 {
+				send(c, encode(msgMap, 0))
+			}
+		},
 		"unmapped twice": func(c *net.UnixConn) {
 			send(c, hello, fd)
 			send(c, encode(msgMap, 0))
@@ -377,4 +383,63 @@ func packetPair(t *testing.T) (*net.UnixConn, *net.UnixConn) {
 		ends[i] = c.(*net.UnixConn)
 	}
 	return ends[0], ends[1]
+}
+
+// Each operation of the exporter fails in turn, for an importer in another process: it gets the exporter's
+// errno, and nothing is left of it.
+func TestRemoteOpFails(t *testing.T) {
+	memory, err := sys.NewMemfd("exporter", 4*4096)
+	check(t, err)
+	defer func() { check(t, sys.CloseFD(memory)) }()
+	bytes, err := sys.MapMemfd(memory, 4*4096)
+	check(t, err)
+	defer func() { check(t, sys.Unmap(bytes)) }()
+	for _, op := range []string{"attach", "pin", "map", ""} {
+		for _, errno := range errnos {
+			e := export(t, nil)
+			// It has more bytes than the buffer, which is no mistake.
+			e.table = func() *Table { return NewFileTable(FileSegment{FD: memory, Bytes: bytes}) }
+			fd, err := e.buffer.FD()
+			check(t, err)
+			e.set(op, errno)
+			wants := func(which string, err error) bool {
+				t.Helper()
+				want := syscall.Errno(0)
+				if which == op {
+					want = errno
+				}
+				if err == nil && want == 0 || err != nil && want != 0 && errors.Is(err, want) {
+					return err == nil
+				}
+				t.Errorf("%s fails with %v: %v", which, want, err)
+				return false
+			}
+			b, err := fromProcess("test", fd, server.name())
+			check(t, sys.CloseFD(fd))
+			if wants("attach", err) {
+				a, err := b.DynamicAttach(nil, Importer{InvalidateMappings: func(*Attachment) {}})
+				check(t, err)
+				locked(b.Reservation(), func() {
+					if wants("pin", a.Pin()) {
+						a.Unpin()
+					}
+					table, err := a.Map(t.Context(), Bidirectional)
+					if wants("map", err) {
+						if table.Len() != size {
+							t.Errorf("%d bytes", table.Len())
+						}
+						a.Unmap(table, Bidirectional)
+					}
+				})
+				a.Detach()
+				b.Put()
+			}
+			for deadline := time.Now().Add(time.Minute); e.buffer.refs.Load() > 1; time.Sleep(time.Millisecond) {
+				if time.Now().After(deadline) {
+					t.Fatalf("%s fails: %d references are left", op, e.buffer.refs.Load())
+				}
+			}
+			e.end()
+		}
+	}
 }

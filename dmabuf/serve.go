@@ -23,6 +23,10 @@ import (
 const (
 	tokenBytes = 16
 	maxRemotes = 1024 // importers in other processes that are connected at once
+
+	// maxRemoteMappings is how many mappings an importer may have: remote.go has one, and one that it
+	// is about to give up.
+	maxRemoteMappings = 16
 )
 
 // server is what other processes connect to.
@@ -186,7 +190,7 @@ func (r *remoteImporter) handle(kind message, args []uint64, fds []int) bool {
 	}
 	switch kind {
 	case msgMap:
-		return len(args) == 1 && Direction(args[0]).valid() && r.doMap(Direction(args[0]))
+		return len(args) == 1 && Direction(args[0]).valid() && r.mapped < maxRemoteMappings && r.doMap(Direction(args[0]))
 	case msgUnmapped:
 		if r.mapped == 0 {
 			return false
@@ -298,8 +302,11 @@ func (r *remoteImporter) doMap(dir Direction) bool {
 	if t.files.place != nil {
 		answer[1] = givenUp
 	}
+	left := r.attachment.Buffer().Size() // the table may have more bytes
 	for _, s := range t.files.segments {
-		answer = append(answer, uint64(s.file), uint64(s.off), uint64(s.n))
+		n := min(uint64(s.n), left)
+		answer = append(answer, uint64(s.file), uint64(s.off), n)
+		left -= n
 	}
 	return r.send(encode(msgMapped, answer...), t.files.fds...) == nil
 }
