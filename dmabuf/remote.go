@@ -104,6 +104,7 @@ type remoteBuffer struct {
 	mu      sync.Mutex     // guards what follows
 	current *remoteMapping // what is mapped and not invalidated; nil: nothing
 	reply   chan reply     // where the answer to a request goes; nil: none is awaited
+	leaving int            // mappings that are invalidated and still used: the exporter waits for their end
 	gone    bool           // the exporter's process has ended, or broken the rules
 }
 
@@ -343,6 +344,7 @@ func (r *remoteBuffer) invalidated() bool {
 	m := r.current
 	if r.current = nil; m != nil {
 		m.stale = true
+		r.leaving++
 	}
 	r.mu.Unlock()
 	if m == nil {
@@ -407,6 +409,9 @@ func (r *remoteBuffer) ask(msg []byte, fds ...int) (reply, error) {
 // The exporter's operations, in this process.
 
 func (r *remoteBuffer) mapping(_ *Attachment, dir Direction) (*Table, error) {
+	if err := r.letLeave(); err != nil {
+		return nil, err
+	}
 	r.mu.Lock()
 	if m := r.current; m != nil {
 		m.uses++
@@ -421,6 +426,37 @@ func (r *remoteBuffer) mapping(_ *Attachment, dir Direction) (*Table, error) {
 	return a.mapping.table, nil
 }
 
+// letLeave waits until the mappings that the exporter has taken away are given up. The exporter holds its
+// own lock until they are, and could not answer a MAP. stop needs the lock of this process, which the caller
+// has: letLeave does what it does, and waits for the importers' fences.
+func (r *remoteBuffer) letLeave() error {
+	if !r.isLeaving() {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), remotePatience/2)
+	defer cancel()
+	for {
+		r.buffer.InvalidateMappings()
+		if !r.isLeaving() {
+			return nil
+		}
+		err := r.buffer.resv.Wait(ctx, Bookkeep)
+		if err == nil {
+			err = ctx.Err()
+		}
+		if err != nil {
+			return ib.Errorf("dma_buf_map_attachment", syscall.EBUSY, "the buffer is moving, and an importer has yet to give it up: %v", err)
+		}
+		time.Sleep(50 * time.Microsecond) // an importer may not have noticed the end of its work yet
+	}
+}
+
+func (r *remoteBuffer) isLeaving() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.leaving > 0
+}
+
 func (r *remoteBuffer) unmap(_ *Attachment, t *Table, _ Direction) {
 	r.unuse(t.owner.(*remoteMapping))
 }
@@ -432,6 +468,9 @@ func (r *remoteBuffer) unuse(m *remoteMapping) {
 	last, stale := m.uses == 0, m.stale
 	if last && r.current == m {
 		r.current = nil
+	}
+	if last && stale {
+		r.leaving--
 	}
 	r.mu.Unlock()
 	if !last {

@@ -443,3 +443,55 @@ func TestRemoteOpFails(t *testing.T) {
 		}
 	}
 }
+
+// The exporter moves the buffer while an importer of another process, as a GPU, still works on it. Another
+// importer of that process maps the buffer meanwhile: it waits for the work and the move, and both go on.
+func TestRemoteMapsDuringMove(t *testing.T) {
+	m, err := Alloc(MemoryConfig{Size: 8192})
+	check(t, err)
+	fd, err := m.Buffer().FD()
+	check(t, err)
+	b, err := fromProcess("test", fd, server.name())
+	check(t, err)
+	check(t, sys.CloseFD(fd))
+	r := b.Reservation()
+	work := NewFence()
+	var table *Table // of the one that works; guarded by the reservation lock
+	told := make(chan struct{}, 10)
+	worker, err := b.DynamicAttach(nil, Importer{InvalidateMappings: func(a *Attachment) {
+		if table != nil && work.Signaled() {
+			a.Unmap(table, Bidirectional)
+			table = nil
+		}
+		told <- struct{}{}
+	}})
+	check(t, err)
+	other, err := b.DynamicAttach(nil, Importer{InvalidateMappings: func(*Attachment) {}})
+	check(t, err)
+	locked(r, func() {
+		table = mapIt(t, worker, Bidirectional)
+		r.Add(work, Write)
+	})
+	moved := make(chan error)
+	go func() { moved <- m.Move(background(t)) }()
+	<-told
+	mapped := make(chan error)
+	go func() {
+		var err error
+		locked(r, func() {
+			var t2 *Table
+			if t2, err = other.Map(t.Context(), Bidirectional); err == nil {
+				other.Unmap(t2, Bidirectional)
+			}
+		})
+		mapped <- err
+	}()
+	<-told // the other importer has asked for it
+	work.Signal(nil)
+	check(t, <-mapped)
+	check(t, <-moved)
+	worker.Detach()
+	other.Detach()
+	b.Put()
+	check(t, m.Close())
+}

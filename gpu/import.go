@@ -102,33 +102,32 @@ func (i *imported) settle() {
 	r := i.buffer.Reservation()
 	r.Lock()
 	defer r.Unlock()
-	i.mu.Lock()
-	last = i.users == 0
-	i.mu.Unlock()
-	if last {
-		for _, t := range i.stale {
-			i.attachment.Unmap(t, dmabuf.Bidirectional)
-		}
-		i.stale = nil
-	}
+	i.dropStaleLocked()
 }
 
 // invalidate is called by the exporter, with the reservation locked. Operations under way have fences
-// there.
-func (i *imported) invalidate(a *dmabuf.Attachment) {
-	t := i.table
-	if t == nil {
-		return
+// there. It may be called again, when they are signalled.
+func (i *imported) invalidate(*dmabuf.Attachment) {
+	if i.table != nil {
+		i.stale = append(i.stale, i.table)
+		i.table = nil
 	}
-	i.table = nil
+	i.dropStaleLocked()
+}
+
+// dropStaleLocked gives up what the exporter took away, unless an operation uses it. The reservation is
+// locked.
+func (i *imported) dropStaleLocked() {
 	i.mu.Lock()
 	busy := i.users > 0
 	i.mu.Unlock()
 	if busy {
-		i.stale = append(i.stale, t)
 		return
 	}
-	a.Unmap(t, dmabuf.Bidirectional)
+	for _, t := range i.stale {
+		i.attachment.Unmap(t, dmabuf.Bidirectional)
+	}
+	i.stale = nil
 }
 
 // leave gives the buffer up. No operation uses it.
