@@ -23,6 +23,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"strings"
 	"sync"
 	"syscall"
@@ -149,14 +150,21 @@ func fromProcess(op string, fd int, name string) (*Buffer, error) {
 func (r *remoteBuffer) hello(fd int) (uint64, error) {
 	deadline := time.Now().Add(remotePatience)
 	_ = r.c.SetDeadline(deadline) // a connection that is open takes one
-	if err := sys.SendFDs(r.c, encode(msgHello, remoteVersion), fd); err != nil {
-		return 0, err
-	}
 	b := make([]byte, 64)
-	n, fds, err := sys.RecvFDs(r.c, b)
-	closeAll(fds)
-	if err != nil {
-		return 0, err
+	var n int
+	var fds []int
+	err := sys.SendFDs(r.c, encode(msgHello, remoteVersion), fd)
+	if err == nil {
+		n, fds, err = sys.RecvFDs(r.c, b)
+		closeAll(fds)
+	}
+	switch {
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return 0, fmt.Errorf("the process does not answer: %w", syscall.ETIMEDOUT)
+	case err != nil:
+		return 0, fmt.Errorf("the process has just ended (%v): %w", err, syscall.EINVAL)
+	case n == 0:
+		return 0, fmt.Errorf("the process has ended, or has too many importers: %w", syscall.EINVAL)
 	}
 	kind, args := decode(b[:n])
 	if kind != msgWelcome || len(args) != 2 {

@@ -362,9 +362,14 @@ func TestRemoteEndsBeforeMove(t *testing.T) {
 // the end was noticed before.
 func TestRemoteExporterHasEnded(t *testing.T) {
 	ours, theirs := packetPair(t)
+	check(t, theirs.CloseWrite()) // it reads, and answers nothing
+	_, err := (&remoteBuffer{c: ours}).hello(0)
+	wantErr(t, "the first words", err, syscall.EINVAL)
 	check(t, theirs.Close())
 	r := &remoteBuffer{c: ours} // nobody reads
-	_, err := r.mapping(nil, Bidirectional)
+	_, err = r.hello(0)
+	wantErr(t, "the first words", err, syscall.EINVAL)
+	_, err = r.mapping(nil, Bidirectional)
 	wantErr(t, "mapping", err, syscall.ENODEV)
 	wantErr(t, "pinning", r.pin(nil), syscall.ENODEV)
 }

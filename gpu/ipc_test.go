@@ -3,13 +3,21 @@ package gpu
 import (
 	"bufio"
 	"bytes"
+	"encoding/binary"
 	"encoding/hex"
+	"errors"
 	"fmt"
+	"math/rand/v2"
+	"net"
 	"os"
 	"os/exec"
 	"strings"
 	"syscall"
 	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/dmabuf"
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // child is the other process of TestIPC: it shares memory, and does what it is asked for.
@@ -129,7 +137,8 @@ func TestIPC(t *testing.T) {
 	if got := ask("free"); got != "freed <nil> <nil>" {
 		t.Errorf("the memory is %s", got)
 	}
-	eventually(t, "this process hears that the memory is freed", func() bool {
+	// The other process does not wait until this one has noticed; its memory is not used again before.
+	eventually(t, "the memory that was freed is revoked", func() bool {
 		_, err = b.ReadAt(make([]byte, 1), 0)
 		return err != nil
 	})
@@ -183,4 +192,124 @@ func TestOwnIPC(t *testing.T) {
 	ipc.mu.Unlock()
 	_, err = a.IPCHandle()
 	wantErr(t, "a handle of what is freed", err, ErrFreed)
+}
+
+// TestLyingOwner: what a process answers that has memory of no handle, or that lies about it.
+func TestLyingOwner(t *testing.T) {
+	var h IPCHandle
+	copy(h[:], ipcMagic)
+	copy(h[8:], "0123456789abcdef")
+	l := must[*net.UnixListener](t)(net.ListenUnix("unixpacket", &net.UnixAddr{Name: ipcName(h[8:24]), Net: "unixpacket"}))
+	defer func() { check(t, l.Close()) }()
+	m := must[*dmabuf.Memory](t)(dmabuf.Alloc(dmabuf.MemoryConfig{Size: 8192}))
+	good := must[int](t)(m.Buffer().FD())
+	null := must[*os.File](t)(os.Open(os.DevNull))
+	d := open(t, "soft:0", Config{VRAM: mib})
+	answer := func(words ...uint64) (b []byte) {
+		for _, w := range words {
+			b = binary.LittleEndian.AppendUint64(b, w)
+		}
+		return b
+	}
+	const most = ^uint64(0)
+	for what, c := range map[string]struct {
+		answer []byte
+		fds    []int
+		want   error // nil: it is right
+	}{
+		"it is right":         {answer(0, 4096, 100), []int{good}, nil},
+		"an errno":            {answer(uint64(syscall.ENOMEM), 0, 0), nil, ErrHandle},
+		"an errno of no kind": {answer(most, 0, 0), nil, ErrHandle},
+		"an errno and a file": {answer(1, 0, 100), []int{good}, ErrHandle},
+		"nothing":             {nil, nil, ErrDead},
+		"half an answer":      {answer(0, 0), []int{good}, ErrDead},
+		"no file":             {answer(0, 0, 100), nil, ErrHandle},
+		"two files":           {answer(0, 0, 100), []int{good, good}, ErrHandle},
+		"another file":        {answer(0, 0, 100), []int{int(null.Fd())}, syscall.EINVAL},
+		"no bytes":            {answer(0, 0, 0), []int{good}, ErrRange},
+		"behind the end":      {answer(0, 8192, 1), []int{good}, ErrRange},
+		"too many bytes":      {answer(0, 4096, 4097), []int{good}, ErrRange},
+		"a sum that wraps":    {answer(0, most-99, 200), []int{good}, ErrRange},
+	} {
+		answered := make(chan struct{})
+		go func() {
+			defer close(answered)
+			c1, err := l.AcceptUnix()
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			_, _, _ = sys.RecvFDs(c1, make([]byte, 8))
+			if c.answer != nil {
+				_ = sys.SendFDs(c1, c.answer, c.fds...)
+			}
+			_ = c1.Close()
+		}()
+		b, err := d.OpenIPC(h)
+		<-answered
+		if c.want == nil {
+			if err != nil || b.Len() != 100 {
+				t.Errorf("%s: %v", what, err)
+				continue
+			}
+			check(t, b.Free())
+		} else if !errors.Is(err, c.want) {
+			t.Errorf("%s: %v, should be %v", what, err, c.want)
+		}
+	}
+	check(t, sys.CloseFD(good))
+	check(t, null.Close())
+	check(t, m.Close())
+}
+
+// TestIPCOwnerKilled: the owner is killed at any moment of what is done with its memory. Operations end, well or
+// with ENODEV, and the GPU goes on.
+func TestIPCOwnerKilled(t *testing.T) {
+	rng := rand.New(rand.NewPCG(seed(t), 3))
+	d := open(t, "soft:0", Config{VRAM: 2 * mib})
+	mine := alloc(t, d, 500_000)
+	for range 6 {
+		cmd := exec.Command("/proc/self/exe")
+		cmd.Env = append(os.Environ(), "VERBENA_GPU_CHILD=1")
+		out := bufio.NewScanner(must2(cmd.StdoutPipe())(t))
+		in := must2(cmd.StdinPipe())(t)
+		check(t, cmd.Start())
+		if !out.Scan() {
+			t.Fatal("the other process has ended")
+		}
+		var h IPCHandle
+		raw, _, _ := strings.Cut(out.Text(), " ")
+		must[int](t)(hex.Decode(h[:], []byte(raw)))
+		killed := make(chan error)
+		wait := time.Duration(rng.IntN(3000)) * time.Microsecond
+		go func() {
+			_, _ = fmt.Fprintln(in, "move")
+			time.Sleep(wait)
+			err := cmd.Process.Kill()
+			_ = cmd.Wait() // it was killed
+			killed <- err
+		}()
+		s := newStream(t, d)
+		b, err := d.OpenIPC(h)
+		for i := 0; err == nil; i++ {
+			if err = s.Copy(mine.All(), b.All()); err == nil {
+				err = s.Copy(b.All(), mine.All())
+			}
+			if err == nil {
+				err = s.Sync(longTime(t))
+			}
+		}
+		if !errors.Is(err, syscall.ENODEV) && !errors.Is(err, ErrDead) && !errors.Is(err, syscall.EINVAL) {
+			t.Errorf("killed after %v: %v", wait, err)
+		}
+		check(t, <-killed)
+		if b != nil {
+			check(t, b.Free())
+		}
+		check(t, s.Close())
+	}
+	s := newStream(t, d)
+	check(t, s.Fill(mine.All(), 1))
+	check(t, s.Sync(longTime(t)))
+	holds(t, "the GPU's own memory", mine, bytes.Repeat([]byte{1}, 500_000))
 }

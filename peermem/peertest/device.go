@@ -235,7 +235,7 @@ func (d *Device) Free() error {
 		if err := d.registered.Invalidate(core); err != nil {
 			return err
 		}
-		if d.cfg.UnmapsItself {
+		if d.cfg.UnmapsItself && core != 0 { // else the client had no pages to unmap, whatever has come since
 			d.note(c, "unmapped by itself")
 		}
 	}
