@@ -94,26 +94,34 @@ func TestOwn(t *testing.T) {
 	}
 }
 
-// The program in docs/dmabuf.md prints what stands below it.
+// The programs in docs/dmabuf.md print what stands below them.
 func TestDMABufDocument(t *testing.T) {
 	doc, err := os.ReadFile(filepath.Join(root, "docs", "dmabuf.md"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	_, rest, found := strings.Cut(string(doc), "```c\n")
-	program, rest, ended := strings.Cut(rest, "```\n")
-	_, rest, shown := strings.Cut(rest, "```\n")
-	want, _, _ := strings.Cut(rest, "```")
-	if !found || !ended || !shown {
-		t.Fatal("there is no program in C, or nothing that it prints")
+	n := 0
+	for found {
+		n++
+		program, after, ended := strings.Cut(rest, "```\n")
+		_, after, shown := strings.Cut(after, "```\n")
+		want, after, _ := strings.Cut(after, "```")
+		if !ended || !shown {
+			t.Fatal("a program in C does not end, or nothing that it prints follows")
+		}
+		source := filepath.Join(t.TempDir(), "document.c")
+		if err := os.WriteFile(source, []byte(program), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		out := run(t, side{args: []string{compileFile(t, source, "-L", built(t)+"/lib", "-libverbs")}, env: []string{"VERBENA_ADDR=" + address()}})
+		if out != want {
+			t.Errorf("program %d prints\n%swant\n%s", n, out, want)
+		}
+		_, rest, found = strings.Cut(after, "```c\n")
 	}
-	source := filepath.Join(t.TempDir(), "document.c")
-	if err := os.WriteFile(source, []byte(program), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	out := run(t, side{args: []string{compileFile(t, source, "-L", built(t)+"/lib", "-libverbs")}, env: []string{"VERBENA_ADDR=" + address()}})
-	if out != want {
-		t.Errorf("it prints\n%swant\n%s", out, want)
+	if n != 2 {
+		t.Errorf("there are %d programs in C", n)
 	}
 }
 
