@@ -71,4 +71,6 @@ install: build clib ## install the command and the library under PREFIX (/usr/lo
 	@install -d $(DESTDIR)$(PREFIX)/lib/verbena $(DESTDIR)$(PREFIX)/include/verbena
 	@cp -P bin/lib/*.so* $(DESTDIR)$(PREFIX)/lib/verbena/
 	@install -m 755 bin/lib/verbena-watcher $(DESTDIR)$(PREFIX)/lib/verbena/
-	@install -m 644 clib/include/verbena/verbs.h clib/include/verbena/peer_mem.h $(DESTDIR)$(PREFIX)/include/verbena/
+	@install -d $(DESTDIR)$(PREFIX)/lib/verbena/gpu
+	@cp -P bin/lib/gpu/*.so* $(DESTDIR)$(PREFIX)/lib/verbena/gpu/
+	@install -m 644 clib/include/verbena/*.h $(DESTDIR)$(PREFIX)/include/verbena/

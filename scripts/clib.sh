@@ -70,22 +70,23 @@ rm -f "$OUT/librdmacm.so.1" "$OUT/librdmacm.so"
 for name in libibverbs.so libmlx5.so.1 libmlx5.so libefa.so.1 libefa.so; do
   ln -sf libibverbs.so.1 "$OUT/$name"
 done
-# Libraries of GPUs: the source, the name by which programs know it, and the name by which they are linked.
+# Libraries of GPUs: the source, the name by which programs know it, the name by which they are linked, and another one
+# of them that it needs.
 mkdir -p "$OUT/gpu"
-while read -r source soname link; do
+while read -r source soname link needs; do
   [ -f "clib/gpu/$source.c" ] || continue
   gpu=$OUT/gpu/$soname
   if [ -z "$(find "$gpu" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find clib/gpu clib/include -newer "$gpu")" ]; then
     "$CC" "${CFLAGS[@]}" -std=gnu11 -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror \
-      -shared -o "$gpu.new" clib/gpu/"$source"*.c -L"$OUT" -libverbs \
-      -Wl,-soname,"$soname" -Wl,--version-script="clib/gpu/$source.map" -Wl,-rpath,'$ORIGIN/..' \
+      -shared -o "$gpu.new" clib/gpu/"$source"*.c -L"$OUT" -L"$OUT/gpu" ${needs:+"$needs"} -libverbs \
+      -Wl,-soname,"$soname" -Wl,--version-script="clib/gpu/$source.map" -Wl,-rpath,'$ORIGIN:$ORIGIN/..' \
       -Wl,-z,nodelete -Wl,-z,now -Wl,--no-undefined -lpthread
     mv "$gpu.new" "$gpu"
   fi
   ln -sf "$soname" "$OUT/gpu/$link"
 done <<'LIBRARIES'
 hsa  libhsa-runtime64.so.1 libhsa-runtime64.so
-hip  libamdhip64.so.5      libamdhip64.so
+hip  libamdhip64.so.5      libamdhip64.so -lhsa-runtime64
 cuda libcuda.so.1          libcuda.so
 LIBRARIES
 cp -u clib/include/verbena/*.h "$OUT/include/verbena/"

@@ -213,7 +213,7 @@ func vbe_gpu_lookup(addr C.uint64_t, to *C.struct_verbena_gpu_pointer) C.int64_t
 	}
 	to.gpu, to.kind = C.int32_t(indexOf(p.GPU)), C.VERBENA_GPU_IMPORTED
 	to.base, to.size, to.id = C.uint64_t(p.Base), C.uint64_t(p.Size), C.uint64_t(p.ID)
-	to.visible, to.resident = C.int32_t(number(p.CPU)), C.int32_t(number(p.Resident))
+	to.visible, to.resident = number(p.CPU), number(p.Resident)
 	for _, o := range gpus.by[p.Base] {
 		if o.buf.ID() == p.ID { // imported memory has whole pages: the handle is of the first bytes
 			to.size = C.uint64_t(o.buf.Len())

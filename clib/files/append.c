@@ -1,9 +1,12 @@
 /*
- * Files of the kernel with lines of ours behind theirs: /proc/kallsyms, where libfabric looks whether
- * the kernel has dma-bufs for RDMA.
+ * Files of the kernel that read otherwise. First, those with lines of ours behind theirs: /proc/kallsyms, where libfabric looks whether
+ * the kernel has dma-bufs for RDMA, and its configuration, where UCX looks whether it has those of GPUs.
  *
  * The file is copied into a memfd, and behind it come the lines whose last word the kernel's file does
  * not have. The kernel's own lines stay as they are.
+ *
+ * Second, /proc/self/maps, where UCX looks for memory that drivers of GPUs have mapped: it finds their names in the
+ * place of those of our files.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -87,6 +90,38 @@ int vb_open_appended(int from, const char *text, int flags)
 		close(fd);
 		errno = EIO;
 		return -1;
+	}
+	return fd;
+}
+
+/* replace copies a file, and writes the text to where it finds another one. */
+static bool replace(const char *file, size_t n, int to, const char *find, size_t len, const char *put)
+{
+	for (const char *at = file, *end = file + n; at < end;) {
+		const char *next = memmem(at, (size_t)(end - at), find, len);
+		if (!write_all(to, at, (size_t)((next ? next : end) - at)) || (next && !write_all(to, put, strlen(put))))
+			return false;
+		at = next ? next + len : end;
+	}
+	return true;
+}
+
+int vb_open_replaced(int from, const char *text, int flags)
+{
+	const char *line = strchr(text, '\n');
+	int whole = memfd_create("verbena", MFD_CLOEXEC), fd = memfd_create("verbena", flags & O_CLOEXEC ? MFD_CLOEXEC : 0);
+	size_t n = 0;
+	bool ok = line && from >= 0 && whole >= 0 && fd >= 0 && copy(from, whole, &n) && n;
+	const char *file = ok ? mmap(NULL, n, PROT_READ, MAP_PRIVATE, whole, 0) : MAP_FAILED;
+	ok = file != MAP_FAILED && replace(file, n, fd, text, (size_t)(line - text), line + 1) && !lseek(fd, 0, SEEK_SET);
+	if (file != MAP_FAILED)
+		munmap((void *)file, n);
+	if (whole >= 0)
+		close(whole);
+	if (!ok && fd >= 0) {
+		close(fd);
+		fd = -1;
+		errno = EIO;
 	}
 	return fd;
 }

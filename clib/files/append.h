@@ -6,4 +6,8 @@
  * are those of open. */
 int vb_open_appended(int from, const char *text, int flags);
 
+/* vb_open_replaced returns a descriptor of what is left of a file, with the second line of a text wherever the first one
+ * occurs; -1 with errno if it cannot. */
+int vb_open_replaced(int from, const char *text, int flags);
+
 #endif

@@ -55,7 +55,9 @@ __attribute__((constructor)) static void at_load(void)
 static enum vb_file look(const char *path, char *text)
 {
 	if (!path || (strncmp(path, "/sys/class/infiniband", 21) && strncmp(path, "/dev/infiniband/", 16) &&
-		      strncmp(path, "/sys/kernel/mm/memory_peers", 27) && strcmp(path, "/proc/kallsyms")))
+		      strncmp(path, "/sys/kernel/mm/memory_peers", 27) && strncmp(path, "/boot/config-", 13) &&
+		      strcmp(path, "/proc/kallsyms") && strcmp(path, "/proc/self/maps") && strcmp(path, "/dev/kfd") &&
+		      strcmp(path, "/sys/module/nvidia_peermem/version")))
 		return VB_NO_FILE;
 	int err = errno;
 	void *lib = dlopen("libibverbs.so.1", RTLD_LAZY | RTLD_NOLOAD);
@@ -84,11 +86,11 @@ static int contents(const char *text, int flags)
 	return fd;
 }
 
-/* appended opens a file of the kernel with a text behind it. */
-static int appended(const char *path, const char *text, int flags)
+/* changed opens a file of the kernel that reads otherwise. */
+static int changed(const char *path, enum vb_file how, const char *text, int flags)
 {
 	int err = errno, from = next_open()(path, O_RDONLY | O_CLOEXEC);
-	int fd = vb_open_appended(from, text, flags);
+	int fd = how == VB_APPENDED ? vb_open_appended(from, text, flags) : vb_open_replaced(from, text, flags);
 	if (from >= 0)
 		close(from);
 	if (fd >= 0)
@@ -108,12 +110,14 @@ static int appended(const char *path, const char *text, int flags)
 		va_end(more);                                                                                          \
 		if (vd_is_node(path))                                                                                  \
 			return vd_open(path, flags);                                                                   \
-		switch (look(path, text)) {                                                                            \
+		enum vb_file what = look(path, text);                                                                  \
+		switch (what) {                                                                                        \
 		case VB_TEXT:                                                                                          \
 			return contents(text, flags);                                                                  \
 		case VB_APPENDED:                                                                                      \
+		case VB_REPLACED:                                                                                      \
 			if ((flags & O_ACCMODE) == O_RDONLY && !(flags & O_PATH))                                      \
-				return appended(path, text, flags);                                                    \
+				return changed(path, what, text, flags);                                               \
 			break;                                                                                         \
 		case VB_CHAR_DEVICE:                                                                                   \
 			path = "/dev/null";                                                                            \
@@ -134,10 +138,10 @@ OPEN(openat64, (int dir, const char *path, int flags, ...), path, dir, path)
 		char text[VB_FILE_ROOM];                                                                               \
 		enum vb_file what = look(path, text);                                                                  \
 		bool reads = mode[0] == 'r' && !strchr(mode, '+');                                                     \
-		if (what != VB_TEXT && (what != VB_APPENDED || !reads))                                                \
+		if (what != VB_TEXT && ((what != VB_APPENDED && what != VB_REPLACED) || !reads))                       \
 			return next_##name()(path, mode);                                                                 \
 		int flags = (reads ? O_RDONLY : O_RDWR) | (strchr(mode, 'e') ? O_CLOEXEC : 0);                         \
-		int fd = what == VB_TEXT ? contents(text, flags) : appended(path, text, flags);                        \
+		int fd = what == VB_TEXT ? contents(text, flags) : changed(path, what, text, flags);                   \
 		return fd < 0 ? NULL : fdopen(fd, mode);                                                               \
 	}
 FOPEN(fopen)

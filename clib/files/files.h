@@ -10,6 +10,7 @@ enum vb_file {
 	VB_CHAR_DEVICE,
 	VB_DIRECTORY,
 	VB_APPENDED, /* a file of the kernel, with a text behind it (append.c) */
+	VB_REPLACED, /* a file of the kernel: where the text's first line occurs, it has the second one */
 };
 enum { VB_FILE_ROOM = 256 };
 

@@ -67,6 +67,11 @@ void vb_peers(struct backend *b); /* gives the backend all clients, and loads th
 bool vb_has_peers(void);	   /* there are clients */
 enum vb_file vb_peer_file(const char *path, char *text); /* verbena_file for what shows them */
 
+/* --- software GPUs: gpu.c --- */
+
+bool vb_has_gpus(void);					     /* the program uses them */
+enum vb_file vb_gpu_file(const char *path, char *text); /* verbena_file for what shows them */
+
 /* --- limits of the process: limits.c --- */
 
 struct vb_descriptors {

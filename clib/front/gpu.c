@@ -2,6 +2,10 @@
  * Software GPUs for libraries with the interface of a GPU's driver: verbena/gpu.h declares what they call. The
  * backend has the GPUs. A child of fork() has a backend of its own, and so GPUs of its own.
  */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+
+#include "../files/files.h"
 #include "../include/verbena/gpu.h"
 #include "front.h"
 
@@ -12,6 +16,40 @@ static struct backend *begin(void)
 {
 	struct backend *b = __atomic_load_n(&serving, __ATOMIC_ACQUIRE);
 	return b && !atomic_load(&b->dead) ? b : NULL;
+}
+
+bool vb_has_gpus(void) { return begin(); }
+
+/* Files by which programs find that addresses of a GPU can be registered, or memory of a GPU. They are there if the
+ * program has loaded our library for that GPU. */
+static const struct {
+	const char *path, *library;
+	enum vb_file kind;
+	const char *text;
+} files[] = {
+	{"/dev/kfd", "libhsa-runtime64.so.1", VB_CHAR_DEVICE, ""},
+	{"/sys/module/nvidia_peermem/version", "libcuda.so.1", VB_TEXT, "1\n"},
+	{"/proc/self/maps", "libhsa-runtime64.so.1", VB_REPLACED, "/memfd:verbena-gpu-vram (deleted)\n/dev/dri/renderD128"},
+};
+
+/* is_ours reports whether a library is loaded, and ours. */
+static bool is_ours(const char *library)
+{
+	void *lib = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
+	bool ours = lib && dlsym(lib, "verbena_gpu_shim");
+	if (lib)
+		dlclose(lib);
+	return ours;
+}
+
+enum vb_file vb_gpu_file(const char *path, char *text)
+{
+	for (size_t i = 0; i < sizeof files / sizeof *files; i++)
+		if (!strcmp(path, files[i].path) && is_ours(files[i].library)) {
+			strcpy(text, files[i].text);
+			return files[i].kind;
+		}
+	return VB_NO_FILE;
 }
 
 #define CALL(name, ...)                                                                                                \

@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 
 #include "../files/files.h"
@@ -14,6 +15,7 @@
 #include "ucma.h"
 
 #define CLASS "/sys/class/infiniband/"
+#define CONFIGURATION "/boot/config-"
 #define VERBS_CLASS "/sys/class/infiniband_verbs/"
 #define NODES "/dev/infiniband/"
 
@@ -71,19 +73,36 @@ static enum vb_file of_device(struct vb_device *d, const char *rest, char *text)
 }
 
 /* symbols is verbena_file for /proc/kallsyms. libfabric looks there whether the kernel has dma-bufs for
- * RDMA, and PeerDirect. */
+ * RDMA, and PeerDirect; UCX from 1.20 on, whether it has dma-bufs of GPUs. */
 static enum vb_file symbols(char *text)
 {
-	bool buffers = !vb_hides("dmabuf"), peers = vb_has_peers();
-	snprintf(text, VB_FILE_ROOM, "%s%s", buffers ? "0000000000000000 T ib_umem_dmabuf_get\t[ib_uverbs]\n" : "",
-		 peers ? "0000000000000000 T ib_register_peer_memory_client\t[ib_core]\n" : "");
+	bool buffers = !vb_hides("dmabuf"), peers = vb_has_peers(), gpus = buffers && vb_has_gpus();
+	snprintf(text, VB_FILE_ROOM, "%s%s%s", buffers ? "0000000000000000 T ib_umem_dmabuf_get\t[ib_uverbs]\n" : "",
+		 peers ? "0000000000000000 T ib_register_peer_memory_client\t[ib_core]\n" : "",
+		 gpus ? "0000000000000000 T dma_buf_move_notify\n0000000000000000 T pci_p2pdma_distance_many\n" : "");
 	return *text ? VB_APPENDED : VB_NO_FILE;
+}
+
+/* configuration is verbena_file for what the kernel was built with: UCX looks there whether it has dma-bufs of
+ * GPUs. */
+static enum vb_file configuration(const char *release, char *text)
+{
+	struct utsname kernel;
+	if (vb_hides("dmabuf") || !vb_has_gpus() || uname(&kernel) || strcmp(release, kernel.release))
+		return VB_NO_FILE;
+	strcpy(text, "CONFIG_PCI_P2PDMA=y\nCONFIG_DMABUF_MOVE_NOTIFY=y\n");
+	return VB_APPENDED;
 }
 
 PUBLIC enum vb_file verbena_file(const char *path, char *text)
 {
 	if (!strcmp(path, "/proc/kallsyms"))
 		return symbols(text);
+	if (!strncmp(path, CONFIGURATION, strlen(CONFIGURATION)))
+		return configuration(path + strlen(CONFIGURATION), text);
+	enum vb_file gpus = vb_gpu_file(path, text);
+	if (gpus)
+		return gpus;
 	char name[IBV_SYSFS_NAME_MAX];
 	bool node = !strncmp(path, NODES, strlen(NODES)), verbs = !strncmp(path, VERBS_CLASS, strlen(VERBS_CLASS));
 	if (!node && !verbs && strncmp(path, CLASS, strlen(CLASS)))

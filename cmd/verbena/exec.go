@@ -26,7 +26,7 @@ type execCmd struct {
 	PCAP    string            `name:"pcap" placeholder:"FILE" help:"Write packets to a file (VERBENA_PCAP)."`
 	Stats   string            `placeholder:"FILE" help:"Write counters to a file, or stderr (VERBENA_STATS)."`
 	Log     bool              `help:"Say why a verb failed (VERBENA_LOG)."`
-	GPU     gpuFlag           `name:"gpu" help:"Show software GPUs, by libraries with the interfaces of HSA, HIP and CUDA. They are refused where a driver of real GPUs is; with --gpu=soft they are not."`
+	GPU     gpuFlag           `name:"gpu" help:"Show software GPUs, by libraries with the interfaces of HSA and HIP. They are refused where a driver of real GPUs is; with --gpu=soft they are not."`
 	GPUSet  string            `name:"gpu-set" placeholder:"SETTINGS" help:"What the GPUs are like, as count=2,vram=4G,bar=256M (VERBENA_GPU)."`
 	Set     map[string]string `short:"e" placeholder:"NAME=VALUE" help:"Set another variable; see verbena env --help."`
 
@@ -43,7 +43,11 @@ Examples, each in two terminals:
     verbena exec -- ibv_rc_pingpong -g 0 localhost
 
     verbena exec --addr 127.77.0.1 -- ib_write_bw
-    verbena exec --addr 127.77.0.1 -- ib_write_bw localhost`
+    verbena exec --addr 127.77.0.1 -- ib_write_bw localhost
+
+With --gpu, programs that were built for HSA or HIP find software GPUs, whose memory the devices reach (docs/gpu.md):
+
+    verbena exec --gpu -e UCX_TLS=rc,rocm_copy -- mpirun -n 2 ucx_perftest -m rocm -t tag_bw -n 10000`
 }
 
 // gpuFlag is the flag --gpu, which may have the value soft.
