@@ -126,13 +126,14 @@ type apt struct {
 	opts []string
 }
 
-func newApt(ctx context.Context, dir, uri, suite, arch string) (*apt, error) {
+// newApt returns one for packages (kind deb) or sources (deb-src) of a suite.
+func newApt(ctx context.Context, dir, kind, uri, suite, arch string) (*apt, error) {
 	for _, d := range []string{"lists/partial", "cache/archives/partial", "down"} {
 		if err := os.MkdirAll(filepath.Join(dir, d), 0o755); err != nil {
 			return nil, err
 		}
 	}
-	for name, text := range map[string]string{"sources.list": "deb " + uri + " " + suite + " main\n", "status": ""} {
+	for name, text := range map[string]string{"sources.list": kind + " " + uri + " " + suite + " main\n", "status": ""} {
 		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644); err != nil {
 			return nil, err
 		}
@@ -189,7 +190,7 @@ func fetchKernel(ctx context.Context, dir, suite, arch string) (*Kernel, error) 
 		return nil, err
 	}
 	defer func() { _ = os.RemoveAll(tmp) }() // sweep removes what is left
-	a, err := newApt(ctx, tmp, uri, suite, arch)
+	a, err := newApt(ctx, tmp, "deb", uri, suite, arch)
 	if err != nil {
 		return nil, err
 	}
