@@ -138,6 +138,29 @@ func (t *Table) Len() uint64 {
 	return t.ends[len(t.ends)-1]
 }
 
+// Part returns the table of a range that is inside this one.
+func (t *Table) Part(off, n uint64) *Table {
+	part := &Table{}
+	if t.files != nil {
+		part.files = &files{fds: t.files.fds, place: t.files.place}
+	}
+	start := uint64(0)
+	for i, s := range t.segments {
+		from, to := max(off, start), min(off+n, t.ends[i])
+		if from < to {
+			part.segments = append(part.segments, s[from-start:to-start])
+			if t.files != nil {
+				f := t.files.segments[i]
+				f.extent = extent{f.off + int(from-start), int(to - from)}
+				part.files.segments = append(part.files.segments, f)
+			}
+		}
+		start = t.ends[i]
+	}
+	part.index()
+	return part
+}
+
 // Segments returns the segments.
 func (t *Table) Segments() [][]byte { return t.segments }
 

@@ -3,6 +3,7 @@ package dmabuf
 import (
 	"bytes"
 	"math"
+	"slices"
 	"testing"
 )
 
@@ -35,6 +36,10 @@ func TestTable(t *testing.T) {
 					t.Fatalf("%d bytes at %d of %d: %d bytes", n, off, len(all), len(b))
 				}
 			}
+			n := rng.Uint64N(uint64(len(all)) - off + 1)
+			if part := table.Part(off, n); part.Len() != n || !bytes.Equal(bytes.Join(part.Segments(), nil), all[off:][:n]) {
+				t.Fatalf("the part of %d bytes at %d has %d others", n, off, part.Len())
+			}
 			if b := table.At(off, 0); len(b) != 0 {
 				t.Fatalf("no bytes at %d: %d bytes", off, len(b))
 			}
@@ -59,5 +64,19 @@ func TestDirections(t *testing.T) {
 		if c.dir.Reads() != c.reads || c.dir.Writes() != c.writes || c.dir.String() != c.name {
 			t.Errorf("%v reads %v, writes %v", c.dir, c.dir.Reads(), c.dir.Writes())
 		}
+	}
+}
+
+// A part of a table of files lies in the same files.
+func TestFileTablePart(t *testing.T) {
+	table := NewFileTable(FileSegment{FD: 5, Offset: 1000, Bytes: make([]byte, 10)}, FileSegment{FD: 6, Offset: 0, Bytes: make([]byte, 20)},
+		FileSegment{FD: 5, Offset: 3000, Bytes: make([]byte, 30)})
+	f := table.Part(4, 30).files
+	want := []fileExtent{{0, extent{1004, 6}}, {1, extent{0, 20}}, {0, extent{3000, 4}}}
+	if !slices.Equal(f.fds, []int{5, 6}) || !slices.Equal(f.segments, want) {
+		t.Errorf("it lies in %v at %v, should be at %v", f.fds, f.segments, want)
+	}
+	if f := table.Part(30, 5).files; !slices.Equal(f.segments, []fileExtent{{0, extent{3000, 5}}}) {
+		t.Errorf("the last part lies at %v", f.segments)
 	}
 }

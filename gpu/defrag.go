@@ -90,12 +90,7 @@ func (o *object) slide(ctx context.Context, op string) error {
 	if gap < 0 {
 		return nil
 	}
-	o.mu.Lock()
-	export := o.export
-	o.mu.Unlock()
-	if export != nil {
-		export.InvalidateMappings()
-	}
+	o.invalidate()
 	if err := o.resv.Wait(ctx, dmabuf.Bookkeep); err != nil {
 		c.give(c.vram.at([]extent{{at, n}}), false)
 		return ib.Errorf(op, syscall.ETIMEDOUT, "the object's fences: %v", err)
@@ -144,12 +139,7 @@ func (d *Device) ResizeBAR(size uint64) error {
 			if o.pins.Load() > 0 {
 				err = fail(op, ErrPinned, "object %d", o.id)
 			} else {
-				o.mu.Lock()
-				export := o.export
-				o.mu.Unlock()
-				if export != nil {
-					export.InvalidateMappings()
-				}
+				o.invalidate()
 			}
 		}
 		o.resv.Unlock()

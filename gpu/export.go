@@ -14,6 +14,7 @@ package gpu
 import (
 	"context"
 	"fmt"
+	"slices"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/dmabuf"
@@ -48,22 +49,82 @@ func (b *Buffer) DMABuf() (buf *dmabuf.Buffer, off uint64, err error) {
 	return buf, b.off, err
 }
 
+// PartDMABuf returns a dma-buf of the Buffer's bytes alone, with a reference for the caller: whoever has it
+// reaches no others. They begin and end at pages. Each call makes another dma-buf.
+//
+// Errors: [ErrFreed], [ErrClosed]; EINVAL if the bytes do not begin and end at pages; EOPNOTSUPP for imported memory.
+func (b *Buffer) PartDMABuf() (*dmabuf.Buffer, error) {
+	const op = "gpu_export"
+	if err := b.ok(op); err != nil {
+		return nil, err
+	}
+	o := b.obj
+	switch {
+	case o.imported != nil:
+		return nil, ib.Errorf(op, syscall.EOPNOTSUPP, "imported memory has its exporter's dma-buf")
+	case b.off%page != 0 || b.n%page != 0:
+		return nil, ib.Errorf(op, syscall.EINVAL, "%d bytes at %d do not begin and end at pages", b.n, b.off)
+	case !o.get():
+		return nil, fail(op, ErrFreed, "object %d", o.id)
+	}
+	defer o.put()
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.exportLocked(op, b.off, b.n)
+}
+
 // dmaBuf returns the object's dma-buf, with a reference. The caller has one of the object.
 func (o *object) dmaBuf(op string) (*dmabuf.Buffer, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if o.export != nil && o.export.Get() {
-		return o.export, nil
+	if o.whole != nil && o.whole.Get() {
+		return o.whole, nil
 	}
-	x := exporter{o}
-	buf, err := dmabuf.Export(dmabuf.Config{Size: o.span, Exporter: "softgpu", Reservation: o.resv, Priv: o, Ops: dmabuf.Ops{
+	buf, err := o.exportLocked(op, 0, o.span)
+	if err == nil {
+		o.whole = buf
+	}
+	return buf, err
+}
+
+// exportLocked makes a dma-buf of a part of the object. The object's lock is held.
+func (o *object) exportLocked(op string, off, n uint64) (*dmabuf.Buffer, error) {
+	x := exporter{o, off, n}
+	buf, err := dmabuf.Export(dmabuf.Config{Size: n, Exporter: "softgpu", Reservation: o.resv, Priv: x, Ops: dmabuf.Ops{
 		Attach: x.attach, Detach: x.detach, Pin: x.pin, Unpin: x.unpin, Map: x.mapping, Unmap: x.unmap, Release: x.dropped,
 	}})
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", op, err)
 	}
-	o.export = buf
+	o.exports = append(o.exports, buf)
 	return buf, nil
+}
+
+// attachments returns the attachments of all dma-bufs of the object.
+func (o *object) attachments() (all []*dmabuf.Attachment) {
+	o.mu.Lock()
+	exports := slices.Clone(o.exports)
+	o.mu.Unlock()
+	for _, b := range exports {
+		all = append(all, b.Attachments()...)
+	}
+	return all
+}
+
+// invalidate tells the importers that the object is about to move, or is freed. The caller has locked the
+// reservation.
+func (o *object) invalidate() {
+	o.mu.Lock()
+	exports := slices.Clone(o.exports)
+	o.mu.Unlock()
+	for _, b := range exports {
+		b.InvalidateMappings()
+	}
+}
+
+// held reports whether an importer has pinned the object, and cannot be told that it is freed.
+func (o *object) held() bool {
+	return slices.ContainsFunc(o.attachments(), func(a *dmabuf.Attachment) bool { return a.Pinned() && !a.Revocable() })
 }
 
 // Region returns what a device registers of the memory: the dma-buf, with a reference for the caller, where
@@ -73,8 +134,11 @@ func (b *Buffer) Region() (buf *dmabuf.Buffer, off, n, addr uint64, err error) {
 	return buf, off, b.n, b.Addr(), err
 }
 
-// exporter has an object's operations as an exporter.
-type exporter struct{ *object }
+// exporter has an object's operations as the exporter of a part of it, or of all.
+type exporter struct {
+	*object
+	off, n uint64
+}
 
 func (x exporter) attach(a *dmabuf.Attachment) error {
 	distance := x.card.cfg.Distance
@@ -93,18 +157,7 @@ func (o *object) reaches(a *dmabuf.Attachment) bool {
 // farImporter reports whether an importer is attached that does not reach the VRAM. The caller has locked the
 // reservation.
 func (o *object) farImporter() bool {
-	o.mu.Lock()
-	export := o.export
-	o.mu.Unlock()
-	if export == nil {
-		return false
-	}
-	for _, a := range export.Attachments() {
-		if !o.reaches(a) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(o.attachments(), func(a *dmabuf.Attachment) bool { return !o.reaches(a) })
 }
 
 func (x exporter) pin(a *dmabuf.Attachment) error {
@@ -148,21 +201,25 @@ func (x exporter) mapping(a *dmabuf.Attachment, _ dmabuf.Direction) (*dmabuf.Tab
 		}
 	}
 	c.uses.Add(1)
+	if x.n < o.span {
+		return o.place.table.Part(x.off, x.n), nil
+	}
 	return o.place.table, nil
 }
 
 func (x exporter) unmap(*dmabuf.Attachment, *dmabuf.Table, dmabuf.Direction) { x.card.unuse() }
 
-// dropped is called when the last reference of the dma-buf is gone.
+// dropped is called when the last reference of a dma-buf is gone.
 func (x exporter) dropped(b *dmabuf.Buffer) {
 	o := x.object
 	o.mu.Lock()
-	if o.export == b {
-		o.export = nil
+	o.exports = slices.DeleteFunc(o.exports, func(e *dmabuf.Buffer) bool { return e == b })
+	if o.whole == b {
+		o.whole = nil
 	}
 	o.mu.Unlock()
 	o.resv.Lock()
-	if o.revoked { // an importer has held what was freed
+	if o.revoked && !o.held() { // an importer has held what was freed
 		o.giveUpLocked()
 	}
 	o.resv.Unlock()

@@ -39,11 +39,11 @@ func (d *Device) Import(buf *dmabuf.Buffer) (*Buffer, error) {
 	if buf == nil {
 		return nil, ib.Errorf(op, syscall.EINVAL, "nil dma-buf")
 	}
-	if o, ok := buf.Priv().(*object); ok && o.card == d.card { // its own memory comes back
-		if !o.get() {
-			return nil, fail(op, ErrFreed, "object %d", o.id)
+	if x, ok := buf.Priv().(exporter); ok && x.card == d.card { // its own memory comes back
+		if !x.get() {
+			return nil, fail(op, ErrFreed, "object %d", x.id)
 		}
-		return d.newBuffer(op, o, 0, o.size)
+		return d.newBuffer(op, x.object, x.off, min(x.n, x.size-x.off))
 	}
 	size := buf.Size()
 	if size > maxVRAM {

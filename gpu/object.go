@@ -58,8 +58,9 @@ type object struct {
 
 	imported *imported // another exporter's memory; nil: the card's own
 
-	mu     sync.Mutex // guards export
-	export *dmabuf.Buffer
+	mu      sync.Mutex       // guards whole and exports
+	whole   *dmabuf.Buffer   // of all of the object; nil: nobody has it
+	exports []*dmabuf.Buffer // of the object, and of parts of it
 
 	// What follows is guarded by the reservation lock.
 	place   *place       // nil: the memory is given back
@@ -246,12 +247,7 @@ func (c *card) evict(o *object) bool {
 // reservation.
 func (o *object) beginMove(ctx context.Context, op string, to *place) (finish func(), err error) {
 	c := o.card
-	o.mu.Lock()
-	export := o.export
-	o.mu.Unlock()
-	if export != nil {
-		export.InvalidateMappings()
-	}
+	o.invalidate()
 	if err := o.resv.Wait(ctx, dmabuf.Bookkeep); err != nil {
 		return nil, ib.Errorf(op, syscall.ETIMEDOUT, "the object's fences: %v", err)
 	}
@@ -460,16 +456,8 @@ func (o *object) release() {
 	}
 	o.resv.Lock()
 	o.revoked = true
-	o.mu.Lock()
-	export := o.export
-	o.mu.Unlock()
-	held := false
-	if export != nil {
-		for _, a := range export.Attachments() {
-			held = held || a.Pinned() && !a.Revocable()
-		}
-		export.InvalidateMappings()
-	}
+	held := o.held()
+	o.invalidate()
 	if held {
 		o.resv.Unlock() // dropped, in export.go, gives the memory back
 		return

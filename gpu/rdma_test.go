@@ -157,6 +157,54 @@ func TestRegister(t *testing.T) {
 	}
 }
 
+// TestParts: a dma-buf of a part has its bytes alone, follows the object when that moves, and ends with it.
+func TestParts(t *testing.T) {
+	d := open(t, "soft:0", Config{VRAM: 4 * mib})
+	alice, bob := peers(t, nil)
+	whole := alloc(t, d, mib)
+	at, n := 3*page, 64*page
+	b := must[*Buffer](t)(whole.Sub(at, n))
+	var mrs [2]*verbs.MR
+	for i := range mrs {
+		part := must[*dmabuf.Buffer](t)(b.PartDMABuf())
+		if part.Size() != n {
+			t.Errorf("the dma-buf has %d bytes, should have %d", part.Size(), n)
+		}
+		_, err := bob.pd.RegDMABufMR(verbs.DMABuf{Buffer: part, Length: n + 1, IOVA: b.Addr()}, verbs.AccessLocalWrite)
+		wantErr(t, "a region that passes the part's end", err, syscall.EINVAL)
+		mrs[i] = must[*verbs.MR](t)(bob.pd.RegDMABufMR(verbs.DMABuf{Buffer: part, Offset: page, Length: n - page, IOVA: b.Addr() + page}, all))
+		back := must[*Buffer](t)(d.Import(part))
+		if back.Addr() != b.Addr() || back.Len() != n {
+			t.Errorf("the part comes back as %d bytes at %#x, should be %d at %#x", back.Len(), back.Addr(), n, b.Addr())
+		}
+		check(t, back.Free())
+		part.Put()
+	}
+	for i, mr := range mrs {
+		data := random(int(n-page), uint64(i))
+		from := must[*verbs.MR](t)(alice.pd.RegMR(data, all))
+		alice.wantDone("WRITE", alice.do(verbs.OpRDMAWrite, from, 0, int(n-page), mr, 0), verbs.WCSuccess)
+		holds(t, "the part", must[*Buffer](t)(b.Sub(page, n-page)), data)
+		holds(t, "what is before it", must[*Buffer](t)(whole.Sub(0, at+page)), make([]byte, at+page))
+		check(t, whole.Evict(longTime(t)))
+		alice.wantDone("WRITE after a move", alice.do(verbs.OpRDMAWrite, from, 0, int(n-page), mr, 0), verbs.WCSuccess)
+		holds(t, "the part", must[*Buffer](t)(b.Sub(page, n-page)), data)
+		check(t, whole.Prefetch(longTime(t)))
+		check(t, from.Close())
+	}
+	_, err := must[*Buffer](t)(whole.Sub(1, page)).PartDMABuf()
+	wantErr(t, "a part that begins within a page", err, syscall.EINVAL)
+	check(t, d.Close())
+	from := must[*verbs.MR](t)(alice.pd.RegMR(make([]byte, 8), all))
+	alice.wantDone("WRITE to what is freed", alice.do(verbs.OpRDMAWrite, from, 0, 8, mrs[1], 0), verbs.WCRemAccessErr)
+	check(t, from.Close())
+	for _, mr := range mrs {
+		check(t, mr.Close())
+	}
+	_, err = b.PartDMABuf()
+	wantErr(t, "a part of what is freed", err, ErrFreed)
+}
+
 // TestPinBeyondBAR: a device that pins is refused when the BAR is full.
 func TestPinBeyondBAR(t *testing.T) {
 	d := open(t, "soft:0", Config{VRAM: 4 * mib, BAR: mib})

@@ -16,6 +16,7 @@ import (
 	"sync"
 	"syscall"
 
+	"github.com/verbena-rdma/verbena/dmabuf"
 	"github.com/verbena-rdma/verbena/gpu"
 	"github.com/verbena-rdma/verbena/ib"
 	"github.com/verbena-rdma/verbena/internal/importer"
@@ -514,7 +515,13 @@ func vbe_gpu_export(addr, size C.uint64_t, offset *C.uint64_t) C.int64_t {
 		return failed(err)
 	}
 	defer func() { _ = b.Free() }() // it is new, and the caller's alone
-	buf, off, err := b.DMABuf()
+	var buf *dmabuf.Buffer
+	var off uint64
+	if offset == nil {
+		buf, err = b.PartDMABuf()
+	} else {
+		buf, off, err = b.DMABuf()
+	}
 	if err != nil {
 		return failed(err)
 	}
@@ -523,7 +530,9 @@ func vbe_gpu_export(addr, size C.uint64_t, offset *C.uint64_t) C.int64_t {
 	if err != nil {
 		return failed(err)
 	}
-	*offset = C.uint64_t(off)
+	if offset != nil {
+		*offset = C.uint64_t(off)
+	}
 	return C.int64_t(fd)
 }
 

@@ -180,8 +180,6 @@ PUBLIC int verbena_gpu_event_elapsed(uint64_t from, uint64_t to, int64_t *ns)
 
 PUBLIC int verbena_gpu_export(const void *addr, size_t size, uint64_t *offset)
 {
-	if (!offset)
-		return -EINVAL;
 	CALL(vbe_gpu_export, ADDR(addr), size, offset);
 }
 

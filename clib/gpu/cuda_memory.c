@@ -4,7 +4,6 @@
  */
 #include <sys/mman.h>
 #include <sys/random.h>
-#include <unistd.h>
 
 #include "cuda_state.h"
 
@@ -395,7 +394,6 @@ CUresult cuMemGetHandleForAddressRange(void *handle, CUdeviceptr addr, size_t si
 				       unsigned long long flags)
 {
 	struct context *c;
-	uint64_t offset = 0;
 	CUresult r = vcu_current(&c);
 	if (r || !handle || type != CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD || !size || addr % PAGE || size % PAGE ||
 	    flags & ~(unsigned long long)CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE)
@@ -408,13 +406,9 @@ CUresult cuMemGetHandleForAddressRange(void *handle, CUdeviceptr addr, size_t si
 	pthread_mutex_unlock(&vcu_lock);
 	if (!good)
 		return CUDA_ERROR_INVALID_VALUE;
-	int fd = verbena_gpu_export(AT(addr), size, &offset);
+	int fd = verbena_gpu_export(AT(addr), size, NULL);
 	if (fd < 0)
 		return vcu_result(fd);
-	if (offset) { /* the dma-buf would have to begin at the address */
-		close(fd);
-		return CUDA_ERROR_NOT_SUPPORTED;
-	}
 	*(int *)handle = fd;
 	return CUDA_SUCCESS;
 }

@@ -6,6 +6,9 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
+EXPORT extern const char verbena_gpu_shim; /* by which Verbena knows that this is its own libcuda */
+const char verbena_gpu_shim = 1;
+
 #undef cuGetProcAddress
 #undef cuCtxCreate
 

@@ -100,7 +100,8 @@ int verbena_gpu_event_sync(uint64_t event);		     /* the caller does */
 int verbena_gpu_event_query(uint64_t event);
 int verbena_gpu_event_elapsed(uint64_t from, uint64_t to, int64_t *ns);
 
-/* verbena_gpu_export returns the descriptor of a dma-buf that has the memory, and where in it the memory begins. */
+/* verbena_gpu_export returns the descriptor of a dma-buf that has the memory, and where in it the memory begins. If offset
+ * is NULL it is a new dma-buf of this memory alone, which begins and ends at pages (-EINVAL). */
 int verbena_gpu_export(const void *addr, size_t size, uint64_t *offset);
 
 /* Handles for other processes of the same user. The memory that has been opened is closed by its address. */

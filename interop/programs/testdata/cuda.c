@@ -394,6 +394,8 @@ static void ranges(void)
 	const CUmemRangeHandleType type = CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
 	OK(cuMemGetHandleForAddressRange(&fd, d, 1 << 20, type, 0));
 	WANT(fd >= 0 && lseek(fd, 0, SEEK_END) == 1 << 20 && !close(fd));
+	OK(cuMemGetHandleForAddressRange(&fd, d + 4096, 65536, type, 0)); /* a part */
+	WANT(fd >= 0 && lseek(fd, 0, SEEK_END) == 65536 && !close(fd));
 	struct {
 		CUdeviceptr p;
 		size_t n;
@@ -446,6 +448,23 @@ static void rdma(void)
 		close_self(&s);
 		s = connect_self();
 	}
+	/* A dma-buf of a part has no other bytes: its offset 0 is the part's beginning. */
+	const size_t at = 8192, part = 65536;
+	CUdeviceptr p = alloc(N), from = alloc(N);
+	int fd;
+	OK(cuMemsetD8(p, 9, N));
+	scribble(13);
+	OK(cuMemcpyHtoD(from, here, N));
+	OK(cuMemGetHandleForAddressRange(&fd, p + at, part, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0));
+	WANT(!ibv_reg_dmabuf_mr(s.pd, 0, part + 1, p + at, fd, IBV_ACCESS_LOCAL_WRITE) && errno == EINVAL);
+	struct ibv_mr *a = reg(&s, from, 1), *b = ibv_reg_dmabuf_mr(s.pd, 4096, part - 4096, p + at + 4096, fd, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+	WANT(b && !close(fd));
+	WANT(write_to(&s, (void *)(uintptr_t)from, a->lkey, p + at + 4096, b->rkey, part - 4096) == IBV_WC_SUCCESS);
+	OK(cuMemcpyDtoH(there, p, N));
+	WANT(!memcmp(there + at + 4096, here, part - 4096) && there[at + 4095] == 9 && there[at + part] == 9);
+	WANT(!ibv_dereg_mr(a) && !ibv_dereg_mr(b));
+	OK(cuMemFree(p));
+	OK(cuMemFree(from));
 	/* A freed address cannot be registered. */
 	CUdeviceptr gone = alloc(N);
 	OK(cuMemFree(gone));
@@ -672,6 +691,7 @@ int main(void)
 	WANT(!pipe(to) && !pipe(from));
 	pid_t pid = fork(); /* before anything else: a child of fork has no GPUs of its parent's */
 	WANT(pid >= 0);
+	WANT(!close(to[pid ? 0 : 1]) && !close(from[pid ? 1 : 0])); /* so that one hears when the other has ended */
 	if (!pid)
 		child(to[0], from[1]);
 	not_initialized();
