@@ -15,7 +15,7 @@ import (
 const (
 	pipeSlow  = 32 // the profile's bandwidths are divided by this: no host copies as fast as a GPU does
 	pipeSlots = 4  // of 1 MiB, in each stage
-	pipeBatch = 16 // copies that are queued before the last one is waited for
+	pipeBatch = 64 // copies that are queued before the last one is waited for
 )
 
 // slowed returns the profile with bandwidths that a host can keep up with.
