@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // ResolveAddr finds the device from which the destination is reached; src may be zero.
@@ -131,11 +132,8 @@ func (m *Manager) route(op string, src, dst netip.Addr) (from, to netip.Addr, er
 
 // KernelSource returns the address from which the kernel would send to a destination.
 func KernelSource(to netip.Addr) (netip.Addr, error) {
-	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(to, 4791)))
-	if err != nil {
-		return netip.Addr{}, err
-	}
-	return c.LocalAddr().(*net.UDPAddr).AddrPort().Addr().Unmap(), c.Close() // nothing was sent
+	from, err := sys.SourceTo(netip.AddrPortFrom(to.Unmap(), 4791))
+	return from.Unmap(), err
 }
 
 // addressesBeside returns the addresses of the interface that has an address.
