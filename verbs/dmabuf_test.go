@@ -126,6 +126,48 @@ func TestDMABufNotMappedAgain(t *testing.T) {
 	}
 }
 
+// AdviseMR maps a buffer that was evicted, so that no request has to wait for it.
+func TestDMABufAdvice(t *testing.T) {
+	side := newSide(verbs.RC)
+	pinning := openSide(verbs.RC, &verbs.Config{PinDMABuf: true})
+	m, err := dmabuf.Alloc(dmabuf.MemoryConfig{Size: 8192, Segments: 2})
+	check(err)
+	part := verbs.DMABuf{Buffer: m.Buffer(), Length: 8192}
+	mr, err := side.pd.RegDMABufMR(part, verbs.AccessLocalWrite)
+	check(err)
+	readOnly, err := side.pd.RegDMABufMR(part, verbs.AccessRemoteRead)
+	check(err)
+	advise := func(pd *verbs.PD, advice verbs.Advice, mr *verbs.MR, want syscall.Errno) {
+		t.Helper()
+		err := pd.AdviseMR(advice, verbs.AdviseFlush, mr.SGE(100, 1000))
+		if want == 0 && err != nil || want != 0 && !errors.Is(err, want) {
+			t.Errorf("AdviseMR: %v, want errno %d", err, int(want))
+		}
+	}
+	for range 3 {
+		check(m.Evict(t.Context()))
+		advise(side.pd, verbs.AdvisePrefetchWrite, mr, 0)
+	}
+	if s := mr.PagingStats(); s.Prefetches != 3 || s.PrefetchPages != 6 || s.Invalidations != 3 || s.PageFaults != 0 {
+		t.Errorf("the region has counted %+v", s)
+	}
+	advise(side.pd, verbs.AdvisePrefetch, readOnly, 0)
+	advise(side.pd, verbs.AdvisePrefetchWrite, readOnly, syscall.EPERM)
+	other, err := side.dev.AllocPD()
+	check(err)
+	advise(other, verbs.AdvisePrefetch, mr, syscall.EPERM)
+	check(other.Close())
+	held, err := pinning.pd.RegDMABufMR(part, verbs.AccessLocalWrite)
+	check(err)
+	advise(pinning.pd, verbs.AdvisePrefetch, held, syscall.EINVAL)
+	check(m.Revoke(t.Context()))
+	advise(side.pd, verbs.AdvisePrefetch, mr, syscall.EFAULT)
+	check(readOnly.Close())
+	side.close(mr)
+	pinning.close(held)
+	check(m.Close())
+}
+
 // onDMABuf registers a buffer of a page on Bob's device and calls act. It returns how a request
 // ends that comes then, a READ of Alice's or, if local is set, a WRITE of Bob's out of the
 // buffer, and what the region has counted.

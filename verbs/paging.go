@@ -73,14 +73,15 @@ func (pd *PD) RegImplicitMR(access Access) (*MR, error) {
 	return &MR{p: p}, nil
 }
 
-// AdviseMR prefetches memory of on-demand regions that is about to be used. The
+// AdviseMR prefetches memory of on-demand regions that is about to be used. A dma-buf that has
+// moved, or was evicted, is mapped again as a whole. The
 // elements of sgl name the memory by the regions' local keys. AdviseMR is a hint and
 // returns at once, unless flags has AdviseFlush or a lot of advice is waiting already. A
 // prefetch ends when its region is closed. See ibv_advise_mr(3).
 //
 // Errors: ENOENT if no region has the key of an element; EPERM if its region is
 // of another domain, or may not be written and the advice is AdvisePrefetchWrite;
-// EINVAL if the region is not on demand, for an empty list, an unknown flag or a
+// EINVAL if the region is neither on demand nor of a dma-buf that may move, for an empty list, an unknown flag or a
 // domain that is nil or closed; EFAULT if the element is not inside its region or,
 // with AdviseFlush, not all of it is mapped and allows the access; EOPNOTSUPP for
 // unknown advice.

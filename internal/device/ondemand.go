@@ -113,8 +113,8 @@ func (p *PD) partOf(e *ib.SGE, write bool) (mem.Part, error) {
 		return refuse(syscall.ENOENT, "no region has the key %#x", e.LKey)
 	case is.PD != p.id:
 		return refuse(syscall.EPERM, "the region %#x is of another protection domain", e.LKey)
-	case is.Access&ib.AccessOnDemand == 0:
-		return refuse(syscall.EINVAL, "the region %#x is not on demand", e.LKey)
+	case is.Access&ib.AccessOnDemand == 0 && !mem.Prefetches(is.Backing):
+		return refuse(syscall.EINVAL, "the region %#x is neither on demand nor of a dma-buf that may move", e.LKey)
 	case write && is.Access&ib.AccessLocalWrite == 0:
 		return refuse(syscall.EPERM, "the region %#x may not be written", e.LKey)
 	}

@@ -1,7 +1,7 @@
 package mem
 
-// Prefetching: parts of on-demand regions are brought in before an access needs
-// them, of as many regions as one call of the program names.
+// Prefetching: parts of on-demand regions, and dma-bufs that have moved, are brought in before an
+// access needs them, of as many regions as one call of the program names.
 
 import "github.com/verbena-rdma/verbena/internal/sys"
 
@@ -21,7 +21,17 @@ type Part struct {
 
 // prefetcher is a Backing of another kind whose bytes can be brought in as a whole. Prefetch is called
 // outside any read section: perhaps after Close, when it must do no harm.
-type prefetcher interface{ Prefetch() FaultKind }
+type prefetcher interface {
+	Prefetch() FaultKind
+	Pins() bool // the bytes are held in place: they are always there
+}
+
+// Prefetches reports whether bytes of a backing may have to be brought in, although it is not on demand: a
+// dma-buf that may move.
+func Prefetches(b Backing) bool {
+	p, ok := b.(prefetcher)
+	return ok && !p.Pins()
+}
 
 // prefetchStep is how much a prefetch brings in at once: closing the region
 // waits for one step.

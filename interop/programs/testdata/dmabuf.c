@@ -73,6 +73,12 @@ int main(int argc, char **argv)
 	WANT(write_to(&s, (void *)(0x7000000 + 100), mr->lkey, (uintptr_t)bytes + 200, plain->rkey, 16) == IBV_WC_SUCCESS);
 	WANT(!strcmp(bytes + 200, bytes));
 
+	/* It can be prefetched: with an exporter that had moved it, it would be mapped then. */
+	struct ibv_sge part = {0x7000000, 4096, mr->lkey};
+	WANT(!ibv_advise_mr(s.pd, IBV_ADVISE_MR_ADVICE_PREFETCH_WRITE, IBV_ADVISE_MR_FLAG_FLUSH, &part, 1));
+	part.addr -= 4096;
+	WANT(ibv_advise_mr(s.pd, IBV_ADVISE_MR_ADVICE_PREFETCH, IBV_ADVISE_MR_FLAG_FLUSH, &part, 1) == EFAULT);
+
 	/* ibv_rereg_mr does not take it, ibv_rereg_mr_fd does. */
 	errno = 0;
 	WANT(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, ALL) == IBV_REREG_MR_ERR_INPUT && errno == EINVAL);
