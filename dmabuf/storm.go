@@ -4,10 +4,11 @@ package dmabuf
 // buffers of this package, to test how they and their peers take it. RATE times a second, one of
 // the process's buffers, chosen at random, is
 //
-//   - moved or evicted, if it is memory of Alloc that nobody has pinned;
+//   - moved or evicted, if it is memory of Alloc or of a software GPU that nobody has pinned;
 //   - otherwise told to its importers as if it had moved, which an exporter may do at any time.
 //
-// With SEED,RATE,REVOKE one in REVOKE such events revokes the memory. The choices follow from SEED.
+// With SEED,RATE,REVOKE one in REVOKE such events revokes the memory, if it is of Alloc. The choices follow
+// from SEED.
 
 import (
 	"context"
@@ -127,19 +128,26 @@ func pickBuffer(rng *rand.Rand) *Buffer {
 	return nil
 }
 
+// mover is implemented by what stands behind a buffer ([Config].Priv) if storms can move it.
+type mover interface {
+	Move(ctx context.Context) error
+	Evict(ctx context.Context) error
+}
+
 // disturb moves a buffer, or does as if it moved. Whether that succeeds does not matter.
 func (b *Buffer) disturb(rng *rand.Rand, revoke int) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
 	what := rng.IntN(4)
 	revokes := revoke > 0 && rng.IntN(revoke) == 0
-	m, ok := b.cfg.Priv.(*Memory)
+	memory, own := b.cfg.Priv.(*Memory)
+	m, moves := b.cfg.Priv.(mover)
 	switch {
-	case ok && revokes:
-		_ = m.Revoke(ctx)
-	case ok && what == 0:
+	case own && revokes:
+		_ = memory.Revoke(ctx)
+	case moves && what == 0:
 		_ = m.Evict(ctx)
-	case ok && what < 3:
+	case moves && what < 3:
 		_ = m.Move(ctx)
 	default:
 		if b.resv.LockContext(ctx) == nil {

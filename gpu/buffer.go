@@ -436,18 +436,25 @@ func (b *Buffer) migrate(ctx context.Context, op string, vram bool) error {
 	if err := b.ok(op); err != nil {
 		return err
 	}
-	o, c := b.obj, b.obj.card
-	if o.imported != nil {
+	if b.obj.imported != nil {
 		return ib.Errorf(op, syscall.EOPNOTSUPP, "imported memory is its exporter's to move")
 	}
+	return b.obj.migrate(ctx, op, vram, false)
+}
+
+// migrate moves an object to VRAM, or to system memory. If it is there already it stays, or, if anyway is set,
+// moves to another place.
+func (o *object) migrate(ctx context.Context, op string, vram, anyway bool) error {
+	c := o.card
 	if err := o.resv.LockContext(ctx); err != nil {
 		return ib.Errorf(op, syscall.ETIMEDOUT, "the object's reservation lock: %v", err)
 	}
 	defer o.resv.Unlock()
+	there := o.place != nil && (o.place.heap == c.vram) == vram
 	switch {
 	case o.place == nil:
 		return fail(op, ErrFreed, "object %d", o.id)
-	case (o.place.heap == c.vram) == vram:
+	case there && !anyway:
 		return nil
 	case o.pins.Load() > 0:
 		return fail(op, ErrPinned, "object %d", o.id)
@@ -466,10 +473,21 @@ func (b *Buffer) migrate(ctx context.Context, op string, vram bool) error {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if vram {
+	switch {
+	case there:
+	case vram:
 		c.stats.Returns++
-	} else {
+	default:
 		c.stats.Evictions++
 	}
 	return nil
 }
+
+// Move moves the object to another place, of the kind that it was allocated in. Move and Evict are for storms,
+// which package dmabuf makes (VERBENA_DMABUF_STORM).
+func (o *object) Move(ctx context.Context) error {
+	return o.migrate(ctx, "gpu_move", o.opts.Placement == InVRAM, true)
+}
+
+// Evict moves the object to system memory.
+func (o *object) Evict(ctx context.Context) error { return o.migrate(ctx, "gpu_evict", false, false) }
