@@ -35,9 +35,9 @@ func (b *Buffer) BeginCPUAccess(ctx context.Context, dir Direction) error {
 	if err := b.beginCPUAccess(ctx, dir); err != nil {
 		return err
 	}
-	if err := b.WaitFences(ctx, usage); err != nil {
+	if err := b.waitFences(ctx, op, usage); err != nil {
 		_ = b.EndCPUAccess(dir) // the first error says more
-		return named(op, err)
+		return err
 	}
 	return nil
 }

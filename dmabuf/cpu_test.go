@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"strings"
 	"syscall"
 	"testing"
 
@@ -27,6 +28,9 @@ func TestCPUAccessWaits(t *testing.T) {
 			err := e.buffer.BeginCPUAccess(ended(), c.dir)
 			if waits {
 				wantErr(t, fmt.Sprint(c.dir, Usage(usage)), err, syscall.ETIMEDOUT)
+				if text := err.Error(); !strings.HasPrefix(text, "dma_buf_begin_cpu_access: ") {
+					t.Errorf("the error is not that of the call: %s", text)
+				}
 				e.want("begin 1, end 1") // what was begun is ended
 				fence.Signal(nil)
 				err = e.buffer.BeginCPUAccess(ended(), c.dir)

@@ -85,8 +85,12 @@ func (b *Buffer) ImportFence(ctx context.Context, fd int, usage Usage) error {
 //
 // Errors: ETIMEDOUT if the context ends first; those of ExportFence.
 func (b *Buffer) WaitFences(ctx context.Context, usage Usage) error {
-	const op = "dma_buf_poll"
 	b.resv.mustNotHold("WaitFences")
+	return b.waitFences(ctx, "dma_buf_poll", usage)
+}
+
+// waitFences is WaitFences for an operation.
+func (b *Buffer) waitFences(ctx context.Context, op string, usage Usage) error {
 	if usage >= numUsages {
 		return ib.Errorf(op, syscall.EINVAL, "%v", usage)
 	}
