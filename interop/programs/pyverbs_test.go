@@ -143,6 +143,19 @@ func TestPyverbs(t *testing.T) {
 	}
 }
 
+// Tests of regions, in a storm that moves and evicts the dma-bufs under them.
+func TestPyverbsStorm(t *testing.T) {
+	const module = "test_mr"
+	dir, docs := unpackTests(t, pyTests(t)), docsOfSkips(t)
+	seed := badArgs()[0]
+	env := []string{"VERBENA_ADDR=" + address(), "PYTHONPATH=" + dir, "LD_PRELOAD=" + compileWith(t, "dmabufalloc", "-shared", "-fPIC"),
+		"VERBENA_DMABUF_STORM=" + seed + ",20000"}
+	pyResults(t, run(t, side{args: append([]string{"/usr/bin/python3"}, pyArgs(dir, module)...), env: env}), docs, offered[module])
+	if t.Failed() {
+		t.Logf("VERBENA_SEED=%s repeats it", seed)
+	}
+}
+
 // pyResults returns how many tests of a module have passed, and how many were skipped. It checks the reasons
 // of the latter, and that the former are at least as many as they should be.
 func pyResults(t *testing.T, out, docs string, want int) (passed, skipped int) {
