@@ -80,7 +80,21 @@ const DefaultName = "verbena"
 
 var nameForm = regexp.MustCompile(`^[A-Za-z0-9_-]{1,32}$`)
 
-var stormForm = regexp.MustCompile(`^[0-9]+,[1-9][0-9]{0,5}(,[1-9][0-9]*)?$`)
+// validStorm reports whether package dmabuf understands a value of VERBENA_DMABUF_STORM.
+func validStorm(text string) bool {
+	parts := strings.Split(text, ",")
+	if len(parts) != 2 && len(parts) != 3 {
+		return false
+	}
+	_, err := strconv.ParseUint(parts[0], 0, 64)
+	rate, wrong := strconv.Atoi(parts[1])
+	valid := err == nil && wrong == nil && rate >= 1 && rate <= 100_000
+	if len(parts) == 3 {
+		n, err := strconv.Atoi(parts[2])
+		valid = valid && err == nil && n >= 1
+	}
+	return valid
+}
 
 // Parse reads the variables by getenv, for the process pid. The error names all wrong
 // values; the settings are valid all the same, as if those variables were not set.
@@ -143,8 +157,8 @@ func Parse(getenv func(string) string, pid int) (*Settings, error) {
 	number("VERBENA_RECEIVERS", &s.Receivers, 8, "it is a number from 1 to 8")
 	// The device and its memory read these themselves. Values that they would not understand are
 	// refused here.
-	if v := getenv("VERBENA_DMABUF_STORM"); v != "" && !stormForm.MatchString(v) {
-		refuse("VERBENA_DMABUF_STORM", "it is a seed and a rate, as 1,100, and perhaps a third number")
+	if v := getenv("VERBENA_DMABUF_STORM"); v != "" && !validStorm(v) {
+		refuse("VERBENA_DMABUF_STORM", "it is a seed and a rate up to 100000, as 1,100, and perhaps a third number")
 	}
 	if v := getenv("VERBENA_DM_SIZE"); v != "" {
 		if _, ok := size(v); !ok {

@@ -51,6 +51,16 @@ func TestParseWrong(t *testing.T) {
 	}
 }
 
+// The values of a storm are those that package dmabuf understands.
+func TestStorm(t *testing.T) {
+	for value, want := range map[string]bool{"1,100": true, "18446744073709551615,100000,1": true, "0x1f,1": true,
+		"1": false, "1,0": false, "1,100001": false, "18446744073709551616,1": false, "-1,1": false, "1,1,0": false, "1,1,1,1": false, "1,x": false} {
+		if _, err := Parse(from(map[string]string{"VERBENA_DMABUF_STORM": value}), 1); (err == nil) != want {
+			t.Errorf("%s: %v", value, err)
+		}
+	}
+}
+
 // Every variable that is read is in the table, and every one in the table is read.
 func TestVars(t *testing.T) {
 	read := map[string]bool{"VERBENA_BACKEND": true, "VERBENA_WATCHER": true, "VERBENA_PEER_MEM": true} // by the C front and the device
