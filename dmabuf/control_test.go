@@ -2,6 +2,9 @@ package dmabuf
 
 import (
 	"encoding/binary"
+	"fmt"
+	"os"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -116,4 +119,14 @@ func TestControl(t *testing.T) {
 	check(t, sys.CloseFD(fd))
 	eventually(t, "the descriptor's reference is back", func() bool { return e.buffer.refs.Load() == 1 })
 	e.end()
+}
+
+// The preloaded library has the numbers of the messages, too.
+func TestControlNumbers(t *testing.T) {
+	source, err := os.ReadFile("../clib/files/dmabuf.c")
+	check(t, err)
+	want := fmt.Sprintf("enum { MSG_CONTROL = %d, MSG_CONTROLLED = %d, VERSION = %d };", msgControl, msgControlled, remoteVersion)
+	if !strings.Contains(string(source), want) {
+		t.Errorf("clib/files/dmabuf.c has no line %q", want)
+	}
 }

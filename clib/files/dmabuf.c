@@ -68,7 +68,7 @@ struct fence_info {
 };
 
 /* The messages, as in dmabuf/remote.go. */
-enum { MSG_CONTROL = 14, MSG_CONTROLLED = 15, VERSION = 1 };
+enum { MSG_CONTROL = 14, MSG_CONTROLLED = 15, VERSION = 2 };
 
 struct control {
 	uint64_t kind, version, request, flags;
