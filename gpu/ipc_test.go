@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -312,4 +313,86 @@ func TestIPCOwnerKilled(t *testing.T) {
 	check(t, s.Fill(mine.All(), 1))
 	check(t, s.Sync(longTime(t)))
 	holds(t, "the GPU's own memory", mine, bytes.Repeat([]byte{1}, 500_000))
+}
+
+// mover is another process with a dma-buf, which moves it all the time. It prints the descriptor, and how often the
+// buffer has moved when its input ends.
+func mover() {
+	m, err := dmabuf.Alloc(dmabuf.MemoryConfig{Size: 64 << 10})
+	if err != nil {
+		panic(err)
+	}
+	fd, err := m.Buffer().FD()
+	if err != nil {
+		panic(err)
+	}
+	fmt.Println(fd)
+	ended := make(chan struct{})
+	go func() {
+		bufio.NewScanner(os.Stdin).Scan()
+		close(ended)
+	}()
+	for {
+		select {
+		case <-ended:
+			fmt.Println(m.Moves())
+			return
+		case <-time.After(300 * time.Microsecond):
+		}
+		if err := m.Move(context30()); err != nil {
+			panic(err)
+		}
+	}
+}
+
+// TestImportMovesAmidOperations: another process moves a buffer while operations of this one, which take their time,
+// are at any point of their lives. All succeed, and each finds what the one before has written.
+func TestImportMovesAmidOperations(t *testing.T) {
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = append(os.Environ(), "VERBENA_GPU_CHILD=mover")
+	cmd.Stderr = os.Stderr
+	in := must2(cmd.StdinPipe())(t)
+	out := bufio.NewScanner(must2(cmd.StdoutPipe())(t))
+	check(t, cmd.Start())
+	defer func() {
+		_ = cmd.Process.Kill() // it has ended, or the test has failed
+		_ = cmd.Wait()
+	}()
+	if !out.Scan() {
+		t.Fatal("the other process has ended")
+	}
+	f := must[*os.File](t)(os.OpenFile(fmt.Sprintf("/proc/%d/fd/%s", cmd.Process.Pid, out.Text()), os.O_RDWR, 0))
+	buf := must[*dmabuf.Buffer](t)(dmabuf.Get(int(f.Fd())))
+	check(t, f.Close())
+	d := open(t, "soft:0", Config{VRAM: mib, Costs: Costs{BAR: Cost{Latency: 2 * time.Millisecond}}})
+	b := must[*Buffer](t)(d.Import(buf))
+	buf.Put()
+	var wg sync.WaitGroup
+	for w := range 4 {
+		wg.Go(func() {
+			part := must[*Buffer](t)(b.Sub(uint64(w)*16384, 16384))
+			data, got := make([]byte, 16384), make([]byte, 16384)
+			for i := range 30 {
+				copy(data, random(16384, uint64(w*1000+i)))
+				if _, err := part.WriteAt(data, 0); err != nil {
+					t.Errorf("write %d: %v", i, err)
+					return
+				}
+				if _, err := part.ReadAt(got, 0); err != nil || !bytes.Equal(got, data) {
+					t.Errorf("read %d: %v; the bytes are the same: %v", i, err, bytes.Equal(got, data))
+					return
+				}
+			}
+			if err := part.Free(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	check(t, in.Close())
+	if !out.Scan() || out.Text() == "0" {
+		t.Errorf("the other process has moved the buffer %q times", out.Text())
+	}
+	t.Logf("%s moves", out.Text())
+	check(t, b.Free())
 }

@@ -17,8 +17,12 @@ import (
 
 func TestMain(m *testing.M) {
 	dmabuf.CheckLocks(true)
-	if os.Getenv("VERBENA_GPU_CHILD") != "" {
+	switch os.Getenv("VERBENA_GPU_CHILD") {
+	case "1":
 		child()
+		return
+	case "mover":
+		mover()
 		return
 	}
 	goleak.VerifyTestMain(m)
