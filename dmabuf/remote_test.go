@@ -500,3 +500,67 @@ func TestRemoteMapsDuringMove(t *testing.T) {
 	b.Put()
 	check(t, m.Close())
 }
+
+// Any messages with any descriptors, from the first one on: the server keeps none of them.
+func TestLyingImporterDescriptors(t *testing.T) {
+	rng := random(t)
+	m, err := Alloc(MemoryConfig{Size: 8192})
+	check(t, err)
+	fd, err := m.Buffer().FD()
+	check(t, err)
+	fence := NewFence()
+	fenceFD, err := fence.FD()
+	check(t, err)
+	null, err := os.Open(os.DevNull)
+	check(t, err)
+	files := []int{fd, fenceFD, int(null.Fd())}
+	open := func() int {
+		list, err := os.ReadDir("/proc/self/fd")
+		check(t, err)
+		return len(list)
+	}
+	before := open()
+	for range 300 {
+		c := dialServer(t)
+		if rng.IntN(2) == 0 {
+			_ = sys.SendFDs(c, encode(msgHello, remoteVersion), fd) // the server may have gone, here and below
+		}
+		for range 1 + rng.IntN(6) {
+			args := make([]uint64, rng.IntN(9))
+			for i := range args {
+				args[i] = uint64(rng.IntN(4))
+			}
+			b := encode(message(rng.IntN(18)), args...)
+			if rng.IntN(10) == 0 {
+				b = b[:rng.IntN(len(b))]
+			}
+			var fds []int
+			for range rng.IntN(4) {
+				fds = append(fds, files[rng.IntN(len(files))])
+			}
+			_ = sys.SendFDs(c, b, fds...)
+		}
+		_ = c.CloseWrite()
+		if !hungUp(t, c) {
+			t.Fatal("the connection has not ended")
+		}
+		check(t, c.Close())
+	}
+	fence.Signal(nil)
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
+		after := open()
+		var left int
+		locked(m.buffer.resv, func() { left = len(m.buffer.attachments) })
+		if after <= before && left == 0 {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%d descriptors are open, and %d were; %d attachments", after, before, left)
+		}
+	}
+	for _, fd := range []int{fd, fenceFD} {
+		check(t, sys.CloseFD(fd))
+	}
+	check(t, null.Close())
+	check(t, m.Close())
+}
