@@ -105,6 +105,7 @@ type remoteBuffer struct {
 	mu      sync.Mutex     // guards what follows
 	current *remoteMapping // what is mapped and not invalidated; nil: nothing
 	reply   chan reply     // where the answer to a request goes; nil: none is awaited
+	maps    bool           // that request is a MAP
 	leaving int            // mappings that are invalidated and still used: the exporter waits for their end
 	gone    bool           // the exporter's process has ended, or broken the rules
 }
@@ -188,6 +189,9 @@ func (r *remoteBuffer) read() {
 	b := make([]byte, maxMessage)
 	for {
 		n, fds, err := sys.RecvFDs(r.c, b)
+		if errors.Is(err, syscall.EMFILE) && r.noRoom() {
+			continue
+		}
 		if err != nil || n == 0 {
 			closeAll(fds)
 			break
@@ -273,13 +277,30 @@ func (r *remoteBuffer) mapped(args []uint64, fds []int) bool {
 	err := m.open(fds, args[1]&givenUp != 0)
 	if err != nil {
 		m.close()
-		return r.answer(reply{errno: syscall.Errno(errnoOf(err))})
+		return r.notMapped(err)
 	}
 	if !m.lay(args[2:], r.buffer.cfg.Size) || !r.answer(reply{mapping: m}) {
 		m.close() // the exporter's mistake is what matters
 		return false
 	}
 	return true
+}
+
+// noRoom is called when the descriptors of an answer could not be received, because the process has too
+// many: the request fails. It reports whether there was one.
+func (r *remoteBuffer) noRoom() bool {
+	r.mu.Lock()
+	maps := r.maps
+	r.mu.Unlock()
+	if maps {
+		return r.notMapped(syscall.EMFILE)
+	}
+	return r.answer(reply{errno: syscall.EMFILE})
+}
+
+// notMapped lets a MAP fail that the exporter has granted: the exporter hears that the mapping is given up.
+func (r *remoteBuffer) notMapped(err error) bool {
+	return r.send(msgUnmapped) == nil && r.answer(reply{errno: syscall.Errno(errnoOf(err))})
 }
 
 // open maps the files. With keep, it keeps a descriptor of the only one.
@@ -378,7 +399,8 @@ func (r *remoteBuffer) ask(msg []byte, fds ...int) (reply, error) {
 		r.mu.Unlock()
 		return reply{}, syscall.ENODEV
 	}
-	r.reply = c
+	kind, _ := decode(msg)
+	r.reply, r.maps = c, kind == msgMap
 	r.mu.Unlock()
 	ctx, cancel := context.WithTimeout(context.Background(), remotePatience)
 	defer cancel()

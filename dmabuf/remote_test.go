@@ -564,3 +564,58 @@ func TestLyingImporterDescriptors(t *testing.T) {
 	check(t, null.Close())
 	check(t, m.Close())
 }
+
+// A process that has too many descriptors cannot map another one's buffer, nor get its fences, while that is so.
+// Afterwards it can.
+func TestRemoteNoDescriptors(t *testing.T) {
+	m, err := Alloc(MemoryConfig{Size: 8192})
+	check(t, err)
+	fd, err := m.Buffer().FD()
+	check(t, err)
+	b, err := fromProcess("test", fd, server.name())
+	check(t, err)
+	var table *Table
+	a, err := b.DynamicAttach(nil, Importer{InvalidateMappings: func(a *Attachment) {
+		if table != nil {
+			a.Unmap(table, Bidirectional)
+			table = nil
+		}
+	}})
+	check(t, err)
+	var limit syscall.Rlimit
+	check(t, syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit))
+	null, err := os.Open(os.DevNull) // it has the lowest number that is free
+	check(t, err)
+	first := uint64(null.Fd())
+	check(t, null.Close())
+	for _, room := range []uint64{0, 1} { // for none, or for the one that comes, but not for a copy
+		var errs []error
+		check(t, syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Cur: first + room, Max: limit.Max}))
+		locked(b.resv, func() {
+			for range 2 * maxRemoteMappings {
+				got, err := a.Map(t.Context(), Bidirectional)
+				if errs = append(errs, err); err == nil {
+					a.Unmap(got, Bidirectional)
+				}
+			}
+		})
+		if room == 0 {
+			_, err := b.ExportFence(background(t), Write)
+			errs = append(errs, err)
+		}
+		check(t, syscall.Setrlimit(syscall.RLIMIT_NOFILE, &limit))
+		for _, err := range errs {
+			wantErr(t, "mapping", err, syscall.EMFILE)
+		}
+		check(t, m.Move(background(t)))
+	}
+	locked(b.resv, func() { table = mapIt(t, a, Bidirectional) })
+	fence, err := b.ExportFence(background(t), Write)
+	check(t, err)
+	check(t, sys.CloseFD(fence))
+	check(t, m.Move(background(t)))
+	a.Detach()
+	b.Put()
+	check(t, sys.CloseFD(fd)) // not before: it ends the listening, and so frees another descriptor
+	check(t, m.Close())
+}
