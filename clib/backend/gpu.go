@@ -569,17 +569,33 @@ func vbe_gpu_ipc_open(i C.int32_t, handle *C.uint8_t, addr *C.uint64_t) C.int64_
 	return 0
 }
 
-// registerGPU registers memory of a GPU by its address, as programs do that rely on PeerDirect.
-func registerGPU(pd provider.PD, m *C.struct_vbe_mr) (provider.MR, error) {
+// rangeAt returns memory of a GPU as what a device registers. The caller puts the Buffer.
+func rangeAt(m *C.struct_vbe_mr) (importer.Range, error) {
 	b, _, err := bufferAt(uint64(m.addr), uint64(m.length))
 	if err != nil {
-		return nil, err
+		return importer.Range{}, err
 	}
-	defer func() { _ = b.Free() }() // the region has no part in the Buffer's life: it is revoked when the memory is freed
+	defer func() { _ = b.Free() }() // a region has no part in the memory's life: it loses what is freed
 	buf, off, n, _, err := b.Region()
+	return importer.Range{Buffer: buf, Offset: off, Length: n, IOVA: uint64(m.iova)}, err
+}
+
+// registerGPU registers memory of a GPU by its address, as programs do that rely on PeerDirect.
+func registerGPU(pd provider.PD, m *C.struct_vbe_mr) (provider.MR, error) {
+	r, err := rangeAt(m)
 	if err != nil {
 		return nil, err
 	}
-	defer buf.Put()
-	return importer.RegisterAddr(pd, importer.Range{Buffer: buf, Offset: off, Length: n, IOVA: uint64(m.iova)}, ib.Access(m.access))
+	defer r.Buffer.Put()
+	return importer.RegisterAddr(pd, r, ib.Access(m.access))
+}
+
+// reregisterGPU makes memory of a GPU that of a region, as its dma-buf would be.
+func reregisterGPU(mr provider.MR, m *C.struct_vbe_mr, change provider.MRChange) error {
+	r, err := rangeAt(m)
+	if err != nil {
+		return &ib.ReregError{State: ib.ReregOldValid, Err: err}
+	}
+	defer r.Buffer.Put()
+	return importer.Rereg(mr, r, change)
 }

@@ -213,9 +213,13 @@ func vbe_rereg_mr(h C.uint64_t, flags C.uint32_t, newPD C.uint64_t, m *C.struct_
 		change.Access = &a
 	}
 	var err error
-	if toDMABuf {
+	switch {
+	case toDMABuf:
 		err = importer.Rereg(r.MR, rangeOf(m), change)
-	} else {
+	case change.Range != nil && gpu.Reserved(uint64(m.addr)):
+		change.Range = nil
+		err = reregisterGPU(r.MR, m, change)
+	default:
 		err = r.Rereg(change)
 	}
 	m.lkey, m.rkey = C.uint32_t(r.LKey()), C.uint32_t(r.RKey())

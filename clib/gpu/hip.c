@@ -65,16 +65,20 @@ static enum hip_error answer(int r)
 	return note(UNKNOWN);
 }
 
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards started, and the start */
+static int started;
 static int count; /* of devices; it is written once */
 
-static void forget(void) { count = 0; }
+static void forget(void)
+{
+	pthread_mutex_init(&lock, NULL);
+	count = 0;
+}
 
 /* begin starts the GPUs at the process's first call, and reports whether there are any. A child of fork has none of its
  * parent's: there, all calls fail, as with the real library. */
 static enum hip_error begin(void)
 {
-	static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards started, and the start */
-	static int started;
 	pthread_mutex_lock(&lock);
 	if (!started) {
 		started = 1;

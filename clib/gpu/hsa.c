@@ -31,6 +31,7 @@ static void after_fork(void)
 	pthread_mutex_init(&lock, NULL);
 	inits = 0;
 	locks = NULL;
+	hsa_forget_signals();
 }
 
 __attribute__((constructor)) static void at_load(void) { pthread_atfork(NULL, NULL, after_fork); }

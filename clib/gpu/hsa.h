@@ -43,6 +43,9 @@ enum hsa_status hsa_amd_memory_pool_free(void *ptr);
 /* hsa_begin reports whether HSA is initialised. */
 bool hsa_begin(void);
 
+/* hsa_forget_signals is for a child of fork: it has none of its parent's signals. */
+void hsa_forget_signals(void);
+
 bool hsa_is_agent(hsa_handle agent);
 
 /* hsa_answer returns the status for what a function of verbena/gpu.h has returned. other is for addresses and sizes that

@@ -46,6 +46,15 @@ static _Atomic(struct signal *) slots[1 << INDEX_BITS];	       /* also read with
 static struct signal *free_slots;
 static uint64_t used; /* slots that were ever used */
 
+void hsa_forget_signals(void)
+{
+	pthread_mutex_init(&slots_lock, NULL);
+	for (uint64_t i = 0; i < used; i++)
+		atomic_store(&slots[i], NULL); /* their locks may be held by threads that this process does not have */
+	free_slots = NULL;
+	used = 0;
+}
+
 /* find returns the signal of a handle; NULL if there is none. */
 static struct signal *find(uint64_t handle)
 {

@@ -2,7 +2,8 @@
  * Software GPUs by verbena/gpu.h: memory, streams and events, RDMA by dma-buf and by address, other processes, and
  * arguments that cannot be. It runs with VERBENA_GPU=count=2,vram=64M.
  */
-#include <sys/mman.h>
+#include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -173,6 +174,13 @@ static void rdma(int dmabuf)
 	WANT(write_to(&s, from, mr[0]->lkey, (uintptr_t)to, mr[1]->rkey, N) == IBV_WC_SUCCESS);
 	WANT(!memcmp(to, here, N)); /* by the CPU */
 	WANT(holds(to));
+	if (!dmabuf) { /* other memory of the GPU for a region */
+		uint8_t *next = alloc(0, N, VERBENA_GPU_VISIBLE);
+		WANT(!ibv_rereg_mr(mr[1], IBV_REREG_MR_CHANGE_TRANSLATION, NULL, next, N, 0));
+		WANT(write_to(&s, from, mr[0]->lkey, (uintptr_t)next, mr[1]->rkey, N) == IBV_WC_SUCCESS && holds(next));
+		WANT(ibv_rereg_mr(mr[1], IBV_REREG_MR_CHANGE_TRANSLATION, NULL, next, N + 1, 0) == IBV_REREG_MR_ERR_INPUT && errno == EFAULT);
+		WANT(!ibv_rereg_mr(mr[1], IBV_REREG_MR_CHANGE_TRANSLATION, NULL, to, N, 0) && !verbena_gpu_free(next));
+	}
 	/* The memory is freed: the region is not what others get. */
 	WANT(!verbena_gpu_free(to));
 	WANT(write_to(&s, from, mr[0]->lkey, (uintptr_t)to, mr[1]->rkey, N) == IBV_WC_REM_ACCESS_ERR);
@@ -269,8 +277,10 @@ int main(void)
 	void *p;
 	WANT(!pipe(to) && !pipe(from));
 	pid_t pid = fork();
-	if (!pid)
+	if (!pid) {
+		prctl(PR_SET_PDEATHSIG, SIGKILL);
 		return owner(to[0], from[1]);
+	}
 	WANT(verbena_gpu_alloc(0, 1, VERBENA_GPU_VRAM, &p) == -ENODEV && !p);
 	WANT(verbena_gpu_init() == 2 && verbena_gpu_init() == 2);
 	memory();

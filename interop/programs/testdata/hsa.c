@@ -2,7 +2,10 @@
  * Our libraries of HSA and HIP: what programs do with them, and arguments that cannot be. It runs with
  * VERBENA_GPU=count=2,vram=64M. The interface is declared here as the libraries' headers have it.
  */
+#include <signal.h>
 #include <stdbool.h>
+#include <sys/utsname.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -218,6 +221,28 @@ static void rdma(void)
 	close_self(&s);
 }
 
+/* What UCX looks at: whether addresses can be registered, whether there are dma-bufs, and what is mapped already. */
+static void files(void)
+{
+	char name[300], line[300];
+	struct utsname kernel;
+	bool config = false, symbol = false, mapped = false;
+	void *p = allocate(pool[0], N);
+	WANT(!access("/dev/kfd", F_OK) && !uname(&kernel));
+	snprintf(name, sizeof name, "/boot/config-%s", kernel.release);
+	FILE *f = fopen(name, "r");
+	WANT(f);
+	while (fgets(line, sizeof line, f))
+		config |= !strcmp(line, "CONFIG_DMABUF_MOVE_NOTIFY=y\n");
+	WANT(config && !fclose(f) && (f = fopen("/proc/kallsyms", "r")));
+	while (fgets(line, sizeof line, f))
+		symbol |= strstr(line, " dma_buf_move_notify") != NULL;
+	WANT(symbol && !fclose(f) && (f = fopen("/proc/self/maps", "r")));
+	while (fgets(line, sizeof line, f))
+		mapped |= strtoull(line, NULL, 16) == (uintptr_t)p && strstr(line, " /dev/dri/renderD128\n");
+	WANT(mapped && !fclose(f) && !hsa_amd_memory_pool_free(p));
+}
+
 static void hip(void)
 {
 	int n;
@@ -279,8 +304,10 @@ int main(void)
 	struct info i = {.size = sizeof i};
 	WANT(!pipe(to) && !pipe(from));
 	pid_t pid = fork();
-	if (!pid)
+	if (!pid) {
+		prctl(PR_SET_PDEATHSIG, SIGKILL);
 		return owner(to[0], from[1]);
+	}
 	WANT(hsa_amd_pointer_info(here, &i, NULL, NULL, NULL) == NOT_INITIALIZED && hsa_shut_down() == NOT_INITIALIZED);
 	WANT(!hsa_init() && !hsa_init() && !hsa_shut_down());
 	WANT(!hsa_status_string(0, &text) && *text && hsa_status_string(4, &text) == BAD_ARGUMENT);
@@ -288,6 +315,7 @@ int main(void)
 	memory();
 	copies();
 	rdma();
+	files();
 	hip();
 	other_process(from[0], to[1], pid);
 	/* A child has nothing of its parent's. */
