@@ -33,7 +33,7 @@ func TestCUDA(t *testing.T) {
 	for _, link := range []string{"", "VERBENA_LINK=udp"} {
 		t.Run(link, func(t *testing.T) {
 			env := []string{"VERBENA_ADDR=" + address(), "VERBENA_GPU=count=2,vram=64M", link}
-			if out := run(t, side{args: onGPU(t, compileCUDA(t, "cuda")), env: env}); !strings.HasSuffix(out, "ok\n") {
+			if out := run(t, side{args: onGPU(t, append([]string{compileCUDA(t, "cuda")}, badArgs()...)...), env: env}); !strings.HasSuffix(out, "ok\n") {
 				t.Errorf("it says\n%s", out)
 			}
 		})

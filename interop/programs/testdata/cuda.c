@@ -1,9 +1,10 @@
 /*
  * CUDA's driver interface on software GPUs: memory, contexts, streams and events, RDMA by dma-buf and by address, other
- * processes, and arguments that cannot be. The numbers of errors are those that CUDA's own driver returned to the same
+ * processes, and arguments that cannot be, at last at random. The numbers of errors are those that CUDA's own driver returned to the same
  * calls (version 13.0, on an H200), unless a comment says otherwise. It runs with VERBENA_GPU=count=2,vram=64M.
  */
 #include <dlfcn.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -288,7 +289,9 @@ static void host_memory(void)
 	IS(cuMemFreeHost(here), CUDA_ERROR_INVALID_VALUE);
 	OK(cuMemHostUnregister(here));
 	IS(cuMemHostUnregister(here), CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
-	IS(cuMemHostRegister((void *)0x1234560000, 4096, 0), CUDA_ERROR_INVALID_VALUE);
+	void *hole = mmap(NULL, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	WANT(hole != MAP_FAILED && !munmap(hole, 4096));
+	IS(cuMemHostRegister(hole, 4096, 0), CUDA_ERROR_INVALID_VALUE);
 	IS(cuMemHostRegister(here, 0, 0), CUDA_ERROR_INVALID_VALUE);
 	IS(cuMemHostRegister(here, 4096, 64), CUDA_ERROR_INVALID_VALUE);
 	IS(cuMemHostRegister(here, SIZE_MAX, 0), CUDA_ERROR_INVALID_VALUE); /* not asked of CUDA's driver */
@@ -684,9 +687,138 @@ static void forked(void)
 	WANT(waitpid(pid, &status, 0) == pid && !status);
 }
 
-int main(void)
+/* Threads that share a context, each with a stream and memory of its own. */
+static void *one_thread(void *arg)
+{
+	enum { SIZE = 30000 };
+	unsigned char own[SIZE], back[SIZE];
+	CUstream s;
+	OK(cuCtxSetCurrent((CUcontext)arg));
+	OK(cuStreamCreate(&s, CU_STREAM_NON_BLOCKING));
+	for (int i = 0; i < 50; i++) {
+		CUdeviceptr a = alloc(SIZE), b = alloc(SIZE);
+		memset(own, (int)((uintptr_t)s >> 4) + i, SIZE);
+		OK(cuMemcpyHtoDAsync(a, own, SIZE, s));
+		OK(cuMemcpyDtoDAsync(b, a, SIZE, s));
+		OK(cuMemcpyDtoHAsync(back, b, SIZE, s));
+		WANT(!memcmp(own, back, SIZE));
+		OK(cuMemFree(a));
+		OK(cuMemFree(b));
+	}
+	OK(cuStreamDestroy(s));
+	return NULL;
+}
+
+static void threads(CUcontext c)
+{
+	pthread_t t[4];
+	for (int i = 0; i < 4; i++)
+		WANT(!pthread_create(&t[i], NULL, one_thread, c));
+	for (int i = 0; i < 4; i++)
+		WANT(!pthread_join(t[i], NULL));
+}
+
+/* Calls with arguments that are right, were right once, or never were. None may crash, and none may succeed with an
+ * address that is not the program's to use. */
+static uint64_t state;
+
+static unsigned dice(unsigned n)
+{
+	state = state * 6364136223846793005UL + 1442695040888963407UL;
+	return (unsigned)(state >> 33) % n;
+}
+
+static void random_calls(uint64_t seed, int rounds)
+{
+	enum { SLOTS = 6, SIZE = 10000 };
+	CUdeviceptr p[SLOTS] = {0};
+	int live[SLOTS] = {0};
+	CUstream s[SLOTS] = {0};
+	CUevent e[SLOTS] = {0};
+	state = seed;
+	for (int i = 0; i < rounds; i++) {
+		unsigned k = dice(SLOTS), j = dice(SLOTS), what = dice(14);
+		size_t n = (size_t[]){0, 1, 4096, SIZE, SIZE + 1, SIZE_MAX}[dice(6)];
+		size_t at = (size_t[]){0, 1, 4096, SIZE - 1, SIZE, 1UL << 40}[dice(6)];
+		int in = live[k] && at <= SIZE && n <= SIZE - at, ours = in && live[j] && n <= SIZE;
+		CUdeviceptr base;
+		CUresult r;
+		int fd;
+		switch (what) {
+		case 0:
+			if (!live[k])
+				live[k] = !cuMemAlloc(&p[k], SIZE);
+			break;
+		case 1:
+			IS(cuMemFree(p[k] ? p[k] : 4096), live[k] ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
+			live[k] = 0;
+			break;
+		case 2:
+			r = cuMemcpyHtoDAsync(p[k] + at, here, n, s[j]);
+			WANT(r != CUDA_SUCCESS || in || !n);
+			break;
+		case 3:
+			r = cuMemcpyDtoHAsync(there, p[k] + at, n, s[j]);
+			WANT(r != CUDA_SUCCESS || in || !n);
+			break;
+		case 4:
+			r = cuMemcpyDtoD(p[k] + at, p[j], n);
+			WANT((r == CUDA_SUCCESS) == (ours || !n));
+			break;
+		case 5:
+			r = cuMemsetD8Async(p[k] + at, (unsigned char)i, n, s[j]);
+			WANT(r != CUDA_SUCCESS || in || !n);
+			break;
+		case 6:
+			r = cuMemGetHandleForAddressRange(&fd, p[k] + at, n, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0);
+			WANT(r != CUDA_SUCCESS || (live[k] && at % 4096 == 0 && n == 4096 && !close(fd)));
+			break;
+		case 7:
+			IS(cuMemGetAddressRange(&base, NULL, p[k] + at), live[k] && at < SIZE ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND);
+			break;
+		case 8:
+			if (!s[k])
+				OK(cuStreamCreate(&s[k], dice(2)));
+			break;
+		case 9:
+			r = cuStreamDestroy(s[k]); /* it stays in the list: later calls use what is destroyed */
+			WANT(!r || r == CUDA_ERROR_INVALID_HANDLE);
+			if (!dice(2))
+				s[k] = NULL;
+			break;
+		case 10:
+			r = e[k] ? cuEventDestroy(e[k]) : cuEventCreate(&e[k], 0);
+			WANT(!r || r == CUDA_ERROR_INVALID_HANDLE);
+			if (r)
+				e[k] = NULL;
+			break;
+		case 11:
+			r = cuEventRecord(e[k], s[j]);
+			WANT(!r || r == CUDA_ERROR_INVALID_HANDLE);
+			break;
+		case 12:
+			r = cuStreamWaitEvent(s[k], e[j], 0);
+			WANT(!r || r == CUDA_ERROR_INVALID_HANDLE);
+			break;
+		default:
+			r = cuStreamQuery(s[k]);
+			WANT(!r || r == CUDA_ERROR_NOT_READY || r == CUDA_ERROR_INVALID_HANDLE);
+		}
+	}
+	OK(cuCtxSynchronize());
+	for (int i = 0; i < SLOTS; i++) {
+		if (live[i])
+			OK(cuMemFree(p[i]));
+		(void)cuStreamDestroy(s[i]);
+		(void)cuEventDestroy(e[i]);
+	}
+}
+
+int main(int argc, char **argv)
 {
 	int to[2], from[2];
+	WANT(argc == 3);
+	fprintf(stderr, "seed %s\n", argv[1]);
 	CUcontext c;
 	WANT(!pipe(to) && !pipe(from));
 	pid_t pid = fork(); /* before anything else: a child of fork has no GPUs of its parent's */
@@ -707,6 +839,8 @@ int main(void)
 	ranges();
 	processes(from[0], to[1], pid);
 	contexts(c);
+	threads(c);
+	random_calls(strtoull(argv[1], NULL, 10), atoi(argv[2]));
 	names();
 	forked();
 	rdma();
