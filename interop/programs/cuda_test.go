@@ -30,9 +30,9 @@ func compileCUDA(t testing.TB, name string, libs ...string) string {
 
 // Memory, contexts, streams, other processes and RDMA, and what CUDA's driver returns for wrong arguments.
 func TestCUDA(t *testing.T) {
-	for _, link := range []string{"", "VERBENA_LINK=udp"} {
-		t.Run(link, func(t *testing.T) {
-			env := []string{"VERBENA_ADDR=" + address(), "VERBENA_GPU=count=2,vram=64M", link}
+	for _, more := range []string{"", "VERBENA_LINK=udp", "VERBENA_GPU=count=2,vram=64M,bar=1M"} {
+		t.Run(more, func(t *testing.T) {
+			env := []string{"VERBENA_ADDR=" + address(), "VERBENA_GPU=count=2,vram=64M", more} // of two values the last one counts
 			if out := run(t, side{args: onGPU(t, append([]string{compileCUDA(t, "cuda")}, badArgs()...)...), env: env}); !strings.HasSuffix(out, "ok\n") {
 				t.Errorf("it says\n%s", out)
 			}
