@@ -13,6 +13,7 @@ package gpu
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"syscall"
@@ -132,6 +133,22 @@ func (o *object) held() bool {
 func (b *Buffer) Region() (buf *dmabuf.Buffer, off, n, addr uint64, err error) {
 	buf, off, err = b.DMABuf()
 	return buf, off, b.n, b.Addr(), err
+}
+
+// RegionAt returns what a device registers of the memory at an address: the dma-buf, with a reference for the caller, and
+// where in it the memory begins. Package verbs calls it (PD.RegMRAttr).
+//
+// Errors: those of [Device.BufferAt]; [ErrRange] for no bytes.
+func (d *Device) RegionAt(addr, n uint64) (buf *dmabuf.Buffer, off uint64, err error) {
+	if n == 0 {
+		return nil, 0, fail("gpu_region_at", ErrRange, "no bytes")
+	}
+	b, err := d.BufferAt(addr, n)
+	if err != nil {
+		return nil, 0, err
+	}
+	defer func() { err = errors.Join(err, b.Free()) }()
+	return b.DMABuf()
 }
 
 // exporter has an object's operations as the exporter of a part of it, or of all.

@@ -3,6 +3,7 @@ package gpu
 import (
 	"bytes"
 	"context"
+	"math"
 	"math/rand/v2"
 	"runtime"
 	"strings"
@@ -12,6 +13,7 @@ import (
 	"testing"
 
 	"github.com/verbena-rdma/verbena/dmabuf"
+	"github.com/verbena-rdma/verbena/internal/sys"
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
@@ -155,6 +157,70 @@ func TestRegister(t *testing.T) {
 			check(t, to.Close())
 		})
 	}
+}
+
+// TestAttributes: memory of each kind is registered by its attributes.
+func TestAttributes(t *testing.T) {
+	d := open(t, "soft:0", Config{VRAM: 4 * mib})
+	alice, bob := peers(t, nil)
+	b := alloc(t, d, 10*page)
+	data := random(4*int(page), 5)
+	_, err := b.WriteAt(data, int64(page))
+	check(t, err)
+	buf, off, err := b.DMABuf()
+	check(t, err)
+	defer buf.Put()
+	fd := must[int](t)(buf.FD())
+	defer sys.CloseFD(fd)
+	host := must[*verbs.MR](t)(bob.pd.AllocMR(4*int(page), 0))
+	copy(host.Bytes(), data)
+	into := make([]byte, 4*page)
+	to := must[*verbs.MR](t)(alice.pd.RegMR(into, verbs.AccessLocalWrite))
+
+	const base = 0x10_0000_0000
+	inBuffer := verbs.MRAttr{Length: 4 * page, Access: all, DMABuf: &verbs.DMABufAttr{Buffer: buf, Offset: off + page, Base: base}}
+	byFD := inBuffer
+	byFD.DMABuf = &verbs.DMABufAttr{FD: fd, Offset: off + page, Base: base}
+	for _, c := range []struct {
+		what string
+		attr verbs.MRAttr
+		addr uint64
+	}{
+		{"the process's", verbs.MRAttr{Length: 4 * page, Access: all, Addr: host.Addr()}, host.Addr()},
+		{"a GPU's", verbs.MRAttr{Length: 4 * page, Access: all, Device: d, Addr: b.Addr() + page}, b.Addr() + page},
+		{"a dma-buf's", inBuffer, base + off + page},
+		{"a descriptor's", byFD, base + off + page},
+	} {
+		mr := must[*verbs.MR](t)(bob.pd.RegMRAttr(c.attr))
+		if mr.Addr() != c.addr || uint64(mr.Length()) != 4*page {
+			t.Errorf("%s memory: %d bytes at %#x, should be at %#x", c.what, mr.Length(), mr.Addr(), c.addr)
+		}
+		clear(into)
+		alice.wantDone(c.what, alice.do(verbs.OpRDMARead, to, 0, 4*int(page), mr, 0), verbs.WCSuccess)
+		if !bytes.Equal(into, data) {
+			t.Errorf("%s memory: other bytes", c.what)
+		}
+		check(t, mr.Close())
+	}
+
+	for what, c := range map[string]struct {
+		attr verbs.MRAttr
+		want error
+	}{
+		"no address":          {verbs.MRAttr{Length: page}, syscall.EFAULT},
+		"not the GPU's":       {verbs.MRAttr{Length: page, Device: d, Addr: host.Addr()}, ErrForeign},
+		"behind the end":      {verbs.MRAttr{Length: 10*page + 1, Device: d, Addr: b.Addr()}, ErrRange},
+		"nothing of a GPU":    {verbs.MRAttr{Device: d, Addr: b.Addr()}, ErrRange},
+		"behind the dma-buf":  {verbs.MRAttr{Length: 11 * page, DMABuf: &verbs.DMABufAttr{Buffer: buf}}, syscall.EINVAL},
+		"a closed descriptor": {verbs.MRAttr{DMABuf: &verbs.DMABufAttr{FD: -1}}, syscall.EBADF},
+		"a base that wraps":   {verbs.MRAttr{Length: page, DMABuf: &verbs.DMABufAttr{Buffer: buf, Offset: page, Base: math.MaxUint64}}, syscall.EINVAL},
+	} {
+		_, err := bob.pd.RegMRAttr(c.attr)
+		wantErr(t, what, err, c.want)
+	}
+	check(t, to.Close())
+	check(t, host.Close())
+	check(t, b.Free())
 }
 
 // TestParts: a dma-buf of a part has its bytes alone, follows the object when that moves, and ends with it.
