@@ -192,7 +192,7 @@ func TestAttributes(t *testing.T) {
 		{"a descriptor's", byFD, base + off + page},
 	} {
 		mr := must[*verbs.MR](t)(bob.pd.RegMRAttr(c.attr))
-		if mr.Addr() != c.addr || uint64(mr.Length()) != 4*page {
+		if mr.Addr() != c.addr || mr.Length() != 4*page {
 			t.Errorf("%s memory: %d bytes at %#x, should be at %#x", c.what, mr.Length(), mr.Addr(), c.addr)
 		}
 		clear(into)
