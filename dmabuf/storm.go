@@ -134,17 +134,22 @@ type mover interface {
 	Evict(ctx context.Context) error
 }
 
+// revoker is implemented by what stands behind a buffer if storms can revoke it.
+type revoker interface {
+	Revoke(ctx context.Context) error
+}
+
 // disturb moves a buffer, or does as if it moved. Whether that succeeds does not matter.
 func (b *Buffer) disturb(rng *rand.Rand, revoke int) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
 	what := rng.IntN(4)
 	revokes := revoke > 0 && rng.IntN(revoke) == 0
-	memory, own := b.cfg.Priv.(*Memory)
+	r, ends := b.cfg.Priv.(revoker)
 	m, moves := b.cfg.Priv.(mover)
 	switch {
-	case own && revokes:
-		_ = memory.Revoke(ctx)
+	case ends && revokes:
+		_ = r.Revoke(ctx)
 	case moves && what == 0:
 		_ = m.Evict(ctx)
 	case moves && what < 3:

@@ -90,13 +90,14 @@ func (o *object) dmaBuf(op string) (*dmabuf.Buffer, error) {
 
 // exportLocked makes a dma-buf of a part of the object. The object's lock is held.
 func (o *object) exportLocked(op string, off, n uint64) (*dmabuf.Buffer, error) {
-	x := exporter{o, off, n}
+	x := &exporter{object: o, off: off, n: n}
 	buf, err := dmabuf.Export(dmabuf.Config{Size: n, Exporter: "softgpu", Reservation: o.resv, Priv: x, Ops: dmabuf.Ops{
 		Attach: x.attach, Detach: x.detach, Pin: x.pin, Unpin: x.unpin, Map: x.mapping, Unmap: x.unmap, Release: x.dropped,
 	}})
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", op, err)
 	}
+	x.buf = buf
 	o.exports = append(o.exports, buf)
 	return buf, nil
 }
@@ -155,15 +156,17 @@ func (d *Device) RegionAt(addr, n uint64) (buf *dmabuf.Buffer, off uint64, err e
 type exporter struct {
 	*object
 	off, n uint64
+	buf    *dmabuf.Buffer // guarded by the object's mu
+	taken  bool           // Revoke was called; guarded by the reservation
 }
 
-func (x exporter) attach(a *dmabuf.Attachment) error {
+func (x *exporter) attach(a *dmabuf.Attachment) error {
 	distance := x.card.cfg.Distance
 	a.ExporterPriv = isPeer(a.PeerToPeer() && (distance == nil || distance(a.Device()) >= 0))
 	return nil
 }
 
-func (x exporter) detach(*dmabuf.Attachment) {}
+func (x *exporter) detach(*dmabuf.Attachment) {}
 
 // reaches reports whether an importer reaches the VRAM: a peer does, and so does another process if the CPU does. The
 // caller has locked the reservation.
@@ -177,8 +180,8 @@ func (o *object) farImporter() bool {
 	return slices.ContainsFunc(o.attachments(), func(a *dmabuf.Attachment) bool { return !o.reaches(a) })
 }
 
-func (x exporter) pin(a *dmabuf.Attachment) error {
-	if x.revoked {
+func (x *exporter) pin(a *dmabuf.Attachment) error {
+	if x.revoked || x.taken {
 		return errRevoked
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
@@ -188,13 +191,13 @@ func (x exporter) pin(a *dmabuf.Attachment) error {
 	return x.object.pin(ctx, "dma_buf_pin", vram)
 }
 
-func (x exporter) unpin(*dmabuf.Attachment) { x.pins.Add(-1) }
+func (x *exporter) unpin(*dmabuf.Attachment) { x.pins.Add(-1) }
 
-var errRevoked = ib.Errorf("dma_buf_map_attachment", syscall.ENODEV, "the GPU's memory is freed")
+var errRevoked = ib.Errorf("dma_buf_map_attachment", syscall.ENODEV, "the GPU's memory is freed or revoked")
 
-func (x exporter) mapping(a *dmabuf.Attachment, _ dmabuf.Direction) (*dmabuf.Table, error) {
+func (x *exporter) mapping(a *dmabuf.Attachment, _ dmabuf.Direction) (*dmabuf.Table, error) {
 	const op = "dma_buf_map_attachment"
-	if x.revoked {
+	if x.revoked || x.taken {
 		return nil, errRevoked
 	}
 	o, c := x.object, x.card
@@ -224,10 +227,34 @@ func (x exporter) mapping(a *dmabuf.Attachment, _ dmabuf.Direction) (*dmabuf.Tab
 	return o.place.table, nil
 }
 
-func (x exporter) unmap(*dmabuf.Attachment, *dmabuf.Table, dmabuf.Direction) { x.card.unuse() }
+func (x *exporter) unmap(*dmabuf.Attachment, *dmabuf.Table, dmabuf.Direction) { x.card.unuse() }
+
+// Revoke takes the dma-buf away from its importers for good. The object stays, and can be exported again. It is for
+// storms, as Move and Evict are.
+func (x *exporter) Revoke(ctx context.Context) error {
+	const op = "gpu_revoke"
+	if err := x.resv.LockContext(ctx); err != nil {
+		return ib.Errorf(op, syscall.ETIMEDOUT, "%v", err)
+	}
+	defer x.resv.Unlock()
+	x.mu.Lock()
+	buf := x.buf
+	x.mu.Unlock()
+	if slices.ContainsFunc(buf.Attachments(), func(a *dmabuf.Attachment) bool { return a.Pinned() && !a.Revocable() }) {
+		return fail(op, ErrPinned, "object %d", x.id)
+	}
+	x.taken = true
+	buf.InvalidateMappings()
+	x.mu.Lock()
+	if x.whole == buf {
+		x.whole = nil
+	}
+	x.mu.Unlock()
+	return nil
+}
 
 // dropped is called when the last reference of a dma-buf is gone.
-func (x exporter) dropped(b *dmabuf.Buffer) {
+func (x *exporter) dropped(b *dmabuf.Buffer) {
 	o := x.object
 	o.mu.Lock()
 	o.exports = slices.DeleteFunc(o.exports, func(e *dmabuf.Buffer) bool { return e == b })

@@ -39,7 +39,7 @@ func (d *Device) Import(buf *dmabuf.Buffer) (*Buffer, error) {
 	if buf == nil {
 		return nil, ib.Errorf(op, syscall.EINVAL, "nil dma-buf")
 	}
-	if x, ok := buf.Priv().(exporter); ok && x.card == d.card { // its own memory comes back
+	if x, ok := buf.Priv().(*exporter); ok && x.card == d.card { // its own memory comes back
 		if !x.get() {
 			return nil, fail(op, ErrFreed, "object %d", x.id)
 		}

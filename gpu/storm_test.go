@@ -2,7 +2,9 @@ package gpu
 
 import (
 	"bytes"
+	"errors"
 	"runtime"
+	"syscall"
 	"testing"
 
 	"github.com/verbena-rdma/verbena/verbs"
@@ -42,4 +44,38 @@ func TestStorm(t *testing.T) {
 	}
 	check(t, mr.Close())
 	check(t, local.Close())
+}
+
+// TestStormRevokes: a storm takes memory of a GPU away from peers, and the GPU keeps it.
+func TestStormRevokes(t *testing.T) {
+	t.Setenv("VERBENA_DMABUF_STORM", "12,5000,5")
+	d := open(t, "soft:0", Config{VRAM: 4 * mib})
+	const n = 64 << 10
+	b := alloc(t, d, n)
+	data := random(n, 12)
+	_, err := b.WriteAt(data, 0)
+	check(t, err)
+	for range 3 {
+		alice, bob := peers(t, nil)
+		mr, err := bob.pd.RegGPU(b, all)
+		for errors.Is(err, syscall.ENODEV) { // the storm was faster
+			mr, err = bob.pd.RegGPU(b, all)
+		}
+		check(t, err)
+		local := must[*verbs.MR](t)(alice.pd.RegMR(make([]byte, n), all))
+		status := verbs.WCSuccess
+		for round := 0; status == verbs.WCSuccess; round++ {
+			if round == 200_000 {
+				t.Fatal("the storm does not revoke the memory")
+			}
+			status = alice.do(verbs.OpRDMARead, local, 0, n, mr, 0)
+			runtime.Gosched()
+		}
+		if status != verbs.WCRemAccessErr {
+			t.Errorf("after the memory was revoked a READ ends with %v", status)
+		}
+		check(t, mr.Close())
+		check(t, local.Close())
+	}
+	holds(t, "the GPU's own", b, data)
 }
