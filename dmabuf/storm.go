@@ -7,8 +7,8 @@ package dmabuf
 //   - moved or evicted, if it is memory of Alloc or of a software GPU that nobody has pinned;
 //   - otherwise told to its importers as if it had moved, which an exporter may do at any time.
 //
-// With SEED,RATE,REVOKE one in REVOKE such events revokes the memory, if it is of Alloc. The choices follow
-// from SEED.
+// With SEED,RATE,REVOKE one in REVOKE such events revokes the buffer, if it is memory of Alloc or of a software
+// GPU. The choices follow from SEED.
 
 import (
 	"context"
