@@ -385,7 +385,10 @@ func libraryVerbs(t *testing.T) []string {
 // TestNamesInTable: what the Go column names exists, with so many arguments and with
 // these fields. A verb without a counterpart says why.
 func TestNamesInTable(t *testing.T) {
-	api := parseAPI(t)
+	apis := make(map[string]*packageAPI)
+	for _, p := range packages {
+		apis[p.name] = parseAPI(t, p)
+	}
 	seen := 0
 	for _, row := range verbRows(t) {
 		if len(row) != 3 {
@@ -402,7 +405,7 @@ func TestNamesInTable(t *testing.T) {
 				t.Errorf("%s: %q is not an expression of Go: %v", row[0], span, err)
 				continue
 			}
-			if err := api.check(e); err != nil {
+			if err := apis[packageOf(e)].check(e); err != nil {
 				t.Errorf("%s: %q: %v", row[0], span, err)
 			}
 			seen++
@@ -418,32 +421,60 @@ func TestNamesInTable(t *testing.T) {
 func goNames(remark string) []string {
 	return slices.DeleteFunc(codeSpans(remark), func(s string) bool {
 		name, _, ok := strings.Cut(s, ".")
-		return !ok || name != "verbs" && variables[name] == ""
+		return !ok || !slices.ContainsFunc(packages, func(p tablePackage) bool { return p.name == name || p.variables[name] != "" })
 	})
 }
 
-// variables are the names that the table uses, with their types.
-var variables = map[string]string{
-	"dev": "Device", "pd": "PD", "mr": "MR", "mw": "MW", "mkey": "MKey", "dm": "DM", "dmah": "DMAH",
-	"cq": "CQ", "ch": "Channel", "ev": "Event", "qp": "QP", "srq": "SRQ", "xrcd": "XRCD",
-	"ah": "AH", "wr": "SendWR", "wc": "WC", "event": "AsyncEvent", "state": "PortState",
+// tablePackage is a package that the table names.
+type tablePackage struct {
+	name      string
+	dirs      []string          // the last one is its own; what the others export is not its
+	variables map[string]string // names that the table uses, with their types
+}
+
+var packages = []tablePackage{
+	{"verbs", []string{"../ib", "../verbs"}, map[string]string{
+		"dev": "Device", "pd": "PD", "mr": "MR", "mw": "MW", "mkey": "MKey", "dm": "DM", "dmah": "DMAH",
+		"cq": "CQ", "ch": "Channel", "ev": "Event", "qp": "QP", "srq": "SRQ", "xrcd": "XRCD",
+		"ah": "AH", "wr": "SendWR", "wc": "WC", "event": "AsyncEvent", "state": "PortState",
+	}},
+	{"dmabuf", []string{"../dmabuf"}, map[string]string{"memory": "Memory", "buffer": "Buffer", "fence": "Fence"}},
+	{"peermem", []string{"../peermem"}, map[string]string{"registered": "Registered"}},
+}
+
+// packageOf returns the package that an expression is about, by its first name.
+func packageOf(e ast.Expr) string {
+	first := ""
+	ast.Inspect(e, func(n ast.Node) bool {
+		if id, ok := n.(*ast.Ident); ok && first == "" {
+			first = id.Name
+		}
+		return first == ""
+	})
+	for _, p := range packages {
+		if p.name == first || p.variables[first] != "" {
+			return p.name
+		}
+	}
+	return "verbs"
 }
 
 // packageAPI is what a package exports: functions, constants, types, and of each type its fields
 // and methods. Types of package ib, which verbs re-exports, count as its own.
 type packageAPI struct {
+	tablePackage
 	names   map[string]bool                     // everything that is exported
 	members map[string]map[string]*ast.FuncType // type, then field (nil) or method
 	fields  map[string]map[string]string        // type, then field: its type
 	funcs   map[string]*ast.FuncType
 }
 
-func parseAPI(t *testing.T) *packageAPI {
+func parseAPI(t *testing.T, p tablePackage) *packageAPI {
 	t.Helper()
-	api := &packageAPI{names: map[string]bool{}, members: map[string]map[string]*ast.FuncType{},
+	api := &packageAPI{tablePackage: p, names: map[string]bool{}, members: map[string]map[string]*ast.FuncType{},
 		fields: map[string]map[string]string{}, funcs: map[string]*ast.FuncType{}}
-	for _, dir := range []string{"../ib", "../verbs"} {
-		exports := dir == "../verbs"
+	for i, dir := range p.dirs {
+		exports := i == len(p.dirs)-1
 		files, err := filepath.Glob(dir + "/*.go")
 		if err != nil || len(files) == 0 {
 			t.Fatalf("no files in %s: %v", dir, err)
@@ -464,7 +495,7 @@ func parseAPI(t *testing.T) *packageAPI {
 	return api
 }
 
-// add notes a declaration. exports reports whether it is one of package verbs.
+// add notes a declaration. exports reports whether it is one of the package itself.
 func (api *packageAPI) add(d ast.Decl, exports bool) {
 	switch d := d.(type) {
 	case *ast.FuncDecl:
@@ -562,9 +593,9 @@ func (api *packageAPI) isMember(name string) bool {
 
 // selected returns the type of what a selector names, "" if that does not matter.
 func (api *packageAPI) selected(s *ast.SelectorExpr) (string, error) {
-	if x, ok := s.X.(*ast.Ident); ok && x.Name == "verbs" {
+	if x, ok := s.X.(*ast.Ident); ok && x.Name == api.name {
 		if !api.names[s.Sel.Name] {
-			return "", fmt.Errorf("package verbs has no %s", s.Sel.Name)
+			return "", fmt.Errorf("package %s has no %s", api.name, s.Sel.Name)
 		}
 		return s.Sel.Name, nil
 	}
@@ -583,7 +614,7 @@ func (api *packageAPI) selected(s *ast.SelectorExpr) (string, error) {
 func (api *packageAPI) typeOf(e ast.Expr) string {
 	switch e := e.(type) {
 	case *ast.Ident:
-		return variables[e.Name]
+		return api.variables[e.Name]
 	case *ast.SelectorExpr:
 		typ, _ := api.selected(e)
 		return typ
@@ -601,7 +632,7 @@ func (api *packageAPI) function(c *ast.CallExpr) *ast.FuncType {
 	if !ok {
 		return nil
 	}
-	if x, ok := s.X.(*ast.Ident); ok && x.Name == "verbs" {
+	if x, ok := s.X.(*ast.Ident); ok && x.Name == api.name {
 		return api.funcs[s.Sel.Name]
 	}
 	return api.members[api.typeOf(s.X)][s.Sel.Name]
