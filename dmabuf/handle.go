@@ -35,7 +35,8 @@ func find(id sys.HandleID) *Buffer {
 // has a reference: the buffer lives until the last descriptor of it is closed, in whatever
 // process.
 //
-// The descriptor is not the memory: what a mapping of it shows is not the buffer's.
+// The descriptor is not the memory: what a mapping of it shows is not the buffer's. [Buffer.KernelFD]
+// returns one that is.
 //
 // Errors: EINVAL if the buffer is released; EMFILE, ENFILE.
 func (b *Buffer) FD() (int, error) {
@@ -87,29 +88,39 @@ func (b *Buffer) newHandleLocked() error {
 		b.refs.Add(-1)
 		return err
 	}
+	enter(h.ID(), b)
+	b.handle = h
+	return nil
+}
+
+// enter notes that a descriptor stands for a buffer.
+func enter(id sys.HandleID, b *Buffer) {
 	exported.mu.Lock()
+	defer exported.mu.Unlock()
 	if exported.by == nil {
 		exported.by = make(map[sys.HandleID]*Buffer)
 	}
 	if len(exported.by) == 0 {
 		server.open()
 	}
-	exported.by[h.ID()] = b
-	exported.mu.Unlock()
-	b.handle = h
-	return nil
+	exported.by[id] = b
 }
 
-// released is called when the last descriptor of a handle is closed.
-func (b *Buffer) released(h *sys.Handle) {
+// forget notes that a descriptor does not stand for a buffer any more: another file may have its identity.
+func forget(id sys.HandleID, b *Buffer) {
 	exported.mu.Lock()
-	if exported.by[h.ID()] == b {
-		delete(exported.by, h.ID())
+	defer exported.mu.Unlock()
+	if exported.by[id] == b {
+		delete(exported.by, id)
 		if len(exported.by) == 0 {
 			server.close()
 		}
 	}
-	exported.mu.Unlock()
+}
+
+// released is called when the last descriptor of a handle is closed.
+func (b *Buffer) released(h *sys.Handle) {
+	forget(h.ID(), b)
 	b.mu.Lock()
 	if b.handle == h {
 		b.handle = nil

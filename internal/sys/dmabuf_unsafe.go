@@ -5,9 +5,10 @@ package sys
 // third one, which has fences of its own, is in vgem_unsafe.go.
 //
 // All calls are ioctls. They are sound because each passes the struct that its request is defined
-// with, and no struct here has a pointer in it.
+// with, and no struct here has a pointer in it. That of a list is bytes, as many as its count says.
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
@@ -28,7 +29,7 @@ const (
 	dmaBufSyncWrite = 1 << 1
 	dmaBufSyncEnd   = 1 << 2
 
-	udmabufCreate      = 0x40187542
+	udmabufCreateList  = 0x40087543
 	udmabufFlagCloexec = 1
 
 	dmaHeapIoctlAlloc = 0xc0184800
@@ -42,10 +43,6 @@ type (
 	dmaBufSyncFileArg struct {
 		flags uint32
 		fd    int32
-	}
-	udmabufCreateArg struct {
-		memfd, flags uint32
-		offset, size uint64
 	}
 	dmaHeapAllocArg struct {
 		length      uint64
@@ -80,21 +77,47 @@ func DMABufInfoOf(fd int) (DMABufInfo, error) {
 	if !strings.HasPrefix(what, "/dmabuf:") {
 		return DMABufInfo{}, fmt.Errorf("%q is no dma-buf: %w", what, unix.EINVAL)
 	}
+	text, err := readFDInfo(fd)
+	if err != nil {
+		return DMABufInfo{}, err
+	}
+	info, ok := parseDMABufInfo(text)
+	if !ok { // a file may have any name
+		return DMABufInfo{}, fmt.Errorf("%q is no dma-buf: %w", what, unix.EINVAL)
+	}
+	return info, nil
+}
+
+// readFDInfo returns the lines that the kernel has about an open file.
+func readFDInfo(fd int) (string, error) {
 	var text []byte
+	var err error
 	for _, dir := range procFDs {
 		// fd becomes fdinfo
 		if text, err = os.ReadFile(fmt.Sprintf("%sinfo/%d", dir, fd)); !errors.Is(err, unix.ENOENT) {
 			break
 		}
 	}
+	return string(text), err
+}
+
+// checkSoleHolder returns EAGAIN if a dma-buf is held other than by this descriptor: by another descriptor in
+// whatever process, a mapping, or a driver that has imported it. The kernel counts them all in one place,
+// because all descriptors of a dma-buf are one open file.
+func checkSoleHolder(fd int) error {
+	text, err := readFDInfo(fd)
 	if err != nil {
-		return DMABufInfo{}, err
+		return err
 	}
-	info, ok := parseDMABufInfo(string(text))
-	if !ok { // a file may have any name
-		return DMABufInfo{}, fmt.Errorf("%q is no dma-buf: %w", what, unix.EINVAL)
+	_, count, ok := strings.Cut(text, "\ncount:\t") // before the name, which may have any bytes in it
+	count, _, _ = strings.Cut(count, "\n")
+	switch {
+	case !ok:
+		return fmt.Errorf("the kernel does not count who holds a dma-buf: %w", unix.ENOTSUP)
+	case count != "1":
+		return unix.EAGAIN
 	}
-	return info, nil
+	return nil
 }
 
 // parseDMABufInfo reads the lines that only a dma-buf has in fdinfo. The name comes last and may
@@ -234,16 +257,30 @@ func retryIoctl(fd int, request uintptr, arg unsafe.Pointer) error {
 	}
 }
 
-// NewUDMABuf makes a dma-buf of a part of a memory file, closed on exec. The buffer has the
-// file's pages: what is written to one is seen in the other. The file must be sealed against
-// shrinking, offset and size must be multiples of the page size. The error is ENOENT where the
-// kernel has no udmabuf.
-func NewUDMABuf(memfd int, off, size uint64) (int, error) {
+// UDMABufPart is a part of a memory file.
+type UDMABufPart struct {
+	FD           int
+	Offset, Size uint64
+}
+
+// NewUDMABuf makes a dma-buf of parts of memory files, one behind the other, closed on exec. The buffer
+// has the files' pages: what is written to one is seen in the other. The files must be sealed against
+// shrinking and not against writing; offsets and sizes must be multiples of the page size. The kernel takes up to
+// 1,024 parts and 64 MiB, unless udmabuf's parameters list_limit and size_limit_mb say otherwise. The error
+// is ENOENT where the kernel has no udmabuf.
+func NewUDMABuf(parts ...UDMABufPart) (int, error) {
 	return withDevice("/dev/udmabuf", func(dev int) (int, error) {
-		arg := udmabufCreateArg{memfd: uint32(memfd), flags: udmabufFlagCloexec, offset: off, size: size}
-		fd, _, errno := ioctl(dev, udmabufCreate, unsafe.Pointer(&arg))
+		arg := binary.NativeEndian.AppendUint32(nil, udmabufFlagCloexec)
+		arg = binary.NativeEndian.AppendUint32(arg, uint32(len(parts)))
+		for _, p := range parts {
+			arg = binary.NativeEndian.AppendUint32(arg, uint32(p.FD))
+			arg = binary.NativeEndian.AppendUint32(arg, 0)
+			arg = binary.NativeEndian.AppendUint64(arg, p.Offset)
+			arg = binary.NativeEndian.AppendUint64(arg, p.Size)
+		}
+		fd, _, errno := ioctl(dev, udmabufCreateList, unsafe.Pointer(&arg[0]))
 		if errno != 0 {
-			return -1, fmt.Errorf("UDMABUF_CREATE of %d bytes at %d: %w", size, off, errno)
+			return -1, fmt.Errorf("UDMABUF_CREATE_LIST of %d parts: %w", len(parts), errno)
 		}
 		return int(fd), nil
 	})

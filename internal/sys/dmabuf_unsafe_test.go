@@ -24,11 +24,12 @@ func TestDMABufNumbers(t *testing.T) {
 		{"DMA_BUF_IOCTL_SYNC", dmaBufIoctlSync, in, unsafe.Sizeof(dmaBufSyncArg{}), 'b', 0},
 		{"DMA_BUF_IOCTL_EXPORT_SYNC_FILE", dmaBufIoctlExportSyncFile, in | out, unsafe.Sizeof(dmaBufSyncFileArg{}), 'b', 2},
 		{"DMA_BUF_IOCTL_IMPORT_SYNC_FILE", dmaBufIoctlImportSyncFile, in, unsafe.Sizeof(dmaBufSyncFileArg{}), 'b', 3},
-		{"UDMABUF_CREATE", udmabufCreate, in, unsafe.Sizeof(udmabufCreateArg{}), 'u', 0x42},
+		{"UDMABUF_CREATE_LIST", udmabufCreateList, in, 8, 'u', 0x43}, // of the list's head
 		{"DMA_HEAP_IOCTL_ALLOC", dmaHeapIoctlAlloc, in | out, unsafe.Sizeof(dmaHeapAllocArg{}), 'H', 0},
 		{"DRM_IOCTL_VERSION", drmIoctlVersion, in | out, unsafe.Sizeof(drmVersionArg{}), 'd', 0},
 		{"DRM_IOCTL_GEM_CLOSE", drmIoctlGEMClose, in, unsafe.Sizeof(drmGEMCloseArg{}), 'd', 9},
 		{"DRM_IOCTL_PRIME_HANDLE_TO_FD", drmIoctlPrimeHandleToFD, in | out, unsafe.Sizeof(drmPrimeHandleArg{}), 'd', 0x2d},
+		{"DRM_IOCTL_PRIME_FD_TO_HANDLE", drmIoctlPrimeFDToHandle, in | out, unsafe.Sizeof(drmPrimeHandleArg{}), 'd', 0x2e},
 		{"DRM_IOCTL_MODE_CREATE_DUMB", drmIoctlCreateDumb, in | out, unsafe.Sizeof(drmCreateDumbArg{}), 'd', 0xb2},
 		{"DRM_IOCTL_VGEM_FENCE_ATTACH", vgemIoctlFenceAttach, in | out, unsafe.Sizeof(vgemFenceAttachArg{}), 'd', 0x41},
 		{"DRM_IOCTL_VGEM_FENCE_SIGNAL", vgemIoctlFenceSignal, in, unsafe.Sizeof(vgemFenceSignalArg{}), 'd', 0x42},
@@ -42,8 +43,6 @@ func TestDMABufNumbers(t *testing.T) {
 		offset, want uintptr
 	}{
 		{"dma_buf_export_sync_file.fd", unsafe.Offsetof(dmaBufSyncFileArg{}.fd), 4},
-		{"udmabuf_create.offset", unsafe.Offsetof(udmabufCreateArg{}.offset), 8},
-		{"udmabuf_create.size", unsafe.Offsetof(udmabufCreateArg{}.size), 16},
 		{"dma_heap_allocation_data.fd", unsafe.Offsetof(dmaHeapAllocArg{}.fd), 8},
 		{"dma_heap_allocation_data.fd_flags", unsafe.Offsetof(dmaHeapAllocArg{}.fdFlags), 12},
 		{"dma_heap_allocation_data.heap_flags", unsafe.Offsetof(dmaHeapAllocArg{}.heapFlags), 16},
@@ -110,6 +109,9 @@ func TestNoDMABuf(t *testing.T) {
 	for _, fd := range []int{fd, int(file.Fd()), read} {
 		if info, err := DMABufInfoOf(fd); !errors.Is(err, unix.EINVAL) {
 			t.Errorf("%+v, %v", info, err)
+		}
+		if err := checkSoleHolder(fd); !errors.Is(err, unix.ENOTSUP) {
+			t.Errorf("who holds it: %v", err)
 		}
 		if err := DMABufSync(fd, true, true, true); !errors.Is(err, unix.ENOTTY) {
 			t.Errorf("SYNC: %v", err)

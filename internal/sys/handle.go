@@ -15,6 +15,9 @@ package sys
 //
 // It takes Linux 5.3. Descriptors that were opened with O_PATH do not count.
 //
+// A handle can also be made of a dma-buf of the kernel (NewDMABufHandle). All descriptors of that are one open
+// file, so the end of a descriptor is not reported, and the process looks how many there are.
+//
 // A program may close descriptors that are not its own, and the numbers may be given to other
 // files. So each use of a kept descriptor is preceded by a look whether it is still the same file.
 
@@ -43,6 +46,7 @@ func HandleIDOf(fd int) (HandleID, error) {
 // Handle stands for an object of this process. Its methods may be called from any goroutine.
 type Handle struct {
 	id       HandleID
+	file     *handleFile
 	kept     int // the process's own descriptor; whoever changes state from handleOpen closes it
 	released func()
 	watch    *closeWatch
@@ -54,6 +58,19 @@ type Handle struct {
 	given bool          // FD has returned a descriptor: the last one can be closed
 	ended chan struct{} // closed when released has returned; nil until the handle is released
 }
+
+// handleFile is a kind of file that handles are made of.
+type handleFile struct {
+	open     func(kept int) (int, error) // returns another descriptor
+	alone    func(kept int) error        // returns EAGAIN if the file is held by others than kept
+	reported bool                        // inotify reports that an open file ends
+}
+
+var (
+	// open cannot block: nobody else has a lease.
+	handleMemory = handleFile{func(kept int) (int, error) { return reopen(kept, unix.O_RDWR) }, checkSoleOpener, true}
+	handleDMABuf = handleFile{DupFD, checkSoleHolder, false} // there is one open file, which kept keeps
+)
 
 type handleState int
 
@@ -74,12 +91,24 @@ func NewHandle(name string, size int64, released func()) (*Handle, error) {
 	if err != nil {
 		return nil, err
 	}
+	return handleOf(kept, &handleMemory, released)
+}
+
+// NewDMABufHandle makes a handle of a dma-buf of the kernel, whose descriptor is the handle's from then on,
+// also if there is an error. A driver that has imported the dma-buf counts as a descriptor. So does the copy of
+// the handle's own descriptor that a child of fork(2) has, until it executes another program. The
+// process looks once a second whether the last one is gone: the kernel does not report it.
+func NewDMABufHandle(fd int, released func()) (*Handle, error) {
+	return handleOf(fd, &handleDMABuf, released)
+}
+
+func handleOf(kept int, file *handleFile, released func()) (*Handle, error) {
 	id, err := HandleIDOf(kept)
 	if err != nil {
 		_ = unix.Close(kept) // the first error says more
 		return nil, err
 	}
-	h := &Handle{id: id, kept: kept, released: released}
+	h := &Handle{id: id, file: file, kept: kept, released: released}
 	closeWatches.add(h)
 	return h, nil
 }
@@ -120,7 +149,7 @@ func (h *Handle) FD() (int, error) {
 	if !h.isKept() {
 		return -1, h.errLost()
 	}
-	fd, err := reopen(h.kept, unix.O_RDWR) // it cannot block: nobody else has a lease
+	fd, err := h.file.open(h.kept)
 	if err != nil {
 		return -1, fmt.Errorf("opening a handle: %w", err)
 	}
@@ -150,11 +179,11 @@ func (h *Handle) tryRelease() bool {
 		h.mu.Unlock()
 		return true
 	}
-	if err := checkSoleOpener(h.kept); err != nil {
+	if err := h.file.alone(h.kept); err != nil {
 		h.mu.Unlock()
 		if err != unix.EAGAIN {
-			leaseFailure.Do(func() {
-				slog.Warn("verbena: the end of a handle cannot be noticed: no lease on it", "err", err)
+			aloneFailure.Do(func() {
+				slog.Warn("verbena: the end of a handle cannot be noticed", "err", err)
 			})
 		}
 		return false
@@ -170,7 +199,7 @@ func (h *Handle) tryRelease() bool {
 	return true
 }
 
-var leaseFailure sync.Once // the log names one failure of a lease; those behind it are of the same kind
+var aloneFailure sync.Once // the log names one failure; those behind it are of the same kind
 
 // checkSoleOpener returns EAGAIN if a file is open other than by this descriptor.
 func checkSoleOpener(fd int) error {

@@ -4,7 +4,8 @@ package sys
 // all handles of the process. Both exist only while there are handles.
 //
 // A user has few instances (fs.inotify.max_user_instances, often 128 for all processes) and a limited
-// number of files to watch. Where they have run out, the goroutine looks at the handle once a second.
+// number of files to watch. Where they have run out, the goroutine looks at the handle once a second, as it
+// does at handles of the kernel's dma-bufs.
 
 import (
 	"encoding/binary"
@@ -62,10 +63,12 @@ func (l *closeWatchList) add(h *Handle) {
 	}
 	w := l.current
 	h.watch, h.wd = w, -1
-	if wd, err := w.addFile(h.kept); err == nil {
-		h.wd = wd
-		w.handles[wd] = h
-		return
+	if h.file.reported {
+		if wd, err := w.addFile(h.kept); err == nil {
+			h.wd = wd
+			w.handles[wd] = h
+			return
+		}
 	}
 	w.unwatched[h] = true
 	w.interruptLocked() // it may wait for reports only

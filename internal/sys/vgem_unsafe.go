@@ -17,6 +17,7 @@ const (
 	drmIoctlVersion         = 0xc0406400
 	drmIoctlGEMClose        = 0x40086409
 	drmIoctlPrimeHandleToFD = 0xc00c642d
+	drmIoctlPrimeFDToHandle = 0xc00c642e
 	drmIoctlCreateDumb      = 0xc02064b2
 	vgemIoctlFenceAttach    = 0xc0106441
 	vgemIoctlFenceSignal    = 0x40086442
@@ -111,6 +112,15 @@ func (v *VGEM) DMABuf(handle uint32) (int, error) {
 		return -1, fmt.Errorf("DRM_IOCTL_PRIME_HANDLE_TO_FD: %w", err)
 	}
 	return int(arg.fd), nil
+}
+
+// Import makes a buffer of a dma-buf, whoever has exported it. The descriptor stays the caller's.
+func (v *VGEM) Import(fd int) (handle uint32, err error) {
+	arg := drmPrimeHandleArg{fd: int32(fd)}
+	if err := retryIoctl(v.fd, drmIoctlPrimeFDToHandle, unsafe.Pointer(&arg)); err != nil {
+		return 0, fmt.Errorf("DRM_IOCTL_PRIME_FD_TO_HANDLE: %w", err)
+	}
+	return arg.handle, nil
 }
 
 // CloseBuffer gives up the number of a buffer.

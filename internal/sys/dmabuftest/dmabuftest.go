@@ -61,7 +61,7 @@ func NewUDMABufOf(size uint64) (fd, memfd int, err error) {
 	if err != nil {
 		return -1, -1, err
 	}
-	fd, err = sys.NewUDMABuf(memfd, 0, size)
+	fd, err = sys.NewUDMABuf(sys.UDMABufPart{FD: memfd, Size: size})
 	if err != nil {
 		_ = sys.CloseFD(memfd) // the first error says more
 		return -1, -1, err

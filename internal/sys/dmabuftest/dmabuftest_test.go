@@ -163,7 +163,7 @@ func TestUDMABufSharesPages(t *testing.T) {
 	defer sys.CloseFD(fd)
 	defer sys.CloseFD(memfd)
 	// A part of it is a buffer of its own.
-	part, err := sys.NewUDMABuf(memfd, 4096, 2*4096)
+	part, err := sys.NewUDMABuf(sys.UDMABufPart{FD: memfd, Offset: 4096, Size: 2 * 4096})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -200,11 +200,11 @@ func TestUDMABufSharesPages(t *testing.T) {
 	for _, c := range []struct{ off, size uint64 }{
 		{0, 0}, {1, 4096}, {0, 4095}, {0, size + 4096}, {size, 4096}, {1<<64 - 4096, 8192},
 	} {
-		if fd, err := sys.NewUDMABuf(memfd, c.off, c.size); !errors.Is(err, unix.EINVAL) {
+		if fd, err := sys.NewUDMABuf(sys.UDMABufPart{FD: memfd, Offset: c.off, Size: c.size}); !errors.Is(err, unix.EINVAL) {
 			t.Errorf("%d bytes at %d: %d, %v", c.size, c.off, fd, err)
 		}
 	}
-	if fd, err := sys.NewUDMABuf(-1, 0, 4096); !errors.Is(err, unix.EBADFD) {
+	if fd, err := sys.NewUDMABuf(sys.UDMABufPart{FD: -1, Size: 4096}); !errors.Is(err, unix.EBADFD) {
 		t.Errorf("no file: %d, %v", fd, err)
 	}
 }

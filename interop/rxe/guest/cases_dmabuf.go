@@ -33,7 +33,7 @@ func dmaBufs() (rows []*testCase) {
 		op   verbs.Opcode
 	}{{"write", verbs.OpRDMAWrite}, {"read", verbs.OpRDMARead}, {"send", verbs.OpSend}, {"fadd", verbs.OpAtomicFetchAdd}}
 	for _, op := range ops {
-		for _, kind := range dmabuftest.Kinds() {
+		for _, kind := range append(dmabuftest.Kinds(), dmabuftest.Kind{Name: "exported", Exporter: "udmabuf", New: newExported}) {
 			rows = append(rows, everyWay(testCase{name: "rc/dmabuf/" + kind.Name + "/" + op.name, shortV4: op.op == verbs.OpRDMARead},
 				func(s *scene) error {
 					return s.onBuffer(op.op, func() (*region, error) { return s.ours.kernelBuffer(kind) })
@@ -108,6 +108,29 @@ func (o *ours) kernelBuffer(kind dmabuftest.Kind) (*region, error) {
 	o.keep(closer(func() { _ = sys.Unmap(seen) }))
 	mr, err := o.pd.RegDMABufMR(verbs.DMABuf{FD: fd, Length: bufferSize, IOVA: bufferAddr}, bufferRights)
 	return o.bufferRegion(mr, err, &region{buf: seen})
+}
+
+// newExported makes a buffer of package dmabuf, and a dma-buf of the kernel of it. That is recognised when it is
+// registered, so the region is one of the buffer; the mapping of it is the kernel's.
+func newExported(size uint64) (fd int, cleanup func(), err error) {
+	m, err := dmabuf.Alloc(dmabuf.MemoryConfig{Size: size, Segments: 5})
+	if err != nil {
+		return -1, nil, err
+	}
+	defer func() { _ = m.Close() }() // the descriptor has a reference
+	if fd, err = m.Buffer().KernelFD(context.Background()); err != nil {
+		return -1, nil, err
+	}
+	b, err := dmabuf.Get(fd)
+	if err == nil && b != m.Buffer() {
+		err = errors.New("the descriptor leads to another buffer")
+	}
+	if err != nil {
+		_ = sys.CloseFD(fd) // the first error says more
+		return -1, nil, err
+	}
+	b.Put()
+	return fd, func() { _ = sys.CloseFD(fd) }, nil
 }
 
 // movingBuffer registers a buffer of several segments.

@@ -16,6 +16,8 @@ const testsLimit = 15 * time.Minute
 func packageTests() (rows []*testCase) {
 	for _, c := range []struct{ name, file, run string }{
 		{"dmabuf/kernel/kinds", "dmabuftest.test", "."},
+		{"dmabuf/kernel/exported", "dmabuf.test", "^TestKernelFD"},
+		{"dmabuf/kernel/gpu", "gpu.test", "^TestKernelFD$"},
 		{"dmabuf/kernel/conformance", "mem.test", "^TestConformanceOfKernelDMABufs$"},
 	} {
 		rows = append(rows, &testCase{name: c.name + "/v4/we", family: "v4", limit: testsLimit, run: func(*scene) error { return runTests(c.file, c.run) }})

@@ -21,7 +21,9 @@ const (
 )
 
 // Tests are compiled tests of packages, by the name of the file.
-var Tests = map[string]string{"dmabuftest.test": "./internal/sys/dmabuftest", "mem.test": "./internal/mem"}
+var Tests = map[string]string{
+	"dmabuftest.test": "./internal/sys/dmabuftest", "dmabuf.test": "./dmabuf", "gpu.test": "./gpu", "mem.test": "./internal/mem",
+}
 
 // Order says what the guest runs.
 type Order struct {
