@@ -26,8 +26,8 @@ const resolveTimeout = 2 * time.Second
 //
 // Errors, in a *net.OpError: a [*RejectError] if the peer refuses or nobody listens there (errors.Is:
 // [ErrRefused], ECONNREFUSED); ETIMEDOUT if it does not answer; the context's error; ENODEV if no
-// device reaches the address; EINVAL for a Config that cannot be; those of [verbs.Open] and
-// [verbs.PD.CreateQP]; what Setup returns.
+// device reaches the address; EMFILE and ENFILE if there is no descriptor left; EINVAL for a Config
+// that cannot be; those of [verbs.Open] and [verbs.PD.CreateQP]; what Setup returns.
 func Dial(ctx context.Context, address string, cfg *Config) (*Conn, error) {
 	const op = "dial"
 	c, err := cfg.filled(op, MaxDialPrivate)

@@ -61,12 +61,16 @@ func (id *ID) Accept(q *ConnParam) error {
 		switch {
 		case id.conn == nil:
 			return ib.Errorf(op, syscall.EINVAL, "the id has no connection")
-		case id.isUD() && q != nil:
-			err := id.conn.AnswerSIDR(id.m.now(), &cm.SIDRReply{QPN: q.QPN, QKey: udpQKey, Private: q.Private})
-			id.recordLocked()
-			return err
 		case q == nil:
 			err := id.conn.Establish(id.m.now())
+			id.recordLocked()
+			return err
+		}
+		if err := id.port.mgmt.Reach(id.conn.Path().Local, id.conn.Path().Remote); err != nil {
+			return err
+		}
+		if id.isUD() {
+			err := id.conn.AnswerSIDR(id.m.now(), &cm.SIDRReply{QPN: q.QPN, QKey: udpQKey, Private: q.Private})
 			id.recordLocked()
 			return err
 		}

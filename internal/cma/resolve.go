@@ -40,6 +40,9 @@ func (id *ID) ResolveAddr(src, dst netip.AddrPort, timeout time.Duration) error 
 		var ports []*port
 		if ports, err = id.m.portsOf(op, from); err == nil {
 			p = ports[0]
+			// Without a socket the request for a connection would count as lost, and be given up after more than
+			// a minute. Here, not in Connect, the program has nothing that it would have to end yet.
+			err = p.mgmt.Reach(from, to)
 		}
 	}
 	return id.do(op, func() error {

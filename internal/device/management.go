@@ -14,6 +14,7 @@ package device
 // go by packets: they are few, and captures show them.
 
 import (
+	"errors"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
@@ -305,6 +306,15 @@ func (m *management) Handle(f func(from, to netip.Addr, mad []byte)) {
 	m.handler = f
 }
 
+// Reach implements provider.Management.
+func (m *management) Reach(from, to netip.Addr) error {
+	if m.dev.member == nil || m.handsTo(to) != nil {
+		return nil
+	}
+	f := managementFlow(&provider.MAD{From: from, To: to}, requestPlace)
+	return opError("reach", m.dev.link.(*link.Shared).UDP.Prepare(&f))
+}
+
 // Send sends a datagram to queue pair 1 of a device.
 func (m *management) Send(d *provider.MAD) error {
 	if len(d.Bytes) != cm.Size {
@@ -323,8 +333,8 @@ func (m *management) Send(d *provider.MAD) error {
 // reports false if the datagram has to go by a packet: the device is elsewhere, or packets are
 // wanted, or a capture is to show them.
 func (m *management) hand(d *provider.MAD) bool {
-	to := lookupDevice(d.To)
-	if to == nil || to.member == nil || !m.dev.loopback || !to.loopback || m.dev.capture != nil || to.capture != nil {
+	to := m.handsTo(d.To)
+	if to == nil {
 		return false
 	}
 	s := to.shards()[0]
@@ -339,6 +349,15 @@ func (m *management) hand(d *provider.MAD) bool {
 	to.management.put(in)
 	to.management.serveFew(1)
 	return true
+}
+
+// handsTo returns the device of this process to which hand gives datagrams, nil if they go by packets.
+func (m *management) handsTo(a netip.Addr) *Device {
+	to := lookupDevice(a)
+	if to == nil || to.member == nil || !m.dev.loopback || !to.loopback || m.dev.capture != nil || to.capture != nil {
+		return nil
+	}
+	return to
 }
 
 // send sends a packet to a number of queue pair 1.
@@ -360,13 +379,15 @@ func (s *madSender) send(udp *link.UDP, d *provider.MAD, qpn uint32) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	f := &s.flow
-	// The flow label is left out: with it, each connection would have a socket of its own, up to 16.
-	*f = train.Flow{Src: d.From, Dst: d.To, TClass: d.TClass, HopLimit: d.HopLimit,
-		SrcPort: firstManagementPort | uint16(steeredTo(d.Bytes, qpn))}
-	if f.HopLimit == 0 {
-		f.HopLimit = defaultHopLimit
+	*f = managementFlow(d, steeredTo(d.Bytes, qpn))
+	err := udp.Prepare(f)
+	if errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) {
+		// The socket that Reach has opened does, too. If the kernel joins the packet with one for another
+		// place, the process there passes it on.
+		*f = managementFlow(d, requestPlace)
+		err = udp.Prepare(f)
 	}
-	if err := udp.Prepare(f); err != nil {
+	if err != nil {
 		return opError("send_mad", err)
 	}
 	t := &s.t
@@ -376,8 +397,21 @@ func (s *madSender) send(udp *link.UDP, d *provider.MAD, qpn uint32) error {
 	t.DETH = wire.DETH{QKey: managementQKey, SrcQP: wire.ManagementQP}
 	t.SetInline(d.Bytes)
 	s.psn++
-	_, err := udp.Send([]*train.Train{t})
+	_, err = udp.Send([]*train.Train{t})
 	return opError("send_mad", err)
+}
+
+// requestPlace is what requests are steered to: they have no place yet.
+const requestPlace = 0
+
+// managementFlow returns the flow of a datagram that is steered to a place.
+func managementFlow(d *provider.MAD, place uint32) train.Flow {
+	// The flow label is left out: with it, each connection would have a socket of its own, up to 16.
+	f := train.Flow{Src: d.From, Dst: d.To, TClass: d.TClass, HopLimit: d.HopLimit, SrcPort: firstManagementPort | uint16(place)}
+	if f.HopLimit == 0 {
+		f.HopLimit = defaultHopLimit
+	}
+	return f
 }
 
 // firstManagementPort is the first of the source ports of datagrams. Kernels join packets that have
@@ -389,7 +423,7 @@ func steeredTo(b []byte, qpn uint32) uint32 {
 		return sys.Place(qpn)
 	}
 	_, id, _, _ := cm.Classify(b)
-	return id >> 24 // 0 in a REQ
+	return id >> 24 // requestPlace in a REQ
 }
 
 // sendLoop gives a datagram to another device of this process that is reached without packets.

@@ -266,6 +266,9 @@ type Management interface {
 	// Handle has a function called, by one goroutine at a time, with each MAD that is for this process;
 	// nil ends that, and waits for a call that is under way. The bytes are valid during the call.
 	Handle(func(from, to netip.Addr, mad []byte))
+	// Reach opens what MADs from an address of the device to another one need. After it, Send needs no
+	// further descriptor for them.
+	Reach(from, to netip.Addr) error
 	// Send sends a MAD. A MAD that is lost on the way is not an error.
 	Send(*MAD) error
 	// NewCommID returns a communication id that no other process of the device has.
