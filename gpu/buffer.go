@@ -172,27 +172,49 @@ func (b *Buffer) Resident() bool {
 // Errors: [ErrBAR] if the BAR's part of the VRAM has no room for it; [ErrPinned] if it is held in
 // system memory; [ErrFreed]; EOPNOTSUPP for imported memory.
 func (b *Buffer) Pin() error {
-	return b.pin("gpu_pin")
+	return b.pin("gpu_pin", false)
 }
 
-func (b *Buffer) pin(op string) error {
+// pin pins the memory, and shows it to the CPU if show is set.
+func (b *Buffer) pin(op string, show bool) error {
 	if err := b.ok(op); err != nil {
 		return err
 	}
-	if b.obj.imported != nil {
+	o := b.obj
+	if o.imported != nil {
 		return ib.Errorf(op, syscall.EOPNOTSUPP, "imported memory is its exporter's to hold")
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	b.obj.resv.Lock()
-	defer b.obj.resv.Unlock()
-	err := b.obj.pin(ctx, op, b.obj.opts.Placement == InVRAM)
-	if err == nil {
-		b.mu.Lock()
-		b.pins++
-		b.mu.Unlock()
+	o.resv.Lock()
+	defer o.resv.Unlock()
+	if err := o.pin(ctx, op, o.opts.Placement == InVRAM); err != nil {
+		return err
 	}
-	return err
+	if show {
+		if err := o.showLocked(op); err != nil {
+			o.pins.Add(-1)
+			return err
+		}
+	}
+	b.mu.Lock()
+	freed := b.freed.Load() // if not, Free finds the pin
+	if !freed {
+		b.pins++
+		if show {
+			b.shown++
+		}
+	}
+	b.mu.Unlock()
+	switch {
+	case !freed:
+		return nil
+	case show:
+		_ = o.hideLocked() // what cannot be hidden stays shown
+	default:
+		o.pins.Add(-1)
+	}
+	return fail(op, ErrFreed, "object %d", o.id)
 }
 
 // Unpin ends a Pin. It fails with EINVAL if there was none.
@@ -221,33 +243,29 @@ func (b *Buffer) Unpin() error {
 //
 // Errors: those of Pin.
 func (b *Buffer) Map() ([]byte, error) {
-	const op = "gpu_map"
-	if err := b.pin(op); err != nil {
+	if err := b.pin("gpu_map", true); err != nil {
 		return nil, err
 	}
-	o, c := b.obj, b.obj.card
-	o.resv.Lock()
-	defer o.resv.Unlock()
-	base := o.addr - c.space.Base()
+	c := b.obj.card
+	return c.space.Bytes(b.Addr()-c.space.Base(), b.n), nil
+}
+
+// showLocked shows a pinned object to the CPU, once more. The reservation is locked.
+func (o *object) showLocked(op string) error {
+	c := o.card
 	if o.shown == 0 {
+		base := o.addr - c.space.Base()
 		at := base
 		for _, e := range o.place.extents {
 			if _, err := c.space.MapAt(at, o.place.heap.fd, int64(e.off), e.n); err != nil {
 				_ = c.space.HideAt(base, o.span) // the first error says more
-				o.pins.Add(-1)
-				b.mu.Lock()
-				b.pins--
-				b.mu.Unlock()
-				return nil, fail(op, ErrOutOfMemory, "%v", err)
+				return fail(op, ErrOutOfMemory, "%v", err)
 			}
 			at += e.n
 		}
 	}
 	o.shown++
-	b.mu.Lock()
-	b.shown++
-	b.mu.Unlock()
-	return c.space.Bytes(base+b.off, b.n), nil
+	return nil
 }
 
 // Unmap ends a Map: a load of the CPU faults afterwards. It fails with EINVAL if there was none.
