@@ -147,7 +147,7 @@ func TestCUDAPython(t *testing.T) {
 	python := program(t, "python3", "python3")
 	for _, version := range []string{"12000", "13000"} {
 		t.Run(version, func(t *testing.T) {
-			out := run(t, side{args: onGPU(t, python, "testdata/cuda.py", version), env: []string{"VERBENA_ADDR=" + address(), "VERBENA_GPU=count=2,vram=64M"}})
+			out := run(t, side{args: onGPU(t, python, "testdata/cudacalls.py", version), env: []string{"VERBENA_ADDR=" + address(), "VERBENA_GPU=count=2,vram=64M"}})
 			if !strings.Contains(out, "Ran 5 tests") {
 				t.Errorf("it says\n%s", out)
 			}
