@@ -120,6 +120,9 @@ func held(t *testing.T, m *Memory) {
 		wantErr(t, "Move", m.Move(ctx), syscall.EBUSY)
 		wantErr(t, "Evict", m.Evict(ctx), syscall.EBUSY)
 		wantErr(t, "Revoke", m.Revoke(ctx), syscall.EBUSY)
+		if t.Failed() {
+			t.FailNow()
+		}
 		time.Sleep(100 * time.Millisecond) // the process looks once a second
 	}
 }
