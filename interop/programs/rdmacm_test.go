@@ -390,6 +390,29 @@ func TestRDMACMRefused(t *testing.T) {
 	}
 }
 
+// A client that has not enough descriptors is told so, and ends: its request does not count as one that
+// was lost on the way.
+func TestRDMACMFewDescriptors(t *testing.T) {
+	program(t, "rping", "rdmacm-utils")
+	program(t, "prlimit", "util-linux")
+	for _, n := range []int{24, 28, 31, 33} { // each lacks them at another step
+		t.Run(fmt.Sprint(n), func(t *testing.T) {
+			t.Parallel()
+			ctx, cancel := context.WithTimeout(context.Background(), patience)
+			defer cancel()
+			addr, other := address(), address()
+			s := start(ctx, t, side{args: []string{"rping", "-s", "-a", addr}, env: []string{"VERBENA_ADDR=" + addr}})
+			newProber(t, netip.MustParseAddr(address())).await(t, s, cma.PSTCP, netip.MustParseAddrPort(addr+":7174"))
+			c := start(ctx, t, side{args: []string{"rping", "-c", "-C", "5", "-a", addr}, env: []string{"VERBENA_ADDR=" + other},
+				wrap: []string{"prlimit", fmt.Sprintf("--nofile=%d", n)}})
+			<-c.done
+			if ctx.Err() != nil || c.err == nil || !regexp.MustCompile(`(?i)RDMA_CM_EVENT_ADDR_ERROR|failed: 24|too many open files`).MatchString(c.out.String()) {
+				t.Errorf("with %d descriptors it ends with %v (%v) and says\n%s", n, c.err, ctx.Err(), c.out.String())
+			}
+		})
+	}
+}
+
 // qperf's sides first talk by TCP. Up to version 0.4.11 its server tells the client the port before it
 // listens there: a client that is faster is refused.
 func TestRDMACMQperf(t *testing.T) {
