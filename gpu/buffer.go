@@ -35,9 +35,10 @@ func (d *Device) Alloc(n uint64) (*Buffer, error) { return d.AllocWith(n, AllocO
 // the part of VRAM that the BAR shows is full.
 func (d *Device) AllocWith(n uint64, opts AllocOptions) (*Buffer, error) {
 	const op = "gpu_alloc"
-	if err := d.ok(op); err != nil {
+	if err := d.begin(op, 1); err != nil {
 		return nil, err
 	}
+	defer d.card.unuse()
 	o, err := d.card.newObject(op, n, opts)
 	if err != nil {
 		return nil, err

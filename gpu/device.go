@@ -110,7 +110,7 @@ type card struct {
 	engine     engine
 
 	devices int          // guarded by cards.mu
-	uses    atomic.Int64 // devices, objects that have memory, and mappings by importers: the memory stays as long
+	uses    atomic.Int64 // devices, objects that have memory, mappings by importers, and calls: the memory stays as long
 	bar     atomic.Uint64
 
 	mu        sync.Mutex // guards what follows, and the heaps' spaces
@@ -284,7 +284,11 @@ func (d *Device) Close() error {
 }
 
 // ok returns an error if the device is closed.
-func (d *Device) ok(op string) error {
+func (d *Device) ok(op string) error { return d.begin(op, 0) }
+
+// begin is ok for calls that use the card's memory and hold no object of it. With uses 1 the memory stays until they call
+// unuse of the card, also if the device is closed meanwhile.
+func (d *Device) begin(op string, uses int64) error {
 	if d == nil {
 		return ib.Errorf(op, syscall.EINVAL, "nil device")
 	}
@@ -293,6 +297,7 @@ func (d *Device) ok(op string) error {
 	if d.closed {
 		return fail(op, ErrClosed, "%s", d.card.name)
 	}
+	d.card.uses.Add(uses)
 	return nil
 }
 

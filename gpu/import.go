@@ -33,9 +33,10 @@ type imported struct {
 // Errors: the exporter's; [ErrClosed]; EINVAL if the dma-buf is released.
 func (d *Device) Import(buf *dmabuf.Buffer) (*Buffer, error) {
 	const op = "gpu_import"
-	if err := d.ok(op); err != nil {
+	if err := d.begin(op, 1); err != nil {
 		return nil, err
 	}
+	defer d.card.unuse()
 	if buf == nil {
 		return nil, ib.Errorf(op, syscall.EINVAL, "nil dma-buf")
 	}

@@ -1,9 +1,42 @@
 package gpu
 
 import (
+	"errors"
 	"sync"
 	"testing"
 )
+
+// TestCloseAmidAlloc closes a GPU while other goroutines allocate memory of it: what they have under way is finished or
+// refused, and the GPU's memory stays until then.
+func TestCloseAmidAlloc(t *testing.T) {
+	for range 100 {
+		d := must[*Device](t)(Open("soft:0", &Config{VRAM: 4 * mib}))
+		var group sync.WaitGroup
+		begun := make(chan struct{}, 2)
+		for range 2 {
+			group.Go(func() {
+				for i := 0; ; i++ {
+					if i == 8 {
+						begun <- struct{}{}
+					}
+					b, err := d.Alloc(mib - 1)
+					if err == nil {
+						_, err = b.WriteAt([]byte{1}, 5)
+						_ = b.Free() // the device may have
+					}
+					if err != nil && !errors.Is(err, ErrFreed) {
+						wantErr(t, "Alloc amid Close", err, ErrClosed)
+						return
+					}
+				}
+			})
+		}
+		<-begun
+		<-begun
+		check(t, d.Close())
+		group.Wait()
+	}
+}
 
 // TestFreeAmidPin frees a Buffer while another goroutine pins and maps it. No pin outlives the Buffer: the object, of
 // which there is another Buffer or none, can move.
