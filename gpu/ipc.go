@@ -133,15 +133,11 @@ func (s *ipcServer) accept(l *net.UnixListener) {
 			time.Sleep(10 * time.Millisecond) // descriptors have run out, perhaps for a moment
 			continue
 		}
-		select {
-		case s.slots <- struct{}{}:
-			go func() {
-				defer func() { <-s.slots }()
-				s.serve(c)
-			}()
-		default:
-			_ = c.Close() // too many
-		}
+		s.slots <- struct{}{} // those behind it wait to be accepted: a process that is refused would take this one for dead
+		go func() {
+			defer func() { <-s.slots }()
+			s.serve(c)
+		}()
 	}
 }
 

@@ -396,3 +396,44 @@ func TestImportMovesAmidOperations(t *testing.T) {
 	t.Logf("%s moves", out.Text())
 	check(t, b.Free())
 }
+
+// TestManyOpenAtOnce opens a handle while the process of the memory already serves as many others as it does at once: it
+// waits for its turn.
+func TestManyOpenAtOnce(t *testing.T) {
+	d := open(t, "soft:0", Config{VRAM: 4 * mib})
+	b := alloc(t, d, 8192)
+	h := must[IPCHandle](t)(b.IPCHandle())
+	var others []*net.UnixConn
+	for range maxIPC {
+		c := must[*net.UnixConn](t)(net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: ipcName(h[8:24]), Net: "unixpacket"}))
+		others = append(others, c)
+	}
+	ipc.mu.Lock()
+	slots := ipc.slots
+	ipc.mu.Unlock()
+	eventually(t, "all others are served", func() bool { return len(slots) == maxIPC })
+	done := make(chan error)
+	go func() {
+		fd, _, n, err := askFor("test", h[8:24], binary.LittleEndian.Uint64(h[24:]))
+		if err == nil {
+			err = sys.CloseFD(fd)
+		}
+		if n != 8192 {
+			err = errors.Join(err, fmt.Errorf("%d bytes", n))
+		}
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		t.Errorf("the handle was answered before its turn: %v", err)
+	case <-time.After(50 * time.Millisecond): // it may take its time
+		for _, c := range others {
+			check(t, c.Close())
+		}
+		check(t, <-done)
+	}
+	for _, c := range others {
+		_ = c.Close() // again, if all went well
+	}
+	check(t, b.Free())
+}
