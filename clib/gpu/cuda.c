@@ -385,6 +385,10 @@ static void end(struct context *c)
 {
 	vcu_drain(c, true); /* errors of operations have no reader any more */
 	pthread_mutex_lock(&vcu_lock);
+	if (c->retained) { /* a primary context that another thread has retained meanwhile */
+		pthread_mutex_unlock(&vcu_lock);
+		return;
+	}
 	c->destroyed = true;
 	struct row *streams = take(&vcu_streams, c, offsetof(struct stream, ctx));
 	struct row *events = take(&vcu_events, c, offsetof(struct event, ctx));

@@ -709,6 +709,46 @@ static void *one_thread(void *arg)
 	return NULL;
 }
 
+/* A primary context is retained by one thread while another one is still in its last release. */
+static void until(void *flag)
+{
+	while (!__atomic_load_n((int *)flag, __ATOMIC_ACQUIRE))
+		usleep(1000);
+}
+
+static void *release_primary(void *arg)
+{
+	(void)arg;
+	OK(cuDevicePrimaryCtxRelease(0));
+	return NULL;
+}
+
+static void retained_meanwhile(CUcontext before)
+{
+	CUcontext c, again;
+	CUstream s;
+	pthread_t t;
+	unsigned flags;
+	int go = 0, active = 1;
+	OK(cuDevicePrimaryCtxRetain(&c, 0));
+	OK(cuCtxSetCurrent(c));
+	OK(cuStreamCreate(&s, CU_STREAM_NON_BLOCKING));
+	OK(cuLaunchHostFunc(s, until, &go));
+	WANT(!pthread_create(&t, NULL, release_primary, NULL));
+	while (active) /* then the release waits for the stream */
+		OK(cuDevicePrimaryCtxGetState(0, &flags, &active));
+	OK(cuDevicePrimaryCtxRetain(&again, 0));
+	WANT(again == c);
+	CUdeviceptr d = alloc(4096);
+	__atomic_store_n(&go, 1, __ATOMIC_RELEASE);
+	WANT(!pthread_join(t, NULL));
+	OK(cuMemsetD8(d, 1, 4096));
+	OK(cuStreamDestroy(s));
+	OK(cuDevicePrimaryCtxRelease(0));
+	IS(cuMemsetD8(d, 1, 4096), CUDA_ERROR_CONTEXT_IS_DESTROYED);
+	OK(cuCtxSetCurrent(before));
+}
+
 static void threads(CUcontext c)
 {
 	pthread_t t[4];
@@ -840,6 +880,7 @@ int main(int argc, char **argv)
 	processes(from[0], to[1], pid);
 	contexts(c);
 	threads(c);
+	retained_meanwhile(c);
 	random_calls(strtoull(argv[1], NULL, 10), atoi(argv[2]));
 	names();
 	forked();
