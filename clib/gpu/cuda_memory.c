@@ -51,13 +51,13 @@ void vcu_release_memory(struct memory *m)
 	verbena_gpu_free(AT(m->row.key));
 }
 
-/* leave frees memory of some kinds by its address. */
+/* leave frees memory of some kinds by its address, when it was opened no more often. */
 static CUresult leave(uintptr_t addr, unsigned int kinds)
 {
 	pthread_mutex_lock(&vcu_lock);
 	struct memory *m = (struct memory *)vcu_find(&vcu_memory, addr);
 	bool good = m && kinds >> m->kind & 1;
-	if (good) {
+	if (good && --m->opened == 0) {
 		vcu_remove(&vcu_memory, &m->row);
 		vcu_release_memory(m);
 		free(m);
@@ -503,11 +503,5 @@ CUresult cuIpcOpenMemHandle(CUdeviceptr *addr, CUipcMemHandle handle, unsigned i
 CUresult cuIpcCloseMemHandle(CUdeviceptr addr)
 {
 	CUresult r = vcu_ready();
-	if (r)
-		return r;
-	pthread_mutex_lock(&vcu_lock);
-	struct memory *m = (struct memory *)vcu_find(&vcu_memory, addr);
-	bool more = m && m->kind == VERBENA_GPU_IMPORTED && --m->opened > 0;
-	pthread_mutex_unlock(&vcu_lock);
-	return more ? CUDA_SUCCESS : leave(addr, 1U << VERBENA_GPU_IMPORTED);
+	return r ? r : leave(addr, 1U << VERBENA_GPU_IMPORTED);
 }

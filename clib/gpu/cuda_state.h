@@ -42,7 +42,7 @@ struct memory {
 	size_t size; /* as it was asked for */
 	int kind;    /* VERBENA_GPU_* */
 	unsigned int flags;
-	unsigned int opened; /* of VERBENA_GPU_IMPORTED: how often */
+	unsigned int opened; /* how often; of others than VERBENA_GPU_IMPORTED 1 */
 	struct context *ctx;
 	uint64_t id;	       /* no other memory of the process gets it */
 	bool shared;	       /* handle is valid */
