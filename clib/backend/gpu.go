@@ -324,11 +324,11 @@ func errnoFor(err error) C.int64_t {
 
 //export vbe_gpu_copy
 func vbe_gpu_copy(stream, to, from, n, function, arg C.uint64_t) C.int64_t {
-	if n == 0 {
-		if function != 0 {
-			C.call_gpu(function, arg, 0)
-		}
+	if n == 0 && function == 0 {
 		return 0
+	}
+	if n == 0 { // the function is called by another thread, as always: it may start the next copy
+		return result(perform(0, 0, func(*gpu.Stream) error { return nil }, function, arg))
 	}
 	dst, card, done, err := memAt(uint64(to), uint64(n))
 	if err != nil {

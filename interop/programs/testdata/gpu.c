@@ -101,6 +101,19 @@ static void await(int *what)
 		usleep(100);
 }
 
+/* empty copies one after the other: each one's end starts the next, by another thread than the one that has asked. */
+static void next_empty(void *arg, int error)
+{
+	int *left = arg;
+	WANT(!error);
+	if (*left > 1) {
+		--*left;
+		WANT(!verbena_gpu_copy_then(there, here, 0, next_empty, left));
+	} else {
+		__atomic_store_n(left, 0, __ATOMIC_RELEASE);
+	}
+}
+
 /* hold keeps a stream busy until *arg is set. */
 static void hold(void *arg, int error)
 {
@@ -137,6 +150,10 @@ static void in_order(void)
 	await(&copied);
 	WANT(copied == 1 && !memcmp(here, there, N));
 	WANT(verbena_gpu_copy_then(there, a, N, note, &copied) == -EFAULT);
+	int left = 100000;
+	WANT(!verbena_gpu_copy_then(there, here, 0, next_empty, &left));
+	while (__atomic_load_n(&left, __ATOMIC_ACQUIRE))
+		usleep(1000);
 	WANT(verbena_gpu_stream_copy(s, a, here, 1) == -EFAULT && verbena_gpu_stream_copy(~s, b, here, 1) == -EINVAL);
 	WANT(!verbena_gpu_stream_destroy(s) && verbena_gpu_stream_destroy(s) == -EINVAL && verbena_gpu_stream_sync(s) == -EINVAL);
 	WANT(!verbena_gpu_stream_destroy(other) && verbena_gpu_event_record(e[0], other) == -EINVAL);
