@@ -43,12 +43,15 @@ func (c *Costs) check(op string) error {
 	return nil
 }
 
+// longest is what bytes take at most.
+const longest = 1000 * time.Hour
+
 // of returns what n bytes take.
 func (c Cost) of(n uint64) time.Duration {
 	if c.Bandwidth == 0 {
 		return c.Latency
 	}
-	return c.Latency + time.Duration(float64(n)/float64(c.Bandwidth)*float64(time.Second))
+	return c.Latency + time.Duration(min(float64(n)/float64(c.Bandwidth)*float64(time.Second), float64(longest)))
 }
 
 // spend waits until what n bytes cost has passed since start.

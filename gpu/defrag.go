@@ -121,6 +121,8 @@ func (d *Device) ResizeBAR(size uint64) error {
 	if err != nil {
 		return err
 	}
+	c.resizing.Lock()
+	defer c.resizing.Unlock()
 	old := c.bar.Swap(limit) // from now on nothing new is shown beyond
 	if limit >= old {
 		return nil

@@ -113,6 +113,8 @@ type card struct {
 	uses    atomic.Int64 // devices, objects that have memory, mappings by importers, and calls: the memory stays as long
 	bar     atomic.Uint64
 
+	resizing sync.Mutex // held while bar changes: guards against a second change meanwhile
+
 	mu        sync.Mutex // guards what follows, and the heaps' spaces
 	addresses spaces     // what of space is free
 	objects   []*object  // in the order of their addresses

@@ -1,6 +1,7 @@
 package gpu
 
 import (
+	"reflect"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -89,7 +90,7 @@ func (e *Event) Elapsed(later *Event) (time.Duration, error) {
 //
 // Errors: [ErrClosed]; EINVAL for no fence.
 func (s *Stream) Wait(f Fence) error {
-	if f == nil {
+	if isNil(f) {
 		return ib.Errorf("gpu_wait", syscall.EINVAL, "no fence")
 	}
 	return s.submit(&operation{name: "gpu_wait", wait: f})
@@ -101,7 +102,7 @@ func (s *Stream) Wait(f Fence) error {
 // Errors: [ErrDeadlock] if the fence can never be signalled, as something in front waits, by whatever detours, for
 // this signal; [ErrClosed]; EINVAL for no fence.
 func (s *Stream) Signal(f Fence) error {
-	if f == nil {
+	if isNil(f) {
 		return ib.Errorf("gpu_signal", syscall.EINVAL, "no fence")
 	}
 	return s.submit(&operation{name: "gpu_signal", signal: f})
@@ -114,4 +115,10 @@ func (s *Stream) Call(do func(error)) error {
 		return ib.Errorf("gpu_call", syscall.EINVAL, "no function")
 	}
 	return s.submit(&operation{name: "gpu_call", call: do})
+}
+
+// isNil reports whether there is no fence: neither a value nor what it points to.
+func isNil(f Fence) bool {
+	v := reflect.ValueOf(f)
+	return !v.IsValid() || v.Kind() == reflect.Pointer && v.IsNil()
 }

@@ -261,6 +261,9 @@ func (d *Device) importPart(buf *dmabuf.Buffer, off, n uint64) (*Buffer, error) 
 // askFor asks a process for the memory of a handle.
 func askFor(op string, token []byte, id uint64) (fd int, off, n uint64, err error) {
 	c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: ipcName(token), Net: "unixpacket"})
+	if errno := syscall.ECONNREFUSED; errors.As(err, &errno) && errno != syscall.ECONNREFUSED {
+		return -1, 0, 0, ib.Errorf(op, errno, "the process of the memory is not asked: %v", err)
+	}
 	if err != nil {
 		return -1, 0, 0, fail(op, ErrDead, "%v", err)
 	}

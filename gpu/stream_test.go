@@ -133,6 +133,8 @@ func TestBadOperations(t *testing.T) {
 		"type":          {s.Reduce(b.At(0, 4), b.At(0, 8), 7), syscall.EINVAL},
 		"long checksum": {s.Checksum(b.At(0, 8), b.At(0, 8)), syscall.EINVAL},
 		"no fence":      {s.Wait(nil), syscall.EINVAL},
+		"no event":      {s.Wait((*Event)(nil)), syscall.EINVAL},
+		"no event's":    {s.Signal((*NamedFence)(nil)), syscall.EINVAL},
 		"no signal":     {s.Signal(nil), syscall.EINVAL},
 		"no function":   {s.Call(nil), syscall.EINVAL},
 	} {
@@ -323,6 +325,13 @@ func TestDeadlock(t *testing.T) {
 	check(t, b.Signal(p))    // never, but there is another
 	gate.Signal(nil)
 	check(t, b.Sync(longTime(t)))
+}
+
+// TestCostsDoNotWrap: a bandwidth that is next to nothing.
+func TestCostsDoNotWrap(t *testing.T) {
+	if d := (Cost{Bandwidth: 1}).of(math.MaxUint64); d != longest {
+		t.Errorf("so many bytes take %v", d)
+	}
 }
 
 // TestCosts: an operation takes as long as it costs.

@@ -44,7 +44,7 @@ func refusals() (rows []*testCase) {
 		rows = append(rows, everyWay(c.testCase, c.run)...)
 	}
 	for _, family := range bothFamilies {
-		rows = append(rows, &testCase{name: "cm/native/" + family, family: family, short: family == "v4", run: (*scene).nativeAddresses})
+		rows = append(rows, &testCase{name: "cm/native/" + family + "/we", family: family, short: family == "v4", run: (*scene).nativeAddresses})
 	}
 	return rows
 }
