@@ -93,9 +93,8 @@ func TestKernelFDRefused(t *testing.T) {
 		e.end()
 	}
 	check(t, sys.CloseFD(loose))
-	if after := openFDs(t); after != before {
-		t.Errorf("%d descriptors before, %d after", before, after)
-	}
+	// Those of tests before may be closed meanwhile.
+	eventually(t, "no descriptors are left", func() bool { return openFDs(t) <= before })
 }
 
 // needUDMABuf skips a test where the kernel makes no dma-bufs of memory files.
@@ -238,7 +237,7 @@ func TestKernelFD(t *testing.T) {
 		check(t, child.Wait())
 		free(t, m, data)
 		check(t, m.Close())
-		eventually(t, "no descriptors are left", func() bool { return openFDs(t) == before })
+		eventually(t, "no descriptors are left", func() bool { return openFDs(t) <= before })
 	}
 }
 
