@@ -142,7 +142,7 @@ func (t *Table) Len() uint64 {
 func (t *Table) Part(off, n uint64) *Table {
 	part := &Table{}
 	if t.files != nil {
-		part.files = &files{fds: t.files.fds, place: t.files.place}
+		part.files = &files{fds: t.files.fds, place: t.files.place, shown: t.files.shown}
 	}
 	start := uint64(0)
 	for i, s := range t.segments {

@@ -79,4 +79,18 @@ func TestFileTablePart(t *testing.T) {
 	if f := table.Part(30, 5).files; !slices.Equal(f.segments, []fileExtent{{0, extent{3000, 5}}}) {
 		t.Errorf("the last part lies at %v", f.segments)
 	}
+
+	// The exporter hears that another process gets a part of its memory: it does not use the place again.
+	m, err := Alloc(MemoryConfig{Size: 2 * 4096})
+	check(t, err)
+	locked(m.Buffer().Reservation(), func() {
+		whole, err := m.mapping(nil, Bidirectional)
+		check(t, err)
+		whole.Part(4096, 4096).files.show()
+		if !m.place.shown.Load() {
+			t.Error("the memory does not know that a part of it was shown")
+		}
+		m.unmap(nil, whole, Bidirectional)
+	})
+	check(t, m.Close())
 }
