@@ -85,10 +85,13 @@ func (g *gpus) request(op verbs.Opcode, off int, mr *verbs.MR) error {
 	return err
 }
 
-// written has fresh data written into memory of the second GPU.
-func (g *gpus) written(mr *verbs.MR) (data []byte, err error) {
+// written makes a GPU's memory, registers it with the second device, and has the first one write to it.
+func (g *gpus) written() (b *gpu.Buffer, mr *verbs.MR, data []byte, err error) {
+	if b, mr, err = g.reg(g.lab.b, g.far, half); err != nil {
+		return nil, nil, nil, err
+	}
 	data = bytes.Clone(g.source(g.lab.a, half))
-	return data, g.request(verbs.OpRDMAWrite, 0, mr)
+	return b, mr, data, g.request(verbs.OpRDMAWrite, 0, mr)
 }
 
 // reads has the memory read by the peer, and compares.
@@ -102,11 +105,7 @@ func (g *gpus) reads(mr *verbs.MR, want []byte) error {
 
 func vramStep(l *lab) (string, error) {
 	return withGPUs(l, gpu.Config{}, func(g *gpus) (string, error) {
-		b, mr, err := g.reg(l.b, g.far, half)
-		if err != nil {
-			return "", err
-		}
-		data, err := g.written(mr)
+		b, mr, data, err := g.written()
 		if err != nil {
 			return "", err
 		}
@@ -128,11 +127,7 @@ func vramStep(l *lab) (string, error) {
 // vramEvictStep fills the VRAM, so that an object is evicted while its region stays.
 func vramEvictStep(l *lab) (string, error) {
 	return withGPUs(l, gpu.Config{}, func(g *gpus) (string, error) {
-		b, mr, err := g.reg(l.b, g.far, half)
-		if err != nil {
-			return "", err
-		}
-		data, err := g.written(mr)
+		b, mr, data, err := g.written()
 		if err != nil {
 			return "", err
 		}
@@ -295,11 +290,7 @@ func barStep(l *lab) (string, error) {
 // noPeerStep has a device without a way to the GPU register its memory.
 func noPeerStep(l *lab) (string, error) {
 	return withGPUs(l, gpu.Config{Distance: func(any) int { return -1 }}, func(g *gpus) (string, error) {
-		b, mr, err := g.reg(l.b, g.far, half)
-		if err != nil {
-			return "", err
-		}
-		data, err := g.written(mr)
+		b, mr, data, err := g.written()
 		if err != nil {
 			return "", err
 		}
@@ -333,11 +324,8 @@ func circleStep(l *lab) (string, error) {
 
 func vramFreeStep(l *lab) (string, error) {
 	return withGPUs(l, gpu.Config{}, func(g *gpus) (string, error) {
-		b, mr, err := g.reg(l.b, g.far, half)
+		b, mr, _, err := g.written()
 		if err != nil {
-			return "", err
-		}
-		if _, err := g.written(mr); err != nil {
 			return "", err
 		}
 		if err := b.Free(); err != nil {
