@@ -57,8 +57,8 @@ func TestRemoteOpsRevoked(t *testing.T) {
 }
 
 // Importers are stopped, go on, and are killed at any moment, while the exporter moves and evicts the
-// buffer. Nobody who was killed is waited for, who is stopped delays a move by its context and no more,
-// and every addition that an importer has reported is there.
+// buffer. The exporter does not wait for an importer that was killed. One that is stopped delays a move until
+// the move's context ends, and no longer. Every addition that an importer has reported is there.
 func TestRemoteOpsStorm(t *testing.T) {
 	rng := random(t)
 	e := newFileExporter(t, unix.F_SEAL_SHRINK, (*filePlace).table)
