@@ -390,20 +390,20 @@ static void end(struct context *c)
 		return;
 	}
 	c->destroyed = true;
-	struct row *streams = take(&vcu_streams, c, offsetof(struct stream, ctx));
-	struct row *events = take(&vcu_events, c, offsetof(struct event, ctx));
+	struct row *streams = take(&vcu_streams, c, offsetof(struct item, ctx));
+	struct row *events = take(&vcu_events, c, offsetof(struct item, ctx));
 	struct row *memory = take(&vcu_memory, c, offsetof(struct memory, ctx));
 	uint64_t own = c->stream;
 	pthread_mutex_unlock(&vcu_lock);
 	for (struct row *r = streams, *next; r; r = next) {
 		next = (struct row *)r->key;
-		verbena_gpu_stream_destroy(((struct stream *)r)->handle);
+		verbena_gpu_stream_destroy(((struct item *)r)->handle);
 		free(r);
 	}
 	verbena_gpu_stream_destroy(own);
 	for (struct row *r = events, *next; r; r = next) {
 		next = (struct row *)r->key;
-		verbena_gpu_event_destroy(((struct event *)r)->handle);
+		verbena_gpu_event_destroy(((struct item *)r)->handle);
 		free(r);
 	}
 	for (struct row *r = memory, *next; r; r = next) {

@@ -49,14 +49,8 @@ struct memory {
 	CUipcMemHandle handle; /* of shared or imported memory */
 };
 
-struct stream {
-	struct row row;
-	struct context *ctx;
-	unsigned int flags;
-	uint64_t handle; /* verbena/gpu.h's */
-};
-
-struct event {
+/* A stream or an event. */
+struct item {
 	struct row row;
 	struct context *ctx;
 	unsigned int flags;

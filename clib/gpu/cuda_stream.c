@@ -4,6 +4,58 @@
  */
 #include "cuda_state.h"
 
+/* Streams and events. */
+
+/* enter enters a stream or an event, which destroy destroys, in its table. */
+static CUresult enter(struct table *t, struct context *c, unsigned int flags, uint64_t handle, int (*destroy)(uint64_t), uintptr_t *key)
+{
+	struct item *i = calloc(1, sizeof *i);
+	pthread_mutex_lock(&vcu_lock);
+	if (i)
+		*i = (struct item){.row.key = vcu_number(), .ctx = c, .flags = flags, .handle = handle};
+	bool in = i && !c->destroyed && vcu_add(t, &i->row);
+	if (in)
+		*key = i->row.key;
+	pthread_mutex_unlock(&vcu_lock);
+	if (in)
+		return CUDA_SUCCESS;
+	destroy(handle);
+	free(i);
+	return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+/* look finds a stream or an event. */
+static CUresult look(const struct table *t, uintptr_t key, struct item *found)
+{
+	CUresult r = vcu_ready();
+	if (r)
+		return r;
+	pthread_mutex_lock(&vcu_lock);
+	struct item *i = (struct item *)vcu_find(t, key);
+	if (i)
+		*found = *i;
+	pthread_mutex_unlock(&vcu_lock);
+	return i ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+
+/* leave destroys a stream or an event. */
+static CUresult leave(struct table *t, uintptr_t key, int (*destroy)(uint64_t))
+{
+	CUresult r = vcu_ready();
+	if (r)
+		return r;
+	pthread_mutex_lock(&vcu_lock);
+	struct item *i = (struct item *)vcu_find(t, key);
+	if (i)
+		vcu_remove(t, &i->row);
+	pthread_mutex_unlock(&vcu_lock);
+	if (!i)
+		return CUDA_ERROR_INVALID_HANDLE;
+	destroy(i->handle); /* errors of operations have no reader any more */
+	free(i);
+	return CUDA_SUCCESS;
+}
+
 /* Streams. */
 
 /* lane is where a call queues its operation. */
@@ -22,7 +74,7 @@ CUresult vcu_drain(struct context *c, bool all)
 	uint64_t *handles = malloc((vcu_streams.n + 1) * sizeof *handles);
 	size_t n = 0;
 	for (size_t i = 0; handles && i < vcu_streams.n; i++) {
-		struct stream *s = (struct stream *)vcu_streams.rows[i];
+		struct item *s = (struct item *)vcu_streams.rows[i];
 		if (s->ctx == c && (all || !(s->flags & CU_STREAM_NON_BLOCKING)))
 			handles[n++] = s->handle;
 	}
@@ -51,12 +103,10 @@ static CUresult choose(CUstream stream, struct lane *l)
 		}
 		return r;
 	}
-	pthread_mutex_lock(&vcu_lock);
-	struct stream *s = (struct stream *)vcu_find(&vcu_streams, (uintptr_t)stream);
-	if (s)
-		*l = (struct lane){.ctx = s->ctx, .handle = s->handle};
-	pthread_mutex_unlock(&vcu_lock);
-	return s ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+	struct item i = {0};
+	if ((r = look(&vcu_streams, (uintptr_t)stream, &i)) == CUDA_SUCCESS)
+		*l = (struct lane){.ctx = i.ctx, .handle = i.handle};
+	return r;
 }
 
 /* before is called before an operation is queued, and after when it was. */
@@ -71,47 +121,22 @@ CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned int flags, int pr
 {
 	struct context *c;
 	uint64_t handle = 0;
+	uintptr_t key = 0;
 	CUresult r = vcu_current(&c);
 	(void)priority; /* a number outside the range is made the nearest one, and there is one only */
 	if (r || !stream || flags & ~(unsigned int)CU_STREAM_NON_BLOCKING)
 		return r ? r : CUDA_ERROR_INVALID_VALUE;
-	struct stream *s = calloc(1, sizeof *s);
-	int e = s ? verbena_gpu_stream_create(c->dev, &handle) : -ENOMEM;
-	if (e < 0) {
-		free(s);
+	int e = verbena_gpu_stream_create(c->dev, &handle);
+	if (e < 0)
 		return vcu_result(e);
-	}
-	pthread_mutex_lock(&vcu_lock);
-	*s = (struct stream){.row.key = vcu_number(), .ctx = c, .flags = flags, .handle = handle};
-	bool in = !c->destroyed && vcu_add(&vcu_streams, &s->row);
-	if (in)
-		*stream = (CUstream)s->row.key;
-	pthread_mutex_unlock(&vcu_lock);
-	if (in)
-		return CUDA_SUCCESS;
-	verbena_gpu_stream_destroy(handle);
-	free(s);
-	return CUDA_ERROR_OUT_OF_MEMORY;
+	if ((r = enter(&vcu_streams, c, flags, handle, verbena_gpu_stream_destroy, &key)) == CUDA_SUCCESS)
+		*stream = (CUstream)key;
+	return r;
 }
 
 CUresult cuStreamCreate(CUstream *stream, unsigned int flags) { return cuStreamCreateWithPriority(stream, flags, 0); }
 
-CUresult cuStreamDestroy(CUstream stream)
-{
-	CUresult r = vcu_ready();
-	if (r)
-		return r;
-	pthread_mutex_lock(&vcu_lock);
-	struct stream *s = (struct stream *)vcu_find(&vcu_streams, (uintptr_t)stream);
-	if (s)
-		vcu_remove(&vcu_streams, &s->row);
-	pthread_mutex_unlock(&vcu_lock);
-	if (!s)
-		return CUDA_ERROR_INVALID_HANDLE;
-	verbena_gpu_stream_destroy(s->handle); /* errors of operations have no reader any more */
-	free(s);
-	return CUDA_SUCCESS;
-}
+CUresult cuStreamDestroy(CUstream stream) { return leave(&vcu_streams, (uintptr_t)stream, verbena_gpu_stream_destroy); }
 
 CUresult cuStreamSynchronize(CUstream stream)
 {
@@ -128,7 +153,7 @@ CUresult cuStreamQuery(CUstream stream)
 		return r ? r : vcu_result(verbena_gpu_stream_query(l.handle));
 	pthread_mutex_lock(&vcu_lock);
 	for (size_t i = 0; !r && i < vcu_streams.n; i++) {
-		struct stream *s = (struct stream *)vcu_streams.rows[i];
+		struct item *s = (struct item *)vcu_streams.rows[i];
 		if (s->ctx == l.ctx && !(s->flags & CU_STREAM_NON_BLOCKING))
 			r = vcu_result(verbena_gpu_stream_query(s->handle));
 	}
@@ -152,10 +177,9 @@ CUresult cuStreamGetFlags(CUstream stream, unsigned int *flags)
 	CUresult r = choose(stream, &l);
 	if (r || !flags)
 		return r ? r : CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&vcu_lock);
-	struct stream *s = (struct stream *)vcu_find(&vcu_streams, (uintptr_t)stream);
-	*flags = s ? s->flags : CU_STREAM_DEFAULT;
-	pthread_mutex_unlock(&vcu_lock);
+	struct item i = {0}; /* of the default stream, which is in no table: CU_STREAM_DEFAULT */
+	look(&vcu_streams, (uintptr_t)stream, &i);
+	*flags = i.flags;
 	return CUDA_SUCCESS;
 }
 
@@ -314,64 +338,28 @@ CUresult cuEventCreate(CUevent *event, unsigned int flags)
 {
 	struct context *c;
 	uint64_t handle = 0;
+	uintptr_t key = 0;
 	CUresult r = vcu_current(&c);
 	if (r || !event || flags & ~(unsigned int)(CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS))
 		return r ? r : CUDA_ERROR_INVALID_VALUE;
 	if (flags & CU_EVENT_INTERPROCESS)
 		return CUDA_ERROR_NOT_SUPPORTED;
-	struct event *e = calloc(1, sizeof *e);
-	int error = e ? verbena_gpu_event_create(&handle) : -ENOMEM;
-	if (error < 0) {
-		free(e);
-		return vcu_result(error);
-	}
-	pthread_mutex_lock(&vcu_lock);
-	*e = (struct event){.row.key = vcu_number(), .ctx = c, .flags = flags, .handle = handle};
-	bool in = !c->destroyed && vcu_add(&vcu_events, &e->row);
-	if (in)
-		*event = (CUevent)e->row.key;
-	pthread_mutex_unlock(&vcu_lock);
-	if (in)
-		return CUDA_SUCCESS;
-	verbena_gpu_event_destroy(handle);
-	free(e);
-	return CUDA_ERROR_OUT_OF_MEMORY;
+	int e = verbena_gpu_event_create(&handle);
+	if (e < 0)
+		return vcu_result(e);
+	if ((r = enter(&vcu_events, c, flags, handle, verbena_gpu_event_destroy, &key)) == CUDA_SUCCESS)
+		*event = (CUevent)key;
+	return r;
 }
 
 /* of finds an event. */
-static CUresult of(CUevent event, struct event *found)
-{
-	CUresult r = vcu_ready();
-	if (r)
-		return r;
-	pthread_mutex_lock(&vcu_lock);
-	struct event *e = (struct event *)vcu_find(&vcu_events, (uintptr_t)event);
-	if (e)
-		*found = *e;
-	pthread_mutex_unlock(&vcu_lock);
-	return e ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
-}
+static CUresult of(CUevent event, struct item *found) { return look(&vcu_events, (uintptr_t)event, found); }
 
-CUresult cuEventDestroy(CUevent event)
-{
-	CUresult r = vcu_ready();
-	if (r)
-		return r;
-	pthread_mutex_lock(&vcu_lock);
-	struct event *e = (struct event *)vcu_find(&vcu_events, (uintptr_t)event);
-	if (e)
-		vcu_remove(&vcu_events, &e->row);
-	pthread_mutex_unlock(&vcu_lock);
-	if (!e)
-		return CUDA_ERROR_INVALID_HANDLE;
-	verbena_gpu_event_destroy(e->handle);
-	free(e);
-	return CUDA_SUCCESS;
-}
+CUresult cuEventDestroy(CUevent event) { return leave(&vcu_events, (uintptr_t)event, verbena_gpu_event_destroy); }
 
 CUresult cuEventRecord(CUevent event, CUstream stream)
 {
-	struct event e;
+	struct item e;
 	struct lane l = {0};
 	CUresult r = of(event, &e);
 	if (r || (r = choose(stream, &l)))
@@ -383,7 +371,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream)
 
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags)
 {
-	struct event e;
+	struct item e;
 	struct lane l = {0};
 	if (flags & ~1U)
 		return CUDA_ERROR_INVALID_VALUE;
@@ -395,21 +383,21 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags)
 
 CUresult cuEventSynchronize(CUevent event)
 {
-	struct event e;
+	struct item e;
 	CUresult r = of(event, &e);
 	return r ? r : vcu_result(verbena_gpu_event_sync(e.handle));
 }
 
 CUresult cuEventQuery(CUevent event)
 {
-	struct event e;
+	struct item e;
 	CUresult r = of(event, &e);
 	return r ? r : vcu_result(verbena_gpu_event_query(e.handle));
 }
 
 CUresult cuEventElapsedTime(float *ms, CUevent from, CUevent to)
 {
-	struct event a, b;
+	struct item a, b;
 	int64_t ns = 0;
 	CUresult r = of(from, &a);
 	if (r || (r = of(to, &b)) || !ms)
