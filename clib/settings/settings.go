@@ -36,6 +36,7 @@ var Vars = []Var{
 	{"VERBENA_DRM", "amdgpu, where no real node is", "The graphics device that \"verbena exec\" shows as /dev/dri/renderD128 and card0, for programs that make dma-bufs with one: amdgpu or i915 (also in the place of a real one), off."},
 	{"VERBENA_PEER_MEM", "none", "Shared objects with PeerDirect clients (verbena/peer_mem.h), separated by colons: they are asked for addresses that are no memory of the program."},
 	{"VERBENA_GPU", "count=1,vram=1G,bar=full", "The software GPUs that \"verbena exec --gpu\" shows: how many (1 to 64), and of each the bytes of VRAM and those that the CPU and other devices reach (bar: full, or a power of two), with K, M or G behind the number."},
+	{"VERBENA_CUDA", "memory of the driver's libcuda is registered", "How memory of CUDA is registered if the program has loaded libcuda, words separated by commas: peermem (programs see /sys/module/nvidia_peermem/version, by which some find that addresses can be registered), off (only memory of software GPUs is), driver (software GPUs' libcuda is used as that of the driver is, to test this)."},
 	{"VERBENA_SCATTER_TO_CQE", "that of MLX5_SCATTER_TO_CQE, or 1", "Whether messages and results of up to 64 bytes are kept with their completions, and written when these are polled (inline receive): 0 no, 1 or 2 yes."},
 	{"VERBENA_PCAP", "no capture", "A file that packets are written to; %p becomes the process ID."},
 	{"VERBENA_STATS", "no statistics", "A file that the device's counters are appended to when the program closes the device, or stderr; %p as above."},
@@ -55,6 +56,7 @@ type Settings struct {
 	Receivers int // 0: by the number of processors
 	Limits    map[string]int
 	Hide      map[string]bool
+	CUDA      map[string]bool
 	DMABuf    string // "dynamic" or "pinned"
 	Identity  string // "verbena" or "mlx5"
 	PCAP      string
@@ -74,6 +76,9 @@ var LimitNames = []string{"qp", "cq", "mr", "mw", "pd", "ah", "srq", "qp_wr", "c
 
 // HideNames are the words of VERBENA_HIDE.
 var HideNames = []string{"odp", "xrc", "mw", "atomic", "flush", "atomic_write", "srq", "dmabuf", "rereg_dmabuf"}
+
+// CUDANames are the words of VERBENA_CUDA.
+var CUDANames = []string{"peermem", "off", "driver"}
 
 // DefaultName is what devices are called.
 const DefaultName = "verbena"
@@ -183,14 +188,18 @@ func Parse(getenv func(string) string, pid int) (*Settings, error) {
 		}
 		s.Limits[name] = n
 	}
-	s.Hide = map[string]bool{}
-	for _, name := range split(getenv("VERBENA_HIDE"), ",") {
-		if !contains(HideNames, name) {
-			refuse("VERBENA_HIDE", fmt.Sprintf("%q is none of %s", name, strings.Join(HideNames, ", ")))
-			continue
+	setOf := func(name string, words []string) map[string]bool {
+		set := map[string]bool{}
+		for _, word := range split(getenv(name), ",") {
+			if !contains(words, word) {
+				refuse(name, fmt.Sprintf("%q is none of %s", word, strings.Join(words, ", ")))
+				continue
+			}
+			set[word] = true
 		}
-		s.Hide[name] = true
+		return set
 	}
+	s.Hide, s.CUDA = setOf("VERBENA_HIDE", HideNames), setOf("VERBENA_CUDA", CUDANames)
 	withPID := func(name string) string { return strings.ReplaceAll(getenv(name), "%p", strconv.Itoa(pid)) }
 	s.PCAP, s.Stats = withPID("VERBENA_PCAP"), withPID("VERBENA_STATS")
 	s.Log = getenv("VERBENA_LOG") == "1"

@@ -20,12 +20,12 @@ func from(env map[string]string) func(string) string {
 
 func TestParse(t *testing.T) {
 	none, err := Parse(from(nil), 1)
-	if err != nil || none.Addrs != nil || none.Devices != nil || none.Link != "" || none.Lock != "off" || none.Identity != "verbena" || none.Log || none.GPU != (GPU{1, 1 << 30, 0}) {
+	if err != nil || none.Addrs != nil || none.Devices != nil || none.Link != "" || none.Lock != "off" || none.Identity != "verbena" || none.Log || len(none.CUDA) != 0 || none.GPU != (GPU{1, 1 << 30, 0}) {
 		t.Errorf("without variables: %+v, %v", none, err)
 	}
 	s, err := Parse(from(map[string]string{
 		"VERBENA_ADDR": " 127.0.0.1 , ::1 ;::ffff:10.0.0.1;", "VERBENA_DEVICES": "eth0,,verbena3", "VERBENA_NAME": "mlx5_", "VERBENA_LINK": "udp", "VERBENA_LOCK": "strict",
-		"VERBENA_WINDOW": "7", "VERBENA_RECEIVERS": "3", "VERBENA_LIMITS": "qp=3,srq_wr=9", "VERBENA_HIDE": "odp,xrc", "VERBENA_IDENTITY": "mlx5", "VERBENA_DMABUF": "pinned",
+		"VERBENA_WINDOW": "7", "VERBENA_RECEIVERS": "3", "VERBENA_LIMITS": "qp=3,srq_wr=9", "VERBENA_HIDE": "odp,xrc", "VERBENA_CUDA": "driver, peermem", "VERBENA_IDENTITY": "mlx5", "VERBENA_DMABUF": "pinned",
 		"VERBENA_PCAP": "/tmp/%p.pcap", "VERBENA_STATS": "stderr", "VERBENA_LOG": "1", "VERBENA_GPU": "count=3,vram=2G,bar=256M",
 	}), 42)
 	if err != nil {
@@ -33,7 +33,7 @@ func TestParse(t *testing.T) {
 	}
 	a := netip.MustParseAddr
 	want := &Settings{Addrs: [][]netip.Addr{{a("127.0.0.1"), a("::1")}, {a("10.0.0.1")}}, Devices: []string{"eth0", "verbena3"}, Name: "mlx5_", Link: "udp",
-		Lock: "strict", Window: 7, Receivers: 3, Limits: map[string]int{"qp": 3, "srq_wr": 9}, Hide: map[string]bool{"odp": true, "xrc": true},
+		Lock: "strict", Window: 7, Receivers: 3, Limits: map[string]int{"qp": 3, "srq_wr": 9}, Hide: map[string]bool{"odp": true, "xrc": true}, CUDA: map[string]bool{"driver": true, "peermem": true},
 		DMABuf: "pinned", Identity: "mlx5", PCAP: "/tmp/42.pcap", Stats: "stderr", Log: true, GPU: GPU{Count: 3, VRAM: 2 << 30, BAR: 256 << 20}}
 	if !reflect.DeepEqual(s, want) {
 		t.Errorf("%+v\nis not %+v", s, want)
@@ -43,7 +43,7 @@ func TestParse(t *testing.T) {
 // A wrong value is reported with its variable; the other variables are read all the same.
 func TestParseWrong(t *testing.T) {
 	for name, value := range map[string]string{"VERBENA_ADDR": "10.0.0", "VERBENA_LINK": "tcp", "VERBENA_LOCK": "yes", "VERBENA_DMABUF": "moving", "VERBENA_DMABUF_STORM": "often", "VERBENA_DRM": "nouveau", "VERBENA_WINDOW": "0", "VERBENA_RECEIVERS": "9",
-		"VERBENA_LIMITS": "qp=0", "VERBENA_HIDE": "everything", "VERBENA_IDENTITY": "efa", "VERBENA_DM_SIZE": "1T", "VERBENA_GPU": "bar=3M", "VERBENA_NAME": "a/b", "VERBENA_SCATTER_TO_CQE": "yes"} {
+		"VERBENA_LIMITS": "qp=0", "VERBENA_HIDE": "everything", "VERBENA_CUDA": "peermem,on", "VERBENA_IDENTITY": "efa", "VERBENA_DM_SIZE": "1T", "VERBENA_GPU": "bar=3M", "VERBENA_NAME": "a/b", "VERBENA_SCATTER_TO_CQE": "yes"} {
 		s, err := Parse(from(map[string]string{name: value, "VERBENA_LOG": "1"}), 1)
 		if err == nil || !strings.Contains(err.Error(), name) || !s.Log || s.Lock != "off" || s.Addrs != nil || s.Window != 0 {
 			t.Errorf("%s=%s: %+v, %v", name, value, s, err)
