@@ -5,8 +5,8 @@
 #                            are other names of the same file
 #   libverbena-backend.so    the Go backend, clib/backend, which the front loads
 #   libverbena-files.so      files that a kernel driver would have, and functions that
-#                            intercept calls which map over memory: clib/files, which
-#                            "verbena exec" preloads
+#                            intercept calls which map over memory, or free memory of
+#                            CUDA: clib/files, which "verbena exec" preloads
 #   verbena-watcher          clib/watcher, which "verbena exec" leaves beside a program
 #   gpu                      libraries with the interfaces of GPUs' drivers, clib/gpu, which
 #                            "verbena exec --gpu" shows to programs
@@ -51,7 +51,7 @@ exec 9>"$OUT/.lock" # tests of several packages may build it at the same time
 if have flock; then flock 9; fi
 
 front=$OUT/libibverbs.so.1
-if [ -z "$(find "$front" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find clib/front clib/include clib/files/files.h -newer "$front")" ]; then
+if [ -z "$(find "$front" -newer scripts/clib.sh 2>/dev/null)" ] || [ -n "$(find clib/front clib/include clib/files/*.h -newer "$front")" ]; then
   # nodelete: fork handlers point into it. now: a missing symbol fails at load.
   "$CC" "${CFLAGS[@]}" -std=gnu11 -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror \
     -shared -o "$front.new" clib/front/*.c \

@@ -4,6 +4,8 @@
 #ifndef VERBENA_FILES_H
 #define VERBENA_FILES_H
 
+#include <stdint.h>
+
 enum vb_file {
 	VB_NO_FILE,
 	VB_TEXT,
@@ -23,5 +25,23 @@ vb_file_function verbena_file;
  * verbena_dmabuf_file one of the memory file of such a dma-buf; or a negative errno. */
 int verbena_export_file(int file);
 int verbena_dmabuf_file(int fd);
+
+/* What a program that uses CUDA gives up. */
+enum vb_cuda {
+	VB_CUDA_ALLOCATION = 1, /* the allocation that begins at addr, or was opened there; size 0: CUDA does not say it */
+	VB_CUDA_RANGE,		/* what is mapped from addr on, size bytes */
+	VB_CUDA_CONTEXT,	/* addr is the handle of a context: all of its memory */
+	VB_CUDA_DEVICE,		/* addr is a device's number: all memory of its primary context */
+	VB_CUDA_HOST,		/* page-locked memory of the host that begins at addr */
+	VB_CUDA_RELEASE,	/* addr is a device's number: its primary context gets one user less. If that was the last
+				 * one, VB_CUDA_DEVICE follows when the memory is gone: CUDA does not say it before */
+};
+
+/* verbena_cuda_gone is called before memory of CUDA is freed. verbena_cuda_exported is called when CUDA has made a dma-buf
+ * of a range of its memory. */
+typedef void vb_cuda_gone_function(int what, uint64_t addr, uint64_t size);
+typedef void vb_cuda_exported_function(int fd, uint64_t addr, uint64_t size);
+vb_cuda_gone_function verbena_cuda_gone;
+vb_cuda_exported_function verbena_cuda_exported;
 
 #endif

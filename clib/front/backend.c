@@ -264,7 +264,8 @@ static struct backend *load(void)
 	return b;
 }
 
-bool vb_has_backend(void) { return __atomic_load_n(&current, __ATOMIC_ACQUIRE); }
+struct backend *vb_loaded_backend(void) { return __atomic_load_n(&current, __ATOMIC_ACQUIRE); }
+bool vb_has_backend(void) { return vb_loaded_backend(); }
 
 struct backend *vb_backend(void)
 {

@@ -9,10 +9,11 @@
 
 #include <stdint.h>
 
+#include "../files/files.h" /* enum vb_cuda */
 #include "../include/verbena/gpu.h"
 #include "../include/verbena/peer_mem.h"
 
-#define VBE_VERSION 8 /* of this file: the front refuses a backend with another one */
+#define VBE_VERSION 9 /* of this file: the front refuses a backend with another one */
 
 /* A handle is a kind, in the upper half, and a number, in the lower one. Programs see the
  * number. */
@@ -70,7 +71,7 @@ struct vbe_port_attr {
 	char interface[32];
 };
 
-/* A region. vbe_reg_mr is given addr to dmah, and returns handle, lkey and rkey. */
+/* A region. vbe_reg_mr is given addr to exported_size, and returns handle, lkey and rkey. */
 struct vbe_mr {
 	uint64_t addr, length, iova;
 	uint32_t access;
@@ -79,6 +80,8 @@ struct vbe_mr {
 	uint64_t share;	   /* VBE_MEM_SHARED: where the handle's text is */
 	uint64_t dm;	   /* device memory, in which iova is an offset; 0: none */
 	uint64_t dmah;	   /* a DMA handle; 0: none */
+	uint64_t exported; /* VBE_MEM_DMABUF: the address of the buffer's first byte, if CUDA has exported it; 0: unknown */
+	uint64_t exported_size;
 	uint64_t handle;
 	uint32_t lkey, rkey;
 };
@@ -244,6 +247,8 @@ struct vbe_front {
 
 #define VBE_PEER_STATS 7 /* counters of a PeerDirect client, in the order of peermem.Stats.All */
 
+/* vbe_cuda_gone is verbena_cuda_gone of files.h. When it returns, no request accesses that memory, and none will. */
+
 /*
  * The connection manager. vbe_cm_open makes a channel, and duplicates an eventfd, which it makes
  * readable while there are events. vbe_cm_command executes a command of ucma, with its body, and
@@ -331,6 +336,7 @@ struct vbe_front {
 	X(int64_t, vbe_gpu_export, (uint64_t, uint64_t, uint64_t *))                                       \
 	X(int64_t, vbe_gpu_ipc_get, (uint64_t, uint8_t *))                                                 \
 	X(int64_t, vbe_gpu_ipc_open, (int32_t, uint8_t *, uint64_t *))                                     \
+	X(int64_t, vbe_cuda_gone, (uint32_t, uint64_t, uint64_t))                                          \
 	X(int64_t, vbe_cm_open, (int))                                                                     \
 	X(int64_t, vbe_cm_command, (uint64_t, uint32_t, uint8_t *, uint32_t, uint8_t *, uint32_t, int64_t)) \
 	X(int64_t, vbe_cm_close, (uint64_t))

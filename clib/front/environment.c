@@ -12,6 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "../files/words.h"
 #include "front.h"
 
 static char *loaded; /* the list when this library was loaded; NULL if memory was short */
@@ -62,18 +63,4 @@ const char *vb_setting(const char *name)
 	return NULL;
 }
 
-bool vb_hides(const char *word)
-{
-	const char *list = vb_setting("VERBENA_HIDE");
-	size_t n = strlen(word);
-	while (list && *list) {
-		list += strspn(list, ", ");
-		size_t len = strcspn(list, ",");
-		while (len && list[len - 1] == ' ')
-			len--;
-		if (len == n && !strncmp(list, word, n))
-			return true;
-		list += strcspn(list, ",");
-	}
-	return false;
-}
+bool vb_hides(const char *word) { return vb_has_word(vb_setting("VERBENA_HIDE"), word); }

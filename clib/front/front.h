@@ -50,6 +50,7 @@ struct backend {
 
 /* vb_backend returns the backend, which it loads at first use; NULL with errno if it cannot. */
 struct backend *vb_backend(void);
+struct backend *vb_loaded_backend(void); /* NULL if this process has none yet */
 bool vb_has_backend(void);
 
 /* vb_setting returns the value of a variable of the environment, or NULL. vb_settings returns
@@ -71,6 +72,15 @@ enum vb_file vb_peer_file(const char *path, char *text); /* verbena_file for wha
 
 bool vb_has_gpus(void);					     /* the program uses them */
 enum vb_file vb_gpu_file(const char *path, char *text); /* verbena_file for what shows them */
+
+/* --- memory of CUDA: cuda.c --- */
+
+/* vb_cuda_shown reports whether programs are to see that addresses of CUDA's memory can be registered, if the loaded
+ * libcuda is Verbena's (shim), or another one. */
+bool vb_cuda_shown(bool shim);
+
+/* vb_cuda_exports stores, for a dma-buf that CUDA has made, where the memory is. */
+void vb_cuda_exports(struct vbe_mr *r);
 
 /* --- limits of the process: limits.c --- */
 

@@ -21,31 +21,33 @@ static struct backend *begin(void)
 bool vb_has_gpus(void) { return begin(); }
 
 /* Files by which programs find that addresses of a GPU can be registered, or memory of a GPU. They are there if the
- * program has loaded our library for that GPU. */
+ * program has loaded our library for that GPU; that of CUDA also with another libcuda, if a setting asks for it. */
 static const struct {
 	const char *path, *library;
 	enum vb_file kind;
 	const char *text;
+	bool (*shown)(bool ours); /* NULL: if the library is ours */
 } files[] = {
-	{"/dev/kfd", "libhsa-runtime64.so.1", VB_CHAR_DEVICE, ""},
-	{"/sys/module/nvidia_peermem/version", "libcuda.so.1", VB_TEXT, "1\n"},
-	{"/proc/self/maps", "libhsa-runtime64.so.1", VB_REPLACED, "/memfd:verbena-gpu-vram (deleted)\n/dev/dri/renderD128"},
+	{"/dev/kfd", "libhsa-runtime64.so.1", VB_CHAR_DEVICE, "", NULL},
+	{"/sys/module/nvidia_peermem/version", "libcuda.so.1", VB_TEXT, "1\n", vb_cuda_shown},
+	{"/proc/self/maps", "libhsa-runtime64.so.1", VB_REPLACED, "/memfd:verbena-gpu-vram (deleted)\n/dev/dri/renderD128", NULL},
 };
 
-/* is_ours reports whether a library is loaded, and ours. */
-static bool is_ours(const char *library)
+/* is_shown reports whether a library is loaded, and its file shown. */
+static bool is_shown(const char *library, bool (*shown)(bool ours))
 {
 	void *lib = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
-	bool ours = lib && dlsym(lib, "verbena_gpu_shim");
-	if (lib)
-		dlclose(lib);
-	return ours;
+	if (!lib)
+		return false;
+	bool ours = dlsym(lib, "verbena_gpu_shim");
+	dlclose(lib);
+	return shown ? shown(ours) : ours;
 }
 
 enum vb_file vb_gpu_file(const char *path, char *text)
 {
 	for (size_t i = 0; i < sizeof files / sizeof *files; i++)
-		if (!strcmp(path, files[i].path) && is_ours(files[i].library)) {
+		if (!strcmp(path, files[i].path) && is_shown(files[i].library, files[i].shown)) {
 			strcpy(text, files[i].text);
 			return files[i].kind;
 		}

@@ -233,6 +233,7 @@ struct ibv_mr *vb_reg_dmabuf_hinted(struct ibv_pd *pd, uint64_t offset, size_t l
 			   .kind = VBE_MEM_DMABUF,
 			   .fd = fd,
 			   .dmah = dmah};
+	vb_cuda_exports(&r);
 	return p ? make(p, pd, (void *)(uintptr_t)offset, length, &r) : vb_fail(EINVAL);
 }
 
@@ -316,6 +317,7 @@ PUBLIC int verbena_rereg_mr_fd(struct ibv_mr *mr, int flags, struct ibv_pd *pd, 
 			   .access = (uint32_t)access,
 			   .kind = VBE_MEM_DMABUF,
 			   .fd = fd};
+	vb_cuda_exports(&r);
 	return rereg(LIVE(vb_mr, MR, mr), flags, pd, &r);
 }
 
