@@ -13,8 +13,9 @@
  * name there may be several (cuMemFreeAsync for the two default streams). A function that the loaded libcuda does not
  * have has no wrapper. libcuda is never loaded here.
  *
- * Not seen: calls of a library that was loaded with RTLD_DEEPBIND, and what libcuda frees by itself. A weak reference to
- * one of these names is not NULL without libcuda; the function then returns an error.
+ * Not seen: calls of a library that was loaded with RTLD_DEEPBIND, and what libcuda frees by itself. Without libcuda a
+ * weak reference to one of these names is not NULL, nor is what a library preloaded in front of this one gets by
+ * RTLD_NEXT for a name of its own; the function then returns an error.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -37,11 +37,12 @@ var reason = regexp.MustCompile(`^\s*\S+\.go:\d+: `)
 
 // TestArm64 runs Debian's programs on the drop-in library: in the short form each once, in the full form as
 // the tests of interop/programs do on the host. fio, qperf, UCX and libfabric are not among the guest's
-// packages, and programs that tests compile are left out, but for the library that cannot be patched.
+// packages, and programs that tests compile are left out, but for the library that cannot be patched, and those
+// for which the preloaded library has assembler (TestCUDAFrees).
 func TestArm64(t *testing.T) {
-	run := `^(TestDevinfo|TestPingpong|TestRDMACM|TestRDMACMOneAddress)$/^(rc|rping|ucmatose|udaddy|rdma_server|rstream|rping_fd79::1)$`
+	run := `^(TestDevinfo|TestPingpong|TestRDMACM|TestRDMACMOneAddress|TestCUDAFrees)$/^(rc|rping|ucmatose|udaddy|rdma_server|rstream|rping_fd79::1|linked|loaded|another_library_behind)$`
 	if full {
-		run = `^(TestDevinfo|TestPingpong|TestPerftest|TestKilled|TestOrdinaryUser|TestRDMACM(OneAddress|Namespaces|Persistent|Refused|Killed|Unpatchable)?)$/^[^f]`
+		run = `^(TestDevinfo|TestPingpong|TestPerftest|TestKilled|TestOrdinaryUser|TestCUDAFrees(Race)?|TestRDMACM(OneAddress|Namespaces|Persistent|Refused|Killed|Unpatchable)?)$/^[^f]`
 	}
 	if some := os.Getenv("VERBENA_ARM64"); some != "" {
 		run = some

@@ -144,6 +144,7 @@ func build(ctx context.Context, dir string, tests []Tests) error {
 		{"0", []string{"go", "build", "-buildvcs=false", "-pgo=off", "-o", filepath.Join(built, "verbena"), "./cmd/verbena"}},
 		{"1", []string{"aarch64-linux-gnu-gcc", "-std=gnu11", "-Wall", "-Werror", "-idirafter", "/usr/include", "-O1", "-shared", "-fPIC", "-Wl,-soname,librdmacm.so.1",
 			"-o", filepath.Join(built, "testdata", "unpatchable"), "interop/programs/testdata/unpatchable.c", "-L", "bin/arm64/lib", "-libverbs"}},
+		{"1", []string{"sh", "interop/programs/testdata/cudafree.sh", filepath.Join(built, "testdata", "cudafree")}},
 	}
 	for _, t := range tests {
 		cgo := "0"

@@ -13,48 +13,37 @@ import (
 	"testing"
 )
 
-// cudaFree is a program with its libraries, each in a directory of its own.
-type cudaFree struct {
-	linked, unlinked, next string
-	dirs                   map[string]string // by what is special about the library
-}
+// cudaFree is the directory of the programs and their libraries.
+type cudaFree string
 
-func buildCUDAFree(t *testing.T) *cudaFree {
+func buildCUDAFree(t *testing.T) cudaFree {
 	t.Helper()
-	need(t, prebuilt == "", "the guest has no compiler")
-	c := &cudaFree{dirs: map[string]string{}}
-	library := func(kind, source, soname string, flags ...string) string {
-		args := append([]string{"-shared", "-fPIC", "-Wl,-soname," + soname}, flags...)
-		built := compileWith(t, source, args...)
-		c.dirs[kind] = filepath.Dir(built)
-		if err := os.Rename(built, filepath.Join(c.dirs[kind], soname)); err != nil {
-			t.Fatal(err)
-		}
-		return filepath.Join(c.dirs[kind], soname)
+	if prebuilt != "" {
+		return cudaFree(filepath.Join(prebuilt, "testdata", "cudafree"))
 	}
-	version := "-Wl,--version-script=testdata/cudalib.map"
-	cuda := library("whole", "cudalib", "libcuda.so.1", version, "-Wl,-Bsymbolic") // so is NVIDIA's
-	library("open", "cudalib", "libcuda.so.1", version)                            // so is that of software GPUs
-	library("lacking", "cudalib", "libcuda.so.1", version, "-Wl,-Bsymbolic", "-DLACKING")
-	library("shim", "cudalib", "libcuda.so.1", version, "-DSHIM")
-	library("ears", "cudaears", "libibverbs.so.1")
-	c.next = library("next", "cudanext", "cudanext.so")
-	c.linked, c.unlinked = compileWith(t, "cudafree", cuda), compileWith(t, "cudafree", "-DUNLINKED")
-	return c
+	dir := t.TempDir()
+	if out, err := exec.Command("sh", "testdata/cudafree.sh", dir).CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	return cudaFree(dir)
 }
 
-// run runs a program with a libcuda, and returns what is printed. The preloaded library is ours, and others.
-func (c *cudaFree) run(t *testing.T, program, kind string, env, preload []string, ways ...string) string {
+func (c cudaFree) path(name string) string { return filepath.Join(string(c), name) }
+
+// run runs a program with a kind of libcuda, and returns what is printed. Preloaded are "ours" and other libraries.
+func (c cudaFree) run(t *testing.T, program, kind string, env, preload []string, ways ...string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, program, ways...)
+	cmd := exec.CommandContext(ctx, c.path(program), ways...)
+	paths := make([]string, len(preload))
 	for i, p := range preload {
+		paths[i] = c.path(p)
 		if p == "ours" {
-			preload[i] = built(t) + "/lib/libverbena-files.so"
+			paths[i] = built(t) + "/lib/libverbena-files.so"
 		}
 	}
-	cmd.Env = append(os.Environ(), "LD_LIBRARY_PATH="+c.dirs[kind]+":"+c.dirs["ears"], "LD_PRELOAD="+strings.Join(preload, ":"))
+	cmd.Env = append(os.Environ(), "LD_LIBRARY_PATH="+c.path(kind)+":"+c.path("ears"), "LD_PRELOAD="+strings.Join(paths, ":"))
 	cmd.Env = append(cmd.Env, env...)
 	out, err := cmd.CombinedOutput()
 	if err != nil {
@@ -174,40 +163,40 @@ func askedCalls(way string, lacking bool) string {
 // what libcuda does not have is not there.
 func TestCUDAFrees(t *testing.T) {
 	c := buildCUDAFree(t)
-	ours := func() []string { return []string{"ours"} }
+	ours, next := []string{"ours"}, "next/cudanext.so"
 	lacks := []string{"cuMemUnmap", "cuMemFreeAsync_ptsz"}
 	for _, test := range []struct {
 		name, program, kind string
 		env, preload, ways  []string
 		want                string
 	}{
-		{"linked", c.linked, "whole", nil, ours(), []string{"ears", "linked", "linked ask"}, "# ears\n" + eachCall("linked", true) + askedCalls("linked ask", false)},
-		{"linked, default", c.linked, "whole", nil, ours(), []string{"ears", "default", "program", "next", "default version"},
+		{"linked", "linked", "whole", nil, ours, []string{"ears", "linked", "linked ask"}, "# ears\n" + eachCall("linked", true) + askedCalls("linked ask", false)},
+		{"linked, default", "linked", "whole", nil, ours, []string{"ears", "default", "program", "next", "default version"},
 			"# ears\n" + eachCall("default", true) + eachCall("program", true) + eachCall("next", true) + eachCall("default version", true)},
-		{"linked, lacking", c.linked, "lacking", nil, ours(), []string{"ears", "default", "program", "linked ask"},
+		{"linked, lacking", "linked", "lacking", nil, ours, []string{"ears", "default", "program", "linked ask"},
 			"# ears\n" + eachCall("default", true, lacks...) + eachCall("program", true, lacks...) + askedCalls("linked ask", true)},
-		{"loaded", c.unlinked, "whole", nil, ours(), []string{"ears", "load", "handle", "version", "ask", "ask more"},
+		{"loaded", "unlinked", "whole", nil, ours, []string{"ears", "load", "handle", "version", "ask", "ask more"},
 			"# ears\n# load\n" + eachCall("handle", true) + eachCall("version", true) + askedCalls("ask", false) + askedCalls("ask more", false)},
-		{"loaded, open", c.unlinked, "open", nil, ours(), []string{"ears", "load", "handle", "version", "ask", "ask more"},
+		{"loaded, open", "unlinked", "open", nil, ours, []string{"ears", "load", "handle", "version", "ask", "ask more"},
 			"# ears\n# load\n" + eachCall("handle", true) + eachCall("version", true) + askedCalls("ask", false) + askedCalls("ask more", false)},
-		{"one address", c.linked, "whole", nil, ours(), []string{"load", "address"}, "# load\n# address\n1 1\n"},
-		{"one address, open", c.linked, "open", nil, ours(), []string{"load", "address"}, "# load\n# address\n1 1\n"},
-		{"no error", c.unlinked, "lacking", nil, ours(), []string{"load", "error"}, "# load\n# error\nfound without a text\n"},
-		{"loaded, lacking", c.unlinked, "lacking", nil, ours(), []string{"ears", "load", "handle", "version", "ask"},
+		{"one address", "linked", "whole", nil, ours, []string{"load", "address"}, "# load\n# address\n1 1\n"},
+		{"one address, open", "linked", "open", nil, ours, []string{"load", "address"}, "# load\n# address\n1 1\n"},
+		{"no error", "unlinked", "lacking", nil, ours, []string{"load", "error"}, "# load\n# error\nfound without a text\n"},
+		{"loaded, lacking", "unlinked", "lacking", nil, ours, []string{"ears", "load", "handle", "version", "ask"},
 			"# ears\n# load\n" + eachCall("handle", true, lacks...) + eachCall("version", true, lacks...) + askedCalls("ask", true)},
-		{"no libcuda", c.unlinked, "whole", nil, ours(), []string{"ears", "default", "program", "next", "default version", "error"},
+		{"no libcuda", "unlinked", "whole", nil, ours, []string{"ears", "default", "program", "next", "default version", "error"},
 			"# ears\n" + noCall("default") + noCall("program") + noCall("next") + noCall("default version") + "# error\nnone with a text\n"},
-		{"libcuda for its own handle", c.unlinked, "whole", nil, ours(), []string{"ears", "load", "program", "default version", "next"},
+		{"libcuda for its own handle", "unlinked", "whole", nil, ours, []string{"ears", "load", "program", "default version", "next"},
 			"# ears\n# load\n" + noCall("program") + noCall("default version") + eachCall("next", true)},
-		{"no listener, then one", c.unlinked, "whole", nil, ours(), []string{"load", "handle", "ears", "handle"},
+		{"no listener, then one", "unlinked", "whole", nil, ours, []string{"load", "handle", "ears", "handle"},
 			"# load\n" + eachCall("handle", false) + "# ears\n" + eachCall("handle", true)},
-		{"software GPUs", c.linked, "shim", nil, ours(), []string{"ears", "linked"}, "# ears\n" + eachCall("linked", false)},
-		{"software GPUs as a driver", c.linked, "shim", []string{"VERBENA_CUDA=peermem, driver"}, ours(), []string{"ears", "linked"}, "# ears\n" + eachCall("linked", true)},
-		{"child", c.linked, "whole", nil, ours(), []string{"ears", "one", "fork", "linked", "linked ask"},
+		{"software GPUs", "linked", "shim", nil, ours, []string{"ears", "linked"}, "# ears\n" + eachCall("linked", false)},
+		{"software GPUs as a driver", "linked", "shim", []string{"VERBENA_CUDA=peermem, driver"}, ours, []string{"ears", "linked"}, "# ears\n" + eachCall("linked", true)},
+		{"child", "linked", "whole", nil, ours, []string{"ears", "one", "fork", "linked", "linked ask"},
 			"# ears\n# one\ntold 1 7f0000010000 10000\nreal cuMemFree_v2 7f0000010000 0\nreturned 0\n# fork\n" + eachCall("linked", true) + askedCalls("linked ask", false)},
-		{"another library behind", c.linked, "whole", nil, []string{"ours", c.next}, []string{"ears", "getppid", "one"},
+		{"another library behind", "linked", "whole", nil, []string{"ours", next}, []string{"ears", "getppid", "one"},
 			"# ears\n# getppid\nnext getppid\nok\n# one\ntold 1 7f0000010000 10000\nnext cuMemFree_v2 goes on\nreal cuMemFree_v2 7f0000010000 0\nreturned 0\n"},
-		{"another library in front", c.linked, "whole", nil, []string{c.next, "ours"}, []string{"ears", "getppid", "one"},
+		{"another library in front", "linked", "whole", nil, []string{next, "ours"}, []string{"ears", "getppid", "one"},
 			"# ears\n# getppid\nnext getppid\nok\n# one\nnext cuMemFree_v2 goes on\ntold 1 7f0000010000 10000\nreal cuMemFree_v2 7f0000010000 0\nreturned 0\n"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -225,7 +214,7 @@ func TestCUDAFreesRace(t *testing.T) {
 	want := map[string]string{"0": "cuMemFree_v2", "1": "cuMemFreeAsync_ptsz", "2": "cuMemFreeAsync", "3": "unnamed_free_async"}
 	for range 10 {
 		told, done := map[string]bool{}, 0
-		for _, line := range strings.Split(c.run(t, c.unlinked, "whole", nil, []string{"ours"}, "ears", "load", "race"), "\n") {
+		for _, line := range strings.Split(c.run(t, "unlinked", "whole", nil, []string{"ours"}, "ears", "load", "race"), "\n") {
 			f := strings.Fields(line)
 			if len(f) == 4 && f[0] == "told" && f[1] == "1" && f[3] == "10000" {
 				told[f[2]] = true
@@ -263,7 +252,7 @@ func TestCUDAPeermemFile(t *testing.T) {
 	} {
 		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		cmd := exec.CommandContext(ctx, "cat", file)
-		cmd.Env = append(os.Environ(), "VERBENA_CUDA="+test.setting, "LD_LIBRARY_PATH="+c.dirs[test.kind]+":"+lib,
+		cmd.Env = append(os.Environ(), "VERBENA_CUDA="+test.setting, "LD_LIBRARY_PATH="+c.path(test.kind)+":"+lib,
 			"LD_PRELOAD="+lib+"/libverbena-files.so:libibverbs.so.1:libcuda.so.1")
 		out, err := cmd.CombinedOutput()
 		cancel()
