@@ -12,6 +12,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/verbena-rdma/verbena/interop/clibtest"
 	"github.com/verbena-rdma/verbena/interop/vm"
 )
 
@@ -24,8 +25,7 @@ func onGPU(t testing.TB, args ...string) []string {
 // compileCUDA builds a program of testdata with libcuda.
 func compileCUDA(t testing.TB, name string, libs ...string) string {
 	t.Helper()
-	lib := built(t) + "/lib"
-	return compileWith(t, name, append([]string{"-I", root + "/clib/gpu/include", "-L", lib + "/gpu", "-lcuda", "-L", lib, "-libverbs", "-ldl"}, libs...)...)
+	return compileWith(t, name, append(clibtest.CUDA(t), libs...)...)
 }
 
 // Memory, contexts, streams, other processes and RDMA, and what CUDA's driver returns for wrong arguments.

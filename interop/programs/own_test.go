@@ -18,31 +18,6 @@ func compile(t testing.TB, name string) string {
 	return compileWith(t, name, "-L", built(t)+"/lib", "-libverbs")
 }
 
-// compileWith builds a program of testdata with other flags and libraries.
-func compileWith(t testing.TB, name string, libs ...string) string {
-	t.Helper()
-	return compileFile(t, filepath.Join("testdata", name+".c"), libs...)
-}
-
-// compileFile builds a program of one file.
-func compileFile(t testing.TB, source string, libs ...string) string {
-	t.Helper()
-	if prebuilt != "" {
-		return filepath.Join(prebuilt, "testdata", strings.TrimSuffix(filepath.Base(source), ".c"))
-	}
-	out := filepath.Join(t.TempDir(), strings.TrimSuffix(filepath.Base(source), ".c"))
-	if err := os.Chmod(filepath.Dir(out), 0o755); err != nil {
-		t.Fatal(err)
-	}
-	args := []string{"-std=gnu11", "-Wall", "-Werror", "-Wno-unused-function", "-O1", "-I", root + "/clib/include",
-		"-o", out, source}
-	cmd := exec.Command("cc", append(append(args, libs...), "-lpthread")...)
-	if msg, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, msg)
-	}
-	return out
-}
-
 // badArgs returns the arguments of "bad": a seed, and how many random calls it makes. "bad"
 // prints the seed if it fails; VERBENA_SEED repeats the run.
 func badArgs() []string {

@@ -23,15 +23,6 @@ var patience = func() time.Duration {
 	return 3 * time.Minute
 }()
 
-var lastAddr atomic.Uint32
-
-// address returns a loopback address that no other test, and no other program on this
-// machine, uses.
-func address() string {
-	n := lastAddr.Add(1)
-	return fmt.Sprintf("127.78.%d.%d", os.Getpid()&0xff, n&0xff)
-}
-
 var lastPort atomic.Uint32
 
 // port returns a TCP port for the programs' own exchange.
