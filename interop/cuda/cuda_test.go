@@ -1,0 +1,157 @@
+package cuda
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/verbena-rdma/verbena/interop/clibtest"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// driver is whether the library treats the libcuda of software GPUs as any other one if VERBENA_CUDA=driver says so.
+const driver = false
+
+// patience is how long a program may take.
+const patience = 5 * time.Minute
+
+// A mode is a way in which the library serves libcuda of software GPUs.
+type mode struct {
+	name string
+	env  []string
+	not  []string // patterns of the cases that may be skipped in it
+}
+
+// modes returns them all. Software GPUs have no virtual memory management; an address does not come again while a
+// region of it is registered; and a window is not bound to their memory.
+func modes() []mode {
+	all := []mode{{name: "software", not: []string{"move/*/vmm*/*", "move/*/*/vmm*", "add/vmm-*/*", "unmapped/*/*/*", "reused/*/*", "window/gpu/*"}}}
+	if driver {
+		all = append(all, mode{name: "driver", env: []string{"VERBENA_CUDA=driver"}, not: all[0].not})
+	}
+	return all
+}
+
+// compile builds a program of testdata.
+func compile(t *testing.T, name string) string {
+	t.Helper()
+	sources := []string{"testdata/" + name + ".c", "testdata/runner.c", "testdata/kinds.c", "testdata/node.c", "testdata/pattern.c"}
+	return clibtest.Compile(t, sources, append([]string{"-Wextra", "-O2"}, append(clibtest.CUDA(t), "-lmlx5")...)...)
+}
+
+// run runs a program on a software GPU and returns what it prints.
+func run(t *testing.T, env []string, args ...string) (string, error) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, clibtest.Built(t)+"/verbena", append([]string{"exec", "--gpu=soft", "--"}, args...)...)
+	cmd.Env = append(append(os.Environ(), "VERBENA_ADDR="+clibtest.Address(), "VERBENA_GPU=count=1,vram=256M"), env...)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	cmd.WaitDelay = 5 * time.Second
+	out, err := cmd.CombinedOutput()
+	return string(out), err
+}
+
+// seed returns the arguments that give a program its seed.
+func seed() []string {
+	s := os.Getenv("VERBENA_SEED")
+	if s == "" {
+		s = strconv.FormatUint(rand.Uint64(), 10)
+	}
+	return []string{"--seed", s}
+}
+
+// results returns what a program printed for each case, and the reason behind it.
+func results(out string) (map[string]string, error) {
+	got := make(map[string]string)
+	for _, line := range strings.Split(out, "\n") {
+		verdict, rest, _ := strings.Cut(line, " ") // of other lines it is something else
+		if verdict != "PASS" && verdict != "FAIL" && verdict != "SKIP" {
+			continue
+		}
+		name, why, _ := strings.Cut(rest, ": ")
+		if got[name] != "" {
+			return nil, fmt.Errorf("%s has two results", name)
+		}
+		got[name] = verdict + " " + why
+	}
+	return got, nil
+}
+
+// judge runs all cases of a program, each of which must pass, or may be skipped.
+func judge(t *testing.T, exe string, options ...string) {
+	t.Helper()
+	list, err := run(t, nil, exe, "--list")
+	if err != nil {
+		t.Fatalf("%v\n%s", err, list)
+	}
+	names := strings.Fields(list)
+	for _, m := range modes() {
+		t.Run(m.name, func(t *testing.T) {
+			t.Parallel()
+			out, failure := run(t, m.env, append(append([]string{exe}, seed()...), options...)...)
+			got, err := results(out)
+			if err != nil || failure != nil {
+				t.Errorf("%v, %v; it prints\n%s", err, failure, out)
+			}
+			passed := 0
+			for _, n := range names {
+				verdict, why, _ := strings.Cut(got[n], " ")
+				switch {
+				case verdict == "PASS":
+					passed++
+				case verdict == "SKIP" && skippable(m, n):
+				default:
+					t.Errorf("%s: %q, %s", n, verdict, why)
+				}
+			}
+			if passed < len(names)/2 {
+				t.Errorf("of %d cases %d passed", len(names), passed)
+			}
+		})
+	}
+}
+
+// skippable reports whether a case may be skipped in a mode.
+func skippable(m mode, name string) bool {
+	for _, pattern := range m.not {
+		if ok, err := path.Match(pattern, name); ok && err == nil {
+			return true
+		}
+	}
+	return false
+}
+
+// Every operation, between memory of all kinds, registered in all ways, in one process and between two. The largest
+// messages are moved where the memory is of the usual kinds, and by "make check-full" everywhere.
+func TestMemory(t *testing.T) {
+	exe := compile(t, "memory")
+	if clibtest.Full {
+		judge(t, exe)
+		return
+	}
+	judge(t, exe, "--max", "1048576")
+	for _, m := range modes() {
+		t.Run(m.name+", large", func(t *testing.T) {
+			t.Parallel()
+			out, err := run(t, m.env, append([]string{exe, "move/*/malloc-address/gpu-address", "move/*/gpu-dmabuf/gpu-dmabuf"}, seed()...)...)
+			if err != nil || strings.Count(out, "PASS") != 4 {
+				t.Errorf("%v; it prints\n%s", err, out)
+			}
+		})
+	}
+}
+
+// Bad arguments, memory that goes away under traffic, and processes that go away.
+func TestFaults(t *testing.T) { judge(t, compile(t, "faults")) }

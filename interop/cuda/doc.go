@@ -1,0 +1,15 @@
+// Package cuda judges RDMA on the memory of GPUs by programs in C, testdata/*.c, which call CUDA's driver interface and
+// libibverbs. They run unchanged on a card, under "verbena exec PROGRAM", and on software GPUs, where the tests of this
+// package run them:
+//
+//   - memory moves bytes by every operation, between memory of all kinds, registered in all ways
+//   - faults has bad arguments, memory that is freed under traffic, and processes that are killed
+//
+// On a card they are built so, the drop-in library being in bin/lib:
+//
+//	cd interop/cuda/testdata
+//	cc -O2 -I ../../../clib/include -I /usr/local/cuda/include -c runner.c kinds.c node.c pattern.c memory.c
+//	cc -o memory memory.o runner.o kinds.o node.o pattern.o -L ../../../bin/lib -lmlx5 -libverbs -lcuda -lpthread
+//
+// There a case that is skipped counts as failed.
+package cuda
