@@ -155,3 +155,6 @@ func TestMemory(t *testing.T) {
 
 // Bad arguments, memory that goes away under traffic, and processes that go away.
 func TestFaults(t *testing.T) { judge(t, compile(t, "faults")) }
+
+// The program that compares speeds, in small: what it moves is compared, and no figure is judged.
+func TestSpeedQuick(t *testing.T) { judge(t, compile(t, "speed"), "--quick") }
