@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -26,22 +27,24 @@ const driver = false
 // patience is how long a program may take.
 const patience = 5 * time.Minute
 
-// A mode is a way in which the library serves libcuda of software GPUs.
+// A mode is how the library serves libcuda of software GPUs, and by what processes reach each other.
 type mode struct {
 	name string
 	env  []string
-	not  []string // patterns of the cases that may be skipped in it
 }
 
-// modes returns them all. Software GPUs have no virtual memory management; an address does not come again while a
-// region of it is registered; and a window is not bound to their memory.
+// modes returns them all.
 func modes() []mode {
-	all := []mode{{name: "software", not: []string{"move/*/vmm*/*", "move/*/*/vmm*", "add/vmm-*/*", "unmapped/*/*/*", "reused/*/*", "window/gpu/*"}}}
+	all := []mode{{"software", nil}, {"software, packets", []string{"VERBENA_LINK=udp"}}}
 	if driver {
-		all = append(all, mode{name: "driver", env: []string{"VERBENA_CUDA=driver"}, not: all[0].not})
+		all = append(all, mode{"driver", []string{"VERBENA_CUDA=driver"}}, mode{"driver, packets", []string{"VERBENA_CUDA=driver", "VERBENA_LINK=udp"}})
 	}
 	return all
 }
+
+// missing has patterns of the cases that may be skipped on software GPUs: they have no virtual memory management, an
+// address does not come again while a region of it is registered, and a window is not bound to their memory.
+var missing = []string{"move/*/vmm*/*", "move/*/*/vmm*", "add/vmm-*/*", "unmapped/*/*/*", "reused/*/*", "window/gpu/*"}
 
 // compile builds a program of testdata.
 func compile(t *testing.T, name string) string {
@@ -111,7 +114,7 @@ func judge(t *testing.T, exe string, options ...string) {
 				switch {
 				case verdict == "PASS":
 					passed++
-				case verdict == "SKIP" && skippable(m, n):
+				case verdict == "SKIP" && skippable(n):
 				default:
 					t.Errorf("%s: %q, %s", n, verdict, why)
 				}
@@ -123,14 +126,12 @@ func judge(t *testing.T, exe string, options ...string) {
 	}
 }
 
-// skippable reports whether a case may be skipped in a mode.
-func skippable(m mode, name string) bool {
-	for _, pattern := range m.not {
-		if ok, err := path.Match(pattern, name); ok && err == nil {
-			return true
-		}
-	}
-	return false
+// skippable reports whether a case may be skipped.
+func skippable(name string) bool {
+	return slices.ContainsFunc(missing, func(pattern string) bool {
+		ok, err := path.Match(pattern, name)
+		return ok && err == nil
+	})
 }
 
 // Every operation, between memory of all kinds, registered in all ways, in one process and between two. The largest

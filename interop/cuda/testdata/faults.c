@@ -215,12 +215,11 @@ static void reused(const struct test *t)
 	enum { TRIES = 64 };
 	struct region old = region_open(nodes[0], GPU, (enum way)t->arg[0], SIZE, ALL_RIGHTS), a = host(nodes[1], SIZE);
 	CUdeviceptr was = node_memory(&old)->base, got[TRIES];
-	const size_t pages = (SIZE + PAGE + PAGE - 1) & -(size_t)PAGE;
 	struct queue q[2];
 	int n = 0;
 	region_free(&old);
 	do
-		OK(cuMemAlloc(&got[n++], t->arg[0] == BY_PART ? pages : (SIZE + PAGE - 1) & -(size_t)PAGE));
+		OK(cuMemAlloc(&got[n++], (SIZE + PAGE - 1) & -(size_t)PAGE));
 	while (n < TRIES && got[n - 1] != was);
 	if (got[n - 1] != was)
 		skipped("no memory with the old address in %d tries", TRIES);

@@ -79,29 +79,64 @@ static void move(const struct test *t)
 
 /* ---- several requests under way ---- */
 
-/* Messages are posted one behind the other without waiting: they are there, each in its place. */
+/* Messages are posted one behind the other without waiting: they are there, each in its place. arg: the kind of memory
+ * that they come from, their length, and how often. */
 static void deep(const struct test *t)
 {
-	enum { N = 48, SIZE = 30011 };
+	enum { N = 48 };
+	const uint32_t size = (uint32_t)t->arg[1];
 	struct queue q[2];
-	struct region a = region_open(nodes[0], (enum kind)t->arg[0], BY_ADDRESS, N * SIZE, ALL_RIGHTS), b = gpu(nodes[1], N * SIZE);
+	struct region a = region_open(nodes[0], (enum kind)t->arg[0], BY_ADDRESS, N * size, ALL_RIGHTS), b = gpu(nodes[1], N * size);
 	link01(q);
-	for (int pass = 0; pass < 4; pass++) {
+	for (int pass = 0; pass < t->arg[2]; pass++) {
 		const bool reads = pass & 1;
 		const struct region *source = reads ? &b : &a, *target = reads ? &a : &b;
 		const uint64_t first = rounds;
 		for (int i = 0; i < N; i++)
-			region_fill(source, (size_t)i * SIZE, SIZE, rounds++);
+			region_fill(source, (size_t)i * size, size, rounds++);
 		for (int i = 0; i < N; i++) {
-			size_t off = (size_t)(N - 1 - i) * SIZE;
+			size_t off = (size_t)(N - 1 - i) * size;
 			struct request r = {.opcode = reads ? IBV_WR_RDMA_READ : IBV_WR_RDMA_WRITE, .rkey = b.rkey};
-			r.piece[0] = (struct piece){&a, reads ? off : (size_t)i * SIZE, SIZE};
-			r.to = b.addr + (reads ? (size_t)i * SIZE : off);
+			r.piece[0] = (struct piece){&a, reads ? off : (size_t)i * size, size};
+			r.to = b.addr + (reads ? (size_t)i * size : off);
 			post(&q[0], &r);
 		}
 		WANT(await(&q[0], N).status == IBV_WC_SUCCESS);
 		for (int i = 0; i < N; i++)
-			region_check(target, (size_t)(N - 1 - i) * SIZE, SIZE, first + (uint64_t)i);
+			region_check(target, (size_t)(N - 1 - i) * size, size, first + (uint64_t)i);
+	}
+}
+
+/* What is posted behind a WRITE finds its bytes: a READ of them, an atomic on one of its words, and a READ of that. Only
+ * a fence keeps an atomic behind a READ. */
+static void behind(const struct test *t)
+{
+	enum { ROUNDS = 100 };
+	const uint32_t n = (uint32_t)t->arg[1];
+	struct queue q[2];
+	struct region a = region_open(nodes[0], (enum kind)t->arg[0], BY_ADDRESS, n, ALL_RIGHTS), b = gpu(nodes[1], n + 8);
+	struct region back = region_open(nodes[0], (enum kind)t->arg[0], BY_ADDRESS, n, ALL_RIGHTS), words = host(nodes[0], 64);
+	uint64_t was, is;
+	link01(q);
+	for (int i = 0; i < ROUNDS; i++) {
+		const uint64_t round = rounds++;
+		const struct request all[] = {
+			{.opcode = IBV_WR_RDMA_WRITE, .piece = {{&a, 0, n}}, .to = b.addr, .rkey = b.rkey},
+			{.opcode = IBV_WR_RDMA_READ, .piece = {{&back, 0, n}}, .to = b.addr, .rkey = b.rkey},
+			{.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD, .piece = {{&words, 0, 8}}, .to = b.addr + n - 8, .rkey = b.rkey, .compare = 5,
+			 .flags = IBV_SEND_FENCE},
+			{.opcode = IBV_WR_RDMA_READ, .piece = {{&words, 8, 8}}, .to = b.addr + n - 8, .rkey = b.rkey},
+		};
+		region_fill(&a, 0, n, round);
+		for (int k = 0; k < COUNT(all); k++)
+			post(&q[0], &all[k]);
+		struct outcome out = await(&q[0], COUNT(all));
+		WANT(out.status == IBV_WC_SUCCESS);
+		region_check(&back, 0, n, round);
+		region_check(&b, 0, n - 8, round);
+		memory_get(node_memory(&words), 0, &was, 8);
+		memory_get(node_memory(&words), 8, &is, 8);
+		WANT(was == pattern_word(round, n - 8) && is == was + 5);
 	}
 }
 
@@ -332,14 +367,15 @@ static void mkeys(const struct test *t)
 
 /* ---- the flush of NCCL ---- */
 
-/* A peer WRITEs and says so by an immediate. The owner READs one byte of its GPU memory by a queue pair that is connected
+/* Regions as NCCL has them: with relaxed ordering. A peer WRITEs and says so by an immediate. The owner READs one byte of its GPU memory by a queue pair that is connected
  * to itself, and then the GPU's own copies see all bytes. */
 static void flush(const struct test *t)
 {
 	enum { SIZE = 1 << 20, ROUNDS = 40 };
 	struct queue q[2], self = queue_open(nodes[1], 0);
-	struct region a = region_open(nodes[0], (enum kind)t->arg[0], BY_ADDRESS, SIZE, ALL_RIGHTS);
-	struct region b = region_open(nodes[1], GPU, (enum way)t->arg[1], SIZE, ALL_RIGHTS);
+	const int access = ALL_RIGHTS | IBV_ACCESS_RELAXED_ORDERING;
+	struct region a = region_open(nodes[0], (enum kind)t->arg[0], BY_ADDRESS, SIZE, access);
+	struct region b = region_open(nodes[1], GPU, (enum way)t->arg[1], SIZE, access);
 	struct region byte = host(nodes[1], 64);
 	link01(q);
 	queue_connect(&self, &self);
@@ -479,9 +515,14 @@ static const struct {
 	int arg[3];
 	const char *env[2];
 } others[] = {
-	{"deep/malloc", deep, {PLAIN}, {0}},
-	{"deep/locked", deep, {PAGE_LOCKED}, {0}},
-	{"deep/gpu", deep, {GPU}, {0}},
+	{"deep/malloc", deep, {PLAIN, 30011, 4}, {0}},
+	{"deep/locked", deep, {PAGE_LOCKED, 30011, 4}, {0}},
+	{"deep/gpu", deep, {GPU, 30011, 4}, {0}},
+	{"deep/malloc-small", deep, {PLAIN, 24, 20}, {0}},
+	{"deep/gpu-small", deep, {GPU, 9, 20}, {0}},
+	{"behind/malloc", behind, {PLAIN, 512}, {0}},
+	{"behind/locked", behind, {PAGE_LOCKED, 70000}, {0}},
+	{"behind/gpu", behind, {GPU, 70000}, {0}},
 	{"pieces", pieces, {0}, {0}},
 	{"add/gpu-address", atomics, {GPU, BY_ADDRESS, 0}, {0}},
 	{"add/gpu-dmabuf", atomics, {GPU, BY_DMABUF, 0}, {0}},
