@@ -1,0 +1,225 @@
+// NVSHMEM between two processes: put, get, barrier and put with signal, posted by the host on a stream; with
+// -DKERNELS also put with signal and atomics, posted by a kernel. NVSHMEM's proxy thread hands all of them to its
+// transport.
+//
+//   nvshmem RANK RANKS IDFILE
+//
+// Rank 0 writes the unique id into IDFILE, which the others wait for.
+
+#include <cuda_runtime.h>
+#include <errno.h>
+#include <nvshmem.h>
+#include <nvshmemx.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <vector>
+
+enum { BYTES = 4 << 20, TURNS = 20, ADDS = 100 };
+
+static int rank, ranks;
+static cudaStream_t stream;
+
+static void give_up(const char *what, const char *why)
+{
+	printf("FAIL %s, rank %d: %s\n", what, rank, why);
+	fflush(stdout);
+	_exit(1);
+}
+
+static void cuda_ok(cudaError_t e, const char *what)
+{
+	if (e != cudaSuccess)
+		give_up(what, cudaGetErrorString(e));
+}
+
+static void passed(const char *what)
+{
+	printf("PASS %s, rank %d\n", what, rank);
+	fflush(stdout);
+}
+
+static unsigned char byte_of(int sender, int turn, size_t i) { return (unsigned char)(sender * 101 + turn * 31 + i % 251); }
+
+static void wait_stream(const char *what) { cuda_ok(cudaStreamSynchronize(stream), what); }
+
+// barrier returns when all ranks have come, and what they have put is there.
+static void barrier(void)
+{
+	nvshmemx_barrier_all_on_stream(stream);
+	wait_stream("barrier");
+}
+
+static void fill(void *p, int turn)
+{
+	std::vector<unsigned char> b(BYTES);
+	for (size_t i = 0; i < BYTES; i++)
+		b[i] = byte_of(rank, turn, i);
+	cuda_ok(cudaMemcpy(p, b.data(), BYTES, cudaMemcpyHostToDevice), "filling a buffer");
+}
+
+static void compare(const void *p, int sender, int turn, const char *what)
+{
+	std::vector<unsigned char> b(BYTES);
+	cuda_ok(cudaMemcpy(b.data(), p, BYTES, cudaMemcpyDeviceToHost), "reading a buffer");
+	for (size_t i = 0; i < BYTES; i++)
+		if (b[i] != byte_of(sender, turn, i)) {
+			char why[64];
+			snprintf(why, sizeof why, "byte %zu of turn %d is wrong", i, turn);
+			give_up(what, why);
+		}
+}
+
+static void exchange_id(const char *path, nvshmemx_uniqueid_t *id)
+{
+	char fresh[4096];
+	if (rank == 0) {
+		if (nvshmemx_get_uniqueid(id) != 0)
+			give_up("nvshmemx_get_uniqueid", "it fails");
+		snprintf(fresh, sizeof fresh, "%s.new", path);
+		FILE *f = fopen(fresh, "wb");
+		if (!f || fwrite(id, sizeof *id, 1, f) != 1 || fclose(f) != 0 || rename(fresh, path) != 0)
+			give_up(path, strerror(errno));
+		return;
+	}
+	for (int i = 0; i < 3000; i++, usleep(10000)) {
+		FILE *f = fopen(path, "rb");
+		if (!f)
+			continue;
+		size_t n = fread(id, sizeof *id, 1, f);
+		fclose(f);
+		if (n == 1)
+			return;
+	}
+	give_up(path, "rank 0 has written no id");
+}
+
+#ifdef KERNELS
+// add adds to a counter of the rank's peer, one after the other, and checks that nobody else does.
+__global__ static void add(uint64_t *counter, int peer, unsigned long long *wrong)
+{
+	for (uint64_t i = 0; i < ADDS; i++)
+		if (nvshmem_uint64_atomic_fetch_add(counter, 1, peer) != i)
+			++*wrong;
+	if (nvshmem_uint64_atomic_compare_swap(counter, ADDS, 7777, peer) != ADDS)
+		++*wrong;
+	nvshmem_quiet();
+}
+
+__global__ static void put_signal(void *to, const void *from, size_t n, uint64_t *signal, int peer)
+{
+	nvshmem_putmem_signal(to, from, n, signal, 1, NVSHMEM_SIGNAL_ADD, peer);
+	nvshmem_quiet();
+}
+
+static void from_kernels(unsigned char *from, unsigned char *to, uint64_t *signals, int peer)
+{
+	unsigned long long *wrong, bad;
+	uint64_t counter;
+
+	cuda_ok(cudaMalloc((void **)&wrong, sizeof *wrong), "cudaMalloc");
+	cuda_ok(cudaMemset(wrong, 0, sizeof *wrong), "cudaMemset");
+	cuda_ok(cudaMemset(signals, 0, 16), "cudaMemset");
+	cuda_ok(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+	barrier();
+	add<<<1, 1, 0, stream>>>(signals, peer, wrong);
+	wait_stream("atomics of a kernel");
+	barrier();
+	cuda_ok(cudaMemcpy(&bad, wrong, sizeof bad, cudaMemcpyDeviceToHost), "cudaMemcpy");
+	cuda_ok(cudaMemcpy(&counter, signals, sizeof counter, cudaMemcpyDeviceToHost), "cudaMemcpy");
+	if (bad || counter != 7777)
+		give_up("atomics of a kernel", "a value that was fetched or the last one is wrong");
+	passed("atomics of a kernel");
+
+	for (int turn = 0; turn < TURNS; turn++) {
+		fill(from, 300 + turn);
+		barrier();
+		put_signal<<<1, 1, 0, stream>>>(to, from, BYTES, signals + 1, peer);
+		nvshmemx_signal_wait_until_on_stream(signals + 1, NVSHMEM_CMP_GE, turn + 1, stream);
+		wait_stream("put with signal of a kernel");
+		compare(to, peer, 300 + turn, "put with signal of a kernel");
+	}
+	passed("put with signal of a kernel");
+}
+#endif
+
+int main(int argc, char **argv)
+{
+	nvshmemx_init_attr_t attr = NVSHMEMX_INIT_ATTR_INITIALIZER;
+	nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
+
+	if (argc < 4) {
+		fprintf(stderr, "usage: nvshmem RANK RANKS IDFILE\n");
+		return 2;
+	}
+	rank = atoi(argv[1]);
+	ranks = atoi(argv[2]);
+	cuda_ok(cudaSetDevice(0), "cudaSetDevice");
+	exchange_id(argv[3], &id);
+	nvshmemx_set_attr_uniqueid_args(rank, ranks, &id, &attr);
+#ifdef KERNELS
+	int status = nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attr);
+#else
+	int status = nvshmemx_hostlib_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attr);
+#endif
+	if (status != 0)
+		give_up("nvshmemx_init_attr", "it fails");
+	cuda_ok(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+
+	int peer = (rank + 1) % ranks;
+	unsigned char *from = (unsigned char *)nvshmem_malloc(BYTES), *to = (unsigned char *)nvshmem_malloc(BYTES);
+	uint64_t *signals = (uint64_t *)nvshmem_malloc(16);
+	if (!from || !to || !signals)
+		give_up("nvshmem_malloc", "it fails");
+	// A peer's memory that is mapped here would be written by the GPU itself, and nothing of ours be tested.
+	if (nvshmem_ptr(to, peer) != NULL)
+		give_up("nvshmem_ptr", "the peer's memory is mapped: NVSHMEM_DISABLE_P2P is not heeded");
+	cuda_ok(cudaMemset(to, 0, BYTES), "cudaMemset");
+	cuda_ok(cudaMemset(signals, 0, 16), "cudaMemset");
+	cuda_ok(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+	barrier();
+	passed("barrier");
+
+	for (int turn = 0; turn < TURNS; turn++) {
+		fill(from, turn);
+		barrier(); // the peer has looked at the last turn's
+		nvshmemx_putmem_on_stream(to, from, BYTES, peer, stream);
+		barrier();
+		compare(to, peer, turn, "put");
+	}
+	passed("put");
+	for (int turn = 100; turn < 100 + TURNS; turn++) {
+		fill(from, turn);
+		barrier();
+		nvshmemx_getmem_on_stream(to, from, BYTES, peer, stream);
+		wait_stream("get");
+		compare(to, peer, turn, "get");
+		barrier();
+	}
+	passed("get");
+	for (int turn = 0; turn < TURNS; turn++) {
+		fill(from, 200 + turn);
+		barrier();
+		nvshmemx_putmem_signal_on_stream(to, from, BYTES, signals, 1, NVSHMEM_SIGNAL_ADD, peer, stream);
+		nvshmemx_signal_wait_until_on_stream(signals, NVSHMEM_CMP_GE, turn + 1, stream);
+		wait_stream("put with signal");
+		compare(to, peer, 200 + turn, "put with signal");
+	}
+	barrier();
+	passed("put with signal");
+#ifdef KERNELS
+	from_kernels(from, to, signals, peer);
+#endif
+	nvshmem_free(signals);
+	nvshmem_free(to);
+	nvshmem_free(from);
+#ifdef KERNELS
+	nvshmem_finalize();
+#else
+	nvshmemx_hostlib_finalize();
+#endif
+	passed("finalize");
+	return 0;
+}
