@@ -1,0 +1,173 @@
+"""Tests of the judges in ncclsteps.py and steps.py, on made-up results and logs. harness_test.go runs them."""
+
+import os
+import sys
+import tempfile
+import time
+import types
+import unittest
+
+sys.dont_write_bytecode = True
+
+import steps
+from harness import FAIL, PASS, SKIP, Harness, Ran, take_lines
+from ncclsteps import COLLECTIVES, MIB, NCCL, SIZES, check_gdr
+from stage import Missing, Stage
+
+GDR = """host0:1:2 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA
+host0:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA
+host0:1:2 [0] NCCL INFO Connected all rings, use ring PXN 0 GDR 1
+"""
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        self.dir = tempfile.TemporaryDirectory()
+        self.addCleanup(self.dir.cleanup)
+        self.h = Harness(self.dir.name, 60)
+        self.h.note = lambda text: None
+        self.addCleanup(self.h.journal.close)
+
+    def verdicts(self):
+        return {r.case: r.verdict for r in self.h.results}
+
+
+def results(collectives=COLLECTIVES, speed=5.0, wrong=0):
+    """Returns what a rank says of some collectives."""
+    return [(c, str(s), place, "2", "0.001", str(speed), str(wrong)) for c in collectives for s in SIZES
+            for place in (("out", "in") if c in COLLECTIVES[:4] else ("out",))]
+
+
+class Results(Case):
+    def judge(self, *said, way="shared"):
+        nccl = NCCL(None)
+        nccl.judge(self.h, way, 2, COLLECTIVES, SIZES, list(said))
+        return nccl
+
+    def test_all_right(self):
+        self.judge(results(), results())
+        self.assertEqual(self.verdicts(), dict.fromkeys(COLLECTIVES, PASS))
+
+    def test_wrong_elements_of_one_rank(self):
+        bad = results()
+        bad[0] = bad[0][:6] + ("1",)
+        self.judge(results(), bad)
+        self.assertEqual(self.verdicts(), {**dict.fromkeys(COLLECTIVES, PASS), "all_reduce": FAIL})
+
+    def test_a_size_is_missing(self):
+        self.judge(results(), [r for r in results() if (r[0], r[1], r[2]) != ("broadcast", str(MIB), "in")])
+        self.assertEqual(self.verdicts()["broadcast"], FAIL)
+
+    def test_a_rank_says_nothing(self):
+        self.judge(results(), [])
+        self.assertEqual(set(self.verdicts().values()), {FAIL})
+
+    def test_the_slowest_rank_counts(self):
+        slow = [(c, s, p, k, "0.002", "2.5", w) for c, s, p, k, _, _, w in results()]
+        nccl = self.judge(results(), slow)
+        self.assertEqual(nccl.speeds["shared", 2, 64 * MIB], (0.002, 2.5))
+
+
+class Goals(Case):
+    def goals(self, **speeds):
+        nccl = NCCL(None)
+        nccl.speeds = {(way, 2, 64 * MIB): (0.01, speed) for way, speed in speeds.items()}
+        nccl.goals(self.h)
+        return [r.verdict for r in self.h.results]
+
+    def test_reached(self):
+        self.assertEqual(self.goals(sockets=2.0, shared=6.0, packets=3.0), [PASS, PASS])
+
+    def test_missed(self):
+        self.assertEqual(self.goals(sockets=2.0, shared=5.9, packets=2.9), [FAIL, FAIL])
+
+    def test_not_measured(self):
+        self.assertEqual(self.goals(shared=6.0, packets=3.0), [SKIP, SKIP])
+
+
+class Logs(Case):
+    def gdr(self, *texts):
+        for i, text in enumerate(texts):
+            with open(os.path.join(self.h.out, f"n-{i}.nccl"), "w") as f:
+                f.write(text)
+        check_gdr(self.h, "n", 2)
+        return self.h.results[0].verdict
+
+    def test_gdr(self):
+        self.assertEqual(self.gdr(GDR, GDR), PASS)
+
+    def test_one_channel_by_the_host(self):
+        self.assertEqual(self.gdr(GDR, GDR.replace("/GDRDMA", "", 1)), FAIL)
+
+    def test_no_channels(self):
+        self.assertEqual(self.gdr("GDR 1", "GDR 1"), FAIL)
+
+    def test_gdr_0(self):
+        self.assertEqual(self.gdr(GDR, GDR.replace("GDR 1", "GDR 0")), FAIL)
+
+    def test_no_log(self):
+        self.assertEqual(self.gdr(GDR), FAIL)
+
+
+class Losses(Case):
+    def ddp(self, **texts):
+        """texts are what rank 0 prints over each way."""
+        def together(name, sides, limit):
+            return [Ran([], 0, False, texts[name.split("-")[1]], "log", 1.0)] * 2
+        self.h.together = together
+        stage = types.SimpleNamespace(torch={"torch": "2"}, mps=lambda h: {}, python="python3", exec=lambda *a: list(a))
+        steps.torch_ddp(self.h, stage)
+        return [r.verdict for r in self.h.results if "losses" in r.case]
+
+    def text(self, last="0x1.8p+0"):
+        return "".join(f"LOSS {i} 0x1.0p+1\n" for i in range(29)) + f"LOSS 29 {last}\nWEIGHTS 0x1.2p+3\nSECONDS 0.5\nPASS the loss falls, rank 0\n"
+
+    def test_equal(self):
+        self.assertEqual(self.ddp(sockets=self.text(), shared=self.text(), packets=self.text()), [PASS, PASS])
+
+    def test_the_last_digit(self):
+        self.assertEqual(self.ddp(sockets=self.text(), shared=self.text("0x1.8000000000001p+0"), packets=self.text()), [FAIL, PASS])
+
+    def test_none_are_not_equal(self):
+        self.assertEqual(self.ddp(sockets="", shared="", packets=""), [FAIL, FAIL])
+
+
+class Others(Case):
+    def test_missing_is_skipped(self):
+        stage = Stage(types.SimpleNamespace(bin="none", python="python3", quick=False))
+
+        def missing(*args):
+            raise Missing("no such thing")
+        stage.find = stage.cuda_include = stage.mps = missing
+        for s in steps.steps(stage):
+            if s.name.startswith("nccl-s") or s.name in ("gin", "torch-ddp", "torch-register", "nvshmem"):
+                self.h.run_step(s)
+        self.assertEqual({r.verdict for r in self.h.results}, {SKIP})
+        self.assertEqual(len(self.h.results), 7)
+        self.assertFalse(self.h.verdict())
+
+    def test_a_broken_step_fails_alone(self):
+        self.h.run_step(types.SimpleNamespace(name="broken", run=lambda h: 1 / 0, limit=5, least=1))
+        self.h.run_step(types.SimpleNamespace(name="idle", run=lambda h: None, limit=5, least=1))
+        self.assertEqual(self.verdicts(), {"broken": FAIL, "idle": FAIL})
+
+    def test_one_side_fails(self):
+        """The other side has a short time to end, not all of it."""
+        began = time.monotonic()
+        rans = self.h.together("sides", [(["sh", "-c", "exit 3"], {}), (["sleep", "1000"], {})], 50, grace=0.5)
+        self.assertEqual([(r.rc != 0, r.late) for r in rans], [(True, False), (True, True)])
+        self.assertLess(time.monotonic() - began, 20)
+
+    def test_no_such_program(self):
+        take_lines(self.h, self.h.run("nothing", ["/no/such/program"], 5))
+        self.assertEqual(self.verdicts(), {"the program": FAIL})
+        self.assertIn("No such file", self.h.results[0].why)
+
+    def test_figures_of_tools(self):
+        self.assertEqual(steps.figure("#bytes x\n 1048576    1000  2919.61 1811.40 0.0018\n-----\n"), "1048576 1000 2919.61 1811.40 0.0018")
+        self.assertEqual(steps.figure("Final:  500 0.068 305.9 305.9\n"), "Final: 500 0.068 305.9 305.9")
+        self.assertEqual(steps.figure("nothing of that kind"), "")
+
+
+if __name__ == "__main__":
+    unittest.main()
