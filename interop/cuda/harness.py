@@ -6,10 +6,12 @@ or that raises an exception, has failed.
 """
 
 import dataclasses
+import glob
 import os
 import re
 import signal
 import subprocess
+import tarfile
 import time
 import traceback
 
@@ -71,6 +73,7 @@ class Harness:
         self.running = []  # groups of processes that are not over
         self.names = {}
         os.makedirs(self.out, exist_ok=True)
+        forget(self.out)
         self.journal = open(os.path.join(self.out, "harness.log"), "w", buffering=1)
 
     # What is said.
@@ -179,6 +182,24 @@ class Harness:
     def verdict(self):
         """Whether something was run, and all of it has passed."""
         return bool(self.results) and all(r.verdict == PASS for r in self.results)
+
+
+# What a run leaves in its directory, beside programs.
+LOGS = ("*.log", "*.nccl", "*.txt", "*.md", "*.counters", "mps-*", "logs.tar.gz")
+
+
+def forget(out):
+    """Removes the logs of an earlier run: none of them may be taken for one of this run."""
+    for pattern in LOGS:
+        for path in glob.glob(os.path.join(out, pattern)):
+            os.remove(path)
+
+
+def pack(h):
+    """Puts all logs into one file, which is easily carried to another machine."""
+    with tarfile.open(os.path.join(h.out, "logs.tar.gz"), "w:gz") as tar:
+        for path in sorted({p for pattern in LOGS[:-1] for p in glob.glob(os.path.join(h.out, pattern))}):
+            tar.add(path, os.path.basename(path))
 
 
 def read(path):

@@ -64,7 +64,7 @@ func TestHarnessAllPass(t *testing.T) {
 	wantTableRow(t, out, "a", "one", "PASS")
 	wantTableRow(t, out, "a", "two", "PASS", "5.03 GB/s")
 	wantTableRow(t, out, "b", "three", "PASS")
-	for _, name := range []string{"summary.txt", "summary.md", "a.log", "b.log", "harness.log"} {
+	for _, name := range []string{"summary.txt", "summary.md", "a.log", "b.log", "harness.log", "logs.tar.gz"} {
 		if b, err := os.ReadFile(filepath.Join(s.out, name)); err != nil || len(b) == 0 {
 			t.Errorf("%s: %d bytes, %v", name, len(b), err)
 		}

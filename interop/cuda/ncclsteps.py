@@ -5,11 +5,12 @@ Each rank is a host of its own to NCCL (NCCL_HOSTID), else it refuses two ranks 
 
 import os
 import re
+import shutil
 import tempfile
 
 from stage import JUDGES
 
-WAYS = {"sockets": "sockets", "shared": "one address", "packets": "two addresses"}
+WAYS = {"sockets": "sockets", "shared": "one address", "packets": "an address each"}
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "sendrecv", "alltoall")
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 1024 * MIB)
@@ -37,9 +38,8 @@ class NCCL:
     def program(self, h):
         header = self.stage.find("nccl.h", "nccl/include/nccl.h", "include/nccl.h")
         library = self.stage.find("libnccl.so", "nccl/lib*/libnccl.so.2", "lib*/libnccl.so.2", "lib/*/libnccl.so.2")
-        where = os.path.dirname(library)
-        return self.stage.compile_cu(h, "nccl", [os.path.join(JUDGES, "nccl.cu")], "-I", os.path.dirname(header), "-L", where,
-                                     "-l:libnccl.so.2", "-Xlinker", f"-rpath={where}")
+        return self.stage.compile_cu(h, "nccl", [os.path.join(JUDGES, "nccl.cu")], "-I", os.path.dirname(header),
+                                     "-L", self.stage.linked(h, library, "libnccl.so"), "-lnccl", "-Xlinker", f"-rpath={os.path.dirname(library)}")
 
     def step(self, h, way, ranks):
         """One way with so many ranks: all collectives and sizes over us, over sockets what the goals need."""
@@ -55,6 +55,7 @@ class NCCL:
             command = [program, str(rank), str(ranks), os.path.join(files, "id"), ",".join(collectives), ",".join(map(str, sizes)), "5" if h.quick else "20"]
             sides.append((command if way == "sockets" else self.stage.exec(*command), env))
         rans = h.together(name, sides, h.left() - 1)
+        shutil.rmtree(files, ignore_errors=True)
         for ran in rans:
             if not ran.ok():
                 h.failed("a rank", ran.why())
@@ -112,8 +113,9 @@ class NCCL:
         h.table("NCCL all_reduce, out of place: time, and from 16 MiB on bus bandwidth", "\n".join(lines))
 
 
-def check_gdr(h, name, ranks):
+def check_gdr(h, name, ranks, prefix=""):
     """NCCL's log has to say of every channel through the network that it goes to GPU memory itself."""
+    case = prefix + "GDR in NCCL's log"
     channels, without, says = 0, [], 0
     for rank in range(ranks):
         path = os.path.join(h.out, f"{name}-{rank}.nccl")
@@ -121,7 +123,7 @@ def check_gdr(h, name, ranks):
             with open(path, errors="replace") as f:
                 text = f.read()
         except OSError as err:
-            h.failed("GDR in NCCL's log", f"{path}: {err.strerror}")
+            h.failed(case, f"{path}: {err.strerror}")
             return
         found = CHANNEL.findall(text)
         channels += len(found)
@@ -131,10 +133,10 @@ def check_gdr(h, name, ranks):
             f.write("\n".join(line for line in text.splitlines() if "GDR" in line or "GPU Direct" in line or "via NET/" in line) + "\n")
     figure = f"{channels - len(without)} of {channels} channels"
     if not channels:
-        h.failed("GDR in NCCL's log", "it names no channel via NET", figure)
+        h.failed(case, "it names no channel via NET", figure)
     elif without:
-        h.failed("GDR in NCCL's log", f"a channel without GDRDMA: {without[0].strip()[-120:]}", figure)
+        h.failed(case, f"a channel without GDRDMA: {without[0].strip()[-120:]}", figure)
     elif says != ranks:
-        h.failed("GDR in NCCL's log", f"{says} of {ranks} ranks say GDR 1", figure)
+        h.failed(case, f"{says} of {ranks} ranks say GDR 1", figure)
     else:
-        h.passed("GDR in NCCL's log", figure)
+        h.passed(case, figure)

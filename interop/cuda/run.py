@@ -5,7 +5,7 @@
 
 It needs a GPU, its driver and CUDA's toolkit, but neither Go nor a network: bin/verbena and bin/lib may come from
 another machine. It prints one table, writes it with the versions of everything to OUT/summary.txt and OUT/summary.md,
-keeps all raw logs in OUT, and exits with 0 only if every case has passed. A case that was skipped has not passed.
+keeps all raw logs in OUT, also as one file, logs.tar.gz, and exits with 0 only if every case has passed. A case that was skipped has not passed.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import sys
 
 sys.dont_write_bytecode = True
 
-from harness import Harness, Step, summarize, take_lines
+from harness import Harness, Step, pack, summarize, take_lines
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -87,6 +87,8 @@ def main():
         h.step = "the run"
         h.failed("whole", str(ended))
     print("\n" + summarize(h), flush=True)
+    h.journal.flush()
+    pack(h)
     return 0 if h.verdict() else 1
 
 

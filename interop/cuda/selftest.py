@@ -151,6 +151,13 @@ class Others(Case):
         self.h.run_step(types.SimpleNamespace(name="idle", run=lambda h: None, limit=5, least=1))
         self.assertEqual(self.verdicts(), {"broken": FAIL, "idle": FAIL})
 
+    def test_an_earlier_run_is_forgotten(self):
+        with open(os.path.join(self.h.out, "n-0.nccl"), "w") as f:
+            f.write(GDR)
+        again = Harness(self.h.out, 60)
+        again.journal.close()
+        self.assertFalse(os.path.exists(os.path.join(self.h.out, "n-0.nccl")))
+
     def test_one_side_fails(self):
         """The other side has a short time to end, not all of it."""
         began = time.monotonic()

@@ -130,6 +130,16 @@ class Stage:
                     return path
         raise Missing(f"{name} was not found: no {' or '.join(patterns)} under {' '.join(roots)}")
 
+    def linked(self, h, library, name):
+        """Returns a directory in which a library, whose file has a version behind its name, has the name for linking."""
+        where = os.path.join(h.out, "programs", "links")
+        os.makedirs(where, exist_ok=True)
+        link = os.path.join(where, name)
+        if os.path.lexists(link):
+            os.remove(link)
+        os.symlink(library, link)
+        return where
+
     # Compiling.
 
     def gcc(self, h, name, sources, *flags):
@@ -199,7 +209,7 @@ class Stage:
                 h.note(f"MPS {p} does not end by itself")
                 os.kill(p, 9)
         for path in glob.glob(os.path.join(self.mps_dir, "*")):
-            if os.path.isfile(path):
+            if os.path.isfile(path) and os.path.getsize(path) < 1 << 20:
                 shutil.copy(path, os.path.join(h.out, "mps-" + os.path.basename(path)))
         shutil.rmtree(self.mps_dir, ignore_errors=True)
         self.mps_dir = ""

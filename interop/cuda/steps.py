@@ -14,7 +14,7 @@ import socket
 import tempfile
 
 from harness import Step, take_lines
-from ncclsteps import NCCL, WAYS, nccl_env
+from ncclsteps import NCCL, WAYS, check_gdr, nccl_env
 from stage import HERE, JUDGES, Missing, Stage
 
 __all__ = ["Stage", "steps"]
@@ -125,6 +125,7 @@ def torch_ranks(h, stage, script, cases):
             continue
         for ran in h.together(f"{script}-{way}-{ranks}", torch_sides(h, stage, script, way, ranks, args), 60):
             take_lines(h, ran, name + ": ")
+        check_gdr(h, f"{script}-{way}-{ranks}", ranks, name + ": ")
 
 
 def torch_ddp(h, stage):
@@ -161,6 +162,10 @@ def torch_register(h, stage):
 # Other programs.
 
 
+def library_path(first):
+    return os.pathsep.join(p for p in (first, os.environ.get("LD_LIBRARY_PATH")) if p)
+
+
 def nvshmem(h, stage):
     """Compiles nvshmem.cu, with kernels if the package has the library for them, and runs it on the transport ibrc.
 
@@ -176,11 +181,11 @@ def nvshmem(h, stage):
         f.write("\n".join([header, library, *sorted(glob.glob(os.path.join(where, "*")))]) + "\n")
     if not glob.glob(os.path.join(where, "nvshmem_transport_ibrc.so*")):
         raise Missing(f"the package in {where} has no nvshmem_transport_ibrc.so")
-    device = glob.glob(os.path.join(where, "libnvshmem_device.a"))
-    flags = ["-I", os.path.dirname(header), "-L", where, "-l:" + os.path.basename(library), "-Xlinker", f"-rpath={where}", "-L", stage.libcuda(), "-lcuda"]
-    if device:
-        flags = ["-DKERNELS", "-rdc=true", *flags, "-lnvshmem_device"]
-    program = stage.compile_cu(h, "nvshmem", [os.path.join(JUDGES, "nvshmem.cu")], *flags)
+    flags = ["-I", os.path.dirname(header), "-L", stage.linked(h, library, "libnvshmem_host.so"), "-lnvshmem_host", "-Xlinker", f"-rpath={where}",
+             "-L", stage.libcuda(), "-lcuda"]
+    program = with_kernels(h, stage, where, flags)
+    if not program:  # as C++ of the host alone
+        program = stage.compile_cu(h, "nvshmem-host", ["-x", "c++", os.path.join(JUDGES, "nvshmem.cu")], *flags)
     for place, addresses in PLACES:
         for heap in ("0", "1"):
             files = tempfile.mkdtemp(dir=h.out, prefix="nvshmem.")
@@ -189,7 +194,8 @@ def nvshmem(h, stage):
                 env = {"NVSHMEM_REMOTE_TRANSPORT": "ibrc", "NVSHMEM_DISABLE_P2P": "1", "NVSHMEM_HCA_PREFIX": "verbena", "NVSHMEM_DISABLE_NVLS": "1",
                        "NVSHMEM_DISABLE_CUDA_VMM": heap, "NVSHMEM_SYMMETRIC_SIZE": "64M", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
                        "NVSHMEM_DEBUG": "INFO", "NVSHMEM_DISABLE_GDRCOPY": "1", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50",
-                       "VERBENA_ADDR": address, "VERBENA_LOG": "1", **stage.mps(h)}
+                       "VERBENA_ADDR": address, "VERBENA_LOG": "1",
+                       "LD_LIBRARY_PATH": library_path(where), **stage.mps(h)}
                 if rank == 0:
                     env["VERBENA_STATS"] = os.path.join(h.out, "nvshmem-counters.txt")
                 sides.append((stage.exec(program, str(rank), "2", os.path.join(files, "id")), env))
@@ -197,8 +203,18 @@ def nvshmem(h, stage):
             for ran in h.together(f"nvshmem-{place.replace(' ', '-')}-{kind}", sides, 30):
                 take_lines(h, ran, f"{place}, heap by {kind}: ")
             shutil.rmtree(files, ignore_errors=True)
-    if not device:
+
+
+def with_kernels(h, stage, where, flags):
+    """Compiles nvshmem.cu with its kernels, and says so if that cannot be done."""
+    if not os.path.exists(os.path.join(where, "libnvshmem_device.a")):
         h.skipped("kernels", f"the package in {where} has no libnvshmem_device.a")
+        return None
+    try:
+        return stage.compile_cu(h, "nvshmem", [os.path.join(JUDGES, "nvshmem.cu")], "-DKERNELS", "-rdc=true", *flags, "-L", where, "-lnvshmem_device")
+    except RuntimeError as err:
+        h.failed("kernels", str(err))
+        return None
 
 
 def ucx(h, stage):
@@ -262,7 +278,7 @@ def perftest(h, stage):
     if not ran.ok():
         h.failed("build", ran.why())
         return
-    env = {"LD_LIBRARY_PATH": os.pathsep.join(p for p in (os.path.join(built, "lib"), os.environ.get("LD_LIBRARY_PATH")) if p), **stage.mps(h)}
+    env = {"LD_LIBRARY_PATH": library_path(os.path.join(built, "lib")), **stage.mps(h)}
     for tool in ("ib_write_bw", "ib_read_bw", "ib_send_bw", "ib_read_lat", "ib_send_lat"):
         for dmabuf in ((), ("--use_cuda_dmabuf",)):
             for place, addresses in PLACES:
