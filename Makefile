@@ -11,6 +11,7 @@ SOAKTIME  ?= 10m
 BENCHARGS ?=
 KERNELS   ?= stable,sid
 RUN       ?=
+CUDAARGS  ?=
 
 # See scripts/lib.sh: stamp version information only where git can read it.
 ifneq ($(shell git rev-parse --is-inside-work-tree 2>/dev/null),true)
@@ -18,7 +19,7 @@ export GOFLAGS := $(GOFLAGS) -buildvcs=false
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build clib demo test lint fuzz bench interop interop-bench check-full soak profile clean install
+.PHONY: help setup build clib demo test lint fuzz bench interop interop-bench cuda-test check-full soak profile clean install
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +53,11 @@ interop: setup ## hold our packets to the Linux kernel's, all cases; KERNELS=sta
 
 interop-bench: setup ## compare speeds with the kernel's own device, in one virtual machine
 	@go run ./interop/rxe/runner -kernels sid -bench 5
+
+cuda-test: ## hold NCCL, PyTorch and others to GPU memory; needs an NVIDIA GPU, and bin from here or elsewhere; CUDAARGS are passed on
+	@nvidia-smi -L >/dev/null 2>&1 || { echo 'cuda-test: needs a machine with an NVIDIA GPU and its driver; nvidia-smi finds none here' >&2; exit 1; }
+	@if command -v go >/dev/null; then scripts/clib.sh && go build -o bin/verbena ./cmd/verbena; fi
+	@python3 interop/cuda/run.py $(CUDAARGS)
 
 check-full: setup ## like test, with the long matrices (up to an hour)
 	@scripts/test.sh full
