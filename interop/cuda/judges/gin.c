@@ -5,7 +5,8 @@
 //
 // runs as rank 0 and rank 1, which tell each other the names of their queue pairs by files in DIR.
 //
-//   1. Each rank puts into the other's memory, slot after slot, and looks at the slot when the signal has come.
+//   1. Each rank puts into the other's memory, slot after slot, and looks at the slot when the signal has come. Every
+//      other put comes from GPU memory, as all of NCCL's do, the others from the host's.
 //   2. Both ranks add to one counter of rank 0 at the same time. No two additions may return the same value, and the
 //      sum has to be that of all of them.
 
@@ -24,9 +25,9 @@ static int rank;
 static struct device dev;
 static struct ibv_cq *cq;
 static struct ibv_qp *to_peer, *to_self;
-static CUdeviceptr data, signals;
+static CUdeviceptr data, signals, gpu_source;
 static unsigned char *source; // of the host: slots, and the results of additions behind them
-static struct ibv_mr *source_mr;
+static struct ibv_mr *source_mr, *gpu_source_mr;
 static struct hello mine, theirs;
 
 static uint64_t *results(void) { return (uint64_t *)(source + SLOTS * SLOT); }
@@ -76,6 +77,7 @@ static void setup(const char *dir, int dmabuf)
 	cuda_ok(cuDevicePrimaryCtxRetain(&ctx, gpu), "cuDevicePrimaryCtxRetain");
 	cuda_ok(cuCtxSetCurrent(ctx), "cuCtxSetCurrent");
 	cuda_ok(cuMemAlloc(&data, SLOTS * SLOT), "cuMemAlloc");
+	cuda_ok(cuMemAlloc(&gpu_source, SLOTS * SLOT), "cuMemAlloc");
 	cuda_ok(cuMemAlloc(&signals, SIGNALS * 8), "cuMemAlloc");
 	cuda_ok(cuMemsetD8(data, 0, SLOTS * SLOT), "cuMemsetD8");
 	cuda_ok(cuMemsetD8(signals, 0, SIGNALS * 8), "cuMemsetD8");
@@ -85,6 +87,7 @@ static void setup(const char *dir, int dmabuf)
 	need((cq = ibv_create_cq(dev.ctx, 4 * DEPTH, NULL, NULL, 0)) != NULL, "ibv_create_cq");
 	need((d = register_gpu(&dev, data, SLOTS * SLOT, dmabuf)) != NULL, "registering data on the GPU");
 	need((s = register_gpu(&dev, signals, SIGNALS * 8, dmabuf)) != NULL, "registering signals on the GPU");
+	need((gpu_source_mr = register_gpu(&dev, gpu_source, SLOTS * SLOT, dmabuf)) != NULL, "registering what is put on the GPU");
 	size_t n = SLOTS * SLOT + DEPTH * 8;
 	need(posix_memalign((void **)&source, 4096, n) == 0, "posix_memalign");
 	memset(source, 0, n);
@@ -124,6 +127,12 @@ static void put(int k)
 
 	for (size_t i = 0; i < SLOT; i++)
 		from[i] = byte_of(rank, k, i);
+	if (k % 2) {
+		w.addr = gpu_source + k % SLOTS * (CUdeviceptr)SLOT;
+		w.lkey = gpu_source_mr->lkey;
+		cuda_ok(cuMemcpyHtoD(w.addr, from, SLOT), "writing a slot");
+		cuda_ok(cuStreamSynchronize(NULL), "writing a slot"); // a copy from pageable memory may be under way when it returns
+	}
 	errno = ibv_post_send(to_peer, &write, &bad);
 	need(errno == 0, "ibv_post_send");
 	enum ibv_wc_status status = poll_one(cq, NULL);

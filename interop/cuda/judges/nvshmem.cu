@@ -58,6 +58,7 @@ static void fill(void *p, int turn)
 	for (size_t i = 0; i < BYTES; i++)
 		b[i] = byte_of(rank, turn, i);
 	cuda_ok(cudaMemcpy(p, b.data(), BYTES, cudaMemcpyHostToDevice), "filling a buffer");
+	cuda_ok(cudaDeviceSynchronize(), "filling a buffer"); // a copy from pageable memory may be under way when it returns
 }
 
 static void compare(const void *p, int sender, int turn, const char *what)
