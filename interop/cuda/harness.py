@@ -115,10 +115,11 @@ class Harness:
     def run(self, name, args, limit, env=None, cwd=None):
         return self.together(name, [(args, env or {})], limit, cwd)[0]
 
-    def together(self, name, sides, limit, cwd=None, pause=0, grace=10):
+    def together(self, name, sides, limit, cwd=None, ready=None, grace=10):
         """Runs several programs at a time, each with variables of its own, and waits for all of them.
 
-        Once one has failed, the others have grace seconds to end by themselves. pause is between their starts.
+        Once one has failed, the others have grace seconds to end by themselves. If ready is given, the next one is
+        started when it returns true, or the one before has ended, or after half of the time.
         """
         limit = max(1, min(limit, self.left()))
         procs, started = [], time.monotonic()
@@ -126,8 +127,11 @@ class Harness:
             for i, (args, env) in enumerate(sides):
                 path = self.log(f"{name}-{i}" if len(sides) > 1 else name)
                 procs.append(self.start(args, env, cwd, path))
-                if i + 1 < len(sides):
-                    time.sleep(pause)
+                until = time.monotonic() + limit / 2
+                while ready and procs[-1][0].poll() is None and time.monotonic() < until and not ready():
+                    time.sleep(0.02)
+                if ready and procs[-1][0].poll():
+                    break  # a server that has failed has no clients
             late = wait_all([p for p, _ in procs], started + limit, grace)
         finally:
             for p, _ in procs:
@@ -208,6 +212,19 @@ def read(path):
         return f.read().decode(errors="replace").partition("\n")[2]  # behind the command
 
 
+def listens(port):
+    """Whether a program listens on a TCP port."""
+    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(path) as f:
+                rows = [line.split() for line in f.readlines()[1:]]
+        except OSError:
+            continue
+        if any(r[3] == "0A" and int(r[1].rpartition(":")[2], 16) == port for r in rows):
+            return True
+    return False
+
+
 def wait_all(procs, end, grace):
     """Waits for processes and returns the ids of those that are not over when they should be."""
     while True:
@@ -248,16 +265,21 @@ def group_alive(pgid):
 
 
 LINE = re.compile(r"^(PASS|FAIL|SKIP) ([^:\n]+?)(?:: *(.*))?$", re.M)
+GOAL = re.compile(r"(.*?) *(?:\[goal ([^\]]*)\] *)?")
 
 
 def take_lines(h, ran, prefix=""):
-    """Turns the lines PASS, FAIL and SKIP of a program into results, and its end into one if the lines do not tell."""
+    """Turns the lines PASS, FAIL and SKIP of a program into results, and its end into one if the lines do not tell.
+
+    Behind the case a line may have a figure or a reason, and at its end a goal: "PASS write: 53.1 GB/s [goal >= 49.5]".
+    """
     told = LINE.findall(ran.text)
     for verdict, case, rest in told:
+        rest, goal = GOAL.fullmatch(rest).groups(default="")
         if verdict == PASS:
-            h.passed(prefix + case, rest)
+            h.passed(prefix + case, rest, goal)
         elif verdict == FAIL:
-            h.failed(prefix + case, rest or "no reason given")
+            h.failed(prefix + case, rest or "no reason given", goal=goal)
         else:
             h.skipped(prefix + case, rest or "no reason given")
     if not ran.ok() and not any(v == FAIL for v, _, _ in told):

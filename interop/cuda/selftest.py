@@ -1,6 +1,7 @@
 """Tests of the judges in ncclsteps.py and steps.py, on made-up results and logs. harness_test.go runs them."""
 
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -10,7 +11,7 @@ import unittest
 sys.dont_write_bytecode = True
 
 import steps
-from harness import FAIL, PASS, SKIP, Harness, Ran, take_lines
+from harness import FAIL, PASS, SKIP, Harness, Ran, listens, take_lines
 from ncclsteps import COLLECTIVES, MIB, NCCL, SIZES, check_gdr
 from stage import Missing, Stage
 
@@ -164,6 +165,21 @@ class Others(Case):
         rans = self.h.together("sides", [(["sh", "-c", "exit 3"], {}), (["sleep", "1000"], {})], 50, grace=0.5)
         self.assertEqual([(r.rc != 0, r.late) for r in rans], [(True, False), (True, True)])
         self.assertLess(time.monotonic() - began, 20)
+
+    def test_a_client_waits_for_its_server(self):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        serve = f"import socket, time; time.sleep(0.5); s = socket.create_server(('127.0.0.1', {port})); s.accept(); print('PASS served')"
+        call = f"import socket; socket.create_connection(('127.0.0.1', {port})); print('PASS called')"
+        rans = self.h.together("pair", [([sys.executable, "-c", serve], {}), ([sys.executable, "-c", call], {})], 50, ready=lambda: listens(port))
+        for ran in rans:
+            take_lines(self.h, ran)
+        self.assertEqual(self.verdicts(), {"served": PASS, "called": PASS})
+
+    def test_a_server_that_fails_has_no_client(self):
+        rans = self.h.together("pair", [(["false"], {}), (["true"], {})], 20, ready=lambda: False)
+        self.assertEqual([r.ok() for r in rans], [False])
 
     def test_no_such_program(self):
         take_lines(self.h, self.h.run("nothing", ["/no/such/program"], 5))

@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 
-from harness import Step, take_lines
+from harness import Step, listens, take_lines
 from ncclsteps import NCCL, WAYS, check_gdr, nccl_env
 from stage import HERE, JUDGES, Missing, Stage
 
@@ -249,7 +249,7 @@ def pair(h, stage, case, server, client, addresses, env, says):
     port = free_port()
     sides = [(stage.exec(*server, "-p", port), {**env, "VERBENA_ADDR": addresses[0]}),
              (stage.exec(*client, "-p", port, "127.0.0.1"), {**env, "VERBENA_ADDR": addresses[1]})]
-    rans = h.together("".join(c if c.isalnum() else "-" for c in f"{h.step}-{case}"), sides, 20, pause=1.5)
+    rans = h.together("".join(c if c.isalnum() else "-" for c in f"{h.step}-{case}"), sides, 20, ready=lambda: listens(int(port)))
     bad = [ran for ran in rans if not ran.ok()]
     if bad:
         h.failed(case, bad[-1].why())
