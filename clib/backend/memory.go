@@ -135,6 +135,9 @@ func (pd *protectionDomain) register(m *C.struct_vbe_mr) (provider.MR, error) {
 	case m.kind == C.VBE_MEM_DMABUF && conf().Hide["dmabuf"]:
 		return nil, ib.Errorf("reg_dmabuf_mr", syscall.EOPNOTSUPP, "VERBENA_HIDE has dmabuf")
 	case m.kind == C.VBE_MEM_DMABUF:
+		if r, handled, err := cudaBuffer(pd.PD, m); handled {
+			return r, err
+		}
 		return importer.Register(pd.PD, rangeOf(m), access)
 	case m.kind == C.VBE_MEM_ALLOC:
 		return pd.AllocMR(uint64(m.length), access)
@@ -144,9 +147,13 @@ func (pd *protectionDomain) register(m *C.struct_vbe_mr) (provider.MR, error) {
 		return pd.PD.(*device.PD).AllocNullMR()
 	case m.kind == C.VBE_MEM_IMPLICIT:
 		return pd.RegImplicitMR(access)
-	case gpu.Reserved(uint64(m.addr)):
-		return registerGPU(pd.PD, m)
 	default:
+		if r, handled, err := cudaMemory(pd.PD, m); handled {
+			return r, err
+		}
+		if gpu.Reserved(uint64(m.addr)) {
+			return registerGPU(pd.PD, m)
+		}
 		return pd.RegMRAddr(uintptr(m.addr), uint64(m.length), uint64(m.iova), access)
 	}
 }
@@ -212,8 +219,12 @@ func vbe_rereg_mr(h C.uint64_t, flags C.uint32_t, newPD C.uint64_t, m *C.struct_
 		a := ib.Access(m.access)
 		change.Access = &a
 	}
-	var err error
+	handled, err := false, error(nil)
+	if toDMABuf || change.Range != nil {
+		handled, err = cudaChange(r.MR, m, change, toDMABuf)
+	}
 	switch {
+	case handled:
 	case toDMABuf:
 		err = importer.Rereg(r.MR, rangeOf(m), change)
 	case change.Range != nil && gpu.Reserved(uint64(m.addr)):

@@ -82,9 +82,9 @@ CUresult vcu_drain(struct context *c, bool all)
 	if (!handles)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	for (size_t i = 0; i < n; i++) {
-		CUresult r = vcu_result(verbena_gpu_stream_sync(handles[i]));
-		if (r && !first)
-			first = r;
+		int e = verbena_gpu_stream_sync(handles[i]);
+		if (e && e != -EINVAL && !first) /* EINVAL: another thread has destroyed the stream meanwhile */
+			first = vcu_result(e);
 	}
 	free(handles);
 	return first;

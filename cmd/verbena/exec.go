@@ -124,12 +124,16 @@ func libDir() (string, error) {
 // library, and preload libverbena-files.so: it shows programs the files of a device in
 // sysfs, and closes ranges of memory before they are mapped over. The address sanitizer
 // refuses libraries that are preloaded before it; ASAN_OPTIONS switches that off, since
-// here it does no harm.
+// here it does no harm. CUDA gets as many queues to the GPU as it may have: with few, copies of
+// the device would have to wait for the program's kernels (internal/cuda/queues.go).
 func variables(dir string) map[string]string {
 	vars := map[string]string{"LD_LIBRARY_PATH": inFront("LD_LIBRARY_PATH", dir)}
 	if file := filepath.Join(dir, "libverbena-files.so"); isFile(file) {
 		vars["LD_PRELOAD"] = inFront("LD_PRELOAD", file)
 		vars["ASAN_OPTIONS"] = inFront("ASAN_OPTIONS", "verify_asan_link_order=0")
+	}
+	if name := "CUDA_DEVICE_MAX_CONNECTIONS"; os.Getenv(name) == "" {
+		vars[name] = "32"
 	}
 	return vars
 }

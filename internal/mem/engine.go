@@ -47,6 +47,9 @@ type Op struct {
 	Off    uint64 // where in the backing
 	Bytes  []byte // OpLoad, OpStore
 
+	// InPlace says that Bytes are the program's own, which Reaches was asked about.
+	InPlace bool
+
 	// OpCopy: where from, and how many bytes.
 	From    Engine
 	FromOff uint64

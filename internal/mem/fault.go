@@ -128,7 +128,7 @@ func (f Fault) orNone() Fault {
 	return f
 }
 
-var kindNames = [NumKinds]string{KindRaw: "raw", KindPinned: "pinned", KindOnDemand: "on-demand", KindImplicit: "implicit", KindDevice: "device", KindIndirect: "indirect", KindImported: "imported", KindDMABuf: "dmabuf", KindPeer: "peer"}
+var kindNames = [NumKinds]string{KindRaw: "raw", KindPinned: "pinned", KindOnDemand: "on-demand", KindImplicit: "implicit", KindDevice: "device", KindIndirect: "indirect", KindImported: "imported", KindDMABuf: "dmabuf", KindPeer: "peer", KindGPU: "gpu"}
 
 // String names the kind as counters do.
 func (k Kind) String() string {

@@ -46,6 +46,7 @@ const (
 	KindImported             // memory that another process has registered and shares
 	KindDMABuf               // a buffer of another device, by its dma-buf
 	KindPeer                 // memory of another device, by its PeerDirect client
+	KindGPU                  // memory of a GPU, which its engine alone reaches
 	NumKinds
 )
 

@@ -114,14 +114,20 @@ func shareID(s Sharing) uint64 {
 // the functions of WatchSegments, by which other processes give the memory up.
 func closeBacking(b Backing) error {
 	if s, ok := b.(Sharing); ok {
-		if id, had := shares.ids.LoadAndDelete(s); had {
-			shares.mu.Lock()
-			delete(shares.byID, id.(uint64))
-			shares.mu.Unlock()
-			tellSegmentGone(id.(uint64))
-		}
+		Unshare(s)
 	}
 	return b.Close()
+}
+
+// Unshare has other processes give up memory that they have opened: it is revoked, or its region
+// is closed. No access uses it any more.
+func Unshare(s Sharing) {
+	if id, had := shares.ids.LoadAndDelete(s); had {
+		shares.mu.Lock()
+		delete(shares.byID, id.(uint64))
+		shares.mu.Unlock()
+		tellSegmentGone(id.(uint64))
+	}
 }
 
 // PassShared returns what another process needs to open the memory with a number (OpenShared),

@@ -169,7 +169,7 @@ func (t *Transfer) store(dst reached, off, n uint64) (uint64, Fault, Side) {
 	if b := t.Src.own(off, n); b != nil {
 		op.Bytes = b
 	} else if b, from := t.Src.still(off, n, dst.engine); b != nil {
-		op.Bytes, op.sections[1], n = b, from, uint64(len(b))
+		op.Bytes, op.InPlace, op.sections[1], n = b, true, from, uint64(len(b))
 	} else {
 		n = min(n, Quantum)
 		p.staging = staging.get(int(n))
@@ -194,7 +194,7 @@ func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
 	if op.Bytes = t.Dst.own(off, n); op.Bytes == nil {
 		var to place
 		if op.Bytes, to = t.Dst.still(off, n, src.engine); op.Bytes != nil {
-			op.sections[1], op.Last = to, t.ends(off, uint64(len(op.Bytes)))
+			op.InPlace, op.sections[1], op.Last = true, to, t.ends(off, uint64(len(op.Bytes)))
 			to.region.count(src.region.kind, to.region.kind, len(op.Bytes))
 		} else {
 			op.Bytes = staging.get(int(min(n, Quantum)))
@@ -385,6 +385,12 @@ type reaching interface {
 	Reaches(b []byte) bool
 }
 
+// locking is a reaching Engine that can tell whether bytes of the program's stay where they are,
+// because their pages are locked.
+type locking interface {
+	Locks(b []byte) bool
+}
+
 // still returns bytes at off of a list, at most n of them, that never fault and that the engine
 // reads and writes in place, with the open sections that keep them there; nil if there are none.
 func (l *List) still(off, n uint64, e Engine) ([]byte, place) {
@@ -396,12 +402,14 @@ func (l *List) still(off, n uint64, e Engine) ([]byte, place) {
 	if !c.enter(n, shutToBytes) {
 		return nil, place{}
 	}
-	if leaf := c.leaf; leaf == nil || !leaf.neverFaults || leaf.staged || leaf.kind == KindRaw { // null memory: many accesses use it at a time
+	locks, mayLock := e.(locking)
+	if leaf := c.leaf; leaf == nil || leaf.staged || leaf.kind == KindRaw || // null memory: many accesses use it at a time
+		!leaf.neverFaults && (!mayLock || leaf.kind != KindPinned) {
 		c.close()
 		return nil, place{}
 	}
 	b, _, f := c.run(c.off, c.left, l.Access)
-	if !f.OK() || !r.Reaches(b) {
+	if !f.OK() || !c.leaf.neverFaults && !locks.Locks(b) || !r.Reaches(b) {
 		c.close()
 		return nil, place{}
 	}

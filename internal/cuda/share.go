@@ -1,0 +1,259 @@
+package cuda
+
+// Memory of other processes on the same GPU. A process that sends from its memory names it, and
+// the receiving process opens it, once for each allocation: then its card copies from there, and
+// no byte passes through the host. Memory of cuMemAlloc is opened by its IPC handle, memory that
+// was made by cuMemCreate by a descriptor, if it was made so that it can be exported. Other memory
+// is not shared: its bytes go through the host.
+
+import (
+	"encoding/binary"
+
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/mem"
+	"github.com/verbena-rdma/verbena/internal/sys"
+)
+
+const opShare = "share_gpu_memory"
+
+// openerName is what the memory is known by between processes.
+const openerName = "cuda"
+
+// How an allocation is opened.
+const (
+	byIPC = iota + 1
+	byDescriptor
+)
+
+// passport is what another process needs to open memory.
+type passport struct {
+	way    uint8
+	gpu    [16]byte
+	off, n uint64    // where in the allocation
+	size   uint64    // of the allocation
+	handle ipcHandle // byIPC
+	fd     int       // byDescriptor; not sent as a number
+}
+
+const passportBytes = 1 + 16 + 3*8 + 64
+
+func (p *passport) pack() []byte {
+	b := append([]byte{p.way}, p.gpu[:]...)
+	for _, v := range []uint64{p.off, p.n, p.size} {
+		b = binary.LittleEndian.AppendUint64(b, v)
+	}
+	return append(b, p.handle[:]...)
+}
+
+// unpack reads what another process says, which may be nonsense.
+func unpack(b []byte) (p passport, ok bool) {
+	if len(b) != passportBytes {
+		return p, false
+	}
+	p.way = b[0]
+	copy(p.gpu[:], b[1:])
+	for i, v := range []*uint64{&p.off, &p.n, &p.size} {
+		*v = binary.LittleEndian.Uint64(b[17+8*i:])
+	}
+	copy(p.handle[:], b[41:])
+	return p, (p.way == byIPC || p.way == byDescriptor) && p.n > 0 && p.off <= p.size && p.n <= p.size-p.off
+}
+
+func (p *passport) close() {
+	if p.way == byDescriptor {
+		_ = sys.CloseFD(p.fd) // it was open: it cannot fail
+	}
+}
+
+// Share tells other processes how to open the memory.
+func (m *Memory) Share() (opener string, what []byte, fd int, err error) {
+	p := m.shared.Load()
+	if p == nil {
+		if p, err = m.export(); err != nil {
+			return "", nil, -1, err
+		}
+		m.shared.Store(p) // PassShared calls one at a time
+	}
+	fd = -1
+	if p.way == byDescriptor {
+		if fd, err = sys.DupFD(p.fd); err != nil {
+			return "", nil, -1, err
+		}
+	}
+	return openerName, p.pack(), fd, nil
+}
+
+// export has the driver make what others need.
+func (m *Memory) export() (*passport, error) {
+	d := m.card.drv
+	if !d.room {
+		return nil, ib.Errorf(opShare, syscall.EOPNOTSUPP, "copies within the GPU may have to wait for kernels: CUDA_DEVICE_MAX_CONNECTIONS is less than %d", roomFor)
+	}
+	if m.of != nil || len(m.pieces) != 1 {
+		return nil, ib.Errorf(opShare, syscall.EOPNOTSUPP, "the memory lies in %d allocations", len(m.pieces))
+	}
+	at := m.pieces[0]
+	p := &passport{gpu: m.card.uuid, off: m.addr - at.start, n: m.n, size: at.end - at.start, fd: -1}
+	f := fnIpcGetMemHandle
+	r := d.asks.in(m.card.ctx, func() (r Result) {
+		if at.legacyIPC {
+			p.way = byIPC
+			p.handle, r = d.ipcOf(at.start)
+			return r
+		}
+		if !at.posix {
+			return notSupported
+		}
+		p.way = byDescriptor
+		f = fnExportToShareableHandle
+		h, r := d.allocationOf(at.start)
+		if r != success {
+			return r
+		}
+		fd, r := d.exportFD(h)
+		p.fd = int(fd)
+		d.release(h)
+		return r
+	})
+	return p, d.check(opShare, f, r)
+}
+
+// importKey is by what an allocation of another process is known that is open.
+type importKey struct {
+	handle ipcHandle
+	alone  *imported // of one that is opened by a descriptor: each time anew
+}
+
+// imported is an allocation of another process that is open.
+type imported struct {
+	card *card
+	key  importKey
+	addr uint64
+	size uint64
+	way  uint8
+	uses int // guarded by the card's opened lock
+}
+
+// openShared opens memory of another process on one of the GPUs that this one uses.
+func (d *Driver) openShared(what []byte, fd int) (mem.Engine, error) {
+	defer func() {
+		if fd >= 0 {
+			_ = sys.CloseFD(fd) // it was open: it cannot fail
+		}
+	}()
+	p, ok := unpack(what)
+	if !ok || (p.way == byDescriptor) != (fd >= 0) {
+		return nil, ib.Errorf(opShare, syscall.EINVAL, "what was said of the memory is nonsense")
+	}
+	c := d.cardOn(p.gpu)
+	if c == nil {
+		return nil, ib.Errorf(opShare, syscall.ENODEV, "the memory is on a GPU that is not used here")
+	}
+	i, err := c.open(&p, fd)
+	if err != nil {
+		d.putCard(c)
+		return nil, err
+	}
+	return &Memory{card: c, addr: i.addr + p.off, n: p.n, of: i}, nil
+}
+
+// cardOn returns a card of a GPU, nil if there is none. The caller gives it back.
+func (d *Driver) cardOn(gpu [16]byte) *card {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, c := range d.cards {
+		select {
+		case <-c.ready:
+			if c.err == nil && !c.dead && c.uuid == gpu {
+				c.users++
+				return c
+			}
+		default:
+		}
+	}
+	return nil
+}
+
+// open opens an allocation, or finds that it is open.
+func (c *card) open(p *passport, fd int) (*imported, error) {
+	c.opened.Lock()
+	defer c.opened.Unlock()
+	if i := c.imports[importKey{handle: p.handle}]; p.way == byIPC && i != nil {
+		if i.size < p.size {
+			return nil, ib.Errorf(opShare, syscall.EINVAL, "an allocation of %d bytes has %d", i.size, p.size)
+		}
+		i.uses++
+		return i, nil
+	}
+	i := &imported{card: c, size: p.size, way: p.way, uses: 1}
+	f := fnIpcOpenMemHandle
+	r := c.drv.slow.in(c.ctx, func() (r Result) {
+		if p.way == byDescriptor {
+			f = fnMap
+			i.addr, r = c.mapDescriptor(fd, p.size)
+			return r
+		}
+		if i.addr, r = c.drv.openIPC(&p.handle); r != success {
+			return r
+		}
+		// Another process says how long it is: the driver knows.
+		if at, r := c.drv.lookup(i.addr); r != success || at.start+at.size-i.addr < p.size {
+			c.drv.closeIPC(i.addr)
+			return invalidValue
+		}
+		return success
+	})
+	if err := c.drv.check(opShare, f, r); err != nil {
+		return nil, err
+	}
+	i.key = importKey{handle: p.handle}
+	if p.way == byDescriptor {
+		i.key = importKey{alone: i}
+	}
+	c.imports[i.key] = i
+	return i, nil
+}
+
+// mapDescriptor maps an allocation of n bytes at an address of its own.
+func (c *card) mapDescriptor(fd int, n uint64) (addr uint64, r Result) {
+	d := c.drv
+	h, r := d.importFD(fd)
+	if r != success {
+		return 0, r
+	}
+	defer d.release(h) // what is mapped stays
+	if addr, r = d.reserve(n); r != success {
+		return 0, r
+	}
+	if r = d.mapAt(addr, n, h); r != success {
+		d.unreserve(addr, n)
+		return 0, r
+	}
+	if r = d.allow(addr, n, c.device); r != success {
+		d.unmap(addr, n)
+		d.unreserve(addr, n)
+	}
+	return addr, r
+}
+
+// close ends a use. With the last one the allocation is closed; no copy is under way on it.
+func (i *imported) close() {
+	c := i.card
+	c.opened.Lock()
+	if i.uses--; i.uses == 0 {
+		delete(c.imports, i.key)
+		c.drv.slow.in(c.ctx, func() Result {
+			if i.way == byIPC {
+				return c.drv.closeIPC(i.addr)
+			}
+			c.drv.unmap(i.addr, i.size)
+			return c.drv.unreserve(i.addr, i.size)
+		})
+	}
+	c.opened.Unlock()
+	c.drv.putCard(c)
+}
+
+var _ mem.Sharing = (*Memory)(nil)

@@ -1,0 +1,417 @@
+package cuda
+
+// A worker is a thread with a stream. It queues copies on the stream as they come, records an
+// event behind some of them, and ends operations when the event behind them has happened. The
+// stream keeps the order, so operations of one queue pair, which have one worker, take effect one
+// after the other.
+
+import (
+	"encoding/binary"
+	"log/slog"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/verbena-rdma/verbena/internal/mem"
+)
+
+const (
+	// workers is how many a card has.
+	workers = 4
+	// events is how many events a worker has: so many parts of its queue are under way.
+	events = 32
+	// perEvent is the number of bytes behind which an event is recorded, if there is more.
+	perEvent = 512 << 10
+	// linger is how long a worker looks for more to do before it sleeps: to be woken takes longer
+	// than the engine needs for a small copy.
+	linger = 50 * time.Microsecond
+	// wordSize is what the bytes of a message that are stored last are within.
+	wordSize = 8
+)
+
+// job is an operation, and the memory that it is about.
+type job struct {
+	*mem.Op
+	memory *Memory
+	passed *sync.WaitGroup // not nil: it is no operation, but is told when those before it are over
+}
+
+// flight is operations that end with an event.
+type flight struct {
+	event uintptr
+	ops   []*mem.Op
+	since time.Time
+}
+
+type worker struct {
+	card   *card
+	stream uintptr
+	word   []byte // page-locked, for atomics and for throughHost
+
+	queued atomic.Int32 // len(queue)
+
+	mu     sync.Mutex // guards what follows
+	queue  []job
+	asleep bool
+	ended  bool
+	wake   chan struct{}
+	gone   chan struct{}
+
+	// What follows is the thread's own.
+	idle    []uintptr // events
+	flights []flight  // oldest first
+	spare   []job
+	broken  bool // the context is not usable any more
+
+	saidLate bool // see late
+}
+
+// startWorker starts a worker, and waits until it is ready.
+func (c *card) startWorker() (*worker, Result) {
+	w := &worker{card: c, wake: make(chan struct{}, 1), gone: make(chan struct{})}
+	ready := make(chan Result)
+	go w.run(ready)
+	return w, <-ready
+}
+
+func (w *worker) run(ready chan<- Result) {
+	defer close(w.gone)
+	w.card.drv.enterThread()
+	r := w.setUp()
+	ready <- r
+	if r != success {
+		w.tearDown()
+		return
+	}
+	for {
+		jobs, more := w.take()
+		if !more && len(w.flights) == 0 {
+			w.tearDown()
+			return
+		}
+		w.submit(jobs)
+		w.reap()
+	}
+}
+
+// setUp makes all that the worker needs: later, to make something might wait for the GPU.
+func (w *worker) setUp() Result {
+	d := w.card.drv
+	r := d.setCurrent(w.card.ctx)
+	if r != success {
+		return r
+	}
+	if w.stream, r = d.newStream(); r != success {
+		return r
+	}
+	for range events {
+		e, r := d.newEvent()
+		if r != success {
+			return r
+		}
+		w.idle = append(w.idle, e)
+	}
+	w.word, r = w.card.newWord()
+	return r
+}
+
+// tearDown gives up what setUp has made; the driver has done so if the context is gone.
+func (w *worker) tearDown() {
+	d := w.card.drv
+	w.card.freeWord(w.word)
+	for _, e := range w.idle {
+		d.destroyEvent(e)
+	}
+	if w.stream != 0 {
+		d.destroyStream(w.stream)
+	}
+	d.setCurrent(0)
+}
+
+// begin hands the worker an operation.
+func (w *worker) begin(j job) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.queue = append(w.queue, j)
+	w.queued.Add(1)
+	w.rouse()
+}
+
+// rouse wakes the worker; the caller holds mu.
+func (w *worker) rouse() {
+	if w.asleep {
+		w.asleep = false
+		w.wake <- struct{}{} // there is room for one, and the worker sleeps
+	}
+}
+
+// end ends the worker when it has done what it was given.
+func (w *worker) end() {
+	w.mu.Lock()
+	w.ended = true
+	w.rouse()
+	w.mu.Unlock()
+	<-w.gone
+}
+
+// take returns what was begun since the last call. If nothing is under way it waits for something
+// to do; it reports false when there will not be anything.
+func (w *worker) take() (jobs []job, more bool) {
+	var since time.Time
+	for {
+		if w.queued.Load() == 0 && len(w.flights) > 0 {
+			return nil, true
+		}
+		w.mu.Lock()
+		if len(w.queue) > 0 || w.ended {
+			jobs, more = w.queue, !w.ended || len(w.queue) > 0
+			w.queue, w.spare = w.spare[:0], jobs
+			w.queued.Store(0)
+			w.mu.Unlock()
+			return jobs, more
+		}
+		if since.IsZero() {
+			since = time.Now()
+		}
+		if lingers && time.Since(since) < linger {
+			w.mu.Unlock()
+			for range 100 {
+				if w.queued.Load() > 0 {
+					break
+				}
+			}
+			continue
+		}
+		w.asleep = true
+		w.mu.Unlock()
+		<-w.wake
+		since = time.Time{}
+	}
+}
+
+// lingers: with few processors, one that looks for work keeps others from doing theirs.
+var lingers = runtime.NumCPU() >= 8
+
+// submit queues operations on the stream.
+func (w *worker) submit(jobs []job) {
+	var ops []*mem.Op
+	var bytes uint64
+	for i, j := range jobs {
+		jobs[i] = job{}
+		if j.passed != nil {
+			w.fly(ops)
+			ops, bytes = nil, 0
+			w.drain()
+			j.passed.Done()
+			continue
+		}
+		if j.Dropped() || w.broken {
+			j.End(mem.FaultDead)
+			continue
+		}
+		if kind := j.memory.check(j.Op); kind != mem.FaultNone {
+			j.End(kind)
+			continue
+		}
+		if j.Kind == mem.OpAtomic {
+			w.fly(ops)
+			ops, bytes = nil, 0
+			j.End(w.atomic(j))
+			continue
+		}
+		if r := w.queueCopy(j); r != success {
+			w.fly(ops) // those before it are not at fault
+			ops, bytes = nil, 0
+			j.End(w.failed(r))
+			continue
+		}
+		ops = append(ops, j.Op)
+		if bytes += lengthOf(j.Op); bytes >= perEvent {
+			w.fly(ops)
+			ops, bytes = nil, 0
+		}
+	}
+	w.fly(ops)
+}
+
+// lengthOf returns the number of bytes of an operation.
+func lengthOf(op *mem.Op) uint64 {
+	switch op.Kind {
+	case mem.OpCopy:
+		return op.N
+	case mem.OpAtomic:
+		return wordSize
+	}
+	return uint64(len(op.Bytes))
+}
+
+// queueCopy queues the copy of an operation. The bytes that a message ends with, within a word,
+// are a copy of their own behind the others: a kernel may be looking at them.
+func (w *worker) queueCopy(j job) Result {
+	at := j.memory.addr + j.Off
+	n := lengthOf(j.Op)
+	tail := uint64(0)
+	if j.Last && j.Kind != mem.OpLoad {
+		tail = (at+n-1)%wordSize + 1
+	}
+	if tail >= n {
+		tail = 0
+	}
+	if r := w.copyPart(j, at, 0, n-tail); r != success || tail == 0 {
+		return r
+	}
+	if tail == wordSize && n >= 2*wordSize {
+		tail = 2 * wordSize // the word before it has the same bytes already: see storeByEngine
+		if w.card.drv.room {
+			tail = wordSize
+		}
+	}
+	return w.copyPart(j, at, n-tail, tail)
+}
+
+// copyPart queues the copy of n bytes of an operation, from off on.
+func (w *worker) copyPart(j job, at, off, n uint64) Result {
+	d := w.card.drv
+	switch j.Kind {
+	case mem.OpLoad:
+		return d.copyOut(j.Bytes[off:off+n], at+off, w.stream)
+	case mem.OpStore:
+		return w.store(at+off, j.Bytes[off:off+n])
+	default:
+		from := j.From.(*Memory).addr + j.FromOff
+		if d.room {
+			return d.copyWithin(at+off, from+off, n, w.stream)
+		}
+		return w.throughHost(at+off, from+off, n)
+	}
+}
+
+// fly records an event behind operations that are queued.
+func (w *worker) fly(ops []*mem.Op) {
+	if len(ops) == 0 {
+		return
+	}
+	for len(w.idle) == 0 {
+		w.reap()
+	}
+	e := w.idle[len(w.idle)-1]
+	if r := w.card.drv.record(e, w.stream); r != success {
+		// Nothing tells when the copies are over: the context is not usable any more.
+		kind := w.failed(r)
+		for _, op := range ops {
+			op.End(kind)
+		}
+		return
+	}
+	w.idle = w.idle[:len(w.idle)-1]
+	w.flights = append(w.flights, flight{e, ops, time.Now()})
+}
+
+// reap ends operations whose event has happened.
+func (w *worker) reap() {
+	n := 0
+	for ; n < len(w.flights); n++ {
+		f := w.flights[n]
+		r := w.card.drv.query(f.event)
+		if r == notReady {
+			w.late(&f)
+			break
+		}
+		kind := mem.FaultNone
+		if r != success {
+			kind = w.failed(r)
+		}
+		for _, op := range f.ops {
+			op.End(kind)
+		}
+		w.idle = append(w.idle, f.event)
+	}
+	if n > 0 {
+		k := copy(w.flights, w.flights[n:])
+		clear(w.flights[k:])
+		w.flights = w.flights[:k]
+	}
+}
+
+// tooLate is how long a copy takes at most, unless something keeps the GPU from it.
+const tooLate = 5 * time.Second
+
+// late says once that a copy does not come to an end.
+func (w *worker) late(f *flight) {
+	if w.saidLate || time.Since(f.since) < tooLate {
+		return
+	}
+	w.saidLate = true
+	op := f.ops[0]
+	slog.Warn("verbena: the GPU does not get on with a copy", "kind", op.Kind, "bytes", lengthOf(op), "in place", op.InPlace, "operations", len(f.ops))
+}
+
+// failed returns the fault that a failure of the driver means. One that is not about the
+// arguments is the end of the context: the program's kernels have destroyed it, or it is gone.
+func (w *worker) failed(r Result) mem.FaultKind {
+	if r == invalidValue {
+		return mem.FaultStale
+	}
+	w.broken = true
+	w.card.told(r)
+	return mem.FaultRevoked
+}
+
+// atomic changes a word. Nothing else of the device changes it meanwhile: all atomics on the
+// memory of a card come one after the other. The GPU's own accesses do not know of it.
+func (w *worker) atomic(j job) mem.FaultKind {
+	c := w.card
+	c.atomics.Lock()
+	defer c.atomics.Unlock()
+	at := j.memory.addr + j.Off
+	if r := c.drv.copyOut(w.word[:wordSize], at, w.stream); r != success {
+		return w.failed(r)
+	}
+	if kind := w.settle(); kind != mem.FaultNone {
+		return kind
+	}
+	was := binary.NativeEndian.Uint64(w.word)
+	j.Orig = was
+	switch {
+	case j.Atomic == mem.FetchAdd:
+		was += j.SwapAdd
+	case j.Atomic == mem.Store, was == j.Compare:
+		was = j.SwapAdd
+	default:
+		return mem.FaultNone
+	}
+	binary.NativeEndian.PutUint64(w.word, was)
+	if r := w.store(at, w.word[:wordSize]); r != success {
+		return w.failed(r)
+	}
+	return w.settle()
+}
+
+// settle waits until all that is queued is over.
+func (w *worker) settle() mem.FaultKind {
+	for len(w.idle) == 0 {
+		w.reap()
+	}
+	e := w.idle[len(w.idle)-1]
+	r := w.card.drv.record(e, w.stream)
+	for r == success {
+		if r = w.card.drv.query(e); r == notReady {
+			r = success
+			continue
+		}
+		break
+	}
+	w.reap()
+	if r != success {
+		return w.failed(r)
+	}
+	return mem.FaultNone
+}
+
+// drain waits until all flights are over.
+func (w *worker) drain() {
+	for len(w.flights) > 0 {
+		w.reap()
+	}
+}
