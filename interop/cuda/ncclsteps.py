@@ -10,7 +10,7 @@ import tempfile
 
 from stage import JUDGES
 
-WAYS = {"sockets": "sockets", "shared": "one address", "packets": "an address each"}
+WAYS = {"sockets": "sockets", "shared": "one address", "packets": "packets between addresses"}
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "sendrecv", "alltoall")
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 1024 * MIB)
@@ -27,7 +27,8 @@ def nccl_env(h, name, way, rank):
         return {**env, "NCCL_NET": "Socket"}
     return {**env, "NCCL_NET": "IB", "NCCL_GIN_TYPE": "2", "NCCL_NET_GDR_LEVEL": "SYS", "VERBENA_LOG": "1",
             "VERBENA_STATS": os.path.join(h.out, f"{name}-{rank}.counters"),
-            "VERBENA_ADDR": "127.77.0.1" if way == "shared" else f"127.77.0.{rank + 1}"}
+            "VERBENA_ADDR": "127.77.0.1" if way == "shared" else f"127.77.0.{rank + 1}",
+            "VERBENA_LINK": "udp" if way == "packets" else ""}  # addresses of one machine would share memory
 
 
 class NCCL:

@@ -283,11 +283,13 @@ static void capture(const struct test *t)
 
 /* ---- the table ---- */
 
-static const struct {
+struct row {
 	const char *name;
 	void (*run)(const struct test *);
 	int arg[3];
-} cases[] = {
+};
+
+static const struct row cases[] = {
 	{"write-write/512", order, {FLAG_WRITE, 512, PAGE_LOCKED}},
 	{"write-write/70000", order, {FLAG_WRITE, 70000, PLAIN}},
 	{"write-write/gpu", order, {FLAG_WRITE, 70000, GPU}},
