@@ -28,8 +28,9 @@ type card struct {
 	memories map[*Memory]bool
 	dead     bool // its context is gone, or going
 
-	opened   sync.Mutex // guards imports; it is held while memory is opened or closed
+	opened   sync.Mutex // guards imports and left; it is held while memory is opened or closed
 	imports  map[importKey]*imported
+	left     bool   // the context is gone: what was opened in it is closed
 	unlocked func() // ends the locking of staging bytes
 }
 
@@ -100,7 +101,7 @@ func (c *card) setUp(op string) error {
 		}
 		c.workers = append(c.workers, w)
 	}
-	c.unlocked = mem.LockStaging(c.lockStaging)
+	c.unlocked = sync.OnceFunc(mem.LockStaging(c.lockStaging))
 	return nil
 }
 
@@ -111,19 +112,30 @@ func (c *card) tearDown() {
 	for _, w := range c.workers {
 		w.end()
 	}
-	if c.primary {
+	if c.primary && !c.left { // nobody has the card any more
 		c.drv.slow.do(func() { c.drv.releasePrimary(c.device) })
 	}
 }
 
-// settle waits until no copy is under way that was begun before.
-func (c *card) settle() {
+// settle waits until no copy is under way that was begun before. If it is the last time, the
+// workers give up what they have in the context, and all that comes later fails.
+func (c *card) settle(last bool) {
 	var passed sync.WaitGroup
 	for _, w := range c.workers {
 		passed.Add(1)
-		w.begin(job{passed: &passed})
+		w.begin(job{passed: &passed, last: last})
 	}
 	passed.Wait()
+}
+
+// leave ends all use of the context, which is about to be destroyed.
+func (c *card) leave() {
+	c.unlocked()
+	c.drv.host.forget(c.drv, c.ctx)
+	c.opened.Lock() // nothing is being opened or closed
+	c.left = true
+	c.opened.Unlock()
+	c.settle(true)
 }
 
 // told says once that the context is not usable any more.

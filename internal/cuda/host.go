@@ -2,7 +2,7 @@ package cuda
 
 // Memory of the host. The engine reads and writes it in place, as fast as the bus is, if its
 // pages are locked: by the program (cuMemHostAlloc, cuMemHostRegister), or by this package, which
-// locks staging bytes, and memory that the device has allocated (mem.Segment) when it is first
+// locks staging bytes, and memory that the library has allocated (mem.Own) when it is first
 // used.
 
 import (
@@ -20,15 +20,15 @@ func (m *Memory) Reaches(b []byte) bool {
 	if d.holdsLocked(b) {
 		return true
 	}
-	if s := mem.SegmentAt(b); s != nil {
-		return d.host.lock(d, m.card.ctx, s)
+	if o := mem.OwnAt(b); o != nil {
+		d.host.lock(d, m.card.ctx, o)
 	}
 	return false
 }
 
 // Locks reports whether bytes of the program's stay where they are while the engine is at them:
 // their pages are locked.
-func (m *Memory) Locks(b []byte) bool { return m.card.drv.holdsLocked(b) }
+func (m *Memory) Locks(b []byte) bool { return m.Reaches(b) }
 
 // holdsLocked reports whether bytes lie in page-locked memory. The driver only looks into its
 // table, so any thread may ask.
@@ -42,18 +42,18 @@ func (d *Driver) holdsLocked(b []byte) bool {
 
 // hostMemory is memory of the host that the driver knows.
 type hostMemory struct {
-	mu       sync.Mutex                // guards what follows, but for leaves
-	segments map[uint64]*lockedSegment // by their numbers
-	watch    func()                    // ends the watching of segments
-	gone     []goneExtent              // what the program is about to free
+	mu    sync.Mutex // guards what follows, but for leaves
+	own   map[*mem.Own]*lockedOwn
+	watch func()       // ends the watching of own memory
+	gone  []goneExtent // what the program is about to free
 
 	leaves atomic.Bool // gone may have some
 }
 
-type lockedSegment struct {
-	base   uint64
+// lockedOwn is own memory whose pages are locked, or are about to be.
+type lockedOwn struct {
 	ctx    uintptr // in which it was locked
-	locked bool    // false: not yet, or it could not be
+	locked bool    // once done is closed: whether it could be
 	done   chan struct{}
 }
 
@@ -65,42 +65,55 @@ type goneExtent struct {
 	until time.Time
 }
 
-// lock has the pages of a segment locked, in the background, and reports whether they are.
-func (h *hostMemory) lock(d *Driver, ctx uintptr, s *mem.Segment) bool {
+// lock has the pages of own memory locked, in the background.
+func (h *hostMemory) lock(d *Driver, ctx uintptr, o *mem.Own) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if l := h.segments[s.ID()]; l != nil {
-		return l.locked
+	if h.own[o] != nil {
+		return
 	}
-	if h.segments == nil {
-		h.segments = make(map[uint64]*lockedSegment)
-		h.watch = mem.WatchSegments(func(id uint64) { h.unlock(d, id) })
+	if h.own == nil {
+		h.own = make(map[*mem.Own]*lockedOwn)
+		h.watch = mem.WatchOwn(func(o *mem.Own) { h.unlock(d, o) })
 	}
-	base, n := s.Range()
-	l := &lockedSegment{base: base, ctx: ctx, done: make(chan struct{})}
-	h.segments[s.ID()] = l
+	l := &lockedOwn{ctx: ctx, done: make(chan struct{})}
+	h.own[o] = l
 	go func() {
 		defer close(l.done)
-		r := d.slow.in(ctx, func() Result { return d.lockHost(base, n) })
-		h.mu.Lock()
-		l.locked = r == success
-		h.mu.Unlock()
+		o.Pin()
+		base, n := o.Range()
+		l.locked = d.slow.in(ctx, func() Result { return d.lockHost(base, n) }) == success
 	}()
-	return false
 }
 
-// unlock unlocks the pages of a segment that is about to go.
-func (h *hostMemory) unlock(d *Driver, id uint64) {
+// forget unlocks what was locked in a context that is about to go.
+func (h *hostMemory) forget(d *Driver, ctx uintptr) {
 	h.mu.Lock()
-	l := h.segments[id]
-	delete(h.segments, id)
+	var all []*mem.Own
+	for o, l := range h.own {
+		if l.ctx == ctx {
+			all = append(all, o)
+		}
+	}
+	h.mu.Unlock()
+	for _, o := range all {
+		h.unlock(d, o)
+	}
+}
+
+// unlock unlocks the pages of own memory that is about to go.
+func (h *hostMemory) unlock(d *Driver, o *mem.Own) {
+	h.mu.Lock()
+	l := h.own[o]
+	delete(h.own, o)
 	h.mu.Unlock()
 	if l == nil {
 		return
 	}
 	<-l.done
 	if l.locked {
-		d.slow.in(l.ctx, func() Result { return d.unlockHost(l.base) })
+		base, _ := o.Range()
+		d.slow.in(l.ctx, func() Result { return d.unlockHost(base) })
 	}
 }
 

@@ -9,15 +9,19 @@ package cuda
 //
 // Queues of the copy engines are not shared with kernels. The driver uses them for copies to the
 // host, and for copies from the host of 32 KiB and more, or of several rows; not for shorter ones,
-// which it puts into the queue themselves, nor for copies within the GPU. So where there are few
-// queues
+// which it puts into the queue themselves, nor for copies within the GPU. So
 //
-//   - short copies from the host are made of two rows;
-//   - copies within the GPU go through the host.
+//   - short copies from the host are made of two rows. (Even with 32 queues one of them has
+//     waited for a kernel when copies to the host came in between.) A store of eight bytes is
+//     therefore two of four, the first half first;
+//   - copies within the GPU have a stream of their own, and go through the host where there are
+//     few queues.
 
 import (
 	"os"
 	"strconv"
+
+	"github.com/verbena-rdma/verbena/internal/mem"
 )
 
 const (
@@ -42,10 +46,24 @@ func hasRoom(getenv func(string) string) bool {
 	return err != nil // no MPS: 8 queues
 }
 
+// The streams of a worker.
+const (
+	byHost = iota // copies from and to the host
+	within        // copies within the GPU
+)
+
+// streamFor returns the stream that an operation is queued on.
+func (w *worker) streamFor(op *mem.Op) uintptr {
+	if op.Kind == mem.OpCopy && w.card.drv.room {
+		return w.streams[within]
+	}
+	return w.streams[byHost]
+}
+
 // store queues a copy from the host.
 func (w *worker) store(to uint64, from []byte) Result {
 	d := w.card.drv
-	if d.room || len(from) >= inQueue || len(from) == 1 {
+	if len(from) >= inQueue || len(from) == 1 {
 		return d.copyIn(to, from, w.stream)
 	}
 	even := len(from) &^ 1

@@ -95,12 +95,16 @@ func (d *Driver) Leave(what Gone, addr, n uint64) {
 	}
 	d.mu.Lock()
 	var gone []*Memory
+	var going []*card
 	for ctx, c := range d.cards {
 		whole := what == GoneContext && ctx == uintptr(addr) || what == GoneDevice && c.primary && uint64(c.device) == addr
-		c.dead = c.dead || whole
+		if whole && !c.dead {
+			c.dead = true
+			c.users++
+			going = append(going, c)
+		}
 		for m := range c.memories {
 			if whole || m.touches(what, addr, n) {
-				m.gone.Store(true)
 				gone = append(gone, m)
 			}
 		}
@@ -108,6 +112,12 @@ func (d *Driver) Leave(what Gone, addr, n uint64) {
 	d.mu.Unlock()
 	for _, m := range gone {
 		m.revoke()
+	}
+	for _, c := range going {
+		if <-c.ready; c.err == nil {
+			c.leave()
+		}
+		d.putCard(c)
 	}
 }
 
@@ -126,11 +136,11 @@ func (m *Memory) revoke() {
 	m.mu.Lock()
 	r := m.region
 	m.mu.Unlock()
-	if r == nil {
-		return // gone is set: no access gets that far
+	if r != nil {
+		r.RevokeOn(m) // first: accesses then end as those to any memory that was revoked
+		mem.Unshare(m)
 	}
-	r.RevokeOn(m)
-	mem.Unshare(m)
+	m.gone.Store(true)
 }
 
 // leaveHost makes the cards leave page-locked memory of the host that is about to go. From then on
@@ -154,7 +164,7 @@ func (d *Driver) leaveHost(addr uint64) {
 	d.mu.Unlock()
 	for _, c := range cards {
 		if <-c.ready; c.err == nil {
-			c.settle()
+			c.settle(false)
 		}
 		d.putCard(c)
 	}

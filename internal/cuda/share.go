@@ -97,6 +97,11 @@ func (m *Memory) export() (*passport, error) {
 	at := m.pieces[0]
 	p := &passport{gpu: m.card.uuid, off: m.addr - at.start, n: m.n, size: at.end - at.start, fd: -1}
 	f := fnIpcGetMemHandle
+	m.card.opened.Lock() // the context does not go meanwhile
+	defer m.card.opened.Unlock()
+	if m.card.left {
+		return nil, ib.Errorf(opShare, syscall.ENODEV, "the context is gone")
+	}
 	r := d.asks.in(m.card.ctx, func() (r Result) {
 		if at.legacyIPC {
 			p.way = byIPC
@@ -180,6 +185,9 @@ func (d *Driver) cardOn(gpu [16]byte) *card {
 func (c *card) open(p *passport, fd int) (*imported, error) {
 	c.opened.Lock()
 	defer c.opened.Unlock()
+	if c.left {
+		return nil, ib.Errorf(opShare, syscall.ENODEV, "the context is gone")
+	}
 	if i := c.imports[importKey{handle: p.handle}]; p.way == byIPC && i != nil {
 		if i.size < p.size {
 			return nil, ib.Errorf(opShare, syscall.EINVAL, "an allocation of %d bytes has %d", i.size, p.size)
@@ -244,6 +252,8 @@ func (i *imported) close() {
 	c.opened.Lock()
 	if i.uses--; i.uses == 0 {
 		delete(c.imports, i.key)
+	}
+	if i.uses == 0 && !c.left {
 		c.drv.slow.in(c.ctx, func() Result {
 			if i.way == byIPC {
 				return c.drv.closeIPC(i.addr)

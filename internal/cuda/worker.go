@@ -35,6 +35,7 @@ type job struct {
 	*mem.Op
 	memory *Memory
 	passed *sync.WaitGroup // not nil: it is no operation, but is told when those before it are over
+	last   bool            // with passed: the context is about to go, and all that comes later fails
 }
 
 // flight is operations that end with an event.
@@ -45,9 +46,11 @@ type flight struct {
 }
 
 type worker struct {
-	card   *card
-	stream uintptr
-	word   []byte // page-locked, for atomics and for throughHost
+	card *card
+	// streams are those for copies from and to the host, and for copies within the GPU: see
+	// queues.go. One is in use at a time, and when it is the other's turn, nothing is under way.
+	streams [2]uintptr
+	word    []byte // page-locked, for atomics and for throughHost
 
 	queued atomic.Int32 // len(queue)
 
@@ -62,7 +65,9 @@ type worker struct {
 	idle    []uintptr // events
 	flights []flight  // oldest first
 	spare   []job
+	stream  uintptr
 	broken  bool // the context is not usable any more
+	torn    bool // tearDown was called
 
 	saidLate bool // see late
 }
@@ -84,6 +89,7 @@ func (w *worker) run(ready chan<- Result) {
 		w.tearDown()
 		return
 	}
+	w.stream = w.streams[byHost]
 	for {
 		jobs, more := w.take()
 		if !more && len(w.flights) == 0 {
@@ -102,8 +108,10 @@ func (w *worker) setUp() Result {
 	if r != success {
 		return r
 	}
-	if w.stream, r = d.newStream(); r != success {
-		return r
+	for i := range w.streams {
+		if w.streams[i], r = d.newStream(); r != success {
+			return r
+		}
 	}
 	for range events {
 		e, r := d.newEvent()
@@ -116,15 +124,21 @@ func (w *worker) setUp() Result {
 	return r
 }
 
-// tearDown gives up what setUp has made; the driver has done so if the context is gone.
+// tearDown gives up what setUp has made, while the context is still there.
 func (w *worker) tearDown() {
+	if w.torn {
+		return
+	}
+	w.torn, w.broken = true, true
 	d := w.card.drv
 	w.card.freeWord(w.word)
 	for _, e := range w.idle {
 		d.destroyEvent(e)
 	}
-	if w.stream != 0 {
-		d.destroyStream(w.stream)
+	for _, s := range w.streams {
+		if s != 0 {
+			d.destroyStream(s)
+		}
 	}
 	d.setCurrent(0)
 }
@@ -203,6 +217,9 @@ func (w *worker) submit(jobs []job) {
 			w.fly(ops)
 			ops, bytes = nil, 0
 			w.drain()
+			if j.last {
+				w.tearDown()
+			}
 			j.passed.Done()
 			continue
 		}
@@ -217,8 +234,16 @@ func (w *worker) submit(jobs []job) {
 		if j.Kind == mem.OpAtomic {
 			w.fly(ops)
 			ops, bytes = nil, 0
+			w.drain()
+			w.stream = w.streams[byHost]
 			j.End(w.atomic(j))
 			continue
+		}
+		if s := w.streamFor(j.Op); s != w.stream {
+			w.fly(ops)
+			ops, bytes = nil, 0
+			w.drain()
+			w.stream = s
 		}
 		if r := w.queueCopy(j); r != success {
 			w.fly(ops) // those before it are not at fault
@@ -261,11 +286,8 @@ func (w *worker) queueCopy(j job) Result {
 	if r := w.copyPart(j, at, 0, n-tail); r != success || tail == 0 {
 		return r
 	}
-	if tail == wordSize && n >= 2*wordSize {
-		tail = 2 * wordSize // the word before it has the same bytes already: see storeByEngine
-		if w.card.drv.room {
-			tail = wordSize
-		}
+	if tail == wordSize && n >= 2*wordSize && j.Kind == mem.OpStore {
+		tail = 2 * wordSize // two rows of a word each: see store; the word before the last one has its value already
 	}
 	return w.copyPart(j, at, n-tail, tail)
 }

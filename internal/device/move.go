@@ -72,7 +72,7 @@ func (d *Device) move(q *QP) {
 		}
 		q.mu.Unlock()
 		idle = false
-		for ; begun < len(under) && (begun == 0 || !under[begun-1].Failed()); begun++ { // nothing is begun behind one that has failed
+		for ; begun < len(under) && (begun == 0 || !under[begun-1].Failed() && !under[begun-1].Short()); begun++ { // nothing is begun behind one that has failed
 			d.begin(under[begun])
 		}
 		n := 0

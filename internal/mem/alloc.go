@@ -19,6 +19,7 @@ type Alloc struct {
 	mapped []byte // all of it; the region may be shorter
 	fd     int
 	seg    *Segment // how processes that it is sent to get at it
+	own    *Own     // how engines do
 }
 
 // NewAlloc allocates memory, which is zero.
@@ -59,7 +60,7 @@ func newAlloc(fd int, mapped []byte, length uint64, access ib.Access, lock ib.Lo
 		_, _ = sys.FreeMapped(mapped), sys.CloseFD(fd) // the first error says more
 		return nil, err
 	}
-	return &Alloc{h, mapped, fd, AddSegment(mapped, fd)}, nil
+	return &Alloc{h, mapped, fd, AddSegment(mapped, fd), addOwn(mapped)}, nil
 }
 
 // opErrorf makes an *ib.OpError of a system call's error.
@@ -80,5 +81,6 @@ func (a *Alloc) Shared() (fd int, offset uint64, ok bool) { return a.fd, 0, true
 // Close gives the memory back: to the system, unless another process has it too.
 func (a *Alloc) Close() error {
 	a.seg.Close()
+	a.own.close()
 	return errors.Join(a.Host.Close(), sys.FreeMapped(a.mapped), sys.CloseFD(a.fd))
 }

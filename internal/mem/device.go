@@ -31,6 +31,7 @@ type DevicePool struct {
 	arena arena
 	fd    int
 	mem   []byte // nil: nothing was wanted yet
+	own   *Own   // all of it; there is one if mem is there
 }
 
 // NewDevicePool makes a pool of size bytes, which it does not take yet.
@@ -111,7 +112,9 @@ func (m *DeviceMem) open(length uint64) error {
 // mapLocked makes the pool's memory, once.
 func (p *DevicePool) mapLocked() (err error) {
 	if p.mem == nil {
-		p.fd, p.mem, err = newDeviceFile(int(p.arena.size))
+		if p.fd, p.mem, err = newDeviceFile(int(p.arena.size)); err == nil {
+			p.own = addOwn(p.mem)
+		}
 	}
 	return err
 }
@@ -130,10 +133,15 @@ func newDeviceFile(size int) (fd int, b []byte, err error) {
 // Close gives the pool's memory back. All buffers are freed.
 func (p *DevicePool) Close() error {
 	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.mem == nil {
+	own := p.own
+	p.own = nil
+	p.mu.Unlock()
+	if own == nil {
 		return nil
 	}
+	own.close()
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	err := sys.Unmap(p.mem)
 	if e := sys.CloseFD(p.fd); err == nil {
 		err = e
@@ -271,7 +279,10 @@ func (m *DeviceMem) Free() error {
 		return err
 	}
 	p := m.pool
-	p.clear(m.place.off, m.b)
+	p.mu.Lock()
+	own := p.own
+	p.mu.Unlock()
+	p.clear(own, m.place.off, m.b)
 	p.mu.Lock()
 	p.arena.release(m.place)
 	p.mu.Unlock()
@@ -282,11 +293,11 @@ func (m *DeviceMem) Free() error {
 const punchFrom = 64 << 10
 
 // clear makes a range zero again.
-func (p *DevicePool) clear(off uint64, b []byte) {
+func (p *DevicePool) clear(own *Own, off uint64, b []byte) {
 	if len(b) >= punchFrom {
 		start := (off + pageSize - 1) &^ (pageSize - 1)
 		end := (off + uint64(len(b))) &^ (pageSize - 1)
-		if sys.PunchHole(p.fd, int64(start), int64(end-start)) == nil {
+		if own.unlessPinned(func() bool { return sys.PunchHole(p.fd, int64(start), int64(end-start)) == nil }) {
 			clear(b[:start-off])
 			clear(b[end-off:])
 			return

@@ -111,36 +111,10 @@ func WatchSegments(f func(id uint64)) (stop func()) {
 // SegmentOf returns the number of the segment that b lies in, and where in it; 0 if there is
 // none. It does not allocate.
 func SegmentOf(b []byte) (id, off uint64) {
-	if s := before(b); s != nil {
-		return s.Of(b)
-	}
-	return 0, 0
-}
-
-// SegmentAt returns the segment that b lies in; nil if there is none.
-func SegmentAt(b []byte) *Segment {
-	s := before(b)
-	if s == nil {
-		return nil
-	}
-	if id, _ := s.Of(b); id == 0 {
-		return nil
-	}
-	return s
-}
-
-// ID returns the segment's number.
-func (s *Segment) ID() uint64 { return s.id }
-
-// Range returns where the segment is mapped, and how many bytes of it.
-func (s *Segment) Range() (addr, n uint64) { return uint64(s.base), s.size }
-
-// before returns the last segment that begins at or before b; nil if there is none.
-func before(b []byte) *Segment {
 	at := uintptr(unsafe.Pointer(unsafe.SliceData(b)))
 	list := allSegments()
 	lo, hi := 0, len(list)
-	for lo < hi {
+	for lo < hi { // the last that begins at or before at
 		if mid := (lo + hi) / 2; list[mid].base <= at {
 			lo = mid + 1
 		} else {
@@ -148,9 +122,9 @@ func before(b []byte) *Segment {
 		}
 	}
 	if lo == 0 {
-		return nil
+		return 0, 0
 	}
-	return list[lo-1]
+	return list[lo-1].Of(b)
 }
 
 // Of returns the segment's number, and where in it b lies; 0 if b lies elsewhere.

@@ -19,7 +19,7 @@ import (
 )
 
 // stagingSizes are the lengths of staging bytes, and how many of each are kept.
-var stagingSizes = [...]struct{ bytes, kept int }{{4 << 10, 64}, {64 << 10, 32}, {Quantum, 16}}
+var stagingSizes = [...]struct{ bytes, kept int }{{4 << 10, 64}, {64 << 10, 128}, {Quantum, 64}}
 
 // lockedClass is the first of them that shares no page with other objects.
 const lockedClass = 1
@@ -75,23 +75,41 @@ type stagingLocker struct {
 
 // get returns n bytes with anything in them; n is a Quantum at most.
 func (s *stagingPool) get(n int) []byte {
+	b, class, _ := s.take(n)
+	if b == nil {
+		b = newPiece(class)[skew:][:n]
+	}
+	return b
+}
+
+// tryGet is get, but returns nil if pages are locked, and all pieces whose are are in use.
+func (s *stagingPool) tryGet(n int) []byte {
+	b, class, locks := s.take(n)
+	if b == nil && !locks {
+		b = newPiece(class)[skew:][:n]
+	}
+	return b
+}
+
+// take returns n bytes of an idle piece, nil if there is none, and the class that they belong to.
+// locks says that pieces are locked.
+func (s *stagingPool) take(n int) (b []byte, class int, locks bool) {
 	s.mu.Lock()
-	class := 0
-	if len(s.lockers) > 0 {
+	defer s.mu.Unlock()
+	if locks = len(s.lockers) > 0; locks {
 		class = lockedClass
 	}
 	for stagingSizes[class].bytes < n {
 		class++
 	}
-	if k := len(s.idle[class]); k > 0 {
-		b := s.idle[class][k-1]
-		s.idle[class][k-1] = nil // it may be lost
-		s.idle[class] = s.idle[class][:k-1]
-		s.mu.Unlock()
-		return b[:n]
+	k := len(s.idle[class])
+	if k == 0 {
+		return nil, class, locks
 	}
-	s.mu.Unlock()
-	return newPiece(class)[skew:][:n]
+	b = s.idle[class][k-1]
+	s.idle[class][k-1] = nil // it may be lost
+	s.idle[class] = s.idle[class][:k-1]
+	return b[:n], class, locks
 }
 
 // newPiece allocates a piece, and eight bytes in front of it: see misaligned, which would make two

@@ -37,6 +37,8 @@ type Transfer struct {
 	fault Fault
 	side  Side
 
+	short bool // staging bytes were short
+
 	// Most transfers are one operation.
 	op   Op
 	used bool // op is taken
@@ -172,7 +174,12 @@ func (t *Transfer) store(dst reached, off, n uint64) (uint64, Fault, Side) {
 		op.Bytes, op.InPlace, op.sections[1], n = b, true, from, uint64(len(b))
 	} else {
 		n = min(n, Quantum)
-		p.staging = staging.get(int(n))
+		var f Fault
+		var side Side
+		if p.staging, f, side = t.stage(int(n)); !f.OK() {
+			dst.close()
+			return 0, f, side
+		}
 		op.Bytes = p.staging
 		if f, side := copyOut(p.staging, t.Src, off); !f.OK() {
 			staging.put(p.staging)
@@ -197,8 +204,13 @@ func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
 			op.InPlace, op.sections[1], op.Last = true, to, t.ends(off, uint64(len(op.Bytes)))
 			to.region.count(src.region.kind, to.region.kind, len(op.Bytes))
 		} else {
-			op.Bytes = staging.get(int(min(n, Quantum)))
-			p.staging, p.out = op.Bytes, true
+			var f Fault
+			var side Side
+			if p.staging, f, side = t.stage(int(min(n, Quantum))); !f.OK() {
+				src.close()
+				return 0, f, side
+			}
+			op.Bytes, p.out = p.staging, true
 		}
 	}
 	n = uint64(len(op.Bytes))
@@ -211,6 +223,27 @@ func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
 	t.begin(src.engine, op, p)
 	return n, Fault{}, 0
 }
+
+// stage returns n staging bytes. If their pages are locked and all are in use, it waits for
+// operations of the transfer, which have some; without any it returns bytes that are not locked.
+func (t *Transfer) stage(n int) ([]byte, Fault, Side) {
+	for {
+		if b := staging.tryGet(n); b != nil {
+			return b, Fault{}, 0
+		}
+		t.short = true
+		if len(t.parts) == 0 {
+			return staging.get(n), Fault{}, 0
+		}
+		if f, side := t.waitOldest(); !f.OK() {
+			return nil, f, side
+		}
+	}
+}
+
+// Short reports whether staging bytes were short: a caller that begins other transfers meanwhile
+// would make them go by bytes that are not locked.
+func (t *Transfer) Short() bool { return t.short }
 
 // carry moves bytes from the memory of one owner to that of another: it waits for the load, and
 // begins the store.
@@ -277,31 +310,40 @@ func (t *Transfer) Over() bool {
 // After FaultPending it is called again.
 func (t *Transfer) waitAll() (Fault, Side) {
 	for len(t.parts) > 0 {
-		p := &t.parts[0]
-		kind := p.wait()
-		if kind != FaultNone && t.fault.OK() {
-			l, side := t.Dst, Dst
-			if p.Kind == OpLoad {
-				l, side = t.Src, Src
-			}
-			t.fault, t.side = l.faultAt(p.off, p.n, kind), side
+		if f, side := t.waitOldest(); f.Kind == FaultPending {
+			return f, side
 		}
-		if p.out && t.fault.OK() && t.Link.Broken() {
-			t.fault, t.side = Fault{Kind: FaultDead}, Dst
-		}
-		if p.out && t.fault.OK() {
-			if f, side := copyIn(t.Dst, p.off, p.staging, p.from, t.ends(p.off, p.n)); f.Kind == FaultPending {
-				return f, side
-			} else if !f.OK() {
-				t.fault, t.side = f, side
-			}
-		}
-		if p.staging != nil {
-			staging.put(p.staging)
-		}
-		*p = part{}
-		t.parts = t.parts[1:]
 	}
+	return t.fault, t.side
+}
+
+// waitOldest waits for the oldest operation under way, and copies what it has loaded to the
+// target. After FaultPending it is called again. Any other fault is the transfer's.
+func (t *Transfer) waitOldest() (Fault, Side) {
+	p := &t.parts[0]
+	kind := p.wait()
+	if kind != FaultNone && t.fault.OK() {
+		l, side := t.Dst, Dst
+		if p.Kind == OpLoad {
+			l, side = t.Src, Src
+		}
+		t.fault, t.side = l.faultAt(p.off, p.n, kind), side
+	}
+	if p.out && t.fault.OK() && t.Link.Broken() {
+		t.fault, t.side = Fault{Kind: FaultDead}, Dst
+	}
+	if p.out && t.fault.OK() {
+		if f, side := copyIn(t.Dst, p.off, p.staging, p.from, t.ends(p.off, p.n)); f.Kind == FaultPending {
+			return f, side
+		} else if !f.OK() {
+			t.fault, t.side = f, side
+		}
+	}
+	if p.staging != nil {
+		staging.put(p.staging)
+	}
+	*p = part{}
+	t.parts = t.parts[1:]
 	return t.fault, t.side
 }
 
@@ -386,7 +428,8 @@ type reaching interface {
 }
 
 // locking is a reaching Engine that can tell whether bytes of the program's stay where they are,
-// because their pages are locked.
+// because their pages are locked. It may lock those of memory that the library has allocated
+// (Own), for the next time.
 type locking interface {
 	Locks(b []byte) bool
 }
@@ -404,16 +447,16 @@ func (l *List) still(off, n uint64, e Engine) ([]byte, place) {
 	}
 	locks, mayLock := e.(locking)
 	if leaf := c.leaf; leaf == nil || leaf.staged || leaf.kind == KindRaw || // null memory: many accesses use it at a time
-		!leaf.neverFaults && (!mayLock || leaf.kind != KindPinned) {
+		!leaf.neverFaults && (!mayLock || leaf.kind != KindPinned && leaf.kind != KindDevice) {
 		c.close()
 		return nil, place{}
 	}
 	b, _, f := c.run(c.off, c.left, l.Access)
-	if !f.OK() || !c.leaf.neverFaults && !locks.Locks(b) || !r.Reaches(b) {
-		c.close()
-		return nil, place{}
+	if f.OK() && (c.leaf.neverFaults && r.Reaches(b) || !c.leaf.neverFaults && locks.Locks(b)) {
+		return b, c.place
 	}
-	return b, c.place
+	c.close()
+	return nil, place{}
 }
 
 // kindAt returns the kind of memory that a list has at off, KindRaw if its key is gone or the

@@ -227,6 +227,10 @@ func (m *Move) Wait(s *mem.Stream) mem.Fault {
 // handed this one back (Moved) and the queue pair has decided about the others.
 func (m *Move) Failed() bool { return !m.fault.OK() }
 
+// Short reports whether staging bytes were short: the owner does not begin another move before it
+// has waited for this one.
+func (m *Move) Short() bool { return m.transfer.Short() }
+
 // Over reports whether Wait would not wait.
 func (m *Move) Over() bool { return m.atomic == nil && m.transfer.Over() }
 

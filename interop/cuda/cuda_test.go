@@ -21,25 +21,33 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// driver is whether the library treats the libcuda of software GPUs as any other one if VERBENA_CUDA=driver says so.
-const driver = false
-
 // patience is how long a program may take.
 const patience = 5 * time.Minute
 
-// A mode is how the library serves libcuda of software GPUs, and by what processes reach each other.
+// A mode is how the library serves libcuda of software GPUs, and by what processes reach each other. Those that are long
+// are for "make check-full".
 type mode struct {
 	name string
+	long bool
 	env  []string
 }
 
-// modes returns them all.
-func modes() []mode {
-	all := []mode{{"software", nil}, {"software, packets", []string{"VERBENA_LINK=udp"}}}
-	if driver {
-		all = append(all, mode{"driver", []string{"VERBENA_CUDA=driver"}}, mode{"driver, packets", []string{"VERBENA_CUDA=driver", "VERBENA_LINK=udp"}})
-	}
-	return all
+// modes are those in which the programs run: with "driver" the library serves the libcuda of software GPUs as it would any
+// other, by copies on streams of its own; with few queues to the GPU these are made otherwise.
+var modes = []mode{
+	{"software", false, nil},
+	{"software, packets", true, []string{"VERBENA_LINK=udp"}},
+	{"driver", false, []string{"VERBENA_CUDA=driver"}},
+	{"driver, packets", true, []string{"VERBENA_CUDA=driver", "VERBENA_LINK=udp"}},
+	{"driver, few queues", false, []string{"VERBENA_CUDA=driver", "CUDA_DEVICE_MAX_CONNECTIONS=1"}},
+}
+
+// faultModes are the modes of faults: software GPUs take memory that its owner frees away from other processes, which the
+// driver does not, so that copies on streams of the library's may fail there.
+var faultModes = []mode{
+	{"software", false, nil},
+	{"software, packets", true, []string{"VERBENA_LINK=udp"}},
+	{"driver, few queues", true, []string{"VERBENA_CUDA=driver", "CUDA_DEVICE_MAX_CONNECTIONS=1"}},
 }
 
 // missing has patterns of the cases that may be skipped on software GPUs: they have no virtual memory management, an
@@ -93,15 +101,16 @@ func results(out string) (map[string]string, error) {
 }
 
 // judge runs all cases of a program, each of which must pass, or may be skipped.
-func judge(t *testing.T, exe string, options ...string) {
+func judge(t *testing.T, modes []mode, exe string, options ...string) {
 	t.Helper()
 	list, err := run(t, nil, exe, "--list")
 	if err != nil {
 		t.Fatalf("%v\n%s", err, list)
 	}
 	names := strings.Fields(list)
-	for _, m := range modes() {
+	for _, m := range modes {
 		t.Run(m.name, func(t *testing.T) {
+			m.mayRun(t)
 			t.Parallel()
 			out, failure := run(t, m.env, append(append([]string{exe}, seed()...), options...)...)
 			got, err := results(out)
@@ -126,6 +135,14 @@ func judge(t *testing.T, exe string, options ...string) {
 	}
 }
 
+// mayRun skips a test of a long mode, but for "make check-full".
+func (m *mode) mayRun(t *testing.T) {
+	t.Helper()
+	if m.long && !clibtest.Full {
+		t.Skip("full: " + m.name)
+	}
+}
+
 // skippable reports whether a case may be skipped.
 func skippable(name string) bool {
 	return slices.ContainsFunc(missing, func(pattern string) bool {
@@ -139,12 +156,13 @@ func skippable(name string) bool {
 func TestMemory(t *testing.T) {
 	exe := compile(t, "memory")
 	if clibtest.Full {
-		judge(t, exe)
+		judge(t, modes, exe)
 		return
 	}
-	judge(t, exe, "--max", "1048576")
-	for _, m := range modes() {
+	judge(t, modes, exe, "--max", "70000")
+	for _, m := range modes {
 		t.Run(m.name+", large", func(t *testing.T) {
+			m.mayRun(t)
 			t.Parallel()
 			out, err := run(t, m.env, append([]string{exe, "move/*/malloc-address/gpu-address", "move/*/gpu-dmabuf/gpu-dmabuf"}, seed()...)...)
 			if err != nil || strings.Count(out, "PASS") != 4 {
@@ -155,7 +173,7 @@ func TestMemory(t *testing.T) {
 }
 
 // Bad arguments, memory that goes away under traffic, and processes that go away.
-func TestFaults(t *testing.T) { judge(t, compile(t, "faults")) }
+func TestFaults(t *testing.T) { judge(t, faultModes, compile(t, "faults")) }
 
 // The program that compares speeds, in small: what it moves is compared, and no figure is judged.
-func TestSpeedQuick(t *testing.T) { judge(t, compile(t, "speed"), "--quick") }
+func TestSpeedQuick(t *testing.T) { judge(t, modes, compile(t, "speed"), "--quick") }

@@ -193,7 +193,7 @@ static void gone(const struct test *t)
 	traffic.what = (struct request){.opcode = opcode, .piece = {{a, 8, opcode == IBV_WR_ATOMIC_FETCH_AND_ADD ? 8 : SIZE - 8}},
 					.to = b->addr + 8, .rkey = b->rkey, .compare = 1};
 	begin_traffic(nodes[0], &traffic);
-	usleep(100000);
+	usleep(300000);
 	if (context)
 		node_destroy(owner);
 	else
