@@ -24,7 +24,7 @@ func TestEnv(t *testing.T) {
 	dir := fakeLib(t)
 	t.Setenv("VERBENA_LIB", dir)
 	t.Setenv("LD_LIBRARY_PATH", "/it's/there")
-	if got, want := succeed(t, "env").stdout, `export LD_LIBRARY_PATH='`+dir+`:/it'\''s/there'`+"\n"; got != want {
+	if got, want := succeed(t, "env").stdout, "export CUDA_DEVICE_MAX_CONNECTIONS='32'\n"+`export LD_LIBRARY_PATH='`+dir+`:/it'\''s/there'`+"\n"; got != want {
 		t.Errorf("%q is not %q", got, want)
 	}
 	// What is preloaded comes first, and once.
@@ -35,7 +35,7 @@ func TestEnv(t *testing.T) {
 	t.Setenv("LD_LIBRARY_PATH", dir)
 	for before, after := range map[string]string{"": file, "/other.so": file + ":/other.so", file: file, file + ":/other.so": file + ":/other.so"} {
 		t.Setenv("LD_PRELOAD", before)
-		if got, want := succeed(t, "env").stdout, "export ASAN_OPTIONS='verify_asan_link_order=0'\nexport LD_LIBRARY_PATH='"+dir+"'\nexport LD_PRELOAD='"+after+"'\n"; got != want {
+		if got, want := succeed(t, "env").stdout, "export ASAN_OPTIONS='verify_asan_link_order=0'\nexport CUDA_DEVICE_MAX_CONNECTIONS='32'\nexport LD_LIBRARY_PATH='"+dir+"'\nexport LD_PRELOAD='"+after+"'\n"; got != want {
 			t.Errorf("%q is not %q", got, want)
 		}
 	}

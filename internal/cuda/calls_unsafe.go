@@ -9,8 +9,12 @@ import (
 	"github.com/ebitengine/purego"
 )
 
-// The driver's functions, as far as they are used. An argument that the driver writes to is a
-// variable here, whose address is only good during the call.
+// The driver's functions, as far as they are used.
+//
+// It is sound: a variable whose address the driver gets stays where it is during the call, because
+// call is marked uintptrescapes, and the driver does not keep the address; bytes of the host that it
+// copies later are kept by the operation, in memory that the collector does not move. The only
+// pointer that is made of a number is one that the driver has returned, of memory of its own.
 
 // call calls a function of the driver.
 //
@@ -41,37 +45,9 @@ func textAt(p *byte) string {
 	return b.String()
 }
 
-func (d *Driver) init() Result { return d.call(fnInit, 0) }
-
-func (d *Driver) version() (v int32, r Result) {
-	r = d.call(fnDriverGetVersion, uintptr(unsafe.Pointer(&v)))
-	return v, r
-}
-
-func (d *Driver) deviceCount() (n int32, r Result) {
-	r = d.call(fnDeviceGetCount, uintptr(unsafe.Pointer(&n)))
-	return n, r
-}
-
-func (d *Driver) device(i int) (dev int32, r Result) {
-	r = d.call(fnDeviceGet, uintptr(unsafe.Pointer(&dev)), uintptr(i))
-	return dev, r
-}
-
-func (d *Driver) deviceName(dev int32) (string, Result) {
-	var b [256]byte
-	r := d.call(fnDeviceGetName, uintptr(unsafe.Pointer(&b)), uintptr(len(b)-1), uintptr(dev))
-	return textAt(&b[0]), r
-}
-
 func (d *Driver) uuid(dev int32) (id [16]byte, r Result) {
 	r = d.call(fnDeviceGetUuid, uintptr(unsafe.Pointer(&id)), uintptr(dev))
 	return id, r
-}
-
-func (d *Driver) totalMemory(dev int32) (n uint64, r Result) {
-	r = d.call(fnDeviceTotalMem, uintptr(unsafe.Pointer(&n)), uintptr(dev))
-	return n, r
 }
 
 func (d *Driver) retainPrimary(dev int32) (ctx uintptr, r Result) {
@@ -93,11 +69,6 @@ func (d *Driver) current() (ctx uintptr, r Result) {
 }
 
 func (d *Driver) setCurrent(ctx uintptr) Result { return d.call(fnCtxSetCurrent, ctx) }
-
-func (d *Driver) currentDevice() (dev int32, r Result) {
-	r = d.call(fnCtxGetDevice, uintptr(unsafe.Pointer(&dev)))
-	return dev, r
-}
 
 // Attributes of pointers.
 const (
@@ -160,25 +131,16 @@ func (d *Driver) syncMemops(addr uint64) Result {
 	return d.call(fnPointerSetAttribute, uintptr(unsafe.Pointer(&on)), attrSyncMemops, uintptr(addr))
 }
 
-func (d *Driver) alloc(n uint64) (addr uint64, r Result) {
-	r = d.call(fnMemAlloc, uintptr(unsafe.Pointer(&addr)), uintptr(n))
-	return addr, r
-}
-
-func (d *Driver) free(addr uint64) Result { return d.call(fnMemFree, uintptr(addr)) }
-
 // Flags.
 const (
-	hostPortable     = 1 // of page-locked memory: for all contexts
-	streamNonBlock   = 1
-	eventNoTiming    = 2
-	captureRelaxed   = 2
-	ipcLazyPeers     = 1
-	handlePosix      = 1 // of handle types: a descriptor
-	locationDevice   = 1
-	accessReadWrite  = 3
-	allocationPinned = 1
-	rangeDMABuf      = 1
+	hostPortable    = 1 // of page-locked memory: for all contexts
+	streamNonBlock  = 1
+	eventNoTiming   = 2
+	captureRelaxed  = 2
+	ipcLazyPeers    = 1
+	handlePosix     = 1 // of handle types: a descriptor
+	locationDevice  = 1
+	accessReadWrite = 3
 )
 
 func (d *Driver) lockHost(addr, n uint64) Result {
@@ -303,45 +265,6 @@ func (d *Driver) allow(addr, n uint64, dev int32) Result {
 		how  uint32
 	}{locationDevice, dev, accessReadWrite}
 	return d.call(fnSetAccess, uintptr(addr), uintptr(n), uintptr(unsafe.Pointer(&access)), 1)
-}
-
-// allocationProp is CUmemAllocationProp.
-type allocationProp struct {
-	kind, handleTypes uint32
-	location          struct {
-		kind uint32
-		id   int32
-	}
-	_     uintptr
-	flags struct {
-		compression, gpuDirect uint8
-		usage                  uint16
-		_                      [4]uint8
-	}
-}
-
-func newProp(dev int32) *allocationProp {
-	p := &allocationProp{kind: allocationPinned, handleTypes: handlePosix}
-	p.location.kind, p.location.id = locationDevice, dev
-	p.flags.gpuDirect = 1
-	return p
-}
-
-// granularity returns what lengths of allocations are multiples of.
-func (d *Driver) granularity(p *allocationProp) (n uint64, r Result) {
-	r = d.call(fnGetAllocationGranularity, uintptr(unsafe.Pointer(&n)), uintptr(unsafe.Pointer(p)), 0)
-	return n, r
-}
-
-func (d *Driver) create(n uint64, p *allocationProp) (h uint64, r Result) {
-	r = d.call(fnMemCreate, uintptr(unsafe.Pointer(&h)), uintptr(n), uintptr(unsafe.Pointer(p)), 0)
-	return h, r
-}
-
-// exportRange makes a dma-buf of memory.
-func (d *Driver) exportRange(addr, n uint64) (fd int32, r Result) {
-	r = d.call(fnGetHandleForAddressRange, uintptr(unsafe.Pointer(&fd)), uintptr(addr), uintptr(n), rangeDMABuf, 0)
-	return fd, r
 }
 
 // openIPC opens an allocation of another process. The driver takes the handle by value: on

@@ -71,25 +71,16 @@ func (r Result) errno() syscall.Errno {
 type function int
 
 const (
-	fnInit function = iota
-	fnGetErrorName
-	fnDriverGetVersion
-	fnDeviceGet
-	fnDeviceGetCount
-	fnDeviceGetName
+	fnGetErrorName function = iota
 	fnDeviceGetUuid
-	fnDeviceTotalMem
 	fnPrimaryCtxRetain
 	fnPrimaryCtxRelease
 	fnPrimaryCtxGetState
 	fnCtxGetCurrent
 	fnCtxSetCurrent
-	fnCtxGetDevice
 	fnPointerGetAttributes
 	fnPointerGetAttribute
 	fnPointerSetAttribute
-	fnMemAlloc
-	fnMemFree
 	fnMemHostAlloc
 	fnMemFreeHost
 	fnMemHostRegister
@@ -109,48 +100,44 @@ const (
 	fnIpcOpenMemHandle
 	fnIpcCloseMemHandle
 	fnRetainAllocationHandle
-	fnGetAllocationProperties
 	fnExportToShareableHandle
 	fnImportFromShareableHandle
-	fnGetAllocationGranularity
-	fnMemCreate
 	fnAddressReserve
 	fnAddressFree
 	fnMap
 	fnSetAccess
 	fnUnmap
 	fnRelease
-	fnGetHandleForAddressRange
 	numFunctions
 )
 
 // names are the functions' symbols: of those with several versions, the one whose arguments are
 // those of calls_unsafe.go.
 var names = [numFunctions]string{
-	fnInit: "cuInit", fnGetErrorName: "cuGetErrorName", fnDriverGetVersion: "cuDriverGetVersion",
-	fnDeviceGet: "cuDeviceGet", fnDeviceGetCount: "cuDeviceGetCount", fnDeviceGetName: "cuDeviceGetName",
-	fnDeviceGetUuid: "cuDeviceGetUuid_v2", fnDeviceTotalMem: "cuDeviceTotalMem_v2",
+	fnGetErrorName: "cuGetErrorName",
+
+	fnDeviceGetUuid:    "cuDeviceGetUuid_v2",
 	fnPrimaryCtxRetain: "cuDevicePrimaryCtxRetain", fnPrimaryCtxRelease: "cuDevicePrimaryCtxRelease_v2",
 	fnPrimaryCtxGetState: "cuDevicePrimaryCtxGetState", fnCtxGetCurrent: "cuCtxGetCurrent", fnCtxSetCurrent: "cuCtxSetCurrent",
-	fnCtxGetDevice: "cuCtxGetDevice", fnPointerGetAttributes: "cuPointerGetAttributes",
-	fnPointerGetAttribute: "cuPointerGetAttribute", fnPointerSetAttribute: "cuPointerSetAttribute",
-	fnMemAlloc: "cuMemAlloc_v2", fnMemFree: "cuMemFree_v2", fnMemHostAlloc: "cuMemHostAlloc", fnMemFreeHost: "cuMemFreeHost",
+	fnPointerGetAttributes: "cuPointerGetAttributes",
+	fnPointerGetAttribute:  "cuPointerGetAttribute", fnPointerSetAttribute: "cuPointerSetAttribute",
+	fnMemHostAlloc: "cuMemHostAlloc", fnMemFreeHost: "cuMemFreeHost",
 	fnMemHostRegister: "cuMemHostRegister_v2", fnMemHostUnregister: "cuMemHostUnregister",
 	fnHtoDAsync: "cuMemcpyHtoDAsync_v2", fnDtoHAsync: "cuMemcpyDtoHAsync_v2", fnDtoDAsync: "cuMemcpyDtoDAsync_v2", fnCopy2DAsync: "cuMemcpy2DAsync_v2",
 	fnStreamCreate: "cuStreamCreate", fnStreamDestroy: "cuStreamDestroy_v2",
 	fnEventCreate: "cuEventCreate", fnEventDestroy: "cuEventDestroy_v2", fnEventRecord: "cuEventRecord", fnEventQuery: "cuEventQuery",
 	fnExchangeCaptureMode: "cuThreadExchangeStreamCaptureMode",
 	fnIpcGetMemHandle:     "cuIpcGetMemHandle", fnIpcOpenMemHandle: "cuIpcOpenMemHandle_v2", fnIpcCloseMemHandle: "cuIpcCloseMemHandle",
-	fnRetainAllocationHandle: "cuMemRetainAllocationHandle", fnGetAllocationProperties: "cuMemGetAllocationPropertiesFromHandle",
+	fnRetainAllocationHandle:  "cuMemRetainAllocationHandle",
 	fnExportToShareableHandle: "cuMemExportToShareableHandle", fnImportFromShareableHandle: "cuMemImportFromShareableHandle",
-	fnGetAllocationGranularity: "cuMemGetAllocationGranularity", fnMemCreate: "cuMemCreate",
+
 	fnAddressReserve: "cuMemAddressReserve", fnAddressFree: "cuMemAddressFree", fnMap: "cuMemMap", fnSetAccess: "cuMemSetAccess",
-	fnUnmap: "cuMemUnmap", fnRelease: "cuMemRelease", fnGetHandleForAddressRange: "cuMemGetHandleForAddressRange",
+	fnUnmap: "cuMemUnmap", fnRelease: "cuMemRelease",
 }
 
 // required are the functions without which nothing works; where others are missing, what needs
 // them is refused.
-var required = []function{fnInit, fnPointerGetAttributes, fnPointerGetAttribute, fnCtxSetCurrent, fnHtoDAsync, fnDtoHAsync, fnDtoDAsync, fnStreamCreate,
+var required = []function{fnPointerGetAttributes, fnPointerGetAttribute, fnCtxSetCurrent, fnHtoDAsync, fnDtoHAsync, fnDtoDAsync, fnStreamCreate,
 	fnEventCreate, fnEventRecord, fnEventQuery}
 
 // Driver is the driver's library.
