@@ -6,6 +6,7 @@ require (
 	github.com/alecthomas/kong v1.16.1
 	github.com/cavaliergopher/cpio v1.0.1
 	github.com/cockroachdb/datadriven v1.0.3
+	github.com/ebitengine/purego v0.11.2
 	github.com/google/btree v1.1.3
 	github.com/gopacket/gopacket v1.7.4
 	github.com/guptarohit/asciigraph v0.9.0
@@ -16,7 +17,6 @@ require (
 )
 
 require (
-	github.com/ebitengine/purego v0.11.2 // indirect
 	github.com/pmezard/go-difflib v1.0.0 // indirect
 	golang.org/x/net v0.55.0 // indirect
 )
