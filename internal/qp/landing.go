@@ -80,6 +80,14 @@ func (l *landing) keepAck(t *train.Train) {
 	}
 }
 
+// lastNak returns the NAK by which the peer has failed; nil if none is kept.
+func (l *landing) lastNak() *train.Train {
+	if n := len(l.acks); n > 0 && l.acks[n-1].AETH.Syndrome.IsNak() && l.acks[n-1].AETH.Syndrome != wire.NakPSNSequence {
+		return l.acks[n-1]
+	}
+	return nil
+}
+
 // finishAnswers lets answers come into effect, in their order, as far as their moves are over.
 // It returns one whose payload could not be read, for its sender, and why.
 func (q *QP) finishAnswers(now Time) (*train.Train, mem.Fault) {
@@ -119,15 +127,19 @@ func (q *QP) finishAnswers(now Time) (*train.Train, mem.Fault) {
 
 // answerFailed ends a request whose answer could not be written to its memory. If the payload
 // could not be read from the peer's memory, it returns the train, for the peer; or asks for
-// the answer again, if the peer has ended the lease.
+// the answer again, if the peer has ended the lease. If the peer has done that because it has
+// failed, its NAK, which waits behind the answer, says how the request ends.
 func (q *QP) answerFailed(m *Move, now Time) (*train.Train, mem.Fault) {
 	r := &q.req
 	q.moves.forgetKind(moveAnswer)
+	nak := r.lastNak()
 	r.landing = landing{}
 	q.advance(m.psn, now)
 	switch {
 	case m.side == mem.Src && m.train.Leased():
 		return m.train, m.fault
+	case m.side == mem.Src && nak != nil:
+		q.receiveAnswer(nak, now)
 	case m.side == mem.Src:
 		q.AnswerUnread(now)
 	case q.state == ib.QPRTS || q.state == ib.QPSQD:

@@ -315,6 +315,10 @@ func (q *QP) freeLoads() {
 // loaded yet, and the answer waits for them, or if the READ was refused.
 func (q *QP) loadAnswer(j *resource) (b []byte, ok bool) {
 	r, per := &q.resp, q.perLoad()
+	if q.state == ib.QPErr { // see dropLoading
+		r.n = 0
+		return nil, false
+	}
 	j.loaded = true                  // the rest is loaded too: loads are found by where they begin
 	for _, l := range r.loads.list { // give up loads of answers that are not made any more
 		if l.state == loaded && l.key.of != j.serial && !q.answersStill(l.key.of) {

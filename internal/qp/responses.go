@@ -280,6 +280,17 @@ func (a *answers) drop(psn wire.PSN) {
 	}
 }
 
+// dropLoading drops the answers from the first on that waits for its bytes to be loaded: the queue
+// pair has failed, and they will not be. The NAK tells the peer.
+func (a *answers) dropLoading() {
+	for i := range a.n {
+		if a.at(i).loading {
+			a.n = i
+			return
+		}
+	}
+}
+
 // forget drops the answers from psn on, since the peer has gone back and asks again. It
 // keeps those to FLUSHes that are not done, so that nothing is acknowledged beyond them.
 func (a *answers) forget(psn wire.PSN) {

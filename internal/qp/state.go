@@ -302,6 +302,7 @@ func (q *QP) enterErrorAnswering() {
 	q.state = ib.QPErr
 	q.forgetHeld()
 	q.forgetMoves()
+	q.resp.dropLoading()
 	q.flush()
 }
 
