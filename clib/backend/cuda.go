@@ -53,6 +53,10 @@ func cudaBuffer(pd provider.PD, m *C.struct_vbe_mr) (r provider.MR, handled bool
 	if d == nil || !b.IsBuffer() {
 		return nil, false, nil
 	}
+	asked := rangeOf(m)
+	if err := asked.Check("reg_dmabuf_mr", ib.Access(m.access)); err != nil {
+		return nil, true, err
+	}
 	r, err = d.RegisterBuffer(pd, b, ib.Access(m.access), d.Current())
 	return r, true, err
 }
@@ -64,6 +68,13 @@ func cudaChange(mr provider.MR, m *C.struct_vbe_mr, c provider.MRChange, buffer 
 		return false, nil
 	}
 	if b := bufferOf(m); buffer && b.IsBuffer() {
+		asked, access := rangeOf(m), mr.Access()
+		if c.Access != nil {
+			access = *c.Access
+		}
+		if err := asked.Check("rereg_mr", access); err != nil {
+			return true, &ib.ReregError{State: ib.ReregOldValid, Err: err}
+		}
 		return true, d.ReregBuffer(mr, b, c, d.Current())
 	}
 	if !buffer && c.Range != nil && d.Device(uint64(m.addr)) {

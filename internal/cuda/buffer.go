@@ -1,7 +1,6 @@
 package cuda
 
 import (
-	"math"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
@@ -35,13 +34,8 @@ func (b *Buffer) IsBuffer() bool {
 	return err == nil && info.Exporter == exporter
 }
 
-// allowed are the rights that a region of a dma-buf may have, in the kernel.
-const allowed = ib.AccessLocalWrite | ib.AccessRemoteRead | ib.AccessRemoteWrite | ib.AccessRemoteAtomic | ib.AccessRelaxedOrdering
-
-// addr returns the address of the part on the GPU, after it has checked what is asked for. The
-// errors, and the order in which they are looked for, are the kernel's.
-func (b *Buffer) addr(op string, d *Driver, access ib.Access) (uint64, error) {
-	const page = 4096 // the kernel compares offsets within a page of this size, on all machines
+// addr returns the address of the part on the GPU, after it has checked that it is one.
+func (b *Buffer) addr(op string, d *Driver) (uint64, error) {
 	size := b.Size
 	if b.Exported == 0 {
 		info, err := sys.DMABufInfoOf(b.FD)
@@ -50,14 +44,7 @@ func (b *Buffer) addr(op string, d *Driver, access ib.Access) (uint64, error) {
 		}
 		size = info.Size
 	}
-	switch {
-	case b.Offset%page != b.IOVA%page:
-		return 0, ib.Errorf(op, syscall.EINVAL, "the offset %#x and the address %#x are not at the same place in a page", b.Offset, b.IOVA)
-	case access&^allowed != 0:
-		return 0, ib.Errorf(op, syscall.EINVAL, "access bits %#x are not for dma-bufs", uint32(access&^allowed))
-	case b.Length > math.MaxUint64-b.Offset || b.Length > math.MaxUint64-b.IOVA:
-		return 0, ib.Errorf(op, syscall.EINVAL, "%d bytes at %#x pass the end of the address space", b.Length, max(b.Offset, b.IOVA))
-	case b.Length == 0 || b.Offset > size || b.Length > size-b.Offset:
+	if b.Length == 0 || b.Offset > size || b.Length > size-b.Offset {
 		return 0, ib.Errorf(op, syscall.EINVAL, "%d bytes at %d are not inside a buffer of %d", b.Length, b.Offset, size)
 	}
 	if b.Exported != 0 {
@@ -69,9 +56,10 @@ func (b *Buffer) addr(op string, d *Driver, access ib.Access) (uint64, error) {
 	return b.IOVA, nil
 }
 
-// RegisterBuffer registers a part of a dma-buf that the driver has exported. ctx is as for Find.
+// RegisterBuffer registers a part of a dma-buf that the driver has exported. ctx is as for Find. The caller has checked
+// what the kernel checks for any dma-buf.
 func (d *Driver) RegisterBuffer(pd provider.PD, b Buffer, access ib.Access, ctx uintptr) (provider.MR, error) {
-	addr, err := b.addr("reg_dmabuf_mr", d, access)
+	addr, err := b.addr("reg_dmabuf_mr", d)
 	if err != nil {
 		return nil, err
 	}
@@ -80,11 +68,7 @@ func (d *Driver) RegisterBuffer(pd provider.PD, b Buffer, access ib.Access, ctx 
 
 // ReregBuffer registers a region anew, with a part of a dma-buf that the driver has exported.
 func (d *Driver) ReregBuffer(mr provider.MR, b Buffer, c provider.MRChange, ctx uintptr) error {
-	access := mr.Access()
-	if c.Access != nil {
-		access = *c.Access
-	}
-	addr, err := b.addr("rereg_mr", d, access)
+	addr, err := b.addr("rereg_mr", d)
 	if err != nil {
 		return &ib.ReregError{State: ib.ReregOldValid, Err: err}
 	}

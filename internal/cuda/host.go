@@ -42,10 +42,9 @@ func (d *Driver) holdsLocked(b []byte) bool {
 
 // hostMemory is memory of the host that the driver knows.
 type hostMemory struct {
-	mu    sync.Mutex // guards what follows, but for leaves
-	own   map[*mem.Own]*lockedOwn
-	watch func()       // ends the watching of own memory
-	gone  []goneExtent // what the program is about to free
+	mu   sync.Mutex // guards what follows, but for leaves
+	own  map[*mem.Own]*lockedOwn
+	gone []goneExtent // what the program is about to free
 
 	leaves atomic.Bool // gone may have some
 }
@@ -74,7 +73,7 @@ func (h *hostMemory) lock(d *Driver, ctx uintptr, o *mem.Own) {
 	}
 	if h.own == nil {
 		h.own = make(map[*mem.Own]*lockedOwn)
-		h.watch = mem.WatchOwn(func(o *mem.Own) { h.unlock(d, o) })
+		mem.WatchOwn(func(o *mem.Own) { h.unlock(d, o) }) // for good, as the driver is there for good
 	}
 	l := &lockedOwn{ctx: ctx, done: make(chan struct{})}
 	h.own[o] = l

@@ -88,14 +88,22 @@ func (d *Driver) Find(op string, addr, n uint64, ctx uintptr) (*Memory, error) {
 		}
 		return success
 	})
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if c.dead {
-		go d.putCard(c) // it needs mu
+	if !d.enter(m) {
+		d.putCard(c)
 		return nil, ib.Errorf(op, syscall.EFAULT, "the context of %#x is being destroyed", addr)
 	}
-	c.memories[m] = true
 	return m, nil
+}
+
+// enter notes memory, for Leave to find, and reports whether its context is not being destroyed.
+func (d *Driver) enter(m *Memory) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if m.card.dead {
+		return false
+	}
+	m.card.memories[m] = true
+	return true
 }
 
 // walk finds the pieces of a range, and what the driver knows about its first byte.

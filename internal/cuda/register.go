@@ -54,19 +54,21 @@ func (d *Driver) Rereg(mr provider.MR, addr, n, iova uint64, c provider.MRChange
 
 // open checks what is asked for, and finds the memory.
 func (d *Driver) open(op string, addr, n uint64, access ib.Access, ctx uintptr) (*Memory, error) {
-	switch {
-	case access&notForGPUs != 0:
-		return nil, ib.Errorf(op, syscall.EINVAL, "access bits %#x are not for memory of a GPU", uint32(access&notForGPUs))
-	case access&(ib.AccessRemoteWrite|ib.AccessRemoteAtomic) != 0 && access&ib.AccessLocalWrite == 0:
+	if err := canHave(op, access); err != nil {
+		return nil, err
+	}
+	if access&(ib.AccessRemoteWrite|ib.AccessRemoteAtomic) != 0 && access&ib.AccessLocalWrite == 0 {
 		return nil, ib.Errorf(op, syscall.EINVAL, "remote write and remote atomic access need local write access")
 	}
 	return d.Find(op, addr, n, ctx)
 }
 
 // Adapt refuses rights that regions of GPU memory cannot have.
-func (m *Memory) Adapt(access ib.Access) error {
+func (m *Memory) Adapt(access ib.Access) error { return canHave("rereg_mr", access) }
+
+func canHave(op string, access ib.Access) error {
 	if access&notForGPUs != 0 {
-		return ib.Errorf("rereg_mr", syscall.EINVAL, "access bits %#x are not for memory of a GPU", uint32(access&notForGPUs))
+		return ib.Errorf(op, syscall.EINVAL, "access bits %#x are not for memory of a GPU", uint32(access&notForGPUs))
 	}
 	return nil
 }
@@ -86,11 +88,11 @@ const (
 // Leave makes the device leave memory that the program is about to free: when it returns, no
 // access is under way, and none will begin. The regions are revoked.
 func (d *Driver) Leave(what Gone, addr, n uint64) {
-	if what == GoneHost {
+	switch what {
+	case GoneHost:
 		d.leaveHost(addr)
 		return
-	}
-	if what == GoneRelease {
+	case GoneRelease:
 		return
 	}
 	d.mu.Lock()

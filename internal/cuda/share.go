@@ -8,7 +8,6 @@ package cuda
 
 import (
 	"encoding/binary"
-
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"

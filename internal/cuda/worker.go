@@ -366,7 +366,8 @@ func (w *worker) late(f *flight) {
 	}
 	w.saidLate = true
 	op := f.ops[0]
-	slog.Warn("verbena: the GPU does not get on with a copy", "kind", op.Kind, "bytes", lengthOf(op), "in place", op.InPlace, "operations", len(f.ops))
+	slog.Warn("verbena: the GPU does not get on with a copy: it may wait behind kernels that wait for its bytes. More queues may help: CUDA_DEVICE_MAX_CONNECTIONS=32",
+		"within the GPU", op.Kind == mem.OpCopy, "bytes", lengthOf(op), "operations", len(f.ops))
 }
 
 // failed returns the fault that a failure of the driver means. One that is not about the

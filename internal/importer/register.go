@@ -78,18 +78,26 @@ func RegisterAddr(pd provider.PD, r Range, access ib.Access) (provider.MR, error
 	return p.RegBacking(b, r.IOVA, access)
 }
 
-// open checks what is asked for, and imports it.
-func (r *Range) open(op string, access ib.Access, d dmabufDevice, device any) (*Backing, error) {
+// Check reports what is wrong with what is asked for, before anybody looks at the buffer: EINVAL.
+func (r *Range) Check(op string, access ib.Access) error {
 	const page = 4096 // the kernel compares offsets within a page of this size, on all machines
 	switch {
 	case r.Offset%page != r.IOVA%page:
-		return nil, ib.Errorf(op, syscall.EINVAL, "the offset %#x and the address %#x are not at the same place in a page", r.Offset, r.IOVA)
+		return ib.Errorf(op, syscall.EINVAL, "the offset %#x and the address %#x are not at the same place in a page", r.Offset, r.IOVA)
 	case access&^allowed != 0:
-		return nil, ib.Errorf(op, syscall.EINVAL, "access bits %#x are not for dma-bufs", uint32(access&^allowed))
+		return ib.Errorf(op, syscall.EINVAL, "access bits %#x are not for dma-bufs", uint32(access&^allowed))
 	case access&(ib.AccessRemoteWrite|ib.AccessRemoteAtomic) != 0 && access&ib.AccessLocalWrite == 0:
-		return nil, ib.Errorf(op, syscall.EINVAL, "remote write and remote atomic access need local write access")
+		return ib.Errorf(op, syscall.EINVAL, "remote write and remote atomic access need local write access")
 	case r.Length > math.MaxUint64-r.Offset || r.Length > math.MaxUint64-r.IOVA:
-		return nil, ib.Errorf(op, syscall.EINVAL, "%d bytes at %#x pass the end of the address space", r.Length, max(r.Offset, r.IOVA))
+		return ib.Errorf(op, syscall.EINVAL, "%d bytes at %#x pass the end of the address space", r.Length, max(r.Offset, r.IOVA))
+	}
+	return nil
+}
+
+// open checks what is asked for, and imports it.
+func (r *Range) open(op string, access ib.Access, d dmabufDevice, device any) (*Backing, error) {
+	if err := r.Check(op, access); err != nil {
+		return nil, err
 	}
 	buffer := r.Buffer
 	if buffer == nil {

@@ -21,6 +21,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "ranks.h"
+
 #define CHECK_CUDA(call)                                                                    \
 	do {                                                                                \
 		cudaError_t e_ = (call);                                                    \
@@ -226,25 +228,11 @@ static void measure(int kind, size_t bytes, bool in_place, int rounds)
 
 static void exchange_id(const char *path, ncclUniqueId *id)
 {
-	char fresh[4096];
-	if (rank == 0) {
+	if (rank == 0)
 		CHECK_NCCL(ncclGetUniqueId(id));
-		snprintf(fresh, sizeof fresh, "%s.new", path);
-		FILE *f = fopen(fresh, "wb");
-		if (!f || fwrite(id, sizeof *id, 1, f) != 1 || fclose(f) != 0 || rename(fresh, path) != 0)
-			fail(path, strerror(errno));
-		return;
-	}
-	for (int i = 0; i < 6000; i++, usleep(10000)) {
-		FILE *f = fopen(path, "rb");
-		if (!f)
-			continue;
-		size_t n = fread(id, sizeof *id, 1, f);
-		fclose(f);
-		if (n == 1)
-			return;
-	}
-	fail(path, "rank 0 has written no id");
+	const char *why = rank == 0 ? write_id(path, id, sizeof *id) : read_id(path, id, sizeof *id, 60);
+	if (why)
+		fail(path, why);
 }
 
 static bool named(const char *list, const char *name)

@@ -15,6 +15,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "ranks.h"
+
 #include <vector>
 
 enum { BYTES = 4 << 20, TURNS = 20, ADDS = 100 };
@@ -75,26 +77,11 @@ static void compare(const void *p, int sender, int turn, const char *what)
 
 static void exchange_id(const char *path, nvshmemx_uniqueid_t *id)
 {
-	char fresh[4096];
-	if (rank == 0) {
-		if (nvshmemx_get_uniqueid(id) != 0)
-			give_up("nvshmemx_get_uniqueid", "it fails");
-		snprintf(fresh, sizeof fresh, "%s.new", path);
-		FILE *f = fopen(fresh, "wb");
-		if (!f || fwrite(id, sizeof *id, 1, f) != 1 || fclose(f) != 0 || rename(fresh, path) != 0)
-			give_up(path, strerror(errno));
-		return;
-	}
-	for (int i = 0; i < 3000; i++, usleep(10000)) {
-		FILE *f = fopen(path, "rb");
-		if (!f)
-			continue;
-		size_t n = fread(id, sizeof *id, 1, f);
-		fclose(f);
-		if (n == 1)
-			return;
-	}
-	give_up(path, "rank 0 has written no id");
+	if (rank == 0 && nvshmemx_get_uniqueid(id) != 0)
+		give_up("nvshmemx_get_uniqueid", "it fails");
+	const char *why = rank == 0 ? write_id(path, id, sizeof *id) : read_id(path, id, sizeof *id, 30);
+	if (why)
+		give_up(path, why);
 }
 
 #ifdef KERNELS

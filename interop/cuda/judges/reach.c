@@ -1,5 +1,5 @@
-// A shared object for Python: memory of the GPU that somebody else has allocated is registered, written and read by
-// queue pairs that are connected to each other in this process.
+// A shared object for Python. It registers memory of the GPU that Python has allocated, and writes and reads it by two
+// queue pairs of this process that are connected to each other.
 //
 // Functions return 0, or -1 with the reason in reach_why.
 
