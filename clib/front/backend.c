@@ -247,6 +247,7 @@ static struct backend *load(void)
 			close(fd);
 		return vb_fail(ENOMEM);
 	}
+	vb_load_unwinder();
 	struct vb_descriptors d;
 	vb_lend_descriptors(&d);
 	front_functions.descriptors = d.above;

@@ -10,8 +10,12 @@
  *     reach. The kernel's table of descriptors gets that length before there are threads:
  *     with threads the kernel waits some milliseconds until none uses the old table.
  *  3. vb_return_descriptors restores the soft limit. Descriptors above it stay open.
+ *
+ * A program may have no descriptor left when a thread of it ends: vb_load_unwinder loads what
+ * the C library would load then.
  */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <sys/eventfd.h>
@@ -115,3 +119,7 @@ void vb_return_descriptors(const struct vb_descriptors *d)
 	if (now.rlim_max == d->limit.rlim_max && now.rlim_cur == d->limit.rlim_max - 1)
 		setrlimit(RLIMIT_NOFILE, &d->limit);
 }
+
+/* pthread_exit and pthread_cancel load libgcc_s when they are first called, and end the process if they
+ * cannot. Where there is none, they would not find one either. */
+void vb_load_unwinder(void) { dlopen("libgcc_s.so.1", RTLD_NOW | RTLD_NODELETE); }
