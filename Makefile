@@ -56,7 +56,7 @@ interop-bench: setup ## compare speeds with the kernel's own device, in one virt
 
 cuda-test: ## hold NCCL, PyTorch and others to GPU memory; needs an NVIDIA GPU, and bin from here or elsewhere; CUDAARGS are passed on
 	@nvidia-smi -L >/dev/null 2>&1 || { echo 'cuda-test: needs a machine with an NVIDIA GPU and its driver; nvidia-smi finds none here' >&2; exit 1; }
-	@if command -v go >/dev/null; then scripts/clib.sh && go build -o bin/verbena ./cmd/verbena; fi
+	@if command -v go >/dev/null; then scripts/clib.sh && go build -o bin/verbena ./cmd/verbena && go test -tags cuda -c -o bin/gpu-cuda.test ./gpu/cuda; fi
 	@python3 interop/cuda/run.py $(CUDAARGS)
 
 check-full: setup ## like test, with the long matrices (up to an hour)

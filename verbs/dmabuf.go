@@ -1,6 +1,7 @@
 package verbs
 
 import (
+	"fmt"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/dmabuf"
@@ -66,31 +67,58 @@ func (mr *MR) reregDMABuf(d DMABuf, c provider.MRChange, both bool) error {
 	return importer.Rereg(mr.p, d.internal(), c)
 }
 
-// GPUMemory is memory of a GPU. A *[gpu.Buffer] is such memory.
+// GPUMemory is memory of a GPU: a *[gpu.Buffer], or a *[cuda.Buffer].
 //
 // [gpu.Buffer]: https://pkg.go.dev/github.com/verbena-rdma/verbena/gpu#Buffer
+// [cuda.Buffer]: https://pkg.go.dev/github.com/verbena-rdma/verbena/gpu/cuda#Buffer
 type GPUMemory interface {
+	Addr() uint64 // the GPU's address of the first byte
+	Len() uint64
+}
+
+// exportedMemory is memory that is registered by its dma-buf.
+type exportedMemory interface {
 	// Region returns the dma-buf that the memory is a part of, with a reference for the caller, where in it the memory
 	// begins, how long it is, and the GPU's address of its first byte.
 	Region() (buf *dmabuf.Buffer, off, n, addr uint64, err error)
 }
 
-// RegGPU registers memory of a GPU, as RegDMABufMR does with its dma-buf. The address of the first byte in requests is
-// the GPU's own.
+// engineMemory is memory whose bytes only its device moves.
+type engineMemory interface {
+	RegisterIn(pd provider.PD, access ib.Access) (provider.MR, error)
+}
+
+// RegGPU registers memory of a GPU. The address of the first byte in requests is the GPU's own.
 //
-// The GPU may move the memory, evict it to system memory, and bring it back: requests find it where it is. When it is
-// freed, requests of peers end in access errors (WCRemAccessErr). Order requests and the GPU's work by fences:
-// OpWaitFence and OpSignalFence.
+// A [gpu.Buffer] is registered as RegDMABufMR does with its dma-buf: the GPU may move the memory, evict it to system
+// memory, and bring it back, and requests find it where it is. Order requests and the GPU's work by fences: OpWaitFence
+// and OpSignalFence. A [cuda.Buffer] stays where it is, and the GPU's driver copies its bytes.
 //
-// Errors: those of RegDMABufMR; EINVAL if the memory is freed.
+// When the memory is freed, requests of peers end in access errors (WCRemAccessErr).
+//
+// Errors: those of RegDMABufMR; EINVAL if the memory is freed, or for other memory.
+//
+// [gpu.Buffer]: https://pkg.go.dev/github.com/verbena-rdma/verbena/gpu#Buffer
+// [cuda.Buffer]: https://pkg.go.dev/github.com/verbena-rdma/verbena/gpu/cuda#Buffer
 func (pd *PD) RegGPU(m GPUMemory, access Access) (*MR, error) {
-	if m == nil {
-		return nil, invalid("reg_gpu", "no memory")
+	const op = "reg_gpu"
+	if !pd.ok() {
+		return nil, invalid(op, "nil protection domain")
 	}
-	buf, off, n, addr, err := m.Region()
-	if err != nil {
-		return nil, err
+	switch m := m.(type) {
+	case engineMemory:
+		p, err := m.RegisterIn(pd.p, access)
+		if err != nil {
+			return nil, err
+		}
+		return &MR{p: p}, nil
+	case exportedMemory:
+		buf, off, n, addr, err := m.Region()
+		if err != nil {
+			return nil, err
+		}
+		defer buf.Put()
+		return pd.RegDMABufMR(DMABuf{Buffer: buf, Offset: off, Length: n, IOVA: addr}, access)
 	}
-	defer buf.Put()
-	return pd.RegDMABufMR(DMABuf{Buffer: buf, Offset: off, Length: n, IOVA: addr}, access)
+	return nil, invalid(op, fmt.Sprintf("%T is no memory of a GPU", m))
 }

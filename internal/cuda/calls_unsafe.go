@@ -45,6 +45,24 @@ func textAt(p *byte) string {
 	return b.String()
 }
 
+func (d *Driver) init() Result { return d.call(fnInit, 0) }
+
+func (d *Driver) deviceCount() (n int32, r Result) {
+	r = d.call(fnDeviceGetCount, uintptr(unsafe.Pointer(&n)))
+	return n, r
+}
+
+func (d *Driver) device(i int32) (dev int32, r Result) {
+	r = d.call(fnDeviceGet, uintptr(unsafe.Pointer(&dev)), uintptr(i))
+	return dev, r
+}
+
+func (d *Driver) deviceName(dev int32) (string, Result) {
+	var b [256]byte
+	r := d.call(fnDeviceGetName, uintptr(unsafe.Pointer(&b)), uintptr(len(b)-1), uintptr(dev))
+	return textAt(&b[0]), r
+}
+
 func (d *Driver) uuid(dev int32) (id [16]byte, r Result) {
 	r = d.call(fnDeviceGetUuid, uintptr(unsafe.Pointer(&id)), uintptr(dev))
 	return id, r
@@ -131,16 +149,31 @@ func (d *Driver) syncMemops(addr uint64) Result {
 	return d.call(fnPointerSetAttribute, uintptr(unsafe.Pointer(&on)), attrSyncMemops, uintptr(addr))
 }
 
+// memoryInfo returns how much memory the current context's GPU has, and how much of it is free.
+func (d *Driver) memoryInfo() (free, total uint64, r Result) {
+	r = d.call(fnMemGetInfo, uintptr(unsafe.Pointer(&free)), uintptr(unsafe.Pointer(&total)))
+	return free, total, r
+}
+
+func (d *Driver) alloc(n uint64) (addr uint64, r Result) {
+	r = d.call(fnMemAlloc, uintptr(unsafe.Pointer(&addr)), uintptr(n))
+	return addr, r
+}
+
+func (d *Driver) free(addr uint64) Result { return d.call(fnMemFree, uintptr(addr)) }
+
 // Flags.
 const (
-	hostPortable    = 1 // of page-locked memory: for all contexts
-	streamNonBlock  = 1
-	eventNoTiming   = 2
-	captureRelaxed  = 2
-	ipcLazyPeers    = 1
-	handlePosix     = 1 // of handle types: a descriptor
-	locationDevice  = 1
-	accessReadWrite = 3
+	hostPortable     = 1 // of page-locked memory: for all contexts
+	streamNonBlock   = 1
+	eventNoTiming    = 2
+	captureRelaxed   = 2
+	ipcLazyPeers     = 1
+	handlePosix      = 1 // of handle types: a descriptor
+	locationDevice   = 1
+	accessReadWrite  = 3
+	allocationPinned = 1
+	rangeDMABuf      = 1
 )
 
 func (d *Driver) lockHost(addr, n uint64) Result {
@@ -198,6 +231,9 @@ func (d *Driver) newStream() (s uintptr, r Result) {
 
 func (d *Driver) destroyStream(s uintptr) Result { return d.call(fnStreamDestroy, s) }
 
+// synchronize waits until nothing is under way on a stream.
+func (d *Driver) synchronize(s uintptr) Result { return d.call(fnStreamSynchronize, s) }
+
 func (d *Driver) newEvent() (e uintptr, r Result) {
 	r = d.call(fnEventCreate, uintptr(unsafe.Pointer(&e)), eventNoTiming)
 	return e, r
@@ -213,10 +249,10 @@ func (d *Driver) relax() Result {
 	return d.call(fnExchangeCaptureMode, uintptr(unsafe.Pointer(&mode)))
 }
 
-// ipcHandle is how other processes know an allocation.
-type ipcHandle [64]byte
+// IPCHandle is how other processes know an allocation.
+type IPCHandle [64]byte
 
-func (d *Driver) ipcOf(addr uint64) (h ipcHandle, r Result) {
+func (d *Driver) ipcOf(addr uint64) (h IPCHandle, r Result) {
 	r = d.call(fnIpcGetMemHandle, uintptr(unsafe.Pointer(&h)), uintptr(addr))
 	return h, r
 }
@@ -240,6 +276,46 @@ func (d *Driver) exportFD(h uint64) (fd int32, r Result) {
 func (d *Driver) importFD(fd int) (h uint64, r Result) {
 	r = d.call(fnImportFromShareableHandle, uintptr(unsafe.Pointer(&h)), uintptr(fd), handlePosix)
 	return h, r
+}
+
+// allocationProp is CUmemAllocationProp.
+type allocationProp struct {
+	kind, handleTypes uint32
+	location          struct {
+		kind uint32
+		id   int32
+	}
+	_     uintptr
+	flags struct {
+		compression, gpuDirect uint8
+		usage                  uint16
+		_                      [4]uint8
+	}
+}
+
+// shareable returns the properties of memory of a GPU that other processes open by a descriptor.
+func shareable(dev int32) *allocationProp {
+	p := &allocationProp{kind: allocationPinned, handleTypes: handlePosix}
+	p.location.kind, p.location.id = locationDevice, dev
+	p.flags.gpuDirect = 1
+	return p
+}
+
+// granularity returns what lengths of allocations are multiples of.
+func (d *Driver) granularity(p *allocationProp) (n uint64, r Result) {
+	r = d.call(fnGetAllocationGranularity, uintptr(unsafe.Pointer(&n)), uintptr(unsafe.Pointer(p)), 0)
+	return n, r
+}
+
+func (d *Driver) create(n uint64, p *allocationProp) (h uint64, r Result) {
+	r = d.call(fnMemCreate, uintptr(unsafe.Pointer(&h)), uintptr(n), uintptr(unsafe.Pointer(p)), 0)
+	return h, r
+}
+
+// exportRange makes a dma-buf of memory.
+func (d *Driver) exportRange(addr, n uint64) (fd int32, r Result) {
+	r = d.call(fnGetHandleForAddressRange, uintptr(unsafe.Pointer(&fd)), uintptr(addr), uintptr(n), rangeDMABuf, 0)
+	return fd, r
 }
 
 func (d *Driver) reserve(n uint64) (addr uint64, r Result) {
@@ -270,7 +346,7 @@ func (d *Driver) allow(addr, n uint64, dev int32) Result {
 // openIPC opens an allocation of another process. The driver takes the handle by value: on
 // x86-64 it lies on the stack, behind six words that are in registers; on arm64 the caller passes
 // a pointer to it.
-func (d *Driver) openIPC(h *ipcHandle) (addr uint64, r Result) {
+func (d *Driver) openIPC(h *IPCHandle) (addr uint64, r Result) {
 	if runtime.GOARCH == "amd64" {
 		w := (*[8]uintptr)(unsafe.Pointer(h))
 		r = d.call(fnIpcOpenMemHandle, uintptr(unsafe.Pointer(&addr)), ipcLazyPeers, 0, 0, 0, 0, w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7])

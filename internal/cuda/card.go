@@ -52,6 +52,7 @@ func (d *Driver) cardOf(op string, ctx uintptr, device int32) (*card, error) {
 		memories: make(map[*Memory]bool), imports: make(map[importKey]*imported)}
 	d.cards[ctx] = c
 	d.mu.Unlock()
+	d.use() // until the card has ended
 	c.err = c.setUp(op)
 	close(c.ready)
 	if c.err != nil {
@@ -72,6 +73,7 @@ func (d *Driver) putCard(c *card) {
 	d.mu.Unlock()
 	if last {
 		c.tearDown()
+		d.Close()
 	}
 }
 
@@ -112,6 +114,7 @@ func (c *card) tearDown() {
 	for _, w := range c.workers {
 		w.end()
 	}
+	c.drv.host.forget(c.drv, c.ctx)
 	if c.primary && !c.left { // nobody has the card any more
 		c.drv.slow.do(func() { c.drv.releasePrimary(c.device) })
 	}

@@ -11,6 +11,8 @@
 //     each operation compares the number that the driver gives every allocation.
 //  5. Other processes open the memory, so that bytes between them stay on the GPU (share.go).
 //  6. Memory of the host that is page-locked is read and written in place (host.go).
+//  7. Go programs allocate and share memory themselves (gpu.go); other programs have their own
+//     ways.
 //
 // The driver is called by threads of this package, which do nothing else: a context that is
 // current in a thread of the program's stays current, and no thread that posts a request waits
@@ -71,7 +73,11 @@ func (r Result) errno() syscall.Errno {
 type function int
 
 const (
-	fnGetErrorName function = iota
+	fnInit function = iota
+	fnGetErrorName
+	fnDeviceGet
+	fnDeviceGetCount
+	fnDeviceGetName
 	fnDeviceGetUuid
 	fnPrimaryCtxRetain
 	fnPrimaryCtxRelease
@@ -81,6 +87,9 @@ const (
 	fnPointerGetAttributes
 	fnPointerGetAttribute
 	fnPointerSetAttribute
+	fnMemGetInfo
+	fnMemAlloc
+	fnMemFree
 	fnMemHostAlloc
 	fnMemFreeHost
 	fnMemHostRegister
@@ -91,6 +100,7 @@ const (
 	fnCopy2DAsync
 	fnStreamCreate
 	fnStreamDestroy
+	fnStreamSynchronize
 	fnEventCreate
 	fnEventDestroy
 	fnEventRecord
@@ -102,6 +112,9 @@ const (
 	fnRetainAllocationHandle
 	fnExportToShareableHandle
 	fnImportFromShareableHandle
+	fnGetHandleForAddressRange
+	fnGetAllocationGranularity
+	fnMemCreate
 	fnAddressReserve
 	fnAddressFree
 	fnMap
@@ -114,23 +127,23 @@ const (
 // names are the functions' symbols: of those with several versions, the one whose arguments are
 // those of calls_unsafe.go.
 var names = [numFunctions]string{
-	fnGetErrorName: "cuGetErrorName",
-
-	fnDeviceGetUuid:    "cuDeviceGetUuid_v2",
+	fnInit: "cuInit", fnGetErrorName: "cuGetErrorName",
+	fnDeviceGet: "cuDeviceGet", fnDeviceGetCount: "cuDeviceGetCount", fnDeviceGetName: "cuDeviceGetName", fnDeviceGetUuid: "cuDeviceGetUuid_v2",
 	fnPrimaryCtxRetain: "cuDevicePrimaryCtxRetain", fnPrimaryCtxRelease: "cuDevicePrimaryCtxRelease_v2",
 	fnPrimaryCtxGetState: "cuDevicePrimaryCtxGetState", fnCtxGetCurrent: "cuCtxGetCurrent", fnCtxSetCurrent: "cuCtxSetCurrent",
 	fnPointerGetAttributes: "cuPointerGetAttributes",
 	fnPointerGetAttribute:  "cuPointerGetAttribute", fnPointerSetAttribute: "cuPointerSetAttribute",
+	fnMemGetInfo: "cuMemGetInfo_v2", fnMemAlloc: "cuMemAlloc_v2", fnMemFree: "cuMemFree_v2",
 	fnMemHostAlloc: "cuMemHostAlloc", fnMemFreeHost: "cuMemFreeHost",
 	fnMemHostRegister: "cuMemHostRegister_v2", fnMemHostUnregister: "cuMemHostUnregister",
 	fnHtoDAsync: "cuMemcpyHtoDAsync_v2", fnDtoHAsync: "cuMemcpyDtoHAsync_v2", fnDtoDAsync: "cuMemcpyDtoDAsync_v2", fnCopy2DAsync: "cuMemcpy2DAsync_v2",
-	fnStreamCreate: "cuStreamCreate", fnStreamDestroy: "cuStreamDestroy_v2",
+	fnStreamCreate: "cuStreamCreate", fnStreamDestroy: "cuStreamDestroy_v2", fnStreamSynchronize: "cuStreamSynchronize",
 	fnEventCreate: "cuEventCreate", fnEventDestroy: "cuEventDestroy_v2", fnEventRecord: "cuEventRecord", fnEventQuery: "cuEventQuery",
 	fnExchangeCaptureMode: "cuThreadExchangeStreamCaptureMode",
 	fnIpcGetMemHandle:     "cuIpcGetMemHandle", fnIpcOpenMemHandle: "cuIpcOpenMemHandle_v2", fnIpcCloseMemHandle: "cuIpcCloseMemHandle",
 	fnRetainAllocationHandle:  "cuMemRetainAllocationHandle",
 	fnExportToShareableHandle: "cuMemExportToShareableHandle", fnImportFromShareableHandle: "cuMemImportFromShareableHandle",
-
+	fnGetHandleForAddressRange: "cuMemGetHandleForAddressRange", fnGetAllocationGranularity: "cuMemGetAllocationGranularity", fnMemCreate: "cuMemCreate",
 	fnAddressReserve: "cuMemAddressReserve", fnAddressFree: "cuMemAddressFree", fnMap: "cuMemMap", fnSetAccess: "cuMemSetAccess",
 	fnUnmap: "cuMemUnmap", fnRelease: "cuMemRelease",
 }

@@ -95,18 +95,37 @@ func (d *Driver) Leave(what Gone, addr, n uint64) {
 	case GoneRelease:
 		return
 	}
+	going := d.dying(what, addr)
+	d.revoke(func(m *Memory) bool { return m.card.dead || m.touches(what, addr, n) })
+	for _, c := range going {
+		if <-c.ready; c.err == nil {
+			c.leave()
+		}
+		d.putCard(c)
+	}
+}
+
+// dying returns the cards whose context is about to go. The caller gives them back.
+func (d *Driver) dying(what Gone, addr uint64) (going []*card) {
 	d.mu.Lock()
-	var gone []*Memory
-	var going []*card
+	defer d.mu.Unlock()
 	for ctx, c := range d.cards {
-		whole := what == GoneContext && ctx == uintptr(addr) || what == GoneDevice && c.primary && uint64(c.device) == addr
-		if whole && !c.dead {
+		if !c.dead && (what == GoneContext && ctx == uintptr(addr) || what == GoneDevice && c.primary && uint64(c.device) == addr) {
 			c.dead = true
 			c.users++
 			going = append(going, c)
 		}
+	}
+	return going
+}
+
+// revoke makes the device leave some of the memory.
+func (d *Driver) revoke(which func(m *Memory) bool) {
+	d.mu.Lock()
+	var gone []*Memory
+	for _, c := range d.cards {
 		for m := range c.memories {
-			if whole || m.touches(what, addr, n) {
+			if which(m) {
 				gone = append(gone, m)
 			}
 		}
@@ -114,12 +133,6 @@ func (d *Driver) Leave(what Gone, addr, n uint64) {
 	d.mu.Unlock()
 	for _, m := range gone {
 		m.revoke()
-	}
-	for _, c := range going {
-		if <-c.ready; c.err == nil {
-			c.leave()
-		}
-		d.putCard(c)
 	}
 }
 

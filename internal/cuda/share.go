@@ -32,7 +32,7 @@ type passport struct {
 	gpu    [16]byte
 	off, n uint64    // where in the allocation
 	size   uint64    // of the allocation
-	handle ipcHandle // byIPC
+	handle IPCHandle // byIPC
 	fd     int       // byDescriptor; not sent as a number
 }
 
@@ -112,13 +112,8 @@ func (m *Memory) export() (*passport, error) {
 		}
 		p.way = byDescriptor
 		f = fnExportToShareableHandle
-		h, r := d.allocationOf(at.start)
-		if r != success {
-			return r
-		}
-		fd, r := d.exportFD(h)
+		fd, r := d.descriptorOf(at.start)
 		p.fd = int(fd)
-		d.release(h)
 		return r
 	})
 	return p, d.check(opShare, f, r)
@@ -126,7 +121,7 @@ func (m *Memory) export() (*passport, error) {
 
 // importKey is by what an allocation of another process is known that is open.
 type importKey struct {
-	handle ipcHandle
+	handle IPCHandle
 	alone  *imported // of one that is opened by a descriptor: each time anew
 }
 
@@ -199,7 +194,7 @@ func (c *card) open(p *passport, fd int) (*imported, error) {
 	r := c.drv.slow.in(c.ctx, func() (r Result) {
 		if p.way == byDescriptor {
 			f = fnMap
-			i.addr, r = c.mapDescriptor(fd, p.size)
+			i.addr, r = c.drv.mapDescriptor(fd, p.size, c.device)
 			return r
 		}
 		if i.addr, r = c.drv.openIPC(&p.handle); r != success {
@@ -224,13 +219,17 @@ func (c *card) open(p *passport, fd int) (*imported, error) {
 }
 
 // mapDescriptor maps an allocation of n bytes at an address of its own.
-func (c *card) mapDescriptor(fd int, n uint64) (addr uint64, r Result) {
-	d := c.drv
+func (d *Driver) mapDescriptor(fd int, n uint64, device int32) (addr uint64, r Result) {
 	h, r := d.importFD(fd)
 	if r != success {
 		return 0, r
 	}
-	defer d.release(h) // what is mapped stays
+	return d.mapAllocation(h, n, device)
+}
+
+// mapAllocation maps an allocation, and gives its handle back: what is mapped stays.
+func (d *Driver) mapAllocation(h, n uint64, device int32) (addr uint64, r Result) {
+	defer d.release(h)
 	if addr, r = d.reserve(n); r != success {
 		return 0, r
 	}
@@ -238,11 +237,28 @@ func (c *card) mapDescriptor(fd int, n uint64) (addr uint64, r Result) {
 		d.unreserve(addr, n)
 		return 0, r
 	}
-	if r = d.allow(addr, n, c.device); r != success {
-		d.unmap(addr, n)
-		d.unreserve(addr, n)
+	if r = d.allow(addr, n, device); r != success {
+		d.unmapAllocation(addr, n)
+		return 0, r
 	}
-	return addr, r
+	return addr, success
+}
+
+func (d *Driver) unmapAllocation(addr, n uint64) Result {
+	if r := d.unmap(addr, n); r != success {
+		return r
+	}
+	return d.unreserve(addr, n)
+}
+
+// descriptorOf returns a descriptor of the allocation that is mapped at an address.
+func (d *Driver) descriptorOf(addr uint64) (fd int32, r Result) {
+	h, r := d.allocationOf(addr)
+	if r != success {
+		return -1, r
+	}
+	defer d.release(h)
+	return d.exportFD(h)
 }
 
 // close ends a use. With the last one the allocation is closed; no copy is under way on it.
@@ -257,8 +273,7 @@ func (i *imported) close() {
 			if i.way == byIPC {
 				return c.drv.closeIPC(i.addr)
 			}
-			c.drv.unmap(i.addr, i.size)
-			return c.drv.unreserve(i.addr, i.size)
+			return c.drv.unmapAllocation(i.addr, i.size)
 		})
 	}
 	c.opened.Unlock()

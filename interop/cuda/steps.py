@@ -1,6 +1,7 @@
 """The steps of run.py, in the order in which they matter, and how each is judged.
 
     memory, faults, order, gin     programs of our own, on GPU memory
+    go                             the tests of package gpu/cuda
     speed                          the same, with MPS
     nccl-*                         NCCL by nccl.cu, over sockets and over us; its logs have to say GDR
     torch-*                        PyTorch
@@ -9,6 +10,7 @@
 
 import glob
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -43,6 +45,7 @@ def steps(stage):
         step("faults", 120, own, stage, "faults"),
         step("order", 120, own, stage, "order"),
         step("gin", 60, gin, stage),
+        step("go", 60, go, stage),
         step("speed", 120, own, stage, "speed"),
         *[step(f"nccl-{way}-{ranks}", limit, nccl.step, way, ranks)
           for way, ranks, limit in (("sockets", 2, 60), ("shared", 2, 90), ("packets", 2, 90), ("shared", 4, 90), ("packets", 4, 90))],
@@ -92,6 +95,22 @@ def gin(h, stage):
             for ran in h.together(f"gin-{place.replace(' ', '-')}-{way}", sides, 30):
                 take_lines(h, ran, f"{place}, by {way}: ")
             shutil.rmtree(files, ignore_errors=True)
+
+
+GO_TEST = re.compile(r"^ *--- (PASS|FAIL|SKIP): (\S+)", re.M)
+
+
+def go(h, stage):
+    """Runs the tests of package gpu/cuda, built by "make cuda-test" where there is Go, or carried in bin."""
+    program = os.path.join(stage.bin, "gpu-cuda.test")
+    if not os.path.exists(program):
+        raise Missing(f"{program}: go test -tags cuda -c -o bin/gpu-cuda.test ./gpu/cuda")
+    ran = h.run("go", [program, "-test.v"], h.left(), {"VERBENA_ADDR": ONE[0]})
+    told = GO_TEST.findall(ran.text)
+    for verdict, case in told:
+        {"PASS": h.passed, "SKIP": lambda c: h.skipped(c, "see its log"), "FAIL": lambda c: h.failed(c, "see its log")}[verdict](case)
+    if not told or not ran.ok() and not any(v == "FAIL" for v, _ in told):
+        h.failed("the program", ran.why())
 
 
 # PyTorch.
