@@ -47,7 +47,7 @@ func TestArm64(t *testing.T) {
 	if some := os.Getenv("VERBENA_ARM64"); some != "" {
 		run = some
 	}
-	inGuest(t, "", Tests{Package: "interop/programs", Run: run})
+	inGuest(t, Tests{Package: "interop/programs", Run: run})
 }
 
 // TestArm64Packages runs the tests of packages whose code depends on the processor, or whose memory several
@@ -64,11 +64,11 @@ func TestArm64Packages(t *testing.T) {
 	for _, dir := range dirs {
 		all = append(all, Tests{Package: dir, Run: ".", Cgo: true})
 	}
-	inGuest(t, "", all...)
+	inGuest(t, all...)
 }
 
 // inGuest runs tests in a machine with arm64; each of theirs is a subtest.
-func inGuest(t *testing.T, env string, all ...Tests) {
+func inGuest(t *testing.T, all ...Tests) {
 	need(t, Check())
 	g, err := Fetch(t.Context())
 	need(t, err)
@@ -83,7 +83,7 @@ func inGuest(t *testing.T, env string, all ...Tests) {
 		passed  = map[string]int{} // by package
 		status  = map[string]string{}
 	)
-	err = g.Run(t.Context(), dir, env, limit, func(line string) {
+	err = g.Run(t.Context(), dir, limit, func(line string) {
 		if name, ok := strings.CutPrefix(line, "package "); ok {
 			pkg, printed = name, nil
 			return

@@ -91,7 +91,7 @@ func (t Tests) file() string { return strings.ReplaceAll(t.Package, "/", "-") + 
 // script is the guest's first program. Programs are copied into memory, and everything that the tests
 // print goes to the file of results. "status" and the status of a package end what it prints.
 const script = `#!/bin/sh
-export PATH=/usr/sbin:/sbin:/usr/bin:/bin HOME=/tmp TMPDIR=/tmp CI=true VERBENA_BUILT=/tmp/bin %s
+export PATH=/usr/sbin:/sbin:/usr/bin:/bin HOME=/tmp TMPDIR=/tmp CI=true VERBENA_BUILT=/tmp/bin
 /usr/sbin/ip link set lo up || /bin/ip link set lo up
 chmod 1777 /tmp /dev/shm
 ln -s /proc/self/fd /dev/fd
@@ -106,8 +106,8 @@ done </share/tests >>/share/` + vm.Results + `
 `
 
 // Run builds everything, boots the machine and runs the tests in it. It calls line with each line that
-// they print. dir is a directory for all files of the run, env a list of variables, NAME=VALUE.
-func (g *Guest) Run(ctx context.Context, dir, env string, limit time.Duration, line func(string), tests ...Tests) error {
+// they print. dir is a directory for all files of the run.
+func (g *Guest) Run(ctx context.Context, dir string, limit time.Duration, line func(string), tests ...Tests) error {
 	if err := build(ctx, dir, tests); err != nil {
 		return err
 	}
@@ -120,7 +120,7 @@ func (g *Guest) Run(ctx context.Context, dir, env string, limit time.Duration, l
 		fmt.Fprintln(&list, t.Package, t.file(), t.Run)
 	}
 	if err := errors.Join(os.WriteFile(filepath.Join(dir, "tests"), []byte(list.String()), 0o644),
-		os.WriteFile(filepath.Join(dir, vm.GuestProgram), fmt.Appendf(nil, script, env), 0o755)); err != nil {
+		os.WriteFile(filepath.Join(dir, vm.GuestProgram), []byte(script), 0o755)); err != nil {
 		return err
 	}
 	m := vm.Machine{Kernel: g.Kernel, Image: image, Share: dir, Limit: limit, MemMB: 2048}
