@@ -148,7 +148,10 @@ func (d *Driver) openShared(what []byte, fd int) (mem.Engine, error) {
 	}
 	c := d.cardOn(p.gpu)
 	if c == nil {
-		return nil, ib.Errorf(opShare, syscall.ENODEV, "the memory is on a GPU that is not used here")
+		var err error
+		if c, err = d.newCardOn(p.gpu); err != nil {
+			return nil, err
+		}
 	}
 	i, err := c.open(&p, fd)
 	if err != nil {
@@ -173,6 +176,36 @@ func (d *Driver) cardOn(gpu [16]byte) *card {
 		}
 	}
 	return nil
+}
+
+// newCardOn returns a card of a GPU of which no memory is registered here, if the program uses the GPU's primary
+// context. The caller gives it back.
+func (d *Driver) newCardOn(gpu [16]byte) (*card, error) {
+	d.use() // until the card is one itself
+	defer d.Close()
+	device := int32(-1)
+	d.asks.do(func() {
+		n, r := d.deviceCount()
+		for i := int32(0); r == success && i < n && device < 0; i++ {
+			if dev, r := d.device(i); r == success && d.isOn(dev, gpu) {
+				device = dev
+			}
+		}
+	})
+	if device < 0 {
+		return nil, ib.Errorf(opShare, syscall.ENODEV, "the memory is on a GPU that is not used here")
+	}
+	ctx, err := d.primaryOf(opShare, device)
+	if err != nil {
+		return nil, err
+	}
+	return d.cardOf(opShare, ctx, device)
+}
+
+// isOn reports whether a device is a GPU whose primary context the program uses.
+func (d *Driver) isOn(dev int32, gpu [16]byte) bool {
+	id, r := d.uuid(dev)
+	return r == success && id == gpu && d.primaryActive(dev)
 }
 
 // open opens an allocation, or finds that it is open.
