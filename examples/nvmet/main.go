@@ -112,23 +112,23 @@ func show() error {
 	if err != nil {
 		return err
 	}
-	defer closer.Close()
+	defer func() { _ = closer.Close() }()
 	here, there := netip.MustParseAddr("127.0.80.1"), netip.MustParseAddr("127.0.80.2")
 	t, err := fabrics.Listen(ctx, netip.AddrPortFrom(there, 4420).String(), fabrics.TargetConfig{Subsystems: []*nvme.Subsystem{sub}})
 	if err != nil {
 		return err
 	}
-	defer t.Close()
+	defer func() { _ = t.Close() }()
 	dev, err := verbs.Open("", &verbs.Config{Addrs: []netip.Addr{here}})
 	if err != nil {
 		return err
 	}
-	defer dev.Close()
+	defer func() { _ = dev.Close() }()
 	h, err := fabrics.Dial(ctx, t.Addr().String(), fabrics.HostConfig{NQN: *nqn, Config: cm.Config{Device: dev}})
 	if err != nil {
 		return err
 	}
-	defer h.Close()
+	defer func() { _ = h.Close() }()
 	d, err := h.Namespace(ctx, 1)
 	if err != nil {
 		return err

@@ -15,9 +15,8 @@ import (
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/verbena-rdma/verbena/cm"
+	"github.com/verbena-rdma/verbena/internal/sys"
 	"github.com/verbena-rdma/verbena/nvme"
 	"github.com/verbena-rdma/verbena/nvme/fabrics"
 	"github.com/verbena-rdma/verbena/verbs"
@@ -90,7 +89,7 @@ func connect(addr, nqn, more string) (disk string, err error) {
 	if err != nil {
 		return "", err
 	}
-	defer f.Close()
+	defer func() { _ = f.Close() }()
 	for end := time.Now().Add(20 * time.Second); ; time.Sleep(100 * time.Millisecond) { // until the target listens
 		if _, err = f.WriteString(options); err == nil || time.Now().After(end) {
 			break
@@ -161,17 +160,16 @@ func inMemory() []string { return []string{"-size", fmt.Sprint(diskSize), "-bloc
 func compare(disk string) error {
 	seed := rand.Uint64()
 	r := rand.New(rand.NewPCG(seed, 0))
-	fd, err := unix.Open(disk, unix.O_RDWR|unix.O_DIRECT, 0)
+	f, err := sys.OpenDirect(disk)
 	if err != nil {
 		return err
 	}
-	defer unix.Close(fd)
+	defer func() { _ = f.Close() }()
 	const most = 2 << 20
-	room, err := unix.Mmap(-1, 0, 2*most, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+	_, room, err := sys.NewMappedFile("nvme", 2*most) // whole pages; the process ends soon
 	if err != nil {
 		return err
 	}
-	defer func() { _ = unix.Munmap(room) }()
 	want, got := room[:most], room[most:]
 	for _, n := range []int{512, 1024, 4096, 4608, 8192, 64 << 10, 128 << 10, 1 << 20, most} {
 		for range 4 {
@@ -179,11 +177,11 @@ func compare(disk string) error {
 				want[i] = byte(r.Uint32())
 			}
 			off := int64(r.IntN((diskSize-n)/512)) * 512
-			if k, err := unix.Pwrite(fd, want[:n], off); err != nil || k != n {
+			if k, err := f.WriteAt(want[:n], off); err != nil || k != n {
 				return fmt.Errorf("writing %d bytes at %d: %d, %w", n, off, k, err)
 			}
 			clear(got[:n])
-			if k, err := unix.Pread(fd, got[:n], off); err != nil || k != n {
+			if k, err := f.ReadAt(got[:n], off); err != nil || k != n {
 				return fmt.Errorf("reading %d bytes at %d: %d, %w", n, off, k, err)
 			}
 			if !bytes.Equal(got[:n], want[:n]) {
@@ -269,8 +267,12 @@ func fio(disk string, args ...string) (iops, bandwidth float64, err error) {
 }
 
 func verify(disk string) error {
+	size := "--size=6m"
+	if full {
+		size = "--size=64m"
+	}
 	for _, bs := range []string{"4k", "128k"} {
-		if _, _, err := fio(disk, "--rw=randwrite", "--bs="+bs, "--size=24m", "--iodepth=16", "--verify=crc32c", "--verify_fatal=1", "--randseed=5"); err != nil {
+		if _, _, err := fio(disk, "--rw=randwrite", "--bs="+bs, size, "--iodepth=16", "--verify=crc32c", "--verify_fatal=1", "--randseed=5"); err != nil {
 			return err
 		}
 	}
@@ -291,7 +293,7 @@ func over(sig syscall.Signal) error {
 	if err := os.Truncate(image, 64<<20); err != nil {
 		return err
 	}
-	defer os.Remove(image)
+	defer func() { _ = os.Remove(image) }()
 	args := []string{"-file", image, "-block", "4096"}
 	t, err := startTarget(args...)
 	if err != nil {
@@ -303,7 +305,7 @@ func over(sig syscall.Signal) error {
 	}
 	ended := make(chan error, 1)
 	go func() {
-		_, _, err := fio(disk, "--rw=randwrite", "--bs=4k", "--size=32m", "--iodepth=8", "--verify=crc32c", "--verify_fatal=1", "--rate=3m")
+		_, _, err := fio(disk, "--rw=randwrite", "--bs=4k", "--size=6m", "--iodepth=8", "--verify=crc32c", "--verify_fatal=1", "--rate=1m")
 		ended <- err
 	}()
 	time.Sleep(2 * time.Second)
@@ -336,7 +338,7 @@ func hostDiscovery() (string, error) {
 		if err != nil {
 			return err
 		}
-		defer f.Close()
+		defer func() { _ = f.Close() }()
 		for end := time.Now().Add(20 * time.Second); ; time.Sleep(100 * time.Millisecond) {
 			if _, err = f.WriteString("transport=rdma,traddr=" + ourAddr + ",trsvcid=4420,nqn=" + nvme.DiscoveryNQN + ",hostnqn=nqn.2014-08.org.nvmexpress:uuid:2cd2c43b-a90a-45c1-a8cd-86b33ab273b5,hostid=2cd2c43b-a90a-45c1-a8cd-86b33ab273b5"); err == nil || time.Now().After(end) {
 				break
@@ -355,8 +357,8 @@ func hostDiscovery() (string, error) {
 			return err
 		}
 		controller = fmt.Sprintf("/sys/class/nvme-fabrics/ctl/nvme%d", instance)
-		page, err := logPage(fmt.Sprintf("/dev/nvme%d", instance), 0x70, 4096)
-		if err != nil {
+		page := make([]byte, 4096)
+		if err := discoveryPage(fmt.Sprintf("/dev/nvme%d", instance), page); err != nil {
 			return err
 		}
 		if !bytes.Contains(page, []byte(ourNQN)) || !bytes.Contains(page, []byte(ourAddr)) {
@@ -365,6 +367,16 @@ func hostDiscovery() (string, error) {
 		return disconnect()
 	}()
 	return "", errors.Join(err, t.stop(syscall.SIGTERM))
+}
+
+// discoveryPage has a controller of the kernel's read the log page.
+func discoveryPage(device string, b []byte) error {
+	f, err := os.Open(device)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = f.Close() }()
+	return sys.NVMeLogPage(int(f.Fd()), 0x70, b)
 }
 
 // --- the kernel's target, our host ---
@@ -426,7 +438,7 @@ func role(args []string) error {
 	if err != nil {
 		return err
 	}
-	defer dev.Close()
+	defer func() { _ = dev.Close() }()
 	cfg := fabrics.HostConfig{NQN: kernelNQN, Queues: 2, QueueSize: 32, Config: cm.Config{Device: dev}}
 	if args[0] == "refusals" {
 		return refusals(ctx, cfg)
@@ -435,7 +447,7 @@ func role(args []string) error {
 	if err != nil {
 		return err
 	}
-	defer h.Close()
+	defer func() { _ = h.Close() }()
 	d, err := h.Namespace(ctx, 1)
 	if err != nil {
 		return err

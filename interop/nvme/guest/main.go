@@ -22,6 +22,9 @@ const (
 	share      = "/share/"
 )
 
+// full is set for the long form.
+var full bool
+
 func main() {
 	if len(os.Args) > 1 {
 		if err := role(os.Args[1:]); err != nil {
@@ -41,7 +44,7 @@ func main() {
 		return
 	}
 	_, err = os.Stat(share + "full")
-	full := err == nil
+	full = err == nil
 	for _, c := range cases {
 		if c.long && !full {
 			continue
