@@ -352,6 +352,26 @@ func TestKeepAlive(t *testing.T) {
 	}
 }
 
+// A target has so many queues and no more, and a connection that is not used is ended.
+func TestCrowd(t *testing.T) {
+	tgt := serve(t, TargetConfig{Subsystems: []*nvme.Subsystem{disk(t, 1<<20, 4096)}, Connections: 3, ConnectTimeout: 200 * time.Millisecond}, verbs.LinkAny)
+	h := dial(t, tgt, HostConfig{}, verbs.LinkAny) // two queues
+	idle, err := raw(t, tgt, (&request{sendSize: 31, recvSize: 32}).pack(), 64)
+	check(t, err)
+	var no *cm.RejectError
+	if _, err := raw(t, tgt, (&request{sendSize: 31, recvSize: 32}).pack(), 64); !errors.As(err, &no) || Refusal(le.Uint16(no.Private[2:])) != RefusedResources {
+		t.Errorf("one more: %v", err)
+	}
+	<-idle.Done()
+	eventually(t, "there is room again", func() bool {
+		c, err := raw(t, tgt, (&request{sendSize: 31, recvSize: 32}).pack(), 64)
+		return err == nil && c != nil
+	})
+	if _, err := h.Namespace(longTime(t), 1); err != nil {
+		t.Errorf("the host that is connected: %v", err)
+	}
+}
+
 // The target is closed while hosts use it: their commands end.
 func TestTargetCloses(t *testing.T) {
 	for _, workers := range []int{0, 3} {

@@ -19,11 +19,12 @@ import (
 // One goroutine takes completions, and owns everything but what a worker has: a slot, from the moment it gets it until
 // it has posted the answer.
 type queue struct {
-	t    *Target
-	qid  uint16
-	size int
-	conn *cm.Conn
-	of   *association // nil until the host has sent its Connect
+	t     *Target
+	qid   uint16
+	size  int
+	conn  *cm.Conn
+	of    *association // nil until the host has sent its Connect; set under the target's mu
+	since time.Time
 
 	ctx    context.Context
 	cancel context.CancelFunc
@@ -78,7 +79,6 @@ const (
 
 // allocate makes what the queue needs, but for the connection.
 func (q *queue) allocate() (err error) {
-	q.ctx, q.cancel = context.WithCancel(q.t.ctx)
 	if q.channel, err = q.t.dev.CreateChannel(); err != nil {
 		return err
 	}
@@ -131,6 +131,7 @@ func (q *queue) receive(qp *verbs.QP, i int) error {
 // end gives everything back. It is called once, by the queue's goroutine.
 func (q *queue) end() {
 	q.cancel()
+	defer q.t.removeQueue(q)
 	if q.workers != nil {
 		close(q.workers)
 		q.working.Wait()

@@ -29,6 +29,12 @@ type TargetConfig struct {
 	// Queues is how many I/O queues a host may have. Zero: 64.
 	Queues int
 
+	// Connections is how many queues of all hosts there are at a time. Zero: 1024.
+	Connections int
+
+	// ConnectTimeout is how long a connection may be there without a Connect command. Zero: 10 s.
+	ConnectTimeout time.Duration
+
 	// InCapsule is how many bytes of a write a capsule may carry: up to 16 KiB, in multiples of 16. Zero: 4096;
 	// negative: none.
 	InCapsule int
@@ -65,7 +71,7 @@ type Stats struct {
 	Read, Written        uint64 // bytes that READs and WRITEs have moved
 	Waited               uint64 // commands that waited for memory
 	OwnBuffers           uint64 // queues whose memory is not that of Buffers, since there was none left
-	Expired              uint64 // hosts that have not said for too long that they are there
+	Expired              uint64 // hosts that have not said for too long that they are there, and connections without a Connect command
 }
 
 // Target serves subsystems to hosts.
@@ -83,6 +89,7 @@ type Target struct {
 	mu     sync.Mutex // guards what follows, and the queues of associations
 	closed bool
 	hosts  map[key]*association
+	queues map[*queue]bool
 
 	stats struct {
 		connections, refused, commands, inCapsule, read, written, waited, ownBuffers, expired atomic.Uint64
@@ -97,9 +104,13 @@ func (cfg *TargetConfig) complete() error {
 	}
 	set(&cfg.QueueSize, defaultQueueSize)
 	set(&cfg.Queues, 64)
+	set(&cfg.Connections, 1024)
 	set(&cfg.InCapsule, defaultInCapsule)
 	set(&cfg.MaxTransfer, defaultTransfer)
 	cfg.InCapsule = max(cfg.InCapsule, 0)
+	if cfg.ConnectTimeout == 0 {
+		cfg.ConnectTimeout = 10 * time.Second
+	}
 	switch {
 	case len(cfg.Subsystems) == 0:
 		return errors.New("no subsystem")
@@ -111,8 +122,8 @@ func (cfg *TargetConfig) complete() error {
 		return fmt.Errorf("%d bytes in a capsule", cfg.InCapsule)
 	case cfg.MaxTransfer < 2*page || cfg.MaxTransfer > 8<<20 || cfg.MaxTransfer&(cfg.MaxTransfer-1) != 0:
 		return fmt.Errorf("commands of %d bytes", cfg.MaxTransfer)
-	case cfg.Workers < 0:
-		return fmt.Errorf("%d workers", cfg.Workers)
+	case cfg.Workers < 0 || cfg.Connections < 0 || cfg.ConnectTimeout < 0:
+		return fmt.Errorf("%d workers, %d connections, %v to connect", cfg.Workers, cfg.Connections, cfg.ConnectTimeout)
 	case cfg.Config.PD != nil || cfg.Config.SendCQ != nil || cfg.Config.RecvCQ != nil || cfg.Config.SRQ != nil:
 		return errors.New("queues and domains are the target's own")
 	}
@@ -131,7 +142,7 @@ func Listen(ctx context.Context, address string, cfg TargetConfig) (*Target, err
 	if err := cfg.complete(); err != nil {
 		return nil, fmt.Errorf("%s: %w: %w", op, err, syscall.EINVAL)
 	}
-	t := &Target{cfg: cfg, dev: cfg.Config.Device, hosts: make(map[key]*association)}
+	t := &Target{cfg: cfg, dev: cfg.Config.Device, hosts: make(map[key]*association), queues: make(map[*queue]bool)}
 	if t.dev == nil {
 		at, err := netip.ParseAddrPort(address)
 		if err != nil {
@@ -263,7 +274,12 @@ func (t *Target) newQueue(r *cm.Request) (*queue, Refusal) {
 	case int(want.recvSize) < minQueueSize:
 		return nil, RefusedRecvSize
 	}
-	q := &queue{t: t, qid: want.qid, size: min(size, max(t.cfg.QueueSize, adminQueueSize))}
+	q := &queue{t: t, qid: want.qid, size: min(size, max(t.cfg.QueueSize, adminQueueSize)), since: time.Now()}
+	q.ctx, q.cancel = context.WithCancel(t.ctx)
+	if !t.addQueue(q) {
+		q.cancel()
+		return nil, RefusedResources
+	}
 	if err := q.allocate(); err != nil {
 		t.cfg.Log.Warn("no queue", "error", err)
 		q.end()
@@ -272,9 +288,26 @@ func (t *Target) newQueue(r *cm.Request) (*queue, Refusal) {
 	return q, 0
 }
 
-// watch ends associations whose host has not said for too long that it is there.
+// addQueue notes a queue. It reports whether there are not too many.
+func (t *Target) addQueue(q *queue) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.queues) >= t.cfg.Connections {
+		return false
+	}
+	t.queues[q] = true
+	return true
+}
+
+func (t *Target) removeQueue(q *queue) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	delete(t.queues, q)
+}
+
+// watch ends associations whose host has not said for too long that it is there, and connections that are part of none.
 func (t *Target) watch() {
-	tick := time.NewTicker(500 * time.Millisecond)
+	tick := time.NewTicker(min(500*time.Millisecond, t.cfg.ConnectTimeout))
 	defer tick.Stop()
 	for {
 		select {
@@ -287,6 +320,12 @@ func (t *Target) watch() {
 					t.stats.expired.Add(1)
 					t.cfg.Log.Warn("a host is gone", "host", a.host, "controller", a.number)
 					a.dropLocked()
+				}
+			}
+			for q := range t.queues {
+				if q.of == nil && now.Sub(q.since) > t.cfg.ConnectTimeout {
+					t.stats.expired.Add(1)
+					q.cancel()
 				}
 			}
 			t.mu.Unlock()
