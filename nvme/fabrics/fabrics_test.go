@@ -328,12 +328,26 @@ func TestNonsense(t *testing.T) {
 	}
 }
 
-// A host that does not say that it is there is dropped, and one that does is not.
+// A host that does not say that it is there is dropped after twice the time that it has; each command is a sign.
 func TestKeepAlive(t *testing.T) {
-	tgt := serve(t, TargetConfig{Subsystems: []*nvme.Subsystem{disk(t, 1<<20, 4096)}}, verbs.LinkAny)
-	alive := dial(t, tgt, HostConfig{KeepAlive: 400 * time.Millisecond}, verbs.LinkAny)
-	silent := dial(t, tgt, HostConfig{KeepAlive: -1}, verbs.LinkAny)
+	sub := disk(t, 1<<20, 4096)
+	tgt := serve(t, TargetConfig{Subsystems: []*nvme.Subsystem{sub}}, verbs.LinkAny)
+	alive := dial(t, tgt, HostConfig{KeepAlive: time.Minute}, verbs.LinkAny)
+	silent := dial(t, tgt, HostConfig{}, verbs.LinkAny)
 	ctx := longTime(t)
+
+	a := tgt.association(sub, alive.controller)
+	seen := time.Unix(0, a.seen.Load())
+	if a.expired(seen.Add(2*time.Minute)) || !a.expired(seen.Add(2*time.Minute+1)) {
+		t.Error("it is not dropped after two minutes, or is before")
+	}
+	if _, err := alive.Admin(ctx, nvme.Command{Opcode: nvme.AdminKeepAlive}, nil, nvme.NoData); err != nil {
+		t.Fatal(err)
+	}
+	if !time.Unix(0, a.seen.Load()).After(seen) {
+		t.Error("its sign was not seen")
+	}
+
 	// It sets the time, and then says nothing.
 	c, err := silent.Admin(ctx, nvme.Command{Opcode: nvme.AdminSetFeatures, CDW10: 0x0f, CDW11: 300}, nil, nvme.NoData)
 	if err != nil || c.Status != nvme.StatusSuccess {
@@ -352,9 +366,22 @@ func TestKeepAlive(t *testing.T) {
 	}
 }
 
+// A host says by itself that it is there.
+func TestKeepsAlive(t *testing.T) {
+	sub := disk(t, 1<<20, 4096)
+	tgt := serve(t, TargetConfig{Subsystems: []*nvme.Subsystem{sub}}, verbs.LinkAny)
+	h := dial(t, tgt, HostConfig{KeepAlive: time.Hour}, verbs.LinkAny) // the target waits long; the host is made to hurry
+	a := tgt.association(sub, h.controller)
+	h.all.Go(func() { h.keepAlive(time.Millisecond) })
+	for range 3 {
+		seen := a.seen.Load()
+		eventually(t, "there is another sign", func() bool { return a.seen.Load() != seen })
+	}
+}
+
 // A target has so many queues and no more, and a connection that is not used is ended.
 func TestCrowd(t *testing.T) {
-	tgt := serve(t, TargetConfig{Subsystems: []*nvme.Subsystem{disk(t, 1<<20, 4096)}, Connections: 3, ConnectTimeout: 200 * time.Millisecond}, verbs.LinkAny)
+	tgt := serve(t, TargetConfig{Subsystems: []*nvme.Subsystem{disk(t, 1<<20, 4096)}, Connections: 3, ConnectTimeout: 4 * time.Second}, verbs.LinkAny)
 	h := dial(t, tgt, HostConfig{}, verbs.LinkAny) // two queues
 	idle, err := raw(t, tgt, (&request{sendSize: 31, recvSize: 32}).pack(), 64)
 	check(t, err)

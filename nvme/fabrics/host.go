@@ -134,7 +134,7 @@ func Dial(ctx context.Context, address string, cfg HostConfig) (h *Host, err err
 		h.io = append(h.io, q)
 	}
 	if cfg.KeepAlive > 0 {
-		h.all.Go(h.keepAlive)
+		h.all.Go(func() { h.keepAlive(cfg.KeepAlive / 2) })
 	}
 	return h, nil
 }
@@ -241,9 +241,9 @@ func (h *Host) setCC(ctx context.Context, cc nvme.CC) error {
 	return err
 }
 
-// keepAlive tells the target that the host is there.
-func (h *Host) keepAlive() {
-	tick := time.NewTicker(h.cfg.KeepAlive / 2)
+// keepAlive tells the target again and again that the host is there.
+func (h *Host) keepAlive(every time.Duration) {
+	tick := time.NewTicker(every)
 	defer tick.Stop()
 	for {
 		select {

@@ -81,6 +81,9 @@ func serve(t testing.TB, cfg TargetConfig, link verbs.LinkMode) *Target {
 func dial(t testing.TB, tgt *Target, cfg HostConfig, link verbs.LinkMode) *Host {
 	t.Helper()
 	cfg.Config.Device = device(t, link)
+	if cfg.KeepAlive == 0 {
+		cfg.KeepAlive = -1 // a busy machine may not let it say that it is there in time
+	}
 	if cfg.NQN == "" {
 		cfg.NQN = nqn
 	}
