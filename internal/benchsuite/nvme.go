@@ -1,0 +1,213 @@
+package main
+
+// NVMe: from a disk through the memory buffer of its controller to a host, by RDMA. The controller is software, and its
+// disk is as slow as one is, so that there is something to overlap.
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/verbena-rdma/verbena/cm"
+	"github.com/verbena-rdma/verbena/nvme"
+	"github.com/verbena-rdma/verbena/nvme/driver"
+	"github.com/verbena-rdma/verbena/nvme/fabrics"
+	"github.com/verbena-rdma/verbena/nvme/pci"
+	"github.com/verbena-rdma/verbena/verbs"
+)
+
+const (
+	nvmeDisk   = 64 << 20
+	nvmePiece  = 128 << 10
+	nvmeDepth  = 16
+	nvmeSpeed  = 1 << 30 // bytes that the disk moves in a second
+	nvmeCMB    = 32 << 20
+	nvmeName   = "nqn.2026-01.io.verbena:bench"
+	nvmeBus    = 0x4000000000
+	nvmeTarget = "127.0.83.1:4420"
+	nvmeHost   = "127.0.83.2"
+)
+
+// slowDisk is a disk in memory with the speed of a real one.
+type slowDisk struct {
+	nvme.Namespace
+	mu   sync.Mutex // guards free
+	free time.Time  // when the disk has done what it was asked for
+}
+
+// spend waits until the disk has moved n bytes more.
+func (d *slowDisk) spend(n int) {
+	took := time.Duration(n) * time.Second / nvmeSpeed
+	d.mu.Lock()
+	if now := time.Now(); d.free.Before(now) {
+		d.free = now
+	}
+	d.free = d.free.Add(took)
+	until := d.free
+	d.mu.Unlock()
+	time.Sleep(time.Until(until))
+}
+
+func (d *slowDisk) ReadAt(p []byte, off int64) (int, error) {
+	d.spend(len(p))
+	return d.Namespace.ReadAt(p, off)
+}
+
+// noDisk reads nothing: what a host gets from it was in the buffer.
+type noDisk struct{ nvme.Namespace }
+
+func (noDisk) ReadAt(p []byte, _ int64) (int, error) { return len(p), nil }
+
+// busMemory is the host's memory on the controller's bus.
+type busMemory struct {
+	space pci.Space
+	next  atomic.Uint64
+}
+
+func (m *busMemory) Alloc(n int) (driver.Memory, error) {
+	b := make([]byte, (n+4095)/4096*4096)
+	n = len(b) + 4096 // a hole behind each
+	addr := m.next.Add(uint64(n)) - uint64(n) + 1<<30
+	return driver.Memory{Bytes: b, Addr: addr}, m.space.Add(addr, b)
+}
+
+// nvmeRig is a controller with a disk, a target that serves it, and a host.
+type nvmeRig struct {
+	storage *driver.Storage
+	near    []byte // in the controller's memory buffer
+	disk    *fabrics.Disk
+	none    *fabrics.Disk // noDisk
+}
+
+func (b *bench) newNVMe() (*nvmeRig, error) {
+	ctx := context.Background()
+	memory, err := nvme.NewMemory(nvmeDisk, 4096)
+	if err != nil {
+		return nil, err
+	}
+	disks, err := nvme.NewSubsystem(nvme.SubsystemConfig{NQN: nvmeName + ":inner"})
+	if err != nil {
+		return nil, err
+	}
+	if err := disks.AddNamespace(1, &slowDisk{Namespace: memory}); err != nil {
+		return nil, err
+	}
+	bus, cmb := new(busMemory), make([]byte, nvmeCMB)
+	model, err := pci.New(pci.Config{Subsystem: disks, Bus: &bus.space, CMB: &pci.CMB{Memory: cmb}})
+	if err != nil {
+		return nil, err
+	}
+	b.later(func() error { model.Close(); return nil })
+	c, err := driver.Open(model, bus, &driver.Config{MapBAR: func(int, uint64, uint64) (driver.Memory, error) {
+		return driver.Memory{Bytes: cmb, Addr: nvmeBus}, nil
+	}})
+	if err != nil {
+		return nil, err
+	}
+	b.later(c.Close)
+	list, err := c.Namespaces(ctx)
+	if err != nil {
+		return nil, err
+	}
+	r := new(nvmeRig)
+	if r.storage, err = c.Storage(ctx, list[0], driver.StorageConfig{Queues: 8, CMB: true}); err != nil {
+		return nil, err
+	}
+	b.later(r.storage.Close)
+	var release func()
+	if r.near, release, err = r.storage.Alloc(nvmeDepth * nvmePiece); err != nil {
+		return nil, err
+	}
+	b.later(func() error { release(); return nil })
+	sub, err := nvme.NewSubsystem(nvme.SubsystemConfig{NQN: nvmeName})
+	if err != nil {
+		return nil, err
+	}
+	if err := sub.AddNamespace(1, r.storage); err != nil {
+		return nil, err
+	}
+	if err := sub.AddNamespace(2, noDisk{memory}); err != nil {
+		return nil, err
+	}
+	t, err := fabrics.Listen(ctx, nvmeTarget, fabrics.TargetConfig{Subsystems: []*nvme.Subsystem{sub}, Buffers: r.storage, InCapsule: -1, Workers: nvmeDepth})
+	if err != nil {
+		return nil, err
+	}
+	b.later(t.Close)
+	dev, err := verbs.Open("", &verbs.Config{Addrs: []netip.Addr{netip.MustParseAddr(nvmeHost)}})
+	if err != nil {
+		return nil, err
+	}
+	b.later(dev.Close)
+	h, err := fabrics.Dial(ctx, nvmeTarget, fabrics.HostConfig{NQN: nvmeName, Queues: 2, Config: cm.Config{Device: dev}})
+	if err != nil {
+		return nil, err
+	}
+	b.later(h.Close)
+	if r.disk, err = h.Namespace(ctx, 1); err != nil {
+		return nil, err
+	}
+	r.none, err = h.Namespace(ctx, 2)
+	return r, err
+}
+
+// together reads pieces by nvmeDepth goroutines for a while, and returns GB/s.
+func together(d time.Duration, read func(g int, off int64) error) (float64, error) {
+	var all sync.WaitGroup
+	var n atomic.Int64
+	errs := make([]error, nvmeDepth)
+	start := time.Now()
+	for g := range nvmeDepth {
+		all.Go(func() {
+			for i := 0; time.Since(start) < d && errs[g] == nil; i++ {
+				off := int64((i*nvmeDepth+g)*nvmePiece) % nvmeDisk
+				errs[g] = read(g, off)
+				n.Add(nvmePiece)
+			}
+		})
+	}
+	all.Wait()
+	return float64(n.Load()) / 1e9 / time.Since(start).Seconds(), errors.Join(errs...)
+}
+
+// nvmePaths measures the two legs alone, and the whole way.
+func (b *bench) nvmePaths() ([]contender, error) {
+	r, err := b.newNVMe()
+	if err != nil {
+		return nil, err
+	}
+	room := make([][]byte, nvmeDepth)
+	for i := range room {
+		room[i] = make([]byte, nvmePiece)
+	}
+	run := func(d time.Duration) ([]float64, error) {
+		first, err := together(d, func(g int, off int64) error {
+			_, err := r.storage.ReadAt(r.near[g*nvmePiece:(g+1)*nvmePiece], off)
+			return err
+		})
+		if err != nil {
+			return nil, err
+		}
+		second, err := together(d, func(g int, off int64) error {
+			_, err := r.none.ReadAt(room[g], off)
+			return err
+		})
+		if err != nil {
+			return nil, err
+		}
+		whole, err := together(d, func(g int, off int64) error {
+			_, err := r.disk.ReadAt(room[g], off)
+			return err
+		})
+		return []float64{first, second, whole, whole / min(first, second)}, err
+	}
+	return []contender{{run: run, rows: []row{
+		{name: "disk to the controller's buffer", unit: "GB/s"},
+		{name: "buffer to host, by RDMA", unit: "GB/s"},
+		{name: "disk to buffer to host", unit: "GB/s"},
+		{name: "the whole way, of the slower part", unit: "", goal: &goal{"≥", 0.9}},
+	}}}, nil
+}

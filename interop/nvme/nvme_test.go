@@ -1,0 +1,77 @@
+package nvme
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/verbena-rdma/verbena/interop/vm"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+var full = os.Getenv("VERBENA_FULL") != ""
+
+// need skips a test if something is missing. In continuous integration the test fails.
+func need(t *testing.T, err error) {
+	t.Helper()
+	if err == nil {
+		return
+	}
+	if os.Getenv("CI") == "true" || os.Getenv("CI") == "1" {
+		t.Fatal(err)
+	}
+	t.Skip(err)
+}
+
+// TestKernel runs the cases with the kernel of the newest release; in the full form also with that of the release before, and all cases.
+func TestKernel(t *testing.T) {
+	need(t, Check())
+	suites, limit := []string{"sid"}, 10*time.Minute
+	if full {
+		suites, limit = []string{"stable", "sid"}, 40*time.Minute
+	}
+	for _, suite := range suites {
+		t.Run(suite, func(t *testing.T) {
+			dir := t.TempDir()
+			cases := 0
+			err := Run(t.Context(), Options{Suite: suite, Full: full, Dir: dir, Limit: limit}, func(l Line) {
+				cases++
+				t.Run(l.Case, func(t *testing.T) {
+					if l.Figure != "" {
+						t.Log(l.Figure)
+					}
+					if l.Error != "" {
+						t.Error(l.Error)
+					}
+				})
+			})
+			if err != nil {
+				t.Error(err)
+			}
+			if cases == 0 {
+				t.Error("there were no cases")
+			}
+			if !t.Failed() {
+				return
+			}
+			kept := filepath.Join("../..", ".logs", "interop", "nvme", suite)
+			if err := os.MkdirAll(kept, 0o755); err != nil {
+				t.Fatal(err)
+			}
+			for _, name := range []string{vm.ConsoleLog, vm.Results} {
+				b, err := os.ReadFile(filepath.Join(dir, name))
+				if err == nil {
+					err = os.WriteFile(filepath.Join(kept, name), b, 0o644)
+				}
+				if err != nil {
+					t.Error(err)
+				}
+			}
+			t.Logf("the console is in %s", kept)
+		})
+	}
+}

@@ -1,0 +1,78 @@
+package driver_test
+
+import (
+	"context"
+	"fmt"
+	"log"
+
+	"github.com/verbena-rdma/verbena/nvme"
+	"github.com/verbena-rdma/verbena/nvme/driver"
+	"github.com/verbena-rdma/verbena/nvme/pci"
+)
+
+// ram is a host's memory on the bus of the model.
+type ram struct {
+	bus  pci.Space
+	next uint64
+}
+
+func (r *ram) Alloc(n int) (driver.Memory, error) {
+	r.next += 1 << 30
+	m := driver.Memory{Bytes: make([]byte, n), Addr: r.next}
+	return m, r.bus.Add(m.Addr, m.Bytes)
+}
+
+// A controller in software with a disk of 1 MiB, and a driver that writes to it.
+func Example() {
+	ctx := context.Background()
+	disk, err := nvme.NewMemory(1<<20, 4096)
+	if err != nil {
+		log.Fatal(err)
+	}
+	sub, err := nvme.NewSubsystem(nvme.SubsystemConfig{NQN: "nqn.2026-01.org.example:disk", Model: "Example"})
+	if err != nil {
+		log.Fatal(err)
+	}
+	if err := sub.AddNamespace(1, disk); err != nil {
+		log.Fatal(err)
+	}
+	host := &ram{}
+	model, err := pci.New(pci.Config{Subsystem: sub, Bus: &host.bus})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer model.Close()
+
+	c, err := driver.Open(model, host, nil)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer c.Close()
+	list, err := c.Namespaces(ctx)
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(c.Info().Model, list[0].Blocks, "blocks of", list[0].BlockSize)
+	q, err := c.NewQueue(ctx, driver.QueueConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	data, err := host.Alloc(4096)
+	if err != nil {
+		log.Fatal(err)
+	}
+	copy(data.Bytes, "hello, disk")
+	if err := q.Write(ctx, list[0], 7, data); err != nil {
+		log.Fatal(err)
+	}
+	clear(data.Bytes)
+	if err := q.Read(ctx, list[0], 7, data); err != nil {
+		log.Fatal(err)
+	}
+	fmt.Printf("%s\n", data.Bytes[:11])
+	fmt.Println(q.Read(ctx, list[0], 256, data))
+	// Output:
+	// Example 256 blocks of 4096
+	// hello, disk
+	// read: LBA out of range, do not retry
+}

@@ -1,0 +1,256 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/nvme"
+)
+
+// Storage is a namespace of a controller as package nvme has it, so that a subsystem can have it, and a target serve it.
+//
+// Data that lies in memory of [Storage.Alloc] is moved by the controller itself: if that is the controller memory
+// buffer, it passes through no memory of the host. Other data is copied into memory that the controller reaches. Stats counts both.
+type Storage struct {
+	c      *Controller
+	ns     Namespace
+	queues []*Queue
+	next   atomic.Uint32
+	cmb    bool
+	piece  int // bytes that one command moves at most
+
+	direct, copied atomic.Uint64
+
+	mu    sync.Mutex // guards reach and spare
+	reach []Memory   // what Alloc has given, by address of the bytes
+	spare []Memory   // for data that lies elsewhere
+}
+
+// StorageConfig is how a namespace is used. The zero value of a field means the default.
+type StorageConfig struct {
+	Queues  int  // I/O queues. Zero: 1
+	Entries int  // of each: see QueueConfig
+	CMB     bool // Alloc gives memory of the controller memory buffer, and of nothing else
+}
+
+// StorageStats is what a Storage has moved, in bytes.
+type StorageStats struct {
+	Direct uint64 // between the disk and memory of Alloc
+	Copied uint64 // through other memory of the host
+}
+
+// Storage makes a Storage of a namespace. The caller closes it before the Controller.
+//
+// Errors: EOPNOTSUPP for namespaces with metadata, or if there is no controller memory buffer; those of NewQueue.
+func (c *Controller) Storage(ctx context.Context, ns Namespace, cfg StorageConfig) (*Storage, error) {
+	const op = "nvme_storage"
+	info := c.Info()
+	switch {
+	case ns.Metadata != 0:
+		return nil, ib.Errorf(op, syscall.EOPNOTSUPP, "namespace %d has %d bytes beside each block", ns.ID, ns.Metadata)
+	case cfg.CMB && (c.CMB() == nil || info.CMB&(nvme.CMBSZRead|nvme.CMBSZWrite) != nvme.CMBSZRead|nvme.CMBSZWrite):
+		return nil, ib.Errorf(op, syscall.EOPNOTSUPP, "the controller has no memory buffer for data")
+	case ns.BlockSize <= 0 || ns.Blocks > uint64(1<<62)/uint64(ns.BlockSize):
+		return nil, ib.Errorf(op, syscall.EINVAL, "%d blocks of %d bytes", ns.Blocks, ns.BlockSize)
+	}
+	s := &Storage{c: c, ns: ns, cmb: cfg.CMB, piece: 256 << 10}
+	if info.MaxTransfer > 0 {
+		s.piece = min(s.piece, info.MaxTransfer)
+	}
+	s.piece = max(s.piece/ns.BlockSize, 1) * ns.BlockSize
+	for range max(cfg.Queues, 1) {
+		q, err := c.NewQueue(ctx, QueueConfig{Entries: cfg.Entries})
+		if err != nil {
+			return nil, errors.Join(err, s.Close())
+		}
+		s.queues = append(s.queues, q)
+	}
+	return s, nil
+}
+
+// Close gives the queues back. Memory of Alloc is given back by whoever has it.
+func (s *Storage) Close() error {
+	var err error
+	for _, q := range s.queues {
+		err = errors.Join(err, q.Close())
+	}
+	s.queues = nil
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for i := range s.spare {
+		s.spare[i].Free()
+	}
+	s.spare = nil
+	return err
+}
+
+// Stats returns what was moved.
+func (s *Storage) Stats() StorageStats {
+	return StorageStats{Direct: s.direct.Load(), Copied: s.copied.Load()}
+}
+
+// Alloc returns memory that the controller reaches.
+//
+// Errors: ENOMEM if the buffer has not so much; those of DMA.Alloc.
+func (s *Storage) Alloc(n int) (b []byte, release func(), err error) {
+	from := s.c.dma
+	if s.cmb {
+		from = s.c.CMB()
+	}
+	m, err := from.Alloc(n)
+	if err != nil {
+		return nil, nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	i, _ := slices.BinarySearchFunc(s.reach, addrOf(m.Bytes), func(m Memory, at uintptr) int { return compareAddr(addrOf(m.Bytes), at) })
+	s.reach = slices.Insert(s.reach, i, m)
+	return m.Bytes[:n], sync.OnceFunc(func() { s.forget(m) }), nil
+}
+
+func (s *Storage) forget(m Memory) {
+	s.mu.Lock()
+	s.reach = slices.DeleteFunc(s.reach, func(o Memory) bool { return o.Addr == m.Addr })
+	s.mu.Unlock()
+	m.Free()
+}
+
+// find returns the memory that bytes lie in, if Alloc has given it.
+func (s *Storage) find(b []byte) (Memory, bool) {
+	at := addrOf(b)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	i, found := slices.BinarySearchFunc(s.reach, at, func(m Memory, at uintptr) int { return compareAddr(addrOf(m.Bytes), at) })
+	if !found {
+		i--
+	}
+	if i < 0 {
+		return Memory{}, false
+	}
+	m := s.reach[i]
+	off := at - addrOf(m.Bytes)
+	if off > uintptr(len(m.Bytes)) || uintptr(len(b)) > uintptr(len(m.Bytes))-off {
+		return Memory{}, false
+	}
+	return m.Slice(int(off), len(b)), true //nolint:gosec // inside the memory
+}
+
+func compareAddr(a, b uintptr) int {
+	switch {
+	case a < b:
+		return -1
+	case a > b:
+		return 1
+	}
+	return 0
+}
+
+// Size returns the number of bytes.
+func (s *Storage) Size() int64 { return int64(s.ns.Blocks) * int64(s.ns.BlockSize) } //nolint:gosec // checked by Storage
+
+// BlockSize returns the length of a block.
+func (s *Storage) BlockSize() int { return s.ns.BlockSize }
+
+// ReadOnly reports whether the namespace refuses writes.
+func (s *Storage) ReadOnly() bool { return s.ns.ReadOnly }
+
+// ReadAt reads blocks. See nvme.Namespace.
+func (s *Storage) ReadAt(p []byte, off int64) (int, error) { return s.move(p, off, false) }
+
+// WriteAt writes blocks.
+func (s *Storage) WriteAt(p []byte, off int64) (int, error) { return s.move(p, off, true) }
+
+func (s *Storage) check(n, off int64) error {
+	if b := int64(s.ns.BlockSize); off < 0 || n < 0 || off > s.Size() || n > s.Size()-off || off%b != 0 || n%b != 0 {
+		return ib.Errorf("nvme_storage", syscall.EINVAL, "%d bytes at %d are not blocks of the namespace", n, off)
+	}
+	return nil
+}
+
+func (s *Storage) queue() *Queue { return s.queues[int(s.next.Add(1))%len(s.queues)] }
+
+func (s *Storage) move(p []byte, off int64, write bool) (int, error) {
+	if err := s.check(int64(len(p)), off); err != nil {
+		return 0, err
+	}
+	most := s.piece
+	for done := 0; done < len(p); {
+		n := min(len(p)-done, most)
+		if err := s.one(p[done:done+n], off+int64(done), write); err != nil {
+			return done, err
+		}
+		done += n
+	}
+	return len(p), nil
+}
+
+// one moves what one command can.
+func (s *Storage) one(p []byte, off int64, write bool) error {
+	q, lba := s.queue(), uint64(off)/uint64(s.ns.BlockSize) //nolint:gosec // checked
+	run := func(m Memory) error {
+		if write {
+			return q.Write(context.Background(), s.ns, lba, m)
+		}
+		return q.Read(context.Background(), s.ns, lba, m)
+	}
+	if m, ok := s.find(p); ok && m.Addr%4 == 0 {
+		s.direct.Add(uint64(len(p)))
+		return run(m)
+	}
+	s.copied.Add(uint64(len(p)))
+	m, err := s.takeSpare()
+	if err != nil {
+		return err
+	}
+	part := m.Slice(0, len(p))
+	if write {
+		copy(part.Bytes, p)
+	}
+	if err := run(part); err != nil {
+		return err // the controller may still have the memory: it is not used again
+	}
+	if !write {
+		copy(p, part.Bytes)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.spare = append(s.spare, m)
+	return nil
+}
+
+func (s *Storage) takeSpare() (Memory, error) {
+	s.mu.Lock()
+	if n := len(s.spare); n > 0 {
+		m := s.spare[n-1]
+		s.spare = s.spare[:n-1]
+		s.mu.Unlock()
+		return m, nil
+	}
+	s.mu.Unlock()
+	return s.c.dma.Alloc(s.piece)
+}
+
+// Flush returns when everything that was written before is on stable storage.
+func (s *Storage) Flush() error { return s.queue().Flush(context.Background(), s.ns) }
+
+// Discard gives blocks back.
+func (s *Storage) Discard(off, n int64) error {
+	if err := s.check(n, off); err != nil {
+		return err
+	}
+	for b := int64(s.ns.BlockSize); n > 0; {
+		part := min(n/b, 1<<32-1)
+		if err := s.queue().Deallocate(context.Background(), s.ns, uint64(off/b), uint32(part)); err != nil { //nolint:gosec // checked
+			return err
+		}
+		off, n = off+part*b, n-part*b
+	}
+	return nil
+}
+
+var _ nvme.Namespace = (*Storage)(nil)
