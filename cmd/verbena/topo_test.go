@@ -211,3 +211,28 @@ func checkPicture(t *testing.T, file string, boxes int) {
 		}
 	}
 }
+
+// The output in docs/p2p.md is what the command prints. A line with … stands for lines that are left
+// out.
+func TestTopoDocument(t *testing.T) {
+	doc, err := os.ReadFile("../../docs/p2p.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	found := regexp.MustCompile("(?s)```\n\\$ verbena ([^\n]*)\n(.*?)```\n").FindAllStringSubmatch(string(doc), -1)
+	if len(found) != 3 {
+		t.Fatalf("%d commands with output, want 3", len(found))
+	}
+	for _, m := range found {
+		rest := succeed(t, strings.Fields(strings.ReplaceAll(m[1], "p2p/testdata", "../../p2p/testdata"))...).stdout
+		parts := strings.Split(m[2], "…\n")
+		for i, part := range parts {
+			at := strings.Index(rest, part)
+			if at < 0 || i == 0 && at != 0 || i == len(parts)-1 && rest[at:] != part {
+				t.Errorf("verbena %s does not print\n%s", m[1], part)
+				break
+			}
+			rest = rest[at+len(part):]
+		}
+	}
+}
