@@ -113,6 +113,10 @@ func (t *Topology) checkFunctions() error {
 	return nil
 }
 
+// mostWindows is how many windows of a bridge /sys shows: ports, memory, prefetchable memory; CardBus
+// has two of ports.
+const mostWindows = 4
+
 func checkFunction(f *FunctionSpec) error {
 	switch {
 	case f.Kind == kindNone || int(f.Kind) >= len(kindNames):
@@ -121,6 +125,8 @@ func checkFunction(f *FunctionSpec) error {
 		return refuse("%v: a device is 00 to 1f, a function 0 to 7", f.Address)
 	case !f.Kind.bridges() && (f.Secondary != 0 || f.Subordinate != 0 || len(f.Windows) > 0):
 		return refuse("%v: a function of kind %v has no bus below it", f.Address, f.Kind)
+	case len(f.Windows) > mostWindows:
+		return refuse("%v: a bridge has at most %d windows", f.Address, mostWindows)
 	case f.Secondary == 0 && f.Subordinate != 0, f.Subordinate < f.Secondary:
 		return refuse("%v: the buses below it are %02x to %02x", f.Address, f.Secondary, f.Subordinate)
 	case f.Secondary != 0 && f.Secondary <= f.Address.Bus:
@@ -162,10 +168,10 @@ func checkBARs(f *FunctionSpec) error {
 			return refuse("%v: BAR %d: ports are neither prefetchable nor of 64 bits", f.Address, b.Index)
 		case b.Size < 4 || !b.IO && b.Size < 16 || bits.OnesCount64(uint64(b.Size)) != 1:
 			return refuse("%v: BAR %d: a size of %v; it is a power of two, and at least 16 bytes", f.Address, b.Index, b.Size)
-		case uint64(b.Address)%uint64(b.Size) != 0:
-			return refuse("%v: BAR %d: %v is no multiple of its size, %v", f.Address, b.Index, b.Address, b.Size)
-		case !b.Is64 && !b.IO && b.BusAddress() > math.MaxUint32-uint64(b.Size)+1:
-			return refuse("%v: BAR %d: %v does not fit into 32 bits", f.Address, b.Index, b.Address)
+		case uint64(b.Address)%uint64(b.Size) != 0 || b.BusAddress()%uint64(b.Size) != 0:
+			return refuse("%v: BAR %d: %v, on the bus %#x, is no multiple of its size, %v", f.Address, b.Index, b.Address, b.BusAddress(), b.Size)
+		case !b.Is64 && (b.Size > 1<<32 || b.BusAddress() > 1<<32-uint64(b.Size)):
+			return refuse("%v: BAR %d: %v bytes at %#x do not fit into 32 bits", f.Address, b.Index, b.Size, b.BusAddress())
 		}
 		free = b.Index + takes
 	}

@@ -79,7 +79,17 @@ func TestRefused(t *testing.T) {
 		{"beyond 32 bits", func(s *Spec) {
 			s.of(t, "01:00.0").BARs[0].Is64 = false
 			s.of(t, "01:00.0").BARs[0].Address = 1 << 40
-		}, "does not fit into 32 bits"},
+		}, "do not fit into 32 bits"},
+		{"larger than 32 bits", func(s *Spec) {
+			s.of(t, "01:00.0").BARs[0] = BAR{Size: 1 << 40}
+		}, "do not fit into 32 bits"},
+		{"not aligned on the bus", func(s *Spec) {
+			on := Hex(4096)
+			s.of(t, "01:00.0").BARs[1].Bus = &on
+		}, "on the bus 0x1000, is no multiple"},
+		{"five windows", func(s *Spec) {
+			s.of(t, "00:01.0").Windows = make([]Window, 5)
+		}, "at most 4 windows"},
 		{"prefetchable ports", func(s *Spec) { s.of(t, "01:00.0").BARs[1].IO = true }, "ports are neither"},
 		{"a BAR outside the port's window", func(s *Spec) { s.of(t, "01:00.0").BARs[1].Address += 1 << 20 }, "0000:01:00.0: BAR 2, 0x380000100000-0x3800001fffff, is outside the windows of 0000:00:01.0"},
 		{"ports outside the windows", func(s *Spec) { s.of(t, "01:00.0").BARs[0] = BAR{Address: 0x1000, Size: 0x100, IO: true} }, "is outside the windows of 0000:00:01.0"},

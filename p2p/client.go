@@ -181,7 +181,8 @@ func (m *Mapping) Client() *Client { return m.client }
 func (m *Mapping) DMA() []DMA { return m.dma }
 
 // Access calls f with the bytes of all segments, in order: what the device's DMA engine does. The
-// memory stays until f returns.
+// memory stays until f returns; f must not wait for the provider or the exporter of its memory, which
+// may wait for f.
 //
 // Errors: f's; ENODEV if a provider has vanished; EINVAL after Unmap.
 func (m *Mapping) Access(f func(bytes [][]byte) error) error {

@@ -53,20 +53,23 @@ func parseConfig(b []byte) (*config, error) {
 		multi:  b[0x0e]&0x80 != 0,
 		hidden: len(b) < configPCI,
 	}
-	if c.id.Vendor == 0xffff {
-		return nil, fmt.Errorf("there is no function behind the configuration space")
+	if b[0x0e] == 0xff { // the device does not answer
+		return &config{hidden: true}, nil
 	}
 	switch kind := b[0x0e] & 0x7f; kind {
 	case 0:
 		for i := range c.bars {
 			c.bars[i] = binary.LittleEndian.Uint32(b[0x10+4*i:])
 		}
-	case 1:
+	case 1, 2: // PCI and CardBus, which have these registers at the same place
 		c.bridge = true
-		c.bars[0], c.bars[1] = binary.LittleEndian.Uint32(b[0x10:]), binary.LittleEndian.Uint32(b[0x14:])
+		c.bars[0] = binary.LittleEndian.Uint32(b[0x10:])
+		if kind == 1 {
+			c.bars[1] = binary.LittleEndian.Uint32(b[0x14:])
+		}
 		c.secondary, c.subordinate = b[0x19], b[0x1a]
 	default:
-		return nil, fmt.Errorf("a header of type %d", kind) // CardBus, which no machine with P2PDMA has
+		return nil, fmt.Errorf("a header of type %d", kind)
 	}
 	if at := findCap(b, capPCIe); at != 0 {
 		c.pcie, c.portType = true, uint8(binary.LittleEndian.Uint16(b[at+2:])>>4&0xf)

@@ -189,7 +189,7 @@ func resourceLines(f *FunctionSpec) string {
 	if !f.Kind.bridges() {
 		return s.String()
 	}
-	for i := range 4 {
+	for i := range mostWindows {
 		if i >= len(f.Windows) {
 			line(0, 0, 0)
 			continue

@@ -149,3 +149,45 @@ func TestThisMachine(t *testing.T) {
 	}
 	survives(t, top)
 }
+
+// A virtual function has no ids in its configuration space, and zeros in its BARs; a device that does
+// not answer has ones everywhere; CardBus has a header of its own. None of them spoils the machine.
+func TestOddFunctions(t *testing.T) {
+	s := small(t)
+	physical := addr(t, "01:00.0")
+	s.of(t, "00:01.0").Windows[1].Last += 1 << 20
+	s.of(t, "00:02.0").Windows[1].First += 1 << 20
+	s.of(t, "00:02.0").Windows[1].Last += 1 << 20
+	for _, a := range []string{"02:00.0", "03:00.0"} {
+		s.of(t, a).Windows[1].First += 1 << 20
+		s.of(t, a).Windows[1].Last += 1 << 20
+	}
+	s.of(t, "04:00.0").BARs[1].Address += 1 << 20
+	s.Functions = append(s.Functions,
+		FunctionSpec{Address: addr(t, "01:00.1"), Kind: Endpoint, ID: idNVMe, Class: ClassNVMe, PhysFn: &physical,
+			BARs: []BAR{{Index: 0, Address: s.of(t, "01:00.0").BARs[1].Address + 1<<20, Size: 1 << 16, Is64: true, Prefetchable: true}}},
+		FunctionSpec{Address: addr(t, "00:05.0"), Kind: Endpoint, ID: idGPU, Class: ClassGPU},
+		FunctionSpec{Address: addr(t, "00:06.0"), Kind: Bridge, ID: ID{0x104c, 0xac56}, Class: 0x060700, Secondary: 9, Subordinate: 9},
+	)
+	top := must(New(s))(t)
+	dir := filepath.Join(t.TempDir(), "dump")
+	check(t, top.Dump(dir))
+	change := func(function string, change func(b []byte)) {
+		t.Helper()
+		file := filepath.Join(dir, "sys/devices/pci0000:00", function, "config")
+		b := must(os.ReadFile(file))(t)
+		change(b)
+		check(t, os.WriteFile(file, b, 0o600))
+	}
+	change("0000:00:01.0/0000:01:00.1", func(b []byte) { b[0], b[1], b[2], b[3] = 0xff, 0xff, 0xff, 0xff })
+	change("0000:00:05.0", func(b []byte) {
+		for i := range b {
+			b[i] = 0xff
+		}
+	})
+	change("0000:00:06.0", func(b []byte) { b[0x0e] = 2 })
+	got := must(ReadSys(dir))(t).Spec()
+	want := top.Spec()
+	want.of(t, "00:05.0").Hidden = true
+	same(t, "odd functions", must(New(got))(t), must(New(want))(t))
+}

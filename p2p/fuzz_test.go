@@ -60,6 +60,7 @@ func FuzzConfig(f *testing.F) {
 	copy(circle[0x100:], []byte{1, 0, 1, 0x10})
 	f.Add(circle)
 	f.Add(circle[:64])
+	f.Add(bytes.Repeat([]byte{0xff}, 256))
 	f.Fuzz(func(t *testing.T, in []byte) {
 		c, err := parseConfig(in)
 		if err != nil {

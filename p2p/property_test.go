@@ -66,7 +66,23 @@ func randomMachine(r *rand.Rand) (*Topology, error) {
 			fill(port, 0)
 		}
 	}
-	return b.Build()
+	t, err := b.Build()
+	if err != nil {
+		return nil, err
+	}
+	// Some root buses begin with another device than 00.0.
+	s := t.Spec()
+	for _, h := range s.HostBridges {
+		if r.IntN(2) == 0 {
+			continue
+		}
+		for i := range s.Functions {
+			if f := &s.Functions[i]; f.Address.Bus == h.Bus {
+				f.Address.Device += 2
+			}
+		}
+	}
+	return New(s)
 }
 
 // slowVerdict is the rules once more, written from their description and not from the code: by

@@ -292,7 +292,7 @@ func (r *sysReader) resources(dir string, f *FunctionSpec, c *config) error {
 	lines := strings.Split(strings.TrimSpace(string(b)), "\n")
 	windows := len(lines)
 	if c.bridge && len(lines) > 7 {
-		windows = len(lines) - 4
+		windows = len(lines) - mostWindows
 	}
 	for i, line := range lines {
 		if strings.TrimSpace(line) == "" {

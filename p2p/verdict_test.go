@@ -149,13 +149,17 @@ func TestVerdicts(t *testing.T) {
 	}
 }
 
-// A root bus that begins neither with 00.0 nor with a root port has no name for the list.
+// A root bus may begin with a root port at another place than 00.0. If it begins with anything else
+// there, it has no name for the list.
 func TestNamelessHostBridge(t *testing.T) {
 	s := newBench(intelMax, skylake, noDevice).build(t).t.Spec()
 	for i := range s.Functions {
 		if f := &s.Functions[i]; f.Address == addr(t, "0000:80:00.0") {
-			f.Address.Device = 3
+			f.Address.Device, f.ID = 3, skylake
 		}
+	}
+	if v := must(New(s))(t).Verdict(addr(t, "0000:03:00.0"), addr(t, "0000:81:00.0")); v.Map != ThroughHostBridge || !strings.Contains(v.Reason, "[8086:2030 at 0000:80:03.0]") {
+		t.Errorf("a root port that is the first device: %+v", v)
 	}
 	s.Functions = append(s.Functions, FunctionSpec{Address: addr(t, "0000:80:01.0"), Kind: Endpoint, ID: skylake})
 	top := must(New(s))(t)
