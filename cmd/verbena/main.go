@@ -4,6 +4,7 @@
 //	verbena devinfo   what the devices of this host can do
 //	verbena ps        which processes have devices open, and what they have on them
 //	verbena stat      what on-demand paging does in those processes
+//	verbena topo      which PCI devices reach each other's memory, and why
 //	verbena perf      bandwidth and latency, in one process, in two, on two hosts
 //	verbena exec      run a program that was built for libibverbs
 //	verbena env       how to do that by hand
@@ -48,6 +49,7 @@ type cli struct {
 	Stat    statCmd    `cmd:"" help:"Show what on-demand paging does, in every process that has a device open."`
 	Exec    execCmd    `cmd:"" help:"Run a program that was built for libibverbs."`
 	Env     envCmd     `cmd:"" help:"Show how to run such programs by hand, and the variables that configure them."`
+	Topo    topoCmd    `cmd:"" help:"Show which PCI devices reach each other's memory, and why."`
 	Perf    perfCmd    `cmd:"" help:"Measure bandwidth and latency."`
 	Version versionCmd `cmd:"" help:"Show the version."`
 

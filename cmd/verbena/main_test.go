@@ -133,6 +133,9 @@ func TestUsageErrors(t *testing.T) {
 		{"stat --files=", `want a value after =`},
 		{"stat a b", `unexpected argument b`},
 		{"devinfo a b", `unexpected argument b`},
+		{"topo --kernel 5.4", `--kernel 5.4: want 6.12 or 7.2`},
+		{"topo --from ../../p2p/testdata/server nvme7", `there is no device "nvme7"`},
+		{"topo --from ../../p2p/testdata/server 0000:99:00.0", `there is no device "0000:99:00.0"`},
 	}
 	for _, tt := range tests {
 		t.Run(tt.args, func(t *testing.T) {
@@ -156,6 +159,11 @@ func TestFailures(t *testing.T) {
 		{"perf --link udp --inline --size 1M", "inline: 1048576 bytes"},
 		{"perf --link udp --pcap /nonexistent/dir/file", "/nonexistent/dir/file"},
 		{"devinfo nosuchdevice", "nosuchdevice"},
+		{"topo --from /nonexistent", "/nonexistent"},
+		{"topo --from main_test.go", "main_test.go: p2p_topology: JSON: invalid character"},
+		{"topo --from .", "there is no directory sys"},
+		{"topo --from ../../p2p/testdata/server --dump .", ". is not empty"},
+		{"topo --from ../../p2p/testdata/server --svg /nonexistent/x.svg", "/nonexistent/x.svg"},
 	}
 	for _, tt := range tests {
 		t.Run(tt.args, func(t *testing.T) {
@@ -168,7 +176,7 @@ func TestFailures(t *testing.T) {
 }
 
 func TestHelpAndVersion(t *testing.T) {
-	for _, command := range []string{"demo", "devinfo", "stat", "perf"} {
+	for _, command := range []string{"demo", "devinfo", "stat", "topo", "perf"} {
 		o := succeed(t, command, "--help")
 		for _, want := range []string{"Usage: verbena " + command, "Examples:", "verbena " + command} {
 			if !strings.Contains(o.stdout, want) {

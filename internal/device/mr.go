@@ -221,6 +221,17 @@ func (m *MR) PinsDMABuf() bool {
 	return m.pd.PinsDMABuf()
 }
 
+// DMADevice returns the device, for an exporter that sees the domain as the importer of its
+// dma-buf: package p2p finds by it where in the machine the importer is.
+func (p *PD) DMADevice() any { return p.dev }
+
+// DMADevice returns the device.
+func (m *MR) DMADevice() any {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.pd.DMADevice()
+}
+
 // DMABufCounts returns the device's counters of dma-bufs.
 func (p *PD) DMABufCounts() *mem.DMABufCounts { return &p.dev.dmabufs }
 
