@@ -11,7 +11,7 @@ import (
 )
 
 type demoCmd struct {
-	Topic string `arg:"" optional:"" help:"Show one thing instead of everything. dm: device memory and its uses. dmabuf: buffers of other devices, which move while peers access them. gpu: memory of software GPUs, their streams and fences. mw: memory windows, re-registration and shared regions. umr: indirect keys, made of other regions. odp: on-demand paging, and what its counters are good for."`
+	Topic string `arg:"" optional:"" help:"Show one thing instead of everything. dm: device memory and its uses. dmabuf: buffers of other devices, which move while peers access them. gpu: memory of software GPUs, their streams and fences. mw: memory windows, re-registration and shared regions. p2p: memory that one device gives to others, NVMe over RDMA through it. umr: indirect keys, made of other regions. odp: on-demand paging, and what its counters are good for."`
 	PCAP  string `name:"pcap" type:"path" placeholder:"FILE" help:"Write the packets of the udp part to FILE, for tshark and Wireshark."`
 	Quick bool   `help:"Only the operations, no measurements."`
 }
@@ -30,6 +30,7 @@ Examples:
     verbena demo dm
     verbena demo dmabuf
     verbena demo gpu
+    verbena demo p2p
     verbena demo mw
     verbena demo umr
     verbena demo odp

@@ -8,7 +8,7 @@ import (
 )
 
 // okLine is a step that went well.
-var okLine = regexp.MustCompile(`(?m)^ok    (RC|UC|UD)  `)
+var okLine = regexp.MustCompile(`(?m)^ok    (RC|UC|UD|--)  `)
 
 func TestDemo(t *testing.T) {
 	args := []string{"demo"}
@@ -49,7 +49,7 @@ func TestDemoTopic(t *testing.T) {
 		name  string
 		steps int
 		word  string
-	}{{"mw", 7, "LOCAL_INV"}, {"umr", 5, "matrix transpose"}, {"dm", 6, "lock service"}, {"dmabuf", 9, "Kernel fence"}, {"gpu", 8, "KV cache"}} {
+	}{{"mw", 7, "LOCAL_INV"}, {"umr", 5, "matrix transpose"}, {"dm", 6, "lock service"}, {"dmabuf", 9, "Kernel fence"}, {"gpu", 8, "KV cache"}, {"p2p", 6, "network to disk"}} {
 		o := succeed(t, "demo", topic.name)
 		if n := len(okLine.FindAllString(o.stdout, -1)); n != 2*topic.steps || !strings.Contains(o.stdout, topic.word) {
 			t.Errorf("%s: %d steps went well, want %d over each of two links:\n%s", topic.name, n, topic.steps, o.stdout)

@@ -85,7 +85,7 @@ func TestUsageErrors(t *testing.T) {
 		{"", `expected one of`},
 		{"frobnicate", `unexpected argument frobnicate`},
 		{"demo --frob", `unknown flag --frob`},
-		{"demo extra", `verbena demo: "extra": there is a demo of dm, dmabuf, gpu, mw, odp, umr`}, {"demo mw extra", "unexpected argument extra"},
+		{"demo extra", `verbena demo: "extra": there is a demo of dm, dmabuf, gpu, mw, odp, p2p, umr`}, {"demo mw extra", "unexpected argument extra"},
 		{"demo odp --quick", `odp: goes without --pcap and --quick`},
 		{"perf --size 64X", `--size: size "64X": want a number of bytes such as 8, 64K or 1M`},
 		{"perf --size 0", `--size: want at least 1 byte`},

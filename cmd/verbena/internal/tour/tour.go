@@ -4,7 +4,7 @@
 //
 // Top-down: Run goes through the links and their steps; lab.go makes the two
 // devices and what the steps need; rc.go, shared.go, datagram.go and refused.go
-// are the steps, and mw.go, umr.go, dm.go, dmabuf.go and gpu.go those of tours of their own; speed.go
+// are the steps, and mw.go, umr.go, dm.go, dmabuf.go, gpu.go and p2p.go those of tours of their own; speed.go
 // measures. odp.go is another tour, of on-demand paging.
 package tour
 
@@ -28,7 +28,7 @@ type Options struct {
 }
 
 // topics are the tours of one thing.
-var topics = map[string][]step{"mw": windowSteps, "umr": indirectSteps, "dm": deviceSteps, "dmabuf": bufferSteps, "gpu": gpuSteps}
+var topics = map[string][]step{"mw": windowSteps, "umr": indirectSteps, "dm": deviceSteps, "dmabuf": bufferSteps, "gpu": gpuSteps, "p2p": peerSteps}
 
 // TopicODP is the topic that RunODP shows.
 const TopicODP = "odp"
@@ -41,7 +41,7 @@ func Topics() []string {
 // step is one operation of the tour. run executes it, compares everything that can be
 // compared, and returns in a few words what happened.
 type step struct {
-	service string // RC, UC, UD
+	service string // RC, UC, UD; --: none
 	name    string
 	run     func(l *lab) (string, error)
 }
