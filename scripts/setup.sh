@@ -35,7 +35,8 @@ ibv_rc_pingpong                 ibverbs-utils     tests against the Linux kernel
 /usr/include/rdma/rdma_cma.h    librdmacm-dev     tests of the connection manager of the drop-in libibverbs
 /usr/include/infiniband/umad.h  libibumad-dev     perftest with CUDA, built from its source, in make check-full
 /usr/lib/x86_64-linux-gnu/libpci.so libpci-dev    perftest with CUDA, built from its source, in make check-full
-fio                             fio               tests of the connection manager of the drop-in libibverbs
+fio                             fio               tests of the connection manager of the drop-in libibverbs, and of NVMe over RDMA
+mkfs.ext4                       e2fsprogs         tests of NVMe over RDMA against the Linux kernel
 qperf                           qperf             tests of the connection manager of the drop-in libibverbs
 fi_pingpong                     libfabric-bin     tests of the connection manager of the drop-in libibverbs
 /usr/include/ucp/api/ucp.h      libucx-dev        tests of the connection manager of the drop-in libibverbs
