@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// What is no controller is refused. A real one is asked in the virtual machines of interop/nvme.
+// What is no controller is refused. A real one is asked in the virtual machines of interop/nvmeof.
 func TestNVMeLogPage(t *testing.T) {
 	f, err := os.Open(os.DevNull)
 	if err != nil {

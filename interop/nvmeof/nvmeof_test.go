@@ -1,4 +1,4 @@
-package nvme
+package nvmeof
 
 import (
 	"os"
@@ -58,7 +58,7 @@ func TestKernel(t *testing.T) {
 			if !t.Failed() {
 				return
 			}
-			kept := filepath.Join("../..", ".logs", "interop", "nvme", suite)
+			kept := filepath.Join("../..", ".logs", "interop", "nvmeof", suite)
 			if err := os.MkdirAll(kept, 0o755); err != nil {
 				t.Fatal(err)
 			}

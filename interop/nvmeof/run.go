@@ -1,4 +1,4 @@
-package nvme
+package nvmeof
 
 import (
 	"context"
@@ -50,7 +50,7 @@ func Run(ctx context.Context, o Options, sink func(Line)) error {
 	if err := os.MkdirAll(o.Dir, 0o755); err != nil {
 		return err
 	}
-	for name, pkg := range map[string]string{vm.GuestProgram: "./interop/nvme/guest", "nvmet": "./examples/nvmet"} {
+	for name, pkg := range map[string]string{vm.GuestProgram: "./interop/nvmeof/guest", "nvmet": "./examples/nvmet"} {
 		out, err := filepath.Abs(filepath.Join(o.Dir, name))
 		if err != nil {
 			return err

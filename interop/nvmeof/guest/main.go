@@ -1,4 +1,4 @@
-// Command guest runs the cases of interop/nvme, in a virtual machine. Package nvme boots it.
+// Command guest runs the cases of interop/nvmeof, in a virtual machine. Package nvmeof boots it.
 package main
 
 import (
@@ -10,7 +10,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/verbena-rdma/verbena/interop/nvme"
+	"github.com/verbena-rdma/verbena/interop/nvmeof"
 	"github.com/verbena-rdma/verbena/interop/vm"
 )
 
@@ -40,7 +40,7 @@ func main() {
 	}
 	say := json.NewEncoder(f)
 	if err := network(); err != nil {
-		_ = say.Encode(nvme.Line{Case: "network", Error: err.Error()}) // the run fails without it, too
+		_ = say.Encode(nvmeof.Line{Case: "network", Error: err.Error()}) // the run fails without it, too
 		return
 	}
 	_, err = os.Stat(share + "full")
@@ -50,7 +50,7 @@ func main() {
 			continue
 		}
 		start := time.Now()
-		l := nvme.Line{Case: c.name}
+		l := nvmeof.Line{Case: c.name}
 		figure, err := c.run()
 		if err != nil {
 			l.Error = err.Error()
@@ -61,7 +61,7 @@ func main() {
 			os.Exit(1)
 		}
 	}
-	_ = say.Encode(nvme.Line{End: true}) // the run fails without it
+	_ = say.Encode(nvmeof.Line{End: true}) // the run fails without it
 }
 
 // do runs a program, whose output it returns with an error.
