@@ -308,3 +308,36 @@ func TestBlocksAreWhole(t *testing.T) {
 		wg.Wait()
 	})
 }
+
+// A file system without holes gets zeros.
+func TestDiscardWithoutHoles(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "disk")
+	content := bytes.Repeat([]byte{9}, 3<<20)
+	check(t, os.WriteFile(path, content, 0o600))
+	f := must(OpenFile(path, 512, false))(t)
+	defer f.Close()
+	tries := 0
+	f.hole = func(int64, int64) error { tries++; return syscall.EOPNOTSUPP }
+	check(t, f.Discard(1024, 2<<20))
+	clear(content[1024 : 1024+2<<20])
+	got := make([]byte, len(content))
+	if _, err := f.ReadAt(got, 0); err != nil || !bytes.Equal(got, content) || tries == 0 {
+		t.Errorf("%v, or other bytes; %d tries", err, tries)
+	}
+	f.hole = func(int64, int64) error { return syscall.EIO }
+	if err := f.Discard(0, 512); !errors.Is(err, syscall.EIO) {
+		t.Error(err)
+	}
+	for _, bad := range [][2]int64{{-512, 512}, {0, 4 << 20}, {math.MaxInt64, 512}} {
+		if f.Discard(bad[0], bad[1]) == nil {
+			t.Errorf("%d bytes at %d", bad[1], bad[0])
+		}
+		if _, err := f.ReadAt(make([]byte, 512), bad[0]); bad[0] != 0 && err == nil {
+			t.Errorf("a read at %d", bad[0])
+		}
+	}
+	check(t, os.Truncate(path, 512)) // somebody else shortens the file
+	if _, err := f.ReadAt(make([]byte, 1024), 0); err == nil {
+		t.Error("bytes that the file does not have")
+	}
+}
