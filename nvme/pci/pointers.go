@@ -25,6 +25,7 @@ type mapper struct {
 	use    nvme.CMBSZ
 	pieces [][]byte
 	data   place // of the data so far
+	own    int   // bytes of data in the CMB so far
 	lists  place // of PRP lists and SGL segments so far
 	queue  place // of the command itself
 }
@@ -53,7 +54,7 @@ func (c *Controller) whole(addr uint64, n int) ([]byte, place) {
 
 // mapData finds n bytes of a command's data.
 func (m *mapper) mapData(admin bool, cmd *nvme.Command, n int, dir nvme.Direction) ([][]byte, nvme.Status) {
-	m.pieces, m.data, m.lists = m.pieces[:0], 0, 0
+	m.pieces, m.data, m.lists, m.own = m.pieces[:0], 0, 0, 0
 	m.use = nvme.CMBSZRead
 	if dir == nvme.FromHost {
 		m.use = nvme.CMBSZWrite
@@ -72,6 +73,10 @@ func (m *mapper) mapData(admin bool, cmd *nvme.Command, n int, dir nvme.Directio
 	}
 	if st == nvme.StatusSuccess {
 		st = m.checkMix()
+	}
+	if st == nvme.StatusSuccess {
+		m.c.cmbBytes.Add(uint64(m.own))
+		m.c.busBytes.Add(uint64(n - m.own))
 	}
 	return m.pieces, st
 }
@@ -100,6 +105,9 @@ func (m *mapper) add(addr uint64, n int) nvme.Status {
 		}
 		b = b[:min(len(b), n)]
 		m.data |= at
+		if at == ownCMB {
+			m.own += len(b)
+		}
 		m.pieces = append(m.pieces, b)
 		n -= len(b)
 		if n > 0 && uint64(len(b)) > ^addr { // addresses end here
