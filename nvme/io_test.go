@@ -49,7 +49,7 @@ func TestReadWrite(t *testing.T) {
 			}
 			r.want(false, ioCmd(IOCompare, 3, blocks), out, StatusSuccess)
 			out[len(out)-1]++
-			r.want(false, ioCmd(IOCompare, 3, blocks), out, StatusCompareFailure|dnr)
+			r.want(false, ioCmd(IOCompare, 3, blocks), out, StatusCompareFailure)
 			r.want(false, Command{Opcode: IOFlush, NSID: 1}, nil, StatusSuccess)
 			r.want(false, Command{Opcode: IOFlush, NSID: NSIDAll}, nil, StatusSuccess)
 		})
@@ -129,7 +129,7 @@ func TestIOErrors(t *testing.T) {
 		{"namespace 0", with(ioCmd(IORead, 0, 1), func(c *Command) { c.NSID = 0 }), StatusInvalidNamespace | dnr},
 		{"a namespace that is not active", with(ioCmd(IORead, 0, 1), func(c *Command) { c.NSID = 2 }), StatusInvalidField | dnr},
 		{"a namespace that cannot be", with(ioCmd(IORead, 0, 1), func(c *Command) { c.NSID = 1025 }), StatusInvalidNamespace | dnr},
-		{"all namespaces", with(ioCmd(IOWrite, 0, 1), func(c *Command) { c.NSID = NSIDAll }), StatusInvalidNamespace | dnr},
+		{"all namespaces", with(ioCmd(IOWrite, 0, 1), func(c *Command) { c.NSID = NSIDAll }), StatusInvalidField | dnr},
 		{"fused", with(ioCmd(IORead, 0, 1), func(c *Command) { c.Flags = 1 }), StatusInvalidField | dnr},
 		{"an opcode that there is not", ioCmd(0x7e, 0, 1), StatusInvalidOpcode | dnr},
 		{"fabrics", ioCmd(OpcodeFabrics, 0, 1), StatusInvalidOpcode | dnr},

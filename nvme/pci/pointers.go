@@ -98,7 +98,7 @@ func (m *mapper) add(addr uint64, n int) nvme.Status {
 	for n > 0 {
 		b, at := m.c.bytes(addr, n)
 		if len(b) == 0 {
-			return nvme.StatusDataTransferError
+			return nvme.StatusDataTransferError | nvme.StatusDNR
 		}
 		if at == ownCMB && !m.c.cmb.allows(m.use) {
 			return nvme.StatusInvalidCMBUse | nvme.StatusDNR
@@ -111,7 +111,7 @@ func (m *mapper) add(addr uint64, n int) nvme.Status {
 		m.pieces = append(m.pieces, b)
 		n -= len(b)
 		if n > 0 && uint64(len(b)) > ^addr { // addresses end here
-			return nvme.StatusDataTransferError
+			return nvme.StatusDataTransferError | nvme.StatusDNR
 		}
 		addr += uint64(len(b))
 	}
@@ -123,7 +123,7 @@ func (m *mapper) list(addr uint64, n int) ([]byte, nvme.Status) {
 	b, at := m.c.whole(addr, n)
 	switch {
 	case b == nil:
-		return nil, nvme.StatusDataTransferError
+		return nil, nvme.StatusDataTransferError | nvme.StatusDNR
 	case at == ownCMB && !m.c.cmb.allows(nvme.CMBSZLists):
 		return nil, nvme.StatusInvalidCMBUse | nvme.StatusDNR
 	}
