@@ -1,7 +1,7 @@
 package nvme
 
 import (
-	"encoding/binary"
+	"bytes"
 	"testing"
 )
 
@@ -28,52 +28,59 @@ func TestIOAllocatesNothing(t *testing.T) {
 	}
 }
 
-// BenchmarkExecutor: random 4 KiB commands over memory, from 64 bytes to a completion; every other one a write of new
-// data, each read compared whole with what was written.
+// BenchmarkExecutor: random 4 KiB commands over memory, from 64 bytes to a completion; every other one a write. Each block
+// has a stamp, which is new with each write, and a pattern, and all of what is read is compared with them.
 func BenchmarkExecutor(b *testing.B) {
-	const blocks = 4096
+	const blocks, patterns = 2048, 16
 	r := newRig(b, must(NewMemory(blocks*4096, 4096))(b), ControllerConfig{})
-	var written [blocks]uint64
-	buf := make([]byte, 4096)
-	data := [][]byte{buf}
-	x := uint64(88172645463325252)
-	b.SetBytes(4096)
-	b.ReportAllocs()
-	for i := 0; b.Loop(); i++ {
-		x ^= x << 13
-		x ^= x >> 7
-		x ^= x << 17
-		lba := x % blocks
-		op := IORead
-		if i&1 == 0 {
-			op = IOWrite
-			written[lba] = x
-			for j := 0; j < 4096; j += 8 {
-				binary.LittleEndian.PutUint64(buf[j:], x+uint64(j))
-			}
-		}
+	rnd := seeded(b)
+	var out, want [patterns][]byte
+	for i := range out {
+		out[i] = fill(make([]byte, 4096), rnd)
+		want[i] = bytes.Clone(out[i])
+	}
+	var stamps [blocks]uint64 // what was written last
+	in := make([]byte, 4096)
+	data := make([][]byte, 1)
+	execute := func(op uint8, lba uint64) {
 		var raw [64]byte
 		c := ioCmd(op, lba, 1)
 		c.Put(&raw)
 		cmd := ParseCommand(&raw)
-		n, _, st := r.c.Transfer(false, &cmd)
-		if st != StatusSuccess || n != 4096 {
+		if n, _, st := r.c.Transfer(false, &cmd); st != StatusSuccess || n != 4096 {
 			b.Fatal(n, st)
 		}
-		done, ok := r.c.Execute(false, &cmd, data)
-		if !ok || done.Status != StatusSuccess {
+		if done, ok := r.c.Execute(false, &cmd, data); !ok || done.Status != StatusSuccess {
 			b.Fatal(done.Status)
 		}
-		if op == IORead {
-			want, step := written[lba], uint64(1)
-			if want == 0 {
-				step = 0
-			}
-			for j := uint64(0); j < 4096; j += 8 {
-				if binary.LittleEndian.Uint64(buf[j:]) != want+j*step {
-					b.Fatalf("block %d: other bytes at %d", lba, j)
-				}
-			}
+	}
+	write := func(lba, stamp uint64) {
+		stamps[lba] = stamp
+		p := out[stamp%patterns]
+		le.PutUint64(p, stamp)
+		data[0] = p
+		execute(IOWrite, lba)
+	}
+	for lba := range uint64(blocks) {
+		write(lba, lba)
+	}
+	x := uint64(88172645463325252)
+	b.SetBytes(4096)
+	b.ReportAllocs()
+	for i := uint64(blocks); b.Loop(); i++ {
+		x ^= x << 13
+		x ^= x >> 7
+		x ^= x << 17
+		lba := x % blocks
+		if i%2 == 0 {
+			write(lba, i)
+			continue
+		}
+		data[0] = in
+		execute(IORead, lba)
+		stamp := stamps[lba]
+		if le.Uint64(in) != stamp || !bytes.Equal(in[8:], want[stamp%patterns][8:]) {
+			b.Fatalf("block %d has other bytes", lba)
 		}
 	}
 	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "IOPS")

@@ -232,7 +232,7 @@ type commandInfo struct {
 	transport bool   // the transport executes it
 }
 
-// Effects of commands: NVMe Base 1.4, figure 201.
+// Effects of commands (NVMe Base 1.4, 5.14.1.5).
 const (
 	effectSupported uint32 = 1 << 0
 	effectWrites    uint32 = 1 << 1 // logical blocks change

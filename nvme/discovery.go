@@ -1,6 +1,6 @@
 package nvme
 
-// The log page of discovery subsystems (NVMe over Fabrics 1.1, 5.3): where hosts find subsystems.
+// The log page of discovery subsystems (NVMe over Fabrics 1.1, 5): where hosts find subsystems.
 
 import (
 	"slices"

@@ -1,6 +1,6 @@
 package nvme
 
-// Features (NVMe Base 1.4, 5.14 and 5.21): settings of a controller. None outlives it, and none is of one namespace.
+// Features (NVMe Base 1.4, 5.13 and 5.21): settings of a controller. None outlives it, and none is of one namespace.
 
 import "time"
 
@@ -204,7 +204,7 @@ func (c *Controller) setFeatureLocked(id uint8, n int, cmd *Command, data [][]by
 		}
 		return 0, st
 	case FeatureHostID:
-		if c.fabrics() { // connect has said it: NVMe over Fabrics 1.1, 5.2
+		if c.fabrics() { // connect has said it
 			return 0, StatusCommandSequence | StatusDNR
 		}
 		c.features.hostID = [16]byte{}

@@ -183,6 +183,9 @@ func (c *Controller) putActive(b *[identifySize]byte, above uint32) Status {
 // identifyNamespace writes one of the structures about a namespace. An inactive one is all zeros, where the
 // specification has it so.
 func (c *Controller) identifyNamespace(b *[identifySize]byte, cns uint8, nsid uint32) Status {
+	if nsid == NSIDAll { // namespaces have nothing in common that could be told
+		return StatusInvalidNamespace | StatusDNR
+	}
 	a, st := c.sub.lookup(nsid)
 	if st.Code() == StatusInvalidField && (cns == CNSNamespace || cns == CNSCommandSetNamespace || cns == CNSIndependentNamespace) {
 		return StatusSuccess

@@ -236,7 +236,7 @@ func (c *Controller) compare(a *attached, data [][]byte, off int64, n int) Statu
 		for rest := part; len(rest) > 0; {
 			p := cur.next(len(rest))
 			if !bytes.Equal(p, rest[:len(p)]) {
-				return StatusCompareFailure | StatusDNR
+				return StatusCompareFailure // without DNR: others may write what is compared with
 			}
 			rest = rest[len(p):]
 		}

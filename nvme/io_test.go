@@ -49,7 +49,7 @@ func TestReadWrite(t *testing.T) {
 			}
 			r.want(false, ioCmd(IOCompare, 3, blocks), out, StatusSuccess)
 			out[len(out)-1]++
-			r.want(false, ioCmd(IOCompare, 3, blocks), out, StatusCompareFailure|dnr)
+			r.want(false, ioCmd(IOCompare, 3, blocks), out, StatusCompareFailure)
 			r.want(false, Command{Opcode: IOFlush, NSID: 1}, nil, StatusSuccess)
 			r.want(false, Command{Opcode: IOFlush, NSID: NSIDAll}, nil, StatusSuccess)
 		})
@@ -129,7 +129,7 @@ func TestIOErrors(t *testing.T) {
 		{"namespace 0", with(ioCmd(IORead, 0, 1), func(c *Command) { c.NSID = 0 }), StatusInvalidNamespace | dnr},
 		{"a namespace that is not active", with(ioCmd(IORead, 0, 1), func(c *Command) { c.NSID = 2 }), StatusInvalidField | dnr},
 		{"a namespace that cannot be", with(ioCmd(IORead, 0, 1), func(c *Command) { c.NSID = 1025 }), StatusInvalidNamespace | dnr},
-		{"all namespaces", with(ioCmd(IOWrite, 0, 1), func(c *Command) { c.NSID = NSIDAll }), StatusInvalidNamespace | dnr},
+		{"all namespaces", with(ioCmd(IOWrite, 0, 1), func(c *Command) { c.NSID = NSIDAll }), StatusInvalidField | dnr},
 		{"fused", with(ioCmd(IORead, 0, 1), func(c *Command) { c.Flags = 1 }), StatusInvalidField | dnr},
 		{"an opcode that there is not", ioCmd(0x7e, 0, 1), StatusInvalidOpcode | dnr},
 		{"fabrics", ioCmd(OpcodeFabrics, 0, 1), StatusInvalidOpcode | dnr},
@@ -307,4 +307,37 @@ func TestBlocksAreWhole(t *testing.T) {
 		})
 		wg.Wait()
 	})
+}
+
+// A file system without holes gets zeros.
+func TestDiscardWithoutHoles(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "disk")
+	content := bytes.Repeat([]byte{9}, 3<<20)
+	check(t, os.WriteFile(path, content, 0o600))
+	f := must(OpenFile(path, 512, false))(t)
+	defer f.Close()
+	tries := 0
+	f.hole = func(int64, int64) error { tries++; return syscall.EOPNOTSUPP }
+	check(t, f.Discard(1024, 2<<20))
+	clear(content[1024 : 1024+2<<20])
+	got := make([]byte, len(content))
+	if _, err := f.ReadAt(got, 0); err != nil || !bytes.Equal(got, content) || tries == 0 {
+		t.Errorf("%v, or other bytes; %d tries", err, tries)
+	}
+	f.hole = func(int64, int64) error { return syscall.EIO }
+	if err := f.Discard(0, 512); !errors.Is(err, syscall.EIO) {
+		t.Error(err)
+	}
+	for _, bad := range [][2]int64{{-512, 512}, {0, 4 << 20}, {math.MaxInt64, 512}} {
+		if f.Discard(bad[0], bad[1]) == nil {
+			t.Errorf("%d bytes at %d", bad[1], bad[0])
+		}
+		if _, err := f.ReadAt(make([]byte, 512), bad[0]); bad[0] != 0 && err == nil {
+			t.Errorf("a read at %d", bad[0])
+		}
+	}
+	check(t, os.Truncate(path, 512)) // somebody else shortens the file
+	if _, err := f.ReadAt(make([]byte, 1024), 0); err == nil {
+		t.Error("bytes that the file does not have")
+	}
 }

@@ -163,6 +163,7 @@ type File struct {
 	size      int64
 	blockSize int
 	readOnly  bool
+	hole      func(off, n int64) error // makes a hole in the file; EOPNOTSUPP if its file system has none
 
 	// Each guards the MiBs of the file whose number leaves its index as remainder, so that a block is not read while
 	// it is half written.
@@ -200,7 +201,9 @@ func OpenFile(path string, blockSize int, readOnly bool) (*File, error) {
 		_ = f.Close()
 		return nil, fmt.Errorf("%s: %w", path, err)
 	}
-	return &File{f: f, size: size, blockSize: blockSize, readOnly: readOnly}, nil
+	ns := &File{f: f, size: size, blockSize: blockSize, readOnly: readOnly}
+	ns.hole = ns.punch
+	return ns, nil
 }
 
 // Size returns the size in bytes.
@@ -304,7 +307,7 @@ func (f *File) zeroStripe(off, n int64) error {
 	mu := &f.stripes[off/stripeSize%int64(len(f.stripes))]
 	mu.Lock()
 	defer mu.Unlock()
-	err := f.punch(off, n)
+	err := f.hole(off, n)
 	if !errors.Is(err, syscall.EOPNOTSUPP) && !errors.Is(err, syscall.EINVAL) { // EINVAL: smaller than a device's blocks
 		return err
 	}

@@ -182,12 +182,12 @@ func namespaceChanged(cs []*Controller, nsid uint32) {
 
 // lookup finds a namespace and holds it for a command; release ends that.
 func (s *Subsystem) lookup(nsid uint32) (*attached, Status) {
-	if nsid == 0 || nsid > s.cfg.MaxNamespaces {
+	if nsid == 0 || nsid > s.cfg.MaxNamespaces && nsid != NSIDAll {
 		return nil, StatusInvalidNamespace | StatusDNR
 	}
 	a := s.table.Load().byID[nsid]
 	if a == nil {
-		return nil, StatusInvalidField | StatusDNR // inactive: NVMe Base 1.4, 6.1.5
+		return nil, StatusInvalidField | StatusDNR // not active, or all of them: NVMe Base 1.4, 6.1
 	}
 	a.use.RLock()
 	if a.gone {

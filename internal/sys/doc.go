@@ -15,6 +15,7 @@
 //     pagemap_unsafe.go (present pages), mapping_*.go (mappings), mayblock.go with
 //     memfs.go (pages that lie on a device), populate.go and touch_unsafe.go (bringing
 //     pages in), paging.go (what this machine offers).
+//   - vfio_unsafe.go: PCI devices that belong to this process.
 //   - poller*.go: the Go runtime's poller, for the backend of the C library.
 //
 // The subdirectories are for tests.

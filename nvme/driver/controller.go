@@ -269,7 +269,9 @@ func (c *Controller) decodeCMB() error {
 		return nil
 	}
 	addr := c.buffer.mem.Addr
-	c.regs.Write64(nvme.RegCMBMSC, addr|nvme.CMBMSCEnable|nvme.CMBMSCRegisters)
+	// The half with the bits comes last: a controller may look at the address when it sees them.
+	c.regs.Write32(nvme.RegCMBMSC+4, uint32(addr>>32))
+	c.regs.Write32(nvme.RegCMBMSC, uint32(addr|nvme.CMBMSCEnable|nvme.CMBMSCRegisters))
 	if c.regs.Read32(nvme.RegCMBSTS)&nvme.CMBSTSInvalid != 0 {
 		return ib.Errorf("nvme_map_cmb", syscall.EINVAL, "the controller refuses the address %#x", addr)
 	}

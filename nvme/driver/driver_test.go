@@ -243,9 +243,14 @@ func TestPeerMemory(t *testing.T) {
 	check(t, r.host.space.Add(0x8000000000, peer))
 	m := Memory{Bytes: peer[8192 : 8192+65536], Addr: 0x8000000000 + 8192}
 	fill(m.Bytes, seeded(t))
+	before := r.model.Stats()
 	check(t, q.Write(ctx, r.ns, 0, m))
 	buffer := must(r.c.CMB().Alloc(65536))(t)
 	check(t, q.Read(ctx, r.ns, 0, buffer))
+	check(t, q.Read(ctx, r.ns, 0, buffer.Slice(0, 4096)))
+	if s := r.model.Stats(); s.Commands-before.Commands != 3 || s.BusBytes-before.BusBytes != 65536 || s.CMBBytes-before.CMBBytes != 65536+4096 {
+		t.Errorf("%+v, before %+v", s, before)
+	}
 	if !bytes.Equal(buffer.Bytes, m.Bytes) || !bytes.Contains(r.cmb, m.Bytes) {
 		t.Error("other bytes in the CMB than in the peer's memory")
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log"
+	"sync/atomic"
 
 	"github.com/verbena-rdma/verbena/nvme"
 	"github.com/verbena-rdma/verbena/nvme/driver"
@@ -13,12 +14,11 @@ import (
 // ram is a host's memory on the bus of the model.
 type ram struct {
 	bus  pci.Space
-	next uint64
+	next atomic.Uint64
 }
 
 func (r *ram) Alloc(n int) (driver.Memory, error) {
-	r.next += 1 << 30
-	m := driver.Memory{Bytes: make([]byte, n), Addr: r.next}
+	m := driver.Memory{Bytes: make([]byte, n), Addr: r.next.Add(1 << 30)}
 	return m, r.bus.Add(m.Addr, m.Bytes)
 }
 

@@ -155,10 +155,10 @@ func (r *ring) submit(ctx context.Context, admin bool, cmd nvme.Command, data Me
 func (r *ring) trySubmit(req *Request, cmd *nvme.Command, data Memory, n int, ranges []byte) (bool, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.pollLocked() // which may find that the ring is broken
 	if r.refusing != nil {
 		return false, fmt.Errorf("%s: %w", req.name, r.refusing)
 	}
-	r.pollLocked()
 	if len(r.free) == 0 {
 		return false, nil
 	}

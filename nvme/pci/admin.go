@@ -125,7 +125,7 @@ func (c *Controller) deleteCQ(cmd *nvme.Command) nvme.Status {
 	case id == 0 || cq == nil:
 		return nvme.StatusInvalidQueueID | nvme.StatusDNR
 	case cq.users > 0:
-		return nvme.StatusInvalidQueueDeletion | nvme.StatusDNR
+		return nvme.StatusInvalidQueueDeletion // without DNR: it can be deleted later
 	}
 	delete(c.cqs, id)
 	return nvme.StatusSuccess

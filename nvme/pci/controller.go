@@ -38,6 +38,8 @@ type Controller struct {
 	cmb    *cmb // nil: none
 	window atomic.Pointer[window]
 
+	commands, cmbBytes, busBytes atomic.Uint64 // see Stats
+
 	kick chan struct{} // holds one token if the owner may have something to do
 	done chan struct{} // closed when the owner has ended
 
@@ -122,6 +124,18 @@ func (c *Controller) newExecutor() (*nvme.Controller, error) {
 
 // CNTLID returns the controller's number in its subsystem.
 func (c *Controller) CNTLID() uint16 { return c.cfg.CNTLID }
+
+// Stats is what a controller has done since New.
+type Stats struct {
+	Commands uint64 // that were fetched
+	CMBBytes uint64 // of data, in the controller's own buffer
+	BusBytes uint64 // of data, on the bus: in the host's memory or a peer's
+}
+
+// Stats returns what the controller has done. Data counts when it was found, whether or not the command succeeds then.
+func (c *Controller) Stats() Stats {
+	return Stats{Commands: c.commands.Load(), CMBBytes: c.cmbBytes.Load(), BusBytes: c.busBytes.Load()}
+}
 
 // Close stops the controller and waits until it uses no memory any more. Its registers read as all ones then, as those
 // of a device that was pulled out. Closing again does nothing.

@@ -25,6 +25,7 @@ type mapper struct {
 	use    nvme.CMBSZ
 	pieces [][]byte
 	data   place // of the data so far
+	own    int   // bytes of data in the CMB so far
 	lists  place // of PRP lists and SGL segments so far
 	queue  place // of the command itself
 }
@@ -53,7 +54,7 @@ func (c *Controller) whole(addr uint64, n int) ([]byte, place) {
 
 // mapData finds n bytes of a command's data.
 func (m *mapper) mapData(admin bool, cmd *nvme.Command, n int, dir nvme.Direction) ([][]byte, nvme.Status) {
-	m.pieces, m.data, m.lists = m.pieces[:0], 0, 0
+	m.pieces, m.data, m.lists, m.own = m.pieces[:0], 0, 0, 0
 	m.use = nvme.CMBSZRead
 	if dir == nvme.FromHost {
 		m.use = nvme.CMBSZWrite
@@ -72,6 +73,10 @@ func (m *mapper) mapData(admin bool, cmd *nvme.Command, n int, dir nvme.Directio
 	}
 	if st == nvme.StatusSuccess {
 		st = m.checkMix()
+	}
+	if st == nvme.StatusSuccess {
+		m.c.cmbBytes.Add(uint64(m.own))
+		m.c.busBytes.Add(uint64(n - m.own))
 	}
 	return m.pieces, st
 }
@@ -93,17 +98,20 @@ func (m *mapper) add(addr uint64, n int) nvme.Status {
 	for n > 0 {
 		b, at := m.c.bytes(addr, n)
 		if len(b) == 0 {
-			return nvme.StatusDataTransferError
+			return nvme.StatusDataTransferError | nvme.StatusDNR
 		}
 		if at == ownCMB && !m.c.cmb.allows(m.use) {
 			return nvme.StatusInvalidCMBUse | nvme.StatusDNR
 		}
 		b = b[:min(len(b), n)]
 		m.data |= at
+		if at == ownCMB {
+			m.own += len(b)
+		}
 		m.pieces = append(m.pieces, b)
 		n -= len(b)
 		if n > 0 && uint64(len(b)) > ^addr { // addresses end here
-			return nvme.StatusDataTransferError
+			return nvme.StatusDataTransferError | nvme.StatusDNR
 		}
 		addr += uint64(len(b))
 	}
@@ -115,7 +123,7 @@ func (m *mapper) list(addr uint64, n int) ([]byte, nvme.Status) {
 	b, at := m.c.whole(addr, n)
 	switch {
 	case b == nil:
-		return nil, nvme.StatusDataTransferError
+		return nil, nvme.StatusDataTransferError | nvme.StatusDNR
 	case at == ownCMB && !m.c.cmb.allows(nvme.CMBSZLists):
 		return nil, nvme.StatusInvalidCMBUse | nvme.StatusDNR
 	}

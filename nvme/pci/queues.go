@@ -191,6 +191,7 @@ func (s *submissionQueue) next(ctrl *nvme.Controller, head uint32) bool {
 	}
 	raw := [sqEntry]byte(b) // the host may change the entry as soon as it knows that it was fetched
 	s.head.Store((head + 1) % s.size)
+	c.commands.Add(1)
 	cmd := nvme.ParseCommand(&raw)
 	admin := s.id == 0
 	if admin {

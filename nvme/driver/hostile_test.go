@@ -1,0 +1,141 @@
+package driver
+
+import (
+	"errors"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/verbena-rdma/verbena/nvme"
+	"github.com/verbena-rdma/verbena/nvme/pci"
+)
+
+// fixed is registers that do not do what they should.
+type fixed struct {
+	cap  nvme.CAP
+	csts uint32
+}
+
+func (f *fixed) Read64(off uint32) uint64 {
+	if off == nvme.RegCAP {
+		return uint64(f.cap)
+	}
+	return 0
+}
+
+func (f *fixed) Read32(off uint32) uint32 {
+	if off == nvme.RegCSTS {
+		return f.csts
+	}
+	return 0
+}
+
+func (f *fixed) Write32(uint32, uint32) {}
+func (f *fixed) Write64(uint32, uint64) {}
+
+func TestRegistersThatLie(t *testing.T) {
+	good := nvme.MakeCAP(64, 1, nvme.CAPNVM)
+	for _, tt := range []struct {
+		what string
+		regs fixed
+		cfg  Config
+		want error
+	}{
+		{"pulled out", fixed{cap: ^nvme.CAP(0)}, Config{}, ErrGone},
+		{"pulled out later", fixed{cap: good, csts: ^uint32(0)}, Config{}, ErrGone},
+		{"never ready", fixed{cap: good}, Config{}, ErrTimeout},
+		{"always ready", fixed{cap: good, csts: 1}, Config{}, ErrTimeout},
+		{"fatal", fixed{cap: good, csts: 2}, Config{}, ErrFatal},
+		{"no NVM command set", fixed{cap: nvme.MakeCAP(64, 1, 0)}, Config{}, syscall.EOPNOTSUPP},
+		{"large pages", fixed{cap: good | 1<<48}, Config{}, syscall.EOPNOTSUPP},
+		{"admin queues of one entry", fixed{cap: good}, Config{AdminEntries: 1}, syscall.EINVAL},
+		{"too many queues", fixed{cap: good}, Config{IOQueues: 65535}, syscall.EINVAL},
+	} {
+		t.Run(tt.what, func(t *testing.T) {
+			h := &host{}
+			if _, err := Open(&tt.regs, h, &tt.cfg); !errors.Is(err, tt.want) {
+				t.Errorf("%v, should be %v", err, tt.want)
+			}
+			if h.used != 0 {
+				t.Errorf("%d pieces of memory were not given back", h.used)
+			}
+		})
+	}
+}
+
+// short is memory that is not what was asked for.
+type short struct{ m Memory }
+
+func (s short) Alloc(int) (Memory, error) { return s.m, nil }
+
+func TestMemoryThatLies(t *testing.T) {
+	r := newRig(t, pci.Config{}, Config{})
+	for _, m := range []Memory{{}, {Bytes: make([]byte, 10), Addr: 4096}, {Bytes: make([]byte, 8192), Addr: 100}} {
+		if _, err := Open(r.model, short{m}, nil); !errors.Is(err, syscall.EINVAL) {
+			t.Error(err)
+		}
+	}
+	check(t, r.c.Reset()) // the others have taken the controller away
+	check(t, r.queue(t, QueueConfig{}).Flush(longTime(t), r.ns))
+}
+
+// A completion of a command that there is not ends everything until a reset.
+func TestCompletionsThatLie(t *testing.T) {
+	r := newRig(t, pci.Config{}, Config{})
+	ctx := longTime(t)
+	for _, cid := range []uint16{0, 5, 62, 63, 0xffff} {
+		q := r.queue(t, QueueConfig{})
+		q.ring.mu.Lock()
+		lie := nvme.Completion{CID: cid, Phase: true}
+		lie.Publish((*[16]byte)(q.ring.cq.Bytes))
+		q.ring.mu.Unlock()
+		m := r.memory(t, 512)
+		if err := q.Read(ctx, r.ns, 0, m); !errors.Is(err, ErrBroken) {
+			t.Errorf("CID %d: %v", cid, err)
+		}
+		if err := q.Flush(ctx, r.ns); !errors.Is(err, ErrBroken) {
+			t.Errorf("CID %d: %v", cid, err)
+		}
+		check(t, r.c.Reset())
+	}
+}
+
+// A command without a completion ends after Config.Timeout, and a reset gives its memory back.
+func TestNoCompletion(t *testing.T) {
+	r := newRig(t, pci.Config{}, Config{Timeout: 50 * time.Millisecond})
+	stuck := &gate{Namespace: must(nvme.NewMemory(1<<20, 512))(t), open: make(chan struct{})}
+	check(t, r.sub.AddNamespace(2, stuck))
+	ctx, q := longTime(t), r.queue(t, QueueConfig{})
+	if err := q.Flush(ctx, Namespace{ID: 2, BlockSize: 512}); !errors.Is(err, ErrTimeout) {
+		t.Error(err)
+	}
+	close(stuck.open)
+	check(t, r.c.Reset())
+	if err := q.Flush(ctx, r.ns); !errors.Is(err, ErrReset) {
+		t.Error(err)
+	}
+	check(t, r.queue(t, QueueConfig{}).Flush(ctx, Namespace{ID: 2}))
+}
+
+// gate is storage whose flushes wait until it is open.
+type gate struct {
+	nvme.Namespace
+	open chan struct{}
+}
+
+func (g *gate) Flush() error {
+	<-g.open
+	return nil
+}
+
+// What a namespace says of its format may be anything.
+func TestFormatsThatLie(t *testing.T) {
+	for shift, ok := range map[byte]bool{0: false, 8: false, 9: true, 12: true, 21: false, 255: false} {
+		b := make([]byte, 4096)
+		b[0], b[26], b[128+4*15+2] = 1, 0xff, shift
+		ns, got := parseNamespace(3, b)
+		if got != ok || ok && ns.BlockSize != 1<<shift {
+			t.Errorf("2^%d: %+v, %v", shift, ns, got)
+		}
+	}
+}
