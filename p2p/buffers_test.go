@@ -187,3 +187,70 @@ func TestBufferRefused(t *testing.T) {
 		t.Errorf("after Remove: %v, attached: %d", err, attached)
 	}
 }
+
+// TestStaging is device memory as the staging buffer of a peer device: a disk writes into the memory of
+// an RDMA device, which sends it from there to another host; and the other way round. No byte is in
+// system memory on the way.
+func TestStaging(t *testing.T) {
+	const n = 32 << 10
+	s := newStation(t)
+	near, host := must(verbs.Open("", nil))(t), must(verbs.Open("", nil))(t)
+	defer func() { check(t, near.Close()); check(t, host.Close()) }()
+	dm := must(near.AllocDM(n, 0))(t)
+	defer func() { check(t, dm.Close()) }()
+	pd, hostPD := must(near.AllocPD())(t), must(host.AllocPD())(t)
+	defer func() { check(t, pd.Close()); check(t, hostPD.Close()) }()
+	staged := must(pd.RegDMMR(dm, 0, n, verbs.AccessLocalWrite|verbs.AccessZeroBased))(t)
+	defer func() { check(t, staged.Close()) }()
+	remote := make([]byte, n)
+	remoteMR := must(hostPD.RegMR(remote, verbs.AccessLocalWrite|verbs.AccessRemoteWrite|verbs.AccessRemoteRead))(t)
+	defer func() { check(t, remoteMR.Close()) }()
+	cq, hostCQ := must(near.CreateCQ(4, nil))(t), must(host.CreateCQ(4, nil))(t)
+	defer func() { check(t, cq.Close()); check(t, hostCQ.Close()) }()
+	limits := verbs.QPCap{MaxSendWR: 1, MaxRecvWR: 1, MaxSendSGE: 1}
+	qp := must(pd.CreateQP(&verbs.QPConfig{Type: verbs.RC, SendCQ: cq, RecvCQ: cq, Cap: limits}))(t)
+	hostQP := must(hostPD.CreateQP(&verbs.QPConfig{Type: verbs.RC, SendCQ: hostCQ, RecvCQ: hostCQ, Cap: limits}))(t)
+	defer func() { check(t, qp.Close()); check(t, hostQP.Close()) }()
+	check(t, qp.Connect(hostQP.Endpoint(), nil))
+	check(t, hostQP.Connect(qp.Endpoint(), nil))
+	request := func(op verbs.Opcode) error {
+		if _, err := qp.PostSend([]verbs.SendWR{{Op: op, Flags: verbs.SendSignaled, SGL: []verbs.SGE{staged.SGE(0, n)}, RemoteAddr: remoteMR.Addr(), RKey: remoteMR.RKey()}}); err != nil {
+			return err
+		}
+		for wc := make([]verbs.WC, 1); ; {
+			if k, err := cq.Poll(wc); err != nil {
+				return err
+			} else if k == 1 {
+				return wc[0].Err()
+			}
+		}
+	}
+
+	buf := must(dm.DMABuf())(t)
+	p := must(NewProvider(s.t, s.near))(t)
+	check(t, p.AddBuffer(longTime(t), 2, 0, buf))
+	buf.Put()
+	defer p.Remove()
+	p.Publish(true)
+	o := NewOrchestrator(s.t, nil)
+	check(t, o.AddProvider(p))
+	disk, adapter := NewClient(s.t, s.disk, nil), NewClient(s.t, s.near, nil)
+	stored := bytes.Repeat([]byte("from the disk, "), n)[:n]
+	out, in, err := o.Do(Transfer{From: disk, To: adapter, Length: n,
+		Produce: func(b [][]byte) error { copy(b[0], stored); return nil },
+		Consume: func([][]byte) error { return request(verbs.OpRDMAWrite) }, // the device reads its own memory
+	})
+	check(t, err)
+	if !bytes.Equal(remote, stored) || out != PathBus || in != PathBus {
+		t.Errorf("the other host has %q, by %v and %v", remote[:20], out, in)
+	}
+	copy(remote, bytes.Repeat([]byte("to the disk, "), n))
+	_, _, err = o.Do(Transfer{From: adapter, To: disk, Length: n,
+		Produce: func([][]byte) error { return request(verbs.OpRDMARead) },
+		Consume: func(b [][]byte) error { copy(stored, b[0]); return nil },
+	})
+	check(t, err)
+	if st := o.Stats(); !bytes.Equal(remote, stored) || st.SystemBytes != 0 || st.BusBytes != 4*n || st.Transfers != 2 {
+		t.Errorf("the disk has %q, %+v", stored[:20], st)
+	}
+}

@@ -8,25 +8,28 @@ import (
 
 // Whatever JSON is taken makes verdicts for all pairs, and is taken again when it is written.
 func FuzzJSON(f *testing.F) {
-	top := newBench(intelMax, skylake, ivy).build(f).t
-	b, err := json.Marshal(top)
-	check(f, err)
-	f.Add(b)
-	s := small(f)
-	s.Links = []Link{{"XGMI", [2]Address{addr(f, "01:00.0"), addr(f, "04:00.0")}, 50e9}}
-	s.IOMMU, s.Kernel = true, Linux612
-	b, err = json.Marshal(s)
-	check(f, err)
-	f.Add(b)
-	f.Add([]byte(`{"host_bridges":[{"bus":0}],"functions":[{"address":"0000:00:00.0","kind":"endpoint","id":"8086:2030"}]}`))
+	add := func(seed string) {
+		must(ParseJSON([]byte(seed)))(f)
+		f.Add([]byte(seed))
+	}
+	// The seeds are short: the fuzzer tries to leave out every part of what it finds.
+	add(`{"cpu":{"vendor":"AuthenticAMD","family":23},"iommu":true,"host_bridges":[{}],"functions":[
+{"address":"00:01.0","kind":"root port","id":"8086:3c00","secondary":1,"subordinate":2,"acs":{"capability":95,"control":4},"windows":[{"first":"0x80000000","last":"0x8fffffff"}]},
+{"address":"01:00.0","kind":"endpoint","id":"1b36:0010","bars":[{"index":2,"address":"0x80000000","size":"0x200000"}],"p2pmem":{"bar":2,"size":"0x200000","available":"0x1000"}},
+{"address":"02:00.1","kind":"endpoint","id":"1b36:0010","physfn":"01:00.0"}],
+"links":[{"kind":"XGMI","ends":["01:00.0","02:00.1"],"bandwidth":1}]}`)
+	add(`{"kernel":"6.12","host_bridges":[{"last_bus":15,"numa":1},{"bus":16}],"functions":[
+{"address":"00:01.0","kind":"root port","id":"8086:2030","secondary":1,"subordinate":3},{"address":"01:00.0","kind":"upstream port","id":"0:0","secondary":2,"subordinate":3},
+{"address":"02:03.0","kind":"downstream port","id":"0:0","secondary":3,"subordinate":3},{"address":"10:00.0","kind":"conventional","id":"8086:2f00","iommu_group":3}]}`)
+	add(`{"host_bridges":[{"bus":0}],"functions":[{"address":"0000:00:00.0","kind":"endpoint","id":"8086:2030"}]}`)
 	f.Fuzz(func(t *testing.T, in []byte) {
 		top, err := ParseJSON(in)
 		if err != nil {
 			return
 		}
 		all := top.Functions()
-		if len(all) > 64 {
-			all = all[:64]
+		if len(all) > 16 {
+			all = all[:16]
 		}
 		for i, row := range top.Matrix(all, all) {
 			for k, cell := range row {

@@ -80,11 +80,12 @@ func (t *Topology) Functions() []Address {
 }
 
 // Devices returns the addresses of the functions that are no bridges, in order: those which can be
-// clients and providers. The functions that stand for host bridges are left out.
+// clients and providers. Functions that stand for host bridges are left out, and those for buses of
+// other kinds.
 func (t *Topology) Devices() []Address {
 	var all []Address
 	for _, n := range t.nodes {
-		if !n.Kind.bridges() && n.Class>>8 != 0x0600 {
+		if !n.Kind.bridges() && n.Class>>16 != 0x06 {
 			all = append(all, n.Address)
 		}
 	}
