@@ -262,6 +262,7 @@ func TestAsyncEvents(t *testing.T) {
 		}
 	}
 	wait(1)
+	wait(2)
 	check(t, r.sub.AddNamespace(2, memoryNS(t))) // before the host wants to hear of it
 	if len(r.late) != 0 {
 		t.Fatalf("%+v", r.late)
@@ -279,9 +280,15 @@ func TestAsyncEvents(t *testing.T) {
 	if b := r.logPage(LogChangedNamespaces, 4096); le.Uint32(b) != 0 {
 		t.Errorf("changed again % x", b[:12])
 	}
+	// The page was read, so the second request gets the next event.
+	check(t, r.sub.AddNamespace(4, memoryNS(t)))
+	if len(r.late) != 2 || r.late[1].CID != 2 {
+		t.Fatalf("%+v", r.late)
+	}
+	r.logPage(LogChangedNamespaces, 4096)
 	// No request waits: the event does.
 	check(t, r.sub.RemoveNamespace(3))
-	if done := r.want(true, Command{Opcode: AdminAsyncEventRequest, CID: 5}, nil, StatusSuccess); done.Result != 0x040002 || len(r.late) != 1 {
+	if done := r.want(true, Command{Opcode: AdminAsyncEventRequest, CID: 5}, nil, StatusSuccess); done.Result != 0x040002 || len(r.late) != 2 {
 		t.Errorf("%+v", done)
 	}
 	for cid := range uint16(asyncRequests) {

@@ -306,3 +306,17 @@ func TestNumberTaken(t *testing.T) {
 	m.disable()
 	m.enable()
 }
+
+// A tail that would overtake the head is no tail.
+func TestTailOvertakes(t *testing.T) {
+	s := &submissionQueue{size: 8, kick: make(chan struct{}, 1)}
+	for _, step := range []struct {
+		head, tail uint32
+		want       bool
+	}{{0, 5, true}, {0, 4, false}, {0, 7, true}, {0, 0, false}, {1, 0, true}, {1, 1, false}, {5, 4, true}, {5, 5, false}, {5, 8, false}, {4, 3, true}, {4, 2, false}} {
+		s.head.Store(step.head)
+		if got := s.ring(step.tail); got != step.want {
+			t.Errorf("head %d, tail %d: %v", step.head, step.tail, got)
+		}
+	}
+}
