@@ -15,6 +15,7 @@ type machine struct {
 	ports  int
 	random *rand.Rand
 	dir    string // for the disks
+	second bool   // there is a second host bridge
 	err    error
 }
 
@@ -94,6 +95,7 @@ func byChance(dir, cpu string, seed uint64) *machine {
 	if m.random.IntN(2) == 0 {
 		m.device("pxb-pcie,id=second,bus_nr=64,bus=pcie.0")
 		roots = append(roots, "second")
+		m.second = true
 	}
 	m.disk(m.rootPort("pcie.0", true), 16, "") // one provider there always is
 	for m.disks < 3 {

@@ -70,7 +70,13 @@ func boot(ctx context.Context, program, share string, m *machine, seed uint64) (
 	var pairs []result.Pair
 	var fatal []string
 	done := false
-	err = (&vm.Machine{Kernel: kernel, Image: image, Share: share, MemMB: 1024, CPUs: 1, Limit: 5 * time.Minute, Args: m.args}).Run(ctx, func(b []byte) {
+	guest := vm.Machine{Kernel: kernel, Image: image, Share: share, MemMB: 1024, CPUs: 1, Limit: 5 * time.Minute}
+	if m.second { // whose bus the emulator would choose for the shared directory, and refuse
+		guest.Late = m.args
+	} else {
+		guest.Args = m.args
+	}
+	err = guest.Run(ctx, func(b []byte) {
 		var l result.Line
 		if err := json.Unmarshal(b, &l); err != nil {
 			fatal = append(fatal, fmt.Sprintf("not a result: %q", b))

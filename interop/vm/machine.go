@@ -27,6 +27,7 @@ type Machine struct {
 	CPUs   int           // zero: 2
 	Limit  time.Duration // the machine is switched off after this time. Zero: 10 minutes
 	Args   []string      // further arguments of the emulator
+	Late   []string      // the same, behind the shared directory's device, which else may get a bus of theirs that is not for it
 	Boot   string        // further parameters of the kernel
 }
 
@@ -107,7 +108,7 @@ func (m *Machine) boot(ctx context.Context) error {
 		"-serial", "stdio", "-net", "none",
 		"-virtfs", "local,path=" + strings.ReplaceAll(m.Share, ",", ",,") + ",mount_tag=share,security_model=none,multidevs=remap",
 		"-kernel", m.Kernel.Image, "-initrd", m.Image,
-		"-append", "console=" + guest.console + " quiet panic=-1 random.trust_cpu=on " + m.Boot})...)
+		"-append", "console=" + guest.console + " quiet panic=-1 random.trust_cpu=on " + m.Boot}, m.Late)...)
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	cmd.WaitDelay = 5 * time.Second
