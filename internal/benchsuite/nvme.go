@@ -154,7 +154,7 @@ func (b *bench) newNVMe() (*nvmeRig, error) {
 	return r, err
 }
 
-// together reads pieces by nvmeDepth goroutines for a while, and returns GB/s.
+// together reads pieces by nvmeDepth goroutines for a while, and returns MB/s.
 func together(d time.Duration, read func(g int, off int64) error) (float64, error) {
 	var all sync.WaitGroup
 	var n atomic.Int64
@@ -170,7 +170,7 @@ func together(d time.Duration, read func(g int, off int64) error) (float64, erro
 		})
 	}
 	all.Wait()
-	return float64(n.Load()) / 1e9 / time.Since(start).Seconds(), errors.Join(errs...)
+	return float64(n.Load()) / 1e6 / time.Since(start).Seconds(), errors.Join(errs...)
 }
 
 // nvmePaths measures the two legs alone, and the whole way.
@@ -205,9 +205,9 @@ func (b *bench) nvmePaths() ([]contender, error) {
 		return []float64{first, second, whole, whole / min(first, second)}, err
 	}
 	return []contender{{run: run, rows: []row{
-		{name: "disk to the controller's buffer", unit: "GB/s"},
-		{name: "buffer to host, by RDMA", unit: "GB/s"},
-		{name: "disk to buffer to host", unit: "GB/s"},
+		{name: "disk to the controller's buffer", unit: "MB/s"},
+		{name: "buffer to host, by RDMA", unit: "MB/s"},
+		{name: "disk to buffer to host", unit: "MB/s"},
 		{name: "the whole way, of the slower part", unit: "", goal: &goal{"≥", 0.9}},
 	}}}, nil
 }
