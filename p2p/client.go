@@ -5,6 +5,7 @@ import (
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/pages"
 )
 
 // Path is how a client reaches a segment.
@@ -37,7 +38,7 @@ type Client struct {
 	cfg ClientConfig
 
 	mu   sync.Mutex // guards iova
-	iova pool       // addresses of the IOMMU that are free, in pages
+	iova pages.Pool // addresses of the IOMMU that are free, in pages
 }
 
 // iovaBase is where the addresses of the IOMMU begin that a client gets: below 4 GiB, as for PCI
@@ -47,7 +48,7 @@ const iovaBase = 0x10000000
 // NewClient makes a device a client. If the topology has no such function, as for a device that is
 // software, the client reaches system memory only.
 func NewClient(t *Topology, at Address, cfg *ClientConfig) *Client {
-	c := &Client{t: t, at: at, iova: newPool(1<<32 - iovaBase)}
+	c := &Client{t: t, at: at, iova: pages.New(1<<32 - iovaBase)}
 	if cfg != nil {
 		c.cfg = *cfg
 	}
@@ -80,7 +81,7 @@ type Mapping struct {
 	dma    []DMA
 	bytes  [][]byte
 	ranges []*Range
-	iovas  []extent
+	iovas  []pages.Range
 
 	mu    sync.RWMutex // held for reading by accesses; guards err and unmapped
 	err   error        // why accesses fail; nil: they do not
@@ -159,19 +160,19 @@ func (m *Mapping) translate(address, n uint64) (uint64, error) {
 	if !m.client.t.spec.IOMMU {
 		return address, nil
 	}
-	in := address % pageSize
+	in := address % pages.Size
 	c := m.client
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if n > c.iova.size-pageSize {
+	if n > c.iova.Size()-pages.Size {
 		return 0, ib.Errorf("p2p_map", syscall.ENOMEM, "%d bytes", n)
 	}
-	off, ok := c.iova.alloc(in + n)
+	got, ok := c.iova.Alloc(in + n)
 	if !ok {
 		return 0, ib.Errorf("p2p_map", syscall.ENOMEM, "the IOMMU has no addresses left")
 	}
-	m.iovas = append(m.iovas, extent{off, in + n})
-	return iovaBase + off + in, nil
+	m.iovas = append(m.iovas, got)
+	return iovaBase + got.Off + in, nil
 }
 
 // Client returns who has mapped it.
@@ -226,6 +227,6 @@ func (m *Mapping) release() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, e := range m.iovas {
-		c.iova.release(e.off, e.n)
+		c.iova.Free(e)
 	}
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/verbena-rdma/verbena/dmabuf"
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/pages"
 )
 
 // sectionSize is the granularity of memory with pages: the kernel refuses BARs that it cannot give
@@ -38,7 +39,7 @@ type resource struct {
 	p      *Provider
 	bar    *BAR
 	offset uint64 // in the BAR
-	pool   pool
+	pool   pages.Pool
 	ranges map[*Range]struct{}
 	gone   bool
 
@@ -54,6 +55,7 @@ type resource struct {
 type Range struct {
 	res    *resource
 	off, n uint64
+	pages  pages.Range
 	freed  bool                  // guarded by the provider's mu
 	maps   map[*Mapping]struct{} // guarded by the provider's mu
 }
@@ -94,7 +96,7 @@ func (p *Provider) AddResource(bar int, size, offset uint64, memory []byte) erro
 	if memory == nil {
 		memory = make([]byte, size)
 	}
-	r := &resource{p: p, bar: b, offset: offset, memory: memory, pool: newPool(size), ranges: map[*Range]struct{}{}}
+	r := &resource{p: p, bar: b, offset: offset, memory: memory, pool: pages.New(size), ranges: map[*Range]struct{}{}}
 	return p.add(op, r)
 }
 
@@ -128,7 +130,7 @@ func (p *Provider) add(op string, r *resource) error {
 		return ib.Errorf(op, syscall.ENODEV, "the memory was taken away meanwhile")
 	}
 	for _, other := range p.resources {
-		if !other.gone && other.bar.Index == r.bar.Index && r.offset < other.offset+other.pool.size && other.offset < r.offset+r.pool.size {
+		if !other.gone && other.bar.Index == r.bar.Index && r.offset < other.offset+other.pool.Size() && other.offset < r.offset+r.pool.Size() {
 			return ib.Errorf(op, syscall.ENOMEM, "BAR %d from %#x on is added already", r.bar.Index, other.offset)
 		}
 	}
@@ -144,14 +146,14 @@ func (p *Provider) add(op string, r *resource) error {
 // page; EOPNOTSUPP, ENOMEM and ENODEV as AddResource.
 func (p *Provider) AddBuffer(ctx context.Context, bar int, offset uint64, buf *dmabuf.Buffer) error {
 	const op = "p2p_add_buffer"
-	if buf == nil || buf.Size() < pageSize || offset%pageSize != 0 {
+	if buf == nil || buf.Size() < pages.Size || offset%pages.Size != 0 {
 		return ib.Errorf(op, syscall.EINVAL, "a buffer of at least a page is added at a multiple of a page")
 	}
 	b, size, err := p.part(op, bar, buf.Size(), offset)
 	if err != nil {
 		return err
 	}
-	r := &resource{p: p, bar: b, offset: offset, pool: newPool(size), ranges: map[*Range]struct{}{}}
+	r := &resource{p: p, bar: b, offset: offset, pool: pages.New(size), ranges: map[*Range]struct{}{}}
 	if err := r.attach(ctx, buf); err != nil {
 		return err
 	}
@@ -268,12 +270,12 @@ func (p *Provider) Published() bool {
 
 // Size returns how much memory there is.
 func (p *Provider) Size() uint64 {
-	return p.sum(func(r *resource) uint64 { return r.pool.size })
+	return p.sum(func(r *resource) uint64 { return r.pool.Size() })
 }
 
 // Available returns how much memory is free.
 func (p *Provider) Available() uint64 {
-	return p.sum(func(r *resource) uint64 { return r.pool.available() })
+	return p.sum(func(r *resource) uint64 { return r.pool.Available() })
 }
 
 func (p *Provider) sum(of func(*resource) uint64) (n uint64) {
@@ -304,11 +306,8 @@ func (p *Provider) Alloc(n uint64) (*Range, error) {
 			continue
 		}
 		alive = true
-		if n > r.pool.size {
-			continue
-		}
-		if off, ok := r.pool.alloc(n); ok {
-			g := &Range{res: r, off: off, n: n, maps: map[*Mapping]struct{}{}}
+		if got, ok := r.pool.Alloc(n); ok {
+			g := &Range{res: r, off: got.Off, n: n, pages: got, maps: map[*Mapping]struct{}{}}
 			r.ranges[g] = struct{}{}
 			return g, nil
 		}
@@ -376,7 +375,7 @@ func (g *Range) Free() error {
 	g.freed = true
 	if _, ok := g.res.ranges[g]; ok {
 		delete(g.res.ranges, g)
-		g.res.pool.release(g.off, g.n)
+		g.res.pool.Free(g.pages)
 	}
 	return nil
 }

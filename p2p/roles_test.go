@@ -110,54 +110,6 @@ func TestAlloc(t *testing.T) {
 	}
 }
 
-// The pool against a plain list of pages.
-func TestPoolByChance(t *testing.T) {
-	r, _ := seeds(t)
-	const pages = 64
-	p := newPool(pages*pageSize + 100)
-	var taken [pages]bool
-	var live []extent
-	for range 5000 {
-		if len(live) > 0 && r.IntN(2) == 0 {
-			i := r.IntN(len(live))
-			e := live[i]
-			live = slices.Delete(live, i, i+1)
-			p.release(e.off, e.n)
-			for k := e.off / pageSize; k < (e.off+roundUp(e.n))/pageSize; k++ {
-				taken[k] = false
-			}
-		} else {
-			n := 1 + r.Uint64N(12*pageSize)
-			need := int(roundUp(n) / pageSize)
-			first := -1
-			for i := 0; i+need <= pages && first < 0; i++ {
-				if !slices.Contains(taken[i:i+need], true) {
-					first = i
-				}
-			}
-			off, ok := p.alloc(n)
-			if ok != (first >= 0) || ok && off != uint64(first)*pageSize {
-				t.Fatalf("%d pages: %d, %v; want page %d", need, off/pageSize, ok, first)
-			}
-			if ok {
-				live = append(live, extent{off, n})
-				for i := range need {
-					taken[first+i] = true
-				}
-			}
-		}
-		free := 0
-		for _, b := range taken {
-			if !b {
-				free++
-			}
-		}
-		if p.available() != uint64(free)*pageSize {
-			t.Fatalf("%d bytes are free, want %d pages", p.available(), free)
-		}
-	}
-}
-
 // A client gets the bus address behind the switch, the CPU's address through the host bridge, an
 // address of the IOMMU if that is on, and a refusal with the reason.
 func TestMap(t *testing.T) {

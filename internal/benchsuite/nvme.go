@@ -61,19 +61,6 @@ type noDisk struct{ nvme.Namespace }
 
 func (noDisk) ReadAt(p []byte, _ int64) (int, error) { return len(p), nil }
 
-// busMemory is the host's memory on the controller's bus.
-type busMemory struct {
-	space pci.Space
-	next  atomic.Uint64
-}
-
-func (m *busMemory) Alloc(n int) (driver.Memory, error) {
-	b := make([]byte, (n+4095)/4096*4096)
-	n = len(b) + 4096 // a hole behind each
-	addr := m.next.Add(uint64(n)) - uint64(n) + 1<<30
-	return driver.Memory{Bytes: b, Addr: addr}, m.space.Add(addr, b)
-}
-
 // nvmeRig is a controller with a disk, a target that serves it, and a host.
 type nvmeRig struct {
 	storage *driver.Storage
@@ -95,13 +82,13 @@ func (b *bench) newNVMe() (*nvmeRig, error) {
 	if err := disks.AddNamespace(1, &slowDisk{Namespace: memory}); err != nil {
 		return nil, err
 	}
-	bus, cmb := new(busMemory), make([]byte, nvmeCMB)
-	model, err := pci.New(pci.Config{Subsystem: disks, Bus: &bus.space, CMB: &pci.CMB{Memory: cmb}})
+	bus, cmb := new(pci.Space), make([]byte, nvmeCMB)
+	model, err := pci.New(pci.Config{Subsystem: disks, Bus: bus, CMB: &pci.CMB{Memory: cmb}})
 	if err != nil {
 		return nil, err
 	}
 	b.later(func() error { model.Close(); return nil })
-	c, err := driver.Open(model, bus, &driver.Config{MapBAR: func(int, uint64, uint64) (driver.Memory, error) {
+	c, err := driver.Open(model, driver.NewHostMemory(bus), &driver.Config{MapBAR: func(int, uint64, uint64) (driver.Memory, error) {
 		return driver.Memory{Bytes: cmb, Addr: nvmeBus}, nil
 	}})
 	if err != nil {

@@ -105,8 +105,9 @@ func modelRig(ctx context.Context, t *testing.T) (*drivertest.Rig, nvme.Namespac
 	if err := sub.AddNamespace(1, disk); err != nil {
 		t.Fatal(err)
 	}
-	host, cmb := &ram{}, make([]byte, 1<<20)
-	model, err := pci.New(pci.Config{Subsystem: sub, Bus: &host.bus, MDTS: 7, CMB: &pci.CMB{Memory: cmb}})
+	bus, cmb := new(pci.Space), make([]byte, 1<<20)
+	host := driver.NewHostMemory(bus)
+	model, err := pci.New(pci.Config{Subsystem: sub, Bus: bus, MDTS: 7, CMB: &pci.CMB{Memory: cmb}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -4,23 +4,11 @@ import (
 	"context"
 	"fmt"
 	"log"
-	"sync/atomic"
 
 	"github.com/verbena-rdma/verbena/nvme"
 	"github.com/verbena-rdma/verbena/nvme/driver"
 	"github.com/verbena-rdma/verbena/nvme/pci"
 )
-
-// ram is a host's memory on the bus of the model.
-type ram struct {
-	bus  pci.Space
-	next atomic.Uint64
-}
-
-func (r *ram) Alloc(n int) (driver.Memory, error) {
-	m := driver.Memory{Bytes: make([]byte, n), Addr: r.next.Add(1 << 30)}
-	return m, r.bus.Add(m.Addr, m.Bytes)
-}
 
 // A controller in software with a disk of 1 MiB, and a driver that writes to it.
 func Example() {
@@ -36,8 +24,9 @@ func Example() {
 	if err := sub.AddNamespace(1, disk); err != nil {
 		log.Fatal(err)
 	}
-	host := &ram{}
-	model, err := pci.New(pci.Config{Subsystem: sub, Bus: &host.bus})
+	bus := new(pci.Space)
+	host := driver.NewHostMemory(bus)
+	model, err := pci.New(pci.Config{Subsystem: sub, Bus: bus})
 	if err != nil {
 		log.Fatal(err)
 	}

@@ -52,12 +52,12 @@ func TestRegistersThatLie(t *testing.T) {
 		{"too many queues", fixed{cap: good}, Config{IOQueues: 65535}, syscall.EINVAL},
 	} {
 		t.Run(tt.what, func(t *testing.T) {
-			h := &host{}
+			h := newHost()
 			if _, err := Open(&tt.regs, h, &tt.cfg); !errors.Is(err, tt.want) {
 				t.Errorf("%v, should be %v", err, tt.want)
 			}
-			if h.used != 0 {
-				t.Errorf("%d pieces of memory were not given back", h.used)
+			if h.Used() != 0 {
+				t.Errorf("%d pieces of memory were not given back", h.Used())
 			}
 		})
 	}

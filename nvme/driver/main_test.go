@@ -5,7 +5,6 @@ import (
 	"math/rand/v2"
 	"os"
 	"strconv"
-	"sync"
 	"testing"
 	"time"
 
@@ -50,28 +49,13 @@ func longTime(t testing.TB) context.Context {
 // host is a host's memory on a bus of the model.
 type host struct {
 	space pci.Space
-
-	mu   sync.Mutex // guards what follows
-	next uint64
-	used int // allocations that were not given back
+	*HostMemory
 }
 
-func (h *host) Alloc(n int) (Memory, error) {
-	b := make([]byte, pages(n))
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	addr := h.next + 1<<20
-	h.next += uint64(len(b)) + pageSize // a hole behind each
-	if err := h.space.Add(addr, b); err != nil {
-		return Memory{}, err
-	}
-	h.used++
-	return Memory{Bytes: b, Addr: addr, Release: sync.OnceFunc(func() {
-		_ = h.space.Remove(addr)
-		h.mu.Lock()
-		defer h.mu.Unlock()
-		h.used--
-	})}, nil
+func newHost() *host {
+	h := new(host)
+	h.HostMemory = NewHostMemory(&h.space)
+	return h
 }
 
 const (
@@ -91,7 +75,7 @@ type rig struct {
 
 func newRig(t testing.TB, dev pci.Config, cfg Config) *rig {
 	t.Helper()
-	r := &rig{host: &host{}}
+	r := &rig{host: newHost()}
 	r.sub = must(nvme.NewSubsystem(nvme.SubsystemConfig{NQN: testNQN, Serial: "S7"}))(t)
 	check(t, r.sub.AddNamespace(1, must(nvme.NewMemory(8<<20, 512))(t)))
 	dev.Subsystem, dev.Bus = r.sub, &r.host.space
@@ -113,8 +97,8 @@ func newRig(t testing.TB, dev pci.Config, cfg Config) *rig {
 	t.Cleanup(func() {
 		check(t, r.c.Close())
 		check(t, r.c.Close())
-		if r.host.used != 0 {
-			t.Errorf("%d pieces of memory were not given back", r.host.used)
+		if r.host.Used() != 0 {
+			t.Errorf("%d pieces of memory were not given back", r.host.Used())
 		}
 	})
 	list := must(r.c.Namespaces(longTime(t)))(t)

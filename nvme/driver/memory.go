@@ -1,11 +1,11 @@
 package driver
 
 import (
-	"slices"
 	"sync"
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
+	alloc "github.com/verbena-rdma/verbena/internal/pages"
 )
 
 // Memory is bytes that the controller reaches, in one piece on the bus.
@@ -45,15 +45,11 @@ func pages(n int) int { return (n + pageSize - 1) &^ (pageSize - 1) }
 type cmb struct {
 	mem Memory
 
-	mu   sync.Mutex // guards free
-	free []span     // sorted, no two adjacent
+	mu   sync.Mutex // guards pool
+	pool alloc.Pool
 }
 
-type span struct{ off, n int }
-
-func newCMB(mem Memory) *cmb {
-	return &cmb{mem: mem, free: []span{{0, len(mem.Bytes) &^ (pageSize - 1)}}}
-}
+func newCMB(mem Memory) *cmb { return &cmb{mem: mem, pool: alloc.New(uint64(len(mem.Bytes)))} }
 
 // Alloc takes whole pages from the first place that has enough.
 //
@@ -63,40 +59,17 @@ func (c *cmb) Alloc(n int) (Memory, error) {
 	if n <= 0 {
 		return Memory{}, ib.Errorf(op, syscall.EINVAL, "%d bytes", n)
 	}
-	if n > len(c.mem.Bytes) {
-		return Memory{}, ib.Errorf(op, syscall.ENOMEM, "%d bytes: the buffer has %d", n, len(c.mem.Bytes))
-	}
-	n = pages(n)
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for i := range c.free {
-		f := &c.free[i]
-		if f.n < n {
-			continue
-		}
-		got := span{f.off, n}
-		f.off, f.n = f.off+n, f.n-n
-		if f.n == 0 {
-			c.free = slices.Delete(c.free, i, i+1)
-		}
-		m := c.mem.Slice(got.off, n)
-		m.Release = sync.OnceFunc(func() { c.release(got) })
-		return m, nil
+	got, ok := c.pool.Alloc(uint64(n))
+	if !ok {
+		return Memory{}, ib.Errorf(op, syscall.ENOMEM, "%d bytes: of the buffer's %d, %d are free", n, c.pool.Size(), c.pool.Available())
 	}
-	return Memory{}, ib.Errorf(op, syscall.ENOMEM, "%d bytes", n)
-}
-
-func (c *cmb) release(s span) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	i, _ := slices.BinarySearchFunc(c.free, s.off, func(f span, off int) int { return f.off - off })
-	c.free = slices.Insert(c.free, i, s)
-	if i+1 < len(c.free) && c.free[i].off+c.free[i].n == c.free[i+1].off {
-		c.free[i].n += c.free[i+1].n
-		c.free = slices.Delete(c.free, i+1, i+2)
-	}
-	if i > 0 && c.free[i-1].off+c.free[i-1].n == c.free[i].off {
-		c.free[i-1].n += c.free[i].n
-		c.free = slices.Delete(c.free, i, i+1)
-	}
+	m := c.mem.Slice(int(got.Off), int(got.N)) //nolint:gosec // inside the memory
+	m.Release = sync.OnceFunc(func() {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.pool.Free(got)
+	})
+	return m, nil
 }

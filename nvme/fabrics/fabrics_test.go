@@ -502,7 +502,7 @@ func TestCanceled(t *testing.T) {
 	eventually(t, "all slots and all memory are free", func() bool {
 		q.mu.Lock()
 		defer q.mu.Unlock()
-		return len(q.unused) == 4 && len(q.memory.gaps) == 1 && q.memory.gaps[0].n == len(q.memory.mem)/page*page
+		return len(q.unused) == 4 && q.memory.pool.Available() == q.memory.pool.Size()
 	})
 }
 
@@ -613,39 +613,6 @@ func TestConfigs(t *testing.T) {
 		if h, err := Dial(longTime(t), "127.0.0.1:4420", cfg); !errors.Is(err, syscall.EINVAL) {
 			t.Errorf("%+v: %v", cfg, err)
 			_ = h.Close()
-		}
-	}
-}
-
-func TestSlab(t *testing.T) {
-	r := seeded(t)
-	s := &slab{mem: make([]byte, 64*page), gaps: []part{{0, 64 * page}}}
-	var taken []part
-	for range 5000 {
-		if len(taken) > 0 && r.IntN(2) == 0 {
-			i := r.IntN(len(taken))
-			s.free(taken[i])
-			taken[i] = taken[len(taken)-1]
-			taken = taken[:len(taken)-1]
-		} else if p, ok := s.alloc(1 + r.IntN(8*page)); ok {
-			taken = append(taken, p)
-		}
-		used := make([]bool, 64)
-		mark := func(p part) {
-			for i := p.off / page; i < (p.off+p.n)/page; i++ {
-				if used[i] {
-					t.Fatalf("page %d is in two parts", i)
-				}
-				used[i] = true
-			}
-		}
-		for _, p := range append(append([]part{}, taken...), s.gaps...) {
-			mark(p)
-		}
-		for i, u := range used {
-			if !u {
-				t.Fatalf("page %d is lost", i)
-			}
 		}
 	}
 }

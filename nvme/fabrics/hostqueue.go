@@ -8,6 +8,7 @@ import (
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/cm"
+	"github.com/verbena-rdma/verbena/internal/pages"
 	"github.com/verbena-rdma/verbena/nvme"
 	"github.com/verbena-rdma/verbena/verbs"
 )
@@ -58,7 +59,7 @@ type hostQueue struct {
 // hostSlot is a command on its way. It is over when its capsule is known to have arrived, and its answer has come.
 type hostSlot struct {
 	done   chan nvme.Completion // nil: the slot is not in use
-	part   part                 // the memory of its data
+	part   pages.Range          // the memory of its data
 	sent   bool
 	answer *nvme.Completion
 	left   bool // nobody waits for it any more
@@ -93,8 +94,8 @@ func (h *Host) newQueue(ctx context.Context, qid uint16, size, room int) (q *hos
 	if err != nil {
 		return q, err
 	}
-	q.memory = &slab{mr: mr, mem: mr.Bytes(), gaps: []part{{0, int(mr.Length()) / page * page}}} //nolint:gosec // as it was asked for
-	want := request{qid: qid, recvSize: uint16(size), sendSize: uint16(size - 1)}                //nolint:gosec // at most maxQueueSize
+	q.memory = newSlab(mr, mr.Bytes(), nil)
+	want := request{qid: qid, recvSize: uint16(size), sendSize: uint16(size - 1)} //nolint:gosec // at most maxQueueSize
 	if qid != 0 {
 		want.controller = h.controller
 	}
@@ -252,8 +253,8 @@ func (q *hostQueue) overLocked(i int) {
 
 // freeLocked gives a slot and its memory back.
 func (q *hostQueue) freeLocked(i int) {
-	if s := &q.slots[i]; s.part.n > 0 {
-		q.memory.free(s.part)
+	if s := &q.slots[i]; s.part.N > 0 {
+		q.memory.pool.Free(s.part)
 	}
 	q.slots[i] = hostSlot{}
 	q.unused = append(q.unused, uint16(i)) //nolint:gosec // at most maxQueueSize
@@ -261,7 +262,7 @@ func (q *hostQueue) freeLocked(i int) {
 }
 
 // begin gets a slot, and memory for data. The caller is one of users then.
-func (q *hostQueue) begin(ctx context.Context, n int) (cid uint16, p part, done chan nvme.Completion, err error) {
+func (q *hostQueue) begin(ctx context.Context, n int) (cid uint16, p pages.Range, done chan nvme.Completion, err error) {
 	stop := context.AfterFunc(ctx, func() {
 		q.mu.Lock() // nobody is between looking and waiting
 		defer q.mu.Unlock()
@@ -280,7 +281,7 @@ func (q *hostQueue) begin(ctx context.Context, n int) (cid uint16, p part, done 
 		if len(q.unused) > 0 {
 			ok := n == 0
 			if !ok {
-				p, ok = q.memory.alloc(n)
+				p, ok = q.memory.pool.Alloc(uint64(n)) //nolint:gosec // positive
 			}
 			if ok {
 				break
@@ -337,9 +338,9 @@ func (q *hostQueue) do(ctx context.Context, cmd nvme.Command, data []byte, dir n
 		d = nvme.SGL{Type: nvme.SGLData, Sub: nvme.SGLOffset, Length: uint32(len(data))} //nolint:gosec // at most room
 		length += copy(capsule[commandBytes:], data)
 	default:
-		d.Addr, d.Length, d.Key = q.memory.mr.Addr()+uint64(p.off), uint32(len(data)), q.memory.mr.RKey() //nolint:gosec // at most transfer
+		d.Addr, d.Length, d.Key = q.memory.mr.Addr()+p.Off, uint32(len(data)), q.memory.mr.RKey() //nolint:gosec // at most transfer
 		if dir == nvme.FromHost {
-			copy(q.memory.bytes(p), data)
+			copy(q.memory.bytes(p, len(data)), data)
 		}
 	}
 	cmd.SetSGL(d)
@@ -354,7 +355,7 @@ func (q *hostQueue) do(ctx context.Context, cmd nvme.Command, data []byte, dir n
 			return c, ErrEnded
 		}
 		if dir == nvme.ToHost && c.Status == nvme.StatusSuccess {
-			copy(data, q.memory.bytes(p))
+			copy(data, q.memory.bytes(p, len(data)))
 		}
 		q.finish(cid, true)
 		return c, nil

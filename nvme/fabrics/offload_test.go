@@ -11,22 +11,21 @@ import (
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
-// busMemory is the host's memory on the bus of a controller in software.
+// busMemory is the host's memory on the bus of a controller in software. It remembers all that was allocated.
 type busMemory struct {
 	space pci.Space
-	mu    sync.Mutex // guards what follows
-	next  uint64
-	all   [][]byte
+	*driver.HostMemory
+
+	mu  sync.Mutex // guards all
+	all [][]byte
 }
 
 func (m *busMemory) Alloc(n int) (driver.Memory, error) {
-	b := make([]byte, (n+page-1)/page*page)
+	got, err := m.HostMemory.Alloc(n)
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	addr := m.next + 1<<20
-	m.next += uint64(len(b)) + page
-	m.all = append(m.all, b)
-	return driver.Memory{Bytes: b, Addr: addr}, m.space.Add(addr, b)
+	m.all = append(m.all, got.Bytes)
+	return got, err
 }
 
 // offload is a target whose disk is a controller's, and whose data passes through the memory buffer of that controller, or
@@ -44,6 +43,7 @@ func newOffload(t testing.TB, size int64, inCMB bool) *offload {
 	t.Helper()
 	const cmbAddr = 0x4000000000
 	o := &offload{cmb: make([]byte, 16<<20)}
+	o.memory.HostMemory = driver.NewHostMemory(&o.memory.space)
 	disks := disk(t, size, 4096)
 	o.model = must[*pci.Controller](t)(pci.New(pci.Config{Subsystem: disks, Bus: &o.memory.space, CMB: &pci.CMB{Memory: o.cmb}}))
 	t.Cleanup(o.model.Close)

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/verbena-rdma/verbena/cm"
+	"github.com/verbena-rdma/verbena/internal/pages"
 	"github.com/verbena-rdma/verbena/nvme"
 	"github.com/verbena-rdma/verbena/verbs"
 )
@@ -64,7 +65,7 @@ type slot struct {
 	need  int // bytes that the command moves
 	dir   nvme.Direction
 	data  [1][]byte // what the command works on; part is where that lies
-	part  part
+	part  pages.Range
 	wrs   [2]verbs.SendWR
 	sge   [1]verbs.SGE
 	reply [answerBytes]byte
@@ -250,9 +251,9 @@ func (q *queue) completed(wc *verbs.WC) bool {
 
 // release ends the use of a slot, and lets what waits for it or for its memory go on.
 func (q *queue) release(s *slot) bool {
-	if s.part.n > 0 {
-		q.memory.free(s.part)
-		s.part = part{}
+	if s.part.N > 0 {
+		q.memory.pool.Free(s.part)
+		s.part = pages.Range{}
 		for len(q.backlog) > 0 && q.fetch(q.backlog[0]) {
 			q.backlog = q.backlog[1:]
 		}
@@ -361,15 +362,15 @@ func (q *queue) fetch(s *slot) bool {
 		return true
 	}
 	var ok bool
-	if s.part, ok = q.memory.alloc(s.need); !ok {
+	if s.part, ok = q.memory.pool.Alloc(uint64(s.need)); !ok {
 		return false
 	}
-	s.data[0] = q.memory.bytes(s.part)[:s.need]
+	s.data[0] = q.memory.bytes(s.part, s.need)
 	if s.dir == nvme.ToHost {
 		q.run(s)
 		return true
 	}
-	s.sge[0] = q.memory.mr.SGE(s.part.off, s.need)
+	s.sge[0] = q.memory.sge(s.part, s.need)
 	s.wrs[0] = verbs.SendWR{ID: idRead | uint64(s.i), Op: verbs.OpRDMARead, Flags: verbs.SendSignaled, SGL: s.sge[:], RemoteAddr: s.where.Addr, RKey: s.where.Key}
 	q.post(s.wrs[:1])
 	return true
@@ -444,7 +445,7 @@ func (q *queue) answer(s *slot, c nvme.Completion) {
 	c.Put(&s.reply)
 	n := 0
 	if s.dir == nvme.ToHost && c.Status == nvme.StatusSuccess && s.need > 0 {
-		s.sge[0] = q.memory.mr.SGE(s.part.off, s.need)
+		s.sge[0] = q.memory.sge(s.part, s.need)
 		s.wrs[0] = verbs.SendWR{Op: verbs.OpRDMAWrite, SGL: s.sge[:], RemoteAddr: s.where.Addr, RKey: s.where.Key}
 		q.t.stats.written.Add(uint64(s.need))
 		n = 1

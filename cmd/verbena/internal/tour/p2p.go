@@ -164,24 +164,22 @@ func vanishStep(l *lab) (string, error) {
 	})
 }
 
-// busMemory is the host's memory on the bus of a controller.
+// busMemory is the host's memory on the bus of a controller. It remembers all that was allocated.
 type busMemory struct {
 	space pci.Space
-	mu    sync.Mutex // guards what follows
-	next  uint64
-	all   [][]byte
+	*driver.HostMemory
+
+	mu  sync.Mutex // guards all
+	all [][]byte
 }
 
 // Alloc returns memory that the controller reaches.
 func (m *busMemory) Alloc(n int) (driver.Memory, error) {
-	const page = 4096
-	b := make([]byte, (n+page-1)/page*page)
+	got, err := m.HostMemory.Alloc(n)
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	addr := m.next + 1<<20
-	m.next += uint64(len(b)) + page
-	m.all = append(m.all, b)
-	return driver.Memory{Bytes: b, Addr: addr}, m.space.Add(addr, b)
+	m.all = append(m.all, got.Bytes)
+	return got, err
 }
 
 // contains reports whether some of the memory has these bytes.
@@ -205,6 +203,7 @@ const (
 // passes through the memory buffer of the disk's controller, or through memory of the host.
 func diskStep(l *lab, peer bool) (string, error) {
 	memory, buffer := new(busMemory), make([]byte, 16<<20)
+	memory.HostMemory = driver.NewHostMemory(&memory.space)
 	data := bytes.Clone(l.source(l.a, half))
 	if err := thereAndBack(l, memory, buffer, data, peer); err != nil {
 		return "", err
