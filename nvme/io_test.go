@@ -336,7 +336,7 @@ func TestDiscardWithoutHoles(t *testing.T) {
 			t.Errorf("a read at %d", bad[0])
 		}
 	}
-	check(t, os.Truncate(path, 512)) // somebody else shortens the file
+	check(t, os.Truncate(path, 512)) // another program shortens the file
 	if _, err := f.ReadAt(make([]byte, 1024), 0); err == nil {
 		t.Error("bytes that the file does not have")
 	}

@@ -175,7 +175,7 @@ func (m *Mapping) translate(address, n uint64) (uint64, error) {
 	return iovaBase + got.Off + in, nil
 }
 
-// Client returns who has mapped it.
+// Client returns the client that has mapped the list.
 func (m *Mapping) Client() *Client { return m.client }
 
 // DMA returns the segments as the device addresses them.

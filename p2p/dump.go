@@ -11,7 +11,7 @@ import (
 )
 
 // Dump writes the files of /sys and /proc from which [ReadSys] makes the same topology: for tests,
-// and to show a machine to somebody else. It has neither serial numbers nor network addresses. dir
+// and to show a machine elsewhere. It has neither serial numbers nor network addresses. dir
 // is made, and must be empty if it is there.
 func (t *Topology) Dump(dir string) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {

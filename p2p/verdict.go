@@ -2,7 +2,7 @@ package p2p
 
 // Stages of a verdict: the nearest common bridge (common), ACS redirects on the way to it, and if
 // the way leads up to the host bridges, whether the kernel trusts those (throughHosts). A decision
-// is small and cached; the words are made when somebody asks for them.
+// is small and cached; the words are made when Verdict is called.
 
 import (
 	"fmt"

@@ -19,7 +19,7 @@
 // # When memory is freed
 //
 // [Buffer.Free] first ends the device's accesses: a peer's later requests end in access errors, and
-// nothing goes wrong on the GPU. Memory that was adopted is freed by somebody else. Call Free of the adopted Buffer
+// nothing goes wrong on the GPU. The owner of memory that was adopted frees it. Call Free of the adopted Buffer
 // before that: it ends the accesses, and frees nothing. Without it each request still compares the number that the driver gives an
 // allocation, and fails if it has changed, but a copy that is under way at that moment may fail in the driver, which ends
 // the context's usefulness.

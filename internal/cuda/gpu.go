@@ -202,8 +202,7 @@ func (g *GPU) Unmap(addr, size uint64) error {
 	return g.in("cuda_unmap", fnUnmap, func() Result { return g.drv.unmapAllocation(addr, size) })
 }
 
-// Leave makes the device leave memory that somebody else is about to free: regions that begin before its end, and end
-// behind its beginning.
+// Leave makes the device leave memory that its owner is about to free: all regions that share a byte with it.
 func (g *GPU) Leave(addr, n uint64) {
 	g.drv.revoke(func(m *Memory) bool { return m.card.ctx == g.ctx && m.addr < addr+n && addr < m.addr+m.n })
 }

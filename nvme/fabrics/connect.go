@@ -144,7 +144,7 @@ type properties struct {
 func (p *properties) ready() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.csts&nvme.CSTSReady != 0
+	return p.csts&nvme.CSTSReady != 0 && p.csts&nvme.CSTSShutdownMask == 0
 }
 
 func (p *properties) get(of nvme.Property) nvme.Completion {
@@ -185,8 +185,7 @@ func (p *properties) set(of nvme.Property) nvme.Completion {
 	}
 	switch {
 	case cc.Shutdown() != 0 && before.Shutdown() == 0:
-		p.csts = p.csts&^(nvme.CSTSReady|nvme.CSTSShutdownMask) | nvme.CSTSShutdownDone
-		p.cc &^= nvme.CCEnable
+		p.csts = p.csts&^nvme.CSTSShutdownMask | nvme.CSTSShutdownDone
 	case cc.Shutdown() == 0:
 		p.csts &^= nvme.CSTSShutdownMask
 	}

@@ -96,8 +96,8 @@ type StatusError struct {
 // Error says which command, and what the target says.
 func (e *StatusError) Error() string { return fmt.Sprintf("nvme: %s: %v", e.Command, e.Status) }
 
-// Dial connects to a subsystem of the target at an address, "host:port". The local address is that of Config.Local, or
-// there is a Device in the Config.
+// Dial connects to a subsystem of the target at an address, "host:port". Without a Device in the
+// Config it opens the default one.
 //
 // Errors: EINVAL for a configuration that cannot be; *RefusedError if the target refuses a queue; *StatusError if it refuses
 // the host; those of cm.Dial.

@@ -41,6 +41,7 @@ type hostQueue struct {
 	channel  *verbs.Channel
 	cq       *verbs.CQ
 	answers  *verbs.MR
+	receives []verbs.RecvWR
 	capsules *verbs.MR
 	memory   *slab
 
@@ -87,6 +88,9 @@ func (h *Host) newQueue(ctx context.Context, qid uint16, size, room int) (q *hos
 	if q.answers, err = h.pd.AllocMR(size*answerBytes, verbs.AccessLocalWrite); err != nil {
 		return q, err
 	}
+	for i := range size {
+		q.receives = append(q.receives, verbs.RecvWR{ID: idRecv | uint64(i), SGL: []verbs.SGE{q.answers.SGE(i*answerBytes, answerBytes)}}) //nolint:gosec // an index
+	}
 	if q.capsules, err = h.pd.AllocMR(size*(commandBytes+room), 0); err != nil {
 		return q, err
 	}
@@ -122,7 +126,7 @@ func (h *Host) newQueue(ctx context.Context, qid uint16, size, room int) (q *hos
 }
 
 func (q *hostQueue) receive(qp *verbs.QP, i int) error {
-	_, err := qp.PostRecv([]verbs.RecvWR{{ID: idRecv | uint64(i), SGL: []verbs.SGE{q.answers.SGE(i*answerBytes, answerBytes)}}}) //nolint:gosec // an index
+	_, err := qp.PostRecv(q.receives[i : i+1])
 	return err
 }
 

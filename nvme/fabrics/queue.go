@@ -32,8 +32,9 @@ type queue struct {
 
 	channel  *verbs.Channel
 	cq       *verbs.CQ
-	capsules *verbs.MR // the receives, one for each slot
-	stride   int       // of capsules
+	capsules *verbs.MR // for the receives
+	receives []verbs.RecvWR
+	stride   int // of capsules
 	memory   *slab
 	slots    []slot
 	unused   []*slot
@@ -93,7 +94,10 @@ func (q *queue) allocate() (err error) {
 	if q.capsules, err = q.t.pd.AllocMR(q.size*q.stride, verbs.AccessLocalWrite); err != nil {
 		return err
 	}
-	want := q.size*4096 + 2*q.t.cfg.MaxTransfer
+	for i := range q.size {
+		q.receives = append(q.receives, verbs.RecvWR{ID: idRecv | uint64(i), SGL: []verbs.SGE{q.capsules.SGE(i*q.stride, q.stride)}}) //nolint:gosec // an index
+	}
+	want := q.size*page + 2*q.t.cfg.MaxTransfer
 	if q.memory, err = q.t.newSlab(want); err != nil {
 		return err
 	}
@@ -125,7 +129,7 @@ func (q *queue) connect(r *cm.Request) (err error) {
 
 // receive posts a receive.
 func (q *queue) receive(qp *verbs.QP, i int) error {
-	_, err := qp.PostRecv([]verbs.RecvWR{{ID: idRecv | uint64(i), SGL: []verbs.SGE{q.capsules.SGE(i*q.stride, q.stride)}}}) //nolint:gosec // an index
+	_, err := qp.PostRecv(q.receives[i : i+1])
 	return err
 }
 
