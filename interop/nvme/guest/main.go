@@ -105,7 +105,7 @@ func try(address string, tell func(Line)) (err error) {
 	if len(list) != 1 {
 		return fmt.Errorf("namespaces %+v", list)
 	}
-	r := &drivertest.Rig{C: c, DMA: dev, NS: list[0], Seed: seed}
+	r := &drivertest.Rig{C: c, DMA: dev, NS: list[0], Seed: seed, QuietResets: true}
 	outcomes, err := drivertest.Outcomes(ctx, r)
 	if err != nil {
 		return err
