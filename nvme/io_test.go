@@ -6,6 +6,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"syscall"
 	"testing"
@@ -14,20 +15,62 @@ import (
 // both runs a test over memory and over a file.
 func both(t *testing.T, size int64, blockSize int, test func(t *testing.T, ns Namespace)) {
 	t.Run("memory", func(t *testing.T) { test(t, must(NewMemory(size, blockSize))(t)) })
-	t.Run("file", func(t *testing.T) {
-		path := filepath.Join(t.TempDir(), "disk")
-		check(t, os.WriteFile(path, nil, 0o600))
-		check(t, os.Truncate(path, size+100)) // what is no whole block is not used
-		f := must(OpenFile(path, blockSize, false))(t)
-		defer func() {
-			check(t, f.Close())
-			check(t, f.Close())
-		}()
-		if f.Size() != size {
-			t.Fatalf("%d bytes, should be %d", f.Size(), size)
+	for name, cfg := range map[string]FileConfig{"file": {BlockSize: blockSize}, "direct": {BlockSize: blockSize, Direct: true}} {
+		t.Run(name, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "disk")
+			check(t, os.WriteFile(path, nil, 0o600))
+			check(t, os.Truncate(path, size+100)) // what is no whole block is not used
+			f, err := OpenFile(path, cfg)
+			if cfg.Direct && errors.Is(err, syscall.EINVAL) {
+				t.Skip("kernel: this file system has no O_DIRECT, or none by such blocks: ", err)
+			}
+			check(t, err)
+			defer func() {
+				check(t, f.Close())
+				check(t, f.Close())
+			}()
+			if f.Size() != size {
+				t.Fatalf("%d bytes, should be %d", f.Size(), size)
+			}
+			test(t, f)
+		})
+	}
+}
+
+// A file with Direct moves data that begins where the disk can take it, and copies other data. What another reader of the
+// file sees is the same.
+func TestDirect(t *testing.T) {
+	const size = 3 << 20 // more than one lock guards
+	both(t, size, 4096, func(t *testing.T, ns Namespace) {
+		f, ok := ns.(*File)
+		if !ok || !f.cfg.Direct {
+			return
 		}
-		test(t, f)
+		rnd := seeded(t)
+		room := alignedBytes(size + 4096)
+		for i, off := range []int{0, 1} {
+			before := f.Stats()
+			fill(room, rnd)
+			must(f.WriteAt(room[off:][:size], 0))(t)
+			got := must(os.ReadFile(f.f.Name()))(t)
+			if !bytes.Equal(got[:size], room[off:][:size]) {
+				t.Error("the file has other bytes")
+			}
+			clear(room)
+			must(f.ReadAt(room[off:][:size], 0))(t)
+			if !bytes.Equal(got[:size], room[off:][:size]) {
+				t.Error("other bytes were read")
+			}
+			st := f.Stats()
+			moved := []uint64{st.Direct - before.Direct, st.Copied - before.Copied}
+			if want := []uint64{2 * size * uint64(1-i), 2 * size * uint64(i)}; !slices.Equal(moved, want) {
+				t.Errorf("at offset %d: %v bytes by the disk and copied, should be %v", off, moved, want)
+			}
+		}
 	})
+	if _, err := OpenFile(filepath.Join(t.TempDir(), "none"), FileConfig{BlockSize: 4096, Direct: true}); !errors.Is(err, syscall.ENOENT) {
+		t.Error(err)
+	}
 }
 
 func TestReadWrite(t *testing.T) {
@@ -157,7 +200,7 @@ func TestIOErrors(t *testing.T) {
 func TestReadOnly(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "disk")
 	check(t, os.WriteFile(path, bytes.Repeat([]byte{7}, 8192), 0o400))
-	f := must(OpenFile(path, 512, true))(t)
+	f := must(OpenFile(path, FileConfig{BlockSize: 512, ReadOnly: true}))(t)
 	defer f.Close()
 	r := newRig(t, f, ControllerConfig{})
 	buf := make([]byte, 512)
@@ -254,7 +297,7 @@ func TestGeometry(t *testing.T) {
 	if _, err := NewMemory(1<<43, 512); !errors.Is(err, syscall.ENOMEM) {
 		t.Error(err)
 	}
-	if _, err := OpenFile(filepath.Join(t.TempDir(), "none"), 512, false); !errors.Is(err, syscall.ENOENT) {
+	if _, err := OpenFile(filepath.Join(t.TempDir(), "none"), FileConfig{BlockSize: 512}); !errors.Is(err, syscall.ENOENT) {
 		t.Error(err)
 	}
 	// Storage of which little is written takes little memory.
@@ -314,7 +357,7 @@ func TestDiscardWithoutHoles(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "disk")
 	content := bytes.Repeat([]byte{9}, 3<<20)
 	check(t, os.WriteFile(path, content, 0o600))
-	f := must(OpenFile(path, 512, false))(t)
+	f := must(OpenFile(path, FileConfig{BlockSize: 512}))(t)
 	defer f.Close()
 	tries := 0
 	f.hole = func(int64, int64) error { tries++; return syscall.EOPNOTSUPP }

@@ -24,6 +24,7 @@ import (
 	"github.com/verbena-rdma/verbena/cm"
 	"github.com/verbena-rdma/verbena/nvme"
 	"github.com/verbena-rdma/verbena/nvme/fabrics"
+	"github.com/verbena-rdma/verbena/p2p"
 	"github.com/verbena-rdma/verbena/verbs"
 )
 
@@ -32,6 +33,8 @@ var (
 	nqn     = flag.String("nqn", "nqn.2026-01.io.verbena:disk", "name of the subsystem")
 	file    = flag.String("file", "", "file with the disk; empty: memory")
 	size    = flag.Int64("size", 64<<20, "size of a disk in memory, in bytes")
+	direct  = flag.Bool("direct", false, "pass the kernel's cache of the file by")
+	peer    = flag.String("p2pmem", "", "PCI address of a device with memory for others, as 0000:01:00.0: data passes through it to the file, by -direct, and not through memory of the system")
 	block   = flag.Int("block", 4096, "size of a block, in bytes")
 	inline  = flag.Int("in-capsule", 4096, "bytes of a write that a command may bring along")
 	workers = flag.Int("workers", 0, "commands of a queue that are executed at a time; 0: one for memory, 8 for a file")
@@ -66,7 +69,7 @@ func disk() (*nvme.Subsystem, io.Closer, error) {
 		}
 		return s, io.NopCloser(nil), s.AddNamespace(1, m)
 	}
-	f, err := nvme.OpenFile(*file, *block, false)
+	f, err := nvme.OpenFile(*file, nvme.FileConfig{BlockSize: *block, Direct: *direct || *peer != ""})
 	if err != nil {
 		return nil, nil, err
 	}
@@ -86,6 +89,11 @@ func serve() error {
 	if *file != "" && *workers == 0 {
 		cfg.Workers = 8
 	}
+	if *peer != "" {
+		if cfg.Buffers, err = peerMemory(*peer); err != nil {
+			return err
+		}
+	}
 	if *verbose {
 		cfg.Log = slog.Default()
 	}
@@ -102,7 +110,20 @@ func serve() error {
 		return err
 	}
 	fmt.Printf("%d queues, %d commands; %d bytes read from hosts, %d written to them, %d came with commands\n", s.Connections, s.Commands, s.Read, s.Written, s.InCapsule)
+	if f, ok := closer.(*nvme.File); ok && (*direct || *peer != "") {
+		moved := f.Stats()
+		fmt.Printf("the disk has moved %d bytes itself, %d were copied; %d queues had no memory of a peer\n", moved.Direct, moved.Copied, s.OwnBuffers)
+	}
 	return closer.Close()
+}
+
+// peerMemory returns the memory of a device.
+func peerMemory(at string) (fabrics.Buffers, error) {
+	a, err := p2p.ParseAddress(at)
+	if err != nil {
+		return nil, err
+	}
+	return p2p.OpenSysProvider(a)
 }
 
 // show has a host write to the disk, and read it.

@@ -182,7 +182,7 @@ func (h *Host) present(write bool) error {
 		switch {
 		case lookErr != nil:
 			return nil // it is not known; each access is guarded against faults
-		case mapped && err == syscall.EINVAL:
+		case mapped && (err == syscall.EINVAL || allPresent(h.addr, h.length)):
 			return nil
 		case mapped:
 			errno = syscall.ENOMEM
@@ -193,6 +193,18 @@ func (h *Host) present(write bool) error {
 		rights = "writable"
 	}
 	return ib.Errorf("reg_mr", errno, "not all of %d bytes at %#x are %s memory", h.length, h.addr, rights)
+}
+
+// allPresent reports whether the page tables have all of some memory. Memory of a PCI device that the kernel gives to
+// processes (p2pmem/allocate) is mapped whole, and the kernel answers ENOMEM to whoever wants its pages present.
+func allPresent(addr uintptr, length uint64) bool {
+	start, end := sys.PageAlign(addr, uintptr(length))
+	absent := false
+	err := sys.Absent(start, end, func(uintptr, uintptr) bool {
+		absent = true
+		return false
+	})
+	return err == nil && !absent
 }
 
 // lock locks the pages, or notes why not.

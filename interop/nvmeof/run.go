@@ -21,13 +21,14 @@ var contents = vm.Contents{
 	},
 	Files: []vm.Program{{Name: "/etc/mke2fs.conf", Package: "e2fsprogs"}},
 	// The modules of the checksum come first: rxe looks the checksum up by name, so no dependency names them.
-	Modules: []string{"crc32_generic", "crc32_pclmul", "crc32c_generic", "veth", "rdma_rxe", "ext4", "brd", "nvme_rdma", "nvmet_rdma"},
+	Modules: []string{"crc32_generic", "crc32_pclmul", "crc32c_generic", "veth", "rdma_rxe", "ext4", "brd", "nvme", "nvme_rdma", "nvmet_rdma"},
 }
 
 // Line is what the guest says of a case.
 type Line struct {
 	Case   string
 	Error  string // why it failed; empty: it passed
+	Skip   string // why it was not run
 	Figure string // what it measured
 	End    bool   // there are no more cases
 }
@@ -76,6 +77,9 @@ func Run(ctx context.Context, o Options, sink func(Line)) error {
 	}
 	ended := false
 	m := vm.Machine{Kernel: kernel, Image: image, Share: o.Dir, Limit: o.Limit}
+	if m.Args, err = vm.Peers(o.Dir); err != nil {
+		return err
+	}
 	err = m.Run(ctx, func(b []byte) {
 		var l Line
 		if json.Unmarshal(b, &l) != nil {

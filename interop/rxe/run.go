@@ -15,6 +15,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -101,7 +102,7 @@ func Run(ctx context.Context, o Options, sink func(result.Line)) error {
 	if err := build(ctx, dir); err != nil {
 		return err
 	}
-	whole := !o.Order.Short && !o.Order.Soak && o.Order.Bench == 0
+	whole := !o.Order.Short && !o.Order.Soak && !o.Order.Peers && o.Order.Bench == 0
 	if whole {
 		if err := buildWhole(ctx, filepath.Join(dir, result.WholeDir)); err != nil {
 			return err
@@ -119,13 +120,23 @@ func Run(ctx context.Context, o Options, sink func(result.Line)) error {
 	if err != nil {
 		return err
 	}
-	image, err := vm.Image(ctx, kernel, contents)
+	has := contents
+	if o.Order.Peers {
+		has.Modules = slices.Concat(has.Modules, []string{"nvme"}) // the others leave controllers to vfio
+	}
+	image, err := vm.Image(ctx, kernel, has)
 	if err != nil {
 		return err
 	}
 	var ended end
 	m := vm.Machine{Kernel: kernel, Image: image, Share: dir, Limit: o.Limit, MemMB: o.MemMB}
-	if !o.Order.Short && o.Order.Bench == 0 {
+	switch {
+	case o.Order.Peers:
+		if m.Args, err = vm.Peers(dir); err != nil {
+			return err
+		}
+		m.Boot = "swiotlb=force" // the kernel counts what does not go from device to device
+	case !o.Order.Short && o.Order.Bench == 0:
 		m.Args, m.Boot = pciDevice, "intel_iommu=on"
 	}
 	err = m.Run(ctx, func(b []byte) {

@@ -41,6 +41,8 @@ var cases = []struct {
 	{"host/restart", false, hostRestart},
 	{"host/killed", true, hostKilled},
 	{"host/discovery", false, hostDiscovery},
+	{"offload/peer memory", false, offloaded},
+	{"offload/system memory", false, notOffloaded},
 	{"target/data", false, targetData},
 	{"target/refusals", false, targetRefusals},
 	{"speed", true, speed},

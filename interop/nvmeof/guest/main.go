@@ -52,7 +52,9 @@ func main() {
 		start := time.Now()
 		l := nvmeof.Line{Case: c.name}
 		figure, err := c.run()
-		if err != nil {
+		if errors.Is(err, errNoPeers) {
+			l.Skip = err.Error()
+		} else if err != nil {
 			l.Error = err.Error()
 		}
 		l.Figure = strings.TrimSpace(fmt.Sprintf("%s (%v)", figure, time.Since(start).Round(time.Millisecond)))

@@ -31,6 +31,7 @@ type testCase struct {
 	short   bool   // part of the short form
 	shortV4 bool   // the same, but over IPv4 only
 	soak    bool   // a long case, run only with Order.Soak
+	peers   bool   // one that needs the controllers of vm.Peers, run only with Order.Peers
 
 	family string // "v4" or "v6"
 	frame  int    // the interfaces' MTU. Zero: 9000
@@ -81,6 +82,11 @@ func drive() error {
 	if err != nil {
 		return err
 	}
+	if order.Peers {
+		if err := peerSetup(); err != nil {
+			return err
+		}
+	}
 	for _, c := range cases {
 		plan.Cases = append(plan.Cases, c.name)
 	}
@@ -106,7 +112,7 @@ func choose(o *result.Order) ([]*testCase, error) {
 	}
 	var picked []*testCase
 	for _, c := range table() {
-		if pick.MatchString(c.name) && (!o.Short || c.short) && c.soak == o.Soak {
+		if pick.MatchString(c.name) && (!o.Short || c.short) && c.soak == o.Soak && c.peers == o.Peers {
 			picked = append(picked, c)
 		}
 	}

@@ -59,6 +59,8 @@ func TestChoose(t *testing.T) {
 		{result.Order{Run: "^rc/cas/"}, 4},
 		{result.Order{Run: "^rc/write/1073741824/"}, -1}, // only with Soak
 		{result.Order{Run: "^rc/write/1073741824/", Soak: true}, 2},
+		{result.Order{Run: "^rc/p2pmem/disk/"}, -1}, // only with Peers
+		{result.Order{Run: "^rc/p2pmem/disk/", Peers: true}, 2},
 		{result.Order{Run: "nothing"}, -1},
 		{result.Order{Run: "("}, -1},
 		{result.Order{Short: true}, 0},

@@ -13,7 +13,7 @@
 //  4. Each result is a line in the shared directory; a failed case leaves its
 //     packets there.
 //
-// "victim" is a peer that exists to be killed (victim.go).
+// "victim" is a peer that exists to be killed (victim.go), "holder" one with memory of a PCI device (cases_p2pmem.go).
 package main
 
 import (
@@ -51,6 +51,8 @@ func main() {
 		err = setup()
 	case "drive":
 		err = drive()
+	case "holder":
+		err = hold()
 	case "victim":
 		err = victim(os.Args[2:])
 	default:
@@ -58,7 +60,7 @@ func main() {
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "guest:", err)
-		if role != "victim" {
+		if role == "" || role == "drive" {
 			if err := report(result.Line{Fatal: err.Error()}); err != nil {
 				fmt.Fprintln(os.Stderr, "guest: this error cannot be reported to the host:", err)
 			}

@@ -34,6 +34,7 @@ func table() (all []*testCase) {
 		refusals(),
 		connections(), libfabric(), // after those: its last cases kill programs, and for seconds the watcher repeats DREQs for them
 		giants(),
+		peerMemory(),
 	} {
 		all = append(all, rows...)
 	}

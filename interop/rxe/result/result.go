@@ -33,6 +33,7 @@ type Order struct {
 	Soak   bool   // the long cases, and no others
 	Keep   bool   // keep the captures of cases that passed too
 	Record bool   // also record the frames between the two devices
+	Peers  bool   // the cases with memory of a PCI device, and no others
 	Bench  int    // instead of cases: how many rounds to compare speeds for
 }
 

@@ -29,6 +29,7 @@ func main() {
 	run := flag.String("run", "", "a regular expression for the names of cases, or of what -bench compares: bandwidth, latency, udp, send latency, connect")
 	short := flag.Bool("short", false, "only the cases of the short form")
 	soak := flag.Bool("soak", false, "only the long cases")
+	peers := flag.Bool("peers", false, "only the cases with memory of a PCI device, on the kernel of sid")
 	keep := flag.Bool("keep", false, "keep the packets of cases that passed too")
 	record := flag.Bool("record", false, "also record the frames of every case, as they are on the network")
 	bench := flag.Int("bench", 0, "compare speeds instead, in this many rounds")
@@ -38,7 +39,7 @@ func main() {
 
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	order := result.Order{Run: *run, Short: *short, Soak: *soak, Keep: *keep, Record: *record, Bench: *bench}
+	order := result.Order{Run: *run, Short: *short, Soak: *soak, Peers: *peers, Keep: *keep, Record: *record, Bench: *bench}
 	mem := 0
 	if *soak {
 		mem = rxe.GiantMemMB
