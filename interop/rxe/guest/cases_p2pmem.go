@@ -296,6 +296,12 @@ func (s *scene) peerProcesses() error {
 		return err
 	}
 	addr, rkey := binary.LittleEndian.Uint64(c.Private()), binary.LittleEndian.Uint32(c.Private()[8:])
+	var past sys.VMRead // past the device
+	past.AddLocal(room[:4096])
+	past.AddRemote(sys.VMRange{Addr: addr, Len: 4096})
+	if n, err := past.Do(holder.cmd.Process.Pid); !errors.Is(err, syscall.EFAULT) {
+		return fmt.Errorf("process_vm_readv of memory of a device: %d bytes, %w, should be EFAULT", n, err)
+	}
 	do := func(wr verbs.SendWR) error {
 		wr.RemoteAddr, wr.RKey, wr.Flags = addr, rkey, verbs.SendSignaled
 		if _, err := c.QP().PostSend([]verbs.SendWR{wr}); err != nil {
