@@ -28,6 +28,7 @@ func need(t *testing.T, err error) {
 }
 
 // TestKernel runs the cases with the kernel of the newest release; in the full form also with that of the release before, and all cases.
+// VERBENA_CASES is a regular expression that chooses cases, long ones among them: 'host/(killed|fio)', 'speed'.
 func TestKernel(t *testing.T) {
 	need(t, Check())
 	suites, limit := []string{"sid"}, 10*time.Minute
@@ -38,7 +39,7 @@ func TestKernel(t *testing.T) {
 		t.Run(suite, func(t *testing.T) {
 			dir := t.TempDir()
 			cases := 0
-			err := Run(t.Context(), Options{Suite: suite, Full: full, Dir: dir, Limit: limit}, func(l Line) {
+			err := Run(t.Context(), Options{Suite: suite, Full: full, Cases: os.Getenv("VERBENA_CASES"), Dir: dir, Limit: limit}, func(l Line) {
 				cases++
 				t.Run(l.Case, func(t *testing.T) {
 					if l.Figure != "" {

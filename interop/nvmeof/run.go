@@ -36,9 +36,16 @@ type Line struct {
 type Options struct {
 	Suite string // the Debian suite of the kernel
 	Full  bool   // the long cases, too
+	Cases string // a regular expression: the cases whose names it matches, long ones among them. Empty: all of the form
 	Dir   string // where results and the console are left
 	Limit time.Duration
 }
+
+// Files in the shared directory that tell the guest what to run.
+const (
+	FullFile  = "full"  // if it is there, the long form
+	CasesFile = "cases" // Options.Cases
+)
 
 // Check returns an error that names what the host lacks.
 func Check() error {
@@ -62,9 +69,12 @@ func Run(ctx context.Context, o Options, sink func(Line)) error {
 		}
 	}
 	if o.Full {
-		if err := os.WriteFile(filepath.Join(o.Dir, "full"), nil, 0o644); err != nil {
+		if err := os.WriteFile(filepath.Join(o.Dir, FullFile), nil, 0o644); err != nil {
 			return err
 		}
+	}
+	if err := os.WriteFile(filepath.Join(o.Dir, CasesFile), []byte(o.Cases), 0o644); err != nil {
+		return err
 	}
 	kernel, err := vm.FindKernel(ctx, o.Suite, vm.Amd64)
 	if err != nil {

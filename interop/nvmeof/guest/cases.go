@@ -40,6 +40,7 @@ var cases = []struct {
 	{"host/fio", false, hostFio},
 	{"host/restart", false, hostRestart},
 	{"host/killed", true, hostKilled},
+	{"host/killed queue pair", false, hostKilledQueue},
 	{"host/discovery", false, hostDiscovery},
 	{"target/data", false, targetData},
 	{"target/refusals", false, targetRefusals},
@@ -283,9 +284,9 @@ func hostFio() (string, error) {
 	return "", with(inMemory(), "", func(disk string, _ *target) error { return verify(disk) })
 }
 
-// over ends the target in the middle of fio, and starts it again: the kernel's host connects again, and fio sees nothing
-// of it.
-func over(sig syscall.Signal) error {
+// under runs fio with verify, and in the middle of it something that makes the kernel's host connect again: fio sees nothing
+// of it. happen gets the target, and returns the one that is there afterwards.
+func under(more string, happen func(t *target, args []string) (*target, error)) error {
 	const image = "/tmp/disk.img"
 	if err := os.WriteFile(image, nil, 0o600); err != nil {
 		return err
@@ -299,21 +300,18 @@ func over(sig syscall.Signal) error {
 	if err != nil {
 		return err
 	}
-	disk, err := connect(ourAddr, ourNQN, ",reconnect_delay=1,ctrl_loss_tmo=120,keep_alive_tmo=2")
+	disk, err := connect(ourAddr, ourNQN, ",reconnect_delay=1,ctrl_loss_tmo=120"+more)
 	if err != nil {
 		return errors.Join(err, t.stop(syscall.SIGKILL))
 	}
 	ended := make(chan error, 1)
 	go func() {
-		_, _, err := fio(disk, "--rw=randwrite", "--bs=4k", "--size=6m", "--iodepth=8", "--verify=crc32c", "--verify_fatal=1", "--rate=1m")
+		_, _, err := fio(disk, "--rw=randwrite", "--bs=4k", "--size=6m", "--iodepth=8", "--verify=crc32c", "--verify_fatal=1", "--rate=1m",
+			"--cpus_allowed=0") // whose queue is the first one
 		ended <- err
 	}()
 	time.Sleep(2 * time.Second)
-	if err := t.stop(sig); err != nil {
-		return err
-	}
-	time.Sleep(500 * time.Millisecond)
-	if t, err = startTarget(args...); err != nil {
+	if t, err = happen(t, args); err != nil {
 		return err
 	}
 	select {
@@ -324,8 +322,36 @@ func over(sig syscall.Signal) error {
 	return errors.Join(err, disconnect(), t.stop(syscall.SIGTERM))
 }
 
+// over ends the target in the middle of fio, and starts it again.
+func over(sig syscall.Signal) error {
+	return under(",keep_alive_tmo=2", func(t *target, args []string) (*target, error) {
+		if err := t.stop(sig); err != nil {
+			return nil, err
+		}
+		time.Sleep(500 * time.Millisecond)
+		return startTarget(args...)
+	})
+}
+
 func hostRestart() (string, error) { return "", over(syscall.SIGTERM) }
 func hostKilled() (string, error)  { return "", over(syscall.SIGKILL) }
+
+// hostKilledQueue has one queue pair of the target fail, that of the I/O queue that fio uses. The target stays, and with it the
+// host's two other queues, until the host connects all three again.
+func hostKilledQueue() (string, error) {
+	var same *target
+	err := under(",nr_io_queues=2", func(t *target, _ []string) (*target, error) {
+		same = t
+		return t, t.cmd.Process.Signal(syscall.SIGUSR1)
+	})
+	if err != nil {
+		return "", err
+	}
+	if said := same.said.String(); !strings.Contains(said, "fails: <nil>\n") || !strings.Contains(said, "\n6 queues, ") {
+		return "", fmt.Errorf("the queue has not failed, or the host has not connected three queues twice: %s", said)
+	}
+	return "", nil
+}
 
 // hostDiscovery has the kernel's host ask which subsystems there are.
 func hostDiscovery() (string, error) {
