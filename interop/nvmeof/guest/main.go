@@ -46,13 +46,17 @@ func main() {
 	}
 	_, err = os.Stat(share + nvmeof.FullFile)
 	full = err == nil
-	chosen, err := choice()
+	wanted, err := choice()
 	if err != nil {
 		_ = say.Encode(nvmeof.Line{Case: "choice", Error: err.Error()}) // the run fails without it, too
 		return
 	}
 	for _, c := range cases {
-		if chosen != nil && !chosen.MatchString(c.name) || chosen == nil && c.long && !full {
+		run := c.form == always || c.form == long && full
+		if wanted != nil {
+			run = wanted.MatchString(c.name)
+		}
+		if !run {
 			continue
 		}
 		start := time.Now()
