@@ -4,7 +4,8 @@
 //	nvmet -listen 192.0.2.1:4420 -file disk.img
 //	nvme connect -t rdma -a 192.0.2.1 -n nqn.2026-01.io.verbena:disk      (on the host)
 //
-// It ends when it is interrupted. Without -listen it serves a disk in memory to itself, and shows what a host does with
+// It ends when it is interrupted. At SIGUSR1 the queue pair of a host's first I/O queue fails, so that one can see how the
+// host recovers. Without -listen it serves a disk in memory to itself, and shows what a host does with
 // it.
 package main
 
@@ -104,7 +105,16 @@ func serve() error {
 		return err
 	}
 	fmt.Printf("serving %s at %v\n", *nqn, t.Addr())
-	<-ctx.Done()
+	fail := make(chan os.Signal, 1)
+	signal.Notify(fail, syscall.SIGUSR1)
+	defer signal.Stop(fail)
+	for ctx.Err() == nil {
+		select {
+		case <-ctx.Done():
+		case <-fail:
+			failQueue(t)
+		}
+	}
 	s := t.Stats()
 	if err := t.Close(); err != nil {
 		return err
@@ -124,6 +134,17 @@ func peerMemory(at string) (fabrics.Buffers, error) {
 		return nil, err
 	}
 	return p2p.OpenSysProvider(a)
+}
+
+// failQueue has the queue pair of a host's first I/O queue fail.
+func failQueue(t *fabrics.Target) {
+	for _, q := range t.Queues() {
+		if q.ID == 1 {
+			fmt.Printf("queue %d of controller %d fails: %v\n", q.ID, q.Controller, q.Fail())
+			return
+		}
+	}
+	fmt.Println("there is no I/O queue to fail")
 }
 
 // show has a host write to the disk, and read it.

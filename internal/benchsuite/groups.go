@@ -76,6 +76,7 @@ var groups = []group{
 	{"gpu-udp", "between two processes, packets: 64 KiB WRITE into VRAM of a software GPU", func(b *bench) ([]contender, error) { return b.gpuWrite(b.newPeerRig, verbs.LinkUDP, 32) }},
 	{"gpu-copy", "the copy engine of a software GPU: 1 MiB, 16 at a time", (*bench).gpuCopy},
 	{"gpu-evict", "a software GPU with half the memory that is used: copies of 1 MiB", (*bench).gpuEvict},
+	{"nvme-executor", "within a process: NVMe commands of 4 KiB over memory, at random, by one goroutine", (*bench).nvmeExecutor},
 	{"nvme-offload", "within a process: 128 KiB from a disk of 1 GB/s through its controller's memory buffer to a host, 16 at a time", (*bench).nvmePaths},
 	{"gpu-pipeline", "1 MiB from GPU to GPU through host memory, with the costs of an H200 that moves 1/32 of its bytes", (*bench).gpuPipeline},
 	{"clib-bw-64k", "programs built for libibverbs: ib_write_bw, 64 KiB, between two processes", (*bench).libraryBandwidth},

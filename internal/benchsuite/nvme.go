@@ -1,11 +1,14 @@
 package main
 
-// NVMe: from a disk through the memory buffer of its controller to a host, by RDMA. The controller is software, and its
-// disk is as slow as one is, so that there is something to overlap.
+// NVMe. The executor alone, over memory; and from a disk through the memory buffer of its controller to a host, by RDMA. That
+// controller is software, and its disk is as slow as one is, so that there is something to overlap.
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
+	"fmt"
 	"net/netip"
 	"sync"
 	"sync/atomic"
@@ -197,4 +200,132 @@ func (b *bench) nvmePaths() ([]contender, error) {
 		{name: "disk to buffer to host", unit: "MB/s"},
 		{name: "the whole way, of the slower part", unit: "", goal: &goal{"≥", 0.9}},
 	}}}, nil
+}
+
+const (
+	nvmeBlocks   = 2048 // of 4 KiB: as much as the cache of a core holds, or a little more
+	nvmePatterns = 16
+)
+
+// nvmeBlockTest is blocks of 4 KiB that are written and read at random, every other time. Each block begins with a stamp, which is
+// new with each write, and goes on with a pattern. All of what is read is compared with them.
+type nvmeBlockTest struct {
+	patterns, expected [nvmePatterns][]byte
+	stamps             [nvmeBlocks]uint64 // what was written last
+	in                 []byte
+	write, read        func(lba uint64, b []byte) error
+	next, random       uint64
+}
+
+func newNVMeBlockTest(write, read func(lba uint64, b []byte) error) (*nvmeBlockTest, error) {
+	t := &nvmeBlockTest{in: make([]byte, 4096), write: write, read: read, random: 88172645463325252}
+	for i := range t.patterns {
+		t.patterns[i] = make([]byte, 4096)
+		for j := range t.patterns[i] {
+			t.patterns[i][j] = byte(t.chance(256))
+		}
+		t.expected[i] = bytes.Clone(t.patterns[i])
+	}
+	for lba := range uint64(nvmeBlocks) {
+		if err := t.writeBlock(lba); err != nil {
+			return nil, err
+		}
+	}
+	return t, nil
+}
+
+func (t *nvmeBlockTest) chance(n uint64) uint64 {
+	t.random ^= t.random << 13
+	t.random ^= t.random >> 7
+	t.random ^= t.random << 17
+	return t.random % n
+}
+
+func (t *nvmeBlockTest) writeBlock(lba uint64) error {
+	t.next++
+	t.stamps[lba] = t.next
+	b := t.patterns[t.next%nvmePatterns]
+	binary.LittleEndian.PutUint64(b, t.next)
+	return t.write(lba, b)
+}
+
+func (t *nvmeBlockTest) readBlock(lba uint64) error {
+	if err := t.read(lba, t.in); err != nil {
+		return err
+	}
+	stamp := t.stamps[lba]
+	if binary.LittleEndian.Uint64(t.in) != stamp || !bytes.Equal(t.in[8:], t.expected[stamp%nvmePatterns][8:]) {
+		return fmt.Errorf("block %d has other bytes", lba)
+	}
+	return nil
+}
+
+// run writes and reads for a while, and returns how often in a second.
+func (t *nvmeBlockTest) run(d time.Duration) ([]float64, error) {
+	n, start := 0, time.Now()
+	for time.Since(start) < d {
+		for range 64 {
+			if err := t.writeBlock(t.chance(nvmeBlocks)); err != nil {
+				return nil, err
+			}
+			if err := t.readBlock(t.chance(nvmeBlocks)); err != nil {
+				return nil, err
+			}
+		}
+		n += 128
+	}
+	return []float64{float64(n) / time.Since(start).Seconds()}, nil
+}
+
+// nvmeExecutor measures commands from 64 bytes to a completion, and beside them copies of the same bytes.
+func (b *bench) nvmeExecutor() ([]contender, error) {
+	memory, err := nvme.NewMemory(nvmeBlocks*4096, 4096)
+	if err != nil {
+		return nil, err
+	}
+	sub, err := nvme.NewSubsystem(nvme.SubsystemConfig{NQN: nvmeName})
+	if err != nil {
+		return nil, err
+	}
+	if err := sub.AddNamespace(1, memory); err != nil {
+		return nil, err
+	}
+	c, err := sub.NewController(nvme.ControllerConfig{})
+	if err != nil {
+		return nil, err
+	}
+	b.later(func() error { c.Close(); return nil })
+	data := make([][]byte, 1)
+	execute := func(opcode uint8) func(lba uint64, b []byte) error {
+		return func(lba uint64, b []byte) error {
+			var raw [64]byte
+			asked := nvme.Command{Opcode: opcode, NSID: 1}
+			asked.SetLBA(lba, 1)
+			asked.Put(&raw)
+			cmd := nvme.ParseCommand(&raw)
+			if n, _, st := c.Transfer(false, &cmd); st != nvme.StatusSuccess || n != len(b) {
+				return fmt.Errorf("%d bytes, %v", n, st)
+			}
+			data[0] = b
+			if done, ok := c.Execute(false, &cmd, data); !ok || done.Status != nvme.StatusSuccess {
+				return fmt.Errorf("%v", done.Status)
+			}
+			return nil
+		}
+	}
+	commands, err := newNVMeBlockTest(execute(nvme.IOWrite), execute(nvme.IORead))
+	if err != nil {
+		return nil, err
+	}
+	plain := make([]byte, nvmeBlocks*4096)
+	copies, err := newNVMeBlockTest(
+		func(lba uint64, b []byte) error { copy(plain[lba*4096:], b); return nil },
+		func(lba uint64, b []byte) error { copy(b, plain[lba*4096:]); return nil })
+	if err != nil {
+		return nil, err
+	}
+	return []contender{
+		{run: copies.run, rows: []row{{name: "copy(), with the data compared", unit: "IOPS"}}},
+		{run: commands.run, rows: []row{{name: "the executor, with the data compared", unit: "IOPS", goal: &goal{"≥", 1e6}}}},
+	}, nil
 }

@@ -28,6 +28,7 @@ func need(t *testing.T, err error) {
 }
 
 // TestKernel runs the cases with the kernel of the newest release; in the full form also with that of the release before, and all cases.
+// VERBENA_CASES is a regular expression that chooses cases, long ones among them: 'host/(killed|fio)'.
 func TestKernel(t *testing.T) {
 	need(t, Check())
 	suites, limit := []string{"sid"}, 10*time.Minute
@@ -36,51 +37,69 @@ func TestKernel(t *testing.T) {
 	}
 	for _, suite := range suites {
 		t.Run(suite, func(t *testing.T) {
-			dir := t.TempDir()
-			cases, peers := 0, false
-			err := Run(t.Context(), Options{Suite: suite, Full: full, Dir: dir, Limit: limit}, func(l Line) {
-				cases++
-				t.Run(l.Case, func(t *testing.T) {
-					if l.Figure != "" {
-						t.Log(l.Figure)
-					}
-					if l.Error != "" {
-						t.Error(l.Error)
-					}
-					if l.Skip != "" {
-						t.Skip(l.Skip)
-					}
-					peers = peers || l.Case == "offload/peer memory"
-				})
-			})
-			if err != nil {
-				t.Error(err)
-			}
-			if cases == 0 {
-				t.Error("there were no cases")
-			}
-			if peers {
-				usedMemory(t, dir)
-			}
-			if !t.Failed() {
-				return
-			}
-			kept := filepath.Join("../..", ".logs", "interop", "nvmeof", suite)
-			if err := os.MkdirAll(kept, 0o755); err != nil {
-				t.Fatal(err)
-			}
-			for _, name := range []string{vm.ConsoleLog, vm.Results} {
-				b, err := os.ReadFile(filepath.Join(dir, name))
-				if err == nil {
-					err = os.WriteFile(filepath.Join(kept, name), b, 0o644)
-				}
-				if err != nil {
-					t.Error(err)
-				}
-			}
-			t.Logf("the console is in %s", kept)
+			run(t, Options{Suite: suite, Full: full, Cases: os.Getenv("VERBENA_CASES"), Limit: limit})
 		})
 	}
+}
+
+// TestSpeed compares the speed of our target with that of the kernel's.
+func TestSpeed(t *testing.T) {
+	if !full {
+		t.Skip("full: it takes some minutes")
+	}
+	need(t, Check())
+	for _, suite := range []string{"stable", "sid"} {
+		t.Run(suite, func(t *testing.T) {
+			run(t, Options{Suite: suite, Cases: "^speed$", Counted: true, Limit: 20 * time.Minute})
+		})
+	}
+}
+
+// run runs cases, each as a test of its own. If one fails, it keeps the console's output.
+func run(t *testing.T, o Options) {
+	o.Dir = t.TempDir()
+	cases, peers := 0, false
+	err := Run(t.Context(), o, func(l Line) {
+		cases++
+		t.Run(l.Case, func(t *testing.T) {
+			if l.Figure != "" {
+				t.Log(l.Figure)
+			}
+			if l.Error != "" {
+				t.Error(l.Error)
+			}
+			if l.Skip != "" {
+				t.Skip(l.Skip)
+			}
+			peers = peers || l.Case == "offload/peer memory"
+		})
+	})
+	if err != nil {
+		t.Error(err)
+	}
+	if cases == 0 {
+		t.Error("there were no cases")
+	}
+	if peers {
+		usedMemory(t, o.Dir)
+	}
+	if !t.Failed() {
+		return
+	}
+	kept := filepath.Join("../..", ".logs", "interop", "nvmeof", o.Suite)
+	if err := os.MkdirAll(kept, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{vm.ConsoleLog, vm.Results} {
+		b, err := os.ReadFile(filepath.Join(o.Dir, name))
+		if err == nil {
+			err = os.WriteFile(filepath.Join(kept, name), b, 0o644)
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	t.Logf("the console is in %s", kept)
 }
 
 // usedMemory compares what the emulator has noted with what the offload cases should have done: the data of the one disk

@@ -37,9 +37,22 @@ type Line struct {
 type Options struct {
 	Suite string // the Debian suite of the kernel
 	Full  bool   // the long cases, too
+	Cases string // a regular expression: the cases whose names it matches, long ones among them. Empty: all of the form
 	Dir   string // where results and the console are left
 	Limit time.Duration
+
+	Counted bool // vm.Machine's, with one processor
 }
+
+// Floor is the ratio of our target's speed to that of the kernel's below which the case speed fails. The goal is 1;
+// docs/performance.md has with which kernels it is reached.
+const Floor = 0.75
+
+// Files in the shared directory that tell the guest what to run.
+const (
+	FullFile  = "full"  // if it is there, the long form
+	CasesFile = "cases" // Options.Cases
+)
 
 // Check returns an error that names what the host lacks.
 func Check() error {
@@ -63,9 +76,12 @@ func Run(ctx context.Context, o Options, sink func(Line)) error {
 		}
 	}
 	if o.Full {
-		if err := os.WriteFile(filepath.Join(o.Dir, "full"), nil, 0o644); err != nil {
+		if err := os.WriteFile(filepath.Join(o.Dir, FullFile), nil, 0o644); err != nil {
 			return err
 		}
+	}
+	if err := os.WriteFile(filepath.Join(o.Dir, CasesFile), []byte(o.Cases), 0o644); err != nil {
+		return err
 	}
 	kernel, err := vm.FindKernel(ctx, o.Suite, vm.Amd64)
 	if err != nil {
@@ -79,6 +95,9 @@ func Run(ctx context.Context, o Options, sink func(Line)) error {
 	m := vm.Machine{Kernel: kernel, Image: image, Share: o.Dir, Limit: o.Limit}
 	if m.Args, err = vm.Peers(o.Dir); err != nil {
 		return err
+	}
+	if o.Counted {
+		m.Counted, m.CPUs = true, 1
 	}
 	err = m.Run(ctx, func(b []byte) {
 		var l Line

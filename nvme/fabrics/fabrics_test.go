@@ -474,6 +474,43 @@ func TestHostGoes(t *testing.T) {
 	})
 }
 
+// A queue pair of the target fails: commands of that queue end, those of the host's other queue and of other hosts do not.
+func TestQueueFails(t *testing.T) {
+	tgt := serve(t, TargetConfig{Subsystems: []*nvme.Subsystem{disk(t, 4<<20, 4096)}}, verbs.LinkAny)
+	h := dial(t, tgt, HostConfig{Queues: 2, HostNQN: "nqn.2026-01.io.verbena:host"}, verbs.LinkAny)
+	other := dial(t, tgt, HostConfig{}, verbs.LinkAny)
+	all := tgt.Queues()
+	if len(all) != 5 {
+		t.Fatalf("%d queues, should be 5: %+v", len(all), all)
+	}
+	i := slices.IndexFunc(all, func(q Queue) bool {
+		return q.Subsystem == nqn && q.Host == "nqn.2026-01.io.verbena:host" && q.Controller == h.Controller() && q.ID == 2
+	})
+	if i < 0 {
+		t.Fatalf("the host's second queue is not there: %+v", all)
+	}
+	check(t, all[i].Fail())
+	<-h.io[1].conn.Done()
+	ctx := longTime(t)
+	flush := nvme.Command{Opcode: nvme.IOFlush, NSID: 1}
+	if _, err := h.io[1].do(ctx, flush, nil, nvme.NoData); !errors.Is(err, ErrEnded) {
+		t.Errorf("the queue that has failed: %v", err)
+	}
+	for _, q := range []*hostQueue{h.io[0], h.admin, other.io[0]} {
+		cmd := flush
+		if q.qid == 0 {
+			cmd = nvme.Command{Opcode: nvme.AdminKeepAlive}
+		}
+		if c, err := q.do(ctx, cmd, nil, nvme.NoData); err != nil || c.Status != nvme.StatusSuccess {
+			t.Errorf("queue %d: %v, %v", q.qid, c.Status, err)
+		}
+	}
+	eventually(t, "the target forgets the queue", func() bool { return len(tgt.Queues()) == 4 })
+	if err := all[i].Fail(); err == nil {
+		t.Error("a queue that has ended fails again")
+	}
+}
+
 // A context that ends leaves its command to the target; what it used comes back.
 func TestCanceled(t *testing.T) {
 	tgt := serve(t, TargetConfig{Subsystems: []*nvme.Subsystem{disk(t, 4<<20, 4096)}}, verbs.LinkAny)

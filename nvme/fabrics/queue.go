@@ -18,7 +18,8 @@ import (
 // the host may have sent its next command, so there are more slots than receives.
 //
 // One goroutine takes completions, and owns everything but what a worker has: a slot, from the moment it gets it until
-// it has posted the answer.
+// it has posted the answer. It takes what has come since it looked last, and posts all answers to that together: so one
+// acknowledgement and one system call are for many commands when there is much to do.
 type queue struct {
 	t     *Target
 	qid   uint16
@@ -42,6 +43,8 @@ type queue struct {
 	backlog  []*slot   // wait for memory, the first one longest
 	flow     bool      // the host is told how far its queue is taken
 	leaves   *slot     // a Disconnect: when it is answered, the queue ends
+	heard    bool      // a command has come since seen of the association was set
+	out      outbox    // of the queue's goroutine
 
 	mu     sync.Mutex // guards what follows
 	head   uint16     // how far the host's queue is taken
@@ -67,9 +70,28 @@ type slot struct {
 	dir   nvme.Direction
 	data  [1][]byte // what the command works on; part is where that lies
 	part  pages.Range
-	wrs   [2]verbs.SendWR
+	prior *slot // whose answer was posted together with this one, before it; nil: none was
 	sge   [1]verbs.SGE
 	reply [answerBytes]byte
+}
+
+// outbox is what is posted together. Receives come first: the host may send its next command when it has an answer. Of the
+// answers only the last one asks for a completion, which is for all of them.
+type outbox struct {
+	receives []verbs.RecvWR
+	sends    []verbs.SendWR
+	bytes    int   // that the sends move
+	last     *slot // of the last answer; nil: there is none
+	answer   int   // which of sends that is
+}
+
+// outboxBytes is how many bytes wait for others at most: the network is not idle while the answers to long reads are made.
+const outboxBytes = 64 << 10
+
+// add returns a request to fill in.
+func (o *outbox) add() *verbs.SendWR {
+	o.sends = append(o.sends, verbs.SendWR{})
+	return &o.sends[len(o.sends)-1]
 }
 
 // What a work request was: in the high half of its ID. The low half is the slot, or the receive.
@@ -177,8 +199,10 @@ func (q *queue) serve() {
 		q.workers = make(chan *slot, q.size)
 		for range n {
 			q.working.Go(func() {
+				var out outbox
 				for s := range q.workers {
-					q.execute(s)
+					q.execute(s, &out)
+					q.post(&out)
 				}
 			})
 		}
@@ -186,18 +210,16 @@ func (q *queue) serve() {
 	wcs := make([]verbs.WC, 32)
 	idle := time.Now()
 	for q.ctx.Err() == nil {
-		n, err := q.cq.Poll(wcs)
-		if err != nil {
-			return
-		}
-		for i := range wcs[:n] {
-			if !q.completed(&wcs[i]) {
-				return
-			}
-		}
+		n, ok := q.take(wcs)
 		switch {
+		case !ok:
+			return
 		case n > 0:
 			idle = time.Now()
+			if q.heard && q.of != nil {
+				q.of.seen.Store(idle.UnixNano())
+				q.heard = false
+			}
 		case time.Since(idle) < spin:
 			runtime.Gosched()
 		case !q.sleep(wcs):
@@ -206,22 +228,28 @@ func (q *queue) serve() {
 	}
 }
 
+// take takes what has come, and posts what that leads to. It reports whether the queue goes on.
+func (q *queue) take(wcs []verbs.WC) (n int, ok bool) {
+	n, err := q.cq.Poll(wcs)
+	if err != nil {
+		return 0, false
+	}
+	for i := range wcs[:n] {
+		if !q.completed(&wcs[i]) {
+			return n, false
+		}
+	}
+	q.post(&q.out)
+	return n, true
+}
+
 // sleep waits for a completion. It reports whether the queue goes on.
 func (q *queue) sleep(wcs []verbs.WC) bool {
 	if err := q.cq.RequestNotify(false); err != nil {
 		return false
 	}
-	n, err := q.cq.Poll(wcs) // what came before the queue was armed
-	if err != nil {
-		return false
-	}
-	for i := range wcs[:n] {
-		if !q.completed(&wcs[i]) {
-			return false
-		}
-	}
-	if n > 0 {
-		return true
+	if n, ok := q.take(wcs); n > 0 || !ok { // what came before the queue was armed
+		return ok
 	}
 	e, err := q.channel.Next(q.ctx)
 	if err != nil {
@@ -248,7 +276,13 @@ func (q *queue) completed(wc *verbs.WC) bool {
 		q.t.stats.read.Add(uint64(s.need))
 		q.run(s)
 	case idReply:
-		return q.release(&q.slots[i])
+		for s := &q.slots[i]; s != nil; {
+			prior := s.prior // release may use the slot again
+			if !q.release(s) {
+				return false
+			}
+			s = prior
+		}
 	}
 	return true
 }
@@ -295,9 +329,7 @@ func (q *queue) came(c capsule) bool {
 // command takes a command.
 func (q *queue) command(s *slot) {
 	q.t.stats.commands.Add(1)
-	if q.of != nil {
-		q.of.seen.Store(time.Now().UnixNano())
-	}
+	q.heard = true
 	b := q.capsules.Bytes()[s.recv*q.stride:]
 	s.cmd = nvme.ParseCommand((*[commandBytes]byte)(b))
 	s.where = s.cmd.SGL()
@@ -307,7 +339,7 @@ func (q *queue) command(s *slot) {
 	}
 	if st != nvme.StatusSuccess {
 		s.dir = nvme.NoData // nothing was moved
-		q.answer(s, nvme.Completion{Status: st})
+		q.answer(s, nvme.Completion{Status: st}, &q.out)
 		return
 	}
 	if len(q.backlog) > 0 || !q.fetch(s) {
@@ -375,17 +407,29 @@ func (q *queue) fetch(s *slot) bool {
 		return true
 	}
 	s.sge[0] = q.memory.sge(s.part, s.need)
-	s.wrs[0] = verbs.SendWR{ID: idRead | uint64(s.i), Op: verbs.OpRDMARead, Flags: verbs.SendSignaled, SGL: s.sge[:], RemoteAddr: s.where.Addr, RKey: s.where.Key}
-	q.post(s.wrs[:1])
+	w := q.out.add()
+	w.ID, w.Op, w.Flags, w.SGL, w.RemoteAddr, w.RKey = idRead|uint64(s.i), verbs.OpRDMARead, verbs.SendSignaled, s.sge[:], s.where.Addr, s.where.Key
 	return true
 }
 
-// post posts requests. If it fails, the connection has ended, and completions say so.
-func (q *queue) post(wrs []verbs.SendWR) {
-	if _, err := q.conn.QP().PostSend(wrs); err != nil {
+// post posts what is in an outbox. If it fails, the connection has ended, and completions say so.
+func (q *queue) post(o *outbox) {
+	qp := q.conn.QP()
+	var err error
+	if len(o.receives) > 0 {
+		_, err = qp.PostRecv(o.receives)
+	}
+	if o.last != nil {
+		o.sends[o.answer].Flags |= verbs.SendSignaled
+	}
+	if err == nil && len(o.sends) > 0 {
+		_, err = qp.PostSend(o.sends)
+	}
+	if err != nil {
 		q.t.cfg.Log.Warn("a request was not taken", "queue", q.qid, "error", err)
 		q.cancel()
 	}
+	*o = outbox{receives: o.receives[:0], sends: o.sends[:0]}
 }
 
 // run has a command executed whose data is there.
@@ -394,13 +438,13 @@ func (q *queue) run(s *slot) {
 		q.workers <- s // it has room for all slots
 		return
 	}
-	q.execute(s)
+	q.execute(s, &q.out)
 }
 
 // execute executes a command, and answers.
-func (q *queue) execute(s *slot) {
+func (q *queue) execute(s *slot, o *outbox) {
 	if s.cmd.Opcode == nvme.OpcodeFabrics {
-		q.answer(s, q.fabrics(s))
+		q.answer(s, q.fabrics(s), o)
 		return
 	}
 	waits := q.qid == 0 && s.cmd.Opcode == nvme.AdminAsyncEventRequest
@@ -417,7 +461,7 @@ func (q *queue) execute(s *slot) {
 	switch {
 	case !now: // event answers
 	case !waits || q.takeEvent(s.cmd.CID) != nil:
-		q.answer(s, c)
+		q.answer(s, c, o)
 	}
 }
 
@@ -437,32 +481,34 @@ func (q *queue) takeEvent(cid uint16) *slot {
 // event answers an async event request: the controller calls it.
 func (q *queue) event(c nvme.Completion) {
 	if s := q.takeEvent(c.CID); s != nil {
-		q.answer(s, c)
+		var out outbox
+		q.answer(s, c, &out)
+		q.post(&out)
 	}
 }
 
-// answer sends the data of a read and the answer. The capsule's receive is posted before: the host may send its next command
-// when it has the answer.
-func (q *queue) answer(s *slot, c nvme.Completion) {
+// answer puts the data of a read and the answer into an outbox, and the capsule's receive.
+func (q *queue) answer(s *slot, c nvme.Completion, o *outbox) {
 	c.CID, c.SQID = s.cmd.CID, 0
 	c.SQHead = q.taken()
 	c.Put(&s.reply)
-	n := 0
+	o.receives = append(o.receives, q.receives[s.recv])
 	if s.dir == nvme.ToHost && c.Status == nvme.StatusSuccess && s.need > 0 {
 		s.sge[0] = q.memory.sge(s.part, s.need)
-		s.wrs[0] = verbs.SendWR{Op: verbs.OpRDMAWrite, SGL: s.sge[:], RemoteAddr: s.where.Addr, RKey: s.where.Key}
+		w := o.add()
+		w.Op, w.SGL, w.RemoteAddr, w.RKey = verbs.OpRDMAWrite, s.sge[:], s.where.Addr, s.where.Key
 		q.t.stats.written.Add(uint64(s.need))
-		n = 1
+		o.bytes += s.need
 	}
-	s.wrs[n] = verbs.SendWR{ID: idReply | uint64(s.i), Op: verbs.OpSend, Flags: verbs.SendSignaled, Inline: s.reply[:]}
+	s.prior, o.last, o.answer = o.last, s, len(o.sends)
+	w := o.add()
+	w.ID, w.Op, w.Inline = idReply|uint64(s.i), verbs.OpSend, s.reply[:]
 	if s.where.Type == nvme.SGLKeyed && s.where.Sub == nvme.SGLInvalidate && s.dir != nvme.NoData && s.need > 0 {
-		s.wrs[n].Op, s.wrs[n].InvalidateKey = verbs.OpSendInv, s.where.Key
+		w.Op, w.InvalidateKey = verbs.OpSendInv, s.where.Key
 	}
-	if err := q.receive(q.conn.QP(), s.recv); err != nil {
-		q.cancel()
-		return
+	if o.bytes >= outboxBytes {
+		q.post(o)
 	}
-	q.post(s.wrs[:n+1])
 }
 
 // taken counts a command as taken out of the host's queue, and returns how far that is.

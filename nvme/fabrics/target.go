@@ -1,6 +1,7 @@
 package fabrics
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -210,6 +211,40 @@ func (t *Target) Stats() Stats {
 	s := &t.stats
 	return Stats{Connections: s.connections.Load(), Refused: s.refused.Load(), Commands: s.commands.Load(), InCapsule: s.inCapsule.Load(),
 		Read: s.read.Load(), Written: s.written.Load(), Waited: s.waited.Load(), OwnBuffers: s.ownBuffers.Load(), Expired: s.expired.Load()}
+}
+
+// Queue is a queue that a host has connected.
+type Queue struct {
+	Subsystem  string // its name
+	Host       string // the same
+	Controller uint16
+	ID         uint16 // 0: for admin commands
+
+	conn *cm.Conn
+}
+
+// Queues returns the queues of all hosts, sorted.
+func (t *Target) Queues() []Queue {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	var all []Queue
+	for _, a := range t.hosts {
+		for _, q := range a.queues {
+			all = append(all, Queue{Subsystem: a.sub.NQN(), Host: a.host, Controller: a.number, ID: q.qid, conn: q.conn})
+		}
+	}
+	slices.SortFunc(all, func(a, b Queue) int {
+		return cmp.Or(cmp.Compare(a.Subsystem, b.Subsystem), cmp.Compare(a.Controller, b.Controller), cmp.Compare(a.ID, b.ID))
+	})
+	return all
+}
+
+// Fail moves the queue's queue pair to the error state, as a failure does: commands that are not answered yet never are, and
+// the connection ends. A host connects again then. It is for tests of hosts.
+//
+// Errors: those of QP.Modify, if the queue has ended.
+func (q *Queue) Fail() error {
+	return q.conn.QP().Modify(&verbs.QPAttr{State: verbs.QPErr}, verbs.QPMaskState)
 }
 
 // Close ends all connections, and the target. A second call does nothing.

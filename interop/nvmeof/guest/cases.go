@@ -11,12 +11,14 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
 
 	"github.com/verbena-rdma/verbena/cm"
 	"github.com/verbena-rdma/verbena/internal/sys"
+	"github.com/verbena-rdma/verbena/interop/nvmeof"
 	"github.com/verbena-rdma/verbena/nvme"
 	"github.com/verbena-rdma/verbena/nvme/fabrics"
 	"github.com/verbena-rdma/verbena/verbs"
@@ -28,24 +30,34 @@ const (
 	diskSize  = 192 << 20
 )
 
+// form is when a case is run, besides when it is chosen by its name.
+type form int
+
+const (
+	always form = iota
+	long        // in the long form
+	chosen      // never
+)
+
 // cases, in their order.
 var cases = []struct {
 	name string
-	long bool
+	form form
 	run  func() (figure string, err error)
 }{
-	{"host/data", false, hostData},
-	{"host/no in-capsule data", true, hostNoInCapsule},
-	{"host/ext4", false, hostExt4},
-	{"host/fio", false, hostFio},
-	{"host/restart", false, hostRestart},
-	{"host/killed", true, hostKilled},
-	{"host/discovery", false, hostDiscovery},
-	{"offload/peer memory", false, offloaded},
-	{"offload/system memory", false, notOffloaded},
-	{"target/data", false, targetData},
-	{"target/refusals", false, targetRefusals},
-	{"speed", true, speed},
+	{"host/data", always, hostData},
+	{"host/no in-capsule data", long, hostNoInCapsule},
+	{"host/ext4", always, hostExt4},
+	{"host/fio", always, hostFio},
+	{"host/restart", always, hostRestart},
+	{"host/killed", long, hostKilled},
+	{"host/killed queue pair", always, hostKilledQueue},
+	{"host/discovery", always, hostDiscovery},
+	{"offload/peer memory", always, offloaded},
+	{"offload/system memory", always, notOffloaded},
+	{"target/data", always, targetData},
+	{"target/refusals", always, targetRefusals},
+	{"speed", chosen, speed},
 }
 
 // --- our target, the kernel's host ---
@@ -285,9 +297,9 @@ func hostFio() (string, error) {
 	return "", with(inMemory(), "", func(disk string, _ *target) error { return verify(disk) })
 }
 
-// over ends the target in the middle of fio, and starts it again: the kernel's host connects again, and fio sees nothing
-// of it.
-func over(sig syscall.Signal) error {
+// under runs fio with verify, and in the middle of it something that makes the kernel's host connect again: fio sees nothing
+// of it. happen gets the target, and returns the one that is there afterwards.
+func under(more string, happen func(t *target, args []string) (*target, error)) error {
 	const image = "/tmp/disk.img"
 	if err := os.WriteFile(image, nil, 0o600); err != nil {
 		return err
@@ -301,21 +313,18 @@ func over(sig syscall.Signal) error {
 	if err != nil {
 		return err
 	}
-	disk, err := connect(ourAddr, ourNQN, ",reconnect_delay=1,ctrl_loss_tmo=120,keep_alive_tmo=2")
+	disk, err := connect(ourAddr, ourNQN, ",reconnect_delay=1,ctrl_loss_tmo=120"+more)
 	if err != nil {
 		return errors.Join(err, t.stop(syscall.SIGKILL))
 	}
 	ended := make(chan error, 1)
 	go func() {
-		_, _, err := fio(disk, "--rw=randwrite", "--bs=4k", "--size=6m", "--iodepth=8", "--verify=crc32c", "--verify_fatal=1", "--rate=1m")
+		_, _, err := fio(disk, "--rw=randwrite", "--bs=4k", "--size=4m", "--iodepth=8", "--verify=crc32c", "--verify_fatal=1", "--rate=,1m",
+			"--cpus_allowed=0") // whose queue is the first one
 		ended <- err
 	}()
-	time.Sleep(2 * time.Second)
-	if err := t.stop(sig); err != nil {
-		return err
-	}
-	time.Sleep(500 * time.Millisecond)
-	if t, err = startTarget(args...); err != nil {
+	time.Sleep(1500 * time.Millisecond)
+	if t, err = happen(t, args); err != nil {
 		return err
 	}
 	select {
@@ -326,8 +335,39 @@ func over(sig syscall.Signal) error {
 	return errors.Join(err, disconnect(), t.stop(syscall.SIGTERM))
 }
 
+// over ends the target in the middle of fio, and starts it again.
+func over(sig syscall.Signal) error {
+	return under(",keep_alive_tmo=2", func(t *target, args []string) (*target, error) {
+		if err := t.stop(sig); err != nil {
+			return nil, err
+		}
+		time.Sleep(500 * time.Millisecond)
+		return startTarget(args...)
+	})
+}
+
 func hostRestart() (string, error) { return "", over(syscall.SIGTERM) }
 func hostKilled() (string, error)  { return "", over(syscall.SIGKILL) }
+
+// hostKilledQueue has one queue pair of the target fail, that of the I/O queue that fio uses. The target stays, and with it the
+// host's two other queues, until the host connects all three again.
+func hostKilledQueue() (string, error) {
+	var same *target
+	err := under(",nr_io_queues=2", func(t *target, _ []string) (*target, error) {
+		same = t
+		return t, t.cmd.Process.Signal(syscall.SIGUSR1)
+	})
+	if err != nil {
+		return "", err
+	}
+	said := same.said.String()
+	_, last, failed := strings.Cut(said, "fails: <nil>\n")
+	var queues int
+	if _, err := fmt.Sscanf(last, "%d queues,", &queues); err != nil || !failed || queues < 6 {
+		return "", fmt.Errorf("the queue has not failed, or the host has not connected three queues again: %s", said)
+	}
+	return fmt.Sprintf("%d queues", queues), nil
+}
 
 // hostDiscovery has the kernel's host ask which subsystems there are.
 func hostDiscovery() (string, error) {
@@ -514,20 +554,22 @@ func refusals(ctx context.Context, cfg fabrics.HostConfig) error {
 
 // --- speed ---
 
-// speed compares our target with the kernel's: the same host, the same fio, one after the other, three times.
+// speed compares our target with the kernel's: the same host, the same fio, one after the other, three times. The median of
+// the ratios must not be below nvmeof.Floor.
 func speed() (string, error) {
-	measure := func(disk string) (iops, bw float64, err error) {
-		if iops, _, err = fio(disk, "--rw=randread", "--bs=4k", "--iodepth=32", "--runtime=4", "--time_based"); err != nil {
-			return 0, 0, err
+	measure := func(disk string) (v [2]float64, err error) {
+		if v[0], _, err = fio(disk, "--rw=randread", "--bs=4k", "--iodepth=32", "--runtime=2", "--time_based"); err != nil {
+			return v, err
 		}
-		_, bw, err = fio(disk, "--rw=read", "--bs=128k", "--iodepth=16", "--runtime=4", "--time_based")
-		return iops, bw, err
+		_, v[1], err = fio(disk, "--rw=read", "--bs=128k", "--iodepth=16", "--runtime=2", "--time_based")
+		return v, err
 	}
 	var figures []string
+	var ratios [2][]float64
 	for range 3 {
 		var ours, theirs [2]float64
 		err := with(inMemory(), "", func(disk string, _ *target) (err error) {
-			ours[0], ours[1], err = measure(disk)
+			ours, err = measure(disk)
 			return err
 		})
 		if err != nil {
@@ -539,13 +581,23 @@ func speed() (string, error) {
 		}
 		disk, err := connect(kernelAddr, kernelNQN, "")
 		if err == nil {
-			theirs[0], theirs[1], err = measure(disk)
+			theirs, err = measure(disk)
 			err = errors.Join(err, disconnect())
 		}
 		if err = errors.Join(err, stop()); err != nil {
 			return "", err
 		}
-		figures = append(figures, fmt.Sprintf("4 KiB %.0f IOPS, %.2f of nvmet-rdma's; 128 KiB %.0f MB/s, %.2f", ours[0], ours[0]/theirs[0], ours[1]/1e6, ours[1]/theirs[1]))
+		for i := range ratios {
+			ratios[i] = append(ratios[i], ours[i]/theirs[i])
+		}
+		figures = append(figures, fmt.Sprintf("4 KiB %.0f IOPS, %.2f of nvmet-rdma's; 128 KiB %.1f MB/s, %.2f", ours[0], ours[0]/theirs[0], ours[1]/1e6, ours[1]/theirs[1]))
 	}
-	return strings.Join(figures, "; then "), nil
+	var err error
+	for i, what := range []string{"4 KiB", "128 KiB"} {
+		slices.Sort(ratios[i])
+		if m := ratios[i][1]; m < nvmeof.Floor {
+			err = errors.Join(err, fmt.Errorf("%s: %.2f of nvmet-rdma's speed, should be %v at least", what, m, nvmeof.Floor))
+		}
+	}
+	return strings.Join(figures, "; then "), err
 }

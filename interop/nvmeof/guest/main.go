@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"regexp"
 	"strings"
 	"time"
 
@@ -43,10 +44,19 @@ func main() {
 		_ = say.Encode(nvmeof.Line{Case: "network", Error: err.Error()}) // the run fails without it, too
 		return
 	}
-	_, err = os.Stat(share + "full")
+	_, err = os.Stat(share + nvmeof.FullFile)
 	full = err == nil
+	wanted, err := choice()
+	if err != nil {
+		_ = say.Encode(nvmeof.Line{Case: "choice", Error: err.Error()}) // the run fails without it, too
+		return
+	}
 	for _, c := range cases {
-		if c.long && !full {
+		run := c.form == always || c.form == long && full
+		if wanted != nil {
+			run = wanted.MatchString(c.name)
+		}
+		if !run {
 			continue
 		}
 		start := time.Now()
@@ -64,6 +74,15 @@ func main() {
 		}
 	}
 	_ = say.Encode(nvmeof.Line{End: true}) // the run fails without it
+}
+
+// choice returns which cases are wanted; nil: those of the form.
+func choice() (*regexp.Regexp, error) {
+	b, err := os.ReadFile(share + nvmeof.CasesFile)
+	if err != nil || len(b) == 0 {
+		return nil, err
+	}
+	return regexp.Compile(string(b))
 }
 
 // do runs a program, whose output it returns with an error.
