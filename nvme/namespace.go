@@ -100,16 +100,30 @@ func (m *memory) ReadAt(p []byte, off int64) (int, error) {
 	for done := 0; done < len(p); {
 		c, at := m.find(off + int64(done))
 		n := min(len(p)-done, chunkSize-at)
-		c.mu.RLock()
-		if c.data == nil {
-			clear(p[done : done+n])
-		} else {
-			copy(p[done:done+n], c.data[at:])
-		}
-		c.mu.RUnlock()
+		c.read(p[done:done+n], at)
 		done += n
 	}
 	return len(p), nil
+}
+
+// read and write give the lock back also if p is memory that has gone away, and whoever called recovers from the fault.
+func (c *chunk) read(p []byte, at int) {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	if c.data == nil {
+		clear(p)
+	} else {
+		copy(p, c.data[at:])
+	}
+}
+
+func (c *chunk) write(p []byte, at int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.data == nil {
+		c.data = make([]byte, chunkSize)
+	}
+	copy(c.data[at:], p)
 }
 
 func (m *memory) WriteAt(p []byte, off int64) (int, error) {
@@ -119,12 +133,7 @@ func (m *memory) WriteAt(p []byte, off int64) (int, error) {
 	for done := 0; done < len(p); {
 		c, at := m.find(off + int64(done))
 		n := min(len(p)-done, chunkSize-at)
-		c.mu.Lock()
-		if c.data == nil {
-			c.data = make([]byte, chunkSize)
-		}
-		copy(c.data[at:], p[done:done+n])
-		c.mu.Unlock()
+		c.write(p[done:done+n], at)
 		done += n
 	}
 	return len(p), nil

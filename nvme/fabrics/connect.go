@@ -3,6 +3,7 @@ package fabrics
 import (
 	"math/bits"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/verbena-rdma/verbena/nvme"
@@ -19,7 +20,7 @@ func (q *queue) fabrics(s *slot) nvme.Completion {
 	case t == nvme.FabricsPropertyGet && q.qid == 0:
 		return q.of.props.get(s.cmd.Property())
 	case t == nvme.FabricsPropertySet && q.qid == 0:
-		return q.of.props.set(s.cmd.Property())
+		return q.of.setProperty(s.cmd.Property())
 	case t == nvme.FabricsDisconnect && q.qid != 0:
 		q.leaves = s
 		return nvme.Completion{}
@@ -53,7 +54,7 @@ func (q *queue) connected(s *slot) nvme.Completion {
 	if sub == nil {
 		return wrong(true, nvme.ConnectSubNQNOffset)
 	}
-	q.flow = p.Attributes&noFlowControl == 0
+	q.flow, q.entries = p.Attributes&noFlowControl == 0, int(p.SQSize)+1
 	if q.qid == 0 {
 		return q.associate(sub, p, &d)
 	}
@@ -65,7 +66,7 @@ func (q *queue) connected(s *slot) nvme.Completion {
 		return wrong(true, nvme.ConnectHostNQNOffset)
 	case a.id != d.HostID:
 		return wrong(true, nvme.ConnectHostIDOffset)
-	case !a.props.ready() || int(q.qid) > a.ctrl.QueueCount() || !a.join(q):
+	case !a.props.up.Load() || int(q.qid) > a.ctrl.Load().QueueCount() || !a.join(q):
 		return wrong(false, nvme.ConnectQIDOffset)
 	}
 	return nvme.Completion{Result: uint64(a.number)}
@@ -80,15 +81,17 @@ func (q *queue) associate(sub *nvme.Subsystem, p nvme.Connect, d *nvme.ConnectDa
 		return wrong(true, nvme.ConnectCNTLIDOffset)
 	}
 	t := q.t
-	ctrl, err := sub.NewController(nvme.ControllerConfig{Transport: nvme.TransportRDMA, HostNQN: d.HostNQN, HostID: d.HostID,
+	cfg := nvme.ControllerConfig{Transport: nvme.TransportRDMA, HostNQN: d.HostNQN, HostID: d.HostID,
 		KeepAlive: time.Duration(p.KATO) * time.Millisecond, IOQueues: t.cfg.Queues, QueueEntries: t.cfg.QueueSize,
-		MDTS: uint8(bits.Len(uint(t.cfg.MaxTransfer/page)) - 1), InCapsule: t.cfg.InCapsule, Complete: q.event}) //nolint:gosec // at most 11
+		MDTS: uint8(bits.Len(uint(t.cfg.MaxTransfer/page)) - 1), InCapsule: t.cfg.InCapsule, Complete: q.event} //nolint:gosec // at most 11
+	ctrl, err := sub.NewController(cfg)
 	if err != nil {
 		t.cfg.Log.Info("a host is not served", "host", d.HostNQN, "error", err)
 		return nvme.Completion{Status: nvme.StatusConnectInvalidHost | nvme.StatusDNR}
 	}
-	a := &association{t: t, sub: sub, ctrl: ctrl, number: ctrl.CNTLID(), host: d.HostNQN, id: d.HostID,
-		queues: make(map[uint16]*queue)}
+	cfg.CNTLID = ctrl.CNTLID()
+	a := &association{t: t, sub: sub, cfg: cfg, number: cfg.CNTLID, host: d.HostNQN, id: d.HostID, queues: make(map[uint16]*queue)}
+	a.ctrl.Store(ctrl)
 	a.props.cap = nvme.MakeCAP(t.cfg.QueueSize, 15, nvme.CAPContiguous|nvme.CAPNVM)
 	a.seen.Store(time.Now().UnixNano())
 	if !t.enter(a) || !a.join(q) {
@@ -135,16 +138,12 @@ func (t *Target) enter(a *association) bool {
 type properties struct {
 	cap nvme.CAP
 
-	mu   sync.Mutex // guards what follows
-	cc   nvme.CC
-	csts nvme.CSTS
-}
+	up atomic.Bool // commands are executed: the controller is enabled and ready, and not shut down
 
-// ready reports whether the controller takes I/O queues.
-func (p *properties) ready() bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.csts&nvme.CSTSReady != 0 && p.csts&nvme.CSTSShutdownMask == 0
+	mu        sync.Mutex // guards what follows
+	cc        nvme.CC
+	csts      nvme.CSTS
+	resetting bool // the controller was disabled, and I/O queues are still there
 }
 
 func (p *properties) get(of nvme.Property) nvme.Completion {
@@ -166,30 +165,59 @@ func (p *properties) get(of nvme.Property) nvme.Completion {
 	return nvme.Completion{Result: v}
 }
 
-func (p *properties) set(of nvme.Property) nvme.Completion {
+// setProperty writes a register. A reset ends the I/O queues, and the controller is not ready when they have gone; a
+// shutdown is done when everything that was written is on stable storage.
+func (a *association) setProperty(of nvme.Property) nvme.Completion {
 	if of.Offset != nvme.RegCC || of.Wide {
 		return nvme.Completion{Status: nvme.StatusInvalidField | nvme.StatusDNR}
 	}
+	switch reset, shutdown := a.props.configure(nvme.CC(of.Value)); { //nolint:gosec // a register of 32 bits
+	case reset:
+		a.endIO()
+		a.finishReset()
+	case shutdown:
+		flush := nvme.Command{Opcode: nvme.IOFlush, NSID: nvme.NSIDAll}
+		a.ctrl.Load().Execute(false, &flush, nil)
+		a.props.shutDown()
+	}
+	return nvme.Completion{}
+}
+
+// shutDown ends a shutdown, unless the host has taken it back.
+func (p *properties) shutDown() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	before, cc := p.cc, nvme.CC(of.Value) //nolint:gosec // a register of 32 bits
+	if p.cc.Shutdown() != 0 {
+		p.csts = p.csts&^nvme.CSTSShutdownMask | nvme.CSTSShutdownDone
+	}
+}
+
+// configure sets CC. It reports whether a reset, or a shutdown, begins with it.
+func (p *properties) configure(cc nvme.CC) (reset, shutdown bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	before := p.cc
 	p.cc = cc
 	enable, enabled := cc&nvme.CCEnable != 0, before&nvme.CCEnable != 0
 	switch {
-	case enable && !enabled && !usable(cc):
-		p.csts = nvme.CSTSFatal
+	case enable && !enabled && (!usable(cc) || p.resetting): // a host waits until the controller is not ready any more
+		p.csts |= nvme.CSTSFatal
 	case enable && !enabled:
 		p.csts = nvme.CSTSReady
 	case !enable && enabled:
-		p.csts &^= nvme.CSTSReady | nvme.CSTSFatal
+		reset, p.resetting = true, true
 	}
 	switch {
+	case reset: // it ends a shutdown, too
+		p.csts &^= nvme.CSTSShutdownMask
 	case cc.Shutdown() != 0 && before.Shutdown() == 0:
-		p.csts = p.csts&^nvme.CSTSShutdownMask | nvme.CSTSShutdownDone
+		shutdown = true
+		p.csts = p.csts&^nvme.CSTSShutdownMask | nvme.CSTSShuttingDown
 	case cc.Shutdown() == 0:
 		p.csts &^= nvme.CSTSShutdownMask
 	}
-	return nvme.Completion{}
+	p.up.Store(enable && p.csts&(nvme.CSTSReady|nvme.CSTSFatal|nvme.CSTSShutdownMask) == nvme.CSTSReady)
+	return reset, shutdown
 }
 
 // usable reports whether a configuration is one that there is: entries of 64 and 16 bytes, pages of 4 KiB, the NVM command

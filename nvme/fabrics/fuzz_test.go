@@ -30,7 +30,10 @@ func FuzzCapsule(f *testing.F) {
 		if len(capsule) < commandBytes || len(capsule) > commandBytes+cfg.InCapsule {
 			return
 		}
-		q := &queue{t: &Target{cfg: cfg}, qid: 1, of: &association{ctrl: ctrl}}
+		q := &queue{t: &Target{cfg: cfg}, qid: 1}
+		q.of = &association{t: q.t}
+		q.of.ctrl.Store(ctrl)
+		q.of.props.up.Store(true)
 		if admin {
 			q.qid = 0
 		}

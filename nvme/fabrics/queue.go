@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"runtime"
+	"runtime/debug"
+	"slices"
 	"sync"
 	"time"
 
@@ -23,7 +25,7 @@ import (
 type queue struct {
 	t     *Target
 	qid   uint16
-	size  int
+	size  int // of the connection: commands that may be under way
 	conn  *cm.Conn
 	of    *association // nil until the host has sent its Connect; set under the target's mu
 	since time.Time
@@ -42,6 +44,7 @@ type queue struct {
 	early    []capsule // came when no slot was free
 	backlog  []*slot   // wait for memory, the first one longest
 	flow     bool      // the host is told how far its queue is taken
+	entries  int       // of the host's queue, by its Connect
 	leaves   *slot     // a Disconnect: when it is answered, the queue ends
 	heard    bool      // a command has come since seen of the association was set
 	out      outbox    // of the queue's goroutine
@@ -120,7 +123,7 @@ func (q *queue) allocate() (err error) {
 		q.receives = append(q.receives, verbs.RecvWR{ID: idRecv | uint64(i), SGL: []verbs.SGE{q.capsules.SGE(i*q.stride, q.stride)}}) //nolint:gosec // an index
 	}
 	want := q.size*page + 2*q.t.cfg.MaxTransfer
-	if q.memory, err = q.t.newSlab(want); err != nil {
+	if q.memory, err = q.t.newSlab(want, q.qid); err != nil {
 		return err
 	}
 	q.slots = make([]slot, 2*q.size)
@@ -166,7 +169,7 @@ func (q *queue) end() {
 	if q.of != nil {
 		q.of.leave(q)
 		if q.qid == 0 {
-			q.of.ctrl.Close()
+			q.of.close()
 		}
 	}
 	var err error
@@ -199,6 +202,7 @@ func (q *queue) serve() {
 		q.workers = make(chan *slot, q.size)
 		for range n {
 			q.working.Go(func() {
+				debug.SetPanicOnFault(true) // for guarded
 				var out outbox
 				for s := range q.workers {
 					q.execute(s, &out)
@@ -207,6 +211,7 @@ func (q *queue) serve() {
 			})
 		}
 	}
+	debug.SetPanicOnFault(true) // for guarded
 	wcs := make([]verbs.WC, 32)
 	idle := time.Now()
 	for q.ctx.Err() == nil {
@@ -356,10 +361,10 @@ func (q *queue) transfer(s *slot) (int, nvme.Direction, nvme.Status) {
 		}
 		return 0, nvme.NoData, nvme.StatusSuccess
 	}
-	if q.of == nil {
+	if q.of == nil || !q.of.props.up.Load() {
 		return 0, 0, nvme.StatusCommandSequence
 	}
-	return q.of.ctrl.Transfer(q.qid == 0, &s.cmd)
+	return q.of.ctrl.Load().Transfer(q.qid == 0, &s.cmd)
 }
 
 // checkData compares what the command moves with what its descriptor says.
@@ -448,41 +453,86 @@ func (q *queue) execute(s *slot, o *outbox) {
 		return
 	}
 	waits := q.qid == 0 && s.cmd.Opcode == nvme.AdminAsyncEventRequest
-	if waits {
-		q.mu.Lock()
-		q.events = append(q.events, s)
-		q.mu.Unlock()
+	if waits && !q.addEvent(s) {
+		q.answer(s, nvme.Completion{Status: nvme.StatusCIDConflict | nvme.StatusDNR}, o)
+		return
 	}
-	data := s.data[:]
-	if s.data[0] == nil {
-		data = nil
-	}
-	c, now := q.of.ctrl.Execute(q.qid == 0, &s.cmd, data)
+	c, now, err := q.guarded(s)
 	switch {
+	case err != nil:
+		q.t.cfg.Log.Warn("memory of the queue has gone away", "queue", q.qid, "error", err)
+		q.cancel()
 	case !now: // event answers
-	case !waits || q.takeEvent(s.cmd.CID) != nil:
+	case !waits || q.takeEvent(func(e *slot) bool { return e == s }) != nil:
 		q.answer(s, c, o)
 	}
 }
 
-// takeEvent returns the slot of an async event request.
-func (q *queue) takeEvent(cid uint16) *slot {
+// guarded executes a command. Memory of Buffers may go away, with the device that has it: that is an error, and no end of
+// the program. The goroutine has called debug.SetPanicOnFault.
+func (q *queue) guarded(s *slot) (c nvme.Completion, now bool, err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			fault, ok := r.(interface {
+				error
+				Addr() uintptr
+			})
+			if !ok {
+				panic(r)
+			}
+			err = fault
+		}
+	}()
+	data := s.data[:]
+	if s.data[0] == nil {
+		data = nil
+	}
+	c, now = q.of.ctrl.Load().Execute(q.qid == 0, &s.cmd, data)
+	return c, now, nil
+}
+
+// addEvent notes an async event request. It reports whether no other one with its number waits.
+func (q *queue) addEvent(s *slot) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	for i, s := range q.events {
-		if s.cmd.CID == cid {
-			q.events = append(q.events[:i], q.events[i+1:]...)
-			return s
-		}
+	if slices.ContainsFunc(q.events, func(e *slot) bool { return e.cmd.CID == s.cmd.CID }) {
+		return false
 	}
-	return nil
+	q.events = append(q.events, s)
+	return true
+}
+
+// takeEvent returns the slot of an async event request that waits.
+func (q *queue) takeEvent(is func(*slot) bool) *slot {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	i := slices.IndexFunc(q.events, is)
+	if i < 0 {
+		return nil
+	}
+	s := q.events[i]
+	q.events = slices.Delete(q.events, i, i+1)
+	return s
 }
 
 // event answers an async event request: the controller calls it.
 func (q *queue) event(c nvme.Completion) {
-	if s := q.takeEvent(c.CID); s != nil {
+	if s := q.takeEvent(func(e *slot) bool { return e.cmd.CID == c.CID }); s != nil {
 		var out outbox
 		q.answer(s, c, &out)
+		q.post(&out)
+	}
+}
+
+// dropEvents answers the async event requests that wait: the controller does not know them any more.
+func (q *queue) dropEvents() {
+	for {
+		s := q.takeEvent(func(*slot) bool { return true })
+		if s == nil {
+			return
+		}
+		var out outbox
+		q.answer(s, nvme.Completion{Status: nvme.StatusAbortRequested}, &out)
 		q.post(&out)
 	}
 }
@@ -519,7 +569,7 @@ func (q *queue) taken() uint16 {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.head++
-	if int(q.head) == q.size {
+	if int(q.head) >= q.entries {
 		q.head = 0
 	}
 	return q.head

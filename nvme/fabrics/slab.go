@@ -1,6 +1,8 @@
 package fabrics
 
 import (
+	"syscall"
+
 	"github.com/verbena-rdma/verbena/internal/pages"
 	"github.com/verbena-rdma/verbena/verbs"
 )
@@ -19,9 +21,9 @@ func newSlab(mr *verbs.MR, mem []byte, release func()) *slab {
 	return &slab{mr: mr, mem: mem, release: release, pool: pages.New(uint64(len(mem)))}
 }
 
-// newSlab returns memory for a queue: of the Buffers that the target was given while there are some.
-func (t *Target) newSlab(n int) (*slab, error) {
-	if t.cfg.Buffers != nil {
+// newSlab returns memory for a queue: for an I/O queue, of the Buffers that the target was given while there are some.
+func (t *Target) newSlab(n int, qid uint16) (*slab, error) {
+	if t.cfg.Buffers != nil && qid != 0 {
 		b, release, err := t.cfg.Buffers.Alloc(n)
 		if err == nil && len(b) >= t.cfg.MaxTransfer {
 			mr, err := t.pd.RegMR(b, verbs.AccessLocalWrite)
@@ -33,7 +35,9 @@ func (t *Target) newSlab(n int) (*slab, error) {
 		}
 		if err == nil {
 			release()
+			err = syscall.ENOMEM
 		}
+		t.cfg.Log.Warn("a queue has memory of the target's own", "queue", qid, "error", err)
 		t.stats.ownBuffers.Add(1)
 	}
 	mr, err := t.pd.AllocMR(n, verbs.AccessLocalWrite)

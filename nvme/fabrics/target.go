@@ -58,7 +58,8 @@ type TargetConfig struct {
 	Log *slog.Logger
 }
 
-// Buffers is memory for data. A target takes some for each queue.
+// Buffers is memory for data. A target takes some for each I/O queue. It may go away while it is used, as memory of a device
+// that is removed does: then the queue ends.
 type Buffers interface {
 	// Alloc returns n bytes, or fewer if there are not so many. They are free again when release is called.
 	Alloc(n int) (b []byte, release func(), err error)
@@ -71,7 +72,7 @@ type Stats struct {
 	InCapsule            uint64 // bytes that came with commands
 	Read, Written        uint64 // bytes that READs and WRITEs have moved
 	Waited               uint64 // commands that waited for memory
-	OwnBuffers           uint64 // queues whose memory is not that of Buffers, since there was none left
+	OwnBuffers           uint64 // I/O queues whose memory is not that of Buffers, since that gave none
 	Expired              uint64 // hosts that have not said for too long that they are there, and connections without a Connect command
 }
 
@@ -372,7 +373,8 @@ func (t *Target) watch() {
 type association struct {
 	t      *Target
 	sub    *nvme.Subsystem
-	ctrl   *nvme.Controller
+	ctrl   atomic.Pointer[nvme.Controller] // from one reset to the next
+	cfg    nvme.ControllerConfig
 	number uint16
 	host   string // its name
 	id     [16]byte
@@ -386,7 +388,7 @@ type association struct {
 
 // expired reports whether the host has been silent for twice as long as it may.
 func (a *association) expired(now time.Time) bool {
-	keep := a.ctrl.KeepAliveTimeout()
+	keep := a.ctrl.Load().KeepAliveTimeout()
 	return keep > 0 && now.Sub(time.Unix(0, a.seen.Load())) > 2*keep
 }
 
@@ -417,9 +419,61 @@ func (a *association) join(q *queue) bool {
 // leave ends a queue's membership; with the first queue the association ends.
 func (a *association) leave(q *queue) {
 	a.t.mu.Lock()
-	defer a.t.mu.Unlock()
 	delete(a.queues, q.qid)
 	if q.qid == 0 {
 		a.dropLocked()
 	}
+	a.t.mu.Unlock()
+	a.finishReset()
+}
+
+// endIO ends the I/O queues.
+func (a *association) endIO() {
+	a.t.mu.Lock()
+	defer a.t.mu.Unlock()
+	for id, q := range a.queues {
+		if id != 0 {
+			q.cancel()
+		}
+	}
+}
+
+// finishReset ends a reset when the last I/O queue has gone: the controller is as new then, and not ready.
+func (a *association) finishReset() {
+	p := &a.props
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	first := a.only()
+	if !p.resetting || first == nil {
+		return
+	}
+	p.resetting = false
+	a.ctrl.Load().Close()
+	first.dropEvents()
+	ctrl, err := a.sub.NewController(a.cfg)
+	if err != nil { // its number was free, so that cannot be
+		a.t.cfg.Log.Error("a controller is not there after its reset", "controller", a.number, "error", err)
+		p.csts |= nvme.CSTSFatal
+		return
+	}
+	a.ctrl.Store(ctrl)
+	p.csts &^= nvme.CSTSReady | nvme.CSTSFatal
+}
+
+// close closes the controller. A reset that has not ended does not end any more.
+func (a *association) close() {
+	a.props.mu.Lock()
+	defer a.props.mu.Unlock()
+	a.props.resetting = false
+	a.ctrl.Load().Close()
+}
+
+// only returns the first queue if it is the only one.
+func (a *association) only() *queue {
+	a.t.mu.Lock()
+	defer a.t.mu.Unlock()
+	if len(a.queues) > 1 {
+		return nil
+	}
+	return a.queues[0]
 }
