@@ -71,7 +71,7 @@ type target struct {
 
 func startTarget(args ...string) (*target, error) {
 	t := &target{done: make(chan error, 1)}
-	t.cmd = exec.Command("ip", append([]string{"netns", "exec", namespace, share + "nvmet", "-listen", ourAddr + ":4420", "-nqn", ourNQN, "-v"}, args...)...)
+	t.cmd = exec.Command("ip", append([]string{"netns", "exec", namespace, program, "-listen", ourAddr + ":4420", "-nqn", ourNQN, "-v"}, args...)...)
 	t.cmd.Stdout, t.cmd.Stderr = &t.said, os.Stderr
 	if err := t.cmd.Start(); err != nil {
 		return nil, err

@@ -21,6 +21,7 @@ const (
 	kernelAddr = "10.80.0.1"
 	ourAddr    = "10.80.0.2"
 	share      = "/share/"
+	program    = "/tmp/nvmet" // our target
 )
 
 // full is set for the long form.
@@ -40,6 +41,12 @@ func main() {
 		os.Exit(1)
 	}
 	say := json.NewEncoder(f)
+	// From the shared directory each page of the program would be fetched from the host when it is first needed, which may
+	// take seconds of the guest's time.
+	if err := do("cp", share+"nvmet", program); err != nil {
+		_ = say.Encode(nvmeof.Line{Case: "program", Error: err.Error()}) // the run fails without it, too
+		return
+	}
 	if err := network(); err != nil {
 		_ = say.Encode(nvmeof.Line{Case: "network", Error: err.Error()}) // the run fails without it, too
 		return
