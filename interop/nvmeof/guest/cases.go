@@ -52,6 +52,7 @@ var cases = []struct {
 	{"host/restart", always, hostRestart},
 	{"host/killed", long, hostKilled},
 	{"host/killed queue pair", always, hostKilledQueue},
+	{"host/reset", always, hostReset},
 	{"host/discovery", always, hostDiscovery},
 	{"offload/peer memory", always, offloaded},
 	{"offload/system memory", always, notOffloaded},
@@ -365,6 +366,30 @@ func hostKilledQueue() (string, error) {
 	var queues int
 	if _, err := fmt.Sscanf(last, "%d queues,", &queues); err != nil || !failed || queues < 6 {
 		return "", fmt.Errorf("the queue has not failed, or the host has not connected three queues again: %s", said)
+	}
+	return fmt.Sprintf("%d queues", queues), nil
+}
+
+// hostReset has the kernel's host reset the controller while fio uses it, twice.
+func hostReset() (string, error) {
+	var same *target
+	err := under("", func(t *target, _ []string) (*target, error) {
+		same = t
+		for range 2 {
+			if err := os.WriteFile(controller+"/reset_controller", []byte("1"), 0); err != nil { // it returns when that is done
+				return nil, fmt.Errorf("%w\n%s", err, dmesg())
+			}
+			time.Sleep(200 * time.Millisecond)
+		}
+		return t, nil
+	})
+	if err != nil {
+		return "", err
+	}
+	var queues int
+	_, last, _ := strings.Cut(same.said.String(), "\n")
+	if _, err := fmt.Sscanf(last, "%d queues,", &queues); err != nil || queues < 6 {
+		return "", fmt.Errorf("the host has not connected its queues again: %s", same.said.String())
 	}
 	return fmt.Sprintf("%d queues", queues), nil
 }
