@@ -59,8 +59,9 @@ type Controller struct {
 
 	admin  sync.Mutex // held by whoever uses scratch, makes queues, resets or closes; guards what follows
 	info   Info
-	queues map[uint16]*Queue
-	closed bool
+	queues map[uint16]*Queue // that the controller may know of
+	closed bool              // nothing new begins
+	ended  bool              // and all memory was given back
 
 	eventMu sync.Mutex // guards event
 	event   *Request   // an async event request under way; nil: none
@@ -70,6 +71,7 @@ type Controller struct {
 //
 // Errors: EINVAL for a configuration that is not possible; EOPNOTSUPP for a controller without the NVM command set, or
 // with pages that are larger than the driver's; ErrGone, ErrFatal, ErrTimeout; the statuses of commands; those of dma.
+// The memory of a controller that failed and then does not stop is never given back.
 func Open(regs nvme.Registers, dma DMA, cfg *Config) (*Controller, error) {
 	const op = "nvme_open"
 	c := &Controller{regs: regs, dma: dma, queues: map[uint16]*Queue{}}
@@ -100,8 +102,9 @@ func Open(regs nvme.Registers, dma DMA, cfg *Config) (*Controller, error) {
 	}
 	c.page = pageSize
 	if err := c.open(); err != nil {
-		_ = c.disable()
-		c.release()
+		if off := c.disable(); stopped(off) {
+			c.release()
+		}
 		return nil, fmt.Errorf("%s: %w", op, err)
 	}
 	return c, nil
@@ -198,6 +201,9 @@ func (c *Controller) start() error {
 	c.info.IOQueues = min(granted, c.cfg.IOQueues)
 	return nil
 }
+
+// stopped reports whether the controller uses no memory any more, by the error of disable.
+func stopped(err error) bool { return err == nil || errors.Is(err, ErrGone) }
 
 // disable resets the controller and waits until it uses no memory any more.
 func (c *Controller) disable() error {
@@ -443,16 +449,17 @@ func (c *Controller) NextEvent(ctx context.Context) (nvme.Event, error) {
 
 // Reset resets the controller and brings it up again, without I/O queues. Commands that were under way return ErrReset;
 // their memory is not used any more when Reset returns.
+//
+// Errors: ErrTimeout if the controller does not stop: it may still use all memory that it has, so queues and commands
+// under way stay as they are, new commands return ErrReset, and Reset may be called again. Any other error means that
+// the controller has stopped.
 func (c *Controller) Reset() error {
 	c.admin.Lock()
 	defer c.admin.Unlock()
 	if c.closed {
 		return ErrClosed
 	}
-	c.endQueues(ErrReset)
-	err := c.disable()
-	c.dropQueues(ErrReset)
-	if err != nil {
+	if err := c.stop(ErrReset); err != nil {
 		return fmt.Errorf("nvme_reset: %w", err)
 	}
 	if err := c.start(); err != nil {
@@ -460,6 +467,16 @@ func (c *Controller) Reset() error {
 		return fmt.Errorf("nvme_reset: %w", err)
 	}
 	return nil
+}
+
+// stop disables the controller. If it has stopped or is gone, the queues end, and their memory is given back.
+func (c *Controller) stop(why error) error {
+	c.endQueues(why)
+	err := c.disable()
+	if stopped(err) {
+		c.dropQueues(why)
+	}
+	return err
 }
 
 // endQueues has all queues refuse new commands.
@@ -483,10 +500,13 @@ func (c *Controller) dropQueues(why error) {
 }
 
 // Close deletes the queues, shuts the controller down and disables it. Closing again does nothing.
+//
+// Errors: ErrTimeout if the controller does not stop: it may still use all memory that it has, so none is given back,
+// and Close may be called again. An error of the shutdown alone is returned once, and the controller is closed.
 func (c *Controller) Close() error {
 	c.admin.Lock()
 	defer c.admin.Unlock()
-	if c.closed {
+	if c.ended {
 		return nil
 	}
 	c.closed = true
@@ -496,23 +516,22 @@ func (c *Controller) Close() error {
 	}
 	c.endQueues(ErrClosed)
 	err := c.shutdown()
-	c.dropQueues(ErrClosed)
-	c.release()
-	if errors.Is(err, ErrGone) {
-		return nil // there is nothing left to be closed
+	if off := c.stop(ErrClosed); !stopped(off) {
+		return fmt.Errorf("nvme_close: the controller does not stop: %w", off)
 	}
-	return err
+	c.release()
+	c.ended = true
+	if err != nil && !errors.Is(err, ErrGone) { // else there is nothing left to be closed
+		return fmt.Errorf("nvme_close: %w", err)
+	}
+	return nil
 }
 
-// shutdown has the controller write what it caches, and disables it.
+// shutdown has the controller write what it caches.
 func (c *Controller) shutdown() error {
 	cc := nvme.CC(c.regs.Read32(nvme.RegCC))
 	c.regs.Write32(nvme.RegCC, uint32(cc&^nvme.CCShutdownMask|nvme.CCShutdownNormal))
-	err := c.waitStatus(nvme.CSTSShutdownMask, nvme.CSTSShutdownDone)
-	if off := c.disable(); err == nil {
-		err = off
-	}
-	return err
+	return c.waitStatus(nvme.CSTSShutdownMask, nvme.CSTSShutdownDone)
 }
 
 // release gives all memory back.

@@ -2,6 +2,7 @@ package driver
 
 import (
 	"errors"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -138,4 +139,69 @@ func TestFormatsThatLie(t *testing.T) {
 			t.Errorf("2^%d: %+v, %v", shift, ns, got)
 		}
 	}
+}
+
+// stubborn is registers of a controller that cannot be disabled while it ignores CC.
+type stubborn struct {
+	nvme.Registers
+	ignores atomic.Bool
+}
+
+// wrap is for newRig.
+func (s *stubborn) wrap(regs nvme.Registers) nvme.Registers {
+	s.Registers = regs
+	return s
+}
+
+func (s *stubborn) Write32(off, v uint32) {
+	if off != nvme.RegCC || !s.ignores.Load() {
+		s.Registers.Write32(off, v)
+	}
+}
+
+// Read64 returns the shortest CAP.TO, so that a test does not wait for long.
+func (s *stubborn) Read64(off uint32) uint64 {
+	v := s.Registers.Read64(off)
+	if off == nvme.RegCAP {
+		v = v&^(0xff<<24) | 1<<24
+	}
+	return v
+}
+
+// A controller that does not stop may use all memory that it has, so none is given back before it does.
+func TestDoesNotStop(t *testing.T) {
+	regs := new(stubborn)
+	r := newRig(t, pci.Config{}, Config{}, regs.wrap)
+	stuck := &gate{Namespace: must(nvme.NewMemory(1<<20, 512))(t), open: make(chan struct{})}
+	check(t, r.sub.AddNamespace(2, stuck))
+	ctx, q := longTime(t), r.queue(t, QueueConfig{})
+	req := must(q.Submit(ctx, nvme.Command{Opcode: nvme.IOFlush, NSID: 2}, Memory{}, 0))(t)
+	before := r.host.Used()
+	fails := func(what string, do func() error) {
+		t.Helper()
+		regs.ignores.Store(true)
+		defer regs.ignores.Store(false)
+		if err := do(); !errors.Is(err, ErrTimeout) {
+			t.Errorf("%s: %v", what, err)
+		}
+		if n := r.host.Used(); n != before {
+			t.Errorf("%s: of %d pieces of memory %d are left", what, before, n)
+		}
+	}
+	fails("reset", r.c.Reset)
+	close(stuck.open)
+	if _, err := req.Wait(ctx); err != nil {
+		t.Errorf("a command that was under way: %v", err)
+	}
+	if err := q.Flush(ctx, r.ns); !errors.Is(err, ErrReset) {
+		t.Errorf("a new command: %v", err)
+	}
+	check(t, r.c.Reset())
+	check(t, r.queue(t, QueueConfig{}).Flush(ctx, r.ns))
+	fails("close", r.c.Close)
+	fails("close again", r.c.Close)
+	if err := r.c.Reset(); !errors.Is(err, ErrClosed) {
+		t.Error(err)
+	}
+	// Nothing is in the way any more when the rig closes it.
 }
