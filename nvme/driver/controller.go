@@ -456,6 +456,25 @@ func (c *Controller) NextEvent(ctx context.Context) (nvme.Event, error) {
 func (c *Controller) Reset() error {
 	c.admin.Lock()
 	defer c.admin.Unlock()
+	return c.reset()
+}
+
+// resetFor resets the controller because a queue does not work any more. It does nothing if the queue has ended since,
+// by a reset or otherwise: then the controller uses nothing of its commands any more.
+func (c *Controller) resetFor(q *Queue) error {
+	c.admin.Lock()
+	defer c.admin.Unlock()
+	switch {
+	case c.queues[q.ring.id] != q:
+		return nil
+	case c.closed: // and it did not stop: it may do so now
+		return c.stop(ErrClosed)
+	}
+	return c.reset()
+}
+
+// reset is Reset for callers that hold admin.
+func (c *Controller) reset() error {
 	if c.closed {
 		return ErrClosed
 	}

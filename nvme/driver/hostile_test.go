@@ -141,10 +141,13 @@ func TestFormatsThatLie(t *testing.T) {
 	}
 }
 
-// stubborn is registers of a controller that cannot be disabled while it ignores CC.
+// stubborn is registers of a controller that cannot be disabled while it ignores CC, and that reports a fatal error
+// until it is disabled.
 type stubborn struct {
 	nvme.Registers
 	ignores atomic.Bool
+	ignored atomic.Int32 // writes of CC
+	fatal   atomic.Bool
 }
 
 // wrap is for newRig.
@@ -154,9 +157,22 @@ func (s *stubborn) wrap(regs nvme.Registers) nvme.Registers {
 }
 
 func (s *stubborn) Write32(off, v uint32) {
-	if off != nvme.RegCC || !s.ignores.Load() {
-		s.Registers.Write32(off, v)
+	switch {
+	case off == nvme.RegCC && s.ignores.Load():
+		s.ignored.Add(1)
+		return
+	case off == nvme.RegCC && nvme.CC(v)&nvme.CCEnable == 0:
+		s.fatal.Store(false)
 	}
+	s.Registers.Write32(off, v)
+}
+
+func (s *stubborn) Read32(off uint32) uint32 {
+	v := s.Registers.Read32(off)
+	if off == nvme.RegCSTS && s.fatal.Load() {
+		v |= uint32(nvme.CSTSFatal)
+	}
+	return v
 }
 
 // Read64 returns the shortest CAP.TO, so that a test does not wait for long.

@@ -215,12 +215,17 @@ func (q *Queue) WriteZeroes(ctx context.Context, ns Namespace, lba uint64, block
 
 // Deallocate tells the controller that blocks are not needed.
 func (q *Queue) Deallocate(ctx context.Context, ns Namespace, lba uint64, blocks uint32) error {
-	var b [16]byte
-	nvme.PutRange(&b, lba, blocks)
-	cmd := nvme.Command{Opcode: nvme.IODatasetManagement, NSID: ns.ID, CDW11: nvme.CDW11Deallocate}
-	req, err := q.ring.submit(ctx, false, cmd, Memory{}, 0, b[:])
+	cmd, ranges := deallocation(ns, lba, blocks)
+	req, err := q.ring.submit(ctx, false, cmd, Memory{}, 0, ranges)
 	if err == nil {
 		_, err = req.Wait(ctx)
 	}
 	return err
+}
+
+// deallocation makes a dataset management command, and the one range that is its data.
+func deallocation(ns Namespace, lba uint64, blocks uint32) (cmd nvme.Command, ranges []byte) {
+	var b [16]byte
+	nvme.PutRange(&b, lba, blocks)
+	return nvme.Command{Opcode: nvme.IODatasetManagement, NSID: ns.ID, CDW11: nvme.CDW11Deallocate}, b[:]
 }

@@ -28,6 +28,17 @@ var (
 	ErrBroken  = errors.New("nvme: a completion of no command")
 )
 
+// givenUp reports whether a command that ended with an error may still be under way, so that the controller may use its
+// memory. All other errors come after a completion, a reset or a deletion of the queue, or of a controller that is gone.
+func givenUp(err error) bool {
+	for _, why := range []error{ErrTimeout, ErrFatal, ErrBroken, context.Canceled, context.DeadlineExceeded} {
+		if errors.Is(err, why) {
+			return true
+		}
+	}
+	return false
+}
+
 const (
 	sqEntry = 64
 	cqEntry = 16
@@ -128,6 +139,13 @@ func (r *ring) killLocked(why error) {
 			r.requests[cid] = nil
 		}
 	}
+}
+
+// refuses reports whether the ring takes no new commands.
+func (r *ring) refuses() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.refusing != nil
 }
 
 // submit hands a command to the controller, as soon as there is a slot. n bytes of data are moved. If ranges is not
