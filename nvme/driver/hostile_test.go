@@ -2,6 +2,7 @@ package driver
 
 import (
 	"errors"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -121,10 +122,15 @@ func TestNoCompletion(t *testing.T) {
 // gate is storage whose flushes wait until it is open.
 type gate struct {
 	nvme.Namespace
-	open chan struct{}
+	open  chan struct{}
+	first sync.Once
+	began chan struct{} // closed by the first flush; nil: not
 }
 
 func (g *gate) Flush() error {
+	if g.began != nil {
+		g.first.Do(func() { close(g.began) })
+	}
 	<-g.open
 	return nil
 }
@@ -220,4 +226,31 @@ func TestDoesNotStop(t *testing.T) {
 		t.Error(err)
 	}
 	// Nothing is in the way any more when the rig closes it.
+}
+
+// Closing a queue whose command hangs takes too long. Closing it again goes on where that ended.
+func TestQueueCloseAgain(t *testing.T) {
+	r := newRig(t, pci.Config{}, Config{Timeout: 500 * time.Millisecond})
+	stuck := &gate{Namespace: must(nvme.NewMemory(1<<20, 512))(t), open: make(chan struct{}), began: make(chan struct{})}
+	check(t, r.sub.AddNamespace(2, stuck))
+	ctx, before := longTime(t), r.host.Used()
+	q := r.queue(t, QueueConfig{})
+	req := must(q.Submit(ctx, nvme.Command{Opcode: nvme.IOFlush, NSID: 2}, Memory{}, 0))(t)
+	<-stuck.began
+	if err := q.Close(); !errors.Is(err, ErrTimeout) {
+		t.Errorf("a queue with a command that hangs: %v", err)
+	}
+	if err := q.Flush(ctx, r.ns); !errors.Is(err, ErrClosed) {
+		t.Errorf("a new command: %v", err)
+	}
+	close(stuck.open)
+	check(t, q.Close())
+	check(t, q.Close())
+	if _, err := req.Wait(ctx); err != nil && !errors.Is(err, ErrClosed) && !errors.Is(err, nvme.StatusSQDeleted) {
+		t.Error(err)
+	}
+	if n := r.host.Used(); n != before {
+		t.Errorf("%d pieces of memory, %d before", n, before)
+	}
+	check(t, r.queue(t, QueueConfig{}).Flush(ctx, r.ns)) // its number is free again
 }

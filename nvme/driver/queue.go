@@ -4,7 +4,6 @@ package driver
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"syscall"
 
@@ -23,6 +22,9 @@ type QueueConfig struct {
 type Queue struct {
 	c    *Controller
 	ring *ring
+
+	deletion  *Request // guarded by c.admin: a command of delete that was not waited for to its end; nil: none
+	sqDeleted bool     // guarded by c.admin
 }
 
 // NewQueue makes a pair of I/O queues.
@@ -60,7 +62,10 @@ func (c *Controller) NewQueue(ctx context.Context, cfg QueueConfig) (*Queue, err
 	r.sgl = c.cfg.SGL && c.info.SGLS&3 != 0
 	q := &Queue{c: c, ring: r}
 	if err := q.create(); err != nil {
-		if !errors.Is(err, ErrTimeout) { // else the controller may still come to use the memory
+		if givenUp(err) { // the controller may still come to use the memory, so it stays until a reset
+			r.refuse(ErrClosed)
+			c.queues[id] = q
+		} else {
 			r.release()
 		}
 		return nil, fmt.Errorf("%s: %w", op, err)
@@ -112,19 +117,38 @@ func (q *Queue) create() error {
 	return err
 }
 
-// delete has the controller use the memory no more.
+// delete has the controller use the memory no more. After an error, the next call goes on where this one ended. The
+// caller holds admin.
 func (q *Queue) delete() error {
-	ctx := context.Background()
-	if _, err := q.c.do(ctx, nvme.Command{Opcode: nvme.AdminDeleteSQ, CDW10: uint32(q.ring.id)}, Memory{}, 0); err != nil {
-		return err
+	if !q.sqDeleted {
+		if err := q.deleteStep(nvme.AdminDeleteSQ); err != nil {
+			return err
+		}
+		q.sqDeleted = true
+		q.ring.mute()
 	}
-	q.ring.mute()
-	_, err := q.c.do(ctx, nvme.Command{Opcode: nvme.AdminDeleteCQ, CDW10: uint32(q.ring.id)}, Memory{}, 0)
+	return q.deleteStep(nvme.AdminDeleteCQ)
+}
+
+// deleteStep executes a command, or waits again for the one that an earlier call has given up.
+func (q *Queue) deleteStep(opcode uint8) error {
+	ctx := context.Background()
+	if q.deletion == nil {
+		req, err := q.c.ring.submit(ctx, true, nvme.Command{Opcode: opcode, CDW10: uint32(q.ring.id)}, Memory{}, 0, nil)
+		if err != nil {
+			return err
+		}
+		q.deletion = req
+	}
+	_, err := q.deletion.Wait(ctx)
+	if !givenUp(err) {
+		q.deletion = nil
+	}
 	return err
 }
 
 // Close deletes the queue. Commands that are under way return ErrClosed, or their completions. Closing again, or after
-// the controller, does nothing.
+// the controller, does nothing. After an error, closing again does what is left to be done.
 func (q *Queue) Close() error {
 	c := q.c
 	c.admin.Lock()
