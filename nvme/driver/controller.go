@@ -63,7 +63,7 @@ type Controller struct {
 	closed bool              // nothing new begins
 	ended  bool              // and all memory was given back
 
-	eventMu sync.Mutex // guards event
+	eventMu sync.Mutex // guards event; nobody waits while holding it
 	event   *Request   // an async event request under way; nil: none
 }
 
@@ -424,27 +424,59 @@ func parseNamespace(id uint32, b []byte) (Namespace, bool) {
 	return ns, true
 }
 
-// NextEvent waits for an async event. If the context ends, the request stays, and the next call waits for it.
+// NextEvent waits for an async event. If the context ends, the request stays, and the next call waits for it. Each event
+// is returned once; if several calls wait, by one of them. An error is returned by all of them.
 func (c *Controller) NextEvent(ctx context.Context) (nvme.Event, error) {
-	c.eventMu.Lock()
-	defer c.eventMu.Unlock()
 	for {
-		if c.event == nil {
-			req, err := c.ring.submit(ctx, true, nvme.Command{Opcode: nvme.AdminAsyncEventRequest}, Memory{}, 0, nil)
-			if err != nil {
-				return nvme.Event{}, err
-			}
-			c.event = req
+		req, err := c.eventRequest(ctx)
+		if err != nil {
+			return nvme.Event{}, err
 		}
-		cpl, err := c.event.Wait(ctx)
-		if errors.Is(err, ErrTimeout) {
-			continue // events may take for ever
+		cpl, err := req.wait(ctx, forever)
+		if err != nil && ctx.Err() != nil && errors.Is(err, ctx.Err()) {
+			return nvme.Event{}, err
 		}
-		if ctx.Err() == nil {
+		c.eventMu.Lock()
+		mine := c.event == req
+		if mine {
 			c.event = nil
 		}
-		return nvme.ParseEvent(cpl.Result), err
+		c.eventMu.Unlock()
+		if mine || err != nil {
+			return nvme.ParseEvent(cpl.Result), err
+		}
 	}
+}
+
+// eventRequest returns the async event request under way, or a new one as soon as there is a slot.
+func (c *Controller) eventRequest(ctx context.Context) (*Request, error) {
+	w := waiter{limit: forever}
+	for {
+		req, err := c.tryEventRequest()
+		if req != nil || err != nil {
+			return req, err
+		}
+		if err := w.pause(ctx, c.ring); err != nil {
+			return nil, fmt.Errorf("%s: %w", nvme.CommandName(true, nvme.AdminAsyncEventRequest), err)
+		}
+	}
+}
+
+// tryEventRequest is eventRequest without waiting: it returns nil if there is no slot.
+func (c *Controller) tryEventRequest() (*Request, error) {
+	c.eventMu.Lock()
+	defer c.eventMu.Unlock()
+	if c.event != nil {
+		return c.event, nil
+	}
+	cmd := nvme.Command{Opcode: nvme.AdminAsyncEventRequest}
+	req := &Request{ring: c.ring, name: nvme.CommandName(true, cmd.Opcode)}
+	placed, err := c.ring.trySubmit(req, &cmd, Memory{}, 0, nil)
+	if !placed || err != nil {
+		return nil, err
+	}
+	c.event = req
+	return req, nil
 }
 
 // Reset resets the controller and brings it up again, without I/O queues. Commands that were under way return ErrReset;

@@ -9,6 +9,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"runtime"
 	"sync"
 	"syscall"
@@ -158,7 +159,7 @@ func (r *ring) submit(ctx context.Context, admin bool, cmd nvme.Command, data Me
 		return nil, ib.Errorf("nvme_submit", syscall.EINVAL, "data at %#x: PRPs begin at multiples of 4", data.Addr)
 	}
 	req := &Request{ring: r, name: nvme.CommandName(admin, cmd.Opcode)}
-	var w waiter
+	w := waiter{limit: r.timeout}
 	for {
 		placed, err := r.trySubmit(req, &cmd, data, n, ranges)
 		if placed || err != nil {
@@ -252,7 +253,12 @@ func (r *ring) pollLocked() {
 //
 // Errors: nvme.Status; ErrReset, ErrClosed, ErrGone, ErrFatal, ErrTimeout; the context's.
 func (q *Request) Wait(ctx context.Context) (nvme.Completion, error) {
-	var w waiter
+	return q.wait(ctx, q.ring.timeout)
+}
+
+// wait is Wait with a limit of its own.
+func (q *Request) wait(ctx context.Context, limit time.Duration) (nvme.Completion, error) {
+	w := waiter{limit: limit}
 	for {
 		r := q.ring
 		r.mu.Lock()
@@ -275,6 +281,7 @@ func (q *Request) Wait(ctx context.Context) (nvme.Completion, error) {
 
 // waiter waits for a controller: by yielding first, then by sleeping longer and longer.
 type waiter struct {
+	limit  time.Duration // ErrTimeout follows
 	rounds int
 	began  time.Time
 }
@@ -282,6 +289,8 @@ type waiter struct {
 const (
 	yields   = 200
 	maxPause = time.Millisecond
+
+	forever time.Duration = math.MaxInt64 // a limit that never passes
 )
 
 func (w *waiter) pause(ctx context.Context, r *ring) error {
@@ -300,7 +309,7 @@ func (w *waiter) pause(ctx context.Context, r *ring) error {
 		r.kill(err)
 		return err
 	}
-	if time.Since(w.began) > r.timeout {
+	if time.Since(w.began) > w.limit {
 		return ErrTimeout
 	}
 	time.Sleep(min(time.Duration(w.rounds-yields+1)*10*time.Microsecond, maxPause))
