@@ -361,33 +361,22 @@ type Namespace struct {
 	ReadOnly  bool
 }
 
+// maxNamespaces bounds the lists that a controller may have a program read, and keep.
+const maxNamespaces = 1 << 16
+
 // Namespaces returns the namespaces of the controller, by number.
+//
+// Errors: EPROTO for lists that cannot be, or of more than 65536 namespaces; statuses of commands; the context's, which
+// is looked at between commands.
 func (c *Controller) Namespaces(ctx context.Context) ([]Namespace, error) {
 	c.admin.Lock()
 	defer c.admin.Unlock()
 	if c.closed {
 		return nil, ErrClosed
 	}
-	var ids []uint32
-	for above := uint32(0); ; above = ids[len(ids)-1] {
-		b, err := c.identifyInto(nvme.CNSActiveNamespaces, above)
-		if err != nil {
-			return nil, err
-		}
-		n := 0
-		for ; n < pageSize/4; n++ {
-			id := binary.LittleEndian.Uint32(b[4*n:])
-			if id <= above && id != 0 { // a list that does not rise would never end
-				return nil, ib.Errorf("nvme_namespaces", syscall.EPROTO, "namespace %d behind %d", id, above)
-			}
-			if id == 0 {
-				break
-			}
-			ids, above = append(ids, id), id
-		}
-		if n < pageSize/4 {
-			break
-		}
+	ids, err := c.namespaceIDs(ctx)
+	if err != nil {
+		return nil, err
 	}
 	var list []Namespace
 	for _, id := range ids {
@@ -407,6 +396,38 @@ func (c *Controller) Namespaces(ctx context.Context) ([]Namespace, error) {
 		}
 	}
 	return list, nil
+}
+
+// namespaceIDs returns the numbers of the namespaces. The caller holds admin.
+func (c *Controller) namespaceIDs(ctx context.Context) ([]uint32, error) {
+	const op, most = "nvme_namespaces", pageSize / 4
+	var ids []uint32
+	for above := uint32(0); ; {
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		b, err := c.identifyInto(nvme.CNSActiveNamespaces, above)
+		if err != nil {
+			return nil, err
+		}
+		n := 0
+		for ; n < most; n++ {
+			id := binary.LittleEndian.Uint32(b[4*n:])
+			if id == 0 {
+				break
+			}
+			if id <= above { // a list that does not rise would never end
+				return nil, ib.Errorf(op, syscall.EPROTO, "namespace %d behind %d", id, above)
+			}
+			ids, above = append(ids, id), id
+		}
+		if len(ids) > maxNamespaces {
+			return nil, ib.Errorf(op, syscall.EPROTO, "more than %d namespaces", maxNamespaces)
+		}
+		if n < most {
+			return ids, nil
+		}
+	}
 }
 
 func parseNamespace(id uint32, b []byte) (Namespace, bool) {

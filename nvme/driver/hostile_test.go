@@ -1,6 +1,8 @@
 package driver
 
 import (
+	"context"
+	"encoding/binary"
 	"errors"
 	"sync"
 	"sync/atomic"
@@ -253,4 +255,60 @@ func TestQueueCloseAgain(t *testing.T) {
 		t.Errorf("%d pieces of memory, %d before", n, before)
 	}
 	check(t, r.queue(t, QueueConfig{}).Flush(ctx, r.ns)) // its number is free again
+}
+
+// endless is registers of a controller whose lists of namespaces have no end. It writes a list itself when the driver
+// asks for one, and has the model execute another command instead.
+type endless struct {
+	nvme.Registers
+	c     *Controller // nil: lists are the model's
+	lists int         // that were asked for
+	then  func()      // called for each list
+}
+
+func (e *endless) wrap(regs nvme.Registers) nvme.Registers {
+	e.Registers = regs
+	return e
+}
+
+func (e *endless) Write32(off, v uint32) {
+	if e.c != nil && off == e.c.ring.sqBell {
+		entry := (*[sqEntry]byte)(e.c.ring.sq.Bytes[sqEntry*((int(v)+e.c.ring.entries-1)%e.c.ring.entries):])
+		if cmd := nvme.ParseCommand(entry); cmd.Opcode == nvme.AdminIdentify && uint8(cmd.CDW10) == nvme.CNSActiveNamespaces {
+			e.lists++
+			for i := range uint32(pageSize / 4) {
+				binary.LittleEndian.PutUint32(e.c.scratch.Bytes[4*i:], cmd.NSID+1+i)
+			}
+			other := nvme.Command{Opcode: nvme.AdminGetFeatures, CDW10: uint32(nvme.FeatureQueues), CID: cmd.CID}
+			other.Put(entry)
+			e.then()
+		}
+	}
+	e.Registers.Write32(off, v)
+}
+
+func TestNamespacesWithoutEnd(t *testing.T) {
+	regs := new(endless)
+	r := newRig(t, pci.Config{}, Config{}, regs.wrap)
+	regs.c, regs.then = r.c, func() {}
+	if _, err := r.c.Namespaces(longTime(t)); !errors.Is(err, syscall.EPROTO) {
+		t.Error(err)
+	}
+	if n := maxNamespaces / (pageSize / 4); regs.lists > n+1 {
+		t.Errorf("%d lists were read; %d have all namespaces that are possible", regs.lists, n)
+	}
+	ctx, cancel := context.WithCancel(longTime(t))
+	regs.lists = 0
+	regs.then = func() {
+		if regs.lists == 3 {
+			cancel()
+		}
+	}
+	if _, err := r.c.Namespaces(ctx); !errors.Is(err, context.Canceled) || regs.lists != 3 {
+		t.Errorf("%d lists, %v", regs.lists, err)
+	}
+	regs.c = nil
+	if list := must(r.c.Namespaces(longTime(t)))(t); len(list) != 1 {
+		t.Errorf("%d namespaces", len(list))
+	}
 }
