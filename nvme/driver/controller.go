@@ -504,8 +504,9 @@ func (c *Controller) tryEventRequest() (*Request, error) {
 // their memory is not used any more when Reset returns.
 //
 // Errors: ErrTimeout if the controller does not stop: it may still use all memory that it has, so queues and commands
-// under way stay as they are, new commands return ErrReset, and Reset may be called again. Any other error means that
-// the controller has stopped.
+// under way stay as they are, new commands return ErrReset, and Reset may be called again. If it stops and does not come
+// up again, the error says why, and commands that were under way return ErrReset all the same. ErrGone if it is gone,
+// which these commands return, too.
 func (c *Controller) Reset() error {
 	c.admin.Lock()
 	defer c.admin.Unlock()
@@ -545,8 +546,11 @@ func (c *Controller) reset() error {
 func (c *Controller) stop(why error) error {
 	c.endQueues(why)
 	err := c.disable()
-	if stopped(err) {
+	switch {
+	case err == nil:
 		c.dropQueues(why)
+	case stopped(err):
+		c.dropQueues(err)
 	}
 	return err
 }

@@ -30,13 +30,17 @@ type Queue struct {
 // NewQueue makes a pair of I/O queues.
 //
 // Errors: EINVAL for a length that is not possible; EOPNOTSUPP if queues cannot lie in the CMB; ENOSPC if the controller
-// has granted no more queues; statuses of commands; those of DMA.Alloc.
+// has granted no more queues; statuses of commands; those of DMA.Alloc. After ErrTimeout, ErrFatal and ErrBroken the
+// controller may know of the queue, which keeps its number and memory until a reset.
 func (c *Controller) NewQueue(ctx context.Context, cfg QueueConfig) (*Queue, error) {
 	const op = "nvme_new_queue"
 	c.admin.Lock()
 	defer c.admin.Unlock()
 	if c.closed {
 		return nil, ErrClosed
+	}
+	if err := c.ring.refusal(); err != nil {
+		return nil, fmt.Errorf("%s: %w", op, err)
 	}
 	if cfg.Entries == 0 {
 		cfg.Entries = min(64, c.info.MaxEntries)

@@ -130,10 +130,7 @@ func (r *ring) killLocked(why error) {
 	if r.dead != nil {
 		return
 	}
-	r.dead = why
-	if r.refusing == nil {
-		r.refusing = why
-	}
+	r.dead, r.refusing = why, why
 	for cid, req := range r.requests {
 		if req != nil {
 			req.err = why
@@ -142,11 +139,11 @@ func (r *ring) killLocked(why error) {
 	}
 }
 
-// refuses reports whether the ring takes no new commands.
-func (r *ring) refuses() bool {
+// refusal returns why the ring takes no new commands; nil: it does.
+func (r *ring) refusal() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.refusing != nil
+	return r.refusing
 }
 
 // submit hands a command to the controller, as soon as there is a slot. n bytes of data are moved. If ranges is not

@@ -24,7 +24,8 @@ import (
 // does not stop, the call tries again and waits, until the controller stops, is gone, or completes the command.
 //
 // A reset ends all queues of the controller. Calls that are under way return ErrReset, whoever has reset it. The next
-// call makes new queues. If the controller does not come up again, calls return why, until Controller.Reset succeeds.
+// call makes new queues. If the controller does not come up again, calls return why; a later call, or Controller.Reset,
+// may bring it up.
 type Storage struct {
 	c     *Controller
 	ns    Namespace
@@ -199,17 +200,21 @@ func (s *Storage) queue() (*Queue, error) {
 	}
 	s.next = (s.next + 1) % len(s.queues)
 	q := s.queues[s.next]
-	if !q.ring.refuses() {
+	if q.ring.refusal() == nil {
 		return q, nil
 	}
 	if err := s.c.resetFor(q); err != nil {
 		return nil, err
 	}
 	q, err := s.c.NewQueue(context.Background(), s.cfg)
-	if err == nil {
-		s.queues[s.next] = q
+	if err != nil {
+		if givenUp(err) {
+			err = errors.Join(err, s.c.Reset()) // the next call finds a controller that works, or why it does not
+		}
+		return nil, err
 	}
-	return q, err
+	s.queues[s.next] = q
+	return q, nil
 }
 
 // do executes a command with all of data, or with ranges. When it returns, the command is not under way any more.

@@ -314,3 +314,64 @@ func TestStorageFailures(t *testing.T) {
 		t.Errorf("%d pieces of memory, %d after the first failure", n, first)
 	}
 }
+
+// Calls say for ever that the controller is gone.
+func TestStorageGone(t *testing.T) {
+	r := newRig(t, pci.Config{}, Config{})
+	_, s := lateStorage(t, r, StorageConfig{Queues: 2})
+	r.model.Close()
+	for range 5 {
+		if err := s.Flush(); !errors.Is(err, ErrGone) {
+			t.Error(err)
+		}
+	}
+}
+
+// deaf is registers of a controller that does not see commands of its admin queue for a while.
+type deaf struct {
+	nvme.Registers
+	on atomic.Bool
+}
+
+func (d *deaf) wrap(regs nvme.Registers) nvme.Registers {
+	d.Registers = regs
+	return d
+}
+
+func (d *deaf) Write32(off, v uint32) {
+	switch {
+	case off == nvme.RegDoorbells && d.on.Load():
+		return
+	case off == nvme.RegCC && nvme.CC(v)&nvme.CCEnable == 0:
+		d.on.Store(false) // a reset helps
+	}
+	d.Registers.Write32(off, v)
+}
+
+// A queue that cannot be made in time leads to a reset, too, which gives the memory of the queue back.
+func TestStorageNewQueueGivesUp(t *testing.T) {
+	regs := new(deaf)
+	r := newRig(t, pci.Config{}, Config{Timeout: 500 * time.Millisecond}, regs.wrap)
+	_, s := lateStorage(t, r, StorageConfig{})
+	before := r.host.Used()
+	check(t, r.c.Reset())
+	regs.on.Store(true)
+	if err := s.Flush(); !errors.Is(err, ErrTimeout) {
+		t.Error(err)
+	}
+	check(t, s.Flush())
+	if n := r.host.Used(); n != before {
+		t.Errorf("%d pieces of memory, %d before", n, before)
+	}
+	// An admin queue that has ended is not asked, so nothing is kept.
+	r.c.ring.kill(ErrTimeout)
+	for range 3 {
+		if _, err := r.c.NewQueue(longTime(t), QueueConfig{}); !errors.Is(err, ErrTimeout) {
+			t.Error(err)
+		}
+	}
+	if n := r.host.Used(); n != before {
+		t.Errorf("%d pieces of memory, %d before", n, before)
+	}
+	check(t, r.c.Reset())
+}
