@@ -6,6 +6,7 @@ package nvme
 import (
 	"bytes"
 	"errors"
+	"io"
 	"sync"
 	"syscall"
 )
@@ -97,12 +98,25 @@ func (c *Controller) status(err error, write bool) Status {
 		return StatusWriteProtected | StatusDNR
 	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT), errors.Is(err, syscall.EFBIG):
 		return StatusCapacityExceeded
+	case !ofMedium(err):
+		return StatusInternal // without DNR: a path that is lost or slow may come back
 	}
 	c.counts.mediaErrors.Add(1)
 	if write {
 		return StatusWriteFault
 	}
 	return StatusUnrecoveredRead
+}
+
+// ofMedium reports whether an error says that the medium has lost data or does not take it: EIO, a file that has become
+// shorter, or the same of a controller that the namespace lies behind.
+func ofMedium(err error) bool {
+	for _, e := range []error{syscall.EIO, io.ErrUnexpectedEOF, StatusWriteFault, StatusUnrecoveredRead} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
 }
 
 // flushAll flushes all namespaces: VWC in identify data offers that.

@@ -3,6 +3,8 @@ package nvme
 import (
 	"bytes"
 	"errors"
+	"fmt"
+	"io"
 	"math"
 	"os"
 	"path/filepath"
@@ -244,7 +246,7 @@ func TestStorageFails(t *testing.T) {
 	b := &broken{Namespace: must(NewMemory(1<<20, 512))(t)}
 	r := newRig(t, b, ControllerConfig{})
 	buf := make([]byte, 4096)
-	b.read, b.write = errors.New("scratched"), errors.New("worn out")
+	b.read, b.write = io.ErrUnexpectedEOF, fmt.Errorf("worn out: %w", syscall.EIO)
 	r.want(false, ioCmd(IORead, 0, 8), buf, StatusUnrecoveredRead)
 	r.want(false, ioCmd(IOCompare, 0, 8), buf, StatusUnrecoveredRead)
 	r.want(false, ioCmd(IOWrite, 0, 8), buf, StatusWriteFault)
@@ -255,9 +257,21 @@ func TestStorageFails(t *testing.T) {
 	b.flush = syscall.EIO
 	r.want(false, Command{Opcode: IOFlush, NSID: 1}, nil, StatusWriteFault)
 	r.want(false, Command{Opcode: IOFlush, NSID: NSIDAll}, nil, StatusWriteFault)
+	b.flush = nil
+	b.read, b.write = fmt.Errorf("a disk behind it: %w", StatusUnrecoveredRead|StatusDNR), StatusWriteFault
+	r.want(false, ioCmd(IORead, 0, 8), buf, StatusUnrecoveredRead)
+	r.want(false, ioCmd(IOWrite, 0, 8), buf, StatusWriteFault)
+	// What is not the medium's fault is neither counted as that nor for ever.
+	for _, err := range []error{errors.New("no completion in time"), os.ErrClosed, syscall.ENODEV, syscall.ECONNRESET, StatusInvalidField | StatusDNR} {
+		b.read, b.write, b.flush = err, err, err
+		r.want(false, ioCmd(IORead, 0, 8), buf, StatusInternal)
+		r.want(false, ioCmd(IOCompare, 0, 8), buf, StatusInternal)
+		r.want(false, ioCmd(IOWrite, 0, 8), buf, StatusInternal)
+		r.want(false, Command{Opcode: IOFlush, NSID: 1}, nil, StatusInternal)
+	}
 	smart := r.logPage(LogSMART, 512)
-	if n := le.Uint64(smart[160:]); n != 6 {
-		t.Errorf("%d media errors, should be 6", n)
+	if n := le.Uint64(smart[160:]); n != 8 {
+		t.Errorf("%d media errors, should be 8", n)
 	}
 }
 

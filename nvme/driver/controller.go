@@ -59,10 +59,11 @@ type Controller struct {
 
 	admin  sync.Mutex // held by whoever uses scratch, makes queues, resets or closes; guards what follows
 	info   Info
-	queues map[uint16]*Queue
-	closed bool
+	queues map[uint16]*Queue // that the controller may know of
+	closed bool              // nothing new begins
+	ended  bool              // and all memory was given back
 
-	eventMu sync.Mutex // guards event
+	eventMu sync.Mutex // guards event; nobody waits while holding it
 	event   *Request   // an async event request under way; nil: none
 }
 
@@ -70,6 +71,7 @@ type Controller struct {
 //
 // Errors: EINVAL for a configuration that is not possible; EOPNOTSUPP for a controller without the NVM command set, or
 // with pages that are larger than the driver's; ErrGone, ErrFatal, ErrTimeout; the statuses of commands; those of dma.
+// The memory of a controller that failed and then does not stop is never given back.
 func Open(regs nvme.Registers, dma DMA, cfg *Config) (*Controller, error) {
 	const op = "nvme_open"
 	c := &Controller{regs: regs, dma: dma, queues: map[uint16]*Queue{}}
@@ -100,8 +102,9 @@ func Open(regs nvme.Registers, dma DMA, cfg *Config) (*Controller, error) {
 	}
 	c.page = pageSize
 	if err := c.open(); err != nil {
-		_ = c.disable()
-		c.release()
+		if off := c.disable(); stopped(off) {
+			c.release()
+		}
 		return nil, fmt.Errorf("%s: %w", op, err)
 	}
 	return c, nil
@@ -198,6 +201,9 @@ func (c *Controller) start() error {
 	c.info.IOQueues = min(granted, c.cfg.IOQueues)
 	return nil
 }
+
+// stopped reports whether the controller uses no memory any more, by the error of disable.
+func stopped(err error) bool { return err == nil || errors.Is(err, ErrGone) }
 
 // disable resets the controller and waits until it uses no memory any more.
 func (c *Controller) disable() error {
@@ -355,33 +361,22 @@ type Namespace struct {
 	ReadOnly  bool
 }
 
+// maxNamespaces bounds the lists that a controller may have a program read, and keep.
+const maxNamespaces = 1 << 16
+
 // Namespaces returns the namespaces of the controller, by number.
+//
+// Errors: EPROTO for lists that cannot be, or of more than 65536 namespaces; statuses of commands; the context's, which
+// is looked at between commands.
 func (c *Controller) Namespaces(ctx context.Context) ([]Namespace, error) {
 	c.admin.Lock()
 	defer c.admin.Unlock()
 	if c.closed {
 		return nil, ErrClosed
 	}
-	var ids []uint32
-	for above := uint32(0); ; above = ids[len(ids)-1] {
-		b, err := c.identifyInto(nvme.CNSActiveNamespaces, above)
-		if err != nil {
-			return nil, err
-		}
-		n := 0
-		for ; n < pageSize/4; n++ {
-			id := binary.LittleEndian.Uint32(b[4*n:])
-			if id <= above && id != 0 { // a list that does not rise would never end
-				return nil, ib.Errorf("nvme_namespaces", syscall.EPROTO, "namespace %d behind %d", id, above)
-			}
-			if id == 0 {
-				break
-			}
-			ids, above = append(ids, id), id
-		}
-		if n < pageSize/4 {
-			break
-		}
+	ids, err := c.namespaceIDs(ctx)
+	if err != nil {
+		return nil, err
 	}
 	var list []Namespace
 	for _, id := range ids {
@@ -403,6 +398,38 @@ func (c *Controller) Namespaces(ctx context.Context) ([]Namespace, error) {
 	return list, nil
 }
 
+// namespaceIDs returns the numbers of the namespaces. The caller holds admin.
+func (c *Controller) namespaceIDs(ctx context.Context) ([]uint32, error) {
+	const op, most = "nvme_namespaces", pageSize / 4
+	var ids []uint32
+	for above := uint32(0); ; {
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		b, err := c.identifyInto(nvme.CNSActiveNamespaces, above)
+		if err != nil {
+			return nil, err
+		}
+		n := 0
+		for ; n < most; n++ {
+			id := binary.LittleEndian.Uint32(b[4*n:])
+			if id == 0 {
+				break
+			}
+			if id <= above { // a list that does not rise would never end
+				return nil, ib.Errorf(op, syscall.EPROTO, "namespace %d behind %d", id, above)
+			}
+			ids, above = append(ids, id), id
+		}
+		if len(ids) > maxNamespaces {
+			return nil, ib.Errorf(op, syscall.EPROTO, "more than %d namespaces", maxNamespaces)
+		}
+		if n < most {
+			return ids, nil
+		}
+	}
+}
+
 func parseNamespace(id uint32, b []byte) (Namespace, bool) {
 	format := b[128+4*int(b[26]&0xf):]
 	shift := format[2]
@@ -418,41 +445,94 @@ func parseNamespace(id uint32, b []byte) (Namespace, bool) {
 	return ns, true
 }
 
-// NextEvent waits for an async event. If the context ends, the request stays, and the next call waits for it.
+// NextEvent waits for an async event. If the context ends, the request stays, and the next call waits for it. Each event
+// is returned once; if several calls wait, by one of them. An error is returned by all of them.
 func (c *Controller) NextEvent(ctx context.Context) (nvme.Event, error) {
-	c.eventMu.Lock()
-	defer c.eventMu.Unlock()
 	for {
-		if c.event == nil {
-			req, err := c.ring.submit(ctx, true, nvme.Command{Opcode: nvme.AdminAsyncEventRequest}, Memory{}, 0, nil)
-			if err != nil {
-				return nvme.Event{}, err
-			}
-			c.event = req
+		req, err := c.eventRequest(ctx)
+		if err != nil {
+			return nvme.Event{}, err
 		}
-		cpl, err := c.event.Wait(ctx)
-		if errors.Is(err, ErrTimeout) {
-			continue // events may take for ever
+		cpl, err := req.wait(ctx, forever)
+		if err != nil && ctx.Err() != nil && errors.Is(err, ctx.Err()) {
+			return nvme.Event{}, err
 		}
-		if ctx.Err() == nil {
+		c.eventMu.Lock()
+		mine := c.event == req
+		if mine {
 			c.event = nil
 		}
-		return nvme.ParseEvent(cpl.Result), err
+		c.eventMu.Unlock()
+		if mine || err != nil {
+			return nvme.ParseEvent(cpl.Result), err
+		}
 	}
+}
+
+// eventRequest returns the async event request under way, or a new one as soon as there is a slot.
+func (c *Controller) eventRequest(ctx context.Context) (*Request, error) {
+	w := waiter{limit: forever}
+	for {
+		req, err := c.tryEventRequest()
+		if req != nil || err != nil {
+			return req, err
+		}
+		if err := w.pause(ctx, c.ring); err != nil {
+			return nil, fmt.Errorf("%s: %w", nvme.CommandName(true, nvme.AdminAsyncEventRequest), err)
+		}
+	}
+}
+
+// tryEventRequest is eventRequest without waiting: it returns nil if there is no slot.
+func (c *Controller) tryEventRequest() (*Request, error) {
+	c.eventMu.Lock()
+	defer c.eventMu.Unlock()
+	if c.event != nil {
+		return c.event, nil
+	}
+	cmd := nvme.Command{Opcode: nvme.AdminAsyncEventRequest}
+	req := &Request{ring: c.ring, name: nvme.CommandName(true, cmd.Opcode)}
+	placed, err := c.ring.trySubmit(req, &cmd, Memory{}, 0, nil)
+	if !placed || err != nil {
+		return nil, err
+	}
+	c.event = req
+	return req, nil
 }
 
 // Reset resets the controller and brings it up again, without I/O queues. Commands that were under way return ErrReset;
 // their memory is not used any more when Reset returns.
+//
+// Errors: ErrTimeout if the controller does not stop: it may still use all memory that it has, so queues and commands
+// under way stay as they are, new commands return ErrReset, and Reset may be called again. If it stops and does not come
+// up again, the error says why, and commands that were under way return ErrReset all the same. ErrGone if it is gone,
+// which these commands return, too.
 func (c *Controller) Reset() error {
 	c.admin.Lock()
 	defer c.admin.Unlock()
+	return c.reset()
+}
+
+// resetFor resets the controller because a queue does not work any more. It does nothing if the queue has ended since,
+// by a reset or otherwise: then the controller uses nothing of its commands any more.
+func (c *Controller) resetFor(q *Queue) error {
+	c.admin.Lock()
+	defer c.admin.Unlock()
+	switch {
+	case c.queues[q.ring.id] != q:
+		return nil
+	case c.closed: // and it did not stop: it may do so now
+		return c.stop(ErrClosed)
+	}
+	return c.reset()
+}
+
+// reset is Reset for callers that hold admin.
+func (c *Controller) reset() error {
 	if c.closed {
 		return ErrClosed
 	}
-	c.endQueues(ErrReset)
-	err := c.disable()
-	c.dropQueues(ErrReset)
-	if err != nil {
+	if err := c.stop(ErrReset); err != nil {
 		return fmt.Errorf("nvme_reset: %w", err)
 	}
 	if err := c.start(); err != nil {
@@ -460,6 +540,19 @@ func (c *Controller) Reset() error {
 		return fmt.Errorf("nvme_reset: %w", err)
 	}
 	return nil
+}
+
+// stop disables the controller. If it has stopped or is gone, the queues end, and their memory is given back.
+func (c *Controller) stop(why error) error {
+	c.endQueues(why)
+	err := c.disable()
+	switch {
+	case err == nil:
+		c.dropQueues(why)
+	case stopped(err):
+		c.dropQueues(err)
+	}
+	return err
 }
 
 // endQueues has all queues refuse new commands.
@@ -483,10 +576,13 @@ func (c *Controller) dropQueues(why error) {
 }
 
 // Close deletes the queues, shuts the controller down and disables it. Closing again does nothing.
+//
+// Errors: ErrTimeout if the controller does not stop: it may still use all memory that it has, so none is given back,
+// and Close may be called again. An error of the shutdown alone is returned once, and the controller is closed.
 func (c *Controller) Close() error {
 	c.admin.Lock()
 	defer c.admin.Unlock()
-	if c.closed {
+	if c.ended {
 		return nil
 	}
 	c.closed = true
@@ -496,23 +592,22 @@ func (c *Controller) Close() error {
 	}
 	c.endQueues(ErrClosed)
 	err := c.shutdown()
-	c.dropQueues(ErrClosed)
-	c.release()
-	if errors.Is(err, ErrGone) {
-		return nil // there is nothing left to be closed
+	if off := c.stop(ErrClosed); !stopped(off) {
+		return fmt.Errorf("nvme_close: the controller does not stop: %w", off)
 	}
-	return err
+	c.release()
+	c.ended = true
+	if err != nil && !errors.Is(err, ErrGone) { // else there is nothing left to be closed
+		return fmt.Errorf("nvme_close: %w", err)
+	}
+	return nil
 }
 
-// shutdown has the controller write what it caches, and disables it.
+// shutdown has the controller write what it caches.
 func (c *Controller) shutdown() error {
 	cc := nvme.CC(c.regs.Read32(nvme.RegCC))
 	c.regs.Write32(nvme.RegCC, uint32(cc&^nvme.CCShutdownMask|nvme.CCShutdownNormal))
-	err := c.waitStatus(nvme.CSTSShutdownMask, nvme.CSTSShutdownDone)
-	if off := c.disable(); err == nil {
-		err = off
-	}
-	return err
+	return c.waitStatus(nvme.CSTSShutdownMask, nvme.CSTSShutdownDone)
 }
 
 // release gives all memory back.

@@ -15,5 +15,6 @@
 // # Memory
 //
 // A [Memory] that a command uses belongs to the controller until the command has completed, or until Reset or Close has
-// returned. A command whose context ends is still under way.
+// stopped the controller: then the command's Wait returns ErrReset or ErrClosed. A command that was given up, since its
+// context ended or with ErrTimeout, ErrFatal or ErrBroken, is still under way. A [Storage] sees to that itself.
 package driver

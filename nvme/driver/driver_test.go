@@ -457,3 +457,98 @@ func TestEvents(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// badDoorbell makes the controller report an event.
+func (r *rig) badDoorbell() { r.model.Write32(nvme.RegDoorbells+8*40, 1) }
+
+// An event that comes beside the end of a context is returned once.
+func TestEventOnce(t *testing.T) {
+	r := newRig(t, pci.Config{}, Config{})
+	ended, cancel := context.WithCancel(longTime(t))
+	cancel()
+	want := nvme.Event{Type: nvme.EventError, Info: nvme.ErrorInvalidDoorbell, LogPage: nvme.LogErrors}
+	if _, err := r.c.NextEvent(ended); !errors.Is(err, context.Canceled) {
+		t.Fatal(err)
+	}
+	r.badDoorbell()
+	seen := 0
+	for range 20 {
+		if e, err := r.c.NextEvent(ended); err == nil {
+			if seen++; e != want {
+				t.Errorf("%+v", e)
+			}
+		}
+		time.Sleep(time.Millisecond)
+	}
+	if seen == 0 { // it is slower than all that
+		if e, err := r.c.NextEvent(longTime(t)); err != nil || e != want {
+			t.Errorf("%+v, %v", e, err)
+		}
+	}
+	if seen > 1 {
+		t.Errorf("an event was returned %d times", seen)
+	}
+}
+
+// Several calls wait for events: each ends with its own context, and an event goes to one of them.
+func TestEventCallers(t *testing.T) {
+	r := newRig(t, pci.Config{}, Config{})
+	long, cancel := context.WithCancel(longTime(t))
+	defer cancel()
+	type result struct {
+		event nvme.Event
+		err   error
+	}
+	results := make(chan result, 3)
+	for range 3 {
+		go func() {
+			e, err := r.c.NextEvent(long)
+			results <- result{e, err}
+		}()
+	}
+	for begun := false; !begun; time.Sleep(time.Millisecond) {
+		r.c.ring.mu.Lock()
+		begun = len(r.c.ring.free) < r.c.ring.entries-1
+		r.c.ring.mu.Unlock()
+	}
+	short, stop := context.WithTimeout(long, 10*time.Millisecond)
+	defer stop()
+	done := make(chan error, 1)
+	go func() {
+		_, err := r.c.NextEvent(short)
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		if !errors.Is(err, context.DeadlineExceeded) {
+			t.Error(err)
+		}
+	case <-time.After(30 * time.Second):
+		t.Error("a call waits for the context of another")
+	}
+	r.badDoorbell()
+	if got := <-results; got.err != nil || got.event.Info != nvme.ErrorInvalidDoorbell {
+		t.Errorf("%+v", got)
+	}
+	cancel()
+	for range 2 {
+		if got := <-results; !errors.Is(got.err, context.Canceled) {
+			t.Errorf("%+v", got)
+		}
+	}
+}
+
+// An admin queue that has ended ends a wait for events, for whatever reason.
+func TestEventDeadQueue(t *testing.T) {
+	r := newRig(t, pci.Config{}, Config{})
+	short, stop := context.WithTimeout(longTime(t), time.Millisecond)
+	defer stop()
+	if _, err := r.c.NextEvent(short); !errors.Is(err, context.DeadlineExceeded) {
+		t.Fatal(err)
+	}
+	r.c.ring.kill(ErrTimeout) // as after an identify command that was given up
+	if _, err := r.c.NextEvent(longTime(t)); !errors.Is(err, ErrTimeout) {
+		t.Error(err)
+	}
+	check(t, r.c.Reset())
+}

@@ -1,7 +1,11 @@
 package driver
 
 import (
+	"context"
+	"encoding/binary"
 	"errors"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -120,10 +124,15 @@ func TestNoCompletion(t *testing.T) {
 // gate is storage whose flushes wait until it is open.
 type gate struct {
 	nvme.Namespace
-	open chan struct{}
+	open  chan struct{}
+	first sync.Once
+	began chan struct{} // closed by the first flush; nil: not
 }
 
 func (g *gate) Flush() error {
+	if g.began != nil {
+		g.first.Do(func() { close(g.began) })
+	}
 	<-g.open
 	return nil
 }
@@ -137,5 +146,169 @@ func TestFormatsThatLie(t *testing.T) {
 		if got != ok || ok && ns.BlockSize != 1<<shift {
 			t.Errorf("2^%d: %+v, %v", shift, ns, got)
 		}
+	}
+}
+
+// stubborn is registers of a controller that cannot be disabled while it ignores CC, and that reports a fatal error
+// until it is disabled.
+type stubborn struct {
+	nvme.Registers
+	ignores atomic.Bool
+	ignored atomic.Int32 // writes of CC
+	fatal   atomic.Bool
+}
+
+// wrap is for newRig.
+func (s *stubborn) wrap(regs nvme.Registers) nvme.Registers {
+	s.Registers = regs
+	return s
+}
+
+func (s *stubborn) Write32(off, v uint32) {
+	switch {
+	case off == nvme.RegCC && s.ignores.Load():
+		s.ignored.Add(1)
+		return
+	case off == nvme.RegCC && nvme.CC(v)&nvme.CCEnable == 0:
+		s.fatal.Store(false)
+	}
+	s.Registers.Write32(off, v)
+}
+
+func (s *stubborn) Read32(off uint32) uint32 {
+	v := s.Registers.Read32(off)
+	if off == nvme.RegCSTS && s.fatal.Load() {
+		v |= uint32(nvme.CSTSFatal)
+	}
+	return v
+}
+
+// Read64 returns the shortest CAP.TO, so that a test does not wait for long.
+func (s *stubborn) Read64(off uint32) uint64 {
+	v := s.Registers.Read64(off)
+	if off == nvme.RegCAP {
+		v = v&^(0xff<<24) | 1<<24
+	}
+	return v
+}
+
+// A controller that does not stop may use all memory that it has, so none is given back before it does.
+func TestDoesNotStop(t *testing.T) {
+	regs := new(stubborn)
+	r := newRig(t, pci.Config{}, Config{}, regs.wrap)
+	stuck := &gate{Namespace: must(nvme.NewMemory(1<<20, 512))(t), open: make(chan struct{})}
+	check(t, r.sub.AddNamespace(2, stuck))
+	ctx, q := longTime(t), r.queue(t, QueueConfig{})
+	req := must(q.Submit(ctx, nvme.Command{Opcode: nvme.IOFlush, NSID: 2}, Memory{}, 0))(t)
+	before := r.host.Used()
+	fails := func(what string, do func() error) {
+		t.Helper()
+		regs.ignores.Store(true)
+		defer regs.ignores.Store(false)
+		if err := do(); !errors.Is(err, ErrTimeout) {
+			t.Errorf("%s: %v", what, err)
+		}
+		if n := r.host.Used(); n != before {
+			t.Errorf("%s: of %d pieces of memory %d are left", what, before, n)
+		}
+	}
+	fails("reset", r.c.Reset)
+	close(stuck.open)
+	if _, err := req.Wait(ctx); err != nil {
+		t.Errorf("a command that was under way: %v", err)
+	}
+	if err := q.Flush(ctx, r.ns); !errors.Is(err, ErrReset) {
+		t.Errorf("a new command: %v", err)
+	}
+	check(t, r.c.Reset())
+	check(t, r.queue(t, QueueConfig{}).Flush(ctx, r.ns))
+	fails("close", r.c.Close)
+	fails("close again", r.c.Close)
+	if err := r.c.Reset(); !errors.Is(err, ErrClosed) {
+		t.Error(err)
+	}
+	// Nothing is in the way any more when the rig closes it.
+}
+
+// Closing a queue whose command hangs takes too long. Closing it again goes on where that ended.
+func TestQueueCloseAgain(t *testing.T) {
+	r := newRig(t, pci.Config{}, Config{Timeout: 500 * time.Millisecond})
+	stuck := &gate{Namespace: must(nvme.NewMemory(1<<20, 512))(t), open: make(chan struct{}), began: make(chan struct{})}
+	check(t, r.sub.AddNamespace(2, stuck))
+	ctx, before := longTime(t), r.host.Used()
+	q := r.queue(t, QueueConfig{})
+	req := must(q.Submit(ctx, nvme.Command{Opcode: nvme.IOFlush, NSID: 2}, Memory{}, 0))(t)
+	<-stuck.began
+	if err := q.Close(); !errors.Is(err, ErrTimeout) {
+		t.Errorf("a queue with a command that hangs: %v", err)
+	}
+	if err := q.Flush(ctx, r.ns); !errors.Is(err, ErrClosed) {
+		t.Errorf("a new command: %v", err)
+	}
+	close(stuck.open)
+	check(t, q.Close())
+	check(t, q.Close())
+	if _, err := req.Wait(ctx); err != nil && !errors.Is(err, ErrClosed) && !errors.Is(err, nvme.StatusSQDeleted) {
+		t.Error(err)
+	}
+	if n := r.host.Used(); n != before {
+		t.Errorf("%d pieces of memory, %d before", n, before)
+	}
+	check(t, r.queue(t, QueueConfig{}).Flush(ctx, r.ns)) // its number is free again
+}
+
+// endless is registers of a controller whose lists of namespaces have no end. It writes a list itself when the driver
+// asks for one, and has the model execute another command instead.
+type endless struct {
+	nvme.Registers
+	c     *Controller // nil: lists are the model's
+	lists int         // that were asked for
+	then  func()      // called for each list
+}
+
+func (e *endless) wrap(regs nvme.Registers) nvme.Registers {
+	e.Registers = regs
+	return e
+}
+
+func (e *endless) Write32(off, v uint32) {
+	if e.c != nil && off == e.c.ring.sqBell {
+		entry := (*[sqEntry]byte)(e.c.ring.sq.Bytes[sqEntry*((int(v)+e.c.ring.entries-1)%e.c.ring.entries):])
+		if cmd := nvme.ParseCommand(entry); cmd.Opcode == nvme.AdminIdentify && uint8(cmd.CDW10) == nvme.CNSActiveNamespaces {
+			e.lists++
+			for i := range uint32(pageSize / 4) {
+				binary.LittleEndian.PutUint32(e.c.scratch.Bytes[4*i:], cmd.NSID+1+i)
+			}
+			other := nvme.Command{Opcode: nvme.AdminGetFeatures, CDW10: uint32(nvme.FeatureQueues), CID: cmd.CID}
+			other.Put(entry)
+			e.then()
+		}
+	}
+	e.Registers.Write32(off, v)
+}
+
+func TestNamespacesWithoutEnd(t *testing.T) {
+	regs := new(endless)
+	r := newRig(t, pci.Config{}, Config{}, regs.wrap)
+	regs.c, regs.then = r.c, func() {}
+	if _, err := r.c.Namespaces(longTime(t)); !errors.Is(err, syscall.EPROTO) {
+		t.Error(err)
+	}
+	if n := maxNamespaces / (pageSize / 4); regs.lists > n+1 {
+		t.Errorf("%d lists were read; %d have all namespaces that are possible", regs.lists, n)
+	}
+	ctx, cancel := context.WithCancel(longTime(t))
+	regs.lists = 0
+	regs.then = func() {
+		if regs.lists == 3 {
+			cancel()
+		}
+	}
+	if _, err := r.c.Namespaces(ctx); !errors.Is(err, context.Canceled) || regs.lists != 3 {
+		t.Errorf("%d lists, %v", regs.lists, err)
+	}
+	regs.c = nil
+	if list := must(r.c.Namespaces(longTime(t)))(t); len(list) != 1 {
+		t.Errorf("%d namespaces", len(list))
 	}
 }

@@ -73,7 +73,8 @@ type rig struct {
 	ns    Namespace
 }
 
-func newRig(t testing.TB, dev pci.Config, cfg Config) *rig {
+// newRig makes a rig. The driver has the model's registers by what wrap makes of them.
+func newRig(t testing.TB, dev pci.Config, cfg Config, wrap ...func(nvme.Registers) nvme.Registers) *rig {
 	t.Helper()
 	r := &rig{host: newHost()}
 	r.sub = must(nvme.NewSubsystem(nvme.SubsystemConfig{NQN: testNQN, Serial: "S7"}))(t)
@@ -93,7 +94,11 @@ func newRig(t testing.TB, dev pci.Config, cfg Config) *rig {
 		r.model.Close()
 		r.model.Close()
 	})
-	r.c = must(Open(r.model, r.host, &cfg))(t)
+	var regs nvme.Registers = r.model
+	for _, w := range wrap {
+		regs = w(regs)
+	}
+	r.c = must(Open(regs, r.host, &cfg))(t)
 	t.Cleanup(func() {
 		check(t, r.c.Close())
 		check(t, r.c.Close())

@@ -4,7 +4,6 @@ package driver
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"syscall"
 
@@ -23,18 +22,25 @@ type QueueConfig struct {
 type Queue struct {
 	c    *Controller
 	ring *ring
+
+	deletion  *Request // guarded by c.admin: a command of delete that was not waited for to its end; nil: none
+	sqDeleted bool     // guarded by c.admin
 }
 
 // NewQueue makes a pair of I/O queues.
 //
 // Errors: EINVAL for a length that is not possible; EOPNOTSUPP if queues cannot lie in the CMB; ENOSPC if the controller
-// has granted no more queues; statuses of commands; those of DMA.Alloc.
+// has granted no more queues; statuses of commands; those of DMA.Alloc. After ErrTimeout, ErrFatal and ErrBroken the
+// controller may know of the queue, which keeps its number and memory until a reset.
 func (c *Controller) NewQueue(ctx context.Context, cfg QueueConfig) (*Queue, error) {
 	const op = "nvme_new_queue"
 	c.admin.Lock()
 	defer c.admin.Unlock()
 	if c.closed {
 		return nil, ErrClosed
+	}
+	if err := c.ring.refusal(); err != nil {
+		return nil, fmt.Errorf("%s: %w", op, err)
 	}
 	if cfg.Entries == 0 {
 		cfg.Entries = min(64, c.info.MaxEntries)
@@ -60,7 +66,10 @@ func (c *Controller) NewQueue(ctx context.Context, cfg QueueConfig) (*Queue, err
 	r.sgl = c.cfg.SGL && c.info.SGLS&3 != 0
 	q := &Queue{c: c, ring: r}
 	if err := q.create(); err != nil {
-		if !errors.Is(err, ErrTimeout) { // else the controller may still come to use the memory
+		if givenUp(err) { // the controller may still come to use the memory, so it stays until a reset
+			r.refuse(ErrClosed)
+			c.queues[id] = q
+		} else {
 			r.release()
 		}
 		return nil, fmt.Errorf("%s: %w", op, err)
@@ -112,19 +121,38 @@ func (q *Queue) create() error {
 	return err
 }
 
-// delete has the controller use the memory no more.
+// delete has the controller use the memory no more. After an error, the next call goes on where this one ended. The
+// caller holds admin.
 func (q *Queue) delete() error {
-	ctx := context.Background()
-	if _, err := q.c.do(ctx, nvme.Command{Opcode: nvme.AdminDeleteSQ, CDW10: uint32(q.ring.id)}, Memory{}, 0); err != nil {
-		return err
+	if !q.sqDeleted {
+		if err := q.deleteStep(nvme.AdminDeleteSQ); err != nil {
+			return err
+		}
+		q.sqDeleted = true
+		q.ring.mute()
 	}
-	q.ring.mute()
-	_, err := q.c.do(ctx, nvme.Command{Opcode: nvme.AdminDeleteCQ, CDW10: uint32(q.ring.id)}, Memory{}, 0)
+	return q.deleteStep(nvme.AdminDeleteCQ)
+}
+
+// deleteStep executes a command, or waits again for the one that an earlier call has given up.
+func (q *Queue) deleteStep(opcode uint8) error {
+	ctx := context.Background()
+	if q.deletion == nil {
+		req, err := q.c.ring.submit(ctx, true, nvme.Command{Opcode: opcode, CDW10: uint32(q.ring.id)}, Memory{}, 0, nil)
+		if err != nil {
+			return err
+		}
+		q.deletion = req
+	}
+	_, err := q.deletion.Wait(ctx)
+	if !givenUp(err) {
+		q.deletion = nil
+	}
 	return err
 }
 
 // Close deletes the queue. Commands that are under way return ErrClosed, or their completions. Closing again, or after
-// the controller, does nothing.
+// the controller, does nothing. After an error, closing again does what is left to be done.
 func (q *Queue) Close() error {
 	c := q.c
 	c.admin.Lock()
@@ -215,12 +243,17 @@ func (q *Queue) WriteZeroes(ctx context.Context, ns Namespace, lba uint64, block
 
 // Deallocate tells the controller that blocks are not needed.
 func (q *Queue) Deallocate(ctx context.Context, ns Namespace, lba uint64, blocks uint32) error {
-	var b [16]byte
-	nvme.PutRange(&b, lba, blocks)
-	cmd := nvme.Command{Opcode: nvme.IODatasetManagement, NSID: ns.ID, CDW11: nvme.CDW11Deallocate}
-	req, err := q.ring.submit(ctx, false, cmd, Memory{}, 0, b[:])
+	cmd, ranges := deallocation(ns, lba, blocks)
+	req, err := q.ring.submit(ctx, false, cmd, Memory{}, 0, ranges)
 	if err == nil {
 		_, err = req.Wait(ctx)
 	}
 	return err
+}
+
+// deallocation makes a dataset management command, and the one range that is its data.
+func deallocation(ns Namespace, lba uint64, blocks uint32) (cmd nvme.Command, ranges []byte) {
+	var b [16]byte
+	nvme.PutRange(&b, lba, blocks)
+	return nvme.Command{Opcode: nvme.IODatasetManagement, NSID: ns.ID, CDW11: nvme.CDW11Deallocate}, b[:]
 }

@@ -9,6 +9,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"runtime"
 	"sync"
 	"syscall"
@@ -27,6 +28,17 @@ var (
 	ErrTimeout = errors.New("nvme: no completion in time")
 	ErrBroken  = errors.New("nvme: a completion of no command")
 )
+
+// givenUp reports whether a command that ended with an error may still be under way, so that the controller may use its
+// memory. All other errors come after a completion, a reset or a deletion of the queue, or of a controller that is gone.
+func givenUp(err error) bool {
+	for _, why := range []error{ErrTimeout, ErrFatal, ErrBroken, context.Canceled, context.DeadlineExceeded} {
+		if errors.Is(err, why) {
+			return true
+		}
+	}
+	return false
+}
 
 const (
 	sqEntry = 64
@@ -118,16 +130,20 @@ func (r *ring) killLocked(why error) {
 	if r.dead != nil {
 		return
 	}
-	r.dead = why
-	if r.refusing == nil {
-		r.refusing = why
-	}
+	r.dead, r.refusing = why, why
 	for cid, req := range r.requests {
 		if req != nil {
 			req.err = why
 			r.requests[cid] = nil
 		}
 	}
+}
+
+// refusal returns why the ring takes no new commands; nil: it does.
+func (r *ring) refusal() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.refusing
 }
 
 // submit hands a command to the controller, as soon as there is a slot. n bytes of data are moved. If ranges is not
@@ -140,7 +156,7 @@ func (r *ring) submit(ctx context.Context, admin bool, cmd nvme.Command, data Me
 		return nil, ib.Errorf("nvme_submit", syscall.EINVAL, "data at %#x: PRPs begin at multiples of 4", data.Addr)
 	}
 	req := &Request{ring: r, name: nvme.CommandName(admin, cmd.Opcode)}
-	var w waiter
+	w := waiter{limit: r.timeout}
 	for {
 		placed, err := r.trySubmit(req, &cmd, data, n, ranges)
 		if placed || err != nil {
@@ -234,7 +250,12 @@ func (r *ring) pollLocked() {
 //
 // Errors: nvme.Status; ErrReset, ErrClosed, ErrGone, ErrFatal, ErrTimeout; the context's.
 func (q *Request) Wait(ctx context.Context) (nvme.Completion, error) {
-	var w waiter
+	return q.wait(ctx, q.ring.timeout)
+}
+
+// wait is Wait with a limit of its own.
+func (q *Request) wait(ctx context.Context, limit time.Duration) (nvme.Completion, error) {
+	w := waiter{limit: limit}
 	for {
 		r := q.ring
 		r.mu.Lock()
@@ -257,6 +278,7 @@ func (q *Request) Wait(ctx context.Context) (nvme.Completion, error) {
 
 // waiter waits for a controller: by yielding first, then by sleeping longer and longer.
 type waiter struct {
+	limit  time.Duration // ErrTimeout follows
 	rounds int
 	began  time.Time
 }
@@ -264,6 +286,8 @@ type waiter struct {
 const (
 	yields   = 200
 	maxPause = time.Millisecond
+
+	forever time.Duration = math.MaxInt64 // a limit that never passes
 )
 
 func (w *waiter) pause(ctx context.Context, r *ring) error {
@@ -282,7 +306,7 @@ func (w *waiter) pause(ctx context.Context, r *ring) error {
 		r.kill(err)
 		return err
 	}
-	if time.Since(w.began) > r.timeout {
+	if time.Since(w.began) > w.limit {
 		return ErrTimeout
 	}
 	time.Sleep(min(time.Duration(w.rounds-yields+1)*10*time.Microsecond, maxPause))

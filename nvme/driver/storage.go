@@ -3,6 +3,7 @@ package driver
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -16,19 +17,33 @@ import (
 //
 // Data that lies in memory of [Storage.Alloc] is moved by the controller itself: if that is the controller memory
 // buffer, it passes through no memory of the host. Other data is copied into memory that the controller reaches. Stats counts both.
+//
+// When a call returns, with an error or without, the controller does not use the memory of the call any more, so the
+// caller may use it for something else. A command that takes longer than Config.Timeout, or a controller that reports a
+// fatal error, leads to a reset of the controller: the call returns when the controller has stopped. If the controller
+// does not stop, the call tries again and waits, until the controller stops, is gone, or completes the command.
+//
+// A reset ends all queues of the controller. Calls that are under way return ErrReset, whoever has reset it. The next
+// call makes new queues. If the controller does not come up again, calls return why; a later call, or Controller.Reset,
+// may bring it up.
 type Storage struct {
-	c      *Controller
-	ns     Namespace
-	queues []*Queue
-	next   atomic.Uint32
-	cmb    bool
-	piece  int // bytes that one command moves at most
+	c     *Controller
+	ns    Namespace
+	cfg   QueueConfig
+	cmb   bool
+	piece int // bytes that one command moves at most
+
+	queueMu sync.Mutex // guards what follows; held while a queue is made
+	queues  []*Queue
+	next    int // the queue of the next command
+	closed  bool
 
 	direct, copied atomic.Uint64
 
-	mu    sync.Mutex // guards reach and spare
-	reach []Memory   // what Alloc has given, by address of the bytes
-	spare []Memory   // for data that lies elsewhere
+	mu      sync.Mutex // guards what follows
+	reach   []Memory   // what Alloc has given, by address of the bytes
+	spare   []Memory   // for data that lies elsewhere
+	drained bool       // Close has given spare back: commands that end later give their memory back
 }
 
 // StorageConfig is how a namespace is used. The zero value of a field means the default.
@@ -58,13 +73,13 @@ func (c *Controller) Storage(ctx context.Context, ns Namespace, cfg StorageConfi
 	case ns.BlockSize <= 0 || ns.Blocks > uint64(1<<62)/uint64(ns.BlockSize):
 		return nil, ib.Errorf(op, syscall.EINVAL, "%d blocks of %d bytes", ns.Blocks, ns.BlockSize)
 	}
-	s := &Storage{c: c, ns: ns, cmb: cfg.CMB, piece: 256 << 10}
+	s := &Storage{c: c, ns: ns, cfg: QueueConfig{Entries: cfg.Entries}, cmb: cfg.CMB, piece: 256 << 10}
 	if info.MaxTransfer > 0 {
 		s.piece = min(s.piece, info.MaxTransfer)
 	}
 	s.piece = max(s.piece/ns.BlockSize, 1) * ns.BlockSize
 	for range max(cfg.Queues, 1) {
-		q, err := c.NewQueue(ctx, QueueConfig{Entries: cfg.Entries})
+		q, err := c.NewQueue(ctx, s.cfg)
 		if err != nil {
 			return nil, errors.Join(err, s.Close())
 		}
@@ -73,15 +88,19 @@ func (c *Controller) Storage(ctx context.Context, ns Namespace, cfg StorageConfi
 	return s, nil
 }
 
-// Close gives the queues back. Memory of Alloc is given back by whoever has it.
+// Close gives the queues back. Memory of Alloc is given back by whoever has it. Calls that are under way return ErrClosed
+// or as they would have, calls after it ErrClosed. After an error, closing again does what is left to be done.
 func (s *Storage) Close() error {
+	s.queueMu.Lock()
+	s.closed = true // so queues does not change any more
+	s.queueMu.Unlock()
 	var err error
 	for _, q := range s.queues {
 		err = errors.Join(err, q.Close())
 	}
-	s.queues = nil
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.drained = true
 	for i := range s.spare {
 		s.spare[i].Free()
 	}
@@ -172,7 +191,54 @@ func (s *Storage) check(n, off int64) error {
 	return nil
 }
 
-func (s *Storage) queue() *Queue { return s.queues[int(s.next.Add(1))%len(s.queues)] }
+// queue returns the queue of the next command. In place of one that has ended it makes a new one.
+func (s *Storage) queue() (*Queue, error) {
+	s.queueMu.Lock()
+	defer s.queueMu.Unlock()
+	if s.closed {
+		return nil, ErrClosed
+	}
+	s.next = (s.next + 1) % len(s.queues)
+	q := s.queues[s.next]
+	if q.ring.refusal() == nil {
+		return q, nil
+	}
+	if err := s.c.resetFor(q); err != nil {
+		return nil, err
+	}
+	q, err := s.c.NewQueue(context.Background(), s.cfg)
+	if err != nil {
+		if givenUp(err) {
+			err = errors.Join(err, s.c.Reset()) // the next call finds a controller that works, or why it does not
+		}
+		return nil, err
+	}
+	s.queues[s.next] = q
+	return q, nil
+}
+
+// do executes a command with all of data, or with ranges. When it returns, the command is not under way any more.
+func (s *Storage) do(cmd nvme.Command, data Memory, ranges []byte) error {
+	q, err := s.queue()
+	if err != nil {
+		return err
+	}
+	ctx := context.Background()
+	req, err := q.ring.submit(ctx, false, cmd, data, len(data.Bytes), ranges)
+	if err != nil {
+		return err // the controller does not know of it
+	}
+	for {
+		_, err := req.Wait(ctx)
+		if !givenUp(err) {
+			return err
+		}
+		if s.c.resetFor(q) == nil {
+			return fmt.Errorf("%w; the controller was reset", err)
+		}
+		// It did not stop, or it did and did not come up again: Wait and resetFor find out.
+	}
+}
 
 func (s *Storage) move(p []byte, off int64, write bool) (int, error) {
 	if err := s.check(int64(len(p)), off); err != nil {
@@ -191,35 +257,34 @@ func (s *Storage) move(p []byte, off int64, write bool) (int, error) {
 
 // one moves what one command can.
 func (s *Storage) one(p []byte, off int64, write bool) error {
-	q, lba := s.queue(), uint64(off)/uint64(s.ns.BlockSize) //nolint:gosec // checked
-	run := func(m Memory) error {
-		if write {
-			return q.Write(context.Background(), s.ns, lba, m)
-		}
-		return q.Read(context.Background(), s.ns, lba, m)
+	opcode := nvme.IORead
+	if write {
+		opcode = nvme.IOWrite
+	}
+	cmd, err := BlockCommand(opcode, s.ns, uint64(off)/uint64(s.ns.BlockSize), len(p)) //nolint:gosec // checked
+	if err != nil {
+		return err
 	}
 	if m, ok := s.find(p); ok && m.Addr%4 == 0 {
 		s.direct.Add(uint64(len(p)))
-		return run(m)
+		return s.do(cmd, m, nil)
 	}
 	s.copied.Add(uint64(len(p)))
 	m, err := s.takeSpare()
 	if err != nil {
 		return err
 	}
+	defer s.putSpare(m)
 	part := m.Slice(0, len(p))
 	if write {
 		copy(part.Bytes, p)
 	}
-	if err := run(part); err != nil {
-		return err // the controller may still have the memory: it is not used again
+	if err := s.do(cmd, part, nil); err != nil {
+		return err
 	}
 	if !write {
 		copy(p, part.Bytes)
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.spare = append(s.spare, m)
 	return nil
 }
 
@@ -235,8 +300,21 @@ func (s *Storage) takeSpare() (Memory, error) {
 	return s.c.dma.Alloc(s.piece)
 }
 
+// putSpare keeps memory for the next command, or gives it back.
+func (s *Storage) putSpare(m Memory) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.drained {
+		m.Free()
+		return
+	}
+	s.spare = append(s.spare, m)
+}
+
 // Flush returns when everything that was written before is on stable storage.
-func (s *Storage) Flush() error { return s.queue().Flush(context.Background(), s.ns) }
+func (s *Storage) Flush() error {
+	return s.do(nvme.Command{Opcode: nvme.IOFlush, NSID: s.ns.ID}, Memory{}, nil)
+}
 
 // Discard gives blocks back.
 func (s *Storage) Discard(off, n int64) error {
@@ -245,7 +323,8 @@ func (s *Storage) Discard(off, n int64) error {
 	}
 	for b := int64(s.ns.BlockSize); n > 0; {
 		part := min(n/b, 1<<32-1)
-		if err := s.queue().Deallocate(context.Background(), s.ns, uint64(off/b), uint32(part)); err != nil { //nolint:gosec // checked
+		cmd, ranges := deallocation(s.ns, uint64(off/b), uint32(part)) //nolint:gosec // checked
+		if err := s.do(cmd, Memory{}, ranges); err != nil {
 			return err
 		}
 		off, n = off+part*b, n-part*b

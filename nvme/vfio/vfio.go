@@ -25,9 +25,10 @@ import (
 // Device is a controller that belongs to this process. It is the registers and the memory that driver.Open takes.
 type Device struct {
 	dev  *sys.VFIO
-	regs []byte
-
 	bars [6]sys.PCIRange
+
+	regsMu sync.RWMutex // guards regs; held for reading by whoever accesses a register
+	regs   []byte       // the first BAR; empty after Close
 
 	mu     sync.Mutex // guards what follows
 	next   uint64     // the address of the next memory
@@ -86,7 +87,8 @@ func (d *Device) open(op, address string) error {
 	return nil
 }
 
-// Close gives the controller back. The driver has been closed before.
+// Close gives the controller back. The driver has been closed before. Registers read as all ones from then on, and
+// writes of them do nothing.
 //
 // Errors: EBUSY if memory is still in use.
 func (d *Device) Close() error {
@@ -99,19 +101,24 @@ func (d *Device) Close() error {
 		return ib.Errorf("nvme_vfio_close", syscall.EBUSY, "%d pieces of memory are in use", d.held)
 	}
 	d.closed = true
+	d.regsMu.Lock()
 	err := sys.UnmapMemory(d.regs)
+	d.regs = nil
+	d.regsMu.Unlock()
 	d.dev.Close()
 	return err
 }
 
-// inside reports whether n bytes of registers are there.
-func (d *Device) inside(off uint32, n int) bool {
+// insideLocked reports whether n bytes of registers are there.
+func (d *Device) insideLocked(off uint32, n int) bool {
 	return off%4 == 0 && n <= len(d.regs) && int64(off) <= int64(len(d.regs)-n)
 }
 
 // Read32 reads 4 bytes of the first BAR; all ones where there is nothing.
 func (d *Device) Read32(off uint32) uint32 {
-	if !d.inside(off, 4) {
+	d.regsMu.RLock()
+	defer d.regsMu.RUnlock()
+	if !d.insideLocked(off, 4) {
 		return ^uint32(0)
 	}
 	return sys.ReadRegister(d.regs, off)
@@ -119,7 +126,9 @@ func (d *Device) Read32(off uint32) uint32 {
 
 // Write32 writes 4 bytes of the first BAR.
 func (d *Device) Write32(off uint32, v uint32) {
-	if d.inside(off, 4) {
+	d.regsMu.RLock()
+	defer d.regsMu.RUnlock()
+	if d.insideLocked(off, 4) {
 		sys.WriteRegister(d.regs, off, v)
 	}
 }
