@@ -5,7 +5,7 @@
 //	nvme connect -t rdma -a 192.0.2.1 -n nqn.2026-01.io.verbena:disk      (on the host)
 //
 // It ends when it is interrupted. Without -listen it serves a disk in memory to itself, and shows what a host does with
-// it.
+// it. A flag that would have no effect is refused.
 package main
 
 import (
@@ -47,6 +47,12 @@ func main() {
 		flag.Usage()
 		os.Exit(2)
 	}
+	flag.Visit(func(f *flag.Flag) {
+		if why := ignored(f.Name); why != "" {
+			fmt.Fprintf(os.Stderr, "nvmet: -%s has no effect %s\n", f.Name, why)
+			os.Exit(2)
+		}
+	})
 	run := serve
 	if *listen == "" {
 		run = show
@@ -54,6 +60,27 @@ func main() {
 	if err := run(); err != nil {
 		log.Fatal(err)
 	}
+}
+
+// ignored returns why a flag has no effect beside the others; "" if it has one.
+func ignored(name string) string {
+	switch name {
+	case "file", "direct", "p2pmem", "in-capsule", "workers", "v":
+		if *listen == "" {
+			return "without -listen"
+		}
+	}
+	switch name {
+	case "direct", "p2pmem":
+		if *file == "" {
+			return "without -file"
+		}
+	case "size":
+		if *file != "" {
+			return "with -file"
+		}
+	}
+	return ""
 }
 
 // disk returns the subsystem, with its disk as namespace 1.
