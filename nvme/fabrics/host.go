@@ -339,12 +339,15 @@ func (h *Host) Controller() uint16 { return h.controller }
 
 // Admin executes an admin command. Data goes to the target, or comes from it.
 //
-// Errors: ErrEnded; the context's error. How the command has ended is in its completion.
+// Errors: EINVAL for more data than the controller takes, or than 136 KiB; ErrEnded; the context's error. How the command has
+// ended is in its completion.
 func (h *Host) Admin(ctx context.Context, cmd nvme.Command, data []byte, dir nvme.Direction) (nvme.Completion, error) {
 	return h.admin.do(ctx, cmd, data, dir)
 }
 
 // IO executes an I/O command, on one queue after the other.
+//
+// Errors: EINVAL without an I/O queue, and for more data than the controller takes, or than 1 MiB; those of Admin.
 func (h *Host) IO(ctx context.Context, cmd nvme.Command, data []byte, dir nvme.Direction) (nvme.Completion, error) {
 	if len(h.io) == 0 {
 		return nvme.Completion{}, fmt.Errorf("nvme: there is no I/O queue: %w", syscall.EINVAL)
