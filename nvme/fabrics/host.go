@@ -127,7 +127,7 @@ func Dial(ctx context.Context, address string, cfg HostConfig) (h *Host, err err
 		return h, err
 	}
 	for i := range h.cfg.Queues {
-		q, err := h.connect(ctx, uint16(i+1), h.cfg.QueueSize, h.identity.capsule-commandBytes) //nolint:gosec // at most 1024
+		q, err := h.connect(ctx, uint16(i+1), h.cfg.QueueSize, h.identity.room()) //nolint:gosec // at most 1024
 		if err != nil {
 			return h, err
 		}
@@ -141,7 +141,7 @@ func Dial(ctx context.Context, address string, cfg HostConfig) (h *Host, err err
 
 // connect connects a queue.
 func (h *Host) connect(ctx context.Context, qid uint16, size, room int) (*hostQueue, error) {
-	q, err := h.newQueue(ctx, qid, size, max(room, 0))
+	q, err := h.newQueue(ctx, qid, size, room)
 	if err != nil {
 		return nil, err
 	}
@@ -367,12 +367,26 @@ const (
 type identity struct {
 	mdts    uint8  // the longest transfer: a power of two of pages; 0: any
 	sgls    uint32 // which descriptors it knows
-	capsule int    // bytes of a command with its data
+	capsule uint32 // the length of a command with its data, in units of 16 bytes
+	offset  uint16 // where the data begins behind the command, in the same units
 }
 
-// sglsKeyed in identity: the controller knows keyed descriptors.
-const sglsKeyed = 1 << 2
+// Bits of sgls.
+const (
+	sglsKeyed  = 1 << 2  // keyed descriptors
+	sglsOffset = 1 << 20 // descriptors of data in the capsule
+)
 
 func parseIdentity(b []byte) identity {
-	return identity{mdts: b[77], sgls: le.Uint32(b[536:]), capsule: 16 * int(min(le.Uint32(b[1792:]), 1<<16))}
+	return identity{mdts: b[77], sgls: le.Uint32(b[536:]), capsule: le.Uint32(b[1792:]), offset: le.Uint16(b[1800:])}
+}
+
+// room returns how many bytes of data the host puts behind a command: none if the controller does not know the descriptor
+// for it, or wants the data elsewhere; and not more than is of use, whatever the controller says.
+func (i *identity) room() int {
+	const command = commandBytes / 16
+	if i.sgls&sglsOffset == 0 || i.offset != 0 || i.capsule < command {
+		return 0
+	}
+	return int(min(i.capsule-command, maxInCapsule/16)) * 16
 }
