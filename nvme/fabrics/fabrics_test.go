@@ -384,7 +384,7 @@ func TestKeepsAlive(t *testing.T) {
 	tgt := serve(t, TargetConfig{Subsystems: []*nvme.Subsystem{sub}}, verbs.LinkAny)
 	h := dial(t, tgt, HostConfig{KeepAlive: time.Hour}, verbs.LinkAny) // the target waits long; the host is made to hurry
 	a := tgt.association(sub, h.controller)
-	h.all.Go(func() { h.keepAlive(time.Millisecond) })
+	h.all.Go(func() { h.keepAlive(time.Millisecond, time.Hour) })
 	for range 3 {
 		seen := a.seen.Load()
 		eventually(t, "there is another sign", func() bool { return a.seen.Load() != seen })

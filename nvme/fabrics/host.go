@@ -24,8 +24,9 @@ type HostConfig struct {
 	Queues    int // I/O queues. Zero: 1
 	QueueSize int // commands that a queue has under way at most: 2 to 256. Zero: 128
 
-	// KeepAlive is how long the target waits for a sign of the host. The host gives one twice as often. Zero: 5 s;
-	// negative: it waits for ever.
+	// KeepAlive is how long the target waits for a sign of the host. The host gives one twice as often, and waits as long
+	// for its answer: without one the connections end, and all commands with them. Zero: 5 s; negative: both wait for
+	// ever.
 	KeepAlive time.Duration
 
 	Config cm.Config // how connections are made: see TargetConfig
@@ -134,7 +135,7 @@ func Dial(ctx context.Context, address string, cfg HostConfig) (h *Host, err err
 		h.io = append(h.io, q)
 	}
 	if cfg.KeepAlive > 0 {
-		h.all.Go(func() { h.keepAlive(cfg.KeepAlive / 2) })
+		h.all.Go(func() { h.keepAlive(cfg.KeepAlive/2, cfg.KeepAlive) })
 	}
 	return h, nil
 }
@@ -241,8 +242,10 @@ func (h *Host) setCC(ctx context.Context, cc nvme.CC) error {
 	return err
 }
 
-// keepAlive tells the target again and again that the host is there.
-func (h *Host) keepAlive(every time.Duration) {
+// keepAlive tells the target again and again that the host is there. If the target does not answer within the limit, or
+// the first connection has ended, it ends all others: nobody would answer their commands. A target that answers with a bad
+// status is there, and is told again.
+func (h *Host) keepAlive(every, limit time.Duration) {
 	tick := time.NewTicker(every)
 	defer tick.Stop()
 	for {
@@ -251,9 +254,24 @@ func (h *Host) keepAlive(every time.Duration) {
 			return
 		case <-tick.C:
 		}
-		if _, err := h.admin.run(h.ctx, "keep-alive", nvme.Command{Opcode: nvme.AdminKeepAlive}, nil, nvme.NoData); err != nil {
-			return // the connection has ended, or does
+		ctx, cancel := context.WithTimeout(h.ctx, limit)
+		_, err := h.Admin(ctx, nvme.Command{Opcode: nvme.AdminKeepAlive}, nil, nvme.NoData)
+		cancel()
+		if h.ctx.Err() != nil {
+			return // Close has yet to tell the target, by the first queue
 		}
+		if err != nil {
+			h.end()
+			return
+		}
+	}
+}
+
+// end lets the commands of all queues fail, now and later.
+func (h *Host) end() {
+	h.admin.end()
+	for _, q := range h.io {
+		q.end()
 	}
 }
 

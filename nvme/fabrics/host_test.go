@@ -146,6 +146,71 @@ func (o *oddTarget) answer(conn *cm.Conn, answers *verbs.MR, size, i int, cmd *n
 	return err == nil
 }
 
+// A target that acknowledges and never answers: the host waits for the answer to its keep-alive for a limited time. Then
+// all commands end, those under way and later ones.
+func TestTargetThatNeverAnswers(t *testing.T) {
+	o := &oddTarget{}
+	h := dialOdd(t, o)
+	d := must[*Disk](t)(h.Namespace(longTime(t), 1))
+	_, err := d.WriteAt(make([]byte, page), 0)
+	check(t, err)
+	o.mute.Store(true)
+	ended := make(chan error)
+	for _, call := range []func() error{
+		func() error { _, err := d.ReadAt(make([]byte, page), 0); return err },
+		func() error { _, err := d.WriteAt(make([]byte, page), 0); return err },
+		d.Flush,
+		func() error { return d.Discard(0, page) },
+		func() error { _, err := h.Namespace(context.Background(), 1); return err },
+	} {
+		go func() { ended <- call() }()
+	}
+	eventually(t, "the commands are at the target", func() bool { return o.ignored.Load() == 5 })
+	h.all.Go(func() { h.keepAlive(time.Millisecond, 50*time.Millisecond) })
+	for range 5 {
+		select {
+		case err := <-ended:
+			if !errors.Is(err, ErrEnded) {
+				t.Error(err)
+			}
+		case <-longTime(t).Done():
+			t.Fatal("a command waits for ever")
+		}
+	}
+	eventually(t, "the keep-alive is at the target", func() bool { return o.ignored.Load() == 6 })
+	if err := d.Flush(); !errors.Is(err, ErrEnded) {
+		t.Errorf("a command after the end: %v", err)
+	}
+}
+
+// Close ends the wait for a keep-alive's answer, and shuts the controller down all the same.
+func TestCloseDuringKeepAlive(t *testing.T) {
+	o := &oddTarget{}
+	h := dialOdd(t, o)
+	o.mute.Store(true)
+	h.all.Go(func() { h.keepAlive(time.Millisecond, time.Hour) })
+	eventually(t, "a keep-alive is at the target", func() bool { return o.ignored.Load() == 1 })
+	check(t, h.Close())
+	eventually(t, "the shutdown is at the target", func() bool { return o.ignored.Load() == 2 })
+}
+
+// A target that does not like keep-alives is told again, and the host goes on.
+func TestKeepAliveRefused(t *testing.T) {
+	var came atomic.Int64
+	o := &oddTarget{status: func(cmd *nvme.Command) nvme.Status {
+		if cmd.Opcode != nvme.AdminKeepAlive {
+			return nvme.StatusSuccess
+		}
+		came.Add(1)
+		return nvme.StatusInvalidOpcode | nvme.StatusDNR
+	}}
+	h := dialOdd(t, o)
+	h.all.Go(func() { h.keepAlive(time.Millisecond, time.Hour) })
+	eventually(t, "three keep-alives", func() bool { return came.Load() >= 3 })
+	d := must[*Disk](t)(h.Namespace(longTime(t), 1))
+	check(t, d.Flush())
+}
+
 // Data goes in capsules only to a controller that says that it takes it there, at the place where the host puts it; and
 // not more than is of use.
 func TestRoomInCapsules(t *testing.T) {
