@@ -48,8 +48,15 @@ fuzz: ## run each fuzz target for FUZZTIME (30s); FUZZ=word picks by name
 bench: setup build clib ## measure speed, beside other software on this machine; BENCHARGS are passed on
 	@go run ./internal/benchsuite $(BENCHARGS)
 
-interop: setup ## hold our packets to the Linux kernel's, all cases; KERNELS=stable,sid RUN=regexp
-	@go run ./interop/rxe/runner -kernels '$(KERNELS)' -run '$(RUN)'
+# The second part has the kernels that its tests name. It runs also if the first has failed; not with RUN, which chooses
+# among the cases of the first.
+interop: setup ## hold our packets, PCI verdicts and NVMe to the Linux kernel, all cases; KERNELS=stable,sid RUN=regexp, of packets only
+	@failed=; \
+	go run ./interop/rxe/runner -kernels '$(KERNELS)' -run '$(RUN)' || failed=1; \
+	if [ -z '$(RUN)' ]; then \
+	  CI=true VERBENA_FULL=1 go test -json -count=1 -p 1 -timeout 6h ./interop/p2p ./interop/nvme ./interop/nvmeof | go run ./internal/testsum -strict || failed=1; \
+	fi; \
+	[ -z "$$failed" ]
 
 interop-bench: setup ## compare speeds with the kernel's own device, in one virtual machine
 	@go run ./interop/rxe/runner -kernels sid -bench 5

@@ -202,6 +202,34 @@ func TestPrograms(t *testing.T) {
 	}
 }
 
+// The target of examples/nvmet refuses flags that have no effect beside the others, before it does anything.
+func TestIgnoredFlags(t *testing.T) {
+	nvmet := filepath.Join(t.TempDir(), "nvmet")
+	if text, err := exec.Command("go", "build", "-buildvcs=false", "-ldflags=-w", "-o", nvmet, "./nvmet").CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, text)
+	}
+	for args, want := range map[string]string{
+		"-file disk.img":                  "-file has no effect without -listen",
+		"-direct":                         "-direct has no effect without -listen",
+		"-p2pmem 01:00.0":                 "-p2pmem has no effect without -listen",
+		"-in-capsule 0":                   "-in-capsule has no effect without -listen",
+		"-workers 2":                      "-workers has no effect without -listen",
+		"-v":                              "-v has no effect without -listen",
+		"-size 4096 -v=true":              "-v has no effect without -listen",
+		"-listen 127.0.80.3:4420 -direct": "-direct has no effect without -file",
+		"-listen 127.0.80.3:4420 -p2pmem 01:00.0":           "-p2pmem has no effect without -file",
+		"-listen 127.0.80.3:4420 -size 4096 -file disk.img": "-size has no effect with -file",
+	} {
+		ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+		c := exec.CommandContext(ctx, nvmet, strings.Fields(args)...)
+		got, _ := c.CombinedOutput() // its exit status is looked at
+		cancel()
+		if code := c.ProcessState.ExitCode(); code != 2 || string(got) != "nvmet: "+want+"\n" {
+			t.Errorf("%s: exit status %d, %q; want 2 and %q", args, code, got, want)
+		}
+	}
+}
+
 func compare(t *testing.T, got, want string, err error) {
 	t.Helper()
 	if err != nil {

@@ -29,7 +29,9 @@ func refuse(format string, args ...any) error {
 //   - BARs whose size is no power of two, that are not aligned, share an index, overlap, or lie
 //     outside the windows of the bridges above; windows that overlap or leave those above,
 //   - peer-to-peer memory that is larger than its BAR,
-//   - links that lead nowhere.
+//   - links that lead nowhere,
+//   - names, drivers, kinds of links and a vendor of the CPU with characters that cannot be printed; names and drivers that
+//     are no file names, and a vendor with a slash or with spaces around it.
 func (s *Spec) Check() error {
 	_, err := New(*s)
 	return err
@@ -43,6 +45,9 @@ func New(s Spec) (*Topology, error) {
 	}
 	if _, ok := hostLists[s.Kernel]; !ok {
 		return nil, refuse("kernel %q: the rules of %s and %s are known", s.Kernel, Linux612, Linux72)
+	}
+	if err := checkVendor(s.CPU.Vendor); err != nil {
+		return nil, err
 	}
 	t := &Topology{spec: s, byAddress: make(map[Address]*node, len(s.Functions))}
 	for _, stage := range []func() error{t.checkHosts, t.checkFunctions, t.connect, t.checkBelow, t.checkOverlaps, t.checkLinks} {
@@ -139,6 +144,12 @@ func checkFunction(f *FunctionSpec) error {
 		return refuse("%v: a bridge is no virtual function", f.Address)
 	case f.Class > 1<<24-1:
 		return refuse("%v: class %v has more than 24 bits", f.Address, f.Class)
+	}
+	if err := checkFileName(f.Address.String(), "the name", f.Name); err != nil {
+		return err
+	}
+	if err := checkFileName(f.Address.String(), "the driver", f.Driver); err != nil {
+		return err
 	}
 	if err := checkWindows(f.Address.String(), f.Windows); err != nil {
 		return err
@@ -410,6 +421,9 @@ func (t *Topology) checkOverlaps() error {
 
 func (t *Topology) checkLinks() error {
 	for _, l := range t.spec.Links {
+		if err := checkWord(fmt.Sprintf("the link between %v and %v", l.Ends[0], l.Ends[1]), "the kind", l.Kind); err != nil {
+			return err
+		}
 		switch a, b := l.Ends[0], l.Ends[1]; {
 		case l.Kind == "" || l.Bandwidth == 0:
 			return refuse("the link between %v and %v has no kind or no bandwidth", a, b)

@@ -124,6 +124,22 @@ func TestRefused(t *testing.T) {
 		{"a link without bandwidth", func(s *Spec) {
 			s.Links = []Link{{"NVLink", [2]Address{addr(t, "01:00.0"), addr(t, "04:00.0")}, 0}}
 		}, "no bandwidth"},
+
+		{"a name that moves the cursor", func(s *Spec) { s.of(t, "01:00.0").Name = "nvme\x1b[2J" }, `0000:01:00.0: the name "nvme\x1b[2J" has characters that cannot be printed`},
+		{"a name of two lines", func(s *Spec) { s.of(t, "01:00.0").Name = "nvme\n0" }, `"nvme\n0" has characters`},
+		{"a name that is no UTF-8", func(s *Spec) { s.of(t, "01:00.0").Name = "nvme\xff" }, `"nvme\xff" has characters`},
+		{"a name that turns the text around", func(s *Spec) { s.of(t, "01:00.0").Name = "nvme\u202e0" }, `"nvme\u202e0" has characters`},
+		{"a name no XML may have", func(s *Spec) { s.of(t, "01:00.0").Name = "nvme\uffff" }, `"nvme\uffff" has characters`},
+		{"a name with a slash", func(s *Spec) { s.of(t, "01:00.0").Name = "../nvme0" }, `the name "../nvme0" cannot be the name of a file`},
+		{"a name of dots", func(s *Spec) { s.of(t, "01:00.0").Name = ".." }, `the name ".." cannot be the name of a file`},
+		{"a driver with a slash", func(s *Spec) { s.of(t, "01:00.0").Driver = "a/b" }, `the driver "a/b" cannot be the name of a file`},
+		{"a driver with a NUL", func(s *Spec) { s.of(t, "01:00.0").Driver = "a\x00" }, `the driver "a\x00" has characters`},
+		{"a vendor of two lines", func(s *Spec) { s.CPU.Vendor = "Intel\nmodel: 7" }, `the vendor "Intel\nmodel: 7" has characters`},
+		{"a vendor with a slash", func(s *Spec) { s.CPU.Vendor = "a/b" }, `the vendor "a/b" has a slash`},
+		{"a vendor with a space behind it", func(s *Spec) { s.CPU.Vendor = "Intel " }, `the vendor "Intel " has a slash, or spaces`},
+		{"a kind of link with a bell", func(s *Spec) {
+			s.Links = []Link{{"NV\aLink", [2]Address{addr(t, "01:00.0"), addr(t, "04:00.0")}, 1}}
+		}, `the kind "NV\aLink" has characters`},
 	}
 	if err := func() error { s := small(t); return s.Check() }(); err != nil {
 		t.Fatal(err)

@@ -99,7 +99,7 @@ func (d *dumper) function(n *node) {
 	if n.IOMMUGroup != nil {
 		d.group(n, dir)
 	}
-	if n.Driver != "" && path.Base(n.Driver) == n.Driver {
+	if n.Driver != "" {
 		driver := path.Join("sys/bus/pci/drivers", n.Driver)
 		d.mkdir(driver)
 		d.link(path.Join(dir, "driver"), driver)
@@ -140,7 +140,7 @@ func (d *dumper) group(n *node, dir string) {
 // names makes the directory that a driver has for the device's name, and the files of a controller
 // memory buffer.
 func (d *dumper) names(f *FunctionSpec, dir string) {
-	if f.Name == "" || path.Base(f.Name) != f.Name {
+	if f.Name == "" {
 		return
 	}
 	below := map[Hex]string{0x0108: "nvme", 0x0207: "infiniband", 0x0300: "drm", 0x0302: "drm", 0x0380: "drm", 0x0200: "net"}[f.Class>>8]

@@ -2,10 +2,12 @@ package p2p
 
 import (
 	"encoding/json"
+	"errors"
 	"flag"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 )
 
@@ -148,6 +150,52 @@ func TestThisMachine(t *testing.T) {
 		}
 	}
 	survives(t, top)
+}
+
+// Words in a dump that cannot be printed: a name is read with them escaped, as a network interface may have it, and is the
+// same in the next dump; others are refused. No error has them as they are.
+func TestWordsOfADump(t *testing.T) {
+	b := NewBuilder(intelMax)
+	b.HostBridge(q35).RootPort(nil).Endpoint("eth0", ID{0x8086, 0x1572}, ClassEthernet).Function.Driver = "i40e"
+	top := must(b.Build())(t)
+	const device = "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0"
+	changed := func(change func(dir string) error) (*Topology, error) {
+		t.Helper()
+		dir := filepath.Join(t.TempDir(), "dump")
+		check(t, top.Dump(dir))
+		check(t, change(dir))
+		return ReadSys(dir)
+	}
+	renamed := must(changed(func(dir string) error {
+		return os.Rename(filepath.Join(dir, device, "net/eth0"), filepath.Join(dir, device, "net/\x1b[31m\xffé"))
+	}))(t)
+	if f, _ := renamed.Function(addr(t, "01:00.0")); f.Name != `\x1b[31m\xffé` {
+		t.Errorf("the name is %q", f.Name)
+	}
+	survives(t, renamed)
+	relink := func(name, target string) func(string) error {
+		return func(dir string) error {
+			name := filepath.Join(dir, name)
+			return errors.Join(os.Remove(name), os.Symlink(target, name))
+		}
+	}
+	for what, change := range map[string]func(string) error{
+		"a driver":    relink(device+"/driver", "../drivers/i40e\x1b"),
+		"a directory": relink(sysDevices+"/0000:01:00.0", "../../../devices/\x1b/pci0000:00/0000:01:00.0"),
+		"a vendor": func(dir string) error {
+			return os.WriteFile(filepath.Join(dir, "proc/cpuinfo"), []byte("vendor_id\t: Genuine\x1b[2J\n"), 0o600)
+		},
+	} {
+		if _, err := changed(change); !errors.Is(err, syscall.EINVAL) || !strings.Contains(err.Error(), `\x1b`) || strings.Contains(err.Error(), "\x1b") {
+			t.Errorf("%s: %q", what, err)
+		}
+	}
+	if _, err := changed(relink(sysDevices+"/0000:01:00.0", "../\x1b")); err == nil || strings.Contains(err.Error(), "\x1b") {
+		t.Errorf("a link to another place: %q", err)
+	}
+	in := `{"cpu":{},"host_bridges":[{}],"functions":[{"address":"00:00.0","kind":"endpoint","id":"0:0","name":"a\u001b"}]}`
+	_, err := ParseJSON([]byte(in))
+	wantErr(t, "JSON", err, syscall.EINVAL, `the name "a\x1b" has characters that cannot be printed`)
 }
 
 // A virtual function has no ids in its configuration space, and zeros in its BARs; a device that does

@@ -2,6 +2,7 @@ package p2p
 
 import (
 	"errors"
+	"fmt"
 	"maps"
 	"math/rand/v2"
 	"slices"
@@ -9,6 +10,7 @@ import (
 	"syscall"
 
 	"github.com/verbena-rdma/verbena/ib"
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 // OrchestratorConfig is what an orchestrator is like; nil and the zero value mean the defaults.
@@ -42,7 +44,8 @@ type Stats struct {
 	BusBytes        uint64 `json:"bus_bytes"`
 	HostBridgeBytes uint64 `json:"host_bridge_bytes"`
 	// Refusals counts what could not be done with peer memory, by the reason; Fallbacks how many of
-	// them were done with system memory.
+	// them were done with system memory. No reason has a length in it, and after 256 different ones
+	// the others are counted together, as "other reasons".
 	Refusals  map[string]uint64 `json:"refusals"`
 	Fallbacks uint64            `json:"fallbacks"`
 }
@@ -140,7 +143,8 @@ func (b *Buffer) Free() error {
 // Alloc allocates n bytes that all clients reach: of the nearest provider, or else, if the
 // orchestrator may fall back, of system memory.
 //
-// Errors: EINVAL for no bytes; those of [Orchestrator.Find] and [Provider.Alloc].
+// Errors: EINVAL for no bytes; those of [Orchestrator.Find] and [Provider.Alloc]; ENOMEM if the machine
+// has less system memory than that.
 func (o *Orchestrator) Alloc(n uint64, clients ...*Client) (*Buffer, error) {
 	if n == 0 {
 		return nil, ib.Errorf("p2p_alloc", syscall.EINVAL, "no bytes")
@@ -152,27 +156,47 @@ func (o *Orchestrator) Alloc(n uint64, clients ...*Client) (*Buffer, error) {
 			return &Buffer{peer: g}, nil
 		}
 	}
-	if !o.refused(err) {
-		return nil, err
-	}
-	return &Buffer{system: make([]byte, n)}, nil
-}
-
-// refused counts what could not be done with peer memory, and reports whether system memory is to be
-// used instead.
-func (o *Orchestrator) refused(err error) bool {
 	why := err.Error()
 	var failed *ib.OpError
 	if errors.As(err, &failed) {
 		why = failed.Detail
 	}
+	if errors.Is(err, syscall.ENOMEM) {
+		why = fmt.Sprintf("the provider %v has no free range of the length", p.at)
+	}
+	o.refused(why)
+	if !o.fallback {
+		return nil, err
+	}
+	return o.system(n)
+}
+
+// system allocates system memory instead of a provider's.
+func (o *Orchestrator) system(n uint64) (*Buffer, error) {
+	if total := sys.TotalMemory(); n > total { // make would end the program
+		return nil, ib.Errorf("p2p_alloc", syscall.ENOMEM, "%d bytes of system memory, of %d that the machine has", n, total)
+	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	o.stats.Refusals[why]++
-	if o.fallback {
-		o.stats.Fallbacks++
+	o.stats.Fallbacks++
+	return &Buffer{system: make([]byte, n)}, nil
+}
+
+// Reasons that an orchestrator tells apart: those of verdicts name addresses, of which clients that are not of the
+// machine may have any.
+const (
+	mostReasons  = 256
+	otherReasons = "other reasons"
+)
+
+// refused counts what could not be done with peer memory.
+func (o *Orchestrator) refused(why string) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if _, known := o.stats.Refusals[why]; !known && len(o.stats.Refusals) >= mostReasons {
+		why = otherReasons
 	}
-	return o.fallback
+	o.stats.Refusals[why]++
 }
 
 // Transfer is data that one device writes and another one reads.
@@ -196,10 +220,17 @@ func (o *Orchestrator) Do(t Transfer) (produced, consumed Path, err error) {
 		return 0, 0, err
 	}
 	produced, consumed, err = o.through(b, &t)
-	if b.peer != nil && errors.Is(err, syscall.ENODEV) && b.peer.isGone() && o.refused(err) {
-		return o.through(&Buffer{system: make([]byte, t.Length)}, &t)
+	if b.peer == nil || !errors.Is(err, syscall.ENODEV) || !b.peer.isGone() {
+		return produced, consumed, err
 	}
-	return produced, consumed, err
+	o.refused(fmt.Sprintf("the provider %v has vanished", b.peer.Provider().at))
+	if !o.fallback {
+		return produced, consumed, err
+	}
+	if b, err = o.system(t.Length); err != nil {
+		return 0, 0, err
+	}
+	return o.through(b, &t)
 }
 
 func (g *Range) isGone() bool {

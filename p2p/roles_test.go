@@ -3,6 +3,7 @@ package p2p
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"maps"
 	"math/rand/v2"
 	"slices"
@@ -10,6 +11,8 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+
+	"github.com/verbena-rdma/verbena/internal/sys"
 )
 
 func wantErr(t *testing.T, what string, err error, want syscall.Errno, detail string) {
@@ -345,6 +348,40 @@ func TestOrchestrator(t *testing.T) {
 	}
 	if err := NewOrchestrator(newBench(zen, q35, q35).build(t).t, nil).AddProvider(p); !errors.Is(err, syscall.EINVAL) {
 		t.Errorf("a provider of another topology: %v", err)
+	}
+}
+
+// However many lengths and clients are refused, the reasons that are counted are few. What system memory cannot hold is
+// refused, and does not end the program.
+func TestManyRefusals(t *testing.T) {
+	b := newBench(zen, q35, q35).build(t)
+	p := b.provider(t)
+	o := NewOrchestrator(b.t, &OrchestratorConfig{Fallback: true})
+	check(t, o.AddProvider(p))
+	near := NewClient(b.t, b.same.Address(), nil)
+	must(p.Alloc(p.Size()))(t) // all of it
+	const calls = 400
+	for i := range uint64(calls) {
+		check(t, must(o.Alloc(1+i, near))(t).Free())
+	}
+	s := o.Stats()
+	why := fmt.Sprintf("the provider %v has no free range of the length", p.Address())
+	if len(s.Refusals) != 1 || s.Refusals[why] != calls || s.Fallbacks != calls {
+		t.Errorf("%+v", s)
+	}
+	for i := range uint32(calls) {
+		check(t, must(o.Alloc(1, NewClient(b.t, Address{Domain: 1 + i}, nil)))(t).Free())
+	}
+	s = o.Stats()
+	if len(s.Refusals) != mostReasons+1 || s.Refusals[otherReasons] != calls-mostReasons+1 || s.Fallbacks != 2*calls {
+		t.Errorf("%d reasons, %d are others, %d fallbacks", len(s.Refusals), s.Refusals[otherReasons], s.Fallbacks)
+	}
+	for _, n := range []uint64{sys.TotalMemory() + 1, 1 << 46, 1 << 62, 1<<64 - 1} {
+		_, err := o.Alloc(n, near)
+		wantErr(t, fmt.Sprintf("%d bytes", n), err, syscall.ENOMEM, "of system memory")
+	}
+	if got := o.Stats().Fallbacks; got != s.Fallbacks {
+		t.Errorf("%d fallbacks that were none", got-s.Fallbacks)
 	}
 }
 

@@ -31,6 +31,9 @@ const (
 //
 // A process without privileges sees only the beginning of configuration spaces. Then the functions
 // are marked as Hidden: ACS is not known.
+//
+// A network interface or an RDMA device can be renamed to almost any bytes. Those that cannot be printed are \xNN in the
+// name here. A driver's name and the CPU's vendor are not chosen by anybody; with such bytes they are refused.
 func ReadSys(root string) (*Topology, error) {
 	r, err := os.OpenRoot(root)
 	if err != nil {
@@ -124,7 +127,10 @@ func (r *sysReader) links() ([]link, error) {
 		}
 		dir := path.Join(sysDevices, target)
 		if path.IsAbs(target) || !strings.HasPrefix(dir, "sys/devices/") || path.Base(dir) != name {
-			return nil, fmt.Errorf("the link of %s leads to %s", name, target)
+			return nil, fmt.Errorf("the link of %s leads to %q", name, target)
+		}
+		if err := checkWord(name, "the directory", dir); err != nil { // errors of files have it as it is
+			return nil, err
 		}
 		l := link{address: a, dir: dir, above: path.Dir(dir)}
 		for up := path.Dir(dir); up != "."; up = path.Dir(up) {
@@ -362,6 +368,7 @@ func (r *sysReader) group(dir string, f *FunctionSpec) error {
 // that people know.
 var nameDirs = []string{"nvme", "infiniband", "drm", "net"}
 
+// name reads the name, and escapes what cannot be printed.
 func (r *sysReader) name(dir string, f *FunctionSpec) error {
 	for _, d := range nameDirs {
 		names, err := r.names(path.Join(dir, d))
@@ -369,14 +376,14 @@ func (r *sysReader) name(dir string, f *FunctionSpec) error {
 			return err
 		}
 		if len(names) > 0 {
-			f.Name = names[0]
+			f.Name = escaped(names[0])
 			return nil
 		}
 	}
 	names, err := r.names(dir)
 	for _, n := range names {
 		if strings.HasPrefix(n, "virtio") {
-			f.Name = n
+			f.Name = escaped(n)
 		}
 	}
 	return err

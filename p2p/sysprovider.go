@@ -1,7 +1,9 @@
 package p2p
 
 import (
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -59,13 +61,17 @@ func (p *SysProvider) Available() (uint64, error) { return p.number("available")
 // reads and writes of files with O_DIRECT. release gives it back. When the device's driver is removed, the memory goes
 // away: accesses of this process then are faults, those by a memory region fail.
 //
-// Errors: EINVAL for a length that cannot be; ENOMEM if the device has not so much left; EACCES without root.
+// Errors: EINVAL for a length that cannot be; ENOMEM if the device has not so much left; EACCES without root; ENODEV if the
+// device, or its memory, has gone since.
 func (p *SysProvider) Alloc(n int) (b []byte, release func(), err error) {
 	const op = "p2p_sys_alloc"
 	if n <= 0 {
 		return nil, nil, ib.Errorf(op, syscall.EINVAL, "%d bytes", n)
 	}
 	f, err := os.OpenFile(filepath.Join(p.dir, "allocate"), os.O_RDWR, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil, ib.Errorf(op, syscall.ENODEV, "the memory of %v has gone", p.at)
+	}
 	if err != nil {
 		return nil, nil, fmt.Errorf("%s: %w", op, err)
 	}

@@ -2,6 +2,7 @@ package p2p
 
 import (
 	"errors"
+	"path/filepath"
 	"syscall"
 	"testing"
 )
@@ -14,4 +15,11 @@ func TestNoSysProvider(t *testing.T) {
 			t.Errorf("%v: %v, %v", at, p, err)
 		}
 	}
+}
+
+// A device whose memory was there when the provider was opened, and has gone since.
+func TestSysProviderGone(t *testing.T) {
+	p := &SysProvider{at: Address{Bus: 1}, dir: filepath.Join(t.TempDir(), "p2pmem")}
+	_, _, err := p.Alloc(4096)
+	wantErr(t, "memory that has gone", err, syscall.ENODEV, "the memory of 0000:01:00.0 has gone")
 }

@@ -5,8 +5,8 @@
 //	nvme connect -t rdma -a 192.0.2.1 -n nqn.2026-01.io.verbena:disk      (on the host)
 //
 // It ends when it is interrupted. At SIGUSR1 the queue pair of a host's first I/O queue fails, so that one can see how the
-// host recovers. Without -listen it serves a disk in memory to itself, and shows what a host does with
-// it.
+// host recovers. Without -listen it serves a disk in memory to itself, and shows what a host does with it. A flag that
+// would have no effect is refused.
 package main
 
 import (
@@ -48,6 +48,12 @@ func main() {
 		flag.Usage()
 		os.Exit(2)
 	}
+	flag.Visit(func(f *flag.Flag) {
+		if why := ignored(f.Name); why != "" {
+			fmt.Fprintf(os.Stderr, "nvmet: -%s has no effect %s\n", f.Name, why)
+			os.Exit(2)
+		}
+	})
 	run := serve
 	if *listen == "" {
 		run = show
@@ -55,6 +61,27 @@ func main() {
 	if err := run(); err != nil {
 		log.Fatal(err)
 	}
+}
+
+// ignored returns why a flag has no effect beside the others; "" if it has one.
+func ignored(name string) string {
+	switch name {
+	case "file", "direct", "p2pmem", "in-capsule", "workers", "v":
+		if *listen == "" {
+			return "without -listen"
+		}
+	}
+	switch name {
+	case "direct", "p2pmem":
+		if *file == "" {
+			return "without -file"
+		}
+	case "size":
+		if *file != "" {
+			return "with -file"
+		}
+	}
+	return ""
 }
 
 // disk returns the subsystem, with its disk as namespace 1.
@@ -133,7 +160,16 @@ func peerMemory(at string) (fabrics.Buffers, error) {
 	if err != nil {
 		return nil, err
 	}
-	return p2p.OpenSysProvider(a)
+	p, err := p2p.OpenSysProvider(a)
+	if err != nil {
+		return nil, err
+	}
+	_, release, err := p.Alloc(os.Getpagesize()) // whether this process may; a target without such memory uses its own
+	if err != nil {
+		return nil, err
+	}
+	release()
+	return p, nil
 }
 
 // failQueue has the queue pair of a host's first I/O queue fail.

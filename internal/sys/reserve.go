@@ -7,3 +7,12 @@ import "golang.org/x/sys/unix"
 func Reserve(n int) ([]byte, error) {
 	return unix.Mmap(-1, 0, n, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
 }
+
+// TotalMemory returns how many bytes of memory the machine has; without an answer of the kernel, none.
+func TotalMemory() uint64 {
+	var info unix.Sysinfo_t
+	if unix.Sysinfo(&info) != nil {
+		return 0
+	}
+	return info.Totalram * uint64(info.Unit)
+}

@@ -8,7 +8,8 @@ import (
 	"github.com/verbena-rdma/verbena/nvme"
 )
 
-// Disk is a namespace of a target, as its host sees it. It is an nvme.Namespace: a target can serve it on.
+// Disk is a namespace of a target, as its host sees it. It is an nvme.Namespace: a target can serve it on. Its calls wait
+// for the target, until the host is closed or gets no answer to its keep-alive: then they end with ErrEnded.
 type Disk struct {
 	h     *Host
 	nsid  uint32
@@ -79,7 +80,7 @@ func (d *Disk) move(name string, opcode uint8, p []byte, off int64, dir nvme.Dir
 }
 
 func (d *Disk) run(name string, cmd nvme.Command, data []byte, dir nvme.Direction) error {
-	c, err := d.h.IO(context.Background(), cmd, data, dir)
+	c, err := d.h.IO(context.Background(), cmd, data, dir) // the host ends it
 	if err == nil && c.Status != nvme.StatusSuccess {
 		err = &StatusError{Command: name, Status: c.Status, Result: c.Result}
 	}

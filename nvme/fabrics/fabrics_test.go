@@ -125,6 +125,18 @@ func TestOutside(t *testing.T) {
 	}
 }
 
+// An admin command with more data than the first queue has memory for is refused; with so much, it is executed.
+func TestLongAdminCommand(t *testing.T) {
+	tgt := serve(t, TargetConfig{Subsystems: []*nvme.Subsystem{disk(t, 1<<20, 4096)}}, verbs.LinkAny)
+	h := dial(t, tgt, HostConfig{}, verbs.LinkAny)
+	for n, want := range map[int]error{4096: nil, 136 << 10: nil, 136<<10 + 4: syscall.EINVAL, 1 << 20: syscall.EINVAL, 2 << 20: syscall.EINVAL} {
+		cmd := nvme.Command{Opcode: nvme.AdminGetLogPage, CDW10: uint32(nvme.LogErrors) | uint32(n/4-1)<<16, CDW11: uint32(n/4-1) >> 16}
+		if _, err := h.Admin(longTime(t), cmd, make([]byte, n), nvme.ToHost); !errors.Is(err, want) {
+			t.Errorf("%d bytes: %v, want %v", n, err, want)
+		}
+	}
+}
+
 // raw connects a queue as a host does that says something else.
 func raw(t *testing.T, tgt *Target, private []byte, size int) (*cm.Conn, error) {
 	t.Helper()
@@ -372,7 +384,7 @@ func TestKeepsAlive(t *testing.T) {
 	tgt := serve(t, TargetConfig{Subsystems: []*nvme.Subsystem{sub}}, verbs.LinkAny)
 	h := dial(t, tgt, HostConfig{KeepAlive: time.Hour}, verbs.LinkAny) // the target waits long; the host is made to hurry
 	a := tgt.association(sub, h.controller)
-	h.all.Go(func() { h.keepAlive(time.Millisecond) })
+	h.all.Go(func() { h.keepAlive(time.Millisecond, time.Hour) })
 	for range 3 {
 		seen := a.seen.Load()
 		eventually(t, "there is another sign", func() bool { return a.seen.Load() != seen })

@@ -24,8 +24,9 @@ type HostConfig struct {
 	Queues    int // I/O queues. Zero: 1
 	QueueSize int // commands that a queue has under way at most: 2 to 256. Zero: 128
 
-	// KeepAlive is how long the target waits for a sign of the host. The host gives one twice as often. Zero: 5 s;
-	// negative: it waits for ever.
+	// KeepAlive is how long the target waits for a sign of the host. The host gives one twice as often, and waits as long
+	// for its answer: without one the connections end, and all commands with them. Zero: 5 s; negative: both wait for
+	// ever.
 	KeepAlive time.Duration
 
 	Config cm.Config // how connections are made: see TargetConfig
@@ -127,21 +128,21 @@ func Dial(ctx context.Context, address string, cfg HostConfig) (h *Host, err err
 		return h, err
 	}
 	for i := range h.cfg.Queues {
-		q, err := h.connect(ctx, uint16(i+1), h.cfg.QueueSize, h.identity.capsule-commandBytes) //nolint:gosec // at most 1024
+		q, err := h.connect(ctx, uint16(i+1), h.cfg.QueueSize, h.identity.room()) //nolint:gosec // at most 1024
 		if err != nil {
 			return h, err
 		}
 		h.io = append(h.io, q)
 	}
 	if cfg.KeepAlive > 0 {
-		h.all.Go(func() { h.keepAlive(cfg.KeepAlive / 2) })
+		h.all.Go(func() { h.keepAlive(cfg.KeepAlive/2, cfg.KeepAlive) })
 	}
 	return h, nil
 }
 
 // connect connects a queue.
 func (h *Host) connect(ctx context.Context, qid uint16, size, room int) (*hostQueue, error) {
-	q, err := h.newQueue(ctx, qid, size, max(room, 0))
+	q, err := h.newQueue(ctx, qid, size, room)
 	if err != nil {
 		return nil, err
 	}
@@ -241,8 +242,10 @@ func (h *Host) setCC(ctx context.Context, cc nvme.CC) error {
 	return err
 }
 
-// keepAlive tells the target again and again that the host is there.
-func (h *Host) keepAlive(every time.Duration) {
+// keepAlive tells the target again and again that the host is there. If the target does not answer within the limit, or
+// the first connection has ended, it ends all others: nobody would answer their commands. A target that answers with a bad
+// status is there, and is told again.
+func (h *Host) keepAlive(every, limit time.Duration) {
 	tick := time.NewTicker(every)
 	defer tick.Stop()
 	for {
@@ -251,9 +254,24 @@ func (h *Host) keepAlive(every time.Duration) {
 			return
 		case <-tick.C:
 		}
-		if _, err := h.admin.run(h.ctx, "keep-alive", nvme.Command{Opcode: nvme.AdminKeepAlive}, nil, nvme.NoData); err != nil {
-			return // the connection has ended, or does
+		ctx, cancel := context.WithTimeout(h.ctx, limit)
+		_, err := h.Admin(ctx, nvme.Command{Opcode: nvme.AdminKeepAlive}, nil, nvme.NoData)
+		cancel()
+		if h.ctx.Err() != nil {
+			return // Close has yet to tell the target, by the first queue
 		}
+		if err != nil {
+			h.end()
+			return
+		}
+	}
+}
+
+// end lets the commands of all queues fail, now and later.
+func (h *Host) end() {
+	h.admin.end()
+	for _, q := range h.io {
+		q.end()
 	}
 }
 
@@ -339,12 +357,15 @@ func (h *Host) Controller() uint16 { return h.controller }
 
 // Admin executes an admin command. Data goes to the target, or comes from it.
 //
-// Errors: ErrEnded; the context's error. How the command has ended is in its completion.
+// Errors: EINVAL for more data than the controller takes, or than 136 KiB; ErrEnded; the context's error. How the command has
+// ended is in its completion.
 func (h *Host) Admin(ctx context.Context, cmd nvme.Command, data []byte, dir nvme.Direction) (nvme.Completion, error) {
 	return h.admin.do(ctx, cmd, data, dir)
 }
 
 // IO executes an I/O command, on one queue after the other.
+//
+// Errors: EINVAL without an I/O queue, and for more data than the controller takes, or than 1 MiB; those of Admin.
 func (h *Host) IO(ctx context.Context, cmd nvme.Command, data []byte, dir nvme.Direction) (nvme.Completion, error) {
 	if len(h.io) == 0 {
 		return nvme.Completion{}, fmt.Errorf("nvme: there is no I/O queue: %w", syscall.EINVAL)
@@ -364,12 +385,26 @@ const (
 type identity struct {
 	mdts    uint8  // the longest transfer: a power of two of pages; 0: any
 	sgls    uint32 // which descriptors it knows
-	capsule int    // bytes of a command with its data
+	capsule uint32 // the length of a command with its data, in units of 16 bytes
+	offset  uint16 // where the data begins behind the command, in the same units
 }
 
-// sglsKeyed in identity: the controller knows keyed descriptors.
-const sglsKeyed = 1 << 2
+// Bits of sgls.
+const (
+	sglsKeyed  = 1 << 2  // keyed descriptors
+	sglsOffset = 1 << 20 // descriptors of data in the capsule
+)
 
 func parseIdentity(b []byte) identity {
-	return identity{mdts: b[77], sgls: le.Uint32(b[536:]), capsule: 16 * int(min(le.Uint32(b[1792:]), 1<<16))}
+	return identity{mdts: b[77], sgls: le.Uint32(b[536:]), capsule: le.Uint32(b[1792:]), offset: le.Uint16(b[1800:])}
+}
+
+// room returns how many bytes of data the host puts behind a command: none if the controller does not know the descriptor
+// for it, or wants the data elsewhere; and not more than is of use, whatever the controller says.
+func (i *identity) room() int {
+	const command = commandBytes / 16
+	if i.sgls&sglsOffset == 0 || i.offset != 0 || i.capsule < command {
+		return 0
+	}
+	return int(min(i.capsule-command, maxInCapsule/16)) * 16
 }

@@ -36,6 +36,7 @@ type hostQueue struct {
 	qid  uint16
 	size int
 	room int // bytes of a capsule behind the command
+	most int // bytes of memory, and of a command's data at most
 
 	conn     *cm.Conn
 	channel  *verbs.Channel
@@ -94,7 +95,8 @@ func (h *Host) newQueue(ctx context.Context, qid uint16, size, room int) (q *hos
 	if q.capsules, err = h.pd.AllocMR(size*(commandBytes+room), 0); err != nil {
 		return q, err
 	}
-	mr, err := h.pd.AllocMR(size*page+2*h.transfer, verbs.AccessLocalWrite|verbs.AccessRemoteRead|verbs.AccessRemoteWrite)
+	q.most = size*page + 2*h.transfer
+	mr, err := h.pd.AllocMR(q.most, verbs.AccessLocalWrite|verbs.AccessRemoteRead|verbs.AccessRemoteWrite)
 	if err != nil {
 		return q, err
 	}
@@ -318,8 +320,8 @@ func (q *hostQueue) finish(cid uint16, over bool) {
 // do executes a command, and returns its answer. Data goes to the target, or comes from it. A context that ends leaves
 // the command to the target: what it needs is given back when its answer comes.
 func (q *hostQueue) do(ctx context.Context, cmd nvme.Command, data []byte, dir nvme.Direction) (nvme.Completion, error) {
-	if len(data) > q.h.transfer {
-		return nvme.Completion{}, fmt.Errorf("nvme: a command of %d bytes, at most %d: %w", len(data), q.h.transfer, syscall.EINVAL)
+	if most := min(q.h.transfer, q.most); len(data) > most { // the first queue's memory was made when transfer was a page
+		return nvme.Completion{}, fmt.Errorf("nvme: a command of %d bytes, at most %d: %w", len(data), most, syscall.EINVAL)
 	}
 	inline := dir == nvme.FromHost && len(data) <= q.room
 	n := len(data)
