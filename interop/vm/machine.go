@@ -117,7 +117,7 @@ func (m *Machine) boot(ctx context.Context) error {
 		"-serial", "stdio", "-net", "none",
 		"-virtfs", "local,path=" + strings.ReplaceAll(m.Share, ",", ",,") + ",mount_tag=share,security_model=none,multidevs=remap",
 		"-kernel", m.Kernel.Image, "-initrd", m.Image,
-		"-append", "console=" + guest.console + " quiet panic=-1 random.trust_cpu=on " + m.Boot}, m.Late)...)
+		"-append", "console=" + guest.console + " quiet panic=-1 random.trust_cpu=on " + guest.boot + " " + m.Boot}, m.Late)...)
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	cmd.WaitDelay = 5 * time.Second
