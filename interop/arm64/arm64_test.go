@@ -11,21 +11,10 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/verbena-rdma/verbena/interop/vm"
+	"github.com/verbena-rdma/verbena/interop/vm/vmtest"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
-
-// need skips a test if something is missing. In continuous integration the test fails.
-func need(t *testing.T, err error) {
-	t.Helper()
-	if err == nil {
-		return
-	}
-	if os.Getenv("CI") == "true" || os.Getenv("CI") == "1" {
-		t.Fatal(err)
-	}
-	t.Skip(err)
-}
 
 var full = os.Getenv("VERBENA_FULL") != ""
 
@@ -69,9 +58,9 @@ func TestArm64Packages(t *testing.T) {
 
 // inGuest runs tests in a machine with arm64; each of theirs is a subtest.
 func inGuest(t *testing.T, all ...Tests) {
-	need(t, Check())
+	vmtest.Need(t, Check())
 	g, err := Fetch(t.Context())
-	need(t, err)
+	vmtest.Need(t, err)
 	limit := 20 * time.Minute
 	if full {
 		limit = 3 * time.Hour // a busy host takes several times as long

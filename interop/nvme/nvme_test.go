@@ -16,23 +16,12 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/verbena-rdma/verbena/interop/vm"
+	"github.com/verbena-rdma/verbena/interop/vm/vmtest"
 	"github.com/verbena-rdma/verbena/nvme/driver"
 	"github.com/verbena-rdma/verbena/nvme/driver/drivertest"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
-
-// need skips a test if something is missing. In continuous integration the test fails.
-func need(t *testing.T, err error) {
-	t.Helper()
-	if err == nil {
-		return
-	}
-	if os.Getenv("CI") == "true" || os.Getenv("CI") == "1" {
-		t.Fatal(err)
-	}
-	t.Skip(err)
-}
 
 // line is a line of the guest's results.
 type line struct {
@@ -55,9 +44,9 @@ var controllers = map[string]string{"modern": ",cmb_size_mb=16", "legacy": ",cmb
 // TestRealController: the driver drives the emulator's controllers, and how their commands end is as recorded, which
 // the model is held to by a test of its own.
 func TestRealController(t *testing.T) {
-	need(t, vm.Check(vm.Amd64, vm.Program{Name: "busybox", Package: "busybox-static"}))
+	vmtest.Need(t, vm.Check(vm.Amd64, vm.Program{Name: "busybox", Package: "busybox-static"}))
 	kernel, err := vm.FindKernel(t.Context(), "stable", vm.Amd64)
-	need(t, err)
+	vmtest.Need(t, err)
 	image, err := vm.Image(t.Context(), kernel, vm.Contents{Modules: []string{"vfio_iommu_type1", "vfio_pci"}})
 	if err != nil {
 		t.Fatal(err)

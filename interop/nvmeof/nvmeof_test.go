@@ -9,28 +9,17 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/verbena-rdma/verbena/interop/vm"
+	"github.com/verbena-rdma/verbena/interop/vm/vmtest"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 var full = os.Getenv("VERBENA_FULL") != ""
 
-// need skips a test if something is missing. In continuous integration the test fails.
-func need(t *testing.T, err error) {
-	t.Helper()
-	if err == nil {
-		return
-	}
-	if os.Getenv("CI") == "true" || os.Getenv("CI") == "1" {
-		t.Fatal(err)
-	}
-	t.Skip(err)
-}
-
 // TestKernel runs the cases with the kernel of the newest release; in the full form also with that of the release before, and all cases.
 // VERBENA_CASES is a regular expression that chooses cases, long ones among them: 'host/(killed|fio)'.
 func TestKernel(t *testing.T) {
-	need(t, Check())
+	vmtest.Need(t, Check())
 	suites, limit := []string{"sid"}, 10*time.Minute
 	if full {
 		suites, limit = []string{"stable", "sid"}, 40*time.Minute
@@ -47,7 +36,7 @@ func TestSpeed(t *testing.T) {
 	if !full {
 		t.Skip("full: it takes some minutes")
 	}
-	need(t, Check())
+	vmtest.Need(t, Check())
 	for _, suite := range []string{"stable", "sid"} {
 		t.Run(suite, func(t *testing.T) {
 			run(t, Options{Suite: suite, Cases: "^speed$", Counted: true, Limit: 20 * time.Minute})

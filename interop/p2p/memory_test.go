@@ -8,6 +8,7 @@ import (
 	"github.com/verbena-rdma/verbena/interop/rxe"
 	rxeresult "github.com/verbena-rdma/verbena/interop/rxe/result"
 	"github.com/verbena-rdma/verbena/interop/vm"
+	"github.com/verbena-rdma/verbena/interop/vm/vmtest"
 )
 
 // TestPeerMemory registers the memory of an NVMe controller with our device, in a virtual machine. The kernel's rxe uses
@@ -15,9 +16,9 @@ import (
 // byte goes through system memory is confirmed by the kernel, in these cases, and by the emulator, here: it has noted
 // every address that a disk has used.
 func TestPeerMemory(t *testing.T) {
-	need(t, rxe.Check())
+	vmtest.Need(t, rxe.Check())
 	_, err := vm.FindKernel(t.Context(), suite, vm.Amd64)
-	need(t, err)
+	vmtest.Need(t, err)
 	o := rxe.Options{Suite: suite, Order: rxeresult.Order{Peers: true, Short: os.Getenv("VERBENA_FULL") == ""}, Dir: t.TempDir(), Limit: 20 * time.Minute}
 	cases := 0
 	err = rxe.Run(t.Context(), o, func(l rxeresult.Line) {

@@ -13,24 +13,13 @@ import (
 
 	"github.com/verbena-rdma/verbena/interop/p2p/result"
 	"github.com/verbena-rdma/verbena/interop/vm"
+	"github.com/verbena-rdma/verbena/interop/vm/vmtest"
 	"github.com/verbena-rdma/verbena/p2p"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 var keep = flag.String("keep", "", "directory in which each machine leaves its dump with the kernel's verdicts")
-
-// need skips a test if something is missing. In continuous integration the test fails.
-func need(t *testing.T, err error) {
-	t.Helper()
-	if err == nil {
-		return
-	}
-	if os.Getenv("CI") == "true" || os.Getenv("CI") == "1" {
-		t.Fatal(err)
-	}
-	t.Skip(err)
-}
 
 // models are processors for which the kernel decides differently.
 var models = []string{"max", "EPYC"}
@@ -94,9 +83,9 @@ func TestMachinesByChance(t *testing.T) {
 
 func prepare(t *testing.T) (program string) {
 	t.Helper()
-	need(t, Check())
+	vmtest.Need(t, Check())
 	_, err := vm.FindKernel(t.Context(), suite, vm.Amd64)
-	need(t, err)
+	vmtest.Need(t, err)
 	program, err = buildGuest(t.Context(), t.TempDir())
 	if err != nil {
 		t.Fatal(err)

@@ -10,26 +10,15 @@ import (
 
 	"github.com/verbena-rdma/verbena/interop/rxe/result"
 	"github.com/verbena-rdma/verbena/interop/vm"
+	"github.com/verbena-rdma/verbena/interop/vm/vmtest"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// need skips a test if something is missing. In continuous integration the test fails.
-func need(t *testing.T, err error) {
-	t.Helper()
-	if err == nil {
-		return
-	}
-	if os.Getenv("CI") == "true" || os.Getenv("CI") == "1" {
-		t.Fatal(err)
-	}
-	t.Skip(err)
-}
-
 // TestKernel is the short form of `make interop`: one kernel, Debian stable's or that of
 // $VERBENA_KERNEL, and the short cases, each a subtest. With VERBENA_FULL it runs all cases.
 func TestKernel(t *testing.T) {
-	need(t, Check())
+	vmtest.Need(t, Check())
 	suite := os.Getenv("VERBENA_KERNEL")
 	if suite == "" {
 		suite = Suites[0]
@@ -41,7 +30,7 @@ func TestKernel(t *testing.T) {
 	}
 	// A kernel that is not in the cache has to be fetched, which takes a network.
 	_, err := vm.FindKernel(t.Context(), suite, vm.Amd64)
-	need(t, err)
+	vmtest.Need(t, err)
 	kept := filepath.Join("..", "..", ".logs", "interop", "test-"+suite)
 	planned := false
 	run := func() error {
@@ -69,7 +58,7 @@ func TestSoakGiants(t *testing.T) {
 	if os.Getenv("VERBENA_SOAK") == "" {
 		t.Skip("full: messages of 1 GiB, only with VERBENA_SOAK, which make soak sets")
 	}
-	need(t, Check())
+	vmtest.Need(t, Check())
 	o := Options{Suite: Suites[len(Suites)-1], Order: result.Order{Soak: true}, Dir: t.TempDir(), Limit: 2 * time.Hour, MemMB: GiantMemMB}
 	err := Run(t.Context(), o, func(l result.Line) {
 		if l.Case != nil {

@@ -249,7 +249,7 @@ func TestStorageDoesNotStop(t *testing.T) {
 	check(t, s.Flush())
 }
 
-// After a reset by somebody else, a Storage makes new queues.
+// A Storage makes new queues when the program has reset the controller.
 func TestStorageReset(t *testing.T) {
 	r := newRig(t, pci.Config{}, Config{})
 	_, s := lateStorage(t, r, StorageConfig{Queues: 3})

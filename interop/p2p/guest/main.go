@@ -198,26 +198,22 @@ func writeACS(a p2p.Address, bits p2p.ACSBits) error {
 	return errors.Join(err, f.Close())
 }
 
-// oDirect is O_DIRECT: the kernel moves the data between the disk and the buffer, with no copy.
-const oDirect = 0x4000
-
 // direct lets a disk write from and read into the memory of a provider, and compares.
 func direct(provider p2p.Address, disk string) error {
-	file, err := os.OpenFile(directory(provider)+"/p2pmem/allocate", os.O_RDWR, 0)
+	p, err := p2p.OpenSysProvider(provider)
 	if err != nil {
 		return err
 	}
-	const size = 8192
-	memory, err := sys.MapDMABuf(int(file.Fd()), size, true) // mapped as a dma-buf is: shared, from its beginning
+	memory, release, err := p.Alloc(8192)
 	if err != nil {
-		return errors.Join(err, file.Close())
+		return err
 	}
-	err = exchange(memory, disk)
-	return errors.Join(err, sys.Unmap(memory), file.Close())
+	defer release()
+	return exchange(memory, disk)
 }
 
 func exchange(memory []byte, disk string) error {
-	device, err := os.OpenFile(disk, os.O_RDWR|oDirect, 0)
+	device, err := sys.OpenDirect(disk)
 	if err != nil {
 		return err
 	}
