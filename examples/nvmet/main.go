@@ -38,6 +38,8 @@ var (
 	peer    = flag.String("p2pmem", "", "PCI address of a device with memory for others, as 0000:01:00.0: data passes through it to the file, by -direct, and not through memory of the system")
 	block   = flag.Int("block", 4096, "size of a block, in bytes")
 	inline  = flag.Int("in-capsule", 4096, "bytes of a write that a command may bring along")
+	depth   = flag.Int("queue-size", 0, "commands of a host's queue that are under way at most, 2 to 256; 0: 128. A queue has 4 KiB of memory for each of them, and twice -max-transfer")
+	most    = flag.Int("max-transfer", 0, "bytes that a command may move at most: a power of two from 8 KiB to 8 MiB; 0: 1 MiB")
 	workers = flag.Int("workers", 0, "commands of a queue that are executed at a time; 0: one for memory, 8 for a file")
 	verbose = flag.Bool("v", false, "tell of hosts that come and go")
 )
@@ -66,7 +68,7 @@ func main() {
 // ignored returns why a flag has no effect beside the others; "" if it has one.
 func ignored(name string) string {
 	switch name {
-	case "file", "direct", "p2pmem", "in-capsule", "workers", "v":
+	case "file", "direct", "p2pmem", "in-capsule", "queue-size", "max-transfer", "workers", "v":
 		if *listen == "" {
 			return "without -listen"
 		}
@@ -110,7 +112,8 @@ func serve() error {
 	if err != nil {
 		return err
 	}
-	cfg := fabrics.TargetConfig{Subsystems: []*nvme.Subsystem{sub}, InCapsule: *inline, Workers: *workers}
+	cfg := fabrics.TargetConfig{Subsystems: []*nvme.Subsystem{sub}, InCapsule: *inline, Workers: *workers,
+		QueueSize: *depth, MaxTransfer: *most}
 	if *inline == 0 {
 		cfg.InCapsule = -1
 	}

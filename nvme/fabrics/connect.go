@@ -56,6 +56,9 @@ func (q *queue) connected(s *slot) nvme.Completion {
 	}
 	q.flow, q.entries = p.Attributes&noFlowControl == 0, int(p.SQSize)+1
 	if q.qid == 0 {
+		if !q.getMemory() {
+			return nvme.Completion{Status: nvme.StatusConnectBusy}
+		}
 		return q.associate(sub, p, &d)
 	}
 	a := q.t.association(sub, d.CNTLID)
@@ -66,10 +69,26 @@ func (q *queue) connected(s *slot) nvme.Completion {
 		return wrong(true, nvme.ConnectHostNQNOffset)
 	case a.id != d.HostID:
 		return wrong(true, nvme.ConnectHostIDOffset)
-	case !a.props.up.Load() || int(q.qid) > a.ctrl.Load().QueueCount() || !a.join(q):
+	case !a.props.up.Load() || int(q.qid) > a.ctrl.Load().QueueCount():
+		return wrong(false, nvme.ConnectQIDOffset)
+	case !q.getMemory():
+		return nvme.Completion{Status: nvme.StatusConnectBusy}
+	case !a.join(q):
 		return wrong(false, nvme.ConnectQIDOffset)
 	}
 	return nvme.Completion{Result: uint64(a.number)}
+}
+
+// getMemory gets the memory that data passes through, once. It reports whether there is some.
+func (q *queue) getMemory() bool {
+	if q.memory != nil {
+		return true // an earlier Connect had it
+	}
+	var err error
+	if q.memory, err = q.t.newSlab(q.size*page+2*q.t.cfg.MaxTransfer, q.qid); err != nil {
+		q.t.cfg.Log.Warn("no memory for a queue", "queue", q.qid, "error", err)
+	}
+	return err == nil
 }
 
 // noFlowControl in a Connect's attributes: the host does not want to know how far its queue is taken.

@@ -578,6 +578,23 @@ func TestBuffers(t *testing.T) {
 	}()
 }
 
+// Whoever connects queues and sends no Connect command has none of the memory that the target was given: a host that does
+// send one still gets it.
+func TestBuffersAfterConnect(t *testing.T) {
+	b := &counted{left: 1 << 20}
+	tgt := serve(t, TargetConfig{Subsystems: []*nvme.Subsystem{disk(t, 4<<20, 4096)}, MaxTransfer: 64 << 10, QueueSize: 32, Buffers: b}, verbs.LinkAny)
+	for i := range 8 {
+		_, err := raw(t, tgt, (&request{qid: uint16(i + 1), sendSize: 31, recvSize: 32}).pack(), 64)
+		check(t, err)
+	}
+	dial(t, tgt, HostConfig{Queues: 2, QueueSize: 32}, verbs.LinkAny)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if n := tgt.Stats().OwnBuffers; b.given != 2 || n != 0 {
+		t.Errorf("%d queues have memory of Buffers and %d their own, should be 2 and none", b.given, n)
+	}
+}
+
 // counted is memory that runs out.
 type counted struct {
 	mu    sync.Mutex // guards what follows

@@ -37,8 +37,9 @@ type queue struct {
 	cq       *verbs.CQ
 	capsules *verbs.MR // for the receives
 	receives []verbs.RecvWR
-	stride   int // of capsules
-	memory   *slab
+	stride   int   // of capsules
+	memory   *slab // for data; nil until the host has sent its Connect
+	connects *slab // for the data of Connect commands
 	slots    []slot
 	unused   []*slot
 	early    []capsule // came when no slot was free
@@ -104,7 +105,8 @@ const (
 	idReply
 )
 
-// allocate makes what the queue needs, but for the connection.
+// allocate makes what the queue needs, but for the connection, and for the memory that data passes through: whoever connects
+// and sends no Connect command gets none of that.
 func (q *queue) allocate() (err error) {
 	if q.channel, err = q.t.dev.CreateChannel(); err != nil {
 		return err
@@ -122,8 +124,7 @@ func (q *queue) allocate() (err error) {
 	for i := range q.size {
 		q.receives = append(q.receives, verbs.RecvWR{ID: idRecv | uint64(i), SGL: []verbs.SGE{q.capsules.SGE(i*q.stride, q.stride)}}) //nolint:gosec // an index
 	}
-	want := q.size*page + 2*q.t.cfg.MaxTransfer
-	if q.memory, err = q.t.newSlab(want, q.qid); err != nil {
+	if q.connects, err = q.t.ownSlab(page); err != nil {
 		return err
 	}
 	q.slots = make([]slot, 2*q.size)
@@ -185,8 +186,10 @@ func (q *queue) end() {
 	if q.capsules != nil {
 		err = errors.Join(err, q.capsules.Close())
 	}
-	if q.memory != nil {
-		err = errors.Join(err, q.memory.close())
+	for _, m := range []*slab{q.connects, q.memory} {
+		if m != nil {
+			err = errors.Join(err, m.close())
+		}
 	}
 	if err != nil {
 		q.t.cfg.Log.Error("a queue is not closed", "queue", q.qid, "error", err)
@@ -295,7 +298,7 @@ func (q *queue) completed(wc *verbs.WC) bool {
 // release ends the use of a slot, and lets what waits for it or for its memory go on.
 func (q *queue) release(s *slot) bool {
 	if s.part.N > 0 {
-		q.memory.pool.Free(s.part)
+		q.memoryOf(s).pool.Free(s.part)
 		s.part = pages.Range{}
 		for len(q.backlog) > 0 && q.fetch(q.backlog[0]) {
 			q.backlog = q.backlog[1:]
@@ -387,6 +390,15 @@ func (q *queue) checkData(s *slot) nvme.Status {
 	return nvme.StatusSuccess
 }
 
+// memoryOf returns the memory that a command's data passes through. Connect is the only command of the transport with data,
+// and transfer refuses the others until a Connect was taken.
+func (q *queue) memoryOf(s *slot) *slab {
+	if s.cmd.Opcode == nvme.OpcodeFabrics {
+		return q.connects
+	}
+	return q.memory
+}
+
 // fetch gets a command's data, or the memory for it, and has the command executed when it is there. It reports whether
 // there was memory.
 func (q *queue) fetch(s *slot) bool {
@@ -402,16 +414,17 @@ func (q *queue) fetch(s *slot) bool {
 		q.run(s)
 		return true
 	}
+	m := q.memoryOf(s)
 	var ok bool
-	if s.part, ok = q.memory.pool.Alloc(uint64(s.need)); !ok {
+	if s.part, ok = m.pool.Alloc(uint64(s.need)); !ok {
 		return false
 	}
-	s.data[0] = q.memory.bytes(s.part, s.need)
+	s.data[0] = m.bytes(s.part, s.need)
 	if s.dir == nvme.ToHost {
 		q.run(s)
 		return true
 	}
-	s.sge[0] = q.memory.sge(s.part, s.need)
+	s.sge[0] = m.sge(s.part, s.need)
 	w := q.out.add()
 	w.ID, w.Op, w.Flags, w.SGL, w.RemoteAddr, w.RKey = idRead|uint64(s.i), verbs.OpRDMARead, verbs.SendSignaled, s.sge[:], s.where.Addr, s.where.Key
 	return true

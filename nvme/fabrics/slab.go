@@ -40,6 +40,11 @@ func (t *Target) newSlab(n int, qid uint16) (*slab, error) {
 		t.cfg.Log.Warn("a queue has memory of the target's own", "queue", qid, "error", err)
 		t.stats.ownBuffers.Add(1)
 	}
+	return t.ownSlab(n)
+}
+
+// ownSlab returns memory of the target's own.
+func (t *Target) ownSlab(n int) (*slab, error) {
 	mr, err := t.pd.AllocMR(n, verbs.AccessLocalWrite)
 	if err != nil {
 		return nil, err
