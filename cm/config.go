@@ -38,6 +38,10 @@ type Config struct {
 	// missing, with room for all requests that the queue pair can have.
 	SendCQ, RecvCQ *verbs.CQ
 
+	// Notify gives the completion queue that the connection makes a channel, [Conn.Channel], for programs that wait for
+	// completions instead of polling.
+	Notify bool
+
 	// SRQ is where receives are taken from; it needs a RecvCQ. Nil: the queue pair's own queue.
 	SRQ *verbs.SRQ
 

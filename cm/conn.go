@@ -26,6 +26,7 @@ type Conn struct {
 	qp             *verbs.QP
 	pd             *verbs.PD
 	sendCQ, recvCQ *verbs.CQ
+	channel        *verbs.Channel // of the connection's own completion queue; nil: it has none
 
 	events chan *cma.Event // of the connection in the making
 	down   chan struct{}   // gets a value when the connection manager reports the end
@@ -163,7 +164,13 @@ func (c *Conn) makeQP() (err error) {
 	c.closers = append(c.closers, c.closeMRs)
 	c.sendCQ, c.recvCQ = c.cfg.SendCQ, c.cfg.RecvCQ
 	if c.sendCQ == nil || c.recvCQ == nil {
-		cq, err := dev.CreateCQ(max(1, c.cfg.Cap.MaxSendWR+c.cfg.Cap.MaxRecvWR), nil)
+		if c.cfg.Notify {
+			if c.channel, err = dev.CreateChannel(); err != nil {
+				return err
+			}
+			c.closers = append(c.closers, c.channel.Close)
+		}
+		cq, err := dev.CreateCQ(max(1, c.cfg.Cap.MaxSendWR+c.cfg.Cap.MaxRecvWR), c.channel)
 		if err != nil {
 			return err
 		}
@@ -269,6 +276,9 @@ func (c *Conn) SendCQ() *verbs.CQ { return c.sendCQ }
 // RecvCQ returns the completion queue of receives; without a Config that says otherwise it is that of
 // sends, too.
 func (c *Conn) RecvCQ() *verbs.CQ { return c.recvCQ }
+
+// Channel returns the completion channel of the connection's own completion queue, if the Config has Notify; nil otherwise.
+func (c *Conn) Channel() *verbs.Channel { return c.channel }
 
 // Device returns the device.
 func (c *Conn) Device() *verbs.Device { return c.s.dev }
