@@ -293,6 +293,7 @@ func (c *Conn) completed(wcs []verbs.WC) {
 			defer c.fail(syscall.ECONNRESET)
 		}
 	}
+	lies := false
 	c.mu.Lock()
 	for i := range wcs {
 		w := &wcs[i]
@@ -308,14 +309,18 @@ func (c *Conn) completed(wcs []verbs.WC) {
 			ok = w.Imm == w.ByteLen && c.in.arrive(uint64(w.ByteLen))
 		default:
 			c.moved = true
-			ok = valid[i] && !c.in.end && c.out.hear(words[i])
-			c.in.end = c.in.end || words[i].end
+			ok = valid[i] && !(c.in.end && words[i].end) && c.out.hear(words[i])
+			c.in.end = c.in.end || ok && words[i].end
 		}
 		if !ok {
 			c.failLocked(syscall.EPROTO)
+			lies = true
 		}
 	}
 	c.mu.Unlock()
+	if lies { // so that the peer hears of it, too
+		_ = c.cm.QP().Modify(&verbs.QPAttr{State: verbs.QPErr}, verbs.QPMaskState) // fails if it is closed
+	}
 	notify(c.readable)
 	notify(c.writable)
 }
