@@ -11,12 +11,10 @@ require (
 	github.com/gopacket/gopacket v1.7.4
 	github.com/guptarohit/asciigraph v0.9.0
 	go.uber.org/goleak v1.3.0
+	golang.org/x/net v0.55.0
 	golang.org/x/sys v0.49.0
 	golang.org/x/term v0.47.0
 	pgregory.net/rapid v1.3.0
 )
 
-require (
-	github.com/pmezard/go-difflib v1.0.0 // indirect
-	golang.org/x/net v0.55.0 // indirect
-)
+require github.com/pmezard/go-difflib v1.0.0 // indirect
