@@ -10,6 +10,7 @@ package main
 //	pin       keep to one processor
 //	cpu       → the CPU time that the process has used
 //	staged, connect-staged   the same as make and connect, with memory of an engine
+//	streams   listen for streams of bytes, by TCP and others → where
 //	memory, idle, regions, close   measure something that needs a process of its own
 //
 // It ends when its input ends.
@@ -44,6 +45,7 @@ const (
 	opRegions peerOp = "regions"
 	opClose   peerOp = "close"
 	opFlood   peerOp = "flood"
+	opStreams peerOp = "streams"
 
 	opStaged        peerOp = "staged"
 	opConnectStaged peerOp = "connect-staged"
@@ -81,6 +83,8 @@ type reply struct {
 	Port   int       `json:",omitempty"`
 	Values []float64 `json:",omitempty"`
 
+	At map[string]string `json:",omitempty"` // where streams are served, by their ways
+
 	Staged *stagedOffer `json:",omitempty"`
 }
 
@@ -96,6 +100,7 @@ func peerMain() int {
 type peerState struct {
 	side     *side
 	staged   *stagedEnd
+	streams  *streams
 	listener *sys.Listener
 	conn     *sys.Conn
 	requests chan request
@@ -197,6 +202,8 @@ func (p *peerState) handle(q *request) (r reply, err error) {
 		}
 	case opConnectStaged:
 		err = p.staged.connect(q.StagedOffer)
+	case opStreams:
+		p.streams, r.At, err = serveStreams()
 	case opFlood:
 		r.Values, err = flood(q.Flood, q.For)
 	case opClose:
@@ -244,6 +251,9 @@ func (p *peerState) close() error {
 	}
 	if p.listener != nil {
 		p.listener.Close()
+	}
+	if p.streams != nil {
+		return p.streams.close()
 	}
 	if p.staged != nil {
 		return p.staged.close()
