@@ -72,7 +72,6 @@ func (m *unified) report(out *term.Printer, results []result) {
 		out.Printf("└─ host bridge %v\n", h)
 		m.draw(m.t.OnRootBus(h), "   ", out, line)
 	}
-	out.Printf("\n")
 }
 
 // heading returns a line with the names of the legs.
