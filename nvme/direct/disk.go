@@ -173,13 +173,12 @@ func (d *Disk) Do(ctx context.Context, t Transfer) error {
 	if err := t.Memory.enter(); err != nil {
 		return err
 	}
-	err := d.run(ctx, &t)
-	t.Memory.running.Done()
-	return t.end(err)
+	defer t.Memory.running.Done()
+	return t.end(d.run(ctx, &t))
 }
 
 // Start executes a transfer beside the program. Its fence Done is signalled at the end: then the disk uses the memory no
-// more. Memory.Close and Disk.Close wait for it.
+// more. Memory.Close and Disk.Close wait for it, so what the signal calls must not call them.
 //
 // Errors: those of Do that are found before the transfer waits or moves anything; then Done is not signalled. EINVAL
 // without Done.
@@ -195,9 +194,8 @@ func (d *Disk) Start(ctx context.Context, t Transfer) error {
 		return err
 	}
 	go func() {
-		err := d.run(ctx, &t)
-		m.running.Done() // before the fence: who has seen it may close everything
-		_ = t.end(err)
+		defer m.running.Done() // after the fence: when the memory is closed, that is signalled
+		_ = t.end(d.run(ctx, &t))
 	}()
 	return nil
 }

@@ -11,7 +11,6 @@ package direct
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"sync"
@@ -169,13 +168,13 @@ func (m *Memory) attach(buf *dmabuf.Buffer, pin bool) error {
 		return err
 	}
 	m.attachment = a
-	if err = m.lock(ctx, ctx); err == nil {
+	if err = m.lock(context.Background(), ctx); err == nil {
 		if pin {
 			err = a.Pin()
 			m.pinned = err == nil
 		}
 		if err == nil {
-			err = m.mapLocked(ctx, ctx)
+			err = m.mapLocked(context.Background(), ctx)
 		}
 		if err != nil {
 			m.unpinLocked()
@@ -256,7 +255,7 @@ func (m *Memory) lock(ctx, limited context.Context) error {
 
 // late returns why a wait has ended: the caller's context, or ETIMEDOUT.
 func late(ctx context.Context, what string) error {
-	if err := ctx.Err(); errors.Is(err, context.Canceled) {
+	if err := ctx.Err(); err != nil {
 		return fmt.Errorf("nvme_direct: %s: %w", what, err)
 	}
 	return ib.Errorf("nvme_direct", syscall.ETIMEDOUT, "%s", what)
