@@ -41,6 +41,7 @@ type Table struct {
 	ends     []uint64 // where in the buffer each segment ends
 	flat     []byte   // the segment, if there is only one: most tables are looked up for each copy
 
+	peer  bool   // the bytes are memory of a device
 	owner any    // what the package itself keeps with a table that it has made
 	files *files // where another process finds the bytes; nil: nowhere
 }
@@ -138,9 +139,20 @@ func (t *Table) Len() uint64 {
 	return t.ends[len(t.ends)-1]
 }
 
+// OfDevice makes the table one of a device's own memory, which importers reach by the bus, as peers. It returns the
+// table. Others are of system memory.
+func (t *Table) OfDevice() *Table {
+	t.peer = true
+	return t
+}
+
+// IsDevice reports whether the bytes are memory of a device: see OfDevice. In the kernel an importer learns that from
+// the pages, or from the addresses that it gets.
+func (t *Table) IsDevice() bool { return t.peer }
+
 // Part returns the table of a range that is inside this one.
 func (t *Table) Part(off, n uint64) *Table {
-	part := &Table{}
+	part := &Table{peer: t.peer}
 	if t.files != nil {
 		part.files = &files{fds: t.files.fds, place: t.files.place, shown: t.files.shown}
 	}

@@ -94,3 +94,11 @@ func TestFileTablePart(t *testing.T) {
 	})
 	check(t, m.Close())
 }
+
+// That a table is of a device's memory holds for its parts, too.
+func TestTableOfDevice(t *testing.T) {
+	plain, device := NewTable(make([]byte, 8)), NewTable(make([]byte, 8)).OfDevice()
+	if plain.IsDevice() || plain.Part(2, 3).IsDevice() || !device.IsDevice() || !device.Part(2, 3).IsDevice() {
+		t.Error("a table does not know whose memory it is of")
+	}
+}

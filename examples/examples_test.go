@@ -2,8 +2,8 @@ package examples_test
 
 // The documents for newcomers are held to the code:
 //
-//   - docs/first-hour.md, docs/gpu.md and docs/nvme.md show the programs of this directory, parts
-//     of them, and what they print. The programs are built and run, and all of it is compared.
+//   - docs/first-hour.md, docs/gpu.md, docs/nvme.md and docs/unified.md show the programs of this
+//     directory, parts of them, and what they print. The programs are built and run, and all of it is compared.
 //   - docs/verbs-in-go.md has a row for every verb of the drop-in library, and its Go
 //     column names only what the package verbs has.
 //   - docs/glossary.md stays at one screen.
@@ -33,12 +33,13 @@ const (
 	firstHour = "../docs/first-hour.md"
 	gpuDoc    = "../docs/gpu.md"
 	nvmeDoc   = "../docs/nvme.md"
+	oneDoc    = "../docs/unified.md"
 	verbsInGo = "../docs/verbs-in-go.md"
 	glossary  = "../docs/glossary.md"
 )
 
 // documents show programs.
-var documents = []string{firstHour, gpuDoc, nvmeDoc}
+var documents = []string{firstHour, gpuDoc, nvmeDoc, oneDoc}
 
 var update = flag.Bool("update", false, "copy the programs into the documents")
 

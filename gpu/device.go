@@ -195,6 +195,7 @@ func newCard(op, name string, cfg *Config) (c *card, err error) {
 	}
 	c.bar.Store(limit)
 	if c.vram, err = newHeap("vram", c.cfg.VRAM); err == nil {
+		c.vram.own = true
 		if c.host, err = newHeap("host", c.cfg.Host); err == nil {
 			for factor := uint64(addressFactor); factor > 0; factor /= 2 { // the process may be limited
 				size := roundUp(factor*(c.cfg.VRAM+c.cfg.Host), largeAlign)

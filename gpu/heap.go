@@ -16,6 +16,7 @@ func roundUp(n, to uint64) uint64 { return (n + to - 1) &^ (to - 1) }
 // device maps it once, at addresses that programs do not see.
 type heap struct {
 	name string
+	own  bool // memory of the GPU itself, and not of the host
 	fd   int
 	b    []byte
 
@@ -60,7 +61,11 @@ func (h *heap) at(extents []extent) *place {
 	for i, e := range extents {
 		segments[i] = dmabuf.FileSegment{FD: h.fd, Offset: e.off, Bytes: h.b[e.off:e.end():e.end()]}
 	}
-	return &place{h, extents, dmabuf.NewFileTable(segments...)}
+	t := dmabuf.NewFileTable(segments...)
+	if h.own {
+		t = t.OfDevice()
+	}
+	return &place{h, extents, t}
 }
 
 // end returns where the last byte of the place ends in its heap.

@@ -44,6 +44,14 @@ func TestDemoODP(t *testing.T) {
 	}
 }
 
+// The disk, the GPU and the adapter together, as a person starts it.
+func TestDemoUnified(t *testing.T) {
+	o := succeed(t, "demo", "unified")
+	if !strings.Contains(o.stdout, "all 3 as they should be") || !strings.Contains(o.stdout, "bytes on each link") || strings.ContainsAny(o.stdout, "\x1b\r") {
+		t.Errorf("%s", o.stdout)
+	}
+}
+
 func TestDemoTopic(t *testing.T) {
 	for _, topic := range []struct {
 		name  string

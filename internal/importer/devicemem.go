@@ -45,7 +45,7 @@ func ExportDM(dm provider.DM) (*dmabuf.Buffer, error) {
 			if err != nil {
 				return nil, err
 			}
-			t := dmabuf.NewTable(b)
+			t := dmabuf.NewTable(b).OfDevice()
 			lent, _ := a.ExporterPriv.([]loan)
 			a.ExporterPriv = append(lent, loan{t, giveBack})
 			return t, nil

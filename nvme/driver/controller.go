@@ -492,7 +492,7 @@ func (c *Controller) tryEventRequest() (*Request, error) {
 	}
 	cmd := nvme.Command{Opcode: nvme.AdminAsyncEventRequest}
 	req := &Request{ring: c.ring, name: nvme.CommandName(true, cmd.Opcode)}
-	placed, err := c.ring.trySubmit(req, &cmd, Memory{}, 0, nil)
+	placed, err := c.ring.trySubmit(req, &cmd, 0, 0, nil)
 	if !placed || err != nil {
 		return nil, err
 	}

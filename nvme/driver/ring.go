@@ -146,19 +146,27 @@ func (r *ring) refusal() error {
 	return r.refusing
 }
 
-// submit hands a command to the controller, as soon as there is a slot. n bytes of data are moved. If ranges is not
-// nil, they are the data, and the slot's own page takes them.
+// submit is submitAt with data in memory that the program sees.
 func (r *ring) submit(ctx context.Context, admin bool, cmd nvme.Command, data Memory, n int, ranges []byte) (*Request, error) {
-	if n > len(data.Bytes) || n > r.maxBytes {
-		return nil, ib.Errorf("nvme_submit", syscall.EINVAL, "%d bytes of data: the memory has %d, a command moves %d", n, len(data.Bytes), r.maxBytes)
+	if n > len(data.Bytes) {
+		return nil, ib.Errorf("nvme_submit", syscall.EINVAL, "%d bytes of data: the memory has %d", n, len(data.Bytes))
 	}
-	if n > 0 && data.Addr%4 != 0 && !r.sgl {
-		return nil, ib.Errorf("nvme_submit", syscall.EINVAL, "data at %#x: PRPs begin at multiples of 4", data.Addr)
+	return r.submitAt(ctx, admin, cmd, data.Addr, n, ranges)
+}
+
+// submitAt hands a command to the controller, as soon as there is a slot. n bytes of data are moved, at an address of
+// the bus. If ranges is not nil, they are the data, and the slot's own page takes them.
+func (r *ring) submitAt(ctx context.Context, admin bool, cmd nvme.Command, at uint64, n int, ranges []byte) (*Request, error) {
+	if n < 0 || n > r.maxBytes {
+		return nil, ib.Errorf("nvme_submit", syscall.EINVAL, "%d bytes of data: a command moves %d", n, r.maxBytes)
+	}
+	if n > 0 && at%4 != 0 && !r.sgl {
+		return nil, ib.Errorf("nvme_submit", syscall.EINVAL, "data at %#x: PRPs begin at multiples of 4", at)
 	}
 	req := &Request{ring: r, name: nvme.CommandName(admin, cmd.Opcode)}
 	w := waiter{limit: r.timeout}
 	for {
-		placed, err := r.trySubmit(req, &cmd, data, n, ranges)
+		placed, err := r.trySubmit(req, &cmd, at, n, ranges)
 		if placed || err != nil {
 			return req, err
 		}
@@ -168,7 +176,7 @@ func (r *ring) submit(ctx context.Context, admin bool, cmd nvme.Command, data Me
 	}
 }
 
-func (r *ring) trySubmit(req *Request, cmd *nvme.Command, data Memory, n int, ranges []byte) (bool, error) {
+func (r *ring) trySubmit(req *Request, cmd *nvme.Command, at uint64, n int, ranges []byte) (bool, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.pollLocked() // which may find that the ring is broken
@@ -188,9 +196,9 @@ func (r *ring) trySubmit(req *Request, cmd *nvme.Command, data Memory, n int, ra
 		copy(list.Bytes, ranges)
 		cmd.SetPRP(list.Addr, 0)
 	case n > 0 && r.sgl:
-		cmd.SetSGL(nvme.SGL{Addr: data.Addr, Length: uint32(n), Type: nvme.SGLData})
+		cmd.SetSGL(nvme.SGL{Addr: at, Length: uint32(n), Type: nvme.SGLData})
 	case n > 0:
-		r.setPRP(cmd, data.Addr, n, list)
+		r.setPRP(cmd, at, n, list)
 	}
 	cmd.Put((*[sqEntry]byte)(r.sq.Bytes[sqEntry*r.tail:]))
 	r.tail = (r.tail + 1) % r.entries

@@ -55,7 +55,7 @@ type StorageConfig struct {
 
 // StorageStats is what a Storage has moved, in bytes.
 type StorageStats struct {
-	Direct uint64 // between the disk and memory of Alloc
+	Direct uint64 // between the disk and memory of Alloc, or of a peer
 	Copied uint64 // through other memory of the host
 }
 
@@ -217,14 +217,15 @@ func (s *Storage) queue() (*Queue, error) {
 	return q, nil
 }
 
-// do executes a command with all of data, or with ranges. When it returns, the command is not under way any more.
-func (s *Storage) do(cmd nvme.Command, data Memory, ranges []byte) error {
+// do executes a command with n bytes of data at an address of the bus, or with ranges. When it returns, the command is
+// not under way any more.
+func (s *Storage) do(cmd nvme.Command, at uint64, n int, ranges []byte) error {
 	q, err := s.queue()
 	if err != nil {
 		return err
 	}
 	ctx := context.Background()
-	req, err := q.ring.submit(ctx, false, cmd, data, len(data.Bytes), ranges)
+	req, err := q.ring.submitAt(ctx, false, cmd, at, n, ranges)
 	if err != nil {
 		return err // the controller does not know of it
 	}
@@ -255,19 +256,51 @@ func (s *Storage) move(p []byte, off int64, write bool) (int, error) {
 	return len(p), nil
 }
 
-// one moves what one command can.
-func (s *Storage) one(p []byte, off int64, write bool) error {
+// Piece returns how many bytes one command moves at most: a multiple of the block size.
+func (s *Storage) Piece() int { return s.piece }
+
+// Move moves n bytes, at most Piece, by one command: from off on the disk to an address of the bus, or from there to the
+// disk if write is set. The program need not see the memory, which may be a peer's. When Move returns, with an error or
+// without, the controller does not use it any more.
+//
+// Errors: EINVAL for what is not blocks of the namespace, more than Piece, or an address that a command cannot have; those
+// of commands.
+func (s *Storage) Move(at uint64, n int, off int64, write bool) error {
+	if err := s.check(int64(n), off); err != nil {
+		return err
+	}
+	if n > s.piece {
+		return ib.Errorf("nvme_storage", syscall.EINVAL, "%d bytes: a command moves %d", n, s.piece)
+	}
+	cmd, err := s.command(n, off, write)
+	if err != nil {
+		return err
+	}
+	if err := s.do(cmd, at, n, nil); err != nil {
+		return err
+	}
+	s.direct.Add(uint64(n)) //nolint:gosec // checked
+	return nil
+}
+
+// command makes the command that moves n bytes.
+func (s *Storage) command(n int, off int64, write bool) (nvme.Command, error) {
 	opcode := nvme.IORead
 	if write {
 		opcode = nvme.IOWrite
 	}
-	cmd, err := BlockCommand(opcode, s.ns, uint64(off)/uint64(s.ns.BlockSize), len(p)) //nolint:gosec // checked
+	return BlockCommand(opcode, s.ns, uint64(off)/uint64(s.ns.BlockSize), n) //nolint:gosec // checked
+}
+
+// one moves what one command can.
+func (s *Storage) one(p []byte, off int64, write bool) error {
+	cmd, err := s.command(len(p), off, write)
 	if err != nil {
 		return err
 	}
 	if m, ok := s.find(p); ok && m.Addr%4 == 0 {
 		s.direct.Add(uint64(len(p)))
-		return s.do(cmd, m, nil)
+		return s.do(cmd, m.Addr, len(p), nil)
 	}
 	s.copied.Add(uint64(len(p)))
 	m, err := s.takeSpare()
@@ -279,7 +312,7 @@ func (s *Storage) one(p []byte, off int64, write bool) error {
 	if write {
 		copy(part.Bytes, p)
 	}
-	if err := s.do(cmd, part, nil); err != nil {
+	if err := s.do(cmd, part.Addr, len(p), nil); err != nil {
 		return err
 	}
 	if !write {
@@ -313,7 +346,7 @@ func (s *Storage) putSpare(m Memory) {
 
 // Flush returns when everything that was written before is on stable storage.
 func (s *Storage) Flush() error {
-	return s.do(nvme.Command{Opcode: nvme.IOFlush, NSID: s.ns.ID}, Memory{}, nil)
+	return s.do(nvme.Command{Opcode: nvme.IOFlush, NSID: s.ns.ID}, 0, 0, nil)
 }
 
 // Discard gives blocks back.
@@ -324,7 +357,7 @@ func (s *Storage) Discard(off, n int64) error {
 	for b := int64(s.ns.BlockSize); n > 0; {
 		part := min(n/b, 1<<32-1)
 		cmd, ranges := deallocation(s.ns, uint64(off/b), uint32(part)) //nolint:gosec // checked
-		if err := s.do(cmd, Memory{}, ranges); err != nil {
+		if err := s.do(cmd, 0, 0, ranges); err != nil {
 			return err
 		}
 		off, n = off+part*b, n-part*b

@@ -375,3 +375,44 @@ func TestStorageNewQueueGivesUp(t *testing.T) {
 	}
 	check(t, r.c.Reset())
 }
+
+// Move moves data at an address of the bus that the Storage has not allocated.
+func TestStorageMove(t *testing.T) {
+	r := newRig(t, pci.Config{}, Config{})
+	s := must(r.c.Storage(longTime(t), r.ns, StorageConfig{}))(t)
+	defer func() { check(t, s.Close()) }()
+	const at = 1 << 50
+	peer, want := make([]byte, s.Piece()+4096), make([]byte, s.Piece())
+	check(t, r.host.space.Add(at, peer))
+	fill(peer, seeded(t))
+	copy(want, peer[4:])
+	check(t, s.Move(at+4, s.Piece(), 1024, true))
+	clear(peer)
+	check(t, s.Move(at, s.Piece(), 1024, false))
+	if !bytes.Equal(peer[:s.Piece()], want) {
+		t.Error("the data differs")
+	}
+	if st := s.Stats(); st.Direct != 2*uint64(s.Piece()) || st.Copied != 0 {
+		t.Errorf("%+v", st)
+	}
+	for _, c := range []struct {
+		name string
+		at   uint64
+		n    int
+		off  int64
+	}{
+		{"more than a piece", at, s.Piece() + 512, 0}, {"a part of a block", at, 100, 0}, {"beyond the disk", at, 1024, s.Size() - 512},
+		{"at an odd address", at + 2, 512, 0}, {"less than nothing", at, -512, 0}, {"nothing", at, 0, 0},
+	} {
+		if err := s.Move(c.at, c.n, c.off, false); !errors.Is(err, syscall.EINVAL) {
+			t.Errorf("%s: %v", c.name, err)
+		}
+	}
+	var status nvme.Status
+	for _, nowhere := range []uint64{1 << 51, ^uint64(0) - 255} {
+		if err := s.Move(nowhere, 512, 0, false); !errors.As(err, &status) {
+			t.Errorf("at %#x, where nothing is: %v", nowhere, err)
+		}
+	}
+	check(t, r.host.space.Remove(at))
+}

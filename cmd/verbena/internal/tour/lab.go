@@ -2,6 +2,7 @@ package tour
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -30,6 +31,8 @@ type lab struct {
 	cfg  verbs.Config // of the devices, for a step that opens another one
 	a, b *node
 	rand *rand.Rand // makes the data, which is other data for each step
+
+	patience time.Duration // how long a completion may take; 0: the constant
 }
 
 // node is one device with a registered buffer and a completion queue.
@@ -71,17 +74,22 @@ func newNode(cfg *verbs.Config) (n *node, err error) {
 			err = errors.Join(err, n.close())
 		}
 	}()
+	return n, n.open(cfg)
+}
+
+// open opens the device of a node that has its buffer.
+func (n *node) open(cfg *verbs.Config) (err error) {
 	if n.dev, err = verbs.Open("", cfg); err != nil {
-		return n, err
+		return err
 	}
 	if n.pd, err = n.dev.AllocPD(); err != nil {
-		return n, err
+		return err
 	}
 	if n.cq, err = n.dev.CreateCQ(64, nil); err != nil {
-		return n, err
+		return err
 	}
 	n.mr, err = n.pd.RegMR(n.buf, verbs.AccessLocalWrite|verbs.AccessRemote)
-	return n, err
+	return err
 }
 
 func (n *node) close() error {
@@ -207,7 +215,8 @@ func postRecv(qp *verbs.QP, wrs ...verbs.RecvWR) error {
 // next waits for a completion, successful or failed.
 func (l *lab) next(cq *verbs.CQ) (verbs.WC, error) {
 	var wc [1]verbs.WC
-	for deadline := time.Now().Add(patience); ; runtime.Gosched() {
+	limit := cmp.Or(l.patience, patience)
+	for deadline := time.Now().Add(limit); ; runtime.Gosched() {
 		n, err := cq.Poll(wc[:])
 		if err != nil {
 			return wc[0], err
@@ -219,7 +228,7 @@ func (l *lab) next(cq *verbs.CQ) (verbs.WC, error) {
 			return wc[0], err
 		}
 		if time.Now().After(deadline) {
-			return wc[0], fmt.Errorf("no completion in %v", patience)
+			return wc[0], fmt.Errorf("no completion in %v", limit)
 		}
 	}
 }

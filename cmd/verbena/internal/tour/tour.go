@@ -5,7 +5,7 @@
 // Top-down: Run goes through the links and their steps; lab.go makes the two
 // devices and what the steps need; rc.go, shared.go, datagram.go and refused.go
 // are the steps, and mw.go, umr.go, dm.go, dmabuf.go, gpu.go and p2p.go those of tours of their own; speed.go
-// measures. odp.go is another tour, of on-demand paging.
+// measures. odp.go is another tour, of on-demand paging, and unified.go one of a GPU, an adapter and a disk together.
 package tour
 
 import (
@@ -35,7 +35,7 @@ const TopicODP = "odp"
 
 // Topics returns the names of all topics.
 func Topics() []string {
-	return slices.Sorted(slices.Values(append(slices.Collect(maps.Keys(topics)), TopicODP)))
+	return slices.Sorted(slices.Values(append(slices.Collect(maps.Keys(topics)), TopicODP, TopicUnified)))
 }
 
 // step is one operation of the tour. run executes it, compares everything that can be
