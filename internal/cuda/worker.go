@@ -366,7 +366,7 @@ func (w *worker) late(f *flight) {
 	}
 	w.saidLate = true
 	op := f.ops[0]
-	slog.Warn("verbena: the GPU does not get on with a copy: it may wait behind kernels that wait for its bytes. More queues may help: CUDA_DEVICE_MAX_CONNECTIONS=32",
+	slog.Warn("verbena: the GPU does not get on with a copy: it may wait behind kernels that wait for its bytes. These may help: CUDA_DEVICE_MAX_CONNECTIONS=16, CUDA_MODULE_LOADING=EAGER",
 		"within the GPU", op.Kind == mem.OpCopy, "bytes", lengthOf(op), "operations", len(f.ops))
 }
 
