@@ -4,7 +4,8 @@
  * preloads this library. It asks the libibverbs that the program has loaded what a path
  * is (front/sysfs.c). Where none is loaded, it only calls the C library's functions.
  *
- * A file of sysfs is opened as a memfd with its text. Directories cannot be listed. The nodes
+ * A file of sysfs is opened as a memfd with its text. Directories cannot be listed. A link has a
+ * real path, and is otherwise as a directory without files. The nodes
  * of a graphics device are in drm.c. Some files of the kernel get lines of ours (append.c).
  */
 #define _GNU_SOURCE
@@ -14,6 +15,7 @@
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -31,10 +33,16 @@
 int __xstat(int version, const char *path, struct stat *to);
 int __xstat64(int version, const char *path, struct stat64 *to);
 
+/* What programs call that were built with _FORTIFY_SOURCE. */
+char *__realpath_chk(const char *path, char *to, size_t size);
+ssize_t __readlink_chk(const char *path, char *to, size_t n, size_t size);
+ssize_t __readlinkat_chk(int dir, const char *path, char *to, size_t n, size_t size);
+
 /* next_open() and so on return the C library's functions. They are looked up at load:
  * later the program may be in a signal handler, or a child of fork(). */
 #define FUNCTIONS(X)                                                                                                   \
-	X(open) X(open64) X(openat) X(openat64) X(fopen) X(fopen64) X(access) X(stat) X(stat64) X(__xstat) X(__xstat64) X(ioctl) X(close)
+	X(open) X(open64) X(openat) X(openat64) X(fopen) X(fopen64) X(access) X(stat) X(stat64) X(__xstat) X(__xstat64) X(ioctl) X(close)   \
+	X(realpath) X(__realpath_chk) X(canonicalize_file_name) X(readlink) X(__readlink_chk) X(readlinkat) X(__readlinkat_chk)
 #define DEFINE_NEXT(name)                                                                                              \
 	static __typeof__(&name) next_##name(void)                                                                     \
 	{                                                                                                              \
@@ -160,6 +168,7 @@ static const char *likeness(const char *path)
 	case VB_CHAR_DEVICE:
 		return "/dev/null";
 	case VB_DIRECTORY:
+	case VB_LINK:
 		return "/sys/class";
 	default:
 		return path;
@@ -174,6 +183,46 @@ PUBLIC int __xstat64(int version, const char *path, struct stat64 *to)
 {
 	return next___xstat64()(version, likeness(path), to);
 }
+
+/* linked returns whether a path is a link of ours, and writes where it leads. */
+static bool linked(const char *path, char *text) { return look(path, text) == VB_LINK; }
+
+/* resolved returns a text as realpath returns a path. */
+static char *resolved(char *to, const char *text) { return to ? strcpy(to, text) : strdup(text); }
+
+/* REALPATH defines realpath and its variants. A program that was built with _FORTIFY_SOURCE says how much room there is:
+ * PATH_MAX at least, which is more than a text. */
+#define REALPATH(name, params, to, ...)                                                                                \
+	PUBLIC char *name params                                                                                       \
+	{                                                                                                              \
+		char text[VB_FILE_ROOM];                                                                               \
+		if (!linked(path, text))                                                                               \
+			return next_##name()(__VA_ARGS__);                                                             \
+		return resolved(to, text);                                                                             \
+	}
+REALPATH(realpath, (const char *path, char *to), to, path, to)
+REALPATH(__realpath_chk, (const char *path, char *to, size_t size), to, path, to, size)
+REALPATH(canonicalize_file_name, (const char *path), NULL, path)
+
+/* READLINK defines readlink and its variants. */
+#define READLINK(name, params, ...)                                                                                    \
+	PUBLIC ssize_t name params                                                                                     \
+	{                                                                                                              \
+		char text[VB_FILE_ROOM];                                                                               \
+		if (!n || !linked(path, text))                                                                         \
+			return next_##name()(__VA_ARGS__);                                                             \
+		size_t have = strlen(text) < n ? strlen(text) : n;                                                     \
+		memcpy(to, text, have);                                                                                \
+		return (ssize_t)have;                                                                                  \
+	}
+READLINK(readlink, (const char *path, char *to, size_t n), path, to, n)
+READLINK(readlinkat, (int dir, const char *path, char *to, size_t n), dir, path, to, n)
+
+/* The variants with a check: the C library ends a program that has not so much room. */
+#define CHECKED(name, params, call, ...)                                                                               \
+	PUBLIC ssize_t name params { return n > size ? next_##name()(__VA_ARGS__) : call; }
+CHECKED(__readlink_chk, (const char *path, char *to, size_t n, size_t size), readlink(path, to, n), path, to, n, size)
+CHECKED(__readlinkat_chk, (int dir, const char *path, char *to, size_t n, size_t size), readlinkat(dir, path, to, n), dir, path, to, n, size)
 
 /* The requests of drivers that drm.c stands for; others are passed on. */
 PUBLIC int ioctl(int fd, unsigned long request, ...)

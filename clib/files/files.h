@@ -12,6 +12,7 @@ enum vb_file {
 	VB_CHAR_DEVICE,
 	VB_DIRECTORY,
 	VB_APPENDED, /* a file of the kernel, with a text behind it (append.c) */
+	VB_LINK,     /* a link to a directory: the text is its path, without links; it may be one of the kernel's */
 	VB_REPLACED, /* a file of the kernel: where the text's first line occurs, it has the second one */
 };
 enum { VB_FILE_ROOM = 256 };

@@ -5,7 +5,9 @@
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <limits.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/utsname.h>
 #include <unistd.h>
@@ -16,6 +18,7 @@
 
 #define CLASS "/sys/class/infiniband/"
 #define CONFIGURATION "/boot/config-"
+#define PCI_DEVICES "/sys/bus/pci/devices/"
 #define VERBS_CLASS "/sys/class/infiniband_verbs/"
 #define NODES "/dev/infiniband/"
 
@@ -50,6 +53,31 @@ static enum vb_file of_gid(struct vb_device *d, const char *rest, char *text)
 	return VB_NO_FILE;
 }
 
+/* pci_device is verbena_file for the link to a device's PCI device, if VERBENA_PCI names one: by the number that the
+ * device has in its name. A PCI device that the kernel does not know is shown on a bus of its own. */
+static enum vb_file pci_device(struct vb_device *d, char *text)
+{
+	const char *list = vb_setting("VERBENA_PCI"), *name = vb_setting("VERBENA_NAME"), *number = d->pub.name;
+	if (!name || !*name || strncmp(number, name, strlen(name)))
+		name = "verbena";
+	if (!strncmp(number, name, strlen(name)))
+		number += strlen(name);
+	for (unsigned long i = strtoul(number, NULL, 10); list && i; i--) {
+		list = strchr(list, ',');
+		list += list != NULL;
+	}
+	unsigned int domain, bus, slot, function;
+	if (!list || sscanf(list, " %8x:%2x:%2x.%1x", &domain, &bus, &slot, &function) != 4)
+		return VB_NO_FILE;
+	char path[64], real[PATH_MAX];
+	snprintf(path, sizeof path, PCI_DEVICES "%04x:%02x:%02x.%x", domain, bus, slot, function);
+	if (realpath(path, real) && strlen(real) < VB_FILE_ROOM)
+		strcpy(text, real);
+	else
+		snprintf(text, VB_FILE_ROOM, "/sys/devices/pci%04x:%02x/%s", domain, bus, path + strlen(PCI_DEVICES));
+	return VB_LINK;
+}
+
 /* of_device is verbena_file for a path below a device's directory. */
 static enum vb_file of_device(struct vb_device *d, const char *rest, char *text)
 {
@@ -58,6 +86,8 @@ static enum vb_file of_device(struct vb_device *d, const char *rest, char *text)
 	for (size_t i = 0; i < sizeof directories / sizeof *directories; i++)
 		if (!strcmp(rest, directories[i]))
 			return VB_DIRECTORY;
+	if (!strcmp(rest, "device"))
+		return pci_device(d, text);
 	if (!strncmp(rest, "ports/1/gid", 11))
 		return of_gid(d, rest + 8, text);
 	if (!strcmp(rest, "node_type"))

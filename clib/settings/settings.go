@@ -37,6 +37,7 @@ var Vars = []Var{
 	{"VERBENA_PEER_MEM", "none", "Shared objects with PeerDirect clients (verbena/peer_mem.h), separated by colons: they are asked for addresses that are no memory of the program."},
 	{"VERBENA_GPU", "count=1,vram=1G,bar=full", "The software GPUs that \"verbena exec --gpu\" shows: how many (1 to 64), and of each the bytes of VRAM and those that the CPU and other devices reach (bar: full, or a power of two), with K, M or G behind the number."},
 	{"VERBENA_CUDA", "memory of the driver's libcuda is registered", "How memory of CUDA is registered if the program has loaded libcuda, words separated by commas: peermem (programs see /sys/module/nvidia_peermem/version, by which some find that addresses can be registered), off (only memory of software GPUs is), driver (software GPUs' libcuda is used as that of the driver is, to test this)."},
+	{"VERBENA_PCI", "no PCI device", "The PCI devices that programs under \"verbena exec\" take devices for, one for each device in the order of their numbers, separated by commas, as 0000:1b:00.0: realpath of /sys/class/infiniband/verbena0/device is its directory. Some programs look for the device that is closest to a GPU there."},
 	{"VERBENA_SCATTER_TO_CQE", "that of MLX5_SCATTER_TO_CQE, or 1", "Whether messages and results of up to 64 bytes are kept with their completions, and written when these are polled (inline receive): 0 no, 1 or 2 yes."},
 	{"VERBENA_PCAP", "no capture", "A file that packets are written to; %p becomes the process ID."},
 	{"VERBENA_STATS", "no statistics", "A file that the device's counters are appended to when the program closes the device, or stderr; %p as above."},
@@ -82,6 +83,9 @@ var CUDANames = []string{"peermem", "off", "driver"}
 
 // DefaultName is what devices are called.
 const DefaultName = "verbena"
+
+// pciForm is a PCI device's address; NVIDIA's tools print eight digits of the domain.
+var pciForm = regexp.MustCompile(`^[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[01][0-9a-fA-F]\.[0-7]$`)
 
 var nameForm = regexp.MustCompile(`^[A-Za-z0-9_-]{1,32}$`)
 
@@ -173,6 +177,11 @@ func Parse(getenv func(string) string, pid int) (*Settings, error) {
 	for _, part := range split(getenv("VERBENA_GPU"), ",") {
 		if !s.GPU.set(strings.Cut(part, "=")) {
 			refuse("VERBENA_GPU", fmt.Sprintf("%q is none of count=2, vram=4G, bar=256M, bar=full", part))
+		}
+	}
+	for _, addr := range split(getenv("VERBENA_PCI"), ",") { // clib/front/sysfs.c reads it
+		if !pciForm.MatchString(addr) {
+			refuse("VERBENA_PCI", fmt.Sprintf("%q is not the address of a PCI device, as 0000:1b:00.0", addr))
 		}
 	}
 	var ignored string

@@ -43,10 +43,20 @@ func TestParse(t *testing.T) {
 // A wrong value is reported with its variable; the other variables are read all the same.
 func TestParseWrong(t *testing.T) {
 	for name, value := range map[string]string{"VERBENA_ADDR": "10.0.0", "VERBENA_LINK": "tcp", "VERBENA_LOCK": "yes", "VERBENA_DMABUF": "moving", "VERBENA_DMABUF_STORM": "often", "VERBENA_DRM": "nouveau", "VERBENA_WINDOW": "0", "VERBENA_RECEIVERS": "9",
-		"VERBENA_LIMITS": "qp=0", "VERBENA_HIDE": "everything", "VERBENA_CUDA": "peermem,on", "VERBENA_IDENTITY": "efa", "VERBENA_DM_SIZE": "1T", "VERBENA_GPU": "bar=3M", "VERBENA_NAME": "a/b", "VERBENA_SCATTER_TO_CQE": "yes"} {
+		"VERBENA_LIMITS": "qp=0", "VERBENA_HIDE": "everything", "VERBENA_CUDA": "peermem,on", "VERBENA_IDENTITY": "efa", "VERBENA_DM_SIZE": "1T", "VERBENA_GPU": "bar=3M", "VERBENA_NAME": "a/b", "VERBENA_SCATTER_TO_CQE": "yes", "VERBENA_PCI": "0000:1b:00.0,1b:00.0"} {
 		s, err := Parse(from(map[string]string{name: value, "VERBENA_LOG": "1"}), 1)
 		if err == nil || !strings.Contains(err.Error(), name) || !s.Log || s.Lock != "off" || s.Addrs != nil || s.Window != 0 {
 			t.Errorf("%s=%s: %+v, %v", name, value, s, err)
+		}
+	}
+}
+
+// Addresses of PCI devices, as the kernel and NVIDIA's tools print them.
+func TestPCI(t *testing.T) {
+	for value, want := range map[string]bool{"0000:1b:00.0": true, "00000000:1B:1f.7": true, "0000:1b:00.0, 10000:e1:00.1": true, "": true,
+		"1b:00.0": false, "0000:1b:00": false, "0000:1b:00.8": false, "0000:1b:20.0": false, "0000:1b:00.0;0000:1c:00.0": false, "/sys": false, "0000:1b:00.0/..": false} {
+		if _, err := Parse(from(map[string]string{"VERBENA_PCI": value}), 1); (err == nil) != want {
+			t.Errorf("%s: %v", value, err)
 		}
 	}
 }

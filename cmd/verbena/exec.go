@@ -124,19 +124,31 @@ func libDir() (string, error) {
 // library, and preload libverbena-files.so: it shows programs the files of a device in
 // sysfs, and closes ranges of memory before they are mapped over. The address sanitizer
 // refuses libraries that are preloaded before it; ASAN_OPTIONS switches that off, since
-// here it does no harm. CUDA gets as many queues to the GPU as it may have: with few, copies of
-// the device would have to wait for the program's kernels (internal/cuda/queues.go).
+// here it does no harm. What CUDA is told is in forCUDA.
 func variables(dir string) map[string]string {
 	vars := map[string]string{"LD_LIBRARY_PATH": inFront("LD_LIBRARY_PATH", dir)}
 	if file := filepath.Join(dir, "libverbena-files.so"); isFile(file) {
 		vars["LD_PRELOAD"] = inFront("LD_PRELOAD", file)
 		vars["ASAN_OPTIONS"] = inFront("ASAN_OPTIONS", "verify_asan_link_order=0")
 	}
-	if name := "CUDA_DEVICE_MAX_CONNECTIONS"; os.Getenv(name) == "" {
-		vars[name] = "32"
+	for name, value := range forCUDA {
+		if os.Getenv(name) == "" {
+			vars[name] = value
+		}
 	}
 	return vars
 }
+
+// forCUDA are variables of CUDA, unless the program's environment has them.
+//
+// Queues to the GPU: with few, copies of the device would have to wait for the program's kernels
+// (internal/cuda/queues.go); with 32, the most that there are, the fourth process on a GPU finds no
+// memory for its own.
+//
+// Modules: CUDA loads a kernel when it is first used, and for that waits for all that runs, and
+// holds all copies of the process. If a kernel of NCCL's runs, which waits for bytes, none of them
+// ever ends. So all are loaded in the beginning.
+var forCUDA = map[string]string{"CUDA_DEVICE_MAX_CONNECTIONS": "16", "CUDA_MODULE_LOADING": "EAGER"}
 
 // inFront returns a variable's value with a path in front of the others.
 func inFront(name, path string) string {

@@ -23,8 +23,11 @@ func fakeLib(t *testing.T) string {
 func TestEnv(t *testing.T) {
 	dir := fakeLib(t)
 	t.Setenv("VERBENA_LIB", dir)
+	for name := range forCUDA {
+		t.Setenv(name, "")
+	}
 	t.Setenv("LD_LIBRARY_PATH", "/it's/there")
-	if got, want := succeed(t, "env").stdout, "export CUDA_DEVICE_MAX_CONNECTIONS='32'\n"+`export LD_LIBRARY_PATH='`+dir+`:/it'\''s/there'`+"\n"; got != want {
+	if got, want := succeed(t, "env").stdout, "export CUDA_DEVICE_MAX_CONNECTIONS='16'\nexport CUDA_MODULE_LOADING='EAGER'\n"+`export LD_LIBRARY_PATH='`+dir+`:/it'\''s/there'`+"\n"; got != want {
 		t.Errorf("%q is not %q", got, want)
 	}
 	// What is preloaded comes first, and once.
@@ -35,7 +38,7 @@ func TestEnv(t *testing.T) {
 	t.Setenv("LD_LIBRARY_PATH", dir)
 	for before, after := range map[string]string{"": file, "/other.so": file + ":/other.so", file: file, file + ":/other.so": file + ":/other.so"} {
 		t.Setenv("LD_PRELOAD", before)
-		if got, want := succeed(t, "env").stdout, "export ASAN_OPTIONS='verify_asan_link_order=0'\nexport CUDA_DEVICE_MAX_CONNECTIONS='32'\nexport LD_LIBRARY_PATH='"+dir+"'\nexport LD_PRELOAD='"+after+"'\n"; got != want {
+		if got, want := succeed(t, "env").stdout, "export ASAN_OPTIONS='verify_asan_link_order=0'\nexport CUDA_DEVICE_MAX_CONNECTIONS='16'\nexport CUDA_MODULE_LOADING='EAGER'\nexport LD_LIBRARY_PATH='"+dir+"'\nexport LD_PRELOAD='"+after+"'\n"; got != want {
 			t.Errorf("%q is not %q", got, want)
 		}
 	}
@@ -43,6 +46,33 @@ func TestEnv(t *testing.T) {
 	for _, name := range []string{"VERBENA_ADDR", "VERBENA_PCAP", "VERBENA_LIB"} {
 		if !strings.Contains(succeed(t, "env", "--help").stdout, name) {
 			t.Errorf("the help does not mention %s", name)
+		}
+	}
+}
+
+// Programs find what CUDA is to be told, unless they have told it something else.
+func TestExecCUDA(t *testing.T) {
+	t.Setenv("VERBENA_LIB", fakeLib(t))
+	for _, c := range []struct{ connections, loading, want string }{
+		{"", "", "16 EAGER"},
+		{"8", "", "8 EAGER"},
+		{"", "LAZY", "16 LAZY"},
+		{"32", "LAZY", "32 LAZY"},
+	} {
+		t.Setenv("CUDA_DEVICE_MAX_CONNECTIONS", c.connections)
+		t.Setenv("CUDA_MODULE_LOADING", c.loading)
+		got := succeed(t, "exec", "-e", "VERBENA_WATCHER=off", "--", "sh", "-c", "echo $CUDA_DEVICE_MAX_CONNECTIONS $CUDA_MODULE_LOADING").stdout
+		if got != c.want+"\n" {
+			t.Errorf("with %q and %q the program has %q, want %q", c.connections, c.loading, got, c.want)
+		}
+		want := "export LD_LIBRARY_PATH="
+		if c.connections == "" {
+			want = "export CUDA_DEVICE_MAX_CONNECTIONS='16'\n"
+		} else if c.loading == "" {
+			want = "export CUDA_MODULE_LOADING='EAGER'\n"
+		}
+		if got := succeed(t, "env").stdout; !strings.HasPrefix(got, want) {
+			t.Errorf("with %q and %q, verbena env prints %q", c.connections, c.loading, got)
 		}
 	}
 }

@@ -148,18 +148,18 @@ func (c *card) told(r Result) {
 	}
 }
 
-// workerOf returns the worker that a queue pair's operations go to.
-func (c *card) workerOf(s *mem.Stream) *worker {
-	return s.State(c, func() any { return c.workers[int(c.next.Add(1))%len(c.workers)] }).(*worker)
+// orderOf returns what the card keeps for a queue pair, with the worker that its operations go to.
+func (c *card) orderOf(s *mem.Stream) *order {
+	return s.State(c, func() any { return &order{worker: c.workers[int(c.next.Add(1))%len(c.workers)]} }).(*order)
 }
 
 // newWord allocates page-locked bytes for a worker. The context is current.
 func (c *card) newWord() ([]byte, Result) {
-	addr, r := c.drv.allocHost(bounce)
+	addr, r := c.drv.allocHost(bounce + wordSize)
 	if r != success {
 		return nil, r
 	}
-	return bytesAt(addr, bounce), success
+	return bytesAt(addr, bounce+wordSize), success
 }
 
 func (c *card) freeWord(b []byte) {

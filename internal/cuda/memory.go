@@ -175,7 +175,10 @@ func (m *Memory) Run(uint64, uint64, ib.Access) ([]byte, mem.FaultKind) {
 func (m *Memory) Owner() any { return m.card }
 
 // Begin hands an operation to the worker of its stream.
-func (m *Memory) Begin(op *mem.Op) { m.card.workerOf(op.Stream).begin(job{Op: op, memory: m}) }
+func (m *Memory) Begin(op *mem.Op) {
+	o := m.card.orderOf(op.Stream)
+	o.worker.begin(job{Op: op, memory: m, order: o})
+}
 
 // check reports whether what an operation needs is still there. The worker calls it.
 func (m *Memory) check(op *mem.Op) mem.FaultKind {

@@ -20,8 +20,6 @@ package cuda
 import (
 	"os"
 	"strconv"
-
-	"github.com/verbena-rdma/verbena/internal/mem"
 )
 
 const (
@@ -29,7 +27,7 @@ const (
 	roomFor = 8
 	// inQueue is the length up to which the driver may put bytes into the queue.
 	inQueue = 64 << 10
-	// bounce is the length of a worker's page-locked bytes.
+	// bounce is how many page-locked bytes a worker has for copies that go by the host.
 	bounce = 256 << 10
 )
 
@@ -46,46 +44,32 @@ func hasRoom(getenv func(string) string) bool {
 	return err != nil // no MPS: 8 queues
 }
 
-// The streams of a worker.
-const (
-	byHost = iota // copies from and to the host
-	within        // copies within the GPU
-)
-
-// streamFor returns the stream that an operation is queued on.
-func (w *worker) streamFor(op *mem.Op) uintptr {
-	if op.Kind == mem.OpCopy && w.card.drv.room {
-		return w.streams[within]
-	}
-	return w.streams[byHost]
-}
-
 // store queues a copy from the host.
-func (w *worker) store(to uint64, from []byte) Result {
+func (w *worker) store(to uint64, from []byte, stream uintptr) Result {
 	d := w.card.drv
 	if len(from) >= inQueue || len(from) == 1 {
-		return d.copyIn(to, from, w.stream)
+		return d.copyIn(to, from, stream)
 	}
 	even := len(from) &^ 1
-	r := d.copyRows(to, from[:even], w.stream)
+	r := d.copyRows(to, from[:even], stream)
 	if r == success && even < len(from) { // the byte before the last one has its value already
-		r = d.copyRows(to+uint64(even)-1, from[even-1:], w.stream)
+		r = d.copyRows(to+uint64(even)-1, from[even-1:], stream)
 	}
 	if r == notSupported {
-		return d.copyIn(to, from, w.stream)
+		return d.copyIn(to, from, stream)
 	}
 	return r
 }
 
 // throughHost queues copies by which bytes go from one place of the GPU's memory to another. They
 // come one after the other, so they can use the same bytes of the host.
-func (w *worker) throughHost(to, from, n uint64) Result {
+func (w *worker) throughHost(to, from, n uint64, stream uintptr) Result {
 	for n > 0 {
 		b := w.word[:min(n, bounce)]
-		if r := w.card.drv.copyOut(b, from, w.stream); r != success {
+		if r := w.card.drv.copyOut(b, from, stream); r != success {
 			return r
 		}
-		if r := w.store(to, b); r != success {
+		if r := w.store(to, b, stream); r != success {
 			return r
 		}
 		k := uint64(len(b))

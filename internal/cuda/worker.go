@@ -1,9 +1,12 @@
 package cuda
 
-// A worker is a thread with a stream. It queues copies on the stream as they come, records an
-// event behind some of them, and ends operations when the event behind them has happened. The
-// stream keeps the order, so operations of one queue pair, which have one worker, take effect one
-// after the other.
+// A worker is a thread with a stream for each direction, so that a short copy one way does not wait
+// for long ones the other way. It queues copies on the streams as they come, records an event behind
+// some of them, and ends operations when the event behind them has happened.
+//
+// Operations of one queue pair have one worker, and take effect one after the other: a stream keeps
+// their order, and one in another direction is not queued before those in front of it are over
+// (order.go).
 
 import (
 	"encoding/binary"
@@ -34,6 +37,7 @@ const (
 type job struct {
 	*mem.Op
 	memory *Memory
+	order  *order          // of the queue pair
 	passed *sync.WaitGroup // not nil: it is no operation, but is told when those before it are over
 	last   bool            // with passed: the context is about to go, and all that comes later fails
 }
@@ -41,16 +45,21 @@ type job struct {
 // flight is operations that end with an event.
 type flight struct {
 	event uintptr
-	ops   []*mem.Op
+	jobs  []job
 	since time.Time
+}
+
+// lane is a stream, and what is under way on it.
+type lane struct {
+	stream  uintptr
+	queued  []job // without an event behind them
+	bytes   uint64
+	flights []flight // oldest first
 }
 
 type worker struct {
 	card *card
-	// streams are those for copies from and to the host, and for copies within the GPU: see
-	// queues.go. One is in use at a time, and when it is the other's turn, nothing is under way.
-	streams [2]uintptr
-	word    []byte // page-locked, for atomics and for throughHost
+	word []byte // page-locked: bounce bytes for throughHost, and behind them a word for atomics
 
 	queued atomic.Int32 // len(queue)
 
@@ -62,10 +71,12 @@ type worker struct {
 	gone   chan struct{}
 
 	// What follows is the thread's own.
+	lanes   [directions]lane
 	idle    []uintptr // events
-	flights []flight  // oldest first
+	flights int       // of all lanes
+	landed  bool      // operations have ended since waiting was looked at
+	waiting []job     // for operations before them that go in another direction; oldest first
 	spare   []job
-	stream  uintptr
 	broken  bool // the context is not usable any more
 	torn    bool // tearDown was called
 
@@ -89,15 +100,15 @@ func (w *worker) run(ready chan<- Result) {
 		w.tearDown()
 		return
 	}
-	w.stream = w.streams[byHost]
 	for {
 		jobs, more := w.take()
-		if !more && len(w.flights) == 0 {
+		if !more && w.flights == 0 {
 			w.tearDown()
 			return
 		}
 		w.submit(jobs)
 		w.reap()
+		w.submitWaiting()
 	}
 }
 
@@ -108,8 +119,8 @@ func (w *worker) setUp() Result {
 	if r != success {
 		return r
 	}
-	for i := range w.streams {
-		if w.streams[i], r = d.newStream(); r != success {
+	for i := range w.lanes {
+		if w.lanes[i].stream, r = d.newStream(); r != success {
 			return r
 		}
 	}
@@ -135,8 +146,8 @@ func (w *worker) tearDown() {
 	for _, e := range w.idle {
 		d.destroyEvent(e)
 	}
-	for _, s := range w.streams {
-		if s != 0 {
+	for i := range w.lanes {
+		if s := w.lanes[i].stream; s != 0 {
 			d.destroyStream(s)
 		}
 	}
@@ -174,7 +185,7 @@ func (w *worker) end() {
 func (w *worker) take() (jobs []job, more bool) {
 	var since time.Time
 	for {
-		if w.queued.Load() == 0 && len(w.flights) > 0 {
+		if w.queued.Load() == 0 && w.flights > 0 {
 			return nil, true
 		}
 		w.mu.Lock()
@@ -207,57 +218,53 @@ func (w *worker) take() (jobs []job, more bool) {
 // lingers: with few processors, one that looks for work keeps others from doing theirs.
 var lingers = runtime.NumCPU() >= 8
 
-// submit queues operations on the stream.
+// submit queues operations, as far as nothing before them keeps them from it.
 func (w *worker) submit(jobs []job) {
-	var ops []*mem.Op
-	var bytes uint64
 	for i, j := range jobs {
 		jobs[i] = job{}
-		if j.passed != nil {
-			w.fly(ops)
-			ops, bytes = nil, 0
+		switch {
+		case j.passed != nil:
 			w.drain()
 			if j.last {
 				w.tearDown()
 			}
 			j.passed.Done()
-			continue
-		}
-		if j.Dropped() || w.broken {
-			j.End(mem.FaultDead)
-			continue
-		}
-		if kind := j.memory.check(j.Op); kind != mem.FaultNone {
-			j.End(kind)
-			continue
-		}
-		if j.Kind == mem.OpAtomic {
-			w.fly(ops)
-			ops, bytes = nil, 0
-			w.drain()
-			w.stream = w.streams[byHost]
-			j.End(w.atomic(j))
-			continue
-		}
-		if s := w.streamFor(j.Op); s != w.stream {
-			w.fly(ops)
-			ops, bytes = nil, 0
-			w.drain()
-			w.stream = s
-		}
-		if r := w.queueCopy(j); r != success {
-			w.fly(ops) // those before it are not at fault
-			ops, bytes = nil, 0
-			j.End(w.failed(r))
-			continue
-		}
-		ops = append(ops, j.Op)
-		if bytes += lengthOf(j.Op); bytes >= perEvent {
-			w.fly(ops)
-			ops, bytes = nil, 0
+		case !j.order.admits(directionOf(j.Op)):
+			j.order.waits++
+			w.waiting = append(w.waiting, j)
+		default:
+			w.start(j)
 		}
 	}
-	w.fly(ops)
+	w.flyAll()
+}
+
+// start does an operation, or queues it.
+func (w *worker) start(j job) {
+	if j.Dropped() || w.broken {
+		j.End(mem.FaultDead)
+		return
+	}
+	if kind := j.memory.check(j.Op); kind != mem.FaultNone {
+		j.End(kind)
+		return
+	}
+	if j.Kind == mem.OpAtomic {
+		j.End(w.atomic(j))
+		return
+	}
+	to := directionOf(j.Op)
+	l := &w.lanes[to]
+	if r := w.queueCopy(j, l.stream); r != success {
+		w.fly(l) // those before it are not at fault
+		j.End(w.failed(r))
+		return
+	}
+	j.order.begin(to)
+	l.queued = append(l.queued, j)
+	if l.bytes += lengthOf(j.Op); l.bytes >= perEvent {
+		w.fly(l)
+	}
 }
 
 // lengthOf returns the number of bytes of an operation.
@@ -273,7 +280,7 @@ func lengthOf(op *mem.Op) uint64 {
 
 // queueCopy queues the copy of an operation. The bytes that a message ends with, within a word,
 // are a copy of their own behind the others: a kernel may be looking at them.
-func (w *worker) queueCopy(j job) Result {
+func (w *worker) queueCopy(j job, stream uintptr) Result {
 	at := j.memory.addr + j.Off
 	n := lengthOf(j.Op)
 	tail := uint64(0)
@@ -283,76 +290,101 @@ func (w *worker) queueCopy(j job) Result {
 	if tail >= n {
 		tail = 0
 	}
-	if r := w.copyPart(j, at, 0, n-tail); r != success || tail == 0 {
+	if r := w.copyPart(j, at, 0, n-tail, stream); r != success || tail == 0 {
 		return r
 	}
 	if tail == wordSize && n >= 2*wordSize && j.Kind == mem.OpStore {
 		tail = 2 * wordSize // two rows of a word each: see store; the word before the last one has its value already
 	}
-	return w.copyPart(j, at, n-tail, tail)
+	return w.copyPart(j, at, n-tail, tail, stream)
 }
 
 // copyPart queues the copy of n bytes of an operation, from off on.
-func (w *worker) copyPart(j job, at, off, n uint64) Result {
+func (w *worker) copyPart(j job, at, off, n uint64, stream uintptr) Result {
 	d := w.card.drv
 	switch j.Kind {
 	case mem.OpLoad:
-		return d.copyOut(j.Bytes[off:off+n], at+off, w.stream)
+		return d.copyOut(j.Bytes[off:off+n], at+off, stream)
 	case mem.OpStore:
-		return w.store(at+off, j.Bytes[off:off+n])
+		return w.store(at+off, j.Bytes[off:off+n], stream)
 	default:
 		from := j.From.(*Memory).addr + j.FromOff
 		if d.room {
-			return d.copyWithin(at+off, from+off, n, w.stream)
+			return d.copyWithin(at+off, from+off, n, stream)
 		}
-		return w.throughHost(at+off, from+off, n)
+		return w.throughHost(at+off, from+off, n, stream)
+	}
+}
+
+// flyAll records events behind all that is queued.
+func (w *worker) flyAll() {
+	for i := range w.lanes {
+		w.fly(&w.lanes[i])
 	}
 }
 
 // fly records an event behind operations that are queued.
-func (w *worker) fly(ops []*mem.Op) {
-	if len(ops) == 0 {
+func (w *worker) fly(l *lane) {
+	jobs := l.queued
+	l.queued, l.bytes = nil, 0
+	if len(jobs) == 0 {
 		return
 	}
+	e := w.event()
+	if r := w.card.drv.record(e, l.stream); r != success {
+		// Nothing tells when the copies are over: the context is not usable any more.
+		w.idle = append(w.idle, e)
+		w.land(jobs, w.failed(r))
+		return
+	}
+	l.flights = append(l.flights, flight{e, jobs, time.Now()})
+	w.flights++
+}
+
+// event returns an event that is not in use.
+func (w *worker) event() uintptr {
 	for len(w.idle) == 0 {
 		w.reap()
 	}
 	e := w.idle[len(w.idle)-1]
-	if r := w.card.drv.record(e, w.stream); r != success {
-		// Nothing tells when the copies are over: the context is not usable any more.
-		kind := w.failed(r)
-		for _, op := range ops {
-			op.End(kind)
-		}
-		return
-	}
 	w.idle = w.idle[:len(w.idle)-1]
-	w.flights = append(w.flights, flight{e, ops, time.Now()})
+	return e
+}
+
+// land ends operations.
+func (w *worker) land(jobs []job, kind mem.FaultKind) {
+	w.landed = true
+	for i := range jobs {
+		jobs[i].order.end()
+		jobs[i].End(kind)
+	}
 }
 
 // reap ends operations whose event has happened.
 func (w *worker) reap() {
-	n := 0
-	for ; n < len(w.flights); n++ {
-		f := w.flights[n]
-		r := w.card.drv.query(f.event)
-		if r == notReady {
-			w.late(&f)
-			break
+	for i := range w.lanes {
+		l := &w.lanes[i]
+		n := 0
+		for ; n < len(l.flights); n++ {
+			f := l.flights[n]
+			r := w.card.drv.query(f.event)
+			if r == notReady {
+				w.late(&f)
+				break
+			}
+			kind := mem.FaultNone
+			if r != success {
+				kind = w.failed(r)
+			}
+			w.land(f.jobs, kind)
+			w.idle = append(w.idle, f.event)
 		}
-		kind := mem.FaultNone
-		if r != success {
-			kind = w.failed(r)
+		if n > 0 {
+			k := copy(l.flights, l.flights[n:])
+			clear(l.flights[k:])
+			l.flights = l.flights[:k]
+			w.flights -= n
 		}
-		for _, op := range f.ops {
-			op.End(kind)
-		}
-		w.idle = append(w.idle, f.event)
-	}
-	if n > 0 {
-		k := copy(w.flights, w.flights[n:])
-		clear(w.flights[k:])
-		w.flights = w.flights[:k]
 	}
 }
 
@@ -365,9 +397,9 @@ func (w *worker) late(f *flight) {
 		return
 	}
 	w.saidLate = true
-	op := f.ops[0]
-	slog.Warn("verbena: the GPU does not get on with a copy: it may wait behind kernels that wait for its bytes. More queues may help: CUDA_DEVICE_MAX_CONNECTIONS=32",
-		"within the GPU", op.Kind == mem.OpCopy, "bytes", lengthOf(op), "operations", len(f.ops))
+	op := f.jobs[0].Op
+	slog.Warn("verbena: the GPU does not get on with a copy: it may wait behind kernels that wait for its bytes. These may help: CUDA_DEVICE_MAX_CONNECTIONS=16, CUDA_MODULE_LOADING=EAGER",
+		"within the GPU", op.Kind == mem.OpCopy, "bytes", lengthOf(op), "operations", len(f.jobs))
 }
 
 // failed returns the fault that a failure of the driver means. One that is not about the
@@ -387,14 +419,14 @@ func (w *worker) atomic(j job) mem.FaultKind {
 	c := w.card
 	c.atomics.Lock()
 	defer c.atomics.Unlock()
-	at := j.memory.addr + j.Off
-	if r := c.drv.copyOut(w.word[:wordSize], at, w.stream); r != success {
+	at, word := j.memory.addr+j.Off, w.word[bounce:][:wordSize]
+	if r := c.drv.copyOut(word, at, w.lanes[toHost].stream); r != success {
 		return w.failed(r)
 	}
-	if kind := w.settle(); kind != mem.FaultNone {
+	if kind := w.settle(&w.lanes[toHost]); kind != mem.FaultNone {
 		return kind
 	}
-	was := binary.NativeEndian.Uint64(w.word)
+	was := binary.NativeEndian.Uint64(word)
 	j.Orig = was
 	switch {
 	case j.Atomic == mem.FetchAdd:
@@ -404,37 +436,39 @@ func (w *worker) atomic(j job) mem.FaultKind {
 	default:
 		return mem.FaultNone
 	}
-	binary.NativeEndian.PutUint64(w.word, was)
-	if r := w.store(at, w.word[:wordSize]); r != success {
+	binary.NativeEndian.PutUint64(word, was)
+	if r := w.store(at, word, w.lanes[fromHost].stream); r != success {
 		return w.failed(r)
 	}
-	return w.settle()
+	return w.settle(&w.lanes[fromHost])
 }
 
-// settle waits until all that is queued is over.
-func (w *worker) settle() mem.FaultKind {
-	for len(w.idle) == 0 {
-		w.reap()
+// settle waits until all that is queued on a stream is over.
+func (w *worker) settle(l *lane) mem.FaultKind {
+	w.fly(l)
+	e := w.event()
+	defer func() { w.idle = append(w.idle, e) }()
+	r := w.card.drv.record(e, l.stream)
+	if r != success {
+		return w.failed(r)
 	}
-	e := w.idle[len(w.idle)-1]
-	r := w.card.drv.record(e, w.stream)
-	for r == success {
-		if r = w.card.drv.query(e); r == notReady {
-			r = success
-			continue
+	for {
+		if r = w.card.drv.query(e); r != notReady {
+			break
 		}
-		break
+		w.reap() // others need not wait
 	}
-	w.reap()
 	if r != success {
 		return w.failed(r)
 	}
 	return mem.FaultNone
 }
 
-// drain waits until all flights are over.
+// drain waits until all operations are over.
 func (w *worker) drain() {
-	for len(w.flights) > 0 {
+	w.flyAll()
+	for w.flights > 0 {
 		w.reap()
+		w.submitWaiting()
 	}
 }

@@ -47,3 +47,7 @@ func (m *OnDemand) HasPage(off uint64) (read, write bool) {
 // LockedPieces is how many pieces of staging bytes are page-locked, and LockedLargest how many of
 // the largest.
 var LockedPieces, LockedLargest = stagingSizes[1].kept + stagingSizes[2].kept, stagingSizes[2].kept
+
+// TryStaging is Staging, but returns nil if pages are locked, and all pieces of that length are in
+// use.
+func TryStaging(n int) []byte { return staging.tryGet(n) }

@@ -8,10 +8,14 @@ package mem
 // An engine may move bytes much faster if their pages are locked. Its owner asks for that with
 // LockStaging: then so many pieces as are kept are allocated and locked at once, in lengths that
 // share no page with anything else. A caller that takes a piece never waits for a page to be
-// locked: when all locked pieces are in use it gets one that is not. A locked piece that the
-// collector frees is replaced.
+// locked: when all locked pieces are in use it gets one that is not.
+//
+// Pages stay locked until their owner stops. To unlock some may wait for all that a GPU does, and
+// that may be a program that waits for bytes which are to come through a piece. So a locked piece
+// that a caller has lost is not freed: its finalizer gives it back.
 
 import (
+	"maps"
 	"runtime"
 	"slices"
 	"sync"
@@ -35,9 +39,9 @@ func Staging(n int) []byte { return staging.get(n) }
 func GiveStaging(b []byte) { staging.put(b) }
 
 // LockStaging has staging bytes page-locked for an owner of engines. lock is called for each
-// piece of them, one at a time, and what it returns when the piece is not needed any more; that
-// must not refer to the piece, which would never be freed. If lock fails the piece is used as it
-// is. After stop has returned none of either is called, and none is locked.
+// piece of them, one at a time, and what it returns when the owner stops; that must not refer to the
+// piece, which would then not be found when a caller has lost it. If lock fails the piece is used as
+// it is. After stop has returned none of either is called, and none is locked.
 func LockStaging(lock func(b []byte) (unlock func(), err error)) (stop func()) {
 	return staging.addLocker(lock)
 }
@@ -46,30 +50,22 @@ type stagingPool struct {
 	mu      sync.Mutex // guards what follows
 	idle    [len(stagingSizes)][][]byte
 	lockers []*stagingLocker // is replaced, not changed
-	changes int              // of lockers
-	locked  map[pieceID]lockedPiece
+	locked  map[pieceID]*lockedPiece
+	era     int // how often there was a first locker: the pieces of another era count no more
 }
 
-// pieceID identifies a piece of staging bytes, and does not keep it alive.
+// pieceID identifies a piece of staging bytes by where it begins, and does not keep it alive. A
+// piece that was lost and has come back has another one.
 type pieceID = weak.Pointer[byte]
 
-// lockedPiece is a piece that was locked when it was allocated.
-type lockedPiece struct {
-	class int
-	of    lockerSet
-}
-
-// lockerSet is the owners that lock pages at a time.
-type lockerSet struct {
-	lockers []*stagingLocker
-	changes int
-}
+// lockedPiece is a piece whose pages are locked.
+type lockedPiece struct{ class int }
 
 // stagingLocker is an owner that locks pages.
 type stagingLocker struct {
 	mu      sync.Mutex // guards what follows; it is held while pages are locked or unlocked, so that none are after stop
 	lock    func([]byte) (func(), error)
-	unlocks map[pieceID]func()
+	unlocks map[*lockedPiece]func()
 	stopped bool
 }
 
@@ -132,93 +128,106 @@ func (s *stagingPool) put(b []byte) {
 	}
 }
 
-// isLocked reports whether a piece was locked by the owners that lock pages now.
-func (s *stagingPool) isLocked(b []byte) bool {
-	p, ok := s.locked[weak.Make(&b[0])]
-	return ok && p.of.changes == s.changes
-}
+// isLocked reports whether a piece is one of those whose pages are locked.
+func (s *stagingPool) isLocked(b []byte) bool { return s.locked[weak.Make(&b[0])] != nil }
 
+// addLocker begins to lock staging bytes for an owner. The first one's are new; the others lock the
+// same.
 func (s *stagingPool) addLocker(lock func([]byte) (func(), error)) (stop func()) {
-	l := &stagingLocker{lock: lock, unlocks: make(map[pieceID]func())}
-	s.setLockers(func(ls []*stagingLocker) []*stagingLocker { return append(ls, l) })
-	return func() {
-		s.setLockers(func(ls []*stagingLocker) []*stagingLocker {
-			return slices.DeleteFunc(ls, func(o *stagingLocker) bool { return o == l })
-		})
-		l.stop()
+	l := &stagingLocker{lock: lock, unlocks: make(map[*lockedPiece]func())}
+	s.mu.Lock()
+	s.lockers = append(slices.Clone(s.lockers), l)
+	first := len(s.lockers) == 1
+	if first {
+		s.era++
+		clear(s.idle[:])
+		s.locked = make(map[pieceID]*lockedPiece)
+	}
+	era, pieces := s.era, maps.Clone(s.locked)
+	s.mu.Unlock()
+	if first {
+		s.fill(era)
+	} else {
+		l.lockAll(pieces)
+	}
+	return func() { s.removeLocker(l) }
+}
+
+// removeLocker unlocks what an owner has locked. Others lock what they could not while that owner
+// had it locked: some drivers lock memory once only.
+func (s *stagingPool) removeLocker(l *stagingLocker) {
+	s.mu.Lock()
+	s.lockers = slices.DeleteFunc(slices.Clone(s.lockers), func(o *stagingLocker) bool { return o == l })
+	if len(s.lockers) == 0 {
+		clear(s.idle[:])
+		s.locked = nil
+	}
+	others, pieces := s.lockers, maps.Clone(s.locked)
+	s.mu.Unlock()
+	l.stop()
+	for _, o := range others {
+		o.lockAll(pieces)
 	}
 }
 
-// setLockers changes the owners that lock staging bytes. It leaves idle pieces to the collector,
-// and makes new ones that are locked for all owners.
-func (s *stagingPool) setLockers(change func([]*stagingLocker) []*stagingLocker) {
-	s.mu.Lock()
-	s.lockers = change(slices.Clone(s.lockers))
-	s.changes++
-	clear(s.idle[:])
-	set := lockerSet{s.lockers, s.changes}
-	s.mu.Unlock()
-	if len(set.lockers) == 0 {
-		return
-	}
+// fill makes the pieces of an era.
+func (s *stagingPool) fill(era int) {
 	for class := lockedClass; class < len(stagingSizes); class++ {
 		for range stagingSizes[class].kept {
-			s.addLocked(lockedPiece{class, set})
+			s.addLocked(newPiece(class), &lockedPiece{class}, era)
 		}
 	}
 }
 
-// addLocked allocates a piece and locks its pages, until the collector frees it.
-func (s *stagingPool) addLocked(p lockedPiece) {
-	whole := newPiece(p.class)
+// addLocked locks the pages of a piece for all owners, and makes it an idle one. If a caller loses
+// it, it comes here again.
+func (s *stagingPool) addLocked(whole []byte, p *lockedPiece, era int) {
 	b := whole[skew:]
 	id := weak.Make(&b[0])
-	for _, l := range p.of.lockers {
-		l.lockPiece(whole, id)
-	}
 	s.mu.Lock()
-	if s.locked == nil {
-		s.locked = make(map[pieceID]lockedPiece)
+	if s.era != era || len(s.lockers) == 0 {
+		s.mu.Unlock()
+		return // it is left to the collector
 	}
 	s.locked[id] = p
+	lockers := s.lockers // those that come later find the piece
 	s.mu.Unlock()
-	// Not a cleanup: that may run when something else lies there.
-	runtime.SetFinalizer(&whole[0], func(*byte) { s.lost(id) })
+	for _, l := range lockers {
+		l.lockPiece(whole, p)
+	}
+	// Not a cleanup: that could not have the bytes back.
+	runtime.SetFinalizer(&whole[0], func(first *byte) { s.lost(id, wholePiece(first, p.class), p, era) })
 	s.put(b)
 }
 
-// lost unlocks the pages of a piece that the collector frees, and replaces it.
-func (s *stagingPool) lost(id pieceID) {
+// lost takes a piece back that no caller has any more.
+func (s *stagingPool) lost(id pieceID, whole []byte, p *lockedPiece, era int) {
 	s.mu.Lock()
-	p := s.locked[id]
-	delete(s.locked, id)
-	wanted := p.of.changes == s.changes
-	s.mu.Unlock()
-	for _, l := range p.of.lockers {
-		l.unlockPiece(id)
+	if s.era == era {
+		delete(s.locked, id)
 	}
-	if wanted {
-		s.addLocked(p)
+	s.mu.Unlock()
+	s.addLocked(whole, p, era)
+}
+
+// lockAll locks the pages of pieces. One that was lost meanwhile is locked when it comes back.
+func (l *stagingLocker) lockAll(pieces map[pieceID]*lockedPiece) {
+	for id, p := range pieces {
+		if first := id.Value(); first != nil {
+			l.lockPiece(wholeBehind(first, p.class), p)
+		}
 	}
 }
 
-func (l *stagingLocker) lockPiece(b []byte, id pieceID) {
+// lockPiece locks the pages of a piece, unless they are.
+func (l *stagingLocker) lockPiece(whole []byte, p *lockedPiece) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.stopped {
+	if l.stopped || l.unlocks[p] != nil {
 		return
 	}
-	if unlock, err := l.lock(b); err == nil && unlock != nil {
-		l.unlocks[id] = unlock
-	}
-}
-
-func (l *stagingLocker) unlockPiece(id pieceID) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if unlock, ok := l.unlocks[id]; ok {
-		delete(l.unlocks, id)
-		unlock()
+	if unlock, err := l.lock(whole); err == nil && unlock != nil {
+		l.unlocks[p] = unlock
 	}
 }
 

@@ -52,8 +52,11 @@ type responder struct {
 	// tellMoves: the peer asks again for a request that waits for an engine, and is to get
 	// an RNR NAK.
 	tellMoves bool
-	// partly: of those, requests that asked for an acknowledgement have come into effect.
-	partly bool
+	// partly: of those, requests that asked for an acknowledgement have come into effect, or may be
+	// acknowledged early.
+	partly   bool
+	acked    wire.PSN // the last packet that was acknowledged
+	ackedAny bool     // acked is valid
 	// held are requests and answers that wait for memory that is out of reach for a moment
 	// (hold.go), or requests that wait for the moves before them; nil until there are some.
 	held *heldRequests

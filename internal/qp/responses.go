@@ -88,9 +88,9 @@ func (r *responder) dueAmong() bool {
 	return r.n > 0 || r.partly || r.tellMoves || r.ack.pending && !r.early()
 }
 
-// early reports whether the acknowledgement that is to be sent is of requests that have not
-// come into effect yet.
-func (r *responder) early() bool { return len(r.moves) > 0 && !r.ack.psn.Less(r.moves[0].psn) }
+// early reports whether the acknowledgement that is to be sent is of packets that may not be
+// acknowledged yet.
+func (r *responder) early() bool { return len(r.moves) > 0 && !r.ack.psn.Less(r.front()) }
 
 // asked returns how many READs and atomics are to be answered. FLUSHes do not
 // count here: there are peers that do not count them either (Linux rxe).
@@ -174,7 +174,7 @@ func (q *QP) rnr() { q.nak(wire.RNRNak(q.attr.MinRNRTimer), q.resp.epsn) }
 func (q *QP) repeat(t *train.Train) {
 	r := &q.resp
 	r.wentBack(t.PSN)
-	if len(r.moves) > 0 && r.front().Less(t.PSN.Add(t.N)) { // it has not come into effect yet
+	if len(r.moves) > 0 && r.front().Less(t.PSN.Add(t.N)) { // it may not be acknowledged yet
 		r.tellMoves = r.tellMoves || t.AckReq
 		return
 	}
@@ -215,9 +215,8 @@ func (q *QP) repeat(t *train.Train) {
 	}
 }
 
-// ackUpTo returns the PSN that an acknowledgement of psn may name: that of the last request
-// in effect; but psn itself if READs or atomics follow, since the peer would conclude
-// that their answers were lost.
+// ackUpTo returns the PSN that an acknowledgement of psn may name: the last one before front; but
+// psn itself if READs or atomics follow, since the peer would conclude that their answers were lost.
 func (r *responder) ackUpTo(psn wire.PSN) wire.PSN {
 	if r.rdAny && psn.Add(1).Less(r.rdEnd) {
 		return psn
@@ -342,6 +341,7 @@ func (q *QP) pullResponse(t *train.Train) bool {
 	t.AETH = wire.AETH{Syndrome: s, MSN: r.done()}
 	if s.IsAck() {
 		t.PSN = r.ackUpTo(psn) // more may have come since it was asked for
+		r.acked, r.ackedAny = t.PSN, true
 	}
 	q.Counters.add(ackCounter(s), 1)
 	return true

@@ -11,6 +11,9 @@ package qp
 //  3. Moves that are over come into effect in their order: requests in finishRequests,
 //     answers in finishAnswers.
 //
+// Of a message whose payload lies in staging bytes, packets are acknowledged before that, but for
+// the last one that has come: so the sender goes on, and is done when the bytes are there (front).
+//
 // A request behind moves that the same engine does not execute in the same direction waits
 // until they are over (keepInOrder): so a program sees a WRITE and a flag behind it in this
 // order, wherever the two lie.
@@ -33,6 +36,14 @@ import (
 const (
 	maxMoves     = 256
 	maxMoveBytes = 16 << 20
+)
+
+// How many moves and bytes may wait while packets are acknowledged early. Beyond them a sender stops
+// at its window, which is smaller than what is left up to maxMoves and maxMoveBytes: it does not get
+// an RNR NAK, which its program may not expect.
+const (
+	maxEarly      = maxMoves / 4
+	maxEarlyBytes = maxMoveBytes / 4
 )
 
 // moveKind is what a move is for.
@@ -65,6 +76,7 @@ type Move struct {
 	psn    wire.PSN // of the first packet
 	n      int      // PSNs that it takes
 	ends   bool     // the message ends with it
+	early  bool     // its packets may be acknowledged before it is over
 	ackReq bool
 	before responderState
 
@@ -302,12 +314,21 @@ func engineOf(to, from *mem.List, n uint64) (toEngine bool, owner any) {
 	return false, from.Owner(n)
 }
 
-// front returns the PSN before which all requests of the peer have come into effect.
+// front returns the PSN before which all packets of the peer may be acknowledged: of requests that
+// have come into effect, and of the message behind them if its payload was kept. The last packet that
+// has come is not among these, so that there is one to refuse when a move fails; nor is the last
+// packet of a message, with which it completes.
 func (r *responder) front() wire.PSN {
-	if len(r.moves) > 0 {
-		return r.moves[0].psn
+	psn := r.epsn
+	for _, m := range r.moves {
+		if !m.early {
+			return m.psn
+		}
+		if psn = m.psn.Add(m.n - 1); m.ends {
+			return psn
+		}
 	}
-	return r.epsn
+	return psn
 }
 
 // done returns how many of the peer's messages have come into effect, 24 bits.
@@ -381,7 +402,11 @@ func (q *QP) take(t *train.Train, to *mem.List) (*Move, mem.Fault) {
 	}
 	m.before = responderState{r.kind, r.off, r.msn}
 	m.cq = q.RecvCQ
+	m.early = q.reliable && m.bytes > 0 && q.moves.n <= maxEarly && q.moves.bytes <= maxEarlyBytes
 	r.moves = append(r.moves, m)
+	if m.early && m.ackReq && r.moves[0].psn.Less(r.front()) {
+		r.partly = true
+	}
 	return m, mem.Fault{}
 }
 
@@ -480,7 +505,7 @@ func (q *QP) finishRequests(now Time) (*train.Train, mem.Fault) {
 		if r.moves = r.moves[1:]; len(r.moves) == 0 {
 			r.moves, r.tellMoves = nil, false
 		}
-		if m.ackReq && q.reliable {
+		if m.ackReq && q.reliable && !(m.early && r.ackedAny && !r.acked.Less(m.psn.Add(m.n-1))) {
 			r.partly = true
 		}
 		if a := m.atomic; a != nil { // the answer acknowledges
@@ -586,6 +611,7 @@ func (ms *moves) drop(m *Move) {
 // moveFailed then reports true, and the requests behind go on.
 func (q *QP) moveFailed(m *Move) (goesOn bool) {
 	r := &q.resp
+	psn := r.front() // of m, or of a packet behind it in the same message: those before it may be acknowledged
 	why := accessError
 	if m.train != nil && m.train.Kind == wire.KindSend && !m.invalidate {
 		why = receiveError
@@ -628,9 +654,9 @@ func (q *QP) moveFailed(m *Move) (goesOn bool) {
 	}
 	q.Counters.add(why.count, 1)
 	if q.reliable {
-		r.drop(m.psn)
-		r.epsn = m.psn
-		q.nak(why.nak, m.psn)
+		r.drop(psn)
+		r.epsn = psn
+		q.nak(why.nak, psn)
 	}
 	if !told {
 		q.Event(why.event)
