@@ -115,7 +115,6 @@ static int piece(struct vh_space *s, int self, uint64_t reach, uint64_t addr, ch
 				return err;
 			continue;
 		}
-		tell = tries == 0 ? counted(s, p, self, first) : 0;
 		if (tries > 0) { // the kernel may have no page, and not ask for one for a system call
 			int zero = vh_zero(s, first, write);
 
@@ -123,16 +122,19 @@ static int piece(struct vh_space *s, int self, uint64_t reach, uint64_t addr, ch
 				s->stats.first_touches++;
 		}
 		vh_unlock(s, &old);
-		if (tell)
-			vh_kick(s);
 		err = at_home(addr, buf, bytes, write);
 		if (err == 0) {
 			vh_lock(s, &old);
+			r = vh_find(s, first); // it is counted after the access, which would bring the page home again
+			tell = r != NULL && r->page[(first - r->start) >> s->page_shift].state == VH_S_HOME &&
+			       counted(s, &r->page[(first - r->start) >> s->page_shift], self, first);
 			if (write)
 				s->stats.device_writes++;
 			else
 				s->stats.device_reads++;
 			vh_unlock(s, &old);
+			if (tell)
+				vh_kick(s);
 			return 0;
 		}
 		if (err != EFAULT)

@@ -139,6 +139,10 @@ func (e engine) mirror(addr, n uint64) (word, error) {
 	return word(unsafe.Pointer(seq)), nil
 }
 
+func (e engine) current(w word) uint64 {
+	return uint64(C.vh_current(e.s, (*C.uint64_t)(unsafe.Pointer(w))))
+}
+
 func (e engine) endMirror(w word) { C.vh_mirror_end(e.s, (*C.uint64_t)(unsafe.Pointer(w))) }
 
 func (e engine) read(self int, reach, addr uint64, b []byte) error {

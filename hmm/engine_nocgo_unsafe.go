@@ -50,6 +50,7 @@ func (engine) drain() error                                            { return 
 func (engine) exclusive(_, _ uint64) (uint64, error)                   { return 0, errNoCgo }
 func (engine) policy(_, _ uint64, _ int, _ uint32) error               { return errNoCgo }
 func (engine) mirror(_, _ uint64) (word, error)                        { return nil, errNoCgo }
+func (engine) current(word) uint64                                     { return 0 }
 func (engine) endMirror(word)                                          {}
 func (engine) read(_ int, _, _ uint64, _ []byte) error                 { return errNoCgo }
 func (engine) write(_ int, _, _ uint64, _ []byte) error                { return errNoCgo }

@@ -90,9 +90,10 @@ int vh_exclusive(struct vh_space *s, uint64_t addr, uint64_t bytes, uint64_t *th
 // vh_policy: a page goes to the device after so many accesses of it; 0: never.
 int vh_policy(struct vh_space *s, uint64_t addr, uint64_t bytes, int dev, uint32_t after);
 
-// A mirror counts the changes of a range of addresses. *seq stays mapped until vh_mirror_end, and changes before a
-// page does.
+// A mirror counts the changes of a range of addresses: the number changes before a page does. vh_current returns it; of
+// changes that a system call of the program has made it knows when that returns.
 int vh_mirror(struct vh_space *s, uint64_t addr, uint64_t bytes, const uint64_t **seq);
+uint64_t vh_current(struct vh_space *s, const uint64_t *seq);
 void vh_mirror_end(struct vh_space *s, const uint64_t *seq);
 
 // reach has a bit for each device whose memory the one that accesses reaches; self is its own number, VH_HOME if

@@ -23,3 +23,6 @@ func unmapPart(t testing.TB, b []byte) {
 	t.Helper()
 	check(t, unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b))))
 }
+
+// counter returns the first 8 bytes as a number.
+func counter(b []byte) *uint64 { return (*uint64)(unsafe.Pointer(unsafe.SliceData(b))) }

@@ -180,7 +180,7 @@ func (m *Mirror) Current(seq uint64) bool {
 		return false
 	}
 	defer m.space.mu.RUnlock()
-	return m.word.Load() == seq
+	return m.space.engine.current(m.word) == seq
 }
 
 // ReadAt reads memory as the device does, wherever its pages are, and faults them in if need be.

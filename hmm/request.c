@@ -344,10 +344,19 @@ static int automatic(struct vh_space *s, struct vh_request *q)
 		q->at = s->automatic[s->auto_tail % VH_AUTO].addr;
 		q->dev = s->automatic[s->auto_tail % VH_AUTO].dev;
 		q->end = q->at + s->page_size;
-		s->auto_tail++;
 	}
 	vh_unlock(s, &old);
 	return any;
+}
+
+// automatic_done takes the page off the list. Until then vh_drain waits for it.
+static void automatic_done(struct vh_space *s)
+{
+	sigset_t old;
+
+	vh_lock(s, &old);
+	s->auto_tail++;
+	vh_unlock(s, &old);
 }
 
 // vh_work is the thread that executes requests.
@@ -372,6 +381,7 @@ void *vh_work(void *space)
 				while (counted.at < counted.end && (wait = step(s, &counted)) >= 0)
 					if (wait > 0)
 						usleep((useconds_t)wait);
+				automatic_done(s);
 				pthread_mutex_lock(&s->queue_lock);
 				continue;
 			}

@@ -918,6 +918,17 @@ void vh_mirror_end(struct vh_space *s, const uint64_t *seq)
 	vh_unlock(s, &old);
 }
 
+uint64_t vh_current(struct vh_space *s, const uint64_t *seq)
+{
+	uint64_t now;
+	sigset_t old;
+
+	vh_lock(s, &old);
+	now = *seq;
+	vh_unlock(s, &old);
+	return now;
+}
+
 void vh_get_stats(struct vh_space *s, struct vh_stats *out)
 {
 	sigset_t old;
