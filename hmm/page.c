@@ -142,16 +142,28 @@ static void throw_away(struct vh_space *s, uint64_t pages)
 	madvise(s->trash, bytes, MADV_DONTNEED);
 }
 
+// in_mapping returns how many of n pages at an address lie in its mapping: UFFDIO_MOVE and _COPY take those of one mapping
+// at a time, and the program may have split it.
+static uint64_t in_mapping(struct vh_space *s, uint64_t addr, uint64_t n)
+{
+	struct vh_mapping m;
+
+	if (n <= 1 || vh_query(s, addr, &m) != 0)
+		return 1;
+	return n < (m.end - addr) >> s->page_shift ? n : (m.end - addr) >> s->page_shift;
+}
+
 // vh_leave takes pages that are home to a device, VH_HOST for the engine's own memory. Only the worker calls it.
 struct vh_step vh_leave(struct vh_space *s, struct vh_range *r, uint64_t i, uint64_t n, int dev)
 {
 	struct vh_step step = {0};
 	uint64_t where[VH_BATCH], addr = r->start + (i << s->page_shift), ready = 0, taken = 0;
 	uint8_t hole[VH_BATCH];
-	int any = 0;
+	int any = 0, single = 0;
 
 	if (n > VH_BATCH)
 		n = VH_BATCH;
+	n = in_mapping(s, addr, n);
 	if (vh_host_reserve(s, n) != 0) { // for bytes that a device does not take
 		step.err = ENOMEM;
 		return step;
@@ -165,7 +177,7 @@ struct vh_step vh_leave(struct vh_space *s, struct vh_range *r, uint64_t i, uint
 	vh_invalidate(s, addr, addr + (ready << s->page_shift));
 	while (taken < ready) {
 		int64_t got = move_pages(s->uffd, (uintptr_t)s->staging + (taken << s->page_shift), addr + (taken << s->page_shift),
-					 (ready - taken) << s->page_shift, VH_MOVE_DONTWAKE);
+					 (single ? 1 : ready - taken) << s->page_shift, VH_MOVE_DONTWAKE);
 
 		if (got > 0) {
 			for (got >>= s->page_shift; got > 0; got--)
@@ -175,6 +187,10 @@ struct vh_step vh_leave(struct vh_space *s, struct vh_range *r, uint64_t i, uint
 		}
 		if (got == -ENOENT) { // the kernel has no page there, and no bytes but zeros
 			hole[taken++] = 1;
+			continue;
+		}
+		if (got == -EINVAL && !single) { // the mapping may just have been split
+			single = 1;
 			continue;
 		}
 		if (got == -EAGAIN)
@@ -257,12 +273,13 @@ struct vh_step vh_come_home(struct vh_space *s, struct vh_range *r, uint64_t i, 
 		n = VH_BATCH;
 	while (step.pages < n) {
 		struct vh_page *p = &r->page[i + step.pages];
-		uint64_t addr = r->start + ((i + step.pages) << s->page_shift), run = 0, done;
+		uint64_t addr = r->start + ((i + step.pages) << s->page_shift), run = 0, done, fits;
 		int err, failed = 0;
 
 		if (p->state != VH_S_AWAY)
 			break;
-		while (step.pages + run < n && p[run].state == VH_S_AWAY && p[run].dev == p->dev && p[run].where == p->where + (run << s->page_shift)) {
+		fits = in_mapping(s, addr, n - step.pages);
+		while (run < fits && p[run].state == VH_S_AWAY && p[run].dev == p->dev && p[run].where == p->where + (run << s->page_shift)) {
 			if (!vh_copies(s, p->dev)) {
 				failed = 1;
 				break;
