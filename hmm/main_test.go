@@ -7,7 +7,6 @@ import (
 	"strconv"
 	"syscall"
 	"testing"
-	"time"
 
 	"go.uber.org/goleak"
 
@@ -109,15 +108,5 @@ func moves(t testing.TB, s *Space, b []byte, to *Device) {
 	check(t, err)
 	if _, size := around(b); uint64(n) != size/page {
 		t.Fatalf("%d pages have moved, should be %d", n, size/page)
-	}
-}
-
-// eventually waits for a condition, for very long.
-func eventually(t testing.TB, what string, is func() bool) {
-	t.Helper()
-	for end := time.Now().Add(2 * time.Minute); !is(); time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("not: %s", what)
-		}
 	}
 }

@@ -398,3 +398,87 @@ func TestLimits(t *testing.T) {
 	}
 	check(t, must[*Mirror](t)(s.MirrorFor(b, nil)).Close())
 }
+
+// The program unmaps and moves memory with the kernel's calls while it migrates: whoever wins, bytes that are still mapped are
+// right, and the VRAM of the others comes back.
+func TestMappingStorm(t *testing.T) {
+	s := open(t)
+	dev := addGPU(t, s, "soft:10", 2*mib)
+	seed := seed(t)
+	r := rand.New(rand.NewPCG(seed, 5))
+	p := int(page)
+	const pages = 48
+	for round := range 60 {
+		b := must[[]byte](t)(s.Alloc(pages * p))
+		want := random(len(b), seed+uint64(round))
+		copy(b, want)
+		var stop atomic.Bool
+		var wg sync.WaitGroup
+		wg.Go(func() {
+			for !stop.Load() {
+				_, err := s.Migrate(b, dev)
+				if err != nil && !errors.Is(err, syscall.EFAULT) {
+					t.Error(err)
+				}
+				if errors.Is(err, syscall.EFAULT) {
+					runtime.Gosched()
+				}
+			}
+		})
+		cut := 8 + r.IntN(16)
+		for range r.IntN(50) {
+			runtime.Gosched()
+		}
+		other := remap(t, b[:cut*p])
+		// Others' memory may come to lie at the old addresses at once: it is theirs.
+		strange := must[[]byte](t)(unix.Mmap(-1, 0, cut*p, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON))
+		for i := range strange {
+			strange[i] = 0xee
+		}
+		check(t, unix.Madvise(b[30*p:32*p], unix.MADV_DONTNEED))
+		unmapPart(t, b[40*p:])
+		same(t, "what was moved", other, want[:cut*p])
+		same(t, "what was left", b[cut*p:30*p], want[cut*p:30*p])
+		same(t, "what was left behind", b[32*p:40*p], want[32*p:40*p])
+		for i := range strange {
+			if strange[i] != 0xee {
+				t.Fatalf("byte %d of another mapping is %#x", i, strange[i])
+			}
+		}
+		stop.Store(true)
+		wg.Wait()
+		for i, v := range b[30*p : 32*p] {
+			if v != 0 {
+				t.Fatalf("byte %d of what was discarded is %#x", i, v)
+			}
+		}
+		check(t, unix.Munmap(strange))
+		check(t, s.Unmap(other))
+		check(t, s.Unmap(b[cut*p:40*p]))
+		if st := s.Stats(); st.Away != 0 || st.Conflicts != 0 {
+			t.Fatalf("round %d: %+v", round, st)
+		}
+	}
+	if free := dev.Free(); free != 2*mib/page {
+		t.Errorf("%d pages of VRAM are free", free)
+	}
+}
+
+// Pages of huge pages leave and come home one by one.
+func TestHugePages(t *testing.T) {
+	s := open(t)
+	dev := addGPU(t, s, "soft:10", 16*mib)
+	b := must[[]byte](t)(unix.Mmap(-1, 0, 8*mib, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON))
+	_ = unix.Madvise(b, unix.MADV_HUGEPAGE) // a kernel without huge pages refuses
+	want := random(len(b), 13)
+	copy(b, want)
+	check(t, s.Adopt(b))
+	part := b[3*mib+5*int(page):][:mib]
+	moves(t, s, part, dev)
+	same(t, "a part", b, want)
+	moves(t, s, b, dev)
+	same(t, "all", b, want)
+	check(t, s.Release(b))
+	same(t, "what was released", b, want)
+	check(t, unix.Munmap(b))
+}
