@@ -86,7 +86,7 @@ func TestFault(t *testing.T) {
 	if e := look(0); e != 0 {
 		t.Errorf("an absent page: %v", e)
 	}
-	e, seq, err := m.Fault(0, page, false)
+	e, _, err := m.Fault(0, page, false)
 	check(t, err)
 	if e[0] != Valid|Zero {
 		t.Errorf("a page that was read: %v", e[0])
@@ -96,7 +96,7 @@ func TestFault(t *testing.T) {
 	if e[0] != Valid|Write {
 		t.Errorf("a page that was written: %v", e[0])
 	}
-	_, seq, err = m.Fault(0, m.Len(), true)
+	_, seq, err := m.Fault(0, m.Len(), true)
 	check(t, err)
 	if !m.Current(seq) {
 		t.Error("out of date at once")

@@ -120,7 +120,7 @@ func TestRDMA(t *testing.T) {
 			alice.wantDone("READ", alice.do(read), verbs.WCSuccess)
 			same(t, "what was read", a, want)
 
-			word := (100 + 7) &^ 7 - 100 + 8 // an offset whose address is a multiple of 8
+			word := (100+7)&^7 - 100 + 8 // an offset whose address is a multiple of 8
 			binary.LittleEndian.PutUint64(b[word:], 40)
 			moves(t, s, b, dev)
 			alice.wantDone("FETCH_ADD", alice.do(verbs.SendWR{Op: verbs.OpAtomicFetchAdd, SGL: []verbs.SGE{from.SGE(0, 8)},
