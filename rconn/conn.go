@@ -29,7 +29,7 @@ func (Addr) Network() string { return "rdma" }
 // completions. So that goroutine is not in the way of calls that do not wait.
 type Conn struct {
 	cm     *cm.Conn
-	memory *verbs.MR // the ring that the peer writes into, the one that this side writes from, room for control messages
+	memory *verbs.MR // the ring that this side writes from, and room for control messages; the peer does not reach it
 	bytes  []byte    // the same
 
 	reads, writes sync.Mutex // one call of Read, and one of Write, at a time
@@ -52,7 +52,8 @@ type Conn struct {
 	marks    [sends]uint64 // how much of the ring each request frees, with those before it
 	err      error         // why the connection has ended; what has come may still be read
 	shut     bool          // CloseWrite was called
-	probing  bool          // a request that asks for the peer is under way
+	probe    uint64        // the last request that asks for the peer
+	last     uint64        // the request that tells the peer of the end
 	moved    bool          // something has come since keepAlive looked last
 	waiting  int           // calls that wait for completions
 	watching bool          // the goroutine has been told
@@ -151,11 +152,10 @@ func (c *Conn) take(b []byte) (n int, err error) {
 		n += k
 		c.mu.Lock()
 		c.in.read += uint64(k)
-		word, due := c.in.tell()
-		due = due && c.err == nil
+		due := c.in.due() && c.err == nil
 		c.mu.Unlock()
 		if due {
-			c.tell(word, false)
+			c.tell(false)
 		}
 	}
 	return n, err
@@ -199,9 +199,9 @@ func (c *Conn) Write(b []byte) (n int, err error) {
 		case n == len(b):
 			return n, nil
 		case len(room) > 0:
-			k := copy(room, b[n:])
-			c.send(k)
-			n += k
+			if k := copy(room, b[n:]); c.send(k) {
+				n += k
+			}
 			continue
 		}
 		c.await(c.writable, late, c.hasRoom)
@@ -209,32 +209,39 @@ func (c *Conn) Write(b []byte) (n int, err error) {
 	}
 }
 
-// send posts a message of n bytes, which lie in the ring.
-func (c *Conn) send(n int) {
+// send posts a message of n bytes, which lie in the ring. If it cannot, the connection has failed.
+func (c *Conn) send(n int) bool {
 	c.sending.Lock()
 	defer c.sending.Unlock()
 	o := &c.out
 	c.mu.Lock()
 	at := o.put & uint64(len(o.ring)-1)
-	c.sge[0] = c.memory.SGE(len(c.in.ring)+int(at), n)                                                                               //nolint:gosec // inside the ring
+	c.sge[0] = c.memory.SGE(int(at), n)                                                                                              //nolint:gosec // inside the ring
 	c.wr[0] = verbs.SendWR{Op: verbs.OpRDMAWriteImm, SGL: c.sge[:], Imm: uint32(n), RemoteAddr: o.peer.at(o.put), RKey: o.peer.rkey} //nolint:gosec // at most maxMessage
 	o.put += uint64(n)                                                                                                               //nolint:gosec // positive
 	o.messages++
-	c.postLocked(uint64(n), false) //nolint:gosec // positive
+	return c.postLocked(uint64(n), false) //nolint:gosec // positive
 }
 
-// tell posts a control message.
-func (c *Conn) tell(word control, always bool) {
+// tell tells the peer how far this side has read, and whether that was all that it sends. What is told is taken when it is
+// posted: it never goes back.
+func (c *Conn) tell(end bool) {
 	c.sending.Lock()
 	defer c.sending.Unlock()
-	word.put(&c.word)
 	c.mu.Lock()
+	word := control{bytes: c.in.read, messages: c.in.messages, end: end}
+	c.in.told = word
+	word.put(&c.word)
 	c.wr[0] = verbs.SendWR{Op: verbs.OpSend, Inline: c.word[:]}
-	c.postLocked(0, always)
+	if end {
+		c.last = c.out.posted + 1
+	}
+	c.postLocked(0, end)
 }
 
 // postLocked posts c.wr. The caller holds sending and mu, and mu is released: a post may make system calls.
-func (c *Conn) postLocked(n uint64, always bool) {
+// It reports whether it is posted.
+func (c *Conn) postLocked(n uint64, always bool) bool {
 	o := &c.out
 	if o.signal(n, always) {
 		c.wr[0].Flags = verbs.SendSignaled
@@ -245,11 +252,13 @@ func (c *Conn) postLocked(n uint64, always bool) {
 	c.mu.Unlock()
 	if full {
 		c.fail(syscall.ENOBUFS) // room and the peer's turns leave places for control messages, so that cannot be
-		return
+		return false
 	}
-	if _, err := c.cm.QP().PostSend(c.wr[:]); err != nil {
+	_, err := c.cm.QP().PostSend(c.wr[:])
+	if err != nil {
 		c.fail(syscall.ECONNRESET) // the queue pair has failed: completions tell why, if they come first
 	}
+	return err == nil
 }
 
 // idRecv marks the receives; the rest of their ID is which one it is. The IDs of sends are their numbers.
@@ -303,7 +312,6 @@ func (c *Conn) completed(wcs []verbs.WC) {
 			c.failLocked(reason(w.Status))
 		case w.ID&idRecv == 0:
 			c.out.completed, c.out.sent = w.ID, c.marks[w.ID%sends]
-			c.probing = c.probing && c.out.completed < c.out.posted
 		case w.Flags&verbs.WCWithImm != 0:
 			c.moved = true
 			ok = w.Imm == w.ByteLen && c.in.arrive(uint64(w.ByteLen))
@@ -318,7 +326,7 @@ func (c *Conn) completed(wcs []verbs.WC) {
 		}
 	}
 	c.mu.Unlock()
-	if lies { // so that the peer hears of it, too
+	if lies { // it writes no more
 		_ = c.cm.QP().Modify(&verbs.QPAttr{State: verbs.QPErr}, verbs.QPMaskState) // fails if it is closed
 	}
 	notify(c.readable)
@@ -359,7 +367,7 @@ func (c *Conn) controlAt(i int) []byte {
 	return c.bytes[c.controlOff(i):][:controlBytes]
 }
 
-func (c *Conn) controlOff(i int) int { return len(c.in.ring) + len(c.out.ring) + i*controlStride }
+func (c *Conn) controlOff(i int) int { return len(c.out.ring) + i*controlStride }
 
 // controlStride is what the room for a control message takes.
 const controlStride = 32
@@ -418,7 +426,8 @@ func (c *Conn) watcher() {
 			if !c.drain() {
 				e, err := c.cm.Channel().Next(c.ctx)
 				if err != nil {
-					return // the connection is closed
+					c.fail(syscall.ECONNRESET) // or the connection is closed
+					return
 				}
 				e.Ack()
 				c.drain()
@@ -456,21 +465,24 @@ func (c *Conn) drain() (some bool) {
 
 // keepAlive posts a WRITE of no bytes if nothing has come for a while: the peer's device acknowledges it, or it fails.
 func (c *Conn) keepAlive() {
-	c.poll()
 	c.sending.Lock()
 	defer c.sending.Unlock()
+	if c.closed.Load() {
+		return
+	}
+	c.poll()
 	c.mu.Lock()
-	if c.err != nil || c.closed.Load() {
+	if c.err != nil || c.closed.Load() { // Close stops the timer with mu held
 		c.mu.Unlock()
 		return
 	}
 	c.alive.Reset(c.every)
-	if c.moved || c.probing || c.out.posted-c.out.completed >= sends {
+	if c.moved || c.probe > c.out.completed || c.out.posted-c.out.completed >= sends {
 		c.moved = false
 		c.mu.Unlock()
 		return
 	}
-	c.probing = true
+	c.probe = c.out.posted + 1
 	c.wr[0] = verbs.SendWR{Op: verbs.OpRDMAWrite, RemoteAddr: c.out.peer.addr, RKey: c.out.peer.rkey}
 	c.postLocked(0, true)
 }
@@ -495,14 +507,11 @@ func (c *Conn) finish() error {
 	c.mu.Lock()
 	err, done := c.err, c.shut
 	c.shut = true
-	word := control{bytes: c.in.read, messages: c.in.messages, end: true}
-	c.in.told = word
 	c.mu.Unlock()
-	if err != nil || done {
-		return err
+	if err == nil && !done {
+		c.tell(true)
 	}
-	c.tell(word, true)
-	return nil
+	return err
 }
 
 // linger is how long Close waits for the peer's device to confirm the last bytes.
@@ -512,12 +521,14 @@ const linger = 2 * time.Second
 // that wait return net.ErrClosed. It is idempotent.
 func (c *Conn) Close() error {
 	c.close.Do(func() {
+		c.mu.Lock()
 		c.closed.Store(true)
-		notify(c.readable)
-		notify(c.writable)
 		if c.alive != nil {
 			c.alive.Stop()
 		}
+		c.mu.Unlock()
+		notify(c.readable)
+		notify(c.writable)
 		c.rd.set(time.Time{})
 		c.wd.set(time.Time{})
 		c.writes.Lock() // a Write that is under way returns
@@ -536,13 +547,13 @@ func (c *Conn) Close() error {
 	return c.ended
 }
 
-// flush waits until the device has done all requests, or a while. Only Close calls it: there is nobody else to wait.
+// flush waits until the peer has been told of the end, or a while. Only Close calls it: there is nobody else to wait.
 func (c *Conn) flush() {
 	ctx, cancel := context.WithTimeout(c.ctx, linger)
 	defer cancel()
 	for ctx.Err() == nil {
 		c.mu.Lock()
-		done := c.err != nil || c.out.completed == c.out.posted
+		done := c.err != nil || c.out.completed >= c.last
 		c.mu.Unlock()
 		if done {
 			return

@@ -35,7 +35,7 @@ type Config struct {
 	KeepAlive time.Duration
 
 	// Config is how the queue pairs are connected: Device, if the package is not to open one, addresses, retries, TOS. Queue
-	// pairs, completion queues, private data and Setup are the package's own.
+	// pairs, completion queues, domains, rights, private data and Setup are the package's own.
 	Config cm.Config
 }
 
@@ -53,8 +53,8 @@ func (cfg *Config) complete(op string) (Config, error) {
 	switch {
 	case c.Ring < MinRing || c.Ring > MaxRing || c.Ring&(c.Ring-1) != 0:
 		return c, fmt.Errorf("%s: a ring of %d bytes: %w", op, c.Ring, syscall.EINVAL)
-	case c.Config.SendCQ != nil || c.Config.RecvCQ != nil || c.Config.SRQ != nil || c.Config.Type != 0 || c.Config.Setup != nil || c.Config.Private != nil || c.Config.Cap != (verbs.QPCap{}):
-		return c, fmt.Errorf("%s: queues and private data are the connection's own: %w", op, syscall.EINVAL)
+	case c.Config.PD != nil || c.Config.Access != 0 || c.Config.SignalAll || c.Config.SendCQ != nil || c.Config.RecvCQ != nil || c.Config.SRQ != nil || c.Config.Type != 0 || c.Config.Setup != nil || c.Config.Private != nil || c.Config.Cap != (verbs.QPCap{}):
+		return c, fmt.Errorf("%s: queues, domains, rights and private data are the connection's own: %w", op, syscall.EINVAL)
 	}
 	c.Config.Notify = true
 	c.Config.Cap = verbs.QPCap{MaxSendWR: sends, MaxRecvWR: receives, MaxSendSGE: 1, MaxRecvSGE: 1, MaxInlineData: controlBytes}
@@ -63,13 +63,17 @@ func (cfg *Config) complete(op string) (Config, error) {
 
 // newConn makes a side of a connection, in Setup: its memory, and its receives.
 func newConn(conn *cm.Conn, cfg *Config) (*Conn, error) {
-	b := make([]byte, 2*cfg.Ring+receives*controlStride)
-	mr, err := conn.RegMR(b, access)
+	ring, b := make([]byte, cfg.Ring), make([]byte, cfg.Ring+receives*controlStride)
+	mr, err := conn.RegMR(ring, verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
 	if err != nil {
 		return nil, err
 	}
-	c := &Conn{cm: conn, memory: mr, bytes: b, every: cfg.KeepAlive, readable: make(chan struct{}, 1), writable: make(chan struct{}, 1), watch: make(chan struct{}, 1)}
-	c.in.ring, c.out.ring = b[:cfg.Ring:cfg.Ring], b[cfg.Ring:2*cfg.Ring:2*cfg.Ring]
+	own, err := conn.RegMR(b, verbs.AccessLocalWrite)
+	if err != nil {
+		return nil, err
+	}
+	c := &Conn{cm: conn, memory: own, bytes: b, every: cfg.KeepAlive, readable: make(chan struct{}, 1), writable: make(chan struct{}, 1), watch: make(chan struct{}, 1)}
+	c.in.ring, c.out.ring = ring, b[:cfg.Ring:cfg.Ring]
 	var all []verbs.RecvWR
 	for i := range receives {
 		all = append(all, c.receive(i))
@@ -164,7 +168,8 @@ func Listen(ctx context.Context, address string, cfg *Config) (*Listener, error)
 	return l, nil
 }
 
-// accept answers requests until the listener is closed. Peers that do not confirm keep nobody else waiting.
+// accept answers requests until the listener is closed. Peers that do not confirm keep others waiting only when there are
+// as many as places.
 func (l *Listener) accept() {
 	for {
 		r, err := l.l.Next(l.ctx)

@@ -26,15 +26,10 @@ func (in *inbound) next() []byte {
 	return in.ring[at:min(at+in.came-in.read, uint64(len(in.ring)))]
 }
 
-// tell returns what the peer should be told, and whether it is time to: a quarter of the ring, or of the messages, has become
+// due reports whether it is time to tell the peer how far this side is: a quarter of the ring, or of the messages, has become
 // free since it was told last.
-func (in *inbound) tell() (control, bool) {
-	c := control{bytes: in.read, messages: in.messages}
-	if in.read-in.told.bytes < uint64(len(in.ring))/4 && in.messages-in.told.messages < messages/4 {
-		return c, false
-	}
-	in.told = c
-	return c, true
+func (in *inbound) due() bool {
+	return in.read-in.told.bytes >= uint64(len(in.ring))/4 || in.messages-in.told.messages >= messages/4
 }
 
 // maxMessage is how long a message is at most: the device moves one while the next is copied into the ring.

@@ -3,8 +3,6 @@ package rconn
 import (
 	"encoding/binary"
 	"fmt"
-
-	"github.com/verbena-rdma/verbena/verbs"
 )
 
 // hello is what the sides tell each other in the private data of their connection: where the ring is that the peer writes into.
@@ -96,6 +94,3 @@ const (
 )
 
 func (h *hello) at(off uint64) (addr uint64) { return h.addr + off&uint64(h.size-1) }
-
-// access is what peers may do to a ring.
-const access = verbs.AccessLocalWrite | verbs.AccessRemoteWrite

@@ -11,6 +11,7 @@ package main
 //	cpu       → the CPU time that the process has used
 //	staged, connect-staged   the same as make and connect, with memory of an engine
 //	streams   listen for streams of bytes, by TCP and others → where
+//	resident  → how much of its memory is there
 //	memory, idle, regions, close   measure something that needs a process of its own
 //
 // It ends when its input ends.
@@ -33,19 +34,20 @@ type (
 )
 
 const (
-	opMake    peerOp = "make"
-	opConnect peerOp = "connect"
-	opServe   peerOp = "serve"
-	opStop    peerOp = "stop"
-	opListen  peerOp = "listen"
-	opPin     peerOp = "pin"
-	opCPU     peerOp = "cpu"
-	opMemory  peerOp = "memory"
-	opIdle    peerOp = "idle"
-	opRegions peerOp = "regions"
-	opClose   peerOp = "close"
-	opFlood   peerOp = "flood"
-	opStreams peerOp = "streams"
+	opMake     peerOp = "make"
+	opConnect  peerOp = "connect"
+	opServe    peerOp = "serve"
+	opStop     peerOp = "stop"
+	opListen   peerOp = "listen"
+	opPin      peerOp = "pin"
+	opCPU      peerOp = "cpu"
+	opMemory   peerOp = "memory"
+	opIdle     peerOp = "idle"
+	opRegions  peerOp = "regions"
+	opClose    peerOp = "close"
+	opFlood    peerOp = "flood"
+	opStreams  peerOp = "streams"
+	opResident peerOp = "resident"
 
 	opStaged        peerOp = "staged"
 	opConnectStaged peerOp = "connect-staged"
@@ -202,6 +204,9 @@ func (p *peerState) handle(q *request) (r reply, err error) {
 		}
 	case opConnectStaged:
 		err = p.staged.connect(q.StagedOffer)
+	case opResident:
+		n, e := residentBytes()
+		r.Values, err = []float64{float64(n)}, e
 	case opStreams:
 		p.streams, r.At, err = serveStreams()
 	case opFlood:

@@ -150,14 +150,7 @@ func testSuspended(t *testing.T, e *env) {
 // testSuspendWaits suspends memory while sections are open on it.
 func testSuspendWaits(t *testing.T, e *env) {
 	r := e.all(page)
-	bytes, release, f := Hold(e.table, r.Key(), iova, 8, e.acc(ib.AccessLocalWrite), self)
-	if !f.OK() {
-		t.Fatal(f)
-	}
-	if _, f = bytes(); !f.OK() && !f.Staged() { // under an indirect key, this opens the leaf's
-		t.Fatal(f)
-	}
-	second := e.section(r.at(0, 8), 8)
+	release, second := e.section(r.at(0, 8), 8), e.section(r.at(0, 8), 8)
 	var done atomic.Bool
 	var wg sync.WaitGroup
 	wg.Go(func() {
