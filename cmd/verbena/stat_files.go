@@ -18,6 +18,7 @@ import (
 	"path"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/verbena-rdma/verbena/cmd/verbena/internal/sys"
@@ -142,7 +143,7 @@ func (t *tree) update(devices []verbs.DeviceResources) error {
 	for addr, d := range t.devices {
 		if !open[addr] {
 			delete(t.devices, addr)
-			for _, dir := range []string{uverbs(d.number), odpStats(addr)} {
+			for _, dir := range []string{uverbs(d.number), path.Dir(odpStats(addr))} {
 				errs = append(errs, t.remove(dir))
 			}
 		}
@@ -160,12 +161,9 @@ func odpStats(a netip.Addr) string { return path.Join(debugDriver, a.String(), "
 // remove removes a directory of files.
 func (t *tree) remove(dir string) error {
 	for file := range t.values {
-		if path.Dir(file) == dir {
+		if strings.HasPrefix(file, dir+"/") {
 			delete(t.values, file)
 		}
-	}
-	if path.Base(dir) == "odp_stats" {
-		dir = path.Dir(dir)
 	}
 	return t.root.RemoveAll(dir)
 }
@@ -177,7 +175,11 @@ func (t *tree) updateDevice(d *verbs.DeviceResources) error {
 		t.devices[d.Addr] = in
 	}
 	sum := in.sum(d.Processes)
-	errs := []error{t.write(uverbs(in.number), "ibdev", nameOf(d))}
+	errs := []error{
+		t.write(uverbs(in.number), "ibdev", nameOf(d)),
+		// Devices at several addresses of an interface have one name.
+		t.write(path.Dir(odpStats(d.Addr)), "uverbs", path.Base(uverbs(in.number))),
+	}
 	for _, c := range sum.Counters() {
 		errs = append(errs, t.write(uverbs(in.number), c.Name, strconv.FormatUint(c.Value, 10)))
 	}

@@ -242,16 +242,14 @@ func readTree(t *testing.T, dir string) map[string]string {
 	return files
 }
 
-// find returns the directory of a device in a tree: others may be open as well.
-func findUverbs(t *testing.T, files map[string]string, device string) string {
+// findUverbs returns the directory of the device at an address: others may be open as well, with the same name.
+func findUverbs(t *testing.T, files map[string]string, addr string) string {
 	t.Helper()
-	for name, text := range files {
-		if filepath.Base(name) == "ibdev" && text == device+"\n" {
-			return filepath.Dir(name)
-		}
+	number, ok := files[filepath.Join("kernel/debug/verbena", addr, "uverbs")]
+	if !ok {
+		t.Fatalf("nothing is the device at %s: %v", addr, slices.Sorted(maps.Keys(files)))
 	}
-	t.Fatalf("no ibdev says %s: %v", device, slices.Sorted(maps.Keys(files)))
-	return ""
+	return filepath.Join("class/infiniband_verbs", strings.TrimSuffix(number, "\n"))
 }
 
 // The files are where the kernel has them, with its names, a number in each.
@@ -268,7 +266,7 @@ func TestStatFiles(t *testing.T) {
 		t.Errorf("%v, %v", st, err)
 	}
 	files := readTree(t, dir)
-	at := findUverbs(t, files, p.dev.Name())
+	at := findUverbs(t, files, addr)
 	if ok, _ := filepath.Match("class/infiniband_verbs/uverbs[0-9]*", at); !ok {
 		t.Errorf("the device is in %s", at)
 	}
@@ -297,7 +295,7 @@ func TestStatFiles(t *testing.T) {
 func TestStatFilesWatch(t *testing.T) {
 	const addr = "127.77.0.207"
 	dir := t.TempDir()
-	stale := filepath.Join(dir, "class/infiniband_verbs/uverbs7/num_page_faults")
+	stale := filepath.Join(dir, "class/infiniband_verbs/uverbs4096/num_page_faults")
 	if err := os.MkdirAll(filepath.Dir(stale), 0o755); err != nil {
 		t.Fatal(err)
 	}
@@ -322,7 +320,7 @@ func TestStatFilesWatch(t *testing.T) {
 	if o := verbena(t, "stat", "--files="+dir); o.code != exitFailed || !strings.Contains(o.stderr, "another verbena stat --files writes there") {
 		t.Errorf("a second writer: status %d, %q", o.code, o.stderr)
 	}
-	faults := filepath.Join(dir, findUverbs(t, readTree(t, dir), p.dev.Name()), "num_page_faults")
+	faults := filepath.Join(dir, findUverbs(t, readTree(t, dir), addr), "num_page_faults")
 	reads := func(want string) func() bool {
 		return func() bool { b, err := os.ReadFile(faults); return err == nil && string(b) == want }
 	}

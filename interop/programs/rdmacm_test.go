@@ -133,14 +133,16 @@ func (m *meeting) run(t *testing.T, addr string, client, server side) {
 // rpingRace is all that an rping prints that has done its work, and then fails. Up to rdma-core 58
 // its main thread destroys the event channel while another thread still gets events from it. If that
 // thread has just handled an event, it finds the channel destroyed, and exits with an error. A client that
-// has not handled the last event prints its pings (-v) when it exits, all of them.
+// has not handled the last event prints its pings (-v) when it exits, all of them: before or after that error.
 var rpingRace = rpingRaceAt(10)
 
 // rpingRaceAt is that of a client with so many pings, at most 10.
 func rpingRaceAt(pings int) string {
+	all := fmt.Sprintf(`(ping data: .*\n){%d}ping data: rdma-ping-%d: .*\n`, pings-1, pings-1)
 	return `\A(server DISCONNECT EVENT\.\.\.\nwait for RDMA_READ_ADV state 10\n` + rpingClosed +
 		`|client DISCONNECT EVENT\.\.\.\n` + rpingClosed +
-		`|(client DISCONNECT EVENT\.\.\.\n)?` + rpingClosed + fmt.Sprintf(`(ping data: .*\n){%d}ping data: rdma-ping-%d: .*\n)\z`, pings-1, pings-1)
+		`|(client DISCONNECT EVENT\.\.\.\n)?` + rpingClosed + all +
+		`|(client DISCONNECT EVENT\.\.\.\n)?` + all + rpingClosed + `)\z`
 }
 
 const rpingClosed = `rdma_get_cm_event: Bad file descriptor\n`
@@ -160,11 +162,24 @@ func TestRpingRace(t *testing.T) {
 		"data mismatch!\nclient DISCONNECT EVENT...\n" + closed:                                                  false,
 		"client DISCONNECT EVENT...\nrdma_get_cm_event: Invalid argument\n":                                      false,
 		"client DISCONNECT EVENT...\n": false,
+		pingData(10) + closed:          true,
+		closed + pingData(10):          true,
+		pingData(9) + closed:           false,
+		pingData(10):                   false,
 	} {
 		if got := regexp.MustCompile(rpingRace).MatchString(out); got != want {
 			t.Errorf("%q: %t", out, got)
 		}
 	}
+}
+
+// pingData is what rping prints of so many pings.
+func pingData(n int) string {
+	var b strings.Builder
+	for i := range n {
+		fmt.Fprintf(&b, "ping data: rdma-ping-%d: ABC\n", i)
+	}
+	return b.String()
 }
 
 // lost waits for the end of a program and reports whether it has lost a race.

@@ -26,13 +26,16 @@ func (e *env) access(sge ib.SGE, n uint64, access ib.Access, who mem.Actor) mem.
 	if n == 0 || n > math.MaxUint32 { // lists skip the one and cannot say the other
 		return f.Kind
 	}
-	var pins mem.Pins
-	_, gather, _ := mem.Gather(l, n, make([][]byte, 0, 64), &pins)
-	pins.Release()
+	gather := unlessAway(func() mem.Fault {
+		var pins mem.Pins
+		_, f, _ := mem.Gather(l, n, make([][]byte, 0, 64), &pins)
+		pins.Release()
+		return f
+	})
 	if gather.Staged() {
 		gather = mem.Fault{}
 	}
-	if check := mem.Check(l, n); check.Kind != f.Kind || gather.Kind != f.Kind {
+	if check := unlessAway(func() mem.Fault { return mem.Check(l, n) }); check.Kind != f.Kind || gather.Kind != f.Kind {
 		t.Fatalf("Hold: %v, Check: %v, Gather: %v", f, check, gather)
 	}
 	// Whether the list is source or target, the fault is the same.

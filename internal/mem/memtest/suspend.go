@@ -72,6 +72,17 @@ func insist(f func() mem.Fault) mem.Fault {
 	}
 }
 
+// unlessAway is insist for memory that may be suspended: then it returns that fault. The kernel may take a page at any time.
+func unlessAway(f func() mem.Fault) mem.Fault {
+	for {
+		fault := f()
+		if fault.Kind != mem.FaultPending || fault.Staged() || fault.Suspended() != nil {
+			return fault
+		}
+		fault.Await()
+	}
+}
+
 // testSuspended accesses memory that is suspended: nothing touches it, and rights are
 // still told from wrongs.
 func testSuspended(t *testing.T, e *env) {
