@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"strings"
@@ -25,8 +26,19 @@ var patience = func() time.Duration {
 
 var lastPort atomic.Uint32
 
-// port returns a TCP port for the programs' own exchange.
-func port() string { return fmt.Sprint(20000 + uint32(os.Getpid())%2000*10 + lastPort.Add(1)) }
+// port returns a TCP port for the programs' own exchange, which nobody has.
+func port() string {
+	const first, last = 10000, 32000 // above, the kernel gives them to clients
+	start := uint32(os.Getpid()) * 37
+	for range 1000 {
+		p := fmt.Sprint(first + (start+lastPort.Add(1))%(last-first))
+		if l, err := net.Listen("tcp", ":"+p); err == nil {
+			_ = l.Close()
+			return p
+		}
+	}
+	panic("no port is free")
+}
 
 // side is one program of a test.
 type side struct {
