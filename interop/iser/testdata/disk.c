@@ -53,6 +53,18 @@ struct extent {
 	uint64_t *data; /* what is written; NULL: it is read */
 };
 
+/* origin names the block and the version of a word that is wrong, if it is one that was written. */
+static void origin(uint64_t got)
+{
+	for (uint64_t b = 0; b < blocks; b++)
+		for (uint64_t v = 0; v <= versions; v++)
+			for (int i = 0; i < WORDS; i++)
+				if (got == word(b, v << 40, i)) {
+					printf("it is word %d of block %" PRIu64 " in version %" PRIu64 "\n", i, b, v);
+					return;
+				}
+}
+
 static void done(struct iscsi_context *ctx, int status, void *command, void *arg)
 {
 	(void)ctx;
@@ -75,7 +87,9 @@ static void done(struct iscsi_context *ctx, int status, void *command, void *arg
 			uint64_t got;
 			memcpy(&got, task->datain.data + n * BLOCK + i * 8, 8);
 			if (got != word(b, version_of[b], i)) {
-				printf("block %" PRIu64 " word %d is %016" PRIx64 ", not %016" PRIx64 "\n", b, i, got, word(b, version_of[b], i));
+				printf("block %" PRIu64 " word %d is %016" PRIx64 ", not %016" PRIx64 " of version %" PRIu64 "; read with %" PRIu64 " from %" PRIu64 "\n",
+				       b, i, got, word(b, version_of[b], i), version_of[b] >> 40, e->count, e->first);
+				origin(got);
 				exit(1);
 			}
 		}
