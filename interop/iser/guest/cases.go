@@ -230,7 +230,9 @@ func verify(disk, size string) error {
 	return nil
 }
 
-func initiatorFio() (string, error) { return "", with(func(disk string) error { return verify(disk, "6m") }) }
+func initiatorFio() (string, error) {
+	return "", with(func(disk string) error { return verify(disk, "6m") })
+}
 
 // initiatorLoss drops one of a hundred packets in each direction.
 func initiatorLoss() (string, error) {
