@@ -23,7 +23,7 @@ tshark                          tshark            the check of our packets by a 
 iperf3                          iperf3            the comparison with TCP in make bench
 ucx_perftest                    ucx-utils         the comparison with UCX in make bench; UCX on the drop-in libibverbs
 ps                              procps            tests with several processes
-qemu-system-x86_64              qemu-system-x86   tests against the Linux kernel, in a virtual machine
+qemu-system-x86_64              qemu-system-x86   tests against the Linux kernel, in a virtual machine; live migration over RDMA
 busybox                         busybox-static    tests against the Linux kernel
 depmod                          kmod              tests against the Linux kernel
 xz                              xz-utils          tests against the Linux kernel
@@ -43,6 +43,10 @@ fi_pingpong                     libfabric-bin     tests of the connection manage
 rping                           rdmacm-utils      tests of the connection manager of the drop-in libibverbs
 /usr/lib/python3/dist-packages/pyverbs/__init__.py python3-pyverbs the tests of rdma-core on the drop-in libibverbs
 setpriv                         util-linux        tests as an ordinary user
+tgtd                            tgt               tests of iSER on the drop-in libibverbs
+iscsi-test-cu                   libiscsi-bin      tests of iSER on the drop-in libibverbs
+/usr/include/iscsi/iscsi.h      libiscsi-dev      tests of iSER on the drop-in libibverbs
+iscsiadm                        open-iscsi        tests of iSER against the Linux kernel, in make check-full
 qemu-system-aarch64             qemu-system-arm   tests of the drop-in libibverbs on arm64, in a virtual machine
 aarch64-linux-gnu-gcc           gcc-aarch64-linux-gnu tests on arm64
 /usr/aarch64-linux-gnu/include/stdio.h libc6-dev-arm64-cross tests on arm64

@@ -188,6 +188,7 @@ type shared struct {
 	name string
 	dev  *device.Device
 	refs int           // guarded by devices.mu
+	told bool          // guarded by devices.mu: the counters of VERBENA_STATS are written
 	done chan struct{} // closed when watch has returned
 	stop func()
 
@@ -303,7 +304,7 @@ func (s *shared) deliver(ev ib.AsyncEvent) {
 // writeStats appends the device's counters to the file that VERBENA_STATS names.
 func (s *shared) writeStats() {
 	path := conf().Stats
-	if path == "" {
+	if path == "" || s.told {
 		return
 	}
 	var b strings.Builder
@@ -325,6 +326,22 @@ func (s *shared) writeStats() {
 	if err != nil {
 		fmt.Fprintf(os.Stderr, "verbena: VERBENA_STATS: %v\n", err)
 	}
+}
+
+// vbe_write_stats does not wait for a thread that opens or closes a device: that thread may have been stopped
+// by the end of the process.
+//
+//export vbe_write_stats
+func vbe_write_stats() C.int64_t {
+	if !devices.mu.TryLock() {
+		return -C.int64_t(C.EBUSY)
+	}
+	defer devices.mu.Unlock()
+	for _, s := range devices.opened {
+		s.writeStats()
+		s.told = true // whatever the program's destructors still close
+	}
+	return 0
 }
 
 // program returns the name of the program. os.Args is empty in a library on some systems.

@@ -279,3 +279,13 @@ struct backend *vb_backend(void)
 	pthread_mutex_unlock(&loading);
 	return b;
 }
+
+/* A program that leaves its devices to the end of the process, as those on librdmacm do, gets its
+ * counters too. */
+__attribute__((destructor)) static void at_exit(void)
+{
+	struct backend *b = vb_loaded_backend();
+	const char *stats = vb_setting("VERBENA_STATS");
+	if (b && !b->dead && stats && *stats)
+		b->vbe_write_stats();
+}

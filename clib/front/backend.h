@@ -13,7 +13,7 @@
 #include "../include/verbena/gpu.h"
 #include "../include/verbena/peer_mem.h"
 
-#define VBE_VERSION 9 /* of this file: the front refuses a backend with another one */
+#define VBE_VERSION 10 /* of this file: the front refuses a backend with another one */
 
 /* A handle is a kind, in the upper half, and a number, in the lower one. Programs see the
  * number. */
@@ -259,6 +259,8 @@ struct vbe_front {
  */
 #define VBE_CM_ALL 0 /* of vbe_cm_close: all channels, at the end of the process */
 
+/* vbe_write_stats writes the counters of VERBENA_STATS of all devices that are open, when the process ends. It never waits. */
+
 /* The backend's functions: X(result, name, arguments) */
 #define VBE_FUNCTIONS(X)                                                                                   \
 	X(int64_t, vbe_version, (struct vbe_front *))                                                      \
@@ -339,6 +341,7 @@ struct vbe_front {
 	X(int64_t, vbe_cuda_gone, (uint32_t, uint64_t, uint64_t))                                          \
 	X(int64_t, vbe_cm_open, (int))                                                                     \
 	X(int64_t, vbe_cm_command, (uint64_t, uint32_t, uint8_t *, uint32_t, uint8_t *, uint32_t, int64_t)) \
-	X(int64_t, vbe_cm_close, (uint64_t))
+	X(int64_t, vbe_cm_close, (uint64_t))                                                               \
+	X(int64_t, vbe_write_stats, (void))
 
 #endif

@@ -40,7 +40,7 @@ var Vars = []Var{
 	{"VERBENA_PCI", "no PCI device", "The PCI devices that programs under \"verbena exec\" take devices for, one for each device in the order of their numbers, separated by commas, as 0000:1b:00.0: realpath of /sys/class/infiniband/verbena0/device is its directory. Some programs look for the device that is closest to a GPU there."},
 	{"VERBENA_SCATTER_TO_CQE", "that of MLX5_SCATTER_TO_CQE, or 1", "Whether messages and results of up to 64 bytes are kept with their completions, and written when these are polled (inline receive): 0 no, 1 or 2 yes."},
 	{"VERBENA_PCAP", "no capture", "A file that packets are written to; %p becomes the process ID."},
-	{"VERBENA_STATS", "no statistics", "A file that the device's counters are appended to when the program closes the device, or stderr; %p as above."},
+	{"VERBENA_STATS", "no statistics", "A file that the device's counters are appended to when the program closes the device or ends, or stderr; %p as above."},
 	{"VERBENA_LOG", "0", "1: print on standard error why a verb failed."},
 	{"VERBENA_WATCHER", "set by \"verbena exec\"", "The socket of the process that tells peers when this program has died: a name; off: \"verbena exec\" starts none."},
 	{"VERBENA_BACKEND", "beside libibverbs.so.1", "The path of libverbena-backend.so."},
