@@ -41,9 +41,9 @@ qperf                           qperf             tests of the connection manage
 fi_pingpong                     libfabric-bin     tests of the connection manager of the drop-in libibverbs
 /usr/include/ucp/api/ucp.h      libucx-dev        tests of the connection manager of the drop-in libibverbs
 mpirun.openmpi                  openmpi-bin       Open MPI and OpenSHMEM on the drop-in libibverbs
-mpicc.openmpi                   libopenmpi-dev    Open MPI and OpenSHMEM on the drop-in libibverbs
+/usr/lib/x86_64-linux-gnu/openmpi/include/mpi.h libopenmpi-dev Open MPI and OpenSHMEM on the drop-in libibverbs
 mpiexec.mpich                   mpich             MPICH on the drop-in libibverbs
-mpicc.mpich                     libmpich-dev      MPICH on the drop-in libibverbs
+/usr/include/x86_64-linux-gnu/mpich/mpi.h libmpich-dev MPICH on the drop-in libibverbs
 dtest                           dapl2-utils       uDAPL on the drop-in libibverbs
 /usr/lib/x86_64-linux-gnu/libdaploscm.so.2 libdapl2 uDAPL on the drop-in libibverbs
 rping                           rdmacm-utils      tests of the connection manager of the drop-in libibverbs

@@ -15,6 +15,10 @@ import (
 // transports are those of UCX that use our device.
 const transports = "UCX_TLS=rc_verbs,ud_verbs:aux"
 
+// patient is how long a connection of UCX waits for each answer, of eight: many threads that poll all the time may keep
+// a process from running.
+const patient = "UCX_RC_TIMEOUT=20s"
+
 // implementation is one of MPI.
 type implementation struct {
 	compiler, starter, pkg string
@@ -68,13 +72,13 @@ func TestMPI(t *testing.T) {
 		for _, ranks := range []int{4, 8} {
 			t.Run(fmt.Sprintf("%s/%d", name, ranks), func(t *testing.T) {
 				m.needed(t)
-				rounds := "1"
+				rounds, env := "1", []string{here()}
 				if ranks > 4 {
 					long(t)
-					rounds = "3"
+					rounds, env = "3", append(env, patient)
 				}
 				exe := built(t, m.compiler, "mpi")
-				p := run(t, m.job(ranks, []string{here()}, append([]string{exe, seed(t), rounds}, messages...)...))
+				p := run(t, m.job(ranks, env, append([]string{exe, seed(t), rounds}, messages...)...))
 				p.onOurDevice(t, ranks, leastBytes)
 			})
 		}
@@ -107,7 +111,7 @@ func TestMPIBetweenNamespaces(t *testing.T) {
 			t.Run(fmt.Sprintf("%s/%d", name, ranks), func(t *testing.T) {
 				m.needed(t)
 				exe := built(t, m.compiler, "mpi")
-				j := m.job(ranks, nil, append([]string{exe, seed(t), "1"}, messages...)...)
+				j := m.job(ranks, []string{patient}, append([]string{exe, seed(t), "1"}, messages...)...)
 				j.args = append(append(j.args[:1:1], m.hosts(agent(t, ns), "10.79.0.1", "10.79.0.2")...), j.args[1:]...)
 				j.wrap = []string{"ip", "netns", "exec", ns[0], "unshare", "--uts", "sh", "-c", `hostname ` + ns[0] + `; exec "$@"`, "sh"}
 				p := run(t, j)
