@@ -8,7 +8,7 @@
 // their standard input and output.
 //
 // Packages below it test Verbena against others: programs against programs that were
-// built for libibverbs, rxe against the Linux kernel's device, in a virtual machine
+// built for libibverbs, systems against Open MPI, MPICH, OpenSHMEM and uDAPL, rxe against the Linux kernel's device, in a virtual machine
 // that package vm boots.
 //
 // The tests in namespaces need root and iproute2. Where that is missing they are

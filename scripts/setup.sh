@@ -40,6 +40,12 @@ mkfs.ext4                       e2fsprogs         tests of NVMe over RDMA agains
 qperf                           qperf             tests of the connection manager of the drop-in libibverbs
 fi_pingpong                     libfabric-bin     tests of the connection manager of the drop-in libibverbs
 /usr/include/ucp/api/ucp.h      libucx-dev        tests of the connection manager of the drop-in libibverbs
+mpirun.openmpi                  openmpi-bin       Open MPI and OpenSHMEM on the drop-in libibverbs
+/usr/lib/x86_64-linux-gnu/openmpi/include/mpi.h libopenmpi-dev Open MPI and OpenSHMEM on the drop-in libibverbs
+mpiexec.mpich                   mpich             MPICH on the drop-in libibverbs
+/usr/include/x86_64-linux-gnu/mpich/mpi.h libmpich-dev MPICH on the drop-in libibverbs
+dtest                           dapl2-utils       uDAPL on the drop-in libibverbs
+/usr/lib/x86_64-linux-gnu/libdaploscm.so.2 libdapl2 uDAPL on the drop-in libibverbs
 rping                           rdmacm-utils      tests of the connection manager of the drop-in libibverbs
 /usr/lib/python3/dist-packages/pyverbs/__init__.py python3-pyverbs the tests of rdma-core on the drop-in libibverbs
 setpriv                         util-linux        tests as an ordinary user

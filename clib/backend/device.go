@@ -309,10 +309,17 @@ func (s *shared) writeStats() {
 	}
 	var b strings.Builder
 	fmt.Fprintf(&b, "# %s, process %d, %s\n", s.name, os.Getpid(), program())
-	for _, c := range s.dev.Counters() {
-		if c.Value != 0 {
-			fmt.Fprintf(&b, "%-40s %d\n", c.Name, c.Value)
+	counter := func(name string, value uint64) {
+		if value != 0 {
+			fmt.Fprintf(&b, "%-40s %d\n", name, value)
 		}
+	}
+	for _, c := range s.dev.Counters() {
+		counter(c.Name, c.Value)
+	}
+	paging := s.dev.PagingStats()
+	for _, c := range slices.Concat(paging.Counters(), paging.DebugCounters()) {
+		counter(c.Name, c.Value)
 	}
 	if path == "stderr" {
 		fmt.Fprint(os.Stderr, b.String())

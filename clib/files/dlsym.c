@@ -1,6 +1,7 @@
 /*
- * dlsym and dlvsym, in front of the C library's: programs find CUDA's functions by them (cuda.c). For any other name
- * they cost a look at its first two letters.
+ * dlsym and dlvsym, in front of the C library's: programs find CUDA's functions by them (cuda.c), and libraries that
+ * watch memory find the C library's munmap and the like (maps.c). For any other name they cost a look at its first two
+ * letters.
  *
  *  1. The program calls dlsym or dlvsym: a few instructions of assembler, which keep the arguments and call
  *     verbena_dlsym_look.
@@ -66,13 +67,6 @@ static bool begins(const char *s, const char *with)
 	return !*with;
 }
 
-static bool same(const char *a, const char *b)
-{
-	while (*a && *a == *b)
-		a++, b++;
-	return *a == *b;
-}
-
 static uint32_t gnu_hash(const char *name)
 {
 	uint32_t h = 5381;
@@ -94,7 +88,7 @@ static void *defined(const struct link_map *lib, const char *name)
 	for (bool more = i >= first && i; more; i++) {
 		const ElfW(Sym) *s = &t.symbols[i];
 		more = !(chain[i - first] & 1);
-		if ((chain[i - first] | 1) == (hash | 1) && same(t.names + s->st_name, name) && s->st_shndx != SHN_UNDEF &&
+		if ((chain[i - first] | 1) == (hash | 1) && vb_same(t.names + s->st_name, name) && s->st_shndx != SHN_UNDEF &&
 		    ELF64_ST_TYPE(s->st_info) == STT_FUNC && !(t.versions && t.versions[i] & HIDDEN))
 			return (void *)(lib->l_addr + s->st_value);
 	}
@@ -166,9 +160,13 @@ struct vb_look verbena_dlsym_look(void *handle, const char *name, const char *ve
 __attribute__((used)) struct vb_look verbena_dlsym_look(void *handle, const char *name, const char *version, int versioned)
 {
 	struct vb_look go_on = {versioned ? (void *)next_dlvsym() : (void *)next_dlsym(), NULL};
-	if (!go_on.go_on || !name || name[0] != 'c' || name[1] != 'u' || (versioned && !version))
+	if (!go_on.go_on || !name || (versioned && !version))
 		return go_on;
-	return vb_look_cuda(go_on.go_on, handle, name, versioned ? version : NULL);
+	if (name[0] == 'c' && name[1] == 'u')
+		return vb_look_cuda(go_on.go_on, handle, name, versioned ? version : NULL);
+	if (handle == RTLD_DEFAULT && (name[0] == 'm' || name[0] == 's' || name[0] == 'b' || name[0] == 'r'))
+		return vb_look_memory(go_on.go_on, name, versioned ? version : NULL);
+	return go_on;
 }
 
 #if defined(__x86_64__)

@@ -30,6 +30,7 @@
 #include <unistd.h>
 
 #include "../../internal/sys/notifier_hook.h"
+#include "dlsym.h"
 #include "drm.h"
 
 #define PUBLIC __attribute__((visibility("default")))
@@ -399,4 +400,34 @@ PUBLIC int shmdt(const void *addr)
 	int rc = next_shmdt ? next_shmdt(addr) : (int)syscall(SYS_shmdt, addr);
 	end(&c, &r, rc == 0);
 	return rc;
+}
+
+/* --- functions that are looked up --- */
+
+/*
+ * UCX, Open MPI and libfabric watch what a program unmaps: they look these functions up by RTLD_DEFAULT, and put a jump
+ * at their beginning. They mean the C library's functions, which free() calls, too. With a jump in those here they would
+ * miss free(), and keep registrations of memory that is gone; and a call would no longer close its range first. So
+ * vb_look_memory answers with the functions behind those here.
+ */
+struct vb_look vb_look_memory(void *go_on, const char *name, const char *version)
+{
+#define ONE(name) {#name, (void *)name}
+	static const struct {
+		const char *name;
+		void *ours;
+	} functions[] = {ONE(mmap), ONE(mmap64), ONE(munmap), ONE(mremap), ONE(madvise), ONE(brk), ONE(sbrk), ONE(shmat),
+			 ONE(shmdt), ONE(remap_file_pages)};
+#undef ONE
+	struct vb_look look = {go_on, NULL};
+	for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
+		if (!vb_same(name, functions[i].name))
+			continue;
+		/* A program with such a function of its own gets that. */
+		void *behind = vb_find_symbol(RTLD_NEXT, name, version);
+		if (behind && vb_find_symbol(RTLD_DEFAULT, name, version) == functions[i].ours)
+			look = (struct vb_look){NULL, behind};
+		break;
+	}
+	return look;
 }

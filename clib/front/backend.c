@@ -252,8 +252,11 @@ static struct backend *load(void)
 	vb_lend_descriptors(&d);
 	front_functions.descriptors = d.above;
 	front_functions.settings = settings;
+	struct vb_filled filled;
+	vb_fill_below_program(&filled);
 	struct backend *b = load_at(from, path);
 	int err = errno;
+	vb_empty_below_program(&filled);
 	free(settings);
 	vb_return_descriptors(&d);
 	if (fd >= 0)

@@ -95,6 +95,22 @@ void vb_lend_descriptors(struct vb_descriptors *d);
 void vb_return_descriptors(const struct vb_descriptors *d);
 void vb_load_unwinder(void);
 
+/* --- where the backend's heap lies: place.c --- */
+
+struct vb_gap {
+	void *start;
+	size_t size;
+};
+struct vb_filled {
+	int n;
+	struct vb_gap gaps[64];
+};
+
+/* In a program of OpenSHMEM, vb_fill_below_program maps what is free below the program, and vb_empty_below_program unmaps
+ * it. In others they do nothing. */
+void vb_fill_below_program(struct vb_filled *f);
+void vb_empty_below_program(struct vb_filled *f);
+
 /* --- the end of the main thread: threads.c --- */
 
 void vb_watch_main(void); /* no effect in other threads */

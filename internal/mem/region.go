@@ -186,12 +186,19 @@ func (r *Region) Number() uint32 {
 // the next in the slot, has the tag that follows the one before (after). So an old key is
 // valid again only after its slot has had 256 keys; and freed slots are reused in order
 // (quarantine), so that with few regions this takes some 262,000 registrations.
+//
+// The key of an implicit region is even. UCX 1.11 to 1.14 have one such region for each domain, and pass it to a function
+// that expects other arguments when they close the domain: that takes the key for flags, and by the lowest one it would go
+// on to read an address where there is none. Without it, it returns an error that nobody looks at.
 func (t *Table) add(r *Region) bool {
 	_, ok := t.slots.addNext(func(index uint32, memo uint16) *Region {
 		tag, step := uint8(memo), uint8(memo>>tagBits)
 		if step == 0 { // a fresh slot
 			random := t.random()
 			tag, step = uint8(random), uint8(random>>tagBits)|1
+		}
+		if r.kind == KindImplicit && tag&1 != 0 {
+			tag += step
 		}
 		r.step = step
 		r.key.Store(index<<tagBits | uint32(tag))

@@ -203,3 +203,33 @@ func TestMemo(t *testing.T) {
 	}
 	r.Close()
 }
+
+// The keys of implicit regions are even: some versions of UCX take one for flags, and crash by the lowest bit (Table.add).
+func TestImplicitKeysAreEven(t *testing.T) {
+	needNotifier(t)
+	table := mem.NewTable(mem.TableConfig{})
+	odd := 0
+	for range 300 {
+		b, err := mem.NewImplicit(ib.AccessLocalWrite|ib.AccessOnDemand, table.Paging())
+		if err != nil {
+			t.Fatal(err)
+		}
+		r, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite | ib.AccessOnDemand, Length: b.Len(), Backing: b})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if r.Key()&1 != 0 {
+			t.Fatalf("a key is %#x", r.Key())
+		}
+		other, err := table.Register(mem.RegionConfig{PD: 1, Access: ib.AccessLocalWrite, Length: 1, Backing: mem.NewNull()})
+		if err != nil {
+			t.Fatal(err)
+		}
+		odd += int(other.Key() & 1)
+		r.Close()
+		other.Close()
+	}
+	if odd == 0 || odd == 300 {
+		t.Errorf("%d of 300 keys of other regions are odd", odd)
+	}
+}

@@ -15,9 +15,7 @@ import (
 
 func do(t testing.TB, args ...string) {
 	t.Helper()
-	if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
-		t.Fatalf("%s: %v\n%s", strings.Join(args, " "), err, out)
-	}
+	clibtest.Do(t, args...)
 }
 
 // newNetwork makes two namespaces joined by a veth pair: 10.79.0.1 and .2.
