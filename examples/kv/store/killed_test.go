@@ -125,7 +125,7 @@ func startServer(t testing.TB, file, address string) (*process, string) {
 func TestKilledServer(t *testing.T) {
 	for name, link := range links {
 		t.Run(name, func(t *testing.T) {
-			seed, rounds := seedOf(t), pick(2, 20)
+			seed, rounds := seedOf(t), pick(1, 20)
 			file := filepath.Join(t.TempDir(), "table")
 			server, at := startServer(t, file, "127.77.33.1:0")
 			var clients []*Client
