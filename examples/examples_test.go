@@ -2,7 +2,7 @@ package examples_test
 
 // The documents for newcomers are held to the code:
 //
-//   - docs/first-hour.md, docs/gpu.md, docs/nvme.md, docs/tutorial.md and docs/unified.md show the programs
+//   - docs/first-hour.md, docs/gpu.md, docs/nvme.md, docs/rconn.md, docs/tutorial.md and docs/unified.md show the programs
 //     of this directory, parts of them, and what they print. The programs are built and run, and all of it is compared.
 //   - docs/verbs-in-go.md has a row for every verb of the drop-in library, and its Go
 //     column names only what the package verbs has.
@@ -35,21 +35,23 @@ const (
 	gpuDoc    = "../docs/gpu.md"
 	nvmeDoc   = "../docs/nvme.md"
 	oneDoc    = "../docs/unified.md"
+	rconnDoc  = "../docs/rconn.md"
 	tutorial  = "../docs/tutorial.md"
 	verbsInGo = "../docs/verbs-in-go.md"
 	glossary  = "../docs/glossary.md"
 )
 
 // documents show programs.
-var documents = []string{firstHour, gpuDoc, nvmeDoc, oneDoc, tutorial}
+var documents = []string{firstHour, gpuDoc, nvmeDoc, oneDoc, rconnDoc, tutorial}
 
 var update = flag.Bool("update", false, "copy the programs into the documents")
 
 // block is a code block of a document that a comment marks:
 //
 //	<!-- program sendrecv -->          all of examples/sendrecv/main.go
-//	<!-- excerpt mistakes overrun -->  one function, or a group of declarations, of the files in examples/mistakes
+//	<!-- excerpt mistakes overrun -->  one function, or a group of declarations, of the files below examples/mistakes
 //	<!-- excerpt kv Client.Get -->     one method
+//	<!-- excerpt rconn/grpc listen --> one function of a program in a directory below
 //	<!-- output sendrecv -->           what the program prints
 //	<!-- output twohosts server -->    what one of its two processes prints
 //
@@ -59,7 +61,7 @@ type block struct {
 	text                string
 }
 
-var marked = regexp.MustCompile("(?s)<!-- (program|excerpt|output) (\\w+) ?([\\w.]*) -->\n```\\w+\n(.*?)```\n")
+var marked = regexp.MustCompile("(?s)<!-- (program|excerpt|output) ([\\w/]+) ?([\\w.]*) -->\n```\\w+\n(.*?)```\n")
 
 func blocks(t *testing.T) []block {
 	t.Helper()

@@ -42,6 +42,7 @@ fi_pingpong                     libfabric-bin     tests of the connection manage
 /usr/include/ucp/api/ucp.h      libucx-dev        tests of the connection manager of the drop-in libibverbs
 rping                           rdmacm-utils      tests of the connection manager of the drop-in libibverbs
 /usr/lib/python3/dist-packages/pyverbs/__init__.py python3-pyverbs the tests of rdma-core on the drop-in libibverbs
+mariadbd                        mariadb-server-core the test of a database over rconn
 setpriv                         util-linux        tests as an ordinary user
 qemu-system-aarch64             qemu-system-arm   tests of the drop-in libibverbs on arm64, in a virtual machine
 aarch64-linux-gnu-gcc           gcc-aarch64-linux-gnu tests on arm64
