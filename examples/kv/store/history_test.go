@@ -18,8 +18,6 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/verbena-rdma/verbena/verbs"
 )
 
 // op is an operation of a client.
@@ -342,7 +340,7 @@ func TestTornReads(t *testing.T) {
 			must(s.table.Put("key", valueOf(0, 0)))(t)
 			var clients []*Client
 			for range 2 {
-				clients = append(clients, dial(t, s.Addr(), open(t, verbs.LinkMode(link))))
+				clients = append(clients, dial(t, s.Addr(), open(t, link)))
 			}
 			var all sync.WaitGroup
 			all.Go(func() {
