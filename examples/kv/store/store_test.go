@@ -424,8 +424,8 @@ func TestEarlierConnection(t *testing.T) {
 // A client that is waiting for a server ends with its context, and says why there is none.
 func TestNoServer(t *testing.T) {
 	dev := open(t, verbs.LinkAny)
-	if _, err := Dial(background(t), "127.77.0.1:9", dev); !errors.Is(err, cm.ErrRefused) && !errors.Is(err, context.DeadlineExceeded) {
-		t.Logf("nobody listens: %v", err)
+	if _, err := Dial(background(t), dev.Addr().String()+":9", dev); !errors.Is(err, cm.ErrRefused) {
+		t.Errorf("nobody listens: %v", err)
 	}
 	c, s := pair(t, 1)
 	if err := s.Close(); err != nil {
