@@ -2,8 +2,8 @@ package examples_test
 
 // The documents for newcomers are held to the code:
 //
-//   - docs/first-hour.md, docs/gpu.md, docs/nvme.md and docs/unified.md show the programs of this
-//     directory, parts of them, and what they print. The programs are built and run, and all of it is compared.
+//   - docs/first-hour.md, docs/gpu.md, docs/nvme.md, docs/rconn.md, docs/tutorial.md and docs/unified.md show the programs
+//     of this directory, parts of them, and what they print. The programs are built and run, and all of it is compared.
 //   - docs/verbs-in-go.md has a row for every verb of the drop-in library, and its Go
 //     column names only what the package verbs has.
 //   - docs/glossary.md stays at one screen.
@@ -19,6 +19,7 @@ import (
 	"go/ast"
 	"go/parser"
 	"go/token"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -34,19 +35,23 @@ const (
 	gpuDoc    = "../docs/gpu.md"
 	nvmeDoc   = "../docs/nvme.md"
 	oneDoc    = "../docs/unified.md"
+	rconnDoc  = "../docs/rconn.md"
+	tutorial  = "../docs/tutorial.md"
 	verbsInGo = "../docs/verbs-in-go.md"
 	glossary  = "../docs/glossary.md"
 )
 
 // documents show programs.
-var documents = []string{firstHour, gpuDoc, nvmeDoc, oneDoc}
+var documents = []string{firstHour, gpuDoc, nvmeDoc, oneDoc, rconnDoc, tutorial}
 
 var update = flag.Bool("update", false, "copy the programs into the documents")
 
-// block is a code block of first-hour.md that a comment marks:
+// block is a code block of a document that a comment marks:
 //
 //	<!-- program sendrecv -->          all of examples/sendrecv/main.go
-//	<!-- excerpt mistakes overrun -->  one function of examples/mistakes/main.go
+//	<!-- excerpt mistakes overrun -->  one function, or a group of declarations, of the files below examples/mistakes
+//	<!-- excerpt kv Client.Get -->     one method
+//	<!-- excerpt rconn/grpc listen --> one function of a program in a directory below
 //	<!-- output sendrecv -->           what the program prints
 //	<!-- output twohosts server -->    what one of its two processes prints
 //
@@ -56,7 +61,7 @@ type block struct {
 	text                string
 }
 
-var marked = regexp.MustCompile("(?s)<!-- (program|excerpt|output) (\\w+) ?(\\w*) -->\n```\\w+\n(.*?)```\n")
+var marked = regexp.MustCompile("(?s)<!-- (program|excerpt|output) ([\\w/]+) ?([\\w.]*) -->\n```\\w+\n(.*?)```\n")
 
 func blocks(t *testing.T) []block {
 	t.Helper()
@@ -108,29 +113,65 @@ func programs(t *testing.T) []string {
 // source returns the text that a program or excerpt block must have.
 func source(t *testing.T, b block) string {
 	t.Helper()
-	path := filepath.Join(b.program, "main.go")
-	text := read(t, path)
 	if b.kind == "program" {
-		return text
+		return read(t, filepath.Join(b.program, "main.go"))
 	}
+	var found []string
+	err := filepath.WalkDir(b.program, func(path string, _ fs.DirEntry, err error) error {
+		if err == nil && strings.HasSuffix(path, ".go") {
+			found = append(found, declared(t, path, b.part)...)
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(found) != 1 {
+		t.Fatalf("examples/%s has %d declarations of %q, want 1", b.program, len(found), b.part)
+	}
+	return found[0]
+}
+
+// declared returns the text of the declarations of a name in a file: a function, a method as Type.Method, or a type, constant
+// or variable with what is declared in the same parentheses.
+func declared(t *testing.T, path, name string) (found []string) {
+	t.Helper()
+	text := read(t, path)
 	fset := token.NewFileSet()
 	file, err := parser.ParseFile(fset, path, text, parser.ParseComments)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, d := range file.Decls {
-		f, ok := d.(*ast.FuncDecl)
-		if !ok || f.Name.Name != b.part {
-			continue
+		begin, is := d.Pos(), false
+		var doc *ast.CommentGroup
+		switch d := d.(type) {
+		case *ast.FuncDecl:
+			doc = d.Doc
+			is = d.Name.Name == name
+			if d.Recv != nil {
+				is = typeName(d.Recv.List[0].Type)+"."+d.Name.Name == name
+			}
+		case *ast.GenDecl:
+			doc = d.Doc
+			is = slices.ContainsFunc(d.Specs, func(s ast.Spec) bool {
+				switch s := s.(type) {
+				case *ast.TypeSpec:
+					return s.Name.Name == name
+				case *ast.ValueSpec:
+					return slices.ContainsFunc(s.Names, func(n *ast.Ident) bool { return n.Name == name })
+				}
+				return false
+			})
 		}
-		begin := f.Pos()
-		if f.Doc != nil {
-			begin = f.Doc.Pos()
+		if doc != nil {
+			begin = doc.Pos()
 		}
-		return text[fset.Position(begin).Offset:fset.Position(f.End()).Offset] + "\n"
+		if is {
+			found = append(found, text[fset.Position(begin).Offset:fset.Position(d.End()).Offset]+"\n")
+		}
 	}
-	t.Fatalf("%s has no function %q", path, b.part)
-	return ""
+	return found
 }
 
 func TestProgramsInDocument(t *testing.T) {

@@ -13,14 +13,24 @@ set -euo pipefail
 cd "$ROOT"
 
 rc=0
-if ! diff=$(go mod tidy -diff 2>&1); then
-  head -n 20 <<<"$diff" >&2
-  warn "lint: go.mod and go.sum are not what the imports need: run go mod tidy"
-  rc=1
-fi
+# tidy checks the module in the current directory.
+tidy() {
+  local diff
+  if ! diff=$(go mod tidy -diff 2>&1); then
+    head -n 20 <<<"$diff" >&2
+    warn "lint: $PWD: go.mod and go.sum are not what the imports need: run go mod tidy"
+    return 1
+  fi
+}
+for module in . examples/rconn; do
+  (cd "$module" && tidy) || rc=1
+  if [ -x "$LINT" ]; then
+    (cd "$module" && "$LINT" run ./...) || rc=1
+  fi
+done
 
 if [ -x "$LINT" ]; then
-  "$LINT" run ./... || rc=1
+  : # it has looked at the formatting, too
 elif in_ci; then
   warn "lint: golangci-lint is not there; run make setup"
   rc=1

@@ -48,6 +48,7 @@ dtest                           dapl2-utils       uDAPL on the drop-in libibverb
 /usr/lib/x86_64-linux-gnu/libdaploscm.so.2 libdapl2 uDAPL on the drop-in libibverbs
 rping                           rdmacm-utils      tests of the connection manager of the drop-in libibverbs
 /usr/lib/python3/dist-packages/pyverbs/__init__.py python3-pyverbs the tests of rdma-core on the drop-in libibverbs
+mariadbd                        mariadb-server-core the test of a database over rconn
 setpriv                         util-linux        tests as an ordinary user
 tgtd                            tgt               tests of iSER on the drop-in libibverbs
 iscsi-test-cu                   libiscsi-bin      tests of iSER on the drop-in libibverbs

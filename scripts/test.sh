@@ -30,6 +30,8 @@ if [ "${1:-}" = full ]; then
 fi
 
 unit_packages() { go list ./... | grep -v /interop; }
+# The examples that need modules which nobody who imports ours should have to fetch.
+RCONN=examples/rconn
 interop_packages() { [ ! -d interop ] || go list ./interop/...; }
 
 step_build() {
@@ -40,6 +42,9 @@ step_build() {
   CGO_ENABLED=0 go vet ./...
   CGO_ENABLED=0 GOARCH=arm64 go build ./...
   if [ -n "${VERBENA_FULL:-}" ]; then CGO_ENABLED=0 GOARCH=arm64 go vet ./...; fi
+  go vet -C $RCONN ./...
+  CGO_ENABLED=0 go build -C $RCONN ./...
+  CGO_ENABLED=0 GOARCH=arm64 go build -C $RCONN ./...
   go build -o "$BIN/testsum" ./internal/testsum
   go test -race -c -o /dev/null ./...
 }
@@ -50,8 +55,11 @@ step_lint() { scripts/lint.sh; }
 summed() { go test -json -count=1 "$@" | "$BIN/testsum" $STRICT; }
 
 step_unit() {
+  local rc=0
   # shellcheck disable=SC2046  # a list of packages
-  summed -race -shuffle=on -timeout "$UNIT_TIMEOUT" $(unit_packages)
+  summed -race -shuffle=on -timeout "$UNIT_TIMEOUT" $(unit_packages) || rc=1
+  (cd $RCONN && summed -race -shuffle=on -timeout "$UNIT_TIMEOUT" ./...) || rc=1
+  return $rc
 }
 
 # Without the race detector: the protocol has no goroutines, and many seeds to try.

@@ -38,6 +38,8 @@ var groups = []group{
 	{"rconn-latency", "between two processes: a byte there and back, by net.Conn", (*bench).streamLatency},
 	{"rconn-bw-64k", "between two processes: a stream in writes of 64 KiB, by net.Conn", (*bench).streamBandwidth},
 	{"rconn-idle", "package rconn: connections on which nothing moves", (*bench).idleStreams},
+	{"kv-get", "between two processes: GETs of examples/kv, a second, one client", func(b *bench) ([]contender, error) { return b.storeGets(1, &goal{"≥", 2}, nil) }},
+	{"kv-get-8", "between two processes: GETs of examples/kv, a second, eight clients", func(b *bench) ([]contender, error) { return b.storeGets(8, &goal{"≥", 2}, nil) }},
 	{"mw-bind", "giving access to 1 MiB and taking it away", (*bench).windowBind},
 	{"mw-bw-64k", "within a process: 64 KiB WRITE through a memory window", (*bench).windowBandwidth},
 	{"mw-latency", "within a process: 8-byte WRITE through a memory window, from post to completion", (*bench).windowLatency},

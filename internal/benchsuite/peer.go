@@ -11,6 +11,7 @@ package main
 //	cpu       → the CPU time that the process has used
 //	staged, connect-staged   the same as make and connect, with memory of an engine
 //	streams   listen for streams of bytes, by TCP and others → where
+//	stores    serve a key-value store, by TCP and others → where
 //	resident  → how much of its memory is there
 //	memory, idle, regions, close   measure something that needs a process of its own
 //
@@ -47,6 +48,7 @@ const (
 	opClose    peerOp = "close"
 	opFlood    peerOp = "flood"
 	opStreams  peerOp = "streams"
+	opStores   peerOp = "stores"
 	opResident peerOp = "resident"
 
 	opStaged        peerOp = "staged"
@@ -85,7 +87,7 @@ type reply struct {
 	Port   int       `json:",omitempty"`
 	Values []float64 `json:",omitempty"`
 
-	At map[string]string `json:",omitempty"` // where streams are served, by their ways
+	At map[string]string `json:",omitempty"` // where streams or stores are served, by their ways
 
 	Staged *stagedOffer `json:",omitempty"`
 }
@@ -103,6 +105,7 @@ type peerState struct {
 	side     *side
 	staged   *stagedEnd
 	streams  *streams
+	stores   *stores
 	listener *sys.Listener
 	conn     *sys.Conn
 	requests chan request
@@ -209,6 +212,8 @@ func (p *peerState) handle(q *request) (r reply, err error) {
 		r.Values, err = []float64{float64(n)}, e
 	case opStreams:
 		p.streams, r.At, err = serveStreams()
+	case opStores:
+		p.stores, r.At, err = serveStores()
 	case opFlood:
 		r.Values, err = flood(q.Flood, q.For)
 	case opClose:
@@ -259,6 +264,9 @@ func (p *peerState) close() error {
 	}
 	if p.streams != nil {
 		return p.streams.close()
+	}
+	if p.stores != nil {
+		return p.stores.close()
 	}
 	if p.staged != nil {
 		return p.staged.close()
