@@ -7,6 +7,10 @@ import (
 	"testing"
 )
 
+// handshake is what libdaploscm says if its own handshake by TCP fails, before there is a queue pair that is connected: it
+// takes it that one recv gets a whole message. On a busy machine that happened in one of some ten runs.
+const handshake = "ACCEPT_RTU: rcv ERR"
+
 // uDAPL's own programs, a server and a client on one address. The names of the ways to a device are in dat.conf.
 func TestUDAPL(t *testing.T) {
 	program(t, "dtest", "dapl2-utils libdapl2")
@@ -37,17 +41,25 @@ func TestUDAPL(t *testing.T) {
 				long(t)
 			}
 			env := []string{here(), "DAT_OVERRIDE=" + conf, "DAPL_GLOBAL_ROUTING=1", "DAPL_SCM_NETDEV=lo"}
-			server := start(t, job{env: env, args: strings.Fields(c.server)})
-			server.listens(t, c.listens)
-			client := start(t, job{env: env, args: c.client})
-			client.wait(t)
-			if out := client.out.String(); !strings.Contains(out, c.says) || strings.Contains(out, "bad connection event") {
-				t.Fatalf("the client says\n%s\nthe server\n%s%s", out, server.out.String(), server.err.String())
+			var server, client *process
+			for range 10 {
+				server = start(t, job{env: env, args: strings.Fields(c.server)})
+				server.listens(t, c.listens)
+				client = start(t, job{env: env, args: c.client})
+				<-client.done
+				if c.goesOn {
+					server.kill()
+				}
+				<-server.done
+				if !strings.Contains(server.out.String()+server.err.String(), handshake) {
+					break
+				}
+				t.Logf("the sides have not found each other: %s", handshake)
 			}
-			if c.goesOn {
-				server.kill()
-			} else {
-				server.wait(t)
+			client.wait(t)
+			// A server may complain of a request that was flushed when the client disconnected, and succeeds.
+			if out := client.out.String(); !strings.Contains(out, c.says) || strings.Contains(out, "bad connection event") || (!c.goesOn && server.failed != nil) {
+				t.Fatalf("the client says\n%s\nthe server\n%s%s%v", out, server.out.String(), server.err.String(), server.failed)
 			}
 			if all := client.counters(t); total(all, "tx_bytes") == 0 {
 				t.Error("nothing went by the device")
