@@ -44,6 +44,12 @@ func compileDisk(t *testing.T) string {
 	return clibtest.Compile(t, []string{"testdata/disk.c"}, "-liscsi")
 }
 
+// patient returns a variable for programs on libiscsi, which works around two of its faults (testdata/patient.c).
+func patient(t *testing.T) string {
+	t.Helper()
+	return "LD_PRELOAD=" + clibtest.Compile(t, []string{"testdata/patient.c"}, "-shared", "-fPIC", "-fno-builtin")
+}
+
 // way is how an initiator reaches its target.
 type way struct {
 	name     string
@@ -66,7 +72,7 @@ var ways = []way{
 func (w *way) places(t *testing.T) (of, from place) {
 	t.Helper()
 	if !w.spaces {
-		return place{addr: clibtest.Address(), env: w.env}, place{addr: clibtest.Address(), env: w.env}
+		return place{addr: clibtest.Address(), env: w.env}, place{addr: clibtest.Address(), env: append([]string{patient(t)}, w.env...)}
 	}
 	ns := clibtest.Network(t)
 	if w.lose > 0 {
@@ -75,7 +81,9 @@ func (w *way) places(t *testing.T) (of, from place) {
 	in := func(i int) place {
 		return place{addr: fmt.Sprintf("10.79.0.%d", i+1), env: w.env, wrap: []string{clibtest.Tool(t, "ip", "iproute2"), "netns", "exec", ns[i]}}
 	}
-	return in(0), in(1)
+	of, from = in(0), in(1)
+	from.env = append([]string{patient(t)}, w.env...)
+	return of, from
 }
 
 const diskMB = 32
@@ -135,7 +143,7 @@ func mix(x uint64) uint64 {
 func TestTools(t *testing.T) {
 	clibtest.Tool(t, "iscsi-ls", "libiscsi-bin")
 	d := startTarget(t, place{addr: clibtest.Address()}, diskMB)
-	from := place{addr: clibtest.Address()}
+	from := place{addr: clibtest.Address(), env: []string{patient(t)}}
 	for _, c := range []struct {
 		args, says string
 		crashes    bool // the program ends by a signal when it is done
@@ -182,7 +190,7 @@ var summary = regexp.MustCompile(`tests +(\d+) +(\d+) +(\d+) +0 +0\s+asserts +(\
 func TestSuites(t *testing.T) {
 	tool := clibtest.Tool(t, "iscsi-test-cu", "libiscsi-bin")
 	d := startTarget(t, place{addr: clibtest.Address()}, diskMB)
-	from := place{addr: clibtest.Address()}
+	from := place{addr: clibtest.Address(), env: []string{patient(t)}}
 	for _, s := range suites {
 		t.Run(s.name, func(t *testing.T) {
 			if s.full && !clibtest.Full {
@@ -205,7 +213,7 @@ func TestKilled(t *testing.T) {
 	}
 	exe := compileDisk(t)
 	seed := newSeed(t)
-	d, from := startTarget(t, place{addr: clibtest.Address()}, diskMB), place{addr: clibtest.Address()}
+	d, from := startTarget(t, place{addr: clibtest.Address()}, diskMB), place{addr: clibtest.Address(), env: []string{patient(t)}}
 	p := clibtest.Start(t, from.program(exe, d.url(), initiatorName, fmt.Sprint(seed), "100000000"))
 	clibtest.Until(t, "commands are under way", func() bool { return strings.Contains(p.Output(), "begun") }, d.Process, p)
 	p.Kill()
