@@ -1,0 +1,363 @@
+// What devices do with pages.
+//
+// A page that is away or coherent is accessed where it lies, with the lock held: no page changes under an access. For
+// that the bytes of the program pass through a small buffer of the engine, since the program's own memory may fault.
+//
+// A page that is home is the kernel's, and is accessed by process_vm_readv and process_vm_writev, which fail where
+// a load would be a signal. If it leaves meanwhile the call fails or brings it home, and nothing is lost.
+
+#include "engine.h"
+#include "uffd.h"
+
+#include <stdlib.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+// reaches reports whether a page that is away is accessed where it lies.
+static int reaches(const struct vh_page *p, uint64_t reach) { return p->dev == VH_HOST || (reach >> p->dev & 1) != 0; }
+
+// counted counts an access of a device to a page that is not in its memory, and has the page come if it was the
+// last one that it takes. It reports whether the worker is to be told.
+static int counted(struct vh_space *s, struct vh_page *p, int self, uint64_t addr)
+{
+	if (p->policy == 0 || s->policy[p->policy].dev != self)
+		return 0;
+	if (++p->hits < s->policy[p->policy].after)
+		return 0;
+	p->hits = 0;
+	if (s->auto_head - s->auto_tail == VH_AUTO) {
+		s->stats.counted_missed++;
+		return 0;
+	}
+	s->automatic[s->auto_head % VH_AUTO].addr = addr;
+	s->automatic[s->auto_head % VH_AUTO].dev = self;
+	__atomic_store_n(&s->auto_head, s->auto_head + 1, __ATOMIC_RELEASE);
+	return 1;
+}
+
+static int bring_home(struct vh_space *s, uint64_t addr)
+{
+	struct vh_request q = {.kind = VH_R_MIGRATE, .dev = VH_HOME, .at = addr, .end = addr + s->page_size};
+
+	return vh_execute(s, &q);
+}
+
+// at_home accesses bytes of a page that is home.
+static int at_home(uint64_t addr, char *buf, uint64_t bytes, int write)
+{
+	struct iovec local = {.iov_base = buf, .iov_len = bytes}, remote = {.iov_base = (void *)(uintptr_t)addr, .iov_len = bytes};
+	ssize_t n = write ? process_vm_writev(getpid(), &local, 1, &remote, 1, 0) : process_vm_readv(getpid(), &local, 1, &remote, 1, 0);
+
+	if (n == (ssize_t)bytes)
+		return 0;
+	return n < 0 ? errno : EFAULT;
+}
+
+// why_not returns why a page cannot be accessed: nothing is mapped there, or not for that.
+static int why_not(struct vh_space *s, uint64_t addr, int write)
+{
+	struct vh_mapping m;
+
+	if (vh_query(s, addr, &m) != 0 || !m.read)
+		return EFAULT;
+	return write && !m.write ? EPERM : 0;
+}
+
+// piece accesses bytes of one page. buf is memory that does not fault.
+static int piece(struct vh_space *s, int self, uint64_t reach, uint64_t addr, char *buf, uint64_t bytes, int write)
+{
+	uint64_t first = addr & ~(s->page_size - 1);
+	uint32_t start = 0;
+	int err, tell;
+	sigset_t old;
+
+	for (int tries = 0;; tries++) {
+		struct vh_range *r;
+		struct vh_page *p;
+
+		if (tries == 2)
+			start = vh_clock();
+		if (tries > 2 && vh_clock() - start > VH_PATIENCE_MS)
+			return EBUSY;
+		vh_lock(s, &old);
+		r = vh_find(s, first);
+		if (r == NULL) {
+			vh_unlock(s, &old);
+			return EFAULT;
+		}
+		p = &r->page[(first - r->start) >> s->page_shift];
+		if (p->state != VH_S_HOME && reaches(p, reach)) {
+			char *at = (char *)(uintptr_t)(p->where + (addr - first));
+
+			tell = p->dev != self && p->state == VH_S_AWAY ? counted(s, p, self, first) : 0;
+			if (p->dev != VH_HOST && s->device[p->dev].fail_after == 0) {
+				vh_unlock(s, &old);
+				return EIO;
+			}
+			if (write)
+				memcpy(at, buf, bytes);
+			else
+				memcpy(buf, at, bytes);
+			if (write)
+				s->stats.device_writes++;
+			else
+				s->stats.device_reads++;
+			vh_unlock(s, &old);
+			if (tell)
+				vh_kick(s);
+			return 0;
+		}
+		if (p->state != VH_S_HOME) {
+			vh_unlock(s, &old);
+			if ((err = bring_home(s, first)) != 0 && err != EFAULT)
+				return err;
+			continue;
+		}
+		if (tries > 0) { // the kernel may have no page, and not ask for one for a system call
+			int zero = vh_zero(s, first, write);
+
+			if (zero == 0)
+				s->stats.first_touches++;
+		}
+		vh_unlock(s, &old);
+		err = at_home(addr, buf, bytes, write);
+		if (err == 0) {
+			vh_lock(s, &old);
+			r = vh_find(s, first); // it is counted after the access, which would bring the page home again
+			tell = r != NULL && r->page[(first - r->start) >> s->page_shift].state == VH_S_HOME &&
+			       counted(s, &r->page[(first - r->start) >> s->page_shift], self, first);
+			if (write)
+				s->stats.device_writes++;
+			else
+				s->stats.device_reads++;
+			vh_unlock(s, &old);
+			if (tell)
+				vh_kick(s);
+			return 0;
+		}
+		if (err != EFAULT)
+			return err;
+		if ((err = why_not(s, first, write)) != 0)
+			return err;
+		if (tries > 2)
+			usleep(20);
+	}
+}
+
+#define VH_BOUNCE 4096
+
+static int access_bytes(struct vh_space *s, int self, uint64_t reach, uint64_t addr, char *buf, uint64_t bytes, int write)
+{
+	char bounce[VH_BOUNCE];
+	int err = vh_usable(s);
+
+	if (err != 0)
+		return err;
+	if (addr + bytes < addr)
+		return EFAULT;
+	while (bytes > 0) {
+		uint64_t n = s->page_size - (addr & (s->page_size - 1));
+
+		if (n > bytes)
+			n = bytes;
+		if (n > VH_BOUNCE)
+			n = VH_BOUNCE;
+		if (write)
+			memcpy(bounce, buf, n);
+		if ((err = piece(s, self, reach, addr, bounce, n, write)) != 0)
+			return err;
+		if (!write)
+			memcpy(buf, bounce, n);
+		addr += n;
+		buf += n;
+		bytes -= n;
+	}
+	return 0;
+}
+
+int vh_read(struct vh_space *s, int self, uint64_t reach, uint64_t addr, void *buf, uint64_t bytes)
+{
+	return access_bytes(s, self, reach, addr, buf, bytes, 0);
+}
+
+int vh_write(struct vh_space *s, int self, uint64_t reach, uint64_t addr, const void *buf, uint64_t bytes)
+{
+	return access_bytes(s, self, reach, addr, (char *)buf, bytes, 1);
+}
+
+// vh_atomic changes 8 bytes. A page that is home, or in memory that is not reached, is given to devices alone first.
+int vh_atomic(struct vh_space *s, uint64_t reach, uint64_t addr, int op, uint64_t a, uint64_t b, uint64_t *old_value)
+{
+	uint64_t first = addr & ~(s->page_size - 1), there;
+	uint32_t start = vh_clock();
+	sigset_t old;
+	int err = vh_usable(s);
+
+	if (err != 0)
+		return err;
+	if (addr & 7 || op < 0 || op > VH_ATOMIC_SWAP)
+		return EINVAL;
+	for (;;) {
+		struct vh_range *r;
+		struct vh_page *p;
+
+		vh_lock(s, &old);
+		r = vh_find(s, first);
+		p = r == NULL ? NULL : &r->page[(first - r->start) >> s->page_shift];
+		if (p != NULL && p->state != VH_S_HOME && reaches(p, reach)) {
+			uint64_t *at = (uint64_t *)(uintptr_t)(p->where + (addr - first));
+
+			if (p->dev != VH_HOST && s->device[p->dev].fail_after == 0) {
+				vh_unlock(s, &old);
+				return EIO;
+			}
+			switch (op) { // the CPU may reach a coherent page at the same time
+			case VH_ATOMIC_ADD:
+				*old_value = __atomic_fetch_add(at, a, __ATOMIC_SEQ_CST);
+				break;
+			case VH_ATOMIC_SWAP:
+				*old_value = __atomic_exchange_n(at, a, __ATOMIC_SEQ_CST);
+				break;
+			case VH_ATOMIC_CAS:
+				*old_value = a;
+				__atomic_compare_exchange_n(at, old_value, b, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+				break;
+			}
+			s->stats.device_atomics++;
+			vh_unlock(s, &old);
+			return 0;
+		}
+		vh_unlock(s, &old);
+		if (p == NULL)
+			return EFAULT;
+		if ((err = why_not(s, first, 1)) != 0)
+			return err;
+		if ((err = vh_exclusive(s, first, s->page_size, &there)) != 0 && err != EBUSY)
+			return err;
+		if (vh_clock() - start > VH_PATIENCE_MS) // the CPU touches it all the time
+			return EBUSY;
+	}
+}
+
+// look fills in what pages are. The lock is held.
+static void look(struct vh_space *s, uint64_t reach, uint64_t addr, uint64_t pages, uint32_t *entries)
+{
+	for (uint64_t k = 0; k < pages; k++) {
+		uint64_t at = addr + (k << s->page_shift), bits = 0;
+		struct vh_range *r = vh_find(s, at);
+		struct vh_page *p = r == NULL ? NULL : &r->page[(at - r->start) >> s->page_shift];
+		struct vh_mapping m;
+		struct vh_page_region region[1];
+		struct vh_pm_scan scan = {.size = sizeof scan, .start = at, .end = at + s->page_size, .vec = (uintptr_t)region, .vec_len = 1,
+			.category_anyof_mask = VH_PM_PRESENT, .return_mask = VH_PM_PRESENT | VH_PM_ZERO | VH_PM_HUGE};
+
+		entries[k] = 0;
+		if (p == NULL || vh_query(s, at, &m) != 0 || !m.read) {
+			entries[k] = VH_E_ERROR;
+			continue;
+		}
+		if (p->state != VH_S_HOME) {
+			if (p->dev == VH_HOST)
+				entries[k] = VH_E_EXCLUSIVE;
+			else
+				entries[k] = (uint32_t)(p->dev + 1) << 8 | (p->state == VH_S_COHERENT ? VH_E_COHERENT : VH_E_PRIVATE);
+			if (reaches(p, reach))
+				entries[k] |= VH_E_VALID | (m.write ? VH_E_WRITE : 0);
+			continue;
+		}
+		if (s->pagemap < 0 || pread(s->pagemap, &bits, 8, (off_t)(at >> s->page_shift << 3)) != 8 || bits >> 63 == 0)
+			continue;
+		entries[k] = VH_E_VALID;
+		if (ioctl(s->pagemap, VH_PAGEMAP_SCAN, &scan) == 1) {
+			if (region[0].categories & VH_PM_ZERO)
+				entries[k] |= VH_E_ZERO;
+			if (region[0].categories & VH_PM_HUGE)
+				entries[k] |= VH_E_HUGE;
+		}
+		if (m.write && bits >> 56 & 1 && !(entries[k] & VH_E_ZERO))
+			entries[k] |= VH_E_WRITE;
+	}
+}
+
+int vh_snapshot(struct vh_space *s, uint64_t reach, uint64_t addr, uint64_t pages, uint32_t *entries, const uint64_t *word, uint64_t *seq)
+{
+	sigset_t old;
+	int err = vh_usable(s);
+
+	if (err != 0)
+		return err;
+	if (pages == 0 || addr & (s->page_size - 1) || pages > UINT64_MAX >> s->page_shift || addr + (pages << s->page_shift) < addr)
+		return EINVAL;
+	vh_lock(s, &old);
+	if (word != NULL)
+		*seq = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+	vh_unlock(s, &old);
+	for (uint64_t k = 0; k < pages; k += 64) {
+		vh_lock(s, &old);
+		look(s, reach, addr + (k << s->page_shift), pages - k < 64 ? pages - k : 64, entries + k);
+		vh_unlock(s, &old);
+	}
+	return 0;
+}
+
+// resolve makes one page valid for a device.
+static int resolve(struct vh_space *s, uint64_t reach, uint64_t addr, int write)
+{
+	struct vh_range *r;
+	struct vh_page *p;
+	sigset_t old;
+	int err = 0, home = 0;
+
+	vh_lock(s, &old);
+	r = vh_find(s, addr);
+	p = r == NULL ? NULL : &r->page[(addr - r->start) >> s->page_shift];
+	if (p == NULL)
+		err = EFAULT;
+	else if (p->state == VH_S_HOME) {
+		home = 1;
+		if (!vh_present(s, addr) && vh_zero(s, addr, write) == 0)
+			s->stats.first_touches++;
+	} else if (!reaches(p, reach)) {
+		home = 2;
+	}
+	vh_unlock(s, &old);
+	if (err != 0 || (err = why_not(s, addr, write)) != 0)
+		return err;
+	if (home == 2)
+		return bring_home(s, addr);
+	// A page that left since is away, and need not be present.
+	if (home == 1 && madvise((void *)(uintptr_t)addr, s->page_size, write ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) != 0 && errno != EFAULT && errno != EAGAIN)
+		return errno == EINVAL ? EPERM : errno == ENOMEM ? EFAULT : errno;
+	return 0;
+}
+
+int vh_fault(struct vh_space *s, uint64_t reach, uint64_t addr, uint64_t pages, int write, uint32_t *entries, const uint64_t *word, uint64_t *seq)
+{
+	const uint32_t want = VH_E_VALID | (write ? VH_E_WRITE : 0);
+
+	uint32_t start = vh_clock();
+
+	for (int round = 0;; round++) {
+		int err = vh_snapshot(s, reach, addr, pages, entries, word, seq);
+		uint64_t missing = 0;
+
+		if (err != 0)
+			return err;
+		for (uint64_t k = 0; k < pages; k++) {
+			// Of some huge pages the kernel does not say that they are this process's own. A write fault has made them so.
+			if (round > 0 && write && (entries[k] & ~VH_E_HUGE) == VH_E_VALID)
+				entries[k] |= VH_E_WRITE;
+			if ((entries[k] & want) != want) {
+				missing++;
+				if ((err = resolve(s, reach, addr + (k << s->page_shift), write)) != 0)
+					return err;
+			}
+		}
+		if (missing == 0)
+			return 0;
+		if (vh_clock() - start > VH_PATIENCE_MS)
+			return EBUSY;
+	}
+}
