@@ -1,7 +1,7 @@
 // What devices do with pages.
 //
-// A page that is away or coherent is accessed where it lies, with the lock held: no page changes under an access. For
-// that the bytes of the program pass through a small buffer of the engine, since the program's own memory may fault.
+// A page that is away or coherent is accessed where it lies, with the lock held: no page changes under an access. If the
+// bytes of the caller lie in memory that may fault, they pass through a small buffer of the engine.
 //
 // A page that is home is the kernel's, and is accessed by process_vm_readv and process_vm_writev, which fail where
 // a load would be a signal. If it leaves meanwhile the call fails or brings it home, and nothing is lost.
@@ -44,36 +44,92 @@ static int bring_home(struct vh_space *s, uint64_t addr)
 	return vh_execute(s, &q);
 }
 
-// at_home accesses bytes of a page that is home.
-static int at_home(uint64_t addr, char *buf, uint64_t bytes, int write)
+// at_home accesses bytes of pages that are home: *bytes at most, and afterwards how many.
+static int at_home(uint64_t addr, char *buf, uint64_t *bytes, int write)
 {
-	struct iovec local = {.iov_base = buf, .iov_len = bytes}, remote = {.iov_base = (void *)(uintptr_t)addr, .iov_len = bytes};
+	struct iovec local = {.iov_base = buf, .iov_len = *bytes}, remote = {.iov_base = (void *)(uintptr_t)addr, .iov_len = *bytes};
 	ssize_t n = write ? process_vm_writev(getpid(), &local, 1, &remote, 1, 0) : process_vm_readv(getpid(), &local, 1, &remote, 1, 0);
 
-	if (n == (ssize_t)bytes)
-		return 0;
-	return n < 0 ? errno : EFAULT;
+	if (n <= 0)
+		return n < 0 ? errno : EFAULT;
+	*bytes = (uint64_t)n;
+	return 0;
 }
 
 // why_not returns why a page cannot be accessed: nothing is mapped there, or not for that.
 static int why_not(struct vh_space *s, uint64_t addr, int write)
 {
-	struct vh_mapping m;
+	struct vh_mapping m = {0};
 
-	if (vh_query(s, addr, &m) != 0 || !m.read)
-		return EFAULT;
-	return write && !m.write ? EPERM : 0;
+	return vh_allowed(s, addr, write, &m);
 }
 
-// piece accesses bytes of one page. buf is memory that does not fault.
-static int piece(struct vh_space *s, int self, uint64_t reach, uint64_t addr, char *buf, uint64_t bytes, int write)
+#define VH_BOUNCE 4096
+#define VH_PART 65536 // bytes that are accessed under one hold of the lock
+
+// lends reports whether the caller's bytes can be accessed with the lock held: they lie in no space, so that no fault on
+// them waits for the lock of one.
+static int lends(struct vh_space *s, const char *buf, uint64_t bytes)
 {
-	uint64_t first = addr & ~(s->page_size - 1);
+	struct vh_range *next = vh_find_next(s, (uintptr_t)buf);
+
+	return vh_spaces() == 1 && (next == NULL || next->start >= (uintptr_t)buf + bytes);
+}
+
+// in_place returns how many of the bytes from page p on lie together where the device reaches them, up to the end of the
+// mapping.
+static uint64_t in_place(struct vh_space *s, struct vh_range *r, struct vh_page *p, uint64_t reach, uint64_t addr, uint64_t bytes, uint64_t end)
+{
+	uint64_t n = s->page_size - (addr & (s->page_size - 1)), k = 1, left = r->pages - (uint64_t)(p - r->page);
+
+	if (bytes > end - addr)
+		bytes = end - addr;
+	for (; n < bytes && k < left && p[k].state != VH_S_HOME && p[k].dev == p->dev && p[k].where == p->where + (k << s->page_shift) && reaches(&p[k], reach); k++)
+		n += s->page_size;
+	return n < bytes ? n : bytes;
+}
+
+// home_run returns how many of the bytes from page p on lie in pages that are home.
+static uint64_t home_run(struct vh_space *s, struct vh_range *r, struct vh_page *p, uint64_t addr, uint64_t bytes)
+{
+	uint64_t n = s->page_size - (addr & (s->page_size - 1)), k = 1, left = r->pages - (uint64_t)(p - r->page);
+
+	for (; n < bytes && k < left && p[k].state == VH_S_HOME; k++)
+		n += s->page_size;
+	return n < bytes ? n : bytes;
+}
+
+// count counts an access to all pages of some bytes, and reports whether the worker is to be told.
+static int count(struct vh_space *s, struct vh_range *r, int self, uint64_t addr, uint64_t bytes, int write)
+{
+	int tell = 0;
+
+	for (uint64_t at = addr & ~(s->page_size - 1); at < addr + bytes; at += s->page_size) {
+		struct vh_page *p = &r->page[(at - r->start) >> s->page_shift];
+
+		if (p->state == VH_S_HOME || (p->state == VH_S_AWAY && p->dev != self))
+			tell |= counted(s, p, self, at);
+		if (write)
+			s->stats.device_writes++;
+		else
+			s->stats.device_reads++;
+	}
+	return tell;
+}
+
+// part accesses the first of some bytes; *done is how many.
+static int part(struct vh_space *s, int self, uint64_t reach, uint64_t addr, char *buf, uint64_t bytes, int write, uint64_t *done)
+{
+	uint64_t first = addr & ~(s->page_size - 1), n;
+	char bounce[VH_BOUNCE], *b = buf;
 	uint32_t start = 0;
-	int err, tell;
+	int err, tell = 0;
 	sigset_t old;
 
+	if (bytes > VH_PART)
+		bytes = VH_PART;
 	for (int tries = 0;; tries++) {
+		struct vh_mapping m = {0};
 		struct vh_range *r;
 		struct vh_page *p;
 
@@ -82,6 +138,15 @@ static int piece(struct vh_space *s, int self, uint64_t reach, uint64_t addr, ch
 		if (tries > 2 && vh_clock() - start > VH_PATIENCE_MS)
 			return EBUSY;
 		vh_lock(s, &old);
+		if (b == buf && (tries > 0 || !lends(s, buf, bytes))) {
+			vh_unlock(s, &old);
+			b = bounce;
+			if (bytes > VH_BOUNCE)
+				bytes = VH_BOUNCE;
+			if (write)
+				memcpy(bounce, buf, bytes);
+			vh_lock(s, &old);
+		}
 		r = vh_find(s, first);
 		if (r == NULL) {
 			vh_unlock(s, &old);
@@ -91,23 +156,21 @@ static int piece(struct vh_space *s, int self, uint64_t reach, uint64_t addr, ch
 		if (p->state != VH_S_HOME && reaches(p, reach)) {
 			char *at = (char *)(uintptr_t)(p->where + (addr - first));
 
-			tell = p->dev != self && p->state == VH_S_AWAY ? counted(s, p, self, first) : 0;
-			if (p->dev != VH_HOST && s->device[p->dev].fail_after == 0) {
+			err = vh_allowed(s, first, write, &m);
+			if (err == 0 && p->dev != VH_HOST && s->device[p->dev].fail_after == 0)
+				err = EIO;
+			if (err != 0) {
 				vh_unlock(s, &old);
-				return EIO;
+				return err;
 			}
+			n = in_place(s, r, p, reach, addr, bytes, m.end);
 			if (write)
-				memcpy(at, buf, bytes);
+				memcpy(at, b, n);
 			else
-				memcpy(buf, at, bytes);
-			if (write)
-				s->stats.device_writes++;
-			else
-				s->stats.device_reads++;
+				memcpy(b, at, n);
+			tell = count(s, r, self, addr, n, write);
 			vh_unlock(s, &old);
-			if (tell)
-				vh_kick(s);
-			return 0;
+			break;
 		}
 		if (p->state != VH_S_HOME) {
 			vh_unlock(s, &old);
@@ -115,27 +178,20 @@ static int piece(struct vh_space *s, int self, uint64_t reach, uint64_t addr, ch
 				return err;
 			continue;
 		}
-		if (tries > 0) { // the kernel may have no page, and not ask for one for a system call
-			int zero = vh_zero(s, first, write);
-
-			if (zero == 0)
-				s->stats.first_touches++;
+		if (tries > 0 && vh_zero(s, first, write) == 0) { // the kernel may have no page, and not ask for one for a system call
+			s->stats.first_touches++;
+			p->removed = 0;
 		}
+		n = home_run(s, r, p, addr, bytes);
 		vh_unlock(s, &old);
-		err = at_home(addr, buf, bytes, write);
+		err = at_home(addr, b, &n, write);
 		if (err == 0) {
 			vh_lock(s, &old);
 			r = vh_find(s, first); // it is counted after the access, which would bring the page home again
-			tell = r != NULL && r->page[(first - r->start) >> s->page_shift].state == VH_S_HOME &&
-			       counted(s, &r->page[(first - r->start) >> s->page_shift], self, first);
-			if (write)
-				s->stats.device_writes++;
-			else
-				s->stats.device_reads++;
+			if (r != NULL && r->start + (r->pages << s->page_shift) >= addr + n)
+				tell = count(s, r, self, addr, n, write);
 			vh_unlock(s, &old);
-			if (tell)
-				vh_kick(s);
-			return 0;
+			break;
 		}
 		if (err != EFAULT)
 			return err;
@@ -144,36 +200,26 @@ static int piece(struct vh_space *s, int self, uint64_t reach, uint64_t addr, ch
 		if (tries > 2)
 			usleep(20);
 	}
+	if (tell)
+		vh_kick(s);
+	if (!write && b != buf)
+		memcpy(buf, b, n);
+	*done = n;
+	return 0;
 }
-
-#define VH_BOUNCE 4096
 
 static int access_bytes(struct vh_space *s, int self, uint64_t reach, uint64_t addr, char *buf, uint64_t bytes, int write)
 {
-	char bounce[VH_BOUNCE];
+	uint64_t done = 0;
 	int err = vh_usable(s);
 
 	if (err != 0)
 		return err;
 	if (addr + bytes < addr)
 		return EFAULT;
-	while (bytes > 0) {
-		uint64_t n = s->page_size - (addr & (s->page_size - 1));
-
-		if (n > bytes)
-			n = bytes;
-		if (n > VH_BOUNCE)
-			n = VH_BOUNCE;
-		if (write)
-			memcpy(bounce, buf, n);
-		if ((err = piece(s, self, reach, addr, bounce, n, write)) != 0)
+	for (; bytes > 0; addr += done, buf += done, bytes -= done)
+		if ((err = part(s, self, reach, addr, buf, bytes, write, &done)) != 0)
 			return err;
-		if (!write)
-			memcpy(buf, bounce, n);
-		addr += n;
-		buf += n;
-		bytes -= n;
-	}
 	return 0;
 }
 
@@ -190,8 +236,9 @@ int vh_write(struct vh_space *s, int self, uint64_t reach, uint64_t addr, const 
 // vh_atomic changes 8 bytes. A page that is home, or in memory that is not reached, is given to devices alone first.
 int vh_atomic(struct vh_space *s, uint64_t reach, uint64_t addr, int op, uint64_t a, uint64_t b, uint64_t *old_value)
 {
-	uint64_t first = addr & ~(s->page_size - 1), there;
+	uint64_t first = addr & ~(s->page_size - 1), there, value = a;
 	uint32_t start = vh_clock();
+	struct vh_mapping m = {0};
 	sigset_t old;
 	int err = vh_usable(s);
 
@@ -209,24 +256,28 @@ int vh_atomic(struct vh_space *s, uint64_t reach, uint64_t addr, int op, uint64_
 		if (p != NULL && p->state != VH_S_HOME && reaches(p, reach)) {
 			uint64_t *at = (uint64_t *)(uintptr_t)(p->where + (addr - first));
 
-			if (p->dev != VH_HOST && s->device[p->dev].fail_after == 0) {
+			m.end = 0;
+			err = vh_allowed(s, first, 1, &m);
+			if (err == 0 && p->dev != VH_HOST && s->device[p->dev].fail_after == 0)
+				err = EIO;
+			if (err != 0) {
 				vh_unlock(s, &old);
-				return EIO;
+				return err;
 			}
 			switch (op) { // the CPU may reach a coherent page at the same time
 			case VH_ATOMIC_ADD:
-				*old_value = __atomic_fetch_add(at, a, __ATOMIC_SEQ_CST);
+				value = __atomic_fetch_add(at, a, __ATOMIC_SEQ_CST);
 				break;
 			case VH_ATOMIC_SWAP:
-				*old_value = __atomic_exchange_n(at, a, __ATOMIC_SEQ_CST);
+				value = __atomic_exchange_n(at, a, __ATOMIC_SEQ_CST);
 				break;
 			case VH_ATOMIC_CAS:
-				*old_value = a;
-				__atomic_compare_exchange_n(at, old_value, b, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+				__atomic_compare_exchange_n(at, &value, b, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 				break;
 			}
 			s->stats.device_atomics++;
 			vh_unlock(s, &old);
+			*old_value = value;
 			return 0;
 		}
 		vh_unlock(s, &old);
@@ -244,17 +295,18 @@ int vh_atomic(struct vh_space *s, uint64_t reach, uint64_t addr, int op, uint64_
 // look fills in what pages are. The lock is held.
 static void look(struct vh_space *s, uint64_t reach, uint64_t addr, uint64_t pages, uint32_t *entries)
 {
+	struct vh_mapping m = {0};
+
 	for (uint64_t k = 0; k < pages; k++) {
 		uint64_t at = addr + (k << s->page_shift), bits = 0;
 		struct vh_range *r = vh_find(s, at);
 		struct vh_page *p = r == NULL ? NULL : &r->page[(at - r->start) >> s->page_shift];
-		struct vh_mapping m;
 		struct vh_page_region region[1];
 		struct vh_pm_scan scan = {.size = sizeof scan, .start = at, .end = at + s->page_size, .vec = (uintptr_t)region, .vec_len = 1,
 			.category_anyof_mask = VH_PM_PRESENT, .return_mask = VH_PM_PRESENT | VH_PM_ZERO | VH_PM_HUGE};
 
 		entries[k] = 0;
-		if (p == NULL || vh_query(s, at, &m) != 0 || !m.read) {
+		if (p == NULL || vh_allowed(s, at, 0, &m) != 0) {
 			entries[k] = VH_E_ERROR;
 			continue;
 		}
@@ -283,6 +335,8 @@ static void look(struct vh_space *s, uint64_t reach, uint64_t addr, uint64_t pag
 
 int vh_snapshot(struct vh_space *s, uint64_t reach, uint64_t addr, uint64_t pages, uint32_t *entries, const uint64_t *word, uint64_t *seq)
 {
+	uint32_t some[64];
+	uint64_t now = 0;
 	sigset_t old;
 	int err = vh_usable(s);
 
@@ -292,12 +346,17 @@ int vh_snapshot(struct vh_space *s, uint64_t reach, uint64_t addr, uint64_t page
 		return EINVAL;
 	vh_lock(s, &old);
 	if (word != NULL)
-		*seq = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+		now = __atomic_load_n(word, __ATOMIC_SEQ_CST);
 	vh_unlock(s, &old);
+	if (word != NULL)
+		*seq = now;
 	for (uint64_t k = 0; k < pages; k += 64) {
+		uint64_t n = pages - k < 64 ? pages - k : 64;
+
 		vh_lock(s, &old);
-		look(s, reach, addr + (k << s->page_shift), pages - k < 64 ? pages - k : 64, entries + k);
+		look(s, reach, addr + (k << s->page_shift), n, some);
 		vh_unlock(s, &old);
+		memcpy(entries + k, some, n * sizeof *some);
 	}
 	return 0;
 }
@@ -317,8 +376,10 @@ static int resolve(struct vh_space *s, uint64_t reach, uint64_t addr, int write)
 		err = EFAULT;
 	else if (p->state == VH_S_HOME) {
 		home = 1;
-		if (!vh_present(s, addr) && vh_zero(s, addr, write) == 0)
+		if (!vh_present(s, addr) && vh_zero(s, addr, write) == 0) {
 			s->stats.first_touches++;
+			p->removed = 0;
+		}
 	} else if (!reaches(p, reach)) {
 		home = 2;
 	}

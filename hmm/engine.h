@@ -5,7 +5,7 @@
 //
 //  1. The space's lock guards all states. Whoever holds it has all signals blocked, and does nothing that may fault
 //     on a page of the space, or wait for an event to be read: no munmap, mremap or MADV_DONTNEED of registered memory,
-//     no copy from or to memory of the program. So the fault thread never waits for long.
+//     no load or store of memory of the program, results of calls included. So the fault thread never waits for long.
 //  2. Messages of the userfaultfd are read with the lock held, and applied before it is released, changes before
 //     faults. As long as a change of mappings is not read, UFFDIO_MOVE, _COPY and _ZEROPAGE fail with EAGAIN. So the
 //     holder of the lock never moves pages at addresses that are not the space's any more.
@@ -13,6 +13,8 @@
 //     for when it matters, and not remembered.
 //  4. Devices access pages that are away with the lock held. So no access is under way when a page changes.
 //  5. Nobody waits for Go.
+//  6. A protection that the program has changed is not reported. So a device asks for it in each call, also where the
+//     page is away, and a mapping that the engine replaces keeps it.
 //
 // What is reported when: munmap and mremap after the change, MADV_DONTNEED and its like before it.
 
@@ -31,7 +33,7 @@
 #define VH_BATCH 512	  // pages that one step moves at most
 #define VH_HOST 0xff	  // as a page's device: memory of the engine
 #define VH_PATIENCE_MS 5000 // how long a step is tried again without progress
-#define VH_SETTLE_MS 100  // how long a page may be present after the program has discarded it
+#define VH_SETTLE_MS 2000 // how long a page that the program has discarded may stay present before it can leave
 #define VH_AUTO 1024	  // pages that wait because of access counters
 
 enum vh_state {
@@ -62,12 +64,14 @@ struct vh_range {
 	uint64_t start, pages;
 	struct vh_page *page;
 	struct vh_block *block;
-	int own; // of vh_alloc
+	int own;     // of vh_alloc
+	int leaving; // the program is unmapping it by vh_unmap
 	struct vh_range *next; // of the spare ones
 };
 
 struct vh_chunk {
 	uint64_t base, pages, off;
+	uint64_t inode;
 	int fd;
 };
 
@@ -129,11 +133,13 @@ struct vh_space {
 	} policy[VH_MAX_POLICIES + 1]; // from 1 on
 	int policies;
 	uint64_t expect_start[4], expect_end[4]; // mappings that the engine itself replaces
+	uint64_t own_start, own_end;		 // the mapping that it moves
 	struct vh_stats stats;
 	int dead;   // why the userfaultfd cannot be read any more
 	int hidden; // pages are kept from the child of a fork
 
 	char *staging, *trash, *zero; // VH_BATCH pages, VH_BATCH pages, one page
+	uint64_t littered;	      // so many of the first staging pages may have something in them
 	char *probe;		      // one page
 
 	pthread_mutex_t queue_lock; // guards what follows; it is never taken with lock held
@@ -141,6 +147,7 @@ struct vh_space {
 	struct vh_request *head, *tail;
 	int queued; // requests that are not done, but for VH_R_DRAIN
 	int forking, closing;
+	int staying; // nothing leaves any more: the space is being closed
 	struct {
 		uint64_t addr;
 		int dev;
@@ -154,6 +161,7 @@ struct vh_space {
 // space.c
 uint32_t vh_clock(void); // milliseconds, never 0
 int vh_usable(struct vh_space *s);
+int vh_spaces(void); // that are open
 void vh_lock(struct vh_space *s, sigset_t *old);
 void vh_unlock(struct vh_space *s, const sigset_t *old);
 struct vh_range *vh_find(struct vh_space *s, uint64_t addr);
@@ -162,12 +170,15 @@ int vh_inside(struct vh_space *s, uint64_t addr, uint64_t bytes);
 int vh_read_events(struct vh_space *s);
 int vh_changing(struct vh_space *s);
 void vh_expect_unmap(struct vh_space *s, uint64_t start, uint64_t end);
+void vh_orphan(struct vh_space *s, uint64_t addr);
 void vh_expect_none(struct vh_space *s, uint64_t start, uint64_t end);
 struct vh_mapping {
-	uint64_t start, end, inode;
+	uint64_t start, end, off, inode;
 	int read, write, shared;
 };
 int vh_query(struct vh_space *s, uint64_t addr, struct vh_mapping *m);
+int vh_in_place(struct vh_space *s, const struct vh_page *p, uint64_t addr, struct vh_mapping *m);
+int vh_allowed(struct vh_space *s, uint64_t addr, int write, struct vh_mapping *m);
 
 // page.c
 struct vh_step {

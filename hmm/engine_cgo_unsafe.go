@@ -186,7 +186,7 @@ func (e engine) stats() Stats {
 	return Stats{
 		OutPages: uint64(s.out_pages), HomePages: uint64(s.home_pages), CPUFaults: uint64(s.cpu_faults),
 		FirstTouches: uint64(s.first_touches), FailedCopies: uint64(s.failed_copies), Poisoned: uint64(s.poisoned),
-		DroppedPages: uint64(s.dropped_pages), RemappedPages: uint64(s.remapped_pages),
+		DroppedPages: uint64(s.dropped_pages), OrphanedPages: uint64(s.orphaned_pages), RemappedPages: uint64(s.remapped_pages),
 		ExclusivePages: uint64(s.exclusive_pages), CoherentPages: uint64(s.coherent_pages),
 		CountedPages: uint64(s.counted_pages), CountedMissed: uint64(s.counted_missed),
 		ForkedPages: uint64(s.forked_pages), Conflicts: uint64(s.conflicts), Invalidations: uint64(s.invalidations),

@@ -41,6 +41,7 @@ struct vh_stats {
 	uint64_t failed_copies; // copies of pages that a device has failed
 	uint64_t poisoned;      // pages that the CPU touched while their device could not give them back
 	uint64_t dropped_pages; // pages that were away when the program unmapped or discarded them
+	uint64_t orphaned_pages; // pages of devices that are lost until vh_close, with a coherent mapping that has gone
 	uint64_t remapped_pages;// pages that were away when the program moved them to another address
 	uint64_t exclusive_pages; // pages that were given to a device alone
 	uint64_t coherent_pages;  // pages that went to coherent memory

@@ -18,6 +18,13 @@ func remap(t testing.TB, b []byte) []byte {
 	return unsafe.Slice((*byte)(p), size)
 }
 
+// mapOver maps a file over memory.
+func mapOver(t testing.TB, b []byte, fd int) {
+	t.Helper()
+	_, err := unix.MmapPtr(fd, 0, unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b)), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED)
+	check(t, err)
+}
+
 // unmapPart unmaps memory by munmap.
 func unmapPart(t testing.TB, b []byte) {
 	t.Helper()

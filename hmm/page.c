@@ -10,6 +10,7 @@
 #include "engine.h"
 #include "uffd.h"
 
+#include <sched.h>
 #include <stdlib.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -115,7 +116,7 @@ void vh_invalidate(struct vh_space *s, uint64_t start, uint64_t end)
 	}
 }
 
-// move_out takes pages to the staging pages, as many as it can. It returns how many, or a negative errno.
+// move_pages moves pages to absent ones, as many as it can. It returns how many bytes, or a negative errno.
 static int64_t move_pages(int uffd, uint64_t dst, uint64_t src, uint64_t bytes, uint64_t mode)
 {
 	struct vh_uffdio_move m = {.dst = dst, .src = src, .len = bytes, .mode = mode};
@@ -127,19 +128,26 @@ static int64_t move_pages(int uffd, uint64_t dst, uint64_t src, uint64_t bytes, 
 	return m.move < 0 ? m.move : -errno;
 }
 
-// throw_away frees the staging pages that have something in them.
-static void throw_away(struct vh_space *s, uint64_t pages)
+// throw_away frees the staging pages that have something in them. It reports whether all are empty then: the kernel may
+// hold one for a moment (reclaim, compaction), and until it is gone nothing else leaves.
+static int throw_away(struct vh_space *s)
 {
-	uint64_t bytes = pages << s->page_shift;
+	uint64_t bytes = s->littered << s->page_shift, off = 0;
 
-	for (uint64_t off = 0; off < bytes;) {
+	for (int tries = 0; off < bytes && tries < 100;) {
 		int64_t n = move_pages(s->trash_uffd, (uintptr_t)s->trash + off, (uintptr_t)s->staging + off, bytes - off,
 				       VH_MOVE_DONTWAKE | VH_MOVE_HOLES);
-		if (n <= 0)
-			break;
-		off += (uint64_t)n;
+		if (n > 0) {
+			off += (uint64_t)n;
+		} else {
+			tries++;
+			sched_yield();
+		}
 	}
 	madvise(s->trash, bytes, MADV_DONTNEED);
+	if (off == bytes)
+		s->littered = 0;
+	return s->littered == 0;
 }
 
 // in_mapping returns how many of n pages at an address lie in its mapping: UFFDIO_MOVE and _COPY take those of one mapping
@@ -159,11 +167,15 @@ struct vh_step vh_leave(struct vh_space *s, struct vh_range *r, uint64_t i, uint
 	struct vh_step step = {0};
 	uint64_t where[VH_BATCH], addr = r->start + (i << s->page_shift), ready = 0, taken = 0;
 	uint8_t hole[VH_BATCH];
-	int any = 0, single = 0;
+	int single = 0;
 
 	if (n > VH_BATCH)
 		n = VH_BATCH;
 	n = in_mapping(s, addr, n);
+	if (s->littered != 0 && !throw_away(s)) {
+		step.again = 1;
+		return step;
+	}
 	if (vh_host_reserve(s, n) != 0) { // for bytes that a device does not take
 		step.err = ENOMEM;
 		return step;
@@ -182,7 +194,7 @@ struct vh_step vh_leave(struct vh_space *s, struct vh_range *r, uint64_t i, uint
 		if (got > 0) {
 			for (got >>= s->page_shift; got > 0; got--)
 				hole[taken++] = 0;
-			any = 1;
+			s->littered = taken;
 			continue;
 		}
 		if (got == -ENOENT) { // the kernel has no page there, and no bytes but zeros
@@ -234,8 +246,8 @@ struct vh_step vh_leave(struct vh_space *s, struct vh_range *r, uint64_t i, uint
 				s->stats.out_pages++;
 		}
 	}
-	if (any)
-		throw_away(s, taken);
+	if (s->littered != 0)
+		throw_away(s);
 	for (uint64_t k = taken; k < ready; k++)
 		vh_give(s, dev, where[k]);
 	step.pages = taken;

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 // vh_submit queues a request.
@@ -77,16 +78,28 @@ static int unsettled(struct vh_space *s, struct vh_page *p, uint64_t addr)
 	return 0;
 }
 
-// file_of returns the file and the offset of a page of a device.
-static int file_of(struct vh_device *d, uint64_t where, unsigned shift, uint64_t *off)
+// chunk_of returns the part of a device's memory that a page lies in, and its offset in the file.
+static struct vh_chunk *chunk_of(struct vh_device *d, uint64_t where, unsigned shift, uint64_t *off)
 {
 	for (size_t i = 0; i < d->chunks; i++)
 		if (where - d->chunk[i].base < d->chunk[i].pages << shift) {
 			*off = d->chunk[i].off + (where - d->chunk[i].base);
-			return d->chunk[i].fd;
+			return d->chunk[i].inode == 0 ? NULL : &d->chunk[i];
 		}
-	return -1;
+	return NULL;
 }
+
+// vh_in_place reports whether the mapping of a coherent page is where it was made. m is what is mapped there. It is not if the
+// program has unmapped it, moved it, or mapped something else over it: none of that is reported.
+int vh_in_place(struct vh_space *s, const struct vh_page *p, uint64_t addr, struct vh_mapping *m)
+{
+	uint64_t off = 0;
+	struct vh_chunk *chunk = chunk_of(&s->device[p->dev], p->where, s->page_shift, &off);
+
+	return chunk != NULL && vh_query(s, addr, m) == 0 && m->shared && m->inode == chunk->inode && m->off + (addr - m->start) == off;
+}
+
+static int protection(const struct vh_mapping *m) { return (m->read ? PROT_READ : 0) | (m->write ? PROT_WRITE : 0); }
 
 // make_coherent maps pages that are away at their addresses: a run from page i on whose memory lies together. The lock is
 // held, and released meanwhile.
@@ -95,10 +108,12 @@ static struct vh_step make_coherent(struct vh_space *s, struct vh_range *r, uint
 	struct vh_step step = {0};
 	struct vh_page *p = &r->page[i];
 	uint64_t run = 1, off = 0, off2, addr = r->start + (i << s->page_shift), bytes;
-	int fd = file_of(&s->device[p->dev], p->where, s->page_shift, &off), err;
+	struct vh_chunk *chunk = chunk_of(&s->device[p->dev], p->where, s->page_shift, &off);
+	struct vh_mapping m;
+	int err;
 	void *got;
 
-	if (fd < 0) {
+	if (chunk == NULL) {
 		step.err = EOPNOTSUPP;
 		return step;
 	}
@@ -110,8 +125,13 @@ static struct vh_step make_coherent(struct vh_space *s, struct vh_range *r, uint
 		step.again = 1; // a change was just applied
 		return step;
 	}
-	while (run < n && i + run < r->pages && p[run].state == VH_S_AWAY && p[run].dev == p->dev && p[run].where == p->where + (run << s->page_shift) &&
-	       file_of(&s->device[p->dev], p[run].where, s->page_shift, &off2) == fd && off2 == off + (run << s->page_shift))
+	if (vh_query(s, addr, &m) != 0 || m.shared) {
+		step.err = EFAULT;
+		return step;
+	}
+	while (run < n && i + run < r->pages && addr + (run << s->page_shift) < m.end && p[run].state == VH_S_AWAY && p[run].dev == p->dev &&
+	       p[run].where == p->where + (run << s->page_shift) &&
+	       chunk_of(&s->device[p->dev], p[run].where, s->page_shift, &off2) == chunk && off2 == off + (run << s->page_shift))
 		run++;
 	bytes = run << s->page_shift;
 	vh_invalidate(s, addr, addr + bytes);
@@ -121,8 +141,15 @@ static struct vh_step make_coherent(struct vh_space *s, struct vh_range *r, uint
 	}
 	vh_expect_unmap(s, addr, addr + bytes);
 	vh_unlock(s, old);
-	got = mmap((void *)(uintptr_t)addr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, (off_t)off);
-	err = got == MAP_FAILED ? errno : 0;
+	// The child of a fork must not have it: the memory is another page's later. So it is made elsewhere, and moved.
+	err = 0;
+	got = mmap(NULL, bytes, protection(&m), MAP_SHARED, chunk->fd, (off_t)off);
+	if (got == MAP_FAILED || madvise(got, bytes, MADV_DONTFORK) != 0 ||
+	    mremap(got, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, (void *)(uintptr_t)addr) == MAP_FAILED) {
+		err = errno;
+		if (got != MAP_FAILED)
+			munmap(got, bytes);
+	}
 	vh_lock(s, old);
 	vh_expect_none(s, addr, addr + bytes);
 	for (uint64_t k = 0; k < run; k++) {
@@ -159,17 +186,17 @@ static struct vh_step end_coherent(struct vh_space *s, struct vh_range *r, uint6
 	char *empty;
 	int err = 0;
 
-	if (vh_query(s, addr, &m) != 0 || !m.shared || m.inode == 0) { // the program has unmapped it, which has no event
-		vh_drop(s, p);
-		s->stats.dropped_pages++;
+	if (!vh_in_place(s, p, addr, &m)) {
+		vh_orphan(s, addr);
 		step.err = EFAULT;
 		step.pages = 1;
 		return step;
 	}
-	while (run < n && i + run < r->pages && p[run].state == VH_S_COHERENT && addr + (run << s->page_shift) < m.end)
+	while (run < n && i + run < r->pages && p[run].state == VH_S_COHERENT && addr + (run << s->page_shift) < m.end &&
+	       p[run].dev == p->dev && p[run].where == p->where + (run << s->page_shift))
 		run++;
 	bytes = run << s->page_shift;
-	empty = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	empty = mmap(NULL, bytes, protection(&m), MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	if (empty == MAP_FAILED) {
 		step.err = ENOMEM;
 		return step;
@@ -183,12 +210,15 @@ static struct vh_step end_coherent(struct vh_space *s, struct vh_range *r, uint6
 	vh_invalidate(s, addr, addr + bytes);
 	for (uint64_t k = 0; k < run; k++)
 		p[k].state = VH_S_AWAY;
+	s->own_start = (uintptr_t)empty;
+	s->own_end = s->own_start + bytes;
 	vh_unlock(s, old);
 	if (mremap(empty, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, (void *)(uintptr_t)addr) == MAP_FAILED) {
 		err = errno;
 		munmap(empty, bytes);
 	}
 	vh_lock(s, old);
+	s->own_start = s->own_end = 0;
 	for (uint64_t k = 0; k < run && err != 0; k++) {
 		struct vh_range *now = vh_find(s, addr + (k << s->page_shift));
 
@@ -368,16 +398,17 @@ void *vh_work(void *space)
 	pthread_setname_np(pthread_self(), "hmm-worker");
 	for (;;) {
 		struct vh_request *q;
-		int wait = 0, forking, done = 0;
+		int wait = 0, forking, staying, leaves, done = 0;
 
 		pthread_mutex_lock(&s->queue_lock);
 		for (;;) {
 			q = s->head;
 			forking = s->forking;
+			staying = s->staying;
 			if (q != NULL || s->closing)
 				break;
 			pthread_mutex_unlock(&s->queue_lock);
-			if (!forking && automatic(s, &counted)) {
+			if (!forking && !staying && automatic(s, &counted)) {
 				while (counted.at < counted.end && (wait = step(s, &counted)) >= 0)
 					if (wait > 0)
 						usleep((useconds_t)wait);
@@ -388,7 +419,7 @@ void *vh_work(void *space)
 			pthread_mutex_lock(&s->queue_lock);
 			if (s->head == NULL && !s->closing && s->auto_tail == __atomic_load_n(&s->auto_head, __ATOMIC_ACQUIRE))
 				pthread_cond_wait(&s->queue_cond, &s->queue_lock);
-			else if (forking && s->head == NULL && !s->closing)
+			else if ((forking || staying) && s->head == NULL && !s->closing)
 				pthread_cond_wait(&s->queue_cond, &s->queue_lock);
 		}
 		if (q == NULL) {
@@ -399,12 +430,16 @@ void *vh_work(void *space)
 		if (s->head == NULL)
 			s->tail = NULL;
 		pthread_mutex_unlock(&s->queue_lock);
+		leaves = q->kind == VH_R_EXCLUSIVE || (q->kind == VH_R_MIGRATE && q->dev != VH_HOME);
 		if (q->kind == VH_R_DRAIN) {
 			pthread_mutex_lock(&s->queue_lock);
 			done = s->queued == 0;
 			pthread_mutex_unlock(&s->queue_lock);
 			wait = done ? 0 : 20;
-		} else if (forking && !(q->kind == VH_R_MIGRATE && q->dev == VH_HOME)) {
+		} else if (staying && leaves) {
+			q->err = ENODEV;
+			q->at = q->end;
+		} else if (forking && leaves) {
 			q->since = vh_clock();
 			wait = 50; // nothing leaves during a fork
 		} else {
@@ -563,7 +598,7 @@ int vh_policy(struct vh_space *s, uint64_t addr, uint64_t bytes, int dev, uint32
 int vh_device_add(struct vh_space *s, int *dev)
 {
 	sigset_t old;
-	int err = vh_usable(s);
+	int err = vh_usable(s), id = 0;
 
 	if (err != 0)
 		return err;
@@ -571,11 +606,13 @@ int vh_device_add(struct vh_space *s, int *dev)
 	if (s->devices == VH_MAX_DEVICES) {
 		err = ENOSPC;
 	} else {
-		s->device[s->devices].fail_after = -1;
-		*dev = s->devices;
-		__atomic_store_n(&s->devices, s->devices + 1, __ATOMIC_RELEASE);
+		id = s->devices;
+		s->device[id].fail_after = -1;
+		__atomic_store_n(&s->devices, id + 1, __ATOMIC_RELEASE);
 	}
 	vh_unlock(s, &old);
+	if (err == 0)
+		*dev = id;
 	return err;
 }
 
@@ -584,11 +621,14 @@ int vh_vram_add(struct vh_space *s, int dev, uint64_t base, uint64_t pages, int 
 	struct vh_device *d;
 	uint64_t *list;
 	struct vh_chunk *chunk;
+	struct stat file;
 	sigset_t old;
 	int err = vh_usable(s);
 
 	if (err != 0)
 		return err;
+	if (fd < 0 || fstat(fd, &file) != 0)
+		file.st_ino = 0; // without a file there is no coherent memory
 	if (dev < 0 || dev >= __atomic_load_n(&s->devices, __ATOMIC_ACQUIRE) || pages == 0 || pages > UINT32_MAX || base & (s->page_size - 1))
 		return EINVAL;
 	vh_lock(s, &old);
@@ -602,7 +642,7 @@ int vh_vram_add(struct vh_space *s, int dev, uint64_t base, uint64_t pages, int 
 	if (list == NULL || chunk == NULL) {
 		err = ENOMEM;
 	} else {
-		d->chunk[d->chunks++] = (struct vh_chunk){.base = base, .pages = pages, .fd = fd, .off = off};
+		d->chunk[d->chunks++] = (struct vh_chunk){.base = base, .pages = pages, .fd = fd, .off = off, .inode = file.st_ino};
 		d->total += pages;
 		for (uint64_t i = pages; i > 0; i--) // the first page is taken first
 			d->free[d->nfree++] = base + ((i - 1) << s->page_shift);
@@ -613,6 +653,7 @@ int vh_vram_add(struct vh_space *s, int dev, uint64_t base, uint64_t pages, int 
 
 int vh_vram_free(struct vh_space *s, int dev, uint64_t *pages)
 {
+	uint64_t n;
 	sigset_t old;
 	int err = vh_usable(s);
 
@@ -621,8 +662,9 @@ int vh_vram_free(struct vh_space *s, int dev, uint64_t *pages)
 	if (dev < 0 || dev >= __atomic_load_n(&s->devices, __ATOMIC_ACQUIRE))
 		return ENODEV;
 	vh_lock(s, &old);
-	*pages = s->device[dev].nfree;
+	n = s->device[dev].nfree;
 	vh_unlock(s, &old);
+	*pages = n;
 	return 0;
 }
 

@@ -17,6 +17,7 @@
 
 static pthread_mutex_t spaces_lock = PTHREAD_MUTEX_INITIALIZER; // guards spaces
 static struct vh_space *spaces;
+static int open_spaces;
 // alive is 1 in the process that has opened a space, and 0 in its children: it lies in a page that forks wipe.
 static int *alive;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -35,6 +36,8 @@ int vh_usable(struct vh_space *s)
 {
 	return s != NULL && alive != NULL && *alive ? (s->dead ? EIO : 0) : ENODEV;
 }
+
+int vh_spaces(void) { return __atomic_load_n(&open_spaces, __ATOMIC_SEQ_CST); }
 
 void vh_lock(struct vh_space *s, sigset_t *old)
 {
@@ -194,11 +197,29 @@ static void cut(struct vh_space *s, uint64_t start, uint64_t end)
 	}
 }
 
+// vh_orphan takes a coherent page out of the space whose mapping is not where it was. The program may have moved the mapping, and
+// still use it: so the device's memory is not given to another page.
+void vh_orphan(struct vh_space *s, uint64_t addr)
+{
+	struct vh_range *r = vh_find(s, addr);
+	struct vh_page *p = &r->page[(addr - r->start) >> s->page_shift];
+
+	p->state = VH_S_HOME;
+	p->flags = 0;
+	p->where = 0;
+	s->stats.away--;
+	s->stats.orphaned_pages++;
+	s->stats.dropped_pages++;
+	cut(s, addr, addr + s->page_size);
+}
+
 // moved is called when a mapping has been moved by mremap.
 static void moved(struct vh_space *s, uint64_t from, uint64_t to, uint64_t bytes)
 {
 	struct vh_range *first = NULL, **last = &first;
 
+	if (from == s->own_start)
+		return; // it may have lain where the program has unmapped coherent pages by itself
 	split(s, from);
 	split(s, from + bytes);
 	for (size_t i = first_after(s, from); i < s->ranges && s->range[i]->start < from + bytes;) {
@@ -210,7 +231,7 @@ static void moved(struct vh_space *s, uint64_t from, uint64_t to, uint64_t bytes
 		last = &r->next;
 	}
 	if (first == NULL)
-		return; // a mapping of the engine's own
+		return;
 	cut(s, to, to + bytes);
 	vh_invalidate(s, from, from + bytes);
 	while (first != NULL) {
@@ -218,6 +239,7 @@ static void moved(struct vh_space *s, uint64_t from, uint64_t to, uint64_t bytes
 
 		first = r->next;
 		r->start = r->start - from + to;
+		r->leaving = 0;
 		for (uint64_t k = 0; k < r->pages; k++)
 			if (r->page[k].state == VH_S_AWAY)
 				s->stats.remapped_pages++;
@@ -225,8 +247,9 @@ static void moved(struct vh_space *s, uint64_t from, uint64_t to, uint64_t bytes
 	}
 }
 
-// discarded is called before the kernel drops pages. Those that are away are dropped here; whether it drops those
-// that are home is asked for when they leave, since MADV_FREE may keep them.
+// discarded is called before the kernel drops pages. Those that are away are dropped here. One that is home must not leave
+// before the kernel has dropped it, or it would come back with its old bytes: so it waits until it is absent, or has been
+// (its next touch is a fault), or for VH_SETTLE_MS, since MADV_FREE may keep it.
 static void discarded(struct vh_space *s, uint64_t start, uint64_t end)
 {
 	uint32_t now = vh_clock();
@@ -262,7 +285,9 @@ static void forked(struct vh_space *s, int fd)
 			struct vh_page *p = &r->page[k];
 			uint64_t done, addr = r->start + (k << s->page_shift);
 
-			if (p->state != VH_S_AWAY)
+			// A coherent page may have become one between the fork and this event: then it is absent in the child. Else
+			// the child has no mapping there, and what follows fails.
+			if (p->state == VH_S_HOME)
 				continue;
 			if (vh_copies(s, p->dev) && vh_copy_in(fd, addr, p->where, s->page_size, &done) == 0)
 				s->stats.forked_pages++;
@@ -297,6 +322,8 @@ static void unmapped(struct vh_space *s, uint64_t start, uint64_t end)
 			s->expect_end[i] = 0;
 			return;
 		}
+	if (start == s->own_start && end == s->own_end)
+		return;
 	cut(s, start, end);
 }
 
@@ -323,10 +350,13 @@ static void fault(struct vh_space *s, uint64_t addr, int write)
 			vh_wake(s, addr, s->page_size); // to fault again, or to die
 		return;
 	}
-	if (vh_zero(s, addr, write) == 0)
+	if (vh_zero(s, addr, write) == 0) {
 		s->stats.first_touches++;
-	else
+		if (p != NULL)
+			p->removed = 0; // what was discarded has gone
+	} else {
 		vh_wake(s, addr, s->page_size);
+	}
 }
 
 // vh_read_events reads what the kernel reports, and applies it: changes first, since a fault may be at an address
@@ -409,7 +439,7 @@ int vh_query(struct vh_space *s, uint64_t addr, struct vh_mapping *m)
 	int err = ENOENT;
 
 	if (s->maps >= 0 && ioctl(s->maps, VH_PROCMAP_QUERY, &q) == 0) {
-		*m = (struct vh_mapping){.start = q.vma_start, .end = q.vma_end, .inode = q.inode,
+		*m = (struct vh_mapping){.start = q.vma_start, .end = q.vma_end, .off = q.vma_offset, .inode = q.inode,
 			.read = (q.vma_flags & 1) != 0, .write = (q.vma_flags & 2) != 0, .shared = (q.vma_flags & 8) != 0};
 		return 0;
 	}
@@ -425,13 +455,27 @@ int vh_query(struct vh_space *s, uint64_t addr, struct vh_mapping *m)
 			continue;
 		if (addr < start || addr >= end)
 			continue;
-		*m = (struct vh_mapping){.start = start, .end = end, .inode = inode,
+		*m = (struct vh_mapping){.start = start, .end = end, .off = off, .inode = inode,
 			.read = perms[0] == 'r', .write = perms[1] == 'w', .shared = perms[3] == 's'};
 		err = 0;
 		break;
 	}
 	fclose(f);
 	return err;
+}
+
+// vh_allowed returns 0 if an address may be read, or written: EFAULT, if nothing is mapped there or nothing that may be read;
+// EPERM, if it may not be written. m is the mapping that the caller asked for last, and is asked for again where it does
+// not have the address.
+int vh_allowed(struct vh_space *s, uint64_t addr, int write, struct vh_mapping *m)
+{
+	if ((addr < m->start || addr >= m->end) && vh_query(s, addr, m) != 0) {
+		m->start = m->end = 0;
+		return EFAULT;
+	}
+	if (!m->read)
+		return EFAULT;
+	return write && !m->write ? EPERM : 0;
 }
 
 static int say(char *why, size_t size, int err, const char *format, ...)
@@ -611,6 +655,7 @@ int vh_open(struct vh_space **out, struct vh_features *have, char *why, size_t w
 	pthread_mutex_lock(&spaces_lock);
 	s->next = spaces;
 	spaces = s;
+	__atomic_add_fetch(&open_spaces, 1, __ATOMIC_SEQ_CST);
 	pthread_mutex_unlock(&spaces_lock);
 	*out = s;
 	return 0;
@@ -627,14 +672,14 @@ static int all_home(struct vh_space *s)
 }
 
 // unregister ends what a range has with the userfaultfd. A page that could not come home is poisoned.
-static void unregister(struct vh_space *s, struct vh_range *r)
+static int unregister(struct vh_space *s, struct vh_range *r)
 {
 	struct uffdio_range u = {.start = r->start, .len = r->pages << s->page_shift};
 
 	for (uint64_t k = 0; k < r->pages; k++)
 		if (r->page[k].state == VH_S_AWAY)
 			vh_poison(s, s->uffd, r->start + (k << s->page_shift));
-	ioctl(s->uffd, UFFDIO_UNREGISTER, &u);
+	return ioctl(s->uffd, UFFDIO_UNREGISTER, &u) == 0 ? 0 : errno;
 }
 
 int vh_close(struct vh_space *s)
@@ -650,7 +695,11 @@ int vh_close(struct vh_space *s)
 		continue;
 	if (*at == s)
 		*at = s->next;
+	__atomic_sub_fetch(&open_spaces, 1, __ATOMIC_SEQ_CST);
 	pthread_mutex_unlock(&spaces_lock);
+	pthread_mutex_lock(&s->queue_lock);
+	s->staying = 1; // or a request that is queued could take pages away again
+	pthread_mutex_unlock(&s->queue_lock);
 	if (err == 0)
 		err = all_home(s);
 	pthread_mutex_lock(&s->queue_lock);
@@ -660,7 +709,8 @@ int vh_close(struct vh_space *s)
 	pthread_join(s->worker, NULL);
 	vh_lock(s, &old);
 	for (size_t i = 0; i < s->ranges; i++)
-		unregister(s, s->range[i]);
+		if (unregister(s, s->range[i]) != 0)
+			s->range[i]->own = 0; // to unmap it could wait for ever for somebody to read the event
 	// A child of a fork may have the descriptor, so that closing it does not end what is registered.
 	ioctl(s->uffd, UFFDIO_UNREGISTER, &(struct uffdio_range){.start = (uintptr_t)s->staging, .len = VH_BATCH << s->page_shift});
 	ioctl(s->uffd, UFFDIO_UNREGISTER, &(struct uffdio_range){.start = (uintptr_t)s->probe, .len = s->page_size});
@@ -726,19 +776,38 @@ static int whole_pages(struct vh_space *s, uint64_t addr, uint64_t bytes)
 	return bytes == 0 || (addr | bytes) & (s->page_size - 1) || addr + bytes < addr ? EINVAL : 0;
 }
 
+// vanished takes those coherent pages out of the space whose mapping the program has unmapped by itself: new memory lies there.
+// It returns EEXIST if other pages of the space do.
+static int vanished(struct vh_space *s, uint64_t start, uint64_t end)
+{
+	for (uint64_t addr = start; addr < end; addr += s->page_size) {
+		struct vh_range *r = vh_find_next(s, addr);
+		struct vh_mapping m;
+		struct vh_page *p;
+
+		if (r == NULL || r->start >= end)
+			return 0;
+		if (addr < r->start)
+			addr = r->start;
+		p = &r->page[(addr - r->start) >> s->page_shift];
+		if (p->state != VH_S_COHERENT || p->flags & VH_F_PENDING || vh_in_place(s, p, addr, &m))
+			return EEXIST;
+		vh_orphan(s, addr);
+	}
+	return 0;
+}
+
 // join registers mapped memory and makes a range of it.
 static int join(struct vh_space *s, uint64_t addr, uint64_t bytes, int own)
 {
 	struct uffdio_range u = {.start = addr, .len = bytes};
-	struct vh_range *next;
 	sigset_t old;
 	int err;
 
 	if ((err = settle(s, &old)) != 0)
 		return err;
-	next = vh_find_next(s, addr);
-	if (next != NULL && next->start < addr + bytes)
-		err = EEXIST;
+	if ((err = vanished(s, addr, addr + bytes)) != 0)
+		; // it is the space's already
 	else if (s->ranges >= VH_MAX_RANGES)
 		err = ENOSPC;
 	else if ((err = enroll(s->uffd, addr, bytes, UFFDIO_REGISTER_MODE_MISSING)) == 0 && (err = add(s, addr, bytes, own)) != 0)
@@ -848,16 +917,41 @@ int vh_release(struct vh_space *s, uint64_t addr, uint64_t bytes)
 int vh_unmap(struct vh_space *s, uint64_t addr, uint64_t bytes)
 {
 	sigset_t old;
-	int err = check(s, addr, bytes);
+	int err = vh_usable(s);
 
+	if (err == 0)
+		err = whole_pages(s, addr, bytes);
 	if (err != 0)
 		return err;
-	if (munmap((void *)(uintptr_t)addr, bytes) != 0)
-		return errno;
-	vh_lock(s, &old); // the event was read; mappings of coherent pages have none
-	cut(s, addr, addr + bytes);
+	vh_lock(s, &old);
+	if (!vh_inside(s, addr, bytes)) {
+		vh_unlock(s, &old);
+		return EFAULT;
+	}
+	split(s, addr);
+	split(s, addr + bytes);
+	for (size_t i = first_after(s, addr); i < s->ranges && s->range[i]->start < addr + bytes; i++)
+		s->range[i]->leaving = 1;
 	vh_unlock(s, &old);
-	return 0;
+	err = munmap((void *)(uintptr_t)addr, bytes) == 0 ? 0 : errno;
+	// The event was read, and has cut the ranges. Only mappings of coherent pages have none. A range that another thread has
+	// allocated meanwhile at these addresses is not one that was leaving.
+	vh_lock(s, &old);
+	for (size_t i = first_after(s, addr); i < s->ranges && s->range[i]->start < addr + bytes;) {
+		struct vh_range *r = s->range[i];
+
+		if (!r->leaving) {
+			i++;
+			continue;
+		}
+		r->leaving = 0;
+		if (err != 0)
+			i++;
+		else
+			cut(s, r->start, r->start + (r->pages << s->page_shift));
+	}
+	vh_unlock(s, &old);
+	return err;
 }
 
 int vh_discard(struct vh_space *s, uint64_t addr, uint64_t bytes)
@@ -883,6 +977,7 @@ int vh_protect(struct vh_space *s, uint64_t addr, uint64_t bytes, int read, int 
 
 int vh_mirror(struct vh_space *s, uint64_t addr, uint64_t bytes, const uint64_t **seq)
 {
+	const uint64_t *word = NULL;
 	sigset_t old;
 	int err = vh_usable(s);
 
@@ -894,12 +989,15 @@ int vh_mirror(struct vh_space *s, uint64_t addr, uint64_t bytes, const uint64_t 
 	err = ENOSPC;
 	for (int i = 0; i < VH_MAX_MIRRORS && err != 0; i++)
 		if (s->mirror[i].end == 0) {
+			s->mirror[i].seq++;
 			s->mirror[i].start = addr;
 			s->mirror[i].end = addr + bytes;
-			*seq = &s->mirror[i].seq;
+			word = &s->mirror[i].seq;
 			err = 0;
 		}
 	vh_unlock(s, &old);
+	if (err == 0)
+		*seq = word;
 	return err;
 }
 
@@ -923,6 +1021,8 @@ uint64_t vh_current(struct vh_space *s, const uint64_t *seq)
 	uint64_t now;
 	sigset_t old;
 
+	if (vh_usable(s) == ENODEV)
+		return 0; // no number of a mirror: they begin at 1
 	vh_lock(s, &old);
 	now = *seq;
 	vh_unlock(s, &old);
@@ -931,11 +1031,16 @@ uint64_t vh_current(struct vh_space *s, const uint64_t *seq)
 
 void vh_get_stats(struct vh_space *s, struct vh_stats *out)
 {
+	struct vh_stats now;
 	sigset_t old;
 
+	memset(out, 0, sizeof *out);
+	if (vh_usable(s) == ENODEV)
+		return;
 	vh_lock(s, &old);
-	*out = s->stats;
+	now = s->stats;
 	vh_unlock(s, &old);
+	*out = now;
 }
 
 // A fork by the C library: pages come home first, and none leaves until it is over. If a device does not give its
@@ -949,10 +1054,8 @@ static void fork_advice(struct vh_space *s, int advice)
 	for (size_t i = 0; i < s->ranges; i++) {
 		struct vh_range *r = s->range[i];
 
-		if (advice == MADV_DOFORK)
-			madvise((void *)(uintptr_t)r->start, r->pages << s->page_shift, advice);
-		for (uint64_t k = 0; k < r->pages && advice == MADV_DONTFORK; k++)
-			if (r->page[k].state == VH_S_AWAY)
+		for (uint64_t k = 0; k < r->pages; k++)
+			if (r->page[k].state == VH_S_AWAY || (advice == MADV_DOFORK && r->page[k].state == VH_S_HOME))
 				madvise((void *)(uintptr_t)(r->start + (k << s->page_shift)), s->page_size, advice);
 	}
 	s->hidden = advice == MADV_DONTFORK;

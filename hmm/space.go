@@ -33,6 +33,7 @@ type Stats struct {
 	FailedCopies   uint64 // could not be copied because their device failed
 	Poisoned       uint64 // were touched by the CPU when their device could not give them back: a SIGBUS
 	DroppedPages   uint64 // were away when the program unmapped or discarded them
+	OrphanedPages  uint64 // of devices are lost until Close: the program has unmapped or moved a coherent mapping by itself
 	RemappedPages  uint64 // were away when the program moved them to another address
 	ExclusivePages uint64 // were given to devices alone
 	CoherentPages  uint64 // went to coherent memory

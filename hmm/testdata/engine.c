@@ -5,6 +5,7 @@
 #include "../hmm.h"
 
 #include <errno.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -52,6 +53,25 @@ static int child_of(int bare)
 	}
 	want(waitpid(pid, &status, 0) == pid);
 	return status;
+}
+
+// mover moves pages in all ways until it is told to stop.
+static volatile int stop;
+static int the_dev;
+
+static void *mover(void *arg)
+{
+	uint64_t there;
+
+	(void)arg;
+	for (unsigned i = 0; !stop; i++) {
+		int err = vh_migrate(s, (uintptr_t)b, PAGES * page, the_dev, i % 3 == 0 ? VH_COHERENT : 0, &there);
+
+		want(err == 0 || err == EBUSY); // a page may be shared with a child, again and again
+		if (i % 2)
+			must(vh_migrate(s, (uintptr_t)b, PAGES * page, VH_HOME, 0, &there));
+	}
+	return NULL;
 }
 
 int main(void)
@@ -148,6 +168,55 @@ int main(void)
 		for (int i = 0; i < PAGES; i++)
 			want(b[i * page] == i + 1);
 	}
+	// Forks while pages leave, come home and become coherent: every child has all bytes.
+	pthread_t thread;
+	the_dev = dev;
+	want(pthread_create(&thread, NULL, mover, NULL) == 0);
+	for (int i = 0; i < 200; i++) {
+		int bare = have.fork_events && i % 2;
+
+		pid = bare ? (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0) : fork();
+		want(pid >= 0);
+		if (pid == 0) {
+			for (int k = 0; k < PAGES; k++)
+				if (b[k * page] != k + 1)
+					_exit(k + 1);
+			_exit(0);
+		}
+		want(waitpid(pid, &status, 0) == pid);
+		// A bare fork gives the child no mapping of coherent pages.
+		if (status != 0 && !(bare && WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV)) {
+			printf("%d: child %d (bare: %d): status %#x\n", __LINE__, i, bare, status);
+			return 1;
+		}
+	}
+	stop = 1;
+	want(pthread_join(thread, NULL) == 0);
+
+	// Results of calls may lie in memory of the space, and be away.
+	uint64_t more, *result, *seq;
+	uint32_t *entries;
+	const uint64_t *word;
+	must(vh_alloc(s, 2 * page, &more));
+	result = (uint64_t *)(uintptr_t)more;
+	entries = (uint32_t *)(uintptr_t)(more + page);
+	seq = result + 1;
+	must(vh_mirror(s, addr, PAGES * page, &word));
+	for (int i = 0; i < 50; i++) {
+		must(vh_migrate(s, more, 2 * page, dev, 0, &there));
+		must(vh_atomic(s, 1, addr + 7 * page + 800, VH_ATOMIC_ADD, 1, 0, result));
+		want(*result == (uint64_t)i);
+		must(vh_migrate(s, more, 2 * page, dev, 0, &there));
+		must(vh_snapshot(s, 1, addr, PAGES, entries, word, seq));
+		want(entries[7] & VH_E_VALID);
+		must(vh_migrate(s, more, 2 * page, dev, 0, &there));
+		must(vh_read(s, dev, 1, addr + 5 * page, result, 100)); // a buffer of the space
+		want(*(unsigned char *)result == 6);
+		must(vh_migrate(s, more, 2 * page, dev, 0, &there));
+		must(vh_write(s, dev, 1, addr + 5 * page, result, 100));
+		must(vh_vram_free(s, dev, result));
+	}
+	vh_mirror_end(s, word);
 	must(vh_close(s));
 	return 0;
 }
