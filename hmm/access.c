@@ -89,12 +89,17 @@ static uint64_t in_place(struct vh_space *s, struct vh_range *r, struct vh_page 
 	return n < bytes ? n : bytes;
 }
 
-// home_run returns how many of the bytes from page p on lie in pages that are home.
+// home_run returns how many of the bytes from page p on lie in pages that are home and that the kernel has; at least those of
+// the first one. An access to one that it does not have would wait for the fault thread, which waits for accesses.
 static uint64_t home_run(struct vh_space *s, struct vh_range *r, struct vh_page *p, uint64_t addr, uint64_t bytes)
 {
+	uint64_t entry[VH_PART / 4096 + 1], first = addr & ~(s->page_size - 1);
 	uint64_t n = s->page_size - (addr & (s->page_size - 1)), k = 1, left = r->pages - (uint64_t)(p - r->page);
+	ssize_t got = -1;
 
-	for (; n < bytes && k < left && p[k].state == VH_S_HOME; k++)
+	if (n < bytes && s->pagemap >= 0)
+		got = pread(s->pagemap, entry, sizeof entry, (off_t)(first >> s->page_shift << 3));
+	for (; n < bytes && k < left && p[k].state == VH_S_HOME && (ssize_t)(8 * k + 8) <= got && entry[k] >> 62 != 0; k++)
 		n += s->page_size;
 	return n < bytes ? n : bytes;
 }
@@ -117,17 +122,39 @@ static int count(struct vh_space *s, struct vh_range *r, int self, uint64_t addr
 	return tell;
 }
 
-// part accesses the first of some bytes; *done is how many.
-static int part(struct vh_space *s, int self, uint64_t reach, uint64_t addr, char *buf, uint64_t bytes, int write, uint64_t *done)
+// put copies bytes to memory of a device; with last, those in the last aligned word after the others.
+static void put(char *to, const char *from, uint64_t bytes, int last)
 {
+	uint64_t tail = last ? ((uintptr_t)to + bytes - 1) % 8 + 1 : 0, word;
+
+	if (tail > bytes)
+		tail = bytes;
+	memcpy(to, from, bytes - tail);
+	if (tail == 0)
+		return;
+	__atomic_thread_fence(__ATOMIC_RELEASE);
+	if (tail < 8) {
+		memcpy(to + bytes - tail, from + bytes - tail, tail);
+		return;
+	}
+	memcpy(&word, from + bytes - 8, 8);
+	__atomic_store_n((uint64_t *)(uintptr_t)(to + bytes - 8), word, __ATOMIC_RELEASE);
+}
+
+// part accesses the first of some bytes; *done is how many.
+static int part(struct vh_space *s, int self, uint64_t reach, uint64_t addr, char *buf, uint64_t bytes, int flags, uint64_t *done)
+{
+	int write = (flags & VH_WRITE) != 0;
 	uint64_t first = addr & ~(s->page_size - 1), n;
 	char bounce[VH_BOUNCE], *b = buf;
 	uint32_t start = 0;
 	int err, tell = 0;
 	sigset_t old;
 
-	if (bytes > VH_PART)
+	if (bytes > VH_PART) {
 		bytes = VH_PART;
+		flags &= ~VH_LAST;
+	}
 	for (int tries = 0;; tries++) {
 		struct vh_mapping m = {0};
 		struct vh_range *r;
@@ -138,11 +165,13 @@ static int part(struct vh_space *s, int self, uint64_t reach, uint64_t addr, cha
 		if (tries > 2 && vh_clock() - start > VH_PATIENCE_MS)
 			return EBUSY;
 		vh_lock(s, &old);
-		if (b == buf && (tries > 0 || !lends(s, buf, bytes))) {
+		if (b == buf && !(flags & VH_STEADY) && (tries > 0 || !lends(s, buf, bytes))) {
 			vh_unlock(s, &old);
 			b = bounce;
-			if (bytes > VH_BOUNCE)
+			if (bytes > VH_BOUNCE) {
 				bytes = VH_BOUNCE;
+				flags &= ~VH_LAST;
+			}
 			if (write)
 				memcpy(bounce, buf, bytes);
 			vh_lock(s, &old);
@@ -165,7 +194,7 @@ static int part(struct vh_space *s, int self, uint64_t reach, uint64_t addr, cha
 			}
 			n = in_place(s, r, p, reach, addr, bytes, m.end);
 			if (write)
-				memcpy(at, b, n);
+				put(at, b, n, flags & VH_LAST && n == bytes);
 			else
 				memcpy(b, at, n);
 			tell = count(s, r, self, addr, n, write);
@@ -178,13 +207,17 @@ static int part(struct vh_space *s, int self, uint64_t reach, uint64_t addr, cha
 				return err;
 			continue;
 		}
-		if (tries > 0 && vh_zero(s, first, write) == 0) { // the kernel may have no page, and not ask for one for a system call
+		if ((tries > 0 || !vh_present(s, first)) && vh_zero(s, first, write) == 0) {
 			s->stats.first_touches++;
 			p->removed = 0;
 		}
 		n = home_run(s, r, p, addr, bytes);
+		if (flags & VH_LAST && n == bytes && n > (addr + n - 1) % 8 + 1)
+			n -= (addr + n - 1) % 8 + 1; // the rest is the next part
+		__atomic_add_fetch(&s->under_way, 1, __ATOMIC_ACQ_REL);
 		vh_unlock(s, &old);
 		err = at_home(addr, b, &n, write);
+		__atomic_sub_fetch(&s->under_way, 1, __ATOMIC_ACQ_REL);
 		if (err == 0) {
 			vh_lock(s, &old);
 			r = vh_find(s, first); // it is counted after the access, which would bring the page home again
@@ -208,7 +241,7 @@ static int part(struct vh_space *s, int self, uint64_t reach, uint64_t addr, cha
 	return 0;
 }
 
-static int access_bytes(struct vh_space *s, int self, uint64_t reach, uint64_t addr, char *buf, uint64_t bytes, int write)
+int vh_access(struct vh_space *s, int self, uint64_t reach, uint64_t addr, void *buf, uint64_t bytes, int flags)
 {
 	uint64_t done = 0;
 	int err = vh_usable(s);
@@ -217,20 +250,20 @@ static int access_bytes(struct vh_space *s, int self, uint64_t reach, uint64_t a
 		return err;
 	if (addr + bytes < addr)
 		return EFAULT;
-	for (; bytes > 0; addr += done, buf += done, bytes -= done)
-		if ((err = part(s, self, reach, addr, buf, bytes, write, &done)) != 0)
+	for (char *at = buf; bytes > 0; addr += done, at += done, bytes -= done)
+		if ((err = part(s, self, reach, addr, at, bytes, flags, &done)) != 0)
 			return err;
 	return 0;
 }
 
 int vh_read(struct vh_space *s, int self, uint64_t reach, uint64_t addr, void *buf, uint64_t bytes)
 {
-	return access_bytes(s, self, reach, addr, buf, bytes, 0);
+	return vh_access(s, self, reach, addr, buf, bytes, 0);
 }
 
 int vh_write(struct vh_space *s, int self, uint64_t reach, uint64_t addr, const void *buf, uint64_t bytes)
 {
-	return access_bytes(s, self, reach, addr, (char *)buf, bytes, 1);
+	return vh_access(s, self, reach, addr, (void *)(uintptr_t)buf, bytes, VH_WRITE);
 }
 
 // vh_atomic changes 8 bytes. A page that is home, or in memory that is not reached, is given to devices alone first.

@@ -12,6 +12,9 @@
 //  3. A page that is not away is the kernel's: whether it is absent, present, swapped out or the zero page is asked
 //     for when it matters, and not remembered.
 //  4. Devices access pages that are away with the lock held. So no access is under way when a page changes.
+//     Accesses to pages at home are made without it, since they may fault. They begin with the lock held, and whoever
+//     reads messages, or has pages leave, waits for their end: the caller of munmap sleeps until its message is read. The
+//     wait is short, because an access may itself wait for a fault that is to be served.
 //  5. Nobody waits for Go.
 //  6. A protection that the program has changed is not reported. So a device asks for it in each call, also where the
 //     page is away, and a mapping that the engine replaces keeps it.
@@ -34,6 +37,7 @@
 #define VH_HOST 0xff	  // as a page's device: memory of the engine
 #define VH_PATIENCE_MS 5000 // how long a step is tried again without progress
 #define VH_SETTLE_MS 2000 // how long a page that the program has discarded may stay present before it can leave
+#define VH_OVERRUN_US 1000 // how long a change waits for accesses
 #define VH_AUTO 1024	  // pages that wait because of access counters
 
 enum vh_state {
@@ -135,6 +139,7 @@ struct vh_space {
 	uint64_t expect_start[4], expect_end[4]; // mappings that the engine itself replaces
 	uint64_t own_start, own_end;		 // the mapping that it moves
 	struct vh_stats stats;
+	int under_way; // accesses to pages at home, which are made without the lock; atomic
 	int dead;   // why the userfaultfd cannot be read any more
 	int hidden; // pages are kept from the child of a fork
 
@@ -169,6 +174,7 @@ struct vh_range *vh_find_next(struct vh_space *s, uint64_t addr); // the one wit
 int vh_inside(struct vh_space *s, uint64_t addr, uint64_t bytes);
 int vh_read_events(struct vh_space *s);
 int vh_changing(struct vh_space *s);
+void vh_quiet(struct vh_space *s);
 void vh_expect_unmap(struct vh_space *s, uint64_t start, uint64_t end);
 void vh_orphan(struct vh_space *s, uint64_t addr);
 void vh_expect_none(struct vh_space *s, uint64_t start, uint64_t end);

@@ -153,6 +153,12 @@ func (e engine) write(self int, reach, addr uint64, b []byte) error {
 	return errno(C.vh_write(e.s, C.int(self), C.uint64_t(reach), C.uint64_t(addr), unsafe.Pointer(unsafe.SliceData(b)), C.uint64_t(len(b))))
 }
 
+// steady is read or write with staging bytes, which lie in no space; with last, a message ends with them.
+func (e engine) steady(self int, reach, addr uint64, b []byte, write, last bool) error {
+	return errno(C.vh_access(e.s, C.int(self), C.uint64_t(reach), C.uint64_t(addr), unsafe.Pointer(unsafe.SliceData(b)), C.uint64_t(len(b)),
+		C.VH_STEADY|flag(write)*C.VH_WRITE|flag(last)*C.VH_LAST))
+}
+
 // Operations of atomic.
 const (
 	atomicAdd  = C.VH_ATOMIC_ADD
@@ -192,5 +198,6 @@ func (e engine) stats() Stats {
 		ForkedPages: uint64(s.forked_pages), Conflicts: uint64(s.conflicts), Invalidations: uint64(s.invalidations),
 		Away: uint64(s.away), DeviceReads: uint64(s.device_reads), DeviceWrites: uint64(s.device_writes),
 		DeviceAtomics: uint64(s.device_atomics), Events: uint64(s.events),
+		Overruns: uint64(s.overruns),
 	}
 }

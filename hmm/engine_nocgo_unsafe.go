@@ -54,6 +54,7 @@ func (engine) current(word) uint64                                     { return 
 func (engine) endMirror(word)                                          {}
 func (engine) read(_ int, _, _ uint64, _ []byte) error                 { return errNoCgo }
 func (engine) write(_ int, _, _ uint64, _ []byte) error                { return errNoCgo }
+func (engine) steady(_ int, _, _ uint64, _ []byte, _, _ bool) error    { return errNoCgo }
 func (engine) atomic(_, _ uint64, _ int, _, _ uint64) (uint64, error)  { return 0, errNoCgo }
 func (engine) snapshot(_, _ uint64, _ []Entry, _ word) (uint64, error) { return 0, errNoCgo }
 func (engine) fault(_, _ uint64, _ bool, _ []Entry, _ word) (uint64, error) {

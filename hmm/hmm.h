@@ -53,6 +53,7 @@ struct vh_stats {
 	uint64_t away;            // pages that are away or coherent now
 	uint64_t device_reads, device_writes, device_atomics; // pieces of pages
 	uint64_t events;          // of the kernel: unmap, move, discard, fork
+	uint64_t overruns;        // times that a change did not wait for the end of an access
 };
 
 // vh_open makes a space. On an error, why says in words what is missing.
@@ -101,6 +102,12 @@ void vh_mirror_end(struct vh_space *s, const uint64_t *seq);
 // it is no device of the space.
 int vh_read(struct vh_space *s, int self, uint64_t reach, uint64_t addr, void *buf, uint64_t bytes);
 int vh_write(struct vh_space *s, int self, uint64_t reach, uint64_t addr, const void *buf, uint64_t bytes);
+// vh_access is both. With VH_STEADY the caller vouches that buf lies in no space, and stays mapped. With VH_LAST the bytes in
+// the last aligned word are written after all others.
+#define VH_WRITE 1
+#define VH_STEADY 2
+#define VH_LAST 4
+int vh_access(struct vh_space *s, int self, uint64_t reach, uint64_t addr, void *buf, uint64_t bytes, int flags);
 #define VH_ATOMIC_ADD 0
 #define VH_ATOMIC_CAS 1
 #define VH_ATOMIC_SWAP 2

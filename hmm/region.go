@@ -96,7 +96,7 @@ func (r *region) Run(off, n uint64, acc ib.Access) ([]byte, mem.FaultKind) {
 	if acc&writes != 0 {
 		return b, mem.FaultNone
 	}
-	if kind := faultOf(r.m.space.engine.read(r.m.self, r.reach, r.m.addr+off, b)); kind != mem.FaultNone {
+	if kind := faultOf(r.m.space.engine.steady(r.m.self, r.reach, r.m.addr+off, b, false, false)); kind != mem.FaultNone {
 		mem.GiveStaging(b)
 		return nil, kind
 	}
@@ -109,14 +109,7 @@ func (r *region) Store(off uint64, b []byte, last bool) mem.FaultKind {
 		return kind
 	}
 	defer r.m.space.mu.RUnlock()
-	at := r.m.addr + off
-	if end := (at + uint64(len(b)) - 1) &^ 7; last && end > at {
-		if kind := faultOf(r.m.space.engine.write(r.m.self, r.reach, at, b[:end-at])); kind != mem.FaultNone {
-			return kind
-		}
-		b, at = b[end-at:], end
-	}
-	return faultOf(r.m.space.engine.write(r.m.self, r.reach, at, b))
+	return faultOf(r.m.space.engine.steady(r.m.self, r.reach, r.m.addr+off, b, true, last))
 }
 
 // Done takes staging bytes back.

@@ -292,6 +292,7 @@ static int step(struct vh_space *s, struct vh_request *q)
 			skip(s, q, ENOMEM, n);
 			break;
 		}
+		vh_quiet(s); // an access holds pages
 		did = vh_leave(s, r, i, n, target);
 		if (q->counted)
 			s->stats.counted_pages += did.moved;

@@ -359,13 +359,34 @@ static void fault(struct vh_space *s, uint64_t addr, int write)
 	}
 }
 
+// vh_quiet waits until no access to pages at home is under way, for VH_OVERRUN_US at most. None begins meanwhile: the caller
+// holds the lock.
+void vh_quiet(struct vh_space *s)
+{
+	struct timespec start, now;
+
+	if (__atomic_load_n(&s->under_way, __ATOMIC_ACQUIRE) == 0)
+		return;
+	clock_gettime(CLOCK_MONOTONIC, &start);
+	while (__atomic_load_n(&s->under_way, __ATOMIC_ACQUIRE) != 0) {
+		clock_gettime(CLOCK_MONOTONIC, &now);
+		if ((now.tv_sec - start.tv_sec) * 1000000 + (now.tv_nsec - start.tv_nsec) / 1000 > VH_OVERRUN_US) {
+			s->stats.overruns++;
+			return;
+		}
+		sched_yield();
+	}
+}
+
 // vh_read_events reads what the kernel reports, and applies it: changes first, since a fault may be at an address
 // that a change has moved pages to. It returns 0 or an errno; EAGAIN: there is nothing.
 int vh_read_events(struct vh_space *s)
 {
 	struct uffd_msg msg[64];
-	ssize_t n = read(s->uffd, msg, sizeof msg);
+	ssize_t n;
 
+	vh_quiet(s);
+	n = read(s->uffd, msg, sizeof msg);
 	if (n < 0)
 		return errno;
 	n /= (ssize_t)sizeof msg[0];

@@ -47,6 +47,7 @@ type Stats struct {
 	DeviceWrites   uint64 // pieces that devices have written
 	DeviceAtomics  uint64
 	Events         uint64 // changes of mappings that the kernel has reported
+	Overruns       uint64 // times that a change has not waited for a device's access, after a millisecond
 }
 
 // Config is how a space is; nil and the zero value mean the defaults. It has no fields yet.
