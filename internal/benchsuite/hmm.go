@@ -18,6 +18,7 @@ type spaceOf struct {
 	dev    *hmm.Device
 	mirror *hmm.Mirror
 	bytes  []byte
+	stay   bool // pages must not come home
 }
 
 func newSpace(n int) (_ *spaceOf, err error) {
@@ -50,6 +51,9 @@ func (s *spaceOf) migrate(to *hmm.Device) error {
 }
 
 func (s *spaceOf) close() error {
+	if n := s.space.Stats().HomePages; s.stay && n > 0 {
+		return errors.Join(fmt.Errorf("%d pages have come home", n), s.mirror.Close(), s.space.Close())
+	}
 	if s.mirror != nil {
 		if err := s.mirror.Close(); err != nil {
 			return err
@@ -64,12 +68,13 @@ func (b *buffer) makeMirror(pd *verbs.PD, n int, away bool) (err error) {
 		return err
 	}
 	s := b.space
+	s.stay = away
 	if away {
 		if err := s.migrate(s.dev); err != nil {
 			return err
 		}
 	}
-	if s.mirror, err = s.space.MirrorFor(s.bytes, nil); err != nil {
+	if s.mirror, err = s.dev.Mirror(s.bytes); err != nil { // which reaches the GPU's memory
 		return err
 	}
 	b.bytes, b.addr = make([]byte, n), s.mirror.Addr()
