@@ -1,0 +1,563 @@
+// A library to preload that answers for /dev/hmm_dmirror0 to 3: Linux's test driver of HMM, lib/test_hmm.c, on the engine of
+// package hmm. Its contract is the driver's; who moves pages, and knows where they are, is the engine. Devices 0 and 1 have
+// private memory, 2 and 3 coherent memory.
+//
+// A process gets a space of its own with its first call that needs one, a child of a fork too. Its memory joins the space
+// when a call names it.
+//
+// What differs from the driver: devices are a process's own, so that no call reaches pages of another process, and a file that
+// was inherited cannot be used. The devices have no large pages. A duplicate of the descriptor is not the device's.
+
+#include "dmirror.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <lib/test_hmm_uapi.h>
+
+#define FILES 4096
+#define VRAM (512ull << 20) // of each device
+
+struct vh_space *dm_space;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; // guards what the library has, but for files
+static struct dmirror *files[FILES];			 // by descriptor
+static int *process; // 1 in a process that knows that it is one; a fork wipes it
+
+static struct dmirror *file_of(int fd)
+{
+	return fd < 0 || fd >= FILES ? NULL : __atomic_load_n(&files[fd], __ATOMIC_ACQUIRE);
+}
+
+__attribute__((constructor)) static void start(void)
+{
+	int *p = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+	if (p == MAP_FAILED || madvise(p, PAGE, MADV_WIPEONFORK) != 0)
+		abort();
+	*p = 1;
+	process = p;
+}
+
+// begin takes the lock. In a child of a fork it forgets what the parent has.
+static void begin(void)
+{
+	int wiped = 0;
+
+	if (process != NULL && __atomic_compare_exchange_n(process, &wiped, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+		pthread_mutex_init(&lock, NULL);
+		dm_space = NULL;
+		dm_forked();
+		for (int i = 0; i < FILES; i++)
+			if (files[i] != NULL)
+				files[i]->inherited = 1;
+	}
+	pthread_mutex_lock(&lock);
+}
+
+// add_device gives the space a device with memory.
+static int add_device(void)
+{
+	int dev, err, fd = memfd_create("hmm_dmirror memory", MFD_CLOEXEC);
+	void *p;
+
+	if (fd < 0 || ftruncate(fd, VRAM) != 0)
+		return errno;
+	p = mmap(NULL, VRAM, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+	if (p == MAP_FAILED || madvise(p, VRAM, MADV_DONTFORK) != 0)
+		return errno;
+	if ((err = vh_device_add(dm_space, &dev)) != 0)
+		return err;
+	return vh_vram_add(dm_space, dev, (uintptr_t)p, VRAM / PAGE, fd, 0);
+}
+
+static int open_space(void)
+{
+	struct vh_features have;
+	char why[256] = "no memory for the devices";
+	int err = 0;
+
+	if (dm_space != NULL)
+		return 0;
+	if ((err = dm_memory()) != 0)
+		snprintf(why, sizeof why, "/proc/self/maps and pagemap: %s (PROCMAP_QUERY takes Linux 6.11)", strerror(err));
+	else if ((err = vh_open(&dm_space, &have, why, sizeof why)) == 0)
+		for (int i = 0; i < DEVICES && err == 0; i++)
+			err = add_device();
+	if (err != 0) {
+		fprintf(stderr, "hmm_dmirror: %s\n", why);
+		if (dm_space != NULL)
+			vh_close(dm_space);
+		dm_space = NULL;
+	}
+	return err;
+}
+
+// bounce returns memory for a call's bytes: the program's stay as they are if the call fails.
+static char *bounce(uint64_t bytes)
+{
+	void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+	return p == MAP_FAILED ? NULL : p;
+}
+
+static int read_or_write(struct dmirror *d, struct hmm_dmirror_cmd *cmd, int write)
+{
+	uint64_t bytes = cmd->npages * PAGE, done = 0, since = dm_now();
+	char *buf = bounce(bytes);
+	int err = 0;
+
+	if (buf == NULL)
+		return ENOMEM;
+	if (write)
+		err = dm_self(cmd->ptr, buf, bytes, 0);
+	while (err == 0) {
+		err = dm_copy(d, cmd->addr + done * PAGE, cmd->addr + bytes, buf + done * PAGE, write, &done);
+		if (err != ENOENT)
+			break;
+		err = dm_now() - since > 10000 ? EBUSY : dm_fault(d, cmd->addr + done * PAGE, cmd->addr + bytes, write);
+		if (err == 0)
+			cmd->faults++;
+	}
+	if (err == 0 && !write)
+		err = dm_self(cmd->ptr, buf, bytes, 1);
+	cmd->cpages = done;
+	munmap(buf, bytes);
+	return err;
+}
+
+static int do_read(struct dmirror *d, struct hmm_dmirror_cmd *cmd) { return read_or_write(d, cmd, 0); }
+static int do_write(struct dmirror *d, struct hmm_dmirror_cmd *cmd) { return read_or_write(d, cmd, 1); }
+
+// verify returns the bytes of pages that the device's table has: ENOENT, if it has not all of them.
+static int verify(struct dmirror *d, struct hmm_dmirror_cmd *cmd)
+{
+	uint64_t bytes = cmd->npages * PAGE, done = 0;
+	char *buf = bounce(bytes);
+	int err;
+
+	if (buf == NULL)
+		return ENOMEM;
+	err = dm_copy(d, cmd->addr, cmd->addr + bytes, buf, 0, &done);
+	if (err == 0)
+		err = dm_self(cmd->ptr, buf, bytes, 1);
+	cmd->cpages = done;
+	munmap(buf, bytes);
+	return err;
+}
+
+// settle renews the entries of pages that the caller's call has changed, pages of e: those that pick chooses get one.
+static int settle(struct dmirror *d, uint64_t start, uint64_t end, const uint32_t *before, const uint8_t *bits)
+{
+	while (start < end) {
+		struct chunk *c = dm_chunk(d, start);
+		uint32_t *now;
+		int err;
+
+		if (c == NULL || (now = malloc(c->pages * sizeof *now)) == NULL)
+			return ENOMEM;
+		err = dm_reconcile(c, 1, now);
+		for (; err == 0 && start < end && start < c->start + c->pages * PAGE; start += PAGE, before++, bits++)
+			if (*bits != 0 && dm_place(now[(start - c->start) / PAGE]) == *before)
+				*dm_entry(c, start) = (struct entry){.place = *before, .bits = *bits};
+		free(now);
+		if (err != 0)
+			return err;
+	}
+	return 0;
+}
+
+// at_home reports whether a page is the process's own, or absent: pages of other devices, and exclusive ones, do not go.
+static int at_home(uint32_t e) { return !(e & VH_E_ERROR) && dm_place(e) == 0; }
+
+// large reports whether pages are a huge page, or a hole in the place of one: then the driver wants a large page.
+static int large(uint64_t addr, const uint32_t *e, uint64_t left)
+{
+	if (addr % (BLOCK * PAGE) != 0 || left < BLOCK)
+		return 0;
+	for (int k = 0; k < BLOCK; k++)
+		if (!at_home(e[k]) || (e[k] & (VH_E_VALID | VH_E_HUGE)) != (e[0] & (VH_E_VALID | VH_E_HUGE)) || (e[k] & (VH_E_VALID | VH_E_HUGE)) == VH_E_VALID)
+			return 0;
+	return 1;
+}
+
+// leave moves pages of one mapping to the device. If an allocation is to fail, a large page goes as small ones, and a
+// small one stays, as in the driver.
+static int leave(struct dmirror *d, uint64_t start, uint64_t end)
+{
+	uint64_t n = (end - start) / PAGE, there;
+	uint32_t *e = malloc(n * sizeof *e);
+	uint8_t *bits = calloc(n, 1);
+	uint32_t place = (uint32_t)(d->device + 1) << 8 | (COHERENT(d->device) ? VH_E_COHERENT : VH_E_PRIVATE);
+	int err = e == NULL || bits == NULL ? ENOMEM : vh_snapshot(dm_space, dm_reach(d), start, n, e, NULL, NULL);
+
+	for (uint64_t k = 0, run; k < n && err == 0; k = run) {
+		int fail = (d->flags & HMM_DMIRROR_FLAG_FAIL_ALLOC) != 0, big = large(start + k * PAGE, e + k, n - k);
+
+		run = k + (big ? BLOCK : 1);
+		if (!at_home(e[k]))
+			continue;
+		d->flags &= ~HMM_DMIRROR_FLAG_FAIL_ALLOC;
+		if (fail && !big)
+			continue;
+		for (uint64_t i = k; i < run; i++)
+			bits[i] = (uint8_t)(E_VALID | (e[i] & VH_E_WRITE ? E_WRITE : 0) | (big && !fail ? E_LARGE : 0));
+	}
+	for (uint64_t k = 0, run; k < n && err == 0; k = run) {
+		for (run = k + 1; run < n && (bits[run] != 0) == (bits[k] != 0); run++)
+			continue;
+		if (bits[k] != 0) // the engine's error is of some pages; the table will not have these
+			vh_migrate(dm_space, start + k * PAGE, (run - k) * PAGE, d->device, COHERENT(d->device) ? VH_COHERENT : 0, &there);
+	}
+	for (uint64_t k = 0; k < n && err == 0; k++)
+		e[k] = place;
+	if (err == 0)
+		err = settle(d, start, end, e, bits);
+	free(e);
+	free(bits);
+	return err;
+}
+
+// each_mapping calls do for what the space has of each mapping of a call. EINVAL: there is a hole, or memory that may not
+// be read, or hugetlb memory.
+static int each_mapping(struct dmirror *d, struct hmm_dmirror_cmd *cmd, int (*act)(struct dmirror *, struct hmm_dmirror_cmd *, uint64_t, uint64_t))
+{
+	uint64_t end = cmd->addr + cmd->npages * PAGE;
+
+	for (uint64_t addr = cmd->addr; addr < end;) {
+		struct map m;
+		uint64_t stop, run;
+
+		if (dm_map(addr, &m) != 0 || !m.read || m.page_size != PAGE)
+			return EINVAL;
+		stop = m.end < end ? m.end : end;
+		dm_adopt(addr, stop);
+		for (; addr < stop; addr = run) {
+			int owned = dm_owned(addr), err = 0;
+
+			for (run = addr + PAGE; run < stop && dm_owned(run) == owned; run += PAGE)
+				continue;
+			if (owned)
+				err = act(d, cmd, addr, run);
+			if (err != 0)
+				return err;
+		}
+	}
+	return 0;
+}
+
+static int leave_piece(struct dmirror *d, struct hmm_dmirror_cmd *cmd, uint64_t start, uint64_t end)
+{
+	(void)cmd;
+	return leave(d, start, end);
+}
+
+static int to_device(struct dmirror *d, struct hmm_dmirror_cmd *cmd)
+{
+	int err = each_mapping(d, cmd, leave_piece);
+
+	return err != 0 ? err : verify(d, cmd);
+}
+
+// whole reports whether a page belongs to a huge page that went to the device and is there in one piece.
+static int whole(struct dmirror *d, uint64_t addr, const uint32_t *e, uint64_t left, uint32_t place)
+{
+	if (addr % (BLOCK * PAGE) != 0 || left < BLOCK)
+		return 0;
+	for (int k = 0; k < BLOCK; k++) {
+		struct chunk *c = dm_find(d, addr + (uint64_t)k * PAGE);
+
+		if (c == NULL || !(dm_entry(c, addr + (uint64_t)k * PAGE)->bits & E_LARGE) || dm_place(e[k]) != place)
+			return 0;
+	}
+	return 1;
+}
+
+// come_home brings home the pages that the device has of a piece. If an allocation is to fail, a page that went in one
+// piece with its huge page comes as a small one, and for another one there is no memory, as in the driver.
+static int come_home(struct dmirror *d, struct hmm_dmirror_cmd *cmd, uint64_t start, uint64_t end)
+{
+	uint64_t n = (end - start) / PAGE, there;
+	uint32_t place = (uint32_t)(d->device + 1) << 8 | (COHERENT(d->device) ? VH_E_COHERENT : VH_E_PRIVATE);
+	uint32_t *e = malloc(n * sizeof *e);
+	int err = e == NULL ? ENOMEM : vh_snapshot(dm_space, dm_reach(d), start, n, e, NULL, NULL);
+
+	for (uint64_t k = 0, run; k < n && err == 0; k = run) {
+		run = k + 1;
+		if (dm_place(e[k]) != place)
+			continue;
+		if (d->flags & HMM_DMIRROR_FLAG_FAIL_ALLOC) {
+			d->flags &= ~HMM_DMIRROR_FLAG_FAIL_ALLOC;
+			if (!whole(d, start + k * PAGE, e + k, n - k, place)) {
+				err = ENOMEM;
+				break;
+			}
+		}
+		while (run < n && dm_place(e[run]) == place)
+			run++;
+		vh_migrate(dm_space, start + k * PAGE, (run - k) * PAGE, VH_HOME, 0, &there);
+		cmd->cpages += there;
+	}
+	free(e);
+	return err;
+}
+
+static int to_system(struct dmirror *d, struct hmm_dmirror_cmd *cmd) { return each_mapping(d, cmd, come_home); }
+
+static uint8_t perm_of(struct dmirror *d, uint32_t e)
+{
+	int mine = VH_E_DEVICE(e) == d->device;
+	uint8_t perm = 0;
+
+	if (e & VH_E_ERROR)
+		return HMM_DMIRROR_PROT_ERROR;
+	if (!(e & VH_E_VALID) || e & VH_E_EXCLUSIVE)
+		return HMM_DMIRROR_PROT_NONE; // a fault would bring it home
+	if (e & VH_E_PRIVATE)
+		perm = mine ? HMM_DMIRROR_PROT_DEV_PRIVATE_LOCAL : HMM_DMIRROR_PROT_DEV_PRIVATE_REMOTE;
+	else if (e & VH_E_COHERENT)
+		perm = mine ? HMM_DMIRROR_PROT_DEV_COHERENT_LOCAL : HMM_DMIRROR_PROT_DEV_COHERENT_REMOTE;
+	else if (e & VH_E_ZERO)
+		perm = HMM_DMIRROR_PROT_ZERO;
+	perm |= e & VH_E_WRITE ? HMM_DMIRROR_PROT_WRITE : HMM_DMIRROR_PROT_READ;
+	return perm | (e & VH_E_HUGE ? HMM_DMIRROR_PROT_PMD : 0);
+}
+
+static int snapshot(struct dmirror *d, struct hmm_dmirror_cmd *cmd)
+{
+	uint64_t addr = cmd->addr, end = addr + cmd->npages * PAGE, next;
+
+	for (; addr < end; addr = next) {
+		struct chunk *c = dm_chunk(d, addr);
+		uint64_t n, seq, since = dm_now();
+		uint32_t e[BLOCK];
+		uint8_t perm[BLOCK];
+		int err;
+
+		if (c == NULL)
+			return ENOMEM;
+		next = c->start + c->pages * PAGE < end ? c->start + c->pages * PAGE : end;
+		if (next - addr > BLOCK * PAGE)
+			next = addr + BLOCK * PAGE;
+		n = (next - addr) / PAGE;
+		dm_adopt(addr, next);
+		do {
+			if (dm_now() - since > 1000)
+				return EBUSY;
+			if ((err = vh_snapshot(dm_space, dm_reach(d), addr, n, e, c->word, &seq)) != 0)
+				return err;
+			for (uint64_t k = 0; k < n; k++)
+				perm[k] = dm_owned(addr + k * PAGE) ? perm_of(d, e[k]) : dm_foreign_snapshot(addr + k * PAGE);
+		} while (vh_current(dm_space, c->word) != seq);
+		if ((err = dm_self(cmd->ptr + cmd->cpages, perm, n, 1)) != 0)
+			return err;
+		cmd->cpages += n;
+	}
+	return 0;
+}
+
+static int exclusive(struct dmirror *d, struct hmm_dmirror_cmd *cmd)
+{
+	uint64_t n = cmd->npages, end = cmd->addr + n * PAGE, there;
+	uint32_t *e;
+	uint8_t *bits;
+	struct map m;
+	int err;
+
+	dm_adopt(cmd->addr, end);
+	for (uint64_t addr = cmd->addr; addr < end; addr += PAGE) {
+		if (dm_map(addr, &m) != 0 || !m.read || !m.write)
+			return EFAULT;
+		if (!dm_owned(addr))
+			return EOPNOTSUPP;
+	}
+	if ((err = vh_exclusive(dm_space, cmd->addr, n * PAGE, &there)) != 0)
+		return err;
+	e = malloc(n * sizeof *e);
+	bits = malloc(n);
+	for (uint64_t k = 0; e != NULL && bits != NULL && k < n; k++) {
+		e[k] = VH_E_EXCLUSIVE;
+		bits[k] = E_VALID | E_ATOMIC;
+	}
+	err = e == NULL || bits == NULL ? ENOMEM : settle(d, cmd->addr, end, e, bits);
+	free(e);
+	free(bits);
+	return err != 0 ? err : verify(d, cmd);
+}
+
+static int check_exclusive(struct dmirror *d, struct hmm_dmirror_cmd *cmd)
+{
+	for (uint64_t k = 0; k < cmd->npages; k++) {
+		struct chunk *c = dm_find(d, cmd->addr + k * PAGE);
+
+		if (c != NULL && dm_entry(c, cmd->addr + k * PAGE)->bits & E_ATOMIC)
+			return EPERM;
+	}
+	return 0;
+}
+
+static int release(struct dmirror *d, struct hmm_dmirror_cmd *cmd)
+{
+	(void)cmd;
+	return dm_evict(d->device);
+}
+
+static int set_flags(struct dmirror *d, struct hmm_dmirror_cmd *cmd)
+{
+	d->flags = cmd->npages;
+	return 0;
+}
+
+static const struct {
+	unsigned long request;
+	int (*act)(struct dmirror *, struct hmm_dmirror_cmd *);
+} calls[] = {
+	{HMM_DMIRROR_READ, do_read},
+	{HMM_DMIRROR_WRITE, do_write},
+	{HMM_DMIRROR_MIGRATE_TO_DEV, to_device},
+	{HMM_DMIRROR_MIGRATE_TO_SYS, to_system},
+	{HMM_DMIRROR_SNAPSHOT, snapshot},
+	{HMM_DMIRROR_EXCLUSIVE, exclusive},
+	{HMM_DMIRROR_CHECK_EXCLUSIVE, check_exclusive},
+	{HMM_DMIRROR_RELEASE, release},
+	{HMM_DMIRROR_FLAGS, set_flags},
+};
+
+static int command(struct dmirror *d, unsigned long request, uint64_t arg)
+{
+	struct hmm_dmirror_cmd cmd;
+	int err;
+
+	if (dm_self(arg, &cmd, sizeof cmd, 0) != 0)
+		return EFAULT;
+	if (cmd.addr % PAGE != 0 || cmd.addr >= cmd.addr + cmd.npages * PAGE)
+		return EINVAL;
+	cmd.cpages = cmd.faults = 0;
+	for (size_t i = 0; i < sizeof calls / sizeof calls[0]; i++) {
+		if (calls[i].request != request)
+			continue;
+		if (d->inherited)
+			return EOPNOTSUPP; // it is the parent's memory
+		if ((err = open_space()) != 0 || (err = dm_begin(d, cmd.npages)) != 0 || (err = calls[i].act(d, &cmd)) != 0)
+			return err;
+		return dm_self(arg, &cmd, sizeof cmd, 1);
+	}
+	return EINVAL;
+}
+
+static int fail(int err)
+{
+	if (err == 0)
+		return 0;
+	errno = err;
+	return -1;
+}
+
+static int open_file(int dir, const char *path, int flags, unsigned mode)
+{
+	static const char name[] = "/dev/hmm_dmirror";
+	struct dmirror *d;
+	int fd;
+
+	if (strncmp(path, name, sizeof name - 1) != 0 || strlen(path) != sizeof name)
+		return (int)syscall(SYS_openat, dir, path, flags, mode);
+	if (path[sizeof name - 1] < '0' || path[sizeof name - 1] >= '0' + DEVICES)
+		return fail(ENOENT);
+	if ((d = calloc(1, sizeof *d)) == NULL)
+		return fail(ENOMEM);
+	d->device = path[sizeof name - 1] - '0';
+	fd = memfd_create(path + 5, flags & O_CLOEXEC ? MFD_CLOEXEC : 0);
+	if (fd < 0 || fd >= FILES) {
+		if (fd >= 0)
+			syscall(SYS_close, fd);
+		free(d);
+		return fail(EMFILE);
+	}
+	begin();
+	__atomic_store_n(&files[fd], d, __ATOMIC_RELEASE);
+	pthread_mutex_unlock(&lock);
+	return fd;
+}
+
+#define MODE(last) \
+	unsigned mode = 0; \
+	if (last & O_CREAT || (last & O_TMPFILE) == O_TMPFILE) { \
+		va_list args; \
+		va_start(args, last); \
+		mode = va_arg(args, unsigned); \
+		va_end(args); \
+	}
+
+int open(const char *path, int flags, ...)
+{
+	MODE(flags)
+	return open_file(AT_FDCWD, path, flags, mode);
+}
+
+int open64(const char *path, int flags, ...) __attribute__((alias("open")));
+
+int openat(int dir, const char *path, int flags, ...)
+{
+	MODE(flags)
+	return open_file(dir, path, flags, mode);
+}
+
+int openat64(int dir, const char *path, int flags, ...) __attribute__((alias("openat")));
+
+int ioctl(int fd, unsigned long request, ...)
+{
+	struct dmirror *d = file_of(fd);
+	unsigned long arg;
+	va_list args;
+	int err;
+
+	va_start(args, request);
+	arg = va_arg(args, unsigned long);
+	va_end(args);
+	if (d == NULL)
+		return (int)syscall(SYS_ioctl, fd, request, arg);
+	begin();
+	err = command(d, request, arg);
+	pthread_mutex_unlock(&lock);
+	return fail(err);
+}
+
+// mmap gives a mapping pages of its own, which are present, as the driver does.
+void *mmap(void *addr, size_t bytes, int prot, int flags, int fd, off_t off)
+{
+	int own;
+	void *p = MAP_FAILED;
+
+	if (flags & MAP_ANONYMOUS || file_of(fd) == NULL)
+		return (void *)syscall(SYS_mmap, addr, bytes, prot, flags, fd, off);
+	if ((own = memfd_create("hmm_dmirror", MFD_CLOEXEC)) < 0)
+		return MAP_FAILED;
+	if (ftruncate(own, (off_t)bytes) == 0)
+		p = (void *)syscall(SYS_mmap, addr, bytes, prot, flags, own, 0);
+	if (p != MAP_FAILED && prot & PROT_READ)
+		madvise(p, bytes, MADV_POPULATE_READ);
+	syscall(SYS_close, own);
+	return p;
+}
+
+void *mmap64(void *addr, size_t bytes, int prot, int flags, int fd, off_t off) __attribute__((alias("mmap")));
+
+// close brings home what the device has, as the driver does.
+int close(int fd)
+{
+	struct dmirror *d = file_of(fd);
+
+	if (d != NULL) {
+		begin();
+		if (!d->inherited && dm_space != NULL) {
+			dm_evict(d->device);
+			dm_forget(d);
+		}
+		__atomic_store_n(&files[fd], NULL, __ATOMIC_RELEASE);
+		pthread_mutex_unlock(&lock);
+		free(d);
+	}
+	return (int)syscall(SYS_close, fd);
+}
