@@ -1,61 +1,19 @@
-// A library to preload that answers for /dev/hmm_dmirror0 to 3: Linux's test driver of HMM, lib/test_hmm.c, on the engine of
-// package hmm. Its contract is the driver's; who moves pages, and knows where they are, is the engine. Devices 0 and 1 have
-// private memory, 2 and 3 coherent memory.
+// The driver: what lib/test_hmm.c does with a command, on the engine of package hmm. Who moves pages, and knows where they are, is
+// the engine.
 //
-// A process gets a space of its own with its first call that needs one, a child of a fork too. Its memory joins the space
-// when a call names it.
-//
-// What differs from the driver: devices are a process's own, so that no call reaches pages of another process, and a file that
-// was inherited cannot be used. The devices have no large pages. A duplicate of the descriptor is not the device's.
+// What differs: devices are a process's own, so that no command reaches pages of another process. They have no large
+// pages.
 
 #include "dmirror.h"
 
-#include <fcntl.h>
-#include <pthread.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 #include <lib/test_hmm_uapi.h>
 
-#define FILES 4096
 #define VRAM (512ull << 20) // of each device
 
 struct vh_space *dm_space;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; // guards what the library has, but for files
-static struct dmirror *files[FILES];			 // by descriptor
-static int *process; // 1 in a process that knows that it is one; a fork wipes it
-
-static struct dmirror *file_of(int fd)
-{
-	return fd < 0 || fd >= FILES ? NULL : __atomic_load_n(&files[fd], __ATOMIC_ACQUIRE);
-}
-
-__attribute__((constructor)) static void start(void)
-{
-	int *p = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-
-	if (p == MAP_FAILED || madvise(p, PAGE, MADV_WIPEONFORK) != 0)
-		abort();
-	*p = 1;
-	process = p;
-}
-
-// begin takes the lock. In a child of a fork it forgets what the parent has.
-static void begin(void)
-{
-	int wiped = 0;
-
-	if (process != NULL && __atomic_compare_exchange_n(process, &wiped, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-		pthread_mutex_init(&lock, NULL);
-		dm_space = NULL;
-		dm_forked();
-		for (int i = 0; i < FILES; i++)
-			if (files[i] != NULL)
-				files[i]->inherited = 1;
-	}
-	pthread_mutex_lock(&lock);
-}
+int dm_coherent;
 
 // add_device gives the space a device with memory.
 static int add_device(void)
@@ -73,7 +31,8 @@ static int add_device(void)
 	return vh_vram_add(dm_space, dev, (uintptr_t)p, VRAM / PAGE, fd, 0);
 }
 
-static int open_space(void)
+// dm_open makes the process's space, if it has none.
+int dm_open(void)
 {
 	struct vh_features have;
 	char why[256] = "no memory for the devices";
@@ -183,6 +142,11 @@ static int large(uint64_t addr, const uint32_t *e, uint64_t left)
 	return 1;
 }
 
+static uint32_t place_on(const struct dmirror *d)
+{
+	return (uint32_t)(d->device + 1) << 8 | (COHERENT(d->device) ? VH_E_COHERENT : VH_E_PRIVATE);
+}
+
 // leave moves pages of one mapping to the device. If an allocation is to fail, a large page goes as small ones, and a
 // small one stays, as in the driver.
 static int leave(struct dmirror *d, uint64_t start, uint64_t end)
@@ -190,7 +154,7 @@ static int leave(struct dmirror *d, uint64_t start, uint64_t end)
 	uint64_t n = (end - start) / PAGE, there;
 	uint32_t *e = malloc(n * sizeof *e);
 	uint8_t *bits = calloc(n, 1);
-	uint32_t place = (uint32_t)(d->device + 1) << 8 | (COHERENT(d->device) ? VH_E_COHERENT : VH_E_PRIVATE);
+	uint32_t place = place_on(d);
 	int err = e == NULL || bits == NULL ? ENOMEM : vh_snapshot(dm_space, dm_reach(d), start, n, e, NULL, NULL);
 
 	for (uint64_t k = 0, run; k < n && err == 0; k = run) {
@@ -205,6 +169,8 @@ static int leave(struct dmirror *d, uint64_t start, uint64_t end)
 		for (uint64_t i = k; i < run; i++)
 			bits[i] = (uint8_t)(E_VALID | (e[i] & VH_E_WRITE ? E_WRITE : 0) | (big && !fail ? E_LARGE : 0));
 	}
+	if (COHERENT(d->device))
+		dm_coherent = 1;
 	for (uint64_t k = 0, run; k < n && err == 0; k = run) {
 		for (run = k + 1; run < n && (bits[run] != 0) == (bits[k] != 0); run++)
 			continue;
@@ -280,7 +246,7 @@ static int whole(struct dmirror *d, uint64_t addr, const uint32_t *e, uint64_t l
 static int come_home(struct dmirror *d, struct hmm_dmirror_cmd *cmd, uint64_t start, uint64_t end)
 {
 	uint64_t n = (end - start) / PAGE, there;
-	uint32_t place = (uint32_t)(d->device + 1) << 8 | (COHERENT(d->device) ? VH_E_COHERENT : VH_E_PRIVATE);
+	uint32_t place = place_on(d);
 	uint32_t *e = malloc(n * sizeof *e);
 	int err = e == NULL ? ENOMEM : vh_snapshot(dm_space, dm_reach(d), start, n, e, NULL, NULL);
 
@@ -425,7 +391,7 @@ static const struct {
 	{HMM_DMIRROR_FLAGS, set_flags},
 };
 
-static int command(struct dmirror *d, unsigned long request, uint64_t arg)
+int dm_command(struct dmirror *d, unsigned long request, uint64_t arg)
 {
 	struct hmm_dmirror_cmd cmd;
 	int err;
@@ -440,124 +406,9 @@ static int command(struct dmirror *d, unsigned long request, uint64_t arg)
 			continue;
 		if (d->inherited)
 			return EOPNOTSUPP; // it is the parent's memory
-		if ((err = open_space()) != 0 || (err = dm_begin(d, cmd.npages)) != 0 || (err = calls[i].act(d, &cmd)) != 0)
+		if ((err = dm_begin(d, cmd.npages)) != 0 || (err = calls[i].act(d, &cmd)) != 0)
 			return err;
 		return dm_self(arg, &cmd, sizeof cmd, 1);
 	}
 	return EINVAL;
-}
-
-static int fail(int err)
-{
-	if (err == 0)
-		return 0;
-	errno = err;
-	return -1;
-}
-
-static int open_file(int dir, const char *path, int flags, unsigned mode)
-{
-	static const char name[] = "/dev/hmm_dmirror";
-	struct dmirror *d;
-	int fd;
-
-	if (strncmp(path, name, sizeof name - 1) != 0 || strlen(path) != sizeof name)
-		return (int)syscall(SYS_openat, dir, path, flags, mode);
-	if (path[sizeof name - 1] < '0' || path[sizeof name - 1] >= '0' + DEVICES)
-		return fail(ENOENT);
-	if ((d = calloc(1, sizeof *d)) == NULL)
-		return fail(ENOMEM);
-	d->device = path[sizeof name - 1] - '0';
-	fd = memfd_create(path + 5, flags & O_CLOEXEC ? MFD_CLOEXEC : 0);
-	if (fd < 0 || fd >= FILES) {
-		if (fd >= 0)
-			syscall(SYS_close, fd);
-		free(d);
-		return fail(EMFILE);
-	}
-	begin();
-	__atomic_store_n(&files[fd], d, __ATOMIC_RELEASE);
-	pthread_mutex_unlock(&lock);
-	return fd;
-}
-
-#define MODE(last) \
-	unsigned mode = 0; \
-	if (last & O_CREAT || (last & O_TMPFILE) == O_TMPFILE) { \
-		va_list args; \
-		va_start(args, last); \
-		mode = va_arg(args, unsigned); \
-		va_end(args); \
-	}
-
-int open(const char *path, int flags, ...)
-{
-	MODE(flags)
-	return open_file(AT_FDCWD, path, flags, mode);
-}
-
-int open64(const char *path, int flags, ...) __attribute__((alias("open")));
-
-int openat(int dir, const char *path, int flags, ...)
-{
-	MODE(flags)
-	return open_file(dir, path, flags, mode);
-}
-
-int openat64(int dir, const char *path, int flags, ...) __attribute__((alias("openat")));
-
-int ioctl(int fd, unsigned long request, ...)
-{
-	struct dmirror *d = file_of(fd);
-	unsigned long arg;
-	va_list args;
-	int err;
-
-	va_start(args, request);
-	arg = va_arg(args, unsigned long);
-	va_end(args);
-	if (d == NULL)
-		return (int)syscall(SYS_ioctl, fd, request, arg);
-	begin();
-	err = command(d, request, arg);
-	pthread_mutex_unlock(&lock);
-	return fail(err);
-}
-
-// mmap gives a mapping pages of its own, which are present, as the driver does.
-void *mmap(void *addr, size_t bytes, int prot, int flags, int fd, off_t off)
-{
-	int own;
-	void *p = MAP_FAILED;
-
-	if (flags & MAP_ANONYMOUS || file_of(fd) == NULL)
-		return (void *)syscall(SYS_mmap, addr, bytes, prot, flags, fd, off);
-	if ((own = memfd_create("hmm_dmirror", MFD_CLOEXEC)) < 0)
-		return MAP_FAILED;
-	if (ftruncate(own, (off_t)bytes) == 0)
-		p = (void *)syscall(SYS_mmap, addr, bytes, prot, flags, own, 0);
-	if (p != MAP_FAILED && prot & PROT_READ)
-		madvise(p, bytes, MADV_POPULATE_READ);
-	syscall(SYS_close, own);
-	return p;
-}
-
-void *mmap64(void *addr, size_t bytes, int prot, int flags, int fd, off_t off) __attribute__((alias("mmap")));
-
-// close brings home what the device has, as the driver does.
-int close(int fd)
-{
-	struct dmirror *d = file_of(fd);
-
-	if (d != NULL) {
-		begin();
-		if (!d->inherited && dm_space != NULL) {
-			dm_evict(d->device);
-			dm_forget(d);
-		}
-		__atomic_store_n(&files[fd], NULL, __ATOMIC_RELEASE);
-		pthread_mutex_unlock(&lock);
-		free(d);
-	}
-	return (int)syscall(SYS_close, fd);
 }

@@ -1,8 +1,10 @@
 // What the files of the library share that stands for Linux's test driver of HMM, lib/test_hmm.c.
 //
-//   dmirror.c   the calls that a program makes: open, ioctl, mmap, close
+//   calls.c     the calls that a program makes: open, ioctl, mmap, close
+//   dmirror.c   the driver's commands
 //   table.c     a device's page table: what it may read and write without asking
 //   memory.c    the program's memory: mappings, what the engine takes, and what it cannot take
+//   own.c       memory of the library itself, and of the engine
 
 #ifndef DMIRROR_H
 #define DMIRROR_H
@@ -27,7 +29,8 @@ struct dmirror {
 	int inherited; // the process that opened it is this one's parent
 };
 
-extern struct vh_space *dm_space; // NULL until the first call that needs it
+extern struct vh_space *dm_space; // NULL until a device is opened
+extern int dm_coherent;		  // whether pages went to a device with coherent memory
 
 // Bits of an entry of a device's page table.
 #define E_VALID 1
@@ -50,6 +53,10 @@ struct chunk {
 	uint64_t used; // by which call
 	struct entry *entry;
 };
+
+// dmirror.c
+int dm_open(void);
+int dm_command(struct dmirror *d, unsigned long request, uint64_t arg);
 
 // table.c
 uint64_t dm_reach(const struct dmirror *d);
@@ -77,6 +84,7 @@ int dm_self(uint64_t addr, void *buf, uint64_t bytes, int write);
 int dm_foreign_fault(uint64_t start, uint64_t end, int write);
 uint8_t dm_foreign_snapshot(uint64_t addr);
 int dm_evict(int device);
+void dm_uncohere(uint64_t start, uint64_t end);
 uint64_t dm_now(void); // milliseconds
 
 #endif

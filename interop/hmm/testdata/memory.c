@@ -207,3 +207,22 @@ int dm_evict(int device)
 	free(text);
 	return err;
 }
+
+// dm_uncohere brings home coherent pages of a range, a part of which may not be the space's.
+void dm_uncohere(uint64_t start, uint64_t end)
+{
+	for (uint64_t at = start; at < end;) {
+		uint32_t e[BLOCK];
+		uint64_t n = (end - at) / PAGE < BLOCK ? (end - at) / PAGE : BLOCK, there;
+
+		if (vh_snapshot(dm_space, 0, at, n, e, NULL, NULL) != 0)
+			return;
+		for (uint64_t k = 0, run; k < n; k = run) {
+			for (run = k + 1; run < n && (e[run] & VH_E_COHERENT) == (e[k] & VH_E_COHERENT); run++)
+				continue;
+			if (e[k] & VH_E_COHERENT)
+				vh_migrate(dm_space, at + k * PAGE, (run - k) * PAGE, VH_HOME, 0, &there);
+		}
+		at += n * PAGE;
+	}
+}
