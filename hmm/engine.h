@@ -109,6 +109,7 @@ struct vh_space {
 	uint64_t page_size;
 	unsigned page_shift;
 	int have_poison, have_fork, transparent;
+	int born; // the generation of the process that has opened it
 
 	pthread_mutex_t lock; // guards all that follows up to the queue
 	int urgent;	      // threads that want the lock for a fault, or for an access

@@ -54,7 +54,8 @@ struct vh_stats {
 	uint64_t events;          // of the kernel: unmap, move, discard, fork
 };
 
-// vh_open makes a space. On an error, why says in words what is missing.
+// vh_open makes a space. On an error, why says in words what is missing. A child of fork may make one of its own; with its
+// parent's, every call fails with ENODEV.
 int vh_open(struct vh_space **out, struct vh_features *have, char *why, size_t why_size);
 
 // vh_close brings all pages home and ends the space; memory of vh_alloc is unmapped. EIO: a device has failed, and

@@ -17,8 +17,10 @@
 
 static pthread_mutex_t spaces_lock = PTHREAD_MUTEX_INITIALIZER; // guards spaces
 static struct vh_space *spaces;
-// alive is 1 in the process that has opened a space, and 0 in its children: it lies in a page that forks wipe.
+// alive is the process's generation where the engine works, and 0 in children of bare forks: it lies in a page that forks
+// wipe. A child that the C library has made gets the next one, so that the parent's spaces are not its own.
 static int *alive;
+static int generation = 1;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 uint32_t vh_clock(void)
@@ -33,7 +35,7 @@ uint32_t vh_clock(void)
 
 int vh_usable(struct vh_space *s)
 {
-	return s != NULL && alive != NULL && *alive ? (s->dead ? EIO : 0) : ENODEV;
+	return s != NULL && alive != NULL && *alive == s->born ? (s->dead ? EIO : 0) : ENODEV;
 }
 
 void vh_lock(struct vh_space *s, sigset_t *old)
@@ -504,7 +506,7 @@ static void init_once(void)
 	if (p == MAP_FAILED || madvise(p, (size_t)sysconf(_SC_PAGESIZE), MADV_WIPEONFORK) != 0 ||
 	    pthread_atfork(prepare_fork, after_fork_parent, after_fork_child) != 0)
 		return;
-	*p = 1;
+	*p = generation;
 	alive = p;
 }
 
@@ -552,9 +554,10 @@ int vh_open(struct vh_space **out, struct vh_features *have, char *why, size_t w
 
 	pthread_once(&once, init_once);
 	if (alive == NULL || !*alive)
-		return say(why, why_size, ENODEV, "this is the child of a process that has used package hmm, or there is no memory");
+		return say(why, why_size, ENODEV, "this is the child of a bare fork of a process that has used package hmm, or there is no memory");
 	if ((s = calloc(1, sizeof *s)) == NULL)
 		return say(why, why_size, ENOMEM, "no memory");
+	s->born = *alive;
 	s->uffd = s->trash_uffd = s->stop = s->pagemap = s->maps = -1;
 	s->page_size = (uint64_t)sysconf(_SC_PAGESIZE);
 	while (1u << s->page_shift < s->page_size)
@@ -990,5 +993,9 @@ static void after_fork_parent(void)
 
 static void after_fork_child(void)
 {
-	// alive is 0 here, by which every function notices it.
+	if (alive == NULL)
+		return;
+	pthread_mutex_init(&spaces_lock, NULL); // the parent's thread that forks has taken it
+	spaces = NULL;
+	*alive = ++generation; // which no space has
 }
