@@ -292,7 +292,7 @@ struct vh_step vh_come_home(struct vh_space *s, struct vh_range *r, uint64_t i, 
 		}
 		vh_invalidate(s, addr, addr + (run << s->page_shift));
 		err = vh_copy_in(s->uffd, addr, p->where, run << s->page_shift, &done);
-		for (uint64_t k = 0; k < done >> s->page_shift; k++) {
+		for (uint64_t k = done >> s->page_shift; k-- > 0;) { // the first one is taken first next time: runs stay runs
 			vh_drop(s, &p[k]);
 			p[k].removed = 0;
 			s->stats.home_pages++;
