@@ -2,7 +2,7 @@
 // the engine.
 //
 // What differs: devices are a process's own, so that no command reaches pages of another process. They have no large
-// pages.
+// pages. While read-only memory moves, another thread could write to it.
 
 #include "dmirror.h"
 
@@ -147,7 +147,7 @@ static uint32_t place_on(const struct dmirror *d)
 	return (uint32_t)(d->device + 1) << 8 | (COHERENT(d->device) ? VH_E_COHERENT : VH_E_PRIVATE);
 }
 
-// leave moves pages of one mapping to the device. If an allocation is to fail, a large page goes as small ones, and a
+// leave moves pages to the device. If an allocation is to fail, a large page goes as small ones, and a
 // small one stays, as in the driver.
 static int leave(struct dmirror *d, uint64_t start, uint64_t end)
 {
@@ -186,32 +186,31 @@ static int leave(struct dmirror *d, uint64_t start, uint64_t end)
 	return err;
 }
 
-// each_mapping calls do for what the space has of each mapping of a call. EINVAL: there is a hole, or memory that may not
-// be read, or hugetlb memory.
-static int each_mapping(struct dmirror *d, struct hmm_dmirror_cmd *cmd, int (*act)(struct dmirror *, struct hmm_dmirror_cmd *, uint64_t, uint64_t))
+// each_piece calls act for what the space has of the memory that a command names. EINVAL: there is a hole, or memory that
+// may not be read, or hugetlb memory; what lies before it is done.
+static int each_piece(struct dmirror *d, struct hmm_dmirror_cmd *cmd, int (*act)(struct dmirror *, struct hmm_dmirror_cmd *, uint64_t, uint64_t))
 {
-	uint64_t end = cmd->addr + cmd->npages * PAGE;
+	uint64_t end = cmd->addr, stop = cmd->addr + cmd->npages * PAGE, run;
+	struct map m;
+	int err;
 
-	for (uint64_t addr = cmd->addr; addr < end;) {
-		struct map m;
-		uint64_t stop, run;
+	while (end < stop && dm_map(end, &m) == 0 && m.read && m.page_size == PAGE)
+		end = m.end;
+	err = end < stop ? EINVAL : 0;
+	if (end > stop)
+		end = stop;
+	dm_adopt(cmd->addr, end);
+	for (uint64_t addr = cmd->addr; addr < end; addr = run) {
+		int owned = dm_owned(addr), now = 0;
 
-		if (dm_map(addr, &m) != 0 || !m.read || m.page_size != PAGE)
-			return EINVAL;
-		stop = m.end < end ? m.end : end;
-		dm_adopt(addr, stop);
-		for (; addr < stop; addr = run) {
-			int owned = dm_owned(addr), err = 0;
-
-			for (run = addr + PAGE; run < stop && dm_owned(run) == owned; run += PAGE)
-				continue;
-			if (owned)
-				err = act(d, cmd, addr, run);
-			if (err != 0)
-				return err;
-		}
+		for (run = addr + PAGE; run < end && dm_owned(run) == owned; run += PAGE)
+			continue;
+		if (owned)
+			now = act(d, cmd, addr, run);
+		if (now != 0)
+			return now;
 	}
-	return 0;
+	return err;
 }
 
 static int leave_piece(struct dmirror *d, struct hmm_dmirror_cmd *cmd, uint64_t start, uint64_t end)
@@ -220,10 +219,41 @@ static int leave_piece(struct dmirror *d, struct hmm_dmirror_cmd *cmd, uint64_t 
 	return leave(d, start, end);
 }
 
+// Memory that is read-only is made writable for the time of a move, since the engine does not take it otherwise.
+struct lifted {
+	uint64_t start, end;
+	int prot;
+};
+
+static size_t lift(struct hmm_dmirror_cmd *cmd, struct lifted **list)
+{
+	uint64_t stop = cmd->addr + cmd->npages * PAGE;
+	size_t n = 0;
+	struct map m;
+
+	for (uint64_t addr = cmd->addr; addr < stop && dm_map(addr, &m) == 0; addr = m.end) {
+		struct lifted *more, one = {addr, m.end < stop ? m.end : stop, PROT_READ | (m.exec ? PROT_EXEC : 0)};
+
+		if (!m.read || m.write || m.shared || m.inode != 0 || m.page_size != PAGE)
+			continue;
+		if ((more = realloc(*list, (n + 1) * sizeof *more)) == NULL)
+			break;
+		*list = more;
+		if (mprotect((void *)(uintptr_t)one.start, one.end - one.start, one.prot | PROT_WRITE) == 0)
+			more[n++] = one;
+	}
+	return n;
+}
+
 static int to_device(struct dmirror *d, struct hmm_dmirror_cmd *cmd)
 {
-	int err = each_mapping(d, cmd, leave_piece);
+	struct lifted *list = NULL;
+	size_t n = lift(cmd, &list);
+	int err = each_piece(d, cmd, leave_piece);
 
+	for (size_t i = 0; i < n; i++)
+		mprotect((void *)(uintptr_t)list[i].start, list[i].end - list[i].start, list[i].prot);
+	free(list);
 	return err != 0 ? err : verify(d, cmd);
 }
 
@@ -270,7 +300,7 @@ static int come_home(struct dmirror *d, struct hmm_dmirror_cmd *cmd, uint64_t st
 	return err;
 }
 
-static int to_system(struct dmirror *d, struct hmm_dmirror_cmd *cmd) { return each_mapping(d, cmd, come_home); }
+static int to_system(struct dmirror *d, struct hmm_dmirror_cmd *cmd) { return each_piece(d, cmd, come_home); }
 
 static uint8_t perm_of(struct dmirror *d, uint32_t e)
 {

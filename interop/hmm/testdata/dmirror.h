@@ -74,7 +74,7 @@ static inline uint32_t dm_place(uint32_t e) { return e & (VH_E_PRIVATE | VH_E_CO
 // memory.c
 struct map {
 	uint64_t start, end, inode, page_size;
-	int read, write, shared;
+	int read, write, exec, shared;
 };
 int dm_memory(void); // opens what the rest needs
 int dm_map(uint64_t addr, struct map *m);

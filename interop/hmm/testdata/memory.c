@@ -43,7 +43,8 @@ int dm_map(uint64_t addr, struct map *m)
 	if (ioctl(maps, VH_PROCMAP_QUERY, &q) != 0)
 		return errno;
 	*m = (struct map){.start = q.vma_start, .end = q.vma_end, .inode = q.inode, .page_size = q.vma_page_size,
-		.read = (q.vma_flags & 1) != 0, .write = (q.vma_flags & 2) != 0, .shared = (q.vma_flags & 8) != 0};
+		.read = (q.vma_flags & 1) != 0, .write = (q.vma_flags & 2) != 0, .exec = (q.vma_flags & 4) != 0,
+		.shared = (q.vma_flags & 8) != 0};
 	return 0;
 }
 
