@@ -131,7 +131,7 @@ int ioctl(int fd, unsigned long request, ...)
 	if (d == NULL)
 		return (int)syscall(SYS_ioctl, fd, request, arg);
 	begin();
-	err = d->inherited ? EOPNOTSUPP : dm_command(d, request, arg);
+	err = dm_command(d, request, arg);
 	pthread_mutex_unlock(&lock);
 	return fail(err);
 }

@@ -74,7 +74,7 @@ int dm_reconcile(struct chunk *c, int own, uint32_t *now)
 			continue;
 		if (addr >= m.end && dm_map(addr, &m) != 0)
 			m = (struct map){.end = addr + PAGE};
-		if (now[k] & VH_E_ERROR || dm_place(now[k]) != e->place || (e->place == 0 && seq != c->seq && !own) || !m.read)
+		if (now[k] & VH_E_ERROR || dm_place(now[k]) != e->place || (e->place == 0 && seq != c->seq && !own))
 			e->bits = 0;
 		else if (!m.write)
 			e->bits = e->bits & E_ATOMIC ? 0 : e->bits & ~E_WRITE;
