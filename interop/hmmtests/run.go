@@ -1,10 +1,9 @@
-package hmm
+package hmmtests
 
 import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"os/exec"
 	"regexp"
 	"strings"
@@ -112,8 +111,6 @@ var (
 
 // Run runs one case.
 func (b *Built) Run(ctx context.Context, name string) Result {
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Minute) // the harness has a limit of its own
-	defer cancel()
 	start := time.Now()
 	out, err := b.preloaded(ctx, b.Tests, "-r", name)
 	return judge(name, out, err, time.Since(start))
@@ -146,8 +143,6 @@ func judge(name, out string, err error, took time.Duration) Result {
 
 // RunCheck runs the program that looks at what hmm-tests do not look at.
 func (b *Built) RunCheck(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Minute)
-	defer cancel()
 	out, err := b.preloaded(ctx, b.Check)
 	if err != nil || !strings.HasSuffix(out, "ok\n") {
 		return fmt.Errorf("%w\n%s", errors.Join(err, errors.New("check.c has not said ok")), out)
@@ -155,15 +150,14 @@ func (b *Built) RunCheck(ctx context.Context) error {
 	return nil
 }
 
-// preloaded runs a program with the library, and ends its children with it.
+// preloaded runs a program with the library, for five minutes at most: the harness has a limit of its own. timeout(1) ends the
+// program's children with it.
 func (b *Built) preloaded(ctx context.Context, program string, args ...string) (string, error) {
 	var out ends
-	cmd := exec.CommandContext(ctx, program, args...)
-	cmd.Env = append(os.Environ(), "LD_PRELOAD="+b.Library)
+	cmd := exec.CommandContext(ctx, "timeout", append([]string{"--kill-after=10", "300", "env", "LD_PRELOAD=" + b.Library, program}, args...)...)
 	cmd.Stdout, cmd.Stderr = &out, &out
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
-	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
-	cmd.WaitDelay = 10 * time.Second
+	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
+	cmd.WaitDelay = 20 * time.Second
 	err := cmd.Run()
 	return out.String(), err
 }

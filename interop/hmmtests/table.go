@@ -1,4 +1,4 @@
-package hmm
+package hmmtests
 
 import (
 	"fmt"

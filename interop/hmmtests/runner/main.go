@@ -1,8 +1,8 @@
 // Command runner runs Linux's selftests of HMM on the engine of package hmm, from the repository's root, and prints
 // a table. It fails if a case does not pass that passes in docs/hmm-tests.md.
 //
-//	go run ./interop/hmm/runner
-//	go run ./interop/hmm/runner -run 'migrate_' -v
+//	go run ./interop/hmmtests/runner
+//	go run ./interop/hmmtests/runner -run 'migrate_' -v
 package main
 
 import (
@@ -16,7 +16,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/verbena-rdma/verbena/interop/hmm"
+	"github.com/verbena-rdma/verbena/interop/hmmtests"
 )
 
 func main() {
@@ -43,14 +43,14 @@ func run(ctx context.Context, doc, pattern string, write, verbose bool) error {
 	if err != nil {
 		return err
 	}
-	expected, err := hmm.ParseTable(string(text))
+	expected, err := hmmtests.ParseTable(string(text))
 	if err != nil {
 		return err
 	}
-	if err := hmm.Check(); err != nil {
+	if err := hmmtests.Check(); err != nil {
 		return err
 	}
-	source, err := hmm.FindSource(ctx)
+	source, err := hmmtests.FindSource(ctx)
 	if err != nil {
 		return err
 	}
@@ -67,7 +67,7 @@ func run(ctx context.Context, doc, pattern string, write, verbose bool) error {
 	if err != nil {
 		return err
 	}
-	var table hmm.Table
+	var table hmmtests.Table
 	var worse []string
 	for _, name := range cases {
 		if !choose.MatchString(name) {
@@ -83,12 +83,12 @@ func run(ctx context.Context, doc, pattern string, write, verbose bool) error {
 		if err := table.Add(r, expected); err != nil {
 			return err
 		}
-		if expected.Verdict(name) == hmm.Pass && r.Verdict != hmm.Pass {
+		if expected.Verdict(name) == hmmtests.Pass && r.Verdict != hmmtests.Pass {
 			worse = append(worse, fmt.Sprintf("%s: %s: %s", name, r.Verdict, r.Reason))
 		}
 	}
 	fmt.Printf("%s\nhmm-tests of %s: %d pass, %d fail, %d skip; %s has %d that pass\n", table.String(), source.Name,
-		table.Count(hmm.Pass), table.Count(hmm.Fail), table.Count(hmm.Skip), doc, expected.Count(hmm.Pass))
+		table.Count(hmmtests.Pass), table.Count(hmmtests.Fail), table.Count(hmmtests.Skip), doc, expected.Count(hmmtests.Pass))
 	if write {
 		text, err := table.Replace(string(text))
 		if err != nil {

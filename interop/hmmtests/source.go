@@ -1,4 +1,4 @@
-package hmm
+package hmmtests
 
 import (
 	"bytes"
@@ -12,8 +12,6 @@ import (
 	"regexp"
 	"runtime"
 	"strings"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/verbena-rdma/verbena/interop/vm"
 )
@@ -46,16 +44,15 @@ func Check() error {
 
 // Kernel returns why the running kernel cannot have the tests: the engine takes Linux 6.8, the library 6.11.
 func Kernel() string {
-	var u unix.Utsname
-	if err := unix.Uname(&u); err != nil {
+	release, err := os.ReadFile("/proc/sys/kernel/osrelease")
+	if err != nil {
 		return err.Error()
 	}
-	release := unix.ByteSliceToString(u.Release[:])
 	var major, minor int
-	if n, err := fmt.Sscanf(release, "%d.%d", &major, &minor); err != nil || n != 2 || major > 6 || (major == 6 && minor >= 11) {
+	if n, err := fmt.Sscanf(string(release), "%d.%d", &major, &minor); err != nil || n != 2 || major > 6 || (major == 6 && minor >= 11) {
 		return ""
 	}
-	return "Linux " + release + " has no PROCMAP_QUERY; 6.11 has it"
+	return "Linux " + strings.TrimSpace(string(release)) + " has no PROCMAP_QUERY; 6.11 has it"
 }
 
 // members are the files of the kernel's source that the tests are built from.
@@ -155,7 +152,7 @@ func (s *Source) Build(ctx context.Context, root, dir string) (*Built, error) {
 	if err != nil {
 		return nil, err
 	}
-	ours := filepath.Join(root, "interop/hmm/testdata")
+	ours := filepath.Join(root, "interop/hmmtests/testdata")
 	flags := []string{"-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-I", ours, "-I", filepath.Join(root, "hmm"), "-I", s.dir}
 	library := append([]string{"-shared", "-fPIC", "-include", filepath.Join(ours, "own.h"), "-o", b.Library}, flags...)
 	for _, name := range []string{"calls", "dmirror", "table", "memory", "own"} {
