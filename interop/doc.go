@@ -9,7 +9,7 @@
 //
 // Packages below it test Verbena against others: programs against programs that were
 // built for libibverbs, rxe against the Linux kernel's device, in a virtual machine
-// that package vm boots.
+// that package vm boots, hmmtests against Linux's own tests of HMM.
 //
 // The tests in namespaces need root and iproute2. Where that is missing they are
 // skipped and say so; with CI=true they fail instead.
