@@ -11,6 +11,7 @@ SOAKTIME  ?= 10m
 BENCHARGS ?=
 KERNELS   ?= stable,sid
 RUN       ?=
+WRITE     ?=
 CUDAARGS  ?=
 
 # See scripts/lib.sh: stamp version information only where git can read it.
@@ -19,7 +20,7 @@ export GOFLAGS := $(GOFLAGS) -buildvcs=false
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build clib demo test lint fuzz bench interop interop-bench cuda-test check-full soak profile clean install
+.PHONY: help setup build clib demo test lint fuzz bench interop interop-bench hmm-tests cuda-test check-full soak profile clean install
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +61,9 @@ interop: setup ## hold our packets, PCI verdicts and NVMe to the Linux kernel, a
 
 interop-bench: setup ## compare speeds with the kernel's own device, in one virtual machine
 	@go run ./interop/rxe/runner -kernels sid -bench 5
+
+hmm-tests: setup ## hold package hmm to Linux's own tests of HMM, as root; RUN=regexp, WRITE=1 renews docs/hmm-tests.md
+	@go run ./interop/hmmtests/runner -run '$(RUN)' $(if $(WRITE),-write)
 
 cuda-test: ## hold NCCL, PyTorch and others to GPU memory; needs an NVIDIA GPU, and bin from here or elsewhere; CUDAARGS are passed on
 	@nvidia-smi -L >/dev/null 2>&1 || { echo 'cuda-test: needs a machine with an NVIDIA GPU and its driver; nvidia-smi finds none here' >&2; exit 1; }

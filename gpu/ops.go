@@ -15,10 +15,11 @@ import (
 
 // Mem is memory that an operation works on: a part of a Buffer, or memory of the program.
 type Mem struct {
-	buf    *Buffer
-	obj    *object
-	host   []byte
-	off, n uint64
+	buf     *Buffer
+	obj     *object
+	host    []byte
+	unified Unified
+	off, n  uint64
 }
 
 // Host is memory of the program, which it leaves alone until the operation is executed.
@@ -36,6 +37,9 @@ func (m Mem) Len() uint64 { return m.n }
 
 // hold checks the memory and takes a reference.
 func (m *Mem) hold(op string) error {
+	if m.unified != nil {
+		return m.holdUnified(op)
+	}
 	if m.buf == nil {
 		if m.host == nil && m.n == 0 {
 			return ib.Errorf(op, syscall.EINVAL, "no memory")
@@ -70,6 +74,8 @@ type span struct {
 	n     uint64
 	vram  bool
 	used  bool // the object is to be told when the operation has ended
+	// staged has the bytes of unified memory meanwhile; nil for other memory.
+	staged []byte
 }
 
 // at returns the bytes from off on that lie together, at most n.
@@ -83,9 +89,16 @@ func use(ctx context.Context, op string, mems []Mem, f *dmabuf.Fence) ([]span, e
 	order := make([]int, 0, len(mems))
 	for i, m := range mems {
 		at[i] = span{off: m.off, n: m.n}
-		if m.obj != nil {
+		switch {
+		case m.obj != nil:
 			order = append(order, i)
-		} else {
+		case m.unified != nil:
+			b, err := m.load(i > 0)
+			if err != nil {
+				return at, err
+			}
+			at[i] = span{table: dmabuf.NewTable(b), n: m.n, staged: b}
+		default:
 			at[i].table = dmabuf.NewTable(m.host)
 		}
 	}

@@ -255,6 +255,9 @@ func (s *Stream) execute(op *operation) error {
 	if err == nil {
 		err = op.run(at)
 	}
+	if err == nil && at[0].staged != nil {
+		err = op.mems[0].store(at[0].staged)
+	}
 	if err == nil {
 		if op.cost != nil {
 			cost, n := op.cost(at)

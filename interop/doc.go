@@ -8,8 +8,9 @@
 // their standard input and output.
 //
 // Packages below it test Verbena against others: programs against programs that were
-// built for libibverbs, systems against Open MPI, MPICH, OpenSHMEM and uDAPL, rxe against the Linux kernel's device, in a virtual machine
-// that package vm boots.
+// built for libibverbs, systems against Open MPI, MPICH, OpenSHMEM and uDAPL, migrate
+// against QEMU, iser against tgtd and libiscsi, rxe against the Linux kernel's device, in a
+// virtual machine that package vm boots, hmmtests against Linux's own tests of HMM.
 //
 // The tests in namespaces need root and iproute2. Where that is missing they are
 // skipped and say so; with CI=true they fail instead.

@@ -67,8 +67,10 @@ func (mr *MR) reregDMABuf(d DMABuf, c provider.MRChange, both bool) error {
 	return importer.Rereg(mr.p, d.internal(), c)
 }
 
-// GPUMemory is memory of a GPU: a *[gpu.Buffer], or a *[cuda.Buffer].
+// GPUMemory is memory of a GPU: a *[gpu.Buffer], or a *[cuda.Buffer]; or memory that the process shares with GPUs, a
+// *[hmm.Mirror].
 //
+// [hmm.Mirror]: https://pkg.go.dev/github.com/verbena-rdma/verbena/hmm#Mirror
 // [gpu.Buffer]: https://pkg.go.dev/github.com/verbena-rdma/verbena/gpu#Buffer
 // [cuda.Buffer]: https://pkg.go.dev/github.com/verbena-rdma/verbena/gpu/cuda#Buffer
 type GPUMemory interface {
@@ -92,12 +94,14 @@ type engineMemory interface {
 //
 // A [gpu.Buffer] is registered as RegDMABufMR does with its dma-buf: the GPU may move the memory, evict it to system
 // memory, and bring it back, and requests find it where it is. Order requests and the GPU's work by fences: OpWaitFence
-// and OpSignalFence. A [cuda.Buffer] stays where it is, and the GPU's driver copies its bytes.
+// and OpSignalFence. A [cuda.Buffer] stays where it is, and the GPU's driver copies its bytes. Pages of a [hmm.Mirror] move
+// at any time: requests find them in VRAM that the device reaches, or have them come home.
 //
 // When the memory is freed, requests of peers end in access errors (WCRemAccessErr).
 //
 // Errors: those of RegDMABufMR; EINVAL if the memory is freed, or for other memory.
 //
+// [hmm.Mirror]: https://pkg.go.dev/github.com/verbena-rdma/verbena/hmm#Mirror
 // [gpu.Buffer]: https://pkg.go.dev/github.com/verbena-rdma/verbena/gpu#Buffer
 // [cuda.Buffer]: https://pkg.go.dev/github.com/verbena-rdma/verbena/gpu/cuda#Buffer
 func (pd *PD) RegGPU(m GPUMemory, access Access) (*MR, error) {

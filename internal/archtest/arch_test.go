@@ -114,7 +114,7 @@ type rule struct {
 var rules = []rule{
 	{"unsafe only in files named *_unsafe.go", checkUnsafe},
 	{"unsafe code says why it is sound", checkUnsafeReason},
-	{"cgo only in internal/sys and clib", checkCgo},
+	{"cgo only in internal/sys, hmm and clib", checkCgo},
 	{"system calls only in packages internal/sys", checkSyscalls},
 	{"a mutex says what it guards", checkMutexComment},
 }
@@ -171,12 +171,12 @@ func checkUnsafeReason(f *file) []string {
 }
 
 func checkCgo(f *file) (bad []string) {
-	if f.under("internal/sys", "clib") {
+	if f.under("internal/sys", "hmm", "clib") {
 		return nil
 	}
 	f.imports(func(spec *ast.ImportSpec, path, _ string) {
 		if path == "C" || path == "runtime/cgo" {
-			bad = append(bad, f.complain(spec.Pos(), "imports %q: cgo belongs in internal/sys or clib", path))
+			bad = append(bad, f.complain(spec.Pos(), "imports %q: cgo belongs in internal/sys, hmm or clib", path))
 		}
 	})
 	return bad

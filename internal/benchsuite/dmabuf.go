@@ -40,6 +40,9 @@ func (b *buffer) store() (err error) {
 	if b.vram != nil {
 		_, err = b.vram.WriteAt(b.bytes, 0)
 	}
+	if b.space != nil {
+		_, err = b.space.mirror.WriteAt(b.bytes, 0)
+	}
 	return err
 }
 
@@ -50,6 +53,9 @@ func (b *buffer) load() (err error) {
 	}
 	if b.vram != nil {
 		_, err = b.vram.ReadAt(b.bytes, 0)
+	}
+	if b.space != nil {
+		_, err = b.space.mirror.ReadAt(b.bytes, 0)
 	}
 	return err
 }

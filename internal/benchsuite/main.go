@@ -22,6 +22,7 @@
 //	staged.go     memory that an engine moves
 //	paging.go     on-demand memory; manyregions.go, many regions, in a peer process
 //	dmabuf.go     dma-bufs: copies, moves, registration
+//	hmm.go        one address space for the CPU and GPUs
 //	gpu.go        software GPUs: WRITEs into their memory, copies, eviction; gpupipeline.go, with the costs of a real one
 //	footprint.go  memory and CPU time of idle queue pairs
 //	clib.go       programs that are linked with the drop-in libibverbs

@@ -42,6 +42,9 @@ const (
 	movable  memory = "dma-buf"      // of dmabuf.Alloc, which may move it
 	held     memory = "held dma-buf" // the same, held in place by the device (PinDMABuf)
 	inVRAM   memory = "VRAM"         // of a software GPU
+
+	awayPages memory = "pages in VRAM" // of a space of package hmm
+	homePages memory = "pages at home"
 )
 
 // stride is the distance of two slots. Slots start on a cache line, and have
@@ -85,6 +88,9 @@ type buffer struct {
 	// gpu and vram have the memory, if it is a GPU's. bytes are a copy of it, too.
 	gpu  *gpu.Device
 	vram *gpu.Buffer
+
+	// space has the memory, if it is of package hmm. bytes are a copy of it, too.
+	space *spaceOf
 }
 
 // sge returns the element for n bytes from off on.
@@ -174,6 +180,9 @@ func (b *buffer) make(pd *verbs.PD, n int, mapped bool, kind memory) (err error)
 	if kind == inVRAM {
 		return b.makeVRAM(pd, n)
 	}
+	if kind == awayPages || kind == homePages {
+		return b.makeMirror(pd, n, kind == awayPages)
+	}
 	if mapped {
 		if b.bytes, err = sys.Map(n); err != nil {
 			return fmt.Errorf("mmap: %w", err)
@@ -212,6 +221,9 @@ func (b *buffer) close() error {
 	}
 	if b.gpu != nil {
 		errs = append(errs, b.gpu.Close()) // it frees vram
+	}
+	if b.space != nil {
+		errs = append(errs, b.space.close())
 	}
 	return errors.Join(errs...)
 }

@@ -35,6 +35,9 @@ func Atomic(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, 
 	}
 	defer p.close()
 	for times := 1; ; times++ {
+		if orig, f, ok := p.byBacking(off, addr, acc, op, compare, swapAdd); ok {
+			return orig, f
+		}
 		b, at, f := p.word(off, acc)
 		if !f.OK() {
 			return 0, f
@@ -60,6 +63,34 @@ func Atomic(t *Table, who Actor, key uint32, addr uint64, op AtomicOp, compare, 
 			return 0, f
 		}
 	}
+}
+
+// changer is a staged Backing that changes 8 bytes by itself.
+type changer interface {
+	Atomic(off uint64, op AtomicOp, compare, swapAdd uint64) (orig uint64, kind FaultKind)
+}
+
+// byBacking has the backing change 8 bytes, if it is a changer; otherwise ok is false.
+func (p *place) byBacking(off, addr uint64, acc ib.Access, op AtomicOp, compare, swapAdd uint64) (orig uint64, f Fault, ok bool) {
+	if p.leaf != nil && !p.leaf.staged {
+		return 0, Fault{}, false
+	}
+	b, in, f := p.run(off, 8, acc) // which finds the leaf
+	if !f.OK() {
+		return 0, f, true
+	}
+	c, ok := p.leaf.backing.(changer)
+	if !ok {
+		return 0, Fault{}, false
+	}
+	if addr%8 != 0 || len(b) < 8 {
+		return 0, p.region.fault(FaultAlign, off, 8, acc), true
+	}
+	orig, kind := c.Atomic(in, op, compare, swapAdd)
+	if kind != FaultNone {
+		return 0, p.fault(kind, off, 8, acc), true
+	}
+	return orig, Fault{}, true
 }
 
 // word returns 8 bytes at an address of this process, and their place if the program may

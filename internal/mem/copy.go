@@ -102,7 +102,7 @@ func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 			}
 			continue // they are back, and any of them may not have been moved
 		}
-		if d.isStaged() && !d.store(k, end) {
+		if d.isStaged() && !d.written(k, uint64(k) == n, last) {
 			side = Dst
 			break
 		}
@@ -110,6 +110,9 @@ func CopyPieces(dst, src *List, n uint64, last bool) (f Fault, side Side) {
 		d.use(k)
 		s.use(k)
 		n -= uint64(k)
+	}
+	if side == Src { // what was copied before the fault
+		d.store(0, false)
 	}
 	count(&d, &s, moved)
 	d.close()
@@ -284,6 +287,11 @@ type cursor struct {
 	at    uint64 // where in the leaf b begins
 	lost  int    // how often they were gone when they were used
 	fault Fault  // why it cannot go on
+
+	// unsaved are the staging bytes that were written and not stored yet, which belong to
+	// unsavedAt in the leaf.
+	unsaved   []byte
+	unsavedAt uint64
 }
 
 // fill makes b the next bytes of the list: between 1 and n of them. It reports false if
@@ -373,14 +381,32 @@ func (l *List) find(key uint32) *Region {
 // isStaged reports whether the bytes in use are staging bytes, which the leaf's backing stores.
 func (c *cursor) isStaged() bool { return c.leaf != nil && c.leaf.staged }
 
-// store has the leaf's backing store the first k of the bytes in use, which the copy has
-// just written. It reports false if there is a fault.
+// written notes that the copy has just written the first k of the bytes in use, which are staging bytes. The leaf's backing
+// stores them when all are written, or the copy ends. It reports false if there is a fault.
+func (c *cursor) written(k int, end, last bool) bool {
+	if c.unsaved == nil {
+		c.unsaved, c.unsavedAt = c.b[:0], c.at
+	}
+	c.unsaved = c.unsaved[:len(c.unsaved)+k]
+	if k < len(c.b) && !end {
+		return true
+	}
+	return c.store(k, end && last)
+}
+
+// store has the leaf's backing store the staging bytes that were written. The last k of them are still in use. It reports
+// false if there is a fault.
 func (c *cursor) store(k int, last bool) bool {
-	kind := c.leaf.backing.(staged).Store(c.at, c.b[:k], last)
+	b := c.unsaved
+	if b == nil {
+		return true
+	}
+	c.unsaved = nil
+	kind := c.leaf.backing.(staged).Store(c.unsavedAt, b, last)
 	if kind == FaultNone {
 		return true
 	}
-	return c.fail(c.place.fault(kind, c.off-uint64(len(c.b)), uint64(k), c.list.Access))
+	return c.fail(c.place.fault(kind, c.off-uint64(len(c.b)-k+len(b)), uint64(len(b)), c.list.Access))
 }
 
 // fillRaw is fill for a list of raw bytes, which needs no section.

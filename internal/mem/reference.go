@@ -38,7 +38,7 @@ func copyRef(d, s *cursor, n uint64, last bool) (k int, side Side) {
 	case !ok:
 		s.fault = Fault{Kind: FaultStale, Extent: Extent{Len: uint64(k)}}
 		return 0, Src
-	case d.isStaged() && !d.store(k, last && uint64(k) == n):
+	case d.isStaged() && !d.written(k, uint64(k) == n, last):
 		return 0, Dst
 	}
 	d.use(k)
