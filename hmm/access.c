@@ -61,8 +61,13 @@ static int at_home(uint64_t addr, char *buf, uint64_t *bytes, int write)
 static int why_not(struct vh_space *s, uint64_t addr, int write)
 {
 	struct vh_mapping m = {0};
+	sigset_t old;
+	int err;
 
-	return vh_allowed(s, addr, write, &m);
+	vh_lock(s, &old);
+	err = vh_allowed(s, addr, write, &m);
+	vh_unlock(s, &old);
+	return err;
 }
 
 #define VH_BOUNCE 4096

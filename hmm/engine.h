@@ -101,6 +101,11 @@ struct vh_mirror_word {
 	uint64_t pad[5];
 };
 
+struct vh_mapping {
+	uint64_t start, end, off, inode;
+	int read, write, shared;
+};
+
 enum vh_kind { VH_R_MIGRATE, VH_R_EXCLUSIVE, VH_R_DRAIN };
 
 struct vh_request {
@@ -153,6 +158,7 @@ struct vh_space {
 	int policies;
 	uint64_t expect_start[4], expect_end[4]; // mappings that the engine itself replaces
 	uint64_t own_start, own_end;		 // the mapping that it moves
+	struct vh_mapping replaced;		 // what was there: while it is replaced the kernel may show nothing
 	struct uffd_msg waiting[VH_WAITS];	 // moves to where other pages are, whose own change is not read yet
 	int waits;
 	char *reserve; // mappings that are given up when there may be no more, so that coherent pages can come home
@@ -200,10 +206,6 @@ void vh_expect_unmap(struct vh_space *s, uint64_t start, uint64_t end);
 void vh_orphan(struct vh_space *s, uint64_t addr);
 void vh_orphans(struct vh_space *s, uint64_t start, uint64_t end);
 void vh_expect_none(struct vh_space *s, uint64_t start, uint64_t end);
-struct vh_mapping {
-	uint64_t start, end, off, inode;
-	int read, write, shared;
-};
 int vh_query(struct vh_space *s, uint64_t addr, struct vh_mapping *m);
 int vh_in_place(struct vh_space *s, const struct vh_page *p, uint64_t addr, struct vh_mapping *m);
 int vh_allowed(struct vh_space *s, uint64_t addr, int write, struct vh_mapping *m);

@@ -144,6 +144,9 @@ static struct vh_step make_coherent(struct vh_space *s, struct vh_range *r, uint
 		p[k].flags = VH_F_PENDING;
 	}
 	vh_expect_unmap(s, addr, addr + bytes);
+	s->replaced = m;
+	s->replaced.start = addr;
+	s->replaced.end = addr + bytes;
 	vh_unlock(s, old);
 	// The child of a fork must not have it: the memory is another page's later. So it is made elsewhere, and moved.
 	err = 0;
@@ -155,6 +158,7 @@ static struct vh_step make_coherent(struct vh_space *s, struct vh_range *r, uint
 			munmap(got, bytes);
 	}
 	vh_lock(s, old);
+	s->replaced.end = 0;
 	vh_expect_none(s, addr, addr + bytes);
 	for (uint64_t k = 0; k < run; k++) {
 		struct vh_range *now = vh_find(s, addr + (k << s->page_shift)); // r may have changed
@@ -239,13 +243,16 @@ static struct vh_step end_coherent(struct vh_space *s, struct vh_range *r, uint6
 		p[k].state = VH_S_AWAY;
 	s->own_start = (uintptr_t)empty;
 	s->own_end = s->own_start + bytes;
+	s->replaced = m;
+	s->replaced.start = addr;
+	s->replaced.end = addr + bytes;
 	vh_unlock(s, old);
 	if (mremap(empty, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, (void *)(uintptr_t)addr) == MAP_FAILED) {
 		err = errno;
 		munmap(empty, bytes);
 	}
 	vh_lock(s, old);
-	s->own_start = s->own_end = 0;
+	s->own_start = s->own_end = s->replaced.end = 0;
 	for (uint64_t k = 0; k < run && err != 0; k++) {
 		struct vh_range *now = vh_find(s, addr + (k << s->page_shift));
 
@@ -395,6 +402,18 @@ out:
 	return wait;
 }
 
+// turn executes a request until some of its pages are where they are to go: what one request has brought half way the next one
+// could undo, for ever.
+static int turn(struct vh_space *s, struct vh_request *q)
+{
+	const uint64_t at = q->at;
+	int wait = step(s, q);
+
+	for (int i = 1; i < 8 && wait == 0 && q->at == at && q->at < q->end; i++)
+		wait = step(s, q);
+	return wait;
+}
+
 // automatic makes a request of a page whose access counter is full.
 static int automatic(struct vh_space *s, struct vh_request *q)
 {
@@ -477,7 +496,7 @@ void *vh_work(void *space)
 			q->since = vh_clock();
 			wait = 50; // nothing leaves during a fork
 		} else {
-			wait = step(s, q);
+			wait = turn(s, q);
 		}
 		if (s->dead && q->at < q->end) {
 			q->err = EIO;

@@ -703,9 +703,11 @@ int vh_query(struct vh_space *s, uint64_t addr, struct vh_mapping *m)
 
 // vh_allowed returns 0 if an address may be read, or written: EFAULT, if nothing is mapped there or nothing that may be read;
 // EPERM, if it may not be written. m is the mapping that the caller asked for last, and is asked for again where it does
-// not have the address.
+// not have the address. The lock is held.
 int vh_allowed(struct vh_space *s, uint64_t addr, int write, struct vh_mapping *m)
 {
+	if (addr >= s->replaced.start && addr < s->replaced.end)
+		*m = s->replaced;
 	if ((addr < m->start || addr >= m->end) && vh_query(s, addr, m) != 0) {
 		m->start = m->end = 0;
 		return EFAULT;

@@ -554,7 +554,7 @@ static void protect_beside(void)
 	for (int i = 0; i < 600; i++) {
 		must(vh_protect(s, addr, PAGES * page, 1, 0));
 		for (int k = 0; k < 3; k++) {
-			if (may_write(addr + (uint64_t)k * 20 * page) != 0) {
+			if (may_write(addr + (uint64_t)k * 20 * page) == 1) { // -1: it is being replaced
 				printf("round %d: page %d may be written\n", i, k * 20);
 				fflush(stdout);
 				_exit(1);
@@ -567,6 +567,27 @@ static void protect_beside(void)
 	pthread_join(thread, NULL);
 }
 
+// An access of a device never finds that nothing is mapped, though the mapping is replaced.
+static void access_beside(void)
+{
+	pthread_t thread;
+	unsigned char got[2];
+
+	want(pthread_create(&thread, NULL, prefetcher, NULL) == 0);
+	for (unsigned i = 0; i < 5000; i++) {
+		uint64_t k = i % PAGES, old;
+
+		must(vh_read(s, dev, 1, addr + k * page, got, 2));
+		want(got[0] == k + 1);
+		must(vh_write(s, dev, 1, addr + k * page, got, 1));
+		if (i % 100 == 0)
+			must(vh_atomic(s, 1, addr + k * page + 8, VH_ATOMIC_ADD, 1, 0, &old));
+	}
+	stop = 1;
+	pthread_join(thread, NULL);
+	check(b);
+}
+
 static const struct {
 	const char *name;
 	void (*run)(void);
@@ -574,7 +595,7 @@ static const struct {
 	{"grown", grown}, {"descriptors", descriptors}, {"old-query", old_query}, {"lock-future", lock_future}, {"lock-all", lock_all},
 	{"mappings-home", mappings_home}, {"mappings-close", mappings_close}, {"wiped", wiped}, {"proc-mem", proc_mem},
 	{"unmap-beside", unmap_beside}, {"write-beside", write_beside}, {"order", order}, {"fork-close", fork_close},
-	{"discard-beside", discard_beside}, {"protect-beside", protect_beside},
+	{"discard-beside", discard_beside}, {"protect-beside", protect_beside}, {"access-beside", access_beside},
 };
 
 int main(int argc, char **argv)
