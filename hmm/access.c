@@ -1,7 +1,8 @@
 // What devices do with pages.
 //
 // A page that is away or coherent is accessed where it lies, with the lock held: no page changes under an access. If the
-// bytes of the caller lie in memory that may fault, they pass through a small buffer of the engine.
+// bytes of the caller lie in memory of a space, they pass through a small buffer of the engine. Other memory of the caller is
+// touched before the lock is taken: it may have a userfaultfd, as what mremap adds to memory of a space has.
 //
 // A page that is home is the kernel's, and is accessed by process_vm_readv and process_vm_writev, which fail where
 // a load would be a signal. If it leaves meanwhile the call fails or brings it home, and nothing is lost.
@@ -60,8 +61,13 @@ static int at_home(uint64_t addr, char *buf, uint64_t *bytes, int write)
 static int why_not(struct vh_space *s, uint64_t addr, int write)
 {
 	struct vh_mapping m = {0};
+	sigset_t old;
+	int err;
 
-	return vh_allowed(s, addr, write, &m);
+	vh_lock(s, &old);
+	err = vh_allowed(s, addr, write, &m);
+	vh_unlock(s, &old);
+	return err;
 }
 
 #define VH_BOUNCE 4096
@@ -74,6 +80,14 @@ static int lends(struct vh_space *s, const char *buf, uint64_t bytes)
 	struct vh_range *next = vh_find_next(s, (uintptr_t)buf);
 
 	return vh_spaces() == 1 && (next == NULL || next->start >= (uintptr_t)buf + bytes);
+}
+
+// touch has the kernel make the pages of some bytes present.
+static void touch(struct vh_space *s, const char *buf, uint64_t bytes)
+{
+	for (uint64_t at = 0; at < bytes; at += s->page_size)
+		(void)*(const volatile char *)(buf + at);
+	(void)*(const volatile char *)(buf + bytes - 1);
 }
 
 // in_place returns how many of the bytes from page p on lie together where the device reaches them, up to the end of the
@@ -148,6 +162,7 @@ static int part(struct vh_space *s, int self, uint64_t reach, uint64_t addr, cha
 	uint64_t first = addr & ~(s->page_size - 1), n;
 	char bounce[VH_BOUNCE], *b = buf;
 	uint32_t start = 0;
+	unsigned phase;
 	int err, tell = 0;
 	sigset_t old;
 
@@ -164,6 +179,8 @@ static int part(struct vh_space *s, int self, uint64_t reach, uint64_t addr, cha
 			start = vh_clock();
 		if (tries > 2 && vh_clock() - start > VH_PATIENCE_MS)
 			return EBUSY;
+		if (tries == 0 && !(flags & VH_STEADY))
+			touch(s, buf, bytes);
 		vh_lock(s, &old);
 		if (b == buf && !(flags & VH_STEADY) && (tries > 0 || !lends(s, buf, bytes))) {
 			vh_unlock(s, &old);
@@ -177,7 +194,7 @@ static int part(struct vh_space *s, int self, uint64_t reach, uint64_t addr, cha
 			vh_lock(s, &old);
 		}
 		r = vh_find(s, first);
-		if (r == NULL) {
+		if (r == NULL || r->leaving) {
 			vh_unlock(s, &old);
 			return EFAULT;
 		}
@@ -214,10 +231,11 @@ static int part(struct vh_space *s, int self, uint64_t reach, uint64_t addr, cha
 		n = home_run(s, r, p, addr, bytes);
 		if (flags & VH_LAST && n == bytes && n > (addr + n - 1) % 8 + 1)
 			n -= (addr + n - 1) % 8 + 1; // the rest is the next part
-		__atomic_add_fetch(&s->under_way, 1, __ATOMIC_ACQ_REL);
+		phase = s->phase;
+		__atomic_add_fetch(&s->accesses[phase], 1, __ATOMIC_ACQ_REL);
 		vh_unlock(s, &old);
 		err = at_home(addr, b, &n, write);
-		__atomic_sub_fetch(&s->under_way, 1, __ATOMIC_ACQ_REL);
+		__atomic_sub_fetch(&s->accesses[phase], 1, __ATOMIC_ACQ_REL);
 		if (err == 0) {
 			vh_lock(s, &old);
 			r = vh_find(s, first); // it is counted after the access, which would bring the page home again
@@ -285,7 +303,7 @@ int vh_atomic(struct vh_space *s, uint64_t reach, uint64_t addr, int op, uint64_
 
 		vh_lock(s, &old);
 		r = vh_find(s, first);
-		p = r == NULL ? NULL : &r->page[(first - r->start) >> s->page_shift];
+		p = r == NULL || r->leaving ? NULL : &r->page[(first - r->start) >> s->page_shift];
 		if (p != NULL && p->state != VH_S_HOME && reaches(p, reach)) {
 			uint64_t *at = (uint64_t *)(uintptr_t)(p->where + (addr - first));
 

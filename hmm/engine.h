@@ -16,10 +16,14 @@
 //     reads messages, or has pages leave, waits for their end: the caller of munmap sleeps until its message is read. The
 //     wait is short, because an access may itself wait for a fault that is to be served.
 //  5. Nobody waits for Go.
-//  6. A protection that the program has changed is not reported. So a device asks for it in each call, also where the
+//  6. Who replaces, removes or protects mappings of the space by a call of it holds the change lock, which is taken before
+//     the space's lock: the worker in each step, vh_unmap, vh_release, vh_discard, vh_protect. Such a call waits until accesses to pages
+//     at home are over, however long that is: it holds nothing that they need.
+//  7. A protection that the program has changed is not reported. So a device asks for it in each call, also where the
 //     page is away, and a mapping that the engine replaces keeps it.
 //
-// What is reported when: munmap and mremap after the change, MADV_DONTNEED and its like before it.
+// What is reported when: munmap and mremap after the change, MADV_DONTNEED and its like before it. Changes of several threads may
+// be reported in another order than the kernel has made them.
 
 #ifndef VERBENA_HMM_ENGINE_H
 #define VERBENA_HMM_ENGINE_H
@@ -32,12 +36,15 @@
 #include <string.h>
 #include <time.h>
 #include "hmm.h"
+#include "uffd.h"
 
 #define VH_BATCH 512	  // pages that one step moves at most
 #define VH_HOST 0xff	  // as a page's device: memory of the engine
 #define VH_PATIENCE_MS 5000 // how long a step is tried again without progress
 #define VH_SETTLE_MS 2000 // how long a page that the program has discarded may stay present before it can leave
 #define VH_OVERRUN_US 1000 // how long a change waits for accesses
+#define VH_REPORT_MS 1000 // how long a change that another thread must have made is waited for
+#define VH_WAITS 64	  // moves that wait for others
 #define VH_AUTO 1024	  // pages that wait because of access counters
 
 enum vh_state {
@@ -69,7 +76,8 @@ struct vh_range {
 	struct vh_page *page;
 	struct vh_block *block;
 	int own;     // of vh_alloc
-	int leaving; // the program is unmapping it by vh_unmap
+	int leaving; // the program is unmapping it by vh_unmap: devices do not access it any more
+	uint32_t arrived; // when mremap has moved it here, by vh_clock; 0: it has not
 	struct vh_range *next; // of the spare ones
 };
 
@@ -93,6 +101,11 @@ struct vh_mirror_word {
 	uint64_t pad[5];
 };
 
+struct vh_mapping {
+	uint64_t start, end, off, inode;
+	int read, write, shared;
+};
+
 enum vh_kind { VH_R_MIGRATE, VH_R_EXCLUSIVE, VH_R_DRAIN };
 
 struct vh_request {
@@ -113,7 +126,9 @@ struct vh_space {
 	int uffd;  // of the ranges and the staging pages
 	int trash_uffd; // of the trash, without events
 	int stop;  // an eventfd: the fault thread is to end
-	int pagemap, maps; // or -1
+	int maps;
+	int pagemap, smaps; // or -1
+	int spare_fd;	    // given up so that the descriptor of a child can be read, or -1
 	uint64_t page_size;
 	unsigned page_shift;
 	int have_poison, have_fork, transparent;
@@ -121,6 +136,10 @@ struct vh_space {
 
 	pthread_mutex_t lock; // guards all that follows up to the queue
 	int urgent;	      // threads that want the lock for a fault, or for an access
+	pthread_mutex_t change_lock; // see rule 6
+	int changers;		     // threads that wait for it
+	unsigned phase;		     // which of the next two counts
+	int accesses[2];	     // to pages at home, which are made without the lock; atomic
 	struct vh_range **range;
 	size_t ranges, range_cap;
 	struct vh_range *spare;
@@ -139,8 +158,11 @@ struct vh_space {
 	int policies;
 	uint64_t expect_start[4], expect_end[4]; // mappings that the engine itself replaces
 	uint64_t own_start, own_end;		 // the mapping that it moves
+	struct vh_mapping replaced;		 // what was there: while it is replaced the kernel may show nothing
+	struct uffd_msg waiting[VH_WAITS];	 // moves to where other pages are, whose own change is not read yet
+	int waits;
+	char *reserve; // mappings that are given up when there may be no more, so that coherent pages can come home
 	struct vh_stats stats;
-	int under_way; // accesses to pages at home, which are made without the lock; atomic
 	int dead;   // why the userfaultfd cannot be read any more
 	int hidden; // pages are kept from the child of a fork
 
@@ -170,19 +192,20 @@ int vh_usable(struct vh_space *s);
 int vh_spaces(void); // that are open
 void vh_lock(struct vh_space *s, sigset_t *old);
 void vh_unlock(struct vh_space *s, const sigset_t *old);
+void vh_begin_change(struct vh_space *s, sigset_t *old);
+void vh_end_change(struct vh_space *s, const sigset_t *old);
 struct vh_range *vh_find(struct vh_space *s, uint64_t addr);
 struct vh_range *vh_find_next(struct vh_space *s, uint64_t addr); // the one with the address, or the next one
 int vh_inside(struct vh_space *s, uint64_t addr, uint64_t bytes);
 int vh_read_events(struct vh_space *s);
 int vh_changing(struct vh_space *s);
 void vh_quiet(struct vh_space *s);
+int vh_reserve(struct vh_space *s);
+void vh_give_up_reserve(struct vh_space *s);
 void vh_expect_unmap(struct vh_space *s, uint64_t start, uint64_t end);
 void vh_orphan(struct vh_space *s, uint64_t addr);
+void vh_orphans(struct vh_space *s, uint64_t start, uint64_t end);
 void vh_expect_none(struct vh_space *s, uint64_t start, uint64_t end);
-struct vh_mapping {
-	uint64_t start, end, off, inode;
-	int read, write, shared;
-};
 int vh_query(struct vh_space *s, uint64_t addr, struct vh_mapping *m);
 int vh_in_place(struct vh_space *s, const struct vh_page *p, uint64_t addr, struct vh_mapping *m);
 int vh_allowed(struct vh_space *s, uint64_t addr, int write, struct vh_mapping *m);

@@ -202,7 +202,7 @@ func TestCoherent(t *testing.T) {
 	var count uint64
 	word := b[3*p:]
 	wg.Go(func() {
-		for !stop.Load() {
+		for count == 0 || !stop.Load() {
 			count++
 			binary.LittleEndian.PutUint64(word, count)
 			if got := binary.LittleEndian.Uint64(word); got != count {

@@ -128,6 +128,15 @@ static int64_t move_pages(int uffd, uint64_t dst, uint64_t src, uint64_t bytes, 
 	return m.move < 0 ? m.move : -errno;
 }
 
+// tidy is called when pages are where none should be: mlockall has had them made.
+static void tidy(struct vh_space *s)
+{
+	munlock(s->staging, VH_BATCH << s->page_shift);
+	munlock(s->trash, VH_BATCH << s->page_shift);
+	madvise(s->trash, VH_BATCH << s->page_shift, MADV_DONTNEED);
+	s->littered = VH_BATCH;
+}
+
 // throw_away frees the staging pages that have something in them. It reports whether all are empty then: the kernel may
 // hold one for a moment (reclaim, compaction), and until it is gone nothing else leaves.
 static int throw_away(struct vh_space *s)
@@ -140,6 +149,10 @@ static int throw_away(struct vh_space *s)
 		if (n > 0) {
 			off += (uint64_t)n;
 		} else {
+			if (n == -EEXIST) {
+				tidy(s);
+				bytes = s->littered << s->page_shift;
+			}
 			tries++;
 			sched_yield();
 		}
@@ -205,7 +218,9 @@ struct vh_step vh_leave(struct vh_space *s, struct vh_range *r, uint64_t i, uint
 			single = 1;
 			continue;
 		}
-		if (got == -EAGAIN)
+		if (got == -EEXIST)
+			tidy(s);
+		if (got == -EAGAIN || got == -EEXIST)
 			step.again = 1;
 		else if (got == -EBUSY)
 			step.shared = 1;

@@ -117,6 +117,10 @@ static struct vh_step make_coherent(struct vh_space *s, struct vh_range *r, uint
 		step.err = EOPNOTSUPP;
 		return step;
 	}
+	if (vh_reserve(s) != 0) { // or they might not come home
+		step.err = ENOMEM;
+		return step;
+	}
 	if (vh_changing(s)) {
 		step.again = 1;
 		return step;
@@ -140,6 +144,9 @@ static struct vh_step make_coherent(struct vh_space *s, struct vh_range *r, uint
 		p[k].flags = VH_F_PENDING;
 	}
 	vh_expect_unmap(s, addr, addr + bytes);
+	s->replaced = m;
+	s->replaced.start = addr;
+	s->replaced.end = addr + bytes;
 	vh_unlock(s, old);
 	// The child of a fork must not have it: the memory is another page's later. So it is made elsewhere, and moved.
 	err = 0;
@@ -151,6 +158,7 @@ static struct vh_step make_coherent(struct vh_space *s, struct vh_range *r, uint
 			munmap(got, bytes);
 	}
 	vh_lock(s, old);
+	s->replaced.end = 0;
 	vh_expect_none(s, addr, addr + bytes);
 	for (uint64_t k = 0; k < run; k++) {
 		struct vh_range *now = vh_find(s, addr + (k << s->page_shift)); // r may have changed
@@ -174,6 +182,15 @@ static struct vh_step make_coherent(struct vh_space *s, struct vh_range *r, uint
 	return step;
 }
 
+// no_room is called when the process may have no more mappings: it gives up the reserve, and it is tried again.
+static struct vh_step no_room(struct vh_space *s)
+{
+	if (s->reserve == NULL)
+		return (struct vh_step){.err = ENOMEM};
+	vh_give_up_reserve(s);
+	return (struct vh_step){.again = 1};
+}
+
 // end_coherent makes coherent pages ordinary ones that are away: an empty mapping takes the place of the device's,
 // in one step, so that no store of the CPU is lost. The lock is held, and released meanwhile.
 static struct vh_step end_coherent(struct vh_space *s, struct vh_range *r, uint64_t i, uint64_t n, sigset_t *old)
@@ -182,9 +199,10 @@ static struct vh_step end_coherent(struct vh_space *s, struct vh_range *r, uint6
 	struct vh_page *p = &r->page[i];
 	struct vh_mapping m;
 	uint64_t run = 1, bytes, addr = r->start + (i << s->page_shift);
+	unsigned char core[VH_BATCH];
 	struct uffdio_register reg;
 	char *empty;
-	int err = 0;
+	int err;
 
 	if (!vh_in_place(s, p, addr, &m)) {
 		vh_orphan(s, addr);
@@ -197,14 +215,27 @@ static struct vh_step end_coherent(struct vh_space *s, struct vh_range *r, uint6
 		run++;
 	bytes = run << s->page_shift;
 	empty = mmap(NULL, bytes, protection(&m), MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-	if (empty == MAP_FAILED) {
-		step.err = ENOMEM;
-		return step;
+	if (empty == MAP_FAILED && s->reserve == NULL && run > 1) {
+		run = 1; // the process may have so many bytes, and no more
+		bytes = s->page_size;
+		empty = mmap(NULL, bytes, protection(&m), MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	}
+	if (empty == MAP_FAILED)
+		return no_room(s);
+	munlock(empty, bytes); // after mlockall(MCL_FUTURE) it has pages
+	madvise(empty, bytes, MADV_DONTNEED);
 	reg = (struct uffdio_register){.range = {.start = (uintptr_t)empty, .len = bytes}, .mode = UFFDIO_REGISTER_MODE_MISSING};
-	if (ioctl(s->uffd, UFFDIO_REGISTER, &reg) != 0) {
-		step.err = errno;
+	err = ioctl(s->uffd, UFFDIO_REGISTER, &reg) != 0 ? errno : 0;
+	if (err == 0 && mincore(empty, bytes, core) == 0 && memchr(core, 1, run) != NULL) { // mlockall, since
+		ioctl(s->uffd, UFFDIO_UNREGISTER, &reg.range);
+		err = EAGAIN;
+	}
+	if (err != 0) {
 		munmap(empty, bytes);
+		if (err == ENOMEM)
+			return no_room(s);
+		step.again = err == EAGAIN;
+		step.err = err == EAGAIN ? 0 : err;
 		return step;
 	}
 	vh_invalidate(s, addr, addr + bytes);
@@ -212,19 +243,24 @@ static struct vh_step end_coherent(struct vh_space *s, struct vh_range *r, uint6
 		p[k].state = VH_S_AWAY;
 	s->own_start = (uintptr_t)empty;
 	s->own_end = s->own_start + bytes;
+	s->replaced = m;
+	s->replaced.start = addr;
+	s->replaced.end = addr + bytes;
 	vh_unlock(s, old);
 	if (mremap(empty, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, (void *)(uintptr_t)addr) == MAP_FAILED) {
 		err = errno;
 		munmap(empty, bytes);
 	}
 	vh_lock(s, old);
-	s->own_start = s->own_end = 0;
+	s->own_start = s->own_end = s->replaced.end = 0;
 	for (uint64_t k = 0; k < run && err != 0; k++) {
 		struct vh_range *now = vh_find(s, addr + (k << s->page_shift));
 
 		if (now != NULL && now->page[(addr + (k << s->page_shift) - now->start) >> s->page_shift].state == VH_S_AWAY)
 			now->page[(addr + (k << s->page_shift) - now->start) >> s->page_shift].state = VH_S_COHERENT;
 	}
+	if (err == ENOMEM)
+		return no_room(s);
 	step.err = err;
 	return step; // no pages: they are looked at again, as pages that are away
 }
@@ -254,6 +290,9 @@ static int step(struct vh_space *s, struct vh_request *q)
 	int wait = 0, end_sharing = 0;
 	int target = q->kind == VH_R_EXCLUSIVE ? VH_HOST : q->dev;
 
+	if (__atomic_load_n(&s->changers, __ATOMIC_SEQ_CST) > 0)
+		usleep(50); // they take the change lock first
+	pthread_mutex_lock(&s->change_lock);
 	vh_lock(s, &old);
 	r = vh_find_next(s, q->at);
 	if (r == NULL || r->start >= q->end) {
@@ -357,8 +396,21 @@ static int step(struct vh_space *s, struct vh_request *q)
 	}
 out:
 	vh_unlock(s, &old);
+	pthread_mutex_unlock(&s->change_lock);
 	if (end_sharing) // a write fault makes the page this process's own. If it has gone, the fault thread serves it
 		madvise((void *)(uintptr_t)q->at, s->page_size, MADV_POPULATE_WRITE);
+	return wait;
+}
+
+// turn executes a request until some of its pages are where they are to go: what one request has brought half way the next one
+// could undo, for ever.
+static int turn(struct vh_space *s, struct vh_request *q)
+{
+	const uint64_t at = q->at;
+	int wait = step(s, q);
+
+	for (int i = 1; i < 8 && wait == 0 && q->at == at && q->at < q->end; i++)
+		wait = step(s, q);
 	return wait;
 }
 
@@ -444,7 +496,7 @@ void *vh_work(void *space)
 			q->since = vh_clock();
 			wait = 50; // nothing leaves during a fork
 		} else {
-			wait = step(s, q);
+			wait = turn(s, q);
 		}
 		if (s->dead && q->at < q->end) {
 			q->err = EIO;

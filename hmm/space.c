@@ -58,6 +58,92 @@ void vh_unlock(struct vh_space *s, const sigset_t *old)
 	pthread_sigmask(SIG_SETMASK, old, NULL);
 }
 
+// vh_begin_change takes the change lock, with all signals blocked: a handler may call the engine.
+void vh_begin_change(struct vh_space *s, sigset_t *old)
+{
+	sigset_t all;
+
+	sigfillset(&all);
+	pthread_sigmask(SIG_BLOCK, &all, old);
+	__atomic_add_fetch(&s->changers, 1, __ATOMIC_SEQ_CST);
+	pthread_mutex_lock(&s->change_lock);
+	__atomic_sub_fetch(&s->changers, 1, __ATOMIC_SEQ_CST);
+}
+
+void vh_end_change(struct vh_space *s, const sigset_t *old)
+{
+	pthread_mutex_unlock(&s->change_lock);
+	pthread_sigmask(SIG_SETMASK, old, NULL);
+}
+
+// under_way returns how many accesses to pages at home that have begun in a phase are not over.
+static int under_way(struct vh_space *s, unsigned phase) { return __atomic_load_n(&s->accesses[phase], __ATOMIC_ACQUIRE); }
+
+// finish waits until the accesses of devices that have begun are over, however long that is. The change lock is held.
+static void finish(struct vh_space *s)
+{
+	unsigned phase;
+	sigset_t old;
+
+	vh_lock(s, &old);
+	phase = s->phase;
+	s->phase ^= 1; // those that begin now count there
+	vh_unlock(s, &old);
+	while (under_way(s, phase) != 0)
+		usleep(20);
+}
+
+// Lines of a file in /proc. It is open already: there may be no descriptor when it is needed.
+struct vh_lines {
+	int fd;
+	off_t off;
+	size_t have, at;
+	char buf[4097];
+};
+
+// next_line returns the next line without its end, or NULL.
+static const char *next_line(struct vh_lines *l)
+{
+	for (;;) {
+		char *line = l->buf + l->at, *end = memchr(line, '\n', l->have - l->at);
+		ssize_t n;
+
+		if (end != NULL) {
+			*end = 0;
+			l->at = (size_t)(end - l->buf) + 1;
+			return line;
+		}
+		memmove(l->buf, line, l->have - l->at);
+		l->have -= l->at;
+		l->at = 0;
+		if (l->have == sizeof l->buf - 1)
+			l->have = 0; // the name of a file is longer than that
+		n = pread(l->fd, l->buf + l->have, sizeof l->buf - 1 - l->have, l->off);
+		if (n <= 0)
+			return NULL;
+		l->have += (size_t)n;
+		l->off += n;
+	}
+}
+
+// next_flag finds the next mapping that has a flag as smaps has it, "um" for one with a userfaultfd.
+static int next_flag(struct vh_lines *l, const char *flag, uint64_t *start, uint64_t *end)
+{
+	const char *line;
+
+	while ((line = next_line(l)) != NULL) {
+		unsigned long from, to;
+
+		if (sscanf(line, "%lx-%lx ", &from, &to) == 2) {
+			*start = from;
+			*end = to;
+		} else if (strncmp(line, "VmFlags:", 8) == 0 && strstr(line + 8, flag) != NULL) {
+			return 1;
+		}
+	}
+	return 0;
+}
+
 // first_after returns the index of the first range that ends after an address.
 static size_t first_after(struct vh_space *s, uint64_t addr)
 {
@@ -180,6 +266,17 @@ static void split(struct vh_space *s, uint64_t addr)
 	insert(s, rest);
 }
 
+// lose gives up a coherent page whose mapping the program may have moved by itself, and still use: the device's memory goes to no
+// other page.
+static void lose(struct vh_space *s, struct vh_page *p)
+{
+	p->state = VH_S_HOME;
+	p->flags = 0;
+	p->where = 0;
+	s->stats.away--;
+	s->stats.orphaned_pages++;
+}
+
 // cut takes addresses out of the space. What was away is given up.
 static void cut(struct vh_space *s, uint64_t start, uint64_t end)
 {
@@ -191,7 +288,10 @@ static void cut(struct vh_space *s, uint64_t start, uint64_t end)
 		vh_invalidate(s, r->start, r->start + (r->pages << s->page_shift));
 		for (uint64_t k = 0; k < r->pages; k++)
 			if (r->page[k].state != VH_S_HOME) {
-				vh_drop(s, &r->page[k]);
+				if (r->page[k].state == VH_S_COHERENT && !r->leaving)
+					lose(s, &r->page[k]);
+				else
+					vh_drop(s, &r->page[k]);
 				s->stats.dropped_pages++;
 			}
 		take_out(s, i);
@@ -199,20 +299,32 @@ static void cut(struct vh_space *s, uint64_t start, uint64_t end)
 	}
 }
 
-// vh_orphan takes a coherent page out of the space whose mapping is not where it was. The program may have moved the mapping, and
-// still use it: so the device's memory is not given to another page.
+// vh_orphan takes a coherent page out of the space whose mapping is not where it was.
 void vh_orphan(struct vh_space *s, uint64_t addr)
 {
 	struct vh_range *r = vh_find(s, addr);
-	struct vh_page *p = &r->page[(addr - r->start) >> s->page_shift];
 
-	p->state = VH_S_HOME;
-	p->flags = 0;
-	p->where = 0;
-	s->stats.away--;
-	s->stats.orphaned_pages++;
+	lose(s, &r->page[(addr - r->start) >> s->page_shift]);
 	s->stats.dropped_pages++;
 	cut(s, addr, addr + s->page_size);
+}
+
+// vh_orphans takes those coherent pages out of the space whose mapping is not where it was.
+void vh_orphans(struct vh_space *s, uint64_t start, uint64_t end)
+{
+	for (uint64_t addr = start; addr < end; addr += s->page_size) {
+		struct vh_range *r = vh_find_next(s, addr);
+		struct vh_mapping m;
+		struct vh_page *p;
+
+		if (r == NULL || r->start >= end)
+			return;
+		if (addr < r->start)
+			addr = r->start;
+		p = &r->page[(addr - r->start) >> s->page_shift];
+		if (p->state == VH_S_COHERENT && !(p->flags & VH_F_PENDING) && !vh_in_place(s, p, addr, &m))
+			vh_orphan(s, addr);
+	}
 }
 
 // moved is called when a mapping has been moved by mremap.
@@ -220,8 +332,6 @@ static void moved(struct vh_space *s, uint64_t from, uint64_t to, uint64_t bytes
 {
 	struct vh_range *first = NULL, **last = &first;
 
-	if (from == s->own_start)
-		return; // it may have lain where the program has unmapped coherent pages by itself
 	split(s, from);
 	split(s, from + bytes);
 	for (size_t i = first_after(s, from); i < s->ranges && s->range[i]->start < from + bytes;) {
@@ -242,6 +352,7 @@ static void moved(struct vh_space *s, uint64_t from, uint64_t to, uint64_t bytes
 		first = r->next;
 		r->start = r->start - from + to;
 		r->leaving = 0;
+		r->arrived = vh_clock();
 		for (uint64_t k = 0; k < r->pages; k++)
 			if (r->page[k].state == VH_S_AWAY)
 				s->stats.remapped_pages++;
@@ -280,6 +391,10 @@ static void discarded(struct vh_space *s, uint64_t start, uint64_t end)
 // the child's memory.
 static void forked(struct vh_space *s, int fd)
 {
+	struct vh_lines lines = {.fd = s->smaps};
+	uint64_t wiped = 0, wiped_end = 0; // mappings that forks wipe in the child (MADV_WIPEONFORK)
+	int more = s->stats.away != 0;
+
 	for (size_t i = 0; i < s->ranges; i++) {
 		struct vh_range *r = s->range[i];
 
@@ -290,6 +405,10 @@ static void forked(struct vh_space *s, int fd)
 			// A coherent page may have become one between the fork and this event: then it is absent in the child. Else
 			// the child has no mapping there, and what follows fails.
 			if (p->state == VH_S_HOME)
+				continue;
+			while (more && wiped_end <= addr)
+				more = next_flag(&lines, " wf", &wiped, &wiped_end);
+			if (more && wiped <= addr)
 				continue;
 			if (vh_copies(s, p->dev) && vh_copy_in(fd, addr, p->where, s->page_size, &done) == 0)
 				s->stats.forked_pages++;
@@ -317,6 +436,18 @@ void vh_expect_none(struct vh_space *s, uint64_t start, uint64_t end)
 			s->expect_end[i] = 0;
 }
 
+// registered reports whether an address has a userfaultfd.
+static int registered(struct vh_space *s, uint64_t addr)
+{
+	struct vh_lines lines = {.fd = s->smaps};
+	uint64_t start, end = 0;
+
+	while (end <= addr)
+		if (!next_flag(&lines, " um", &start, &end))
+			return 0;
+	return start <= addr;
+}
+
 static void unmapped(struct vh_space *s, uint64_t start, uint64_t end)
 {
 	for (int i = 0; i < 4; i++)
@@ -326,7 +457,35 @@ static void unmapped(struct vh_space *s, uint64_t start, uint64_t end)
 		}
 	if (start == s->own_start && end == s->own_end)
 		return;
-	cut(s, start, end);
+	// What mremap has just moved here may have come after that: it is still mapped, then.
+	for (uint64_t addr = start; addr < end;) {
+		struct vh_range *r = vh_find_next(s, addr);
+		uint64_t to;
+
+		if (r == NULL || r->start >= end)
+			return;
+		if (addr < r->start)
+			addr = r->start;
+		to = r->start + (r->pages << s->page_shift);
+		if (to > end)
+			to = end;
+		if (r->arrived == 0 || vh_clock() - r->arrived > VH_PATIENCE_MS || !registered(s, addr))
+			cut(s, addr, to);
+		addr = to;
+	}
+}
+
+// taken reports whether pages of the space are where mremap has moved others: another thread has moved or unmapped them before,
+// which is not reported yet.
+static int taken(struct vh_space *s, const struct uffd_msg *m)
+{
+	struct vh_range *r;
+
+	if (m->arg.remap.from == s->own_start)
+		return 0;
+	vh_orphans(s, m->arg.remap.to, m->arg.remap.to + m->arg.remap.len);
+	r = vh_find_next(s, m->arg.remap.to);
+	return r != NULL && r->start < m->arg.remap.to + m->arg.remap.len;
 }
 
 static void fault(struct vh_space *s, uint64_t addr, int write)
@@ -335,6 +494,10 @@ static void fault(struct vh_space *s, uint64_t addr, int write)
 	struct vh_page *p;
 
 	addr &= ~(s->page_size - 1);
+	if (addr >= s->own_start && addr < s->own_end) { // mlockall touches it. It stays absent
+		vh_wake(s, addr, s->page_size);
+		return;
+	}
 	r = vh_find(s, addr);
 	p = r == NULL ? NULL : &r->page[(addr - r->start) >> s->page_shift];
 	if (p != NULL && p->state == VH_S_COHERENT && p->flags & VH_F_PENDING)
@@ -367,10 +530,10 @@ void vh_quiet(struct vh_space *s)
 {
 	struct timespec start, now;
 
-	if (__atomic_load_n(&s->under_way, __ATOMIC_ACQUIRE) == 0)
+	if (under_way(s, 0) + under_way(s, 1) == 0)
 		return;
 	clock_gettime(CLOCK_MONOTONIC, &start);
-	while (__atomic_load_n(&s->under_way, __ATOMIC_ACQUIRE) != 0) {
+	while (under_way(s, 0) + under_way(s, 1) != 0) {
 		clock_gettime(CLOCK_MONOTONIC, &now);
 		if ((now.tv_sec - start.tv_sec) * 1000000 + (now.tv_nsec - start.tv_nsec) / 1000 > VH_OVERRUN_US) {
 			s->stats.overruns++;
@@ -381,14 +544,39 @@ void vh_quiet(struct vh_space *s)
 }
 
 // vh_read_events reads what the kernel reports, and applies it: changes first, since a fault may be at an address
+// apply_waiting applies those moves whose target is free, or the first one by force.
+static void apply_waiting(struct vh_space *s, int force)
+{
+	for (int i = 0; i < s->waits;) {
+		struct uffd_msg m = s->waiting[i];
+
+		if (!force && taken(s, &m)) {
+			i++;
+			continue;
+		}
+		force = 0;
+		s->waits--;
+		memmove(&s->waiting[i], &s->waiting[i + 1], (size_t)(s->waits - i) * sizeof m);
+		if (m.arg.remap.from != s->own_start)
+			moved(s, m.arg.remap.from, m.arg.remap.to, m.arg.remap.len);
+		i = 0;
+	}
+}
+
+// read_events reads what the kernel reports, and applies it: changes first, since a fault may be at an address
 // that a change has moved pages to. It returns 0 or an errno; EAGAIN: there is nothing.
-int vh_read_events(struct vh_space *s)
+static int read_events(struct vh_space *s)
 {
 	struct uffd_msg msg[64];
 	ssize_t n;
 
 	vh_quiet(s);
 	n = read(s->uffd, msg, sizeof msg);
+	if (n < 0 && errno == EMFILE && s->spare_fd >= 0) { // a fork's event comes with a descriptor
+		close(s->spare_fd);
+		s->spare_fd = -1;
+		n = read(s->uffd, msg, sizeof msg);
+	}
 	if (n < 0)
 		return errno;
 	n /= (ssize_t)sizeof msg[0];
@@ -401,7 +589,9 @@ int vh_read_events(struct vh_space *s)
 			discarded(s, msg[i].arg.remove.start, msg[i].arg.remove.end);
 			break;
 		case UFFD_EVENT_REMAP:
-			moved(s, msg[i].arg.remap.from, msg[i].arg.remap.to, msg[i].arg.remap.len);
+			if (s->waits == VH_WAITS)
+				apply_waiting(s, 1);
+			s->waiting[s->waits++] = msg[i];
 			break;
 		case UFFD_EVENT_FORK:
 			forked(s, (int)msg[i].arg.fork.ufd);
@@ -410,11 +600,35 @@ int vh_read_events(struct vh_space *s)
 			continue;
 		}
 		s->stats.events++;
+		apply_waiting(s, 0);
 	}
 	for (ssize_t i = 0; i < n; i++)
 		if (msg[i].event == UFFD_EVENT_PAGEFAULT)
 			fault(s, msg[i].arg.pagefault.address, (msg[i].arg.pagefault.flags & UFFD_PAGEFAULT_FLAG_WRITE) != 0);
+	if (s->spare_fd < 0)
+		s->spare_fd = fcntl(s->stop, F_DUPFD_CLOEXEC, 0);
 	return 0;
+}
+
+// vh_read_events applies what the kernel reports. Between a change and its report there are a few instructions of the thread that
+// has made it, for which it waits.
+int vh_read_events(struct vh_space *s)
+{
+	uint32_t start = vh_clock();
+	int err = read_events(s);
+
+	while (s->waits > 0) {
+		int now = read_events(s);
+
+		if (now == 0)
+			continue;
+		if (vh_clock() - start > VH_REPORT_MS) {
+			apply_waiting(s, 1);
+			break;
+		}
+		sched_yield();
+	}
+	return err;
 }
 
 // vh_changing reports whether a change of mappings was made, or is being made, that is not applied yet.
@@ -435,21 +649,26 @@ static void *serve(void *space)
 	pthread_setname_np(pthread_self(), "hmm-faults");
 	for (;;) {
 		struct pollfd p[2] = {{.fd = s->uffd, .events = POLLIN}, {.fd = s->stop, .events = POLLIN}};
-		int err = 0;
+		int err;
 
-		if (poll(p, 2, -1) < 0 && errno != EINTR)
-			err = errno;
+		if (poll(p, 2, -1) < 0) { // no memory, or the process may have no descriptors any more
+			eventfd_t any;
+
+			usleep(1000);
+			p[0].revents = POLLIN;
+			p[1].revents = eventfd_read(s->stop, &any) == 0 ? POLLIN : 0;
+		}
 		if (p[1].revents != 0)
 			return NULL;
 		vh_lock(s, &old);
-		if (err == 0)
-			err = p[0].revents & ~POLLIN ? EBADF : vh_read_events(s);
-		if (err != 0 && err != EAGAIN && err != EINTR)
+		err = p[0].revents & ~POLLIN ? EBADF : vh_read_events(s);
+		if (err == EBADF || err == EINVAL)
 			s->dead = err;
-		err = s->dead;
 		vh_unlock(s, &old);
-		if (err != 0)
+		if (s->dead)
 			return NULL;
+		if (err != 0 && err != EAGAIN && err != EINTR)
+			usleep(1000); // no memory, or no descriptor for a fork's event: whoever waits goes on waiting
 	}
 }
 
@@ -457,20 +676,17 @@ static void *serve(void *space)
 int vh_query(struct vh_space *s, uint64_t addr, struct vh_mapping *m)
 {
 	struct vh_procmap_query q = {.size = sizeof q, .query_addr = addr};
-	char line[512];
-	FILE *f;
-	int err = ENOENT;
+	struct vh_lines lines = {.fd = s->maps};
+	const char *line;
 
-	if (s->maps >= 0 && ioctl(s->maps, VH_PROCMAP_QUERY, &q) == 0) {
+	if (ioctl(s->maps, VH_PROCMAP_QUERY, &q) == 0) {
 		*m = (struct vh_mapping){.start = q.vma_start, .end = q.vma_end, .off = q.vma_offset, .inode = q.inode,
 			.read = (q.vma_flags & 1) != 0, .write = (q.vma_flags & 2) != 0, .shared = (q.vma_flags & 8) != 0};
 		return 0;
 	}
-	if (s->maps >= 0 && errno != ENOTTY)
+	if (errno != ENOTTY)
 		return ENOENT;
-	if ((f = fopen("/proc/self/maps", "re")) == NULL)
-		return errno;
-	while (fgets(line, sizeof line, f) != NULL) {
+	while ((line = next_line(&lines)) != NULL) {
 		unsigned long start, end, off, inode;
 		char perms[8];
 
@@ -480,18 +696,18 @@ int vh_query(struct vh_space *s, uint64_t addr, struct vh_mapping *m)
 			continue;
 		*m = (struct vh_mapping){.start = start, .end = end, .off = off, .inode = inode,
 			.read = perms[0] == 'r', .write = perms[1] == 'w', .shared = perms[3] == 's'};
-		err = 0;
-		break;
+		return 0;
 	}
-	fclose(f);
-	return err;
+	return ENOENT;
 }
 
 // vh_allowed returns 0 if an address may be read, or written: EFAULT, if nothing is mapped there or nothing that may be read;
 // EPERM, if it may not be written. m is the mapping that the caller asked for last, and is asked for again where it does
-// not have the address.
+// not have the address. The lock is held.
 int vh_allowed(struct vh_space *s, uint64_t addr, int write, struct vh_mapping *m)
 {
+	if (addr >= s->replaced.start && addr < s->replaced.end)
+		*m = s->replaced;
 	if ((addr < m->start || addr >= m->end) && vh_query(s, addr, m) != 0) {
 		m->start = m->end = 0;
 		return EFAULT;
@@ -557,7 +773,38 @@ static char *arena(struct vh_space *s, uint64_t pages)
 		return NULL;
 	madvise(p, pages << s->page_shift, MADV_NOHUGEPAGE);
 	madvise(p, pages << s->page_shift, MADV_DONTFORK);
+	munlock(p, pages << s->page_shift); // after mlockall(MCL_FUTURE) it has pages
+	madvise(p, pages << s->page_shift, MADV_DONTNEED);
 	return p;
+}
+
+#define VH_RESERVE 24
+
+// vh_reserve makes mappings that can be given up: every other page has other rights, so that they stay apart.
+int vh_reserve(struct vh_space *s)
+{
+	char *p;
+
+	if (s->reserve != NULL)
+		return 0;
+	p = mmap(NULL, VH_RESERVE << s->page_shift, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	if (p == MAP_FAILED)
+		return ENOMEM;
+	munlock(p, VH_RESERVE << s->page_shift);
+	for (int i = 1; i < VH_RESERVE; i += 2)
+		if (mprotect(p + ((uint64_t)i << s->page_shift), s->page_size, PROT_READ) != 0) {
+			munmap(p, VH_RESERVE << s->page_shift);
+			return ENOMEM;
+		}
+	s->reserve = p;
+	return 0;
+}
+
+void vh_give_up_reserve(struct vh_space *s)
+{
+	if (s->reserve != NULL)
+		munmap(s->reserve, VH_RESERVE << s->page_shift);
+	s->reserve = NULL;
 }
 
 static void prepare_fork(void);
@@ -578,7 +825,7 @@ static void init_once(void)
 static void release_all(struct vh_space *s)
 {
 	// The userfaultfd first: to unmap registered memory would wait for somebody to read it.
-	for (int *fd = (int[]){s->uffd, s->trash_uffd, s->stop, s->pagemap, s->maps, -2}; *fd != -2; fd++)
+	for (int *fd = (int[]){s->uffd, s->trash_uffd, s->stop, s->pagemap, s->maps, s->smaps, s->spare_fd, -2}; *fd != -2; fd++)
 		if (*fd >= 0)
 			close(*fd);
 	for (int i = 0; i < s->devices; i++) {
@@ -599,6 +846,7 @@ static void release_all(struct vh_space *s)
 		munmap(s->zero, s->page_size);
 	if (s->probe != NULL)
 		munmap(s->probe, s->page_size);
+	vh_give_up_reserve(s);
 	while (s->spare != NULL) {
 		struct vh_range *r = s->spare;
 
@@ -623,11 +871,12 @@ int vh_open(struct vh_space **out, struct vh_features *have, char *why, size_t w
 	if ((s = calloc(1, sizeof *s)) == NULL)
 		return say(why, why_size, ENOMEM, "no memory");
 	s->born = *alive;
-	s->uffd = s->trash_uffd = s->stop = s->pagemap = s->maps = -1;
+	s->uffd = s->trash_uffd = s->stop = s->pagemap = s->maps = s->smaps = s->spare_fd = -1;
 	s->page_size = (uint64_t)sysconf(_SC_PAGESIZE);
 	while (1u << s->page_shift < s->page_size)
 		s->page_shift++;
 	pthread_mutex_init(&s->lock, NULL);
+	pthread_mutex_init(&s->change_lock, NULL);
 	pthread_mutex_init(&s->queue_lock, NULL);
 	pthread_condattr_init(&attr);
 	pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
@@ -644,6 +893,8 @@ int vh_open(struct vh_space **out, struct vh_features *have, char *why, size_t w
 	s->stop = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	s->pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
 	s->maps = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+	s->smaps = open("/proc/self/smaps", O_RDONLY | O_CLOEXEC);
+	s->spare_fd = fcntl(s->stop, F_DUPFD_CLOEXEC, 0);
 	s->staging = arena(s, VH_BATCH);
 	s->trash = arena(s, VH_BATCH);
 	s->zero = arena(s, 1);
@@ -652,7 +903,7 @@ int vh_open(struct vh_space **out, struct vh_features *have, char *why, size_t w
 	if (s->mirror == MAP_FAILED)
 		s->mirror = NULL;
 	refill(s);
-	if (s->stop < 0 || s->staging == NULL || s->trash == NULL || s->zero == NULL || s->probe == NULL || s->mirror == NULL || s->range == NULL || s->spare == NULL) {
+	if (s->stop < 0 || s->maps < 0 || s->spare_fd < 0 || vh_reserve(s) != 0 || s->staging == NULL || s->trash == NULL || s->zero == NULL || s->probe == NULL || s->mirror == NULL || s->range == NULL || s->spare == NULL) {
 		err = say(why, why_size, ENOMEM, "no memory, or no descriptors");
 		goto fail;
 	}
@@ -714,18 +965,17 @@ int vh_close(struct vh_space *s)
 
 	if (err == ENODEV)
 		return 0; // a child: nothing of it is here
-	pthread_mutex_lock(&spaces_lock);
-	for (at = &spaces; *at != NULL && *at != s; at = &(*at)->next)
-		continue;
-	if (*at == s)
-		*at = s->next;
-	__atomic_sub_fetch(&open_spaces, 1, __ATOMIC_SEQ_CST);
-	pthread_mutex_unlock(&spaces_lock);
 	pthread_mutex_lock(&s->queue_lock);
 	s->staying = 1; // or a request that is queued could take pages away again
 	pthread_mutex_unlock(&s->queue_lock);
 	if (err == 0)
 		err = all_home(s);
+	pthread_mutex_lock(&spaces_lock); // a fork brings all home before, or waits until nothing is away
+	for (at = &spaces; *at != NULL && *at != s; at = &(*at)->next)
+		continue;
+	if (*at == s)
+		*at = s->next;
+	__atomic_sub_fetch(&open_spaces, 1, __ATOMIC_SEQ_CST);
 	pthread_mutex_lock(&s->queue_lock);
 	s->closing = 1;
 	pthread_cond_broadcast(&s->queue_cond);
@@ -740,6 +990,7 @@ int vh_close(struct vh_space *s)
 	ioctl(s->uffd, UFFDIO_UNREGISTER, &(struct uffdio_range){.start = (uintptr_t)s->probe, .len = s->page_size});
 	ioctl(s->trash_uffd, UFFDIO_UNREGISTER, &(struct uffdio_range){.start = (uintptr_t)s->trash, .len = VH_BATCH << s->page_shift});
 	vh_unlock(s, &old);
+	pthread_mutex_unlock(&spaces_lock);
 	eventfd_write(s->stop, 1);
 	pthread_join(s->fault_thread, NULL);
 	while (s->ranges > 0) {
@@ -816,7 +1067,10 @@ static int vanished(struct vh_space *s, uint64_t start, uint64_t end)
 		p = &r->page[(addr - r->start) >> s->page_shift];
 		if (p->state != VH_S_COHERENT || p->flags & VH_F_PENDING || vh_in_place(s, p, addr, &m))
 			return EEXIST;
-		vh_orphan(s, addr);
+		if (r->leaving)
+			cut(s, addr, addr + s->page_size); // vh_unmap has unmapped it, and is about to say so
+		else
+			vh_orphan(s, addr);
 	}
 	return 0;
 }
@@ -908,7 +1162,7 @@ int vh_release(struct vh_space *s, uint64_t addr, uint64_t bytes)
 {
 	struct vh_request q = {.kind = VH_R_MIGRATE, .dev = VH_HOME, .at = addr, .end = addr + bytes};
 	struct uffdio_range u = {.start = addr, .len = bytes};
-	sigset_t old;
+	sigset_t old, signals;
 	int err = check(s, addr, bytes);
 
 	if (err != 0)
@@ -918,8 +1172,11 @@ int vh_release(struct vh_space *s, uint64_t addr, uint64_t bytes)
 
 		if ((err = vh_execute(s, &home)) != 0)
 			return err;
-		if ((err = settle(s, &old)) != 0)
+		vh_begin_change(s, &signals);
+		if ((err = settle(s, &old)) != 0) {
+			vh_end_change(s, &signals);
 			return err;
+		}
 		err = vh_inside(s, addr, bytes) ? 0 : EFAULT;
 		for (uint64_t at = addr; at < addr + bytes && err == 0; at += s->page_size) {
 			struct vh_range *r = vh_find(s, at);
@@ -932,6 +1189,8 @@ int vh_release(struct vh_space *s, uint64_t addr, uint64_t bytes)
 		if (err == 0)
 			cut(s, addr, addr + bytes);
 		vh_unlock(s, &old);
+		finish(s);
+		vh_end_change(s, &signals);
 		if (err != EBUSY && err != EAGAIN)
 			return err;
 	}
@@ -940,23 +1199,27 @@ int vh_release(struct vh_space *s, uint64_t addr, uint64_t bytes)
 
 int vh_unmap(struct vh_space *s, uint64_t addr, uint64_t bytes)
 {
-	sigset_t old;
+	sigset_t old, signals;
 	int err = vh_usable(s);
 
 	if (err == 0)
 		err = whole_pages(s, addr, bytes);
 	if (err != 0)
 		return err;
+	vh_begin_change(s, &signals);
 	vh_lock(s, &old);
 	if (!vh_inside(s, addr, bytes)) {
 		vh_unlock(s, &old);
+		vh_end_change(s, &signals);
 		return EFAULT;
 	}
+	vh_orphans(s, addr, addr + bytes);
 	split(s, addr);
 	split(s, addr + bytes);
 	for (size_t i = first_after(s, addr); i < s->ranges && s->range[i]->start < addr + bytes; i++)
 		s->range[i]->leaving = 1;
 	vh_unlock(s, &old);
+	finish(s);
 	err = munmap((void *)(uintptr_t)addr, bytes) == 0 ? 0 : errno;
 	// The event was read, and has cut the ranges. Only mappings of coherent pages have none. A range that another thread has
 	// allocated meanwhile at these addresses is not one that was leaving.
@@ -968,35 +1231,60 @@ int vh_unmap(struct vh_space *s, uint64_t addr, uint64_t bytes)
 			i++;
 			continue;
 		}
-		r->leaving = 0;
-		if (err != 0)
+		if (err != 0) {
+			r->leaving = 0;
 			i++;
-		else
+		} else
 			cut(s, r->start, r->start + (r->pages << s->page_shift));
 	}
 	vh_unlock(s, &old);
+	vh_end_change(s, &signals);
 	return err;
 }
 
 int vh_discard(struct vh_space *s, uint64_t addr, uint64_t bytes)
 {
 	struct vh_request q = {.kind = VH_R_MIGRATE, .dev = VH_HOME, .flags = VH_COHERENT, .at = addr, .end = addr + bytes};
+	uint32_t start = vh_clock();
+	sigset_t old, signals;
 	int err = check(s, addr, bytes);
 
-	if (err == 0)
-		err = vh_execute(s, &q); // coherent pages come home first
 	if (err != 0)
 		return err;
-	return madvise((void *)(uintptr_t)addr, bytes, MADV_DONTNEED) == 0 ? 0 : errno;
+	do {
+		struct vh_request home = q;
+
+		if ((err = vh_execute(s, &home)) != 0) // coherent pages come home first
+			return err;
+		vh_begin_change(s, &signals);
+		vh_lock(s, &old);
+		err = vh_inside(s, addr, bytes) ? 0 : EFAULT;
+		for (uint64_t at = addr; at < addr + bytes && err == 0; at += s->page_size) {
+			struct vh_range *r = vh_find(s, at);
+
+			if (r->page[(at - r->start) >> s->page_shift].state == VH_S_COHERENT)
+				err = EBUSY; // another request has moved it again
+		}
+		vh_unlock(s, &old);
+		if (err == 0 && madvise((void *)(uintptr_t)addr, bytes, MADV_DONTNEED) != 0)
+			err = errno;
+		vh_end_change(s, &signals);
+	} while (err == EBUSY && vh_clock() - start < VH_PATIENCE_MS);
+	return err;
 }
 
 int vh_protect(struct vh_space *s, uint64_t addr, uint64_t bytes, int read, int write)
 {
+	sigset_t signals;
 	int err = check(s, addr, bytes);
 
 	if (err != 0)
 		return err;
-	return mprotect((void *)(uintptr_t)addr, bytes, (read ? PROT_READ : 0) | (write ? PROT_WRITE : 0)) == 0 ? 0 : errno;
+	vh_begin_change(s, &signals);
+	err = mprotect((void *)(uintptr_t)addr, bytes, (read ? PROT_READ : 0) | (write ? PROT_WRITE : 0)) == 0 ? 0 : errno;
+	finish(s);
+	vh_end_change(s, &signals);
+	return err;
 }
 
 int vh_mirror(struct vh_space *s, uint64_t addr, uint64_t bytes, const uint64_t **seq)

@@ -77,7 +77,7 @@ func TestMigrateStorm(t *testing.T) {
 	var mover sync.WaitGroup
 	mover.Go(func() {
 		r := rand.New(rand.NewPCG(seed, 99))
-		for !stop.Load() {
+		for s.Stats().OutPages == 0 || !stop.Load() {
 			first := r.IntN(64)
 			part := b[first*int(page):][:(1+r.IntN(64-first))*int(page)]
 			to := dev
