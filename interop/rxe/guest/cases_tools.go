@@ -84,14 +84,14 @@ func (s *scene) pingpong(cfg tools.PingpongConfig) error {
 		args = append(args, "-c")
 	}
 	return s.against(args, func(ctx context.Context, peer tools.Peer) error {
-		cfg.Peer = peer
+		cfg.Peer, cfg.Timeout = peer, patientTimeout
 		_, err := tools.Pingpong(ctx, s.ours.dev, cfg)
 		return err
 	})
 }
 
 func (s *scene) perftest(cfg tools.PerftestConfig) error {
-	args := []string{cfg.Test.String(), "-F", "-d", rxeDev, "-x", fmt.Sprint(s.kernel.sgid), "-n", fmt.Sprint(cfg.Iters)}
+	args := []string{cfg.Test.String(), "-F", "-d", rxeDev, "-x", fmt.Sprint(s.kernel.sgid), "-n", fmt.Sprint(cfg.Iters), "-u", fmt.Sprint(patientTimeout)}
 	if cfg.Size != 0 {
 		args = append(args, "-s", fmt.Sprint(cfg.Size))
 	}
@@ -111,7 +111,7 @@ func (s *scene) perftest(cfg tools.PerftestConfig) error {
 		args = append(args, "-A", "CMP_AND_SWAP")
 	}
 	return s.against(args, func(ctx context.Context, peer tools.Peer) error {
-		cfg.Peer = peer
+		cfg.Peer, cfg.Timeout = peer, patientTimeout
 		_, err := tools.Perftest(ctx, s.ours.dev, cfg)
 		return err
 	})

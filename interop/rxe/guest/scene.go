@@ -19,6 +19,10 @@ type end struct {
 	patience time.Duration // how long to wait for a completion
 }
 
+// patientTimeout is an acknowledgement timeout of half a second, as a code: one processor of the machine may stand still while
+// the host is busy.
+const patientTimeout = 17
+
 // connection is how two ends are connected. A field that is zero gets the default that its
 // comment names.
 type connection struct {
@@ -27,7 +31,7 @@ type connection struct {
 	psn     uint32       // of the initiator; the target's is 100 more. 0x123456
 	depth   int          // of all queues: 16
 	sges    int          // 4
-	timeout uint8        // 17, half a second: an emulated machine is slow
+	timeout uint8        // patientTimeout
 	retry   uint8        // 7
 	rnr     uint8        // RNR retries: 7, for ever
 	timer   uint8        // the RNR timer: 12, 0.64 ms
@@ -65,7 +69,7 @@ func (c *connection) defaults() {
 	if c.sges == 0 {
 		c.sges = 4
 	}
-	set(&c.timeout, 17)
+	set(&c.timeout, patientTimeout)
 	set(&c.retry, 7)
 	set(&c.rnr, 7)
 	set(&c.timer, 12)
