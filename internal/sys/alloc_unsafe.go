@@ -68,7 +68,7 @@ func newHuge(name string, size int) (fd int, b []byte, err error) {
 		} else {
 			size = (size + page - 1) &^ (page - 1)
 			if err = sizeMemfd(fd, size); err == nil {
-				b, err = mapAligned(fd, size, page)
+				b, err = mapReserved(fd, size)
 			}
 		}
 	}
@@ -77,6 +77,15 @@ func newHuge(name string, size int) (fd int, b []byte, err error) {
 		return -1, nil, err
 	}
 	return fd, b, nil
+}
+
+// mapReserved maps a file on reserved huge pages, which the kernel aligns by itself. That often fails.
+func mapReserved(fd, size int) ([]byte, error) {
+	p, err := unix.MmapPtr(fd, 0, nil, uintptr(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return nil, fmt.Errorf("mmap of %d bytes: %w", size, err)
+	}
+	return unsafe.Slice((*byte)(p), size), nil
 }
 
 // MapFile maps all of a memory file that came from another process. The file must be
@@ -132,15 +141,17 @@ func mapAligned(fd, size, align int) ([]byte, error) {
 	}
 	skip := -uintptr(p) & uintptr(align-1)
 	at := unsafe.Add(p, skip)
-	if _, err := unix.MmapPtr(fd, 0, at, uintptr(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED); err != nil {
-		_ = unix.MunmapPtr(p, room) // the first error says more
-		return nil, fmt.Errorf("mmap of %d bytes: %w", size, err)
-	}
+	_, err = unix.MmapPtr(fd, 0, at, uintptr(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED)
+	// What was reserved around it goes. If mmap has failed, the place itself stays as it is: the kernel may have unmapped it,
+	// and another thread may have mapped something there since.
 	if skip > 0 {
-		_ = unix.MunmapPtr(p, skip) // reserved, and not used
+		_ = unix.MunmapPtr(p, skip)
 	}
 	if rest := uintptr(align) - skip; rest > 0 {
 		_ = unix.MunmapPtr(unsafe.Add(at, size), rest)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("mmap of %d bytes: %w", size, err)
 	}
 	return unsafe.Slice((*byte)(at), size), nil
 }
