@@ -59,12 +59,12 @@ type migration struct {
 
 var migrations = []migration{
 	{name: "chunks"},
-	{name: "pinned", pin: true, full: true},
+	{name: "pinned", pin: true},
 	{name: "packets", env: []string{"VERBENA_LINK=udp"}, full: true},
 	{name: "packets pinned", env: []string{"VERBENA_LINK=udp"}, pin: true, full: true},
 	{name: "namespaces", spaces: true, full: true},
 	{name: "lossy", spaces: true, lose: 1, full: true},
-	{name: "lossy pinned", spaces: true, lose: 1, pin: true},
+	{name: "lossy pinned", spaces: true, lose: 1, pin: true, full: true},
 }
 
 // places returns where source and destination run, and what stands in front of the destination's port.
