@@ -984,7 +984,7 @@ int vh_close(struct vh_space *s)
 	vh_lock(s, &old);
 	for (size_t i = 0; i < s->ranges; i++)
 		if (unregister(s, s->range[i]) != 0)
-			s->range[i]->own = 0; // to unmap it could wait for ever for somebody to read the event
+			s->range[i]->own = 0; // munmap would wait for ever: no thread reads its event any more
 	// A child of a fork may have the descriptor, so that closing it does not end what is registered.
 	ioctl(s->uffd, UFFDIO_UNREGISTER, &(struct uffdio_range){.start = (uintptr_t)s->staging, .len = VH_BATCH << s->page_shift});
 	ioctl(s->uffd, UFFDIO_UNREGISTER, &(struct uffdio_range){.start = (uintptr_t)s->probe, .len = s->page_size});

@@ -264,7 +264,7 @@ func (c *Conn) postLocked(n uint64, always bool) bool {
 // idRecv marks the receives; the rest of their ID is which one it is. The IDs of sends are their numbers.
 const idRecv = 1 << 63
 
-// poll takes completions, and reports whether there were some. It does nothing if somebody else does it.
+// poll takes completions, and reports whether there were some. If another goroutine is taking them, poll returns false at once.
 func (c *Conn) poll() bool {
 	if !c.polling.TryLock() {
 		return false

@@ -201,7 +201,7 @@ static void mappings(int close)
 		return;
 	}
 	must(vh_close(s));
-	memset(vram, 0xee, 4 * PAGES * page); // it is somebody else's now
+	memset(vram, 0xee, 4 * PAGES * page); // another page may have this memory now
 	check(at);
 	at[0] = 55;
 	want((unsigned char)vram[0] == 0xee);
