@@ -161,20 +161,20 @@ func (c *Controller) run() {
 		for c.settle() {
 		}
 		c.mu.Lock()
-		closed := c.closed
-		c.mu.Unlock()
-		if closed {
+		if c.closed {
+			c.stop() // unlocks
 			return
 		}
+		c.mu.Unlock()
 	}
 }
 
-// settle does one thing that is to be done, if there is one.
+// settle does one thing that is to be done, if there is one and the controller is not closed.
 func (c *Controller) settle() bool {
 	c.mu.Lock()
 	switch {
 	case c.closed:
-		c.stop() // unlocks
+		c.mu.Unlock()
 		return false
 	case c.subsystem, c.cc&nvme.CCEnable == 0 && (c.enabled || c.failed):
 		c.reset() // unlocks

@@ -307,6 +307,23 @@ func TestNumberTaken(t *testing.T) {
 	m.enable()
 }
 
+// Close stops the queues whatever the owner is about to do: here it often comes while the owner looks for the last time
+// whether there is more to do.
+func TestCloseStopsQueues(t *testing.T) {
+	m := newMachine(t, Config{})
+	for range 2000 {
+		m.enable()
+		m.c.Close()
+		m.c.mu.Lock()
+		left := len(m.c.sqs)
+		m.c.mu.Unlock()
+		if left != 0 {
+			t.Fatalf("%d submission queues are left after Close", left)
+		}
+		m.c = must(New(Config{Subsystem: m.sub, Bus: &m.space}))(t)
+	}
+}
+
 // A tail that would overtake the head is no tail.
 func TestTailOvertakes(t *testing.T) {
 	s := &submissionQueue{size: 8, kick: make(chan struct{}, 1)}
