@@ -294,7 +294,7 @@ func (s *scene) afterServer(server, client string, test func(server *running, co
 	refused := regexp.MustCompile(cmRefused)
 	for patience := 2 * time.Second; ; patience *= 2 {
 		err := func() error {
-			ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+			ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
 			defer cancel() // it also ends what still runs
 			serve, connect := s.commands(server, client)
 			srv, err := begin(ctx, serve)
@@ -302,7 +302,12 @@ func (s *scene) afterServer(server, client string, test func(server *running, co
 				return err
 			}
 			time.Sleep(patience)
-			return test(srv, func() (*running, error) { return begin(ctx, connect) })
+			err = test(srv, func() (*running, error) { return begin(ctx, connect) })
+			if err != nil && refused.MatchString(err.Error()) {
+				srv.kill() // the next one needs its port
+				err = fmt.Errorf("%w\nthe server said:\n%s", err, srv.said.String())
+			}
+			return err
 		}()
 		if err == nil || patience > 16*time.Second || !refused.MatchString(err.Error()) {
 			return err
@@ -310,27 +315,29 @@ func (s *scene) afterServer(server, client string, test func(server *running, co
 	}
 }
 
-// killedServer: the client of a server that is killed is told so.
+// killedServer: the client of a server that is killed while they ping is told so. stdbuf makes the client's
+// lines come when it prints them.
 func (s *scene) killedServer() error {
-	return s.afterServer("rping -s -v -a IP", "rping -c -v -a IP", func(server *running, connect func() (*running, error)) error {
+	return s.afterServer("rping -s -v -a IP", "stdbuf -oL rping -c -v -a IP", func(server *running, connect func() (*running, error)) error {
 		client, err := connect()
 		if err != nil {
 			return err
 		}
-		time.Sleep(2 * time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		if err := client.until(ctx, "ping data: rdma-ping-1:"); err != nil {
+			return fmt.Errorf("they do not ping: %w", err)
+		}
 		if err := server.cmd.Process.Kill(); err != nil {
 			return err
 		}
 		<-server.done
 		select {
-		case err = <-client.done:
+		case <-client.done:
+			return nil
 		case <-time.After(90 * time.Second):
-			return fmt.Errorf("the client has not heard of it in 90 s")
+			return fmt.Errorf("the client has not heard of it in 90 s:\n%s", client.said.String())
 		}
-		if !strings.Contains(client.said.String(), "rdma-ping-1:") {
-			return fmt.Errorf("they were not connected: %v: %s", err, client.said.String())
-		}
-		return nil
 	})
 }
 

@@ -62,15 +62,15 @@ func peerAccepts() string {
 	return fmt.Sprintf("%s accept IP %s %d %s %d", cmPeer, cmpeerPort, crowd, welcome, backlog)
 }
 
-// until waits for a line of the output of a program that goes on after it.
-func (r *running) until(ctx context.Context, line string) error {
-	for !slices.Contains(strings.Split(r.said.String(), "\n"), line) {
+// until waits for a line that begins with start, of the output of a program that goes on after it.
+func (r *running) until(ctx context.Context, start string) error {
+	for !strings.Contains("\n"+r.said.String(), "\n"+start) {
 		select {
 		case err := <-r.done:
 			r.done <- err
-			return fmt.Errorf("%s has ended (%v) before it said %q:\n%s", strings.Join(r.cmd.Args, " "), err, line, r.said.String())
+			return fmt.Errorf("%s has ended (%v) before it said %q:\n%s", strings.Join(r.cmd.Args, " "), err, start, r.said.String())
 		case <-ctx.Done():
-			return fmt.Errorf("%s has not said %q: %w:\n%s", strings.Join(r.cmd.Args, " "), line, ctx.Err(), r.said.String())
+			return fmt.Errorf("%s has not said %q: %w:\n%s", strings.Join(r.cmd.Args, " "), start, ctx.Err(), r.said.String())
 		case <-time.After(10 * time.Millisecond):
 		}
 	}
