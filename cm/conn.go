@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
@@ -308,7 +309,17 @@ func (c *Conn) Err() error {
 // RegMR registers memory in the connection's protection domain, as [verbs.PD.RegMR] does. Close closes
 // the region too.
 func (c *Conn) RegMR(buf []byte, access verbs.Access) (*verbs.MR, error) {
-	mr, err := c.pd.RegMR(buf, access)
+	return c.keep(c.pd.RegMR(buf, access))
+}
+
+// AllocMR allocates memory and registers it in the connection's protection domain, as [verbs.PD.AllocMR] does. Close closes
+// the region too, and then the memory is gone.
+func (c *Conn) AllocMR(length int, access verbs.Access) (*verbs.MR, error) {
+	return c.keep(c.pd.AllocMR(length, access))
+}
+
+// keep makes Close close a region.
+func (c *Conn) keep(mr *verbs.MR, err error) (*verbs.MR, error) {
 	if err != nil {
 		return nil, err
 	}
@@ -322,7 +333,7 @@ func (c *Conn) closeMRs() error {
 	c.state.Lock()
 	mrs := c.mrs
 	c.state.Unlock()
-	for _, mr := range mrs {
+	for _, mr := range slices.Backward(mrs) { // a later region may lie in the memory of an earlier one
 		if err := mr.Close(); err != nil {
 			return err
 		}
@@ -332,7 +343,7 @@ func (c *Conn) closeMRs() error {
 
 // Close ends the connection. The queue pair goes to ERR, so that its requests end. The peer is told,
 // and Close waits for it to confirm, a second at most. Then the queue pair is closed, the regions of
-// RegMR, and the completion queue, domain and device if they are the connection's own; with the queue
+// RegMR and AllocMR, and the completion queue, domain and device if they are the connection's own; with the queue
 // pair go its completions that were not polled. A program that wants its last requests done waits for
 // their completions first. It is idempotent.
 //

@@ -25,17 +25,21 @@ func (Addr) Network() string { return "rdma" }
 
 // Conn is a connection: a stream of bytes each way. It is a [net.Conn], and all methods are safe for concurrent use.
 //
-// Whoever waits for something polls the completion queue for a while, and then has the connection's goroutine wait for
-// completions. So that goroutine is not in the way of calls that do not wait.
+// A call that waits polls the completion queue for a while. Then one of the calls that wait sleeps until something completes,
+// and takes the completions of all. So whoever the device wakes is a call that has something to do.
 type Conn struct {
 	cm     *cm.Conn
-	memory *verbs.MR // the ring that this side writes from, and room for control messages; the peer does not reach it
-	bytes  []byte    // the same
+	memory *verbs.MR // of the ring that this side writes from; held by Write: see mapOutput
+	words  *verbs.MR // of room for control messages; the peer reaches neither
+	bytes  []byte    // that room
 
-	reads, writes sync.Mutex // one call of Read, and one of Write, at a time
+	reads, writes sync.Mutex // one call of Read, and one of Write, at a time; writes guards memory and what follows
+	mapping       mapping
+	before        *verbs.MR // the memory before the one that is mapped, while requests use it
+	beforeEnd     uint64    // of the stream, what lies there
 	rd, wd        deadline
-	readable      chan struct{} // there may be something to read, or an end: a token
-	writable      chan struct{} // there may be room, or an end: a token
+	readable      event // there may be something to read, or an end
+	writable      event // there may be room, or an end
 
 	polling sync.Mutex // guards wcs and again: held by who takes completions
 	wcs     [32]verbs.WC
@@ -46,25 +50,22 @@ type Conn struct {
 	sge     [1]verbs.SGE
 	word    [controlBytes]byte
 
-	mu       sync.Mutex // guards what follows
-	in       inbound
-	out      outbound
-	marks    [sends]uint64 // how much of the ring each request frees, with those before it
-	err      error         // why the connection has ended; what has come may still be read
-	shut     bool          // CloseWrite was called
-	probe    uint64        // the last request that asks for the peer
-	last     uint64        // the request that tells the peer of the end
-	moved    bool          // something has come since keepAlive looked last
-	waiting  int           // calls that wait for completions
-	watching bool          // the goroutine has been told
-	closed   atomic.Bool
+	mu     sync.Mutex // guards what follows
+	in     inbound
+	out    outbound
+	marks  [sends]uint64 // how much of the ring each request frees, with those before it
+	err    error         // why the connection has ended; what has come may still be read
+	shut   bool          // CloseWrite was called
+	probe  uint64        // the last request that asks for the peer
+	last   uint64        // the request that tells the peer of the end
+	moved  bool          // something has come since keepAlive looked last
+	closed atomic.Bool
 
-	watch  chan struct{} // tells the goroutine to wait for completions
-	ctx    context.Context
-	cancel context.CancelFunc
-	gone   sync.WaitGroup // the goroutine
-	alive  *time.Timer    // asks now and then whether the peer is there
-	every  time.Duration
+	watching chan struct{} // has a value while a call waits for completions, for all that wait
+	ctx      context.Context
+	cancel   context.CancelFunc
+	alive    *time.Timer // asks now and then whether the peer is there
+	every    time.Duration
 
 	close sync.Once
 	ended error // what Close returns
@@ -126,7 +127,7 @@ func (c *Conn) Read(b []byte) (int, error) {
 		case n > 0 || len(b) == 0:
 			return n, nil
 		}
-		c.await(c.readable, late, c.hasInput)
+		c.await(&c.readable, late, c.hasInput)
 		late = c.rd.wait() // it may have been set anew
 	}
 }
@@ -199,14 +200,60 @@ func (c *Conn) Write(b []byte) (n int, err error) {
 		case n == len(b):
 			return n, nil
 		case len(room) > 0:
+			if c.mapping != mapped && c.mapOutput() {
+				continue
+			}
 			if k := copy(room, b[n:]); c.send(k) {
 				n += k
 			}
 			continue
 		}
-		c.await(c.writable, late, c.hasRoom)
+		c.await(&c.writable, late, c.hasRoom)
 		late = c.wd.wait()
 	}
+}
+
+// mapping is whether a peer process on this host can map the memory that this side writes from.
+type mapping uint8
+
+const (
+	notMapped mapping = iota
+	changing          // requests still use the memory before
+	mapped            // or it cannot be
+)
+
+// mapAfter is after how many bytes the memory changes: a connection that moves little has no use for it, and it takes a
+// descriptor and all of its pages.
+const mapAfter = 1 << 20
+
+// mapOutput has the ring that this side writes from lie in a memory file, when much has been written. A peer process on this
+// host maps it, and takes the bytes by one copy of its own; otherwise the kernel copies, which takes longer. It reports whether
+// the ring has changed. The caller holds writes.
+func (c *Conn) mapOutput() bool {
+	o := &c.out
+	c.mu.Lock()
+	put, sent, size := o.put, o.sent, len(o.ring)
+	c.mu.Unlock()
+	if c.mapping == changing {
+		if sent >= c.beforeEnd {
+			_ = c.before.Close() // Close of the connection closes what cannot be closed now
+			c.before, c.mapping = nil, mapped
+		}
+		return false
+	}
+	if put < mapAfter {
+		return false
+	}
+	mr, err := c.cm.AllocMR(size, verbs.AccessLocalWrite)
+	if err != nil {
+		c.mapping = mapped // there is no descriptor left, or no memory: the ring stays where it is
+		return false
+	}
+	c.before, c.beforeEnd, c.memory, c.mapping = c.memory, put, mr, changing
+	c.mu.Lock()
+	o.ring = mr.Bytes() // what was put before stays where it was posted from
+	c.mu.Unlock()
+	return true
 }
 
 // send posts a message of n bytes, which lie in the ring. If it cannot, the connection has failed.
@@ -329,8 +376,8 @@ func (c *Conn) completed(wcs []verbs.WC) {
 	if lies { // it writes no more
 		_ = c.cm.QP().Modify(&verbs.QPAttr{State: verbs.QPErr}, verbs.QPMaskState) // fails if it is closed
 	}
-	notify(c.readable)
-	notify(c.writable)
+	c.readable.notify()
+	c.writable.notify()
 }
 
 // reason is the error of a connection whose request has failed.
@@ -341,20 +388,13 @@ func reason(s verbs.WCStatus) error {
 	return syscall.ECONNRESET
 }
 
-func notify(token chan struct{}) {
-	select {
-	case token <- struct{}{}:
-	default:
-	}
-}
-
 // fail ends the connection, unless it has ended.
 func (c *Conn) fail(err error) {
 	c.mu.Lock()
 	c.failLocked(err)
 	c.mu.Unlock()
-	notify(c.readable)
-	notify(c.writable)
+	c.readable.notify()
+	c.writable.notify()
 }
 
 func (c *Conn) failLocked(err error) {
@@ -364,81 +404,90 @@ func (c *Conn) failLocked(err error) {
 }
 
 func (c *Conn) controlAt(i int) []byte {
-	return c.bytes[c.controlOff(i):][:controlBytes]
+	return c.bytes[i*controlStride:][:controlBytes]
 }
-
-func (c *Conn) controlOff(i int) int { return len(c.out.ring) + i*controlStride }
 
 // controlStride is what the room for a control message takes.
 const controlStride = 32
 
 func (c *Conn) receive(i int) verbs.RecvWR {
-	return verbs.RecvWR{ID: idRecv | uint64(i), SGL: []verbs.SGE{c.memory.SGE(c.controlOff(i), controlBytes)}} //nolint:gosec // an index
+	return verbs.RecvWR{ID: idRecv | uint64(i), SGL: []verbs.SGE{c.words.SGE(i*controlStride, controlBytes)}} //nolint:gosec // an index
 }
 
-// spin is how long a call polls before it sleeps: some exchanges of short messages.
-const spin = 25 * time.Microsecond
+// spin is how long a call polls before it sleeps: some exchanges of short messages, and longer than it takes to wake a peer
+// that sleeps. Otherwise two sides that sleep would wake each other, and neither would poll again.
+const spin = 50 * time.Microsecond
 
-// await polls until something holds, and then waits for a token, which Close gives, too. It may return before it holds.
-func (c *Conn) await(token chan struct{}, late <-chan struct{}, holds func() bool) {
-	for began := time.Now(); ; {
-		if c.poll() && holds() {
-			return
-		}
-		if time.Since(began) > spin {
-			break
-		}
-		runtime.Gosched()
-	}
-	c.mu.Lock()
-	c.waiting++
-	start := !c.watching
-	c.watching = true
-	c.mu.Unlock()
-	if start {
-		c.watch <- struct{}{} // it has room for one
-	}
-	if !holds() {
-		select {
-		case <-token:
-		case <-late:
-		case <-c.ctx.Done():
-		}
-	}
-	c.mu.Lock()
-	c.waiting--
-	c.mu.Unlock()
+// mostSkips is how many calls sleep at once, at most, after one that has polled in vain.
+const mostSkips = 31
+
+// event is what calls of one kind wait for.
+type event struct {
+	token chan struct{} // it may have happened, or an end
+	vain  int           // calls that sleep at once after the next one that polls in vain; guarded by the calls' lock
+	skips int           // calls that still do; likewise
 }
 
-// watcher waits for completions while calls wait. It ends with the connection.
-func (c *Conn) watcher() {
-	for {
-		select {
-		case <-c.watch:
-		case <-c.ctx.Done():
-			return
-		}
-		for {
-			if c.cm.RecvCQ().RequestNotify(false) != nil {
-				c.fail(syscall.ECONNRESET)
+func newEvent() event { return event{token: make(chan struct{}, 1)} }
+
+func (e *event) notify() {
+	select {
+	case e.token <- struct{}{}:
+	default:
+	}
+}
+
+// await polls until something holds, and then sleeps until the event, which Close gives, too. It may return before it holds.
+// Who has polled in vain does not poll the next times: the peer is slow, or the processor that polling takes is the one that it
+// needs.
+func (c *Conn) await(e *event, late <-chan struct{}, holds func() bool) {
+	if e.skips == 0 {
+		for began := time.Now(); time.Since(began) < spin; runtime.Gosched() {
+			if c.poll() && holds() {
+				e.vain = 0
 				return
 			}
-			if !c.drain() {
-				e, err := c.cm.Channel().Next(c.ctx)
-				if err != nil {
-					c.fail(syscall.ECONNRESET) // or the connection is closed
-					return
-				}
-				e.Ack()
-				c.drain()
+		}
+		e.vain = min(2*e.vain+1, mostSkips)
+		e.skips = e.vain
+	} else {
+		e.skips--
+	}
+	select {
+	case <-e.token:
+	case <-late:
+	case <-c.ctx.Done():
+	case c.watching <- struct{}{}:
+		c.watch(e, late)
+		<-c.watching
+	}
+}
+
+// watch waits for completions and takes them, for all calls that wait. It returns when there were some, or when the call of
+// its own goroutine has to look for another reason.
+func (c *Conn) watch(e *event, late <-chan struct{}) {
+	for {
+		if c.cm.RecvCQ().RequestNotify(false) != nil {
+			c.fail(syscall.ECONNRESET)
+			return
+		}
+		if c.drain() {
+			return
+		}
+		select {
+		case <-c.cm.Channel().Ready():
+			if ev, err := c.cm.Channel().Next(past); err == nil {
+				ev.Ack()
 			}
-			c.mu.Lock()
-			c.watching = c.waiting > 0 && c.err == nil
-			on := c.watching
-			c.mu.Unlock()
-			if !on {
-				break
+			if c.drain() {
+				return
 			}
+		case <-e.token:
+			return
+		case <-late:
+			return
+		case <-c.ctx.Done():
+			return
 		}
 	}
 }
@@ -527,8 +576,8 @@ func (c *Conn) Close() error {
 			c.alive.Stop()
 		}
 		c.mu.Unlock()
-		notify(c.readable)
-		notify(c.writable)
+		c.readable.notify()
+		c.writable.notify()
 		c.rd.set(time.Time{})
 		c.wd.set(time.Time{})
 		c.writes.Lock() // a Write that is under way returns
@@ -538,7 +587,6 @@ func (c *Conn) Close() error {
 		c.writes.Unlock()
 		c.reads.Lock() // and a Read
 		c.cancel()
-		c.gone.Wait()
 		c.sending.Lock()       // and keepAlive
 		c.ended = c.cm.Close() // the region is one that it closes
 		c.sending.Unlock()
@@ -558,6 +606,6 @@ func (c *Conn) flush() {
 		if done {
 			return
 		}
-		c.await(c.writable, ctx.Done(), func() bool { return false })
+		c.await(&c.writable, ctx.Done(), func() bool { return false })
 	}
 }

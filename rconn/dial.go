@@ -61,19 +61,30 @@ func (cfg *Config) complete(op string) (Config, error) {
 	return c, nil
 }
 
+// past is a context that is done.
+var past = func() context.Context {
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	return ctx
+}()
+
 // newConn makes a side of a connection, in Setup: its memory, and its receives.
 func newConn(conn *cm.Conn, cfg *Config) (*Conn, error) {
-	ring, b := make([]byte, cfg.Ring), make([]byte, cfg.Ring+receives*controlStride)
+	ring, out, words := make([]byte, cfg.Ring), make([]byte, cfg.Ring), make([]byte, receives*controlStride)
 	mr, err := conn.RegMR(ring, verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
 	if err != nil {
 		return nil, err
 	}
-	own, err := conn.RegMR(b, verbs.AccessLocalWrite)
+	own, err := conn.RegMR(out, verbs.AccessLocalWrite)
 	if err != nil {
 		return nil, err
 	}
-	c := &Conn{cm: conn, memory: own, bytes: b, every: cfg.KeepAlive, readable: make(chan struct{}, 1), writable: make(chan struct{}, 1), watch: make(chan struct{}, 1)}
-	c.in.ring, c.out.ring = ring, b[:cfg.Ring:cfg.Ring]
+	room, err := conn.RegMR(words, verbs.AccessLocalWrite)
+	if err != nil {
+		return nil, err
+	}
+	c := &Conn{cm: conn, memory: own, words: room, bytes: words, every: cfg.KeepAlive, readable: newEvent(), writable: newEvent(), watching: make(chan struct{}, 1)}
+	c.in.ring, c.out.ring = ring, out
 	var all []verbs.RecvWR
 	for i := range receives {
 		all = append(all, c.receive(i))
@@ -89,7 +100,6 @@ func newConn(conn *cm.Conn, cfg *Config) (*Conn, error) {
 func (c *Conn) start(peer hello) {
 	c.out.peer = peer
 	c.ctx, c.cancel = context.WithCancel(context.Background())
-	c.gone.Go(c.watcher)
 	if c.every > 0 {
 		c.mu.Lock()
 		c.alive = time.AfterFunc(c.every, c.keepAlive)

@@ -139,6 +139,17 @@ func (ch *Channel) Next(ctx context.Context) (*Event, error) {
 	}
 }
 
+// Ready returns a channel for select statements: a value can be received from it when
+// there may be an event. Who has received it calls Next with a context that is done, which
+// returns an event if there is one and does not wait. Of several goroutines one receives the
+// value; if Next leaves events to others, there is another one. It is nil for a nil channel.
+func (ch *Channel) Ready() <-chan struct{} {
+	if !ch.ok() {
+		return nil
+	}
+	return ch.p.Ready()
+}
+
 // Close destroys the channel; calls that wait in Next return EBADF. It is idempotent.
 // See ibv_destroy_comp_channel(3).
 //

@@ -271,7 +271,8 @@ func (c *fakeChannel) Next(ctx context.Context) (provider.CQ, error) {
 		return nil, ctx.Err()
 	}
 }
-func (c *fakeChannel) Close() error { c.closed++; return c.err }
+func (c *fakeChannel) Ready() <-chan struct{} { return nil }
+func (c *fakeChannel) Close() error           { c.closed++; return c.err }
 
 type fakeCQ struct {
 	number uint32

@@ -9,7 +9,8 @@ package device
 //     packet would be in vain, and take a core from the pollers. So it leaves the link
 //     to them and looks from time to time whether they still poll. A program that polls
 //     now and then, and waits for its memory to change in between, leaves packets
-//     unread: after one such finding the goroutine receives again.
+//     unread: after one such finding the goroutine receives again. A program that arms
+//     a completion queue is about to sleep: the goroutine receives again at once.
 //
 // Answers that the background goroutine or a poll has deferred wait for the program's own
 // post, so that a ping-pong by memory is one train each way. A program that waits for the
@@ -49,11 +50,13 @@ const (
 
 // background is what the background goroutine remembers from one round to the next.
 type background struct {
-	shard *shard
-	watch watcher
-	vain  int    // wake-ups in vain, in a row; from tolerance on the goroutine watches
-	polls uint64 // shard.polls when it last looked
-	posts uint64 // shard.posts when it last looked
+	shard   *shard
+	watch   watcher
+	lingers backoff
+	vain    int    // wake-ups in vain, in a row; from tolerance on the goroutine watches
+	polls   uint64 // shard.polls when it last looked
+	posts   uint64 // shard.posts when it last looked
+	arms    uint32 // shard.arms when it last looked
 	// recent: the last round received something besides messages of the connection manager. Those
 	// come one at a time, and what they wake, which answers them, needs the processor.
 	recent bool
@@ -83,9 +86,13 @@ func (b *background) receiveOrBlock() {
 	b.watch.woke = 0
 	s.runReady(1)
 	got, busy := s.receive(true)
+	armed := b.newArms()
+	if got && armed {
+		runtime.Gosched() // to the goroutine that waits for what came: to wake another thread for it takes longer
+	}
 	polls := b.newPolls()
 	b.notePosts(got)
-	b.noteVain(got, busy, polls)
+	b.noteVain(got, busy, armed, polls)
 	switch {
 	case busy:
 	case s.deferred.Load():
@@ -94,7 +101,7 @@ func (b *background) receiveOrBlock() {
 			s.flushDeferred()
 		}
 	case got:
-	case polls == 0 && b.unanswered && b.recent && s.linger():
+	case polls == 0 && b.unanswered && b.recent && b.lingers.try(s.linger):
 	default:
 		s.block(forever)
 	}
@@ -102,17 +109,24 @@ func (b *background) receiveOrBlock() {
 }
 
 // watchPollers sleeps, and then ends the watch if the program does not poll any more,
-// or polls so rarely that a packet was left unread.
+// is about to sleep, or polls so rarely that a packet was left unread.
 func (b *background) watchPollers(next time.Duration) {
 	s := b.shard
 	if s.deferred.Load() {
 		s.flushDeferred()
 	}
-	b.watch.sleep(s, next)
+	b.watch.sleep(s, next, b.arms)
 	polls := b.newPolls()
-	if polls == 0 || polls < steadyPolls && !s.polling() && s.unread() {
+	if b.newArms() || polls == 0 || polls < steadyPolls && !s.polling() && s.unread() {
 		b.vain = 0
 	}
+}
+
+// newArms reports whether the program has armed a completion queue since newArms was last called.
+func (b *background) newArms() bool {
+	before := b.arms
+	b.arms = b.shard.arms.Load()
+	return b.arms != before
 }
 
 // newPolls returns the number of polls since it was last called.
@@ -130,9 +144,12 @@ func (b *background) notePosts(got bool) {
 }
 
 // noteVain counts the wake-up if it was in vain: a poller would have received what
-// came.
-func (b *background) noteVain(got, busy bool, polls uint64) {
+// came. If the program has armed a completion queue, the polls were the last ones before it
+// sleeps.
+func (b *background) noteVain(got, busy, armed bool, polls uint64) {
 	switch {
+	case armed:
+		b.vain = 0
 	case busy: // a poller reads the link now; to spin until it is done would take a core from it
 		b.vain = tolerance
 	case polls > 0 && (!got || polls >= manyPolls || b.shard.polling()):
@@ -160,6 +177,28 @@ func (s *shard) linger() bool {
 	}
 }
 
+// backoff spares attempts that were in vain: after one that was, so many are left out, and twice
+// as many after the next one.
+type backoff struct{ vain, skips int }
+
+// mostLeftOut is how many attempts are left out in a row, at most.
+const mostLeftOut = 31
+
+// try makes an attempt, or leaves it out. It reports whether the attempt was made and succeeded.
+func (b *backoff) try(attempt func() bool) bool {
+	switch {
+	case b.skips > 0:
+		b.skips--
+		return false
+	case attempt():
+		b.vain = 0
+		return true
+	}
+	b.vain = min(2*b.vain+1, mostLeftOut)
+	b.skips = b.vain
+	return false
+}
+
 // unread reads the link, and reports whether a packet lay there.
 func (s *shard) unread() bool {
 	got, _ := s.receive(true)
@@ -181,18 +220,46 @@ func (s *shard) polling() bool {
 // watcher paces the looks of the background goroutine while the program polls.
 type watcher struct {
 	interval time.Duration
-	woke     qp.Time // when sleep last returned; 0: not since the watch began
+	woke     qp.Time     // when sleep last returned; 0: not since the watch began
+	timer    *time.Timer // nil before the first sleep
 }
 
-// sleep sleeps for the interval, or until next. The interval is watchInterval,
-// unless the machine is so slow, or so busy, that looking takes a good part of
-// that: the pollers need the processor more.
-func (w *watcher) sleep(s *shard, next time.Duration) {
+// sleep sleeps for the interval, or until next, or until the program arms a completion queue:
+// arms is how often it has. The interval is watchInterval, unless the machine is so slow, or so
+// busy, that looking takes a good part of that: the pollers need the processor more.
+func (w *watcher) sleep(s *shard, next time.Duration, arms uint32) {
 	if w.woke != 0 { // half of the way to the new value, since one look may be an exception
 		w.interval = min(max((w.interval+watchShare*(s.dev.now()-w.woke))/2, watchInterval), maxWatch)
 	}
-	time.Sleep(min(w.interval, next))
+	if t := min(w.interval, next); w.timer == nil {
+		w.timer = time.NewTimer(t)
+	} else {
+		w.timer.Reset(t)
+	}
+	// Either sleep sees here that the program has armed a queue, or programSleeps sees that this
+	// goroutine watches.
+	s.watching.Store(true)
+	if s.arms.Load() == arms {
+		select {
+		case <-w.timer.C:
+		case <-s.armed:
+		}
+	}
+	s.watching.Store(false)
+	w.timer.Stop()
 	w.woke = s.dev.now()
+}
+
+// programSleeps is called when the program has armed a completion queue. It ends the watch: nobody
+// else would receive what the program sleeps for before the next look.
+func (s *shard) programSleeps() {
+	s.arms.Add(1)
+	if s.watching.Load() {
+		select {
+		case s.armed <- struct{}{}:
+		default:
+		}
+	}
 }
 
 // block waits for packets, timers or work, and not longer than most: forever only while no

@@ -46,6 +46,9 @@ func (c *Channel) Next(ctx context.Context) (provider.CQ, error) {
 	}
 }
 
+// Ready implements provider.Channel.
+func (c *Channel) Ready() <-chan struct{} { return c.ready }
+
 // Close destroys the channel, unless completion queues use it.
 func (c *Channel) Close() error {
 	c.dev.mu.Lock()
@@ -183,6 +186,15 @@ func (c *CQ) RequestNotify(solicitedOnly bool) error {
 	c.patience.rest()
 	c.Arm(solicitedOnly)
 	return nil
+}
+
+// Arm arms the queue. The program is about to sleep until something completes: the background
+// goroutines of the queue's shards receive for it from now on.
+func (c *CQ) Arm(solicitedOnly bool) {
+	c.CQ.Arm(solicitedOnly)
+	for _, s := range c.polled.shards() {
+		s.programSleeps()
+	}
 }
 
 // Resize changes the number of entries.

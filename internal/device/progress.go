@@ -46,6 +46,10 @@ type shard struct {
 	deferred   atomic.Bool  // there are answers that a poll has left
 	sleepUntil atomic.Int64 // qp.Time until which the background goroutine blocks; 0: it does not
 
+	arms     atomic.Uint32 // how often the program has armed a completion queue that polls this shard
+	watching atomic.Bool   // the background goroutine leaves the sockets to pollers, and sleeps
+	armed    chan struct{} // ends that sleep: see programSleeps; has room for one value
+
 	_     [64]byte      // keeps what every post reads off the cache lines that every empty poll writes
 	polls atomic.Uint64 // polls that read the sockets
 	skips atomic.Int32  // how many more calls of help skip this shard

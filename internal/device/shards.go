@@ -41,7 +41,7 @@ const maxReceivers = 8
 
 // addShard adds a shard, which makes progress from when run is called.
 func (d *Device) addShard(r link.Receiver, places *host.Places) *shard {
-	s := &shard{dev: d, receiver: r, places: places, done: make(chan struct{})}
+	s := &shard{dev: d, receiver: r, places: places, done: make(chan struct{}), armed: make(chan struct{}, 1)}
 	s.rx.dev = d
 	reserved := func(i uint32) bool { return i <= 1 || sys.IsManagement(i) || i == wire.MulticastQP }
 	if d.member != nil {

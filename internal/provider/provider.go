@@ -170,6 +170,9 @@ type MKey interface {
 type Channel interface {
 	// Next waits for an event and returns the completion queue it is for.
 	Next(ctx context.Context) (CQ, error)
+	// Ready returns a channel that has a value when there may be an event. Who receives the value
+	// calls Next until there is none.
+	Ready() <-chan struct{}
 	Close() error
 }
 
