@@ -72,8 +72,11 @@ func (d *Device) move(q *QP) {
 		}
 		q.mu.Unlock()
 		idle = false
-		for ; begun < len(under) && (begun == 0 || !under[begun-1].Failed() && !under[begun-1].Short()); begun++ { // nothing is begun behind one that has failed
-			d.begin(under[begun])
+		for begun < len(under) && (begun == 0 || !under[begun-1].Failed()) { // nothing is begun behind one that has failed
+			if d.begin(under[begun], begun > 0); under[begun].Short() {
+				break // those before it give staging bytes back
+			}
+			begun++
 		}
 		n := 0
 		for n == 0 || n < begun && under[n].Over() {
@@ -111,14 +114,14 @@ func (q *QP) stillFull() bool {
 	return full
 }
 
-// begin begins a move; one that the queue pair has given up moves nothing.
-func (d *Device) begin(m underWay) {
+// begin begins a move; one that the queue pair has given up moves nothing. ahead: moves before it are under way.
+func (d *Device) begin(m underWay, ahead bool) {
 	select {
 	case <-m.gaveUp:
 		m.GiveUp()
 	default:
 	}
-	d.reach(m, m.Begin)
+	d.reach(m, func() mem.Fault { return m.Begin(ahead) })
 }
 
 // lockSoon locks the queue pair. The lock's holder is mostly a post, which unlocks within a

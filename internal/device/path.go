@@ -120,7 +120,7 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 
 // namedWindow is how many bytes may be under way by name, for another process's engine to
 // move: enough work for the engine while an acknowledgement goes back and more is sent.
-const namedWindow = 16 << 20
+const namedWindow = 8 * train.MaxCarried
 
 // All queue pairs together may have peerWindows windows' worth of packets under way to one
 // peer. Windows differ, as MTUs do: so a window costs windowCredits, whatever its length,

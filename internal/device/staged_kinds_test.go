@@ -225,3 +225,31 @@ func TestStagedPageLocked(t *testing.T) {
 		}
 	})
 }
+
+// When more is under way than there are page-locked staging bytes, requests wait for those before them: bytes that are
+// not locked would be several times slower, and so would all that have begun behind them.
+func TestStagedPageLockedDeep(t *testing.T) {
+	for _, op := range []ib.Opcode{ib.OpRDMAWrite, ib.OpRDMARead} {
+		t.Run(op.String(), func(t *testing.T) {
+			g := newEngine(t, linkLoop, enginetest.Config{Bandwidth: 2e9, Locks: true})
+			const size, n = 8 << 20, 8
+			a, b := connected(t, openFor(t, linkLoop), openFor(t, linkLoop), ib.RC, size, nil)
+			a.makeMoving(size, false)
+			b.onEngine(g)
+			fill(a.buf, 1)
+			fill(b.buf, 2)
+			wr := a.write(b, 0, size)
+			wr.Op, wr.Flags = op, ib.SendSignaled
+			for range n {
+				a.post(wr)
+			}
+			for range n {
+				a.ok()
+			}
+			a.same(op.String(), 0, b, 0, size)
+			if g.Begun() == 0 || g.Unlocked() != 0 {
+				t.Errorf("%d of %d operations had bytes that are not locked", g.Unlocked(), g.Begun())
+			}
+		})
+	}
+}

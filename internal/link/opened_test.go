@@ -145,7 +145,7 @@ func TestNamed(t *testing.T) {
 		}
 	}
 	// If the peer's process wants packets by now, the bytes have to be loaded first.
-	const long = train.MaxCarried
+	const long = 4 * train.MaxBytes // longer than a train that is copied
 	tr := &train.Train{Flow: f, Transport: wire.RC, Kind: wire.KindWrite, Start: true, End: true, DestQP: 9, MTU: 4096, N: long / 4096, Len: long, Payload: *l}
 	h := c.Carries(tr, l, long, 4096, true)
 	h.Release()

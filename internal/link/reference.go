@@ -119,13 +119,22 @@ type refSource struct {
 	c      *shm.Channel
 	ranges [maxFarRuns]shm.Range
 	n      int
-	copier shm.Copier
-	part   [maxFarRuns]shm.Range
-	dst    [1][]byte
 	want   uint64        // the ticket in the record
 	fence  atomic.Uint32 // see Still
 	mapped []byte        // the payload, if its segment is mapped here; else nil
+
+	read    refRead
+	reading atomic.Bool // read is in use
 }
+
+// refRead is storage for one read of payload by reference. Several goroutines may read parts of one payload.
+type refRead struct {
+	copier shm.Copier
+	part   [maxFarRuns]shm.Range
+	dst    [1][]byte
+}
+
+var refReads = sync.Pool{New: func() any { return new(refRead) }}
 
 // unpackRef reads from a record where a train's payload lies. It reports false if the record
 // is malformed.
@@ -180,7 +189,14 @@ func (r *refSource) ReadRef(b []byte, off uint64) (ok, own bool) {
 	if r.c.PeerTicket() != r.want {
 		return false, false
 	}
-	part, left := r.part[:0], len(b)
+	g := &r.read
+	if r.reading.CompareAndSwap(false, true) {
+		defer r.reading.Store(false)
+	} else { // another goroutine reads a part
+		g = refReads.Get().(*refRead)
+		defer refReads.Put(g)
+	}
+	part, left := g.part[:0], len(b)
 	for _, s := range r.ranges[:r.n] {
 		if off >= uint64(s.Len) {
 			off -= uint64(s.Len)
@@ -192,9 +208,9 @@ func (r *refSource) ReadRef(b []byte, off uint64) (ok, own bool) {
 		}
 		off = 0
 	}
-	r.dst[0] = b
-	n, err := r.c.CopyFrom(&r.copier, r.dst[:], part)
-	r.dst[0] = nil
+	g.dst[0] = b
+	n, err := r.c.CopyFrom(&g.copier, g.dst[:], part)
+	g.dst[0] = nil
 	if err != nil || left != 0 || n != len(b) {
 		return false, err == shm.ErrOwnMemory
 	}

@@ -13,6 +13,7 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
+	"time"
 )
 
 // Engine is a Backing of bytes that the CPU does not address. Its Run is never called.
@@ -105,12 +106,17 @@ func (op *Op) Unwanted() bool {
 	return false
 }
 
-// wait waits until the operation is over, and returns how it has ended. It spins for about as
-// long as it takes to fall asleep and be woken, and then sleeps.
+// wait waits until the operation is over, and returns how it has ended. It looks for a while, and then sleeps: where there
+// are processors enough for longer than a GPU takes for a small copy, elsewhere for about as long as it takes to fall asleep
+// and be woken.
 func (op *Op) wait() FaultKind {
-	for range opLooks {
+	var since time.Time
+	for i := 0; i < opLooks || manyCPUs && time.Since(since) < opLinger; i++ {
 		if op.over.Load() {
 			return op.fault
+		}
+		if i == 0 {
+			since = time.Now()
 		}
 		runtime.Gosched()
 	}
@@ -130,8 +136,14 @@ func (op *Op) wait() FaultKind {
 	}
 }
 
-// opLooks is how often wait looks before it sleeps.
-const opLooks = 64
+// opLooks is how often wait looks at least before it sleeps, opLinger for how long where there are processors enough.
+const (
+	opLooks  = 64
+	opLinger = 30 * time.Microsecond
+)
+
+// manyCPUs: with few processors, one that looks for work keeps others from doing theirs.
+var manyCPUs = runtime.NumCPU() >= 8
 
 // Stream is an order of operations: each queue pair has one. The zero value is ready.
 type Stream struct {

@@ -51,3 +51,12 @@ var LockedPieces, LockedLargest = stagingSizes[1].kept + stagingSizes[2].kept, s
 // TryStaging is Staging, but returns nil if pages are locked, and all pieces of that length are in
 // use.
 func TryStaging(n int) []byte { return staging.tryGet(n) }
+
+// WithHelpers lets so many goroutines help with copies until the function that it returns is called.
+func WithHelpers(n int) (end func()) {
+	was := helpers.Swap(int32(n))
+	return func() { helpers.Store(was) }
+}
+
+// Together is together.
+func Together(n int, do func(i int)) { together(n, do) }

@@ -1,7 +1,7 @@
 package mem
 
 // Reference is payload by reference: memory of another process, its owner. It is read where
-// it is mapped in this process, and by asking for a copy where it is not.
+// it is mapped in this process, and by asking for a copy where it is not. Several goroutines may read.
 type Reference interface {
 	// Mapped returns n bytes from an offset on if they are mapped in this process, or nil.
 	// A copy of them is good only if Still returns true after it.

@@ -31,13 +31,18 @@ type Transfer struct {
 	Stream   *Stream
 	Link     Link // its place in a chain
 
+	// Ahead: transfers that were begun before are not over. If staging bytes are short, Begin then returns, for the
+	// caller to wait for those, which have some, and to call Begin again (Short). Otherwise Begin waits itself.
+	Ahead bool
+
 	begun uint64 // bytes whose operations have begun
 	owner any    // of the engine that the last of them was begun on
 	parts []part // operations under way, oldest first
 	fault Fault
 	side  Side
 
-	short bool // staging bytes were short
+	short bool // staging bytes were short when Begin was called last
+	ahead []filled
 
 	// Most transfers are one operation.
 	op   Op
@@ -54,12 +59,20 @@ func (t *Transfer) newOp() *Op {
 	return &t.op
 }
 
+// unused takes back an operation that was not begun.
+func (t *Transfer) unused(op *Op) {
+	if op == &t.op {
+		t.op, t.used = Op{}, false
+	}
+}
+
 // part is one operation of a transfer.
 type part struct {
 	*Op
 	staging []byte // to give back when it is over
 	off, n  uint64 // which of the transfer's bytes
 	out     bool   // staging is to be copied to the target when it is over
+	copied  bool   // it was: see copyOver
 	from    Kind   // what it was loaded from
 }
 
@@ -96,7 +109,8 @@ func (l *List) lengthen(n uint64) {
 // moment, or has to be fetched: after Fault.Await the caller calls Begin again, which goes on.
 // Any other fault ends the transfer, but the caller still waits for what has begun.
 func (t *Transfer) Begin() (Fault, Side) {
-	for t.begun < t.N {
+	t.short = false
+	for t.begun < t.N && !t.short {
 		if t.Link.Broken() {
 			return Fault{Kind: FaultDead}, Dst
 		}
@@ -173,24 +187,85 @@ func (t *Transfer) store(dst reached, off, n uint64) (uint64, Fault, Side) {
 	} else if b, from := t.Src.still(off, n, dst.engine); b != nil {
 		op.Bytes, op.InPlace, op.sections[1], n = b, true, from, uint64(len(b))
 	} else {
-		n = min(n, Quantum)
 		var f Fault
 		var side Side
-		if p.staging, f, side = t.stage(int(n)); !f.OK() {
+		if p.staging, f, side = t.fill(off, n); p.staging == nil {
+			t.unused(op)
 			dst.close()
 			return 0, f, side
 		}
-		op.Bytes = p.staging
-		if f, side := copyOut(p.staging, t.Src, off); !f.OK() {
-			staging.put(p.staging)
-			dst.close()
-			return 0, f, side
-		}
+		op.Bytes, n = p.staging, uint64(len(p.staging))
 	}
 	op.sections[0], op.Last, p.n = dst.place, t.ends(off, n), n
 	dst.region.count(t.Src.kindAt(off), dst.region.kind, int(n))
 	t.begin(dst.engine, op, p)
 	return n, Fault{}, 0
+}
+
+// filled is staging bytes that have bytes of the source from off on.
+type filled struct {
+	off   uint64
+	bytes []byte
+}
+
+// maxFilled is how many pieces of the source are copied to staging bytes ahead of those whose operation begins. The engine
+// moves some meanwhile.
+const maxFilled = 16
+
+// fill returns staging bytes that have the source's bytes from off on, a Quantum of n at most. Those behind are copied to
+// others at the same time, for the next calls. Nil: there are none (stage), or the source cannot be read.
+func (t *Transfer) fill(off, n uint64) ([]byte, Fault, Side) {
+	if len(t.ahead) > 0 && t.ahead[0].off == off && uint64(len(t.ahead[0].bytes)) <= n {
+		b := t.ahead[0].bytes
+		t.ahead = t.ahead[1:]
+		return b, Fault{}, 0
+	}
+	t.forgetAhead()
+	b, f, side := t.stage(int(min(n, Quantum)))
+	if b == nil {
+		return nil, f, side
+	}
+	if n <= Quantum || t.Src.Ref != nil || helpers.Load() <= 0 {
+		if f, side = copyOut(b, t.Src, off); !f.OK() {
+			staging.put(b)
+			return nil, f, side
+		}
+		return b, Fault{}, 0
+	}
+	pieces := append(make([]filled, 0, maxFilled), filled{off, b})
+	for at := off + Quantum; at < off+n && len(pieces) < maxFilled; at += Quantum {
+		more := staging.tryGet(int(min(off+n-at, Quantum)))
+		if more == nil {
+			break
+		}
+		pieces = append(pieces, filled{at, more})
+	}
+	faults := make([]Fault, len(pieces))
+	sides := make([]Side, len(pieces))
+	together(len(pieces), func(i int) {
+		from := *t.Src
+		from.Memo = nil // it is for one goroutine
+		faults[i], sides[i] = copyOut(pieces[i].bytes, &from, pieces[i].off)
+	})
+	good := 0
+	for good < len(pieces) && faults[good].OK() {
+		good++
+	}
+	t.ahead = pieces[good:]
+	t.forgetAhead() // they are tried again when those before them have begun
+	if good == 0 {
+		return nil, faults[0], sides[0]
+	}
+	t.ahead = pieces[1:good]
+	return b, Fault{}, 0
+}
+
+// forgetAhead gives back staging bytes whose operation does not begin.
+func (t *Transfer) forgetAhead() {
+	for i := range t.ahead {
+		staging.put(t.ahead[i].bytes)
+	}
+	t.ahead = nil
 }
 
 // load begins to load bytes for the target, which the CPU reaches.
@@ -206,7 +281,8 @@ func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
 		} else {
 			var f Fault
 			var side Side
-			if p.staging, f, side = t.stage(int(min(n, Quantum))); !f.OK() {
+			if p.staging, f, side = t.stage(int(min(n, Quantum))); p.staging == nil {
+				t.unused(op)
 				src.close()
 				return 0, f, side
 			}
@@ -224,14 +300,23 @@ func (t *Transfer) load(src reached, off, n uint64) (uint64, Fault, Side) {
 	return n, Fault{}, 0
 }
 
-// stage returns n staging bytes. If their pages are locked and all are in use, it waits for
-// operations of the transfer, which have some; without any it returns bytes that are not locked.
+// stage returns n staging bytes. If their pages are locked and all are in use, it returns none and notes that they
+// are short where others may be waited for (Ahead). Otherwise it waits for operations of the transfer, which have some;
+// without any it returns bytes that are not locked.
 func (t *Transfer) stage(n int) ([]byte, Fault, Side) {
+	if len(t.parts) >= maxStaged {
+		if f, side := t.waitOldest(); !f.OK() {
+			return nil, f, side
+		}
+	}
 	for {
 		if b := staging.tryGet(n); b != nil {
 			return b, Fault{}, 0
 		}
-		t.short = true
+		if t.Ahead {
+			t.short = true
+			return nil, Fault{}, 0
+		}
 		if len(t.parts) == 0 {
 			return staging.get(n), Fault{}, 0
 		}
@@ -241,8 +326,11 @@ func (t *Transfer) stage(n int) ([]byte, Fault, Side) {
 	}
 }
 
-// Short reports whether staging bytes were short: a caller that begins other transfers meanwhile
-// would make them go by bytes that are not locked.
+// maxStaged is how many operations of a transfer are under way at most that have staging bytes: half of the pieces are left to
+// others, who would else have bytes that are not locked.
+const maxStaged = 32
+
+// Short reports whether Begin has returned before all has begun, because staging bytes were short.
 func (t *Transfer) Short() bool { return t.short }
 
 // carry moves bytes from the memory of one owner to that of another: it waits for the load, and
@@ -271,6 +359,7 @@ func (t *Transfer) byHand(off, n uint64) (uint64, Fault, Side) {
 	if t.Link.Broken() {
 		return 0, Fault{Kind: FaultDead}, Dst
 	}
+	n = min(n, Quantum) // the sections are open while bytes are copied
 	d, s := *t.Dst, *t.Src
 	d.Off += off
 	s.Off += off
@@ -281,6 +370,7 @@ func (t *Transfer) byHand(off, n uint64) (uint64, Fault, Side) {
 // Wait waits for what has begun, and returns the first fault, if any. After FaultPending and
 // Fault.Await the caller calls Wait again, which goes on.
 func (t *Transfer) Wait() (Fault, Side) {
+	t.forgetAhead() // if Begin has returned a fault
 	if f, side := t.waitAll(); !f.OK() {
 		return f, side
 	}
@@ -332,7 +422,10 @@ func (t *Transfer) waitOldest() (Fault, Side) {
 	if p.out && t.fault.OK() && t.Link.Broken() {
 		t.fault, t.side = Fault{Kind: FaultDead}, Dst
 	}
-	if p.out && t.fault.OK() {
+	if p.out && !p.copied && t.fault.OK() {
+		t.copyOver()
+	}
+	if p.out && !p.copied && t.fault.OK() {
 		if f, side := copyIn(t.Dst, p.off, p.staging, p.from, t.ends(p.off, p.n)); f.Kind == FaultPending {
 			return f, side
 		} else if !f.OK() {
@@ -345,6 +438,32 @@ func (t *Transfer) waitOldest() (Fault, Side) {
 	*p = part{}
 	t.parts = t.parts[1:]
 	return t.fault, t.side
+}
+
+// maxOver is how many parts are copied to the target at a time.
+const maxOver = 16
+
+// copyOver copies what the oldest parts have loaded to the target, as far as they are over, if there are several and others
+// help. What cannot be copied, and the end of a message, is left to waitOldest.
+func (t *Transfer) copyOver() {
+	k := 0
+	for k < len(t.parts) && k < maxOver {
+		p := &t.parts[k]
+		if !p.out || p.copied || !p.over.Load() || p.fault != FaultNone || t.ends(p.off, p.n) {
+			break
+		}
+		k++
+	}
+	if k < 2 || helpers.Load() <= 0 {
+		return
+	}
+	together(k, func(i int) {
+		p := &t.parts[i]
+		to := *t.Dst
+		to.Memo = nil // it is for one goroutine
+		f, _ := copyIn(&to, p.off, p.staging, p.from, false)
+		p.copied = f.OK()
+	})
 }
 
 // faultAt makes a Fault of a kind that an engine has found in n bytes of a list, from off on.
@@ -434,6 +553,9 @@ type locking interface {
 	Locks(b []byte) bool
 }
 
+// maxInPlace is how many bytes of the host an operation is about: those of other streams come in between.
+const maxInPlace = 16 << 20
+
 // still returns bytes at off of a list, at most n of them, that never fault and that the engine
 // reads and writes in place, with the open sections that keep them there; nil if there are none.
 func (l *List) still(off, n uint64, e Engine) ([]byte, place) {
@@ -442,7 +564,7 @@ func (l *List) still(off, n uint64, e Engine) ([]byte, place) {
 		return nil, place{}
 	}
 	c := cursor{list: l, skip: l.Off + off}
-	if !c.enter(n, shutToBytes) {
+	if !c.enter(min(n, maxInPlace), shutToBytes) {
 		return nil, place{}
 	}
 	locks, mayLock := e.(locking)

@@ -52,11 +52,11 @@ func (c *congestion) allowance(n int) int {
 	return w
 }
 
-// allowanceNamed is allowance for a payload by name, which takes no room on the link. The wider
-// window is not for short messages: the peer cannot take as many of those.
-func (c *congestion) allowanceNamed(n int) int {
+// allowanceNamed is allowance for a payload by name, of some packets, which takes no room on the
+// link. The wider window is for as many messages as the peer can take moves.
+func (c *congestion) allowanceNamed(n, packets int) int {
 	if n >= train.LeastCarried && c.open() {
-		return max(c.path, c.named)
+		return max(c.path, min(c.named, maxMoves*packets))
 	}
 	return c.allowance(n)
 }

@@ -96,11 +96,11 @@ func TestCongestion(t *testing.T) {
 func TestCongestionNamed(t *testing.T) {
 	var g congestion
 	g.begin(&Path{Window: 64, Named: 500})
-	if s, l := g.allowanceNamed(train.LeastCarried-1), g.allowanceNamed(train.LeastCarried); s != 64 || l != 500 {
+	if s, l := g.allowanceNamed(train.LeastCarried-1, 16), g.allowanceNamed(train.LeastCarried, 16); s != 64 || l != 500 {
 		t.Errorf("%d packets of short messages, %d of long ones", s, l)
 	}
-	if g.lost(); g.allowanceNamed(train.LeastCarried) != 32 {
-		t.Errorf("%d packets after a loss", g.allowanceNamed(train.LeastCarried))
+	if g.lost(); g.allowanceNamed(train.LeastCarried, 16) != 32 {
+		t.Errorf("%d packets after a loss", g.allowanceNamed(train.LeastCarried, 16))
 	}
 }
 

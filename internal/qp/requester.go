@@ -276,7 +276,7 @@ func (q *QP) room(want int, named bool) int {
 func (q *QP) window(named bool) int {
 	n := int(q.sq.at(q.req.cur).len)
 	if named {
-		return q.req.congestion.allowanceNamed(n)
+		return q.req.congestion.allowanceNamed(n, q.packets(n))
 	}
 	return q.req.congestion.allowance(n)
 }
@@ -296,6 +296,8 @@ func (q *QP) pullMessage(t *train.Train, w *wqe, now Time) int {
 			most = min(most, q.packets(len(b)))
 		} else if t.Carried {
 			most = q.packets(int(hold.Len))
+		} else { // the receiver is in this process, and leaves the payload where it is
+			most = min(int(w.n)-done, q.perCarried()/q.mtu)
 		}
 	}
 	n := q.room(most, t.Carried)

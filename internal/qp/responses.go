@@ -363,8 +363,10 @@ func (q *QP) pullResource(t *train.Train, j *resource) bool {
 	r := &q.resp
 	var b []byte
 	most := q.perLoad()
-	if !j.atomic && j.reth.Len > 0 && !q.path.ByReference && q.Table.Staged(j.reth.RKey) {
-		if n := q.carriesAnswer(t, j); n > 0 {
+	if !j.atomic && j.reth.Len > 0 && q.Table.Staged(j.reth.RKey) {
+		if q.path.ByReference {
+			most = q.perCarried() / q.mtu
+		} else if n := q.carriesAnswer(t, j); n > 0 {
 			most = q.packets(n)
 		} else {
 			var ok bool

@@ -181,8 +181,8 @@ func (m *Move) joins(next *Move) bool {
 const maxJoined = 4 << 20
 
 // Begin begins the move. If it returns FaultPending, the caller waits for that fault, and then
-// calls Begin again.
-func (m *Move) Begin() mem.Fault {
+// calls Begin again. ahead: moves before it are under way (see Short).
+func (m *Move) Begin(ahead bool) mem.Fault {
 	if m.atomic != nil || !m.fault.OK() {
 		return mem.Fault{}
 	}
@@ -190,6 +190,7 @@ func (m *Move) Begin() mem.Fault {
 		m.fail(mem.Fault{Kind: mem.FaultDead}, mem.Src)
 		return mem.Fault{}
 	}
+	m.transfer.Ahead = ahead
 	f, side := m.transfer.Begin()
 	if f.Kind == mem.FaultPending {
 		return f
@@ -239,9 +240,9 @@ func (m *Move) Wait(s *mem.Stream) mem.Fault {
 // handed this one back (Moved) and the queue pair has decided about the others.
 func (m *Move) Failed() bool { return !m.fault.OK() }
 
-// Short reports whether staging bytes were short: the owner does not begin another move before it
-// has waited for this one.
-func (m *Move) Short() bool { return m.transfer.Short() }
+// Short reports whether Begin has begun a part only, because staging bytes were short: the owner waits for the moves
+// before this one, and calls Begin again.
+func (m *Move) Short() bool { return m.fault.OK() && m.transfer.Short() }
 
 // Over reports whether Wait would not wait.
 func (m *Move) Over() bool { return m.atomic == nil && m.transfer.Over() }
@@ -264,7 +265,7 @@ func (q *QP) Stream() *mem.Stream { return &q.moves.stream }
 // or with a fault if the payload cannot be read.
 func (q *QP) stage(kind moveKind, t *train.Train, to *mem.List, last bool) (*Move, mem.Fault) {
 	ms := &q.moves
-	if ms.n >= maxMoves || ms.bytes+t.Len > maxMoveBytes {
+	if ms.n >= maxMoves || ms.bytes+t.Copies() > maxMoveBytes {
 		return nil, mem.Fault{}
 	}
 	kept, by, f := t.KeepStaged()

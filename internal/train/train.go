@@ -21,9 +21,11 @@ import (
 // It bounds how long a queue pair's lock and a region's read section are held.
 const MaxBytes = 256 << 10
 
-// MaxCarried is the most payload of a Carried train. It may exceed MaxBytes, because no
-// goroutine copies it under a lock.
-const MaxCarried = 1 << 20
+// MaxCarried is the most payload of a train that an engine copies from where it lies: one that is
+// Carried, or whose memory the CPU does not address. It may exceed MaxBytes, because no goroutine
+// copies it under a lock. A GPU copies it in some ten microseconds, and to hand a train over takes
+// almost as long.
+const MaxCarried = 64 << 20
 
 // LeastCarried is the length from which on messages are carried in large numbers, and parts
 // of messages are carried at all: each is a move of its own, and the receiver takes only so
@@ -294,7 +296,7 @@ func (t *Train) KeepStaged() (*Train, int, mem.Fault) {
 		c.Payload = mem.List{}
 		return c, 0, mem.Fault{}
 	}
-	if t.Lease != nil && t.Payload.Table != nil {
+	if t.byReference() {
 		c.refer(t)
 		t.Kept = true
 		return c, 0, mem.Fault{}
@@ -302,12 +304,22 @@ func (t *Train) KeepStaged() (*Train, int, mem.Fault) {
 	c.Lease = nil
 	c.raw[0] = mem.Staging(t.Len)
 	c.Payload = mem.List{Raw: c.raw[:]}
-	f, _ := mem.Copy(&c.Payload, &t.Payload, uint64(t.Len), false)
-	if !f.OK() {
+	if f := mem.CopyToStaging(&c.Payload, &t.Payload); !f.OK() {
 		mem.GiveStaging(c.raw[0])
 		return nil, 0, f
 	}
 	return c, t.Len, mem.Fault{}
+}
+
+// byReference reports whether KeepStaged leaves the payload where it lies.
+func (t *Train) byReference() bool { return t.Lease != nil && t.Payload.Table != nil }
+
+// Copies returns how many bytes KeepStaged would copy.
+func (t *Train) Copies() int {
+	if t.byReference() {
+		return 0
+	}
+	return t.Len
 }
 
 // refer makes the payload that of o, by reference. t is a copy of o.
