@@ -1,4 +1,7 @@
 /* Go cannot call a C function pointer. These functions call the front's for it. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+
 #include "call.h"
 
 static struct vbe_front front;
@@ -16,4 +19,10 @@ void call_gpu(uint64_t function, uint64_t arg, int error)
 {
 	void (*call)(void *, int) = (void (*)(void *, int))(uintptr_t)function;
 	call((void *)(uintptr_t)arg, error);
+}
+
+int cuda_is_watched(void)
+{
+	int (*watches)(void) = (int (*)(void))(uintptr_t)dlsym(RTLD_DEFAULT, "verbena_cuda_watches");
+	return watches && watches();
 }

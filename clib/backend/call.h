@@ -5,6 +5,8 @@ void set_front(struct vbe_front *f);
 void call_cq_event(uint64_t cookie);
 void call_async_event(uint64_t context, uint32_t of, uint64_t cookie, uint32_t type);
 
+int cuda_is_watched(void); /* the preloaded library will call verbena_cuda_gone */
+
 void call_gpu(uint64_t function, uint64_t arg, int error); /* a function of verbena/gpu.h's caller */
 
 /* PeerDirect clients: peer.c. A claim is what a client has claimed, as a number. */

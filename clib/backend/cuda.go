@@ -34,6 +34,9 @@ func nvidia() *cuda.Driver {
 		d.Close()
 		return driver.Load()
 	}
+	if C.cuda_is_watched() != 0 {
+		d.Watch()
+	}
 	return d
 }
 

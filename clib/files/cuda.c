@@ -307,6 +307,9 @@ static void tell_export(int fd, uint64_t addr, uint64_t size)
 	errno = err;
 }
 
+/* verbena_cuda_watches reports whether libibverbs.so.1 will be told of what the program frees. */
+PUBLIC int verbena_cuda_watches(void) { return heard(); }
+
 /* --- the wrappers --- */
 
 /* call is what the wrapper i of a name does. */

@@ -42,6 +42,7 @@ enum vb_cuda {
  * of a range of its memory. */
 typedef void vb_cuda_gone_function(int what, uint64_t addr, uint64_t size);
 typedef void vb_cuda_exported_function(int fd, uint64_t addr, uint64_t size);
+int verbena_cuda_watches(void); /* of the preloaded library */
 vb_cuda_gone_function verbena_cuda_gone;
 vb_cuda_exported_function verbena_cuda_exported;
 

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"runtime"
 	"strings"
+	"time"
 	"unsafe"
 
 	"github.com/ebitengine/purego"
@@ -23,7 +24,9 @@ func (d *Driver) call(f function, args ...uintptr) Result {
 	if d.at[f] == 0 {
 		return notSupported
 	}
+	slot := d.calls.enter(f, args, time.Now())
 	r, _, _ := purego.SyscallN(d.at[f], args...)
+	slot.leave()
 	return Result(uint32(r)) //nolint:gosec // the driver returns 32 bits
 }
 
@@ -130,6 +133,14 @@ func (d *Driver) lookup(addr uint64) (p pointer, r Result) {
 	r = d.call(fnPointerGetAttributes, uintptr(len(to)), uintptr(unsafe.Pointer(&attributes)), uintptr(unsafe.Pointer(&to)), uintptr(addr))
 	p.managed, p.legacyIPC = flags.managed&0xff != 0, flags.ipc&0xff != 0
 	return p, r
+}
+
+// mapping returns where the allocation that is mapped at an address begins, and its size. Of memory
+// that was made by cuMemCreate, lookup returns instead the range of addresses that was reserved,
+// which may have many allocations, each with a number of its own. A context has to be current.
+func (d *Driver) mapping(addr uint64) (start, size uint64, r Result) {
+	r = d.call(fnMemGetAddressRange, uintptr(unsafe.Pointer(&start)), uintptr(unsafe.Pointer(&size)), uintptr(addr))
+	return start, size, r
 }
 
 // bufferID returns the number of the allocation that an address lies in; 0: there is none.

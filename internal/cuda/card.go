@@ -32,7 +32,11 @@ type card struct {
 	imports  map[importKey]*imported
 	left     bool   // the context is gone: what was opened in it is closed
 	unlocked func() // ends the locking of staging bytes
+	scratch  uint64 // memory of the GPU for firstUse; 0: there is none
 }
+
+// scratchSize is the length of scratch.
+const scratchSize = 2 * 128 << 10
 
 // cardOf returns the card of a context, and makes it if there is none. The caller gives it back.
 func (d *Driver) cardOf(op string, ctx uintptr, device int32) (*card, error) {
@@ -95,6 +99,10 @@ func (c *card) setUp(op string) error {
 	if err := d.check(op, fnCtxSetCurrent, r); err != nil {
 		return err
 	}
+	d.asks.in(c.ctx, func() (r Result) {
+		c.scratch, r = d.alloc(scratchSize)
+		return r
+	})
 	for range workers {
 		w, r := c.startWorker()
 		if r != success {
@@ -115,6 +123,9 @@ func (c *card) tearDown() {
 		w.end()
 	}
 	c.drv.host.forget(c.drv, c.ctx)
+	if c.scratch != 0 && !c.left {
+		c.drv.slow.in(c.ctx, func() Result { return c.drv.free(c.scratch) })
+	}
 	if c.primary && !c.left { // nobody has the card any more
 		c.drv.slow.do(func() { c.drv.releasePrimary(c.device) })
 	}

@@ -7,8 +7,8 @@
 //     (memory.go, register.go).
 //  3. A card is the engine for the memory of one context: a few threads, each with a stream of
 //     its own, on which it has bytes copied (card.go, worker.go).
-//  4. What is freed is revoked first if the program is watched (Gone in register.go). Besides,
-//     each operation compares the number that the driver gives every allocation.
+//  4. What is freed is revoked first if the program is watched (Gone in register.go). If it is
+//     not, each operation compares the number that the driver gives every allocation (still.go).
 //  5. Other processes open the memory, so that bytes between them stay on the GPU (share.go).
 //  6. Memory of the host that is page-locked is read and written in place (host.go).
 //  7. Go programs allocate and share memory themselves (gpu.go); other programs have their own
@@ -17,7 +17,10 @@
 // The driver is called by threads of this package, which do nothing else: a context that is
 // current in a thread of the program's stays current, and no thread that posts a request waits
 // for the driver. None of the calls after the registration waits for work of the program's on
-// the GPU: a kernel may be waiting for the bytes that are to be moved.
+// the GPU: a kernel may be waiting for the bytes that are to be moved. For a watched program those
+// that bytes wait for are copies on streams of this package, and its events: nothing is asked then,
+// since the driver may answer only when a thread of the program's has given a lock back. A call that
+// does not return is reported (watch.go).
 package cuda
 
 import (
@@ -25,7 +28,9 @@ import (
 	"fmt"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
+	"time"
 
 	"github.com/ebitengine/purego"
 
@@ -88,6 +93,7 @@ const (
 	fnPointerGetAttribute
 	fnPointerSetAttribute
 	fnMemGetInfo
+	fnMemGetAddressRange
 	fnMemAlloc
 	fnMemFree
 	fnMemHostAlloc
@@ -133,7 +139,7 @@ var names = [numFunctions]string{
 	fnPrimaryCtxGetState: "cuDevicePrimaryCtxGetState", fnCtxGetCurrent: "cuCtxGetCurrent", fnCtxSetCurrent: "cuCtxSetCurrent",
 	fnPointerGetAttributes: "cuPointerGetAttributes",
 	fnPointerGetAttribute:  "cuPointerGetAttribute", fnPointerSetAttribute: "cuPointerSetAttribute",
-	fnMemGetInfo: "cuMemGetInfo_v2", fnMemAlloc: "cuMemAlloc_v2", fnMemFree: "cuMemFree_v2",
+	fnMemGetInfo: "cuMemGetInfo_v2", fnMemGetAddressRange: "cuMemGetAddressRange_v2", fnMemAlloc: "cuMemAlloc_v2", fnMemFree: "cuMemFree_v2",
 	fnMemHostAlloc: "cuMemHostAlloc", fnMemFreeHost: "cuMemFreeHost",
 	fnMemHostRegister: "cuMemHostRegister_v2", fnMemHostUnregister: "cuMemHostUnregister",
 	fnHtoDAsync: "cuMemcpyHtoDAsync_v2", fnDtoHAsync: "cuMemcpyDtoHAsync_v2", fnDtoDAsync: "cuMemcpyDtoDAsync_v2", fnCopy2DAsync: "cuMemcpy2DAsync_v2",
@@ -159,8 +165,14 @@ type Driver struct {
 	soft bool                  // it is softgpu's
 	room bool                  // see queues.go
 
-	asks *thread // answers questions about memory
-	slow *thread // opens and closes memory, and locks pages: what may take milliseconds
+	watched atomic.Bool // see Watch
+	calls   calls
+
+	saidNoAnswer atomic.Bool // see askInTime
+
+	asks   *thread // answers questions about memory
+	checks *thread // answers those that requests have, if the program is not watched: see still.go
+	slow   *thread // opens and closes memory, and locks pages: what may take milliseconds
 
 	host hostMemory
 
@@ -217,7 +229,8 @@ func find(load bool) (*Driver, error) {
 			return nil, fmt.Errorf("%w: the driver has no %s: %w", ErrNone, names[f], syscall.ENODEV)
 		}
 	}
-	d.asks, d.slow = newThread(d), newThread(d)
+	d.asks, d.checks, d.slow = newThread(d), newThread(d), newThread(d)
+	d.checks.lingers = lingers
 	mem.AddOpener(openerName, d.openShared) // for good, as the library is there for good
 	return d, nil
 }
@@ -228,7 +241,10 @@ func (d *Driver) use() {
 	defer d.mu.Unlock()
 	if d.users++; d.users == 1 {
 		d.asks.start()
+		d.checks.start()
 		d.slow.start()
+		d.calls.stop, d.calls.gone = make(chan struct{}), make(chan struct{})
+		go d.calls.watch(d.calls.stop, d.calls.gone, time.Second, tooLate)
 	}
 }
 
@@ -238,7 +254,10 @@ func (d *Driver) Close() {
 	defer d.mu.Unlock()
 	if d.users--; d.users == 0 {
 		d.asks.end()
+		d.checks.end()
 		d.slow.end()
+		close(d.calls.stop)
+		<-d.calls.gone
 	}
 }
 
@@ -249,6 +268,10 @@ func (d *Driver) check(op string, f function, r Result) error {
 	}
 	return ib.Errorf(op, r.errno(), "%s: %s", names[f], d.resultName(r))
 }
+
+// Watch notes that the program is watched from now on: Leave is called before it frees memory that the
+// driver knows. So requests need not ask whether their memory is still there.
+func (d *Driver) Watch() { d.watched.Store(true) }
 
 // Soft reports whether the library is the one by which programs use software GPUs.
 func (d *Driver) Soft() bool { return d.soft }

@@ -277,13 +277,15 @@ func (g *GPU) Holds(op string, addr, n uint64) error {
 	if n == 0 || addr+n < addr {
 		return ib.Errorf(op, syscall.EINVAL, "%d bytes at %#x", n, addr)
 	}
-	var first pointer
-	var err error
-	g.drv.asks.do(func() { first, err = g.drv.walk(op, &Memory{addr: addr, n: n}) })
-	if err == nil && first.device != g.dev {
-		err = ib.Errorf(op, syscall.EFAULT, "the memory at %#x is GPU %d's", addr, first.device)
+	m := &Memory{addr: addr, n: n}
+	first, ok := g.drv.ask(addr)
+	if !ok || !first.isDevice() {
+		return notOneGPU(op, m, addr)
 	}
-	return err
+	if first.device != g.dev {
+		return ib.Errorf(op, syscall.EFAULT, "the memory at %#x is GPU %d's", addr, first.device)
+	}
+	return g.drv.walkIn(op, g.ctx, m, &first)
 }
 
 // Write copies bytes to the GPU, Read copies them back, and Copy copies on the GPU. They return when the bytes are

@@ -17,7 +17,7 @@ import (
 // Reaches reports whether the engine can read and write bytes of the host in place.
 func (m *Memory) Reaches(b []byte) bool {
 	d := m.card.drv
-	if d.holdsLocked(b) {
+	if locked, _ := d.holdsLocked(b); locked {
 		return true
 	}
 	if o := mem.OwnAt(b); o != nil {
@@ -30,23 +30,16 @@ func (m *Memory) Reaches(b []byte) bool {
 // their pages are locked.
 func (m *Memory) Locks(b []byte) bool { return m.Reaches(b) }
 
-// holdsLocked reports whether bytes lie in page-locked memory. The driver only looks into its
-// table, so any thread may ask.
-func (d *Driver) holdsLocked(b []byte) bool {
-	if len(b) == 0 || d.host.leaving(addrOf(b), uint64(len(b))) {
-		return false
-	}
-	at := addrOf(b)
-	return d.isLocked(at) && d.isLocked(at+uint64(len(b))-1)
-}
-
 // hostMemory is memory of the host that the driver knows.
 type hostMemory struct {
-	mu   sync.Mutex // guards what follows, but for leaves
-	own  map[*mem.Own]*lockedOwn
-	gone []goneExtent // what the program is about to free
+	mu       sync.Mutex // guards what follows, but for leaves and known
+	own      map[*mem.Own]*lockedOwn
+	gone     []goneExtent         // what the program is about to free
+	learning bool                 // the driver is being asked about a range
+	pageable map[uint64]time.Time // places that were not page-locked, and until when that holds
 
-	leaves atomic.Bool // gone may have some
+	leaves atomic.Bool  // gone may have some
+	known  lockedRanges // of a watched program
 }
 
 // lockedOwn is own memory whose pages are locked, or are about to be.
@@ -81,7 +74,10 @@ func (h *hostMemory) lock(d *Driver, ctx uintptr, o *mem.Own) {
 		defer close(l.done)
 		o.Pin()
 		base, n := o.Range()
-		l.locked = d.slow.in(ctx, func() Result { return d.lockHost(base, n) }) == success
+		era := h.known.now()
+		if l.locked = d.slow.in(ctx, func() Result { return d.lockHost(base, n) }) == success; l.locked {
+			h.known.add(extent{base, base + n}, era)
+		}
 	}()
 }
 
@@ -111,7 +107,8 @@ func (h *hostMemory) unlock(d *Driver, o *mem.Own) {
 	}
 	<-l.done
 	if l.locked {
-		base, _ := o.Range()
+		base, n := o.Range()
+		h.known.remove(extent{base, base + n})
 		d.slow.in(l.ctx, func() Result { return d.unlockHost(base) })
 	}
 }
@@ -125,6 +122,14 @@ func (h *hostMemory) leave(e extent) {
 	h.gone = slices.DeleteFunc(h.gone, func(g goneExtent) bool { return now.After(g.until) })
 	h.gone = append(h.gone, goneExtent{e, now.Add(freeing)})
 	h.leaves.Store(true)
+	h.known.remove(e)
+}
+
+// note notes memory that was page-locked in an era of known.
+func (h *hostMemory) note(e extent, era uint64) {
+	if !h.leaving(e.start, e.end-e.start) {
+		h.known.add(e, era)
+	}
 }
 
 // freeing is how long a call that frees memory may take; most take microseconds.

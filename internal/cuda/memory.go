@@ -1,7 +1,6 @@
 package cuda
 
 import (
-	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -39,7 +38,11 @@ const maxPieces = 1 << 16
 // Device reports whether there is memory of a GPU at an address, which the CPU does not address.
 // Managed memory is not: the CPU reaches that by itself.
 func (d *Driver) Device(addr uint64) bool {
+	era := d.host.known.now()
 	p, ok := d.ask(addr)
+	if ok && p.memoryType == typeHost && !p.managed && p.start <= addr && addr < p.start+p.size {
+		d.host.note(extent{p.start, p.start + p.size}, era)
+	}
 	return ok && p.isDevice()
 }
 
@@ -63,19 +66,21 @@ func (d *Driver) Find(op string, addr, n uint64, ctx uintptr) (*Memory, error) {
 		return nil, ib.Errorf(op, syscall.EINVAL, "%d bytes at %#x", n, addr)
 	}
 	m := &Memory{addr: addr, n: n}
-	var first pointer
-	var err error
-	d.asks.do(func() { first, err = d.walk(op, m) })
-	if err != nil {
-		return nil, err
+	first, ok := d.ask(addr)
+	if !ok || !first.isDevice() {
+		return nil, notOneGPU(op, m, addr)
 	}
 	if first.ctx != 0 {
 		ctx = first.ctx
 	}
+	var err error
 	if ctx == 0 {
 		if ctx, err = d.primaryOf(op, first.device); err != nil {
 			return nil, err
 		}
+	}
+	if err := d.walkIn(op, ctx, m, &first); err != nil {
+		return nil, err
 	}
 	c, err := d.cardOf(op, ctx, first.device)
 	if err != nil {
@@ -106,28 +111,47 @@ func (d *Driver) enter(m *Memory) bool {
 	return true
 }
 
-// walk finds the pieces of a range, and what the driver knows about its first byte.
-func (d *Driver) walk(op string, m *Memory) (first pointer, err error) {
+// walkIn is walk, in a context.
+func (d *Driver) walkIn(op string, ctx uintptr, m *Memory, first *pointer) (err error) {
+	r := d.asks.in(ctx, func() Result {
+		err = d.walk(op, m, first)
+		return success
+	})
+	if r != success {
+		return d.check(op, fnCtxSetCurrent, r)
+	}
+	return err
+}
+
+// walk finds the pieces of a range. first is what the driver knows about its first byte. A context is current.
+func (d *Driver) walk(op string, m *Memory, first *pointer) error {
 	end := m.addr + m.n
 	for at := m.addr; at < end; {
 		p, r := d.lookup(at)
 		if r != success {
-			return first, d.check(op, fnPointerGetAttributes, r)
+			return d.check(op, fnPointerGetAttributes, r)
 		}
-		if len(m.pieces) == 0 {
-			first = p
+		if p.isDevice() && !p.legacyIPC {
+			if p.start, p.size, r = d.mapping(at); r != success {
+				return d.check(op, fnMemGetAddressRange, r)
+			}
 		}
 		next := p.start + p.size
 		if !p.isDevice() || p.device != first.device || p.ctx != first.ctx || p.start > at || next <= at || p.id == 0 {
-			return first, ib.Errorf(op, syscall.EFAULT, "%d bytes at %#x: not all of them are memory of one GPU, %#x is not", m.n, m.addr, at)
+			return notOneGPU(op, m, at)
 		}
 		if len(m.pieces) == maxPieces {
-			return first, ib.Errorf(op, syscall.ENOMEM, "%d bytes at %#x lie in more than %d pieces", m.n, m.addr, maxPieces)
+			return ib.Errorf(op, syscall.ENOMEM, "%d bytes at %#x lie in more than %d pieces", m.n, m.addr, maxPieces)
 		}
 		m.pieces = append(m.pieces, piece{start: p.start, end: next, id: p.id, legacyIPC: p.legacyIPC, posix: p.handleTypes&handlePosix != 0})
 		at = next
 	}
-	return first, nil
+	return nil
+}
+
+// notOneGPU is the error of a range of which the byte at an address is not memory of the GPU that the others are of.
+func notOneGPU(op string, m *Memory, at uint64) error {
+	return ib.Errorf(op, syscall.EFAULT, "%d bytes at %#x: not all of them are memory of one GPU, %#x is not", m.n, m.addr, at)
 }
 
 // primaryOf returns the primary context of a device, if the program uses it.
@@ -189,28 +213,8 @@ func (m *Memory) check(op *mem.Op) mem.FaultKind {
 	if op.Kind == mem.OpCopy {
 		return op.From.(*Memory).current(op.FromOff, n)
 	}
-	if op.InPlace && !m.card.drv.holdsLocked(op.Bytes) {
-		return mem.FaultStale
-	}
-	return mem.FaultNone
-}
-
-// current reports whether bytes are those that were registered: the driver gives each allocation
-// another number, so that an address that was freed and is used again is told from the old one.
-func (m *Memory) current(off, n uint64) mem.FaultKind {
-	if m.gone.Load() {
-		return mem.FaultRevoked
-	}
-	start, end := m.addr+off, m.addr+off+n
-	i, _ := slices.BinarySearchFunc(m.pieces, start, func(p piece, at uint64) int {
-		if p.end <= at {
-			return -1
-		}
-		return 1
-	})
-	for ; i < len(m.pieces) && m.pieces[i].start < end; i++ {
-		var id uint64
-		if r := m.card.drv.bufferID(max(start, m.pieces[i].start), &id); r != success || id != m.pieces[i].id {
+	if op.InPlace {
+		if locked, answered := m.card.drv.holdsLocked(op.Bytes); answered && !locked {
 			return mem.FaultStale
 		}
 	}

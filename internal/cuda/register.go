@@ -95,6 +95,9 @@ func (d *Driver) Leave(what Gone, addr, n uint64) {
 	case GoneRelease:
 		return
 	}
+	if what == GoneContext || what == GoneDevice {
+		d.host.known.clear()
+	}
 	going := d.dying(what, addr)
 	d.revoke(func(m *Memory) bool { return m.card.dead || m.touches(what, addr, n) })
 	for _, c := range going {

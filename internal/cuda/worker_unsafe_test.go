@@ -26,7 +26,10 @@ type script struct {
 	behind  map[uintptr]mark // events
 	ways    map[string]uintptr
 	events  uintptr
-	refuse  bool // copies fail
+	refuse  bool          // copies fail
+	ids     uint64        // the number of all allocations
+	asked   int           // questions about addresses
+	silent  chan struct{} // not nil: those are not answered before it is closed
 }
 
 // mark is a place in a stream.
@@ -138,6 +141,20 @@ func newScript() *script {
 				defer s.mu.Unlock()
 				if m := s.behind[e]; s.over[m.stream] < m.n {
 					return uintptr(notReady)
+				}
+				return 0
+			}),
+			fnPointerGetAttribute: purego.NewCallback(func(to, attribute, _ uintptr) uintptr {
+				s := now()
+				s.mu.Lock()
+				s.asked++
+				id, silent := s.ids, s.silent
+				s.mu.Unlock()
+				if silent != nil {
+					<-silent
+				}
+				if attribute == attrBufferID {
+					store(to, uintptr(id))
 				}
 				return 0
 			}),
@@ -276,5 +293,66 @@ func TestDirectionsBroken(t *testing.T) {
 	}
 	if got := s.queued; !slices.Equal(got, []string{"to+100001"}) {
 		t.Errorf("%q was queued", got)
+	}
+}
+
+// The last word of a message within the GPU comes behind the rest, and the rest of a long one is cut at a round address. All
+// bytes are copied once.
+func TestCopyAligned(t *testing.T) {
+	s := newScript()
+	m := s.one(t)
+	q := &queuePair{m: m}
+	var want []string
+	for _, c := range []struct {
+		off, n uint64
+		parts  []int
+	}{
+		{0, 8, []int{8}},
+		{0, 4096, []int{4088, 8}},
+		{4, 10, []int{4, 6}}, // two bytes of the last word
+		{0, 1 << 20, []int{1<<20 - 8, 8}},
+		{0, 4 << 20, []int{4<<20 - 64<<10, 64<<10 - 8, 8}},
+		{24, 4<<20 + 3, []int{4<<20 - 24, 24, 3}},
+		{0, 64<<20 + 8, []int{64 << 20, 8}},
+	} {
+		q.m.Begin(&mem.Op{Kind: mem.OpCopy, Stream: &q.stream, From: m, Off: c.off, N: c.n, Last: true})
+		sum := 0
+		for _, n := range c.parts {
+			want = append(want, fmt.Sprintf("within+%d", n))
+			sum += n
+		}
+		if uint64(sum) != c.n {
+			t.Errorf("%d bytes in %v", c.n, c.parts)
+		}
+	}
+	s.await(t, want...)
+	s.land("within")
+}
+
+// Between the post of a watched program's request and its end the driver is called for copies and events alone.
+func TestWatchedAsksNothing(t *testing.T) {
+	s := newScript()
+	s.silent = make(chan struct{}) // a question would never be answered
+	m := s.one(t)
+	m.pieces = []piece{{start: m.addr, end: m.addr + m.n, id: 1}}
+	s.drv.Watch()
+	s.drv.host.known.add(extent{addrOf(hostBytes[:]), addrOf(hostBytes[:]) + uint64(len(hostBytes))}, 0)
+	q := &queuePair{m: m}
+	b := hostBytes[8:108]
+	if !m.Reaches(b) || !m.Locks(b) {
+		t.Error("page-locked memory is not used in place")
+	}
+	m.Begin(&mem.Op{Kind: mem.OpStore, Stream: &q.stream, Bytes: b, InPlace: true})
+	s.await(t, "to+100")
+	s.land("to")
+	m.Begin(&mem.Op{Kind: mem.OpLoad, Stream: &q.stream, Bytes: b, InPlace: true})
+	s.await(t, "to+100", "from+100")
+	s.land("from")
+	m.Begin(&mem.Op{Kind: mem.OpCopy, Stream: &q.stream, From: m, N: 50})
+	s.await(t, "to+100", "from+100", "within+50")
+	s.land("within")
+	m.card.settle(false)
+	if s.asked != 0 {
+		t.Errorf("the driver was asked %d times", s.asked)
 	}
 }

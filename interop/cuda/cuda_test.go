@@ -177,3 +177,21 @@ func TestFaults(t *testing.T) { judge(t, faultModes, compile(t, "faults")) }
 
 // The program that compares speeds, in small: what it moves is compared, and no figure is judged.
 func TestSpeedQuick(t *testing.T) { judge(t, modes, compile(t, "speed"), "--quick") }
+
+// The program that finds out which calls of the driver wait for a kernel, with a function of the host's in the kernel's place:
+// it works, and on software GPUs nothing waits.
+func TestLocks(t *testing.T) {
+	cxx, err := exec.LookPath("g++")
+	clibtest.Need(t, err == nil, "install g++: %v", err)
+	exe := t.TempDir() + "/locks"
+	flags := clibtest.CUDA(t)
+	args := append([]string{"-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-x", "c++", "judges/locks.cu", "-o", exe}, append(flags, "-Wl,--allow-shlib-undefined", "-lpthread")...)
+	if out, err := exec.Command(cxx, args...).CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	out, failure := run(t, nil, exe, "--quick")
+	got, err := results(out)
+	if failure != nil || err != nil || len(got) != 30 || strings.Count(out, "PASS") != 30 || strings.Count(out, "NOTE") != 42 {
+		t.Errorf("%v, %v: %d results\n%s", failure, err, len(got), out)
+	}
+}

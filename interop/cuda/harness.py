@@ -66,6 +66,7 @@ class Ran:
 class Harness:
     def __init__(self, out, limit, quick=False):
         self.out, self.quick = os.path.abspath(out), quick
+        self.few = False  # fewer repetitions, of all sizes
         self.results, self.tables, self.facts = [], [], {}
         self.started = time.monotonic()
         self.end = self.step_end = self.started + limit
@@ -115,10 +116,10 @@ class Harness:
     def run(self, name, args, limit, env=None, cwd=None):
         return self.together(name, [(args, env or {})], limit, cwd)[0]
 
-    def together(self, name, sides, limit, cwd=None, ready=None, grace=10):
+    def together(self, name, sides, limit, cwd=None, ready=None, grace=10, stuck=None):
         """Runs several programs at a time, each with variables of its own, and waits for all of them.
 
-        Once one has failed, the others have grace seconds to end by themselves. If ready is given, the next one is
+        If some are late, stuck is called with the ids of their groups before they are ended. Once one has failed, the others have grace seconds to end by themselves. If ready is given, the next one is
         started when it returns true, or the one before has ended, or after half of the time.
         """
         limit = max(1, min(limit, self.left()))
@@ -133,6 +134,8 @@ class Harness:
                 if ready and procs[-1][0].poll():
                     break  # a server that has failed has no clients
             late = wait_all([p for p, _ in procs], started + limit, grace)
+            if late and stuck:
+                stuck(sorted(late))
         finally:
             for p, _ in procs:
                 self.finish(p)
@@ -251,6 +254,12 @@ def end_group(pid):
 
 def group_alive(pgid):
     """Whether a group has a process that has not ended. One that nobody has waited for yet has ended."""
+    return bool(members(pgid))
+
+
+def members(pgid):
+    """Returns the processes of a group that have not ended."""
+    found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
@@ -260,8 +269,8 @@ def group_alive(pgid):
         except OSError:
             continue
         if fields[2] == str(pgid) and fields[0] != "Z":
-            return True
-    return False
+            found.append(int(entry))
+    return found
 
 
 LINE = re.compile(r"^(PASS|FAIL|SKIP) ([^:\n]+?)(?:: *(.*))?$", re.M)

@@ -17,7 +17,7 @@ import (
 
 // fakes are the programs. MPS is a shell with the daemon's name, whose pipe directory the clients are to have, too.
 var fakes = map[string]string{
-	"nvidia-smi": `echo "A GPU, 580.1, 9.0, 1000 MiB"`,
+	"nvidia-smi": `echo "A GPU, 580.1, 9.0, 1000 MiB, 00000000:1B:00.0"`,
 	"nvidia-cuda-mps-control": `cd "$CUDA_MPS_PIPE_DIRECTORY" || exit 1
 if [ "$1" = -d ]; then
   setsid python3 -c 'import time; open("/proc/self/comm", "w").write("nvidia-cuda-mps"); open("up", "w").close(); time.sleep(600)' >/dev/null 2>&1 &

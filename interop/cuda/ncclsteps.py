@@ -53,7 +53,7 @@ class NCCL:
         sides = []
         for rank in range(ranks):
             env = {**nccl_env(h, name, way, rank), **self.stage.mps(h)}
-            command = [program, str(rank), str(ranks), os.path.join(files, "id"), ",".join(collectives), ",".join(map(str, sizes)), "5" if h.quick else "20"]
+            command = [program, str(rank), str(ranks), os.path.join(files, "id"), ",".join(collectives), ",".join(map(str, sizes)), "5" if h.quick or h.few else "20"]
             sides.append((command if way == "sockets" else self.stage.exec(*command), env))
         rans = h.together(name, sides, h.left() - 1)
         shutil.rmtree(files, ignore_errors=True)

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# perftest with CUDA, for run.py.
+# perftest with CUDA, and UCX, for run.py.
 #
 #   perftest.sh fetch                     where Go, a network and the headers of libibverbs, librdmacm, libibumad and
 #                                         libpci are: fetches the source of Debian's perftest into .bin/perftest, and
-#                                         builds it there with our own cuda.h, together with the libraries it needs
+#                                         builds it there with our own cuda.h, together with the libraries it needs;
+#                                         and copies the installed ucx_perftest, with its libraries and modules
 #   perftest.sh build OUT INCLUDE LIBCUDA where the GPU is: builds it into OUT with the CUDA header in INCLUDE, if all
 #                                         headers are there; else takes what fetch has built
 #
@@ -28,9 +29,9 @@ compile() {
   )
 }
 
-# libraries PROGRAM: those that another machine may lack. libc and the driver are its own, libibverbs is ours.
+# libraries PROGRAM...: those that another machine may lack. libc and the driver are its own, libibverbs is ours.
 libraries() {
-  ldd "$1" | awk '$2 == "=>" && $3 ~ /^\// {print $3}' | grep -vE '/(libc|libm|libdl|libpthread|librt|libresolv|libcuda|libibverbs|libmlx5|libefa)\.so'
+  ldd "$@" | awk '$2 == "=>" && $3 ~ /^\// {print $3}' | grep -vE '/(libc|libm|libdl|libpthread|librt|libresolv|libcuda|libibverbs|libmlx5|libefa)\.so'
 }
 
 fetch() {
@@ -42,8 +43,19 @@ fetch() {
   compile "$source" "$HOME_OF/build" "$PWD/clib/gpu/include" "$PWD/bin/lib/gpu"
   for t in "${TOOLS[@]}"; do cp "$HOME_OF/build/$t" "$HOME_OF/bin/"; done
   rm -rf "$HOME_OF/build"
-  libraries "$HOME_OF/bin/ib_write_bw" | while read -r l; do cp -L "$l" "$HOME_OF/lib/"; done
+  libraries "${TOOLS[@]/#/$HOME_OF/bin/}" | sort -u | while read -r l; do cp -L "$l" "$HOME_OF/lib/"; done
+  if command -v ucx_perftest ucx_info >/dev/null; then ucx; fi
   echo "perftest: $(du -sh "$HOME_OF" | cut -f1) in .bin/perftest"
+}
+
+# ucx copies UCX: its modules have to lie in a directory of their own.
+ucx() {
+  tools=("$(command -v ucx_perftest)" "$(command -v ucx_info)")
+  modules=("$(dirname "$(ldd "${tools[0]}" | awk '/libucs.so/ {print $3}')")"/ucx/libu*.so.0)
+  mkdir -p "$HOME_OF/ucx/bin" "$HOME_OF/ucx/lib/ucx"
+  cp "${tools[@]}" "$HOME_OF/ucx/bin/"
+  cp -L "${modules[@]}" "$HOME_OF/ucx/lib/ucx/"
+  libraries "${tools[@]}" "${modules[@]}" | sort -u | while read -r l; do cp -L "$l" "$HOME_OF/ucx/lib/"; done
 }
 
 build() {

@@ -3,8 +3,9 @@
 
     make cuda-test, or  python3 interop/cuda/run.py --bin bin --out .logs/cuda
 
-It needs a GPU, its driver and CUDA's toolkit, but neither Go nor a network: bin/verbena and bin/lib may come from
-another machine. It prints one table, writes it with the versions of everything to OUT/summary.txt and OUT/summary.md,
+It needs a GPU, its driver and CUDA's toolkit, but neither Go nor a network: bin may come from another machine, where
+"make build clib" makes bin/verbena and bin/lib ("go test -tags cuda -c -o bin/gpu-cuda.test ./gpu/cuda" what the step "go"
+runs). --slot needs no more than those two, and ends within --limit, 9 minutes. It prints one table, writes it with the versions of everything to OUT/summary.txt and OUT/summary.md,
 keeps all raw logs in OUT, also as one file, logs.tar.gz, and exits with 0 only if every case has passed. A case that was skipped has not passed.
 """
 
@@ -17,6 +18,7 @@ import sys
 
 sys.dont_write_bytecode = True
 
+from answers import answers
 from harness import Harness, Step, pack, summarize, take_lines
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -29,6 +31,8 @@ def arguments():
     p.add_argument("--out", default=os.path.join(root, ".logs", "cuda"), help="where logs and summaries go")
     p.add_argument("--only", default="", help="run only steps whose name this regular expression matches")
     p.add_argument("--list", action="store_true", help="list the steps in their order, and end")
+    p.add_argument("--slot", action="store_true",
+                   help="what is worth a machine that is lent for half an hour: the steps of steps.SLOT, fewer repetitions of NCCL, and answers")
     p.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
     p.add_argument("--limit", type=float, default=540, help="seconds for everything; what does not fit is skipped")
     p.add_argument("--python", default=sys.executable, help="the Python that has torch")
@@ -55,7 +59,7 @@ def main():
     else:
         import steps as real
         stage = real.Stage(opts)
-        steps = real.steps(stage)
+        steps = real.steps(stage, opts.slot)
     try:
         only = re.compile(opts.only)
     except re.error as err:
@@ -68,6 +72,7 @@ def main():
     if not steps:
         sys.exit("no step has such a name; --list lists them")
     h = Harness(opts.out, opts.limit, opts.quick)
+    h.few = opts.slot
     h.facts["date"] = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
@@ -86,7 +91,11 @@ def main():
     if ended:
         h.step = "the run"
         h.failed("whole", str(ended))
+    if opts.slot:
+        h.tables.insert(0, ("answers", answers(h)))
     print("\n" + summarize(h), flush=True)
+    if opts.slot:
+        print(h.tables[0][1], flush=True)
     h.journal.flush()
     pack(h)
     return 0 if h.verdict() else 1

@@ -10,7 +10,9 @@ import unittest
 
 sys.dont_write_bytecode = True
 
+import standstill
 import steps
+from answers import answers
 from harness import FAIL, PASS, SKIP, Harness, Ran, listens, take_lines
 from ncclsteps import COLLECTIVES, MIB, NCCL, SIZES, check_gdr
 from stage import Missing, Stage
@@ -113,7 +115,7 @@ class Logs(Case):
 class Losses(Case):
     def ddp(self, **texts):
         """texts are what rank 0 prints over each way."""
-        def together(name, sides, limit):
+        def together(name, sides, limit, stuck):
             return [Ran([], 0, False, texts[name.split("-")[1]], "log", 1.0)] * 2
         self.h.together = together
         stage = types.SimpleNamespace(torch={"torch": "2"}, mps=lambda h: {}, python="python3", exec=lambda *a: list(a))
@@ -131,6 +133,68 @@ class Losses(Case):
 
     def test_none_are_not_equal(self):
         self.assertEqual(self.ddp(sockets="", shared="", packets=""), [FAIL, FAIL])
+
+
+class Standstill(Case):
+    def test_ddp(self):
+        """Ranks that stand still: what they do is written, the call that the library names is a result, and MPS starts again."""
+        program = os.path.join(self.h.out, "rank")
+        with open(program, "w") as f:
+            f.write("#!/bin/sh\necho 'LOSS 0 0x1.0p+1'\n" + 'echo "WARN verbena: a call of CUDA\'s driver does not return: x calls=cuX(0x1)"\nexec sleep 1000\n')
+        os.chmod(program, 0o755)
+        stopped = []
+        stage = types.SimpleNamespace(torch={"torch": "2"}, mps=lambda h: {}, python=program, exec=lambda *a: list(a), homes=lambda: [], stop_mps=stopped.append)
+        self.h.step_end = time.monotonic() + 2
+        steps.torch_ddp(self.h, stage)
+        verdicts = self.verdicts()
+        self.assertEqual(verdicts["one address: calls of the driver"], FAIL)
+        self.assertEqual(verdicts["one address: losses are those over sockets"], FAIL)
+        self.assertEqual(len(stopped), 3)
+        with open(os.path.join(self.h.out, "torch_ddp-shared-2-stuck.txt")) as f:
+            self.assertEqual(f.read().count("== "), 2)
+
+
+class Slot(Case):
+    def test_steps(self):
+        stage = Stage(types.SimpleNamespace(bin="none", python="python3", quick=False))
+        self.assertEqual([s.name for s in steps.steps(stage, True)], list(steps.SLOT))
+
+    def test_nothing_was_run(self):
+        text = answers(self.h)
+        self.assertIn("DistributedDataParallel: not run", text)
+        self.assertIn("calls that wait for a kernel: not run", text)
+        self.assertIn("GPU to GPU, of a copy: not run", text)
+
+    def test_answers(self):
+        self.h.step = "torch-ddp"
+        self.h.failed("one address: losses are those over sockets", "over us there are 0 lines")
+        self.h.failed("one address: calls of the driver", "a call of CUDA's driver does not return calls=cuX(0x1)")
+        self.h.step = "locks"
+        self.h.passed("event alone, beside cuCtxSynchronize", "0.5 us")
+        self.h.failed("within the GPU, 1 MiB, beside cuCtxSynchronize", "THE CALL WAITS for the kernel")
+        self.h.table("calls that are not before or behind each copy, beside a kernel",
+                     "NOTE cuA, beside cuCtxSynchronize: 1.0 us\nNOTE cuB, beside cuCtxSynchronize: THE CALL WAITS for the kernel")
+        self.h.step = "speed"
+        self.h.failed("goal/two/gpu/WRITE/256Mi", "0.85 of cuMemcpy, wanted at least 0.9")
+        self.h.passed("goal/one/malloc/READ/64Mi", "2.20 times cuMemcpy from pageable memory, wanted at least 2.0")
+        self.h.failed("goal/one/locked/WRITE/8", "4.00 us more than a synchronous copy, wanted at most 2.0")
+        self.h.table("speed", "one  gpu     -> gpu  WRITE 256Mi x2      186.79 us  1437.09 GB/s   copy    134.70 us  1992.84 GB/s   0.72")
+        text = answers(self.h)
+        for want in ("one address: losses are those over sockets: FAIL", "calls=cuX(0x1)", "of those beside each copy: within the GPU, 1 MiB; of others: cuB\n",
+                     "two/gpu/WRITE/256Mi FAIL 0.85 of cuMemcpy (before", "one/malloc/READ/64Mi PASS 2.20 times", "one/locked/WRITE/8 FAIL 4.00 us more", "one WRITE 256Mi 0.72 (before"):
+            self.assertIn(want, text)
+
+    def test_standstill(self):
+        """A program that is late is looked at before it is ended."""
+        self.h.together("slow", [(["sleep", "1000"], {})], 0.5, stuck=lambda groups: standstill.dump(self.h, "slow", groups))
+        with open(os.path.join(self.h.out, "slow-stuck.txt")) as f:
+            text = f.read()
+        self.assertIn("sleep 1000", text)
+        self.assertRegex(text, r"\d+ sleep +\S+ +(\d+ 0x|running)")
+
+    def test_late_calls(self):
+        line = "WARN verbena: a call of CUDA's driver does not return: x calls=cuEventQuery(0x1, 0x0, 0x0, 0x0) for 6s"
+        self.assertEqual(standstill.late_calls("a\n" + line + "\nb\n"), [line])
 
 
 class Others(Case):

@@ -44,7 +44,7 @@ class Missing(Exception):
 class Stage:
     def __init__(self, opts):
         self.bin, self.python, self.quick = os.path.abspath(opts.bin), opts.python, opts.quick
-        self.places, self.torch, self.arch = [], None, ""
+        self.places, self.torch, self.arch, self.gpu_pci = [], None, "", ""
         self.mps_dir, self.mps_env = "", {}
         self.built = {}
 
@@ -53,12 +53,13 @@ class Stage:
     def begin(self, h):
         """Finds out what is here. Without a GPU or without our programs nothing can be run."""
         smi = shutil.which("nvidia-smi")
-        ran = h.run("nvidia-smi", [smi or "nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader"], 30)
+        ran = h.run("nvidia-smi", [smi or "nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total,pci.bus_id", "--format=csv,noheader"], 30)
         card = [c.strip() for c in ran.text.strip().splitlines()[0].split(",")] if ran.ok() and ran.text.strip() else []
-        if len(card) < 4:
+        if len(card) < 5:
             raise SystemExit(f"cuda-test needs a machine with an NVIDIA GPU and its driver, and this is none: {ran.why()}")
         h.facts.update({"card": f"{card[0]}, {card[3]}", "driver": card[1], "processors": os.cpu_count(), "kernel": os.uname().release})
         self.arch = "sm_" + card[2].replace(".", "")
+        self.gpu_pci = card[4].lower()[-len("0000:00:00.0"):]  # the domain has eight digits here, and four in sysfs
         for path in (self.verbena(), os.path.join(self.bin, "lib", "libibverbs.so.1"), os.path.join(self.bin, "lib", "libverbena-backend.so")):
             if not os.path.exists(path):
                 raise SystemExit(f"{path} is missing: make build clib, here or on another machine, and --bin")

@@ -1,5 +1,6 @@
 """The steps of run.py, in the order in which they matter, and how each is judged.
 
+    locks                          what calls of the driver wait for, without us
     memory, faults, order, gin     programs of our own, on GPU memory
     go                             the tests of package gpu/cuda
     speed                          the same, with MPS
@@ -17,6 +18,7 @@ import tempfile
 
 from harness import Step, listens, take_lines
 from ncclsteps import NCCL, WAYS, check_gdr, nccl_env
+from standstill import dump, late_calls
 from stage import HERE, JUDGES, Missing, Stage
 
 __all__ = ["Stage", "steps"]
@@ -25,9 +27,12 @@ PERFTEST = os.path.join(os.path.dirname(os.path.dirname(HERE)), ".bin", "perftes
 ONE, TWO = ("127.77.0.1", "127.77.0.1"), ("127.77.0.1", "127.77.0.2")
 PLACES = (("one address", ONE), ("two addresses", TWO))
 
+# The steps of "--slot", in their order: what is not known yet, or was changed since it was seen on a GPU.
+SLOT = ("locks", "torch-ddp", "speed", "nccl-sockets-2", "nccl-shared-2", "nccl-packets-2", "nccl-goals", "faults", "memory", "order", "torch-collectives")
 
-def steps(stage):
-    """Returns all steps. What a step needs and does not find makes it one result: SKIP, with what was looked for."""
+
+def steps(stage, slot=False):
+    """Returns all steps, or those of SLOT. What a step needs and does not find makes it one result: SKIP, with what was looked for."""
     nccl = NCCL(stage)
 
     def step(name, limit, run, *args):
@@ -40,7 +45,8 @@ def steps(stage):
                 h.failed(name, str(err))
         return Step(name, guarded, limit)
 
-    return [
+    every = [
+        step("locks", 90, locks, stage),
         step("memory", 120, own, stage, "memory"),
         step("faults", 120, own, stage, "faults"),
         step("order", 120, own, stage, "order"),
@@ -51,13 +57,14 @@ def steps(stage):
           for way, ranks, limit in (("sockets", 2, 60), ("shared", 2, 90), ("packets", 2, 90), ("shared", 4, 90), ("packets", 4, 90))],
         step("nccl-goals", 10, nccl.goals),
         step("torch-collectives", 90, torch_ranks, stage, "torch_collectives", (("shared", 2), ("packets", 2), ("shared", 4))),
-        step("torch-ddp", 90, torch_ddp, stage),
+        step("torch-ddp", 150, torch_ddp, stage),
         step("torch-graph", 60, torch_ranks, stage, "torch_graph", (("shared", 2), ("packets", 2))),
         step("torch-register", 60, torch_register, stage),
         step("nvshmem", 120, nvshmem, stage),
         step("ucx", 60, ucx, stage),
         step("perftest", 120, perftest, stage),
     ]
+    return [next(s for s in every if s.name == name) for name in SLOT] if slot else every
 
 
 # Programs of our own.
@@ -84,6 +91,14 @@ def own(h, stage, name):
     rest = "\n".join(line for line in ran.text.splitlines() if not line.startswith(("PASS ", "FAIL ", "SKIP ")))
     if rest.strip():
         h.table(name, rest)
+
+
+def locks(h, stage):
+    """Asks the driver itself, without us, which of the calls that we make wait for kernels of the program's."""
+    program = stage.compile_cu(h, "locks", [os.path.join(JUDGES, "locks.cu")], "-L", stage.libcuda(), "-lcuda")
+    ran = h.run("locks", [program], h.left(), {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "16", **stage.mps(h)})
+    take_lines(h, ran)
+    h.table("calls that are not before or behind each copy, beside a kernel", "\n".join(line for line in ran.text.splitlines() if line.startswith("NOTE ")))
 
 
 def gin(h, stage):
@@ -151,9 +166,14 @@ def torch_ddp(h, stage):
     """The losses over us equal those over sockets, to the last digit."""
     losses = {}
     for way in WAYS:
-        rans = h.together(f"torch_ddp-{way}-2", torch_sides(h, stage, "torch_ddp", way, 2, ("30",)), 60)
+        name = f"torch_ddp-{way}-2"
+        rans = h.together(name, torch_sides(h, stage, "torch_ddp", way, 2, ("30",)), 30, stuck=lambda groups, name=name: dump(h, name, groups, stage.homes()))
         for ran in rans:
             take_lines(h, ran, WAYS[way] + ": ")
+            for line in late_calls(ran.text):
+                h.failed(f"{WAYS[way]}: calls of the driver", line)
+        if any(ran.late for ran in rans):
+            stage.stop_mps(h)  # its clients were killed: the next ones get another one
         losses[way] = [[line for line in ran.text.splitlines() if line.startswith(("LOSS ", "WEIGHTS "))] for ran in rans]
         seconds = [line.split()[1] for ran in rans for line in ran.text.splitlines() if line.startswith("SECONDS ")]
         if way == "sockets":
@@ -213,7 +233,7 @@ def nvshmem(h, stage):
                 env = {"NVSHMEM_REMOTE_TRANSPORT": "ibrc", "NVSHMEM_DISABLE_P2P": "1", "NVSHMEM_HCA_PREFIX": "verbena", "NVSHMEM_DISABLE_NVLS": "1",
                        "NVSHMEM_DISABLE_CUDA_VMM": heap, "NVSHMEM_SYMMETRIC_SIZE": "64M", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
                        "NVSHMEM_DEBUG": "INFO", "NVSHMEM_DISABLE_GDRCOPY": "1", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50",
-                       "VERBENA_ADDR": address, "VERBENA_LOG": "1",
+                       "VERBENA_ADDR": address, "VERBENA_LOG": "1", "VERBENA_PCI": stage.gpu_pci,  # without a place it has no transport
                        "LD_LIBRARY_PATH": library_path(where), **stage.mps(h)}
                 if rank == 0:
                     env["VERBENA_STATS"] = os.path.join(h.out, "nvshmem-counters.txt")
@@ -237,10 +257,14 @@ def with_kernels(h, stage, where, flags):
 
 
 def ucx(h, stage):
-    tool = shutil.which("ucx_perftest")
+    tool, more_env = shutil.which("ucx_perftest"), {}
     if not tool:
-        raise Missing("ucx_perftest was not found by PATH")
-    info = h.run("ucx_info", stage.exec("ucx_info", "-v", "-d"), 20, {"VERBENA_ADDR": ONE[0]})
+        carried = os.path.join(PERFTEST, "ucx")
+        tool = os.path.join(carried, "bin", "ucx_perftest")
+        if not os.path.exists(tool):
+            raise Missing("ucx_perftest was not found by PATH; interop/cuda/perftest.sh fetch copies it")
+        more_env = {"LD_LIBRARY_PATH": library_path(os.path.join(carried, "lib")), "UCX_MODULE_DIR": os.path.join(carried, "lib", "ucx")}
+    info = h.run("ucx_info", stage.exec(os.path.join(os.path.dirname(tool), "ucx_info"), "-v", "-d"), 20, {"VERBENA_ADDR": ONE[0], **more_env})
     version = next((line for line in info.text.splitlines() if "ersion" in line), "")
     h.facts["UCX"] = version.strip("# ").replace("Library version: ", "") or "unknown"
     if "rc_verbs" not in info.text:
@@ -257,7 +281,8 @@ def ucx(h, stage):
                 continue  # UCX does atomics on the host's memory only
             for place, addresses in PLACES:
                 command = [tool, "-t", test, "-s", "8" if test == "ucp_fadd" else "65536", "-n", "500", "-w", "20", *more]
-                pair(h, stage, f"{memory}, {test}, {place}", [tool], command, addresses, {"UCX_TLS": tls, "UCX_NET_DEVICES": "verbena0:1"}, "Final:")
+                pair(h, stage, f"{memory}, {test}, {place}", [tool], command, addresses,
+                     {"UCX_TLS": tls, "UCX_NET_DEVICES": "verbena0:1", **more_env}, "Final:")
 
 
 def pair(h, stage, case, server, client, addresses, env, says):
