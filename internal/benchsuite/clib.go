@@ -15,6 +15,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/verbena-rdma/verbena/internal/benchsuite/internal/child"
 )
 
 const perftestMissing = "ib_write_bw is not installed (Debian package perftest)"
@@ -54,15 +56,15 @@ func exists(path string) bool {
 
 // output runs the command and returns what it prints, and its CPU time.
 func (l *library) output(args ...string) (string, time.Duration, error) {
-	c, err := startChild(l.command, args...)
+	c, err := child.Start(nil, l.command, args...)
 	if err != nil {
 		return "", 0, err
 	}
-	watchdog := time.AfterFunc(replyLimit, func() { _ = c.cmd.Process.Kill() })
+	watchdog := c.KillAfter(replyLimit)
 	defer watchdog.Stop()
-	out, err := io.ReadAll(c.out)
-	err = errors.Join(err, c.stop())
-	return string(out), c.cpu(), err
+	out, err := io.ReadAll(c.Out)
+	err = errors.Join(err, c.Stop())
+	return string(out), c.CPU(), err
 }
 
 // perf measures by "verbena perf".
@@ -126,17 +128,17 @@ func (p *perftest) runOnce(d time.Duration) (perftestRun, error) {
 	args := append([]string{"exec", "--addr", libraryAddr, "--link", p.link}, p.flags...)
 	args = append(append(args, "--"), p.args...)
 	args = append(args, "-F", "-p", strconv.Itoa(port), "-n", strconv.Itoa(iters))
-	server, err := startChild(p.lib.command, args...)
+	server, err := child.Start(nil, p.lib.command, args...)
 	if err != nil {
 		return perftestRun{}, err
 	}
 	out, client, err := p.connect(append(args, "127.0.0.1"))
-	server.kill()
+	server.Kill()
 	if err != nil {
 		return perftestRun{}, err
 	}
 	v, err := fifth(out)
-	return perftestRun{v, iters, client + server.cpu()}, err
+	return perftestRun{v, iters, client + server.CPU()}, err
 }
 
 // connect runs the client until it reaches the server, which may not listen yet.

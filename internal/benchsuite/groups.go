@@ -37,6 +37,7 @@ var groups = []group{
 	{"connect-flood", "packets: 32 connections at once while another process sends forged requests, 100,000 a second", (*bench).flooded},
 	{"rconn-latency", "between two processes: a byte there and back, by net.Conn", (*bench).streamLatency},
 	{"rconn-bw-64k", "between two processes: a stream in writes of 64 KiB, by net.Conn", (*bench).streamBandwidth},
+	{"rconn-http", "between two processes: HTTP requests a second, by net.Conn, eight at a time", (*bench).streamHTTP},
 	{"rconn-idle", "package rconn: connections on which nothing moves", (*bench).idleStreams},
 	{"kv-get", "between two processes: GETs of examples/kv, a second, one client", func(b *bench) ([]contender, error) { return b.storeGets(1, &goal{"≥", 2}, nil) }},
 	{"kv-get-8", "between two processes: GETs of examples/kv, a second, eight clients", func(b *bench) ([]contender, error) { return b.storeGets(8, &goal{"≥", 2}, nil) }},
@@ -386,7 +387,7 @@ func (b *bench) inPeer(q request, rows ...row) contender {
 				return nil, err
 			}
 			r, err := p.call(q)
-			return r.Values, errors.Join(err, p.child.stop())
+			return r.Values, errors.Join(err, p.Stop())
 		},
 	}
 }

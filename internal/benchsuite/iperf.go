@@ -12,6 +12,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/verbena-rdma/verbena/internal/benchsuite/internal/child"
 )
 
 const iperfMissing = "iperf3 is not installed (Debian package iperf3)"
@@ -33,13 +35,13 @@ func (b *bench) newIperf() (*iperf, error) {
 	if err != nil {
 		return nil, err
 	}
-	c, err := startChild(path, "--server", "--bind", "127.0.0.1", "--port", strconv.Itoa(port))
+	c, err := child.Start(nil, path, "--server", "--bind", "127.0.0.1", "--port", strconv.Itoa(port))
 	if err != nil {
 		return nil, err
 	}
-	go func() { _, _ = io.Copy(io.Discard, c.out) }() // ends with the child
+	go func() { _, _ = io.Copy(io.Discard, c.Out) }() // ends with the child
 	b.later(func() error {
-		c.kill() // it never ends by itself
+		c.Kill() // it never ends by itself
 		return nil
 	})
 	i := &iperf{path: path, port: port, rate: 2e9}
@@ -98,17 +100,17 @@ func (i *iperf) run(length string, d time.Duration) ([]rate, error) {
 var errNotReady = errors.New("iperf3's server is not ready")
 
 func (i *iperf) client(length string, bytes int64) (*iperfResult, error) {
-	c, err := startChild(i.path, "--client", "127.0.0.1", "--port", strconv.Itoa(i.port),
+	c, err := child.Start(nil, i.path, "--client", "127.0.0.1", "--port", strconv.Itoa(i.port),
 		"--length", length, "--bytes", strconv.FormatInt(bytes, 10), "--json")
 	if err != nil {
 		return nil, err
 	}
-	watchdog := time.AfterFunc(replyLimit, func() { _ = c.cmd.Process.Kill() })
+	watchdog := c.KillAfter(replyLimit)
 	defer watchdog.Stop()
 	var r iperfResult
-	err = json.NewDecoder(c.out).Decode(&r)
-	_, _ = io.Copy(io.Discard, c.out)
-	failure := c.stop()
+	err = json.NewDecoder(c.Out).Decode(&r)
+	_, _ = io.Copy(io.Discard, c.Out)
+	failure := c.Stop()
 	switch {
 	case strings.Contains(r.Error, "refused") || strings.Contains(r.Error, "busy"):
 		return nil, fmt.Errorf("%w: %s", errNotReady, r.Error)

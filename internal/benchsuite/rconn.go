@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/http"
 	"os"
 	"sync"
 	"time"
@@ -35,9 +36,13 @@ const (
 	askDiscard = 'd' // take all, and confirm the end with a byte
 )
 
-// streams is what a peer process serves: a listener for each way.
+// byHTTP is put in front of the name of a way, for the listener of its HTTP server.
+const byHTTP = "http by "
+
+// streams is what a peer process serves: two listeners for each way, one of them of an HTTP server.
 type streams struct {
 	listeners []net.Listener
+	servers   []*http.Server
 	devices   []*verbs.Device
 	all       sync.WaitGroup
 }
@@ -56,22 +61,44 @@ func serveStreams() (s *streams, at map[string]string, err error) {
 			return s, nil, err
 		}
 		s.devices = append(s.devices, dev)
-		l, err := rconn.Listen(context.Background(), dev.Addr().String()+":0", &rconn.Config{Config: cm.Config{Device: dev}})
+		err = s.serveWay(way, at, func(string) (net.Listener, error) {
+			return rconn.Listen(context.Background(), dev.Addr().String()+":0", &rconn.Config{Config: cm.Config{Device: dev}})
+		})
 		if err != nil {
 			return s, nil, err
 		}
-		s.serve(l)
-		at[way] = l.Addr().String()
 	}
-	for way, address := range map[string][2]string{overTCP: {"tcp", "127.0.0.1:0"}, overUnix: {"unix", fmt.Sprintf("@verbena-bench-%d", os.Getpid())}} {
-		l, err := net.Listen(address[0], address[1])
-		if err != nil {
-			return s, nil, err
-		}
-		s.serve(l)
-		at[way] = l.Addr().String()
+	err = s.serveWay(overTCP, at, func(string) (net.Listener, error) { return net.Listen("tcp", "127.0.0.1:0") })
+	if err == nil {
+		err = s.serveWay(overUnix, at, func(use string) (net.Listener, error) {
+			return net.Listen("unix", fmt.Sprintf("@verbena-bench-%d-%s", os.Getpid(), use))
+		})
 	}
-	return s, at, nil
+	return s, at, err
+}
+
+// serveWay listens for a way, and notes where.
+func (s *streams) serveWay(way string, at map[string]string, listen func(use string) (net.Listener, error)) error {
+	l, err := listen("stream")
+	if err != nil {
+		return err
+	}
+	s.serve(l)
+	at[way] = l.Addr().String()
+	if l, err = listen("http"); err != nil {
+		return err
+	}
+	at[byHTTP+way] = l.Addr().String()
+	server := &http.Server{Handler: http.HandlerFunc(greet), ReadHeaderTimeout: time.Minute}
+	s.servers = append(s.servers, server)
+	s.all.Go(func() { _ = server.Serve(l) }) // until it is closed
+	return nil
+}
+
+const greeting = "hello\n"
+
+func greet(w http.ResponseWriter, _ *http.Request) {
+	_, _ = io.WriteString(w, greeting) // the client counts what it gets
 }
 
 func (s *streams) serve(l net.Listener) {
@@ -116,6 +143,9 @@ func (s *streams) close() (err error) {
 	for _, l := range s.listeners {
 		err = errors.Join(err, l.Close())
 	}
+	for _, h := range s.servers {
+		err = errors.Join(err, h.Close())
+	}
 	s.all.Wait()
 	for _, d := range s.devices {
 		err = errors.Join(err, d.Close())
@@ -151,21 +181,25 @@ func (b *bench) newStreamer() (*streamer, error) {
 
 // dial connects, and says what the server is to do.
 func (s *streamer) dial(way string, ask byte) (c net.Conn, err error) {
-	switch dev := s.devices[way]; {
-	case dev != nil:
-		c, err = (&rconn.Dialer{Config: rconn.Config{Config: cm.Config{Device: dev}}}).DialContext(context.Background(), "rdma", s.at[way])
-	case way == overUnix:
-		c, err = net.Dial("unix", s.at[way])
-	default:
-		c, err = net.Dial("tcp", s.at[way])
-	}
-	if err != nil {
+	if c, err = s.connect(context.Background(), way, s.at[way]); err != nil {
 		return nil, err
 	}
 	if _, err := c.Write([]byte{ask}); err != nil {
 		return nil, errors.Join(err, c.Close())
 	}
 	return c, nil
+}
+
+func (s *streamer) connect(ctx context.Context, way, at string) (net.Conn, error) {
+	var d net.Dialer
+	switch dev := s.devices[way]; {
+	case dev != nil:
+		return (&rconn.Dialer{Config: rconn.Config{Config: cm.Config{Device: dev}}}).DialContext(ctx, "rdma", at)
+	case way == overUnix:
+		return d.DialContext(ctx, "unix", at)
+	default:
+		return d.DialContext(ctx, "tcp", at)
+	}
 }
 
 // ways are the contenders, in the order in which they are shown, with their goals against TCP.
@@ -241,6 +275,65 @@ func (s *streamer) pump(way string, d time.Duration) (r rate, err error) {
 	after, err := s.peer.call(request{Op: opCPU})
 	gb := float64(n) / 1e9
 	return rate{value: gb / took.Seconds(), cpu: (used + time.Duration(after.CPU-far.CPU)).Seconds() / gb}, err
+}
+
+// httpClients is how many goroutines make requests, each one after the other.
+const httpClients = 8
+
+// streamHTTP makes requests by net/http, and counts them.
+func (b *bench) streamHTTP() (all []contender, err error) {
+	s, err := b.newStreamer()
+	if err != nil {
+		return nil, err
+	}
+	for _, r := range ways(nil, nil) {
+		r.unit = "k/s"
+		t := &http.Transport{MaxIdleConnsPerHost: httpClients, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return s.connect(ctx, r.name, s.at[byHTTP+r.name])
+		}}
+		b.later(func() error { t.CloseIdleConnections(); return nil })
+		client := &http.Client{Transport: t}
+		all = append(all, contender{rows: []row{r}, run: func(d time.Duration) ([]float64, error) {
+			n, took, err := requestAll(client, d)
+			return []float64{float64(n) / 1e3 / took.Seconds()}, err
+		}})
+	}
+	return all, nil
+}
+
+// requestAll has httpClients goroutines make requests for a while.
+func requestAll(client *http.Client, d time.Duration) (sum int, took time.Duration, err error) {
+	var done [httpClients]int
+	var errs [httpClients]error
+	var running sync.WaitGroup
+	start := time.Now()
+	for i := range done {
+		running.Go(func() {
+			for ; time.Since(start) < d; done[i]++ {
+				if errs[i] = requestOne(client); errs[i] != nil {
+					return
+				}
+			}
+		})
+	}
+	running.Wait()
+	for _, n := range done {
+		sum += n
+	}
+	return sum, time.Since(start), errors.Join(errs[:]...)
+}
+
+func requestOne(client *http.Client) error {
+	r, err := client.Get("http://bench/")
+	if err != nil {
+		return err
+	}
+	b, err := io.ReadAll(r.Body)
+	err = errors.Join(err, r.Body.Close())
+	if err == nil && string(b) != greeting {
+		err = fmt.Errorf("the server says %q", b)
+	}
+	return err
 }
 
 // idleStreams measures the memory of connections on which nothing moves, at the server, whose process has nothing else.

@@ -12,6 +12,8 @@ import (
 	"strings"
 	"time"
 	"unicode/utf8"
+
+	"github.com/verbena-rdma/verbena/internal/benchsuite/internal/figure"
 )
 
 const (
@@ -135,7 +137,7 @@ func printGroup(w io.Writer, g *groupResult) {
 		if r.Goal != nil {
 			goal = fmt.Sprintf("%s %v", r.Goal.Op, r.Goal.Value)
 		}
-		fmt.Fprintln(w, line("  "+r.Name, r.Unit, number(r.Median), number(r.Min), number(r.Max), cpu, ratio, goal, r.Verdict))
+		fmt.Fprintln(w, line("  "+r.Name, r.Unit, figure.Number(r.Median), figure.Number(r.Min), figure.Number(r.Max), cpu, ratio, goal, r.Verdict))
 		if r.NotRun != "" {
 			fmt.Fprintf(w, "    no ratio: %s\n", r.NotRun)
 		}
@@ -171,28 +173,13 @@ func line(cells ...string) string {
 	return strings.TrimRight(b.String(), " ")
 }
 
-// number prints three digits that mean something.
-func number(v float64) string {
-	switch {
-	case v == 0:
-		return "0"
-	case v >= 100:
-		return fmt.Sprintf("%.0f", v)
-	case v >= 10:
-		return fmt.Sprintf("%.1f", v)
-	case v >= 0.01:
-		return fmt.Sprintf("%.2f", v)
-	}
-	return fmt.Sprintf("%.4f", v)
-}
-
 // cpuNumber prints CPU seconds for each GB. Copying takes a few hundredths, so there are
 // three digits after the point.
 func cpuNumber(v float64) string {
 	if v < 1 {
 		return fmt.Sprintf("%.3f", v)
 	}
-	return number(v)
+	return figure.Number(v)
 }
 
 // progress shows what is going on, over what was shown before.

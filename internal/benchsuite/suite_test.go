@@ -16,6 +16,8 @@ import (
 	"unicode/utf8"
 
 	"go.uber.org/goleak"
+
+	"github.com/verbena-rdma/verbena/internal/benchsuite/internal/child"
 )
 
 // parentArg makes the test binary a suite that holds a peer and waits.
@@ -31,7 +33,7 @@ func TestMain(m *testing.M) {
 			fmt.Println(err)
 			os.Exit(1)
 		}
-		fmt.Println(p.child.cmd.Process.Pid)
+		fmt.Println(p.PID())
 		select {}
 	}
 	goleak.VerifyTestMain(m)
@@ -174,11 +176,11 @@ func TestPeerRefuses(t *testing.T) {
 
 // A suite that is killed leaves no peer behind.
 func TestPeerEndsWithParent(t *testing.T) {
-	parent, err := startChild(os.Args[0], parentArg)
+	parent, err := child.Start(nil, os.Args[0], parentArg)
 	if err != nil {
 		t.Fatal(err)
 	}
-	line, err := bufio.NewReader(parent.out).ReadString('\n')
+	line, err := bufio.NewReader(parent.Out).ReadString('\n')
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -189,7 +191,7 @@ func TestPeerEndsWithParent(t *testing.T) {
 	if !running(pid) {
 		t.Fatalf("peer %d does not run", pid)
 	}
-	parent.kill()
+	parent.Kill()
 	for deadline := time.Now().Add(10 * time.Second); running(pid); time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatalf("peer %d lives on", pid)
@@ -233,15 +235,15 @@ func TestThreadGoal(t *testing.T) {
 func TestChildCPU(t *testing.T) {
 	const work = "i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done"
 	cpu := func(script string) time.Duration {
-		c, err := startChild("/bin/sh", "-c", script)
+		c, err := child.Start(nil, "/bin/sh", "-c", script)
 		if err != nil {
 			t.Fatal(err)
 		}
-		<-c.ended
-		if err := c.stop(); err != nil {
+		<-c.Ended()
+		if err := c.Stop(); err != nil {
 			t.Fatal(err)
 		}
-		return c.cpu()
+		return c.CPU()
 	}
 	idle := cpu("exit 0")
 	for _, script := range []string{work, "(" + work + "); exit 0"} {

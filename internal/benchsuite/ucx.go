@@ -11,6 +11,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/verbena-rdma/verbena/internal/benchsuite/internal/child"
 )
 
 const ucxMissing = "ucx_perftest is not installed (Debian package ucx-utils)"
@@ -56,13 +58,13 @@ func (u *ucxTest) run(d time.Duration) (report map[string]float64, cpuPerGB floa
 	}
 	iters := max(1000, int(u.rate*d.Seconds()))
 	report, client, err := u.connect(port, iters)
-	server.kill()
+	server.Kill()
 	if err != nil {
 		return nil, 0, err
 	}
 	u.rate = report[ucxRate]
 	gb := float64(iters+ucxWarmUp) * float64(u.size) / 1e9
-	return report, (client + server.cpu()).Seconds() / gb, nil
+	return report, (client + server.CPU()).Seconds() / gb, nil
 }
 
 // connect runs the client until it reaches the server, which may not listen yet.
@@ -75,11 +77,11 @@ func (u *ucxTest) connect(port, iters int) (report map[string]float64, cpu time.
 	}
 }
 
-func (u *ucxTest) start(args ...string) (*child, error) {
+func (u *ucxTest) start(args ...string) (*child.Process, error) {
 	if err := os.Setenv("UCX_TLS", u.tls); err != nil { // children inherit it
 		return nil, err
 	}
-	return startChild(u.path, args...)
+	return child.Start(nil, u.path, args...)
 }
 
 // client runs the client once and returns its report by column, and its CPU time.
@@ -88,10 +90,10 @@ func (u *ucxTest) client(port, iters int) (map[string]float64, time.Duration, er
 	if err != nil {
 		return nil, 0, err
 	}
-	watchdog := time.AfterFunc(replyLimit, func() { _ = c.cmd.Process.Kill() })
+	watchdog := c.KillAfter(replyLimit)
 	defer watchdog.Stop()
-	rows, err := csv.NewReader(c.out).ReadAll()
-	if failure := c.stop(); err != nil || failure != nil {
+	rows, err := csv.NewReader(c.Out).ReadAll()
+	if failure := c.Stop(); err != nil || failure != nil {
 		return nil, 0, fmt.Errorf("ucx_perftest: %w", errors.Join(err, failure))
 	}
 	if len(rows) != 2 {
@@ -106,7 +108,7 @@ func (u *ucxTest) client(port, iters int) (map[string]float64, time.Duration, er
 	if row[ucxRate] <= 0 {
 		return nil, 0, errors.New("ucx_perftest: its report has no figures")
 	}
-	return row, c.cpu(), nil
+	return row, c.CPU(), nil
 }
 
 // bandwidth returns a test of bandwidth as a contender.
