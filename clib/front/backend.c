@@ -247,7 +247,7 @@ static struct backend *load(void)
 			close(fd);
 		return vb_fail(ENOMEM);
 	}
-	vb_load_unwinder();
+	vb_prepare_cancel();
 	struct vb_descriptors d;
 	vb_lend_descriptors(&d);
 	front_functions.descriptors = d.above;

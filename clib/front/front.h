@@ -93,7 +93,7 @@ struct vb_descriptors {
 int vb_check_room(void); /* an errno if the backend has no room to start */
 void vb_lend_descriptors(struct vb_descriptors *d);
 void vb_return_descriptors(const struct vb_descriptors *d);
-void vb_load_unwinder(void);
+void vb_prepare_cancel(void);
 
 /* --- where the backend's heap lies: place.c --- */
 

@@ -11,12 +11,13 @@
  *     with threads the kernel waits some milliseconds until none uses the old table.
  *  3. vb_return_descriptors restores the soft limit. Descriptors above it stay open.
  *
- * A program may have no descriptor left when a thread of it ends: vb_load_unwinder loads what
- * the C library would load then.
+ * vb_prepare_cancel does early what the C library would do when a thread is first cancelled: a
+ * program may have no descriptor left then, and Go must know the signal.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -120,6 +121,37 @@ void vb_return_descriptors(const struct vb_descriptors *d)
 		setrlimit(RLIMIT_NOFILE, &d->limit);
 }
 
-/* pthread_exit and pthread_cancel load libgcc_s when they are first called, and end the process if they
- * cannot. Where there is none, they would not find one either. */
-void vb_load_unwinder(void) { dlopen("libgcc_s.so.1", RTLD_NOW | RTLD_NODELETE); }
+static void *wait_for_cancel(void *unused)
+{
+	for (;;)
+		pause();
+	return unused;
+}
+
+/* vb_prepare_cancel has to run before the backend is loaded.
+ *
+ * pthread_exit and pthread_cancel load libgcc_s when they are first called, and end the process if
+ * they cannot. Where there is none, they would not find one either.
+ *
+ * pthread_cancel also installs the handler of its signal then, without SA_ONSTACK. That signal may
+ * reach a thread inside the backend: pthread_cancel sends it if the thread's type is asynchronous,
+ * and the thread may have entered a verb, which defers cancellation, between the two. On the small
+ * stack of a goroutine the signal's frame would overwrite other goroutines. Go sets SA_ONSTACK
+ * for handlers that it finds when it starts, and no other call installs this one again. So a
+ * thread is cancelled here. */
+void vb_prepare_cancel(void)
+{
+	pthread_t t;
+	sigset_t all, old;
+	int state;
+	dlopen("libgcc_s.so.1", RTLD_NOW | RTLD_NODELETE);
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, &old); /* the thread gets none of the program's signals */
+	if (!pthread_create(&t, NULL, wait_for_cancel, NULL)) {
+		pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &state); /* pthread_join is a cancellation point */
+		pthread_cancel(t);
+		pthread_join(t, NULL);
+		pthread_setcancelstate(state, NULL);
+	}
+	pthread_sigmask(SIG_SETMASK, &old, NULL);
+}

@@ -48,7 +48,7 @@ func TestOwn(t *testing.T) {
 		{"limits", []string{"same"}}, {"limits", []string{"full"}}, {"limits", []string{"later"}}, {"limits", []string{"space"}},
 		{"closed", []string{"list", "1024"}}, {"closed", []string{"open", "1024"}}, {"closed", []string{"open", "0"}},
 		{"leave", []string{"nobody"}}, {"leave", []string{"worker"}}, {"leave", []string{"term"}}, {"leave", []string{"sigwait"}}, {"leave", []string{"blocked"}},
-		{"cancel", cancelArgs("async")}, {"cancel", cancelArgs("deferred")},
+		{"cancel", cancelArgs("async")}, {"cancel", cancelArgs("deferred")}, {"cancel", []string{"late", "0", "100000"}},
 		{"stopped", []string{"killed"}}, {"stopped", []string{"left"}},
 		{"fault", []string{"never"}}, {"fault", []string{"early"}}, {"fault", []string{"late"}},
 	} {

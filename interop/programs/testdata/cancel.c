@@ -3,9 +3,13 @@
  * at cancellation points, of which a post or a poll has none. No lock stays locked: the next
  * thread uses the same queues.
  *
- * Arguments: "async" or "deferred", a seed for how long each thread runs, and how many.
+ * Arguments: "async" or "deferred", a seed for how long each thread runs, and how many. Or "late":
+ * then a thread gets the signal of a cancellation that many times while it is in verbs, as if it
+ * had entered them after the canceller had seen its type.
  */
 #include <pthread.h>
+#include <signal.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -46,6 +50,53 @@ static void *work(void *unused)
 	return NULL;
 }
 
+/* The C library's signal of pthread_cancel. */
+#define SIGCANCEL 32
+
+static volatile pid_t tid;
+
+static void *work_until(void *stop)
+{
+	tid = (pid_t)syscall(SYS_gettid);
+	for (; !*(volatile int *)stop; rounds++) {
+		WANT(!ibv_req_notify_cq(s.cq, 0));
+		post();
+		poll_some();
+	}
+	return NULL;
+}
+
+static void *wait_here(void *unused)
+{
+	pause();
+	return unused;
+}
+
+struct kernel_sigaction { /* the C library hides its own signals from sigaction(2) */
+	void *handler;
+	unsigned long flags;
+	void *restorer;
+	unsigned long mask;
+};
+
+/* late sends the signal to a thread that is not cancelled: the handler looks and returns. It
+ * must not run on a goroutine's stack, which has no room for it. */
+static void late(int n)
+{
+	pthread_t t;
+	volatile int stop = 0;
+	struct kernel_sigaction a;
+	WANT(!pthread_create(&t, NULL, wait_here, NULL) && !pthread_cancel(t) && !pthread_join(t, NULL)); /* installs the handler */
+	WANT(!syscall(SYS_rt_sigaction, SIGCANCEL, NULL, &a, sizeof a.mask) && a.handler && a.flags & SA_ONSTACK);
+	WANT(!pthread_create(&t, NULL, work_until, (void *)&stop));
+	while (rounds < 100)
+		;
+	for (int i = 0; i < n; i++)
+		WANT(!syscall(SYS_tgkill, getpid(), tid, SIGCANCEL));
+	stop = 1;
+	WANT(!pthread_join(t, NULL));
+}
+
 int main(int argc, char **argv)
 {
 	WANT(argc == 4);
@@ -63,7 +114,10 @@ int main(int argc, char **argv)
 	to_rts(&s, 0);
 	to_rts(&s, 1);
 	WANT(mr = ibv_reg_mr(s.pd, buf, sizeof buf, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE));
-	for (int i = 0; i < atoi(argv[3]); i++) {
+	int is_late = !strcmp(argv[1], "late");
+	if (is_late)
+		late(atoi(argv[3]));
+	for (int i = 0; i < atoi(argv[3]) && !is_late; i++) {
 		pthread_t t;
 		void *end;
 		rounds = 0;
