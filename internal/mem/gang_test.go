@@ -140,13 +140,13 @@ func TestCopyToStaging(t *testing.T) {
 		for _, l := range []*mem.List{in, raw} {
 			b := make([]byte, n+1)
 			b[n] = 77
-			if f := mem.CopyToStaging(b[:n], l); !f.OK() || !bytes.Equal(b[:n], here[off:][:n]) || b[n] != 77 {
+			if f := mem.CopyToStaging(&mem.List{Raw: [][]byte{b[:n]}}, l); !f.OK() || !bytes.Equal(b[:n], here[off:][:n]) || b[n] != 77 {
 				t.Fatalf("%d bytes from %d: %v, or other bytes", n, off, f)
 			}
 		}
 		if n > 0 {
 			in.SGEs[0].Length--
-			if f := mem.CopyToStaging(make([]byte, n), in); f.Kind != mem.FaultBounds {
+			if f := mem.CopyToStaging(&mem.List{Raw: [][]byte{make([]byte, n)}}, in); f.Kind != mem.FaultBounds {
 				t.Fatalf("%d bytes of a list of one less: %v", n, f)
 			}
 		}
