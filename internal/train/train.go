@@ -64,8 +64,10 @@ type Train struct {
 	// does not show the MTU.
 	MTU int
 
-	AckReq    bool // outgoing: on the last packet; incoming: on any
-	Solicited bool // on the packet that ends the message
+	Hints     uint8 // on every packet
+	Marked    int   // incoming: packets that met congestion on their way
+	AckReq    bool  // outgoing: on the last packet; incoming: on any
+	Solicited bool  // on the packet that ends the message
 
 	// Headers: Kind, Transport, Start and End determine which are valid. A READ
 	// response has an AETH on its message's first and last packet.
@@ -195,7 +197,7 @@ func (t *Train) Reset() {
 	t.TClass, t.HopLimit = 0, 0
 	t.Transport, t.Kind, t.Extra, t.Start, t.End = 0, 0, 0, false, false
 	t.DestQP, t.SRQ, t.PSN, t.N, t.MTU = 0, 0, 0, 0, 0
-	t.AckReq, t.Solicited = false, false
+	t.Hints, t.Marked, t.AckReq, t.Solicited = 0, 0, false, false
 	t.RETH, t.Atomic, t.AETH, t.Orig, t.Imm, t.DETH = wire.RETH{}, wire.AtomicETH{}, wire.AETH{}, 0, 0, wire.DETH{}
 	t.Len, t.Bounce, t.Again, t.Expired, t.Lent, t.Carried, t.Kept, t.Cookie = 0, false, false, false, false, false, false, 0
 	t.Lease, t.LeaseAt, t.Name = nil, 0, Name{}
@@ -328,6 +330,9 @@ func (t *Train) refer(o *Train) {
 	t.Payload.Memo = nil
 }
 
+// Holds returns how many bytes Keep has taken for the payload.
+func (t *Train) Holds() int { return cap(t.raw[0]) }
+
 // Free gives back the staging bytes of Keep and KeepStaged. Nothing uses the train any more.
 func (t *Train) Free() {
 	if b := t.raw[0]; b != nil {
@@ -355,7 +360,7 @@ func (t *Train) Moved(least int) int {
 // IsAnswer reports whether a train answers requests of the peer.
 func (t *Train) IsAnswer() bool {
 	switch t.Kind {
-	case wire.KindAck, wire.KindReadResponse, wire.KindAtomicAck:
+	case wire.KindAck, wire.KindGaps, wire.KindReadResponse, wire.KindAtomicAck:
 		return true
 	}
 	return false

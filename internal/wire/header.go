@@ -48,6 +48,7 @@ type Header struct {
 	BECN      bool
 	DestQP    uint32 // 24 bits
 	AckReq    bool
+	Hints     uint8 // the seven bits beside AckReq, which the specification reserves
 	PSN       PSN
 
 	DETH   DETH
@@ -61,7 +62,7 @@ type Header struct {
 
 // Parse reads the headers of a UDP payload that ends with the ICRC, and returns
 // the packet's payload without padding and ICRC. It does not check the ICRC,
-// and accepts any P_Key. Reserved bits are ignored (IBA 9.2).
+// and accepts any P_Key. Reserved bits are ignored (IBA 9.2), but for Hints.
 func (h *Header) Parse(b []byte) (payload []byte, err error) {
 	if len(b) < BTHLen+ICRCLen {
 		return nil, ErrShort
@@ -96,6 +97,7 @@ func (h *Header) Parse(b []byte) (payload []byte, err error) {
 	h.BECN = b[4]&0x40 != 0
 	h.DestQP = be.Uint32(b[4:]) & mask24
 	h.AckReq = b[8]&0x80 != 0
+	h.Hints = b[8] & hintBits
 	h.PSN = MakePSN(be.Uint32(b[8:]))
 	rest := b[BTHLen:]
 	if info.Headers != 0 {
@@ -149,7 +151,7 @@ func (h *Header) parseExtensions(set Headers, b []byte) []byte {
 func (h *Header) Len() int { return BTHLen + h.Opcode.Info().HeaderLen }
 
 // Append appends the BTH and the extension headers that the opcode has. Reserved
-// bits are zero; numbers wider than their field lose the upper bits.
+// bits are zero, but for Hints; numbers wider than their field lose the upper bits.
 func (h *Header) Append(b []byte) []byte {
 	flags := h.Pad&3<<4 | h.Version&0x0f
 	if h.Solicited {
@@ -158,7 +160,7 @@ func (h *Header) Append(b []byte) []byte {
 	if h.MigReq {
 		flags |= 0x40
 	}
-	qp, psn := h.DestQP&mask24, uint32(h.PSN)&mask24
+	qp, psn := h.DestQP&mask24, uint32(h.Hints&hintBits)<<24|uint32(h.PSN)&mask24
 	if h.FECN {
 		qp |= 1 << 31
 	}
@@ -216,5 +218,23 @@ func (h *Header) appendExtensions(set Headers, b []byte) []byte {
 func PadFor(n int) uint8 { return uint8(-n & 3) }
 
 const mask24 = 1<<24 - 1
+
+// Hints: what queue pairs of this library tell each other. A sender that follows the
+// specification leaves these bits zero, and a receiver ignores them (IBA 9.2.7), so that nothing
+// changes between a queue pair of this library and another one.
+const (
+	// HintOurs says that the sender is of this library, understands Gaps, and keeps what comes too early.
+	// It is a pattern of several bits, since others may use one of them for something else.
+	HintOurs  = 0x58
+	HintProbe = 0x02 // sent again only to ask what has come; on an answer: it answers such a packet
+	HintAlone = 0x01 // sent again alone: what was sent behind it does not come again
+	HintFirst = 0x04 // with HintAlone: everything before it has been answered
+
+	hintBits = 0x7f
+	oursBits = 0x78
+)
+
+// Ours reports whether the hints of a packet are those of this library.
+func Ours(hints uint8) bool { return hints&oursBits == HintOurs }
 
 var be = binary.BigEndian

@@ -10,6 +10,7 @@ const (
 	UD  Transport = 3
 	CNP Transport = 4 // congestion notification
 	XRC Transport = 5
+	Own Transport = 6 // reserved by the specification: between queue pairs of this library
 )
 
 // Kind is what a message is for. A transport, a kind, a position and an extra
@@ -27,7 +28,8 @@ const (
 	KindFetchAdd
 	KindAtomicWrite
 	KindFlush
-	KindCNP // congestion notification: no queue pair's message
+	KindCNP  // congestion notification: no queue pair's message
+	KindGaps // an acknowledgement, with what has come behind it (Gaps)
 	NumKinds
 )
 

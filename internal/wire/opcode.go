@@ -89,6 +89,7 @@ const (
 	inUD  = 1 << UD
 	inCNP = 1 << CNP
 	inXRC = 1 << XRC
+	inOwn = 1 << Own
 )
 
 // operations is the table of all opcodes (IBA 9.2.1; annex A14 for XRC, A19 for
@@ -131,9 +132,10 @@ var operations = []struct {
 	{0x1c, "Flush", KindFlush, Only, NoExtra, HasFETH | HasRETH, false, inRC | inXRC},
 	{0x1d, "Atomic Write", KindAtomicWrite, Only, NoExtra, HasRETH, true, inRC | inXRC},
 	{0x01, "", KindCNP, Only, NoExtra, 0, true, inCNP},
+	{0x11, "Gaps", KindGaps, Only, NoExtra, HasAETH, true, inOwn},
 }
 
-var transportName = [numTransports]string{RC: "RC", UC: "UC", RD: "RD", UD: "UD", CNP: "CNP", XRC: "XRC"}
+var transportName = [numTransports]string{RC: "RC", UC: "UC", RD: "RD", UD: "UD", CNP: "CNP", XRC: "XRC", Own: "Verbena"}
 
 // String returns the transport's name.
 func (t Transport) String() string {

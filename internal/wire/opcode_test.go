@@ -87,7 +87,7 @@ func TestOpIsInverse(t *testing.T) {
 			t.Errorf("%v can be longer than MaxPacket", i.Name)
 		}
 	}
-	if want := 25 + 12 + 2 + 1 + 25; valid != want {
+	if want := 25 + 12 + 2 + 1 + 25 + 1; valid != want {
 		t.Errorf("%d opcodes, want %d", valid, want)
 	}
 	found := 0
@@ -113,7 +113,7 @@ func TestOpIsInverse(t *testing.T) {
 }
 
 func TestTransportString(t *testing.T) {
-	for tr, want := range map[Transport]string{RC: "RC", XRC: "XRC", 6: "reserved transport", 200: "reserved transport"} {
+	for tr, want := range map[Transport]string{RC: "RC", XRC: "XRC", Own: "Verbena", 7: "reserved transport", 200: "reserved transport"} {
 		if got := tr.String(); got != want {
 			t.Errorf("Transport(%d) = %q", tr, got)
 		}
