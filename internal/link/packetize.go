@@ -47,6 +47,8 @@ func (c *packetizer) start(t *train.Train) error {
 	h.MigReq = true
 	h.PKey = wire.DefaultPKey
 	h.DestQP = t.DestQP
+	h.Hints = t.Hints
+	h.BECN = t.Kind == wire.KindCNP // IBA A17.9.3
 	// Append leaves out the headers that a packet's opcode does not have.
 	h.DETH = t.DETH
 	h.XRCSRQ = t.SRQ

@@ -21,6 +21,10 @@ import (
 // needs; smaller packets are delivered in shorter trains.
 const minRun = 256
 
+// congestionMark is what a congested router writes into the low two bits of the traffic class
+// (RFC 3168: CE).
+const congestionMark = 3
+
 // arrival is one packet as it came: a UDP payload and what its IP header held.
 type arrival struct {
 	from     netip.AddrPort
@@ -62,11 +66,7 @@ func (c *reassembler) packet(sink Sink, ps *wire.Pseudo, a *arrival) bool {
 		return true
 	}
 	info := c.h.Opcode.Info()
-	switch {
-	case info.Transport == wire.CNP:
-		sink.Drop(DropOpcode)
-		return true
-	case c.h.PKey&0x7fff != wire.DefaultPKey&0x7fff:
+	if c.h.PKey&0x7fff != wire.DefaultPKey&0x7fff {
 		// This port is a full member of the default partition: full and limited
 		// members may send to it (IBA 10.9.3).
 		sink.Drop(DropPKey)
@@ -78,6 +78,9 @@ func (c *reassembler) packet(sink Sink, ps *wire.Pseudo, a *arrival) bool {
 		c.begin(info, a)
 	}
 	c.grow(info, payload)
+	if a.tclass&3 == congestionMark {
+		c.t.Marked++
+	}
 	return true
 }
 
@@ -102,7 +105,7 @@ func (c *reassembler) follows(info *wire.OpInfo, a *arrival, n int) bool {
 	t := &c.t
 	if t.N == 0 || t.End || t.MTU == 0 || info.Pos.Starts() ||
 		info.Kind != t.Kind || info.Transport != t.Transport ||
-		c.h.DestQP != t.DestQP || c.h.XRCSRQ != t.SRQ || c.h.PSN != t.PSN.Add(t.N) ||
+		c.h.DestQP != t.DestQP || c.h.XRCSRQ != t.SRQ || c.h.Hints != t.Hints || c.h.PSN != t.PSN.Add(t.N) ||
 		a.from.Addr() != t.From || a.to != t.To {
 		return false
 	}
@@ -124,7 +127,7 @@ func (c *reassembler) begin(info *wire.OpInfo, a *arrival) {
 	t.TClass, t.HopLimit = a.tclass, a.hopLimit
 	t.Transport, t.Kind = info.Transport, info.Kind
 	t.Start = info.Pos.Starts()
-	t.DestQP, t.SRQ, t.PSN = c.h.DestQP, c.h.XRCSRQ, c.h.PSN
+	t.DestQP, t.SRQ, t.PSN, t.Hints = c.h.DestQP, c.h.XRCSRQ, c.h.PSN, c.h.Hints
 	t.RETH, t.Atomic, t.DETH, t.Orig = c.h.RETH, c.h.Atomic, c.h.DETH, c.h.Orig
 	c.used = 0
 }

@@ -10,7 +10,7 @@ import (
 )
 
 // notSent are the fields of a train that mean something to one side only.
-var notSent = map[string]bool{"Flow": true, "Payload": true, "Bounce": true, "Again": true, "Expired": true, "Cookie": true, "Ticket": true, "sges": true, "raw": true, "inline": true, "Lease": true, "LeaseAt": true, "Lent": true, "Carried": true, "Name": true, "Kept": true}
+var notSent = map[string]bool{"Hints": true, "Marked": true, "Flow": true, "Payload": true, "Bounce": true, "Again": true, "Expired": true, "Cookie": true, "Ticket": true, "sges": true, "raw": true, "inline": true, "Lease": true, "LeaseAt": true, "Lent": true, "Carried": true, "Name": true, "Kept": true}
 
 // fill sets every exported field to something random, so that one that is lost
 // on the way is noticed.

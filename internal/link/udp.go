@@ -96,6 +96,13 @@ const (
 	// txSockets is how many source ports the flows of one address spread over. Threads that
 	// send by one socket at the same time hinder each other.
 	txSockets = 16
+	// Of each port range there are two: of traffic class 0 and of class ect0, so that the usual
+	// flows need not name their class with every message. One more sends to groups.
+	ectSockets   = txSockets
+	groupSocket  = 2 * txSockets
+	numTxSockets = groupSocket + 1
+	// ect0 tells routers that they may mark a packet instead of dropping it (RFC 3168).
+	ect0 = 2
 	// Source ports: the dynamic range, as IBA A17.3.2 and RFC 6335 advise.
 	firstSrcPort = 0xc000
 	lastSrcPort  = 0xffff
@@ -131,7 +138,7 @@ type UDP struct {
 // udpEnd is one local address.
 type udpEnd struct {
 	addr netip.Addr
-	tx   [txSockets + 1]*sys.UDPSocket // opened when first needed, the last for multicast; guarded by UDP.mu
+	tx   [numTxSockets]*sys.UDPSocket // opened when first needed; guarded by UDP.mu
 }
 
 // OpenUDP opens the link.
@@ -253,7 +260,7 @@ func endMTU(a netip.Addr) (int, error) {
 }
 
 func (u *UDP) rxOptions() sys.UDPOptions {
-	return sys.UDPOptions{RcvBuf: u.cfg.SocketBuffer, SndBuf: u.cfg.SocketBuffer, GRO: !u.cfg.NoGRO}
+	return sys.UDPOptions{RcvBuf: u.cfg.SocketBuffer, SndBuf: u.cfg.SocketBuffer, GRO: !u.cfg.NoGRO, WantTClass: true}
 }
 
 // bind opens a receiving socket of an address; with held, one that others may share the port
@@ -311,6 +318,7 @@ type udpFlow struct {
 	dst      netip.Addr
 	to       sys.Sockaddr
 	tclass   uint8
+	own      uint8 // the class that messages name; 0: none, it is the socket's
 	hopLimit uint8
 	plain    bool // traffic class and hop limit are the socket's defaults
 	pseudo   wire.Pseudo
@@ -354,19 +362,24 @@ func (u *UDP) Prepare(f *train.Flow) error {
 		return ib.Errorf("prepare_flow", syscall.EADDRNOTAVAIL, "%v is not an address of this device", src)
 	}
 	slot := (uint32(f.SrcPort) + flowHash(dst, 0, f.Label)) % txSockets // neighbouring ports get different sockets
-	if group {
-		slot = txSockets
-	}
-	sock, err := u.txSocketLocked(end, slot)
-	if err != nil {
-		return err
-	}
 	hop := f.HopLimit
 	switch {
 	case group && u.cfg.NearGroups:
 		hop = 0 // the socket's default
 	case hop == 0:
 		hop = sys.DefaultHopLimit
+	}
+	usual := hop == 0 || hop == sys.DefaultHopLimit
+	own := f.TClass
+	switch {
+	case group:
+		slot = groupSocket
+	case own == ect0 && usual:
+		slot, own = slot+ectSockets, 0
+	}
+	sock, err := u.txSocketLocked(end, slot)
+	if err != nil {
+		return err
 	}
 	f.SrcPort = sock.Local().Port()
 	f.Link = &udpFlow{
@@ -375,8 +388,9 @@ func (u *UDP) Prepare(f *train.Flow) error {
 		dst:      dst,
 		to:       sys.MakeSockaddr(netip.AddrPortFrom(dst, wire.RoCEPort)),
 		tclass:   f.TClass,
+		own:      own,
 		hopLimit: hop,
-		plain:    f.TClass == 0 && (hop == 0 || hop == sys.DefaultHopLimit),
+		plain:    own == 0 && usual,
 		pseudo:   wire.NewPseudo(src, dst, f.SrcPort, wire.RoCEPort),
 	}
 	return nil
@@ -406,7 +420,10 @@ func (u *UDP) txSocketLocked(e *udpEnd, slot uint32) (*sys.UDPSocket, error) {
 		SndBuf: u.cfg.SocketBuffer,
 	}
 	var err error
-	if slot == txSockets {
+	if slot >= ectSockets && slot < groupSocket {
+		o.TClass = ect0
+	}
+	if slot == groupSocket {
 		if o.Groups, err = sys.InterfaceIndex(e.addr); err != nil {
 			return nil, err
 		}
@@ -428,8 +445,8 @@ func (u *UDP) txSocketLocked(e *udpEnd, slot uint32) (*sys.UDPSocket, error) {
 	return nil, fmt.Errorf("UDP socket to send from %v: %w", e.addr, err)
 }
 
-// WantHeaders makes trains that arrive from now on carry the traffic class and the hop
-// limit of their packets; without it they are 0 and 64. A device calls it when its first
+// WantHeaders makes trains that arrive from now on carry the hop limit of their packets;
+// without it, it is 64. A device calls it when its first
 // UD queue pair is made, which needs them for the routing header: the kernel takes about
 // a tenth of a microsecond for them, for every datagram.
 func (u *UDP) WantHeaders() error {

@@ -465,7 +465,7 @@ func (s *sender) end() {
 		segment = m.size
 	}
 	s.info[s.batch.Len()] = *m
-	s.batch.End(&m.flow.to, segment, m.flow.tclass, m.flow.hopLimit)
+	s.batch.End(&m.flow.to, segment, m.flow.own, m.flow.hopLimit)
 	*m = message{}
 }
 

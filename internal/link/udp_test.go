@@ -520,7 +520,6 @@ func TestDrops(t *testing.T) {
 		{name: "version", change: func(h *wire.Header) int { h.Version = 1; return 8 }, want: int(DropVersion)},
 		{name: "opcode", change: func(h *wire.Header) int { h.Opcode = 0x1f; return 8 }, want: int(DropOpcode)},
 		{name: "reliable datagram", change: func(h *wire.Header) int { h.Opcode = 0x44; return 8 }, want: int(DropOpcode)},
-		{name: "congestion", change: func(h *wire.Header) int { h.Opcode = wire.OpCNP; return 16 }, want: int(DropOpcode)},
 		{name: "no room for headers", change: func(h *wire.Header) int { h.Opcode = 0x84; return 0 }, want: int(DropOpcode)},
 		{name: "partition", change: func(h *wire.Header) int { h.PKey = 0x8001; return 8 }, want: int(DropPKey)},
 		{name: "padding", change: func(h *wire.Header) int { h.Pad = 2; return 0 }, want: int(DropOther)},

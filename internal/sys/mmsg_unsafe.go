@@ -301,7 +301,7 @@ type Datagram struct {
 	Bytes     []byte
 	Segment   int   // 0: it is one datagram
 	Truncated bool  // it was longer than the buffer
-	TClass    uint8 // 0 if RecvHeader was not called
+	TClass    uint8 // 0 if neither WantTClass was set nor RecvHeader called
 	HopLimit  uint8 // DefaultHopLimit if RecvHeader was not called
 }
 

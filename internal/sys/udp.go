@@ -35,6 +35,10 @@ func (s *UDPSocket) Detach() int {
 type UDPOptions struct {
 	RcvBuf int // bytes; the kernel grants at most net.core.rmem_max
 	SndBuf int // bytes; the kernel grants at most net.core.wmem_max
+	// TClass is the traffic class of what is sent, unless a message has another.
+	TClass uint8
+	// WantTClass asks for the traffic class of what arrives.
+	WantTClass bool
 	// GRO asks for several datagrams of one size from one sender to arrive as one.
 	GRO bool
 	// Groups, if not 0, is the index of the interface by which multicast is sent.
@@ -97,6 +101,12 @@ func (s *UDPSocket) setup(o UDPOptions) error {
 		option{unix.SOL_SOCKET, unix.SO_RCVBUF, o.RcvBuf},
 		option{unix.SOL_SOCKET, unix.SO_SNDBUF, o.SndBuf})
 	must = append(must, s.groupOptions(&o)...)
+	if o.TClass != 0 {
+		must = append(must, s.classOption(unix.IP_TOS, unix.IPV6_TCLASS, int(o.TClass)))
+	}
+	if o.WantTClass {
+		must = append(must, s.classOption(unix.IP_RECVTOS, unix.IPV6_RECVTCLASS, 1))
+	}
 	for _, m := range must {
 		if err := m.set(s.fd); err != nil {
 			return err
@@ -152,19 +162,21 @@ type option struct{ level, name, value int }
 
 func (o option) set(fd int) error { return unix.SetsockoptInt(fd, o.level, o.name, o.value) }
 
+// classOption returns an option of the socket's IP version.
+func (s *UDPSocket) classOption(v4, v6, value int) option {
+	if s.local.Addr().Is4() {
+		return option{unix.IPPROTO_IP, v4, value}
+	}
+	return option{unix.IPPROTO_IPV6, v6, value}
+}
+
 // RecvHeader asks for the traffic class and the hop limit of what arrives from
 // now on. That costs the kernel about a tenth of a microsecond a datagram.
 func (s *UDPSocket) RecvHeader() error {
-	opts := []option{{unix.IPPROTO_IP, unix.IP_RECVTOS, 1}, {unix.IPPROTO_IP, unix.IP_RECVTTL, 1}}
-	if !s.local.Addr().Is4() {
-		opts = []option{{unix.IPPROTO_IPV6, unix.IPV6_RECVTCLASS, 1}, {unix.IPPROTO_IPV6, unix.IPV6_RECVHOPLIMIT, 1}}
+	if err := s.classOption(unix.IP_RECVTOS, unix.IPV6_RECVTCLASS, 1).set(s.fd); err != nil {
+		return err
 	}
-	for _, o := range opts {
-		if err := o.set(s.fd); err != nil {
-			return err
-		}
-	}
-	return nil
+	return s.classOption(unix.IP_RECVTTL, unix.IPV6_RECVHOPLIMIT, 1).set(s.fd)
 }
 
 func sockaddr(a netip.AddrPort) unix.Sockaddr {
