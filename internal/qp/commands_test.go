@@ -50,6 +50,9 @@ func (s *script) pair(a *cmdArgs) {
 	w.byRef = a.flag("by-reference")
 	w.lazy = a.flag("lazy")
 	w.lossless = w.byRef
+	if a.flag("selective") {
+		w.selective = [2]bool{true, !a.flag("b.other")}
+	}
 	s.w, s.polling = w, [2]bool{true, true}
 	var set [2]setup
 	var upTo [2]ib.QPState
@@ -372,7 +375,7 @@ func (s *script) cut(a *cmdArgs) {
 var kindByName = map[string]wire.Kind{"send": wire.KindSend, "write": wire.KindWrite, "read": wire.KindReadRequest,
 	"read-response": wire.KindReadResponse, "ack": wire.KindAck, "atomic-ack": wire.KindAtomicAck,
 	"cmp-swap": wire.KindCmpSwap, "fetch-add": wire.KindFetchAdd, "atomic-write": wire.KindAtomicWrite, "flush": wire.KindFlush,
-	"cnp": wire.KindCNP}
+	"cnp": wire.KindCNP, "gaps": wire.KindGaps}
 
 var posByName = map[string]wire.Pos{"first": wire.First, "middle": wire.Middle, "last": wire.Last, "only": wire.Only}
 
@@ -393,7 +396,7 @@ func (s *script) inject(a *cmdArgs) {
 	t := &train.Train{From: e.peer.addr, To: e.addr, Transport: e.q.transport, SRQ: testSRQ, Kind: kindByName[a.word()],
 		Start: true, End: true, DestQP: e.q.Number, N: 1, DETH: wire.DETH{QKey: 0x1234, SrcQP: e.peer.q.Number}}
 	base := e.q.resp.epsn // a request that is expected
-	if t.Kind == wire.KindAck || t.Kind == wire.KindReadResponse || t.Kind == wire.KindAtomicAck {
+	if t.Kind == wire.KindAck || t.Kind == wire.KindGaps || t.Kind == wire.KindReadResponse || t.Kind == wire.KindAtomicAck {
 		base = e.q.req.una // the answer that is expected
 		t.AETH.Syndrome = wire.AckNoCredits
 	} else if t.Kind != wire.KindSend {
@@ -451,6 +454,14 @@ func (s *script) setFields(e *end, t *train.Train, a *cmdArgs, base wire.PSN) {
 	if inv := a.str("inv", ""); inv != "" {
 		r, _ := a.place(e, inv)
 		t.Extra, t.Imm = wire.WithInv, r.Key()
+	}
+	t.Hints, t.Marked = uint8(a.num("hints", uint64(t.Hints))), int(a.num("marked", uint64(t.Marked)))
+	if v := a.values("gaps"); v != nil { // gaps=(0,1,2,0)
+		var g wire.Gaps
+		for i := 0; i+1 < len(v); i += 2 {
+			g = g.Append(int(a.parse(v[i])), int(a.parse(v[i+1])))
+		}
+		t.Payload.Raw, t.Payload.Off, t.Len, t.Transport = [][]byte{g}, 0, len(g), wire.Own
 	}
 	if a.flag("ackreq") {
 		t.AckReq = true
@@ -628,9 +639,9 @@ func (s *script) credits(a *cmdArgs) {
 	e := a.end()
 	switch w := a.word(); w[0] {
 	case '-':
-		e.credits.release(int(a.parse(w[1:])))
+		e.credits.release(int(a.parse(w[1:])), 1)
 	default:
-		s.printf("%s: another queue pair has taken %d credits", e.name, e.credits.acquire(int(a.parse(w))))
+		s.printf("%s: another queue pair has taken %d credits", e.name, e.credits.acquire(int(a.parse(w)), 1))
 	}
 }
 

@@ -29,7 +29,7 @@ func (q *QP) receiveResponse(t *train.Train, now Time) mem.Fault {
 		q.Counters.add(CntGhostAcks, t.N)
 		return mem.Fault{}
 	}
-	if t.Kind != wire.KindAck {
+	if t.Kind != wire.KindAck && t.Kind != wire.KindGaps {
 		return q.receiveData(t, now)
 	}
 	if r.waits() {
@@ -48,14 +48,16 @@ func (q *QP) receiveResponse(t *train.Train, now Time) mem.Fault {
 // receiveAnswer takes an acknowledgement or a NAK.
 func (q *QP) receiveAnswer(t *train.Train, now Time) {
 	switch s := t.AETH.Syndrome; {
+	case t.Kind == wire.KindGaps && q.selective():
+		q.receiveGaps(t, now)
 	case s.IsAck():
-		q.receiveAck(t.PSN, now)
+		q.receiveAck(t, now)
 	case s.IsRNR():
 		q.Counters.add(CntRNRNaksReceived, 1)
-		q.receiveRNR(t.PSN, s.Value(), now)
+		q.receiveRNR(t, s.Value(), now)
 	case s.IsNak():
 		q.Counters.add(CntNaksReceived, 1)
-		q.receiveNak(t.PSN, s, now)
+		q.receiveNak(t, s, now)
 	default:
 		q.Counters.add(CntGhostAcks, 1) // the reserved type
 	}
@@ -63,33 +65,44 @@ func (q *QP) receiveAnswer(t *train.Train, now Time) {
 
 // receiveAck: all requests up to psn are done (acknowledgements are coalesced,
 // IBA 9.7.5.1.2).
-func (q *QP) receiveAck(psn wire.PSN, now Time) {
-	if psn.Less(q.req.una) {
+func (q *QP) receiveAck(t *train.Train, now Time) {
+	if t.PSN.Less(q.req.una) {
 		q.Counters.add(CntGhostAcks, 1)
 		return
 	}
-	if !q.advance(psn.Add(1), now) {
-		q.lost(now)
+	q.done(t, t.PSN.Add(1), now)
+}
+
+// done: an answer shows that all requests before psn are done. It reports whether the answers to
+// those of them that are READs or atomics have come.
+func (q *QP) done(t *train.Train, psn wire.PSN, now Time) bool {
+	if q.selective() {
+		e := q.evidenceOf(t)
+		q.acknowledged(psn, &e, now)
+		return true
 	}
+	if !q.advance(psn, now) {
+		q.lost(now)
+		return false
+	}
+	return true
 }
 
 // receiveNak (IBA 9.7.5.2): everything before psn is done, psn itself is not.
-func (q *QP) receiveNak(psn wire.PSN, s wire.Syndrome, now Time) {
-	r := &q.req
+func (q *QP) receiveNak(t *train.Train, s wire.Syndrome, now Time) {
+	r, psn := &q.req, t.PSN
 	if psn.Less(r.una) {
 		q.Counters.add(CntGhostAcks, 1)
 		return
 	}
-	missing := !q.advance(psn, now)
 	if s == wire.NakPSNSequence {
-		switch {
-		case missing:
-			q.lost(now) // the answer to a READ before it is missing: ask for that first
-		case r.nxt != psn:
-			q.retry(now)
+		// If the answer to a READ before it is missing, that is asked for first.
+		if q.done(t, psn, now) && psn.Less(r.nxt) {
+			q.retry(psn, now)
 		}
 		return
 	}
+	q.advance(psn, now)
 	// The peer has failed, and answers no more. If the answer to a READ is missing, be it to
 	// this one or to one before it, that READ fails as the peer did: to ask for it again would
 	// be in vain.
@@ -103,14 +116,16 @@ func (q *QP) receiveNak(psn wire.PSN, s wire.Syndrome, now Time) {
 // receiveRNR (IBA 9.7.5.2.8): the peer is not ready for request psn: it has no receive, or
 // fetches memory first. The requester waits as long as the peer asks for, and sends the request
 // again.
-func (q *QP) receiveRNR(psn wire.PSN, code uint8, now Time) {
-	r := &q.req
+func (q *QP) receiveRNR(t *train.Train, code uint8, now Time) {
+	r, psn := &q.req, t.PSN
 	if psn.Less(r.una) {
 		q.Counters.add(CntGhostAcks, 1)
+		if q.selective() {
+			q.loseOldest()
+		}
 		return
 	}
-	if !q.advance(psn, now) {
-		q.lost(now)
+	if !q.done(t, psn, now) {
 		return
 	}
 	if q.sq.head == q.sq.tail || q.state == ib.QPErr || r.congestion.waits() && r.nxt == psn {
@@ -150,6 +165,9 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 	if next.Less(t.PSN) {
 		var ok bool
 		if at, ok = q.reached(t.PSN, now); !ok {
+			if q.selective() {
+				return q.answerAhead(t, now)
+			}
 			q.lost(now)
 			return mem.Fault{}
 		}
@@ -170,7 +188,11 @@ func (q *QP) receiveData(t *train.Train, now Time) mem.Fault {
 	} else if t.Len > 0 {
 		r.named = t.Lease != nil
 	}
-	return q.land(t, at, done, now)
+	f := q.land(t, at, done, now)
+	if len(r.runs) > 0 {
+		q.takeLanded(now)
+	}
+	return f
 }
 
 // checkAnswer checks a READ response or atomic acknowledge against the request that it is to
@@ -184,10 +206,10 @@ func (q *QP) checkAnswer(t *train.Train, w *wqe, done int) (vendor uint16) {
 		return 0
 	}
 	end := q.req.rd.at(0).end()
-	if !t.PSN.Less(end) { // the answers before it wait for engines
+	if !t.PSN.Less(end) { // the answers before it are missing, or wait for engines
 		end = q.req.rd.endOf(t.PSN)
 	}
-	if t.End != (t.PSN.Add(t.N) == end) {
+	if t.End != (t.PSN.Add(t.N) == end) && !(q.ours && t.End) { // a part of it may have been asked for again
 		return vendorResponseKind // the last packet, and no other, ends what was asked for (IBA 9.7.5.1.8)
 	}
 	if want := q.answerLen(w, done, t.N); t.Len != want || t.N > 1 && t.MTU != q.mtu {
@@ -313,10 +335,16 @@ func (q *QP) resumeWaiting(now Time) {
 // window opens.
 func (q *QP) progressed(n int, now Time) {
 	r := &q.req
-	q.giveBack(n)
+	if r.executed.Less(r.una) {
+		r.executed = r.una
+	}
+	settled := r.settled
+	r.dropRuns(r.nxt)
+	q.settle()
 	r.rd.popBefore(r.una)
-	r.progress(r.una, now)
+	rtt := r.progress(r.una, now)
 	r.congestion.acked(n)
+	q.control(rtt, n-min(n, settled-r.settled), now)
 }
 
 // lost: an answer shows that the response to the oldest READ or atomic is missing
@@ -330,7 +358,7 @@ func (q *QP) lost(now Time) {
 	}
 	r.lostAt, r.lostValid = from, true
 	q.Counters.add(CntResponseLost, 1)
-	q.retry(now)
+	q.retry(from, now)
 }
 
 // AnswerUnread counts an answer as lost whose payload could not be fetched from the peer,
@@ -341,20 +369,20 @@ func (q *QP) AnswerUnread(now Time) {
 	}
 }
 
-// retry goes back to the oldest unacknowledged packet, or gives up.
-func (q *QP) retry(now Time) {
+// retry goes back to a packet, or gives up.
+func (q *QP) retry(from wire.PSN, now Time) {
 	r := &q.req
 	if r.tries >= int(q.attr.RetryCnt) {
 		q.fail(ib.WCRetryExcErr, vendorRetry, now)
 		return
 	}
 	r.tries++
-	q.goBack(now)
+	q.sawLoss(1, now)
+	q.goBack(from, now)
 }
 
-func (q *QP) goBack(now Time) {
-	q.req.congestion.lost()
-	q.rewind(q.expected())
+func (q *QP) goBack(from wire.PSN, now Time) {
+	q.rewind(from)
 	q.req.askNow = true
 	q.req.restart(now)
 }
@@ -366,8 +394,13 @@ func (q *QP) Tick(now Time) {
 	if q.state != ib.QPRTS && q.state != ib.QPSQD || r.rnrWait(now) {
 		return
 	}
-	d := r.deadline()
+	d, probes := q.sendDeadline()
 	if d == 0 || now < d {
+		return
+	}
+	if probes {
+		r.tell, r.probeAt = true, now
+		r.probes++
 		return
 	}
 	r.progAt += now - d // the delay of this call is not the peer's
@@ -384,7 +417,34 @@ func (q *QP) Tick(now Time) {
 		q.fail(ib.WCRetryExcErr, vendorRetry, now)
 		return
 	}
-	q.goBack(now)
+	if q.selective() {
+		q.loseAll(now)
+		return
+	}
+	if c := q.controller(); c != nil {
+		c.timedOut(r.started, now)
+	} else {
+		r.congestion.lost()
+	}
+	q.goBack(q.expected(), now)
+}
+
+// sendDeadline returns when something is due for the requester, 0 for never, and whether that is
+// a probe.
+func (q *QP) sendDeadline() (d Time, probes bool) {
+	r := &q.req
+	least := Time(0)
+	if q.canProbe() {
+		least = r.leastRTO
+	}
+	d = r.deadline(least)
+	if r.started == 0 || r.una == r.nxt || r.fetching || r.congestion.waits() || r.unasked() {
+		return d, false
+	}
+	if p := q.probeDeadline(); p != 0 && (d == 0 || p < d) {
+		return p, true
+	}
+	return d, false
 }
 
 // Deadline returns when Tick should be called next, 0 for never.
@@ -393,7 +453,7 @@ func (q *QP) Deadline() Time {
 	if q.state != ib.QPRTS && q.state != ib.QPSQD {
 		return at
 	}
-	if d := q.req.deadline(); at == 0 || d != 0 && d < at {
+	if d, _ := q.sendDeadline(); at == 0 || d != 0 && d < at {
 		return d
 	}
 	return at
@@ -472,6 +532,7 @@ func (q *QP) stopSending() {
 	q.giveBack(q.req.heldCredits)
 	q.req.timers.stop()
 	q.req.congestion.stop()
+	q.req.forgetRepairs()
 	q.req.rd = rdRing{}
 	q.req.failing, q.req.stalledOnCredits, q.req.draining, q.req.fetching = 0, false, false, false
 }

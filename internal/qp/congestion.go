@@ -9,13 +9,15 @@ import (
 // congestion decides how many packets may be under way, and when none may be sent: the
 // window of a requester. A path has a window of its own, which is never exceeded.
 //
-//   - lost halves the window, down to minWindow.
+//   - lost halves the window, down to minWindow, unless a controller looks after that
+//     (control.go).
 //   - notReady stops the sending for a while. If the peer remains not ready, the window
 //     is one packet, until that is acknowledged.
 //   - acked opens the window: to what it was before the peer was not ready, and by an
 //     eighth of what was acknowledged.
 type congestion struct {
 	path   int // the path's window
+	pipe   int // packets that may be under way besides, since the network holds them
 	named  int // the same for payloads by name (Carrier), if it is wider
 	short  Short
 	window int // at most the path's, but for minWindow
@@ -39,13 +41,16 @@ const (
 
 // begin sets the window of a new path, which nothing has narrowed yet.
 func (c *congestion) begin(p *Path) {
-	c.path, c.named, c.short, c.window, c.wide = p.Window, p.Named, p.Short, p.Window, 0
+	c.path, c.named, c.short, c.window, c.wide, c.pipe = p.Window, p.Named, p.Short, p.Window, 0, 0
 }
 
 // allowance returns how many packets may be under way when one of a message of n bytes is
 // sent.
 func (c *congestion) allowance(n int) int {
 	w := min(c.window, c.path)
+	if w == c.path {
+		w += c.pipe
+	}
 	if n < c.short.Below {
 		w = min(w, c.short.Window)
 	}
@@ -76,7 +81,7 @@ func (c *congestion) acked(n int) {
 	c.window = min(c.path, c.window+max(1, n/8))
 }
 
-// lost notes that packets are sent again.
+// lost notes that packets are sent again, on a path without a controller.
 func (c *congestion) lost() { c.window = max(minWindow, c.window/2) }
 
 // notReady notes an RNR NAK that asks for a wait of d at least.

@@ -37,6 +37,11 @@ const (
 	CntInline                         // messages and results that became inline data (inline.go)
 	CntByGrant                        // WRITEs and READs executed by the peer's grant; the grant counts them
 	CntFenceWaits                     // times that the requester stopped for a fence that was pending
+	CntGapsSent                       // acknowledgements that told which requests are missing
+	CntGapsReceived                   // such acknowledgements of the peer
+	CntMarked                         // packets that a router has marked (ECN)
+	CntNoticesSent                    // congestion notifications sent
+	CntNotices                        // congestion notifications received
 	NumCounters
 )
 
@@ -47,7 +52,8 @@ var counterNames = [NumCounters]string{
 	"drop_qp_state", "drop_transport", "drop_source_address", "drop_bad_qkey", "drop_no_receive",
 	"drop_broken_message", "drop_malformed", "resp_invalid_request", "resp_remote_access_errors",
 	"resp_remote_operation_errors", "page_fault_rnr_naks", "page_fault_waits", "drop_page_fault", "memory_holds", "inline_receives",
-	"local_direct", "fence_waits",
+	"local_direct", "fence_waits", "gap_reports_sent", "gap_reports_received",
+	"np_ecn_marked_roce_packets", "np_cnp_sent", "rp_cnp_handled",
 }
 
 func (c Counter) String() string { return counterNames[c] }

@@ -16,7 +16,7 @@ var kindNames = [wire.NumKinds]string{
 	wire.KindSend: "SEND", wire.KindWrite: "WRITE", wire.KindReadRequest: "READ", wire.KindReadResponse: "READ-RESPONSE",
 	wire.KindAck: "ACK", wire.KindAtomicAck: "ATOMIC-ACK", wire.KindCmpSwap: "CMP-SWAP", wire.KindFetchAdd: "FETCH-ADD",
 	wire.KindAtomicWrite: "ATOMIC-WRITE", wire.KindFlush: "FLUSH",
-	wire.KindCNP: "CNP",
+	wire.KindCNP: "CNP", wire.KindGaps: "GAPS",
 }
 
 var nakNames = map[wire.Syndrome]string{
@@ -57,7 +57,7 @@ func describe(to *end, t *train.Train) string {
 	}
 	fmt.Fprintf(&b, "%s>%s %s", to.peer.name, to.name, name)
 	_, long := wire.Op(wire.RC, t.Kind, wire.First, wire.NoExtra)
-	single := !long && t.Kind != wire.KindCNP
+	single := !long && t.Kind != wire.KindCNP && t.Kind != wire.KindGaps
 	if !single || t.N != 1 || !t.Start || !t.End {
 		b.WriteString(" " + posName(t))
 	}
@@ -88,7 +88,10 @@ func describe(to *end, t *train.Train) string {
 	case t.Kind == wire.KindAtomicAck:
 		fmt.Fprintf(&b, " orig=%d", t.Orig)
 	}
-	if t.Kind == wire.KindAck || t.Kind == wire.KindAtomicAck || t.Kind == wire.KindReadResponse && (t.Start || t.End) {
+	if t.Kind == wire.KindGaps && t.Payload.Raw != nil {
+		b.WriteString(describeGaps(t.Payload.Raw[0]))
+	}
+	if t.Kind == wire.KindAck || t.Kind == wire.KindGaps || t.Kind == wire.KindAtomicAck || t.Kind == wire.KindReadResponse && (t.Start || t.End) {
 		fmt.Fprintf(&b, " msn=%d", t.AETH.MSN)
 	}
 	if t.Kind == wire.KindReadResponse && (t.Start || t.End) && !t.AETH.Syndrome.IsAck() {
@@ -109,12 +112,26 @@ func describe(to *end, t *train.Train) string {
 	for _, f := range []struct {
 		on   bool
 		name string
-	}{{t.AckReq, "ackreq"}, {t.Solicited, "solicited"}, {t.Bounce && t.Kind != wire.KindReadResponse, "again"}} {
+	}{{t.AckReq, "ackreq"}, {t.Solicited, "solicited"}, {t.Bounce && t.Kind != wire.KindReadResponse, "again"},
+		{t.Hints&wire.HintAlone != 0, "alone"}, {t.Hints&wire.HintFirst != 0, "first"}, {t.Hints&wire.HintProbe != 0, "probe"}} {
 		if f.on {
 			b.WriteString(" " + f.name)
 		}
 	}
 	return b.String()
+}
+
+// describeGaps returns the pairs of a report.
+func describeGaps(g wire.Gaps) (s string) {
+	if !g.Check() {
+		return fmt.Sprintf(" malformed=%x", []byte(g))
+	}
+	s = " behind="
+	for i := range g.Pairs() {
+		come, missing := g.Pair(i)
+		s += fmt.Sprintf("+%d-%d", come, missing)
+	}
+	return s
 }
 
 // keyName is the name of the region with a key.
@@ -179,7 +196,7 @@ func describeQP(e *end) string {
 		r := &q.req
 		s += fmt.Sprintf(" una=%06x nxt=%06x max=%06x window=%d", r.una, r.nxt, r.max, r.congestion.allowance(MaxMsgSize))
 		if e.credits != nil {
-			s += fmt.Sprintf(" credits=%d/%d", r.heldCredits, e.credits.pool.free.Load())
+			s += fmt.Sprintf(" credits=%d/%d", r.heldCredits, e.credits.pool.limit.Load()-e.credits.pool.used.Load())
 		}
 		if q.StalledOnCredits() {
 			s += " stalled"

@@ -178,6 +178,9 @@ func (v *victim) guard(t *testing.T, s setup) {
 	lazily := newLazy(storage)
 	v.table = mem.NewTable(mem.TableConfig{MaxRegions: 64, Seed: 202})
 	v.q.Table = v.table
+	for _, p := range []*piece{&v.q.mine, &v.q.named, &v.q.posted, &v.q.taken} {
+		p.list.Table = v.table
+	}
 	r, err := v.table.Register(mem.RegionConfig{PD: testPD, Access: allRights | ib.AccessFlush, IOVA: v.regions["mem"].IOVA(),
 		Length: uint64(s.memory), Backing: lazily})
 	if err != nil {

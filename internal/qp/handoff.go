@@ -27,7 +27,7 @@ func (q *QP) Expected() wire.PSN { return q.resp.epsn }
 // acknowledgement.
 func (q *QP) Between() bool {
 	r := &q.resp
-	return r.kind == 0 && !r.have && r.n == 0 && !r.busy() && (!r.ack.pending || r.ack.syndrome.IsAck())
+	return r.kind == 0 && !r.have && r.n == 0 && !r.busy() && len(r.ahead.trains) == 0 && (!r.ack.pending || r.ack.syndrome.IsAck())
 }
 
 // Quiescent reports whether no message is under way, and no answer is due.

@@ -188,7 +188,7 @@ func (q *QP) keepBehind(t *train.Train) (taken bool, _ mem.Fault) {
 		}
 		return true, f
 	case !t.PSN.Less(next):
-		h.lost = true
+		h.lost = !q.keepAhead(t) || h.lost
 		return true, mem.Fault{}
 	}
 	return !t.PSN.Less(r.epsn), mem.Fault{} // true: it is kept already
@@ -211,13 +211,15 @@ func (q *QP) letGo() {
 	}
 	if h.answers {
 		h.answers = false
-		if j := r.at(0); r.n > 0 && j.held {
-			j.held, j.waiting = false, false
+		for i := range r.n {
+			if j := r.at(i); j.held {
+				j.held, j.waiting = false, false
+			}
 		}
 	}
 	requests := h.drop()
 	for i, t := range requests {
-		if q.state != ib.QPRTR && q.state != ib.QPRTS && q.state != ib.QPSQD {
+		if !q.executes() {
 			return
 		}
 		if !t.Leased() {
@@ -230,15 +232,17 @@ func (q *QP) letGo() {
 			for _, behind := range requests[i+1:] {
 				h.push(behind)
 			}
+			q.takeAhead()
 			return
 		}
 		t.Free() // it is executed
 	}
-	if h.lost && len(requests) > 0 {
-		h.lost = false
-		if !r.nakSent {
+	if len(requests) > 0 {
+		q.takeAhead()
+		if (h.lost || len(r.ahead.trains) > 0) && !r.nakSent && q.executes() {
 			q.nak(wire.NakPSNSequence, r.epsn)
 		}
+		h.lost = false
 	}
 	if !r.holding() {
 		h.until = 0
@@ -270,8 +274,11 @@ func (q *QP) giveUp() {
 	h.lost, h.inOrder, h.until = false, false, 0
 	if h.answers {
 		h.answers = false
-		if j := r.at(0); r.n > 0 && j.held {
-			q.absent(j.psn.Add(j.done))
+		for i := range r.n {
+			if j := r.at(i); j.held {
+				q.absent(j.psn.Add(j.done))
+				break
+			}
 		}
 	}
 	if len(requests) > 0 {
@@ -283,13 +290,16 @@ func (q *QP) giveUp() {
 // forgetHeld forgets all that is kept: the queue pair is reset, or has failed.
 func (q *QP) forgetHeld() {
 	r := &q.resp
+	r.dropAhead()
 	if r.held == nil {
 		return
 	}
 	free(r.held.drop())
 	r.held = nil
-	if j := r.at(0); r.n > 0 && j.held {
-		j.held, j.waiting = false, false // the answers behind it are still due
+	for i := range r.n {
+		if j := r.at(i); j.held {
+			j.held, j.waiting = false, false // the answers behind it are still due
+		}
 	}
 }
 
@@ -370,7 +380,7 @@ func (q *QP) unsent(t *train.Train) {
 		if !r.putBack(t) {
 			q.giveUp() // the peer asks for all of it again
 		}
-	case wire.KindAck:
+	case wire.KindAck, wire.KindGaps:
 		if !r.ack.pending {
 			r.ack.pending, r.ack.psn, r.ack.syndrome = true, t.PSN, t.AETH.Syndrome
 		}

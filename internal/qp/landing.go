@@ -117,6 +117,7 @@ func (q *QP) finishAnswers(now Time) (*train.Train, mem.Fault) {
 	}
 	acks := r.acks
 	r.landing = landing{}
+	q.takeLanded(now)
 	for _, t := range acks {
 		if q.state == ib.QPRTS || q.state == ib.QPSQD {
 			q.receiveAnswer(t, now)

@@ -87,11 +87,16 @@ func (g *game) takeBackAnswers(to *end, t *train.Train) {
 func (w *Work) suspended() bool { return w.Suspended() != nil }
 
 // TestPairMoving: whatever is suspended whenever, every request is done once, in order.
-func TestPairMoving(t *testing.T) {
+func TestPairMoving(t *testing.T) { testPairMoving(t) }
+
+// TestPairMovingSelective is the same where only what is lost is sent again.
+func TestPairMovingSelective(t *testing.T) { testPairMoving(t, true, true) }
+
+func testPairMoving(t *testing.T, selective ...bool) {
 	var sum Counters
 	for seed := range pairSeeds() {
 		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
-			g := newGameOf(t, seed, 150, ib.RC, ib.RC, seed%4 == 3)
+			g := newGameOf(t, seed, 150, ib.RC, ib.RC, seed%4 == 3, selective...)
 			g.startMoving()
 			g.trace()
 			if err := g.play(); err != nil {

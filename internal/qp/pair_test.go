@@ -98,7 +98,7 @@ func (g *game) storage() (next Time) {
 	return next
 }
 
-func newGameOf(t *testing.T, seed uint64, requests int, typeA, typeB ib.QPType, lazy bool) *game {
+func newGameOf(t *testing.T, seed uint64, requests int, typeA, typeB ib.QPType, lazy bool, selective ...bool) *game {
 	rng := rand.New(rand.NewPCG(seed, 1))
 	draw := func() setup {
 		s := usual()
@@ -129,6 +129,9 @@ func newGameOf(t *testing.T, seed uint64, requests int, typeA, typeB ib.QPType, 
 		g.lose = 0
 	case 1:
 		g.lose, g.repeat, g.late = 0, 0, 0
+	}
+	if len(selective) == 2 {
+		g.w.byRef, g.w.selective = false, [2]bool{selective[0], selective[1]}
 	}
 	g.w.lossless = g.w.byRef && g.lose == 0
 	g.w.pair(a, b)
@@ -306,6 +309,18 @@ func pairSeeds() uint64 {
 
 func TestPair(t *testing.T) { testPair(t, ib.RC, ib.RC, false, false) }
 
+// TestPairSelective is the same where only what is lost is sent again.
+func TestPairSelective(t *testing.T) { testPair(t, ib.RC, ib.RC, false, false, true, true) }
+
+// TestPairOther is the same where one of the two can only go back.
+func TestPairOther(t *testing.T) { testPair(t, ib.RC, ib.RC, false, false, true, false) }
+
+func TestPairSelectivePending(t *testing.T) { testPair(t, ib.RC, ib.RC, true, false, true, true) }
+
+func TestPairSelectiveXRC(t *testing.T) {
+	testPair(t, ib.XRCSend, ib.XRCRecv, false, false, true, true)
+}
+
 // TestPairShortcut is the same where WRITEs and READs may take a shortcut, now and then.
 func TestPairShortcut(t *testing.T) { testPair(t, ib.RC, ib.RC, false, true) }
 
@@ -320,7 +335,7 @@ func TestPairPending(t *testing.T) { testPair(t, ib.RC, ib.RC, true, false) }
 
 func TestPairPendingXRC(t *testing.T) { testPair(t, ib.XRCSend, ib.XRCRecv, true, false) }
 
-func testPair(t *testing.T, typeA, typeB ib.QPType, lazy, shortcut bool) {
+func testPair(t *testing.T, typeA, typeB ib.QPType, lazy, shortcut bool, selective ...bool) {
 	var sum Counters
 	ran, seeds := uint64(0), pairSeeds()
 	if lazy {
@@ -329,7 +344,7 @@ func testPair(t *testing.T, typeA, typeB ib.QPType, lazy, shortcut bool) {
 	for seed := range seeds {
 		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
 			ran++
-			g := newGameOf(t, seed, 150, typeA, typeB, lazy)
+			g := newGameOf(t, seed, 150, typeA, typeB, lazy, selective...)
 			if shortcut {
 				g.shortcuts(seed)
 			}
@@ -364,6 +379,9 @@ func testPair(t *testing.T, typeA, typeB ib.QPType, lazy, shortcut bool) {
 				sum.Sum(&s.q.Counters)
 			}
 		})
+	}
+	if len(selective) == 2 && selective[1] && (sum[CntGapsReceived] < ran || sum[CntRetransmits] < ran) {
+		t.Errorf("%d reports came, %d packets were sent again: too few to show anything", sum[CntGapsReceived], sum[CntRetransmits])
 	}
 	if shortcut && sum[CntByGrant] < 2*ran {
 		t.Errorf("%d WRITEs took the shortcut: too few to show anything", sum[CntByGrant])
@@ -403,7 +421,11 @@ func TestPairRevoked(t *testing.T) {
 	hit, ran := 0, 0
 	for seed := range pairSeeds() {
 		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
-			g := newGameOf(t, seed, 150, ib.RC, ib.RC, seed%3 == 0)
+			var selective []bool
+			if seed%4 == 2 {
+				selective = []bool{true, true}
+			}
+			g := newGameOf(t, seed, 150, ib.RC, ib.RC, seed%3 == 0, selective...)
 			if seed%2 == 1 {
 				g.shortcuts(seed)
 			}

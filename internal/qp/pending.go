@@ -233,9 +233,14 @@ func (q *QP) absent(psn wire.PSN) {
 	r.insert(resource{absent: true, again: true, waiting: true, tell: true, psn: psn, n: 1})
 }
 
-// wentBack notes that the peer sends again from psn on. If psn is behind a READ whose bytes
-// are absent, the peer has had the answer before: the READ was a repetition, and is dropped.
-func (a *answers) wentBack(psn wire.PSN) {
+// wentBack notes that the peer sends again from a request on, which shows that it has had the
+// answers before. A READ before it whose bytes are absent was a repetition, and is dropped. A
+// request that is sent again alone shows that only if it says so.
+func (a *answers) wentBack(t *train.Train) {
+	if t.Hints&(wire.HintAlone|wire.HintFirst) == wire.HintAlone {
+		return
+	}
+	psn := t.PSN
 	if a.n > 0 && a.at(0).absent && a.at(0).psn.Less(psn) {
 		a.head = (a.head + 1) % MaxRDAtomic
 		a.n--
@@ -285,6 +290,9 @@ func (q *QP) unsend(psn wire.PSN) {
 	}
 	r.rd.truncate(psn)
 	r.max = psn
+	if psn.Less(r.executed) {
+		r.executed = psn
+	}
 }
 
 // truncate forgets the ranges from psn on.

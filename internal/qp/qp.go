@@ -10,7 +10,8 @@
 //   - completer.go turns the peer's answers, and silence, into completions
 //     (Receive, Tick).
 //
-// datagram.go is all of that for UD, where nothing is acknowledged, and local.go
+// ahead.go and repair.go are what the responder and the requester do about packets that the
+// network has lost, control.go is how much they send. datagram.go is all of that for UD, where nothing is acknowledged, and local.go
 // the requests that send nothing. shortcut.go executes WRITEs and READs without a
 // train.
 // state.go has the state transitions, send_queue.go the checks at posting,
@@ -81,6 +82,10 @@ type Path struct {
 	Window  int      // packets that may be under way
 	Short   Short    // and how many where messages are short
 	Credits *Credits // shared with other queue pairs to the same peer; nil: unlimited
+
+	// Selective: lost packets alone are sent again, if the peer is a queue pair of this library
+	// too, and what comes too early is kept. Packets may be marked on the way (ECN).
+	Selective bool
 
 	// Lossless paths lose nothing while the peer is there: an answer that takes long is
 	// only delayed, and asking again would not help.
@@ -155,7 +160,9 @@ type QP struct {
 	// Bound is set once a window of type 2 may have been bound to the queue pair.
 	Bound bool
 
-	established bool   // a packet has come since RTR
+	established bool // a packet has come since RTR
+	ours        bool // the peer is a queue pair of this library, and the path is Selective
+	notices     notices
 	resets      uint32 // how often it was reset
 	modified    uint64 // how often its attributes were changed
 
@@ -209,17 +216,31 @@ func (q *QP) Receive(t *train.Train, now Time) mem.Fault {
 	if t.Len > 0 {
 		q.Counters.add(CntRxBytes, t.Len)
 	}
+	if q.path.Selective {
+		if wire.Ours(t.Hints) && !q.ours {
+			q.ours, q.req.leastRTO = true, probedRTO
+		}
+		if t.Marked > 0 {
+			q.sawMarks(t, now)
+		}
+	}
 	switch {
 	case q.Type == ib.UD:
 		return q.receiveDatagram(t)
-	case t.Kind == wire.KindAck, t.Kind == wire.KindReadResponse, t.Kind == wire.KindAtomicAck:
+	case t.Kind == wire.KindCNP && q.path.Selective:
+		q.receiveNotice(t)
+		return mem.Fault{}
+	case t.IsAnswer():
 		return q.receiveResponse(t, now)
 	case q.half == initiator:
 		q.Counters.add(CntDropTransport, t.N)
 		return mem.Fault{}
-	default:
-		return q.receiveRequest(t)
 	}
+	f := q.receiveRequest(t)
+	if len(q.resp.ahead.trains) > 0 {
+		q.takeAhead()
+	}
+	return f
 }
 
 // service is how the types of queue pairs differ. XRC is RC in every respect
@@ -258,7 +279,7 @@ func (q *QP) accepts(t *train.Train) bool {
 		q.Counters.add(CntDropState, t.N)
 		return false
 	}
-	if t.Transport != q.transport {
+	if t.Transport != q.transport && !(q.path.Selective && (t.Transport == wire.Own || t.Transport == wire.CNP)) {
 		q.Counters.add(CntDropTransport, t.N)
 		return false
 	}
@@ -266,7 +287,7 @@ func (q *QP) accepts(t *train.Train) bool {
 		q.Counters.add(CntDropSource, t.N)
 		return false
 	}
-	if !q.established {
+	if !q.established && t.Kind != wire.KindCNP {
 		q.established = true
 		if q.Arrived != nil {
 			q.Arrived()
@@ -290,11 +311,21 @@ func (q *QP) Pull(t *train.Train, now Time) bool {
 		return false
 	}
 	t.Reset()
-	if !(q.ackYields() && q.pullRequest(t, now)) && !q.pullResponse(t) && !q.pullRequest(t, now) {
+	if !q.pullNotice(t) && !(q.ackYields() && q.pullRequest(t, now)) && !q.pullResponse(t) && !q.pullRequest(t, now) {
 		return false
 	}
 	t.Flow = cmpOr(t.Flow, q.path.Flow)
-	t.Transport = q.transport
+	switch t.Kind {
+	case wire.KindGaps:
+		t.Transport = wire.Own
+	case wire.KindCNP:
+		t.Transport = wire.CNP
+	default:
+		t.Transport = q.transport
+	}
+	if q.path.Selective && t.Kind != wire.KindCNP {
+		t.Hints |= wire.HintOurs
+	}
 	if q.path.ByReference && t.Payload.Table != nil {
 		q.lease.Attach(t)
 	}
@@ -310,7 +341,7 @@ func (q *QP) Answering() bool { return q.resp.due() }
 
 // Pending reports whether there may be something to Pull.
 func (q *QP) Pending() bool {
-	return q.Answering() || q.req.cur != q.sq.tail && (q.state == ib.QPRTS || q.state == ib.QPSQD)
+	return q.Answering() || q.notices.due || (q.req.cur != q.sq.tail || q.req.missing > 0 || q.req.tell) && (q.state == ib.QPRTS || q.state == ib.QPSQD)
 }
 
 func cmpOr(a, b *train.Flow) *train.Flow {
@@ -359,7 +390,7 @@ func (q *QP) uncount(t *train.Train) {
 	c := &q.Counters
 	c[CntTxPackets] -= min(c[CntTxPackets], uint64(t.N))
 	c[CntTxBytes] -= min(c[CntTxBytes], uint64(max(t.Len, 0)))
-	if t.Kind == wire.KindAck {
+	if t.Kind == wire.KindAck || t.Kind == wire.KindGaps {
 		i := ackCounter(t.AETH.Syndrome)
 		c[i] -= min(c[i], 1)
 	}

@@ -30,7 +30,7 @@ type requester struct {
 	rd               rdRing // READs, atomics and FLUSHes under way
 	unacked          int    // packets since the last one that asked for an acknowledgement
 	askNow           bool   // the next message that ends asks for one
-	probing          bool   // the next packet is sent again only to ask for one
+	asking           bool   // the next packet is sent again only to ask for one
 	heldCredits      int    // credits held
 	stalledOnCredits bool   // waits for credits
 	draining         bool   // SQD: the requests that have begun are not all done
@@ -50,6 +50,7 @@ type requester struct {
 
 	congestion congestion
 	timers
+	repairs
 
 	landing           // answers that wait for engines
 	loads   loads     // of what is to be sent
@@ -113,6 +114,9 @@ func (r *rdRing) rewind(psn wire.PSN) {
 func (q *QP) pullRequest(t *train.Train, now Time) bool {
 	r := &q.req
 	r.stalledOnCredits = false
+	if (r.tell || r.missing > 0) && (q.state == ib.QPRTS || q.state == ib.QPSQD) && (q.pullProbe(t, now) || q.pullRepair(t, now)) {
+		return true
+	}
 	w := q.nextRequest(now)
 	if w == nil {
 		return false
@@ -132,11 +136,11 @@ func (q *QP) pullRequest(t *train.Train, now Time) bool {
 	if r.nxt != r.max {
 		// Bounce: a write to the source meanwhile may have broken the checksum of the first copy.
 		t.Again, t.Bounce = true, true
-		if !r.probing {
+		if !r.asking {
 			q.Counters.add(CntRetransmits, t.N)
 		}
 	}
-	r.probing = false
+	r.asking = false
 	r.nxt = r.nxt.Add(n)
 	if r.max.Less(r.nxt) {
 		r.max = r.nxt
@@ -252,24 +256,51 @@ func (q *QP) room(want int, named bool) int {
 	if !q.reliable {
 		return want
 	}
-	window, out := q.window(named), r.nxt.Sub(r.una)
+	window, out := q.window(named), r.flight()
 	if !named && len(r.carried) > 0 {
 		out -= min(out, r.carriedPackets())
 	}
 	n := min(want, window-out)
+	switch {
+	case r.making > 0:
+		n = min(n, r.making)
+		if r.oldest {
+			n = max(n, 1)
+		}
+	case len(r.runs) > 0: // the peer keeps so much
+		n = min(n, min(maxAheadPSNs, maxAheadWindows*window)-r.nxt.Sub(r.una))
+	}
 	if q.path.Lossless && out > 0 && n < min(want, window/4) {
 		return 0 // not a short train: an acknowledgement that was asked for (askAck) makes room
 	}
 	if n <= 0 || q.path.Credits == nil || named {
 		return max(n, 0)
 	}
-	n = q.path.Credits.acquire(n)
+	if q.path.Credits.pool.control != nil && !q.sq.at(r.cur).facts().rd { // long trains would fill short queues
+		all, _ := q.path.Credits.packets()
+		n = min(n, max(1, all/trainShare))
+	}
+	n = q.path.Credits.acquire(n, r.heldCredits)
 	r.heldCredits += n
+	if n == 0 && r.making > 0 && r.oldest {
+		return 1
+	}
 	if r.stalledOnCredits = n == 0; r.stalledOnCredits && r.nxt == r.una {
 		r.started = 0 // nothing is under way: the peer is not to blame for the wait
 	}
 	return n
 }
+
+// Parts of the window, as divisors: the most that one train may have, and the least that a READ asks
+// for while others are under way.
+const (
+	trainShare = 4
+	readShare  = 8
+)
+
+// maxAheadWindows is how many windows of packets may be between the oldest that is missing and the
+// next that is sent.
+const maxAheadWindows = 4
 
 // window returns how many packets may be under way when one of the request at the front is
 // sent.
@@ -360,8 +391,12 @@ func (r *requester) unasked() bool { return r.unacked > 0 && r.nxt.Sub(r.una) <=
 // probe asks for the acknowledgement of packets that have been under way for too long
 // without asking for one.
 func (q *QP) probe(now Time) {
-	q.Counters.add(CntProbes, 1)
-	q.askAgain()
+	if q.path.Selective { // also in the middle of a message that waits for credits
+		q.req.tell, q.req.unacked = true, 0
+	} else {
+		q.Counters.add(CntProbes, 1)
+		q.askAgain()
+	}
 	q.req.restart(now)
 	q.req.progAt = now // the peer had nothing to answer before
 }
@@ -375,7 +410,7 @@ func (q *QP) askAgain() bool {
 		return false
 	}
 	q.rewind(q.sq.at(r.cur - 1).end().Add(-1))
-	r.askNow, r.probing = true, true
+	r.askNow, r.asking = true, true
 	return true
 }
 
@@ -387,7 +422,9 @@ func (q *QP) pullRead(t *train.Train, w *wqe) int {
 	r := &q.req
 	done := r.nxt.Sub(w.first)
 	var n int
-	if r.nxt != r.max {
+	if r.making > 0 {
+		n = q.readPart()
+	} else if r.nxt != r.max {
 		n = q.readAgain()
 	} else {
 		n = q.readMore(int(w.n) - done)
@@ -410,8 +447,11 @@ func (q *QP) readMore(left int) int {
 		return 0
 	}
 	// No small piece is asked for while others are under way: each costs a request.
-	window := q.window(r.named)
-	if open := window - r.nxt.Sub(r.una); open < min(left, window/2) && r.rd.len() > 0 {
+	share := readShare
+	if q.path.Lossless {
+		share = 2
+	}
+	if all, open := q.openReads(); open < min(left, all/share) && r.rd.len() > 0 {
 		return 0
 	}
 	n := q.room(left, r.named)
@@ -419,6 +459,30 @@ func (q *QP) readMore(left int) int {
 		r.rd.push(r.nxt, n)
 	}
 	return n
+}
+
+// readPart returns how many packets of a READ, of those that are missing, to ask for again. A
+// request that may never have come is not cut into several, which the peer would count.
+func (q *QP) readPart() int {
+	r := &q.req
+	if all, open := q.openReads(); !r.oldest && open < min(r.making, all/2) {
+		return 0
+	}
+	if q.path.Credits != nil {
+		r.heldCredits += q.path.Credits.acquire(r.making, r.heldCredits)
+	}
+	return r.making
+}
+
+// openReads returns how many packets of READs may be under way, and how many more now.
+func (q *QP) openReads() (all, more int) {
+	all = q.window(q.req.named)
+	more = all - q.req.flight()
+	if c := q.path.Credits; c != nil && !q.path.Lossless {
+		most, free := c.packets()
+		all, more = min(all, most), min(more, free)
+	}
+	return all, more
 }
 
 // readAgain returns how many packets to ask for again: up to the end of the
@@ -437,7 +501,7 @@ func (q *QP) readAgain() int {
 // as a READ does: an atomic, an ATOMIC WRITE or a FLUSH.
 func (q *QP) pullSingle(t *train.Train, w *wqe, now Time) int {
 	r := &q.req
-	again := r.nxt != r.max
+	again := r.nxt != r.max || r.making > 0
 	var b []byte
 	if w.staged { // 8 bytes are always loaded, on every path
 		var ok bool
@@ -464,9 +528,11 @@ func (q *QP) pullSingle(t *train.Train, w *wqe, now Time) int {
 	case wire.KindFlush:
 		t.RETH = wire.RETH{VA: w.remote, RKey: w.rkey, Len: w.remoteLen, Flush: w.flush}
 	}
-	if again {
+	switch {
+	case r.making > 0:
+	case again:
 		r.rd.sent++
-	} else {
+	default:
 		r.rd.push(r.nxt, 1)
 	}
 	return 1
@@ -517,24 +583,15 @@ func (q *QP) failLocal(status ib.WCStatus, vendor uint16, now Time) {
 // rewind makes psn the next to send: go-back-N.
 func (q *QP) rewind(psn wire.PSN) {
 	r := &q.req
-	q.giveBack(r.nxt.Sub(psn))
 	r.nxt, r.unacked = psn, 0
+	r.dropRuns(psn)
+	q.settle()
 	r.rd.rewind(psn)
 	for r.cur = q.sq.head; r.cur != q.sq.tail; r.cur++ {
 		w := q.sq.at(r.cur)
 		if !w.started || psn.Less(w.end()) {
 			return
 		}
-	}
-}
-
-// giveBack returns n credits.
-func (q *QP) giveBack(n int) {
-	r := &q.req
-	n = min(n, r.heldCredits)
-	if n > 0 && q.path.Credits != nil {
-		r.heldCredits -= n
-		q.path.Credits.release(n)
 	}
 }
 

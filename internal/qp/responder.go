@@ -26,11 +26,14 @@ import (
 )
 
 type responder struct {
-	epsn    wire.PSN // the next request
-	msn     uint32   // messages completed, 24 bits
-	nakSent bool     // a NAK is out: a gap raises no other until the expected request comes
-	rdEnd   wire.PSN // the PSN after the last READ or atomic
-	rdAny   bool     // rdEnd is valid
+	epsn     wire.PSN // the next request
+	msn      uint32   // messages completed, 24 bits
+	nakSent  bool     // a NAK is out: a gap raises no other until the expected request comes
+	notReady bool     // and it was no NAK for a gap: nothing is kept until then
+	ahead    aheads   // requests that came too early (ahead.go)
+	probed   bool     // the next acknowledgement answers a probe
+	rdEnd    wire.PSN // the PSN after the last READ or atomic
+	rdAny    bool     // rdEnd is valid
 
 	// The message under way: 0 if none.
 	kind wire.Kind
@@ -77,10 +80,7 @@ func (q *QP) receiveRequest(t *train.Train) mem.Fault {
 			return mem.Fault{}
 		}
 	case d > 0:
-		q.Counters.add(CntOutOfSequence, t.N)
-		if !r.nakSent {
-			q.nak(wire.NakPSNSequence, r.epsn)
-		}
+		q.receiveEarly(t)
 		return mem.Fault{}
 	case d < 0 && d+t.N <= 0:
 		q.Counters.add(CntDuplicates, t.N)
@@ -88,10 +88,11 @@ func (q *QP) receiveRequest(t *train.Train) mem.Fault {
 		return mem.Fault{}
 	case d < 0:
 		q.Counters.add(CntDuplicates, -d)
-		r.wentBack(t.PSN)
+		r.wentBack(t)
 		t.TrimFront(-d)
 	}
-	r.nakSent = false
+	r.nakSent, r.notReady = false, false
+	r.probed = r.probed || t.Hints&wire.HintProbe != 0
 	if len(r.moves) > 0 && !(q.half == target && !q.bind(t)) && !q.follows(t) {
 		return q.keepInOrder(t)
 	}
@@ -412,6 +413,15 @@ func (q *QP) admit() (bool, mem.Fault) {
 		return false, q.notReady()
 	}
 	return false, q.refuse(invalidRequest, 0)
+}
+
+// executes reports whether the state is one in which requests are executed.
+func (q *QP) executes() bool {
+	switch q.state {
+	case ib.QPRTR, ib.QPRTS, ib.QPSQD:
+		return true
+	}
+	return false
 }
 
 // accept moves on past a request that was executed, which took n PSNs.

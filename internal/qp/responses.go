@@ -160,7 +160,7 @@ func (q *QP) Unread() {
 // nak notes a NAK for request psn, which is the expected one.
 func (q *QP) nak(s wire.Syndrome, psn wire.PSN) {
 	r := &q.resp
-	r.nakSent = true
+	r.nakSent, r.notReady = true, s != wire.NakPSNSequence
 	r.ack.pending, r.ack.psn, r.ack.syndrome = true, psn, s
 }
 
@@ -173,7 +173,11 @@ func (q *QP) rnr() { q.nak(wire.RNRNak(q.attr.MinRNRTimer), q.resp.epsn) }
 // past the expected PSN is no repetition, and is dropped.
 func (q *QP) repeat(t *train.Train) {
 	r := &q.resp
-	r.wentBack(t.PSN)
+	r.wentBack(t)
+	if t.Hints&wire.HintProbe != 0 {
+		q.answerProbe()
+		return
+	}
 	if len(r.moves) > 0 && r.front().Less(t.PSN.Add(t.N)) { // it may not be acknowledged yet
 		r.tellMoves = r.tellMoves || t.AckReq
 		return
@@ -195,17 +199,17 @@ func (q *QP) repeat(t *train.Train) {
 		if r.isLoading(t.PSN, &t.RETH, who.PD) {
 			return
 		}
-		r.answerAgain(resource{again: true, psn: t.PSN, n: n, reth: t.RETH, pd: who.PD, msn: r.msn}, q.attr.MaxDestRDAtomic)
+		r.answerAgain(t, resource{again: true, psn: t.PSN, n: n, reth: t.RETH, pd: who.PD, msn: r.msn}, q.attr.MaxDestRDAtomic)
 	case wire.KindAtomicWrite:
-		r.answerAgain(resource{again: true, psn: t.PSN, n: 1, msn: r.msn}, q.attr.MaxDestRDAtomic)
+		r.answerAgain(t, resource{again: true, psn: t.PSN, n: 1, msn: r.msn}, q.attr.MaxDestRDAtomic)
 	case wire.KindFlush:
 		if !q.notYet(t.PSN) {
-			r.answerAgain(resource{again: true, flush: true, psn: t.PSN, n: 1, msn: r.msn}, MaxRDAtomic)
+			r.answerAgain(t, resource{again: true, flush: true, psn: t.PSN, n: 1, msn: r.msn}, MaxRDAtomic)
 		}
 	case wire.KindCmpSwap, wire.KindFetchAdd:
 		for i := range r.saved {
 			if s := &r.saved[i]; s.valid && s.psn == t.PSN {
-				r.answerAgain(resource{again: true, atomic: true, psn: s.psn, n: 1, orig: s.orig, msn: r.msn}, q.attr.MaxDestRDAtomic)
+				r.answerAgain(t, resource{again: true, atomic: true, psn: s.psn, n: 1, orig: s.orig, msn: r.msn}, q.attr.MaxDestRDAtomic)
 				return
 			}
 		}
@@ -213,6 +217,17 @@ func (q *QP) repeat(t *train.Train) {
 	default:
 		q.acknowledgeAgain(t)
 	}
+}
+
+// answerProbe has everything acknowledged that was executed: the peer asks what has come. Nothing is
+// answered again, but for an RNR NAK that it may not have got.
+func (q *QP) answerProbe() {
+	r := &q.resp
+	r.probed = true
+	if !r.ack.pending || r.ack.syndrome.IsAck() {
+		r.acknowledge(r.epsn.Add(-1))
+	}
+	r.tellAgain()
 }
 
 // ackUpTo returns the PSN that an acknowledgement of psn may name: the last one before front; but
@@ -239,15 +254,37 @@ func (q *QP) acknowledgeAgain(t *train.Train) {
 	}
 }
 
-// answerAgain replaces the answers from j.psn on by j: the peer has gone back. A peer
-// that exceeds the limit gets no answer.
-func (a *answers) answerAgain(j resource, limit uint8) {
+// answerAgain replaces the answers from j.psn on by j: the peer has gone back, or asks for this
+// answer alone. A peer that exceeds the limit gets no answer.
+func (a *answers) answerAgain(t *train.Train, j resource, limit uint8) {
+	if t.Hints&wire.HintAlone != 0 {
+		a.answerAlone(j, limit)
+		return
+	}
 	a.forget(j.psn)
 	if a.full(limit) {
 		return
 	}
 	a.insert(j)
 	a.ack.pending = false
+}
+
+// answerAlone makes an answer again, and leaves those behind it. It replaces answers to the same
+// packets that were asked for again before, or are absent.
+func (a *answers) answerAlone(j resource, limit uint8) {
+	kept := uint8(0)
+	for i := range a.n {
+		o := a.at(i)
+		if (o.again || o.absent) && o.psn.Less(j.end()) && j.psn.Less(o.end()) && o.done == 0 && !(o.waiting && o.flush) {
+			continue
+		}
+		*a.at(kept) = *o
+		kept++
+	}
+	a.n = kept
+	if !a.full(limit) {
+		a.insert(j)
+	}
 }
 
 // insert puts an answer before those of later PSNs: FLUSHes that forget has left.
@@ -337,11 +374,25 @@ func (q *QP) pullResponse(t *train.Train) bool {
 		r.ack.pending, r.yielded = false, false
 	}
 	r.partly = false
+	if s == wire.NakPSNSequence && psn != r.epsn {
+		s, psn = wire.AckNoCredits, r.front().Add(-1) // what was missing has come since
+	}
+	gaps := q.ours && len(r.ahead.trains) > 0 && (s.IsAck() || s == wire.NakPSNSequence)
+	if gaps && s == wire.NakPSNSequence {
+		s, psn = wire.AckNoCredits, r.front().Add(-1)
+	}
 	t.Kind, t.PSN, t.N, t.Start, t.End = wire.KindAck, psn, 1, true, true
 	t.AETH = wire.AETH{Syndrome: s, MSN: r.done()}
 	if s.IsAck() {
 		t.PSN = r.ackUpTo(psn) // more may have come since it was asked for
 		r.acked, r.ackedAny = t.PSN, true
+	}
+	if gaps {
+		q.report(t)
+	}
+	if r.probed {
+		t.Hints |= wire.HintProbe
+		r.probed = false
 	}
 	q.Counters.add(ackCounter(s), 1)
 	return true

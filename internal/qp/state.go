@@ -224,9 +224,14 @@ func (q *QP) set(a *ib.QPAttr, mask ib.QPAttrMask, path *Path) {
 		b.AV = a.AV
 		q.giveBack(q.req.heldCredits) // they are the old path's
 		q.path, q.req.named = *path, false
+		q.ours, q.req.leastRTO, q.notices = false, 0, notices{}
+		q.req.forgetRepairs()
 		q.peer = path.Flow.Dst
 		q.req.congestion.begin(path)
 		q.req.noEarlyProbe = path.Lossless
+		if path.Selective {
+			q.req.leastRTO = firstRTO
+		}
 	}
 	if has(ib.QPMaskPathMTU) {
 		b.PathMTU = a.PathMTU
@@ -279,7 +284,7 @@ func (q *QP) startReceiving() {
 func (q *QP) startSending() {
 	r := &q.req
 	r.una = wire.MakePSN(q.attr.SQPSN)
-	r.nxt, r.max = r.una, r.una
+	r.nxt, r.max, r.executed = r.una, r.una, r.una
 	r.cur = q.sq.head
 }
 
@@ -300,6 +305,7 @@ func (q *QP) enterErrorAnswering() {
 		return
 	}
 	q.state = ib.QPErr
+	q.notices = notices{}
 	q.forgetHeld()
 	q.forgetMoves()
 	q.resp.dropLoading()
@@ -358,6 +364,8 @@ func (q *QP) reset() {
 	q.forgetHeld()
 	q.forgetMoves()
 	q.moves.taken, q.moves.flushing, q.moves.status = nil, false, 0
+	q.req.forgetRepairs()
+	q.ours, q.notices = false, notices{}
 	q.req, q.resp, q.deferred = requester{}, responder{}, deferredWork{}
 	for _, p := range []*piece{&q.mine, &q.named, &q.posted, &q.taken} {
 		p.memo = mem.Memo{}

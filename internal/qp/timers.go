@@ -32,6 +32,7 @@ type timers struct {
 	started      Time // when the current wait began, 0: no wait
 	progAt       Time // the last progress
 	rto          Time
+	leastRTO     Time // the shortest that the peer is given, if longer than minRTO
 	srtt         Time
 	sampleAt     Time // when sample was sent, 0: none
 	sample       wire.PSN
@@ -54,25 +55,37 @@ func (r *requester) sent(t *train.Train, now Time) {
 	}
 }
 
-// progress notes that everything before una is acknowledged.
-func (r *requester) progress(una wire.PSN, now Time) {
+// measure takes the round trip of the sample, which has come, and returns it.
+func (r *requester) measure(now Time) Time {
+	rtt := now - r.sampleAt
+	if r.srtt == 0 {
+		r.srtt = rtt
+	}
+	r.srtt += (rtt - r.srtt) / 8
+	r.sampleAt = 0
+	r.rto = max(minRTO, 8*r.srtt)
+	if r.leastRTO == firstRTO {
+		r.leastRTO = 0
+	}
+	return rtt
+}
+
+// progress notes that everything before una is acknowledged. It returns the round trip of the
+// sample, if that is among it, else 0.
+func (r *requester) progress(una wire.PSN, now Time) (rtt Time) {
 	if r.sampleAt != 0 && r.sample.Less(una) {
-		rtt := now - r.sampleAt
-		if r.srtt == 0 {
-			r.srtt = rtt
-		}
-		r.srtt += (rtt - r.srtt) / 8
-		r.sampleAt = 0
-		r.rto = max(minRTO, 8*r.srtt)
+		rtt = r.measure(now)
 	}
 	// Without a sample it is open which copy was answered: the timeout that losses have
 	// made longer stays, within bounds.
 	r.rto = min(r.rto, maxPatience*max(minRTO, 8*r.srtt))
 	r.tries, r.rnrTries, r.lostValid = 0, 0, false
 	r.progAt, r.started = now, now
+	r.probes, r.probeAt = 0, 0
 	if una == r.max {
 		r.started = 0
 	}
+	return rtt
 }
 
 // restart begins a new wait after going back.
@@ -80,8 +93,9 @@ func (r *requester) restart(now Time) {
 	r.started, r.sampleAt = now, 0
 }
 
-// deadline returns when something is due, 0 for never.
-func (r *requester) deadline() Time {
+// deadline returns when something is due, 0 for never. least is the shortest time that the peer has for
+// an answer, if it is longer than usual.
+func (r *requester) deadline(least Time) Time {
 	switch {
 	case r.fetching:
 		return 0
@@ -100,7 +114,7 @@ func (r *requester) deadline() Time {
 	if r.noEarlyProbe {
 		return r.started + r.timeout
 	}
-	return r.started + min(r.timeout, max(r.rto, minRTO))
+	return r.started + min(r.timeout, max(r.rto, minRTO, least))
 }
 
 // expired notes a timeout: the next wait is longer. It reports whether another T has

@@ -42,14 +42,15 @@ type world struct {
 	now Time
 	a,
 	b *end
-	lazy     bool // memory may have to be fetched
-	byRef    bool // trains refer to the sender's memory, as on the loop link
-	holding  bool // no end sends
-	lossless bool // the paths say that they lose nothing
-	log      func(format string, args ...any)
-	seen     func(e *end, t *train.Train) // what is put on a wire
-	tap      func(e *end, op any)         // if set: what is delivered
-	failed   func(e *end, t *train.Train) // if set: what could not be read when it arrived
+	lazy      bool    // memory may have to be fetched
+	byRef     bool    // trains refer to the sender's memory, as on the loop link
+	holding   bool    // no end sends
+	lossless  bool    // the paths say that they lose nothing
+	selective [2]bool // the paths of a and b say that what is lost alone is sent again
+	log       func(format string, args ...any)
+	seen      func(e *end, t *train.Train) // what is put on a wire
+	tap       func(e *end, op any)         // if set: what is delivered
+	failed    func(e *end, t *train.Train) // if set: what could not be read when it arrived
 }
 
 // end is one side: a queue pair with all that it needs.
@@ -191,6 +192,13 @@ func (w *world) newEnd(name string, s setup) *end {
 	return e
 }
 
+func (e *end) index() int {
+	if e.name == "b" {
+		return 1
+	}
+	return 0
+}
+
 func (e *end) event(t ib.EventType) {
 	e.events = append(e.events, t)
 	e.w.log("%s event: %v", e.name, t)
@@ -250,7 +258,7 @@ func (e *end) flow(to *end) *train.Flow {
 func (e *end) modify(a ib.QPAttr, mask ib.QPAttrMask, window int) error {
 	var path *Path
 	if mask&ib.QPMaskAV != 0 {
-		path = &Path{Flow: e.flow(e.peer), Window: window, Credits: e.credits, Lossless: e.w.lossless}
+		path = &Path{Flow: e.flow(e.peer), Window: window, Credits: e.credits, Lossless: e.w.lossless, Selective: e.w.selective[e.index()]}
 	}
 	return e.q.Modify(&a, mask, path, e.w.now)
 }
@@ -548,6 +556,11 @@ func (q *QP) broken() error {
 	case r.heldCredits < 0:
 		return fmt.Errorf("%d credits held", r.heldCredits)
 	}
+	for i := range q.resp.n {
+		if j := q.resp.at(i); j.held && (q.resp.held == nil || !q.resp.held.answers) {
+			return fmt.Errorf("answer %d of %d (psn %06x) is held, and nobody will let it go", i, q.resp.n, j.psn)
+		}
+	}
 	for i := uint8(1); i < q.resp.n; i++ {
 		if q.resp.at(i).psn.Less(q.resp.at(i - 1).psn) {
 			return fmt.Errorf("the answers are not in order")
@@ -559,10 +572,50 @@ func (q *QP) broken() error {
 	switch {
 	case r.nxt.Less(r.una) || r.max.Less(r.nxt):
 		return fmt.Errorf("una %06x, nxt %06x, max %06x are not in order", r.una, r.nxt, r.max)
-	case r.heldCredits > r.nxt.Sub(r.una):
-		return fmt.Errorf("%d credits held for %d packets under way", r.heldCredits, r.nxt.Sub(r.una))
+	case r.heldCredits > r.flight():
+		return fmt.Errorf("%d credits held for %d packets under way", r.heldCredits, r.flight())
 	case r.rd.len() > int(q.attr.MaxRDAtomic):
 		return fmt.Errorf("%d READs and atomics under way, %d are allowed", r.rd.len(), q.attr.MaxRDAtomic)
+	}
+	return q.brokenRepair()
+}
+
+// brokenRepair returns what is wrong with what is known of lost packets, and with what is kept.
+func (q *QP) brokenRepair() error {
+	r := &q.req
+	at, settled, lost := r.una, 0, 0
+	for i := range r.runs {
+		x := &r.runs[i]
+		if x.first.Less(at) || !x.first.Less(x.end) || r.nxt.Less(x.end) {
+			return fmt.Errorf("run %d is %06x to %06x, una %06x, nxt %06x", i, x.first, x.end, r.una, r.nxt)
+		}
+		if x.kept != nil && (x.state != landed || x.end.Sub(x.first) != 1) {
+			return fmt.Errorf("run %d keeps an answer, its state is %d", i, x.state)
+		}
+		at = x.end
+		switch x.state {
+		case arrived, landed:
+			settled += x.end.Sub(x.first)
+		case missing:
+			lost += x.end.Sub(x.first)
+		}
+	}
+	if settled != r.settled || lost != r.missing {
+		return fmt.Errorf("%d packets have arrived and %d are missing, not %d and %d", settled, lost, r.settled, r.missing)
+	}
+	at, bytes := q.resp.epsn, 0
+	for i, t := range q.resp.ahead.trains {
+		if t.PSN.Less(at) {
+			return fmt.Errorf("what is kept is not in order: %06x after %06x", t.PSN, at)
+		}
+		if i == 0 && t.PSN == at && (q.resp.held == nil || !q.resp.holding()) {
+			return fmt.Errorf("the expected request is kept")
+		}
+		at = t.PSN.Add(q.takes(t))
+		bytes += t.Holds() + heldCost
+	}
+	if bytes != q.resp.ahead.bytes {
+		return fmt.Errorf("%d bytes are kept, not %d", bytes, q.resp.ahead.bytes)
 	}
 	return nil
 }
