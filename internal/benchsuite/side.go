@@ -378,7 +378,7 @@ func (s *side) troubles() map[string]uint64 {
 	t := make(map[string]uint64)
 	for _, c := range s.dev.Counters() {
 		switch c.Name {
-		case "retransmitted_packets", "local_ack_timeouts", "rnr_naks_received", "naks_received", "implied_nak_seq_err",
+		case "retransmitted_packets", "local_ack_timeouts", "rnr_naks_received", "naks_received", "implied_nak_seq_err", "gap_reports_received",
 			"tx_refused_packets", "rx_overflow_packets", "drop_bad_icrc":
 			t[c.Name] = c.Value
 		}

@@ -147,10 +147,11 @@ func TestPeersForgotten(t *testing.T) {
 	}
 }
 
-// bufferLink is a link whose window is as many packets as fit a buffer.
+// bufferLink is a link whose window is as many packets as fit a buffer: peerWindows of them are what
+// a controller begins with.
 type bufferLink struct{ link.Link }
 
-func (bufferLink) Window(mtu int) int { return 8 * 4096 / mtu }
+func (bufferLink) Window(mtu int) int { return 4 * 4096 / mtu }
 
 // Queue pairs of different MTUs share a peer. Whichever came first, those of one MTU may have
 // peerWindows windows under way together, which is what the peer's socket buffer is good

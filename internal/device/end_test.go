@@ -27,6 +27,7 @@ type end struct {
 	// what connect sets; newEnd has the defaults, with a timeout that is long
 	// enough for machines that are busy with other things
 	timeout, retries, rnrRetries, rd uint8
+	tclass                           uint8
 
 	pause func() // between two empty polls; nil spins
 
@@ -88,7 +89,7 @@ func (e *end) connectTo(addr netip.Addr, qpn, psn uint32, rd uint8) {
 		rtr |= ib.QPMaskMaxDestRDAtomic | ib.QPMaskMinRNRTimer
 		rts |= ib.QPMaskTimeout | ib.QPMaskRetryCnt | ib.QPMaskRNRRetry | ib.QPMaskMaxRDAtomic
 	}
-	e.modify(ib.QPAttr{State: ib.QPRTR, AV: ib.AHAttr{DGID: ib.GIDFromAddr(addr)}, PathMTU: e.mtu, DestQPN: qpn,
+	e.modify(ib.QPAttr{State: ib.QPRTR, AV: ib.AHAttr{DGID: ib.GIDFromAddr(addr), TrafficClass: e.tclass}, PathMTU: e.mtu, DestQPN: qpn,
 		RQPSN: psn, MaxDestRDAtomic: rd, MinRNRTimer: 12}, rtr)
 	e.modify(ib.QPAttr{State: ib.QPRTS, SQPSN: e.psn, Timeout: e.timeout, RetryCnt: e.retries, RNRRetry: e.rnrRetries, MaxRDAtomic: e.rd}, rts)
 }

@@ -82,7 +82,11 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 		dest = q.core.Query().DestQPN
 		q.mu.Unlock()
 	}
-	f, err := d.makeFlow("modify_qp", &a.AV, dest)
+	av := a.AV
+	if q.Type() != ib.UC && av.TrafficClass&ecnBits == 0 {
+		av.TrafficClass |= ect0
+	}
+	f, err := d.makeFlow("modify_qp", &av, dest)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -100,7 +104,7 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 	}
 	if s, ok := d.link.(*link.Shared); ok && s.IsLocal(f) { // still
 		window, short, below := s.LocalWindow(f, dest)
-		use := d.peers.use(q, peerKey{f.Dst, true, 0})
+		use := d.peers.use(q, peerKey{f.Dst, true, 0}, func() *qp.Credits { return qp.NewCredits(peerWindows * windowCredits) })
 		credits := use.credits.Costing(cost(max(1, window/peerWindows))) // all queue pairs share the ring
 		p := &qp.Path{Flow: f, Window: window, Short: qp.Short{Below: below, Window: short}, Credits: credits, Lossless: true}
 		if q.Type() == ib.RC {
@@ -114,16 +118,27 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 	if window <= 0 {
 		window = d.link.Window(mtu.Bytes())
 	}
-	use := d.peers.use(q, peerKey{f.Dst, false, d.socketOf(f, dest)})
-	return &qp.Path{Flow: f, Window: window, Credits: use.credits.Costing(cost(window))}, use, nil
+	use := d.peers.use(q, peerKey{f.Dst, false, d.socketOf(f, dest)}, func() *qp.Credits {
+		return qp.NewControlled(peerWindows*windowCredits, peerWindows*window*mtu.Bytes(), mtu.Bytes())
+	})
+	// A target that processes share hands requests on, which keeps their order only where none is kept.
+	shared := q.target != nil || q.proxy != nil
+	return &qp.Path{Flow: f, Window: window, Credits: use.credits.Costing(cost(window)), Selective: q.Type() != ib.UC && !shared}, use, nil
 }
+
+// The low two bits of the traffic class (RFC 3168). With ect0, routers may mark the packets of
+// queue pairs that heed it, instead of dropping them.
+const (
+	ecnBits = 3
+	ect0    = 2
+)
 
 // namedWindow is how many bytes may be under way by name, for another process's engine to
 // move: enough work for the engine while an acknowledgement goes back and more is sent.
 const namedWindow = 8 * train.MaxCarried
 
-// All queue pairs together may have peerWindows windows' worth of packets under way to one
-// peer. Windows differ, as MTUs do: so a window costs windowCredits, whatever its length,
+// All queue pairs together may have peerWindows windows' worth of packets in one peer's socket
+// buffer, or ring. Windows differ, as MTUs do: so a window costs windowCredits, whatever its length,
 // and a packet its share of them.
 const (
 	peerWindows   = 4
@@ -178,8 +193,8 @@ type peerUse struct {
 	left    bool
 }
 
-// use returns a new use of the peer at an address.
-func (t *peerTable) use(q *QP, k peerKey) *peerUse {
+// use returns a new use of the peer at an address. credits makes those of a new peer.
+func (t *peerTable) use(q *QP, k peerKey, credits func() *qp.Credits) *peerUse {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.byAddr == nil {
@@ -187,11 +202,17 @@ func (t *peerTable) use(q *QP, k peerKey) *peerUse {
 	}
 	p := t.byAddr[k]
 	if p == nil {
-		p = &peer{key: k, credits: qp.NewCredits(peerWindows * windowCredits)}
+		p = &peer{key: k, credits: credits()}
 		t.byAddr[k] = p
 	}
 	p.users++
 	return &peerUse{peer: p, q: q}
+}
+
+// lineChanged notes how long the line is. The caller holds the lock.
+func (p *peer) lineChanged() {
+	p.starved.Store(p.line.len() > 0)
+	p.credits.Waiting(p.line.len())
 }
 
 // leave ends a use, once; the last one ends the peer. The queue pair has given its credits
@@ -208,7 +229,7 @@ func (t *peerTable) leave(u *peerUse) {
 	if u.waits {
 		u.waits = false
 		u.line.remove(func(o *peerUse) bool { return o == u })
-		u.starved.Store(u.line.len() > 0)
+		u.lineChanged()
 	}
 	u.mu.Unlock()
 	t.mu.Lock()
@@ -237,18 +258,24 @@ func (d *Device) await(u *peerUse) {
 	}
 	u.waits = true
 	u.line.push(u)
-	u.starved.Store(true)
+	u.lineChanged()
 	u.mu.Unlock()
 	if u.credits.Free() {
 		u.q.later()
 	}
 }
 
-// runWaiting lets the queue pairs in a peer's line go on, while there are credits. A nil use is
-// ignored.
+// runWaiting lets the queue pairs in a peer's line go on, each once, while there are credits. One
+// that has its share goes to the end of the line again. A nil use is ignored.
 func (d *Device) runWaiting(u *peerUse, now qp.Time) {
-	for u != nil && u.credits.Free() {
-		p := u.peer
+	if u == nil || !u.starved.Load() {
+		return
+	}
+	p := u.peer
+	p.mu.Lock()
+	n := p.line.len()
+	p.mu.Unlock()
+	for ; n > 0 && p.credits.Free(); n-- {
 		p.mu.Lock()
 		if p.line.len() == 0 {
 			p.mu.Unlock()
@@ -256,7 +283,7 @@ func (d *Device) runWaiting(u *peerUse, now qp.Time) {
 		}
 		next := p.line.pop()
 		next.waits = false
-		p.starved.Store(p.line.len() > 0)
+		p.lineChanged()
 		p.mu.Unlock()
 		d.transmit(next.q, now)
 	}

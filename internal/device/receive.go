@@ -41,7 +41,7 @@ func (r *receiver) Deliver(t *train.Train) {
 		r.dev.noQP.Add(uint64(t.N))
 		return
 	}
-	if r.now == 0 && (t.IsAnswer() || q.target != nil) {
+	if r.now == 0 && (t.IsAnswer() || q.target != nil || t.Marked > 0 || t.Kind == wire.KindCNP) {
 		r.now = r.dev.now() // requests are executed whatever the time
 	}
 	fault, due, patient := q.receive(t, r.now)
