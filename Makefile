@@ -20,7 +20,7 @@ export GOFLAGS := $(GOFLAGS) -buildvcs=false
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build clib demo test lint fuzz bench bench-net interop interop-bench hmm-tests cuda-test check-full soak profile clean install
+.PHONY: help setup build clib demo test lint fuzz bench bench-net netsim interop interop-bench hmm-tests cuda-test check-full soak profile clean install
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ bench: setup build clib ## measure speed, beside other software on this machine;
 
 bench-net: setup build clib ## measure between network namespaces, over links that lose, delay and mark packets, beside TCP, as root; BENCHARGS are passed on
 	@go run ./internal/benchsuite/netbench $(BENCHARGS)
+
+netsim: ## simulate queue pairs at a bottleneck, beside a model of TCP cubic, in virtual time; SIMARGS are passed on
+	@go run ./internal/netsim/run $(SIMARGS)
 
 # The second part has the kernels that its tests name. It runs also if the first has failed; not with RUN, which chooses
 # among the cases of the first.
