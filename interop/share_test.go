@@ -79,10 +79,10 @@ func TestPacketsBothWays(t *testing.T) {
 			}
 			i, o := classes["initiator"], classes["target"]
 			for _, want := range []string{
-				fmt.Sprintf("%s RC class %#x hops %d", tt.a.addr, i.rc, i.rcHops),
+				fmt.Sprintf("%s RC class %#x hops %d", tt.a.addr, ofRC(i.rc), i.rcHops),
 				fmt.Sprintf("%s UC class %#x hops %d", tt.a.addr, i.rc, i.rcHops),
 				fmt.Sprintf("%s UD class %#x hops %d", tt.a.addr, i.ud, i.udHops),
-				fmt.Sprintf("%s RC class %#x hops %d", tt.b.addr, o.rc, o.rcHops),
+				fmt.Sprintf("%s RC class %#x hops %d", tt.b.addr, ofRC(o.rc), o.rcHops),
 			} {
 				if lo.result.Seen[want] == 0 {
 					t.Errorf("no packet: %s; but %v", want, lo.result.Seen)

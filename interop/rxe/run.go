@@ -42,7 +42,7 @@ var contents = vm.Contents{
 		{Name: "rdma_server", Package: "rdmacm-utils"}, {Name: "rdma_client", Package: "rdmacm-utils"}, {Name: "cmtime", Package: "rdmacm-utils"},
 		{Name: "rstream", Package: "rdmacm-utils"}, {Name: "riostream", Package: "rdmacm-utils"},
 		{Name: "mckey", Package: "rdmacm-utils"}, {Name: "rcopy", Package: "rdmacm-utils"},
-		{Name: "stdbuf", Package: "coreutils"},
+		{Name: "stdbuf", Package: "coreutils"}, {Name: "iperf3", Package: "iperf3"},
 	},
 	Files: []vm.Program{
 		{Name: "/usr/libexec/coreutils/libstdbuf.so", Package: "coreutils"},
@@ -51,7 +51,7 @@ var contents = vm.Contents{
 	},
 	// The modules of the checksum come first: rxe looks the checksum up by name, so no
 	// dependency names them.
-	Modules: []string{"crc32_generic", "crc32_pclmul", "veth", "sch_netem", "rdma_rxe", "ib_uverbs", "rdma_ucm", "vgem", "vfio_iommu_type1", "vfio_pci"},
+	Modules: []string{"crc32_generic", "crc32_pclmul", "veth", "sch_netem", "sch_tbf", "sch_fq_codel", "rdma_rxe", "ib_uverbs", "rdma_ucm", "vgem", "vfio_iommu_type1", "vfio_pci"},
 }
 
 // pciDevice are the emulator's arguments for a PCI device with memory, behind an IOMMU: for dma-bufs of

@@ -42,6 +42,12 @@ func compareSpeed(order *result.Order) error {
 	if err != nil {
 		return err
 	}
+	s := result.Speed{Rounds: order.Bench}
+	if wanted.MatchString("lossy") { // before the second device takes our port
+		if s.Lossy, err = lossy(s.Rounds, oursToKernel, kernelToOurs); err != nil {
+			return err
+		}
+	}
 	if err := run("rdma", "link", "add", secondRxe, "type", "rxe", "netdev", oursIf); err != nil {
 		return fmt.Errorf("this kernel's rxe supports one namespace only: %w", err)
 	}
@@ -59,7 +65,18 @@ func compareSpeed(order *result.Order) error {
 		return err
 	}
 	time.Sleep(2 * time.Second) // until both ends are up
-	s := result.Speed{Rounds: order.Bench}
+	if wanted.MatchString("lossy") {
+		more, err := lossy(s.Rounds, kernelToKernel)
+		if err != nil {
+			return err
+		}
+		s.Lossy = append(s.Lossy, more...)
+	}
+	if wanted.MatchString("bottleneck") {
+		if s.Bottlenecks, err = bottlenecked(s.Rounds); err != nil {
+			return err
+		}
+	}
 	kinds := []struct {
 		name         string
 		to           *result.Comparison
@@ -178,19 +195,7 @@ func perftest(couple coupling, program string, field int, args ...string) (float
 	if err != nil {
 		return 0, err
 	}
-	for line := range strings.Lines(out) {
-		f := strings.Fields(line)
-		if len(f) <= field {
-			continue
-		}
-		if _, err := strconv.Atoi(f[0]); err != nil {
-			continue
-		}
-		if v, err := strconv.ParseFloat(f[field], 64); err == nil {
-			return v, nil
-		}
-	}
-	return 0, fmt.Errorf("%s printed no figures:\n%s", program, out)
+	return figure(out, field)
 }
 
 // kernelBandwidth returns MB/s, of 10^6 bytes.

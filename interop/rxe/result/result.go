@@ -69,7 +69,15 @@ type Speed struct {
 	Latency     Comparison // 8 byte WRITEs, both sides watch memory: half a round trip, µs
 	UDP         []float64  // 52 bytes by plain UDP, both sides spin: half a round trip, µs
 	SendLatency Comparison // 8 byte SENDs, both sides poll completion queues: half a round trip, µs
+	Lossy       []Figures  // 64 KiB WRITEs where packets are lost, MB/s
+	Bottlenecks []Figures  // 64 KiB WRITEs and TCP behind 100 Mb/s, MB/s
 	Connect     Comparison // cmtime, 100 connections at once: the sum of its steps for one connection, µs
+}
+
+// Figures have one figure a round.
+type Figures struct {
+	Name   string
+	Values []float64
 }
 
 // Comparison has one figure a round for each side.
