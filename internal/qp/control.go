@@ -15,7 +15,6 @@ import (
 //     marked, or round trips take three times as long as the shortest.
 //   - Then the window grows with its square root: quickly where it is small, so that it
 //     recovers from random losses, and slowly where it is large, so that queues stay short.
-//     Where round trips take more than twice the shortest, it grows more slowly still.
 //   - A loss takes its packet off the window, and once in a round trip a quarter of the rest.
 //   - Marks shrink it by half of the share of packets that are marked (DCTCP, RFC 8257).
 //   - If the peer is not heard of at all, the window begins anew, and doubles up to half of what
@@ -41,7 +40,7 @@ type control struct {
 	floor     Time // the shortest round trip
 	floorAt   Time
 	smooth    Time    // the usual round trip
-	cutAt     Time    // when losses or marks last shrank the window
+	cutAt     Time    // when losses last shrank the window
 	length    float64 // bytes that a long path holds
 	marked    int     // packets marked since the last round
 	fraction  float64
@@ -150,22 +149,16 @@ func (c *control) round(now Time) {
 	c.setLimit()
 }
 
-// cut shrinks the window by a fraction, at most once in a round trip.
-func (c *control) cut(by float64, now Time) {
-	if now-c.cutAt < c.smooth && c.cutAt != 0 {
-		return
-	}
-	c.cutAt = now
-	c.window *= 1 - by
-}
-
 // lost notes that packets are lost.
 func (c *control) lost(n int, now Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.starting = false
 	c.window -= float64(n) * c.mtu
-	c.cut(lossCut, now)
+	if c.cutAt == 0 || now-c.cutAt >= c.smooth { // once in a round trip
+		c.cutAt = now
+		c.window *= 1 - lossCut
+	}
 	c.setLimit()
 }
 

@@ -220,7 +220,7 @@ func PadFor(n int) uint8 { return uint8(-n & 3) }
 const mask24 = 1<<24 - 1
 
 // Hints: what queue pairs of this library tell each other. A sender that follows the
-// specification leaves these bits zero, and a receiver ignores them (IBA 9.2.7), so that nothing
+// specification leaves these bits zero, and a receiver ignores them (IBA 9.2), so that nothing
 // changes between a queue pair of this library and another one.
 const (
 	// HintOurs says that the sender is of this library, understands Gaps, and keeps what comes too early.
