@@ -78,7 +78,7 @@ func TestCapable(t *testing.T) {
 	for _, c := range []struct {
 		typ       ib.QPType
 		set, want uint8
-	}{{ib.RC, 0, ect0}, {ib.RC, 0x68, 0x68 | ect0}, {ib.RC, 0x69, 0x69}, {ib.UC, 0, 0}, {ib.UC, 0x68, 0x68}} {
+	}{{ib.RC, 0, wire.ECT0}, {ib.RC, 0x68, 0x68 | wire.ECT0}, {ib.RC, 0x69, 0x69}, {ib.UC, 0, 0}, {ib.UC, 0x68, 0x68}} {
 		a, _ := connected(t, devs[0], devs[1], c.typ, 64, func(e *end) { e.tclass = c.set })
 		q := a.qp.(*QP)
 		q.mu.Lock()

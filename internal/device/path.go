@@ -12,6 +12,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/qp"
 	"github.com/verbena-rdma/verbena/internal/sys"
 	"github.com/verbena-rdma/verbena/internal/train"
+	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
 const defaultHopLimit = 64
@@ -83,8 +84,8 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 		q.mu.Unlock()
 	}
 	av := a.AV
-	if q.Type() != ib.UC && av.TrafficClass&ecnBits == 0 {
-		av.TrafficClass |= ect0
+	if q.Type() != ib.UC && av.TrafficClass&wire.ECNMask == 0 { // a reliable queue pair heeds marks
+		av.TrafficClass |= wire.ECT0
 	}
 	f, err := d.makeFlow("modify_qp", &av, dest)
 	if err != nil {
@@ -125,13 +126,6 @@ func (d *Device) makePath(q *QP, a *ib.QPAttr, mask ib.QPAttrMask) (*qp.Path, *p
 	shared := q.target != nil || q.proxy != nil
 	return &qp.Path{Flow: f, Window: window, Credits: use.credits.Costing(cost(window)), Selective: q.Type() != ib.UC && !shared}, use, nil
 }
-
-// The low two bits of the traffic class (RFC 3168). With ect0, routers may mark the packets of
-// queue pairs that heed it, instead of dropping them.
-const (
-	ecnBits = 3
-	ect0    = 2
-)
 
 // namedWindow is how many bytes may be under way by name, for another process's engine to
 // move: enough work for the engine while an acknowledgement goes back and more is sent.

@@ -24,7 +24,7 @@ func TestMarks(t *testing.T) {
 			class uint8
 			hints uint8
 			want  int // marks
-		}{{0, 0, 0}, {ect0, wire.HintOurs, 0}, {congestionMark, wire.HintOurs, 20}, {0x68 | congestionMark, 0, 20}, {0x68 | ect0, wire.HintOurs | wire.HintAlone, 0}} {
+		}{{0, 0, 0}, {wire.ECT0, wire.HintOurs, 0}, {wire.ECNMark, wire.HintOurs, 20}, {0x68 | wire.ECNMark, 0, 20}, {0x68 | wire.ECT0, wire.HintOurs | wire.HintAlone, 0}} {
 			tr := simple(flow(t, from, to.Addrs()[0], train.Flow{TClass: c.class}), table, key, 20_000)
 			tr.Hints = c.hints
 			mustSend(t, from, []*train.Train{tr})
@@ -40,7 +40,7 @@ func TestMarks(t *testing.T) {
 					to.Addrs()[0], i, len(got), got[0].TClass, got[0].Hints, marks, tr.N, c.class, c.hints, c.want)
 			}
 		}
-		plain, capable := flow(t, from, to.Addrs()[0], train.Flow{}), flow(t, from, to.Addrs()[0], train.Flow{TClass: ect0})
+		plain, capable := flow(t, from, to.Addrs()[0], train.Flow{}), flow(t, from, to.Addrs()[0], train.Flow{TClass: wire.ECT0})
 		if a, b := plain.Link.(*udpFlow), capable.Link.(*udpFlow); a.sock == b.sock || !a.plain || !b.plain {
 			t.Error("a flow of the usual class has no socket of its own")
 		}

@@ -21,10 +21,6 @@ import (
 // needs; smaller packets are delivered in shorter trains.
 const minRun = 256
 
-// congestionMark is what a congested router writes into the low two bits of the traffic class
-// (RFC 3168: CE).
-const congestionMark = 3
-
 // arrival is one packet as it came: a UDP payload and what its IP header held.
 type arrival struct {
 	from     netip.AddrPort
@@ -78,7 +74,7 @@ func (c *reassembler) packet(sink Sink, ps *wire.Pseudo, a *arrival) bool {
 		c.begin(info, a)
 	}
 	c.grow(info, payload)
-	if a.tclass&3 == congestionMark {
+	if a.tclass&wire.ECNMask == wire.ECNMark {
 		c.t.Marked++
 	}
 	return true

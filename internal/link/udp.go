@@ -96,13 +96,11 @@ const (
 	// txSockets is how many source ports the flows of one address spread over. Threads that
 	// send by one socket at the same time hinder each other.
 	txSockets = 16
-	// Of each port range there are two: of traffic class 0 and of class ect0, so that the usual
-	// flows need not name their class with every message. One more sends to groups.
+	// There are as many again of class ECT(0), so that the usual flows need not name their class with
+	// every message, and one that sends to groups.
 	ectSockets   = txSockets
 	groupSocket  = 2 * txSockets
 	numTxSockets = groupSocket + 1
-	// ect0 tells routers that they may mark a packet instead of dropping it (RFC 3168).
-	ect0 = 2
 	// Source ports: the dynamic range, as IBA A17.3.2 and RFC 6335 advise.
 	firstSrcPort = 0xc000
 	lastSrcPort  = 0xffff
@@ -374,7 +372,7 @@ func (u *UDP) Prepare(f *train.Flow) error {
 	switch {
 	case group:
 		slot = groupSocket
-	case own == ect0 && usual:
+	case own == wire.ECT0 && usual:
 		slot, own = slot+ectSockets, 0
 	}
 	sock, err := u.txSocketLocked(end, slot)
@@ -421,7 +419,7 @@ func (u *UDP) txSocketLocked(e *udpEnd, slot uint32) (*sys.UDPSocket, error) {
 	}
 	var err error
 	if slot >= ectSockets && slot < groupSocket {
-		o.TClass = ect0
+		o.TClass = wire.ECT0
 	}
 	if slot == groupSocket {
 		if o.Groups, err = sys.InterfaceIndex(e.addr); err != nil {

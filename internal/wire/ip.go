@@ -16,6 +16,13 @@ const (
 	flagDF   = 0x4000
 )
 
+// The low two bits of the traffic class, for routers (RFC 3168).
+const (
+	ECNMask = 3
+	ECT0    = 2 // the packet may be marked instead of being dropped
+	ECNMark = 3 // CE: it met congestion
+)
+
 // AppendIPv4 appends the IPv4 header, DF set and with its checksum, of a
 // datagram with udpPayloadLen bytes from the BTH through the ICRC. The addresses
 // must be IPv4, possibly in their IPv6-mapped form.

@@ -11,6 +11,8 @@ package main
 import (
 	"math"
 	"time"
+
+	"github.com/verbena-rdma/verbena/internal/wire"
 )
 
 // link says what a bottleneck is like.
@@ -86,22 +88,16 @@ func (s *seen) quantile(part float64) time.Duration {
 	return maxWait
 }
 
-// The two bits of ECN in a traffic class (RFC 3168, section 5).
-const (
-	ecnMask = 3
-	ecnCE   = 3
-)
-
 // markCE marks a packet of an ECN-capable transport. It reports whether the packet bears the mark now and did not
 // before.
 func markCE(p []byte) bool {
 	switch {
 	case len(p) >= 20 && p[0]>>4 == 4:
 		old := p[1]
-		if old&ecnMask == 0 || old&ecnMask == ecnCE {
+		if old&wire.ECNMask == 0 || old&wire.ECNMask == wire.ECNMark {
 			return false
 		}
-		p[1] |= ecnCE
+		p[1] |= wire.ECNMark
 		// RFC 1624, equation 3: the header's checksum changes by what its first word has changed.
 		sum := uint32(^(uint16(p[10])<<8 | uint16(p[11]))) + uint32(^(uint16(p[0])<<8 | uint16(old))) + uint32(uint16(p[0])<<8|uint16(p[1]))
 		for sum > 0xffff {
@@ -111,10 +107,10 @@ func markCE(p []byte) bool {
 		return true
 	case len(p) >= 40 && p[0]>>4 == 6:
 		const shift = 4 // the traffic class is the low half of byte 0 and the high half of byte 1
-		if ecn := p[1] >> shift & ecnMask; ecn == 0 || ecn == ecnCE {
+		if ecn := p[1] >> shift & wire.ECNMask; ecn == 0 || ecn == wire.ECNMark {
 			return false
 		}
-		p[1] |= ecnCE << shift
+		p[1] |= wire.ECNMark << shift
 		return true
 	}
 	return false
