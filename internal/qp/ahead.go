@@ -60,22 +60,23 @@ func (q *QP) keepAhead(t *train.Train) bool {
 			t.TrimFront(over)
 		}
 	}
+	var overlaps *train.Train
 	j := i
 	for j < len(a.trains) && !end.Less(a.trains[j].PSN.Add(q.takes(a.trains[j]))) {
 		j++ // the new one has all of it
 	}
 	if j < len(a.trains) && a.trains[j].PSN.Less(end) { // and the front of this one
-		next := a.trains[j]
-		if q.takes(next) != next.N {
+		overlaps = a.trains[j]
+		if q.takes(overlaps) != overlaps.N {
 			return false
 		}
-		a.count(next, -1)
-		next.TrimFront(end.Sub(next.PSN))
-		a.count(next, 1)
 	}
 	c, f := t.Keep()
 	if !f.OK() {
 		return false
+	}
+	if overlaps != nil {
+		overlaps.TrimFront(end.Sub(overlaps.PSN))
 	}
 	for _, x := range a.trains[i:j] {
 		a.count(x, -1)
@@ -158,7 +159,7 @@ func (q *QP) report(t *train.Train) {
 	at := r.epsn
 	for _, x := range r.ahead.trains {
 		if gap := x.PSN.Sub(at); gap > 0 {
-			if len(g) == len(b)-4 {
+			if len(g) == len(b)-4 || come > wire.MaxGap {
 				break
 			}
 			g = g.Append(come, gap)

@@ -433,11 +433,7 @@ func (q *QP) Tick(now Time) {
 // a probe.
 func (q *QP) sendDeadline() (d Time, probes bool) {
 	r := &q.req
-	least := Time(0)
-	if q.canProbe() {
-		least = r.leastRTO
-	}
-	d = r.deadline(least)
+	d = r.deadline(q.leastRTO())
 	if r.started == 0 || r.una == r.nxt || r.fetching || r.congestion.waits() || r.unasked() {
 		return d, false
 	}

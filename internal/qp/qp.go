@@ -11,7 +11,8 @@
 //     (Receive, Tick).
 //
 // ahead.go and repair.go are what the responder and the requester do about packets that the
-// network has lost, control.go is how much they send. datagram.go is all of that for UD, where nothing is acknowledged, and local.go
+// network has lost, control.go is how much they send. datagram.go is all of that for
+// UD, where nothing is acknowledged, and local.go
 // the requests that send nothing. shortcut.go executes WRITEs and READs without a
 // train.
 // state.go has the state transitions, send_queue.go the checks at posting,
@@ -217,9 +218,7 @@ func (q *QP) Receive(t *train.Train, now Time) mem.Fault {
 		q.Counters.add(CntRxBytes, t.Len)
 	}
 	if q.path.Selective {
-		if wire.Ours(t.Hints) && !q.ours {
-			q.ours, q.req.leastRTO = true, probedRTO
-		}
+		q.ours = q.ours || wire.Ours(t.Hints)
 		if t.Marked > 0 {
 			q.sawMarks(t, now)
 		}

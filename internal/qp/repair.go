@@ -673,6 +673,19 @@ func (q *QP) canProbe() bool {
 	return q.path.Selective && r.nxt == r.max && !r.waits() && (q.ours || r.rd.n == 0 || r.rd.at(r.rd.n-1).end() != r.nxt)
 }
 
+// leastRTO returns the shortest time that the peer has for an answer; 0: the usual one.
+func (q *QP) leastRTO() Time {
+	switch {
+	case !q.path.Selective:
+		return 0
+	case q.ours && q.canProbe():
+		return probedRTO
+	case q.req.srtt == 0:
+		return firstRTO
+	}
+	return 0
+}
+
 // probeDeadline returns when the next probe is due, 0 for never.
 func (q *QP) probeDeadline() Time {
 	r, most := &q.req, otherProbes

@@ -151,7 +151,7 @@ func (a *answers) acknowledge(psn wire.PSN) {
 // Unread counts the expected request as lost: its payload could not be fetched from its
 // sender, which must send it again.
 func (q *QP) Unread() {
-	if q.state != ib.QPRTR && q.state != ib.QPRTS && q.state != ib.QPSQD || q.Type == ib.UC || q.Type == ib.UD {
+	if !q.executes() || q.Type == ib.UC || q.Type == ib.UD {
 		return
 	}
 	q.nak(wire.NakPSNSequence, q.resp.epsn)
@@ -374,11 +374,8 @@ func (q *QP) pullResponse(t *train.Train) bool {
 		r.ack.pending, r.yielded = false, false
 	}
 	r.partly = false
-	if s == wire.NakPSNSequence && psn != r.epsn {
-		s, psn = wire.AckNoCredits, r.front().Add(-1) // what was missing has come since
-	}
 	gaps := q.ours && len(r.ahead.trains) > 0 && (s.IsAck() || s == wire.NakPSNSequence)
-	if gaps && s == wire.NakPSNSequence {
+	if s == wire.NakPSNSequence && (gaps || psn != r.epsn) { // a report says more; or what was missing has come since
 		s, psn = wire.AckNoCredits, r.front().Add(-1)
 	}
 	t.Kind, t.PSN, t.N, t.Start, t.End = wire.KindAck, psn, 1, true, true

@@ -224,14 +224,11 @@ func (q *QP) set(a *ib.QPAttr, mask ib.QPAttrMask, path *Path) {
 		b.AV = a.AV
 		q.giveBack(q.req.heldCredits) // they are the old path's
 		q.path, q.req.named = *path, false
-		q.ours, q.req.leastRTO, q.notices = false, 0, notices{}
+		q.ours, q.notices = false, notices{}
 		q.req.forgetRepairs()
 		q.peer = path.Flow.Dst
 		q.req.congestion.begin(path)
 		q.req.noEarlyProbe = path.Lossless
-		if path.Selective {
-			q.req.leastRTO = firstRTO
-		}
 	}
 	if has(ib.QPMaskPathMTU) {
 		b.PathMTU = a.PathMTU

@@ -32,7 +32,6 @@ type timers struct {
 	started      Time // when the current wait began, 0: no wait
 	progAt       Time // the last progress
 	rto          Time
-	leastRTO     Time // the shortest that the peer is given, if longer than minRTO
 	srtt         Time
 	sampleAt     Time // when sample was sent, 0: none
 	sample       wire.PSN
@@ -64,9 +63,6 @@ func (r *requester) measure(now Time) Time {
 	r.srtt += (rtt - r.srtt) / 8
 	r.sampleAt = 0
 	r.rto = max(minRTO, 8*r.srtt)
-	if r.leastRTO == firstRTO {
-		r.leastRTO = 0
-	}
 	return rtt
 }
 
