@@ -8,7 +8,7 @@ import (
 	"github.com/verbena-rdma/verbena/internal/qp"
 )
 
-// Paths of the cases: buffers hold what a round trip does.
+// Paths of the cases. The buffers hold what a round trip does, that of Near four times as much.
 var (
 	Far    = Link{Rate: 1e9, RTT: 20 * time.Millisecond, Buffer: 2_500_000}
 	Near   = Link{Rate: 10e9, RTT: 100 * time.Microsecond, Buffer: 512 << 10}
@@ -104,10 +104,9 @@ func (c *Case) Run() (*Result, error) {
 		s.at(epoch+Time(s.rng.Int64N(int64(c.Link.RTT)+1)), t.start)
 	}
 	s.run(epoch + c.Warm)
-	was := func(h *host) int64 { return h.done }
 	before := make([]int64, 0, len(hosts)+len(tcp))
 	for _, h := range hosts {
-		before = append(before, was(h))
+		before = append(before, h.done)
 	}
 	for _, t := range tcp {
 		before = append(before, t.done)

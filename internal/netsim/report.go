@@ -8,6 +8,8 @@ import (
 	"regexp"
 	"strings"
 	"time"
+
+	"github.com/verbena-rdma/verbena/internal/section"
 )
 
 // Report runs the cases whose names match, and writes a table of each group. With a directory it
@@ -66,7 +68,7 @@ func (r *Result) row() string {
 	} else {
 		jain += " | |"
 	}
-	return fmt.Sprintf("| %s | %d | %.2f %s %s %v | %d | %d | %d | %d | %d | %d | %s |\n", r.Name, r.Seed, r.Rate, goal(r.Rate, r.Goals.Rate), jain[0:],
+	return fmt.Sprintf("| %s | %d | %.2f %s %s %v | %d | %d | %d | %d | %d | %d | %s |\n", r.Name, r.Seed, r.Rate, goal(r.Rate, r.Goals.Rate), jain,
 		r.MeanWait.Round(time.Microsecond), r.Dropped, r.Marked, r.Lost, r.Again, r.Timeouts, r.Probes, rates(r.Rates)+" "+rates(r.Beside))
 }
 
@@ -87,13 +89,9 @@ func write(dir string, tables map[string]string, plots []*Result) error {
 	}
 	text := string(b)
 	for name, table := range tables {
-		begin, end := "<!-- netsim "+name+" -->\n", "<!-- end -->"
-		before, rest, ok := strings.Cut(text, begin)
-		_, after, closed := strings.Cut(rest, end)
-		if !ok || !closed {
-			return fmt.Errorf("%s has no lines %q and %q", doc, strings.TrimSpace(begin), end)
+		if text, err = section.Replace(text, "netsim "+name, table); err != nil {
+			return fmt.Errorf("%s: %w", doc, err)
 		}
-		text = before + begin + table + end + after
 	}
 	if err := os.WriteFile(doc, []byte(text), 0o666); err != nil { //nolint:gosec // G306: a document
 		return err

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"time"
 	"unicode/utf8"
+
+	"github.com/verbena-rdma/verbena/internal/section"
 )
 
 // table is what a part has measured.
@@ -69,15 +71,11 @@ func renew(doc string, tables map[string]*table, conditions string) error {
 		if t.panel != nil {
 			panels = append(panels, *t.panel)
 		}
-		begin, end := "<!-- bench-net "+p.name+" -->\n", "<!-- end -->"
-		before, rest, ok := strings.Cut(text, begin)
-		_, after, closed := strings.Cut(rest, end)
-		if !ok || !closed {
-			return fmt.Errorf("%s has no lines %q and %q", doc, strings.TrimSpace(begin), end)
-		}
 		var out strings.Builder
 		t.print(&out)
-		text = before + begin + out.String() + conditions + "\n" + end + after
+		if text, err = section.Replace(text, "bench-net "+p.name, out.String()+conditions+"\n"); err != nil {
+			return fmt.Errorf("%s: %w", doc, err)
+		}
 	}
 	if err := os.WriteFile(doc, []byte(text), 0o666); err != nil { //nolint:gosec // G306: a document
 		return err
