@@ -96,7 +96,7 @@ const (
 	// txSockets is how many source ports the flows of one address spread over. Threads that
 	// send by one socket at the same time hinder each other.
 	txSockets = 16
-	// There are as many again of class ECT(0), so that the usual flows need not name their class with
+	// There are as many again of class wire.ECT0, so that the usual flows need not name their class with
 	// every message, and one that sends to groups.
 	ectSockets   = txSockets
 	groupSocket  = 2 * txSockets
